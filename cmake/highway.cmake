@@ -1,0 +1,25 @@
+# Highway: an installed one >= 1.2, else the tarball that scripts/fetch_highway brought, else upstream's. Private,
+# static, hidden. URL and hash change together.
+set(HIGHWAY_VERSION 1.3.0)
+set(HIGHWAY_HASH 07b3c1ba2c1096878a85a31a5b9b3757427af963b1141ca904db2f9f4afe0bc2)
+set(HIGHWAY_DEFAULT_URL https://github.com/google/highway/archive/refs/tags/1.3.0.tar.gz)
+if(EXISTS ${PROJECT_SOURCE_DIR}/third_party/highway-1.3.0.tar.gz)
+  set(HIGHWAY_DEFAULT_URL ${PROJECT_SOURCE_DIR}/third_party/highway-1.3.0.tar.gz)
+elseif(EXISTS ${PROJECT_SOURCE_DIR}/third_party/highway-1.2.0.tar.gz)
+  set(HIGHWAY_HASH 7e0be78b8318e8bdbf6fa545d2ecb4c90f947df03f7aadc42c1967f019e63343)
+  set(HIGHWAY_DEFAULT_URL ${PROJECT_SOURCE_DIR}/third_party/highway-1.2.0.tar.gz)
+endif()
+set(LOGITLESS_HIGHWAY_URL ${HIGHWAY_DEFAULT_URL} CACHE STRING "Highway's release tarball: a URL or a path")
+
+include(FetchContent)
+set(HWY_ENABLE_TESTS OFF CACHE BOOL "" FORCE)
+set(HWY_ENABLE_EXAMPLES OFF CACHE BOOL "" FORCE)
+set(HWY_ENABLE_CONTRIB OFF CACHE BOOL "" FORCE)
+set(HWY_ENABLE_INSTALL OFF CACHE BOOL "" FORCE)
+set(HWY_FORCE_STATIC_LIBS ON CACHE BOOL "" FORCE)
+FetchContent_Declare(highway URL ${LOGITLESS_HIGHWAY_URL} URL_HASH SHA256=${HIGHWAY_HASH}
+                     DOWNLOAD_EXTRACT_TIMESTAMP TRUE EXCLUDE_FROM_ALL SYSTEM)
+FetchContent_MakeAvailable(highway)
+if(NOT TARGET hwy::hwy)
+  add_library(hwy::hwy ALIAS hwy)
+endif()

@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+// One listing of every op's tensors: for_each_tensor(op, c, f) calls f(name, access, op.field, c.field) in the order
+// of docs/semantics.md. The C++ layer, the C entry points, the validation and the tests all walk it.
+#pragma once
+
+#include <type_traits>
+
+#include "logitless/ops.h"
+
+namespace logitless {
+
+enum class Access { read, write, read_write };
+
+template <class Op>
+inline constexpr int32_t kind_of = -1;
+template <>
+inline constexpr int32_t kind_of<Softmax> = LOGITLESS_SOFTMAX;
+template <>
+inline constexpr int32_t kind_of<CrossEntropyForward> = LOGITLESS_CROSS_ENTROPY_FORWARD;
+template <>
+inline constexpr int32_t kind_of<CrossEntropyBackward> = LOGITLESS_CROSS_ENTROPY_BACKWARD;
+template <>
+inline constexpr int32_t kind_of<CrossEntropyForwardBackward> = LOGITLESS_CROSS_ENTROPY_FORWARD_BACKWARD;
+template <>
+inline constexpr int32_t kind_of<LinearCrossEntropyForward> = LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD;
+template <>
+inline constexpr int32_t kind_of<LinearCrossEntropyBackward> = LOGITLESS_LINEAR_CROSS_ENTROPY_BACKWARD;
+template <>
+inline constexpr int32_t kind_of<LinearCrossEntropyForwardBackward> =
+    LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD;
+
+// What an op has, by its members.
+template <class Op>
+concept LinearOp = requires(Op op) { op.input; };
+template <class Op>
+concept LossOp = requires(Op op) { op.options; };
+template <class Op>
+concept ForwardOp = requires(Op op) { op.statistics; };
+template <class Op>
+concept BackwardOnlyOp = requires(Op op) { op.grad_lse; };
+template <class Op>
+concept GradientOp = requires(Op op) { op.grad_loss; };
+
+template <class Op, class C, class F>
+void for_each_tensor(Op& op, C& c, F&& f) {
+  using T = std::remove_const_t<Op>;
+  constexpr Access read = Access::read, write = Access::write;
+  if constexpr (LinearOp<T>) {
+    f("input", read, op.input, c.input);
+    f("weight", read, op.weight, c.weight);
+    f("bias", read, op.bias, c.bias);
+  } else {
+    f("logits", read, op.logits, c.logits);
+  }
+  if constexpr (std::is_same_v<T, Softmax>) f("probabilities", write, op.probabilities, c.probabilities);
+  if constexpr (LossOp<T>) {
+    f("target", read, op.target, c.target);
+    f("token_weight", read, op.weights.token, c.token_weight);
+    f("vocab_weight", read, op.weights.vocab, c.vocab_weight);
+    f("normalizer", read, op.weights.normalizer, c.normalizer);
+  }
+  if constexpr (ForwardOp<T>) {
+    f("loss", write, op.loss, c.loss);
+    f("lse", write, op.statistics.lse, c.lse);
+    f("target_logit", write, op.statistics.target_logit, c.target_logit);
+    f("entropy", write, op.statistics.entropy, c.entropy);
+    f("argmax", write, op.statistics.argmax, c.argmax);
+    f("row_reference", write, op.statistics.row_reference, c.row_reference);
+    f("row_log_sum", write, op.statistics.row_log_sum, c.row_log_sum);
+    f("weighted_logit_sum", write, op.statistics.weighted_logit_sum, c.weighted_logit_sum);
+  }
+  if constexpr (BackwardOnlyOp<T>) {
+    f("row_reference", read, op.row_reference, c.row_reference);
+    f("row_log_sum", read, op.row_log_sum, c.row_log_sum);
+    f("entropy", read, op.entropy, c.entropy);
+    f("grad_lse", read, op.grad_lse, c.grad_lse);
+    f("grad_target_logit", read, op.grad_target_logit, c.grad_target_logit);
+    f("grad_entropy", read, op.grad_entropy, c.grad_entropy);
+  }
+  if constexpr (GradientOp<T>) {
+    f("grad_loss", read, op.grad_loss, c.grad_loss);
+    if constexpr (LinearOp<T>) {
+      const Access sum = op.accumulate_grad_weight ? Access::read_write : write;
+      f("grad_input", write, op.grad_input, c.grad_input);
+      f("grad_weight", sum, op.grad_weight, c.grad_weight);
+      f("grad_bias", sum, op.grad_bias, c.grad_bias);
+    } else {
+      f("grad_logits", write, op.grad_logits, c.grad_logits);
+    }
+  }
+  if constexpr (LossOp<T>) f("fault", Access::read_write, op.fault, c.fault);
+}
+
+}  // namespace logitless

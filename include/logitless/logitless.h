@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+// Logitless: cross-entropy for language models without the logits. The C++ interface: a thin inline layer over c.h.
+//
+//   LinearCrossEntropyForwardBackward op{.input = x, .weight = w, .target = t, .loss = l, .grad_input = gx,
+//                                        .grad_weight = gw, .options = {.label_smoothing = 0.1f}};
+//   WorkspaceSize size;
+//   Status status = workspace(op, {}, &size);            // how much memory this call wants
+//   if (status.ok()) status = run(op, {buffer, size.recommended}, {});
+#pragma once
+
+#include <array>
+
+#include "logitless/combine.h"
+#include "logitless/fields.h"
+#include "logitless/ops.h"
+#include "logitless/status.h"
+#include "logitless/tensor.h"
+
+namespace logitless {
+
+using Executor = logitless_executor;
+
+struct Execution {
+  Device device{};
+  void* stream = nullptr;              // cudaStream_t | WGPUQueue
+  const Executor* executor = nullptr;  // CPU; nullptr: the library's own pool
+};
+
+struct WorkspaceSize {
+  uint64_t minimum = 0;      // bytes; the least `run` accepts
+  uint64_t recommended = 0;  // bytes; the default plan
+  uint64_t alignment = 64;   // bytes; of the workspace's address
+};
+
+struct Workspace {
+  void* data = nullptr;
+  uint64_t bytes = 0;
+  uint64_t byte_offset = 0;
+};
+
+namespace detail {
+
+inline logitless_tensor to_c(const TensorView& v) {
+  return {sizeof(logitless_tensor),
+          static_cast<int32_t>(v.dtype),
+          v.data,
+          v.byte_offset,
+          static_cast<int32_t>(v.device.type),
+          v.device.index,
+          v.rank,
+          0,
+          {v.shape[0], v.shape[1]},
+          {v.stride[0], v.stride[1]}};
+}
+
+inline logitless_loss_options to_c(const LossOptions& o) {
+  return {sizeof(logitless_loss_options),
+          static_cast<int32_t>(o.reduction),
+          o.ignore_index,
+          o.label_smoothing,
+          o.z_loss,
+          o.logit_scale,
+          o.softcap,
+          o.temperature,
+          static_cast<int32_t>(o.out_of_range),
+          static_cast<int32_t>(o.empty_mean),
+          static_cast<int32_t>(o.input_kind),
+          o.probability_floor,
+          o.allow_tf32,
+          o.normalizer,
+          o.vocab_start,
+          o.vocab_total};
+}
+
+inline logitless_execution to_c(const Execution& e) {
+  return {sizeof(logitless_execution), static_cast<int32_t>(e.device.type), e.device.index, 0, e.stream, e.executor};
+}
+
+// The C form of an op, with the tensors its pointers point at.
+template <class Op>
+struct COp {
+  logitless_op op{};
+  logitless_loss_options options{};
+  std::array<logitless_tensor, 24> tensors{};
+
+  explicit COp(const Op& source) {
+    op.struct_size = sizeof(op);
+    op.kind = kind_of<Op>;
+    if constexpr (LossOp<Op>) {
+      options = to_c(source.options);
+      op.options = &options;
+    }
+    if constexpr (LinearOp<Op> && GradientOp<Op>) op.accumulate_grad_weight = source.accumulate_grad_weight;
+    size_t used = 0;
+    for_each_tensor(source, op, [&](const char*, Access, const TensorView& view, const logitless_tensor*& field) {
+      if (!view) return;
+      tensors[used] = to_c(view);
+      field = &tensors[used++];
+    });
+  }
+  COp(const COp&) = delete;
+  COp& operator=(const COp&) = delete;
+};
+
+}  // namespace detail
+
+// Bytes of workspace that `run` needs for `op`. Pure and cheap; data pointers may be null.
+template <class Op>
+Status workspace(const Op& op, const Execution& execution, WorkspaceSize* size) {
+  const detail::COp<Op> c(op);
+  const logitless_execution e = detail::to_c(execution);
+  logitless_workspace_size s{};
+  s.struct_size = sizeof(s);
+  Status status;
+  logitless_workspace(&c.op, &e, &s, status.c());
+  *size = {s.minimum, s.recommended, s.alignment};
+  return status;
+}
+
+// Runs `op` in any workspace >= minimum: more memory, fewer and larger chunks, never another class of result.
+// Enqueues on asynchronous devices; no allocation, no synchronization. Thread-safe; a workspace serves one call at a
+// time. On an error nothing is written.
+template <class Op>
+Status run(const Op& op, const Workspace& workspace, const Execution& execution) {
+  const detail::COp<Op> c(op);
+  const logitless_execution e = detail::to_c(execution);
+  const logitless_workspace_buffer w{sizeof(w), 0, workspace.data, workspace.bytes, workspace.byte_offset};
+  Status status;
+  logitless_run(&c.op, &w, &e, status.c());
+  return status;
+}
+
+}  // namespace logitless

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// A backend: a small named object that implements every op. Adding an op is one struct in ops.h and one word in
+// `Backend`; a backend that forgets it does not compile.
+#pragma once
+
+#include "logitless/logitless.h"
+#include "src/message.h"
+
+namespace logitless {
+
+template <class Op>
+struct Implements {
+  virtual ~Implements() = default;
+  // Pure and cheap; `op` is validated. Data pointers may be null.
+  virtual Status workspace(const Op& op, const Execution& execution, WorkspaceSize* size) const = 0;
+  // `op` and the workspace (>= minimum, aligned) are validated.
+  virtual Status run(const Op& op, const Workspace& workspace, const Execution& execution) const = 0;
+};
+
+struct Backend : Implements<Softmax>,
+                 Implements<CrossEntropyForward>,
+                 Implements<CrossEntropyBackward>,
+                 Implements<CrossEntropyForwardBackward>,
+                 Implements<LinearCrossEntropyForward>,
+                 Implements<LinearCrossEntropyBackward>,
+                 Implements<LinearCrossEntropyForwardBackward> {
+  virtual const char* name() const = 0;
+  // Writes one line: ISA or device, threads.
+  virtual void describe(char* text, size_t bytes) const = 0;
+};
+
+const Backend& reference_backend();
+const Backend& cpu_backend();
+
+// The backend for a device type, or nullptr and the reason in `status`.
+const Backend* find_backend(DeviceType type, Status* status);
+
+}  // namespace logitless

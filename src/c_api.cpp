@@ -1,0 +1,221 @@
+// SPDX-License-Identifier: Apache-2.0
+// The C entry points: sized C structs in, C++ ops out, the two verbs called.
+#include "logitless/c.h"
+
+#include <cstring>
+#include <new>
+
+#include "src/backend.h"
+#include "src/cpu/thread_pool.h"
+#include "src/logitless.h"
+
+namespace logitless {
+namespace {
+
+// Copies a sized struct: a smaller one is zero-extended, a larger one taken only if what this version does not know
+// of it is zero.
+template <class T>
+Status read_struct(const char* name, const T* source, T* copy) {
+  if (source == nullptr) return error(StatusCode::invalid_argument, "%s is NULL", name);
+  uint32_t size;
+  std::memcpy(&size, source, sizeof(size));
+  if (size < sizeof(uint32_t) || size > 4096) {
+    return error(StatusCode::invalid_argument, "%s.struct_size is %u; this library's is %zu", name, size, sizeof(T));
+  }
+  const char* bytes = reinterpret_cast<const char*>(source);
+  for (size_t i = sizeof(T); i < size; ++i) {
+    if (bytes[i] != 0) {
+      return error(StatusCode::not_supported,
+                   "%s.struct_size is %u and its byte %zu is set: newer than this library, which knows %zu bytes", name,
+                   size, i, sizeof(T));
+    }
+  }
+  *copy = T{};
+  std::memcpy(copy, source, size < sizeof(T) ? size : sizeof(T));
+  copy->struct_size = sizeof(T);
+  return {};
+}
+
+// Writes back no more than the caller's struct holds.
+template <class T>
+void write_struct(const T& source, T* destination) {
+  uint32_t size;
+  std::memcpy(&size, destination, sizeof(size));
+  if (size > sizeof(T)) size = sizeof(T);
+  if (size <= sizeof(uint32_t)) return;
+  std::memcpy(reinterpret_cast<char*>(destination) + sizeof(uint32_t),
+              reinterpret_cast<const char*>(&source) + sizeof(uint32_t), size - sizeof(uint32_t));
+}
+
+int32_t report(const Status& status, logitless_status* out) {
+  if (out != nullptr) {
+    uint32_t size;
+    std::memcpy(&size, out, sizeof(size));
+    write_struct(*status.c(), out);
+    if (size > sizeof(int32_t) * 2 && size < sizeof(logitless_status)) reinterpret_cast<char*>(out)[size - 1] = 0;
+  }
+  return status.c()->code;
+}
+
+Status from_c(const char* name, const logitless_tensor* source, TensorView* view) {
+  logitless_tensor t;
+  Status status = read_struct(name, source, &t);
+  if (!status.ok()) return status;
+  // -1 marks an absent view in C++ only; in C absence is NULL.
+  if (t.rank < 0 || t.rank > 2) {
+    return error(StatusCode::wrong_shape, "%s has rank %d; allowed: 0, 1, 2", name, t.rank);
+  }
+  *view = {t.data,
+           t.byte_offset,
+           static_cast<DType>(t.dtype),
+           {static_cast<DeviceType>(t.device_type), t.device_index},
+           t.rank,
+           {t.shape[0], t.shape[1]},
+           {t.stride[0], t.stride[1]}};
+  return {};
+}
+
+Status from_c(const logitless_loss_options* source, LossOptions* options) {
+  if (source == nullptr) return {};
+  logitless_loss_options o;
+  Status status = read_struct("options", source, &o);
+  if (!status.ok()) return status;
+  options->reduction = static_cast<Reduction>(o.reduction);
+  options->ignore_index = o.ignore_index;
+  options->label_smoothing = o.label_smoothing;
+  options->z_loss = o.z_loss;
+  options->logit_scale = o.logit_scale;
+  options->softcap = o.softcap;
+  options->temperature = o.temperature;
+  options->out_of_range = static_cast<OutOfRange>(o.out_of_range);
+  options->empty_mean = static_cast<EmptyMean>(o.empty_mean);
+  options->input_kind = static_cast<InputKind>(o.input_kind);
+  options->probability_floor = o.probability_floor;
+  options->allow_tf32 = o.allow_tf32 != 0;
+  options->normalizer = o.normalizer;
+  options->vocab_start = o.vocab_start;
+  options->vocab_total = o.vocab_total;
+  return {};
+}
+
+Status from_c(const logitless_execution* source, Execution* execution) {
+  if (source == nullptr) return {};
+  logitless_execution e;
+  Status status = read_struct("execution", source, &e);
+  *execution = {{static_cast<DeviceType>(e.device_type), e.device_index}, e.stream, e.executor};
+  return status;
+}
+
+template <class Op>
+Status from_c(logitless_op c, Op* op) {
+  Status status;
+  if constexpr (LossOp<Op>) status = from_c(c.options, &op->options);
+  if constexpr (LinearOp<Op> && GradientOp<Op>) {
+    op->accumulate_grad_weight = c.accumulate_grad_weight != 0;
+    c.accumulate_grad_weight = 0;
+  }
+  for_each_tensor(*op, c, [&](const char* name, Access, TensorView& view, const logitless_tensor*& field) {
+    if (status.ok() && field != nullptr) status = from_c(name, field, &view);
+    field = nullptr;
+  });
+  if (!status.ok()) return status;
+  // What is left belongs to other ops.
+  c.options = nullptr;
+  logitless_op rest{};
+  rest.struct_size = c.struct_size;
+  rest.kind = c.kind;
+  if (std::memcmp(&c, &rest, sizeof(c)) != 0) {
+    return error(StatusCode::invalid_argument, "op: a field is set that this kind of op (%d) does not have", c.kind);
+  }
+  return {};
+}
+
+template <class Op, class F>
+Status with_op(const logitless_op& c, F&& f) {
+  Op op;
+  Status status = from_c(c, &op);
+  return status.ok() ? f(op) : status;
+}
+
+template <class F>
+Status dispatch(const logitless_op* source, F&& f) {
+  logitless_op c;
+  Status status = read_struct("op", source, &c);
+  if (!status.ok()) return status;
+  switch (c.kind) {
+    case LOGITLESS_SOFTMAX:
+      return with_op<Softmax>(c, f);
+    case LOGITLESS_CROSS_ENTROPY_FORWARD:
+      return with_op<CrossEntropyForward>(c, f);
+    case LOGITLESS_CROSS_ENTROPY_BACKWARD:
+      return with_op<CrossEntropyBackward>(c, f);
+    case LOGITLESS_CROSS_ENTROPY_FORWARD_BACKWARD:
+      return with_op<CrossEntropyForwardBackward>(c, f);
+    case LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD:
+      return with_op<LinearCrossEntropyForward>(c, f);
+    case LOGITLESS_LINEAR_CROSS_ENTROPY_BACKWARD:
+      return with_op<LinearCrossEntropyBackward>(c, f);
+    case LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD:
+      return with_op<LinearCrossEntropyForwardBackward>(c, f);
+  }
+  return error(StatusCode::unknown_enum, "op.kind is %d; allowed: 0 to 6", c.kind);
+}
+
+Status check_executor(const Executor* executor) {
+  if (executor == nullptr) return {};
+  if (executor->struct_size < sizeof(Executor) || executor->num_threads < 1 || executor->parallel_for == nullptr) {
+    return error(StatusCode::invalid_argument, "executor: struct_size %u, num_threads %d; needs %zu, >= 1, parallel_for",
+                 executor->struct_size, executor->num_threads, sizeof(Executor));
+  }
+  return {};
+}
+
+}  // namespace
+}  // namespace logitless
+
+using namespace logitless;
+
+extern "C" {
+
+int32_t logitless_workspace(const logitless_op* op, const logitless_execution* execution,
+                            logitless_workspace_size* size, logitless_status* status) {
+  Execution e;
+  WorkspaceSize s;
+  Status result = from_c(execution, &e);
+  if (result.ok() && size == nullptr) result = error(StatusCode::invalid_argument, "size is NULL");
+  if (result.ok()) result = check_executor(e.executor);
+  if (result.ok()) result = dispatch(op, [&](const auto& typed) { return workspace_of(typed, e, &s); });
+  if (result.ok()) write_struct({sizeof(logitless_workspace_size), 0, s.minimum, s.recommended, s.alignment}, size);
+  return report(result, status);
+}
+
+int32_t logitless_run(const logitless_op* op, const logitless_workspace_buffer* workspace,
+                      const logitless_execution* execution, logitless_status* status) {
+  Execution e;
+  logitless_workspace_buffer w{};
+  Status result = from_c(execution, &e);
+  if (result.ok() && workspace != nullptr) result = read_struct("workspace", workspace, &w);
+  if (result.ok()) result = check_executor(e.executor);
+  if (result.ok()) {
+    result = dispatch(op, [&](const auto& typed) { return run_op(typed, {w.data, w.bytes, w.byte_offset}, e); });
+  }
+  return report(result, status);
+}
+
+int32_t logitless_version(void) { return LOGITLESS_VERSION; }
+
+int32_t logitless_describe_backend(int32_t device_type, char* text, size_t bytes, logitless_status* status) {
+  Status result;
+  const Backend* backend = find_backend(static_cast<DeviceType>(device_type), &result);
+  if (text != nullptr && bytes > 0) {
+    text[0] = 0;
+    if (backend != nullptr) backend->describe(text, bytes);
+  }
+  return report(result, status);
+}
+
+int32_t logitless_set_num_threads(int32_t num_threads) { return cpu::set_num_threads(num_threads); }
+
+int32_t logitless_num_threads(void) { return cpu::num_threads(); }
+
+}  // extern "C"

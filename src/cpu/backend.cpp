@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CPU backend: Highway kernels chosen at run time, the caller's or the library's own threads.
+#include "src/backend.h"
+
+#include "src/cpu/dispatch.h"
+#include "src/cpu/ops.h"
+#include "src/cpu/thread_pool.h"
+
+namespace logitless {
+namespace {
+
+template <class Base, class... Ops>
+struct Forward;
+template <class Base>
+struct Forward<Base> : Base {};
+template <class Base, class Op, class... Rest>
+struct Forward<Base, Op, Rest...> : Forward<Base, Rest...> {
+  Status workspace(const Op& op, const Execution& execution, WorkspaceSize* size) const override {
+    return cpu::workspace(op, execution, size);
+  }
+  Status run(const Op& op, const Workspace& workspace, const Execution& execution) const override {
+    return cpu::run(op, workspace, execution);
+  }
+};
+
+struct CpuBackend final
+    : Forward<Backend, Softmax, CrossEntropyForward, CrossEntropyBackward, CrossEntropyForwardBackward,
+              LinearCrossEntropyForward, LinearCrossEntropyBackward, LinearCrossEntropyForwardBackward> {
+  const char* name() const override { return "cpu"; }
+  void describe(char* text, size_t bytes) const override {
+    std::snprintf(text, bytes, "%s, %d threads", cpu::target_name(), cpu::num_threads());
+  }
+};
+
+}  // namespace
+
+const Backend& cpu_backend() {
+  static const CpuBackend backend;
+  return backend;
+}
+
+}  // namespace logitless

@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+// The two verbs: find the backend, validate, run.
+#include "src/logitless.h"
+
+#include "src/backend.h"
+#include "src/validate.h"
+
+namespace logitless {
+
+const Backend* find_backend(DeviceType type, Status* status) {
+  switch (type) {
+    case DeviceType::cpu:
+      return &cpu_backend();
+    case DeviceType::reference:
+      return &reference_backend();
+    case DeviceType::cuda:
+      *status = error(StatusCode::backend_unavailable, "cuda: this library was built without it");
+      return nullptr;
+    case DeviceType::webgpu:
+      *status = error(StatusCode::backend_unavailable, "webgpu: this library was built without it");
+      return nullptr;
+  }
+  *status = error(StatusCode::unknown_enum, "execution.device.type is %d; allowed: 0 (cpu) to 3 (reference)",
+                  static_cast<int>(type));
+  return nullptr;
+}
+
+template <class Op>
+Status workspace_of(const Op& op, const Execution& execution, WorkspaceSize* size) {
+  Status status = validate(op, execution);
+  if (!status.ok()) return status;
+  const Backend* backend = find_backend(execution.device.type, &status);
+  if (backend == nullptr) return status;
+  return static_cast<const Implements<Op>*>(backend)->workspace(op, execution, size);
+}
+
+template <class Op>
+Status run_op(const Op& op, const Workspace& workspace, const Execution& execution) {
+  WorkspaceSize size;
+  Status status = workspace_of(op, execution, &size);
+  if (status.ok()) status = validate_data(op, workspace, size);
+  if (!status.ok()) return status;
+  const Backend* backend = find_backend(execution.device.type, &status);
+  return static_cast<const Implements<Op>*>(backend)->run(op, workspace, execution);
+}
+
+#define LOGITLESS_INSTANTIATE(Op)                                                    \
+  template Status workspace_of(const Op&, const Execution&, WorkspaceSize*);         \
+  template Status run_op(const Op&, const Workspace&, const Execution&);
+LOGITLESS_INSTANTIATE(Softmax)
+LOGITLESS_INSTANTIATE(CrossEntropyForward)
+LOGITLESS_INSTANTIATE(CrossEntropyBackward)
+LOGITLESS_INSTANTIATE(CrossEntropyForwardBackward)
+LOGITLESS_INSTANTIATE(LinearCrossEntropyForward)
+LOGITLESS_INSTANTIATE(LinearCrossEntropyBackward)
+LOGITLESS_INSTANTIATE(LinearCrossEntropyForwardBackward)
+#undef LOGITLESS_INSTANTIATE
+
+}  // namespace logitless

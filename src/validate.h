@@ -1,0 +1,17 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every rule about shapes, dtypes, devices, options and overlaps, once, for all backends and bindings.
+#pragma once
+
+#include "logitless/logitless.h"
+
+namespace logitless {
+
+// The op alone: what `workspace` and `run` both ask. Data pointers are not looked at.
+template <class Op>
+Status validate(const Op& op, const Execution& execution);
+
+// What only `run` asks: data pointers, alignment, overlaps, the workspace's size and place.
+template <class Op>
+Status validate_data(const Op& op, const Workspace& workspace, const WorkspaceSize& size);
+
+}  // namespace logitless
