@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// The oracle: every op in double with plain loops, written from docs/semantics.md alone. It shares no code with what it
+// judges, and says for every element how far an honest implementation may be from it ("Accuracy" of that document).
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "logitless/logitless.h"
+
+namespace logitless::reference {
+
+// How the judged backend adds, which sets gamma(K) of the contract.
+struct BoundModel {
+  bool tensor_cores = false;  // gamma = u32 (4 + K/16) instead of u32 (4 + sqrt K)
+  bool structured = false;    // constant or one-signed rows: sqrt K becomes K/4
+};
+
+struct Output {
+  std::vector<double> value;  // dense, row-major, in the view's shape; NaN and inf as the contract says
+  std::vector<double> bound;  // allowed absolute error, the final rounding to the view's dtype included
+  // argmax: bound[i] is unused; `accepted` says for every token which columns may be named.
+  std::vector<std::vector<int64_t>> accepted;
+};
+
+struct Result {
+  Status status;                          // target_out_of_range, as run() would say
+  std::map<std::string, Output> outputs;  // by the names of for_each_tensor; those the op asks for
+};
+
+// Evaluates a validated op on host memory. Reads the op's inputs (and, accumulating, its outputs' old contents), writes
+// nothing. with_bounds = false skips the magnitude sums.
+template <class Op>
+Result evaluate(const Op& op, const BoundModel& model = {}, bool with_bounds = true);
+
+}  // namespace logitless::reference
