@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+// logitless info: version, backends and why one is absent, the instruction set chosen, threads and
+// why.
+#include <fmt/core.h>
+
+#include <cstdlib>
+#include <nlohmann/json.hpp>
+
+#include "cli/commands.h"
+#include "logitless/logitless.h"
+#include "src/cpu/dispatch.h"
+
+namespace logitless::cli {
+namespace {
+
+using nlohmann::json;
+
+std::string thread_reason() {
+  for (const char* name : {"LOGITLESS_NUM_THREADS", "OMP_NUM_THREADS"}) {
+    const char* value = std::getenv(name);
+    if (value != nullptr && std::atoi(value) == logitless_num_threads()) {
+      return fmt::format("{}={}", name, value);
+    }
+  }
+  return "the processors this process may use";
+}
+
+json backend_info(const char* name, DeviceType type) {
+  char text[256];
+  Status status;
+  logitless_describe_backend(static_cast<int32_t>(type), text, sizeof(text), status.c());
+  json backend = {{"name", name}, {"available", status.ok()}};
+  backend[status.ok() ? "description" : "reason"] = status.ok() ? text : status.message();
+  return backend;
+}
+
+json gather() {
+  const int version = logitless_version();
+  json info = {
+      {"version", fmt::format("{}.{}.{}", version / 10000, version / 100 % 100, version % 100)}};
+  info["backends"] = {backend_info("cpu", DeviceType::cpu), backend_info("cuda", DeviceType::cuda),
+                      backend_info("webgpu", DeviceType::webgpu),
+                      backend_info("reference", DeviceType::reference)};
+  info["cpu"] = {{"isa", cpu::target_name()},
+                 {"isas", CLI::detail::split(cpu::target_names(), ' ')},
+                 {"threads", logitless_num_threads()},
+                 {"threads_from", thread_reason()}};
+  return info;
+}
+
+void print(const json& info) {
+  fmt::print("logitless {}\n\n", info["version"].get<std::string>());
+  for (const json& b : info["backends"]) {
+    fmt::print("{:<11}{}\n", b["name"].get<std::string>(),
+               b["available"] ? b["description"].get<std::string>()
+                              : "absent: " + b["reason"].get<std::string>());
+  }
+  const json& cpu = info["cpu"];
+  fmt::print("\nISA        {} of: {}\n", cpu["isa"].get<std::string>(), cpu::target_names());
+  fmt::print("threads    {} from {}\n", cpu["threads"].get<int>(),
+             cpu["threads_from"].get<std::string>());
+}
+
+}  // namespace
+
+void add_info(CLI::App& app, Context& context) {
+  add_command(app, context, "info", "version, backends, instruction set and threads")
+      ->callback([&context] {
+        const json info = gather();
+        if (context.json) {
+          fmt::print("{}\n", info.dump());
+        } else {
+          print(info);
+        }
+      });
+}
+
+}  // namespace logitless::cli

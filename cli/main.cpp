@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+// logitless: the command line. 0: done; 1: a check failed or the machine refused; 2: bad input, in
+// one line on stderr.
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <exception>
+#include <new>
+
+#include "cli/commands.h"
+#include "logitless/logitless.h"
+
+namespace logitless::cli {
+namespace {
+
+int complain(const CLI::App& app, int code, std::string message) {
+  std::replace(message.begin(), message.end(), '\n', ' ');
+  const auto chosen = app.get_subcommands();
+  const std::string where = chosen.empty() ? "" : chosen.front()->get_name() + ": ";
+  fmt::print(stderr, "logitless: {}{}\n", where, message);
+  return code;
+}
+
+int main(int argc, char** argv) {
+  CLI::App app{"Logitless: exact cross-entropy for language models without the logits",
+               "logitless"};
+  app.set_version_flag("--version", fmt::format("logitless {}.{}.{}", LOGITLESS_VERSION_MAJOR,
+                                                LOGITLESS_VERSION_MINOR, LOGITLESS_VERSION_PATCH));
+  app.require_subcommand(1);
+  Context context;
+  add_info(app, context);
+#ifdef LOGITLESS_CLI_DEMO
+  add_demo(app, context);
+#endif
+  try {
+    app.parse(argc, argv);
+    return context.exit_code;
+  } catch (const CLI::ParseError& e) {
+    if (e.get_exit_code() == 0) return app.exit(e);  // --help, --version
+    return complain(app, 2, e.what());
+  } catch (const BadInput& e) {
+    return complain(app, 2, e.what());
+  } catch (const std::bad_alloc&) {
+    return complain(app, 1, "out of memory");
+  } catch (const std::exception& e) {
+    return complain(app, 1, e.what());
+  }
+}
+
+}  // namespace
+
+CLI::App* add_command(CLI::App& app, Context& context, const std::string& name,
+                      const std::string& description) {
+  CLI::App* command = app.add_subcommand(name, description);
+  command->add_flag("--json", context.json, "print JSON instead of text");
+  return command;
+}
+
+}  // namespace logitless::cli
+
+int main(int argc, char** argv) { return logitless::cli::main(argc, argv); }
