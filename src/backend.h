@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A backend: a small named object that implements every op. Adding an op is one struct in ops.h and one word in
-// `Backend`; a backend that forgets it does not compile.
+// A backend: a small named object that implements every op. Adding an op is one struct in ops.h and
+// one word in `Backend`; a backend that forgets it does not compile.
 #pragma once
 
 #include "logitless/logitless.h"
@@ -14,7 +14,8 @@ struct Implements {
   // Pure and cheap; `op` is validated. Data pointers may be null.
   virtual Status workspace(const Op& op, const Execution& execution, WorkspaceSize* size) const = 0;
   // `op` and the workspace (>= minimum, aligned) are validated.
-  virtual Status run(const Op& op, const Workspace& workspace, const Execution& execution) const = 0;
+  virtual Status run(const Op& op, const Workspace& workspace,
+                     const Execution& execution) const = 0;
 };
 
 struct Backend : Implements<Softmax>,

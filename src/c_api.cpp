@@ -12,22 +12,24 @@
 namespace logitless {
 namespace {
 
-// Copies a sized struct: a smaller one is zero-extended, a larger one taken only if what this version does not know
-// of it is zero.
+// Copies a sized struct: a smaller one is zero-extended, a larger one taken only if what this
+// version does not know of it is zero.
 template <class T>
 Status read_struct(const char* name, const T* source, T* copy) {
   if (source == nullptr) return error(StatusCode::invalid_argument, "%s is NULL", name);
   uint32_t size;
   std::memcpy(&size, source, sizeof(size));
   if (size < sizeof(uint32_t) || size > 4096) {
-    return error(StatusCode::invalid_argument, "%s.struct_size is %u; this library's is %zu", name, size, sizeof(T));
+    return error(StatusCode::invalid_argument, "%s.struct_size is %u; this library's is %zu", name,
+                 size, sizeof(T));
   }
   const char* bytes = reinterpret_cast<const char*>(source);
   for (size_t i = sizeof(T); i < size; ++i) {
     if (bytes[i] != 0) {
       return error(StatusCode::not_supported,
-                   "%s.struct_size is %u and its byte %zu is set: newer than this library, which knows %zu bytes", name,
-                   size, i, sizeof(T));
+                   "%s.struct_size is %u and its byte %zu is set: newer than this library, which "
+                   "knows %zu bytes",
+                   name, size, i, sizeof(T));
     }
   }
   *copy = T{};
@@ -52,7 +54,8 @@ int32_t report(const Status& status, logitless_status* out) {
     uint32_t size;
     std::memcpy(&size, out, sizeof(size));
     write_struct(*status.c(), out);
-    if (size > sizeof(int32_t) * 2 && size < sizeof(logitless_status)) reinterpret_cast<char*>(out)[size - 1] = 0;
+    if (size > sizeof(int32_t) * 2 && size < sizeof(logitless_status))
+      reinterpret_cast<char*>(out)[size - 1] = 0;
   }
   return status.c()->code;
 }
@@ -114,10 +117,11 @@ Status from_c(logitless_op c, Op* op) {
     op->accumulate_grad_weight = c.accumulate_grad_weight != 0;
     c.accumulate_grad_weight = 0;
   }
-  for_each_tensor(*op, c, [&](const char* name, Access, TensorView& view, const logitless_tensor*& field) {
-    if (status.ok() && field != nullptr) status = from_c(name, field, &view);
-    field = nullptr;
-  });
+  for_each_tensor(*op, c,
+                  [&](const char* name, Access, TensorView& view, const logitless_tensor*& field) {
+                    if (status.ok() && field != nullptr) status = from_c(name, field, &view);
+                    field = nullptr;
+                  });
   if (!status.ok()) return status;
   // What is left belongs to other ops.
   c.options = nullptr;
@@ -125,7 +129,8 @@ Status from_c(logitless_op c, Op* op) {
   rest.struct_size = c.struct_size;
   rest.kind = c.kind;
   if (std::memcmp(&c, &rest, sizeof(c)) != 0) {
-    return error(StatusCode::invalid_argument, "op: a field is set that this kind of op (%d) does not have", c.kind);
+    return error(StatusCode::invalid_argument,
+                 "op: a field is set that this kind of op (%d) does not have", c.kind);
   }
   return {};
 }
@@ -163,8 +168,10 @@ Status dispatch(const logitless_op* source, F&& f) {
 
 Status check_executor(const Executor* executor) {
   if (executor == nullptr) return {};
-  if (executor->struct_size < sizeof(Executor) || executor->num_threads < 1 || executor->parallel_for == nullptr) {
-    return error(StatusCode::invalid_argument, "executor: struct_size %u, num_threads %d; needs %zu, >= 1, parallel_for",
+  if (executor->struct_size < sizeof(Executor) || executor->num_threads < 1 ||
+      executor->parallel_for == nullptr) {
+    return error(StatusCode::invalid_argument,
+                 "executor: struct_size %u, num_threads %d; needs %zu, >= 1, parallel_for",
                  executor->struct_size, executor->num_threads, sizeof(Executor));
   }
   return {};
@@ -184,8 +191,11 @@ int32_t logitless_workspace(const logitless_op* op, const logitless_execution* e
   Status result = from_c(execution, &e);
   if (result.ok() && size == nullptr) result = error(StatusCode::invalid_argument, "size is NULL");
   if (result.ok()) result = check_executor(e.executor);
-  if (result.ok()) result = dispatch(op, [&](const auto& typed) { return workspace_of(typed, e, &s); });
-  if (result.ok()) write_struct({sizeof(logitless_workspace_size), 0, s.minimum, s.recommended, s.alignment}, size);
+  if (result.ok())
+    result = dispatch(op, [&](const auto& typed) { return workspace_of(typed, e, &s); });
+  if (result.ok())
+    write_struct({sizeof(logitless_workspace_size), 0, s.minimum, s.recommended, s.alignment},
+                 size);
   return report(result, status);
 }
 
@@ -197,14 +207,16 @@ int32_t logitless_run(const logitless_op* op, const logitless_workspace_buffer* 
   if (result.ok() && workspace != nullptr) result = read_struct("workspace", workspace, &w);
   if (result.ok()) result = check_executor(e.executor);
   if (result.ok()) {
-    result = dispatch(op, [&](const auto& typed) { return run_op(typed, {w.data, w.bytes, w.byte_offset}, e); });
+    result = dispatch(
+        op, [&](const auto& typed) { return run_op(typed, {w.data, w.bytes, w.byte_offset}, e); });
   }
   return report(result, status);
 }
 
 int32_t logitless_version(void) { return LOGITLESS_VERSION; }
 
-int32_t logitless_describe_backend(int32_t device_type, char* text, size_t bytes, logitless_status* status) {
+int32_t logitless_describe_backend(int32_t device_type, char* text, size_t bytes,
+                                   logitless_status* status) {
   Status result;
   const Backend* backend = find_backend(static_cast<DeviceType>(device_type), &result);
   if (text != nullptr && bytes > 0) {

@@ -20,7 +20,8 @@ const Backend* find_backend(DeviceType type, Status* status) {
       *status = error(StatusCode::backend_unavailable, "webgpu: this library was built without it");
       return nullptr;
   }
-  *status = error(StatusCode::unknown_enum, "execution.device.type is %d; allowed: 0 (cpu) to 3 (reference)",
+  *status = error(StatusCode::unknown_enum,
+                  "execution.device.type is %d; allowed: 0 (cpu) to 3 (reference)",
                   static_cast<int>(type));
   return nullptr;
 }
@@ -44,8 +45,8 @@ Status run_op(const Op& op, const Workspace& workspace, const Execution& executi
   return static_cast<const Implements<Op>*>(backend)->run(op, workspace, execution);
 }
 
-#define LOGITLESS_INSTANTIATE(Op)                                                    \
-  template Status workspace_of(const Op&, const Execution&, WorkspaceSize*);         \
+#define LOGITLESS_INSTANTIATE(Op)                                            \
+  template Status workspace_of(const Op&, const Execution&, WorkspaceSize*); \
   template Status run_op(const Op&, const Workspace&, const Execution&);
 LOGITLESS_INSTANTIATE(Softmax)
 LOGITLESS_INSTANTIATE(CrossEntropyForward)

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The row formulas of docs/semantics.md, in f32, shared by the backends that are judged (the reference has its own).
+// The row formulas of docs/semantics.md, in f32, shared by the backends that are judged (the
+// reference has its own).
 //   loss_i = a (nll + lambda lse^2),  nll = (1-eps) c_t (lse - z_t) + (eps/V) sum_j c_j (lse - z_j)
 //   dz_ij  = probability p_ij - smoothing c_j - onehot [j=t] - entropy p_ij (log p_ij + H)
 #pragma once
@@ -22,7 +23,8 @@ struct LogitMap {
 };
 
 inline LogitMap logit_map(const LossOptions& o) {
-  return {o.logit_scale, o.softcap, o.softcap > 0 ? 1 / o.softcap : 0, o.temperature, 1 / o.temperature};
+  return {o.logit_scale, o.softcap, o.softcap > 0 ? 1 / o.softcap : 0, o.temperature,
+          1 / o.temperature};
 }
 
 // What the loss of a row needs of it.
@@ -38,36 +40,40 @@ struct RowState {
 
 // The constants of a call.
 struct LossConstants {
-  float smoothing = 0;           // eps
-  float smoothing_per_class = 0; // eps / V
-  float class_weight_sum = 0;    // sum_j c_j over the whole vocabulary
-  float z_loss = 0;              // lambda
+  float smoothing = 0;            // eps
+  float smoothing_per_class = 0;  // eps / V
+  float class_weight_sum = 0;     // sum_j c_j over the whole vocabulary
+  float z_loss = 0;               // lambda
 };
 
 // target_weight = c_t, token_weight = a_i.
-inline float row_loss(const LossConstants& k, const RowState& s, float target_weight, float token_weight) {
+inline float row_loss(const LossConstants& k, const RowState& s, float target_weight,
+                      float token_weight) {
   const float lse = s.lse();
   float loss = (1 - k.smoothing) * target_weight * ((s.reference - s.target_logit) + s.log_sum);
   if (k.smoothing == 1) loss = 0;  // 0 * inf of a masked target must not be NaN
-  if (k.smoothing > 0) loss += k.smoothing_per_class * (k.class_weight_sum * lse - s.weighted_logit_sum);
+  if (k.smoothing > 0)
+    loss += k.smoothing_per_class * (k.class_weight_sum * lse - s.weighted_logit_sum);
   if (k.z_loss > 0) loss += k.z_loss * lse * lse;
   return token_weight * loss;
 }
 
 // The coefficients of dz of one row, without the call's common factor (see GradientScale).
 struct RowGradient {
-  float reference = 0;    // p_j = exp((z_j - reference) - log_sum)
+  float reference = 0;  // p_j = exp((z_j - reference) - log_sum)
   float log_sum = 0;
-  float probability = 0;  // factor of p_j
-  float smoothing = 0;    // factor of c_j, subtracted
-  float onehot = 0;       // subtracted at the target
-  float entropy = 0;      // factor of p_j (log p_j + H), subtracted
+  float probability = 0;    // factor of p_j
+  float smoothing = 0;      // factor of c_j, subtracted
+  float onehot = 0;         // subtracted at the target
+  float entropy = 0;        // factor of p_j (log p_j + H), subtracted
   float entropy_value = 0;  // H
 };
 
-// g = upstream gradient of this row's loss, already relative to the call's common factor; the others likewise.
-inline RowGradient row_gradient(const LossConstants& k, const RowState& s, float target_weight, float token_weight, float g,
-                                float grad_lse, float grad_target_logit, float grad_entropy) {
+// g = upstream gradient of this row's loss, already relative to the call's common factor; the
+// others likewise.
+inline RowGradient row_gradient(const LossConstants& k, const RowState& s, float target_weight,
+                                float token_weight, float g, float grad_lse,
+                                float grad_target_logit, float grad_entropy) {
   const float ga = g * token_weight;
   const float w = (1 - k.smoothing) * target_weight + k.smoothing_per_class * k.class_weight_sum;
   const float z_term = k.z_loss > 0 ? 2 * k.z_loss * s.lse() : 0;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every rule about shapes, dtypes, devices, options and overlaps, once, for all backends and bindings.
+// Every rule about shapes, dtypes, devices, options and overlaps, once, for all backends and
+// bindings.
 #pragma once
 
 #include "logitless/logitless.h"

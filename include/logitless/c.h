@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Logitless: cross-entropy for language models without the logits. The C interface, and the only ABI.
+ * Logitless: cross-entropy for language models without the logits. The C interface, the only ABI.
  *
  * An op is a `logitless_op` of tensor pointers; a NULL pointer is an absent optional. Two verbs:
- * `logitless_workspace` says how many bytes a call needs, `logitless_run` runs it. What every field means is
- * docs/semantics.md. Every struct starts with its own size: set it with the LOGITLESS_*_INIT macros. A smaller
- * struct_size (an older header) is zero-extended; a larger one is accepted only if its tail is zero.
+ * `logitless_workspace` says how many bytes a call needs, `logitless_run` runs it. What every field
+ * means is docs/semantics.md. Every struct starts with its own size: set it with the
+ * LOGITLESS_*_INIT macros. A smaller struct_size (an older header) is zero-extended; a larger one
+ * is accepted only if its tail is zero.
  */
 #ifndef LOGITLESS_C_H_
 #define LOGITLESS_C_H_
@@ -29,14 +30,14 @@
 extern "C" {
 #endif
 
-/* Enums are int32_t in the structs, so that an unknown value is a status and never undefined behaviour. */
+/* Enums are int32_t in the structs: an unknown value is a status, never undefined behaviour. */
 enum {
   LOGITLESS_OK = 0,
-  LOGITLESS_INVALID_ARGUMENT = 1,     /* a value out of its range, a missing or an unwanted field, an overlap */
+  LOGITLESS_INVALID_ARGUMENT = 1, /* a value, or a field that is missing, unwanted or overlaps */
   LOGITLESS_WRONG_SHAPE = 2,
   LOGITLESS_WRONG_DTYPE = 3,
   LOGITLESS_WRONG_DEVICE = 4,
-  LOGITLESS_MISALIGNED = 5,           /* an address that is no multiple of its element's size */
+  LOGITLESS_MISALIGNED = 5, /* an address that is no multiple of its element's size */
   LOGITLESS_UNKNOWN_ENUM = 6,
   LOGITLESS_WORKSPACE_TOO_SMALL = 7,
   LOGITLESS_TARGET_OUT_OF_RANGE = 8,
@@ -45,8 +46,14 @@ enum {
   LOGITLESS_DEVICE_ERROR = 11,
   LOGITLESS_INTERNAL = 12
 };
-enum { LOGITLESS_F32 = 0, LOGITLESS_F16 = 1, LOGITLESS_BF16 = 2, LOGITLESS_I32 = 3, LOGITLESS_I64 = 4 };
-/* LOGITLESS_REFERENCE: the double-precision oracle, on host memory (its tensors say LOGITLESS_CPU). */
+enum {
+  LOGITLESS_F32 = 0,
+  LOGITLESS_F16 = 1,
+  LOGITLESS_BF16 = 2,
+  LOGITLESS_I32 = 3,
+  LOGITLESS_I64 = 4
+};
+/* LOGITLESS_REFERENCE: the double-precision oracle; its tensors say LOGITLESS_CPU. */
 enum { LOGITLESS_CPU = 0, LOGITLESS_CUDA = 1, LOGITLESS_WEBGPU = 2, LOGITLESS_REFERENCE = 3 };
 enum { LOGITLESS_REDUCTION_NONE = 0, LOGITLESS_REDUCTION_SUM = 1, LOGITLESS_REDUCTION_MEAN = 2 };
 enum { LOGITLESS_OUT_OF_RANGE_ERROR = 0, LOGITLESS_OUT_OF_RANGE_IGNORE = 1 };
@@ -97,29 +104,31 @@ typedef struct logitless_op {
   const logitless_loss_options* options; /* NULL: the defaults of LOGITLESS_LOSS_OPTIONS_INIT */
   int32_t accumulate_grad_weight;        /* linear ops with gradients */
   int32_t reserved;
-  const logitless_tensor *logits, *probabilities;               /* [N,V] [N,V] */
-  const logitless_tensor *input, *weight, *bias;                /* [N,D] [V,D] [V] */
-  const logitless_tensor* target;                               /* [N] i32 or i64 */
-  const logitless_tensor* loss;                                 /* [N] for none, else [] or [1] */
-  const logitless_tensor *token_weight, *vocab_weight;          /* [N] [V] */
-  const logitless_tensor* normalizer;                           /* [] f32 or i64 */
-  const logitless_tensor *lse, *target_logit, *entropy;         /* [N] [N] [N] */
-  const logitless_tensor *argmax;                               /* [N] i32 or i64 */
-  const logitless_tensor *row_reference, *row_log_sum;          /* [N] [N] */
-  const logitless_tensor* weighted_logit_sum;                   /* [N] */
-  const logitless_tensor* grad_loss;                            /* as loss */
+  const logitless_tensor *logits, *probabilities;       /* [N,V] [N,V] */
+  const logitless_tensor *input, *weight, *bias;        /* [N,D] [V,D] [V] */
+  const logitless_tensor* target;                       /* [N] i32 or i64 */
+  const logitless_tensor* loss;                         /* [N] for none, else [] or [1] */
+  const logitless_tensor *token_weight, *vocab_weight;  /* [N] [V] */
+  const logitless_tensor* normalizer;                   /* [] f32 or i64 */
+  const logitless_tensor *lse, *target_logit, *entropy; /* [N] [N] [N] */
+  const logitless_tensor* argmax;                       /* [N] i32 or i64 */
+  const logitless_tensor *row_reference, *row_log_sum;  /* [N] [N] */
+  const logitless_tensor* weighted_logit_sum;           /* [N] */
+  const logitless_tensor* grad_loss;                    /* as loss */
   const logitless_tensor *grad_lse, *grad_target_logit, *grad_entropy; /* [N] [N] [N] */
-  const logitless_tensor* grad_logits;                          /* [N,V] */
-  const logitless_tensor *grad_input, *grad_weight, *grad_bias; /* [N,D] [V,D] [V] */
-  const logitless_tensor* fault;                                /* [1] i32, sticky OR */
+  const logitless_tensor* grad_logits;                                 /* [N,V] */
+  const logitless_tensor *grad_input, *grad_weight, *grad_bias;        /* [N,D] [V,D] [V] */
+  const logitless_tensor* fault;                                       /* [1] i32, sticky OR */
 } logitless_op;
 
-/* Runs fn(context, i) for every i in [0, count), in any order, on any threads, and returns when all are done. */
+/* Runs fn(context, i) for every i in [0, count), in any order, on any threads; returns when all are
+ * done. */
 typedef struct logitless_executor {
   uint32_t struct_size;
   int32_t num_threads;
   void* state;
-  void (*parallel_for)(void* state, int64_t count, void (*fn)(void* context, int64_t i), void* context);
+  void (*parallel_for)(void* state, int64_t count, void (*fn)(void* context, int64_t i),
+                       void* context);
 } logitless_executor;
 
 typedef struct logitless_execution {
@@ -144,23 +153,30 @@ typedef struct logitless_workspace_buffer {
 } logitless_workspace_buffer;
 
 #define LOGITLESS_STATUS_INIT {sizeof(logitless_status), LOGITLESS_OK, {0}}
-#define LOGITLESS_LOSS_OPTIONS_INIT                                                                        \
-  {sizeof(logitless_loss_options), LOGITLESS_REDUCTION_MEAN, -100, 0.0f, 0.0f, 1.0f, 0.0f, 1.0f,           \
-   LOGITLESS_OUT_OF_RANGE_ERROR, LOGITLESS_EMPTY_MEAN_ZERO, LOGITLESS_INPUT_LOGITS, 1e-9f, 0, 0.0, 0, 0}
+/* clang-format off */
+#define LOGITLESS_LOSS_OPTIONS_INIT                                                               \
+  {sizeof(logitless_loss_options), LOGITLESS_REDUCTION_MEAN, -100, 0.0f, 0.0f, 1.0f, 0.0f, 1.0f,  \
+   LOGITLESS_OUT_OF_RANGE_ERROR, LOGITLESS_EMPTY_MEAN_ZERO, LOGITLESS_INPUT_LOGITS, 1e-9f, 0, 0.0, \
+   0, 0}
+/* clang-format on */
 
-/* Bytes of workspace `run` needs for `op`: pure and cheap; data pointers may be NULL. Returns the status code. */
-LOGITLESS_API int32_t logitless_workspace(const logitless_op* op, const logitless_execution* execution,
+/* Bytes of workspace `run` needs for `op`: pure and cheap; data pointers may be NULL. Returns the
+ * status code. */
+LOGITLESS_API int32_t logitless_workspace(const logitless_op* op,
+                                          const logitless_execution* execution,
                                           logitless_workspace_size* size, logitless_status* status);
-/* Runs `op`; any workspace >= minimum. No allocation, no synchronization. Returns the status code. */
-LOGITLESS_API int32_t logitless_run(const logitless_op* op, const logitless_workspace_buffer* workspace,
+/* Runs `op`; any workspace >= minimum. No allocation, no synchronization. Returns the code. */
+LOGITLESS_API int32_t logitless_run(const logitless_op* op,
+                                    const logitless_workspace_buffer* workspace,
                                     const logitless_execution* execution, logitless_status* status);
 /* LOGITLESS_VERSION of the library loaded, which may be newer than this header. */
 LOGITLESS_API int32_t logitless_version(void);
-/* One line about a backend, e.g. "AVX3_SPR, 2 threads", written to `text`; backend_unavailable with the reason. */
+/* One line about a backend, e.g. "AVX3_SPR, 2 threads", written to `text`; backend_unavailable with
+ * the reason. */
 LOGITLESS_API int32_t logitless_describe_backend(int32_t device_type, char* text, size_t bytes,
                                                  logitless_status* status);
-/* Threads of the library's own pool; 0 asks for the default (LOGITLESS_NUM_THREADS, OMP_NUM_THREADS, the
- * affinity mask, the cgroup quota). Returns the number now in force. */
+/* Threads of the library's own pool; 0 asks for the default (LOGITLESS_NUM_THREADS,
+ * OMP_NUM_THREADS, the affinity mask, the cgroup quota). Returns the number now in force. */
 LOGITLESS_API int32_t logitless_set_num_threads(int32_t num_threads);
 LOGITLESS_API int32_t logitless_num_threads(void);
 

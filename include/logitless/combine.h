@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shards of the vocabulary: what Forward wrote of one token on each shard, combined into the whole vocabulary's. A few
-// operations a token; combine in shard order for the same bits everywhere.
-//   m = max m_s    lse = m + log sum_s exp(m_s - m) s_s    H = sum_s P_s (H_s + lse - lse_s),  P_s = exp(lse_s - lse)
+// Shards of the vocabulary: what Forward wrote of one token on each shard, combined into the whole
+// vocabulary's. A few operations a token; combine in shard order for the same bits everywhere.
+//   m = max m_s    lse = m + log sum_s exp(m_s - m) s_s    H = sum_s P_s (H_s + lse - lse_s),  P_s
+//   = exp(lse_s - lse)
 #pragma once
 
 #include <cmath>
@@ -15,7 +16,8 @@ namespace logitless {
 struct TokenState {
   float row_reference = -std::numeric_limits<float>::infinity();  // the shard's row maximum
   float row_log_sum = 0;
-  float target_logit = -std::numeric_limits<float>::infinity();  // where another shard has the target
+  float target_logit =
+      -std::numeric_limits<float>::infinity();  // where another shard has the target
   float entropy = 0;
   float weighted_logit_sum = 0;
   int64_t argmax = -1;  // an index into the whole vocabulary
@@ -36,17 +38,21 @@ inline TokenState combine(const TokenState& a, const TokenState& b) {
   const float ra = la - c.row_log_sum, rb = lb - c.row_log_sum;  // log of the shards' probabilities
   const float pa = std::exp(ra), pb = std::exp(rb);
   c.entropy = (pa == 0 ? 0 : pa * (a.entropy - ra)) + (pb == 0 ? 0 : pb * (b.entropy - rb));
-  c.target_logit = a.target_logit > b.target_logit || std::isnan(a.target_logit) ? a.target_logit : b.target_logit;
+  c.target_logit = a.target_logit > b.target_logit || std::isnan(a.target_logit) ? a.target_logit
+                                                                                 : b.target_logit;
   c.weighted_logit_sum = a.weighted_logit_sum + b.weighted_logit_sum;
-  c.argmax = b.argmax < 0 || (a.argmax >= 0 && a.row_reference >= b.row_reference) ? a.argmax : b.argmax;
+  c.argmax =
+      b.argmax < 0 || (a.argmax >= 0 && a.row_reference >= b.row_reference) ? a.argmax : b.argmax;
   return c;
 }
 
 inline float lse(const TokenState& s) { return s.row_reference + s.row_log_sum; }
 
-// Loss of one valid token. target_weight = c_t, class_weight_sum = sum of c_j over the whole vocabulary of `vocab_size`.
-inline float token_loss(const TokenState& s, const LossOptions& o, int64_t vocab_size, float target_weight = 1,
-                        double class_weight_sum = 0, float token_weight = 1) {
+// Loss of one valid token. target_weight = c_t, class_weight_sum = sum of c_j over the whole
+// vocabulary of `vocab_size`.
+inline float token_loss(const TokenState& s, const LossOptions& o, int64_t vocab_size,
+                        float target_weight = 1, double class_weight_sum = 0,
+                        float token_weight = 1) {
   const double from_reference = double(s.row_reference) - s.target_logit;
   double loss = (1.0 - o.label_smoothing) * target_weight * (from_reference + s.row_log_sum);
   const double whole = double(s.row_reference) + s.row_log_sum;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// One listing of every op's tensors: for_each_tensor(op, c, f) calls f(name, access, op.field, c.field) in the order
-// of docs/semantics.md. The C++ layer, the C entry points, the validation and the tests all walk it.
+// One listing of every op's tensors: for_each_tensor(op, c, f) calls f(name, access, op.field,
+// c.field) in the order of docs/semantics.md. The C++ layer, the C entry points, the validation and
+// the tests all walk it.
 #pragma once
 
 #include <type_traits>
@@ -20,11 +21,14 @@ inline constexpr int32_t kind_of<CrossEntropyForward> = LOGITLESS_CROSS_ENTROPY_
 template <>
 inline constexpr int32_t kind_of<CrossEntropyBackward> = LOGITLESS_CROSS_ENTROPY_BACKWARD;
 template <>
-inline constexpr int32_t kind_of<CrossEntropyForwardBackward> = LOGITLESS_CROSS_ENTROPY_FORWARD_BACKWARD;
+inline constexpr int32_t kind_of<CrossEntropyForwardBackward> =
+    LOGITLESS_CROSS_ENTROPY_FORWARD_BACKWARD;
 template <>
-inline constexpr int32_t kind_of<LinearCrossEntropyForward> = LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD;
+inline constexpr int32_t kind_of<LinearCrossEntropyForward> =
+    LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD;
 template <>
-inline constexpr int32_t kind_of<LinearCrossEntropyBackward> = LOGITLESS_LINEAR_CROSS_ENTROPY_BACKWARD;
+inline constexpr int32_t kind_of<LinearCrossEntropyBackward> =
+    LOGITLESS_LINEAR_CROSS_ENTROPY_BACKWARD;
 template <>
 inline constexpr int32_t kind_of<LinearCrossEntropyForwardBackward> =
     LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD;
@@ -52,7 +56,8 @@ void for_each_tensor(Op& op, C& c, F&& f) {
   } else {
     f("logits", read, op.logits, c.logits);
   }
-  if constexpr (std::is_same_v<T, Softmax>) f("probabilities", write, op.probabilities, c.probabilities);
+  if constexpr (std::is_same_v<T, Softmax>)
+    f("probabilities", write, op.probabilities, c.probabilities);
   if constexpr (LossOp<T>) {
     f("target", read, op.target, c.target);
     f("token_weight", read, op.weights.token, c.token_weight);

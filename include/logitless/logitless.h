@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Logitless: cross-entropy for language models without the logits. The C++ interface: a thin inline layer over c.h.
+// Logitless: cross-entropy for language models without the logits. The C++ interface: a thin inline
+// layer over c.h.
 //
-//   LinearCrossEntropyForwardBackward op{.input = x, .weight = w, .target = t, .loss = l, .grad_input = gx,
+//   LinearCrossEntropyForwardBackward op{.input = x, .weight = w, .target = t, .loss = l,
+//   .grad_input = gx,
 //                                        .grad_weight = gw, .options = {.label_smoothing = 0.1f}};
 //   WorkspaceSize size;
 //   Status status = workspace(op, {}, &size);            // how much memory this call wants
@@ -73,7 +75,12 @@ inline logitless_loss_options to_c(const LossOptions& o) {
 }
 
 inline logitless_execution to_c(const Execution& e) {
-  return {sizeof(logitless_execution), static_cast<int32_t>(e.device.type), e.device.index, 0, e.stream, e.executor};
+  return {sizeof(logitless_execution),
+          static_cast<int32_t>(e.device.type),
+          e.device.index,
+          0,
+          e.stream,
+          e.executor};
 }
 
 // The C form of an op, with the tensors its pointers point at.
@@ -90,13 +97,16 @@ struct COp {
       options = to_c(source.options);
       op.options = &options;
     }
-    if constexpr (LinearOp<Op> && GradientOp<Op>) op.accumulate_grad_weight = source.accumulate_grad_weight;
+    if constexpr (LinearOp<Op> && GradientOp<Op>)
+      op.accumulate_grad_weight = source.accumulate_grad_weight;
     size_t used = 0;
-    for_each_tensor(source, op, [&](const char*, Access, const TensorView& view, const logitless_tensor*& field) {
-      if (!view) return;
-      tensors[used] = to_c(view);
-      field = &tensors[used++];
-    });
+    for_each_tensor(
+        source, op,
+        [&](const char*, Access, const TensorView& view, const logitless_tensor*& field) {
+          if (!view) return;
+          tensors[used] = to_c(view);
+          field = &tensors[used++];
+        });
   }
   COp(const COp&) = delete;
   COp& operator=(const COp&) = delete;
@@ -117,14 +127,15 @@ Status workspace(const Op& op, const Execution& execution, WorkspaceSize* size) 
   return status;
 }
 
-// Runs `op` in any workspace >= minimum: more memory, fewer and larger chunks, never another class of result.
-// Enqueues on asynchronous devices; no allocation, no synchronization. Thread-safe; a workspace serves one call at a
-// time. On an error nothing is written.
+// Runs `op` in any workspace >= minimum: more memory, fewer and larger chunks, never another class
+// of result. Enqueues on asynchronous devices; no allocation, no synchronization. Thread-safe; a
+// workspace serves one call at a time. On an error nothing is written.
 template <class Op>
 Status run(const Op& op, const Workspace& workspace, const Execution& execution) {
   const detail::COp<Op> c(op);
   const logitless_execution e = detail::to_c(execution);
-  const logitless_workspace_buffer w{sizeof(w), 0, workspace.data, workspace.bytes, workspace.byte_offset};
+  const logitless_workspace_buffer w{sizeof(w), 0, workspace.data, workspace.bytes,
+                                     workspace.byte_offset};
   Status status;
   logitless_run(&c.op, &w, &e, status.c());
   return status;

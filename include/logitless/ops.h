@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The seven ops. An op is a struct of views; what every field means, and every formula, is docs/semantics.md.
-// N tokens, V vocabulary, D hidden. An absent view is an input not given or an output not wanted.
+// The seven ops. An op is a struct of views; what every field means, and every formula, is
+// docs/semantics.md. N tokens, V vocabulary, D hidden. An absent view is an input not given or an
+// output not wanted.
 #pragma once
 
 #include "logitless/tensor.h"
@@ -115,20 +116,20 @@ struct LinearCrossEntropyForward {
 };
 
 struct LinearCrossEntropyBackward {
-  TensorView input{};              // [N, D]
-  TensorView weight{};             // [V, D]
-  TensorView bias{};               // [V]
-  TensorView target{};             // [N]  i32 or i64
-  TensorView row_reference{};      // [N]  as Forward wrote it; with row_log_sum or neither
-  TensorView row_log_sum{};        // [N]
-  TensorView entropy{};            // [N]  as Forward wrote it; wanted with grad_entropy
-  TensorView grad_loss{};          // [N] for none, else []; default 1
-  TensorView grad_lse{};           // [N]
-  TensorView grad_target_logit{};  // [N]
-  TensorView grad_entropy{};       // [N]
-  TensorView grad_input{};         // [N, D]
-  TensorView grad_weight{};        // [V, D]
-  TensorView grad_bias{};          // [V]
+  TensorView input{};                   // [N, D]
+  TensorView weight{};                  // [V, D]
+  TensorView bias{};                    // [V]
+  TensorView target{};                  // [N]  i32 or i64
+  TensorView row_reference{};           // [N]  as Forward wrote it; with row_log_sum or neither
+  TensorView row_log_sum{};             // [N]
+  TensorView entropy{};                 // [N]  as Forward wrote it; wanted with grad_entropy
+  TensorView grad_loss{};               // [N] for none, else []; default 1
+  TensorView grad_lse{};                // [N]
+  TensorView grad_target_logit{};       // [N]
+  TensorView grad_entropy{};            // [N]
+  TensorView grad_input{};              // [N, D]
+  TensorView grad_weight{};             // [V, D]
+  TensorView grad_bias{};               // [V]
   bool accumulate_grad_weight = false;  // adds to grad_weight and grad_bias, which must be f32
   LossOptions options{};
   LossWeights weights{};
@@ -136,15 +137,15 @@ struct LinearCrossEntropyBackward {
 };
 
 struct LinearCrossEntropyForwardBackward {
-  TensorView input{};        // [N, D]
-  TensorView weight{};       // [V, D]
-  TensorView bias{};         // [V]
-  TensorView target{};       // [N]  i32 or i64
-  TensorView loss{};         // [N] for none, else []
-  TensorView grad_loss{};    // [N] for none, else []; default 1
-  TensorView grad_input{};   // [N, D]
-  TensorView grad_weight{};  // [V, D]
-  TensorView grad_bias{};    // [V]
+  TensorView input{};                   // [N, D]
+  TensorView weight{};                  // [V, D]
+  TensorView bias{};                    // [V]
+  TensorView target{};                  // [N]  i32 or i64
+  TensorView loss{};                    // [N] for none, else []
+  TensorView grad_loss{};               // [N] for none, else []; default 1
+  TensorView grad_input{};              // [N, D]
+  TensorView grad_weight{};             // [V, D]
+  TensorView grad_bias{};               // [V]
   bool accumulate_grad_weight = false;  // adds to grad_weight and grad_bias, which must be f32
   LossOptions options{};
   LossWeights weights{};

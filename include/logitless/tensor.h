@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// TensorView: a non-owning, strided view of up to two dimensions. A default view is an absent optional.
+// TensorView: a non-owning, strided view of up to two dimensions. A default view is an absent
+// optional.
 #pragma once
 
 #include <array>
@@ -67,7 +68,11 @@ inline TensorView scalar_view(const void* data, DType dtype) {
   return {.data = const_cast<void*>(data), .dtype = dtype, .rank = 0};
 }
 inline TensorView vector_view(const void* data, DType dtype, int64_t size) {
-  return {.data = const_cast<void*>(data), .dtype = dtype, .rank = 1, .shape = {size, 0}, .stride = {1, 0}};
+  return {.data = const_cast<void*>(data),
+          .dtype = dtype,
+          .rank = 1,
+          .shape = {size, 0},
+          .stride = {1, 0}};
 }
 inline TensorView matrix_view(const void* data, DType dtype, int64_t rows, int64_t columns) {
   return {.data = const_cast<void*>(data),

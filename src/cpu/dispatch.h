@@ -10,8 +10,8 @@ const char* target_name();
 // Every compiled target this machine can run, best first, as a space-separated list; "" never.
 const char* target_names();
 
-// Forces a target of target_names() (tests, bug reports); nullptr: the best one, or LOGITLESS_CPU_TARGET. False and no
-// change if this machine cannot run it.
+// Forces a target of target_names() (tests, bug reports); nullptr: the best one, or
+// LOGITLESS_CPU_TARGET. False and no change if this machine cannot run it.
 bool force_target(const char* name);
 
 }  // namespace logitless::cpu

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Vector kernels over a block of one row of logits, f32 in memory, one per instruction set, dispatched at run time. The
-// logits ops walk a row in blocks of `row_block` columns; the linear ops call them on the hot rows of a product tile.
+// Vector kernels over a block of one row of logits, f32 in memory, one per instruction set,
+// dispatched at run time. The logits ops walk a row in blocks of `row_block` columns; the linear
+// ops call them on the hot rows of a product tile.
 #pragma once
 
 #include <cstdint>
@@ -22,21 +23,24 @@ struct BlockWants {
   bool weighted_sum = false, entropy = false, argmax = false;
 };
 
-// In place: raw[j] (+ bias[j], where bias is not null) becomes z[j] for j in [0, count). Sums are formed lane by lane
-// and then across lanes, in one order that depends on count alone. class_weight: [count] or null (all 1); a class of
-// weight 0 adds exactly 0, even where its logit is -inf.
-void forward_block(const LogitMap& map, float* logits, const float* bias, const float* class_weight, int64_t count,
-                   BlockWants wants, BlockState* state);
+// In place: raw[j] (+ bias[j], where bias is not null) becomes z[j] for j in [0, count). Sums are
+// formed lane by lane and then across lanes, in one order that depends on count alone.
+// class_weight: [count] or null (all 1); a class of weight 0 adds exactly 0, even where its logit
+// is -inf.
+void forward_block(const LogitMap& map, float* logits, const float* bias, const float* class_weight,
+                   int64_t count, BlockWants wants, BlockState* state);
 
-// draw[j] = dz_j dz/draw for j in [0, count), from z[j] as forward_block left it; the onehot term is NOT included (see
-// target_gradient). draw may be z. exp of a -inf logit is 0 and adds 0 to the entropy term.
-void gradient_block(const LogitMap& map, const RowGradient& g, const float* z, const float* class_weight, int64_t count,
-                    float* draw);
+// draw[j] = dz_j dz/draw for j in [0, count), from z[j] as forward_block left it; the onehot term
+// is NOT included (see target_gradient). draw may be z. exp of a -inf logit is 0 and adds 0 to the
+// entropy term.
+void gradient_block(const LogitMap& map, const RowGradient& g, const float* z,
+                    const float* class_weight, int64_t count, float* draw);
 
 // draw at the target's column, onehot included; scalar.
 float target_gradient(const LogitMap& map, const RowGradient& g, float z, float class_weight);
 
-// Widen and narrow contiguous elements. dtype: f32, f16, bf16. NaN stays NaN; rounding to nearest even.
+// Widen and narrow contiguous elements. dtype: f32, f16, bf16. NaN stays NaN; rounding to nearest
+// even.
 void load_as_f32(const void* source, DType dtype, int64_t count, float* destination);
 void store_from_f32(const float* source, int64_t count, DType dtype, void* destination);
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The library's own blocking thread pool, created on first use, dropped in a forked child, and the one loop the CPU
-// backend uses: for_each_task.
+// The library's own blocking thread pool, created on first use, dropped in a forked child, and the
+// one loop the CPU backend uses: for_each_task.
 #pragma once
 
 #include <atomic>
@@ -10,7 +10,8 @@
 
 namespace logitless::cpu {
 
-// LOGITLESS_NUM_THREADS, else OMP_NUM_THREADS, else the affinity mask bounded by the cgroup's quota.
+// LOGITLESS_NUM_THREADS, else OMP_NUM_THREADS, else the affinity mask bounded by the cgroup's
+// quota.
 int32_t default_num_threads();
 // 0: the default. Returns the number now in force.
 int32_t set_num_threads(int32_t num_threads);
@@ -22,9 +23,10 @@ inline const Executor& executor_of(const Execution& execution) {
   return execution.executor != nullptr ? *execution.executor : default_executor();
 }
 
-// Calls f(task, lane) for every task in [0, tasks). At most `lanes` run at once, each with its own lane number, which
-// owns a slice of the scratch memory. Tasks are handed out in order; which lane gets which is not fixed, so nothing
-// computed may depend on `lane`. No task waits for another: an executor may run lanes one after the other.
+// Calls f(task, lane) for every task in [0, tasks). At most `lanes` run at once, each with its own
+// lane number, which owns a slice of the scratch memory. Tasks are handed out in order; which lane
+// gets which is not fixed, so nothing computed may depend on `lane`. No task waits for another: an
+// executor may run lanes one after the other.
 template <class F>
 void for_each_task(const Executor& executor, int64_t lanes, int64_t tasks, F&& f) {
   if (tasks <= 0) return;
@@ -42,7 +44,8 @@ void for_each_task(const Executor& executor, int64_t lanes, int64_t tasks, F&& f
       executor.state, lanes,
       [](void* context, int64_t lane) {
         State& s = *static_cast<State*>(context);
-        for (int64_t task; (task = s.next.fetch_add(1, std::memory_order_relaxed)) < s.tasks;) s.f(task, lane);
+        for (int64_t task; (task = s.next.fetch_add(1, std::memory_order_relaxed)) < s.tasks;)
+          s.f(task, lane);
       },
       &state);
 }

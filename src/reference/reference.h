@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The oracle: every op in double with plain loops, written from docs/semantics.md alone. It shares no code with what it
-// judges, and says for every element how far an honest implementation may be from it ("Accuracy" of that document).
+// The oracle: every op in double with plain loops, written from docs/semantics.md alone. It shares
+// no code with what it judges, and says for every element how far an honest implementation may be
+// from it ("Accuracy" of that document).
 #pragma once
 
 #include <map>
@@ -18,8 +19,10 @@ struct BoundModel {
 };
 
 struct Output {
-  std::vector<double> value;  // dense, row-major, in the view's shape; NaN and inf as the contract says
-  std::vector<double> bound;  // allowed absolute error, the final rounding to the view's dtype included
+  std::vector<double>
+      value;  // dense, row-major, in the view's shape; NaN and inf as the contract says
+  std::vector<double>
+      bound;  // allowed absolute error, the final rounding to the view's dtype included
   // argmax: bound[i] is unused; `accepted` says for every token which columns may be named.
   std::vector<std::vector<int64_t>> accepted;
 };
@@ -29,8 +32,8 @@ struct Result {
   std::map<std::string, Output> outputs;  // by the names of for_each_tensor; those the op asks for
 };
 
-// Evaluates a validated op on host memory. Reads the op's inputs (and, accumulating, its outputs' old contents), writes
-// nothing. with_bounds = false skips the magnitude sums.
+// Evaluates a validated op on host memory. Reads the op's inputs (and, accumulating, its outputs'
+// old contents), writes nothing. with_bounds = false skips the magnitude sums.
 template <class Op>
 Result evaluate(const Op& op, const BoundModel& model = {}, bool with_bounds = true);
 
