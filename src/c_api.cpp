@@ -2,7 +2,9 @@
 // The C entry points: sized C structs in, C++ ops out, the two verbs called.
 #include "logitless/c.h"
 
+#include <cstddef>
 #include <cstring>
+#include <exception>
 #include <new>
 
 #include "src/backend.h"
@@ -12,6 +14,9 @@
 namespace logitless {
 namespace {
 
+// More than any version's struct will have: a size beyond it is a struct_size never set.
+constexpr uint32_t kMaxStructSize = 4096;
+
 // Copies a sized struct: a smaller one is zero-extended, a larger one taken only if what this
 // version does not know of it is zero.
 template <class T>
@@ -19,9 +24,10 @@ Status read_struct(const char* name, const T* source, T* copy) {
   if (source == nullptr) return error(StatusCode::invalid_argument, "%s is NULL", name);
   uint32_t size;
   std::memcpy(&size, source, sizeof(size));
-  if (size < sizeof(uint32_t) || size > 4096) {
-    return error(StatusCode::invalid_argument, "%s.struct_size is %u; this library's is %zu", name,
-                 size, sizeof(T));
+  if (size < sizeof(uint32_t) || size > kMaxStructSize) {
+    return error(StatusCode::invalid_argument,
+                 "%s.struct_size is %u; allowed: 4 to %u (this library's: %zu)", name, size,
+                 kMaxStructSize, sizeof(T));
   }
   const char* bytes = reinterpret_cast<const char*>(source);
   for (size_t i = sizeof(T); i < size; ++i) {
@@ -38,7 +44,7 @@ Status read_struct(const char* name, const T* source, T* copy) {
   return {};
 }
 
-// Writes back no more than the caller's struct holds.
+// Writes back no more than the caller's struct holds; struct_size stays the caller's.
 template <class T>
 void write_struct(const T& source, T* destination) {
   uint32_t size;
@@ -53,9 +59,11 @@ int32_t report(const Status& status, logitless_status* out) {
   if (out != nullptr) {
     uint32_t size;
     std::memcpy(&size, out, sizeof(size));
-    write_struct(*status.c(), out);
-    if (size > sizeof(int32_t) * 2 && size < sizeof(logitless_status))
+    if (size >= offsetof(logitless_status, message)) write_struct(*status.c(), out);
+    // A shorter message still ends with a NUL.
+    if (size > offsetof(logitless_status, message) && size < sizeof(logitless_status)) {
       reinterpret_cast<char*>(out)[size - 1] = 0;
+    }
   }
   return status.c()->code;
 }
@@ -64,6 +72,8 @@ Status from_c(const char* name, const logitless_tensor* source, TensorView* view
   logitless_tensor t;
   Status status = read_struct(name, source, &t);
   if (!status.ok()) return status;
+  if (t.reserved != 0)
+    return error(StatusCode::invalid_argument, "%s.reserved is %d; allowed: 0", name, t.reserved);
   // -1 marks an absent view in C++ only; in C absence is NULL.
   if (t.rank < 0 || t.rank > 2) {
     return error(StatusCode::wrong_shape, "%s has rank %d; allowed: 0, 1, 2", name, t.rank);
@@ -101,18 +111,69 @@ Status from_c(const logitless_loss_options* source, LossOptions* options) {
   return {};
 }
 
-Status from_c(const logitless_execution* source, Execution* execution) {
+// `executor` holds the caller's executor as this version knows it, for as long as the call lasts.
+Status from_c(const logitless_execution* source, Execution* execution, Executor* executor) {
   if (source == nullptr) return {};
   logitless_execution e;
   Status status = read_struct("execution", source, &e);
-  *execution = {{static_cast<DeviceType>(e.device_type), e.device_index}, e.stream, e.executor};
-  return status;
+  if (!status.ok()) return status;
+  if (e.reserved != 0) {
+    return error(StatusCode::invalid_argument, "execution.reserved is %d; allowed: 0", e.reserved);
+  }
+  *execution = {{static_cast<DeviceType>(e.device_type), e.device_index}, e.stream, nullptr};
+  if (e.executor == nullptr) return {};
+  status = read_struct("executor", e.executor, executor);
+  if (!status.ok()) return status;
+  if (executor->num_threads < 1) {
+    return error(StatusCode::invalid_argument, "executor.num_threads is %d; allowed: >= 1",
+                 executor->num_threads);
+  }
+  if (executor->parallel_for == nullptr) {
+    return error(StatusCode::invalid_argument,
+                 "executor.parallel_for is NULL; allowed: a function");
+  }
+  execution->executor = executor;
+  return {};
+}
+
+Status from_c(const logitless_workspace_buffer* source, Workspace* workspace) {
+  if (source == nullptr) return {};
+  logitless_workspace_buffer w;
+  Status status = read_struct("workspace", source, &w);
+  if (!status.ok()) return status;
+  if (w.reserved != 0) {
+    return error(StatusCode::invalid_argument, "workspace.reserved is %u; allowed: 0", w.reserved);
+  }
+  *workspace = {w.data, w.bytes, w.byte_offset};
+  return {};
+}
+
+// The name of a field of `c` that is set: a tensor's, looked for in every op, or another.
+const char* name_of_set_field(logitless_op c) {
+  const char* found = nullptr;
+  const auto look = [&](auto op) {
+    for_each_tensor(op, c,
+                    [&](const char* name, Access, TensorView&, const logitless_tensor* field) {
+                      if (field != nullptr && found == nullptr) found = name;
+                    });
+  };
+  look(Softmax{});
+  look(CrossEntropyBackward{});
+  look(CrossEntropyForwardBackward{});
+  look(LinearCrossEntropyBackward{});
+  look(LinearCrossEntropyForwardBackward{});
+  if (found != nullptr) return found;
+  if (c.options != nullptr) return "options";
+  return c.accumulate_grad_weight != 0 ? "accumulate_grad_weight" : "reserved";
 }
 
 template <class Op>
 Status from_c(logitless_op c, Op* op) {
   Status status;
-  if constexpr (LossOp<Op>) status = from_c(c.options, &op->options);
+  if constexpr (LossOp<Op>) {
+    status = from_c(c.options, &op->options);
+    c.options = nullptr;
+  }
   if constexpr (LinearOp<Op> && GradientOp<Op>) {
     op->accumulate_grad_weight = c.accumulate_grad_weight != 0;
     c.accumulate_grad_weight = 0;
@@ -124,13 +185,12 @@ Status from_c(logitless_op c, Op* op) {
                   });
   if (!status.ok()) return status;
   // What is left belongs to other ops.
-  c.options = nullptr;
   logitless_op rest{};
   rest.struct_size = c.struct_size;
   rest.kind = c.kind;
   if (std::memcmp(&c, &rest, sizeof(c)) != 0) {
-    return error(StatusCode::invalid_argument,
-                 "op: a field is set that this kind of op (%d) does not have", c.kind);
+    return error(StatusCode::invalid_argument, "%s is set; an op of kind %d does not have it",
+                 name_of_set_field(c), c.kind);
   }
   return {};
 }
@@ -166,15 +226,19 @@ Status dispatch(const logitless_op* source, F&& f) {
   return error(StatusCode::unknown_enum, "op.kind is %d; allowed: 0 to 6", c.kind);
 }
 
-Status check_executor(const Executor* executor) {
-  if (executor == nullptr) return {};
-  if (executor->struct_size < sizeof(Executor) || executor->num_threads < 1 ||
-      executor->parallel_for == nullptr) {
-    return error(StatusCode::invalid_argument,
-                 "executor: struct_size %u, num_threads %d; needs %zu, >= 1, parallel_for",
-                 executor->struct_size, executor->num_threads, sizeof(Executor));
+// Nothing is thrown across the boundary: not by an allocation of a thread pool, not by a caller's
+// executor.
+template <class F>
+Status guarded(F&& f) {
+  try {
+    return f();
+  } catch (const std::bad_alloc&) {
+    return Status(StatusCode::internal, "out of memory");
+  } catch (const std::exception& e) {
+    return error(StatusCode::internal, "%s", e.what());
+  } catch (...) {
+    return Status(StatusCode::internal, "an exception of unknown type");
   }
-  return {};
 }
 
 }  // namespace
@@ -186,30 +250,34 @@ extern "C" {
 
 int32_t logitless_workspace(const logitless_op* op, const logitless_execution* execution,
                             logitless_workspace_size* size, logitless_status* status) {
-  Execution e;
-  WorkspaceSize s;
-  Status result = from_c(execution, &e);
-  if (result.ok() && size == nullptr) result = error(StatusCode::invalid_argument, "size is NULL");
-  if (result.ok()) result = check_executor(e.executor);
-  if (result.ok())
-    result = dispatch(op, [&](const auto& typed) { return workspace_of(typed, e, &s); });
-  if (result.ok())
-    write_struct({sizeof(logitless_workspace_size), 0, s.minimum, s.recommended, s.alignment},
-                 size);
+  const Status result = guarded([&]() -> Status {
+    Execution e;
+    Executor executor;
+    WorkspaceSize s;
+    logitless_workspace_size before;
+    Status result = read_struct("size", size, &before);
+    if (result.ok()) result = from_c(execution, &e, &executor);
+    if (result.ok())
+      result = dispatch(op, [&](const auto& typed) { return workspace_of(typed, e, &s); });
+    if (result.ok())
+      write_struct({sizeof(logitless_workspace_size), 0, s.minimum, s.recommended, s.alignment},
+                   size);
+    return result;
+  });
   return report(result, status);
 }
 
 int32_t logitless_run(const logitless_op* op, const logitless_workspace_buffer* workspace,
                       const logitless_execution* execution, logitless_status* status) {
-  Execution e;
-  logitless_workspace_buffer w{};
-  Status result = from_c(execution, &e);
-  if (result.ok() && workspace != nullptr) result = read_struct("workspace", workspace, &w);
-  if (result.ok()) result = check_executor(e.executor);
-  if (result.ok()) {
-    result = dispatch(
-        op, [&](const auto& typed) { return run_op(typed, {w.data, w.bytes, w.byte_offset}, e); });
-  }
+  const Status result = guarded([&]() -> Status {
+    Execution e;
+    Executor executor;
+    Workspace w;
+    Status result = from_c(execution, &e, &executor);
+    if (result.ok()) result = from_c(workspace, &w);
+    if (result.ok()) result = dispatch(op, [&](const auto& typed) { return run_op(typed, w, e); });
+    return result;
+  });
   return report(result, status);
 }
 
@@ -217,17 +285,35 @@ int32_t logitless_version(void) { return LOGITLESS_VERSION; }
 
 int32_t logitless_describe_backend(int32_t device_type, char* text, size_t bytes,
                                    logitless_status* status) {
-  Status result;
-  const Backend* backend = find_backend(static_cast<DeviceType>(device_type), &result);
-  if (text != nullptr && bytes > 0) {
-    text[0] = 0;
-    if (backend != nullptr) backend->describe(text, bytes);
-  }
+  const Status result = guarded([&]() -> Status {
+    if (text == nullptr && bytes > 0) {
+      return error(StatusCode::invalid_argument, "text is NULL with %zu bytes", bytes);
+    }
+    if (bytes > 0) text[0] = 0;
+    Status result;
+    const Backend* backend = find_backend(static_cast<DeviceType>(device_type), &result);
+    if (backend != nullptr && bytes > 0) backend->describe(text, bytes);
+    return result;
+  });
   return report(result, status);
 }
 
-int32_t logitless_set_num_threads(int32_t num_threads) { return cpu::set_num_threads(num_threads); }
+int32_t logitless_set_num_threads(int32_t num_threads) {
+  int32_t in_force = 1;
+  const Status status = guarded([&]() -> Status {
+    in_force = cpu::set_num_threads(num_threads > 0 ? num_threads : 0);
+    return {};
+  });
+  return status.ok() ? in_force : logitless_num_threads();
+}
 
-int32_t logitless_num_threads(void) { return cpu::num_threads(); }
+int32_t logitless_num_threads(void) {
+  int32_t in_force = 1;
+  const Status status = guarded([&]() -> Status {
+    in_force = cpu::num_threads();
+    return {};
+  });
+  return status.ok() ? in_force : 1;
+}
 
 }  // extern "C"

@@ -26,23 +26,36 @@ const Backend* find_backend(DeviceType type, Status* status) {
   return nullptr;
 }
 
+namespace {
+
+// The backend first: a device that this library does not have is said before what is wrong with the
+// op.
+template <class Op>
+Status plan(const Op& op, const Execution& execution, const Implements<Op>** backend,
+            WorkspaceSize* size) {
+  Status status;
+  *backend = find_backend(execution.device.type, &status);
+  if (status.ok()) status = validate(op, execution);
+  if (status.ok()) status = (*backend)->workspace(op, execution, size);
+  return status;
+}
+
+}  // namespace
+
 template <class Op>
 Status workspace_of(const Op& op, const Execution& execution, WorkspaceSize* size) {
-  Status status = validate(op, execution);
-  if (!status.ok()) return status;
-  const Backend* backend = find_backend(execution.device.type, &status);
-  if (backend == nullptr) return status;
-  return static_cast<const Implements<Op>*>(backend)->workspace(op, execution, size);
+  const Implements<Op>* backend = nullptr;
+  return plan(op, execution, &backend, size);
 }
 
 template <class Op>
 Status run_op(const Op& op, const Workspace& workspace, const Execution& execution) {
+  const Implements<Op>* backend = nullptr;
   WorkspaceSize size;
-  Status status = workspace_of(op, execution, &size);
+  Status status = plan(op, execution, &backend, &size);
   if (status.ok()) status = validate_data(op, workspace, size);
-  if (!status.ok()) return status;
-  const Backend* backend = find_backend(execution.device.type, &status);
-  return static_cast<const Implements<Op>*>(backend)->run(op, workspace, execution);
+  if (status.ok()) status = backend->run(op, workspace, execution);
+  return status;
 }
 
 #define LOGITLESS_INSTANTIATE(Op)                                            \

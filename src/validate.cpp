@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+// The rules of docs/semantics.md about an op alone, as one table in the order they are asked. Those
+// here say how fields go together; data pointers are looked at in validate_data.cpp.
+#include "src/validate.h"
+
+#include "src/call.h"
+#include "src/message.h"
+
+namespace logitless {
+namespace {
+
+Status check_execution(const Call& call) {
+  const Device device = call.execution.device;
+  if (static_cast<uint32_t>(device.type) > static_cast<uint32_t>(DeviceType::reference)) {
+    return error(StatusCode::unknown_enum,
+                 "execution.device.type is %d; allowed: 0 (cpu) to 3 (reference)",
+                 static_cast<int>(device.type));
+  }
+  const bool host = device.type == DeviceType::cpu || device.type == DeviceType::reference;
+  if (device.index < 0 || (host && device.index != 0)) {
+    return error(StatusCode::wrong_device, "execution.device.index is %d; allowed: %s",
+                 device.index, host ? "0" : ">= 0");
+  }
+  return {};
+}
+
+Status check_required(const Call& call) {
+  for (const char* name : {"input", "weight", "logits", "probabilities", "target", "grad_logits"}) {
+    for (const Field& field : call) {
+      if (field.name == name && !field.given()) {
+        return error(StatusCode::invalid_argument, "%s is missing; %s needs it", name,
+                     call.op_name);
+      }
+    }
+  }
+  return {};
+}
+
+// ForwardBackward's loss is optional: its gradients are the point.
+Status check_outputs(const Call& call) {
+  if (call.linear && call.gradients && !call["grad_input"] && !call["grad_weight"] &&
+      !call["grad_bias"]) {
+    return error(StatusCode::invalid_argument,
+                 "grad_input, grad_weight and grad_bias are missing; %s needs at least one",
+                 call.op_name);
+  }
+  if (!call.statistics || call.gradients) return {};
+  for (const Field& field : call) {
+    if (field.access == Access::write && field.given()) return {};
+  }
+  return error(StatusCode::invalid_argument,
+               "loss is missing, and so is every statistic; %s needs at least one", call.op_name);
+}
+
+Status check_companions(const Call& call) {
+  if (call.statistics) return {};
+  const bool reference = static_cast<bool>(call["row_reference"]);
+  if (reference != static_cast<bool>(call["row_log_sum"])) {
+    return error(StatusCode::invalid_argument, "%s is given without %s; allowed: both or neither",
+                 reference ? "row_reference" : "row_log_sum",
+                 reference ? "row_log_sum" : "row_reference");
+  }
+  if (call["grad_entropy"] && !call["entropy"]) {
+    return error(StatusCode::invalid_argument, "entropy is missing; grad_entropy needs it");
+  }
+  return {};
+}
+
+Status check_empty(const Call& call) {
+  if (call.linear && call.hidden() == 0) {
+    return error(StatusCode::invalid_argument, "input has shape %s; allowed: D >= 1",
+                 shape_text(call.rows()).text);
+  }
+  if (call.vocab() == 0 && call.tokens() > 0) {
+    return error(StatusCode::invalid_argument,
+                 "%s has shape %s with N = %lld; allowed: V >= 1 where N > 0",
+                 call.linear ? "weight" : "logits",
+                 shape_text(call.linear ? call["weight"] : call.rows()).text,
+                 static_cast<long long>(call.tokens()));
+  }
+  return {};
+}
+
+Status check_dtype_pairs(const Call& call) {
+  if (call.linear) {
+    const DType dtype = call["input"].dtype;
+    if (call["weight"].dtype != dtype) {
+      return error(StatusCode::wrong_dtype, "weight is %s; allowed: that of input, %s",
+                   name_of(call["weight"].dtype), name_of(dtype));
+    }
+    const TensorView& bias = call["bias"];
+    if (bias && bias.dtype != dtype && bias.dtype != DType::f32) {
+      return error(StatusCode::wrong_dtype, "bias is %s; allowed: f32 or that of input, %s",
+                   name_of(bias.dtype), name_of(dtype));
+    }
+  }
+  if (call["argmax"].dtype == DType::i32 && call.vocab_total() > INT32_MAX) {
+    return error(StatusCode::wrong_dtype, "argmax is i32; allowed: i64 where V = %lld",
+                 static_cast<long long>(call.vocab_total()));
+  }
+  return {};
+}
+
+Status check_accumulate(const Call& call) {
+  if (!call.accumulate) return {};
+  for (const char* name : {"grad_weight", "grad_bias"}) {
+    const TensorView& v = call[name];
+    if (v && v.dtype != DType::f32) {
+      return error(StatusCode::wrong_dtype, "%s is %s; allowed with accumulate_grad_weight: f32",
+                   name, name_of(v.dtype));
+    }
+  }
+  return {};
+}
+
+// Plans multiply these products by element sizes and small counts in 64 bits; broadcast views make
+// such sizes possible without the memory.
+Status check_products(const Call& call) {
+  constexpr int64_t most = int64_t{1} << 56;
+  const int64_t n = call.tokens(), v = call.vocab_total();
+  const int64_t d = call.linear ? call.hidden() : 1;
+  const auto fits = [](int64_t a, int64_t b) { return b == 0 || a <= most / b; };
+  if (fits(n, v) && fits(n, d) && fits(v, d)) return {};
+  return error(StatusCode::invalid_argument,
+               "%s: N = %lld, V = %lld, D = %lld; allowed: no product of two above 2^56",
+               call.shard()  ? "vocab_total"
+               : call.linear ? "weight"
+                             : "logits",
+               static_cast<long long>(n), static_cast<long long>(v), static_cast<long long>(d));
+}
+
+// Asked in this order; a rule may rely on those above it.
+constexpr Status (*kRules[])(const Call&) = {
+    check_execution,    check_tensor_enums,      check_option_enums, check_option_ranges,
+    check_required,     check_outputs,           check_companions,   check_devices,
+    check_ranks,        check_nonnegative,       check_normalizer,   check_empty,
+    check_shard_range,  check_products,          check_shapes,       check_dtypes,
+    check_dtype_pairs,  check_accumulate,        check_extents,      check_written_once,
+    check_shard_fields, check_probability_input,
+};
+
+}  // namespace
+
+template <class Op>
+Status validate(const Op& op, const Execution& execution) {
+  const Call call = call_of(op, execution);
+  for (const auto rule : kRules) {
+    Status status = rule(call);
+    if (!status.ok()) return status;
+  }
+  return {};
+}
+
+template Status validate(const Softmax&, const Execution&);
+template Status validate(const CrossEntropyForward&, const Execution&);
+template Status validate(const CrossEntropyBackward&, const Execution&);
+template Status validate(const CrossEntropyForwardBackward&, const Execution&);
+template Status validate(const LinearCrossEntropyForward&, const Execution&);
+template Status validate(const LinearCrossEntropyBackward&, const Execution&);
+template Status validate(const LinearCrossEntropyForwardBackward&, const Execution&);
+
+}  // namespace logitless

@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: Apache-2.0
+// The rules of docs/semantics.md about memory: NULL, alignment, overlap, the workspace. Addresses
+// are compared for host memory only; a device's are its own.
+#include <algorithm>
+
+#include "src/call.h"
+#include "src/message.h"
+#include "src/validate.h"
+
+namespace logitless {
+namespace {
+
+// The bytes of a strided view: element (i, j) is [address + i stride[0] + j stride[1], + element).
+// Dimensions of one element have stride 0.
+struct Footprint {
+  uint64_t address = 0;
+  uint64_t bytes = 0;  // first to last; 0: empty
+  uint64_t element = 1;
+  std::array<uint64_t, 2> last{};    // size - 1
+  std::array<uint64_t, 2> stride{};  // bytes
+  bool operator==(const Footprint&) const = default;
+};
+
+Footprint footprint(const TensorView& v) {
+  Footprint f;
+  int64_t bytes = 0;
+  if (!extent(v, &bytes) || bytes == 0) return f;
+  f.address = reinterpret_cast<uintptr_t>(v.data) + v.byte_offset;
+  f.bytes = static_cast<uint64_t>(bytes);
+  f.element = static_cast<uint64_t>(size_of(v.dtype));
+  for (int32_t d = 0; d < v.rank; ++d) {
+    if (v.shape[d] == 1) continue;
+    f.last[d] = static_cast<uint64_t>(v.shape[d] - 1);
+    f.stride[d] = static_cast<uint64_t>(v.stride[d]) * f.element;
+  }
+  return f;
+}
+
+Footprint footprint(const Workspace& w) {
+  const uint64_t address = reinterpret_cast<uintptr_t>(w.data) + w.byte_offset;
+  return {.address = address, .bytes = w.bytes, .element = w.bytes};
+}
+
+// The width of the bytes taken modulo `period`, counted from the address; at most `period`. Whole
+// periods change no residue.
+uint64_t window(const Footprint& f, uint64_t period) {
+  uint64_t width = f.element;
+  for (size_t d = 0; d < 2; ++d) {
+    if (f.stride[d] % period != 0) width += f.last[d] * f.stride[d];
+  }
+  return std::min(width, period);
+}
+
+// True where the two take disjoint bytes of every period, as column slices of one buffer do.
+bool disjoint_modulo(const Footprint& a, const Footprint& b, uint64_t period) {
+  const uint64_t ahead = (b.address % period + period - a.address % period) % period;
+  return window(a, period) <= ahead && ahead + window(b, period) <= period;
+}
+
+// Never false where a byte is shared. True for some interleaved views that share none: those whose
+// disjointness no common period shows.
+bool may_overlap(const Footprint& a, const Footprint& b) {
+  if (a.bytes == 0 || b.bytes == 0) return false;
+  if (a.address + a.bytes <= b.address || b.address + b.bytes <= a.address) return false;
+  for (const uint64_t period : {a.stride[0], a.stride[1], b.stride[0], b.stride[1]}) {
+    if (period != 0 && disjoint_modulo(a, b, period)) return false;
+  }
+  return true;
+}
+
+bool on_host(const Call& call) { return call.rows().device.type == DeviceType::cpu; }
+
+Status check_addresses(const Call& call) {
+  for (const Field& field : call) {
+    const TensorView& v = *field.view;
+    if (!field.given() || elements(v) == 0) continue;
+    if (v.data == nullptr) {
+      return error(StatusCode::invalid_argument, "%s has shape %s and NULL data", field.name.data(),
+                   shape_text(v).text);
+    }
+    if (!on_host(call)) continue;
+    const Footprint f = footprint(v);
+    if (f.address < v.byte_offset || f.address + f.bytes < f.address) {
+      return error(StatusCode::invalid_argument, "%s: address %p and offset %llu pass 2^64",
+                   field.name.data(), v.data, static_cast<unsigned long long>(v.byte_offset));
+    }
+    if (f.address % f.element != 0) {
+      return error(StatusCode::misaligned, "%s is at address %p + %llu; allowed: multiples of %lld",
+                   field.name.data(), v.data, static_cast<unsigned long long>(v.byte_offset),
+                   static_cast<long long>(f.element));
+    }
+  }
+  return {};
+}
+
+Status check_workspace(const Call& call, const Workspace& w, const WorkspaceSize& size) {
+  if (w.bytes < size.minimum) {
+    return error(StatusCode::workspace_too_small,
+                 "workspace has %llu bytes; allowed: >= %llu (recommended: %llu)",
+                 static_cast<unsigned long long>(w.bytes),
+                 static_cast<unsigned long long>(size.minimum),
+                 static_cast<unsigned long long>(size.recommended));
+  }
+  if (w.bytes == 0) return {};
+  if (w.data == nullptr) {
+    return error(StatusCode::invalid_argument, "workspace has %llu bytes and NULL data",
+                 static_cast<unsigned long long>(w.bytes));
+  }
+  if (!on_host(call)) return {};
+  const uint64_t address = footprint(w).address;
+  if (address < w.byte_offset || address + w.bytes < address) {
+    return error(StatusCode::invalid_argument,
+                 "workspace: address %p, offset %llu and %llu bytes "
+                 "pass 2^64",
+                 w.data, static_cast<unsigned long long>(w.byte_offset),
+                 static_cast<unsigned long long>(w.bytes));
+  }
+  if (size.alignment > 1 && address % size.alignment != 0) {
+    return error(StatusCode::misaligned,
+                 "workspace is at address %p + %llu; allowed: multiples "
+                 "of %llu",
+                 w.data, static_cast<unsigned long long>(w.byte_offset),
+                 static_cast<unsigned long long>(size.alignment));
+  }
+  return {};
+}
+
+// In place is allowed element for element: the same addresses of the same dtype.
+bool in_place(const Field& out, const Field& in) {
+  return in.name == "logits" && (out.name == "grad_logits" || out.name == "probabilities") &&
+         out.view->dtype == in.view->dtype && footprint(*out.view) == footprint(*in.view);
+}
+
+Status check_overlaps(const Call& call, const Workspace& w) {
+  if (!on_host(call)) return {};
+  std::array<Footprint, 24> prints;
+  for (size_t i = 0; i < call.field_count; ++i) {
+    if (call.fields[i].given()) prints[i] = footprint(*call.fields[i].view);
+  }
+  const Footprint scratch = footprint(w);
+  for (size_t i = 0; i < call.field_count; ++i) {
+    const Field& a = call.fields[i];
+    if (may_overlap(prints[i], scratch)) {
+      return error(StatusCode::invalid_argument, "%s overlaps the workspace", a.name.data());
+    }
+    for (size_t j = 0; j < i; ++j) {
+      const Field& b = call.fields[j];
+      if (!a.written() && !b.written()) continue;
+      if (!may_overlap(prints[i], prints[j]) || in_place(a, b)) continue;
+      return error(StatusCode::invalid_argument, "%s overlaps %s", a.name.data(), b.name.data());
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+template <class Op>
+Status validate_data(const Op& op, const Workspace& workspace, const WorkspaceSize& size) {
+  const Call call = call_of(op, {});
+  Status status = check_addresses(call);
+  if (status.ok()) status = check_workspace(call, workspace, size);
+  if (status.ok()) status = check_overlaps(call, workspace);
+  return status;
+}
+
+template Status validate_data(const Softmax&, const Workspace&, const WorkspaceSize&);
+template Status validate_data(const CrossEntropyForward&, const Workspace&, const WorkspaceSize&);
+template Status validate_data(const CrossEntropyBackward&, const Workspace&, const WorkspaceSize&);
+template Status validate_data(const CrossEntropyForwardBackward&, const Workspace&,
+                              const WorkspaceSize&);
+template Status validate_data(const LinearCrossEntropyForward&, const Workspace&,
+                              const WorkspaceSize&);
+template Status validate_data(const LinearCrossEntropyBackward&, const Workspace&,
+                              const WorkspaceSize&);
+template Status validate_data(const LinearCrossEntropyForwardBackward&, const Workspace&,
+                              const WorkspaceSize&);
+
+}  // namespace logitless

@@ -1,0 +1,241 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rules that every field is held to alone, from one table: rank, shape, dtype, device, strides.
+#include <numeric>
+
+#include "src/call.h"
+#include "src/message.h"
+
+namespace logitless {
+namespace {
+
+enum DTypes : uint32_t {  // one bit a dtype
+  kF32 = 1u << LOGITLESS_F32,
+  kFloats = kF32 | 1u << LOGITLESS_F16 | 1u << LOGITLESS_BF16,
+  kI32 = 1u << LOGITLESS_I32,
+  kInts = kI32 | 1u << LOGITLESS_I64,
+  kF32OrI64 = kF32 | 1u << LOGITLESS_I64,
+};
+
+enum class Shape {
+  token_vocab,   // [N, V]
+  token_hidden,  // [N, D]
+  vocab_hidden,  // [V, D]
+  token,         // [N]
+  vocab,         // [V]
+  vocab_total,   // [V]; [vocab_total] on a shard
+  reduced,       // [N] for reduction none, else [] or [1]
+  scalar,        // [] or [1]
+  one,           // [1]
+};
+
+struct FieldRule {
+  std::string_view name;
+  Shape shape;
+  uint32_t dtypes;
+  const char* dtype_names;
+};
+constexpr FieldRule kFieldRules[] = {
+    {"input", Shape::token_hidden, kFloats, "f32, f16, bf16"},
+    {"weight", Shape::vocab_hidden, kFloats, "f32, f16, bf16"},
+    {"bias", Shape::vocab, kFloats, "f32, f16, bf16"},
+    {"logits", Shape::token_vocab, kFloats, "f32, f16, bf16"},
+    {"probabilities", Shape::token_vocab, kFloats, "f32, f16, bf16"},
+    {"target", Shape::token, kInts, "i32, i64"},
+    {"token_weight", Shape::token, kF32, "f32"},
+    {"vocab_weight", Shape::vocab_total, kF32, "f32"},
+    {"normalizer", Shape::scalar, kF32OrI64, "f32, i64"},
+    {"loss", Shape::reduced, kF32, "f32"},
+    {"lse", Shape::token, kF32, "f32"},
+    {"target_logit", Shape::token, kF32, "f32"},
+    {"entropy", Shape::token, kF32, "f32"},
+    {"argmax", Shape::token, kInts, "i32, i64"},
+    {"row_reference", Shape::token, kF32, "f32"},
+    {"row_log_sum", Shape::token, kF32, "f32"},
+    {"weighted_logit_sum", Shape::token, kF32, "f32"},
+    {"grad_loss", Shape::reduced, kF32, "f32"},
+    {"grad_lse", Shape::token, kF32, "f32"},
+    {"grad_target_logit", Shape::token, kF32, "f32"},
+    {"grad_entropy", Shape::token, kF32, "f32"},
+    {"grad_logits", Shape::token_vocab, kFloats, "f32, f16, bf16"},
+    {"grad_input", Shape::token_hidden, kFloats, "f32, f16, bf16"},
+    {"grad_weight", Shape::vocab_hidden, kFloats, "f32, f16, bf16"},
+    {"grad_bias", Shape::vocab, kFloats, "f32, f16, bf16"},
+    {"fault", Shape::one, kI32, "i32"},
+};
+
+const FieldRule& rule_of(const Field& field) {
+  for (const FieldRule& rule : kFieldRules) {
+    if (rule.name == field.name) return rule;
+  }
+  return kFieldRules[0];  // unreachable: every field of fields.h is listed
+}
+
+bool known(DeviceType type) {
+  return static_cast<uint32_t>(type) <= static_cast<uint32_t>(DeviceType::reference);
+}
+
+// The first failure of `check` over the given fields.
+template <class Check>
+Status for_each_given(const Call& call, Check&& check) {
+  for (const Field& field : call) {
+    if (!field.given()) continue;
+    Status status = check(field, *field.view);
+    if (!status.ok()) return status;
+  }
+  return {};
+}
+
+// Two elements of a view share an address where di s = dj t for |di| < a, |dj| < b, not both zero;
+// the least such pair is t/g, s/g with g = gcd(s, t).
+bool overlaps_itself(const TensorView& v) {
+  if (elements(v) <= 1) return false;
+  if (v.rank == 1) return v.stride[0] == 0;
+  const int64_t s = v.stride[0], t = v.stride[1], g = std::gcd(s, t);
+  return g == 0 || (t / g < v.shape[0] && s / g < v.shape[1]);
+}
+
+}  // namespace
+
+Status check_tensor_enums(const Call& call) {
+  return for_each_given(call, [](const Field& field, const TensorView& v) -> Status {
+    if (size_of(v.dtype) == 0) {
+      return error(StatusCode::unknown_enum, "%s has dtype %d; allowed: 0 (f32) to 4 (i64)",
+                   field.name.data(), static_cast<int>(v.dtype));
+    }
+    if (!known(v.device.type)) {
+      return error(StatusCode::unknown_enum,
+                   "%s has device type %d; allowed: 0 (cpu) to 2 (webgpu)", field.name.data(),
+                   static_cast<int>(v.device.type));
+    }
+    return {};
+  });
+}
+
+// The reference runs on host memory: its tensors are on cpu.
+Status check_devices(const Call& call) {
+  Device device = call.execution.device;
+  if (device.type == DeviceType::reference) device.type = DeviceType::cpu;
+  return for_each_given(call, [&](const Field& field, const TensorView& v) -> Status {
+    if (v.device == device) return {};
+    return error(StatusCode::wrong_device, "%s is on %s:%d; allowed: %s:%d", field.name.data(),
+                 name_of(v.device.type), v.device.index, name_of(device.type), device.index);
+  });
+}
+
+Status check_ranks(const Call& call) {
+  return for_each_given(call, [&](const Field& field, const TensorView& v) -> Status {
+    int32_t least = 1, most = 1;
+    switch (rule_of(field).shape) {
+      case Shape::token_vocab:
+      case Shape::token_hidden:
+      case Shape::vocab_hidden:
+        least = most = 2;
+        break;
+      case Shape::reduced:
+        least = call.options->reduction == Reduction::none ? 1 : 0;
+        break;
+      case Shape::scalar:
+        least = 0;
+        break;
+      case Shape::token:
+      case Shape::vocab:
+      case Shape::vocab_total:
+      case Shape::one:
+        break;
+    }
+    if (v.rank >= least && v.rank <= most) return {};
+    return error(StatusCode::wrong_shape, "%s has rank %d; allowed: %s%d", field.name.data(),
+                 v.rank, least < most ? "0 or " : "", most);
+  });
+}
+
+Status check_nonnegative(const Call& call) {
+  return for_each_given(call, [](const Field& field, const TensorView& v) -> Status {
+    for (int32_t d = 0; d < v.rank; ++d) {
+      if (v.shape[d] < 0) {
+        return error(StatusCode::invalid_argument, "%s has shape %s; allowed: sizes >= 0",
+                     field.name.data(), shape_text(v).text);
+      }
+      if (v.stride[d] < 0) {
+        return error(StatusCode::invalid_argument, "%s has stride %lld; allowed: >= 0",
+                     field.name.data(), static_cast<long long>(v.stride[d]));
+      }
+    }
+    return {};
+  });
+}
+
+// The sizes of a call are those of input and weight, or of logits.
+Status check_shapes(const Call& call) {
+  const int64_t n = call.tokens(), v = call.vocab(), d = call.hidden();
+  return for_each_given(call, [&](const Field& field, const TensorView& view) -> Status {
+    int32_t rank = 1;
+    int64_t first = 1, second = 0;
+    Shape shape = rule_of(field).shape;
+    if (shape == Shape::reduced && call.options->reduction == Reduction::none) shape = Shape::token;
+    switch (shape) {
+      case Shape::token_vocab:
+        rank = 2, first = n, second = v;
+        break;
+      case Shape::token_hidden:
+        rank = 2, first = n, second = d;
+        break;
+      case Shape::vocab_hidden:
+        rank = 2, first = v, second = d;
+        break;
+      case Shape::token:
+        first = n;
+        break;
+      case Shape::vocab:
+        first = v;
+        break;
+      case Shape::vocab_total:
+        first = call.vocab_total();
+        break;
+      case Shape::reduced:
+      case Shape::scalar:
+        if (view.rank == 0) return {};
+        break;
+      case Shape::one:
+        break;
+    }
+    if (view.shape[0] == first && (rank == 1 || view.shape[1] == second)) return {};
+    return error(StatusCode::wrong_shape, "%s has shape %s; allowed: %s%s", field.name.data(),
+                 shape_text(view).text, shape_text(rank, first, second).text,
+                 shape == Shape::reduced || shape == Shape::scalar ? " or []" : "");
+  });
+}
+
+Status check_dtypes(const Call& call) {
+  return for_each_given(call, [&](const Field& field, const TensorView& v) -> Status {
+    const FieldRule& rule = rule_of(field);
+    if ((rule.dtypes >> static_cast<uint32_t>(v.dtype)) & 1) return {};
+    return error(StatusCode::wrong_dtype, "%s is %s; allowed: %s", field.name.data(),
+                 name_of(v.dtype), rule.dtype_names);
+  });
+}
+
+Status check_extents(const Call& call) {
+  return for_each_given(call, [](const Field& field, const TensorView& v) -> Status {
+    int64_t bytes;
+    if (extent(v, &bytes)) return {};
+    return error(StatusCode::invalid_argument,
+                 "%s: offset %llu, shape %s and strides [%lld, %lld] pass 2^63 bytes",
+                 field.name.data(), static_cast<unsigned long long>(v.byte_offset),
+                 shape_text(v).text, static_cast<long long>(v.stride[0]),
+                 static_cast<long long>(v.stride[1]));
+  });
+}
+
+Status check_written_once(const Call& call) {
+  return for_each_given(call, [](const Field& field, const TensorView& v) -> Status {
+    if (!field.written() || !overlaps_itself(v)) return {};
+    return error(StatusCode::invalid_argument,
+                 "%s has shape %s and strides [%lld, %lld]: elements overlap; allowed in inputs "
+                 "only",
+                 field.name.data(), shape_text(v).text, static_cast<long long>(v.stride[0]),
+                 static_cast<long long>(v.rank == 2 ? v.stride[1] : 0));
+  });
+}
+
+}  // namespace logitless

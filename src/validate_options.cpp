@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rules about options, alone and together with what the op was given. docs/semantics.md.
+#include <cfloat>
+#include <cmath>
+
+#include "src/call.h"
+#include "src/message.h"
+
+namespace logitless {
+namespace {
+
+struct EnumRule {
+  const char* name;
+  int32_t (*value)(const LossOptions&);
+  int32_t most;
+  const char* allowed;
+};
+constexpr EnumRule kEnums[] = {
+    {"reduction", [](const LossOptions& o) { return static_cast<int32_t>(o.reduction); }, 2,
+     "0 (none), 1 (sum), 2 (mean)"},
+    {"out_of_range", [](const LossOptions& o) { return static_cast<int32_t>(o.out_of_range); }, 1,
+     "0 (error), 1 (ignore)"},
+    {"empty_mean", [](const LossOptions& o) { return static_cast<int32_t>(o.empty_mean); }, 1,
+     "0 (zero), 1 (nan)"},
+    {"input_kind", [](const LossOptions& o) { return static_cast<int32_t>(o.input_kind); }, 1,
+     "0 (logits), 1 (probabilities)"},
+};
+
+struct RangeRule {
+  const char* name;
+  float LossOptions::* value;
+  bool (*ok)(float);
+  const char* allowed;
+};
+// Divisors are normal numbers: a device may flush a subnormal one to zero, and its inverse
+// overflows.
+constexpr RangeRule kRanges[] = {
+    {"label_smoothing", &LossOptions::label_smoothing, [](float x) { return x >= 0 && x <= 1; },
+     "0 to 1"},
+    {"z_loss", &LossOptions::z_loss, [](float x) { return x >= 0 && x <= FLT_MAX; },
+     "finite, >= 0"},
+    {"logit_scale", &LossOptions::logit_scale, [](float x) { return std::isfinite(x); }, "finite"},
+    {"softcap", &LossOptions::softcap,
+     [](float x) { return x == 0 || (x >= FLT_MIN && x <= FLT_MAX); },
+     "0 (none), or finite, positive and not subnormal"},
+    {"temperature", &LossOptions::temperature, [](float x) { return x >= FLT_MIN && x <= FLT_MAX; },
+     "finite, positive and not subnormal"},
+    {"probability_floor", &LossOptions::probability_floor,
+     [](float x) { return x >= 0 && x <= FLT_MAX; }, "finite, >= 0"},
+};
+
+}  // namespace
+
+Status check_option_enums(const Call& call) {
+  if (call.options == nullptr) return {};
+  for (const EnumRule& rule : kEnums) {
+    const int32_t value = rule.value(*call.options);
+    if (value < 0 || value > rule.most) {
+      return error(StatusCode::unknown_enum, "%s is %d; allowed: %s", rule.name, value,
+                   rule.allowed);
+    }
+  }
+  return {};
+}
+
+Status check_option_ranges(const Call& call) {
+  if (call.options == nullptr) return {};
+  for (const RangeRule& rule : kRanges) {
+    const float value = call.options->*rule.value;
+    if (!rule.ok(value)) {
+      return error(StatusCode::invalid_argument, "%s is %g; allowed: %s", rule.name,
+                   static_cast<double>(value), rule.allowed);
+    }
+  }
+  return {};
+}
+
+Status check_normalizer(const Call& call) {
+  if (call.options == nullptr) return {};
+  const double value = call.options->normalizer;
+  const bool view = static_cast<bool>(call["normalizer"]);
+  if (!(value >= 0 && value <= DBL_MAX)) {
+    return error(StatusCode::invalid_argument,
+                 "options.normalizer is %g; allowed: finite, >= 0 (0: counted)", value);
+  }
+  if (view && value != 0) {
+    return error(StatusCode::invalid_argument,
+                 "normalizer is given as a tensor and as options.normalizer = %g; allowed: one",
+                 value);
+  }
+  if ((view || value != 0) && call.options->reduction != Reduction::mean) {
+    return error(StatusCode::invalid_argument,
+                 "normalizer is given with reduction %d; allowed: with 2 (mean) only",
+                 static_cast<int>(call.options->reduction));
+  }
+  return {};
+}
+
+Status check_shard_range(const Call& call) {
+  if (call.options == nullptr) return {};
+  const int64_t start = call.options->vocab_start, total = call.options->vocab_total;
+  const int64_t vocab = call.vocab();
+  if (total < 0 || (total > 0 && total < vocab)) {
+    return error(StatusCode::invalid_argument,
+                 "vocab_total is %lld; allowed: 0 (whole) or >= V = %lld",
+                 static_cast<long long>(total), static_cast<long long>(vocab));
+  }
+  const int64_t most = total > 0 ? total - vocab : 0;
+  if (start < 0 || start > most) {
+    return error(StatusCode::invalid_argument,
+                 "vocab_start is %lld; allowed: 0 to %lld (vocab_total %lld, V %lld)",
+                 static_cast<long long>(start), static_cast<long long>(most),
+                 static_cast<long long>(total), static_cast<long long>(vocab));
+  }
+  return {};
+}
+
+// A shard alone knows no row's loss: Forward gives partial statistics, Backward takes global ones.
+Status check_shard_fields(const Call& call) {
+  if (!call.shard()) return {};
+  if (call.statistics && call.gradients) {
+    return error(StatusCode::not_supported,
+                 "vocab_total is %lld and V %lld: %s does not run on a shard of the vocabulary; "
+                 "use Forward, combine and Backward",
+                 static_cast<long long>(call.vocab_total()), static_cast<long long>(call.vocab()),
+                 call.op_name);
+  }
+  if (call["loss"]) {
+    return error(StatusCode::invalid_argument,
+                 "loss is given on a shard of the vocabulary; allowed: statistics, which `combine` "
+                 "turns into the loss");
+  }
+  if (call.gradients) {
+    for (const char* name : {"row_reference", "row_log_sum"}) {
+      if (!call[name]) {
+        return error(StatusCode::invalid_argument,
+                     "%s is missing; Backward on a shard of the vocabulary needs the global one",
+                     name);
+      }
+    }
+  }
+  return {};
+}
+
+Status check_probability_input(const Call& call) {
+  if (call.options == nullptr || call.options->input_kind != InputKind::probabilities) return {};
+  const LossOptions& o = *call.options;
+  if (call.linear) {
+    return error(StatusCode::invalid_argument,
+                 "input_kind is 1 (probabilities); %s allows: 0 (logits)", call.op_name);
+  }
+  const struct {
+    const char* name;
+    float value, neutral;
+  } options[] = {{"softcap", o.softcap, 0},
+                 {"logit_scale", o.logit_scale, 1},
+                 {"temperature", o.temperature, 1},
+                 {"z_loss", o.z_loss, 0}};
+  for (const auto& option : options) {
+    if (option.value != option.neutral) {
+      return error(StatusCode::invalid_argument,
+                   "%s is %g with input_kind probabilities; allowed: %g", option.name,
+                   static_cast<double>(option.value), static_cast<double>(option.neutral));
+    }
+  }
+  if (call.shard()) {
+    return error(StatusCode::invalid_argument,
+                 "vocab_total is %lld with input_kind probabilities; allowed: 0 or V = %lld",
+                 static_cast<long long>(o.vocab_total), static_cast<long long>(call.vocab()));
+  }
+  for (const char* name :
+       {"lse", "target_logit", "entropy", "argmax", "row_reference", "row_log_sum",
+        "weighted_logit_sum", "grad_lse", "grad_target_logit", "grad_entropy"}) {
+    if (call[name]) {
+      return error(StatusCode::invalid_argument,
+                   "%s is given with input_kind probabilities, which has no statistics", name);
+    }
+  }
+  return {};
+}
+
+}  // namespace logitless
