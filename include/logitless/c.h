@@ -149,10 +149,17 @@ typedef struct logitless_workspace_buffer {
   uint32_t struct_size;
   uint32_t reserved;
   void* data;
-  uint64_t bytes, byte_offset;
+  uint64_t bytes, byte_offset; /* [data + byte_offset, + bytes) is the library's during the call */
 } logitless_workspace_buffer;
 
+/* Every struct at its defaults; what is not named is zero. */
 #define LOGITLESS_STATUS_INIT {sizeof(logitless_status), LOGITLESS_OK, {0}}
+#define LOGITLESS_TENSOR_INIT {.struct_size = sizeof(logitless_tensor)}
+#define LOGITLESS_OP_INIT(op_kind) {.struct_size = sizeof(logitless_op), .kind = (op_kind)}
+#define LOGITLESS_EXECUTOR_INIT {.struct_size = sizeof(logitless_executor)}
+#define LOGITLESS_EXECUTION_INIT {.struct_size = sizeof(logitless_execution)}
+#define LOGITLESS_WORKSPACE_SIZE_INIT {.struct_size = sizeof(logitless_workspace_size)}
+#define LOGITLESS_WORKSPACE_BUFFER_INIT {.struct_size = sizeof(logitless_workspace_buffer)}
 /* clang-format off */
 #define LOGITLESS_LOSS_OPTIONS_INIT                                                               \
   {sizeof(logitless_loss_options), LOGITLESS_REDUCTION_MEAN, -100, 0.0f, 0.0f, 1.0f, 0.0f, 1.0f,  \
@@ -160,8 +167,11 @@ typedef struct logitless_workspace_buffer {
    0, 0}
 /* clang-format on */
 
+/* Every function may be called with status = NULL; execution = NULL is the CPU with the library's
+ * own pool, workspace = NULL one of 0 bytes. */
+
 /* Bytes of workspace `run` needs for `op`: pure and cheap; data pointers may be NULL. Returns the
- * status code. */
+ * status code. On an error `size` is left as it was. */
 LOGITLESS_API int32_t logitless_workspace(const logitless_op* op,
                                           const logitless_execution* execution,
                                           logitless_workspace_size* size, logitless_status* status);

@@ -34,6 +34,7 @@ struct WorkspaceSize {
   uint64_t alignment = 64;   // bytes; of the workspace's address
 };
 
+// [data + byte_offset, + bytes) is the library's during the call.
 struct Workspace {
   void* data = nullptr;
   uint64_t bytes = 0;
@@ -114,7 +115,8 @@ struct COp {
 
 }  // namespace detail
 
-// Bytes of workspace that `run` needs for `op`. Pure and cheap; data pointers may be null.
+// Bytes of workspace that `run` needs for `op`. Pure and cheap; data pointers may be null. On an
+// error *size is left as it was.
 template <class Op>
 Status workspace(const Op& op, const Execution& execution, WorkspaceSize* size) {
   const detail::COp<Op> c(op);
@@ -122,8 +124,8 @@ Status workspace(const Op& op, const Execution& execution, WorkspaceSize* size) 
   logitless_workspace_size s{};
   s.struct_size = sizeof(s);
   Status status;
-  logitless_workspace(&c.op, &e, &s, status.c());
-  *size = {s.minimum, s.recommended, s.alignment};
+  logitless_workspace(&c.op, &e, size != nullptr ? &s : nullptr, status.c());
+  if (status.ok()) *size = {s.minimum, s.recommended, s.alignment};
   return status;
 }
 
