@@ -26,6 +26,7 @@ struct Forward<Base, Op, Rest...> : Forward<Base, Rest...> {
 struct CpuBackend final : Forward<Backend, Softmax, CrossEntropyForward, CrossEntropyBackward,
                                   CrossEntropyForwardBackward, LinearCrossEntropyForward,
                                   LinearCrossEntropyBackward, LinearCrossEntropyForwardBackward> {
+  CpuBackend() { cpu::initialize_dispatch(); }
   const char* name() const override { return "cpu"; }
   void describe(char* text, size_t bytes) const override {
     std::snprintf(text, bytes, "%s, %d threads", cpu::target_name(), cpu::num_threads());

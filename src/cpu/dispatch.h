@@ -4,6 +4,10 @@
 
 namespace logitless::cpu {
 
+// Reads LOGITLESS_CPU_TARGET, once a process; a name this machine cannot run changes nothing.
+// Called before any kernel runs; the other functions call it too.
+void initialize_dispatch();
+
 // "AVX3_SPR", "AVX2", "NEON", ...: what runs now.
 const char* target_name();
 
@@ -11,7 +15,8 @@ const char* target_name();
 const char* target_names();
 
 // Forces a target of target_names() (tests, bug reports); nullptr: the best one, or
-// LOGITLESS_CPU_TARGET. False and no change if this machine cannot run it.
+// LOGITLESS_CPU_TARGET. False and no change if this machine cannot run it. Calls in flight on other
+// threads may mix both targets.
 bool force_target(const char* name);
 
 }  // namespace logitless::cpu

@@ -10,9 +10,14 @@
 
 namespace logitless::cpu {
 
+inline constexpr int32_t kMaxThreads = 1024;
+
 // LOGITLESS_NUM_THREADS, else OMP_NUM_THREADS, else the affinity mask bounded by the cgroup's
 // quota.
 int32_t default_num_threads();
+// The quota of the cgroups that the file `membership` (/proc/self/cgroup) names, below `mount`
+// (/sys/fs/cgroup), in whole threads, rounded up; 0: no limit.
+int32_t cgroup_num_threads(const char* membership, const char* mount);
 // 0: the default. Returns the number now in force.
 int32_t set_num_threads(int32_t num_threads);
 int32_t num_threads();

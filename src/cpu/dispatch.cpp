@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which instruction set the CPU kernels use. Highway's table of function pointers is indexed by one
+// process-wide chosen target; a target is forced by letting Highway believe that the machine
+// supports it alone.
+#include "src/cpu/dispatch.h"
+
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+#include "src/cpu/targets.h"
+// Highway's headers need the list above.
+#include "hwy/highway.h"
+#include "hwy/targets.h"
+
+namespace logitless::cpu {
+namespace {
+
+// Lower bits are better targets.
+int64_t best_of(int64_t targets) { return targets & -targets; }
+
+struct Supported {
+  int64_t targets;  // compiled and supported
+  char names[256];
+
+  Supported() : targets(hwy::SupportedTargets() & HWY_TARGETS), names{} {
+    size_t used = 0;
+    for (int64_t rest = targets; rest != 0; rest &= rest - 1) {
+      const char* name = hwy::TargetName(best_of(rest));
+      const size_t length = std::strlen(name);
+      if (used + length + 2 > sizeof(names)) break;
+      if (used > 0) names[used++] = ' ';
+      std::memcpy(names + used, name, length);
+      used += length;
+    }
+  }
+};
+
+const Supported& supported() {
+  static const Supported value;
+  return value;
+}
+
+// The target called `name` if this machine runs it, else 0.
+int64_t find(const char* name) {
+  for (int64_t rest = supported().targets; rest != 0; rest &= rest - 1) {
+    if (std::strcmp(hwy::TargetName(best_of(rest)), name) == 0) return best_of(rest);
+  }
+  return 0;
+}
+
+// What runs now.
+std::atomic<int64_t> chosen{0};
+
+// 0: no restriction.
+void restrict_to(int64_t target) {
+  chosen.store(target != 0 ? target : best_of(supported().targets));
+  hwy::SetSupportedTargetsForTest(target);
+  hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+}
+
+// The target LOGITLESS_CPU_TARGET names, 0 if none or one this machine cannot run.
+int64_t target_from_environment() {
+  static const int64_t target = [] {
+    const char* name = std::getenv("LOGITLESS_CPU_TARGET");
+    const int64_t found = name != nullptr ? find(name) : 0;
+    restrict_to(found);
+    return found;
+  }();
+  return target;
+}
+
+}  // namespace
+
+void initialize_dispatch() { target_from_environment(); }
+
+const char* target_name() {
+  initialize_dispatch();
+  return hwy::TargetName(chosen.load());
+}
+
+const char* target_names() {
+  supported();
+  initialize_dispatch();
+  return supported().names;
+}
+
+bool force_target(const char* name) {
+  const int64_t from_environment = target_from_environment();
+  const int64_t target = name != nullptr ? find(name) : from_environment;
+  if (name != nullptr && target == 0) return false;
+  restrict_to(target);
+  return true;
+}
+
+}  // namespace logitless::cpu
