@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+// Any loss op as one plain struct, and its tokens: which count, and the constants of each.
+#pragma once
+
+#include <vector>
+
+#include "src/reference/reference.h"
+
+namespace logitless::reference {
+
+// The views of a loss op; those it lacks are absent.
+struct Problem {
+  bool linear = false;
+  TensorView logits{};                   // [N, V]
+  TensorView input{}, weight{}, bias{};  // [N, D] [V, D] [V]
+  TensorView target{};                   // [N]
+  LossOptions options{};
+  LossWeights weights{};                                       // [N] [V or vocab_total] []
+  TensorView loss{};                                           // [N] or []
+  TokenStatistics statistics{};                                // [N] each
+  TensorView row_reference{}, row_log_sum{}, entropy{};        // [N] each, as Forward wrote them
+  TensorView grad_loss{};                                      // [N] or []
+  TensorView grad_lse{}, grad_target_logit{}, grad_entropy{};  // [N] each
+  TensorView grad_logits{};                                    // [N, V]
+  TensorView grad_input{}, grad_weight{}, grad_bias{};         // [N, D] [V, D] [V]
+  bool accumulate = false;
+
+  int64_t tokens() const { return target.shape[0]; }
+  int64_t columns() const { return linear ? weight.shape[0] : logits.shape[1]; }
+  int64_t vocabulary() const { return options.vocab_total > 0 ? options.vocab_total : columns(); }
+};
+
+struct Token {
+  bool counts = false;      // neither ignored nor, by out_of_range = ignore, out of range
+  int64_t target = -1;      // in the whole vocabulary
+  int64_t column = -1;      // in the views; -1: on another shard
+  double class_weight = 1;  // c_t
+  double token_weight = 1;  // a_i
+  double upstream = 1;      // g_i
+  double grad_lse = 0, grad_target_logit = 0, grad_entropy = 0;
+  // As Forward wrote them, where the op has them.
+  double row_reference = 0, row_log_sum = 0, entropy = 0;
+};
+
+struct Tokens {
+  std::vector<Token> token;          // [N]
+  std::vector<double> class_weight;  // [V] of the views' columns
+  double class_weight_sum = 0;       // over the whole vocabulary
+  int64_t counted = 0;               // tokens that count
+  double normalizer = 1;             // of the mean; 1 for none and sum
+  double normalizer_error = 0;       // relative, of summing class weights in f32
+  bool empty_mean = false;           // a mean whose normalizer is exactly 0
+  double upstream_scale = 0;         // max over tokens and statistics of |upstream gradient|
+};
+
+// Fails with target_out_of_range where the op says so.
+Status read_tokens(const Problem& problem, Tokens* tokens);
+
+}  // namespace logitless::reference

@@ -1,0 +1,324 @@
+// SPDX-License-Identifier: Apache-2.0
+// The seven ops, written from docs/semantics.md: a token at a time, its row of logits, its loss and
+// statistics, and what its gradient adds to grad_input, grad_weight and grad_bias. Double, plain
+// loops, O(V) memory beside the outputs.
+#include "src/reference/reference.h"
+
+#include <cmath>
+#include <limits>
+
+#include "src/reference/numbers.h"
+#include "src/reference/problem.h"
+#include "src/reference/row.h"
+
+namespace logitless::reference {
+namespace {
+
+template <class Op>
+Problem problem_of(const Op& op) {
+  Problem problem;
+  problem.linear = LinearOp<Op>;
+  problem.target = op.target;
+  problem.options = op.options;
+  problem.weights = op.weights;
+  if constexpr (LinearOp<Op>) {
+    problem.input = op.input;
+    problem.weight = op.weight;
+    problem.bias = op.bias;
+  } else {
+    problem.logits = op.logits;
+  }
+  if constexpr (ForwardOp<Op>) {
+    problem.loss = op.loss;
+    problem.statistics = op.statistics;
+  }
+  if constexpr (BackwardOnlyOp<Op>) {
+    problem.row_reference = op.row_reference;
+    problem.row_log_sum = op.row_log_sum;
+    problem.entropy = op.entropy;
+    problem.grad_lse = op.grad_lse;
+    problem.grad_target_logit = op.grad_target_logit;
+    problem.grad_entropy = op.grad_entropy;
+  }
+  if constexpr (GradientOp<Op>) {
+    problem.grad_loss = op.grad_loss;
+    if constexpr (LinearOp<Op>) {
+      problem.grad_input = op.grad_input;
+      problem.grad_weight = op.grad_weight;
+      problem.grad_bias = op.grad_bias;
+      problem.accumulate = op.accumulate_grad_weight;
+    } else {
+      problem.grad_logits = op.grad_logits;
+    }
+  }
+  return problem;
+}
+
+// Sums of rows of gradients: value, and the bound before the last rounding.
+struct Sum {
+  std::vector<double> value, error;
+
+  void resize(int64_t count) {
+    value.assign(count, 0.0);
+    error.assign(count, 0.0);
+  }
+  // Adds a * b_k, k in [0, count), with an error of at most error_of_a |b_k|.
+  void add(int64_t offset, double a, double error_of_a, const double* b, int64_t count) {
+    for (int64_t k = 0; k < count; ++k) value[offset + k] += a * b[k];
+    if (error_of_a == 0) return;
+    for (int64_t k = 0; k < count; ++k) error[offset + k] += error_of_a * std::fabs(b[k]);
+  }
+};
+
+class Evaluation {
+ public:
+  Evaluation(const Problem& problem, const BoundModel& model, bool with_bounds)
+      : problem_(problem), model_(model), with_bounds_(with_bounds) {}
+
+  Result run() {
+    result_.status = read_tokens(problem_, &tokens_);
+    if (!result_.status.ok()) return std::move(result_);
+    prepare();
+    for (int64_t i = 0; i < problem_.tokens(); ++i) {
+      const Token& token = tokens_.token[i];
+      if (!token.counts) continue;
+      if (problem_.options.input_kind == InputKind::probabilities) {
+        evaluate_probabilities(token, i);
+      } else {
+        evaluate_row(token, i);
+      }
+    }
+    reduce_loss();
+    finish_sum("grad_weight", problem_.grad_weight, &grad_weight_);
+    finish_sum("grad_bias", problem_.grad_bias, &grad_bias_);
+    return std::move(result_);
+  }
+
+ private:
+  // nullptr where the op does not ask for it.
+  Output* output(const char* name) {
+    const auto found = result_.outputs.find(name);
+    return found == result_.outputs.end() ? nullptr : &found->second;
+  }
+
+  void create(const char* name, const TensorView& view, double initial) {
+    if (!view) return;
+    Output& created = result_.outputs[name];
+    created.value.assign(element_count(view), initial);
+    created.bound.assign(element_count(view), 0.0);
+  }
+
+  // An exact result, NaN or infinite, has no bound.
+  void set(Output* destination, int64_t index, Estimate estimate) {
+    if (destination == nullptr) return;
+    destination->value[index] = estimate.value;
+    if (with_bounds_ && std::isfinite(estimate.value)) destination->bound[index] = estimate.error;
+  }
+  // A finished sum, rounded once to the view's dtype.
+  void set_rounded(Output* destination, DType dtype, int64_t index, double value, double error) {
+    set(destination, index, {value, error + rounding_error(dtype, value)});
+  }
+
+  void prepare();
+  void evaluate_row(const Token& token, int64_t i);
+  void evaluate_probabilities(const Token& token, int64_t i);
+  void write_statistics(const Token& token, const Row& row, int64_t i);
+  void add_gradient(const RowGradient& gradient, int64_t i);
+  void add_linear_gradient(const RowGradient& gradient, int64_t i);
+  void reduce_loss();
+  void finish_sum(const char* name, const TensorView& view, Sum* sum);
+
+  const Problem& problem_;
+  BoundModel model_;
+  bool with_bounds_;
+  Result result_;
+  Tokens tokens_;
+  std::vector<double> weight_, bias_;         // [V, D] [V]
+  std::vector<Estimate> token_loss_;          // [N]; 0 where ignored
+  Sum grad_input_, grad_weight_, grad_bias_;  // [D] of the token at hand, [V, D], [V]
+};
+
+void Evaluation::prepare() {
+  const TokenStatistics& s = problem_.statistics;
+  create("loss", problem_.loss, 0);
+  create("lse", s.lse, 0);
+  create("target_logit", s.target_logit, 0);
+  create("entropy", s.entropy, 0);
+  create("argmax", s.argmax, -1);
+  create("row_reference", s.row_reference, 0);
+  create("row_log_sum", s.row_log_sum, 0);
+  create("weighted_logit_sum", s.weighted_logit_sum, 0);
+  create("grad_logits", problem_.grad_logits, 0);
+  create("grad_input", problem_.grad_input, 0);
+  create("grad_weight", problem_.grad_weight, 0);
+  create("grad_bias", problem_.grad_bias, 0);
+  if (s.argmax) output("argmax")->accepted.assign(problem_.tokens(), {-1});
+  token_loss_.assign(problem_.tokens(), {});
+  if (!problem_.linear) return;
+  weight_ = read(problem_.weight);
+  if (problem_.bias) bias_ = read(problem_.bias);
+  if (problem_.grad_weight) grad_weight_.resize(element_count(problem_.grad_weight));
+  if (problem_.grad_bias) grad_bias_.resize(element_count(problem_.grad_bias));
+}
+
+void Evaluation::evaluate_row(const Token& token, int64_t i) {
+  const Row row = make_row({problem_, weight_, bias_, model_, with_bounds_}, token, i);
+  if (problem_.loss) token_loss_[i] = row_loss(problem_, tokens_, token, row);
+  write_statistics(token, row, i);
+  if (problem_.grad_logits || problem_.grad_input || problem_.grad_weight || problem_.grad_bias) {
+    add_gradient(row_gradient(problem_, tokens_, token, row), i);
+  }
+}
+
+void Evaluation::evaluate_probabilities(const Token& token, int64_t i) {
+  const std::vector<double> p = read_row(problem_.logits, i);
+  if (problem_.loss) token_loss_[i] = probability_loss(problem_, tokens_, token, p);
+  if (problem_.grad_logits) add_gradient(probability_gradient(problem_, tokens_, token, p), i);
+}
+
+void Evaluation::write_statistics(const Token& token, const Row& row, int64_t i) {
+  const TokenStatistics& s = problem_.statistics;
+  set(output("lse"), i, {row.lse, row.lse_error});
+  set(output("target_logit"), i, target_logit(row, token));
+  set(output("entropy"), i, {row.entropy, row.entropy_error});
+  if (s.row_reference) set(output("row_reference"), i, row_reference(row));
+  if (s.row_log_sum) set(output("row_log_sum"), i, row_log_sum(row));
+  if (s.weighted_logit_sum) {
+    set(output("weighted_logit_sum"), i, weighted_logit_sum(row, tokens_.class_weight));
+  }
+  if (!s.argmax) return;
+  const LossOptions& options = problem_.options;
+  const int64_t start = options.vocab_total > 0 ? options.vocab_start : 0;
+  set(output("argmax"), i, {static_cast<double>(argmax(row) + start), 0});
+  std::vector<int64_t>& accepted = output("argmax")->accepted[i];
+  accepted = accepted_argmax(row);
+  for (int64_t& column : accepted) column += start;
+}
+
+void Evaluation::add_gradient(const RowGradient& gradient, int64_t i) {
+  if (problem_.linear) return add_linear_gradient(gradient, i);
+  const int64_t columns = problem_.columns();
+  Output* output = this->output("grad_logits");
+  for (int64_t j = 0; j < columns; ++j) {
+    set_rounded(output, problem_.grad_logits.dtype, i * columns + j, gradient.value[j],
+                gradient.error[j]);
+  }
+}
+
+// grad_input = draw weight, grad_weight += draw^T input, grad_bias += draw. The error of one stored
+// draw_j beside gamma(K) M_j: its own, r roundings to a 16-bit input dtype, and what is too small
+// for that dtype.
+void Evaluation::add_linear_gradient(const RowGradient& gradient, int64_t i) {
+  const int64_t columns = problem_.columns(), hidden = problem_.input.shape[1];
+  const DType dtype = problem_.input.dtype;
+  const double stored = dtype == DType::f32 ? 0 : 2 * unit_roundoff(dtype);
+  const double over_columns = gamma(model_, columns) + stored;
+  const double over_tokens = gamma(model_, tokens_.counted) + stored;
+  const std::vector<double> h = read_row(problem_.input, i);  // [D]
+  grad_input_.resize(hidden);
+  for (int64_t j = 0; j < columns; ++j) {
+    const double draw = gradient.value[j];
+    double for_input = 0, for_weight = 0;
+    if (with_bounds_) {
+      const double own = gradient.error[j] + gradient.stored_scale * least(dtype);
+      for_input = own + over_columns * gradient.magnitude[j];
+      for_weight = own + over_tokens * gradient.magnitude[j];
+    }
+    if (problem_.grad_input) {
+      grad_input_.add(0, draw, for_input, weight_.data() + j * hidden, hidden);
+    }
+    if (problem_.grad_weight) grad_weight_.add(j * hidden, draw, for_weight, h.data(), hidden);
+    if (!problem_.grad_bias) continue;
+    grad_bias_.value[j] += draw;
+    grad_bias_.error[j] += for_weight;
+  }
+  if (!problem_.grad_input) return;
+  Output* output = this->output("grad_input");
+  for (int64_t k = 0; k < hidden; ++k) {
+    set_rounded(output, problem_.grad_input.dtype, i * hidden + k, grad_input_.value[k],
+                grad_input_.error[k] + static_cast<double>(columns) * tiny32);
+  }
+}
+
+void Evaluation::reduce_loss() {
+  if (!problem_.loss) return;
+  if (problem_.options.reduction == Reduction::none) {
+    for (size_t i = 0; i < token_loss_.size(); ++i) set(output("loss"), i, token_loss_[i]);
+    return;
+  }
+  Estimate total;
+  double magnitude = 0;
+  for (const Estimate& loss : token_loss_) {
+    total.value += loss.value;
+    total.error += loss.error;
+    magnitude += std::fabs(loss.value);
+  }
+  if (tokens_.counted > 0) total.error += u32 * (std::log2(tokens_.counted) + 2) * magnitude;
+  if (problem_.options.reduction == Reduction::mean) {
+    total.value /= tokens_.normalizer;
+    total.error /= std::fabs(tokens_.normalizer);
+    total.error += (2 * u32 + tokens_.normalizer_error) * std::fabs(total.value);
+  }
+  if (tokens_.empty_mean) {
+    const bool zero = problem_.options.empty_mean == EmptyMean::zero;
+    total = {zero ? 0.0 : std::numeric_limits<double>::quiet_NaN(), 0};
+  }
+  set(output("loss"), 0, total);
+}
+
+void Evaluation::finish_sum(const char* name, const TensorView& view, Sum* sum) {
+  if (!view) return;
+  const std::vector<double> old = problem_.accumulate ? read(view) : std::vector<double>{};
+  const double flushed = static_cast<double>(tokens_.counted) * tiny32;
+  for (size_t k = 0; k < sum->value.size(); ++k) {
+    if (problem_.accumulate) {
+      // The old value is one more summand.
+      sum->value[k] += old[k];
+      sum->error[k] += gamma(model_, tokens_.counted) * std::fabs(old[k]);
+    }
+    set_rounded(output(name), view.dtype, k, sum->value[k], sum->error[k] + flushed);
+    // No token: zeros, or the old contents, to the bit.
+    if (tokens_.counted == 0) output(name)->bound[k] = 0;
+  }
+}
+
+Result evaluate_softmax(const Softmax& op, bool with_bounds) {
+  Result result;
+  Output& probabilities = result.outputs["probabilities"];
+  const DType dtype = op.probabilities.dtype;
+  for (int64_t i = 0; i < op.logits.shape[0]; ++i) {
+    const Row row = softmax_row(read_row(op.logits, i), with_bounds);
+    for (size_t j = 0; j < row.z.size(); ++j) {
+      const double p = row.probability[j];
+      probabilities.value.push_back(p);
+      const bool bounded = with_bounds && std::isfinite(p);
+      probabilities.bound.push_back(
+          bounded ? row.probability_error[j] + 4 * u32 * p + rounding_error(dtype, p) : 0.0);
+    }
+  }
+  return result;
+}
+
+}  // namespace
+
+template <class Op>
+Result evaluate(const Op& op, const BoundModel& model, bool with_bounds) {
+  if constexpr (std::is_same_v<Op, Softmax>) {
+    return evaluate_softmax(op, with_bounds);
+  } else {
+    const Problem problem = problem_of(op);
+    return Evaluation(problem, model, with_bounds).run();
+  }
+}
+
+#define LOGITLESS_INSTANTIATE(Op) template Result evaluate(const Op&, const BoundModel&, bool);
+LOGITLESS_INSTANTIATE(Softmax)
+LOGITLESS_INSTANTIATE(CrossEntropyForward)
+LOGITLESS_INSTANTIATE(CrossEntropyBackward)
+LOGITLESS_INSTANTIATE(CrossEntropyForwardBackward)
+LOGITLESS_INSTANTIATE(LinearCrossEntropyForward)
+LOGITLESS_INSTANTIATE(LinearCrossEntropyBackward)
+LOGITLESS_INSTANTIATE(LinearCrossEntropyForwardBackward)
+#undef LOGITLESS_INSTANTIATE
+
+}  // namespace logitless::reference

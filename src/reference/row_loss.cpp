@@ -1,0 +1,198 @@
+// SPDX-License-Identifier: Apache-2.0
+// Loss of one token, its gradient with respect to the row of raw logits, and the bounds of both.
+//   loss = a [ f (lse - z_t) + k sum_j c_j (lse - z_j) + lambda lse^2 ]     f = (1-eps) c_t, k =
+//   eps/V dz_j = g a [ (w + 2 lambda lse) p_j - f [j=t] - k c_j ] + grad_lse p_j +
+//   grad_target_logit [j=t]
+//          - grad_entropy p_j (log p_j + H)                                w = f + k sum_j c_j
+// A term whose factor f or k c_j is exactly 0 is 0, whatever the logit.
+#include <algorithm>
+#include <cmath>
+
+#include "src/reference/row.h"
+
+namespace logitless::reference {
+namespace {
+
+// The factors of one token's loss.
+struct Factors {
+  double onehot;     // f
+  double smoothing;  // k
+  double spread;     // k sum_j c_j
+  double whole;      // w
+  double z_loss;     // lambda
+};
+
+Factors factors_of(const Problem& problem, const Tokens& tokens, const Token& token) {
+  const double epsilon = problem.options.label_smoothing;
+  Factors factors;
+  factors.onehot = (1 - epsilon) * token.class_weight;
+  factors.smoothing = epsilon / static_cast<double>(problem.vocabulary());
+  factors.spread = epsilon > 0 ? factors.smoothing * tokens.class_weight_sum : 0;
+  factors.whole = factors.onehot + factors.spread;
+  factors.z_loss = problem.options.z_loss;
+  return factors;
+}
+
+// dz of one column, its error and the magnitudes of its summands: first those of the loss, then the
+// statistics'.
+struct Derivative {
+  double value = 0, error = 0, loss_magnitude = 0, statistics_magnitude = 0;
+};
+
+void add_loss(const Factors& f, double upstream, double c, bool is_target, const Row& row, size_t j,
+              Derivative* d) {
+  const double p = row.probability[j];
+  double sum = f.onehot * (p - (is_target ? 1 : 0));
+  double magnitude = std::fabs(f.whole) * p + (is_target ? std::fabs(f.onehot) : 0);
+  double slope = f.whole;
+  // f and k apart: one class alone, p = 1, has a gradient of exactly 0.
+  if (f.smoothing > 0) {
+    sum += f.spread * p - f.smoothing * c;
+    magnitude += f.smoothing * std::fabs(c);
+  }
+  if (f.z_loss > 0) {
+    sum += 2 * f.z_loss * row.lse * p;
+    magnitude += 2 * f.z_loss * std::fabs(row.lse) * p;
+    slope += 2 * f.z_loss * row.lse;
+  }
+  d->value += upstream * sum;
+  d->loss_magnitude += std::fabs(upstream) * magnitude;
+  if (row.probability_error.empty()) return;
+  d->error += std::fabs(upstream) *
+              (std::fabs(slope) * row.probability_error[j] + 2 * f.z_loss * p * row.lse_error);
+}
+
+void add_statistics(const Token& token, bool is_target, const Row& row, size_t j, Derivative* d) {
+  const double p = row.probability[j];
+  d->value += token.grad_lse * p;
+  d->statistics_magnitude += std::fabs(token.grad_lse) * p;
+  if (is_target) {
+    d->value += token.grad_target_logit;
+    d->statistics_magnitude += std::fabs(token.grad_target_logit);
+  }
+  // 0 log 0 = 0.
+  const double information = p == 0 ? 0 : row.log_probability[j] + row.entropy;
+  d->value -= token.grad_entropy * p * information;
+  d->statistics_magnitude += std::fabs(token.grad_entropy * p * information);
+  if (row.probability_error.empty()) return;
+  const double p_error = row.probability_error[j];
+  d->error += std::fabs(token.grad_lse) * p_error;
+  d->error += std::fabs(token.grad_entropy) *
+              (p_error * (1 + std::fabs(information)) + p * row.entropy_error);
+}
+
+}  // namespace
+
+Estimate row_loss(const Problem& problem, const Tokens& tokens, const Token& token,
+                  const Row& row) {
+  const Factors f = factors_of(problem, tokens, token);
+  const bool bounds = !row.logit_error.empty();
+  const size_t columns = row.z.size();
+  Estimate loss;
+  if (f.onehot != 0 && token.column >= 0) {
+    const double z = row.z[token.column];
+    loss.value += f.onehot * ((row.reference - z) + row.log_sum);
+    if (bounds) {
+      loss.error += std::fabs(f.onehot) * (row.logit_error[token.column] + 2 * u32 * std::fabs(z));
+    }
+  }
+  if (f.smoothing > 0) {
+    const double log_v = std::log2(static_cast<double>(columns));
+    for (size_t j = 0; j < columns; ++j) {
+      const double c = f.smoothing * tokens.class_weight[j];
+      if (c == 0) continue;
+      loss.value += c * ((row.reference - row.z[j]) + row.log_sum);
+      if (!bounds) continue;
+      loss.error += std::fabs(c) * (row.logit_error[j] + u32 * (log_v + 2) * std::fabs(row.z[j]));
+    }
+    loss.error += 2 * u32 * std::fabs(f.spread * row.lse);
+  }
+  loss.error += std::fabs(f.whole) * row.lse_error;
+  if (f.z_loss > 0) {
+    loss.value += f.z_loss * row.lse * row.lse;
+    loss.error += f.z_loss * (2 * std::fabs(row.lse) * row.lse_error + 3 * u32 * row.lse * row.lse);
+  }
+  // NaN in the row is NaN in its loss, even where every factor is 0.
+  if (std::isnan(row.lse)) loss.value = row.lse;
+  loss.value *= token.token_weight;
+  loss.error = std::fabs(token.token_weight) * loss.error + 2 * u32 * std::fabs(loss.value);
+  return loss;
+}
+
+RowGradient row_gradient(const Problem& problem, const Tokens& tokens, const Token& token,
+                         const Row& row) {
+  const LossOptions& options = problem.options;
+  const Factors f = factors_of(problem, tokens, token);
+  const double upstream = token.upstream * token.token_weight;
+  const double steepest = std::fabs(static_cast<double>(options.logit_scale)) / options.temperature;
+  const size_t columns = row.z.size();
+  RowGradient gradient;
+  gradient.value.resize(columns);
+  gradient.error.resize(columns);
+  gradient.magnitude.resize(columns);
+  for (size_t j = 0; j < columns; ++j) {
+    const bool is_target = static_cast<int64_t>(j) == token.column;
+    Derivative d;
+    add_loss(f, upstream, tokens.class_weight[j], is_target, row, j, &d);
+    add_statistics(token, is_target, row, j, &d);
+    const double magnitude = d.loss_magnitude + d.statistics_magnitude;
+    const double slope = std::fabs(row.slope[j]);
+    gradient.value[j] = d.value * row.slope[j];
+    gradient.magnitude[j] = magnitude * slope;
+    if (row.logit_error.empty()) continue;
+    d.error += 4 * u32 * magnitude + tokens.normalizer_error * d.loss_magnitude;
+    gradient.error[j] = slope * d.error;
+    if (options.softcap > 0) {
+      const double cap_error = options.temperature * row.logit_error[j] / options.softcap;
+      gradient.error[j] +=
+          magnitude * (4 * u32 * steepest + 2 * std::fabs(row.saturation[j]) * slope * cap_error);
+    }
+  }
+  gradient.stored_scale =
+      (tokens.upstream_scale +
+       std::fabs(upstream) * (std::fabs(f.whole) + 2 * f.z_loss * std::fabs(row.lse)) +
+       std::fabs(token.grad_lse) + std::fabs(token.grad_target_logit) +
+       std::fabs(token.grad_entropy) * (1 + std::fabs(row.entropy))) *
+      std::max(1.0, steepest);
+  return gradient;
+}
+
+Estimate probability_loss(const Problem& problem, const Tokens& tokens, const Token& token,
+                          const std::vector<double>& p) {
+  const Factors f = factors_of(problem, tokens, token);
+  const double log_v = f.smoothing > 0 ? std::log2(static_cast<double>(p.size())) : 0;
+  Estimate loss;
+  for (size_t j = 0; j < p.size(); ++j) {
+    const bool is_target = static_cast<int64_t>(j) == token.column;
+    const double q = (is_target ? f.onehot : 0) + f.smoothing * tokens.class_weight[j];
+    if (q == 0) continue;
+    const double log_p = std::log(p[j] + problem.options.probability_floor);
+    loss.value -= q * log_p;
+    loss.error += std::fabs(q) * u32 * (2 + (log_v + 5) * std::fabs(log_p));
+  }
+  loss.value *= token.token_weight;
+  loss.error = std::fabs(token.token_weight) * loss.error + 2 * u32 * std::fabs(loss.value);
+  return loss;
+}
+
+RowGradient probability_gradient(const Problem& problem, const Tokens& tokens, const Token& token,
+                                 const std::vector<double>& p) {
+  const Factors f = factors_of(problem, tokens, token);
+  RowGradient gradient;
+  gradient.value.assign(p.size(), 0.0);
+  gradient.error.assign(p.size(), 0.0);
+  gradient.magnitude.assign(p.size(), 0.0);
+  for (size_t j = 0; j < p.size(); ++j) {
+    const bool is_target = static_cast<int64_t>(j) == token.column;
+    const double q = (is_target ? f.onehot : 0) + f.smoothing * tokens.class_weight[j];
+    if (q == 0) continue;
+    const double value =
+        -token.upstream * token.token_weight * q / (p[j] + problem.options.probability_floor);
+    gradient.value[j] = value;
+    gradient.magnitude[j] = std::fabs(value);
+    gradient.error[j] = (8 * u32 + tokens.normalizer_error) * std::fabs(value) + tiny32;
+  }
+  return gradient;
+}
+
+}  // namespace logitless::reference
