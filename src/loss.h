@@ -50,8 +50,9 @@ struct LossConstants {
 inline float row_loss(const LossConstants& k, const RowState& s, float target_weight,
                       float token_weight) {
   const float lse = s.lse();
-  float loss = (1 - k.smoothing) * target_weight * ((s.reference - s.target_logit) + s.log_sum);
-  if (k.smoothing == 1) loss = 0;  // 0 * inf of a masked target must not be NaN
+  const float onehot = (1 - k.smoothing) * target_weight;
+  // 0 times the inf of a masked target is 0; a NaN of the row stays.
+  float loss = onehot == 0 ? 0 * lse : onehot * ((s.reference - s.target_logit) + s.log_sum);
   if (k.smoothing > 0)
     loss += k.smoothing_per_class * (k.class_weight_sum * lse - s.weighted_logit_sum);
   if (k.z_loss > 0) loss += k.z_loss * lse * lse;

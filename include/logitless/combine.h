@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <optional>
 
 #include "logitless/ops.h"
 
@@ -48,17 +49,19 @@ inline TokenState combine(const TokenState& a, const TokenState& b) {
 
 inline float lse(const TokenState& s) { return s.row_reference + s.row_log_sum; }
 
-// Loss of one valid token. target_weight = c_t, class_weight_sum = sum of c_j over the whole
-// vocabulary of `vocab_size`.
+// Loss of one valid token. target_weight = c_t; class_weight_sum = sum of c_j over the whole
+// vocabulary of `vocab_size`, absent: no class weights. A term whose factor is 0 is 0, even where
+// its logit is -inf.
 inline float token_loss(const TokenState& s, const LossOptions& o, int64_t vocab_size,
-                        float target_weight = 1, double class_weight_sum = 0,
+                        float target_weight = 1, std::optional<double> class_weight_sum = {},
                         float token_weight = 1) {
-  const double from_reference = double(s.row_reference) - s.target_logit;
-  double loss = (1.0 - o.label_smoothing) * target_weight * (from_reference + s.row_log_sum);
   const double whole = double(s.row_reference) + s.row_log_sum;
+  const double onehot = (1.0 - o.label_smoothing) * target_weight;
+  double loss = onehot == 0 ? 0 * whole
+                            : onehot * ((double(s.row_reference) - s.target_logit) + s.row_log_sum);
   if (o.label_smoothing > 0) {
-    const double sum = class_weight_sum > 0 ? class_weight_sum : double(vocab_size);
-    loss += double(o.label_smoothing) / vocab_size * (sum * whole - s.weighted_logit_sum);
+    const double sum = class_weight_sum.value_or(double(vocab_size));
+    loss += double(o.label_smoothing) / double(vocab_size) * (sum * whole - s.weighted_logit_sum);
   }
   if (o.z_loss > 0) loss += o.z_loss * whole * whole;
   return float(token_weight * loss);
