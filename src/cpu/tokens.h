@@ -3,28 +3,38 @@
 // and each row's upstream gradient. Shared by every CPU op with a target.
 #pragma once
 
+#include <algorithm>
+
 #include "logitless/logitless.h"
 #include "src/loss.h"
 
 namespace logitless::cpu {
 
+// Element i of an f32 (or i32/i64) vector view with any stride.
+inline float f32_at(const TensorView& v, int64_t i) { return v.as<const float>()[i * v.stride[0]]; }
+inline int64_t int_at(const TensorView& v, int64_t i) {
+  return v.dtype == DType::i64 ? v.as<const int64_t>()[i * v.stride[0]]
+                               : v.as<const int32_t>()[i * v.stride[0]];
+}
+
 // Lives in the workspace; arrays are [N] long, the first `valid` entries used.
 struct Tokens {
   int64_t total = 0;  // N
   int64_t valid = 0;
-  int64_t* row = nullptr;  // [valid]  index of the token, ascending
-  int64_t* target =
-      nullptr;  // [valid]  column in the views; -1: on another shard of the vocabulary
+  int64_t* row = nullptr;          // [valid]  index of the token, ascending
+  int64_t* target = nullptr;       // [valid]  column in the views; -1: on another shard
   float* target_weight = nullptr;  // [valid]  c_t
   float* token_weight = nullptr;   // [valid]  a_i
   float* upstream = nullptr;       // [valid]  g_i / gradient_scale; only where the op has gradients
   LossConstants constants{};
   // The factor left out of every row's gradient and multiplied to the f32 sums before their one
-  // rounding: grad_loss / normalizer for sum and mean, max |g_i| for none (and of the statistics'
-  // gradients too).
+  // rounding, so that a 16-bit dz neither underflows nor overflows: grad_loss / normalizer for sum
+  // and mean; a power of two that bounds max |g_i| for none, and where the statistics have
+  // gradients. Token and class weights move it by a power of two when they leave f16's range.
   float gradient_scale = 1;
   float inv_gradient_scale = 1;  // 0 where gradient_scale is 0
   float loss_scale = 1;          // 1 / normalizer for mean, 1 for sum
+  double normalizer = 1;         // of mean
   bool empty_mean = false;       // reduction mean and a normalizer of exactly 0
 };
 
@@ -45,11 +55,28 @@ struct TokenOutputs {
 };
 void write_tokens(const Tokens& tokens, const RowState* states, const TokenOutputs& outputs);
 
-// Element i of an f32 (or i32/i64) vector view with any stride.
-inline float f32_at(const TensorView& v, int64_t i) { return v.as<const float>()[i * v.stride[0]]; }
-inline int64_t int_at(const TensorView& v, int64_t i) {
-  return v.dtype == DType::i64 ? v.as<const int64_t>()[i * v.stride[0]]
-                               : v.as<const int32_t>()[i * v.stride[0]];
+// The loss alone, from the compacted tokens' own: losses [valid].
+void write_losses(const Tokens& tokens, const float* losses, const TensorView& loss,
+                  const LossOptions& options);
+
+// The first compacted index whose token is `row` or a later one.
+inline int64_t first_at_or_after(const Tokens& tokens, int64_t row) {
+  return std::lower_bound(tokens.row, tokens.row + tokens.valid, row) - tokens.row;
+}
+
+// The coefficients of dz of compacted token k, relative to gradient_scale, from its finished state.
+template <class Op>
+RowGradient token_gradient(const Op& op, const Tokens& tokens, int64_t k, const RowState& state) {
+  float grad_lse = 0, grad_target_logit = 0, grad_entropy = 0;
+  if constexpr (BackwardOnlyOp<Op>) {
+    const int64_t i = tokens.row[k];
+    const float scale = tokens.inv_gradient_scale;
+    if (op.grad_lse) grad_lse = f32_at(op.grad_lse, i) * scale;
+    if (op.grad_target_logit) grad_target_logit = f32_at(op.grad_target_logit, i) * scale;
+    if (op.grad_entropy) grad_entropy = f32_at(op.grad_entropy, i) * scale;
+  }
+  return row_gradient(tokens.constants, state, tokens.target_weight[k], tokens.token_weight[k],
+                      tokens.upstream[k], grad_lse, grad_target_logit, grad_entropy);
 }
 
 }  // namespace logitless::cpu
