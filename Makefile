@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+# What a developer types. Each target does its own set-up; the work is CMake's and the scripts'.
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-test build test test-full demo fuzz format format-check lint install clean
+
+FUZZ_SECONDS ?= 600
+PREFIX ?= /usr/local
+SOURCES = find cli examples fuzz include src tests -name '*.h' -o -name '*.c' -o -name '*.cpp'
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## *\(.*\)/  make \1\t\2/p' Makefile | expand -t 22
+
+setup:  ## install what the build needs, and say what
+	@scripts/setup
+
+setup-test:
+	@scripts/setup test
+
+build: setup  ## the release build, in build/release
+	cmake --preset release
+	cmake --build --preset release
+
+test: setup-test  ## everything that must pass, in minutes
+	@scripts/test
+
+test-full: setup-test  ## the same with every case in every build, in hours
+	@LOGITLESS_TEST_FULL=1 scripts/test
+
+demo: setup  ## train a language model on text of this machine, or on TEXT="FILE..."
+	cmake --preset release
+	cmake --build --preset release --target logitless_cli
+	build/release/cli/logitless demo $(TEXT)
+
+fuzz: setup-test  ## every fuzzer for FUZZ_SECONDS (600) each
+	cmake --preset asan
+	cmake --build --preset asan
+	@scripts/fuzz $(FUZZ_SECONDS)
+
+format: setup-test  ## rewrite every source with clang-format
+	$(SOURCES) | xargs clang-format-19 -i
+
+format-check: setup-test
+	@$(SOURCES) | xargs clang-format-19 --dry-run -Werror && echo "format: clean"
+
+lint: format-check  ## the format and the written rules, without a build
+	@scripts/lint
+
+install: build  ## install to PREFIX (/usr/local)
+	cmake --install build/release --prefix $(PREFIX)
+
+clean:  ## remove every build
+	rm -rf build
