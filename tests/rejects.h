@@ -1,0 +1,399 @@
+// SPDX-License-Identifier: Apache-2.0
+// The tables of bad calls: what is wrong, the status it must give, the field its message must name.
+#pragma once
+
+#include <limits>
+
+#include "subject.h"
+
+namespace logitless::testing {
+
+using Mistake = std::function<bool(Subject&)>;  // false: the op cannot make it
+using enum StatusCode;
+
+// Who must see it: `workspace` and `run`, or `run` alone because it is about memory.
+enum class Seen { by_both, by_run };
+
+struct Reject {
+  const char* name;
+  Mistake make;
+  StatusCode code;
+  const char* field;
+  Seen seen = Seen::by_both;
+};
+
+inline constexpr float kInf = std::numeric_limits<float>::infinity();
+inline constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+inline constexpr float kSubnormal = 1e-40f;
+
+template <class T>
+inline Mistake option(T LossOptions::* member, T value) {
+  return [=](Subject& s) {
+    if (s.options == nullptr) return false;
+    s.options->*member = value;
+    return true;
+  };
+}
+
+inline Mistake missing(std::initializer_list<const char*> names) {
+  return [names = std::vector<std::string>(names.begin(), names.end())](Subject& s) {
+    if (!s.has(names[0])) return false;
+    for (const auto& name : names) s[name] = {};
+    return true;
+  };
+}
+
+inline Mistake change(const char* name, std::function<void(TensorView&)> how) {
+  return [=](Subject& s) {
+    if (!s.has(name)) return false;
+    how(s[name]);
+    return true;
+  };
+}
+
+inline Mistake dtype(const char* name, DType value) {
+  return change(name, [=](TensorView& v) { v.dtype = value; });
+}
+
+// Moves a view onto the bytes of another, `shift` bytes on.
+inline Mistake onto(const char* name, const char* other, ptrdiff_t shift = 0) {
+  return [=](Subject& s) {
+    if (!s.has(name) || !s.has(other)) return false;
+    s[name].data = static_cast<char*>(s[other].data) + shift;
+    return true;
+  };
+}
+
+inline Mistake loss_op(std::function<void(Subject&)> how) {
+  return [=](Subject& s) {
+    if (s.options == nullptr) return false;
+    how(s);
+    return true;
+  };
+}
+
+inline Mistake any_op(std::function<void(Subject&)> how) {
+  return [=](Subject& s) {
+    how(s);
+    return true;
+  };
+}
+
+// With probabilities as input, one thing more.
+inline Mistake probabilities(std::function<bool(Subject&)> how) {
+  return [=](Subject& s) { return s.make_probabilities() && how(s); };
+}
+
+inline Mistake with_probabilities(const char* name) {
+  return [=](Subject& s) {
+    if (!s.has(name)) return false;
+    const TensorView kept = s[name];
+    if (!s.make_probabilities()) return false;
+    s[name] = kept;
+    return true;
+  };
+}
+
+// Options, devices, presence.
+inline const Reject kOpRejects[] = {
+    {"unknown reduction", option(&LossOptions::reduction, Reduction(3)), unknown_enum, "reduction"},
+    {"negative reduction", option(&LossOptions::reduction, Reduction(-1)), unknown_enum,
+     "reduction"},
+    {"unknown out_of_range", option(&LossOptions::out_of_range, OutOfRange(2)), unknown_enum,
+     "out_of_range"},
+    {"unknown empty_mean", option(&LossOptions::empty_mean, EmptyMean(2)), unknown_enum,
+     "empty_mean"},
+    {"unknown input_kind", option(&LossOptions::input_kind, InputKind(2)), unknown_enum,
+     "input_kind"},
+    {"label_smoothing 1.5", option(&LossOptions::label_smoothing, 1.5f), invalid_argument,
+     "label_smoothing"},
+    {"label_smoothing -0.1", option(&LossOptions::label_smoothing, -0.1f), invalid_argument,
+     "label_smoothing"},
+    {"label_smoothing NaN", option(&LossOptions::label_smoothing, kNaN), invalid_argument,
+     "label_smoothing"},
+    {"z_loss negative", option(&LossOptions::z_loss, -1e-9f), invalid_argument, "z_loss"},
+    {"z_loss inf", option(&LossOptions::z_loss, kInf), invalid_argument, "z_loss"},
+    {"z_loss NaN", option(&LossOptions::z_loss, kNaN), invalid_argument, "z_loss"},
+    {"logit_scale inf", option(&LossOptions::logit_scale, -kInf), invalid_argument, "logit_scale"},
+    {"logit_scale NaN", option(&LossOptions::logit_scale, kNaN), invalid_argument, "logit_scale"},
+    {"softcap negative", option(&LossOptions::softcap, -1.f), invalid_argument, "softcap"},
+    {"softcap inf", option(&LossOptions::softcap, kInf), invalid_argument, "softcap"},
+    {"softcap NaN", option(&LossOptions::softcap, kNaN), invalid_argument, "softcap"},
+    {"softcap subnormal", option(&LossOptions::softcap, kSubnormal), invalid_argument, "softcap"},
+    {"temperature 0", option(&LossOptions::temperature, 0.f), invalid_argument, "temperature"},
+    {"temperature negative", option(&LossOptions::temperature, -1.f), invalid_argument,
+     "temperature"},
+    {"temperature inf", option(&LossOptions::temperature, kInf), invalid_argument, "temperature"},
+    {"temperature NaN", option(&LossOptions::temperature, kNaN), invalid_argument, "temperature"},
+    {"temperature subnormal", option(&LossOptions::temperature, kSubnormal), invalid_argument,
+     "temperature"},
+    {"probability_floor negative", option(&LossOptions::probability_floor, -1e-9f),
+     invalid_argument, "probability_floor"},
+    {"probability_floor inf", option(&LossOptions::probability_floor, kInf), invalid_argument,
+     "probability_floor"},
+    {"probability_floor NaN", option(&LossOptions::probability_floor, kNaN), invalid_argument,
+     "probability_floor"},
+    {"normalizer twice", option(&LossOptions::normalizer, 2.0), invalid_argument, "normalizer"},
+    {"host normalizer negative", loss_op([](Subject& s) {
+       s.drop({"normalizer"});
+       s.options->normalizer = -1;
+     }),
+     invalid_argument, "normalizer"},
+    {"host normalizer NaN", loss_op([](Subject& s) {
+       s.drop({"normalizer"});
+       s.options->normalizer = kNaN;
+     }),
+     invalid_argument, "normalizer"},
+    {"host normalizer inf", loss_op([](Subject& s) {
+       s.drop({"normalizer"});
+       s.options->normalizer = kInf;
+     }),
+     invalid_argument, "normalizer"},
+    {"host normalizer of a sum", loss_op([](Subject& s) {
+       s.drop({"normalizer"});
+       s.options->normalizer = 2;
+       s.options->reduction = Reduction::sum;
+     }),
+     invalid_argument, "normalizer"},
+    {"normalizer of a sum", option(&LossOptions::reduction, Reduction::sum), invalid_argument,
+     "normalizer"},
+    {"unknown device", any_op([](Subject& s) { s.execution.device.type = DeviceType(4); }),
+     unknown_enum, "device"},
+    {"negative device", any_op([](Subject& s) { s.execution.device.type = DeviceType(-1); }),
+     unknown_enum, "device"},
+    {"second cpu", any_op([](Subject& s) { s.execution.device.index = 1; }), wrong_device,
+     "device"},
+    {"no cuda", any_op([](Subject& s) { s.execution.device.type = DeviceType::cuda; }),
+     backend_unavailable, "cuda"},
+    {"no webgpu", any_op([](Subject& s) { s.execution.device.type = DeviceType::webgpu; }),
+     backend_unavailable, "webgpu"},
+    {"no input", missing({"input"}), invalid_argument, "input"},
+    {"no weight", missing({"weight"}), invalid_argument, "weight"},
+    {"no logits", missing({"logits"}), invalid_argument, "logits"},
+    {"no probabilities", missing({"probabilities"}), invalid_argument, "probabilities"},
+    {"no target", missing({"target"}), invalid_argument, "target"},
+    {"no grad_logits", missing({"grad_logits"}), invalid_argument, "grad_logits"},
+    {"no gradient", missing({"grad_input", "grad_weight", "grad_bias"}), invalid_argument,
+     "grad_weight"},
+    {"no output",
+     [](Subject& s) {
+       if (!s.forward() || s.gradients()) return false;
+       s.drop({"loss", "lse", "target_logit", "entropy", "argmax", "row_reference", "row_log_sum",
+               "weighted_logit_sum"});
+       return true;
+     },
+     invalid_argument, "loss"},
+    {"row_reference alone", [](Subject& s) { return !s.forward() && missing({"row_log_sum"})(s); },
+     invalid_argument, "row_log_sum"},
+    {"row_log_sum alone", [](Subject& s) { return !s.forward() && missing({"row_reference"})(s); },
+     invalid_argument, "row_reference"},
+    {"grad_entropy alone", [](Subject& s) { return !s.forward() && missing({"entropy"})(s); },
+     invalid_argument, "entropy"},
+};
+
+// Shapes, dtypes, shards, probabilities: what fields must be to each other.
+inline const Reject kFieldRejects[] = {
+    {"V = 0 of logits", change("logits", [](TensorView& v) { v.shape[1] = 0; }), invalid_argument,
+     "logits"},
+    {"V = 0 of weight", change("weight", [](TensorView& v) { v.shape[0] = 0; }), invalid_argument,
+     "weight"},
+    {"D = 0", change("input", [](TensorView& v) { v.shape[1] = 0; }), invalid_argument, "input"},
+    {"D = 0 and N = 0", change("input", [](TensorView& v) { v.shape = {0, 0}; }), invalid_argument,
+     "input"},
+    {"D of weight", change("weight", [](TensorView& v) { v.shape[1] = 3; }), wrong_shape, "weight"},
+    {"N of input", change("input", [](TensorView& v) { v.shape[0] = 2; }), wrong_shape, "target"},
+    {"V of weight", change("weight", [](TensorView& v) { v.shape[0] = 4; }), wrong_shape, "bias"},
+    {"loss [] of none",
+     [](Subject& s) {
+       if (!s.forward()) return false;
+       s.options->reduction = Reduction::none;
+       s.drop({"normalizer", "grad_loss"});
+       return true;
+     },
+     wrong_shape, "loss"},
+    {"grad_loss [] of none",
+     [](Subject& s) {
+       if (!s.gradients()) return false;
+       s.options->reduction = Reduction::none;
+       s.drop({"normalizer", "loss"});
+       return true;
+     },
+     wrong_shape, "grad_loss"},
+    {"loss [N] of a mean",
+     change("loss", [](TensorView& v) { v.rank = 1, v.shape = {3, 0}, v.stride = {1, 0}; }),
+     wrong_shape, "loss"},
+    {"weight of another dtype", dtype("weight", DType::f16), wrong_dtype, "weight"},
+    {"bias f16 with f32", dtype("bias", DType::f16), wrong_dtype, "bias"},
+    {"bias bf16 with f16",
+     [](Subject& s) {
+       if (!s.linear()) return false;
+       s["input"].dtype = s["weight"].dtype = DType::f16;
+       s["bias"].dtype = DType::bf16;
+       return true;
+     },
+     wrong_dtype, "bias"},
+    {"accumulating grad_weight bf16",
+     [](Subject& s) {
+       if (s.accumulate == nullptr) return false;
+       *s.accumulate = true;
+       s["grad_weight"].dtype = DType::bf16;
+       return true;
+     },
+     wrong_dtype, "grad_weight"},
+    {"accumulating grad_bias f16",
+     [](Subject& s) {
+       if (s.accumulate == nullptr) return false;
+       *s.accumulate = true;
+       s["grad_bias"].dtype = DType::f16;
+       return true;
+     },
+     wrong_dtype, "grad_bias"},
+    {"argmax i32 of a huge vocabulary",
+     [](Subject& s) {
+       if (!s.has("argmax") || !s.make_shard()) return false;
+       s.drop({"vocab_weight"});
+       s.options->vocab_total = int64_t{1} << 31;
+       s["argmax"].dtype = DType::i32;
+       return true;
+     },
+     wrong_dtype, "argmax"},
+    {"vocab_total below V", option(&LossOptions::vocab_total, int64_t{4}), invalid_argument,
+     "vocab_total"},
+    {"vocab_total negative", option(&LossOptions::vocab_total, int64_t{-1}), invalid_argument,
+     "vocab_total"},
+    {"vocab_total huge",
+     [](Subject& s) {
+       if (!s.make_shard()) return false;
+       s.drop({"vocab_weight"});
+       s.options->vocab_total = std::numeric_limits<int64_t>::max();
+       return true;
+     },
+     invalid_argument, "vocab_total"},
+    {"vocab_start negative", option(&LossOptions::vocab_start, int64_t{-1}), invalid_argument,
+     "vocab_start"},
+    {"vocab_start without vocab_total", option(&LossOptions::vocab_start, int64_t{1}),
+     invalid_argument, "vocab_start"},
+    {"shard past the end",
+     [](Subject& s) { return s.make_shard() && (s.options->vocab_start = 12) > 0; },
+     invalid_argument, "vocab_start"},
+    {"vocab_weight [V] on a shard",
+     [](Subject& s) { return s.make_shard() && (s["vocab_weight"].shape[0] = 5) > 0; }, wrong_shape,
+     "vocab_weight"},
+    {"loss on a shard",
+     [](Subject& s) {
+       return s.make_shard() && s.forward() &&
+              (s["loss"] = scalar_view(s.memory["loss"]->data(), DType::f32));
+     },
+     invalid_argument, "loss"},
+    {"ForwardBackward on a shard",
+     [](Subject& s) {
+       if (!s.forward() || !s.gradients()) return false;
+       s.drop({"loss", "vocab_weight"});
+       s.options->vocab_total = 16;
+       return true;
+     },
+     not_supported, "Backward"},
+    {"Backward on a shard without row_reference",
+     [](Subject& s) {
+       if (s.forward() || !s.make_shard()) return false;
+       s.drop({"row_reference", "row_log_sum"});
+       return true;
+     },
+     invalid_argument, "row_reference"},
+    {"probabilities in a linear op",
+     [](Subject& s) {
+       if (!s.linear()) return false;
+       s.options->input_kind = InputKind::probabilities;
+       return true;
+     },
+     invalid_argument, "input_kind"},
+    {"probabilities, softcap", probabilities(option(&LossOptions::softcap, 3.f)), invalid_argument,
+     "softcap"},
+    {"probabilities, scale", probabilities(option(&LossOptions::logit_scale, 2.f)),
+     invalid_argument, "logit_scale"},
+    {"probabilities, temperature", probabilities(option(&LossOptions::temperature, 2.f)),
+     invalid_argument, "temperature"},
+    {"probabilities, z_loss", probabilities(option(&LossOptions::z_loss, 0.1f)), invalid_argument,
+     "z_loss"},
+    {"probabilities on a shard", probabilities([](Subject& s) {
+       s.drop({"vocab_weight", "loss"});
+       s.options->vocab_total = 16;
+       return !s.forward();
+     }),
+     invalid_argument, "vocab_total"},
+    {"probabilities, lse", with_probabilities("lse"), invalid_argument, "lse"},
+    {"probabilities, target_logit", with_probabilities("target_logit"), invalid_argument,
+     "target_logit"},
+    {"probabilities, entropy", with_probabilities("entropy"), invalid_argument, "entropy"},
+    {"probabilities, argmax", with_probabilities("argmax"), invalid_argument, "argmax"},
+    {"probabilities, weighted_logit_sum", with_probabilities("weighted_logit_sum"),
+     invalid_argument, "weighted_logit_sum"},
+    {"probabilities, grad_lse", with_probabilities("grad_lse"), invalid_argument, "grad_lse"},
+    {"probabilities, grad_target_logit", with_probabilities("grad_target_logit"), invalid_argument,
+     "grad_target_logit"},
+};
+
+// Memory: seen by `run` only.
+inline const Reject kMemoryRejects[] = {
+    {"workspace one byte short", any_op([](Subject& s) { s.workspace.bytes = s.size.minimum - 1; }),
+     workspace_too_small, "workspace", Seen::by_run},
+    {"no workspace", any_op([](Subject& s) { s.workspace = {}; }), workspace_too_small, "workspace",
+     Seen::by_run},
+    {"NULL workspace", any_op([](Subject& s) { s.workspace.data = nullptr; }), invalid_argument,
+     "workspace", Seen::by_run},
+    {"misaligned workspace",
+     any_op([](Subject& s) { s.workspace.byte_offset = s.size.alignment / 2; }), misaligned,
+     "workspace", Seen::by_run},
+    {"workspace past the end of memory", any_op([](Subject& s) { s.workspace.bytes = ~0ull; }),
+     invalid_argument, "workspace", Seen::by_run},
+    {"probabilities shifted on logits", onto("probabilities", "logits", 4), invalid_argument,
+     "probabilities", Seen::by_run},
+    {"grad_logits shifted on logits", onto("grad_logits", "logits", -4), invalid_argument,
+     "grad_logits", Seen::by_run},
+    {"grad_logits a row further", onto("grad_logits", "logits", 20), invalid_argument,
+     "grad_logits", Seen::by_run},
+    {"grad_logits f16 on logits",
+     [](Subject& s) {
+       return onto("grad_logits", "logits")(s) && dtype("grad_logits", DType::f16)(s);
+     },
+     invalid_argument, "grad_logits", Seen::by_run},
+    {"grad_logits on logits with another pitch",
+     [](Subject& s) {
+       if (!onto("grad_logits", "logits")(s)) return false;
+       s["grad_logits"].stride[0] = 6;
+       return true;
+     },
+     invalid_argument, "grad_logits", Seen::by_run},
+    {"probabilities on transposed logits",
+     [](Subject& s) {
+       if (!onto("probabilities", "logits")(s)) return false;
+       s["probabilities"].stride = {1, 3};
+       return true;
+     },
+     invalid_argument, "probabilities", Seen::by_run},
+    {"columns that share one",
+     [](Subject& s) {
+       if (!onto("probabilities", "logits", 16)(s)) return false;
+       s["probabilities"].stride[0] = s["logits"].stride[0] = 9;
+       return true;
+     },
+     invalid_argument, "probabilities", Seen::by_run},
+    {"columns that wrap into the next row's",
+     [](Subject& s) {
+       if (!onto("probabilities", "logits", 24)(s)) return false;
+       s["probabilities"].stride[0] = s["logits"].stride[0] = 9;
+       return true;
+     },
+     invalid_argument, "probabilities", Seen::by_run},
+    {"interleaved elements that meet",
+     [](Subject& s) {
+       if (!onto("lse", "target_logit", 4)(s) || !s.forward()) return false;
+       s["lse"].stride[0] = 2, s["target_logit"].stride[0] = 3;
+       return true;
+     },
+     invalid_argument, "lse", Seen::by_run},
+    {"an element inside a wider one", onto("fault", "target", 4), invalid_argument, "fault",
+     Seen::by_run},
+};
+
+}  // namespace logitless::testing

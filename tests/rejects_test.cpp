@@ -1,0 +1,298 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every bad call gives its own status on every backend, its message names the field, and nothing is
+// written: the tables of rejects.h, and the mistakes that every field can have.
+#include "rejects.h"
+
+#include <gtest/gtest.h>
+
+namespace logitless::testing {
+namespace {
+
+// `word` stands in `text`, not as a part of a longer name.
+bool mentions(const std::string& text, const std::string& word) {
+  const auto part_of_name = [](char c) {
+    return std::isalnum(static_cast<unsigned char>(c)) || c == '_';
+  };
+  for (size_t at = text.find(word); at != std::string::npos; at = text.find(word, at + 1)) {
+    const size_t end = at + word.size();
+    if ((at == 0 || !part_of_name(text[at - 1])) &&
+        (end == text.size() || !part_of_name(text[end]))) {
+      return true;
+    }
+  }
+  return false;
+}
+
+void expect_status(const Status& status, StatusCode code, const std::string& field) {
+  EXPECT_EQ(static_cast<int>(status.code()), static_cast<int>(code)) << status.message();
+  EXPECT_TRUE(mentions(status.message(), field))
+      << "'" << status.message() << "' does not name " << field;
+}
+
+void expect_reject(Subject& s, StatusCode code, const std::string& field, Seen seen) {
+  WorkspaceSize size{1, 2, 3};
+  const Status planned = s.ask_workspace(&size);
+  if (seen == Seen::by_both) {
+    expect_status(planned, code, field);
+    EXPECT_TRUE(size.minimum == 1 && size.recommended == 2 && size.alignment == 3);
+  } else {
+    EXPECT_TRUE(planned.ok()) << planned.message();
+  }
+  const auto before = s.snapshot();
+  expect_status(s.call_run(), code, field);
+  EXPECT_TRUE(before == s.snapshot()) << "something was written";
+}
+
+// The calls to be broken are accepted: what is refused below is the one change.
+TEST(Rejects, UnbrokenCallsAreAccepted) {
+  for_each_subject([](Subject& s) {
+    SCOPED_TRACE(describe(s));
+    ASSERT_GT(s.size.minimum, 0u);
+    const Status status = s.call_run();
+    EXPECT_TRUE(status.ok()) << status.message();
+  });
+}
+
+class RejectTable : public ::testing::TestWithParam<Reject> {};
+
+TEST_P(RejectTable, OwnStatusNamesTheFieldWritesNothing) {
+  const Reject& reject = GetParam();
+  int made = 0;
+  for_each_subject([&](Subject& s) {
+    SCOPED_TRACE(describe(s));
+    if (!reject.make(s)) return;
+    ++made;
+    expect_reject(s, reject.code, reject.field, reject.seen);
+  });
+  EXPECT_GT(made, 0) << "no op can make this mistake: the row tests nothing";
+}
+
+std::string row_name(const ::testing::TestParamInfo<Reject>& info) {
+  std::string name = info.param.name;
+  for (char& c : name) {
+    if (!std::isalnum(static_cast<unsigned char>(c))) c = '_';
+  }
+  return std::to_string(info.index) + "_" + name;
+}
+
+INSTANTIATE_TEST_SUITE_P(Op, RejectTable, ::testing::ValuesIn(kOpRejects), row_name);
+INSTANTIATE_TEST_SUITE_P(Fields, RejectTable, ::testing::ValuesIn(kFieldRejects), row_name);
+INSTANTIATE_TEST_SUITE_P(Memory, RejectTable, ::testing::ValuesIn(kMemoryRejects), row_name);
+
+// Breaks every field of every op in one way. `how` says false where the field cannot be so broken.
+void break_every_field(StatusCode code, Seen seen,
+                       const std::function<bool(Subject&, const std::string&)>& how) {
+  int made = 0;
+  for_each_subject([&](Subject& whole) {
+    for (const auto& [name, view] : whole.views) {
+      with_subject(whole.kind, whole.execution.device.type, [&, field = name](Subject& s) {
+        SCOPED_TRACE(describe(s) + ", " + field);
+        if (!how(s, field)) return;
+        ++made;
+        expect_reject(s, code, field, seen);
+      });
+    }
+  });
+  EXPECT_GT(made, 0);
+}
+
+// The views that say what N, V and D are; of another size, it is others that do not fit.
+bool sets_sizes(const std::string& name) {
+  return name == "logits" || name == "input" || name == "weight";
+}
+
+int64_t contiguous_bytes(const TensorView& v) {
+  int64_t bytes = size_of(v.dtype);
+  for (int d = 0; d < v.rank; ++d) bytes *= v.shape[d];
+  return bytes;
+}
+
+TEST(Rejects, UnknownDtypeOfAnyField) {
+  for (int dtype : {-1, 5, 1 << 30}) {
+    break_every_field(unknown_enum, Seen::by_both, [=](Subject& s, const std::string& name) {
+      s[name].dtype = DType(dtype);
+      return true;
+    });
+  }
+}
+
+TEST(Rejects, UnknownDeviceOfAnyField) {
+  for (int type : {-1, 4}) {
+    break_every_field(unknown_enum, Seen::by_both, [=](Subject& s, const std::string& name) {
+      s[name].device.type = DeviceType(type);
+      return true;
+    });
+  }
+}
+
+// The reference takes tensors on cpu, and only those.
+TEST(Rejects, WrongDeviceOfAnyField) {
+  for (Device device : {Device{DeviceType::cuda, 0}, Device{DeviceType::webgpu, 0},
+                        Device{DeviceType::reference, 0}, Device{DeviceType::cpu, 1}}) {
+    break_every_field(wrong_device, Seen::by_both, [=](Subject& s, const std::string& name) {
+      s[name].device = device;
+      return true;
+    });
+  }
+}
+
+TEST(Rejects, WrongDtypeOfAnyField) {
+  break_every_field(wrong_dtype, Seen::by_both, [](Subject& s, const std::string& name) {
+    const bool integer = name == "target" || name == "argmax" || name == "fault";
+    s[name].dtype = integer ? DType::f32 : DType::i32;
+    return true;
+  });
+}
+
+// f32 only: no 16-bit statistics, weights or losses.
+TEST(Rejects, HalfPrecisionWhereF32IsTheOnlyDtype) {
+  break_every_field(wrong_dtype, Seen::by_both, [](Subject& s, const std::string& name) {
+    const bool any_float = s[name].rank == 2 || name == "bias" || name == "grad_bias";
+    s[name].dtype = DType::f16;
+    return !any_float;
+  });
+}
+
+TEST(Rejects, WrongRankOfAnyField) {
+  for (int rank : {-2, 0, 1, 2, 3}) {
+    break_every_field(wrong_shape, Seen::by_both, [=](Subject& s, const std::string& name) {
+      const bool one_too = s[name].rank == 0 && rank == 1;  // [1] is accepted for []
+      if (s[name].rank == rank || one_too) return false;
+      s[name].rank = rank;
+      return true;
+    });
+  }
+}
+
+TEST(Rejects, WrongSizeOfAnyField) {
+  for (int dimension : {0, 1}) {
+    for (int64_t change : {-1, 1}) {
+      break_every_field(wrong_shape, Seen::by_both, [=](Subject& s, const std::string& name) {
+        if (sets_sizes(name) || s[name].rank <= dimension) return false;
+        s[name].shape[dimension] += change;
+        return true;
+      });
+    }
+  }
+}
+
+TEST(Rejects, NegativeSizeOrStrideOfAnyField) {
+  for (int dimension : {0, 1}) {
+    for (bool size : {false, true}) {
+      break_every_field(invalid_argument, Seen::by_both, [=](Subject& s, const std::string& name) {
+        if (s[name].rank <= dimension) return false;
+        (size ? s[name].shape : s[name].stride)[dimension] = -1;
+        return true;
+      });
+    }
+  }
+}
+
+TEST(Rejects, BytesBeyondInt64OfAnyField) {
+  break_every_field(invalid_argument, Seen::by_both, [](Subject& s, const std::string& name) {
+    s[name].byte_offset = uint64_t{1} << 63;
+    return true;
+  });
+  for (int64_t stride : {int64_t{1} << 61, std::numeric_limits<int64_t>::max()}) {
+    break_every_field(invalid_argument, Seen::by_both, [=](Subject& s, const std::string& name) {
+      if (s[name].rank == 0 || s[name].shape[0] == 1) return false;
+      s[name].stride[0] = stride;
+      return true;
+    });
+  }
+}
+
+// Broadcast inputs make sizes cheap whose products no plan can hold.
+TEST(Rejects, ProductsOfSizesBeyond2To56) {
+  for_each_subject([](Subject& s) {
+    if (s.kind == kind_of<Softmax> || s.linear() || s.gradients()) return;
+    SCOPED_TRACE(describe(s));
+    s["logits"].shape = {int64_t{1} << 40, int64_t{1} << 40};
+    s["logits"].stride = {0, 0};
+    expect_reject(s, invalid_argument, "logits", Seen::by_both);
+  });
+}
+
+TEST(Rejects, OverlappingElementsOfAnyOutput) {
+  for (int64_t second : {0, 1, 2}) {
+    break_every_field(invalid_argument, Seen::by_both, [=](Subject& s, const std::string& name) {
+      TensorView& v = s[name];
+      if (!s.written(name) || v.rank == 0 || v.shape[0] == 1) return false;
+      if (v.rank == 1 && second != 0) return false;
+      v.stride = {v.rank == 1 ? 0 : 2,
+                  second};  // rows at 0, 2, 4; columns at 0, 0, ... or 0, 1, ...
+      return true;
+    });
+  }
+}
+
+TEST(Rejects, NullDataOfAnyField) {
+  break_every_field(invalid_argument, Seen::by_run, [](Subject& s, const std::string& name) {
+    s[name].data = nullptr;
+    return true;
+  });
+}
+
+TEST(Rejects, AddressesBelowTheElementOfAnyField) {
+  break_every_field(misaligned, Seen::by_run, [](Subject& s, const std::string& name) {
+    s[name].byte_offset = s[name].dtype == DType::i64 ? 4 : 2;
+    return true;
+  });
+  break_every_field(misaligned, Seen::by_run, [](Subject& s, const std::string& name) {
+    s[name].data = static_cast<char*>(s[name].data) + 1;
+    return true;
+  });
+}
+
+TEST(Rejects, AddressesPastTheEndOfMemoryOfAnyField) {
+  break_every_field(invalid_argument, Seen::by_run, [](Subject& s, const std::string& name) {
+    const uint64_t before_end = s[name].dtype == DType::i64 ? 8 : 4;
+    s[name].data = reinterpret_cast<void*>(~uintptr_t{0} - before_end + 1);
+    s[name].byte_offset = before_end;
+    return true;
+  });
+}
+
+// The first element of one inside the last of the other; logits may be exactly an output's.
+TEST(Rejects, AnyOutputOnAnyOtherField) {
+  int made = 0;
+  for_each_subject([&](Subject& whole) {
+    for (const auto& [first, view] : whole.views) {
+      for (const auto& [second, other] : whole.views) {
+        if (first == second || (!whole.written(first) && !whole.written(second))) continue;
+        ++made;
+        with_subject(whole.kind, whole.execution.device.type,
+                     [&, a = first, b = second](Subject& s) {
+                       SCOPED_TRACE(describe(s) + ", " + a + " on " + b);
+                       const int64_t bytes = contiguous_bytes(s[b]);
+                       s[a].data = static_cast<char*>(s[b].data) +
+                                   (bytes - 1) / size_of(s[a].dtype) * size_of(s[a].dtype);
+                       expect_reject(s, invalid_argument, a, Seen::by_run);
+                       expect_reject(s, invalid_argument, b, Seen::by_run);
+                     });
+      }
+    }
+  });
+  EXPECT_GT(made, 0);
+}
+
+TEST(Rejects, AnyFieldOnTheWorkspace) {
+  break_every_field(invalid_argument, Seen::by_run, [](Subject& s, const std::string& name) {
+    s[name].data = static_cast<char*>(s.workspace.data) + s.workspace.bytes - 8;
+    return true;
+  });
+}
+
+TEST(Rejects, TargetOutOfRangeBeforeAnythingIsWritten) {
+  for (int64_t target : {int64_t{-1}, int64_t{-99}, int64_t{5}, int64_t{1} << 40}) {
+    for_each_subject([&](Subject& s) {
+      if (!s.has("target")) return;
+      SCOPED_TRACE(describe(s) + ", " + std::to_string(target));
+      s["target"].as<int64_t>()[2] = target;
+      expect_reject(s, target_out_of_range, "target", Seen::by_run);
+    });
+  }
+}
+
+}  // namespace
+}  // namespace logitless::testing

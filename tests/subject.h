@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0
+// A call to break: any of the seven ops with every field given and accepted by every backend, its
+// memory owned here. Reject and accept tables change one thing of it.
+//   N = 3, V = 5, D = 4, f32, mean with a given normalizer
+#pragma once
+
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "logitless/logitless.h"
+
+namespace logitless::testing {
+
+// The memory of one tensor or workspace: `bytes` in use, room on both sides.
+struct Memory {
+  static constexpr size_t room = 512, alignment = 128;
+  explicit Memory(size_t bytes) : content(bytes + 3 * room, 0xA5) {}
+  char* data() {
+    char* middle = content.data() + room;
+    return middle + (alignment - reinterpret_cast<uintptr_t>(middle) % alignment) % alignment;
+  }
+  std::vector<char> content;
+};
+
+struct Subject {
+  static constexpr int64_t n = 3, v = 5, d = 4;
+
+  int32_t kind = -1;
+  std::map<std::string, TensorView*> views;  // every field of the op
+  std::map<std::string, Access> access;
+  LossOptions* options = nullptr;  // nullptr: Softmax
+  bool* accumulate = nullptr;      // linear ops with gradients
+  Execution execution{};
+  Workspace workspace{};
+  WorkspaceSize size{};  // what `workspace` asked for the unbroken op
+  std::map<std::string, std::unique_ptr<Memory>> memory;
+
+  std::function<Status(WorkspaceSize*)> ask_workspace;
+  std::function<Status()> call_run;
+
+  bool has(const std::string& name) const { return views.contains(name); }
+  TensorView& operator[](const std::string& name) { return *views.at(name); }
+  bool linear() const { return has("input"); }
+  bool forward() const { return has("loss"); }
+  bool gradients() const { return has("grad_loss"); }
+  bool written(const std::string& name) const { return access.at(name) != Access::read; }
+  // Takes fields away, those the op has.
+  void drop(std::initializer_list<const char*> names) {
+    for (const char* name : names) {
+      if (has(name)) (*this)[name] = {};
+    }
+  }
+  // What remains legal on a shard [4, 4 + V) of a vocabulary of 16; false: the op cannot.
+  bool make_shard() {
+    if (options == nullptr || (forward() && gradients())) return false;
+    options->vocab_start = 4;
+    options->vocab_total = 16;
+    drop({"loss"});
+    (*this)["vocab_weight"].shape[0] = 16;
+    return true;
+  }
+  // What remains legal with probabilities as input; false: the op cannot.
+  bool make_probabilities() {
+    if (options == nullptr || linear()) return false;
+    options->input_kind = InputKind::probabilities;
+    drop({"lse", "target_logit", "entropy", "argmax", "row_reference", "row_log_sum",
+          "weighted_logit_sum", "grad_lse", "grad_target_logit", "grad_entropy"});
+    return true;
+  }
+  // Every field with N rows at N = 0.
+  void make_empty() {
+    for (auto& [name, view] : views) {
+      if (view->rank >= 1 && view->shape[0] == n && name != "fault") view->shape[0] = 0;
+    }
+  }
+  std::map<std::string, std::vector<char>> snapshot() const {
+    std::map<std::string, std::vector<char>> bytes;
+    for (const auto& [name, block] : memory) bytes[name] = block->content;
+    return bytes;
+  }
+};
+
+inline TensorView subject_view(const std::string& name) {
+  constexpr int64_t n = Subject::n, v = Subject::v, d = Subject::d;
+  const auto is = [&](std::initializer_list<const char*> names) {
+    for (const char* one : names) {
+      if (name == one) return true;
+    }
+    return false;
+  };
+  if (is({"logits", "probabilities", "grad_logits"})) return matrix_view(nullptr, DType::f32, n, v);
+  if (is({"input", "grad_input"})) return matrix_view(nullptr, DType::f32, n, d);
+  if (is({"weight", "grad_weight"})) return matrix_view(nullptr, DType::f32, v, d);
+  if (is({"bias", "vocab_weight", "grad_bias"})) return vector_view(nullptr, DType::f32, v);
+  if (is({"loss", "grad_loss", "normalizer"})) return scalar_view(nullptr, DType::f32);
+  if (is({"target", "argmax"})) return vector_view(nullptr, DType::i64, n);
+  if (is({"fault"})) return vector_view(nullptr, DType::i32, 1);
+  return vector_view(nullptr, DType::f32, n);
+}
+
+// Inputs hold 0.5 (target: 1), outputs a pattern.
+inline void fill_subject(const TensorView& view, Access access, char* data) {
+  if (access == Access::write) return;
+  for (size_t i = 0; i < Memory::room / 8; ++i) {
+    if (view.dtype == DType::i64) {
+      const int64_t one = 1;
+      std::memcpy(data + 8 * i, &one, 8);
+    } else {
+      const float half[2] = {0.5f, 0.5f};
+      if (view.dtype == DType::f32) std::memcpy(data + 8 * i, half, 8);
+    }
+  }
+}
+
+// `device`: cpu or reference. `op` and the subject live together.
+template <class Op>
+std::unique_ptr<Subject> make_subject(Op& op, DeviceType device) {
+  auto s = std::make_unique<Subject>();
+  s->kind = kind_of<Op>;
+  s->execution.device.type = device;
+  if constexpr (LossOp<Op>) s->options = &op.options;
+  if constexpr (LinearOp<Op> && GradientOp<Op>) s->accumulate = &op.accumulate_grad_weight;
+  logitless_op unused{};
+  for_each_tensor(op, unused,
+                  [&](const char* name, Access access, TensorView& view, const logitless_tensor*) {
+                    view = subject_view(name);
+                    s->views[name] = &view;
+                    s->access[name] = access;
+                    s->memory[name] = std::make_unique<Memory>(Memory::room);
+                    view.data = s->memory[name]->data();
+                    fill_subject(view, access, static_cast<char*>(view.data));
+                  });
+  Subject* raw = s.get();
+  s->ask_workspace = [&op, raw](WorkspaceSize* size) {
+    return workspace(op, raw->execution, size);
+  };
+  s->call_run = [&op, raw] { return run(op, raw->workspace, raw->execution); };
+  if (s->ask_workspace(&s->size).ok()) {
+    s->memory["workspace"] = std::make_unique<Memory>(s->size.recommended + Memory::room);
+    s->workspace = {s->memory["workspace"]->data(), s->size.recommended + Memory::room, 0};
+  }
+  return s;
+}
+
+// Calls f(subject) with an unbroken call of that kind.
+template <class F>
+void with_subject(int32_t kind, DeviceType device, F&& f) {
+  const auto use = [&](auto op) {
+    if (kind_of<decltype(op)> == kind) f(*make_subject(op, device));
+  };
+  use(Softmax{});
+  use(CrossEntropyForward{});
+  use(CrossEntropyBackward{});
+  use(CrossEntropyForwardBackward{});
+  use(LinearCrossEntropyForward{});
+  use(LinearCrossEntropyBackward{});
+  use(LinearCrossEntropyForwardBackward{});
+}
+
+// For each of the seven ops on each backend of this build.
+template <class F>
+void for_each_subject(F&& f) {
+  for (int32_t kind = LOGITLESS_SOFTMAX; kind <= LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD;
+       ++kind) {
+    for (DeviceType device : {DeviceType::cpu, DeviceType::reference}) {
+      with_subject(kind, device, f);
+    }
+  }
+}
+
+inline std::string describe(const Subject& s) {
+  constexpr const char* names[] = {"Softmax",
+                                   "CrossEntropyForward",
+                                   "CrossEntropyBackward",
+                                   "CrossEntropyForwardBackward",
+                                   "LinearCrossEntropyForward",
+                                   "LinearCrossEntropyBackward",
+                                   "LinearCrossEntropyForwardBackward"};
+  return std::string(names[s.kind]) +
+         (s.execution.device.type == DeviceType::cpu ? " on cpu" : " on reference");
+}
+
+}  // namespace logitless::testing
