@@ -130,14 +130,32 @@ Status check_products(const Call& call) {
 }
 
 // Asked in this order; a rule may rely on those above it.
+// clang-format off
 constexpr Status (*kRules[])(const Call&) = {
-    check_execution,    check_tensor_enums,      check_option_enums, check_option_ranges,
-    check_required,     check_outputs,           check_companions,   check_devices,
-    check_ranks,        check_nonnegative,       check_normalizer,   check_empty,
-    check_shard_range,  check_products,          check_shapes,       check_dtypes,
-    check_dtype_pairs,  check_accumulate,        check_extents,      check_written_once,
-    check_shard_fields, check_probability_input,
+    check_execution,
+    check_tensor_enums,
+    check_option_enums,
+    check_option_ranges,
+    check_required,
+    check_outputs,
+    check_companions,
+    check_devices,
+    check_ranks,
+    check_nonnegative,
+    check_normalizer,
+    check_empty,
+    check_shard_range,
+    check_products,
+    check_shapes,
+    check_dtypes,
+    check_dtype_pairs,
+    check_accumulate,
+    check_extents,
+    check_written_once,
+    check_probability_input,
+    check_shard_fields,
 };
+// clang-format on
 
 }  // namespace
 

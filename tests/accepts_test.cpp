@@ -1,0 +1,263 @@
+// SPDX-License-Identifier: Apache-2.0
+// Good calls at the edge of what is allowed: accepted by every backend, with the recommended and
+// with the minimum workspace, and no input is written.
+#include <gtest/gtest.h>
+
+#include <cfloat>
+
+#include "subject.h"
+
+namespace logitless::testing {
+namespace {
+
+using Change = std::function<bool(Subject&)>;  // false: the op has nothing to change
+
+struct Accept {
+  const char* name;
+  Change make;
+};
+
+Change on_field(const char* name, std::function<void(TensorView&)> how) {
+  return [=](Subject& s) {
+    if (!s.has(name)) return false;
+    how(s[name]);
+    return true;
+  };
+}
+
+Change on_options(std::function<void(LossOptions&)> how) {
+  return [=](Subject& s) {
+    if (s.options == nullptr) return false;
+    how(*s.options);
+    return true;
+  };
+}
+
+// Every field of that kind of access, as rows of `stride` elements apart and columns `step` apart.
+Change with_strides(bool written, int64_t stride, int64_t step) {
+  return [=](Subject& s) {
+    for (auto& [name, view] : s.views) {
+      if (s.written(name) != written) continue;
+      if (view->rank == 1) view->stride[0] = step;
+      if (view->rank == 2) view->stride = {stride, step};
+    }
+    return true;
+  };
+}
+
+// Two fields of the op as neighbours in one buffer, the second `bytes` after the first.
+Change beside(const char* first, const char* second, int64_t bytes, std::array<int64_t, 2> stride) {
+  return [=](Subject& s) {
+    if (!s.has(first) || !s.has(second)) return false;
+    s[first].stride = s[second].stride = stride;
+    s[second].data = static_cast<char*>(s[first].data) + bytes;
+    return true;
+  };
+}
+
+Change dtypes(std::initializer_list<const char*> names, DType dtype) {
+  return [=, names = std::vector<const char*>(names)](Subject& s) {
+    bool any = false;
+    for (const char* name : names) {
+      if (s.has(name)) s[name].dtype = dtype, any = true;
+    }
+    return any;
+  };
+}
+
+const Accept kAccepts[] = {
+    {"loss of shape [1]", on_field("loss", [](TensorView& v) { v.rank = 1, v.shape[0] = 1; })},
+    {"grad_loss of shape [1]",
+     on_field("grad_loss", [](TensorView& v) { v.rank = 1, v.shape[0] = 1; })},
+    {"normalizer of shape [1]",
+     on_field("normalizer", [](TensorView& v) { v.rank = 1, v.shape[0] = 1; })},
+    {"normalizer i64", dtypes({"normalizer"}, DType::i64)},
+    {"normalizer counted", on_field("normalizer", [](TensorView& v) { v = {}; })},
+    {"normalizer from the host",
+     [](Subject& s) {
+       s.drop({"normalizer"});
+       return on_options([](LossOptions& o) { o.normalizer = 1e300; })(s);
+     }},
+    {"a sum",
+     [](Subject& s) {
+       s.drop({"normalizer"});
+       return on_options([](LossOptions& o) { o.reduction = Reduction::sum; })(s);
+     }},
+    {"no reduction",
+     [](Subject& s) {
+       s.drop({"normalizer"});
+       for (const char* name : {"loss", "grad_loss"}) {
+         if (s.has(name)) s[name] = vector_view(s[name].data, DType::f32, Subject::n);
+       }
+       return on_options([](LossOptions& o) { o.reduction = Reduction::none; })(s);
+     }},
+    {"options at their ends", on_options([](LossOptions& o) {
+       o.label_smoothing = 1;
+       o.z_loss = 0;
+       o.logit_scale = -FLT_MAX;
+       o.softcap = FLT_MIN;
+       o.temperature = FLT_MIN;
+       o.probability_floor = 0;
+       o.ignore_index = INT64_MIN;
+       o.allow_tf32 = true;
+       o.empty_mean = EmptyMean::nan;
+       o.out_of_range = OutOfRange::ignore;
+     })},
+    {"options at their other ends", on_options([](LossOptions& o) {
+       o.z_loss = FLT_MAX;
+       o.logit_scale = 0;
+       o.softcap = o.temperature = o.probability_floor = FLT_MAX;
+       o.ignore_index = INT64_MAX;
+     })},
+    {"N = 0, NULL data",
+     [](Subject& s) {
+       s.make_empty();
+       for (auto& [name, view] : s.views) {
+         if (view->rank >= 1 && view->shape[0] == 0) view->data = nullptr;
+       }
+       return true;
+     }},
+    {"N = 0 and V = 0",
+     [](Subject& s) {
+       s.make_empty();
+       for (auto& [name, view] : s.views) {
+         if (s.linear() && view->rank >= 1 && view->shape[0] == Subject::v) view->shape[0] = 0;
+         if (!s.linear() && view->rank == 2) view->shape[1] = 0;
+         if (name == "vocab_weight") view->shape[0] = 0;
+       }
+       return true;
+     }},
+    {"vocab_total = V", on_options([](LossOptions& o) { o.vocab_total = Subject::v; })},
+    {"a shard", [](Subject& s) { return s.make_shard(); }},
+    {"the last shard",
+     [](Subject& s) { return s.make_shard() && (s.options->vocab_start = 16 - Subject::v) > 0; }},
+    {"a target on another shard",
+     [](Subject& s) {
+       if (!s.make_shard()) return false;
+       s["target"].as<int64_t>()[0] = 15;
+       return true;
+     }},
+    {"probabilities as input", [](Subject& s) { return s.make_probabilities(); }},
+    {"inputs broadcast", with_strides(false, 0, 0)},
+    {"inputs broadcast along rows", with_strides(false, 0, 1)},
+    {"inputs transposed", with_strides(false, 1, 5)},
+    {"outputs transposed", with_strides(true, 1, 5)},
+    {"outputs with gaps", with_strides(true, 19, 3)},
+    {"rows closer than columns, none shared", with_strides(true, 2, 7)},
+    {"any stride where there is one element",
+     on_field("fault", [](TensorView& v) { v.stride[0] = int64_t{1} << 62; })},
+    {"loss [1] of stride 0",
+     on_field("loss", [](TensorView& v) { v.rank = 1, v.shape[0] = 1, v.stride[0] = 0; })},
+    {"probabilities in place",
+     [](Subject& s) {
+       return s.has("probabilities") && beside("logits", "probabilities", 0, {5, 1})(s);
+     }},
+    {"grad_logits in place", beside("logits", "grad_logits", 0, {5, 1})},
+    {"grad_logits in place, with gaps", beside("logits", "grad_logits", 0, {20, 3})},
+    {"column slices of one buffer", beside("logits", "grad_logits", 20, {10, 1})},
+    {"column slices, the second first", beside("grad_logits", "logits", 20, {10, 1})},
+    {"column slices of a transposed buffer", beside("logits", "probabilities", 12, {1, 6})},
+    {"interleaved columns", beside("logits", "grad_logits", 4, {10, 2})},
+    {"interleaved tokens", beside("lse", "target_logit", 4, {2, 0})},
+    {"one buffer after the other", beside("logits", "grad_logits", 60, {5, 1})},
+    {"inputs in one place", beside("input", "weight", 0, {4, 1})},
+    {"target i32", dtypes({"target"}, DType::i32)},
+    {"argmax i32", dtypes({"argmax"}, DType::i32)},
+    {"f16", dtypes({"input", "weight", "bias", "logits"}, DType::f16)},
+    {"bf16", dtypes({"input", "weight", "bias", "logits"}, DType::bf16)},
+    {"f16 with a bias in f32", dtypes({"input", "weight"}, DType::f16)},
+    {"gradients f16",
+     dtypes({"grad_input", "grad_weight", "grad_bias", "grad_logits"}, DType::f16)},
+    {"probabilities bf16", dtypes({"probabilities"}, DType::bf16)},
+    {"accumulating", [](Subject& s) { return s.accumulate != nullptr && (*s.accumulate = true); }},
+    {"accumulating into a bias alone",
+     [](Subject& s) {
+       s.drop({"grad_weight"});
+       return s.accumulate != nullptr && (*s.accumulate = true);
+     }},
+    {"only a loss",
+     [](Subject& s) {
+       s.drop({"lse", "target_logit", "argmax", "row_reference", "row_log_sum",
+               "weighted_logit_sum", "fault", "token_weight", "vocab_weight", "normalizer"});
+       if (s.forward()) s.drop({"entropy"});
+       return s.forward();
+     }},
+    {"only an argmax",
+     [](Subject& s) {
+       if (!s.forward()) return false;
+       s.drop({"loss", "lse", "target_logit", "entropy", "row_reference", "row_log_sum",
+               "weighted_logit_sum"});
+       return true;
+     }},
+    {"only grad_bias",
+     [](Subject& s) {
+       s.drop({"grad_input", "grad_weight"});
+       return s.has("grad_bias");
+     }},
+    {"Backward without what Forward wrote",
+     [](Subject& s) {
+       if (s.forward() || !s.gradients()) return false;
+       s.drop({"row_reference", "row_log_sum", "grad_entropy", "entropy"});
+       return true;
+     }},
+    {"addresses of odd elements",
+     [](Subject& s) {
+       for (auto& [name, view] : s.views) view->byte_offset = size_of(view->dtype);
+       return true;
+     }},
+    {"a workspace at an offset",
+     [](Subject& s) {
+       s.workspace.byte_offset = s.size.alignment;
+       s.workspace.bytes -= s.size.alignment;
+       return true;
+     }},
+};
+
+class AcceptTable : public ::testing::TestWithParam<Accept> {};
+
+TEST_P(AcceptTable, AcceptedAndNoInputWritten) {
+  int made = 0;
+  for_each_subject([&](Subject& s) {
+    SCOPED_TRACE(describe(s));
+    if (!GetParam().make(s)) return;
+    ++made;
+    WorkspaceSize size;
+    const Status planned = s.ask_workspace(&size);
+    ASSERT_TRUE(planned.ok()) << planned.message();
+    EXPECT_LE(size.minimum, size.recommended);
+    ASSERT_GE(s.workspace.bytes, size.recommended) << "the unbroken call asks for less";
+    const auto before = s.snapshot();
+    for (const uint64_t bytes : {s.workspace.bytes, size.minimum}) {
+      s.workspace.bytes = bytes;
+      const Status status = s.call_run();
+      EXPECT_TRUE(status.ok()) << status.message();
+    }
+    const auto after = s.snapshot();
+    for (const auto& [name, view] : s.views) {
+      const bool shared = name == "logits";  // in some rows an output lies in its memory
+      if (s.written(name) || shared) continue;
+      EXPECT_TRUE(before.at(name) == after.at(name)) << name;
+    }
+  });
+  EXPECT_GT(made, 0) << "no op takes this change: the row tests nothing";
+}
+
+std::string row_name(const ::testing::TestParamInfo<Accept>& info) {
+  std::string name = info.param.name;
+  for (char& c : name) {
+    if (!std::isalnum(static_cast<unsigned char>(c))) c = '_';
+  }
+  return std::to_string(info.index) + "_" + name;
+}
+
+INSTANTIATE_TEST_SUITE_P(Edge, AcceptTable, ::testing::ValuesIn(kAccepts), row_name);
+
+TEST(Accepts, DefaultsOfTheTwoInterfacesAreTheSame) {
+  const LossOptions defaults;
+  const logitless_loss_options from_cpp = detail::to_c(defaults);
+  const logitless_loss_options from_c = LOGITLESS_LOSS_OPTIONS_INIT;
+  EXPECT_EQ(std::memcmp(&from_cpp, &from_c, sizeof(from_c)), 0);
+}
+
+}  // namespace
+}  // namespace logitless::testing

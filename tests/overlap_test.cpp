@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+// The overlap rules against sets of bytes: random strided views of one buffer.
+#include <gtest/gtest.h>
+
+#include <random>
+#include <set>
+
+#include "logitless/logitless.h"
+#include "src/validate.h"
+
+namespace logitless {
+namespace {
+
+constexpr int kDraws = 200000;
+
+struct Random {
+  std::mt19937 generator{12345};
+  int64_t below(int64_t n) { return static_cast<int64_t>(generator() % static_cast<uint64_t>(n)); }
+  bool half() { return below(2) == 0; }
+};
+
+std::set<int64_t> bytes_of(const TensorView& v, const char* buffer, bool* repeated = nullptr) {
+  std::set<int64_t> bytes;
+  int64_t count = 0;
+  for (int64_t i = 0; i < v.shape[0]; ++i) {
+    for (int64_t j = 0; j < v.shape[1]; ++j) {
+      const int64_t at = (i * v.stride[0] + j * v.stride[1]) * size_of(v.dtype);
+      for (int64_t b = 0; b < size_of(v.dtype); ++b) {
+        bytes.insert(static_cast<const char*>(v.data) - buffer +
+                     static_cast<int64_t>(v.byte_offset) + at + b);
+        ++count;
+      }
+    }
+  }
+  if (repeated != nullptr) *repeated = static_cast<int64_t>(bytes.size()) != count;
+  return bytes;
+}
+
+bool intersect(const std::set<int64_t>& a, const std::set<int64_t>& b) {
+  for (int64_t byte : a) {
+    if (b.contains(byte)) return true;
+  }
+  return false;
+}
+
+TensorView random_view(Random& random, char* buffer, int64_t rows, int64_t columns) {
+  constexpr DType dtypes[] = {DType::f32, DType::f16, DType::bf16};
+  TensorView v = matrix_view(buffer, dtypes[random.below(3)], rows, columns);
+  v.stride = {random.below(14), random.below(14)};
+  v.byte_offset = static_cast<uint64_t>(random.below(40) * size_of(v.dtype));
+  return v;
+}
+
+TEST(Overlap, OutputsWithRepeatedElementsAreExactlyTheOnesRefused) {
+  Random random;
+  std::vector<char> buffer(4096);
+  int refused = 0, taken = 0;
+  for (int draw = 0; draw < kDraws; ++draw) {
+    const int64_t rows = random.below(7), columns = 1 + random.below(7);
+    Softmax op{.logits = matrix_view(nullptr, DType::f32, rows, columns),
+               .probabilities = random_view(random, buffer.data(), rows, columns)};
+    bool repeated;
+    bytes_of(op.probabilities, buffer.data(), &repeated);
+    ASSERT_EQ(validate(op, {}).ok(), !repeated)
+        << rows << " x " << columns << ", strides " << op.probabilities.stride[0] << ", "
+        << op.probabilities.stride[1];
+    ++(repeated ? refused : taken);
+  }
+  EXPECT_GT(refused, kDraws / 10);
+  EXPECT_GT(taken, kDraws / 10);
+}
+
+// Never accepted where a byte is shared, but for the same elements in place.
+TEST(Overlap, SharedBytesAreAlwaysRefused) {
+  Random random;
+  std::vector<char> buffer(4096);
+  int shared = 0, taken = 0, assumed = 0;
+  for (int draw = 0; draw < kDraws; ++draw) {
+    const int64_t rows = 1 + random.below(4), columns = 1 + random.below(4);
+    Softmax op{.logits = random_view(random, buffer.data(), rows, columns),
+               .probabilities = random_view(random, buffer.data(), rows, columns)};
+    if (random.half()) op.probabilities.stride = op.logits.stride;
+    if (!validate(op, {}).ok()) continue;
+    const bool ok = validate_data(op, {}, {}).ok();
+    const auto in = bytes_of(op.logits, buffer.data()),
+               out = bytes_of(op.probabilities, buffer.data());
+    const auto at = [](const TensorView& v) { return v.as<char>(); };
+    bool in_place =
+        at(op.logits) == at(op.probabilities) && op.logits.dtype == op.probabilities.dtype;
+    for (int d = 0; d < 2; ++d) {
+      in_place &= op.logits.shape[d] == 1 || op.logits.stride[d] == op.probabilities.stride[d];
+    }
+    const bool share = intersect(in, out);
+    if (share) {
+      ASSERT_EQ(ok, in_place);
+    }
+    shared += share, taken += ok, assumed += !ok && !share;
+  }
+  EXPECT_GT(shared, kDraws / 10);
+  EXPECT_GT(taken, kDraws / 10);
+  EXPECT_LT(assumed, kDraws / 6);  // disjoint, yet refused: interleaved by unrelated strides
+}
+
+// Blocks of rows and columns of one row-major buffer overlap exactly where their rectangles do.
+TEST(Overlap, SlicesOfOneBufferAreJudgedExactly) {
+  Random random;
+  std::vector<char> buffer(1 << 14);
+  constexpr int64_t pitch = 12;
+  int shared = 0;
+  for (int draw = 0; draw < kDraws; ++draw) {
+    const int64_t rows = 2 + random.below(4), columns = 1 + random.below(6);
+    const bool transposed = random.half();
+    const auto slice = [&](int64_t row, int64_t column) {
+      TensorView v =
+          matrix_view(buffer.data() + 4 * (row * pitch + column), DType::f32, rows, columns);
+      v.stride = {pitch, 1};
+      if (transposed) std::swap(v.shape[0], v.shape[1]), std::swap(v.stride[0], v.stride[1]);
+      return v;
+    };
+    const int64_t row[2] = {random.below(8), random.below(8)};
+    const int64_t column[2] = {random.below(pitch - columns + 1),
+                               random.below(pitch - columns + 1)};
+    if (row[0] == row[1] && column[0] == column[1]) continue;
+    const Softmax op{.logits = slice(row[0], column[0]), .probabilities = slice(row[1], column[1])};
+    ASSERT_TRUE(validate(op, {}).ok());
+    const bool apart_columns = std::abs(column[0] - column[1]) >= columns;
+    const bool apart = apart_columns || std::abs(row[0] - row[1]) >= rows;
+    ASSERT_EQ(apart, !intersect(bytes_of(op.logits, buffer.data()),
+                                bytes_of(op.probabilities, buffer.data())));
+    ASSERT_EQ(validate_data(op, {}, {}).ok(), apart)
+        << rows << " x " << columns << " at (" << row[0] << ", " << column[0] << ") and (" << row[1]
+        << ", " << column[1] << ")";
+    shared += !apart;
+  }
+  EXPECT_GT(shared, kDraws / 100);
+}
+
+}  // namespace
+}  // namespace logitless
