@@ -11,7 +11,7 @@
 namespace logitless {
 namespace {
 
-constexpr int kDraws = 200000;
+constexpr int kDraws = 50000;
 
 struct Random {
   std::mt19937 generator{12345};
