@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+// Packing and products for every instruction set, from one source.
+#include "src/cpu/gemm.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "src/cpu/row_kernels.h"
+#include "src/cpu/targets.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "src/cpu/gemm.cpp"
+#include "hwy/foreach_target.h"  // IWYU pragma: keep
+#include "hwy/highway.h"
+#include "src/cpu/gemm_tile-inl.h"
+#include "src/cpu/pack-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace logitless::cpu {
+namespace HWY_NAMESPACE {
+
+// Panel sizes and arithmetic of this target.
+Engine engine_of(DType dtype) {
+  if (dtype == DType::bf16) {
+#if HWY_TARGET == HWY_AVX3_SPR || HWY_TARGET == HWY_AVX10_2
+    if (amx_available()) return {Arithmetic::amx, 32, 32, 32, 2};
+#endif
+#if LOGITLESS_FAST_BF16_DOT
+    return {Arithmetic::bf16_dot, tile_rows, tile_vectors * int64_t(hn::Lanes(df)), 2, 2};
+#endif
+  }
+  return {Arithmetic::f32, tile_rows, tile_vectors * int64_t(hn::Lanes(df)), 1, 4};
+}
+
+void multiply_panels(const Engine& engine, const Product& p) {
+  const int64_t lane_bytes = 4;
+  const int64_t lanes = p.k * engine.element / lane_bytes;  // depth in 32-bit lanes
+  for (int64_t j = 0; j < p.b_panels; ++j) {
+    const char* b = static_cast<const char*>(p.b) + j * p.b_panel_stride;
+    for (int64_t k = 0; k < lanes; k += lane_depth) {
+      const int64_t steps = std::min(lane_depth, lanes - k);
+      const char* b_block = b + k * engine.b_columns * lane_bytes;
+      for (int64_t i = 0; i < p.a_panels; ++i) {
+        const char* a =
+            static_cast<const char*>(p.a) + i * p.a_panel_stride + k * engine.a_rows * lane_bytes;
+        float* c = p.c + i * engine.a_rows * p.c_stride + j * engine.b_columns;
+        multiply_tile(engine.arithmetic, a, b_block, steps, c, p.c_stride, p.accumulate || k > 0);
+      }
+    }
+  }
+}
+
+void add_scaled_rows(const float* from, int64_t from_stride, float scale, int64_t rows,
+                     int64_t columns, bool overwrite, float* to, int64_t to_stride) {
+  const int64_t n = hn::Lanes(df);
+  const auto factor = hn::Set(df, scale);
+  for (int64_t r = 0; r < rows; ++r, from += from_stride, to += to_stride) {
+    int64_t j = 0;
+    for (; j + n <= columns; j += n) {
+      const auto old = overwrite ? hn::Zero(df) : hn::LoadU(df, to + j);
+      hn::StoreU(hn::MulAdd(factor, hn::LoadU(df, from + j), old), df, to + j);
+    }
+    if (j == columns) continue;
+    const size_t count = columns - j;
+    const auto old = overwrite ? hn::Zero(df) : hn::LoadN(df, to + j, count);
+    hn::StoreN(hn::MulAdd(factor, hn::LoadN(df, from + j, count), old), df, to + j, count);
+  }
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace logitless::cpu
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace logitless::cpu {
+
+HWY_EXPORT(engine_of);
+HWY_EXPORT(multiply_panels);
+HWY_EXPORT(add_scaled_rows);
+HWY_EXPORT(pack_along_columns);
+HWY_EXPORT(pack_along_rows);
+HWY_EXPORT(pack_gradient_rows);
+
+Engine choose_engine(DType dtype) { return HWY_DYNAMIC_DISPATCH(engine_of)(dtype); }
+
+const char* name_of(Arithmetic arithmetic) {
+  switch (arithmetic) {
+    case Arithmetic::f32:
+      return "f32 FMA";
+    case Arithmetic::bf16_dot:
+      return "bf16 dot";
+    case Arithmetic::amx:
+      return "AMX bf16";
+  }
+  return "?";
+}
+
+void pack_a_along_columns(const Engine& engine, const Source& source, int64_t row0, int64_t rows,
+                          int64_t column0, int64_t columns, void* panels) {
+  HWY_DYNAMIC_DISPATCH(pack_along_columns)
+  (engine, source, row0, rows, column0, columns, engine.a_rows,
+   engine.arithmetic == Arithmetic::amx, panels);
+}
+
+void pack_b_along_columns(const Engine& engine, const Source& source, int64_t row0, int64_t rows,
+                          int64_t column0, int64_t columns, void* panels) {
+  HWY_DYNAMIC_DISPATCH(pack_along_columns)
+  (engine, source, row0, rows, column0, columns, engine.b_columns, false, panels);
+}
+
+void pack_b_along_rows(const Engine& engine, const Source& source, int64_t row0, int64_t rows,
+                       int64_t column0, int64_t columns, void* panels) {
+  HWY_DYNAMIC_DISPATCH(pack_along_rows)(engine, source, row0, rows, column0, columns, panels);
+}
+
+void pack_gradient(const Engine& engine, const float* rows, int64_t first, int64_t count,
+                   int64_t tokens, void* along_vocab, void* along_tokens) {
+  HWY_DYNAMIC_DISPATCH(pack_gradient_rows)(engine, rows, first, count, tokens, along_vocab,
+                                           along_tokens);
+}
+
+void add_scaled(const float* from, int64_t from_stride, float scale, int64_t rows, int64_t columns,
+                bool overwrite, float* to, int64_t to_stride) {
+  HWY_DYNAMIC_DISPATCH(add_scaled_rows)(from, from_stride, scale, rows, columns, overwrite, to,
+                                        to_stride);
+}
+
+void multiply(const Engine& engine, const Product& product) {
+  if (engine.arithmetic == Arithmetic::amx) return multiply_amx(product);
+  HWY_DYNAMIC_DISPATCH(multiply_panels)(engine, product);
+}
+
+}  // namespace logitless::cpu
+#endif

@@ -1,0 +1,361 @@
+// SPDX-License-Identifier: Apache-2.0
+// Formulas: docs/semantics.md. Schedule, tile sizes and measurements: docs/kernels/cpu.md.
+#include "src/cpu/linear_run.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+namespace logitless::cpu {
+namespace {
+
+Source source_of(const TensorView& view, const int64_t* row_index) {
+  return {view.as<const char>(), view.dtype, view.stride[0], view.stride[1], row_index};
+}
+
+// count elements of a vector view as f32, zero up to vocab_tile.
+void load_vector(const TensorView& view, int64_t first, int64_t count, float* to) {
+  const int64_t size = size_of(view.dtype);
+  for (int64_t j = 0; j < count; ++j) {
+    load_as_f32(view.as<const char>() + (first + j) * view.stride[0] * size, view.dtype, 1, to + j);
+  }
+  std::fill(to + count, to + vocab_tile, 0.0f);
+}
+
+}  // namespace
+
+// A thread's scratch.
+struct LinearRun::Lane {
+  void* weight_block;   // [vocab_tile / b_columns][depth_block][b_columns]
+  float* tile;          // [chunk][vocab_tile]
+  void* along_vocab;    // G as A panels, k along the vocabulary
+  void* along_tokens;   // G^T as A panels, k along the tokens
+  void* weight_panel;   // [vocab_tile][b_columns]
+  float* product;       // [vocab_tile][b_columns]
+  float* rows;          // [gradient_group][vocab_tile]
+  float* bias;          // [vocab_tile]
+  float* class_weight;  // [vocab_tile]
+};
+
+LinearRun::Lane LinearRun::lane(int64_t index) const {
+  char* base = memory_ + plan_.lanes_at + index * plan_.lane_bytes;
+  float* vectors = reinterpret_cast<float*>(base + plan_.vectors_at);
+  return {base + plan_.weight_block_at,
+          reinterpret_cast<float*>(base + plan_.tile_at),
+          base + plan_.along_vocab_at,
+          base + plan_.along_tokens_at,
+          base + plan_.weight_panel_at,
+          reinterpret_cast<float*>(base + plan_.product_at),
+          reinterpret_cast<float*>(base + plan_.rows_at),
+          vectors,
+          vectors + vocab_tile};
+}
+
+int64_t LinearRun::tile_width(int64_t tile) const {
+  return std::min(vocab_tile, call_.shape.vocab - tile * vocab_tile);
+}
+
+void LinearRun::begin_chunk(const Tokens& tokens, int64_t first, int64_t count) {
+  tokens_ = &tokens;
+  first_ = first;
+  count_ = count;
+  const int64_t multiple = plan_.engine.token_multiple();
+  padded_count_ = (count + multiple - 1) / multiple * multiple;
+}
+
+void LinearRun::pack_input() {
+  const Engine& engine = plan_.engine;
+  const Source source = source_of(call_.input, tokens_->row + first_);
+  const int64_t group = std::max<int64_t>(engine.a_rows, 32), hidden = call_.shape.hidden;
+  char* along = at<char>(plan_.input_along_at);
+  for_each_task(executor_, plan_.lanes, (count_ + group - 1) / group, [&](int64_t task, int64_t) {
+    const int64_t row = task * group;
+    pack_a_along_columns(engine, source, row, std::min(group, count_ - row), 0, hidden,
+                         along + row * plan_.padded_hidden_a * engine.element);
+  });
+  if (!call_.grad_weight) return;
+  // A group of hidden panels, all tokens of the chunk: k along the tokens.
+  const int64_t columns = engine.b_columns;
+  char* across = at<char>(plan_.input_across_at);
+  for_each_task(executor_, plan_.lanes, engine.b_panels(hidden), [&](int64_t panel, int64_t) {
+    const int64_t column = panel * columns;
+    char* to = across + panel * columns * padded_count_ * engine.element;
+    pack_b_along_rows(engine, source, 0, count_, column, std::min(columns, hidden - column), to);
+    // The depth is padded_count_: rows beyond the packed ones are zero.
+    const int64_t packed = engine.padded_k(count_);
+    std::memset(to + columns * packed * engine.element, 0,
+                columns * (padded_count_ - packed) * engine.element);
+  });
+}
+
+void LinearRun::load_vectors(int64_t tile, const Lane& lane) const {
+  const int64_t first = tile * vocab_tile, width = tile_width(tile);
+  if (call_.bias) load_vector(call_.bias, first, width, lane.bias);
+  const int64_t shard = call_.options.vocab_total > 0 ? call_.options.vocab_start : 0;
+  if (call_.class_weight) load_vector(call_.class_weight, shard + first, width, lane.class_weight);
+}
+
+// logits: [padded_count][vocab_tile]. blocks: [count] or null (a second product: the states are
+// known).
+void LinearRun::compute_tile(int64_t tile, const Lane& lane, float* logits,
+                             BlockState* blocks) const {
+  const Engine& engine = plan_.engine;
+  const int64_t first = tile * vocab_tile, width = tile_width(tile), hidden = call_.shape.hidden;
+  const Source weight = source_of(call_.weight, nullptr);
+  const int64_t a_panel_stride = engine.a_rows * plan_.padded_hidden_a * engine.element;
+  for (int64_t k = 0; k < hidden; k += depth_block) {
+    const int64_t depth = std::min(depth_block, hidden - k), padded = engine.padded_k(depth);
+    pack_b_along_columns(engine, weight, first, width, k, depth, lane.weight_block);
+    multiply(engine, {.a = at<char>(plan_.input_along_at) + k * engine.a_rows * engine.element,
+                      .a_panel_stride = a_panel_stride,
+                      .a_panels = engine.a_panels(count_),
+                      .b = lane.weight_block,
+                      .b_panel_stride = engine.b_columns * padded * engine.element,
+                      .b_panels = engine.b_panels(width),
+                      .k = padded,
+                      .c = logits,
+                      .c_stride = vocab_tile,
+                      .accumulate = k > 0});
+  }
+  const float* bias = call_.bias ? lane.bias : nullptr;
+  const float* class_weight = call_.class_weight ? lane.class_weight : nullptr;
+  BlockState unused;
+  for (int64_t n = 0; n < count_; ++n) {
+    float* row = logits + n * vocab_tile;
+    forward_block(map_, row, bias, class_weight, width,
+                  blocks != nullptr ? call_.wants : BlockWants{},
+                  blocks != nullptr ? &blocks[n] : &unused);
+    const int64_t target = tokens_->target[first_ + n] - first;
+    if (blocks != nullptr && target >= 0 && target < width)
+      states()[first_ + n].target_logit = row[target];
+  }
+}
+
+void LinearRun::forward_pass() {
+  for (int64_t n = 0; n < count_; ++n) {
+    states()[first_ + n].target_logit = -std::numeric_limits<float>::infinity();
+  }
+  BlockState* blocks = at<BlockState>(plan_.blocks_at);
+  for_each_task(executor_, plan_.lanes, plan_.vocab_tiles, [&](int64_t tile, int64_t index) {
+    const Lane lane = this->lane(index);
+    float* logits = plan_.stored
+                        ? at<float>(plan_.logits_at) + tile * plan_.token_chunk * vocab_tile
+                        : lane.tile;
+    load_vectors(tile, lane);
+    compute_tile(tile, lane, logits, blocks + tile * plan_.token_chunk);
+  });
+  combine_blocks();
+}
+
+void LinearRun::combine_blocks() {
+  constexpr int64_t group = 16;
+  const BlockState* blocks = at<BlockState>(plan_.blocks_at);
+  const int64_t shard = call_.options.vocab_total > 0 ? call_.options.vocab_start : 0;
+  for_each_task(executor_, plan_.lanes, (count_ + group - 1) / group, [&](int64_t task, int64_t) {
+    for (int64_t n = task * group; n < std::min(count_, (task + 1) * group); ++n) {
+      RowAccumulator row;
+      for (int64_t tile = 0; tile < plan_.vocab_tiles; ++tile) {
+        row.add(blocks[tile * plan_.token_chunk + n], shard + tile * vocab_tile, call_.wants);
+      }
+      RowState& state = states()[first_ + n];
+      const float target_logit = state.target_logit;
+      state = row.finish(call_.wants);
+      state.target_logit = target_logit;
+    }
+  });
+}
+
+// G of a tile, row group by row group, packed both ways.
+void LinearRun::form_gradient(int64_t tile, const Lane& lane, const float* logits,
+                              bool sum_bias) const {
+  const int64_t first = tile * vocab_tile, width = tile_width(tile);
+  const float* class_weight = call_.class_weight ? lane.class_weight : nullptr;
+  float* bias_sum = at<float>(plan_.bias_sum_at) + first;
+  for (int64_t n0 = 0; n0 < padded_count_; n0 += gradient_group) {
+    const int64_t group = std::min(gradient_group, padded_count_ - n0);
+    for (int64_t r = 0; r < group; ++r) {
+      float* row = lane.rows + r * vocab_tile;
+      const int64_t n = n0 + r;
+      if (n >= count_) {
+        std::fill(row, row + vocab_tile, 0.0f);
+        continue;
+      }
+      const float* z = logits + n * vocab_tile;
+      const RowGradient& g = gradients()[n];
+      gradient_block(map_, g, z, class_weight, width, row);
+      std::fill(row + width, row + vocab_tile, 0.0f);
+      const int64_t target = tokens_->target[first_ + n] - first;
+      if (tokens_->target[first_ + n] >= 0 && target >= 0 && target < width) {
+        row[target] = target_gradient(map_, g, z[target],
+                                      class_weight != nullptr ? class_weight[target] : 1.0f);
+      }
+      if (sum_bias) add_scaled(row, 0, 1.0f, 1, width, false, bias_sum, 0);
+    }
+    pack_gradient(plan_.engine, lane.rows, n0, group, padded_count_,
+                  call_.grad_input ? lane.along_vocab : nullptr,
+                  call_.grad_weight ? lane.along_tokens : nullptr);
+  }
+}
+
+// slot[n, panel] (+)= sum over the tile's columns of G[n, v] weight[v, panel].
+void LinearRun::input_product(int64_t tile, const Lane& lane, int64_t panel, float* slot,
+                              bool accumulate) const {
+  const Engine& engine = plan_.engine;
+  const int64_t width = tile_width(tile), column = panel * engine.b_columns;
+  pack_b_along_rows(engine, source_of(call_.weight, nullptr), tile * vocab_tile, width, column,
+                    std::min(engine.b_columns, call_.shape.hidden - column), lane.weight_panel);
+  multiply(engine, {.a = lane.along_vocab,
+                    .a_panel_stride = engine.a_rows * vocab_tile * engine.element,
+                    .a_panels = padded_count_ / engine.a_rows,
+                    .b = lane.weight_panel,
+                    .b_panel_stride = 0,
+                    .b_panels = 1,
+                    .k = engine.padded_k(width),
+                    .c = slot + column,
+                    .c_stride = plan_.padded_hidden_b,
+                    .accumulate = accumulate});
+}
+
+// grad_weight[tile, panel] (+)= scale sum over the chunk's tokens of G[n, v] input[n, panel].
+void LinearRun::weight_product(int64_t tile, const Lane& lane, int64_t panel,
+                               bool first_chunk) const {
+  const Engine& engine = plan_.engine;
+  const int64_t first = tile * vocab_tile, width = tile_width(tile),
+                column = panel * engine.b_columns;
+  const int64_t columns = std::min(engine.b_columns, call_.shape.hidden - column);
+  multiply(engine, {.a = lane.along_tokens,
+                    .a_panel_stride = engine.a_rows * padded_count_ * engine.element,
+                    .a_panels = engine.a_panels(width),
+                    .b = at<char>(plan_.input_across_at) + column * padded_count_ * engine.element,
+                    .b_panel_stride = 0,
+                    .b_panels = 1,
+                    .k = padded_count_,
+                    .c = lane.product,
+                    .c_stride = engine.b_columns,
+                    .accumulate = false});
+  const float scale = tokens_->gradient_scale;
+  const bool overwrite = first_chunk && !call_.accumulate;
+  if (plan_.weight_sum) {
+    const int64_t stride = call_.shape.hidden;
+    float* sum = at<float>(plan_.weight_sum_at) + first * stride + column;
+    add_scaled(lane.product, engine.b_columns, scale, width, columns, first_chunk, sum, stride);
+  } else if (call_.shape.direct_grad_weight) {
+    const int64_t stride = call_.grad_weight.stride[0];
+    float* to = call_.grad_weight.as<float>() + first * stride + column;
+    add_scaled(lane.product, engine.b_columns, scale, width, columns, overwrite, to, stride);
+  } else {
+    store_rows(lane.product, engine.b_columns, scale, first, width, column, columns,
+               call_.grad_weight);
+  }
+}
+
+void LinearRun::gradient_pass(bool first_chunk) {
+  const int64_t panels = plan_.engine.b_panels(call_.shape.hidden);
+  // More threads than slots share the hidden axis, which changes no bit; each part forms G anew.
+  const int64_t parts = std::clamp<int64_t>((plan_.lanes + plan_.slots - 1) / plan_.slots, 1,
+                                            std::max<int64_t>(panels / 4, 1));
+  float* slots = at<float>(plan_.slots_at);
+  if (first_chunk && call_.grad_bias) {
+    std::fill_n(at<float>(plan_.bias_sum_at), plan_.vocab_tiles * vocab_tile, 0.0f);
+  }
+  for_each_task(executor_, plan_.lanes, plan_.slots * parts, [&](int64_t task, int64_t index) {
+    const Lane lane = this->lane(index);
+    const int64_t slot = task / parts, part = task % parts;
+    const int64_t begin = slot * plan_.vocab_tiles / plan_.slots,
+                  end = (slot + 1) * plan_.vocab_tiles / plan_.slots;
+    for (int64_t tile = begin; tile < end; ++tile) {
+      load_vectors(tile, lane);
+      const float* logits = at<float>(plan_.logits_at) + tile * plan_.token_chunk * vocab_tile;
+      if (!plan_.stored) {
+        compute_tile(tile, lane, lane.tile, nullptr);
+        logits = lane.tile;
+      }
+      form_gradient(tile, lane, logits, call_.grad_bias && part == 0);
+      for (int64_t panel = part * panels / parts; panel < (part + 1) * panels / parts; ++panel) {
+        if (call_.grad_input) {
+          input_product(tile, lane, panel, slots + slot * plan_.token_chunk * plan_.padded_hidden_b,
+                        tile > begin);
+        }
+        if (call_.grad_weight) weight_product(tile, lane, panel, first_chunk);
+      }
+    }
+  });
+  if (call_.grad_input) reduce_slots();
+}
+
+// Adds the slots in order and rounds each row once.
+void LinearRun::reduce_slots() {
+  constexpr int64_t group = 4;
+  const int64_t stride = plan_.padded_hidden_b, hidden = call_.shape.hidden;
+  float* slots = at<float>(plan_.slots_at);
+  for_each_task(executor_, plan_.lanes, (count_ + group - 1) / group, [&](int64_t task, int64_t) {
+    for (int64_t n = task * group; n < std::min(count_, (task + 1) * group); ++n) {
+      float* sum = slots + n * stride;
+      for (int64_t slot = 1; slot < plan_.slots; ++slot) {
+        add_scaled(sum + slot * plan_.token_chunk * stride, 0, 1.0f, 1, hidden, false, sum, 0);
+      }
+      store_rows(sum, 0, tokens_->gradient_scale, tokens_->row[first_ + n], 1, 0, hidden,
+                 call_.grad_input);
+    }
+  });
+}
+
+void LinearRun::finish(const Tokens& tokens, bool any_chunk) {
+  const int64_t vocab = call_.shape.vocab, hidden = call_.shape.hidden;
+  if (call_.grad_input) {
+    // Rows of tokens that do not count.
+    int64_t next = 0;
+    for (int64_t n = 0; n < call_.shape.tokens; ++n) {
+      if (next < tokens.valid && tokens.row[next] == n) {
+        ++next;
+      } else {
+        store_rows(nullptr, 0, 0, n, 1, 0, hidden, call_.grad_input);
+      }
+    }
+  }
+  if (call_.grad_weight && (plan_.weight_sum || !any_chunk) && !(call_.accumulate && !any_chunk)) {
+    const float* sum = any_chunk ? at<float>(plan_.weight_sum_at) : nullptr;
+    for_each_task(executor_, plan_.lanes, plan_.vocab_tiles, [&](int64_t tile, int64_t) {
+      const int64_t first = tile * vocab_tile, width = tile_width(tile);
+      store_rows(sum != nullptr ? sum + first * hidden : nullptr, hidden, 1, first, width, 0,
+                 hidden, call_.grad_weight);
+    });
+  }
+  if (!call_.grad_bias || (call_.accumulate && !any_chunk)) return;
+  TensorView column = call_.grad_bias;  // [V, 1]
+  column.rank = 2;
+  column.shape = {vocab, 1};
+  column.stride = {call_.grad_bias.stride[0], 1};
+  float* sum = any_chunk ? at<float>(plan_.bias_sum_at) : nullptr;
+  if (call_.accumulate) {
+    add_scaled(sum, 1, tokens.gradient_scale, vocab, 1, false, column.as<float>(),
+               column.stride[0]);
+  } else {
+    store_rows(sum, 1, tokens.gradient_scale, 0, vocab, 0, 1, column);
+  }
+}
+
+// from = null: zeros.
+void store_rows(const float* from, int64_t from_stride, float scale, int64_t row0, int64_t rows,
+                int64_t column0, int64_t columns, const TensorView& to) {
+  constexpr int64_t step = 256;
+  alignas(64) float scaled[step] = {};
+  const int64_t size = size_of(to.dtype);
+  for (int64_t r = 0; r < rows; ++r) {
+    char* row = to.as<char>() + (row0 + r) * to.stride[0] * size;
+    for (int64_t j = 0; j < columns; j += step) {
+      const int64_t count = std::min(step, columns - j);
+      if (from != nullptr)
+        add_scaled(from + r * from_stride + j, 0, scale, 1, count, true, scaled, 0);
+      char* out = row + (column0 + j) * to.stride[1] * size;
+      if (to.stride[1] == 1) {
+        store_from_f32(scaled, count, to.dtype, out);
+      } else {
+        for (int64_t i = 0; i < count; ++i)
+          store_from_f32(scaled + i, 1, to.dtype, out + i * to.stride[1] * size);
+      }
+    }
+  }
+}
+
+}  // namespace logitless::cpu

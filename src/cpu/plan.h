@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a linear cross-entropy runs on the CPU: pure host arithmetic on the shape and the workspace,
+// printed by `logitless plan` and tested without running anything.
+//
+// Tokens pass in chunks. Per chunk: product tile of 192 columns -> maximum, exp, sum on the hot
+// tile -> (stored plan) the logits to the workspace; then G from the stored logits, or from a
+// second product (recompute plan), and both gradient products. The division of work that sets the
+// bits - chunk, slots, stored or recomputed - depends on the shape and the workspace, never on the
+// number of threads: those only add scratch ("lanes").
+#pragma once
+
+#include <cstdint>
+
+#include "src/cpu/gemm.h"
+
+namespace logitless::cpu {
+
+struct LinearShape {
+  int64_t tokens = 0, vocab = 0, hidden = 0;
+  DType dtype = DType::f32;
+  bool forward = true;  // lse is computed (absent only where Backward was given the row state)
+  bool grad_input = false;
+  bool grad_weight = false;
+  bool grad_bias = false;
+  bool direct_grad_weight =
+      true;  // f32, unit column stride: sums can be formed in the output itself
+  bool gradients() const { return grad_input || grad_weight || grad_bias; }
+};
+
+struct LinearPlan {
+  Engine engine{};
+  int64_t token_chunk = 0;  // tokens of a chunk, a multiple of engine.token_multiple()
+  int64_t chunks = 0;
+  int64_t vocab_tiles = 0;
+  int64_t slots = 0;        // partial sums of grad_input, each over its own range of the vocabulary
+  bool stored = false;      // logits of a chunk are kept, not recomputed
+  bool weight_sum = false;  // an f32 sum of grad_weight stands in the workspace
+  int64_t lanes = 0;        // threads that have scratch
+  int64_t padded_hidden_a = 0;  // depth of the logits product
+  int64_t padded_hidden_b = 0;  // columns of the gradient products, whole panels
+
+  // Byte offsets into the workspace, in order; every one a multiple of 64.
+  uint64_t tokens_at = 0, states_at = 0, gradients_at = 0, blocks_at = 0, logits_at = 0,
+           input_along_at = 0, input_across_at = 0, slots_at = 0, weight_sum_at = 0,
+           bias_sum_at = 0, lanes_at = 0;
+  uint64_t lane_bytes = 0;
+  uint64_t bytes = 0;  // whole, with `lanes` lanes
+
+  // Byte offsets into a lane's scratch.
+  uint64_t weight_block_at = 0, tile_at = 0, along_vocab_at = 0, along_tokens_at = 0,
+           weight_panel_at = 0, product_at = 0, rows_at = 0, vectors_at = 0;
+};
+
+// The plan for a workspace of `bytes`: the default plan if it fits, else the next smaller one.
+// bytes = 0: the smallest.
+LinearPlan plan_linear(const LinearShape& shape, uint64_t bytes, int64_t threads);
+
+// The default plan with a lane for every thread.
+LinearPlan recommended_plan(const LinearShape& shape, int64_t threads);
+
+}  // namespace logitless::cpu

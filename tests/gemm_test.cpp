@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+// Packing and products of every engine on every instruction set, against plain loops: exact on
+// small integers.
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <sstream>
+#include <vector>
+
+#include "src/cpu/dispatch.h"
+#include "src/cpu/gemm.h"
+
+namespace logitless::cpu {
+namespace {
+
+struct Free {
+  void operator()(char* p) const { std::free(p); }
+};
+using Buffer = std::unique_ptr<char, Free>;
+Buffer aligned(int64_t bytes) {
+  char* p = static_cast<char*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
+  std::memset(p, 0xff, (bytes + 63) / 64 * 64);  // NaN: what is not written shows
+  return Buffer(p);
+}
+
+uint16_t bf16_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return static_cast<uint16_t>(bits >> 16);  // exact for the small integers used here
+}
+uint16_t f16_of(float value) {
+  const _Float16 half = static_cast<_Float16>(value);
+  uint16_t bits;
+  std::memcpy(&bits, &half, 2);
+  return bits;
+}
+
+// A matrix of small integers in any dtype and stride.
+struct Matrix {
+  int64_t rows, columns;
+  std::vector<float> value;  // [rows, columns]
+  std::vector<char> memory;
+  Source source;
+
+  Matrix(int64_t r, int64_t c, DType dtype, bool transposed, uint32_t seed) : rows(r), columns(c) {
+    std::mt19937 random(seed);
+    value.resize(r * c);
+    for (float& x : value) x = static_cast<float>(static_cast<int>(random() % 9) - 4);
+    const int64_t size = size_of(dtype), pad = 3;
+    const int64_t row_stride = transposed ? 1 : c + pad, column_stride = transposed ? r + pad : 1;
+    memory.assign((r * row_stride + c * column_stride + pad) * size, 0);
+    for (int64_t i = 0; i < r; ++i) {
+      for (int64_t j = 0; j < c; ++j) {
+        char* to = memory.data() + (i * row_stride + j * column_stride) * size;
+        const float x = value[i * c + j];
+        const uint16_t half = dtype == DType::bf16 ? bf16_of(x) : f16_of(x);
+        if (size == 4) {
+          std::memcpy(to, &x, 4);
+        } else {
+          std::memcpy(to, &half, 2);
+        }
+      }
+    }
+    source = {memory.data(), dtype, row_stride, column_stride, nullptr};
+  }
+  float at(int64_t i, int64_t j) const { return value[i * columns + j]; }
+};
+
+std::vector<std::string> targets() {
+  std::istringstream names(target_names());
+  std::vector<std::string> list;
+  for (std::string name; names >> name;) list.push_back(name);
+  return list;
+}
+
+class GemmTest : public testing::TestWithParam<std::string> {
+ protected:
+  void SetUp() override { ASSERT_TRUE(force_target(GetParam().c_str())); }
+  void TearDown() override { force_target(nullptr); }
+};
+
+TEST_P(GemmTest, LogitsProductIsExactForEveryShapeDtypeAndStride) {
+  for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+    const Engine engine = choose_engine(dtype);
+    for (const auto [rows, columns, depth] :
+         {std::array<int64_t, 3>{1, 1, 1}, {7, 33, 65}, {40, 192, 130}, {33, 100, 1030}}) {
+      for (const bool transposed : {false, true}) {
+        SCOPED_TRACE(testing::Message()
+                     << name_of(engine.arithmetic) << " dtype " << int(dtype) << " " << rows << "x"
+                     << columns << "x" << depth << " transposed " << transposed);
+        const Matrix x(rows + 5, depth, dtype, transposed, 1),
+            w(columns, depth, dtype, transposed, 2);
+        std::vector<int64_t> index(rows);
+        for (int64_t i = 0; i < rows; ++i) index[i] = (i * 3 + 2) % (rows + 5);
+        Source picked = x.source;
+        picked.row_index = index.data();
+        const int64_t padded = engine.padded_k(depth),
+                      stride = engine.b_panels(columns) * engine.b_columns;
+        Buffer a = aligned(engine.a_bytes(rows, depth)),
+               b = aligned(engine.b_bytes(columns, depth));
+        Buffer c = aligned(engine.a_panels(rows) * engine.a_rows * stride * 4);
+        pack_a_along_columns(engine, picked, 0, rows, 0, depth, a.get());
+        pack_b_along_columns(engine, w.source, 0, columns, 0, depth, b.get());
+        float* out = reinterpret_cast<float*>(c.get());
+        multiply(engine, {a.get(), engine.a_rows * padded * engine.element, engine.a_panels(rows),
+                          b.get(), engine.b_columns * padded * engine.element,
+                          engine.b_panels(columns), padded, out, stride, false});
+        for (int64_t i = 0; i < rows; ++i) {
+          for (int64_t j = 0; j < columns; ++j) {
+            float want = 0;
+            for (int64_t k = 0; k < depth; ++k) want += x.at(index[i], k) * w.at(j, k);
+            ASSERT_EQ(out[i * stride + j], want) << i << "," << j;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_P(GemmTest, ElementsDoNotDependOnTheirPanelOrOnTheBlocking) {
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    const Engine engine = choose_engine(dtype);
+    const int64_t depth = 1400, columns = engine.b_columns;
+    Matrix x(64, depth, dtype, false, 3), w(columns, depth, dtype, false, 4);
+    const auto product = [&](int64_t row0, int64_t rows, int64_t split) {
+      Buffer c = aligned(engine.a_panels(rows) * engine.a_rows * columns * 4);
+      float* out = reinterpret_cast<float*>(c.get());
+      for (int64_t k = 0; k < depth; k += split) {
+        const int64_t part = std::min(split, depth - k), padded = engine.padded_k(part);
+        Buffer a = aligned(engine.a_bytes(rows, part)), b = aligned(engine.b_bytes(columns, part));
+        pack_a_along_columns(engine, x.source, row0, rows, k, part, a.get());
+        pack_b_along_columns(engine, w.source, 0, columns, k, part, b.get());
+        multiply(engine, {a.get(), engine.a_rows * padded * engine.element, engine.a_panels(rows),
+                          b.get(), 0, 1, padded, out, columns, k > 0});
+      }
+      return std::vector<float>(out, out + rows * columns);
+    };
+    // Values that do not add exactly: scale the integers by an odd fraction.
+    for (size_t i = 0; dtype == DType::f32 && i < x.memory.size(); i += 4) {
+      float v;
+      std::memcpy(&v, &x.memory[i], 4);
+      v *= 0.3137f + 0.001f * static_cast<float>(i % 97);
+      std::memcpy(&x.memory[i], &v, 4);
+    }
+    const std::vector<float> whole = product(0, 64, depth), split = product(0, 64, 512),
+                             one = product(13, 1, 512);
+    EXPECT_EQ(0, std::memcmp(whole.data(), split.data(), whole.size() * 4));
+    EXPECT_EQ(0, std::memcmp(whole.data() + 13 * columns, one.data(), columns * 4));
+  }
+}
+
+TEST_P(GemmTest, GradientTileServesBothProducts) {
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    const Engine engine = choose_engine(dtype);
+    const int64_t multiple = engine.token_multiple(), hidden = 70;
+    for (const int64_t tokens : {multiple, 3 * multiple, int64_t{96}}) {
+      SCOPED_TRACE(testing::Message() << name_of(engine.arithmetic) << " tokens " << tokens);
+      const Matrix g(tokens, vocab_tile, DType::f32, false, 5),
+          w(vocab_tile, hidden, dtype, false, 6), x(tokens, hidden, dtype, true, 7);
+      Buffer along_vocab = aligned(engine.a_bytes(tokens, vocab_tile)),
+             along_tokens = aligned(engine.a_bytes(vocab_tile, tokens));
+      for (int64_t n = 0; n < tokens; n += gradient_group) {
+        const int64_t count = std::min(gradient_group, tokens - n);
+        pack_gradient(engine, g.value.data() + n * vocab_tile, n, count, tokens, along_vocab.get(),
+                      along_tokens.get());
+      }
+      const int64_t stride = engine.b_panels(hidden) * engine.b_columns;
+      Buffer wp = aligned(engine.b_bytes(hidden, vocab_tile)),
+             xp = aligned(engine.b_bytes(hidden, tokens));
+      pack_b_along_rows(engine, w.source, 0, vocab_tile, 0, hidden, wp.get());
+      pack_b_along_rows(engine, x.source, 0, tokens, 0, hidden, xp.get());
+      Buffer cx = aligned(tokens * stride * 4), cw = aligned(vocab_tile * stride * 4);
+      float* grad_input = reinterpret_cast<float*>(cx.get());
+      float* grad_weight = reinterpret_cast<float*>(cw.get());
+      multiply(engine,
+               {along_vocab.get(), engine.a_rows * vocab_tile * engine.element,
+                tokens / engine.a_rows, wp.get(), engine.b_columns * vocab_tile * engine.element,
+                engine.b_panels(hidden), vocab_tile, grad_input, stride, false});
+      multiply(engine,
+               {along_tokens.get(), engine.a_rows * tokens * engine.element,
+                vocab_tile / engine.a_rows, xp.get(), engine.b_columns * tokens * engine.element,
+                engine.b_panels(hidden), tokens, grad_weight, stride, false});
+      for (int64_t j = 0; j < hidden; ++j) {
+        for (int64_t n = 0; n < tokens; ++n) {
+          float want = 0;
+          for (int64_t v = 0; v < vocab_tile; ++v) want += g.at(n, v) * w.at(v, j);
+          ASSERT_EQ(grad_input[n * stride + j], want) << n << "," << j;
+        }
+        for (int64_t v = 0; v < vocab_tile; ++v) {
+          float want = 0;
+          for (int64_t n = 0; n < tokens; ++n) want += g.at(n, v) * x.at(n, j);
+          ASSERT_EQ(grad_weight[v * stride + j], want) << v << "," << j;
+        }
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Targets, GemmTest, testing::ValuesIn(targets()),
+                         [](const auto& info) { return info.param; });
+
+}  // namespace
+}  // namespace logitless::cpu

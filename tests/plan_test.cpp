@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CPU's plans: what fits, what does not depend on the threads, and what the default promises.
+#include "src/cpu/plan.h"
+
+#include <gtest/gtest.h>
+
+namespace logitless::cpu {
+namespace {
+
+constexpr uint64_t MiB = 1 << 20;
+
+LinearShape training(int64_t tokens, int64_t hidden, int64_t vocab, DType dtype = DType::f32) {
+  return {.tokens = tokens,
+          .vocab = vocab,
+          .hidden = hidden,
+          .dtype = dtype,
+          .grad_input = true,
+          .grad_weight = true};
+}
+
+const LinearShape heads[] = {
+    training(1024, 768, 50257),         training(2048, 1024, 32000),       training(256, 4096, 128256),
+    training(8, 4096, 128256),          training(1024, 768, 50257, DType::bf16),
+    training(256, 4096, 128256, DType::bf16), training(1, 1, 1),           training(513, 33, 200),
+};
+
+TEST(Plan, EveryWorkspaceFromTheMinimumUpIsUsedAndNeverExceeded) {
+  for (LinearShape shape : heads) {
+    for (const bool gradients : {true, false}) {
+      shape.grad_input = shape.grad_weight = gradients;
+      const uint64_t minimum = plan_linear(shape, 0, 1).bytes;
+      const uint64_t most = recommended_plan(shape, 64).bytes;
+      for (uint64_t bytes = minimum; bytes <= 2 * most; bytes += (most / 37 + 63) / 64 * 64) {
+        for (const int64_t threads : {1, 2, 64}) {
+          const LinearPlan plan = plan_linear(shape, bytes, threads);
+          ASSERT_LE(plan.bytes, bytes);
+          ASSERT_GE(plan.lanes, 1);
+          ASSERT_LE(plan.lanes, threads);
+        }
+      }
+    }
+  }
+}
+
+TEST(Plan, ThreadsDoNotChangeTheDivisionOfWork) {
+  for (const LinearShape& shape : heads) {
+    const uint64_t bytes = recommended_plan(shape, 2).bytes;
+    for (const uint64_t given : {plan_linear(shape, 0, 1).bytes, bytes / 2, bytes, 4 * bytes}) {
+      const LinearPlan one = plan_linear(shape, given, 1);
+      for (const int64_t threads : {2, 3, 7, 64}) {
+        // The same workspace, and each count's own recommended one.
+        for (const uint64_t size : {given, recommended_plan(shape, threads).bytes}) {
+          const LinearPlan many = plan_linear(shape, size, threads);
+          const LinearPlan& want = size == given ? one : plan_linear(shape, bytes, 1);
+          EXPECT_EQ(many.token_chunk, want.token_chunk);
+          EXPECT_EQ(many.stored, want.stored);
+          EXPECT_EQ(many.slots, want.slots);
+        }
+      }
+    }
+  }
+}
+
+TEST(Plan, TheRecommendedWorkspaceGivesTheRecommendedPlan) {
+  for (const LinearShape& shape : heads) {
+    const LinearPlan want = recommended_plan(shape, 2), got = plan_linear(shape, want.bytes, 2);
+    EXPECT_EQ(got.token_chunk, want.token_chunk);
+    EXPECT_EQ(got.stored, want.stored);
+    EXPECT_EQ(got.lanes, want.lanes);
+    EXPECT_EQ(got.bytes, want.bytes);
+  }
+}
+
+TEST(Plan, TheDefaultStaysBelowHalfOfTheLogits) {
+  for (const LinearShape& shape : heads) {
+    const uint64_t logits = uint64_t(shape.tokens) * shape.vocab * 4;
+    EXPECT_LE(recommended_plan(shape, 2).bytes, logits / 2 + 16 * MiB);
+  }
+}
+
+TEST(Plan, LossOnlyIsAtMost16MiB) {
+  for (LinearShape shape : heads) {
+    shape.grad_input = shape.grad_weight = false;
+    EXPECT_LE(recommended_plan(shape, 2).bytes, 16 * MiB);
+  }
+}
+
+TEST(Plan, A16BitGradWeightAddsItsSumOnlyOverSeveralChunks) {
+  LinearShape shape = training(1024, 768, 50257);
+  const uint64_t direct = recommended_plan(shape, 1).bytes;
+  shape.direct_grad_weight = false;
+  EXPECT_EQ(recommended_plan(shape, 1).bytes, direct + uint64_t(50257) * 768 * 4);
+  shape.tokens = 64;
+  EXPECT_FALSE(recommended_plan(shape, 1).weight_sum);
+}
+
+TEST(Plan, ManyThreadsFindWork) {
+  for (const LinearShape& shape : {heads[0], heads[1], heads[2]}) {
+    const LinearPlan plan = recommended_plan(shape, 64);
+    const int64_t panels = plan.engine.b_panels(shape.hidden);
+    EXPECT_GE(plan.slots * std::max<int64_t>(panels / 4, 1), 16);
+    EXPECT_GE(plan.vocab_tiles, 64);
+  }
+}
+
+}  // namespace
+}  // namespace logitless::cpu
