@@ -66,6 +66,7 @@ Prepared prepare(const Op& op, int64_t vocab) {
   p.target_weight.assign(t.target_weight, t.target_weight + t.valid);
   p.token_weight.assign(t.token_weight, t.token_weight + t.valid);
   if constexpr (GradientOp<Op>) p.upstream.assign(t.upstream, t.upstream + t.valid);
+  p.tokens.row = p.row.data();  // `memory` ends here
   return p;
 }
 
