@@ -150,12 +150,11 @@ void LinearRun::forward_pass() {
 void LinearRun::combine_blocks() {
   constexpr int64_t group = 16;
   const BlockState* blocks = at<BlockState>(plan_.blocks_at);
-  const int64_t shard = call_.options.vocab_total > 0 ? call_.options.vocab_start : 0;
   for_each_task(executor_, plan_.lanes, (count_ + group - 1) / group, [&](int64_t task, int64_t) {
     for (int64_t n = task * group; n < std::min(count_, (task + 1) * group); ++n) {
       RowAccumulator row;
       for (int64_t tile = 0; tile < plan_.vocab_tiles; ++tile) {
-        row.add(blocks[tile * plan_.token_chunk + n], shard + tile * vocab_tile, call_.wants);
+        row.add(blocks[tile * plan_.token_chunk + n], tile * vocab_tile, call_.wants);
       }
       RowState& state = states()[first_ + n];
       const float target_logit = state.target_logit;
@@ -245,7 +244,7 @@ void LinearRun::weight_product(int64_t tile, const Lane& lane, int64_t panel,
     add_scaled(lane.product, engine.b_columns, scale, width, columns, overwrite, to, stride);
   } else {
     store_rows(lane.product, engine.b_columns, scale, first, width, column, columns,
-               call_.grad_weight);
+               call_.grad_weight, call_.accumulate);
   }
 }
 
@@ -318,7 +317,7 @@ void LinearRun::finish(const Tokens& tokens, bool any_chunk) {
     for_each_task(executor_, plan_.lanes, plan_.vocab_tiles, [&](int64_t tile, int64_t) {
       const int64_t first = tile * vocab_tile, width = tile_width(tile);
       store_rows(sum != nullptr ? sum + first * hidden : nullptr, hidden, 1, first, width, 0,
-                 hidden, call_.grad_weight);
+                 hidden, call_.grad_weight, call_.accumulate);
     });
   }
   if (!call_.grad_bias || (call_.accumulate && !any_chunk)) return;
@@ -335,9 +334,9 @@ void LinearRun::finish(const Tokens& tokens, bool any_chunk) {
   }
 }
 
-// from = null: zeros.
+// from = null: zeros. accumulate: adds to what f32 rows hold.
 void store_rows(const float* from, int64_t from_stride, float scale, int64_t row0, int64_t rows,
-                int64_t column0, int64_t columns, const TensorView& to) {
+                int64_t column0, int64_t columns, const TensorView& to, bool accumulate) {
   constexpr int64_t step = 256;
   alignas(64) float scaled[step] = {};
   const int64_t size = size_of(to.dtype);
@@ -348,6 +347,10 @@ void store_rows(const float* from, int64_t from_stride, float scale, int64_t row
       if (from != nullptr)
         add_scaled(from + r * from_stride + j, 0, scale, 1, count, true, scaled, 0);
       char* out = row + (column0 + j) * to.stride[1] * size;
+      if (accumulate) {
+        const float* old = reinterpret_cast<const float*>(out);
+        for (int64_t i = 0; i < count; ++i) scaled[i] += old[i * to.stride[1]];
+      }
       if (to.stride[1] == 1) {
         store_from_f32(scaled, count, to.dtype, out);
       } else {

@@ -79,6 +79,6 @@ class LinearRun {
 
 // Rows of a [rows, columns] f32 matrix to a view of any dtype and stride, times scale.
 void store_rows(const float* from, int64_t from_stride, float scale, int64_t row0, int64_t rows,
-                int64_t column0, int64_t columns, const TensorView& to);
+                int64_t column0, int64_t columns, const TensorView& to, bool accumulate = false);
 
 }  // namespace logitless::cpu
