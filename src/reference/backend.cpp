@@ -3,8 +3,8 @@
 // allocates, which the other backends never do.
 #include "src/backend.h"
 
-#include <exception>
 #include <new>
+#include <stdexcept>
 
 #include "src/reference/numbers.h"
 #include "src/reference/reference.h"
@@ -27,6 +27,8 @@ Status evaluate_and_write(const Op& op) {
         });
     return {};
   } catch (const std::bad_alloc&) {
+    return error(StatusCode::internal, "out of memory");
+  } catch (const std::length_error&) {  // more than a vector can hold
     return error(StatusCode::internal, "out of memory");
   } catch (const std::exception& e) {
     return error(StatusCode::internal, "%s", e.what());
