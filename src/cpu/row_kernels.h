@@ -23,12 +23,15 @@ struct BlockWants {
   bool weighted_sum = false, entropy = false, argmax = false;
 };
 
-// In place: raw[j] (+ bias[j], where bias is not null) becomes z[j] for j in [0, count). Sums are
-// formed lane by lane and then across lanes, in one order that depends on count alone.
-// class_weight: [count] or null (all 1); a class of weight 0 adds exactly 0, even where its logit
-// is -inf.
+// In place: raw[j] (+ bias[j], where bias is not null) becomes z[j] for j in [0, count); without a
+// bias the identity map writes nothing, so constant logits may be given. Sums are formed lane by
+// lane and then across lanes, in one order that depends on count alone. class_weight: [count] or
+// null (all 1); a class of weight 0 adds exactly 0, even where its logit is -inf.
 void forward_block(const LogitMap& map, float* logits, const float* bias, const float* class_weight,
                    int64_t count, BlockWants wants, BlockState* state);
+
+// The map alone.
+void map_block(const LogitMap& map, float* logits, const float* bias, int64_t count);
 
 // draw[j] = dz_j dz/draw for j in [0, count), from z[j] as forward_block left it; the onehot term
 // is NOT included (see target_gradient). draw may be z. exp of a -inf logit is 0 and adds 0 to the

@@ -1,0 +1,279 @@
+// SPDX-License-Identifier: Apache-2.0
+// The loops of row_kernels.h over one block of a row, once per target. A block is walked several
+// times while it is in the first cache: map and maximum, then exp and sum, then what else is asked
+// for.
+
+#if defined(LOGITLESS_CPU_ROW_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef LOGITLESS_CPU_ROW_INL_H_
+#undef LOGITLESS_CPU_ROW_INL_H_
+#else
+#define LOGITLESS_CPU_ROW_INL_H_
+#endif
+
+#include <cmath>
+#include <limits>
+
+#include "hwy/highway.h"
+#include "src/cpu/exp-inl.h"
+#include "src/cpu/row_kernels.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace logitless::cpu::HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+
+enum class Map { identity, scale, softcap };
+
+// The map's factors, each rounded once, those of the softcap in two parts:
+//   z = scale raw / temperature,  or  z = (softcap / temperature) tanh(scale raw / softcap).
+struct MapFactors {
+  float slope;                 // scale / temperature
+  float inward, inward_low;    // 2 |scale / softcap|
+  float limit;                 // |raw| from which tanh is 1
+  float outward, outward_low;  // softcap / temperature with the sign of scale
+  float backward;              // temperature / softcap
+};
+
+inline MapFactors map_factors(const LogitMap& map) {
+  MapFactors f{};
+  f.slope = static_cast<float>(static_cast<double>(map.scale) / map.temperature);
+  if (!(map.softcap > 0)) return f;
+  const double inward = 2 * std::fabs(static_cast<double>(map.scale)) / map.softcap;
+  const double outward =
+      std::copysign(static_cast<double>(map.softcap) / map.temperature, map.scale);
+  f.inward = static_cast<float>(inward);
+  f.inward_low = static_cast<float>(inward - f.inward);
+  f.limit = static_cast<float>(
+      std::fmin(21 / inward, static_cast<double>(std::numeric_limits<float>::max())));
+  f.outward = static_cast<float>(outward);
+  f.outward_low = static_cast<float>(outward - f.outward);
+  f.backward = static_cast<float>(static_cast<double>(map.temperature) / map.softcap);
+  return f;
+}
+
+inline Map kind_of_map(const LogitMap& map) {
+  if (map.softcap > 0) return Map::softcap;
+  return map.identity() ? Map::identity : Map::scale;
+}
+
+// outward tanh(inward size / 2), both factors in two parts.
+template <class D, class V = hn::Vec<D>, class T = hn::TFromD<D>>
+HWY_INLINE V cap_vector(D d, V size, T inward, T inward_low, T outward, T outward_low) {
+  const V y = hn::MulAdd(size, hn::Set(d, inward), hn::Mul(size, hn::Set(d, inward_low)));
+  const V t = tanh_of_half(d, y);
+  return hn::MulAdd(t, hn::Set(d, outward), hn::Mul(t, hn::Set(d, outward_low)));
+}
+
+// In f32. Where the target has no fused multiply-add what a product lost is unknown, and double
+// stands in.
+template <class D, class V = hn::Vec<D>>
+HWY_INLINE V cap_vector_f32(D d, const MapFactors& f, V size) {
+#if HWY_NATIVE_FMA
+  return cap_vector(d, size, f.inward, f.inward_low, f.outward, f.outward_low);
+#else
+  const hn::Repartition<double, D> dd;
+  const hn::Half<D> half;
+  const double inward = static_cast<double>(f.inward) + f.inward_low;
+  const double outward = static_cast<double>(f.outward) + f.outward_low;
+  const auto lower = cap_vector(dd, hn::PromoteLowerTo(dd, size), inward, 0.0, outward, 0.0);
+  const auto upper = cap_vector(dd, hn::PromoteUpperTo(dd, size), inward, 0.0, outward, 0.0);
+  return hn::Combine(d, hn::DemoteTo(half, upper), hn::DemoteTo(half, lower));
+#endif
+}
+
+// raw -> z
+template <Map kMap, class D, class V = hn::Vec<D>>
+HWY_INLINE V map_vector(D d, const MapFactors& f, V raw) {
+  if constexpr (kMap == Map::identity) return raw;
+  if constexpr (kMap == Map::scale) return hn::Mul(raw, hn::Set(d, f.slope));
+  if constexpr (kMap == Map::softcap) {
+    const V limit = hn::Set(d, f.limit);
+    V size = hn::Abs(raw);
+    size = hn::IfThenElse(hn::Gt(size, limit), limit, size);  // not Min: NaN stays
+    // The sign of raw times that of outward.
+    return hn::Xor(cap_vector_f32(d, f, size), hn::And(raw, hn::SignBit(d)));
+  }
+}
+
+// Maps the block in place and returns its maximum, where a NaN may or may not count.
+template <Map kMap, bool kBias>
+float map_and_maximum(const MapFactors& f, float* HWY_RESTRICT z, const float* HWY_RESTRICT bias,
+                      int64_t count) {
+  const hn::ScalableTag<float> d;
+  using V = hn::Vec<decltype(d)>;
+  const int64_t n = hn::Lanes(d);
+  const auto map_at = [&](int64_t i) HWY_ATTR {
+    V v = hn::LoadU(d, z + i);
+    if constexpr (kBias) v = hn::Add(v, hn::LoadU(d, bias + i));
+    v = map_vector<kMap>(d, f, v);
+    if constexpr (kBias || kMap != Map::identity) hn::StoreU(v, d, z + i);
+    return v;
+  };
+  const V least = hn::Set(d, kMinusInfinity);
+  V m0 = least, m1 = least, m2 = least, m3 = least;
+  int64_t i = 0;
+  for (; i + 4 * n <= count; i += 4 * n) {
+    m0 = hn::Max(m0, map_at(i));
+    m1 = hn::Max(m1, map_at(i + n));
+    m2 = hn::Max(m2, map_at(i + 2 * n));
+    m3 = hn::Max(m3, map_at(i + 3 * n));
+  }
+  for (; i + n <= count; i += n) m0 = hn::Max(m0, map_at(i));
+  if (i < count) {
+    const size_t rest = count - i;
+    V v = hn::LoadN(d, z + i, rest);
+    if constexpr (kBias) v = hn::Add(v, hn::LoadN(d, bias + i, rest));
+    v = map_vector<kMap>(d, f, v);
+    if constexpr (kBias || kMap != Map::identity) hn::StoreN(v, d, z + i, rest);
+    m1 = hn::Max(m1, hn::IfThenElse(hn::FirstN(d, rest), v, least));
+  }
+  return hn::ReduceMax(d, hn::Max(hn::Max(m0, m1), hn::Max(m2, m3)));
+}
+
+// sum_j exp(z_j - m) and, for the entropy, sum_j exp(z_j - m) (z_j - m). Few additions in a row: 8
+// a partial sum, then the partial sums.
+template <bool kEntropy>
+void sum_exponentials(const float* HWY_RESTRICT z, int64_t count, float maximum,
+                      BlockState* state) {
+  const hn::ScalableTag<float> d;
+  using V = hn::Vec<decltype(d)>;
+  const int64_t n = hn::Lanes(d);
+  const V m = hn::Set(d, maximum), least = hn::Set(d, kLeastExponent), zero = hn::Zero(d);
+  V sum = zero, shifted = zero;
+  const auto add = [&](V z_at, V& s, V& t) HWY_ATTR {
+    const V x = hn::Sub(z_at, m);
+    const V e = exp_nonpositive(d, x);
+    s = hn::Add(s, e);
+    // 0 log 0 = 0: where e is 0, x is finite.
+    if constexpr (kEntropy) t = hn::MulAdd(e, hn::Max(x, least), t);
+  };
+  int64_t i = 0;
+  while (i + 4 * n <= count) {
+    V s0 = zero, s1 = zero, s2 = zero, s3 = zero, t0 = zero, t1 = zero, t2 = zero, t3 = zero;
+    for (int step = 0; step < 8 && i + 4 * n <= count; ++step, i += 4 * n) {
+      add(hn::LoadU(d, z + i), s0, t0);
+      add(hn::LoadU(d, z + i + n), s1, t1);
+      add(hn::LoadU(d, z + i + 2 * n), s2, t2);
+      add(hn::LoadU(d, z + i + 3 * n), s3, t3);
+    }
+    sum = hn::Add(sum, hn::Add(hn::Add(s0, s1), hn::Add(s2, s3)));
+    if constexpr (kEntropy) shifted = hn::Add(shifted, hn::Add(hn::Add(t0, t1), hn::Add(t2, t3)));
+  }
+  V s0 = zero, t0 = zero;
+  for (; i + n <= count; i += n) add(hn::LoadU(d, z + i), s0, t0);
+  if (i < count) add(hn::LoadNOr(hn::Set(d, kMinusInfinity), d, z + i, count - i), s0, t0);
+  state->sum = hn::ReduceSum(d, hn::Add(sum, s0));
+  if constexpr (kEntropy) state->shifted_sum = hn::ReduceSum(d, hn::Add(shifted, t0));
+}
+
+// sum_j c_j z_j
+template <bool kWeights>
+float weighted_sum(const float* HWY_RESTRICT z, const float* HWY_RESTRICT weight, int64_t count) {
+  const hn::ScalableTag<float> d;
+  using V = hn::Vec<decltype(d)>;
+  const int64_t n = hn::Lanes(d);
+  const V zero = hn::Zero(d);
+  const auto add = [&](V z_at, V c, V& s) HWY_ATTR {
+    if constexpr (kWeights) {
+      s = hn::Add(s, hn::IfThenZeroElse(hn::Eq(c, zero), hn::Mul(c, z_at)));
+    } else {
+      s = hn::Add(s, z_at);
+    }
+  };
+  const auto weight_at = [&](int64_t i) HWY_ATTR {
+    if constexpr (kWeights) return hn::LoadU(d, weight + i);
+    return zero;
+  };
+  V sum = zero;
+  int64_t i = 0;
+  while (i + 4 * n <= count) {
+    V s0 = zero, s1 = zero, s2 = zero, s3 = zero;
+    for (int step = 0; step < 8 && i + 4 * n <= count; ++step, i += 4 * n) {
+      add(hn::LoadU(d, z + i), weight_at(i), s0);
+      add(hn::LoadU(d, z + i + n), weight_at(i + n), s1);
+      add(hn::LoadU(d, z + i + 2 * n), weight_at(i + 2 * n), s2);
+      add(hn::LoadU(d, z + i + 3 * n), weight_at(i + 3 * n), s3);
+    }
+    sum = hn::Add(sum, hn::Add(hn::Add(s0, s1), hn::Add(s2, s3)));
+  }
+  V s0 = zero;
+  for (; i + n <= count; i += n) add(hn::LoadU(d, z + i), weight_at(i), s0);
+  if (i < count) {
+    const size_t rest = count - i;
+    V c = zero;
+    if constexpr (kWeights) c = hn::LoadN(d, weight + i, rest);
+    add(hn::LoadN(d, z + i, rest), c, s0);
+  }
+  return hn::ReduceSum(d, hn::Add(sum, s0));
+}
+
+// The lowest index whose logit is `maximum`; 0 where none is, in a block with a NaN.
+inline int32_t first_index_of(const float* HWY_RESTRICT z, int64_t count, float maximum) {
+  const hn::ScalableTag<float> d;
+  const int64_t n = hn::Lanes(d);
+  const auto m = hn::Set(d, maximum);
+  int64_t i = 0;
+  for (; i + n <= count; i += n) {
+    const intptr_t found = hn::FindFirstTrue(d, hn::Eq(hn::LoadU(d, z + i), m));
+    if (found >= 0) return static_cast<int32_t>(i + found);
+  }
+  for (; i < count; ++i) {
+    if (z[i] == maximum) return static_cast<int32_t>(i);
+  }
+  return 0;
+}
+
+// draw_j. kSmoothing: 0 none, 1 every class alike, 2 class weights.
+template <bool kSoftcap, int kSmoothing, bool kEntropy>
+void gradient_loop(const MapFactors& f, const RowGradient& g, const float* z, const float* weight,
+                   int64_t count, float* draw) {
+  const hn::ScalableTag<float> d;
+  using V = hn::Vec<decltype(d)>;
+  const int64_t n = hn::Lanes(d);
+  const V reference = hn::Set(d, g.reference), log_sum = hn::Set(d, g.log_sum);
+  const V probability = hn::Set(d, g.probability * f.slope);
+  const V smoothing = hn::Set(d, g.smoothing * f.slope), entropy = hn::Set(d, g.entropy * f.slope);
+  const V entropy_value = hn::Set(d, g.entropy_value), least = hn::Set(d, kLeastExponent);
+  const auto gradient = [&](V z_at, V c) HWY_ATTR {
+    const V log_p = hn::Sub(hn::Sub(z_at, reference), log_sum);
+    const V p = exp_any(d, log_p);
+    V sum = hn::Mul(probability, p);
+    if constexpr (kSmoothing == 1) sum = hn::Sub(sum, smoothing);
+    if constexpr (kSmoothing == 2) sum = hn::NegMulAdd(smoothing, c, sum);
+    if constexpr (kEntropy) {
+      const V information = hn::Add(hn::Max(log_p, least), entropy_value);
+      sum = hn::NegMulAdd(hn::Mul(entropy, p), information, sum);
+    }
+    if constexpr (kSoftcap) {
+      const V t = hn::Mul(z_at, hn::Set(d, f.backward));
+      sum = hn::Mul(sum, hn::NegMulAdd(t, t, hn::Set(d, 1.0f)));
+    }
+    return sum;
+  };
+  const auto weight_at = [&](int64_t i) HWY_ATTR {
+    if constexpr (kSmoothing == 2) return hn::LoadU(d, weight + i);
+    return hn::Zero(d);
+  };
+  int64_t i = 0;
+  for (; i + 2 * n <= count; i += 2 * n) {
+    const V a = gradient(hn::LoadU(d, z + i), weight_at(i));
+    const V b = gradient(hn::LoadU(d, z + i + n), weight_at(i + n));
+    hn::StoreU(a, d, draw + i);
+    hn::StoreU(b, d, draw + i + n);
+  }
+  for (; i + n <= count; i += n) {
+    hn::StoreU(gradient(hn::LoadU(d, z + i), weight_at(i)), d, draw + i);
+  }
+  if (i < count) {
+    const size_t rest = count - i;
+    V c = hn::Zero(d);
+    if constexpr (kSmoothing == 2) c = hn::LoadN(d, weight + i, rest);
+    hn::StoreN(gradient(hn::LoadN(d, z + i, rest), c), d, draw + i, rest);
+  }
+}
+
+}  // namespace logitless::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif

@@ -1,0 +1,326 @@
+// SPDX-License-Identifier: Apache-2.0
+// The row kernels: one entry per kernel and target, chosen at run time, and the scalar rest.
+#include "src/cpu/row_kernels.h"
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "src/cpu/targets.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "src/cpu/row_kernels.cpp"
+#include "hwy/foreach_target.h"
+// The order matters: the list of targets, then the loop over them, then what it repeats.
+#include "hwy/highway.h"
+#include "src/cpu/row-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace logitless::cpu::HWY_NAMESPACE {
+
+template <Map kMap>
+float map_with(const MapFactors& f, float* z, const float* bias, int64_t count) {
+  return bias != nullptr ? map_and_maximum<kMap, true>(f, z, bias, count)
+                         : map_and_maximum<kMap, false>(f, z, bias, count);
+}
+
+float map_block_on_target(const LogitMap& map, float* logits, const float* bias, int64_t count) {
+  const MapFactors f = map_factors(map);
+  switch (kind_of_map(map)) {
+    case Map::identity:
+      return map_with<Map::identity>(f, logits, bias, count);
+    case Map::scale:
+      return map_with<Map::scale>(f, logits, bias, count);
+    case Map::softcap:
+      return map_with<Map::softcap>(f, logits, bias, count);
+  }
+  return 0;
+}
+
+void forward_block_on_target(const LogitMap& map, float* logits, const float* bias,
+                             const float* class_weight, int64_t count, BlockWants wants,
+                             BlockState* state) {
+  *state = {};
+  state->maximum = map_block_on_target(map, logits, bias, count);
+  // Shifted by a finite number a block of -inf sums to 0, and a NaN, which the maximum may have
+  // missed, stays NaN.
+  const float shift = state->maximum == kMinusInfinity ? 0 : state->maximum;
+  if (wants.entropy) {
+    sum_exponentials<true>(logits, count, shift, state);
+  } else {
+    sum_exponentials<false>(logits, count, shift, state);
+  }
+  if (wants.argmax) state->argmax = first_index_of(logits, count, state->maximum);
+  if (wants.weighted_sum) {
+    state->weighted_sum = class_weight != nullptr
+                              ? weighted_sum<true>(logits, class_weight, count)
+                              : weighted_sum<false>(logits, class_weight, count);
+  }
+  if (!std::isnan(state->sum)) return;
+  // A NaN, or +inf - +inf.
+  for (int64_t j = 0; j < count; ++j) {
+    if (std::isnan(logits[j])) state->maximum = logits[j];
+  }
+}
+
+template <bool kSoftcap, int kSmoothing>
+void gradient_with(const MapFactors& f, const RowGradient& g, const float* z, const float* weight,
+                   int64_t count, float* draw) {
+  if (g.entropy != 0) {
+    gradient_loop<kSoftcap, kSmoothing, true>(f, g, z, weight, count, draw);
+  } else {
+    gradient_loop<kSoftcap, kSmoothing, false>(f, g, z, weight, count, draw);
+  }
+}
+
+template <bool kSoftcap>
+void gradient_with(const MapFactors& f, const RowGradient& g, const float* z, const float* weight,
+                   int64_t count, float* draw) {
+  if (g.smoothing == 0) {
+    gradient_with<kSoftcap, 0>(f, g, z, weight, count, draw);
+  } else if (weight == nullptr) {
+    gradient_with<kSoftcap, 1>(f, g, z, weight, count, draw);
+  } else {
+    gradient_with<kSoftcap, 2>(f, g, z, weight, count, draw);
+  }
+}
+
+void gradient_block_on_target(const LogitMap& map, const RowGradient& g, const float* z,
+                              const float* class_weight, int64_t count, float* draw) {
+  const MapFactors f = map_factors(map);
+  if (map.softcap > 0) {
+    gradient_with<true>(f, g, z, class_weight, count, draw);
+  } else {
+    gradient_with<false>(f, g, z, class_weight, count, draw);
+  }
+}
+
+// bf16 is the upper half of f32.
+void load_bf16(const uint16_t* HWY_RESTRICT source, int64_t count,
+               float* HWY_RESTRICT destination) {
+  const hn::ScalableTag<float> d;
+  const hn::RebindToUnsigned<decltype(d)> du;
+  const hn::Rebind<uint16_t, decltype(d)> half;
+  const int64_t n = hn::Lanes(d);
+  int64_t i = 0;
+  for (; i + n <= count; i += n) {
+    const auto bits = hn::ShiftLeft<16>(hn::PromoteTo(du, hn::LoadU(half, source + i)));
+    hn::StoreU(hn::BitCast(d, bits), d, destination + i);
+  }
+  for (; i < count; ++i) {
+    const uint32_t bits = uint32_t{source[i]} << 16;
+    std::memcpy(destination + i, &bits, sizeof(bits));
+  }
+}
+
+// To the nearest, ties to even: the carry of 0x7fff plus the lowest kept bit. A NaN is made quiet,
+// lest it round to inf.
+template <class DU, class V = hn::Vec<DU>>
+HWY_INLINE V round_to_bf16(DU du, V bits) {
+  const hn::RebindToFloat<DU> d;
+  const V lowest = hn::And(hn::ShiftRight<16>(bits), hn::Set(du, 1u));
+  const V rounded = hn::Add(bits, hn::Add(lowest, hn::Set(du, 0x7fffu)));
+  const auto nan = hn::RebindMask(du, hn::IsNaN(hn::BitCast(d, bits)));
+  return hn::ShiftRight<16>(hn::IfThenElse(nan, hn::Or(bits, hn::Set(du, 0x400000u)), rounded));
+}
+
+void store_bf16(const float* HWY_RESTRICT source, int64_t count,
+                uint16_t* HWY_RESTRICT destination) {
+  const hn::ScalableTag<float> d;
+  const hn::RebindToUnsigned<decltype(d)> du;
+  const hn::Rebind<uint16_t, decltype(d)> half;
+  const int64_t n = hn::Lanes(d);
+  int64_t i = 0;
+  for (; i + n <= count; i += n) {
+    const auto bits = round_to_bf16(du, hn::BitCast(du, hn::LoadU(d, source + i)));
+    hn::StoreU(hn::TruncateTo(half, bits), half, destination + i);
+  }
+  if (i < count) {
+    const size_t rest = count - i;
+    const auto bits = round_to_bf16(du, hn::BitCast(du, hn::LoadN(d, source + i, rest)));
+    hn::StoreN(hn::TruncateTo(half, bits), half, destination + i, rest);
+  }
+}
+
+// f16 in 16 bits <-> f32. x86 below AVX2 has no such instruction, and Highway's stand-in takes inf
+// for a number.
+#if (HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX2) || HWY_ARCH_ARM_A64
+template <class DH, class D, class VH = hn::Vec<DH>>
+HWY_INLINE hn::Vec<D> f32_of_f16(DH, D d, VH bits) {
+  const hn::Rebind<hwy::float16_t, D> half;
+  return hn::PromoteTo(d, hn::BitCast(half, bits));
+}
+template <class DH, class D, class V = hn::Vec<D>>
+HWY_INLINE hn::Vec<DH> f16_of_f32(DH dh, D, V v) {
+  const hn::Rebind<hwy::float16_t, D> half;
+  return hn::BitCast(dh, hn::DemoteTo(half, v));
+}
+#else
+template <class DH, class D, class VH = hn::Vec<DH>>
+HWY_INLINE hn::Vec<D> f32_of_f16(DH, D d, VH bits) {
+  const hn::RebindToUnsigned<D> du;
+  const auto wide = hn::PromoteTo(du, bits);
+  const auto size = hn::ShiftLeft<13>(hn::And(wide, hn::Set(du, 0x7fffu)));
+  // The exponent's bias moves by a product, which makes subnormals normal.
+  const auto scaled = hn::BitCast(du, hn::Mul(hn::BitCast(d, size), hn::Set(d, 0x1p112f)));
+  const auto special = hn::Ge(size, hn::Set(du, 0x7c00u << 13));
+  const auto sign = hn::ShiftLeft<16>(hn::And(wide, hn::Set(du, 0x8000u)));
+  const auto value = hn::IfThenElse(special, hn::Or(size, hn::Set(du, 0x7f800000u)), scaled);
+  return hn::BitCast(d, hn::Or(value, sign));
+}
+template <class DH, class D, class V = hn::Vec<D>>
+HWY_INLINE hn::Vec<DH> f16_of_f32(DH dh, D d, V v) {
+  const hn::RebindToUnsigned<D> du;
+  const auto all = hn::BitCast(du, v);
+  const auto size = hn::And(all, hn::Set(du, 0x7fffffffu));
+  const auto lowest = hn::And(hn::ShiftRight<13>(size), hn::Set(du, 1u));
+  const auto rounded = hn::Add(size, hn::Add(lowest, hn::Set(du, 0xfffu)));
+  const auto normal = hn::ShiftRight<13>(hn::Sub(rounded, hn::Set(du, 112u << 23)));
+  // Next to 1/2 the last bit is that of a subnormal.
+  const auto shifted = hn::Add(hn::BitCast(d, size), hn::Set(d, 0.5f));
+  const auto subnormal = hn::Sub(hn::BitCast(du, shifted), hn::Set(du, 0x3f000000u));
+  auto value = hn::IfThenElse(hn::Lt(size, hn::Set(du, 113u << 23)), subnormal, normal);
+  value = hn::IfThenElse(hn::Ge(size, hn::Set(du, 0x477ff000u)), hn::Set(du, 0x7c00u), value);
+  value = hn::IfThenElse(hn::Gt(size, hn::Set(du, 0x7f800000u)), hn::Set(du, 0x7e00u), value);
+  const auto sign = hn::ShiftRight<16>(hn::Sub(all, size));
+  return hn::TruncateTo(dh, hn::Or(value, sign));
+}
+#endif
+
+void load_f16(const uint16_t* HWY_RESTRICT source, int64_t count, float* HWY_RESTRICT destination) {
+  const hn::ScalableTag<float> d;
+  const hn::Rebind<uint16_t, decltype(d)> half;
+  const int64_t n = hn::Lanes(d);
+  int64_t i = 0;
+  for (; i + n <= count; i += n) {
+    hn::StoreU(f32_of_f16(half, d, hn::LoadU(half, source + i)), d, destination + i);
+  }
+  if (i < count) {
+    const size_t rest = count - i;
+    hn::StoreN(f32_of_f16(half, d, hn::LoadN(half, source + i, rest)), d, destination + i, rest);
+  }
+}
+
+void store_f16(const float* HWY_RESTRICT source, int64_t count,
+               uint16_t* HWY_RESTRICT destination) {
+  const hn::ScalableTag<float> d;
+  const hn::Rebind<uint16_t, decltype(d)> half;
+  const int64_t n = hn::Lanes(d);
+  int64_t i = 0;
+  for (; i + n <= count; i += n) {
+    hn::StoreU(f16_of_f32(half, d, hn::LoadU(d, source + i)), half, destination + i);
+  }
+  if (i < count) {
+    const size_t rest = count - i;
+    hn::StoreN(f16_of_f32(half, d, hn::LoadN(d, source + i, rest)), half, destination + i, rest);
+  }
+}
+
+}  // namespace logitless::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace logitless::cpu {
+
+HWY_EXPORT(map_block_on_target);
+HWY_EXPORT(forward_block_on_target);
+HWY_EXPORT(gradient_block_on_target);
+HWY_EXPORT(load_bf16);
+HWY_EXPORT(store_bf16);
+HWY_EXPORT(load_f16);
+HWY_EXPORT(store_f16);
+
+void map_block(const LogitMap& map, float* logits, const float* bias, int64_t count) {
+  if (map.identity() && bias == nullptr) return;
+  HWY_DYNAMIC_DISPATCH(map_block_on_target)(map, logits, bias, count);
+}
+
+void forward_block(const LogitMap& map, float* logits, const float* bias, const float* class_weight,
+                   int64_t count, BlockWants wants, BlockState* state) {
+  HWY_DYNAMIC_DISPATCH(forward_block_on_target)
+  (map, logits, bias, class_weight, count, wants, state);
+}
+
+void gradient_block(const LogitMap& map, const RowGradient& g, const float* z,
+                    const float* class_weight, int64_t count, float* draw) {
+  HWY_DYNAMIC_DISPATCH(gradient_block_on_target)(map, g, z, class_weight, count, draw);
+}
+
+float target_gradient(const LogitMap& map, const RowGradient& g, float z, float class_weight) {
+  const double log_p = (z - g.reference) - g.log_sum;
+  const double p = std::exp(log_p);
+  // P p - onehot = P (p - 1) + (P - onehot): where p is near 1 nothing cancels.
+  double sum = g.probability * std::expm1(log_p) + (static_cast<double>(g.probability) - g.onehot);
+  if (g.smoothing != 0) sum -= static_cast<double>(g.smoothing) * class_weight;
+  if (g.entropy != 0 && p != 0) sum -= g.entropy * p * (log_p + g.entropy_value);
+  double slope = static_cast<double>(map.scale) / map.temperature;
+  if (map.softcap > 0) {
+    const double t = static_cast<double>(z) * map.temperature / map.softcap;
+    slope *= (1 - t) * (1 + t);
+  }
+  return static_cast<float>(sum * slope);
+}
+
+void load_as_f32(const void* source, DType dtype, int64_t count, float* destination) {
+  if (dtype == DType::bf16) {
+    HWY_DYNAMIC_DISPATCH(load_bf16)(static_cast<const uint16_t*>(source), count, destination);
+  } else if (dtype == DType::f16) {
+    HWY_DYNAMIC_DISPATCH(load_f16)
+    (static_cast<const uint16_t*>(source), count, destination);
+  } else if (source != destination && count > 0) {
+    std::memcpy(destination, source, count * sizeof(float));
+  }
+}
+
+void store_from_f32(const float* source, int64_t count, DType dtype, void* destination) {
+  if (dtype == DType::bf16) {
+    HWY_DYNAMIC_DISPATCH(store_bf16)(source, count, static_cast<uint16_t*>(destination));
+  } else if (dtype == DType::f16) {
+    HWY_DYNAMIC_DISPATCH(store_f16)(source, count, static_cast<uint16_t*>(destination));
+  } else if (source != destination && count > 0) {
+    std::memcpy(destination, source, count * sizeof(float));
+  }
+}
+
+RowAccumulator::RowAccumulator()
+    : maximum(-std::numeric_limits<float>::infinity()),
+      sum(0),
+      weighted_sum(0),
+      shifted_sum(0),
+      argmax(-1) {}
+
+void RowAccumulator::add(const BlockState& block, int64_t first_column, BlockWants wants) {
+  if (wants.argmax && (argmax < 0 || block.maximum > maximum)) argmax = first_column + block.argmax;
+  weighted_sum += block.weighted_sum;
+  const float least = -std::numeric_limits<float>::infinity();
+  if (block.maximum == least || std::isnan(maximum)) return;
+  // exp(z - a) (z - a) = exp(b - a) [ exp(z - b) (z - b) + exp(z - b) (b - a) ] for the shift b ->
+  // a.
+  double old_shift = 0, new_shift = 0;
+  if (block.maximum <= maximum) {
+    new_shift = static_cast<double>(block.maximum) - maximum;
+  } else {
+    old_shift = maximum == least ? 0 : static_cast<double>(maximum) - block.maximum;
+    maximum = block.maximum;
+  }
+  const double old_factor = std::exp(old_shift), new_factor = std::exp(new_shift);
+  if (wants.entropy) {
+    shifted_sum = old_factor * (shifted_sum + sum * old_shift) +
+                  new_factor * (block.shifted_sum + block.sum * new_shift);
+  }
+  sum = old_factor * sum + new_factor * block.sum;
+}
+
+RowState RowAccumulator::finish(BlockWants wants) const {
+  RowState state{.reference = maximum,
+                 .weighted_logit_sum = static_cast<float>(weighted_sum),
+                 .argmax = argmax};
+  const bool nothing = maximum == -std::numeric_limits<float>::infinity();
+  const double log_sum = nothing ? std::numeric_limits<double>::quiet_NaN() : std::log(sum);
+  state.log_sum = static_cast<float>(log_sum);
+  if (wants.entropy) state.entropy = static_cast<float>(log_sum - shifted_sum / sum);
+  return state;
+}
+
+}  // namespace logitless::cpu
+#endif  // HWY_ONCE

@@ -1,0 +1,545 @@
+// SPDX-License-Identifier: Apache-2.0
+// The row kernels against loops in double, on every instruction set this machine runs.
+#include "src/cpu/row_kernels.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <iterator>
+#include <limits>
+#include <random>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "src/cpu/dispatch.h"
+
+namespace logitless::cpu {
+namespace {
+
+constexpr double kU = 0x1p-24;
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+std::vector<std::string> targets() {
+  std::istringstream words(target_names());
+  return {std::istream_iterator<std::string>(words), {}};
+}
+
+std::vector<int64_t> counts() {
+  std::vector<int64_t> all;
+  for (int64_t i = 1; i <= 40; ++i) all.push_back(i);
+  for (int64_t i : {63, 64, 65, 127, 192, 255, 257, 1000, 1024, 4097}) all.push_back(i);
+  return all;
+}
+
+class RowKernels : public testing::TestWithParam<std::string> {
+ protected:
+  void SetUp() override { ASSERT_TRUE(force_target(GetParam().c_str())); }
+  void TearDown() override { force_target(nullptr); }
+  std::mt19937 random_{7};
+  std::vector<float> normal(int64_t count, float scale) {
+    std::normal_distribution<float> distribution(0, scale);
+    std::vector<float> v(count);
+    for (float& x : v) x = distribution(random_);
+    return v;
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Targets, RowKernels, testing::ValuesIn(targets()),
+                         [](const auto& info) { return info.param; });
+
+std::vector<LogitMap> maps() {
+  std::vector<LogitMap> all;
+  for (const float scale : {1.f, -.7f}) {
+    for (const float softcap : {0.f, 30.f, 1.3f}) {
+      for (const float temperature : {1.f, .3f}) {
+        all.push_back(
+            logit_map({.logit_scale = scale, .softcap = softcap, .temperature = temperature}));
+      }
+    }
+  }
+  return all;
+}
+
+double mapped(const LogitMap& map, double raw) {
+  double c = raw * map.scale;
+  if (map.softcap > 0) c = map.softcap * std::tanh(c / map.softcap);
+  return c / map.temperature;
+}
+
+double slope(const LogitMap& map, double z) {
+  const double t = map.softcap > 0 ? z * map.temperature / map.softcap : 0;
+  return map.scale / static_cast<double>(map.temperature) * (1 - t * t);
+}
+
+// p = exp(z), with nothing else in the way.
+std::vector<float> exponentials(const std::vector<float>& x) {
+  std::vector<float> y(x.size());
+  gradient_block({}, {.probability = 1}, x.data(), nullptr, x.size(), y.data());
+  return y;
+}
+
+TEST_P(RowKernels, ExpIsWithinOneUlp) {
+  std::vector<float> x;
+  for (double v = -87.33; v < 87.9; v += .00037) x.push_back(static_cast<float>(v));
+  for (float v = 1e-30f; v < 1; v *= 1.3f) {
+    x.push_back(v);
+    x.push_back(-v);
+  }
+  const std::vector<float> y = exponentials(x);
+  double worst = 0;
+  for (size_t i = 0; i < x.size(); ++i) {
+    const double exact = std::exp(static_cast<double>(x[i]));
+    const double ulp = std::ldexp(1.0, std::ilogb(exact) - 23);
+    worst = std::max(worst, std::fabs(y[i] - exact) / ulp);
+  }
+  RecordProperty("max_error_ulp", std::to_string(worst));
+  EXPECT_LT(worst, 1.2);
+  EXPECT_GT(worst, .4);  // the measure itself works
+}
+
+TEST_P(RowKernels, ExpAtItsEdges) {
+  const std::vector<float> y =
+      exponentials({-kInf, -1e30f, -104, -88, 0, -0.f, kNan, kInf, 1e30f, 89, 100, -87.34f, -kNan});
+  for (int i : {0, 1, 2, 3, 11}) EXPECT_EQ(y[i], 0) << i;
+  EXPECT_EQ(y[4], 1);
+  EXPECT_EQ(y[5], 1);
+  EXPECT_TRUE(std::isnan(y[6]));
+  for (int i : {7, 8, 9, 10}) EXPECT_EQ(y[i], kInf) << i;
+  EXPECT_TRUE(std::isnan(y[12]));
+}
+
+TEST_P(RowKernels, TanhKeepsItsRelativeError) {
+  std::vector<float> x;
+  for (float v = 1e-30f; v < 30; v *= 1.0003f) {
+    x.push_back(v);
+    x.push_back(-v);
+  }
+  std::vector<float> y = x;
+  map_block(logit_map({.softcap = 1}), y.data(), nullptr, y.size());
+  double worst = 0;
+  for (size_t i = 0; i < x.size(); ++i) {
+    const double exact = std::tanh(static_cast<double>(x[i]));
+    worst = std::max(worst, std::fabs(y[i] - exact) / std::fabs(exact));
+  }
+  RecordProperty("max_relative_error_u", std::to_string(worst / kU));
+  EXPECT_LT(worst, 1.7 * kU);
+  std::vector<float> edges{kInf, -kInf, 0, -0.f, kNan, 3e38f, -3e38f};
+  map_block(logit_map({.softcap = 1}), edges.data(), nullptr, edges.size());
+  EXPECT_EQ(edges[0], 1);
+  EXPECT_EQ(edges[1], -1);
+  EXPECT_EQ(edges[2], 0);
+  EXPECT_TRUE(std::signbit(edges[3]) && edges[3] == 0);
+  EXPECT_TRUE(std::isnan(edges[4]));
+  EXPECT_EQ(edges[5], 1);
+  EXPECT_EQ(edges[6], -1);
+}
+
+TEST_P(RowKernels, TheMapIsWithinTheBoundOfALogit) {
+  for (const LogitMap& map : maps()) {
+    for (const float size : {.01f, 3.f, 40.f}) {
+      const std::vector<float> raw = normal(20001, size), bias = normal(20001, size);
+      std::vector<float> z = raw, with_bias = raw;
+      map_block(map, z.data(), nullptr, z.size());
+      map_block(map, with_bias.data(), bias.data(), z.size());
+      for (size_t j = 0; j < z.size(); ++j) {
+        const double exact = mapped(map, raw[j]), shifted = mapped(map, raw[j] + bias[j]);
+        ASSERT_LE(std::fabs(z[j] - exact), 3 * kU * std::fabs(exact)) << raw[j];
+        ASSERT_LE(std::fabs(with_bias[j] - shifted), 3 * kU * std::fabs(shifted)) << raw[j];
+      }
+    }
+  }
+}
+
+TEST_P(RowKernels, AnInfiniteLogitMapsExactly) {
+  for (const LogitMap& map : maps()) {
+    std::vector<float> z{kInf, -kInf, kNan};
+    map_block(map, z.data(), nullptr, 3);
+    EXPECT_EQ(z[0], static_cast<float>(mapped(map, kInf)));
+    EXPECT_EQ(z[1], static_cast<float>(mapped(map, -kInf)));
+    EXPECT_TRUE(std::isnan(z[2]));
+  }
+}
+
+// forward_block in double from the mapped logits it left behind.
+void check_forward(const std::vector<float>& z, const std::vector<float>* weight,
+                   const BlockState& state) {
+  double m = -kInf, sum = 0, shifted = 0, weighted = 0, magnitude = 0;
+  for (const float v : z) m = std::max<double>(m, v);
+  int argmax = 0;
+  while (z[argmax] != m) ++argmax;
+  for (size_t j = 0; j < z.size(); ++j) {
+    const double x = z[j] - m, c = weight != nullptr ? (*weight)[j] : 1;
+    sum += std::exp(x);
+    shifted += std::exp(x) * x;
+    weighted += c * z[j];
+    magnitude += std::fabs(c * z[j]);
+  }
+  const double length = std::log2(z.size()) + 3;
+  EXPECT_EQ(state.maximum, m);
+  EXPECT_NEAR(state.sum, sum, kU * (length * sum - 2 * shifted));
+  EXPECT_NEAR(state.shifted_sum, shifted, 4 * kU * (length * sum - 2 * shifted) + kU);
+  EXPECT_NEAR(state.weighted_sum, weighted, kU * (length - 1) * magnitude);
+  EXPECT_EQ(state.argmax, argmax);
+}
+
+TEST_P(RowKernels, ForwardIsADoubleLoopAtEveryCount) {
+  constexpr BlockWants all{.weighted_sum = true, .entropy = true, .argmax = true};
+  for (const LogitMap& map : maps()) {
+    for (const int64_t count : counts()) {
+      const std::vector<float> raw = normal(count, 5), bias = normal(count, 1);
+      const std::vector<float> weight = normal(count, 1);
+      for (const bool with_bias : {false, true}) {
+        std::vector<float> expected = raw, z = raw;
+        // What lies behind the block is neither read nor written.
+        z.insert(z.end(), 64, kNan);
+        const float* b = with_bias ? bias.data() : nullptr;
+        map_block(map, expected.data(), b, count);
+        BlockState state;
+        forward_block(map, z.data(), b, weight.data(), count, all, &state);
+        EXPECT_EQ(std::memcmp(z.data(), expected.data(), count * sizeof(float)), 0);
+        for (int i = 0; i < 64; ++i) EXPECT_TRUE(std::isnan(z[count + i]));
+        check_forward(expected, &weight, state);
+        BlockState unweighted, plain;
+        z.assign(raw.begin(), raw.end());
+        forward_block(map, z.data(), b, nullptr, count, all, &unweighted);
+        check_forward(expected, nullptr, unweighted);
+        z.assign(raw.begin(), raw.end());
+        forward_block(map, z.data(), b, nullptr, count, {}, &plain);
+        // What is wanted changes no bit of what is always there.
+        EXPECT_EQ(plain.sum, state.sum);
+        EXPECT_EQ(plain.maximum, state.maximum);
+      }
+      if (HasFailure()) FAIL() << count;
+    }
+  }
+}
+
+TEST_P(RowKernels, TheAddressChangesNoBit) {
+  constexpr BlockWants all{.weighted_sum = true, .entropy = true, .argmax = true};
+  for (const int64_t count : {31, 192, 1000}) {
+    const std::vector<float> raw = normal(count, 5);
+    BlockState first{};
+    for (int offset = 0; offset < 17; ++offset) {
+      std::vector<float> z(offset);
+      z.insert(z.end(), raw.begin(), raw.end());
+      BlockState state;
+      forward_block({}, z.data() + offset, nullptr, nullptr, count, all, &state);
+      if (offset == 0) first = state;
+      EXPECT_EQ(std::memcmp(&first, &state, sizeof(state)), 0) << offset;
+    }
+  }
+}
+
+TEST_P(RowKernels, ALogitsImageDoesNotDependOnItsPlace) {
+  for (const LogitMap& map : maps()) {
+    std::vector<float> raw = normal(97, 8);
+    for (int64_t j = 0; j < 97; ++j) raw[j] = raw[j % 7];
+    const RowGradient g{.reference = 1,
+                        .log_sum = 2,
+                        .probability = .3f,
+                        .smoothing = .01f,
+                        .entropy = .5f,
+                        .entropy_value = 1.5f};
+    std::vector<float> draw(97);
+    map_block(map, raw.data(), nullptr, 97);
+    gradient_block(map, g, raw.data(), nullptr, 97, draw.data());
+    for (int64_t j = 7; j < 97; ++j) {
+      EXPECT_EQ(raw[j], raw[j % 7]);
+      EXPECT_EQ(draw[j], draw[j % 7]);
+    }
+  }
+}
+
+TEST_P(RowKernels, LowestIndexAmongEqualMaxima) {
+  for (const int64_t count : counts()) {
+    for (int64_t first = 0; first < count; first += 1 + count / 7) {
+      std::vector<float> z(count, -1);
+      z[first] = z[count - 1] = 2;
+      BlockState state;
+      forward_block({}, z.data(), nullptr, nullptr, count, {.argmax = true}, &state);
+      EXPECT_EQ(state.argmax, first);
+    }
+  }
+}
+
+TEST_P(RowKernels, OneNanIsNeverLost) {
+  for (const int64_t count : counts()) {
+    for (int64_t where = 0; where < count; where += 1 + count / 37) {
+      for (const float others : {-3.f, -kInf, kInf}) {
+        std::vector<float> z(count, others);
+        z[where] = kNan;
+        BlockState state;
+        forward_block({}, z.data(), nullptr, nullptr, count, {.argmax = true}, &state);
+        EXPECT_TRUE(std::isnan(state.maximum)) << count << " " << where;
+        EXPECT_TRUE(state.argmax >= 0 && state.argmax < count);
+      }
+    }
+  }
+}
+
+TEST_P(RowKernels, MinusInfinityIsNoProbability) {
+  constexpr BlockWants all{.weighted_sum = true, .entropy = true, .argmax = true};
+  for (const int64_t count : counts()) {
+    std::vector<float> z(count, -kInf), weight(count, 0);
+    BlockState state;
+    forward_block({}, z.data(), nullptr, weight.data(), count, all, &state);
+    EXPECT_EQ(state.maximum, -kInf);
+    EXPECT_EQ(state.sum, 0);
+    EXPECT_EQ(state.shifted_sum, 0);
+    EXPECT_EQ(state.weighted_sum, 0);  // weight 0 adds 0
+    EXPECT_EQ(state.argmax, 0);
+    z[count / 2] = 3;
+    forward_block({}, z.data(), nullptr, nullptr, count, all, &state);
+    EXPECT_EQ(state.maximum, 3);
+    EXPECT_EQ(state.sum, 1);
+    EXPECT_EQ(state.shifted_sum, 0);
+    EXPECT_EQ(state.argmax, count / 2);
+    if (count > 1) {
+      EXPECT_EQ(state.weighted_sum, -kInf);
+    }
+  }
+}
+
+TEST_P(RowKernels, HugeLogitsDoNotOverflow) {
+  std::vector<float> z{1e30f, -1e30f, 1e30f, 0};
+  BlockState state;
+  forward_block({}, z.data(), nullptr, nullptr, 4, {.entropy = true}, &state);
+  EXPECT_EQ(state.maximum, 1e30f);
+  EXPECT_EQ(state.sum, 2);
+  EXPECT_EQ(state.shifted_sum, 0);
+}
+
+// dz draw / dz of one column without its onehot, and the sum of its magnitudes.
+double gradient(const LogitMap& map, const RowGradient& g, double z, double c, double* magnitude) {
+  const double log_p = z - g.reference - g.log_sum, p = std::exp(log_p);
+  const double information = p == 0 ? 0 : g.entropy * p * (log_p + g.entropy_value);
+  const double s = slope(map, z);
+  const double size = p == 0 ? 0 : std::fabs(log_p);
+  *magnitude = (std::fabs(g.probability) * p * (4 + size) + std::fabs(g.smoothing * c) +
+                std::fabs(g.entropy) * p * (size + std::fabs(g.entropy_value)) * (4 + size)) *
+               std::fabs(map.scale / map.temperature);
+  return (g.probability * p - g.smoothing * c - information) * s;
+}
+
+TEST_P(RowKernels, GradientIsADoubleLoopAtEveryCount) {
+  for (const LogitMap& map : maps()) {
+    for (const int64_t count : counts()) {
+      std::vector<float> z = normal(count, 6);
+      const std::vector<float> weight = normal(count, 1);
+      map_block(map, z.data(), nullptr, count);
+      if (count > 2) z[count / 3] = mapped(map, map.scale > 0 ? -kInf : kInf);
+      for (int mask = 0; mask < 8; ++mask) {
+        RowGradient g{.reference = 3, .log_sum = 1.5f, .probability = -.7f};
+        if (mask & 1) g.smoothing = .01f;
+        if (mask & 2) g.entropy = .4f, g.entropy_value = 2;
+        const float* c = mask & 4 ? weight.data() : nullptr;
+        std::vector<float> draw(count + 16, 77);
+        gradient_block(map, g, z.data(), c, count, draw.data());
+        for (int64_t j = 0; j < count; ++j) {
+          double magnitude;
+          const double exact = gradient(map, g, z[j], c != nullptr ? c[j] : 1, &magnitude);
+          ASSERT_LE(std::fabs(draw[j] - exact), 4 * kU * magnitude + 1e-37)
+              << count << " " << j << " " << mask << " " << z[j];
+        }
+        for (int i = 0; i < 16; ++i) ASSERT_EQ(draw[count + i], 77);
+        std::vector<float> in_place = z;
+        gradient_block(map, g, in_place.data(), c, count, in_place.data());
+        ASSERT_EQ(std::memcmp(in_place.data(), draw.data(), count * sizeof(float)), 0);
+      }
+    }
+  }
+}
+
+TEST_P(RowKernels, TheTargetsGradientHoldsItsOnehot) {
+  for (const LogitMap& map : maps()) {
+    for (float z : normal(2000, 6)) {
+      map_block(map, &z, nullptr, 1);
+      const RowGradient g{.reference = 3,
+                          .log_sum = 1.5f,
+                          .probability = -.7f,
+                          .smoothing = .01f,
+                          .onehot = .9f,
+                          .entropy = .4f,
+                          .entropy_value = 2};
+      double magnitude;
+      const double exact =
+          gradient(map, g, z, 1.25, &magnitude) - static_cast<double>(g.onehot) * slope(map, z);
+      magnitude += std::fabs(g.onehot * map.scale / map.temperature);
+      ASSERT_LE(std::fabs(target_gradient(map, g, z, 1.25f) - exact), 4 * kU * magnitude);
+    }
+  }
+}
+
+TEST(TargetGradient, DoesNotCancelNearOne) {
+  // p = 1 - 1e-9: dz = -1e-9, which p in f32 would lose.
+  const RowGradient g{.reference = 0, .log_sum = 1e-9f, .probability = 1, .onehot = 1};
+  EXPECT_NEAR(target_gradient({}, g, 0, 1), -1e-9, 1e-15);
+  EXPECT_EQ(target_gradient({}, {.probability = 1, .onehot = 1}, 0, 1), 0);
+  EXPECT_EQ(target_gradient({}, g, -kInf, 1), -1);
+  EXPECT_TRUE(std::isnan(target_gradient({}, g, kNan, 1)));
+}
+
+TEST_P(RowKernels, LoadsEverySixteenBitNumber) {
+  std::vector<uint16_t> all(65536);
+  for (int i = 0; i < 65536; ++i) all[i] = static_cast<uint16_t>(i);
+  std::vector<float> f16(65536), bf16(65536);
+  load_as_f32(all.data(), DType::f16, 65536, f16.data());
+  load_as_f32(all.data(), DType::bf16, 65536, bf16.data());
+  for (int i = 0; i < 65536; ++i) {
+    const int exponent = i >> 10 & 31, mantissa = i & 1023;
+    double exact =
+        exponent == 0 ? std::ldexp(mantissa, -24) : std::ldexp(1024 + mantissa, exponent - 25);
+    if (exponent == 31) exact = mantissa == 0 ? kInf : kNan;
+    if (i & 0x8000) exact = -exact;
+    const uint32_t bits = static_cast<uint32_t>(i) << 16;
+    float wide;
+    std::memcpy(&wide, &bits, 4);
+    if (std::isnan(exact)) {
+      ASSERT_TRUE(std::isnan(f16[i])) << i;
+    } else {
+      ASSERT_EQ(f16[i], exact) << i;
+    }
+    if (std::isnan(wide)) {
+      ASSERT_TRUE(std::isnan(bf16[i])) << i;
+    } else {
+      ASSERT_EQ(bf16[i], wide) << i;
+    }
+  }
+}
+
+// The nearest number with `bits` of mantissa, ties to even, least exponent `least` (of a
+// subnormal's last bit).
+double rounded(double x, int bits, int least, double largest) {
+  if (!std::isfinite(x) || x == 0) return x;
+  const int last = std::max(std::ilogb(x) - bits + 1, least);
+  const double y = std::ldexp(std::nearbyint(std::ldexp(x, -last)), last);
+  return std::fabs(y) > largest ? std::copysign(kInf, x) : y;
+}
+
+TEST_P(RowKernels, StoresToTheNearestTiesToEven) {
+  std::vector<float> x;
+  for (uint32_t i = 0; i < 200000; ++i) {
+    const uint32_t bits = static_cast<uint32_t>(random_());
+    float v;
+    std::memcpy(&v, &bits, 4);
+    x.push_back(v);
+  }
+  for (int e = -30; e < 18; ++e) {  // halfway cases and their neighbours
+    for (int m = 0; m < 64; ++m) {
+      const float v = std::ldexp(1 + m / 4096.f, e);
+      for (const float w : {v, std::nextafter(v, 0.f), std::nextafter(v, kInf)}) x.push_back(-w);
+      const float b = std::ldexp(1 + m / 512.f, e);
+      for (const float w : {b, std::nextafter(b, 0.f), std::nextafter(b, kInf)}) x.push_back(w);
+    }
+  }
+  for (const float v : {kInf, -kInf, 65504.f, 65519.99f, 65520.f, 65536.f, 3.4e38f, 0.f}) {
+    x.push_back(v);
+  }
+  const int64_t count = x.size();
+  for (const DType dtype : {DType::f16, DType::bf16}) {
+    std::vector<uint16_t> narrow(count + 1, 0x1234);
+    std::vector<float> back(count);
+    store_from_f32(x.data(), count, dtype, narrow.data());
+    EXPECT_EQ(narrow[count], 0x1234);
+    load_as_f32(narrow.data(), dtype, count, back.data());
+    for (int64_t i = 0; i < count; ++i) {
+      if (std::isnan(x[i])) {
+        ASSERT_TRUE(std::isnan(back[i])) << i;
+        continue;
+      }
+      const double exact = dtype == DType::f16 ? rounded(x[i], 11, -24, 65504)
+                                               : rounded(x[i], 8, -133, 3.3895313892515355e38);
+      ASSERT_EQ(back[i], exact) << x[i];
+    }
+  }
+}
+
+TEST_P(RowKernels, ConversionsTouchExactlyTheirElements) {
+  for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+    for (const int64_t count : counts()) {
+      const std::vector<float> x = normal(count, 1);
+      std::vector<uint32_t> narrow(count + 8, 0xabababab);
+      std::vector<float> back(count + 8, 5);
+      store_from_f32(x.data(), count, dtype, narrow.data());
+      const char* bytes = reinterpret_cast<const char*>(narrow.data());
+      for (int64_t i = count * size_of(dtype); i < (count + 8) * 4; ++i) {
+        ASSERT_EQ(bytes[i], static_cast<char>(0xab));
+      }
+      load_as_f32(narrow.data(), dtype, count, back.data());
+      for (int64_t i = 0; i < count; ++i) ASSERT_NEAR(back[i], x[i], .01 * std::fabs(x[i]));
+      for (int64_t i = 0; i < 8; ++i) ASSERT_EQ(back[count + i], 5);
+    }
+  }
+}
+
+// A whole row through blocks of any size.
+RowState accumulate(std::vector<float> z, int64_t block, BlockWants wants) {
+  RowAccumulator row;
+  for (size_t j = 0; j < z.size(); j += block) {
+    const int64_t count = std::min<int64_t>(block, z.size() - j);
+    BlockState state;
+    forward_block({}, z.data() + j, nullptr, nullptr, count, wants, &state);
+    row.add(state, j, wants);
+  }
+  return row.finish(wants);
+}
+
+TEST_P(RowKernels, BlocksCombineToTheRow) {
+  constexpr BlockWants all{.weighted_sum = true, .entropy = true, .argmax = true};
+  for (const float offset : {0.f, 1e4f, -300.f}) {
+    std::vector<float> z = normal(1501, 8);
+    for (float& v : z) v += offset;
+    std::fill(z.begin() + 400, z.begin() + 700, -kInf);
+    double m = -kInf, sum = 0, shifted = 0;
+    for (const float v : z) m = std::max<double>(m, v);
+    for (const float v : z) {
+      if (v == -kInf) continue;
+      sum += std::exp(v - m);
+      shifted += std::exp(v - m) * (v - m);
+    }
+    for (const int64_t block : {1, 100, 192, 1000, 2000}) {
+      const RowState s = accumulate(z, block, all);
+      EXPECT_EQ(s.reference, m);
+      EXPECT_NEAR(s.log_sum, std::log(sum), 40 * kU);
+      EXPECT_NEAR(s.entropy, std::log(sum) - shifted / sum, 100 * kU);
+      EXPECT_EQ(z[s.argmax], m);
+      EXPECT_EQ(s.weighted_logit_sum, -kInf);
+    }
+  }
+}
+
+TEST_P(RowKernels, ARowOfMinusInfinityIsNan) {
+  constexpr BlockWants all{.weighted_sum = true, .entropy = true, .argmax = true};
+  const RowState s = accumulate(std::vector<float>(50, -kInf), 16, all);
+  EXPECT_EQ(s.reference, -kInf);
+  EXPECT_TRUE(std::isnan(s.log_sum) && std::isnan(s.lse()) && std::isnan(s.entropy));
+  EXPECT_EQ(s.argmax, 0);
+}
+
+TEST_P(RowKernels, NanAndInfinityReachTheRow) {
+  constexpr BlockWants all{.weighted_sum = true, .entropy = true, .argmax = true};
+  for (const int where : {0, 20, 49}) {
+    std::vector<float> z(50, -2);
+    z[where] = kNan;
+    EXPECT_TRUE(std::isnan(accumulate(z, 16, all).reference));
+    EXPECT_TRUE(std::isnan(accumulate(z, 16, all).log_sum));
+    z[where] = kInf;
+    const RowState s = accumulate(z, 16, all);
+    EXPECT_EQ(s.reference, kInf);
+    EXPECT_TRUE(std::isnan(s.log_sum));
+    EXPECT_EQ(s.argmax, where);
+  }
+}
+
+TEST_P(RowKernels, OneClassIsCertain) {
+  const RowState s = accumulate({-7.25f}, 192, {.entropy = true});
+  EXPECT_EQ(s.reference, -7.25f);
+  EXPECT_EQ(s.log_sum, 0);
+  EXPECT_EQ(s.entropy, 0);
+}
+
+}  // namespace
+}  // namespace logitless::cpu
