@@ -19,9 +19,14 @@ LinearShape training(int64_t tokens, int64_t hidden, int64_t vocab, DType dtype 
 }
 
 const LinearShape heads[] = {
-    training(1024, 768, 50257),         training(2048, 1024, 32000),       training(256, 4096, 128256),
-    training(8, 4096, 128256),          training(1024, 768, 50257, DType::bf16),
-    training(256, 4096, 128256, DType::bf16), training(1, 1, 1),           training(513, 33, 200),
+    training(1024, 768, 50257),
+    training(2048, 1024, 32000),
+    training(256, 4096, 128256),
+    training(8, 4096, 128256),
+    training(1024, 768, 50257, DType::bf16),
+    training(256, 4096, 128256, DType::bf16),
+    training(1, 1, 1),
+    training(513, 33, 200),
 };
 
 TEST(Plan, EveryWorkspaceFromTheMinimumUpIsUsedAndNeverExceeded) {
