@@ -2,6 +2,7 @@
 #include "src/cpu/plan.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "src/cpu/row_kernels.h"
 #include "src/cpu/tokens.h"
@@ -21,6 +22,10 @@ struct Layout {
     at += round_up(bytes, 64);
     return start;
   }
+  // Starts anew at `start`, for what lives when the ranges since then are dead; then the larger of
+  // both.
+  uint64_t back_to(uint64_t start) { return std::exchange(at, start); }
+  void at_least(uint64_t end) { at = std::max(at, end); }
 };
 
 // 512 tokens: 144 flop a byte of weight at D 768, far above the machine's balance; 256 costs 3 %,
@@ -28,10 +33,10 @@ struct Layout {
 constexpr int64_t largest_chunk = 512;
 // More slots feed more threads without splitting the hidden axis and cost memory: at most this many
 // bytes.
-constexpr int64_t slot_bytes = int64_t{9} << 20;
+constexpr int64_t slot_bytes = int64_t{12} << 20;
 constexpr int64_t most_slots = 8;
 // What the default may take beyond half of the f32 logits.
-constexpr int64_t default_extra = int64_t{14} << 20;
+constexpr int64_t default_extra = int64_t{16} << 20;
 // Loss only: X packed, one tile a lane and the tiles' states.
 constexpr int64_t loss_only_bytes = int64_t{14} << 20;
 
@@ -63,28 +68,35 @@ LinearPlan make_plan(const LinearShape& shape, Choice choice, int64_t lanes) {
   p.tokens_at = whole.take(tokens_bytes(shape.tokens));
   p.states_at = whole.take(shape.tokens * sizeof(RowState));
   p.gradients_at = whole.take(shape.gradients() ? chunk * sizeof(RowGradient) : 0);
-  p.blocks_at = whole.take(shape.forward ? p.vocab_tiles * chunk * sizeof(BlockState) : 0);
   p.logits_at = whole.take(p.stored ? p.vocab_tiles * chunk * vocab_tile * 4 : 0);
-  // Packed input with k along the hidden axis for the logits, along the tokens for grad_weight.
-  const int64_t along = p.engine.a_bytes(chunk, shape.hidden);
+  // Packed input with k along the tokens, for grad_weight; with k along the hidden axis, for the
+  // logits.
   const int64_t across = shape.grad_weight ? p.engine.b_bytes(shape.hidden, chunk) : 0;
-  p.input_along_at = whole.take(along);
+  const int64_t along = p.engine.a_bytes(chunk, shape.hidden);
   p.input_across_at = whole.take(across);
+  if (!p.stored) p.input_along_at = whole.take(along);
+  // The forward pass is over when the slots are first written.
+  const uint64_t forward_at = whole.at;
+  if (p.stored) p.input_along_at = whole.take(along);
+  p.blocks_at = whole.take(shape.forward ? p.vocab_tiles * chunk * sizeof(BlockState) : 0);
+  const uint64_t forward_end = whole.back_to(forward_at);
   p.slots_at = whole.take(shape.grad_input ? p.slots * slot : 0);
+  whole.at_least(forward_end);
   p.weight_sum_at = whole.take(p.weight_sum ? shape.vocab * shape.hidden * 4 : 0);
   p.bias_sum_at = whole.take(shape.grad_bias ? p.vocab_tiles * vocab_tile * 4 : 0);
   p.lanes_at = whole.at;
 
   Layout lane;
-  const bool tile_in_scratch = !p.stored;
   p.weight_block_at = lane.take(p.engine.b_bytes(vocab_tile, std::min(shape.hidden, depth_block)));
-  p.tile_at = lane.take(tile_in_scratch ? chunk * vocab_tile * 4 : 0);
+  p.tile_at = lane.take(p.stored ? 0 : chunk * vocab_tile * 4);
+  const uint64_t product_end = p.stored ? lane.back_to(0) : lane.at;
   p.along_vocab_at = lane.take(shape.grad_input ? p.engine.a_bytes(chunk, vocab_tile) : 0);
   p.along_tokens_at = lane.take(shape.grad_weight ? p.engine.a_bytes(vocab_tile, chunk) : 0);
   p.weight_panel_at =
       lane.take(shape.grad_input ? p.engine.b_bytes(p.engine.b_columns, vocab_tile) : 0);
   p.product_at = lane.take(shape.grad_weight ? vocab_tile * p.engine.b_columns * 4 : 0);
   p.rows_at = lane.take(shape.gradients() ? gradient_group * vocab_tile * 4 : 0);
+  lane.at_least(product_end);
   p.vectors_at = lane.take(2 * vocab_tile * 4);
   p.lane_bytes = lane.at;
   p.lanes = lanes;
