@@ -30,8 +30,8 @@ struct LinearRun::Lane {
   float* tile;          // [chunk][vocab_tile]
   void* along_vocab;    // G as A panels, k along the vocabulary
   void* along_tokens;   // G^T as A panels, k along the tokens
-  void* weight_panel;   // [vocab_tile][b_columns]
-  float* product;       // [vocab_tile][b_columns]
+  void* weight_panels;  // [panel_group][vocab_tile][b_columns]
+  float* product;       // [vocab_tile][panel_group * b_columns]
   float* rows;          // [gradient_group][vocab_tile]
   float* bias;          // [vocab_tile]
   float* class_weight;  // [vocab_tile]
@@ -44,7 +44,7 @@ LinearRun::Lane LinearRun::lane(int64_t index) const {
           reinterpret_cast<float*>(base + plan_.tile_at),
           base + plan_.along_vocab_at,
           base + plan_.along_tokens_at,
-          base + plan_.weight_panel_at,
+          base + plan_.weight_panels_at,
           reinterpret_cast<float*>(base + plan_.product_at),
           reinterpret_cast<float*>(base + plan_.rows_at),
           vectors,
@@ -196,54 +196,58 @@ void LinearRun::form_gradient(int64_t tile, const Lane& lane, const float* logit
   }
 }
 
-// slot[n, panel] (+)= sum over the tile's columns of G[n, v] weight[v, panel].
-void LinearRun::input_product(int64_t tile, const Lane& lane, int64_t panel, float* slot,
+// slot[n, columns] (+)= sum over the tile's columns of G[n, v] weight[v, columns], for some hidden
+// panels.
+void LinearRun::input_product(int64_t tile, const Lane& lane, Panels panels, float* slot,
                               bool accumulate) const {
   const Engine& engine = plan_.engine;
-  const int64_t width = tile_width(tile), column = panel * engine.b_columns;
+  const int64_t width = tile_width(tile), column = panels.first * engine.b_columns;
   pack_b_along_rows(engine, source_of(call_.weight, nullptr), tile * vocab_tile, width, column,
-                    std::min(engine.b_columns, call_.shape.hidden - column), lane.weight_panel);
+                    std::min(panels.count * engine.b_columns, call_.shape.hidden - column),
+                    lane.weight_panels);
   multiply(engine, {.a = lane.along_vocab,
                     .a_panel_stride = engine.a_rows * vocab_tile * engine.element,
                     .a_panels = padded_count_ / engine.a_rows,
-                    .b = lane.weight_panel,
-                    .b_panel_stride = 0,
-                    .b_panels = 1,
+                    .b = lane.weight_panels,
+                    .b_panel_stride = engine.b_columns * engine.padded_k(width) * engine.element,
+                    .b_panels = panels.count,
                     .k = engine.padded_k(width),
                     .c = slot + column,
                     .c_stride = plan_.padded_hidden_b,
                     .accumulate = accumulate});
 }
 
-// grad_weight[tile, panel] (+)= scale sum over the chunk's tokens of G[n, v] input[n, panel].
-void LinearRun::weight_product(int64_t tile, const Lane& lane, int64_t panel,
+// grad_weight[tile, columns] (+)= scale sum over the chunk's tokens of G[n, v] input[n, columns].
+void LinearRun::weight_product(int64_t tile, const Lane& lane, Panels panels,
                                bool first_chunk) const {
   const Engine& engine = plan_.engine;
-  const int64_t first = tile * vocab_tile, width = tile_width(tile),
-                column = panel * engine.b_columns;
-  const int64_t columns = std::min(engine.b_columns, call_.shape.hidden - column);
+  const int64_t first = tile * vocab_tile, width = tile_width(tile);
+  const int64_t column = panels.first * engine.b_columns;
+  const int64_t columns = std::min(panels.count * engine.b_columns, call_.shape.hidden - column);
+  const int64_t panel_stride = engine.b_columns * padded_count_ * engine.element;
+  const int64_t product_stride = panel_group * engine.b_columns;
   multiply(engine, {.a = lane.along_tokens,
                     .a_panel_stride = engine.a_rows * padded_count_ * engine.element,
                     .a_panels = engine.a_panels(width),
-                    .b = at<char>(plan_.input_across_at) + column * padded_count_ * engine.element,
-                    .b_panel_stride = 0,
-                    .b_panels = 1,
+                    .b = at<char>(plan_.input_across_at) + panels.first * panel_stride,
+                    .b_panel_stride = panel_stride,
+                    .b_panels = panels.count,
                     .k = padded_count_,
                     .c = lane.product,
-                    .c_stride = engine.b_columns,
+                    .c_stride = product_stride,
                     .accumulate = false});
   const float scale = tokens_->gradient_scale;
   const bool overwrite = first_chunk && !call_.accumulate;
   if (plan_.weight_sum) {
     const int64_t stride = call_.shape.hidden;
     float* sum = at<float>(plan_.weight_sum_at) + first * stride + column;
-    add_scaled(lane.product, engine.b_columns, scale, width, columns, first_chunk, sum, stride);
+    add_scaled(lane.product, product_stride, scale, width, columns, first_chunk, sum, stride);
   } else if (call_.shape.direct_grad_weight) {
     const int64_t stride = call_.grad_weight.stride[0];
     float* to = call_.grad_weight.as<float>() + first * stride + column;
-    add_scaled(lane.product, engine.b_columns, scale, width, columns, overwrite, to, stride);
+    add_scaled(lane.product, product_stride, scale, width, columns, overwrite, to, stride);
   } else {
-    store_rows(lane.product, engine.b_columns, scale, first, width, column, columns,
+    store_rows(lane.product, product_stride, scale, first, width, column, columns,
                call_.grad_weight, call_.accumulate);
   }
 }
@@ -262,6 +266,7 @@ void LinearRun::gradient_pass(bool first_chunk) {
     const int64_t slot = task / parts, part = task % parts;
     const int64_t begin = slot * plan_.vocab_tiles / plan_.slots,
                   end = (slot + 1) * plan_.vocab_tiles / plan_.slots;
+    float* slot_sum = slots + slot * plan_.token_chunk * plan_.padded_hidden_b;
     for (int64_t tile = begin; tile < end; ++tile) {
       load_vectors(tile, lane);
       const float* logits = at<float>(plan_.logits_at) + tile * plan_.token_chunk * vocab_tile;
@@ -270,12 +275,11 @@ void LinearRun::gradient_pass(bool first_chunk) {
         logits = lane.tile;
       }
       form_gradient(tile, lane, logits, call_.grad_bias && part == 0);
-      for (int64_t panel = part * panels / parts; panel < (part + 1) * panels / parts; ++panel) {
-        if (call_.grad_input) {
-          input_product(tile, lane, panel, slots + slot * plan_.token_chunk * plan_.padded_hidden_b,
-                        tile > begin);
-        }
-        if (call_.grad_weight) weight_product(tile, lane, panel, first_chunk);
+      const int64_t last = (part + 1) * panels / parts;
+      for (int64_t panel = part * panels / parts; panel < last; panel += panel_group) {
+        const Panels group{panel, std::min(panel_group, last - panel)};
+        if (call_.grad_input) input_product(tile, lane, group, slot_sum, tile > begin);
+        if (call_.grad_weight) weight_product(tile, lane, group, first_chunk);
       }
     }
   });

@@ -52,6 +52,9 @@ class LinearRun {
 
  private:
   struct Lane;
+  struct Panels {
+    int64_t first, count;
+  };
   template <class T>
   T* at(uint64_t offset) const {
     return reinterpret_cast<T*>(memory_ + offset);
@@ -62,9 +65,9 @@ class LinearRun {
   void compute_tile(int64_t tile, const Lane& lane, float* logits, BlockState* blocks) const;
   void combine_blocks();
   void form_gradient(int64_t tile, const Lane& lane, const float* logits, bool sum_bias) const;
-  void input_product(int64_t tile, const Lane& lane, int64_t panel, float* slot,
+  void input_product(int64_t tile, const Lane& lane, Panels panels, float* slot,
                      bool accumulate) const;
-  void weight_product(int64_t tile, const Lane& lane, int64_t panel, bool first_chunk) const;
+  void weight_product(int64_t tile, const Lane& lane, Panels panels, bool first_chunk) const;
   void reduce_slots();
 
   const LinearCall& call_;

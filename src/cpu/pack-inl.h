@@ -122,6 +122,12 @@ HWY_INLINE void interleave_pairs(const uint16_t* low, const uint16_t* high, int6
   }
 }
 
+// Fetches the next part of a row while this one is packed: the hardware does not follow a block's
+// many short runs.
+HWY_INLINE void prefetch_row(const void* from, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) hwy::Prefetch(static_cast<const char*>(from) + i);
+}
+
 // One row's elements as the engine wants them (f32 or bf16), contiguous.
 struct RowReader {
   const Engine& engine;

@@ -92,9 +92,9 @@ LinearPlan make_plan(const LinearShape& shape, Choice choice, int64_t lanes) {
   const uint64_t product_end = p.stored ? lane.back_to(0) : lane.at;
   p.along_vocab_at = lane.take(shape.grad_input ? p.engine.a_bytes(chunk, vocab_tile) : 0);
   p.along_tokens_at = lane.take(shape.grad_weight ? p.engine.a_bytes(vocab_tile, chunk) : 0);
-  p.weight_panel_at =
-      lane.take(shape.grad_input ? p.engine.b_bytes(p.engine.b_columns, vocab_tile) : 0);
-  p.product_at = lane.take(shape.grad_weight ? vocab_tile * p.engine.b_columns * 4 : 0);
+  const int64_t group = panel_group * p.engine.b_columns;
+  p.weight_panels_at = lane.take(shape.grad_input ? p.engine.b_bytes(group, vocab_tile) : 0);
+  p.product_at = lane.take(shape.grad_weight ? vocab_tile * group * 4 : 0);
   p.rows_at = lane.take(shape.gradients() ? gradient_group * vocab_tile * 4 : 0);
   lane.at_least(product_end);
   p.vectors_at = lane.take(2 * vocab_tile * 4);

@@ -15,6 +15,10 @@
 
 namespace logitless::cpu {
 
+// Panels of the hidden axis that a gradient product takes at a time: 128 columns, so that the
+// weight and its gradient are touched in runs of 256 bytes or more.
+inline constexpr int64_t panel_group = 4;
+
 struct LinearShape {
   int64_t tokens = 0, vocab = 0, hidden = 0;
   DType dtype = DType::f32;
@@ -48,7 +52,7 @@ struct LinearPlan {
 
   // Byte offsets into a lane's scratch.
   uint64_t weight_block_at = 0, tile_at = 0, along_vocab_at = 0, along_tokens_at = 0,
-           weight_panel_at = 0, product_at = 0, rows_at = 0, vectors_at = 0;
+           weight_panels_at = 0, product_at = 0, rows_at = 0, vectors_at = 0;
 };
 
 // The plan for a workspace of `bytes`: the default plan if it fits, else the next smaller one.
