@@ -76,10 +76,34 @@ std::vector<std::string> targets() {
   return list;
 }
 
-class GemmTest : public testing::TestWithParam<std::string> {
+// Every (instruction set, bf16 arithmetic) this machine runs, as "AVX3_SPR_amx".
+struct Kernel {
+  std::string target;
+  Arithmetic arithmetic;
+};
+std::vector<Kernel> kernels() {
+  std::vector<Kernel> list;
+  for (const std::string& target : targets()) {
+    force_target(target.c_str());
+    for (const Arithmetic a : {Arithmetic::f32, Arithmetic::bf16_dot, Arithmetic::amx}) {
+      if (force_bf16_arithmetic(&a)) list.push_back({target, a});
+    }
+  }
+  force_bf16_arithmetic(nullptr);
+  force_target(nullptr);
+  return list;
+}
+
+class GemmTest : public testing::TestWithParam<Kernel> {
  protected:
-  void SetUp() override { ASSERT_TRUE(force_target(GetParam().c_str())); }
-  void TearDown() override { force_target(nullptr); }
+  void SetUp() override {
+    ASSERT_TRUE(force_target(GetParam().target.c_str()));
+    ASSERT_TRUE(force_bf16_arithmetic(&GetParam().arithmetic));
+  }
+  void TearDown() override {
+    force_bf16_arithmetic(nullptr);
+    force_target(nullptr);
+  }
 };
 
 TEST_P(GemmTest, LogitsProductIsExactForEveryShapeDtypeAndStride) {
@@ -199,8 +223,12 @@ TEST_P(GemmTest, GradientTileServesBothProducts) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Targets, GemmTest, testing::ValuesIn(targets()),
-                         [](const auto& info) { return info.param; });
+std::string name_of_kernel(const testing::TestParamInfo<Kernel>& info) {
+  const char* names[] = {"f32", "dot", "amx"};
+  return info.param.target + "_" + names[static_cast<int>(info.param.arithmetic)];
+}
+
+INSTANTIATE_TEST_SUITE_P(Kernels, GemmTest, testing::ValuesIn(kernels()), name_of_kernel);
 
 }  // namespace
 }  // namespace logitless::cpu

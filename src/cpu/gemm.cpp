@@ -3,6 +3,7 @@
 #include "src/cpu/gemm.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 #include "src/cpu/row_kernels.h"
@@ -19,17 +20,37 @@ HWY_BEFORE_NAMESPACE();
 namespace logitless::cpu {
 namespace HWY_NAMESPACE {
 
-// Panel sizes and arithmetic of this target.
-Engine engine_of(DType dtype) {
-  if (dtype == DType::bf16) {
-#if HWY_TARGET == HWY_AVX3_SPR || HWY_TARGET == HWY_AVX10_2
-    if (amx_available()) return {Arithmetic::amx, 32, 32, 32, 2};
-#endif
-#if LOGITLESS_FAST_BF16_DOT
-    return {Arithmetic::bf16_dot, tile_rows, tile_vectors * int64_t(hn::Lanes(df)), 2, 2};
-#endif
+// Whether this target (on this CPU) computes bf16 products so.
+bool has_arithmetic(Arithmetic arithmetic) {
+  switch (arithmetic) {
+    case Arithmetic::f32:
+      return true;
+    case Arithmetic::bf16_dot:
+      return HWY_NATIVE_DOT_BF16;
+    case Arithmetic::amx:
+      return (HWY_TARGET == HWY_AVX3_SPR || HWY_TARGET == HWY_AVX10_2) && amx_available();
   }
-  return {Arithmetic::f32, tile_rows, tile_vectors * int64_t(hn::Lanes(df)), 1, 4};
+  return false;
+}
+
+// Panel sizes and arithmetic of this target. forced: an Arithmetic for bf16, or -1.
+Engine engine_of(DType dtype, int forced) {
+  Arithmetic arithmetic = Arithmetic::f32;
+  if (dtype == DType::bf16) {
+    if (LOGITLESS_FAST_BF16_DOT) arithmetic = Arithmetic::bf16_dot;
+    if (has_arithmetic(Arithmetic::amx)) arithmetic = Arithmetic::amx;
+    if (forced >= 0) arithmetic = static_cast<Arithmetic>(forced);
+  }
+  const int64_t columns = tile_vectors * static_cast<int64_t>(hn::Lanes(df));
+  switch (arithmetic) {
+    case Arithmetic::amx:
+      return {arithmetic, 32, 32, 32, 2};
+    case Arithmetic::bf16_dot:
+      return {arithmetic, tile_rows, columns, 2, 2};
+    case Arithmetic::f32:
+      break;
+  }
+  return {Arithmetic::f32, tile_rows, columns, 1, 4};
 }
 
 void multiply_panels(const Engine& engine, const Product& p) {
@@ -75,13 +96,26 @@ HWY_AFTER_NAMESPACE();
 namespace logitless::cpu {
 
 HWY_EXPORT(engine_of);
+HWY_EXPORT(has_arithmetic);
 HWY_EXPORT(multiply_panels);
 HWY_EXPORT(add_scaled_rows);
 HWY_EXPORT(pack_along_columns);
 HWY_EXPORT(pack_along_rows);
 HWY_EXPORT(pack_gradient_rows);
 
-Engine choose_engine(DType dtype) { return HWY_DYNAMIC_DISPATCH(engine_of)(dtype); }
+namespace {
+std::atomic<int> forced_arithmetic{-1};
+}
+
+Engine choose_engine(DType dtype) {
+  return HWY_DYNAMIC_DISPATCH(engine_of)(dtype, forced_arithmetic.load());
+}
+
+bool force_bf16_arithmetic(const Arithmetic* arithmetic) {
+  if (arithmetic != nullptr && !HWY_DYNAMIC_DISPATCH(has_arithmetic)(*arithmetic)) return false;
+  forced_arithmetic = arithmetic != nullptr ? static_cast<int>(*arithmetic) : -1;
+  return true;
+}
 
 const char* name_of(Arithmetic arithmetic) {
   switch (arithmetic) {

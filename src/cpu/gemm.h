@@ -51,6 +51,9 @@ inline constexpr int64_t depth_block = 512;
 // features, never by timing.
 Engine choose_engine(DType dtype);
 const char* name_of(Arithmetic arithmetic);
+// For tests: bf16 products run on `arithmetic` where the target in force has it, until forced anew.
+// False and no change where it has not. nullptr: the choice above.
+bool force_bf16_arithmetic(const Arithmetic* arithmetic);
 
 // A strided matrix in memory, its rows optionally picked by an index.
 struct Source {

@@ -71,7 +71,7 @@ struct MultiplyF32 {
   }
 };
 
-#if LOGITLESS_FAST_BF16_DOT
+#if HWY_NATIVE_DOT_BF16
 struct MultiplyBf16 {
   static HWY_INLINE auto load(const void* p) {
     const hn::Repartition<uint32_t, DF> du;
@@ -154,7 +154,7 @@ HWY_NOINLINE void multiply_tile_with(const void* a_panel, const void* b_panel, i
 
 HWY_INLINE void multiply_tile(Arithmetic arithmetic, const void* a, const void* b, int64_t k,
                               float* c, int64_t c_stride, bool accumulate) {
-#if LOGITLESS_FAST_BF16_DOT
+#if HWY_NATIVE_DOT_BF16
   if (arithmetic == Arithmetic::bf16_dot)
     return multiply_tile_with<MultiplyBf16>(a, b, k, c, c_stride, accumulate);
 #endif
