@@ -28,6 +28,7 @@ CLI::App* add_command(CLI::App& app, Context& context, const std::string& name,
                       const std::string& description);
 
 void add_info(CLI::App& app, Context& context);
+void add_loss(CLI::App& app, Context& context);
 void add_demo(CLI::App& app, Context& context);
 
 }  // namespace logitless::cli

@@ -4,17 +4,19 @@
 #include <fmt/core.h>
 
 #include <cstdlib>
-#include <nlohmann/json.hpp>
 
 #include "cli/commands.h"
+#include "cli/text.h"
 #include "logitless/logitless.h"
 #include "src/cpu/dispatch.h"
+#include "src/cpu/thread_pool.h"
 
 namespace logitless::cli {
 namespace {
 
 using nlohmann::json;
 
+// The rule of src/cpu/default_threads.cpp, in words.
 std::string thread_reason() {
   for (const char* name : {"LOGITLESS_NUM_THREADS", "OMP_NUM_THREADS"}) {
     const char* value = std::getenv(name);
@@ -22,7 +24,9 @@ std::string thread_reason() {
       return fmt::format("{}={}", name, value);
     }
   }
-  return "the processors this process may use";
+  const int quota = cpu::cgroup_num_threads("/proc/self/cgroup", "/sys/fs/cgroup");
+  return quota > 0 && quota == logitless_num_threads() ? "the CPU quota of this process's cgroup"
+                                                       : "the processors this process may run on";
 }
 
 json backend_info(const char* name, DeviceType type) {
@@ -34,13 +38,16 @@ json backend_info(const char* name, DeviceType type) {
   return backend;
 }
 
-json gather() {
+json gather(const CLI::App& app) {
   const int version = logitless_version();
   json info = {
       {"version", fmt::format("{}.{}.{}", version / 10000, version / 100 % 100, version % 100)}};
   info["backends"] = {backend_info("cpu", DeviceType::cpu), backend_info("cuda", DeviceType::cuda),
                       backend_info("webgpu", DeviceType::webgpu),
                       backend_info("reference", DeviceType::reference)};
+  for (const CLI::App* command : app.get_subcommands({})) {
+    info["commands"].push_back(command->get_name());
+  }
   info["cpu"] = {{"isa", cpu::target_name()},
                  {"isas", CLI::detail::split(cpu::target_names(), ' ')},
                  {"threads", logitless_num_threads()},
@@ -65,10 +72,10 @@ void print(const json& info) {
 
 void add_info(CLI::App& app, Context& context) {
   add_command(app, context, "info", "version, backends, instruction set and threads")
-      ->callback([&context] {
-        const json info = gather();
+      ->callback([&app, &context] {
+        const json info = gather(app);
         if (context.json) {
-          fmt::print("{}\n", info.dump());
+          print_json(info);
         } else {
           print(info);
         }

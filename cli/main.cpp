@@ -4,6 +4,7 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <exception>
 #include <new>
 
@@ -29,14 +30,21 @@ int main(int argc, char** argv) {
   app.require_subcommand(1);
   Context context;
   add_info(app, context);
+  add_loss(app, context);
 #ifdef LOGITLESS_CLI_DEMO
   add_demo(app, context);
 #endif
   try {
     app.parse(argc, argv);
+    if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
+      return complain(app, 1, "the output could not be written");
+    }
     return context.exit_code;
   } catch (const CLI::ParseError& e) {
     if (e.get_exit_code() == 0) return app.exit(e);  // --help, --version
+    if (!app.remaining().empty() && app.get_subcommands().empty()) {
+      return complain(app, 2, app.remaining().front() + ": no such command; see logitless --help");
+    }
     return complain(app, 2, e.what());
   } catch (const BadInput& e) {
     return complain(app, 2, e.what());

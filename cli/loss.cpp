@@ -1,0 +1,252 @@
+// SPDX-License-Identifier: Apache-2.0
+// logitless loss: the loss of a model's head on tensors of a .safetensors file, statistics of its
+// tokens, and gradients written to another.
+#include "cli/loss.h"
+
+#include <fmt/core.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <csignal>
+#include <filesystem>
+#include <limits>
+#include <memory>
+
+#include "cli/commands.h"
+#include "cli/text.h"
+
+namespace logitless::cli {
+namespace {
+
+using nlohmann::json;
+
+struct Summary {
+  double sum = 0, smallest = std::numeric_limits<double>::infinity(), largest = -smallest;
+  int64_t count = 0;
+
+  void add(double value) {
+    sum += value;
+    ++count;
+    // NaN must show: std::min and std::max would drop it.
+    smallest = value < smallest || std::isnan(value) ? value : smallest;
+    largest = value > largest || std::isnan(value) ? value : largest;
+  }
+  double mean() const { return sum / static_cast<double>(count); }
+  json to_json() const {
+    return {{"mean", count > 0 ? json(mean()) : json()},
+            {"min", count > 0 ? json(smallest) : json()},
+            {"max", count > 0 ? json(largest) : json()}};
+  }
+};
+
+// Tokens that count, and what they say.
+struct TokenSummary {
+  int64_t valid = 0, ignored = 0, outside = 0, correct = 0;
+  Summary loss, lse, entropy, log_probability;
+};
+
+TokenSummary summarize(const LossInputs& inputs, const LossOutputs& outputs,
+                       const LossArguments& arguments) {
+  TokenSummary summary;
+  for (int64_t i = 0; i < inputs.tokens(); ++i) {
+    const int64_t target = inputs.target_at(i);
+    if (target == arguments.options.ignore_index) {
+      ++summary.ignored;
+    } else if (target < 0 || target >= inputs.vocab()) {
+      ++summary.outside;
+    } else {
+      ++summary.valid;
+      if (arguments.options.reduction == Reduction::none) {
+        summary.loss.add(outputs.loss.as<const float>()[i]);
+      }
+      if (!arguments.wants_statistics()) continue;
+      const double lse = outputs.lse.as<const float>()[i];
+      summary.lse.add(lse);
+      summary.entropy.add(outputs.entropy.as<const float>()[i]);
+      summary.log_probability.add(outputs.target_logit.as<const float>()[i] - lse);
+      if (outputs.argmax.as<const int64_t>()[i] == target) ++summary.correct;
+    }
+  }
+  return summary;
+}
+
+json loss_json(const LossInputs& inputs, const LossOutputs& outputs,
+               const LossArguments& arguments) {
+  const float* loss = outputs.loss.as<const float>();
+  if (arguments.options.reduction != Reduction::none) return *loss;
+  json all = json::array();
+  for (int64_t i = 0; i < inputs.tokens(); ++i) all.push_back(loss[i]);
+  return all;
+}
+
+json report(const LossInputs& inputs, const LossOutputs& outputs, const LossArguments& arguments,
+            const TokenSummary& summary) {
+  json out = {{"tokens", inputs.tokens()},
+              {"hidden", inputs.hidden_size()},
+              {"vocab", inputs.vocab()},
+              {"dtype", name_of(inputs.hidden.view.dtype)},
+              {"valid", summary.valid},
+              {"ignored", summary.ignored},
+              {"outside", summary.outside},
+              {"reduction", arguments.reduction},
+              {"loss", loss_json(inputs, outputs, arguments)},
+              {"device", arguments.device},
+              {"workspace_bytes", outputs.workspace},
+              {"seconds", outputs.seconds}};
+  if (arguments.options.reduction == Reduction::none) out["loss_summary"] = summary.loss.to_json();
+  if (arguments.wants_statistics()) {
+    const auto valid = static_cast<double>(summary.valid);
+    out["statistics"] = {{"lse", summary.lse.to_json()},
+                         {"entropy", summary.entropy.to_json()},
+                         {"log_probability", summary.log_probability.to_json()},
+                         {"accuracy", static_cast<double>(summary.correct) / valid},
+                         {"perplexity", std::exp(-summary.log_probability.mean())}};
+  }
+  if (!arguments.gradients.empty()) out["gradients"] = arguments.gradients;
+  if (!arguments.per_token.empty()) out["per_token"] = arguments.per_token;
+  return out;
+}
+
+void print_summary(const char* name, const Summary& s) {
+  if (s.count == 0) return;
+  fmt::print("{:<16}mean {:.6g}, {:.6g} to {:.6g}\n", name, s.mean(), s.smallest, s.largest);
+}
+
+void print_text(const LossInputs& inputs, const LossOutputs& outputs,
+                const LossArguments& arguments, const TokenSummary& summary) {
+  if (arguments.options.reduction == Reduction::none) {
+    print_summary("loss", summary.loss);
+  } else {
+    fmt::print("{:<16}{:.7g}  ({})\n", "loss", *outputs.loss.as<const float>(),
+               arguments.reduction);
+  }
+  fmt::print("{:<16}{} of {} count", "tokens", summary.valid, inputs.tokens());
+  if (summary.ignored > 0) fmt::print(", {} ignored", summary.ignored);
+  if (summary.outside > 0) fmt::print(", {} outside the vocabulary", summary.outside);
+  fmt::print("\n{:<16}N {} x D {} x V {}, {}\n", "shape", inputs.tokens(), inputs.hidden_size(),
+             inputs.vocab(), name_of(inputs.hidden.view.dtype));
+  if (arguments.wants_statistics() && summary.valid > 0) {
+    fmt::print("{:<16}{:.6g}\n", "perplexity", std::exp(-summary.log_probability.mean()));
+    fmt::print("{:<16}{:.2f} %\n", "accuracy",
+               100.0 * static_cast<double>(summary.correct) / static_cast<double>(summary.valid));
+    print_summary("log probability", summary.log_probability);
+    print_summary("entropy", summary.entropy);
+    print_summary("lse", summary.lse);
+  }
+  const auto logits = static_cast<uint64_t>(inputs.tokens()) *
+                      static_cast<uint64_t>(inputs.vocab()) * sizeof(float);
+  fmt::print("{:<16}{} of workspace (the logits are {}), {:.1f} ms on {}\n", "cost",
+             format_bytes(outputs.workspace), format_bytes(logits), outputs.seconds * 1e3,
+             arguments.device);
+  for (const std::string& file : {arguments.gradients, arguments.per_token}) {
+    if (!file.empty()) fmt::print("{:<16}{}\n", "written", file);
+  }
+}
+
+// A file cut short by another process while it is mapped ends here, in one line.
+void on_bus_error(int) {
+  constexpr char kMessage[] = "logitless: loss: the file changed while it was read\n";
+  static_cast<void>(!::write(STDERR_FILENO, kMessage, sizeof(kMessage) - 1));
+  ::_exit(1);
+}
+
+void check_files(const LossArguments& arguments) {
+  const auto same = [](const std::string& a, const std::string& b) {
+    std::error_code unused;
+    return !a.empty() && !b.empty() && (a == b || std::filesystem::equivalent(a, b, unused));
+  };
+  for (const std::string& file : {arguments.gradients, arguments.per_token}) {
+    if (same(file, arguments.file)) throw BadInput(file + ": would overwrite the input");
+  }
+  if (same(arguments.gradients, arguments.per_token)) {
+    throw BadInput("--gradients and --per-token name the same file");
+  }
+}
+
+void run_loss(const Context& context, LossArguments& arguments) {
+  std::signal(SIGBUS, on_bus_error);
+  arguments.options.reduction = arguments.reduction == "none"  ? Reduction::none
+                                : arguments.reduction == "sum" ? Reduction::sum
+                                                               : Reduction::mean;
+  arguments.options.out_of_range =
+      arguments.out_of_range == "ignore" ? OutOfRange::ignore : OutOfRange::error;
+  if (arguments.threads > 0) logitless_set_num_threads(arguments.threads);
+  try {
+    const SafetensorsFile file(arguments.file);
+    check_files(arguments);
+    const LossInputs inputs = load_inputs(file, arguments);
+    std::unique_ptr<SafetensorsWriter> gradients, per_token;
+    if (!arguments.gradients.empty()) {
+      gradients = std::make_unique<SafetensorsWriter>(arguments.gradients);
+    }
+    if (!arguments.per_token.empty()) {
+      per_token = std::make_unique<SafetensorsWriter>(arguments.per_token);
+    }
+    const LossOutputs outputs = compute_loss(inputs, arguments);
+    if (gradients) write_gradients(*gradients, inputs, outputs, arguments);
+    if (per_token) write_per_token(*per_token, inputs, outputs, arguments);
+    const TokenSummary summary = summarize(inputs, outputs, arguments);
+    if (context.json) {
+      print_json(report(inputs, outputs, arguments, summary));
+    } else {
+      print_text(inputs, outputs, arguments, summary);
+    }
+  } catch (const SafetensorsError& e) {
+    throw BadInput(e.what());
+  }
+}
+
+void add_tensor_options(CLI::App& command, LossArguments& a) {
+  command.add_option("--hidden", a.hidden, "hidden states [..., D]")->capture_default_str();
+  command.add_option("--weight", a.weight, "the head [V, D]")->capture_default_str();
+  command.add_option("--target", a.target, "target tokens [...], I32 or I64")
+      ->capture_default_str();
+  command.add_option("--bias", a.bias, "bias of the head [V]");
+  command.add_option("--token-weight", a.token_weight, "a weight for each token [...], F32");
+  command.add_option("--vocab-weight", a.vocab_weight, "a weight for each class [V], F32");
+}
+
+void add_loss_options(CLI::App& command, LossArguments& a) {
+  LossOptions& o = a.options;
+  command.add_option("--reduction", a.reduction)
+      ->check(CLI::IsMember({"none", "sum", "mean"}))
+      ->capture_default_str();
+  command.add_option("--ignore-index", o.ignore_index)->check(integer())->capture_default_str();
+  command.add_option("--out-of-range", a.out_of_range, "targets outside the vocabulary")
+      ->check(CLI::IsMember({"error", "ignore"}))
+      ->capture_default_str();
+  command.add_option("--label-smoothing", o.label_smoothing, "in [0, 1]")->capture_default_str();
+  command.add_option("--z-loss", o.z_loss, "factor of lse^2")->capture_default_str();
+  command.add_option("--softcap", o.softcap, "0: none")->capture_default_str();
+  command.add_option("--temperature", o.temperature)->capture_default_str();
+  command.add_option("--logit-scale", o.logit_scale)->capture_default_str();
+}
+
+}  // namespace
+
+void add_loss(CLI::App& app, Context& context) {
+  CLI::App* command = add_command(
+      app, context, "loss", "loss, statistics and gradients of a head in a .safetensors file");
+  auto arguments = std::make_shared<LossArguments>();
+  LossArguments& a = *arguments;
+  command->add_option("file", a.file, "the .safetensors file")->required();
+  add_tensor_options(*command, a);
+  add_loss_options(*command, a);
+  add_memory_option(*command, a.memory);
+  command->add_option("--device", a.device)
+      ->check(CLI::IsMember({"cpu", "reference"}))
+      ->capture_default_str();
+  command->add_option("--threads", a.threads, "0: all that this process may use")
+      ->check(integer(0, 1024));
+  command->add_flag("--statistics", a.statistics, "perplexity, accuracy, entropy, ...");
+  command->add_option("--gradients", a.gradients, "write the gradients to this .safetensors file");
+  command->add_option("--grad-dtype", a.grad_dtype, "of the gradients")
+      ->check(CLI::IsMember(kFloatDtypes))
+      ->capture_default_str();
+  command->add_option("--per-token", a.per_token,
+                      "write each token's statistics to this .safetensors file");
+  command->callback([&context, arguments] { run_loss(context, *arguments); });
+}
+
+}  // namespace logitless::cli

@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+// What `logitless loss` is asked, and what it works on.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "cli/buffer.h"
+#include "cli/safetensors.h"
+#include "logitless/logitless.h"
+
+namespace logitless::cli {
+
+struct LossArguments {
+  std::string file;
+  std::string hidden = "hidden", weight = "weight", target = "target";
+  std::string bias, token_weight, vocab_weight;  // names; empty: none
+  std::string reduction = "mean", out_of_range = "error", device = "cpu", grad_dtype = "f32";
+  std::optional<uint64_t> memory;    // bytes; none: the recommended workspace
+  std::string gradients, per_token;  // files to write; empty: none
+  bool statistics = false;
+  int threads = 0;  // 0: the default
+  LossOptions options{};
+
+  bool wants_statistics() const { return statistics || !per_token.empty(); }
+};
+
+// A tensor of the file as the library takes it: leading dimensions flattened, a copy where the data
+// is not aligned to its elements.
+struct InputTensor {
+  TensorView view{};
+  std::vector<int64_t> shape;  // as in the file
+  Buffer copy;
+};
+
+struct LossInputs {
+  InputTensor hidden;        // [..., D]
+  InputTensor weight;        // [V, D]
+  InputTensor target;        // [...]
+  InputTensor bias;          // [V]
+  InputTensor token_weight;  // [...]
+  InputTensor vocab_weight;  // [V]
+
+  int64_t tokens() const { return hidden.view.shape[0]; }
+  int64_t hidden_size() const { return hidden.view.shape[1]; }
+  int64_t vocab() const { return weight.view.shape[0]; }
+  int64_t target_at(int64_t token) const;
+};
+LossInputs load_inputs(const SafetensorsFile& file, const LossArguments& arguments);
+
+struct LossOutputs {
+  Buffer loss;                                // [N] for none, else [1]
+  Buffer lse, target_logit, entropy;          // [N] each
+  Buffer argmax;                              // [N] i64
+  Buffer grad_input, grad_weight, grad_bias;  // as hidden, weight, bias
+  uint64_t workspace = 0;                     // bytes
+  double seconds = 0;
+};
+LossOutputs compute_loss(const LossInputs& inputs, const LossArguments& arguments);
+
+void write_gradients(SafetensorsWriter& file, const LossInputs& inputs, const LossOutputs& outputs,
+                     const LossArguments& arguments);
+void write_per_token(SafetensorsWriter& file, const LossInputs& inputs, const LossOutputs& outputs,
+                     const LossArguments& arguments);
+
+}  // namespace logitless::cli

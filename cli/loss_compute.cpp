@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0
+// From the tensors of a file to an op, and from its outputs to tensors of a file.
+#include <fmt/core.h>
+
+#include <chrono>
+#include <cstring>
+
+#include "cli/commands.h"
+#include "cli/loss.h"
+#include "cli/safetensors_header.h"
+#include "cli/text.h"
+
+namespace logitless::cli {
+namespace {
+
+int64_t product(const std::vector<int64_t>& shape, size_t count) {
+  int64_t total = 1;
+  for (size_t i = 0; i < count; ++i) total *= shape[i];
+  return total;
+}
+
+const SafetensorsTensor& find(const Safetensors& content, const std::string& name,
+                              const std::string& option) {
+  const SafetensorsTensor* tensor = content.find(name);
+  if (tensor != nullptr) return *tensor;
+  constexpr size_t kListed = 8;
+  std::string names;
+  for (size_t i = 0; i < content.tensors.size() && i < kListed; ++i) {
+    names += (i == 0 ? "" : ", ") + in_quotes(content.tensors[i].name);
+  }
+  if (content.tensors.size() > kListed) names += ", ...";
+  throw BadInput(fmt::format("{}: the file has no tensor {}; it has {}", option, in_quotes(name),
+                             names.empty() ? "none" : names));
+}
+
+// rank: of the view. Leading dimensions are flattened into its first one where `flatten` is set.
+InputTensor load(const Safetensors& content, const std::string& name, const std::string& option,
+                 int32_t rank, bool flatten) {
+  InputTensor input;
+  if (name.empty()) return input;
+  const SafetensorsTensor& tensor = find(content, name, option);
+  if (!tensor.dtype) {
+    throw BadInput(fmt::format("tensor {} has dtype {}; allowed: F32, F16, BF16, I32, I64",
+                               in_quotes(name), tensor.dtype_name));
+  }
+  const size_t dimensions = tensor.shape.size();
+  const auto wanted = static_cast<size_t>(rank);
+  if (dimensions < wanted || (dimensions > wanted && !flatten)) {
+    throw BadInput(fmt::format("tensor {} has {} dimensions; {} needs {}{}", in_quotes(name),
+                               dimensions, option, rank, flatten ? " or more" : ""));
+  }
+  const void* data = tensor.data.data();
+  if (reinterpret_cast<uintptr_t>(data) % static_cast<uint64_t>(size_of(*tensor.dtype)) != 0) {
+    input.copy = Buffer(tensor.data.size());
+    std::memcpy(input.copy.data(), data, tensor.data.size());
+    data = input.copy.data();
+  }
+  const int64_t rows = product(tensor.shape, dimensions - wanted + 1);
+  input.view = rank == 2 ? matrix_view(data, *tensor.dtype, rows, tensor.shape.back())
+                         : vector_view(data, *tensor.dtype, rows);
+  input.shape = tensor.shape;
+  return input;
+}
+
+template <class Op>
+void set_inputs(Op& op, const LossInputs& inputs, const LossOptions& options) {
+  op.input = inputs.hidden.view;                // [N, D]
+  op.weight = inputs.weight.view;               // [V, D]
+  op.bias = inputs.bias.view;                   // [V]
+  op.target = inputs.target.view;               // [N]
+  op.weights.token = inputs.token_weight.view;  // [N]
+  op.weights.vocab = inputs.vocab_weight.view;  // [V]
+  op.options = options;
+}
+
+uint64_t bytes_of(DType dtype, int64_t elements) {
+  return static_cast<uint64_t>(size_of(dtype)) * static_cast<uint64_t>(elements);
+}
+
+template <class Op>
+void set_outputs(Op& op, LossOutputs& outputs, const LossInputs& inputs, bool statistics) {
+  const int64_t tokens = inputs.tokens();
+  const bool none = op.options.reduction == Reduction::none;
+  outputs.loss = Buffer(bytes_of(DType::f32, none ? tokens : 1));
+  op.loss = none ? vector_view(outputs.loss.data(), DType::f32, tokens)
+                 : scalar_view(outputs.loss.data(), DType::f32);
+  if (!statistics) return;
+  const auto vector = [&](Buffer& buffer, DType dtype) {
+    buffer = Buffer(bytes_of(dtype, tokens));
+    return vector_view(buffer.data(), dtype, tokens);
+  };
+  op.statistics.lse = vector(outputs.lse, DType::f32);
+  op.statistics.target_logit = vector(outputs.target_logit, DType::f32);
+  op.statistics.entropy = vector(outputs.entropy, DType::f32);
+  op.statistics.argmax = vector(outputs.argmax, DType::i64);
+}
+
+void set_gradients(LinearCrossEntropyForwardBackward& op, LossOutputs& outputs, DType dtype) {
+  const auto like = [&](Buffer& buffer, const TensorView& view) {
+    const int64_t elements = view.shape[0] * (view.rank == 2 ? view.shape[1] : 1);
+    buffer = Buffer(bytes_of(dtype, elements));
+    return view.rank == 2 ? matrix_view(buffer.data(), dtype, view.shape[0], view.shape[1])
+                          : vector_view(buffer.data(), dtype, view.shape[0]);
+  };
+  op.grad_input = like(outputs.grad_input, op.input);
+  op.grad_weight = like(outputs.grad_weight, op.weight);
+  if (op.bias) op.grad_bias = like(outputs.grad_bias, op.bias);
+}
+
+template <class Op>
+void run_op(const Op& op, const LossArguments& arguments, LossOutputs& outputs) {
+  const Execution execution{.device = {parse_device(arguments.device), 0}};
+  WorkspaceSize size;
+  check(workspace(op, execution, &size));
+  outputs.workspace = arguments.memory.value_or(size.recommended);
+  check_memory(outputs.workspace, size);
+  const Buffer scratch(outputs.workspace);
+  const auto start = std::chrono::steady_clock::now();
+  check(run(op, scratch.workspace(), execution));
+  outputs.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+}  // namespace
+
+int64_t LossInputs::target_at(int64_t token) const {
+  return target.view.dtype == DType::i64 ? target.view.as<const int64_t>()[token]
+                                         : target.view.as<const int32_t>()[token];
+}
+
+LossInputs load_inputs(const SafetensorsFile& file, const LossArguments& arguments) {
+  const Safetensors& content = file.content();
+  return {.hidden = load(content, arguments.hidden, "--hidden", 2, true),
+          .weight = load(content, arguments.weight, "--weight", 2, false),
+          .target = load(content, arguments.target, "--target", 1, true),
+          .bias = load(content, arguments.bias, "--bias", 1, false),
+          .token_weight = load(content, arguments.token_weight, "--token-weight", 1, true),
+          .vocab_weight = load(content, arguments.vocab_weight, "--vocab-weight", 1, false)};
+}
+
+LossOutputs compute_loss(const LossInputs& inputs, const LossArguments& arguments) {
+  LossOutputs outputs;
+  if (arguments.gradients.empty()) {
+    LinearCrossEntropyForward op;
+    set_inputs(op, inputs, arguments.options);
+    set_outputs(op, outputs, inputs, arguments.wants_statistics());
+    run_op(op, arguments, outputs);
+  } else {
+    LinearCrossEntropyForwardBackward op;
+    set_inputs(op, inputs, arguments.options);
+    set_outputs(op, outputs, inputs, arguments.wants_statistics());
+    set_gradients(op, outputs, parse_dtype(arguments.grad_dtype));
+    run_op(op, arguments, outputs);
+  }
+  return outputs;
+}
+
+void write_gradients(SafetensorsWriter& file, const LossInputs& inputs, const LossOutputs& outputs,
+                     const LossArguments& arguments) {
+  const DType dtype = parse_dtype(arguments.grad_dtype);
+  std::vector<TensorToWrite> tensors{
+      {"grad_input", dtype, inputs.hidden.shape, outputs.grad_input.data()},
+      {"grad_weight", dtype, inputs.weight.shape, outputs.grad_weight.data()}};
+  if (inputs.bias.view) {
+    tensors.push_back({"grad_bias", dtype, inputs.bias.shape, outputs.grad_bias.data()});
+  }
+  std::map<std::string, std::string> metadata{{"reduction", arguments.reduction}};
+  if (arguments.options.reduction != Reduction::none) {
+    metadata["loss"] = fmt::format("{}", *outputs.loss.as<const float>());
+  }
+  file.commit(tensors, metadata);
+}
+
+void write_per_token(SafetensorsWriter& file, const LossInputs& inputs, const LossOutputs& outputs,
+                     const LossArguments& arguments) {
+  const std::vector<int64_t>& shape = inputs.target.shape;
+  std::vector<TensorToWrite> tensors{
+      {"lse", DType::f32, shape, outputs.lse.data()},
+      {"target_logit", DType::f32, shape, outputs.target_logit.data()},
+      {"entropy", DType::f32, shape, outputs.entropy.data()},
+      {"argmax", DType::i64, shape, outputs.argmax.data()}};
+  if (arguments.options.reduction == Reduction::none) {
+    tensors.push_back({"loss", DType::f32, shape, outputs.loss.data()});
+  }
+  file.commit(tensors);
+}
+
+}  // namespace logitless::cli

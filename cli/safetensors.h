@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+// Reading and writing .safetensors: 8 bytes of little-endian header length, a JSON header that
+// names every tensor's dtype, shape and byte range, raw little-endian data. A file is checked whole
+// before a tensor is handed out; whatever it holds, the answer is tensors or a SafetensorsError.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "logitless/tensor.h"
+
+namespace logitless::cli {
+
+// What is wrong with the file, in one line.
+struct SafetensorsError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+struct SafetensorsTensor {
+  std::string name;
+  std::string dtype_name;      // as the file says: "F32", "U8", ...
+  std::optional<DType> dtype;  // where the library has it
+  std::vector<int64_t> shape;
+  std::span<const std::byte> data;  // in the file's memory, at any alignment
+
+  int64_t elements() const;  // fits: checked against the data's size
+};
+
+struct Safetensors {
+  std::vector<SafetensorsTensor> tensors;  // by name
+  std::map<std::string, std::string> metadata;
+
+  const SafetensorsTensor* find(std::string_view name) const;
+};
+
+// The views point into `file`.
+Safetensors parse_safetensors(std::span<const std::byte> file);
+
+// A file, mapped read-only.
+class SafetensorsFile {
+ public:
+  explicit SafetensorsFile(const std::string& path);
+  ~SafetensorsFile();
+  SafetensorsFile(const SafetensorsFile&) = delete;
+  SafetensorsFile& operator=(const SafetensorsFile&) = delete;
+
+  const Safetensors& content() const { return content_; }
+
+ private:
+  void* address_ = nullptr;
+  size_t bytes_ = 0;
+  Safetensors content_;
+};
+
+struct TensorToWrite {
+  std::string name;
+  DType dtype = DType::f32;
+  std::vector<int64_t> shape;
+  const void* data = nullptr;  // dense
+};
+
+// A file that appears whole or not at all: written beside its place, synchronized, then renamed.
+class SafetensorsWriter {
+ public:
+  // SafetensorsError where `path` cannot be written, before the work whose result it is to hold.
+  explicit SafetensorsWriter(const std::string& path);
+  ~SafetensorsWriter();  // what is not committed disappears
+  SafetensorsWriter(const SafetensorsWriter&) = delete;
+  SafetensorsWriter& operator=(const SafetensorsWriter&) = delete;
+
+  // std::runtime_error where the disk refuses.
+  void commit(const std::vector<TensorToWrite>& tensors,
+              const std::map<std::string, std::string>& metadata = {});
+
+ private:
+  std::string path_, temporary_;
+  int descriptor_ = -1;
+};
+
+}  // namespace logitless::cli

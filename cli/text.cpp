@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cli/text.h"
+
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+
+#include "cli/commands.h"
+
+namespace logitless::cli {
+namespace {
+
+struct Unit {
+  std::string_view name;
+  double bytes;
+};
+
+constexpr Unit kUnits[] = {{"", 1},         {"B", 1},        {"KiB", 0x1p10}, {"K", 0x1p10},
+                           {"kB", 1e3},     {"KB", 1e3},     {"MiB", 0x1p20}, {"M", 0x1p20},
+                           {"MB", 1e6},     {"GiB", 0x1p30}, {"G", 0x1p30},   {"GB", 1e9},
+                           {"TiB", 0x1p40}, {"T", 0x1p40},   {"TB", 1e12}};
+
+constexpr DeviceType kDevices[] = {DeviceType::cpu, DeviceType::cuda, DeviceType::webgpu,
+                                   DeviceType::reference};
+
+// Columns on a terminal, for text in UTF-8.
+size_t width(std::string_view text) {
+  return static_cast<size_t>(
+      std::count_if(text.begin(), text.end(), [](char c) { return (c & 0xC0) != 0x80; }));
+}
+
+}  // namespace
+
+uint64_t parse_bytes(std::string_view text, std::string_view option) {
+  double number = 0;
+  const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), number);
+  std::string_view unit(end, static_cast<size_t>(text.data() + text.size() - end));
+  while (unit.starts_with(' ')) unit.remove_prefix(1);
+  const auto* known = std::find_if(std::begin(kUnits), std::end(kUnits),
+                                   [&](const Unit& u) { return u.name == unit; });
+  if (problem != std::errc{} || known == std::end(kUnits) || !(number >= 0) ||
+      !(number * known->bytes < 0x1p63)) {
+    throw BadInput(
+        fmt::format("{}: \"{}\" is no size; allowed: bytes, or a number with KiB, MiB, "
+                    "GiB, TiB, kB, MB, GB or TB",
+                    option, text));
+  }
+  return static_cast<uint64_t>(number * known->bytes);
+}
+
+void add_memory_option(CLI::App& command, std::optional<uint64_t>& bytes) {
+  command
+      .add_option_function<std::string>(
+          "--memory", [&bytes](const std::string& text) { bytes = parse_bytes(text, "--memory"); },
+          "workspace, e.g. 64MiB; default: the recommended")
+      ->type_name("SIZE");
+}
+
+void check_memory(uint64_t bytes, const WorkspaceSize& size) {
+  if (bytes >= size.minimum) return;
+  throw BadInput(
+      fmt::format("--memory: {} bytes; this op needs at least {} ({}); {} are recommended", bytes,
+                  size.minimum, format_bytes(size.minimum), format_bytes(size.recommended)));
+}
+
+CLI::Validator integer(int64_t least, int64_t most) {
+  return CLI::Validator(
+      [least, most](const std::string& text) -> std::string {
+        int64_t value = 0;
+        const char* last = text.data() + text.size();
+        const auto [end, problem] = std::from_chars(text.data(), last, value);
+        const char* digits = text.data() + text.starts_with('-');
+        const bool octal = last - digits > 1 && *digits == '0';
+        if (problem != std::errc{} || end != last || octal) return "\"" + text + "\" is no integer";
+        if (value < least) return fmt::format("{}; allowed: >= {}", text, least);
+        return value > most ? fmt::format("{}; allowed: <= {}", text, most) : "";
+      },
+      "");
+}
+
+std::string format_bytes(uint64_t bytes) {
+  static constexpr const char* kNames[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
+  double number = static_cast<double>(bytes);
+  size_t unit = 0;
+  for (; number >= 1024 && unit + 1 < std::size(kNames); ++unit) number /= 1024;
+  return unit == 0 ? fmt::format("{} B", bytes) : fmt::format("{:.1f} {}", number, kNames[unit]);
+}
+
+const char* name_of(DType dtype) {
+  static constexpr const char* kNames[] = {"f32", "f16", "bf16", "i32", "i64"};
+  return kNames[static_cast<int>(dtype)];
+}
+
+DType parse_dtype(const std::string& name) {
+  const auto at = std::find(kFloatDtypes.begin(), kFloatDtypes.end(), name);
+  if (at == kFloatDtypes.end()) {
+    throw BadInput(fmt::format("dtype \"{}\"; allowed: f32, f16, bf16", name));
+  }
+  return static_cast<DType>(at - kFloatDtypes.begin());
+}
+
+const char* name_of(DeviceType device) {
+  static constexpr const char* kNames[] = {"cpu", "cuda", "webgpu", "reference"};
+  return kNames[static_cast<int>(device)];
+}
+
+DeviceType parse_device(const std::string& name) {
+  for (const DeviceType device : kDevices) {
+    if (name != name_of(device)) continue;
+    Status status;
+    if (logitless_describe_backend(static_cast<int32_t>(device), nullptr, 0, status.c()) != 0) {
+      throw Failure(status.message());
+    }
+    return device;
+  }
+  throw BadInput(fmt::format("--device: \"{}\"; allowed: cpu, cuda, webgpu, reference", name));
+}
+
+void check(const Status& status) {
+  switch (status.code()) {
+    case StatusCode::ok:
+      return;
+    case StatusCode::backend_unavailable:
+    case StatusCode::not_supported:
+    case StatusCode::device_error:
+    case StatusCode::internal:
+      throw Failure(status.message());
+    default:
+      throw BadInput(status.message());
+  }
+}
+
+void print_table(const std::vector<std::vector<std::string>>& rows) {
+  std::vector<size_t> widths;
+  for (const auto& row : rows) {
+    widths.resize(std::max(widths.size(), row.size()));
+    for (size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], width(row[i]));
+  }
+  for (const auto& row : rows) {
+    std::string line;
+    for (size_t i = 0; i < row.size(); ++i) {
+      const std::string space(widths[i] - width(row[i]), ' ');
+      line += (i == 0 ? "" : "  ") + (i == 0 ? row[i] + space : space + row[i]);
+    }
+    line.erase(line.find_last_not_of(' ') + 1);
+    fmt::print("{}\n", line);
+  }
+}
+
+void print_json(const nlohmann::json& value) {
+  fmt::print("{}\n", value.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
+}
+
+}  // namespace logitless::cli
