@@ -29,6 +29,9 @@ CLI::App* add_command(CLI::App& app, Context& context, const std::string& name,
 
 void add_info(CLI::App& app, Context& context);
 void add_loss(CLI::App& app, Context& context);
+void add_plan(CLI::App& app, Context& context);
+void add_bench(CLI::App& app, Context& context);
+void add_check(CLI::App& app, Context& context);
 void add_demo(CLI::App& app, Context& context);
 
 }  // namespace logitless::cli

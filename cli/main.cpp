@@ -30,6 +30,7 @@ int main(int argc, char** argv) {
   app.require_subcommand(1);
   Context context;
   add_info(app, context);
+  add_plan(app, context);
   add_loss(app, context);
 #ifdef LOGITLESS_CLI_DEMO
   add_demo(app, context);

@@ -462,7 +462,7 @@ class HostileFileTest(CliTest):
         self.json("loss", self.file(raw), "--device", DEVICES[0])
 
 
-DEVICES = ["reference"]
+DEVICES = ["cpu", "reference"]
 
 if __name__ == "__main__":
     PROGRAM = sys.argv.pop(1)

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+// An op by its name on the command line and its sizes; `plan` asks about it, `bench` runs it.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "logitless/logitless.h"
+
+namespace logitless::cli {
+
+inline const std::vector<std::string> kOpNames{
+    "linear-forward",   "linear-backward", "linear-forward-backward", "forward", "backward",
+    "forward-backward", "softmax"};
+
+struct OpShape {
+  std::string op = "linear-forward-backward";
+  int64_t tokens = 0, hidden = 0, vocab = 0;
+  DType dtype = DType::f32;                    // of input and weight, or of logits
+  DType grad_dtype = DType::f32;               // of every gradient, and of softmax's probabilities
+  bool grad_input = true, grad_weight = true;  // linear ops with gradients
+  bool in_place = false;                       // gradients of the logits over the logits
+  bool linear() const { return op.starts_with("linear"); }
+};
+
+// Calls f with an op of the name's type.
+template <class F>
+decltype(auto) with_op(const std::string& name, F&& f) {
+  if (name == "linear-forward") return f(LinearCrossEntropyForward{});
+  if (name == "linear-backward") return f(LinearCrossEntropyBackward{});
+  if (name == "forward") return f(CrossEntropyForward{});
+  if (name == "backward") return f(CrossEntropyBackward{});
+  if (name == "forward-backward") return f(CrossEntropyForwardBackward{});
+  if (name == "softmax") return f(Softmax{});
+  return f(LinearCrossEntropyForwardBackward{});
+}
+
+// Fills the op's views from memory("input", view without data), which returns the view with data,
+// or as it is where only sizes are asked for. Backward gets the row state, Forward writes it.
+template <class Op, class Memory>
+void set_views(Op& op, const OpShape& s, Memory&& memory) {
+  const auto vector = [&](const char* name, DType dtype) {
+    return memory(name, vector_view(nullptr, dtype, s.tokens));
+  };
+  const auto matrix = [&](const char* name, DType dtype, int64_t rows, int64_t columns) {
+    return memory(name, matrix_view(nullptr, dtype, rows, columns));
+  };
+  if constexpr (LinearOp<Op>) {
+    op.input = matrix("input", s.dtype, s.tokens, s.hidden);
+    op.weight = matrix("weight", s.dtype, s.vocab, s.hidden);
+  } else {
+    op.logits = matrix("logits", s.dtype, s.tokens, s.vocab);
+  }
+  if constexpr (LossOp<Op>) op.target = vector("target", DType::i64);
+  if constexpr (ForwardOp<Op>) {
+    op.loss = memory("loss", scalar_view(nullptr, DType::f32));
+    op.statistics.lse = vector("lse", DType::f32);
+    op.statistics.target_logit = vector("target_logit", DType::f32);
+    op.statistics.row_reference = vector("row_reference", DType::f32);
+    op.statistics.row_log_sum = vector("row_log_sum", DType::f32);
+  }
+  if constexpr (BackwardOnlyOp<Op>) {
+    op.row_reference = vector("row_reference", DType::f32);
+    op.row_log_sum = vector("row_log_sum", DType::f32);
+  }
+  if constexpr (LinearOp<Op> && GradientOp<Op>) {
+    if (s.grad_input) op.grad_input = matrix("grad_input", s.grad_dtype, s.tokens, s.hidden);
+    if (s.grad_weight) op.grad_weight = matrix("grad_weight", s.grad_dtype, s.vocab, s.hidden);
+  } else if constexpr (GradientOp<Op>) {
+    op.grad_logits =
+        s.in_place ? op.logits : matrix("grad_logits", s.grad_dtype, s.tokens, s.vocab);
+  } else if constexpr (!LossOp<Op>) {
+    op.probabilities =
+        s.in_place ? op.logits : matrix("probabilities", s.grad_dtype, s.tokens, s.vocab);
+  }
+}
+
+}  // namespace logitless::cli

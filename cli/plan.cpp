@@ -1,0 +1,203 @@
+// SPDX-License-Identifier: Apache-2.0
+// logitless plan: how the CPU would run an op in a given workspace, without running it.
+#include "src/cpu/plan.h"
+
+#include <fmt/core.h>
+
+#include <memory>
+#include <optional>
+
+#include "cli/commands.h"
+#include "cli/op_shape.h"
+#include "cli/text.h"
+#include "src/cpu/dispatch.h"
+
+namespace logitless::cli {
+namespace {
+
+using nlohmann::json;
+
+struct PlanArguments {
+  OpShape shape;
+  std::string dtype = "f32", grad_dtype = "f32";
+  std::optional<uint64_t> memory;
+  int threads = 0;
+  bool no_grad_input = false, no_grad_weight = false;
+};
+
+cpu::LinearShape linear_shape(const OpShape& s) {
+  const bool gradients = s.op != "linear-forward";
+  return {.tokens = s.tokens,
+          .vocab = s.vocab,
+          .hidden = s.hidden,
+          .dtype = s.dtype,
+          .forward = s.op != "linear-backward",  // given what Forward wrote
+          .grad_input = gradients && s.grad_input,
+          .grad_weight = gradients && s.grad_weight,
+          .direct_grad_weight = !(gradients && s.grad_weight) || s.grad_dtype == DType::f32};
+}
+
+WorkspaceSize workspace_size(const OpShape& shape) {
+  return with_op(shape.op, [&](auto op) {
+    set_views(op, shape, [](const char*, const TensorView& view) { return view; });
+    WorkspaceSize size;
+    check(workspace(op, {}, &size));
+    return size;
+  });
+}
+
+int products(const cpu::LinearShape& shape, const cpu::LinearPlan& plan) {
+  return shape.forward + (shape.gradients() && !plan.stored) + shape.grad_input + shape.grad_weight;
+}
+
+// What the workspace holds, in order; the parts add up to plan.bytes.
+json parts(const cpu::LinearPlan& p) {
+  json out = json::array();
+  const auto add = [&](const char* name, uint64_t bytes) {
+    if (bytes > 0) out.push_back({{"name", name}, {"bytes", bytes}});
+  };
+  add("tokens and their sums", p.logits_at - p.tokens_at);
+  add("logits of one chunk", p.input_along_at - p.logits_at);
+  add("packed input", p.slots_at - p.input_along_at);
+  add("partial sums of grad_input", p.weight_sum_at - p.slots_at);
+  add("f32 sum of grad_weight", p.bias_sum_at - p.weight_sum_at);
+  add("f32 sum of grad_bias", p.lanes_at - p.bias_sum_at);
+  add("scratch of the threads", p.bytes - p.lanes_at);
+  return out;
+}
+
+std::string plan_name(const cpu::LinearShape& shape, const cpu::LinearPlan& plan) {
+  if (!shape.gradients()) return "loss only";
+  return plan.stored ? "stored chunks" : "recompute";
+}
+
+json linear_plan(const OpShape& s, uint64_t bytes) {
+  const cpu::LinearShape shape = linear_shape(s);
+  const cpu::LinearPlan p = cpu::plan_linear(shape, bytes, logitless_num_threads());
+  const double product = 2.0 * static_cast<double>(s.tokens) * static_cast<double>(s.vocab) *
+                         static_cast<double>(s.hidden);
+  return {{"name", plan_name(shape, p)},
+          {"arithmetic", cpu::name_of(p.engine.arithmetic)},
+          {"token_chunk", p.token_chunk},
+          {"chunks", p.chunks},
+          {"vocab_tile", cpu::vocab_tile},
+          {"vocab_tiles", p.vocab_tiles},
+          {"slots", shape.grad_input ? p.slots : 0},
+          {"threads", p.lanes},
+          {"bytes", p.bytes},
+          {"parts", parts(p)},
+          {"products", products(shape, p)},
+          {"flops", products(shape, p) * product}};
+}
+
+json gather(const PlanArguments& arguments) {
+  const OpShape& s = arguments.shape;
+  const WorkspaceSize size = workspace_size(s);
+  const uint64_t given = arguments.memory.value_or(size.recommended);
+  check_memory(given, size);
+  const auto logits = static_cast<uint64_t>(s.tokens) * static_cast<uint64_t>(s.vocab) * 4;
+  json out = {{"op", s.op},
+              {"tokens", s.tokens},
+              {"hidden", s.hidden},
+              {"vocab", s.vocab},
+              {"dtype", name_of(s.dtype)},
+              {"grad_dtype", name_of(s.grad_dtype)},
+              {"isa", cpu::target_name()},
+              {"threads", logitless_num_threads()},
+              {"workspace",
+               {{"minimum", size.minimum}, {"recommended", size.recommended}, {"given", given}}}};
+  if (s.linear()) {
+    out["plan"] = linear_plan(s, given);
+    out["workspace"]["used"] = out["plan"]["bytes"];
+    out["logits_bytes"] = logits;
+    out["logits_bytes_avoided"] = s.op == "linear-forward" ? logits : 2 * logits;
+  } else {
+    out["workspace"]["used"] = size.minimum;
+  }
+  return out;
+}
+
+std::string bytes_text(const json& bytes) { return format_bytes(bytes.get<uint64_t>()); }
+
+void print_linear(const json& out) {
+  const json& plan = out["plan"];
+  const auto chunks = plan["chunks"].get<int64_t>();
+  fmt::print("{:<12}{}, {} product{}, arithmetic {} on {}\n", "plan",
+             plan["name"].get<std::string>(), plan["products"].get<int>(),
+             plan["products"] == 1 ? "" : "s", plan["arithmetic"].get<std::string>(),
+             out["isa"].get<std::string>());
+  fmt::print("{:<12}{} of {} tokens; {} vocabulary tiles of {}", "chunks", chunks,
+             plan["token_chunk"].get<int64_t>(), plan["vocab_tiles"].get<int64_t>(),
+             plan["vocab_tile"].get<int64_t>());
+  if (plan["slots"] > 0) {
+    fmt::print("; {} partial sums of grad_input", plan["slots"].get<int64_t>());
+  }
+  fmt::print("; {} of {} threads\n", plan["threads"].get<int64_t>(), out["threads"].get<int>());
+  fmt::print("{:<12}{:.1f} GFLOP\n", "work", plan["flops"].get<double>() * 1e-9);
+  fmt::print("{:<12}{} of logits{} never held: {:.1f} x this workspace\n", "avoided",
+             bytes_text(out["logits_bytes_avoided"]),
+             out["op"] == "linear-forward" ? "" : " and their gradient",
+             out["logits_bytes_avoided"].get<double>() / plan["bytes"].get<double>());
+}
+
+void print_text(const json& out) {
+  fmt::print("{:<12}{}, N {} x D {} x V {}, {}, gradients {}\n", "op", out["op"].get<std::string>(),
+             out["tokens"].get<int64_t>(), out["hidden"].get<int64_t>(),
+             out["vocab"].get<int64_t>(), out["dtype"].get<std::string>(),
+             out["grad_dtype"].get<std::string>());
+  if (out.contains("plan")) print_linear(out);
+  const json& workspace = out["workspace"];
+  fmt::print("{:<12}{} ({} bytes) of {} given; minimum {}, recommended {}\n", "workspace",
+             bytes_text(workspace["used"]), workspace["used"].get<uint64_t>(),
+             bytes_text(workspace["given"]), bytes_text(workspace["minimum"]),
+             bytes_text(workspace["recommended"]));
+  if (!out.contains("plan")) return;
+  for (const json& part : out["plan"]["parts"]) {
+    fmt::print("{:<12}{:>10}  {}\n", "", bytes_text(part["bytes"]),
+               part["name"].get<std::string>());
+  }
+}
+
+void run_plan(const Context& context, PlanArguments& arguments) {
+  OpShape& shape = arguments.shape;
+  shape.dtype = parse_dtype(arguments.dtype);
+  shape.grad_dtype = parse_dtype(arguments.grad_dtype);
+  shape.grad_input = !arguments.no_grad_input;
+  shape.grad_weight = !arguments.no_grad_weight;
+  if (arguments.threads > 0) logitless_set_num_threads(arguments.threads);
+  const json out = gather(arguments);
+  if (context.json) {
+    print_json(out);
+  } else {
+    print_text(out);
+  }
+}
+
+}  // namespace
+
+void add_plan(CLI::App& app, Context& context) {
+  CLI::App* command =
+      add_command(app, context, "plan", "how an op would run: chunks, workspace, work");
+  auto arguments = std::make_shared<PlanArguments>();
+  PlanArguments& a = *arguments;
+  command->add_option("N", a.shape.tokens, "tokens")->required()->check(integer(0));
+  command->add_option("D", a.shape.hidden, "hidden size; of no effect on ops of logits")
+      ->required()
+      ->check(integer(1));
+  command->add_option("V", a.shape.vocab, "vocabulary")->required()->check(integer(1));
+  command->add_option("--op", a.shape.op)->check(CLI::IsMember(kOpNames))->capture_default_str();
+  command->add_option("--dtype", a.dtype, "of input and weight, or of the logits")
+      ->check(CLI::IsMember(kFloatDtypes))
+      ->capture_default_str();
+  command->add_option("--grad-dtype", a.grad_dtype, "of the gradients")
+      ->check(CLI::IsMember(kFloatDtypes))
+      ->capture_default_str();
+  add_memory_option(*command, a.memory);
+  command->add_option("--threads", a.threads, "0: all that this process may use")
+      ->check(integer(0, 1024));
+  command->add_flag("--no-grad-input", a.no_grad_input, "frozen below the head");
+  command->add_flag("--no-grad-weight", a.no_grad_weight, "frozen head");
+  command->callback([&context, arguments] { run_plan(context, *arguments); });
+}
+
+}  // namespace logitless::cli
