@@ -380,6 +380,8 @@ TEST(TargetGradient, DoesNotCancelNearOne) {
   EXPECT_EQ(target_gradient({}, {.probability = 1, .onehot = 1}, 0, 1), 0);
   EXPECT_EQ(target_gradient({}, g, -kInf, 1), -1);
   EXPECT_TRUE(std::isnan(target_gradient({}, g, kNan, 1)));
+  // A class of weight 0 has no onehot: P p, however small p.
+  EXPECT_FLOAT_EQ(target_gradient({}, {.probability = .5f}, -40, 1), .5f * std::exp(-40.f));
 }
 
 TEST_P(RowKernels, LoadsEverySixteenBitNumber) {

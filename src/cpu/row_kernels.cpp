@@ -249,8 +249,9 @@ void gradient_block(const LogitMap& map, const RowGradient& g, const float* z,
 float target_gradient(const LogitMap& map, const RowGradient& g, float z, float class_weight) {
   const double log_p = (z - g.reference) - g.log_sum;
   const double p = std::exp(log_p);
-  // P p - onehot = P (p - 1) + (P - onehot): where p is near 1 nothing cancels.
-  double sum = g.probability * std::expm1(log_p) + (static_cast<double>(g.probability) - g.onehot);
+  // P p - onehot = onehot (p - 1) + (P - onehot) p: nothing cancels, neither near p = 1 nor where p
+  // is tiny.
+  double sum = g.onehot * std::expm1(log_p) + (static_cast<double>(g.probability) - g.onehot) * p;
   if (g.smoothing != 0) sum -= static_cast<double>(g.smoothing) * class_weight;
   if (g.entropy != 0 && p != 0) sum -= g.entropy * p * (log_p + g.entropy_value);
   double slope = static_cast<double>(map.scale) / map.temperature;

@@ -146,7 +146,7 @@ double common_upstream(const TensorView& grad_loss, const LossOptions& o, const 
 
 // Without z-loss one class alone has a loss of 0 whatever its logit, and a gradient of exactly 0.
 bool is_flat(const LossOptions& o, int64_t vocab) {
-  return vocabulary_of(o, vocab) == 1 && o.z_loss == 0;
+  return o.input_kind == InputKind::logits && vocabulary_of(o, vocab) == 1 && o.z_loss == 0;
 }
 
 template <class Op>

@@ -1,0 +1,205 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows of given logits: which memory the kernels work in, and strided views.
+#include "src/cpu/logit_rows.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+
+namespace logitless::cpu {
+namespace {
+
+// A row of z is kept where making it again costs more than reading it back; beyond this it leaves
+// the second cache.
+constexpr int64_t most_kept_columns = 1 << 18;
+// Elements of a task: some 10 us.
+constexpr int64_t task_elements = 1 << 15;
+// Columns of strided elements moved at a time: their cache lines stay in the first cache even where
+// they share a set.
+constexpr int64_t strip = 8;
+
+constexpr uint64_t padded(uint64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+bool rows_adjoin(const TensorView& v) {
+  return v && v.shape[0] > 1 && std::abs(v.stride[0]) < std::abs(v.stride[1]);
+}
+
+// from[r][j] -> to[r][j] for rows of any distance, a strip of columns at a time.
+template <class T, class From, class To>
+void move_strided(int64_t rows, int64_t count, const From& from, const To& to) {
+  for (int64_t j = 0; j < count; j += strip) {
+    const int64_t end = std::min(count, j + strip);
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t k = j; k < end; ++k) *to(r, k) = *from(r, k);
+    }
+  }
+}
+
+// The elements of one block of a view.
+template <class T>
+struct Elements {
+  T* base;
+  const int64_t* row;
+  int64_t row_stride, column_stride;
+  T* operator()(int64_t r, int64_t j) const {
+    return base + row[r] * row_stride + j * column_stride;
+  }
+};
+
+template <class T>
+Elements<T> elements(const TensorView& v, const RowGroup& rows, int64_t column) {
+  return {v.as<T>() + column * v.stride[1], rows.row, v.stride[0], v.stride[1]};
+}
+
+char* address(const TensorView& v, int64_t row, int64_t column) {
+  return v.as<char>() + (row * v.stride[0] + column * v.stride[1]) * size_of(v.dtype);
+}
+
+}  // namespace
+
+void load_group(const TensorView& view, const RowGroup& rows, int64_t column, int64_t count,
+                float* to, int64_t pitch) {
+  if (view.stride[1] == 1) {
+    for (int64_t r = 0; r < rows.count; ++r) {
+      load_as_f32(address(view, rows.row[r], column), view.dtype, count, to + r * pitch);
+    }
+    return;
+  }
+  if (view.dtype == DType::f32) {
+    move_strided<float>(rows.count, count, elements<const float>(view, rows, column),
+                        [&](int64_t r, int64_t j) { return to + r * pitch + j; });
+    return;
+  }
+  constexpr int64_t width = 64;
+  uint16_t narrow[most_rows][width];
+  for (int64_t j = 0; j < count; j += width) {
+    const int64_t part = std::min(width, count - j);
+    move_strided<uint16_t>(rows.count, part, elements<const uint16_t>(view, rows, column + j),
+                           [&](int64_t r, int64_t k) { return &narrow[r][k]; });
+    for (int64_t r = 0; r < rows.count; ++r) {
+      load_as_f32(narrow[r], view.dtype, part, to + r * pitch + j);
+    }
+  }
+}
+
+void store_group(const float* from, int64_t pitch, const RowGroup& rows, int64_t column,
+                 int64_t count, const TensorView& view) {
+  if (view.stride[1] == 1) {
+    for (int64_t r = 0; r < rows.count; ++r) {
+      store_from_f32(from + r * pitch, count, view.dtype, address(view, rows.row[r], column));
+    }
+    return;
+  }
+  if (view.dtype == DType::f32) {
+    move_strided<float>(
+        rows.count, count, [&](int64_t r, int64_t j) { return from + r * pitch + j; },
+        elements<float>(view, rows, column));
+    return;
+  }
+  constexpr int64_t width = 64;
+  uint16_t narrow[most_rows][width];
+  for (int64_t j = 0; j < count; j += width) {
+    const int64_t part = std::min(width, count - j);
+    for (int64_t r = 0; r < rows.count; ++r) {
+      store_from_f32(from + r * pitch + j, part, view.dtype, narrow[r]);
+    }
+    move_strided<uint16_t>(
+        rows.count, part, [&](int64_t r, int64_t k) { return &narrow[r][k]; },
+        elements<uint16_t>(view, rows, column + j));
+  }
+}
+
+LogitRows::LogitRows(const TensorView& logits, const TensorView& output, const LogitMap& map,
+                     bool forward)
+    : logits_(logits), output_(output), map_(map), columns_(logits.shape[1]) {
+  const bool grouped = rows_adjoin(logits) || rows_adjoin(output);
+  const int64_t element = std::min(size_of(logits.dtype), output ? size_of(output.dtype) : 4);
+  group_ = grouped ? 64 / element : 1;  // a cache line of rows
+  direct_ = !grouped && logits.dtype == DType::f32 && logits.stride[1] == 1 && map.identity();
+  kept_ = !grouped && forward && output && (map.softcap > 0 || logits.stride[1] != 1) &&
+          columns_ <= most_kept_columns;
+  const int64_t width = kept_ ? columns_ : std::min(columns_, row_block);
+  pitch_ = grouped ? width + 16 : width;  // rows of one group in different sets of the first cache
+  const bool in_place =
+      direct_ && (!output || (output.dtype == DType::f32 && output.stride[1] == 1));
+  lane_bytes_ = in_place ? 0 : padded(group_ * pitch_ * sizeof(float));
+}
+
+int64_t LogitRows::task_rows() const {
+  return std::max<int64_t>(1, task_elements / (columns_ * group_)) * group_;
+}
+
+float* LogitRows::load(const RowGroup& rows, int64_t column, int64_t count, float* scratch) const {
+  if (direct_) return reinterpret_cast<float*>(address(logits_, rows.row[0], column));
+  float* block = kept_ ? scratch + column : scratch;
+  load_group(logits_, rows, column, count, block, pitch_);
+  return block;
+}
+
+void LogitRows::forward(const RowGroup& rows, const float* class_weight, BlockWants wants,
+                        float* scratch, RowState* states) const {
+  RowAccumulator sums[most_rows];
+  float target_logit[most_rows];
+  for (int64_t r = 0; r < rows.count; ++r) {
+    target_logit[r] = -std::numeric_limits<float>::infinity();
+  }
+  for (int64_t column = 0; column < columns_; column += row_block) {
+    const int64_t count = std::min(row_block, columns_ - column);
+    float* block = load(rows, column, count, scratch);
+    const float* weight = class_weight != nullptr ? class_weight + column : nullptr;
+    for (int64_t r = 0; r < rows.count; ++r) {
+      float* z = block + r * pitch_;
+      BlockState state;
+      forward_block(map_, z, nullptr, weight, count, wants, &state);
+      sums[r].add(state, column, wants);
+      const int64_t target = rows.target != nullptr ? rows.target[r] - column : -1;
+      if (target >= 0 && target < count) target_logit[r] = z[target];
+    }
+  }
+  for (int64_t r = 0; r < rows.count; ++r) {
+    states[r] = sums[r].finish(wants);
+    states[r].target_logit = target_logit[r];
+  }
+}
+
+void LogitRows::gradient(const RowGroup& rows, const float* class_weight,
+                         const RowGradient* coefficients, bool after_forward,
+                         float* scratch) const {
+  const bool to_view = group_ == 1 && output_.dtype == DType::f32 && output_.stride[1] == 1;
+  for (int64_t column = 0; column < columns_; column += row_block) {
+    const int64_t count = std::min(row_block, columns_ - column);
+    const bool mapped = kept_ && after_forward;
+    float* block = mapped ? scratch + column : load(rows, column, count, scratch);
+    const float* weight = class_weight != nullptr ? class_weight + column : nullptr;
+    // Direct logits are not ours to write.
+    float* out = to_view ? reinterpret_cast<float*>(address(output_, rows.row[0], column))
+                         : (direct_ ? scratch : block);
+    for (int64_t r = 0; r < rows.count; ++r) {
+      float* z = block + r * pitch_;
+      float* draw = out + r * pitch_;
+      if (!mapped) map_block(map_, z, nullptr, count);
+      const int64_t target = rows.target != nullptr ? rows.target[r] - column : -1;
+      const bool here = target >= 0 && target < count;
+      float at_target = 0;
+      if (here) {
+        at_target = target_gradient(map_, coefficients[r], z[target],
+                                    weight != nullptr ? weight[target] : 1);
+      }
+      gradient_block(map_, coefficients[r], z, weight, count, draw);
+      if (here) draw[target] = at_target;
+    }
+    if (!to_view) store_group(out, pitch_, rows, column, count, output_);
+  }
+}
+
+void LogitRows::clear(int64_t row) const {
+  const int64_t size = size_of(output_.dtype);
+  if (output_.stride[1] == 1) {
+    std::memset(address(output_, row, 0), 0, columns_ * size);
+    return;
+  }
+  for (int64_t j = 0; j < columns_; ++j) std::memset(address(output_, row, j), 0, size);
+}
+
+}  // namespace logitless::cpu

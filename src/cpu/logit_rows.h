@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows of given logits [N, V], walked a block of columns at a time: forward makes a row's state,
+// gradient its output row. Rows that lie side by side in memory (column-major views) are walked in
+// groups, so that cache lines are used whole. The blocks of a row are the same either way, and so
+// are its bits.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "src/cpu/row_kernels.h"
+#include "src/cpu/thread_pool.h"
+
+namespace logitless::cpu {
+
+// Columns of a block: one f32 block and its output stay in the first cache, and combining blocks
+// costs 2 % of a row.
+inline constexpr int64_t row_block = 2048;
+inline constexpr int64_t most_rows = 32;
+
+// A group of rows of the views.
+struct RowGroup {
+  const int64_t* row;     // [count]  index in the views
+  const int64_t* target;  // [count]  column, -1: not here; null: no targets at all
+  int64_t count;          // <= LogitRows::group()
+};
+
+class LogitRows {
+ public:
+  // output: absent, or the [N, V] view that gradient writes; may be `logits` itself.
+  LogitRows(const TensorView& logits, const TensorView& output, const LogitMap& map, bool forward);
+
+  int64_t group() const { return group_; }
+  // Scratch of one thread, a multiple of 64.
+  uint64_t lane_bytes() const { return lane_bytes_; }
+  // Rows that one task takes, a multiple of group(): enough work to be worth handing out.
+  int64_t task_rows() const;
+
+  // states: [count], target_logit included.
+  void forward(const RowGroup& rows, const float* class_weight, BlockWants wants, float* scratch,
+               RowState* states) const;
+  // Output rows from coefficients [count]; after_forward: forward has just run on these rows with
+  // this scratch.
+  void gradient(const RowGroup& rows, const float* class_weight, const RowGradient* coefficients,
+                bool after_forward, float* scratch) const;
+  // An output row of zeros.
+  void clear(int64_t row) const;
+
+ private:
+  // The block's logits as f32, row r at + r * pitch_: the view's own memory or the scratch.
+  float* load(const RowGroup& rows, int64_t column, int64_t count, float* scratch) const;
+
+  TensorView logits_, output_;
+  LogitMap map_;
+  int64_t columns_;
+  int64_t group_;        // rows walked together
+  int64_t pitch_;        // floats from row to row of the scratch
+  bool direct_ = false;  // the kernels read the view's memory
+  bool kept_ = false;    // the scratch holds a whole row of z from forward to gradient
+  uint64_t lane_bytes_;
+};
+
+inline int64_t tasks_of(const LogitRows& rows, int64_t count) {
+  return (count + rows.task_rows() - 1) / rows.task_rows();
+}
+
+// How many threads `bytes` of scratch give room to.
+inline int64_t lanes_of(const LogitRows& rows, const Executor& executor, uint64_t bytes) {
+  const int64_t threads = executor.num_threads;
+  if (rows.lane_bytes() == 0) return threads;
+  return std::clamp<int64_t>(bytes / rows.lane_bytes(), 1, threads);
+}
+
+// Copies a block between a view's rows and f32 rows `pitch` apart.
+void load_group(const TensorView& view, const RowGroup& rows, int64_t column, int64_t count,
+                float* to, int64_t pitch);
+void store_group(const float* from, int64_t pitch, const RowGroup& rows, int64_t column,
+                 int64_t count, const TensorView& view);
+
+}  // namespace logitless::cpu

@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// Softmax: p_ij = exp((z_ij - m_i) - log s_i), [R, C] -> [R, C].
+#include <algorithm>
+
+#include "src/cpu/logit_rows.h"
+#include "src/cpu/ops.h"
+#include "src/cpu/thread_pool.h"
+
+namespace logitless::cpu {
+
+Status workspace(const Softmax& op, const Execution& execution, WorkspaceSize* size) {
+  const LogitRows rows(op.logits, op.probabilities, {}, true);
+  const int64_t tasks = tasks_of(rows, op.logits.shape[0]);
+  *size = {};
+  if (tasks == 0) return {};
+  size->minimum = rows.lane_bytes();
+  size->recommended =
+      rows.lane_bytes() * std::min<int64_t>(executor_of(execution).num_threads, tasks);
+  return {};
+}
+
+Status run(const Softmax& op, const Workspace& workspace, const Execution& execution) {
+  const LogitRows rows(op.logits, op.probabilities, {}, true);
+  const Executor& executor = executor_of(execution);
+  const int64_t total = op.logits.shape[0];
+  char* memory = static_cast<char*>(workspace.data) + workspace.byte_offset;
+  const int64_t lanes = lanes_of(rows, executor, workspace.bytes);
+  for_each_task(executor, lanes, tasks_of(rows, total), [&](int64_t task, int64_t lane) {
+    float* scratch = reinterpret_cast<float*>(memory + lane * rows.lane_bytes());
+    const int64_t end = std::min(total, (task + 1) * rows.task_rows());
+    for (int64_t first = task * rows.task_rows(); first < end; first += rows.group()) {
+      int64_t index[most_rows];
+      RowGroup group{index, nullptr, std::min(rows.group(), end - first)};
+      for (int64_t r = 0; r < group.count; ++r) index[r] = first + r;
+      RowState states[most_rows];
+      rows.forward(group, nullptr, {}, scratch, states);
+      RowGradient probabilities[most_rows];
+      for (int64_t r = 0; r < group.count; ++r) {
+        probabilities[r] = {
+            .reference = states[r].reference, .log_sum = states[r].log_sum, .probability = 1};
+      }
+      rows.gradient(group, nullptr, probabilities, true, scratch);
+    }
+  });
+  return {};
+}
+
+}  // namespace logitless::cpu
