@@ -74,6 +74,13 @@ TEST(ReferenceEdges, IgnoredRowsAreNeverRead) {
       EXPECT_EQ(forward(clean), forward(dirty));
       const Values gradients = backward(dirty);
       EXPECT_EQ(backward(clean), gradients);
+      dirty.grad_loss[1] = 1e30f;
+      if (linear) {
+        const auto bounds = [](const Example& e) {
+          return evaluate(make_op<LinearCrossEntropyBackward>(e)).outputs.at("grad_weight").bound;
+        };
+        EXPECT_EQ(bounds(clean), bounds(dirty));
+      }
       const Values statistics = forward(dirty);
       for (const auto& [name, values] : statistics)
         EXPECT_EQ(values[1], name == "argmax" ? -1 : 0) << name;
@@ -150,9 +157,12 @@ TEST(ReferenceEdges, AMinusInfiniteTarget) {
   EXPECT_EQ(forward(example).at("loss")[0], kInfinity);
   EXPECT_EQ(forward(example).at("target_logit")[0], -kInfinity);
   EXPECT_EQ(backward(example).at("grad_logits")[1], -1);
-  // Nothing where its factor is 0.
+  // Nothing where its factor is 0; but a NaN in the row is one in its loss.
   example.vocab_weight = {1, 0, 1};
   EXPECT_EQ(forward(example).at("loss")[0], 0);
+  example.logits[0] = kNan;
+  EXPECT_TRUE(std::isnan(forward(example).at("loss")[0]));
+  example.logits[0] = 1;
   example.options.label_smoothing = 1;
   EXPECT_TRUE(std::isfinite(forward(example).at("loss")[0]));
 }

@@ -220,11 +220,18 @@ TEST(ReferenceShards, MaskedShardCombinesAsNoProbability) {
   }
 }
 
+TEST(ReferenceShards, AMaskedTargetOfWeightZeroCostsNothing) {
+  const TokenState state{.row_reference = 1, .row_log_sum = 0.5f};
+  EXPECT_EQ(token_loss(state, {}, 4), kInfinity);
+  EXPECT_EQ(token_loss(state, {}, 4, 0), 0);
+}
+
 TEST(ReferenceShards, NanOnOneShardIsNanInTheWholeRow) {
   Example whole = logits_example(2, 4);
   whole.logits[1] = NAN;
   for (const Split& split : {Split{2, 2}, Split{1, 3}, Split{3, 1}}) {
     const std::vector<TokenState> states = combined_states(whole, split);
+    EXPECT_TRUE(std::isnan(states[0].row_reference));
     EXPECT_TRUE(std::isnan(lse(states[0])));
     EXPECT_TRUE(std::isnan(states[0].entropy));
     EXPECT_TRUE(std::isnan(token_loss(states[0], whole.options, 4)));

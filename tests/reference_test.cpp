@@ -173,6 +173,16 @@ TEST(Reference, AnEmptyMeanIsZeroOrNan) {
   expect_near(backward(weightless).at("grad_logits"), expected, 0, "gradient");
 }
 
+TEST(Reference, ANormalizerOfZeroIsAnEmptyMean) {
+  Example example = logits_example(2, 3);
+  example.normalizer = {0};
+  EXPECT_EQ(loss_of(example), 0);
+  EXPECT_EQ(backward(example).at("grad_logits"), std::vector<double>(6, 0.0));
+  example.options.empty_mean = EmptyMean::nan;
+  EXPECT_TRUE(std::isnan(loss_of(example)));
+  expect_near(backward(example).at("grad_logits"), std::vector<double>(6, kNan), 0, "gradient");
+}
+
 TEST(Reference, GradientsOfStatisticsSurviveAnEmptyMean) {
   Example example = logits_example(2, 5);
   example.vocab_weight.assign(5, 0.0f);

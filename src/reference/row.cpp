@@ -216,7 +216,7 @@ std::vector<int64_t> accepted_argmax(const Row& row) {
   for (size_t j = 0; j < row.z.size(); ++j) {
     const double slack = e.empty() ? 0 : e[j] + e[best];
     // A NaN anywhere leaves no maximum to name.
-    if (std::isnan(highest) || row.z[j] == highest || row.z[j] >= highest - slack) {
+    if (std::isnan(highest) || row.z[j] >= highest - slack) {
       accepted.push_back(static_cast<int64_t>(j));
     }
   }
