@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # What a developer types. Each target does its own set-up; the work is CMake's and the scripts'.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test build test test-full demo fuzz format format-check lint install clean
+.PHONY: help setup setup-test build test test-full demo bench-cpu fuzz format format-check lint install clean
 
 FUZZ_SECONDS ?= 600
 PREFIX ?= /usr/local
@@ -30,6 +30,12 @@ demo: setup  ## train a language model on text of this machine, or on TEXT="FILE
 	cmake --preset release
 	cmake --build --preset release --target logitless_cli
 	build/release/cli/logitless demo $(TEXT)
+
+bench-cpu: setup  ## the CPU backend against its peers, in minutes; BENCH="--quick" only tries it
+	@bench/setup
+	cmake --preset release
+	cmake --build --preset release --target logitless logitless_probe
+	.venv-bench/bin/python bench/compare_cpu.py $(BENCH)
 
 fuzz: setup-test  ## every fuzzer for FUZZ_SECONDS (600) each
 	cmake --preset asan
