@@ -67,7 +67,7 @@ def say(text: str) -> None:
     print(f"[{datetime.datetime.now():%H:%M:%S}] {text}", file=sys.stderr, flush=True)
 
 
-def machine(library_text: str) -> dict[str, Any]:
+def machine(library_text: str, load: tuple[float, ...]) -> dict[str, Any]:
     info = Path("/proc/cpuinfo").read_text()
     model = re.search(r"model name\s*:\s*(.*)", info)
     flags = re.search(r"flags\s*:\s*(.*)", info)
@@ -82,7 +82,8 @@ def machine(library_text: str) -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "kernel": platform.release(),
         "transparent_huge_pages": pages.read_text().strip() if pages.is_file() else None,
-        "load_average_at_start": os.getloadavg(),
+        "load_average_at_start": load,
+        "load_average_at_end": os.getloadavg(),
     }
 
 
@@ -223,11 +224,11 @@ class Run:
         for shape in a.shapes:
             self.resident(shape)
             self.resident(shape, "--dtype", "bf16")
-        self.resident(a.shapes[0], "--quarter")
+        self.resident(a.shapes[0], "--minimum")
         self.resident(a.shapes[0], "--loss-only")
         self.probe()
 
-    def document(self) -> dict[str, Any]:
+    def document(self, load: tuple[float, ...]) -> dict[str, Any]:
         peak = self.report.peaks(self.probes)
         held = self.report.bounds(self.groups, peak, self.rss)
         self.report.print_summary(peak, self.rss, held)
@@ -237,7 +238,7 @@ class Run:
         return {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "command": "make bench-cpu" + (f' BENCH="{" ".join(sys.argv[1:])}"' if sys.argv[1:] else ""),
-            "machine": machine(self.library.describe()),
+            "machine": machine(self.library.describe(), load),
             "versions": {
                 "logitless": self.library.version,
                 "commit": commit.stdout.strip(),
@@ -257,12 +258,11 @@ class Run:
 def main() -> None:
     arguments = parse()
     run = Run(arguments)
-    start = os.getloadavg()
-    if start[0] > 0.5:
-        say(f"WARNING: the load average is {start[0]:.1f}: other work will be in these figures")
+    load = os.getloadavg()
+    if load[0] > 0.5:
+        say(f"WARNING: the load average is {load[0]:.1f}: other work will be in these figures")
     run.all()
-    document = run.document()
-    document["machine"]["load_average_at_start"] = start
+    document = run.document(load)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     part = arguments.out.with_suffix(".part")
     part.write_text(json.dumps(document, indent=1) + "\n")

@@ -251,17 +251,17 @@ def group_json(group: Group, peak: dict[str, float | None]) -> dict[str, Any]:
 def print_group(group: Group) -> None:
     print(f"\n{group.title}  ({group.rounds} rounds)")
     ours = group.seconds("ours") or group.seconds("ours, in place")
-    print(f"  {'':36} {'ms':>10} {'min':>10} {'max':>10} {'GFLOP/s':>9} {'/ ours':>7} {'MiB':>8}")
+    print(f"  {'':38} {'ms':>10} {'min':>10} {'max':>10} {'GFLOP/s':>9} {'/ ours':>7} {'MiB':>8}")
     for c in group.contenders:
         if not c.ok:
-            print(f"  {c.name:36} {c.status}")
+            print(f"  {c.name:38} {c.status}")
             continue
         times = "".join(f" {s * 1e3:10.2f}" for s in (c.median, min(c.samples), max(c.samples)))
         rate = f"{group.flop(c.name) / c.median * 1e-9:9.1f}" if group.hidden else f"{'':9}"
         against = f"{c.median / ours:7.2f}" if ours else f"{'':7}"
         scratch = f"{c.facts['workspace_bytes'] / MIB:8.1f}" if "workspace_bytes" in c.facts else ""
         note = f"  {c.facts['acc_policy']}" if "acc_policy" in c.facts else ""
-        print(f"  {c.name:36}{times} {rate} {against} {scratch}{note}")
+        print(f"  {c.name:38}{times} {rate} {against} {scratch}{note}")
 
 
 def print_summary(
@@ -269,7 +269,7 @@ def print_summary(
 ) -> None:
     print("\nPeaks, all threads (median over the run of the best of each probe)")
     for name, value in peak.items():
-        print(f"  {name:36} {f'{value:10.1f}' if value else 'not on this CPU':>10}")
+        print(f"  {name:38} {f'{value:10.1f}' if value else 'not on this CPU':>10}")
     print("\nResident growth of one call, workspace fresh")
     for case in rss:
         if "growth_bytes" in case:

@@ -82,9 +82,7 @@ def main() -> None:
     parser.add_argument("shape", type=int, nargs=3, metavar=("N", "D", "V"))
     parser.add_argument("--dtype", choices=ELEMENTS, default="f32")
     parser.add_argument("--loss-only", action="store_true")
-    parser.add_argument(
-        "--quarter", action="store_true", help="the plan at a quarter of the logits"
-    )
+    parser.add_argument("--minimum", action="store_true", help="the smallest workspace")
     arguments = parser.parse_args()
     library = native.Library(arguments.library, arguments.threads)
     tokens, hidden, vocab = arguments.shape
@@ -98,9 +96,8 @@ def main() -> None:
     library.run(warm.op, address, size)
 
     call = Call(tokens, hidden, vocab, arguments.dtype, not arguments.loss_only)
-    size = library.workspace(call.op).recommended
-    if arguments.quarter:
-        size = min(size, tokens * vocab + (16 << 20))
+    sizes = library.workspace(call.op)
+    size = sizes.minimum if arguments.minimum else sizes.recommended
     memory, address = fresh_memory(size)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     before = status_bytes("VmRSS")
