@@ -31,6 +31,7 @@ int main(int argc, char** argv) {
   Context context;
   add_info(app, context);
   add_plan(app, context);
+  add_bench(app, context);
   add_loss(app, context);
 #ifdef LOGITLESS_CLI_DEMO
   add_demo(app, context);

@@ -50,19 +50,22 @@ int products(const cpu::LinearShape& shape, const cpu::LinearPlan& plan) {
   return shape.forward + (shape.gradients() && !plan.stored) + shape.grad_input + shape.grad_weight;
 }
 
-// What the workspace holds, in order; the parts add up to plan.bytes.
+// What the workspace holds; the parts add up to plan.bytes.
 json parts(const cpu::LinearPlan& p) {
   json out = json::array();
+  uint64_t rest = p.bytes;
   const auto add = [&](const char* name, uint64_t bytes) {
     if (bytes > 0) out.push_back({{"name", name}, {"bytes", bytes}});
+    rest -= bytes;
   };
-  add("tokens and their sums", p.logits_at - p.tokens_at);
-  add("logits of one chunk", p.input_along_at - p.logits_at);
-  add("packed input", p.slots_at - p.input_along_at);
-  add("partial sums of grad_input", p.weight_sum_at - p.slots_at);
+  const int64_t logits = p.vocab_tiles * p.token_chunk * cpu::vocab_tile * 4;
+  add("tokens and their sums", p.logits_at);
+  add("logits of one chunk", p.stored ? static_cast<uint64_t>(logits) : 0);
   add("f32 sum of grad_weight", p.bias_sum_at - p.weight_sum_at);
   add("f32 sum of grad_bias", p.lanes_at - p.bias_sum_at);
-  add("scratch of the threads", p.bytes - p.lanes_at);
+  add("scratch of the threads", static_cast<uint64_t>(p.lanes) * p.lane_bytes);
+  // Used one after the other, these share their memory.
+  add("packed input, partial sums", rest);
   return out;
 }
 

@@ -1,0 +1,307 @@
+// SPDX-License-Identifier: Apache-2.0
+// logitless bench: the time of ops over a sweep of shapes, beside what the machine can do, both
+// measured in this run. FLOP are those of the products an op cannot avoid (a plan that recomputes
+// the logits does more); bytes those of the head, or of the logits where they are given.
+#include <fmt/core.h>
+
+#include <fstream>
+#include <map>
+#include <memory>
+
+#include "cli/bench_case.h"
+#include "cli/chart.h"
+#include "cli/commands.h"
+#include "cli/probe.h"
+#include "cli/progress.h"
+#include "cli/text.h"
+#include "src/cpu/dispatch.h"
+#include "src/cpu/gemm.h"
+
+namespace logitless::cli {
+namespace {
+
+using nlohmann::json;
+
+struct BenchArguments {
+  std::vector<std::string> ops{"linear-forward-backward"}, dtypes{"f32"}, memories;
+  std::vector<int64_t> tokens{1024}, hidden{768}, vocab{50257}, threads{0};
+  std::string grad_dtype = "f32", chart;
+  int repeats = 5, samples = 2;
+  bool in_place = false;
+};
+
+struct Case {
+  OpShape shape;
+  int threads = 0;
+  std::optional<uint64_t> memory;
+};
+
+// The best seen in this run, for one number of threads.
+struct Machine {
+  double fma = 0, bf16_dot = 0;  // FLOP/s
+  Bandwidth bandwidth;
+};
+
+struct Row {
+  Case c;
+  int threads = 0;
+  cpu::Arithmetic arithmetic = cpu::Arithmetic::f32;
+  Measurement m;
+  Machine machine;
+
+  double flops() const;
+  double bytes() const;
+  bool writes() const { return c.shape.op != "linear-forward" && c.shape.op != "forward"; }
+  // 0 where no loop here measures it.
+  double peak() const;
+  double bandwidth() const { return writes() ? machine.bandwidth.copy : machine.bandwidth.read; }
+  double rate() const { return flops() / m.median(); }
+  double throughput() const { return bytes() / m.median(); }
+};
+
+double Row::flops() const {
+  const OpShape& s = c.shape;
+  if (!s.linear()) return 0;
+  const int products = s.op == "linear-forward" ? 1 : 3;
+  return 2.0 * products * static_cast<double>(s.tokens) * static_cast<double>(s.vocab) *
+         static_cast<double>(s.hidden);
+}
+
+double Row::bytes() const {
+  const OpShape& s = c.shape;
+  const auto elements =
+      static_cast<double>(s.vocab) * static_cast<double>(s.linear() ? s.hidden : s.tokens);
+  return elements * static_cast<double>(size_of(s.dtype) + (writes() ? size_of(s.grad_dtype) : 0));
+}
+
+double Row::peak() const {
+  switch (arithmetic) {
+    case cpu::Arithmetic::f32:
+      return machine.fma;
+    case cpu::Arithmetic::bf16_dot:
+      return machine.bf16_dot;
+    default:
+      return 0;
+  }
+}
+
+std::vector<Case> cases(const BenchArguments& a) {
+  std::vector<std::optional<uint64_t>> memories;
+  for (const std::string& text : a.memories) memories.push_back(parse_bytes(text, "--memory"));
+  if (memories.empty()) memories.emplace_back();
+  std::vector<Case> all;
+  // Innermost what keeps the tensors.
+  for (const int64_t n : a.tokens)
+    for (const int64_t d : a.hidden)
+      for (const int64_t v : a.vocab)
+        for (const std::string& dtype : a.dtypes)
+          for (const std::string& op : a.ops)
+            for (const int64_t threads : a.threads)
+              for (const auto& memory : memories) {
+                OpShape shape{.op = op,
+                              .tokens = n,
+                              .hidden = d,
+                              .vocab = v,
+                              .dtype = parse_dtype(dtype),
+                              .grad_dtype = parse_dtype(a.grad_dtype)};
+                shape.in_place = a.in_place && !shape.linear() && op != "forward";
+                if (shape.in_place) shape.grad_dtype = shape.dtype;
+                all.push_back({shape, static_cast<int>(threads), memory});
+              }
+  return all;
+}
+
+// Refuses what would not fit before the system ends the process for it.
+void check_fits(const Case& c) {
+  uint64_t needed = with_op(c.shape.op, [&](auto op) {
+    uint64_t bytes = 0;
+    set_views(op, c.shape, [&](const char*, const TensorView& view) {
+      uint64_t elements = 1;
+      for (int32_t d = 0; d < view.rank; ++d) elements *= static_cast<uint64_t>(view.shape[d]);
+      bytes += elements * static_cast<uint64_t>(size_of(view.dtype));
+      return view;
+    });
+    WorkspaceSize size;
+    check(workspace(op, {}, &size));
+    return bytes + c.memory.value_or(size.recommended);
+  });
+  const uint64_t available = available_memory();
+  if (needed > available) {
+    throw BadInput(fmt::format("{} N {} D {} V {} needs {}; {} are available", c.shape.op,
+                               c.shape.tokens, c.shape.hidden, c.shape.vocab, format_bytes(needed),
+                               format_bytes(available)));
+  }
+}
+
+json to_json(const Row& row) {
+  const OpShape& s = row.c.shape;
+  const Measurement& m = row.m;
+  json out = {{"op", s.op},
+              {"tokens", s.tokens},
+              {"vocab", s.vocab},
+              {"dtype", name_of(s.dtype)},
+              {"grad_dtype", name_of(s.grad_dtype)},
+              {"in_place", s.in_place},
+              {"threads", row.threads},
+              {"isa", cpu::target_name()},
+              {"repeats", m.seconds.size()},
+              {"ms_median", m.median() * 1e3},
+              {"ms_min", m.best() * 1e3},
+              {"gbytes_per_second", row.throughput() * 1e-9},
+              {"bandwidth_gbytes_per_second", row.bandwidth() * 1e-9},
+              {"bandwidth_share", row.throughput() / row.bandwidth()},
+              {"workspace_bytes", m.workspace},
+              {"workspace_minimum", m.size.minimum},
+              {"workspace_recommended", m.size.recommended},
+              {"rss_growth_bytes", m.rss_growth ? json(*m.rss_growth) : json()},
+              {"error_ratio", m.error_ratio ? json(*m.error_ratio) : json()}};
+  if (s.linear()) {
+    out["hidden"] = s.hidden;
+    out["arithmetic"] = cpu::name_of(row.arithmetic);
+    out["gflops"] = row.rate() * 1e-9;
+    out["peak_gflops"] = row.peak() > 0 ? json(row.peak() * 1e-9) : json();
+    out["peak_share"] = row.peak() > 0 ? json(row.rate() / row.peak()) : json();
+  }
+  return out;
+}
+
+constexpr const char* kLine =
+    "{:<24} {:>5} {:>6} {:>5} {:>6} {:>3} {:>9} {:>9} {:>8} {:>6} {:>7} "
+    "{:>6} {:>10} {:>10} {:>7}\n";
+
+void print_head() {
+  fmt::print(kLine, "op", "dtype", "N", "D", "V", "thr", "ms median", "ms min", "GFLOP/s", "% FMA",
+             "GB/s", "% mem", "workspace", "RSS grew", "err/bnd");
+}
+
+std::string percent(double share) { return fmt::format("{:.1f}", share * 100); }
+
+void print_row(const Row& row) {
+  const OpShape& s = row.c.shape;
+  const Measurement& m = row.m;
+  fmt::print(
+      kLine, s.op, name_of(s.dtype), s.tokens, s.linear() ? std::to_string(s.hidden) : "-", s.vocab,
+      row.threads, fmt::format("{:.3f}", m.median() * 1e3), fmt::format("{:.3f}", m.best() * 1e3),
+      s.linear() ? fmt::format("{:.1f}", row.rate() * 1e-9) : "-",
+      s.linear() && row.peak() > 0 ? percent(row.rate() / row.peak()) : "-",
+      fmt::format("{:.1f}", row.throughput() * 1e-9), percent(row.throughput() / row.bandwidth()),
+      format_bytes(m.workspace), m.rss_growth ? format_bytes(*m.rss_growth) : "-",
+      m.error_ratio ? fmt::format("{:.3f}", *m.error_ratio) : "-");
+  std::fflush(stdout);
+}
+
+Chart make_chart(const std::vector<Row>& rows) {
+  Chart chart{.title = "logitless bench: share of what this machine can do",
+              .subtitle = fmt::format("{}, measured in the same run", cpu::target_name()),
+              .legend = {"f32 FMA peak", "bf16 dot peak", "memory bandwidth"},
+              .bars = {}};
+  for (const Row& row : rows) {
+    const OpShape& s = row.c.shape;
+    const bool products = s.linear() && row.peak() > 0;
+    std::string label = fmt::format("{} {}  N {}", s.op, name_of(s.dtype), s.tokens);
+    if (s.linear()) label += fmt::format(" D {}", s.hidden);
+    label += fmt::format(" V {}, {} thr", s.vocab, row.threads);
+    if (row.c.memory) label += ", " + format_bytes(*row.c.memory);
+    const double share = products ? row.rate() / row.peak() : row.throughput() / row.bandwidth();
+    const std::string rate = products ? fmt::format("{:.0f} GFLOP/s", row.rate() * 1e-9)
+                                      : fmt::format("{:.1f} GB/s", row.throughput() * 1e-9);
+    chart.bars.push_back(
+        {.label = label,
+         .note = fmt::format("{:.0f} %  {}  {:.1f} ms", share * 100, rate, row.m.median() * 1e3),
+         .share = share,
+         .group = !products                                     ? 2
+                  : row.arithmetic == cpu::Arithmetic::bf16_dot ? 1
+                                                                : 0});
+  }
+  return chart;
+}
+
+void write_chart(const std::vector<Row>& rows, const std::string& path) {
+  std::ofstream file(path);
+  file << to_svg(make_chart(rows)) << std::flush;
+  if (!file) throw Failure(path + ": the chart could not be written");
+}
+
+// Beside each measurement, so that a machine which slows down slows both.
+void probe(Machine& machine) {
+  if (machine.bandwidth.read == 0) machine.bandwidth = probe_bandwidth();
+  machine.fma = std::max(machine.fma, probe_fma());
+  machine.bf16_dot = std::max(machine.bf16_dot, probe_bf16_dot());
+}
+
+void run_bench(const Context& context, const BenchArguments& a) {
+  const std::vector<Case> all = cases(a);
+  for (const Case& c : all) check_fits(c);
+  if (!a.chart.empty() && !std::ofstream(a.chart, std::ios::app)) {
+    throw BadInput("--chart: " + a.chart + " cannot be written");
+  }
+  Progress progress(static_cast<int64_t>(all.size()) * (a.repeats + 1));
+  Tensors tensors;
+  std::map<int, Machine> machines;
+  std::vector<Row> rows;
+  if (!context.json) print_head();
+  for (const Case& c : all) {
+    Row row{.c = c, .m = {}, .machine = {}};
+    row.threads = logitless_set_num_threads(c.threads);
+    row.arithmetic = cpu::choose_engine(c.shape.dtype).arithmetic;
+    probe(machines[row.threads]);
+    row.m =
+        measure(c.shape, {.memory = c.memory, .repeats = a.repeats, .samples = a.samples}, tensors,
+                [&](int run) {
+                  progress.update(static_cast<int64_t>(rows.size()) * (a.repeats + 1) + run,
+                                  fmt::format("{} {} N {} V {}", c.shape.op, name_of(c.shape.dtype),
+                                              c.shape.tokens, c.shape.vocab));
+                });
+    row.machine = machines[row.threads];
+    rows.push_back(row);
+    progress.clear();
+    if (context.json) {
+      print_json(to_json(row));
+      std::fflush(stdout);
+    } else {
+      print_row(row);
+    }
+  }
+  if (!context.json) {
+    for (const auto& [threads, m] : machines) {
+      fmt::print(
+          "\nmachine, {} threads: f32 FMA {:.1f} GFLOP/s, bf16 dot {}, read {:.1f} GB/s, "
+          "copy {:.1f} GB/s\n",
+          threads, m.fma * 1e-9,
+          m.bf16_dot > 0 ? fmt::format("{:.1f} GFLOP/s", m.bf16_dot * 1e-9) : "none",
+          m.bandwidth.read * 1e-9, m.bandwidth.copy * 1e-9);
+    }
+  }
+  if (!a.chart.empty()) write_chart(rows, a.chart);
+}
+
+}  // namespace
+
+void add_bench(CLI::App& app, Context& context) {
+  CLI::App* command =
+      add_command(app, context, "bench", "times ops over a sweep, beside what the machine can do");
+  auto arguments = std::make_shared<BenchArguments>();
+  BenchArguments& a = *arguments;
+  const auto list = [&](const char* name, auto& values, const char* text) {
+    return command->add_option(name, values, text)->delimiter(',')->capture_default_str();
+  };
+  list("--op", a.ops, "ops, each")->check(CLI::IsMember(kOpNames));
+  list("--dtype", a.dtypes, "f32, f16, bf16")->check(CLI::IsMember(kFloatDtypes));
+  list("--n", a.tokens, "tokens")->check(integer(1));
+  list("--d", a.hidden, "hidden sizes")->check(integer(1));
+  list("--v", a.vocab, "vocabularies")->check(integer(1));
+  list("--threads", a.threads, "0: all that this process may use")->check(integer(0, 1024));
+  list("--memory", a.memories, "workspaces, e.g. 16MiB,64MiB; default: the recommended");
+  command->add_option("--grad-dtype", a.grad_dtype, "of the gradients")
+      ->check(CLI::IsMember(kFloatDtypes))
+      ->capture_default_str();
+  command->add_flag("--in-place", a.in_place, "gradients of given logits over the logits");
+  command->add_option("--repeats", a.repeats)->check(integer(1, 1000))->capture_default_str();
+  command->add_option("--samples", a.samples, "tokens and vocabulary rows judged; 0: none")
+      ->check(integer(0, 64))
+      ->capture_default_str();
+  command->add_option("--chart", a.chart, "write an SVG chart to this file");
+  command->callback([&context, arguments] { run_bench(context, *arguments); });
+}
+
+}  // namespace logitless::cli

@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+// Horizontal bars of shares of a limit, as an SVG file.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace logitless::cli {
+
+struct Bar {
+  std::string label;  // left of the bar
+  std::string note;   // right of it
+  double share = 0;   // of the limit; 1 is the line
+  int group = 0;      // which colour and which line of the legend
+};
+
+struct Chart {
+  std::string title, subtitle;
+  std::vector<std::string> legend;  // by group
+  std::vector<Bar> bars;
+};
+
+std::string to_svg(const Chart& chart);
+
+}  // namespace logitless::cli

@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+// What this machine can do, measured: multiply-adds in registers, reads and copies of memory, on
+// the library's own threads and with the instruction set it uses.
+#pragma once
+
+#include <cstdint>
+
+namespace logitless::cli {
+
+// FLOP/s of independent f32 FMAs, best of a few short runs.
+double probe_fma();
+// The same of bf16 dot products with f32 sums; 0 where the instruction set has none.
+double probe_bf16_dot();
+
+struct Bandwidth {
+  double read = 0;  // bytes/s
+  double copy = 0;  // bytes/s, read and written
+};
+// Over arrays far larger than any cache, as memory allows.
+Bandwidth probe_bandwidth();
+
+// Bytes that a process may still take; 1 GiB where the system does not tell.
+uint64_t available_memory();
+
+}  // namespace logitless::cli

@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+// A progress bar on stderr for long work, where stderr is a terminal; nothing elsewhere.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+
+namespace logitless::cli {
+
+class Progress {
+ public:
+  explicit Progress(int64_t total);
+  ~Progress() { clear(); }
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
+
+  // `done` of the total, and what is under way. Drawn at most ten times a second.
+  void update(int64_t done, const std::string& text);
+  // Takes the bar away, so that a line can be printed.
+  void clear();
+
+ private:
+  int64_t total_;
+  bool terminal_;
+  bool drawn_ = false;
+  std::chrono::steady_clock::time_point last_{};
+};
+
+}  // namespace logitless::cli
