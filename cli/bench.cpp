@@ -38,7 +38,7 @@ struct Case {
 
 // The best seen in this run, for one number of threads.
 struct Machine {
-  double fma = 0, bf16_dot = 0;  // FLOP/s
+  double fma = 0, bf16_dot = 0, amx = 0;  // FLOP/s; 0: none
   Bandwidth bandwidth;
 };
 
@@ -52,8 +52,7 @@ struct Row {
   double flops() const;
   double bytes() const;
   bool writes() const { return c.shape.op != "linear-forward" && c.shape.op != "forward"; }
-  // 0 where no loop here measures it.
-  double peak() const;
+  double peak() const;  // FLOP/s
   double bandwidth() const { return writes() ? machine.bandwidth.copy : machine.bandwidth.read; }
   double rate() const { return flops() / m.median(); }
   double throughput() const { return bytes() / m.median(); }
@@ -76,13 +75,14 @@ double Row::bytes() const {
 
 double Row::peak() const {
   switch (arithmetic) {
-    case cpu::Arithmetic::f32:
-      return machine.fma;
     case cpu::Arithmetic::bf16_dot:
       return machine.bf16_dot;
-    default:
-      return 0;
+    case cpu::Arithmetic::amx:
+      return machine.amx;
+    case cpu::Arithmetic::f32:
+      break;
   }
+  return machine.fma;
 }
 
 std::vector<Case> cases(const BenchArguments& a) {
@@ -159,8 +159,8 @@ json to_json(const Row& row) {
     out["hidden"] = s.hidden;
     out["arithmetic"] = cpu::name_of(row.arithmetic);
     out["gflops"] = row.rate() * 1e-9;
-    out["peak_gflops"] = row.peak() > 0 ? json(row.peak() * 1e-9) : json();
-    out["peak_share"] = row.peak() > 0 ? json(row.rate() / row.peak()) : json();
+    out["peak_gflops"] = row.peak() * 1e-9;
+    out["peak_share"] = row.rate() / row.peak();
   }
   return out;
 }
@@ -170,7 +170,7 @@ constexpr const char* kLine =
     "{:>6} {:>10} {:>10} {:>7}\n";
 
 void print_head() {
-  fmt::print(kLine, "op", "dtype", "N", "D", "V", "thr", "ms median", "ms min", "GFLOP/s", "% FMA",
+  fmt::print(kLine, "op", "dtype", "N", "D", "V", "thr", "ms median", "ms min", "GFLOP/s", "% peak",
              "GB/s", "% mem", "workspace", "RSS grew", "err/bnd");
 }
 
@@ -183,7 +183,7 @@ void print_row(const Row& row) {
       kLine, s.op, name_of(s.dtype), s.tokens, s.linear() ? std::to_string(s.hidden) : "-", s.vocab,
       row.threads, fmt::format("{:.3f}", m.median() * 1e3), fmt::format("{:.3f}", m.best() * 1e3),
       s.linear() ? fmt::format("{:.1f}", row.rate() * 1e-9) : "-",
-      s.linear() && row.peak() > 0 ? percent(row.rate() / row.peak()) : "-",
+      s.linear() ? percent(row.rate() / row.peak()) : "-",
       fmt::format("{:.1f}", row.throughput() * 1e-9), percent(row.throughput() / row.bandwidth()),
       format_bytes(m.workspace), m.rss_growth ? format_bytes(*m.rss_growth) : "-",
       m.error_ratio ? fmt::format("{:.3f}", *m.error_ratio) : "-");
@@ -193,12 +193,12 @@ void print_row(const Row& row) {
 Chart make_chart(const std::vector<Row>& rows) {
   Chart chart{.title = "logitless bench: share of what this machine can do",
               .subtitle = fmt::format("{}, measured in the same run", cpu::target_name()),
-              .legend = {"f32 FMA peak", "bf16 dot peak", "memory bandwidth"},
+              .legend = {"f32 FMA peak", "bf16 dot peak", "AMX peak", "memory bandwidth"},
               .bars = {}};
   for (const Row& row : rows) {
     const OpShape& s = row.c.shape;
-    const bool products = s.linear() && row.peak() > 0;
-    std::string label = fmt::format("{} {}  N {}", s.op, name_of(s.dtype), s.tokens);
+    const bool products = s.linear();
+    std::string label = fmt::format("{} {}, N {}", s.op, name_of(s.dtype), s.tokens);
     if (s.linear()) label += fmt::format(" D {}", s.hidden);
     label += fmt::format(" V {}, {} thr", s.vocab, row.threads);
     if (row.c.memory) label += ", " + format_bytes(*row.c.memory);
@@ -207,11 +207,9 @@ Chart make_chart(const std::vector<Row>& rows) {
                                       : fmt::format("{:.1f} GB/s", row.throughput() * 1e-9);
     chart.bars.push_back(
         {.label = label,
-         .note = fmt::format("{:.0f} %  {}  {:.1f} ms", share * 100, rate, row.m.median() * 1e3),
+         .note = fmt::format("{:.0f} %, {}, {:.3g} ms", share * 100, rate, row.m.median() * 1e3),
          .share = share,
-         .group = !products                                     ? 2
-                  : row.arithmetic == cpu::Arithmetic::bf16_dot ? 1
-                                                                : 0});
+         .group = products ? static_cast<int>(row.arithmetic) : 3});
   }
   return chart;
 }
@@ -227,6 +225,18 @@ void probe(Machine& machine) {
   if (machine.bandwidth.read == 0) machine.bandwidth = probe_bandwidth();
   machine.fma = std::max(machine.fma, probe_fma());
   machine.bf16_dot = std::max(machine.bf16_dot, probe_bf16_dot());
+  machine.amx = std::max(machine.amx, probe_amx());
+}
+
+void print_machine(int threads, const Machine& m) {
+  const auto peak = [](double flops) {
+    return flops > 0 ? fmt::format("{:.1f} GFLOP/s", flops * 1e-9) : "none";
+  };
+  fmt::print(
+      "\nmachine, {} threads: f32 FMA {}, bf16 dot {}, AMX {}, read {:.1f} GB/s, "
+      "copy {:.1f} GB/s\n",
+      threads, peak(m.fma), peak(m.bf16_dot), peak(m.amx), m.bandwidth.read * 1e-9,
+      m.bandwidth.copy * 1e-9);
 }
 
 void run_bench(const Context& context, const BenchArguments& a) {
@@ -263,14 +273,7 @@ void run_bench(const Context& context, const BenchArguments& a) {
     }
   }
   if (!context.json) {
-    for (const auto& [threads, m] : machines) {
-      fmt::print(
-          "\nmachine, {} threads: f32 FMA {:.1f} GFLOP/s, bf16 dot {}, read {:.1f} GB/s, "
-          "copy {:.1f} GB/s\n",
-          threads, m.fma * 1e-9,
-          m.bf16_dot > 0 ? fmt::format("{:.1f} GFLOP/s", m.bf16_dot * 1e-9) : "none",
-          m.bandwidth.read * 1e-9, m.bandwidth.copy * 1e-9);
-    }
+    for (const auto& [threads, machine] : machines) print_machine(threads, machine);
   }
   if (!a.chart.empty()) write_chart(rows, a.chart);
 }

@@ -11,7 +11,8 @@ namespace {
 
 constexpr const char* kColours[] = {"#2f6fb0", "#d08a2e", "#4a9a62", "#8a5aa8"};
 constexpr int kRow = 26, kBar = 16, kTop = 84, kBottom = 44, kMargin = 20;
-constexpr int kPlot = 420;          // width of share 0 to the last tick
+constexpr int kPlot = 420;  // width of share 0 to the last tick
+constexpr double kLargestShare = 2;
 constexpr double kCharacter = 6.8;  // width of one at the labels' size
 
 std::string escaped(const std::string& text) {
@@ -54,7 +55,8 @@ double text_width(size_t longest) { return kCharacter * static_cast<double>(long
 
 std::string grid(double left, double right_share, double height) {
   std::string out;
-  for (int percent = 0; percent <= std::lround(right_share * 100); percent += 20) {
+  const int step = right_share > 1.4 ? 50 : 20;
+  for (int percent = 0; percent <= std::lround(right_share * 100); percent += step) {
     const double x = left + kPlot * percent / 100.0 / right_share;
     const char* colour = percent == 100 ? "#555" : "#ddd";
     out += fmt::format(
@@ -86,7 +88,8 @@ std::string to_svg(const Chart& chart) {
     longest_note = std::max(longest_note, bar.note.size());
     largest = std::max(largest, bar.share);
   }
-  const double right_share = std::ceil(largest * 5) / 5;  // whole ticks of 20 %
+  // Data that stays in a cache may pass the memory's line far: its bar ends where the plot does.
+  const double right_share = std::min(std::ceil(largest * 5) / 5, kLargestShare);
   const double left = kMargin + text_width(longest_label) + 10;
   const double width = left + kPlot + 12 + text_width(longest_note) + kMargin;
   const double height = kTop + kRow * static_cast<double>(chart.bars.size()) + kBottom;
@@ -102,7 +105,7 @@ std::string to_svg(const Chart& chart) {
   for (size_t i = 0; i < chart.bars.size(); ++i) {
     const Bar& bar = chart.bars[i];
     const double y = kTop + kRow * static_cast<double>(i);
-    const double length = kPlot * std::max(bar.share, 0.0) / right_share;
+    const double length = kPlot * std::clamp(bar.share, 0.0, right_share) / right_share;
     out += text(left - 8, y + kBar - 4, bar.label, "end");
     out += rectangle(left, y, std::max(length, 1.0), kBar, colour_of(bar.group));
     out += text(left + kPlot + 12, y + kBar - 4, bar.note, "start");

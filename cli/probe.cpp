@@ -126,7 +126,7 @@ struct alignas(64) Sink {
 
 template <class Loop>
 double probe_flops(Loop loop) {
-  constexpr int64_t kRounds = 1 << 18;
+  constexpr int64_t kRounds = 1 << 16;
   constexpr double kLeastSeconds = 0.02;
   constexpr int kRepeats = 5;
   Sink sinks[cpu::kMaxThreads]{};
@@ -169,6 +169,10 @@ double probe_fma() {
 double probe_bf16_dot() {
   return probe_flops(
       [](int64_t rounds, float* sink) { return HWY_DYNAMIC_DISPATCH(dot_loop)(rounds, sink); });
+}
+
+double probe_amx() {
+  return probe_flops([](int64_t rounds, float*) { return amx_loop(rounds); });
 }
 
 Bandwidth probe_bandwidth() {

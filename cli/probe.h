@@ -12,6 +12,11 @@ double probe_fma();
 // The same of bf16 dot products with f32 sums; 0 where the instruction set has none.
 double probe_bf16_dot();
 
+// The same of AMX tiles of bf16; 0 where this CPU or kernel has none.
+double probe_amx();
+// What that one runs; the FLOP done.
+double amx_loop(int64_t rounds);
+
 struct Bandwidth {
   double read = 0;  // bytes/s
   double copy = 0;  // bytes/s, read and written
