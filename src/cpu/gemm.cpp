@@ -56,6 +56,7 @@ Engine engine_of(DType dtype, int forced) {
 void multiply_panels(const Engine& engine, const Product& p) {
   const int64_t lane_bytes = 4;
   const int64_t lanes = p.k * engine.element / lane_bytes;  // depth in 32-bit lanes
+  Fetcher fetcher(p.next, p.a_panels * p.b_panels * ((lanes + lane_depth - 1) / lane_depth));
   for (int64_t j = 0; j < p.b_panels; ++j) {
     const char* b = static_cast<const char*>(p.b) + j * p.b_panel_stride;
     for (int64_t k = 0; k < lanes; k += lane_depth) {
@@ -65,6 +66,7 @@ void multiply_panels(const Engine& engine, const Product& p) {
         const char* a =
             static_cast<const char*>(p.a) + i * p.a_panel_stride + k * engine.a_rows * lane_bytes;
         float* c = p.c + i * engine.a_rows * p.c_stride + j * engine.b_columns;
+        fetcher.step();
         multiply_tile(engine.arithmetic, a, b_block, steps, c, p.c_stride, p.accumulate || k > 0);
       }
     }

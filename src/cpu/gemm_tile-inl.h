@@ -133,6 +133,11 @@ HWY_NOINLINE void multiply_tile_with(const void* a_panel, const void* b_panel, i
   LOGITLESS_TILE_ROWS(LOGITLESS_DECLARE)
   if (accumulate) {
     LOGITLESS_TILE_ROWS(LOGITLESS_LOAD)
+    // The tile below comes next: its lines may lie in L3, and nothing else asks for them in time.
+    for (int64_t r = tile_rows; r < 2 * tile_rows; ++r) {
+      hwy::Prefetch(c + r * c_stride);
+      hwy::Prefetch(c + r * c_stride + n);
+    }
   }
   for (int64_t i = 0; i < k; ++i) {
     const auto b0 = M::load(b);

@@ -122,10 +122,9 @@ HWY_INLINE void interleave_pairs(const uint16_t* low, const uint16_t* high, int6
   }
 }
 
-// Fetches the next part of a row while this one is packed: the hardware does not follow a block's
-// many short runs.
-HWY_INLINE void prefetch_row(const void* from, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) hwy::Prefetch(static_cast<const char*>(from) + i);
+// Fetches the run that is packed next while this one is: hardware does not follow many short runs.
+HWY_INLINE void prefetch_run(const char* from, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) hwy::Prefetch(from + i);
 }
 
 // One row's elements as the engine wants them (f32 or bf16), contiguous.
@@ -203,6 +202,15 @@ void pack_along_columns(const Engine& engine, const Source& source, int64_t row0
       const int64_t count = std::clamp<int64_t>(columns - k, 0, padded);
       for (int64_t r = 0; r < panel_rows; r += group_rows) {
         const int64_t wanted = std::min(group_rows, panel_rows - r);
+        if (reader.direct) {
+          // The next rows of this panel, or its first ones further along k.
+          const bool last = r + group_rows >= panel_rows;
+          const int64_t next_k = last ? k + pack_depth : k, next_r = last ? 0 : r + group_rows;
+          const int64_t bytes = std::min(pack_depth, columns - next_k) * engine.element;
+          const int64_t from = p * panel_rows + next_r, to = std::min(from + group_rows, rows);
+          for (int64_t i = from; i < to && bytes > 0; ++i)
+            prefetch_run(reader.at(row0 + i, column0 + next_k), bytes);
+        }
         group.read(reader, row0 + p * panel_rows + r, wanted, rows - p * panel_rows - r,
                    column0 + k, count, padded);
         if (!amx_a) {
@@ -230,10 +238,17 @@ void pack_along_rows(const Engine& engine, const Source& source, int64_t row0, i
   alignas(64) char low[stage_columns * 4], high[stage_columns * 2];
   alignas(64) uint32_t lanes[stage_columns];
   const int64_t step = stage_columns / width * width;
+  constexpr int64_t ahead = 8;  // lanes: 4 KiB at 128 columns
   for (int64_t c = 0; c < columns; c += step) {
     const int64_t count = std::min(step, columns - c), padded = (count + width - 1) / width * width;
     uint32_t* out = static_cast<uint32_t*>(panels) + c / width * depth_lanes * width;
     for (int64_t k = 0; k < depth_lanes; ++k) {
+      if (reader.direct && (k + ahead) * per_lane < rows) {
+        for (int64_t h = 0; h < per_lane; ++h) {
+          const int64_t row = std::min((k + ahead) * per_lane + h, rows - 1);
+          prefetch_run(reader.at(row0 + row, column0 + c), count * engine.element);
+        }
+      }
       const uint32_t* from = lanes;
       if (per_lane == 1 && reader.direct && count == padded) {
         from = reinterpret_cast<const uint32_t*>(reader.at(row0 + k, column0 + c));
