@@ -56,7 +56,6 @@ Engine engine_of(DType dtype, int forced) {
 void multiply_panels(const Engine& engine, const Product& p) {
   const int64_t lane_bytes = 4;
   const int64_t lanes = p.k * engine.element / lane_bytes;  // depth in 32-bit lanes
-  Fetcher fetcher(p.next, p.a_panels * p.b_panels * ((lanes + lane_depth - 1) / lane_depth));
   for (int64_t j = 0; j < p.b_panels; ++j) {
     const char* b = static_cast<const char*>(p.b) + j * p.b_panel_stride;
     for (int64_t k = 0; k < lanes; k += lane_depth) {
@@ -66,7 +65,6 @@ void multiply_panels(const Engine& engine, const Product& p) {
         const char* a =
             static_cast<const char*>(p.a) + i * p.a_panel_stride + k * engine.a_rows * lane_bytes;
         float* c = p.c + i * engine.a_rows * p.c_stride + j * engine.b_columns;
-        fetcher.step();
         multiply_tile(engine.arithmetic, a, b_block, steps, c, p.c_stride, p.accumulate || k > 0);
       }
     }
@@ -78,6 +76,8 @@ void add_scaled_rows(const float* from, int64_t from_stride, float scale, int64_
   const int64_t n = hn::Lanes(df);
   const auto factor = hn::Set(df, scale);
   for (int64_t r = 0; r < rows; ++r, from += from_stride, to += to_stride) {
+    // Short runs of a large matrix: the hardware does not follow them.
+    for (int64_t i = 0; i < columns && r + 8 < rows; i += 16) hwy::Prefetch(to + 8 * to_stride + i);
     int64_t j = 0;
     for (; j + n <= columns; j += n) {
       const auto old = overwrite ? hn::Zero(df) : hn::LoadU(df, to + j);

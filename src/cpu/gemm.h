@@ -45,7 +45,7 @@ struct Engine {
 // 512 f32 is 384 KiB: half of a 1 MiB L2 (docs/kernels/cpu.md).
 inline constexpr int64_t vocab_tile = 192;
 // Depth of a packed block of the weight.
-inline constexpr int64_t depth_block = 512;
+inline constexpr int64_t depth_block = 256;
 
 // Which engine computes products of this dtype on the target now in force. Chosen from CPU
 // features, never by timing.
@@ -81,40 +81,6 @@ inline constexpr int64_t gradient_group = 32;  // rows packed at a time
 void pack_gradient(const Engine&, const float* rows, int64_t first, int64_t count, int64_t tokens,
                    void* along_vocab, void* along_tokens);
 
-// Memory the caller touches soon, fetched into L2 a few lines with every tile of a product: the
-// runs are too short for the hardware to follow, and read without this they cost f32 5 % of a pass
-// and AMX 20 % (docs/kernels/cpu.md).
-struct Fetch {
-  const char* data = nullptr;
-  int64_t row_stride = 0, row_bytes = 0, rows = 0;
-};
-
-// Walks a Fetch in equal steps.
-class Fetcher {
- public:
-  // A product too small to spread the lines over fetches none: a burst would stall it.
-  Fetcher(const Fetch& fetch, int64_t steps) : fetch_(fetch) {
-    const int64_t lines = fetch.rows * ((fetch.row_bytes + 63) / 64);
-    step_ = steps > 0 ? (lines + steps - 1) / steps : 0;
-    if (step_ > most_lines) step_ = 0;
-  }
-  void step() {
-    for (int64_t i = 0; i < step_ && row_ < fetch_.rows; ++i) {
-      __builtin_prefetch(fetch_.data + row_ * fetch_.row_stride + byte_, 0, 2);
-      byte_ += 64;
-      if (byte_ >= fetch_.row_bytes) {
-        byte_ = 0;
-        ++row_;
-      }
-    }
-  }
-
- private:
-  static constexpr int64_t most_lines = 40;
-  const Fetch& fetch_;
-  int64_t step_ = 0, row_ = 0, byte_ = 0;
-};
-
 // C = (accumulate ? C : 0) + A B^T for whole panels. k: elements, padded. Strides in bytes between
 // panels.
 struct Product {
@@ -126,7 +92,6 @@ struct Product {
   float* c;
   int64_t c_stride;  // elements between rows
   bool accumulate;
-  Fetch next{};
 };
 void multiply(const Engine&, const Product&);
 

@@ -83,14 +83,12 @@ bool amx_available() {
 __attribute__((target("amx-tile,amx-bf16"))) void multiply_amx(const Product& p) {
   const TileConfig config;
   _tile_loadconfig(&config);
-  Fetcher fetcher(p.next, p.a_panels * p.b_panels * ((p.k + depth - 1) / depth));
   for (int64_t j = 0; j < p.b_panels; ++j) {
     const char* b = static_cast<const char*>(p.b) + j * p.b_panel_stride;
     for (int64_t k = 0; k < p.k; k += depth) {
       const int64_t steps = std::min(depth, p.k - k) / 32;
       for (int64_t i = 0; i < p.a_panels; ++i) {
         const char* a = static_cast<const char*>(p.a) + i * p.a_panel_stride;
-        fetcher.step();
         micro(a + k * 64, b + k * 64, steps, p.c + i * 32 * p.c_stride + j * 32, p.c_stride,
               p.accumulate || k > 0);
       }

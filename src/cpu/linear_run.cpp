@@ -24,16 +24,6 @@ void load_vector(const TensorView& view, int64_t first, int64_t count, float* to
 
 }  // namespace
 
-// Rows [row, row + rows) x columns [column, column + columns) of a matrix, as far as they exist.
-Fetch LinearRun::weight_fetch(int64_t tile, int64_t column, int64_t columns) const {
-  const TensorView& w = call_.weight;
-  if (tile >= plan_.vocab_tiles || w.stride[1] != 1) return {};
-  const int64_t size = size_of(w.dtype);
-  return {w.as<const char>() + (tile * vocab_tile * w.stride[0] + column) * size,
-          w.stride[0] * size, std::min(columns, call_.shape.hidden - column) * size,
-          tile_width(tile)};
-}
-
 // A thread's scratch.
 struct LinearRun::Lane {
   void* weight_block;   // [vocab_tile / b_columns][depth_block][b_columns]
@@ -116,20 +106,16 @@ void LinearRun::compute_tile(int64_t tile, const Lane& lane, float* logits,
   for (int64_t k = 0; k < hidden; k += depth_block) {
     const int64_t depth = std::min(depth_block, hidden - k), padded = engine.padded_k(depth);
     pack_b_along_columns(engine, weight, first, width, k, depth, lane.weight_block);
-    multiply(engine,
-             {.a = at<char>(plan_.input_along_at) + k * engine.a_rows * engine.element,
-              .a_panel_stride = a_panel_stride,
-              .a_panels = engine.a_panels(count_),
-              .b = lane.weight_block,
-              .b_panel_stride = engine.b_columns * padded * engine.element,
-              .b_panels = engine.b_panels(width),
-              .k = padded,
-              .c = logits,
-              .c_stride = vocab_tile,
-              .accumulate = k > 0,
-              // The lanes take tiles in turn: this one's next is likely so many further on.
-              .next = k + depth_block < hidden ? weight_fetch(tile, k + depth_block, depth_block)
-                                               : weight_fetch(tile + plan_.lanes, 0, depth_block)});
+    multiply(engine, {.a = at<char>(plan_.input_along_at) + k * engine.a_rows * engine.element,
+                      .a_panel_stride = a_panel_stride,
+                      .a_panels = engine.a_panels(count_),
+                      .b = lane.weight_block,
+                      .b_panel_stride = engine.b_columns * padded * engine.element,
+                      .b_panels = engine.b_panels(width),
+                      .k = padded,
+                      .c = logits,
+                      .c_stride = vocab_tile,
+                      .accumulate = k > 0});
   }
   const float* bias = call_.bias ? lane.bias : nullptr;
   const float* class_weight = call_.class_weight ? lane.class_weight : nullptr;
@@ -216,23 +202,19 @@ void LinearRun::input_product(int64_t tile, const Lane& lane, Panels panels, flo
                               bool accumulate) const {
   const Engine& engine = plan_.engine;
   const int64_t width = tile_width(tile), column = panels.first * engine.b_columns;
-  const int64_t group = panel_group * engine.b_columns, next_column = column + group;
   pack_b_along_rows(engine, source_of(call_.weight, nullptr), tile * vocab_tile, width, column,
                     std::min(panels.count * engine.b_columns, call_.shape.hidden - column),
                     lane.weight_panels);
-  multiply(engine,
-           {.a = lane.along_vocab,
-            .a_panel_stride = engine.a_rows * vocab_tile * engine.element,
-            .a_panels = padded_count_ / engine.a_rows,
-            .b = lane.weight_panels,
-            .b_panel_stride = engine.b_columns * engine.padded_k(width) * engine.element,
-            .b_panels = panels.count,
-            .k = engine.padded_k(width),
-            .c = slot + column,
-            .c_stride = plan_.padded_hidden_b,
-            .accumulate = accumulate,
-            .next = next_column < call_.shape.hidden ? weight_fetch(tile, next_column, group)
-                                                     : weight_fetch(tile + 1, 0, group)});
+  multiply(engine, {.a = lane.along_vocab,
+                    .a_panel_stride = engine.a_rows * vocab_tile * engine.element,
+                    .a_panels = padded_count_ / engine.a_rows,
+                    .b = lane.weight_panels,
+                    .b_panel_stride = engine.b_columns * engine.padded_k(width) * engine.element,
+                    .b_panels = panels.count,
+                    .k = engine.padded_k(width),
+                    .c = slot + column,
+                    .c_stride = plan_.padded_hidden_b,
+                    .accumulate = accumulate});
 }
 
 // grad_weight[tile, columns] (+)= scale sum over the chunk's tokens of G[n, v] input[n, columns].
@@ -257,10 +239,6 @@ void LinearRun::weight_product(int64_t tile, const Lane& lane, Panels panels,
     stride = call_.grad_weight.stride[0];
     sum = call_.grad_weight.as<float>() + first * stride + column;
   }
-  Fetch destination;
-  if (sum != nullptr) {
-    destination = {reinterpret_cast<const char*>(sum), stride * 4, columns * 4, width};
-  }
   multiply(engine, {.a = lane.along_tokens,
                     .a_panel_stride = engine.a_rows * padded_count_ * engine.element,
                     .a_panels = engine.a_panels(width),
@@ -270,8 +248,7 @@ void LinearRun::weight_product(int64_t tile, const Lane& lane, Panels panels,
                     .k = padded_count_,
                     .c = lane.product,
                     .c_stride = product_stride,
-                    .accumulate = false,
-                    .next = destination});
+                    .accumulate = false});
   if (sum != nullptr) {
     add_scaled(lane.product, product_stride, scale, width, columns,
                plan_.weight_sum ? first_chunk : overwrite, sum, stride);

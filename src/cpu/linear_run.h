@@ -61,7 +61,6 @@ class LinearRun {
   }
   Lane lane(int64_t index) const;
   int64_t tile_width(int64_t tile) const;
-  Fetch weight_fetch(int64_t tile, int64_t column, int64_t columns) const;
   void load_vectors(int64_t tile, const Lane& lane) const;
   void compute_tile(int64_t tile, const Lane& lane, float* logits, BlockState* blocks) const;
   void combine_blocks();
