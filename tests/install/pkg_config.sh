@@ -1,0 +1,20 @@
+#!/bin/sh
+# SOURCES LIBDIR CC CXX: compiles the consumers with pkg-config's flags alone, shared and static, and every header on its own.
+set -eu
+sources=$1 libdir=$2 cc=$3 cxx=$4
+export PKG_CONFIG_PATH="$libdir/pkgconfig" LD_LIBRARY_PATH="$libdir"
+out=$(mktemp -d)
+trap 'rm -rf "$out"' EXIT
+flags=$(pkg-config --cflags logitless)
+strict="-Wall -Wextra -Wpedantic -Werror"
+
+$cxx -std=c++20 $flags "$sources/cpp/main.cpp" -o "$out/cpp" $(pkg-config --libs logitless)
+"$out/cpp"
+$cc -std=c11 $flags "$sources/c/main.c" -o "$out/c" $(pkg-config --libs logitless) -lm
+"$out/c"
+$cc -std=c11 $flags "$sources/c/main.c" -o "$out/static" $(pkg-config --static --libs logitless | sed 's/-llogitless/-l:liblogitless.a/')
+LD_LIBRARY_PATH= "$out/static"
+for header in $(cd "$(pkg-config --variable=includedir logitless)" && echo logitless/*.h); do
+  echo "#include <$header>" | $cxx -std=c++20 $strict $flags -fsyntax-only -x c++ -
+done
+echo "#include <logitless/c.h>" | $cc -std=c11 $strict $flags -fsyntax-only -x c -
