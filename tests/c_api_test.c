@@ -1,0 +1,369 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The C interface from C11, against the shared library: sizes of structs, NULLs, every op once.
+ *   logits z = [[0, log 3], [0, log 3]], target [1, 0]: p = [1/4, 3/4], loss = mean(log 4/3, log 4)
+ */
+#include <math.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "logitless/c.h"
+
+#define CHECK(condition)                                                           \
+  do {                                                                             \
+    if (!(condition)) {                                                            \
+      fprintf(stderr, "%s:%d: %s (%s)\n", __FILE__, __LINE__, #condition, g_what); \
+      ++g_failures;                                                                \
+    }                                                                              \
+  } while (0)
+
+static int g_failures;
+static const char* g_what = "";
+
+/* A struct of a newer version: this one's, and a tail that this library does not know. */
+#define NEWER(type) \
+  struct {          \
+    type value;     \
+    char tail[16];  \
+  }
+
+static NEWER(logitless_op) g_op;
+static NEWER(logitless_loss_options) g_options;
+static NEWER(logitless_tensor) g_target, g_loss;
+static NEWER(logitless_executor) g_executor;
+static NEWER(logitless_execution) g_execution;
+static NEWER(logitless_workspace_size) g_size;
+static NEWER(logitless_workspace_buffer) g_workspace;
+static NEWER(logitless_status) g_status;
+static logitless_tensor g_tensors[8];
+
+static float g_logits[4], g_loss_value, g_one = 1, g_gradient[4], g_input_gradient[2];
+static float g_input[2] = {1, 1}, g_weight[2];
+static int64_t g_target_value[2] = {1, 0};
+static _Alignas(64) char g_memory[1 << 22];
+
+static logitless_tensor view(void* data, int32_t dtype, int32_t rank, int64_t rows,
+                             int64_t columns) {
+  logitless_tensor t = LOGITLESS_TENSOR_INIT;
+  t.dtype = dtype;
+  t.data = data;
+  t.rank = rank;
+  t.shape[0] = rows;
+  t.shape[1] = columns;
+  t.stride[0] = rank == 2 ? columns : 1;
+  t.stride[1] = 1;
+  return t;
+}
+
+static void run_in_order(void* state, int64_t count, void (*fn)(void*, int64_t), void* context) {
+  ++*(int*)state;
+  for (int64_t i = 0; i < count; ++i) fn(context, i);
+}
+static int g_regions;
+
+/* An op of that kind on those device and its tensors, all as small as they come. */
+static void set_up(int32_t kind, int32_t device) {
+  const logitless_op op = LOGITLESS_OP_INIT(kind);
+  const logitless_loss_options options = LOGITLESS_LOSS_OPTIONS_INIT;
+  const logitless_executor executor = {sizeof(logitless_executor), 2, &g_regions, run_in_order};
+  const logitless_execution execution = LOGITLESS_EXECUTION_INIT;
+  const logitless_workspace_size size = LOGITLESS_WORKSPACE_SIZE_INIT;
+  const logitless_workspace_buffer workspace = LOGITLESS_WORKSPACE_BUFFER_INIT;
+  const logitless_status status = LOGITLESS_STATUS_INIT;
+  const int linear = kind >= LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD;
+  for (int i = 0; i < 4; ++i) g_logits[i] = i % 2 == 0 ? 0 : logf(3);
+  g_weight[0] = 0, g_weight[1] = logf(3);
+  g_loss_value = -1;
+  for (int i = 0; i < 4; ++i) g_gradient[i] = -1;
+  g_tensors[0] = view(g_logits, LOGITLESS_F32, 2, 2, 2);
+  g_tensors[1] = view(g_gradient, LOGITLESS_F32, 2, 2, linear ? 1 : 2);
+  g_tensors[2] = view(g_input, LOGITLESS_F32, 2, 2, 1);
+  g_tensors[3] = view(g_weight, LOGITLESS_F32, 2, 2, 1);
+  g_tensors[4] = view(g_input_gradient, LOGITLESS_F32, 2, 2, 1);
+  g_tensors[5] = view(&g_one, LOGITLESS_F32, 0, 0, 0);
+  g_target.value = view(g_target_value, LOGITLESS_I64, 1, 2, 0);
+  g_loss.value = view(&g_loss_value, LOGITLESS_F32, 0, 0, 0);
+  g_options.value = options;
+  g_executor.value = executor;
+  g_execution.value = execution;
+  g_execution.value.device_type = device;
+  g_execution.value.executor = &g_executor.value;
+  g_size.value = size;
+  g_workspace.value = workspace;
+  g_workspace.value.data = g_memory;
+  g_workspace.value.bytes = sizeof(g_memory);
+  g_status.value = status;
+  g_op.value = op;
+  if (linear) {
+    g_op.value.input = &g_tensors[2];
+    g_op.value.weight = &g_tensors[3];
+  } else {
+    g_op.value.logits = &g_tensors[0];
+  }
+  if (kind == LOGITLESS_SOFTMAX) {
+    g_op.value.probabilities = &g_tensors[1];
+    return;
+  }
+  g_op.value.options = &g_options.value;
+  g_op.value.target = &g_target.value;
+  const int position = (kind - LOGITLESS_CROSS_ENTROPY_FORWARD) % 3; /* Forward, Backward, both */
+  if (position != 1) g_op.value.loss = &g_loss.value;
+  if (position == 0) return;
+  g_op.value.grad_loss = &g_tensors[5];
+  if (linear) {
+    g_op.value.grad_weight = &g_tensors[1];
+    g_op.value.grad_input = &g_tensors[4];
+  } else {
+    g_op.value.grad_logits = &g_tensors[1];
+  }
+}
+
+static int32_t ask(void) {
+  return logitless_workspace(&g_op.value, &g_execution.value, &g_size.value, &g_status.value);
+}
+
+static int32_t run(void) {
+  return logitless_run(&g_op.value, &g_workspace.value, &g_execution.value, &g_status.value);
+}
+
+/* Every rule about one struct's size, by `call`, which reads it. The bytes from `shorter` on are
+ * not read where struct_size says so: they are set, to show it. */
+static void size_rules(const char* what, int32_t (*call)(void), void* wrapped, size_t bytes,
+                       size_t shorter) {
+  unsigned char* memory = wrapped;
+  unsigned char saved[1024];
+  const uint32_t bad[] = {0, 3, 4097, UINT32_MAX};
+  uint32_t size = (uint32_t)(bytes + 16);
+  g_what = what;
+  memcpy(saved, memory, bytes);
+  memset(memory + bytes, 0, 16);
+  CHECK(call() == LOGITLESS_OK);
+  memcpy(memory, &size, sizeof(size));
+  CHECK(call() == LOGITLESS_OK);
+  memory[bytes + 15] = 1;
+  CHECK(call() == LOGITLESS_NOT_SUPPORTED);
+  CHECK(strstr(g_status.value.message, "struct_size") != NULL);
+  memory[bytes + 15] = 0;
+  for (int i = 0; i < 4; ++i) {
+    memcpy(memory, &bad[i], sizeof(bad[i]));
+    CHECK(call() == LOGITLESS_INVALID_ARGUMENT);
+    CHECK(strstr(g_status.value.message, "struct_size") != NULL);
+  }
+  size = (uint32_t)shorter;
+  memcpy(memory, saved, bytes);
+  memcpy(memory, &size, sizeof(size));
+  memset(memory + shorter, 0xFF, bytes - shorter);
+  CHECK(call() == LOGITLESS_OK);
+  memcpy(memory, saved, bytes);
+  g_what = "";
+}
+
+static void test_struct_sizes(int32_t device) {
+  set_up(LOGITLESS_CROSS_ENTROPY_FORWARD, device);
+  size_rules("op", ask, &g_op, sizeof(logitless_op), offsetof(logitless_op, grad_loss));
+  size_rules("op", run, &g_op, sizeof(logitless_op), offsetof(logitless_op, grad_loss));
+  size_rules("options", run, &g_options, sizeof(logitless_loss_options),
+             offsetof(logitless_loss_options, normalizer));
+  size_rules("target", run, &g_target, sizeof(logitless_tensor),
+             offsetof(logitless_tensor, stride)); /* stride 0: the first target for all */
+  size_rules("loss", run, &g_loss, sizeof(logitless_tensor), offsetof(logitless_tensor, shape));
+  size_rules("execution", run, &g_execution, sizeof(logitless_execution),
+             offsetof(logitless_execution, stream));
+  size_rules("size", ask, &g_size, sizeof(logitless_workspace_size),
+             offsetof(logitless_workspace_size, recommended));
+  size_rules("workspace", run, &g_workspace, sizeof(logitless_workspace_buffer),
+             offsetof(logitless_workspace_buffer, byte_offset));
+}
+
+/* Nothing beyond what the caller's struct holds is written. */
+static void test_outputs_of_other_sizes(void) {
+  set_up(LOGITLESS_CROSS_ENTROPY_FORWARD, LOGITLESS_REFERENCE);
+  g_size.value.struct_size = offsetof(logitless_workspace_size, alignment);
+  g_size.value.alignment = 12345;
+  CHECK(ask() == LOGITLESS_OK);
+  CHECK(g_size.value.alignment == 12345);
+  CHECK(g_size.value.struct_size == offsetof(logitless_workspace_size, alignment));
+
+  g_op.value.kind = 99;
+  memset(&g_status, 0x7F, sizeof(g_status));
+  g_status.value.struct_size = offsetof(logitless_status, message) + 8;
+  CHECK(run() == LOGITLESS_UNKNOWN_ENUM);
+  CHECK(g_status.value.code == LOGITLESS_UNKNOWN_ENUM);
+  CHECK(memcmp(g_status.value.message, "op.kind", 8) == 0); /* 7 letters and the NUL */
+  CHECK(g_status.value.message[8] == 0x7F);
+  g_status.value.struct_size = 0;
+  g_status.value.code = 77;
+  CHECK(run() == LOGITLESS_UNKNOWN_ENUM);
+  CHECK(g_status.value.code == 77);
+  g_status.value.struct_size = sizeof(g_status);
+  CHECK(run() == LOGITLESS_UNKNOWN_ENUM);
+  CHECK(strstr(g_status.value.message, "op.kind is 99") != NULL);
+  CHECK(g_status.tail[0] == 0x7F && g_status.tail[15] == 0x7F);
+}
+
+static void test_executor(void) {
+  set_up(LOGITLESS_CROSS_ENTROPY_FORWARD, LOGITLESS_CPU);
+  g_executor.value.num_threads = 0;
+  CHECK(run() == LOGITLESS_INVALID_ARGUMENT);
+  CHECK(strstr(g_status.value.message, "num_threads") != NULL);
+  g_executor.value.num_threads = 1;
+  g_executor.value.parallel_for = NULL;
+  CHECK(run() == LOGITLESS_INVALID_ARGUMENT);
+  CHECK(strstr(g_status.value.message, "parallel_for") != NULL);
+  g_executor.value.struct_size =
+      offsetof(logitless_executor, state); /* zero-extended: no function */
+  CHECK(run() == LOGITLESS_INVALID_ARGUMENT);
+}
+
+static void test_reserved_and_foreign_fields(void) {
+  set_up(LOGITLESS_CROSS_ENTROPY_FORWARD, LOGITLESS_CPU);
+  g_op.value.reserved = 1;
+  CHECK(run() == LOGITLESS_INVALID_ARGUMENT);
+  CHECK(strstr(g_status.value.message, "reserved") != NULL);
+  g_op.value.reserved = 0;
+  g_execution.value.reserved = 1;
+  CHECK(run() == LOGITLESS_INVALID_ARGUMENT);
+  g_execution.value.reserved = 0;
+  g_workspace.value.reserved = 1;
+  CHECK(run() == LOGITLESS_INVALID_ARGUMENT);
+  g_workspace.value.reserved = 0;
+  g_target.value.reserved = 1;
+  CHECK(run() == LOGITLESS_INVALID_ARGUMENT);
+  CHECK(strstr(g_status.value.message, "target.reserved") != NULL);
+  g_target.value.reserved = 0;
+  g_target.value.rank = -1;
+  CHECK(run() == LOGITLESS_WRONG_SHAPE);
+  CHECK(strstr(g_status.value.message, "target") != NULL);
+  g_target.value.rank = 1;
+  CHECK(run() == LOGITLESS_OK);
+  /* Fields of other ops are refused by name, not ignored. */
+  g_op.value.grad_weight = &g_tensors[1];
+  CHECK(run() == LOGITLESS_INVALID_ARGUMENT);
+  CHECK(strstr(g_status.value.message, "grad_weight") != NULL);
+  g_op.value.grad_weight = NULL;
+  g_op.value.grad_lse = &g_tensors[1];
+  CHECK(run() == LOGITLESS_INVALID_ARGUMENT);
+  CHECK(strstr(g_status.value.message, "grad_lse") != NULL);
+  g_op.value.grad_lse = NULL;
+  g_op.value.accumulate_grad_weight = 1;
+  CHECK(run() == LOGITLESS_INVALID_ARGUMENT);
+  CHECK(strstr(g_status.value.message, "accumulate_grad_weight") != NULL);
+  set_up(LOGITLESS_SOFTMAX, LOGITLESS_CPU);
+  g_op.value.options = &g_options.value;
+  CHECK(run() == LOGITLESS_INVALID_ARGUMENT);
+  CHECK(strstr(g_status.value.message, "options") != NULL);
+}
+
+static void test_nulls(void) {
+  logitless_status status = LOGITLESS_STATUS_INIT;
+  logitless_op empty = LOGITLESS_OP_INIT(0);
+  char text[128];
+  CHECK(logitless_run(NULL, NULL, NULL, NULL) == LOGITLESS_INVALID_ARGUMENT);
+  CHECK(logitless_workspace(NULL, NULL, NULL, NULL) == LOGITLESS_INVALID_ARGUMENT);
+  CHECK(logitless_run(NULL, NULL, NULL, &status) == LOGITLESS_INVALID_ARGUMENT);
+  CHECK(status.code == LOGITLESS_INVALID_ARGUMENT && strstr(status.message, "op is NULL") != NULL);
+  for (int32_t kind = -1; kind <= 7; ++kind) {
+    const int32_t expected =
+        kind < 0 || kind > 6 ? LOGITLESS_UNKNOWN_ENUM : LOGITLESS_INVALID_ARGUMENT;
+    empty.kind = kind;
+    CHECK(logitless_run(&empty, NULL, NULL, &status) == expected);
+    CHECK(logitless_run(&empty, NULL, NULL, NULL) == expected);
+  }
+  set_up(LOGITLESS_CROSS_ENTROPY_FORWARD, LOGITLESS_CPU);
+  CHECK(logitless_workspace(&g_op.value, NULL, NULL, &status) == LOGITLESS_INVALID_ARGUMENT);
+  CHECK(strstr(status.message, "size") != NULL);
+  CHECK(logitless_workspace(&g_op.value, NULL, &g_size.value, NULL) == LOGITLESS_OK);
+  CHECK(logitless_run(&g_op.value, NULL, NULL, &status) ==
+        (g_size.value.minimum > 0 ? LOGITLESS_WORKSPACE_TOO_SMALL : LOGITLESS_OK));
+  CHECK(logitless_run(&g_op.value, &g_workspace.value, NULL, NULL) == LOGITLESS_OK);
+  g_op.value.options = NULL; /* the defaults */
+  g_loss_value = -1;
+  CHECK(logitless_run(&g_op.value, &g_workspace.value, NULL, &status) == LOGITLESS_OK);
+  CHECK(fabsf(g_loss_value - 0.5f * logf(16.0f / 3)) < 1e-6f);
+  CHECK(status.code == LOGITLESS_OK && status.message[0] == 0);
+  CHECK(logitless_describe_backend(LOGITLESS_CPU, NULL, 0, NULL) == LOGITLESS_OK);
+  CHECK(logitless_describe_backend(LOGITLESS_CPU, NULL, 9, NULL) == LOGITLESS_INVALID_ARGUMENT);
+  CHECK(logitless_describe_backend(LOGITLESS_CPU, text, 0, NULL) == LOGITLESS_OK);
+}
+
+static void test_describe_version_threads(void) {
+  logitless_status status = LOGITLESS_STATUS_INIT;
+  char text[128];
+  CHECK(logitless_version() == LOGITLESS_VERSION);
+  CHECK(logitless_describe_backend(LOGITLESS_CPU, text, sizeof(text), &status) == LOGITLESS_OK);
+  CHECK(strstr(text, "threads") != NULL);
+  CHECK(logitless_describe_backend(LOGITLESS_REFERENCE, text, sizeof(text), &status) ==
+        LOGITLESS_OK);
+  CHECK(strlen(text) > 4);
+  CHECK(logitless_describe_backend(LOGITLESS_REFERENCE, text, 5, &status) == LOGITLESS_OK);
+  CHECK(strlen(text) == 4);
+  for (int32_t absent = LOGITLESS_CUDA; absent <= LOGITLESS_WEBGPU; ++absent) {
+    CHECK(logitless_describe_backend(absent, text, sizeof(text), &status) ==
+          LOGITLESS_BACKEND_UNAVAILABLE);
+    CHECK(text[0] == 0 && strlen(status.message) > 8);
+  }
+  CHECK(logitless_describe_backend(77, text, sizeof(text), &status) == LOGITLESS_UNKNOWN_ENUM);
+  CHECK(logitless_set_num_threads(3) == 3);
+  CHECK(logitless_num_threads() == 3);
+  const int32_t standard = logitless_set_num_threads(0);
+  CHECK(standard >= 1 && logitless_num_threads() == standard);
+  CHECK(logitless_set_num_threads(-5) == standard);
+}
+
+static void expect_values(const float* values, const float* expected, int count) {
+  for (int i = 0; i < count; ++i) {
+    if (!(fabsf(values[i] - expected[i]) < 2e-7f)) {
+      fprintf(stderr, "%s: value %d is %.9g; expected %.9g\n", g_what, i, values[i], expected[i]);
+      ++g_failures;
+    }
+  }
+}
+
+/* dz = (p - onehot) / 2 = [[1, -1], [-3, 3]] / 8 */
+static void test_every_op(int32_t device) {
+  const float log3 = logf(3), loss = 0.5f * logf(16.0f / 3);
+  const float probabilities[] = {0.25f, 0.75f, 0.25f, 0.75f};
+  const float grad_logits[] = {0.125f, -0.125f, -0.375f, 0.375f};
+  const float grad_weight[] = {-0.25f, 0.25f};
+  const float grad_input[] = {-0.125f * log3, 0.375f * log3};
+  static const char* const names[] = {"Softmax",
+                                      "CrossEntropyForward",
+                                      "CrossEntropyBackward",
+                                      "CrossEntropyForwardBackward",
+                                      "LinearCrossEntropyForward",
+                                      "LinearCrossEntropyBackward",
+                                      "LinearCrossEntropyForwardBackward"};
+  for (int32_t kind = LOGITLESS_SOFTMAX; kind <= LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD;
+       ++kind) {
+    g_what = names[kind];
+    set_up(kind, device);
+    CHECK(ask() == LOGITLESS_OK);
+    CHECK(g_size.value.minimum <= g_size.value.recommended);
+    CHECK(g_size.value.recommended <= sizeof(g_memory));
+    g_workspace.value.bytes = g_size.value.minimum;
+    CHECK(run() == LOGITLESS_OK);
+    CHECK(g_status.value.code == LOGITLESS_OK && g_status.value.message[0] == 0);
+    if (kind == LOGITLESS_SOFTMAX) expect_values(g_gradient, probabilities, 4);
+    if (g_op.value.loss != NULL) expect_values(&g_loss_value, &loss, 1);
+    if (g_op.value.grad_logits != NULL) expect_values(g_gradient, grad_logits, 4);
+    if (g_op.value.grad_weight != NULL) expect_values(g_gradient, grad_weight, 2);
+    if (g_op.value.grad_input != NULL) expect_values(g_input_gradient, grad_input, 2);
+  }
+  g_what = "";
+}
+
+int main(void) {
+  test_struct_sizes(LOGITLESS_CPU);
+  test_struct_sizes(LOGITLESS_REFERENCE);
+  test_outputs_of_other_sizes();
+  test_executor();
+  test_reserved_and_foreign_fields();
+  test_nulls();
+  test_describe_version_threads();
+  test_every_op(LOGITLESS_REFERENCE);
+  test_every_op(LOGITLESS_CPU);
+  if (g_failures == 0) printf("every check passed\n");
+  return g_failures == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+}
