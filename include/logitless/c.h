@@ -152,15 +152,17 @@ typedef struct logitless_workspace_buffer {
   uint64_t bytes, byte_offset; /* [data + byte_offset, + bytes) is the library's during the call */
 } logitless_workspace_buffer;
 
-/* Every struct at its defaults; what is not named is zero. */
-#define LOGITLESS_STATUS_INIT {sizeof(logitless_status), LOGITLESS_OK, {0}}
-#define LOGITLESS_TENSOR_INIT {.struct_size = sizeof(logitless_tensor)}
-#define LOGITLESS_OP_INIT(op_kind) {.struct_size = sizeof(logitless_op), .kind = (op_kind)}
-#define LOGITLESS_EXECUTOR_INIT {.struct_size = sizeof(logitless_executor)}
-#define LOGITLESS_EXECUTION_INIT {.struct_size = sizeof(logitless_execution)}
-#define LOGITLESS_WORKSPACE_SIZE_INIT {.struct_size = sizeof(logitless_workspace_size)}
-#define LOGITLESS_WORKSPACE_BUFFER_INIT {.struct_size = sizeof(logitless_workspace_buffer)}
+/* Every struct at its defaults; all that the macro does not name is zero. */
 /* clang-format off */
+#define LOGITLESS_STATUS_INIT {sizeof(logitless_status), LOGITLESS_OK, {0}}
+#define LOGITLESS_TENSOR_INIT {sizeof(logitless_tensor), 0, 0, 0, 0, 0, 0, 0, {0, 0}, {0, 0}}
+#define LOGITLESS_OP_INIT(kind)                                                                   \
+  {sizeof(logitless_op), kind, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,                           \
+   0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+#define LOGITLESS_EXECUTOR_INIT {sizeof(logitless_executor), 0, 0, 0}
+#define LOGITLESS_EXECUTION_INIT {sizeof(logitless_execution), 0, 0, 0, 0, 0}
+#define LOGITLESS_WORKSPACE_SIZE_INIT {sizeof(logitless_workspace_size), 0, 0, 0, 0}
+#define LOGITLESS_WORKSPACE_BUFFER_INIT {sizeof(logitless_workspace_buffer), 0, 0, 0, 0}
 #define LOGITLESS_LOSS_OPTIONS_INIT                                                               \
   {sizeof(logitless_loss_options), LOGITLESS_REDUCTION_MEAN, -100, 0.0f, 0.0f, 1.0f, 0.0f, 1.0f,  \
    LOGITLESS_OUT_OF_RANGE_ERROR, LOGITLESS_EMPTY_MEAN_ZERO, LOGITLESS_INPUT_LOGITS, 1e-9f, 0, 0.0, \

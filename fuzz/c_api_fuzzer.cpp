@@ -1,0 +1,339 @@
+// SPDX-License-Identifier: Apache-2.0
+// One C call described by bytes, on the CPU and on the reference. It must not crash, read or write
+// outside what the views say, or trip a sanitizer; both backends must say the same of it; what a
+// failed call was given stays as it was; and what the CPU computes lies within the reference's
+// bounds.
+#include <algorithm>
+#include <cstdio>
+
+#include "fuzz/scenario.h"
+#include "src/reference/reference.h"
+
+namespace logitless::fuzz {
+namespace {
+
+[[noreturn]] void fail(const char* what, const std::string& detail) {
+  std::fprintf(stderr, "c_api_fuzz: %s: %s\n", what, detail.c_str());
+  std::abort();
+}
+
+std::string text(const logitless_status& s) {
+  return "status " + std::to_string(s.code) + " '" + s.message + "'";
+}
+
+void check_status(const logitless_status& s, int32_t returned) {
+  if (s.code != returned) fail("the code returned is not the one written", text(s));
+  if (s.code < LOGITLESS_OK || s.code > LOGITLESS_INTERNAL) fail("unknown code", text(s));
+  if (s.code == LOGITLESS_INTERNAL) fail("internal error", text(s));
+  if (std::memchr(s.message, 0, sizeof(s.message)) == nullptr) fail("message without end", "");
+  if ((s.code == LOGITLESS_OK) != (s.message[0] == 0)) fail("message and code differ", text(s));
+}
+
+// Items last to first, on one thread that claims to be several.
+void run_backwards(void*, int64_t count, void (*fn)(void*, int64_t), void* context) {
+  while (count-- > 0) fn(context, count);
+}
+
+double most(DType dtype) {
+  return dtype == DType::f16 ? 65504 : dtype == DType::bf16 ? 0x1.FEp127 : FLT_MAX;
+}
+
+bool within(double got, double want, double bound, DType dtype) {
+  if (std::isnan(want)) return std::isnan(got);
+  if (std::isinf(want)) return got == want;
+  if (std::isinf(got)) return (got > 0) == (want > 0) && std::fabs(want) + bound >= most(dtype);
+  return std::fabs(got - want) <= bound;
+}
+
+template <class Op>
+class Scenario {
+ public:
+  explicit Scenario(FuzzedDataProvider& in) : random_(0) { describe(in); }
+
+  void run() {
+    Status reference, cpu;
+    WorkspaceSize size, reference_size;
+    ask(DeviceType::reference, &reference, &reference_size);
+    ask(DeviceType::cpu, &cpu, &size);
+    if (cpu.code() != reference.code()) {
+      fail("the backends plan differently", text(*cpu.c()) + ", " + text(*reference.c()));
+    }
+    if (!cpu.ok() || size.recommended > (64u << 20)) return;
+    if (size.minimum > size.recommended) fail("minimum above recommended", "");
+    give_workspace(size);
+    initial_ = contents();
+    call(DeviceType::reference, &reference);
+    check_bytes(reference.ok());
+    restore();
+    reference::Result expected;
+    if (reference.ok()) expected = reference::evaluate(op_);
+    call(DeviceType::cpu, &cpu);
+    check_bytes(cpu.ok());
+    if (workspace_.bytes < size.minimum) {
+      if (cpu.ok()) fail("ran in too small a workspace", "");
+      return;
+    }
+    if (cpu.code() != reference.code()) {
+      fail("the backends run differently", text(*cpu.c()) + ", " + text(*reference.c()));
+    }
+    if (cpu.ok()) compare(expected);
+  }
+
+ private:
+  template <class F>
+  void for_each_view(F&& f) {
+    const logitless_op unused{};
+    for_each_tensor(op_, unused,
+                    [&](const char* name, Access access, TensorView& view,
+                        const logitless_tensor*) { f(name, access, view); });
+  }
+
+  void describe(FuzzedDataProvider& in) {
+    random_ = Random(in.ConsumeIntegral<uint32_t>());
+    threads_ = in.ConsumeIntegralInRange(1, 5);
+    Sizes s;
+    s.tokens = in.ConsumeIntegralInRange<int64_t>(0, 9);
+    s.vocab = in.ConsumeBool() ? in.ConsumeIntegralInRange<int64_t>(0, 12)
+                               : in.ConsumeIntegralInRange<int64_t>(1, 700);
+    s.hidden = in.ConsumeIntegralInRange<int64_t>(1, 70);
+    s.dtype = pick(in, {DType::f32, DType::bf16, DType::f16});
+    s.vocab_total = s.vocab;
+    Reduction reduction = Reduction::mean;
+    if constexpr (LossOp<Op>) {
+      op_.options = options_from(in);
+      reduction = op_.options.reduction;
+      if (in.ConsumeIntegralInRange(0, 7) == 7) {
+        op_.options.vocab_start = in.ConsumeIntegralInRange<int64_t>(-1, 9);
+        op_.options.vocab_total = s.vocab + in.ConsumeIntegralInRange<int64_t>(-1, 12);
+        s.vocab_total = std::max(s.vocab, op_.options.vocab_total);
+      }
+    }
+    if constexpr (LinearOp<Op> && GradientOp<Op>) op_.accumulate_grad_weight = in.ConsumeBool();
+    const uint32_t present = in.ConsumeIntegral<uint32_t>();
+    uint32_t field = 0;
+    for_each_view([&](std::string_view name, Access access, TensorView& view) {
+      const bool required = name == "input" || name == "weight" || name == "logits" ||
+                            name == "target" || name == "probabilities" || name == "grad_logits" ||
+                            name == "loss" || name == "grad_input";
+      if (!((present >> field++) & 1) && (!required || rarely(in))) return;
+      view = plain_view(name, s, reduction);
+      vary_view(in, name, access != Access::read, &view);
+      if (op_accumulates() && (name == "grad_weight" || name == "grad_bias") && !rarely(in)) {
+        view.dtype = DType::f32;
+      }
+      give_memory(&view, &blocks_);
+    });
+    overlay(in);
+    fill(in, s);
+    mutate_struct_ = rarely(in);
+    foreign_ = in.ConsumeIntegral<uint32_t>();
+    workspace_choice_ = in.ConsumeIntegralInRange(0, 9);
+  }
+
+  bool op_accumulates() const {
+    if constexpr (LinearOp<Op> && GradientOp<Op>) return op_.accumulate_grad_weight;
+    return false;
+  }
+
+  // In place, or one field somewhere on another.
+  void overlay(FuzzedDataProvider& in) {
+    const int choice = in.ConsumeIntegralInRange(0, 7);
+    if (choice == 1) {
+      if constexpr (requires { op_.grad_logits; }) op_.grad_logits = op_.logits;
+      if constexpr (requires { op_.probabilities; }) op_.probabilities = op_.logits;
+    }
+    if (choice != 2) return;
+    std::vector<TensorView*> views;
+    for_each_view([&](const char*, Access, TensorView& view) { views.push_back(&view); });
+    TensorView* first = views[in.ConsumeIntegralInRange<size_t>(0, views.size() - 1)];
+    alias(first, *views[in.ConsumeIntegralInRange<size_t>(0, views.size() - 1)]);
+  }
+
+  void fill(FuzzedDataProvider& in, const Sizes& s) {
+    const bool wild = in.ConsumeIntegralInRange(0, 3) == 3;
+    int64_t ignore_index = -100;
+    bool probabilities = false;
+    if constexpr (LossOp<Op>) {
+      ignore_index = op_.options.ignore_index;
+      probabilities = op_.options.input_kind == InputKind::probabilities;
+    }
+    for_each_view([&](const char* name, Access access, TensorView& view) {
+      if (access == Access::write || !has_memory(view) || elements(view) == 0) return;
+      std::vector<double> values(static_cast<size_t>(elements(view)));
+      for (double& value : values) {
+        value = value_of(name, s, ignore_index, wild, probabilities, random_);
+      }
+      if (view.as<char>() != nullptr && reinterpret_cast<uintptr_t>(view.as<char>()) %
+                                                static_cast<uintptr_t>(size_of(view.dtype)) ==
+                                            0) {
+        reference::write(values, view);
+      }
+    });
+  }
+
+  // The C call, with a mistake in its structs where the bytes want one.
+  template <class F>
+  void with_c_op(F&& f) {
+    detail::COp<Op> c(op_);
+    const logitless_tensor foreign{};
+    if (mutate_struct_) {
+      switch (foreign_ % 8) {
+        case 0:
+          c.op.struct_size = foreign_ >> 24;
+          break;
+        case 1:
+          c.op.grad_lse = &foreign;
+          break;
+        case 2:
+          c.op.probabilities = &foreign;
+          break;
+        case 3:
+          c.op.reserved = 1;
+          break;
+        case 4:
+          c.op.kind = static_cast<int32_t>(foreign_) >> 8;
+          break;
+        case 5:
+          c.tensors[foreign_ / 8 % 8].struct_size = foreign_ >> 24;
+          break;
+        case 6:
+          c.tensors[foreign_ / 8 % 8].reserved = 1;
+          break;
+        default:
+          c.op.accumulate_grad_weight ^= 1;
+      }
+    }
+    f(&c.op);
+  }
+
+  logitless_execution execution(DeviceType device) const {
+    return {sizeof(logitless_execution), static_cast<int32_t>(device), 0, 0, nullptr, &executor_};
+  }
+
+  void ask(DeviceType device, Status* status, WorkspaceSize* size) {
+    executor_ = {sizeof(executor_), threads_, nullptr, run_backwards};
+    const logitless_execution e = execution(device);
+    logitless_workspace_size s = LOGITLESS_WORKSPACE_SIZE_INIT;
+    with_c_op([&](const logitless_op* op) {
+      check_status(*status->c(), logitless_workspace(op, &e, &s, status->c()));
+    });
+    *size = {s.minimum, s.recommended, s.alignment};
+  }
+
+  void call(DeviceType device, Status* status) {
+    const logitless_execution e = execution(device);
+    const logitless_workspace_buffer w = {sizeof(w), 0, workspace_.data, workspace_.bytes, 0};
+    with_c_op([&](const logitless_op* op) {
+      check_status(*status->c(), logitless_run(op, &w, &e, status->c()));
+    });
+  }
+
+  void give_workspace(const WorkspaceSize& size) {
+    uint64_t bytes = size.minimum;
+    if (workspace_choice_ > 3) bytes = size.recommended;
+    if (workspace_choice_ == 2) bytes += (size.recommended - size.minimum) / 2 + 1;
+    if (workspace_choice_ == 3 && bytes > 0) --bytes;
+    scratch_ = std::make_unique<Block>(bytes, std::max<uint64_t>(size.alignment, 16));
+    workspace_ = {scratch_->data.get(), bytes, 0};
+  }
+
+  using Contents = std::vector<std::vector<char>>;
+  Contents contents() const {
+    Contents all;
+    for (const Block& block : blocks_) {
+      all.emplace_back(block.data.get(), block.data.get() + block.bytes);
+    }
+    return all;
+  }
+
+  void restore() {
+    for (size_t b = 0; b < blocks_.size(); ++b) {
+      std::copy(initial_[b].begin(), initial_[b].end(), blocks_[b].data.get());
+    }
+  }
+
+  // Only elements of outputs may differ from before, and after an error nothing may.
+  void check_bytes(bool ran) {
+    Contents allowed = initial_;
+    for_each_view([&](const char*, Access access, TensorView& view) {
+      if (!ran || access == Access::read || !has_memory(view) || elements(view) == 0) return;
+      for (size_t b = 0; b < blocks_.size(); ++b) {
+        if (blocks_[b].data.get() == view.data) copy_elements(view, b, &allowed[b]);
+      }
+    });
+    if (allowed != contents()) fail("bytes written", ran ? "beside the outputs" : "on an error");
+  }
+
+  void copy_elements(const TensorView& view, size_t block, std::vector<char>* to) {
+    const int64_t columns = view.rank == 2 ? view.shape[1] : 1;
+    const size_t size = static_cast<size_t>(size_of(view.dtype));
+    for (int64_t k = 0; k < elements(view); ++k) {
+      int64_t index = view.rank >= 1 ? k / columns * view.stride[0] : 0;
+      if (view.rank == 2) index += k % columns * view.stride[1];
+      const size_t at = view.byte_offset + static_cast<size_t>(index) * size;
+      std::memcpy(to->data() + at, blocks_[block].data.get() + at, size);
+    }
+  }
+
+  void compare(const reference::Result& expected) {
+    for_each_view([&](std::string name, Access access, TensorView& view) {
+      const auto found = expected.outputs.find(name);
+      if (access == Access::read || !view || found == expected.outputs.end()) return;
+      const reference::Output& want = found->second;
+      const std::vector<double> got = reference::read(view);
+      for (size_t i = 0; i < got.size(); ++i) {
+        const bool ok = name == "argmax"
+                            ? std::count(want.accepted[i].begin(), want.accepted[i].end(),
+                                         static_cast<int64_t>(got[i])) > 0
+                            : within(got[i], want.value[i], want.bound[i], view.dtype);
+        if (ok) continue;
+        char detail[160];
+        std::snprintf(detail, sizeof(detail), "%s[%zu] is %.9g; reference %.9g, bound %.3g",
+                      name.c_str(), i, got[i], want.value[i], want.bound[i]);
+        fail("outside the bound", detail);
+      }
+    });
+  }
+
+  Op op_{};
+  std::vector<Block> blocks_;
+  std::unique_ptr<Block> scratch_;
+  Random random_;
+  int threads_ = 1, workspace_choice_ = 0;
+  bool mutate_struct_ = false;
+  uint32_t foreign_ = 0;
+  Executor executor_{};
+  Workspace workspace_{};
+  Contents initial_;
+};
+
+}  // namespace
+}  // namespace logitless::fuzz
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  using namespace logitless;
+  FuzzedDataProvider in(data, size);
+  switch (in.ConsumeIntegralInRange(0, 6)) {
+    case 0:
+      fuzz::Scenario<Softmax>(in).run();
+      break;
+    case 1:
+      fuzz::Scenario<CrossEntropyForward>(in).run();
+      break;
+    case 2:
+      fuzz::Scenario<CrossEntropyBackward>(in).run();
+      break;
+    case 3:
+      fuzz::Scenario<CrossEntropyForwardBackward>(in).run();
+      break;
+    case 4:
+      fuzz::Scenario<LinearCrossEntropyForward>(in).run();
+      break;
+    case 5:
+      fuzz::Scenario<LinearCrossEntropyBackward>(in).run();
+      break;
+    default:
+      fuzz::Scenario<LinearCrossEntropyForwardBackward>(in).run();
+  }
+  return 0;
+}

@@ -1,0 +1,255 @@
+// SPDX-License-Identifier: Apache-2.0
+// An op described by bytes: sizes, options, dtypes, strides, presence, aliases, mistakes; every
+// tensor in memory of exactly the bytes its view reaches. Bytes that run out mean the plain choice.
+#pragma once
+
+#include <fuzzer/FuzzedDataProvider.h>
+
+#include <cfloat>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "logitless/logitless.h"
+#include "src/call.h"
+#include "src/reference/numbers.h"
+
+namespace logitless::fuzz {
+
+constexpr int64_t kMostBytes = 1 << 18;  // of one tensor; beyond it a view has no memory
+
+struct Block {
+  explicit Block(size_t size, size_t alignment = 16) : bytes(size) {
+    void* memory = nullptr;
+    if (posix_memalign(&memory, alignment, size) != 0) std::abort();
+    data.reset(static_cast<char*>(memory));
+    std::memset(data.get(), 0xA5, size);
+  }
+  struct Free {
+    void operator()(char* p) const { std::free(p); }
+  };
+  std::unique_ptr<char, Free> data;
+  size_t bytes;
+};
+
+// Numbers of any amount from a few bytes of the input.
+class Random {
+ public:
+  explicit Random(uint32_t seed) : state_(seed * 0x9E3779B97F4A7C15u + 1) {}
+  uint32_t bits() {
+    state_ ^= state_ << 13, state_ ^= state_ >> 7, state_ ^= state_ << 17;
+    return static_cast<uint32_t>(state_ >> 32);
+  }
+  int64_t below(int64_t n) { return n > 0 ? static_cast<int64_t>(bits() % n) : 0; }
+  double uniform() { return bits() * 0x1p-32; }
+  double normal() { return uniform() + uniform() + uniform() + uniform() - 2; }
+
+ private:
+  uint64_t state_;
+};
+
+template <class T, size_t n>
+T pick(FuzzedDataProvider& in, const T (&choices)[n]) {
+  return choices[in.ConsumeIntegralInRange<size_t>(0, n - 1)];
+}
+
+// True for few inputs and never for bytes that ran out.
+inline bool rarely(FuzzedDataProvider& in) { return in.ConsumeIntegral<uint8_t>() == 0x5D; }
+
+struct Sizes {
+  int64_t tokens, vocab, hidden, vocab_total;
+  DType dtype;  // of input and weight, or of logits
+};
+
+inline LossOptions options_from(FuzzedDataProvider& in) {
+  LossOptions o;
+  o.reduction = pick(in, {Reduction::mean, Reduction::sum, Reduction::none, Reduction::mean});
+  o.ignore_index = pick(in, {int64_t{-100}, int64_t{0}, int64_t{2}, INT64_MAX});
+  o.label_smoothing = pick(in, {0.f, 0.1f, 1.f, 0.f});
+  o.z_loss = pick(in, {0.f, 1e-3f, 0.f, 0.f});
+  o.logit_scale = pick(in, {1.f, 0.7f, -2.f, 0.f});
+  o.softcap = pick(in, {0.f, 3.f, 30.f, 0.f});
+  o.temperature = pick(in, {1.f, 0.5f, 3.f, 1.f});
+  o.out_of_range = pick(in, {OutOfRange::error, OutOfRange::ignore});
+  o.empty_mean = pick(in, {EmptyMean::zero, EmptyMean::nan});
+  o.input_kind =
+      pick(in, {InputKind::logits, InputKind::logits, InputKind::logits, InputKind::probabilities});
+  o.probability_floor = pick(in, {1e-9f, 0.f, 0.1f});
+  o.normalizer = pick(in, {0.0, 0.0, 0.0, 2.5});
+  o.allow_tf32 = in.ConsumeBool();
+  if (!rarely(in)) return o;
+  // Any bits at all in one option.
+  const uint32_t bits = in.ConsumeIntegral<uint32_t>();
+  float any;
+  std::memcpy(&any, &bits, sizeof(any));
+  switch (in.ConsumeIntegralInRange(0, 9)) {
+    case 0:
+      o.label_smoothing = any;
+      break;
+    case 1:
+      o.z_loss = any;
+      break;
+    case 2:
+      o.logit_scale = any;
+      break;
+    case 3:
+      o.softcap = any;
+      break;
+    case 4:
+      o.temperature = any;
+      break;
+    case 5:
+      o.probability_floor = any;
+      break;
+    case 6:
+      o.normalizer = any;
+      break;
+    case 7:
+      o.reduction = Reduction(static_cast<int32_t>(bits));
+      break;
+    case 8:
+      o.out_of_range = OutOfRange(static_cast<int32_t>(bits));
+      break;
+    default:
+      o.input_kind = InputKind(static_cast<int32_t>(bits));
+  }
+  return o;
+}
+
+// The plain dense view of a field of that name, without data.
+inline TensorView plain_view(std::string_view name, const Sizes& s, Reduction reduction) {
+  const auto is = [&](std::initializer_list<std::string_view> names) {
+    for (std::string_view one : names) {
+      if (one == name) return true;
+    }
+    return false;
+  };
+  if (is({"logits", "probabilities", "grad_logits"})) {
+    return matrix_view(nullptr, name == "logits" ? s.dtype : DType::f32, s.tokens, s.vocab);
+  }
+  if (is({"input"})) return matrix_view(nullptr, s.dtype, s.tokens, s.hidden);
+  if (is({"weight"})) return matrix_view(nullptr, s.dtype, s.vocab, s.hidden);
+  if (is({"grad_input"})) return matrix_view(nullptr, DType::f32, s.tokens, s.hidden);
+  if (is({"grad_weight"})) return matrix_view(nullptr, DType::f32, s.vocab, s.hidden);
+  if (is({"bias", "grad_bias"})) return vector_view(nullptr, DType::f32, s.vocab);
+  if (is({"vocab_weight"})) return vector_view(nullptr, DType::f32, s.vocab_total);
+  if (is({"normalizer"})) return scalar_view(nullptr, DType::f32);
+  if (is({"loss", "grad_loss"}) && reduction != Reduction::none) {
+    return scalar_view(nullptr, DType::f32);
+  }
+  if (is({"fault"})) return vector_view(nullptr, DType::i32, 1);
+  const DType dtype = is({"target", "argmax"}) ? DType::i64 : DType::f32;
+  return vector_view(nullptr, dtype, s.tokens);
+}
+
+// Strides, dtype, offset; rarely something that is not allowed.
+inline void vary_view(FuzzedDataProvider& in, std::string_view name, bool written, TensorView* v) {
+  const int layout = in.ConsumeIntegralInRange(0, 7);
+  if (v->rank == 2) {
+    const int64_t rows = v->shape[0], columns = v->shape[1];
+    if (layout == 1) v->stride[0] = columns + 3;
+    if (layout == 2) v->stride = {1, rows};
+    if (layout == 3) v->stride = {2 * columns + 1, 2};
+    if (layout == 4) v->stride = {1, rows + 2};
+    if (layout == 5 && !written) v->stride = {0, 1};
+    if (layout == 6 && !written) v->stride = {1, 0};
+  } else if (v->rank == 1) {
+    if (layout == 1 || layout == 2) v->stride[0] = layout + 1;
+    if (layout == 5 && !written) v->stride[0] = 0;
+  }
+  const int kind = in.ConsumeIntegralInRange(0, 3);
+  if (name.starts_with("grad_") && size_of(v->dtype) == 4 &&
+      (v->rank == 2 || name == "grad_bias")) {
+    v->dtype = std::array{DType::f32, DType::bf16, DType::f16, DType::f32}[kind];
+  }
+  if (name == "probabilities" && kind == 1) v->dtype = DType::bf16;
+  if ((name == "target" || name == "argmax") && kind == 1) v->dtype = DType::i32;
+  if (name == "normalizer" && kind == 1) v->dtype = DType::i64;
+  if (v->rank == 0 && kind == 2) v->rank = 1, v->shape[0] = 1;
+  v->byte_offset = in.ConsumeIntegralInRange<uint64_t>(0, 3) * size_of(v->dtype);
+  if (!rarely(in)) return;
+  const int64_t any = in.ConsumeIntegral<int64_t>();
+  const int64_t small = in.ConsumeIntegralInRange<int64_t>(-2, 9);
+  const int64_t value = in.ConsumeBool() ? small : any;
+  const int dimension = in.ConsumeIntegralInRange(0, 1);
+  switch (in.ConsumeIntegralInRange(0, 7)) {
+    case 0:
+      v->shape[dimension] = value;
+      break;
+    case 1:
+      v->stride[dimension] = value;
+      break;
+    case 2:
+      v->stride = {small, in.ConsumeIntegralInRange<int64_t>(0, 9)};
+      break;
+    case 3:
+      v->rank = static_cast<int32_t>(value);
+      break;
+    case 4:
+      v->dtype = DType(static_cast<int32_t>(value));
+      break;
+    case 5:
+      v->byte_offset = static_cast<uint64_t>(value);
+      break;
+    case 6:
+      v->device.type = DeviceType(static_cast<int32_t>(value));
+      break;
+    default:
+      v->device.index = static_cast<int32_t>(value);
+  }
+}
+
+// What the elements of an input are: plain numbers, and, where `wild`, some that are not.
+inline double value_of(std::string_view name, const Sizes& s, int64_t ignore_index, bool wild,
+                       bool probabilities, Random& random) {
+  if (name == "target") {
+    const int64_t draw = random.below(16);
+    if (draw == 0 && std::abs(ignore_index) < 1000) return static_cast<double>(ignore_index);
+    if (draw == 1 && wild) return static_cast<double>(s.vocab_total + random.below(2));
+    return static_cast<double>(random.below(s.vocab_total));
+  }
+  if (name == "token_weight" || name == "vocab_weight") return random.below(5) * 0.5;
+  if (name == "normalizer") return 1 + random.below(4);
+  if (name == "row_reference") return 2 + random.normal();
+  if (name == "row_log_sum") return 1 + 2 * random.uniform();
+  if (name == "logits" && probabilities) return random.uniform();
+  if (wild && random.below(64) == 0) {
+    constexpr double odd[] = {0, INFINITY, -INFINITY, NAN, 1e30, -1e30, 1e-40, 300, -300};
+    return odd[random.below(9)];
+  }
+  return random.normal() * (name == "logits" ? 4 : 1);
+}
+
+inline bool has_memory(const TensorView& v) {
+  return v.data != nullptr && size_of(v.dtype) != 0 && v.rank >= 0 && v.rank <= 2;
+}
+
+// Exactly the bytes that the view reaches; none where it reaches too far or backwards.
+inline void give_memory(TensorView* v, std::vector<Block>* blocks) {
+  for (int d = 0; d < 2; ++d) {
+    if (v->rank > d && (v->shape[d] < 0 || v->stride[d] < 0)) return;
+  }
+  int64_t bytes;
+  if (v->rank < 0 || v->rank > 2 || !extent(*v, &bytes)) return;
+  if (v->rank == 2 && v->shape[0] > 0 && v->shape[1] > kMostBytes / v->shape[0]) return;
+  if (bytes > kMostBytes || v->byte_offset > static_cast<uint64_t>(kMostBytes)) return;
+  blocks->emplace_back(static_cast<size_t>(bytes) + v->byte_offset);
+  v->data = blocks->back().data.get();
+}
+
+// Lays one field into the memory of another that has room for it.
+inline void alias(TensorView* v, const TensorView& other) {
+  int64_t mine, others;
+  if (!has_memory(*v) || !has_memory(other) || !extent(*v, &mine) || !extent(other, &others))
+    return;
+  if (mine + static_cast<int64_t>(v->byte_offset) <=
+      others + static_cast<int64_t>(other.byte_offset)) {
+    v->data = other.data;
+  }
+}
+
+}  // namespace logitless::fuzz
