@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cfloat>
+#include <ostream>
 
 #include "subject.h"
 
@@ -16,6 +17,7 @@ struct Accept {
   const char* name;
   Change make;
 };
+void PrintTo(const Accept& accept, std::ostream* out) { *out << accept.name; }
 
 Change on_field(const char* name, std::function<void(TensorView&)> how) {
   return [=](Subject& s) {

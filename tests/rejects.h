@@ -3,6 +3,7 @@
 #pragma once
 
 #include <limits>
+#include <ostream>
 
 #include "subject.h"
 
@@ -21,6 +22,7 @@ struct Reject {
   const char* field;
   Seen seen = Seen::by_both;
 };
+inline void PrintTo(const Reject& reject, std::ostream* out) { *out << reject.name; }
 
 inline constexpr float kInf = std::numeric_limits<float>::infinity();
 inline constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
@@ -295,6 +297,7 @@ inline const Reject kFieldRejects[] = {
      [](Subject& s) {
        if (!s.linear()) return false;
        s.options->input_kind = InputKind::probabilities;
+       s.drop_statistics();
        return true;
      },
      invalid_argument, "input_kind"},

@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include "rejects_memory.h"
+#include "src/validate.h"
 
 namespace logitless::testing {
 namespace {
@@ -283,6 +284,14 @@ TEST(Rejects, AnyFieldOnTheWorkspace) {
     s[name].data = static_cast<char*>(s.workspace.data) + s.workspace.bytes - 8;
     return true;
   });
+}
+
+// `workspace` and `run` say this when they look for the backend; whoever asks the rules alone must
+// hear it too.
+TEST(Rejects, UnknownDeviceByTheRulesAlone) {
+  const Softmax op{.logits = subject_view("logits"),
+                   .probabilities = subject_view("probabilities")};
+  expect_status(validate(op, {.device = {DeviceType(4), 0}}), unknown_enum, "device");
 }
 
 TEST(Rejects, TargetOutOfRangeBeforeAnythingIsWritten) {

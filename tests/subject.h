@@ -67,9 +67,13 @@ struct Subject {
   bool make_probabilities() {
     if (options == nullptr || linear()) return false;
     options->input_kind = InputKind::probabilities;
+    drop_statistics();
+    return true;
+  }
+  // Outputs, what Backward takes of them, and their gradients.
+  void drop_statistics() {
     drop({"lse", "target_logit", "entropy", "argmax", "row_reference", "row_log_sum",
           "weighted_logit_sum", "grad_lse", "grad_target_logit", "grad_entropy"});
-    return true;
   }
   // Every field with N rows at N = 0.
   void make_empty() {
