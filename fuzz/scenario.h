@@ -52,41 +52,61 @@ class Random {
   uint64_t state_;
 };
 
-template <class T, size_t n>
-T pick(FuzzedDataProvider& in, const T (&choices)[n]) {
-  return choices[in.ConsumeIntegralInRange<size_t>(0, n - 1)];
-}
+class Input {
+ public:
+  Input(const uint8_t* data, size_t size)
+      : bytes_(data, size), random(bytes_.ConsumeIntegral<uint32_t>()) {}
+  template <class T>
+  T any() {
+    if (bytes_.remaining_bytes() > 0) return bytes_.ConsumeIntegral<T>();
+    return static_cast<T>(uint64_t{random.bits()} << 32 | random.bits());
+  }
+  int64_t between(int64_t least, int64_t most) {
+    if (bytes_.remaining_bytes() > 0) return bytes_.ConsumeIntegralInRange(least, most);
+    return least + random.below(most - least + 1);
+  }
+  bool coin() { return between(0, 1) == 1; }
+  // Of the mistakes: most inputs have none.
+  bool rarely() { return any<uint8_t>() == 0x5D; }
+  template <class T, size_t n>
+  T pick(const T (&choices)[n]) {
+    return choices[between(0, n - 1)];
+  }
 
-// True for few inputs and never for bytes that ran out.
-inline bool rarely(FuzzedDataProvider& in) { return in.ConsumeIntegral<uint8_t>() == 0x5D; }
+ private:
+  FuzzedDataProvider bytes_;
+
+ public:
+  Random random;
+};
 
 struct Sizes {
   int64_t tokens, vocab, hidden, vocab_total;
   DType dtype;  // of input and weight, or of logits
 };
 
-inline LossOptions options_from(FuzzedDataProvider& in) {
+inline LossOptions options_from(Input& in) {
   LossOptions o;
-  o.reduction = pick(in, {Reduction::mean, Reduction::sum, Reduction::none, Reduction::mean});
-  o.ignore_index = pick(in, {int64_t{-100}, int64_t{0}, int64_t{2}, INT64_MAX});
-  o.label_smoothing = pick(in, {0.f, 0.1f, 1.f, 0.f});
-  o.z_loss = pick(in, {0.f, 1e-3f, 0.f, 0.f});
-  o.logit_scale = pick(in, {1.f, 0.7f, -2.f, 0.f});
-  o.softcap = pick(in, {0.f, 3.f, 30.f, 0.f});
-  o.temperature = pick(in, {1.f, 0.5f, 3.f, 1.f});
-  o.out_of_range = pick(in, {OutOfRange::error, OutOfRange::ignore});
-  o.empty_mean = pick(in, {EmptyMean::zero, EmptyMean::nan});
+  o.reduction = in.pick({Reduction::mean, Reduction::sum, Reduction::none, Reduction::mean});
+  o.ignore_index = in.pick({int64_t{-100}, int64_t{0}, int64_t{2}, INT64_MAX});
+  o.label_smoothing = in.pick({0.f, 0.1f, 1.f, 0.f});
+  o.z_loss = in.pick({0.f, 1e-3f, 0.f, 0.f});
+  o.logit_scale = in.pick({1.f, 0.7f, -2.f, 0.f});
+  o.softcap = in.pick({0.f, 3.f, 30.f, 0.f});
+  o.temperature = in.pick({1.f, 0.5f, 3.f, 1.f});
+  o.out_of_range = in.pick({OutOfRange::error, OutOfRange::ignore});
+  o.empty_mean = in.pick({EmptyMean::zero, EmptyMean::nan});
   o.input_kind =
-      pick(in, {InputKind::logits, InputKind::logits, InputKind::logits, InputKind::probabilities});
-  o.probability_floor = pick(in, {1e-9f, 0.f, 0.1f});
-  o.normalizer = pick(in, {0.0, 0.0, 0.0, 2.5});
-  o.allow_tf32 = in.ConsumeBool();
-  if (!rarely(in)) return o;
+      in.pick({InputKind::logits, InputKind::logits, InputKind::logits, InputKind::probabilities});
+  o.probability_floor = in.pick({1e-9f, 0.f, 0.1f});
+  o.normalizer = in.pick({0.0, 0.0, 0.0, 2.5});
+  o.allow_tf32 = in.coin();
+  if (!in.rarely()) return o;
   // Any bits at all in one option.
-  const uint32_t bits = in.ConsumeIntegral<uint32_t>();
+  const uint32_t bits = in.any<uint32_t>();
   float any;
   std::memcpy(&any, &bits, sizeof(any));
-  switch (in.ConsumeIntegralInRange(0, 9)) {
+  switch (in.between(0, 9)) {
     case 0:
       o.label_smoothing = any;
       break;
@@ -147,8 +167,8 @@ inline TensorView plain_view(std::string_view name, const Sizes& s, Reduction re
 }
 
 // Strides, dtype, offset; rarely something that is not allowed.
-inline void vary_view(FuzzedDataProvider& in, std::string_view name, bool written, TensorView* v) {
-  const int layout = in.ConsumeIntegralInRange(0, 7);
+inline void vary_view(Input& in, std::string_view name, bool written, TensorView* v) {
+  const int layout = in.between(0, 7);
   if (v->rank == 2) {
     const int64_t rows = v->shape[0], columns = v->shape[1];
     if (layout == 1) v->stride[0] = columns + 3;
@@ -161,7 +181,7 @@ inline void vary_view(FuzzedDataProvider& in, std::string_view name, bool writte
     if (layout == 1 || layout == 2) v->stride[0] = layout + 1;
     if (layout == 5 && !written) v->stride[0] = 0;
   }
-  const int kind = in.ConsumeIntegralInRange(0, 3);
+  const int kind = in.between(0, 3);
   if (name.starts_with("grad_") && size_of(v->dtype) == 4 &&
       (v->rank == 2 || name == "grad_bias")) {
     v->dtype = std::array{DType::f32, DType::bf16, DType::f16, DType::f32}[kind];
@@ -170,13 +190,13 @@ inline void vary_view(FuzzedDataProvider& in, std::string_view name, bool writte
   if ((name == "target" || name == "argmax") && kind == 1) v->dtype = DType::i32;
   if (name == "normalizer" && kind == 1) v->dtype = DType::i64;
   if (v->rank == 0 && kind == 2) v->rank = 1, v->shape[0] = 1;
-  v->byte_offset = in.ConsumeIntegralInRange<uint64_t>(0, 3) * size_of(v->dtype);
-  if (!rarely(in)) return;
-  const int64_t any = in.ConsumeIntegral<int64_t>();
-  const int64_t small = in.ConsumeIntegralInRange<int64_t>(-2, 9);
-  const int64_t value = in.ConsumeBool() ? small : any;
-  const int dimension = in.ConsumeIntegralInRange(0, 1);
-  switch (in.ConsumeIntegralInRange(0, 7)) {
+  v->byte_offset = in.between(0, 3) * size_of(v->dtype);
+  if (!in.rarely()) return;
+  const int64_t any = in.any<int64_t>();
+  const int64_t small = in.between(-2, 9);
+  const int64_t value = in.coin() ? small : any;
+  const int dimension = in.between(0, 1);
+  switch (in.between(0, 7)) {
     case 0:
       v->shape[dimension] = value;
       break;
@@ -184,7 +204,7 @@ inline void vary_view(FuzzedDataProvider& in, std::string_view name, bool writte
       v->stride[dimension] = value;
       break;
     case 2:
-      v->stride = {small, in.ConsumeIntegralInRange<int64_t>(0, 9)};
+      v->stride = {small, in.between(0, 9)};
       break;
     case 3:
       v->rank = static_cast<int32_t>(value);

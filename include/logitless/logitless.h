@@ -131,7 +131,7 @@ Status workspace(const Op& op, const Execution& execution, WorkspaceSize* size) 
 
 // Runs `op` in any workspace >= minimum: more memory, fewer and larger chunks, never another class
 // of result. Enqueues on asynchronous devices; no allocation, no synchronization. Thread-safe; a
-// workspace serves one call at a time. On an error nothing is written.
+// workspace serves one call at a time. On an error no output is written.
 template <class Op>
 Status run(const Op& op, const Workspace& workspace, const Execution& execution) {
   const detail::COp<Op> c(op);
