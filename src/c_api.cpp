@@ -24,10 +24,11 @@ Status read_struct(const char* name, const T* source, T* copy) {
   if (source == nullptr) return error(StatusCode::invalid_argument, "%s is NULL", name);
   uint32_t size;
   std::memcpy(&size, source, sizeof(size));
-  if (size < sizeof(uint32_t) || size > kMaxStructSize) {
+  // No version of a struct ends in the middle of a field: a sizeof is a multiple of its alignment.
+  if (size == 0 || size > kMaxStructSize || size % alignof(T) != 0) {
     return error(StatusCode::invalid_argument,
-                 "%s.struct_size is %u; allowed: 4 to %u (this library's: %zu)", name, size,
-                 kMaxStructSize, sizeof(T));
+                 "%s.struct_size is %u; allowed: a multiple of %zu up to %u (this library's: %zu)",
+                 name, size, alignof(T), kMaxStructSize, sizeof(T));
   }
   const char* bytes = reinterpret_cast<const char*>(source);
   for (size_t i = sizeof(T); i < size; ++i) {

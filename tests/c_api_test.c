@@ -134,7 +134,7 @@ static void size_rules(const char* what, int32_t (*call)(void), void* wrapped, s
                        size_t shorter) {
   unsigned char* memory = wrapped;
   unsigned char saved[1024];
-  const uint32_t bad[] = {0, 3, 4097, UINT32_MAX};
+  const uint32_t bad[] = {0, 3, 12, 4104, UINT32_MAX}; /* 12: the middle of a field */
   uint32_t size = (uint32_t)(bytes + 16);
   g_what = what;
   memcpy(saved, memory, bytes);
@@ -146,7 +146,7 @@ static void size_rules(const char* what, int32_t (*call)(void), void* wrapped, s
   CHECK(call() == LOGITLESS_NOT_SUPPORTED);
   CHECK(strstr(g_status.value.message, "struct_size") != NULL);
   memory[bytes + 15] = 0;
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < 5; ++i) {
     memcpy(memory, &bad[i], sizeof(bad[i]));
     CHECK(call() == LOGITLESS_INVALID_ARGUMENT);
     CHECK(strstr(g_status.value.message, "struct_size") != NULL);
