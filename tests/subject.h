@@ -48,6 +48,12 @@ struct Subject {
   bool forward() const { return has("loss"); }
   bool gradients() const { return has("grad_loss"); }
   bool written(const std::string& name) const { return access.at(name) != Access::read; }
+  // That much and some more, for a call changed a little.
+  void give_workspace(uint64_t recommended) {
+    const uint64_t bytes = recommended + 4096;
+    memory["workspace"] = std::make_unique<Memory>(bytes);
+    workspace = {memory["workspace"]->data(), bytes, 0};
+  }
   // Takes fields away, those the op has.
   void drop(std::initializer_list<const char*> names) {
     for (const char* name : names) {
@@ -143,10 +149,7 @@ std::unique_ptr<Subject> make_subject(Op& op, DeviceType device) {
     return workspace(op, raw->execution, size);
   };
   s->call_run = [&op, raw] { return run(op, raw->workspace, raw->execution); };
-  if (s->ask_workspace(&s->size).ok()) {
-    s->memory["workspace"] = std::make_unique<Memory>(s->size.recommended + Memory::room);
-    s->workspace = {s->memory["workspace"]->data(), s->size.recommended + Memory::room, 0};
-  }
+  if (s->ask_workspace(&s->size).ok()) s->give_workspace(s->size.recommended);
   return s;
 }
 
