@@ -127,7 +127,8 @@ LogitRows::LogitRows(const TensorView& logits, const TensorView& output, const L
 }
 
 int64_t LogitRows::task_rows() const {
-  return std::max<int64_t>(1, task_elements / (columns_ * group_)) * group_;
+  const int64_t columns = std::max<int64_t>(1, columns_);  // V = 0 where N = 0
+  return std::max<int64_t>(1, task_elements / (columns * group_)) * group_;
 }
 
 float* LogitRows::load(const RowGroup& rows, int64_t column, int64_t count, float* scratch) const {
