@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Any bytes as a .safetensors file: refused with a SafetensorsError, or every tensor lies inside the
-// file and holds what its dtype and shape say.
+// Any bytes as a .safetensors file: refused with a SafetensorsError, or every tensor lies inside
+// the file and holds what its dtype and shape say.
 #include <cstdlib>
 #include <span>
 #include <vector>
