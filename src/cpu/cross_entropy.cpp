@@ -64,7 +64,9 @@ Layout layout_of(const Op& op) {
 
 template <class Op>
 LogitRows rows_of(const Op& op) {
-  return LogitRows(op.logits, gradient_view(op), logit_map(op.options), needs_forward(op));
+  RowsPurpose purpose{.forward = needs_forward(op)};
+  if constexpr (BackwardOnlyOp<Op>) purpose.needs_logits = static_cast<bool>(op.grad_entropy);
+  return LogitRows(op.logits, gradient_view(op), logit_map(op.options), purpose);
 }
 
 template <class Op>
@@ -149,7 +151,8 @@ struct Run {
       g.onehot *= scale;
       g.entropy *= scale;
     }
-    rows.gradient(group, class_weight, coefficients, after_forward, scratch);
+    rows.gradient(group, class_weight, coefficients, after_forward ? group_states : nullptr,
+                  scratch);
   }
 };
 

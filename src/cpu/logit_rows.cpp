@@ -111,19 +111,26 @@ void store_group(const float* from, int64_t pitch, const RowGroup& rows, int64_t
 }
 
 LogitRows::LogitRows(const TensorView& logits, const TensorView& output, const LogitMap& map,
-                     bool forward)
+                     RowsPurpose purpose)
     : logits_(logits), output_(output), map_(map), columns_(logits.shape[1]) {
   const bool grouped = rows_adjoin(logits) || rows_adjoin(output);
   const int64_t element = std::min(size_of(logits.dtype), output ? size_of(output.dtype) : 4);
   group_ = grouped ? 64 / element : 1;  // a cache line of rows
   direct_ = !grouped && logits.dtype == DType::f32 && logits.stride[1] == 1 && map.identity();
-  kept_ = !grouped && forward && output && (map.softcap > 0 || logits.stride[1] != 1) &&
-          columns_ <= most_kept_columns;
-  const int64_t width = kept_ ? columns_ : std::min(columns_, row_block);
-  pitch_ = grouped ? width + 16 : width;  // rows of one group in different sets of the first cache
-  const bool in_place =
-      direct_ && (!output || (output.dtype == DType::f32 && output.stride[1] == 1));
-  lane_bytes_ = in_place ? 0 : padded(group_ * pitch_ * sizeof(float));
+  to_output_ = !grouped && output && output.dtype == DType::f32 && output.stride[1] == 1;
+  kept_ = !grouped && purpose.forward && output && (to_output_ || columns_ <= most_kept_columns);
+  // The same basis in every layout, so that every layout has the same bits.
+  if (purpose.forward && output && map.softcap == 0 && !purpose.needs_logits) {
+    basis_ = Basis::exponentials;
+    const int64_t blocks = (columns_ + row_block - 1) / row_block;
+    maxima_ = kept_ ? static_cast<int64_t>(padded(blocks * sizeof(float)) / sizeof(float)) : 0;
+  }
+  int64_t width = std::min(columns_, row_block);
+  if (kept_) width = to_output_ ? 0 : columns_;
+  if (direct_ && basis_ == Basis::logits && !kept_ && (!output || to_output_)) width = 0;
+  // Rows of one group in different sets of the first cache.
+  pitch_ = grouped ? width + 16 : width;
+  lane_bytes_ = maxima_ * sizeof(float) + padded(group_ * pitch_ * sizeof(float));
 }
 
 int64_t LogitRows::task_rows() const {
@@ -131,11 +138,12 @@ int64_t LogitRows::task_rows() const {
   return std::max<int64_t>(1, task_elements / (columns * group_)) * group_;
 }
 
-float* LogitRows::load(const RowGroup& rows, int64_t column, int64_t count, float* scratch) const {
-  if (direct_) return reinterpret_cast<float*>(address(logits_, rows.row[0], column));
-  float* block = kept_ ? scratch + column : scratch;
-  load_group(logits_, rows, column, count, block, pitch_);
-  return block;
+float* LogitRows::row_of_output(const RowGroup& rows) const {
+  return reinterpret_cast<float*>(address(output_, rows.row[0], 0));
+}
+
+float* LogitRows::held(const RowGroup& rows, float* scratch) const {
+  return kept_ && to_output_ ? row_of_output(rows) : scratch + maxima_;
 }
 
 void LogitRows::forward(const RowGroup& rows, const float* class_weight, BlockWants wants,
@@ -145,17 +153,29 @@ void LogitRows::forward(const RowGroup& rows, const float* class_weight, BlockWa
   for (int64_t r = 0; r < rows.count; ++r) {
     target_logit[r] = -std::numeric_limits<float>::infinity();
   }
+  float* const row = held(rows, scratch);
   for (int64_t column = 0; column < columns_; column += row_block) {
     const int64_t count = std::min(row_block, columns_ - column);
-    float* block = load(rows, column, count, scratch);
+    float* const block = kept_ ? row + column : row;
+    float* logits = block;
+    // The identity map writes nothing.
+    if (direct_) logits = reinterpret_cast<float*>(address(logits_, rows.row[0], column));
+    if (!direct_) load_group(logits_, rows, column, count, block, pitch_);
     const float* weight = class_weight != nullptr ? class_weight + column : nullptr;
     for (int64_t r = 0; r < rows.count; ++r) {
-      float* z = block + r * pitch_;
-      BlockState state;
-      forward_block(map_, z, nullptr, weight, count, wants, &state);
-      sums[r].add(state, column, wants);
+      float* z = logits + r * pitch_;
       const int64_t target = rows.target != nullptr ? rows.target[r] - column : -1;
-      if (target >= 0 && target < count) target_logit[r] = z[target];
+      const bool here = target >= 0 && target < count;
+      float raw = here ? z[target] : 0;
+      if (here) map_block(map_, &raw, nullptr, 1);
+      if (here) target_logit[r] = raw;
+      BlockState state;
+      forward_block(map_, z, nullptr, weight, count, wants, &state, maxima_ > 0 ? block : nullptr);
+      sums[r].add(state, column, wants);
+      if (maxima_ > 0) scratch[column / row_block] = state.maximum;
+    }
+    if (kept_ && basis_ == Basis::logits && direct_) {
+      std::memmove(block, logits, count * sizeof(float));
     }
   }
   for (int64_t r = 0; r < rows.count; ++r) {
@@ -165,19 +185,57 @@ void LogitRows::forward(const RowGroup& rows, const float* class_weight, BlockWa
 }
 
 void LogitRows::gradient(const RowGroup& rows, const float* class_weight,
-                         const RowGradient* coefficients, bool after_forward,
+                         const RowGradient* coefficients, const RowState* states,
                          float* scratch) const {
-  const bool to_view = group_ == 1 && output_.dtype == DType::f32 && output_.stride[1] == 1;
+  if (basis_ == Basis::exponentials) {
+    gradient_from_exponentials(rows, class_weight, coefficients, states, scratch);
+  } else {
+    gradient_from_logits(rows, class_weight, coefficients, kept_, scratch);
+  }
+}
+
+void LogitRows::gradient_from_exponentials(const RowGroup& rows, const float* class_weight,
+                                           const RowGradient* coefficients, const RowState* states,
+                                           float* scratch) const {
+  float* const row = held(rows, scratch);
   for (int64_t column = 0; column < columns_; column += row_block) {
     const int64_t count = std::min(row_block, columns_ - column);
-    const bool mapped = kept_ && after_forward;
-    float* block = mapped ? scratch + column : load(rows, column, count, scratch);
+    float* const block = kept_ ? row + column : row;
+    if (!kept_) load_group(logits_, rows, column, count, block, pitch_);
     const float* weight = class_weight != nullptr ? class_weight + column : nullptr;
-    // Direct logits are not ours to write.
-    float* out = to_view ? reinterpret_cast<float*>(address(output_, rows.row[0], column))
-                         : (direct_ ? scratch : block);
     for (int64_t r = 0; r < rows.count; ++r) {
-      float* z = block + r * pitch_;
+      float* e = block + r * pitch_;
+      BlockState again;
+      if (!kept_) forward_block(map_, e, nullptr, nullptr, count, {}, &again, e);
+      const float maximum = kept_ ? scratch[column / row_block] : again.maximum;
+      scale_block(map_, coefficients[r], e, maximum, weight, count, e);
+      const int64_t target = rows.target != nullptr ? rows.target[r] - column : -1;
+      if (target >= 0 && target < count) {
+        e[target] = target_gradient(map_, coefficients[r], states[r].target_logit,
+                                    weight != nullptr ? weight[target] : 1);
+      }
+    }
+    if (!(kept_ && to_output_)) store_group(block, pitch_, rows, column, count, output_);
+  }
+}
+
+void LogitRows::gradient_from_logits(const RowGroup& rows, const float* class_weight,
+                                     const RowGradient* coefficients, bool mapped,
+                                     float* scratch) const {
+  float* const row = held(rows, scratch);
+  for (int64_t column = 0; column < columns_; column += row_block) {
+    const int64_t count = std::min(row_block, columns_ - column);
+    float* const block = kept_ ? row + column : row;
+    float* logits = block;
+    if (!mapped && direct_) {
+      logits = reinterpret_cast<float*>(address(logits_, rows.row[0], column));
+    } else if (!mapped) {
+      load_group(logits_, rows, column, count, block, pitch_);
+    }
+    const float* weight = class_weight != nullptr ? class_weight + column : nullptr;
+    float* const out = to_output_ ? row_of_output(rows) + column : block;
+    for (int64_t r = 0; r < rows.count; ++r) {
+      float* z = logits + r * pitch_;
       float* draw = out + r * pitch_;
       if (!mapped) map_block(map_, z, nullptr, count);
       const int64_t target = rows.target != nullptr ? rows.target[r] - column : -1;
@@ -190,7 +248,7 @@ void LogitRows::gradient(const RowGroup& rows, const float* class_weight,
       gradient_block(map_, coefficients[r], z, weight, count, draw);
       if (here) draw[target] = at_target;
     }
-    if (!to_view) store_group(out, pitch_, rows, column, count, output_);
+    if (!to_output_) store_group(out, pitch_, rows, column, count, output_);
   }
 }
 

@@ -25,10 +25,17 @@ struct RowGroup {
   int64_t count;          // <= LogitRows::group()
 };
 
+// What LogitRows is made for.
+struct RowsPurpose {
+  bool forward = true;        // forward runs before gradient
+  bool needs_logits = false;  // gradients have an entropy term
+};
+
 class LogitRows {
  public:
   // output: absent, or the [N, V] view that gradient writes; may be `logits` itself.
-  LogitRows(const TensorView& logits, const TensorView& output, const LogitMap& map, bool forward);
+  LogitRows(const TensorView& logits, const TensorView& output, const LogitMap& map,
+            RowsPurpose purpose);
 
   int64_t group() const { return group_; }
   // Scratch of one thread, a multiple of 64.
@@ -36,27 +43,39 @@ class LogitRows {
   // Rows that one task takes, a multiple of group(): enough work to be worth handing out.
   int64_t task_rows() const;
 
-  // states: [count], target_logit included.
+  // states: [count], target_logit included. Where the purpose has gradients, gradient must follow
+  // on the same rows with the same scratch: output rows may hold what is kept for it.
   void forward(const RowGroup& rows, const float* class_weight, BlockWants wants, float* scratch,
                RowState* states) const;
-  // Output rows from coefficients [count]; after_forward: forward has just run on these rows with
-  // this scratch.
+  // Output rows from coefficients [count] and, where forward ran before, its states.
   void gradient(const RowGroup& rows, const float* class_weight, const RowGradient* coefficients,
-                bool after_forward, float* scratch) const;
+                const RowState* states, float* scratch) const;
   // An output row of zeros.
   void clear(int64_t row) const;
 
  private:
-  // The block's logits as f32, row r at + r * pitch_: the view's own memory or the scratch.
-  float* load(const RowGroup& rows, int64_t column, int64_t count, float* scratch) const;
+  // What gradient starts from, and a row keeps from forward where there is room.
+  enum class Basis { logits, exponentials };
+
+  float* row_of_output(const RowGroup& rows) const;
+  // The kept row; the scratch of a block where nothing is kept.
+  float* held(const RowGroup& rows, float* scratch) const;
+  void gradient_from_logits(const RowGroup& rows, const float* class_weight,
+                            const RowGradient* coefficients, bool mapped, float* scratch) const;
+  void gradient_from_exponentials(const RowGroup& rows, const float* class_weight,
+                                  const RowGradient* coefficients, const RowState* states,
+                                  float* scratch) const;
 
   TensorView logits_, output_;
   LogitMap map_;
   int64_t columns_;
-  int64_t group_;        // rows walked together
-  int64_t pitch_;        // floats from row to row of the scratch
-  bool direct_ = false;  // the kernels read the view's memory
-  bool kept_ = false;    // the scratch holds a whole row of z from forward to gradient
+  int64_t group_;           // rows walked together
+  int64_t pitch_;           // floats from row to row of the scratch
+  bool direct_ = false;     // forward reads the view's memory
+  bool to_output_ = false;  // an output row is f32 and contiguous: kernels write it
+  Basis basis_ = Basis::logits;
+  bool kept_ = false;   // from forward to gradient
+  int64_t maxima_ = 0;  // floats at the head of the scratch: the blocks' maxima, one row's
   uint64_t lane_bytes_;
 };
 

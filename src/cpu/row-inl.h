@@ -131,11 +131,11 @@ float map_and_maximum(const MapFactors& f, float* HWY_RESTRICT z, const float* H
   return hn::ReduceMax(d, hn::Max(hn::Max(m0, m1), hn::Max(m2, m3)));
 }
 
-// sum_j exp(z_j - m) and, for the entropy, sum_j exp(z_j - m) (z_j - m). Few additions in a row: 8
-// a partial sum, then the partial sums.
-template <bool kEntropy>
-void sum_exponentials(const float* HWY_RESTRICT z, int64_t count, float maximum,
-                      BlockState* state) {
+// sum_j exp(z_j - m) and, for the entropy, sum_j exp(z_j - m) (z_j - m); kStore: the exponentials
+// themselves too, to `e`, which may be z. Few additions in a row: 8 a partial sum, then the partial
+// sums.
+template <bool kEntropy, bool kStore>
+void sum_exponentials(const float* z, int64_t count, float maximum, BlockState* state, float* e) {
   const hn::ScalableTag<float> d;
   using V = hn::Vec<decltype(d)>;
   const int64_t n = hn::Lanes(d);
@@ -143,26 +143,35 @@ void sum_exponentials(const float* HWY_RESTRICT z, int64_t count, float maximum,
   V sum = zero, shifted = zero;
   const auto add = [&](V z_at, V& s, V& t) HWY_ATTR {
     const V x = hn::Sub(z_at, m);
-    const V e = exp_nonpositive(d, x);
-    s = hn::Add(s, e);
-    // 0 log 0 = 0: where e is 0, x is finite.
-    if constexpr (kEntropy) t = hn::MulAdd(e, hn::Max(x, least), t);
+    const V y = exp_nonpositive(d, x);
+    s = hn::Add(s, y);
+    // 0 log 0 = 0: where exp is 0, x is finite.
+    if constexpr (kEntropy) t = hn::MulAdd(y, hn::Max(x, least), t);
+    return y;
+  };
+  const auto add_at = [&](int64_t i, V& s, V& t) HWY_ATTR {
+    const V y = add(hn::LoadU(d, z + i), s, t);
+    if constexpr (kStore) hn::StoreU(y, d, e + i);
   };
   int64_t i = 0;
   while (i + 4 * n <= count) {
     V s0 = zero, s1 = zero, s2 = zero, s3 = zero, t0 = zero, t1 = zero, t2 = zero, t3 = zero;
     for (int step = 0; step < 8 && i + 4 * n <= count; ++step, i += 4 * n) {
-      add(hn::LoadU(d, z + i), s0, t0);
-      add(hn::LoadU(d, z + i + n), s1, t1);
-      add(hn::LoadU(d, z + i + 2 * n), s2, t2);
-      add(hn::LoadU(d, z + i + 3 * n), s3, t3);
+      add_at(i, s0, t0);
+      add_at(i + n, s1, t1);
+      add_at(i + 2 * n, s2, t2);
+      add_at(i + 3 * n, s3, t3);
     }
     sum = hn::Add(sum, hn::Add(hn::Add(s0, s1), hn::Add(s2, s3)));
     if constexpr (kEntropy) shifted = hn::Add(shifted, hn::Add(hn::Add(t0, t1), hn::Add(t2, t3)));
   }
   V s0 = zero, t0 = zero;
-  for (; i + n <= count; i += n) add(hn::LoadU(d, z + i), s0, t0);
-  if (i < count) add(hn::LoadNOr(hn::Set(d, kMinusInfinity), d, z + i, count - i), s0, t0);
+  for (; i + n <= count; i += n) add_at(i, s0, t0);
+  if (i < count) {
+    const size_t rest = count - i;
+    const V y = add(hn::LoadNOr(hn::Set(d, kMinusInfinity), d, z + i, rest), s0, t0);
+    if constexpr (kStore) hn::StoreN(y, d, e + i, rest);
+  }
   state->sum = hn::ReduceSum(d, hn::Add(sum, s0));
   if constexpr (kEntropy) state->shifted_sum = hn::ReduceSum(d, hn::Add(shifted, t0));
 }
@@ -270,6 +279,34 @@ void gradient_loop(const MapFactors& f, const RowGradient& g, const float* z, co
     V c = hn::Zero(d);
     if constexpr (kSmoothing == 2) c = hn::LoadN(d, weight + i, rest);
     hn::StoreN(gradient(hn::LoadN(d, z + i, rest), c), d, draw + i, rest);
+  }
+}
+
+// draw_j = probability e_j - smoothing c_j; kSmoothing as above.
+template <int kSmoothing>
+void scale_loop(float probability, float smoothing, const float* e, const float* weight,
+                int64_t count, float* draw) {
+  const hn::ScalableTag<float> d;
+  using V = hn::Vec<decltype(d)>;
+  const int64_t n = hn::Lanes(d);
+  const V p = hn::Set(d, probability), s = hn::Set(d, smoothing);
+  const auto scale = [&](V e_at, V c) HWY_ATTR {
+    const V product = hn::Mul(e_at, p);
+    if constexpr (kSmoothing == 1) return hn::Sub(product, s);
+    if constexpr (kSmoothing == 2) return hn::NegMulAdd(s, c, product);
+    return product;
+  };
+  int64_t i = 0;
+  for (; i + n <= count; i += n) {
+    V c = hn::Zero(d);
+    if constexpr (kSmoothing == 2) c = hn::LoadU(d, weight + i);
+    hn::StoreU(scale(hn::LoadU(d, e + i), c), d, draw + i);
+  }
+  if (i < count) {
+    const size_t rest = count - i;
+    V c = hn::Zero(d);
+    if constexpr (kSmoothing == 2) c = hn::LoadN(d, weight + i, rest);
+    hn::StoreN(scale(hn::LoadN(d, e + i, rest), c), d, draw + i, rest);
   }
 }
 

@@ -37,30 +37,39 @@ float map_block_on_target(const LogitMap& map, float* logits, const float* bias,
   return 0;
 }
 
+template <bool kEntropy>
+void sum_with(const float* z, int64_t count, float shift, BlockState* state, float* exponentials) {
+  if (exponentials != nullptr) {
+    sum_exponentials<kEntropy, true>(z, count, shift, state, exponentials);
+  } else {
+    sum_exponentials<kEntropy, false>(z, count, shift, state, nullptr);
+  }
+}
+
 void forward_block_on_target(const LogitMap& map, float* logits, const float* bias,
                              const float* class_weight, int64_t count, BlockWants wants,
-                             BlockState* state) {
+                             BlockState* state, float* exponentials) {
   *state = {};
   state->maximum = map_block_on_target(map, logits, bias, count);
-  // Shifted by a finite number a block of -inf sums to 0, and a NaN, which the maximum may have
-  // missed, stays NaN.
-  const float shift = state->maximum == kMinusInfinity ? 0 : state->maximum;
-  if (wants.entropy) {
-    sum_exponentials<true>(logits, count, shift, state);
-  } else {
-    sum_exponentials<false>(logits, count, shift, state);
-  }
   if (wants.argmax) state->argmax = first_index_of(logits, count, state->maximum);
   if (wants.weighted_sum) {
     state->weighted_sum = class_weight != nullptr
                               ? weighted_sum<true>(logits, class_weight, count)
                               : weighted_sum<false>(logits, class_weight, count);
   }
-  if (!std::isnan(state->sum)) return;
-  // A NaN, or +inf - +inf.
-  for (int64_t j = 0; j < count; ++j) {
+  const bool infinite = state->maximum == -kMinusInfinity;
+  for (int64_t j = 0; infinite && j < count; ++j) {
     if (std::isnan(logits[j])) state->maximum = logits[j];
   }
+  // Shifted by a finite number a block of -inf sums to 0, and a NaN, which the maximum may have
+  // missed, stays NaN. From here on the exponentials may overwrite the logits.
+  const float shift = state->maximum == kMinusInfinity ? 0 : state->maximum;
+  if (wants.entropy) {
+    sum_with<true>(logits, count, shift, state, exponentials);
+  } else {
+    sum_with<false>(logits, count, shift, state, exponentials);
+  }
+  if (std::isnan(state->sum) && !infinite) state->maximum = state->sum;
 }
 
 template <bool kSoftcap, int kSmoothing>
@@ -95,6 +104,21 @@ void gradient_block_on_target(const LogitMap& map, const RowGradient& g, const f
   }
 }
 
+void scale_block_on_target(const LogitMap& map, const RowGradient& g, const float* exponentials,
+                           float maximum, const float* class_weight, int64_t count, float* draw) {
+  const double slope = static_cast<double>(map.scale) / map.temperature;
+  const double shift = static_cast<double>(maximum) - g.reference - g.log_sum;
+  const float probability = static_cast<float>(g.probability * slope * std::exp(shift));
+  const float smoothing = static_cast<float>(g.smoothing * slope);
+  if (smoothing == 0) {
+    scale_loop<0>(probability, 0, exponentials, nullptr, count, draw);
+  } else if (class_weight == nullptr) {
+    scale_loop<1>(probability, smoothing, exponentials, nullptr, count, draw);
+  } else {
+    scale_loop<2>(probability, smoothing, exponentials, class_weight, count, draw);
+  }
+}
+
 // bf16 is the upper half of f32.
 void load_bf16(const uint16_t* HWY_RESTRICT source, int64_t count,
                float* HWY_RESTRICT destination) {
@@ -113,16 +137,29 @@ void load_bf16(const uint16_t* HWY_RESTRICT source, int64_t count,
   }
 }
 
+#if HWY_ARCH_X86 && (HWY_TARGET == HWY_AVX3_ZEN4 || HWY_TARGET == HWY_AVX3_SPR)
+// One instruction, which flushes subnormals.
+template <class DU, class V = hn::Vec<DU>>
+HWY_INLINE hn::Vec<hn::Rebind<uint16_t, DU>> round_to_bf16(DU du, V bits) {
+  const hn::RebindToFloat<DU> d;
+  const hn::Rebind<hwy::bfloat16_t, DU> half;
+  const hn::Rebind<uint16_t, DU> to;
+  return hn::BitCast(to, hn::DemoteTo(half, hn::BitCast(d, bits)));
+}
+#else
 // To the nearest, ties to even: the carry of 0x7fff plus the lowest kept bit. A NaN is made quiet,
 // lest it round to inf.
 template <class DU, class V = hn::Vec<DU>>
-HWY_INLINE V round_to_bf16(DU du, V bits) {
+HWY_INLINE hn::Vec<hn::Rebind<uint16_t, DU>> round_to_bf16(DU du, V bits) {
   const hn::RebindToFloat<DU> d;
   const V lowest = hn::And(hn::ShiftRight<16>(bits), hn::Set(du, 1u));
   const V rounded = hn::Add(bits, hn::Add(lowest, hn::Set(du, 0x7fffu)));
   const auto nan = hn::RebindMask(du, hn::IsNaN(hn::BitCast(d, bits)));
-  return hn::ShiftRight<16>(hn::IfThenElse(nan, hn::Or(bits, hn::Set(du, 0x400000u)), rounded));
+  const hn::Rebind<uint16_t, DU> to;
+  const V kept = hn::IfThenElse(nan, hn::Or(bits, hn::Set(du, 0x400000u)), rounded);
+  return hn::TruncateTo(to, hn::ShiftRight<16>(kept));
 }
+#endif
 
 void store_bf16(const float* HWY_RESTRICT source, int64_t count,
                 uint16_t* HWY_RESTRICT destination) {
@@ -133,12 +170,12 @@ void store_bf16(const float* HWY_RESTRICT source, int64_t count,
   int64_t i = 0;
   for (; i + n <= count; i += n) {
     const auto bits = round_to_bf16(du, hn::BitCast(du, hn::LoadU(d, source + i)));
-    hn::StoreU(hn::TruncateTo(half, bits), half, destination + i);
+    hn::StoreU(bits, half, destination + i);
   }
   if (i < count) {
     const size_t rest = count - i;
     const auto bits = round_to_bf16(du, hn::BitCast(du, hn::LoadN(d, source + i, rest)));
-    hn::StoreN(hn::TruncateTo(half, bits), half, destination + i, rest);
+    hn::StoreN(bits, half, destination + i, rest);
   }
 }
 
@@ -225,6 +262,7 @@ namespace logitless::cpu {
 HWY_EXPORT(map_block_on_target);
 HWY_EXPORT(forward_block_on_target);
 HWY_EXPORT(gradient_block_on_target);
+HWY_EXPORT(scale_block_on_target);
 HWY_EXPORT(load_bf16);
 HWY_EXPORT(store_bf16);
 HWY_EXPORT(load_f16);
@@ -236,9 +274,15 @@ void map_block(const LogitMap& map, float* logits, const float* bias, int64_t co
 }
 
 void forward_block(const LogitMap& map, float* logits, const float* bias, const float* class_weight,
-                   int64_t count, BlockWants wants, BlockState* state) {
+                   int64_t count, BlockWants wants, BlockState* state, float* exponentials) {
   HWY_DYNAMIC_DISPATCH(forward_block_on_target)
-  (map, logits, bias, class_weight, count, wants, state);
+  (map, logits, bias, class_weight, count, wants, state, exponentials);
+}
+
+void scale_block(const LogitMap& map, const RowGradient& g, const float* exponentials,
+                 float maximum, const float* class_weight, int64_t count, float* draw) {
+  HWY_DYNAMIC_DISPATCH(scale_block_on_target)
+  (map, g, exponentials, maximum, class_weight, count, draw);
 }
 
 void gradient_block(const LogitMap& map, const RowGradient& g, const float* z,

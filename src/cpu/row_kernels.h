@@ -26,9 +26,11 @@ struct BlockWants {
 // In place: raw[j] (+ bias[j], where bias is not null) becomes z[j] for j in [0, count); without a
 // bias the identity map writes nothing, so constant logits may be given. Sums are formed lane by
 // lane and then across lanes, in one order that depends on count alone. class_weight: [count] or
-// null (all 1); a class of weight 0 adds exactly 0, even where its logit is -inf.
+// null (all 1); a class of weight 0 adds exactly 0, even where its logit is -inf. exponentials:
+// [count] exp(z[j] - maximum), or null; may be `logits`.
 void forward_block(const LogitMap& map, float* logits, const float* bias, const float* class_weight,
-                   int64_t count, BlockWants wants, BlockState* state);
+                   int64_t count, BlockWants wants, BlockState* state,
+                   float* exponentials = nullptr);
 
 // The map alone.
 void map_block(const LogitMap& map, float* logits, const float* bias, int64_t count);
@@ -38,6 +40,11 @@ void map_block(const LogitMap& map, float* logits, const float* bias, int64_t co
 // entropy term.
 void gradient_block(const LogitMap& map, const RowGradient& g, const float* z,
                     const float* class_weight, int64_t count, float* draw);
+
+// The same from what forward_block stored: exponentials and maximum of the block. Without a softcap
+// and an entropy term; draw may be `exponentials`.
+void scale_block(const LogitMap& map, const RowGradient& g, const float* exponentials,
+                 float maximum, const float* class_weight, int64_t count, float* draw);
 
 // draw at the target's column, onehot included; scalar.
 float target_gradient(const LogitMap& map, const RowGradient& g, float z, float class_weight);

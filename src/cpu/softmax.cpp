@@ -9,7 +9,7 @@
 namespace logitless::cpu {
 
 Status workspace(const Softmax& op, const Execution& execution, WorkspaceSize* size) {
-  const LogitRows rows(op.logits, op.probabilities, {}, true);
+  const LogitRows rows(op.logits, op.probabilities, {}, {});
   const int64_t tasks = tasks_of(rows, op.logits.shape[0]);
   *size = {};
   if (tasks == 0) return {};
@@ -20,7 +20,7 @@ Status workspace(const Softmax& op, const Execution& execution, WorkspaceSize* s
 }
 
 Status run(const Softmax& op, const Workspace& workspace, const Execution& execution) {
-  const LogitRows rows(op.logits, op.probabilities, {}, true);
+  const LogitRows rows(op.logits, op.probabilities, {}, {});
   const Executor& executor = executor_of(execution);
   const int64_t total = op.logits.shape[0];
   char* memory = static_cast<char*>(workspace.data) + workspace.byte_offset;
@@ -39,7 +39,7 @@ Status run(const Softmax& op, const Workspace& workspace, const Execution& execu
         probabilities[r] = {
             .reference = states[r].reference, .log_sum = states[r].log_sum, .probability = 1};
       }
-      rows.gradient(group, nullptr, probabilities, true, scratch);
+      rows.gradient(group, nullptr, probabilities, states, scratch);
     }
   });
   return {};
