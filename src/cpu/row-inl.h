@@ -13,6 +13,7 @@
 #include <cmath>
 #include <limits>
 
+#include "hwy/cache_control.h"
 #include "hwy/highway.h"
 #include "src/cpu/exp-inl.h"
 #include "src/cpu/row_kernels.h"
@@ -150,6 +151,8 @@ void sum_exponentials(const float* z, int64_t count, float maximum, BlockState* 
     return y;
   };
   const auto add_at = [&](int64_t i, V& s, V& t) HWY_ATTR {
+    // The next block of the row, while the units of memory rest.
+    if constexpr (kStore) hwy::Prefetch(z + i + count);
     const V y = add(hn::LoadU(d, z + i), s, t);
     if constexpr (kStore) hn::StoreU(y, d, e + i);
   };
