@@ -71,10 +71,25 @@ void multiply_panels(const Engine& engine, const Product& p) {
   }
 }
 
+// Rows at least so far apart belong to a weight's gradient, far larger than a cache: written
+// without being read first.
+constexpr int64_t streamed_stride = 512;
+
 void add_scaled_rows(const float* from, int64_t from_stride, float scale, int64_t rows,
                      int64_t columns, bool overwrite, float* to, int64_t to_stride) {
   const int64_t n = hn::Lanes(df);
   const auto factor = hn::Set(df, scale);
+  const int64_t bytes = n * 4;
+  if (to_stride >= streamed_stride && overwrite && columns % n == 0 &&
+      reinterpret_cast<uintptr_t>(to) % bytes == 0 && to_stride * 4 % bytes == 0) {
+    for (int64_t r = 0; r < rows; ++r, from += from_stride, to += to_stride) {
+      for (int64_t j = 0; j < columns; j += n) {
+        hn::Stream(hn::Mul(factor, hn::LoadU(df, from + j)), df, to + j);
+      }
+    }
+    hwy::FlushStream();
+    return;
+  }
   for (int64_t r = 0; r < rows; ++r, from += from_stride, to += to_stride) {
     // Short runs of a large matrix: the hardware does not follow them.
     for (int64_t i = 0; i < columns && r + 8 < rows; i += 16) hwy::Prefetch(to + 8 * to_stride + i);
