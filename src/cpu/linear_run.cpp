@@ -103,8 +103,8 @@ void LinearRun::compute_tile(int64_t tile, const Lane& lane, float* logits,
   const int64_t first = tile * vocab_tile, width = tile_width(tile), hidden = call_.shape.hidden;
   const Source weight = source_of(call_.weight, nullptr);
   const int64_t a_panel_stride = engine.a_rows * plan_.padded_hidden_a * engine.element;
-  for (int64_t k = 0; k < hidden; k += depth_block) {
-    const int64_t depth = std::min(depth_block, hidden - k), padded = engine.padded_k(depth);
+  for (int64_t k = 0; k < hidden; k += plan_.depth_block) {
+    const int64_t depth = std::min(plan_.depth_block, hidden - k), padded = engine.padded_k(depth);
     pack_b_along_columns(engine, weight, first, width, k, depth, lane.weight_block);
     multiply(engine, {.a = at<char>(plan_.input_along_at) + k * engine.a_rows * engine.element,
                       .a_panel_stride = a_panel_stride,

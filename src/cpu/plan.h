@@ -37,6 +37,7 @@ struct LinearPlan {
   int64_t chunks = 0;
   int64_t vocab_tiles = 0;
   int64_t slots = 0;        // partial sums of grad_input, each over its own range of the vocabulary
+  int64_t depth_block = 0;  // of the hidden axis: columns of the weight packed at a time
   bool stored = false;      // logits of a chunk are kept, not recomputed
   bool weight_sum = false;  // an f32 sum of grad_weight stands in the workspace
   int64_t lanes = 0;        // threads that have scratch
