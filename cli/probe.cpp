@@ -125,10 +125,9 @@ struct alignas(64) Sink {
 };
 
 template <class Loop>
-double probe_flops(Loop loop) {
+double probe_flops(int repeats, Loop loop) {
   constexpr int64_t kRounds = 1 << 16;
   constexpr double kLeastSeconds = 0.02;
-  constexpr int kRepeats = 5;
   Sink sinks[cpu::kMaxThreads]{};
   for (Sink& sink : sinks) sink.values[0] = 1;
   const int64_t threads = cpu::default_executor().num_threads;
@@ -136,7 +135,7 @@ double probe_flops(Loop loop) {
   if (flops == 0) return 0;
   int64_t rounds = kRounds;
   double best = 0;
-  for (int repeat = 0; repeat < kRepeats;) {
+  for (int repeat = 0; repeat < repeats;) {
     const double seconds =
         time_on_all_threads([&](int64_t thread) { loop(rounds, sinks[thread].values); });
     if (seconds < kLeastSeconds) {
@@ -161,18 +160,20 @@ uint64_t available_memory() {
   return uint64_t{1} << 30;
 }
 
-double probe_fma() {
-  return probe_flops(
-      [](int64_t rounds, float* sink) { return HWY_DYNAMIC_DISPATCH(fma_loop)(rounds, sink); });
+double probe_fma(int repeats) {
+  return probe_flops(repeats, [](int64_t rounds, float* sink) {
+    return HWY_DYNAMIC_DISPATCH(fma_loop)(rounds, sink);
+  });
 }
 
-double probe_bf16_dot() {
-  return probe_flops(
-      [](int64_t rounds, float* sink) { return HWY_DYNAMIC_DISPATCH(dot_loop)(rounds, sink); });
+double probe_bf16_dot(int repeats) {
+  return probe_flops(repeats, [](int64_t rounds, float* sink) {
+    return HWY_DYNAMIC_DISPATCH(dot_loop)(rounds, sink);
+  });
 }
 
-double probe_amx() {
-  return probe_flops([](int64_t rounds, float*) { return amx_loop(rounds); });
+double probe_amx(int repeats) {
+  return probe_flops(repeats, [](int64_t rounds, float*) { return amx_loop(rounds); });
 }
 
 Bandwidth probe_bandwidth() {

@@ -7,13 +7,12 @@
 
 namespace logitless::cli {
 
-// FLOP/s of independent f32 FMAs, best of a few short runs.
-double probe_fma();
+// FLOP/s of independent f32 FMAs, best of `repeats` runs of at least 20 ms.
+double probe_fma(int repeats);
 // The same of bf16 dot products with f32 sums; 0 where the instruction set has none.
-double probe_bf16_dot();
-
+double probe_bf16_dot(int repeats);
 // The same of AMX tiles of bf16; 0 where this CPU or kernel has none.
-double probe_amx();
+double probe_amx(int repeats);
 // What that one runs; the FLOP done.
 double amx_loop(int64_t rounds);
 

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""logitless bench: lines, table, chart, progress bar; right results and memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import unittest
+from xml.etree import ElementTree
+
+from support import OPS, PROGRAM, SANITIZED, CliTest
+
+
+class BenchTest(CliTest):
+    def test_a_sweep_streams_lines(self) -> None:
+        text = self.succeed(
+            "bench", "--json", "--op", "linear-forward-backward,forward-backward",
+            "--n", "7,20", "--d", "24", "--v", "500", "--dtype", "f32,bf16",
+            "--threads", "1", "--repeats", "3",
+        )  # fmt: skip
+        rows = [json.loads(line) for line in text.splitlines()]
+        keys = [(r["op"], r["tokens"], r["dtype"]) for r in rows]
+        self.assertEqual(len(rows), 8)
+        self.assertEqual(len(set(keys)), 8)
+        for row in rows:
+            self.assertGreater(row["ms_min"], 0)
+            self.assertGreaterEqual(row["ms_median"], row["ms_min"])
+            self.assertEqual((row["threads"], row["repeats"]), (1, 3))
+            self.assertGreater(row["bandwidth_gbytes_per_second"], 0)
+            self.assertLessEqual(row["error_ratio"], 1)
+            self.assertGreater(row["error_ratio"], 0)
+            if row["op"].startswith("linear"):
+                self.assertGreater(row["peak_gflops"], 0)
+                flops = 3 * 2 * row["tokens"] * 24 * 500
+                self.assertAlmostEqual(row["gflops"] * row["ms_median"], flops * 1e-6, places=6)
+
+    def test_every_op_is_right(self) -> None:
+        for extra in ([], ["--in-place"]):
+            text = self.succeed(
+                "bench", "--json", "--op", ",".join(OPS), "--n", "9", "--d", "33", "--v", "1000",
+                "--dtype", "f32,f16,bf16", "--repeats", "1", "--samples", "9", *extra,
+            )  # fmt: skip
+            rows = [json.loads(line) for line in text.splitlines()]
+            self.assertEqual(len(rows), 3 * len(OPS))
+            for row in rows:
+                with self.subTest(op=row["op"], dtype=row["dtype"], extra=extra):
+                    self.assertLessEqual(row["error_ratio"], 1)
+                    self.assertGreater(row["error_ratio"], 0)
+
+    def test_memory_grows_by_the_workspace(self) -> None:
+        shape = ["--n", "600", "--d", "64", "--v", "20000", "--repeats", "1", "--samples", "0"]
+        memory = ["--memory", "10MiB,40MiB"]
+        text = self.succeed("bench", "--json", *shape, *memory)
+        for row in (json.loads(line) for line in text.splitlines()):
+            plan = self.json("plan", "600", "64", "20000", f"--memory={row['workspace_bytes']}")
+            used = plan["workspace"]["used"]
+            self.assertIsNone(row["error_ratio"])
+            if row["rss_growth_bytes"] is not None and not SANITIZED:
+                self.assertLess(abs(row["rss_growth_bytes"] - used), 1 << 20)
+
+    def test_table_and_chart(self) -> None:
+        path = self.directory / "chart.svg"
+        text = self.succeed(
+            "bench", "--op", "linear-forward,softmax", "--n", "5", "--d", "8", "--v", "100,200",
+            "--repeats", "1", "--chart", str(path),
+        )  # fmt: skip
+        self.assertEqual(text.count("linear-forward"), 2)
+        self.assertIn("machine", text)
+        root = ElementTree.parse(path).getroot()
+        words = [e.text or "" for e in root.iter("{http://www.w3.org/2000/svg}text")]
+        self.assertEqual(sum(word.startswith("softmax") for word in words), 2)
+        bars = [
+            e for e in root.iter("{http://www.w3.org/2000/svg}rect") if e.get("height") == "16.0"
+        ]
+        self.assertEqual(len(bars), 4)
+
+    def test_a_terminal_gets_a_bar(self) -> None:
+        arguments = ["bench", "--n", "5", "--d", "8", "--v", "100", "--repeats", "1"]
+        leader, follower = pty.openpty()
+        done = subprocess.run(
+            [PROGRAM, *arguments], stdout=subprocess.PIPE, stderr=follower, text=True, check=False
+        )
+        os.close(follower)
+        shown = os.read(leader, 100_000).decode()
+        os.close(leader)
+        self.assertEqual(done.returncode, 0)
+        self.assertIn("[", shown)
+        self.assertTrue(shown.endswith("\r\x1b[K"))  # taken away at the end
+        self.assertNotIn("\x1b", done.stdout)
+
+    def test_bad_input(self) -> None:
+        for arguments, word in (
+            (["--n", "0"], "--n"),
+            (["--n", "1,x"], "x"),
+            (["--d", "-1"], "-1"),
+            (["--dtype", "f32,f99"], "f99"),
+            (["--op", "linear"], "linear"),
+            (["--repeats", "0"], "--repeats"),
+            (["--memory", "1B", "--n", "5", "--v", "9"], "--memory"),
+            (["--memory", "x"], "--memory"),
+            (["--chart", str(self.directory / "no" / "x.svg")], "--chart"),
+            (["--n", "100000000", "--v", "1000000", "--op", "forward"], "available"),
+        ):
+            with self.subTest(arguments=arguments):
+                self.assertIn(word, self.refuse("bench", *arguments, "--json"))
+
+
+if __name__ == "__main__":
+    unittest.main()

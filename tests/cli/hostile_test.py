@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Truncated, lying and hostile .safetensors files are refused in one line."""
+
+from __future__ import annotations
+
+import struct
+import unittest
+
+from support import DEVICES, CliTest, Head, file_of, safetensors
+
+
+def entry(offsets: str = "[0,4]", dtype: str = '"F32"', shape: str = "[1]") -> str:
+    return f'{{"dtype":{dtype},"shape":{shape},"data_offsets":{offsets}}}'
+
+
+def header(*entries: str) -> str:
+    """Tensors a, b, ..."""
+    return "{" + ",".join(f'"{name}":{e}' for name, e in zip("abc", entries, strict=False)) + "}"
+
+
+class HostileFileTest(CliTest):
+    def hostile(self) -> dict[str, bytes]:
+        good = safetensors(Head().tensors())
+        e = entry()
+        headers: dict[str, tuple[str, bytes]] = {
+            "no object": ("[]", b""),
+            "a number": ("1", b""),
+            "null": ("null", b""),
+            "nothing": ("", b""),
+            "spaces": ("    ", b""),
+            "garbage": ("{{{{", b""),
+            "garbage after": ("{}x", b""),
+            "a NUL": ('{"a":' + e + "}\0", b"1234"),
+            "half an object": ('{"a":' + e, b"1234"),
+            "not UTF-8": ("{}", b""),  # replaced below
+            "deep arrays": ("[" * 100_000, b""),
+            "deep objects": ('{"a":' * 100_000, b""),
+            "deep shape": ('{"a":' + entry(shape="[" * 100_000 + "]" * 100_000) + "}", b"1234"),
+            "object in entry": ('{"a":{"dtype":{}}}', b""),
+            "tensor is a string": ('{"a":"F32"}', b""),
+            "tensor is an array": ('{"a":[]}', b""),
+            "tensor named twice": ('{"a":' + e + ',"a":' + e + "}", b"1234"),
+            "field twice": (header(e.replace('"shape":', '"shape":[1],"shape":')), b"1234"),
+            "unknown field": (header(e.replace('"shape":', '"x":1,"shape":')), b"1234"),
+            "no dtype": ('{"a":{"shape":[1],"data_offsets":[0,4]}}', b"1234"),
+            "no shape": ('{"a":{"dtype":"F32","data_offsets":[0,4]}}', b"1234"),
+            "no offsets": ('{"a":{"dtype":"F32","shape":[1]}}', b"1234"),
+            "unknown dtype": (header(entry(dtype='"F31"')), b"1234"),
+            "dtype is a number": (header(entry(dtype="3")), b"1234"),
+            "shape is a number": (header(entry(shape="1")), b"1234"),
+            "shape is negative": (header(entry(shape="[-1]")), b"1234"),
+            "shape of two negatives": (header(entry(shape="[-1,-1]")), b"1234"),
+            "shape is a fraction": (header(entry(shape="[1.0]")), b"1234"),
+            "shape is huge": (header(entry(shape="[1" + "0" * 500 + "]")), b"1234"),
+            "shape passes 2^64": (header(entry(shape="[4294967296,4294967296,4]")), b"1234"),
+            "shape wraps to 4 bytes": (header(entry(shape="[9223372036854775809]")), b"1234"),
+            "shape passes 2^63 of nothing": (
+                header(entry("[0,0]", shape="[0,18446744073709551615]")), b""),
+            "many dimensions": (header(entry(shape="[" + "1," * 99 + "1]")), b"1234"),
+            "wrong product": (header(entry(shape="[2]")), b"1234"),
+            "half a byte": (header(entry("[0,1]", '"F4"', "[1]")), b"1"),
+            "offsets are negative": (header(entry("[-4,0]")), b"1234"),
+            "offsets run backwards": (header(entry("[4,0]")), b"1234"),
+            "offsets beyond the file": (header(entry("[4,8]")), b"1234"),
+            "offsets beyond 2^64": (header(entry("[0,18446744073709551616]")), b"1234"),
+            "offsets near 2^64": (header(entry("[18446744073709551612,0]")), b"1234"),
+            "one offset": (header(entry("[0]")), b"1234"),
+            "three offsets": (header(entry("[0,4,8]")), b"1234"),
+            "tensors overlap": (header(entry("[0,4]"), entry("[2,6]")), b"123456"),
+            "tensors coincide": (header(e, e), b"1234"),
+            "a hole": (header(e, entry("[8,12]")), b"x" * 12),
+            "bytes left over": (header(e), b"12345"),
+            "metadata is a list": ('{"__metadata__":[]}', b""),
+            "metadata holds a number": ('{"__metadata__":{"a":1}}', b""),
+            "metadata nests": ('{"__metadata__":{"a":{}}}', b""),
+            "long name": ('{"%s":1}' % ("x" * 100_000), b""),
+            "name with controls": ('{"a\\n\\u001b[31m":1}', b""),
+        }  # fmt: skip
+        files = {name: file_of(text.encode(), data) for name, (text, data) in headers.items()}
+        files["not UTF-8"] = file_of(b'{"\xff\xfe":' + e.encode() + b"}", b"1234")
+        files["empty"] = b""
+        files["seven bytes"] = b"1234567"
+        files["length alone"] = struct.pack("<Q", 8)
+        files["length beyond the file"] = file_of(b"{}", length=3)
+        files["length beyond 2^63"] = file_of(b"{}", length=2**64 - 1)
+        files["length wraps"] = file_of(b"{}", length=2**64 - 8)
+        files["length of 100 GB"] = file_of(b"{}", length=10**11)
+        for share in range(1, 10):
+            files[f"cut to {share}0 %"] = good[: len(good) * share // 10]
+        files["one byte short"] = good[:-1]
+        return files
+
+    def test_hostile_files_are_refused_in_one_line(self) -> None:
+        for name, content in self.hostile().items():
+            with self.subTest(name):
+                line = self.refuse("loss", self.file(content), "--device", DEVICES[0])
+                self.assertIn("in.safetensors: ", line)
+                self.assertNotIn("\x1b", line)
+
+    def test_an_unusual_file_is_taken(self) -> None:
+        tensors = Head().tensors()
+        tensors["empty"] = ("F32", [0, 3], b"")
+        tensors["scalar"] = ("F64", [], b"12345678")
+        raw = safetensors(tensors, padding=" " * 5 + "\n")
+        self.json("loss", self.file(raw), "--device", DEVICES[0])
+        text = raw[8 : 8 + struct.unpack("<Q", raw[:8])[0]].decode()
+        text = text.replace("{", '{"__metadata__":{"format":"pt"},', 1)
+        raw = file_of(text.encode(), raw[len(raw) - sum(len(t[2]) for t in tensors.values()) :])
+        self.json("loss", self.file(raw), "--device", DEVICES[0])
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""logitless loss: loss, statistics and gradients are the formulas'; bad input; whole output."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import unittest
+
+from support import DEVICES, PROGRAM, CliTest, Head, pack, read, safetensors, unpack
+
+
+class LossTest(CliTest):
+    def assert_near(self, got: list[float], want: list[float], bound: float) -> None:
+        self.assertEqual(len(got), len(want))
+        scale = max(abs(v) for v in want)
+        for i, (a, b) in enumerate(zip(got, want, strict=True)):
+            self.assertLessEqual(abs(a - b), bound * scale, f"element {i}: {a} for {b}")
+
+    def test_gradients_are_the_formulas(self) -> None:
+        for device in DEVICES:
+            for dtype, target, smoothing in (
+                ("F32", "I64", 0.0),
+                ("F16", "I32", 0.1),
+                ("BF16", "I64", 0.1),
+            ):
+                with self.subTest(device=device, dtype=dtype):
+                    self.check_gradients(device, Head(dtype), target, smoothing)
+
+    def check_gradients(self, device: str, head: Head, target: str, smoothing: float) -> None:
+        want = head.expected(smoothing)
+        # 16-bit inputs round the stored probability and a scaled row of hidden states.
+        bound = {"F32": 1e-6, "F16": 4e-3, "BF16": 3e-2}[head.dtype]
+        out = self.directory / "out.safetensors"
+        report = self.json(
+            "loss",
+            self.file(safetensors(head.tensors(target))),
+            *("--device", device, "--bias", "bias", "--label-smoothing", str(smoothing)),
+            *("--gradients", str(out)),
+        )
+        self.assertEqual((report["tokens"], report["valid"], report["ignored"]), (6, 5, 1))
+        self.assertLess(abs(report["loss"] - want["loss"]), 2e-6 * want["loss"])
+        tensors, metadata = read(out)
+        self.assertEqual(metadata["reduction"], "mean")
+        self.assertAlmostEqual(float(metadata["loss"]), want["loss"], delta=1e-5)
+        shapes = {"grad_input": [2, 3, 5], "grad_weight": [11, 5], "grad_bias": [11]}
+        self.assertEqual({n: t[1] for n, t in tensors.items()}, shapes)
+        for name, (dtype, _, data) in tensors.items():
+            self.assertEqual(dtype, "F32")
+            self.assert_near(unpack(dtype, data), want[name], bound)
+        self.assertEqual(self.left_behind(), {"in.safetensors", "out.safetensors"})
+
+    def test_16_bit_gradients(self) -> None:
+        head = Head()
+        want = head.expected()
+        for name, bound in (("f16", 2e-3), ("bf16", 1e-2)):
+            out = self.directory / "out.safetensors"
+            self.succeed(
+                "loss",
+                self.file(safetensors(head.tensors())),
+                *("--device", DEVICES[0], "--bias", "bias", "--grad-dtype", name),
+                *("--gradients", str(out)),
+            )
+            dtype, _, data = read(out)[0]["grad_weight"]
+            self.assertEqual(dtype, name.upper())
+            self.assert_near(unpack(dtype, data), want["grad_weight"], bound)
+
+    def test_per_token(self) -> None:
+        head = Head()
+        want = head.expected()
+        for device in DEVICES:
+            out = self.directory / "tokens.safetensors"
+            report = self.json(
+                "loss",
+                self.file(safetensors(head.tensors())),
+                *("--device", device, "--bias", "bias", "--reduction", "none", "--statistics"),
+                *("--per-token", str(out)),
+            )
+            self.assert_near(report["loss"], want["losses"], 1e-6)
+            tensors = read(out)[0]
+            self.assertEqual(set(tensors), {"loss", "lse", "target_logit", "entropy", "argmax"})
+            values = {name: unpack(t[0], t[2]) for name, t in tensors.items()}
+            self.assertEqual(tensors["lse"][1], [2, 3])
+            self.assert_near(values["loss"], want["losses"], 1e-6)
+            logs = [b - a for a, b in zip(values["lse"], values["target_logit"], strict=True)]
+            self.assert_near(logs, [-v for v in want["losses"]], 1e-6)
+            self.assertEqual(values["argmax"][3], -1)  # the ignored token
+            valid = [i for i, t in enumerate(head.target) if t != -100]
+            correct = sum(values["argmax"][i] == head.target[i] for i in valid)
+            statistics = report["statistics"]
+            self.assertAlmostEqual(statistics["accuracy"], correct / len(valid))
+            mean = sum(want["losses"]) / len(valid)
+            self.assertAlmostEqual(statistics["perplexity"], math.exp(mean), delta=1e-4)
+
+    def test_text_says_what_json_says(self) -> None:
+        path = self.file(safetensors(Head().tensors()))
+        text = self.succeed("loss", path, "--device", DEVICES[0], "--statistics")
+        report = self.json("loss", path, "--device", DEVICES[0], "--statistics")
+        self.assertIn(f"{report['loss']:.5f}"[:6], text)
+        for word in ("perplexity", "accuracy", "workspace", "5 of 6"):
+            self.assertIn(word, text)
+
+    def test_unaligned_tensors_are_read(self) -> None:
+        head = Head()
+        for device in DEVICES:
+            losses = [
+                self.json(
+                    "loss",
+                    self.file(safetensors({"a": ("U8", [n], b"x" * n), **head.tensors()}, " " * n)),
+                    *("--device", device, "--bias", "bias"),
+                )["loss"]
+                for n in range(9)
+            ]
+            self.assertEqual(len(set(losses)), 1)
+            self.assertAlmostEqual(losses[0], head.expected()["loss"], delta=1e-5)
+
+    def test_bad_input(self) -> None:
+        head = Head()
+        path = self.file(safetensors({**head.tensors(), "odd": ("U8", [3], b"abc")}))
+        target = dict(head.tensors())
+        target["target"] = ("I64", [6], pack("I64", [0, 1, 2, 3, 4, 11]))
+        outside = self.file(safetensors(target), "outside.safetensors")
+        out = str(self.directory / "out.safetensors")
+        for arguments, word in (
+            ([], "file"),
+            ([path, "--weight", "nope"], '"hidden"'),  # what there is
+            ([path, "--bias", "odd"], "U8"),
+            ([path, "--target", "hidden"], "target"),
+            ([path, "--hidden", "bias"], "dimensions"),
+            ([path, "--weight", "bias"], "dimensions"),
+            ([path, "--label-smoothing", "2"], "label_smoothing"),
+            ([path, "--label-smoothing", "x"], "--label-smoothing"),
+            ([path, "--temperature", "0"], "temperature"),
+            ([path, "--temperature", "nan"], "temperature"),
+            ([path, "--reduction", "median"], "median"),
+            ([path, "--memory", "64XB"], "64XB"),
+            ([path, "--memory=-1"], "--memory"),
+            ([path, "--ignore-index", "99999999999999999999"], "--ignore-index"),
+            ([path, "--gradients", path], "overwrite"),
+            ([path, "--gradients", str(self.directory)], "regular"),
+            ([path, "--gradients", str(self.directory / "no" / "x")], "No such file"),
+            ([path, "--gradients", out, "--per-token", out], "same file"),
+            ([path, "--gradients", out, "--temperature", "0"], "temperature"),
+            ([outside, "--device", DEVICES[0]], "target"),
+            ([str(self.directory / "absent")], "No such file"),
+            ([str(self.directory)], "regular"),
+            (["/dev/zero"], "regular"),
+        ):
+            with self.subTest(arguments=arguments):
+                self.assertIn(word, self.refuse("loss", *arguments, "--json"))
+        self.assertIn("2 dev", self.refuse("loss", path, "--device", "2 dev"))
+        self.assertEqual(self.left_behind(), {"in.safetensors", "outside.safetensors"})
+
+    def test_output_is_whole_or_absent(self) -> None:
+        path = self.file(safetensors(Head().tensors()))
+        out = self.directory / "out.safetensors"
+        out.write_bytes(b"what was there")
+        # A limit on the size of files stops the writing halfway, as a full disk does.
+        limit = (
+            f'ulimit -f 0; trap "" XFSZ; exec "$0" loss "$1" --gradients "$2" --device {DEVICES[0]}'
+        )
+        done = subprocess.run(
+            ["bash", "-c", limit, PROGRAM, path, str(out)], capture_output=True, check=False
+        )
+        self.assertEqual(done.returncode, 1, done.stderr)
+        self.assertEqual(done.stderr.count(b"\n"), 1)
+        self.assertEqual(out.read_bytes(), b"what was there")
+        self.assertEqual(self.left_behind(), {"in.safetensors", "out.safetensors"})
+        self.succeed("loss", path, "--gradients", str(out), "--device", DEVICES[0])
+        self.assertEqual(set(read(out)[0]), {"grad_input", "grad_weight"})
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""logitless plan: its numbers agree with each other and with what runs."""
+
+from __future__ import annotations
+
+import unittest
+
+from support import OPS, CliTest, Head, safetensors
+
+
+class PlanTest(CliTest):
+    SHAPE = ("300", "64", "3000")
+
+    def test_every_op_and_dtype(self) -> None:
+        for op in OPS:
+            for dtype in ("f32", "f16", "bf16"):
+                with self.subTest(op=op, dtype=dtype):
+                    plan = self.json(
+                        "plan", *self.SHAPE, "--op", op, "--dtype", dtype, "--grad-dtype", dtype
+                    )
+                    space = plan["workspace"]
+                    self.assertLessEqual(space["minimum"], space["recommended"])
+                    self.assertEqual(space["given"], space["recommended"])
+                    self.assertLessEqual(space["used"], space["given"])
+                    text = self.succeed("plan", *self.SHAPE, "--op", op, "--dtype", dtype)
+                    self.assertIn(op, text)
+
+    def test_the_numbers_agree(self) -> None:
+        smallest = self.json("plan", *self.SHAPE)["workspace"]["minimum"]
+        for given in (smallest, smallest * 2, 3_000_000, 100_000_000):
+            out = self.json("plan", *self.SHAPE, f"--memory={given}")
+            plan, space = out["plan"], out["workspace"]
+            self.assertEqual(space["given"], given)
+            self.assertLessEqual(space["used"], given)
+            self.assertGreaterEqual(space["used"], space["minimum"])
+            self.assertEqual(sum(part["bytes"] for part in plan["parts"]), space["used"])
+            self.assertGreaterEqual(plan["chunks"] * plan["token_chunk"], 300)
+            self.assertLess((plan["chunks"] - 1) * plan["token_chunk"], 300)
+            self.assertEqual(plan["products"], 3 if plan["name"] == "stored chunks" else 4)
+            self.assertEqual(plan["flops"], plan["products"] * 2 * 300 * 64 * 3000)
+            self.assertEqual(out["logits_bytes_avoided"], 2 * 300 * 3000 * 4)
+        self.assertEqual(plan["name"], "stored chunks")
+        least = self.json("plan", *self.SHAPE, f"--memory={smallest}")
+        self.assertEqual(least["plan"]["name"], "recompute")
+        self.assertEqual(least["workspace"]["used"], smallest)
+        self.assertIn(str(smallest), self.refuse("plan", *self.SHAPE, f"--memory={smallest - 1}"))
+        forward = self.json("plan", *self.SHAPE, "--op", "linear-forward")
+        self.assertEqual((forward["plan"]["name"], forward["plan"]["products"]), ("loss only", 1))
+        self.assertEqual(forward["logits_bytes_avoided"], 300 * 3000 * 4)
+        frozen = self.json("plan", *self.SHAPE, "--no-grad-weight")
+        self.assertEqual(frozen["plan"]["products"], 2)
+
+    def test_a_plan_is_what_runs(self) -> None:
+        head = Head(tokens=300, hidden=16, vocab=700)
+        path = self.file(safetensors({n: t for n, t in head.tensors().items() if n != "bias"}))
+        out = str(self.directory / "out.safetensors")
+        for gradients, op in (([], "linear-forward"),
+                              (["--gradients", out], "linear-forward-backward")):  # fmt: skip
+            space = self.json("plan", "300", "16", "700", "--op", op)["workspace"]
+            report = self.json("loss", path, *gradients)
+            self.assertEqual(report["workspace_bytes"], space["recommended"])
+            least = space["minimum"]
+            whole = report["loss"]
+            report = self.json("loss", path, *gradients, f"--memory={least}")
+            self.assertEqual(report["loss"], whole)  # the same bits from any workspace
+            self.refuse("loss", path, *gradients, f"--memory={least - 1}")
+
+    def test_threads_add_scratch(self) -> None:
+        spaces = [
+            self.json("plan", *self.SHAPE, "--threads", str(n))["workspace"] for n in (1, 2, 4)
+        ]
+        self.assertEqual(len({space["minimum"] for space in spaces}), 1)
+        self.assertLess(spaces[0]["recommended"], spaces[1]["recommended"])
+
+    def test_sizes(self) -> None:
+        for text, size in (
+            ("3000000", 3000000),
+            ("3MB", 3000000),
+            ("0.003 GB", 3000000),
+            ("4MiB", 4 << 20),
+            ("4096 KiB", 4 << 20),
+        ):
+            space = self.json("plan", *self.SHAPE, "--memory", text)["workspace"]
+            self.assertEqual(space["given"], size)
+        for text in ("", "MiB", "1XiB", "-1", "1e99", "nan", "inf", "0x10", "1MiB2"):
+            self.assertIn("--memory", self.refuse("plan", *self.SHAPE, f"--memory={text}"))
+
+    def test_bad_input(self) -> None:
+        for arguments, word in (
+            ([], "N"),
+            (["1", "2"], "V"),
+            (["1", "2", "3", "4"], "4"),
+            (["x", "2", "3"], "x"),
+            (["1.5", "2", "3"], "1.5"),
+            (["1", "0", "3"], "D"),
+            (["1", "2", "0"], "V"),
+            (["1", "2", "-3"], "-3"),
+            (["1", "2", "99999999999999999999"], "V"),
+            (["1", "2", "010"], "010"),
+            (["9000000000", "9000000000", "9"], "2^56"),
+            ([*self.SHAPE, "--dtype", "f64"], "f64"),
+            ([*self.SHAPE, "--op", "backwards"], "backwards"),
+            ([*self.SHAPE, "--threads", "-1"], "-1"),
+            ([*self.SHAPE, "--memory", "1"], "at least"),
+            ([*self.SHAPE, "--no-grad-weight", "--no-grad-input"], "grad"),
+        ):
+            with self.subTest(arguments=arguments):
+                self.assertIn(word, self.refuse("plan", *arguments))
+
+
+if __name__ == "__main__":
+    unittest.main()
