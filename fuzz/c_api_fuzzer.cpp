@@ -102,8 +102,10 @@ class Scenario {
   void describe(Input& in) {
     threads_ = in.between(1, 5);
     Sizes s;
-    s.tokens = in.between(0, 9);
-    s.vocab = in.coin() ? in.between(0, 12) : in.between(1, 700);
+    // Small, and at times past the 2048 columns of a row block or a few token tiles.
+    const int64_t extent = in.between(0, 7);
+    s.tokens = in.between(0, extent == 6 ? 80 : extent == 7 ? 3 : 9);
+    s.vocab = in.between(0, extent == 6 ? 60 : extent == 7 ? 5000 : extent < 3 ? 12 : 700);
     s.hidden = in.between(1, 70);
     s.dtype = in.pick({DType::f32, DType::bf16, DType::f16});
     s.vocab_total = s.vocab;

@@ -20,7 +20,7 @@
 
 namespace logitless::fuzz {
 
-constexpr int64_t kMostBytes = 1 << 18;  // of one tensor; beyond it a view has no memory
+constexpr int64_t kMostBytes = 1 << 20;  // of one tensor; beyond it a view has no memory
 
 struct Block {
   explicit Block(size_t size, size_t alignment = 16) : bytes(size) {
