@@ -239,10 +239,10 @@ class Scenario {
           c.op.kind = static_cast<int32_t>(foreign_) >> 8;
           break;
         case 5:
-          c.tensors[foreign_ / 8 % 8].struct_size = foreign_ >> 24;
+          c.tensors[foreign_ / 8 % c.tensors.size()].struct_size = foreign_ >> 24;
           break;
         case 6:
-          c.tensors[foreign_ / 8 % 8].reserved = 1;
+          c.tensors[foreign_ / 8 % c.tensors.size()].reserved = 1;
           break;
         default:
           c.op.accumulate_grad_weight ^= 1;

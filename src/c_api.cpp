@@ -73,8 +73,9 @@ Status from_c(const char* name, const logitless_tensor* source, TensorView* view
   logitless_tensor t;
   Status status = read_struct(name, source, &t);
   if (!status.ok()) return status;
-  if (t.reserved != 0)
+  if (t.reserved != 0) {
     return error(StatusCode::invalid_argument, "%s.reserved is %d; allowed: 0", name, t.reserved);
+  }
   // -1 marks an absent view in C++ only; in C absence is NULL.
   if (t.rank < 0 || t.rank > 2) {
     return error(StatusCode::wrong_shape, "%s has rank %d; allowed: 0, 1, 2", name, t.rank);

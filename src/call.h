@@ -92,6 +92,7 @@ inline Text shape_text(const TensorView& v) { return shape_text(v.rank, v.shape[
 template <class Op>
 Call call_of(const Op& op, const Execution& execution) {
   Call call;
+  static_assert(tensor_count<Op> <= std::tuple_size_v<decltype(call.fields)>);
   call.kind = kind_of<Op>;
   call.op_name = name_of(call.kind);
   if constexpr (LossOp<Op>) call.options = &op.options;

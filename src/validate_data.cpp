@@ -133,7 +133,7 @@ bool in_place(const Field& out, const Field& in) {
 
 Status check_overlaps(const Call& call, const Workspace& w) {
   if (!on_host(call)) return {};
-  std::array<Footprint, 24> prints;
+  std::array<Footprint, std::tuple_size_v<decltype(call.fields)>> prints;
   for (size_t i = 0; i < call.field_count; ++i) {
     if (call.fields[i].given()) prints[i] = footprint(*call.fields[i].view);
   }

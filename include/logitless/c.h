@@ -187,7 +187,7 @@ LOGITLESS_API int32_t logitless_version(void);
  * the reason. */
 LOGITLESS_API int32_t logitless_describe_backend(int32_t device_type, char* text, size_t bytes,
                                                  logitless_status* status);
-/* Threads of the library's own pool; 0 asks for the default (LOGITLESS_NUM_THREADS,
+/* Threads of the library's own pool; 0 or less asks for the default (LOGITLESS_NUM_THREADS,
  * OMP_NUM_THREADS, the affinity mask, the cgroup quota). Returns the number now in force. */
 LOGITLESS_API int32_t logitless_set_num_threads(int32_t num_threads);
 LOGITLESS_API int32_t logitless_num_threads(void);

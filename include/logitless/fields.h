@@ -46,7 +46,7 @@ template <class Op>
 concept GradientOp = requires(Op op) { op.grad_loss; };
 
 template <class Op, class C, class F>
-void for_each_tensor(Op& op, C& c, F&& f) {
+constexpr void for_each_tensor(Op& op, C& c, F&& f) {
   using T = std::remove_const_t<Op>;
   constexpr Access read = Access::read, write = Access::write;
   if constexpr (LinearOp<T>) {
@@ -95,5 +95,15 @@ void for_each_tensor(Op& op, C& c, F&& f) {
   }
   if constexpr (LossOp<T>) f("fault", Access::read_write, op.fault, c.fault);
 }
+
+// How many tensors an op has.
+template <class Op>
+inline constexpr size_t tensor_count = [] {
+  Op op{};
+  logitless_op c{};
+  size_t count = 0;
+  for_each_tensor(op, c, [&](const char*, Access, auto&, auto&) { ++count; });
+  return count;
+}();
 
 }  // namespace logitless

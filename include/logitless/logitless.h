@@ -89,7 +89,7 @@ template <class Op>
 struct COp {
   logitless_op op{};
   logitless_loss_options options{};
-  std::array<logitless_tensor, 24> tensors{};
+  std::array<logitless_tensor, tensor_count<Op>> tensors{};
 
   explicit COp(const Op& source) {
     op.struct_size = sizeof(op);
