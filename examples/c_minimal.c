@@ -58,7 +58,8 @@ static double gradient_error(void) {
     for (int d = 0; d < D; ++d) {
       double expected = 0;
       for (int i = 0; i < N; ++i) expected += (1.0 / V - (target[i] == j)) / N * input[i * D + d];
-      error = fmax(error, fabs(grad_weight[j * D + d] - expected));
+      const double difference = fabs(grad_weight[j * D + d] - expected);
+      if (difference > error) error = difference;
     }
   }
   return error;

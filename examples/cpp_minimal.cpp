@@ -44,8 +44,10 @@ double gradient_error() {
     }
   }
   double error = 0;
-  for (int64_t k = 0; k < V * D; ++k)
-    error = std::fmax(error, std::abs(grad_weight[k] - expected[k]));
+  for (int64_t k = 0; k < V * D; ++k) {
+    const double difference = std::abs(grad_weight[k] - expected[k]);
+    if (difference > error) error = difference;
+  }
   return error;
 }
 

@@ -12,6 +12,7 @@
 
 #include "src/cpu/dispatch.h"
 #include "src/cpu/gemm.h"
+#include "src/cpu/row_kernels.h"
 
 namespace logitless::cpu {
 namespace {
@@ -32,9 +33,8 @@ uint16_t bf16_of(float value) {
   return static_cast<uint16_t>(bits >> 16);  // exact for the small integers used here
 }
 uint16_t f16_of(float value) {
-  const _Float16 half = static_cast<_Float16>(value);
   uint16_t bits;
-  std::memcpy(&bits, &half, 2);
+  store_from_f32(&value, 1, DType::f16, &bits);
   return bits;
 }
 
