@@ -26,7 +26,9 @@ LinearCall make_call(const Op& op) {
            .vocab = op.weight.shape[0],
            .hidden = op.weight.shape[1],
            .dtype = op.input.dtype,
-           .forward = !state_given(op)};
+           .forward = !state_given(op),
+           .bias = static_cast<bool>(op.bias),
+           .class_weight = static_cast<bool>(op.weights.vocab)};
   call.wants.weighted_sum = op.options.label_smoothing > 0;
   if constexpr (ForwardOp<Op>) {
     call.wants.weighted_sum |= static_cast<bool>(op.statistics.weighted_logit_sum);

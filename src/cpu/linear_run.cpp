@@ -39,7 +39,6 @@ struct LinearRun::Lane {
 
 LinearRun::Lane LinearRun::lane(int64_t index) const {
   char* base = memory_ + plan_.lanes_at + index * plan_.lane_bytes;
-  float* vectors = reinterpret_cast<float*>(base + plan_.vectors_at);
   return {base + plan_.weight_block_at,
           reinterpret_cast<float*>(base + plan_.tile_at),
           base + plan_.along_vocab_at,
@@ -47,8 +46,8 @@ LinearRun::Lane LinearRun::lane(int64_t index) const {
           base + plan_.weight_panels_at,
           reinterpret_cast<float*>(base + plan_.product_at),
           reinterpret_cast<float*>(base + plan_.rows_at),
-          vectors,
-          vectors + vocab_tile};
+          reinterpret_cast<float*>(base + plan_.bias_at),
+          reinterpret_cast<float*>(base + plan_.class_weight_at)};
 }
 
 int64_t LinearRun::tile_width(int64_t tile) const {
@@ -262,7 +261,7 @@ void LinearRun::gradient_pass(bool first_chunk) {
   const int64_t panels = plan_.engine.b_panels(call_.shape.hidden);
   // More threads than slots share the hidden axis, which changes no bit; each part forms G anew.
   const int64_t parts = std::clamp<int64_t>((plan_.lanes + plan_.slots - 1) / plan_.slots, 1,
-                                            std::max<int64_t>(panels / 4, 1));
+                                            most_gradient_parts(panels));
   float* slots = at<float>(plan_.slots_at);
   if (first_chunk && call_.grad_bias) {
     std::fill_n(at<float>(plan_.bias_sum_at), plan_.vocab_tiles * vocab_tile, 0.0f);

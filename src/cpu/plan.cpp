@@ -101,9 +101,10 @@ LinearPlan make_plan(const LinearShape& shape, Choice choice, int64_t lanes) {
   const int64_t group = panel_group * p.engine.b_columns;
   p.weight_panels_at = lane.take(shape.grad_input ? p.engine.b_bytes(group, vocab_tile) : 0);
   p.product_at = lane.take(shape.grad_weight ? vocab_tile * group * 4 : 0);
-  p.rows_at = lane.take(shape.gradients() ? gradient_group * vocab_tile * 4 : 0);
+  p.rows_at = lane.take(shape.gradients() ? std::min(gradient_group, chunk) * vocab_tile * 4 : 0);
   lane.at_least(product_end);
-  p.vectors_at = lane.take(2 * vocab_tile * 4);
+  p.bias_at = lane.take(shape.bias ? vocab_tile * 4 : 0);
+  p.class_weight_at = lane.take(shape.class_weight ? vocab_tile * 4 : 0);
   p.lane_bytes = lane.at;
   p.lanes = lanes;
   p.bytes = p.lanes_at + lanes * p.lane_bytes;
@@ -130,15 +131,25 @@ int64_t recompute_chunk(const LinearShape& shape, int64_t chunk) {
   return shape.gradients() ? std::min<int64_t>(chunk, 256) : chunk;
 }
 
+// As many threads as the pass of most tasks has work for; scratch for more would lie idle.
+int64_t useful_lanes(const LinearShape& shape, const LinearPlan& p, int64_t threads) {
+  const int64_t forward = shape.forward ? p.vocab_tiles : 1;
+  const int64_t panels = p.engine.b_panels(shape.hidden);
+  const int64_t backward = shape.gradients() ? p.slots * most_gradient_parts(panels) : 1;
+  return std::clamp<int64_t>(threads, 1, std::max(forward, backward));
+}
+
 }  // namespace
 
 LinearPlan plan_linear(const LinearShape& shape, uint64_t bytes, int64_t threads) {
   const int64_t multiple = choose_engine(shape.dtype).token_multiple();
   const bool can_store = shape.gradients() && shape.forward;
   const int64_t first = default_chunk(shape, multiple);
-  LinearPlan p;
+  // A smaller chunk is not always a smaller plan: more than one may need an f32 sum of grad_weight.
+  LinearPlan p, least;
   const auto fits = [&](Choice choice) {
     p = make_plan(shape, choice, 1);
+    if (least.bytes == 0 || p.bytes < least.bytes) least = p;
     return p.bytes <= bytes;
   };
   bool found = false;
@@ -155,9 +166,10 @@ LinearPlan plan_linear(const LinearShape& shape, uint64_t bytes, int64_t threads
     found = fits({chunk, false});
     if (chunk <= multiple) break;
   }
-  if (found && threads > 1 && p.lane_bytes > 0) {
+  if (!found) return least;
+  if (threads > 1 && p.lane_bytes > 0) {
     const int64_t more = static_cast<int64_t>((bytes - p.bytes) / p.lane_bytes);
-    p.lanes = std::min<int64_t>(threads, 1 + more);
+    p.lanes = std::min<int64_t>(useful_lanes(shape, p, threads), 1 + more);
     p.bytes += (p.lanes - 1) * p.lane_bytes;
   }
   return p;
@@ -168,7 +180,8 @@ LinearPlan recommended_plan(const LinearShape& shape, int64_t threads) {
   const bool can_store = shape.gradients() && shape.forward;
   int64_t chunk = default_chunk(shape, multiple);
   if (!can_store) chunk = recompute_chunk(shape, chunk);
-  return make_plan(shape, {chunk, can_store}, std::max<int64_t>(threads, 1));
+  const LinearPlan one = make_plan(shape, {chunk, can_store}, 1);
+  return make_plan(shape, {chunk, can_store}, useful_lanes(shape, one, threads));
 }
 
 }  // namespace logitless::cpu

@@ -9,6 +9,7 @@
 // number of threads: those only add scratch ("lanes").
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "src/cpu/gemm.h"
@@ -28,6 +29,8 @@ struct LinearShape {
   bool grad_bias = false;
   bool direct_grad_weight =
       true;  // f32, unit column stride: sums can be formed in the output itself
+  bool bias = false;
+  bool class_weight = false;
   bool gradients() const { return grad_input || grad_weight || grad_bias; }
 };
 
@@ -53,14 +56,17 @@ struct LinearPlan {
 
   // Byte offsets into a lane's scratch.
   uint64_t weight_block_at = 0, tile_at = 0, along_vocab_at = 0, along_tokens_at = 0,
-           weight_panels_at = 0, product_at = 0, rows_at = 0, vectors_at = 0;
+           weight_panels_at = 0, product_at = 0, rows_at = 0, bias_at = 0, class_weight_at = 0;
 };
+
+// Into how many tasks a slot of the gradient pass is divided at most, along the hidden panels.
+inline int64_t most_gradient_parts(int64_t panels) { return std::max<int64_t>(panels / 4, 1); }
 
 // The plan for a workspace of `bytes`: the default plan if it fits, else the next smaller one.
 // bytes = 0: the smallest.
 LinearPlan plan_linear(const LinearShape& shape, uint64_t bytes, int64_t threads);
 
-// The default plan with a lane for every thread.
+// The default plan with a lane for every thread that it has work for.
 LinearPlan recommended_plan(const LinearShape& shape, int64_t threads);
 
 }  // namespace logitless::cpu
