@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+// The bounds are wide enough for honest f32 arithmetic and narrow enough to catch every shortcut:
+// simulated implementations judged as a backend is, at hidden sizes of at least 1024.
+#include <tuple>
+
+#include "gtest/gtest.h"
+#include "problem.h"
+#include "simulated.h"
+
+namespace logitless::conformance {
+namespace {
+
+using Op = LinearCrossEntropyForwardBackward;
+
+constexpr Mutation kMutations[] = {
+    Mutation::logits_to_bf16,      Mutation::lse_from_bf16,         Mutation::last_column_dropped,
+    Mutation::last_hidden_dropped, Mutation::probabilities_to_bf16, Mutation::gradient_sum_in_bf16,
+    Mutation::last_token_dropped,  Mutation::target_not_subtracted};
+
+// Columns of constant data differ by less than their logits' rounding errors: there, one column of
+// few.
+Problem<Op> problem_of(DType dtype, Data data) {
+  const int64_t vocab = data == Data::constant ? 40 : 300;
+  Case c{.op = OpKind::linear_forward_backward,
+         .shape = {4, 1031, vocab},
+         .dtype = dtype,
+         .data = data};
+  c.options.reduction = Reduction::none;
+  Problem<Op> problem = build<Op>(c);
+  problem.op.statistics.lse = problem.pool.reserve(DType::f32, {c.shape.tokens});
+  return problem;
+}
+
+class Bounds : public testing::TestWithParam<std::tuple<DType, Data>> {
+ protected:
+  Problem<Op> problem_ = problem_of(std::get<0>(GetParam()), std::get<1>(GetParam()));
+  reference::Result want_ = reference::evaluate(problem_.op, problem_.model);
+};
+
+TEST_P(Bounds, HonestArithmeticPasses) {
+  const Comparison c = compare(want_, simulate(problem_.op, Mutation::none));
+  EXPECT_TRUE(c.ok()) << c.report;
+}
+
+TEST_P(Bounds, EveryShortcutFails) {
+  for (const Mutation mutation : kMutations) {
+    // Of 16-bit inputs the contract lets dz be rounded to their dtype twice.
+    const bool rounds_dz =
+        mutation == Mutation::probabilities_to_bf16 || mutation == Mutation::gradient_sum_in_bf16;
+    if (rounds_dz && std::get<0>(GetParam()) != DType::f32) continue;
+    const Comparison c = compare(want_, simulate(problem_.op, mutation));
+    EXPECT_FALSE(c.ok()) << name_of(mutation) << ": " << c.worst_ratio << " of the bound at worst";
+  }
+}
+
+std::string name_of_parameter(const testing::TestParamInfo<std::tuple<DType, Data>>& info) {
+  static constexpr const char* kData[] = {"normal", "peaked", "constant"};
+  return std::string(name_of(std::get<0>(info.param))) + "_" +
+         kData[static_cast<int>(std::get<1>(info.param))];
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Bounds,
+                         testing::Combine(testing::Values(DType::f32, DType::f16, DType::bf16),
+                                          testing::Values(Data::normal, Data::peaked,
+                                                          Data::constant)),
+                         name_of_parameter);
+
+}  // namespace
+}  // namespace logitless::conformance

@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+// The case table: ops, shapes and options, each an entry that every backend is judged on alone and
+// together with every other it can be combined with.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "logitless/logitless.h"
+
+namespace logitless::conformance {
+
+enum class OpKind {
+  softmax,
+  forward,
+  backward,
+  forward_backward,
+  linear_forward,
+  linear_backward,
+  linear_forward_backward,
+};
+const char* name_of(OpKind op);
+const char* name_of(DType dtype);
+
+// Calls f with an op of the kind's type.
+template <class F>
+decltype(auto) with_op(OpKind kind, F&& f) {
+  switch (kind) {
+    case OpKind::softmax:
+      return f(Softmax{});
+    case OpKind::forward:
+      return f(CrossEntropyForward{});
+    case OpKind::backward:
+      return f(CrossEntropyBackward{});
+    case OpKind::forward_backward:
+      return f(CrossEntropyForwardBackward{});
+    case OpKind::linear_forward:
+      return f(LinearCrossEntropyForward{});
+    case OpKind::linear_backward:
+      return f(LinearCrossEntropyBackward{});
+    case OpKind::linear_forward_backward:
+      break;
+  }
+  return f(LinearCrossEntropyForwardBackward{});
+}
+
+struct Shape {
+  int64_t tokens, hidden, vocab;  // hidden is of the linear ops only
+};
+
+enum class Data {
+  normal,
+  peaked,    // the target's logit far above the others: a trained model
+  constant,  // constant one-signed rows, where rounding errors align
+  large,     // |z| in the thousands
+};
+
+// Where tensors lie.
+enum class Placement {
+  dense,
+  padded,      // rows further apart than their length
+  strided,     // gaps between the elements of every tensor
+  transposed,  // columns contiguous
+  broadcast,   // inputs of stride 0
+  unaligned,   // at addresses aligned to one element only
+};
+
+enum class NormalizerKind { counted, f32, i64 };
+
+struct Case {
+  OpKind op = OpKind::softmax;
+  Shape shape{9, 19, 37};
+  DType dtype = DType::f32;        // of input and weight, or of logits
+  DType grad_input = DType::f32;   // of grad_input, or of grad_logits; of probabilities
+  DType grad_weight = DType::f32;  // of grad_weight and grad_bias
+  DType target = DType::i64;
+  DType argmax = DType::i64;
+  DType bias_dtype = DType::f32;
+  Data data = Data::normal;
+  Placement placement = Placement::dense;
+  LossOptions options{};
+  NormalizerKind normalizer = NormalizerKind::counted;
+  double ignored = 0;  // share of the tokens
+  double outside = 0;  // share of the tokens with a target outside the vocabulary
+  bool bias = false, token_weight = false, vocab_weight = false;
+  bool statistics = false, fault = false;
+  bool wants_grad_input = true, wants_grad_weight = true;
+  bool wants_grad_bias = false;  // also where there is a bias
+  bool grad_loss = false, grad_lse = false, grad_target_logit = false, grad_entropy = false;
+  bool saved_state = false;  // Backward is given what Forward wrote
+  bool accumulate = false, in_place = false;
+  uint64_t seed = 1;
+};
+std::string describe(const Case& c);
+
+bool is_linear(OpKind op);
+bool has_loss(OpKind op);     // every op with a target
+bool has_forward(OpKind op);  // writes loss and statistics
+bool has_gradient(OpKind op);
+
+// One option of the contract, in use. Features whose groups meet cannot be combined.
+struct Feature {
+  const char* name;
+  uint32_t groups;
+  bool (*applies)(OpKind op, DType dtype);
+  void (*apply)(Case& c);
+};
+const std::vector<Feature>& features();
+bool combine(const Feature& a, const Feature& b);
+
+// Every feature alone (i == j) and every pair, as (i, j), for this op and dtype.
+struct Pair {
+  size_t first, second;
+};
+std::vector<Pair> feature_pairs(OpKind op, DType dtype);
+Case case_of(OpKind op, DType dtype, const Pair& pair);
+
+// Shapes that cross every internal edge: lanes, tiles, chunks, blocks.
+std::vector<Shape> shapes(OpKind op);
+
+}  // namespace logitless::conformance

@@ -1,0 +1,243 @@
+// SPDX-License-Identifier: Apache-2.0
+// Guards, copies and the comparison.
+#include "fixture.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
+
+namespace logitless::conformance {
+namespace {
+
+constexpr int kReportedFailures = 4;
+
+[[gnu::format(printf, 1, 2)]] std::string text(const char* format, ...) {
+  char buffer[512];
+  std::va_list arguments;
+  va_start(arguments, format);
+  std::vsnprintf(buffer, sizeof(buffer), format, arguments);
+  va_end(arguments);
+  return buffer;
+}
+
+}  // namespace
+
+DeviceCopy::Block DeviceCopy::make(size_t bytes) const {
+  return {device_.allocate(bytes), bytes, std::vector<std::byte>(bytes),
+          std::vector<std::byte>(bytes), std::vector<uint8_t>(bytes, 0)};
+}
+
+DeviceCopy::DeviceCopy(const TestDevice& device, const Pool& pool) : device_(device), pool_(pool) {
+  for (size_t i = 0; i < pool.size(); ++i) {
+    blocks_.push_back(make(pool[i].size()));
+    std::memcpy(blocks_[i].before.data(), pool[i].data(), pool[i].size());
+  }
+}
+
+DeviceCopy::~DeviceCopy() {
+  for (const Block& block : blocks_) device_.release(block.device);
+  if (workspace_.device != nullptr) device_.release(workspace_.device);
+}
+
+size_t DeviceCopy::offset_of(const TensorView& view, size_t block) const {
+  return static_cast<size_t>(static_cast<const std::byte*>(view.data) - pool_[block].data());
+}
+
+TensorView DeviceCopy::input(const TensorView& view) const {
+  const size_t block = pool_.find(view);
+  TensorView moved = view;
+  moved.data = static_cast<std::byte*>(blocks_[block].device) + offset_of(view, block);
+  return moved;
+}
+
+TensorView DeviceCopy::output(const TensorView& view, bool keep, std::byte fill) {
+  const size_t block = pool_.find(view), first = offset_of(view, block) + view.byte_offset;
+  const auto size = static_cast<size_t>(size_of(view.dtype));
+  for_each_element(view, [&](int64_t, int64_t offset) {
+    std::fill_n(blocks_[block].writable.begin() + first + offset, size, 1);
+    if (!keep) std::fill_n(blocks_[block].before.begin() + first + offset, size, fill);
+  });
+  return input(view);
+}
+
+Workspace DeviceCopy::workspace(const WorkspaceSize& size, uint64_t bytes, std::byte fill) {
+  const uint64_t alignment = std::max<uint64_t>(size.alignment, 1);
+  workspace_ = make(2 * kGuardBytes + 2 * alignment + bytes);
+  std::fill(workspace_.before.begin(), workspace_.before.end(), fill);
+  // An odd multiple of the alignment: no more aligned than was asked for.
+  const auto base = reinterpret_cast<uintptr_t>(workspace_.device);
+  uintptr_t start = (base + kGuardBytes + alignment - 1) / alignment * alignment;
+  if (start / alignment % 2 == 0) start += alignment;
+  workspace_start_ = start - base;
+  workspace_bytes_ = bytes;
+  std::fill_n(workspace_.writable.begin() + static_cast<int64_t>(workspace_start_), bytes, 1);
+  return {.data = reinterpret_cast<void*>(start), .bytes = bytes};
+}
+
+void DeviceCopy::upload() {
+  for (const Block& block : blocks_) device_.upload(block.device, block.before.data(), block.bytes);
+  if (workspace_.device)
+    device_.upload(workspace_.device, workspace_.before.data(), workspace_.bytes);
+}
+
+void DeviceCopy::download() {
+  for (Block& block : blocks_) device_.download(block.after.data(), block.device, block.bytes);
+  if (workspace_.device)
+    device_.download(workspace_.after.data(), workspace_.device, workspace_.bytes);
+}
+
+Field DeviceCopy::field(const TensorView& view) const {
+  Field field;
+  field.dtype = view.dtype;
+  field.shape.assign(view.shape.begin(), view.shape.begin() + view.rank);
+  const size_t block = pool_.find(view), size = static_cast<size_t>(size_of(view.dtype));
+  const std::byte* first = blocks_[block].after.data() + offset_of(view, block) + view.byte_offset;
+  field.value.resize(element_count(view));
+  field.bits.resize(field.value.size() * size);
+  for_each_element(view, [&](int64_t i, int64_t offset) {
+    field.value[i] = load(view.dtype, first + offset);
+    std::memcpy(&field.bits[i * size], first + offset, size);
+  });
+  return field;
+}
+
+std::vector<std::string> DeviceCopy::violations(bool written) const {
+  std::vector<std::string> found;
+  const auto look = [&](const Block& block, const std::string& name, bool may_write) {
+    for (size_t i = 0; i < block.bytes; ++i) {
+      if (block.before[i] == block.after[i] || (may_write && block.writable[i])) continue;
+      found.push_back(text("%s: byte %zu of %zu changed from %02x to %02x%s", name.c_str(), i,
+                           block.bytes, static_cast<unsigned>(block.before[i]),
+                           static_cast<unsigned>(block.after[i]),
+                           block.writable[i] ? " by a call that failed" : ""));
+      return;
+    }
+  };
+  for (size_t i = 0; i < blocks_.size(); ++i)
+    look(blocks_[i], "tensor " + std::to_string(i), written);
+  if (workspace_.device) look(workspace_, "workspace", true);
+  return found;
+}
+
+uint64_t DeviceCopy::touched() const {
+  for (uint64_t end = workspace_bytes_; end > 0; --end) {
+    const uint64_t last = workspace_start_ + end - 1;
+    if (workspace_.before[last] != workspace_.after[last]) return end;
+  }
+  return 0;
+}
+
+void Comparison::fail(const std::string& what) {
+  if (++failures <= kReportedFailures) report += "  " + what + "\n";
+}
+
+void Comparison::merge(const Comparison& other, const std::string& context) {
+  if (other.failures > 0) {
+    failures += other.failures;
+    if (report.size() < 4000) report += context + "\n" + other.report;
+  }
+  if (other.worst_ratio > worst_ratio) {
+    worst_ratio = other.worst_ratio;
+    worst = other.worst + ", " + context;
+  }
+}
+
+namespace {
+
+// Of one element; 0 where there is nothing to complain of, NaN where it is not a matter of degree.
+double error_ratio(double got, double want, double bound, DType dtype) {
+  if (std::isnan(want)) return std::isnan(got) ? 0 : NAN;
+  if (std::isnan(got) || !(bound >= 0)) return NAN;
+  if (std::isinf(want)) return got == want ? 0 : NAN;
+  if (std::isinf(got)) {
+    // Rounded away from the dtype's range: right where the bound reaches that far.
+    return std::signbit(got) == std::signbit(want) &&
+                   std::fabs(want) + bound >= overflow_threshold(dtype)
+               ? 0
+               : NAN;
+  }
+  const double error = std::fabs(got - want);
+  if (error == 0) return 0;
+  return std::isfinite(bound) ? error / bound : NAN;
+}
+
+void compare_argmax(const std::string& name, const reference::Output& want, const Field& got,
+                    Comparison* c) {
+  for (size_t i = 0; i < got.value.size(); ++i) {
+    const auto index = static_cast<int64_t>(got.value[i]);
+    const std::vector<int64_t>& accepted = want.accepted.at(i);
+    if (std::find(accepted.begin(), accepted.end(), index) != accepted.end()) continue;
+    c->fail(text("%s[%zu] is %lld; accepted: %lld%s", name.c_str(), i,
+                 static_cast<long long>(index),
+                 accepted.empty() ? -1LL : static_cast<long long>(accepted[0]),
+                 accepted.size() > 1 ? " and others" : ""));
+  }
+}
+
+void compare_values(const std::string& name, const reference::Output& want, const Field& got,
+                    Comparison* c) {
+  const int64_t columns = got.shape.size() == 2 ? got.shape[1] : 1;
+  for (size_t i = 0; i < got.value.size(); ++i) {
+    const double ratio = error_ratio(got.value[i], want.value[i], want.bound[i], got.dtype);
+    if (ratio > c->worst_ratio) {
+      c->worst_ratio = ratio;
+      c->worst = name;
+    }
+    if (ratio <= 1) continue;
+    c->fail(
+        text("%s[%lld, %lld] is %.9g; reference %.9g, bound %.3g, error %.3g (%.2f of the bound)",
+             name.c_str(), static_cast<long long>(i / columns), static_cast<long long>(i % columns),
+             got.value[i], want.value[i], want.bound[i], std::fabs(got.value[i] - want.value[i]),
+             ratio));
+  }
+}
+
+}  // namespace
+
+Comparison compare(const reference::Result& want, const Fields& got) {
+  Comparison c;
+  for (const auto& [name, output] : want.outputs) {
+    if (!got.contains(name)) c.fail(name + " was not written");
+  }
+  for (const auto& [name, field] : got) {
+    const auto found = want.outputs.find(name);
+    if (found == want.outputs.end()) {
+      c.fail(name + " is not among the reference's outputs");
+      continue;
+    }
+    if (found->second.accepted.empty() && found->second.value.size() != field.value.size()) {
+      c.fail(text("%s has %zu elements, the reference %zu", name.c_str(), field.value.size(),
+                  found->second.value.size()));
+    } else if (name == "argmax") {
+      compare_argmax(name, found->second, field, &c);
+    } else {
+      compare_values(name, found->second, field, &c);
+    }
+  }
+  return c;
+}
+
+Comparison compare(const reference::Result& want, const Outcome& got) {
+  Comparison c;
+  if (got.status.code() != want.status.code()) {
+    c.fail(text("status %d (%s); the reference's is %d (%s)", static_cast<int>(got.status.code()),
+                got.status.message(), static_cast<int>(want.status.code()), want.status.message()));
+  } else if (got.status.ok()) {
+    c = compare(want, got.fields);
+  }
+  for (const std::string& violation : got.violations) c.fail(violation);
+  return c;
+}
+
+std::string differing_bits(const Fields& a, const Fields& b) {
+  std::string differing;
+  for (const auto& [name, field] : a) {
+    const auto found = b.find(name);
+    if (found == b.end() || found->second.bits != field.bits) differing += name + " ";
+  }
+  return differing;
+}
+
+}  // namespace logitless::conformance

@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs an op on a backend in guarded memory and compares what it wrote with the reference, element
+// by element.
+#pragma once
+
+#include <map>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "device.h"
+#include "memory.h"
+#include "src/reference/reference.h"
+
+namespace logitless::conformance {
+
+enum class Memory { minimum, recommended, exact };
+
+struct RunPlan {
+  Memory memory = Memory::recommended;
+  uint64_t bytes = 0;  // with Memory::exact
+  const Executor* executor = nullptr;
+  std::byte fill{0x5A};  // what outputs and workspace hold before the run
+};
+
+// One output as the backend left it.
+struct Field {
+  DType dtype = DType::f32;
+  std::vector<int64_t> shape;
+  std::vector<double> value;    // dense, row-major
+  std::vector<std::byte> bits;  // of the elements, dense
+};
+using Fields = std::map<std::string, Field>;
+
+struct Outcome {
+  Status status;
+  WorkspaceSize size;
+  Fields fields;
+  std::vector<std::string> violations;  // bytes changed that were not the op's to change
+  uint64_t given = 0;                   // bytes of workspace
+  uint64_t touched = 0;                 // from its first byte to the last one changed
+};
+
+// The pool's tensors and a workspace on a device.
+class DeviceCopy {
+ public:
+  DeviceCopy(const TestDevice& device, const Pool& pool);
+  ~DeviceCopy();
+  DeviceCopy(const DeviceCopy&) = delete;
+  DeviceCopy& operator=(const DeviceCopy&) = delete;
+
+  // The same view on the device; what it covers may change, and starts as `fill` unless it is also
+  // read.
+  TensorView input(const TensorView& view) const;
+  TensorView output(const TensorView& view, bool keep, std::byte fill);
+  Workspace workspace(const WorkspaceSize& size, uint64_t bytes, std::byte fill);
+  void upload();
+  void download();
+  // As downloaded.
+  Field field(const TensorView& host_view) const;
+  std::vector<std::string> violations(bool written) const;
+  uint64_t touched() const;
+
+ private:
+  struct Block {
+    void* device = nullptr;
+    size_t bytes = 0;
+    std::vector<std::byte> before, after;
+    std::vector<uint8_t> writable;
+  };
+  Block make(size_t bytes) const;
+  size_t offset_of(const TensorView& view, size_t block) const;
+
+  const TestDevice& device_;
+  const Pool& pool_;
+  std::vector<Block> blocks_;
+  Block workspace_;
+  size_t workspace_start_ = 0;
+  uint64_t workspace_bytes_ = 0;
+};
+
+// Where the run reads `view` too.
+template <class Op>
+bool is_read(const Op& op, const TensorView& view) {
+  bool read = false;
+  const logitless_op unused{};
+  for_each_tensor(op, unused,
+                  [&](const char*, Access access, const TensorView& other, const auto*) {
+                    if (other && access == Access::read && other.data == view.data) read = true;
+                  });
+  return read;
+}
+
+template <class Op>
+void place(Op& op, const Device& tensors) {
+  logitless_op unused{};
+  for_each_tensor(op, unused, [&](const char*, Access, TensorView& view, auto&&) {
+    if (view) view.device = tensors;
+  });
+}
+
+template <class Op>
+Outcome execute(const TestDevice& device, const Op& host, const Pool& pool,
+                const RunPlan& plan = {}) {
+  DeviceCopy copy(device, pool);
+  Op op = host;
+  std::vector<std::pair<std::string, TensorView>> outputs;
+  logitless_op unused{};
+  for_each_tensor(op, unused, [&](const char* name, Access access, TensorView& view, auto&&) {
+    if (!view) return;
+    if (access == Access::read) {
+      view = copy.input(view);
+      return;
+    }
+    const TensorView before = view;
+    const bool keep = access == Access::read_write || is_read(host, before);
+    view = copy.output(before, keep, plan.fill);
+    if (std::string("fault") != name) outputs.emplace_back(name, before);
+  });
+  place(op, device.tensors());
+  Execution execution = device.execution();
+  execution.executor = plan.executor;
+
+  Outcome outcome;
+  outcome.status = workspace(op, execution, &outcome.size);
+  if (!outcome.status.ok()) return outcome;
+  const uint64_t bytes = plan.memory == Memory::minimum       ? outcome.size.minimum
+                         : plan.memory == Memory::recommended ? outcome.size.recommended
+                                                              : plan.bytes;
+  const Workspace scratch = copy.workspace(outcome.size, bytes, plan.fill);
+  copy.upload();
+  outcome.status = run(op, scratch, execution);
+  copy.download();
+  outcome.violations = copy.violations(outcome.status.ok());
+  outcome.given = bytes;
+  outcome.touched = copy.touched();
+  for (const auto& [name, view] : outputs) outcome.fields[name] = copy.field(view);
+  return outcome;
+}
+
+// What is wrong with a run, in words; nothing where all is well.
+struct Comparison {
+  int64_t failures = 0;
+  double worst_ratio = 0;  // of error to bound
+  std::string worst;       // where
+  std::string report;      // the first failures
+  bool ok() const { return failures == 0; }
+  void fail(const std::string& what);
+  void merge(const Comparison& other, const std::string& context);
+};
+
+// |got - value| <= bound; NaN where and only where the value is; infinities equal.
+Comparison compare(const reference::Result& want, const Fields& got);
+// Of a whole run: status and guards too.
+Comparison compare(const reference::Result& want, const Outcome& got);
+// Fields whose bits differ.
+std::string differing_bits(const Fields& a, const Fields& b);
+
+}  // namespace logitless::conformance

@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+// Loss and statistics of a token are the same bits whatever its batch, its place in it, its
+// neighbours and the workspace.
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+#include "gather.h"
+#include "judge.h"
+#include "suite.h"
+
+namespace logitless::conformance {
+namespace {
+
+constexpr OpKind kForwardOps[] = {OpKind::forward, OpKind::forward_backward, OpKind::linear_forward,
+                                  OpKind::linear_forward_backward};
+
+class Invariance : public ConformanceTest {};
+
+// A name of loss and statistics whose row k in `part` is not row rows[k] of `whole`, bit for bit;
+// "" where all are.
+std::string first_difference(const Fields& whole, const Fields& part,
+                             const std::vector<int64_t>& rows) {
+  for (const auto& [name, field] : part) {
+    if (name.starts_with("grad_")) continue;
+    const auto size = static_cast<size_t>(size_of(field.dtype));
+    const Field& from = whole.at(name);
+    for (size_t k = 0; k < rows.size(); ++k) {
+      if (std::memcmp(&field.bits[k * size], &from.bits[rows[k] * size], size) == 0) continue;
+      char text[160];
+      std::snprintf(text, sizeof(text),
+                    "%s of token %lld is %.9g as row %zu of %zu and %.9g in the whole",
+                    name.c_str(), static_cast<long long>(rows[k]), field.value[k], k, rows.size(),
+                    from.value[rows[k]]);
+      return text;
+    }
+  }
+  return "";
+}
+
+std::vector<int64_t> range(int64_t first, int64_t end) {
+  std::vector<int64_t> rows(end - first);
+  std::iota(rows.begin(), rows.end(), first);
+  return rows;
+}
+
+// Batches of 1, a few and many; other places, other neighbours.
+std::vector<std::vector<int64_t>> batches(int64_t tokens) {
+  std::vector<std::vector<int64_t>> all;
+  for (const int64_t row : {int64_t{0}, tokens / 3, tokens / 2 + 1, tokens - 1})
+    all.push_back({row});
+  for (const int64_t size : {2, 7, 8, 9, 33, 300}) {
+    if (size < tokens) all.push_back(range(tokens - size, tokens));
+  }
+  all.push_back(range(0, tokens));
+  std::reverse(all.back().begin(), all.back().end());
+  std::vector<int64_t> shuffled = range(0, tokens);
+  Random random(7);
+  for (int64_t i = tokens - 1; i > 0; --i) std::swap(shuffled[i], shuffled[random.below(i + 1)]);
+  all.push_back(shuffled);
+  std::vector<int64_t> repeated(41, tokens / 2);
+  repeated[17] = 3 % tokens;
+  all.push_back(repeated);
+  return all;
+}
+
+template <class Op>
+void expect_invariant(const TestDevice& device, const Case& c) {
+  const Problem<Op> p = build<Op>(c);
+  const Outcome whole = execute(device, p.op, p.pool);
+  ASSERT_TRUE(whole.status.ok()) << whole.status.message();
+  for (const std::vector<int64_t>& rows : batches(c.shape.tokens)) {
+    const Problem<Op> part = gather(p, rows);
+    for (const Memory memory : {Memory::minimum, Memory::recommended}) {
+      const Outcome outcome = execute(device, part.op, part.pool, {.memory = memory});
+      ASSERT_TRUE(outcome.status.ok()) << outcome.status.message();
+      EXPECT_EQ(first_difference(whole.fields, outcome.fields, rows), "") << describe(c);
+      if (outcome.size.minimum == outcome.size.recommended) break;
+    }
+  }
+}
+
+TEST_P(Invariance, OfTheBatch) {
+  std::vector<Shape> shapes{{1024, 40, 300}, {70, 33, 1030}, {37, 257, 130}};
+  for (const Shape& shape : shapes) {
+    for (const bool everything : {false, true}) {
+      Case c{.op = op_, .shape = shape, .dtype = dtype_, .statistics = true};
+      if (everything) apply_everything(c);
+      c.options.reduction = Reduction::none;
+      with_op(op_, [&](auto op) {
+        using Op = decltype(op);
+        if constexpr (ForwardOp<Op>) expect_invariant<Op>(device_, c);
+      });
+    }
+  }
+}
+
+TEST_P(Invariance, OfTheWorkspace) {
+  for (const Shape& shape : {Shape{300, 40, 515}, Shape{33, 70, 2100}, Shape{8, 31, 1030}}) {
+    Case c{.op = op_, .shape = shape, .dtype = dtype_};
+    apply_everything(c);
+    c.options.reduction = Reduction::none;
+    const Outcome first = run_case(device_, c, {.memory = Memory::minimum});
+    ASSERT_TRUE(first.status.ok()) << first.status.message();
+    const auto [least, most, alignment] = first.size;
+    const std::vector<int64_t> rows = range(0, shape.tokens);
+    for (const uint64_t bytes :
+         {least + 1, least + 4096, least + (most - least) / 7, least + (most - least) / 2,
+          most - (most > least ? 1 : 0), most, most + 64, 2 * most, 5 * most + 1000003}) {
+      const Outcome other = run_case(device_, c, {.memory = Memory::exact, .bytes = bytes});
+      ASSERT_TRUE(other.status.ok()) << other.status.message();
+      EXPECT_EQ(first_difference(first.fields, other.fields, rows), "")
+          << describe(c) << ", workspace " << bytes;
+    }
+  }
+}
+
+// Neither what is asked for beside it nor how the loss is reduced changes a token's loss.
+TEST_P(Invariance, OfTheReduction) {
+  Case c{.op = op_, .shape = {130, 40, 300}, .dtype = dtype_, .statistics = true};
+  c.options.reduction = Reduction::none;
+  const Outcome none = run_case(device_, c);
+  c.options.reduction = Reduction::sum;
+  const Outcome sum = run_case(device_, c);
+  ASSERT_TRUE(none.status.ok() && sum.status.ok());
+  for (const auto& [name, field] : sum.fields) {
+    if (name == "loss" || name.starts_with("grad_")) continue;
+    EXPECT_EQ(field.bits, none.fields.at(name).bits) << name;
+  }
+}
+
+LOGITLESS_CONFORMANCE_SUITE_OF(Invariance, kForwardOps, kInputs);
+
+}  // namespace
+}  // namespace logitless::conformance

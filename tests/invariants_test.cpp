@@ -1,0 +1,204 @@
+// SPDX-License-Identifier: Apache-2.0
+// What needs no oracle: ignored rows are nothing, rows of a gradient sum to zero, a common shift
+// and a factor pass through, and micro-batches add up to the batch.
+#include <cmath>
+
+#include "gather.h"
+#include "judge.h"
+#include "suite.h"
+
+namespace logitless::conformance {
+namespace {
+
+class Invariants : public ConformanceTest {
+ protected:
+  // Calls f(problem) with the op of the case where it is of the kind `Wanted` asks for.
+  template <class F>
+  void with_problem(const Case& c, F&& f) {
+    with_op(op_, [&](auto op) {
+      using Op = decltype(op);
+      if constexpr (LossOp<Op>) f(build<Op>(c));
+    });
+  }
+  template <class Op>
+  Fields run(const Problem<Op>& p) {
+    const Outcome outcome = execute(device_, p.op, p.pool);
+    EXPECT_TRUE(outcome.status.ok()) << outcome.status.message();
+    return outcome.fields;
+  }
+};
+
+template <class Op>
+const TensorView& rows_of(const Op& op) {
+  if constexpr (LinearOp<Op>) {
+    return op.input;
+  } else {
+    return op.logits;
+  }
+}
+
+void expect_zero_rows(const Fields& fields, const std::vector<double>& target, double ignore_index,
+                      int64_t reduced) {
+  for (const auto& [name, field] : fields) {
+    if (name == "grad_weight" || name == "grad_bias" || (name == "loss" && reduced != 0)) continue;
+    const size_t columns = field.value.size() / target.size();
+    for (size_t k = 0; k < field.value.size(); ++k) {
+      if (target[k / columns] != ignore_index) continue;
+      EXPECT_EQ(field.value[k], name == "argmax" ? -1 : 0)
+          << name << " of ignored token " << k / columns;
+    }
+  }
+}
+
+// NaN and infinities in the rows of ignored tokens change no bit of anything.
+TEST_P(Invariants, IgnoredRowsAreNothing) {
+  for (const bool outside : {false, true}) {
+    for (const Reduction reduction : {Reduction::none, Reduction::mean}) {
+      for (const Shape& shape : {Shape{9, 19, 37}, Shape{70, 33, 515}}) {
+        Case c{.op = op_, .shape = shape, .dtype = dtype_};
+        apply_everything(c);
+        c.ignored = outside ? 0 : 0.4;
+        c.outside = outside ? 0.4 : 0;
+        c.options.reduction = reduction;
+        with_problem(c, [&](auto p) {
+          const Fields clean = run(p);
+          std::vector<double> target = read(p.op.target), values = read(rows_of(p.op));
+          const size_t columns = values.size() / target.size();
+          static constexpr double kGarbage[] = {NAN, INFINITY, -INFINITY};
+          for (size_t k = 0; k < values.size(); ++k) {
+            double& t = target[k / columns];
+            if (t < 0 || t >= static_cast<double>(shape.vocab)) values[k] = kGarbage[k % 3];
+          }
+          write(rows_of(p.op), values);
+          for (double& t : target) t = t < 0 || t >= static_cast<double>(shape.vocab) ? -100 : t;
+          // Weights of ignored tokens are nothing either.
+          std::vector<double> weight = read(p.op.weights.token);
+          for (size_t i = 0; i < weight.size(); ++i) weight[i] = target[i] < 0 ? NAN : weight[i];
+          write(p.op.weights.token, weight);
+          const Fields garbage = run(p);
+          EXPECT_EQ(differing_bits(clean, garbage), "") << describe(c);
+          expect_zero_rows(garbage, target, -100, reduction == Reduction::none ? 0 : 1);
+        });
+      }
+    }
+  }
+}
+
+// sum_j (p_j - [j = t]) = 0, to the rounding of the probabilities.
+TEST_P(Invariants, GradientRowsSumToZero) {
+  if (is_linear(op_)) return;
+  Case c{.op = op_, .shape = {33, 1, 1030}, .dtype = dtype_};
+  c.options.reduction = Reduction::none;
+  with_problem(c, [&](auto p) {
+    const Fields fields = run(p);
+    if (!fields.contains("grad_logits")) return;
+    const std::vector<double>& gradient = fields.at("grad_logits").value;
+    for (int64_t i = 0; i < c.shape.tokens; ++i) {
+      double sum = 0;
+      for (int64_t j = 0; j < c.shape.vocab; ++j) sum += gradient[i * c.shape.vocab + j];
+      // B of the contract, with entropy and |log s| at most log V, and twice it for the target's
+      // column.
+      const double log_v = std::log2(static_cast<double>(c.shape.vocab));
+      EXPECT_LE(std::fabs(sum), 2 * 4 * 0x1p-24 * (3 * log_v + 6)) << "row " << i;
+    }
+  });
+}
+
+// The sum of a tied bias' gradient is that of the rows: 0.
+TEST_P(Invariants, GradBiasSumsToZero) {
+  if (!is_linear(op_)) return;
+  Case c{.op = op_, .shape = {33, 40, 515}, .dtype = dtype_, .bias_dtype = dtype_, .bias = true};
+  c.options.reduction = Reduction::none;
+  with_problem(c, [&](auto p) {
+    const Fields fields = run(p);
+    if (!fields.contains("grad_bias")) return;
+    double sum = 0, magnitude = 0;
+    for (const double g : fields.at("grad_bias").value) sum += g, magnitude += std::fabs(g);
+    const double unit = dtype_ == DType::f32 ? 0x1p-24 : dtype_ == DType::f16 ? 0x1p-11 : 0x1p-8;
+    EXPECT_LE(std::fabs(sum), (dtype_ == DType::f32 ? 100 : 2) * unit * magnitude);
+  });
+}
+
+// A common offset of a row's logits, exact in f32, costs nothing.
+TEST_P(Invariants, ShiftOfTheLogits) {
+  if (is_linear(op_) || dtype_ != DType::f32) return;
+  for (const double shift : {64.0, 8192.0}) {
+    Case c{.op = op_, .shape = {9, 1, 515}, .dtype = dtype_};
+    c.options.reduction = Reduction::none;
+    with_problem(c, [&](auto p) {
+      std::vector<double> logits = read(rows_of(p.op));
+      for (double& z : logits) z = std::nearbyint(z * 256) / 256;
+      write(rows_of(p.op), logits);
+      const reference::Result want = reference::evaluate(p.op, p.model);
+      for (double& z : logits) z += shift;
+      write(rows_of(p.op), logits);
+      // Judged by the bounds of the unshifted logits.
+      const Comparison result = compare(want, run(p));
+      EXPECT_TRUE(result.ok()) << "shift " << shift << "\n" << result.report;
+    });
+  }
+}
+
+// A power of two in grad_loss is the same power of two in every gradient, to the bit.
+TEST_P(Invariants, LinearInGradLoss) {
+  for (const Reduction reduction : {Reduction::none, Reduction::sum, Reduction::mean}) {
+    Case c{.op = op_, .shape = {33, 40, 300}, .dtype = dtype_, .grad_loss = true};
+    c.options.reduction = reduction;
+    with_problem(c, [&](auto p) {
+      using Op = decltype(p.op);
+      if constexpr (GradientOp<Op>) {
+        const Fields once = run(p);
+        std::vector<double> upstream = read(p.op.grad_loss);
+        for (double& g : upstream) g *= 8;
+        write(p.op.grad_loss, upstream);
+        const Fields eight = run(p);
+        for (const auto& [name, field] : once) {
+          if (!name.starts_with("grad_")) continue;
+          for (size_t k = 0; k < field.value.size(); ++k) {
+            // Not where one of the two may have been flushed.
+            if (std::fabs(field.value[k]) < 1e-30) continue;
+            ASSERT_EQ(eight.at(name).value[k], 8 * field.value[k]) << name << " " << k;
+          }
+        }
+        for (double& g : upstream) g = 0;
+        write(p.op.grad_loss, upstream);
+        for (const auto& [name, field] : run(p)) {
+          if (!name.starts_with("grad_")) continue;
+          for (const double g : field.value) ASSERT_EQ(g, 0) << name;
+        }
+      }
+    });
+  }
+}
+
+// Two micro-batches under one normalizer, accumulated, are the batch.
+TEST_P(Invariants, MicroBatchesAddUp) {
+  if (!is_linear(op_)) return;
+  Case c{.op = op_, .shape = {40, 33, 300}, .dtype = dtype_, .bias_dtype = dtype_, .bias = true};
+  c.options.normalizer = 40;
+  with_problem(c, [&](auto p) {
+    using Op = decltype(p.op);
+    if constexpr (LinearOp<Op> && GradientOp<Op>) {
+      std::vector<int64_t> first, second;
+      for (int64_t i = 0; i < 40; ++i) (i < 13 ? first : second).push_back(i);
+      const Fields one = run(gather(p, first));
+      auto rest = gather(p, second);
+      rest.op.accumulate_grad_weight = true;
+      write(rest.op.grad_weight, one.at("grad_weight").value);
+      write(rest.op.grad_bias, one.at("grad_bias").value);
+      const Fields both = run(rest);
+      const reference::Result want = reference::evaluate(p.op, p.model);
+      for (const char* name : {"grad_weight", "grad_bias"}) {
+        reference::Result part;
+        part.outputs[name] = want.outputs.at(name);
+        const Comparison result = compare(part, Fields{{name, both.at(name)}});
+        EXPECT_TRUE(result.ok()) << result.report;
+      }
+    }
+  });
+}
+
+LOGITLESS_CONFORMANCE_SUITE_OF(Invariants, kLossOps, kInputs);
+
+}  // namespace
+}  // namespace logitless::conformance

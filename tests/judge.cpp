@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs cases of the table.
+#include "judge.h"
+
+#include "problem.h"
+
+namespace logitless::conformance {
+namespace {
+
+constexpr Memory kMemories[] = {Memory::minimum, Memory::recommended};
+
+}  // namespace
+
+Outcome run_case(const TestDevice& device, const Case& c, const RunPlan& plan) {
+  return with_op(c.op, [&](auto op) {
+    const auto problem = build<decltype(op)>(c);
+    return execute(device, problem.op, problem.pool, plan);
+  });
+}
+
+WorkspaceSize workspace_of(const TestDevice& device, const Case& c, const Executor* executor) {
+  return with_op(c.op, [&](auto op) {
+    auto problem = build<decltype(op)>(c);
+    place(problem.op, device.tensors());
+    Execution execution = device.execution();
+    execution.executor = executor;
+    WorkspaceSize size;
+    const Status status = workspace(problem.op, execution, &size);
+    if (!status.ok()) throw std::logic_error(status.message());
+    return size;
+  });
+}
+
+Comparison judge_sizes(const TestDevice& device, const Case& c,
+                       const std::vector<uint64_t>& sizes) {
+  return with_op(c.op, [&](auto op) {
+    using Op = decltype(op);
+    const Problem<Op> problem = build<Op>(c);
+    reference::BoundModel model = problem.model;
+    model.tensor_cores = device.tensor_cores();
+    const reference::Result want = reference::evaluate(problem.op, model);
+    Comparison all;
+    for (const uint64_t bytes : sizes) {
+      const Outcome got =
+          execute(device, problem.op, problem.pool, {.memory = Memory::exact, .bytes = bytes});
+      all.merge(compare(want, got), describe(c) + ", workspace " + std::to_string(bytes));
+    }
+    return all;
+  });
+}
+
+Comparison judge(const TestDevice& device, const Case& c, const RunPlan& plan) {
+  return with_op(c.op, [&](auto op) {
+    using Op = decltype(op);
+    const Problem<Op> problem = build<Op>(c);
+    reference::BoundModel model = problem.model;
+    model.tensor_cores = device.tensor_cores();
+    return compare(reference::evaluate(problem.op, model),
+                   execute(device, problem.op, problem.pool, plan));
+  });
+}
+
+Comparison judge_pairs(const TestDevice& device, OpKind op, DType dtype, size_t offset,
+                       size_t step) {
+  Comparison all;
+  const std::vector<Pair> pairs = feature_pairs(op, dtype);
+  for (size_t i = offset; i < pairs.size(); i += step) {
+    const Case c = case_of(op, dtype, pairs[i]);
+    const std::string context = std::string(features()[pairs[i].first].name) + " + " +
+                                features()[pairs[i].second].name + ", " + describe(c);
+    all.merge(judge(device, c, {.memory = kMemories[i % 2]}), context);
+  }
+  return all;
+}
+
+void apply_everything(Case& c) {
+  c.options.label_smoothing = 0.1f;
+  c.options.z_loss = 1e-3f;
+  c.options.logit_scale = 0.8f;
+  c.options.softcap = 20;
+  c.options.temperature = 1.3f;
+  c.options.out_of_range = OutOfRange::ignore;
+  c.ignored = c.outside = 0.15;
+  c.token_weight = c.vocab_weight = c.statistics = c.grad_loss = true;
+  c.bias = true;
+  c.bias_dtype = c.dtype;
+  c.grad_lse = c.grad_target_logit = c.grad_entropy = c.saved_state = true;
+}
+
+Comparison judge_shapes(const TestDevice& device, OpKind op, DType dtype) {
+  static constexpr Data kData[] = {Data::normal, Data::peaked, Data::constant, Data::large};
+  static constexpr Placement kPlacements[] = {
+      Placement::dense,     Placement::padded, Placement::dense,      Placement::strided,
+      Placement::unaligned, Placement::dense,  Placement::transposed, Placement::broadcast};
+  static constexpr DType kGradients[] = {DType::f32, DType::bf16, DType::f32, DType::f16,
+                                         DType::f32};
+  static constexpr Reduction kReductions[] = {Reduction::mean, Reduction::none, Reduction::sum};
+  Comparison all;
+  uint64_t seed = 0;
+  for (const Shape& shape : shapes(op)) {
+    for (const bool everything : {false, true}) {
+      ++seed;
+      Case c{.op = op, .shape = shape, .dtype = dtype, .seed = seed};
+      c.data = kData[seed / 3 % 4];
+      c.placement = kPlacements[seed / 2 % 8];
+      c.grad_input = kGradients[seed % 5];
+      c.grad_weight = kGradients[seed / 5 % 5];
+      c.options.reduction = kReductions[seed / 7 % 3];
+      c.statistics = seed % 3 == 0;
+      if (everything) apply_everything(c);
+      all.merge(judge(device, c, {.memory = kMemories[seed / 4 % 2]}),
+                describe(c) + (everything ? " everything" : ""));
+    }
+  }
+  return all;
+}
+
+}  // namespace logitless::conformance

@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+// One case on one backend against the reference.
+#pragma once
+
+#include "cases.h"
+#include "fixture.h"
+
+namespace logitless::conformance {
+
+Outcome run_case(const TestDevice& device, const Case& c, const RunPlan& plan = {});
+WorkspaceSize workspace_of(const TestDevice& device, const Case& c,
+                           const Executor* executor = nullptr);
+// In workspaces of each of these sizes.
+Comparison judge_sizes(const TestDevice& device, const Case& c, const std::vector<uint64_t>& sizes);
+Comparison judge(const TestDevice& device, const Case& c, const RunPlan& plan = {});
+
+// Every feature pair of the op and dtype whose index is `offset` modulo `step`, in workspaces of
+// several sizes.
+Comparison judge_pairs(const TestDevice& device, OpKind op, DType dtype, size_t offset = 0,
+                       size_t step = 1);
+// Every shape, plain and with all options together, with data and placement in rotation.
+Comparison judge_shapes(const TestDevice& device, OpKind op, DType dtype);
+
+// Turns on every option that the op can have at once.
+void apply_everything(Case& c);
+
+}  // namespace logitless::conformance

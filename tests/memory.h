@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+// Host memory of the conformance suite: every tensor in an allocation of its own between guard
+// bytes, elements read and written as double. Gaps of strided tensors are part of the guarded
+// bytes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "logitless/logitless.h"
+
+namespace logitless::conformance {
+
+// Nearest value of a floating dtype, ties to even; beyond its range: infinity.
+double round_to(DType dtype, double value);
+// The least magnitude that rounds to infinity.
+double overflow_threshold(DType dtype);
+double load(DType dtype, const std::byte* address);
+void store(DType dtype, double value, std::byte* address);
+
+// Bytes at a multiple of 128, so that an address 64 after it is aligned to 64 and no more.
+class Bytes {
+ public:
+  Bytes() = default;
+  explicit Bytes(size_t size);
+  std::byte* data() const { return data_.get(); }
+  size_t size() const { return size_; }
+
+ private:
+  struct Free {
+    void operator()(std::byte* p) const { ::operator delete(p, std::align_val_t{128}); }
+  };
+  std::unique_ptr<std::byte[], Free> data_;
+  size_t size_ = 0;
+};
+
+inline constexpr size_t kGuardBytes = 256;
+
+// Where a tensor's elements lie; strides of {0, 0} mean dense.
+struct Layout {
+  std::array<int64_t, 2> stride{0, 0};
+  int64_t offset =
+      0;  // elements between the guard and the first one: an address of element alignment only
+  bool broadcast = false;  // a stride of 0 is meant
+};
+
+// NaN in every floating dtype: what is read from a gap or a guard shows.
+inline constexpr std::byte kFill{0xFF};
+
+// The tensors of one op. Views stay valid as long as the pool.
+class Pool {
+ public:
+  // shape: {} [] | {n} [n] | {rows, columns} [rows, columns]; values dense row-major.
+  TensorView add(DType dtype, std::vector<int64_t> shape, const std::vector<double>& values,
+                 Layout layout = {});
+  // Its elements hold kFill.
+  TensorView reserve(DType dtype, std::vector<int64_t> shape, Layout layout = {});
+  size_t size() const { return allocations_.size(); }
+  const Bytes& operator[](size_t i) const { return allocations_[i]; }
+  // The allocation a view lies in.
+  size_t find(const TensorView& view) const;
+
+ private:
+  std::vector<Bytes> allocations_;
+};
+
+int64_t element_count(const TensorView& view);
+// Calls f(i, byte offset from the view's first element) for every element, dense row-major order.
+void for_each_element(const TensorView& view, const std::function<void(int64_t, int64_t)>& f);
+std::vector<double> read(const TensorView& view);
+void write(const TensorView& view, const std::vector<double>& values);
+
+}  // namespace logitless::conformance

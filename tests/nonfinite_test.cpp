@@ -1,0 +1,213 @@
+// SPDX-License-Identifier: Apache-2.0
+// Infinities, NaN, huge and tiny numbers: what belongs to one row stays in it, and a finite loss
+// stays finite.
+#include <cmath>
+#include <limits>
+
+#include "judge.h"
+#include "problem.h"
+#include "suite.h"
+
+namespace logitless::conformance {
+namespace {
+
+constexpr double kInf = std::numeric_limits<double>::infinity();
+constexpr int64_t kTokens = 6, kHidden = 9, kVocab = 70, kRow = 2;
+
+// The options under which an infinite logit takes another way through the formulas.
+struct Setting {
+  const char* name;
+  void (*apply)(Case& c);
+};
+constexpr Setting kSettings[] = {
+    {"plain", [](Case&) {}},
+    {"smoothing", [](Case& c) { c.options.label_smoothing = 0.1f; }},
+    {"smoothing_one", [](Case& c) { c.options.label_smoothing = 1; }},
+    {"class weights and smoothing",
+     [](Case& c) { c.vocab_weight = true, c.options.label_smoothing = 0.1f; }},
+    {"softcap", [](Case& c) { c.options.softcap = 5; }},
+    {"z_loss", [](Case& c) { c.options.z_loss = 0.01f; }},
+    {"scale", [](Case& c) { c.options.logit_scale = -0.5f, c.options.temperature = 2; }},
+    {"gradients of statistics",
+     [](Case& c) { c.grad_lse = c.grad_target_logit = c.grad_entropy = true; }},
+};
+
+class NonFinite : public ConformanceTest {
+ protected:
+  Case plain() const {
+    Case c{.op = op_, .shape = {kTokens, kHidden, kVocab}, .dtype = dtype_, .statistics = true};
+    c.options.reduction = Reduction::none;
+    c.bias = true;
+    c.bias_dtype = dtype_;
+    return c;
+  }
+  // As the reference; returns what was written.
+  template <class Op>
+  Fields judged(const Problem<Op>& p, const std::string& what) {
+    const Outcome outcome = execute(device_, p.op, p.pool);
+    const Comparison result = compare(reference::evaluate(p.op, p.model), outcome);
+    EXPECT_TRUE(result.ok()) << what << "\n" << result.report;
+    return outcome.fields;
+  }
+};
+
+void set(const TensorView& view, int64_t index, double value) {
+  std::vector<double> values = read(view);
+  values[index] = value;
+  write(view, values);
+}
+
+// Rows other than `row` of every per-token field are the same bits.
+void expect_other_rows(const Fields& before, const Fields& after, int64_t row,
+                       const std::string& what) {
+  for (const auto& [name, field] : after) {
+    if (name == "grad_weight" || name == "grad_bias") continue;
+    const std::vector<std::byte>& old = before.at(name).bits;
+    const size_t bytes = field.bits.size() / kTokens;
+    for (size_t k = 0; k < field.bits.size(); ++k) {
+      if (k / bytes == static_cast<size_t>(row) || field.bits[k] == old[k]) continue;
+      ADD_FAILURE() << what << ": " << name << " changed in row " << k / bytes;
+      break;
+    }
+  }
+}
+
+// One number of one row of logits, at the target's column and away from it.
+TEST_P(NonFinite, StaysInItsRow) {
+  for (const Setting& setting : kSettings) {
+    Case c = plain();
+    setting.apply(c);
+    with_op(op_, [&](auto op) {
+      using Op = decltype(op);
+      Problem<Op> p = build<Op>(c);
+      const Fields before = judged(p, setting.name);
+      for (const double value : {kInf, -kInf, std::nan("")}) {
+        // Columns 5 and 65 have class weight 0.
+        for (const int64_t column : {int64_t{-1}, int64_t{4}, int64_t{5}, int64_t{65}}) {
+          const std::string what = std::string(setting.name) + ", " + std::to_string(value) +
+                                   " at " + std::to_string(column);
+          TensorView view;
+          int64_t index = 0;
+          if constexpr (LinearOp<Op>) {
+            view = p.op.input;
+            index = kRow * kHidden + (column + 1) % kHidden;
+          } else {
+            view = p.op.logits;
+            index = kRow * kVocab + column;
+            if constexpr (LossOp<Op>) {
+              if (column < 0) index = kRow * kVocab + static_cast<int64_t>(read(p.op.target)[kRow]);
+            }
+            if (column < 0 && !LossOp<Op>) continue;
+          }
+          const double old = read(view)[index];
+          set(view, index, value);
+          expect_other_rows(before, judged(p, what), kRow, what);
+          set(view, index, old);
+        }
+      }
+    });
+  }
+}
+
+// A column's bias or weight: every row's logit there.
+TEST_P(NonFinite, InAColumn) {
+  if (!is_linear(op_)) return;
+  for (const Setting& setting : kSettings) {
+    Case c = plain();
+    setting.apply(c);
+    with_op(op_, [&](auto op) {
+      using Op = decltype(op);
+      if constexpr (LinearOp<Op>) {
+        for (const double value : {kInf, -kInf, std::nan("")}) {
+          for (const int64_t column : {int64_t{4}, int64_t{5}, kVocab - 1}) {
+            Problem<Op> p = build<Op>(c);
+            set(p.op.bias, column, value);
+            judged(p, std::string(setting.name) + ", bias");
+            p = build<Op>(c);
+            set(p.op.weight, column * kHidden + 3, value);
+            judged(p, std::string(setting.name) + ", weight");
+          }
+        }
+      }
+    });
+  }
+}
+
+// A masked vocabulary: -inf everywhere but in a few columns, and in every one.
+TEST_P(NonFinite, RowsOfMinusInfinity) {
+  for (const int64_t kept : {0, 1, 3}) {
+    for (const Setting& setting : kSettings) {
+      Case c = plain();
+      setting.apply(c);
+      with_op(op_, [&](auto op) {
+        using Op = decltype(op);
+        Problem<Op> p = build<Op>(c);
+        const Fields before = judged(p, setting.name);
+        const TensorView& view = [&]() -> const TensorView& {
+          if constexpr (LinearOp<Op>) {
+            return p.op.bias;
+          } else {
+            return p.op.logits;
+          }
+        }();
+        std::vector<double> values = read(view);
+        const int64_t first = LinearOp<Op> ? 0 : kRow * kVocab;
+        for (int64_t j = kept; j < kVocab; ++j) values[first + j] = -kInf;
+        write(view, values);
+        const std::string what =
+            std::string(setting.name) + ", " + std::to_string(kept) + " columns left";
+        const Fields after = judged(p, what);
+        if (!LinearOp<Op>) expect_other_rows(before, after, kRow, what);
+        if (kept == 0 && c.options.softcap == 0 && after.contains("loss")) {
+          EXPECT_TRUE(std::isnan(after.at("loss").value[kRow])) << what;
+        }
+        // Softcap turns -inf into -softcap: nothing is masked.
+        if (kept == 0 && c.options.softcap > 0 && after.contains("loss")) {
+          EXPECT_TRUE(std::isfinite(after.at("loss").value[kRow])) << what;
+        }
+      });
+    }
+  }
+}
+
+TEST_P(NonFinite, MinusInfinityUnderSmoothingIsAnInfiniteLoss) {
+  if (op_ != OpKind::forward) return;
+  Case c = plain();
+  c.options.label_smoothing = 0.1f;
+  Problem<CrossEntropyForward> p = build<CrossEntropyForward>(c);
+  set(p.op.logits, kRow * kVocab + 7, -kInf);
+  const Fields fields = judged(p, "smoothing");
+  EXPECT_EQ(fields.at("loss").value[kRow], kInf);
+  EXPECT_TRUE(std::isfinite(fields.at("entropy").value[kRow]));
+}
+
+// |z| up to 1e30 and subnormals.
+TEST_P(NonFinite, HugeAndTiny) {
+  for (const double scale : {1e30, 1e20, 1e4, 1e-20, 1e-38, 1e-41}) {
+    if (dtype_ == DType::f16 && (scale > 1e4 || scale < 1e-8)) continue;
+    for (const bool shifted : {false, true}) {
+      Case c = plain();
+      c.bias = false;
+      with_op(op_, [&](auto op) {
+        using Op = decltype(op);
+        Problem<Op> p = build<Op>(c);
+        const TensorView& view = [&]() -> const TensorView& {
+          if constexpr (LinearOp<Op>) {
+            return p.op.input;
+          } else {
+            return p.op.logits;
+          }
+        }();
+        std::vector<double> values = read(view);
+        for (double& x : values) x = shifted && !LinearOp<Op> ? scale + x : scale * x / 10;
+        write(view, values);
+        judged(p, "scale " + std::to_string(scale));
+      });
+    }
+  }
+}
+
+LOGITLESS_CONFORMANCE_SUITE(NonFinite);
+
+}  // namespace
+}  // namespace logitless::conformance

@@ -1,0 +1,212 @@
+// SPDX-License-Identifier: Apache-2.0
+// A case made into an op on guarded host memory.
+#pragma once
+
+#include <cmath>
+#include <stdexcept>
+
+#include "cases.h"
+#include "data.h"
+#include "memory.h"
+#include "src/reference/reference.h"
+
+namespace logitless::conformance {
+
+template <class Op>
+struct Problem {
+  Op op{};
+  Pool pool;
+  reference::BoundModel model{};
+};
+
+enum class Role { input, output };
+
+// The layout of a tensor under a placement. Broadcasting is for inputs that may share elements
+// between tokens.
+inline Layout layout_of(Placement placement, const std::vector<int64_t>& shape, Role role) {
+  const size_t rank = shape.size();
+  if (rank == 0) return {.offset = placement == Placement::unaligned ? 1 : 0};
+  const int64_t columns = rank == 2 ? shape[1] : 1;
+  switch (placement) {
+    case Placement::padded:
+      return rank == 2 ? Layout{.stride = {columns + 5, 1}} : Layout{};
+    case Placement::strided:
+      return rank == 2 ? Layout{.stride = {3 * columns + 7, 3}} : Layout{.stride = {2, 0}};
+    case Placement::transposed:
+      return rank == 2 ? Layout{.stride = {1, shape[0] + 3}} : Layout{};
+    case Placement::broadcast:
+      if (role == Role::output) return {};
+      return rank == 2 ? Layout{.stride = {0, 1}, .broadcast = true} : Layout{.broadcast = true};
+    case Placement::unaligned:
+      return {.offset = 3};
+    case Placement::dense:
+      break;
+  }
+  return {};
+}
+
+// Fills the fields of an op from a case.
+template <class Op>
+class Builder {
+ public:
+  explicit Builder(const Case& c) : c_(c), values_(make_values(c)) {}
+
+  Problem<Op> build() {
+    p_.model.structured = c_.data == Data::constant;
+    if constexpr (LinearOp<Op>) {
+      add_linear();
+    } else {
+      p_.op.logits = matrix(c_.dtype, c_.shape.tokens, c_.shape.vocab, values_.logits);
+    }
+    if constexpr (std::is_same_v<Op, Softmax>) {
+      p_.op.probabilities =
+          c_.in_place ? p_.op.logits : output(c_.grad_input, {c_.shape.tokens, c_.shape.vocab});
+    } else {
+      add_loss();
+    }
+    return std::move(p_);
+  }
+
+ private:
+  TensorView put(DType dtype, std::vector<int64_t> shape, std::vector<double> values) {
+    return p_.pool.add(dtype, shape, values, layout_of(c_.placement, shape, Role::input));
+  }
+  TensorView matrix(DType dtype, int64_t rows, int64_t columns, std::vector<double> values) {
+    // Broadcast writes land on one row: the last wins, for the reference and the judged alike.
+    return put(dtype, {rows, columns}, std::move(values));
+  }
+  TensorView vector(int64_t size, double scale, double offset, uint64_t salt) {
+    return put(DType::f32, {size}, normals(size, c_.seed * 31 + salt, scale, offset));
+  }
+  TensorView output(DType dtype, std::vector<int64_t> shape) {
+    return p_.pool.reserve(dtype, shape, layout_of(c_.placement, shape, Role::output));
+  }
+  TensorView accumulated(DType dtype, std::vector<int64_t> shape) {
+    if (!c_.accumulate) return output(dtype, shape);
+    int64_t count = 1;
+    for (int64_t size : shape) count *= size;
+    return p_.pool.add(dtype, shape, normals(count, c_.seed + 5),
+                       layout_of(c_.placement, shape, Role::output));
+  }
+  // [N] for none, [] or [1] otherwise.
+  std::vector<int64_t> reduced() const {
+    if (c_.options.reduction == Reduction::none) return {c_.shape.tokens};
+    return c_.seed % 2 == 0 ? std::vector<int64_t>{} : std::vector<int64_t>{1};
+  }
+
+  void add_linear() {
+    const auto [tokens, hidden, vocab] = c_.shape;
+    p_.op.input = matrix(c_.dtype, tokens, hidden, values_.input);
+    // Rows of the vocabulary stay their own under broadcast: otherwise every logit of a token is
+    // the same.
+    const Placement placement =
+        c_.placement == Placement::broadcast ? Placement::dense : c_.placement;
+    p_.op.weight = p_.pool.add(c_.dtype, {vocab, hidden}, values_.weight,
+                               layout_of(placement, {vocab, hidden}, Role::input));
+    if (c_.bias) p_.op.bias = put(c_.bias_dtype, {vocab}, normals(vocab, c_.seed + 3));
+  }
+
+  void add_loss() {
+    p_.op.options = c_.options;
+    const int64_t tokens = c_.shape.tokens;
+    const int64_t vocab = c_.options.vocab_total ? c_.options.vocab_total : c_.shape.vocab;
+    p_.op.target = put(c_.target, {tokens}, values_.target);
+    if (c_.token_weight) p_.op.weights.token = vector(tokens, 0.5, 1, 11);
+    if (c_.vocab_weight) p_.op.weights.vocab = put(DType::f32, {vocab}, class_weights(vocab));
+    if (c_.normalizer == NormalizerKind::f32) p_.op.weights.normalizer = put(DType::f32, {}, {6.4});
+    if (c_.normalizer == NormalizerKind::i64) p_.op.weights.normalizer = put(DType::i64, {1}, {7});
+    if (c_.fault) p_.op.fault = p_.pool.add(DType::i32, {1}, {0});
+    if constexpr (ForwardOp<Op>) add_forward_outputs();
+    if constexpr (GradientOp<Op>) {
+      if (c_.grad_loss)
+        p_.op.grad_loss =
+            put(DType::f32, reduced(), normals(size_of_reduced(), c_.seed + 7, 0.6, 0.2));
+      add_gradients();
+    }
+    if constexpr (BackwardOnlyOp<Op>) add_saved();
+  }
+
+  int64_t size_of_reduced() const {
+    return c_.options.reduction == Reduction::none ? c_.shape.tokens : 1;
+  }
+
+  // Positive, some of them exactly 0.
+  std::vector<double> class_weights(int64_t vocab) const {
+    std::vector<double> weights = normals(vocab, c_.seed + 13, 0.4, 1);
+    for (int64_t j = 0; j < vocab; ++j) weights[j] = j % 6 == 5 ? 0 : std::fabs(weights[j]);
+    return weights;
+  }
+
+  void add_forward_outputs() {
+    const int64_t tokens = c_.shape.tokens;
+    const bool shard = c_.options.vocab_total > c_.shape.vocab;
+    if (!shard) p_.op.loss = output(DType::f32, reduced());
+    if (!c_.statistics) return;
+    TokenStatistics& s = p_.op.statistics;
+    for (TensorView* view : {&s.lse, &s.target_logit, &s.entropy, &s.row_reference, &s.row_log_sum,
+                             &s.weighted_logit_sum}) {
+      *view = output(DType::f32, {tokens});
+    }
+    s.argmax = output(c_.argmax, {tokens});
+  }
+
+  void add_gradients() {
+    if constexpr (LinearOp<Op>) {
+      const auto [tokens, hidden, vocab] = c_.shape;
+      if (c_.wants_grad_input) p_.op.grad_input = output(c_.grad_input, {tokens, hidden});
+      if (c_.wants_grad_weight) p_.op.grad_weight = accumulated(c_.grad_weight, {vocab, hidden});
+      if (c_.bias || c_.wants_grad_bias) p_.op.grad_bias = accumulated(c_.grad_weight, {vocab});
+      p_.op.accumulate_grad_weight = c_.accumulate;
+    } else {
+      p_.op.grad_logits =
+          c_.in_place ? p_.op.logits : output(c_.grad_input, {c_.shape.tokens, c_.shape.vocab});
+    }
+  }
+
+  // What the Forward of the same op writes, by the reference: (row_reference, row_log_sum,
+  // entropy).
+  void add_saved() {
+    const int64_t tokens = c_.shape.tokens;
+    if (c_.grad_lse) p_.op.grad_lse = vector(tokens, 0.3, 0.1, 17);
+    if (c_.grad_target_logit) p_.op.grad_target_logit = vector(tokens, 0.3, -0.1, 19);
+    if (c_.grad_entropy) p_.op.grad_entropy = vector(tokens, 0.3, 0, 23);
+    if (!c_.saved_state && !c_.grad_entropy) return;
+    using Forward =
+        std::conditional_t<LinearOp<Op>, LinearCrossEntropyForward, CrossEntropyForward>;
+    Forward forward{.target = p_.op.target, .options = p_.op.options, .weights = p_.op.weights};
+    if constexpr (LinearOp<Op>) {
+      forward.input = p_.op.input, forward.weight = p_.op.weight, forward.bias = p_.op.bias;
+    } else {
+      forward.logits = p_.op.logits;
+    }
+    // Only the shape of these is looked at: evaluate writes nothing.
+    const TensorView row = vector_view(&c_, DType::f32, tokens);
+    forward.statistics = {.entropy = row, .row_reference = row, .row_log_sum = row};
+    const reference::Result result = reference::evaluate(forward, p_.model, false);
+    if (!result.status.ok()) throw std::logic_error(result.status.message());
+    // Of a shard: as if the other shards held half of each row's probability.
+    const bool shard = c_.options.vocab_total > c_.shape.vocab;
+    std::vector<double> log_sum = result.outputs.at("row_log_sum").value;
+    for (double& x : log_sum) x += shard ? std::log(2) : 0;
+    if (c_.grad_entropy) p_.op.entropy = saved(result.outputs.at("entropy").value);
+    if (!c_.saved_state) return;
+    p_.op.row_reference = saved(result.outputs.at("row_reference").value);
+    p_.op.row_log_sum = saved(log_sum);
+  }
+  TensorView saved(const std::vector<double>& values) {
+    // A view each token has its own element of, even where other inputs are broadcast.
+    const std::vector<int64_t> shape{c_.shape.tokens};
+    return p_.pool.add(DType::f32, shape, values, layout_of(c_.placement, shape, Role::output));
+  }
+
+  const Case c_;
+  Values values_;
+  Problem<Op> p_;
+};
+
+template <class Op>
+Problem<Op> build(const Case& c) {
+  return Builder<Op>(c).build();
+}
+
+}  // namespace logitless::conformance
