@@ -25,31 +25,37 @@ bool rows_adjoin(const TensorView& v) {
   return v && v.shape[0] > 1 && std::abs(v.stride[0]) < std::abs(v.stride[1]);
 }
 
-// from[r][j] -> to[r][j] for rows of any distance, a strip of columns at a time.
-template <class T, class From, class To>
-void move_strided(int64_t rows, int64_t count, const From& from, const To& to) {
-  for (int64_t j = 0; j < count; j += strip) {
-    const int64_t end = std::min(count, j + strip);
-    for (int64_t r = 0; r < rows; ++r) {
-      for (int64_t k = j; k < end; ++k) *to(r, k) = *from(r, k);
-    }
-  }
-}
-
-// The elements of one block of a view.
+// Rows of any distance; row null: rows 0, 1, 2...
 template <class T>
-struct Elements {
+struct Strided {
   T* base;
   const int64_t* row;
   int64_t row_stride, column_stride;
-  T* operator()(int64_t r, int64_t j) const {
-    return base + row[r] * row_stride + j * column_stride;
+  T* at(int64_t r, int64_t j) const {
+    return base + (row != nullptr ? row[r] : r) * row_stride + j * column_stride;
   }
 };
 
 template <class T>
-Elements<T> elements(const TensorView& v, const RowGroup& rows, int64_t column) {
+Strided<T> strided(const TensorView& v, const RowGroup& rows, int64_t column) {
   return {v.as<T>() + column * v.stride[1], rows.row, v.stride[0], v.stride[1]};
+}
+
+// A strip of columns at a time.
+template <class T>
+void move_strided(int64_t rows, int64_t count, const Strided<const T>& from, const Strided<T>& to) {
+  const int64_t from_step = from.column_stride, to_step = to.column_stride;
+  for (int64_t j = 0; j < count; j += strip) {
+    for (int64_t r = 0; r < rows; ++r) {
+      const T* source = from.at(r, j);
+      T* destination = to.at(r, j);
+      if (count - j >= strip) {
+        for (int64_t k = 0; k < strip; ++k) destination[k * to_step] = source[k * from_step];
+      } else {
+        for (int64_t k = 0; k < count - j; ++k) destination[k * to_step] = source[k * from_step];
+      }
+    }
+  }
 }
 
 char* address(const TensorView& v, int64_t row, int64_t column) {
@@ -67,16 +73,16 @@ void load_group(const TensorView& view, const RowGroup& rows, int64_t column, in
     return;
   }
   if (view.dtype == DType::f32) {
-    move_strided<float>(rows.count, count, elements<const float>(view, rows, column),
-                        [&](int64_t r, int64_t j) { return to + r * pitch + j; });
+    move_strided<float>(rows.count, count, strided<const float>(view, rows, column),
+                        {to, nullptr, pitch, 1});
     return;
   }
   constexpr int64_t width = 64;
   uint16_t narrow[most_rows][width];
   for (int64_t j = 0; j < count; j += width) {
     const int64_t part = std::min(width, count - j);
-    move_strided<uint16_t>(rows.count, part, elements<const uint16_t>(view, rows, column + j),
-                           [&](int64_t r, int64_t k) { return &narrow[r][k]; });
+    move_strided<uint16_t>(rows.count, part, strided<const uint16_t>(view, rows, column + j),
+                           {narrow[0], nullptr, width, 1});
     for (int64_t r = 0; r < rows.count; ++r) {
       load_as_f32(narrow[r], view.dtype, part, to + r * pitch + j);
     }
@@ -92,9 +98,8 @@ void store_group(const float* from, int64_t pitch, const RowGroup& rows, int64_t
     return;
   }
   if (view.dtype == DType::f32) {
-    move_strided<float>(
-        rows.count, count, [&](int64_t r, int64_t j) { return from + r * pitch + j; },
-        elements<float>(view, rows, column));
+    move_strided<float>(rows.count, count, {from, nullptr, pitch, 1},
+                        strided<float>(view, rows, column));
     return;
   }
   constexpr int64_t width = 64;
@@ -104,9 +109,8 @@ void store_group(const float* from, int64_t pitch, const RowGroup& rows, int64_t
     for (int64_t r = 0; r < rows.count; ++r) {
       store_from_f32(from + r * pitch + j, part, view.dtype, narrow[r]);
     }
-    move_strided<uint16_t>(
-        rows.count, part, [&](int64_t r, int64_t k) { return &narrow[r][k]; },
-        elements<uint16_t>(view, rows, column + j));
+    move_strided<uint16_t>(rows.count, part, {narrow[0], nullptr, width, 1},
+                           strided<uint16_t>(view, rows, column + j));
   }
 }
 

@@ -348,7 +348,8 @@ void RowAccumulator::add(const BlockState& block, int64_t first_column, BlockWan
     old_shift = maximum == least ? 0 : static_cast<double>(maximum) - block.maximum;
     maximum = block.maximum;
   }
-  const double old_factor = std::exp(old_shift), new_factor = std::exp(new_shift);
+  const double old_factor = old_shift == 0 ? 1 : std::exp(old_shift);
+  const double new_factor = new_shift == 0 ? 1 : std::exp(new_shift);
   if (wants.entropy) {
     shifted_sum = old_factor * (shifted_sum + sum * old_shift) +
                   new_factor * (block.shifted_sum + block.sum * new_shift);
