@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// The demo's text: files found, cut into words, numbered, split into a training and a held-out
+// part.
+//
+// A word is an identifier or a number; a punctuation mark owns the blanks around it (", " and ","
+// are two marks); a line break owns the next line's indentation. So prose and source code both come
+// back from their tokens as they were, up to runs of blanks and of empty lines.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+namespace logitless::cli::demo {
+
+using Token = int32_t;
+inline constexpr Token unknown_word = 0;    // every word that is not in the vocabulary
+inline constexpr Token document_start = 1;  // stands before every document
+
+// The text files under `paths`, sorted; with no paths, the sources of Python's standard library.
+// Throws BadInput naming what is missing.
+std::vector<std::filesystem::path> find_text(const std::vector<std::string>& paths);
+
+// Splits one document and calls add(std::string_view) for every token.
+template <class F>
+void split_words(std::string_view text, F&& add);
+
+// Puts tokens back together: a blank between two words, nothing elsewhere.
+class Writer {
+ public:
+  void add(std::string_view token);
+  const std::string& text() const { return text_; }
+
+ private:
+  std::string text_;
+};
+
+struct TextOptions {
+  int64_t vocab = 50257;  // at most this many words, the two above included
+  uint64_t seed = 1;      // chooses the held-out files
+};
+
+struct Text {
+  std::vector<std::string> words;  // [V] the vocabulary, most frequent first after the two above
+  std::vector<int64_t> count;      // [V] occurrences in the training part
+  std::vector<Token> train;
+  std::vector<Token> heldout;
+  int64_t files = 0;
+  int64_t heldout_files = 0;  // 0: held out by blocks of the text, there being too few files
+  int64_t bytes = 0;
+  int64_t distinct = 0;    // different words in the whole text
+  bool truncated = false;  // the text was longer than what the demo reads
+  int64_t vocab() const { return static_cast<int64_t>(words.size()); }
+};
+
+// Reads the files and builds all of the above. Throws BadInput: unreadable, binary or too short.
+Text read_text(const std::vector<std::filesystem::path>& files, const TextOptions& options);
+
+}  // namespace logitless::cli::demo
+
+#include "cli/demo_words-inl.h"
