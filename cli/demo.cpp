@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0
+// logitless demo: trains a word-level language model on the text given, with the exact softmax over
+// its whole vocabulary, and says what it took and how well it does.
+#include <fmt/core.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <memory>
+
+#include "cli/commands.h"
+#include "cli/demo_output.h"
+#include "cli/demo_report.h"
+#include "cli/demo_train.h"
+#include "cli/text.h"
+
+namespace logitless::cli {
+namespace {
+
+using namespace demo;
+
+struct DemoOptions {
+  std::vector<std::string> paths;
+  int64_t steps = 0;   // 0: by default, or as long as `seconds` lasts
+  double seconds = 0;  // 0: by default, or as long as `steps` take
+  int64_t dim = 128, context = 16, units = 128;
+  int64_t batch = 0;  // 0: by the text's length
+  int64_t vocab = 50257;
+  uint64_t seed = 1;
+  int threads = 0;  // 0: the library's default
+  std::string dtype = "bf16";
+  std::string save, generate;
+  SampleOptions sample;
+};
+
+constexpr double default_seconds = 120;  // of training: three minutes on two cores, with the rest
+constexpr int64_t default_passes = 4;    // over the text at most, where it is short
+constexpr int64_t most_batch = 1024;
+constexpr int64_t most_heldout = 200000;  // words scored
+constexpr int64_t exactness_words = 16;
+constexpr double learning_rate = 0.004;  // at a batch of most_batch
+
+TrainOptions train_options(const DemoOptions& options, const Text& text) {
+  const auto words = static_cast<int64_t>(text.train.size());
+  TrainOptions train{.seed = options.seed};
+  // A short text gets small batches, that there may be enough steps.
+  train.batch = options.batch > 0 ? options.batch
+                                  : std::clamp<int64_t>(words / 500 / 32 * 32, 32, most_batch);
+  const bool neither = options.steps == 0 && options.seconds == 0;
+  train.steps =
+      neither ? std::max<int64_t>(1, default_passes * words / train.batch) : options.steps;
+  if (neither) train.seconds = default_seconds;
+  if (options.seconds > 0) train.seconds = options.seconds;
+  train.learning_rate = learning_rate * std::sqrt(static_cast<double>(train.batch) / most_batch);
+  return train;
+}
+
+// Words to score: all, or evenly chosen ones.
+std::vector<int64_t> heldout_words(const Text& text) {
+  const std::vector<int64_t> all = countable(text.heldout);
+  if (static_cast<int64_t>(all.size()) <= most_heldout) return all;
+  std::vector<int64_t> some;
+  for (int64_t i = 0; i < most_heldout; ++i) {
+    some.push_back(all[static_cast<size_t>(i) * all.size() / most_heldout]);
+  }
+  return some;
+}
+
+Exactness measure_exactness(const Text& text, std::span<const int64_t> at, Model* model) {
+  const auto words = std::min<size_t>(exactness_words, at.size());
+  const Batch batch = make_batch(text.heldout, at.first(words), model->shape().context);
+  const std::vector<float> fast = model->losses(batch);
+  const std::vector<float> exact = model->losses(batch, DeviceType::reference);
+  Exactness result{.words = static_cast<int64_t>(words)};
+  for (size_t i = 0; i < words; ++i) {
+    result.largest_difference =
+        std::max(result.largest_difference, std::abs(static_cast<double>(fast[i]) - exact[i]));
+  }
+  return result;
+}
+
+Memory measure_memory(const Model& model) {
+  const Shape& shape = model.shape();
+  const auto numbers = static_cast<uint64_t>(model.gradient().all.size());
+  const auto copy = static_cast<uint64_t>(
+      model.head().dtype() == DType::f32 ? 0 : shape.vocab * shape.hidden * 2);
+  rusage usage{};
+  const bool known = getrusage(RUSAGE_SELF, &usage) == 0;
+  return {.logits = static_cast<uint64_t>(model.head().batch() * shape.vocab) * sizeof(float),
+          .workspace = model.head().workspace_bytes(),
+          .parameters = numbers * sizeof(float) + copy,
+          .gradients = numbers * sizeof(float),
+          .optimizer = model.optimizer_bytes(),
+          .peak_resident = known ? static_cast<uint64_t>(usage.ru_maxrss) * 1024 : 0};
+}
+
+void check_outputs(const DemoOptions& options) {
+  if (!options.save.empty() && options.save == options.generate) {
+    throw BadInput("--save and --generate name the same file");
+  }
+  if (!options.save.empty()) check_output(options.save);
+  if (!options.generate.empty()) check_output(options.generate);
+}
+
+Outcome run_demo(const DemoOptions& options, const Text& text, Progress* progress, Model* model) {
+  Outcome outcome;
+  outcome.training = train(text, train_options(options, text), model,
+                           [&](const TrainProgress& p) { progress->show(p); });
+  const std::vector<int64_t> at = heldout_words(text);
+  progress->say("Scoring the held-out words");
+  outcome.memory = measure_memory(*model);
+  outcome.perplexity = perplexity(text.heldout, at, model);
+  outcome.baselines = measure_baselines(text, at);
+  outcome.heldout_words = static_cast<int64_t>(at.size());
+  const auto unknown = std::count_if(at.begin(), at.end(), [&](int64_t i) {
+    return text.heldout[static_cast<size_t>(i)] == unknown_word;
+  });
+  outcome.unknown_share = static_cast<double>(unknown) / static_cast<double>(at.size());
+  outcome.exactness = measure_exactness(text, at, model);
+  progress->say("Writing some text");
+  SampleOptions sample = options.sample;
+  sample.seed = options.seed;
+  outcome.sample = write_text(text, sample, model);
+  if (!options.generate.empty()) save_text(options.generate, outcome.sample);
+  if (!options.save.empty()) save_model(options.save, text, at, model);
+  return outcome;
+}
+
+void run(const Context& context, const DemoOptions& options) {
+  const auto start = std::chrono::steady_clock::now();
+  if (options.threads > 0) logitless_set_num_threads(options.threads);
+  check_outputs(options);
+  const Text text =
+      read_text(find_text(options.paths), {.vocab = options.vocab, .seed = options.seed});
+  if (!context.json) print_text(text);
+  const Shape shape{text.vocab(), options.dim, options.context, options.units};
+  Model model(shape, text, train_options(options, text).batch, parse_dtype(options.dtype),
+              options.seed);
+  if (!context.json) print_model(model);
+  Progress progress(context.json                 ? Progress::Mode::silent
+                    : isatty(STDOUT_FILENO) != 0 ? Progress::Mode::terminal
+                                                 : Progress::Mode::lines);
+  Outcome outcome = run_demo(options, text, &progress, &model);
+  outcome.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  if (context.json) {
+    print_json(to_json(outcome, text, model));
+  } else {
+    print_outcome(outcome, text);
+    for (const std::string& file : {options.generate, options.save}) {
+      if (!file.empty()) fmt::print("wrote {}\n", file);
+    }
+  }
+}
+
+void add_options(CLI::App* command, DemoOptions* o) {
+  command->add_option("TEXT", o->paths,
+                      "files and folders; default: the sources of Python's standard library");
+  command->add_option("--steps", o->steps, "steps of training; with these the result is fixed")
+      ->check(integer(1, 1 << 30));
+  command->add_option("--seconds", o->seconds, "of training; default: 120, less for a short text")
+      ->check(CLI::Range(0.1, 1e9));
+  command->add_option("--dim", o->dim, "width of the hidden state")->check(integer(1, 8192));
+  command->add_option("--context", o->context, "words the model looks back")
+      ->check(integer(1, 256));
+  command->add_option("--units", o->units, "rectified units; 0: purely log-bilinear")
+      ->check(integer(0, 8192));
+  command->add_option("--vocab", o->vocab, "words at most")->check(integer(3, 1 << 24));
+  command->add_option("--batch", o->batch, "words of a step; default: up to 1024")
+      ->check(integer(1, 1 << 20));
+  command->add_option("--seed", o->seed, "of everything random")->check(integer(0));
+  command->add_option("--threads", o->threads, "default: the processors this process may use")
+      ->check(integer(1, 4096));
+  command->add_option("--dtype", o->dtype, "of the head's products")
+      ->check(CLI::IsMember({"f32", "bf16"}));
+  command->add_option("--save", o->save, "write the model to this .safetensors file");
+  command->add_option("--generate", o->generate, "write text of the model's own to this file");
+  command->add_option("--words", o->sample.words, "words of that text")->check(integer(1, 1 << 20));
+  command->add_option("--temperature", o->sample.temperature, "below 1: likelier words")
+      ->check(CLI::Range(0.01, 100.0));
+  for (const char* name : {"--dim", "--context", "--units", "--vocab", "--dtype", "--words",
+                           "--temperature", "--seed"}) {
+    command->get_option(name)->capture_default_str();
+  }
+}
+
+}  // namespace
+
+void add_demo(CLI::App& app, Context& context) {
+  const auto options = std::make_shared<DemoOptions>();
+  CLI::App* command = add_command(app, context, "demo", "train a language model on text, exactly");
+  add_options(command, options.get());
+  command->callback([&context, options] { run(context, *options); });
+}
+
+}  // namespace logitless::cli

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a trained model leaves behind: text it wrote, and itself in a .safetensors file.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "cli/demo_text.h"
+#include "cli/demo_train.h"
+
+namespace logitless::cli::demo {
+
+struct SampleOptions {
+  int64_t words = 250;       // besides punctuation marks and line breaks
+  double temperature = 0.8;  // of the logits; below 1: likelier words
+  uint64_t seed = 1;
+};
+
+// Text drawn word by word from the model, from the start of a document.
+std::string write_text(const Text& text, const SampleOptions& options, Model* model);
+
+// BadInput now, and not after the training, where a file could not be written.
+void check_output(const std::string& path);
+
+// The file appears whole or not at all.
+void save_text(const std::string& path, const std::string& content);
+
+// Parameters under their names, the vocabulary in the metadata, and "hidden" and "target" of some
+// held-out words: what `logitless loss FILE --bias bias` reads.
+void save_model(const std::string& path, const Text& text, std::span<const int64_t> heldout_at,
+                Model* model);
+
+}  // namespace logitless::cli::demo

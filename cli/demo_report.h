@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the demo shows: progress, the loss curve, memory, perplexities; or all of it as JSON.
+#pragma once
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "cli/demo_baseline.h"
+#include "cli/demo_text.h"
+#include "cli/demo_train.h"
+
+namespace logitless::cli::demo {
+
+// A bar that redraws itself on a terminal; elsewhere a line every five seconds.
+class Progress {
+ public:
+  enum class Mode { terminal, lines, silent };
+  explicit Progress(Mode mode) : mode_(mode) {}
+  void show(const TrainProgress& progress);
+  void say(const char* what);  // what takes its time now
+
+ private:
+  Mode mode_;
+  double shown_ = 0;  // seconds since the start
+};
+
+// A curve in braille dots, `rows` lines high, with its scale.
+std::string draw_curve(std::span<const float> values, int64_t columns, int64_t rows);
+
+struct Memory {
+  uint64_t logits = 0;      // [N, V] f32 of one batch, which nobody holds
+  uint64_t workspace = 0;   // of the loss
+  uint64_t parameters = 0;  // with the copy the products read
+  uint64_t gradients = 0;
+  uint64_t optimizer = 0;
+  uint64_t peak_resident = 0;  // of the process; 0: unknown
+};
+
+struct Exactness {
+  int64_t words = 0;
+  double largest_difference = 0;  // of a word's loss from the same sum in double
+};
+
+struct Outcome {
+  TrainResult training;
+  Baselines baselines;
+  double perplexity = 0;
+  int64_t heldout_words = 0;  // that were scored
+  double unknown_share = 0;   // of them
+  Memory memory;
+  Exactness exactness;
+  std::string sample;
+  double seconds = 0;  // all of it
+};
+
+void print_text(const Text& text);
+void print_model(const Model& model);
+void print_outcome(const Outcome& outcome, const Text& text);
+nlohmann::json to_json(const Outcome& outcome, const Text& text, const Model& model);
+
+}  // namespace logitless::cli::demo
