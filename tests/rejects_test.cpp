@@ -6,6 +6,8 @@
 
 #include <gtest/gtest.h>
 
+#include <stdexcept>
+
 #include "rejects_memory.h"
 #include "src/validate.h"
 
@@ -292,6 +294,29 @@ TEST(Rejects, UnknownDeviceByTheRulesAlone) {
   const Softmax op{.logits = subject_view("logits"),
                    .probabilities = subject_view("probabilities")};
   expect_status(validate(op, {.device = {DeviceType(4), 0}}), unknown_enum, "device");
+}
+
+TEST(Rejects, NoPlaceForTheSize) {
+  for_each_subject([](Subject& s) {
+    SCOPED_TRACE(describe(s));
+    expect_status(s.ask_workspace(nullptr), invalid_argument, "size");
+  });
+}
+
+// Nothing is thrown across the boundary, whoever threw it.
+TEST(Rejects, AnExceptionOfTheExecutorIsAStatus) {
+  constexpr int64_t rows = 64, columns = 2048;
+  std::vector<float> logits(rows * columns, 1.f), probabilities(rows * columns);
+  const Executor executor{sizeof(Executor), 4, nullptr, [](void*, int64_t, auto, void*) {
+                            throw std::runtime_error("the pool is closed");
+                          }};
+  const Softmax op{.logits = matrix_view(logits.data(), DType::f32, rows, columns),
+                   .probabilities = matrix_view(probabilities.data(), DType::f32, rows, columns)};
+  WorkspaceSize size;
+  const Execution execution{.executor = &executor};
+  ASSERT_TRUE(workspace(op, execution, &size).ok());
+  Memory memory(size.recommended);
+  expect_status(run(op, {memory.data(), size.recommended}, execution), internal, "closed");
 }
 
 TEST(Rejects, TargetOutOfRangeBeforeAnyOutputIsWritten) {
