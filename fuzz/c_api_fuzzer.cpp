@@ -6,45 +6,16 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "fuzz/judge.h"
 #include "fuzz/scenario.h"
 #include "src/reference/reference.h"
 
 namespace logitless::fuzz {
 namespace {
 
-[[noreturn]] void fail(const char* what, const std::string& detail) {
-  std::fprintf(stderr, "c_api_fuzz: %s: %s\n", what, detail.c_str());
-  std::abort();
-}
-
-std::string text(const logitless_status& s) {
-  return "status " + std::to_string(s.code) + " '" + s.message + "'";
-}
-
-void check_status(const logitless_status& s, int32_t returned) {
-  if (s.code != returned) fail("the code returned is not the one written", text(s));
-  if (s.code < LOGITLESS_OK || s.code > LOGITLESS_INTERNAL) fail("unknown code", text(s));
-  if (s.code == LOGITLESS_INTERNAL) fail("internal error", text(s));
-  if (std::memchr(s.message, 0, sizeof(s.message)) == nullptr) fail("message without end", "");
-  if ((s.code == LOGITLESS_OK) != (s.message[0] == 0)) fail("message and code differ", text(s));
-}
-
 // Items last to first, on one thread that claims to be several.
 void run_backwards(void*, int64_t count, void (*fn)(void*, int64_t), void* context) {
   while (count-- > 0) fn(context, count);
-}
-
-double most(DType dtype) {
-  return dtype == DType::f16 ? 65504 : dtype == DType::bf16 ? 0x1.FEp127 : FLT_MAX;
-}
-
-// Which of NaN and inf comes of an infinite input is for the conformance suite; here it must only
-// not become a number.
-bool within(double got, double want, double bound, DType dtype) {
-  if (!std::isfinite(want)) return !std::isfinite(got);
-  if (std::isnan(bound)) return !std::isnan(got);  // infinities nearby: nothing to hold it to
-  if (std::isinf(got)) return (got > 0) == (want > 0) && std::fabs(want) + bound >= most(dtype);
-  return std::fabs(got - want) <= bound;
 }
 
 template <class Op>
