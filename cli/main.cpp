@@ -32,6 +32,7 @@ int main(int argc, char** argv) {
   add_info(app, context);
   add_plan(app, context);
   add_bench(app, context);
+  add_check(app, context);
   add_loss(app, context);
 #ifdef LOGITLESS_CLI_DEMO
   add_demo(app, context);

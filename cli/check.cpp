@@ -1,0 +1,241 @@
+// SPDX-License-Identifier: Apache-2.0
+// logitless check: cases of the conformance suite on this machine, each element of each output
+// against the reference within the bound the contract promises for it.
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <chrono>
+#include <functional>
+#include <memory>
+
+#include "cli/commands.h"
+#include "cli/progress.h"
+#include "cli/text.h"
+#include "tests/judge.h"
+
+namespace logitless::cli {
+namespace {
+
+using conformance::Case;
+using conformance::Comparison;
+using conformance::OpKind;
+using conformance::TestDevice;
+using nlohmann::json;
+
+constexpr OpKind kOps[] = {OpKind::softmax,
+                           OpKind::forward,
+                           OpKind::backward,
+                           OpKind::forward_backward,
+                           OpKind::linear_forward,
+                           OpKind::linear_backward,
+                           OpKind::linear_forward_backward};
+constexpr DType kDtypes[] = {DType::f32, DType::f16, DType::bf16};
+
+struct CheckArguments {
+  std::vector<std::string> devices, ops, dtypes;  // empty: all
+  int64_t cases = 150;                            // of each op and dtype
+  double within = 1;
+  bool full = false, every_isa = false;
+};
+
+struct Row {
+  const TestDevice* device;
+  std::string isa;  // empty: the one in force
+  OpKind op;
+  DType dtype;
+  int64_t cases = 0, failures = 0;  // cases that failed
+  double worst_ratio = 0;
+  std::string worst{}, report{};
+};
+
+// `count` of the items, evenly spread; the first is always among them.
+template <class T>
+std::vector<T> spread(const std::vector<T>& items, int64_t count) {
+  const auto size = static_cast<int64_t>(items.size());
+  if (count >= size) return items;
+  std::vector<T> some;
+  for (int64_t i = 0; i < count; ++i) some.push_back(items[static_cast<size_t>(i * size / count)]);
+  return some;
+}
+
+struct NamedCase {
+  Case c;
+  std::string name;
+};
+
+// Options alone and in pairs on small shapes, then shapes that cross internal edges with every
+// option at once.
+std::vector<NamedCase> cases_of(OpKind op, DType dtype, const CheckArguments& a) {
+  const int64_t most = a.full ? INT64_MAX : a.cases;
+  std::vector<NamedCase> all;
+  for (const conformance::Pair& pair :
+       spread(conformance::feature_pairs(op, dtype), most - most / 3)) {
+    const Case c = conformance::case_of(op, dtype, pair);
+    const auto& features = conformance::features();
+    std::string name = features[pair.first].name;
+    if (pair.second != pair.first) name += std::string(" + ") + features[pair.second].name;
+    all.push_back({c, name + ", " + describe(c)});
+  }
+  uint64_t seed = 0;
+  for (const conformance::Shape& shape : spread(conformance::shapes(op), most / 3)) {
+    Case c{.op = op, .shape = shape, .dtype = dtype, .seed = ++seed};
+    if (seed % 2 == 0) conformance::apply_everything(c);
+    all.push_back({c, describe(c) + (seed % 2 == 0 ? ", every option" : "")});
+  }
+  return all;
+}
+
+bool wanted(const std::vector<std::string>& names, const std::string& name) {
+  return names.empty() || std::find(names.begin(), names.end(), name) != names.end();
+}
+
+// linear_forward is linear-forward on the command line.
+std::string op_name(OpKind op) {
+  std::string name = conformance::name_of(op);
+  std::replace(name.begin(), name.end(), '_', '-');
+  return name;
+}
+
+std::vector<Row> rows_of(const CheckArguments& a) {
+  std::vector<Row> rows;
+  for (const TestDevice* device : conformance::devices()) {
+    const std::string name = device->name();
+    // Judged by itself, the reference is checked only where it is asked for.
+    if (a.devices.empty() ? name == "reference" : !wanted(a.devices, name)) continue;
+    std::vector<std::string> sets{""};
+    if (a.every_isa && !device->instruction_sets().empty()) sets = device->instruction_sets();
+    for (const std::string& isa : sets)
+      for (const OpKind op : kOps)
+        for (const DType dtype : kDtypes)
+          if (wanted(a.ops, op_name(op)) && wanted(a.dtypes, name_of(dtype)))
+            rows.push_back({.device = device, .isa = isa, .op = op, .dtype = dtype});
+  }
+  return rows;
+}
+
+void judge_row(Row& row, const std::vector<NamedCase>& cases, double within,
+               const std::function<void()>& tick) {
+  if (!row.isa.empty()) row.device->force_instruction_set(row.isa);
+  for (const NamedCase& named : cases) {
+    tick();
+    const auto memory =
+        row.cases % 2 == 0 ? conformance::Memory::recommended : conformance::Memory::minimum;
+    const Comparison result = conformance::judge(*row.device, named.c, {.memory = memory});
+    ++row.cases;
+    if (result.worst_ratio > row.worst_ratio) {
+      row.worst_ratio = result.worst_ratio;
+      row.worst = result.worst + ", " + named.name;
+    }
+    if (result.ok() && result.worst_ratio <= within) continue;
+    ++row.failures;
+    if (row.report.empty()) {
+      row.report = named.name + "\n" +
+                   (result.ok() ? fmt::format("  {}: error / bound {:.3f}\n", result.worst,
+                                              result.worst_ratio)
+                                : result.report);
+    }
+  }
+  if (!row.isa.empty()) row.device->force_instruction_set("");
+}
+
+std::string device_name(const Row& row) {
+  return row.isa.empty() ? row.device->name() : fmt::format("{} {}", row.device->name(), row.isa);
+}
+
+json to_json(const std::vector<Row>& rows, const CheckArguments& a, double seconds) {
+  json out = {{"rows", json::array()}, {"within", a.within}, {"seconds", seconds}};
+  int64_t cases = 0, failures = 0;
+  for (const Row& row : rows) {
+    out["rows"].push_back({{"device", row.device->name()},
+                           {"isa", row.isa.empty() ? json() : json(row.isa)},
+                           {"op", op_name(row.op)},
+                           {"dtype", name_of(row.dtype)},
+                           {"cases", row.cases},
+                           {"failures", row.failures},
+                           {"worst_ratio", row.worst_ratio},
+                           {"worst", row.worst},
+                           {"report", row.report}});
+    cases += row.cases;
+    failures += row.failures;
+  }
+  out["cases"] = cases;
+  out["failures"] = failures;
+  return out;
+}
+
+void print_text(const std::vector<Row>& rows, const CheckArguments& a, double seconds) {
+  std::vector<std::vector<std::string>> table{
+      {"device", "op", "dtype", "cases", "worst error / bound", "failures"}};
+  int64_t cases = 0, failures = 0;
+  for (const Row& row : rows) {
+    table.push_back({device_name(row), op_name(row.op), name_of(row.dtype),
+                     std::to_string(row.cases), fmt::format("{:.3f}", row.worst_ratio),
+                     std::to_string(row.failures)});
+    cases += row.cases;
+    failures += row.failures;
+  }
+  print_table(table);
+  for (const Row& row : rows) {
+    if (row.failures == 0) continue;
+    fmt::print("\n{} {} {}: {} of {} cases failed, the first of them\n{}", device_name(row),
+               op_name(row.op), name_of(row.dtype), row.failures, row.cases, row.report);
+  }
+  const std::string bound = a.within == 1 ? "its bound" : fmt::format("{} of its bound", a.within);
+  fmt::print(
+      "\n{}: {} cases, {} failed, {:.1f} s; every element must be within {} of the reference\n",
+      failures == 0 ? "PASSED" : "FAILED", cases, failures, seconds, bound);
+}
+
+void run_check(Context& context, const CheckArguments& a) {
+  const auto start = std::chrono::steady_clock::now();
+  std::vector<Row> rows = rows_of(a);
+  int64_t total = 0, done = 0;
+  for (const Row& row : rows) {
+    total += static_cast<int64_t>(cases_of(row.op, row.dtype, a).size());
+  }
+  Progress progress(total);
+  for (Row& row : rows) {
+    judge_row(row, cases_of(row.op, row.dtype, a), a.within, [&] {
+      progress.update(
+          done++, fmt::format("{} {} {}", device_name(row), op_name(row.op), name_of(row.dtype)));
+    });
+    if (row.failures > 0) context.exit_code = 1;
+  }
+  progress.clear();
+  const double seconds =
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  if (context.json) {
+    print_json(to_json(rows, a, seconds));
+  } else {
+    print_text(rows, a, seconds);
+  }
+}
+
+}  // namespace
+
+void add_check(CLI::App& app, Context& context) {
+  CLI::App* command = add_command(app, context, "check",
+                                  "conformance cases on this machine, against the reference");
+  auto arguments = std::make_shared<CheckArguments>();
+  CheckArguments& a = *arguments;
+  std::vector<std::string> devices, ops;
+  for (const TestDevice* device : conformance::devices()) devices.emplace_back(device->name());
+  for (const OpKind op : kOps) ops.push_back(op_name(op));
+  const auto list = [&](const char* name, auto& values, const auto& allowed, const char* text) {
+    command->add_option(name, values, text)->delimiter(',')->check(CLI::IsMember(allowed));
+  };
+  list("--device", a.devices, devices, "default: all but the reference");
+  list("--op", a.ops, ops, "default: all");
+  list("--dtype", a.dtypes, kFloatDtypes, "default: all");
+  command->add_option("--cases", a.cases, "of each op and dtype, evenly spread over the table")
+      ->check(integer(3))
+      ->capture_default_str();
+  command->add_flag("--full", a.full, "every case of the table: minutes to hours");
+  command->add_flag("--every-isa", a.every_isa, "each instruction set this machine has, in turn");
+  command->add_option("--within", a.within, "share of the bound that errors may reach")
+      ->check(CLI::Range(0.0, 1.0))
+      ->capture_default_str();
+  command->callback([&context, arguments] { run_check(context, *arguments); });
+}
+
+}  // namespace logitless::cli

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""logitless check: passes on this machine, and says so when something does not."""
+
+from __future__ import annotations
+
+import json
+import unittest
+
+from support import OPS, CliTest, run
+
+
+class CheckTest(CliTest):
+    def test_this_machine_passes(self) -> None:
+        report = self.json("check", "--cases", "20")
+        self.assertEqual(report["failures"], 0)
+        dtypes = ("f32", "f16", "bf16")
+        rows = {(row["op"], row["dtype"]) for row in report["rows"]}
+        self.assertEqual(rows, {(op, dtype) for op in OPS for dtype in dtypes})
+        self.assertEqual({r["device"] for r in report["rows"]}, {"cpu"})
+        self.assertEqual(report["cases"], sum(r["cases"] for r in report["rows"]))
+        for row in report["rows"]:
+            self.assertEqual(row["cases"], 20)
+            self.assertGreater(row["worst_ratio"], 0)
+            self.assertLessEqual(row["worst_ratio"], 1)
+            self.assertIn("N=", row["worst"])
+
+    def test_every_instruction_set(self) -> None:
+        info = self.json("info")
+        report = self.json("check", "--every-isa", "--op", "linear-forward", "--dtype", "f32",
+                           "--cases", "6")  # fmt: skip
+        self.assertEqual([row["isa"] for row in report["rows"]], info["cpu"]["isas"])
+        self.assertEqual(report["failures"], 0)
+
+    def test_the_reference_is_checked_where_asked(self) -> None:
+        report = self.json("check", "--device", "cpu,reference", "--op", "softmax", "--cases", "6")
+        devices = [row["device"] for row in report["rows"]]
+        self.assertEqual(sorted(devices), ["cpu"] * 3 + ["reference"] * 3)
+
+    def test_text(self) -> None:
+        text = self.succeed("check", "--op", "forward", "--dtype", "f32,bf16", "--cases", "6")
+        self.assertRegex(text, r"cpu +forward +bf16 +6 ")
+        self.assertRegex(text, r"\nPASSED: 12 cases, 0 failed")
+
+    def test_failures_are_told(self) -> None:
+        arguments = ["check", "--op", "linear-forward-backward", "--dtype", "f32",
+                     "--cases", "6", "--within", "0.001"]  # fmt: skip
+        done = run(*arguments)
+        self.assertEqual(done.returncode, 1)
+        self.assertEqual(done.stderr, "")
+        self.assertRegex(done.stdout, r"\nFAILED: 6 cases, \d failed")
+        self.assertIn("N=", done.stdout)  # the case
+        self.assertIn("grad_", done.stdout)  # the output
+        done = run(*arguments, "--json")
+        self.assertEqual(done.returncode, 1)
+        report = json.loads(done.stdout)
+        self.assertGreater(report["failures"], 0)
+        self.assertTrue(report["rows"][0]["report"])
+
+    def test_bad_input(self) -> None:
+        for arguments, word in (
+            (["--device", "gpu"], "gpu"),
+            (["--op", "forwards"], "forwards"),
+            (["--dtype", "f8"], "f8"),
+            (["--cases", "0"], "--cases"),
+            (["--within", "2"], "--within"),
+        ):
+            with self.subTest(arguments=arguments):
+                self.assertIn(word, self.refuse("check", *arguments))
+
+
+if __name__ == "__main__":
+    unittest.main()
