@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The row kernels, the packing and the products: src/cpu/{row,exp,pack,gemm_tile}-inl.h,
+row_kernels.cpp, gemm*.cpp."""
+
+from mutants.mutant import Edit, Mutant, mutant
+
+ROW, ROWS, EXP = "src/cpu/row-inl.h", "src/cpu/row_kernels.cpp", "src/cpu/exp-inl.h"
+PACK, GEMM, AMX = "src/cpu/pack-inl.h", "src/cpu/gemm.cpp", "src/cpu/gemm_amx.cpp"
+BOTH = "logits linear"
+
+MUTANTS = [
+    mutant(
+        "lse: of a stale maximum", ROWS,
+        "const double old_factor = std::exp(old_shift), new_factor",
+        "const double old_factor = 1, new_factor", BOTH,
+    ),
+    mutant(
+        "lse: the block's sum is not shifted to the row's maximum", ROWS,
+        "new_factor = std::exp(new_shift);", "new_factor = 1;", BOTH,
+    ),
+    mutant(
+        "lse: of logits rounded to bf16", ROWS,
+        "  if (wants.entropy) {\n    sum_exponentials<true>(logits, count, shift, state);",
+        "  float rounded[4096];\n  uint16_t narrow[4096];\n"
+        "  store_from_f32(logits, count, DType::bf16, narrow);\n"
+        "  load_as_f32(narrow, DType::bf16, count, rounded);\n"
+        "  logits = rounded;\n"
+        "  if (wants.entropy) {\n    sum_exponentials<true>(logits, count, shift, state);",
+        BOTH,
+    ),
+    mutant(
+        "entropy: shifted sums are not moved to the new maximum", ROWS,
+        "old_factor * (shifted_sum + sum * old_shift) +", "old_factor * shifted_sum +", BOTH,
+    ),
+    mutant(
+        "entropy: 0 log 0 is NaN", ROW, "t = hn::MulAdd(e, hn::Max(x, least), t);",
+        "t = hn::MulAdd(e, x, t);", BOTH,
+    ),
+    mutant(
+        "entropy: its gradient has 0 log 0 = NaN", ROW,
+        "hn::Add(hn::Max(log_p, least), entropy_value);", "hn::Add(log_p, entropy_value);", BOTH,
+    ),
+    mutant(
+        "entropy: its gradient with the wrong sign", ROW,
+        "sum = hn::NegMulAdd(hn::Mul(entropy, p), information, sum);",
+        "sum = hn::MulAdd(hn::Mul(entropy, p), information, sum);", BOTH,
+    ),
+    mutant(
+        "NaN x 0: a -inf logit at class weight 0", ROW,
+        "s = hn::Add(s, hn::IfThenZeroElse(hn::Eq(c, zero), hn::Mul(c, z_at)));",
+        "s = hn::MulAdd(c, z_at, s);", BOTH,
+    ),
+    mutant(
+        "NaN: lost in the row's maximum", ROWS,
+        "    if (std::isnan(logits[j])) state->maximum = logits[j];\n",
+        "    if (std::isnan(logits[j])) state->sum = 1;\n", BOTH,
+    ),
+    mutant(
+        "a row of -inf: a number, not NaN", ROWS,
+        "const double log_sum = nothing ? std::numeric_limits<double>::quiet_NaN() : std::log(sum);",
+        "const double log_sum = nothing ? 0 : std::log(sum);", BOTH,
+    ),
+    mutant(
+        "argmax: the last of equal logits", ROWS, "block.maximum > maximum)) argmax =",
+        "block.maximum >= maximum)) argmax =", BOTH,
+    ),
+    mutant(
+        "argmax: counted from the block's first column", ROWS, "argmax = first_column + block.argmax;",
+        "argmax = block.argmax;", BOTH,
+    ),
+    mutant(
+        "softcap: derivative from u, not from c", ROW,
+        "const V t = hn::Mul(z_at, hn::Set(d, f.backward));",
+        "const V c_t = hn::Mul(z_at, hn::Set(d, f.backward));\n"
+        "      const V t = hn::MulAdd(hn::Mul(hn::Mul(c_t, c_t), c_t), hn::Set(d, 1.0f / 3), c_t);",
+        BOTH,
+    ),
+    mutant(
+        "softcap: derivative from u at the target", ROWS,
+        "const double t = static_cast<double>(z) * map.temperature / map.softcap;",
+        "const double t = std::atanh(static_cast<double>(z) * map.temperature / map.softcap);", BOTH,
+    ),
+    mutant("softcap: no derivative at the target", ROWS, "slope *= (1 - t) * (1 + t);", "slope *= 1 + 0 * t;", BOTH),
+    Mutant(
+        "temperature: before the softcap",
+        (
+            Edit(
+                ROW, "const double inward = 2 * std::fabs(static_cast<double>(map.scale)) / map.softcap;",
+                "const double inward =\n"
+                "      2 * std::fabs(static_cast<double>(map.scale)) / map.softcap / map.temperature;",
+            ),
+            Edit(ROW, "static_cast<double>(map.softcap) / map.temperature, map.scale);",
+                 "static_cast<double>(map.softcap), map.scale);"),
+            Edit(ROW, "static_cast<float>(static_cast<double>(map.temperature) / map.softcap);",
+                 "static_cast<float>(1.0 / map.softcap);"),
+            Edit(ROWS, "static_cast<double>(z) * map.temperature / map.softcap;",
+                 "static_cast<double>(z) / map.softcap;"),
+        ),
+        ("logits", "linear"),
+    ),
+    mutant("temperature: not in the gradient", ROW, "f.slope = static_cast<float>(static_cast<double>(map.scale) / map.temperature);\n  if (!(map.softcap > 0)) return f;",
+           "f.slope = static_cast<float>(static_cast<double>(map.scale) / map.temperature);\n  if (!(map.softcap > 0)) return f;\n  f.slope = map.scale;", BOTH),
+    mutant(
+        "label smoothing: the gradient without class weights", ROW,
+        "if constexpr (kSmoothing == 2) sum = hn::NegMulAdd(smoothing, c, sum);",
+        "if constexpr (kSmoothing == 2) sum = hn::Sub(sum, smoothing);", BOTH,
+    ),
+    mutant(
+        "label smoothing: the target's gradient without its class weight", ROWS,
+        "sum -= static_cast<double>(g.smoothing) * class_weight;", "sum -= g.smoothing;", BOTH,
+    ),
+    mutant(
+        "label smoothing: the loss without class weights", ROWS,
+        "? weighted_sum<true>(logits, class_weight, count)", "? weighted_sum<false>(logits, class_weight, count)",
+        BOTH,
+    ),
+    mutant(
+        "target: p - 1 with the rounding of p", ROWS,
+        "double sum = g.onehot * std::expm1(log_p) + (static_cast<double>(g.probability) - g.onehot) * p;",
+        "double sum = static_cast<double>(g.probability * static_cast<float>(p) - g.onehot);", BOTH,
+    ),
+    mutant(
+        "exp: a coefficient off by 1e-5", EXP, "T(0x1.fffffcp-2)", "T(0x1.fffdfcp-2)", f"{BOTH} kernels",
+    ),
+    mutant(
+        "last column: not in the sum of exponentials", ROW,
+        "  if (i < count) add(hn::LoadNOr(hn::Set(d, kMinusInfinity), d, z + i, count - i), s0, t0);\n"
+        "  state->sum",
+        "  if (i + 1 < count) add(hn::LoadNOr(hn::Set(d, kMinusInfinity), d, z + i, count - i - 1), s0, t0);\n"
+        "  state->sum",
+        BOTH,
+    ),
+    mutant(
+        "bf16: cut off, not rounded", ROWS,
+        "const V rounded = hn::Add(bits, hn::Add(lowest, hn::Set(du, 0x7fffu)));",
+        "const V rounded = hn::Add(bits, hn::Xor(lowest, lowest));", BOTH,
+    ),
+    mutant(
+        "bf16: a NaN rounds to inf", ROWS,
+        "hn::IfThenElse(nan, hn::Or(bits, hn::Set(du, 0x400000u)), rounded)",
+        "hn::IfThenElse(nan, hn::Set(du, 0x7f800000u), rounded)", BOTH,
+    ),
+    mutant(
+        "32-bit offset: of packed elements", PACK,
+        "           (r * source.row_stride + column * source.column_stride) * size_of(source.dtype);",
+        "           static_cast<int32_t>((r * source.row_stride + column * source.column_stride) *\n"
+        "                                size_of(source.dtype));",
+        "offsets",
+    ),
+    mutant(
+        "packing: rows beyond the last are not zero", PACK,
+        "        std::memset(buffer[r], 0, padded * reader.engine.element);",
+        "        if (rows == 0) std::memset(buffer[r], 0, padded * reader.engine.element);",
+        "gemm linear",
+    ),
+    mutant(
+        "packing: the depth beyond the last column is not zero", PACK,
+        "    std::memset(static_cast<char*>(buffer) + count * engine.element, 0,\n"
+        "                (padded - count) * engine.element);",
+        "    if (count == 0) std::memset(buffer, 0, padded * engine.element);",
+        "gemm linear",
+    ),
+    mutant(
+        "last k: of a product", GEMM, "const int64_t lanes = p.k * engine.element / lane_bytes;",
+        "const int64_t lanes = p.k * engine.element / lane_bytes - 1;", "linear",
+    ),
+    mutant(
+        "last k: at the end of a depth block", GEMM,
+        "const int64_t steps = std::min(lane_depth, lanes - k);",
+        "const int64_t steps = std::min(lane_depth, lanes - k) - (k > 0);", "linear",
+    ),
+    mutant(
+        "accumulate: a product's second block overwrites", GEMM, "p.c_stride, p.accumulate || k > 0);",
+        "p.c_stride, p.accumulate);", "linear",
+    ),
+    mutant(
+        "NaN x 0: what an output held before is multiplied by 0", GEMM,
+        "      const auto old = overwrite ? hn::Zero(df) : hn::LoadU(df, to + j);",
+        "      const auto old =\n"
+        "          hn::Mul(hn::LoadU(df, to + j), hn::Set(df, overwrite ? 0.0f : 1.0f));",
+        "linear",
+    ),
+    mutant(
+        "AMX, last k: of a product", AMX, "const int64_t steps = std::min(depth, p.k - k) / 32;",
+        "const int64_t steps = std::min(depth, p.k - k) / 32 - (k + depth >= p.k);", "linear-bf16", "all",
+    ),
+    mutant(
+        "AMX, accumulate: a product's second block overwrites", AMX, "p.accumulate || k > 0);",
+        "p.accumulate);", "linear-bf16", "all",
+    ),
+    mutant(
+        "AMX, last row: of one of the four tiles, in another's place", AMX, "_tile_stored(3, c + 16 * c_stride + 16, stride);",
+        "_tile_stored(3, c + 16 * c_stride, stride);", "linear-bf16", "all",
+    ),
+]  # fmt: skip

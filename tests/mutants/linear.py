@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The linear ops: src/cpu/{linear_run,linear_cross_entropy,plan}.cpp."""
+
+from mutants.mutant import mutant
+
+RUN, OPS, PLAN = "src/cpu/linear_run.cpp", "src/cpu/linear_cross_entropy.cpp", "src/cpu/plan.cpp"
+
+ROUND_ROW = (
+    "uint16_t narrow[vocab_tile];\n"
+    "      store_from_f32(row, width, DType::bf16, narrow);\n"
+    "      load_as_f32(narrow, DType::bf16, width, row);\n"
+)
+
+MUTANTS = [
+    mutant(
+        "linear, last column: not in lse", RUN,
+        "forward_block(map_, row, bias, class_weight, width,",
+        "forward_block(map_, row, bias, class_weight,\n"
+        "                  width - (tile + 1 == plan_.vocab_tiles && width > 1),",
+        "linear",
+    ),
+    mutant(
+        "linear, last column: no gradient", RUN, "gradient_block(map_, g, z, class_weight, width, row);",
+        "gradient_block(map_, g, z, class_weight, width, row);\n"
+        "      if (tile + 1 == plan_.vocab_tiles && width > 1) row[width - 1] = 0;",
+        "linear",
+    ),
+    mutant("linear, last row: no gradient", RUN, "      if (n >= count_) {", "      if (n >= count_ - (count_ > 1)) {", "linear"),
+    mutant(
+        "linear, last row: not in the last chunk", OPS,
+        "const int64_t count = std::min(plan.token_chunk, tokens.valid - first);",
+        "int64_t count = std::min(plan.token_chunk, tokens.valid - first);\n"
+        "    if (count > 1 && first + count == tokens.valid) --count;",
+        "linear",
+    ),
+    mutant(
+        "linear, last k: not in the logits", RUN, "    const int64_t depth = std::min(depth_block, hidden - k), padded = engine.padded_k(depth);",
+        "    const int64_t depth = std::min(depth_block, hidden - k - (hidden > 1 && k + depth_block >= hidden)), padded = engine.padded_k(depth);",
+        "linear",
+    ),
+    mutant(
+        "linear, last k: not in grad_input", RUN,
+        "                    .k = engine.padded_k(width),\n                    .c = slot + column,",
+        "                    .k = engine.padded_k(width) - engine.k_multiple,\n                    .c = slot + column,",
+        "linear",
+    ),
+    mutant(
+        "linear, last k: not in grad_weight", RUN,
+        "                    .k = padded_count_,\n", "                    .k = padded_count_ - engine.k_multiple,\n",
+        "linear",
+    ),
+    mutant(
+        "linear, 32-bit offset of output rows", RUN,
+        "char* row = to.as<char>() + (row0 + r) * to.stride[0] * size;",
+        "char* row = to.as<char>() + static_cast<int32_t>((row0 + r) * to.stride[0] * size);", "offsets",
+    ),
+    mutant(
+        "linear, logits rounded to bf16", RUN, "    float* row = logits + n * vocab_tile;\n    forward_block(",
+        "    float* row = logits + n * vocab_tile;\n    {\n      " + ROUND_ROW + "    }\n    forward_block(", "linear",
+    ),
+    mutant(
+        "linear, bf16 inputs: logits rounded to bf16", RUN,
+        "    float* row = logits + n * vocab_tile;\n    forward_block(",
+        "    float* row = logits + n * vocab_tile;\n    if (call_.shape.dtype == DType::bf16) {\n      "
+        + ROUND_ROW + "    }\n    forward_block(",
+        "linear-bf16",
+    ),
+    mutant(
+        "linear, smoothing without class weights in the loss", RUN,
+        "  const float* class_weight = call_.class_weight ? lane.class_weight : nullptr;\n  BlockState unused;",
+        "  const float* class_weight = nullptr;\n  BlockState unused;", "linear",
+    ),
+    mutant(
+        "linear, smoothing without class weights in the gradient", RUN,
+        "  const float* class_weight = call_.class_weight ? lane.class_weight : nullptr;\n  float* bias_sum",
+        "  const float* class_weight = nullptr;\n  float* bias_sum", "linear",
+    ),
+    mutant(
+        "linear, class weights: of the shard's first columns", RUN,
+        "load_vector(call_.class_weight, shard + first, width, lane.class_weight);",
+        "load_vector(call_.class_weight, first + 0 * shard, width, lane.class_weight);", "shards",
+    ),
+    mutant(
+        "linear, bias: of the first tile everywhere", RUN, "load_vector(call_.bias, first, width, lane.bias);",
+        "load_vector(call_.bias, 0, width, lane.bias);", "linear",
+    ),
+    mutant(
+        "linear, ignored: their grad_input is not zeroed", RUN,
+        "        store_rows(nullptr, 0, 0, n, 1, 0, hidden, call_.grad_input);\n", "", "linear",
+    ),
+    mutant(
+        "linear, ignored: compaction of the input alone", RUN,
+        "store_rows(sum, 0, tokens_->gradient_scale, tokens_->row[first_ + n], 1, 0, hidden,",
+        "store_rows(sum, 0, tokens_->gradient_scale, first_ + n, 1, 0, hidden,", "linear",
+    ),
+    mutant(
+        "linear, ignored: their input is read", RUN,
+        "  const Source source = source_of(call_.input, tokens_->row + first_);",
+        "  const Source source = source_of(call_.input, nullptr);", "linear",
+    ),
+    mutant(
+        "linear, NaN: rows that pad a chunk are not zero", RUN,
+        "        std::fill(row, row + vocab_tile, 0.0f);\n        continue;",
+        "        continue;", "linear nonfinite",
+    ),
+    mutant(
+        "linear, NaN: columns that pad a tile are not zero", RUN,
+        "      std::fill(row + width, row + vocab_tile, 0.0f);\n      const int64_t target", "      const int64_t target",
+        "linear nonfinite",
+    ),
+    mutant(
+        "linear, accumulate: the first chunk overwrites", RUN,
+        "const bool overwrite = first_chunk && !call_.accumulate;", "const bool overwrite = first_chunk;", "linear",
+    ),
+    mutant(
+        "linear, accumulate: every chunk overwrites", RUN,
+        "const bool overwrite = first_chunk && !call_.accumulate;", "const bool overwrite = !call_.accumulate;",
+        "linear",
+    ),
+    mutant(
+        "linear, accumulate: a summed grad_weight overwrites", RUN,
+        "                 hidden, call_.grad_weight, call_.accumulate);", "                 hidden, call_.grad_weight, false);",
+        "linear",
+    ),
+    mutant(
+        "linear, accumulate: grad_bias is overwritten", RUN,
+        "add_scaled(sum, 1, tokens.gradient_scale, vocab, 1, false, column.as<float>(),",
+        "add_scaled(sum, 1, tokens.gradient_scale, vocab, 1, true, column.as<float>(),", "linear",
+    ),
+    mutant(
+        "linear, accumulate: without a token it writes zeros", RUN,
+        "(plan_.weight_sum || !any_chunk) && !(call_.accumulate && !any_chunk)) {",
+        "(plan_.weight_sum || !any_chunk)) {", "edges",
+    ),
+    mutant(
+        "linear, chunks: the last is left out", OPS, "first < tokens.valid; first += plan.token_chunk) {",
+        "first == 0 || first + plan.token_chunk < tokens.valid;\n       first += plan.token_chunk) {", "linear",
+    ),
+    mutant(
+        "linear, chunks: one token too far apart", OPS,
+        "first < tokens.valid; first += plan.token_chunk) {", "first < tokens.valid; first += plan.token_chunk + 1) {",
+        "linear",
+    ),
+    mutant(
+        "linear, slots: the last is left out", RUN, "for (int64_t slot = 1; slot < plan_.slots; ++slot) {",
+        "for (int64_t slot = 1; slot + 1 < plan_.slots; ++slot) {", "linear",
+    ),
+    mutant(
+        "linear, slots: a tile between two is left out", RUN, "end = (slot + 1) * plan_.vocab_tiles / plan_.slots;",
+        "end = (slot + 1) * plan_.vocab_tiles / plan_.slots - (slot == 0 && plan_.slots > 1);", "linear",
+    ),
+    mutant(
+        "linear, threads: the slots follow them", PLAN, "std::clamp<int64_t>(slot_bytes / slot, 1, std::min(most_slots, p.vocab_tiles))",
+        "std::clamp<int64_t>(lanes, 1, std::min(most_slots, p.vocab_tiles))", "determinism",
+    ),
+    mutant(
+        "linear, threads: grad_bias is summed by each part", RUN,
+        "form_gradient(tile, lane, logits, call_.grad_bias && part == 0);",
+        "form_gradient(tile, lane, logits, bool(call_.grad_bias));", "determinism",
+    ),
+    mutant(
+        "linear, batch: a row's blocks are added in an order of its own", RUN,
+        "        row.add(blocks[tile * plan_.token_chunk + n], tile * vocab_tile, call_.wants);",
+        "        const int64_t t = (tile + n) % plan_.vocab_tiles;\n"
+        "        row.add(blocks[t * plan_.token_chunk + n], t * vocab_tile, call_.wants);",
+        "invariance",
+    ),
+    mutant(
+        "linear, common factor: missing in grad_bias", RUN,
+        "    store_rows(sum, 1, tokens.gradient_scale, 0, vocab, 0, 1, column);",
+        "    store_rows(sum, 1, 1, 0, vocab, 0, 1, column);", "linear",
+    ),
+    mutant(
+        "linear, common factor: statistics' gradients without it", OPS,
+        "const float inv = tokens.inv_gradient_scale;", "const float inv = 1;", "linear",
+    ),
+    mutant(
+        "linear, given entropy: that of the compacted index", OPS,
+        "linear.states()[i].entropy = f32_at(op.entropy, tokens.row[i]);",
+        "linear.states()[i].entropy = f32_at(op.entropy, i);", "linear",
+    ),
+    mutant(
+        "linear, given row state: at the compacted index", OPS,
+        "    const int64_t row = tokens.row[i];\n    states[i] =", "    const int64_t row = i;\n    states[i] =", "linear",
+    ),
+    mutant(
+        "linear, workspace: a lane is short", PLAN, "  p.lane_bytes = lane.at;", "  p.lane_bytes = lane.at - 64;",
+        "linear workspace",
+    ),
+    mutant(
+        "linear, workspace: more than is touched", PLAN, "  p.bytes = p.lanes_at + lanes * p.lane_bytes;",
+        "  p.bytes = p.lanes_at + lanes * p.lane_bytes + 4096;", "workspace",
+    ),
+    mutant(
+        "linear, workspace: the slots lie on the blocks' end", PLAN, "  whole.at_least(forward_end);\n",
+        "  whole.at_least(forward_at);\n", "linear workspace",
+    ),
+]  # fmt: skip

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A mutant, and the groups of tests that are asked about it: the quick ones that should see it, of
+the programs in tests/CMakeLists.txt, with a googletest filter where the whole takes too long."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+def of_cpu(suite: str, ops: str, names: tuple[str, ...] = ("*",), dtype: str = "") -> str:
+    """Tests of a conformance program for the CPU backend's ops that begin so."""
+    chosen = [f"{name}/cpu_{op}*{dtype}" for name in names for op in ops.split()]
+    return f"{suite}_test:{':'.join(chosen)}"
+
+
+LOGITS, LINEAR = "softmax forward backward", "linear"
+TABLE = ("*EveryShape", "*EveryOptionAloneAndInPairs")
+
+TESTS: dict[str, list[str]] = {
+    "validation": ["rejects_test", "accepts_test"],
+    "tokens": ["tokens_test"],
+    "kernels": ["row_kernels_test"],
+    "gemm": ["gemm_test"],
+    "logits": [
+        of_cpu("conformance", LOGITS, TABLE),
+        of_cpu("edges", LOGITS),
+        of_cpu("nonfinite", LOGITS),
+        of_cpu("invariants", LOGITS),
+    ],
+    "linear": [
+        of_cpu("conformance", LINEAR, TABLE),
+        of_cpu("edges", LINEAR),
+        of_cpu("nonfinite", LINEAR),
+        of_cpu("invariants", LINEAR),
+    ],
+    "linear-bf16": [of_cpu("conformance", LINEAR, TABLE, "_bf16")],
+    "edges": [of_cpu("edges", LINEAR)],
+    "nonfinite": [of_cpu("nonfinite", LINEAR)],
+    "shards": [of_cpu("shards", "")],
+    "offsets": [of_cpu("offsets", "")],
+    "workspace": ["plan_test", of_cpu("workspace", "", ("*BytesAskedFor*",), "f32")],
+    "determinism": [of_cpu("determinism", LINEAR, dtype="_f32")],
+    "invariance": [of_cpu("invariance", LINEAR, dtype="_f32")],
+}
+
+
+@dataclass(frozen=True)
+class Edit:
+    file: str
+    old: str  # stands in the file exactly once
+    new: str
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    edits: tuple[Edit, ...]
+    tests: tuple[str, ...]  # of TESTS
+    targets: str = (
+        "some"  # instruction sets compiled in; "all": of AMX, and run only on a CPU with it
+    )
+
+
+def mutant(name: str, file: str, old: str, new: str, tests: str, targets: str = "some") -> Mutant:
+    """One edit of one file; tests: names of groups."""
+    return Mutant(name, (Edit(file, old, new),), tuple(tests.split()), targets)

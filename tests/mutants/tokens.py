@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tokens count, what a mean divides by, the loss of a row and its coefficients: src/loss.h and
+src/cpu/tokens.*, shared by the ops on logits and the linear ones."""
+
+from mutants.mutant import mutant
+
+TOKENS, HEADER, LOSS = "src/cpu/tokens.cpp", "src/cpu/tokens.h", "src/loss.h"
+COMBINE = "include/logitless/combine.h"
+BOTH = "logits linear"
+
+MUTANTS = [
+    mutant(
+        "class weights: their sum is V", TOKENS,
+        "      !weights.vocab ? static_cast<double>(whole)\n"
+        "                     : pairwise_sum(0, whole, [&](int64_t j) { return f32_at(weights.vocab, j); }));",
+        "      static_cast<double>(whole));",
+        BOTH,
+    ),
+    mutant(
+        "class weights: of the columns, not of the target", TOKENS,
+        "op.weights.vocab ? f32_at(op.weights.vocab, target) : 1;",
+        "op.weights.vocab ? f32_at(op.weights.vocab, target > 0 ? target - 1 : target) : 1;",
+        BOTH,
+    ),
+    mutant(
+        "normalizer: N, not the tokens that count", TOKENS,
+        "if (!weights.vocab) return static_cast<double>(tokens.valid);",
+        "if (!weights.vocab) return static_cast<double>(tokens.total);",
+        BOTH,
+    ),
+    mutant(
+        "normalizer: the number of tokens despite class weights", TOKENS,
+        "if (!weights.vocab) return static_cast<double>(tokens.valid);",
+        "return static_cast<double>(tokens.valid);",
+        BOTH,
+    ),
+    mutant(
+        "normalizer: token weights enter it", TOKENS,
+        "  if (!weights.vocab) return static_cast<double>(tokens.valid);\n"
+        "  return pairwise_sum(0, tokens.valid, [&](int64_t k) { return tokens.target_weight[k]; });",
+        "  return pairwise_sum(0, tokens.valid, [&](int64_t k) {\n"
+        "    return tokens.target_weight[k] * tokens.token_weight[k];\n"
+        "  });",
+        BOTH,
+    ),
+    mutant(
+        "normalizer: the caller's is not used", TOKENS,
+        "if (o.normalizer != 0) return o.normalizer;", "", BOTH,
+    ),
+    mutant(
+        "mean over no token: NaN and zero exchanged", TOKENS,
+        "  return o.empty_mean == EmptyMean::zero ? 0 : std::numeric_limits<double>::quiet_NaN();\n}",
+        "  return o.empty_mean == EmptyMean::nan ? 0 : std::numeric_limits<double>::quiet_NaN();\n}",
+        BOTH,
+    ),
+    mutant(
+        "mean over no token: the loss NaN and zero exchanged", TOKENS,
+        "    sum = o.empty_mean == EmptyMean::zero ?", "    sum = o.empty_mean == EmptyMean::nan ?", BOTH,
+    ),
+    mutant(
+        "token weight: not in the loss", LOSS,
+        "return token_weight * loss;", "return (token_weight == 0 ? 0 : 1) * loss;", BOTH,
+    ),
+    mutant(
+        "token weight: not in the gradient", LOSS,
+        "const float ga = g * token_weight;", "const float ga = token_weight == 0 ? 0 : g;", BOTH,
+    ),
+    mutant(
+        "NaN x 0: the target's logit at factor 0", LOSS,
+        "float loss = onehot == 0 ? 0 * lse : onehot *", "float loss = onehot *", BOTH,
+    ),
+    mutant(
+        "loss: log of a stored p, by way of lse alone", LOSS,
+        "onehot * ((s.reference - s.target_logit) + s.log_sum)", "onehot * (lse - s.target_logit)", BOTH,
+    ),
+    mutant(
+        "label smoothing: not in the weight of p", LOSS,
+        "(1 - k.smoothing) * target_weight + k.smoothing_per_class * k.class_weight_sum;",
+        "(1 - k.smoothing) * target_weight + k.smoothing;",
+        BOTH,
+    ),
+    mutant(
+        "label smoothing: divided by the shard's V", TOKENS,
+        "tokens->constants = constants_of(o, op.weights, vocabulary_of(o, vocab));",
+        "tokens->constants = constants_of(o, op.weights, vocab);",
+        "shards",
+    ),
+    mutant("z-loss: its gradient without the 2", LOSS, "2 * k.z_loss * s.lse()", "k.z_loss * s.lse()", BOTH),
+    mutant("z-loss: linear in the loss", LOSS, "k.z_loss * lse * lse;", "k.z_loss * lse;", BOTH),
+    mutant(
+        "grad_target_logit: wrong sign", LOSS,
+        "target_weight - grad_target_logit,", "target_weight + grad_target_logit,", BOTH,
+    ),
+    mutant("grad_lse: dropped", LOSS, "ga * (w + z_term) + grad_lse,", "ga * (w + z_term),", BOTH),
+    mutant(
+        "ignored: -100 whatever ignore_index is", TOKENS,
+        "if (target == o.ignore_index) continue;", "if (target == -100) continue;", BOTH,
+    ),
+    mutant(
+        "out of range: the nearest target counts", TOKENS,
+        "    const int64_t target = int_at(op.target, i);\n",
+        "    int64_t target = int_at(op.target, i);\n"
+        "    if (o.out_of_range == OutOfRange::ignore && target != o.ignore_index)\n"
+        "      target = std::clamp<int64_t>(target, 0, whole - 1);\n",
+        BOTH,
+    ),
+    mutant(
+        "ignored: their statistics are not written", TOKENS,
+        "write_statistics(outputs.statistics, i, {}, 0, -1);", "", BOTH,
+    ),
+    mutant(
+        "ignored: argmax 0", TOKENS,
+        "write_statistics(outputs.statistics, i, {}, 0, -1);",
+        "write_statistics(outputs.statistics, i, {}, 0, 0);",
+        BOTH,
+    ),
+    mutant(
+        "compaction: statistics at the compacted index", TOKENS,
+        "write_statistics(outputs.statistics, i, s, s.lse(), s.argmax + start);",
+        "write_statistics(outputs.statistics, k, s, s.lse(), s.argmax + start);",
+        BOTH,
+    ),
+    mutant(
+        "compaction: losses at the compacted index", TOKENS,
+        "      const bool counts = k < tokens.valid && tokens.row[k] == i;\n",
+        "      const bool counts = k < tokens.valid;\n",
+        BOTH,
+    ),
+    mutant(
+        "compaction: grad_loss at the compacted index", TOKENS,
+        "const float g = each ? f32_at(op.grad_loss, tokens->row[k]) : static_cast<float>(common);",
+        "const float g = each ? f32_at(op.grad_loss, k) : static_cast<float>(common);",
+        BOTH,
+    ),
+    mutant(
+        "compaction: token weights at the compacted index", TOKENS,
+        "op.weights.token ? f32_at(op.weights.token, i) : 1;",
+        "op.weights.token ? f32_at(op.weights.token, k) : 1;",
+        BOTH,
+    ),
+    mutant(
+        "statistics' gradients: not relative to the common factor", HEADER,
+        "const float scale = tokens.inv_gradient_scale;", "const float scale = 1;", "logits",
+    ),
+    mutant(
+        "shard: a target of another one counts here", TOKENS,
+        "const float target_weight = tokens.target[k] < 0 ? 0 : tokens.target_weight[k];",
+        "const float target_weight = tokens.target_weight[k];",
+        "shards",
+    ),
+    mutant(
+        "shard: argmax counts from its first column", TOKENS, "s.lse(), s.argmax + start);", "s.lse(), s.argmax);",
+        "shards",
+    ),
+    mutant(
+        "shard: the target as in the whole vocabulary", TOKENS,
+        "here ? target - start : -1;", "here ? std::min(target, vocab - 1) : -1;", "shards",
+    ),
+    mutant(
+        "shard: combined entropy without the shards' own probabilities", COMBINE,
+        "(pa == 0 ? 0 : pa * (a.entropy - ra))", "(pa == 0 ? 0 : pa * a.entropy)", "shards",
+    ),
+    mutant(
+        "shard: combined argmax of the last of equal logits", COMBINE,
+        "a.row_reference >= b.row_reference) ? a.argmax", "a.row_reference > b.row_reference) ? a.argmax", "shards",
+    ),
+    mutant(
+        "shard: combined over one whose logits are all -inf", COMBINE,
+        "return s.row_reference == -std::numeric_limits<float>::infinity()\n               ? s.row_reference",
+        "return s.row_reference == 1e30f\n               ? s.row_reference", "shards",
+    ),
+    mutant(
+        "shard: combined loss without z-loss", COMBINE, "if (o.z_loss > 0) loss +=", "if (o.z_loss > 1e30f) loss +=", "shards",
+    ),
+    mutant(
+        "sums: of the loss in f32, one by one", TOKENS,
+        "double sum = pairwise_sum(0, tokens.valid, loss_of);",
+        "float naive = 0;\n  for (int64_t k = 0; k < tokens.valid; ++k) naive += loss_of(k);\n"
+        "  double sum = naive;",
+        "tokens",
+    ),
+    mutant(
+        "workspace: the tokens' part is short", TOKENS, "3 * padded(tokens * sizeof(float));",
+        "2 * padded(tokens * sizeof(float));", BOTH,
+    ),
+]  # fmt: skip
