@@ -20,12 +20,12 @@ MUTANTS = [
     ),
     mutant(
         "lse: of logits rounded to bf16", ROWS,
-        "  if (wants.entropy) {\n    sum_exponentials<true>(logits, count, shift, state);",
-        "  float rounded[4096];\n  uint16_t narrow[4096];\n"
+        "  const float shift = state->maximum == kMinusInfinity ? 0 : state->maximum;\n",
+        "  const float shift = state->maximum == kMinusInfinity ? 0 : state->maximum;\n"
+        "  static thread_local float rounded[4096];\n  static thread_local uint16_t narrow[4096];\n"
         "  store_from_f32(logits, count, DType::bf16, narrow);\n"
         "  load_as_f32(narrow, DType::bf16, count, rounded);\n"
-        "  logits = rounded;\n"
-        "  if (wants.entropy) {\n    sum_exponentials<true>(logits, count, shift, state);",
+        "  logits = rounded;\n",
         BOTH,
     ),
     mutant(
@@ -33,8 +33,8 @@ MUTANTS = [
         "old_factor * (shifted_sum + sum * old_shift) +", "old_factor * shifted_sum +", BOTH,
     ),
     mutant(
-        "entropy: 0 log 0 is NaN", ROW, "t = hn::MulAdd(e, hn::Max(x, least), t);",
-        "t = hn::MulAdd(e, x, t);", BOTH,
+        "entropy: 0 log 0 is NaN", ROW, "t = hn::MulAdd(y, hn::Max(x, least), t);",
+        "t = hn::MulAdd(y, x, t);", BOTH,
     ),
     mutant(
         "entropy: its gradient has 0 log 0 = NaN", ROW,
@@ -52,8 +52,12 @@ MUTANTS = [
     ),
     mutant(
         "NaN: lost in the row's maximum", ROWS,
-        "    if (std::isnan(logits[j])) state->maximum = logits[j];\n",
-        "    if (std::isnan(logits[j])) state->sum = 1;\n", BOTH,
+        "if (std::isnan(state->sum) && !infinite) state->maximum = state->sum;",
+        "if (std::isnan(state->sum)) state->sum = 1;", BOTH,
+    ),
+    mutant(
+        "NaN: lost beside an infinite logit", ROWS,
+        "    if (std::isnan(logits[j])) state->maximum = logits[j];\n", "", BOTH,
     ),
     mutant(
         "a row of -inf: a number, not NaN", ROWS,
@@ -124,11 +128,22 @@ MUTANTS = [
     ),
     mutant(
         "last column: not in the sum of exponentials", ROW,
-        "  if (i < count) add(hn::LoadNOr(hn::Set(d, kMinusInfinity), d, z + i, count - i), s0, t0);\n"
-        "  state->sum",
-        "  if (i + 1 < count) add(hn::LoadNOr(hn::Set(d, kMinusInfinity), d, z + i, count - i - 1), s0, t0);\n"
-        "  state->sum",
-        BOTH,
+        "add(hn::LoadNOr(hn::Set(d, kMinusInfinity), d, z + i, rest), s0, t0);",
+        "add(hn::LoadNOr(hn::Set(d, kMinusInfinity), d, z + i, rest - (count > 1)), s0, t0);", BOTH,
+    ),
+    mutant(
+        "last column: not in the sum of class weights times logits", ROW,
+        "    if constexpr (kWeights) c = hn::LoadN(d, weight + i, rest);",
+        "    if constexpr (kWeights) c = hn::LoadN(d, weight + i, rest - 1);", BOTH,
+    ),
+    mutant(
+        "label smoothing: the gradient from exponentials without class weights", ROW,
+        "if constexpr (kSmoothing == 2) return hn::NegMulAdd(s, c, product);",
+        "if constexpr (kSmoothing == 2) return hn::Sub(product, s);", "logits",
+    ),
+    mutant(
+        "temperature: not in the gradient from exponentials", ROWS,
+        "g.probability * slope * std::exp(shift)", "g.probability * map.scale * std::exp(shift)", "logits",
     ),
     mutant(
         "bf16: cut off, not rounded", ROWS,

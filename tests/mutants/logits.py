@@ -9,15 +9,30 @@ PROBABILITIES, SOFTMAX = "src/cpu/probability_rows.cpp", "src/cpu/softmax.cpp"
 MUTANTS = [
     mutant(
         "logits, last column: not in lse", ROWS,
-        "forward_block(map_, z, nullptr, weight, count, wants, &state);",
-        "forward_block(map_, z, nullptr, weight,\n"
-        "                    count - (column + count == columns_ && columns_ > 1), wants, &state);",
+        "      forward_block(map_, z, nullptr, weight, count, wants,",
+        "      forward_block(map_, z, nullptr, weight,\n"
+        "                    count - (column + count == columns_ && columns_ > 1), wants,",
         "logits",
     ),
     mutant(
         "logits, last column: no gradient", ROWS,
         "gradient_block(map_, coefficients[r], z, weight, count, draw);",
         "gradient_block(map_, coefficients[r], z, weight, count - (count > 1), draw);", "logits",
+    ),
+    mutant(
+        "logits, last column: no gradient from exponentials", ROWS,
+        "scale_block(map_, coefficients[r], e, maximum, weight, count, e);",
+        "scale_block(map_, coefficients[r], e, maximum, weight, count - (count > 1), e);", "logits",
+    ),
+    mutant(
+        "logits, kept exponentials: of the first block's maximum", ROWS,
+        "kept_ ? scratch[column / row_block] : again.maximum;", "kept_ ? scratch[0] : again.maximum;", "logits",
+    ),
+    mutant(
+        "logits, target: the gradient of p alone", ROWS,
+        "        e[target] = target_gradient(map_, coefficients[r], states[r].target_logit,\n"
+        "                                    weight != nullptr ? weight[target] : 1);",
+        "        e[target] -= coefficients[r].onehot;", "logits",
     ),
     mutant(
         "logits, last row: left out", LOSS, "last = first_at_or_after(tokens, end);",

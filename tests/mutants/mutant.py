@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 def of_cpu(suite: str, ops: str, names: tuple[str, ...] = ("*",), dtype: str = "") -> str:
     """Tests of a conformance program for the CPU backend's ops that begin so."""
-    chosen = [f"{name}/cpu_{op}*{dtype}" for name in names for op in ops.split()]
+    chosen = [f"{name}/cpu_{op}*{dtype}" for name in names for op in ops.split() or [""]]
     return f"{suite}_test:{':'.join(chosen)}"
 
 
