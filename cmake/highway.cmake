@@ -32,13 +32,16 @@ endif()
 if(NOT TARGET hwy::hwy)
   add_library(hwy::hwy ALIAS hwy)
 endif()
+if(LOGITLESS_HIGHWAY_URL MATCHES "1\\.2\\.0")
+  target_compile_definitions(hwy INTERFACE HWY_AVX10_2=0)  # a target it does not know yet
+endif()
 
 set(LOGITLESS_HIGHWAY_DEFINITIONS)
 if(LOGITLESS_CPU_TARGETS STREQUAL baseline)
   set(LOGITLESS_HIGHWAY_DEFINITIONS HWY_COMPILE_ONLY_STATIC)
-elseif(LOGITLESS_CPU_TARGETS STREQUAL some)  # x86: the baseline, AVX2 and AVX3_ZEN4 stay; other machines keep all
+elseif(LOGITLESS_CPU_TARGETS STREQUAL some)  # x86: SSE2, AVX2, AVX3_ZEN4 and AVX3_SPR stay; other machines keep all
   set(LOGITLESS_HIGHWAY_DEFINITIONS
-      "HWY_DISABLED_TARGETS=(HWY_SSSE3|HWY_SSE4|HWY_AVX3|HWY_AVX3_DL|HWY_AVX3_SPR|HWY_AVX10_2)")
+      "HWY_DISABLED_TARGETS=(HWY_SSSE3|HWY_SSE4|HWY_AVX3|HWY_AVX3_DL|HWY_AVX10_2)")
 elseif(NOT LOGITLESS_CPU_TARGETS STREQUAL all)
   message(FATAL_ERROR "LOGITLESS_CPU_TARGETS is \"${LOGITLESS_CPU_TARGETS}\"; allowed: all, some, baseline")
 endif()

@@ -1,11 +1,5 @@
 # The conformance suite: one case table, every backend against the reference.
-add_library(logitless_conformance STATIC cases.cpp data.cpp device.cpp fixture.cpp judge.cpp
-            memory.cpp simulated.cpp)
-target_include_directories(logitless_conformance PUBLIC ${PROJECT_SOURCE_DIR}
-                                                        ${PROJECT_SOURCE_DIR}/tests)
-target_link_libraries(logitless_conformance PUBLIC logitless_static)
-target_compile_options(logitless_conformance PRIVATE -Wall -Wextra
-                                                     $<$<BOOL:${LOGITLESS_WERROR}>:-Werror>)
+include(${CMAKE_CURRENT_LIST_DIR}/harness.cmake)
 
 # `parts`: as how many tests a program is registered, for tests that run side by side; a process for
 # each of its hundreds of cases would cost more than the cases.

@@ -57,6 +57,24 @@ HWY_INLINE void transpose_4(const uint32_t* const* rows, int64_t lanes, int64_t 
 }
 
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
+// Blocks a0 b0 a2 b2 and a1 b1 a3 b3; Highway 1.2 has no single instruction for them.
+template <class D, class V = hn::Vec<D>>
+HWY_INLINE V even_blocks(D d, V a, V b) {
+#if HWY_VERSION_GE(1, 3)
+  return hn::InterleaveEvenBlocks(d, a, b);
+#else
+  return hn::OddEvenBlocks(hn::SlideUpBlocks<1>(d, b), a);
+#endif
+}
+template <class D, class V = hn::Vec<D>>
+HWY_INLINE V odd_blocks(D d, V a, V b) {
+#if HWY_VERSION_GE(1, 3)
+  return hn::InterleaveOddBlocks(d, a, b);
+#else
+  return hn::OddEvenBlocks(b, hn::SlideDownBlocks<1>(d, a));
+#endif
+}
+
 // The same for 16 rows at once, whole cache lines stored: 64 shuffles for 256 lanes.
 HWY_INLINE void transpose_16(const uint32_t* const* rows, int64_t lanes, int64_t out_stride,
                              uint32_t* out) {
@@ -84,10 +102,10 @@ HWY_INLINE void transpose_16(const uint32_t* const* rows, int64_t lanes, int64_t
       const V even_high = hn::ConcatUpperUpper(d, four[2][i], four[0][i]);
       const V odd_high = hn::ConcatUpperUpper(d, four[3][i], four[1][i]);
       uint32_t* o = out + (k + i) * out_stride;
-      hn::StoreU(hn::InterleaveEvenBlocks(d, even_low, odd_low), d, o);
-      hn::StoreU(hn::InterleaveOddBlocks(d, even_low, odd_low), d, o + 4 * out_stride);
-      hn::StoreU(hn::InterleaveEvenBlocks(d, even_high, odd_high), d, o + 8 * out_stride);
-      hn::StoreU(hn::InterleaveOddBlocks(d, even_high, odd_high), d, o + 12 * out_stride);
+      hn::StoreU(even_blocks(d, even_low, odd_low), d, o);
+      hn::StoreU(odd_blocks(d, even_low, odd_low), d, o + 4 * out_stride);
+      hn::StoreU(even_blocks(d, even_high, odd_high), d, o + 8 * out_stride);
+      hn::StoreU(odd_blocks(d, even_high, odd_high), d, o + 12 * out_stride);
     }
   }
 }

@@ -34,8 +34,9 @@ MUTANTS = [
         "linear",
     ),
     mutant(
-        "linear, last k: not in the logits", RUN, "    const int64_t depth = std::min(depth_block, hidden - k), padded = engine.padded_k(depth);",
-        "    const int64_t depth = std::min(depth_block, hidden - k - (hidden > 1 && k + depth_block >= hidden)), padded = engine.padded_k(depth);",
+        "linear, last k: not in the logits", RUN, "std::min(plan_.depth_block, hidden - k),",
+        "std::min(plan_.depth_block,\n"
+        "                                   hidden - k - (hidden > 1 && k + plan_.depth_block >= hidden)),",
         "linear",
     ),
     mutant(
