@@ -162,6 +162,11 @@ struct RowReader {
            (r * source.row_stride + column * source.column_stride) * size_of(source.dtype);
   }
 
+  // A pair of bf16 may start at an odd element: then its lanes cannot be read in place.
+  bool lane_aligned(int64_t row, int64_t column) const {
+    return reinterpret_cast<uintptr_t>(at(row, column)) % alignof(uint32_t) == 0;
+  }
+
   // Converts or gathers into buffer, and zeroes up to `padded` elements.
   void stage(int64_t row, int64_t column, int64_t count, int64_t padded, void* buffer) const {
     const int64_t size = size_of(source.dtype);
@@ -194,7 +199,7 @@ struct RowGroup {
       lanes[r] = reinterpret_cast<const uint32_t*>(buffer[r]);
       if (r >= rows) {
         std::memset(buffer[r], 0, padded * reader.engine.element);
-      } else if (reader.direct && count == padded) {
+      } else if (reader.direct && count == padded && reader.lane_aligned(row + r, column)) {
         lanes[r] = reinterpret_cast<const uint32_t*>(reader.at(row + r, column));
       } else {
         reader.stage(row + r, column, count, padded, buffer[r]);
