@@ -123,7 +123,7 @@ Outcome run_demo(const DemoOptions& options, const Text& text, Progress* progres
   SampleOptions sample = options.sample;
   sample.seed = options.seed;
   outcome.sample = write_text(text, sample, model);
-  if (!options.generate.empty()) save_text(options.generate, outcome.sample);
+  if (!options.generate.empty()) save_text(options.generate, outcome.sample.text);
   if (!options.save.empty()) save_model(options.save, text, at, model);
   return outcome;
 }

@@ -8,9 +8,12 @@
 #include <cmath>
 #include <filesystem>
 #include <fstream>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <numeric>
 #include <random>
+#include <set>
+#include <utility>
 
 #include "cli/commands.h"
 #include "cli/safetensors.h"
@@ -19,28 +22,29 @@
 namespace logitless::cli::demo {
 namespace {
 
-// Probabilities of the next word, without the two that are no words.
+constexpr double nucleus = 0.9;     // the likeliest words of this share are drawn from
+constexpr double repetition = 1;    // nats off a word for each time too often in the context
+constexpr int64_t usual_words = 2;  // times that are not too often
+constexpr int64_t usual_marks = 5;
+constexpr int prompts_tried = 64;
+
+bool is_word(const std::string& token) {
+  return is_word_character(token.front()) && unicode_mark(token) == 0;
+}
+
+// Draws the next word from the likeliest ones; never one of the two that are no words.
 class Sampler {
  public:
-  Sampler(const SampleOptions& options, Model* model)
-      : options_(options),
+  // context: [K], the nearest word first.
+  Sampler(const Text& text, const SampleOptions& options, std::vector<Token> context, Model* model)
+      : text_(text),
+        options_(options),
         model_(model),
         random_(options.seed),
-        context_(static_cast<size_t>(model->shape().context), document_start) {}
+        context_(std::move(context)) {}
 
   Token next() {
-    const int64_t vocab = model_->shape().vocab, hidden = model_->shape().hidden;
-    probability_.resize(static_cast<size_t>(vocab));
-    const std::span<const float> h = model_->hidden(context_);
-    const Parameters& p = model_->parameters();
-    // The only logits of the demo: one word's.
-    products_.forward({h.data(), 1, hidden}, {p.weight, vocab, hidden}, false,
-                      {probability_.data(), 1, vocab});
-    for (size_t v = 0; v < probability_.size(); ++v) {
-      probability_[v] = (probability_[v] + p.bias[v]) / static_cast<float>(options_.temperature);
-    }
-    probability_[unknown_word] = probability_[document_start] = -INFINITY;
-    normalize();
+    find_probabilities();
     const Token chosen = draw();
     std::copy_backward(context_.begin(), context_.end() - 1, context_.end());
     context_.front() = chosen;
@@ -48,8 +52,18 @@ class Sampler {
   }
 
  private:
-  void normalize() {
-    const auto vocab = static_cast<int64_t>(probability_.size());
+  void find_probabilities() {
+    const int64_t vocab = model_->shape().vocab, hidden = model_->shape().hidden;
+    probability_.resize(static_cast<size_t>(vocab));
+    const std::span<const float> h = model_->hidden(context_);
+    const Parameters& p = model_->parameters();
+    // The only logits of the demo: one word's.
+    products_.forward({h.data(), 1, hidden}, {p.weight, vocab, hidden}, false,
+                      {probability_.data(), 1, vocab});
+    for (size_t v = 0; v < probability_.size(); ++v) probability_[v] += p.bias[v];
+    discourage_repetition();
+    probability_[unknown_word] = probability_[document_start] = -INFINITY;
+    for (float& z : probability_) z /= static_cast<float>(options_.temperature);
     const TensorView view = matrix_view(probability_.data(), DType::f32, 1, vocab);
     const Softmax op{.logits = view, .probabilities = view};
     WorkspaceSize size;
@@ -58,28 +72,65 @@ class Sampler {
     check(run(op, workspace_.workspace(), {}));
   }
 
-  Token draw() {
-    // 53 random bits: the same number on every machine, which a standard distribution is not.
-    double left = static_cast<double>(random_() >> 11) * 0x1p-53 *
-                  std::accumulate(probability_.begin(), probability_.end(), 0.0);
-    Token last = 0;
-    for (size_t v = 0; v < probability_.size(); ++v) {
-      if (probability_[v] == 0) continue;
-      last = static_cast<Token>(v);
-      left -= static_cast<double>(probability_[v]);
-      if (left < 0) break;
+  // A small model that has written a word a few times writes nothing else.
+  void discourage_repetition() {
+    const std::set<Token> different(context_.begin(), context_.end());
+    for (const Token v : different) {
+      const auto index = static_cast<size_t>(v);
+      const int64_t usual = is_word(text_.words[index]) ? usual_words : usual_marks;
+      const int64_t extra = std::count(context_.begin(), context_.end(), v) - usual;
+      if (extra > 0) probability_[index] -= static_cast<float>(repetition * extra);
     }
-    return last;
   }
 
+  Token draw() {
+    order_.resize(probability_.size());
+    std::iota(order_.begin(), order_.end(), Token{0});
+    const auto p = [&](Token v) { return double{probability_[static_cast<size_t>(v)]}; };
+    std::sort(order_.begin(), order_.end(),
+              [&](Token a, Token b) { return p(a) != p(b) ? p(a) > p(b) : a < b; });
+    // 53 random bits: the same number on every machine, which a standard distribution is not.
+    double left = static_cast<double>(random_() >> 11) * 0x1p-53 * nucleus;
+    for (const Token v : order_) {
+      left -= p(v);
+      if (left < 0) return v;
+    }
+    return order_.front();
+  }
+
+  const Text& text_;
   SampleOptions options_;
   Model* model_;
   std::mt19937_64 random_;
-  std::vector<Token> context_;  // [K], the nearest first
+  std::vector<Token> context_;
   std::vector<float> probability_;
+  std::vector<Token> order_;
   Products products_;
   Buffer workspace_;
 };
+
+// Where a held-out line ends with the most varied words before it, of some places drawn.
+int64_t choose_prompt(const std::vector<Token>& words, const Text& text, int64_t context,
+                      uint64_t seed) {
+  std::mt19937_64 random(seed);
+  int64_t best = 0, most = std::numeric_limits<int64_t>::min();
+  const auto size = static_cast<int64_t>(words.size());
+  for (int i = 0; i < prompts_tried; ++i) {
+    const auto end = static_cast<int64_t>(random() % static_cast<uint64_t>(size)) + 1;
+    const int64_t first = std::max<int64_t>(0, end - context);
+    const std::set<Token> different(words.begin() + first, words.begin() + end);
+    auto score = static_cast<int64_t>(different.size());
+    if (text.words[static_cast<size_t>(words[static_cast<size_t>(end - 1)])].front() != '\n') {
+      score -= context;
+    }
+    if (different.contains(unknown_word) || different.contains(document_start)) score -= context;
+    if (score > most) {
+      most = score;
+      best = end;
+    }
+  }
+  return best;
+}
 
 // JSON and safetensors are UTF-8; a text need not be.
 std::string to_json_text(const std::vector<std::string>& words) {
@@ -88,17 +139,29 @@ std::string to_json_text(const std::vector<std::string>& words) {
 
 }  // namespace
 
-std::string write_text(const Text& text, const SampleOptions& options, Model* model) {
-  Sampler sampler(options, model);
+Sample write_text(const Text& text, const SampleOptions& options, Model* model) {
+  const int64_t context = model->shape().context;
+  const int64_t end = choose_prompt(text.heldout, text, context, options.seed);
+  Sample sample;
+  Writer prompt;
+  std::vector<Token> nearest_first(static_cast<size_t>(context), document_start);
+  for (int64_t k = std::min(context, end); k > 0; --k) {
+    const Token token = text.heldout[static_cast<size_t>(end - k)];
+    nearest_first[static_cast<size_t>(k - 1)] = token;
+    prompt.add(text.words[static_cast<size_t>(token)]);
+  }
+  sample.prompt = prompt.text();
+  Sampler sampler(text, options, std::move(nearest_first), model);
   Writer writer;
   int64_t words = 0;
   // A model may write nothing but marks; that ends too.
   for (int64_t tokens = 0; words < options.words && tokens < 20 * options.words; ++tokens) {
     const std::string& word = text.words[static_cast<size_t>(sampler.next())];
-    if (is_word_character(word.front()) && unicode_mark(word) == 0) ++words;
+    if (is_word(word)) ++words;
     writer.add(word);
   }
-  return writer.text() + "\n";
+  sample.text = writer.text() + "\n";
+  return sample;
 }
 
 void check_output(const std::string& path) {

@@ -12,13 +12,18 @@
 namespace logitless::cli::demo {
 
 struct SampleOptions {
-  int64_t words = 250;       // besides punctuation marks and line breaks
-  double temperature = 0.8;  // of the logits; below 1: likelier words
+  int64_t words = 250;     // besides punctuation marks and line breaks
+  double temperature = 1;  // of the logits; below 1: likelier words
   uint64_t seed = 1;
 };
 
-// Text drawn word by word from the model, from the start of a document.
-std::string write_text(const Text& text, const SampleOptions& options, Model* model);
+struct Sample {
+  std::string prompt;  // the end of a held-out passage, which the model goes on from
+  std::string text;
+};
+
+// Text drawn word by word from the model.
+Sample write_text(const Text& text, const SampleOptions& options, Model* model);
 
 // BadInput now, and not after the training, where a file could not be written.
 void check_output(const std::string& path);

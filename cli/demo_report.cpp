@@ -37,6 +37,20 @@ std::string first_lines(const std::string& text, size_t lines) {
   return text.substr(0, end);
 }
 
+// Every line after a mark; long ones cut short.
+std::string marked(const std::string& text, const char* mark) {
+  constexpr size_t most = 100;
+  std::string result;
+  for (size_t at = 0; at < text.size();) {
+    const size_t end = std::min(text.find('\n', at), text.size());
+    size_t shown = std::min(end, at + most);
+    while (shown < end && (text[shown] & 0xc0) == 0x80) ++shown;  // no half of a character
+    if (end > at) result += fmt::format("{}{}\n", mark, text.substr(at, shown - at));
+    at = end + 1;
+  }
+  return result;
+}
+
 void print_memory(const Memory& m) {
   fmt::print("\nMemory\n");
   print_table({{"  logits of one batch in f32, never held", format_bytes(m.logits)},
@@ -94,8 +108,8 @@ void print_outcome(const Outcome& o, const Text& text) {
   print_perplexities(o, text.vocab());
   fmt::print("\nExact: {} words' losses differ from the same sums in double by at most {:.1e}\n",
              o.exactness.words, o.exactness.largest_difference);
-  fmt::print("\nIt writes\n");
-  fmt::print("{}\n", first_lines(o.sample, sample_lines));
+  fmt::print("\nAfter these held-out words\n{}\nit writes\n{}\n", marked(o.sample.prompt, "  > "),
+             marked(first_lines(o.sample.text, sample_lines), "  | "));
   fmt::print("{:.0f} s in all\n", o.seconds);
 }
 
@@ -142,7 +156,8 @@ json to_json(const Outcome& o, const Text& text, const Model& model) {
             {"model", o.perplexity}}},
           {"exactness",
            {{"words", o.exactness.words}, {"largest_difference", o.exactness.largest_difference}}},
-          {"sample", o.sample},
+          {"prompt", o.sample.prompt},
+          {"sample", o.sample.text},
           {"seconds", o.seconds}};
 }
 

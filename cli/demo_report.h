@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cli/demo_baseline.h"
+#include "cli/demo_output.h"
 #include "cli/demo_text.h"
 #include "cli/demo_train.h"
 
@@ -52,7 +53,7 @@ struct Outcome {
   double unknown_share = 0;   // of them
   Memory memory;
   Exactness exactness;
-  std::string sample;
+  Sample sample;
   double seconds = 0;  // all of it
 };
 
