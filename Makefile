@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # What a developer types. Each target does its own set-up; the work is CMake's and the scripts'.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test build test test-full demo bench-cpu fuzz format format-check lint install clean
+.PHONY: help setup setup-test build test test-full demo bench-cpu fuzz mutants format format-check lint install clean
 
 FUZZ_SECONDS ?= 600
 PREFIX ?= /usr/local
@@ -23,7 +23,7 @@ build: setup  ## the release build, in build/release
 test: setup-test  ## everything that must pass, in minutes
 	@scripts/test
 
-test-full: setup-test  ## the same with every case in every build, in hours
+test-full: setup-test  ## the same with every case on every instruction set
 	@LOGITLESS_TEST_FULL=1 scripts/test
 
 demo: setup  ## train a language model on text of this machine, or on TEXT="FILE..."
@@ -41,6 +41,9 @@ fuzz: setup-test  ## every fuzzer for FUZZ_SECONDS (600) each
 	cmake --preset asan
 	cmake --build --preset asan
 	@scripts/fuzz $(FUZZ_SECONDS)
+
+mutants: setup-test  ## bugs put in on purpose, which the tests must catch; ONLY=TEXT picks some
+	python3 scripts/mutants.py $(if $(ONLY),--only $(ONLY))
 
 format: setup-test  ## rewrite every source with clang-format
 	$(SOURCES) | xargs clang-format-19 -i
