@@ -81,19 +81,27 @@ Exactness measure_exactness(const Text& text, std::span<const int64_t> at, Model
   return result;
 }
 
+uint64_t peak_resident_bytes() {
+  rusage usage{};
+  if (getrusage(RUSAGE_SELF, &usage) != 0) return 0;
+#ifdef __APPLE__
+  return static_cast<uint64_t>(usage.ru_maxrss);
+#else
+  return static_cast<uint64_t>(usage.ru_maxrss) * 1024;
+#endif
+}
+
 Memory measure_memory(const Model& model) {
   const Shape& shape = model.shape();
   const auto numbers = static_cast<uint64_t>(model.gradient().all.size());
   const auto copy = static_cast<uint64_t>(
       model.head().dtype() == DType::f32 ? 0 : shape.vocab * shape.hidden * 2);
-  rusage usage{};
-  const bool known = getrusage(RUSAGE_SELF, &usage) == 0;
   return {.logits = static_cast<uint64_t>(model.head().batch() * shape.vocab) * sizeof(float),
           .workspace = model.head().workspace_bytes(),
           .parameters = numbers * sizeof(float) + copy,
           .gradients = numbers * sizeof(float),
           .optimizer = model.optimizer_bytes(),
-          .peak_resident = known ? static_cast<uint64_t>(usage.ru_maxrss) * 1024 : 0};
+          .peak_resident = peak_resident_bytes()};
 }
 
 void check_outputs(const DemoOptions& options) {

@@ -31,7 +31,7 @@ fs::path ask_python() {
   return output;
 }
 
-// The folders python3* directly under `parent`, newest version last.
+// The folders python3* directly under `parent`, by name.
 void add_versions(const fs::path& parent, std::vector<fs::path>* found) {
   std::error_code failed;
   std::vector<fs::path> here;

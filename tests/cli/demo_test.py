@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import struct
@@ -108,6 +109,18 @@ class DemoTest(unittest.TestCase):
         self.assertEqual((training["batch"], training["steps"]), (50, 2))
         self.assertEqual(outcome["machine"]["dtype"], "f32")
         self.assertEqual(outcome["machine"]["threads"], 1)
+
+    def test_finds_text_by_itself(self) -> None:
+        outcome = self.outcome(
+            "--steps", 1, "--dim", 8, "--units", 0, "--context", 4, "--words", 2, "--batch", 64
+        )  # fmt: skip
+        text = outcome["text"]
+        self.assertGreater(text["files"], 100)
+        self.assertGreater(text["heldout_files"], 0)
+        self.assertGreaterEqual(outcome["model"]["vocab"], min(30000, text["distinct"] / 2))
+        # Hardly trained, it starts from the words' frequencies.
+        perplexity = outcome["perplexity"]
+        self.assertLess(abs(math.log(perplexity["model"] / perplexity["unigram"])), 0.2)
 
     def test_time_ends_the_training(self) -> None:
         outcome = self.outcome(self.text, *QUICK, "--seconds", 0.5)
