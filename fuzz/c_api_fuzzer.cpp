@@ -49,7 +49,8 @@ class Scenario {
     if (cpu.code() != reference.code()) {
       fail("the backends run differently", text(*cpu.c()) + ", " + text(*reference.c()));
     }
-    if (cpu.ok() && !extreme_) compare(expected);
+    // A call with other structs may be right, but it is another call than op_.
+    if (cpu.ok() && !extreme_ && !mutate_struct_) compare(expected);
   }
 
  private:
@@ -331,6 +332,9 @@ class Scenario {
       std::fprintf(stderr, "  %s %s %s strides %lld, %lld\n", name, name_of(v.dtype),
                    shape_text(v).text, static_cast<long long>(v.stride[0]),
                    static_cast<long long>(v.stride[1]));
+      if (elements(v) > 64) return;
+      for (const double value : reference::read(v)) std::fprintf(stderr, "    %.9g", value);
+      std::fprintf(stderr, "\n");
     });
   }
 

@@ -55,8 +55,10 @@ inline float row_loss(const LossConstants& k, const RowState& s, float target_we
   float loss = onehot == 0 ? 0 * lse : onehot * ((s.reference - s.target_logit) + s.log_sum);
   if (k.smoothing > 0)
     loss += k.smoothing_per_class * (k.class_weight_sum * lse - s.weighted_logit_sum);
-  if (k.z_loss > 0) loss += k.z_loss * lse * lse;
-  return token_weight * loss;
+  loss *= token_weight;
+  // The weight before the square, which may overflow: a token of weight 0 has no loss.
+  if (k.z_loss > 0) loss += token_weight * k.z_loss * lse * lse;
+  return loss;
 }
 
 // The coefficients of dz of one row, without the call's common factor (see GradientScale).

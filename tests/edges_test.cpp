@@ -216,6 +216,30 @@ TEST_P(Edges, ALogitScaleOfZeroMakesThemAllEqual) {
   expect_all_gradients(fields, 0);
 }
 
+// The square of its lse overflows, and 0 inf would be NaN.
+TEST_P(Edges, ATokenOfWeightZeroHasNoLossHoweverLargeItsLogits) {
+  Case c = plain({5, 3, 40});
+  c.options.z_loss = 1e-3f;
+  c.token_weight = true;
+  with_op(op_, [&](auto op) {
+    using Op = decltype(op);
+    if constexpr (ForwardOp<Op> && !LinearOp<Op>) {
+      if (dtype_ == DType::f16) return;  // has no such numbers
+      Problem<Op> p = build<Op>(c);
+      std::vector<double> logits = read(p.op.logits), weights = read(p.op.weights.token);
+      for (int64_t j = 0; j < 40; ++j) logits[2 * 40 + j] = -2e30;
+      weights[2] = 0;
+      write(p.op.logits, logits);
+      write(p.op.weights.token, weights);
+      const Outcome outcome = execute(device_, p.op, p.pool);
+      ASSERT_TRUE(outcome.status.ok()) << outcome.status.message();
+      EXPECT_TRUE(std::isfinite(outcome.fields.at("loss").value.at(0)));
+      const Comparison result = compare(reference::evaluate(p.op, p.model), outcome);
+      EXPECT_TRUE(result.ok()) << result.report;
+    }
+  });
+}
+
 // In place gives the bits of out of place.
 TEST_P(Edges, InPlace) {
   if (is_linear(op_) || op_ == OpKind::forward) return;
