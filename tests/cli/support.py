@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 PROGRAM = os.environ["LOGITLESS_PROGRAM"]
-SANITIZED = b"__asan_init" in Path(PROGRAM).read_bytes()
+SANITIZED = any(
+    name in Path(PROGRAM).read_bytes() for name in (b"__asan_init", b"__tsan_init")
+)
 DEVICES = ("cpu", "reference")
 OPS = (
     "linear-forward", "linear-backward", "linear-forward-backward",
