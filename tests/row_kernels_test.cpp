@@ -1,78 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// The row kernels against loops in double, on every instruction set this machine runs.
-#include "src/cpu/row_kernels.h"
+// The row kernels' way forward against loops in double: the logit map, exp, maxima and sums of a
+// block, and blocks combined to a row.
+#include "row_kernels.h"
 
-#include <gtest/gtest.h>
-
-#include <cmath>
+#include <algorithm>
 #include <cstring>
 #include <iterator>
-#include <limits>
-#include <random>
 #include <sstream>
-#include <string>
-#include <vector>
-
-#include "src/cpu/dispatch.h"
 
 namespace logitless::cpu {
 namespace {
-
-constexpr double kU = 0x1p-24;
-constexpr float kInf = std::numeric_limits<float>::infinity();
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 std::vector<std::string> targets() {
   std::istringstream words(target_names());
   return {std::istream_iterator<std::string>(words), {}};
 }
 
-std::vector<int64_t> counts() {
-  std::vector<int64_t> all;
-  for (int64_t i = 1; i <= 40; ++i) all.push_back(i);
-  for (int64_t i : {63, 64, 65, 127, 192, 255, 257, 1000, 1024, 4097}) all.push_back(i);
-  return all;
-}
-
-class RowKernels : public testing::TestWithParam<std::string> {
- protected:
-  void SetUp() override { ASSERT_TRUE(force_target(GetParam().c_str())); }
-  void TearDown() override { force_target(nullptr); }
-  std::mt19937 random_{7};
-  std::vector<float> normal(int64_t count, float scale) {
-    std::normal_distribution<float> distribution(0, scale);
-    std::vector<float> v(count);
-    for (float& x : v) x = distribution(random_);
-    return v;
-  }
-};
-
 INSTANTIATE_TEST_SUITE_P(Targets, RowKernels, testing::ValuesIn(targets()),
                          [](const auto& info) { return info.param; });
-
-std::vector<LogitMap> maps() {
-  std::vector<LogitMap> all;
-  for (const float scale : {1.f, -.7f}) {
-    for (const float softcap : {0.f, 30.f, 1.3f}) {
-      for (const float temperature : {1.f, .3f}) {
-        all.push_back(
-            logit_map({.logit_scale = scale, .softcap = softcap, .temperature = temperature}));
-      }
-    }
-  }
-  return all;
-}
-
-double mapped(const LogitMap& map, double raw) {
-  double c = raw * map.scale;
-  if (map.softcap > 0) c = map.softcap * std::tanh(c / map.softcap);
-  return c / map.temperature;
-}
-
-double slope(const LogitMap& map, double z) {
-  const double t = map.softcap > 0 ? z * map.temperature / map.softcap : 0;
-  return map.scale / static_cast<double>(map.temperature) * (1 - t * t);
-}
 
 // p = exp(z), with nothing else in the way.
 std::vector<float> exponentials(const std::vector<float>& x) {
@@ -310,205 +255,6 @@ TEST_P(RowKernels, HugeLogitsDoNotOverflow) {
   EXPECT_EQ(state.maximum, 1e30f);
   EXPECT_EQ(state.sum, 2);
   EXPECT_EQ(state.shifted_sum, 0);
-}
-
-// dz draw / dz of one column without its onehot, and the sum of its magnitudes.
-double gradient(const LogitMap& map, const RowGradient& g, double z, double c, double* magnitude) {
-  const double log_p = z - g.reference - g.log_sum, p = std::exp(log_p);
-  const double information = p == 0 ? 0 : g.entropy * p * (log_p + g.entropy_value);
-  const double s = slope(map, z);
-  const double size = p == 0 ? 0 : std::fabs(log_p);
-  *magnitude = (std::fabs(g.probability) * p * (4 + size) + std::fabs(g.smoothing * c) +
-                std::fabs(g.entropy) * p * (size + std::fabs(g.entropy_value)) * (4 + size)) *
-               std::fabs(map.scale / map.temperature);
-  return (g.probability * p - g.smoothing * c - information) * s;
-}
-
-TEST_P(RowKernels, GradientIsADoubleLoopAtEveryCount) {
-  for (const LogitMap& map : maps()) {
-    for (const int64_t count : counts()) {
-      std::vector<float> z = normal(count, 6);
-      const std::vector<float> weight = normal(count, 1);
-      map_block(map, z.data(), nullptr, count);
-      if (count > 2) z[count / 3] = mapped(map, map.scale > 0 ? -kInf : kInf);
-      for (int mask = 0; mask < 8; ++mask) {
-        RowGradient g{.reference = 3, .log_sum = 1.5f, .probability = -.7f};
-        if (mask & 1) g.smoothing = .01f;
-        if (mask & 2) g.entropy = .4f, g.entropy_value = 2;
-        const float* c = mask & 4 ? weight.data() : nullptr;
-        std::vector<float> draw(count + 16, 77);
-        gradient_block(map, g, z.data(), c, count, draw.data());
-        for (int64_t j = 0; j < count; ++j) {
-          double magnitude;
-          const double exact = gradient(map, g, z[j], c != nullptr ? c[j] : 1, &magnitude);
-          ASSERT_LE(std::fabs(draw[j] - exact), 4 * kU * magnitude + 1e-37)
-              << count << " " << j << " " << mask << " " << z[j];
-        }
-        for (int i = 0; i < 16; ++i) ASSERT_EQ(draw[count + i], 77);
-        std::vector<float> in_place = z;
-        gradient_block(map, g, in_place.data(), c, count, in_place.data());
-        ASSERT_EQ(std::memcmp(in_place.data(), draw.data(), count * sizeof(float)), 0);
-      }
-    }
-  }
-}
-
-TEST_P(RowKernels, KeptExponentialsGiveTheGradient) {
-  for (const float temperature : {1.f, .3f}) {
-    const LogitMap map = logit_map({.logit_scale = -.7f, .temperature = temperature});
-    for (const int64_t count : counts()) {
-      const std::vector<float> raw = normal(count, 6), weight = normal(count, 1);
-      std::vector<float> z = raw, e(count + 16, 77), in_place = raw;
-      BlockState plain, kept, over;
-      constexpr BlockWants all{.weighted_sum = true, .entropy = true, .argmax = true};
-      forward_block(map, z.data(), nullptr, weight.data(), count, all, &kept, e.data());
-      forward_block(map, in_place.data(), nullptr, weight.data(), count, all, &over,
-                    in_place.data());
-      std::vector<float> again = raw;
-      forward_block(map, again.data(), nullptr, weight.data(), count, all, &plain);
-      EXPECT_EQ(std::memcmp(&plain, &kept, sizeof(plain)), 0);
-      EXPECT_EQ(std::memcmp(&plain, &over, sizeof(plain)), 0);
-      EXPECT_EQ(std::memcmp(e.data(), in_place.data(), count * sizeof(float)), 0);
-      for (int mask = 0; mask < 3; ++mask) {
-        RowGradient g{.reference = kept.maximum + 2, .log_sum = 1.5f, .probability = -.7f};
-        if (mask > 0) g.smoothing = .01f;
-        const float* c = mask > 1 ? weight.data() : nullptr;
-        std::vector<float> draw(count + 16, 77);
-        scale_block(map, g, e.data(), kept.maximum, c, count, draw.data());
-        for (int64_t j = 0; j < count; ++j) {
-          double magnitude;
-          const double exact = gradient(map, g, z[j], c != nullptr ? c[j] : 1, &magnitude);
-          ASSERT_LE(std::fabs(draw[j] - exact), 4 * kU * magnitude + 1e-37) << count << " " << j;
-        }
-        for (int i = 0; i < 16; ++i) ASSERT_EQ(draw[count + i], 77);
-      }
-    }
-  }
-}
-
-TEST_P(RowKernels, TheTargetsGradientHoldsItsOnehot) {
-  for (const LogitMap& map : maps()) {
-    for (float z : normal(2000, 6)) {
-      map_block(map, &z, nullptr, 1);
-      const RowGradient g{.reference = 3,
-                          .log_sum = 1.5f,
-                          .probability = -.7f,
-                          .smoothing = .01f,
-                          .onehot = .9f,
-                          .entropy = .4f,
-                          .entropy_value = 2};
-      double magnitude;
-      const double exact =
-          gradient(map, g, z, 1.25, &magnitude) - static_cast<double>(g.onehot) * slope(map, z);
-      magnitude += std::fabs(g.onehot * map.scale / map.temperature);
-      ASSERT_LE(std::fabs(target_gradient(map, g, z, 1.25f) - exact), 4 * kU * magnitude);
-    }
-  }
-}
-
-TEST(TargetGradient, DoesNotCancelNearOne) {
-  // p = 1 - 1e-9: dz = -1e-9, which p in f32 would lose.
-  const RowGradient g{.reference = 0, .log_sum = 1e-9f, .probability = 1, .onehot = 1};
-  EXPECT_NEAR(target_gradient({}, g, 0, 1), -1e-9, 1e-15);
-  EXPECT_EQ(target_gradient({}, {.probability = 1, .onehot = 1}, 0, 1), 0);
-  EXPECT_EQ(target_gradient({}, g, -kInf, 1), -1);
-  EXPECT_TRUE(std::isnan(target_gradient({}, g, kNan, 1)));
-  // A class of weight 0 has no onehot: P p, however small p.
-  EXPECT_FLOAT_EQ(target_gradient({}, {.probability = .5f}, -40, 1), .5f * std::exp(-40.f));
-}
-
-TEST_P(RowKernels, LoadsEverySixteenBitNumber) {
-  std::vector<uint16_t> all(65536);
-  for (int i = 0; i < 65536; ++i) all[i] = static_cast<uint16_t>(i);
-  std::vector<float> f16(65536), bf16(65536);
-  load_as_f32(all.data(), DType::f16, 65536, f16.data());
-  load_as_f32(all.data(), DType::bf16, 65536, bf16.data());
-  for (int i = 0; i < 65536; ++i) {
-    const int exponent = i >> 10 & 31, mantissa = i & 1023;
-    double exact =
-        exponent == 0 ? std::ldexp(mantissa, -24) : std::ldexp(1024 + mantissa, exponent - 25);
-    if (exponent == 31) exact = mantissa == 0 ? kInf : kNan;
-    if (i & 0x8000) exact = -exact;
-    const uint32_t bits = static_cast<uint32_t>(i) << 16;
-    float wide;
-    std::memcpy(&wide, &bits, 4);
-    if (std::isnan(exact)) {
-      ASSERT_TRUE(std::isnan(f16[i])) << i;
-    } else {
-      ASSERT_EQ(f16[i], exact) << i;
-    }
-    if (std::isnan(wide)) {
-      ASSERT_TRUE(std::isnan(bf16[i])) << i;
-    } else {
-      ASSERT_EQ(bf16[i], wide) << i;
-    }
-  }
-}
-
-// The nearest number with `bits` of mantissa, ties to even, least exponent `least` (of a
-// subnormal's last bit).
-double rounded(double x, int bits, int least, double largest) {
-  if (!std::isfinite(x) || x == 0) return x;
-  const int last = std::max(std::ilogb(x) - bits + 1, least);
-  const double y = std::ldexp(std::nearbyint(std::ldexp(x, -last)), last);
-  return std::fabs(y) > largest ? std::copysign(kInf, x) : y;
-}
-
-TEST_P(RowKernels, StoresToTheNearestTiesToEven) {
-  std::vector<float> x;
-  for (uint32_t i = 0; i < 200000; ++i) {
-    const uint32_t bits = static_cast<uint32_t>(random_());
-    float v;
-    std::memcpy(&v, &bits, 4);
-    x.push_back(v);
-  }
-  for (int e = -30; e < 18; ++e) {  // halfway cases and their neighbours
-    for (int m = 0; m < 64; ++m) {
-      const float v = std::ldexp(1 + m / 4096.f, e);
-      for (const float w : {v, std::nextafter(v, 0.f), std::nextafter(v, kInf)}) x.push_back(-w);
-      const float b = std::ldexp(1 + m / 512.f, e);
-      for (const float w : {b, std::nextafter(b, 0.f), std::nextafter(b, kInf)}) x.push_back(w);
-    }
-  }
-  for (const float v : {kInf, -kInf, 65504.f, 65519.99f, 65520.f, 65536.f, 3.4e38f, 0.f}) {
-    x.push_back(v);
-  }
-  const int64_t count = x.size();
-  for (const DType dtype : {DType::f16, DType::bf16}) {
-    std::vector<uint16_t> narrow(count + 1, 0x1234);
-    std::vector<float> back(count);
-    store_from_f32(x.data(), count, dtype, narrow.data());
-    EXPECT_EQ(narrow[count], 0x1234);
-    load_as_f32(narrow.data(), dtype, count, back.data());
-    for (int64_t i = 0; i < count; ++i) {
-      if (std::isnan(x[i])) {
-        ASSERT_TRUE(std::isnan(back[i])) << i;
-        continue;
-      }
-      const double exact = dtype == DType::f16 ? rounded(x[i], 11, -24, 65504)
-                                               : rounded(x[i], 8, -133, 3.3895313892515355e38);
-      const bool flushed = back[i] == 0 && dtype == DType::bf16 && std::fabs(x[i]) < 0x1p-126;
-      ASSERT_TRUE(flushed || back[i] == exact) << x[i];
-    }
-  }
-}
-
-TEST_P(RowKernels, ConversionsTouchExactlyTheirElements) {
-  for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
-    for (const int64_t count : counts()) {
-      const std::vector<float> x = normal(count, 1);
-      std::vector<uint32_t> narrow(count + 8, 0xabababab);
-      std::vector<float> back(count + 8, 5);
-      store_from_f32(x.data(), count, dtype, narrow.data());
-      const char* bytes = reinterpret_cast<const char*>(narrow.data());
-      for (int64_t i = count * size_of(dtype); i < (count + 8) * 4; ++i) {
-        ASSERT_EQ(bytes[i], static_cast<char>(0xab));
-      }
-      load_as_f32(narrow.data(), dtype, count, back.data());
-      for (int64_t i = 0; i < count; ++i) ASSERT_NEAR(back[i], x[i], .01 * std::fabs(x[i]));
-      for (int64_t i = 0; i < 8; ++i) ASSERT_EQ(back[count + i], 5);
-    }
-  }
 }
 
 // A whole row through blocks of any size.

@@ -59,7 +59,11 @@ MUTANTS = [
     ),
     mutant(
         "token weight: not in the loss", LOSS,
-        "return token_weight * loss;", "return (token_weight == 0 ? 0 : 1) * loss;", BOTH,
+        "loss *= token_weight;", "if (token_weight == 0) loss = 0;", BOTH,
+    ),
+    mutant(
+        "token weight: not in the z-loss", LOSS,
+        "loss += token_weight * k.z_loss", "loss += k.z_loss", BOTH,
     ),
     mutant(
         "token weight: not in the gradient", LOSS,

@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+// The gradients of a row against loops in double.
+#include "row_kernels.h"
+
+#include <cstring>
+
+namespace logitless::cpu {
+namespace {
+
+// dz draw / dz of one column without its onehot, and the sum of its magnitudes.
+double gradient(const LogitMap& map, const RowGradient& g, double z, double c, double* magnitude) {
+  const double log_p = z - g.reference - g.log_sum, p = std::exp(log_p);
+  const double information = p == 0 ? 0 : g.entropy * p * (log_p + g.entropy_value);
+  const double s = slope(map, z);
+  const double size = p == 0 ? 0 : std::fabs(log_p);
+  *magnitude = (std::fabs(g.probability) * p * (4 + size) + std::fabs(g.smoothing * c) +
+                std::fabs(g.entropy) * p * (size + std::fabs(g.entropy_value)) * (4 + size)) *
+               std::fabs(map.scale / map.temperature);
+  return (g.probability * p - g.smoothing * c - information) * s;
+}
+
+TEST_P(RowKernels, GradientIsADoubleLoopAtEveryCount) {
+  for (const LogitMap& map : maps()) {
+    for (const int64_t count : counts()) {
+      std::vector<float> z = normal(count, 6);
+      const std::vector<float> weight = normal(count, 1);
+      map_block(map, z.data(), nullptr, count);
+      if (count > 2) z[count / 3] = mapped(map, map.scale > 0 ? -kInf : kInf);
+      for (int mask = 0; mask < 8; ++mask) {
+        RowGradient g{.reference = 3, .log_sum = 1.5f, .probability = -.7f};
+        if (mask & 1) g.smoothing = .01f;
+        if (mask & 2) g.entropy = .4f, g.entropy_value = 2;
+        const float* c = mask & 4 ? weight.data() : nullptr;
+        std::vector<float> draw(count + 16, 77);
+        gradient_block(map, g, z.data(), c, count, draw.data());
+        for (int64_t j = 0; j < count; ++j) {
+          double magnitude;
+          const double exact = gradient(map, g, z[j], c != nullptr ? c[j] : 1, &magnitude);
+          ASSERT_LE(std::fabs(draw[j] - exact), 4 * kU * magnitude + 1e-37)
+              << count << " " << j << " " << mask << " " << z[j];
+        }
+        for (int i = 0; i < 16; ++i) ASSERT_EQ(draw[count + i], 77);
+        std::vector<float> in_place = z;
+        gradient_block(map, g, in_place.data(), c, count, in_place.data());
+        ASSERT_EQ(std::memcmp(in_place.data(), draw.data(), count * sizeof(float)), 0);
+      }
+    }
+  }
+}
+
+TEST_P(RowKernels, KeptExponentialsGiveTheGradient) {
+  for (const float temperature : {1.f, .3f}) {
+    const LogitMap map = logit_map({.logit_scale = -.7f, .temperature = temperature});
+    for (const int64_t count : counts()) {
+      const std::vector<float> raw = normal(count, 6), weight = normal(count, 1);
+      std::vector<float> z = raw, e(count + 16, 77), in_place = raw;
+      BlockState plain, kept, over;
+      constexpr BlockWants all{.weighted_sum = true, .entropy = true, .argmax = true};
+      forward_block(map, z.data(), nullptr, weight.data(), count, all, &kept, e.data());
+      forward_block(map, in_place.data(), nullptr, weight.data(), count, all, &over,
+                    in_place.data());
+      std::vector<float> again = raw;
+      forward_block(map, again.data(), nullptr, weight.data(), count, all, &plain);
+      EXPECT_EQ(std::memcmp(&plain, &kept, sizeof(plain)), 0);
+      EXPECT_EQ(std::memcmp(&plain, &over, sizeof(plain)), 0);
+      EXPECT_EQ(std::memcmp(e.data(), in_place.data(), count * sizeof(float)), 0);
+      for (int mask = 0; mask < 3; ++mask) {
+        RowGradient g{.reference = kept.maximum + 2, .log_sum = 1.5f, .probability = -.7f};
+        if (mask > 0) g.smoothing = .01f;
+        const float* c = mask > 1 ? weight.data() : nullptr;
+        std::vector<float> draw(count + 16, 77);
+        scale_block(map, g, e.data(), kept.maximum, c, count, draw.data());
+        for (int64_t j = 0; j < count; ++j) {
+          double magnitude;
+          const double exact = gradient(map, g, z[j], c != nullptr ? c[j] : 1, &magnitude);
+          ASSERT_LE(std::fabs(draw[j] - exact), 4 * kU * magnitude + 1e-37) << count << " " << j;
+        }
+        for (int i = 0; i < 16; ++i) ASSERT_EQ(draw[count + i], 77);
+      }
+    }
+  }
+}
+
+TEST_P(RowKernels, TheTargetsGradientHoldsItsOnehot) {
+  for (const LogitMap& map : maps()) {
+    for (float z : normal(2000, 6)) {
+      map_block(map, &z, nullptr, 1);
+      const RowGradient g{.reference = 3,
+                          .log_sum = 1.5f,
+                          .probability = -.7f,
+                          .smoothing = .01f,
+                          .onehot = .9f,
+                          .entropy = .4f,
+                          .entropy_value = 2};
+      double magnitude;
+      const double exact =
+          gradient(map, g, z, 1.25, &magnitude) - static_cast<double>(g.onehot) * slope(map, z);
+      magnitude += std::fabs(g.onehot * map.scale / map.temperature);
+      ASSERT_LE(std::fabs(target_gradient(map, g, z, 1.25f) - exact), 4 * kU * magnitude);
+    }
+  }
+}
+
+TEST(TargetGradient, DoesNotCancelNearOne) {
+  // p = 1 - 1e-9: dz = -1e-9, which p in f32 would lose.
+  const RowGradient g{.reference = 0, .log_sum = 1e-9f, .probability = 1, .onehot = 1};
+  EXPECT_NEAR(target_gradient({}, g, 0, 1), -1e-9, 1e-15);
+  EXPECT_EQ(target_gradient({}, {.probability = 1, .onehot = 1}, 0, 1), 0);
+  EXPECT_EQ(target_gradient({}, g, -kInf, 1), -1);
+  EXPECT_TRUE(std::isnan(target_gradient({}, g, kNan, 1)));
+  // A class of weight 0 has no onehot: P p, however small p.
+  EXPECT_FLOAT_EQ(target_gradient({}, {.probability = .5f}, -40, 1), .5f * std::exp(-40.f));
+}
+
+}  // namespace
+}  // namespace logitless::cpu
