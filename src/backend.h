@@ -32,6 +32,10 @@ struct Backend : Implements<Softmax>,
 
 const Backend& reference_backend();
 const Backend& cpu_backend();
+#ifdef LOGITLESS_WITH_CUDA
+// nullptr without a usable driver and device, and the reason.
+const Backend* cuda_backend(Status* status);
+#endif
 
 // The backend for a device type, or nullptr and the reason in `status`.
 const Backend* find_backend(DeviceType type, Status* status);

@@ -14,8 +14,12 @@ const Backend* find_backend(DeviceType type, Status* status) {
     case DeviceType::reference:
       return &reference_backend();
     case DeviceType::cuda:
+#ifdef LOGITLESS_WITH_CUDA
+      return cuda_backend(status);
+#else
       *status = error(StatusCode::backend_unavailable, "cuda: this library was built without it");
       return nullptr;
+#endif
     case DeviceType::webgpu:
       *status = error(StatusCode::backend_unavailable, "webgpu: this library was built without it");
       return nullptr;

@@ -10,6 +10,12 @@
 
 #include "logitless/ops.h"
 
+#ifdef __CUDACC__
+#define LOGITLESS_HOST_DEVICE __host__ __device__
+#else
+#define LOGITLESS_HOST_DEVICE
+#endif
+
 namespace logitless {
 
 // raw -> z = softcap(scale raw) / temperature, and what dz/draw needs.
@@ -35,7 +41,7 @@ struct RowState {
   float weighted_logit_sum = 0;  // sum_j c_j z_j; only with label smoothing
   float entropy = 0;             // only where asked for
   int64_t argmax = -1;           // only where asked for
-  float lse() const { return reference + log_sum; }
+  LOGITLESS_HOST_DEVICE float lse() const { return reference + log_sum; }
 };
 
 // The constants of a call.
@@ -47,7 +53,7 @@ struct LossConstants {
 };
 
 // target_weight = c_t, token_weight = a_i.
-inline float row_loss(const LossConstants& k, const RowState& s, float target_weight,
+LOGITLESS_HOST_DEVICE inline float row_loss(const LossConstants& k, const RowState& s, float target_weight,
                       float token_weight) {
   const float lse = s.lse();
   const float onehot = (1 - k.smoothing) * target_weight;
@@ -74,7 +80,7 @@ struct RowGradient {
 
 // g = upstream gradient of this row's loss, already relative to the call's common factor; the
 // others likewise.
-inline RowGradient row_gradient(const LossConstants& k, const RowState& s, float target_weight,
+LOGITLESS_HOST_DEVICE inline RowGradient row_gradient(const LossConstants& k, const RowState& s, float target_weight,
                                 float token_weight, float g, float grad_lse,
                                 float grad_target_logit, float grad_entropy) {
   const float ga = g * token_weight;

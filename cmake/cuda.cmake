@@ -1,0 +1,45 @@
+# The CUDA backend, where a CUDA compiler is found. cudart is linked statically and cuBLASLt found at run time, so one
+# library loads with and without a GPU.
+set(LOGITLESS_CUDA AUTO CACHE STRING "The CUDA backend: AUTO (where nvcc is found), ON or OFF")
+set_property(CACHE LOGITLESS_CUDA PROPERTY STRINGS AUTO ON OFF)
+# Machine code for every architecture served; PTX of the lowest and the highest for those to come.
+set(LOGITLESS_CUDA_ARCHITECTURES "80;89-real;90-real;90a-real;100-real;120" CACHE STRING
+    "Architectures of the CUDA backend, as in CMAKE_CUDA_ARCHITECTURES")
+
+set(LOGITLESS_WITH_CUDA OFF)
+if(NOT LOGITLESS_CUDA STREQUAL OFF)
+  include(CheckLanguage)
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    set(LOGITLESS_WITH_CUDA ON)
+  elseif(LOGITLESS_CUDA STREQUAL ON)
+    message(FATAL_ERROR "LOGITLESS_CUDA is ON and no CUDA compiler was found; allowed: AUTO, ON, OFF")
+  else()
+    message(STATUS "logitless: no CUDA compiler found, the CUDA backend is left out")
+  endif()
+endif()
+if(NOT LOGITLESS_WITH_CUDA)
+  return()
+endif()
+
+set(CMAKE_CUDA_STANDARD 20)
+set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+set(CMAKE_CUDA_EXTENSIONS OFF)
+set(CMAKE_CUDA_ARCHITECTURES ${LOGITLESS_CUDA_ARCHITECTURES})
+if(CCACHE_PROGRAM AND NOT CMAKE_CUDA_COMPILER_LAUNCHER)
+  set(CMAKE_CUDA_COMPILER_LAUNCHER ${CCACHE_PROGRAM})
+endif()
+enable_language(CUDA)
+find_package(CUDAToolkit REQUIRED)
+
+file(GLOB_RECURSE LOGITLESS_CUDA_SOURCES CONFIGURE_DEPENDS src/cuda/*.cu src/cuda/*.cpp)
+add_library(logitless_cuda_objects OBJECT ${LOGITLESS_CUDA_SOURCES})
+target_include_directories(logitless_cuda_objects PRIVATE ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR})
+target_include_directories(logitless_cuda_objects SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
+target_compile_definitions(logitless_cuda_objects PRIVATE LOGITLESS_WITH_CUDA)
+# As on the CPU, a product and a sum become one rounding where the source says fma and nowhere else.
+target_compile_options(logitless_cuda_objects PRIVATE
+  $<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off -Wall -Wextra -Wno-overloaded-virtual>
+  $<$<COMPILE_LANGUAGE:CUDA>:-fmad=false --expt-relaxed-constexpr --compress-mode=size -Xcompiler=-Wall>
+  $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<BOOL:${LOGITLESS_WERROR}>>:-Werror>
+  $<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${LOGITLESS_WERROR}>>:-Werror=all-warnings>)

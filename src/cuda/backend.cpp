@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CUDA backend: finds the device, makes it current for the call, and calls the op.
+#include "src/backend.h"
+
+#include <cstdio>
+
+#include "src/cuda/ops.h"
+
+namespace logitless {
+namespace {
+
+template <class Base, class... Ops>
+struct Forward;
+template <class Base>
+struct Forward<Base> : Base {};
+template <class Base, class Op, class... Rest>
+struct Forward<Base, Op, Rest...> : Forward<Base, Rest...> {
+  Status workspace(const Op& op, const Execution& execution, WorkspaceSize* size) const override {
+    const cuda::DeviceInfo* device;
+    const Status status = cuda::find_device(execution.device.index, &device);
+    return status.ok() ? cuda::workspace(op, *device, size) : status;
+  }
+  Status run(const Op& op, const Workspace& workspace, const Execution& execution) const override {
+    const cuda::DeviceInfo* device;
+    Status status = cuda::find_device(execution.device.index, &device);
+    if (!status.ok()) return status;
+    const cuda::CurrentDevice current(device->index);
+    if (!current.status().ok()) return current.status();
+    cuda::Stream stream(execution.stream);
+    status = cuda::run(op, workspace, *device, &stream);
+    return status.ok() ? stream.status() : status;
+  }
+};
+
+struct CudaBackend final : Forward<Backend, Softmax, CrossEntropyForward, CrossEntropyBackward,
+                                   CrossEntropyForwardBackward, LinearCrossEntropyForward,
+                                   LinearCrossEntropyBackward, LinearCrossEntropyForwardBackward> {
+  const char* name() const override { return "cuda"; }
+  void describe(char* text, size_t bytes) const override {
+    const cuda::DeviceInfo* device;
+    if (!cuda::find_device(0, &device).ok()) return;
+    char library[160];
+    (void)cuda::describe_matrix_library(library, sizeof(library));
+    std::snprintf(text, bytes, "%s, sm_%d%d, %s", device->name, device->major, device->minor,
+                  library);
+  }
+};
+
+}  // namespace
+
+const Backend* cuda_backend(Status* status) {
+  const cuda::DeviceInfo* device;
+  *status = cuda::find_device(0, &device);
+  if (!status->ok()) return nullptr;
+  static const CudaBackend backend;
+  return &backend;
+}
+
+}  // namespace logitless

@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CUDA runtime for the rest of the backend: errors as statuses, launches that report their own
+// error and no older one, the caller's current device left as found.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <utility>
+
+#include "logitless/logitless.h"
+#include "src/message.h"
+
+namespace logitless::cuda {
+
+inline Status cuda_error(const char* what, cudaError_t code) {
+  if (code == cudaSuccess) return {};
+  return error(StatusCode::device_error, "cuda: %s failed: %s (%s)", what, cudaGetErrorString(code),
+               cudaGetErrorName(code));
+}
+
+// What the planner and the launches need to know of a device; read once a process.
+struct DeviceInfo {
+  int index = 0;
+  int major = 0, minor = 0;
+  int multiprocessors = 0;
+  int64_t l2_bytes = 0;
+  int64_t shared_bytes_per_block = 0;  // at most, on request
+  char name[64] = {};
+};
+
+// Fails with backend_unavailable (no driver, too old a driver, no device) or wrong_device.
+Status find_device(int index, const DeviceInfo** info);
+
+// The device current while it lives, and the one before again after.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(int index) {
+    if (cudaGetDevice(&before_) != cudaSuccess) before_ = -1;
+    if (before_ != index) status_ = cuda_error("cudaSetDevice", cudaSetDevice(index));
+    changed_ = before_ != index;
+  }
+  ~CurrentDevice() {
+    if (changed_ && before_ >= 0) (void)cudaSetDevice(before_);
+  }
+  CurrentDevice(const CurrentDevice&) = delete;
+  CurrentDevice& operator=(const CurrentDevice&) = delete;
+  const Status& status() const { return status_; }
+
+ private:
+  int before_ = -1;
+  bool changed_ = false;
+  Status status_;
+};
+
+// Launches of one call, in order, on its stream. After the first error nothing more is launched.
+class Stream {
+ public:
+  explicit Stream(void* stream) : stream_(static_cast<cudaStream_t>(stream)) {}
+  cudaStream_t get() const { return stream_; }
+  const Status& status() const { return status_; }
+  bool ok() const { return status_.ok(); }
+  void fail(const Status& status) {
+    if (status_.ok()) status_ = status;
+  }
+
+  // kernel<<<blocks, threads>>>(arguments...); no blocks: nothing.
+  template <class... Parameters, class... Arguments>
+  void launch(const char* name, void (*kernel)(Parameters...), dim3 blocks, int threads,
+              Arguments&&... arguments) {
+    launch_config(name, kernel, blocks, threads, 0, 1, std::forward<Arguments>(arguments)...);
+  }
+  // With dynamic shared memory, and in clusters of `cluster` blocks along x.
+  template <class... Parameters, class... Arguments>
+  void launch_config(const char* name, void (*kernel)(Parameters...), dim3 blocks, int threads,
+                     size_t shared_bytes, int cluster, Arguments&&... arguments) {
+    if (!ok() || blocks.x == 0 || blocks.y == 0 || blocks.z == 0) return;
+    if (shared_bytes > 48 * 1024) {
+      fail(cuda_error(name, cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                                 cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                 static_cast<int>(shared_bytes))));
+    }
+    cudaLaunchConfig_t config{};
+    config.gridDim = blocks;
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream_;
+    cudaLaunchAttribute attribute{};
+    if (cluster > 1) {
+      attribute.id = cudaLaunchAttributeClusterDimension;
+      attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+      config.attrs = &attribute;
+      config.numAttrs = 1;
+    }
+    if (ok()) {
+      fail(cuda_error(name, cudaLaunchKernelEx(&config, kernel,
+                                               static_cast<Parameters>(arguments)...)));
+    }
+  }
+  void clear(const char* name, void* memory, size_t bytes) {
+    if (ok() && bytes > 0) fail(cuda_error(name, cudaMemsetAsync(memory, 0, bytes, stream_)));
+  }
+
+ private:
+  cudaStream_t stream_;
+  Status status_;
+};
+
+inline unsigned blocks_for(int64_t items, int64_t per_block) {
+  return static_cast<unsigned>((items + per_block - 1) / per_block);
+}
+
+// Hands out consecutive ranges of a workspace, each at a multiple of 256 bytes. Without a base it
+// only counts.
+class Arena {
+ public:
+  static constexpr uint64_t alignment = 256;
+  explicit Arena(void* base = nullptr) : base_(static_cast<char*>(base)) {}
+  template <class T>
+  T* take(int64_t count) {
+    const uint64_t start = used_;
+    used_ += (static_cast<uint64_t>(count) * sizeof(T) + alignment - 1) / alignment * alignment;
+    return base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + start);
+  }
+  uint64_t used() const { return used_; }
+
+ private:
+  char* base_;
+  uint64_t used_ = 0;
+};
+
+}  // namespace logitless::cuda
