@@ -2,7 +2,7 @@
 // The devices of this process. The driver is asked once; without one the library works, and says
 // why CUDA does not.
 #include <algorithm>
-#include <cstring>
+#include <cstdio>
 #include <mutex>
 #include <vector>
 
@@ -50,7 +50,7 @@ Devices ask_driver() {
                     .l2_bytes = properties.l2CacheSize,
                     .shared_bytes_per_block =
                         static_cast<int64_t>(properties.sharedMemPerBlockOptin)};
-    std::strncpy(info.name, properties.name, sizeof(info.name) - 1);
+    std::snprintf(info.name, sizeof(info.name), "%.60s", properties.name);
     all.info.push_back(info);
   }
   return all;
