@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The backends on host memory.
+// The backends on host memory, and which backends a program's tests run on.
 #include "device.h"
 
+#include <sys/mman.h>
+
+#include <cstdlib>
 #include <cstring>
 #include <new>
 #include <sstream>
@@ -28,6 +31,14 @@ class HostDevice : public TestDevice {
   void download(std::byte* host, const void* device, size_t bytes) const override {
     std::memcpy(host, device, bytes);
   }
+  // A page exists once it is written.
+  void* reserve(size_t bytes, const Ranges&) const override {
+    void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (data == MAP_FAILED) throw std::bad_alloc();
+    return data;
+  }
+  void unreserve(void* data, size_t bytes) const override { munmap(data, bytes); }
 
  private:
   const char* name_;
@@ -49,18 +60,50 @@ class CpuDevice final : public HostDevice {
   }
 };
 
-}  // namespace
-
-const std::vector<const TestDevice*>& devices() {
+std::vector<Found> find_devices() {
   static const HostDevice reference("reference", DeviceType::reference);
   static const CpuDevice cpu;
-  static const std::vector<const TestDevice*> all{&reference, &cpu};
+  std::vector<Found> all{{"reference", &reference, ""}, {"cpu", &cpu, ""}};
+#ifdef LOGITLESS_WITH_CUDA
+  all.push_back(find_cuda_device());
+#endif
   return all;
 }
 
+std::string names_asked_for() {
+  const char* names = std::getenv("LOGITLESS_TEST_DEVICES");
+  return names == nullptr ? "reference,cpu" : names;
+}
+
+}  // namespace
+
+const std::vector<Found>& all_devices() {
+  static const std::vector<Found> all = find_devices();
+  return all;
+}
+
+bool asked_for(const std::string& name) {
+  std::istringstream names(names_asked_for());
+  for (std::string one; std::getline(names, one, ',');) {
+    if (one == name) return true;
+  }
+  return false;
+}
+
+const std::vector<const TestDevice*>& devices() {
+  static const std::vector<const TestDevice*> chosen = [] {
+    std::vector<const TestDevice*> present;
+    for (const Found& found : all_devices()) {
+      if (found.device != nullptr && asked_for(found.name)) present.push_back(found.device);
+    }
+    return present;
+  }();
+  return chosen;
+}
+
 const TestDevice& device(const std::string& name) {
-  for (const TestDevice* d : devices()) {
-    if (name == d->name()) return *d;
+  for (const Found& found : all_devices()) {
+    if (name == found.name && found.device != nullptr) return *found.device;
   }
   throw std::invalid_argument("no backend named " + name);
 }

@@ -5,9 +5,10 @@
 
 #include <cstddef>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "logitless/logitless.h"
+#include "cases.h"
 
 namespace logitless::conformance {
 
@@ -22,17 +23,39 @@ class TestDevice {
   virtual void upload(void* device, const std::byte* host, size_t bytes) const = 0;
   virtual void download(std::byte* host, const void* device,
                         size_t bytes) const = 0;  // waits for the device
+  // Address space of which only these ranges (offset, bytes) are memory, zeroed; and its end.
+  using Ranges = std::vector<std::pair<size_t, size_t>>;
+  virtual void* reserve(size_t bytes, const Ranges& used) const = 0;
+  virtual void unreserve(void* data, size_t bytes) const = 0;
   // Errors of targets are statuses, and the caller's threads run the work.
   virtual bool synchronous() const { return true; }
   virtual bool has_threads() const { return false; }
-  virtual bool tensor_cores() const { return false; }
+  // How sums of products of this input dtype are formed ("Accuracy" of the contract).
+  virtual bool tensor_cores(DType) const { return false; }
+  // Whether a token's loss and statistics do not depend on its batch ("Determinism").
+  virtual bool batch_invariant(OpKind) const { return true; }
   // Instruction sets to force in turn, best first; none: nothing to force.
   virtual std::vector<std::string> instruction_sets() const { return {}; }
   virtual bool force_instruction_set(const std::string&) const { return false; }
 };
 
-// Every backend this library has, by name: "reference", "cpu".
+// A backend that this library has; on this machine it may be absent.
+struct Found {
+  std::string name;
+  const TestDevice* device = nullptr;
+  std::string reason;  // why there is none
+};
+// Every backend, in the order "reference", "cpu", "cuda".
+const std::vector<Found>& all_devices();
+// Those that the tests run on: named in LOGITLESS_TEST_DEVICES ("reference,cpu" where it is not
+// set) and present.
 const std::vector<const TestDevice*>& devices();
+// Whether the environment asks for the backend, present or not.
+bool asked_for(const std::string& name);
 const TestDevice& device(const std::string& name);
+
+#ifdef LOGITLESS_WITH_CUDA
+Found find_cuda_device();
+#endif
 
 }  // namespace logitless::conformance

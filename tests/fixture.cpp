@@ -227,6 +227,10 @@ Comparison compare(const reference::Result& want, const Outcome& got) {
   } else if (got.status.ok()) {
     c = compare(want, got.fields);
   }
+  if (got.fault != got.fault_wanted) {
+    c.fail(text("fault is %lld, not %lld", static_cast<long long>(got.fault),
+                static_cast<long long>(got.fault_wanted)));
+  }
   for (const std::string& violation : got.violations) c.fail(violation);
   return c;
 }

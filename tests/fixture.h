@@ -10,6 +10,7 @@
 
 #include "device.h"
 #include "memory.h"
+#include "outside.h"
 #include "src/reference/reference.h"
 
 namespace logitless::conformance {
@@ -39,6 +40,7 @@ struct Outcome {
   std::vector<std::string> violations;  // bytes changed that were not the op's to change
   uint64_t given = 0;                   // bytes of workspace
   uint64_t touched = 0;                 // from its first byte to the last one changed
+  int64_t fault = 0, fault_wanted = 0;  // the word after the run, where there is one
 };
 
 // The pool's tensors and a workspace on a device.
@@ -105,6 +107,7 @@ Outcome execute(const TestDevice& device, const Op& host, const Pool& pool,
   DeviceCopy copy(device, pool);
   Op op = host;
   std::vector<std::pair<std::string, TensorView>> outputs;
+  TensorView fault;
   logitless_op unused{};
   for_each_tensor(op, unused, [&](const char* name, Access access, TensorView& view, auto&&) {
     if (!view) return;
@@ -115,7 +118,11 @@ Outcome execute(const TestDevice& device, const Op& host, const Pool& pool,
     const TensorView before = view;
     const bool keep = access == Access::read_write || is_read(host, before);
     view = copy.output(before, keep, plan.fill);
-    if (std::string("fault") != name) outputs.emplace_back(name, before);
+    if (std::string("fault") == name) {
+      fault = before;
+    } else {
+      outputs.emplace_back(name, before);
+    }
   });
   place(op, device.tensors());
   Execution execution = device.execution();
@@ -135,6 +142,11 @@ Outcome execute(const TestDevice& device, const Op& host, const Pool& pool,
   outcome.given = bytes;
   outcome.touched = copy.touched();
   for (const auto& [name, view] : outputs) outcome.fields[name] = copy.field(view);
+  if (fault) {
+    outcome.fault = static_cast<int64_t>(copy.field(fault).value[0]);
+    outcome.fault_wanted = read_integers(fault)[0];
+    if (!device.synchronous() && !tokens_outside(host).empty()) outcome.fault_wanted |= 1;
+  }
   return outcome;
 }
 

@@ -4,9 +4,8 @@
 #include <cstring>
 #include <functional>
 
-#include "fixture.h"
 #include "gtest/gtest.h"
-#include "problem.h"
+#include "judge.h"
 
 namespace logitless::conformance {
 namespace {
@@ -14,7 +13,7 @@ namespace {
 using Op = LinearCrossEntropyForwardBackward;
 
 // The reference backend, with something done to a block of memory as it is read back.
-class LyingDevice final : public TestDevice {
+class LyingDevice : public TestDevice {
  public:
   using Lie = std::function<void(std::byte* host, size_t bytes)>;
   explicit LyingDevice(Lie lie) : lie_(std::move(lie)) {}
@@ -30,6 +29,10 @@ class LyingDevice final : public TestDevice {
     honest_.download(host, device, bytes);
     lie_(host, bytes);
   }
+  void* reserve(size_t bytes, const Ranges& used) const override {
+    return honest_.reserve(bytes, used);
+  }
+  void unreserve(void* data, size_t bytes) const override { honest_.unreserve(data, bytes); }
 
  private:
   const TestDevice& honest_ = device("reference");
@@ -130,6 +133,57 @@ TEST(Harness, ComparesElementByElement) {
   EXPECT_TRUE(accepts(INFINITY, 1e39, 1));
   EXPECT_TRUE(accepts(INFINITY, 65519, 30, DType::f16));
   EXPECT_FALSE(accepts(INFINITY, 65000, 30, DType::f16));
+}
+
+class AsynchronousDevice final : public LyingDevice {
+ public:
+  AsynchronousDevice() : LyingDevice([](std::byte*, size_t) {}) {}
+  bool synchronous() const override { return false; }
+  bool tensor_cores(DType dtype) const override { return dtype != DType::f32; }
+};
+
+// What is wanted of a backend that cannot refuse a target: a loss of NaN, rows of zeros, a mean
+// over that token too.
+TEST(Harness, WantsNaNForATargetOutsideOfAnAsynchronousBackend) {
+  const AsynchronousDevice device;
+  for (const Reduction reduction : {Reduction::none, Reduction::mean}) {
+    Case c{.op = OpKind::linear_forward_backward, .statistics = true};
+    c.options.reduction = reduction;
+    const Problem<Op> p = build<Op>(c);
+    const std::vector<double> target = read(p.op.target);
+    const auto clean = expected(device, p.op, p.model);
+    for (const double bad : {37.0, -1.0, 0x1p62}) {
+      std::vector<double> changed = target;
+      changed[4] = bad;
+      write(p.op.target, changed);
+      EXPECT_EQ(tokens_outside(p.op), std::vector<size_t>{4});
+      const auto want = expected(device, p.op, p.model);
+      ASSERT_TRUE(want.status.ok());
+      const auto& loss = want.outputs.at("loss").value;
+      const auto& gradient = want.outputs.at("grad_input").value;
+      EXPECT_TRUE(std::isnan(loss[reduction == Reduction::none ? 4 : 0]));
+      EXPECT_EQ(want.outputs.at("lse").value[4], 0);
+      for (int64_t i = 0; i < 9 * 19; ++i) {
+        const double value = i / 19 == 4 ? 0 : clean.outputs.at("grad_input").value[i];
+        EXPECT_NEAR(gradient[i], value, 1e-12 * std::fabs(value));
+      }
+    }
+  }
+}
+
+// f32 is not added by tensor cores: short sums have the wider of the two bounds.
+TEST(Harness, BoundsFollowTheInputsDtype) {
+  const AsynchronousDevice device;
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    const Problem<Op> p = build<Op>({.op = OpKind::linear_forward_backward, .dtype = dtype});
+    const double plain = reference::evaluate(p.op, p.model).outputs.at("loss").bound[0];
+    const double here = expected(device, p.op, p.model).outputs.at("loss").bound[0];
+    if (dtype == DType::f32) {
+      EXPECT_EQ(here, plain);
+    } else {
+      EXPECT_LT(here, plain);  // 4 + 19 / 16 against 4 + sqrt 19
+    }
+  }
 }
 
 TEST(Harness, MissingAndUnexpectedFieldsFail) {

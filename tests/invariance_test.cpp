@@ -2,6 +2,7 @@
 // Loss and statistics of a token are the same bits whatever its batch, its place in it, its
 // neighbours and the workspace.
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 #include <numeric>
 
@@ -15,7 +16,16 @@ namespace {
 constexpr OpKind kForwardOps[] = {OpKind::forward, OpKind::forward_backward, OpKind::linear_forward,
                                   OpKind::linear_forward_backward};
 
-class Invariance : public ConformanceTest {};
+class Invariance : public ConformanceTest {
+ protected:
+  // What the backend does not promise ("Determinism" of the contract), and says so.
+  bool not_promised() const {
+    if (device_.batch_invariant(op_)) return false;
+    std::printf("[  not promised ] %s: a token's bits may depend on its batch in %s\n",
+                device_.name(), name_of(op_));
+    return true;
+  }
+};
 
 // A name of loss and statistics whose row k in `part` is not row rows[k] of `whole`, bit for bit;
 // "" where all are.
@@ -81,6 +91,7 @@ void expect_invariant(const TestDevice& device, const Case& c) {
 }
 
 TEST_P(Invariance, OfTheBatch) {
+  if (not_promised()) return;
   std::vector<Shape> shapes{{1024, 40, 300}, {70, 33, 1030}, {37, 257, 130}};
   for (const Shape& shape : shapes) {
     for (const bool everything : {false, true}) {
@@ -96,6 +107,7 @@ TEST_P(Invariance, OfTheBatch) {
 }
 
 TEST_P(Invariance, OfTheWorkspace) {
+  if (not_promised()) return;
   for (const Shape& shape : {Shape{300, 40, 515}, Shape{33, 70, 2100}, Shape{8, 31, 1030}}) {
     Case c{.op = op_, .shape = shape, .dtype = dtype_};
     apply_everything(c);

@@ -2,8 +2,6 @@
 // Runs cases of the table.
 #include "judge.h"
 
-#include "problem.h"
-
 namespace logitless::conformance {
 namespace {
 
@@ -36,9 +34,7 @@ Comparison judge_sizes(const TestDevice& device, const Case& c,
   return with_op(c.op, [&](auto op) {
     using Op = decltype(op);
     const Problem<Op> problem = build<Op>(c);
-    reference::BoundModel model = problem.model;
-    model.tensor_cores = device.tensor_cores();
-    const reference::Result want = reference::evaluate(problem.op, model);
+    const reference::Result want = expected(device, problem.op, problem.model);
     Comparison all;
     for (const uint64_t bytes : sizes) {
       const Outcome got =
@@ -53,9 +49,7 @@ Comparison judge(const TestDevice& device, const Case& c, const RunPlan& plan) {
   return with_op(c.op, [&](auto op) {
     using Op = decltype(op);
     const Problem<Op> problem = build<Op>(c);
-    reference::BoundModel model = problem.model;
-    model.tensor_cores = device.tensor_cores();
-    return compare(reference::evaluate(problem.op, model),
+    return compare(expected(device, problem.op, problem.model),
                    execute(device, problem.op, problem.pool, plan));
   });
 }

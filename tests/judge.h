@@ -4,8 +4,22 @@
 
 #include "cases.h"
 #include "fixture.h"
+#include "problem.h"
 
 namespace logitless::conformance {
+
+// What the contract wants of this backend, of an op on host memory.
+template <class Op>
+reference::Result expected(const TestDevice& device, const Op& op, reference::BoundModel model) {
+  if constexpr (LinearOp<Op>) model.tensor_cores = device.tensor_cores(op.input.dtype);
+  reference::Result want = reference::evaluate(op, model);
+  if constexpr (LossOp<Op>) {
+    if (!device.synchronous() && want.status.code() == StatusCode::target_out_of_range) {
+      want = evaluate_outside(op, model);
+    }
+  }
+  return want;
+}
 
 Outcome run_case(const TestDevice& device, const Case& c, const RunPlan& plan = {});
 WorkspaceSize workspace_of(const TestDevice& device, const Case& c,

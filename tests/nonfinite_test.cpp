@@ -45,7 +45,7 @@ class NonFinite : public ConformanceTest {
   template <class Op>
   Fields judged(const Problem<Op>& p, const std::string& what) {
     const Outcome outcome = execute(device_, p.op, p.pool);
-    const Comparison result = compare(reference::evaluate(p.op, p.model), outcome);
+    const Comparison result = compare(expected(device_, p.op, p.model), outcome);
     EXPECT_TRUE(result.ok()) << what << "\n" << result.report;
     return outcome.fields;
   }

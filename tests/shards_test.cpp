@@ -108,13 +108,13 @@ Fields combined(const Op& whole, const std::vector<Fields>& shards) {
 
 template <class Op>
 void expect_forward(const TestDevice& device, const Problem<Op>& p, const Sizes& sizes) {
-  const reference::Result want = reference::evaluate(p.op, p.model);
+  const reference::Result want = expected(device, p.op, p.model);
   std::vector<Fields> shards;
   int64_t first = 0;
   for (const int64_t count : sizes) {
     const Op op = shard_of(p.op, first, count);
     const Outcome outcome = execute(device, op, p.pool);
-    const Comparison alone = compare(reference::evaluate(op, p.model), outcome);
+    const Comparison alone = compare(expected(device, op, p.model), outcome);
     EXPECT_TRUE(alone.ok()) << "shard at " << first << "\n" << alone.report;
     shards.push_back(outcome.fields);
     first += count;
@@ -172,7 +172,7 @@ TEST_P(Shards, MaskedShard) {
       for (double& t : target) t = t < 0 || t >= 131 ? t : 66 + std::fmod(t, 65);
       write(p.op.target, target);
       p.op.statistics.weighted_logit_sum = {};
-      const reference::Result want = reference::evaluate(p.op, p.model);
+      const reference::Result want = expected(device_, p.op, p.model);
       std::vector<Fields> shards;
       for (const int64_t first : {0, 66}) {
         Op shard = shard_of(p.op, first, first == 0 ? 66 : 65);
@@ -196,14 +196,14 @@ TEST_P(Shards, BackwardAddsUp) {
     using Op = decltype(op);
     if constexpr (BackwardOnlyOp<Op>) {
       Problem<Op> p = build<Op>(everything());
-      const reference::Result want = reference::evaluate(p.op, p.model);
+      const reference::Result want = expected(device_, p.op, p.model);
       for (const Sizes& sizes : kPartitions) {
         std::map<std::string, std::vector<double>> sum, slack;
         int64_t first = 0;
         for (const int64_t count : sizes) {
           const Op shard = shard_of(p.op, first, count);
           const Outcome outcome = execute(device_, shard, p.pool);
-          const Comparison alone = compare(reference::evaluate(shard, p.model), outcome);
+          const Comparison alone = compare(expected(device_, shard, p.model), outcome);
           EXPECT_TRUE(alone.ok()) << "shard at " << first << " of " << sizes.size() << "\n"
                                   << alone.report;
           for (const auto& [name, field] : outcome.fields) {

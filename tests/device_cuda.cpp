@@ -1,0 +1,204 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CUDA backend's memory for the suite: blocks kept for the next case, a stream of each host
+// thread's own, errors of the device thrown where they are seen.
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <bit>
+#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+
+#include "device.h"
+
+namespace logitless::conformance {
+namespace {
+
+void check(cudaError_t code, const char* what) {
+  if (code == cudaSuccess) return;
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(code) + " (" +
+                           cudaGetErrorName(code) + ")");
+}
+
+// Free blocks by size. With LOGITLESS_TEST_FRESH_MEMORY=1 every block is one allocation of exactly
+// its bytes, as compute-sanitizer wants it.
+class Blocks {
+ public:
+  void* take(size_t bytes) {
+    const size_t size =
+        fresh_ ? std::max<size_t>(bytes, 1) : std::bit_ceil(std::max(bytes, kLeast));
+    const std::lock_guard lock(mutex_);
+    std::vector<void*>& free = free_[size];
+    void* block = nullptr;
+    if (!fresh_ && !free.empty()) {
+      block = free.back();
+      free.pop_back();
+    } else {
+      check(cudaMalloc(&block, size), "cudaMalloc");
+    }
+    sizes_[block] = size;
+    return block;
+  }
+  // Nothing is thrown: destructors call this.
+  void give_back(void* block) {
+    const std::lock_guard lock(mutex_);
+    const auto found = sizes_.find(block);
+    if (found == sizes_.end()) return;
+    if (fresh_ || found->second > kLargestKept) {
+      (void)cudaFree(block);
+    } else {
+      free_[found->second].push_back(block);
+    }
+    sizes_.erase(found);
+  }
+
+ private:
+  static constexpr size_t kLeast = 1024, kLargestKept = size_t{1} << 28;
+  const bool fresh_ = std::getenv("LOGITLESS_TEST_FRESH_MEMORY") != nullptr;
+  std::mutex mutex_;
+  std::map<size_t, std::vector<void*>> free_;
+  std::map<void*, size_t> sizes_;
+};
+
+// Streams outlive their threads: others take them over.
+class Streams {
+ public:
+  cudaStream_t take() {
+    const std::lock_guard lock(mutex_);
+    if (!free_.empty()) {
+      const cudaStream_t stream = free_.back();
+      free_.pop_back();
+      return stream;
+    }
+    cudaStream_t stream;
+    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+    return stream;
+  }
+  void give_back(cudaStream_t stream) {
+    const std::lock_guard lock(mutex_);
+    free_.push_back(stream);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<cudaStream_t> free_;
+};
+
+Blocks& blocks() {
+  static auto* all = new Blocks;  // never destroyed: the driver may be gone before
+  return *all;
+}
+Streams& streams() {
+  static auto* all = new Streams;
+  return *all;
+}
+cudaStream_t stream_of_this_thread() {
+  struct Own {
+    cudaStream_t stream = streams().take();
+    ~Own() { streams().give_back(stream); }
+  };
+  static thread_local const Own own;
+  return own.stream;
+}
+
+// The driver's functions for address space that is memory only in places.
+template <class Function>
+Function driver_function(const char* name) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  check(cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found), name);
+  if (found != cudaDriverEntryPointSuccess) throw std::runtime_error(std::string("no ") + name);
+  return reinterpret_cast<Function>(function);
+}
+#define DRIVER(name) driver_function<decltype(&name)>(#name)
+
+void check_driver(CUresult code, const char* what) {
+  if (code != CUDA_SUCCESS) {
+    throw std::runtime_error(std::string(what) + " failed: " + std::to_string(code));
+  }
+}
+
+constexpr size_t kPage = size_t{2} << 20;
+size_t pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+
+class CudaDevice final : public TestDevice {
+ public:
+  const char* name() const override { return "cuda"; }
+  Device tensors() const override { return {DeviceType::cuda, 0}; }
+  Execution execution() const override {
+    return {.device = {DeviceType::cuda, 0}, .stream = stream_of_this_thread()};
+  }
+  void* allocate(size_t bytes) const override { return blocks().take(bytes); }
+  void release(void* data) const override { blocks().give_back(data); }
+  void upload(void* device, const std::byte* host, size_t bytes) const override {
+    check(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, stream_of_this_thread()),
+          "upload");
+  }
+  void download(std::byte* host, const void* device, size_t bytes) const override {
+    const cudaStream_t stream = stream_of_this_thread();
+    check(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, stream), "download");
+    check(cudaStreamSynchronize(stream), "what ran before the download");
+  }
+
+  void* reserve(size_t bytes, const Ranges& used) const override {
+    CUdeviceptr start = 0;
+    check(cudaFree(nullptr), "context");
+    check_driver(DRIVER(cuMemAddressReserve)(&start, pages(bytes), kPage, 0, 0), "reserve");
+    CUmemAllocationProp properties{};
+    properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    properties.location = {CU_MEM_LOCATION_TYPE_DEVICE, {0}};
+    const CUmemAccessDesc access{properties.location, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+    std::map<size_t, bool> mapped;
+    for (const auto& [offset, length] : used) {
+      for (size_t page = offset / kPage; page <= (offset + length - 1) / kPage; ++page) {
+        if (mapped[page]) continue;
+        mapped[page] = true;
+        CUmemGenericAllocationHandle memory;
+        check_driver(DRIVER(cuMemCreate)(&memory, kPage, &properties, 0), "memory");
+        const CUdeviceptr at = start + page * kPage;
+        check_driver(DRIVER(cuMemMap)(at, kPage, 0, memory, 0), "map");
+        check_driver(DRIVER(cuMemSetAccess)(at, kPage, &access, 1), "access");
+        check_driver(DRIVER(cuMemRelease)(memory), "release");  // lives while it is mapped
+        check(cudaMemset(reinterpret_cast<void*>(at), 0, kPage), "clear");
+      }
+    }
+    check(cudaDeviceSynchronize(), "clear");
+    const std::lock_guard lock(mutex_);
+    mapped_[reinterpret_cast<void*>(start)] = std::move(mapped);
+    return reinterpret_cast<void*>(start);
+  }
+  void unreserve(void* data, size_t bytes) const override {
+    const std::lock_guard lock(mutex_);
+    const auto start = reinterpret_cast<CUdeviceptr>(data);
+    (void)cudaDeviceSynchronize();
+    for (const auto& [page, is] : mapped_[data]) {
+      (void)DRIVER(cuMemUnmap)(start + page * kPage, kPage);
+    }
+    (void)DRIVER(cuMemAddressFree)(start, pages(bytes));
+    mapped_.erase(data);
+  }
+
+  bool synchronous() const override { return false; }
+  // Products of f32 are never made of narrower numbers, nor by tensor cores.
+  bool tensor_cores(DType dtype) const override { return dtype != DType::f32; }
+  // cuBLASLt makes the logits of the linear ops.
+  bool batch_invariant(OpKind op) const override { return !is_linear(op); }
+
+ private:
+  mutable std::mutex mutex_;
+  mutable std::map<void*, std::map<size_t, bool>> mapped_;
+};
+
+}  // namespace
+
+Found find_cuda_device() {
+  char text[256];
+  Status status;
+  logitless_describe_backend(LOGITLESS_CUDA, text, sizeof(text), status.c());
+  if (!status.ok()) return {"cuda", nullptr, status.message()};
+  static const CudaDevice device;
+  return {"cuda", &device, ""};
+}
+
+}  // namespace logitless::conformance

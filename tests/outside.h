@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+// Targets outside the vocabulary where that is an error: what an asynchronous backend makes of them
+// ("Which tokens count" of the contract).
+#pragma once
+
+#include <cmath>
+#include <cstring>
+
+#include "memory.h"
+#include "src/reference/reference.h"
+
+namespace logitless::conformance {
+
+// The exact numbers, which a double may not hold.
+inline std::vector<int64_t> read_integers(const TensorView& view) {
+  std::vector<int64_t> values(static_cast<size_t>(element_count(view)));
+  const auto* first = static_cast<const std::byte*>(view.data) + view.byte_offset;
+  for_each_element(view, [&](int64_t i, int64_t offset) {
+    int32_t narrow;
+    std::memcpy(&narrow, first + offset, sizeof(narrow));
+    values[i] = narrow;
+    if (view.dtype == DType::i64) std::memcpy(&values[i], first + offset, sizeof(int64_t));
+  });
+  return values;
+}
+
+template <class Op>
+int64_t vocab_of(const Op& op) {
+  if constexpr (LinearOp<Op>) {
+    return op.weight.shape[0];
+  } else {
+    return op.logits.shape[1];
+  }
+}
+
+// Tokens whose target is an error, of an op on host memory.
+template <class Op>
+std::vector<size_t> tokens_outside(const Op& op) {
+  std::vector<size_t> tokens;
+  if constexpr (LossOp<Op>) {
+    if (op.options.out_of_range != OutOfRange::error) return tokens;
+    const int64_t vocab = op.options.vocab_total ? op.options.vocab_total : vocab_of(op);
+    const std::vector<int64_t> target = read_integers(op.target);
+    for (size_t i = 0; i < target.size(); ++i) {
+      const bool inside = target[i] >= 0 && target[i] < vocab;
+      if (!inside && target[i] != op.options.ignore_index) tokens.push_back(i);
+    }
+  }
+  return tokens;
+}
+
+// They count in the normalizer and have a loss of NaN; all else of them is an ignored row's.
+template <class Op>
+reference::Result evaluate_outside(Op op, const reference::BoundModel& model) {
+  const std::vector<size_t> outside = tokens_outside(op);
+  std::vector<int64_t> target = read_integers(op.target);
+  for (const size_t i : outside) target[i] = op.options.ignore_index;
+  int64_t counted = 0;
+  for (const int64_t t : target) counted += t != op.options.ignore_index;
+  op.target = vector_view(target.data(), DType::i64, static_cast<int64_t>(target.size()));
+  const bool counts = op.options.reduction == Reduction::mean && op.options.normalizer == 0 &&
+                      !op.weights.normalizer;
+  // No class weight is theirs.
+  if (counts && !op.weights.vocab) {
+    op.options.normalizer = static_cast<double>(counted) + static_cast<double>(outside.size());
+  }
+  reference::Result want = reference::evaluate(op, model);
+  const auto loss = want.outputs.find("loss");
+  if (loss == want.outputs.end()) return want;
+  const bool one = op.options.reduction != Reduction::none;
+  for (const size_t i : outside) loss->second.value[one ? 0 : i] = NAN;
+  return want;
+}
+
+}  // namespace logitless::conformance
