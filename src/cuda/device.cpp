@@ -43,13 +43,13 @@ Devices ask_driver() {
       (void)cudaGetLastError();
       break;
     }
-    DeviceInfo info{.index = index,
-                    .major = properties.major,
-                    .minor = properties.minor,
-                    .multiprocessors = properties.multiProcessorCount,
-                    .l2_bytes = properties.l2CacheSize,
-                    .shared_bytes_per_block =
-                        static_cast<int64_t>(properties.sharedMemPerBlockOptin)};
+    DeviceInfo info{
+        .index = index,
+        .major = properties.major,
+        .minor = properties.minor,
+        .multiprocessors = properties.multiProcessorCount,
+        .l2_bytes = properties.l2CacheSize,
+        .shared_bytes_per_block = static_cast<int64_t>(properties.sharedMemPerBlockOptin)};
     std::snprintf(info.name, sizeof(info.name), "%.60s", properties.name);
     all.info.push_back(info);
   }

@@ -1,7 +1,375 @@
 // SPDX-License-Identifier: Apache-2.0
+// The linear ops on CUDA: tokens prepared once; then chunk by chunk of tokens the logits a block at
+// a time, partial sums, the rows' states, and the gradients' two products on E or dz. Everything is
+// enqueued; the host never waits and never learns how many tokens are valid.
+#include <algorithm>
+#include <cstring>
+
+#include "src/cuda/blas.h"
+#include "src/cuda/linear.h"
 #include "src/cuda/ops.h"
+
 namespace logitless::cuda {
-#define STUB(Op) Status workspace(const Op&, const DeviceInfo&, WorkspaceSize*) { return error(StatusCode::not_supported, "stub"); } Status run(const Op&, const Workspace&, const DeviceInfo&, Stream*) { return error(StatusCode::not_supported, "stub"); }
-STUB(LinearCrossEntropyForward) STUB(LinearCrossEntropyBackward) STUB(LinearCrossEntropyForwardBackward)
-Status describe_matrix_library(char* text, size_t bytes) { std::snprintf(text, bytes, "stub"); return {}; }
+namespace {
+
+// A product reads rows (or columns) that adjoin and lie multiples of 16 bytes apart. The address
+// does not count: the workspace may be asked for before there is one.
+bool serves_product(const TensorView& v, int64_t rows, int64_t columns) {
+  const int64_t size = size_of(v.dtype);
+  const bool along = v.stride[1] == 1 || columns == 1, across = v.stride[0] == 1 || rows == 1;
+  const int64_t stride = along ? v.stride[0] : v.stride[1];
+  const int64_t length = along ? columns : rows;
+  return (along || across) && stride >= length && stride * size % 16 == 0;
 }
+
+// Rows and columns are counted in 32 bits on the device; offsets are not.
+constexpr int64_t most_extent = (int64_t{1} << 31) - 65536;
+
+template <class Op>
+bool state_given(const Op& op) {
+  if constexpr (BackwardOnlyOp<Op>) return static_cast<bool>(op.row_reference);
+  return false;
+}
+
+template <class Op>
+LinearCall make_call(const Op& op) {
+  LinearCall call;
+  call.in = token_input(op, op.weight.shape[0]);
+  call.input = op.input;
+  call.weight = op.weight;
+  call.bias = op.bias;
+  call.map = map_factors(op.options);
+  LinearShape& s = call.shape;
+  s.tokens = op.input.shape[0];
+  s.vocab = op.weight.shape[0];
+  s.hidden = op.weight.shape[1];
+  s.dtype = op.input.dtype;
+  s.forward = !state_given(op);
+  s.smoothing = op.options.label_smoothing > 0;
+  s.copies_weight = !serves_product(op.weight, s.vocab, s.hidden);
+  if constexpr (ForwardOp<Op>) {
+    s.weighted_sum = s.smoothing || op.statistics.weighted_logit_sum;
+    s.entropy = static_cast<bool>(op.statistics.entropy);
+    s.argmax = static_cast<bool>(op.statistics.argmax);
+  }
+  s.can_store = ForwardOp<Op> && s.dtype != DType::f16 && !(s.smoothing && call.map.capped);
+  if constexpr (GradientOp<Op>) {
+    call.grad_input = op.grad_input;
+    call.grad_weight = op.grad_weight;
+    call.grad_bias = op.grad_bias;
+    call.accumulate = op.accumulate_grad_weight;
+    s.grad_input = static_cast<bool>(op.grad_input);
+    s.grad_weight = static_cast<bool>(op.grad_weight);
+    s.grad_bias = static_cast<bool>(op.grad_bias);
+    s.grad_weight_f32 = op.grad_weight.dtype == DType::f32;
+    s.direct_grad_weight = !op.grad_weight || (op.grad_weight.stride[1] == 1 &&
+                                               serves_product(op.grad_weight, s.vocab, s.hidden));
+  }
+  return call;
+}
+
+DeviceSpeed speed_of(const DeviceInfo& device) {
+  DeviceSpeed speed;
+  const double share = device.multiprocessors / 132.0;
+  if (device.major != 9) {
+    speed.products *= share / 2;
+    speed.memory *= share / 2;
+  }
+  return speed;
+}
+
+// One call, enqueued.
+class LinearRun {
+ public:
+  LinearRun(const LinearCall& call, const LinearPlan& plan, const LinearMemory& memory,
+            const DeviceInfo& device, Stream* stream)
+      : call_(call), plan_(plan), m_(memory), device_(device), stream_(stream) {}
+
+  void begin() {
+    write_constants(m_, stream_);
+    prepare_tokens(call_.in, m_.tokens, stream_);
+    copy_weight(call_, plan_, m_, stream_);
+    if (call_.shape.gradients()) class_row(call_, plan_, m_, stream_);
+  }
+
+  // Rows [first, first + rows) of the compacted tokens.
+  void begin_chunk(int64_t first, int64_t rows) {
+    chunk_ = {m_.tokens, first, static_cast<int32_t>(rows)};
+    gather_input(call_, plan_, m_, chunk_, stream_);
+    target_logits(call_, plan_, m_, chunk_, stream_);
+  }
+
+  void forward() {
+    const Panel stored = stored_panel();
+    for_each_block(0, call_.shape.vocab, [&](const Block& block) {
+      const bool stores = block.column < stored.columns;
+      exponentials(call_, m_, chunk_, block, true, stores ? stored : Panel{}, stream_);
+    });
+    finish_rows(call_, m_, chunk_, stream_);
+  }
+
+  void gradients() {
+    const bool with_factors = plan_.stored_columns > 0;
+    gradient_coefficients(call_, m_, chunk_, with_factors, stream_);
+    if (!with_factors) {
+      frugal_gradients();
+    } else if (plan_.stored_columns < call_.shape.vocab) {
+      mixed_gradients();
+    } else {
+      finish_panel(call_, plan_, m_, chunk_, stored_panel(), stream_);
+      scale_input(call_, plan_, m_, chunk_, stream_);
+      whole_grad_input();
+      grad_weight(stored_panel(), m_.scaled);
+      bias(stored_panel(), true);
+    }
+    first_chunk_ = false;
+  }
+
+  void finish() {
+    const LinearShape& s = call_.shape;
+    if (s.tokens == 0) return clear_grad_weight(call_, stream_);
+    if (plan_.grad_weight_sum) write_grad_weight(call_, plan_, m_, stream_);
+    if (s.grad_bias) write_grad_bias(call_, m_, stream_);
+    clear_other_rows(call_.in, call_.grad_input, stream_);
+  }
+
+  const Chunk& chunk() const { return chunk_; }
+
+ private:
+  const float* zero() const { return m_.constants; }
+  const float* one() const { return m_.constants + 1; }
+
+  Operand weight_rows(int64_t column) const {
+    if (call_.shape.copies_weight) {
+      return {m_.weight + column * plan_.hidden_pitch * size_of(call_.shape.dtype),
+              plan_.hidden_pitch, 1};
+    }
+    const TensorView& w = call_.weight;
+    const char* start = static_cast<const char*>(w.data) + w.byte_offset;
+    // One row or one column: the stride that does not matter is made to look like a matrix's.
+    const bool along = w.stride[1] == 1 || call_.shape.hidden == 1;
+    return {start + column * w.stride[0] * size_of(w.dtype), w.stride[0], along ? 1 : w.stride[1]};
+  }
+  // Depth of the logits product and columns of the others: with zeros behind D where both operands
+  // have them.
+  int64_t depth() const {
+    return call_.shape.copies_weight ? plan_.hidden_pitch : call_.shape.hidden;
+  }
+
+  Panel stored_panel() const {
+    return {m_.stored, stored_pitch(plan_.stored_columns), 0, plan_.stored_columns};
+  }
+
+  // Raw logits of columns [first, end), block by block.
+  template <class F>
+  void for_each_block(int64_t first, int64_t end, F&& use) {
+    const int64_t element = size_of(call_.shape.dtype);
+    for (int64_t column = first; column < end; column += plan_.block_columns) {
+      const int64_t columns = std::min(plan_.block_columns, end - column);
+      const Operand weight = weight_rows(column);
+      for (int64_t row = 0; row < chunk_.rows; row += plan_.block_rows) {
+        const int64_t rows = std::min<int64_t>(plan_.block_rows, chunk_.rows - row);
+        Product p;
+        p.in = call_.shape.dtype;
+        p.rows = rows;
+        p.columns = columns;
+        p.depth = depth();
+        p.a = {m_.input + row * plan_.hidden_pitch * element, plan_.hidden_pitch, 1};
+        p.b = {weight.data, weight.column_stride, weight.row_stride};
+        p.c = m_.logits;
+        p.c_stride = plan_.block_columns;
+        p.most_rows = plan_.block_rows;
+        p.most_columns = plan_.block_columns;
+        multiply(&p, one(), zero(), true);
+        use(Block{m_.logits, plan_.block_columns, static_cast<int32_t>(row),
+                  static_cast<int32_t>(rows), column, columns});
+      }
+    }
+  }
+
+  void multiply(Product* p, const float* alpha, const float* beta, bool beta_is_zero) {
+    p->alpha = alpha;
+    p->beta = beta;
+    p->beta_is_zero = beta_is_zero;
+    p->tf32 = call_.in.options.allow_tf32;
+    cuda::multiply(*p, device_, m_.library, stream_);
+  }
+
+  // sums [rows, hidden_pitch] (+)= panel rows . weight rows
+  void input_product(const Panel& panel, int64_t row, int64_t rows, float* sums, bool add) {
+    const Operand weight = weight_rows(panel.first);
+    Product p;
+    p.in = call_.shape.dtype;
+    p.rows = rows;
+    p.columns = depth();
+    p.depth = panel.columns;
+    p.a = {panel.data + row * panel.pitch * size_of(p.in), panel.pitch, 1};
+    p.b = weight;
+    p.c = sums;
+    p.c_stride = plan_.hidden_pitch;
+    multiply(&p, one(), add ? one() : zero(), !add);
+  }
+
+  // E is there for every column: rows of grad_input in the block that held the logits.
+  void whole_grad_input() {
+    if (!call_.shape.grad_input) return;
+    for (int64_t row = 0; row < chunk_.rows; row += plan_.sum_rows) {
+      const int64_t rows = std::min<int64_t>(plan_.sum_rows, chunk_.rows - row);
+      input_product(stored_panel(), row, rows, m_.logits, false);
+      write_grad_input(call_, plan_, m_, chunk_, m_.logits, row, rows, true, stream_);
+    }
+  }
+
+  // Rows of grad_weight: panel columns . rows of `input` times v, or input itself.
+  void grad_weight(const Panel& panel, const char* rows) {
+    if (!call_.shape.grad_weight) return;
+    Product p;
+    p.in = call_.shape.dtype;
+    p.rows = panel.columns;
+    p.depth = chunk_.rows + (m_.class_row != nullptr ? extra_rows : 0);
+    p.a = {panel.data, 1, panel.pitch};
+    p.b = {rows, plan_.hidden_pitch, 1};
+    if (plan_.grad_weight_sum) {
+      p.columns = plan_.hidden_pitch;
+      p.c = m_.grad_weight_sum + panel.first * plan_.hidden_pitch;
+      p.c_stride = plan_.hidden_pitch;
+      return multiply(&p, one(), first_chunk_ ? zero() : one(), first_chunk_);
+    }
+    const TensorView& out = call_.grad_weight;
+    p.out = out.dtype;
+    p.columns = call_.shape.hidden;
+    p.c = static_cast<char*>(out.data) + out.byte_offset +
+          panel.first * out.stride[0] * size_of(out.dtype);
+    p.c_stride = out.stride[0];
+    const bool add = call_.accumulate || !first_chunk_;
+    multiply(&p, &m_.tokens.scalars->gradient_scale, add ? one() : zero(), !add);
+  }
+
+  void bias(const Panel& panel, bool scaled) {
+    if (!call_.shape.grad_bias) return;
+    add_to_bias(call_, plan_, m_, chunk_, panel, scaled, first_chunk_, stream_);
+  }
+
+  // Some of E is there; the rest is made again a panel at a time.
+  void mixed_gradients() {
+    scale_input(call_, plan_, m_, chunk_, stream_);
+    bool add = false;
+    const auto use = [&](const Panel& panel) {
+      finish_panel(call_, plan_, m_, chunk_, panel, stream_);
+      if (call_.shape.grad_input) {
+        input_product(panel, 0, chunk_.rows, m_.grad_input_sum, add);
+        add = true;
+      }
+      grad_weight(panel, m_.scaled);
+      bias(panel, true);
+    };
+    use(stored_panel());
+    for_each_panel(plan_.stored_columns, [&](const Panel& panel) {
+      for_each_block(panel.first, panel.first + panel.columns, [&](const Block& block) {
+        exponentials(call_, m_, chunk_, block, false, panel, stream_);
+      });
+      use(panel);
+    });
+    write_sums(true);
+  }
+
+  // Nothing is there: dz itself, a panel at a time.
+  void frugal_gradients() {
+    bool add = false;
+    for_each_panel(0, [&](const Panel& panel) {
+      for_each_block(panel.first, panel.first + panel.columns, [&](const Block& block) {
+        block_gradients(call_, m_, chunk_, block, panel, stream_);
+      });
+      if (call_.shape.grad_input) {
+        input_product(panel, 0, chunk_.rows, m_.grad_input_sum, add);
+        add = true;
+      }
+      grad_weight(panel, m_.input);
+      bias(panel, false);
+    });
+    write_sums(false);
+  }
+
+  template <class F>
+  void for_each_panel(int64_t first, F&& use) {
+    for (int64_t column = first; column < call_.shape.vocab; column += plan_.remade_columns) {
+      use(Panel{m_.remade, plan_.remade_columns, column,
+                std::min(plan_.remade_columns, call_.shape.vocab - column)});
+    }
+  }
+
+  void write_sums(bool scaled) {
+    if (!call_.shape.grad_input) return;
+    write_grad_input(call_, plan_, m_, chunk_, m_.grad_input_sum, 0, chunk_.rows, scaled, stream_);
+  }
+
+  const LinearCall& call_;
+  const LinearPlan& plan_;
+  const LinearMemory& m_;
+  const DeviceInfo& device_;
+  Stream* stream_;
+  Chunk chunk_;
+  bool first_chunk_ = true;
+};
+
+template <class Op>
+Status linear_workspace(const Op& op, const DeviceInfo& device, WorkspaceSize* size) {
+  const Status status = find_matrix_library();
+  if (!status.ok()) return status;
+  for (const int64_t extent : {op.input.shape[0], op.weight.shape[0], op.weight.shape[1]}) {
+    if (extent > most_extent) {
+      return error(StatusCode::not_supported, "cuda: an extent is %lld; allowed: up to %lld",
+                   static_cast<long long>(extent), static_cast<long long>(most_extent));
+    }
+  }
+  const LinearCall call = make_call(op);
+  const DeviceSpeed speed = speed_of(device);
+  size->minimum = smallest_plan(call.shape, speed).bytes;
+  size->recommended = std::max(size->minimum, recommended_plan(call.shape, speed).bytes);
+  size->alignment = Arena::alignment;
+  return {};
+}
+
+template <class Op>
+Status linear_run(const Op& op, const Workspace& workspace, const DeviceInfo& device,
+                  Stream* stream) {
+  const LinearCall call = make_call(op);
+  const LinearPlan plan = plan_linear(call.shape, speed_of(device), workspace.bytes);
+  Arena arena(static_cast<char*>(workspace.data) + workspace.byte_offset);
+  const LinearMemory memory = place_linear(call.shape, plan, &arena);
+  LinearRun run(call, plan, memory, device, stream);
+  run.begin();
+  for (int64_t first = 0; first < call.shape.tokens; first += plan.token_chunk) {
+    run.begin_chunk(first, std::min(plan.token_chunk, call.shape.tokens - first));
+    if (call.shape.forward) run.forward();
+    if constexpr (BackwardOnlyOp<Op>) {
+      if (!call.shape.forward) {
+        given_rows(call, op.row_reference, op.row_log_sum, memory, run.chunk(), stream);
+      }
+      if (op.entropy) given_entropy(op.entropy, memory, run.chunk(), stream);
+    }
+    if (call.shape.gradients()) run.gradients();
+  }
+  if (call.shape.gradients()) run.finish();
+  if constexpr (ForwardOp<Op>) {
+    write_tokens(call.in, memory.tokens, memory.states, {op.loss, op.statistics}, memory.losses,
+                 stream);
+  }
+  return {};
+}
+
+}  // namespace
+
+#define LOGITLESS_LINEAR_OP(Op)                                                               \
+  Status workspace(const Op& op, const DeviceInfo& device, WorkspaceSize* size) {             \
+    return linear_workspace(op, device, size);                                                \
+  }                                                                                           \
+  Status run(const Op& op, const Workspace& workspace, const DeviceInfo& device, Stream* s) { \
+    return linear_run(op, workspace, device, s);                                              \
+  }
+LOGITLESS_LINEAR_OP(LinearCrossEntropyForward)
+LOGITLESS_LINEAR_OP(LinearCrossEntropyBackward)
+LOGITLESS_LINEAR_OP(LinearCrossEntropyForwardBackward)
+#undef LOGITLESS_LINEAR_OP
+
+}  // namespace logitless::cuda

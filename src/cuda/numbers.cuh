@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "logitless/ops.h"
+#include "src/cuda/numbers.h"
 #include "src/loss.h"
 
 namespace logitless::cuda {
@@ -110,35 +111,6 @@ __device__ inline float exp_nonpositive(float x) {
 }
 // exp x for any x: what is above 88 is inf.
 __device__ inline float exp_any(float x) { return x > 88.0f ? infinity() : exp_nonpositive(x); }
-
-// raw -> z, with the factors each rounded once, those of the softcap in two parts:
-//   z = slope raw  or  z = outward tanh(inward |raw| / 2) with raw's sign.
-struct MapFactors {
-  float slope = 1;                    // scale / temperature
-  float inward = 0, inward_low = 0;   // 2 |scale / softcap|
-  float limit = 0;                    // |raw| from which tanh is 1
-  float outward = 0, outward_low = 0; // softcap / temperature with the sign of scale
-  float backward = 0;                 // temperature / softcap
-  bool capped = false, identity = true;
-};
-
-inline MapFactors map_factors(const LossOptions& o) {
-  MapFactors f{};
-  f.slope = static_cast<float>(static_cast<double>(o.logit_scale) / o.temperature);
-  f.capped = o.softcap > 0;
-  f.identity = !f.capped && o.logit_scale == 1 && o.temperature == 1;
-  if (!f.capped) return f;
-  const double inward = 2 * std::fabs(static_cast<double>(o.logit_scale)) / o.softcap;
-  const double outward =
-      std::copysign(static_cast<double>(o.softcap) / o.temperature, o.logit_scale);
-  f.inward = static_cast<float>(inward);
-  f.inward_low = static_cast<float>(inward - f.inward);
-  f.limit = static_cast<float>(std::fmin(21 / inward, 3.4028234663852886e38));
-  f.outward = static_cast<float>(outward);
-  f.outward_low = static_cast<float>(outward - f.outward);
-  f.backward = static_cast<float>(static_cast<double>(o.temperature) / o.softcap);
-  return f;
-}
 
 // tanh(y / 2) for y in [0, 40] by exp - 1 in two parts; NaN stays.
 __device__ inline float tanh_of_half(float y) {

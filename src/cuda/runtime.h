@@ -93,8 +93,8 @@ class Stream {
       config.numAttrs = 1;
     }
     if (ok()) {
-      fail(cuda_error(name, cudaLaunchKernelEx(&config, kernel,
-                                               static_cast<Parameters>(arguments)...)));
+      fail(cuda_error(name,
+                      cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...)));
     }
   }
   void clear(const char* name, void* memory, size_t bytes) {

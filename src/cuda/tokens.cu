@@ -186,15 +186,15 @@ __global__ void __launch_bounds__(threads) scale(TokenInput in, Tokens t, int bl
   if (s.valid == 0) scale = 0;  // NaN of an empty mean must not reach sums over no token
   s.gradient_scale = static_cast<float>(scale);
   s.inv_gradient_scale = scale == 0 ? 0 : static_cast<float>(1 / scale);
-  float upstream = apart ? static_cast<float>(common) * s.inv_gradient_scale
-                         : static_cast<float>(1 / weights);
+  float upstream =
+      apart ? static_cast<float>(common) * s.inv_gradient_scale : static_cast<float>(1 / weights);
   const bool flat = o.input_kind == InputKind::logits && in.whole() == 1 && o.z_loss == 0;
   if (flat && isfinite(upstream)) upstream = 0;
   s.upstream = upstream;
 }
 
-__global__ void __launch_bounds__(256) loss_of_rows(Tokens t, const RowState* states,
-                                                    float* losses) {
+__global__ void __launch_bounds__(256)
+    loss_of_rows(Tokens t, const RowState* states, float* losses) {
   const int64_t k = int64_t{blockIdx.x} * 256 + threadIdx.x;
   if (k >= t.scalars->valid) return;
   const float weight = t.target[k] < 0 ? 0 : t.target_weight[k];
@@ -203,8 +203,8 @@ __global__ void __launch_bounds__(256) loss_of_rows(Tokens t, const RowState* st
 
 // One block; per thread in token order, then over the threads: the order is that of the positions
 // among the valid tokens alone.
-__global__ void __launch_bounds__(threads) reduce_losses(TokenInput in, Tokens t,
-                                                         const float* losses, TensorView loss) {
+__global__ void __launch_bounds__(threads)
+    reduce_losses(TokenInput in, Tokens t, const float* losses, TensorView loss) {
   double sum = 0;
   const int valid = t.scalars->valid;
   for (int k = threadIdx.x; k < valid; k += threads) sum += losses[k];

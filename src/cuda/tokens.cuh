@@ -31,8 +31,7 @@ __device__ inline RowGradient token_gradient(const TokenInput& in, const Tokens&
     }
   }
   const float grad_lse = present(in.grad_lse) ? load(in.grad_lse, i) * inv : 0;
-  const float grad_target =
-      present(in.grad_target_logit) ? load(in.grad_target_logit, i) * inv : 0;
+  const float grad_target = present(in.grad_target_logit) ? load(in.grad_target_logit, i) * inv : 0;
   const float grad_entropy = present(in.grad_entropy) ? load(in.grad_entropy, i) * inv : 0;
   return row_gradient(scalars.constants, state, t.target_weight[k], t.token_weight[k], g, grad_lse,
                       grad_target, grad_entropy);

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tokens of a call, on the device: which count, in which order they are compacted, what the mean
-// divides by, the factor common to all gradients. The host never learns the number of valid tokens:
-// every kernel that follows reads it from `scalars`. The same quantities as src/cpu/tokens.h.
+// The tokens of a call, on the device: which count, in which order they are compacted, what the
+// mean divides by, the factor common to all gradients. The host never learns the number of valid
+// tokens: every kernel that follows reads it from `scalars`. The same quantities as
+// src/cpu/tokens.h.
 #pragma once
 
 #include "src/cuda/runtime.h"
@@ -28,7 +29,7 @@ struct TokenInput {
   LossOptions options;
   int64_t vocab = 0;  // V of the views
   bool gradients = false;
-  bool per_row_upstream = false;   // grad_loss [N]
+  bool per_row_upstream = false;  // grad_loss [N]
   bool statistics_gradients = false;
   constexpr int64_t whole() const { return options.vocab_total > 0 ? options.vocab_total : vocab; }
   constexpr int64_t start() const { return options.vocab_total > 0 ? options.vocab_start : 0; }

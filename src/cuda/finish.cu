@@ -1,0 +1,191 @@
+// SPDX-License-Identifier: Apache-2.0
+// The f32 sums of the gradients become the caller's: times the common factor, rounded once.
+#include "src/cuda/linear.h"
+#include "src/cuda/tokens.cuh"
+
+namespace logitless::cuda {
+namespace {
+
+// grad_input_i = scale (v_k sum_k - s_k class_row), or scale sum_k where the sums come of dz.
+template <class T>
+__global__ void __launch_bounds__(256)
+    grad_input_kernel(Chunk chunk, const RowFactors* factors, const float* sums, int64_t pitch,
+                      int64_t first_row, const float* class_row, TensorView out) {
+  const int64_t row = first_row + blockIdx.x;
+  if (chunk.first + row >= chunk.tokens.scalars->valid) return;
+  const float scale = chunk.tokens.scalars->gradient_scale;
+  const float v = factors != nullptr ? factors[row].scale : 1.0f;
+  const float s = class_row != nullptr ? factors[row].smoothing : 0.0f;
+  const int64_t i = chunk.tokens.row[chunk.first + row];
+  for (int64_t d = threadIdx.x; d < out.shape[1]; d += 256) {
+    // A row without a gradient stays one where another's sum overflows.
+    float x = v == 0 ? 0.0f : v * sums[blockIdx.x * pitch + d];
+    if (s != 0) x = fmaf(-s, class_row[d], x);
+    *address<T>(out, i, d) = from_f32<T>(scale * x);
+  }
+}
+
+// sum_j c_j weight_j over one slab of the vocabulary.
+__global__ void __launch_bounds__(256) class_slabs(LinearCall call, int64_t pitch, float* slabs) {
+  const int64_t d = int64_t{blockIdx.x} * 256 + threadIdx.x, slab = blockIdx.y;
+  if (d >= call.weight.shape[1]) {
+    if (d < pitch) slabs[slab * pitch + d] = 0;
+    return;
+  }
+  const int64_t end = min((slab + 1) * vocab_slab_rows, call.weight.shape[0]);
+  const TensorView& weight = call.in.vocab_weight;
+  float sum = 0;
+  for (int64_t j = slab * vocab_slab_rows; j < end; ++j) {
+    const float c = present(weight) ? load(weight, call.in.start() + j) : 1.0f;
+    if (c != 0) sum = fmaf(c, load(call.weight, j, d), sum);
+  }
+  slabs[slab * pitch + d] = sum;
+}
+
+__global__ void __launch_bounds__(256)
+    sum_slabs(const float* slabs, int count, int64_t pitch, float* sum) {
+  const int64_t d = int64_t{blockIdx.x} * 256 + threadIdx.x;
+  if (d >= pitch) return;
+  float x = 0;
+  for (int slab = 0; slab < count; ++slab) x += slabs[slab * pitch + d];
+  sum[d] = x;
+}
+
+// Column sums over a slab of rows: 64 columns by 4 rows of threads.
+template <class E>
+__global__ void __launch_bounds__(256)
+    bias_slabs_kernel(Chunk chunk, const RowFactors* factors, Panel panel, float* slabs) {
+  __shared__ float partial[4][64];
+  const int column = threadIdx.x % 64, part = threadIdx.x / 64;
+  const int64_t j = int64_t{blockIdx.x} * 64 + column, slab = blockIdx.y;
+  const int64_t end = min((slab + 1) * bias_slab_rows, int64_t{chunk.rows});
+  float sum = 0;
+  if (j < panel.columns) {
+    const E* from = reinterpret_cast<const E*>(panel.data) + j;
+    for (int64_t row = slab * bias_slab_rows + part; row < end; row += 4) {
+      const float v = factors != nullptr ? factors[row].scale : 1.0f;
+      if (v != 0) sum = fmaf(v, to_f32(from[row * panel.pitch]), sum);
+    }
+  }
+  partial[part][column] = sum;
+  __syncthreads();
+  if (part != 0 || j >= panel.columns) return;
+  slabs[slab * panel.columns + j] =
+      (partial[0][column] + partial[1][column]) + (partial[2][column] + partial[3][column]);
+}
+
+// smoothed = sum_k s_k of the chunk, by every block for itself in one order.
+__global__ void __launch_bounds__(256)
+    bias_sum_kernel(LinearCall call, Chunk chunk, const RowFactors* factors, Panel panel,
+                    const float* slabs, int count, bool first, float* bias) {
+  float smoothed = 0;
+  if (factors != nullptr) {
+    for (int row = threadIdx.x; row < chunk.rows; row += 256) smoothed += factors[row].smoothing;
+    smoothed = block_sum(smoothed);
+  }
+  const int64_t j = int64_t{blockIdx.x} * 256 + threadIdx.x;
+  if (j >= panel.columns) return;
+  float sum = first ? 0.0f : bias[panel.first + j];
+  for (int slab = 0; slab < count; ++slab) sum += slabs[slab * panel.columns + j];
+  if (smoothed != 0) {
+    const TensorView& weight = call.in.vocab_weight;
+    const float c = present(weight) ? load(weight, call.in.start() + panel.first + j) : 1.0f;
+    sum = fmaf(-smoothed, c, sum);
+  }
+  bias[panel.first + j] = sum;
+}
+
+template <class T>
+__global__ void __launch_bounds__(256)
+    grad_weight_kernel(const TokenScalars* scalars, const float* sums, int64_t pitch,
+                       bool accumulate, TensorView out) {
+  const int64_t j = blockIdx.x;
+  const float scale = scalars->gradient_scale;
+  const bool any = scalars->valid > 0;
+  for (int64_t d = threadIdx.x; d < out.shape[1]; d += 256) {
+    T* to = address<T>(out, j, d);
+    const float x = any ? scale * sums[j * pitch + d] : 0.0f;
+    *to = from_f32<T>(accumulate ? to_f32(*to) + x : x);
+  }
+}
+
+__global__ void __launch_bounds__(256)
+    grad_bias_kernel(const TokenScalars* scalars, const float* sums, bool accumulate,
+                     TensorView out) {
+  const int64_t j = int64_t{blockIdx.x} * 256 + threadIdx.x;
+  if (j >= out.shape[0]) return;
+  const float x = scalars->valid > 0 ? scalars->gradient_scale * sums[j] : 0.0f;
+  store(out, j, 0, accumulate ? load(out, j) + x : x);
+}
+
+template <class T>
+__global__ void __launch_bounds__(256) zero_kernel(TensorView out) {
+  const int64_t j = blockIdx.x;
+  const int64_t columns = out.rank == 2 ? out.shape[1] : 1;
+  for (int64_t d = threadIdx.x; d < columns; d += 256) *address<T>(out, j, d) = from_f32<T>(0.0f);
+}
+
+}  // namespace
+
+void class_row(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+               Stream* stream) {
+  if (m.class_row == nullptr) return;
+  const unsigned slabs = blocks_for(call.shape.vocab, vocab_slab_rows);
+  const unsigned columns = blocks_for(plan.hidden_pitch, 256);
+  stream->launch("class_slabs", class_slabs, {columns, slabs, 1}, 256, call, plan.hidden_pitch,
+                 m.slabs);
+  stream->launch("class_row", sum_slabs, columns, 256, m.slabs, static_cast<int>(slabs),
+                 plan.hidden_pitch, m.class_row);
+}
+
+void write_grad_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                      const Chunk& chunk, const float* sums, int64_t row, int64_t rows, bool scaled,
+                      Stream* stream) {
+  const RowFactors* factors = scaled ? m.factors : nullptr;
+  const float* class_sum = scaled ? m.class_row : nullptr;
+  with_dtype(call.grad_input.dtype, [&](auto element) {
+    stream->launch("write_grad_input", grad_input_kernel<decltype(element)>,
+                   static_cast<unsigned>(rows), 256, chunk, factors, sums, plan.hidden_pitch, row,
+                   class_sum, call.grad_input);
+  });
+}
+
+void add_to_bias(const LinearCall& call, const LinearPlan&, const LinearMemory& m,
+                 const Chunk& chunk, const Panel& panel, bool scaled, bool first, Stream* stream) {
+  const RowFactors* factors = scaled ? m.factors : nullptr;
+  const unsigned slabs = blocks_for(chunk.rows, bias_slab_rows);
+  with_dtype(call.shape.dtype, [&](auto element) {
+    stream->launch("bias_slabs", bias_slabs_kernel<decltype(element)>,
+                   {blocks_for(panel.columns, 64), slabs, 1}, 256, chunk, factors, panel,
+                   m.bias_slabs);
+  });
+  stream->launch("bias_sum", bias_sum_kernel, blocks_for(panel.columns, 256), 256, call, chunk,
+                 factors, panel, m.bias_slabs, static_cast<int>(slabs), first, m.bias_sum);
+}
+
+void write_grad_weight(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                       Stream* stream) {
+  with_dtype(call.grad_weight.dtype, [&](auto element) {
+    stream->launch("write_grad_weight", grad_weight_kernel<decltype(element)>,
+                   static_cast<unsigned>(call.shape.vocab), 256, m.tokens.scalars,
+                   m.grad_weight_sum, plan.hidden_pitch, call.accumulate, call.grad_weight);
+  });
+}
+
+void write_grad_bias(const LinearCall& call, const LinearMemory& m, Stream* stream) {
+  stream->launch("write_grad_bias", grad_bias_kernel, blocks_for(call.shape.vocab, 256), 256,
+                 m.tokens.scalars, m.bias_sum, call.accumulate, call.grad_bias);
+}
+
+void clear_grad_weight(const LinearCall& call, Stream* stream) {
+  if (call.accumulate) return;
+  for (const TensorView* view : {&call.grad_weight, &call.grad_bias}) {
+    if (!*view) continue;
+    with_dtype(view->dtype, [&](auto element) {
+      stream->launch("clear_grad_weight", zero_kernel<decltype(element)>,
+                     static_cast<unsigned>(view->shape[0]), 256, *view);
+    });
+  }
+}
+
+}  // namespace logitless::cuda

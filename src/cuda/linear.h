@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+// The device arrays of a linear op and the kernels between its products.
+#pragma once
+
+#include "src/cuda/numbers.h"
+#include "src/cuda/plan.h"
+#include "src/cuda/tokens.h"
+
+namespace logitless::cuda {
+
+// Sums of one row over the segments of the vocabulary, each [rows, segments]; absent ones null.
+// Those of exponentials leave the target's own out, so that 1 - p_t is known without cancellation.
+struct Partials {
+  float* maximum = nullptr;   // max_j z_j
+  float* sum = nullptr;       // sum_{j != t} exp(z_j - maximum)
+  float* shifted = nullptr;   // sum_{j != t} exp(z_j - maximum) (z_j - maximum), for the entropy
+  float* weighted = nullptr;  // sum_j c_j z_j
+  int32_t* argmax = nullptr;  // lowest column of the maximum
+  int64_t segments = 0;
+};
+
+// Where a row of gradients comes from. With E:  draw_j = scale E_j - smoothing c_j.
+struct RowFactors {
+  float scale;      // v
+  float smoothing;  // s
+  float at_target;  // E of the target's column
+  int32_t again;    // the row is made again by itself: see rerun_rows
+};
+
+// A chunk of compacted tokens [first, first + rows); fewer of them may be valid.
+struct Chunk {
+  Tokens tokens;
+  int64_t first = 0;
+  int32_t rows = 0;
+};
+
+// Everything a kernel may need of the call.
+struct LinearCall {
+  TokenInput in;
+  TensorView input, weight, bias;
+  TensorView grad_input, grad_weight, grad_bias;
+  LinearShape shape;
+  MapFactors map;
+  bool accumulate = false;
+  bool plain() const { return map.identity && !bias; }
+};
+
+// Arrays in the workspace.
+struct LinearMemory {
+  Tokens tokens;
+  RowState* states = nullptr;  // [N]
+  float* rest = nullptr;       // [N]  1 - p_t
+  float* losses = nullptr;     // [N]
+  float* constants = nullptr;  // 0 and 1
+  void* library = nullptr;
+  char* weight = nullptr;         // [V, hidden_pitch]  where copied
+  char* input = nullptr;          // [token_chunk + extra_rows, hidden_pitch]  compacted
+  char* scaled = nullptr;         // the same times v; may be `input`
+  float* target_logit = nullptr;  // [token_chunk]
+  Partials partials;
+  RowGradient* gradients = nullptr;  // [token_chunk]
+  RowFactors* factors = nullptr;     // [token_chunk]
+  int32_t* again = nullptr;          // [1 + token_chunk]  count, then rows to be made again
+  float* logits = nullptr;           // [block_rows, block_columns], later f32 rows of grad_input
+  char* stored = nullptr;            // [token_chunk + extra_rows, stored_pitch]  E
+  char* remade = nullptr;            // [token_chunk + extra_rows, remade_columns]  E or dz
+  float* grad_input_sum = nullptr;   // [token_chunk, hidden_pitch]
+  float* grad_weight_sum = nullptr;  // [V, hidden_pitch]
+  float* bias_sum = nullptr;         // [V]
+  float* bias_slabs = nullptr;       // [slabs, columns at a time]
+  float* class_row = nullptr;        // [hidden_pitch]  sum_j c_j weight_j
+  float* smoothed_row = nullptr;     // [hidden_pitch]  sum_k s_k input_k
+  float* slabs = nullptr;            // [slabs, hidden_pitch]
+};
+
+inline int64_t stored_pitch(int64_t columns) { return (columns + 63) / 64 * 64; }
+constexpr int64_t bias_slab_rows = 1024, vocab_slab_rows = 1024, token_slab_rows = 256;
+
+LinearMemory place_linear(const LinearShape& shape, const LinearPlan& plan, Arena* arena);
+
+// gather.cu
+void write_constants(const LinearMemory& m, Stream*);
+void copy_weight(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m, Stream*);
+void gather_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                  const Chunk& chunk, Stream*);
+void target_logits(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                   const Chunk& chunk, Stream*);
+
+// A block of raw logits: rows [row, row + rows) of the chunk, columns [column, column + columns).
+struct Block {
+  const float* logits = nullptr;
+  int64_t pitch = 0;
+  int32_t row = 0, rows = 0;
+  int64_t column = 0, columns = 0;
+};
+// Where its exponentials or gradients go: element (k, j) of the chunk at data + k pitch + j -
+// first.
+struct Panel {
+  char* data = nullptr;
+  int64_t pitch = 0, first = 0, columns = 0;
+};
+
+// block_exponentials.cu: partial sums (where wanted) and E (where the panel is there).
+void exponentials(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
+                  const Block& block, bool partial_sums, const Panel& panel, Stream*);
+// block_gradients.cu: dz times the map's slope, from finished states.
+void block_gradients(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
+                     const Block& block, const Panel& panel, Stream*);
+
+// rows.cu
+void finish_rows(const LinearCall& call, const LinearMemory& m, const Chunk& chunk, Stream*);
+void given_rows(const LinearCall& call, const TensorView& reference, const TensorView& log_sum,
+                const LinearMemory& m, const Chunk& chunk, Stream*);
+void given_entropy(const TensorView& entropy, const LinearMemory& m, const Chunk& chunk, Stream*);
+void gradient_coefficients(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
+                           bool with_factors, Stream*);
+// The target's column of E; then the rows beyond the exponent's range, from the product's own
+// operands.
+void finish_panel(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                  const Chunk& chunk, const Panel& panel, Stream*);
+// input times v, and behind it the rows that make the smoothing's term.
+void scale_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                 const Chunk& chunk, Stream*);
+
+// finish.cu
+void class_row(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m, Stream*);
+// Rows [row, row + rows) of the chunk from their f32 sums; `scaled`: they come of E.
+void write_grad_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                      const Chunk& chunk, const float* sums, int64_t row, int64_t rows, bool scaled,
+                      Stream*);
+void add_to_bias(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                 const Chunk& chunk, const Panel& panel, bool scaled, bool first, Stream*);
+void write_grad_weight(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                       Stream*);
+void write_grad_bias(const LinearCall& call, const LinearMemory& m, Stream*);
+// Without tokens: zeros, or left as they are when accumulating.
+void clear_grad_weight(const LinearCall& call, Stream*);
+
+}  // namespace logitless::cuda

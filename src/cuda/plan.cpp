@@ -1,0 +1,218 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "src/cuda/plan.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "src/cuda/blas.h"
+#include "src/cuda/linear.h"
+
+namespace logitless::cuda {
+namespace {
+
+constexpr int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+constexpr int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
+
+// Chunks of one size: 513 tokens in chunks of 512 are 2 x 264.
+int64_t even_chunk(int64_t tokens, int64_t most) {
+  const int64_t chunks = divide_up(std::max<int64_t>(tokens, 1), most);
+  return round_up(divide_up(std::max<int64_t>(tokens, 1), chunks), 8);
+}
+
+constexpr int64_t least_chunk = 128, most_block_rows = 8192;
+
+// Time of the products and of what moves between them. A pass over f32 logits that stay in L2 is
+// counted at twice the memory's rate; what a product reads and writes beside its arithmetic is
+// hidden behind it but for sums that are read again.
+double predict(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed) {
+  const double rate = s.dtype == DType::f32 ? speed.products_f32 : speed.products;
+  const double n = static_cast<double>(p.token_chunk);
+  const double vocab = static_cast<double>(s.vocab), hidden = static_cast<double>(s.hidden);
+  const double element = static_cast<double>(size_of(s.dtype));
+  const double product =
+      std::max(2 * n * vocab * hidden / rate, vocab * hidden * element / speed.memory);
+  const double blocks = static_cast<double>(divide_up(p.token_chunk, p.block_rows) *
+                                            divide_up(s.vocab, p.block_columns));
+  const double pass = product + n * vocab * 8 / (2 * speed.memory) + 2 * blocks * speed.launch;
+  double time = s.forward ? pass : 0;
+  if (s.gradients()) {
+    const double stored = static_cast<double>(p.stored_columns) / vocab;
+    time += stored * n * vocab * element / speed.memory + (1 - stored) * pass;
+    const int gradients = (s.grad_input ? 1 : 0) + (s.grad_weight ? 1 : 0);
+    time += gradients * product;
+    if (p.grad_input_sum) {
+      const double panels = (p.stored_columns > 0) +
+                            static_cast<double>(divide_up(s.vocab - p.stored_columns,
+                                                          std::max<int64_t>(p.remade_columns, 1)));
+      time += panels * n * hidden * 8 / speed.memory;
+    }
+    if (s.grad_weight && p.chunks > 1) time += vocab * hidden * 8 / speed.memory;
+  }
+  time = time * static_cast<double>(p.chunks) + 30 * speed.launch;
+  if (p.grad_weight_sum) time += vocab * hidden * 6 / speed.memory;
+  return time;
+}
+
+LinearPlan finish(const LinearShape& s, const DeviceSpeed& speed, LinearPlan p) {
+  p.stored_columns = std::min(p.stored_columns, s.vocab);
+  p.remade_columns = s.gradients() && p.stored_columns < s.vocab
+                         ? std::min(p.remade_columns, round_up(s.vocab, 64))
+                         : 0;
+  p.kind = !s.gradients()               ? PlanKind::loss_only
+           : p.stored_columns == 0      ? PlanKind::frugal
+           : p.stored_columns < s.vocab ? PlanKind::mixed
+           : p.chunks > 1               ? PlanKind::chunks
+                                        : PlanKind::whole;
+  p.grad_weight_sum =
+      s.grad_weight && (!s.direct_grad_weight || (p.chunks > 1 && !s.grad_weight_f32));
+  p.grad_input_sum = s.grad_input && p.stored_columns < s.vocab;
+  p.sum_rows = std::clamp<int64_t>(p.block_rows * p.block_columns / p.hidden_pitch / 128 * 128,
+                                   std::min<int64_t>(p.token_chunk, 128), p.token_chunk);
+  Arena arena;
+  place_linear(s, p, &arena);
+  p.bytes = arena.used();
+  p.seconds = predict(s, p, speed);
+  return p;
+}
+
+// Calls use(plan) with every plan that is considered for `bytes`.
+template <class F>
+void each_plan(const LinearShape& s, const DeviceSpeed& speed, uint64_t bytes, F&& use) {
+  const int64_t tokens = std::max<int64_t>(s.tokens, 1);
+  for (int64_t most = round_up(tokens, 8);; most = std::max(most / 2, least_chunk)) {
+    LinearPlan p;
+    p.token_chunk = even_chunk(tokens, most);
+    p.chunks = divide_up(tokens, p.token_chunk);
+    p.hidden_pitch = round_up(s.hidden, 16 / size_of(s.dtype));
+    p.segments = divide_up(s.vocab, segment_columns);
+    for (const int64_t block : {int64_t{32} << 20, int64_t{16} << 20, int64_t{8} << 20,
+                                int64_t{4} << 20, int64_t{1} << 20}) {
+      p.block_rows = std::min({p.token_chunk, most_block_rows,
+                               std::max<int64_t>(block / (4 * segment_columns) / 128 * 128, 128)});
+      p.block_columns = std::clamp(block / (4 * p.block_rows) / segment_columns * segment_columns,
+                                   segment_columns, round_up(s.vocab, segment_columns));
+      p.stored_columns = p.remade_columns = 0;
+      if (!s.gradients()) {
+        use(finish(s, speed, p));
+        continue;
+      }
+      if (s.can_store) {
+        p.stored_columns = s.vocab;
+        use(finish(s, speed, p));
+      }
+      for (const int64_t blocks : {8, 4, 2, 1}) {
+        p.stored_columns = 0;
+        p.remade_columns = blocks * p.block_columns;
+        const LinearPlan frugal = finish(s, speed, p);
+        use(frugal);
+        if (!s.can_store) continue;
+        p.stored_columns = segment_columns;
+        const LinearPlan least = finish(s, speed, p);
+        if (least.bytes > bytes) continue;
+        const int64_t column_bytes = (p.token_chunk + extra_rows) * size_of(s.dtype);
+        const int64_t more = static_cast<int64_t>(
+            std::min<uint64_t>((bytes - least.bytes) / static_cast<uint64_t>(column_bytes),
+                               static_cast<uint64_t>(s.vocab)));
+        p.stored_columns += more / segment_columns * segment_columns;
+        if (p.stored_columns < s.vocab) use(finish(s, speed, p));
+      }
+    }
+    if (most <= least_chunk) break;
+  }
+}
+
+}  // namespace
+
+const char* name_of(PlanKind kind) {
+  constexpr const char* names[] = {"loss only", "whole", "token chunks", "stored and recomputed",
+                                   "frugal"};
+  return names[static_cast<int>(kind)];
+}
+
+LinearPlan smallest_plan(const LinearShape& shape, const DeviceSpeed& speed) {
+  LinearPlan least;
+  each_plan(shape, speed, 0, [&](const LinearPlan& p) {
+    const bool better =
+        p.bytes < least.bytes || (p.bytes == least.bytes && p.seconds < least.seconds);
+    if (least.bytes == 0 || better) least = p;
+  });
+  return least;
+}
+
+LinearPlan plan_linear(const LinearShape& shape, const DeviceSpeed& speed, uint64_t bytes) {
+  LinearPlan best;
+  each_plan(shape, speed, bytes, [&](const LinearPlan& p) {
+    if (p.bytes > bytes) return;
+    const bool better =
+        p.seconds < best.seconds || (p.seconds == best.seconds && p.bytes < best.bytes);
+    if (best.bytes == 0 || better) best = p;
+  });
+  return best.bytes == 0 ? smallest_plan(shape, speed) : best;
+}
+
+LinearPlan recommended_plan(const LinearShape& shape, const DeviceSpeed& speed) {
+  const uint64_t logits = uint64_t(shape.tokens) * shape.vocab;  // a quarter of them in f32
+  uint64_t sums = 0;
+  if (shape.grad_input) sums += uint64_t(shape.tokens) * shape.hidden * 4;
+  if (shape.grad_weight && !(shape.direct_grad_weight && shape.grad_weight_f32)) {
+    sums += uint64_t(shape.vocab) * shape.hidden * 4;
+  }
+  if (shape.copies_weight) sums += uint64_t(shape.vocab) * (shape.hidden + 8) * 4;
+  return plan_linear(shape, speed, logits + sums + (uint64_t{16} << 20));
+}
+
+LinearMemory place_linear(const LinearShape& s, const LinearPlan& p, Arena* arena) {
+  const int64_t element = size_of(s.dtype);
+  const int64_t row_bytes = p.hidden_pitch * element, chunk_rows = p.token_chunk + extra_rows;
+  const bool stores = p.stored_columns > 0;
+  LinearMemory m;
+  m.tokens = place_tokens(arena, s.tokens);
+  m.states = arena->take<RowState>(s.tokens);
+  m.rest = arena->take<float>(s.tokens);
+  m.losses = arena->take<float>(s.tokens);
+  m.library = arena->take<char>(matrix_library_bytes);
+  if (s.copies_weight) m.weight = arena->take<char>(s.vocab * row_bytes);
+  m.input = arena->take<char>(chunk_rows * row_bytes);
+  m.scaled = m.input;
+  if (stores && p.stored_columns < s.vocab) m.scaled = arena->take<char>(chunk_rows * row_bytes);
+  m.target_logit = arena->take<float>(p.token_chunk);
+  if (s.forward) {
+    const int64_t count = p.token_chunk * p.segments;
+    m.partials.segments = p.segments;
+    m.partials.maximum = arena->take<float>(count);
+    m.partials.sum = arena->take<float>(count);
+    if (s.entropy) m.partials.shifted = arena->take<float>(count);
+    if (s.weighted_sum) m.partials.weighted = arena->take<float>(count);
+    if (s.argmax) m.partials.argmax = arena->take<int32_t>(count);
+  }
+  if (s.gradients()) {
+    m.gradients = arena->take<RowGradient>(p.token_chunk);
+    m.factors = arena->take<RowFactors>(p.token_chunk);
+    m.again = arena->take<int32_t>(1 + p.token_chunk);
+  }
+  // Later, rows of grad_input.
+  const int64_t sums = s.grad_input && !p.grad_input_sum ? p.sum_rows * p.hidden_pitch : 0;
+  m.logits = arena->take<float>(std::max(p.block_rows * p.block_columns, sums));
+  if (stores) m.stored = arena->take<char>(chunk_rows * stored_pitch(p.stored_columns) * element);
+  if (p.remade_columns > 0) m.remade = arena->take<char>(chunk_rows * p.remade_columns * element);
+  if (p.grad_input_sum) m.grad_input_sum = arena->take<float>(p.token_chunk * p.hidden_pitch);
+  if (p.grad_weight_sum) m.grad_weight_sum = arena->take<float>(s.vocab * p.hidden_pitch);
+  if (s.grad_bias) {
+    const int64_t columns = std::max(p.stored_columns, p.remade_columns);
+    m.bias_sum = arena->take<float>(s.vocab);
+    m.bias_slabs = arena->take<float>(divide_up(chunk_rows, bias_slab_rows) * columns);
+  }
+  if (stores && s.smoothing) {
+    const int64_t slabs =
+        std::max(divide_up(s.vocab, vocab_slab_rows), divide_up(p.token_chunk, token_slab_rows));
+    m.class_row = arena->take<float>(p.hidden_pitch);
+    m.smoothed_row = arena->take<float>(p.hidden_pitch);
+    m.slabs = arena->take<float>(slabs * p.hidden_pitch);
+  }
+  m.constants = arena->take<float>(64);
+  return m;
+}
+
+}  // namespace logitless::cuda

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a linear cross-entropy runs on CUDA: pure host arithmetic on the shape and the workspace,
+// printed by `logitless plan` and tested without a GPU. Four plans, a frontier of time against
+// workspace (docs/design.md):
+//   loss_only   one product
+//   whole       E = exp(z - z_target) of every token and column is kept: three products
+//   chunks      E of one chunk of tokens at a time: three products, grad_weight summed in f32
+//   mixed       E of a share of the vocabulary is kept, the rest made again: three and a part
+//   frugal      nothing kept; dz made again with the lse known: four products
+#pragma once
+
+#include <cstdint>
+
+#include "logitless/ops.h"
+
+namespace logitless::cuda {
+
+enum class PlanKind { loss_only, whole, chunks, mixed, frugal };
+const char* name_of(PlanKind kind);
+
+struct LinearShape {
+  int64_t tokens = 0, vocab = 0, hidden = 0;
+  DType dtype = DType::bf16;
+  bool forward = true;  // lse is computed (absent only where Backward was given the row state)
+  bool grad_input = false, grad_weight = false, grad_bias = false;
+  bool copies_weight = false;      // its rows are not what a product can read
+  bool direct_grad_weight = true;  // a product can write the output itself
+  bool grad_weight_f32 = false;    // and add to it
+  bool can_store = true;           // E serves: ForwardBackward, not f16, no softcap under smoothing
+  bool smoothing = false;
+  bool entropy = false, weighted_sum = false, argmax = false;
+  bool gradients() const { return grad_input || grad_weight || grad_bias; }
+};
+
+// What the cost model needs of a device: measured figures of one H200 (docs/kernels/cuda.md),
+// scaled by the multiprocessors elsewhere.
+struct DeviceSpeed {
+  double products = 680e12;  // FLOP/s of 16-bit products
+  double products_f32 = 45e12;
+  double memory = 4.0e12;  // bytes/s
+  double launch = 3e-6;    // seconds
+};
+
+struct LinearPlan {
+  PlanKind kind = PlanKind::loss_only;
+  int64_t token_chunk = 0, chunks = 0;
+  int64_t block_rows = 0, block_columns = 0;  // logits in f32 at a time
+  int64_t sum_rows = 0;                       // of grad_input in f32 at a time, where E is whole
+  int64_t stored_columns = 0;                 // of E, per chunk
+  int64_t remade_columns = 0;                 // of E or dz at a time, where not all are stored
+  bool grad_weight_sum = false;               // [V, D] in f32
+  bool grad_input_sum = false;                // [token_chunk, D] in f32; else block_rows at a time
+  int64_t hidden_pitch = 0;                   // D, to 16 bytes
+  int64_t segments = 0;                       // partial sums of a row
+  uint64_t bytes = 0;
+  double seconds = 0;  // predicted
+};
+
+inline constexpr int64_t segment_columns = 1024;  // of a row's partial sums: fixed for every plan
+inline constexpr int64_t extra_rows = 8;          // behind a chunk, for the smoothing's own term
+
+// The fastest plan by the cost model that fits into `bytes`; the smallest of all where none does.
+LinearPlan plan_linear(const LinearShape& shape, const DeviceSpeed& speed, uint64_t bytes);
+LinearPlan smallest_plan(const LinearShape& shape, const DeviceSpeed& speed);
+// Within the promise of the name: at most a quarter of the f32 logits beyond the gradients' sums.
+LinearPlan recommended_plan(const LinearShape& shape, const DeviceSpeed& speed);
+
+}  // namespace logitless::cuda

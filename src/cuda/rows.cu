@@ -1,0 +1,314 @@
+// SPDX-License-Identifier: Apache-2.0
+// From the partial sums of a row to its state, and from the state to the factors of its gradient.
+#include "src/cuda/linear.h"
+#include "src/cuda/tokens.cuh"
+
+namespace logitless::cuda {
+namespace {
+
+__device__ bool find_row(const Chunk& chunk, int k) {
+  return k < chunk.rows && chunk.first + k < chunk.tokens.scalars->valid;
+}
+
+// A warp a row. Segments l, l + 32, ... by lane l, then the tree over the lanes: an order that
+// depends on the vocabulary alone.
+//   m = max m_b   S = sum s_b exp(m_b - m)   T = sum exp(m_b - m) (t_b + (m_b - m) s_b)
+__global__ void __launch_bounds__(256)
+    finish_kernel(Chunk chunk, Partials partials, const float* target_logit, RowState* states,
+                  float* rest) {
+  const int row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (!find_row(chunk, row)) return;
+  const int64_t k = chunk.first + row;
+  const int64_t base = row * partials.segments;
+  float maximum = -infinity();
+  for (int64_t b = lane; b < partials.segments; b += 32) {
+    maximum = fmaxf(maximum, partials.maximum[base + b]);
+  }
+  maximum = warp_max(maximum);
+  float sum = 0, shifted = 0, weighted = 0;
+  int argmax = INT32_MAX;
+  for (int64_t b = lane; b < partials.segments; b += 32) {
+    const float own = partials.maximum[base + b], s = partials.sum[base + b];
+    // A segment of -inf alone adds 0; its NaN, if it has one, stays.
+    const float lift = own == -infinity() ? 1.0f : exp_nonpositive(own - maximum);
+    sum = fmaf(s, lift, sum);
+    if (partials.shifted != nullptr && own != -infinity()) {
+      const float distance = fmaxf(own - maximum, least_exponent);
+      shifted = fmaf(lift, fmaf(distance, s, partials.shifted[base + b]), shifted);
+    }
+    if (partials.weighted != nullptr) weighted += partials.weighted[base + b];
+    if (partials.argmax != nullptr && own == maximum) {
+      argmax = min(argmax, partials.argmax[base + b]);
+    }
+  }
+  sum = warp_sum(sum);
+  shifted = warp_sum(shifted);
+  weighted = warp_sum(weighted);
+  argmax = warp_min(argmax);
+  if (lane != 0) return;
+  const bool here = chunk.tokens.target[k] >= 0;
+  const float z = target_logit[row];
+  const float distance = z - maximum;
+  float at_target = here ? exp_nonpositive(distance) : 0.0f;
+  if (here && z != z) at_target = z;
+  const float total = sum + at_target;
+  RowState state;
+  state.reference = maximum;
+  state.log_sum = here && z == maximum ? log1pf(sum) : logf(total);
+  if (maximum != maximum || maximum == infinity()) state.log_sum = nan_value();
+  // Every column -inf: there is no probability to speak of. On a shard others may have it.
+  if (maximum == -infinity() && total == 0 && here) state.log_sum = nan_value();
+  state.target_logit = z;
+  state.weighted_logit_sum = weighted;
+  if (here && at_target > 0) shifted = fmaf(at_target, fmaxf(distance, least_exponent), shifted);
+  state.entropy = partials.shifted != nullptr ? state.log_sum - shifted / total : 0;
+  state.argmax = partials.argmax != nullptr ? (argmax == INT32_MAX ? 0 : argmax) : -1;
+  states[k] = state;
+  rest[k] = sum / total;
+}
+
+__global__ void __launch_bounds__(256)
+    given_kernel(Chunk chunk, TensorView reference, TensorView log_sum, RowState* states) {
+  const int row = blockIdx.x * 256 + threadIdx.x;
+  if (!find_row(chunk, row)) return;
+  const int64_t k = chunk.first + row, i = chunk.tokens.row[k];
+  RowState state;
+  state.reference = load(reference, i);
+  state.log_sum = load(log_sum, i);
+  states[k] = state;
+}
+
+__global__ void __launch_bounds__(256)
+    entropy_kernel(Chunk chunk, TensorView entropy, RowState* states) {
+  const int row = blockIdx.x * 256 + threadIdx.x;
+  if (!find_row(chunk, row)) return;
+  const int64_t k = chunk.first + row;
+  states[k].entropy = load(entropy, chunk.tokens.row[k]);
+}
+
+// Coefficients of draw without the softcap's slope.
+__device__ RowGradient sloped(const RowGradient& g, float slope) {
+  RowGradient s = g;
+  s.probability *= slope;
+  s.smoothing *= slope;
+  s.onehot *= slope;
+  s.entropy *= slope;
+  return s;
+}
+
+// E = exp(z - z_t) serves a loss up to this many nats; beyond, the row is made again.
+constexpr float most_nats = 60;
+// And a one-hot part up to this many times the probability's: E of the target is 1 - o / v.
+constexpr float most_onehot = 4096;
+
+__global__ void __launch_bounds__(256)
+    coefficients_kernel(LinearCall call, Chunk chunk, const RowState* states, const float* rest,
+                        RowGradient* gradients, RowFactors* factors, int32_t* again) {
+  const int row = blockIdx.x * 256 + threadIdx.x;
+  if (row >= chunk.rows) return;
+  if (!find_row(chunk, row)) {
+    gradients[row] = RowGradient{};
+    if (factors != nullptr) factors[row] = RowFactors{0, 0, 0, 0};
+    return;
+  }
+  const int64_t k = chunk.first + row;
+  const RowState state = states[k];
+  const RowGradient g = sloped(token_gradient(call.in, chunk.tokens, k, state), call.map.slope);
+  gradients[row] = g;
+  if (factors == nullptr) return;
+  const float z = state.target_logit;
+  const float p = exp_any((z - state.reference) - state.log_sum);
+  RowFactors f{g.probability * p, g.smoothing, 0, 0};
+  const float onehot = fabsf(g.onehot), probability = fabsf(g.probability);
+  const bool far = state.reference - z > most_nats;
+  const bool steep = onehot > most_onehot * probability;
+  if (far || steep) {
+    f.scale = fmaxf(onehot, probability);
+    f.again = 1;
+    again[1 + atomicAdd(again, 1)] = row;  // in any order: each row is made alone
+  } else if (f.scale != 0) {
+    // P p_t - o without cancellation.
+    const float draw = (g.probability - g.onehot) - g.probability * rest[k];
+    f.at_target = draw * cap_slope(call.map, z) / f.scale;
+  }
+  factors[row] = f;
+}
+
+template <class E>
+__global__ void __launch_bounds__(256)
+    patch_kernel(Chunk chunk, const RowFactors* factors, Panel panel) {
+  const int row = blockIdx.x * 256 + threadIdx.x;
+  if (!find_row(chunk, row)) return;
+  const int64_t j = chunk.tokens.target[chunk.first + row] - panel.first;
+  if (j < 0 || j >= panel.columns || factors[row].again != 0) return;
+  reinterpret_cast<E*>(panel.data)[row * panel.pitch + j] = from_f32<E>(factors[row].at_target);
+}
+
+// The rows of the list again, each column by a dot product of its own: E_j = draw_j / v from the
+// finished state. A warp a column, rows in turn. At once over where the list is empty.
+template <class E>
+__global__ void __launch_bounds__(256)
+    again_kernel(LinearCall call, Chunk chunk, const E* input, int64_t pitch,
+                 const float* target_logit, const RowGradient* gradients, const RowFactors* factors,
+                 const int32_t* again, Panel panel) {
+  const int count = again[0], lane = threadIdx.x % 32;
+  const int64_t step = int64_t{gridDim.x} * 8;
+  if (count == 0) return;
+  for (int64_t j = blockIdx.x * 8 + threadIdx.x / 32; j < panel.columns; j += step) {
+    const int64_t column = panel.first + j;
+    for (int n = 0; n < count; ++n) {
+      const int row = again[1 + n];
+      const E* x = input + row * pitch;
+      float sum = 0;
+      for (int64_t d = lane; d < call.weight.shape[1]; d += 32) {
+        sum = fmaf(to_f32(x[d]), to_f32(*address<const E>(call.weight, column, d)), sum);
+      }
+      sum = warp_sum(sum);
+      if (lane != 0) continue;
+      if (present(call.bias)) sum += load(call.bias, column);
+      const bool is_target = column == chunk.tokens.target[chunk.first + row];
+      const float z = is_target ? target_logit[row] : map_raw(call.map, sum);
+      const RowGradient& g = gradients[row];
+      const float log_p = (z - g.reference) - g.log_sum;
+      float draw = is_target ? fmaf(g.probability, expm1f(log_p), g.probability - g.onehot)
+                             : g.probability * exp_any(log_p);
+      draw *= cap_slope(call.map, z);
+      const float v = factors[row].scale;
+      reinterpret_cast<E*>(panel.data)[row * panel.pitch + j] =
+          from_f32<E>(v == 0 ? 0.0f : draw / v);
+    }
+  }
+}
+
+// Behind the chunk's rows, two whose product with the class weights is the smoothing's term of
+// grad_weight: -sum_k s_k input_k, rounded, and what the rounding lost.
+template <class E>
+__global__ void __launch_bounds__(128)
+    scale_kernel(Chunk chunk, const RowFactors* factors, const E* input, int64_t pitch,
+                 const float* smoothed_row, E* scaled) {
+  const int64_t row = blockIdx.x;
+  for (int64_t d = threadIdx.x; d < pitch; d += 128) {
+    float x;
+    if (row < chunk.rows) {
+      x = factors[row].scale == 0 ? 0.0f : factors[row].scale * to_f32(input[row * pitch + d]);
+    } else {
+      const float sum = smoothed_row == nullptr ? 0.0f : -smoothed_row[d];
+      const float high = to_f32(from_f32<E>(sum));
+      x = row == chunk.rows ? high : row == chunk.rows + 1 ? sum - high : 0.0f;
+    }
+    scaled[row * pitch + d] = from_f32<E>(x);
+  }
+}
+
+// Their columns of E: c_j twice, zeros below.
+template <class E>
+__global__ void __launch_bounds__(256)
+    class_rows_kernel(LinearCall call, int32_t row, Panel panel) {
+  const int64_t j = int64_t{blockIdx.x} * 256 + threadIdx.x;
+  if (j >= panel.columns) return;
+  float c = 0;
+  if (call.in.options.label_smoothing > 0) {
+    const TensorView& weight = call.in.vocab_weight;
+    c = present(weight) ? load(weight, call.in.start() + panel.first + j) : 1.0f;
+  }
+  E* to = reinterpret_cast<E*>(panel.data) + row * panel.pitch + j;
+  for (int r = 0; r < extra_rows; ++r) to[r * panel.pitch] = from_f32<E>(r < 2 ? c : 0.0f);
+}
+
+template <class F>
+void with_stored(DType dtype, F&& f) {
+  if (dtype == DType::f32) {
+    f(float{});
+  } else {
+    f(__nv_bfloat16{});
+  }
+}
+
+// sum_k s_k input_k in slabs of rows, then over the slabs.
+template <class E>
+__global__ void __launch_bounds__(256) smoothed_slabs(Chunk chunk, const RowFactors* factors,
+                                                      const E* input, int64_t pitch, float* slabs) {
+  const int64_t d = int64_t{blockIdx.x} * 256 + threadIdx.x, slab = blockIdx.y;
+  if (d >= pitch) return;
+  const int64_t end = min((slab + 1) * token_slab_rows, int64_t{chunk.rows});
+  float sum = 0;
+  for (int64_t row = slab * token_slab_rows; row < end; ++row) {
+    const float s = factors[row].smoothing;
+    if (s != 0) sum = fmaf(s, to_f32(input[row * pitch + d]), sum);
+  }
+  slabs[slab * pitch + d] = sum;
+}
+
+__global__ void __launch_bounds__(256)
+    sum_slabs(const float* slabs, int count, int64_t pitch, float* sum) {
+  const int64_t d = int64_t{blockIdx.x} * 256 + threadIdx.x;
+  if (d >= pitch) return;
+  float x = 0;
+  for (int slab = 0; slab < count; ++slab) x += slabs[slab * pitch + d];
+  sum[d] = x;
+}
+
+}  // namespace
+
+void finish_rows(const LinearCall&, const LinearMemory& m, const Chunk& chunk, Stream* stream) {
+  stream->launch("finish_rows", finish_kernel, blocks_for(chunk.rows, 8), 256, chunk, m.partials,
+                 m.target_logit, m.states, m.rest);
+}
+
+void given_rows(const LinearCall&, const TensorView& reference, const TensorView& log_sum,
+                const LinearMemory& m, const Chunk& chunk, Stream* stream) {
+  stream->launch("given_rows", given_kernel, blocks_for(chunk.rows, 256), 256, chunk, reference,
+                 log_sum, m.states);
+}
+
+void given_entropy(const TensorView& entropy, const LinearMemory& m, const Chunk& chunk,
+                   Stream* stream) {
+  stream->launch("given_entropy", entropy_kernel, blocks_for(chunk.rows, 256), 256, chunk, entropy,
+                 m.states);
+}
+
+void gradient_coefficients(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
+                           bool with_factors, Stream* stream) {
+  stream->clear("clear the list of rows", m.again, sizeof(int32_t));
+  stream->launch("gradient_coefficients", coefficients_kernel, blocks_for(chunk.rows, 256), 256,
+                 call, chunk, m.states, m.rest, m.gradients,
+                 with_factors ? m.factors : static_cast<RowFactors*>(nullptr), m.again);
+}
+
+void finish_panel(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                  const Chunk& chunk, const Panel& panel, Stream* stream) {
+  with_stored(call.shape.dtype, [&](auto element) {
+    using E = decltype(element);
+    stream->launch("patch_target", patch_kernel<E>, blocks_for(chunk.rows, 256), 256, chunk,
+                   m.factors, panel);
+    const unsigned blocks = std::min<unsigned>(blocks_for(panel.columns, 8), 1024);
+    stream->launch("rows_again", again_kernel<E>, blocks, 256, call, chunk,
+                   reinterpret_cast<const E*>(m.input), plan.hidden_pitch, m.target_logit,
+                   m.gradients, m.factors, m.again, panel);
+    stream->launch("class_rows", class_rows_kernel<E>, blocks_for(panel.columns, 256), 256, call,
+                   chunk.rows, panel);
+  });
+}
+
+void scale_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                 const Chunk& chunk, Stream* stream) {
+  const bool smooths = m.smoothed_row != nullptr;
+  const unsigned columns = blocks_for(plan.hidden_pitch, 256);
+  with_stored(call.shape.dtype, [&](auto element) {
+    using E = decltype(element);
+    const E* input = reinterpret_cast<const E*>(m.input);
+    if (smooths) {
+      const unsigned slabs = blocks_for(chunk.rows, token_slab_rows);
+      stream->launch("smoothed_slabs", smoothed_slabs<E>, {columns, slabs, 1}, 256, chunk,
+                     m.factors, input, plan.hidden_pitch, m.slabs);
+      stream->launch("smoothed_row", sum_slabs, columns, 256, m.slabs, static_cast<int>(slabs),
+                     plan.hidden_pitch, m.smoothed_row);
+    }
+    stream->launch("scale_input", scale_kernel<E>, static_cast<unsigned>(chunk.rows + extra_rows),
+                   128, chunk, m.factors, input, plan.hidden_pitch,
+                   smooths ? m.smoothed_row : static_cast<float*>(nullptr),
+                   reinterpret_cast<E*>(m.scaled));
+  });
+}
+
+}  // namespace logitless::cuda
