@@ -28,6 +28,8 @@ struct Backend : Implements<Softmax>,
   virtual const char* name() const = 0;
   // Writes one line: ISA or device, threads.
   virtual void describe(char* text, size_t bytes) const = 0;
+  // Loads what the first run on the device would load.
+  virtual Status warmup(const Execution&) const { return {}; }
 };
 
 const Backend& reference_backend();

@@ -10,6 +10,7 @@
 #include "src/backend.h"
 #include "src/cpu/thread_pool.h"
 #include "src/logitless.h"
+#include "src/validate.h"
 
 namespace logitless {
 namespace {
@@ -296,6 +297,19 @@ int32_t logitless_describe_backend(int32_t device_type, char* text, size_t bytes
     const Backend* backend = find_backend(static_cast<DeviceType>(device_type), &result);
     if (backend != nullptr && bytes > 0) backend->describe(text, bytes);
     return result;
+  });
+  return report(result, status);
+}
+
+int32_t logitless_warmup(const logitless_execution* execution, logitless_status* status) {
+  const Status result = guarded([&]() -> Status {
+    Execution e;
+    Executor executor;
+    Status result = from_c(execution, &e, &executor);
+    if (!result.ok()) return result;
+    const Backend* backend = find_backend(e.device.type, &result);
+    if (result.ok()) result = validate(e);
+    return result.ok() ? backend->warmup(e) : result;
   });
   return report(result, status);
 }

@@ -7,10 +7,9 @@
 #include "src/message.h"
 
 namespace logitless {
-namespace {
 
-Status check_execution(const Call& call) {
-  const Device device = call.execution.device;
+Status validate(const Execution& execution) {
+  const Device device = execution.device;
   if (static_cast<uint32_t>(device.type) > static_cast<uint32_t>(DeviceType::reference)) {
     return error(StatusCode::unknown_enum,
                  "execution.device.type is %d; allowed: 0 (cpu) to 3 (reference)",
@@ -23,6 +22,10 @@ Status check_execution(const Call& call) {
   }
   return {};
 }
+
+namespace {
+
+Status check_execution(const Call& call) { return validate(call.execution); }
 
 Status check_required(const Call& call) {
   for (const char* name : {"input", "weight", "logits", "probabilities", "target", "grad_logits"}) {

@@ -7,6 +7,9 @@
 
 namespace logitless {
 
+// The device alone; the backend says whether there is one of that index.
+Status validate(const Execution& execution);
+
 // The op alone: what `workspace` and `run` both ask. Data pointers are not looked at.
 template <class Op>
 Status validate(const Op& op, const Execution& execution);

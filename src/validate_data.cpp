@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The rules of docs/semantics.md about memory: NULL, alignment, overlap, the workspace. Addresses
-// are compared for host memory only; a device's are its own.
+// are looked at on the host and on CUDA; a WebGPU buffer's is a handle.
 #include <algorithm>
 
 #include "src/call.h"
@@ -68,7 +68,7 @@ bool may_overlap(const Footprint& a, const Footprint& b) {
   return true;
 }
 
-bool on_host(const Call& call) { return call.rows().device.type == DeviceType::cpu; }
+bool has_addresses(const Call& call) { return call.rows().device.type != DeviceType::webgpu; }
 
 Status check_addresses(const Call& call) {
   for (const Field& field : call) {
@@ -78,7 +78,7 @@ Status check_addresses(const Call& call) {
       return error(StatusCode::invalid_argument, "%s has shape %s and NULL data", field.name.data(),
                    shape_text(v).text);
     }
-    if (!on_host(call)) continue;
+    if (!has_addresses(call)) continue;
     const Footprint f = footprint(v);
     if (f.address < v.byte_offset || f.address + f.bytes < f.address) {
       return error(StatusCode::invalid_argument, "%s: address %p and offset %llu pass 2^64",
@@ -106,7 +106,7 @@ Status check_workspace(const Call& call, const Workspace& w, const WorkspaceSize
     return error(StatusCode::invalid_argument, "workspace has %llu bytes and NULL data",
                  static_cast<unsigned long long>(w.bytes));
   }
-  if (!on_host(call)) return {};
+  if (!has_addresses(call)) return {};
   const uint64_t address = footprint(w).address;
   if (address < w.byte_offset || address + w.bytes < address) {
     return error(StatusCode::invalid_argument,
@@ -132,7 +132,7 @@ bool in_place(const Field& out, const Field& in) {
 }
 
 Status check_overlaps(const Call& call, const Workspace& w) {
-  if (!on_host(call)) return {};
+  if (!has_addresses(call)) return {};
   std::array<Footprint, std::tuple_size_v<decltype(call.fields)>> prints;
   for (size_t i = 0; i < call.field_count; ++i) {
     if (call.fields[i].given()) prints[i] = footprint(*call.fields[i].view);

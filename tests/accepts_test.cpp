@@ -89,7 +89,9 @@ const Accept kAccepts[] = {
      [](Subject& s) {
        s.drop({"normalizer"});
        for (const char* name : {"loss", "grad_loss"}) {
-         if (s.has(name)) s[name] = vector_view(s[name].data, DType::f32, Subject::n);
+         if (!s.has(name)) continue;
+         TensorView& v = s[name];
+         v.rank = 1, v.shape = {Subject::n, 0}, v.stride = {1, 0};
        }
        return on_options([](LossOptions& o) { o.reduction = Reduction::none; })(s);
      }},
@@ -219,7 +221,7 @@ class AcceptTable : public ::testing::TestWithParam<Accept> {};
 
 TEST_P(AcceptTable, AcceptedAndNoInputWritten) {
   int made = 0;
-  for_each_subject([&](Subject& s) {
+  for_each_judged_subject([&](Subject& s) {
     SCOPED_TRACE(describe(s));
     if (!GetParam().make(s)) return;
     ++made;

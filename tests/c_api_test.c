@@ -312,6 +312,27 @@ static void test_describe_version_threads(void) {
   CHECK(logitless_set_num_threads(-5) == standard);
 }
 
+static void test_warmup(void) {
+  CHECK(logitless_warmup(NULL, NULL) == LOGITLESS_OK);
+  logitless_execution execution = LOGITLESS_EXECUTION_INIT;
+  logitless_status status = LOGITLESS_STATUS_INIT;
+  for (int32_t device = LOGITLESS_CPU; device <= LOGITLESS_REFERENCE; ++device) {
+    char text[256];
+    execution.device_type = device;
+    const int32_t present = logitless_describe_backend(device, text, sizeof(text), NULL);
+    CHECK(logitless_warmup(&execution, &status) == present);
+    CHECK((status.message[0] == 0) == (present == LOGITLESS_OK));
+  }
+  execution.device_type = 4;
+  CHECK(logitless_warmup(&execution, &status) == LOGITLESS_UNKNOWN_ENUM);
+  execution.device_type = LOGITLESS_CPU;
+  execution.device_index = 1;
+  CHECK(logitless_warmup(&execution, &status) == LOGITLESS_WRONG_DEVICE);
+  execution.device_index = 0;
+  execution.struct_size = 0;
+  CHECK(logitless_warmup(&execution, &status) == LOGITLESS_INVALID_ARGUMENT);
+}
+
 static void expect_values(const float* values, const float* expected, int count) {
   for (int i = 0; i < count; ++i) {
     if (!(fabsf(values[i] - expected[i]) < 2e-7f)) {
@@ -362,6 +383,7 @@ int main(void) {
   test_reserved_and_foreign_fields();
   test_nulls();
   test_describe_version_threads();
+  test_warmup();
   test_every_op(LOGITLESS_REFERENCE);
   test_every_op(LOGITLESS_CPU);
   if (g_failures == 0) printf("every check passed\n");

@@ -51,7 +51,7 @@ void expect_reject(Subject& s, StatusCode code, const std::string& field, Seen s
 
 // The calls to be broken are accepted: what is refused below is the one change.
 TEST(Rejects, UnbrokenCallsAreAccepted) {
-  for_each_subject([](Subject& s) {
+  for_each_judged_subject([](Subject& s) {
     SCOPED_TRACE(describe(s));
     const Status status = s.call_run();
     EXPECT_TRUE(status.ok()) << status.message();
@@ -63,7 +63,7 @@ class RejectTable : public ::testing::TestWithParam<Reject> {};
 TEST_P(RejectTable, OwnStatusNamesTheFieldWritesNothing) {
   const Reject& reject = GetParam();
   int made = 0;
-  for_each_subject([&](Subject& s) {
+  for_each_judged_subject([&](Subject& s) {
     SCOPED_TRACE(describe(s));
     if (!reject.make(s)) return;
     ++made;
@@ -88,7 +88,7 @@ INSTANTIATE_TEST_SUITE_P(Memory, RejectTable, ::testing::ValuesIn(kMemoryRejects
 void break_every_field(StatusCode code, Seen seen,
                        const std::function<bool(Subject&, const std::string&)>& how) {
   int made = 0;
-  for_each_subject([&](Subject& whole) {
+  for_each_judged_subject([&](Subject& whole) {
     for (const auto& [name, view] : whole.views) {
       with_subject(whole.kind, whole.execution.device.type, [&, field = name](Subject& s) {
         SCOPED_TRACE(describe(s) + ", " + field);
@@ -130,11 +130,13 @@ TEST(Rejects, UnknownDeviceOfAnyField) {
   }
 }
 
-// The reference takes tensors on cpu, and only those.
+// The reference takes tensors on cpu, and only those; CUDA those of its own device.
 TEST(Rejects, WrongDeviceOfAnyField) {
   for (Device device : {Device{DeviceType::cuda, 0}, Device{DeviceType::webgpu, 0},
-                        Device{DeviceType::reference, 0}, Device{DeviceType::cpu, 1}}) {
+                        Device{DeviceType::reference, 0}, Device{DeviceType::cpu, 1},
+                        Device{DeviceType::cpu, 0}, Device{DeviceType::cuda, 1}}) {
     break_every_field(wrong_device, Seen::by_both, [=](Subject& s, const std::string& name) {
+      if (s[name].device == device) return false;
       s[name].device = device;
       return true;
     });
@@ -209,7 +211,7 @@ TEST(Rejects, BytesBeyondInt64OfAnyField) {
 
 // Broadcast inputs make sizes cheap whose products no plan can hold.
 TEST(Rejects, ProductsOfSizesBeyond2To56) {
-  for_each_subject([](Subject& s) {
+  for_each_judged_subject([](Subject& s) {
     if (s.kind == kind_of<Softmax> || s.linear() || s.gradients()) return;
     SCOPED_TRACE(describe(s));
     s["logits"].shape = {int64_t{1} << 40, int64_t{1} << 40};
@@ -261,7 +263,7 @@ TEST(Rejects, AddressesPastTheEndOfMemoryOfAnyField) {
 // The first element of one inside the last of the other; logits may be exactly an output's.
 TEST(Rejects, AnyOutputOnAnyOtherField) {
   int made = 0;
-  for_each_subject([&](Subject& whole) {
+  for_each_judged_subject([&](Subject& whole) {
     for (const auto& [first, view] : whole.views) {
       for (const auto& [second, other] : whole.views) {
         if (first == second || (!whole.written(first) && !whole.written(second))) continue;
@@ -294,6 +296,27 @@ TEST(Rejects, UnknownDeviceByTheRulesAlone) {
   const Softmax op{.logits = subject_view("logits"),
                    .probabilities = subject_view("probabilities")};
   expect_status(validate(op, {.device = {DeviceType(4), 0}}), unknown_enum, "device");
+}
+
+// Of a library without CUDA, of a machine without a driver or a device; where there is one, it
+// refuses tensors that it cannot reach.
+TEST(Rejects, AnAbsentCudaSaysWhy) {
+  char text[256];
+  Status present;
+  logitless_describe_backend(LOGITLESS_CUDA, text, sizeof(text), present.c());
+  for_each_subject([&](Subject& s) {
+    SCOPED_TRACE(describe(s));
+    s.execution.device.type = DeviceType::cuda;
+    if (!present.ok()) {
+      expect_reject(s, backend_unavailable, "cuda", Seen::by_both);
+      EXPECT_GT(std::strlen(present.message()), 20u) << present.message();
+    } else {
+      expect_reject(s, wrong_device, "cuda", Seen::by_both);
+      s.execution.device.index = 4096;
+      for (auto& [name, view] : s.views) view->device = s.execution.device;
+      expect_reject(s, wrong_device, "device", Seen::by_both);
+    }
+  });
 }
 
 TEST(Rejects, NoPlaceForTheSize) {

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "logitless/logitless.h"
+#include "src/validate.h"
 
 namespace logitless::testing {
 
@@ -45,6 +46,7 @@ struct Subject {
   bool has(const std::string& name) const { return views.contains(name); }
   TensorView& operator[](const std::string& name) { return *views.at(name); }
   bool linear() const { return has("input"); }
+  bool by_the_rules_alone() const { return execution.device.type == DeviceType::cuda; }
   bool forward() const { return has("loss"); }
   bool gradients() const { return has("grad_loss"); }
   bool written(const std::string& name) const { return access.at(name) != Access::read; }
@@ -126,7 +128,24 @@ inline void fill_subject(const TensorView& view, Access access, char* data) {
   }
 }
 
-// `device`: cpu or reference. `op` and the subject live together.
+// What `workspace` and `run` say of a call before a device is needed: its own rules for a machine
+// without one. The workspace is a made-up one.
+template <class Op>
+void ask_the_rules_alone(Subject* s, const Op& op) {
+  static constexpr WorkspaceSize made_up{1024, 2048, Memory::alignment};
+  s->ask_workspace = [&op, s](WorkspaceSize* size) {
+    if (size == nullptr) return Status(StatusCode::invalid_argument, "size is NULL");
+    const Status status = validate(op, s->execution);
+    if (status.ok()) *size = made_up;
+    return status;
+  };
+  s->call_run = [&op, s] {
+    const Status status = validate(op, s->execution);
+    return status.ok() ? validate_data(op, s->workspace, made_up) : status;
+  };
+}
+
+// `device`: cpu or reference, or cuda for the rules alone. `op` and the subject live together.
 template <class Op>
 std::unique_ptr<Subject> make_subject(Op& op, DeviceType device) {
   auto s = std::make_unique<Subject>();
@@ -138,6 +157,7 @@ std::unique_ptr<Subject> make_subject(Op& op, DeviceType device) {
   for_each_tensor(op, unused,
                   [&](const char* name, Access access, TensorView& view, const logitless_tensor*) {
                     view = subject_view(name);
+                    if (device == DeviceType::cuda) view.device.type = device;
                     s->views[name] = &view;
                     s->access[name] = access;
                     s->memory[name] = std::make_unique<Memory>(Memory::room);
@@ -149,6 +169,7 @@ std::unique_ptr<Subject> make_subject(Op& op, DeviceType device) {
     return workspace(op, raw->execution, size);
   };
   s->call_run = [&op, raw] { return run(op, raw->workspace, raw->execution); };
+  if (device == DeviceType::cuda) ask_the_rules_alone(raw, op);
   if (s->ask_workspace(&s->size).ok()) s->give_workspace(s->size.recommended);
   return s;
 }
@@ -168,7 +189,7 @@ void with_subject(int32_t kind, DeviceType device, F&& f) {
   use(LinearCrossEntropyForwardBackward{});
 }
 
-// For each of the seven ops on each backend of this build.
+// For each of the seven ops on each backend that runs on any machine.
 template <class F>
 void for_each_subject(F&& f) {
   for (int32_t kind = LOGITLESS_SOFTMAX; kind <= LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD;
@@ -176,6 +197,16 @@ void for_each_subject(F&& f) {
     for (DeviceType device : {DeviceType::cpu, DeviceType::reference}) {
       with_subject(kind, device, f);
     }
+  }
+}
+
+// And by the rules alone as if they were called on CUDA.
+template <class F>
+void for_each_judged_subject(F&& f) {
+  for_each_subject(f);
+  for (int32_t kind = LOGITLESS_SOFTMAX; kind <= LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD;
+       ++kind) {
+    with_subject(kind, DeviceType::cuda, f);
   }
 }
 
@@ -187,8 +218,9 @@ inline std::string describe(const Subject& s) {
                                    "LinearCrossEntropyForward",
                                    "LinearCrossEntropyBackward",
                                    "LinearCrossEntropyForwardBackward"};
-  return std::string(names[s.kind]) +
-         (s.execution.device.type == DeviceType::cpu ? " on cpu" : " on reference");
+  constexpr const char* devices[] = {" on cpu", " by the rules of cuda", " on webgpu",
+                                     " on reference"};
+  return std::string(names[s.kind]) + devices[static_cast<int>(s.execution.device.type)];
 }
 
 }  // namespace logitless::testing

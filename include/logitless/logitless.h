@@ -143,4 +143,12 @@ Status run(const Op& op, const Workspace& workspace, const Execution& execution)
   return status;
 }
 
+// Loads what the first run on the device would load; nothing to do on the CPU.
+inline Status warmup(const Execution& execution) {
+  const logitless_execution e = detail::to_c(execution);
+  Status status;
+  logitless_warmup(&e, status.c());
+  return status;
+}
+
 }  // namespace logitless

@@ -44,6 +44,13 @@ struct CudaBackend final : Forward<Backend, Softmax, CrossEntropyForward, CrossE
     std::snprintf(text, bytes, "%s, sm_%d%d, %s", device->name, device->major, device->minor,
                   library);
   }
+  Status warmup(const Execution& execution) const override {
+    const cuda::DeviceInfo* device;
+    const Status status = cuda::find_device(execution.device.index, &device);
+    if (!status.ok()) return status;
+    const cuda::CurrentDevice current(device->index);
+    return current.status().ok() ? cuda::warmup(*device) : current.status();
+  }
 };
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "logitless/logitless.h"
+#include "src/cuda/kernel_file.h"
 #include "src/message.h"
 
 namespace logitless::cuda {

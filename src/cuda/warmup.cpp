@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+// Asks the driver for the modules of this library's .cu files and loads every function in them.
+#include "src/cuda/warmup.h"
+
+#include <cuda.h>
+
+#include <memory>
+#include <new>
+
+#include "src/cuda/kernel_file.h"
+#include "src/cuda/ops.h"
+#if __has_include("src/cuda/blas.h")
+#include "src/cuda/blas.h"
+#endif
+
+namespace logitless::cuda {
+namespace {
+
+Status driver_error(const char* what, CUresult code) {
+  if (code == CUDA_SUCCESS) return {};
+  return error(StatusCode::device_error, "cuda: %s failed: driver error %d", what,
+               static_cast<int>(code));
+}
+
+// libcuda is not linked: a machine without a driver loads this library too.
+template <class Function>
+Status find_driver_function(const char* name, Function* function) {
+  void* address = nullptr;
+  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
+  constexpr unsigned since = 12040;
+  const cudaError_t code =
+      cudaGetDriverEntryPointByVersion(name, &address, since, cudaEnableDefault, &found);
+#else
+  const cudaError_t code = cudaGetDriverEntryPoint(name, &address, cudaEnableDefault, &found);
+#endif
+  if (code != cudaSuccess) (void)cudaGetLastError();
+  if (code != cudaSuccess || found != cudaDriverEntryPointSuccess || address == nullptr) {
+    return error(StatusCode::not_supported,
+                 "cuda: warmup needs %s, of a driver for CUDA 12.4 or newer", name);
+  }
+  *function = reinterpret_cast<Function>(address);
+  return {};
+}
+
+struct Driver {
+  decltype(&cuFuncGetModule) module_of;
+  decltype(&cuModuleGetFunctionCount) count;
+  decltype(&cuModuleEnumerateFunctions) enumerate;
+  decltype(&cuFuncLoad) load;
+};
+
+Status find_driver(Driver* driver) {
+  Status status = find_driver_function("cuFuncGetModule", &driver->module_of);
+  if (status.ok()) status = find_driver_function("cuModuleGetFunctionCount", &driver->count);
+  if (status.ok()) status = find_driver_function("cuModuleEnumerateFunctions", &driver->enumerate);
+  if (status.ok()) status = find_driver_function("cuFuncLoad", &driver->load);
+  return status;
+}
+
+Status load_file(const Driver& driver, const void* kernel, int* kernels) {
+  cudaFunction_t function;
+  const cudaError_t code = cudaGetFuncBySymbol(&function, kernel);
+  if (code != cudaSuccess) {
+    (void)cudaGetLastError();
+    return cuda_error("cudaGetFuncBySymbol", code);
+  }
+  CUmodule module;
+  unsigned count = 0;
+  Status status = driver_error("cuFuncGetModule", driver.module_of(&module, function));
+  if (status.ok()) {
+    status = driver_error("cuModuleGetFunctionCount", driver.count(&count, module));
+  }
+  if (!status.ok() || count == 0) return status;
+  const std::unique_ptr<CUfunction[]> functions(new (std::nothrow) CUfunction[count]);
+  if (functions == nullptr) return Status(StatusCode::internal, "out of memory");
+  status =
+      driver_error("cuModuleEnumerateFunctions", driver.enumerate(functions.get(), count, module));
+  for (unsigned i = 0; status.ok() && i < count; ++i) {
+    status = driver_error("cuFuncLoad", driver.load(functions[i]));
+  }
+  *kernels += static_cast<int>(count);
+  return status;
+}
+
+}  // namespace
+
+Status load_kernels(LoadedKernels* loaded) {
+  Driver driver;
+  Status status = find_driver(&driver);
+  for (const KernelFile* file = KernelFile::first(); status.ok() && file != nullptr;
+       file = file->next()) {
+    status = load_file(driver, file->kernel(), &loaded->kernels);
+    ++loaded->files;
+  }
+  return status;
+}
+
+Status warmup(const DeviceInfo& device) {
+  LoadedKernels loaded;
+  Status status = load_kernels(&loaded);
+#if __has_include("src/cuda/blas.h")
+  if (status.ok()) status = warmup_matrix_library(device);
+#else
+  (void)device;
+#endif
+  return status;
+}
+
+}  // namespace logitless::cuda
