@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # What a developer types. Each target does its own set-up; the work is CMake's and the scripts'.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test build test test-full test-device demo bench-cpu fuzz mutants format format-check lint install clean
+.PHONY: help setup setup-test build test test-full test-device sanitize-device demo bench-cpu fuzz mutants format format-check lint install clean
 
 FUZZ_SECONDS ?= 600
 PREFIX ?= /usr/local
@@ -30,6 +30,11 @@ test-device: setup-test  ## the conformance suite on this machine's GPU
 	cmake --preset device
 	cmake --build --preset device --target device_suite
 	@scripts/test-device build/device
+
+sanitize-device: setup-test  ## compute-sanitizer over ragged cases on this machine's GPU
+	cmake --preset device
+	cmake --build --preset device --target device_suite
+	@scripts/sanitize-device build/device
 
 demo: setup  ## train a language model on text of this machine, or on TEXT="FILE..."
 	cmake --preset release
