@@ -2,7 +2,7 @@
 // A block of raw logits -> dz times the map's slope, in the input's dtype, with the lse known:
 //   draw_j = slope_j (P p_j - s c_j - o [j = t] - h p_j (log p_j + H)),  log p_j = (z_j - m) - log
 //   s
-// At the target P p_t - o is formed as P (p_t - 1) + (P - o), with p_t - 1 by expm1.
+// with 1 - p_t at the target by expm1.
 #include "src/cuda/block.cuh"
 
 namespace logitless::cuda {
@@ -28,10 +28,12 @@ __global__ void __launch_bounds__(256)
       for (int i = 0; i < 4; ++i) {
         const bool is_target = j + i == target;
         if (is_target) z[i] = target_logit[tile.row];
-        const float log_p = (z[i] - g.reference) - g.log_sum;
+        // Above 0 by the roundings of z in two products, at |z| of 1e20 by any amount.
+        float log_p = (z[i] - g.reference) - g.log_sum;
+        log_p = log_p > 0 ? 0.0f : log_p;
         const float p = exp_any(log_p);
-        float sum = is_target ? fmaf(g.probability, expm1f(log_p), g.probability - g.onehot)
-                              : g.probability * p;
+        float sum =
+            is_target ? target_draw(g.probability, g.onehot, p, -expm1f(log_p)) : g.probability * p;
         if constexpr (!kPlain) {
           if (g.smoothing != 0 && j + i < tile.count) {
             const TensorView& weight = call.in.vocab_weight;

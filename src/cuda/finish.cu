@@ -43,12 +43,13 @@ __global__ void __launch_bounds__(256) class_slabs(LinearCall call, int64_t pitc
 }
 
 __global__ void __launch_bounds__(256)
-    sum_slabs(const float* slabs, int count, int64_t pitch, float* sum) {
+    class_sum(const float* slabs, int count, int64_t pitch, float* sum, int32_t* is_infinite) {
   const int64_t d = int64_t{blockIdx.x} * 256 + threadIdx.x;
   if (d >= pitch) return;
   float x = 0;
   for (int slab = 0; slab < count; ++slab) x += slabs[slab * pitch + d];
   sum[d] = x;
+  if (!isfinite(x)) atomicOr(is_infinite, 1);
 }
 
 // Column sums over a slab of rows: 64 columns by 4 rows of threads.
@@ -129,13 +130,14 @@ __global__ void __launch_bounds__(256) zero_kernel(TensorView out) {
 
 void class_row(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                Stream* stream) {
+  stream->clear("weight_is_infinite", m.weight_is_infinite, sizeof(int32_t));
   if (m.class_row == nullptr) return;
   const unsigned slabs = blocks_for(call.shape.vocab, vocab_slab_rows);
   const unsigned columns = blocks_for(plan.hidden_pitch, 256);
   stream->launch("class_slabs", class_slabs, {columns, slabs, 1}, 256, call, plan.hidden_pitch,
                  m.slabs);
-  stream->launch("class_row", sum_slabs, columns, 256, m.slabs, static_cast<int>(slabs),
-                 plan.hidden_pitch, m.class_row);
+  stream->launch("class_row", class_sum, columns, 256, m.slabs, static_cast<int>(slabs),
+                 plan.hidden_pitch, m.class_row, m.weight_is_infinite);
 }
 
 void write_grad_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,

@@ -58,9 +58,10 @@ struct LinearMemory {
   char* scaled = nullptr;         // the same times v; may be `input`
   float* target_logit = nullptr;  // [token_chunk]
   Partials partials;
-  RowGradient* gradients = nullptr;  // [token_chunk]
-  RowFactors* factors = nullptr;     // [token_chunk]
-  int32_t* again = nullptr;          // [1 + token_chunk]  count, then rows to be made again
+  RowGradient* gradients = nullptr;       // [token_chunk]
+  RowFactors* factors = nullptr;          // [token_chunk]
+  int32_t* weight_is_infinite = nullptr;  // [1]  known where smoothing has looked
+  int32_t* again = nullptr;               // [1 + token_chunk]  count, then rows to be made again
   float* logits = nullptr;           // [block_rows, block_columns], later f32 rows of grad_input
   char* stored = nullptr;            // [token_chunk + extra_rows, stored_pitch]  E
   char* remade = nullptr;            // [token_chunk + extra_rows, remade_columns]  E or dz
@@ -118,6 +119,9 @@ void gradient_coefficients(const LinearCall& call, const LinearMemory& m, const 
 // operands.
 void finish_panel(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                   const Chunk& chunk, const Panel& panel, Stream*);
+// Behind the panel's rows: the class weights for the smoothing's term of E, and zeros.
+void write_extra_rows(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
+                      const Panel& panel, Stream*);
 // input times v, and behind it the rows that make the smoothing's term.
 void scale_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                  const Chunk& chunk, Stream*);

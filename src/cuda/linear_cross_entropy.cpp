@@ -12,14 +12,15 @@
 namespace logitless::cuda {
 namespace {
 
-// A product reads rows (or columns) that adjoin and lie multiples of 16 bytes apart. The address
-// does not count: the workspace may be asked for before there is one.
+// A product reads rows (or columns) of whole 16 bytes that lie multiples of 16 bytes apart. The
+// address does not count: the workspace may be asked for before there is one.
 bool serves_product(const TensorView& v, int64_t rows, int64_t columns) {
   const int64_t size = size_of(v.dtype);
   const bool along = v.stride[1] == 1 || columns == 1, across = v.stride[0] == 1 || rows == 1;
   const int64_t stride = along ? v.stride[0] : v.stride[1];
   const int64_t length = along ? columns : rows;
-  return (along || across) && stride >= length && stride * size % 16 == 0;
+  return (along || across) && stride >= length && stride * size % 16 == 0 &&
+         length * size % 16 == 0;
 }
 
 // Rows and columns are counted in 32 bits on the device; offsets are not.
@@ -35,6 +36,7 @@ template <class Op>
 LinearCall make_call(const Op& op) {
   LinearCall call;
   call.in = token_input(op, op.weight.shape[0]);
+  if (op.input.dtype == DType::f16) call.in.lift = 64;
   call.input = op.input;
   call.weight = op.weight;
   call.bias = op.bias;
@@ -62,8 +64,10 @@ LinearCall make_call(const Op& op) {
     s.grad_weight = static_cast<bool>(op.grad_weight);
     s.grad_bias = static_cast<bool>(op.grad_bias);
     s.grad_weight_f32 = op.grad_weight.dtype == DType::f32;
-    s.direct_grad_weight = !op.grad_weight || (op.grad_weight.stride[1] == 1 &&
-                                               serves_product(op.grad_weight, s.vocab, s.hidden));
+    // The matrix library writes f32 or the inputs' own dtype, in rows.
+    const TensorView& out = op.grad_weight;
+    s.direct_grad_weight = !out || ((out.dtype == DType::f32 || out.dtype == s.dtype) &&
+                                    out.stride[1] == 1 && serves_product(out, s.vocab, s.hidden));
   }
   return call;
 }
@@ -226,7 +230,9 @@ class LinearRun {
     Product p;
     p.in = call_.shape.dtype;
     p.rows = panel.columns;
-    p.depth = chunk_.rows + (m_.class_row != nullptr ? extra_rows : 0);
+    // A multiple of 8: there are zeros behind the rows of both.
+    p.depth = (chunk_.rows + (m_.smoothed_row != nullptr ? 2 : 0) + 7) / 8 * 8;
+    write_extra_rows(call_, m_, chunk_, panel, stream_);
     p.a = {panel.data, 1, panel.pitch};
     p.b = {rows, plan_.hidden_pitch, 1};
     if (plan_.grad_weight_sum) {

@@ -190,6 +190,7 @@ LinearMemory place_linear(const LinearShape& s, const LinearPlan& p, Arena* aren
   if (s.gradients()) {
     m.gradients = arena->take<RowGradient>(p.token_chunk);
     m.factors = arena->take<RowFactors>(p.token_chunk);
+    m.weight_is_infinite = arena->take<int32_t>(1);
     m.again = arena->take<int32_t>(1 + p.token_chunk);
   }
   // Later, rows of grad_input.

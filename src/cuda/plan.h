@@ -57,7 +57,8 @@ struct LinearPlan {
 };
 
 inline constexpr int64_t segment_columns = 1024;  // of a row's partial sums: fixed for every plan
-inline constexpr int64_t extra_rows = 8;          // behind a chunk, for the smoothing's own term
+// Behind a chunk's rows: two for the smoothing's own term, zeros to the next multiple of 8.
+inline constexpr int64_t extra_rows = 16;
 
 // The fastest plan by the cost model that fits into `bytes`; the smallest of all where none does.
 LinearPlan plan_linear(const LinearShape& shape, const DeviceSpeed& speed, uint64_t bytes);

@@ -14,17 +14,22 @@ __device__ bool find_row(const Chunk& chunk, int k) {
 // depends on the vocabulary alone.
 //   m = max m_b   S = sum s_b exp(m_b - m)   T = sum exp(m_b - m) (t_b + (m_b - m) s_b)
 __global__ void __launch_bounds__(256)
-    finish_kernel(Chunk chunk, Partials partials, const float* target_logit, RowState* states,
-                  float* rest) {
+    finish_kernel(Chunk chunk, Partials partials, const float* target_logit, bool vocab_is_whole,
+                  RowState* states, float* rest) {
   const int row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (!find_row(chunk, row)) return;
   const int64_t k = chunk.first + row;
   const int64_t base = row * partials.segments;
   float maximum = -infinity();
+  bool has_nan = false;
   for (int64_t b = lane; b < partials.segments; b += 32) {
-    maximum = fmaxf(maximum, partials.maximum[base + b]);
+    const float own = partials.maximum[base + b];
+    maximum = fmaxf(maximum, own);
+    has_nan |= own != own;
   }
   maximum = warp_max(maximum);
+  // A NaN anywhere leaves no maximum to name.
+  if (__any_sync(whole_warp, has_nan)) maximum = nan_value();
   float sum = 0, shifted = 0, weighted = 0;
   int argmax = INT32_MAX;
   for (int64_t b = lane; b < partials.segments; b += 32) {
@@ -50,14 +55,13 @@ __global__ void __launch_bounds__(256)
   const float z = target_logit[row];
   const float distance = z - maximum;
   float at_target = here ? exp_nonpositive(distance) : 0.0f;
-  if (here && z != z) at_target = z;
   const float total = sum + at_target;
   RowState state;
   state.reference = maximum;
   state.log_sum = here && z == maximum ? log1pf(sum) : logf(total);
   if (maximum != maximum || maximum == infinity()) state.log_sum = nan_value();
-  // Every column -inf: there is no probability to speak of. On a shard others may have it.
-  if (maximum == -infinity() && total == 0 && here) state.log_sum = nan_value();
+  // Every column -inf: no probability to speak of. A shard's other columns may have some.
+  if (maximum == -infinity() && (here || vocab_is_whole)) state.log_sum = nan_value();
   state.target_logit = z;
   state.weighted_logit_sum = weighted;
   if (here && at_target > 0) shifted = fmaf(at_target, fmaxf(distance, least_exponent), shifted);
@@ -103,7 +107,8 @@ constexpr float most_onehot = 4096;
 
 __global__ void __launch_bounds__(256)
     coefficients_kernel(LinearCall call, Chunk chunk, const RowState* states, const float* rest,
-                        RowGradient* gradients, RowFactors* factors, int32_t* again) {
+                        const int32_t* weight_is_infinite, RowGradient* gradients,
+                        RowFactors* factors, int32_t* again) {
   const int row = blockIdx.x * 256 + threadIdx.x;
   if (row >= chunk.rows) return;
   if (!find_row(chunk, row)) {
@@ -122,13 +127,15 @@ __global__ void __launch_bounds__(256)
   const float onehot = fabsf(g.onehot), probability = fabsf(g.probability);
   const bool far = state.reference - z > most_nats;
   const bool steep = onehot > most_onehot * probability;
-  if (far || steep) {
+  // With an infinite weight the smoothing's term cannot stand apart: 0 inf is not -s c inf.
+  const bool infinite = *weight_is_infinite != 0 && g.smoothing != 0;
+  if (far || steep || infinite) {
     f.scale = fmaxf(onehot, probability);
+    f.smoothing = 0;
     f.again = 1;
     again[1 + atomicAdd(again, 1)] = row;  // in any order: each row is made alone
   } else if (f.scale != 0) {
-    // P p_t - o without cancellation.
-    const float draw = (g.probability - g.onehot) - g.probability * rest[k];
+    const float draw = target_draw(g.probability, g.onehot, p, rest[k]);
     f.at_target = draw * cap_slope(call.map, z) / f.scale;
   }
   factors[row] = f;
@@ -144,8 +151,9 @@ __global__ void __launch_bounds__(256)
   reinterpret_cast<E*>(panel.data)[row * panel.pitch + j] = from_f32<E>(factors[row].at_target);
 }
 
-// The rows of the list again, each column by a dot product of its own: E_j = draw_j / v from the
-// finished state. A warp a column, rows in turn. At once over where the list is empty.
+// The rows of the list again, each column by a dot product of its own: E_j = draw_j / v, smoothing
+// and all, from the finished state. A warp a column, rows in turn. At once over where the list is
+// empty.
 template <class E>
 __global__ void __launch_bounds__(256)
     again_kernel(LinearCall call, Chunk chunk, const E* input, int64_t pitch,
@@ -169,9 +177,17 @@ __global__ void __launch_bounds__(256)
       const bool is_target = column == chunk.tokens.target[chunk.first + row];
       const float z = is_target ? target_logit[row] : map_raw(call.map, sum);
       const RowGradient& g = gradients[row];
-      const float log_p = (z - g.reference) - g.log_sum;
-      float draw = is_target ? fmaf(g.probability, expm1f(log_p), g.probability - g.onehot)
-                             : g.probability * exp_any(log_p);
+      // At |z| of 1e20 this dot and the product's differ by more than any exponent holds.
+      float log_p = (z - g.reference) - g.log_sum;
+      log_p = log_p > 0 ? 0.0f : log_p;
+      const float p = exp_any(log_p);
+      float draw =
+          is_target ? target_draw(g.probability, g.onehot, p, -expm1f(log_p)) : g.probability * p;
+      if (g.smoothing != 0) {
+        const TensorView& weight = call.in.vocab_weight;
+        const float c = present(weight) ? load(weight, call.in.start() + column) : 1.0f;
+        draw = fmaf(-g.smoothing, c, draw);
+      }
       draw *= cap_slope(call.map, z);
       const float v = factors[row].scale;
       reinterpret_cast<E*>(panel.data)[row * panel.pitch + j] =
@@ -200,14 +216,14 @@ __global__ void __launch_bounds__(128)
   }
 }
 
-// Their columns of E: c_j twice, zeros below.
+// Their columns of E: c_j twice where the smoothing is apart, and zeros.
 template <class E>
 __global__ void __launch_bounds__(256)
-    class_rows_kernel(LinearCall call, int32_t row, Panel panel) {
+    extra_rows_kernel(LinearCall call, int32_t row, bool smooths, Panel panel) {
   const int64_t j = int64_t{blockIdx.x} * 256 + threadIdx.x;
   if (j >= panel.columns) return;
   float c = 0;
-  if (call.in.options.label_smoothing > 0) {
+  if (smooths) {
     const TensorView& weight = call.in.vocab_weight;
     c = present(weight) ? load(weight, call.in.start() + panel.first + j) : 1.0f;
   }
@@ -250,9 +266,11 @@ __global__ void __launch_bounds__(256)
 
 }  // namespace
 
-void finish_rows(const LinearCall&, const LinearMemory& m, const Chunk& chunk, Stream* stream) {
+void finish_rows(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
+                 Stream* stream) {
+  const bool whole = call.in.options.vocab_total == 0;
   stream->launch("finish_rows", finish_kernel, blocks_for(chunk.rows, 8), 256, chunk, m.partials,
-                 m.target_logit, m.states, m.rest);
+                 m.target_logit, whole, m.states, m.rest);
 }
 
 void given_rows(const LinearCall&, const TensorView& reference, const TensorView& log_sum,
@@ -271,7 +289,7 @@ void gradient_coefficients(const LinearCall& call, const LinearMemory& m, const 
                            bool with_factors, Stream* stream) {
   stream->clear("clear the list of rows", m.again, sizeof(int32_t));
   stream->launch("gradient_coefficients", coefficients_kernel, blocks_for(chunk.rows, 256), 256,
-                 call, chunk, m.states, m.rest, m.gradients,
+                 call, chunk, m.states, m.rest, m.weight_is_infinite, m.gradients,
                  with_factors ? m.factors : static_cast<RowFactors*>(nullptr), m.again);
 }
 
@@ -285,8 +303,15 @@ void finish_panel(const LinearCall& call, const LinearPlan& plan, const LinearMe
     stream->launch("rows_again", again_kernel<E>, blocks, 256, call, chunk,
                    reinterpret_cast<const E*>(m.input), plan.hidden_pitch, m.target_logit,
                    m.gradients, m.factors, m.again, panel);
-    stream->launch("class_rows", class_rows_kernel<E>, blocks_for(panel.columns, 256), 256, call,
-                   chunk.rows, panel);
+  });
+}
+
+void write_extra_rows(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
+                      const Panel& panel, Stream* stream) {
+  const bool smooths = m.smoothed_row != nullptr;
+  with_dtype(call.shape.dtype, [&](auto element) {
+    stream->launch("extra_rows", extra_rows_kernel<decltype(element)>,
+                   blocks_for(panel.columns, 256), 256, call, chunk.rows, smooths, panel);
   });
 }
 

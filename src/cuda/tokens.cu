@@ -177,11 +177,12 @@ __global__ void __launch_bounds__(threads) scale(TokenInput in, Tokens t, int bl
     weights = power_of_two_above(magnitude);
   }
   const bool apart = in.per_row_upstream || in.statistics_gradients;
+  weights /= in.lift;
   double scale = static_cast<float>(common) * weights;
   if (apart) {
     double g = largest[1];
     if (!in.per_row_upstream && s.valid > 0 && isfinite(common)) g = fabs(common);
-    scale = power_of_two_above(fmax(g * weights, static_cast<double>(largest[2])));
+    scale = power_of_two_above(fmax(g * weights, static_cast<double>(largest[2]) / in.lift));
   }
   if (s.valid == 0) scale = 0;  // NaN of an empty mean must not reach sums over no token
   s.gradient_scale = static_cast<float>(scale);

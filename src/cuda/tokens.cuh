@@ -37,4 +37,10 @@ __device__ inline RowGradient token_gradient(const TokenInput& in, const Tokens&
                       grad_target, grad_entropy);
 }
 
+// P p - o at the target, of p and 1 - p: without cancellation where p is near 1, and without adding
+// P where p is small.
+__device__ inline float target_draw(float probability, float onehot, float p, float rest) {
+  return p < 0.5f ? fmaf(probability, p, -onehot) : fmaf(-probability, rest, probability - onehot);
+}
+
 }  // namespace logitless::cuda

@@ -31,6 +31,9 @@ struct TokenInput {
   bool gradients = false;
   bool per_row_upstream = false;  // grad_loss [N]
   bool statistics_gradients = false;
+  // What a dz of f16 is stored times, so that small ones keep their bits: the largest of the usual
+  // ones comes to 64 of 65504.
+  float lift = 1;
   constexpr int64_t whole() const { return options.vocab_total > 0 ? options.vocab_total : vocab; }
   constexpr int64_t start() const { return options.vocab_total > 0 ? options.vocab_start : 0; }
 };
