@@ -1,12 +1,118 @@
 // SPDX-License-Identifier: Apache-2.0
+// Cross-entropy on given logits or probabilities [N, V]: tokens are prepared on the device, one
+// launch makes states and gradient rows, and the rest is per token.
+#include "src/cuda/logit_rows.h"
 #include "src/cuda/ops.h"
+
 namespace logitless::cuda {
-#define STUB(Op)                                                        \
-  Status workspace(const Op&, const DeviceInfo&, WorkspaceSize*) {      \
-    return error(StatusCode::not_supported, "stub");                    \
-  }                                                                     \
-  Status run(const Op&, const Workspace&, const DeviceInfo&, Stream*) { \
-    return error(StatusCode::not_supported, "stub");                    \
+namespace {
+
+bool any(const TokenStatistics& s) {
+  return s.lse || s.target_logit || s.entropy || s.argmax || s.row_reference || s.row_log_sum ||
+         s.weighted_logit_sum;
+}
+
+struct Layout {
+  Tokens tokens;
+  RowState* states = nullptr;  // [valid]  where statistics are wanted
+  float* losses = nullptr;     // [valid]  where the loss is wanted
+  uint64_t bytes = 0;
+};
+
+template <class Op>
+Layout layout_of(const Op& op, void* memory) {
+  Arena arena(memory);
+  const int64_t tokens = op.logits.shape[0];
+  Layout layout;
+  layout.tokens = place_tokens(&arena, tokens);
+  if constexpr (ForwardOp<Op>) {
+    if (any(op.statistics)) layout.states = arena.take<RowState>(tokens);
+    if (op.loss) layout.losses = arena.take<float>(tokens);
   }
-STUB(Softmax) STUB(CrossEntropyForward) STUB(CrossEntropyBackward) STUB(CrossEntropyForwardBackward)
+  layout.bytes = arena.used();
+  return layout;
+}
+
+template <class Op>
+Status loss_workspace(const Op& op, WorkspaceSize* size) {
+  *size = {};
+  size->minimum = size->recommended = layout_of(op, nullptr).bytes;
+  size->alignment = Arena::alignment;
+  return check_row_extents(op.logits);
+}
+
+template <class Op>
+void run_probabilities(const Op& op, const TokenInput& in, const Layout& layout, Stream* stream) {
+  if constexpr (ForwardOp<Op>) {
+    if (op.loss) {
+      launch_probability_losses(op.logits, in, layout.tokens, layout.losses, stream);
+      write_losses(in, layout.tokens, layout.losses, op.loss, stream);
+    }
+  }
+  if constexpr (GradientOp<Op>) {
+    launch_probability_gradient(op.logits, op.grad_logits, in, layout.tokens, stream);
+  }
+}
+
+template <class Op>
+void run_logits(const Op& op, const TokenInput& in, const Layout& layout, const DeviceInfo& device,
+                Stream* stream) {
+  RowsCall call;
+  call.logits = op.logits;
+  call.in = in;
+  call.tokens = layout.tokens;
+  call.states = layout.states;
+  // From the states where there are any.
+  call.losses = layout.states == nullptr ? layout.losses : nullptr;
+  if constexpr (GradientOp<Op>) call.output = op.grad_logits;
+  if constexpr (BackwardOnlyOp<Op>) {
+    call.row_reference = op.row_reference;
+    call.row_log_sum = op.row_log_sum;
+    call.entropy = op.entropy;
+  }
+  if constexpr (ForwardOp<Op>) {
+    call.wants_weighted_sum = op.options.label_smoothing > 0 || op.statistics.weighted_logit_sum;
+    call.wants_entropy = static_cast<bool>(op.statistics.entropy);
+    call.wants_argmax = static_cast<bool>(op.statistics.argmax);
+  }
+  launch_rows(call, device, stream);
+  if constexpr (ForwardOp<Op>) {
+    if (layout.states != nullptr) {
+      write_tokens(in, layout.tokens, layout.states, {op.loss, op.statistics}, layout.losses,
+                   stream);
+    } else {
+      write_losses(in, layout.tokens, layout.losses, op.loss, stream);
+    }
+  }
+}
+
+template <class Op>
+Status loss_run(const Op& op, const Workspace& workspace, const DeviceInfo& device,
+                Stream* stream) {
+  const Layout layout = layout_of(op, static_cast<char*>(workspace.data) + workspace.byte_offset);
+  const TokenInput in = token_input(op, op.logits.shape[1]);
+  prepare_tokens(in, layout.tokens, stream);
+  if (op.options.input_kind == InputKind::probabilities) {
+    run_probabilities(op, in, layout, stream);
+  } else {
+    run_logits(op, in, layout, device, stream);
+  }
+  if constexpr (GradientOp<Op>) clear_other_rows(in, op.grad_logits, stream);
+  return {};
+}
+
+}  // namespace
+
+#define LOGITLESS_LOSS_OP(Op)                                                                 \
+  Status workspace(const Op& op, const DeviceInfo&, WorkspaceSize* size) {                    \
+    return loss_workspace(op, size);                                                          \
+  }                                                                                           \
+  Status run(const Op& op, const Workspace& workspace, const DeviceInfo& device, Stream* s) { \
+    return loss_run(op, workspace, device, s);                                                \
+  }
+LOGITLESS_LOSS_OP(CrossEntropyForward)
+LOGITLESS_LOSS_OP(CrossEntropyBackward)
+LOGITLESS_LOSS_OP(CrossEntropyForwardBackward)
+#undef LOGITLESS_LOSS_OP
+
 }  // namespace logitless::cuda

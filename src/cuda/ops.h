@@ -6,11 +6,11 @@
 
 namespace logitless::cuda {
 
-// softmax.cu
+// softmax.cpp
 Status workspace(const Softmax&, const DeviceInfo&, WorkspaceSize*);
 Status run(const Softmax&, const Workspace&, const DeviceInfo&, Stream*);
 
-// cross_entropy.cu
+// cross_entropy.cpp
 Status workspace(const CrossEntropyForward&, const DeviceInfo&, WorkspaceSize*);
 Status run(const CrossEntropyForward&, const Workspace&, const DeviceInfo&, Stream*);
 Status workspace(const CrossEntropyBackward&, const DeviceInfo&, WorkspaceSize*);

@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <mutex>
 #include <utility>
 
 #include "logitless/logitless.h"
@@ -76,10 +77,9 @@ class Stream {
   void launch_config(const char* name, void (*kernel)(Parameters...), dim3 blocks, int threads,
                      size_t shared_bytes, int cluster, Arguments&&... arguments) {
     if (!ok() || blocks.x == 0 || blocks.y == 0 || blocks.z == 0) return;
-    if (shared_bytes > 48 * 1024) {
-      fail(cuda_error(name, cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                                 cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                 static_cast<int>(shared_bytes))));
+    if (shared_bytes > 0) {
+      fail(cuda_error(name, allow_shared(reinterpret_cast<const void*>(kernel),
+                                         static_cast<int>(shared_bytes))));
     }
     cudaLaunchConfig_t config{};
     config.gridDim = blocks;
@@ -103,6 +103,24 @@ class Stream {
   }
 
  private:
+  // The limit is only ever raised, since another thread may be about to launch the same kernel with
+  // more; and shared memory comes before the first cache.
+  static cudaError_t allow_shared(const void* kernel, int bytes) {
+    static std::mutex mutex;
+    const std::lock_guard lock(mutex);
+    cudaFuncAttributes attributes;
+    cudaError_t code = cudaFuncGetAttributes(&attributes, kernel);
+    if (code == cudaSuccess &&
+        attributes.preferredShmemCarveout != cudaSharedmemCarveoutMaxShared) {
+      code = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                  cudaSharedmemCarveoutMaxShared);
+    }
+    if (code == cudaSuccess && attributes.maxDynamicSharedSizeBytes < bytes) {
+      code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    }
+    return code;
+  }
+
   cudaStream_t stream_;
   Status status_;
 };

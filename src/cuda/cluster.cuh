@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+// Blocks of one cluster: how one writes into another's shared memory and the other learns that all
+// has come, without a fence. Before sm_90 a cluster is one block and none of this is called.
+#pragma once
+
+#include <cstdint>
+
+namespace logitless::cuda {
+
+// All threads of all blocks of the cluster arrive once and then wait once. What precedes arriving
+// is not made visible by it, but for an mbarrier initialized through expect_bytes.
+__device__ inline void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+__device__ inline void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+#if __CUDA_ARCH__ >= 900
+__device__ inline uint32_t shared_address(const void* shared) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+}
+#endif
+
+// One thread: makes `barrier` in shared memory one that completes when `bytes` have been sent to
+// it.
+__device__ inline void expect_bytes(uint64_t* barrier, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "mbarrier.init.shared::cta.b64 [%0], 1;\n"
+      "fence.mbarrier_init.release.cluster;\n"
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
+#endif
+}
+
+// The same variable of block `rank`, for `send`.
+template <class T>
+__device__ uint32_t address_in_block(const T* shared, int rank) {
+  uint32_t address = 0;
+#if __CUDA_ARCH__ >= 900
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(address)
+      : "r"(shared_address(shared)), "r"(rank));
+#endif
+  return address;
+}
+
+// 4 bytes to another block, counted by its barrier once they can be read there.
+__device__ inline void send(uint32_t to, uint32_t bits, uint32_t barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
+      "r"(bits), "r"(barrier)
+      : "memory");
+#endif
+}
+
+// Until all the bytes expected have come.
+__device__ inline void wait_for_bytes(uint64_t* barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(shared_address(barrier))
+      : "memory");
+#endif
+}
+
+}  // namespace logitless::cuda

@@ -1,0 +1,248 @@
+// SPDX-License-Identifier: Apache-2.0
+// The row kernel, logits [N, V] -> states [valid], output [N, V]:
+//   m_i = max_j z_ij   log s_i = log sum_j exp(z_ij - m_i)   output_ij = draw_ij, or p_ij
+// A cluster of blocks takes a row, each block a slice of its columns, copied to shared memory by
+// 16-byte words. Blocks tell each other their maximum and sum through distributed shared memory;
+// the output is made from the tile in shared memory.
+#pragma once
+
+#include "src/cuda/cluster.cuh"
+#include "src/cuda/logit_rows.h"
+#include "src/cuda/row_state.cuh"
+#include "src/cuda/tokens.cuh"
+
+namespace logitless::cuda {
+
+constexpr int most_row_threads = 32 * most_warps;
+constexpr int most_row_blocks = 8;  // of a cluster that every device of sm_90 and later has
+
+struct RowsArguments {
+  RowsCall call;
+  RowsPlan plan;
+  MapFactors map;
+  RowWants wants;
+};
+
+// What token_gradient will ask for once the state is known.
+__device__ inline void prefetch_token(const RowsCall& call, int64_t k) {
+  if (call.tokens.row == nullptr || threadIdx.x != 0) return;
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(call.tokens.target_weight + k));
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(call.tokens.token_weight + k));
+}
+
+// The coefficients of compacted token k without the factors of the map; of a softmax, p itself.
+__device__ inline RowGradient gradient_of_row(const RowsCall& call, int64_t k,
+                                              const RowState& state) {
+  if (call.tokens.row == nullptr) {
+    RowGradient g;
+    g.reference = state.reference;
+    g.log_sum = state.log_sum;
+    g.probability = 1;
+    return g;
+  }
+  RowGradient g = token_gradient(call.in, call.tokens, k, state);
+  // Nothing is summed over these gradients, so the common factor goes in at once.
+  const float scale = call.tokens.scalars->gradient_scale;
+  g.probability *= scale;
+  g.smoothing *= scale;
+  g.onehot *= scale;
+  g.entropy *= scale;
+  return g;
+}
+
+// draw at the target, onehot included:
+//   P p - onehot = onehot (p - 1) + (P - onehot) p
+// cancels neither near p = 1 nor where p is tiny.
+__device__ inline float target_gradient(const MapFactors& map, const RowGradient& g, float z,
+                                        float class_weight) {
+  const float log_p = (z - g.reference) - g.log_sum;
+  const float p = exp_any(log_p);
+  double sum = static_cast<double>(g.onehot) * expm1f(log_p) +
+               (static_cast<double>(g.probability) - g.onehot) * p;
+  if (g.smoothing != 0) sum -= static_cast<double>(g.smoothing) * class_weight;
+  if (g.entropy != 0 && p != 0)
+    sum -= static_cast<double>(g.entropy) * p * (log_p + g.entropy_value);
+  double slope = map.slope;
+  if (map.capped) {
+    const double t = static_cast<double>(z) * map.backward;
+    slope *= (1 - t) * (1 + t);
+  }
+  return static_cast<float>(sum * slope);
+}
+
+// draw_j of every column but the target's.
+template <bool kPlain>
+struct GradientColumn {
+  const MapFactors& map;
+  const TensorView& class_weight;
+  int64_t first;  // class of column 0 of the tile
+  float reference, log_sum, probability, smoothing, entropy, entropy_value;
+  __device__ float operator()(float raw, int j) const {
+    const float z = kPlain ? raw : map_raw(map, raw);
+    const float log_p = (z - reference) - log_sum;
+    const float p = exp_of_row(log_p);
+    float draw = probability * p;
+    if constexpr (!kPlain) {
+      if (smoothing != 0) {
+        draw -= present(class_weight) ? smoothing * load(class_weight, first + j) : smoothing;
+      }
+      if (entropy != 0) {
+        const float finite = log_p < least_exponent ? least_exponent : log_p;
+        draw -= entropy * p * (finite + entropy_value);
+      }
+      draw *= cap_slope(map, z);
+    }
+    return draw;
+  }
+};
+
+// This block's columns.
+struct Slice {
+  int64_t begin, end;
+  int tile, tiles;
+  __device__ int64_t column(int tile_index) const { return begin + int64_t{tile_index} * tile; }
+  __device__ int columns(int tile_index) const {
+    const int64_t rest = end - column(tile_index);
+    return static_cast<int>(rest < 0 ? 0 : rest < tile ? rest : tile);
+  }
+};
+
+template <class T, bool kPlain>
+__device__ void write_output(const RowsArguments& a, const RowState& state, const Slice& slice,
+                             int64_t k, int64_t i, int target, float target_logit, Tile<T> tile,
+                             bool loaded) {
+  const RowsCall& call = a.call;
+  const RowGradient g = gradient_of_row(call, k, state);
+  const float slope = a.map.slope;
+  GradientColumn<kPlain> value{a.map,
+                               call.in.vocab_weight,
+                               0,
+                               g.reference,
+                               g.log_sum,
+                               g.probability * slope,
+                               g.smoothing * slope,
+                               g.entropy * slope,
+                               g.entropy_value};
+  for (int index = 0; index < slice.tiles; ++index) {
+    const int64_t column = slice.column(index);
+    if (!loaded) {
+      __syncthreads();  // the last tile is no longer read
+      tile = load_tile<T>(call.logits, i, column, slice.columns(index), tile.memory);
+    }
+    value.first = call.in.start() + column;
+    write_tile<kPlain ? 2 : 1>(tile, call.output, i, column, value);
+  }
+  if (target < slice.begin || target >= slice.end) return;
+  __syncthreads();  // its column has been written
+  if (threadIdx.x == 0) {
+    const bool weighted = !kPlain && present(call.in.vocab_weight);
+    const float c = weighted ? load(call.in.vocab_weight, call.in.start() + target) : 1.0f;
+    store(call.output, i, target, target_gradient(a.map, g, target_logit, c));
+  }
+}
+
+// One thread of the row.
+__device__ inline void write_state(const RowsCall& call, int64_t k, int target,
+                                   const RowState& state) {
+  if (call.states != nullptr) call.states[k] = state;
+  if (call.losses == nullptr) return;
+  const Tokens& t = call.tokens;
+  const float weight = target < 0 ? 0 : t.target_weight[k];  // another shard has the target
+  call.losses[k] = row_loss(t.scalars->constants, state, weight, t.token_weight[k]);
+}
+
+// What the blocks of a row tell each other: each writes its own partial into every block's table.
+struct Exchange {
+  RowPartial table[most_row_blocks];  // by rank
+  uint64_t arrivals;                  // an mbarrier that counts the bytes of `table`
+};
+static_assert(sizeof(RowPartial) == 20);
+
+// The row's partial from its blocks'; every thread of every block calls it. start_exchange and
+// cluster_wait came before, so that every block's mbarrier is known to count.
+__device__ inline RowPartial combine_blocks(const RowPartial& own, int rank, int cluster,
+                                            const RowWants& wants, Exchange* exchange) {
+  const int t = static_cast<int>(threadIdx.x), lane = t % 32;
+  if (t < cluster) {
+    const uint32_t slot = address_in_block(&exchange->table[rank], t);
+    const uint32_t arrivals = address_in_block(&exchange->arrivals, t);
+    send(slot, __float_as_uint(own.maximum), arrivals);
+    send(slot + 4, __float_as_uint(own.sum), arrivals);
+    send(slot + 8, __float_as_uint(own.shifted), arrivals);
+    send(slot + 12, __float_as_uint(own.weighted), arrivals);
+    send(slot + 16, static_cast<uint32_t>(own.argmax), arrivals);
+  }
+  __syncwarp();
+  wait_for_bytes(&exchange->arrivals);
+  // Every partial is here, and nothing more will come: this block may end.
+  return combine_lanes(lane < cluster ? exchange->table[lane] : RowPartial{}, wants);
+}
+
+template <class T, bool kPlain>
+__global__ void __launch_bounds__(most_row_threads, kPlain ? 3 : 2)
+    rows_kernel(const __grid_constant__ RowsArguments a) {
+  extern __shared__ uint4 tile_memory[];
+  __shared__ WarpResults warps;
+  __shared__ Exchange exchange;
+  const RowsCall& call = a.call;
+  const int cluster = a.plan.cluster;
+  const int rank = static_cast<int>(blockIdx.x) & (cluster - 1);  // a power of two
+  const int64_t k = blockIdx.x >> (__ffs(cluster) - 1);
+  const bool makes_state = !present(call.row_reference);
+  const bool has_tokens = call.tokens.row != nullptr;
+  // The same for every block of a cluster.
+  if (has_tokens && k >= call.tokens.scalars->valid) return;
+  const bool exchanges = makes_state && cluster > 1;
+  if (exchanges) {
+    if (threadIdx.x == 0) {
+      expect_bytes(&exchange.arrivals, cluster * static_cast<int>(sizeof(RowPartial)));
+    }
+    __syncwarp();
+    cluster_arrive();
+  }
+  const int64_t i = has_tokens ? call.tokens.row[k] : k;
+  const int target = has_tokens ? call.tokens.target[k] : -1;
+
+  const int64_t per_block = int64_t{a.plan.tile} * a.plan.tiles;
+  const int64_t begin = rank * per_block, all = call.logits.shape[1];
+  const Slice slice{begin, begin + per_block < all ? begin + per_block : all, a.plan.tile,
+                    a.plan.tiles};
+  // Before any block of the row may write it.
+  float target_logit = -infinity();
+  const bool has_target = target >= slice.begin && target < slice.end;
+  if (has_target || (makes_state && target >= 0)) {
+    target_logit = map_raw(a.map, to_f32(*address<const T>(call.logits, i, target)));
+  }
+  Tile<T> tile{reinterpret_cast<unsigned char*>(tile_memory), 0, 0};
+  RowState state;
+  if (makes_state) {
+    RowPartial partial;
+    for (int index = 0; index < slice.tiles; ++index) {
+      if (index > 0) __syncthreads();  // the last tile is no longer read
+      const int64_t column = slice.column(index);
+      tile = load_tile<T>(call.logits, i, column, slice.columns(index), tile.memory);
+      if (index == 0) {
+        // By now every block has started. It comes before the prefetch, whose lines it would drop.
+        if (exchanges) cluster_wait();
+        prefetch_token(call, k);
+      }
+      const RowPartial next =
+          tile_partial<T, kPlain>(tile, a.map, call.in.vocab_weight, call.in.start(),
+                                  static_cast<int>(column), a.wants, &warps);
+      partial = index == 0 ? next : combine_two(partial, next, a.wants);
+    }
+    if (exchanges) partial = combine_blocks(partial, rank, cluster, a.wants, &exchange);
+    state = finish_row(partial, a.wants);
+    state.target_logit = target_logit;
+    if (rank == 0 && threadIdx.x == 0) write_state(call, k, target, state);
+  } else {
+    state.reference = load(call.row_reference, i);
+    state.log_sum = load(call.row_log_sum, i);
+  }
+  if (!present(call.output)) return;
+  if (present(call.entropy)) state.entropy = load(call.entropy, i);
+  write_output<T, kPlain>(a, state, slice, k, i, target, target_logit, tile,
+                          makes_state && slice.tiles == 1);
+}
+
+}  // namespace logitless::cuda

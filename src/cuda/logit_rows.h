@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows of given logits [N, V]: one launch makes the state of every row (maximum, log of the sum,
+// statistics) and writes its output row (gradient or probabilities) from the same read of the row.
+// How a row is cut depends on V and its dtype alone, and so do its bits.
+#pragma once
+
+#include "src/cuda/runtime.h"
+#include "src/cuda/tokens.h"
+
+namespace logitless::cuda {
+
+struct RowsCall {
+  TensorView logits;           // [N, V]
+  TensorView output;           // [N, V]  may be `logits` itself; absent: states only
+  TokenInput in;               // in.vocab_weight: c_j of label smoothing and of the weighted sum
+  Tokens tokens;               // row null: every row, and `output` is the softmax
+  RowState* states = nullptr;  // [valid]  written where not null
+  float* losses = nullptr;     // [valid]  likewise
+  // [N]  Given, they are used as they are and no state is made.
+  TensorView row_reference, row_log_sum;
+  TensorView entropy;  // [N]  of the gradient's entropy term
+  bool wants_weighted_sum = false, wants_entropy = false, wants_argmax = false;
+};
+
+// A row is shared by a cluster of `cluster` blocks of `threads` threads. A block takes
+// `tiles` consecutive tiles of `tile` columns; one alone stays in shared memory, so that the row is
+// read once.
+struct RowsPlan {
+  int cluster = 1;
+  int threads = 32;
+  int tile = 0;  // columns, a multiple of 64
+  int tiles = 1;
+  int64_t shared_bytes = 0;  // dynamic
+};
+RowsPlan plan_rows(int64_t columns, int64_t element_bytes, int64_t shared_bytes_per_block,
+                   bool clusters);
+
+// A row has at least one block of its grid, and columns are counted in 32 bits.
+constexpr int64_t most_rows = (int64_t{1} << 28) - 1, most_columns = int64_t{1} << 30;
+Status check_row_extents(const TensorView& logits);
+
+void launch_rows(const RowsCall& call, const DeviceInfo& device, Stream* stream);
+
+// Probabilities as input: losses [valid] of the compacted tokens, and the gradient rows. The losses
+// are to be launched first where the gradient overwrites the probabilities.
+void launch_probability_losses(const TensorView& probabilities, const TokenInput& in,
+                               const Tokens& tokens, float* losses, Stream* stream);
+void launch_probability_gradient(const TensorView& probabilities, const TensorView& gradient,
+                                 const TokenInput& in, const Tokens& tokens, Stream* stream);
+
+}  // namespace logitless::cuda

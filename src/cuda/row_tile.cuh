@@ -1,0 +1,200 @@
+// SPDX-License-Identifier: Apache-2.0
+// A tile of a row in shared memory: n columns of T, at the same distance from a multiple of 16
+// bytes as in global memory, so that 16-byte words are copied whole whatever the row's address.
+// Only the row's own bytes are read. On both sides of it -inf fills the last 16-byte word.
+#pragma once
+
+#include "src/cuda/numbers.cuh"
+
+namespace logitless::cuda {
+
+constexpr int word_bytes = 16;
+constexpr int tile_margin = 2 * word_bytes;  // beyond the columns' own bytes
+
+// --- 32 bits of elements: one f32, or two of 16 bits, the first in the low half ---
+
+template <class T>
+inline constexpr int per_unit = 4 / static_cast<int>(sizeof(T));
+template <class T>
+inline constexpr int per_word = word_bytes / static_cast<int>(sizeof(T));
+
+template <class T>
+__device__ void unpack(uint32_t bits, float* x) {
+  if constexpr (sizeof(T) == 4) {
+    x[0] = __uint_as_float(bits);
+  } else if constexpr (dtype_of<T> == DType::bf16) {
+    x[0] = __uint_as_float(bits << 16);
+    x[1] = __uint_as_float(bits & 0xFFFF0000u);
+  } else {
+    const float2 pair = __half22float2(reinterpret_cast<const __half2&>(bits));
+    x[0] = pair.x;
+    x[1] = pair.y;
+  }
+}
+
+template <class T>
+__device__ uint32_t pack(const float* x) {
+  if constexpr (sizeof(T) == 4) {
+    return __float_as_uint(x[0]);
+  } else if constexpr (dtype_of<T> == DType::bf16) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(x[0], x[1]);
+    return reinterpret_cast<const uint32_t&>(pair);
+  } else {
+    const __half2 pair = __floats2half2_rn(x[0], x[1]);
+    return reinterpret_cast<const uint32_t&>(pair);
+  }
+}
+
+// Element by element; a NaN does not count.
+template <class T>
+__device__ uint32_t unit_max(uint32_t a, uint32_t b) {
+  if constexpr (sizeof(T) == 4) {
+    return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
+  } else if constexpr (dtype_of<T> == DType::bf16) {
+    const __nv_bfloat162 pair = __hmax2(reinterpret_cast<const __nv_bfloat162&>(a),
+                                        reinterpret_cast<const __nv_bfloat162&>(b));
+    return reinterpret_cast<const uint32_t&>(pair);
+  } else {
+    const __half2 pair =
+        __hmax2(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b));
+    return reinterpret_cast<const uint32_t&>(pair);
+  }
+}
+
+// --- the tile ---
+
+__device__ inline void copy_word(void* shared, const void* global) {
+  const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(global)
+               : "memory");
+}
+__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Spelled out, because the compiler takes a store apart into four.
+__device__ inline void store_word(void* global, const uint32_t (&bits)[4]) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(global), "r"(bits[0]), "r"(bits[1]),
+               "r"(bits[2]), "r"(bits[3])
+               : "memory");
+}
+
+__device__ inline int phase_of(const void* address) {
+  return static_cast<int>(reinterpret_cast<uintptr_t>(address) % word_bytes);
+}
+
+template <class T>
+struct Tile {
+  unsigned char* memory = nullptr;  // shared, a multiple of 16
+  int phase = 0;                    // bytes from there to column 0
+  int n = 0;                        // columns
+  __device__ T* elements() const { return reinterpret_cast<T*>(memory + phase); }
+  // 16-byte words from `memory` to the end of the columns.
+  __device__ int words() const {
+    return (phase + n * static_cast<int>(sizeof(T)) + word_bytes - 1) / word_bytes;
+  }
+  // Columns before the first whole word.
+  __device__ int head() const {
+    return min(n, (word_bytes - phase) % word_bytes / static_cast<int>(sizeof(T)));
+  }
+};
+
+// Columns [column, column + n) of row i. Ends with a barrier; begin after one where the memory was
+// read. Threads: at least 8.
+template <class T>
+__device__ Tile<T> load_tile(const TensorView& view, int64_t i, int64_t column, int n,
+                             unsigned char* memory) {
+  const T* from = address<const T>(view, i, column);
+  const int t = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const int64_t stride = view.stride[1];
+  Tile<T> tile{memory, stride == 1 ? phase_of(from) : 0, n};
+  T* to = tile.elements();
+  if (stride == 1) {
+    const int head = tile.head(), words = (n - head) / per_word<T>;
+    const int tail = head + words * per_word<T>;
+#pragma unroll 4
+    for (int w = t; w < words; w += threads) {
+      copy_word(to + head + w * per_word<T>, from + head + w * per_word<T>);
+    }
+    if (t < head) to[t] = from[t];
+    if (t < n - tail) to[tail + t] = from[tail + t];
+  } else {
+#pragma unroll 8
+    for (int j = t; j < n; j += threads) to[j] = from[j * stride];
+  }
+  const T least = from_f32<T>(-infinity());
+  if (t < tile.phase / static_cast<int>(sizeof(T))) reinterpret_cast<T*>(memory)[t] = least;
+  if (t < per_word<T>) to[n + t] = least;
+  wait_for_copies();
+  __syncthreads();
+  return tile;
+}
+
+// The maximum of what this thread sees of the tile, each column seen by one thread.
+template <class T>
+__device__ float thread_max(const Tile<T>& tile) {
+  const uint4* words = reinterpret_cast<const uint4*>(tile.memory);
+  const float least[2] = {-infinity(), -infinity()};
+  uint32_t best = pack<T>(least);
+  const int count = tile.words(), threads = static_cast<int>(blockDim.x);
+#pragma unroll 4
+  for (int w = static_cast<int>(threadIdx.x); w < count; w += threads) {
+    const uint4 v = words[w];
+    best = unit_max<T>(best, unit_max<T>(unit_max<T>(v.x, v.y), unit_max<T>(v.z, v.w)));
+  }
+  float x[2] = {-infinity(), -infinity()};
+  unpack<T>(best, x);
+  return fmaxf(fmaxf(x[0], -infinity()), x[1]);  // two NaN give NaN, of which the first is dropped
+}
+
+// Columns of one unit of 32 bits: u * per_unit and, of 16 bits, the next. odd: they do not start at
+// a multiple of 4 bytes.
+template <class T>
+__device__ void load_unit(const Tile<T>& tile, int u, bool odd, float* x) {
+  uint32_t bits;
+  if (sizeof(T) == 2 && odd) {
+    const auto* half = reinterpret_cast<const uint16_t*>(tile.elements()) + 2 * u;
+    bits = half[0] | static_cast<uint32_t>(half[1]) << 16;
+  } else {
+    bits = reinterpret_cast<const uint32_t*>(tile.elements())[u];
+  }
+  unpack<T>(bits, x);
+}
+
+// output[i, column + j] = value(x_j, j) for the tile's columns. Each value is its own, so that
+// columns go to threads as memory likes it. kUnroll: 16-byte words in flight.
+template <int kUnroll, class T, class Value>
+__device__ void write_tile(const Tile<T>& tile, const TensorView& output, int64_t i, int64_t column,
+                           Value&& value) {
+  const int t = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const T* x = tile.elements();
+  T* to = address<T>(output, i, column);
+  if (output.dtype != dtype_of<T> || output.stride[1] != 1 || phase_of(to) != tile.phase) {
+    for (int j = t; j < tile.n; j += threads) {
+      store(output, i, column + j, value(to_f32(x[j]), j));
+    }
+    return;
+  }
+  const int head = tile.head(), words = (tile.n - head) / per_word<T>;
+  const int tail = head + words * per_word<T>;
+#pragma unroll kUnroll
+  for (int w = t; w < words; w += threads) {
+    const int j = head + w * per_word<T>;
+    const uint4 v = *reinterpret_cast<const uint4*>(x + j);
+    uint32_t bits[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int u = 0; u < 4; ++u) {
+      float y[2];
+      unpack<T>(bits[u], y);
+#pragma unroll
+      for (int h = 0; h < per_unit<T>; ++h) y[h] = value(y[h], j + u * per_unit<T> + h);
+      bits[u] = pack<T>(y);
+    }
+    store_word(to + j, bits);
+  }
+  const int rest = head + (tile.n - tail);  // less than two words
+  if (t < rest) {
+    const int j = t < head ? t : tail + (t - head);
+    to[j] = from_f32<T>(value(to_f32(x[j]), j));
+  }
+}
+
+}  // namespace logitless::cuda
