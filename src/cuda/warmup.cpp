@@ -7,11 +7,9 @@
 #include <memory>
 #include <new>
 
+#include "src/cuda/blas.h"
 #include "src/cuda/kernel_file.h"
 #include "src/cuda/ops.h"
-#if __has_include("src/cuda/blas.h")
-#include "src/cuda/blas.h"
-#endif
 
 namespace logitless::cuda {
 namespace {
@@ -98,13 +96,8 @@ Status load_kernels(LoadedKernels* loaded) {
 
 Status warmup(const DeviceInfo& device) {
   LoadedKernels loaded;
-  Status status = load_kernels(&loaded);
-#if __has_include("src/cuda/blas.h")
-  if (status.ok()) status = warmup_matrix_library(device);
-#else
-  (void)device;
-#endif
-  return status;
+  const Status status = load_kernels(&loaded);
+  return status.ok() ? warmup_matrix_library(device) : status;
 }
 
 }  // namespace logitless::cuda
