@@ -32,6 +32,8 @@ class TestDevice {
   virtual bool has_threads() const { return false; }
   // How sums of products of this input dtype are formed ("Accuracy" of the contract).
   virtual bool tensor_cores(DType) const { return false; }
+  // And have a mode for f32 with a mantissa of 10 bits.
+  virtual bool has_tf32() const { return false; }
   // Whether a token's loss and statistics do not depend on its batch ("Determinism").
   virtual bool batch_invariant(OpKind) const { return true; }
   // Instruction sets to force in turn, best first; none: nothing to force.

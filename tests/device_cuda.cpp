@@ -182,6 +182,7 @@ class CudaDevice final : public TestDevice {
   bool synchronous() const override { return false; }
   // Products of f32 are never made of narrower numbers, nor by tensor cores.
   bool tensor_cores(DType dtype) const override { return dtype != DType::f32; }
+  bool has_tf32() const override { return true; }
   // cuBLASLt makes the logits of the linear ops.
   bool batch_invariant(OpKind op) const override { return !is_linear(op); }
 

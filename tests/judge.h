@@ -11,7 +11,10 @@ namespace logitless::conformance {
 // What the contract wants of this backend, of an op on host memory.
 template <class Op>
 reference::Result expected(const TestDevice& device, const Op& op, reference::BoundModel model) {
-  if constexpr (LinearOp<Op>) model.tensor_cores = device.tensor_cores(op.input.dtype);
+  if constexpr (LinearOp<Op>) {
+    model.tensor_cores = device.tensor_cores(op.input.dtype);
+    model.tf32 = op.options.allow_tf32 && op.input.dtype == DType::f32 && device.has_tf32();
+  }
   reference::Result want = reference::evaluate(op, model);
   if constexpr (LossOp<Op>) {
     if (!device.synchronous() && want.status.code() == StatusCode::target_out_of_range) {
