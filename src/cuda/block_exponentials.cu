@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // A block of raw logits -> partial sums of its rows, and E = exp(z - z_target) times the softcap's
 // slope in the input's dtype, 0 at the target. One read of the block, which lies in L2.
-//   m = max_j z_j   s = sum_{j != t} exp(z_j - m)   E_j = exp(z_j - m) exp(m - z_t)
-// The target's z is that of the gather-dot wherever it appears, so that one class alone has a loss
-// of exactly 0.
+//   m = max_{j != t} z_j   s = sum_{j != t} exp(z_j - m)   E_j = exp(z_j - m) exp(m - z_t)
+// The target's z is that of the gather-dot, added when the row is finished, so that one class alone
+// has a loss of exactly 0.
 #include "src/cuda/block.cuh"
 
 namespace logitless::cuda {
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(256, 2)
     load_four<kPlain>(call, tile, j, z[g]);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (j + i == target) z[g][i] = anchor;
+      if (j + i == target) z[g][i] = -infinity();
       maximum = fmaxf(maximum, z[g][i]);
       if constexpr (kSums) has_nan |= z[g][i] != z[g][i];
     }
@@ -63,11 +63,10 @@ __global__ void __launch_bounds__(256, 2)
       const float x = z[g][i] - maximum;
       // A whole segment of -inf: 0, not NaN.
       float y = z[g][i] == -infinity() ? 0.0f : exp_nonpositive(x);
-      if (j + i == target) y = 0.0f;
       sum += y;
       if constexpr (kSums && !kPlain) {
         if (partials.shifted != nullptr) shifted = fmaf(y, fmaxf(x, least_exponent), shifted);
-        if (partials.weighted != nullptr && j + i < tile.count) {
+        if (partials.weighted != nullptr && j + i < tile.count && j + i != target) {
           const TensorView& weight = call.in.vocab_weight;
           const float c =
               present(weight) ? load(weight, call.in.start() + tile.column + j + i) : 1.0f;

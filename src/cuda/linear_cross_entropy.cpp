@@ -8,6 +8,7 @@
 #include "src/cuda/blas.h"
 #include "src/cuda/linear.h"
 #include "src/cuda/ops.h"
+#include "src/cuda/sm90/forward.h"
 
 namespace logitless::cuda {
 namespace {
@@ -33,7 +34,7 @@ bool state_given(const Op& op) {
 }
 
 template <class Op>
-LinearCall make_call(const Op& op) {
+LinearCall make_call(const Op& op, const DeviceInfo& device) {
   LinearCall call;
   call.in = token_input(op, op.weight.shape[0]);
   if (op.input.dtype == DType::f16) call.in.lift = 64;
@@ -69,6 +70,7 @@ LinearCall make_call(const Op& op) {
     s.direct_grad_weight = !out || ((out.dtype == DType::f32 || out.dtype == s.dtype) &&
                                     out.stride[1] == 1 && serves_product(out, s.vocab, s.hidden));
   }
+  s.fused = sm90::serves(call, device);
   return call;
 }
 
@@ -105,6 +107,11 @@ class LinearRun {
 
   void forward() {
     const Panel stored = stored_panel();
+    if (call_.shape.fused) {
+      const int64_t vocab = call_.shape.vocab;
+      sm90::forward(call_, plan_, m_, chunk_, 0, vocab, true, stored, device_, stream_);
+      return finish_rows(call_, m_, chunk_, stream_);
+    }
     for_each_block(0, call_.shape.vocab, [&](const Block& block) {
       const bool stores = block.column < stored.columns;
       exponentials(call_, m_, chunk_, block, true, stores ? stored : Panel{}, stream_);
@@ -271,6 +278,11 @@ class LinearRun {
     };
     use(stored_panel());
     for_each_panel(plan_.stored_columns, [&](const Panel& panel) {
+      if (call_.shape.fused) {
+        sm90::forward(call_, plan_, m_, chunk_, panel.first, panel.columns, false, panel, device_,
+                      stream_);
+        return use(panel);
+      }
       for_each_block(panel.first, panel.first + panel.columns, [&](const Block& block) {
         exponentials(call_, m_, chunk_, block, false, panel, stream_);
       });
@@ -283,9 +295,13 @@ class LinearRun {
   void frugal_gradients() {
     bool add = false;
     for_each_panel(0, [&](const Panel& panel) {
-      for_each_block(panel.first, panel.first + panel.columns, [&](const Block& block) {
-        block_gradients(call_, m_, chunk_, block, panel, stream_);
-      });
+      if (call_.shape.fused) {
+        sm90::gradients(call_, plan_, m_, chunk_, panel, device_, stream_);
+      } else {
+        for_each_block(panel.first, panel.first + panel.columns, [&](const Block& block) {
+          block_gradients(call_, m_, chunk_, block, panel, stream_);
+        });
+      }
       if (call_.shape.grad_input) {
         input_product(panel, 0, chunk_.rows, m_.grad_input_sum, add);
         add = true;
@@ -328,7 +344,7 @@ Status linear_workspace(const Op& op, const DeviceInfo& device, WorkspaceSize* s
                    static_cast<long long>(extent), static_cast<long long>(most_extent));
     }
   }
-  const LinearCall call = make_call(op);
+  const LinearCall call = make_call(op, device);
   const DeviceSpeed speed = speed_of(device);
   size->minimum = smallest_plan(call.shape, speed).bytes;
   size->recommended = std::max(size->minimum, recommended_plan(call.shape, speed).bytes);
@@ -339,7 +355,7 @@ Status linear_workspace(const Op& op, const DeviceInfo& device, WorkspaceSize* s
 template <class Op>
 Status linear_run(const Op& op, const Workspace& workspace, const DeviceInfo& device,
                   Stream* stream) {
-  const LinearCall call = make_call(op);
+  const LinearCall call = make_call(op, device);
   const LinearPlan plan = plan_linear(call.shape, speed_of(device), workspace.bytes);
   Arena arena(static_cast<char*>(workspace.data) + workspace.byte_offset);
   const LinearMemory memory = place_linear(call.shape, plan, &arena);

@@ -6,6 +6,7 @@
 
 #include "src/cuda/blas.h"
 #include "src/cuda/linear.h"
+#include "src/cuda/sm90/forward.h"
 
 namespace logitless::cuda {
 namespace {
@@ -35,7 +36,8 @@ double predict(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& spe
       std::max(2 * n * vocab * hidden / rate, vocab * hidden * element / speed.memory);
   const double blocks = static_cast<double>(divide_up(p.token_chunk, p.block_rows) *
                                             divide_up(s.vocab, p.block_columns));
-  const double pass = product + n * vocab * 8 / (2 * speed.memory) + 2 * blocks * speed.launch;
+  const double pass =
+      s.fused ? product : product + n * vocab * 8 / (2 * speed.memory) + 2 * blocks * speed.launch;
   double time = s.forward ? pass : 0;
   if (s.gradients()) {
     const double stored = static_cast<double>(p.stored_columns) / vocab;
@@ -86,7 +88,7 @@ void each_plan(const LinearShape& s, const DeviceSpeed& speed, uint64_t bytes, F
     p.token_chunk = even_chunk(tokens, most);
     p.chunks = divide_up(tokens, p.token_chunk);
     p.hidden_pitch = round_up(s.hidden, 16 / size_of(s.dtype));
-    p.segments = divide_up(s.vocab, segment_columns);
+    p.segments = divide_up(s.vocab, s.fused ? sm90::sum_columns : segment_columns);
     for (const int64_t block : {int64_t{32} << 20, int64_t{16} << 20, int64_t{8} << 20,
                                 int64_t{4} << 20, int64_t{1} << 20}) {
       p.block_rows = std::min({p.token_chunk, most_block_rows,
@@ -195,7 +197,7 @@ LinearMemory place_linear(const LinearShape& s, const LinearPlan& p, Arena* aren
   }
   // Later, rows of grad_input.
   const int64_t sums = s.grad_input && !p.grad_input_sum ? p.sum_rows * p.hidden_pitch : 0;
-  m.logits = arena->take<float>(std::max(p.block_rows * p.block_columns, sums));
+  m.logits = arena->take<float>(std::max(s.fused ? 0 : p.block_rows * p.block_columns, sums));
   if (stores) m.stored = arena->take<char>(chunk_rows * stored_pitch(p.stored_columns) * element);
   if (p.remade_columns > 0) m.remade = arena->take<char>(chunk_rows * p.remade_columns * element);
   if (p.grad_input_sum) m.grad_input_sum = arena->take<float>(p.token_chunk * p.hidden_pitch);

@@ -28,6 +28,11 @@ __global__ void __launch_bounds__(256)
     has_nan |= own != own;
   }
   maximum = warp_max(maximum);
+  const int64_t target = chunk.tokens.target[k];
+  const bool here = target >= 0;
+  const float z = target_logit[row], others = maximum;
+  if (here) maximum = fmaxf(maximum, z);
+  has_nan |= here && z != z;
   // A NaN anywhere leaves no maximum to name.
   if (__any_sync(whole_warp, has_nan)) maximum = nan_value();
   float sum = 0, shifted = 0, weighted = 0;
@@ -42,17 +47,17 @@ __global__ void __launch_bounds__(256)
       shifted = fmaf(lift, fmaf(distance, s, partials.shifted[base + b]), shifted);
     }
     if (partials.weighted != nullptr) weighted += partials.weighted[base + b];
-    if (partials.argmax != nullptr && own == maximum) {
+    if (partials.argmax != nullptr && own == others) {
       argmax = min(argmax, partials.argmax[base + b]);
     }
   }
   sum = warp_sum(sum);
+  // The Hopper kernel's maxima have missed it.
+  if (sum != sum && maximum != infinity()) maximum = nan_value();
   shifted = warp_sum(shifted);
   weighted = warp_sum(weighted);
   argmax = warp_min(argmax);
   if (lane != 0) return;
-  const bool here = chunk.tokens.target[k] >= 0;
-  const float z = target_logit[row];
   const float distance = z - maximum;
   float at_target = here ? exp_nonpositive(distance) : 0.0f;
   const float total = sum + at_target;
@@ -63,9 +68,12 @@ __global__ void __launch_bounds__(256)
   // Every column -inf: no probability to speak of. A shard's other columns may have some.
   if (maximum == -infinity() && (here || vocab_is_whole)) state.log_sum = nan_value();
   state.target_logit = z;
+  const float c = here ? chunk.tokens.target_weight[k] : 0.0f;
+  if (partials.weighted != nullptr && c != 0) weighted = fmaf(c, z, weighted);
   state.weighted_logit_sum = weighted;
   if (here && at_target > 0) shifted = fmaf(at_target, fmaxf(distance, least_exponent), shifted);
   state.entropy = partials.shifted != nullptr ? state.log_sum - shifted / total : 0;
+  if (here && (z > others || (z == others && target < argmax))) argmax = static_cast<int>(target);
   state.argmax = partials.argmax != nullptr ? (argmax == INT32_MAX ? 0 : argmax) : -1;
   states[k] = state;
   rest[k] = sum / total;

@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+// The linear ops' product with its logits on Hopper: see forward.cuh.
+#pragma once
+
+#include "src/cuda/linear.h"
+
+namespace logitless::cuda::sm90 {
+
+inline constexpr int64_t sum_columns = 192;  // of a row's partial sums
+
+// Whether the kernel serves this call on this device: 16-bit inputs, plain logits, no statistics
+// beyond those of the loss.
+bool serves(const LinearCall& call, const DeviceInfo& device);
+
+// Columns [first, first + columns) of the chunk. `sums`: to the partial sums; a panel with data: E
+// to it.
+void forward(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+             const Chunk& chunk, int64_t first, int64_t columns, bool sums, const Panel& panel,
+             const DeviceInfo& device, Stream* stream);
+// dz of the panel's columns.
+void gradients(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+               const Chunk& chunk, const Panel& panel, const DeviceInfo& device, Stream* stream);
+
+}  // namespace logitless::cuda::sm90

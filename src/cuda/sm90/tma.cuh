@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+// The copy engine (TMA): boxes of a matrix to shared memory, 128-byte swizzled.
+#pragma once
+
+#include <cuda.h>
+
+#include "src/cuda/sm90/pipeline.cuh"
+
+namespace logitless::cuda::sm90 {
+
+__device__ inline void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+// The box at (column, row) of the map; the bytes are counted on `barrier`.
+__device__ inline void load_box(const CUtensorMap* map, uint64_t* barrier, void* to, int32_t column,
+                                int32_t row) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4}], [%2];" ::"r"(shared_address(to)),
+      "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row)
+      : "memory");
+}
+// To the same place in every block of `mask`, counted on the barrier of each.
+__device__ inline void load_box_to(const CUtensorMap* map, uint64_t* barrier, void* to,
+                                   int32_t column, int32_t row, uint16_t mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(to)),
+      "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row), "h"(mask)
+      : "memory");
+}
+
+}  // namespace logitless::cuda::sm90
