@@ -46,10 +46,17 @@ __global__ void __launch_bounds__(threads)
   }
 }
 
+// Block r: row first + r; behind the last one zeros.
 template <class T>
-__global__ void __launch_bounds__(threads) copy_rows(TensorView from, int64_t pitch, T* to) {
-  const int64_t row = blockIdx.x;
-  copy_row<T>(from, row, pitch, to + row * pitch);
+__global__ void __launch_bounds__(threads)
+    copy_rows(TensorView from, int64_t first, int64_t pitch, T* to) {
+  const int64_t row = first + blockIdx.x;
+  to += blockIdx.x * pitch;
+  if (row < from.shape[0]) {
+    copy_row<T>(from, row, pitch, to);
+  } else {
+    for (int64_t j = threadIdx.x; j < pitch; j += threads) to[j] = from_f32<T>(0.0f);
+  }
 }
 
 // A warp a token: input_k . weight_t in f32, lanes and then the tree over them in fixed order.
@@ -89,7 +96,18 @@ void copy_weight(const LinearCall& call, const LinearPlan& plan, const LinearMem
   with_dtype(call.shape.dtype, [&](auto element) {
     using T = decltype(element);
     stream->launch("copy_weight", copy_rows<T>, static_cast<unsigned>(call.shape.vocab), threads,
-                   call.weight, plan.hidden_pitch, reinterpret_cast<T*>(m.weight));
+                   call.weight, 0, plan.hidden_pitch, reinterpret_cast<T*>(m.weight));
+  });
+}
+
+void copy_weight_tail(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                      Stream* stream) {
+  if (m.weight_tail == nullptr) return;
+  with_dtype(call.shape.dtype, [&](auto element) {
+    using T = decltype(element);
+    stream->launch("copy_weight_tail", copy_rows<T>, 8, threads, call.weight,
+                   call.shape.vocab / 8 * 8, plan.hidden_pitch,
+                   reinterpret_cast<T*>(m.weight_tail));
   });
 }
 

@@ -54,6 +54,7 @@ struct LinearMemory {
   float* constants = nullptr;  // 0 and 1
   void* library = nullptr;
   char* weight = nullptr;         // [V, hidden_pitch]  where copied
+  char* weight_tail = nullptr;    // [8, hidden_pitch]  its last V % 8 rows, then zeros
   char* input = nullptr;          // [token_chunk + extra_rows, hidden_pitch]  compacted
   char* scaled = nullptr;         // the same times v; may be `input`
   float* target_logit = nullptr;  // [token_chunk]
@@ -62,7 +63,8 @@ struct LinearMemory {
   RowFactors* factors = nullptr;          // [token_chunk]
   int32_t* weight_is_infinite = nullptr;  // [1]  known where smoothing has looked
   int32_t* again = nullptr;               // [1 + token_chunk]  count, then rows to be made again
-  float* logits = nullptr;           // [block_rows, block_columns], later f32 rows of grad_input
+  float* logits = nullptr;                // [block_rows, block_columns]
+  float* row_sums = nullptr;         // [sum_rows, hidden_pitch]  of grad_input, where E is whole
   char* stored = nullptr;            // [token_chunk + extra_rows, stored_pitch]  E
   char* remade = nullptr;            // [token_chunk + extra_rows, remade_columns]  E or dz
   float* grad_input_sum = nullptr;   // [token_chunk, hidden_pitch]
@@ -82,6 +84,8 @@ LinearMemory place_linear(const LinearShape& shape, const LinearPlan& plan, Aren
 // gather.cu
 void write_constants(const LinearMemory& m, Stream*);
 void copy_weight(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m, Stream*);
+void copy_weight_tail(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                      Stream*);
 void gather_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                   const Chunk& chunk, Stream*);
 void target_logits(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
@@ -119,7 +123,8 @@ void gradient_coefficients(const LinearCall& call, const LinearMemory& m, const 
 // operands.
 void finish_panel(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                   const Chunk& chunk, const Panel& panel, Stream*);
-// Behind the panel's rows: the class weights for the smoothing's term of E, and zeros.
+// Behind the panel's rows: the class weights for the smoothing's term of E, and zeros; behind its
+// columns: zeros to a multiple of 8.
 void write_extra_rows(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
                       const Panel& panel, Stream*);
 // input times v, and behind it the rows that make the smoothing's term.

@@ -76,6 +76,7 @@ LinearCall make_call(const Op& op, const DeviceInfo& device) {
 
 DeviceSpeed speed_of(const DeviceInfo& device) {
   DeviceSpeed speed;
+  speed.multiprocessors = device.multiprocessors;
   const double share = device.multiprocessors / 132.0;
   if (device.major != 9) {
     speed.products *= share / 2;
@@ -95,7 +96,9 @@ class LinearRun {
     write_constants(m_, stream_);
     prepare_tokens(call_.in, m_.tokens, stream_);
     copy_weight(call_, plan_, m_, stream_);
-    if (call_.shape.gradients()) class_row(call_, plan_, m_, stream_);
+    if (!call_.shape.gradients()) return;
+    class_row(call_, plan_, m_, stream_);
+    if (call_.shape.grad_input) copy_weight_tail(call_, plan_, m_, stream_);
   }
 
   // Rows [first, first + rows) of the compacted tokens.
@@ -128,6 +131,7 @@ class LinearRun {
       mixed_gradients();
     } else {
       finish_panel(call_, plan_, m_, chunk_, stored_panel(), stream_);
+      write_extra_rows(call_, m_, chunk_, stored_panel(), stream_);
       scale_input(call_, plan_, m_, chunk_, stream_);
       whole_grad_input();
       grad_weight(stored_panel(), m_.scaled);
@@ -206,28 +210,40 @@ class LinearRun {
     cuda::multiply(*p, device_, m_.library, stream_);
   }
 
-  // sums [rows, hidden_pitch] (+)= panel rows . weight rows
+  // sums [rows, hidden_pitch] (+)= panel rows . weight rows. The last columns of a vocabulary that
+  // is no multiple of 8 are a product of their own, with zeros behind them: a depth of 50257 takes
+  // cuBLASLt's kernels a hundred times as long.
   void input_product(const Panel& panel, int64_t row, int64_t rows, float* sums, bool add) {
-    const Operand weight = weight_rows(panel.first);
+    const int64_t element = size_of(call_.shape.dtype);
+    const int64_t tail = panel.columns % 8;
     Product p;
     p.in = call_.shape.dtype;
     p.rows = rows;
     p.columns = depth();
-    p.depth = panel.columns;
-    p.a = {panel.data + row * panel.pitch * size_of(p.in), panel.pitch, 1};
-    p.b = weight;
+    p.depth = panel.columns - tail;
+    p.a = {panel.data + row * panel.pitch * element, panel.pitch, 1};
+    p.b = weight_rows(panel.first);
     p.c = sums;
     p.c_stride = plan_.hidden_pitch;
+    if (p.depth > 0) {
+      multiply(&p, one(), add ? one() : zero(), !add);
+      add = true;
+    }
+    if (tail == 0) return;
+    p.a.data = panel.data + (row * panel.pitch + p.depth) * element;
+    p.b = {m_.weight_tail, plan_.hidden_pitch, 1};
+    p.columns = plan_.hidden_pitch;
+    p.depth = 8;
     multiply(&p, one(), add ? one() : zero(), !add);
   }
 
-  // E is there for every column: rows of grad_input in the block that held the logits.
+  // E is there for every column: some rows of grad_input at a time.
   void whole_grad_input() {
     if (!call_.shape.grad_input) return;
     for (int64_t row = 0; row < chunk_.rows; row += plan_.sum_rows) {
       const int64_t rows = std::min<int64_t>(plan_.sum_rows, chunk_.rows - row);
-      input_product(stored_panel(), row, rows, m_.logits, false);
-      write_grad_input(call_, plan_, m_, chunk_, m_.logits, row, rows, true, stream_);
+      input_product(stored_panel(), row, rows, m_.row_sums, false);
+      write_grad_input(call_, plan_, m_, chunk_, m_.row_sums, row, rows, true, stream_);
     }
   }
 
@@ -239,7 +255,6 @@ class LinearRun {
     p.rows = panel.columns;
     // A multiple of 8: there are zeros behind the rows of both.
     p.depth = (chunk_.rows + (m_.smoothed_row != nullptr ? 2 : 0) + 7) / 8 * 8;
-    write_extra_rows(call_, m_, chunk_, panel, stream_);
     p.a = {panel.data, 1, panel.pitch};
     p.b = {rows, plan_.hidden_pitch, 1};
     if (plan_.grad_weight_sum) {
@@ -269,6 +284,7 @@ class LinearRun {
     bool add = false;
     const auto use = [&](const Panel& panel) {
       finish_panel(call_, plan_, m_, chunk_, panel, stream_);
+      write_extra_rows(call_, m_, chunk_, panel, stream_);
       if (call_.shape.grad_input) {
         input_product(panel, 0, chunk_.rows, m_.grad_input_sum, add);
         add = true;
@@ -302,6 +318,7 @@ class LinearRun {
           block_gradients(call_, m_, chunk_, block, panel, stream_);
         });
       }
+      write_extra_rows(call_, m_, chunk_, panel, stream_);
       if (call_.shape.grad_input) {
         input_product(panel, 0, chunk_.rows, m_.grad_input_sum, add);
         add = true;

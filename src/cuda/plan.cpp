@@ -2,7 +2,7 @@
 #include "src/cuda/plan.h"
 
 #include <algorithm>
-#include <limits>
+#include <cmath>
 
 #include "src/cuda/blas.h"
 #include "src/cuda/linear.h"
@@ -17,43 +17,84 @@ constexpr int64_t round_up(int64_t value, int64_t multiple) {
 constexpr int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
 // Chunks of one size: 513 tokens in chunks of 512 are 2 x 264.
-int64_t even_chunk(int64_t tokens, int64_t most) {
+int64_t even_chunk(int64_t tokens, int64_t most, bool fused) {
   const int64_t chunks = divide_up(std::max<int64_t>(tokens, 1), most);
-  return round_up(divide_up(std::max<int64_t>(tokens, 1), chunks), 8);
+  // The fused kernel takes 512 tokens at a time.
+  return round_up(divide_up(std::max<int64_t>(tokens, 1), chunks), fused && most >= 512 ? 512 : 8);
 }
 
 constexpr int64_t least_chunk = 128, most_block_rows = 8192;
 
-// Time of the products and of what moves between them. A pass over f32 logits that stay in L2 is
-// counted at twice the memory's rate; what a product reads and writes beside its arithmetic is
-// hidden behind it but for sums that are read again.
-double predict(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed) {
+// A matrix product [rows, columns] x depth: whole waves of 128 x 256 tiles over the
+// multiprocessors, or what its operands and result take to move (`sums`: an f32 result, read too).
+double product_time(const LinearShape& s, const DeviceSpeed& speed, int64_t rows, int64_t columns,
+                    int64_t depth, bool sums) {
   const double rate = s.dtype == DType::f32 ? speed.products_f32 : speed.products;
-  const double n = static_cast<double>(p.token_chunk);
-  const double vocab = static_cast<double>(s.vocab), hidden = static_cast<double>(s.hidden);
   const double element = static_cast<double>(size_of(s.dtype));
-  const double product =
-      std::max(2 * n * vocab * hidden / rate, vocab * hidden * element / speed.memory);
-  const double blocks = static_cast<double>(divide_up(p.token_chunk, p.block_rows) *
-                                            divide_up(s.vocab, p.block_columns));
-  const double pass =
-      s.fused ? product : product + n * vocab * 8 / (2 * speed.memory) + 2 * blocks * speed.launch;
-  double time = s.forward ? pass : 0;
+  const double r = static_cast<double>(rows), c = static_cast<double>(columns),
+               d = static_cast<double>(depth);
+  const double tiles = static_cast<double>(divide_up(rows, 128) * divide_up(columns, 256));
+  const double waves = std::ceil(tiles / speed.multiprocessors);
+  const double arithmetic = waves * speed.multiprocessors * 128 * 256 * 2 * d / rate;
+  const double moved = (r + c) * d * element + r * c * (sums ? 8 : element);
+  // Where the result is read and written in f32 its traffic is not hidden.
+  const double shown = sums ? r * c * 8 / speed.memory / 2 : 0;
+  return std::max(arithmetic + shown, moved / speed.memory) + speed.launch;
+}
+
+// The logits of `rows` tokens and `columns`, and the pass over them.
+double pass_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed, int64_t rows,
+                 int64_t columns, bool stores) {
+  const double element = static_cast<double>(size_of(s.dtype));
+  if (s.fused) {  // waves of clusters' tiles, 512 x 192
+    const double tiles = static_cast<double>(divide_up(rows, 512) * divide_up(columns, 192));
+    const double waves = std::ceil(tiles / (speed.multiprocessors / 2));
+    const double tile = 512.0 * 192 * 2 * static_cast<double>(s.hidden) /
+                        (speed.products / (speed.multiprocessors / 2));
+    // 6 us a wave of epilogues at D 4096 and below (docs/kernels/hopper.md).
+    return waves * (tile + (stores ? 3e-6 : 1e-6)) + 2 * speed.launch;
+  }
+  double time = 0;
+  for (int64_t row = 0; row < rows; row += p.block_rows) {
+    const int64_t block_rows = std::min(p.block_rows, rows - row);
+    const double logits = static_cast<double>(block_rows) * static_cast<double>(columns);
+    const int64_t blocks = divide_up(columns, p.block_columns);
+    time += static_cast<double>(blocks) *
+            product_time(s, speed, block_rows, std::min(columns, p.block_columns), s.hidden, false);
+    time += static_cast<double>(blocks) * speed.launch +
+            logits * (8 / (1.5 * speed.memory) + (stores ? element / speed.memory : 0));
+  }
+  return time;
+}
+
+double predict(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed) {
+  const int64_t n = p.token_chunk;
+  const bool adds_weight = p.grad_weight_sum || (s.grad_weight_f32 && p.chunks > 1);
+  double time = s.forward ? pass_time(s, p, speed, n, s.vocab, p.stored_columns > 0) : 0;
   if (s.gradients()) {
-    const double stored = static_cast<double>(p.stored_columns) / vocab;
-    time += stored * n * vocab * element / speed.memory + (1 - stored) * pass;
-    const int gradients = (s.grad_input ? 1 : 0) + (s.grad_weight ? 1 : 0);
-    time += gradients * product;
-    if (p.grad_input_sum) {
-      const double panels = (p.stored_columns > 0) +
-                            static_cast<double>(divide_up(s.vocab - p.stored_columns,
-                                                          std::max<int64_t>(p.remade_columns, 1)));
-      time += panels * n * hidden * 8 / speed.memory;
+    const auto panel = [&](int64_t columns) {
+      if (s.grad_weight) time += product_time(s, speed, columns, s.hidden, n, adds_weight);
+      if (s.grad_input && p.grad_input_sum) {
+        time += product_time(s, speed, n, s.hidden, columns, true);
+      }
+    };
+    if (p.stored_columns > 0) panel(p.stored_columns);
+    if (s.grad_input && !p.grad_input_sum) {
+      for (int64_t row = 0; row < n; row += p.sum_rows) {
+        const int64_t rows = std::min(p.sum_rows, n - row);
+        time += product_time(s, speed, rows, s.hidden, s.vocab, true) + speed.launch;
+      }
     }
-    if (s.grad_weight && p.chunks > 1) time += vocab * hidden * 8 / speed.memory;
+    for (int64_t column = p.stored_columns; column < s.vocab; column += p.remade_columns) {
+      const int64_t columns = std::min(p.remade_columns, s.vocab - column);
+      time += pass_time(s, p, speed, n, columns, true) + 4 * speed.launch;
+      panel(columns);
+    }
   }
   time = time * static_cast<double>(p.chunks) + 30 * speed.launch;
-  if (p.grad_weight_sum) time += vocab * hidden * 6 / speed.memory;
+  const double outputs = static_cast<double>(s.vocab) * static_cast<double>(s.hidden);
+  if (p.grad_weight_sum) time += outputs * 6 / speed.memory;
+  if (s.copies_weight) time += outputs * 2 * static_cast<double>(size_of(s.dtype)) / speed.memory;
   return time;
 }
 
@@ -85,7 +126,7 @@ void each_plan(const LinearShape& s, const DeviceSpeed& speed, uint64_t bytes, F
   const int64_t tokens = std::max<int64_t>(s.tokens, 1);
   for (int64_t most = round_up(tokens, 8);; most = std::max(most / 2, least_chunk)) {
     LinearPlan p;
-    p.token_chunk = even_chunk(tokens, most);
+    p.token_chunk = std::min(even_chunk(tokens, most, s.fused), round_up(tokens, 8));
     p.chunks = divide_up(tokens, p.token_chunk);
     p.hidden_pitch = round_up(s.hidden, 16 / size_of(s.dtype));
     p.segments = divide_up(s.vocab, s.fused ? sm90::sum_columns : segment_columns);
@@ -104,9 +145,10 @@ void each_plan(const LinearShape& s, const DeviceSpeed& speed, uint64_t bytes, F
         p.stored_columns = s.vocab;
         use(finish(s, speed, p));
       }
-      for (const int64_t blocks : {8, 4, 2, 1}) {
+      // Of the fused kernel's tiles: for 8192 tokens 4, 8, ... fill the multiprocessors.
+      for (const int64_t blocks : {66, 33, 16, 12, 8, 4, 2, 1}) {
         p.stored_columns = 0;
-        p.remade_columns = blocks * p.block_columns;
+        p.remade_columns = blocks * (s.fused ? sm90::sum_columns : p.block_columns);
         const LinearPlan frugal = finish(s, speed, p);
         use(frugal);
         if (!s.can_store) continue;
@@ -176,10 +218,21 @@ LinearMemory place_linear(const LinearShape& s, const LinearPlan& p, Arena* aren
   m.losses = arena->take<float>(s.tokens);
   m.library = arena->take<char>(matrix_library_bytes);
   if (s.copies_weight) m.weight = arena->take<char>(s.vocab * row_bytes);
+  if (s.grad_input && s.vocab % 8 != 0) m.weight_tail = arena->take<char>(8 * row_bytes);
   m.input = arena->take<char>(chunk_rows * row_bytes);
   m.scaled = m.input;
   if (stores && p.stored_columns < s.vocab) m.scaled = arena->take<char>(chunk_rows * row_bytes);
   m.target_logit = arena->take<float>(p.token_chunk);
+  if (s.gradients()) {
+    m.gradients = arena->take<RowGradient>(p.token_chunk);
+    m.factors = arena->take<RowFactors>(p.token_chunk);
+    m.weight_is_infinite = arena->take<int32_t>(1);
+    m.again = arena->take<int32_t>(1 + p.token_chunk);
+  }
+  if (stores) m.stored = arena->take<char>(chunk_rows * stored_pitch(p.stored_columns) * element);
+  if (!s.fused) m.logits = arena->take<float>(p.block_rows * p.block_columns);
+  // What only the forward pass needs, then in its place what only the gradients do.
+  const uint64_t start = arena->used();
   if (s.forward) {
     const int64_t count = p.token_chunk * p.segments;
     m.partials.segments = p.segments;
@@ -189,18 +242,14 @@ LinearMemory place_linear(const LinearShape& s, const LinearPlan& p, Arena* aren
     if (s.weighted_sum) m.partials.weighted = arena->take<float>(count);
     if (s.argmax) m.partials.argmax = arena->take<int32_t>(count);
   }
-  if (s.gradients()) {
-    m.gradients = arena->take<RowGradient>(p.token_chunk);
-    m.factors = arena->take<RowFactors>(p.token_chunk);
-    m.weight_is_infinite = arena->take<int32_t>(1);
-    m.again = arena->take<int32_t>(1 + p.token_chunk);
-  }
-  // Later, rows of grad_input.
-  const int64_t sums = s.grad_input && !p.grad_input_sum ? p.sum_rows * p.hidden_pitch : 0;
-  m.logits = arena->take<float>(std::max(s.fused ? 0 : p.block_rows * p.block_columns, sums));
-  if (stores) m.stored = arena->take<char>(chunk_rows * stored_pitch(p.stored_columns) * element);
+  const uint64_t forward_end = arena->used();
+  arena->back_to(start);
   if (p.remade_columns > 0) m.remade = arena->take<char>(chunk_rows * p.remade_columns * element);
   if (p.grad_input_sum) m.grad_input_sum = arena->take<float>(p.token_chunk * p.hidden_pitch);
+  if (s.grad_input && !p.grad_input_sum) {
+    m.row_sums = arena->take<float>(p.sum_rows * p.hidden_pitch);
+  }
+  arena->at_least(forward_end);
   if (p.grad_weight_sum) m.grad_weight_sum = arena->take<float>(s.vocab * p.hidden_pitch);
   if (s.grad_bias) {
     const int64_t columns = std::max(p.stored_columns, p.remade_columns);

@@ -40,6 +40,7 @@ struct DeviceSpeed {
   double products_f32 = 45e12;
   double memory = 4.0e12;  // bytes/s
   double launch = 3e-6;    // seconds
+  double multiprocessors = 132;
 };
 
 struct LinearPlan {

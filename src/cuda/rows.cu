@@ -239,6 +239,15 @@ __global__ void __launch_bounds__(256)
   for (int r = 0; r < extra_rows; ++r) to[r * panel.pitch] = from_f32<E>(r < 2 ? c : 0.0f);
 }
 
+// Behind the last columns of the vocabulary: zeros to a multiple of 8.
+template <class E>
+__global__ void __launch_bounds__(256) extra_columns_kernel(int32_t rows, Panel panel) {
+  const int64_t row = int64_t{blockIdx.x} * 256 + threadIdx.x;
+  if (row >= rows) return;
+  E* to = reinterpret_cast<E*>(panel.data) + row * panel.pitch;
+  for (int64_t j = panel.columns; j % 8 != 0; ++j) to[j] = from_f32<E>(0.0f);
+}
+
 template <class F>
 void with_stored(DType dtype, F&& f) {
   if (dtype == DType::f32) {
@@ -320,6 +329,9 @@ void write_extra_rows(const LinearCall& call, const LinearMemory& m, const Chunk
   with_dtype(call.shape.dtype, [&](auto element) {
     stream->launch("extra_rows", extra_rows_kernel<decltype(element)>,
                    blocks_for(panel.columns, 256), 256, call, chunk.rows, smooths, panel);
+    if (panel.columns % 8 == 0) return;
+    stream->launch("extra_columns", extra_columns_kernel<decltype(element)>,
+                   blocks_for(chunk.rows, 256), 256, chunk.rows, panel);
   });
 }
 

@@ -142,6 +142,9 @@ class Arena {
     return base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + start);
   }
   uint64_t used() const { return used_; }
+  // Starts anew at `start`, for what lives when the ranges since then are dead.
+  void back_to(uint64_t start) { used_ = start; }
+  void at_least(uint64_t end) { used_ = used_ < end ? end : used_; }
 
  private:
   char* base_;

@@ -269,22 +269,6 @@ __global__ void __launch_bounds__(256) clear_rows(TokenInput in, TensorView grad
 
 }  // namespace
 
-Tokens place_tokens(Arena* arena, int64_t tokens) {
-  const int64_t blocks = blocks_for(tokens, tokens_per_block);
-  Tokens t;
-  t.total = tokens;
-  t.row = arena->take<int32_t>(tokens);
-  t.target = arena->take<int32_t>(tokens);
-  t.target_weight = arena->take<float>(tokens);
-  t.token_weight = arena->take<float>(tokens);
-  t.scalars = arena->take<TokenScalars>(1);
-  t.block_valid = arena->take<int32_t>(blocks);
-  t.block_outside = arena->take<int32_t>(blocks);
-  t.block_normalizer = arena->take<double>(blocks);
-  t.block_largest = arena->take<float>(3 * blocks);
-  return t;
-}
-
 void prepare_tokens(const TokenInput& input, const Tokens& tokens, Stream* stream) {
   const unsigned blocks = blocks_for(tokens.total, tokens_per_block);
   stream->launch("classify", classify, blocks, threads, input, tokens);
