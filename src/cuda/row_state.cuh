@@ -36,17 +36,20 @@ __device__ inline float exp_of_row(float x) {
   return y;
 }
 
-// What the sums are relative to: a row of -inf is shifted by 0, and sums to 0.
-__device__ inline float shift_of(float maximum) { return maximum == -infinity() ? 0.0f : maximum; }
+// What the sums are relative to: 0 where the maximum is infinite. Then a row of -inf sums to 0, one
+// with +inf to +inf, and either to NaN where a logit is NaN.
+__device__ inline float shift_of(float maximum) {
+  return fabsf(maximum) == infinity() ? 0.0f : maximum;
+}
 
 // Sums over the lanes, those of the lanes beyond being neutral; every lane gets them.
 __device__ inline RowPartial combine_lanes(const RowPartial& own, const RowWants& wants) {
   RowPartial all;
   all.maximum = warp_max(own.maximum);
-  // Relative to the common maximum. Where all are -inf they are relative to 0 already.
-  float by = shift_of(own.maximum) - shift_of(all.maximum);
-  if (own.maximum == -infinity()) by = 0;
-  by = by < -100.0f ? -100.0f : by;  // exp is 0, and 0 times it; NaN stays
+  // Relative to the common maximum. Where the own one is -inf there is nothing but NaN to keep.
+  float by = own.maximum - all.maximum;
+  if (own.maximum == all.maximum || own.maximum == -infinity()) by = 0;
+  by = fmaxf(by, -100.0f);  // exp is 0, and 0 times it
   const float factor = exp_nonpositive(by);
   all.sum = warp_sum(own.sum * factor);
   if (wants.entropy) all.shifted = warp_sum((own.shifted + own.sum * by) * factor);
@@ -198,7 +201,7 @@ __device__ inline RowPartial combine_two(const RowPartial& first, const RowParti
 __device__ inline RowState finish_row(const RowPartial& row, const RowWants& wants) {
   RowState state;
   state.reference = row.sum == row.sum ? row.maximum : row.sum;
-  state.log_sum = row.maximum == -infinity() ? nan_value() : logf(row.sum);
+  state.log_sum = fabsf(row.maximum) == infinity() ? nan_value() : logf(row.sum);
   if (wants.entropy) state.entropy = state.log_sum - row.shifted / row.sum;
   state.weighted_logit_sum = row.weighted;
   state.argmax = row.argmax;
