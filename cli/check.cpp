@@ -98,10 +98,11 @@ std::string op_name(OpKind op) {
 
 std::vector<Row> rows_of(const CheckArguments& a) {
   std::vector<Row> rows;
-  for (const TestDevice* device : conformance::devices()) {
-    const std::string name = device->name();
+  for (const auto& [name, device, reason] : conformance::all_devices()) {
     // Judged by itself, the reference is checked only where it is asked for.
     if (a.devices.empty() ? name == "reference" : !wanted(a.devices, name)) continue;
+    if (device == nullptr && a.devices.empty()) continue;
+    if (device == nullptr) throw Failure(reason);
     std::vector<std::string> sets{""};
     if (a.every_isa && !device->instruction_sets().empty()) sets = device->instruction_sets();
     for (const std::string& isa : sets)
@@ -219,12 +220,12 @@ void add_check(CLI::App& app, Context& context) {
   auto arguments = std::make_shared<CheckArguments>();
   CheckArguments& a = *arguments;
   std::vector<std::string> devices, ops;
-  for (const TestDevice* device : conformance::devices()) devices.emplace_back(device->name());
+  for (const conformance::Found& found : conformance::all_devices()) devices.push_back(found.name);
   for (const OpKind op : kOps) ops.push_back(op_name(op));
   const auto list = [&](const char* name, auto& values, const auto& allowed, const char* text) {
     command->add_option(name, values, text)->delimiter(',')->check(CLI::IsMember(allowed));
   };
-  list("--device", a.devices, devices, "default: all but the reference");
+  list("--device", a.devices, devices, "default: all that are present but the reference");
   list("--op", a.ops, ops, "default: all");
   list("--dtype", a.dtypes, kFloatDtypes, "default: all");
   command->add_option("--cases", a.cases, "of each op and dtype, evenly spread over the table")

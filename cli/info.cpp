@@ -10,6 +10,9 @@
 #include "logitless/logitless.h"
 #include "src/cpu/dispatch.h"
 #include "src/cpu/thread_pool.h"
+#ifdef LOGITLESS_WITH_CUDA
+#include "src/cuda/promises.h"
+#endif
 
 namespace logitless::cli {
 namespace {
@@ -38,6 +41,25 @@ json backend_info(const char* name, DeviceType type) {
   return backend;
 }
 
+#ifdef LOGITLESS_WITH_CUDA
+std::string cuda_version(int version) {
+  return fmt::format("{}.{}", version / 1000, version % 1000 / 10);
+}
+
+json cuda_devices() {
+  json devices = json::array();
+  const cuda::DeviceInfo* device;
+  for (int i = 0; cuda::find_device(i, &device).ok(); ++i) {
+    devices.push_back(
+        {{"name", device->name},
+         {"compute_capability", fmt::format("{}.{}", device->major, device->minor)},
+         {"multiprocessors", device->multiprocessors},
+         {"batch_invariant_linear_ops", cuda::linear_ops_are_batch_invariant(*device)}});
+  }
+  return devices;
+}
+#endif
+
 json gather(const CLI::App& app) {
   const int version = logitless_version();
   json info = {
@@ -45,6 +67,11 @@ json gather(const CLI::App& app) {
   info["backends"] = {backend_info("cpu", DeviceType::cpu), backend_info("cuda", DeviceType::cuda),
                       backend_info("webgpu", DeviceType::webgpu),
                       backend_info("reference", DeviceType::reference)};
+#ifdef LOGITLESS_WITH_CUDA
+  info["cuda"] = {{"built_with", cuda_version(CUDART_VERSION)},
+                  {"driver_floor", cuda_version(cuda::driver_floor)},
+                  {"devices", cuda_devices()}};
+#endif
   for (const CLI::App* command : app.get_subcommands({})) {
     info["commands"].push_back(command->get_name());
   }
@@ -61,6 +88,17 @@ void print(const json& info) {
     fmt::print("{:<11}{}\n", b["name"].get<std::string>(),
                b["available"] ? b["description"].get<std::string>()
                               : "absent: " + b["reason"].get<std::string>());
+  }
+  if (info.contains("cuda")) {
+    const json& cuda = info["cuda"];
+    fmt::print("\nCUDA       built with {}; driver floor: one for CUDA {}\n",
+               cuda["built_with"].get<std::string>(), cuda["driver_floor"].get<std::string>());
+    int index = 0;
+    for (const json& device : cuda["devices"]) {
+      fmt::print("device {:<4}{}, compute capability {}, {} multiprocessors\n", index++,
+                 device["name"].get<std::string>(), device["compute_capability"].get<std::string>(),
+                 device["multiprocessors"].get<int>());
+    }
   }
   const json& cpu = info["cpu"];
   fmt::print("\nISA        {} of: {}\n", cpu["isa"].get<std::string>(), cpu::target_names());

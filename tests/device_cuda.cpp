@@ -11,6 +11,7 @@
 #include <stdexcept>
 
 #include "device.h"
+#include "src/cuda/promises.h"
 
 namespace logitless::conformance {
 namespace {
@@ -183,8 +184,11 @@ class CudaDevice final : public TestDevice {
   // Products of f32 are never made of narrower numbers, nor by tensor cores.
   bool tensor_cores(DType dtype) const override { return dtype != DType::f32; }
   bool has_tf32() const override { return true; }
-  // cuBLASLt makes the logits of the linear ops.
-  bool batch_invariant(OpKind op) const override { return !is_linear(op); }
+  bool batch_invariant(OpKind op) const override {
+    const cuda::DeviceInfo* info;
+    return !is_linear(op) ||
+           (cuda::find_device(0, &info).ok() && cuda::linear_ops_are_batch_invariant(*info));
+  }
 
  private:
   mutable std::mutex mutex_;

@@ -5,6 +5,7 @@
 #include <cstdio>
 
 #include "src/cuda/ops.h"
+#include "src/cuda/promises.h"
 
 namespace logitless {
 namespace {
@@ -41,8 +42,10 @@ struct CudaBackend final : Forward<Backend, Softmax, CrossEntropyForward, CrossE
     if (!cuda::find_device(0, &device).ok()) return;
     char library[160];
     (void)cuda::describe_matrix_library(library, sizeof(library));
-    std::snprintf(text, bytes, "%s, sm_%d%d, %s", device->name, device->major, device->minor,
-                  library);
+    std::snprintf(
+        text, bytes, "%s, sm_%d%d, %s, batch invariance: %s", device->name, device->major,
+        device->minor, library,
+        cuda::linear_ops_are_batch_invariant(*device) ? "every op" : "all but the linear ops");
   }
   Status warmup(const Execution& execution) const override {
     const cuda::DeviceInfo* device;

@@ -16,13 +16,28 @@ class CheckTest(CliTest):
         dtypes = ("f32", "f16", "bf16")
         rows = {(row["op"], row["dtype"]) for row in report["rows"]}
         self.assertEqual(rows, {(op, dtype) for op in OPS for dtype in dtypes})
-        self.assertEqual({r["device"] for r in report["rows"]}, {"cpu"})
+        self.assertEqual({r["device"] for r in report["rows"]}, {"cpu", *self.cuda()})
         self.assertEqual(report["cases"], sum(r["cases"] for r in report["rows"]))
         for row in report["rows"]:
             self.assertEqual(row["cases"], 20)
             self.assertGreater(row["worst_ratio"], 0)
             self.assertLessEqual(row["worst_ratio"], 1)
             self.assertIn("N=", row["worst"])
+
+    def cuda(self) -> list[str]:
+        """["cuda"] where this library and machine have it."""
+        backends = {b["name"]: b for b in self.json("info")["backends"]}
+        return ["cuda"] if backends["cuda"]["available"] else []
+
+    def test_an_absent_device_says_why(self) -> None:
+        done = run("check", "--device", "cuda", "--op", "softmax", "--cases", "6")
+        if self.cuda():
+            self.assertEqual(done.returncode, 0)
+            self.assertRegex(done.stdout, r"cuda +softmax +bf16 +6 ")
+        else:  # 1: a library with CUDA on a machine without; 2: no such device in this library
+            self.assertIn(done.returncode, (1, 2))
+            self.assertIn("cuda", done.stderr)
+            self.assertEqual(done.stderr.count("\n"), 1)
 
     def test_every_instruction_set(self) -> None:
         info = self.json("info")

@@ -45,6 +45,24 @@ class InfoTest(CliTest):
         for word in (info["version"], info["cpu"]["isa"], "threads", *backends):
             self.assertIn(word, text)
 
+    def test_cuda(self) -> None:
+        info = self.json("info")
+        cuda = {b["name"]: b for b in info["backends"]}["cuda"]
+        if "cuda" not in info:
+            self.assertIn("built without", cuda["reason"])
+            return
+        self.assertRegex(info["cuda"]["driver_floor"], r"^\d+\.0$")
+        self.assertEqual(bool(info["cuda"]["devices"]), cuda["available"])
+        text = self.succeed("info")
+        self.assertIn("driver floor: one for CUDA " + info["cuda"]["driver_floor"], text)
+        if not cuda["available"]:
+            self.assertRegex(cuda["reason"], r"driver|device")
+            return
+        self.assertIn("batch invariance: ", cuda["description"])
+        for device in info["cuda"]["devices"]:
+            self.assertIn(device["name"], text)
+            self.assertRegex(device["compute_capability"], r"^\d+\.\d$")
+
     def test_threads_are_the_environments(self) -> None:
         done = run("info", "--json", env={"LOGITLESS_NUM_THREADS": "3"})
         cpu = json.loads(done.stdout)["cpu"]
