@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// logitless plan: how the CPU would run an op in a given workspace, without running it.
+// logitless plan: how the CPU or CUDA would run an op in a given workspace, without running it.
 #include "src/cpu/plan.h"
 
 #include <fmt/core.h>
@@ -9,6 +9,7 @@
 
 #include "cli/commands.h"
 #include "cli/op_shape.h"
+#include "cli/plan_cuda.h"
 #include "cli/text.h"
 #include "src/cpu/dispatch.h"
 
@@ -19,7 +20,7 @@ using nlohmann::json;
 
 struct PlanArguments {
   OpShape shape;
-  std::string dtype = "f32", grad_dtype = "f32";
+  std::string device = "cpu", dtype = "f32", grad_dtype = "f32";
   std::optional<uint64_t> memory;
   int threads = 0;
   bool no_grad_input = false, no_grad_weight = false;
@@ -168,9 +169,12 @@ void run_plan(const Context& context, PlanArguments& arguments) {
   shape.grad_input = !arguments.no_grad_input;
   shape.grad_weight = !arguments.no_grad_weight;
   if (arguments.threads > 0) logitless_set_num_threads(arguments.threads);
-  const json out = gather(arguments);
+  const bool cuda = arguments.device == "cuda";
+  const json out = cuda ? cuda_plan(shape, arguments.memory) : gather(arguments);
   if (context.json) {
     print_json(out);
+  } else if (cuda) {
+    print_cuda_plan(out);
   } else {
     print_text(out);
   }
@@ -189,6 +193,9 @@ void add_plan(CLI::App& app, Context& context) {
       ->check(integer(1));
   command->add_option("V", a.shape.vocab, "vocabulary")->required()->check(integer(1));
   command->add_option("--op", a.shape.op)->check(CLI::IsMember(kOpNames))->capture_default_str();
+  command->add_option("--device", a.device)
+      ->check(CLI::IsMember({"cpu", "cuda"}))
+      ->capture_default_str();
   command->add_option("--dtype", a.dtype, "of input and weight, or of the logits")
       ->check(CLI::IsMember(kFloatDtypes))
       ->capture_default_str();

@@ -62,6 +62,12 @@ inline constexpr int64_t segment_columns = 1024;  // of a row's partial sums: fi
 // Behind a chunk's rows: two for the smoothing's own term, zeros to the next multiple of 8.
 inline constexpr int64_t extra_rows = 16;
 
+// What the planner sees of a linear op, and of a device.
+template <class Op>
+LinearShape shape_of(const Op& op);
+struct DeviceInfo;
+DeviceSpeed planned_speed(const DeviceInfo& device);
+
 // The fastest plan by the cost model that fits into `bytes`; the smallest of all where none does.
 LinearPlan plan_linear(const LinearShape& shape, const DeviceSpeed& speed, uint64_t bytes);
 LinearPlan smallest_plan(const LinearShape& shape, const DeviceSpeed& speed);

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import unittest
 
-from support import OPS, CliTest, Head, safetensors
+from support import OPS, CliTest, Head, run, safetensors
 
 
 class PlanTest(CliTest):
@@ -65,6 +65,34 @@ class PlanTest(CliTest):
             self.assertEqual(report["loss"], whole)  # the same bits from any workspace
             self.refuse("loss", path, *gradients, f"--memory={least - 1}")
 
+    def test_cuda_needs_no_device(self) -> None:
+        shape = ("8192", "4096", "128256", "--dtype", "bf16", "--grad-dtype", "bf16",
+                 "--device", "cuda")  # fmt: skip
+        if "cuda" not in self.json("info"):
+            self.assertEqual(run("plan", *shape).returncode, 1)
+            return
+        least = self.json("plan", *shape)["workspace"]["minimum"]
+        before, kinds = 0.0, set()
+        for given in (least, 2 * least, 1 << 29, 1 << 30, 3 << 30, 8 << 30):
+            out = self.json("plan", *shape, f"--memory={max(given, least)}")
+            plan, space = out["plan"], out["workspace"]
+            self.assertLessEqual(space["used"], space["given"])
+            self.assertGreaterEqual(space["used"], space["minimum"])
+            self.assertGreaterEqual(plan["chunks"] * plan["token_chunk"], 8192)
+            self.assertTrue(3 <= plan["products"] <= 4)
+            # More memory is never slower.
+            self.assertTrue(before == 0 or plan["predicted_ms"] <= before * 1.000001)
+            before = plan["predicted_ms"]
+            kinds.add(plan["name"])
+        self.assertEqual((plan["name"], plan["products"]), ("whole", 3))
+        self.assertGreater(len(kinds), 1)
+        loss = self.json("plan", *shape, "--op", "linear-forward")["plan"]
+        self.assertEqual((loss["name"], loss["products"]), ("loss only", 1))
+        text = self.succeed("plan", *shape)
+        self.assertIn("predicted", text)
+        self.assertIn(str(least), self.refuse("plan", *shape, f"--memory={least - 1}"))
+        self.assertIn("linear", self.refuse("plan", *shape, "--op", "softmax"))
+
     def test_threads_add_scratch(self) -> None:
         spaces = [
             self.json("plan", *self.SHAPE, "--threads", str(n))["workspace"] for n in (1, 2, 4)
@@ -100,6 +128,7 @@ class PlanTest(CliTest):
             (["9000000000", "9000000000", "9"], "2^56"),
             ([*self.SHAPE, "--dtype", "f64"], "f64"),
             ([*self.SHAPE, "--op", "backwards"], "backwards"),
+            ([*self.SHAPE, "--device", "reference"], "reference"),
             ([*self.SHAPE, "--threads", "-1"], "-1"),
             ([*self.SHAPE, "--memory", "1"], "at least"),
             ([*self.SHAPE, "--no-grad-weight", "--no-grad-input"], "grad"),

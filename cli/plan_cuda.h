@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: Apache-2.0
+// logitless plan --device cuda: the plan of a linear op, from its sizes and a workspace alone.
+#pragma once
+
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "cli/op_shape.h"
+
+namespace logitless::cli {
+
+// Failure where this library was built without CUDA, BadInput for a workspace below the minimum.
+nlohmann::json cuda_plan(const OpShape& shape, std::optional<uint64_t> memory);
+void print_cuda_plan(const nlohmann::json& out);
+
+}  // namespace logitless::cli
