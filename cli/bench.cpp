@@ -25,7 +25,7 @@ using nlohmann::json;
 struct BenchArguments {
   std::vector<std::string> ops{"linear-forward-backward"}, dtypes{"f32"}, memories;
   std::vector<int64_t> tokens{1024}, hidden{768}, vocab{50257}, threads{0};
-  std::string grad_dtype = "f32", chart;
+  std::string device = "cpu", grad_dtype = "f32", chart;
   int repeats = 5, samples = 2;
   bool in_place = false;
 };
@@ -48,6 +48,7 @@ struct Row {
   cpu::Arithmetic arithmetic = cpu::Arithmetic::f32;
   Measurement m;
   Machine machine;
+  std::string device{};  // empty: the CPU
 
   double flops() const;
   double bytes() const;
@@ -111,8 +112,9 @@ std::vector<Case> cases(const BenchArguments& a) {
   return all;
 }
 
-// Refuses what would not fit before the system ends the process for it.
-void check_fits(const Case& c) {
+// Refuses what would not fit before the system ends the process for it. On CUDA the host holds a
+// copy of the tensors, and the device them and the workspace.
+void check_fits(const Case& c, const CudaBench* cuda) {
   uint64_t needed = with_op(c.shape.op, [&](auto op) {
     uint64_t bytes = 0;
     set_views(op, c.shape, [&](const char*, const TensorView& view) {
@@ -122,10 +124,15 @@ void check_fits(const Case& c) {
       return view;
     });
     WorkspaceSize size;
-    check(workspace(op, {}, &size));
+    if (cuda != nullptr) {
+      size = cuda->size(op);
+    } else {
+      check(workspace(op, {}, &size));
+    }
     return bytes + c.memory.value_or(size.recommended);
   });
-  const uint64_t available = available_memory();
+  const uint64_t host = available_memory();
+  const uint64_t available = cuda != nullptr ? std::min(host, cuda->free_bytes()) : host;
   if (needed > available) {
     throw BadInput(fmt::format("{} N {} D {} V {} needs {}; {} are available", c.shape.op,
                                c.shape.tokens, c.shape.hidden, c.shape.vocab, format_bytes(needed),
@@ -143,7 +150,8 @@ json to_json(const Row& row) {
               {"grad_dtype", name_of(s.grad_dtype)},
               {"in_place", s.in_place},
               {"threads", row.threads},
-              {"isa", cpu::target_name()},
+              {"device", row.device.empty() ? "cpu" : row.device},
+              {"isa", row.device.empty() ? json(cpu::target_name()) : json()},
               {"repeats", m.seconds.size()},
               {"ms_median", m.median() * 1e3},
               {"ms_min", m.best() * 1e3},
@@ -157,7 +165,7 @@ json to_json(const Row& row) {
               {"error_ratio", m.error_ratio ? json(*m.error_ratio) : json()}};
   if (s.linear()) {
     out["hidden"] = s.hidden;
-    out["arithmetic"] = cpu::name_of(row.arithmetic);
+    out["arithmetic"] = row.device.empty() ? cpu::name_of(row.arithmetic) : "cuBLASLt";
     out["gflops"] = row.rate() * 1e-9;
     out["peak_gflops"] = row.peak() * 1e-9;
     out["peak_share"] = row.rate() / row.peak();
@@ -191,10 +199,13 @@ void print_row(const Row& row) {
 }
 
 Chart make_chart(const std::vector<Row>& rows) {
+  const std::string device = rows.empty() ? "" : rows[0].device;
   Chart chart{.title = "logitless bench: share of what this machine can do",
-              .subtitle = fmt::format("{}, measured in the same run", cpu::target_name()),
+              .subtitle = fmt::format("{}, measured in the same run",
+                                      device.empty() ? cpu::target_name() : device),
               .legend = {"f32 FMA peak", "bf16 dot peak", "AMX peak", "memory bandwidth"},
               .bars = {}};
+  if (!device.empty()) chart.legend = {"f32 product", "16-bit product", "-", "copy bandwidth"};
   for (const Row& row : rows) {
     const OpShape& s = row.c.shape;
     const bool products = s.linear();
@@ -245,9 +256,21 @@ void print_machine(int threads, const Machine& m) {
       m.bandwidth.copy * 1e-9);
 }
 
+// cuBLASLt's best product of each width, and a copy, measured once.
+Machine probe_cuda(CudaBench& cuda) {
+  Machine machine;
+  machine.bandwidth.read = machine.bandwidth.copy = cuda.copy_bandwidth();
+  machine.fma = cuda.product_rate(DType::f32);
+  machine.bf16_dot = cuda.product_rate(DType::bf16);
+  return machine;
+}
+
 void run_bench(const Context& context, const BenchArguments& a) {
   const std::vector<Case> all = cases(a);
-  for (const Case& c : all) check_fits(c);
+  std::optional<CudaBench> cuda;
+  if (a.device == "cuda") cuda.emplace();
+  CudaBench* const device = cuda ? &*cuda : nullptr;
+  for (const Case& c : all) check_fits(c, device);
   if (!a.chart.empty() && !std::ofstream(a.chart, std::ios::app)) {
     throw BadInput("--chart: " + a.chart + " cannot be written");
   }
@@ -256,18 +279,24 @@ void run_bench(const Context& context, const BenchArguments& a) {
   std::map<int, Machine> machines;
   std::vector<Row> rows;
   if (!context.json) print_head();
+  if (device != nullptr) machines[0] = probe_cuda(*device);
   for (const Case& c : all) {
     Row row{.c = c, .m = {}, .machine = {}};
-    row.threads = logitless_set_num_threads(c.threads);
-    row.arithmetic = cpu::choose_engine(c.shape.dtype).arithmetic;
-    probe(machines[row.threads], row.arithmetic);
-    row.m =
-        measure(c.shape, {.memory = c.memory, .repeats = a.repeats, .samples = a.samples}, tensors,
-                [&](int run) {
-                  progress.update(static_cast<int64_t>(rows.size()) * (a.repeats + 1) + run,
-                                  fmt::format("{} {} N {} V {}", c.shape.op, name_of(c.shape.dtype),
-                                              c.shape.tokens, c.shape.vocab));
-                });
+    if (device == nullptr) {
+      row.threads = logitless_set_num_threads(c.threads);
+      row.arithmetic = cpu::choose_engine(c.shape.dtype).arithmetic;
+      probe(machines[row.threads], row.arithmetic);
+    } else {
+      row.device = device->name();
+      if (c.shape.dtype != DType::f32) row.arithmetic = cpu::Arithmetic::bf16_dot;
+    }
+    row.m = measure(
+        c.shape, {.memory = c.memory, .repeats = a.repeats, .cuda = device, .samples = a.samples},
+        tensors, [&](int run) {
+          progress.update(static_cast<int64_t>(rows.size()) * (a.repeats + 1) + run,
+                          fmt::format("{} {} N {} V {}", c.shape.op, name_of(c.shape.dtype),
+                                      c.shape.tokens, c.shape.vocab));
+        });
     row.machine = machines[row.threads];
     rows.push_back(row);
     progress.clear();
@@ -279,7 +308,16 @@ void run_bench(const Context& context, const BenchArguments& a) {
     }
   }
   if (!context.json) {
-    for (const auto& [threads, machine] : machines) print_machine(threads, machine);
+    for (const auto& [threads, machine] : machines) {
+      if (device == nullptr) {
+        print_machine(threads, machine);
+      } else {
+        fmt::print(
+            "\nmachine, {}: product f32 {:.1f} TFLOP/s, bf16 {:.1f} TFLOP/s, copy {:.0f} GB/s\n",
+            device->name(), machine.fma * 1e-12, machine.bf16_dot * 1e-12,
+            machine.bandwidth.copy * 1e-9);
+      }
+    }
   }
   if (!a.chart.empty()) write_chart(rows, a.chart);
 }
@@ -294,6 +332,9 @@ void add_bench(CLI::App& app, Context& context) {
   const auto list = [&](const char* name, auto& values, const char* text) {
     return command->add_option(name, values, text)->delimiter(',')->capture_default_str();
   };
+  command->add_option("--device", a.device)
+      ->check(CLI::IsMember({"cpu", "cuda"}))
+      ->capture_default_str();
   list("--op", a.ops, "ops, each")->check(CLI::IsMember(kOpNames));
   list("--dtype", a.dtypes, "f32, f16, bf16")->check(CLI::IsMember(kFloatDtypes));
   list("--n", a.tokens, "tokens")->check(integer(1));

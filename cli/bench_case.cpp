@@ -99,7 +99,19 @@ double timed(const auto& op, const Buffer& scratch) {
 }
 
 template <class Op>
-void run_recommended(const Op& op) {
+WorkspaceSize size_of_workspace(const Op& op, const MeasureOptions& options) {
+  if (options.cuda != nullptr) return options.cuda->size(op);
+  WorkspaceSize size;
+  check(workspace(op, {}, &size));
+  return size;
+}
+
+template <class Op>
+void run_recommended(const Op& op, CudaBench* cuda) {
+  if (cuda != nullptr) {
+    cuda->timed(op, cuda->size(op).recommended, true);
+    return;
+  }
   WorkspaceSize size;
   check(workspace(op, {}, &size));
   timed(op, Buffer(size.recommended));
@@ -116,15 +128,15 @@ Op make_op(const OpShape& shape, Tensors& tensors) {
 
 // What Backward is given: written by Forward on the same tensors.
 template <class Op>
-void prepare_state(const OpShape& shape, Tensors& tensors) {
+void prepare_state(const OpShape& shape, Tensors& tensors, CudaBench* cuda) {
   if constexpr (BackwardOnlyOp<Op>) {
     OpShape forward = shape;
     if constexpr (LinearOp<Op>) {
       forward.op = "linear-forward";
-      run_recommended(make_op<LinearCrossEntropyForward>(forward, tensors));
+      run_recommended(make_op<LinearCrossEntropyForward>(forward, tensors), cuda);
     } else {
       forward.op = "forward";
-      run_recommended(make_op<CrossEntropyForward>(forward, tensors));
+      run_recommended(make_op<CrossEntropyForward>(forward, tensors), cuda);
     }
   }
 }
@@ -136,8 +148,8 @@ void warm_up(OpShape shape) {
   shape.hidden = 64;
   shape.vocab = 1024;
   Tensors tensors;
-  prepare_state<Op>(shape, tensors);
-  run_recommended(make_op<Op>(shape, tensors));
+  prepare_state<Op>(shape, tensors, nullptr);
+  run_recommended(make_op<Op>(shape, tensors), nullptr);
 }
 
 // The rows of the logits that judge() wants, before the run overwrites them.
@@ -164,13 +176,13 @@ SavedRows save_rows(const Op& op, int64_t count) {
 
 template <class Op>
 std::optional<double> error_ratio(const Op& op, const OpShape& shape, Tensors& tensors, int samples,
-                                  const SavedRows& saved) {
+                                  const SavedRows& saved, bool tensor_cores) {
   if (samples == 0 || (shape.linear() && shape.vocab > kLargestJudgedHead / shape.hidden)) {
     return {};
   }
   const TensorView row = vector_view(nullptr, DType::f32, shape.tokens);
   return judge(op, tensors.get("row_reference", row, 0), tensors.get("row_log_sum", row, 0),
-               samples, saved.view);
+               samples, saved.view, {.tensor_cores = tensor_cores});
 }
 
 }  // namespace
@@ -204,18 +216,27 @@ Measurement measure(const OpShape& shape, const MeasureOptions& options, Tensors
     tick(0);
     const Op op = make_op<Op>(shape, tensors);
     Measurement m;
-    check(workspace(op, {}, &m.size));
+    CudaBench* const cuda = options.cuda;
+    if (cuda != nullptr) cuda->forget();
+    m.size = size_of_workspace(op, options);
     m.workspace = options.memory.value_or(m.size.recommended);
     check_memory(m.workspace, m.size);
-    warm_up<Op>(shape);
-    prepare_state<Op>(shape, tensors);
+    if (cuda == nullptr) warm_up<Op>(shape);
+    prepare_state<Op>(shape, tensors, cuda);
     const SavedRows saved = save_rows(op, options.samples);
-    const Buffer scratch(m.workspace);
-    m.rss_growth = rss_growth([&] { timed(op, scratch); });
-    m.error_ratio = error_ratio(op, shape, tensors, options.samples, saved);
+    const Buffer scratch(cuda == nullptr ? m.workspace : 0);
+    if (cuda == nullptr) {
+      m.rss_growth = rss_growth([&] { timed(op, scratch); });
+    } else {
+      cuda->timed(op, m.workspace, true);
+    }
+    // As the suite judges this backend: see tests/device_cuda.cpp.
+    const bool tensor_cores = cuda != nullptr && shape.linear() && shape.dtype != DType::f32;
+    m.error_ratio = error_ratio(op, shape, tensors, options.samples, saved, tensor_cores);
     for (int i = 0; i < options.repeats; ++i) {
       tick(i + 1);
-      m.seconds.push_back(timed(op, scratch));
+      m.seconds.push_back(cuda == nullptr ? timed(op, scratch)
+                                          : cuda->timed(op, m.workspace, false));
     }
     std::sort(m.seconds.begin(), m.seconds.end());
     if (shape.in_place) tensors.forget("logits");

@@ -36,8 +36,8 @@ inline double worst_ratio(const reference::Output& want, const TensorView& view)
 }
 
 template <class Op>
-double worst_of(const Op& op) {
-  const reference::Result result = reference::evaluate(op);
+double worst_of(const Op& op, const reference::BoundModel& model) {
+  const reference::Result result = reference::evaluate(op, model);
   if (!result.status.ok()) return std::numeric_limits<double>::infinity();
   double worst = 0;
   const logitless_op unused{};
@@ -125,16 +125,16 @@ LinearCrossEntropyBackward sample_vocab(const Op& op, const TensorView& row_refe
 // every token's, as the run wrote or was given them.
 template <class Op>
 double judge(const Op& op, const TensorView& row_reference, const TensorView& row_log_sum,
-             int64_t count, const TensorView& original_logits) {
+             int64_t count, const TensorView& original_logits, const reference::BoundModel& model) {
   Op tokens = sample_tokens(op, std::min(count, rows_of(op).shape[0]));
   if constexpr (!LinearOp<Op>) {
     if (original_logits) tokens.logits = original_logits;
   }
-  double worst = worst_of(tokens);
+  double worst = worst_of(tokens, model);
   if constexpr (LinearOp<Op> && GradientOp<Op>) {
     if (op.grad_weight) {
       const double ratio = worst_of(
-          sample_vocab(op, row_reference, row_log_sum, std::min(count, op.weight.shape[0])));
+          sample_vocab(op, row_reference, row_log_sum, std::min(count, op.weight.shape[0])), model);
       worst = ratio <= worst ? worst : ratio;
     }
   }

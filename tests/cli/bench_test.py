@@ -10,7 +10,7 @@ import subprocess
 import unittest
 from xml.etree import ElementTree
 
-from support import OPS, PROGRAM, SANITIZED, CliTest
+from support import OPS, PROGRAM, SANITIZED, CliTest, run
 
 
 class BenchTest(CliTest):
@@ -48,6 +48,27 @@ class BenchTest(CliTest):
                 with self.subTest(op=row["op"], dtype=row["dtype"], extra=extra):
                     self.assertLessEqual(row["error_ratio"], 1)
                     self.assertGreater(row["error_ratio"], 0)
+
+    def test_cuda(self) -> None:
+        sweep = ["bench", "--json", "--device", "cuda", "--op", ",".join(OPS), "--n", "70",
+                 "--d", "96", "--v", "3001", "--dtype", "f32,f16,bf16", "--repeats", "2",
+                 "--samples", "9"]  # fmt: skip
+        backends = {b["name"]: b for b in self.json("info")["backends"]}
+        if not backends["cuda"]["available"]:
+            done = run(*sweep)
+            self.assertEqual((done.returncode, done.stdout), (1, ""))
+            self.assertIn("cuda: ", done.stderr)
+            return
+        for extra in ([], ["--in-place"]):
+            rows = [json.loads(line) for line in self.succeed(*sweep, *extra).splitlines()]
+            self.assertEqual(len(rows), 3 * len(OPS))
+            for row in rows:
+                with self.subTest(op=row["op"], dtype=row["dtype"], extra=extra):
+                    self.assertIn(row["device"], backends["cuda"]["description"])
+                    self.assertLessEqual(row["error_ratio"], 1)
+                    self.assertGreater(row["error_ratio"], 0)
+                    self.assertGreater(row["ms_min"], 0)
+                    self.assertGreater(row["bandwidth_gbytes_per_second"], 0)
 
     def test_memory_grows_by_the_workspace(self) -> None:
         shape = ["--n", "600", "--d", "64", "--v", "20000", "--repeats", "1", "--samples", "0"]
