@@ -1,0 +1,281 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Bugs put into src/cuda on purpose (tests/mutants/cuda.py), which the device's tests must catch.
+
+`build` compiles all of them at once into a copy of the tree under out/mutants-device, each behind a
+switch, and leaves one program. `run` needs that program, this file and the list alone, on a machine
+with a GPU: the tests must pass with every switch off, and fail with each one on.
+Exit code 0: all caught, or no GPU. 1: survivors. 2: a text that is gone, no build, no verdict."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+sys.dont_write_bytecode = True
+
+from mutants.cuda import MUTANTS, TESTS, CudaMutant
+
+SCRATCH = ROOT / "out/mutants-device"
+PROGRAM = SCRATCH / "run/device_suite"
+SKIPPED = 77
+
+SWITCH_H = """
+// Of the copy with mutants alone: which one is on, on the host and in this file's kernels.
+namespace logitless::cuda {
+int mutant_on_host();
+void switch_mutants();
+struct MutantFile {
+  const void* symbol;
+  MutantFile* next;
+  explicit MutantFile(const void* s) : symbol(s), next(first()) { first() = this; }
+  static MutantFile*& first() {
+    static MutantFile* list = nullptr;
+    return list;
+  }
+};
+#ifdef __CUDACC__
+namespace {
+__device__ int mutant_on_device;
+MutantFile mutants_of_this_file(reinterpret_cast<const void*>(&mutant_on_device));
+}  // namespace
+__host__ __device__ inline bool mutant(int n) {
+#ifdef __CUDA_ARCH__
+  return mutant_on_device == n;
+#else
+  return mutant_on_host() == n;
+#endif
+}
+#else
+inline bool mutant(int n) { return mutant_on_host() == n; }
+#endif
+}  // namespace logitless::cuda
+"""
+
+SWITCH_CPP = """
+#include <cuda_runtime.h>
+
+#include <cstdlib>
+#include <mutex>
+
+#include "src/cuda/kernel_file.h"
+
+namespace logitless::cuda {
+int mutant_on_host() {
+  static const int number = [] {
+    const char* text = std::getenv("LOGITLESS_MUTANT");
+    return text == nullptr ? 0 : std::atoi(text);
+  }();
+  return number;
+}
+void switch_mutants() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    const int number = mutant_on_host();
+    for (const MutantFile* file = MutantFile::first(); file != nullptr; file = file->next) {
+      if (cudaMemcpyToSymbol(file->symbol, &number, sizeof(number)) != cudaSuccess) std::abort();
+    }
+  });
+}
+}  // namespace logitless::cuda
+"""
+
+
+class Broken(Exception):
+    """No verdict about any test."""
+
+
+def edited(text: str, mutants: list[tuple[int, CudaMutant]]) -> str:
+    """The file with a switch for each; several may stand at one place."""
+    places: dict[tuple[int, int], list[tuple[int, str]]] = defaultdict(list)
+    for number, m in mutants:
+        first, last = m.marked.index("@{"), m.marked.index("}@")
+        old = m.marked[first + 2 : last]
+        plain = m.marked[:first] + old + m.marked[last + 2 :]
+        count = text.count(plain)
+        if count != 1:
+            raise Broken(f"{m.name}: its text is {count} times in src/cuda/{m.file}; allowed: once")
+        start = text.index(plain) + first
+        places[start, start + len(old)].append((number, m.new))
+    end = len(text)
+    for (start, stop), switches in sorted(places.items(), reverse=True):
+        if stop > end:
+            raise Broken(f"mutants {[n for n, _ in switches]} overlap others")
+        old = text[start:stop]
+        for number, new in switches:
+            if text[start:stop].rstrip().endswith(";"):
+                old = f"if (mutant({number})) {{ {new} }} else {{ {old} }}"
+            else:
+                old = f"(mutant({number}) ? ({new}) : ({old}))"
+        text = text[:start] + old + text[stop:]
+        end = start
+    return text
+
+
+def write(path: Path, text: str) -> None:
+    """Only where it differs: what is not touched is not compiled again."""
+    if not path.is_file() or path.read_text() != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def copy_tree(tree: Path) -> None:
+    listed = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        check=True, capture_output=True, text=True,
+    ).stdout.split("\0")  # fmt: skip
+    by_file: dict[str, list[tuple[int, CudaMutant]]] = defaultdict(list)
+    for number, m in enumerate(MUTANTS, 1):
+        by_file[f"src/cuda/{m.file}"].append((number, m))
+    for name in listed:
+        source = ROOT / name
+        if not name or not source.is_file():
+            continue
+        if name in by_file or name in ("src/cuda/kernel_file.h", "src/cuda/runtime.h"):
+            text = edited(source.read_text(), by_file[name])
+            if name == "src/cuda/kernel_file.h":
+                text += SWITCH_H
+            else:  # behind the line of the licence
+                text = text.replace("\n", '\n#include "src/cuda/kernel_file.h"\n', 1)
+            if name == "src/cuda/runtime.h":
+                old = "stream_(static_cast<cudaStream_t>(stream)) {}"
+                if text.count(old) != 1:
+                    raise Broken("src/cuda/runtime.h has no place for the switch")
+                text = text.replace(old, old.replace("{}", "{ switch_mutants(); }"))
+            write(tree / name, text)
+        elif not (tree / name).is_file() or (tree / name).read_bytes() != source.read_bytes():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, tree / name)
+    for path in (ROOT / "third_party").glob("*.tar.gz"):
+        target = tree / "third_party" / path.name
+        if not target.is_file():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, target)
+    write(tree / "src/cuda/mutant.cpp", SWITCH_CPP)
+
+
+def build(jobs: int) -> int:
+    tree, place = SCRATCH / "tree", SCRATCH / "build"
+    copy_tree(tree)
+    for command in (
+        ["cmake", "-S", str(tree), "-B", str(place), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
+         "-DLOGITLESS_BUILD_CLI=OFF", "-DLOGITLESS_CPU_TARGETS=baseline", "-DLOGITLESS_CUDA=ON",
+         "-DLOGITLESS_CUDA_ARCHITECTURES=90a-real", "-DLOGITLESS_INSTALL=OFF"],
+        ["ninja", "-C", str(place), f"-j{jobs}", "device_suite"],
+    ):  # fmt: skip
+        done = subprocess.run(command, check=False, text=True, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT)  # fmt: skip
+        if done.returncode != 0:
+            raise Broken(f"{command[0]} failed:\n{done.stdout[-6000:]}")
+    PROGRAM.parent.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["strip", "-o", str(PROGRAM), str(place / "tests/device_suite")], check=True)
+    print(f"mutants-device: {len(MUTANTS)} mutants in {PROGRAM} "
+          f"({PROGRAM.stat().st_size / 2**20:.1f} MiB)")  # fmt: skip
+    return 0
+
+
+@functools.cache
+def library_path() -> str:
+    """With cuBLASLt's folder."""
+    done = subprocess.run([str(ROOT / "scripts/device-library-path")], check=True, text=True,
+                          stdout=subprocess.PIPE)  # fmt: skip
+    return done.stdout.strip()
+
+
+def test(number: int, chosen: str, limit: float) -> tuple[str, str, float]:
+    """("passed" | "failed" | "late" | "skipped", the first failure or the reason, seconds)."""
+    environment = {
+        **os.environ,
+        "LOGITLESS_MUTANT": str(number),
+        "LOGITLESS_TEST_DEVICES": "cuda",
+        "LD_LIBRARY_PATH": library_path(),
+    }
+    command = [str(PROGRAM), f"--gtest_filter={chosen}", "--gtest_fail_fast", "--gtest_brief=1"]
+    start = time.monotonic()
+    try:
+        done = subprocess.run(command, check=False, env=environment, text=True, errors="replace",
+                              timeout=limit, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT)  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return "late", f"no end after {limit:.0f} s", limit
+    seconds = time.monotonic() - start
+    if done.returncode == SKIPPED:
+        return "skipped", done.stdout.splitlines()[0], seconds
+    if done.returncode == 0:
+        ran = re.search(r"\[==========\] (\d+) tests? from", done.stdout)
+        if ran is None or ran.group(1) == "0":
+            raise Broken(f"{chosen}: no such test")
+        return "passed", "", seconds
+    failed = re.search(r"\[  FAILED  \] ([^,\s]+)", done.stdout)
+    return "failed", failed.group(1) if failed else f"exit code {done.returncode}", seconds
+
+
+def run(only: str, jobs: int, limit: float) -> int:
+    if not PROGRAM.is_file():
+        raise Broken(f"no {PROGRAM}: `build` first")
+    verdict, note, _ = test(0, "*/Edges.NoTokens/cuda_softmax_f32", limit)
+    if verdict == "skipped":
+        print(f"mutants-device: {note}")
+        return 0
+    chosen = [(n, m) for n, m in enumerate(MUTANTS, 1) if only in m.name]
+    if not chosen:
+        raise Broken("no mutant of that name")
+    groups = sorted({m.tests for _, m in chosen})
+    with ThreadPoolExecutor(jobs) as pool:
+        for group, (verdict, note, seconds) in zip(
+            groups, pool.map(lambda g: test(0, TESTS[g], limit), groups), strict=True
+        ):
+            print(f"{'no mutant, ' + group:64} {seconds:5.0f} s  {verdict} {note}", flush=True)
+            if verdict != "passed":
+                raise Broken(f"the tests of {group} do not pass without any mutant: {note}")
+        jobs_of = [pool.submit(test, n, TESTS[m.tests], limit) for n, m in chosen]
+        survivors, late = [], []
+        for (_, m), job in zip(chosen, jobs_of, strict=True):
+            verdict, note, seconds = job.result()
+            words = {"failed": f"caught    {note}", "passed": "SURVIVED", "late": f"LATE {note}"}
+            print(f"{m.name:64} {seconds:5.0f} s  {words[verdict]}", flush=True)
+            if verdict == "passed":
+                survivors.append(m.name)
+            if verdict == "late":
+                late.append(m.name)
+    caught = len(chosen) - len(survivors) - len(late)
+    print(f"mutants-device: {caught} of {len(chosen)} caught")
+    for name in survivors:
+        print(f"mutants-device: SURVIVED {name}")
+    return 2 if late else 1 if survivors else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", choices=["list", "build", "run", "all"])
+    parser.add_argument("--only", default="", help="mutants whose name contains this")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--limit", type=float, default=500, help="seconds for the tests of one")
+    arguments = parser.parse_args()
+    try:
+        if arguments.what == "list":
+            for number, m in enumerate(MUTANTS, 1):
+                print(number, m.name)
+        if arguments.what in ("build", "all"):
+            build(arguments.jobs)
+        if arguments.what in ("run", "all"):
+            return run(arguments.only, arguments.jobs, arguments.limit)
+    except Broken as broken:
+        print(f"mutants-device: {broken}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

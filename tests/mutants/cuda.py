@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mutants of src/cuda. All are compiled into one program, each behind a switch: what stands between
+@{ and }@ in a piece of text that is in its file once, and what replaces it, of the same type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_ROWS, _LINEAR = ("softmax", "forward", "backward"), ("linear",)
+
+
+def _tests(ops: tuple[str, ...], names: tuple[str, ...]) -> str:
+    return ":".join(f"*/{name}/cuda_{op}*" for name in names for op in ops)
+
+
+_TABLE = (
+    "Conformance.EveryShape", "Edges.*", "Shards.*", "Invariants.*", "NonFinite.*",
+)  # fmt: skip
+_PAIRS = "*/Conformance.EveryOptionAloneAndInPairs/cuda_{}*_bf16"
+
+# googletest filters, by the group that a mutant names.
+TESTS: dict[str, str] = {
+    "rows": _tests(_ROWS, _TABLE) + ":" + ":".join(_PAIRS.format(op) for op in _ROWS),
+    "linear": _tests(_LINEAR, _TABLE) + ":" + _PAIRS.format("linear"),
+    "tokens": _tests(("forward", "linear_forward"), _TABLE)
+    + ":*/Conformance.EveryOptionAloneAndInPairs/cuda_forward*_f32",
+    "offsets": "*/Offsets.*:*/CudaOffsets.*:*/CudaHeads.*",
+    "workspace": "*/WorkspaceSizes.*:" + _tests(_LINEAR, _TABLE),
+}
+
+
+@dataclass(frozen=True)
+class CudaMutant:
+    name: str
+    file: str  # in src/cuda
+    marked: str
+    new: str
+    tests: str  # of TESTS
+
+
+_M = CudaMutant
+
+MUTANTS = [
+    # Tokens
+    _M("tokens, compaction: the block's offset left out", "tokens.cu",
+       "int k = @{t.block_valid[blockIdx.x]}@ + __popc", "0 * t.block_valid[blockIdx.x]", "tokens"),
+    _M("tokens, compaction: the warp's own place alone", "tokens.cu",
+       "for (int w = 0; w < warp; ++w) @{k += warp_valid[w];}@", "", "tokens"),
+    _M("tokens, normalizer: N", "tokens.cu",
+       "s.normalizer = @{normalizer_of(in, counted)}@;",
+       "normalizer_of(in, static_cast<double>(t.total))", "tokens"),
+    _M("tokens, normalizer: rows with a bad target do not count", "tokens.cu",
+       "} else if (kind == TokenKind::outside && @{!present(in.vocab_weight)}@) {", "false", "tokens"),
+    _M("tokens, smoothing: the sum of class weights is V", "tokens.cu",
+       "weight_sum = @{block_sum(own)}@;", "0 * block_sum(own) + static_cast<double>(in.whole())",
+       "tokens"),
+    _M("tokens, target outside: no fault", "tokens.cu",
+       "if (@{outside > 0 && present(in.fault)}@)", "false", "tokens"),
+    _M("tokens, target outside: fault not sticky", "tokens.cu",
+       "@{atomicOr(address<int>(in.fault), 1);}@", "*address<int>(in.fault) = 1;", "tokens"),
+    _M("tokens, target outside: loss 0", "tokens.cu",
+       "const float value = @{kind == TokenKind::outside}@ ? nan_value()", "false", "tokens"),
+    _M("tokens, target outside: reduced loss without NaN", "tokens.cu",
+       "if (@{s.outside > 0}@) sum = nan", "false", "tokens"),
+    _M("tokens, target: compared in 32 bits", "tokens.cuh",
+       "if (@{target >= 0 && target < in.whole()}@) return TokenKind::counts;",
+       "static_cast<int>(target) >= 0 && static_cast<int>(target) < in.whole()", "tokens"),
+    _M("tokens, ignored: gradient rows not cleared", "tokens.cu",
+       "if (@{kind_of_target(in, load_int(in.target, i)) == TokenKind::counts}@) return;\n"
+       "  for (int64_t j", "true", "rows"),
+    _M("tokens, ignored: statistics left as they were", "tokens.cu",
+       "@{put_statistics(out.statistics, i, s, 0, -1);}@", "", "tokens"),
+    _M("tokens, mean: the last token left out", "tokens.cu",
+       "for (int k = threadIdx.x; k < @{valid}@; k += threads) sum += losses[k];",
+       "valid - (valid > 1)", "tokens"),
+    _M("tokens, empty mean: 0 where NaN is asked for", "tokens.cu",
+       "if (s.empty_mean) sum = @{in.options.empty_mean == EmptyMean::zero}@ ? 0", "true", "tokens"),
+    _M("tokens, token weight: 1", "tokens.cu",
+       "t.token_weight[k] = @{a}@;", "a * 0 + 1", "tokens"),
+    # Linear ops
+    _M("linear, last column: not in the sums", "block_exponentials.cu",
+       "@{if (j + i == target) y = 0.0f;}@",
+       "if (j + i == target || (j + i == tile.count - 1 && tile.count > 1)) y = 0.0f;", "linear"),
+    _M("linear, maximum: of the first lane alone", "block_exponentials.cu",
+       "maximum = @{warp_max(maximum)}@;", "__shfl_sync(whole_warp, maximum, 0)", "linear"),
+    _M("linear, target: the block's own z", "block_exponentials.cu",
+       "if (@{j + i == target}@) z[g][i] = anchor;", "false", "linear"),
+    _M("linear, NaN: not carried to the row", "block_exponentials.cu",
+       "partials.maximum[at] = @{has_nan}@ ? nan_value()", "false", "linear"),
+    _M("linear, E: rows of no token not cleared", "block_exponentials.cu",
+       "if (@{stores && j < tile.count}@)\n", "false", "linear"),
+    _M("linear, E: relative to the segment's maximum", "block_exponentials.cu",
+       "e[i] = y * @{lift}@ *", "(lift * 0 + 1)", "linear"),
+    _M("linear, E: without the softcap's slope", "block_exponentials.cu",
+       "(kPlain ? 1.0f : @{cap_slope(call.map, z[g][i])}@);", "1.0f", "linear"),
+    _M("linear, argmax: the highest of equals", "block_exponentials.cu",
+       "argmax = @{min(argmax, j + i)}@;", "(argmax == INT32_MAX ? j + i : max(argmax, j + i))",
+       "linear"),
+    _M("linear, weighted sum: without class weights", "block_exponentials.cu",
+       "weighted = fmaf(@{c}@, z[g][i], weighted);", "1.0f", "linear"),
+    _M("linear, row: the last segment left out", "rows.cu",
+       "for (int64_t b = lane; b < @{partials.segments}@; b += 32) {\n"
+       "    const float own = partials.maximum[base + b], s",
+       "partials.segments - (partials.segments > 1)", "linear"),
+    _M("linear, row: segments not rescaled to the common maximum", "rows.cu",
+       "own == -infinity() ? 1.0f : @{exp_nonpositive(own - maximum)}@;", "1.0f", "linear"),
+    _M("linear, row: the target's own term left out", "rows.cu",
+       "const float total = @{sum + at_target}@;", "sum", "linear"),
+    _M("linear, entropy: the target's own term left out", "rows.cu",
+       "if (@{here && at_target > 0}@) shifted", "false", "linear"),
+    _M("linear, far rows: never made again", "rows.cu",
+       "const bool far = @{state.reference - z > most_nats}@;", "false", "linear"),
+    _M("linear, steep rows: never made again", "rows.cu",
+       "const bool steep = @{onehot > most_onehot * probability}@;", "false", "linear"),
+    _M("linear, rows made again: only the first", "rows.cu",
+       "for (int n = 0; n < @{count}@; ++n) {", "1", "linear"),
+    _M("linear, rows made again: the last k left out", "rows.cu",
+       "for (int64_t d = lane; d < @{call.weight.shape[1]}@; d += 32) {",
+       "call.weight.shape[1] - (call.weight.shape[1] > 1)", "linear"),
+    _M("linear, E: the target's column not written", "rows.cu",
+       "if (@{j < 0 || j >= panel.columns || factors[row].again != 0}@) return;", "true", "linear"),
+    _M("linear, dz: the target is not subtracted", "block_gradients.cu",
+       "is_target ? @{target_draw(g.probability, g.onehot, p, -expm1f(log_p))}@", "g.probability * p",
+       "linear"),
+    _M("linear, dz: smoothing left out", "block_gradients.cu",
+       "if (@{g.smoothing != 0 && j + i < tile.count}@) {", "false", "linear"),
+    _M("linear, dz: rows of no token not cleared", "block_gradients.cu",
+       "const RowGradient g = @{valid}@ ? gradients[tile.row]", "true", "linear"),
+    _M("linear, target's dot: the last k left out", "gather.cu",
+       "for (int64_t d = lane; d < @{call.weight.shape[1]}@; d += 32) {",
+       "call.weight.shape[1] - (call.weight.shape[1] > 1)", "linear"),
+    _M("linear, gather: rows not compacted", "gather.cu",
+       "copy_row<T>(input, @{chunk.tokens.row[chunk.first + k]}@, pitch, to);",
+       "static_cast<int>(chunk.first + k)", "linear"),
+    _M("linear, gather: no zeros behind the row", "gather.cu",
+       "to[j] = @{j < count}@ ? source", "true", "linear"),
+    _M("linear, grad_input: the last column left out", "finish.cu",
+       "for (int64_t d = threadIdx.x; d < @{out.shape[1]}@; d += 256) {\n    // A row",
+       "out.shape[1] - (out.shape[1] > 1)", "linear"),
+    _M("linear, grad_input: smoothing's own term left out", "finish.cu",
+       "if (@{s != 0}@) x = fmaf(-s, class_row[d], x);", "false", "linear"),
+    _M("linear, grad_input: in the compacted order", "finish.cu",
+       "const int64_t i = @{chunk.tokens.row[chunk.first + row]}@;",
+       "static_cast<int>(chunk.first + row)", "linear"),
+    _M("linear, grad_weight: the common factor left out", "finish.cu",
+       "const float x = any ? @{scale}@ * sums[j * pitch + d] : 0.0f;", "1.0f", "linear"),
+    _M("linear, grad_weight: overwritten where it accumulates", "finish.cu",
+       "*to = from_f32<T>(@{accumulate}@ ? to_f32(*to) + x : x);", "false", "linear"),
+    _M("linear, grad_bias: one row in four", "finish.cu",
+       "for (int64_t row = slab * bias_slab_rows + @{part}@; row < end; row += 4) {", "0", "linear"),
+    _M("linear, chunks: grad_weight of the last one alone", "linear_cross_entropy.cpp",
+       "return multiply(&p, one(), first_chunk_ ? zero() : one(), @{first_chunk_}@);", "true",
+       "workspace"),
+    _M("linear, chunks: accumulated from the start", "linear_cross_entropy.cpp",
+       "const bool add = @{call_.accumulate || !first_chunk_}@;", "true", "linear"),
+    _M("linear, 32-bit offset of a row of weight", "linear_cross_entropy.cpp",
+       "return {start + @{column * w.stride[0] * size_of(w.dtype)}@, w.stride[0]",
+       "static_cast<int64_t>(static_cast<int32_t>(column * w.stride[0] * size_of(w.dtype)))", "offsets"),
+    # Given logits
+    _M("rows, last column: not in lse", "row_state.cuh",
+       "e[h] = exp_of_row(@{raw[h] - shift}@);",
+       "column + h == n - 1 && n > 1 ? -infinity() : raw[h] - shift", "rows"),
+    _M("rows, maximum: of the first warp alone", "row_state.cuh",
+       "all.maximum = warp_max(@{leads}@ ? warps->maximum[lane]", "lane == 0", "rows"),
+    _M("rows, tiles: not rescaled to the common maximum", "row_state.cuh",
+       "const float factor = @{exp_nonpositive(by)}@;", "1.0f", "rows"),
+    _M("rows, cluster: the last block's columns left out", "logit_rows.cuh",
+       "return combine_lanes(@{lane < cluster}@ ? exchange->table[lane]",
+       "lane < cluster - 1", "rows"),
+    _M("rows, tiles: the last one alone", "logit_rows.cuh",
+       "partial = @{index == 0}@ ? next : combine_two", "true", "rows"),
+    _M("rows, target: the gradient of p alone", "logit_rows.cuh",
+       "if (@{target < slice.begin || target >= slice.end}@) return;", "true", "rows"),
+    _M("rows, target: read after it was written", "logit_rows.cuh",
+       "@{target_logit = map_raw(a.map, to_f32(*address<const T>(call.logits, i, target)));}@", "",
+       "rows"),
+    _M("rows, gradient: without the softcap's slope", "logit_rows.cuh",
+       "draw *= @{cap_slope(map, z)}@;", "1.0f", "rows"),
+    _M("rows, gradient: smoothing without class weights", "logit_rows.cuh",
+       "draw -= @{present(class_weight)}@ ? smoothing", "false", "rows"),
+    _M("rows, output: the last columns left out", "row_tile.cuh",
+       "if (@{t < rest}@) {", "false", "rows"),
+    _M("rows, output: the last column of strided rows left out", "row_tile.cuh",
+       "for (int j = t; j < @{tile.n}@; j += threads) {\n      store", "tile.n - (tile.n > 1)", "rows"),
+    _M("rows, tile: its first columns not read", "row_tile.cuh",
+       "if (@{t < head}@) to[t] = from[t];", "false", "rows"),
+    _M("rows, 32-bit offset", "numbers.cuh",
+       "v.byte_offset) + @{i * v.stride[0]}@ +", "static_cast<int32_t>(i * v.stride[0])", "offsets"),
+    _M("probabilities, floor left out", "probability_rows.cuh",
+       "sum -= weight * logf(static_cast<float>(load(probabilities, i, j) + @{floor}@));", "0.0",
+       "rows"),
+    _M("probabilities, gradient: smoothing without the target's share", "probability_rows.cuh",
+       "return j == target ? @{onehot + q}@ : q;", "onehot", "rows"),
+]
