@@ -1,21 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// How rows are cut, and the launches.
-#include <algorithm>
-
+// The launches of logit_rows.cuh.
 #include "src/cuda/logit_rows.cuh"
 
 namespace logitless::cuda {
 namespace {
-
-constexpr int64_t column_multiple = 64;  // so that every tile of a row has the row's alignment
-// Of shared memory beside the tile: the kernel's own, and what the driver takes of a block.
-constexpr int64_t other_shared_bytes = 1024, driver_shared_bytes = 1024;
-constexpr int blocks_per_multiprocessor = 3;  // one loads while another computes or writes
-
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-constexpr int64_t rounded(int64_t columns) {
-  return ceil_div(columns, column_multiple) * column_multiple;
-}
 
 // Whether the code that runs on the current device was compiled with clusters: PTX of an older
 // architecture is not.
@@ -37,6 +25,7 @@ bool is_plain(const RowsCall& call, const MapFactors& map) {
 template <class T>
 void launch_of(const RowsCall& call, const DeviceInfo& device, Stream* stream) {
   const LossOptions options = call.tokens.row != nullptr ? call.in.options : LossOptions{};
+  static_assert(most_row_threads == 32 * most_warps && rows_margin == tile_margin);
   RowsArguments a{call,
                   plan_rows(call.logits.shape[1], sizeof(T), device.shared_bytes_per_block,
                             code_has_clusters<T>(device)),
@@ -50,26 +39,6 @@ void launch_of(const RowsCall& call, const DeviceInfo& device, Stream* stream) {
 }
 
 }  // namespace
-
-RowsPlan plan_rows(int64_t columns, int64_t element_bytes, int64_t shared_bytes_per_block,
-                   bool clusters) {
-  const int64_t most = shared_bytes_per_block - other_shared_bytes - tile_margin;
-  const int64_t fine = (shared_bytes_per_block + driver_shared_bytes) / blocks_per_multiprocessor -
-                       driver_shared_bytes - other_shared_bytes - tile_margin;
-  RowsPlan plan;
-  int64_t slice = rounded(columns);
-  while (clusters && plan.cluster < most_row_blocks && slice * element_bytes > fine) {
-    plan.cluster *= 2;
-    slice = rounded(ceil_div(columns, plan.cluster));
-  }
-  if (slice * element_bytes > most)
-    plan.tiles = static_cast<int>(ceil_div(slice * element_bytes, fine));
-  // Rounding up to whole tiles of 64 columns may pass `fine` by a little, never `most`.
-  plan.tile = static_cast<int>(rounded(ceil_div(slice, plan.tiles)));
-  while (plan.threads < most_row_threads && plan.threads * 16 < plan.tile) plan.threads *= 2;
-  plan.shared_bytes = plan.tile * element_bytes + tile_margin;
-  return plan;
-}
 
 Status check_row_extents(const TensorView& logits) {
   if (logits.shape[0] <= most_rows && logits.shape[1] <= most_columns) return {};

@@ -9,12 +9,10 @@
 #include "src/cuda/cluster.cuh"
 #include "src/cuda/logit_rows.h"
 #include "src/cuda/row_state.cuh"
+#include "src/cuda/rows_plan.h"
 #include "src/cuda/tokens.cuh"
 
 namespace logitless::cuda {
-
-constexpr int most_row_threads = 32 * most_warps;
-constexpr int most_row_blocks = 8;  // of a cluster that every device of sm_90 and later has
 
 struct RowsArguments {
   RowsCall call;

@@ -22,19 +22,6 @@ struct RowsCall {
   bool wants_weighted_sum = false, wants_entropy = false, wants_argmax = false;
 };
 
-// A row is shared by a cluster of `cluster` blocks of `threads` threads. A block takes
-// `tiles` consecutive tiles of `tile` columns; one alone stays in shared memory, so that the row is
-// read once.
-struct RowsPlan {
-  int cluster = 1;
-  int threads = 32;
-  int tile = 0;  // columns, a multiple of 64
-  int tiles = 1;
-  int64_t shared_bytes = 0;  // dynamic
-};
-RowsPlan plan_rows(int64_t columns, int64_t element_bytes, int64_t shared_bytes_per_block,
-                   bool clusters);
-
 // A row has at least one block of its grid, and columns are counted in 32 bits.
 constexpr int64_t most_rows = (int64_t{1} << 28) - 1, most_columns = int64_t{1} << 30;
 Status check_row_extents(const TensorView& logits);
