@@ -39,14 +39,10 @@ json describe(const cuda::LinearShape& s, const cuda::LinearPlan& p) {
 }
 
 // The device here, or the one whose figures the cost model holds.
-cuda::DeviceSpeed speed(std::string* device) {
+cuda::DeviceInfo planned_device() {
   const cuda::DeviceInfo* info;
-  if (!cuda::find_device(0, &info).ok()) {
-    *device = "one H200 (none is here)";
-    return {};
-  }
-  *device = info->name;
-  return cuda::planned_speed(*info);
+  if (cuda::find_device(0, &info).ok()) return *info;
+  return {.major = 9, .minor = 0, .multiprocessors = 132, .name = "one H200 (none is here)"};
 }
 
 }  // namespace
@@ -65,15 +61,15 @@ json cuda_plan(const OpShape& s, std::optional<uint64_t> memory) {
         return view;
       });
       check(validate(op, {.device = {DeviceType::cuda, 0}}));
-      std::string device;
-      const cuda::DeviceSpeed measured = speed(&device);
-      const cuda::LinearShape shape = cuda::shape_of(op);
+      const cuda::DeviceInfo device = planned_device();
+      const cuda::DeviceSpeed measured = cuda::planned_speed(device);
+      const cuda::LinearShape shape = cuda::shape_of(op, device);
       const uint64_t least = cuda::smallest_plan(shape, measured).bytes;
       const WorkspaceSize size{least,
                                std::max(least, cuda::recommended_plan(shape, measured).bytes), 256};
       const uint64_t given = memory.value_or(size.recommended);
       check_memory(given, size);
-      out["device"] = device;
+      out["device"] = device.name;
       out["plan"] = describe(shape, cuda::plan_linear(shape, measured, given));
       out["workspace"] = {{"minimum", size.minimum},
                           {"recommended", size.recommended},

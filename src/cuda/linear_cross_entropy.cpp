@@ -412,12 +412,12 @@ LOGITLESS_LINEAR_OP(LinearCrossEntropyForwardBackward)
 #undef LOGITLESS_LINEAR_OP
 
 template <class Op>
-LinearShape shape_of(const Op& op) {
-  return make_call(op).shape;
+LinearShape shape_of(const Op& op, const DeviceInfo& device) {
+  return make_call(op, device).shape;
 }
-template LinearShape shape_of(const LinearCrossEntropyForward&);
-template LinearShape shape_of(const LinearCrossEntropyBackward&);
-template LinearShape shape_of(const LinearCrossEntropyForwardBackward&);
+template LinearShape shape_of(const LinearCrossEntropyForward&, const DeviceInfo&);
+template LinearShape shape_of(const LinearCrossEntropyBackward&, const DeviceInfo&);
+template LinearShape shape_of(const LinearCrossEntropyForwardBackward&, const DeviceInfo&);
 
 DeviceSpeed planned_speed(const DeviceInfo& device) { return speed_of(device); }
 

@@ -63,9 +63,9 @@ inline constexpr int64_t segment_columns = 1024;  // of a row's partial sums: fi
 inline constexpr int64_t extra_rows = 16;
 
 // What the planner sees of a linear op, and of a device.
-template <class Op>
-LinearShape shape_of(const Op& op);
 struct DeviceInfo;
+template <class Op>
+LinearShape shape_of(const Op& op, const DeviceInfo& device);
 DeviceSpeed planned_speed(const DeviceInfo& device);
 
 // The fastest plan by the cost model that fits into `bytes`; the smallest of all where none does.
