@@ -98,13 +98,13 @@ __global__ void __launch_bounds__(256)
 
 template <class T>
 __global__ void __launch_bounds__(256)
-    grad_weight_kernel(const TokenScalars* scalars, const float* sums, int64_t pitch,
+    grad_weight_kernel(const TokenScalars* scalars, const float* sums, int64_t pitch, int64_t first,
                        bool accumulate, TensorView out) {
   const int64_t j = blockIdx.x;
   const float scale = scalars->gradient_scale;
   const bool any = scalars->valid > 0;
   for (int64_t d = threadIdx.x; d < out.shape[1]; d += 256) {
-    T* to = address<T>(out, j, d);
+    T* to = address<T>(out, first + j, d);
     const float x = any ? scale * sums[j * pitch + d] : 0.0f;
     *to = from_f32<T>(accumulate ? to_f32(*to) + x : x);
   }
@@ -166,11 +166,11 @@ void add_to_bias(const LinearCall& call, const LinearPlan&, const LinearMemory& 
 }
 
 void write_grad_weight(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                       Stream* stream) {
+                       const float* sums, int64_t row, int64_t rows, Stream* stream) {
   with_dtype(call.grad_weight.dtype, [&](auto element) {
     stream->launch("write_grad_weight", grad_weight_kernel<decltype(element)>,
-                   static_cast<unsigned>(call.shape.vocab), 256, m.tokens.scalars,
-                   m.grad_weight_sum, plan.hidden_pitch, call.accumulate, call.grad_weight);
+                   static_cast<unsigned>(rows), 256, m.tokens.scalars, sums, plan.hidden_pitch, row,
+                   call.accumulate, call.grad_weight);
   });
 }
 

@@ -69,6 +69,7 @@ struct LinearMemory {
   char* remade = nullptr;            // [token_chunk + extra_rows, remade_columns]  E or dz
   float* grad_input_sum = nullptr;   // [token_chunk, hidden_pitch]
   float* grad_weight_sum = nullptr;  // [V, hidden_pitch]
+  float* weight_tail_sum = nullptr;  // [8, hidden_pitch]  of the last V % 8 rows of grad_weight
   float* bias_sum = nullptr;         // [V]
   float* bias_slabs = nullptr;       // [slabs, columns at a time]
   float* class_row = nullptr;        // [hidden_pitch]  sum_j c_j weight_j
@@ -140,7 +141,7 @@ void write_grad_input(const LinearCall& call, const LinearPlan& plan, const Line
 void add_to_bias(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                  const Chunk& chunk, const Panel& panel, bool scaled, bool first, Stream*);
 void write_grad_weight(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                       Stream*);
+                       const float* sums, int64_t row, int64_t rows, Stream*);
 void write_grad_bias(const LinearCall& call, const LinearMemory& m, Stream*);
 // Without tokens: zeros, or left as they are when accumulating.
 void clear_grad_weight(const LinearCall& call, Stream*);

@@ -251,6 +251,7 @@ LinearMemory place_linear(const LinearShape& s, const LinearPlan& p, Arena* aren
   }
   arena->at_least(forward_end);
   if (p.grad_weight_sum) m.grad_weight_sum = arena->take<float>(s.vocab * p.hidden_pitch);
+  if (s.grad_weight && s.vocab % 8 != 0) m.weight_tail_sum = arena->take<float>(8 * p.hidden_pitch);
   if (s.grad_bias) {
     const int64_t columns = std::max(p.stored_columns, p.remade_columns);
     m.bias_sum = arena->take<float>(s.vocab);

@@ -74,10 +74,7 @@ void launch(const LinearCall& call, const LinearPlan& plan, const LinearMemory& 
   stream->launch_config("sm90 forward", forward_kernel<T, kMode>, blocks, block_threads,
                         shared_bytes, 2, operands.input, operands.weight, arguments);
   if (kMode == Mode::sums) return;
-  const unsigned columns = std::min(blocks_for(arguments.panel.columns, 256), 16u);
-  stream->launch("zero_tail", zero_tail_kernel<T>,
-                 {columns, static_cast<unsigned>(arguments.chunk.rows), 1}, 256, arguments.chunk,
-                 arguments.panel);
+  stream->launch("zero_tail", zero_tail_kernel<T>, blocks, 256, arguments.chunk, arguments.panel);
 }
 
 Arguments make_arguments(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,

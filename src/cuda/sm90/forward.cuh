@@ -62,9 +62,10 @@ struct Ring {
 
 // What the epilogue needs of a row, asked for before the products.
 struct Row {
-  int target;    // column of the view, or one that is in no tile
-  float anchor;  // z of the target: E;  (m + log s) log2(e): dz
-  float factor;  // P: dz
+  int target;      // column of the view, or one that is in no tile
+  float anchor;    // E: z of the target; dz: m
+  float log2_sum;  // dz: log2 s
+  float factor;    // dz: P
 };
 
 constexpr float log2e = 0x1.715476p0f;
@@ -77,14 +78,15 @@ __device__ inline float exp2_fast(float x) {
 
 template <Mode kMode>
 __device__ inline Row load_row(const Arguments& a, int row, int valid) {
-  Row r{-1, 0, 0};
+  Row r{-1, 0, 0, 0};
   if (row >= valid) return r;
   r.target = a.chunk.tokens.target[a.chunk.first + row];
   if constexpr (kMode == Mode::sums_e || kMode == Mode::e) r.anchor = a.target_logit[row];
   if constexpr (kMode == Mode::dz) {
     const RowGradient& g = a.gradients[row];
-    r.anchor = (g.reference + g.log_sum) * log2e;
-    r.factor = r.anchor == r.anchor ? g.probability : r.anchor;
+    r.anchor = g.reference;
+    r.log2_sum = g.log_sum * log2e;
+    r.factor = g.reference == g.reference && g.log_sum == g.log_sum ? g.probability : nan_value();
   }
   return r;
 }
@@ -124,7 +126,8 @@ __device__ inline void epilogue(float (&d)[96], const Row (&rows)[2], const Argu
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           float& x = d[4 * i + 2 * h + c];
-          x = rows[h].factor * exp2_fast(fminf(fmaf(x, log2e, -rows[h].anchor), 0.0f));
+          const float log2_p = fmaf(x - rows[h].anchor, log2e, -rows[h].log2_sum);
+          x = rows[h].factor * exp2_fast(fminf(log2_p, 0.0f));
         }
       }
       if (has_target) {
@@ -149,7 +152,7 @@ __device__ inline void epilogue(float (&d)[96], const Row (&rows)[2], const Argu
       maximum = fmaxf(maximum, __shfl_xor_sync(whole_warp, maximum, 1));
       maximum = fmaxf(maximum, __shfl_xor_sync(whole_warp, maximum, 2));
       // Of -inf alone: every exponential is 0, and a NaN stays.
-      const float reference = maximum == -infinity() ? 0.0f : maximum * log2e;
+      const float reference = maximum == -infinity() ? 0.0f : maximum;
       float lift = 0;
       if constexpr (kMode != Mode::sums) {
         lift = row < valid ? exp_any(maximum - rows[h].anchor) : 0.0f;
@@ -159,8 +162,9 @@ __device__ inline void epilogue(float (&d)[96], const Row (&rows)[2], const Argu
       for (int i = 0; i < 24; ++i) {
         float& x = d[4 * i + 2 * h];
         float& y = d[4 * i + 2 * h + 1];
-        x = exp2_fast(fmaf(x, log2e, -reference));
-        y = exp2_fast(fmaf(y, log2e, -reference));
+        // Not fma(x, log2(e), -m log2(e)): its rounding is an exponent where |m| is large.
+        x = exp2_fast((x - reference) * log2e);
+        y = exp2_fast((y - reference) * log2e);
         s0 += x;
         s1 += y;
         if constexpr (kMode != Mode::sums) x *= lift, y *= lift;
@@ -298,12 +302,10 @@ __global__ void __launch_bounds__(256) zero_tail_kernel(Chunk chunk, Panel panel
   const int64_t counted = chunk.tokens.scalars->valid - chunk.first;
   const int64_t valid = max(int64_t{0}, min(counted, int64_t{chunk.rows}));
   const int64_t covered = (valid + cluster_rows - 1) / cluster_rows * cluster_rows;
-  const int64_t row = blockIdx.y;
-  if (row < covered) return;
-  T* to = reinterpret_cast<T*>(panel.data) + row * panel.pitch;
-  for (int64_t j = int64_t{blockIdx.x} * 256 + threadIdx.x; j < panel.columns;
-       j += int64_t{gridDim.x} * 256) {
-    to[j] = from_f32<T>(0.0f);
+  for (int64_t row = covered + blockIdx.x; row < chunk.rows; row += gridDim.x) {
+    uint32_t* to =
+        reinterpret_cast<uint32_t*>(reinterpret_cast<T*>(panel.data) + row * panel.pitch);
+    for (int64_t j = threadIdx.x; j < panel.pitch / 2; j += 256) to[j] = 0;
   }
 }
 

@@ -1,0 +1,294 @@
+// SPDX-License-Identifier: Apache-2.0
+// One call of a linear op, enqueued chunk by chunk of tokens: the products and the kernels between
+// them, in the order of its plan.
+#pragma once
+
+#include <algorithm>
+
+#include "src/cuda/blas.h"
+#include "src/cuda/linear.h"
+#include "src/cuda/sm90/forward.h"
+
+namespace logitless::cuda {
+
+class LinearRun {
+ public:
+  LinearRun(const LinearCall& call, const LinearPlan& plan, const LinearMemory& memory,
+            const DeviceInfo& device, Stream* stream)
+      : call_(call), plan_(plan), m_(memory), device_(device), stream_(stream) {}
+
+  void begin() {
+    write_constants(m_, stream_);
+    prepare_tokens(call_.in, m_.tokens, stream_);
+    copy_weight(call_, plan_, m_, stream_);
+    if (!call_.shape.gradients()) return;
+    class_row(call_, plan_, m_, stream_);
+    if (call_.shape.grad_input) copy_weight_tail(call_, plan_, m_, stream_);
+  }
+
+  // Rows [first, first + rows) of the compacted tokens.
+  void begin_chunk(int64_t first, int64_t rows) {
+    chunk_ = {m_.tokens, first, static_cast<int32_t>(rows)};
+    gather_input(call_, plan_, m_, chunk_, stream_);
+    target_logits(call_, plan_, m_, chunk_, stream_);
+  }
+
+  void forward() {
+    const Panel stored = stored_panel();
+    if (call_.shape.fused) {
+      const int64_t vocab = call_.shape.vocab;
+      sm90::forward(call_, plan_, m_, chunk_, 0, vocab, true, stored, device_, stream_);
+      return finish_rows(call_, m_, chunk_, stream_);
+    }
+    for_each_block(0, call_.shape.vocab, [&](const Block& block) {
+      const bool stores = block.column < stored.columns;
+      exponentials(call_, m_, chunk_, block, true, stores ? stored : Panel{}, stream_);
+    });
+    finish_rows(call_, m_, chunk_, stream_);
+  }
+
+  void gradients() {
+    const bool with_factors = plan_.stored_columns > 0;
+    gradient_coefficients(call_, m_, chunk_, with_factors, stream_);
+    if (!with_factors) {
+      frugal_gradients();
+    } else if (plan_.stored_columns < call_.shape.vocab) {
+      mixed_gradients();
+    } else {
+      finish_panel(call_, plan_, m_, chunk_, stored_panel(), stream_);
+      write_extra_rows(call_, m_, chunk_, stored_panel(), stream_);
+      scale_input(call_, plan_, m_, chunk_, stream_);
+      whole_grad_input();
+      grad_weight(stored_panel(), m_.scaled);
+      bias(stored_panel(), true);
+    }
+    first_chunk_ = false;
+  }
+
+  void finish() {
+    const LinearShape& s = call_.shape;
+    if (s.tokens == 0) return clear_grad_weight(call_, stream_);
+    if (s.grad_weight) {
+      const int64_t tail = s.vocab % 8;
+      if (plan_.grad_weight_sum) {
+        write_grad_weight(call_, plan_, m_, m_.grad_weight_sum, 0, s.vocab - tail, stream_);
+      }
+      write_grad_weight(call_, plan_, m_, m_.weight_tail_sum, s.vocab - tail, tail, stream_);
+    }
+    if (s.grad_bias) write_grad_bias(call_, m_, stream_);
+    clear_other_rows(call_.in, call_.grad_input, stream_);
+  }
+
+  const Chunk& chunk() const { return chunk_; }
+
+ private:
+  const float* zero() const { return m_.constants; }
+  const float* one() const { return m_.constants + 1; }
+
+  Operand weight_rows(int64_t column) const {
+    if (call_.shape.copies_weight) {
+      return {m_.weight + column * plan_.hidden_pitch * size_of(call_.shape.dtype),
+              plan_.hidden_pitch, 1};
+    }
+    const TensorView& w = call_.weight;
+    const char* start = static_cast<const char*>(w.data) + w.byte_offset;
+    // One row or one column: the stride that does not matter is made to look like a matrix's.
+    const bool along = w.stride[1] == 1 || call_.shape.hidden == 1;
+    return {start + column * w.stride[0] * size_of(w.dtype), w.stride[0], along ? 1 : w.stride[1]};
+  }
+  // Depth of the logits product and columns of the others: with zeros behind D where both operands
+  // have them.
+  int64_t depth() const {
+    return call_.shape.copies_weight ? plan_.hidden_pitch : call_.shape.hidden;
+  }
+
+  Panel stored_panel() const {
+    return {m_.stored, stored_pitch(plan_.stored_columns), 0, plan_.stored_columns};
+  }
+
+  // Raw logits of columns [first, end), block by block.
+  template <class F>
+  void for_each_block(int64_t first, int64_t end, F&& use) {
+    const int64_t element = size_of(call_.shape.dtype);
+    for (int64_t column = first; column < end; column += plan_.block_columns) {
+      const int64_t columns = std::min(plan_.block_columns, end - column);
+      const Operand weight = weight_rows(column);
+      for (int64_t row = 0; row < chunk_.rows; row += plan_.block_rows) {
+        const int64_t rows = std::min<int64_t>(plan_.block_rows, chunk_.rows - row);
+        Product p;
+        p.in = call_.shape.dtype;
+        p.rows = rows;
+        p.columns = columns;
+        p.depth = depth();
+        p.a = {m_.input + row * plan_.hidden_pitch * element, plan_.hidden_pitch, 1};
+        p.b = {weight.data, weight.column_stride, weight.row_stride};
+        p.c = m_.logits;
+        p.c_stride = plan_.block_columns;
+        p.most_rows = plan_.block_rows;
+        p.most_columns = plan_.block_columns;
+        multiply(&p, one(), zero(), true);
+        use(Block{m_.logits, plan_.block_columns, static_cast<int32_t>(row),
+                  static_cast<int32_t>(rows), column, columns});
+      }
+    }
+  }
+
+  void multiply(Product* p, const float* alpha, const float* beta, bool beta_is_zero) {
+    p->alpha = alpha;
+    p->beta = beta;
+    p->beta_is_zero = beta_is_zero;
+    p->tf32 = call_.in.options.allow_tf32;
+    cuda::multiply(*p, device_, m_.library, stream_);
+  }
+
+  // sums [rows, hidden_pitch] (+)= panel rows . weight rows. The last columns of a vocabulary that
+  // is no multiple of 8 are a product of their own, with zeros behind them: a depth of 50257 takes
+  // cuBLASLt's kernels a hundred times as long.
+  void input_product(const Panel& panel, int64_t row, int64_t rows, float* sums, bool add) {
+    const int64_t element = size_of(call_.shape.dtype);
+    const int64_t tail = panel.columns % 8;
+    Product p;
+    p.in = call_.shape.dtype;
+    p.rows = rows;
+    p.columns = depth();
+    p.depth = panel.columns - tail;
+    p.a = {panel.data + row * panel.pitch * element, panel.pitch, 1};
+    p.b = weight_rows(panel.first);
+    p.c = sums;
+    p.c_stride = plan_.hidden_pitch;
+    if (p.depth > 0) {
+      multiply(&p, one(), add ? one() : zero(), !add);
+      add = true;
+    }
+    if (tail == 0) return;
+    p.a.data = panel.data + (row * panel.pitch + p.depth) * element;
+    p.b = {m_.weight_tail, plan_.hidden_pitch, 1};
+    p.columns = plan_.hidden_pitch;
+    p.depth = 8;
+    multiply(&p, one(), add ? one() : zero(), !add);
+  }
+
+  // E is there for every column: some rows of grad_input at a time.
+  void whole_grad_input() {
+    if (!call_.shape.grad_input) return;
+    for (int64_t row = 0; row < chunk_.rows; row += plan_.sum_rows) {
+      const int64_t rows = std::min<int64_t>(plan_.sum_rows, chunk_.rows - row);
+      input_product(stored_panel(), row, rows, m_.row_sums, false);
+      write_grad_input(call_, plan_, m_, chunk_, m_.row_sums, row, rows, true, stream_);
+    }
+  }
+
+  // Rows of grad_weight: panel columns . rows of `input` times v, or input itself. Of a vocabulary
+  // that is no multiple of 8 the last ones go through a sum of 8 rows: see input_product.
+  void grad_weight(const Panel& panel, const char* rows) {
+    if (!call_.shape.grad_weight) return;
+    const int64_t tail = panel.columns % 8, pitch = plan_.hidden_pitch;
+    Product p;
+    p.in = call_.shape.dtype;
+    p.rows = panel.columns - tail;
+    // A multiple of 8: there are zeros behind the rows of both.
+    p.depth = (chunk_.rows + (m_.smoothed_row != nullptr ? 2 : 0) + 7) / 8 * 8;
+    p.columns = pitch;
+    p.a = {panel.data, 1, panel.pitch};
+    p.b = {rows, pitch, 1};
+    p.c_stride = pitch;
+    if (tail > 0) {
+      Product last = p;
+      last.rows = 8;
+      last.a.data = panel.data + p.rows * size_of(p.in);
+      last.c = m_.weight_tail_sum;
+      multiply(&last, one(), first_chunk_ ? zero() : one(), first_chunk_);
+    }
+    if (plan_.grad_weight_sum) {
+      p.c = m_.grad_weight_sum + panel.first * pitch;
+      return multiply(&p, one(), first_chunk_ ? zero() : one(), first_chunk_);
+    }
+    const TensorView& out = call_.grad_weight;
+    p.out = out.dtype;
+    p.columns = call_.shape.hidden;
+    p.c = static_cast<char*>(out.data) + out.byte_offset +
+          panel.first * out.stride[0] * size_of(out.dtype);
+    p.c_stride = out.stride[0];
+    const bool add = call_.accumulate || !first_chunk_;
+    multiply(&p, &m_.tokens.scalars->gradient_scale, add ? one() : zero(), !add);
+  }
+
+  void bias(const Panel& panel, bool scaled) {
+    if (!call_.shape.grad_bias) return;
+    add_to_bias(call_, plan_, m_, chunk_, panel, scaled, first_chunk_, stream_);
+  }
+
+  // Some of E is there; the rest is made again a panel at a time.
+  void mixed_gradients() {
+    scale_input(call_, plan_, m_, chunk_, stream_);
+    bool add = false;
+    const auto use = [&](const Panel& panel) {
+      finish_panel(call_, plan_, m_, chunk_, panel, stream_);
+      write_extra_rows(call_, m_, chunk_, panel, stream_);
+      if (call_.shape.grad_input) {
+        input_product(panel, 0, chunk_.rows, m_.grad_input_sum, add);
+        add = true;
+      }
+      grad_weight(panel, m_.scaled);
+      bias(panel, true);
+    };
+    use(stored_panel());
+    for_each_panel(plan_.stored_columns, [&](const Panel& panel) {
+      if (call_.shape.fused) {
+        sm90::forward(call_, plan_, m_, chunk_, panel.first, panel.columns, false, panel, device_,
+                      stream_);
+        return use(panel);
+      }
+      for_each_block(panel.first, panel.first + panel.columns, [&](const Block& block) {
+        exponentials(call_, m_, chunk_, block, false, panel, stream_);
+      });
+      use(panel);
+    });
+    write_sums(true);
+  }
+
+  // Nothing is there: dz itself, a panel at a time.
+  void frugal_gradients() {
+    bool add = false;
+    for_each_panel(0, [&](const Panel& panel) {
+      if (call_.shape.fused) {
+        sm90::gradients(call_, plan_, m_, chunk_, panel, device_, stream_);
+      } else {
+        for_each_block(panel.first, panel.first + panel.columns, [&](const Block& block) {
+          block_gradients(call_, m_, chunk_, block, panel, stream_);
+        });
+      }
+      write_extra_rows(call_, m_, chunk_, panel, stream_);
+      if (call_.shape.grad_input) {
+        input_product(panel, 0, chunk_.rows, m_.grad_input_sum, add);
+        add = true;
+      }
+      grad_weight(panel, m_.input);
+      bias(panel, false);
+    });
+    write_sums(false);
+  }
+
+  template <class F>
+  void for_each_panel(int64_t first, F&& use) {
+    for (int64_t column = first; column < call_.shape.vocab; column += plan_.remade_columns) {
+      use(Panel{m_.remade, plan_.remade_columns, column,
+                std::min(plan_.remade_columns, call_.shape.vocab - column)});
+    }
+  }
+
+  void write_sums(bool scaled) {
+    if (!call_.shape.grad_input) return;
+    write_grad_input(call_, plan_, m_, chunk_, m_.grad_input_sum, 0, chunk_.rows, scaled, stream_);
+  }
+
+  const LinearCall& call_;
+  const LinearPlan& plan_;
+  const LinearMemory& m_;
+  const DeviceInfo& device_;
+  Stream* stream_;
+  Chunk chunk_;
+  bool first_chunk_ = true;
+};
+
+}  // namespace logitless::cuda
