@@ -159,6 +159,19 @@ TEST(Plan, RecomputingSharesSlotsEvenly) {
   }
 }
 
+TEST(Plan, NothingToDoHasAPlan) {
+  for (LinearShape shape : {training(0, 64, 0), training(0, 64, 3000)}) {
+    for (const bool grad_input : {false, true}) {
+      shape.grad_input = grad_input;
+      for (const bool forward : {false, true}) {
+        shape.forward = forward;
+        EXPECT_GE(plan_linear(shape, 0, 3).lanes, 1);
+        EXPECT_EQ(plan_linear(shape, recommended_plan(shape, 3).bytes, 8).chunks, 1);
+      }
+    }
+  }
+}
+
 TEST(Plan, A16BitGradWeightAddsItsSumOnlyOverSeveralChunks) {
   LinearShape shape = training(1024, 768, 50257);
   const uint64_t direct = recommended_plan(shape, 1).bytes;

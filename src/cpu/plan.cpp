@@ -116,8 +116,8 @@ LinearPlan make_plan(const LinearShape& shape, Choice choice) {
   // Without grad_input nothing is summed over the vocabulary: every tile is its own task. A power
   // of two shares out evenly among 2, 4 and 8 threads.
   const int64_t affordable = std::bit_floor<uint64_t>(std::max<int64_t>(slot_bytes / slot, 1));
-  p.slots =
-      shape.grad_input ? std::min({choice.crew.slots, p.vocab_tiles, affordable}) : p.vocab_tiles;
+  const int64_t tiles = std::max<int64_t>(p.vocab_tiles, 1);
+  p.slots = shape.grad_input ? std::min({choice.crew.slots, tiles, affordable}) : tiles;
 
   Layout whole;
   p.tokens_at = whole.take(tokens_bytes(shape.tokens));
