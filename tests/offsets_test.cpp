@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 
 #include <map>
+#include <utility>
 
 #include "judge.h"
 #include "problem.h"
@@ -37,16 +38,17 @@ class Offsets : public ConformanceTest {};
 constexpr int64_t kApart = (int64_t{1} << 31) + 3;  // elements
 
 // Moves every matrix to sparse memory, its rows (axis 0) or its columns (axis 1) kApart elements
-// apart.
+// apart, neighbours on the other axis `step`.
 template <class Op>
-void spread(Op& op, int axis, std::vector<std::unique_ptr<Sparse>>& memory) {
+void spread(Op& op, int axis, int64_t step, std::vector<std::unique_ptr<Sparse>>& memory) {
   logitless_op unused{};
   for_each_tensor(op, unused, [&](const char* name, Access access, TensorView& view, auto&&) {
     if (!view || view.rank != 2) return;
     TensorView far = view;
     far.stride[axis] = kApart;
-    far.stride[1 - axis] = 1;
-    const size_t bytes = size_of(view.dtype) * (view.shape[axis] * kApart + view.shape[1 - axis]);
+    far.stride[1 - axis] = step;
+    const size_t bytes =
+        size_of(view.dtype) * (view.shape[axis] * kApart + view.shape[1 - axis] * step);
     memory.push_back(std::make_unique<Sparse>(bytes));
     ASSERT_TRUE(memory.back()->ok()) << name << ": " << bytes << " bytes of address space";
     far.data = memory.back()->data();
@@ -76,7 +78,8 @@ std::map<std::string, std::vector<double>> run_in_place(const TestDevice& device
 
 TEST_P(Offsets, MatricesGigabytesApart) {
   // Three rows or columns reach past 2^32 elements.
-  for (const int axis : {0, 1}) {
+  for (const auto& way : {std::pair{0, 1}, std::pair{1, 1}, std::pair{0, 2}}) {
+    const int axis = way.first, step = way.second;
     Case c{.op = op_, .shape = {3, 3, 3}, .dtype = dtype_, .statistics = true};
     c.grad_input = c.grad_weight = DType::bf16;
     with_op(op_, [&](auto op) {
@@ -84,9 +87,9 @@ TEST_P(Offsets, MatricesGigabytesApart) {
       const auto dense = run_in_place(device_, p.op);
       auto far = p.op;
       std::vector<std::unique_ptr<Sparse>> memory;
-      spread(far, axis, memory);
+      spread(far, axis, step, memory);
       if (HasFatalFailure()) return;
-      EXPECT_EQ(run_in_place(device_, far), dense) << "axis " << axis;
+      EXPECT_EQ(run_in_place(device_, far), dense) << "axis " << axis << ", step " << step;
     });
   }
 }

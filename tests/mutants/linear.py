@@ -107,7 +107,7 @@ MUTANTS = [
     mutant(
         "linear, NaN: columns that pad a tile are not zero", RUN,
         "      std::fill(row + width, row + vocab_tile, 0.0f);\n      const int64_t target", "      const int64_t target",
-        "determinism",
+        "determinism-bf16",
     ),
     mutant(
         "linear, accumulate: the first chunk overwrites", RUN,

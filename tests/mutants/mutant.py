@@ -43,6 +43,7 @@ TESTS: dict[str, list[str]] = {
     "offsets": [of_cpu("offsets", "")],
     "workspace": ["plan_test", of_cpu("workspace", "", ("*BytesAskedFor*",), "f32")],
     "determinism": [of_cpu("determinism", LINEAR, dtype="_f32")],
+    "determinism-bf16": [of_cpu("determinism", LINEAR, ("*RunTwice",), "_bf16")],
     "invariance": [of_cpu("invariance", LINEAR, dtype="_f32")],
 }
 
