@@ -115,7 +115,7 @@ TEST_P(Determinism, CallsAtTheSameTime) {
   for (const Outcome& outcome : together) expect_same(alone, outcome, c, "four calls at once");
 }
 
-LOGITLESS_CONFORMANCE_SUITE(Determinism);
+LOGITLESS_CONFORMANCE_SUITE_OF(Determinism, kOps, few_inputs());
 
 }  // namespace
 }  // namespace logitless::conformance

@@ -253,7 +253,7 @@ TEST(Combine, TheFirstOfEqualLogitsIsTheArgmax) {
 
 constexpr OpKind kShardOps[] = {OpKind::forward, OpKind::backward, OpKind::linear_forward,
                                 OpKind::linear_backward};
-LOGITLESS_CONFORMANCE_SUITE_OF(Shards, kShardOps, kInputs);
+LOGITLESS_CONFORMANCE_SUITE_OF(Shards, kShardOps, inputs());
 
 }  // namespace
 }  // namespace logitless::conformance

@@ -116,7 +116,7 @@ TEST_P(WorkspaceSizes, BytesAskedForAreBytesTouched) {
   }
 }
 
-LOGITLESS_CONFORMANCE_SUITE(WorkspaceSizes);
+LOGITLESS_CONFORMANCE_SUITE_OF(WorkspaceSizes, kOps, few_inputs());
 
 }  // namespace
 }  // namespace logitless::conformance
