@@ -85,6 +85,10 @@ MUTANTS = [
         "const double t = static_cast<double>(z) * map.temperature / map.softcap;",
         "const double t = std::atanh(static_cast<double>(z) * map.temperature / map.softcap);", BOTH,
     ),
+    mutant(
+        "NaN x 0: an infinite logit at scale 0 under a softcap", ROW,
+        "f.limit = map.scale == 0 ?", "f.limit = map.scale == 1e30f ?", "kernels",
+    ),
     mutant("softcap: no derivative at the target", ROWS, "slope *= (1 - t) * (1 + t);", "slope *= 1 + 0 * t;", BOTH),
     Mutant(
         "temperature: before the softcap",
