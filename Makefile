@@ -5,7 +5,7 @@
 
 FUZZ_SECONDS ?= 600
 PREFIX ?= /usr/local
-SOURCES = find cli examples fuzz include src tests -name '*.h' -o -name '*.c' -o -name '*.cpp'
+SOURCES = find cli examples fuzz include src tests -name '*.h' -o -name '*.c' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh'
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## *\(.*\)/  make \1\t\2/p' Makefile | expand -t 22

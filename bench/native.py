@@ -115,7 +115,11 @@ class Library:
         self._library = ctypes.CDLL(path)
         self._library.logitless_describe_backend.argtypes = [
             i32, ctypes.c_char_p, size_t, POINTER(Status)]  # fmt: skip
-        self.threads: int = self._library.logitless_set_num_threads(threads)
+        self.threads = self.set_threads(threads)
+
+    def set_threads(self, threads: int) -> int:
+        """What the pool then has; 0: what this process may use."""
+        return int(self._library.logitless_set_num_threads(threads))
 
     @property
     def version(self) -> str:

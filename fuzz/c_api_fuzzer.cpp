@@ -139,8 +139,6 @@ class Scenario {
     bool probabilities = false;
     if constexpr (LossOp<Op>) {
       ignore_index = op_.options.ignore_index;
-      if (wild && op_.options.logit_scale == 0)
-        op_.options.logit_scale = 1;  // 0 inf is no one's use
       probabilities = op_.options.input_kind == InputKind::probabilities;
     }
     for_each_view([&](const char* name, Access access, TensorView& view) {

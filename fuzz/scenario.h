@@ -224,7 +224,8 @@ inline void vary_view(Input& in, std::string_view name, bool written, TensorView
   }
 }
 
-// What the elements of an input are: plain numbers, and, where `wild`, some that are not.
+// What the elements of an input are: plain numbers, some of them subnormal, and, where `wild`, some
+// that are not plain.
 inline double value_of(std::string_view name, const Sizes& s, int64_t ignore_index, bool wild,
                        bool probabilities, bool saved, Random& random) {
   if (name == "target") {
@@ -239,11 +240,13 @@ inline double value_of(std::string_view name, const Sizes& s, int64_t ignore_ind
   if (name == "row_log_sum") return 1 + 2 * random.uniform();
   if (name == "logits" && probabilities) return random.uniform();
   if (wild && random.below(64) == 0) {
-    constexpr double odd[] = {0, INFINITY, -INFINITY, NAN, 1e-40, 300, -300, 1e30, -1e30};
-    // A product of 1e30 is beyond f32; and against a row_reference rounded to f32 even the
-    // reference's probabilities of such logits are none.
+    // No subnormal beside an infinity: flushed, their product is NaN. A product of 1e30 is beyond
+    // f32; and against a row_reference rounded to f32 even the reference's probabilities of such
+    // logits are none.
+    constexpr double odd[] = {0, INFINITY, -INFINITY, NAN, 1e-30, 300, -300, 1e30, -1e30};
     return odd[random.below(name == "logits" && !saved ? 9 : 7)];
   }
+  if (!wild && random.below(256) == 0) return 1e-40;
   return random.normal() * (name == "logits" ? 4 : 1);
 }
 

@@ -53,8 +53,8 @@ struct LossConstants {
 };
 
 // target_weight = c_t, token_weight = a_i.
-LOGITLESS_HOST_DEVICE inline float row_loss(const LossConstants& k, const RowState& s, float target_weight,
-                      float token_weight) {
+LOGITLESS_HOST_DEVICE inline float row_loss(const LossConstants& k, const RowState& s,
+                                            float target_weight, float token_weight) {
   const float lse = s.lse();
   const float onehot = (1 - k.smoothing) * target_weight;
   // 0 times the inf of a masked target is 0; a NaN of the row stays.
@@ -80,9 +80,10 @@ struct RowGradient {
 
 // g = upstream gradient of this row's loss, already relative to the call's common factor; the
 // others likewise.
-LOGITLESS_HOST_DEVICE inline RowGradient row_gradient(const LossConstants& k, const RowState& s, float target_weight,
-                                float token_weight, float g, float grad_lse,
-                                float grad_target_logit, float grad_entropy) {
+LOGITLESS_HOST_DEVICE inline RowGradient row_gradient(const LossConstants& k, const RowState& s,
+                                                      float target_weight, float token_weight,
+                                                      float g, float grad_lse,
+                                                      float grad_target_logit, float grad_entropy) {
   const float ga = g * token_weight;
   const float w = (1 - k.smoothing) * target_weight + k.smoothing_per_class * k.class_weight_sum;
   const float z_term = k.z_loss > 0 ? 2 * k.z_loss * s.lse() : 0;

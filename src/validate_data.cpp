@@ -1,25 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // The rules of docs/semantics.md about memory: NULL, alignment, overlap, the workspace. Addresses
 // are looked at on the host and on CUDA; a WebGPU buffer's is a handle.
-#include <algorithm>
+#include <array>
 
 #include "src/call.h"
 #include "src/message.h"
+#include "src/overlap.h"
 #include "src/validate.h"
 
 namespace logitless {
 namespace {
-
-// The bytes of a strided view: element (i, j) is [address + i stride[0] + j stride[1], + element).
-// Dimensions of one element have stride 0.
-struct Footprint {
-  uint64_t address = 0;
-  uint64_t bytes = 0;  // first to last; 0: empty
-  uint64_t element = 1;
-  std::array<uint64_t, 2> last{};    // size - 1
-  std::array<uint64_t, 2> stride{};  // bytes
-  bool operator==(const Footprint&) const = default;
-};
 
 Footprint footprint(const TensorView& v) {
   Footprint f;
@@ -39,33 +29,6 @@ Footprint footprint(const TensorView& v) {
 Footprint footprint(const Workspace& w) {
   const uint64_t address = reinterpret_cast<uintptr_t>(w.data) + w.byte_offset;
   return {.address = address, .bytes = w.bytes, .element = w.bytes};
-}
-
-// The width of the bytes taken modulo `period`, counted from the address; at most `period`. Whole
-// periods change no residue.
-uint64_t window(const Footprint& f, uint64_t period) {
-  uint64_t width = f.element;
-  for (size_t d = 0; d < 2; ++d) {
-    if (f.stride[d] % period != 0) width += f.last[d] * f.stride[d];
-  }
-  return std::min(width, period);
-}
-
-// True where the two take disjoint bytes of every period, as column slices of one buffer do.
-bool disjoint_modulo(const Footprint& a, const Footprint& b, uint64_t period) {
-  const uint64_t ahead = (b.address % period + period - a.address % period) % period;
-  return window(a, period) <= ahead && ahead + window(b, period) <= period;
-}
-
-// Never false where a byte is shared. True for some interleaved views that share none: those whose
-// disjointness no common period shows.
-bool may_overlap(const Footprint& a, const Footprint& b) {
-  if (a.bytes == 0 || b.bytes == 0) return false;
-  if (a.address + a.bytes <= b.address || b.address + b.bytes <= a.address) return false;
-  for (const uint64_t period : {a.stride[0], a.stride[1], b.stride[0], b.stride[1]}) {
-    if (period != 0 && disjoint_modulo(a, b, period)) return false;
-  }
-  return true;
 }
 
 bool has_addresses(const Call& call) { return call.rows().device.type != DeviceType::webgpu; }

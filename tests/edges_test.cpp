@@ -323,6 +323,31 @@ TEST_P(Edges, InPlace) {
   }
 }
 
+// Statistics as columns of one matrix: disjoint elements of one buffer.
+TEST_P(Edges, StatisticsInOneMatrix) {
+  if (!has_forward(op_)) return;
+  const Case c = plain({33, 19, 300});
+  with_op(op_, [&](auto op) {
+    using Op = decltype(op);
+    if constexpr (ForwardOp<Op>) {
+      Problem<Op> p = build<Op>(c);
+      const Outcome apart = execute(device_, p.op, p.pool);
+      const TensorView matrix = p.pool.reserve(DType::f32, {33, 7});
+      TokenStatistics& s = p.op.statistics;
+      int64_t column = 0;
+      for (TensorView* view : {&s.lse, &s.target_logit, &s.entropy, &s.row_reference,
+                               &s.row_log_sum, &s.weighted_logit_sum}) {
+        *view = vector_view(matrix.as<float>() + column++, DType::f32, 33);
+        view->stride[0] = 7;
+      }
+      const Outcome together = execute(device_, p.op, p.pool);
+      ASSERT_TRUE(together.status.ok()) << together.status.message();
+      EXPECT_EQ(differing_bits(apart.fields, together.fields), "");
+      EXPECT_EQ(together.violations, std::vector<std::string>{});
+    }
+  });
+}
+
 LOGITLESS_CONFORMANCE_SUITE(Edges);
 
 }  // namespace

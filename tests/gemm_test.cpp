@@ -144,6 +144,43 @@ TEST_P(GemmTest, LogitsProductIsExactForEveryShapeDtypeAndStride) {
   }
 }
 
+// Rows and depth beyond the matrix are zero in its panels, not what was packed before.
+TEST_P(GemmTest, PanelsAreFilledUpWithZeros) {
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    const Engine engine = choose_engine(dtype);
+    for (const auto [rows, depth] :
+         {std::array<int64_t, 2>{1, 1}, {13, 33}, {45, 65}, {100, 130}}) {
+      Matrix x(rows, depth, dtype, true, 1);
+      const uint16_t half = bf16_of(1);
+      const float one = 1;
+      for (size_t i = 0; i < x.memory.size(); i += size_of(dtype)) {
+        std::memcpy(&x.memory[i], dtype == DType::f32 ? static_cast<const void*>(&one) : &half,
+                    size_of(dtype));
+      }
+      const auto ones = [&](int64_t bytes, const auto& pack) {
+        const Buffer panels = aligned(bytes);
+        pack(panels.get());
+        int64_t count = 0;
+        for (int64_t i = 0; i < bytes; i += engine.element) {
+          const char zero[4] = {};
+          count += std::memcmp(panels.get() + i, zero, engine.element) != 0;
+        }
+        return count;
+      };
+      SCOPED_TRACE(testing::Message() << name_of(engine.arithmetic) << " " << rows << "x" << depth);
+      EXPECT_EQ(rows * depth, ones(engine.a_bytes(rows, depth), [&](void* to) {
+                  pack_a_along_columns(engine, x.source, 0, rows, 0, depth, to);
+                }));
+      EXPECT_EQ(rows * depth, ones(engine.b_bytes(rows, depth), [&](void* to) {
+                  pack_b_along_columns(engine, x.source, 0, rows, 0, depth, to);
+                }));
+      EXPECT_EQ(rows * depth, ones(engine.b_bytes(depth, rows), [&](void* to) {
+                  pack_b_along_rows(engine, x.source, 0, rows, 0, depth, to);
+                }));
+    }
+  }
+}
+
 TEST_P(GemmTest, ElementsDoNotDependOnTheirPanelOrOnTheBlocking) {
   for (const DType dtype : {DType::f32, DType::bf16}) {
     const Engine engine = choose_engine(dtype);

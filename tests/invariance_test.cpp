@@ -141,7 +141,7 @@ TEST_P(Invariance, OfTheReduction) {
   }
 }
 
-LOGITLESS_CONFORMANCE_SUITE_OF(Invariance, kForwardOps, kInputs);
+LOGITLESS_CONFORMANCE_SUITE_OF(Invariance, kForwardOps, few_inputs());
 
 }  // namespace
 }  // namespace logitless::conformance

@@ -198,7 +198,7 @@ TEST_P(Invariants, MicroBatchesAddUp) {
   });
 }
 
-LOGITLESS_CONFORMANCE_SUITE_OF(Invariants, kLossOps, kInputs);
+LOGITLESS_CONFORMANCE_SUITE_OF(Invariants, kLossOps, inputs());
 
 }  // namespace
 }  // namespace logitless::conformance

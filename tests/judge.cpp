@@ -54,11 +54,10 @@ Comparison judge(const TestDevice& device, const Case& c, const RunPlan& plan) {
   });
 }
 
-Comparison judge_pairs(const TestDevice& device, OpKind op, DType dtype, size_t offset,
-                       size_t step) {
+Comparison judge_pairs(const TestDevice& device, OpKind op, DType dtype, Part part) {
   Comparison all;
   const std::vector<Pair> pairs = feature_pairs(op, dtype);
-  for (size_t i = offset; i < pairs.size(); i += step) {
+  for (size_t i = part.offset; i < pairs.size(); i += part.step) {
     const Case c = case_of(op, dtype, pairs[i]);
     const std::string context = std::string(features()[pairs[i].first].name) + " + " +
                                 features()[pairs[i].second].name + ", " + describe(c);
@@ -81,7 +80,7 @@ void apply_everything(Case& c) {
   c.grad_lse = c.grad_target_logit = c.grad_entropy = c.saved_state = true;
 }
 
-Comparison judge_shapes(const TestDevice& device, OpKind op, DType dtype) {
+Comparison judge_shapes(const TestDevice& device, OpKind op, DType dtype, Part part) {
   static constexpr Data kData[] = {Data::normal, Data::peaked, Data::constant, Data::large};
   static constexpr Placement kPlacements[] = {
       Placement::dense,     Placement::padded, Placement::dense,      Placement::strided,
@@ -93,7 +92,7 @@ Comparison judge_shapes(const TestDevice& device, OpKind op, DType dtype) {
   uint64_t seed = 0;
   for (const Shape& shape : shapes(op)) {
     for (const bool everything : {false, true}) {
-      ++seed;
+      if (++seed % part.step != part.offset) continue;
       Case c{.op = op, .shape = shape, .dtype = dtype, .seed = seed};
       c.data = kData[seed / 3 % 4];
       c.placement = kPlacements[seed / 2 % 8];

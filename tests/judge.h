@@ -31,12 +31,14 @@ WorkspaceSize workspace_of(const TestDevice& device, const Case& c,
 Comparison judge_sizes(const TestDevice& device, const Case& c, const std::vector<uint64_t>& sizes);
 Comparison judge(const TestDevice& device, const Case& c, const RunPlan& plan = {});
 
-// Every feature pair of the op and dtype whose index is `offset` modulo `step`, in workspaces of
-// several sizes.
-Comparison judge_pairs(const TestDevice& device, OpKind op, DType dtype, size_t offset = 0,
-                       size_t step = 1);
+// Which cases of a list: those whose index is `offset` modulo `step`.
+struct Part {
+  size_t offset = 0, step = 1;
+};
+// Every feature pair of the op and dtype, in workspaces of several sizes.
+Comparison judge_pairs(const TestDevice& device, OpKind op, DType dtype, Part part = {});
 // Every shape, plain and with all options together, with data and placement in rotation.
-Comparison judge_shapes(const TestDevice& device, OpKind op, DType dtype);
+Comparison judge_shapes(const TestDevice& device, OpKind op, DType dtype, Part part = {});
 
 // Turns on every option that the op can have at once.
 void apply_everything(Case& c);

@@ -2,6 +2,7 @@
 // Offsets past 2^32: rows and columns of every matrix gigabytes apart, in address space of which
 // only the elements' pages exist, give the results of dense ones.
 #include <map>
+#include <utility>
 
 #include "judge.h"
 #include "problem.h"
@@ -15,14 +16,15 @@ class Offsets : public ConformanceTest {};
 constexpr int64_t kApart = (int64_t{1} << 31) + 3;  // elements
 
 // An op's tensors on a device, its matrices with their rows (axis 0) or columns (axis 1) kApart
-// elements apart; as they are with axis -1.
+// elements apart, neighbours on the other axis `step`; as they are with axis -1.
 template <class Op>
 class Spread {
  public:
-  Spread(const TestDevice& device, const Op& host, int axis) : device_(device), op_(host) {
+  Spread(const TestDevice& device, const Op& host, int axis, int64_t step = 1)
+      : device_(device), op_(host) {
     logitless_op unused{};
     for_each_tensor(op_, unused, [&](const char*, Access, TensorView& view, auto&&) {
-      if (view) move(view, axis);
+      if (view) move(view, axis, step);
     });
     place(op_, device.tensors());
   }
@@ -51,11 +53,11 @@ class Spread {
   }
 
  private:
-  void move(TensorView& view, int axis) {
+  void move(TensorView& view, int axis, int64_t step) {
     const TensorView host = view;
     if (view.rank == 2 && axis >= 0) {
       view.stride[axis] = kApart;
-      view.stride[1 - axis] = 1;
+      view.stride[1 - axis] = step;
     }
     view.byte_offset = 0;
     const auto size = static_cast<size_t>(size_of(view.dtype));
@@ -106,14 +108,15 @@ TEST_P(Offsets, MatricesGigabytesApart) {
     const Fields dense = Spread<Op>(device_, p.op, -1).run();
     const Comparison result = compare(expected(device_, p.op, p.model), dense);
     EXPECT_TRUE(result.ok()) << result.report;
-    for (const int axis : {0, 1}) {
-      const Fields far = Spread<Op>(device_, p.op, axis).run();
+    for (const auto& way : {std::pair{0, 1}, std::pair{1, 1}, std::pair{0, 2}}) {
+      const int axis = way.first, step = way.second;
+      const Fields far = Spread<Op>(device_, p.op, axis, step).run();
       if (device_.batch_invariant(op_)) {
-        EXPECT_EQ(differing_bits(dense, far), "") << "axis " << axis;
+        EXPECT_EQ(differing_bits(dense, far), "") << "axis " << axis << ", step " << step;
       }
       // Another layout may be another product there.
       const Comparison apart = compare(expected(device_, p.op, p.model), far);
-      EXPECT_TRUE(apart.ok()) << "axis " << axis << "\n" << apart.report;
+      EXPECT_TRUE(apart.ok()) << "axis " << axis << ", step " << step << "\n" << apart.report;
     }
   });
 }

@@ -4,6 +4,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 namespace logitless::cpu {
 namespace {
 
@@ -68,25 +70,105 @@ TEST(Plan, ThreadsDoNotChangeTheDivisionOfWork) {
 
 TEST(Plan, TheRecommendedWorkspaceGivesTheRecommendedPlan) {
   for (const LinearShape& shape : heads) {
-    const LinearPlan want = recommended_plan(shape, 2), got = plan_linear(shape, want.bytes, 2);
-    EXPECT_EQ(got.token_chunk, want.token_chunk);
-    EXPECT_EQ(got.stored, want.stored);
-    EXPECT_EQ(got.lanes, want.lanes);
-    EXPECT_EQ(got.bytes, want.bytes);
+    for (const int64_t threads : {1, 2, 8, 64}) {
+      const LinearPlan want = recommended_plan(shape, threads);
+      const LinearPlan got = plan_linear(shape, want.bytes, std::max<int64_t>(threads, 8));
+      EXPECT_EQ(got.token_chunk, want.token_chunk);
+      EXPECT_EQ(got.stored, want.stored);
+      EXPECT_EQ(got.lanes, want.lanes);
+      EXPECT_EQ(got.bytes, want.bytes);
+      // Fewer threads leave lanes behind, and only lanes.
+      const LinearPlan used = plan_linear(shape, want.bytes, threads);
+      EXPECT_EQ(used.lanes, std::min(want.lanes, threads));
+      EXPECT_EQ(used.bytes + (want.lanes - used.lanes) * want.lane_bytes, want.bytes);
+    }
   }
 }
 
 TEST(Plan, TheDefaultStaysBelowHalfOfTheLogits) {
   for (const LinearShape& shape : heads) {
     const uint64_t logits = uint64_t(shape.tokens) * shape.vocab * 4;
-    EXPECT_LE(recommended_plan(shape, 2).bytes, logits / 2 + 16 * MiB);
+    for (const int64_t threads : {1, 2, 8}) {
+      EXPECT_LE(recommended_plan(shape, threads).bytes, logits / 2 + 16 * MiB);
+    }
   }
 }
 
 TEST(Plan, LossOnlyIsAtMost16MiB) {
   for (LinearShape shape : heads) {
     shape.grad_input = shape.grad_weight = false;
-    EXPECT_LE(recommended_plan(shape, 2).bytes, 16 * MiB);
+    for (const int64_t threads : {1, 2, 8}) {
+      EXPECT_LE(recommended_plan(shape, threads).bytes, 16 * MiB);
+    }
+  }
+}
+
+// A larger chunk for half of the threads is no gain: below the default the chunk gives way first.
+TEST(Plan, ALittleLessMemoryIdlesNoThread) {
+  for (LinearShape shape : {heads[0], heads[1], heads[2], heads[4], heads[5]}) {
+    for (const bool gradients : {true, false}) {
+      shape.grad_input = shape.grad_weight = gradients;
+      const uint64_t most = recommended_plan(shape, 1).bytes;
+      for (const uint64_t bytes : {most - 1, most - MiB, most - 2 * MiB, most / 8 * 7, most / 2}) {
+        for (const int64_t threads : {2, 4}) {
+          EXPECT_EQ(plan_linear(shape, bytes, threads).lanes, threads)
+              << bytes << " of " << most << " bytes";
+        }
+        EXPECT_GE(plan_linear(shape, bytes, 8).lanes, 4) << bytes << " of " << most << " bytes";
+      }
+    }
+  }
+}
+
+TEST(Plan, MoreMemoryIsNeverExpectedToBeSlower) {
+  for (LinearShape shape : heads) {
+    for (const bool state_given : {false, true}) {
+      shape.forward = !state_given;
+      const uint64_t most = recommended_plan(shape, 1).bytes;
+      double cost = plan_linear(shape, 0, 8).cost;
+      for (uint64_t bytes = plan_linear(shape, 0, 8).bytes; bytes < 2 * most; bytes += most / 997) {
+        const LinearPlan p = plan_linear(shape, bytes, 8);
+        EXPECT_LE(p.cost, cost) << bytes;
+        cost = p.cost;
+      }
+    }
+  }
+}
+
+// From the minimum to the plan of 256 recomputed tokens every doubling of the workspace buys time.
+TEST(Plan, SmallWorkspacesHaveStepsBetween) {
+  for (const LinearShape& shape : {heads[0], heads[1], heads[2], heads[4], heads[5]}) {
+    const LinearPlan least = plan_linear(shape, 0, 8);
+    EXPECT_GE(least.token_chunk, 64);
+    for (uint64_t bytes = least.bytes; bytes < 8 * MiB; bytes *= 2) {
+      EXPECT_LT(plan_linear(shape, 2 * bytes, 8).cost, .95 * plan_linear(shape, bytes, 8).cost);
+    }
+  }
+}
+
+// Parts of a slot recompute its logits each: threads that do not make up a part for every slot have
+// no lane.
+TEST(Plan, RecomputingSharesSlotsEvenly) {
+  for (LinearShape shape : heads) {
+    shape.forward = false;
+    for (const int64_t threads : {3, 9, 13, 40}) {
+      const LinearPlan p = plan_linear(shape, uint64_t{1} << 40, threads);
+      ASSERT_FALSE(p.stored);
+      EXPECT_TRUE(p.lanes <= p.slots || p.lanes % p.slots == 0) << p.lanes << " of " << p.slots;
+    }
+  }
+}
+
+TEST(Plan, NothingToDoHasAPlan) {
+  for (LinearShape shape : {training(0, 64, 0), training(0, 64, 3000)}) {
+    for (const bool grad_input : {false, true}) {
+      shape.grad_input = grad_input;
+      for (const bool forward : {false, true}) {
+        shape.forward = forward;
+        EXPECT_GE(plan_linear(shape, 0, 3).lanes, 1);
+        EXPECT_EQ(plan_linear(shape, recommended_plan(shape, 3).bytes, 8).chunks, 1);
+      }
+    }
   }
 }
 

@@ -224,6 +224,13 @@ inline const Reject kFieldRejects[] = {
     {"loss [N] of a mean",
      change("loss", [](TensorView& v) { v.rank = 1, v.shape = {3, 0}, v.stride = {1, 0}; }),
      wrong_shape, "loss"},
+    {"input and weight of one integer dtype",
+     [](Subject& s) {
+       if (!s.linear()) return false;
+       s["input"].dtype = s["weight"].dtype = DType::i32;
+       return true;
+     },
+     wrong_dtype, "input"},
     {"weight of another dtype", dtype("weight", DType::f16), wrong_dtype, "weight"},
     {"bias f16 with f32", dtype("bias", DType::f16), wrong_dtype, "bias"},
     {"bias bf16 with f16",

@@ -171,6 +171,29 @@ TEST(Rejects, WrongRankOfAnyField) {
   }
 }
 
+// Of the right number of elements, but with a dimension more.
+TEST(Rejects, OneDimensionTooManyOfAnyField) {
+  break_every_field(wrong_shape, Seen::by_both, [](Subject& s, const std::string& name) {
+    TensorView& v = s[name];
+    if (v.rank == 2) return false;
+    v.shape = {v.rank == 0 ? 1 : v.shape[0], 1};
+    v.stride = {1, 1};
+    v.rank = 2;
+    return true;
+  });
+}
+
+TEST(Rejects, TwoElementsWhereOneIsMeant) {
+  break_every_field(wrong_shape, Seen::by_both, [](Subject& s, const std::string& name) {
+    TensorView& v = s[name];
+    if (v.rank != 0) return false;
+    v.shape = {2, 0};
+    v.stride = {1, 0};
+    v.rank = 1;
+    return true;
+  });
+}
+
 TEST(Rejects, WrongSizeOfAnyField) {
   for (int dimension : {0, 1}) {
     for (int64_t change : {-1, 1}) {

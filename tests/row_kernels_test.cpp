@@ -108,6 +108,19 @@ TEST_P(RowKernels, AnInfiniteLogitMapsExactly) {
   }
 }
 
+TEST_P(RowKernels, ZeroTimesAnInfiniteLogitIsNaN) {
+  for (const float scale : {0.f, -0.f}) {
+    for (const float softcap : {0.f, 30.f}) {
+      const LogitMap map = logit_map({.logit_scale = scale, .softcap = softcap});
+      std::vector<float> z{kInf, -kInf, kNan, 3e38f, -1};
+      map_block(map, z.data(), nullptr, 5);
+      for (const int i : {0, 1, 2}) EXPECT_TRUE(std::isnan(z[i])) << i << ": " << z[i];
+      EXPECT_EQ(z[3], 0);
+      EXPECT_EQ(z[4], 0);
+    }
+  }
+}
+
 // forward_block in double from the mapped logits it left behind.
 void check_forward(const std::vector<float>& z, const std::vector<float>* weight,
                    const BlockState& state) {

@@ -241,9 +241,19 @@ TEST_P(Shards, BackwardAddsUp) {
   });
 }
 
+// Equal logits on two shards: the lowest index, whichever shard comes first in the sum.
+TEST(Combine, TheFirstOfEqualLogitsIsTheArgmax) {
+  const TokenState first{.row_reference = 2, .argmax = 3}, second{.row_reference = 2, .argmax = 70};
+  const TokenState third{.row_reference = 1, .argmax = 90};
+  EXPECT_EQ(combine(first, second).argmax, 3);
+  EXPECT_EQ(combine(combine(first, third), second).argmax, 3);
+  EXPECT_EQ(combine(third, second).argmax, 70);
+  EXPECT_EQ(combine(TokenState{}, second).argmax, 70);
+}
+
 constexpr OpKind kShardOps[] = {OpKind::forward, OpKind::backward, OpKind::linear_forward,
                                 OpKind::linear_backward};
-LOGITLESS_CONFORMANCE_SUITE_OF(Shards, kShardOps, kInputs);
+LOGITLESS_CONFORMANCE_SUITE_OF(Shards, kShardOps, inputs());
 
 }  // namespace
 }  // namespace logitless::conformance

@@ -23,12 +23,29 @@ inline constexpr OpKind kOps[] = {OpKind::softmax,
 inline constexpr OpKind kLossOps[] = {OpKind::forward,          OpKind::backward,
                                       OpKind::forward_backward, OpKind::linear_forward,
                                       OpKind::linear_backward,  OpKind::linear_forward_backward};
-inline constexpr DType kInputs[] = {DType::f32, DType::f16, DType::bf16};
-
-// Everything everywhere, however long it takes.
-inline bool full() {
-  const char* value = std::getenv("LOGITLESS_TEST_FULL");
+inline bool is_set(const char* variable) {
+  const char* value = std::getenv(variable);
   return value != nullptr && std::string(value) == "1";
+}
+// Everything everywhere, however long it takes.
+inline bool full() { return is_set("LOGITLESS_TEST_FULL"); }
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#define LOGITLESS_SANITIZED 1
+#endif
+#endif
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || defined(LOGITLESS_SANITIZED)
+inline constexpr bool kSanitized = true;
+#else
+inline constexpr bool kSanitized = false;
+#endif
+// A seeded eighth of the cases: where each takes many times as long.
+inline bool eighth() { return !full() && (kSanitized || is_set("LOGITLESS_TEST_EIGHTH")); }
+
+inline std::vector<DType> inputs() { return {DType::f32, DType::f16, DType::bf16}; }
+// Of tests whose every case is many runs.
+inline std::vector<DType> few_inputs() {
+  return eighth() ? std::vector<DType>{DType::bf16} : inputs();
 }
 
 inline std::vector<std::string> device_names() {
@@ -56,6 +73,6 @@ inline std::string parameter_name(const testing::TestParamInfo<Parameter>& info)
                            testing::Combine(testing::ValuesIn(device_names()),                  \
                                             testing::ValuesIn(ops), testing::ValuesIn(dtypes)), \
                            parameter_name)
-#define LOGITLESS_CONFORMANCE_SUITE(Suite) LOGITLESS_CONFORMANCE_SUITE_OF(Suite, kOps, kInputs)
+#define LOGITLESS_CONFORMANCE_SUITE(Suite) LOGITLESS_CONFORMANCE_SUITE_OF(Suite, kOps, inputs())
 
 }  // namespace logitless::conformance

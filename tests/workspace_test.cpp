@@ -2,6 +2,7 @@
 // A workspace of any size from the minimum on gives right results, is not left behind, and is used
 // to its end: the bytes asked for are the bytes touched.
 #include <algorithm>
+#include <utility>
 
 #include "executors.h"
 #include "judge.h"
@@ -97,24 +98,30 @@ uint64_t touched_end(const TestDevice& device, const Case& c, Memory memory, int
   return end;
 }
 
+// The minimum by any number of threads; the recommended one, which has room for eight, by eight and
+// more.
 TEST_P(WorkspaceSizes, BytesAskedForAreBytesTouched) {
   if (!device_.has_threads() && device_.synchronous()) return;  // the reference takes none
-  const std::vector<int> teams = device_.has_threads() ? std::vector{1, 5} : std::vector{1};
+  std::vector<std::pair<Memory, int>> runs{{Memory::minimum, 1}, {Memory::recommended, 1}};
+  if (device_.has_threads()) {
+    runs = {{Memory::minimum, 1},
+            {Memory::minimum, 5},
+            {Memory::recommended, 8},
+            {Memory::recommended, 11}};
+  }
   for (Case c : cases()) {
     c.ignored = c.outside = 0;  // which tokens count is not known where the bytes are asked for
-    for (const int threads : teams) {
-      for (const Memory memory : {Memory::minimum, Memory::recommended}) {
-        uint64_t given = 0;
-        const uint64_t end = touched_end(device_, c, memory, threads, &given);
-        EXPECT_LE(given - end, kSlack) << describe(c) << ", " << threads << " threads, "
-                                       << (memory == Memory::minimum ? "minimum" : "recommended")
-                                       << ": " << end << " of " << given << " bytes touched";
-      }
+    for (const auto& [memory, threads] : runs) {
+      uint64_t given = 0;
+      const uint64_t end = touched_end(device_, c, memory, threads, &given);
+      EXPECT_LE(given - end, kSlack) << describe(c) << ", " << threads << " threads, "
+                                     << (memory == Memory::minimum ? "minimum" : "recommended")
+                                     << ": " << end << " of " << given << " bytes touched";
     }
   }
 }
 
-LOGITLESS_CONFORMANCE_SUITE(WorkspaceSizes);
+LOGITLESS_CONFORMANCE_SUITE_OF(WorkspaceSizes, kOps, few_inputs());
 
 }  // namespace
 }  // namespace logitless::conformance

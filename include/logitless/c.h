@@ -189,7 +189,9 @@ LOGITLESS_API int32_t logitless_describe_backend(int32_t device_type, char* text
                                                  logitless_status* status);
 /* Loads every kernel of the execution's device, and the matrix library, so that the first run does
  * not: CUDA otherwise loads a kernel at its first launch, which may wait for the device and may not
- * happen while a graph is captured. Nothing to do on the CPU. Returns the code. */
+ * happen while a graph is captured. The matrix library loads its own kernels when a product of a
+ * shape is first asked for, whatever is done here: run a linear op once before capturing it.
+ * Nothing to do on the CPU. Returns the code. */
 LOGITLESS_API int32_t logitless_warmup(const logitless_execution* execution,
                                        logitless_status* status);
 /* Threads of the library's own pool; 0 or less asks for the default (LOGITLESS_NUM_THREADS,

@@ -2,6 +2,7 @@
 #include "src/cpu/plan.h"
 
 #include <algorithm>
+#include <bit>
 #include <utility>
 
 #include "src/cpu/row_kernels.h"
@@ -34,22 +35,69 @@ struct Layout {
 constexpr int64_t many_tokens_depth = 256, few_tokens_depth = 1024, few_tokens = 64;
 // 512 tokens: 144 flop a byte of weight at D 768, far above the machine's balance; 256 costs 3 %,
 // 1024 gains nothing (docs/kernels/cpu.md).
-constexpr int64_t largest_chunk = 512;
+constexpr int64_t chunk_steps[] = {512, 384, 256, 192, 128, 96, 64, 48, 32, 16, 8};
+// Recomputing, the packed operands of both products share the cache.
+constexpr int64_t largest_recomputed = 256;
+// Smaller chunks save little memory and take many times as long: only where the default needs them.
+constexpr int64_t smallest_chunk = 64;
 // More slots feed more threads without splitting the hidden axis and cost memory: at most this many
 // bytes.
 constexpr int64_t slot_bytes = int64_t{12} << 20;
-constexpr int64_t most_slots = 8;
 // What the default may take beyond half of the f32 logits.
 constexpr int64_t default_extra = int64_t{16} << 20;
 // Loss only: X packed, one tile a lane and the tiles' states.
 constexpr int64_t loss_only_bytes = int64_t{14} << 20;
 
+// Lanes and slots that a plan is weighed with. Lanes cost in the mean over 1, 2, 4 and 8 threads
+// what idle threads cost; with fewer slots than threads each tile's gradient is formed twice.
+struct Crew {
+  int64_t lanes, slots;
+  double cost;
+};
+constexpr Crew crews[] = {{8, 8, 1}, {8, 4, 1.02}, {4, 4, 1.19}, {2, 2, 1.68}, {1, 1, 2.83}};
+constexpr int64_t full_crew = crews[0].lanes;
+
 struct Choice {
   int64_t token_chunk;
   bool stored;
+  Crew crew;
 };
 
-LinearPlan make_plan(const LinearShape& shape, Choice choice, int64_t lanes) {
+int64_t gradient_tasks(const LinearShape& shape, const LinearPlan& p) {
+  return p.slots * most_gradient_parts(p.engine.b_panels(shape.hidden));
+}
+
+// As many threads as the pass of most tasks has work for; scratch for more would lie idle. Parts of
+// a slot each recompute its logits, which pays only where every slot has as many.
+int64_t useful_lanes(const LinearShape& shape, const LinearPlan& p, int64_t threads) {
+  const int64_t forward = shape.forward ? p.vocab_tiles : 1;
+  const int64_t backward = shape.gradients() ? gradient_tasks(shape, p) : 1;
+  const int64_t lanes = std::clamp<int64_t>(threads, 1, std::max(forward, backward));
+  const bool whole_slots = shape.gradients() && !p.stored && lanes > p.slots;
+  return whole_slots ? lanes / p.slots * p.slots : lanes;
+}
+
+void set_lanes(int64_t lanes, LinearPlan* p) {
+  p->lanes = lanes;
+  p->bytes = p->lanes_at + lanes * p->lane_bytes;
+}
+
+// Measured at N 1024, D 768, V 50257 on Granite Rapids (docs/kernels/cpu.md): what forming the
+// logits twice adds, and what each pass over the weight or its gradient adds to a chunk of one
+// token. The bf16 dot lies between and was not measured.
+double expected_time(const LinearPlan& p, Crew crew) {
+  struct Rates {
+    double recompute, pass;
+  };
+  const Rates rates = p.engine.arithmetic == Arithmetic::amx        ? Rates{.06, 24}
+                      : p.engine.arithmetic == Arithmetic::bf16_dot ? Rates{.25, 12}
+                                                                    : Rates{.31, 7.8};
+  const double passes = p.stored ? 4 : 5;
+  return crew.cost * (1 + (p.stored ? 0 : rates.recompute) +
+                      passes * rates.pass / static_cast<double>(p.token_chunk));
+}
+
+LinearPlan make_plan(const LinearShape& shape, Choice choice) {
   LinearPlan p;
   p.engine = choose_engine(shape.dtype);
   p.stored = choice.stored;
@@ -58,17 +106,18 @@ LinearPlan make_plan(const LinearShape& shape, Choice choice, int64_t lanes) {
   p.chunks = (tokens + choice.token_chunk - 1) / choice.token_chunk;
   p.token_chunk = round_up((tokens + p.chunks - 1) / p.chunks, p.engine.token_multiple());
   p.depth_block =
-      std::min(shape.hidden, p.token_chunk <= few_tokens ? few_tokens_depth : many_tokens_depth);
+      std::min(shape.hidden, shape.tokens <= few_tokens ? few_tokens_depth : many_tokens_depth);
   p.vocab_tiles = (shape.vocab + vocab_tile - 1) / vocab_tile;
   p.padded_hidden_a = p.engine.padded_k(shape.hidden);
   p.padded_hidden_b = p.engine.b_panels(shape.hidden) * p.engine.b_columns;
   p.weight_sum = shape.grad_weight && !shape.direct_grad_weight && p.chunks > 1;
   const int64_t chunk = p.token_chunk;
   const int64_t slot = chunk * p.padded_hidden_b * 4;
-  // Without grad_input nothing is summed over the vocabulary: every tile is its own task.
-  p.slots = shape.grad_input
-                ? std::clamp<int64_t>(slot_bytes / slot, 1, std::min(most_slots, p.vocab_tiles))
-                : p.vocab_tiles;
+  // Without grad_input nothing is summed over the vocabulary: every tile is its own task. A power
+  // of two shares out evenly among 2, 4 and 8 threads.
+  const int64_t affordable = std::bit_floor<uint64_t>(std::max<int64_t>(slot_bytes / slot, 1));
+  const int64_t tiles = std::max<int64_t>(p.vocab_tiles, 1);
+  p.slots = shape.grad_input ? std::min({choice.crew.slots, tiles, affordable}) : tiles;
 
   Layout whole;
   p.tokens_at = whole.take(tokens_bytes(shape.tokens));
@@ -106,82 +155,76 @@ LinearPlan make_plan(const LinearShape& shape, Choice choice, int64_t lanes) {
   p.bias_at = lane.take(shape.bias ? vocab_tile * 4 : 0);
   p.class_weight_at = lane.take(shape.class_weight ? vocab_tile * 4 : 0);
   p.lane_bytes = lane.at;
-  p.lanes = lanes;
-  p.bytes = p.lanes_at + lanes * p.lane_bytes;
+  set_lanes(useful_lanes(shape, p, choice.crew.lanes), &p);
+  p.cost = expected_time(p, choice.crew);
   return p;
 }
 
-int64_t default_chunk(const LinearShape& shape, int64_t multiple) {
-  int64_t chunk = std::min(largest_chunk, round_up(std::max<int64_t>(shape.tokens, 1), multiple));
-  chunk = round_up(chunk, multiple);
-  const uint64_t limit = shape.gradients()
-                             ? uint64_t(shape.tokens) * shape.vocab * 2 + default_extra
-                             : loss_only_bytes;
-  const bool stored = shape.gradients() && shape.forward;
-  for (; chunk > multiple; chunk = round_up(chunk / 2, multiple)) {
-    LinearPlan p = make_plan(shape, {chunk, stored}, 2);
-    if (p.weight_sum) p.bytes -= uint64_t(shape.vocab) * shape.hidden * 4;
-    if (p.bytes <= limit) break;
+// Calls use(plan) with every plan of the shape, large chunks first.
+template <class Use>
+void for_each_plan(const LinearShape& shape, const Use& use) {
+  const int64_t tokens = std::max<int64_t>(shape.tokens, 1);
+  int64_t chunks = 0;
+  for (const int64_t step : chunk_steps) {
+    const int64_t previous = std::exchange(chunks, (tokens + step - 1) / step);
+    if (chunks == previous) continue;  // the same chunk again
+    for (const bool stored : {true, false}) {
+      if (stored && !(shape.gradients() && shape.forward)) continue;
+      for (const Crew crew : crews) {
+        const LinearPlan p = make_plan(shape, {step, stored, crew});
+        if (shape.gradients() && !stored && p.token_chunk > largest_recomputed) continue;
+        if (shape.gradients() && p.lanes > gradient_tasks(shape, p)) continue;
+        use(p);
+      }
+    }
   }
-  return chunk;
 }
 
-// With gradients the packed operands of both products share the cache.
-int64_t recompute_chunk(const LinearShape& shape, int64_t chunk) {
-  return shape.gradients() ? std::min<int64_t>(chunk, 256) : chunk;
+uint64_t default_limit(const LinearShape& shape, const LinearPlan& p) {
+  if (!shape.gradients()) return loss_only_bytes;
+  const uint64_t sum = p.weight_sum ? uint64_t(shape.vocab) * shape.hidden * 4 : 0;
+  return uint64_t(shape.tokens) * shape.vocab * 2 + default_extra + sum;
 }
 
-// As many threads as the pass of most tasks has work for; scratch for more would lie idle.
-int64_t useful_lanes(const LinearShape& shape, const LinearPlan& p, int64_t threads) {
-  const int64_t forward = shape.forward ? p.vocab_tiles : 1;
-  const int64_t panels = p.engine.b_panels(shape.hidden);
-  const int64_t backward = shape.gradients() ? p.slots * most_gradient_parts(panels) : 1;
-  return std::clamp<int64_t>(threads, 1, std::max(forward, backward));
+// The least costly plan with a full crew below the limit; where there is none, the smallest.
+LinearPlan default_plan(const LinearShape& shape) {
+  LinearPlan best, smallest;
+  for_each_plan(shape, [&](const LinearPlan& p) {
+    if (p.lanes < useful_lanes(shape, p, full_crew)) return;
+    if (smallest.bytes == 0 || p.bytes < smallest.bytes) smallest = p;
+    if (p.bytes > default_limit(shape, p)) return;
+    if (best.bytes == 0 || p.cost < best.cost) best = p;
+  });
+  return best.bytes > 0 ? best : smallest;
 }
 
 }  // namespace
 
 LinearPlan plan_linear(const LinearShape& shape, uint64_t bytes, int64_t threads) {
-  const int64_t multiple = choose_engine(shape.dtype).token_multiple();
-  const bool can_store = shape.gradients() && shape.forward;
-  const int64_t first = default_chunk(shape, multiple);
-  // A smaller chunk is not always a smaller plan: more than one may need an f32 sum of grad_weight.
-  LinearPlan p, least;
-  const auto fits = [&](Choice choice) {
-    p = make_plan(shape, choice, 1);
-    if (least.bytes == 0 || p.bytes < least.bytes) least = p;
-    return p.bytes <= bytes;
-  };
-  bool found = false;
-  if (can_store) {
-    // Below 64 tokens a stored chunk is bound by reading and writing grad_weight: recomputing costs
-    // a third more.
-    for (int64_t chunk = first; !found; chunk = round_up(chunk / 2, multiple)) {
-      found = fits({chunk, true});
-      if (chunk <= std::max<int64_t>(64, multiple)) break;
-    }
+  LinearPlan p = default_plan(shape);
+  if (p.bytes > bytes) {
+    const int64_t least_chunk = std::min(smallest_chunk, p.token_chunk);
+    LinearPlan best, least = p;
+    for_each_plan(shape, [&](const LinearPlan& other) {
+      if (other.token_chunk < least_chunk) return;
+      if (other.bytes < least.bytes) least = other;
+      if (other.bytes <= bytes && (best.bytes == 0 || other.cost < best.cost)) best = other;
+    });
+    if (best.bytes == 0) return least;
+    p = best;
   }
-  for (int64_t chunk = recompute_chunk(shape, first); !found;
-       chunk = round_up(chunk / 2, multiple)) {
-    found = fits({chunk, false});
-    if (chunk <= multiple) break;
-  }
-  if (!found) return least;
-  if (threads > 1 && p.lane_bytes > 0) {
-    const int64_t more = static_cast<int64_t>((bytes - p.bytes) / p.lane_bytes);
-    p.lanes = std::min<int64_t>(useful_lanes(shape, p, threads), 1 + more);
-    p.bytes += (p.lanes - 1) * p.lane_bytes;
+  if (p.lane_bytes > 0) {
+    const auto room = static_cast<int64_t>(
+        std::min<uint64_t>((bytes - p.lanes_at) / p.lane_bytes, std::max<int64_t>(threads, 1)));
+    set_lanes(useful_lanes(shape, p, room), &p);
   }
   return p;
 }
 
 LinearPlan recommended_plan(const LinearShape& shape, int64_t threads) {
-  const int64_t multiple = choose_engine(shape.dtype).token_multiple();
-  const bool can_store = shape.gradients() && shape.forward;
-  int64_t chunk = default_chunk(shape, multiple);
-  if (!can_store) chunk = recompute_chunk(shape, chunk);
-  const LinearPlan one = make_plan(shape, {chunk, can_store}, 1);
-  return make_plan(shape, {chunk, can_store}, useful_lanes(shape, one, threads));
+  LinearPlan p = default_plan(shape);
+  set_lanes(useful_lanes(shape, p, std::max(threads, full_crew)), &p);
+  return p;
 }
 
 }  // namespace logitless::cpu

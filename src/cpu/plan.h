@@ -6,7 +6,8 @@
 // tile -> (stored plan) the logits to the workspace; then G from the stored logits, or from a
 // second product (recompute plan), and both gradient products. The division of work that sets the
 // bits - chunk, slots, stored or recomputed - depends on the shape and the workspace, never on the
-// number of threads: those only add scratch ("lanes").
+// number of threads: those only add scratch ("lanes"). So that no thread idles for a larger chunk's
+// sake, a plan is weighed together with a fixed number of lanes, whoever runs it.
 #pragma once
 
 #include <algorithm>
@@ -44,6 +45,7 @@ struct LinearPlan {
   bool stored = false;      // logits of a chunk are kept, not recomputed
   bool weight_sum = false;  // an f32 sum of grad_weight stands in the workspace
   int64_t lanes = 0;        // threads that have scratch
+  double cost = 0;          // expected time, 1 = three products of tokens that share one chunk
   int64_t padded_hidden_a = 0;  // depth of the logits product
   int64_t padded_hidden_b = 0;  // columns of the gradient products, whole panels
 
@@ -62,11 +64,12 @@ struct LinearPlan {
 // Into how many tasks a slot of the gradient pass is divided at most, along the hidden panels.
 inline int64_t most_gradient_parts(int64_t panels) { return std::max<int64_t>(panels / 4, 1); }
 
-// The plan for a workspace of `bytes`: the default plan if it fits, else the next smaller one.
-// bytes = 0: the smallest.
+// The plan for a workspace of `bytes`: the default plan if it fits, else the least costly one that
+// does. bytes = 0: the smallest.
 LinearPlan plan_linear(const LinearShape& shape, uint64_t bytes, int64_t threads);
 
-// The default plan with a lane for every thread that it has work for.
+// The default plan with a lane for every thread that it has work for, and for eight if there are
+// fewer: its size is what makes it the default, whatever the number of threads.
 LinearPlan recommended_plan(const LinearShape& shape, int64_t threads);
 
 }  // namespace logitless::cpu

@@ -45,8 +45,11 @@ inline MapFactors map_factors(const LogitMap& map) {
       std::copysign(static_cast<double>(map.softcap) / map.temperature, map.scale);
   f.inward = static_cast<float>(inward);
   f.inward_low = static_cast<float>(inward - f.inward);
-  f.limit = static_cast<float>(
-      std::fmin(21 / inward, static_cast<double>(std::numeric_limits<float>::max())));
+  // Scale 0 has no limit: 0 times an infinite logit is NaN.
+  f.limit = map.scale == 0
+                ? std::numeric_limits<float>::infinity()
+                : static_cast<float>(std::fmin(
+                      21 / inward, static_cast<double>(std::numeric_limits<float>::max())));
   f.outward = static_cast<float>(outward);
   f.outward_low = static_cast<float>(outward - f.outward);
   f.backward = static_cast<float>(static_cast<double>(map.temperature) / map.softcap);

@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mutants: bugs that some test must catch, and which tests are asked."""
 
-from mutants import kernels, linear, logits, tokens
+from mutants import kernels, linear, logits, overlap, tokens
 from mutants.mutant import TESTS, Edit, Mutant
 
-MUTANTS = [*tokens.MUTANTS, *kernels.MUTANTS, *logits.MUTANTS, *linear.MUTANTS]
+MUTANTS = [
+    *tokens.MUTANTS,
+    *kernels.MUTANTS,
+    *logits.MUTANTS,
+    *linear.MUTANTS,
+    *overlap.MUTANTS,
+]
 _names = [mutant.name for mutant in MUTANTS]
 assert len(set(_names)) == len(_names), "two mutants of one name"
 

@@ -11,12 +11,13 @@ BOTH = "logits linear"
 MUTANTS = [
     mutant(
         "lse: of a stale maximum", ROWS,
-        "const double old_factor = std::exp(old_shift), new_factor",
-        "const double old_factor = 1, new_factor", BOTH,
+        "const double old_factor = old_shift == 0 ? 1 : std::exp(old_shift);",
+        "const double old_factor = 1;", BOTH,
     ),
     mutant(
         "lse: the block's sum is not shifted to the row's maximum", ROWS,
-        "new_factor = std::exp(new_shift);", "new_factor = 1;", BOTH,
+        "const double new_factor = new_shift == 0 ? 1 : std::exp(new_shift);",
+        "const double new_factor = 1;", BOTH,
     ),
     mutant(
         "lse: of logits rounded to bf16", ROWS,
@@ -57,7 +58,7 @@ MUTANTS = [
     ),
     mutant(
         "NaN: lost beside an infinite logit", ROWS,
-        "    if (std::isnan(logits[j])) state->maximum = logits[j];\n", "", BOTH,
+        "    if (std::isnan(logits[j])) state->maximum = logits[j];\n", "", "kernels",
     ),
     mutant(
         "a row of -inf: a number, not NaN", ROWS,
@@ -83,6 +84,10 @@ MUTANTS = [
         "softcap: derivative from u at the target", ROWS,
         "const double t = static_cast<double>(z) * map.temperature / map.softcap;",
         "const double t = std::atanh(static_cast<double>(z) * map.temperature / map.softcap);", BOTH,
+    ),
+    mutant(
+        "NaN x 0: an infinite logit at scale 0 under a softcap", ROW,
+        "f.limit = map.scale == 0 ?", "f.limit = map.scale == 1e30f ?", "kernels",
     ),
     mutant("softcap: no derivative at the target", ROWS, "slope *= (1 - t) * (1 + t);", "slope *= 1 + 0 * t;", BOTH),
     Mutant(
@@ -121,7 +126,7 @@ MUTANTS = [
     mutant(
         "target: p - 1 with the rounding of p", ROWS,
         "double sum = g.onehot * std::expm1(log_p) + (static_cast<double>(g.probability) - g.onehot) * p;",
-        "double sum = static_cast<double>(g.probability * static_cast<float>(p) - g.onehot);", BOTH,
+        "double sum = static_cast<double>(g.probability * static_cast<float>(p) - g.onehot);", "kernels",
     ),
     mutant(
         "exp: a coefficient off by 1e-5", EXP, "T(0x1.fffffcp-2)", "T(0x1.fffdfcp-2)", f"{BOTH} kernels",
@@ -148,12 +153,12 @@ MUTANTS = [
     mutant(
         "bf16: cut off, not rounded", ROWS,
         "const V rounded = hn::Add(bits, hn::Add(lowest, hn::Set(du, 0x7fffu)));",
-        "const V rounded = hn::Add(bits, hn::Xor(lowest, lowest));", BOTH,
+        "const V rounded = hn::Add(bits, hn::Xor(lowest, lowest));", "kernels",
     ),
     mutant(
         "bf16: a NaN rounds to inf", ROWS,
         "hn::IfThenElse(nan, hn::Or(bits, hn::Set(du, 0x400000u)), rounded)",
-        "hn::IfThenElse(nan, hn::Set(du, 0x7f800000u), rounded)", BOTH,
+        "hn::IfThenElse(nan, hn::Set(du, 0x7f800000u), rounded)", "kernels",
     ),
     mutant(
         "32-bit offset: of packed elements", PACK,
@@ -193,7 +198,7 @@ MUTANTS = [
         "      const auto old = overwrite ? hn::Zero(df) : hn::LoadU(df, to + j);",
         "      const auto old =\n"
         "          hn::Mul(hn::LoadU(df, to + j), hn::Set(df, overwrite ? 0.0f : 1.0f));",
-        "linear",
+        "determinism",
     ),
     mutant(
         "AMX, last k: of a product", AMX, "const int64_t steps = std::min(depth, p.k - k) / 32;",

@@ -102,12 +102,12 @@ MUTANTS = [
     mutant(
         "linear, NaN: rows that pad a chunk are not zero", RUN,
         "        std::fill(row, row + vocab_tile, 0.0f);\n        continue;",
-        "        continue;", "linear nonfinite",
+        "        continue;", "determinism",
     ),
     mutant(
         "linear, NaN: columns that pad a tile are not zero", RUN,
         "      std::fill(row + width, row + vocab_tile, 0.0f);\n      const int64_t target", "      const int64_t target",
-        "linear nonfinite",
+        "determinism-bf16",
     ),
     mutant(
         "linear, accumulate: the first chunk overwrites", RUN,
@@ -151,8 +151,28 @@ MUTANTS = [
         "end = (slot + 1) * plan_.vocab_tiles / plan_.slots - (slot == 0 && plan_.slots > 1);", "linear",
     ),
     mutant(
-        "linear, threads: the slots follow them", PLAN, "std::clamp<int64_t>(slot_bytes / slot, 1, std::min(most_slots, p.vocab_tiles))",
-        "std::clamp<int64_t>(lanes, 1, std::min(most_slots, p.vocab_tiles))", "determinism",
+        "linear, threads: the slots follow them", PLAN, "    set_lanes(useful_lanes(shape, p, room), &p);",
+        "    set_lanes(useful_lanes(shape, p, room), &p);\n    p.slots = std::min(p.slots, p.lanes);",
+        "determinism",
+    ),
+    mutant(
+        "linear, threads: the chunk follows them", PLAN, "    set_lanes(useful_lanes(shape, p, room), &p);",
+        "    set_lanes(useful_lanes(shape, p, room), &p);\n    if (threads == 64 && p.chunks == 1) p.token_chunk = 8;",
+        "determinism",
+    ),
+    mutant(
+        "linear, plan: a larger chunk for one thread's scratch", PLAN,
+        "{{8, 8, 1}, {8, 4, 1.02}, {4, 4, 1.19}, {2, 2, 1.68}, {1, 1, 2.83}};",
+        "{{8, 8, 1}, {8, 4, 1.02}, {4, 4, 1.19}, {2, 2, 1.68}, {1, 1, 1}};", "plan",
+    ),
+    mutant(
+        "linear, plan: no step with fewer lanes", PLAN, "if (p.bytes > bytes) {\n    const int64_t least_chunk",
+        "if (p.bytes > bytes) {\n    const uint64_t whole = bytes;\n    bytes = bytes < (4 << 20) ? 0 : whole;\n"
+        "    const int64_t least_chunk", "plan",
+    ),
+    mutant(
+        "linear, plan: the promise holds for two lanes only", PLAN, "if (p.bytes > default_limit(shape, p)) return;",
+        "if (p.lanes_at + 2 * p.lane_bytes > default_limit(shape, p)) return;", "plan",
     ),
     mutant(
         "linear, threads: grad_bias is summed by each part", RUN,
@@ -163,8 +183,8 @@ MUTANTS = [
         "linear, batch: a row's blocks are added in an order of its own", RUN,
         "        row.add(blocks[tile * plan_.token_chunk + n], tile * vocab_tile, call_.wants);",
         "        const int64_t t = (tile + n) % plan_.vocab_tiles;\n"
-        "        row.add(blocks[t * plan_.token_chunk + n], t * vocab_tile, call_.wants);",
-        "invariance",
+        "        row.add(blocks[t * plan_.token_chunk + n], t * vocab_tile, call_.wants);\n"
+        "        row.sum = static_cast<float>(row.sum);  // sums in double hide the order", "invariance",
     ),
     mutant(
         "linear, common factor: missing in grad_bias", RUN,

@@ -55,8 +55,10 @@ MUTANTS = [
     ),
     mutant(
         "logits, 32-bit offset of strided elements", ROWS,
-        "    return base + row[r] * row_stride + j * column_stride;",
-        "    return base + static_cast<int32_t>(row[r] * row_stride) + j * column_stride;", "offsets",
+        "    return base + (row != nullptr ? row[r] : r) * row_stride + j * column_stride;",
+        "    return base + static_cast<int32_t>((row != nullptr ? row[r] : r) * row_stride) +\n"
+        "           j * column_stride;",
+        "offsets",
     ),
     mutant(
         "logits, in place: the target's logit is read after it is overwritten", ROWS,
@@ -107,7 +109,8 @@ MUTANTS = [
     ),
     mutant(
         "probabilities: smoothing without class weights", PROBABILITIES,
-        "smoothing * (class_weight != nullptr ? class_weight[j] : 1.0);", "smoothing;", "logits",
+        "smoothing * (class_weight != nullptr ? class_weight[j] : 1.0);", "smoothing;",
+        "logits logit-ops",
     ),
     mutant(
         "probabilities: ignored rows are not zeroed", LOSS,

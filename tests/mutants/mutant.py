@@ -18,9 +18,12 @@ TABLE = ("*EveryShape", "*EveryOptionAloneAndInPairs")
 
 TESTS: dict[str, list[str]] = {
     "validation": ["rejects_test", "accepts_test"],
+    "overlap": ["overlap_test"],
     "tokens": ["tokens_test"],
     "kernels": ["row_kernels_test"],
     "gemm": ["gemm_test"],
+    "logit-ops": ["logit_ops_test"],
+    "plan": ["plan_test"],
     "logits": [
         of_cpu("conformance", LOGITS, TABLE),
         of_cpu("edges", LOGITS),
@@ -37,9 +40,11 @@ TESTS: dict[str, list[str]] = {
     "edges": [of_cpu("edges", LINEAR)],
     "nonfinite": [of_cpu("nonfinite", LINEAR)],
     "shards": [of_cpu("shards", "")],
+    "combine": ["shards_test:Combine.*"],
     "offsets": [of_cpu("offsets", "")],
     "workspace": ["plan_test", of_cpu("workspace", "", ("*BytesAskedFor*",), "f32")],
     "determinism": [of_cpu("determinism", LINEAR, dtype="_f32")],
+    "determinism-bf16": [of_cpu("determinism", LINEAR, ("*RunTwice",), "_bf16")],
     "invariance": [of_cpu("invariance", LINEAR, dtype="_f32")],
 }
 

@@ -150,7 +150,7 @@ MUTANTS = [
         "shard: a target of another one counts here", TOKENS,
         "const float target_weight = tokens.target[k] < 0 ? 0 : tokens.target_weight[k];",
         "const float target_weight = tokens.target_weight[k];",
-        "shards",
+        "tokens",
     ),
     mutant(
         "shard: argmax counts from its first column", TOKENS, "s.lse(), s.argmax + start);", "s.lse(), s.argmax);",
@@ -166,7 +166,7 @@ MUTANTS = [
     ),
     mutant(
         "shard: combined argmax of the last of equal logits", COMBINE,
-        "a.row_reference >= b.row_reference) ? a.argmax", "a.row_reference > b.row_reference) ? a.argmax", "shards",
+        "a.row_reference >= b.row_reference) ? a.argmax", "a.row_reference > b.row_reference) ? a.argmax", "combine",
     ),
     mutant(
         "shard: combined over one whose logits are all -inf", COMBINE,
