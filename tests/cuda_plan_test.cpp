@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+// The plans of the linear ops on CUDA: arithmetic that needs no GPU.
+#include <algorithm>
+#include <array>
+#include <set>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "src/cuda/linear.h"
+#include "src/cuda/plan.h"
+
+namespace logitless::cuda {
+namespace {
+
+constexpr uint64_t MiB = uint64_t{1} << 20;
+
+std::vector<LinearShape> shapes() {
+  std::vector<LinearShape> all;
+  for (const bool fused : {false, true}) {
+    for (const auto& [tokens, vocab, hidden] : {std::array<int64_t, 3>{8192, 128256, 4096},
+                                                {20480, 50257, 768},
+                                                {0, 7, 3},
+                                                {1, 1, 1},
+                                                {1, 128256, 4096},
+                                                {513, 1025, 40},
+                                                {4096, 129280, 7168}}) {
+      for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {
+        LinearShape s{.tokens = tokens, .vocab = vocab, .hidden = hidden, .dtype = dtype};
+        s.fused = fused && dtype != DType::f32;
+        s.can_store = dtype != DType::f16;
+        all.push_back(s);
+        s.grad_input = s.grad_weight = true;
+        all.push_back(s);
+        s.grad_bias = s.smoothing = s.weighted_sum = s.entropy = s.argmax = true;
+        s.direct_grad_weight = s.fused = false;
+        s.copies_weight = true;
+        all.push_back(s);
+      }
+    }
+  }
+  return all;
+}
+
+uint64_t bytes_of(const LinearShape& s, const LinearPlan& p) {
+  Arena arena;
+  place_linear(s, p, &arena);
+  return arena.used();
+}
+
+std::vector<uint64_t> budgets(const LinearShape& s) {
+  const uint64_t least = smallest_plan(s, {}).bytes;
+  const uint64_t whole = least + uint64_t(s.tokens + 64) * (s.vocab + 64) * 4 + 64 * MiB;
+  std::vector<uint64_t> all;
+  for (int i = 0; i < 12; ++i) all.push_back(least + (whole - least) * i * i / 121);
+  return all;
+}
+
+TEST(CudaPlan, FitsItsBudgetToTheByte) {
+  for (const LinearShape& s : shapes()) {
+    for (const uint64_t bytes : budgets(s)) {
+      const LinearPlan p = plan_linear(s, {}, bytes);
+      EXPECT_LE(p.bytes, bytes);
+      EXPECT_EQ(p.bytes, bytes_of(s, p));
+    }
+  }
+}
+
+TEST(CudaPlan, MoreMemoryNeverTakesLonger) {
+  for (const LinearShape& s : shapes()) {
+    double before = plan_linear(s, {}, budgets(s).front()).seconds;
+    for (const uint64_t bytes : budgets(s)) {
+      const double now = plan_linear(s, {}, bytes).seconds;
+      // The share of E is the largest that fits: one that fills its waves better may be passed by.
+      EXPECT_LE(now, before * 1.05) << bytes;
+      before = std::min(before, now);
+    }
+  }
+}
+
+TEST(CudaPlan, CoversEveryTokenAndColumn) {
+  for (const LinearShape& s : shapes()) {
+    for (const uint64_t bytes : budgets(s)) {
+      const LinearPlan p = plan_linear(s, {}, bytes);
+      EXPECT_GE(p.token_chunk * p.chunks, s.tokens);
+      EXPECT_LE(p.block_rows, p.token_chunk);
+      EXPECT_GE(p.hidden_pitch, s.hidden);
+      EXPECT_EQ(p.hidden_pitch * size_of(s.dtype) % 16, 0);
+      if (!s.gradients()) continue;
+      EXPECT_TRUE(p.stored_columns == s.vocab || p.remade_columns > 0);
+      // A panel starts and ends with a segment of the partial sums, or with the vocabulary.
+      EXPECT_TRUE(p.stored_columns == s.vocab || p.stored_columns % segment_columns == 0);
+      if (!s.fused && p.remade_columns < s.vocab) {
+        EXPECT_EQ(p.remade_columns % segment_columns, 0);
+      }
+      EXPECT_EQ(p.remade_columns % 64, 0);
+      if (!s.can_store) {
+        EXPECT_EQ(p.stored_columns, 0);
+      }
+    }
+  }
+}
+
+TEST(CudaPlan, TheFrontierHasAllItsPlans) {
+  LinearShape s{.tokens = 8192, .vocab = 128256, .hidden = 4096};
+  EXPECT_EQ(recommended_plan(s, {}).kind, PlanKind::loss_only);
+  s.grad_input = s.grad_weight = true;
+  std::set<PlanKind> kinds;
+  for (const uint64_t mib : {256, 512, 1024, 1536, 2200}) {
+    kinds.insert(plan_linear(s, {}, mib * MiB).kind);
+  }
+  EXPECT_TRUE(kinds.contains(PlanKind::frugal));
+  EXPECT_TRUE(kinds.contains(PlanKind::mixed));
+  EXPECT_TRUE(kinds.contains(PlanKind::whole));
+  s.grad_weight_f32 = true;  // chunks add to the output itself
+  EXPECT_EQ(plan_linear(s, {}, 1280 * MiB).kind, PlanKind::chunks);
+}
+
+TEST(CudaPlan, TheRecommendedKeepsThePromiseOfTheName) {
+  for (const LinearShape& s : shapes()) {
+    const uint64_t logits = uint64_t(s.tokens) * s.vocab * 4;
+    const uint64_t sums = uint64_t(s.tokens) * s.hidden * 4 + uint64_t(s.vocab) * s.hidden * 4;
+    const uint64_t copies = s.copies_weight ? uint64_t(s.vocab) * (s.hidden + 8) * 4 : 0;
+    const uint64_t limit =
+        std::max(smallest_plan(s, {}).bytes, logits / 4 + sums + copies + 16 * MiB);
+    EXPECT_LE(recommended_plan(s, {}).bytes, limit);
+  }
+}
+
+// `run` plans anew, with the bytes that `workspace` named.
+TEST(CudaPlan, TheRecommendedBytesGiveThatTime) {
+  for (const LinearShape& s : shapes()) {
+    const LinearPlan asked = recommended_plan(s, {}), ran = plan_linear(s, {}, asked.bytes);
+    EXPECT_LE(ran.seconds, asked.seconds * 1.0001);
+    EXPECT_LE(ran.bytes, asked.bytes);
+  }
+}
+
+}  // namespace
+}  // namespace logitless::cuda
