@@ -123,7 +123,7 @@ TEST(Overlap, BroadcastInputsTakeOnlyWhatTheyRepeat) {
   op.logits.stride = {0, 0};
   op.probabilities.stride = {12, 4};
   EXPECT_FALSE(validate_data(op, {}, {}).ok());
-  op.probabilities.stride = {10, 4};  // 12, 14, 18: past it, though a divisor would allow it
+  op.probabilities.stride = {10, 4};  // 14, 18: past it, which no divisor shows
   EXPECT_TRUE(validate_data(op, {}, {}).ok());
 }
 
