@@ -87,7 +87,7 @@ MUTANTS = [
     ),
     mutant(
         "NaN x 0: an infinite logit at scale 0 under a softcap", ROW,
-        "f.limit = map.scale == 0 ?", "f.limit = map.scale == 1e30f ?", "kernels",
+        "f.limit = map.scale == 0\n", "f.limit = map.scale == 1e30f\n", "kernels",
     ),
     mutant("softcap: no derivative at the target", ROWS, "slope *= (1 - t) * (1 + t);", "slope *= 1 + 0 * t;", BOTH),
     Mutant(

@@ -209,8 +209,8 @@ MUTANTS = [
         "linear workspace",
     ),
     mutant(
-        "linear, workspace: more than is touched", PLAN, "  p.bytes = p.lanes_at + lanes * p.lane_bytes;",
-        "  p.bytes = p.lanes_at + lanes * p.lane_bytes + 4096;", "workspace",
+        "linear, workspace: more than is touched", PLAN, "  p->bytes = p->lanes_at + lanes * p->lane_bytes;",
+        "  p->bytes = p->lanes_at + lanes * p->lane_bytes + 4096;", "workspace",
     ),
     mutant(
         "linear, workspace: the slots lie on the blocks' end", PLAN, "  whole.at_least(forward_end);\n",
