@@ -68,7 +68,7 @@ std::vector<std::string> cuda_alone() {
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(CudaRows);
 INSTANTIATE_TEST_SUITE_P(All, CudaRows,
                          testing::Combine(testing::ValuesIn(cuda_alone()),
-                                          testing::ValuesIn(kRowOps), testing::ValuesIn(kInputs)),
+                                          testing::ValuesIn(kRowOps), testing::ValuesIn(inputs())),
                          parameter_name);
 
 }  // namespace
