@@ -52,7 +52,8 @@ class Builder {
   explicit Builder(const Case& c) : c_(c), values_(make_values(c)) {}
 
   Problem<Op> build() {
-    p_.model.structured = c_.data == Data::constant;
+    // Constant numbers, and one row or column repeated: rounding errors align.
+    p_.model.structured = c_.data == Data::constant || c_.placement == Placement::broadcast;
     if constexpr (LinearOp<Op>) {
       add_linear();
     } else {

@@ -30,7 +30,9 @@ inline MapFactors map_factors(const LossOptions& o) {
       std::copysign(static_cast<double>(o.softcap) / o.temperature, o.logit_scale);
   f.inward = static_cast<float>(inward);
   f.inward_low = static_cast<float>(inward - f.inward);
-  f.limit = static_cast<float>(std::fmin(21 / inward, 3.4028234663852886e38));
+  // Scale 0 has no limit: 0 times an infinite logit is NaN.
+  f.limit = o.logit_scale == 0 ? HUGE_VALF
+                               : static_cast<float>(std::fmin(21 / inward, 3.4028234663852886e38));
   f.outward = static_cast<float>(outward);
   f.outward_low = static_cast<float>(outward - f.outward);
   f.backward = static_cast<float>(static_cast<double>(o.temperature) / o.softcap);
