@@ -87,9 +87,16 @@ class Head:
         sums = 4 * tokens * hidden
         least = self.both(0).bytes
         whole = 2 * tokens * vocab + 64 * MIB + 3 * sums
-        budgets = [int(1.05 * compile_mib * MIB), 1024 * MIB + sums, 128 * MIB + sums, 64 * MIB + sums]
+        budgets = [
+            int(1.05 * compile_mib * MIB),
+            1024 * MIB + sums,
+            128 * MIB + sums,
+            64 * MIB + sums,
+        ]
         if frontier > 1:
-            budgets += [round(least * (whole / least) ** (i / (frontier - 1))) for i in range(frontier)]
+            budgets += [
+                round(least * (whole / least) ** (i / (frontier - 1))) for i in range(frontier)
+            ]
         calls: Contenders = {}
         for size in (None, *budgets):
             call = self.both(size)
