@@ -248,7 +248,6 @@ void multiply(const Product& p, const DeviceInfo& device, void* library_memory, 
   Product largest = p;
   largest.rows = std::max(p.rows, p.most_rows);
   largest.columns = std::max(p.columns, p.most_columns);
-  largest.depth = std::max(p.depth, p.most_depth);
   lt::Algorithm algorithm;
   status = choose(call, handle, largest, device.index, &algorithm);
   const Descriptors d(call, p);

@@ -22,11 +22,10 @@ struct Product {
   void* c = nullptr;
   int64_t c_stride = 0;          // between rows; columns are contiguous
   const float* alpha = nullptr;  // on the device
-  const float* beta = nullptr;
-  bool beta_is_zero = true;  // then c is not read
-  bool tf32 = false;         // f32 inputs at 10 bits of mantissa
+  const float* beta = nullptr;   // where it is 0, c is not read
+  bool tf32 = false;             // f32 inputs at 10 bits of mantissa
   // The rows and columns of the largest product of this kind in the call; 0: this one's.
-  int64_t most_rows = 0, most_columns = 0, most_depth = 0;
+  int64_t most_rows = 0, most_columns = 0;
 };
 
 // Of the workspace, for the library's own use.

@@ -3,7 +3,6 @@
 // a time, partial sums, the rows' states, and the gradients' two products on E or dz. Everything is
 // enqueued; the host never waits and never learns how many tokens are valid.
 #include <algorithm>
-#include <cstring>
 
 #include "src/cuda/blas.h"
 #include "src/cuda/linear_run.h"

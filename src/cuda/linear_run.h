@@ -126,17 +126,17 @@ class LinearRun {
         p.c_stride = plan_.block_columns;
         p.most_rows = plan_.block_rows;
         p.most_columns = plan_.block_columns;
-        multiply(&p, one(), zero(), true);
+        multiply(&p, one(), false);
         use(Block{m_.logits, plan_.block_columns, static_cast<int32_t>(row),
                   static_cast<int32_t>(rows), column, columns});
       }
     }
   }
 
-  void multiply(Product* p, const float* alpha, const float* beta, bool beta_is_zero) {
+  // `add`: to what is there.
+  void multiply(Product* p, const float* alpha, bool add) {
     p->alpha = alpha;
-    p->beta = beta;
-    p->beta_is_zero = beta_is_zero;
+    p->beta = add ? one() : zero();
     p->tf32 = call_.in.options.allow_tf32;
     cuda::multiply(*p, device_, m_.library, stream_);
   }
@@ -157,7 +157,7 @@ class LinearRun {
     p.c = sums;
     p.c_stride = plan_.hidden_pitch;
     if (p.depth > 0) {
-      multiply(&p, one(), add ? one() : zero(), !add);
+      multiply(&p, one(), add);
       add = true;
     }
     if (tail == 0) return;
@@ -165,7 +165,7 @@ class LinearRun {
     p.b = {m_.weight_tail, plan_.hidden_pitch, 1};
     p.columns = plan_.hidden_pitch;
     p.depth = 8;
-    multiply(&p, one(), add ? one() : zero(), !add);
+    multiply(&p, one(), add);
   }
 
   // E is there for every column: some rows of grad_input at a time.
@@ -197,11 +197,11 @@ class LinearRun {
       last.rows = 8;
       last.a.data = panel.data + p.rows * size_of(p.in);
       last.c = m_.weight_tail_sum;
-      multiply(&last, one(), first_chunk_ ? zero() : one(), first_chunk_);
+      multiply(&last, one(), !first_chunk_);
     }
     if (plan_.grad_weight_sum) {
       p.c = m_.grad_weight_sum + panel.first * pitch;
-      return multiply(&p, one(), first_chunk_ ? zero() : one(), first_chunk_);
+      return multiply(&p, one(), !first_chunk_);
     }
     const TensorView& out = call_.grad_weight;
     p.out = out.dtype;
@@ -209,8 +209,7 @@ class LinearRun {
     p.c = static_cast<char*>(out.data) + out.byte_offset +
           panel.first * out.stride[0] * size_of(out.dtype);
     p.c_stride = out.stride[0];
-    const bool add = call_.accumulate || !first_chunk_;
-    multiply(&p, &m_.tokens.scalars->gradient_scale, add ? one() : zero(), !add);
+    multiply(&p, &m_.tokens.scalars->gradient_scale, call_.accumulate || !first_chunk_);
   }
 
   void bias(const Panel& panel, bool scaled) {
@@ -221,13 +220,11 @@ class LinearRun {
   // Some of E is there; the rest is made again a panel at a time.
   void mixed_gradients() {
     scale_input(call_, plan_, m_, chunk_, stream_);
-    bool add = false;
     const auto use = [&](const Panel& panel) {
       finish_panel(call_, plan_, m_, chunk_, panel, stream_);
       write_extra_rows(call_, m_, chunk_, panel, stream_);
       if (call_.shape.grad_input) {
-        input_product(panel, 0, chunk_.rows, m_.grad_input_sum, add);
-        add = true;
+        input_product(panel, 0, chunk_.rows, m_.grad_input_sum, panel.first > 0);
       }
       grad_weight(panel, m_.scaled);
       bias(panel, true);
@@ -249,7 +246,6 @@ class LinearRun {
 
   // Nothing is there: dz itself, a panel at a time.
   void frugal_gradients() {
-    bool add = false;
     for_each_panel(0, [&](const Panel& panel) {
       if (call_.shape.fused) {
         sm90::gradients(call_, plan_, m_, chunk_, panel, device_, stream_);
@@ -260,8 +256,7 @@ class LinearRun {
       }
       write_extra_rows(call_, m_, chunk_, panel, stream_);
       if (call_.shape.grad_input) {
-        input_product(panel, 0, chunk_.rows, m_.grad_input_sum, add);
-        add = true;
+        input_product(panel, 0, chunk_.rows, m_.grad_input_sum, panel.first > 0);
       }
       grad_weight(panel, m_.input);
       bias(panel, false);

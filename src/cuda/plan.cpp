@@ -25,6 +25,13 @@ int64_t even_chunk(int64_t tokens, int64_t most, bool fused) {
 
 constexpr int64_t least_chunk = 128, most_block_rows = 8192;
 
+// cost(size) of every piece of `total`: whole ones and what is left.
+template <class F>
+double in_pieces(int64_t total, int64_t piece, F&& cost) {
+  const int64_t left = total % piece;
+  return static_cast<double>(total / piece) * cost(piece) + (left > 0 ? cost(left) : 0);
+}
+
 // A matrix product [rows, columns] x depth: whole waves of 128 x 256 tiles over the
 // multiprocessors, or what its operands and result take to move (`sums`: an f32 result, read too).
 double product_time(const LinearShape& s, const DeviceSpeed& speed, int64_t rows, int64_t columns,
@@ -54,17 +61,14 @@ double pass_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& s
     // 6 us a wave of epilogues at D 4096 and below (docs/kernels/hopper.md).
     return waves * (tile + (stores ? 3e-6 : 1e-6)) + 2 * speed.launch;
   }
-  double time = 0;
-  for (int64_t row = 0; row < rows; row += p.block_rows) {
-    const int64_t block_rows = std::min(p.block_rows, rows - row);
+  return in_pieces(rows, p.block_rows, [&](int64_t block_rows) {
     const double logits = static_cast<double>(block_rows) * static_cast<double>(columns);
-    const int64_t blocks = divide_up(columns, p.block_columns);
-    time += static_cast<double>(blocks) *
-            product_time(s, speed, block_rows, std::min(columns, p.block_columns), s.hidden, false);
-    time += static_cast<double>(blocks) * speed.launch +
-            logits * (8 / (1.5 * speed.memory) + (stores ? element / speed.memory : 0));
-  }
-  return time;
+    const auto blocks = static_cast<double>(divide_up(columns, p.block_columns));
+    const double product =
+        product_time(s, speed, block_rows, std::min(columns, p.block_columns), s.hidden, false);
+    return blocks * (product + speed.launch) +
+           logits * (8 / (1.5 * speed.memory) + (stores ? element / speed.memory : 0));
+  });
 }
 
 double predict(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed) {
@@ -73,22 +77,21 @@ double predict(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& spe
   double time = s.forward ? pass_time(s, p, speed, n, s.vocab, p.stored_columns > 0) : 0;
   if (s.gradients()) {
     const auto panel = [&](int64_t columns) {
-      if (s.grad_weight) time += product_time(s, speed, columns, s.hidden, n, adds_weight);
-      if (s.grad_input && p.grad_input_sum) {
-        time += product_time(s, speed, n, s.hidden, columns, true);
-      }
+      double products = 0;
+      if (s.grad_weight) products += product_time(s, speed, columns, s.hidden, n, adds_weight);
+      if (p.grad_input_sum) products += product_time(s, speed, n, s.hidden, columns, true);
+      return products;
     };
-    if (p.stored_columns > 0) panel(p.stored_columns);
+    if (p.stored_columns > 0) time += panel(p.stored_columns);
     if (s.grad_input && !p.grad_input_sum) {
-      for (int64_t row = 0; row < n; row += p.sum_rows) {
-        const int64_t rows = std::min(p.sum_rows, n - row);
-        time += product_time(s, speed, rows, s.hidden, s.vocab, true) + speed.launch;
-      }
+      time += in_pieces(n, p.sum_rows, [&](int64_t rows) {
+        return product_time(s, speed, rows, s.hidden, s.vocab, true) + speed.launch;
+      });
     }
-    for (int64_t column = p.stored_columns; column < s.vocab; column += p.remade_columns) {
-      const int64_t columns = std::min(p.remade_columns, s.vocab - column);
-      time += pass_time(s, p, speed, n, columns, true) + 4 * speed.launch;
-      panel(columns);
+    if (p.stored_columns < s.vocab) {
+      time += in_pieces(s.vocab - p.stored_columns, p.remade_columns, [&](int64_t columns) {
+        return pass_time(s, p, speed, n, columns, true) + 4 * speed.launch + panel(columns);
+      });
     }
   }
   time = time * static_cast<double>(p.chunks) + 30 * speed.launch;
