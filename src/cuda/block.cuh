@@ -4,8 +4,7 @@
 // depends on the column alone.
 #pragma once
 
-#include "src/cuda/linear.h"
-#include "src/cuda/tokens.cuh"
+#include "src/cuda/linear.cuh"
 
 namespace logitless::cuda {
 
@@ -28,10 +27,6 @@ __device__ inline bool find_tile(const Block& block, WarpTile* tile) {
   tile->count = static_cast<int>(min(int64_t{segment_columns}, block.columns - offset));
   tile->logits = block.logits + row * block.pitch + offset;
   return true;
-}
-
-__device__ inline bool is_valid(const Chunk& chunk, int row) {
-  return chunk.first + row < chunk.tokens.scalars->valid;
 }
 
 inline dim3 grid_of(const Block& block) {

@@ -36,10 +36,7 @@ __global__ void __launch_bounds__(256)
             is_target ? target_draw(g.probability, g.onehot, p, -expm1f(log_p)) : g.probability * p;
         if constexpr (!kPlain) {
           if (g.smoothing != 0 && j + i < tile.count) {
-            const TensorView& weight = call.in.vocab_weight;
-            const float c =
-                present(weight) ? load(weight, call.in.start() + tile.column + j + i) : 1.0f;
-            sum = fmaf(-g.smoothing, c, sum);
+            sum = fmaf(-g.smoothing, class_weight(call.in, tile.column + j + i), sum);
           }
           if (g.entropy != 0) {
             const float information = fmaxf(log_p, least_exponent) + g.entropy_value;

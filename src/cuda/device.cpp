@@ -48,7 +48,6 @@ Devices ask_driver() {
         .major = properties.major,
         .minor = properties.minor,
         .multiprocessors = properties.multiProcessorCount,
-        .l2_bytes = properties.l2CacheSize,
         .shared_bytes_per_block = static_cast<int64_t>(properties.sharedMemPerBlockOptin)};
     std::snprintf(info.name, sizeof(info.name), "%.60s", properties.name);
     all.info.push_back(info);

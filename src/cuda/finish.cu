@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The f32 sums of the gradients become the caller's: times the common factor, rounded once.
-#include "src/cuda/linear.h"
-#include "src/cuda/tokens.cuh"
+#include "src/cuda/linear.cuh"
 
 namespace logitless::cuda {
 namespace {
@@ -33,10 +32,9 @@ __global__ void __launch_bounds__(256) class_slabs(LinearCall call, int64_t pitc
     return;
   }
   const int64_t end = min((slab + 1) * vocab_slab_rows, call.weight.shape[0]);
-  const TensorView& weight = call.in.vocab_weight;
   float sum = 0;
   for (int64_t j = slab * vocab_slab_rows; j < end; ++j) {
-    const float c = present(weight) ? load(weight, call.in.start() + j) : 1.0f;
+    const float c = class_weight(call.in, j);
     if (c != 0) sum = fmaf(c, load(call.weight, j, d), sum);
   }
   slabs[slab * pitch + d] = sum;
@@ -46,8 +44,7 @@ __global__ void __launch_bounds__(256)
     class_sum(const float* slabs, int count, int64_t pitch, float* sum, int32_t* is_infinite) {
   const int64_t d = int64_t{blockIdx.x} * 256 + threadIdx.x;
   if (d >= pitch) return;
-  float x = 0;
-  for (int slab = 0; slab < count; ++slab) x += slabs[slab * pitch + d];
+  const float x = sum_of_slabs(slabs, count, pitch, d);
   sum[d] = x;
   if (!isfinite(x)) atomicOr(is_infinite, 1);
 }
@@ -89,9 +86,7 @@ __global__ void __launch_bounds__(256)
   float sum = first ? 0.0f : bias[panel.first + j];
   for (int slab = 0; slab < count; ++slab) sum += slabs[slab * panel.columns + j];
   if (smoothed != 0) {
-    const TensorView& weight = call.in.vocab_weight;
-    const float c = present(weight) ? load(weight, call.in.start() + panel.first + j) : 1.0f;
-    sum = fmaf(-smoothed, c, sum);
+    sum = fmaf(-smoothed, class_weight(call.in, panel.first + j), sum);
   }
   bias[panel.first + j] = sum;
 }

@@ -1,18 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the products read: the valid tokens' rows of input, compacted and padded to 16 bytes; the
 // weight, where its own layout does not serve; and z of each token's target by one dot product.
-#include "src/cuda/linear.h"
-#include "src/cuda/tokens.cuh"
+#include "src/cuda/linear.cuh"
 
 namespace logitless::cuda {
 namespace {
 
 constexpr int threads = 128;
-
-__device__ int valid_rows(const Chunk& chunk) {
-  const int64_t left = chunk.tokens.scalars->valid - chunk.first;
-  return static_cast<int>(max(int64_t{0}, min(left, int64_t{chunk.rows})));
-}
 
 // One row to `to` [pitch]: its elements, then zeros.
 template <class T>

@@ -1,14 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // From the partial sums of a row to its state, and from the state to the factors of its gradient.
-#include "src/cuda/linear.h"
-#include "src/cuda/tokens.cuh"
+#include "src/cuda/linear.cuh"
 
 namespace logitless::cuda {
 namespace {
 
-__device__ bool find_row(const Chunk& chunk, int k) {
-  return k < chunk.rows && chunk.first + k < chunk.tokens.scalars->valid;
-}
+__device__ bool find_row(const Chunk& chunk, int k) { return k < chunk.rows && is_valid(chunk, k); }
 
 // A warp a row. Segments l, l + 32, ... by lane l, then the tree over the lanes: an order that
 // depends on the vocabulary alone.
@@ -192,9 +189,7 @@ __global__ void __launch_bounds__(256)
       float draw =
           is_target ? target_draw(g.probability, g.onehot, p, -expm1f(log_p)) : g.probability * p;
       if (g.smoothing != 0) {
-        const TensorView& weight = call.in.vocab_weight;
-        const float c = present(weight) ? load(weight, call.in.start() + column) : 1.0f;
-        draw = fmaf(-g.smoothing, c, draw);
+        draw = fmaf(-g.smoothing, class_weight(call.in, column), draw);
       }
       draw *= cap_slope(call.map, z);
       const float v = factors[row].scale;
@@ -230,11 +225,7 @@ __global__ void __launch_bounds__(256)
     extra_rows_kernel(LinearCall call, int32_t row, bool smooths, Panel panel) {
   const int64_t j = int64_t{blockIdx.x} * 256 + threadIdx.x;
   if (j >= panel.columns) return;
-  float c = 0;
-  if (smooths) {
-    const TensorView& weight = call.in.vocab_weight;
-    c = present(weight) ? load(weight, call.in.start() + panel.first + j) : 1.0f;
-  }
+  const float c = smooths ? class_weight(call.in, panel.first + j) : 0.0f;
   E* to = reinterpret_cast<E*>(panel.data) + row * panel.pitch + j;
   for (int r = 0; r < extra_rows; ++r) to[r * panel.pitch] = from_f32<E>(r < 2 ? c : 0.0f);
 }
@@ -276,9 +267,7 @@ __global__ void __launch_bounds__(256)
     sum_slabs(const float* slabs, int count, int64_t pitch, float* sum) {
   const int64_t d = int64_t{blockIdx.x} * 256 + threadIdx.x;
   if (d >= pitch) return;
-  float x = 0;
-  for (int slab = 0; slab < count; ++slab) x += slabs[slab * pitch + d];
-  sum[d] = x;
+  sum[d] = sum_of_slabs(slabs, count, pitch, d);
 }
 
 }  // namespace

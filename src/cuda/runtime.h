@@ -26,7 +26,6 @@ struct DeviceInfo {
   int index = 0;
   int major = 0, minor = 0;
   int multiprocessors = 0;
-  int64_t l2_bytes = 0;
   int64_t shared_bytes_per_block = 0;  // at most, on request
   char name[64] = {};
 };

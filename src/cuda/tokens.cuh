@@ -37,6 +37,11 @@ __device__ inline RowGradient token_gradient(const TokenInput& in, const Tokens&
                       grad_target, grad_entropy);
 }
 
+// c_j of column j of the views.
+__device__ inline float class_weight(const TokenInput& in, int64_t j) {
+  return present(in.vocab_weight) ? load(in.vocab_weight, in.start() + j) : 1.0f;
+}
+
 // P p - o at the target, of p and 1 - p: without cancellation where p is near 1, and without adding
 // P where p is small.
 __device__ inline float target_draw(float probability, float onehot, float p, float rest) {

@@ -11,10 +11,9 @@
 // groups of 2048 tokens, then the vocabulary. Why this tile: docs/kernels/hopper.md.
 #pragma once
 
-#include "src/cuda/linear.h"
+#include "src/cuda/linear.cuh"
 #include "src/cuda/sm90/tma.cuh"
 #include "src/cuda/sm90/wgmma.cuh"
-#include "src/cuda/tokens.cuh"
 
 namespace logitless::cuda::sm90 {
 
@@ -226,8 +225,7 @@ __global__ void __launch_bounds__(block_threads, 1)
   }
   cluster_sync();
 
-  const int64_t counted = a.chunk.tokens.scalars->valid - a.chunk.first;
-  const int valid = static_cast<int>(max(int64_t{0}, min(counted, int64_t{a.chunk.rows})));
+  const int valid = valid_rows(a.chunk);
   const Schedule schedule{(valid + cluster_rows - 1) / cluster_rows,
                           static_cast<int>((a.columns + tile_columns - 1) / tile_columns)};
   const int clusters = gridDim.x / 2, cluster = blockIdx.x / 2;

@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the kernels of a linear op share: which rows of a chunk count, and sums over slabs.
+#pragma once
+
+#include "src/cuda/linear.h"
+#include "src/cuda/tokens.cuh"
+
+namespace logitless::cuda {
+
+// How many rows of the chunk count: the first ones.
+__device__ inline int valid_rows(const Chunk& chunk) {
+  const int64_t left = chunk.tokens.scalars->valid - chunk.first;
+  return static_cast<int>(max(int64_t{0}, min(left, int64_t{chunk.rows})));
+}
+
+// Of a row of the chunk, without asking for the number of all.
+__device__ inline bool is_valid(const Chunk& chunk, int row) {
+  return chunk.first + row < chunk.tokens.scalars->valid;
+}
+
+// Column d of [count, pitch] slabs, in order.
+__device__ inline float sum_of_slabs(const float* slabs, int count, int64_t pitch, int64_t d) {
+  float sum = 0;
+  for (int slab = 0; slab < count; ++slab) sum += slabs[slab * pitch + d];
+  return sum;
+}
+
+}  // namespace logitless::cuda
