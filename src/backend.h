@@ -32,6 +32,30 @@ struct Backend : Implements<Softmax>,
   virtual Status warmup(const Execution&) const { return {}; }
 };
 
+namespace detail {
+
+template <class Base, class Calls, class... Ops>
+struct Calling : Base {};
+template <class Base, class Calls, class Op, class... Rest>
+struct Calling<Base, Calls, Op, Rest...> : Calling<Base, Calls, Rest...> {
+  Status workspace(const Op& op, const Execution& execution, WorkspaceSize* size) const override {
+    return Calls::workspace(op, execution, size);
+  }
+  Status run(const Op& op, const Workspace& workspace, const Execution& execution) const override {
+    return Calls::run(op, workspace, execution);
+  }
+};
+
+}  // namespace detail
+
+// A backend whose ops are the static functions of Calls: workspace(op, execution, size) and run(op,
+// workspace, execution).
+template <class Calls>
+using BackendOf =
+    detail::Calling<Backend, Calls, Softmax, CrossEntropyForward, CrossEntropyBackward,
+                    CrossEntropyForwardBackward, LinearCrossEntropyForward,
+                    LinearCrossEntropyBackward, LinearCrossEntropyForwardBackward>;
+
 const Backend& reference_backend();
 const Backend& cpu_backend();
 #ifdef LOGITLESS_WITH_CUDA

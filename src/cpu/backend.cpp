@@ -9,23 +9,18 @@
 namespace logitless {
 namespace {
 
-template <class Base, class... Ops>
-struct Forward;
-template <class Base>
-struct Forward<Base> : Base {};
-template <class Base, class Op, class... Rest>
-struct Forward<Base, Op, Rest...> : Forward<Base, Rest...> {
-  Status workspace(const Op& op, const Execution& execution, WorkspaceSize* size) const override {
+struct Calls {
+  template <class Op>
+  static Status workspace(const Op& op, const Execution& execution, WorkspaceSize* size) {
     return cpu::workspace(op, execution, size);
   }
-  Status run(const Op& op, const Workspace& workspace, const Execution& execution) const override {
+  template <class Op>
+  static Status run(const Op& op, const Workspace& workspace, const Execution& execution) {
     return cpu::run(op, workspace, execution);
   }
 };
 
-struct CpuBackend final : Forward<Backend, Softmax, CrossEntropyForward, CrossEntropyBackward,
-                                  CrossEntropyForwardBackward, LinearCrossEntropyForward,
-                                  LinearCrossEntropyBackward, LinearCrossEntropyForwardBackward> {
+struct CpuBackend final : BackendOf<Calls> {
   CpuBackend() { cpu::initialize_dispatch(); }
   const char* name() const override { return "cpu"; }
   void describe(char* text, size_t bytes) const override {

@@ -10,18 +10,15 @@
 namespace logitless {
 namespace {
 
-template <class Base, class... Ops>
-struct Forward;
-template <class Base>
-struct Forward<Base> : Base {};
-template <class Base, class Op, class... Rest>
-struct Forward<Base, Op, Rest...> : Forward<Base, Rest...> {
-  Status workspace(const Op& op, const Execution& execution, WorkspaceSize* size) const override {
+struct Calls {
+  template <class Op>
+  static Status workspace(const Op& op, const Execution& execution, WorkspaceSize* size) {
     const cuda::DeviceInfo* device;
     const Status status = cuda::find_device(execution.device.index, &device);
     return status.ok() ? cuda::workspace(op, *device, size) : status;
   }
-  Status run(const Op& op, const Workspace& workspace, const Execution& execution) const override {
+  template <class Op>
+  static Status run(const Op& op, const Workspace& workspace, const Execution& execution) {
     const cuda::DeviceInfo* device;
     Status status = cuda::find_device(execution.device.index, &device);
     if (!status.ok()) return status;
@@ -33,9 +30,7 @@ struct Forward<Base, Op, Rest...> : Forward<Base, Rest...> {
   }
 };
 
-struct CudaBackend final : Forward<Backend, Softmax, CrossEntropyForward, CrossEntropyBackward,
-                                   CrossEntropyForwardBackward, LinearCrossEntropyForward,
-                                   LinearCrossEntropyBackward, LinearCrossEntropyForwardBackward> {
+struct CudaBackend final : BackendOf<Calls> {
   const char* name() const override { return "cuda"; }
   void describe(char* text, size_t bytes) const override {
     const cuda::DeviceInfo* device;

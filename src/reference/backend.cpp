@@ -35,26 +35,19 @@ Status evaluate_and_write(const Op& op) {
   }
 }
 
-// Implements every op of the list with the same two functions.
-template <class Base, class... Ops>
-struct Evaluates;
-template <class Base>
-struct Evaluates<Base> : Base {};
-template <class Base, class Op, class... Rest>
-struct Evaluates<Base, Op, Rest...> : Evaluates<Base, Rest...> {
-  Status workspace(const Op&, const Execution&, WorkspaceSize* size) const override {
+struct Calls {
+  template <class Op>
+  static Status workspace(const Op&, const Execution&, WorkspaceSize* size) {
     *size = {.minimum = 0, .recommended = 0, .alignment = 64};
     return {};
   }
-  Status run(const Op& op, const Workspace&, const Execution&) const override {
+  template <class Op>
+  static Status run(const Op& op, const Workspace&, const Execution&) {
     return evaluate_and_write(op);
   }
 };
 
-struct ReferenceBackend final
-    : Evaluates<Backend, Softmax, CrossEntropyForward, CrossEntropyBackward,
-                CrossEntropyForwardBackward, LinearCrossEntropyForward, LinearCrossEntropyBackward,
-                LinearCrossEntropyForwardBackward> {
+struct ReferenceBackend final : BackendOf<Calls> {
   const char* name() const override { return "reference"; }
   void describe(char* text, size_t bytes) const override {
     std::snprintf(text, bytes, "double, plain loops, one thread");
