@@ -15,6 +15,7 @@ f32, f64 = ctypes.c_float, ctypes.c_double
 F32, F16, BF16, I32, I64 = range(5)
 CPU = 0
 REDUCTION_NONE, REDUCTION_SUM, REDUCTION_MEAN = range(3)
+SOFTMAX = 0
 CROSS_ENTROPY_FORWARD_BACKWARD = 3
 LINEAR_CROSS_ENTROPY_FORWARD = 4
 LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD = 6
@@ -94,7 +95,9 @@ def tensor(address: int, dtype: int, shape: tuple[int, ...]) -> Tensor:
 
 def make_op(kind: int, tensors: Mapping[str, Tensor], **options: Any) -> Op:
     """An op that owns the structs it points at."""
-    op = Op(kind=kind, options=ctypes.pointer(LossOptions(**options)))
+    op = Op(kind=kind)
+    if kind != SOFTMAX:  # which has none
+        op.options = ctypes.pointer(LossOptions(**options))
     for name, view in tensors.items():
         setattr(op, name, ctypes.pointer(view))
     return op

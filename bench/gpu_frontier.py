@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The frontier of time against workspace: what the plan predicts of a budget, what is allowed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+MIB = 1 << 20
+
+
+def plan(cli: Path, shape: tuple[int, int, int], size: int) -> dict[str, Any]:
+    """`logitless plan --device cuda`; without a GPU it predicts for one H200."""
+    command = [str(cli), "plan", *map(str, shape), "--device", "cuda", "--dtype", "bf16",
+               "--grad-dtype", "bf16", "--memory", str(size), "--json"]  # fmt: skip
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return json.loads(ran.stdout)["plan"]
+
+
+def whole_bytes(cli: Path | None, shape: tuple[int, int, int]) -> int:
+    """What the plan that keeps the whole of E takes; without the command line, nearly that."""
+    tokens, hidden, vocab = shape
+    if cli is not None:
+        return int(plan(cli, shape, 1 << 40)["bytes"])
+    return 2 * tokens * vocab + 64 * MIB + 12 * tokens * hidden
+
+
+def predict(
+    cli: Path | None, shape: tuple[int, int, int], sizes: list[int]
+) -> list[float | None]:  # fmt: skip
+    """Milliseconds; None without the command line."""
+    if cli is None:
+        return [None] * len(sizes)
+    with ThreadPoolExecutor() as pool:
+        plans = pool.map(lambda size: plan(cli, shape, size), sizes)
+        return [float(p["predicted_ms"]) for p in plans]
+
+
+def bounds(sizes: list[int], times: list[float]) -> list[float]:
+    """1.10 (1 + (1 - f) / 3) of the time with the whole of E; f the share of the way from the least
+    workspace to the whole."""
+    least, whole = sizes[0], sizes[-1]
+    share = [(size - least) / max(1, whole - least) for size in sizes]
+    return [1.10 * (1 + (1 - f) / 3) * times[-1] for f in share]
