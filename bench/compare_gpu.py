@@ -16,6 +16,7 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 
+import gpu_frontier
 import torch
 from gpu_first import first
 from gpu_head import HEADS, TINY, Head
@@ -108,6 +109,9 @@ def main() -> None:
         f"ours: {library.describe()}; {arguments.rounds} rounds of {arguments.burst * 1e3:.0f} ms; "
         "x: to three products (V padded to 64), loss only to one; MiB beyond inputs and gradients"
     )
+    if arguments.cli and (why := gpu_frontier.trouble(arguments.cli)):
+        report.say(f"--cli {arguments.cli}: no predictions: {why}")
+        arguments.cli = None
     bench = Bench(arguments, library, Clock(arguments.device), report)
     if "first" in arguments.sections:  # before this process fills the device
         report.say(f"\nfirst call in a fresh process, {arguments.heads[0]}")

@@ -20,6 +20,17 @@ def plan(cli: Path, shape: tuple[int, int, int], size: int) -> dict[str, Any]:
     return json.loads(ran.stdout)["plan"]
 
 
+def trouble(cli: Path) -> str | None:
+    """Why the command line cannot predict here."""
+    try:
+        plan(cli, (8, 8, 8), 1 << 30)
+    except subprocess.CalledProcessError as failure:
+        return (failure.stderr.strip().splitlines() or ["no message"])[-1]
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError) as failure:
+        return str(failure)
+    return None
+
+
 def whole_bytes(cli: Path | None, shape: tuple[int, int, int]) -> int:
     """What the plan that keeps the whole of E takes; without the command line, nearly that."""
     tokens, hidden, vocab = shape
@@ -28,15 +39,17 @@ def whole_bytes(cli: Path | None, shape: tuple[int, int, int]) -> int:
     return 2 * tokens * vocab + 64 * MIB + 12 * tokens * hidden
 
 
-def predict(
-    cli: Path | None, shape: tuple[int, int, int], sizes: list[int]
-) -> list[float | None]:  # fmt: skip
-    """Milliseconds; None without the command line."""
-    if cli is None:
-        return [None] * len(sizes)
+def predict(cli: Path | None, shape: tuple[int, int, int], sizes: list[int]) -> list[float | None]:
+    """Milliseconds; None without the command line, or where it refuses the budget."""
+
+    def ask(size: int) -> float | None:
+        try:
+            return float(plan(cli, shape, size)["predicted_ms"]) if cli else None
+        except subprocess.CalledProcessError:
+            return None
+
     with ThreadPoolExecutor() as pool:
-        plans = pool.map(lambda size: plan(cli, shape, size), sizes)
-        return [float(p["predicted_ms"]) for p in plans]
+        return list(pool.map(ask, sizes))
 
 
 def bounds(sizes: list[int], times: list[float]) -> list[float]:

@@ -16,7 +16,7 @@ from gpu_head import ALL_OPTIONS, MIB, Head, Reference, errors
 from gpu_native import Call, Library
 from gpu_peers import PEERS, Peer, with_options
 from gpu_report import Report
-from gpu_timing import Clock, Contender, bursts, first_calls, steady
+from gpu_timing import Clock, Contender, bursts, first_calls, reason, steady
 
 THREE, ONE = "three products", "one product"
 
@@ -86,8 +86,7 @@ def peers(bench: Bench, head: Head, want: Reference) -> tuple[list[Contender], l
             bench.report.once(f"  {name}: absent here ({absent}); bench/setup-gpu installs it")
             continue
         except Exception as failure:  # noqa: BLE001  importing a peer may fail in any way
-            bench.report.record(f"  {name}: failed to load: {str(failure)[:200]}", contender=name,
-                                failed=str(failure)[:200])  # fmt: skip
+            bench.report.once(f"  {name}: failed to load: {reason(failure)}")
             continue
         both = Contender(name, peer.train, THREE)
         if bench.ready(both):
@@ -194,7 +193,7 @@ def frontier(bench: Bench, head: Head, want: Reference) -> None:
         text = (
             f"{predicted:9.3f} ms, {c.ms / predicted:5.3f} of it"
             if predicted
-            else "not asked (--cli)"
+            else "unknown (--cli)"
         )
         bench.report.record(
             f"  {size / MIB:8.1f} MiB {c.ms:9.3f} ms  x {c.ms / floor.ms:6.3f}  "
@@ -218,7 +217,7 @@ def steadily(bench: Bench, head: Head, want: Reference) -> None:
         try:
             peer = Peer(key, head.input, head.weight, head.target)
         except Exception as failure:  # noqa: BLE001  absent or broken: the others go on
-            bench.report.say(f"  {PEERS[key][0]}: not here: {str(failure)[:120]}")
+            bench.report.say(f"  {PEERS[key][0]}: not here: {reason(failure)}")
             continue
         contenders.append(Contender(peer.name, peer.train, THREE))
     contenders = [c for c in contenders if bench.ready(c)]
@@ -254,8 +253,10 @@ def run_head(bench: Bench, head: Head, sections: list[str]) -> None:
         try:
             function(bench, head, want)
         except (native.Failure, RuntimeError) as failure:
-            bench.report.record(f"  {section}: stopped: {str(failure)[:300]}", section=section,
-                                head=head.name, failed=str(failure)[:300])  # fmt: skip
+            why = reason(failure)
+            bench.report.record(
+                f"  {section}: stopped: {why}", section=section, head=head.name, failed=why
+            )
         gc.collect()
         if bench.clock.cuda:
             torch.cuda.empty_cache()

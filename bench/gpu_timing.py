@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from timing import balanced_orders, cap
+from timing import TooSlow, balanced_orders, cap
 
 MIB = 1 << 20
 
@@ -68,6 +68,12 @@ class Clock:
         return torch.cuda.max_memory_allocated() - before
 
 
+def reason(failure: Exception) -> str:
+    """One line."""
+    text = str(failure).strip() or "no message"
+    return f"{type(failure).__name__}: {text.splitlines()[0][:200]}"
+
+
 def first_calls(clock: Clock, contender: Contender, seconds: float, burst: float) -> str | None:
     """Compiles and warms up within about `seconds`; why it failed, or None."""
     try:
@@ -77,9 +83,10 @@ def first_calls(clock: Clock, contender: Contender, seconds: float, burst: float
             clock.synchronize()
             contender.facts["first_call_s"] = time.perf_counter() - start
             contender.repeats = max(1, round(burst * 1e3 / max(clock(contender.call), 1e-3)))
+    except TooSlow:
+        return f"no result within {seconds:.0f} s"
     except Exception as failure:  # noqa: BLE001  a peer may fail in any way; the others go on
-        text = str(failure).strip() or "no message"
-        return f"{type(failure).__name__}: {text.splitlines()[0][:200]}"
+        return reason(failure)
     return None
 
 
@@ -90,7 +97,7 @@ def bursts(clock: Clock, contenders: list[Contender], rounds: int) -> None:
 
 
 def steady(clock: Clock, call: Callable[[], object], seconds: float) -> float:
-    """Milliseconds a call in a loop of at least `seconds`, its first quarter not counted."""
+    """Milliseconds a call in a loop of `seconds`, after a quarter as many to warm up."""
     each = max(clock(call), 1e-3)
-    clock(call, max(1, round(seconds * 250 / each)))
-    return clock(call, max(2, round(seconds * 750 / each)))
+    each = clock(call, max(1, round(seconds * 250 / each)))
+    return clock(call, max(2, round(seconds * 1e3 / max(each, 1e-3))))
