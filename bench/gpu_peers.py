@@ -106,7 +106,17 @@ PEERS: dict[str, tuple[str, Callable[[], Loss]]] = {  # option: name, maker
     "cce": ("CCE", functools.partial(_cce, False)),
     "cce-exact": ("CCE exact", functools.partial(_cce, True)),
 }
-STRONG = ("compile", "eager", "quack", "liger-sm90", "liger-flsce", "liger", "cce", "cce-exact")
+STRONG = (
+    "compile",
+    "eager",
+    "quack",
+    "quack-older",
+    "liger-sm90",
+    "liger-flsce",
+    "liger",
+    "cce",
+    "cce-exact",
+)
 
 
 class Peer:
