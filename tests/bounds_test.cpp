@@ -53,6 +53,33 @@ TEST_P(Bounds, EveryShortcutFails) {
   }
 }
 
+// Sums of one lane, term after term, as a matrix library's in f32: where terms repeat, rounding
+// errors align, and K of them lose up to u32 K/4.
+TEST(SequentialSums, OfRepeatedTermsPassAsStructuredOnesAlone) {
+  bool unstructured_pass = true;
+  for (const Shape& shape :
+       {Shape{17, 5, 9}, Shape{70, 5, 60}, Shape{2500, 8, 9}, Shape{4, 6, 700}, Shape{9, 257, 7}}) {
+    for (uint64_t seed = 1; seed <= 12; ++seed) {
+      for (const Placement placement : {Placement::broadcast, Placement::dense}) {
+        Case c{.op = OpKind::linear_forward_backward, .shape = shape, .placement = placement};
+        c.seed = seed;
+        c.data = placement == Placement::dense ? Data::constant : Data::normal;
+        c.options.reduction = Reduction::none;
+        c.row_statistics = true;
+        Problem<Op> p = build<Op>(c);
+        p.op.statistics = {.lse = p.op.statistics.lse};
+        const Fields fields = simulate(p.op, Mutation::none, 1);
+        const Comparison result = compare(reference::evaluate(p.op, p.model), fields);
+        EXPECT_TRUE(result.ok()) << describe(c) << "\n" << result.report;
+        p.model.structured = false;
+        unstructured_pass =
+            unstructured_pass && compare(reference::evaluate(p.op, p.model), fields).ok();
+      }
+    }
+  }
+  EXPECT_FALSE(unstructured_pass) << "the bound of structured data is not needed";
+}
+
 std::string name_of_parameter(const testing::TestParamInfo<std::tuple<DType, Data>>& info) {
   static constexpr const char* kData[] = {"normal", "peaked", "constant"};
   return std::string(name_of(std::get<0>(info.param))) + "_" +

@@ -85,6 +85,7 @@ struct Case {
   double outside = 0;  // share of the tokens with a target outside the vocabulary
   bool bias = false, token_weight = false, vocab_weight = false;
   bool statistics = false, fault = false;
+  bool row_statistics = false;  // those alone that the loss is made of
   bool wants_grad_input = true, wants_grad_weight = true;
   bool wants_grad_bias = false;  // also where there is a bias
   bool grad_loss = false, grad_lse = false, grad_target_logit = false, grad_entropy = false;

@@ -13,7 +13,6 @@ template <class Op>
 reference::Result expected(const TestDevice& device, const Op& op, reference::BoundModel model) {
   if constexpr (LinearOp<Op>) {
     model.tensor_cores = device.tensor_cores(op.input.dtype);
-    model.sequential = device.has_tf32();  // its f32 products are the matrix library's
     model.tf32 = op.options.allow_tf32 && op.input.dtype == DType::f32 && device.has_tf32();
   }
   reference::Result want = reference::evaluate(op, model);

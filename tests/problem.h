@@ -142,12 +142,15 @@ class Builder {
     const int64_t tokens = c_.shape.tokens;
     const bool shard = c_.options.vocab_total > c_.shape.vocab;
     if (!shard) p_.op.loss = output(DType::f32, reduced());
-    if (!c_.statistics) return;
     TokenStatistics& s = p_.op.statistics;
-    for (TensorView* view : {&s.lse, &s.target_logit, &s.entropy, &s.row_reference, &s.row_log_sum,
-                             &s.weighted_logit_sum}) {
-      *view = output(DType::f32, {tokens});
+    const auto add = [&](std::initializer_list<TensorView*> views) {
+      for (TensorView* view : views) *view = output(DType::f32, {tokens});
+    };
+    if (c_.statistics || c_.row_statistics) {
+      add({&s.lse, &s.target_logit, &s.row_reference, &s.row_log_sum});
     }
+    if (!c_.statistics) return;
+    add({&s.entropy, &s.weighted_logit_sum});
     s.argmax = output(c_.argmax, {tokens});
   }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The simulated implementation. Sums along the hidden dimension run in 16 lanes, as a vector unit's
-// do.
+// The simulated implementation. Sums run in 16 lanes, as a vector unit's do, or in one, term after
+// term.
 #include "simulated.h"
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 namespace logitless::conformance {
 namespace {
 
-constexpr int kLanes = 16;
+constexpr int kMostLanes = 16;
 
 std::vector<float> floats(const TensorView& view) {
   const std::vector<double> values = read(view);
@@ -25,14 +25,14 @@ float to_bf16(float x) {
 
 // sum_k a[k stride_a] b[k stride_b]
 float dot(const float* a, int64_t stride_a, const float* b, int64_t stride_b, int64_t count,
-          bool in_bf16) {
-  float lane[kLanes] = {};
+          int lanes, bool in_bf16 = false) {
+  float lane[kMostLanes] = {};
   for (int64_t k = 0; k < count; ++k) {
-    float& sum = lane[k % kLanes];
+    float& sum = lane[k % lanes];
     sum = std::fma(a[k * stride_a], b[k * stride_b], sum);
     if (in_bf16) sum = to_bf16(sum);
   }
-  for (int half = kLanes / 2; half > 0; half /= 2) {
+  for (int half = lanes / 2; half > 0; half /= 2) {
     for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
   }
   return lane[0];
@@ -40,6 +40,7 @@ float dot(const float* a, int64_t stride_a, const float* b, int64_t stride_b, in
 
 struct Simulation {
   Mutation mutation;
+  int lanes;
   int64_t tokens, hidden, vocab;
   std::vector<float> input, weight, logits;  // [N,D] [V,D] [N,V]
   std::vector<int64_t> target;               // [N]
@@ -56,7 +57,7 @@ void Simulation::forward() {
   for (int64_t i = 0; i < tokens; ++i) {
     float* z = &logits[i * vocab];
     for (int64_t j = 0; j < vocab; ++j) {
-      z[j] = dot(&input[i * hidden], 1, &weight[j * hidden], 1, used, false);
+      z[j] = dot(&input[i * hidden], 1, &weight[j * hidden], 1, used, lanes);
       if (mutation == Mutation::logits_to_bf16) z[j] = to_bf16(z[j]);
     }
     const float maximum = *std::max_element(z, z + vocab);
@@ -108,8 +109,9 @@ const char* name_of(Mutation mutation) {
   return kNames[static_cast<int>(mutation)];
 }
 
-Fields simulate(const LinearCrossEntropyForwardBackward& op, Mutation mutation) {
+Fields simulate(const LinearCrossEntropyForwardBackward& op, Mutation mutation, int lanes) {
   Simulation s{.mutation = mutation,
+               .lanes = lanes,
                .tokens = op.input.shape[0],
                .hidden = op.input.shape[1],
                .vocab = op.weight.shape[0],
@@ -128,14 +130,14 @@ Fields simulate(const LinearCrossEntropyForwardBackward& op, Mutation mutation) 
   for (int64_t i = 0; i < s.tokens; ++i) {
     for (int64_t d = 0; d < s.hidden; ++d) {
       grad_input[i * s.hidden + d] =
-          dot(&s.logits[i * s.vocab], 1, &s.weight[d], s.hidden, s.vocab, in_bf16);
+          dot(&s.logits[i * s.vocab], 1, &s.weight[d], s.hidden, s.vocab, s.lanes, in_bf16);
     }
   }
   const int64_t summed = mutation == Mutation::last_token_dropped ? s.tokens - 1 : s.tokens;
   for (int64_t j = 0; j < s.vocab; ++j) {
     for (int64_t d = 0; d < s.hidden; ++d) {
       grad_weight[j * s.hidden + d] =
-          dot(&s.logits[j], s.vocab, &s.input[d], s.hidden, summed, in_bf16);
+          dot(&s.logits[j], s.vocab, &s.input[d], s.hidden, summed, s.lanes, in_bf16);
     }
   }
   fields["grad_input"] = s.field(op.grad_input, grad_input);

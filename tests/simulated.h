@@ -22,6 +22,7 @@ enum class Mutation {
 const char* name_of(Mutation mutation);
 
 // The fields of an op without bias, weights or options but statistics; no ignored token.
-Fields simulate(const LinearCrossEntropyForwardBackward& op, Mutation mutation);
+// Sums in 16 lanes or fewer, a power of 2.
+Fields simulate(const LinearCrossEntropyForwardBackward& op, Mutation mutation, int lanes = 16);
 
 }  // namespace logitless::conformance

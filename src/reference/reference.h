@@ -15,9 +15,8 @@ namespace logitless::reference {
 // How the judged backend adds, which sets gamma(K) of the contract.
 struct BoundModel {
   bool tensor_cores = false;  // gamma = u32 (4 + K/16) instead of u32 (4 + sqrt K)
-  bool sequential = false;    // on structured data K/2: one sum, term after term
   bool tf32 = false;          // products of f32 keep 10 bits of both operands: gamma + 2 2^-10
-  bool structured = false;    // constant or one-signed rows: sqrt K becomes K/4
+  bool structured = false;    // constant, repeated, one-signed rows: K/4, not sqrt K
 };
 
 struct Output {

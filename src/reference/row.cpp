@@ -128,8 +128,7 @@ double gamma(const BoundModel& model, int64_t length) {
   const double k = static_cast<double>(length);
   if (model.tf32) return 0x1p-9 + u32 * (4 + k / 16);
   if (model.tensor_cores) return u32 * (4 + k / 16);
-  const double aligned = model.sequential ? k / 2 : k / 4;
-  return u32 * (4 + (model.structured ? std::max(std::sqrt(k), aligned) : std::sqrt(k)));
+  return u32 * (4 + (model.structured ? std::max(std::sqrt(k), k / 4) : std::sqrt(k)));
 }
 
 Row make_row(const RowSource& source, const Token& token, int64_t i) {
