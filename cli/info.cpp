@@ -54,7 +54,10 @@ json cuda_devices() {
         {{"name", device->name},
          {"compute_capability", fmt::format("{}.{}", device->major, device->minor)},
          {"multiprocessors", device->multiprocessors},
-         {"batch_invariant_linear_ops", cuda::linear_ops_are_batch_invariant(*device)}});
+         {"portable_kernels", device->portable},
+         {"batch_invariant_linear_ops", cuda::linear_ops_are_batch_invariant(*device)},
+         {"batch_invariant_plain_linear_ops",
+          cuda::plain_linear_ops_are_batch_invariant(*device)}});
   }
   return devices;
 }

@@ -29,17 +29,24 @@ function(add_conformance_test name parts)
 endfunction()
 
 # The same tests on the device, all in one program: its library, of which most bytes are kernels, is
-# carried to another machine once.
+# carried to another machine once. And again with the kernels that every architecture runs.
 set(device_suites)
 function(add_device_test suite parts)
   if(NOT LOGITLESS_WITH_CUDA)
     return()
   endif()
-  add_parts(device.${suite} ${parts} device_suite --gtest_filter=*/${suite}.*)
   math(EXPR last "${parts} - 1")
-  foreach(part RANGE ${last})
-    set_property(TEST device.${suite}.${part} APPEND PROPERTY ENVIRONMENT LOGITLESS_TEST_DEVICES=cuda)
-    set_tests_properties(device.${suite}.${part} PROPERTIES LABELS device SKIP_RETURN_CODE 77)
+  foreach(kernels own portable)
+    if(kernels STREQUAL portable AND suite MATCHES "^(Offsets|Cuda[EHOP].*)$")
+      continue()
+    endif()
+    set(test device.${kernels}.${suite})
+    add_parts(${test} ${parts} device_suite --gtest_filter=*/${suite}.*)
+    foreach(part RANGE ${last})
+      set_property(TEST ${test}.${part} APPEND PROPERTY ENVIRONMENT "LOGITLESS_TEST_DEVICES=cuda"
+                                                                    "LOGITLESS_CUDA_KERNELS=${kernels}")
+      set_tests_properties(${test}.${part} PROPERTIES LABELS device SKIP_RETURN_CODE 77)
+    endforeach()
   endforeach()
 endfunction()
 
@@ -56,10 +63,12 @@ foreach(test conformance:Conformance:8 determinism:Determinism:4 invariance:Inva
   list(APPEND device_suites $<TARGET_OBJECTS:${name}_test_objects>)
 endforeach()
 if(LOGITLESS_WITH_CUDA)
-  add_executable(device_suite ${device_suites} cuda_test.cpp cuda_offsets_test.cpp cuda_rows_test.cpp
+  add_executable(device_suite ${device_suites} cuda_test.cpp cuda_processes_test.cpp cuda_offsets_test.cpp cuda_rows_test.cpp
                  $<TARGET_OBJECTS:conformance_main>)
   link_conformance(device_suite)
   add_device_test(Cuda 4)
+  add_device_test(CudaErrors 42)
+  add_device_test(CudaProcesses 4)
   add_device_test(CudaOffsets 1)
   add_device_test(CudaHeads 1)
   add_device_test(CudaRows 4)

@@ -173,33 +173,6 @@ TEST_P(Cuda, ThreadsOnStreamsOfTheirOwn) {
   for (const std::string& message : wrong) EXPECT_EQ(message, "");
 }
 
-// What the caller did wrong before is neither reported as ours nor taken away.
-TEST_P(Cuda, AnErrorOfTheCallersStaysTheCallers) {
-  with_resident({plain()}, [&](auto& p, auto& resident) {
-    (void)cudaGetLastError();
-    cudaLaunchConfig_t config{};
-    config.gridDim = config.blockDim = dim3(1);
-    const cudaError_t failed = cudaLaunchKernelExC(&config, nullptr, nullptr);
-    ASSERT_NE(failed, cudaSuccess);
-    ASSERT_EQ(cudaPeekAtLastError(), failed);
-    const Status status = resident.run();
-    EXPECT_TRUE(status.ok()) << status.message();
-    EXPECT_EQ(cudaPeekAtLastError(), failed);
-    WorkspaceSize size;
-    EXPECT_TRUE(workspace(resident.op(), resident.execution(), &size).ok());
-    EXPECT_TRUE(warmup(resident.execution()).ok());
-    EXPECT_EQ(cudaPeekAtLastError(), failed);
-    (void)cudaGetLastError();
-    const Comparison result = compare(expected(device_, p.op, p.model), resident.fields());
-    EXPECT_TRUE(result.ok()) << result.report;
-    // Nor does ours leave one.
-    auto op = resident.op();
-    place(op, {DeviceType::cuda, 4096});
-    EXPECT_EQ(run(op, {}, {.device = {DeviceType::cuda, 4096}}).code(), StatusCode::wrong_device);
-    EXPECT_EQ(cudaPeekAtLastError(), cudaSuccess);
-  });
-}
-
 // A call for one device leaves another current, and finds its own.
 TEST_P(Cuda, TheCurrentDeviceIsLeftAsFound) {
   int count = 0;

@@ -35,7 +35,7 @@ class TestDevice {
   // And have a mode for f32 with a mantissa of 10 bits.
   virtual bool has_tf32() const { return false; }
   // Whether a token's loss and statistics do not depend on its batch ("Determinism").
-  virtual bool batch_invariant(OpKind) const { return true; }
+  virtual bool batch_invariant(const Case&) const { return true; }
   // Instruction sets to force in turn, best first; none: nothing to force.
   virtual std::vector<std::string> instruction_sets() const { return {}; }
   virtual bool force_instruction_set(const std::string&) const { return false; }
@@ -57,7 +57,7 @@ bool asked_for(const std::string& name);
 const TestDevice& device(const std::string& name);
 
 #ifdef LOGITLESS_WITH_CUDA
-Found find_cuda_device();
+Found find_cuda_device(int index = 0);
 #endif
 
 }  // namespace logitless::conformance

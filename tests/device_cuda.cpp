@@ -80,28 +80,23 @@ class Streams {
     const std::lock_guard lock(mutex_);
     free_.push_back(stream);
   }
+  // A thread's own while it runs.
+  struct OfAThread {
+    OfAThread(Streams* all, int device) : streams(all) {
+      const cuda::CurrentDevice current(device);
+      stream = streams->take();
+    }
+    ~OfAThread() { streams->give_back(stream); }
+    OfAThread(const OfAThread&) = delete;
+    OfAThread& operator=(const OfAThread&) = delete;
+    Streams* streams;
+    cudaStream_t stream = nullptr;
+  };
 
  private:
   std::mutex mutex_;
   std::vector<cudaStream_t> free_;
 };
-
-Blocks& blocks() {
-  static auto* all = new Blocks;  // never destroyed: the driver may be gone before
-  return *all;
-}
-Streams& streams() {
-  static auto* all = new Streams;
-  return *all;
-}
-cudaStream_t stream_of_this_thread() {
-  struct Own {
-    cudaStream_t stream = streams().take();
-    ~Own() { streams().give_back(stream); }
-  };
-  static thread_local const Own own;
-  return own.stream;
-}
 
 // The driver's functions for address space that is memory only in places.
 template <class Function>
@@ -125,30 +120,38 @@ size_t pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
 class CudaDevice final : public TestDevice {
  public:
+  explicit CudaDevice(int index) : index_(index) {}
   const char* name() const override { return "cuda"; }
-  Device tensors() const override { return {DeviceType::cuda, 0}; }
+  Device tensors() const override { return {DeviceType::cuda, index_}; }
   Execution execution() const override {
-    return {.device = {DeviceType::cuda, 0}, .stream = stream_of_this_thread()};
+    return {.device = {DeviceType::cuda, index_}, .stream = stream()};
   }
-  void* allocate(size_t bytes) const override { return blocks().take(bytes); }
-  void release(void* data) const override { blocks().give_back(data); }
+  void* allocate(size_t bytes) const override {
+    const cuda::CurrentDevice current(index_);
+    return blocks_->take(bytes);
+  }
+  void release(void* data) const override {
+    const cuda::CurrentDevice current(index_);
+    blocks_->give_back(data);
+  }
   void upload(void* device, const std::byte* host, size_t bytes) const override {
-    check(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, stream_of_this_thread()),
-          "upload");
+    const cuda::CurrentDevice current(index_);
+    check(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, stream()), "upload");
   }
   void download(std::byte* host, const void* device, size_t bytes) const override {
-    const cudaStream_t stream = stream_of_this_thread();
-    check(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, stream), "download");
-    check(cudaStreamSynchronize(stream), "what ran before the download");
+    const cuda::CurrentDevice current(index_);
+    check(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, stream()), "download");
+    check(cudaStreamSynchronize(stream()), "what ran before the download");
   }
 
   void* reserve(size_t bytes, const Ranges& used) const override {
+    const cuda::CurrentDevice current(index_);
     CUdeviceptr start = 0;
     check(cudaFree(nullptr), "context");
     check_driver(DRIVER(cuMemAddressReserve)(&start, pages(bytes), kPage, 0, 0), "reserve");
     CUmemAllocationProp properties{};
     properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
-    properties.location = {CU_MEM_LOCATION_TYPE_DEVICE, {0}};
+    properties.location = {CU_MEM_LOCATION_TYPE_DEVICE, {index_}};
     const CUmemAccessDesc access{properties.location, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
     std::map<size_t, bool> mapped;
     for (const auto& [offset, length] : used) {
@@ -171,6 +174,7 @@ class CudaDevice final : public TestDevice {
   }
   void unreserve(void* data, size_t bytes) const override {
     const std::lock_guard lock(mutex_);
+    const cuda::CurrentDevice current(index_);
     const auto start = reinterpret_cast<CUdeviceptr>(data);
     (void)cudaDeviceSynchronize();
     for (const auto& [page, is] : mapped_[data]) {
@@ -184,26 +188,44 @@ class CudaDevice final : public TestDevice {
   // Products of f32 are never made of narrower numbers, nor by tensor cores.
   bool tensor_cores(DType dtype) const override { return dtype != DType::f32; }
   bool has_tf32() const override { return true; }
-  bool batch_invariant(OpKind op) const override {
+  bool batch_invariant(const Case& c) const override {
     const cuda::DeviceInfo* info;
-    return !is_linear(op) ||
-           (cuda::find_device(0, &info).ok() && cuda::linear_ops_are_batch_invariant(*info));
+    if (!is_linear(c.op)) return true;
+    if (!cuda::find_device(index_, &info).ok()) return false;
+    return cuda::linear_ops_are_batch_invariant(*info) ||
+           (is_plain(c) && cuda::plain_linear_ops_are_batch_invariant(*info));
   }
 
  private:
+  // Of what is promised of plain calls; the statistics are those of the loss.
+  static bool is_plain(const Case& c) {
+    const LossOptions& o = c.options;
+    return c.dtype != DType::f32 && c.placement == Placement::dense && !c.bias && !c.statistics &&
+           o.label_smoothing == 0 && o.logit_scale == 1 && o.softcap == 0 && o.temperature == 1;
+  }
+  cudaStream_t stream() const {
+    static thread_local std::map<const CudaDevice*, Streams::OfAThread> own;
+    return own.try_emplace(this, streams_, index_).first->second.stream;
+  }
+
+  const int index_;
+  Blocks* const blocks_ = new Blocks;  // never destroyed: the driver may be gone before
+  Streams* const streams_ = new Streams;
   mutable std::mutex mutex_;
   mutable std::map<void*, std::map<size_t, bool>> mapped_;
 };
 
 }  // namespace
 
-Found find_cuda_device() {
+Found find_cuda_device(int index) {
   char text[256];
   Status status;
   logitless_describe_backend(LOGITLESS_CUDA, text, sizeof(text), status.c());
+  const cuda::DeviceInfo* info;
+  if (status.ok()) status = cuda::find_device(index, &info);
   if (!status.ok()) return {"cuda", nullptr, status.message()};
-  static const CudaDevice device;
-  return {"cuda", &device, ""};
+  static std::map<int, CudaDevice> devices;
+  return {"cuda", &devices.try_emplace(index, index).first->second, ""};
 }
 
 }  // namespace logitless::conformance

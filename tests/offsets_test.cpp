@@ -111,7 +111,7 @@ TEST_P(Offsets, MatricesGigabytesApart) {
     for (const auto& way : {std::pair{0, 1}, std::pair{1, 1}, std::pair{0, 2}}) {
       const int axis = way.first, step = way.second;
       const Fields far = Spread<Op>(device_, p.op, axis, step).run();
-      if (device_.batch_invariant(op_)) {
+      if (device_.batch_invariant(c)) {
         EXPECT_EQ(differing_bits(dense, far), "") << "axis " << axis << ", step " << step;
       }
       // Another layout may be another product there.

@@ -9,11 +9,17 @@
 
 namespace logitless::conformance {
 
-// The problem outlives it. Work goes to the stream of the thread that made it.
+inline uint64_t bytes_of(const WorkspaceSize& size, double share) {
+  const auto range = static_cast<double>(size.recommended - size.minimum);
+  return size.minimum + static_cast<uint64_t>(share * range);
+}
+
+// The problem outlives it. Work goes to the stream of the thread that made it. The workspace is
+// minimum + share (recommended - minimum).
 template <class Op>
 class Resident {
  public:
-  Resident(const TestDevice& device, const Problem<Op>& p)
+  Resident(const TestDevice& device, const Problem<Op>& p, double share = 1)
       : device_(device), problem_(p), op_(p.op), execution_(device.execution()) {
     for (size_t i = 0; i < p.pool.size(); ++i) {
       blocks_.push_back({device.allocate(p.pool[i].size()), Bytes(p.pool[i].size())});
@@ -29,7 +35,8 @@ class Resident {
     WorkspaceSize size;
     const Status status = workspace(op_, execution_, &size);
     EXPECT_TRUE(status.ok()) << status.message();
-    scratch_ = {device.allocate(size.recommended + 1), size.recommended};
+    const uint64_t bytes = bytes_of(size, share);
+    scratch_ = {device.allocate(bytes + 1), bytes};
     upload();
   }
   ~Resident() {

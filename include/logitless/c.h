@@ -172,8 +172,9 @@ typedef struct logitless_workspace_buffer {
 /* Every function may be called with status = NULL; execution = NULL is the CPU with the library's
  * own pool, workspace = NULL one of 0 bytes. */
 
-/* Bytes of workspace `run` needs for `op`: pure and cheap; data pointers may be NULL. Returns the
- * status code. On an error `size` is left as it was. */
+/* Bytes of workspace `run` needs for `op`: pure and cheap; data pointers may be NULL: enough
+ * for any address then, else for the given ones. Returns the status code. On an error `size` is
+ * left as it was. */
 LOGITLESS_API int32_t logitless_workspace(const logitless_op* op,
                                           const logitless_execution* execution,
                                           logitless_workspace_size* size, logitless_status* status);

@@ -115,8 +115,8 @@ struct COp {
 
 }  // namespace detail
 
-// Bytes of workspace that `run` needs for `op`. Pure and cheap; data pointers may be null. On an
-// error *size is left as it was.
+// Bytes of workspace that `run` needs for `op`. Pure and cheap; data pointers may be null: enough
+// for any address then, else for the given ones. On an error *size is left as it was.
 template <class Op>
 Status workspace(const Op& op, const Execution& execution, WorkspaceSize* size) {
   const detail::COp<Op> c(op);

@@ -30,6 +30,13 @@ struct Calls {
   }
 };
 
+const char* invariant_ops(const cuda::DeviceInfo& device) {
+  if (cuda::linear_ops_are_batch_invariant(device)) return "every op";
+  return cuda::plain_linear_ops_are_batch_invariant(device)
+             ? "all but linear ops in f32 or with options"
+             : "all but the linear ops";
+}
+
 struct CudaBackend final : BackendOf<Calls> {
   const char* name() const override { return "cuda"; }
   void describe(char* text, size_t bytes) const override {
@@ -37,10 +44,9 @@ struct CudaBackend final : BackendOf<Calls> {
     if (!cuda::find_device(0, &device).ok()) return;
     char library[160];
     (void)cuda::describe_matrix_library(library, sizeof(library));
-    std::snprintf(
-        text, bytes, "%s, sm_%d%d, %s, batch invariance: %s", device->name, device->major,
-        device->minor, library,
-        cuda::linear_ops_are_batch_invariant(*device) ? "every op" : "all but the linear ops");
+    std::snprintf(text, bytes, "%s, sm_%d%d%s, %s, batch invariance: %s", device->name,
+                  device->major, device->minor, device->portable ? ", portable kernels" : "",
+                  library, invariant_ops(*device));
   }
   Status warmup(const Execution& execution) const override {
     const cuda::DeviceInfo* device;

@@ -3,6 +3,8 @@
 // why CUDA does not.
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
+#include <cstring>
 #include <mutex>
 #include <vector>
 
@@ -15,6 +17,11 @@ struct Devices {
   Status status;
   std::vector<DeviceInfo> info;
 };
+
+bool asked_for_portable() {
+  const char* kernels = std::getenv("LOGITLESS_CUDA_KERNELS");
+  return kernels != nullptr && std::strcmp(kernels, "portable") == 0;
+}
 
 Devices ask_driver() {
   Devices all;
@@ -48,7 +55,8 @@ Devices ask_driver() {
         .major = properties.major,
         .minor = properties.minor,
         .multiprocessors = properties.multiProcessorCount,
-        .shared_bytes_per_block = static_cast<int64_t>(properties.sharedMemPerBlockOptin)};
+        .shared_bytes_per_block = static_cast<int64_t>(properties.sharedMemPerBlockOptin),
+        .portable = asked_for_portable()};
     std::snprintf(info.name, sizeof(info.name), "%.60s", properties.name);
     all.info.push_back(info);
   }

@@ -84,6 +84,11 @@ DeviceSpeed speed_of(const DeviceInfo& device) {
   return speed;
 }
 
+WorkspaceSize workspace_of(const LinearShape& shape, const DeviceSpeed& speed) {
+  const uint64_t minimum = smallest_plan(shape, speed).bytes;
+  return {minimum, std::max(minimum, recommended_plan(shape, speed).bytes), Arena::alignment};
+}
+
 template <class Op>
 Status linear_workspace(const Op& op, const DeviceInfo& device, WorkspaceSize* size) {
   const Status status = find_matrix_library();
@@ -94,11 +99,18 @@ Status linear_workspace(const Op& op, const DeviceInfo& device, WorkspaceSize* s
                    static_cast<long long>(extent), static_cast<long long>(most_extent));
     }
   }
-  const LinearCall call = make_call(op, device);
-  const DeviceSpeed speed = speed_of(device);
-  size->minimum = smallest_plan(call.shape, speed).bytes;
-  size->recommended = std::max(size->minimum, recommended_plan(call.shape, speed).bytes);
-  size->alignment = Arena::alignment;
+  Op asked = op;
+  const bool anywhere = op.weight.data == nullptr;
+  if (anywhere) asked.weight.byte_offset = 0;
+  LinearShape shape = make_call(asked, device).shape;
+  *size = workspace_of(shape, speed_of(device));
+  if (shape.fused && anywhere) {
+    // There may come an address that Hopper's kernel cannot read: enough for either.
+    shape.fused = false;
+    const WorkspaceSize portable = workspace_of(shape, speed_of(device));
+    size->minimum = std::max(size->minimum, portable.minimum);
+    size->recommended = std::max(size->recommended, portable.recommended);
+  }
   return {};
 }
 

@@ -9,7 +9,7 @@ namespace {
 // architecture is not.
 template <class T>
 bool code_has_clusters(const DeviceInfo& device) {
-  if (device.major < 9) return false;
+  if (device.major < 9 || device.portable) return false;
   cudaFuncAttributes attributes;
   const auto* kernel = reinterpret_cast<const void*>(rows_kernel<T, true>);
   return cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess && attributes.ptxVersion >= 90;

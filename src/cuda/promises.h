@@ -10,9 +10,14 @@ namespace logitless::cuda {
 // CUDA's version as cudart counts it: any driver of the same major version serves.
 inline constexpr int driver_floor = CUDART_VERSION / 1000 * 1000;
 
-// Loss and statistics of a token, of ops of given logits: always. Of the linear ops: not where
-// cuBLASLt makes their logits, which on every device so far it does for some options (on Hopper:
-// all but plain ones of 16-bit inputs, see sm90/forward.h).
+// Loss and statistics of a token do not depend on its batch in ops of given logits, always. In the
+// linear ops not where cuBLASLt makes their logits, which on every device so far it does for some
+// options.
 inline bool linear_ops_are_batch_invariant(const DeviceInfo&) { return false; }
+// In plain ones of 16-bit inputs, whose logits Hopper's own kernel makes: see serves in
+// sm90/forward.h.
+inline bool plain_linear_ops_are_batch_invariant(const DeviceInfo& device) {
+  return device.major == 9 && !device.portable;
+}
 
 }  // namespace logitless::cuda

@@ -6,10 +6,10 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
-#include <mutex>
 #include <utility>
 
 #include "logitless/logitless.h"
+#include "src/cuda/driver.h"
 #include "src/cuda/kernel_file.h"
 #include "src/message.h"
 
@@ -28,6 +28,9 @@ struct DeviceInfo {
   int multiprocessors = 0;
   int64_t shared_bytes_per_block = 0;  // at most, on request
   char name[64] = {};
+  // LOGITLESS_CUDA_KERNELS=portable in the environment: what sm_80 runs, on a newer device too (its
+  // tests, bug reports).
+  bool portable = false;
 };
 
 // Fails with backend_unavailable (no driver, too old a driver, no device) or wrong_device.
@@ -77,8 +80,8 @@ class Stream {
                      size_t shared_bytes, int cluster, Arguments&&... arguments) {
     if (!ok() || blocks.x == 0 || blocks.y == 0 || blocks.z == 0) return;
     if (shared_bytes > 0) {
-      fail(cuda_error(name, allow_shared(reinterpret_cast<const void*>(kernel),
-                                         static_cast<int>(shared_bytes))));
+      fail(allow_shared_memory(reinterpret_cast<const void*>(kernel),
+                               static_cast<int>(shared_bytes)));
     }
     cudaLaunchConfig_t config{};
     config.gridDim = blocks;
@@ -102,24 +105,6 @@ class Stream {
   }
 
  private:
-  // The limit is only ever raised, since another thread may be about to launch the same kernel with
-  // more; and shared memory comes before the first cache.
-  static cudaError_t allow_shared(const void* kernel, int bytes) {
-    static std::mutex mutex;
-    const std::lock_guard lock(mutex);
-    cudaFuncAttributes attributes;
-    cudaError_t code = cudaFuncGetAttributes(&attributes, kernel);
-    if (code == cudaSuccess &&
-        attributes.preferredShmemCarveout != cudaSharedmemCarveoutMaxShared) {
-      code = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                  cudaSharedmemCarveoutMaxShared);
-    }
-    if (code == cudaSuccess && attributes.maxDynamicSharedSizeBytes < bytes) {
-      code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    }
-    return code;
-  }
-
   cudaStream_t stream_;
   Status status_;
 };

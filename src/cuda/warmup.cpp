@@ -20,25 +20,12 @@ Status driver_error(const char* what, CUresult code) {
                static_cast<int>(code));
 }
 
-// libcuda is not linked: a machine without a driver loads this library too.
 template <class Function>
-Status find_driver_function(const char* name, Function* function) {
-  void* address = nullptr;
-  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-#if CUDART_VERSION >= 12050
-  constexpr unsigned since = 12040;
-  const cudaError_t code =
-      cudaGetDriverEntryPointByVersion(name, &address, since, cudaEnableDefault, &found);
-#else
-  const cudaError_t code = cudaGetDriverEntryPoint(name, &address, cudaEnableDefault, &found);
-#endif
-  if (code != cudaSuccess) (void)cudaGetLastError();
-  if (code != cudaSuccess || found != cudaDriverEntryPointSuccess || address == nullptr) {
-    return error(StatusCode::not_supported,
-                 "cuda: warmup needs %s, of a driver for CUDA 12.4 or newer", name);
-  }
-  *function = reinterpret_cast<Function>(address);
-  return {};
+Status find(const char* name, Function* function) {
+  *function = reinterpret_cast<Function>(find_driver_function(name));
+  if (*function != nullptr) return {};
+  return error(StatusCode::not_supported,
+               "cuda: warmup needs %s, of a driver for CUDA 12.4 or newer", name);
 }
 
 struct Driver {
@@ -49,10 +36,10 @@ struct Driver {
 };
 
 Status find_driver(Driver* driver) {
-  Status status = find_driver_function("cuFuncGetModule", &driver->module_of);
-  if (status.ok()) status = find_driver_function("cuModuleGetFunctionCount", &driver->count);
-  if (status.ok()) status = find_driver_function("cuModuleEnumerateFunctions", &driver->enumerate);
-  if (status.ok()) status = find_driver_function("cuFuncLoad", &driver->load);
+  Status status = find("cuFuncGetModule", &driver->module_of);
+  if (status.ok()) status = find("cuModuleGetFunctionCount", &driver->count);
+  if (status.ok()) status = find("cuModuleEnumerateFunctions", &driver->enumerate);
+  if (status.ok()) status = find("cuFuncLoad", &driver->load);
   return status;
 }
 
