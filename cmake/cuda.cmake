@@ -2,9 +2,8 @@
 # library loads with and without a GPU.
 set(LOGITLESS_CUDA AUTO CACHE STRING "The CUDA backend: AUTO (where nvcc is found), ON or OFF")
 set_property(CACHE LOGITLESS_CUDA PROPERTY STRINGS AUTO ON OFF)
-# Machine code for every architecture served; PTX of the lowest and the highest for those to come.
-set(LOGITLESS_CUDA_ARCHITECTURES "80;89-real;90-real;90a-real;100-real;120" CACHE STRING
-    "Architectures of the CUDA backend, as in CMAKE_CUDA_ARCHITECTURES")
+set(LOGITLESS_CUDA_ARCHITECTURES "" CACHE STRING
+    "Architectures of the CUDA backend, as in CMAKE_CUDA_ARCHITECTURES; empty: all that the compiler knows of those served")
 
 set(LOGITLESS_WITH_CUDA OFF)
 if(NOT LOGITLESS_CUDA STREQUAL OFF)
@@ -25,12 +24,24 @@ endif()
 set(CMAKE_CUDA_STANDARD 20)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 set(CMAKE_CUDA_EXTENSIONS OFF)
-set(CMAKE_CUDA_ARCHITECTURES ${LOGITLESS_CUDA_ARCHITECTURES})
+# The compiler's version is known after enable_language, which wants some architecture.
+set(CMAKE_CUDA_ARCHITECTURES 80)
 if(CCACHE_PROGRAM AND NOT CMAKE_CUDA_COMPILER_LAUNCHER)
   set(CMAKE_CUDA_COMPILER_LAUNCHER ${CCACHE_PROGRAM})
 endif()
 enable_language(CUDA)
 find_package(CUDAToolkit REQUIRED)
+# Machine code for every architecture served; PTX of the lowest and the highest for those to come.
+set(CMAKE_CUDA_ARCHITECTURES 80 89-real 90-real 90a-real 100-real 120)
+set(LOGITLESS_CUDA_COMPRESSES --compress-mode=size)
+if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
+  set(CMAKE_CUDA_ARCHITECTURES 80 89-real 90 90a-real)
+  set(LOGITLESS_CUDA_COMPRESSES)
+  message(STATUS "logitless: CUDA ${CMAKE_CUDA_COMPILER_VERSION}: no code for sm_100 and newer, and slow Hopper kernels")
+endif()
+if(LOGITLESS_CUDA_ARCHITECTURES)
+  set(CMAKE_CUDA_ARCHITECTURES ${LOGITLESS_CUDA_ARCHITECTURES})
+endif()
 
 file(GLOB_RECURSE LOGITLESS_CUDA_SOURCES CONFIGURE_DEPENDS src/cuda/*.cu src/cuda/*.cpp)
 add_library(logitless_cuda_objects OBJECT ${LOGITLESS_CUDA_SOURCES})
@@ -38,8 +49,9 @@ target_include_directories(logitless_cuda_objects PRIVATE ${PROJECT_SOURCE_DIR}/
 target_include_directories(logitless_cuda_objects SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
 target_compile_definitions(logitless_cuda_objects PRIVATE LOGITLESS_WITH_CUDA)
 # As on the CPU, a product and a sum become one rounding where the source says fma and nowhere else.
+set(LOGITLESS_CUDA_OPTIONS -fmad=false --expt-relaxed-constexpr)
 target_compile_options(logitless_cuda_objects PRIVATE
   $<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off -Wall -Wextra -Wno-overloaded-virtual>
-  $<$<COMPILE_LANGUAGE:CUDA>:-fmad=false --expt-relaxed-constexpr --compress-mode=size -Xcompiler=-Wall>
+  "$<$<COMPILE_LANGUAGE:CUDA>:${LOGITLESS_CUDA_OPTIONS};${LOGITLESS_CUDA_COMPRESSES};-Xcompiler=-Wall>"
   $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<BOOL:${LOGITLESS_WERROR}>>:-Werror>
   $<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${LOGITLESS_WERROR}>>:-Werror=all-warnings>)

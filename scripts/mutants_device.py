@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs put into src/cuda on purpose (tests/mutants/cuda.py), which the device's tests must catch.
 
-`build` compiles all of them at once into a copy of the tree under out/mutants-device, each behind a
+`check` only looks whether each one's text is still there. `build` compiles all of them at once into a copy of the tree under out/mutants-device, each behind a
 switch, and leaves one program. `run` needs that program, this file and the list alone, on a machine
 with a GPU: the tests must pass with every switch off, and fail with each one on.
 Exit code 0: all caught, or no GPU. 1: survivors. 2: a text that is gone, no build, no verdict."""
@@ -130,20 +130,32 @@ def write(path: Path, text: str) -> None:
         path.write_text(text)
 
 
+def by_file() -> dict[str, list[tuple[int, CudaMutant]]]:
+    found: dict[str, list[tuple[int, CudaMutant]]] = defaultdict(list)
+    for number, m in enumerate(MUTANTS, 1):
+        found[f"src/cuda/{m.file}"].append((number, m))
+    return found
+
+
+def check() -> int:
+    for name, mutants in by_file().items():
+        edited((ROOT / name).read_text(), mutants)
+    print(f"mutants-device: the texts of {len(MUTANTS)} mutants are there")
+    return 0
+
+
 def copy_tree(tree: Path) -> None:
     listed = subprocess.run(
         ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         check=True, capture_output=True, text=True,
     ).stdout.split("\0")  # fmt: skip
-    by_file: dict[str, list[tuple[int, CudaMutant]]] = defaultdict(list)
-    for number, m in enumerate(MUTANTS, 1):
-        by_file[f"src/cuda/{m.file}"].append((number, m))
+    mutants = by_file()
     for name in listed:
         source = ROOT / name
         if not name or not source.is_file():
             continue
-        if name in by_file or name in ("src/cuda/kernel_file.h", "src/cuda/runtime.h"):
-            text = edited(source.read_text(), by_file[name])
+        if name in mutants or name in ("src/cuda/kernel_file.h", "src/cuda/runtime.h"):
+            text = edited(source.read_text(), mutants[name])
             if name == "src/cuda/kernel_file.h":
                 text += SWITCH_H
             else:  # behind the line of the licence
@@ -258,7 +270,7 @@ def run(only: str, jobs: int, limit: float) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=["list", "build", "run", "all"])
+    parser.add_argument("what", choices=["list", "check", "build", "run", "all"])
     parser.add_argument("--only", default="", help="mutants whose name contains this")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--limit", type=float, default=500, help="seconds for the tests of one")
@@ -267,6 +279,8 @@ def main() -> int:
         if arguments.what == "list":
             for number, m in enumerate(MUTANTS, 1):
                 print(number, m.name)
+        if arguments.what == "check":
+            return check()
         if arguments.what in ("build", "all"):
             build(arguments.jobs)
         if arguments.what in ("run", "all"):

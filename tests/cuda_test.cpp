@@ -173,6 +173,23 @@ TEST_P(Cuda, ThreadsOnStreamsOfTheirOwn) {
   for (const std::string& message : wrong) EXPECT_EQ(message, "");
 }
 
+// Of a vocabulary so large that between the least workspace and that of whole E lie plans that keep
+// some of it.
+TEST_P(Cuda, EveryPlanIsRight) {
+  if (!is_linear(op_)) return;
+  Case c{.op = op_, .shape = {130, 16, 30000}, .dtype = dtype_};
+  const WorkspaceSize size = workspace_of(device_, c);
+  std::vector<uint64_t> sizes;
+  for (const double share : {0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.5}) {
+    sizes.push_back(bytes_of(size, share));
+  }
+  for (const double ignored : {0.0, 0.4}) {
+    c.ignored = ignored;
+    const Comparison result = judge_sizes(device_, c, sizes);
+    EXPECT_TRUE(result.ok()) << result.report;
+  }
+}
+
 // A call for one device leaves another current, and finds its own.
 TEST_P(Cuda, TheCurrentDeviceIsLeftAsFound) {
   int count = 0;

@@ -101,10 +101,8 @@ class Streams {
 // The driver's functions for address space that is memory only in places.
 template <class Function>
 Function driver_function(const char* name) {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  check(cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found), name);
-  if (found != cudaDriverEntryPointSuccess) throw std::runtime_error(std::string("no ") + name);
+  void* function = cuda::find_driver_function(name);
+  if (function == nullptr) throw std::runtime_error(std::string("no ") + name);
   return reinterpret_cast<Function>(function);
 }
 #define DRIVER(name) driver_function<decltype(&name)>(#name)

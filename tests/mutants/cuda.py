@@ -24,6 +24,8 @@ TESTS: dict[str, str] = {
     "linear": _tests(_LINEAR, _TABLE) + ":" + _PAIRS.format("linear"),
     "tokens": _tests(("forward", "linear_forward"), _TABLE)
     + ":*/Conformance.EveryOptionAloneAndInPairs/cuda_forward*_f32",
+    "hopper": "*/Conformance.EveryShape/cuda_linear*f16:*/Invariants.*/cuda_linear*f16:"
+    "*/WorkspaceSizes.AnySize*/cuda_linear*f16:*/Cuda.EveryPlan*/cuda_linear*_bf16",
     "offsets": "*/Offsets.*:*/CudaOffsets.*:*/CudaHeads.*",
     "workspace": "*/WorkspaceSizes.*:" + _tests(_LINEAR, _TABLE),
 }
@@ -39,6 +41,17 @@ class CudaMutant:
 
 
 _M = CudaMutant
+_WAIT = r"""@{asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra.uni over;\n"
+      "bra.uni again;\n"
+      "over:\n"
+      "}\n" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");}@"""
 
 MUTANTS = [
     # Tokens
@@ -155,6 +168,40 @@ MUTANTS = [
     _M("linear, 32-bit offset of a row of weight", "linear_run.h",
        "return {start + @{column * w.stride[0] * size_of(w.dtype)}@, w.stride[0]",
        "static_cast<int64_t>(static_cast<int32_t>(column * w.stride[0] * size_of(w.dtype)))", "offsets"),
+    # Hopper's own kernel
+    _M("hopper, last columns: not masked", "sm90/forward.cuh",
+       "if (@{left < tile_columns}@) {", "false", "hopper"),
+    _M("hopper, maximum: of half of a row's lanes", "sm90/forward.cuh",
+       "@{maximum = fmaxf(maximum, __shfl_xor_sync(whole_warp, maximum, 2));}@", "", "hopper"),
+    _M("hopper, sum: of half of a row's lanes", "sm90/forward.cuh",
+       "@{sum += __shfl_xor_sync(whole_warp, sum, 2);}@", "", "hopper"),
+    _M("hopper, sum: every second column left out", "sm90/forward.cuh",
+       "s0 += @{x}@;", "0.0f", "hopper"),
+    _M("hopper, target: counted in the sums twice", "sm90/forward.cuh",
+       "if (@{own == 8 * i}@) d[4 * i + 2 * h] = -infinity();", "false", "hopper"),
+    _M("hopper, partial sums: in the place of the row above", "sm90/forward.cuh",
+       "const int64_t at = @{row}@ * a.partials.segments + column_tile;", "max(row - 1, 0)",
+       "hopper"),
+    _M("hopper, E: relative to the tile's maximum", "sm90/forward.cuh",
+       "x *= @{lift}@, y *= lift;", "1.0f", "hopper"),
+    _M("hopper, dz: half of the exponent", "sm90/forward.cuh",
+       "exp2_fast(@{fminf(log2_p, 0.0f)}@)", "0.5f * log2_p", "hopper"),
+    _M("hopper, dz: the target is not subtracted", "sm90/forward.cuh",
+       "if (@{own == 8 * i}@) d[4 * i + 2 * h] = x;", "false", "hopper"),
+    _M("hopper, stores: neighbours not traded", "sm90/forward.cuh",
+       "odd ? @{uint2{other, own}}@ : uint2{own, other}", "uint2{own, other}", "hopper"),
+    _M("hopper, valid tokens: one too few", "sm90/forward.cuh",
+       "const int valid = @{valid_rows(a.chunk)}@;", "max(valid_rows(a.chunk) - 1, 0)", "hopper"),
+    _M("hopper, copies: one row of input too far", "sm90/tma.cuh",
+       '"r"(shared_address(barrier)), "r"(column), "r"(@{row}@)\n      : "memory");', "row + 1",
+       "hopper"),
+    _M("hopper, copies: one row of the weight too far", "sm90/tma.cuh",
+       '"r"(@{row}@), "h"(mask)', "row + 1", "hopper"),
+    _M("hopper, barriers: nobody waits", "sm90/pipeline.cuh", _WAIT, "", "hopper"),
+    _M("hopper, serves: smoothing too, which it does not know", "sm90/forward.cu",
+       "@{!s.smoothing}@", "true", "linear"),
+    _M("hopper, serves: any address", "sm90/forward.cu",
+       "rows && @{aligned}@", "true", "linear"),
     # Given logits
     _M("rows, last column: not in lse", "row_state.cuh",
        "e[h] = exp_of_row(@{raw[h] - shift}@);",

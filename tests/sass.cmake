@@ -1,0 +1,21 @@
+# The machine code for Hopper, a source at a time, made again as in cmake/cuda.cmake. Of compilers before CUDA 12.8 it is known
+# not to be what is meant (docs/kernels/hopper.md).
+find_package(Python3 REQUIRED COMPONENTS Interpreter)
+function(add_sass_test name)
+  add_test(NAME ${name} COMMAND Python3::Interpreter -B ${CMAKE_CURRENT_SOURCE_DIR}/sass_test.py ${ARGN})
+  set_tests_properties(${name} PROPERTIES LABELS sass SKIP_RETURN_CODE 77 TIMEOUT 600)
+endfunction()
+
+# And the mutants of these sources still fit them.
+add_test(NAME mutants_of_cuda COMMAND Python3::Interpreter -B ${PROJECT_SOURCE_DIR}/scripts/mutants_device.py check)
+
+if(NOT LOGITLESS_WITH_CUDA)
+  add_sass_test(sass --)
+elseif(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
+  file(GLOB_RECURSE kernels CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/cuda/*.cu)
+  foreach(source ${kernels})
+    cmake_path(GET source STEM name)
+    add_sass_test(sass.${name} ${source} -- ${CMAKE_CUDA_COMPILER_LAUNCHER} ${CMAKE_CUDA_COMPILER} -std=c++20 -O3 -DNDEBUG
+                  -I${PROJECT_SOURCE_DIR} -I${PROJECT_SOURCE_DIR}/include -DLOGITLESS_WITH_CUDA ${LOGITLESS_CUDA_OPTIONS})
+  endforeach()
+endif()
