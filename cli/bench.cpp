@@ -11,6 +11,7 @@
 #include "cli/bench_case.h"
 #include "cli/chart.h"
 #include "cli/commands.h"
+#include "cli/first_call.h"
 #include "cli/probe.h"
 #include "cli/progress.h"
 #include "cli/text.h"
@@ -27,7 +28,7 @@ struct BenchArguments {
   std::vector<int64_t> tokens{1024}, hidden{768}, vocab{50257}, threads{0};
   std::string device = "cpu", grad_dtype = "f32", chart;
   int repeats = 5, samples = 2;
-  bool in_place = false;
+  bool in_place = false, first_call = false, warmup = false;
 };
 
 struct Case {
@@ -267,6 +268,11 @@ Machine probe_cuda(CudaBench& cuda) {
 
 void run_bench(const Context& context, const BenchArguments& a) {
   const std::vector<Case> all = cases(a);
+  if (a.first_call) {
+    if (a.device != "cuda") throw BadInput("--first-call: of --device cuda alone");
+    if (all.size() != 1) throw BadInput("--first-call: one op, dtype and shape; given: several");
+    return run_first_call(context, all[0].shape, a.warmup);
+  }
   std::optional<CudaBench> cuda;
   if (a.device == "cuda") cuda.emplace();
   CudaBench* const device = cuda ? &*cuda : nullptr;
@@ -346,6 +352,9 @@ void add_bench(CLI::App& app, Context& context) {
       ->check(CLI::IsMember(kFloatDtypes))
       ->capture_default_str();
   command->add_flag("--in-place", a.in_place, "gradients of given logits over the logits");
+  CLI::Option* first = command->add_flag("--first-call", a.first_call,
+                                         "what a fresh process pays for its first call on CUDA");
+  command->add_flag("--warmup", a.warmup, "which comes after a warmup")->needs(first);
   command->add_option("--repeats", a.repeats)->check(integer(1, 1000))->capture_default_str();
   command->add_option("--samples", a.samples, "tokens and vocabulary rows judged; 0: none")
       ->check(integer(0, 64))

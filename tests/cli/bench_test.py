@@ -70,6 +70,21 @@ class BenchTest(CliTest):
                     self.assertGreater(row["ms_min"], 0)
                     self.assertGreater(row["bandwidth_gbytes_per_second"], 0)
 
+    def test_first_call(self) -> None:
+        first = ["bench", "--json", "--device", "cuda", "--first-call", "--n", "70", "--d", "96",
+                 "--v", "3001", "--dtype", "bf16"]  # fmt: skip
+        backends = {b["name"]: b for b in self.json("info")["backends"]}
+        for extra in ([], ["--warmup"]):
+            if not backends["cuda"]["available"]:
+                done = run(*first, *extra)
+                self.assertEqual((done.returncode, done.stdout), (1, ""))
+                self.assertIn("cuda: ", done.stderr)
+                continue
+            row = json.loads(self.succeed(*first, *extra))
+            self.assertEqual("warmup_ms" in row, bool(extra))
+            self.assertGreater(row["first_ms"], 0)
+            self.assertGreater(row["second_ms"], 0)
+
     def test_memory_grows_by_the_workspace(self) -> None:
         shape = ["--n", "600", "--d", "64", "--v", "20000", "--repeats", "1", "--samples", "0"]
         memory = ["--memory", "10MiB,40MiB"]
@@ -121,6 +136,9 @@ class BenchTest(CliTest):
             (["--repeats", "0"], "--repeats"),
             (["--memory", "1B", "--n", "5", "--v", "9"], "--memory"),
             (["--memory", "x"], "--memory"),
+            (["--first-call"], "--device cuda"),
+            (["--first-call", "--device", "cuda", "--n", "1,2"], "--first-call"),
+            (["--warmup"], "--first-call"),
             (["--chart", str(self.directory / "no" / "x.svg")], "--chart"),
             (["--n", "100000000", "--v", "1000000", "--op", "forward"], "available"),
         ):

@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a process pays for its first call on CUDA, the driver being up: `logitless bench --device
+// cuda --first-call`.
+#pragma once
+
+#include "cli/commands.h"
+#include "cli/op_shape.h"
+
+namespace logitless::cli {
+
+// Failure with the reason where there is no CUDA.
+void run_first_call(const Context& context, const OpShape& shape, bool warmed);
+
+}  // namespace logitless::cli
