@@ -64,14 +64,10 @@ TEST_P(WorkspaceSizes, LessThanTheMinimumIsRefused) {
 // Asking is pure: no data is looked at. Without addresses the answer serves any.
 TEST_P(WorkspaceSizes, AskedWithoutData) {
   for (const Case& c : cases()) {
-    WorkspaceSize with_data = workspace_of(device_, c);
-    if (c.placement == Placement::dense) {
-      Case elsewhere = c;
-      elsewhere.placement = Placement::unaligned;
-      const WorkspaceSize unaligned = workspace_of(device_, elsewhere);
-      with_data.minimum = std::max(with_data.minimum, unaligned.minimum);
-      with_data.recommended = std::max(with_data.recommended, unaligned.recommended);
-    }
+    const WorkspaceSize with_data = workspace_of(device_, c);
+    Case elsewhere = c;
+    if (c.placement == Placement::dense) elsewhere.placement = Placement::unaligned;
+    const WorkspaceSize unaligned = workspace_of(device_, elsewhere);
     with_op(op_, [&](auto op) {
       auto p = build<decltype(op)>(c);
       place(p.op, device_.tensors());
@@ -81,8 +77,12 @@ TEST_P(WorkspaceSizes, AskedWithoutData) {
       WorkspaceSize without;
       const Status status = workspace(p.op, device_.execution(), &without);
       ASSERT_TRUE(status.ok()) << status.message();
-      EXPECT_EQ(without.minimum, with_data.minimum);
-      EXPECT_EQ(without.recommended, with_data.recommended);
+      EXPECT_GE(without.minimum, std::max(with_data.minimum, unaligned.minimum));
+      EXPECT_GE(without.recommended, std::max(with_data.recommended, unaligned.recommended));
+      if (device_.synchronous()) {  // whose plans do not look at addresses
+        EXPECT_EQ(without.minimum, with_data.minimum);
+        EXPECT_EQ(without.recommended, with_data.recommended);
+      }
     });
   }
 }

@@ -84,11 +84,6 @@ DeviceSpeed speed_of(const DeviceInfo& device) {
   return speed;
 }
 
-WorkspaceSize workspace_of(const LinearShape& shape, const DeviceSpeed& speed) {
-  const uint64_t minimum = smallest_plan(shape, speed).bytes;
-  return {minimum, std::max(minimum, recommended_plan(shape, speed).bytes), Arena::alignment};
-}
-
 template <class Op>
 Status linear_workspace(const Op& op, const DeviceInfo& device, WorkspaceSize* size) {
   const Status status = find_matrix_library();
@@ -99,17 +94,25 @@ Status linear_workspace(const Op& op, const DeviceInfo& device, WorkspaceSize* s
                    static_cast<long long>(extent), static_cast<long long>(most_extent));
     }
   }
-  Op asked = op;
-  const bool anywhere = op.weight.data == nullptr;
-  if (anywhere) asked.weight.byte_offset = 0;
-  LinearShape shape = make_call(asked, device).shape;
-  *size = workspace_of(shape, speed_of(device));
-  if (shape.fused && anywhere) {
-    // There may come an address that Hopper's kernel cannot read: enough for either.
-    shape.fused = false;
-    const WorkspaceSize portable = workspace_of(shape, speed_of(device));
-    size->minimum = std::max(size->minimum, portable.minimum);
-    size->recommended = std::max(size->recommended, portable.recommended);
+  // Where there is no address yet, there may come one that Hopper's kernels cannot use: enough for
+  // either kind.
+  const int weights = op.weight.data == nullptr ? 2 : 1;
+  int gradients = 1;
+  if constexpr (GradientOp<Op>) {
+    gradients = op.grad_input && op.grad_input.data == nullptr ? 2 : 1;
+  }
+  *size = {0, 0, Arena::alignment};
+  for (int i = 0; i < weights * gradients; ++i) {
+    Op asked = op;
+    if (weights > 1) asked.weight.byte_offset = i % 2 * size_of(op.weight.dtype);
+    if constexpr (GradientOp<Op>) {
+      if (gradients > 1) asked.grad_input.byte_offset = i / weights * size_of(op.grad_input.dtype);
+    }
+    const LinearShape shape = make_call(asked, device).shape;
+    const uint64_t minimum = smallest_plan(shape, speed_of(device)).bytes;
+    const uint64_t recommended = recommended_plan(shape, speed_of(device)).bytes;
+    size->minimum = std::max(size->minimum, minimum);
+    size->recommended = std::max({size->recommended, minimum, recommended});
   }
   return {};
 }
