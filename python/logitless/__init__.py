@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logitless: cross-entropy for language models without the logits.
+
+`logitless.torch`, `logitless.numpy` and `logitless.integrations` are imported by name, so that each
+needs only its own framework.
+"""
+
+from __future__ import annotations
+
+from logitless import _abi
+from logitless._errors import (
+    LogitlessError,
+    LogitlessNotSupportedError,
+    LogitlessRuntimeError,
+    LogitlessTypeError,
+    LogitlessValueError,
+)
+
+__version__ = ".".join(map(str, _abi.VERSION))
+__all__ = [
+    "LogitlessError",
+    "LogitlessNotSupportedError",
+    "LogitlessRuntimeError",
+    "LogitlessTypeError",
+    "LogitlessValueError",
+    "describe_backend",
+    "library_path",
+    "num_threads",
+    "set_num_threads",
+]
+
+library_path = _abi.library_path
+
+
+def describe_backend(device: str = "cpu") -> str:
+    """One line about a backend ("cpu", "cuda"): the instruction set chosen, threads, devices."""
+    kinds = {"cpu": _abi.CPU, "cuda": _abi.CUDA, "webgpu": _abi.WEBGPU}
+    if device not in kinds:
+        raise LogitlessValueError(f"device is {device!r}; allowed: {', '.join(kinds)}")
+    return _abi.describe_backend(kinds[device])
+
+
+def num_threads() -> int:
+    """Threads of the library's own pool."""
+    return int(_abi.library.logitless_num_threads())
+
+
+def set_num_threads(threads: int) -> int:
+    """Sets the threads of the library's pool, 0 for the default; returns the number in force.
+
+    Results do not depend on it. `logitless.torch` follows torch.set_num_threads instead.
+    """
+    return int(_abi.library.logitless_set_num_threads(threads))

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C interface (include/logitless/c.h) by ctypes: structs, the library, prepared calls."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pathlib
+from collections.abc import Iterable, Sequence
+from ctypes import POINTER, byref
+from typing import Any, NamedTuple
+
+from logitless._errors import error_of, invalid
+
+i32, i64, u32, u64 = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32, ctypes.c_uint64
+f32, f64, void_p = ctypes.c_float, ctypes.c_double, ctypes.c_void_p
+
+VERSION = (0, 1, 0)  # of the header these structs are; tests/python/test_abi.py compares them
+F32, F16, BF16, I32, I64 = range(5)
+CPU, CUDA, WEBGPU, REFERENCE = range(4)
+REDUCTION_NONE, REDUCTION_SUM, REDUCTION_MEAN = range(3)
+EMPTY_MEAN_ZERO, EMPTY_MEAN_NAN = range(2)
+INPUT_LOGITS, INPUT_PROBABILITIES = range(2)
+(
+    SOFTMAX,
+    CROSS_ENTROPY_FORWARD,
+    CROSS_ENTROPY_BACKWARD,
+    CROSS_ENTROPY_FORWARD_BACKWARD,
+    LINEAR_CROSS_ENTROPY_FORWARD,
+    LINEAR_CROSS_ENTROPY_BACKWARD,
+    LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD,
+) = range(7)
+
+TENSORS = (
+    "logits", "probabilities", "input", "weight", "bias", "target", "loss", "token_weight",
+    "vocab_weight", "normalizer", "lse", "target_logit", "entropy", "argmax", "row_reference",
+    "row_log_sum", "weighted_logit_sum", "grad_loss", "grad_lse", "grad_target_logit",
+    "grad_entropy", "grad_logits", "grad_input", "grad_weight", "grad_bias", "fault",
+)  # fmt: skip
+
+
+class _Sized(ctypes.Structure):
+    """A struct that carries its own size first."""
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(struct_size=ctypes.sizeof(self), **values)
+
+
+class Status(_Sized):
+    _fields_ = [("struct_size", u32), ("code", i32), ("message", ctypes.c_char * 248)]
+
+
+class Tensor(_Sized):
+    _fields_ = [
+        ("struct_size", u32), ("dtype", i32), ("data", void_p), ("byte_offset", u64),
+        ("device_type", i32), ("device_index", i32), ("rank", i32), ("reserved", i32),
+        ("shape", i64 * 2), ("stride", i64 * 2),
+    ]  # fmt: skip
+
+
+class LossOptions(_Sized):
+    _fields_ = [
+        ("struct_size", u32), ("reduction", i32), ("ignore_index", i64),
+        ("label_smoothing", f32), ("z_loss", f32), ("logit_scale", f32), ("softcap", f32),
+        ("temperature", f32), ("out_of_range", i32), ("empty_mean", i32), ("input_kind", i32),
+        ("probability_floor", f32), ("allow_tf32", i32), ("normalizer", f64),
+        ("vocab_start", i64), ("vocab_total", i64),
+    ]  # fmt: skip
+
+
+class Op(_Sized):
+    _fields_ = [
+        ("struct_size", u32), ("kind", i32), ("options", POINTER(LossOptions)),
+        ("accumulate_grad_weight", i32), ("reserved", i32),
+        *((name, POINTER(Tensor)) for name in TENSORS),
+    ]  # fmt: skip
+
+
+class Execution(_Sized):
+    _fields_ = [
+        ("struct_size", u32), ("device_type", i32), ("device_index", i32), ("reserved", i32),
+        ("stream", void_p), ("executor", void_p),
+    ]  # fmt: skip
+
+
+class WorkspaceSize(_Sized):
+    _fields_ = [
+        ("struct_size", u32), ("reserved", u32), ("minimum", u64), ("recommended", u64),
+        ("alignment", u64),
+    ]  # fmt: skip
+
+
+class WorkspaceBuffer(_Sized):
+    _fields_ = [
+        ("struct_size", u32), ("reserved", u32), ("data", void_p), ("bytes", u64),
+        ("byte_offset", u64),
+    ]  # fmt: skip
+
+
+def library_path() -> str:
+    """$LOGITLESS_LIBRARY, else the library beside this file."""
+    given = os.environ.get("LOGITLESS_LIBRARY")
+    if given:
+        return given
+    return str(pathlib.Path(__file__).with_name("liblogitless.so"))
+
+
+def _load() -> ctypes.CDLL:
+    path = library_path()
+    try:
+        library = ctypes.CDLL(path)
+    except OSError as error:
+        raise ImportError(
+            f"logitless: cannot load {path}: {error}; install the wheel, or set LOGITLESS_LIBRARY "
+            "to a liblogitless.so"
+        ) from error
+    version = library.logitless_version()
+    if version // 100 != VERSION[0] * 100 + VERSION[1]:
+        raise ImportError(
+            f"logitless: {path} is version {version // 10000}.{version // 100 % 100}; this package "
+            f"needs {VERSION[0]}.{VERSION[1]}"
+        )
+    library.logitless_describe_backend.argtypes = [
+        i32, ctypes.c_char_p, ctypes.c_size_t, POINTER(Status)]  # fmt: skip
+    return library
+
+
+library = _load()
+# Bound once: looking a function up costs as much as calling it. The arguments are pointers made by
+# ctypes, which needs no argtypes to pass them.
+_workspace = library.logitless_workspace
+_run = library.logitless_run
+
+
+class Options(NamedTuple):
+    """LossOptions as plain values, in its order, less what this package leaves at its default."""
+
+    reduction: int = REDUCTION_MEAN
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    logit_scale: float = 1.0
+    softcap: float = 0.0
+    temperature: float = 1.0
+    empty_mean: int = EMPTY_MEAN_ZERO
+    normalizer: float = 0.0
+    allow_tf32: bool = False
+
+
+class View(NamedTuple):
+    """A tensor's name, dtype and geometry; its address is given when the call runs."""
+
+    name: str
+    dtype: int
+    device_type: int
+    device_index: int
+    shape: Sequence[int]
+    stride: Sequence[int]  # in elements
+
+
+_INT64 = 1 << 63
+
+
+def _options_struct(options: Options) -> LossOptions:
+    for name, value in zip(options._fields, options):
+        if not isinstance(value, (int, float)):
+            raise error_of(3, f"{name} is a {type(value).__name__}; allowed: a Python number")
+    if not -_INT64 <= options.ignore_index < _INT64:
+        raise invalid(f"ignore_index is {options.ignore_index}; allowed: a 64-bit integer")
+    return LossOptions(
+        reduction=options.reduction,
+        ignore_index=options.ignore_index,
+        label_smoothing=options.label_smoothing,
+        z_loss=options.z_loss,
+        logit_scale=options.logit_scale,
+        softcap=options.softcap,
+        temperature=options.temperature,
+        empty_mean=options.empty_mean,
+        probability_floor=1e-9,
+        allow_tf32=options.allow_tf32,
+        normalizer=options.normalizer,
+    )
+
+
+class _Frame:
+    """The structs of one call, filled but for addresses and the stream. One call at a time."""
+
+    def __init__(
+        self, kind: int, views: Sequence[View], options: Options | None, device: tuple[int, int],
+        accumulate: bool,
+    ) -> None:  # fmt: skip
+        self.op = Op(kind=kind, accumulate_grad_weight=accumulate)
+        if options is not None:
+            self.options = _options_struct(options)
+            self.op.options = ctypes.pointer(self.options)
+        self.tensors = []
+        for view in views:
+            tensor = Tensor(
+                dtype=view.dtype,
+                device_type=view.device_type,
+                device_index=view.device_index,
+                rank=len(view.shape),
+            )
+            tensor.shape[: len(view.shape)] = view.shape
+            tensor.stride[: len(view.stride)] = view.stride
+            self.tensors.append(tensor)
+            setattr(self.op, view.name, ctypes.pointer(tensor))
+        self.execution = Execution(device_type=device[0], device_index=device[1])
+        self.workspace = WorkspaceBuffer()
+        self.status = Status()
+        self.pointers = tuple(
+            map(ctypes.pointer, (self.op, self.workspace, self.execution, self.status))
+        )
+
+    def error(self, code: int) -> Exception:
+        return error_of(code, self.status.message.decode(errors="replace"))
+
+
+class Plan:
+    """A call made ready: one shape, one set of options, one device. Threads may share it.
+
+    `memory` bounds the workspace in bytes (None: what the core recommends); `most` is where more
+    would no longer be used.
+    """
+
+    def __init__(
+        self, kind: int, views: Sequence[View], options: Options | None, device: tuple[int, int],
+        *, accumulate: bool = False, memory: int | None = None, most: int = 0,
+    ) -> None:  # fmt: skip
+        for view in views:
+            if len(view.shape) > 2:
+                raise error_of(2, f"{view.name} has rank {len(view.shape)}; allowed: 0, 1, 2")
+        self._make = (kind, tuple(views), options, device, accumulate)
+        frame = _Frame(*self._make)
+        size = WorkspaceSize()
+        code = _workspace(byref(frame.op), byref(frame.execution), byref(size), byref(frame.status))
+        if code:
+            raise frame.error(code)
+        self.minimum: int = size.minimum
+        self.recommended: int = size.recommended
+        self.alignment: int = size.alignment
+        self.bytes = self.recommended
+        if memory is not None:
+            if memory < self.minimum:
+                raise error_of(
+                    7,
+                    f"memory is {memory} bytes; allowed: >= {self.minimum} (recommended: "
+                    f"{self.recommended})",
+                )
+            self.bytes = min(memory, max(most, self.recommended))
+        self._frames = [frame]  # those not in use; append and pop are atomic
+
+    def run(self, addresses: Iterable[int], workspace: int, stream: int = 0) -> None:
+        """Runs on the tensors at `addresses`, in the views' order, and `bytes` of workspace."""
+        try:
+            frame = self._frames.pop()
+        except IndexError:
+            frame = _Frame(*self._make)
+        for tensor, address in zip(frame.tensors, addresses):
+            tensor.data = address
+        buffer = frame.workspace
+        buffer.data = workspace
+        buffer.bytes = self.bytes
+        frame.execution.stream = stream
+        code = _run(*frame.pointers)
+        if code:
+            raise frame.error(code)
+        self._frames.append(frame)
+
+
+def follow_threads(threads: int) -> None:
+    """Takes a framework's number of threads, unless the user named one for this library."""
+    if not os.environ.get("LOGITLESS_NUM_THREADS"):
+        library.logitless_set_num_threads(threads)
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+
+
+def parse_memory(memory: int | str | None) -> int | None:
+    """Bytes of `memory`: a number of bytes, or a text such as "64MiB"."""
+    if memory is None:
+        return None
+    if isinstance(memory, str):
+        text = memory.strip()
+        digits = text.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
+        unit = _UNITS.get(text[len(digits) :].strip().upper())
+        try:
+            number = float(digits)
+            if unit is not None and number >= 0:
+                return int(number * unit)
+        except (ValueError, OverflowError):
+            pass
+        raise invalid(f'memory is "{memory}"; allowed: bytes, or a text such as "64MiB" or "1.5GB"')
+    if isinstance(memory, bool) or not isinstance(memory, int) or memory < 0:
+        raise invalid(f'memory is {memory!r}; allowed: bytes >= 0, or a text such as "64MiB"')
+    return memory
+
+
+def describe_backend(device_type: int) -> str:
+    """One line about a backend; raises where it is not available."""
+    text = ctypes.create_string_buffer(512)
+    status = Status()
+    code = library.logitless_describe_backend(device_type, text, len(text), byref(status))
+    if code:
+        raise error_of(code, status.message.decode(errors="replace"))
+    return text.value.decode(errors="replace")
+
+
+def warmup(device_type: int, device_index: int) -> None:
+    """Loads the device's kernels, so that no call does."""
+    execution = Execution(device_type=device_type, device_index=device_index)
+    status = Status()
+    code = library.logitless_warmup(byref(execution), byref(status))
+    if code:
+        raise error_of(code, status.message.decode(errors="replace"))

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logitless for PyTorch: CPU and CUDA tensors, autograd, torch.compile."""
+
+from __future__ import annotations
+
+from logitless.torch._functions import (
+    Statistics,
+    cross_entropy,
+    cross_entropy_,
+    linear_cross_entropy,
+    linear_logprob,
+    softmax_,
+)
+
+__all__ = [
+    "Statistics",
+    "cross_entropy",
+    "cross_entropy_",
+    "linear_cross_entropy",
+    "linear_logprob",
+    "softmax_",
+]

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The eager autograd rule of the loss.
+
+Sum and mean of a linear loss: the gradients are made with the loss, for an upstream gradient of 1,
+and backward hands them out scaled by the upstream gradient; a second backward makes them again.
+Otherwise (reduction "none", a differentiable statistic, given logits): Forward, then Backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from logitless import _abi
+from logitless._abi import Options
+from logitless.torch import _run
+from logitless.torch._run import Constants, Upstream
+
+DIFFERENTIABLE = _run.LSE | _run.TARGET_LOGIT | _run.LOGPROB | _run.ENTROPY
+
+
+def held_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype a gradient waits in for its upstream factor: f16 has no range to wait in."""
+    return torch.float32 if dtype is torch.float16 else dtype
+
+
+def with_logprob(
+    grad_lse: Tensor | None, grad_target_logit: Tensor | None, grad_logprob: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The upstream gradients of both, with what logprob = target_logit - lse adds to them."""
+    if grad_logprob is None:
+        return grad_lse, grad_target_logit
+    return (
+        -grad_logprob if grad_lse is None else grad_lse - grad_logprob,
+        grad_logprob if grad_target_logit is None else grad_target_logit + grad_logprob,
+    )
+
+
+def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor if dtype is None or tensor.dtype is dtype else tensor.to(dtype)
+
+
+def cast_bias(bias: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    """A bias may be f32 beside 16-bit inputs, and then stays what it is."""
+    return bias if bias is None or bias.dtype is torch.float32 else cast(bias, dtype)
+
+
+class Call:
+    """What a loss is asked for, beside the tensors that have gradients."""
+
+    __slots__ = (
+        "argmax",
+        "constants",
+        "dtype",
+        "in_place",
+        "main_grad",
+        "memory",
+        "options",
+        "wanted",
+    )
+
+    def __init__(
+        self, constants: Constants, options: Options, memory: int | None, wanted: int,
+        dtype: torch.dtype | None = None, in_place: bool = False, main_grad: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.constants = constants
+        self.options = options
+        self.memory = memory
+        self.wanted = wanted
+        self.dtype = dtype  # of the products, under autocast
+        self.in_place = in_place  # the gradient overwrites the logits
+        self.argmax: Tensor | None = None  # of a fused call, beside its one output
+        self.main_grad = main_grad  # [V, D] f32, to which grad_weight is added
+
+    def fused(self, weight: Tensor | None) -> bool:
+        """Whether the gradients are made in the forward call."""
+        none = self.options.reduction == _abi.REDUCTION_NONE
+        return weight is not None and not none and not self.wanted & DIFFERENTIABLE
+
+
+ONCE_ONLY = (
+    "logitless: the loss can be differentiated once only; its gradients have no gradient (use "
+    "torch.nn.functional.cross_entropy for double backward)"
+)
+
+
+class Once(Function):
+    """Marks gradients made under create_graph: differentiating them is an error, never a silent
+    zero."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *grads: Tensor) -> Any:
+        return grads if len(grads) > 1 else grads[0]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(ONCE_ONLY)
+
+
+def once(anchors: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> Any:
+    anchor = next(t for t in anchors if t is not None and t.requires_grad)
+    given = [g for g in grads if g is not None]
+    apply: Any = Once.apply
+    with torch.enable_grad():
+        marked = apply(anchor, *given)
+    rest = iter(marked if isinstance(marked, tuple) else (marked,))
+    return tuple(None if g is None else next(rest) for g in grads)
+
+
+def scaled(
+    grads: Sequence[Tensor | None], factor: Tensor, dtypes: Sequence[torch.dtype | None]
+) -> list[Tensor | None]:
+    """Every grad * factor [] in its dtype, in place; a factor of 1 leaves it as it is."""
+    if factor.is_cuda:
+        for grad in grads:
+            if grad is not None:
+                grad.mul_(factor)
+    else:
+        value = factor.item()
+        if value != 1:
+            for grad in grads:
+                if grad is not None:
+                    grad.mul_(value)
+    return [
+        grad if grad is None or grad.dtype is dtype else grad.to(dtype)
+        for grad, dtype in zip(grads, dtypes)
+    ]
+
+
+class FusedLoss(Function):
+    """The loss [] of input, weight, bias, whose gradients are made with it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, call: Call
+    ) -> Tensor | None:
+        x, w, b = input, weight, bias
+        if call.dtype is not None:
+            x, w, b = cast(input, call.dtype), cast(weight, call.dtype), cast_bias(b, call.dtype)
+        ctx.call = call
+        ctx.dtypes = dtypes = _dtypes(ctx, input, weight, bias)
+        held = tuple(None if t is None else held_dtype(t) for t in dtypes)
+        if call.main_grad is not None and dtypes[1] is not None:
+            held = (held[0], torch.float32, held[2])
+        loss, call.argmax, row_reference, row_log_sum, *ctx.grads = _run.forward_backward(
+            x, w, b, call.constants, call.options, call.memory, call.wanted | _run.ROW_STATE, held
+        )
+        ctx.save_for_backward(
+            input, weight, bias, *call.constants, row_reference, row_log_sum, None
+        )
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                grads = FusedLoss._hand_out(ctx, factor)
+            return *once(ctx.saved_tensors[:3], grads), None
+        return *FusedLoss._hand_out(ctx, factor), None
+
+    @staticmethod
+    def _hand_out(ctx: Any, factor: Tensor) -> Sequence[Tensor | None]:
+        grads, ctx.grads = ctx.grads, None  # no longer the context's, so that .grad may take them
+        if grads is None:
+            return recompute(ctx, factor)
+        main_grad = ctx.call.main_grad
+        if main_grad is not None and grads[1] is not None:
+            main_grad.addcmul_(grads[1], factor)
+            grads[1] = None
+        return scaled(grads, factor, ctx.dtypes)
+
+
+class Loss(Function):
+    """(loss, lse, target_logit, logprob, entropy, argmax) of input, weight, bias; None where not
+    wanted. Without a weight, of the logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call
+    ) -> tuple[Tensor | None, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        *results, row_reference, row_log_sum = _run.forward(
+            cast(input, call.dtype),
+            None if weight is None else cast(weight, call.dtype),
+            cast_bias(bias, call.dtype),
+            call.constants,
+            call.options,
+            call.memory,
+            call.wanted | _run.ROW_STATE,
+        )
+        if not call.wanted & _run.TARGET_LOGIT:
+            results[2] = None
+        entropy, argmax = results[4:]
+        if argmax is not None:
+            ctx.mark_non_differentiable(argmax)
+        ctx.save_for_backward(
+            input, weight, bias, *call.constants, row_reference, row_log_sum, entropy
+        )
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> Any:
+        with torch.no_grad():
+            grads = recompute(ctx, *upstream)
+        if torch.is_grad_enabled():
+            grads = once(ctx.saved_tensors[:3], grads)
+        return *grads, None
+
+
+def _dtypes(ctx: Any, *tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
+    """Those of the gradients that are needed."""
+    return tuple(
+        t.dtype if need and t is not None else None
+        for t, need in zip(tensors, ctx.needs_input_grad)
+    )
+
+
+def recompute(
+    ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None = None,
+    grad_target_logit: Tensor | None = None, grad_logprob: Tensor | None = None,
+    grad_entropy: Tensor | None = None, _: object = None,
+) -> Sequence[Tensor | None]:  # fmt: skip
+    """The gradients by Backward, from what the forward call was given and its row state."""
+    call = ctx.call
+    saved = ctx.saved_tensors
+    input, weight, bias = saved[:3]
+    row_reference, row_log_sum, entropy = saved[7:]
+    if grad_loss is None:  # absent would mean 1
+        none = call.options.reduction == _abi.REDUCTION_NONE
+        grad_loss = torch.zeros((), dtype=torch.float32, device=input.device)  # []
+        if none:
+            grad_loss = grad_loss.expand(row_reference.numel())  # [N]
+    grad_lse, grad_target_logit = with_logprob(grad_lse, grad_target_logit, grad_logprob)
+    if grad_entropy is None:
+        entropy = None
+    return _run.backward(
+        cast(input, call.dtype),
+        None if weight is None else cast(weight, call.dtype),
+        cast_bias(bias, call.dtype),
+        Constants(*saved[3:7]),
+        call.options,
+        call.memory,
+        Upstream(
+            row_reference,
+            row_log_sum,
+            entropy,
+            grad_loss,
+            grad_lse,
+            grad_target_logit,
+            grad_entropy,
+        ),
+        _dtypes(ctx, input, weight, bias),
+        grad_input=input if call.in_place else None,
+        main_grad=call.main_grad if weight is not None and ctx.needs_input_grad[1] else None,
+    )

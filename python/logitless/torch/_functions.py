@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions a user calls. What every option means is docs/semantics.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from logitless import _abi
+from logitless._abi import Options, parse_memory
+from logitless._errors import invalid, not_supported, wrong_device, wrong_dtype, wrong_shape
+from logitless.torch import _ops, _run
+from logitless.torch._autograd import Call, FusedLoss, Loss, cast, cast_bias
+from logitless.torch._run import Constants
+
+_REDUCTIONS = {
+    "none": _abi.REDUCTION_NONE,
+    "sum": _abi.REDUCTION_SUM,
+    "mean": _abi.REDUCTION_MEAN,
+}
+_EMPTY_MEANS = {"zero": _abi.EMPTY_MEAN_ZERO, "nan": _abi.EMPTY_MEAN_NAN}
+_STATISTICS = {
+    "lse": _run.LSE,
+    "target_logit": _run.TARGET_LOGIT,
+    "logprob": _run.LOGPROB,
+    "entropy": _run.ENTROPY,
+    "argmax": _run.ARGMAX,
+}
+
+
+class Statistics(NamedTuple):
+    """Statistics of every token, in the shape of the target; None where not asked for."""
+
+    lse: Tensor | None = None
+    target_logit: Tensor | None = None
+    logprob: Tensor | None = None
+    entropy: Tensor | None = None
+    argmax: Tensor | None = None
+
+
+def _one_of(name: str, value: Any, allowed: dict[str, int]) -> int:
+    code = allowed.get(value) if isinstance(value, str) else None
+    if code is None:
+        raise invalid(f"{name} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
+    return code
+
+
+def _wanted(names: Sequence[str]) -> int:
+    if isinstance(names, str):
+        names = (names,)
+    bits = 0
+    for name in names:
+        bits |= _one_of("return_statistics", name, _STATISTICS)
+    return bits
+
+
+def _shifted(target: Tensor, shift: int, ignore_index: int) -> Tensor:
+    """Position i gets the target of i + shift; the last `shift` positions are ignored."""
+    if shift < 0:
+        raise invalid(f"shift is {shift}; allowed: False, True, or a number of tokens >= 0")
+    if target.dim() == 0:
+        raise wrong_shape("target has shape (); allowed with shift: [..., T]")
+    shift = min(shift, target.shape[-1])
+    return torch.nn.functional.pad(target[..., shift:], (0, shift), value=ignore_index)
+
+
+def _float_constant(name: str, value: Any, shape: torch.Size | None) -> Tensor | None:
+    """A weight of tokens or classes as the f32 the core reads."""
+    if value is None:
+        return None
+    if not isinstance(value, Tensor):
+        raise wrong_dtype(f"{name} is a {type(value).__name__}; allowed: a tensor")
+    if shape is not None and value.shape != shape:
+        raise wrong_shape(f"{name} has shape {tuple(value.shape)}; allowed: {tuple(shape)}")
+    if value.requires_grad and torch.is_grad_enabled():
+        raise invalid(f"{name} requires grad, but it is a constant here; pass {name}.detach()")
+    return value.float()
+
+
+def _normalizer(value: Any, device: torch.device) -> tuple[float, Tensor | None]:
+    """As the core takes it: a host number other than 0, or a tensor []."""
+    if value is None:
+        return 0.0, None
+    if not isinstance(value, Tensor):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise wrong_dtype(
+                f"normalizer is a {type(value).__name__}; allowed: a number or a tensor []"
+            )
+        if value == 0:  # in the core's options 0 means: count them
+            return 0.0, torch.zeros((), dtype=torch.float32, device=device)
+        return float(value), None
+    if value.requires_grad and torch.is_grad_enabled():
+        raise invalid("normalizer requires grad, but it is a constant here; pass its detach()")
+    if value.dtype not in (torch.float32, torch.int64):
+        value = value.to(torch.float32 if value.is_floating_point() else torch.int64)
+    return 0.0, value
+
+
+def _check_target(input: Tensor, target: Any, what: str) -> None:
+    if not isinstance(target, Tensor):
+        raise wrong_dtype(f"target is a {type(target).__name__}; allowed: a tensor")
+    if target.is_floating_point():
+        raise not_supported(
+            f"target is {str(target.dtype)[6:]} of shape {tuple(target.shape)}: soft targets and "
+            "top-k log-probabilities are not supported; allowed: class indices, int64 or int32"
+        )
+    if target.shape != input.shape[:-1]:
+        raise wrong_shape(
+            f"target has shape {tuple(target.shape)}; allowed: {tuple(input.shape[:-1])}, the "
+            f"shape of {what} without its last dimension"
+        )
+
+
+def _check_matrix(name: str, weight: Any) -> None:
+    if not isinstance(weight, Tensor):
+        raise wrong_dtype(f"{name} is a {type(weight).__name__}; allowed: a tensor")
+    if weight.dim() != 2:
+        raise wrong_shape(
+            f"{name} has shape {tuple(weight.shape)}; allowed: [V, D] (if it is sharded, as FSDP "
+            "does outside its module's forward, make the head a LinearCrossEntropyHead)"
+        )
+
+
+def _dispatches(*tensors: Tensor | None) -> bool:
+    """Whether the call must go through torch's dispatcher: under torch.compile, in a mode such as
+    FakeTensorMode, in a functorch transform, for a tensor of another kind."""
+    if torch.compiler.is_compiling():
+        return True
+    for t in tensors:
+        if t is None or type(t) is Tensor or type(t) is torch.nn.Parameter:
+            continue
+        if hasattr(t, "placements") or hasattr(t, "local_shards"):
+            raise not_supported(
+                f"a {type(t).__name__} is sharded over devices and cannot be passed; make the head "
+                "a LinearCrossEntropyHead, so that FSDP gathers it, or pass full_tensor()"
+            )
+        return True
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return True
+    first = tensors[0]
+    if first is not None and not (first.is_cpu or first.is_cuda):
+        return True
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise not_supported(
+            "torch.func transforms (grad, vmap, ...) are not supported; use torch.autograd, or "
+            "torch.nn.functional.cross_entropy inside them"
+        )
+    return False
+
+
+def _autocast_dtype(input: Tensor) -> torch.dtype | None:
+    kind = input.device.type
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def _loss(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, constants: Constants,
+    options: Options, memory: int | None, wanted: int, in_place: bool = False,
+    main_grad: Tensor | None = None,
+) -> Any:  # fmt: skip
+    """(loss, lse, target_logit, logprob, entropy, argmax)"""
+    dtype = None if weight is None else _autocast_dtype(input)
+    call = Call(constants, options, memory, wanted, dtype, in_place, main_grad)
+    needs = torch.is_grad_enabled() and (
+        input.requires_grad
+        or (weight is not None and weight.requires_grad)
+        or (bias is not None and bias.requires_grad)
+    )
+    if _dispatches(input, weight, bias, *constants):
+        return _ops.loss(input, weight, bias, call, needs)
+    apply: Any
+    if needs and call.fused(weight):
+        apply = FusedLoss.apply
+        loss = apply(input, weight, bias, call)
+        return loss, None, None, None, None, call.argmax
+    if needs:
+        apply = Loss.apply
+        return apply(input, weight, bias, call)
+    if dtype is not None:
+        input, bias = cast(input, dtype), cast_bias(bias, dtype)
+        weight = None if weight is None else cast(weight, dtype)
+    return _run.forward(input, weight, bias, constants, options, memory, wanted)
+
+
+def _result(outputs: Any, wanted: int) -> Any:
+    if not wanted:
+        return outputs[0]
+    statistics = [
+        output if wanted & bit else None for output, bit in zip(outputs[1:6], _STATISTICS.values())
+    ]
+    return outputs[0], Statistics(*statistics)
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float = 0.0,
+    temperature: float = 1.0,
+    token_weight: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    shift: bool | int = False,
+    memory: int | str | None = None,
+    return_statistics: Sequence[str] = (),
+    empty_mean: str = "zero",
+    _main_grad: Tensor | None = None,
+) -> Any:
+    """Cross-entropy of input @ linear_weight.T + linear_bias, without the logits.
+
+    input [..., D], linear_weight [V, D], target [...] of class indices, linear_bias [V], weight [V]
+    of classes, token_weight [...]. The options are those of
+    torch.nn.functional.linear_cross_entropy and more. `shift`: the targets move by one (or by that
+    many), for next-token prediction. `normalizer`: what "mean" divides by, instead of the sum of
+    the valid tokens' class weights. `memory`: the workspace allowed, in bytes or as "64MiB".
+    `return_statistics`: any of "lse", "target_logit", "logprob", "entropy", "argmax"; the result is
+    then (loss, Statistics). `empty_mean`: a mean over no token is "zero" or "nan", as in PyTorch.
+    """
+    if not isinstance(input, Tensor) or input.dim() == 0:
+        raise wrong_shape("input must be a tensor of shape [..., D]")
+    _check_matrix("linear_weight", linear_weight)
+    _check_target(input, target, "input")
+    wanted = _wanted(return_statistics) if return_statistics else 0
+    if shift:
+        target = _shifted(target, int(shift), ignore_index)
+    number, normalizer = _normalizer(normalizer, input.device)
+    options = Options(
+        _one_of("reduction", reduction, _REDUCTIONS), ignore_index, label_smoothing, z_loss,
+        logit_scale, softcap, temperature, _one_of("empty_mean", empty_mean, _EMPTY_MEANS), number,
+    )  # fmt: skip
+    constants = Constants(
+        target,
+        _float_constant("token_weight", token_weight, target.shape),
+        _float_constant("weight", weight, None),
+        normalizer,
+    )
+    outputs = _loss(
+        input, linear_weight, linear_bias, constants, options, parse_memory(memory),
+        wanted | _run.LOSS, main_grad=_main_grad,
+    )  # fmt: skip
+    return _result(outputs, wanted)
+
+
+def linear_logprob(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    logit_scale: float = 1.0,
+    softcap: float = 0.0,
+    shift: bool | int = False,
+    memory: int | str | None = None,
+    entropy: bool = False,
+) -> Any:
+    """Log-probability of every target token, [...] in f32, for reinforcement learning; with
+    `entropy` the pair (logprob, entropy), both differentiable. Ignored tokens give 0."""
+    result = linear_cross_entropy(
+        input, weight, target, linear_bias=bias, reduction="none", ignore_index=ignore_index,
+        logit_scale=logit_scale, softcap=softcap, temperature=temperature, shift=shift,
+        memory=memory, return_statistics=("entropy",) if entropy else (),
+    )  # fmt: skip
+    if not entropy:
+        return result.neg()
+    loss, statistics = result
+    return loss.neg(), statistics.entropy
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float = 0.0,
+    temperature: float = 1.0,
+    token_weight: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    return_statistics: Sequence[str] = (),
+    empty_mean: str = "zero",
+    _in_place: bool = False,
+) -> Any:
+    """Cross-entropy of given logits [..., V]; the classes are the last dimension, always."""
+    if not isinstance(logits, Tensor) or logits.dim() == 0:
+        raise wrong_shape("logits must be a tensor of shape [..., V]")
+    _check_target(logits, target, "logits")
+    wanted = _wanted(return_statistics) if return_statistics else 0
+    number, normalizer = _normalizer(normalizer, logits.device)
+    options = Options(
+        _one_of("reduction", reduction, _REDUCTIONS), ignore_index, label_smoothing, z_loss,
+        logit_scale, softcap, temperature, _one_of("empty_mean", empty_mean, _EMPTY_MEANS), number,
+    )  # fmt: skip
+    constants = Constants(
+        target,
+        _float_constant("token_weight", token_weight, target.shape),
+        _float_constant("weight", weight, None),
+        normalizer,
+    )
+    outputs = _loss(
+        logits, None, None, constants, options, None, wanted | _run.LOSS, in_place=_in_place
+    )
+    return _result(outputs, wanted)
+
+
+def cross_entropy_(logits: Tensor, target: Tensor, **options: Any) -> Any:
+    """cross_entropy whose backward writes the gradient over the logits: no second [N, V]."""
+    if torch.is_grad_enabled() and logits.requires_grad and logits.is_leaf:
+        raise invalid("logits is a leaf that requires grad; cross_entropy_ would overwrite it")
+    return cross_entropy(logits, target, _in_place=True, **options)
+
+
+def softmax_(logits: Tensor, dim: int = -1) -> Tensor:
+    """Softmax along `dim`, written over the logits; not differentiable."""
+    if torch.is_grad_enabled() and logits.requires_grad:
+        raise invalid("logits requires grad; softmax_ has no gradient: use it under no_grad")
+    if _dispatches(logits):
+        if logits.is_cpu or logits.is_cuda or logits.is_meta:
+            return torch.softmax(logits, dim, out=logits)
+        raise wrong_device(f"logits is on {logits.device}; allowed: cpu, cuda")
+    last = logits.movedim(dim, -1) if logits.dim() else logits.view(1)
+    try:
+        rows = last.view(-1, last.shape[-1]) if last.dim() != 2 and last.numel() else last
+    except RuntimeError as error:
+        raise wrong_shape(
+            f"logits has shape {tuple(logits.shape)} and strides {logits.stride()}; allowed: what "
+            f"is a matrix along dim {dim} without a copy"
+        ) from error
+    if rows.numel():
+        _run.launch(_abi.SOFTMAX, ("logits", "probabilities"), (rows, rows), None, None, None)
+        torch.autograd.graph.increment_version(logits)
+    return logits

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops as torch's dispatcher knows them: torch.compile, FakeTensorMode, functorch, meta tensors.
+
+Functional and of fixed arity: a result that is not wanted is an empty tensor. Plain eager calls do
+not come here (_autograd.py): the dispatcher costs them several microseconds a call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless import _abi
+from logitless._abi import Options
+from logitless._errors import not_supported
+from logitless.torch import _run
+from logitless.torch._autograd import (
+    ONCE_ONLY,
+    Call,
+    cast,
+    cast_bias,
+    held_dtype,
+    with_logprob,
+)
+from logitless.torch._run import Constants, Upstream
+
+_TENSORS = (
+    "Tensor input, Tensor? weight, Tensor? bias, Tensor target, Tensor? token_weight, "
+    "Tensor? vocab_weight, Tensor? normalizer"
+)
+_OPTIONS = (
+    "int reduction, int ignore_index, float label_smoothing, float z_loss, float logit_scale, "
+    "float softcap, float temperature, int empty_mean, float normalizer_value, int? memory"
+)
+_OPTION_COUNT = len(Options._fields) - 1  # allow_tf32 is asked when a call runs
+_FIRST_OPTION = 7
+_MEMORY = _FIRST_OPTION + _OPTION_COUNT
+_UPSTREAM = (
+    "Tensor row_reference, Tensor row_log_sum, Tensor? entropy, Tensor? grad_loss, "
+    "Tensor? grad_lse, Tensor? grad_target_logit, Tensor? grad_entropy"
+)
+_NEEDS = "bool need_input, bool need_weight, bool need_bias"
+
+_make_library: Any = torch.library.Library
+_library = _make_library("logitless", "DEF")
+_tags = (torch.Tag.pt2_compliant_tag,)
+_library.define(
+    f"forward({_TENSORS}, {_OPTIONS}, int wanted) -> (Tensor loss, Tensor lse, Tensor target_logit,"
+    " Tensor logprob, Tensor entropy, Tensor argmax, Tensor row_reference, Tensor row_log_sum)",
+    tags=_tags,
+)
+_library.define(
+    f"forward_backward({_TENSORS}, {_OPTIONS}, int wanted, {_NEEDS}) -> (Tensor loss, "
+    "Tensor argmax, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
+    tags=_tags,
+)
+_library.define(
+    f"backward({_TENSORS}, {_OPTIONS}, {_UPSTREAM}, {_NEEDS}) -> (Tensor grad_input, "
+    "Tensor grad_weight, Tensor grad_bias)",
+    tags=_tags,
+)
+
+
+def _split(args: tuple[Any, ...]) -> tuple[Any, Any, Any, Constants, Options, int | None]:
+    input, weight, bias = args[:3]
+    options = Options(*args[_FIRST_OPTION:_MEMORY])
+    return input, weight, bias, Constants(*args[3:_FIRST_OPTION]), options, args[_MEMORY]
+
+
+def _filled(tensors: Any, device: torch.device) -> tuple[Tensor, ...]:
+    return tuple(torch.empty(0, device=device) if t is None else t for t in tensors)
+
+
+def _forward(*args: Any) -> tuple[Tensor, ...]:
+    *rest, wanted = args
+    call = _split(tuple(rest))
+    results = list(_run.forward(*call, wanted))
+    for index, bits in ((2, _run.TARGET_LOGIT), (6, _run.ROW_STATE), (7, _run.ROW_STATE)):
+        if not wanted & bits:  # made for the logprob alone
+            results[index] = None
+    return _filled(results, args[0].device)
+
+
+def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
+    wanted, reduction, target = args[-1], args[_FIRST_OPTION], args[3]
+    none = reduction == _abi.REDUCTION_NONE
+
+    def make(bit: int, shape: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+        wants = bool(wanted & bit)
+        made: Tensor = args[0].new_empty(
+            shape if wants else (0,), dtype=dtype if wants else torch.float32
+        )
+        return made
+
+    return (
+        make(_run.LOSS, target.shape if none else ()),
+        make(_run.LSE, target.shape),
+        make(_run.TARGET_LOGIT, target.shape),
+        make(_run.LOGPROB, target.shape),
+        make(_run.ENTROPY, target.shape),
+        make(_run.ARGMAX, target.shape, torch.int64),
+        make(_run.ROW_STATE, target.shape),
+        make(_run.ROW_STATE, target.shape),
+    )
+
+
+def _forward_backward(*args: Any) -> tuple[Tensor, ...]:
+    *rest, wanted, need_input, need_weight, need_bias = args
+    call = _split(tuple(rest))
+    dtypes = tuple(
+        held_dtype(t.dtype) if need and t is not None else None
+        for t, need in zip(call[:3], (need_input, need_weight, need_bias))
+    )
+    loss, argmax, _, _, *grads = _run.forward_backward(*call, wanted, dtypes)
+    return _filled((loss, argmax, *grads), args[0].device)
+
+
+def _fake_grads(tensors: Any, needs: Any, held: bool) -> tuple[Tensor, ...]:
+    return tuple(
+        tensors[0].new_empty(0, dtype=torch.float32)
+        if t is None or not need
+        else t.new_empty(t.shape, dtype=held_dtype(t.dtype) if held else t.dtype)
+        for t, need in zip(tensors, needs)
+    )
+
+
+def _forward_backward_fake(*args: Any) -> tuple[Tensor, ...]:
+    input, target, wanted = args[0], args[3], args[-4]
+    loss = input.new_empty((), dtype=torch.float32)
+    argmax = (
+        input.new_empty(target.shape, dtype=torch.int64)
+        if wanted & _run.ARGMAX
+        else input.new_empty(0, dtype=torch.float32)
+    )
+    return (loss, argmax, *_fake_grads(args[:3], args[-3:], True))
+
+
+def _backward(*args: Any) -> tuple[Tensor, ...]:
+    needs = args[-3:]
+    call = _split(args)
+    upstream = Upstream(*args[_MEMORY + 1 : -3])
+    dtypes = tuple(t.dtype if need and t is not None else None for t, need in zip(call[:3], needs))
+    return _filled(_run.backward(*call, upstream, dtypes), args[0].device)
+
+
+def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
+    return _fake_grads(args[:3], args[-3:], False)
+
+
+def _forward_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.options = inputs[_FIRST_OPTION : _MEMORY + 1]
+    ctx.wanted = inputs[-1]
+    entropy, argmax, row_reference, row_log_sum = output[4:]
+    ctx.mark_non_differentiable(argmax, row_reference, row_log_sum)
+    ctx.save_for_backward(*inputs[:_FIRST_OPTION], row_reference, row_log_sum, entropy)
+
+
+def _forward_backward_rule(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors
+    row_reference, row_log_sum, entropy = saved[_FIRST_OPTION:]
+    bits = (_run.LOSS, _run.LSE, _run.TARGET_LOGIT, _run.LOGPROB, _run.ENTROPY)
+    grad_loss, grad_lse, grad_target_logit, grad_logprob, grad_entropy = (
+        grad if ctx.wanted & bit else None for grad, bit in zip(upstream, bits)
+    )
+    grad_lse, grad_target_logit = with_logprob(grad_lse, grad_target_logit, grad_logprob)
+    if grad_loss is None:  # absent would mean 1
+        none = ctx.options[0] == _abi.REDUCTION_NONE
+        grad_loss = row_reference.new_zeros(saved[3].shape if none else ())
+    needs = [bool(need) for need in ctx.needs_input_grad[:3]]
+    grads = torch.ops.logitless.backward(
+        *saved[:_FIRST_OPTION], *ctx.options, row_reference, row_log_sum,
+        None if grad_entropy is None else entropy, grad_loss, grad_lse, grad_target_logit,
+        grad_entropy, *needs,
+    )  # fmt: skip
+    rest = [None] * (_OPTION_COUNT + 1 + 4 + 1)
+    return *(g if need else None for g, need in zip(grads, needs)), *rest
+
+
+def _fused_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.set_materialize_grads(False)
+    grads = output[2:]
+    ctx.mark_non_differentiable(output[1], *grads)
+    ctx.dtypes = [None if t is None else t.dtype for t in inputs[:3]]
+    ctx.save_for_backward(*grads)
+
+
+def _fused_rule(ctx: Any, factor: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    rest = [None] * (_OPTION_COUNT + 1 + 4 + 4)
+    if factor is None:
+        return None, None, None, *rest
+    needs = ctx.needs_input_grad[:3]
+    # In f32: a factor rounded to 16 bits would be an error in every element.
+    grads = [
+        (grad.float() * factor).to(dtype) if need else None
+        for grad, dtype, need in zip(ctx.saved_tensors, ctx.dtypes, needs)
+    ]
+    return *grads, *rest
+
+
+def _never_twice(ctx: Any, *_: Any) -> Any:
+    raise RuntimeError(ONCE_ONLY)
+
+
+for _name, _kernel, _fake in (
+    ("forward", _forward, _forward_fake),
+    ("forward_backward", _forward_backward, _forward_backward_fake),
+    ("backward", _backward, _backward_fake),
+):
+    for _device in ("CPU", "CUDA"):
+        _library.impl(_name, _kernel, _device)
+    torch.library.register_fake(f"logitless::{_name}", _fake, lib=_library)
+torch.library.register_autograd(
+    "logitless::forward", _forward_backward_rule, setup_context=_forward_setup, lib=_library
+)
+torch.library.register_autograd(
+    "logitless::forward_backward", _fused_rule, setup_context=_fused_setup, lib=_library
+)
+torch.library.register_autograd("logitless::backward", _never_twice, lib=_library)
+
+
+def loss(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call, needs: bool
+) -> tuple[Tensor | None, ...]:
+    """(loss, lse, target_logit, logprob, entropy, argmax) through the dispatcher."""
+    if call.main_grad is not None:
+        raise not_supported(
+            'grad_accumulation="main_grad" writes outside the graph; it is not supported under '
+            "torch.compile or in a functional transform"
+        )
+    if call.dtype is not None:
+        assert weight is not None
+        input, weight = cast(input, call.dtype), cast(weight, call.dtype)
+        bias = cast_bias(bias, call.dtype)
+    wanted = call.wanted
+    common = (input, weight, bias, *call.constants, *call.options[:_OPTION_COUNT], call.memory)
+    if needs and weight is not None and call.fused(weight):
+        bias_needs = bias is not None and bias.requires_grad
+        loss, argmax, *_ = torch.ops.logitless.forward_backward(
+            *common, wanted, input.requires_grad, weight.requires_grad, bias_needs
+        )
+        return loss, None, None, None, None, argmax if wanted & _run.ARGMAX else None
+    results = torch.ops.logitless.forward(*common, wanted | _run.ROW_STATE if needs else wanted)
+    bits = (_run.LOSS, _run.LSE, _run.TARGET_LOGIT, _run.LOGPROB, _run.ENTROPY, _run.ARGMAX)
+    return tuple(t if wanted & bit else None for t, bit in zip(results, bits))

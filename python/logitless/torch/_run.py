@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C calls on torch tensors: allocate outputs and workspace, hand over addresses and the stream.
+
+Everything here runs on plain tensors, below autograd. `weight` None means that `input` holds the
+logits [N, V]. Optional results that are not wanted are None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from logitless import _abi
+from logitless._abi import Options
+from logitless._errors import wrong_device, wrong_dtype
+
+# What a forward call is asked for, as bits.
+LOSS, LSE, TARGET_LOGIT, LOGPROB, ENTROPY, ARGMAX, ROW_STATE = (1 << bit for bit in range(7))
+
+_DTYPES = {
+    torch.float32: _abi.F32,
+    torch.float16: _abi.F16,
+    torch.bfloat16: _abi.BF16,
+    torch.int32: _abi.I32,
+    torch.int64: _abi.I64,
+}
+_DEVICES = {"cpu": _abi.CPU, "cuda": _abi.CUDA}
+_INPUTS = ("input", "weight", "bias", "target", "token_weight", "vocab_weight", "normalizer")
+_FORWARD = (
+    *_INPUTS, "loss", "lse", "target_logit", "entropy", "argmax", "row_reference", "row_log_sum",
+)  # fmt: skip
+_FORWARD_BACKWARD = (*_INPUTS, "loss", "argmax", "row_reference", "row_log_sum", "grad_input",
+                     "grad_weight", "grad_bias")  # fmt: skip
+_BACKWARD = (
+    *_INPUTS, "row_reference", "row_log_sum", "entropy", "grad_loss", "grad_lse",
+    "grad_target_logit", "grad_entropy", "grad_input", "grad_weight", "grad_bias",
+)  # fmt: skip
+_LOGITS_NAMES = {"input": "logits", "grad_input": "grad_logits"}
+
+_MOST_PLANS = 1024  # shapes and options seen; beyond it all are made anew
+_plans: dict[tuple[object, ...], _abi.Plan] = {}
+_scratch: list[Tensor] = []  # append and pop are atomic
+_SCRATCH_BYTES = 1 << 20
+_warm: set[int] = set()
+_threads = 0
+
+
+class Constants(NamedTuple):
+    """The inputs that have no gradient."""
+
+    target: Tensor  # [N]
+    token_weight: Tensor | None = None  # [N] f32
+    vocab_weight: Tensor | None = None  # [V] f32
+    normalizer: Tensor | None = None  # [] f32 or i64
+
+
+def _view(name: str, tensor: Tensor) -> _abi.View:
+    dtype, device = _DTYPES.get(tensor.dtype), _DEVICES.get(tensor.device.type)
+    if dtype is None:
+        allowed = "int32, int64" if name == "target" else "float32, float16, bfloat16"
+        raise wrong_dtype(f"{name} is {str(tensor.dtype)[6:]}; allowed: {allowed}")
+    if device is None or tensor.layout != torch.strided:
+        raise wrong_device(
+            f"{name} is on {tensor.device} with layout {tensor.layout}; allowed: dense tensors on "
+            "cpu or cuda"
+        )
+    return _abi.View(
+        name, dtype, device, tensor.device.index or 0, tensor.shape, tensor.stride()
+    )  # fmt: skip
+
+
+def _make_plan(
+    kind: int, names: Sequence[str], tensors: Sequence[Tensor | None], options: Options | None,
+    memory: int | None, accumulate: bool,
+) -> _abi.Plan:  # fmt: skip
+    first, weight = tensors[0], tensors[1]
+    assert first is not None
+    linear = kind >= _abi.LINEAR_CROSS_ENTROPY_FORWARD
+    views = [
+        _view(name if linear else _LOGITS_NAMES.get(name, name), tensor)
+        for name, tensor in zip(names, tensors)
+        if tensor is not None
+    ]
+    # All logits and all gradients in f32: no plan uses more.
+    most = 0
+    if linear and weight is not None and first.dim() == 2 and weight.dim() == 2:
+        (tokens, hidden), vocab = first.shape, weight.shape[0]
+        most = 4 * (tokens * vocab + tokens * hidden + vocab * hidden)
+    device = (views[0].device_type, views[0].device_index)
+    return _abi.Plan(kind, views, options, device, accumulate=accumulate, memory=memory, most=most)
+
+
+def _follow_torch_threads() -> None:
+    global _threads
+    threads = torch.get_num_threads()
+    if threads != _threads:
+        _threads = threads
+        _abi.follow_threads(threads)
+        _plans.clear()  # the workspace recommended grows with the threads
+
+
+def _launch_cuda(plan: _abi.Plan, tensors: Sequence[Tensor | None], first: Tensor) -> None:
+    index = first.get_device()
+    if index not in _warm and not torch.cuda.is_current_stream_capturing():
+        _abi.warmup(_abi.CUDA, index)
+        _warm.add(index)
+    workspace = torch.empty(plan.bytes, dtype=torch.uint8, device=first.device)
+    plan.run(
+        [t.data_ptr() for t in tensors if t is not None],
+        workspace.data_ptr(),
+        torch._C._cuda_getCurrentRawStream(index),
+    )
+
+
+def launch(
+    kind: int, names: Sequence[str], tensors: Sequence[Tensor | None], options: Options | None,
+    memory: int | None, asked: object, accumulate: bool = False,
+) -> None:  # fmt: skip
+    """Runs the op `kind` on tensors of at most two dimensions, on the current stream. `asked` says
+    which outputs there are and of what dtype: with the inputs it decides everything but addresses.
+    """
+    first = tensors[0]
+    assert first is not None
+    cuda = first.is_cuda
+    if cuda and options is not None and first.dtype is torch.float32:
+        # torch's own switch; an f32 product is otherwise never made of rounded operands.
+        options = options._replace(allow_tf32=torch.get_float32_matmul_precision() != "highest")
+    key: list[object] = [kind, options, memory, asked]
+    for t in tensors[: len(_INPUTS)]:
+        if t is None:
+            key.append(None)
+        else:
+            key += (t.dtype, t.device, t.shape, t.stride())
+    entry = tuple(key)
+    if not cuda:
+        _follow_torch_threads()
+    plan = _plans.get(entry)
+    if plan is None:
+        plan = _make_plan(kind, names, tensors, options, memory, accumulate)
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        _plans[entry] = plan
+    if cuda:
+        _launch_cuda(plan, tensors, first)
+        return
+    addresses = [t.data_ptr() for t in tensors if t is not None]
+    if plan.bytes > _SCRATCH_BYTES:
+        workspace = torch.empty(plan.bytes, dtype=torch.uint8)
+        plan.run(addresses, workspace.data_ptr())
+        return
+    # Small workspaces are kept, one a call in flight: fresh pages cost more than a small call.
+    try:
+        workspace = _scratch.pop()
+    except IndexError:
+        workspace = torch.empty(_SCRATCH_BYTES, dtype=torch.uint8)
+    try:
+        plan.run(addresses, workspace.data_ptr())
+    finally:
+        _scratch.append(workspace)
+
+
+def _rows(input: Tensor, tokens: int) -> Tensor:
+    """[..., D] as [N, D]: a view wherever strides allow one."""
+    return input if input.dim() == 2 else input.reshape(tokens, input.shape[-1])
+
+
+def _flat(tensor: Tensor | None) -> Tensor | None:
+    return tensor if tensor is None or tensor.dim() == 1 else tensor.reshape(-1)
+
+
+def forward(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, constants: Constants,
+    options: Options, memory: int | None, wanted: int,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """(loss, lse, target_logit, logprob, entropy, argmax, row_reference, row_log_sum)"""
+    target, token_weight, vocab_weight, normalizer = constants
+    shape, tokens = target.shape, target.numel()
+    flat = target.dim() == 1
+    rows = _rows(input, tokens)  # [N, D]
+    device, f32 = rows.device, torch.float32
+
+    def per_token(bits: int, dtype: torch.dtype = f32) -> Tensor | None:
+        return torch.empty(tokens, dtype=dtype, device=device) if wanted & bits else None
+
+    loss = None
+    if wanted & LOSS:
+        none = options.reduction == _abi.REDUCTION_NONE
+        loss = torch.empty(tokens if none else (), dtype=f32, device=device)  # [N] or []
+    lse, target_logit = per_token(LSE), per_token(TARGET_LOGIT | LOGPROB)  # [N] [N]
+    entropy, argmax = per_token(ENTROPY), per_token(ARGMAX, torch.int64)  # [N] [N]
+    row_reference, row_log_sum = per_token(ROW_STATE | LOGPROB), per_token(ROW_STATE | LOGPROB)
+    tensors = (
+        rows, weight, bias, target if flat else target.reshape(-1), _flat(token_weight),
+        vocab_weight, normalizer, loss, lse, target_logit, entropy, argmax, row_reference,
+        row_log_sum,
+    )  # fmt: skip
+    kind = _abi.CROSS_ENTROPY_FORWARD if weight is None else _abi.LINEAR_CROSS_ENTROPY_FORWARD
+    launch(kind, _FORWARD, tensors, options, memory, wanted)
+    logprob = None
+    if wanted & LOGPROB:  # from both numbers of the lse: their sum alone would lose a large offset
+        assert target_logit is not None and row_reference is not None and row_log_sum is not None
+        logprob = (target_logit - row_reference).sub_(row_log_sum)  # [N]
+    results = (loss, lse, target_logit, logprob, entropy, argmax, row_reference, row_log_sum)
+    if flat:
+        return results
+    return tuple(t if t is None or t.dim() == 0 else t.view(shape) for t in results)
+
+
+def forward_backward(
+    input: Tensor, weight: Tensor, bias: Tensor | None, constants: Constants, options: Options,
+    memory: int | None, wanted: int, dtypes: tuple[torch.dtype | None, ...],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """(loss [], argmax, row_reference, row_log_sum, grad_input, grad_weight, grad_bias) for an
+    upstream gradient of 1; `dtypes` are the gradients', None where one is not wanted."""
+    target, token_weight, vocab_weight, normalizer = constants
+    tokens = target.numel()
+    flat = target.dim() == 1
+    rows = _rows(input, tokens)  # [N, D]
+    device, f32 = rows.device, torch.float32
+    loss = torch.empty((), dtype=f32, device=device)  # []
+    argmax = row_reference = row_log_sum = grad_input = grad_weight = grad_bias = None
+    if wanted & ARGMAX:
+        argmax = torch.empty(tokens, dtype=torch.int64, device=device)  # [N]
+    if wanted & ROW_STATE:
+        row_reference = torch.empty(tokens, dtype=f32, device=device)  # [N]
+        row_log_sum = torch.empty(tokens, dtype=f32, device=device)  # [N]
+    if dtypes[0] is not None:
+        grad_input = torch.empty(rows.shape, dtype=dtypes[0], device=device)  # [N, D]
+    if dtypes[1] is not None:
+        grad_weight = torch.empty(weight.shape, dtype=dtypes[1], device=device)  # [V, D]
+    if bias is not None and dtypes[2] is not None:
+        grad_bias = torch.empty(bias.shape, dtype=dtypes[2], device=device)  # [V]
+    tensors = (
+        rows, weight, bias, target if flat else target.reshape(-1), _flat(token_weight),
+        vocab_weight, normalizer, loss, argmax, row_reference, row_log_sum, grad_input,
+        grad_weight, grad_bias,
+    )  # fmt: skip
+    kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD
+    launch(kind, _FORWARD_BACKWARD, tensors, options, memory, (wanted, dtypes))
+    if grad_input is not None and input.dim() != 2:
+        grad_input = grad_input.view(input.shape)
+    if argmax is not None and not flat:
+        argmax = argmax.view(target.shape)
+    return loss, argmax, row_reference, row_log_sum, grad_input, grad_weight, grad_bias
+
+
+class Upstream(NamedTuple):
+    """What Backward is given: the row state and the upstream gradients."""
+
+    row_reference: Tensor  # [N]
+    row_log_sum: Tensor  # [N]
+    entropy: Tensor | None = None  # [N]
+    grad_loss: Tensor | None = None  # [N] or []
+    grad_lse: Tensor | None = None  # [N]
+    grad_target_logit: Tensor | None = None  # [N]
+    grad_entropy: Tensor | None = None  # [N]
+
+
+def backward(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, constants: Constants,
+    options: Options, memory: int | None, upstream: Upstream,
+    dtypes: Sequence[torch.dtype | None], *, grad_input: Tensor | None = None,
+    main_grad: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """(grad_input, grad_weight, grad_bias). `grad_input` is where the first goes, if given;
+    grad_weight is added to `main_grad` [V, D] f32 instead, if that is given."""
+    target, token_weight, vocab_weight, normalizer = constants
+    tokens = target.numel()
+    rows = _rows(input, tokens)  # [N, D]
+    grads = [
+        None if t is None or dtype is None else torch.empty(t.shape, dtype=dtype, device=t.device)
+        for t, dtype in zip((rows, weight, bias), dtypes)
+    ]
+    if grad_input is not None:
+        grads[0] = _rows(grad_input, tokens)
+    if main_grad is not None:
+        grads[1] = main_grad
+        if grads[2] is not None:  # accumulates too, and must be f32
+            grads[2] = torch.zeros(grads[2].shape, dtype=torch.float32, device=rows.device)
+    tensors = (
+        rows, weight, bias, _flat(target), _flat(token_weight), vocab_weight, normalizer,
+        *map(_flat, upstream), *grads,
+    )  # fmt: skip
+    kind = _abi.CROSS_ENTROPY_BACKWARD if weight is None else _abi.LINEAR_CROSS_ENTROPY_BACKWARD
+    asked = tuple(
+        None if t is None else (t.dtype, t.device, t.shape, t.stride())
+        for t in tensors[len(_INPUTS) :]
+    )
+    accumulate = main_grad is not None
+    launch(kind, _BACKWARD, tensors, options, memory, (accumulate, asked), accumulate)
+    if main_grad is not None:
+        grads[1] = None
+        if grads[2] is not None and dtypes[2] is not None:
+            grads[2] = grads[2].to(dtypes[2])
+    result = grads[0]
+    if grad_input is not None:
+        result = grad_input
+    elif result is not None and input.dim() != 2:
+        result = result.view(input.shape)
+    return result, grads[1], grads[2]

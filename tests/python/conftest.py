@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the package and its library are, unless they are installed: this checkout's python/ and
+build/release (or $LOGITLESS_LIBRARY). Every test of a device runs on all that this machine has."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+from collections.abc import Iterator
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+if "LOGITLESS_TEST_INSTALLED" not in os.environ:
+    os.environ.setdefault("LOGITLESS_LIBRARY", str(ROOT / "build/release/liblogitless.so"))
+    sys.path.insert(0, str(ROOT / "python"))
+
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+import logitless.torch  # noqa: E402, F401
+from logitless.torch import _run  # noqa: E402
+
+hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, max_examples=40)
+hypothesis.settings.load_profile("suite")
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "device" in metafunc.fixturenames:
+        values = [pytest.param(d, marks=[pytest.mark.cuda] if d == "cuda" else []) for d in DEVICES]
+        metafunc.parametrize("device", values)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The kinds of op run, in order."""
+    kinds: list[int] = []
+    real = _run.launch
+
+    def spy(kind: int, *rest: object) -> None:
+        kinds.append(kind)
+        real(kind, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(_run, "launch", spy)
+    yield kinds

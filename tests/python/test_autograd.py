@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which C call is made when, and what gradients promise beyond their values."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import reference
+from logitless import _abi
+from logitless.torch import linear_cross_entropy, linear_logprob
+from reference import close
+from test_linear import BF16, F16, F32, problem
+
+FORWARD = _abi.LINEAR_CROSS_ENTROPY_FORWARD
+BACKWARD = _abi.LINEAR_CROSS_ENTROPY_BACKWARD
+BOTH = _abi.LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("names", [(), ("argmax",)])
+def test_a_reduced_loss_is_one_call(
+    device: str, launched: list[int], reduction: str, names: tuple[str, ...]
+) -> None:
+    x, w, _, t = problem((9,), 17, 8, device=device)
+    result = linear_cross_entropy(x, w, t, reduction=reduction, return_statistics=names)
+    (result[0] if names else result).backward()
+    assert launched == [BOTH]
+
+
+def test_reduction_none_is_forward_then_backward(device: str, launched: list[int]) -> None:
+    x, w, _, t = problem((9,), 17, 8, device=device)
+    linear_cross_entropy(x, w, t, reduction="none").sum().backward()
+    linear_logprob(x, w, t).sum().backward()
+    assert launched == [FORWARD, BACKWARD] * 2
+
+
+@pytest.mark.parametrize("name", ["lse", "target_logit", "logprob", "entropy"])
+def test_a_differentiable_statistic_is_forward_then_backward(
+    device: str, launched: list[int], name: str
+) -> None:
+    x, w, _, t = problem((9,), 17, 8, device=device)
+    loss, _ = linear_cross_entropy(x, w, t, return_statistics=(name,))
+    loss.backward()
+    assert launched == [FORWARD, BACKWARD]
+
+
+def test_no_grad_computes_the_loss_only(device: str, launched: list[int]) -> None:
+    x, w, _, t = problem((9,), 17, 8, device=device)
+    with torch.no_grad():
+        assert not linear_cross_entropy(x, w, t).requires_grad
+    with torch.inference_mode():
+        linear_cross_entropy(x, w, t)
+    linear_cross_entropy(x.detach(), w.detach(), t)
+    assert launched == [FORWARD] * 3
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("frozen", ["head", "trunk"])
+def test_a_frozen_side_pays_nothing(
+    monkeypatch: pytest.MonkeyPatch, frozen: str, reduction: str
+) -> None:
+    x, w, _, t = problem((9,), 17, 8)
+    (w if frozen == "head" else x).requires_grad_(False)
+    allocated = []
+    real = torch.empty
+
+    def empty(*shape: Any, **options: Any) -> torch.Tensor:
+        made = real(*shape, **options)
+        allocated.append(tuple(made.shape))
+        return made
+
+    monkeypatch.setattr(torch, "empty", empty)
+    linear_cross_entropy(x, w, t, reduction=reduction).sum().backward()
+    assert (tuple(w.shape) in allocated) == (frozen == "trunk")
+    assert (tuple(x.shape) in allocated) == (frozen == "head")
+    assert (w.grad is None) == (frozen == "head") and (x.grad is None) == (frozen == "trunk")
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+def test_a_second_backward_is_the_first_again(
+    device: str, launched: list[int], dtype: torch.dtype
+) -> None:
+    x, w, b, t = problem((9,), 17, 8, dtype, device, bias=True)
+    loss = linear_cross_entropy(x, w, t, linear_bias=b, label_smoothing=0.1)
+    first = torch.autograd.grad(loss * 3, (x, w, b), retain_graph=True)
+    second = torch.autograd.grad(loss * 3, (x, w, b), retain_graph=True)
+    third = torch.autograd.grad(loss * 0.5, (x, w, b))
+    assert launched == [BOTH, BACKWARD, BACKWARD]
+    expected = reference.loss(reference.logits_of(x, w, b), t, label_smoothing=0.1)
+    exact = torch.autograd.grad(expected, (x, w, b))
+    for a, s, h, e in zip(first, second, third, exact):
+        close(a, e * 3, dtype)
+        close(s, e * 3, dtype)
+        close(h, e * 0.5, dtype)
+
+
+def test_a_second_backward_without_retain_graph_is_torchs_error(device: str) -> None:
+    x, w, _, t = problem((9,), 17, 8, device=device)
+    loss = linear_cross_entropy(x, w, t)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_double_backward_is_a_clear_error(device: str, reduction: str) -> None:
+    x, w, _, t = problem((9,), 17, 8, device=device)
+    loss = linear_cross_entropy(x, w, t, reduction=reduction).sum()
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    expected = reference.loss(reference.logits_of(x, w), t, reduction=reduction).sum()
+    close(grad, torch.autograd.grad(expected, x)[0])
+    with pytest.raises(RuntimeError, match="differentiated once"):
+        grad.square().sum().backward()
+
+
+def test_gradients_are_handed_over_not_copied(device: str) -> None:
+    x, w, _, t = problem((9,), 17, 8, device=device)
+    loss = linear_cross_entropy(x, w, t)
+    held = [g.data_ptr() for g in loss.grad_fn.grads if g is not None]
+    (loss * 0.25).backward()
+    assert x.grad is not None and w.grad is not None
+    assert held == [x.grad.data_ptr(), w.grad.data_ptr()]
+
+
+def test_gradients_accumulate_over_micro_batches(device: str) -> None:
+    x, w, _, t = problem((4, 8), 17, 8, device=device)
+    count = (t != -100).sum()
+    for i in range(4):
+        linear_cross_entropy(x[i], w, t[i], normalizer=count).backward()
+    expected = torch.autograd.grad(reference.loss(reference.logits_of(x, w), t), (x, w))
+    close(x.grad, expected[0])  # type: ignore[arg-type]
+    close(w.grad, expected[1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_f16_gradients_are_rounded_after_the_upstream_factor(device: str, reduction: str) -> None:
+    x = (torch.randn(64, 32, device=device) * 1e-3).half().requires_grad_()
+    w = (torch.randn(512, 32, device=device) * 1e-3).half().requires_grad_()
+    t = torch.randint(0, 512, (64,), device=device)
+    scale = 65536.0
+    loss = linear_cross_entropy(x, w, t, reduction=reduction)
+    total = loss if reduction == "mean" else loss.mean()
+    grads = torch.autograd.grad(total * scale, (x, w))
+    exact = [v.detach().double().requires_grad_() for v in (x, w)]
+    theirs = reference.loss(reference.logits_of(*exact), t)
+    for ours, e in zip(grads, torch.autograd.grad(theirs, exact)):
+
+        def wrong(grad: torch.Tensor, e: torch.Tensor = e) -> bool:
+            bound = 2e-3 * e.abs() + 2e-4 * e.abs().max()
+            return bool(((grad.double() / scale - e).abs() > bound).any())
+
+        assert not wrong(ours)
+        assert wrong(e.half() * scale), "the case would not notice gradients rounded first"
+
+
+def test_grad_scaler_and_autocast(device: str) -> None:
+    dtype = BF16 if device == "cpu" else F16
+    x, w, _, t = problem((16,), 50, 8, device=device)
+    scaler = torch.amp.GradScaler(device, init_scale=65536.0)
+    with torch.autocast(device, dtype=dtype):
+        loss = linear_cross_entropy(x, w, t)
+    assert loss.dtype is F32
+    scaler.scale(loss).backward()
+    x16, w16 = x.detach().to(dtype), w.detach().to(dtype)
+    exact = [v.double().requires_grad_() for v in (x16, w16)]
+    theirs = reference.loss(reference.logits_of(*exact), t)
+    close(loss, theirs)
+    for ours, e in zip((x, w), torch.autograd.grad(theirs, exact)):
+        assert ours.grad is not None and ours.grad.dtype is F32
+        close(ours.grad / 65536, e, dtype)
+
+
+def test_autocast_second_backward_and_no_grad(device: str) -> None:
+    x, w, b, t = problem((16,), 50, 8, device=device, bias=True)
+    with torch.autocast(device, dtype=BF16):
+        loss = linear_cross_entropy(x, w, t, linear_bias=b)
+        with torch.no_grad():
+            assert torch.equal(linear_cross_entropy(x, w, t, linear_bias=b), loss)
+    first = torch.autograd.grad(loss, (x, w, b), retain_graph=True)
+    for a, s in zip(first, torch.autograd.grad(loss, (x, w, b))):
+        assert a.dtype is F32
+        close(a, s, BF16)
+
+
+def test_an_input_changed_in_place_is_noticed(device: str) -> None:
+    x, w, _, t = problem((9,), 17, 8, device=device)
+    loss = linear_cross_entropy(x, w, t, reduction="none")
+    with torch.no_grad():
+        w.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.sum().backward()
+
+
+def test_the_same_bits_again_and_from_any_thread(device: str) -> None:
+    x, w, _, t = problem((64,), 500, 32, device=device)
+    first = linear_cross_entropy(x, w, t)
+    first.backward()
+    assert x.grad is not None and w.grad is not None
+    wrong = []
+
+    def again() -> None:
+        for _ in range(20):
+            a, b = x.detach().requires_grad_(), w.detach().requires_grad_()
+            loss = linear_cross_entropy(a, b, t)
+            loss.backward()
+            pairs = ((loss, first), (a.grad, x.grad), (b.grad, w.grad))
+            if not all(torch.equal(*pair) for pair in pairs):  # type: ignore[arg-type]
+                wrong.append(loss)
+
+    threads = [threading.Thread(target=again) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_the_library_follows_torchs_number_of_threads() -> None:
+    import logitless
+
+    x, w, _, t = problem((9,), 17, 8)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            linear_cross_entropy(x, w, t)
+            assert logitless.num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_checkpointing_recomputes_the_loss(device: str) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    x, w, _, t = problem((9,), 17, 8, device=device)
+    loss = checkpoint(linear_cross_entropy, x, w, t, use_reentrant=False)
+    loss.backward()
+    expected = torch.autograd.grad(reference.loss(reference.logits_of(x, w), t), (x, w))
+    close(x.grad, expected[0])  # type: ignore[arg-type]
+    close(w.grad, expected[1])  # type: ignore[arg-type]
+
+
+def test_gradcheck_against_finite_differences() -> None:
+    x, w, b, t = problem((4,), 6, 3, bias=True)
+    for reduction in ("mean", "none"):
+        torch.autograd.gradcheck(
+            lambda *v, r=reduction: linear_cross_entropy(
+                v[0], v[1], t, linear_bias=v[2], reduction=r, label_smoothing=0.1
+            ),
+            (x, w, b), eps=1e-2, atol=2e-3, rtol=1e-2, nondet_tol=0.0,
+        )  # fmt: skip

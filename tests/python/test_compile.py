@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.library's own checks, torch.compile without graph breaks or recompiles, fake and meta
+tensors, functorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor
+
+import reference
+from logitless.torch import _ops, _run, cross_entropy, linear_cross_entropy, linear_logprob
+from reference import close
+from test_linear import BF16, F16, F32, problem
+
+OPTIONS = (0, -100, 0.1, 1e-3, 0.9, 7.0, 1.1, 0, 0.0, None)  # reduction first
+
+
+def arguments(kind: str, reduction: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+    x, w, b, t = problem((2, 5), 19, 8, dtype, device, bias=True)
+    token_weight = torch.rand(2, 5, device=device)
+    if kind == "logits":
+        x, w, b = torch.randn(2, 5, 19, device=device, requires_grad=True), None, None
+    vocab_weight = torch.rand(19, device=device)
+    normalizer = torch.tensor(4.0, device=device) if reduction == 2 else None
+    return (x, w, b, t, token_weight, vocab_weight, normalizer, reduction, *OPTIONS[1:])
+
+
+EVERYTHING = (1 << 7) - 1
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["linear", "logits"])
+@pytest.mark.parametrize("wanted", [_run.LOSS | _run.ROW_STATE, EVERYTHING], ids=["loss", "all"])
+def test_opcheck_forward(device: str, kind: str, reduction: int, wanted: int) -> None:
+    args = (*arguments(kind, reduction, F32, device), wanted)
+    torch.library.opcheck(torch.ops.logitless.forward, args)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+def test_opcheck_forward_backward(device: str, dtype: torch.dtype) -> None:
+    args = (*arguments("linear", 2, dtype, device), _run.LOSS | _run.ARGMAX, True, True, True)
+    torch.library.opcheck(torch.ops.logitless.forward_backward, args, rtol=5e-3, atol=5e-3)
+
+
+def test_opcheck_backward(device: str) -> None:
+    args = arguments("linear", 0, F32, device)
+    with torch.no_grad():
+        *_, entropy, _, row_reference, row_log_sum = torch.ops.logitless.forward(*args, EVERYTHING)
+        detached = [a.detach() if isinstance(a, Tensor) else a for a in args]
+        grads = [torch.randn(2, 5, device=device) for _ in range(4)]
+    torch.library.opcheck(
+        torch.ops.logitless.backward,
+        (*detached, row_reference, row_log_sum, entropy, *grads, True, True, False),
+    )
+
+
+class Counter:
+    """A compiler backend that counts graphs."""
+
+    def __init__(self) -> None:
+        self.graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    def compile(self, function: Any, **options: Any) -> Any:
+        torch._dynamo.reset()
+        return torch.compile(function, backend=self.graphs, fullgraph=True, **options)
+
+
+CASES: dict[str, Any] = {
+    "mean": lambda x, w, b, t: linear_cross_entropy(x, w, t, linear_bias=b, label_smoothing=0.1),
+    "sum": lambda x, w, b, t: linear_cross_entropy(x, w, t, reduction="sum") + b.sum(),
+    "none": lambda x, w, b, t: linear_cross_entropy(
+        x, w, t, linear_bias=b, reduction="none", shift=True
+    ).sum(),
+    "statistics": lambda x, w, b, t: (
+        lambda r: r[0] + (r[1].lse + r[1].logprob * 2).sum() + r[1].argmax.sum()
+    )(
+        linear_cross_entropy(
+            x, w, t, linear_bias=b, return_statistics=("lse", "logprob", "argmax"), memory="64MiB"
+        )
+    ),
+    "logprob": lambda x, w, b, t: sum(
+        v.sum() for v in linear_logprob(x, w, t, bias=b, entropy=True)
+    ),
+    "logits": lambda x, w, b, t: cross_entropy(torch.nn.functional.linear(x, w, b), t),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_is_one_graph_with_the_eager_gradients(device: str, name: str) -> None:
+    x, w, b, t = problem((2, 5), 19, 8, device=device, bias=True)
+    assert b is not None
+    counter = Counter()
+    compiled = counter.compile(CASES[name])
+    loss = compiled(x, w, b, t)
+    eager = CASES[name](x, w, b, t)
+    close(loss, eager.double())
+    grads = torch.autograd.grad(loss * 3, (x, w, b))
+    for a, e in zip(grads, torch.autograd.grad(eager * 3, (x, w, b))):
+        close(a, e.double())
+    assert counter.graphs.frame_count == 1
+
+
+def test_inductor(device: str) -> None:
+    x, w, b, t = problem((2, 5), 19, 8, device=device, bias=True)
+    torch._dynamo.reset()
+    loss = torch.compile(CASES["mean"], fullgraph=True)(x, w, b, t)
+    expected = reference.loss(reference.logits_of(x, w, b), t, label_smoothing=0.1)
+    close(loss, expected)
+    grads = torch.autograd.grad(loss, (x, w, b))
+    for a, e in zip(grads, torch.autograd.grad(expected, (x, w, b))):
+        close(a, e)
+
+
+def test_dynamic_shapes_do_not_recompile(device: str) -> None:
+    counter = Counter()
+    compiled = counter.compile(lambda x, w, t: linear_cross_entropy(x, w, t), dynamic=True)
+    for tokens in (5, 6, 9, 33):
+        x, w, _, t = problem((2, tokens), 19, 8, device=device)
+        loss = compiled(x, w, t)
+        loss.backward()
+        close(loss, reference.loss(reference.logits_of(x, w), t))
+        if tokens == 5:  # dynamo itself begins anew once, to make symbols of plain numbers again
+            first = counter.graphs.frame_count
+    assert counter.graphs.frame_count == first
+
+
+def test_compiled_autocast(device: str) -> None:
+    x, w, _, t = problem((2, 5), 19, 8, device=device)
+    counter = Counter()
+
+    def run(x: Tensor, w: Tensor, t: Tensor) -> Any:
+        with torch.autocast(device, dtype=BF16):
+            return linear_cross_entropy(x, w, t)
+
+    loss = counter.compile(run)(x, w, t)
+    assert loss.dtype is F32 and torch.equal(loss, run(x, w, t))
+    loss.backward()
+    assert x.grad is not None and x.grad.dtype is F32
+
+
+def test_compiled_f16_gradients_are_rounded_after_the_upstream_factor(device: str) -> None:
+    x = (torch.randn(64, 32, device=device) * 1e-3).half().requires_grad_()
+    w = (torch.randn(512, 32, device=device) * 1e-3).half().requires_grad_()
+    t = torch.randint(0, 512, (64,), device=device)
+    loss = Counter().compile(lambda x, w, t: linear_cross_entropy(x, w, t))(x, w, t)
+    eager = linear_cross_entropy(x, w, t)
+    grads = torch.autograd.grad(loss * 65536, (x, w))
+    for a, e in zip(grads, torch.autograd.grad(eager * 65536, (x, w))):
+        assert torch.equal(a, e)
+
+
+def test_a_model_on_meta_and_fake_tensors() -> None:
+    x = torch.empty(2, 5, 8, device="meta", requires_grad=True)
+    w = torch.empty(19, 8, device="meta", requires_grad=True)
+    t = torch.empty(2, 5, device="meta", dtype=torch.int64)
+    loss, s = linear_cross_entropy(x, w, t, return_statistics=("argmax",))
+    loss.backward()
+    assert loss.is_meta and s.argmax.shape == t.shape and x.grad is not None
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x, w, _, t = problem((2, 5), 19, 8)
+        assert linear_cross_entropy(x, w, t, reduction="none").shape == (2, 5)
+
+
+def test_functional_transforms_are_a_clear_error() -> None:
+    x, w, _, t = problem((7,), 19, 8)
+    with pytest.raises(NotImplementedError, match=r"torch\.func"):
+        torch.func.grad(lambda w: linear_cross_entropy(x.detach(), w, t))(w.detach())
+    with pytest.raises(NotImplementedError, match=r"torch\.func"):
+        torch.func.vmap(lambda x, t: linear_cross_entropy(x, w.detach(), t))(
+            x.detach()[None], t[None]
+        )
+
+
+def test_a_dispatch_mode_sees_the_op() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(f))
+            return f(*args, **(kwargs or {}))
+
+    x, w, _, t = problem((7,), 19, 8)
+    with Mode():
+        linear_cross_entropy(x, w, t).backward()
+    assert any("logitless.forward_backward" in name for name in seen)
+    assert _ops is not None
