@@ -256,7 +256,7 @@ class Plan:
             frame = self._frames.pop()
         except IndexError:
             frame = _Frame(*self._make)
-        for tensor, address in zip(frame.tensors, addresses):
+        for tensor, address in zip(frame.tensors, addresses, strict=True):
             tensor.data = address
         buffer = frame.workspace
         buffer.data = workspace

@@ -146,12 +146,10 @@ class FusedLoss(Function):
         held = tuple(None if t is None else held_dtype(t) for t in dtypes)
         if call.main_grad is not None and dtypes[1] is not None:
             held = (held[0], torch.float32, held[2])
-        loss, call.argmax, row_reference, row_log_sum, *ctx.grads = _run.forward_backward(
+        loss, call.argmax, row_state, *ctx.grads = _run.forward_backward(
             x, w, b, call.constants, call.options, call.memory, call.wanted | _run.ROW_STATE, held
         )
-        ctx.save_for_backward(
-            input, weight, bias, *call.constants, row_reference, row_log_sum, None
-        )
+        ctx.save_for_backward(input, weight, bias, *call.constants, row_state, None)
         return loss
 
     @staticmethod
@@ -184,7 +182,7 @@ class Loss(Function):
     ) -> tuple[Tensor | None, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        *results, row_reference, row_log_sum = _run.forward(
+        *results, row_state = _run.forward(
             cast(input, call.dtype),
             None if weight is None else cast(weight, call.dtype),
             cast_bias(bias, call.dtype),
@@ -198,9 +196,7 @@ class Loss(Function):
         entropy, argmax = results[4:]
         if argmax is not None:
             ctx.mark_non_differentiable(argmax)
-        ctx.save_for_backward(
-            input, weight, bias, *call.constants, row_reference, row_log_sum, entropy
-        )
+        ctx.save_for_backward(input, weight, bias, *call.constants, row_state, entropy)
         return tuple(results)
 
     @staticmethod
@@ -229,12 +225,12 @@ def recompute(
     call = ctx.call
     saved = ctx.saved_tensors
     input, weight, bias = saved[:3]
-    row_reference, row_log_sum, entropy = saved[7:]
+    row_state, entropy = saved[7:]
     if grad_loss is None:  # absent would mean 1
         none = call.options.reduction == _abi.REDUCTION_NONE
         grad_loss = torch.zeros((), dtype=torch.float32, device=input.device)  # []
         if none:
-            grad_loss = grad_loss.expand(row_reference.numel())  # [N]
+            grad_loss = grad_loss.expand(row_state.shape[1])  # [N]
     grad_lse, grad_target_logit = with_logprob(grad_lse, grad_target_logit, grad_logprob)
     if grad_entropy is None:
         entropy = None
@@ -246,8 +242,7 @@ def recompute(
         call.options,
         call.memory,
         Upstream(
-            row_reference,
-            row_log_sum,
+            row_state,
             entropy,
             grad_loss,
             grad_lse,

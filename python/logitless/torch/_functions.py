@@ -152,8 +152,8 @@ def _dispatches(*tensors: Tensor | None) -> bool:
 
 
 def _autocast_dtype(input: Tensor) -> torch.dtype | None:
-    kind = input.device.type
-    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
+    kind = "cuda" if input.is_cuda else "cpu"
+    if not torch.is_autocast_enabled(kind) or not (input.is_cuda or input.is_cpu):
         return None
     return torch.get_autocast_dtype(kind)
 

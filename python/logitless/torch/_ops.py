@@ -38,7 +38,7 @@ _OPTION_COUNT = len(Options._fields) - 1  # allow_tf32 is asked when a call runs
 _FIRST_OPTION = 7
 _MEMORY = _FIRST_OPTION + _OPTION_COUNT
 _UPSTREAM = (
-    "Tensor row_reference, Tensor row_log_sum, Tensor? entropy, Tensor? grad_loss, "
+    "Tensor row_state, Tensor? entropy, Tensor? grad_loss, "
     "Tensor? grad_lse, Tensor? grad_target_logit, Tensor? grad_entropy"
 )
 _NEEDS = "bool need_input, bool need_weight, bool need_bias"
@@ -48,7 +48,7 @@ _library = _make_library("logitless", "DEF")
 _tags = (torch.Tag.pt2_compliant_tag,)
 _library.define(
     f"forward({_TENSORS}, {_OPTIONS}, int wanted) -> (Tensor loss, Tensor lse, Tensor target_logit,"
-    " Tensor logprob, Tensor entropy, Tensor argmax, Tensor row_reference, Tensor row_log_sum)",
+    " Tensor logprob, Tensor entropy, Tensor argmax, Tensor row_state)",
     tags=_tags,
 )
 _library.define(
@@ -70,15 +70,15 @@ def _split(args: tuple[Any, ...]) -> tuple[Any, Any, Any, Constants, Options, in
 
 
 def _filled(tensors: Any, device: torch.device) -> tuple[Tensor, ...]:
-    return tuple(torch.empty(0, device=device) if t is None else t for t in tensors)
+    return tuple(torch.empty(0, device=device) if t is None else t.contiguous() for t in tensors)
 
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:
     *rest, wanted = args
     call = _split(tuple(rest))
     results = list(_run.forward(*call, wanted))
-    for index, bits in ((2, _run.TARGET_LOGIT), (6, _run.ROW_STATE), (7, _run.ROW_STATE)):
-        if not wanted & bits:  # made for the logprob alone
+    for index, bit in ((2, _run.TARGET_LOGIT), (6, _run.ROW_STATE)):
+        if not wanted & bit:  # made for the logprob alone
             results[index] = None
     return _filled(results, args[0].device)
 
@@ -101,8 +101,7 @@ def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
         make(_run.LOGPROB, target.shape),
         make(_run.ENTROPY, target.shape),
         make(_run.ARGMAX, target.shape, torch.int64),
-        make(_run.ROW_STATE, target.shape),
-        make(_run.ROW_STATE, target.shape),
+        make(_run.ROW_STATE, (2, target.numel())),
     )
 
 
@@ -113,7 +112,7 @@ def _forward_backward(*args: Any) -> tuple[Tensor, ...]:
         held_dtype(t.dtype) if need and t is not None else None
         for t, need in zip(call[:3], (need_input, need_weight, need_bias))
     )
-    loss, argmax, _, _, *grads = _run.forward_backward(*call, wanted, dtypes)
+    loss, argmax, _, *grads = _run.forward_backward(*call, wanted, dtypes)
     return _filled((loss, argmax, *grads), args[0].device)
 
 
@@ -153,14 +152,14 @@ def _forward_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.set_materialize_grads(False)
     ctx.options = inputs[_FIRST_OPTION : _MEMORY + 1]
     ctx.wanted = inputs[-1]
-    entropy, argmax, row_reference, row_log_sum = output[4:]
-    ctx.mark_non_differentiable(argmax, row_reference, row_log_sum)
-    ctx.save_for_backward(*inputs[:_FIRST_OPTION], row_reference, row_log_sum, entropy)
+    entropy, argmax, row_state = output[4:]
+    ctx.mark_non_differentiable(argmax, row_state)
+    ctx.save_for_backward(*inputs[:_FIRST_OPTION], row_state, entropy)
 
 
 def _forward_backward_rule(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
     saved = ctx.saved_tensors
-    row_reference, row_log_sum, entropy = saved[_FIRST_OPTION:]
+    row_state, entropy = saved[_FIRST_OPTION:]
     bits = (_run.LOSS, _run.LSE, _run.TARGET_LOGIT, _run.LOGPROB, _run.ENTROPY)
     grad_loss, grad_lse, grad_target_logit, grad_logprob, grad_entropy = (
         grad if ctx.wanted & bit else None for grad, bit in zip(upstream, bits)
@@ -168,10 +167,10 @@ def _forward_backward_rule(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...
     grad_lse, grad_target_logit = with_logprob(grad_lse, grad_target_logit, grad_logprob)
     if grad_loss is None:  # absent would mean 1
         none = ctx.options[0] == _abi.REDUCTION_NONE
-        grad_loss = row_reference.new_zeros(saved[3].shape if none else ())
+        grad_loss = row_state.new_zeros(saved[3].shape if none else ())
     needs = [bool(need) for need in ctx.needs_input_grad[:3]]
     grads = torch.ops.logitless.backward(
-        *saved[:_FIRST_OPTION], *ctx.options, row_reference, row_log_sum,
+        *saved[:_FIRST_OPTION], *ctx.options, row_state,
         None if grad_entropy is None else entropy, grad_loss, grad_lse, grad_target_logit,
         grad_entropy, *needs,
     )  # fmt: skip

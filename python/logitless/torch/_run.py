@@ -30,18 +30,18 @@ _DTYPES = {
 _DEVICES = {"cpu": _abi.CPU, "cuda": _abi.CUDA}
 _INPUTS = ("input", "weight", "bias", "target", "token_weight", "vocab_weight", "normalizer")
 _FORWARD = (
-    *_INPUTS, "loss", "lse", "target_logit", "entropy", "argmax", "row_reference", "row_log_sum",
+    *_INPUTS, "loss", "lse", "target_logit", "entropy", "argmax",
 )  # fmt: skip
-_FORWARD_BACKWARD = (*_INPUTS, "loss", "argmax", "row_reference", "row_log_sum", "grad_input",
-                     "grad_weight", "grad_bias")  # fmt: skip
+_FORWARD_BACKWARD = (*_INPUTS, "loss", "argmax", "grad_input", "grad_weight", "grad_bias")
 _BACKWARD = (
-    *_INPUTS, "row_reference", "row_log_sum", "entropy", "grad_loss", "grad_lse",
+    *_INPUTS, "entropy", "grad_loss", "grad_lse",
     "grad_target_logit", "grad_entropy", "grad_input", "grad_weight", "grad_bias",
 )  # fmt: skip
 _LOGITS_NAMES = {"input": "logits", "grad_input": "grad_logits"}
 
 _MOST_PLANS = 1024  # shapes and options seen; beyond it all are made anew
 _plans: dict[tuple[object, ...], _abi.Plan] = {}
+_scalars: dict[torch.device, Tensor] = {}
 _scratch: list[Tensor] = []  # append and pop are atomic
 _SCRATCH_BYTES = 1 << 20
 _warm: set[int] = set()
@@ -74,7 +74,7 @@ def _view(name: str, tensor: Tensor) -> _abi.View:
 
 def _make_plan(
     kind: int, names: Sequence[str], tensors: Sequence[Tensor | None], options: Options | None,
-    memory: int | None, accumulate: bool,
+    row_state: Tensor | None, memory: int | None, accumulate: bool,
 ) -> _abi.Plan:  # fmt: skip
     first, weight = tensors[0], tensors[1]
     assert first is not None
@@ -84,6 +84,8 @@ def _make_plan(
         for name, tensor in zip(names, tensors)
         if tensor is not None
     ]
+    if row_state is not None:
+        views += (_view("row_reference", row_state[0]), _view("row_log_sum", row_state[1]))
     # All logits and all gradients in f32: no plan uses more.
     most = 0
     if linear and weight is not None and first.dim() == 2 and weight.dim() == 2:
@@ -102,25 +104,22 @@ def _follow_torch_threads() -> None:
         _plans.clear()  # the workspace recommended grows with the threads
 
 
-def _launch_cuda(plan: _abi.Plan, tensors: Sequence[Tensor | None], first: Tensor) -> None:
+def _launch_cuda(plan: _abi.Plan, addresses: list[int], first: Tensor) -> None:
     index = first.get_device()
     if index not in _warm and not torch.cuda.is_current_stream_capturing():
         _abi.warmup(_abi.CUDA, index)
         _warm.add(index)
     workspace = torch.empty(plan.bytes, dtype=torch.uint8, device=first.device)
-    plan.run(
-        [t.data_ptr() for t in tensors if t is not None],
-        workspace.data_ptr(),
-        torch._C._cuda_getCurrentRawStream(index),
-    )
+    plan.run(addresses, workspace.data_ptr(), torch._C._cuda_getCurrentRawStream(index))
 
 
 def launch(
     kind: int, names: Sequence[str], tensors: Sequence[Tensor | None], options: Options | None,
-    memory: int | None, asked: object, accumulate: bool = False,
+    memory: int | None, asked: object, row_state: Tensor | None = None, accumulate: bool = False,
 ) -> None:  # fmt: skip
     """Runs the op `kind` on tensors of at most two dimensions, on the current stream. `asked` says
     which outputs there are and of what dtype: with the inputs it decides everything but addresses.
+    `row_state` [2, N] holds row_reference and row_log_sum.
     """
     first = tensors[0]
     assert first is not None
@@ -139,14 +138,17 @@ def launch(
         _follow_torch_threads()
     plan = _plans.get(entry)
     if plan is None:
-        plan = _make_plan(kind, names, tensors, options, memory, accumulate)
+        plan = _make_plan(kind, names, tensors, options, row_state, memory, accumulate)
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
         _plans[entry] = plan
-    if cuda:
-        _launch_cuda(plan, tensors, first)
-        return
     addresses = [t.data_ptr() for t in tensors if t is not None]
+    if row_state is not None:
+        address = row_state.data_ptr()
+        addresses += (address, address + 2 * row_state.numel())  # N f32 further
+    if cuda:
+        _launch_cuda(plan, addresses, first)
+        return
     if plan.bytes > _SCRATCH_BYTES:
         workspace = torch.empty(plan.bytes, dtype=torch.uint8)
         plan.run(addresses, workspace.data_ptr())
@@ -162,6 +164,30 @@ def launch(
         _scratch.append(workspace)
 
 
+def _per_token(flat_target: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """An output [N]. empty_like costs a third of what empty with a dtype and a device does."""
+    return torch.empty_like(flat_target, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _row_state(flat_target: Tensor) -> Tensor:
+    """[2, N] f32: row_reference and row_log_sum of every token, made for Backward."""
+    return flat_target.new_empty((2, flat_target.numel()), dtype=torch.float32)
+
+
+def _scalar(device: torch.device) -> Tensor:
+    """An output []."""
+    like = _scalars.get(device)
+    if like is None:
+        like = _scalars[device] = torch.empty((), dtype=torch.float32, device=device)
+    return torch.empty_like(like)
+
+
+def _grad_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if tensor.dtype is dtype:
+        return torch.empty_like(tensor)
+    return torch.empty_like(tensor, dtype=dtype)
+
+
 def _rows(input: Tensor, tokens: int) -> Tensor:
     """[..., D] as [N, D]: a view wherever strides allow one."""
     return input if input.dim() == 2 else input.reshape(tokens, input.shape[-1])
@@ -175,83 +201,75 @@ def forward(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, constants: Constants,
     options: Options, memory: int | None, wanted: int,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """(loss, lse, target_logit, logprob, entropy, argmax, row_reference, row_log_sum)"""
+    """(loss, lse, target_logit, logprob, entropy, argmax, row_state [2, N])"""
     target, token_weight, vocab_weight, normalizer = constants
-    shape, tokens = target.shape, target.numel()
-    flat = target.dim() == 1
-    rows = _rows(input, tokens)  # [N, D]
-    device, f32 = rows.device, torch.float32
+    flat = target if target.dim() == 1 else target.reshape(-1)  # [N]
+    rows = input if input.dim() == 2 else _rows(input, target.numel())  # [N, D]
 
-    def per_token(bits: int, dtype: torch.dtype = f32) -> Tensor | None:
-        return torch.empty(tokens, dtype=dtype, device=device) if wanted & bits else None
+    def per_token(bits: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        return _per_token(flat, dtype) if wanted & bits else None
 
     loss = None
     if wanted & LOSS:
         none = options.reduction == _abi.REDUCTION_NONE
-        loss = torch.empty(tokens if none else (), dtype=f32, device=device)  # [N] or []
+        loss = _per_token(flat) if none else _scalar(rows.device)  # [N] or []
     lse, target_logit = per_token(LSE), per_token(TARGET_LOGIT | LOGPROB)  # [N] [N]
     entropy, argmax = per_token(ENTROPY), per_token(ARGMAX, torch.int64)  # [N] [N]
-    row_reference, row_log_sum = per_token(ROW_STATE | LOGPROB), per_token(ROW_STATE | LOGPROB)
+    row_state = _row_state(flat) if wanted & (ROW_STATE | LOGPROB) else None  # [2, N]
     tensors = (
-        rows, weight, bias, target if flat else target.reshape(-1), _flat(token_weight),
-        vocab_weight, normalizer, loss, lse, target_logit, entropy, argmax, row_reference,
-        row_log_sum,
+        rows, weight, bias, flat, _flat(token_weight), vocab_weight, normalizer, loss, lse,
+        target_logit, entropy, argmax,
     )  # fmt: skip
     kind = _abi.CROSS_ENTROPY_FORWARD if weight is None else _abi.LINEAR_CROSS_ENTROPY_FORWARD
-    launch(kind, _FORWARD, tensors, options, memory, wanted)
+    launch(kind, _FORWARD, tensors, options, memory, wanted, row_state)
     logprob = None
     if wanted & LOGPROB:  # from both numbers of the lse: their sum alone would lose a large offset
-        assert target_logit is not None and row_reference is not None and row_log_sum is not None
-        logprob = (target_logit - row_reference).sub_(row_log_sum)  # [N]
-    results = (loss, lse, target_logit, logprob, entropy, argmax, row_reference, row_log_sum)
-    if flat:
-        return results
-    return tuple(t if t is None or t.dim() == 0 else t.view(shape) for t in results)
+        assert target_logit is not None and row_state is not None
+        logprob = (target_logit - row_state[0]).sub_(row_state[1])  # [N]
+    results: tuple[Tensor | None, ...] = (loss, lse, target_logit, logprob, entropy, argmax)
+    if target.dim() != 1:
+        results = tuple(t if t is None or t.dim() != 1 else t.view(target.shape) for t in results)
+    return *results, row_state
 
 
 def forward_backward(
     input: Tensor, weight: Tensor, bias: Tensor | None, constants: Constants, options: Options,
     memory: int | None, wanted: int, dtypes: tuple[torch.dtype | None, ...],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """(loss [], argmax, row_reference, row_log_sum, grad_input, grad_weight, grad_bias) for an
-    upstream gradient of 1; `dtypes` are the gradients', None where one is not wanted."""
+    """(loss [], argmax, row_state, grad_input, grad_weight, grad_bias) for an upstream gradient
+    of 1; `dtypes` are the gradients', None where one is not wanted."""
     target, token_weight, vocab_weight, normalizer = constants
-    tokens = target.numel()
-    flat = target.dim() == 1
-    rows = _rows(input, tokens)  # [N, D]
-    device, f32 = rows.device, torch.float32
-    loss = torch.empty((), dtype=f32, device=device)  # []
-    argmax = row_reference = row_log_sum = grad_input = grad_weight = grad_bias = None
+    flat = target if target.dim() == 1 else target.reshape(-1)  # [N]
+    rows = input if input.dim() == 2 else _rows(input, target.numel())  # [N, D]
+    loss = _scalar(rows.device)  # []
+    argmax = row_state = grad_input = grad_weight = grad_bias = None
     if wanted & ARGMAX:
-        argmax = torch.empty(tokens, dtype=torch.int64, device=device)  # [N]
+        argmax = _per_token(flat, torch.int64)  # [N]
     if wanted & ROW_STATE:
-        row_reference = torch.empty(tokens, dtype=f32, device=device)  # [N]
-        row_log_sum = torch.empty(tokens, dtype=f32, device=device)  # [N]
+        row_state = _row_state(flat)  # [2, N]
     if dtypes[0] is not None:
-        grad_input = torch.empty(rows.shape, dtype=dtypes[0], device=device)  # [N, D]
+        grad_input = _grad_of(rows, dtypes[0])  # [N, D]
     if dtypes[1] is not None:
-        grad_weight = torch.empty(weight.shape, dtype=dtypes[1], device=device)  # [V, D]
+        grad_weight = _grad_of(weight, dtypes[1])  # [V, D]
     if bias is not None and dtypes[2] is not None:
-        grad_bias = torch.empty(bias.shape, dtype=dtypes[2], device=device)  # [V]
+        grad_bias = _grad_of(bias, dtypes[2])  # [V]
     tensors = (
-        rows, weight, bias, target if flat else target.reshape(-1), _flat(token_weight),
-        vocab_weight, normalizer, loss, argmax, row_reference, row_log_sum, grad_input,
-        grad_weight, grad_bias,
+        rows, weight, bias, flat, _flat(token_weight), vocab_weight, normalizer, loss, argmax,
+        grad_input, grad_weight, grad_bias,
     )  # fmt: skip
     kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD
-    launch(kind, _FORWARD_BACKWARD, tensors, options, memory, (wanted, dtypes))
+    launch(kind, _FORWARD_BACKWARD, tensors, options, memory, (wanted, dtypes), row_state)
     if grad_input is not None and input.dim() != 2:
         grad_input = grad_input.view(input.shape)
-    if argmax is not None and not flat:
+    if argmax is not None and target.dim() != 1:
         argmax = argmax.view(target.shape)
-    return loss, argmax, row_reference, row_log_sum, grad_input, grad_weight, grad_bias
+    return loss, argmax, row_state, grad_input, grad_weight, grad_bias
 
 
 class Upstream(NamedTuple):
-    """What Backward is given: the row state and the upstream gradients."""
+    """What Backward is given beside the inputs."""
 
-    row_reference: Tensor  # [N]
-    row_log_sum: Tensor  # [N]
+    row_state: Tensor  # [2, N]
     entropy: Tensor | None = None  # [N]
     grad_loss: Tensor | None = None  # [N] or []
     grad_lse: Tensor | None = None  # [N]
@@ -271,7 +289,7 @@ def backward(
     tokens = target.numel()
     rows = _rows(input, tokens)  # [N, D]
     grads = [
-        None if t is None or dtype is None else torch.empty(t.shape, dtype=dtype, device=t.device)
+        None if t is None or dtype is None else _grad_of(t, dtype)
         for t, dtype in zip((rows, weight, bias), dtypes)
     ]
     if grad_input is not None:
@@ -282,7 +300,7 @@ def backward(
             grads[2] = torch.zeros(grads[2].shape, dtype=torch.float32, device=rows.device)
     tensors = (
         rows, weight, bias, _flat(target), _flat(token_weight), vocab_weight, normalizer,
-        *map(_flat, upstream), *grads,
+        *map(_flat, upstream[1:]), *grads,
     )  # fmt: skip
     kind = _abi.CROSS_ENTROPY_BACKWARD if weight is None else _abi.LINEAR_CROSS_ENTROPY_BACKWARD
     asked = tuple(
@@ -290,7 +308,16 @@ def backward(
         for t in tensors[len(_INPUTS) :]
     )
     accumulate = main_grad is not None
-    launch(kind, _BACKWARD, tensors, options, memory, (accumulate, asked), accumulate)
+    launch(
+        kind,
+        _BACKWARD,
+        tensors,
+        options,
+        memory,
+        (accumulate, asked),
+        upstream.row_state,
+        accumulate,
+    )
     if main_grad is not None:
         grads[1] = None
         if grads[2] is not None and dtypes[2] is not None:
