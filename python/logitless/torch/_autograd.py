@@ -113,7 +113,7 @@ def once(anchors: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> An
 
 def scaled(
     grads: Sequence[Tensor | None], factor: Tensor, dtypes: Sequence[torch.dtype | None]
-) -> list[Tensor | None]:
+) -> Sequence[Tensor | None]:
     """Every grad * factor [] in its dtype, in place; a factor of 1 leaves it as it is."""
     if factor.is_cuda:
         for grad in grads:
@@ -125,6 +125,8 @@ def scaled(
             for grad in grads:
                 if grad is not None:
                     grad.mul_(value)
+        elif torch.float16 not in dtypes:
+            return grads
     return [
         grad if grad is None or grad.dtype is dtype else grad.to(dtype)
         for grad, dtype in zip(grads, dtypes)
@@ -143,7 +145,9 @@ class FusedLoss(Function):
             x, w, b = cast(input, call.dtype), cast(weight, call.dtype), cast_bias(b, call.dtype)
         ctx.call = call
         ctx.dtypes = dtypes = _dtypes(ctx, input, weight, bias)
-        held = tuple(None if t is None else held_dtype(t) for t in dtypes)
+        held = dtypes
+        if torch.float16 in dtypes:
+            held = tuple(None if t is None else held_dtype(t) for t in dtypes)
         if call.main_grad is not None and dtypes[1] is not None:
             held = (held[0], torch.float32, held[2])
         loss, call.argmax, row_state, *ctx.grads = _run.forward_backward(
@@ -208,11 +212,15 @@ class Loss(Function):
         return *grads, None
 
 
-def _dtypes(ctx: Any, *tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
+def _dtypes(
+    ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> tuple[torch.dtype | None, ...]:
     """Those of the gradients that are needed."""
-    return tuple(
-        t.dtype if need and t is not None else None
-        for t, need in zip(tensors, ctx.needs_input_grad)
+    needs = ctx.needs_input_grad
+    return (
+        input.dtype if needs[0] else None,
+        weight.dtype if weight is not None and needs[1] else None,
+        bias.dtype if bias is not None and needs[2] else None,
     )
 
 
