@@ -11,8 +11,16 @@ from logitless.torch._functions import (
     linear_logprob,
     softmax_,
 )
+from logitless.torch._modules import (
+    CrossEntropyLoss,
+    LinearCrossEntropyHead,
+    LinearCrossEntropyLoss,
+)
 
 __all__ = [
+    "CrossEntropyLoss",
+    "LinearCrossEntropyHead",
+    "LinearCrossEntropyLoss",
     "Statistics",
     "cross_entropy",
     "cross_entropy_",

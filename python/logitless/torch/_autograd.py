@@ -242,6 +242,8 @@ def recompute(
     grad_lse, grad_target_logit = with_logprob(grad_lse, grad_target_logit, grad_logprob)
     if grad_entropy is None:
         entropy = None
+    if call.in_place:
+        torch.autograd.graph.increment_version(input)
     return _run.backward(
         cast(input, call.dtype),
         None if weight is None else cast(weight, call.dtype),

@@ -290,7 +290,7 @@ def backward(
     rows = _rows(input, tokens)  # [N, D]
     grads = [
         None if t is None or dtype is None else _grad_of(t, dtype)
-        for t, dtype in zip((rows, weight, bias), dtypes)
+        for t, dtype in zip((None if grad_input is not None else rows, weight, bias), dtypes)
     ]
     if grad_input is not None:
         grads[0] = _rows(grad_input, tokens)

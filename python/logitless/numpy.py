@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logitless for NumPy, on the CPU: plain functions, gradients as results. What every option means is
+docs/semantics.md. Arrays are float32, float16 or ml_dtypes' bfloat16, targets int32 or int64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from logitless import _abi
+from logitless._abi import Options, Plan, View, parse_memory
+from logitless._errors import invalid, not_supported, wrong_dtype, wrong_shape
+
+Array = NDArray[Any]
+
+_DTYPES = {
+    "float32": _abi.F32,
+    "float16": _abi.F16,
+    "bfloat16": _abi.BF16,
+    "int32": _abi.I32,
+    "int64": _abi.I64,
+}
+_REDUCTIONS = {
+    "none": _abi.REDUCTION_NONE,
+    "sum": _abi.REDUCTION_SUM,
+    "mean": _abi.REDUCTION_MEAN,
+}
+_EMPTY_MEANS = {"zero": _abi.EMPTY_MEAN_ZERO, "nan": _abi.EMPTY_MEAN_NAN}
+_STATISTICS = ("lse", "target_logit", "entropy", "argmax")
+
+
+class Statistics(NamedTuple):
+    """Statistics of every token, in the shape of the target; None where not asked for."""
+
+    lse: Array | None = None
+    target_logit: Array | None = None
+    logprob: Array | None = None
+    entropy: Array | None = None
+    argmax: Array | None = None
+
+
+class Gradients(NamedTuple):
+    """Of the loss with respect to input, weight and bias; None where there is no bias."""
+
+    input: Array
+    weight: Array
+    bias: Array | None = None
+
+
+def _view(name: str, array: Array) -> tuple[View, Array]:
+    """A view the core can read: of another byte order, a negative stride or an odd one, a copy."""
+    dtype = _DTYPES.get(array.dtype.name)
+    if dtype is None:
+        allowed = "int32, int64" if name == "target" else "float32, float16, bfloat16"
+        raise wrong_dtype(f"{name} is {array.dtype}; allowed: {allowed}")
+    size = array.itemsize
+    odd = any(stride < 0 or stride % size for stride in array.strides)
+    if odd or not array.dtype.isnative or not array.flags.aligned:
+        array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C", copy=True)
+    strides = tuple(stride // size for stride in array.strides)
+    return View(name, dtype, _abi.CPU, 0, array.shape, strides), array
+
+
+def _run(
+    kind: int, arrays: dict[str, Array | None], options: Options | None, memory: int | None,
+    most: int = 0,
+) -> None:  # fmt: skip
+    pairs = [_view(name, array) for name, array in arrays.items() if array is not None]
+    views = [view for view, _ in pairs]
+    plan = Plan(kind, views, options, (_abi.CPU, 0), memory=memory, most=most)
+    workspace = np.empty(plan.bytes + plan.alignment, np.uint8)
+    address = -(-workspace.ctypes.data // plan.alignment) * plan.alignment
+    plan.run([array.ctypes.data for _, array in pairs], address)
+
+
+def _array(name: str, value: Any) -> Array:
+    if not isinstance(value, np.ndarray) and not np.isscalar(value):
+        raise wrong_dtype(f"{name} is a {type(value).__name__}; allowed: a NumPy array")
+    return np.asarray(value)
+
+
+def _one_of(name: str, value: Any, allowed: dict[str, int]) -> int:
+    code = allowed.get(value) if isinstance(value, str) else None
+    if code is None:
+        raise invalid(f"{name} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
+    return code
+
+
+class _Call:
+    """One loss: the flattened inputs, the options, and the outputs as they are made."""
+
+    def __init__(self, rows: Array, target: Array, what: str, options: dict[str, Any]) -> None:
+        rows, target = _array(what, rows), _array("target", target)
+        if target.dtype.kind == "f":
+            raise not_supported(
+                f"target is {target.dtype}: soft targets and top-k log-probabilities are not "
+                "supported; allowed: class indices, int64 or int32"
+            )
+        if rows.ndim == 0 or target.shape != rows.shape[:-1]:
+            raise wrong_shape(
+                f"target has shape {target.shape}; allowed: {rows.shape[:-1]}, the shape of {what} "
+                "without its last dimension"
+            )
+        self.shape = target.shape
+        shift = int(options.pop("shift", 0))
+        if shift:
+            target = _shifted(target, shift, options["ignore_index"])
+        self.rows = rows.reshape(target.size, rows.shape[-1])  # [N, D]
+        self.target = target.reshape(-1)  # [N]
+        self.reduction = _one_of("reduction", options.pop("reduction"), _REDUCTIONS)
+        names = options.pop("return_statistics")
+        self.names = (names,) if isinstance(names, str) else tuple(names)
+        for name in self.names:
+            _one_of("return_statistics", name, dict.fromkeys(Statistics._fields, 0))
+        normalizer = options.pop("normalizer")
+        number = normalizer if isinstance(normalizer, (int, float)) and normalizer else 0.0
+        empty_mean = _one_of("empty_mean", options.pop("empty_mean"), _EMPTY_MEANS)
+        self.constants: dict[str, Array | None] = {"target": self.target}
+        for name, key in (("token_weight", "token_weight"), ("weight", "vocab_weight")):
+            value = options.pop(name)
+            if value is not None:
+                value = np.asarray(value, np.float32)
+                if name == "token_weight":
+                    if value.shape != self.shape:
+                        raise wrong_shape(
+                            f"token_weight has shape {value.shape}; allowed: {self.shape}"
+                        )
+                    value = value.reshape(-1)
+                self.constants[key] = value
+        if normalizer is not None and not number:
+            self.constants["normalizer"] = np.asarray(normalizer, np.float32).reshape(())
+        self.options = Options(
+            reduction=self.reduction, empty_mean=empty_mean, normalizer=float(number), **options
+        )
+
+    def outputs(self) -> dict[str, Array | None]:
+        tokens = self.target.size
+        none = self.reduction == _abi.REDUCTION_NONE
+        made: dict[str, Array | None] = {"loss": np.empty(tokens if none else (), np.float32)}
+        logprob = "logprob" in self.names
+        for name in _STATISTICS:
+            if name in self.names or (name == "target_logit" and logprob):
+                made[name] = np.empty(tokens, np.int64 if name == "argmax" else np.float32)
+        if logprob:
+            made["row_reference"] = np.empty(tokens, np.float32)
+            made["row_log_sum"] = np.empty(tokens, np.float32)
+        return made
+
+    def result(self, made: dict[str, Any]) -> Any:
+        none = self.reduction == _abi.REDUCTION_NONE
+        loss = made["loss"].reshape(self.shape) if none else made["loss"][()]
+        if not self.names:
+            return loss
+        if "logprob" in self.names:  # from both numbers of the lse: their sum would lose digits
+            made["logprob"] = (made["target_logit"] - made["row_reference"]) - made["row_log_sum"]
+        kept = {name: made[name].reshape(self.shape) for name in self.names}
+        return loss, Statistics(**kept)
+
+
+def _shifted(target: Array, shift: int, ignore_index: int) -> Array:
+    if shift < 0 or target.ndim == 0:
+        raise invalid(
+            f"shift is {shift} for a target of shape {target.shape}; allowed: >= 0, [..., T]"
+        )
+    shift = min(shift, target.shape[-1])
+    moved = np.full_like(target, ignore_index)
+    moved[..., : target.shape[-1] - shift] = target[..., shift:]
+    return moved
+
+
+def _linear(
+    input: Array, linear_weight: Array, target: Array, linear_bias: Array | None, memory: Any,
+    gradients: bool, options: dict[str, Any],
+) -> Any:  # fmt: skip
+    call = _Call(input, target, "input", options)
+    weight = _array("linear_weight", linear_weight)
+    if weight.ndim != 2:
+        raise wrong_shape(f"linear_weight has shape {weight.shape}; allowed: [V, D]")
+    bias = None if linear_bias is None else _array("linear_bias", linear_bias)
+    made = call.outputs()
+    arrays: dict[str, Array | None] = {"input": call.rows, "weight": weight, "bias": bias}
+    grads: dict[str, Array | None] = {}
+    kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD
+    if gradients:
+        if call.reduction == _abi.REDUCTION_NONE:
+            raise invalid("reduction is 'none'; allowed with gradients: 'mean', 'sum'")
+        kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD
+        grads = {
+            "grad_input": np.empty(call.rows.shape, call.rows.dtype),
+            "grad_weight": np.empty(weight.shape, weight.dtype),
+            "grad_bias": None if bias is None else np.empty(bias.shape, bias.dtype),
+        }
+    (tokens, hidden), vocab = call.rows.shape, weight.shape[0]
+    most = 4 * (tokens * vocab + tokens * hidden + vocab * hidden)
+    _run(kind, arrays | call.constants | made | grads, call.options, parse_memory(memory), most)
+    result = call.result(made)
+    if not gradients:
+        return result
+    grad_input: Any = grads["grad_input"]
+    rest: Any = (grads["grad_weight"], grads["grad_bias"])
+    return result, Gradients(grad_input.reshape(np.shape(input)), *rest)
+
+
+def linear_cross_entropy(
+    input: Array, linear_weight: Array, target: Array, *, linear_bias: Array | None = None,
+    weight: Array | None = None, reduction: str = "mean", ignore_index: int = -100,
+    label_smoothing: float = 0.0, z_loss: float = 0.0, logit_scale: float = 1.0,
+    softcap: float = 0.0, temperature: float = 1.0, token_weight: Array | None = None,
+    normalizer: float | Array | None = None, shift: bool | int = False,
+    memory: int | str | None = None, return_statistics: Sequence[str] = (),
+    empty_mean: str = "zero", return_gradients: bool = False,
+) -> Any:  # fmt: skip
+    """Cross-entropy of input @ linear_weight.T + linear_bias without the logits; as in
+    logitless.torch. With `return_gradients` (mean, sum) the pair (result, Gradients), made in one
+    pass."""
+    options = {
+        "weight": weight, "reduction": reduction, "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing, "z_loss": z_loss, "logit_scale": logit_scale,
+        "softcap": softcap, "temperature": temperature, "token_weight": token_weight,
+        "normalizer": normalizer, "shift": shift, "return_statistics": return_statistics,
+        "empty_mean": empty_mean,
+    }  # fmt: skip
+    return _linear(input, linear_weight, target, linear_bias, memory, return_gradients, options)
+
+
+def linear_logprob(
+    input: Array, weight: Array, target: Array, *, temperature: float = 1.0,
+    bias: Array | None = None, ignore_index: int = -100, logit_scale: float = 1.0,
+    softcap: float = 0.0, shift: bool | int = False, memory: int | str | None = None,
+    entropy: bool = False,
+) -> Any:  # fmt: skip
+    """Log-probability of every target token, and with `entropy` the pair; ignored tokens give 0."""
+    result = linear_cross_entropy(
+        input, weight, target, linear_bias=bias, reduction="none", ignore_index=ignore_index,
+        logit_scale=logit_scale, softcap=softcap, temperature=temperature, shift=shift,
+        memory=memory, return_statistics=("entropy",) if entropy else (),
+    )  # fmt: skip
+    return (-result[0], result[1].entropy) if entropy else -result
+
+
+def cross_entropy(
+    logits: Array, target: Array, *, weight: Array | None = None, reduction: str = "mean",
+    ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
+    logit_scale: float = 1.0, softcap: float = 0.0, temperature: float = 1.0,
+    token_weight: Array | None = None, normalizer: float | Array | None = None,
+    return_statistics: Sequence[str] = (), empty_mean: str = "zero",
+    return_gradients: bool = False,
+) -> Any:  # fmt: skip
+    """Cross-entropy of given logits [..., V]; with `return_gradients` (mean, sum) the pair (result,
+    grad_logits)."""
+    options = {
+        "weight": weight, "reduction": reduction, "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing, "z_loss": z_loss, "logit_scale": logit_scale,
+        "softcap": softcap, "temperature": temperature, "token_weight": token_weight,
+        "normalizer": normalizer, "return_statistics": return_statistics, "empty_mean": empty_mean,
+    }  # fmt: skip
+    call = _Call(logits, target, "logits", options)
+    made = call.outputs()
+    arrays: dict[str, Array | None] = {"logits": call.rows}
+    kind, grad = _abi.CROSS_ENTROPY_FORWARD, None
+    if return_gradients:
+        if call.reduction == _abi.REDUCTION_NONE:
+            raise invalid("reduction is 'none'; allowed with gradients: 'mean', 'sum'")
+        kind = _abi.CROSS_ENTROPY_FORWARD_BACKWARD
+        grad = np.empty(call.rows.shape, call.rows.dtype)
+    _run(kind, arrays | call.constants | made | {"grad_logits": grad}, call.options, None)
+    result = call.result(made)
+    return result if grad is None else (result, grad.reshape(np.shape(logits)))
+
+
+def softmax(logits: Array, axis: int = -1) -> Array:
+    """Softmax along an axis, as a new array."""
+    moved = np.moveaxis(_array("logits", logits), axis, -1)
+    rows = moved.reshape(-1, moved.shape[-1]) if moved.size else moved.reshape(0, 1)
+    result = np.empty(rows.shape, rows.dtype)
+    _run(_abi.SOFTMAX, {"logits": rows, "probabilities": result}, None, None)
+    return np.moveaxis(result.reshape(moved.shape), -1, axis)

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The losses as modules. They hold plain options: deepcopy, pickle and state_dict just work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from logitless._errors import invalid
+from logitless.torch._functions import cross_entropy, linear_cross_entropy
+
+
+class _Loss(torch.nn.Module):
+    """The options that both losses have."""
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        reduction: str = "mean",
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        logit_scale: float = 1.0,
+        softcap: float = 0.0,
+        temperature: float = 1.0,
+        return_statistics: Sequence[str] = (),
+        empty_mean: str = "zero",
+    ) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.reduction = reduction
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+        self.z_loss = z_loss
+        self.logit_scale = logit_scale
+        self.softcap = softcap
+        self.temperature = temperature
+        self.return_statistics = tuple(return_statistics)
+        self.empty_mean = empty_mean
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "weight": self.weight,
+            "reduction": self.reduction,
+            "ignore_index": self.ignore_index,
+            "label_smoothing": self.label_smoothing,
+            "z_loss": self.z_loss,
+            "logit_scale": self.logit_scale,
+            "softcap": self.softcap,
+            "temperature": self.temperature,
+            "return_statistics": self.return_statistics,
+            "empty_mean": self.empty_mean,
+        }
+
+    def extra_repr(self) -> str:
+        given = {k: v for k, v in self._options().items() if k != "weight"}
+        return ", ".join(f"{name}={value!r}" for name, value in given.items())
+
+
+class CrossEntropyLoss(_Loss):
+    """cross_entropy of given logits [..., V]."""
+
+    def forward(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        *,
+        token_weight: Tensor | None = None,
+        normalizer: float | Tensor | None = None,
+    ) -> Any:
+        return cross_entropy(
+            logits, target, token_weight=token_weight, normalizer=normalizer, **self._options()
+        )
+
+
+class LinearCrossEntropyLoss(_Loss):
+    """linear_cross_entropy, with the options kept."""
+
+    def __init__(
+        self, *args: Any, shift: bool | int = False, memory: int | str | None = None, **options: Any
+    ) -> None:
+        super().__init__(*args, **options)
+        self.shift = shift
+        self.memory = memory
+
+    def _options(self) -> dict[str, Any]:
+        return {**super()._options(), "shift": self.shift, "memory": self.memory}
+
+    def forward(
+        self,
+        input: Tensor,
+        linear_weight: Tensor,
+        target: Tensor,
+        *,
+        linear_bias: Tensor | None = None,
+        token_weight: Tensor | None = None,
+        normalizer: float | Tensor | None = None,
+    ) -> Any:
+        return linear_cross_entropy(
+            input,
+            linear_weight,
+            target,
+            linear_bias=linear_bias,
+            token_weight=token_weight,
+            normalizer=normalizer,
+            **self._options(),
+        )
+
+
+class LinearCrossEntropyHead(torch.nn.Linear):
+    """The head itself: with targets the loss, without them the logits.
+
+    It is a Linear and holds the weight, so that the hooks of FSDP and DDP run around the loss, ties
+    to an embedding stay ties, and checkpoints keep their names. `grad_accumulation="main_grad"`
+    adds the weight's gradient into the f32 tensor weight.main_grad in backward (made, as zeros,
+    where there is none) and leaves weight.grad alone.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        grad_accumulation: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        if grad_accumulation not in (None, "main_grad"):
+            raise invalid(f"grad_accumulation is {grad_accumulation!r}; allowed: None, 'main_grad'")
+        self.grad_accumulation = grad_accumulation
+        self.loss = LinearCrossEntropyLoss(**options)
+
+    @classmethod
+    def from_linear(cls, linear: torch.nn.Linear, **options: Any) -> LinearCrossEntropyHead:
+        """A head that shares the parameters of `linear`."""
+        head = cls(
+            linear.in_features, linear.out_features, linear.bias is not None, "meta",
+            linear.weight.dtype, **options,
+        )  # fmt: skip
+        head.weight, head.bias = linear.weight, linear.bias
+        return head.train(linear.training)
+
+    def forward(
+        self,
+        input: Tensor,
+        target: Tensor | None = None,
+        *,
+        token_weight: Tensor | None = None,
+        normalizer: float | Tensor | None = None,
+    ) -> Any:
+        if target is None:
+            loss = self.loss
+            z = functional.linear(input, self.weight, self.bias) * loss.logit_scale
+            if loss.softcap > 0:
+                z = torch.tanh(z / loss.softcap) * loss.softcap
+            return z / loss.temperature if loss.temperature != 1 else z
+        return linear_cross_entropy(
+            input,
+            self.weight,
+            target,
+            linear_bias=self.bias,
+            token_weight=token_weight,
+            normalizer=normalizer,
+            _main_grad=self._main_grad(),
+            **self.loss._options(),
+        )
+
+    def _main_grad(self) -> Tensor | None:
+        weight: Any = self.weight
+        if self.grad_accumulation is None or not weight.requires_grad:
+            return None
+        if getattr(weight, "main_grad", None) is None:
+            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+        buffer: Tensor = weight.main_grad
+        if buffer.dtype is not torch.float32 or buffer.shape != weight.shape:
+            raise invalid(
+                f"weight.main_grad is {str(buffer.dtype)[6:]} of shape {tuple(buffer.shape)}; "
+                f"allowed: float32 of {tuple(weight.shape)}"
+            )
+        if hasattr(weight, "grad_added_to_main_grad"):  # what Megatron's optimizer looks at
+            weight.grad_added_to_main_grad = True
+        return buffer

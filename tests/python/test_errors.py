@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrong is said: the exception's kind, the field's name, what is allowed. Never a crash."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import logitless
+from logitless import _abi
+from logitless.torch import cross_entropy, linear_cross_entropy, linear_logprob, softmax_
+from test_linear import F32, problem
+
+
+def call(change: dict[str, Any], **options: Any) -> Any:
+    x, w, b, t = problem((4,), 9, 5, bias=True)
+    given: dict[str, Any] = {"x": x.detach(), "w": w.detach(), "b": b.detach(), "t": t, **change}  # type: ignore[union-attr]
+    return linear_cross_entropy(
+        given["x"], given["w"], given["t"], linear_bias=given["b"], **options
+    )
+
+
+TENSORS: dict[str, tuple[dict[str, Any], type, str]] = {
+    "input of integers": ({"x": torch.ones(4, 5, dtype=torch.int64)}, TypeError, "input"),
+    "input of f64": ({"x": torch.ones(4, 5, dtype=torch.float64)}, TypeError, "input is float64"),
+    "input of complex": ({"x": torch.ones(4, 5, dtype=torch.complex64)}, TypeError, "input"),
+    "input a list": ({"x": [[1.0]]}, ValueError, "input"),
+    "input a scalar": ({"x": torch.tensor(1.0)}, ValueError, "input"),
+    "weight of another dtype": ({"w": torch.ones(9, 5).half()}, TypeError, "weight is f16"),
+    "weight of another hidden size": ({"w": torch.ones(9, 6)}, ValueError, "weight"),
+    "weight a vector": ({"w": torch.ones(45)}, ValueError, "linear_weight has shape"),
+    "weight a list": ({"w": [[1.0]]}, TypeError, "linear_weight is a list"),
+    "weight empty": ({"w": torch.ones(0, 5), "b": None}, ValueError, "weight"),
+    "hidden size 0": ({"x": torch.ones(4, 0), "w": torch.ones(9, 0)}, ValueError, "D >= 1"),
+    "bias of another size": ({"b": torch.ones(8)}, ValueError, "bias"),
+    "bias of f16 beside f32": ({"b": torch.ones(9).half()}, TypeError, "bias is f16"),
+    "bias a matrix": ({"b": torch.ones(9, 1)}, ValueError, "bias"),
+    "target of another shape": ({"t": torch.zeros(5, dtype=torch.int64)}, ValueError, "target has"),
+    "target transposed": (
+        {"x": torch.ones(2, 3, 5), "t": torch.zeros(3, 2, dtype=torch.int64)}, ValueError, "target",
+    ),
+    "target of i16": ({"t": torch.zeros(4, dtype=torch.int16)}, TypeError, "target is int16"),
+    "target a list": ({"t": [0, 1, 2, 3]}, TypeError, "target is a list"),
+    "target too large": ({"t": torch.full((4,), 9)}, ValueError, "target"),
+    "target negative": ({"t": torch.full((4,), -1)}, ValueError, "target"),
+    "soft targets": ({"t": torch.ones(4, 9)}, NotImplementedError, "soft targets and top-k"),
+    "sparse weight": ({"w": torch.ones(9, 5).to_sparse()}, RuntimeError, ""),
+    "a freed weight": ({"w": None}, ValueError, "weight has shape .* and NULL data"),
+    "weight on meta": ({"w": torch.ones(9, 5, device="meta")}, RuntimeError, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_wrong_tensor(name: str, grad: bool) -> None:
+    change, kind, message = TENSORS[name]
+    change = dict(change)
+    if name == "a freed weight":
+        change["w"] = torch.ones(9, 5)
+        change["w"].untyped_storage().resize_(0)
+    elif grad and isinstance(change.get("w"), torch.Tensor):
+        change["w"] = change["w"].clone().requires_grad_()
+    with pytest.raises(kind, match=message):
+        call(change)
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], type, str]] = {
+    "reduction": ({"reduction": "batchmean"}, ValueError, "reduction is 'batchmean'; allowed"),
+    "reduction of no text": ({"reduction": 1}, ValueError, "reduction"),
+    "label_smoothing above 1": ({"label_smoothing": 1.5}, ValueError, "label_smoothing"),
+    "label_smoothing NaN": ({"label_smoothing": float("nan")}, ValueError, "label_smoothing"),
+    "label_smoothing a text": ({"label_smoothing": "0.1"}, TypeError, "label_smoothing"),
+    "z_loss": ({"z_loss": -1.0}, ValueError, "z_loss"),
+    "logit_scale": ({"logit_scale": float("inf")}, ValueError, "logit_scale"),
+    "softcap": ({"softcap": -1.0}, ValueError, "softcap"),
+    "temperature": ({"temperature": 0.0}, ValueError, "temperature"),
+    "temperature a tensor": ({"temperature": torch.tensor(1.0)}, TypeError, "temperature"),
+    "ignore_index": ({"ignore_index": 1 << 70}, ValueError, "ignore_index"),
+    "normalizer": ({"normalizer": -1.0}, ValueError, "normalizer"),
+    "normalizer a text": ({"normalizer": "1"}, TypeError, "normalizer"),
+    "normalizer a vector": ({"normalizer": torch.ones(3)}, ValueError, "normalizer"),
+    "normalizer of a sum": ({"normalizer": 2.0, "reduction": "sum"}, ValueError, "normalizer"),
+    "class weights of another size": ({"weight": torch.ones(8)}, ValueError, "vocab_weight|weight"),
+    "class weights a list": ({"weight": [1.0] * 9}, TypeError, "weight is a list"),
+    "class weights with grad": (
+        {"weight": torch.ones(9, requires_grad=True)}, ValueError, r"weight.detach\(\)",
+    ),
+    "token weights of another shape": ({"token_weight": torch.ones(5)}, ValueError, "token_weight"),
+    "memory too small": ({"memory": 1}, ValueError, "memory is 1 bytes; allowed: >= "),
+    "memory a bad text": ({"memory": "lots"}, ValueError, 'memory is "lots"'),
+    "memory negative": ({"memory": -5}, ValueError, "memory"),
+    "statistics": ({"return_statistics": ("perplexity",)}, ValueError, "return_statistics"),
+    "empty_mean": ({"empty_mean": "inf"}, ValueError, "empty_mean"),
+    "shift": ({"shift": -1}, ValueError, "shift"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_wrong_option(name: str) -> None:
+    options, kind, message = OPTIONS[name]
+    with pytest.raises(kind, match=message):
+        call({}, **options)
+
+
+def test_an_unknown_argument_is_pythons_error() -> None:
+    with pytest.raises(TypeError, match="chunk_size"):
+        call({}, chunk_size=4)
+
+
+def test_errors_carry_the_cores_status() -> None:
+    with pytest.raises(logitless.LogitlessError) as caught:
+        call({"t": torch.full((4,), 9)})
+    assert caught.value.status == "target_out_of_range"
+    assert isinstance(caught.value, ValueError)
+    with pytest.raises(logitless.LogitlessTypeError) as wrong:
+        call({"w": torch.ones(9, 5).half()})
+    assert wrong.value.status == "wrong_dtype"
+
+
+def test_a_call_after_an_error_is_right() -> None:
+    x, w, _, t = problem((4,), 9, 5, ignored=0)
+    good = linear_cross_entropy(x, w, t)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="target"):
+            linear_cross_entropy(x, w, t + 9)
+        assert torch.equal(linear_cross_entropy(x, w, t), good)
+
+
+def test_logits_of_a_wrong_kind() -> None:
+    t = torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(TypeError, match="logits is float64"):
+        cross_entropy(torch.ones(4, 9, dtype=torch.float64), t)
+    with pytest.raises(ValueError, match="logits"):
+        cross_entropy(torch.ones(4, 0), t)
+    with pytest.raises(TypeError, match="logits"):
+        softmax_(torch.ones(4, 9, dtype=torch.int64))
+    with pytest.raises(NotImplementedError, match="soft targets"):
+        linear_logprob(torch.ones(4, 5), torch.ones(9, 5), torch.ones(4, 9))
+
+
+def test_tensors_of_two_devices() -> None:
+    device = "cuda" if torch.cuda.is_available() else "meta"
+    x, w, _, t = problem((4,), 9, 5)
+    with pytest.raises(RuntimeError, match="weight is on"):
+        linear_cross_entropy(x, w.to(device), t)
+    with pytest.raises(RuntimeError, match="target is on"):
+        linear_cross_entropy(x, w, t.to(device))
+
+
+def test_the_library_names_its_backends() -> None:
+    assert "thread" in logitless.describe_backend("cpu")
+    with pytest.raises(RuntimeError, match="webgpu"):
+        logitless.describe_backend("webgpu")
+    with pytest.raises(ValueError, match="device is 'tpu'"):
+        logitless.describe_backend("tpu")
+    before = logitless.num_threads()
+    assert logitless.set_num_threads(2) == 2 and logitless.num_threads() == 2
+    logitless.set_num_threads(before)
+
+
+def test_addresses_must_be_as_many_as_the_views() -> None:
+    view = _abi.View("logits", _abi.F32, _abi.CPU, 0, (2, 3), (3, 1))
+    views = (view, view._replace(name="probabilities"))
+    plan = _abi.Plan(_abi.SOFTMAX, views, None, (_abi.CPU, 0))
+    with pytest.raises(ValueError, match="zip"):
+        plan.run([torch.ones(2, 3).data_ptr()], 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [(None, None), (7, 7), ("7", 7), ("64MiB", 64 << 20), (" 1.5 GB ", 15 * 10**8), ("2kb", 2000)],
+)  # fmt: skip
+def test_memory_texts(text: Any, expected: int | None) -> None:
+    assert _abi.parse_memory(text) == expected
+    assert F32 is torch.float32

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Given logits: cross_entropy, cross_entropy_ in place, softmax_."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import reference
+from logitless.torch import cross_entropy, cross_entropy_, softmax_
+from reference import close
+from test_linear import BF16, F16, F32, OPTIONS
+
+
+def problem(
+    shape: tuple[int, ...], vocab: int, dtype: torch.dtype = F32, device: str = "cpu"
+) -> tuple[Tensor, Tensor]:
+    z = (torch.randn(*shape, vocab, device=device) * 3).to(dtype).requires_grad_()
+    t = torch.randint(0, vocab, shape, device=device)
+    return z, t.where(torch.rand(shape, device=device) >= 0.2, torch.full_like(t, -100))
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_loss_and_gradients_are_those_of_f64(
+    device: str, name: str, reduction: str, dtype: torch.dtype, in_place: bool
+) -> None:
+    options: dict[str, Any] = dict(OPTIONS[name], reduction=reduction)
+    if reduction != "mean":
+        options.pop("normalizer", None)
+    z, t = problem((3, 11), 53, dtype, device)
+    t = t.where(t != -100, torch.full_like(t, options.get("ignore_index", -100)))
+    expected = reference.loss(z, t, **options)
+    upstream = torch.randn(expected.shape, device=device)
+    (exact,) = torch.autograd.grad(expected, z, upstream.double())
+    if in_place:
+        middle = z * 1
+        loss = cross_entropy_(middle, t, **options)
+        close(loss, expected)
+        loss.backward(upstream)
+        close(middle.detach(), exact, dtype)
+        close(z.grad, exact, dtype)  # type: ignore[arg-type]
+    else:
+        loss = cross_entropy(z, t, **options)
+        close(loss, expected)
+        close(torch.autograd.grad(loss, z, upstream)[0], exact, dtype)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (2, 3, 4)])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_any_leading_shape(device: str, shape: tuple[int, ...], reduction: str) -> None:
+    z, t = problem(shape, 7, device=device)
+    loss = cross_entropy(z, t, reduction=reduction)
+    expected = reference.loss(z, t, reduction=reduction)
+    close(loss, expected)
+    close(*torch.autograd.grad(loss.sum(), z), *torch.autograd.grad(expected.sum(), z))
+
+
+def test_statistics(device: str) -> None:
+    z, t = problem((3, 5), 9, device=device)
+    names = ("lse", "target_logit", "logprob", "entropy", "argmax")
+    _, s = cross_entropy(z, t, return_statistics=names, temperature=0.7)
+    for name, value in reference.statistics(z, t, {"temperature": 0.7}).items():
+        if name in names:
+            close(getattr(s, name), value)
+
+
+def test_in_place_needs_no_second_matrix(device: str, monkeypatch: Any) -> None:
+    from logitless.torch import _run
+
+    z, t = problem((64,), 501, device=device)
+    logits = z * 1
+    asked: list[object] = []
+    real = _run._grad_of
+    monkeypatch.setattr(_run, "_grad_of", lambda v, d: asked.append(v) or real(v, d))
+    seen = []
+    logits.register_hook(lambda g: seen.append(g.data_ptr()))
+    cross_entropy_(logits, t).backward()
+    assert seen == [logits.data_ptr()] and not asked
+
+
+def test_in_place_is_noticed_by_whoever_else_needs_the_logits(device: str) -> None:
+    z, t = problem((4,), 9, device=device)
+    logits = z.exp()  # its backward reads its result
+    loss = cross_entropy_(logits, t)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    logits = z * 1
+    loss = cross_entropy_(logits, t)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_in_place_refuses_a_leaf_and_takes_no_grad(device: str) -> None:
+    z, t = problem((4,), 9, device=device)
+    with pytest.raises(ValueError, match="leaf"):
+        cross_entropy_(z, t)
+    before = z.detach().clone()
+    with torch.no_grad():
+        close(cross_entropy_(z, t), reference.loss(z, t))
+    assert torch.equal(z, before)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((5,), 0), ((4, 7), -1), ((4, 7), 0), ((2, 3, 7), 2), ((0, 3), 1)]
+)
+def test_softmax_in_place(device: str, shape: tuple[int, ...], dim: int, dtype: Any) -> None:
+    z = torch.randn(shape, device=device).to(dtype)
+    expected = z.double().softmax(dim)
+    version = z._version
+    assert softmax_(z, dim) is z
+    close(z, expected, dtype)
+    assert not z.numel() or z._version > version
+
+
+def test_softmax_refuses_what_it_cannot_do(device: str) -> None:
+    with pytest.raises(ValueError, match="no gradient"):
+        softmax_(torch.randn(3, 4, device=device, requires_grad=True))
+    with pytest.raises(ValueError, match="without a copy"):
+        softmax_(torch.randn(3, 4, 5, device=device), dim=1)

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The modules: the functions with their options kept, copies, pickles, hooks, main_grad."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+import reference
+from logitless.torch import (
+    CrossEntropyLoss,
+    LinearCrossEntropyHead,
+    LinearCrossEntropyLoss,
+    cross_entropy,
+    linear_cross_entropy,
+)
+from reference import close
+from test_linear import BF16, problem
+
+OPTIONS: dict[str, Any] = {
+    "reduction": "sum", "ignore_index": 3, "label_smoothing": 0.1, "z_loss": 0.01,
+    "logit_scale": 0.5, "softcap": 4.0, "temperature": 1.5, "return_statistics": ("lse",),
+}  # fmt: skip
+
+
+def targets(device: str = "cpu") -> Any:
+    x, w, b, t = problem((4, 6), 17, 8, device=device, bias=True)
+    return x, w, b, t.where(t != -100, torch.full_like(t, 3))
+
+
+def test_losses_pass_every_option_on(device: str) -> None:
+    x, w, b, t = targets(device)
+    classes = torch.rand(17, device=device)
+    loss, s = LinearCrossEntropyLoss(classes, **OPTIONS, shift=True, memory="64MiB")(
+        x, w, t, linear_bias=b
+    )
+    expected, es = linear_cross_entropy(
+        x, w, t, linear_bias=b, weight=classes, shift=True, **OPTIONS
+    )
+    assert torch.equal(loss, expected) and torch.equal(s.lse, es.lse)
+    logits = torch.nn.functional.linear(x, w, b)
+    ours = CrossEntropyLoss(classes, **OPTIONS)(logits, t)
+    assert torch.equal(ours[0], cross_entropy(logits, t, weight=classes, **OPTIONS)[0])
+    assert CrossEntropyLoss(empty_mean="nan")(logits[:0], t[:0]).isnan()
+
+
+def test_every_option_of_the_functions_is_a_modules() -> None:
+    import inspect
+
+    for function, module in (
+        (cross_entropy, CrossEntropyLoss()),
+        (linear_cross_entropy, LinearCrossEntropyLoss()),
+    ):
+        tensors = {"linear_bias", "token_weight", "normalizer"}
+        names = {
+            p.name
+            for p in inspect.signature(function).parameters.values()
+            if p.kind is p.KEYWORD_ONLY and not p.name.startswith("_")
+        }
+        assert names - tensors == set(module._options())
+
+
+def test_head_is_the_lm_head(device: str) -> None:
+    x, _, _, t = targets(device)
+    linear = torch.nn.Linear(8, 17, device=device)
+    head = LinearCrossEntropyHead.from_linear(linear, ignore_index=3)
+    assert head.weight is linear.weight and head.bias is linear.bias
+    assert torch.equal(head(x), linear(x))
+    head(x, t).backward()
+    logits = reference.logits_of(x, linear.weight, linear.bias)
+    loss = reference.loss(logits, t, ignore_index=3)
+    close(head(x, t), loss)
+    parameters = (linear.weight, linear.bias)
+    for p, e in zip(parameters, torch.autograd.grad(loss, parameters)):
+        close(p.grad, e)  # type: ignore[arg-type]
+    assert set(head.state_dict()) == {"weight", "bias"}
+
+
+def test_heads_logits_have_its_scale_cap_and_temperature() -> None:
+    x, *_ = targets()
+    head = LinearCrossEntropyHead(8, 17, logit_scale=0.5, softcap=2.0, temperature=1.5)
+    u = 0.5 * torch.nn.functional.linear(x, head.weight)
+    torch.testing.assert_close(head(x), torch.tanh(u / 2) * 2 / 1.5)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
+def test_modules_copy_and_pickle(how: str) -> None:
+    x, _, _, t = targets()
+    head = LinearCrossEntropyHead(8, 17, bias=True, ignore_index=3, label_smoothing=0.2)
+    head(x, t).backward()
+    if how == "deepcopy":
+        other = copy.deepcopy(head)
+    elif how == "pickle":
+        other = pickle.loads(pickle.dumps(head))
+    else:
+        file = io.BytesIO()
+        torch.save(head, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    assert other.weight is not head.weight and torch.equal(other(x, t), head(x, t))
+    pickle.loads(pickle.dumps(LinearCrossEntropyLoss(torch.rand(17))))
+
+
+def test_a_tied_embedding_gets_both_gradients() -> None:
+    embedding = torch.nn.Embedding(17, 8)
+    head = LinearCrossEntropyHead(8, 17)
+    head.weight = embedding.weight
+    ids = torch.randint(0, 17, (3, 6))
+    head(embedding(ids), ids).backward()
+    exact = embedding.weight.detach().double().requires_grad_()
+    hidden = torch.nn.functional.embedding(ids, exact)
+    (expected,) = torch.autograd.grad(reference.loss(hidden @ exact.T, ids), exact)
+    close(embedding.weight.grad, expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+def test_main_grad_adds_up_in_f32(device: str, reduction: str, dtype: torch.dtype) -> None:
+    head = LinearCrossEntropyHead(
+        8, 17, bias=True, device=device, dtype=dtype, grad_accumulation="main_grad",
+        reduction=reduction,
+    )  # fmt: skip
+    exact = torch.zeros(17, 8, dtype=torch.float64, device=device)
+    before = torch.randn(17, 8, device=device)
+    head.weight.main_grad = before.clone()  # type: ignore[attr-defined]
+    for factor in (1.0, 0.5):
+        x, _, _, t = problem((9,), 17, 8, dtype, device)
+        loss = head(x, t).mean()
+        (loss * factor).backward(retain_graph=True)
+        (loss * factor).backward()  # the second backward adds as well
+        w = head.weight.detach().double().requires_grad_()
+        logits = x.double() @ w.T + head.bias.double()
+        theirs = reference.loss(logits, t, reduction=reduction).mean()
+        exact += 2 * factor * torch.autograd.grad(theirs, w)[0]
+        assert x.grad is not None
+    assert head.weight.grad is None and head.bias.grad is not None
+    close(head.weight.main_grad - before, exact, dtype)  # type: ignore[attr-defined, operator]
+
+
+def test_main_grad_makes_its_buffer_and_checks_it() -> None:
+    head = LinearCrossEntropyHead(8, 17, grad_accumulation="main_grad")
+    x, _, _, t = problem((9,), 17, 8)
+    head.weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    head(x, t).backward()
+    assert head.weight.main_grad.dtype is torch.float32  # type: ignore[union-attr]
+    assert head.weight.grad_added_to_main_grad is True  # type: ignore[comparison-overlap]
+    head.weight.main_grad = torch.zeros(17, 8, dtype=BF16)  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="main_grad is bfloat16"):
+        head(x, t)
+    with pytest.raises(ValueError, match="grad_accumulation"):
+        LinearCrossEntropyHead(8, 17, grad_accumulation="other")
+
+
+def test_ddp_sees_the_heads_gradients() -> None:
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        head = LinearCrossEntropyHead(8, 17)
+        model = torch.nn.parallel.DistributedDataParallel(head)
+        x, _, _, t = problem((9,), 17, 8)
+        model(x, t).backward()
+        assert head.weight.grad is not None and head.weight.grad.any()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_sharded_weight_is_a_clear_error() -> None:
+    from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        x, w, _, t = problem((9,), 17, 8)
+        for placement in (Shard(0), Replicate()):
+            sharded = DTensor.from_local(w.detach(), mesh, [placement])
+            with pytest.raises(NotImplementedError, match="LinearCrossEntropyHead"):
+                linear_cross_entropy(x, sharded, t)
+    finally:
+        torch.distributed.destroy_process_group()
+    with pytest.raises(ValueError, match="FSDP"):
+        linear_cross_entropy(x, w.detach().reshape(-1), t)

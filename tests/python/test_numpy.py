@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""logitless.numpy: the torch functions' results bit for bit, gradients, layouts, errors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import logitless.numpy as ln
+import logitless.torch as lt
+from test_linear import F16, F32, OPTIONS, problem
+
+STATISTICS = ("lse", "target_logit", "logprob", "entropy", "argmax")
+
+
+def numpy(*tensors: Any) -> Any:
+    return [None if v is None else v.detach().numpy() for v in tensors]
+
+
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_same_bits_as_torch(name: str, reduction: str, dtype: torch.dtype) -> None:
+    options: dict[str, Any] = dict(OPTIONS[name], reduction=reduction, shift=True)
+    if reduction != "mean":
+        options.pop("normalizer", None)
+    x, w, b, t = problem((3, 11), 53, 24, dtype, bias=True)
+    t = t.where(t != -100, torch.full_like(t, options.get("ignore_index", -100)))
+    xn, wn, bn, tn = numpy(x, w, b, t)
+    loss, s = ln.linear_cross_entropy(
+        xn, wn, tn, linear_bias=bn, return_statistics=STATISTICS, **options
+    )
+    with torch.no_grad():
+        theirs, ts = lt.linear_cross_entropy(
+            x, w, t, linear_bias=b, return_statistics=STATISTICS, **options
+        )
+    assert np.array_equal(loss, theirs.numpy())
+    for name in STATISTICS:
+        assert np.array_equal(getattr(s, name), getattr(ts, name).numpy())
+    if reduction == "none":
+        return
+    (again, _), grads = ln.linear_cross_entropy(
+        xn, wn, tn, linear_bias=bn, return_statistics=("argmax",), return_gradients=True, **options
+    )
+    torch_loss = lt.linear_cross_entropy(x, w, t, linear_bias=b, **options)
+    torch_loss.backward()
+    assert again == torch_loss.item()
+    for ours, v in zip(grads, (x, w, b)):
+        assert v is not None and v.grad is not None and ours.dtype == v.detach().numpy().dtype
+        assert np.array_equal(ours, v.grad.numpy())
+
+
+def test_weights_and_normalizers() -> None:
+    x, w, _, t = problem((3, 5), 9, 4)
+    xn, wn, tn = numpy(x, w, t)
+    classes, tokens = np.random.rand(9).astype(np.float32), np.random.rand(3, 5)
+    for normalizer in (None, 3, 3.5, np.float32(2.5), np.int64(2), 0):
+        ours = ln.linear_cross_entropy(
+            xn, wn, tn, weight=classes, token_weight=tokens, normalizer=normalizer
+        )
+        theirs = lt.linear_cross_entropy(
+            x, w, t, weight=torch.from_numpy(classes), token_weight=torch.from_numpy(tokens),
+            normalizer=None if normalizer is None else float(normalizer),
+        )  # fmt: skip
+        assert ours == theirs.item()
+
+
+def test_logits_softmax_and_logprob() -> None:
+    z = np.random.default_rng(0).standard_normal((4, 6, 9)).astype(np.float32)
+    t = np.random.default_rng(1).integers(0, 9, (4, 6))
+    leaf = torch.from_numpy(z).clone().requires_grad_()
+    theirs = lt.cross_entropy(leaf, torch.from_numpy(t), label_smoothing=0.1)
+    theirs.backward()
+    loss, grad = ln.cross_entropy(z, t, label_smoothing=0.1, return_gradients=True)
+    assert loss == pytest.approx(theirs.item(), rel=1e-6)
+    np.testing.assert_allclose(grad, leaf.grad, atol=1e-7)  # type: ignore[arg-type]
+    for axis in (0, 1, -1):
+        expected = torch.from_numpy(z).double().softmax(axis).numpy()
+        np.testing.assert_allclose(ln.softmax(z, axis), expected, rtol=1e-5)
+    x, w, _, target = problem((7,), 9, 4)
+    ours = ln.linear_logprob(*numpy(x, w, target), temperature=0.5, entropy=True)
+    expected_pair = lt.linear_logprob(x, w, target, temperature=0.5, entropy=True)
+    for a, e in zip(ours, expected_pair):
+        assert np.array_equal(a, e.detach().numpy())
+
+
+@pytest.mark.parametrize(
+    "layout", ["fortran", "negative", "sliced", "swapped", "unaligned", "none"]
+)
+def test_layouts(layout: str) -> None:
+    x, w, _, t = numpy(*problem((8,), 9, 6))
+    expected = ln.linear_cross_entropy(x, w, t)
+    if layout == "fortran":
+        x, w = np.asfortranarray(x), np.asfortranarray(w)
+    elif layout == "negative":
+        x, w = x[::-1].copy()[::-1], w[:, ::-1].copy()[:, ::-1]
+    elif layout == "sliced":
+        wide = np.zeros((8, 13), np.float32)
+        wide[:, 1::2] = x
+        x = wide[:, 1::2]
+    elif layout == "swapped":
+        x, t = x.astype(">f4"), t.astype(">i8")
+    elif layout == "unaligned":
+        raw = np.zeros(w.nbytes + 1, np.uint8)[1:].view(np.float32).reshape(w.shape)
+        raw[...] = w
+        w = raw
+    else:
+        x, t, expected = x[:0], t[:0], 0.0
+    assert ln.linear_cross_entropy(x, w, t) == expected
+
+
+def test_errors() -> None:
+    x, w, _, t = numpy(*problem((8,), 9, 6, ignored=0))
+    with pytest.raises(TypeError, match="input is float64"):
+        ln.linear_cross_entropy(x.astype(float), w, t)
+    with pytest.raises(ValueError, match="weight"):
+        ln.linear_cross_entropy(x, w[:, :5], t)
+    with pytest.raises(ValueError, match="target"):
+        ln.linear_cross_entropy(x, w, t + 9)
+    with pytest.raises(ValueError, match="target has shape"):
+        ln.linear_cross_entropy(x, w, t[:3])
+    with pytest.raises(NotImplementedError, match="soft targets"):
+        ln.linear_cross_entropy(x, w, t.astype(np.float32))
+    with pytest.raises(ValueError, match="reduction is 'none'"):
+        ln.linear_cross_entropy(x, w, t, reduction="none", return_gradients=True)
+    with pytest.raises(TypeError, match="input is a list"):
+        ln.linear_cross_entropy([[1.0]], w, t)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="memory"):
+        ln.linear_cross_entropy(x, w, t, memory=1)
+
+
+def test_numpy_needs_no_torch() -> None:
+    code = "import sys, logitless.numpy; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, env=_environment())
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
