@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logitless for NumPy, on the CPU: plain functions, gradients as results. What every option means is
+"""Logitless for NumPy, on the CPU: plain functions, gradients as results. What an option means is
 docs/semantics.md. Arrays are float32, float16 or ml_dtypes' bfloat16, targets int32 or int64."""
 
 from __future__ import annotations

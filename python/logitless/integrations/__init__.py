@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The signatures that frameworks already call, and a patch for Hugging Face models.
+
+`liger`, `cce` and `verl` are modules of drop-in names; `patch_transformers` makes a causal LM
+compute its loss without logits. An argument without a counterpart here raises unless it is at its
+default.
+"""
+
+from __future__ import annotations
+
+from logitless.integrations.liger import (
+    FusedLinearCrossEntropyFunction,
+    LigerFusedLinearCrossEntropyLoss,
+)
+from logitless.integrations.transformers import Patch, patch_transformers
+
+__all__ = [
+    "FusedLinearCrossEntropyFunction",
+    "LigerFusedLinearCrossEntropyLoss",
+    "Patch",
+    "patch_transformers",
+]

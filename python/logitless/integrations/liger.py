@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Liger's fused linear cross-entropy: its argument order, weight first in the module."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from logitless.integrations._arguments import only
+from logitless.torch import linear_cross_entropy, linear_logprob
+
+
+class CrossEntropyOutput(NamedTuple):
+    """What is returned where more than the loss is asked for."""
+
+    loss: Tensor
+    z_loss: Tensor | None = None
+    token_accuracy: Tensor | None = None
+    predicted_tokens: Tensor | None = None
+
+
+def _mean(values: Tensor, valid: Tensor, reduction: str) -> Tensor:
+    if reduction == "none":
+        return values
+    total = values.sum()
+    return total if reduction == "sum" else total / valid.sum().clamp(min=1)
+
+
+class FusedLinearCrossEntropyFunction:
+    """`apply` with the positional arguments of LigerFusedLinearCrossEntropyFunction.apply; returns
+    (loss, z_loss, token_accuracy, predicted_tokens), None where not asked for."""
+
+    @staticmethod
+    def apply(
+        _input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        ce_weight: Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        accum_dtype: torch.dtype | None = None,
+        use_token_scaling: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+    ) -> CrossEntropyOutput:
+        only("accum_dtype", accum_dtype, None, torch.float32)  # sums are always f32
+        cap = 0.0 if softcap is None else softcap
+        token_weight = None
+        if use_token_scaling:  # every loss times its own probability, held constant
+            with torch.no_grad():
+                token_weight = linear_logprob(
+                    _input, weight, target, bias=bias, ignore_index=ignore_index, softcap=cap
+                ).exp()
+        names: list[str] = []
+        if return_z_loss:
+            names.append("lse")
+        if return_token_accuracy or return_predicted_tokens:
+            names.append("argmax")
+        result = linear_cross_entropy(
+            _input, weight, target, linear_bias=bias, weight=ce_weight, reduction=reduction,
+            ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=lse_square_scale,
+            softcap=cap, token_weight=token_weight, return_statistics=names,
+        )  # fmt: skip
+        if not names:
+            return CrossEntropyOutput(result)
+        loss, statistics = result
+        valid = target != ignore_index
+        z_loss = accuracy = predicted = None
+        if return_z_loss:
+            z_loss = _mean(lse_square_scale * statistics.lse.square(), valid, reduction)
+        if return_token_accuracy:
+            hits = (statistics.argmax == target).float()  # an ignored token's argmax is -1
+            accuracy = hits if reduction == "none" else hits.sum() / valid.sum().clamp(min=1)
+        if return_predicted_tokens:
+            predicted = statistics.argmax
+        return CrossEntropyOutput(loss, z_loss, accuracy, predicted)
+
+
+class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
+    """forward(lin_weight, _input, target, bias): the loss, or a CrossEntropyOutput where more than
+    the loss is asked for."""
+
+    ce_weight: Tensor | None
+
+    def __init__(
+        self,
+        ce_weight: Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        accum_dtype: torch.dtype | None = None,
+        use_token_scaling: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+    ) -> None:
+        super().__init__()
+        only("accum_dtype", accum_dtype, None, torch.float32)
+        self.register_buffer("ce_weight", ce_weight, persistent=False)
+        self._rest: tuple[Any, ...] = (
+            ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss,
+            accum_dtype, use_token_scaling, return_token_accuracy, return_predicted_tokens,
+        )  # fmt: skip
+        self._wants_more = return_z_loss or return_token_accuracy or return_predicted_tokens
+
+    def forward(
+        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
+    ) -> Any:
+        output = FusedLinearCrossEntropyFunction.apply(
+            _input, lin_weight, target, bias, self.ce_weight, *self._rest
+        )
+        return output if self._wants_more else output.loss

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The other libraries' signatures, and Hugging Face models patched."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import reference
+from logitless.integrations import (
+    FusedLinearCrossEntropyFunction,
+    LigerFusedLinearCrossEntropyLoss,
+    cce,
+    patch_transformers,
+    verl,
+)
+from reference import close
+from test_linear import problem
+
+
+def test_liger_module_takes_the_weight_first() -> None:
+    x, w, b, t = problem((12,), 17, 8, bias=True)
+    assert b is not None
+    classes = torch.rand(17)
+    module = LigerFusedLinearCrossEntropyLoss(
+        ce_weight=classes, ignore_index=3, label_smoothing=0.1, reduction="sum", softcap=9.0
+    )
+    t = t.where(t != -100, torch.full_like(t, 3))
+    loss = module(w, x, t, b)
+    expected = reference.loss(
+        reference.logits_of(x, w, b), t, weight=classes, ignore_index=3, label_smoothing=0.1,
+        reduction="sum", softcap=9.0,
+    )  # fmt: skip
+    close(loss, expected)
+    for a, e in zip(torch.autograd.grad(loss, (x, w, b)), torch.autograd.grad(expected, (x, w, b))):
+        close(a, e)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_liger_function_and_its_statistics(reduction: str) -> None:
+    x, w, b, t = problem((12,), 17, 8, bias=True)
+    output = FusedLinearCrossEntropyFunction.apply(
+        x, w, t, b, None, -100, 1e-2, 0.0, reduction, None, True, torch.float32, False, True, True
+    )
+    logits = reference.logits_of(x, w, b)
+    s = reference.statistics(logits, t, {})
+    close(output.loss, reference.loss(logits, t, reduction=reduction, z_loss=1e-2))
+    z = 1e-2 * s["lse"] ** 2
+    hits = (s["argmax"] == t).double()
+    count = s["valid"].sum()
+    assert output.z_loss is not None and output.token_accuracy is not None
+    if reduction == "none":
+        close(output.z_loss, z)
+        close(output.token_accuracy, hits)
+    else:
+        close(output.z_loss, z.sum() if reduction == "sum" else z.sum() / count)
+        close(output.token_accuracy, hits.sum() / count)
+    assert torch.equal(output.predicted_tokens, s["argmax"])  # type: ignore[arg-type]
+
+
+def test_liger_token_scaling() -> None:
+    x, w, _, t = problem((12,), 17, 8)
+    loss = LigerFusedLinearCrossEntropyLoss(use_token_scaling=True)(w, x, t)
+    logits = reference.logits_of(x, w)
+    p = reference.statistics(logits, t, {})["logprob"].exp().detach()
+    expected = reference.loss(logits, t, token_weight=p)
+    close(loss, expected)
+    close(torch.autograd.grad(loss, w)[0], torch.autograd.grad(expected, w)[0])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shift", [0, True, 2])
+def test_cce(reduction: str, shift: Any) -> None:
+    x, w, b, t = problem((3, 7), 17, 8, bias=True)
+    loss, lse = cce.linear_cross_entropy(
+        x, w, t, b, softcap=5.0, reduction=reduction, shift=shift, return_lse=True
+    )
+    count = int(shift)
+    logits = reference.logits_of(x, w, b)[:, : 7 - count]
+    expected = reference.loss(logits, t[:, count:], softcap=5.0, reduction=reduction)
+    close(loss, expected)
+    close(lse, reference.statistics(logits, t[:, count:], {"softcap": 5.0})["lse"])
+    close(torch.autograd.grad(loss.sum(), w)[0], torch.autograd.grad(expected.sum(), w)[0])
+    with pytest.raises(ValueError, match="shift"):
+        cce.linear_cross_entropy(x, w, t, shift=7)
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_verl(reduction: str) -> None:
+    x, w, _, t = problem((3, 7), 17, 8, ignored=0)
+    logprobs, entropy = verl.linear_cross_entropy(x, w, t, 0.7, reduction)
+    s = reference.statistics(reference.logits_of(x, w), t, {"temperature": 0.7})
+    expected = s["logprob"].reshape(-1)
+    expected = {"none": expected, "sum": expected.sum(), "mean": expected.mean()}[reduction]
+    close(logprobs, expected)
+    close(entropy, s["entropy"].reshape(-1))
+    ours, theirs = logprobs.sum() + entropy.sum(), expected.sum() + s["entropy"].sum()
+    for a, e in zip(torch.autograd.grad(ours, (x, w)), torch.autograd.grad(theirs, (x, w))):
+        close(a, e)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, w, t: LigerFusedLinearCrossEntropyLoss(accum_dtype=torch.bfloat16),
+        lambda x, w, t: cce.linear_cross_entropy(x, w, t, filter_eps="high"),
+        lambda x, w, t: cce.linear_cross_entropy(x, w, t, filter_eps=1e-3),
+        lambda x, w, t: cce.linear_cross_entropy(x, w, t, impl="torch_compile"),
+        lambda x, w, t: cce.linear_cross_entropy(x, w, t, vocab_parallel_options=object()),
+        lambda x, w, t: verl.linear_cross_entropy(x, w, t, dist_process_group=object()),
+    ],
+)
+def test_what_has_no_counterpart_raises(call: Any) -> None:
+    x, w, _, t = problem((12,), 17, 8)
+    with pytest.raises(NotImplementedError, match="no counterpart here; allowed"):
+        call(x, w, t)
+
+
+def test_unknown_reductions_raise() -> None:
+    x, w, _, t = problem((12,), 17, 8)
+    with pytest.raises(ValueError, match="reduction"):
+        verl.linear_cross_entropy(x, w, t, reduction="batch")
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+    "max_position_embeddings": 32, "pad_token_id": 0,
+}  # fmt: skip
+MODELS: dict[str, Any] = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
+    "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES)),
+    "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES)),
+    "gemma2": lambda: transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(**SIZES, final_logit_softcapping=2.0)
+    ),
+    "cohere": lambda: transformers.CohereForCausalLM(
+        transformers.CohereConfig(**SIZES, logit_scale=0.3)
+    ),
+    "granite": lambda: transformers.GraniteForCausalLM(
+        transformers.GraniteConfig(**SIZES, logits_scaling=3.0)
+    ),
+    "gpt2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=61, n_positions=32, n_embd=16, n_layer=2, n_head=2,
+                                resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    ),
+}  # fmt: skip
+
+
+def model_and_batch(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    model = MODELS[name]().train()
+    ids = torch.randint(1, 61, (2, 9))
+    labels = ids.clone()
+    labels[0, :3] = -100
+    return model, {"input_ids": ids, "labels": labels}
+
+
+def gradients(model: Any, loss: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad]))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("extra", [{}, {"num_items_in_batch": 20}], ids=["mean", "items"])
+def test_a_patched_model_has_the_same_loss_and_gradients(
+    name: str, extra: dict[str, Any], monkeypatch: Any
+) -> None:
+    model, batch = model_and_batch(name)
+    plain = model(**batch, **extra)
+    expected = gradients(model, plain.loss)
+    shapes = []
+    real = torch.nn.functional.linear
+    with patch_transformers(model) as patched:
+        assert patched is model
+        monkeypatch.setattr(
+            torch.nn.functional, "linear",
+            lambda *a: shapes.append(tuple(a[1].shape)) or real(*a),
+        )  # fmt: skip
+        output = model(**batch, **extra)
+        monkeypatch.undo()
+        assert output.logits is None and (61, 16) not in shapes
+        torch.testing.assert_close(output.loss, plain.loss, rtol=2e-6, atol=1e-6)
+        for a, e in zip(gradients(model, output.loss), expected):
+            torch.testing.assert_close(a, e, rtol=1e-4, atol=2e-6)
+        as_tuple = model(**batch, **extra, return_dict=False)
+        assert torch.equal(as_tuple[0], output.loss)
+        without = model(input_ids=batch["input_ids"])
+        assert without.loss is None and torch.equal(without.logits, plain.logits)
+    assert "forward" not in vars(model) and "forward" not in vars(model.get_output_embeddings())
+    again = model(**batch, **extra)
+    assert torch.equal(again.loss, plain.loss) and again.logits is not None
+
+
+def test_a_patch_called_once_stays_and_is_taken_away() -> None:
+    model, batch = model_and_batch("llama")
+    patch = patch_transformers(model, label_smoothing=0.1)
+    smoothed = model(**batch).loss
+    with pytest.raises(ValueError, match="patched already"):
+        patch_transformers(model)
+    patch.unpatch()
+    patch.unpatch()
+    assert model(**batch).loss < smoothed
+
+
+def test_shift_labels_and_all_ignored() -> None:
+    model, batch = model_and_batch("llama")
+    shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    none = {**batch, "labels": torch.full_like(batch["labels"], -100)}
+    with patch_transformers(model):
+        loss = model(**batch).loss
+        assert torch.equal(model(**batch, shift_labels=shifted).loss, loss)
+        assert model(**none).loss.isnan()  # as the model without the patch
+    assert model(**none).loss.isnan()
+
+
+def test_eval_logits() -> None:
+    model, batch = model_and_batch("llama")
+    model.eval()
+    with patch_transformers(model, eval_logits=True), torch.no_grad():
+        assert model(**batch).logits is not None
+    with patch_transformers(model), torch.no_grad():
+        assert model(**batch).logits is None
+
+
+def test_a_patched_model_keeps_its_signature_and_copies() -> None:
+    model, batch = model_and_batch("llama")
+    signature = inspect.signature(model.forward)
+    with patch_transformers(model):
+        assert inspect.signature(model.forward) == signature
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            for p in other.parameters():
+                p.mul_(0.5)
+        assert model(**batch).loss != other(**batch).loss and other(**batch).logits is None
+        assert set(other.state_dict()) == set(model.state_dict())
+
+
+def test_hooks_around_the_head_run() -> None:
+    model, batch = model_and_batch("llama")
+    ran: list[str] = []
+    head = model.get_output_embeddings()
+    head.register_forward_pre_hook(lambda *_: ran.append("before"))
+    head.register_forward_hook(lambda *_: ran.append("after"))
+    with patch_transformers(model):
+        model(**batch).loss.backward()
+    assert ran == ["before", "after"] and head.weight.grad is not None
+
+
+def test_generation_still_works() -> None:
+    model, batch = model_and_batch("llama")
+    with patch_transformers(model), torch.no_grad():
+        made = model.generate(batch["input_ids"], max_new_tokens=3, do_sample=False)
+    assert made.shape == (2, 12)
+
+
+def test_an_unknown_change_of_the_logits_is_noticed() -> None:
+    model, batch = model_and_batch("cohere")
+    with (
+        patch_transformers(model, logit_scale=1.0),
+        pytest.raises(NotImplementedError, match="changes its logits"),
+    ):
+        model(**batch)
+
+
+def test_what_cannot_be_patched_says_so() -> None:
+    with pytest.raises(ValueError, match="no output embeddings"):
+        patch_transformers(torch.nn.Linear(3, 4))
+
+    class Adapter(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) + 1
+
+    model, _ = model_and_batch("llama")
+    model.lm_head = Adapter(16, 61, bias=False)
+    with pytest.raises(NotImplementedError, match="lm_head is a Adapter"):
+        patch_transformers(model)
