@@ -47,7 +47,8 @@ def _head_forward(self: Any, input: Tensor) -> Tensor:
     )
     pending.loss = loss
     # What the model does with its "logits" then (a softcap, a scale) is done to one number.
-    return loss.detach().reshape(1, 1, 1)
+    answer: Tensor = loss.detach().reshape(1, 1, 1)
+    return answer
 
 
 def _own_forward(module: Any) -> Any:
@@ -149,7 +150,8 @@ def patch_transformers(model: Any, *, eval_logits: bool = False, **options: Any)
 
     With labels, output.loss is the loss and output.logits is None; without them nothing changes.
     `eval_logits`: in eval mode leave the model as it is, for metrics made of logits. `options` go
-    to linear_cross_entropy (label_smoothing, z_loss, memory, ...); scale and softcap are the model's.
+    to linear_cross_entropy (label_smoothing, z_loss, memory, ...); scale and softcap are those of
+    the model.
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if head is None:

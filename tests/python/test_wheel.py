@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The wheel: one for every Python, works in an empty environment without a compiler, imports fast.
+$LOGITLESS_WHEEL names one that is built already."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+import zipfile
+
+import pytest
+import tomllib
+
+from logitless import _abi
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+NUMBERS = """
+import numpy as np, logitless.numpy as ln
+x, w = np.ones((3, 4), np.float32), np.arange(20, dtype=np.float32).reshape(5, 4) / 20
+loss, grads = ln.linear_cross_entropy(x, w, np.array([0, 1, 4]), return_gradients=True)
+z = x @ w.T
+expected = (np.log(np.exp(z).sum(1)) - z[[0, 1, 2], [0, 1, 4]]).mean()
+assert abs(loss - expected) < 1e-6 and grads.weight.shape == w.shape
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    if given := os.environ.get("LOGITLESS_WHEEL"):
+        return pathlib.Path(given)
+    folder = tmp_path_factory.mktemp("wheel")
+    # Without CUDA: its kernels are the release build's, and take minutes.
+    options = [
+        "--config-settings=cmake.define.LOGITLESS_CUDA=OFF",
+        "--config-settings=cmake.define.LOGITLESS_CPU_TARGETS=baseline",
+    ]
+    subprocess.run(
+        [ROOT / "scripts/wheel", folder, *options],
+        check=True,
+        env={**os.environ, "PYTHON": sys.executable},
+    )
+    (made,) = folder.glob("*.whl")
+    return made
+
+
+@pytest.fixture(scope="module")
+def empty(wheel: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """An environment of nothing but the wheel; its interpreter."""
+    folder = tmp_path_factory.mktemp("empty")
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    python = folder / "bin/python"
+    subprocess.run([python, "-m", "pip", "install", "-q", "--no-index", wheel], check=True)
+    return python
+
+
+def run(python: pathlib.Path | str, code: str, **environment: str) -> str:
+    """Without a compiler, or anything else, on the path."""
+    env = {"PATH": "/nowhere", "HOME": os.environ.get("HOME", "/"), **environment}
+    done = subprocess.run([python, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def site_of(python: pathlib.Path) -> str:
+    return run(python, "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+
+
+def test_the_tag_and_the_contents(wheel: pathlib.Path) -> None:
+    assert "-py3-none-manylinux" in wheel.name and wheel.stat().st_size < 100 << 20
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "logitless/liblogitless.so" in names and "logitless/py.typed" in names
+    sources = {str(p.relative_to(ROOT / "python")) for p in (ROOT / "python").rglob("*.py")}
+    assert sources <= set(names)
+    assert all(n.startswith(("logitless/", "logitless-")) for n in names)
+
+
+def test_an_empty_environment_without_a_compiler(empty: pathlib.Path) -> None:
+    code = "import logitless; print(logitless.__version__, logitless.describe_backend('cpu'))"
+    assert run(empty, code).startswith("0.1.0 ")
+    path = run(empty, "import logitless; print(logitless.library_path())").strip()
+    assert path.startswith(site_of(empty))
+
+
+def test_numpy_and_torch_with_the_wheel(empty: pathlib.Path) -> None:
+    site = site_of(empty)
+    run(sys.executable, NUMBERS, PYTHONPATH=site)
+    code = f"""
+import torch, logitless, logitless.torch as lt
+assert logitless.__file__.startswith({site!r})
+x = torch.randn(3, 4, requires_grad=True); w = torch.randn(5, 4)
+lt.linear_cross_entropy(x, w, torch.tensor([0, 1, 4])).backward(); assert x.grad.any()
+"""
+    run(sys.executable, code, PYTHONPATH=site)
+
+
+def test_importing_takes_less_than_50_ms_beyond_torch(empty: pathlib.Path) -> None:
+    code = """
+import torch, time
+start = time.process_time(); import logitless.torch; print(time.process_time() - start)
+"""
+    site = site_of(empty)
+    times = [float(run(sys.executable, code, PYTHONPATH=site)) for _ in range(3)]
+    assert min(times) < 0.050, times
+
+
+def test_the_version_is_said_once_everywhere() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == ".".join(map(str, _abi.VERSION))
+    assert f"VERSION {project['version']}" in (ROOT / "CMakeLists.txt").read_text()
