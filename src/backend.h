@@ -28,6 +28,10 @@ struct Backend : Implements<Softmax>,
   virtual const char* name() const = 0;
   // Writes one line: ISA or device, threads.
   virtual void describe(char* text, size_t bytes) const = 0;
+  // values *= factor; both are validated.
+  virtual Status scale(const TensorView&, const TensorView&, const Execution&) const {
+    return error(StatusCode::not_supported, "scale: %s has none; allowed: cuda", name());
+  }
   // Loads what the first run on the device would load.
   virtual Status warmup(const Execution&) const { return {}; }
 };

@@ -284,6 +284,20 @@ int32_t logitless_run(const logitless_op* op, const logitless_workspace_buffer* 
   return report(result, status);
 }
 
+int32_t logitless_scale(const logitless_tensor* values, const logitless_tensor* factor,
+                        const logitless_execution* execution, logitless_status* status) {
+  const Status result = guarded([&]() -> Status {
+    Execution e;
+    Executor executor;
+    TensorView v, f;
+    Status result = from_c(execution, &e, &executor);
+    if (result.ok()) result = from_c("values", values, &v);
+    if (result.ok()) result = from_c("factor", factor, &f);
+    return result.ok() ? scale_values(v, f, e) : result;
+  });
+  return report(result, status);
+}
+
 int32_t logitless_version(void) { return LOGITLESS_VERSION; }
 
 int32_t logitless_describe_backend(int32_t device_type, char* text, size_t bytes,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The two verbs behind the C entry points.
+// What is behind the C entry points.
 #pragma once
 
 #include "logitless/logitless.h"
@@ -10,5 +10,6 @@ template <class Op>
 Status workspace_of(const Op& op, const Execution& execution, WorkspaceSize* size);
 template <class Op>
 Status run_op(const Op& op, const Workspace& workspace, const Execution& execution);
+Status scale_values(const TensorView& values, const TensorView& factor, const Execution& execution);
 
 }  // namespace logitless

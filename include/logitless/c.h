@@ -182,6 +182,15 @@ LOGITLESS_API int32_t logitless_workspace(const logitless_op* op,
 LOGITLESS_API int32_t logitless_run(const logitless_op* op,
                                     const logitless_workspace_buffer* workspace,
                                     const logitless_execution* execution, logitless_status* status);
+/* values *= factor, in place, each element rounded once: for gradients that were made with the
+ * loss, before their upstream factor was known. `values` [n] contiguous f32, f16 or bf16; `factor`
+ * [] f32 on the same device. Where the factor is exactly 1 nothing is written: the kernel finds
+ * that out, nobody waits for it. CUDA only; on the host it is one loop of the caller's. Returns the
+ * code. */
+LOGITLESS_API int32_t logitless_scale(const logitless_tensor* values,
+                                      const logitless_tensor* factor,
+                                      const logitless_execution* execution,
+                                      logitless_status* status);
 /* LOGITLESS_VERSION of the library loaded, which may be newer than this header. */
 LOGITLESS_API int32_t logitless_version(void);
 /* One line about a backend, e.g. "AVX3_SPR, 2 threads", written to `text`; backend_unavailable with

@@ -143,6 +143,16 @@ Status run(const Op& op, const Workspace& workspace, const Execution& execution)
   return status;
 }
 
+// values *= factor on a CUDA device, in place, each element rounded once; nothing where it is 1.
+inline Status scale(const TensorView& values, const TensorView& factor,
+                    const Execution& execution) {
+  const logitless_tensor v = detail::to_c(values), f = detail::to_c(factor);
+  const logitless_execution e = detail::to_c(execution);
+  Status status;
+  logitless_scale(values ? &v : nullptr, factor ? &f : nullptr, &e, status.c());
+  return status;
+}
+
 // Loads what the first run on the device would load; nothing to do on the CPU.
 inline Status warmup(const Execution& execution) {
   const logitless_execution e = detail::to_c(execution);

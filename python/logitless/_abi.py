@@ -239,7 +239,7 @@ class Plan:
         self.minimum: int = size.minimum
         self.recommended: int = size.recommended
         self.alignment: int = size.alignment
-        self.bytes = self.recommended
+        self.bytes: int = self.recommended
         if memory is not None:
             if memory < self.minimum:
                 raise error_of(
@@ -272,6 +272,42 @@ def follow_threads(threads: int) -> None:
     """Takes a framework's number of threads, unless the user named one for this library."""
     if not os.environ.get("LOGITLESS_NUM_THREADS"):
         library.logitless_set_num_threads(threads)
+
+
+class _ScaleFrame:
+    """The structs of one logitless_scale. One call at a time."""
+
+    def __init__(self) -> None:
+        self.values = Tensor(device_type=CUDA, rank=1)
+        self.values.stride[0] = 1
+        self.factor = Tensor(device_type=CUDA, rank=0)
+        self.execution = Execution(device_type=CUDA)
+        self.status = Status()
+        self.pointers = tuple(
+            map(ctypes.pointer, (self.values, self.factor, self.execution, self.status))
+        )
+
+
+_scale_frames: list[_ScaleFrame] = []  # those not in use
+
+
+def scale(
+    dtype: int, address: int, count: int, factor: int, device_index: int, stream: int
+) -> None:
+    """`count` contiguous values on a CUDA device, times the f32 at `factor`."""
+    try:
+        frame = _scale_frames.pop()
+    except IndexError:
+        frame = _ScaleFrame()
+    values = frame.values
+    values.dtype, values.data, values.shape[0] = dtype, address, count
+    frame.factor.data = factor
+    frame.execution.stream = stream
+    values.device_index = frame.factor.device_index = frame.execution.device_index = device_index
+    code = library.logitless_scale(*frame.pointers)
+    if code:
+        raise error_of(code, frame.status.message.decode(errors="replace"))
+    _scale_frames.append(frame)
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

@@ -6,6 +6,7 @@
 
 #include "src/cuda/ops.h"
 #include "src/cuda/promises.h"
+#include "src/cuda/scale.h"
 
 namespace logitless {
 namespace {
@@ -47,6 +48,17 @@ struct CudaBackend final : BackendOf<Calls> {
     std::snprintf(text, bytes, "%s, sm_%d%d%s, %s, batch invariance: %s", device->name,
                   device->major, device->minor, device->portable ? ", portable kernels" : "",
                   library, invariant_ops(*device));
+  }
+  Status scale(const TensorView& values, const TensorView& factor,
+               const Execution& execution) const override {
+    const cuda::DeviceInfo* device;
+    const Status status = cuda::find_device(execution.device.index, &device);
+    if (!status.ok()) return status;
+    const cuda::CurrentDevice current(device->index);
+    if (!current.status().ok()) return current.status();
+    cuda::Stream stream(execution.stream);
+    cuda::scale(values, factor, *device, &stream);
+    return stream.status();
   }
   Status warmup(const Execution& execution) const override {
     const cuda::DeviceInfo* device;

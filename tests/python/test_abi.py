@@ -121,3 +121,35 @@ def test_loss_options_defaults_are_the_cores(tmp_path: pathlib.Path) -> None:
     for line in out.splitlines():
         name, value = line.split()
         assert getattr(ours, name) == float(value), name
+
+
+def test_scale_is_for_devices() -> None:
+    """The host multiplies by itself; what is wrong with the arguments is said first."""
+    values, factor = _abi.Tensor(rank=1, dtype=_abi.F32), _abi.Tensor(rank=0, dtype=_abi.F32)
+    memory = (ctypes.c_float * 4)(1, 2, 3, 4)
+    values.data = factor.data = ctypes.addressof(memory)
+    values.shape[0], values.stride[0] = 4, 1
+    execution, status = _abi.Execution(), _abi.Status()
+
+    def call() -> int:
+        arguments = map(ctypes.byref, (values, factor, execution, status))
+        return int(_abi.library.logitless_scale(*arguments))
+
+    assert call() == 10 and b"allowed: cuda" in status.message
+    for place, field, value, code, message in (
+        (values, "rank", 2, 2, b"values has rank 2; allowed: 1"),
+        (factor, "rank", 1, 2, b"factor has rank 1; allowed: 0"),
+        (values, "dtype", _abi.I32, 3, b"allowed: f32, f16, bf16"),
+        (factor, "dtype", _abi.F16, 3, b"factor has dtype 1; allowed: f32"),
+        (values, "data", 0, 1, b"values has NULL data"),
+        (values, "data", values.data + 2, 5, b"values is at address"),
+        (factor, "device_type", _abi.CUDA, 4, b"factor is on device 1:0"),
+    ):
+        before = getattr(place, field)
+        setattr(place, field, value)
+        assert call() == code and message in status.message, status.message
+        setattr(place, field, before)
+    values.stride[0] = 2
+    assert call() == 2 and b"stride 2" in status.message
+    values.shape[0] = 0
+    assert call() == 0 and list(memory) == [1, 2, 3, 4]

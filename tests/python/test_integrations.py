@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 import reference
 from logitless.integrations import (
@@ -21,6 +20,8 @@ from logitless.integrations import (
 )
 from reference import close
 from test_linear import problem
+
+transformers = pytest.importorskip("transformers")
 
 
 def test_liger_module_takes_the_weight_first() -> None:

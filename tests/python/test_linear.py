@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import reference
-from logitless.torch import linear_cross_entropy, linear_logprob
+from logitless.torch import linear_cross_entropy, linear_logprob, workspace_size
 from reference import close
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -286,4 +286,9 @@ def test_memory_is_what_the_workspace_takes(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch, "empty", empty)
     linear_cross_entropy(x, w, t, memory="9MiB")
     linear_cross_entropy(x, w, t, memory="1TB")
+    linear_cross_entropy(x, w, t)
+    with torch.no_grad():
+        linear_cross_entropy(x, w, t)
     assert taken[0] == 9 << 20 and taken[0] < taken[1] < 1 << 30
+    assert taken[:3] == [workspace_size(x, w, t, memory=m) for m in ("9MiB", "1TB", None)]
+    assert taken[3] == workspace_size(x, w, t, gradients=False)

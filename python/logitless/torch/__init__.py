@@ -10,6 +10,7 @@ from logitless.torch._functions import (
     linear_cross_entropy,
     linear_logprob,
     softmax_,
+    workspace_size,
 )
 from logitless.torch._modules import (
     CrossEntropyLoss,
@@ -27,4 +28,5 @@ __all__ = [
     "linear_cross_entropy",
     "linear_logprob",
     "softmax_",
+    "workspace_size",
 ]

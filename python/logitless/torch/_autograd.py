@@ -118,7 +118,7 @@ def scaled(
     if factor.is_cuda:
         for grad in grads:
             if grad is not None:
-                grad.mul_(factor)
+                _run.scale_cuda(grad, factor)
     else:
         value = factor.item()
         if value != 1:

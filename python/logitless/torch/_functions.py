@@ -253,6 +253,24 @@ def linear_cross_entropy(
     return _result(outputs, wanted)
 
 
+def workspace_size(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    memory: int | str | None = None,
+    gradients: bool = True,
+) -> int:
+    """Bytes of workspace that linear_cross_entropy takes for a mean or a sum of these tensors (with
+    or without `gradients`), beyond the gradients themselves."""
+    _check_matrix("linear_weight", linear_weight)
+    _check_target(input, target, "input")
+    return _run.planned_bytes(
+        input, linear_weight, linear_bias, target, parse_memory(memory), gradients
+    )
+
+
 def linear_logprob(
     input: Tensor,
     weight: Tensor,

@@ -266,6 +266,47 @@ def forward_backward(
     return loss, argmax, row_state, grad_input, grad_weight, grad_bias
 
 
+def planned_bytes(
+    input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, memory: int | None,
+    gradients: bool,
+) -> int:  # fmt: skip
+    """The workspace of a reduced loss of these tensors, as launch would allocate it."""
+    rows = _rows(input, target.numel())
+    like = [rows, weight, bias, _flat(target)]
+    views = [
+        _view(name, tensor)
+        for name, tensor in zip(("input", "weight", "bias", "target"), like)
+        if tensor is not None
+    ]
+    loss = views[0]._replace(name="loss", dtype=_abi.F32, shape=(), stride=())
+    state = loss._replace(shape=(target.numel(),), stride=(1,))
+    views.append(loss)
+    kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD
+    if gradients:
+        kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD
+        views += (state._replace(name="row_reference"), state._replace(name="row_log_sum"))
+        for view, tensor in zip(views[:], like[:3]):
+            if tensor is not None:
+                dtype = _abi.F32 if view.dtype == _abi.F16 else view.dtype
+                stride = torch.empty_like(tensor, device="meta").stride()
+                views.append(view._replace(name=f"grad_{view.name}", dtype=dtype, stride=stride))
+    device = (views[0].device_type, views[0].device_index)
+    (tokens, hidden), vocab = rows.shape, weight.shape[0]
+    most = 4 * (tokens * vocab + tokens * hidden + vocab * hidden)
+    plan = _abi.Plan(kind, views, Options(), device, memory=memory, most=most)
+    return plan.bytes
+
+
+def scale_cuda(values: Tensor, factor: Tensor) -> None:
+    """values *= factor [] f32 on their device, in f32 and rounded once; nothing is read or written
+    where the factor is 1, and nobody waits to know. `values` is dense, as every gradient here."""
+    index = values.get_device()
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    _abi.scale(
+        _DTYPES[values.dtype], values.data_ptr(), values.numel(), factor.data_ptr(), index, stream
+    )
+
+
 class Upstream(NamedTuple):
     """What Backward is given beside the inputs."""
 

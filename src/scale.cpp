@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+// values *= factor: what is asked of both, then the backend's.
+#include "src/backend.h"
+#include "src/logitless.h"
+#include "src/validate.h"
+
+namespace logitless {
+namespace {
+
+Status check_view(const char* name, const TensorView& v, int32_t rank, const Execution& execution) {
+  const bool floating = v.dtype == DType::f32 || v.dtype == DType::f16 || v.dtype == DType::bf16;
+  if (!(v.device == execution.device)) {
+    return error(StatusCode::wrong_device, "%s is on device %d:%d; allowed: the execution's, %d:%d",
+                 name, static_cast<int>(v.device.type), v.device.index,
+                 static_cast<int>(execution.device.type), execution.device.index);
+  }
+  if (v.rank != rank) {
+    return error(StatusCode::wrong_shape, "%s has rank %d; allowed: %d", name, v.rank, rank);
+  }
+  if (!floating || (rank == 0 && v.dtype != DType::f32)) {
+    return error(StatusCode::wrong_dtype, "%s has dtype %d; allowed: %s", name,
+                 static_cast<int>(v.dtype), rank == 0 ? "f32" : "f32, f16, bf16");
+  }
+  const int64_t count = rank == 0 ? 1 : v.shape[0];
+  if (count < 0 || (count > 1 && v.stride[0] != 1)) {
+    return error(StatusCode::wrong_shape, "%s has %lld elements of stride %lld; allowed: >= 0, 1",
+                 name, static_cast<long long>(count), static_cast<long long>(v.stride[0]));
+  }
+  if (count == 0) return {};
+  if (v.data == nullptr) return error(StatusCode::invalid_argument, "%s has NULL data", name);
+  const uint64_t address = reinterpret_cast<uintptr_t>(v.data) + v.byte_offset;
+  if (address % static_cast<uint64_t>(size_of(v.dtype)) != 0) {
+    return error(StatusCode::misaligned, "%s is at address %p + %llu; allowed: multiples of %lld",
+                 name, v.data, static_cast<unsigned long long>(v.byte_offset),
+                 static_cast<long long>(size_of(v.dtype)));
+  }
+  return {};
+}
+
+}  // namespace
+
+Status scale_values(const TensorView& values, const TensorView& factor,
+                    const Execution& execution) {
+  Status status;
+  const Backend* backend = find_backend(execution.device.type, &status);
+  if (status.ok()) status = validate(execution);
+  if (status.ok()) status = check_view("values", values, 1, execution);
+  if (status.ok()) status = check_view("factor", factor, 0, execution);
+  if (!status.ok() || values.shape[0] == 0) return status;
+  return backend->scale(values, factor, execution);
+}
+
+}  // namespace logitless

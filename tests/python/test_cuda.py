@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What CUDA adds: no host synchronization, graphs, streams, devices, memory, the scale kernel. The
+rest of the suite runs on the device too, where there is one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import reference
+from logitless.torch import (
+    _run,
+    cross_entropy,
+    linear_cross_entropy,
+    linear_logprob,
+    workspace_size,
+)
+from reference import close
+from test_linear import BF16, F16, F32, problem
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+pytestmark = pytest.mark.cuda
+
+
+def everything(x: Any, w: Any, t: Any) -> None:
+    """A call of every kind, with its gradients."""
+    for reduction in ("mean", "sum", "none"):
+        loss = linear_cross_entropy(x, w, t, reduction=reduction, shift=True, softcap=9.0)
+        (loss.sum() * 0.3).backward()
+    loss, s = linear_cross_entropy(x, w, t, return_statistics=("lse", "entropy", "argmax"))
+    (loss + s.lse.sum() + s.entropy.sum()).backward()
+    linear_logprob(x, w, t).sum().backward()
+    cross_entropy(torch.nn.functional.linear(x, w), t).backward()
+    with torch.no_grad():
+        linear_cross_entropy(x, w, t, normalizer=torch.ones((), device="cuda"))
+
+
+def test_no_host_synchronization() -> None:
+    x, w, _, t = problem((2, 40), 300, 64, BF16, "cuda")
+    everything(x, w, t)  # loads what the first call loads
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        everything(x, w, t)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_calls_return_while_the_stream_is_busy() -> None:
+    x, w, _, t = problem((2, 40), 300, 64, BF16, "cuda")
+    everything(x, w, t)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    end = torch.cuda.Event()
+    everything(x, w, t)
+    end.record()
+    assert not end.query(), "a call has waited for the stream"
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_cuda_graph(dtype: torch.dtype) -> None:
+    x, w, _, t = problem((64,), 500, 64, dtype, "cuda")
+
+    def step() -> Any:
+        loss = linear_cross_entropy(x, w, t, label_smoothing=0.1)
+        return loss, *torch.autograd.grad(loss * 2, (x, w))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for seed in range(3):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            x.copy_(torch.randn_like(x))
+        graph.replay()
+        for a, e in zip(captured, step()):
+            assert torch.equal(a, e)
+
+
+def test_a_stream_of_its_own() -> None:
+    x, w, _, t = problem((64,), 500, 64, BF16, "cuda")
+    expected = linear_cross_entropy(x, w, t)
+    expected.backward()
+    want = (expected.detach().clone(), x.grad.clone(), w.grad.clone())  # type: ignore[union-attr]
+    x.grad = w.grad = None
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        y, v = (x.detach() * 1).requires_grad_(), (w.detach() * 1).requires_grad_()
+        loss = linear_cross_entropy(y, v, t)
+        loss.backward()
+    stream.synchronize()
+    for a, e in zip((loss, y.grad, v.grad), want):
+        assert a is not None and torch.equal(a, e)
+
+
+def test_another_device_than_the_current_one() -> None:
+    device = f"cuda:{torch.cuda.device_count() - 1}"
+    x, w, _, t = problem((64,), 500, 64, BF16, device)
+    loss = linear_cross_entropy(x, w, t)
+    loss.backward()
+    assert loss.device == x.device and torch.cuda.current_device() == 0
+    close(loss, reference.loss(reference.logits_of(x, w), t))
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 1000, 1 << 20])
+@pytest.mark.parametrize("offset", [0, 1, 3])
+def test_scale_rounds_once_and_leaves_one_alone(
+    dtype: torch.dtype, count: int, offset: int
+) -> None:
+    memory = torch.randn(count + offset + 5, device="cuda").to(dtype)
+    before = memory.clone()
+    values = memory[offset : offset + count]
+    for factor in (1.0, 1 / 3, 65536.0):
+        expected = (values.float() * torch.tensor(factor, device="cuda")).to(dtype)
+        _run.scale_cuda(values, torch.tensor(factor, device="cuda"))
+        assert torch.equal(values, expected)
+    assert torch.equal(memory[:offset], before[:offset])
+    assert torch.equal(memory[offset + count :], before[offset + count :])
+
+
+def test_out_of_range_targets_give_nan_and_touch_nothing() -> None:
+    x, w, _, t = problem((64,), 500, 64, BF16, "cuda", ignored=0)
+    t[3], t[9] = 500, -7
+    loss = linear_cross_entropy(x, w, t, reduction="none")
+    assert loss.isnan().nonzero().flatten().tolist() == [3, 9]
+    loss.nansum().backward()
+    assert not x.grad[[3, 9]].any()  # type: ignore[index]
+
+
+@pytest.mark.parametrize("memory", [None, "48MiB"])
+def test_peak_memory_is_what_was_said(memory: Any) -> None:
+    tokens, hidden, vocab = 4096, 1024, 50304
+    x = torch.randn(tokens, hidden, device="cuda", dtype=BF16, requires_grad=True)
+    w = torch.randn(vocab, hidden, device="cuda", dtype=BF16, requires_grad=True)
+    t = torch.randint(0, vocab, (tokens,), device="cuda")
+    linear_cross_entropy(x, w, t, memory=memory).backward()
+    x.grad = w.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    inputs = torch.cuda.memory_allocated()
+    linear_cross_entropy(x, w, t, memory=memory).backward()
+    peak = torch.cuda.max_memory_allocated()
+    workspace = workspace_size(x, w, t, memory=memory)
+    predicted = inputs + 2 * (x.numel() + w.numel()) + workspace
+    assert abs(peak - predicted) <= 0.01 * predicted, (peak, predicted, workspace)
+
+
+def test_compiled_with_cuda_graphs() -> None:
+    x, w, _, t = problem((64,), 500, 64, BF16, "cuda")
+    torch._dynamo.reset()
+    step = torch.compile(lambda x, w, t: linear_cross_entropy(x, w, t), mode="reduce-overhead")
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        loss = step(x, w, t)
+        grads = torch.autograd.grad(loss, (x, w))
+        eager = linear_cross_entropy(x, w, t)
+        assert torch.equal(loss, eager)
+        for a, e in zip(grads, torch.autograd.grad(eager, (x, w))):
+            assert torch.equal(a, e)
