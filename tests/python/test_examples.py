@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The examples run, and training with logitless is training: the curves of plain PyTorch."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples/python"
+sys.path.insert(0, str(EXAMPLES))
+pytest.importorskip("tokenizers")
+import train_gpt  # noqa: E402
+
+SMALL = {"vocab": 1024, "hidden": 64, "layers": 1, "batch": 8, "context": 32, "quiet": True}
+
+
+@pytest.fixture(scope="module")
+def ids() -> torch.Tensor:
+    return train_gpt.encode(train_gpt.read_text(())[:400_000], 1024)
+
+
+def test_f32_training_follows_plain_pytorch(device: str, ids: torch.Tensor) -> None:
+    curves = []
+    for loss in ("plain", "logitless"):
+        s = train_gpt.Settings(**SMALL, loss=loss, device=device, steps=50)
+        curves.append(train_gpt.train(s, ids)["losses"])
+    assert max(abs(a - b) for a, b in zip(*curves)) <= 1e-3
+    assert curves[1][-1] < curves[1][0] - 1.0, "it learns"
+
+
+def test_bf16_training_is_no_worse_on_held_out_text(device: str, ids: torch.Tensor) -> None:
+    held_out = {}
+    for loss in ("plain", "logitless"):
+        s = train_gpt.Settings(**SMALL, loss=loss, device=device, dtype="bfloat16", steps=60)
+        held_out[loss] = train_gpt.train(s, ids)["held_out"]
+    assert held_out["logitless"] <= held_out["plain"] + 0.01, held_out
+
+
+def run(example: str, *arguments: str) -> str:
+    path = os.pathsep.join(p for p in sys.path if p)
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / example, *arguments],
+        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_train_gpt_draws_both_curves(tmp_path: pathlib.Path) -> None:
+    picture = tmp_path / "curves.png"
+    small = ("--steps", "12", "--vocab", "512", "--hidden", "32", "--layers", "1", "--batch", "4")
+    out = run("train_gpt.py", *small, "--device", "cpu", "--output", str(picture))
+    results = json.loads(picture.with_suffix(".json").read_text())
+    assert set(results) == {"plain", "logitless"} and "largest difference" in out
+    assert all(len(r["losses"]) == 12 and r["peak_mib"] > 0 for r in results.values())
+    assert picture.read_bytes().startswith(b"\x89PNG") or "no matplotlib" in out
+
+
+def test_finetuning_a_transformers_model() -> None:
+    pytest.importorskip("transformers")
+    out = run("finetune_transformers.py", "--steps", "8", "--vocab", "512", "--device", "cpu")
+    difference = float(out.rsplit(":", 1)[1])
+    assert difference < 1e-3, out
