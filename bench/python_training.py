@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matched-seed training: how far logitless goes from plain PyTorch, beside how far plain PyTorch goes
+"""Matched-seed training: how far logitless goes from plain PyTorch, beside how far that goes
 from itself with another number of threads; and the held-out losses in bf16.
 
     python bench/python_training.py [--steps 300] [--device cuda]
