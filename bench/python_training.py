@@ -23,8 +23,9 @@ def main() -> None:
     common = {"steps": args.steps, "device": args.device, "quiet": True}
     ids = encode(read_text(()), Settings.vocab)
 
-    def curve(loss: str, threads: int) -> list[float]:
-        losses: list[float] = train(Settings(loss=loss, threads=threads, **common), ids)["losses"]
+    def curve(loss: str, threads: int, dtype: str = "float32") -> list[float]:
+        s = Settings(loss=loss, threads=threads, dtype=dtype, **common)
+        losses: list[float] = train(s, ids)["losses"]
         return losses
 
     plain1, plain2 = curve("plain", 1), curve("plain", 2)
@@ -41,6 +42,9 @@ def main() -> None:
     print(f"logitless and plain, first 50      {distance(ours2, plain2, 50):.2e} (target: <= 1e-3)")
     worst = max(distance(ours1, plain1), distance(ours2, plain2))
     print(f"ratio to plain's own               {worst / own:.2f} (target: <= 2)")
+    exact = curve("plain", 2, "float64")
+    print(f"plain and the same in f64          {distance(plain2, exact):.2e}")
+    print(f"logitless and plain in f64         {distance(ours2, exact):.2e}")
     for loss in ("plain", "logitless"):
         s = Settings(loss=loss, dtype="bfloat16", **common)
         print(f"bf16 held out, {loss:9}           {train(s, ids)['held_out']:.4f}")

@@ -31,7 +31,7 @@ from logitless.torch import LinearCrossEntropyHead
 class Settings:
     loss: str = "logitless"  # or "plain"
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype: str = "float32"  # or "bfloat16", under autocast
+    dtype: str = "float32"  # or "bfloat16", under autocast; or "float64", plain only
     threads: int = 0  # 0: torch's choice
     seed: int = 0
     steps: int = 300
@@ -83,7 +83,9 @@ class GPT(nn.Module):
         x = self.norm(self.blocks(self.tokens(ids) + self.positions(place)))  # [B, T, D]
         if self.plain:
             logits = self.head(x)  # [B, T, V]
-            return functional.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
+            if logits.dtype is torch.bfloat16:
+                logits = logits.float()
+            return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
         loss: Tensor = self.head(x, target)
         return loss
 
@@ -117,13 +119,15 @@ def train(s: Settings, ids: Tensor | None = None) -> dict[str, Any]:
     kept, held = ids[:cut], ids[cut:]
     torch.manual_seed(s.seed)
     model = GPT(s).to(s.device)
+    if s.dtype == "float64":
+        model.double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=s.rate)
     order = torch.Generator().manual_seed(s.seed)
 
     def loss_of(source: Tensor) -> Tensor:
         at = torch.randint(len(source) - s.context - 1, (s.batch,), generator=order)
         rows = torch.stack([source[i : i + s.context + 1] for i in at]).to(s.device)
-        enabled = s.dtype != "float32"
+        enabled = s.dtype == "bfloat16"
         with torch.autocast(s.device, dtype=torch.bfloat16, enabled=enabled):
             loss: Tensor = model(rows[:, :-1], rows[:, 1:])
         return loss

@@ -142,14 +142,17 @@ def test_compiled_autocast(device: str) -> None:
     assert x.grad is not None and x.grad.dtype is F32
 
 
-def test_compiled_f16_gradients_are_rounded_after_the_upstream_factor(device: str) -> None:
-    x = (torch.randn(64, 32, device=device) * 1e-3).half().requires_grad_()
-    w = (torch.randn(512, 32, device=device) * 1e-3).half().requires_grad_()
+@pytest.mark.parametrize(("dtype", "factor"), [(F16, 65536.0), (BF16, 1 / 3)], ids=str)
+def test_compiled_16_bit_gradients_are_multiplied_in_f32(
+    device: str, dtype: torch.dtype, factor: float
+) -> None:
+    x = (torch.randn(64, 32, device=device) * 1e-3).to(dtype).requires_grad_()
+    w = (torch.randn(512, 32, device=device) * 1e-3).to(dtype).requires_grad_()
     t = torch.randint(0, 512, (64,), device=device)
     loss = Counter().compile(lambda x, w, t: linear_cross_entropy(x, w, t))(x, w, t)
     eager = linear_cross_entropy(x, w, t)
-    grads = torch.autograd.grad(loss * 65536, (x, w))
-    for a, e in zip(grads, torch.autograd.grad(eager * 65536, (x, w))):
+    grads = torch.autograd.grad(loss * factor, (x, w))
+    for a, e in zip(grads, torch.autograd.grad(eager * factor, (x, w))):
         assert torch.equal(a, e)
 
 

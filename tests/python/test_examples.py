@@ -17,7 +17,15 @@ sys.path.insert(0, str(EXAMPLES))
 pytest.importorskip("tokenizers")
 import train_gpt  # noqa: E402
 
-SMALL = {"vocab": 1024, "hidden": 64, "layers": 1, "batch": 8, "context": 32, "threads": 1, "quiet": True}
+SMALL = {
+    "vocab": 1024,
+    "hidden": 64,
+    "layers": 1,
+    "batch": 8,
+    "context": 32,
+    "threads": 1,
+    "quiet": True,
+}
 
 
 @pytest.fixture(scope="module")
