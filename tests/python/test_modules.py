@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -157,33 +157,70 @@ def test_main_grad_makes_its_buffer_and_checks_it() -> None:
         LinearCrossEntropyHead(8, 17, grad_accumulation="other")
 
 
-def test_ddp_sees_the_heads_gradients() -> None:
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        head = LinearCrossEntropyHead(8, 17)
-        model = torch.nn.parallel.DistributedDataParallel(head)
-        x, _, _, t = problem((9,), 17, 8)
-        model(x, t).backward()
-        assert head.weight.grad is not None and head.weight.grad.any()
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def test_a_sharded_weight_is_a_clear_error() -> None:
-    from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """One process, as frameworks start it."""
+    from torch.distributed.tensor import init_device_mesh
 
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        x, w, _, t = problem((9,), 17, 8)
-        for placement in (Shard(0), Replicate()):
-            sharded = DTensor.from_local(w.detach(), mesh, [placement])
-            with pytest.raises(NotImplementedError, match="LinearCrossEntropyHead"):
-                linear_cross_entropy(x, sharded, t)
-    finally:
-        torch.distributed.destroy_process_group()
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def test_ddp_sees_the_heads_gradients(mesh: Any) -> None:
+    head = LinearCrossEntropyHead(8, 17)
+    model = torch.nn.parallel.DistributedDataParallel(head)
+    x, _, _, t = problem((9,), 17, 8)
+    model(x, t).backward()
+    assert head.weight.grad is not None and head.weight.grad.any()
+
+
+def test_fsdp_gathers_the_head_and_shards_its_gradient(mesh: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    head = LinearCrossEntropyHead(8, 17)
+    w = head.weight.detach().clone().requires_grad_()
+    fully_shard(head, mesh=mesh)
+    x, _, _, t = problem((9,), 17, 8)
+    loss = head(x, t)
+    loss.backward()
+    expected = reference.loss(reference.logits_of(x, w), t)
+    close(loss, expected)
+    sharded: Any = head.weight.grad
+    close(sharded.full_tensor(), torch.autograd.grad(expected, w)[0])
+
+
+def test_fsdp_around_a_patched_model(mesh: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    from torch.distributed.fsdp import fully_shard
+
+    from logitless.integrations import patch_transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    ids = torch.randint(0, 61, (2, 9))
+    plain = model(input_ids=ids, labels=ids).loss
+    (expected,) = torch.autograd.grad(plain, model.lm_head.weight)
+    patch_transformers(model)
+    fully_shard(model.lm_head, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    close(loss, plain.double())
+    close(model.lm_head.weight.grad.full_tensor(), expected.double())
+
+
+def test_a_sharded_weight_is_a_clear_error(mesh: Any) -> None:
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    x, w, _, t = problem((9,), 17, 8)
+    for placement in (Shard(0), Replicate()):
+        sharded = DTensor.from_local(w.detach(), mesh, [placement])
+        with pytest.raises(NotImplementedError, match="LinearCrossEntropyHead"):
+            linear_cross_entropy(x, sharded, t)
     with pytest.raises(ValueError, match="FSDP"):
         linear_cross_entropy(x, w.detach().reshape(-1), t)
