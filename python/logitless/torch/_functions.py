@@ -31,6 +31,9 @@ _STATISTICS = {
 }
 
 
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
+
+
 class Statistics(NamedTuple):
     """Statistics of every token, in the shape of the target; None where not asked for."""
 
@@ -67,17 +70,20 @@ def _shifted(target: Tensor, shift: int, ignore_index: int) -> Tensor:
     return torch.nn.functional.pad(target[..., shift:], (0, shift), value=ignore_index)
 
 
-def _float_constant(name: str, value: Any, shape: torch.Size | None) -> Tensor | None:
+def _float_constant(name: str, value: Any) -> Tensor:
     """A weight of tokens or classes as the f32 the core reads."""
-    if value is None:
-        return None
     if not isinstance(value, Tensor):
         raise wrong_dtype(f"{name} is a {type(value).__name__}; allowed: a tensor")
-    if shape is not None and value.shape != shape:
-        raise wrong_shape(f"{name} has shape {tuple(value.shape)}; allowed: {tuple(shape)}")
     if value.requires_grad and torch.is_grad_enabled():
         raise invalid(f"{name} requires grad, but it is a constant here; pass {name}.detach()")
     return value.float()
+
+
+def _token_weight(value: Any, shape: torch.Size) -> Tensor:
+    weight = _float_constant("token_weight", value)
+    if weight.shape != shape:
+        raise wrong_shape(f"token_weight has shape {tuple(weight.shape)}; allowed: {tuple(shape)}")
+    return weight
 
 
 def _normalizer(value: Any, device: torch.device) -> tuple[float, Tensor | None]:
@@ -130,7 +136,7 @@ def _dispatches(*tensors: Tensor | None) -> bool:
     if torch.compiler.is_compiling():
         return True
     for t in tensors:
-        if t is None or type(t) is Tensor or type(t) is torch.nn.Parameter:
+        if type(t) in _PLAIN:
             continue
         if hasattr(t, "placements") or hasattr(t, "local_shards"):
             raise not_supported(
@@ -235,20 +241,22 @@ def linear_cross_entropy(
     wanted = _wanted(return_statistics) if return_statistics else 0
     if shift:
         target = _shifted(target, int(shift), ignore_index)
-    number, normalizer = _normalizer(normalizer, input.device)
+    number, normalizer = (
+        (0.0, None) if normalizer is None else _normalizer(normalizer, input.device)
+    )
     options = Options(
         _one_of("reduction", reduction, _REDUCTIONS), ignore_index, label_smoothing, z_loss,
         logit_scale, softcap, temperature, _one_of("empty_mean", empty_mean, _EMPTY_MEANS), number,
     )  # fmt: skip
     constants = Constants(
         target,
-        _float_constant("token_weight", token_weight, target.shape),
-        _float_constant("weight", weight, None),
+        None if token_weight is None else _token_weight(token_weight, target.shape),
+        None if weight is None else _float_constant("weight", weight),
         normalizer,
     )
     outputs = _loss(
-        input, linear_weight, linear_bias, constants, options, parse_memory(memory),
-        wanted | _run.LOSS, main_grad=_main_grad,
+        input, linear_weight, linear_bias, constants, options,
+        None if memory is None else parse_memory(memory), wanted | _run.LOSS, main_grad=_main_grad,
     )  # fmt: skip
     return _result(outputs, wanted)
 
@@ -328,8 +336,8 @@ def cross_entropy(
     )  # fmt: skip
     constants = Constants(
         target,
-        _float_constant("token_weight", token_weight, target.shape),
-        _float_constant("weight", weight, None),
+        None if token_weight is None else _token_weight(token_weight, target.shape),
+        None if weight is None else _float_constant("weight", weight),
         normalizer,
     )
     outputs = _loss(

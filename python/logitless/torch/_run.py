@@ -97,11 +97,9 @@ def _make_plan(
 
 def _follow_torch_threads() -> None:
     global _threads
-    threads = torch.get_num_threads()
-    if threads != _threads:
-        _threads = threads
-        _abi.follow_threads(threads)
-        _plans.clear()  # the workspace recommended grows with the threads
+    _threads = torch.get_num_threads()
+    _abi.follow_threads(_threads)
+    _plans.clear()  # the workspace recommended grows with the threads
 
 
 def _launch_cuda(plan: _abi.Plan, addresses: list[int], first: Tensor) -> None:
@@ -134,7 +132,7 @@ def launch(
         else:
             key += (t.dtype, t.device, t.shape, t.stride())
     entry = tuple(key)
-    if not cuda:
+    if not cuda and torch.get_num_threads() != _threads:
         _follow_torch_threads()
     plan = _plans.get(entry)
     if plan is None:
