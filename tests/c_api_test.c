@@ -312,6 +312,10 @@ static void test_describe_version_threads(void) {
   CHECK(logitless_set_num_threads(-5) == standard);
 }
 
+static void test_scale(void) {
+  CHECK(logitless_scale(NULL, NULL, NULL, NULL) == LOGITLESS_INVALID_ARGUMENT);
+}
+
 static void test_warmup(void) {
   CHECK(logitless_warmup(NULL, NULL) == LOGITLESS_OK);
   logitless_execution execution = LOGITLESS_EXECUTION_INIT;
@@ -383,6 +387,7 @@ int main(void) {
   test_reserved_and_foreign_fields();
   test_nulls();
   test_describe_version_threads();
+  test_scale();
   test_warmup();
   test_every_op(LOGITLESS_REFERENCE);
   test_every_op(LOGITLESS_CPU);
