@@ -242,6 +242,24 @@ def test_checkpointing_recomputes_the_loss(device: str) -> None:
     close(w.grad, expected[1])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("tokens", [9, 4000])
+def test_a_default_device_changes_nothing(device: str, tokens: int) -> None:
+    """Neither in a workspace that is kept nor in one that is not."""
+    x, w, _, t = problem((tokens,), 170, 8, device=device)
+    expected = linear_cross_entropy(x, w, t)
+    grads = torch.autograd.grad(expected, (x, w))
+    per_token = linear_cross_entropy(x, w, t, reduction="none")
+    _run._scratch.clear()
+    with torch.device("meta"):
+        torch.autograd.grad(per_token.sum(), (x, w))
+        loss = linear_cross_entropy(x, w, t)
+        made = torch.autograd.grad(loss, (x, w))
+        none = linear_cross_entropy(x, w, t, reduction="none", normalizer=None)
+    assert torch.equal(loss, expected) and none.device == x.device
+    for a, e in zip(made, grads):
+        assert torch.equal(a, e)
+
+
 def test_gradcheck_against_finite_differences() -> None:
     x, w, b, t = problem((4,), 6, 3, bias=True)
     for reduction in ("mean", "none"):

@@ -148,14 +148,14 @@ def launch(
         _launch_cuda(plan, addresses, first)
         return
     if plan.bytes > _SCRATCH_BYTES:
-        workspace = torch.empty(plan.bytes, dtype=torch.uint8)
+        workspace = torch.empty(plan.bytes, dtype=torch.uint8, device="cpu")
         plan.run(addresses, workspace.data_ptr())
         return
     # Small workspaces are kept, one a call in flight: fresh pages cost more than a small call.
     try:
         workspace = _scratch.pop()
     except IndexError:
-        workspace = torch.empty(_SCRATCH_BYTES, dtype=torch.uint8)
+        workspace = torch.empty(_SCRATCH_BYTES, dtype=torch.uint8, device="cpu")
     try:
         plan.run(addresses, workspace.data_ptr())
     finally:
