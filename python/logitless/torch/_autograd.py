@@ -115,6 +115,7 @@ def scaled(
     grads: Sequence[Tensor | None], factor: Tensor, dtypes: Sequence[torch.dtype | None]
 ) -> Sequence[Tensor | None]:
     """Every grad * factor [] in its dtype, in place; a factor of 1 leaves it as it is."""
+    f16 = torch.float16 in dtypes
     if factor.is_cuda:
         for grad in grads:
             if grad is not None:
@@ -125,8 +126,8 @@ def scaled(
             for grad in grads:
                 if grad is not None:
                     grad.mul_(value)
-        elif torch.float16 not in dtypes:
-            return grads
+    if not f16:
+        return grads
     return [
         grad if grad is None or grad.dtype is dtype else grad.to(dtype)
         for grad, dtype in zip(grads, dtypes)
@@ -158,11 +159,11 @@ class FusedLoss(Function):
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> Any:
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                grads = FusedLoss._hand_out(ctx, factor)
-            return *once(ctx.saved_tensors[:3], grads), None
-        return *FusedLoss._hand_out(ctx, factor), None
+        if not torch.is_grad_enabled():
+            return *FusedLoss._hand_out(ctx, factor), None
+        with torch.no_grad():
+            grads = FusedLoss._hand_out(ctx, factor)
+        return *once(ctx.saved_tensors[:3], grads), None
 
     @staticmethod
     def _hand_out(ctx: Any, factor: Tensor) -> Sequence[Tensor | None]:

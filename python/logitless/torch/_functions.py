@@ -135,18 +135,12 @@ def _dispatches(*tensors: Tensor | None) -> bool:
     FakeTensorMode, in a functorch transform, for a tensor of another kind."""
     if torch.compiler.is_compiling():
         return True
-    for t in tensors:
-        if type(t) in _PLAIN:
-            continue
-        if hasattr(t, "placements") or hasattr(t, "local_shards"):
-            raise not_supported(
-                f"a {type(t).__name__} is sharded over devices and cannot be passed; make the head "
-                "a LinearCrossEntropyHead, so that FSDP gathers it, or pass full_tensor()"
-            )
-        return True
-    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+    if not _PLAIN.issuperset(map(type, tensors)):
+        _refuse_sharded(tensors)
         return True
     first = tensors[0]
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return True
     if first is not None and not (first.is_cpu or first.is_cuda):
         return True
     if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -155,6 +149,15 @@ def _dispatches(*tensors: Tensor | None) -> bool:
             "torch.nn.functional.cross_entropy inside them"
         )
     return False
+
+
+def _refuse_sharded(tensors: Sequence[Tensor | None]) -> None:
+    for t in tensors:
+        if hasattr(t, "placements") or hasattr(t, "local_shards"):
+            raise not_supported(
+                f"a {type(t).__name__} is sharded over devices and cannot be passed; make the head "
+                "a LinearCrossEntropyHead, so that FSDP gathers it, or pass full_tensor()"
+            )
 
 
 def _autocast_dtype(input: Tensor) -> torch.dtype | None:
