@@ -21,11 +21,21 @@ struct RowsArguments {
   RowWants wants;
 };
 
+__device__ inline void prefetch(const void* address) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
+}
+// Where the row of token k lies: asked for beside the number of tokens that count.
+__device__ inline void prefetch_row(const RowsCall& call, int64_t k) {
+  if (call.tokens.row == nullptr || threadIdx.x != 0) return;
+  prefetch(call.tokens.row + k);
+  prefetch(call.tokens.target + k);
+}
 // What token_gradient will ask for once the state is known.
 __device__ inline void prefetch_token(const RowsCall& call, int64_t k) {
   if (call.tokens.row == nullptr || threadIdx.x != 0) return;
-  asm volatile("prefetch.global.L1 [%0];" ::"l"(call.tokens.target_weight + k));
-  asm volatile("prefetch.global.L1 [%0];" ::"l"(call.tokens.token_weight + k));
+  prefetch(call.tokens.target_weight + k);
+  prefetch(call.tokens.token_weight + k);
+  prefetch(call.tokens.row + k);
 }
 
 // The coefficients of compacted token k without the factors of the map; of a softmax, p itself.
@@ -108,9 +118,20 @@ struct Slice {
 template <class T, bool kPlain>
 __device__ void write_output(const RowsArguments& a, const RowState& state, const Slice& slice,
                              int64_t k, int64_t i, int target, float target_logit, Tile<T> tile,
-                             bool loaded) {
+                             bool loaded, RowGradient* shared) {
   const RowsCall& call = a.call;
-  const RowGradient g = gradient_of_row(call, k, state);
+  RowGradient g;
+  if (call.tokens.row == nullptr) {
+    g = gradient_of_row(call, k, state);
+  } else {
+    // By one warp for all: as many instructions as a dozen columns.
+    if (threadIdx.x < 32) {
+      g = gradient_of_row(call, k, state);
+      if (threadIdx.x == 0) *shared = g;
+    }
+    __syncthreads();
+    g = *shared;
+  }
   const float slope = a.map.slope;
   GradientColumn<kPlain> value{a.map,
                                call.in.vocab_weight,
@@ -128,14 +149,20 @@ __device__ void write_output(const RowsArguments& a, const RowState& state, cons
       tile = load_tile<T>(call.logits, i, column, slice.columns(index), tile.memory);
     }
     value.first = call.in.start() + column;
+    // The target's column is written once more by the thread that writes it with the others, from a
+    // value that its warp has found by then.
+    const int t = static_cast<int>(threadIdx.x);
+    const bool here = target >= column && target < column + tile.n;
+    const int writer =
+        here ? writer_of(tile, call.output, i, column, static_cast<int>(target - column)) : -1;
+    float at_target = 0;
+    if (here && writer / 32 == t / 32) {
+      const bool weighted = !kPlain && present(call.in.vocab_weight);
+      const float c = weighted ? load(call.in.vocab_weight, call.in.start() + target) : 1.0f;
+      at_target = target_gradient(a.map, g, target_logit, c);
+    }
     write_tile<kPlain ? 2 : 1>(tile, call.output, i, column, value);
-  }
-  if (target < slice.begin || target >= slice.end) return;
-  __syncthreads();  // its column has been written
-  if (threadIdx.x == 0) {
-    const bool weighted = !kPlain && present(call.in.vocab_weight);
-    const float c = weighted ? load(call.in.vocab_weight, call.in.start() + target) : 1.0f;
-    store(call.output, i, target, target_gradient(a.map, g, target_logit, c));
+    if (t == writer) store(call.output, i, target, at_target);
   }
 }
 
@@ -182,12 +209,14 @@ __global__ void __launch_bounds__(most_row_threads, kPlain ? 3 : 2)
   extern __shared__ uint4 tile_memory[];
   __shared__ WarpResults warps;
   __shared__ Exchange exchange;
+  __shared__ RowGradient gradient;
   const RowsCall& call = a.call;
   const int cluster = a.plan.cluster;
   const int rank = static_cast<int>(blockIdx.x) & (cluster - 1);  // a power of two
   const int64_t k = blockIdx.x >> (__ffs(cluster) - 1);
   const bool makes_state = !present(call.row_reference);
   const bool has_tokens = call.tokens.row != nullptr;
+  prefetch_row(call, k);
   // The same for every block of a cluster.
   if (has_tokens && k >= call.tokens.scalars->valid) return;
   const bool exchanges = makes_state && cluster > 1;
@@ -232,7 +261,8 @@ __global__ void __launch_bounds__(most_row_threads, kPlain ? 3 : 2)
     if (exchanges) partial = combine_blocks(partial, rank, cluster, a.wants, &exchange);
     state = finish_row(partial, a.wants);
     state.target_logit = target_logit;
-    if (rank == 0 && threadIdx.x == 0) write_state(call, k, target, state);
+    // By a warp that finds no coefficients, where there is another.
+    if (rank == 0 && threadIdx.x == blockDim.x - 1) write_state(call, k, target, state);
   } else {
     state.reference = load(call.row_reference, i);
     state.log_sum = load(call.row_log_sum, i);
@@ -240,7 +270,7 @@ __global__ void __launch_bounds__(most_row_threads, kPlain ? 3 : 2)
   if (!present(call.output)) return;
   if (present(call.entropy)) state.entropy = load(call.entropy, i);
   write_output<T, kPlain>(a, state, slice, k, i, target, target_logit, tile,
-                          makes_state && slice.tiles == 1);
+                          makes_state && slice.tiles == 1, &gradient);
 }
 
 }  // namespace logitless::cuda

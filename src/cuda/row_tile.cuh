@@ -159,6 +159,23 @@ __device__ void load_unit(const Tile<T>& tile, int u, bool odd, float* x) {
   unpack<T>(bits, x);
 }
 
+// Whether write_tile writes whole words.
+template <class T>
+__device__ inline bool writes_words(const Tile<T>& tile, const TensorView& output, const T* to) {
+  return output.dtype == dtype_of<T> && output.stride[1] == 1 && phase_of(to) == tile.phase;
+}
+// The thread that writes column j there.
+template <class T>
+__device__ inline int writer_of(const Tile<T>& tile, const TensorView& output, int64_t i,
+                                int64_t column, int j) {
+  const int threads = static_cast<int>(blockDim.x);
+  if (!writes_words(tile, output, address<T>(output, i, column))) return j % threads;
+  const int head = tile.head(), words = (tile.n - head) / per_word<T>;
+  const int tail = head + words * per_word<T>;
+  if (j < head) return j;
+  return j < tail ? (j - head) / per_word<T> % threads : head + (j - tail);
+}
+
 // output[i, column + j] = value(x_j, j) for the tile's columns. Each value is its own, so that
 // columns go to threads as memory likes it. kUnroll: 16-byte words in flight.
 template <int kUnroll, class T, class Value>
@@ -167,7 +184,7 @@ __device__ void write_tile(const Tile<T>& tile, const TensorView& output, int64_
   const int t = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   const T* x = tile.elements();
   T* to = address<T>(output, i, column);
-  if (output.dtype != dtype_of<T> || output.stride[1] != 1 || phase_of(to) != tile.phase) {
+  if (!writes_words(tile, output, to)) {
     for (int j = t; j < tile.n; j += threads) {
       store(output, i, column + j, value(to_f32(x[j]), j));
     }
