@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs put into src/cuda on purpose (tests/mutants/cuda.py), which the device's tests must catch.
 
-`check` only looks whether each one's text is still there. `build` compiles all of them at once into a copy of the tree under out/mutants-device, each behind a
-switch, and leaves one program. `run` needs that program, this file and the list alone, on a machine
-with a GPU: the tests must pass with every switch off, and fail, or not end in ten times that, with
-each one on.
+`check` only looks whether each one's text is still there. `build` compiles all of them at once into
+a copy of the tree under out/mutants-device, each behind a switch, and leaves one program. `run` needs
+that program, scripts/ and tests/mutants alone, on a machine with a GPU: the tests must pass with
+every switch off, and fail, or not end in ten times that, with each one on.
 Exit code 0: all caught, or no GPU. 1: survivors. 2: a text that is gone, no build, no verdict."""
 
 from __future__ import annotations
@@ -206,12 +206,14 @@ def library_path() -> str:
     return done.stdout.strip()
 
 
-def test(number: int, chosen: str, limit: float) -> tuple[str, str, float]:
+def test(number: int, group: str, limit: float, chosen: str = "") -> tuple[str, str, float]:
     """("passed" | "failed" | "late" | "skipped", the first failure or the reason, seconds)."""
+    chosen = chosen or TESTS[group]
     environment = {
         **os.environ,
         "LOGITLESS_MUTANT": str(number),
         "LOGITLESS_TEST_DEVICES": "cuda",
+        "LOGITLESS_CUDA_KERNELS": group,  # "portable" or nothing known
         "LD_LIBRARY_PATH": library_path(),
     }
     command = [str(PROGRAM), f"--gtest_filter={chosen}", "--gtest_fail_fast", "--gtest_brief=1"]
@@ -237,7 +239,7 @@ def test(number: int, chosen: str, limit: float) -> tuple[str, str, float]:
 def run(only: str, jobs: int, limit: float) -> int:
     if not PROGRAM.is_file():
         raise Broken(f"no {PROGRAM}: `build` first")
-    verdict, note, _ = test(0, "*/Edges.NoTokens/cuda_softmax_f32", limit)
+    verdict, note, _ = test(0, "", limit, "*/Edges.NoTokens/cuda_softmax_f32")
     if verdict == "skipped":
         print(f"mutants-device: {note}")
         return 0
@@ -249,13 +251,13 @@ def run(only: str, jobs: int, limit: float) -> int:
     survivors = []
     with ThreadPoolExecutor(jobs) as pool:
         for group, (verdict, note, seconds) in zip(
-            groups, pool.map(lambda g: test(0, TESTS[g], limit), groups), strict=True
+            groups, pool.map(lambda g: test(0, g, limit), groups), strict=True
         ):
             print(f"{'no mutant, ' + group:64} {seconds:5.0f} s  {verdict} {note}", flush=True)
             if verdict != "passed":
                 raise Broken(f"the tests of {group} do not pass without any mutant: {note}")
             longest[group] = min(limit, max(60, 10 * seconds))
-        jobs_of = [pool.submit(test, n, TESTS[m.tests], longest[m.tests]) for n, m in chosen]
+        jobs_of = [pool.submit(test, n, m.tests, longest[m.tests]) for n, m in chosen]
         for (_, m), job in zip(chosen, jobs_of, strict=True):
             verdict, note, seconds = job.result()
             words = "SURVIVED" if verdict == "passed" else f"caught    {note}"

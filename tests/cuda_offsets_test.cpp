@@ -139,17 +139,19 @@ TEST_P(CudaOffsets, LogitsOfMoreThan2To32Elements) {
 }
 
 // input row i = x of i modulo the number of kinds, weight row j = w of j modulo the rows of w;
-// every column has a bias of its own.
+// every column has a bias of its own, or none has: a plain call, of Hopper's own kernels.
 struct Head {
   int64_t tokens, hidden, vocab, kinds, period;
   Values x, w, bias, lse{};  // [kinds, hidden] [period, hidden] [vocab] [kinds]
   std::vector<int64_t> target{};
 
-  Head(int64_t tokens, int64_t hidden, int64_t vocab, int64_t kinds, int64_t period)
-      : tokens(tokens), hidden(hidden), vocab(vocab), kinds(kinds), period(period) {
+  bool biased;
+
+  Head(int64_t tokens, int64_t hidden, int64_t vocab, int64_t kinds, int64_t period, bool biased)
+      : tokens(tokens), hidden(hidden), vocab(vocab), kinds(kinds), period(period), biased(biased) {
     x = rounded(DType::bf16, normals(kinds * hidden, 21));
     w = rounded(DType::bf16, normals(period * hidden, 22, 1 / std::sqrt(hidden)));
-    bias = rounded(DType::f32, normals(vocab, 23));
+    bias = biased ? rounded(DType::f32, normals(vocab, 23)) : Values(vocab, 0);
     for (int64_t i = 0; i < tokens; ++i) target.push_back((i * 104729 + 17) % vocab);
     target[0] = vocab - 1;
     for (int64_t k = 0; k < kinds; ++k) {
@@ -225,7 +227,9 @@ class CudaHeads : public CudaOffsets {
     LinearCrossEntropyForwardBackward op;
     op.input = periodic(DType::bf16, head.tokens, head.hidden, head.kinds, head.x);
     op.weight = periodic(DType::bf16, head.vocab, head.hidden, head.period, head.w);
-    op.bias = vector(DType::f32, std::vector<float>(head.bias.begin(), head.bias.end()));
+    if (head.biased) {
+      op.bias = vector(DType::f32, std::vector<float>(head.bias.begin(), head.bias.end()));
+    }
     op.target = vector(DType::i64, head.target);
     op.loss = output(DType::f32, head.tokens, 1);
     op.loss.rank = 1;
@@ -249,7 +253,7 @@ class CudaHeads : public CudaOffsets {
 
 // The sums above are what the reference says, where it can be asked.
 TEST_P(CudaHeads, TheyAreTheReferences) {
-  const Head head(23, 5, 40, 7, 11);
+  const Head head(23, 5, 40, 7, 11, true);
   const auto tiled = [](const Values& rows, int64_t count) {
     Values all(count);
     for (int64_t i = 0; i < count; ++i) all[i] = rows[i % rows.size()];
@@ -279,16 +283,20 @@ TEST_P(CudaHeads, TheyAreTheReferences) {
 }
 
 TEST_P(CudaHeads, WeightsOfMoreThan2To31Elements) {
-  const Head head(16, 4096, 530003, 7, 61);
-  ASSERT_GT(head.vocab * head.hidden, int64_t{1} << 31);
-  expect_right(head, 0);
+  for (const bool biased : {true, false}) {
+    const Head head(16, 4096, 530003, 7, 61, biased);
+    ASSERT_GT(head.vocab * head.hidden, int64_t{1} << 31);
+    expect_right(head, 0);
+  }
 }
 
 // Exponentials of the whole block held, and in chunks.
 TEST_P(CudaHeads, LogitsOfMoreThan2To31ElementsNeverHeldByTheCaller) {
-  const Head head(16500, 64, 131101, 61, 127);
-  ASSERT_GT(head.tokens * head.vocab, int64_t{1} << 31);
-  for (const uint64_t memory : {uint64_t{0}, uint64_t{6} << 30}) expect_right(head, memory);
+  for (const bool biased : {true, false}) {
+    const Head head(16500, 64, 131101, 61, 127, biased);
+    ASSERT_GT(head.tokens * head.vocab, int64_t{1} << 31);
+    for (const uint64_t memory : {uint64_t{0}, uint64_t{6} << 30}) expect_right(head, memory);
+  }
 }
 
 std::vector<std::string> cuda_alone() {

@@ -1,5 +1,5 @@
 # The machine code for Hopper, a source at a time, made again as in cmake/cuda.cmake. Of compilers before CUDA 12.8 it is known
-# not to be what is meant (docs/kernels/hopper.md).
+# not to be what is meant (docs/kernels/cuda.md).
 find_package(Python3 REQUIRED COMPONENTS Interpreter)
 function(add_sass_test name)
   add_test(NAME ${name} COMMAND Python3::Interpreter -B ${CMAKE_CURRENT_SOURCE_DIR}/sass_test.py ${ARGN})

@@ -56,13 +56,12 @@ __global__ void __launch_bounds__(256)
   __shared__ float partial[4][64];
   const int column = threadIdx.x % 64, part = threadIdx.x / 64;
   const int64_t j = int64_t{blockIdx.x} * 64 + column, slab = blockIdx.y;
-  const int64_t end = min((slab + 1) * bias_slab_rows, int64_t{chunk.rows});
+  const int64_t end = min((slab + 1) * bias_slab_rows, int64_t{valid_rows(chunk)});
   float sum = 0;
   if (j < panel.columns) {
-    const E* from = reinterpret_cast<const E*>(panel.data) + j;
     for (int64_t row = slab * bias_slab_rows + part; row < end; row += 4) {
       const float v = factors != nullptr ? factors[row].scale : 1.0f;
-      if (v != 0) sum = fmaf(v, to_f32(from[row * panel.pitch]), sum);
+      if (v != 0) sum = fmaf(v, to_f32(*panel_element<const E>(panel, row, j)), sum);
     }
   }
   partial[part][column] = sum;

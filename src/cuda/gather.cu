@@ -109,8 +109,9 @@ void gather_input(const LinearCall& call, const LinearPlan& plan, const LinearMe
                   const Chunk& chunk, Stream* stream) {
   with_dtype(call.shape.dtype, [&](auto element) {
     using T = decltype(element);
-    stream->launch("gather_input", gather<T>, static_cast<unsigned>(chunk.rows + extra_rows),
-                   threads, call.input, chunk, plan.hidden_pitch, reinterpret_cast<T*>(m.input));
+    const int64_t behind = call.shape.fused ? 0 : extra_rows;
+    stream->launch("gather_input", gather<T>, static_cast<unsigned>(chunk.rows + behind), threads,
+                   call.input, chunk, plan.hidden_pitch, reinterpret_cast<T*>(m.input));
   });
 }
 

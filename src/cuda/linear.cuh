@@ -18,6 +18,14 @@ __device__ inline bool is_valid(const Chunk& chunk, int row) {
   return chunk.first + row < chunk.tokens.scalars->valid;
 }
 
+// Element (row, j) of a panel, j counted from its first column.
+template <class E>
+__device__ inline E* panel_element(const Panel& panel, int64_t row, int64_t j) {
+  E* data = reinterpret_cast<E*>(panel.data);
+  if (panel.blocks) return data + (j / 64 * panel.pitch + row) * 64 + j % 64;
+  return data + row * panel.pitch + j;
+}
+
 // Column d of [count, pitch] slabs, in order.
 __device__ inline float sum_of_slabs(const float* slabs, int count, int64_t pitch, int64_t d) {
   float sum = 0;

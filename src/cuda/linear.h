@@ -55,18 +55,20 @@ struct LinearMemory {
   void* library = nullptr;
   char* weight = nullptr;         // [V, hidden_pitch]  where copied
   char* weight_tail = nullptr;    // [8, hidden_pitch]  its last V % 8 rows, then zeros
-  char* input = nullptr;          // [token_chunk + extra_rows, hidden_pitch]  compacted
+  char* input = nullptr;          // [panel_rows, hidden_pitch]  compacted; or grad_input's memory
   char* scaled = nullptr;         // the same times v; may be `input`
   float* target_logit = nullptr;  // [token_chunk]
   Partials partials;
   RowGradient* gradients = nullptr;       // [token_chunk]
+  float* target_gradient = nullptr;       // [token_chunk]  dz of the target, for sm90/forward.h
   RowFactors* factors = nullptr;          // [token_chunk]
   int32_t* weight_is_infinite = nullptr;  // [1]  known where smoothing has looked
   int32_t* again = nullptr;               // [1 + token_chunk]  count, then rows to be made again
   float* logits = nullptr;                // [block_rows, block_columns]
+  float* slots = nullptr;                 // [slots, 512, 192]  for sm90/product.h
   float* row_sums = nullptr;         // [sum_rows, hidden_pitch]  of grad_input, where E is whole
-  char* stored = nullptr;            // [token_chunk + extra_rows, stored_pitch]  E
-  char* remade = nullptr;            // [token_chunk + extra_rows, remade_columns]  E or dz
+  char* stored = nullptr;            // [panel_rows, stored_pitch]  E
+  char* remade = nullptr;            // [panel_rows, remade_columns]  E or dz
   float* grad_input_sum = nullptr;   // [token_chunk, hidden_pitch]
   float* grad_weight_sum = nullptr;  // [V, hidden_pitch]
   float* weight_tail_sum = nullptr;  // [8, hidden_pitch]  of the last V % 8 rows of grad_weight
@@ -78,6 +80,14 @@ struct LinearMemory {
 };
 
 inline int64_t stored_pitch(int64_t columns) { return (columns + 63) / 64 * 64; }
+// One chunk alone: nothing of grad_input is written before the last product is done with the input.
+inline bool lends_input(const LinearShape& s, const LinearPlan& p) {
+  return s.lends_grad_input && p.chunks == 1;
+}
+// Rows of a panel, and of the compacted input.
+inline int64_t panel_rows(const LinearShape& s, const LinearPlan& p) {
+  return s.fused ? (p.token_chunk + 63) / 64 * 64 : p.token_chunk + extra_rows;
+}
 constexpr int64_t bias_slab_rows = 1024, vocab_slab_rows = 1024, token_slab_rows = 256;
 
 LinearMemory place_linear(const LinearShape& shape, const LinearPlan& plan, Arena* arena);
@@ -100,10 +110,11 @@ struct Block {
   int64_t column = 0, columns = 0;
 };
 // Where its exponentials or gradients go: element (k, j) of the chunk at data + k pitch + j -
-// first.
+// first; or, as Hopper's products read them, in blocks of 64 columns: block b is [pitch, 64].
 struct Panel {
   char* data = nullptr;
   int64_t pitch = 0, first = 0, columns = 0;
+  bool blocks = false;
 };
 
 // block_exponentials.cu: partial sums (where wanted) and E (where the panel is there).

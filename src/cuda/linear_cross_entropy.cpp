@@ -8,6 +8,7 @@
 #include "src/cuda/linear_run.h"
 #include "src/cuda/ops.h"
 #include "src/cuda/sm90/forward.h"
+#include "src/cuda/sm90/product.h"
 
 namespace logitless::cuda {
 namespace {
@@ -70,6 +71,14 @@ LinearCall make_call(const Op& op, const DeviceInfo& device) {
                                     out.stride[1] == 1 && serves_product(out, s.vocab, s.hidden));
   }
   s.fused = sm90::serves(call, device);
+  if (s.fused && s.gradients()) {
+    s.direct_grad_weight = !call.grad_weight || sm90::writes(call.grad_weight, s.dtype);
+    s.direct_grad_input = s.grad_input && sm90::writes(call.grad_input, s.dtype);
+    const TensorView& out = call.grad_input;
+    s.lends_grad_input = s.grad_input && out.dtype == s.dtype && s.hidden % 8 == 0 &&
+                         out.stride[1] == 1 && out.stride[0] == s.hidden &&
+                         (reinterpret_cast<uintptr_t>(out.data) + out.byte_offset) % 16 == 0;
+  }
   return call;
 }
 
@@ -123,7 +132,11 @@ Status linear_run(const Op& op, const Workspace& workspace, const DeviceInfo& de
   const LinearCall call = make_call(op, device);
   const LinearPlan plan = plan_linear(call.shape, speed_of(device), workspace.bytes);
   Arena arena(static_cast<char*>(workspace.data) + workspace.byte_offset);
-  const LinearMemory memory = place_linear(call.shape, plan, &arena);
+  LinearMemory memory = place_linear(call.shape, plan, &arena);
+  if (lends_input(call.shape, plan)) {
+    memory.input = static_cast<char*>(call.grad_input.data) + call.grad_input.byte_offset;
+    if (memory.scaled == nullptr) memory.scaled = memory.input;
+  }
   LinearRun run(call, plan, memory, device, stream);
   run.begin();
   for (int64_t first = 0; first < call.shape.tokens; first += plan.token_chunk) {

@@ -8,6 +8,7 @@
 #include "src/cuda/blas.h"
 #include "src/cuda/linear.h"
 #include "src/cuda/sm90/forward.h"
+#include "src/cuda/sm90/product.h"
 
 namespace logitless::cuda {
 
@@ -23,7 +24,7 @@ class LinearRun {
     copy_weight(call_, plan_, m_, stream_);
     if (!call_.shape.gradients()) return;
     class_row(call_, plan_, m_, stream_);
-    if (call_.shape.grad_input) copy_weight_tail(call_, plan_, m_, stream_);
+    if (m_.weight_tail != nullptr) copy_weight_tail(call_, plan_, m_, stream_);
   }
 
   // Rows [first, first + rows) of the compacted tokens.
@@ -56,10 +57,10 @@ class LinearRun {
       mixed_gradients();
     } else {
       finish_panel(call_, plan_, m_, chunk_, stored_panel(), stream_);
-      write_extra_rows(call_, m_, chunk_, stored_panel(), stream_);
+      extra_rows(stored_panel());
       scale_input(call_, plan_, m_, chunk_, stream_);
-      whole_grad_input();
       grad_weight(stored_panel(), m_.scaled);
+      whole_grad_input();  // last: its memory may hold the input
       bias(stored_panel(), true);
     }
     first_chunk_ = false;
@@ -69,11 +70,13 @@ class LinearRun {
     const LinearShape& s = call_.shape;
     if (s.tokens == 0) return clear_grad_weight(call_, stream_);
     if (s.grad_weight) {
-      const int64_t tail = s.vocab % 8;
+      const int64_t tail = s.fused ? 0 : s.vocab % 8;
       if (plan_.grad_weight_sum) {
         write_grad_weight(call_, plan_, m_, m_.grad_weight_sum, 0, s.vocab - tail, stream_);
       }
-      write_grad_weight(call_, plan_, m_, m_.weight_tail_sum, s.vocab - tail, tail, stream_);
+      if (tail > 0) {
+        write_grad_weight(call_, plan_, m_, m_.weight_tail_sum, s.vocab - tail, tail, stream_);
+      }
     }
     if (s.grad_bias) write_grad_bias(call_, m_, stream_);
     clear_other_rows(call_.in, call_.grad_input, stream_);
@@ -103,7 +106,10 @@ class LinearRun {
   }
 
   Panel stored_panel() const {
-    return {m_.stored, stored_pitch(plan_.stored_columns), 0, plan_.stored_columns};
+    const bool blocks = call_.shape.fused;
+    const int64_t pitch =
+        blocks ? panel_rows(call_.shape, plan_) : stored_pitch(plan_.stored_columns);
+    return {m_.stored, pitch, 0, plan_.stored_columns, blocks};
   }
 
   // Raw logits of columns [first, end), block by block.
@@ -146,6 +152,10 @@ class LinearRun {
   // cuBLASLt's kernels a hundred times as long.
   void input_product(const Panel& panel, int64_t row, int64_t rows, float* sums, bool add) {
     const int64_t element = size_of(call_.shape.dtype);
+    if (call_.shape.fused) {
+      return sm90::input_sums(call_, plan_, m_, chunk_, panel, row, rows, sums, add, device_,
+                              stream_);
+    }
     const int64_t tail = panel.columns % 8;
     Product p;
     p.in = call_.shape.dtype;
@@ -171,6 +181,9 @@ class LinearRun {
   // E is there for every column: some rows of grad_input at a time.
   void whole_grad_input() {
     if (!call_.shape.grad_input) return;
+    if (call_.shape.direct_grad_input) {
+      return sm90::grad_input(call_, plan_, m_, chunk_, stored_panel(), device_, stream_);
+    }
     for (int64_t row = 0; row < chunk_.rows; row += plan_.sum_rows) {
       const int64_t rows = std::min<int64_t>(plan_.sum_rows, chunk_.rows - row);
       input_product(stored_panel(), row, rows, m_.row_sums, false);
@@ -182,6 +195,11 @@ class LinearRun {
   // that is no multiple of 8 the last ones go through a sum of 8 rows: see input_product.
   void grad_weight(const Panel& panel, const char* rows) {
     if (!call_.shape.grad_weight) return;
+    if (call_.shape.fused) {
+      const bool add = !first_chunk_ || (call_.accumulate && !plan_.grad_weight_sum);
+      return sm90::grad_weight(call_, plan_, m_, chunk_, panel, rows, m_.grad_weight_sum, add,
+                               device_, stream_);
+    }
     const int64_t tail = panel.columns % 8, pitch = plan_.hidden_pitch;
     Product p;
     p.in = call_.shape.dtype;
@@ -212,6 +230,11 @@ class LinearRun {
     multiply(&p, &m_.tokens.scalars->gradient_scale, call_.accumulate || !first_chunk_);
   }
 
+  // What cuBLASLt's products read beyond the tokens and the columns; the own ones end with them.
+  void extra_rows(const Panel& panel) {
+    if (!call_.shape.fused) write_extra_rows(call_, m_, chunk_, panel, stream_);
+  }
+
   void bias(const Panel& panel, bool scaled) {
     if (!call_.shape.grad_bias) return;
     add_to_bias(call_, plan_, m_, chunk_, panel, scaled, first_chunk_, stream_);
@@ -222,7 +245,7 @@ class LinearRun {
     scale_input(call_, plan_, m_, chunk_, stream_);
     const auto use = [&](const Panel& panel) {
       finish_panel(call_, plan_, m_, chunk_, panel, stream_);
-      write_extra_rows(call_, m_, chunk_, panel, stream_);
+      extra_rows(panel);
       if (call_.shape.grad_input) {
         input_product(panel, 0, chunk_.rows, m_.grad_input_sum, panel.first > 0);
       }
@@ -254,7 +277,7 @@ class LinearRun {
           block_gradients(call_, m_, chunk_, block, panel, stream_);
         });
       }
-      write_extra_rows(call_, m_, chunk_, panel, stream_);
+      extra_rows(panel);
       if (call_.shape.grad_input) {
         input_product(panel, 0, chunk_.rows, m_.grad_input_sum, panel.first > 0);
       }
@@ -267,8 +290,10 @@ class LinearRun {
   template <class F>
   void for_each_panel(int64_t first, F&& use) {
     for (int64_t column = first; column < call_.shape.vocab; column += plan_.remade_columns) {
-      use(Panel{m_.remade, plan_.remade_columns, column,
-                std::min(plan_.remade_columns, call_.shape.vocab - column)});
+      const bool blocks = call_.shape.fused;
+      const int64_t pitch = blocks ? panel_rows(call_.shape, plan_) : plan_.remade_columns;
+      use(Panel{m_.remade, pitch, column,
+                std::min(plan_.remade_columns, call_.shape.vocab - column), blocks});
     }
   }
 

@@ -34,8 +34,9 @@ void launch_of(const RowsCall& call, const DeviceInfo& device, Stream* stream) {
   const auto blocks = static_cast<unsigned>(call.logits.shape[0] * a.plan.cluster);
   const int cluster = call.row_reference ? 1 : a.plan.cluster;  // each block on its own
   const auto kernel = is_plain(call, a.map) ? rows_kernel<T, true> : rows_kernel<T, false>;
-  stream->launch_config("rows", kernel, blocks, a.plan.threads,
-                        static_cast<size_t>(a.plan.shared_bytes), cluster, a);
+  const LaunchShape shape{blocks, a.plan.threads, static_cast<size_t>(a.plan.shared_bytes),
+                          cluster};
+  stream->launch_config("rows", kernel, shape, a);
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 
 #include "src/cuda/blas.h"
 #include "src/cuda/linear.h"
+#include "src/cuda/sm90/cut.h"
 #include "src/cuda/sm90/forward.h"
 
 namespace logitless::cuda {
@@ -49,6 +50,44 @@ double product_time(const LinearShape& s, const DeviceSpeed& speed, int64_t rows
   return std::max(arithmetic + shown, moved / speed.memory) + speed.launch;
 }
 
+// One of the gradients' products on Hopper (sm90/product.h): [rows, D] over `depth`.
+sm90::Cut cut_of(const LinearShape& s, const DeviceSpeed& speed, int64_t rows, int64_t depth,
+                 int32_t slots) {
+  const int64_t tiles = divide_up(rows, 512) * divide_up(round_up(s.hidden, 8), sm90::sum_columns);
+  return sm90::cut_tiles(static_cast<int>(tiles), static_cast<int>(divide_up(depth, 64)),
+                         speed.clusters(), slots);
+}
+double own_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed, int64_t rows,
+                int64_t depth, bool sums) {
+  const sm90::Cut cut = cut_of(s, speed, rows, depth, p.slots);
+  const double step = 512.0 * sm90::sum_columns * 64 * 2 / (speed.products / speed.clusters());
+  const double rounds = std::ceil(static_cast<double>(cut.items()) / speed.clusters());
+  return cut.steps(speed.clusters()) * step + rounds * (sums ? 6e-6 : 3e-6) + 2 * speed.launch;
+}
+double weight_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed,
+                   int64_t columns, int64_t tokens, bool sums) {
+  return s.fused ? own_time(s, p, speed, columns, tokens, sums)
+                 : product_time(s, speed, columns, s.hidden, tokens, sums);
+}
+double input_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed,
+                  int64_t tokens, int64_t columns, bool sums) {
+  return s.fused ? own_time(s, p, speed, tokens, columns, sums)
+                 : product_time(s, speed, tokens, s.hidden, columns, sums);
+}
+// As many as the products of a plan can use.
+int32_t slots_of(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed) {
+  const int32_t most = 2 * speed.clusters();
+  int32_t slots = 0;
+  for (const int64_t columns : {p.stored_columns, p.remade_columns}) {
+    if (columns == 0) continue;
+    if (s.grad_input)
+      slots = std::max(slots, cut_of(s, speed, p.token_chunk, columns, most).slots());
+    if (s.grad_weight)
+      slots = std::max(slots, cut_of(s, speed, columns, p.token_chunk, most).slots());
+  }
+  return slots;
+}
+
 // The logits of `rows` tokens and `columns`, and the pass over them.
 double pass_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed, int64_t rows,
                  int64_t columns, bool stores) {
@@ -78,14 +117,16 @@ double predict(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& spe
   if (s.gradients()) {
     const auto panel = [&](int64_t columns) {
       double products = 0;
-      if (s.grad_weight) products += product_time(s, speed, columns, s.hidden, n, adds_weight);
-      if (p.grad_input_sum) products += product_time(s, speed, n, s.hidden, columns, true);
+      if (s.grad_weight) products += weight_time(s, p, speed, columns, n, adds_weight);
+      if (p.grad_input_sum) products += input_time(s, p, speed, n, columns, true);
       return products;
     };
     if (p.stored_columns > 0) time += panel(p.stored_columns);
-    if (s.grad_input && !p.grad_input_sum) {
+    if (s.grad_input && !p.grad_input_sum && s.direct_grad_input) {
+      time += input_time(s, p, speed, n, s.vocab, false);
+    } else if (s.grad_input && !p.grad_input_sum) {
       time += in_pieces(n, p.sum_rows, [&](int64_t rows) {
-        return product_time(s, speed, rows, s.hidden, s.vocab, true) + speed.launch;
+        return input_time(s, p, speed, rows, s.vocab, true) + speed.launch;
       });
     }
     if (p.stored_columns < s.vocab) {
@@ -101,7 +142,8 @@ double predict(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& spe
   return time;
 }
 
-LinearPlan finish(const LinearShape& s, const DeviceSpeed& speed, LinearPlan p) {
+// The rest of a plan; with slots where they fit into `bytes`.
+LinearPlan finish(const LinearShape& s, const DeviceSpeed& speed, uint64_t bytes, LinearPlan p) {
   p.stored_columns = std::min(p.stored_columns, s.vocab);
   p.remade_columns = s.gradients() && p.stored_columns < s.vocab
                          ? std::min(p.remade_columns, round_up(s.vocab, 64))
@@ -114,11 +156,28 @@ LinearPlan finish(const LinearShape& s, const DeviceSpeed& speed, LinearPlan p) 
   p.grad_weight_sum =
       s.grad_weight && (!s.direct_grad_weight || (p.chunks > 1 && !s.grad_weight_f32));
   p.grad_input_sum = s.grad_input && p.stored_columns < s.vocab;
-  p.sum_rows = std::clamp<int64_t>(p.block_rows * p.block_columns / p.hidden_pitch / 128 * 128,
-                                   std::min<int64_t>(p.token_chunk, 128), p.token_chunk);
-  Arena arena;
-  place_linear(s, p, &arena);
-  p.bytes = arena.used();
+  p.sum_rows = 0;
+  if (s.grad_input && !p.grad_input_sum && !s.direct_grad_input) {
+    p.sum_rows = std::clamp<int64_t>(p.block_rows * p.block_columns / p.hidden_pitch / 128 * 128,
+                                     std::min<int64_t>(p.token_chunk, 128), p.token_chunk);
+  }
+  const auto place = [&] {
+    Arena arena;
+    place_linear(s, p, &arena);
+    p.bytes = arena.used();
+  };
+  p.slots = s.fused && s.gradients() ? slots_of(s, p, speed) : 0;
+  place();
+  if (p.slots > 0 && p.bytes > bytes) {
+    const int32_t wanted = p.slots;
+    p.slots = 0;
+    place();
+    constexpr uint64_t slot_bytes = uint64_t{512} * sm90::sum_columns * sizeof(float);
+    if (bytes > p.bytes) {
+      p.slots = static_cast<int32_t>(std::min<uint64_t>(wanted, (bytes - p.bytes) / slot_bytes));
+      place();
+    }
+  }
   p.seconds = predict(s, p, speed);
   return p;
 }
@@ -127,47 +186,96 @@ LinearPlan finish(const LinearShape& s, const DeviceSpeed& speed, LinearPlan p) 
 template <class F>
 void each_plan(const LinearShape& s, const DeviceSpeed& speed, uint64_t bytes, F&& use) {
   const int64_t tokens = std::max<int64_t>(s.tokens, 1);
-  for (int64_t most = round_up(tokens, 8);; most = std::max(most / 2, least_chunk)) {
+  const int64_t least = s.fused ? 512 : least_chunk;
+  for (int64_t most = round_up(tokens, 8);; most = std::max(most / 2, least)) {
     LinearPlan p;
     p.token_chunk = std::min(even_chunk(tokens, most, s.fused), round_up(tokens, 8));
     p.chunks = divide_up(tokens, p.token_chunk);
     p.hidden_pitch = round_up(s.hidden, 16 / size_of(s.dtype));
     p.segments = divide_up(s.vocab, s.fused ? sm90::sum_columns : segment_columns);
-    for (const int64_t block : {int64_t{32} << 20, int64_t{16} << 20, int64_t{8} << 20,
-                                int64_t{4} << 20, int64_t{1} << 20}) {
+    // Without logits in memory their size decides nothing.
+    const bool blocks = !s.fused || (s.grad_input && !s.direct_grad_input);
+    for (int64_t block = int64_t{32} << 20; block >= int64_t{1} << 20; block /= blocks ? 2 : 64) {
       p.block_rows = std::min({p.token_chunk, most_block_rows,
                                std::max<int64_t>(block / (4 * segment_columns) / 128 * 128, 128)});
       p.block_columns = std::clamp(block / (4 * p.block_rows) / segment_columns * segment_columns,
                                    segment_columns, round_up(s.vocab, segment_columns));
       p.stored_columns = p.remade_columns = 0;
       if (!s.gradients()) {
-        use(finish(s, speed, p));
+        use(finish(s, speed, bytes, p));
         continue;
       }
       if (s.can_store) {
         p.stored_columns = s.vocab;
-        use(finish(s, speed, p));
+        use(finish(s, speed, bytes, p));
       }
-      // Of the fused kernel's tiles: for 8192 tokens 4, 8, ... fill the multiprocessors.
-      for (const int64_t blocks : {66, 33, 16, 12, 8, 4, 2, 1}) {
+      // Of the fused kernel's tiles: for 8192 tokens 4, 8, ... fill the multiprocessors; fewer than
+      // 4 would leave most idle.
+      for (const int64_t blocks : {66, 33, 24, 16, 12, 8, 4, 2, 1}) {
+        if (s.fused && blocks < 4) break;
         p.stored_columns = 0;
         p.remade_columns = blocks * (s.fused ? sm90::sum_columns : p.block_columns);
-        const LinearPlan frugal = finish(s, speed, p);
+        const LinearPlan frugal = finish(s, speed, bytes, p);
         use(frugal);
         if (!s.can_store) continue;
         p.stored_columns = segment_columns;
-        const LinearPlan least = finish(s, speed, p);
-        if (least.bytes > bytes) continue;
-        const int64_t column_bytes = (p.token_chunk + extra_rows) * size_of(s.dtype);
+        const LinearPlan smallest = finish(s, speed, bytes, p);
+        if (smallest.bytes > bytes) continue;
+        const int64_t column_bytes = panel_rows(s, p) * size_of(s.dtype);
         const int64_t more = static_cast<int64_t>(
-            std::min<uint64_t>((bytes - least.bytes) / static_cast<uint64_t>(column_bytes),
+            std::min<uint64_t>((bytes - smallest.bytes) / static_cast<uint64_t>(column_bytes),
                                static_cast<uint64_t>(s.vocab)));
         p.stored_columns += more / segment_columns * segment_columns;
-        if (p.stored_columns < s.vocab) use(finish(s, speed, p));
+        if (p.stored_columns < s.vocab) use(finish(s, speed, bytes, p));
       }
     }
-    if (most <= least_chunk) break;
+    if (most <= least) break;
   }
+}
+
+// The last few answers of each thread: planning takes longer than enqueuing a small call.
+struct Question {
+  int kind = -1;
+  LinearShape shape;
+  DeviceSpeed speed;
+  uint64_t bytes = 0;
+  bool operator==(const Question&) const = default;
+};
+template <class F>
+LinearPlan remembered(const Question& question, F&& plan) {
+  constexpr int most = 8;
+  thread_local Question questions[most];
+  thread_local LinearPlan answers[most];
+  thread_local int next = 0;
+  for (int i = 0; i < most; ++i) {
+    if (questions[i] == question) return answers[i];
+  }
+  const LinearPlan answer = plan();
+  questions[next] = question;
+  answers[next] = answer;
+  next = (next + 1) % most;
+  return answer;
+}
+
+LinearPlan find_smallest(const LinearShape& shape, const DeviceSpeed& speed) {
+  LinearPlan least;
+  each_plan(shape, speed, 0, [&](const LinearPlan& p) {
+    const bool better =
+        p.bytes < least.bytes || (p.bytes == least.bytes && p.seconds < least.seconds);
+    if (least.bytes == 0 || better) least = p;
+  });
+  return least;
+}
+
+LinearPlan find_fastest(const LinearShape& shape, const DeviceSpeed& speed, uint64_t bytes) {
+  LinearPlan best;
+  each_plan(shape, speed, bytes, [&](const LinearPlan& p) {
+    if (p.bytes > bytes) return;
+    const bool better =
+        p.seconds < best.seconds || (p.seconds == best.seconds && p.bytes < best.bytes);
+    if (best.bytes == 0 || better) best = p;
+  });
+  return best.bytes == 0 ? find_smallest(shape, speed) : best;
 }
 
 }  // namespace
@@ -179,24 +287,11 @@ const char* name_of(PlanKind kind) {
 }
 
 LinearPlan smallest_plan(const LinearShape& shape, const DeviceSpeed& speed) {
-  LinearPlan least;
-  each_plan(shape, speed, 0, [&](const LinearPlan& p) {
-    const bool better =
-        p.bytes < least.bytes || (p.bytes == least.bytes && p.seconds < least.seconds);
-    if (least.bytes == 0 || better) least = p;
-  });
-  return least;
+  return remembered({0, shape, speed, 0}, [&] { return find_smallest(shape, speed); });
 }
 
 LinearPlan plan_linear(const LinearShape& shape, const DeviceSpeed& speed, uint64_t bytes) {
-  LinearPlan best;
-  each_plan(shape, speed, bytes, [&](const LinearPlan& p) {
-    if (p.bytes > bytes) return;
-    const bool better =
-        p.seconds < best.seconds || (p.seconds == best.seconds && p.bytes < best.bytes);
-    if (best.bytes == 0 || better) best = p;
-  });
-  return best.bytes == 0 ? smallest_plan(shape, speed) : best;
+  return remembered({1, shape, speed, bytes}, [&] { return find_fastest(shape, speed, bytes); });
 }
 
 LinearPlan recommended_plan(const LinearShape& shape, const DeviceSpeed& speed) {
@@ -212,27 +307,30 @@ LinearPlan recommended_plan(const LinearShape& shape, const DeviceSpeed& speed) 
 
 LinearMemory place_linear(const LinearShape& s, const LinearPlan& p, Arena* arena) {
   const int64_t element = size_of(s.dtype);
-  const int64_t row_bytes = p.hidden_pitch * element, chunk_rows = p.token_chunk + extra_rows;
+  const int64_t row_bytes = p.hidden_pitch * element, rows = panel_rows(s, p);
   const bool stores = p.stored_columns > 0;
   LinearMemory m;
   m.tokens = place_tokens(arena, s.tokens);
   m.states = arena->take<RowState>(s.tokens);
   m.rest = arena->take<float>(s.tokens);
   m.losses = arena->take<float>(s.tokens);
-  m.library = arena->take<char>(matrix_library_bytes);
+  if (!s.fused) m.library = arena->take<char>(matrix_library_bytes);
   if (s.copies_weight) m.weight = arena->take<char>(s.vocab * row_bytes);
-  if (s.grad_input && s.vocab % 8 != 0) m.weight_tail = arena->take<char>(8 * row_bytes);
-  m.input = arena->take<char>(chunk_rows * row_bytes);
+  if (s.grad_input && s.vocab % 8 != 0 && !s.fused) {
+    m.weight_tail = arena->take<char>(8 * row_bytes);
+  }
+  if (!lends_input(s, p)) m.input = arena->take<char>(rows * row_bytes);
   m.scaled = m.input;
-  if (stores && p.stored_columns < s.vocab) m.scaled = arena->take<char>(chunk_rows * row_bytes);
+  if (stores && p.stored_columns < s.vocab) m.scaled = arena->take<char>(rows * row_bytes);
   m.target_logit = arena->take<float>(p.token_chunk);
   if (s.gradients()) {
     m.gradients = arena->take<RowGradient>(p.token_chunk);
+    if (s.fused) m.target_gradient = arena->take<float>(p.token_chunk);
     m.factors = arena->take<RowFactors>(p.token_chunk);
     m.weight_is_infinite = arena->take<int32_t>(1);
     m.again = arena->take<int32_t>(1 + p.token_chunk);
   }
-  if (stores) m.stored = arena->take<char>(chunk_rows * stored_pitch(p.stored_columns) * element);
+  if (stores) m.stored = arena->take<char>(rows * stored_pitch(p.stored_columns) * element);
   if (!s.fused) m.logits = arena->take<float>(p.block_rows * p.block_columns);
   // What only the forward pass needs, then in its place what only the gradients do.
   const uint64_t start = arena->used();
@@ -247,18 +345,21 @@ LinearMemory place_linear(const LinearShape& s, const LinearPlan& p, Arena* aren
   }
   const uint64_t forward_end = arena->used();
   arena->back_to(start);
-  if (p.remade_columns > 0) m.remade = arena->take<char>(chunk_rows * p.remade_columns * element);
+  if (p.remade_columns > 0) m.remade = arena->take<char>(rows * p.remade_columns * element);
   if (p.grad_input_sum) m.grad_input_sum = arena->take<float>(p.token_chunk * p.hidden_pitch);
-  if (s.grad_input && !p.grad_input_sum) {
+  if (p.sum_rows > 0) {
     m.row_sums = arena->take<float>(p.sum_rows * p.hidden_pitch);
   }
+  if (p.slots > 0) m.slots = arena->take<float>(int64_t{p.slots} * 512 * sm90::sum_columns);
   arena->at_least(forward_end);
   if (p.grad_weight_sum) m.grad_weight_sum = arena->take<float>(s.vocab * p.hidden_pitch);
-  if (s.grad_weight && s.vocab % 8 != 0) m.weight_tail_sum = arena->take<float>(8 * p.hidden_pitch);
+  if (s.grad_weight && s.vocab % 8 != 0 && !s.fused) {
+    m.weight_tail_sum = arena->take<float>(8 * p.hidden_pitch);
+  }
   if (s.grad_bias) {
     const int64_t columns = std::max(p.stored_columns, p.remade_columns);
     m.bias_sum = arena->take<float>(s.vocab);
-    m.bias_slabs = arena->take<float>(divide_up(chunk_rows, bias_slab_rows) * columns);
+    m.bias_slabs = arena->take<float>(divide_up(rows, bias_slab_rows) * columns);
   }
   if (stores && s.smoothing) {
     const int64_t slabs =

@@ -25,12 +25,15 @@ struct LinearShape {
   bool grad_input = false, grad_weight = false, grad_bias = false;
   bool copies_weight = false;      // its rows are not what a product can read
   bool direct_grad_weight = true;  // a product can write the output itself
+  bool direct_grad_input = false;  // where E is whole
+  bool lends_grad_input = false;   // the output's memory holds the compacted input till the end
   bool grad_weight_f32 = false;    // and add to it
   bool can_store = true;           // E serves: ForwardBackward, not f16, no softcap under smoothing
   bool smoothing = false;
   bool entropy = false, weighted_sum = false, argmax = false;
   bool fused = false;  // the product's own kernel forms sums, E and dz: sm90/forward.h
   bool gradients() const { return grad_input || grad_weight || grad_bias; }
+  bool operator==(const LinearShape&) const = default;
 };
 
 // What the cost model needs of a device: measured figures of one H200 (docs/kernels/cuda.md),
@@ -41,6 +44,8 @@ struct DeviceSpeed {
   double memory = 4.0e12;  // bytes/s
   double launch = 3e-6;    // seconds
   double multiprocessors = 132;
+  int clusters() const { return static_cast<int>(multiprocessors) / 2; }
+  bool operator==(const DeviceSpeed&) const = default;
 };
 
 struct LinearPlan {
@@ -54,6 +59,7 @@ struct LinearPlan {
   bool grad_input_sum = false;                // [token_chunk, D] in f32; else block_rows at a time
   int64_t hidden_pitch = 0;                   // D, to 16 bytes
   int64_t segments = 0;                       // partial sums of a row
+  int32_t slots = 0;                          // of tiles in slices: sm90/cut.h
   uint64_t bytes = 0;
   double seconds = 0;  // predicted
 };

@@ -112,8 +112,9 @@ constexpr float most_onehot = 4096;
 
 __global__ void __launch_bounds__(256)
     coefficients_kernel(LinearCall call, Chunk chunk, const RowState* states, const float* rest,
-                        const int32_t* weight_is_infinite, RowGradient* gradients,
-                        RowFactors* factors, int32_t* again) {
+                        const float* target_logit, const int32_t* weight_is_infinite,
+                        RowGradient* gradients, float* target_gradient, RowFactors* factors,
+                        int32_t* again) {
   const int row = blockIdx.x * 256 + threadIdx.x;
   if (row >= chunk.rows) return;
   if (!find_row(chunk, row)) {
@@ -125,6 +126,11 @@ __global__ void __launch_bounds__(256)
   const RowState state = states[k];
   const RowGradient g = sloped(token_gradient(call.in, chunk.tokens, k, state), call.map.slope);
   gradients[row] = g;
+  if (target_gradient != nullptr) {
+    float log_p = (target_logit[row] - g.reference) - g.log_sum;
+    log_p = log_p > 0 ? 0.0f : log_p;
+    target_gradient[row] = target_draw(g.probability, g.onehot, exp_any(log_p), -expm1f(log_p));
+  }
   if (factors == nullptr) return;
   const float z = state.target_logit;
   const float p = exp_any((z - state.reference) - state.log_sum);
@@ -153,7 +159,7 @@ __global__ void __launch_bounds__(256)
   if (!find_row(chunk, row)) return;
   const int64_t j = chunk.tokens.target[chunk.first + row] - panel.first;
   if (j < 0 || j >= panel.columns || factors[row].again != 0) return;
-  reinterpret_cast<E*>(panel.data)[row * panel.pitch + j] = from_f32<E>(factors[row].at_target);
+  *panel_element<E>(panel, row, j) = from_f32<E>(factors[row].at_target);
 }
 
 // The rows of the list again, each column by a dot product of its own: E_j = draw_j / v, smoothing
@@ -193,8 +199,7 @@ __global__ void __launch_bounds__(256)
       }
       draw *= cap_slope(call.map, z);
       const float v = factors[row].scale;
-      reinterpret_cast<E*>(panel.data)[row * panel.pitch + j] =
-          from_f32<E>(v == 0 ? 0.0f : draw / v);
+      *panel_element<E>(panel, row, j) = from_f32<E>(v == 0 ? 0.0f : draw / v);
     }
   }
 }
@@ -295,8 +300,9 @@ void gradient_coefficients(const LinearCall& call, const LinearMemory& m, const 
                            bool with_factors, Stream* stream) {
   stream->clear("clear the list of rows", m.again, sizeof(int32_t));
   stream->launch("gradient_coefficients", coefficients_kernel, blocks_for(chunk.rows, 256), 256,
-                 call, chunk, m.states, m.rest, m.weight_is_infinite, m.gradients,
-                 with_factors ? m.factors : static_cast<RowFactors*>(nullptr), m.again);
+                 call, chunk, m.states, m.rest, m.target_logit, m.weight_is_infinite, m.gradients,
+                 m.target_gradient, with_factors ? m.factors : static_cast<RowFactors*>(nullptr),
+                 m.again);
 }
 
 void finish_panel(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
@@ -320,7 +326,8 @@ void write_extra_rows(const LinearCall& call, const LinearMemory& m, const Chunk
                    blocks_for(panel.columns, 256), 256, call, chunk.rows, smooths, panel);
     if (panel.columns % 8 == 0) return;
     stream->launch("extra_columns", extra_columns_kernel<decltype(element)>,
-                   blocks_for(chunk.rows, 256), 256, chunk.rows, panel);
+                   blocks_for(chunk.rows + extra_rows, 256), 256,
+                   static_cast<int32_t>(chunk.rows + extra_rows), panel);
   });
 }
 
@@ -338,8 +345,9 @@ void scale_input(const LinearCall& call, const LinearPlan& plan, const LinearMem
       stream->launch("smoothed_row", sum_slabs, columns, 256, m.slabs, static_cast<int>(slabs),
                      plan.hidden_pitch, m.smoothed_row);
     }
-    stream->launch("scale_input", scale_kernel<E>, static_cast<unsigned>(chunk.rows + extra_rows),
-                   128, chunk, m.factors, input, plan.hidden_pitch,
+    const int64_t behind = call.shape.fused ? 0 : extra_rows;
+    stream->launch("scale_input", scale_kernel<E>, static_cast<unsigned>(chunk.rows + behind), 128,
+                   chunk, m.factors, input, plan.hidden_pitch,
                    smooths ? m.smoothed_row : static_cast<float*>(nullptr),
                    reinterpret_cast<E*>(m.scaled));
   });

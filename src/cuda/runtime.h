@@ -57,6 +57,14 @@ class CurrentDevice {
   Status status_;
 };
 
+// How a kernel is launched.
+struct LaunchShape {
+  dim3 blocks;
+  int threads = 0;
+  size_t shared_bytes = 0;
+  int cluster = 1;  // blocks along x
+};
+
 // Launches of one call, in order, on its stream. After the first error nothing more is launched.
 class Stream {
  public:
@@ -72,26 +80,26 @@ class Stream {
   template <class... Parameters, class... Arguments>
   void launch(const char* name, void (*kernel)(Parameters...), dim3 blocks, int threads,
               Arguments&&... arguments) {
-    launch_config(name, kernel, blocks, threads, 0, 1, std::forward<Arguments>(arguments)...);
+    launch_config(name, kernel, LaunchShape{blocks, threads},
+                  std::forward<Arguments>(arguments)...);
   }
-  // With dynamic shared memory, and in clusters of `cluster` blocks along x.
   template <class... Parameters, class... Arguments>
-  void launch_config(const char* name, void (*kernel)(Parameters...), dim3 blocks, int threads,
-                     size_t shared_bytes, int cluster, Arguments&&... arguments) {
-    if (!ok() || blocks.x == 0 || blocks.y == 0 || blocks.z == 0) return;
-    if (shared_bytes > 0) {
+  void launch_config(const char* name, void (*kernel)(Parameters...), const LaunchShape& shape,
+                     Arguments&&... arguments) {
+    if (!ok() || shape.blocks.x == 0 || shape.blocks.y == 0 || shape.blocks.z == 0) return;
+    if (shape.shared_bytes > 0) {
       fail(allow_shared_memory(reinterpret_cast<const void*>(kernel),
-                               static_cast<int>(shared_bytes)));
+                               static_cast<int>(shape.shared_bytes)));
     }
     cudaLaunchConfig_t config{};
-    config.gridDim = blocks;
-    config.blockDim = dim3(static_cast<unsigned>(threads));
-    config.dynamicSmemBytes = shared_bytes;
+    config.gridDim = shape.blocks;
+    config.blockDim = dim3(static_cast<unsigned>(shape.threads));
+    config.dynamicSmemBytes = shape.shared_bytes;
     config.stream = stream_;
     cudaLaunchAttribute attribute{};
-    if (cluster > 1) {
+    if (shape.cluster > 1) {
       attribute.id = cudaLaunchAttributeClusterDimension;
-      attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+      attribute.val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
       config.attrs = &attribute;
       config.numAttrs = 1;
     }

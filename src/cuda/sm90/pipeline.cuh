@@ -38,13 +38,15 @@ __device__ inline void wait(uint64_t* barrier, uint32_t parity) {
       "r"(parity)
       : "memory");
 }
-// On the same barrier of block `rank` of the cluster.
+// On the same barrier of block `rank` of the cluster. What it hands over is memory that the tensor
+// cores are done reading: with .release.cluster every call would wait for all earlier stores
+// (MEMBAR.ALL.GPU), and there is nothing to be seen.
 __device__ inline void arrive_at(uint64_t* barrier, uint32_t rank) {
   asm volatile(
       "{\n"
       ".reg .b32 remote;\n"
       "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
       "}\n" ::"r"(shared_address(barrier)),
       "r"(rank)
       : "memory");

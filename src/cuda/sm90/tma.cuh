@@ -20,6 +20,23 @@ __device__ inline void load_box(const CUtensorMap* map, uint64_t* barrier, void*
       "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row)
       : "memory");
 }
+// The same of a map of columns in blocks of 64: at (column, row, block).
+__device__ inline void load_blocks(const CUtensorMap* map, uint64_t* barrier, void* to,
+                                   int32_t column, int32_t row, int32_t block) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(shared_address(to)),
+      "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row), "r"(block)
+      : "memory");
+}
+__device__ inline void load_blocks_to(const CUtensorMap* map, uint64_t* barrier, void* to,
+                                      int32_t column, int32_t row, int32_t block, uint16_t mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(to)),
+      "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row), "r"(block), "h"(mask)
+      : "memory");
+}
 // To the same place in every block of `mask`, counted on the barrier of each.
 __device__ inline void load_box_to(const CUtensorMap* map, uint64_t* barrier, void* to,
                                    int32_t column, int32_t row, uint16_t mask) {

@@ -12,14 +12,20 @@
 
 namespace logitless::cuda::sm90 {
 
-// Rows of 128 bytes of the depth axis, swizzled in groups of 8 rows (1024 bytes): the layout that
-// the copy engine writes. PTX ISA, "matrix descriptor": address / 16, offset of 8 rows / 16, mode.
-__device__ inline uint64_t descriptor(const void* p) {
-  const uint64_t address = shared_address(p);
-  return ((address & 0x3FFFF) >> 4) | (uint64_t{1} << 16) | (uint64_t{1024 >> 4} << 32) |
+// Which axis of an operand [rows, depth] lies along memory; PTX calls them K-major and MN-major.
+enum class Along { depth, rows };
+
+// Operands in shared memory as the copy engine writes them, 64 deep, swizzled in groups of 8 lines
+// of 128 bytes (1024 bytes):
+//   along depth  a line is a row's 64 of the depth axis
+//   along rows   a line is 64 rows at one depth; the next 64 rows are `next_rows` bytes on
+// PTX ISA, "matrix descriptor": address / 16, offset of the next 64 rows / 16 (along rows alone),
+// offset of 8 lines / 16, mode.
+__device__ inline uint64_t descriptor(const void* p, int next_rows) {
+  const uint64_t address = shared_address(p), next = static_cast<uint64_t>(next_rows >> 4);
+  return ((address & 0x3FFFF) >> 4) | (next << 16) | (uint64_t{1024 >> 4} << 32) |
          (uint64_t{1} << 62);
 }
-constexpr uint64_t depth_step = 32 >> 4;  // 16 elements of the depth axis, of a descriptor
 
 __device__ inline void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void products_commit() {
@@ -51,7 +57,7 @@ __device__ inline void products_wait() {
       "%72, %73, %74, %75, %76, %77, %78, %79, "                                                   \
       "%80, %81, %82, %83, %84, %85, %86, %87, "                                                   \
       "%88, %89, %90, %91, %92, %93, %94, %95}, "                                                  \
-      "%96, %97, add, 1, 1, 0, 0;\n"                                                               \
+      "%96, %97, add, 1, 1, %99, %100;\n"                                                          \
       "}\n"                                                                                        \
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),        \
         "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),    \
@@ -67,12 +73,12 @@ __device__ inline void products_wait() {
         "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), \
         "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), \
         "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])                            \
-      : "l"(a), "l"(b), "r"(add))
+      : "l"(a), "l"(b), "r"(add), "n"(kA == Along::rows), "n"(kB == Along::rows))
 
 // d [64, 192] (+)= a [64, 16] b [192, 16]^T. Thread t of the warpgroup holds rows
 // 16 (t / 32) + (t % 32) / 4 and 8 below; d[4 i + {0, 1}] and d[4 i + {2, 3}] are their columns
 // 8 i + 2 (t % 4) + {0, 1}.
-template <class T>
+template <class T, Along kA, Along kB>
 __device__ inline void product_64x192(float (&d)[96], uint64_t a, uint64_t b, int add) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     LOGITLESS_PRODUCT_64X192("bf16");

@@ -1,0 +1,267 @@
+// SPDX-License-Identifier: Apache-2.0
+// The gradients' products for Hopper, on the tile of tile.cuh:
+//   grad_input  [tokens, D] = panel [tokens, columns] . weight [columns, D]
+//   grad_weight [columns, D] = panel [tokens, columns]^T . input [tokens, D]
+// Neither operand is transposed in memory: the tensor cores read either axis. How many tokens count
+// is read on the device, so that ignored ones take no time. Straight from the registers to the
+// caller's gradient, scaled and rounded once, or to sums in f32, or added to them.
+#pragma once
+
+#include "src/cuda/sm90/tile.cuh"
+
+namespace logitless::cuda::sm90 {
+
+enum class Gradient { input, weight };
+
+struct ProductArguments {
+  Chunk chunk;
+  const RowFactors* factors;  // grad_input of E; else null
+  void* out;                  // [rows, columns], rows `stride` elements apart
+  int64_t stride;
+  int32_t first_row, rows;  // of the chunk (input); of the panel's columns (weight)
+  int32_t columns;          // D
+  int32_t depth;            // columns of the panel (input)
+  int32_t group;            // clusters of rows that run together
+  int32_t right_boxes;      // of a stage: 1, or one a block of 64 where blocks do not fit
+  int32_t panel_rows;       // of a block of the panel (input)
+  bool mapped;              // rows of the output are the tokens' own, else the chunk's
+  bool scaled;              // by the common factor
+  bool add;
+  bool wide;     // rows begin at whole 8 bytes and end at them
+  float* slots;  // [slot_count, 512, 192]  sums of slices, in the order of the threads
+  int32_t slot_count, clusters;
+};
+
+// What both kernels know of the product: its tiles, in which order, cut how.
+struct Work {
+  int rows, depth;  // of the output; of the depth axis, in steps of 64
+  Schedule schedule;
+  Cut cut;
+};
+template <Gradient kGradient>
+__device__ inline Work find_work(const ProductArguments& a) {
+  constexpr bool is_input = kGradient == Gradient::input;
+  Work w;
+  const int valid = valid_rows(a.chunk);
+  w.rows = is_input ? max(min(valid - a.first_row, a.rows), 0) : a.rows;
+  w.depth = ((is_input ? a.depth : valid) + tile_depth - 1) / tile_depth;
+  w.schedule = {(w.rows + cluster_rows - 1) / cluster_rows,
+                (a.columns + tile_columns - 1) / tile_columns, a.group};
+  w.cut = cut_tiles(w.schedule.tiles(), w.depth, a.clusters, a.slot_count);
+  return w;
+}
+
+// 64 rows in a slot, part 0 to 7 of its 512: [24, 128 threads] of four sums each.
+__device__ inline float4* slot_part(const ProductArguments& a, int slot, int part) {
+  return reinterpret_cast<float4*>(a.slots) + (int64_t{slot} * 8 + part) * (24 * 128) +
+         threadIdx.x % 128;
+}
+
+// Where a row of the tile goes: nowhere, if null.
+template <class Out>
+struct RowSink {
+  Out* to;
+  float factor;  // v of E; 0: a row without a gradient
+};
+
+template <Gradient kGradient, class Out>
+__device__ inline RowSink<Out> find_row(const ProductArguments& a, int row, int rows) {
+  RowSink<Out> sink{nullptr, 1.0f};
+  if (row >= rows) return sink;
+  int64_t i = row;
+  if constexpr (kGradient == Gradient::input) {
+    if (a.factors != nullptr) sink.factor = a.factors[a.first_row + row].scale;
+    if (a.mapped) i = a.chunk.tokens.row[a.chunk.first + a.first_row + row];
+  }
+  sink.to = static_cast<Out*>(a.out) + i * a.stride;
+  return sink;
+}
+
+__device__ inline void add_pair(float* to, float2 x) {
+  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x.x), "f"(x.y)
+               : "memory");
+}
+
+__device__ inline void write_one(float* to, float x, bool add) { *to = add ? *to + x : x; }
+
+// d[4 i + 2 h + {0, 1}] of a row, times `scale`; `left` columns of the tile exist.
+template <class Out>
+__device__ inline void write_row(const float (&d)[96], int h, const RowSink<Out>& sink, float scale,
+                                 int column, int left, const ProductArguments& a) {
+  const int quad = threadIdx.x % 4;
+  const auto value = [&](int i) {
+    // A row without a gradient stays one where another's sum overflows.
+    return sink.factor == 0 ? 0.0f : scale * (sink.factor * d[i + 2 * h]);
+  };
+  Out* to = sink.to + column;
+  if constexpr (sizeof(Out) == 4) {
+    if (sink.to == nullptr) return;
+#pragma unroll
+    for (int i = 0; i < 24; ++i) {
+      const int j = 8 * i + 2 * quad;
+      const float2 x{value(4 * i), value(4 * i + 1)};
+      if (!a.wide) {
+        if (j < left) write_one(to + j, x.x, a.add);
+        if (j + 1 < left) write_one(to + j + 1, x.y, a.add);
+      } else if (j < left) {
+        if (a.add) {
+          add_pair(to + j, x);
+        } else {
+          *reinterpret_cast<float2*>(to + j) = x;
+        }
+      }
+    }
+  } else {
+    // Two lanes trade half of what they have: each then stores 4 neighbours, two of them 32 bytes.
+    const bool odd = quad % 2 != 0;
+#pragma unroll
+    for (int i = 0; i < 24; i += 2) {
+      const uint32_t low = pack<Out>(value(4 * i), value(4 * i + 1));
+      const uint32_t high = pack<Out>(value(4 * i + 4), value(4 * i + 5));
+      const uint32_t own = odd ? high : low;
+      const uint32_t other = __shfl_xor_sync(whole_warp, odd ? low : high, 1);
+      const int j = odd ? 8 * (i + 1) + 2 * (quad - 1) : 8 * i + 2 * quad;
+      const uint2 four = odd ? uint2{other, own} : uint2{own, other};
+      if (sink.to == nullptr || j >= left) continue;
+      if (a.wide) {
+        *reinterpret_cast<uint2*>(to + j) = four;
+      } else {
+        const Out* each = reinterpret_cast<const Out*>(&four);
+        for (int c = 0; c < min(4, left - j); ++c) to[j + c] = each[c];
+      }
+    }
+  }
+}
+
+// 64 rows of a warpgroup, of which this thread's first one is `row`.
+template <Gradient kGradient, class Out>
+__device__ inline void write_rows(const float (&d)[96], const ProductArguments& a, const Work& work,
+                                  int row, int column_tile) {
+  const float scale = a.scaled ? a.chunk.tokens.scalars->gradient_scale : 1.0f;
+  const int column = column_tile * tile_columns;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const RowSink<Out> sink = find_row<kGradient, Out>(a, row + 8 * h, work.rows);
+    write_row(d, h, sink, scale, column, a.columns - column, a);
+  }
+}
+
+template <class T, Gradient kGradient, class Out>
+__global__ void __launch_bounds__(block_threads, 1)
+    product_kernel(const __grid_constant__ CUtensorMap left_map,
+                   const __grid_constant__ CUtensorMap right_map,
+                   const __grid_constant__ ProductArguments a) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  constexpr bool is_input = kGradient == Gradient::input;
+  constexpr Along left_along = is_input ? Along::depth : Along::rows;
+  extern __shared__ uint8_t dynamic[];
+  const int warpgroup = __shfl_sync(whole_warp, static_cast<int>(threadIdx.x / 128), 0);
+  const uint32_t rank = cluster_rank();
+  // Read where it is used: the registers are the sums'.
+  __shared__ Work work;
+  if (threadIdx.x == 0) {
+    prefetch_map(&left_map);
+    prefetch_map(&right_map);
+  }
+  const Pipeline pipeline = open_pipeline(dynamic);
+  if (threadIdx.x == 0) work = find_work<kGradient>(a);
+  cluster_sync();
+  const Cut& cut = work.cut;
+
+  const int cluster = blockIdx.x / 2;
+  Ring ring;
+  if (warpgroup == 0) {
+    fewer_registers<40>();
+    // A lane a box, so that none keeps more than one address: lane 0 the left operand's, 1 to 3 the
+    // right one's, of which this block brings 32 of the 64 of the depth axis for both.
+    const int lane = static_cast<int>(threadIdx.x), box = lane - 1;
+    if (lane <= a.right_boxes) {
+      const int half = static_cast<int>(rank) * (tile_depth / 2);
+      const uint32_t offset =
+          left_bytes + static_cast<int>(rank) * half_right_bytes + box * right_block_bytes;
+      for (int item = cluster; item < cut.items(); item += a.clusters) {
+        int row_cluster, column_tile;
+        work.schedule.find(cut.tile(item), &row_cluster, &column_tile);
+        const int row = row_cluster * cluster_rows + static_cast<int>(rank) * tile_rows;
+        const int across = 64 * box + column_tile * tile_columns;
+        const bool blocks = a.right_boxes == 1;
+        const int x = blocks ? 0 : across, z = blocks ? across / 64 : 0;
+        const int end = cut.end(item);
+        for (int k = cut.begin(item); k < end; ++k, ring.next()) {
+          uint64_t* full = pipeline.full + ring.stage;
+          wait(pipeline.empty + ring.stage, ring.phase ^ 1);
+          uint8_t* to = pipeline.left(ring.stage);
+          if (lane == 0) {
+            expect_bytes(full, stage_bytes);
+            if constexpr (is_input) {
+              load_box(&left_map, full, to, 0, k * a.panel_rows + a.first_row + row);
+            } else {
+              load_blocks(&left_map, full, to, 0, k * tile_depth, row / 64);
+            }
+          } else {
+            load_blocks_to(&right_map, full, to + offset, x, k * tile_depth + half, z, 3);
+          }
+        }
+      }
+    }
+    __syncwarp();
+  } else {
+    more_registers<232>();
+    float upper[96], lower[96];
+    for (int item = cluster; item < cut.items(); item += a.clusters) {
+      if (work.depth == 0) {
+#pragma unroll
+        for (int i = 0; i < 96; ++i) upper[i] = lower[i] = 0;
+      }
+      multiply_tile<T, left_along, Along::rows>(upper, lower, cut.end(item) - cut.begin(item),
+                                                pipeline, &ring, warpgroup);
+      if (item >= cut.whole()) {
+        const int slot = item - cut.whole(),
+                  part = static_cast<int>(rank) * 4 + (warpgroup - 1) * 2;
+        float4 *above = slot_part(a, slot, part), *below = slot_part(a, slot, part + 1);
+#pragma unroll
+        for (int i = 0; i < 24; ++i) {
+          above[i * 128] = {upper[4 * i], upper[4 * i + 1], upper[4 * i + 2], upper[4 * i + 3]};
+          below[i * 128] = {lower[4 * i], lower[4 * i + 1], lower[4 * i + 2], lower[4 * i + 3]};
+        }
+        continue;
+      }
+      int row_cluster, column_tile;
+      work.schedule.find(item, &row_cluster, &column_tile);
+      const int row =
+          row_cluster * cluster_rows + static_cast<int>(rank) * tile_rows + thread_row(warpgroup);
+      write_rows<kGradient, Out>(upper, a, work, row, column_tile);
+      write_rows<kGradient, Out>(lower, a, work, row + 64, column_tile);
+    }
+  }
+  cluster_sync();  // no block ends while another may signal it
+#endif
+}
+
+// The tiles that were cut: a tile's slots in order, 64 rows a block.
+template <Gradient kGradient, class Out>
+__global__ void __launch_bounds__(128) join_kernel(const __grid_constant__ ProductArguments a) {
+  const Work work = find_work<kGradient>(a);
+  const Cut& cut = work.cut;
+  for (int item = blockIdx.x; item < 8 * cut.tail; item += gridDim.x) {
+    const int at = item / 8, part = item % 8;
+    float d[96];
+#pragma unroll
+    for (int i = 0; i < 96; ++i) d[i] = 0;
+#pragma unroll 1
+    for (int slice = 0; slice < cut.slices; ++slice) {
+      const float4* from = slot_part(a, slice * cut.tail + at, part);
+#pragma unroll
+      for (int i = 0; i < 24; ++i) {
+        const float4 x = from[i * 128];
+        d[4 * i] += x.x, d[4 * i + 1] += x.y, d[4 * i + 2] += x.z, d[4 * i + 3] += x.w;
+      }
+    }
+    int row_cluster, column_tile;
+    work.schedule.find(cut.whole() + at, &row_cluster, &column_tile);
+    write_rows<kGradient, Out>(d, a, work, row_cluster * cluster_rows + part * 64 + thread_row(1),
+                               column_tile);
+  }
+}
+
+}  // namespace logitless::cuda::sm90
