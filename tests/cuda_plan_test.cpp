@@ -8,6 +8,7 @@
 #include "gtest/gtest.h"
 #include "src/cuda/linear.h"
 #include "src/cuda/plan.h"
+#include "src/cuda/sm90/cut.h"
 
 namespace logitless::cuda {
 namespace {
@@ -133,6 +134,34 @@ TEST(CudaPlan, TheRecommendedBytesGiveThatTime) {
     EXPECT_LE(ran.seconds, asked.seconds * 1.0001);
     EXPECT_LE(ran.bytes, asked.bytes);
   }
+}
+
+TEST(CudaCut, TakesEveryStepOfEveryTileOnce) {
+  constexpr int clusters = 66;
+  for (const int tiles : {0, 1, 28, 65, 66, 67, 132, 176, 352, 5511}) {
+    for (const int depth : {0, 1, 5, 15, 24, 48, 128, 2004}) {
+      for (const int slots : {0, 10, 66, 132}) {
+        const sm90::Cut cut = sm90::cut_tiles(tiles, depth, clusters, slots);
+        EXPECT_LE(cut.slots(), slots);
+        EXPECT_LE(cut.steps(clusters), (tiles + clusters - 1) / clusters * depth);
+        std::vector<int> done(static_cast<size_t>(tiles), 0);  // steps, in order from the first
+        for (int item = 0; item < cut.items(); ++item) {
+          int& steps = done.at(static_cast<size_t>(cut.tile(item)));
+          EXPECT_EQ(cut.begin(item), steps);
+          if (depth > 0) EXPECT_GT(cut.end(item), cut.begin(item)) << "a slice of nothing";
+          steps = cut.end(item);
+        }
+        for (const int steps : done) EXPECT_EQ(steps, depth);
+      }
+    }
+  }
+}
+
+TEST(CudaCut, FillsTheLastRound) {
+  // Llama-3's grad_input: 352 tiles, 5.33 rounds of 66 clusters.
+  const sm90::Cut cut = sm90::cut_tiles(352, 2004, 66, 132);
+  EXPECT_EQ(cut.tail, 22);
+  EXPECT_EQ(cut.slices, 3);
 }
 
 }  // namespace
