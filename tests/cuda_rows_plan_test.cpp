@@ -22,7 +22,8 @@ TEST(CudaRowsPlan, CoversEveryColumnWithinTheDevice) {
           ASSERT_EQ(p.tile % 64, 0) << v;
           ASSERT_EQ(p.shared_bytes, p.tile * bytes + 32) << v;
           ASSERT_LE(p.shared_bytes + 1024, shared) << v;
-          ASSERT_TRUE(p.threads >= 32 && p.threads <= 512 && (p.threads & (p.threads - 1)) == 0);
+          ASSERT_TRUE(p.threads >= 32 && p.threads <= most_row_threads &&
+                      (p.threads & (p.threads - 1)) == 0);
           ASSERT_TRUE(p.cluster >= 1 && p.cluster <= (clusters ? 8 : 1) &&
                       (p.cluster & (p.cluster - 1)) == 0);
         }
@@ -47,7 +48,7 @@ TEST(CudaRowsPlan, ThreeBlocksShareAMultiprocessor) {
     for (const int64_t bytes : {2, 4}) {
       const RowsPlan p = plan_rows(v, bytes, kHopper, true);
       EXPECT_LE(3 * (p.shared_bytes + 2048), kHopper + 1024) << v << ", " << bytes << " bytes";
-      EXPECT_EQ(p.threads, 512);
+      EXPECT_EQ(p.threads, 256);
     }
   }
 }

@@ -32,7 +32,10 @@ RowsPlan plan_rows(int64_t columns, int64_t element_bytes, int64_t shared_bytes_
     plan.tiles = static_cast<int>(ceil_div(slice, fitting));
   }
   plan.tile = static_cast<int>(whole_columns(ceil_div(slice, plan.tiles)));
-  while (plan.threads < most_row_threads && plan.threads * 16 < plan.tile) plan.threads *= 2;
+  // Beyond 256 every warp's share of the row's own work (reductions, the state) costs more than it
+  // hides: 62-76 % of a copy with 512, 73-81 % with 256 (docs/kernels/cuda-rows.md).
+  constexpr int most_threads = 256;
+  while (plan.threads < most_threads && plan.threads * 16 < plan.tile) plan.threads *= 2;
   plan.shared_bytes = plan.tile * element_bytes + rows_margin;
   return plan;
 }

@@ -39,7 +39,7 @@ def test_f32_training_follows_plain_pytorch(device: str, ids: torch.Tensor) -> N
         s = train_gpt.Settings(**SMALL, loss=loss, device=device, steps=50)
         curves.append(train_gpt.train(s, ids)["losses"])
     assert max(abs(a - b) for a, b in zip(*curves)) <= 1e-3
-    assert curves[1][-1] < curves[1][0] - 1.0, "it learns"
+    assert curves[1][-1] < curves[1][0] - 0.5, "it learns"
 
 
 def test_bf16_training_is_no_worse_on_held_out_text(device: str, ids: torch.Tensor) -> None:
