@@ -31,23 +31,30 @@ if(CCACHE_PROGRAM AND NOT CMAKE_CUDA_COMPILER_LAUNCHER)
 endif()
 enable_language(CUDA)
 find_package(CUDAToolkit REQUIRED)
-# Machine code for every architecture served; PTX of the lowest and the highest for those to come.
-set(CMAKE_CUDA_ARCHITECTURES 80 89-real 90-real 90a-real 100-real 120)
+# Machine code for every architecture served; PTX of the lowest and the highest for those to come. A device of 9.0 runs the
+# code of sm_90a, so there is none of sm_90 beside it: of two that fit, the driver would choose.
+set(CMAKE_CUDA_ARCHITECTURES 80 89-real 90a-real 100-real 120)
 set(LOGITLESS_CUDA_COMPRESSES --compress-mode=size)
 if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
-  set(CMAKE_CUDA_ARCHITECTURES 80 89-real 90 90a-real)
+  set(CMAKE_CUDA_ARCHITECTURES 80 89-real 90-virtual 90a-real)
   set(LOGITLESS_CUDA_COMPRESSES)
   message(STATUS "logitless: CUDA ${CMAKE_CUDA_COMPILER_VERSION}: no code for sm_100 and newer, and slow Hopper kernels")
 endif()
 if(LOGITLESS_CUDA_ARCHITECTURES)
   set(CMAKE_CUDA_ARCHITECTURES ${LOGITLESS_CUDA_ARCHITECTURES})
 endif()
+set(LOGITLESS_HAS_SM90A OFF)
+if("90a" IN_LIST CMAKE_CUDA_ARCHITECTURES OR "90a-real" IN_LIST CMAKE_CUDA_ARCHITECTURES)
+  set(LOGITLESS_HAS_SM90A ON)
+  list(REMOVE_ITEM CMAKE_CUDA_ARCHITECTURES 90 90-real)
+endif()
 
 file(GLOB_RECURSE LOGITLESS_CUDA_SOURCES CONFIGURE_DEPENDS src/cuda/*.cu src/cuda/*.cpp)
 add_library(logitless_cuda_objects OBJECT ${LOGITLESS_CUDA_SOURCES})
 target_include_directories(logitless_cuda_objects PRIVATE ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR})
 target_include_directories(logitless_cuda_objects SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
-target_compile_definitions(logitless_cuda_objects PRIVATE LOGITLESS_WITH_CUDA)
+target_compile_definitions(logitless_cuda_objects PRIVATE LOGITLESS_WITH_CUDA
+  LOGITLESS_HAS_SM90A=$<BOOL:${LOGITLESS_HAS_SM90A}>)
 # As on the CPU, a product and a sum become one rounding where the source says fma and nowhere else.
 set(LOGITLESS_CUDA_OPTIONS -fmad=false --expt-relaxed-constexpr)
 target_compile_options(logitless_cuda_objects PRIVATE

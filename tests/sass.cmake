@@ -16,6 +16,6 @@ elseif(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
   foreach(source ${kernels})
     cmake_path(GET source STEM name)
     add_sass_test(sass.${name} ${source} -- ${CMAKE_CUDA_COMPILER_LAUNCHER} ${CMAKE_CUDA_COMPILER} -std=c++20 -O3 -DNDEBUG
-                  -I${PROJECT_SOURCE_DIR} -I${PROJECT_SOURCE_DIR}/include -DLOGITLESS_WITH_CUDA ${LOGITLESS_CUDA_OPTIONS})
+                  -I${PROJECT_SOURCE_DIR} -I${PROJECT_SOURCE_DIR}/include -DLOGITLESS_WITH_CUDA -DLOGITLESS_HAS_SM90A=1 ${LOGITLESS_CUDA_OPTIONS})
   endforeach()
 endif()

@@ -56,9 +56,10 @@ bool serves(const LinearCall& call, const DeviceInfo& device) {
   const bool rows = s.copies_weight || (w.stride[1] == 1 || s.hidden == 1);
   const bool aligned =
       s.copies_weight || (reinterpret_cast<uintptr_t>(w.data) + w.byte_offset) % 16 == 0;
-  return device.major == 9 && !device.portable && s.dtype != DType::f32 && call.plain() &&
-         !s.smoothing && !s.entropy && !s.weighted_sum && !s.argmax && !call.in.grad_entropy &&
-         rows && aligned;
+  // Without code of sm_90a (cmake/cuda.cmake) the kernels of this folder are empty.
+  return LOGITLESS_HAS_SM90A && device.major == 9 && !device.portable && s.dtype != DType::f32 &&
+         call.plain() && !s.smoothing && !s.entropy && !s.weighted_sum && !s.argmax &&
+         !call.in.grad_entropy && rows && aligned;
 }
 
 void forward(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,

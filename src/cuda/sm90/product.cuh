@@ -241,6 +241,7 @@ __global__ void __launch_bounds__(block_threads, 1)
 // The tiles that were cut: a tile's slots in order, 64 rows a block.
 template <Gradient kGradient, class Out>
 __global__ void __launch_bounds__(128) join_kernel(const __grid_constant__ ProductArguments a) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
   const Work work = find_work<kGradient>(a);
   const Cut& cut = work.cut;
   for (int item = blockIdx.x; item < 8 * cut.tail; item += gridDim.x) {
@@ -262,6 +263,7 @@ __global__ void __launch_bounds__(128) join_kernel(const __grid_constant__ Produ
     write_rows<kGradient, Out>(d, a, work, row_cluster * cluster_rows + part * 64 + thread_row(1),
                                column_tile);
   }
+#endif
 }
 
 }  // namespace logitless::cuda::sm90
