@@ -208,6 +208,10 @@ LOGITLESS_API int32_t logitless_warmup(const logitless_execution* execution,
  * OMP_NUM_THREADS, the affinity mask, the cgroup quota). Returns the number now in force. */
 LOGITLESS_API int32_t logitless_set_num_threads(int32_t num_threads);
 LOGITLESS_API int32_t logitless_num_threads(void);
+/* Every op as a handler of XLA's foreign function interface (XLA_FFI_Handler), for JAX:
+ * `call_frame` is an XLA_FFI_CallFrame, the result an XLA_FFI_Error or NULL. Which attributes a
+ * call carries is between this library and python/logitless/jax. */
+LOGITLESS_API void* logitless_xla_run(void* call_frame);
 
 #ifdef __cplusplus
 }

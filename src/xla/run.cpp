@@ -1,0 +1,256 @@
+// SPDX-License-Identifier: Apache-2.0
+// XLA's custom call to every op: the call frame's buffers and attributes in, a logitless_op out,
+// logitless_run called. One handler for all platforms; attributes:
+//   device_type, kind       s32, as in c.h
+//   fields                  text: the names of the op's tensors, arguments then results, a space
+//                           between two
+//   workspace_bytes         s64: of the last result, which no field names; it holds `alignment`
+//   alignment               bytes more, so that the workspace can start at a multiple of it
+//   any of logitless_loss_options
+#include <array>
+#include <cstring>
+#include <string_view>
+
+#include "logitless/fields.h"
+#include "logitless/status.h"
+#include "src/message.h"
+#include "src/xla/ffi.h"
+
+namespace logitless::xla {
+namespace {
+
+struct Call {
+  int32_t device_type = -1, kind = -1;
+  int64_t workspace_bytes = 0, alignment = 1;
+  std::string_view fields;
+  logitless_loss_options options = LOGITLESS_LOSS_OPTIONS_INIT;
+  bool has_options = false;
+};
+
+struct ScalarAttribute {
+  std::string_view name;
+  int dtype;
+  size_t bytes, offset;  // in Call
+};
+
+#define LOGITLESS_ATTRIBUTE(type, bytes, field) \
+  ScalarAttribute { #field, type, bytes, offsetof(Call, field) }
+#define LOGITLESS_OPTION(type, bytes, field) \
+  ScalarAttribute { #field, type, bytes, offsetof(Call, options.field) }
+constexpr size_t first_option = 4;
+constexpr std::array scalar_attributes = {
+    LOGITLESS_ATTRIBUTE(type_s32, 4, device_type),     LOGITLESS_ATTRIBUTE(type_s32, 4, kind),
+    LOGITLESS_ATTRIBUTE(type_s64, 8, workspace_bytes), LOGITLESS_ATTRIBUTE(type_s64, 8, alignment),
+    LOGITLESS_OPTION(type_s32, 4, reduction),          LOGITLESS_OPTION(type_s64, 8, ignore_index),
+    LOGITLESS_OPTION(type_f32, 4, label_smoothing),    LOGITLESS_OPTION(type_f32, 4, z_loss),
+    LOGITLESS_OPTION(type_f32, 4, logit_scale),        LOGITLESS_OPTION(type_f32, 4, softcap),
+    LOGITLESS_OPTION(type_f32, 4, temperature),        LOGITLESS_OPTION(type_s32, 4, empty_mean),
+    LOGITLESS_OPTION(type_s32, 4, allow_tf32),         LOGITLESS_OPTION(type_f64, 8, normalizer)};
+#undef LOGITLESS_ATTRIBUTE
+#undef LOGITLESS_OPTION
+
+Status read_attribute(std::string_view name, int kind, const void* value, Call* call) {
+  if (name == "fields" && kind == attribute_text) {
+    const Text& text = *static_cast<const Text*>(value);
+    call->fields = {text.data, text.size};
+    return {};
+  }
+  for (size_t i = 0; i < scalar_attributes.size(); ++i) {
+    const ScalarAttribute& known = scalar_attributes[i];
+    if (known.name != name || kind != attribute_scalar) continue;
+    const Scalar& scalar = *static_cast<const Scalar*>(value);
+    if (scalar.dtype != known.dtype) break;
+    std::memcpy(reinterpret_cast<char*>(call) + known.offset, scalar.value, known.bytes);
+    call->has_options |= i >= first_option;
+    return {};
+  }
+  return error(StatusCode::internal, "xla: attribute %.*s is not known, or of another type",
+               static_cast<int>(name.size()), name.data());
+}
+
+Status read_attributes(const Attributes& given, Call* call) {
+  Status status;
+  for (int64_t i = 0; i < given.size && status.ok(); ++i) {
+    const Text& name = *given.names[i];
+    status = read_attribute({name.data, name.size}, given.kinds[i], given.values[i], call);
+  }
+  return status;
+}
+
+// The op's field of that name, which is a different one for no two ops.
+const logitless_tensor** find_field(std::string_view name, logitless_op* c) {
+  const logitless_tensor** found = nullptr;
+  const auto look = [&](auto op) {
+    for_each_tensor(op, *c,
+                    [&](const char* n, Access, TensorView&, const logitless_tensor*& field) {
+                      if (name == n) found = &field;
+                    });
+  };
+  look(Softmax{});
+  look(CrossEntropyBackward{});
+  look(CrossEntropyForwardBackward{});
+  look(LinearCrossEntropyBackward{});
+  look(LinearCrossEntropyForwardBackward{});
+  return found;
+}
+
+int32_t dtype_of(int type) {
+  switch (type) {
+    case type_f32:
+      return LOGITLESS_F32;
+    case type_f16:
+      return LOGITLESS_F16;
+    case type_bf16:
+      return LOGITLESS_BF16;
+    case type_s32:
+      return LOGITLESS_I32;
+    case type_s64:
+      return LOGITLESS_I64;
+  }
+  return -1;
+}
+
+// A dense row-major buffer, as XLA lays them out for a custom call that does not say otherwise.
+Status read_buffer(std::string_view name, const Buffer& buffer, int32_t device_type,
+                   int32_t device_index, logitless_tensor* tensor) {
+  const int length = static_cast<int>(name.size());
+  const int32_t dtype = dtype_of(buffer.dtype);
+  if (dtype < 0) {
+    return error(StatusCode::wrong_dtype,
+                 "xla: %.*s has element type %d; allowed: f32, f16, bf16, "
+                 "s32, s64",
+                 length, name.data(), buffer.dtype);
+  }
+  if (buffer.rank < 0 || buffer.rank > 2) {
+    return error(StatusCode::wrong_shape, "xla: %.*s has rank %lld; allowed: 0, 1, 2", length,
+                 name.data(), static_cast<long long>(buffer.rank));
+  }
+  *tensor = LOGITLESS_TENSOR_INIT;
+  tensor->dtype = dtype;
+  tensor->data = buffer.data;
+  tensor->device_type = device_type;
+  tensor->device_index = device_index;
+  tensor->rank = static_cast<int32_t>(buffer.rank);
+  int64_t stride = 1;
+  for (int64_t d = buffer.rank - 1; d >= 0; --d) {
+    tensor->shape[d] = buffer.shape[d];
+    tensor->stride[d] = stride;
+    stride *= buffer.shape[d];
+  }
+  return {};
+}
+
+// The workspace in the last result: as many bytes as were planned, since their number decides the
+// plan and the plan the bits.
+Status read_workspace(const Buffer& buffer, const Call& call, logitless_workspace_buffer* to) {
+  const int64_t bytes = call.workspace_bytes, alignment = call.alignment;
+  if (buffer.dtype != type_u8 || buffer.rank != 1 || bytes < 0 || alignment < 1 ||
+      buffer.shape[0] < alignment || buffer.shape[0] - alignment < bytes) {
+    return error(StatusCode::internal, "xla: the last result is no workspace of %lld bytes",
+                 static_cast<long long>(bytes));
+  }
+  const uint64_t past = reinterpret_cast<uintptr_t>(buffer.data) % static_cast<uint64_t>(alignment);
+  to->data = buffer.data;
+  to->byte_offset = past == 0 ? 0 : static_cast<uint64_t>(alignment) - past;
+  to->bytes = static_cast<uint64_t>(bytes);
+  return {};
+}
+
+constexpr size_t most_tensors = 32;
+
+// Every buffer at its field of `op`, held in `tensors`; the last result as the workspace.
+Status read_buffers(const CallFrame& frame, const Call& call, int32_t device_index,
+                    std::array<logitless_tensor, most_tensors>* tensors, logitless_op* op,
+                    logitless_workspace_buffer* workspace) {
+  const int64_t arguments = frame.arguments.size, count = arguments + frame.results.size;
+  if (frame.results.size < 1 || count > static_cast<int64_t>(most_tensors)) {
+    return error(StatusCode::internal, "xla: %lld buffers", static_cast<long long>(count));
+  }
+  std::string_view names = call.fields;
+  for (int64_t i = 0; i < count; ++i) {
+    const Values& values = i < arguments ? frame.arguments : frame.results;
+    const int64_t at = i < arguments ? i : i - arguments;
+    if (values.kinds[at] != kind_buffer) {
+      return error(StatusCode::internal, "xla: buffer %lld is none", static_cast<long long>(i));
+    }
+    const Buffer& buffer = *static_cast<const Buffer*>(values.values[at]);
+    if (i == count - 1) {
+      if (names.empty()) return read_workspace(buffer, call, workspace);
+      break;
+    }
+    const std::string_view name = names.substr(0, names.find(' '));
+    names.remove_prefix(name.size() < names.size() ? name.size() + 1 : name.size());
+    const logitless_tensor** field = find_field(name, op);
+    if (field == nullptr || *field != nullptr) break;
+    logitless_tensor& tensor = (*tensors)[static_cast<size_t>(i)];
+    const Status status = read_buffer(name, buffer, call.device_type, device_index, &tensor);
+    if (!status.ok()) return status;
+    *field = &tensor;
+  }
+  return error(StatusCode::internal, "xla: fields \"%.*s\" do not name %lld buffers",
+               static_cast<int>(call.fields.size()), call.fields.data(),
+               static_cast<long long>(count));
+}
+
+Error* run(const CallFrame& frame, Status* status) {
+  Call call;
+  *status = read_attributes(frame.attributes, &call);
+  if (!status->ok()) return nullptr;
+  logitless_execution execution = LOGITLESS_EXECUTION_INIT;
+  execution.device_type = call.device_type;
+  if (call.device_type == LOGITLESS_CUDA) {
+    DeviceOrdinalGet device{sizeof(device), nullptr, frame.context, 0};
+    if (Error* e = frame.api->device_ordinal_get(&device)) return e;
+    StreamGet stream{sizeof(stream), nullptr, frame.context, nullptr};
+    if (Error* e = frame.api->stream_get(&stream)) return e;
+    execution.device_index = device.ordinal;
+    execution.stream = stream.stream;
+  }
+  std::array<logitless_tensor, most_tensors> tensors;
+  logitless_op op = LOGITLESS_OP_INIT(call.kind);
+  logitless_workspace_buffer workspace = LOGITLESS_WORKSPACE_BUFFER_INIT;
+  *status = read_buffers(frame, call, execution.device_index, &tensors, &op, &workspace);
+  if (!status->ok()) return nullptr;
+  if (call.has_options) op.options = &call.options;
+  logitless_run(&op, &workspace, &execution, status->c());
+  return nullptr;
+}
+
+int error_code(StatusCode code) {
+  switch (code) {
+    case StatusCode::target_out_of_range:
+      return error_out_of_range;
+    case StatusCode::not_supported:
+      return error_unimplemented;
+    case StatusCode::backend_unavailable:
+      return error_unavailable;
+    case StatusCode::device_error:
+    case StatusCode::internal:
+      return error_internal;
+    default:
+      return error_invalid_argument;
+  }
+}
+
+// XLA asks a handler for its version before it calls it.
+bool answered_metadata(const CallFrame& frame) {
+  if (frame.extension == nullptr || frame.extension->type != extension_metadata) return false;
+  Metadata* metadata = reinterpret_cast<MetadataExtension*>(frame.extension)->metadata;
+  metadata->version = {sizeof(Version), nullptr, version_major, version_minor};
+  metadata->traits = 0;
+  return true;
+}
+
+}  // namespace
+}  // namespace logitless::xla
+
+extern "C" void* logitless_xla_run(void* call_frame) {
+  using namespace logitless::xla;
+  const CallFrame& frame = *static_cast<const CallFrame*>(call_frame);
+  if (answered_metadata(frame) || frame.stage != stage_execute) return nullptr;
+  logitless::Status status;
+  if (Error* e = run(frame, &status)) return e;
+  if (status.ok()) return nullptr;
+  ErrorCreate create{sizeof(create), nullptr, status.message(), error_code(status.code())};
+  return frame.api->error_create(&create);
+}

@@ -1,0 +1,305 @@
+// SPDX-License-Identifier: Apache-2.0
+// The XLA handler as XLA calls it: a call frame in, results or an error out.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <deque>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "logitless/c.h"
+#include "src/xla/ffi.h"
+
+namespace logitless::xla {
+struct Error {
+  std::string message;
+  int code;
+};
+
+namespace {
+
+Error* create_error(ErrorCreate* e) { return new Error{e->message, e->code}; }
+
+using Value = std::variant<int32_t, int64_t, float, double, std::string>;
+
+int type_of(const Value& value) {
+  constexpr int types[] = {type_s32, type_s64, type_f32, type_f64};
+  return types[value.index()];
+}
+
+// Owns what a call frame points to.
+struct Frame {
+  struct Attribute {
+    std::string name;
+    Value value;
+    Text text{}, name_text{};
+    Scalar scalar{};
+  };
+  struct Array {
+    Buffer buffer;
+    std::vector<int64_t> shape;
+  };
+
+  Api api{};
+  CallFrame frame{};
+  std::deque<Array> arrays;
+  std::deque<Attribute> attributes;
+  std::vector<void*> arguments, results, values;
+  std::vector<int> argument_kinds, result_kinds, kinds;
+  std::vector<Text*> names;
+
+  void add(std::vector<void*>* to, int type, void* data, std::vector<int64_t> shape) {
+    Array& a = arrays.emplace_back(Array{{}, std::move(shape)});
+    a.buffer = {sizeof(Buffer), nullptr, type, data, static_cast<int64_t>(a.shape.size()),
+                a.shape.data()};
+    to->push_back(&a.buffer);
+  }
+  void argument(int type, void* data, std::vector<int64_t> shape) {
+    add(&arguments, type, data, std::move(shape));
+  }
+  void result(int type, void* data, std::vector<int64_t> shape) {
+    add(&results, type, data, std::move(shape));
+  }
+  void set(const std::string& name, Value value) {
+    for (Attribute& a : attributes) {
+      if (a.name == name) {
+        a.value = std::move(value);
+        return;
+      }
+    }
+    attributes.push_back({name, std::move(value)});
+  }
+
+  // {0, ""} where the handler returned no error.
+  Error call(int stage = stage_execute) {
+    argument_kinds.resize(arguments.size(), kind_buffer);
+    result_kinds.resize(results.size(), kind_buffer);
+    names.clear(), values.clear(), kinds.clear();
+    for (Attribute& a : attributes) {
+      a.name_text = {a.name.data(), a.name.size()};
+      names.push_back(&a.name_text);
+      if (const auto* text = std::get_if<std::string>(&a.value)) {
+        a.text = {text->data(), text->size()};
+        kinds.push_back(attribute_text), values.push_back(&a.text);
+      } else {
+        std::visit([&](auto& v) { a.scalar = {type_of(a.value), &v}; }, a.value);
+        kinds.push_back(attribute_scalar), values.push_back(&a.scalar);
+      }
+    }
+    api.error_create = create_error;
+    const auto size = [](const auto& v) { return static_cast<int64_t>(v.size()); };
+    frame = {sizeof(CallFrame),
+             nullptr,
+             &api,
+             nullptr,
+             stage,
+             {sizeof(Values), nullptr, size(arguments), argument_kinds.data(), arguments.data()},
+             {sizeof(Values), nullptr, size(results), result_kinds.data(), results.data()},
+             {sizeof(Attributes), nullptr, size(names), kinds.data(), names.data(), values.data()}};
+    auto* error = static_cast<Error*>(logitless_xla_run(&frame));
+    if (error == nullptr) return {"", 0};
+    const Error copy = *error;
+    delete error;
+    return copy;
+  }
+};
+
+// Softmax of [2, 3] with a workspace of 64 bytes.
+struct SoftmaxFrame : Frame {
+  float logits[6] = {0, 1, 2, 3, 3, 3}, probabilities[6] = {9, 9, 9, 9, 9, 9};
+  alignas(64) char scratch[192] = {};
+
+  SoftmaxFrame() {
+    argument(type_f32, logits, {2, 3});
+    result(type_f32, probabilities, {2, 3});
+    result(type_u8, scratch, {128});
+    set("device_type", int32_t{LOGITLESS_CPU});
+    set("kind", int32_t{LOGITLESS_SOFTMAX});
+    set("fields", "logits probabilities");
+    set("workspace_bytes", int64_t{64});
+    set("alignment", int64_t{64});
+  }
+  Buffer& buffer(size_t i) { return arrays[i].buffer; }
+  bool untouched() const { return probabilities[0] == 9 && probabilities[5] == 9; }
+};
+
+TEST(Xla, SaysItsVersion) {
+  Metadata metadata{};
+  MetadataExtension extension{{sizeof(extension), extension_metadata, nullptr}, &metadata};
+  CallFrame frame{};
+  frame.extension = &extension.base;
+  EXPECT_EQ(logitless_xla_run(&frame), nullptr);
+  EXPECT_EQ(metadata.version.major, 0);
+  EXPECT_EQ(metadata.version.minor, 1);
+  EXPECT_EQ(metadata.traits, 0u);
+}
+
+TEST(Xla, RunsInTheExecuteStageAlone) {
+  SoftmaxFrame f;
+  for (int stage = 0; stage < stage_execute; ++stage) {
+    EXPECT_EQ(f.call(stage).message, "");
+    EXPECT_TRUE(f.untouched());
+  }
+  EXPECT_EQ(f.call().message, "");
+  const double sum = 1 + std::exp(1) + std::exp(2);
+  for (int j = 0; j < 3; ++j) {
+    EXPECT_NEAR(f.probabilities[j], std::exp(j) / sum, 1e-6);
+    EXPECT_NEAR(f.probabilities[3 + j], 1.0 / 3, 1e-6);
+  }
+}
+
+// Loss and gradients with every option away from its default.
+struct LossFrame : Frame {
+  static constexpr int64_t N = 5, V = 7, D = 3;
+  float input[N * D], weight[V * D], loss = 9;
+  int32_t target[N] = {0, 6, 3, -7, 2};
+  float grad_input[N * D] = {}, grad_weight[V * D] = {};
+  std::vector<char> scratch;
+  logitless_loss_options options = LOGITLESS_LOSS_OPTIONS_INIT;
+  int64_t bytes = 0;
+  logitless_tensor tensors[6];
+  logitless_op op = LOGITLESS_OP_INIT(LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD);
+
+  static logitless_tensor view(void* data, int32_t dtype, std::vector<int64_t> shape) {
+    logitless_tensor t = LOGITLESS_TENSOR_INIT;
+    t.dtype = dtype, t.data = data, t.rank = static_cast<int32_t>(shape.size());
+    for (size_t d = 0; d < shape.size(); ++d) t.shape[d] = shape[d];
+    t.stride[0] = shape.size() == 2 ? shape[1] : 1, t.stride[1] = 1;
+    return t;
+  }
+
+  LossFrame() {
+    for (int i = 0; i < N * D; ++i) input[i] = std::sin(static_cast<float>(i));
+    for (int i = 0; i < V * D; ++i) weight[i] = std::cos(static_cast<float>(2 * i));
+    options.reduction = LOGITLESS_REDUCTION_MEAN, options.ignore_index = -7;
+    options.label_smoothing = 0.1f, options.z_loss = 0.01f, options.logit_scale = 3;
+    options.softcap = 2, options.temperature = 0.5f, options.empty_mean = LOGITLESS_EMPTY_MEAN_NAN;
+    options.allow_tf32 = 1, options.normalizer = 2.5;
+    tensors[0] = view(input, LOGITLESS_F32, {N, D});
+    tensors[1] = view(weight, LOGITLESS_F32, {V, D});
+    tensors[2] = view(target, LOGITLESS_I32, {N});
+    tensors[3] = view(&loss, LOGITLESS_F32, {});
+    tensors[4] = view(grad_input, LOGITLESS_F32, {N, D});
+    tensors[5] = view(grad_weight, LOGITLESS_F32, {V, D});
+    op.options = &options;
+    op.input = &tensors[0], op.weight = &tensors[1], op.target = &tensors[2];
+    op.loss = &tensors[3], op.grad_input = &tensors[4], op.grad_weight = &tensors[5];
+    logitless_workspace_size size = LOGITLESS_WORKSPACE_SIZE_INIT;
+    EXPECT_EQ(logitless_workspace(&op, nullptr, &size, nullptr), LOGITLESS_OK);
+    bytes = static_cast<int64_t>(size.recommended);
+    scratch.resize(size.recommended + size.alignment + 2, 0x5a);
+    argument(type_f32, input, {N, D});
+    argument(type_f32, weight, {V, D});
+    argument(type_s32, target, {N});
+    result(type_f32, &loss, {});
+    result(type_f32, grad_input, {N, D});
+    result(type_f32, grad_weight, {V, D});
+    result(type_u8, scratch.data() + 1, {static_cast<int64_t>(scratch.size()) - 2});
+    set("device_type", int32_t{LOGITLESS_CPU});
+    set("kind", op.kind);
+    set("fields", "input weight target loss grad_input grad_weight");
+    set("workspace_bytes", bytes);
+    set("alignment", static_cast<int64_t>(size.alignment));
+    set("reduction", options.reduction);
+    set("ignore_index", options.ignore_index);
+    set("label_smoothing", options.label_smoothing);
+    set("z_loss", options.z_loss);
+    set("logit_scale", options.logit_scale);
+    set("softcap", options.softcap);
+    set("temperature", options.temperature);
+    set("empty_mean", options.empty_mean);
+    set("allow_tf32", options.allow_tf32);
+    set("normalizer", options.normalizer);
+  }
+};
+
+TEST(Xla, EveryOptionReachesTheOp) {
+  LossFrame ours, theirs;
+  std::vector<char> memory(static_cast<size_t>(theirs.bytes) + 64);
+  logitless_workspace_buffer workspace = LOGITLESS_WORKSPACE_BUFFER_INIT;
+  workspace.data = memory.data();
+  workspace.byte_offset = -reinterpret_cast<uintptr_t>(memory.data()) % 64;
+  workspace.bytes = static_cast<uint64_t>(theirs.bytes);
+  ASSERT_EQ(logitless_run(&theirs.op, &workspace, nullptr, nullptr), LOGITLESS_OK);
+  ASSERT_EQ(ours.call().message, "");
+  EXPECT_EQ(ours.loss, theirs.loss);
+  EXPECT_EQ(std::memcmp(ours.grad_input, theirs.grad_input, sizeof(ours.grad_input)), 0);
+  EXPECT_EQ(std::memcmp(ours.grad_weight, theirs.grad_weight, sizeof(ours.grad_weight)), 0);
+  EXPECT_EQ(ours.scratch.front(), 0x5a);
+  EXPECT_EQ(ours.scratch.back(), 0x5a);
+  for (const auto& a : ours.attributes) {
+    if (!std::holds_alternative<float>(a.value)) continue;
+    LossFrame other;
+    other.set(a.name, std::get<float>(a.value) * 0.5f);
+    ASSERT_EQ(other.call().message, "") << a.name;
+    EXPECT_NE(other.loss, ours.loss) << a.name;
+  }
+  LossFrame empty;  // empty_mean
+  for (int32_t& t : empty.target) t = -7;
+  empty.set("normalizer", 0.0);
+  ASSERT_EQ(empty.call().message, "");
+  EXPECT_TRUE(std::isnan(empty.loss));
+}
+
+TEST(Xla, AStatusIsAnErrorWithItsMessage) {
+  LossFrame f;
+  f.target[2] = 7;
+  const Error error = f.call();
+  EXPECT_EQ(error.code, error_out_of_range);
+  EXPECT_EQ(error.message, "target[2] is 7; allowed: 0 to 6, or ignore_index -7");
+  EXPECT_EQ(f.loss, 9);
+  LossFrame g;
+  g.set("label_smoothing", 2.0f);
+  EXPECT_EQ(g.call().code, error_invalid_argument);
+  EXPECT_EQ(g.loss, 9);
+  LossFrame h;
+  h.set("device_type", int32_t{LOGITLESS_WEBGPU});
+  EXPECT_NE(h.call().code, 0);
+}
+
+TEST(Xla, MalformedFramesAreErrors) {
+  struct Case {
+    const char* what;
+    void (*change)(SoftmaxFrame*);
+  };
+  const Case cases[] = {
+      {"attribute", [](SoftmaxFrame* f) { f->set("unheard_of", int32_t{1}); }},
+      {"attribute", [](SoftmaxFrame* f) { f->set("kind", int64_t{0}); }},
+      {"attribute", [](SoftmaxFrame* f) { f->set("kind", "softmax"); }},
+      {"attribute", [](SoftmaxFrame* f) { f->set("fields", int32_t{1}); }},
+      {"kind", [](SoftmaxFrame* f) { f->set("kind", int32_t{77}); }},
+      {"options", [](SoftmaxFrame* f) { f->set("z_loss", 0.5f); }},
+      {"fields", [](SoftmaxFrame* f) { f->set("fields", ""); }},
+      {"fields", [](SoftmaxFrame* f) { f->set("fields", "logits"); }},
+      {"fields", [](SoftmaxFrame* f) { f->set("fields", "logits logits"); }},
+      {"fields", [](SoftmaxFrame* f) { f->set("fields", "logits probability"); }},
+      {"fields", [](SoftmaxFrame* f) { f->set("fields", "logits probabilities fault"); }},
+      {"fields", [](SoftmaxFrame* f) { f->set("fields", "logits  probabilities"); }},
+      {"input", [](SoftmaxFrame* f) { f->set("fields", "input probabilities"); }},
+      {"element type", [](SoftmaxFrame* f) { f->buffer(0).dtype = type_f64; }},
+      {"rank", [](SoftmaxFrame* f) { f->buffer(0).rank = 3; }},
+      {"rank", [](SoftmaxFrame* f) { f->buffer(1).rank = -1; }},
+      {"workspace", [](SoftmaxFrame* f) { f->buffer(2).shape[0] = 127; }},
+      {"workspace", [](SoftmaxFrame* f) { f->buffer(2).dtype = type_f32; }},
+      {"workspace", [](SoftmaxFrame* f) { f->set("workspace_bytes", int64_t{-1}); }},
+      {"workspace", [](SoftmaxFrame* f) { f->set("workspace_bytes", INT64_MAX); }},
+      {"workspace", [](SoftmaxFrame* f) { f->set("alignment", int64_t{0}); }},
+      {"workspace", [](SoftmaxFrame* f) { f->set("alignment", INT64_MAX); }},
+      {"buffers", [](SoftmaxFrame* f) { f->results.clear(); }},
+      {"buffers", [](SoftmaxFrame* f) { f->arguments.resize(40, f->arguments[0]); }},
+      {"none", [](SoftmaxFrame* f) { f->argument_kinds = {2}; }},
+  };
+  for (const Case& c : cases) {
+    SoftmaxFrame f;
+    c.change(&f);
+    const Error error = f.call();
+    EXPECT_NE(error.code, 0) << c.what;
+    EXPECT_NE(error.message.find(c.what), std::string::npos) << c.what << ": " << error.message;
+    EXPECT_TRUE(f.untouched()) << c.what;
+  }
+}
+
+}  // namespace
+}  // namespace logitless::xla
