@@ -150,6 +150,18 @@ TEST(Xla, RunsInTheExecuteStageAlone) {
   }
 }
 
+TEST(Xla, DimensionsBeforeTheLastAreOne) {
+  SoftmaxFrame flat, deep;
+  for (size_t i = 0; i < 2; ++i) {
+    deep.arrays[i].shape = {1, 2, 1, 3};
+    deep.buffer(i).rank = 4;
+    deep.buffer(i).shape = deep.arrays[i].shape.data();
+  }
+  ASSERT_EQ(flat.call().message, "");
+  ASSERT_EQ(deep.call().message, "");
+  EXPECT_EQ(std::memcmp(flat.probabilities, deep.probabilities, sizeof(flat.probabilities)), 0);
+}
+
 // Loss and gradients with every option away from its default.
 struct LossFrame : Frame {
   static constexpr int64_t N = 5, V = 7, D = 3;
@@ -279,8 +291,9 @@ TEST(Xla, MalformedFramesAreErrors) {
       {"fields", [](SoftmaxFrame* f) { f->set("fields", "logits  probabilities"); }},
       {"input", [](SoftmaxFrame* f) { f->set("fields", "input probabilities"); }},
       {"element type", [](SoftmaxFrame* f) { f->buffer(0).dtype = type_f64; }},
-      {"rank", [](SoftmaxFrame* f) { f->buffer(0).rank = 3; }},
       {"rank", [](SoftmaxFrame* f) { f->buffer(1).rank = -1; }},
+      {"rank", [](SoftmaxFrame* f) { f->buffer(0).rank = 1; }},
+      {"rank", [](SoftmaxFrame* f) { f->buffer(0).rank = 0; }},
       {"workspace", [](SoftmaxFrame* f) { f->buffer(2).shape[0] = 127; }},
       {"workspace", [](SoftmaxFrame* f) { f->buffer(2).dtype = type_f32; }},
       {"workspace", [](SoftmaxFrame* f) { f->set("workspace_bytes", int64_t{-1}); }},

@@ -110,19 +110,19 @@ int32_t dtype_of(int type) {
   return -1;
 }
 
-// A dense row-major buffer, as XLA lays them out for a custom call that does not say otherwise.
+// A dense row-major buffer, as XLA lays them out for a custom call that does not say otherwise; the
+// dimensions before the last are one, so that no reshape stands between XLA's buffers and the op's.
 Status read_buffer(std::string_view name, const Buffer& buffer, int32_t device_type,
                    int32_t device_index, logitless_tensor* tensor) {
   const int length = static_cast<int>(name.size());
   const int32_t dtype = dtype_of(buffer.dtype);
   if (dtype < 0) {
     return error(StatusCode::wrong_dtype,
-                 "xla: %.*s has element type %d; allowed: f32, f16, bf16, "
-                 "s32, s64",
-                 length, name.data(), buffer.dtype);
+                 "xla: %.*s has element type %d; allowed: f32, f16, bf16, s32, s64", length,
+                 name.data(), buffer.dtype);
   }
-  if (buffer.rank < 0 || buffer.rank > 2) {
-    return error(StatusCode::wrong_shape, "xla: %.*s has rank %lld; allowed: 0, 1, 2", length,
+  if (buffer.rank < 0) {
+    return error(StatusCode::wrong_shape, "xla: %.*s has rank %lld; allowed: >= 0", length,
                  name.data(), static_cast<long long>(buffer.rank));
   }
   *tensor = LOGITLESS_TENSOR_INIT;
@@ -130,13 +130,14 @@ Status read_buffer(std::string_view name, const Buffer& buffer, int32_t device_t
   tensor->data = buffer.data;
   tensor->device_type = device_type;
   tensor->device_index = device_index;
-  tensor->rank = static_cast<int32_t>(buffer.rank);
-  int64_t stride = 1;
-  for (int64_t d = buffer.rank - 1; d >= 0; --d) {
-    tensor->shape[d] = buffer.shape[d];
-    tensor->stride[d] = stride;
-    stride *= buffer.shape[d];
-  }
+  tensor->rank = static_cast<int32_t>(buffer.rank < 2 ? buffer.rank : 2);
+  if (tensor->rank == 0) return {};
+  const int64_t columns = buffer.shape[buffer.rank - 1];
+  int64_t rows = 1;
+  for (int64_t d = 0; d + 1 < buffer.rank; ++d) rows *= buffer.shape[d];
+  const size_t last = static_cast<size_t>(tensor->rank - 1);
+  tensor->shape[0] = rows, tensor->stride[0] = columns;
+  tensor->shape[last] = columns, tensor->stride[last] = 1;
   return {};
 }
 

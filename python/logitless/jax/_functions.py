@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions a user calls. What every option means is docs/semantics.md."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from logitless import _abi
+from logitless._abi import Options, parse_memory
+from logitless._errors import invalid, not_supported, wrong_dtype, wrong_shape
+from logitless.jax._loss import Call, loss
+from logitless.jax._run import Array, Tensor, run
+
+_REDUCTIONS = {
+    "none": _abi.REDUCTION_NONE,
+    "sum": _abi.REDUCTION_SUM,
+    "mean": _abi.REDUCTION_MEAN,
+}
+_EMPTY_MEANS = {"zero": _abi.EMPTY_MEAN_ZERO, "nan": _abi.EMPTY_MEAN_NAN}
+
+
+class Statistics(NamedTuple):
+    """Statistics of every token, in the shape of the target; None where not asked for."""
+
+    lse: Array | None = None
+    target_logit: Array | None = None
+    logprob: Array | None = None
+    entropy: Array | None = None
+    argmax: Array | None = None
+
+
+def _array(name: str, value: Any) -> Array:
+    if not isinstance(value, (jax.Array, np.ndarray)):
+        raise wrong_dtype(f"{name} is a {type(value).__name__}; allowed: an array")
+    return jnp.asarray(value)
+
+
+def _number(name: str, value: Any) -> float:
+    """Options are part of the compiled program."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+        raise wrong_dtype(f"{name} is a {type(value).__name__}; allowed: a Python number")
+    return float(value)
+
+
+def _integer(name: str, value: Any) -> int:
+    if not isinstance(value, (int, np.integer)):
+        raise wrong_dtype(f"{name} is a {type(value).__name__}; allowed: a Python int")
+    return int(value)
+
+
+def _one_of(name: str, value: Any, allowed: dict[str, int]) -> int:
+    code = allowed.get(value) if isinstance(value, str) else None
+    if code is None:
+        raise invalid(f"{name} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
+    return code
+
+
+def _outputs(names: Sequence[str]) -> tuple[str, ...]:
+    names = (names,) if isinstance(names, str) else tuple(names)
+    for name in names:
+        _one_of("return_statistics", name, dict.fromkeys(Statistics._fields, 0))
+    return ("loss", *dict.fromkeys(names))
+
+
+def _check_target(rows: Array, target: Array, what: str) -> None:
+    if not rows.ndim:
+        raise wrong_shape(f"{what} has shape (); allowed: [..., {'VD'[what == 'input']}]")
+    if jnp.issubdtype(target.dtype, jnp.floating):
+        raise not_supported(
+            f"target is {target.dtype} of shape {target.shape}: soft targets and top-k "
+            "log-probabilities are not supported; allowed: class indices, int32 or int64"
+        )
+    if target.shape != rows.shape[:-1]:
+        raise wrong_shape(
+            f"target has shape {target.shape}; allowed: {rows.shape[:-1]}, the shape of {what} "
+            "without its last dimension"
+        )
+
+
+def _shifted(target: Array, shift: int, ignore_index: int) -> Array:
+    """Position i gets the target of i + shift; the last `shift` positions are ignored."""
+    if shift < 0 or not target.ndim:
+        raise invalid(
+            f"shift is {shift} for a target of shape {target.shape}; allowed: >= 0, [..., T]"
+        )
+    info = jnp.iinfo(target.dtype)
+    if not info.min <= ignore_index <= info.max:
+        raise invalid(f"ignore_index is {ignore_index}; allowed with shift: a {target.dtype}")
+    shift = min(shift, target.shape[-1])
+    end = jnp.full((*target.shape[:-1], shift), ignore_index, target.dtype)
+    return jnp.concatenate([target[..., shift:], end], axis=-1)
+
+
+def _normalizer(value: Any) -> tuple[float, Array | None]:
+    """As the core takes it: a host number other than 0, or an array []."""
+    if value is None:
+        return 0.0, None
+    if isinstance(value, (jax.Array, np.ndarray)):
+        if value.shape != ():
+            raise wrong_shape(f"normalizer has shape {value.shape}; allowed: ()")
+        return 0.0, jnp.asarray(value, jnp.float32)
+    number = _number("normalizer", value)
+    return (number, None) if number else (0.0, jnp.float32(0))  # in the options 0 means: count them
+
+
+def _exact_products() -> bool:
+    """JAX's own switch, where it was set; by default f32 products are not made of rounded ones."""
+    precision = jax.config.values["jax_default_matmul_precision"]
+    return precision in (None, "highest", "float32", "F32_F32_F32")
+
+
+def _loss(
+    rows: dict[str, Any], target: Any, outputs: Sequence[str], *, weight: Any = None,
+    reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0,
+    z_loss: float = 0.0, logit_scale: float = 1.0, softcap: float = 0.0, temperature: float = 1.0,
+    token_weight: Any = None, normalizer: Any = None, shift: bool | int = False,
+    memory: int | str | None = None, empty_mean: str = "zero",
+) -> dict[str, Array]:  # fmt: skip
+    """The outputs by name, in the shape of the target. `rows`: input, weight, bias, or logits."""
+    arrays = {name: _array(name, value) for name, value in rows.items() if value is not None}
+    target = _array("target", target)
+    what = next(iter(arrays))
+    _check_target(arrays[what], target, what)
+    shape, ignore_index = target.shape, _integer("ignore_index", ignore_index)
+    if not -(1 << 63) <= ignore_index < 1 << 63:
+        raise invalid(f"ignore_index is {ignore_index}; allowed: a 64-bit integer")
+    if shift:
+        target = _shifted(target, _integer("shift", shift), ignore_index)
+    number, counted = _normalizer(normalizer)
+    options = Options(
+        _one_of("reduction", reduction, _REDUCTIONS), ignore_index,
+        _number("label_smoothing", label_smoothing), _number("z_loss", z_loss),
+        _number("logit_scale", logit_scale), _number("softcap", softcap),
+        _number("temperature", temperature), _one_of("empty_mean", empty_mean, _EMPTY_MEANS),
+        number, "weight" in arrays and not _exact_products(),
+    )  # fmt: skip
+    operands = dict(arrays)
+    if what == "input" or not shape:
+        operands[what] = arrays[what].reshape(-1, arrays[what].shape[-1])  # [N, D]
+    operands["target"] = target.reshape(-1)  # [N]
+    if token_weight is not None:
+        token_weight = _array("token_weight", token_weight)
+        if token_weight.shape != shape:
+            raise wrong_shape(f"token_weight has shape {token_weight.shape}; allowed: {shape}")
+        operands["token_weight"] = token_weight.reshape(-1).astype(jnp.float32)  # [N]
+    if weight is not None:
+        operands["vocab_weight"] = _array("weight", weight).astype(jnp.float32)  # [V]
+    if counted is not None:
+        operands["normalizer"] = counted
+    call = Call(tuple(operands), tuple(outputs), options, parse_memory(memory))
+    made = loss(call, list(operands.values()))
+    return {name: x.reshape(shape) if x.ndim else x for name, x in made.items()}
+
+
+def _result(made: dict[str, Array]) -> Any:
+    value = made.pop("loss")
+    return (value, Statistics(**made)) if made else value
+
+
+def linear_cross_entropy(
+    input: Any,
+    linear_weight: Any,
+    target: Any,
+    *,
+    linear_bias: Any = None,
+    weight: Any = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float = 0.0,
+    temperature: float = 1.0,
+    token_weight: Any = None,
+    normalizer: Any = None,
+    shift: bool | int = False,
+    memory: int | str | None = None,
+    return_statistics: Sequence[str] = (),
+    empty_mean: str = "zero",
+) -> Any:
+    """Cross-entropy of input @ linear_weight.T + linear_bias, without the logits.
+
+    input [..., D], linear_weight [V, D], target [...] of class indices, linear_bias [V], weight [V]
+    of classes, token_weight [...]. `shift`: the targets move by one (or by that many), for
+    next-token prediction. `normalizer`: what "mean" divides by, instead of the sum of the valid
+    tokens' class weights. `memory`: the workspace allowed, in bytes or as "64MiB".
+    `return_statistics`: any of "lse", "target_logit", "logprob", "entropy", "argmax"; the result is
+    then (loss, Statistics). `empty_mean`: a mean over no token is "zero" or "nan". Differentiable
+    once in input, linear_weight and linear_bias. Numbers, texts and `memory` are part of the
+    compiled program.
+    """
+    made = _loss(
+        {"input": input, "weight": linear_weight, "bias": linear_bias}, target,
+        _outputs(return_statistics), weight=weight, reduction=reduction, ignore_index=ignore_index,
+        label_smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale, softcap=softcap,
+        temperature=temperature, token_weight=token_weight, normalizer=normalizer, shift=shift,
+        memory=memory, empty_mean=empty_mean,
+    )  # fmt: skip
+    return _result(made)
+
+
+def linear_logprob(
+    input: Any,
+    weight: Any,
+    target: Any,
+    *,
+    temperature: float = 1.0,
+    bias: Any = None,
+    ignore_index: int = -100,
+    logit_scale: float = 1.0,
+    softcap: float = 0.0,
+    shift: bool | int = False,
+    memory: int | str | None = None,
+    entropy: bool = False,
+) -> Any:
+    """Log-probability of every target token, [...] in f32, for reinforcement learning; with
+    `entropy` the pair (logprob, entropy), both differentiable. Ignored tokens give 0."""
+    made = _loss(
+        {"input": input, "weight": weight, "bias": bias}, target,
+        ("loss", "entropy") if entropy else ("loss",), reduction="none", ignore_index=ignore_index,
+        logit_scale=logit_scale, softcap=softcap, temperature=temperature, shift=shift,
+        memory=memory,
+    )  # fmt: skip
+    return (-made["loss"], made["entropy"]) if entropy else -made["loss"]
+
+
+def cross_entropy(
+    logits: Any,
+    target: Any,
+    *,
+    weight: Any = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float = 0.0,
+    temperature: float = 1.0,
+    token_weight: Any = None,
+    normalizer: Any = None,
+    return_statistics: Sequence[str] = (),
+    empty_mean: str = "zero",
+) -> Any:
+    """Cross-entropy of given logits [..., V]. Under jit the gradient takes the logits' memory where
+    nothing else needs them (within a program, or as a donated argument)."""
+    made = _loss(
+        {"logits": logits}, target, _outputs(return_statistics), weight=weight,
+        reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing,
+        z_loss=z_loss, logit_scale=logit_scale, softcap=softcap, temperature=temperature,
+        token_weight=token_weight, normalizer=normalizer, empty_mean=empty_mean,
+    )  # fmt: skip
+    return _result(made)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _softmax(logits: Array, axis: int) -> Array:
+    moved = jnp.moveaxis(logits, axis, -1)
+    if not moved.size:
+        return logits
+    rows = moved if moved.ndim > 1 else moved[None]  # [..., C]
+    result = Tensor("probabilities", rows.shape, np.dtype(rows.dtype))
+    made = run(_abi.SOFTMAX, {"logits": rows}, [result], None)["probabilities"]
+    return jnp.moveaxis(made.reshape(moved.shape), -1, axis)
+
+
+@_softmax.defjvp
+def _softmax_jvp(axis: int, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    p = _softmax(*primals, axis)
+    moved = p * tangents[0]
+    return p, moved - p * moved.sum(axis, keepdims=True)
+
+
+def softmax(logits: Any, axis: int = -1) -> Array:
+    """Softmax along an axis; under jit it takes the logits' memory where nothing else needs them.
+    Differentiable as often as wished."""
+    logits = _array("logits", logits)
+    axis = _integer("axis", axis)
+    if not -logits.ndim <= axis < logits.ndim:
+        raise invalid(f"axis is {axis} for logits of shape {logits.shape}")
+    return _softmax(logits, axis % logits.ndim)

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loss of N tokens as a JAX primitive with its own rules.
+
+Gradients, by jax.custom_vjp. Sum and mean of a linear loss: made with the loss, in one pass, and
+multiplied by the upstream gradient in backward. Otherwise (reduction "none", a differentiable
+statistic, given logits): Forward, then Backward.
+
+vmap over tokens and targets alone: one call of all tokens with reduction "none", reduced for each
+element of the batch, so that there is one gradient of the weight and not one for each element. Only
+a primitive of its own sees whether vmap is inside grad (this) or around it (gradients of each
+element, one call after another).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from logitless import _abi
+from logitless._abi import Options
+from logitless._errors import invalid
+from logitless.jax._run import Array, Tensor, check_unchecked, evaluate, one_after_another, run
+
+_F32 = np.dtype(np.float32)
+_DIFFERENTIABLE = ("lse", "target_logit", "logprob", "entropy")
+_OF_ROWS = ("input", "logits", "target", "token_weight")
+
+
+class Call(NamedTuple):
+    """What a loss is asked for, beside the arrays."""
+
+    names: tuple[str, ...]  # of the operands
+    outputs: tuple[str, ...]  # "loss", and statistics after it
+    options: Options
+    memory: int | None = None
+
+    @property
+    def linear(self) -> bool:
+        return "weight" in self.names
+
+    @property
+    def per_token(self) -> bool:
+        return self.options.reduction == _abi.REDUCTION_NONE
+
+    @property
+    def fused(self) -> bool:
+        """Whether the gradients are made in the forward call."""
+        statistics = set(_DIFFERENTIABLE) & set(self.outputs)
+        return self.linear and not self.per_token and not statistics
+
+
+def _output(call: Call, name: str, tokens: int) -> Tensor:
+    shape = () if name == "loss" and not call.per_token else (tokens,)
+    return Tensor(name, shape, np.dtype(np.int32) if name == "argmax" else _F32)
+
+
+def _forward(call: Call, operands: dict[str, Array], state: bool = False) -> dict[str, Array]:
+    """The outputs and, with `state`, row_reference and row_log_sum for Backward."""
+    names = [name for name in call.outputs if name != "logprob"]
+    logprob = "logprob" in call.outputs
+    if logprob and "target_logit" not in names:
+        names.append("target_logit")
+    if logprob or state:
+        names += ["row_reference", "row_log_sum"]
+    tokens = operands["target"].shape[0]
+    kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD if call.linear else _abi.CROSS_ENTROPY_FORWARD
+    results = [_output(call, name, tokens) for name in names]
+    made = run(kind, operands, results, call.options, call.memory)
+    if logprob:  # from both numbers of the lse: their sum alone would lose a large offset
+        made["logprob"] = (made["target_logit"] - made["row_reference"]) - made["row_log_sum"]
+    return made
+
+
+def _gradients(wrt: Sequence[Tensor], held: bool) -> list[Tensor]:
+    """Where `held`, f16 gradients wait for their upstream factor in f32: f16 has no range to."""
+    return [
+        Tensor(f"grad_{name}", shape, _F32 if held and dtype == np.float16 else dtype)
+        for name, shape, dtype in wrt
+    ]
+
+
+def _merged(
+    call: Call, wrt: Sequence[Tensor], primals: Sequence[Any], rest: Sequence[Any]
+) -> dict[str, Any]:
+    given, constants = dict(zip((tensor.name for tensor in wrt), primals)), iter(rest)
+    return {name: given[name] if name in given else next(constants) for name in call.names}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _differentiable(
+    call: Call, wrt: tuple[Tensor, ...], primals: tuple[Array, ...], rest: tuple[Array, ...]
+) -> tuple[Array, ...]:
+    """The outputs, differentiable with respect to `primals`, which `wrt` names."""
+    made = _forward(call, _merged(call, wrt, primals, rest))
+    return tuple(made[name] for name in call.outputs)
+
+
+def _forward_rule(call: Call, wrt: tuple[Tensor, ...], primals: Any, rest: Any) -> Any:
+    values = jax.tree.map(lambda p: p.value, (primals, rest))
+    operands = _merged(call, wrt, *values)
+    if call.fused:
+        results = [_output(call, name, operands["target"].shape[0]) for name in call.outputs]
+        gradients = _gradients(wrt, held=True)
+        kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD
+        made = run(kind, operands, results + gradients, call.options, call.memory)
+        held = tuple(made[gradient.name] for gradient in gradients)
+        return tuple(made[name] for name in call.outputs), held
+    made = _forward(call, operands, state=True)
+    state = ("row_reference", "row_log_sum", "entropy")
+    kept = {name: made[name] for name in state if name in made}
+    return tuple(made[name] for name in call.outputs), (values, kept)
+
+
+def _upstream(call: Call, cotangents: Sequence[Any], tokens: int) -> dict[str, Array]:
+    """What Backward is given; an absent gradient of a statistic is 0, of the loss it would be 1."""
+    given = {
+        name: ct for name, ct in zip(call.outputs, cotangents) if not isinstance(ct, SymbolicZero)
+    }
+    found = {"grad_loss": given.get("loss", jnp.zeros(_output(call, "loss", tokens).shape))}
+    for name in ("lse", "target_logit", "entropy"):
+        if name in given:
+            found[f"grad_{name}"] = given[name]
+    if "logprob" in given:  # target_logit - lse
+        for name, sign in (("grad_lse", -1.0), ("grad_target_logit", 1.0)):
+            found[name] = found.get(name, 0.0) + sign * given["logprob"]
+    return found
+
+
+def _backward_rule(call: Call, wrt: tuple[Tensor, ...], residuals: Any, cotangents: Any) -> Any:
+    if call.fused:
+        factor = cotangents[0]
+        if isinstance(factor, SymbolicZero):
+            factor = jnp.float32(0)
+        return tuple((held * factor).astype(t.dtype) for held, t in zip(residuals, wrt)), None
+    values, kept = residuals
+    operands = _merged(call, wrt, *values)
+    upstream = _upstream(call, cotangents, operands["target"].shape[0])
+    if "grad_entropy" not in upstream:
+        kept = {name: array for name, array in kept.items() if name != "entropy"}
+    results = _gradients(wrt, held=False)
+    kind = _abi.LINEAR_CROSS_ENTROPY_BACKWARD if call.linear else _abi.CROSS_ENTROPY_BACKWARD
+    made = run(kind, operands | kept | upstream, results, call.options, call.memory)
+    return tuple(made[result.name] for result in results), None
+
+
+_differentiable.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+
+loss_p = Primitive("logitless_loss")
+loss_p.multiple_results = True
+loss_p.def_impl(functools.partial(evaluate, loss_p))
+
+
+def loss(call: Call, operands: Sequence[Array]) -> dict[str, Array]:
+    return dict(zip(call.outputs, loss_p.bind(*operands, call=call)))
+
+
+def _outputs(*operands: Array, call: Call) -> list[Array]:
+    made = _forward(call, dict(zip(call.names, operands)))
+    return [made[name] for name in call.outputs]
+
+
+@loss_p.def_abstract_eval
+def _abstract(*avals: Any, call: Call) -> Any:
+    check_unchecked(avals)
+    like = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    made = jax.eval_shape(functools.partial(_outputs, call=call), *like)
+    return [jax.core.ShapedArray(output.shape, output.dtype) for output in made]
+
+
+mlir.register_lowering(loss_p, mlir.lower_fun(_outputs))
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> Any:
+    given = dict(zip(call.names, zip(primals, tangents)))
+    moving = {name: t for name, (_, t) in given.items() if type(t) is not ad.Zero}
+    moving.pop("target", None)
+    for name in moving:
+        if name not in ("input", "weight", "bias", "logits"):
+            name = {"vocab_weight": "weight"}.get(name, name)
+            raise invalid(
+                f"{name} is differentiated, but it is a constant here; pass "
+                f"jax.lax.stop_gradient({name})"
+            )
+    moved = {name: given[name][0] for name in moving}
+    wrt = tuple(Tensor(name, x.shape, np.dtype(x.dtype)) for name, x in moved.items())
+    rest = tuple(primal for name, (primal, _) in given.items() if name not in moving)
+    outputs, directions = jax.jvp(
+        lambda *primals: _differentiable(call, wrt, primals, rest),
+        tuple(moved.values()),
+        tuple(moving.values()),
+    )
+    return list(outputs), list(directions)
+
+
+ad.primitive_jvps[loss_p] = _jvp
+
+
+def _normalizer(call: Call, operands: dict[str, Array], target: Array) -> Array:
+    """What each element of the batch is divided by for its mean, as the core counts it."""
+    if "normalizer" in operands:
+        return operands["normalizer"]
+    if call.options.normalizer:
+        return jnp.asarray(call.options.normalizer, jnp.float32)
+    valid = target != call.options.ignore_index  # [B, N]
+    if "vocab_weight" not in operands:
+        return valid.sum(1, dtype=jnp.float32)
+    weights = jnp.take(operands["vocab_weight"], jnp.maximum(target, 0), mode="clip")
+    divisor: Array = jnp.where(valid, weights, 0).sum(1)
+    return divisor
+
+
+def _batched(operands: Sequence[Array], dims: Sequence[int | None], *, call: Call) -> Any:
+    given = dict(zip(call.names, zip(operands, dims)))
+    if any(d is not None and n not in (*_OF_ROWS, "normalizer") for n, (_, d) in given.items()):
+        return one_after_another(loss_p, operands, dims, call=call)
+    size = next(x.shape[d] for x, d in given.values() if d is not None)
+    flat = {}
+    for name, (x, d) in given.items():
+        if name in _OF_ROWS:
+            x = jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+            flat[name] = x if name == "logits" else x.reshape(-1, *x.shape[2:])
+        elif name != "normalizer":
+            flat[name] = x
+    options = call.options._replace(reduction=_abi.REDUCTION_NONE, normalizer=0.0)
+    made = loss(call._replace(names=tuple(flat), options=options), list(flat.values()))
+    made = {name: x.reshape(size, -1) for name, x in made.items()}  # [B, N]
+    if not call.per_token:
+        made["loss"] = made["loss"].sum(1)  # [B]
+    if call.options.reduction == _abi.REDUCTION_MEAN:
+        arrays = {name: x for name, (x, _) in given.items()}
+        divisor = _normalizer(call, arrays, flat["target"].reshape(size, -1))
+        empty = jnp.nan if call.options.empty_mean == _abi.EMPTY_MEAN_NAN else 0.0
+        some = divisor != 0
+        made["loss"] = jnp.where(some, made["loss"] / jnp.where(some, divisor, 1), empty)
+    return [made[name] for name in call.outputs], [0] * len(call.outputs)
+
+
+batching.primitive_batchers[loss_p] = _batched

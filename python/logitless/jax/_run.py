@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One op of the core as a JAX primitive, lowered to a custom call of the library's XLA handler.
+
+The workspace is one more result of the custom call: XLA plans it with its other buffers, and
+nothing is allocated while the op runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from logitless import _abi
+from logitless._abi import Options, Plan, View
+from logitless._errors import not_supported, wrong_dtype
+
+Array = jax.Array
+
+_TARGET = "logitless_xla_run"
+for _platform in ("cpu", "CUDA"):
+    jax.ffi.register_ffi_target(
+        _TARGET, jax.ffi.pycapsule(_abi.library.logitless_xla_run), platform=_platform
+    )
+_DTYPES = {
+    "float32": _abi.F32,
+    "float16": _abi.F16,
+    "bfloat16": _abi.BF16,
+    "int32": _abi.I32,
+    "int64": _abi.I64,
+}
+# What the core may write over what; XLA copies the operand first where it is needed afterwards.
+_IN_PLACE = (("logits", "grad_logits"), ("logits", "probabilities"))
+# [..., V], of which the custom call makes [N, V]: had a reshape made it, XLA would copy what is
+# written over.
+_FLAT = ("logits", "grad_logits", "probabilities")
+ONCE_ONLY = (
+    "logitless: the loss can be differentiated once only; its gradients have no gradient (use "
+    "optax.softmax_cross_entropy_with_integer_labels for second derivatives)"
+)
+
+
+class Tensor(NamedTuple):
+    """The name, shape and dtype of an operand or a result."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+def _view(tensor: Tensor, device_type: int) -> View:
+    name, shape, dtype = tensor
+    code = _DTYPES.get(dtype.name)
+    if code is None:
+        allowed = "int32, int64" if name == "target" else "float32, float16, bfloat16"
+        raise wrong_dtype(f"{name} is {dtype.name}; allowed: {allowed}")
+    if len(shape) > 2 and name in _FLAT:
+        shape = (math.prod(shape[:-1]), shape[-1])
+    strides = [1] * len(shape)
+    for d in range(len(shape) - 1, 0, -1):
+        strides[d - 1] = strides[d] * shape[d]
+    return View(name, code, device_type, 0, shape, strides)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    device_type: int, kind: int, tensors: tuple[Tensor, ...], options: Options | None,
+    memory: int | None, threads: int,
+) -> Plan:  # fmt: skip
+    views = [_view(tensor, device_type) for tensor in tensors]
+    shapes = {tensor.name: tensor.shape for tensor in tensors}
+    most = 0  # all logits and all gradients in f32: no plan uses more
+    if "weight" in shapes and len(shapes["weight"]) == 2:
+        (tokens, hidden), vocab = shapes["input"], shapes["weight"][0]
+        most = 4 * (tokens * vocab + tokens * hidden + vocab * hidden)
+    return Plan(kind, views, options, (device_type, 0), memory=memory, most=most)
+
+
+def _planned(
+    device_type: int, avals: Sequence[Any], kind: int, names: Sequence[str],
+    results: tuple[Tensor, ...], options: Options | None, memory: int | None,
+) -> Plan:  # fmt: skip
+    operands = tuple(
+        Tensor(name, tuple(aval.shape), np.dtype(aval.dtype)) for name, aval in zip(names, avals)
+    )
+    threads = int(_abi.library.logitless_num_threads())
+    return _plan(device_type, kind, operands + results, options, memory, threads)
+
+
+run_p = Primitive("logitless")
+run_p.multiple_results = True
+
+
+def run(
+    kind: int, operands: dict[str, Array], results: Sequence[Tensor], options: Options | None,
+    memory: int | None = None,
+) -> dict[str, Array]:  # fmt: skip
+    """The results of the op `kind`, by name."""
+    names, arrays = tuple(operands), operands.values()
+    made = run_p.bind(
+        *arrays, kind=kind, names=names, results=tuple(results), options=options, memory=memory
+    )
+    return {result.name: array for result, array in zip(results, made)}
+
+
+@functools.lru_cache(maxsize=1024)
+def _jitted(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Any:
+    return jax.jit(functools.partial(primitive.bind, **dict(params)))
+
+
+def evaluate(primitive: Primitive, *operands: Array, **params: Any) -> Any:
+    """The primitive outside of jit: a program of its own, compiled once."""
+    return _jitted(primitive, tuple(params.items()))(*operands)
+
+
+def check_unchecked(avals: Sequence[Any]) -> None:
+    """jax.shard_map's check_vma asks every primitive over which mesh axes its results vary, in
+    types that change from one JAX to the next; unanswered, gradients would be wrong."""
+    for aval in avals:
+        varying = getattr(aval, "vma", None) or getattr(
+            getattr(aval, "manual_axis_type", None), "varying", None
+        )
+        if varying:
+            raise not_supported(
+                f"an operand varies over the mesh axes {sorted(map(str, varying))}; pass "
+                "check_vma=False to jax.shard_map"
+            )
+
+
+@run_p.def_abstract_eval
+def _abstract(*avals: Any, results: tuple[Tensor, ...], memory: int | None, **params: Any) -> Any:
+    check_unchecked(avals)
+    # Found wrong here, a call is found wrong where it was traced. The workspace is the device's.
+    _planned(_abi.CPU, avals, results=results, memory=None, **params)
+    return [jax.core.ShapedArray(result.shape, result.dtype) for result in results]
+
+
+def _attributes(options: Options | None) -> dict[str, Any]:
+    if options is None:
+        return {}
+    types: dict[str, Any] = dict.fromkeys(Options._fields, np.float32)
+    types |= dict.fromkeys(("reduction", "empty_mean", "allow_tf32"), np.int32)
+    types |= {"ignore_index": np.int64, "normalizer": np.float64}
+    return {name: types[name](value) for name, value in options._asdict().items()}
+
+
+def _custom_call(
+    device_type: int, *operands: Array, kind: int, names: tuple[str, ...],
+    results: tuple[Tensor, ...], options: Options | None, memory: int | None,
+) -> Sequence[Array]:  # fmt: skip
+    plan = _planned(device_type, operands, kind, names, results, options, memory)
+    outputs = {result.name: i for i, result in enumerate(results)}
+    aliases = {}
+    for source, result in _IN_PLACE:
+        if source in names and result in outputs:
+            operand, output = names.index(source), outputs[result]
+            if operands[operand].dtype == results[output].dtype:
+                aliases[operand] = output
+    types = [jax.ShapeDtypeStruct(result.shape, result.dtype) for result in results]
+    types.append(jax.ShapeDtypeStruct((plan.bytes + plan.alignment,), np.uint8))
+    call = jax.ffi.ffi_call(_TARGET, types, input_output_aliases=aliases)
+    return call(
+        *operands,
+        device_type=np.int32(device_type),
+        kind=np.int32(kind),
+        fields=" ".join((*names, *outputs)),
+        workspace_bytes=np.int64(plan.bytes),
+        alignment=np.int64(plan.alignment),
+        **_attributes(options),
+    )[:-1]
+
+
+for _platform, _device in (("cpu", _abi.CPU), ("cuda", _abi.CUDA)):
+    mlir.register_lowering(
+        run_p, mlir.lower_fun(functools.partial(_custom_call, _device)), platform=_platform
+    )
+run_p.def_impl(functools.partial(evaluate, run_p))
+
+
+def _jvp(*_: Any, **__: Any) -> Any:
+    raise not_supported(ONCE_ONLY)
+
+
+ad.primitive_jvps[run_p] = _jvp
+
+
+def one_after_another(
+    primitive: Primitive, operands: Sequence[Array], dims: Sequence[int | None], **params: Any
+) -> Any:
+    """The batching rule of what has no better one: a loop of whole ops."""
+    mapped = [jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims) if d is not None]
+
+    def one(slices: Sequence[Array]) -> Any:
+        rest = iter(slices)
+        given = [x if d is None else next(rest) for x, d in zip(operands, dims)]
+        return primitive.bind(*given, **params)
+
+    results = jax.lax.map(one, mapped)
+    return results, [0] * len(results)
+
+
+def _batched(operands: Sequence[Array], dims: Sequence[int | None], **params: Any) -> Any:
+    if params["kind"] != _abi.SOFTMAX:
+        return one_after_another(run_p, operands, dims, **params)
+    logits = jnp.moveaxis(operands[0], dims[0] or 0, 0)  # [B, ..., C]
+    results = (params["results"][0]._replace(shape=logits.shape),)
+    return run_p.bind(logits, **params | {"results": results}), [0]
+
+
+batching.primitive_batchers[run_p] = _batched

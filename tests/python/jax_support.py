@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of logitless.jax share: problems, the f64 reference, the calls a program makes."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+# Before JAX starts: two CPU devices, and no more of a GPU's memory than is used.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import test_linear
+from reference import close
+
+DTYPES = {jnp.float32: torch.float32, jnp.float16: torch.float16, jnp.bfloat16: torch.bfloat16}
+
+
+def gpus() -> list[Any]:
+    try:
+        return jax.devices("cuda")
+    except RuntimeError:
+        return []
+
+
+@pytest.fixture(
+    params=["cpu", *([pytest.param("cuda", marks=pytest.mark.cuda)] if gpus() else [])],
+    autouse=True,
+)
+def platform(request: pytest.FixtureRequest) -> Any:
+    """Every test on every device that JAX has here."""
+    with jax.default_device(jax.devices(request.param)[0]):
+        yield request.param
+
+
+def to_jax(tensor: torch.Tensor | None) -> Any:
+    if tensor is None:
+        return None
+    tensor = tensor.detach()
+    if tensor.dtype is torch.bfloat16:
+        return jnp.asarray(tensor.float().numpy(), jnp.bfloat16)
+    return jnp.asarray(tensor.numpy())
+
+
+def to_torch(array: Any) -> torch.Tensor:
+    array = np.asarray(array)
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.astype(np.float32)).bfloat16()
+    return torch.from_numpy(np.array(array))
+
+
+def problem(
+    shape: tuple[int, ...], vocab: int, hidden: int, dtype: Any = jnp.float32, *,
+    bias: bool = False, ignored: float = 0.2, seed: int = 0,
+) -> tuple[Any, Any, Any, Any]:  # fmt: skip
+    """Input, weight, bias and a target of which some are ignored."""
+    torch.manual_seed(seed)
+    tensors = test_linear.problem(shape, vocab, hidden, DTYPES[dtype], bias=bias, ignored=ignored)
+    return tuple(to_jax(t) for t in tensors)  # type: ignore[return-value]
+
+
+def leaves(*arrays: Any) -> list[torch.Tensor | None]:
+    """The arrays as torch's leaves in f64."""
+    return [None if a is None else to_torch(a).double().requires_grad_() for a in arrays]
+
+
+def same(actual: Any, expected: torch.Tensor, dtype: Any = jnp.float32) -> None:
+    close(to_torch(actual), expected, DTYPES[dtype])
+
+
+def kinds(fn: Callable[..., Any], *args: Any) -> list[int]:
+    """The kinds of op in the program of fn, in order."""
+    text = jax.jit(fn).lower(*args).as_text()
+    return [int(k) for k in re.findall(r"@logitless_xla_run.*?\bkind = (\d+)", text)]
+
+
+def fields(fn: Callable[..., Any], *args: Any) -> list[str]:
+    """The tensors of every op in the program of fn."""
+    return re.findall(r'fields = "([^"]*)"', jax.jit(fn).lower(*args).as_text())
+
+
+def memory(fn: Callable[..., Any], *args: Any, **jit: Any) -> Any:
+    return jax.jit(fn, **jit).lower(*args).compile().memory_analysis()

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrong with a call of logitless.jax is said; and the layout of XLA's structs."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytest.importorskip("jax")
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_support import platform, problem  # noqa: F401
+from logitless.jax import linear_cross_entropy, linear_logprob
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+ERRORS: dict[str, tuple[dict[str, Any], type, str]] = {
+    "input of integers": ({"x": np.ones((4, 5), np.int32)}, TypeError, "input is i32"),
+    "input a list": ({"x": [[1.0]]}, TypeError, "input is a list"),
+    "input a scalar": ({"x": np.float32(1) + np.zeros((), np.float32)}, TypeError, "input"),
+    "input of rank 0": ({"x": np.zeros((), np.float32)}, ValueError, r"input has shape \(\)"),
+    "weight of another dtype": ({"w": np.ones((9, 5), np.float16)}, TypeError, "weight is f16"),
+    "weight of another hidden size": ({"w": np.ones((9, 6), np.float32)}, ValueError, "weight"),
+    "weight a vector": ({"w": np.ones(45, np.float32)}, ValueError, "weight"),
+    "weight empty": ({"w": np.ones((0, 5), np.float32), "b": None}, ValueError, "weight"),
+    "bias of another size": ({"b": np.ones(8, np.float32)}, ValueError, "bias"),
+    "target of another shape": ({"t": np.zeros(5, np.int32)}, ValueError, "target has shape"),
+    "target of i16": ({"t": np.zeros(4, np.int16)}, TypeError, "target is int16"),
+    "soft targets": ({"t": np.zeros((4, 9), np.float32)}, NotImplementedError, "soft targets"),
+    "class weights of another size": ({"weight": np.ones(8)}, ValueError, "vocab_weight"),
+    "token weights of another shape": ({"token_weight": np.ones(5)}, ValueError, "token_weight"),
+    "normalizer a vector": ({"normalizer": np.ones(2)}, ValueError, "normalizer has shape"),
+    "normalizer a text": ({"normalizer": "5"}, TypeError, "normalizer is a str"),
+    "reduction": ({"reduction": "average"}, ValueError, "reduction is 'average'; allowed: 'none'"),
+    "empty_mean": ({"empty_mean": 0}, ValueError, "empty_mean"),
+    "statistics": ({"return_statistics": "variance"}, ValueError, "return_statistics"),
+    "smoothing": ({"label_smoothing": 1.5}, ValueError, "label_smoothing is 1.5; allowed"),
+    "temperature": ({"temperature": 0}, ValueError, "temperature"),
+    "temperature an array": ({"temperature": np.ones(1)}, TypeError, "temperature is a ndarray"),
+    "ignore_index": ({"ignore_index": 1 << 70}, ValueError, "ignore_index"),
+    "ignore_index a float": ({"ignore_index": 1.5}, TypeError, "ignore_index is a float"),
+    "shift": ({"shift": -1}, ValueError, "shift"),
+    "memory": ({"memory": "many"}, ValueError, "memory"),
+    "memory too small": ({"memory": 1}, ValueError, "memory is 1 bytes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+@pytest.mark.parametrize("how", ["eager", "jit", "grad"])
+def test_what_is_wrong_is_said(name: str, how: str) -> None:
+    change, kind, message = ERRORS[name]
+    given: dict[str, Any] = {
+        "x": np.ones((4, 5), np.float32), "w": np.ones((9, 5), np.float32),
+        "b": np.ones(9, np.float32), "t": np.zeros(4, np.int32), **change,
+    }  # fmt: skip
+    x, w, b, t = (given.pop(k) for k in "xwbt")
+
+    def call(v: Any) -> Any:
+        return linear_cross_entropy(x, w, t, linear_bias=None if b is None else b * v, **given)
+
+    step = {"eager": call, "jit": jax.jit(call), "grad": jax.grad(call)}[how]
+    with pytest.raises(kind, match=message):
+        step(jnp.float32(1))
+
+
+def test_a_target_out_of_range(platform: str) -> None:  # noqa: F811
+    x, w, _, t = problem((4, 9), 21, 8, ignored=0)
+    t = t.at[1, 2].set(21)
+    step = jax.jit(lambda x, t: linear_cross_entropy(x, w, t, reduction="none"))
+    if platform == "cuda":  # nobody waits for the device to say so
+        assert np.argwhere(np.isnan(step(x, t))).tolist() == [[1, 2]]
+        return
+    with pytest.raises(Exception, match=r"target\[11\] is 21; allowed: 0 to 20, or ignore_index"):
+        jax.block_until_ready(step(x, t))
+    assert jnp.isfinite(step(x, t % 21)).all(), "the next call is as ever"
+
+
+def test_traced_options_and_differentiated_constants() -> None:
+    x, w, _, t = problem((4, 9), 21, 8, ignored=0)
+    with pytest.raises(TypeError, match=r"temperature is a .*Tracer; allowed: a Python number"):
+        jax.jit(lambda c: linear_cross_entropy(x, w, t, temperature=c))(1.0)
+    for name, shape in (("token_weight", t.shape), ("weight", (21,)), ("normalizer", ())):
+        value = jnp.ones(shape)
+
+        def step(v: Any, name: str = name) -> Any:
+            return linear_cross_entropy(x, w, t, **{name: v})
+
+        with pytest.raises(ValueError, match=f"{name} is differentiated.*stop_gradient"):
+            jax.grad(step)(value)
+        stopped = jax.grad(lambda v, s=step: s(jax.lax.stop_gradient(v)))(value)  # type: ignore[misc]
+        assert not stopped.any()
+
+
+def test_second_derivatives_and_forward_mode_are_refused() -> None:
+    x, w, _, t = problem((4, 9), 21, 8, ignored=0)
+
+    def step(x: Any) -> Any:
+        return linear_cross_entropy(x, w, t)
+
+    for second in (
+        lambda: jax.grad(lambda x: jax.grad(step)(x).sum())(x),
+        lambda: jax.grad(lambda x: jax.grad(lambda x: linear_logprob(x, w, t).sum())(x).sum())(x),
+        lambda: jax.hessian(step)(x),
+    ):
+        with pytest.raises(Exception, match=r"differentiated once only|custom_vjp"):
+            second()
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(step, (x,), (x,))
+
+
+def test_without_jax_the_error_is_clear_and_jax_needs_no_torch() -> None:
+    code = "import sys; sys.modules['jax'] = None; import logitless.jax"
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True)
+    assert b"ImportError: logitless.jax needs JAX 0.6.1 or newer: pip install jax" in done.stderr
+    code = "import sys, logitless, logitless.numpy; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment())
+    code = "import sys, logitless.jax; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment())
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+
+
+LAYOUT = {
+    "Extension": ("XLA_FFI_Extension_Base", "type next"),
+    "Version": ("XLA_FFI_Api_Version", "major:major_version minor:minor_version"),
+    "Metadata": ("XLA_FFI_Metadata", "version:api_version traits"),
+    "MetadataExtension": ("XLA_FFI_Metadata_Extension", "base:extension_base metadata"),
+    "Buffer": ("XLA_FFI_Buffer", "dtype data rank shape:dims"),
+    "Text": ("XLA_FFI_ByteSpan", "data:ptr size:len"),
+    "Scalar": ("XLA_FFI_Scalar", "dtype value"),
+    "Values": ("XLA_FFI_Args", "size kinds:types values:args"),
+    "Attributes": ("XLA_FFI_Attrs", "size kinds:types names values:attrs"),
+    "ErrorCreate": ("XLA_FFI_Error_Create_Args", "message code:errc"),
+    "StreamGet": ("XLA_FFI_Stream_Get_Args", "context:ctx stream"),
+    "DeviceOrdinalGet": ("XLA_FFI_DeviceOrdinal_Get_Args", "context:ctx ordinal:device_ordinal"),
+    "Api": (
+        "XLA_FFI_Api",
+        "version:api_version error_create:XLA_FFI_Error_Create stream_get:XLA_FFI_Stream_Get "
+        "device_ordinal_get:XLA_FFI_DeviceOrdinal_Get",
+    ),
+    "CallFrame": (
+        "XLA_FFI_CallFrame", "api context:ctx stage arguments:args results:rets attributes:attrs",
+    ),
+}  # fmt: skip
+VALUES = {
+    "extension_metadata": "XLA_FFI_Extension_Metadata",
+    "stage_execute": "XLA_FFI_ExecutionStage_EXECUTE",
+    "kind_buffer": "XLA_FFI_ArgType_BUFFER",
+    "attribute_scalar": "XLA_FFI_AttrType_SCALAR",
+    "attribute_text": "XLA_FFI_AttrType_STRING",
+    "error_invalid_argument": "XLA_FFI_Error_Code_INVALID_ARGUMENT",
+    "error_out_of_range": "XLA_FFI_Error_Code_OUT_OF_RANGE",
+    "error_unimplemented": "XLA_FFI_Error_Code_UNIMPLEMENTED",
+    "error_internal": "XLA_FFI_Error_Code_INTERNAL",
+    "error_unavailable": "XLA_FFI_Error_Code_UNAVAILABLE",
+    **{f"type_{t.lower()}": f"XLA_FFI_DataType_{t}" for t in "S32 S64 U8 F16 F32 F64 BF16".split()},
+}
+
+
+def test_the_layout_is_that_of_xlas_header(tmp_path: pathlib.Path, platform: str) -> None:  # noqa: F811
+    """src/xla/ffi.h against the header of the JAX installed."""
+    compiler = shutil.which("c++")
+    if platform != "cpu" or compiler is None:
+        return
+    lines = [
+        f'static_assert(x::{ours} == int({theirs}), "{ours}");' for ours, theirs in VALUES.items()
+    ]
+    for ours, (theirs, names) in LAYOUT.items():
+        for name in names.split():
+            mine, _, its = name.partition(":")
+            lines.append(
+                f"static_assert(offsetof(x::{ours}, {mine}) == offsetof({theirs}, {its or mine}) "
+                f"&& sizeof(x::{ours}::{mine}) <= sizeof({theirs}::{its or mine}), "
+                f'"{ours}.{mine}");'
+            )
+    source = tmp_path / "layout.cpp"
+    head = (
+        '#include "src/xla/ffi.h"\n#include <xla/ffi/api/c_api.h>\nnamespace x = logitless::xla;\n'
+    )
+    source.write_text(head + "\n".join(lines) + "\nint main() {}\n")
+    command = [
+        compiler,
+        "-std=c++20",
+        "-fsyntax-only",
+        f"-I{ROOT}",
+        "-isystem",
+        jax.ffi.include_dir(),
+    ]
+    done = subprocess.run([*command, source], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
