@@ -75,3 +75,9 @@ def test_finetuning_a_transformers_model() -> None:
     out = run("finetune_transformers.py", "--steps", "8", "--vocab", "512", "--device", "cpu")
     difference = float(out.rsplit(":", 1)[1])
     assert difference < 1e-3, out
+
+
+def test_a_jax_model() -> None:
+    pytest.importorskip("jax")
+    out = run("jax_head.py", "--steps", "10", "--batch", "256", "--hidden", "32")
+    assert float(out.rsplit(":", 1)[1]) < 1e-4, out

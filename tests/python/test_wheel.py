@@ -83,7 +83,7 @@ def test_an_empty_environment_without_a_compiler(empty: pathlib.Path) -> None:
     assert path.startswith(site_of(empty))
 
 
-def test_numpy_and_torch_with_the_wheel(empty: pathlib.Path) -> None:
+def test_every_framework_with_the_wheel(empty: pathlib.Path) -> None:
     site = site_of(empty)
     run(sys.executable, NUMBERS, PYTHONPATH=site)
     code = f"""
@@ -93,6 +93,18 @@ x = torch.randn(3, 4, requires_grad=True); w = torch.randn(5, 4)
 lt.linear_cross_entropy(x, w, torch.tensor([0, 1, 4])).backward(); assert x.grad.any()
 """
     run(sys.executable, code, PYTHONPATH=site)
+    code = f"""
+import jax, numpy as np, logitless, logitless.jax as lj
+assert logitless.__file__.startswith({site!r})
+x, w = np.ones((3, 4), np.float32), np.arange(20, dtype=np.float32).reshape(5, 4)
+assert jax.jit(jax.grad(lj.linear_cross_entropy))(x, w, np.array([0, 1, 4])).any()
+"""
+    run(sys.executable, code, PYTHONPATH=site)
+
+
+def test_jax_is_asked_for_by_name(empty: pathlib.Path) -> None:
+    done = subprocess.run([empty, "-c", "import logitless.jax"], capture_output=True, text=True)
+    assert "logitless.jax needs JAX 0.6.1 or newer" in done.stderr
 
 
 def test_importing_takes_less_than_50_ms_beyond_torch(empty: pathlib.Path) -> None:

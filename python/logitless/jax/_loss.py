@@ -27,7 +27,7 @@ from jax.interpreters import ad, batching, mlir
 from logitless import _abi
 from logitless._abi import Options
 from logitless._errors import invalid
-from logitless.jax._run import Array, Tensor, check_unchecked, evaluate, one_after_another, run
+from logitless.jax._run import Array, Tensor, evaluate, one_after_another, run
 
 _F32 = np.dtype(np.float32)
 _DIFFERENTIABLE = ("lse", "target_logit", "logprob", "entropy")
@@ -124,7 +124,7 @@ def _upstream(call: Call, cotangents: Sequence[Any], tokens: int) -> dict[str, A
     given = {
         name: ct for name, ct in zip(call.outputs, cotangents) if not isinstance(ct, SymbolicZero)
     }
-    found = {"grad_loss": given.get("loss", jnp.zeros(_output(call, "loss", tokens).shape))}
+    found = {"grad_loss": given.get("loss", jnp.zeros(_output(call, "loss", tokens).shape, _F32))}
     for name in ("lse", "target_logit", "entropy"):
         if name in given:
             found[f"grad_{name}"] = given[name]
@@ -169,7 +169,6 @@ def _outputs(*operands: Array, call: Call) -> list[Array]:
 
 @loss_p.def_abstract_eval
 def _abstract(*avals: Any, call: Call) -> Any:
-    check_unchecked(avals)
     like = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     made = jax.eval_shape(functools.partial(_outputs, call=call), *like)
     return [jax.core.ShapedArray(output.shape, output.dtype) for output in made]

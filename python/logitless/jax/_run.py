@@ -120,7 +120,7 @@ def evaluate(primitive: Primitive, *operands: Array, **params: Any) -> Any:
     return _jitted(primitive, tuple(params.items()))(*operands)
 
 
-def check_unchecked(avals: Sequence[Any]) -> None:
+def _refuse_checked(avals: Sequence[Any]) -> None:
     """jax.shard_map's check_vma asks every primitive over which mesh axes its results vary, in
     types that change from one JAX to the next; unanswered, gradients would be wrong."""
     for aval in avals:
@@ -136,7 +136,7 @@ def check_unchecked(avals: Sequence[Any]) -> None:
 
 @run_p.def_abstract_eval
 def _abstract(*avals: Any, results: tuple[Tensor, ...], memory: int | None, **params: Any) -> Any:
-    check_unchecked(avals)
+    _refuse_checked(avals)
     # Found wrong here, a call is found wrong where it was traced. The workspace is the device's.
     _planned(_abi.CPU, avals, results=results, memory=None, **params)
     return [jax.core.ShapedArray(result.shape, result.dtype) for result in results]
