@@ -132,7 +132,7 @@ def environment() -> dict[str, str]:
 
 
 LAYOUT = {
-    "Extension": ("XLA_FFI_Extension_Base", "type next"),
+    "Extension": ("decltype(XLA_FFI_Metadata_Extension::extension_base)", "type next"),
     "Version": ("XLA_FFI_Api_Version", "major:major_version minor:minor_version"),
     "Metadata": ("XLA_FFI_Metadata", "version:api_version traits"),
     "MetadataExtension": ("XLA_FFI_Metadata_Extension", "base:extension_base metadata"),
