@@ -4,6 +4,7 @@
 #pragma once
 
 #include "src/cuda/runtime.h"
+#include "src/cuda/sm90/forward.h"
 
 namespace logitless::cuda {
 
@@ -17,7 +18,7 @@ inline bool linear_ops_are_batch_invariant(const DeviceInfo&) { return false; }
 // In plain ones of 16-bit inputs, whose logits Hopper's own kernel makes: see serves in
 // sm90/forward.h.
 inline bool plain_linear_ops_are_batch_invariant(const DeviceInfo& device) {
-  return device.major == 9 && !device.portable;
+  return sm90::has_code() && device.major == 9 && !device.portable;
 }
 
 }  // namespace logitless::cuda

@@ -138,9 +138,11 @@ __global__ void __launch_bounds__(256)
   const float onehot = fabsf(g.onehot), probability = fabsf(g.probability);
   const bool far = state.reference - z > most_nats;
   const bool steep = onehot > most_onehot * probability;
+  // A factor that f32, or the scaled input's 16 bits, would lose: a tiny token weight, say.
+  const bool faint = fabsf(f.scale) < 0x1p-96f && fmaxf(onehot, probability) > 0;
   // With an infinite weight the smoothing's term cannot stand apart: 0 inf is not -s c inf.
   const bool infinite = *weight_is_infinite != 0 && g.smoothing != 0;
-  if (far || steep || infinite) {
+  if (far || steep || faint || infinite) {
     f.scale = fmaxf(onehot, probability);
     f.smoothing = 0;
     f.again = 1;

@@ -18,7 +18,7 @@ Operands make_operands(const LinearCall& call, const LinearPlan& plan, const Lin
   const void* weight = s.copies_weight
                            ? m.weight
                            : static_cast<const char*>(call.weight.data) + call.weight.byte_offset;
-  const int64_t stride = s.copies_weight ? plan.hidden_pitch : call.weight.stride[0];
+  const int64_t stride = weight_stride(call, plan);
   return {make_map(m.input, s.dtype, chunk.rows, plan.hidden_pitch, plan.hidden_pitch, tile_rows,
                    stream),
           make_map(weight, s.dtype, s.vocab, hidden, stride, half_right_rows, stream)};
@@ -50,14 +50,15 @@ Arguments make_arguments(const LinearCall& call, const LinearMemory& m, const Ch
 
 }  // namespace
 
+bool has_code() { return LOGITLESS_HAS_SM90A; }
+
 bool serves(const LinearCall& call, const DeviceInfo& device) {
   const LinearShape& s = call.shape;
   const TensorView& w = call.weight;
   const bool rows = s.copies_weight || (w.stride[1] == 1 || s.hidden == 1);
   const bool aligned =
       s.copies_weight || (reinterpret_cast<uintptr_t>(w.data) + w.byte_offset) % 16 == 0;
-  // Without code of sm_90a (cmake/cuda.cmake) the kernels of this folder are empty.
-  return LOGITLESS_HAS_SM90A && device.major == 9 && !device.portable && s.dtype != DType::f32 &&
+  return has_code() && device.major == 9 && !device.portable && s.dtype != DType::f32 &&
          call.plain() && !s.smoothing && !s.entropy && !s.weighted_sum && !s.argmax &&
          !call.in.grad_entropy && rows && aligned;
 }

@@ -8,6 +8,14 @@ namespace logitless::cuda::sm90 {
 
 inline constexpr int64_t sum_columns = 192;  // of a row's partial sums
 
+// Whether this build has code of sm_90a (cmake/cuda.cmake): without it these kernels are empty.
+bool has_code();
+// Rows of the weight lie so far apart; of one row alone any distance will do.
+inline int64_t weight_stride(const LinearCall& call, const LinearPlan& plan) {
+  if (call.shape.copies_weight) return plan.hidden_pitch;
+  return call.shape.vocab == 1 ? call.shape.hidden : call.weight.stride[0];
+}
+
 // Whether the kernel serves this call on this device: 16-bit inputs, plain logits, no statistics
 // beyond those of the loss.
 bool serves(const LinearCall& call, const DeviceInfo& device);

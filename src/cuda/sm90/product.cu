@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "src/cuda/sm90/product.h"
 
+#include "src/cuda/sm90/forward.h"
 #include "src/cuda/sm90/product.cuh"
 #include "src/cuda/sm90/tensor_map.h"
 
@@ -63,7 +64,7 @@ void input_product(const LinearCall& call, const LinearPlan& plan, const LinearM
   const char* weight = s.copies_weight
                            ? m.weight
                            : static_cast<const char*>(call.weight.data) + call.weight.byte_offset;
-  const int64_t stride = s.copies_weight ? plan.hidden_pitch : call.weight.stride[0];
+  const int64_t stride = weight_stride(call, plan);
   const int64_t blocks = (panel.columns + 63) / 64;
   const CUtensorMap left =
       make_map(panel.data, s.dtype, blocks * panel.pitch, 64, 64, tile_rows, stream);

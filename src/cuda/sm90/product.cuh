@@ -45,6 +45,7 @@ __device__ inline Work find_work(const ProductArguments& a) {
   const int valid = valid_rows(a.chunk);
   w.rows = is_input ? max(min(valid - a.first_row, a.rows), 0) : a.rows;
   w.depth = ((is_input ? a.depth : valid) + tile_depth - 1) / tile_depth;
+  if (a.add && w.depth == 0) w.rows = 0;  // what is there stays, its subnormals and signs too
   w.schedule = {(w.rows + cluster_rows - 1) / cluster_rows,
                 (a.columns + tile_columns - 1) / tile_columns, a.group};
   w.cut = cut_tiles(w.schedule.tiles(), w.depth, a.clusters, a.slot_count);
