@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from typing import Any
 
@@ -148,6 +149,11 @@ MODELS: dict[str, Any] = {
     "granite": lambda: transformers.GraniteForCausalLM(
         transformers.GraniteConfig(**SIZES, logits_scaling=3.0)
     ),
+    "mixtral": lambda: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            **SIZES, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=1.0
+        )
+    ),
     "gpt2": lambda: transformers.GPT2LMHeadModel(
         transformers.GPT2Config(vocab_size=61, n_positions=32, n_embd=16, n_layer=2, n_head=2,
                                 resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
@@ -267,6 +273,66 @@ def test_an_unknown_change_of_the_logits_is_noticed() -> None:
         pytest.raises(NotImplementedError, match="changes its logits"),
     ):
         model(**batch)
+
+
+def test_a_model_with_another_loss_is_refused() -> None:
+    bert = transformers.BertForMaskedLM(transformers.BertConfig(**SIZES))
+    t5 = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=61,
+            d_model=16,
+            d_kv=8,
+            d_ff=24,
+            num_layers=1,
+            num_heads=2,
+            decoder_start_token_id=0,
+        )
+    )
+    _, batch = model_and_batch("llama")
+    for model in (bert, t5):
+        with (
+            pytest.raises(NotImplementedError, match="loss"),
+            patch_transformers(model),
+        ):
+            model(**batch)
+        assert "_loss_function" not in vars(model)
+        assert model(**batch).logits is not None
+
+
+def test_a_loss_function_of_ones_own_is_refused() -> None:
+    model, batch = model_and_batch("llama")
+    with patch_transformers(model):
+        model(**batch)
+        model.loss_function = lambda logits, labels, **_: logits.sum()
+        with pytest.raises(NotImplementedError, match="loss_function of LlamaForCausalLM is <lam"):
+            model(**batch)
+        assert model.loss_function.__name__ == "<lambda>"
+    with pytest.raises(NotImplementedError, match="loss_function of LlamaForCausalLM is <lam"):
+        patch_transformers(model)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda k: {"labels": k["labels"].roll(1, -1)},
+        lambda k: {"labels": k["labels"][:, 1:]},
+        lambda k: {"shift_labels": k["labels"]},
+        lambda k: {"ignore_index": 7},
+        lambda k: {"num_items_in_batch": None},
+    ],
+)
+def test_a_model_that_changes_what_its_loss_is_given_is_noticed(changed: Any) -> None:
+    class Changing(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        @property
+        def loss_function(self) -> Any:
+            own = super().loss_function
+            inner = functools.wraps(own)
+            return inner(lambda logits, **k: own(logits, **{**k, **changed(k)}))
+
+    model, (_, batch) = Changing(transformers.LlamaConfig(**SIZES)), model_and_batch("llama")
+    patch_transformers(model)
+    with pytest.raises(NotImplementedError, match="the model gives its loss another"):
+        model(**batch, num_items_in_batch=20)
 
 
 def test_what_cannot_be_patched_says_so() -> None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Hugging Face causal LM that computes its loss without logits.
 
-With labels, the model's own forward runs without them, and its lm_head answers with the loss
-instead of the logits: a module call as ever, so that hooks of FSDP, DDP and accelerate run.
+With labels, the model's own forward runs with them, but its lm_head makes the loss instead of the
+logits (a module call as ever, so that hooks of FSDP, DDP and accelerate run), and its loss_function
+hands that loss over: what the model adds to it, it adds.
 """
 
 from __future__ import annotations
@@ -20,15 +21,75 @@ from logitless.torch import linear_cross_entropy
 
 # What a patched module keeps, beside its `forward`: Patch.unpatch takes them away again.
 _PATCH, _PENDING, _OWN_FORWARD = "_logitless_patch", "_logitless_pending", "_logitless_forward"
+# Where transformers keeps a loss_function that is not the one of the model's kind.
+_LOSS_FUNCTION = "_loss_function"
 
 
 class _Pending:
     """One forward call with labels: what the head needs, and the loss it gave."""
 
-    def __init__(self, labels: Tensor, options: dict[str, Any]) -> None:
-        self.labels = labels
-        self.options = options
+    def __init__(self, settings: _Settings, labels: Tensor, kwargs: dict[str, Any]) -> None:
+        self.settings = settings
+        self.shift_labels = kwargs.get("shift_labels")
+        self.labels: Tensor = labels if self.shift_labels is None else self.shift_labels
+        self.items = kwargs.get("num_items_in_batch")
+        self.ignore_index = kwargs.get("ignore_index", -100)
         self.loss: Tensor | None = None
+        self.asked = False  # for the loss, by the model
+
+    def compute(self, head: Any, input: Tensor) -> None:
+        """The loss, of the input that the model gives its head."""
+        if self.loss is not None:
+            raise not_supported("the model calls its lm_head more than once in a forward")
+        labels = self.labels.to(input.device)
+        if labels.shape != input.shape[:-1]:
+            raise invalid(
+                f"labels has shape {tuple(labels.shape)}; allowed: {tuple(input.shape[:-1])}, one "
+                "for every position the head is given (logits_to_keep does not go with labels)"
+            )
+        options = {**self.settings.options, "ignore_index": self.ignore_index}
+        if (items := self.items) is not None:
+            options["normalizer"] = items.to(input.device) if isinstance(items, Tensor) else items
+        self.loss = linear_cross_entropy(
+            input, head.weight, labels, linear_bias=head.bias, shift=self.shift_labels is None,
+            **options,
+        )  # fmt: skip
+
+    def loss_function(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int | None = None,
+        num_items_in_batch: Any = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """ForCausalLMLoss for the length of the call: the loss that the head made, if the model
+        asks for that one."""
+        self.asked = True
+        if self.loss is None:
+            raise not_supported("the model asks for its loss before it calls its lm_head")
+        for name, value, known in (
+            ("labels", labels if shift_labels is None else shift_labels, self.labels),
+            ("shift_labels", shift_labels, self.shift_labels),
+            ("num_items_in_batch", num_items_in_batch, self.items),
+            ("ignore_index", ignore_index, self.ignore_index),
+        ):
+            if not self._same(value, known):
+                raise not_supported(
+                    f"the model gives its loss another {name} than it was called with; allowed: "
+                    "the same"
+                )
+        self.settings.check(logits, self.loss)
+        return self.loss.clone()  # to which the model may add in place
+
+    def _same(self, value: Any, known: Any) -> bool:
+        if not isinstance(value, Tensor) or not isinstance(known, Tensor):
+            return bool(value == known)
+        if value is known or self.settings.checked or torch.compiler.is_compiling():
+            return value.shape == known.shape
+        return torch.equal(value.to(known.device), known)
 
 
 def _head_forward(self: Any, input: Tensor) -> Tensor:
@@ -36,19 +97,20 @@ def _head_forward(self: Any, input: Tensor) -> Tensor:
     if pending is None:
         logits: Tensor = _own_forward(self)(input)
         return logits
-    labels = pending.labels.to(input.device)
-    if labels.shape != input.shape[:-1]:
-        raise invalid(
-            f"labels has shape {tuple(labels.shape)}; allowed: {tuple(input.shape[:-1])}, one for "
-            "every position the head is given (logits_to_keep does not go with labels)"
-        )
-    loss = linear_cross_entropy(
-        input, self.weight, labels, linear_bias=self.bias, **pending.options
-    )
-    pending.loss = loss
+    pending.compute(self, input)
+    assert pending.loss is not None
     # What the model does with its "logits" then (a softcap, a scale) is done to one number.
-    answer: Tensor = loss.detach().reshape(1, 1, 1)
+    answer: Tensor = pending.loss.detach().reshape(1, 1, 1)
     return answer
+
+
+def _check_loss_function(model: Any) -> None:
+    name = getattr(getattr(model, "loss_function", None), "__name__", None)
+    if name != "ForCausalLMLoss":
+        raise not_supported(
+            f"the loss_function of {type(model).__name__} is {name}; allowed: ForCausalLMLoss, "
+            "that of a causal LM"
+        )
 
 
 def _own_forward(module: Any) -> Any:
@@ -57,31 +119,43 @@ def _own_forward(module: Any) -> Any:
 
 
 def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    patch: _Settings = self.__dict__[_PATCH]
-    forward = _own_forward(self)
-    labels = kwargs.pop("labels", None)
-    if labels is None or (patch.eval_logits and not self.training):
-        return (
-            forward(*args, **kwargs) if labels is None else forward(*args, labels=labels, **kwargs)
-        )
-    shift_labels = kwargs.pop("shift_labels", None)
-    options: dict[str, Any] = {**patch.options, "shift": shift_labels is None}
-    if (items := kwargs.pop("num_items_in_batch", None)) is not None:
-        options["normalizer"] = items.to(labels.device) if isinstance(items, Tensor) else items
-    options["ignore_index"] = kwargs.pop("ignore_index", -100)
+    settings: _Settings = self.__dict__[_PATCH]
+    labels = kwargs.get("labels")
+    if labels is None or (settings.eval_logits and not self.training):
+        return _own_forward(self)(*args, **kwargs)
     as_tuple = kwargs.pop("return_dict", None) is False
-    head = self.get_output_embeddings()
-    pending = _Pending(labels if shift_labels is None else shift_labels, options)
+    pending = _Pending(settings, labels, kwargs)
+    output = _forward_with(pending, self, *args, **kwargs, return_dict=True)
+    output = dataclasses.replace(output, logits=None)
+    return output.to_tuple() if as_tuple else output
+
+
+def _forward_with(pending: _Pending, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """The model's own forward, its head and its loss_function replaced by those of `pending`."""
+    _check_loss_function(model)
+    head = model.get_output_embeddings()
+    own_loss = model.__dict__.get(_LOSS_FUNCTION)
     head.__dict__[_PENDING] = pending
+    model.__dict__[_LOSS_FUNCTION] = pending.loss_function
+    foreign = (
+        f"{type(model).__name__} does not make its loss by its loss_function of its lm_head's "
+        "logits; allowed: a causal LM that does"
+    )
     try:
-        output = forward(*args, **kwargs, return_dict=True)
+        output = _own_forward(model)(*args, **kwargs)
+    except (IndexError, RuntimeError, ValueError) as error:
+        if pending.loss is None or pending.asked:
+            raise
+        raise not_supported(foreign) from error  # a cross-entropy of its own: shapes do not match
     finally:
         del head.__dict__[_PENDING]
-    if pending.loss is None:
-        raise not_supported(f"{type(self).__name__} did not call its lm_head once with all tokens")
-    patch.check(output.logits, pending.loss)
-    output = dataclasses.replace(output, loss=pending.loss, logits=None)
-    return output.to_tuple() if as_tuple else output
+        if own_loss is None:
+            del model.__dict__[_LOSS_FUNCTION]
+        else:
+            model.__dict__[_LOSS_FUNCTION] = own_loss
+    if not pending.asked:
+        raise not_supported(foreign)
+    return output
 
 
 class _Settings:
@@ -161,6 +235,7 @@ def patch_transformers(model: Any, *, eval_logits: bool = False, **options: Any)
             f"the lm_head is a {type(head).__name__}; allowed: a plain torch.nn.Linear (merge or "
             "leave out adapters and quantization on it)"
         )
+    _check_loss_function(model)
     if _PATCH in model.__dict__:
         raise invalid("model is patched already; allowed: once, until unpatch()")
     settings = _Settings(model, options, eval_logits)
