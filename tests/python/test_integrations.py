@@ -266,13 +266,79 @@ def test_generation_still_works() -> None:
     assert made.shape == (2, 12)
 
 
-def test_an_unknown_change_of_the_logits_is_noticed() -> None:
-    model, batch = model_and_batch("cohere")
-    with (
-        patch_transformers(model, logit_scale=1.0),
-        pytest.raises(NotImplementedError, match="changes its logits"),
-    ):
-        model(**batch)
+def changed_llama(change: Any) -> Any:
+    """A Llama that makes something of its logits that no name in its configuration tells."""
+
+    class Changed(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            output.logits = change(output.logits)
+            if labels is not None:
+                output.loss = self.loss_function(
+                    logits=output.logits, labels=labels, vocab_size=self.vocab_size
+                )
+            return output
+
+    return Changed(transformers.LlamaConfig(**SIZES))
+
+
+@pytest.mark.parametrize(
+    ("change", "options"),
+    [
+        (lambda z: 30 * torch.tanh(z / 30), {"softcap": 30.0}),
+        (lambda z: 1e3 * torch.tanh(z / 1e3), {"softcap": 1e3}),
+        (lambda z: 30 * torch.tanh(z * 0.9 / 30), {"softcap": 30.0, "logit_scale": 0.9}),
+        (lambda z: z * 1.01, {"logit_scale": 1.01}),
+        (lambda z: z + 0.01, None),
+        (lambda z: z.clamp(min=-50), None),
+        (lambda z: z[..., :1], None),
+    ],
+)
+@pytest.mark.parametrize("hidden", [1.0, 1e-3])  # with small logits a cap changes no loss
+def test_an_unknown_change_of_the_logits_is_noticed(
+    change: Any, options: dict[str, float] | None, hidden: float
+) -> None:
+    model, (_, batch) = changed_llama(change), model_and_batch("llama")
+    with torch.no_grad():
+        model.model.norm.weight.mul_(hidden)
+    told = {} if options is None else options
+    for less in ({k: v for k, v in told.items() if k != left_out} for left_out in told or ("",)):
+        with patch_transformers(model, **less):
+            for _ in range(2):  # not just the first time
+                with pytest.raises(NotImplementedError, match="changes its logits"):
+                    model(**batch)
+    if options is not None:
+        expected = model(**batch).loss
+        with patch_transformers(model, **options):
+            for _ in range(2):
+                torch.testing.assert_close(model(**batch).loss, expected, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "cohere", "granite"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_check_of_the_logits_holds_in_16_bits(name: str, dtype: torch.dtype) -> None:
+    model, batch = model_and_batch(name)
+    model.to(dtype)
+    expected = model(**batch).loss
+    with patch_transformers(model), torch.autocast("cpu", dtype=dtype):
+        torch.testing.assert_close(model(**batch).loss, expected.float(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reduction": "none"}, "reduction is 'none'; allowed: 'mean', 'sum'"),
+        ({"ignore_index": 3}, "ignore_index is no option; allowed: weight, "),
+        ({"shift": False}, "shift is no option"),
+        ({"return_statistics": ("lse",)}, "return_statistics is no option"),
+        ({"smoothing": 0.1}, "smoothing is no option"),
+    ],
+)
+def test_options_without_a_meaning_are_refused(options: dict[str, Any], message: str) -> None:
+    model, _ = model_and_batch("llama")
+    with pytest.raises(ValueError, match=message):
+        patch_transformers(model, **options)
+    assert "forward" not in vars(model)
 
 
 def test_a_model_with_another_loss_is_refused() -> None:

@@ -23,6 +23,13 @@ from logitless.torch import linear_cross_entropy
 _PATCH, _PENDING, _OWN_FORWARD = "_logitless_patch", "_logitless_pending", "_logitless_forward"
 # Where transformers keeps a loss_function that is not the one of the model's kind.
 _LOSS_FUNCTION = "_loss_function"
+# Large enough to bend any softcap, small enough to show a scale beneath one; exact in 16 bits.
+_PROBE = (-8192.0, -8.0, 0.0, 1.0, 128.0)
+# What linear_cross_entropy may be told beside what the model and its call tell it.
+_OPTIONS = (
+    "weight", "reduction", "label_smoothing", "z_loss", "logit_scale", "softcap", "temperature",
+    "token_weight", "normalizer", "memory", "empty_mean",
+)  # fmt: skip
 
 
 class _Pending:
@@ -81,7 +88,7 @@ class _Pending:
                     f"the model gives its loss another {name} than it was called with; allowed: "
                     "the same"
                 )
-        self.settings.check(logits, self.loss)
+        self.settings.check(logits)
         return self.loss.clone()  # to which the model may add in place
 
     def _same(self, value: Any, known: Any) -> bool:
@@ -98,10 +105,7 @@ def _head_forward(self: Any, input: Tensor) -> Tensor:
         logits: Tensor = _own_forward(self)(input)
         return logits
     pending.compute(self, input)
-    assert pending.loss is not None
-    # What the model does with its "logits" then (a softcap, a scale) is done to one number.
-    answer: Tensor = pending.loss.detach().reshape(1, 1, 1)
-    return answer
+    return pending.settings.answer(input.device)
 
 
 def _check_loss_function(model: Any) -> None:
@@ -163,7 +167,7 @@ class _Settings:
 
     def __init__(self, model: Any, options: dict[str, Any], eval_logits: bool) -> None:
         config = model.config.get_text_config() if hasattr(model, "config") else None
-        found: dict[str, Any] = {"empty_mean": "nan"}
+        found: dict[str, Any] = {"empty_mean": "nan", "logit_scale": 1.0, "softcap": 0.0}
         if softcap := getattr(config, "final_logit_softcapping", None):
             found["softcap"] = softcap
         if isinstance(scale := getattr(model, "logit_scale", None), (int, float)):
@@ -174,24 +178,29 @@ class _Settings:
         self.eval_logits = eval_logits
         self.checked = False
 
-    def check(self, answered: Tensor, loss: Tensor) -> None:
-        """Once, with the first loss: what the model made of the number that its head answered must
-        be what the loss was told of scale and softcap."""
+    def answer(self, device: torch.device) -> Tensor:
+        """What the head gives the model for logits: [1, 1, 5]."""
+        if self.checked or torch.compiler.is_compiling():
+            return torch.zeros(1, 1, len(_PROBE), device=device)  # without a copy to the device
+        return torch.tensor([[_PROBE]], device=device)
+
+    def check(self, made: Tensor) -> None:
+        """Until it holds once: what the model made of the head's answer must be what the loss was
+        told of scale and softcap."""
         if self.checked or torch.compiler.is_compiling():
             return
-        self.checked = True
-        expected = loss.detach() * self.options.get("logit_scale", 1.0)
-        if softcap := self.options.get("softcap", 0.0):
+        expected = torch.tensor([[_PROBE]], device=made.device) * self.options["logit_scale"]
+        if softcap := self.options["softcap"]:
             expected = torch.tanh(expected / softcap) * softcap
-        made = answered.detach().reshape(-1)
-        same = made.numel() == 1 and torch.allclose(
-            made.float(), expected.reshape(1).float(), rtol=2e-2, atol=1e-6, equal_nan=True
-        )
-        if not same:
+        tolerance = 1e-3 if made.dtype == torch.float32 else 1e-2
+        if made.shape != expected.shape or not torch.allclose(
+            made.detach().float(), expected, rtol=tolerance, atol=tolerance
+        ):
             raise not_supported(
                 "the model changes its logits after the lm_head in a way that is not known here; "
                 "pass logit_scale= or softcap= to patch_transformers"
             )
+        self.checked = True
 
 
 class Patch:
@@ -236,6 +245,10 @@ def patch_transformers(model: Any, *, eval_logits: bool = False, **options: Any)
             "leave out adapters and quantization on it)"
         )
     _check_loss_function(model)
+    if unknown := sorted(set(options) - set(_OPTIONS)):
+        raise invalid(f"{unknown[0]} is no option; allowed: {', '.join(_OPTIONS)}")
+    if (reduction := options.get("reduction", "mean")) not in ("mean", "sum"):
+        raise invalid(f"reduction is {reduction!r}; allowed: 'mean', 'sum' (one loss)")
     if _PATCH in model.__dict__:
         raise invalid("model is patched already; allowed: once, until unpatch()")
     settings = _Settings(model, options, eval_logits)
