@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import inspect
+import io
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import reference
 from logitless.integrations import (
     FusedLinearCrossEntropyFunction,
     LigerFusedLinearCrossEntropyLoss,
+    Patch,
     cce,
     patch_transformers,
     verl,
@@ -246,6 +249,48 @@ def test_a_patched_model_keeps_its_signature_and_copies() -> None:
                 p.mul_(0.5)
         assert model(**batch).loss != other(**batch).loss and other(**batch).logits is None
         assert set(other.state_dict()) == set(model.state_dict())
+
+
+def test_a_patched_model_saved_and_loaded_is_patched() -> None:
+    model, batch = model_and_batch("llama")
+    patch_transformers(model, label_smoothing=0.1)
+    expected = model(**batch).loss
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    other = torch.load(file, weights_only=False)
+    output = other(**batch)
+    assert torch.equal(output.loss, expected) and output.logits is None
+    with pytest.raises(ValueError, match="patched already"):
+        patch_transformers(other)
+    Patch(other).unpatch()
+    assert set(vars(other)) == set(vars(MODELS["llama"]()))
+    plain = other(**batch)
+    assert plain.logits is not None and plain.loss < expected
+    assert model(**batch).logits is None
+
+
+def test_replicas_of_a_patched_model_are_patched(monkeypatch: Any) -> None:
+    model, batch = model_and_batch("llama")
+    half = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in half.parameters():
+            p.mul_(0.5)
+    expected = [model(**batch).loss, half(**batch).loss]
+    patch_transformers(model)
+    module = importlib.import_module("torch.nn.parallel.replicate")
+    monkeypatch.setattr(  # a broadcast without GPUs, to unequal copies
+        module, "_broadcast_coalesced_reshape",
+        lambda tensors, *_, **__: [
+            [t * (factor if t.requires_grad else 1) for t in tensors] for factor in (1.0, 0.5)
+        ],
+    )  # fmt: skip
+    for replica, e in zip(module.replicate(model, [0, 1]), expected):
+        output = replica(**batch)
+        assert output.logits is None
+        torch.testing.assert_close(output.loss, e, rtol=2e-6, atol=1e-6)
+        output.loss.backward()
+    assert model(**batch).logits is None and model.lm_head.weight.grad is not None
 
 
 def test_hooks_around_the_head_run() -> None:

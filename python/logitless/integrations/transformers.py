@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import types
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from logitless.torch import linear_cross_entropy
 
 # What a patched module keeps, beside its `forward`: Patch.unpatch takes them away again.
 _PATCH, _PENDING, _OWN_FORWARD = "_logitless_patch", "_logitless_pending", "_logitless_forward"
+_REPLICATE = "_replicate_for_data_parallel"
 # Where transformers keeps a loss_function that is not the one of the model's kind.
 _LOSS_FUNCTION = "_loss_function"
 # Large enough to bend any softcap, small enough to show a scale beneath one; exact in 16 bits.
@@ -203,6 +205,32 @@ class _Settings:
         self.checked = True
 
 
+class _Bound:
+    """A function as a method of one module. Unlike a method it is copied, pickled and replicated
+    with that module, and it has the signature of the module's own forward, at which trainers
+    look."""
+
+    def __init__(self, module: Any, function: Callable[..., Any]) -> None:
+        self.module = module
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self.module, *args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(_own_forward(self.module))
+
+
+def _replicate(self: Any) -> Any:
+    """DataParallel's replicas are shallow copies: what is bound to the module is bound anew."""
+    replica = type(self)._replicate_for_data_parallel(self)
+    for name, value in self.__dict__.items():
+        if isinstance(value, _Bound):
+            replica.__dict__[name] = _Bound(replica, value.function)
+    return replica
+
+
 class Patch:
     """A patched model. `with` unpatches at its end; so does `unpatch()`."""
 
@@ -220,7 +248,7 @@ class Patch:
         for module in (self.model, self.model.get_output_embeddings()):
             if _PATCH not in module.__dict__:
                 continue
-            del module.__dict__[_PATCH]
+            del module.__dict__[_PATCH], module.__dict__[_REPLICATE]
             own = module.__dict__.pop(_OWN_FORWARD)
             if own is None:
                 del module.__dict__["forward"]
@@ -256,9 +284,6 @@ def patch_transformers(model: Any, *, eval_logits: bool = False, **options: Any)
         own = module.__dict__.get("forward")
         module.__dict__[_PATCH] = settings
         module.__dict__[_OWN_FORWARD] = own
-        # A method, so that a deepcopy of the model is bound to the copy; a function of its own, so
-        # that it may carry the signature that trainers look at.
-        own_copy = types.FunctionType(function.__code__, function.__globals__)
-        functools.update_wrapper(own_copy, type(module).forward)
-        module.__dict__["forward"] = types.MethodType(own_copy, module)
+        module.__dict__["forward"] = _Bound(module, function)
+        module.__dict__[_REPLICATE] = _Bound(module, _replicate)
     return Patch(model)
