@@ -81,6 +81,38 @@ def test_liger_token_scaling() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("scaling", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_ligers_z_loss_is_the_z_part_of_the_loss(
+    reduction: str, scaling: bool, weighted: bool
+) -> None:
+    """As in Liger's kernel: scaled by the token, not by the class; a mean is over the tokens."""
+    x, w, b, t = problem((12,), 17, 8, bias=True)
+    assert b is not None
+    classes = torch.rand(17) + 0.5 if weighted else None
+    logits = reference.logits_of(x, w, b)
+    s = reference.statistics(logits, t, {})
+    p = s["logprob"].exp().detach() if scaling else torch.ones_like(s["lse"])
+    squares = 0.1 * p * s["lse"] ** 2
+    z = {"none": squares, "sum": squares.sum(), "mean": squares.sum() / s["valid"].sum()}[reduction]
+    cross_entropy = reference.loss(
+        logits, t, weight=classes, token_weight=p, reduction=reduction, label_smoothing=0.1
+    )
+    options: dict[str, Any] = {
+        "ce_weight": classes, "lse_square_scale": 0.1, "label_smoothing": 0.1,
+        "reduction": reduction, "use_token_scaling": scaling,
+    }  # fmt: skip
+    output = LigerFusedLinearCrossEntropyLoss(**options, return_z_loss=True)(w, x, t, b)
+    alone = LigerFusedLinearCrossEntropyLoss(**options)(w, x, t, b)
+    close(output.z_loss, z)
+    expected = torch.autograd.grad((cross_entropy + z).sum(), (x, w, b))
+    for loss in (output.loss, alone):
+        close(loss, cross_entropy + z)
+        for a, e in zip(torch.autograd.grad(loss.sum(), (x, w, b)), expected):
+            close(a, e)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("shift", [0, True, 2])
 def test_cce(reduction: str, shift: Any) -> None:
     x, w, b, t = problem((3, 7), 17, 8, bias=True)

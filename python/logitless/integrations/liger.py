@@ -58,23 +58,30 @@ class FusedLinearCrossEntropyFunction:
                 token_weight = linear_logprob(
                     _input, weight, target, bias=bias, ignore_index=ignore_index, softcap=cap
                 ).exp()
+        # A mean divides by the classes' weights, but the z-loss by the number of tokens.
+        apart = ce_weight is not None and reduction == "mean" and lse_square_scale > 0
         names: list[str] = []
-        if return_z_loss:
+        if return_z_loss or apart:
             names.append("lse")
         if return_token_accuracy or return_predicted_tokens:
             names.append("argmax")
         result = linear_cross_entropy(
             _input, weight, target, linear_bias=bias, weight=ce_weight, reduction=reduction,
-            ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=lse_square_scale,
-            softcap=cap, token_weight=token_weight, return_statistics=names,
+            ignore_index=ignore_index, label_smoothing=label_smoothing,
+            z_loss=0.0 if apart else lse_square_scale, softcap=cap, token_weight=token_weight,
+            return_statistics=names,
         )  # fmt: skip
         if not names:
             return CrossEntropyOutput(result)
         loss, statistics = result
         valid = target != ignore_index
         z_loss = accuracy = predicted = None
-        if return_z_loss:
-            z_loss = _mean(lse_square_scale * statistics.lse.square(), valid, reduction)
+        if return_z_loss or apart:
+            squares = lse_square_scale * statistics.lse.square()
+            squares = squares if token_weight is None else squares * token_weight
+            z_loss = _mean(squares, valid, reduction)
+        if apart:
+            loss, z_loss = loss + z_loss, z_loss if return_z_loss else None
         if return_token_accuracy:
             hits = (statistics.argmax == target).float()  # an ignored token's argmax is -1
             accuracy = hits if reduction == "none" else hits.sum() / valid.sum().clamp(min=1)
