@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -258,6 +262,78 @@ def test_a_default_device_changes_nothing(device: str, tokens: int) -> None:
     assert torch.equal(loss, expected) and none.device == x.device
     for a, e in zip(made, grads):
         assert torch.equal(a, e)
+
+
+def test_a_default_device_leaves_the_eager_path_alone() -> None:
+    from torch.overrides import BaseTorchFunctionMode
+
+    x, w, _, t = problem((9,), 17, 8)
+    plain = type(linear_cross_entropy(x, w, t).grad_fn)
+    assert "FusedLoss" in plain.__name__
+    with torch.device("cpu"):
+        assert type(linear_cross_entropy(x, w, t).grad_fn) is plain
+        with BaseTorchFunctionMode():  # one that may want to see the op
+            assert type(linear_cross_entropy(x, w, t).grad_fn) is not plain
+    torch.set_default_device("cpu")
+    try:
+        assert type(linear_cross_entropy(x, w, t).grad_fn) is plain
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("shape", [(), (9,), (3, 4)])
+def test_results_may_be_changed_in_place(device: str, shape: tuple[int, ...]) -> None:
+    """In torch only what is no view made inside the function may."""
+    names = ("lse", "target_logit", "logprob", "entropy", "argmax")
+    x, w, _, t = problem(shape, 17, 8, device=device, ignored=0)
+    expected = linear_cross_entropy(x, w, t, reduction="none")
+    loss, s = linear_cross_entropy(x, w, t, reduction="none", return_statistics=names)
+    for result in (loss, *s):
+        assert result.shape == t.shape and not result._is_view()
+        if result is not s.entropy:  # which backward reads: torch says so
+            result.mul_(2)
+    grads = torch.autograd.grad(loss.sum(), (x, w))
+    for ours, theirs in zip(grads, torch.autograd.grad(expected.sum(), (x, w))):
+        close(ours, 2 * theirs.double())
+    _, s = linear_cross_entropy(x, w, t, return_statistics=("argmax",))
+    assert s.argmax.shape == t.shape and not s.argmax._is_view()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_loss_kept_for_the_log_keeps_nothing_else(device: str, reduction: str) -> None:
+    x, w, _, t = problem((9,), 17, 8, device=device)
+    token_weight = torch.rand(9, device=device)
+    result = linear_cross_entropy(
+        x, w, t, token_weight=token_weight, reduction=reduction, return_statistics=("argmax",)
+    )
+    held = [weakref.ref(v) for v in (t, token_weight, result[1].argmax)]
+    loss = result[0]
+    loss.sum().backward()
+    del t, token_weight, result
+    assert [ref() for ref in held] == [None] * 3 and loss.grad_fn is not None
+
+
+@pytest.mark.parametrize(
+    ("setting", "allowed"),
+    [
+        ("", False),
+        ("torch.set_float32_matmul_precision('high')", True),
+        ("torch.set_float32_matmul_precision('medium')", True),
+        ("torch.backends.cuda.matmul.allow_tf32 = True", True),
+        ("torch.backends.cuda.matmul.fp32_precision = 'tf32'", True),
+        ("torch.backends.cuda.matmul.fp32_precision = 'ieee'", False),
+        ("torch.backends.fp32_precision = 'tf32'", True),
+        ("torch.backends.cudnn.conv.fp32_precision = 'tf32'", False),
+    ],
+)
+def test_every_switch_of_tf32_is_followed(setting: str, allowed: bool) -> None:
+    code = f"import torch\n{setting}\nfrom logitless.torch import _run\nprint(_run._allows_tf32())"
+    path = os.pathsep.join(p for p in sys.path if p)
+    environment = {**os.environ, "PYTHONPATH": path}
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
+    assert answer.stdout.strip() == str(allowed), answer.stderr
 
 
 def test_gradcheck_against_finite_differences() -> None:

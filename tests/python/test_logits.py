@@ -70,6 +70,31 @@ def test_statistics(device: str) -> None:
             close(getattr(s, name), value)
 
 
+LAYOUTS: dict[str, Any] = {
+    "shifted": lambda z: z[:, :-1],
+    "transposed": lambda z: z.transpose(0, 1),
+    "columns": lambda z: z[..., 3:],
+    "every second": lambda z: z[::2, ::2],
+    "vocab first": lambda z: z.permute(1, 2, 0),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_in_place_of_logits_that_are_no_matrix(device: str, layout: str) -> None:
+    z, _ = problem((4, 7), 9, device=device)
+    shape = LAYOUTS[layout](z).shape
+    t = torch.randint(0, shape[-1], shape[:-1], device=device)
+    expected = reference.loss(LAYOUTS[layout](z), t)
+    (exact,) = torch.autograd.grad(expected, z)
+    full = z * 1
+    logits = LAYOUTS[layout](full)
+    loss = cross_entropy_(logits, t)
+    close(loss, expected)
+    loss.backward()
+    close(z.grad, exact)  # type: ignore[arg-type]
+    close(logits.detach(), LAYOUTS[layout](exact))
+
+
 def test_in_place_needs_no_second_matrix(device: str, monkeypatch: Any) -> None:
     from logitless.torch import _run
 

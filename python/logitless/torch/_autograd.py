@@ -49,6 +49,9 @@ def cast_bias(bias: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
     return bias if bias is None or bias.dtype is torch.float32 else cast(bias, dtype)
 
 
+_NONE: Any = (None,) * len(Constants._fields)
+
+
 class Call:
     """What a loss is asked for, beside the tensors that have gradients."""
 
@@ -75,6 +78,12 @@ class Call:
         self.in_place = in_place  # the gradient overwrites the logits
         self.argmax: Tensor | None = None  # of a fused call, beside its one output
         self.main_grad = main_grad  # [V, D] f32, to which grad_weight is added
+
+    def release(self) -> Constants:
+        """The constants, which are no longer the call's: it lives as long as the loss, they need
+        not."""
+        constants, self.constants = self.constants, _NONE
+        return constants
 
     def fused(self, weight: Tensor | None) -> bool:
         """Whether the gradients are made in the forward call."""
@@ -154,7 +163,7 @@ class FusedLoss(Function):
         loss, call.argmax, row_state, *ctx.grads = _run.forward_backward(
             x, w, b, call.constants, call.options, call.memory, call.wanted | _run.ROW_STATE, held
         )
-        ctx.save_for_backward(input, weight, bias, *call.constants, row_state, None)
+        ctx.save_for_backward(input, weight, bias, *call.release(), row_state, None)
         return loss
 
     @staticmethod
@@ -201,7 +210,7 @@ class Loss(Function):
         entropy, argmax = results[4:]
         if argmax is not None:
             ctx.mark_non_differentiable(argmax)
-        ctx.save_for_backward(input, weight, bias, *call.constants, row_state, entropy)
+        ctx.save_for_backward(input, weight, bias, *call.release(), row_state, entropy)
         return tuple(results)
 
     @staticmethod
@@ -261,6 +270,6 @@ def recompute(
             grad_entropy,
         ),
         _dtypes(ctx, input, weight, bias),
-        grad_input=input if call.in_place else None,
+        in_place=call.in_place,
         main_grad=call.main_grad if weight is not None and ctx.needs_input_grad[1] else None,
     )

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._device import DeviceContext  # what set_default_device and `with device` push
 
 from logitless import _abi
 from logitless._abi import Options, parse_memory
@@ -31,6 +32,7 @@ _STATISTICS = {
 }
 
 
+_function_mode = torch._C._get_function_stack_at
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
@@ -139,7 +141,10 @@ def _dispatches(*tensors: Tensor | None) -> bool:
         _refuse_sharded(tensors)
         return True
     first = tensors[0]
-    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+    if torch._C._len_torch_dispatch_stack():
+        return True
+    modes = torch._C._len_torch_function_stack()
+    if modes and not all(type(_function_mode(i)) is DeviceContext for i in range(modes)):
         return True
     if first is not None and not (first.is_cpu or first.is_cuda):
         return True
@@ -186,7 +191,8 @@ def _loss(
     if needs and call.fused(weight):
         apply = FusedLoss.apply
         loss = apply(input, weight, bias, call)
-        return loss, None, None, None, None, call.argmax
+        argmax, call.argmax = call.argmax, None
+        return loss, None, None, None, None, argmax
     if needs:
         apply = Loss.apply
         return apply(input, weight, bias, call)

@@ -8,7 +8,7 @@ logits [N, V]. Optional results that are not wanted are None.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -102,6 +102,17 @@ def _follow_torch_threads() -> None:
     _plans.clear()  # the workspace recommended grows with the threads
 
 
+_fp32_precision: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
+
+
+def _allows_tf32() -> bool:
+    """What torch.backends.cuda.matmul.fp32_precision says, without its detours: it follows every
+    setter, old or new, while torch.get_float32_matmul_precision raises after the new ones."""
+    if _fp32_precision is None:  # torch before 2.9 has the old setters only
+        return torch.get_float32_matmul_precision() != "highest"
+    return bool(_fp32_precision("cuda", "matmul") == "tf32")
+
+
 def _launch_cuda(plan: _abi.Plan, addresses: list[int], first: Tensor) -> None:
     index = first.get_device()
     if index not in _warm and not torch.cuda.is_current_stream_capturing():
@@ -124,7 +135,7 @@ def launch(
     cuda = first.is_cuda
     if cuda and options is not None and first.dtype is torch.float32:
         # torch's own switch; an f32 product is otherwise never made of rounded operands.
-        options = options._replace(allow_tf32=torch.get_float32_matmul_precision() != "highest")
+        options = options._replace(allow_tf32=_allows_tf32())
     key: list[object] = [kind, options, memory, asked]
     for t in tensors[: len(_INPUTS)]:
         if t is None:
@@ -162,9 +173,10 @@ def launch(
         _scratch.append(workspace)
 
 
-def _per_token(flat_target: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """An output [N]. empty_like costs a third of what empty with a dtype and a device does."""
-    return torch.empty_like(flat_target, dtype=dtype, memory_format=torch.contiguous_format)
+def _per_token(target: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """An output [...], in the target's shape: a view of one [N] could not be changed in place.
+    empty_like costs a third of what empty with a dtype and a device does."""
+    return torch.empty_like(target, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _row_state(flat_target: Tensor) -> Tensor:
@@ -207,29 +219,29 @@ def forward(
     rows = input if input.dim() == 2 else _rows(input, target.numel())  # [N, D]
 
     def per_token(bits: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        return _per_token(flat, dtype) if wanted & bits else None
+        return _per_token(target, dtype) if wanted & bits else None
 
+    none = options.reduction == _abi.REDUCTION_NONE
     loss = None
     if wanted & LOSS:
-        none = options.reduction == _abi.REDUCTION_NONE
-        loss = _per_token(flat) if none else _scalar(rows.device)  # [N] or []
-    lse, target_logit = per_token(LSE), per_token(TARGET_LOGIT | LOGPROB)  # [N] [N]
-    entropy, argmax = per_token(ENTROPY), per_token(ARGMAX, torch.int64)  # [N] [N]
+        loss = _per_token(target) if none else _scalar(rows.device)  # [...] or []
+    lse, target_logit = per_token(LSE), per_token(TARGET_LOGIT | LOGPROB)  # [...] [...]
+    entropy, argmax = per_token(ENTROPY), per_token(ARGMAX, torch.int64)  # [...] [...]
+    outputs: tuple[Tensor | None, ...] = (loss, lse, target_logit, entropy, argmax)
+    if target.dim() != 1:
+        outputs = (_flat(loss) if none else loss, *map(_flat, outputs[1:]))  # [N]
     row_state = _row_state(flat) if wanted & (ROW_STATE | LOGPROB) else None  # [2, N]
     tensors = (
-        rows, weight, bias, flat, _flat(token_weight), vocab_weight, normalizer, loss, lse,
-        target_logit, entropy, argmax,
+        rows, weight, bias, flat, _flat(token_weight), vocab_weight, normalizer, *outputs,
     )  # fmt: skip
     kind = _abi.CROSS_ENTROPY_FORWARD if weight is None else _abi.LINEAR_CROSS_ENTROPY_FORWARD
     launch(kind, _FORWARD, tensors, options, memory, wanted, row_state)
     logprob = None
     if wanted & LOGPROB:  # from both numbers of the lse: their sum alone would lose a large offset
         assert target_logit is not None and row_state is not None
-        logprob = (target_logit - row_state[0]).sub_(row_state[1])  # [N]
-    results: tuple[Tensor | None, ...] = (loss, lse, target_logit, logprob, entropy, argmax)
-    if target.dim() != 1:
-        results = tuple(t if t is None or t.dim() != 1 else t.view(target.shape) for t in results)
-    return *results, row_state
+        reference, log_sum = row_state.view(2, *target.shape)  # [...] [...]
+        logprob = (target_logit - reference).sub_(log_sum)  # [...]
+    return loss, lse, target_logit, logprob, entropy, argmax, row_state
 
 
 def forward_backward(
@@ -244,7 +256,7 @@ def forward_backward(
     loss = _scalar(rows.device)  # []
     argmax = row_state = grad_input = grad_weight = grad_bias = None
     if wanted & ARGMAX:
-        argmax = _per_token(flat, torch.int64)  # [N]
+        argmax = _per_token(target, torch.int64)  # [...]
     if wanted & ROW_STATE:
         row_state = _row_state(flat)  # [2, N]
     if dtypes[0] is not None:
@@ -254,15 +266,13 @@ def forward_backward(
     if bias is not None and dtypes[2] is not None:
         grad_bias = _grad_of(bias, dtypes[2])  # [V]
     tensors = (
-        rows, weight, bias, flat, _flat(token_weight), vocab_weight, normalizer, loss, argmax,
-        grad_input, grad_weight, grad_bias,
+        rows, weight, bias, flat, _flat(token_weight), vocab_weight, normalizer, loss,
+        _flat(argmax), grad_input, grad_weight, grad_bias,
     )  # fmt: skip
     kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD
     launch(kind, _FORWARD_BACKWARD, tensors, options, memory, (wanted, dtypes), row_state)
     if grad_input is not None and input.dim() != 2:
         grad_input = grad_input.view(input.shape)
-    if argmax is not None and target.dim() != 1:
-        argmax = argmax.view(target.shape)
     return loss, argmax, row_state, grad_input, grad_weight, grad_bias
 
 
@@ -321,20 +331,20 @@ class Upstream(NamedTuple):
 def backward(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, constants: Constants,
     options: Options, memory: int | None, upstream: Upstream,
-    dtypes: Sequence[torch.dtype | None], *, grad_input: Tensor | None = None,
+    dtypes: Sequence[torch.dtype | None], *, in_place: bool = False,
     main_grad: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """(grad_input, grad_weight, grad_bias). `grad_input` is where the first goes, if given;
-    grad_weight is added to `main_grad` [V, D] f32 instead, if that is given."""
+    """(grad_input, grad_weight, grad_bias). `in_place` the first overwrites the input; grad_weight
+    is added to `main_grad` [V, D] f32 instead, if that is given."""
     target, token_weight, vocab_weight, normalizer = constants
     tokens = target.numel()
     rows = _rows(input, tokens)  # [N, D]
     grads = [
         None if t is None or dtype is None else _grad_of(t, dtype)
-        for t, dtype in zip((None if grad_input is not None else rows, weight, bias), dtypes)
+        for t, dtype in zip((None if in_place else rows, weight, bias), dtypes)
     ]
-    if grad_input is not None:
-        grads[0] = _rows(grad_input, tokens)
+    if in_place:
+        grads[0] = rows
     if main_grad is not None:
         grads[1] = main_grad
         if grads[2] is not None:  # accumulates too, and must be f32
@@ -364,8 +374,10 @@ def backward(
         if grads[2] is not None and dtypes[2] is not None:
             grads[2] = grads[2].to(dtypes[2])
     result = grads[0]
-    if grad_input is not None:
-        result = grad_input
+    if in_place:
+        if rows.data_ptr() != input.data_ptr():  # the logits are no matrix without a copy
+            input.copy_(rows.view(input.shape))
+        result = input
     elif result is not None and input.dim() != 2:
         result = result.view(input.shape)
     return result, grads[1], grads[2]
