@@ -161,12 +161,18 @@ class View(NamedTuple):
 _INT64 = 1 << 63
 
 
+def check_ignore_index(value: object) -> None:
+    if not isinstance(value, int):
+        raise error_of(3, f"ignore_index is {value!r}; allowed: a 64-bit integer")
+    if not -_INT64 <= value < _INT64:
+        raise invalid(f"ignore_index is {value}; allowed: a 64-bit integer")
+
+
 def _options_struct(options: Options) -> LossOptions:
     for name, value in zip(options._fields, options):
         if not isinstance(value, (int, float)):
             raise error_of(3, f"{name} is a {type(value).__name__}; allowed: a Python number")
-    if not -_INT64 <= options.ignore_index < _INT64:
-        raise invalid(f"ignore_index is {options.ignore_index}; allowed: a 64-bit integer")
+    check_ignore_index(options.ignore_index)
     return LossOptions(
         reduction=options.reduction,
         ignore_index=options.ignore_index,

@@ -116,7 +116,7 @@ class _Call:
         for name in self.names:
             _one_of("return_statistics", name, dict.fromkeys(Statistics._fields, 0))
         normalizer = options.pop("normalizer")
-        number = normalizer if isinstance(normalizer, (int, float)) and normalizer else 0.0
+        number = _normalizer(normalizer)
         empty_mean = _one_of("empty_mean", options.pop("empty_mean"), _EMPTY_MEANS)
         self.constants: dict[str, Array | None] = {"target": self.target}
         for name, key in (("token_weight", "token_weight"), ("weight", "vocab_weight")):
@@ -131,7 +131,7 @@ class _Call:
                     value = value.reshape(-1)
                 self.constants[key] = value
         if normalizer is not None and not number:
-            self.constants["normalizer"] = np.asarray(normalizer, np.float32).reshape(())
+            self.constants["normalizer"] = np.asarray(normalizer, np.float32)
         self.options = Options(
             reduction=self.reduction, empty_mean=empty_mean, normalizer=float(number), **options
         )
@@ -160,11 +160,28 @@ class _Call:
         return loss, Statistics(**kept)
 
 
+def _normalizer(value: Any) -> float:
+    """A host number other than 0 as the core's options take it; otherwise 0."""
+    if value is None:
+        return 0.0
+    array = np.asarray(value)
+    if isinstance(value, bool) or array.dtype.kind not in "iuf":
+        raise wrong_dtype(
+            f"normalizer is a {type(value).__name__}; allowed: a number or an array []"
+        )
+    if array.ndim:
+        raise wrong_shape(f"normalizer has shape {array.shape}; allowed: a number or an array []")
+    return float(value) if isinstance(value, (int, float)) else 0.0
+
+
 def _shifted(target: Array, shift: int, ignore_index: int) -> Array:
     if shift < 0 or target.ndim == 0:
         raise invalid(
             f"shift is {shift} for a target of shape {target.shape}; allowed: >= 0, [..., T]"
         )
+    _abi.check_ignore_index(ignore_index)
+    if target.dtype == np.int32 and not -(1 << 31) <= ignore_index < 1 << 31:
+        target = target.astype(np.int64)
     shift = min(shift, target.shape[-1])
     moved = np.full_like(target, ignore_index)
     moved[..., : target.shape[-1] - shift] = target[..., shift:]

@@ -156,6 +156,35 @@ def test_compiled_16_bit_gradients_are_multiplied_in_f32(
         assert torch.equal(a, e)
 
 
+def test_a_trace_records_the_op(device: str) -> None:
+    def head(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+        loss = linear_cross_entropy(x, w, t)
+        return loss + linear_logprob(x, w, t)
+
+    x, w, _, t = problem((2, 5), 19, 8, device=device)
+    traced = torch.jit.trace(head, (x, w, t))
+    x, w, _, t = problem((2, 5), 19, 8, device=device)
+    loss, expected = traced(x, w, t), head(x, w, t)
+    assert torch.equal(loss, expected)
+    grads = torch.autograd.grad(loss.sum(), (x, w))
+    for ours, theirs in zip(grads, torch.autograd.grad(expected.sum(), (x, w))):
+        close(ours, theirs.double())
+
+
+@pytest.mark.parametrize("option", ["normalizer", "token_weight"])
+def test_a_number_that_changes_does_not_recompile_each_time(device: str, option: str) -> None:
+    x, w, _, t = problem((2, 5), 19, 8, device=device)
+    counter = Counter()
+    compiled = counter.compile(lambda x, w, t, v: linear_cross_entropy(x, w, t, **{option: v}))
+    for step in range(6):
+        value: Any = 1.5 + 0.25 * step
+        if option == "token_weight":
+            value = torch.full_like(t, value, dtype=F32)
+        loss = compiled(x, w, t, value)
+        close(loss, reference.loss(reference.logits_of(x, w), t, **{option: value}))
+    assert counter.graphs.frame_count <= 2
+
+
 def test_a_model_on_meta_and_fake_tensors() -> None:
     x = torch.empty(2, 5, 8, device="meta", requires_grad=True)
     w = torch.empty(19, 8, device="meta", requires_grad=True)

@@ -10,7 +10,13 @@ import torch
 
 import logitless
 from logitless import _abi
-from logitless.torch import cross_entropy, linear_cross_entropy, linear_logprob, softmax_
+from logitless.torch import (
+    cross_entropy,
+    cross_entropy_,
+    linear_cross_entropy,
+    linear_logprob,
+    softmax_,
+)
 from test_linear import F32, problem
 
 
@@ -46,7 +52,12 @@ TENSORS: dict[str, tuple[dict[str, Any], type, str]] = {
     "target too large": ({"t": torch.full((4,), 9)}, ValueError, "target"),
     "target negative": ({"t": torch.full((4,), -1)}, ValueError, "target"),
     "soft targets": ({"t": torch.ones(4, 9)}, NotImplementedError, "soft targets and top-k"),
-    "sparse weight": ({"w": torch.ones(9, 5).to_sparse()}, RuntimeError, "sparse|Sparse"),
+    "sparse weight": ({"w": torch.ones(9, 5).to_sparse()}, RuntimeError, "^weight has layout"),
+    "sparse input": ({"x": torch.ones(4, 5).to_sparse()}, RuntimeError, "^input has layout"),
+    "sparse rows": ({"x": torch.ones(4, 5).to_sparse_csr()}, RuntimeError, "^input has layout"),
+    "sparse target": (
+        {"t": torch.ones(4, dtype=torch.int64).to_sparse()}, RuntimeError, "^target has layout",
+    ),
     "a freed weight": ({"w": None}, ValueError, "weight has shape .* and NULL data"),
     "weight on meta": ({"w": torch.ones(9, 5, device="meta")}, RuntimeError, "weight is on meta"),
 }  # fmt: skip
@@ -78,6 +89,16 @@ OPTIONS: dict[str, tuple[dict[str, Any], type, str]] = {
     "temperature": ({"temperature": 0.0}, ValueError, "temperature"),
     "temperature a tensor": ({"temperature": torch.tensor(1.0)}, TypeError, "temperature"),
     "ignore_index": ({"ignore_index": 1 << 70}, ValueError, "ignore_index"),
+    "ignore_index of no integer": ({"ignore_index": 7.0}, TypeError, "ignore_index is 7.0"),
+    "ignore_index of no integer, shift": (
+        {"ignore_index": 7.0, "shift": True}, TypeError, "ignore_index is 7.0",
+    ),
+    "ignore_index a text, shift": (
+        {"ignore_index": "7", "shift": True}, TypeError, "ignore_index is '7'",
+    ),
+    "ignore_index too large, shift": (
+        {"ignore_index": 1 << 70, "shift": True}, ValueError, "ignore_index",
+    ),
     "normalizer": ({"normalizer": -1.0}, ValueError, "normalizer"),
     "normalizer a text": ({"normalizer": "1"}, TypeError, "normalizer"),
     "normalizer a vector": ({"normalizer": torch.ones(3)}, ValueError, "normalizer"),
@@ -138,6 +159,34 @@ def test_logits_of_a_wrong_kind() -> None:
         softmax_(torch.ones(4, 9, dtype=torch.int64))
     with pytest.raises(NotImplementedError, match="soft targets"):
         linear_logprob(torch.ones(4, 5), torch.ones(9, 5), torch.ones(4, 9))
+
+
+@pytest.mark.parametrize("function", [cross_entropy, cross_entropy_])
+def test_logits_that_are_no_tensor(function: Any) -> None:
+    t = torch.zeros(1, dtype=torch.int64)
+    for logits in ([1.0], None, 3):
+        with pytest.raises(ValueError, match="logits must be a tensor"):
+            function(logits, t)
+        with pytest.raises(ValueError, match="logits must be a tensor"):
+            softmax_(logits)  # type: ignore[arg-type]
+
+
+def test_a_tangent_is_refused_not_lost() -> None:
+    from torch.autograd import forward_ad
+
+    x, w, _, t = (v if v is None else v.detach() for v in problem((4,), 9, 5))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        for call in (
+            lambda: linear_cross_entropy(dual, w, t),
+            lambda: linear_cross_entropy(dual, w.clone().requires_grad_(), t),
+            lambda: linear_logprob(dual, w, t),
+            lambda: cross_entropy(dual, t.clamp(0, 4)),
+            lambda: softmax_(dual),
+        ):
+            with pytest.raises(NotImplementedError, match="forward-mode"):
+                call()
+        linear_cross_entropy(x, w, t)  # what has no tangent may be computed
 
 
 def test_tensors_of_two_devices() -> None:

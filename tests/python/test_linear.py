@@ -294,3 +294,44 @@ def test_memory_is_what_the_workspace_takes(monkeypatch: pytest.MonkeyPatch) -> 
     assert taken[0] == 9 << 20 and taken[0] < taken[1] < 1 << 30
     assert taken[:3] == [workspace_size(x, w, t, memory=m) for m in ("9MiB", "1TB", None)]
     assert taken[3] == workspace_size(x, w, t, gradients=False)
+
+
+@pytest.mark.parametrize("which", ["input", "weight", "bias", "token_weight", "class", "upstream"])
+def test_a_lazy_minus_sign_is_carried_out(device: str, which: str) -> None:
+    def negated(*shape: int) -> Tensor:
+        value = torch.randn(*shape, dtype=torch.complex64, device=device).conj().imag
+        assert value.is_neg()
+        return value
+
+    x, w, b, t = problem((7,), 9, 4, device=device, bias=True)
+    options: dict[str, Any] = {"reduction": "none"}
+    x = negated(7, 4) if which == "input" else x
+    w = negated(9, 4) if which == "weight" else w
+    b = negated(9) if which == "bias" else b
+    if which == "token_weight":
+        options["token_weight"] = negated(7)
+    if which == "class":
+        options["weight"] = negated(9)
+    upstream = negated(7) if which == "upstream" else torch.randn(7, device=device)
+    loss = linear_cross_entropy(x, w, t, linear_bias=b, **options)
+    expected = reference.loss(reference.logits_of(x, w, b), t, **options)
+    close(loss, expected)
+    leaves = [v for v in (x, w, b) if v is not None and v.requires_grad]
+    grads = torch.autograd.grad(loss, leaves, upstream)
+    exact = torch.autograd.grad(expected, leaves, upstream.double())
+    for ours, theirs in zip(grads, exact):
+        close(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    "index", [-100, (1 << 31) - 1, 1 << 31, (1 << 53) + 1, (1 << 63) - 1, -(1 << 63)]
+)
+def test_shift_with_any_ignore_index(device: str, index: int, dtype: torch.dtype) -> None:
+    x, w, _, t = problem((2, 6), 9, 4, device=device, ignored=0)
+    t = t.to(dtype)
+    loss = linear_cross_entropy(x, w, t, shift=2, ignore_index=index)
+    close(loss, reference.loss(reference.logits_of(x[:, :-2], w), t[:, 2:].long()))
+    for shift in (6, 9):
+        loss = linear_cross_entropy(x, w, t, shift=shift, ignore_index=index, reduction="sum")
+        assert loss.item() == 0

@@ -120,6 +120,39 @@ def test_a_tied_embedding_gets_both_gradients() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_main_grad_says_it_was_added_to_when_it_was(reduction: str) -> None:
+    head = LinearCrossEntropyHead(8, 17, grad_accumulation="main_grad", reduction=reduction)
+    weight: Any = head.weight
+    x, _, _, t = problem((9,), 17, 8)
+    weight.grad_added_to_main_grad = False
+    with torch.no_grad():
+        head(x, t)
+    loss = head(x, t).sum()
+    assert weight.grad_added_to_main_grad is False
+    for _ in range(2):
+        weight.grad_added_to_main_grad = False
+        loss.backward(retain_graph=True)
+        assert weight.grad_added_to_main_grad is True
+
+
+def test_main_grad_is_made_for_training_only() -> None:
+    head = LinearCrossEntropyHead(8, 17, grad_accumulation="main_grad")
+    weight: Any = head.weight
+    x, _, _, t = problem((9,), 17, 8)
+    with torch.inference_mode():
+        head(x.detach(), t)
+        with torch.enable_grad():
+            head._main_grad()
+    assert not weight.main_grad.is_inference()
+    del weight.main_grad
+    with torch.no_grad():
+        head(x, t)
+    assert not hasattr(weight, "main_grad")
+    head(x, t).backward()
+    assert weight.main_grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
 def test_main_grad_adds_up_in_f32(device: str, reduction: str, dtype: torch.dtype) -> None:
     head = LinearCrossEntropyHead(

@@ -134,6 +134,33 @@ def test_errors() -> None:
         ln.linear_cross_entropy(x, w, t, memory=1)
 
 
+WRONG_OPTIONS: dict[str, tuple[dict[str, Any], type, str]] = {
+    "ignore_index": ({"ignore_index": 7.0}, TypeError, "ignore_index is 7.0"),
+    "ignore_index, shift": ({"ignore_index": 7.0, "shift": 1}, TypeError, "ignore_index is 7.0"),
+    "ignore_index large": ({"ignore_index": 1 << 70, "shift": 1}, ValueError, "ignore_index"),
+    "normalizer a truth": ({"normalizer": True}, TypeError, "normalizer is a bool"),
+    "normalizer a text": ({"normalizer": "2"}, TypeError, "normalizer is a str"),
+    "normalizer a vector": ({"normalizer": np.ones(2)}, ValueError, r"normalizer has shape \(2,\)"),
+    "normalizer of one": ({"normalizer": np.ones(1)}, ValueError, r"normalizer has shape \(1,\)"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_OPTIONS)
+def test_a_wrong_option(name: str) -> None:
+    options, kind, message = WRONG_OPTIONS[name]
+    x, w, _, t = numpy(*problem((8,), 9, 6, ignored=0))
+    with pytest.raises(kind, match=message):
+        ln.linear_cross_entropy(x, w, t, **options)
+
+
+@pytest.mark.parametrize("index", [1 << 31, (1 << 53) + 1, -(1 << 63)])
+def test_shift_with_any_ignore_index(index: int) -> None:
+    x, w, _, t = numpy(*problem((2, 6), 9, 6, ignored=0))
+    expected = ln.linear_cross_entropy(x, w, t, shift=True)
+    for target in (t, t.astype(np.int32)):
+        assert ln.linear_cross_entropy(x, w, target, shift=True, ignore_index=index) == expected
+
+
 def test_numpy_needs_no_torch() -> None:
     code = "import sys, logitless.numpy; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, env=_environment())

@@ -9,7 +9,7 @@ Otherwise (reduction "none", a differentiable statistic, given logits): Forward,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +49,17 @@ def cast_bias(bias: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
     return bias if bias is None or bias.dtype is torch.float32 else cast(bias, dtype)
 
 
+class MainGrad(NamedTuple):
+    """Where grad_weight is added to."""
+
+    weight: Tensor
+    buffer: Tensor  # [V, D] f32
+
+    def added(self) -> None:
+        if hasattr(self.weight, "grad_added_to_main_grad"):  # what Megatron's optimizer looks at
+            self.weight.grad_added_to_main_grad = True
+
+
 _NONE: Any = (None,) * len(Constants._fields)
 
 
@@ -68,7 +79,7 @@ class Call:
 
     def __init__(
         self, constants: Constants, options: Options, memory: int | None, wanted: int,
-        dtype: torch.dtype | None = None, in_place: bool = False, main_grad: Tensor | None = None,
+        dtype: torch.dtype | None = None, in_place: bool = False, main_grad: MainGrad | None = None,
     ) -> None:  # fmt: skip
         self.constants = constants
         self.options = options
@@ -77,7 +88,7 @@ class Call:
         self.dtype = dtype  # of the products, under autocast
         self.in_place = in_place  # the gradient overwrites the logits
         self.argmax: Tensor | None = None  # of a fused call, beside its one output
-        self.main_grad = main_grad  # [V, D] f32, to which grad_weight is added
+        self.main_grad = main_grad
 
     def release(self) -> Constants:
         """The constants, which are no longer the call's: it lives as long as the loss, they need
@@ -181,7 +192,8 @@ class FusedLoss(Function):
             return recompute(ctx, factor)
         main_grad = ctx.call.main_grad
         if main_grad is not None and grads[1] is not None:
-            main_grad.addcmul_(grads[1], factor)
+            main_grad.buffer.addcmul_(grads[1], factor)
+            main_grad.added()
             grads[1] = None
         return scaled(grads, factor, ctx.dtypes)
 
@@ -241,6 +253,7 @@ def recompute(
 ) -> Sequence[Tensor | None]:  # fmt: skip
     """The gradients by Backward, from what the forward call was given and its row state."""
     call = ctx.call
+    main_grad = call.main_grad if ctx.needs_input_grad[1] else None
     saved = ctx.saved_tensors
     input, weight, bias = saved[:3]
     row_state, entropy = saved[7:]
@@ -254,7 +267,7 @@ def recompute(
         entropy = None
     if call.in_place:
         torch.autograd.graph.increment_version(input)
-    return _run.backward(
+    grads = _run.backward(
         cast(input, call.dtype),
         None if weight is None else cast(weight, call.dtype),
         cast_bias(bias, call.dtype),
@@ -271,5 +284,8 @@ def recompute(
         ),
         _dtypes(ctx, input, weight, bias),
         in_place=call.in_place,
-        main_grad=call.main_grad if weight is not None and ctx.needs_input_grad[1] else None,
+        main_grad=None if main_grad is None else main_grad.buffer,
     )
+    if main_grad is not None:
+        main_grad.added()
+    return grads

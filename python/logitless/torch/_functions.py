@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext  # what set_default_device and `with device` push
 
 from logitless import _abi
 from logitless._abi import Options, parse_memory
 from logitless._errors import invalid, not_supported, wrong_device, wrong_dtype, wrong_shape
 from logitless.torch import _ops, _run
-from logitless.torch._autograd import Call, FusedLoss, Loss, cast, cast_bias
+from logitless.torch._autograd import Call, FusedLoss, Loss, MainGrad, cast, cast_bias
 from logitless.torch._run import Constants
 
 _REDUCTIONS = {
@@ -32,6 +33,7 @@ _STATISTICS = {
 }
 
 
+_INT32 = 1 << 31
 _function_mode = torch._C._get_function_stack_at
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
@@ -68,8 +70,15 @@ def _shifted(target: Tensor, shift: int, ignore_index: int) -> Tensor:
         raise invalid(f"shift is {shift}; allowed: False, True, or a number of tokens >= 0")
     if target.dim() == 0:
         raise wrong_shape("target has shape (); allowed with shift: [..., T]")
+    if not isinstance(ignore_index, torch.SymInt):  # which torch.compile makes of a number
+        _abi.check_ignore_index(ignore_index)
+    if target.dtype is torch.int32 and not -_INT32 <= ignore_index < _INT32:
+        target = target.long()
     shift = min(shift, target.shape[-1])
-    return torch.nn.functional.pad(target[..., shift:], (0, shift), value=ignore_index)
+    # Not pad: its value is a double, which has no room for every index.
+    moved = torch.full_like(target, ignore_index, memory_format=torch.contiguous_format)
+    moved[..., : target.shape[-1] - shift] = target[..., shift:]
+    return moved
 
 
 def _float_constant(name: str, value: Any) -> Tensor:
@@ -78,7 +87,7 @@ def _float_constant(name: str, value: Any) -> Tensor:
         raise wrong_dtype(f"{name} is a {type(value).__name__}; allowed: a tensor")
     if value.requires_grad and torch.is_grad_enabled():
         raise invalid(f"{name} requires grad, but it is a constant here; pass {name}.detach()")
-    return value.float()
+    return value.float().resolve_neg()
 
 
 def _token_weight(value: Any, shape: torch.Size) -> Tensor:
@@ -97,6 +106,10 @@ def _normalizer(value: Any, device: torch.device) -> tuple[float, Tensor | None]
             raise wrong_dtype(
                 f"normalizer is a {type(value).__name__}; allowed: a number or a tensor []"
             )
+        if (
+            torch.compiler.is_compiling() and value > 0
+        ):  # a number would be part of the graph, each a new one
+            return 0.0, torch.ones((), dtype=torch.float32, device=device) * value
         if value == 0:  # in the core's options 0 means: count them
             return 0.0, torch.zeros((), dtype=torch.float32, device=device)
         return float(value), None
@@ -104,7 +117,7 @@ def _normalizer(value: Any, device: torch.device) -> tuple[float, Tensor | None]
         raise invalid("normalizer requires grad, but it is a constant here; pass its detach()")
     if value.dtype not in (torch.float32, torch.int64):
         value = value.to(torch.float32 if value.is_floating_point() else torch.int64)
-    return 0.0, value
+    return 0.0, value.resolve_neg()
 
 
 def _check_target(input: Tensor, target: Any, what: str) -> None:
@@ -137,6 +150,10 @@ def _dispatches(*tensors: Tensor | None) -> bool:
     FakeTensorMode, in a functorch transform, for a tensor of another kind."""
     if torch.compiler.is_compiling():
         return True
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(tensors)
+    if torch._C._get_tracing_state() is not None:  # torch.jit.trace records nothing else
+        return True
     if not _PLAIN.issuperset(map(type, tensors)):
         _refuse_sharded(tensors)
         return True
@@ -154,6 +171,22 @@ def _dispatches(*tensors: Tensor | None) -> bool:
             "torch.nn.functional.cross_entropy inside them"
         )
     return False
+
+
+def _refuse_layouts(tensors: Sequence[Tensor | None]) -> None:
+    for name, t in zip(_run.INPUTS, tensors):
+        if t is not None and t.layout is not torch.strided:
+            raise wrong_device(f"{name} has layout {t.layout}; allowed: dense tensors")
+
+
+def _refuse_tangents(tensors: Sequence[Tensor | None]) -> None:
+    unpack: Any = forward_ad.unpack_dual
+    for t in tensors:
+        if t is not None and unpack(t).tangent is not None:
+            raise not_supported(
+                "forward-mode derivatives (torch.autograd.forward_ad, jvp) are not supported; use "
+                "torch.nn.functional.cross_entropy for them"
+            )
 
 
 def _refuse_sharded(tensors: Sequence[Tensor | None]) -> None:
@@ -175,7 +208,7 @@ def _autocast_dtype(input: Tensor) -> torch.dtype | None:
 def _loss(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, constants: Constants,
     options: Options, memory: int | None, wanted: int, in_place: bool = False,
-    main_grad: Tensor | None = None,
+    main_grad: MainGrad | None = None,
 ) -> Any:  # fmt: skip
     """(loss, lse, target_logit, logprob, entropy, argmax)"""
     dtype = None if weight is None else _autocast_dtype(input)
@@ -185,21 +218,31 @@ def _loss(
         or (weight is not None and weight.requires_grad)
         or (bias is not None and bias.requires_grad)
     )
-    if _dispatches(input, weight, bias, *constants):
+    # is_neg: a lazy minus sign, which the dispatcher carries out.
+    if (
+        _dispatches(input, weight, bias, *constants)
+        or input.is_neg()
+        or (weight is not None and weight.is_neg())
+        or (bias is not None and bias.is_neg())
+    ):
         return _ops.loss(input, weight, bias, call, needs)
     apply: Any
-    if needs and call.fused(weight):
-        apply = FusedLoss.apply
-        loss = apply(input, weight, bias, call)
-        argmax, call.argmax = call.argmax, None
-        return loss, None, None, None, None, argmax
-    if needs:
-        apply = Loss.apply
-        return apply(input, weight, bias, call)
-    if dtype is not None:
-        input, bias = cast(input, dtype), cast_bias(bias, dtype)
-        weight = None if weight is None else cast(weight, dtype)
-    return _run.forward(input, weight, bias, constants, options, memory, wanted)
+    try:
+        if needs and call.fused(weight):
+            apply = FusedLoss.apply
+            loss = apply(input, weight, bias, call)
+            argmax, call.argmax = call.argmax, None
+            return loss, None, None, None, None, argmax
+        if needs:
+            apply = Loss.apply
+            return apply(input, weight, bias, call)
+        if dtype is not None:
+            input, bias = cast(input, dtype), cast_bias(bias, dtype)
+            weight = None if weight is None else cast(weight, dtype)
+        return _run.forward(input, weight, bias, constants, options, memory, wanted)
+    except RuntimeError:  # torch's own word for a layout without strides names no tensor
+        _refuse_layouts((input, weight, bias, *constants))
+        raise
 
 
 def _result(outputs: Any, wanted: int) -> Any:
@@ -231,7 +274,7 @@ def linear_cross_entropy(
     memory: int | str | None = None,
     return_statistics: Sequence[str] = (),
     empty_mean: str = "zero",
-    _main_grad: Tensor | None = None,
+    _main_grad: MainGrad | None = None,
 ) -> Any:
     """Cross-entropy of input @ linear_weight.T + linear_bias, without the logits.
 
@@ -357,6 +400,8 @@ def cross_entropy(
 
 def cross_entropy_(logits: Tensor, target: Tensor, **options: Any) -> Any:
     """cross_entropy whose backward writes the gradient over the logits: no second [N, V]."""
+    if not isinstance(logits, Tensor):
+        raise wrong_shape("logits must be a tensor of shape [..., V]")
     if torch.is_grad_enabled() and logits.requires_grad and logits.is_leaf:
         raise invalid("logits is a leaf that requires grad; cross_entropy_ would overwrite it")
     return cross_entropy(logits, target, _in_place=True, **options)
@@ -364,6 +409,8 @@ def cross_entropy_(logits: Tensor, target: Tensor, **options: Any) -> Any:
 
 def softmax_(logits: Tensor, dim: int = -1) -> Tensor:
     """Softmax along `dim`, written over the logits; not differentiable."""
+    if not isinstance(logits, Tensor):
+        raise wrong_shape("logits must be a tensor")
     if torch.is_grad_enabled() and logits.requires_grad:
         raise invalid("logits requires grad; softmax_ has no gradient: use it under no_grad")
     if _dispatches(logits):

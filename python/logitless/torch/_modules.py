@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from logitless._errors import invalid
+from logitless.torch._autograd import MainGrad
 from logitless.torch._functions import cross_entropy, linear_cross_entropy
 
 
@@ -174,18 +175,18 @@ class LinearCrossEntropyHead(torch.nn.Linear):
             **self.loss._options(),
         )
 
-    def _main_grad(self) -> Tensor | None:
+    def _main_grad(self) -> MainGrad | None:
         weight: Any = self.weight
-        if self.grad_accumulation is None or not weight.requires_grad:
+        wanted = weight.requires_grad and torch.is_grad_enabled()
+        if self.grad_accumulation is None or not wanted:
             return None
         if getattr(weight, "main_grad", None) is None:
-            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+            with torch.inference_mode(False):  # an inference tensor could not be added to later
+                weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
         buffer: Tensor = weight.main_grad
         if buffer.dtype is not torch.float32 or buffer.shape != weight.shape:
             raise invalid(
                 f"weight.main_grad is {str(buffer.dtype)[6:]} of shape {tuple(buffer.shape)}; "
                 f"allowed: float32 of {tuple(weight.shape)}"
             )
-        if hasattr(weight, "grad_added_to_main_grad"):  # what Megatron's optimizer looks at
-            weight.grad_added_to_main_grad = True
-        return buffer
+        return MainGrad(weight, buffer)

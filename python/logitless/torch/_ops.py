@@ -235,12 +235,15 @@ def loss(
         bias = cast_bias(bias, call.dtype)
     wanted = call.wanted
     common = (input, weight, bias, *call.constants, *call.options[:_OPTION_COUNT], call.memory)
-    if needs and weight is not None and call.fused(weight):
+    # A trace is one graph for calls with and without gradients: Forward, and its autograd rule.
+    tracing = not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
+    if needs and not tracing and weight is not None and call.fused(weight):
         bias_needs = bias is not None and bias.requires_grad
         loss, argmax, *_ = torch.ops.logitless.forward_backward(
             *common, wanted, input.requires_grad, weight.requires_grad, bias_needs
         )
         return loss, None, None, None, None, argmax if wanted & _run.ARGMAX else None
-    results = torch.ops.logitless.forward(*common, wanted | _run.ROW_STATE if needs else wanted)
+    made = wanted | _run.ROW_STATE if needs or tracing else wanted
+    results = torch.ops.logitless.forward(*common, made)
     bits = (_run.LOSS, _run.LSE, _run.TARGET_LOGIT, _run.LOGPROB, _run.ENTROPY, _run.ARGMAX)
     return tuple(t if wanted & bit else None for t, bit in zip(results, bits))

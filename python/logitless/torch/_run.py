@@ -28,13 +28,13 @@ _DTYPES = {
     torch.int64: _abi.I64,
 }
 _DEVICES = {"cpu": _abi.CPU, "cuda": _abi.CUDA}
-_INPUTS = ("input", "weight", "bias", "target", "token_weight", "vocab_weight", "normalizer")
+INPUTS = ("input", "weight", "bias", "target", "token_weight", "vocab_weight", "normalizer")
 _FORWARD = (
-    *_INPUTS, "loss", "lse", "target_logit", "entropy", "argmax",
+    *INPUTS, "loss", "lse", "target_logit", "entropy", "argmax",
 )  # fmt: skip
-_FORWARD_BACKWARD = (*_INPUTS, "loss", "argmax", "grad_input", "grad_weight", "grad_bias")
+_FORWARD_BACKWARD = (*INPUTS, "loss", "argmax", "grad_input", "grad_weight", "grad_bias")
 _BACKWARD = (
-    *_INPUTS, "entropy", "grad_loss", "grad_lse",
+    *INPUTS, "entropy", "grad_loss", "grad_lse",
     "grad_target_logit", "grad_entropy", "grad_input", "grad_weight", "grad_bias",
 )  # fmt: skip
 _LOGITS_NAMES = {"input": "logits", "grad_input": "grad_logits"}
@@ -137,7 +137,7 @@ def launch(
         # torch's own switch; an f32 product is otherwise never made of rounded operands.
         options = options._replace(allow_tf32=_allows_tf32())
     key: list[object] = [kind, options, memory, asked]
-    for t in tensors[: len(_INPUTS)]:
+    for t in tensors[: len(INPUTS)]:
         if t is None:
             key.append(None)
         else:
@@ -310,6 +310,7 @@ def planned_bytes(
 def scale_cuda(values: Tensor, factor: Tensor) -> None:
     """values *= factor [] f32 on their device, in f32 and rounded once; nothing is read or written
     where the factor is 1, and nobody waits to know. `values` is dense, as every gradient here."""
+    factor = factor.resolve_neg()
     index = values.get_device()
     stream = torch._C._cuda_getCurrentRawStream(index)
     _abi.scale(
@@ -326,6 +327,11 @@ class Upstream(NamedTuple):
     grad_lse: Tensor | None = None  # [N]
     grad_target_logit: Tensor | None = None  # [N]
     grad_entropy: Tensor | None = None  # [N]
+
+
+def _upstream(tensor: Tensor | None) -> Tensor | None:
+    """[N] or [], without a lazy minus sign."""
+    return None if tensor is None else _flat(tensor.resolve_neg())
 
 
 def backward(
@@ -351,12 +357,12 @@ def backward(
             grads[2] = torch.zeros(grads[2].shape, dtype=torch.float32, device=rows.device)
     tensors = (
         rows, weight, bias, _flat(target), _flat(token_weight), vocab_weight, normalizer,
-        *map(_flat, upstream[1:]), *grads,
+        *map(_upstream, upstream[1:]), *grads,
     )  # fmt: skip
     kind = _abi.CROSS_ENTROPY_BACKWARD if weight is None else _abi.LINEAR_CROSS_ENTROPY_BACKWARD
     asked = tuple(
         None if t is None else (t.dtype, t.device, t.shape, t.stride())
-        for t in tensors[len(_INPUTS) :]
+        for t in tensors[len(INPUTS) :]
     )
     accumulate = main_grad is not None
     launch(
