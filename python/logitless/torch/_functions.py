@@ -231,7 +231,9 @@ def _loss(
         if needs and call.fused(weight):
             apply = FusedLoss.apply
             loss = apply(input, weight, bias, call)
-            argmax, call.argmax = call.argmax, None
+            argmax = call.argmax
+            if argmax is not None:
+                call.argmax = None
             return loss, None, None, None, None, argmax
         if needs:
             apply = Loss.apply

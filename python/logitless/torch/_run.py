@@ -19,6 +19,7 @@ from logitless._errors import wrong_device, wrong_dtype
 
 # What a forward call is asked for, as bits.
 LOSS, LSE, TARGET_LOGIT, LOGPROB, ENTROPY, ARGMAX, ROW_STATE = (1 << bit for bit in range(7))
+_STATISTICS = LSE | TARGET_LOGIT | LOGPROB | ENTROPY | ARGMAX
 
 _DTYPES = {
     torch.float32: _abi.F32,
@@ -225,8 +226,10 @@ def forward(
     loss = None
     if wanted & LOSS:
         loss = _per_token(target) if none else _scalar(rows.device)  # [...] or []
-    lse, target_logit = per_token(LSE), per_token(TARGET_LOGIT | LOGPROB)  # [...] [...]
-    entropy, argmax = per_token(ENTROPY), per_token(ARGMAX, torch.int64)  # [...] [...]
+    lse = target_logit = entropy = argmax = None
+    if wanted & _STATISTICS:
+        lse, target_logit = per_token(LSE), per_token(TARGET_LOGIT | LOGPROB)  # [...] [...]
+        entropy, argmax = per_token(ENTROPY), per_token(ARGMAX, torch.int64)  # [...] [...]
     outputs: tuple[Tensor | None, ...] = (loss, lse, target_logit, entropy, argmax)
     if target.dim() != 1:
         outputs = (_flat(loss) if none else loss, *map(_flat, outputs[1:]))  # [N]
@@ -267,7 +270,7 @@ def forward_backward(
         grad_bias = _grad_of(bias, dtypes[2])  # [V]
     tensors = (
         rows, weight, bias, flat, _flat(token_weight), vocab_weight, normalizer, loss,
-        _flat(argmax), grad_input, grad_weight, grad_bias,
+        argmax if argmax is None else _flat(argmax), grad_input, grad_weight, grad_bias,
     )  # fmt: skip
     kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD
     launch(kind, _FORWARD_BACKWARD, tensors, options, memory, (wanted, dtypes), row_state)
