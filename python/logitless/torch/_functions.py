@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.utils._device import DeviceContext  # what set_default_device and `with device` push
 
 from logitless import _abi
 from logitless._abi import Options, parse_memory
 from logitless._errors import invalid, not_supported, wrong_device, wrong_dtype, wrong_shape
 from logitless.torch import _ops, _run
 from logitless.torch._autograd import Call, FusedLoss, Loss, MainGrad, cast, cast_bias
+from logitless.torch._route import dispatches, refuse_layouts
 from logitless.torch._run import Constants
 
 _REDUCTIONS = {
@@ -34,8 +33,6 @@ _STATISTICS = {
 
 
 _INT32 = 1 << 31
-_function_mode = torch._C._get_function_stack_at
-_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
 class Statistics(NamedTuple):
@@ -145,59 +142,6 @@ def _check_matrix(name: str, weight: Any) -> None:
         )
 
 
-def _dispatches(*tensors: Tensor | None) -> bool:
-    """Whether the call must go through torch's dispatcher: under torch.compile, in a mode such as
-    FakeTensorMode, in a functorch transform, for a tensor of another kind."""
-    if torch.compiler.is_compiling():
-        return True
-    if forward_ad._current_level >= 0:
-        _refuse_tangents(tensors)
-    if torch._C._get_tracing_state() is not None:  # torch.jit.trace records nothing else
-        return True
-    if not _PLAIN.issuperset(map(type, tensors)):
-        _refuse_sharded(tensors)
-        return True
-    first = tensors[0]
-    if torch._C._len_torch_dispatch_stack():
-        return True
-    modes = torch._C._len_torch_function_stack()
-    if modes and not all(type(_function_mode(i)) is DeviceContext for i in range(modes)):
-        return True
-    if first is not None and not (first.is_cpu or first.is_cuda):
-        return True
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise not_supported(
-            "torch.func transforms (grad, vmap, ...) are not supported; use torch.autograd, or "
-            "torch.nn.functional.cross_entropy inside them"
-        )
-    return False
-
-
-def _refuse_layouts(tensors: Sequence[Tensor | None]) -> None:
-    for name, t in zip(_run.INPUTS, tensors):
-        if t is not None and t.layout is not torch.strided:
-            raise wrong_device(f"{name} has layout {t.layout}; allowed: dense tensors")
-
-
-def _refuse_tangents(tensors: Sequence[Tensor | None]) -> None:
-    unpack: Any = forward_ad.unpack_dual
-    for t in tensors:
-        if t is not None and unpack(t).tangent is not None:
-            raise not_supported(
-                "forward-mode derivatives (torch.autograd.forward_ad, jvp) are not supported; use "
-                "torch.nn.functional.cross_entropy for them"
-            )
-
-
-def _refuse_sharded(tensors: Sequence[Tensor | None]) -> None:
-    for t in tensors:
-        if hasattr(t, "placements") or hasattr(t, "local_shards"):
-            raise not_supported(
-                f"a {type(t).__name__} is sharded over devices and cannot be passed; make the head "
-                "a LinearCrossEntropyHead, so that FSDP gathers it, or pass full_tensor()"
-            )
-
-
 def _autocast_dtype(input: Tensor) -> torch.dtype | None:
     kind = "cuda" if input.is_cuda else "cpu"
     if not torch.is_autocast_enabled(kind) or not (input.is_cuda or input.is_cpu):
@@ -220,7 +164,7 @@ def _loss(
     )
     # is_neg: a lazy minus sign, which the dispatcher carries out.
     if (
-        _dispatches(input, weight, bias, *constants)
+        dispatches(input, weight, bias, *constants)
         or input.is_neg()
         or (weight is not None and weight.is_neg())
         or (bias is not None and bias.is_neg())
@@ -243,7 +187,7 @@ def _loss(
             weight = None if weight is None else cast(weight, dtype)
         return _run.forward(input, weight, bias, constants, options, memory, wanted)
     except RuntimeError:  # torch's own word for a layout without strides names no tensor
-        _refuse_layouts((input, weight, bias, *constants))
+        refuse_layouts((input, weight, bias, *constants))
         raise
 
 
@@ -415,7 +359,7 @@ def softmax_(logits: Tensor, dim: int = -1) -> Tensor:
         raise wrong_shape("logits must be a tensor")
     if torch.is_grad_enabled() and logits.requires_grad:
         raise invalid("logits requires grad; softmax_ has no gradient: use it under no_grad")
-    if _dispatches(logits):
+    if dispatches(logits):
         if logits.is_cpu or logits.is_cuda or logits.is_meta:
             return torch.softmax(logits, dim, out=logits)
         raise wrong_device(f"logits is on {logits.device}; allowed: cpu, cuda")
