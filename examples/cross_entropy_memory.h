@@ -66,8 +66,8 @@ class Scratch {
   void* data() const { return data_; }
 
  private:
-  logitless::Device device_;
-  void* stream_;
+  [[maybe_unused]] logitless::Device device_;  // both: where there is CUDA
+  [[maybe_unused]] void* stream_;
   void* data_ = nullptr;
 };
 
