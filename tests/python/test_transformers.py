@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face models patched."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import inspect
+import io
+from typing import Any
+
+import pytest
+import torch
+
+from logitless.integrations import (
+    Patch,
+    patch_transformers,
+)
+
+transformers = pytest.importorskip("transformers")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+    "max_position_embeddings": 32, "pad_token_id": 0,
+}  # fmt: skip
+MODELS: dict[str, Any] = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
+    "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES)),
+    "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES)),
+    "gemma2": lambda: transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(**SIZES, final_logit_softcapping=2.0)
+    ),
+    "cohere": lambda: transformers.CohereForCausalLM(
+        transformers.CohereConfig(**SIZES, logit_scale=0.3)
+    ),
+    "granite": lambda: transformers.GraniteForCausalLM(
+        transformers.GraniteConfig(**SIZES, logits_scaling=3.0)
+    ),
+    "mixtral": lambda: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            **SIZES, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=1.0
+        )
+    ),
+    "gpt2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=61, n_positions=32, n_embd=16, n_layer=2, n_head=2,
+                                resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    ),
+}  # fmt: skip
+
+
+def model_and_batch(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    model = MODELS[name]().train()
+    ids = torch.randint(1, 61, (2, 9))
+    labels = ids.clone()
+    labels[0, :3] = -100
+    return model, {"input_ids": ids, "labels": labels}
+
+
+def gradients(model: Any, loss: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad]))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("extra", [{}, {"num_items_in_batch": 20}], ids=["mean", "items"])
+def test_a_patched_model_has_the_same_loss_and_gradients(
+    name: str, extra: dict[str, Any], monkeypatch: Any
+) -> None:
+    model, batch = model_and_batch(name)
+    plain = model(**batch, **extra)
+    expected = gradients(model, plain.loss)
+    shapes = []
+    real = torch.nn.functional.linear
+    with patch_transformers(model) as patched:
+        assert patched is model
+        monkeypatch.setattr(
+            torch.nn.functional, "linear",
+            lambda *a: shapes.append(tuple(a[1].shape)) or real(*a),
+        )  # fmt: skip
+        output = model(**batch, **extra)
+        monkeypatch.undo()
+        assert output.logits is None and (61, 16) not in shapes
+        torch.testing.assert_close(output.loss, plain.loss, rtol=2e-6, atol=1e-6)
+        for a, e in zip(gradients(model, output.loss), expected):
+            torch.testing.assert_close(a, e, rtol=1e-4, atol=2e-6)
+        as_tuple = model(**batch, **extra, return_dict=False)
+        assert torch.equal(as_tuple[0], output.loss)
+        without = model(input_ids=batch["input_ids"])
+        assert without.loss is None and torch.equal(without.logits, plain.logits)
+    assert "forward" not in vars(model) and "forward" not in vars(model.get_output_embeddings())
+    again = model(**batch, **extra)
+    assert torch.equal(again.loss, plain.loss) and again.logits is not None
+
+
+def test_a_patch_called_once_stays_and_is_taken_away() -> None:
+    model, batch = model_and_batch("llama")
+    patch = patch_transformers(model, label_smoothing=0.1)
+    smoothed = model(**batch).loss
+    with pytest.raises(ValueError, match="patched already"):
+        patch_transformers(model)
+    patch.unpatch()
+    patch.unpatch()
+    assert model(**batch).loss < smoothed
+
+
+def test_shift_labels_and_all_ignored() -> None:
+    model, batch = model_and_batch("llama")
+    shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    none = {**batch, "labels": torch.full_like(batch["labels"], -100)}
+    with patch_transformers(model):
+        loss = model(**batch).loss
+        assert torch.equal(model(**batch, shift_labels=shifted).loss, loss)
+        assert model(**none).loss.isnan()  # as the model without the patch
+    assert model(**none).loss.isnan()
+
+
+def test_eval_logits() -> None:
+    model, batch = model_and_batch("llama")
+    model.eval()
+    with patch_transformers(model, eval_logits=True), torch.no_grad():
+        assert model(**batch).logits is not None
+    with patch_transformers(model), torch.no_grad():
+        assert model(**batch).logits is None
+
+
+def test_a_patched_model_keeps_its_signature_and_copies() -> None:
+    model, batch = model_and_batch("llama")
+    signature = inspect.signature(model.forward)
+    with patch_transformers(model):
+        assert inspect.signature(model.forward) == signature
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            for p in other.parameters():
+                p.mul_(0.5)
+        assert model(**batch).loss != other(**batch).loss and other(**batch).logits is None
+        assert set(other.state_dict()) == set(model.state_dict())
+
+
+def test_a_patched_model_saved_and_loaded_is_patched() -> None:
+    model, batch = model_and_batch("llama")
+    patch_transformers(model, label_smoothing=0.1)
+    expected = model(**batch).loss
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    other = torch.load(file, weights_only=False)
+    output = other(**batch)
+    assert torch.equal(output.loss, expected) and output.logits is None
+    with pytest.raises(ValueError, match="patched already"):
+        patch_transformers(other)
+    Patch(other).unpatch()
+    assert set(vars(other)) == set(vars(MODELS["llama"]()))
+    plain = other(**batch)
+    assert plain.logits is not None and plain.loss < expected
+    assert model(**batch).logits is None
+
+
+def test_replicas_of_a_patched_model_are_patched(monkeypatch: Any) -> None:
+    model, batch = model_and_batch("llama")
+    half = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in half.parameters():
+            p.mul_(0.5)
+    expected = [model(**batch).loss, half(**batch).loss]
+    patch_transformers(model)
+    module = importlib.import_module("torch.nn.parallel.replicate")
+    monkeypatch.setattr(  # a broadcast without GPUs, to unequal copies
+        module, "_broadcast_coalesced_reshape",
+        lambda tensors, *_, **__: [
+            [t * (factor if t.requires_grad else 1) for t in tensors] for factor in (1.0, 0.5)
+        ],
+    )  # fmt: skip
+    for replica, e in zip(module.replicate(model, [0, 1]), expected):
+        output = replica(**batch)
+        assert output.logits is None
+        torch.testing.assert_close(output.loss, e, rtol=2e-6, atol=1e-6)
+        output.loss.backward()
+    assert model(**batch).logits is None and model.lm_head.weight.grad is not None
+
+
+def test_hooks_around_the_head_run() -> None:
+    model, batch = model_and_batch("llama")
+    ran: list[str] = []
+    head = model.get_output_embeddings()
+    head.register_forward_pre_hook(lambda *_: ran.append("before"))
+    head.register_forward_hook(lambda *_: ran.append("after"))
+    with patch_transformers(model):
+        model(**batch).loss.backward()
+    assert ran == ["before", "after"] and head.weight.grad is not None
+
+
+def test_generation_still_works() -> None:
+    model, batch = model_and_batch("llama")
+    with patch_transformers(model), torch.no_grad():
+        made = model.generate(batch["input_ids"], max_new_tokens=3, do_sample=False)
+    assert made.shape == (2, 12)
+
+
+def changed_llama(change: Any) -> Any:
+    """A Llama that makes something of its logits that no name in its configuration tells."""
+
+    class Changed(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            output.logits = change(output.logits)
+            if labels is not None:
+                output.loss = self.loss_function(
+                    logits=output.logits, labels=labels, vocab_size=self.vocab_size
+                )
+            return output
+
+    return Changed(transformers.LlamaConfig(**SIZES))
+
+
+@pytest.mark.parametrize(
+    ("change", "options"),
+    [
+        (lambda z: 30 * torch.tanh(z / 30), {"softcap": 30.0}),
+        (lambda z: 1e3 * torch.tanh(z / 1e3), {"softcap": 1e3}),
+        (lambda z: 30 * torch.tanh(z * 0.9 / 30), {"softcap": 30.0, "logit_scale": 0.9}),
+        (lambda z: z * 1.01, {"logit_scale": 1.01}),
+        (lambda z: z + 0.01, None),
+        (lambda z: z.clamp(min=-50), None),
+        (lambda z: z[..., :1], None),
+    ],
+)
+@pytest.mark.parametrize("hidden", [1.0, 1e-3])  # with small logits a cap changes no loss
+def test_an_unknown_change_of_the_logits_is_noticed(
+    change: Any, options: dict[str, float] | None, hidden: float
+) -> None:
+    model, (_, batch) = changed_llama(change), model_and_batch("llama")
+    with torch.no_grad():
+        model.model.norm.weight.mul_(hidden)
+    told = {} if options is None else options
+    for less in ({k: v for k, v in told.items() if k != left_out} for left_out in told or ("",)):
+        with patch_transformers(model, **less):
+            for _ in range(2):  # not just the first time
+                with pytest.raises(NotImplementedError, match="changes its logits"):
+                    model(**batch)
+    if options is not None:
+        expected = model(**batch).loss
+        with patch_transformers(model, **options):
+            for _ in range(2):
+                torch.testing.assert_close(model(**batch).loss, expected, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "cohere", "granite"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_check_of_the_logits_holds_in_16_bits(name: str, dtype: torch.dtype) -> None:
+    model, batch = model_and_batch(name)
+    model.to(dtype)
+    expected = model(**batch).loss
+    with patch_transformers(model), torch.autocast("cpu", dtype=dtype):
+        torch.testing.assert_close(model(**batch).loss, expected.float(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reduction": "none"}, "reduction is 'none'; allowed: 'mean', 'sum'"),
+        ({"ignore_index": 3}, "ignore_index is no option; allowed: weight, "),
+        ({"shift": False}, "shift is no option"),
+        ({"return_statistics": ("lse",)}, "return_statistics is no option"),
+        ({"smoothing": 0.1}, "smoothing is no option"),
+    ],
+)
+def test_options_without_a_meaning_are_refused(options: dict[str, Any], message: str) -> None:
+    model, _ = model_and_batch("llama")
+    with pytest.raises(ValueError, match=message):
+        patch_transformers(model, **options)
+    assert "forward" not in vars(model)
+
+
+def test_a_model_with_another_loss_is_refused() -> None:
+    bert = transformers.BertForMaskedLM(transformers.BertConfig(**SIZES))
+    t5 = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=61,
+            d_model=16,
+            d_kv=8,
+            d_ff=24,
+            num_layers=1,
+            num_heads=2,
+            decoder_start_token_id=0,
+        )
+    )
+    _, batch = model_and_batch("llama")
+    for model in (bert, t5):
+        with (
+            pytest.raises(NotImplementedError, match="loss"),
+            patch_transformers(model),
+        ):
+            model(**batch)
+        assert "_loss_function" not in vars(model)
+        assert model(**batch).logits is not None
+
+
+def test_a_loss_function_of_ones_own_is_refused() -> None:
+    model, batch = model_and_batch("llama")
+    with patch_transformers(model):
+        model(**batch)
+        model.loss_function = lambda logits, labels, **_: logits.sum()
+        with pytest.raises(NotImplementedError, match="loss_function of LlamaForCausalLM is <lam"):
+            model(**batch)
+        assert model.loss_function.__name__ == "<lambda>"
+    with pytest.raises(NotImplementedError, match="loss_function of LlamaForCausalLM is <lam"):
+        patch_transformers(model)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda k: {"labels": k["labels"].roll(1, -1)},
+        lambda k: {"labels": k["labels"][:, 1:]},
+        lambda k: {"shift_labels": k["labels"]},
+        lambda k: {"ignore_index": 7},
+        lambda k: {"num_items_in_batch": None},
+    ],
+)
+def test_a_model_that_changes_what_its_loss_is_given_is_noticed(changed: Any) -> None:
+    class Changing(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        @property
+        def loss_function(self) -> Any:
+            own = super().loss_function
+            inner = functools.wraps(own)
+            return inner(lambda logits, **k: own(logits, **{**k, **changed(k)}))
+
+    model, (_, batch) = Changing(transformers.LlamaConfig(**SIZES)), model_and_batch("llama")
+    patch_transformers(model)
+    with pytest.raises(NotImplementedError, match="the model gives its loss another"):
+        model(**batch, num_items_in_batch=20)
+
+
+def test_what_cannot_be_patched_says_so() -> None:
+    with pytest.raises(ValueError, match="no output embeddings"):
+        patch_transformers(torch.nn.Linear(3, 4))
+
+    class Adapter(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) + 1
+
+    model, _ = model_and_batch("llama")
+    model.lm_head = Adapter(16, 61, bias=False)
+    with pytest.raises(NotImplementedError, match="lm_head is a Adapter"):
+        patch_transformers(model)
