@@ -80,10 +80,12 @@ int32_t slots_of(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& s
   int32_t slots = 0;
   for (const int64_t columns : {p.stored_columns, p.remade_columns}) {
     if (columns == 0) continue;
-    if (s.grad_input)
+    if (s.grad_input) {
       slots = std::max(slots, cut_of(s, speed, p.token_chunk, columns, most).slots());
-    if (s.grad_weight)
+    }
+    if (s.grad_weight) {
       slots = std::max(slots, cut_of(s, speed, columns, p.token_chunk, most).slots());
+    }
   }
   return slots;
 }

@@ -1,29 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "src/cuda/sm90/tensor_map.h"
 
-#include <dlfcn.h>
+#include "src/cuda/driver.h"
 
 namespace logitless::cuda::sm90 {
 namespace {
-
-using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
-                                 const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
-                                 const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                                 CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-// From the driver itself, which the runtime has loaded. Not by cudaGetDriverEntryPoint: it takes
-// away an error that the caller has yet to ask for.
-EncodeTiled find_encode() {
-  void* driver = dlopen("libcuda.so.1", RTLD_NOW);
-  return driver == nullptr ? nullptr
-                           : reinterpret_cast<EncodeTiled>(dlsym(driver, "cuTensorMapEncodeTiled"));
-}
 
 template <int kRank>
 CUtensorMap encode(const void* data, DType dtype, const cuuint64_t (&sizes)[kRank],
                    const cuuint64_t (&strides)[kRank - 1], const cuuint32_t (&box)[kRank],
                    Stream* stream) {
-  static const EncodeTiled function = find_encode();
+  static const auto function = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(
+      find_driver_function("cuTensorMapEncodeTiled"));
   CUtensorMap map{};
   if (function == nullptr) {
     stream->fail(
