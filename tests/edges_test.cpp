@@ -281,6 +281,15 @@ TEST_P(Edges, ALogitScaleOfZeroMakesThemAllEqual) {
   expect_all_gradients(fields, 0);
 }
 
+// More than one block of threads prepares, with gaps between those that count.
+TEST_P(Edges, ManyTokensSomeIgnored) {
+  if (op_ == OpKind::softmax) return;
+  Case c = plain({2500, 3, 11});
+  c.ignored = 0.4;
+  const Comparison result = judge(device_, c);
+  EXPECT_TRUE(result.ok()) << result.report;
+}
+
 // The square of its lse overflows, and 0 inf would be NaN.
 TEST_P(Edges, ATokenOfWeightZeroHasNoLossHoweverLargeItsLogits) {
   Case c = plain({5, 3, 40});

@@ -210,6 +210,53 @@ TEST_P(NonFinite, HugeAndTiny) {
   }
 }
 
+// Logits of the target as far below the others as a loss can be, and weights from tiny to huge:
+// neither the exponent of a probability nor a factor beside it may leave its range.
+TEST_P(NonFinite, FarTargetsUnderAnyWeight) {
+  if (!is_linear(op_)) return;
+  constexpr double kDistances[] = {0, 20, 40, 55, 62, 80, 100};
+  constexpr int64_t kRows = std::size(kDistances);
+  for (const double weight : {1e-22, 1e-12, 1.0, 1e12}) {
+    for (const bool statistics : {false, true}) {
+      Case c{.op = op_, .shape = {kRows, kHidden, kVocab}, .dtype = dtype_};
+      c.options.reduction = Reduction::none;
+      c.token_weight = true;
+      c.grad_loss = c.grad_lse = c.grad_target_logit = statistics;
+      with_op(op_, [&](auto op) {
+        using Op = decltype(op);
+        if constexpr (LinearOp<Op>) {
+          Problem<Op> p = build<Op>(c);
+          // Class 0 takes its logit from the last hidden column alone, and is every row's target.
+          std::vector<double> input = read(p.op.input), matrix = read(p.op.weight);
+          for (int64_t i = 0; i < kRows; ++i) {
+            input[i * kHidden + kHidden - 1] = -kDistances[i];
+          }
+          for (int64_t j = 0; j < kVocab; ++j) {
+            for (int64_t d = 0; d < kHidden; ++d) {
+              double& w = matrix[j * kHidden + d];
+              if (d == kHidden - 1) w = j == 0 ? 1 : 0;
+              if (d != kHidden - 1 && j == 0) w = 0;
+            }
+          }
+          write(p.op.input, input);
+          write(p.op.weight, matrix);
+          write(p.op.target, std::vector<double>(kRows, 0));
+          write(p.op.weights.token, std::vector<double>(kRows, weight));
+          if constexpr (BackwardOnlyOp<Op>) {
+            if (statistics) {  // a one-hot part of another order than the probabilities'
+              write(p.op.grad_loss, std::vector<double>(kRows, 0));
+              write(p.op.grad_lse, std::vector<double>(kRows, 1e-11));
+              write(p.op.grad_target_logit, std::vector<double>(kRows, weight));
+            }
+          }
+          judged(p, "weight " + std::to_string(std::log10(weight)) +
+                        (statistics ? ", of statistics" : ""));
+        }
+      });
+    }
+  }
+}
+
 LOGITLESS_CONFORMANCE_SUITE(NonFinite);
 
 }  // namespace

@@ -37,7 +37,6 @@ __global__ void __launch_bounds__(256, 2)
   const float anchor = target_logit[tile.row];
   float z[groups][4];
   float maximum = -infinity();
-  bool has_nan = false;
 #pragma unroll
   for (int g = 0; g < groups; ++g) {
     const int j = g * 128 + lane * 4;
@@ -45,8 +44,7 @@ __global__ void __launch_bounds__(256, 2)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (j + i == target) z[g][i] = -infinity();
-      maximum = fmaxf(maximum, z[g][i]);
-      if constexpr (kSums) has_nan |= z[g][i] != z[g][i];
+      maximum = fmaxf(maximum, z[g][i]);  // without a NaN, which the sum keeps
     }
   }
   maximum = warp_max(maximum);
@@ -83,14 +81,13 @@ __global__ void __launch_bounds__(256, 2)
   if constexpr (!kSums) return;
   const int64_t at = tile.row * partials.segments + tile.column / segment_columns;
   sum = warp_sum(sum);
-  has_nan = __any_sync(whole_warp, has_nan);
   if constexpr (!kPlain) {
     if (partials.shifted != nullptr) shifted = warp_sum(shifted);
     if (partials.weighted != nullptr) weighted = warp_sum(weighted);
     if (partials.argmax != nullptr) argmax = warp_min(argmax);
   }
   if (lane != 0) return;
-  partials.maximum[at] = has_nan ? nan_value() : maximum;
+  partials.maximum[at] = maximum;
   partials.sum[at] = sum;
   if constexpr (!kPlain) {
     if (partials.shifted != nullptr) partials.shifted[at] = shifted;

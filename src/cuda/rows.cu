@@ -18,20 +18,16 @@ __global__ void __launch_bounds__(256)
   const int64_t k = chunk.first + row;
   const int64_t base = row * partials.segments;
   float maximum = -infinity();
-  bool has_nan = false;
   for (int64_t b = lane; b < partials.segments; b += 32) {
-    const float own = partials.maximum[base + b];
-    maximum = fmaxf(maximum, own);
-    has_nan |= own != own;
+    maximum = fmaxf(maximum, partials.maximum[base + b]);
   }
   maximum = warp_max(maximum);
   const int64_t target = chunk.tokens.target[k];
   const bool here = target >= 0;
   const float z = target_logit[row], others = maximum;
   if (here) maximum = fmaxf(maximum, z);
-  has_nan |= here && z != z;
   // A NaN anywhere leaves no maximum to name.
-  if (__any_sync(whole_warp, has_nan)) maximum = nan_value();
+  if (here && z != z) maximum = nan_value();
   float sum = 0, shifted = 0, weighted = 0;
   int argmax = INT32_MAX;
   for (int64_t b = lane; b < partials.segments; b += 32) {
@@ -49,7 +45,7 @@ __global__ void __launch_bounds__(256)
     }
   }
   sum = warp_sum(sum);
-  // The Hopper kernel's maxima have missed it.
+  // The maxima have missed it.
   if (sum != sum && maximum != infinity()) maximum = nan_value();
   shifted = warp_sum(shifted);
   weighted = warp_sum(weighted);
