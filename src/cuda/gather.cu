@@ -78,7 +78,23 @@ __global__ void constants_kernel(float* constants) {
   constants[threadIdx.x] = threadIdx.x == 1 ? 1.0f : 0.0f;
 }
 
+__global__ void __launch_bounds__(256)
+    column_terms_kernel(LinearCall call, float* bias, float* class_weights) {
+  const int64_t j = int64_t{blockIdx.x} * 256 + threadIdx.x;
+  const bool exists = j < call.weight.shape[0];
+  if (j >= call.weight.shape[0] + column_padding) return;
+  if (bias != nullptr) bias[j] = exists ? load(call.bias, j) : 0.0f;
+  if (class_weights != nullptr) class_weights[j] = exists ? class_weight(call.in, j) : 0.0f;
+}
+
 }  // namespace
+
+void column_terms(const LinearCall& call, const LinearMemory& m, Stream* stream) {
+  if (m.bias_row == nullptr && m.class_weights == nullptr) return;
+  stream->launch("column_terms", column_terms_kernel,
+                 blocks_for(call.shape.vocab + column_padding, 256), 256, call, m.bias_row,
+                 m.class_weights);
+}
 
 void write_constants(const LinearMemory& m, Stream* stream) {
   stream->launch("write_constants", constants_kernel, 1, 64, m.constants);

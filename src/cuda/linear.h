@@ -53,11 +53,13 @@ struct LinearMemory {
   float* losses = nullptr;     // [N]
   float* constants = nullptr;  // 0 and 1
   void* library = nullptr;
-  char* weight = nullptr;         // [V, hidden_pitch]  where copied
-  char* weight_tail = nullptr;    // [8, hidden_pitch]  its last V % 8 rows, then zeros
-  char* input = nullptr;          // [panel_rows, hidden_pitch]  compacted; or grad_input's memory
-  char* scaled = nullptr;         // the same times v; may be `input`
-  float* target_logit = nullptr;  // [token_chunk]
+  char* weight = nullptr;          // [V, hidden_pitch]  where copied
+  char* weight_tail = nullptr;     // [8, hidden_pitch]  its last V % 8 rows, then zeros
+  char* input = nullptr;           // [panel_rows, hidden_pitch]  compacted; or grad_input's memory
+  char* scaled = nullptr;          // the same times v; may be `input`
+  float* bias_row = nullptr;       // [V + column_padding]  the bias in f32, for sm90/forward.h
+  float* class_weights = nullptr;  // [V + column_padding]  c_j, likewise
+  float* target_logit = nullptr;   // [token_chunk]
   Partials partials;
   RowGradient* gradients = nullptr;       // [token_chunk]
   float* target_gradient = nullptr;       // [token_chunk]  dz of the target, for sm90/forward.h
@@ -88,6 +90,8 @@ inline bool lends_input(const LinearShape& s, const LinearPlan& p) {
 inline int64_t panel_rows(const LinearShape& s, const LinearPlan& p) {
   return s.fused ? (p.token_chunk + 63) / 64 * 64 : p.token_chunk + extra_rows;
 }
+// So that a whole tile may be read.
+constexpr int64_t column_padding = 192;
 constexpr int64_t bias_slab_rows = 1024, vocab_slab_rows = 1024, token_slab_rows = 256;
 
 LinearMemory place_linear(const LinearShape& shape, const LinearPlan& plan, Arena* arena);
@@ -99,6 +103,8 @@ void copy_weight_tail(const LinearCall& call, const LinearPlan& plan, const Line
                       Stream*);
 void gather_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                   const Chunk& chunk, Stream*);
+// The bias and the class weights in f32, with zeros behind them.
+void column_terms(const LinearCall& call, const LinearMemory& m, Stream*);
 void target_logits(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                    const Chunk& chunk, Stream*);
 

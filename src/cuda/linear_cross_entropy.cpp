@@ -71,6 +71,8 @@ LinearCall make_call(const Op& op, const DeviceInfo& device) {
                                     out.stride[1] == 1 && serves_product(out, s.vocab, s.hidden));
   }
   s.fused = sm90::serves(call, device);
+  s.bias = s.fused && op.bias;
+  s.class_weights = s.fused && op.weights.vocab && (s.smoothing || s.weighted_sum);
   if (s.fused && s.gradients()) {
     s.direct_grad_weight = !call.grad_weight || sm90::writes(call.grad_weight, s.dtype);
     s.direct_grad_input = s.grad_input && sm90::writes(call.grad_input, s.dtype);

@@ -22,6 +22,7 @@ class LinearRun {
     write_constants(m_, stream_);
     prepare_tokens(call_.in, m_.tokens, stream_);
     copy_weight(call_, plan_, m_, stream_);
+    column_terms(call_, m_, stream_);
     if (!call_.shape.gradients()) return;
     class_row(call_, plan_, m_, stream_);
     if (m_.weight_tail != nullptr) copy_weight_tail(call_, plan_, m_, stream_);

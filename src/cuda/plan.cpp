@@ -324,6 +324,8 @@ LinearMemory place_linear(const LinearShape& s, const LinearPlan& p, Arena* aren
   if (!lends_input(s, p)) m.input = arena->take<char>(rows * row_bytes);
   m.scaled = m.input;
   if (stores && p.stored_columns < s.vocab) m.scaled = arena->take<char>(rows * row_bytes);
+  if (s.bias) m.bias_row = arena->take<float>(s.vocab + column_padding);
+  if (s.class_weights) m.class_weights = arena->take<float>(s.vocab + column_padding);
   m.target_logit = arena->take<float>(p.token_chunk);
   if (s.gradients()) {
     m.gradients = arena->take<RowGradient>(p.token_chunk);

@@ -31,6 +31,7 @@ struct LinearShape {
   bool can_store = true;           // E serves: ForwardBackward, not f16, no softcap under smoothing
   bool smoothing = false;
   bool entropy = false, weighted_sum = false, argmax = false;
+  bool bias = false, class_weights = false;  // that a product's own kernel reads
   bool fused = false;  // the product's own kernel forms sums, E and dz: sm90/forward.h
   bool gradients() const { return grad_input || grad_weight || grad_bias; }
   bool operator==(const LinearShape&) const = default;

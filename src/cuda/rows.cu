@@ -125,7 +125,17 @@ __global__ void __launch_bounds__(256)
   if (target_gradient != nullptr) {
     float log_p = (target_logit[row] - g.reference) - g.log_sum;
     log_p = log_p > 0 ? 0.0f : log_p;
-    target_gradient[row] = target_draw(g.probability, g.onehot, exp_any(log_p), -expm1f(log_p));
+    const float p = exp_any(log_p);
+    float draw = target_draw(g.probability, g.onehot, p, -expm1f(log_p));
+    const int target = chunk.tokens.target[k];  // negative: another shard's
+    if (g.smoothing != 0 && target >= 0) {
+      draw = fmaf(-g.smoothing, class_weight(call.in, target), draw);
+    }
+    if (g.entropy != 0) {
+      const float information = fmaxf(log_p, least_exponent) + g.entropy_value;
+      draw = fmaf(-(g.entropy * p), information, draw);
+    }
+    target_gradient[row] = draw * cap_slope(call.map, target_logit[row]);
   }
   if (factors == nullptr) return;
   const float z = state.target_logit;

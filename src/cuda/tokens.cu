@@ -170,9 +170,10 @@ __global__ void __launch_bounds__(threads) scale(TokenInput in, Tokens t, int bl
   }
   const double steepest = fabs(static_cast<double>(o.logit_scale)) / o.temperature;
   const double magnitude = largest[0] * steepest;
+  const double most = 8192 / in.lift;  // f16 ends at 65504
   double weights = 1;
-  if (magnitude > 8192) {
-    weights = power_of_two_above(magnitude / 8192);
+  if (magnitude > most) {
+    weights = power_of_two_above(magnitude / most);
   } else if (magnitude > 0 && magnitude < 0.125) {
     weights = power_of_two_above(magnitude);
   }

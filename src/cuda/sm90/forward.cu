@@ -24,14 +24,30 @@ Operands make_operands(const LinearCall& call, const LinearPlan& plan, const Lin
           make_map(weight, s.dtype, s.vocab, hidden, stride, half_right_rows, stream)};
 }
 
+template <class T, Mode kMode, bool kOptions>
+void launch_kernel(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                   const Arguments& arguments, const DeviceInfo& device, Stream* stream) {
+  const Operands operands = make_operands(call, plan, m, arguments.chunk, stream);
+  const unsigned blocks = static_cast<unsigned>(device.multiprocessors / 2 * 2);
+  stream->launch_config("sm90 forward", forward_kernel<T, kMode, kOptions>,
+                        LaunchShape{blocks, block_threads, shared_bytes, 2}, operands.input,
+                        operands.weight, arguments);
+}
+
+bool plain(const LinearCall& call) {
+  const LinearShape& s = call.shape;
+  return call.plain() && !s.smoothing && !s.entropy && !s.weighted_sum && !s.argmax &&
+         !call.in.grad_entropy;
+}
+
 template <class T, Mode kMode>
 void launch(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
             const Arguments& arguments, const DeviceInfo& device, Stream* stream) {
-  const Operands operands = make_operands(call, plan, m, arguments.chunk, stream);
-  const unsigned blocks = static_cast<unsigned>(device.multiprocessors / 2 * 2);
-  stream->launch_config("sm90 forward", forward_kernel<T, kMode>,
-                        LaunchShape{blocks, block_threads, shared_bytes, 2}, operands.input,
-                        operands.weight, arguments);
+  if (plain(call)) {
+    launch_kernel<T, kMode, false>(call, plan, m, arguments, device, stream);
+  } else {
+    launch_kernel<T, kMode, true>(call, plan, m, arguments, device, stream);
+  }
 }
 
 Arguments make_arguments(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
@@ -45,7 +61,12 @@ Arguments make_arguments(const LinearCall& call, const LinearMemory& m, const Ch
           .first_column = first,
           .columns = columns,
           .panel_end = (panel.columns + 63) / 64 * 64,
-          .depth_tiles = static_cast<int32_t>((call.shape.hidden + tile_depth - 1) / tile_depth)};
+          .depth_tiles = static_cast<int32_t>((call.shape.hidden + tile_depth - 1) / tile_depth),
+          .options = {.map = call.map,
+                      .bias = m.bias_row,
+                      .class_weight = m.class_weights,
+                      .smoothing = call.shape.smoothing,
+                      .entropy = static_cast<bool>(call.in.grad_entropy)}};
 }
 
 }  // namespace
@@ -58,9 +79,8 @@ bool serves(const LinearCall& call, const DeviceInfo& device) {
   const bool rows = s.copies_weight || (w.stride[1] == 1 || s.hidden == 1);
   const bool aligned =
       s.copies_weight || (reinterpret_cast<uintptr_t>(w.data) + w.byte_offset) % 16 == 0;
-  return has_code() && device.major == 9 && !device.portable && s.dtype != DType::f32 &&
-         call.plain() && !s.smoothing && !s.entropy && !s.weighted_sum && !s.argmax &&
-         !call.in.grad_entropy && rows && aligned;
+  return has_code() && device.major == 9 && !device.portable && s.dtype != DType::f32 && rows &&
+         aligned;
 }
 
 void forward(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,

@@ -5,10 +5,12 @@
 //   sums_e   the same, and E = exp(z - z_target) in the input's dtype
 //   e        E alone, of a range of columns
 //   dz       P exp(z - lse), with P p - o at the target
+// kOptions: bias, the map from raw to z, more statistics, more terms of dz (options.cuh).
 // The tile and its pipeline: tile.cuh. Rows of tiles run fastest in groups of 2048 tokens, then the
 // vocabulary.
 #pragma once
 
+#include "src/cuda/sm90/options.cuh"
 #include "src/cuda/sm90/tile.cuh"
 
 namespace logitless::cuda::sm90 {
@@ -27,15 +29,8 @@ struct Arguments {
   int64_t first_column, columns;  // of the vocabulary
   int64_t panel_end;              // whole blocks: behind the last column they are zeros
   int32_t depth_tiles;
+  TileOptions options;
 };
-
-constexpr float log2e = 0x1.715476p0f;
-
-__device__ inline float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // The target's column of the view, or one that is in no tile: asked for before the products. What
 // else a row needs is asked for as its epilogue begins; no more registers are free till then.
@@ -65,18 +60,20 @@ __device__ inline RowStart load_start(const Arguments& a, int row, int valid) {
 
 // 64 x 192 logits of a warpgroup; its thread's elements of row `h` (0 or 1) are d[4 i + 2 h + {0,
 // 1}] at columns 8 i + 2 (lane % 4) + {0, 1}.
-template <class T, Mode kMode>
+template <class T, Mode kMode, bool kOptions>
 __device__ inline void epilogue(float (&d)[96], const int (&targets)[2], const Arguments& a,
                                 int row0, int valid, int column_tile) {
   const int lane = threadIdx.x % 32, quad = lane % 4;
   const int column = static_cast<int>(a.first_column) + column_tile * tile_columns;
   const int left = min(tile_columns, static_cast<int>(a.first_column + a.columns) - column);
+  if constexpr (kOptions) map_tile(d, a.options, column);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int row = row0 + 8 * h;
     const RowStart start = load_start<kMode>(a, row, valid);
     // The others have no register left for it during the products.
-    const int target = (kMode == Mode::sums ? targets[h] : find_target(a, row, valid)) - column;
+    const bool known = kMode == Mode::sums && !kOptions;
+    const int target = (known ? targets[h] : find_target(a, row, valid)) - column;
     const bool has_target = target >= 0 && target < tile_columns;
     const int own = has_target ? target - 2 * quad : -1;
     if (kMode != Mode::dz && has_target) {
@@ -94,13 +91,21 @@ __device__ inline void epilogue(float (&d)[96], const int (&targets)[2], const A
       }
     }
     if constexpr (kMode == Mode::dz) {
+      const auto log2_p = [&](float x) {
+        return fminf(fmaf(x - start.anchor, log2e, -start.log2_sum), 0.0f);
+      };
+      if constexpr (kOptions) {
+        const RowGradient* terms = a.gradients + min(row, valid - 1);
+        each_of_row(d, h, [&](float& x, int j) {
+          x = draw_of(a.options, start.factor, *terms, x, log2_p(x), column + j, j < left);
+        });
+      } else {
 #pragma unroll
-      for (int i = 0; i < 24; ++i) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          float& x = d[4 * i + 2 * h + c];
-          const float log2_p = fmaf(x - start.anchor, log2e, -start.log2_sum);
-          x = start.factor * exp2_fast(fminf(log2_p, 0.0f));
+        for (int i = 0; i < 24; ++i) {
+          float& x = d[4 * i + 2 * h];
+          float& y = d[4 * i + 2 * h + 1];
+          x = start.factor * exp2_fast(log2_p(x));
+          y = start.factor * exp2_fast(log2_p(y));
         }
       }
       if (has_target) {
@@ -128,17 +133,38 @@ __device__ inline void epilogue(float (&d)[96], const int (&targets)[2], const A
         // Finite, so that columns behind the last one stay 0; a row that needs more is made again.
         lift = fminf(exp_any(maximum - start.anchor), 0x1p127f);
       }
+      if constexpr (kOptions && kMode != Mode::e) {
+        const int64_t at = int64_t{row} * a.partials.segments + column_tile;
+        const bool writes = quad == 0 && row < valid;
+        if (a.partials.weighted != nullptr) {
+          const float sum = weighted_sum(d, h, a.options, column, left, target);
+          if (writes) a.partials.weighted[at] = sum;
+        }
+        if (a.partials.argmax != nullptr) {
+          const int lowest = lowest_column(d, h, maximum, left, target);
+          if (writes) a.partials.argmax[at] = column + (lowest == INT32_MAX ? 0 : lowest);
+        }
+        if (a.partials.shifted != nullptr) {
+          const float sum = shifted_sum(d, h, reference);
+          if (writes) a.partials.shifted[at] = sum;
+        }
+      }
       float s0 = 0, s1 = 0;
+      const bool caps = kOptions && a.options.map.capped;
 #pragma unroll
       for (int i = 0; i < 24; ++i) {
+        if (kOptions && i % 4 == 0 && again(!caps)) asm volatile("");
         float& x = d[4 * i + 2 * h];
         float& y = d[4 * i + 2 * h + 1];
         // Not fma(x, log2(e), -m log2(e)): its rounding is an exponent where |m| is large.
-        x = exp2_fast((x - reference) * log2e);
-        y = exp2_fast((y - reference) * log2e);
-        s0 += x;
-        s1 += y;
-        if constexpr (kMode != Mode::sums) x *= lift, y *= lift;
+        const float e0 = exp2_fast((x - reference) * log2e);
+        const float e1 = exp2_fast((y - reference) * log2e);
+        s0 += e0;
+        s1 += e1;
+        if constexpr (kMode != Mode::sums) {
+          x = kOptions && caps ? capped(a.options, x, e0) * lift : e0 * lift;
+          y = kOptions && caps ? capped(a.options, y, e1) * lift : e1 * lift;
+        }
       }
       if constexpr (kMode != Mode::e) {
         float sum = s0 + s1;
@@ -177,7 +203,7 @@ __device__ inline void epilogue(float (&d)[96], const int (&targets)[2], const A
   }
 }
 
-template <class T, Mode kMode>
+template <class T, Mode kMode, bool kOptions>
 __global__ void __launch_bounds__(block_threads, 1)
     forward_kernel(const __grid_constant__ CUtensorMap input_map,
                    const __grid_constant__ CUtensorMap weight_map,
@@ -247,8 +273,18 @@ __global__ void __launch_bounds__(block_threads, 1)
                                     find_target(a, row + 72, valid)};
       multiply_tile<T, Along::depth, Along::depth>(upper, lower, a.depth_tiles, pipeline, &ring,
                                                    warpgroup);
-      epilogue<T, kMode>(upper, upper_targets, a, row, valid, column_tile);
-      epilogue<T, kMode>(lower, lower_targets, a, row + 64, valid, column_tile);
+      if constexpr (kOptions || kMode != Mode::sums) {  // one copy of long code
+#pragma unroll 1
+        for (int half = 0; half < 2; ++half) {
+          epilogue<T, kMode, kOptions>(upper, upper_targets, a, row + 64 * half, valid,
+                                       column_tile);
+#pragma unroll
+          for (int i = 0; i < 96; ++i) upper[i] = lower[i];
+        }
+      } else {
+        epilogue<T, kMode, kOptions>(upper, upper_targets, a, row, valid, column_tile);
+        epilogue<T, kMode, kOptions>(lower, lower_targets, a, row + 64, valid, column_tile);
+      }
     }
   }
   cluster_sync();  // no block ends while another may signal it

@@ -124,6 +124,7 @@ void grad_input(const LinearCall& call, const LinearPlan& plan, const LinearMemo
   a.depth = static_cast<int32_t>(panel.columns);
   a.group = input_group;
   a.mapped = true;
+  a.line = m.class_row;
   input_product(call, plan, m, panel, call.grad_input.dtype, a, device, stream);
 }
 
@@ -140,6 +141,8 @@ void grad_weight(const LinearCall& call, const LinearPlan& plan, const LinearMem
   a.rows = static_cast<int32_t>(panel.columns);
   a.group = weight_group;
   a.add = add;
+  a.line = m.smoothed_row;
+  if (m.class_weights != nullptr) a.class_weight = m.class_weights + panel.first;
   const CUtensorMap left =
       make_panel_map(panel.data, call.shape.dtype, panel.pitch, (panel.columns + 63) / 64,
                      tile_depth, tile_rows / 64, stream);

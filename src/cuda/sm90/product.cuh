@@ -30,6 +30,8 @@ struct ProductArguments {
   bool wide;     // rows begin at whole 8 bytes and end at them
   float* slots;  // [slot_count, 512, 192]  sums of slices, in the order of the threads
   int32_t slot_count, clusters;
+  const float* line;          // [columns]  subtracted times s of the row, or c; null: nothing is
+  const float* class_weight;  // c of the panel's columns (weight); null: 1
 };
 
 // What both kernels know of the product: its tiles, in which order, cut how.
@@ -63,19 +65,42 @@ template <class Out>
 struct RowSink {
   Out* to;
   float factor;  // v of E; 0: a row without a gradient
+  float line;    // the smoothing's s or c
 };
 
 template <Gradient kGradient, class Out>
 __device__ inline RowSink<Out> find_row(const ProductArguments& a, int row, int rows) {
-  RowSink<Out> sink{nullptr, 1.0f};
+  RowSink<Out> sink{nullptr, 1.0f, 0.0f};
   if (row >= rows) return sink;
   int64_t i = row;
   if constexpr (kGradient == Gradient::input) {
     if (a.factors != nullptr) sink.factor = a.factors[a.first_row + row].scale;
+    if (a.line != nullptr) sink.line = a.factors[a.first_row + row].smoothing;
     if (a.mapped) i = a.chunk.tokens.row[a.chunk.first + a.first_row + row];
+  }
+  if (kGradient == Gradient::weight && a.line != nullptr) {
+    sink.line = a.class_weight != nullptr ? a.class_weight[row] : 1.0f;
   }
   sink.to = static_cast<Out*>(a.out) + i * a.stride;
   return sink;
+}
+
+// The smoothing's own term, one line of columns for all rows: v E . weight - s class_row, or E^T .
+// (v input) - c smoothed_row.
+template <class Out>
+__device__ inline void subtract_line(float (&d)[96], int h, const ProductArguments& a, int column,
+                                     int left, RowSink<Out>* sink) {
+#pragma unroll
+  for (int i = 0; i < 24; ++i) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int j = 8 * i + 2 * static_cast<int>(threadIdx.x % 4) + c;
+      float& x = d[4 * i + 2 * h + c];
+      x = sink->factor == 0 ? 0.0f : sink->factor * x;
+      if (sink->line != 0 && j < left) x = fmaf(-sink->line, __ldg(a.line + column + j), x);
+    }
+  }
+  sink->factor = 1;
 }
 
 __device__ inline void add_pair(float* to, float2 x) {
@@ -92,7 +117,7 @@ __device__ inline void write_row(const float (&d)[96], int h, const RowSink<Out>
   const int quad = threadIdx.x % 4;
   const auto value = [&](int i) {
     // A row without a gradient stays one where another's sum overflows.
-    return sink.factor == 0 ? 0.0f : scale * (sink.factor * d[i + 2 * h]);
+    return scale * (sink.factor == 0 ? 0.0f : sink.factor * d[i + 2 * h]);
   };
   Out* to = sink.to + column;
   if constexpr (sizeof(Out) == 4) {
@@ -136,13 +161,14 @@ __device__ inline void write_row(const float (&d)[96], int h, const RowSink<Out>
 
 // 64 rows of a warpgroup, of which this thread's first one is `row`.
 template <Gradient kGradient, class Out>
-__device__ inline void write_rows(const float (&d)[96], const ProductArguments& a, const Work& work,
+__device__ inline void write_rows(float (&d)[96], const ProductArguments& a, const Work& work,
                                   int row, int column_tile) {
   const float scale = a.scaled ? a.chunk.tokens.scalars->gradient_scale : 1.0f;
   const int column = column_tile * tile_columns;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const RowSink<Out> sink = find_row<kGradient, Out>(a, row + 8 * h, work.rows);
+    RowSink<Out> sink = find_row<kGradient, Out>(a, row + 8 * h, work.rows);
+    if (a.line != nullptr) subtract_line(d, h, a, column, a.columns - column, &sink);
     write_row(d, h, sink, scale, column, a.columns - column, a);
   }
 }

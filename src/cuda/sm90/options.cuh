@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+// What options beyond plain logits change of a tile: 64 x 192 logits of a warpgroup, of which this
+// thread's are d[4 i + 2 h + c] at row 8 h and column 8 i + 2 (lane % 4) + c. The registers are the
+// logits': what is done to them is done a few at a time, behind branches that the compiler does not
+// move work across.
+#pragma once
+
+#include "src/cuda/linear.cuh"
+
+namespace logitless::cuda::sm90 {
+
+constexpr float log2e = 0x1.715476p0f;
+
+__device__ inline float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+struct TileOptions {
+  MapFactors map;
+  const float* bias;          // [V + padding]  null: none
+  const float* class_weight;  // [V + padding]  null: 1
+  bool smoothing, entropy;    // terms of dz
+};
+
+// Whether `x`, which the compiler takes for a new value at every place.
+__device__ inline bool again(bool x) {
+  int value = x;
+  asm volatile("" : "+r"(value));
+  return value != 0;
+}
+
+// f(element, column of the tile) for the thread's 48 of row h, 2 kPairs of them at a time.
+template <int kPairs = 4, class F>
+__device__ inline void each_of_row(float (&d)[96], int h, F&& f) {
+  const int own = 2 * static_cast<int>(threadIdx.x % 4);
+#pragma unroll
+  for (int group = 0; group < 24; group += kPairs) {
+    if (!again(true)) continue;
+#pragma unroll
+    for (int i = group; i < group + kPairs; ++i) {
+      f(d[4 * i + 2 * h], 8 * i + own);
+      f(d[4 * i + 2 * h + 1], 8 * i + own + 1);
+    }
+  }
+}
+
+// |tanh's argument| up to which its polynomial serves: tanh y = y + y^3 P(y^2), coefficients and
+// range of Cephes' tanhf, within 2 ulp.
+constexpr float most_of_polynomial = 0.6f;
+
+__device__ inline float map_small(const MapFactors& f, float raw) {
+  const float y = raw * (0.5f * f.inward), y2 = y * y, z = raw * f.slope;
+  float p = fmaf(-5.70498872745e-3f, y2, 2.06390887954e-2f);
+  p = fmaf(p, y2, -5.37397155531e-2f);
+  p = fmaf(p, y2, 1.33314422036e-1f);
+  p = fmaf(p, y2, -3.33332819422e-1f);
+  return fmaf(z, p * y2, z);
+}
+// tanh(u / 2) = 1 - 2 / (e^u + 1), whose relative error is small where u is not.
+__device__ inline float map_large(const MapFactors& f, float raw) {
+  const float e = exp2_fast(fabsf(raw) * f.inward * log2e);
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(e + 1.0f));
+  const float z = fmaf(-2.0f, inverse, 1.0f) * f.outward;
+  return signbit(raw) ? -z : z;
+}
+
+// raw -> z. `column`: of the vocabulary, the tile's first.
+__device__ inline void map_tile(float (&d)[96], const TileOptions& o, int column) {
+  const float2* bias = reinterpret_cast<const float2*>(o.bias + column) + threadIdx.x % 4;
+  const float small = 2 * most_of_polynomial / o.map.inward;
+#pragma unroll
+  for (int group = 0; group < 24; group += 4) {
+    if (again(o.bias != nullptr)) {
+#pragma unroll
+      for (int i = group; i < group + 4; ++i) {
+        const float2 b = __ldg(bias + 4 * i);
+        d[4 * i] += b.x, d[4 * i + 1] += b.y, d[4 * i + 2] += b.x, d[4 * i + 3] += b.y;
+      }
+    }
+    if (again(o.map.capped)) {
+      float most = 0;
+#pragma unroll
+      for (int i = 4 * group; i < 4 * group + 16; ++i) most = fmaxf(most, fabsf(d[i]));
+      if (__any_sync(whole_warp, most > small)) {
+#pragma unroll
+        for (int i = 4 * group; i < 4 * group + 16; ++i) {
+          d[i] = fabsf(d[i]) > small ? map_large(o.map, d[i]) : map_small(o.map, d[i]);
+        }
+      } else {
+#pragma unroll
+        for (int i = 4 * group; i < 4 * group + 16; ++i) d[i] = map_small(o.map, d[i]);
+      }
+    } else if (again(!o.map.identity)) {
+#pragma unroll
+      for (int i = 4 * group; i < 4 * group + 16; ++i) d[i] *= o.map.slope;
+    }
+  }
+}
+
+__device__ inline float class_weight_at(const TileOptions& o, int column) {
+  return o.class_weight != nullptr ? __ldg(o.class_weight + column) : 1.0f;
+}
+
+__device__ inline float quad_sum(float x) {
+  x += __shfl_xor_sync(whole_warp, x, 1);
+  return x + __shfl_xor_sync(whole_warp, x, 2);
+}
+
+// sum c_j z_j of a row's columns but the target's; `left` columns exist.
+__device__ inline float weighted_sum(float (&d)[96], int h, const TileOptions& o, int column,
+                                     int left, int target) {
+  float sum = 0;
+  each_of_row(d, h, [&](float z, int j) {
+    if (j >= left || j == target) return;
+    const float c = class_weight_at(o, column + j);
+    if (c != 0) sum = fmaf(c, z, sum);
+  });
+  return quad_sum(sum);
+}
+
+// The lowest column of the maximum; INT32_MAX: none.
+__device__ inline int lowest_column(float (&d)[96], int h, float maximum, int left, int target) {
+  int lowest = INT32_MAX;
+  each_of_row(d, h, [&](float z, int j) {
+    if (z == maximum && j < left && j != target) lowest = min(lowest, j);
+  });
+  lowest = min(lowest, __shfl_xor_sync(whole_warp, lowest, 1));
+  return min(lowest, __shfl_xor_sync(whole_warp, lowest, 2));
+}
+
+// sum e^(z - m) (z - m) of a row, whose reference is m.
+__device__ inline float shifted_sum(float (&d)[96], int h, float reference) {
+  float sum = 0;
+  each_of_row(d, h, [&](float z, int) {
+    const float x = z - reference;
+    sum = fmaf(exp2_fast(x * log2e), fmaxf(x, least_exponent), sum);
+  });
+  return quad_sum(sum);
+}
+
+// E without its lift times the softcap's slope; of a column that is left out 0, not 0 inf.
+__device__ inline float capped(const TileOptions& o, float z, float e) {
+  return e == 0 ? 0.0f : e * cap_slope(o.map, z);
+}
+
+// dz times the softcap's slope; of a column that does not exist 0.
+__device__ inline float draw_of(const TileOptions& o, float probability, const RowGradient& g,
+                                float z, float log2_p, int column, bool exists) {
+  const float p = exp2_fast(log2_p);
+  float draw = probability * p;
+  if (o.smoothing && exists) draw = fmaf(-g.smoothing, class_weight_at(o, column), draw);
+  if (o.entropy) {
+    const float information = fmaxf(log2_p * 0x1.62e430p-1f, least_exponent) + g.entropy_value;
+    draw = fmaf(-(g.entropy * p), information, draw);
+  }
+  return exists ? draw * cap_slope(o.map, z) : 0.0f;
+}
+
+}  // namespace logitless::cuda::sm90
