@@ -63,10 +63,11 @@ foreach(test conformance:Conformance:8 determinism:Determinism:4 invariance:Inva
   list(APPEND device_suites $<TARGET_OBJECTS:${name}_test_objects>)
 endforeach()
 if(LOGITLESS_WITH_CUDA)
-  add_executable(device_suite ${device_suites} cuda_test.cpp cuda_processes_test.cpp cuda_offsets_test.cpp cuda_rows_test.cpp
+  add_executable(device_suite ${device_suites} cuda_test.cpp cuda_launches_test.cpp cuda_processes_test.cpp cuda_offsets_test.cpp cuda_rows_test.cpp
                  $<TARGET_OBJECTS:conformance_main>)
   link_conformance(device_suite)
   add_device_test(Cuda 4)
+  add_device_test(CudaLaunches 2)
   add_device_test(CudaErrors 42)
   add_device_test(CudaProcesses 4)
   add_device_test(CudaOffsets 1)

@@ -46,7 +46,7 @@ void run_probabilities(const Op& op, const TokenInput& in, const Layout& layout,
   if constexpr (ForwardOp<Op>) {
     if (op.loss) {
       launch_probability_losses(op.logits, in, layout.tokens, layout.losses, stream);
-      write_losses(in, layout.tokens, layout.losses, op.loss, stream);
+      write_tokens(in, layout.tokens, nullptr, layout.losses, {op.loss, {}}, stream);
     }
   }
   if constexpr (GradientOp<Op>) {
@@ -62,8 +62,7 @@ void run_logits(const Op& op, const TokenInput& in, const Layout& layout, const 
   call.in = in;
   call.tokens = layout.tokens;
   call.states = layout.states;
-  // From the states where there are any.
-  call.losses = layout.states == nullptr ? layout.losses : nullptr;
+  call.losses = layout.losses;
   if constexpr (GradientOp<Op>) call.output = op.grad_logits;
   if constexpr (BackwardOnlyOp<Op>) {
     call.row_reference = op.row_reference;
@@ -77,12 +76,7 @@ void run_logits(const Op& op, const TokenInput& in, const Layout& layout, const 
   }
   launch_rows(call, device, stream);
   if constexpr (ForwardOp<Op>) {
-    if (layout.states != nullptr) {
-      write_tokens(in, layout.tokens, layout.states, {op.loss, op.statistics}, layout.losses,
-                   stream);
-    } else {
-      write_losses(in, layout.tokens, layout.losses, op.loss, stream);
-    }
+    write_tokens(in, layout.tokens, layout.states, layout.losses, {op.loss, op.statistics}, stream);
   }
 }
 
@@ -91,13 +85,15 @@ Status loss_run(const Op& op, const Workspace& workspace, const DeviceInfo& devi
                 Stream* stream) {
   const Layout layout = layout_of(op, static_cast<char*>(workspace.data) + workspace.byte_offset);
   const TokenInput in = token_input(op, op.logits.shape[1]);
-  prepare_tokens(in, layout.tokens, stream);
+  TokenOutputs outputs;
+  if constexpr (ForwardOp<Op>) outputs = {op.loss, op.statistics};
+  prepare_tokens(in, layout.tokens, outputs, stream);
   if (op.options.input_kind == InputKind::probabilities) {
     run_probabilities(op, in, layout, stream);
   } else {
     run_logits(op, in, layout, device, stream);
   }
-  if constexpr (GradientOp<Op>) clear_other_rows(in, op.grad_logits, stream);
+  if constexpr (GradientOp<Op>) clear_other_rows(layout.tokens, op.grad_logits, stream);
   return {};
 }
 

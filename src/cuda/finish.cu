@@ -5,17 +5,22 @@
 namespace logitless::cuda {
 namespace {
 
-// grad_input_i = scale (v_k sum_k - s_k class_row), or scale sum_k where the sums come of dz.
+// grad_input_i = scale (v_k sum_k - s_k class_row), or scale sum_k where the sums come of dz. Rows
+// whose token does not count: 0, if `clears`.
 template <class T>
 __global__ void __launch_bounds__(256)
     grad_input_kernel(Chunk chunk, const RowFactors* factors, const float* sums, int64_t pitch,
-                      int64_t first_row, const float* class_row, TensorView out) {
-  const int64_t row = first_row + blockIdx.x;
-  if (chunk.first + row >= chunk.tokens.scalars->valid) return;
+                      int64_t first_row, const float* class_row, bool clears, TensorView out) {
+  const int64_t row = first_row + blockIdx.x, i = chunk.tokens.row[chunk.first + row];
+  if (chunk.first + row >= chunk.tokens.scalars->valid) {
+    for (int64_t d = threadIdx.x; clears && d < out.shape[1]; d += 256) {
+      *address<T>(out, i, d) = from_f32<T>(0.0f);
+    }
+    return;
+  }
   const float scale = chunk.tokens.scalars->gradient_scale;
   const float v = factors != nullptr ? factors[row].scale : 1.0f;
   const float s = class_row != nullptr ? factors[row].smoothing : 0.0f;
-  const int64_t i = chunk.tokens.row[chunk.first + row];
   for (int64_t d = threadIdx.x; d < out.shape[1]; d += 256) {
     // A row without a gradient stays one where another's sum overflows.
     float x = v == 0 ? 0.0f : v * sums[blockIdx.x * pitch + d];
@@ -41,12 +46,12 @@ __global__ void __launch_bounds__(256) class_slabs(LinearCall call, int64_t pitc
 }
 
 __global__ void __launch_bounds__(256)
-    class_sum(const float* slabs, int count, int64_t pitch, float* sum, int32_t* is_infinite) {
+    class_sum(const float* slabs, int count, int64_t pitch, float* sum, TokenScalars* scalars) {
   const int64_t d = int64_t{blockIdx.x} * 256 + threadIdx.x;
   if (d >= pitch) return;
   const float x = sum_of_slabs(slabs, count, pitch, d);
   sum[d] = x;
-  if (!isfinite(x)) atomicOr(is_infinite, 1);
+  if (!isfinite(x)) atomicOr(&scalars->weight_is_infinite, 1);
 }
 
 // Column sums over a slab of rows: 64 columns by 4 rows of threads.
@@ -124,25 +129,24 @@ __global__ void __launch_bounds__(256) zero_kernel(TensorView out) {
 
 void class_row(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                Stream* stream) {
-  stream->clear("weight_is_infinite", m.weight_is_infinite, sizeof(int32_t));
   if (m.class_row == nullptr) return;
   const unsigned slabs = blocks_for(call.shape.vocab, vocab_slab_rows);
   const unsigned columns = blocks_for(plan.hidden_pitch, 256);
   stream->launch("class_slabs", class_slabs, {columns, slabs, 1}, 256, call, plan.hidden_pitch,
                  m.slabs);
   stream->launch("class_row", class_sum, columns, 256, m.slabs, static_cast<int>(slabs),
-                 plan.hidden_pitch, m.class_row, m.weight_is_infinite);
+                 plan.hidden_pitch, m.class_row, m.tokens.scalars);
 }
 
 void write_grad_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                       const Chunk& chunk, const float* sums, int64_t row, int64_t rows, bool scaled,
-                      Stream* stream) {
+                      bool clears, Stream* stream) {
   const RowFactors* factors = scaled ? m.factors : nullptr;
   const float* class_sum = scaled ? m.class_row : nullptr;
   with_dtype(call.grad_input.dtype, [&](auto element) {
     stream->launch("write_grad_input", grad_input_kernel<decltype(element)>,
                    static_cast<unsigned>(rows), 256, chunk, factors, sums, plan.hidden_pitch, row,
-                   class_sum, call.grad_input);
+                   class_sum, clears, call.grad_input);
   });
 }
 

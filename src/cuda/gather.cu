@@ -1,81 +1,123 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the products read: the valid tokens' rows of input, compacted and padded to 16 bytes; the
-// weight, where its own layout does not serve; and z of each token's target by one dot product.
+// What the products read: the valid tokens' rows of input, compacted and padded to 16 bytes, and
+// from the same read z of each token's target by one dot product; the weight, where its own layout
+// does not serve.
 #include "src/cuda/linear.cuh"
 
 namespace logitless::cuda {
 namespace {
 
-constexpr int threads = 128;
+constexpr int threads = 256;
 
-// One row to `to` [pitch]: its elements, then zeros.
+// A row of a matrix, `count` elements, as 16 bytes at a time with zeros behind.
 template <class T>
-__device__ void copy_row(const TensorView& from, int64_t row, int64_t pitch, T* to) {
-  const int64_t count = from.shape[1];
-  constexpr int64_t width = 16 / sizeof(T);
-  const T* source = address<const T>(from, row);
-  const bool aligned = from.stride[1] == 1 && reinterpret_cast<uintptr_t>(source) % 16 == 0;
-  int64_t done = 0;
-  if (aligned) {
-    done = count / width * width;
-    for (int64_t j = threadIdx.x * width; j < done; j += threads * width) {
-      *reinterpret_cast<uint4*>(to + j) = *reinterpret_cast<const uint4*>(source + j);
+struct RowReader {
+  const T* data;
+  int64_t stride, count;
+  bool aligned;
+  __device__ RowReader(const TensorView& view, int64_t row, int64_t columns)
+      : data(address<const T>(view, row)),
+        stride(view.stride[1]),
+        count(columns),
+        aligned((stride == 1 || columns == 1) && reinterpret_cast<uintptr_t>(data) % 16 == 0) {}
+  __device__ Pack<T> operator()(int64_t j) const {
+    if (aligned && j + Pack<T>::width <= count) {
+      return *reinterpret_cast<const Pack<T>*>(data + j);
     }
+    Pack<T> pack;
+#pragma unroll
+    for (int n = 0; n < Pack<T>::width; ++n) {
+      pack.x[n] = j + n < count ? data[(j + n) * stride] : from_f32<T>(0.0f);
+    }
+    return pack;
   }
-  for (int64_t j = done + threadIdx.x; j < pitch; j += threads) {
-    to[j] = j < count ? source[j * from.stride[1]] : from_f32<T>(0.0f);
+};
+
+template <class T>
+__device__ void clear_row(const TensorView& view, int64_t row, int lane) {
+  for (int64_t j = lane; j < view.shape[1]; j += 32) {
+    *address<T>(view, row, j) = from_f32<T>(0.0f);
   }
 }
 
-// Block k: row k of the compacted chunk; rows that are not valid are zeros.
+struct GatherArguments {
+  LinearCall call;
+  Chunk chunk;
+  int64_t pitch;
+  int64_t rows;  // with those behind the chunk
+  bool clears;
+  float* target_logit;
+  int32_t* again;          // may be null
+  int32_t* rows_finished;  // begin at 0 for the chunk
+};
+
+// A warp a row k of the compacted chunk, rows that are not valid zeros:
+//   z_t = map(input_k . weight_t) in f32, 16 bytes a lane in turn, then the tree over the lanes.
 template <class T>
 __global__ void __launch_bounds__(threads)
-    gather(TensorView input, Chunk chunk, int64_t pitch, T* to) {
-  const int64_t k = blockIdx.x;
-  to += k * pitch;
-  if (k < valid_rows(chunk)) {
-    copy_row<T>(input, chunk.tokens.row[chunk.first + k], pitch, to);
-  } else {
-    for (int64_t j = threadIdx.x; j < pitch; j += threads) to[j] = from_f32<T>(0.0f);
+    gather(const __grid_constant__ GatherArguments a, T* to) {
+  const int64_t k = int64_t{blockIdx.x} * (threads / 32) + threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  if (k == 0 && lane == 0) {
+    *a.rows_finished = 0;
+    if (a.again != nullptr) *a.again = 0;
   }
-}
-
-// Block r: row first + r; behind the last one zeros.
-template <class T>
-__global__ void __launch_bounds__(threads)
-    copy_rows(TensorView from, int64_t first, int64_t pitch, T* to) {
-  const int64_t row = first + blockIdx.x;
-  to += blockIdx.x * pitch;
-  if (row < from.shape[0]) {
-    copy_row<T>(from, row, pitch, to);
-  } else {
-    for (int64_t j = threadIdx.x; j < pitch; j += threads) to[j] = from_f32<T>(0.0f);
-  }
-}
-
-// A warp a token: input_k . weight_t in f32, lanes and then the tree over them in fixed order.
-template <class T>
-__global__ void __launch_bounds__(256)
-    dot_target(LinearCall call, Chunk chunk, const T* input, int64_t pitch, float* target_logit) {
-  const int k = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (k >= valid_rows(chunk)) return;
-  const int64_t target = chunk.tokens.target[chunk.first + k];
-  if (target < 0) {
-    if (lane == 0) target_logit[k] = -infinity();
+  if (k >= a.rows) return;
+  constexpr int width = Pack<T>::width;
+  const Tokens& tokens = a.chunk.tokens;
+  const int64_t token = a.chunk.first + k;
+  to += k * a.pitch;
+  if (k >= a.chunk.rows || !is_valid(a.chunk, static_cast<int>(k))) {
+    for (int64_t j = lane * width; j < a.pitch; j += 32 * width) {
+      *reinterpret_cast<Pack<T>*>(to + j) = Pack<T>{};
+    }
+    if (!a.clears || k >= a.chunk.rows) return;
+    with_dtype_on_device(a.call.grad_input.dtype, [&](auto element) {
+      clear_row<decltype(element)>(a.call.grad_input, tokens.row[token], lane);
+    });
     return;
   }
-  const T* x = input + k * pitch;
+  const LinearCall& call = a.call;
+  const int64_t target = tokens.target[token], hidden = call.weight.shape[1];
+  const RowReader<T> input(call.input, tokens.row[token], hidden);
+  const RowReader<T> weight(call.weight, target < 0 ? 0 : target, hidden);
   float sum = 0;
-  for (int64_t d = lane; d < call.weight.shape[1]; d += 32) {
-    sum = fmaf(to_f32(x[d]), to_f32(*address<const T>(call.weight, target, d)), sum);
+#pragma unroll 4
+  for (int64_t j = lane * width; j < a.pitch; j += 32 * width) {
+    const Pack<T> x = input(j);
+    *reinterpret_cast<Pack<T>*>(to + j) = x;
+    if (target < 0) continue;
+    const Pack<T> w = weight(j);
+#pragma unroll
+    for (int n = 0; n < width; ++n) sum = fmaf(to_f32(x.x[n]), to_f32(w.x[n]), sum);
   }
   sum = warp_sum(sum);
-  if (present(call.bias)) sum += load(call.bias, target);
-  if (lane == 0) target_logit[k] = map_raw(call.map, sum);
+  if (lane != 0) return;
+  if (target >= 0 && present(call.bias)) sum += load(call.bias, target);
+  a.target_logit[k] = target < 0 ? -infinity() : map_raw(call.map, sum);
 }
 
-__global__ void constants_kernel(float* constants) {
-  constants[threadIdx.x] = threadIdx.x == 1 ? 1.0f : 0.0f;
+// A warp a row of the weight, from row `first` on; behind the last one zeros.
+template <class T>
+__global__ void __launch_bounds__(threads)
+    copy_rows(TensorView from, int64_t first, int64_t rows, int64_t pitch, T* to) {
+  const int64_t row = int64_t{blockIdx.x} * (threads / 32) + threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  if (row >= rows) return;
+  const bool exists = first + row < from.shape[0];
+  const RowReader<T> reader(from, exists ? first + row : 0, exists ? from.shape[1] : 0);
+  for (int64_t j = lane * Pack<T>::width; j < pitch; j += 32 * Pack<T>::width) {
+    *reinterpret_cast<Pack<T>*>(to + row * pitch + j) = reader(j);
+  }
+}
+
+void copy(const LinearCall& call, const LinearPlan& plan, const char* name, int64_t first,
+          int64_t rows, char* to, Stream* stream) {
+  with_dtype(call.shape.dtype, [&](auto element) {
+    using T = decltype(element);
+    stream->launch(name, copy_rows<T>, blocks_for(rows, threads / 32), threads, call.weight, first,
+                   rows, plan.hidden_pitch, reinterpret_cast<T*>(to));
+  });
 }
 
 __global__ void __launch_bounds__(256)
@@ -96,47 +138,27 @@ void column_terms(const LinearCall& call, const LinearMemory& m, Stream* stream)
                  m.class_weights);
 }
 
-void write_constants(const LinearMemory& m, Stream* stream) {
-  stream->launch("write_constants", constants_kernel, 1, 64, m.constants);
-}
-
 void copy_weight(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                  Stream* stream) {
   if (!call.shape.copies_weight) return;
-  with_dtype(call.shape.dtype, [&](auto element) {
-    using T = decltype(element);
-    stream->launch("copy_weight", copy_rows<T>, static_cast<unsigned>(call.shape.vocab), threads,
-                   call.weight, 0, plan.hidden_pitch, reinterpret_cast<T*>(m.weight));
-  });
+  copy(call, plan, "copy_weight", 0, call.shape.vocab, m.weight, stream);
 }
 
 void copy_weight_tail(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                       Stream* stream) {
   if (m.weight_tail == nullptr) return;
-  with_dtype(call.shape.dtype, [&](auto element) {
-    using T = decltype(element);
-    stream->launch("copy_weight_tail", copy_rows<T>, 8, threads, call.weight,
-                   call.shape.vocab / 8 * 8, plan.hidden_pitch,
-                   reinterpret_cast<T*>(m.weight_tail));
-  });
+  copy(call, plan, "copy_weight_tail", call.shape.vocab / 8 * 8, 8, m.weight_tail, stream);
 }
 
 void gather_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                  const Chunk& chunk, Stream* stream) {
+                  const Chunk& chunk, bool clears, Stream* stream) {
+  const int64_t rows = chunk.rows + (call.shape.fused ? 0 : extra_rows);
+  const GatherArguments arguments{call,   chunk,          plan.hidden_pitch, rows,
+                                  clears, m.target_logit, m.again,           m.rows_finished};
   with_dtype(call.shape.dtype, [&](auto element) {
     using T = decltype(element);
-    const int64_t behind = call.shape.fused ? 0 : extra_rows;
-    stream->launch("gather_input", gather<T>, static_cast<unsigned>(chunk.rows + behind), threads,
-                   call.input, chunk, plan.hidden_pitch, reinterpret_cast<T*>(m.input));
-  });
-}
-
-void target_logits(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                   const Chunk& chunk, Stream* stream) {
-  with_dtype(call.shape.dtype, [&](auto element) {
-    using T = decltype(element);
-    stream->launch("target_logits", dot_target<T>, blocks_for(chunk.rows, 8), 256, call, chunk,
-                   reinterpret_cast<const T*>(m.input), plan.hidden_pitch, m.target_logit);
+    stream->launch("gather_input", gather<T>, blocks_for(rows, threads / 32), threads, arguments,
+                   reinterpret_cast<T*>(m.input));
   });
 }
 

@@ -39,6 +39,8 @@ struct LinearCall {
   TokenInput in;
   TensorView input, weight, bias;
   TensorView grad_input, grad_weight, grad_bias;
+  TensorView row_reference, row_log_sum, entropy;  // of Backward, where given
+  TokenOutputs outputs;
   LinearShape shape;
   MapFactors map;
   bool accumulate = false;
@@ -48,10 +50,8 @@ struct LinearCall {
 // Arrays in the workspace.
 struct LinearMemory {
   Tokens tokens;
-  RowState* states = nullptr;  // [N]
-  float* rest = nullptr;       // [N]  1 - p_t
-  float* losses = nullptr;     // [N]
-  float* constants = nullptr;  // 0 and 1
+  float* losses = nullptr;           // [N]  where they are reduced
+  int32_t* rows_finished = nullptr;  // [1]  of the chunk, blocks of finish_rows that are done
   void* library = nullptr;
   char* weight = nullptr;          // [V, hidden_pitch]  where copied
   char* weight_tail = nullptr;     // [8, hidden_pitch]  its last V % 8 rows, then zeros
@@ -61,13 +61,12 @@ struct LinearMemory {
   float* class_weights = nullptr;  // [V + column_padding]  c_j, likewise
   float* target_logit = nullptr;   // [token_chunk]
   Partials partials;
-  RowGradient* gradients = nullptr;       // [token_chunk]
-  float* target_gradient = nullptr;       // [token_chunk]  dz of the target, for sm90/forward.h
-  RowFactors* factors = nullptr;          // [token_chunk]
-  int32_t* weight_is_infinite = nullptr;  // [1]  known where smoothing has looked
-  int32_t* again = nullptr;               // [1 + token_chunk]  count, then rows to be made again
-  float* logits = nullptr;                // [block_rows, block_columns]
-  float* slots = nullptr;                 // [slots, 512, 192]  for sm90/product.h
+  RowGradient* gradients = nullptr;  // [token_chunk]
+  float* target_gradient = nullptr;  // [token_chunk]  dz of the target, for sm90/forward.h
+  RowFactors* factors = nullptr;     // [token_chunk]
+  int32_t* again = nullptr;          // [1 + token_chunk]  count, then rows to be made again
+  float* logits = nullptr;           // [block_rows, block_columns]
+  float* slots = nullptr;            // [slots, 512, 192]  for sm90/product.h
   float* row_sums = nullptr;         // [sum_rows, hidden_pitch]  of grad_input, where E is whole
   char* stored = nullptr;            // [panel_rows, stored_pitch]  E
   char* remade = nullptr;            // [panel_rows, remade_columns]  E or dz
@@ -97,16 +96,15 @@ constexpr int64_t bias_slab_rows = 1024, vocab_slab_rows = 1024, token_slab_rows
 LinearMemory place_linear(const LinearShape& shape, const LinearPlan& plan, Arena* arena);
 
 // gather.cu
-void write_constants(const LinearMemory& m, Stream*);
 void copy_weight(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m, Stream*);
 void copy_weight_tail(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                       Stream*);
+// The chunk's rows of input and the targets' logits; `clears`: rows of grad_input whose token does
+// not count become 0.
 void gather_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                  const Chunk& chunk, Stream*);
+                  const Chunk& chunk, bool clears, Stream*);
 // The bias and the class weights in f32, with zeros behind them.
 void column_terms(const LinearCall& call, const LinearMemory& m, Stream*);
-void target_logits(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                   const Chunk& chunk, Stream*);
 
 // A block of raw logits: rows [row, row + rows) of the chunk, columns [column, column + columns).
 struct Block {
@@ -131,30 +129,29 @@ void block_gradients(const LinearCall& call, const LinearMemory& m, const Chunk&
                      const Block& block, const Panel& panel, Stream*);
 
 // rows.cu
-void finish_rows(const LinearCall& call, const LinearMemory& m, const Chunk& chunk, Stream*);
-void given_rows(const LinearCall& call, const TensorView& reference, const TensorView& log_sum,
-                const LinearMemory& m, const Chunk& chunk, Stream*);
-void given_entropy(const TensorView& entropy, const LinearMemory& m, const Chunk& chunk, Stream*);
-void gradient_coefficients(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
-                           bool with_factors, Stream*);
-// The target's column of E; then the rows beyond the exponent's range, from the product's own
-// operands.
-void finish_panel(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                  const Chunk& chunk, const Panel& panel, Stream*);
+// From the partial sums, or the state that Backward was given: outputs of the chunk's tokens, the
+// loss of all after the last chunk, the factors of the gradients (`with_factors`: of E's rows), and
+// the input times v where `scales`.
+void finish_rows(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                 const Chunk& chunk, bool with_factors, bool scales, Stream*);
+// The target's column of E, and the rows beyond the exponent's range.
+void finish_panel(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
+                  const Panel& panel, Stream*);
 // Behind the panel's rows: the class weights for the smoothing's term of E, and zeros; behind its
 // columns: zeros to a multiple of 8.
 void write_extra_rows(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
                       const Panel& panel, Stream*);
-// input times v, and behind it the rows that make the smoothing's term.
+// Under smoothing: input times v, and behind it the rows that make the smoothing's term.
 void scale_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                  const Chunk& chunk, Stream*);
 
 // finish.cu
 void class_row(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m, Stream*);
-// Rows [row, row + rows) of the chunk from their f32 sums; `scaled`: they come of E.
+// Rows [row, row + rows) of the chunk from their f32 sums; `scaled`: they come of E; `clears`:
+// rows whose token does not count become 0.
 void write_grad_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                       const Chunk& chunk, const float* sums, int64_t row, int64_t rows, bool scaled,
-                      Stream*);
+                      bool clears, Stream*);
 void add_to_bias(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                  const Chunk& chunk, const Panel& panel, bool scaled, bool first, Stream*);
 void write_grad_weight(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,

@@ -54,6 +54,12 @@ LinearCall make_call(const Op& op, const DeviceInfo& device) {
     s.weighted_sum = s.smoothing || op.statistics.weighted_logit_sum;
     s.entropy = static_cast<bool>(op.statistics.entropy);
     s.argmax = static_cast<bool>(op.statistics.argmax);
+    call.outputs = {op.loss, op.statistics};
+  }
+  if constexpr (BackwardOnlyOp<Op>) {
+    call.row_reference = op.row_reference;
+    call.row_log_sum = op.row_log_sum;
+    call.entropy = op.entropy;
   }
   s.can_store = ForwardOp<Op> && s.dtype != DType::f16 && !(s.smoothing && call.map.capped);
   if constexpr (GradientOp<Op>) {
@@ -144,19 +150,10 @@ Status linear_run(const Op& op, const Workspace& workspace, const DeviceInfo& de
   for (int64_t first = 0; first < call.shape.tokens; first += plan.token_chunk) {
     run.begin_chunk(first, std::min(plan.token_chunk, call.shape.tokens - first));
     if (call.shape.forward) run.forward();
-    if constexpr (BackwardOnlyOp<Op>) {
-      if (!call.shape.forward) {
-        given_rows(call, op.row_reference, op.row_log_sum, memory, run.chunk(), stream);
-      }
-      if (op.entropy) given_entropy(op.entropy, memory, run.chunk(), stream);
-    }
+    run.rows();
     if (call.shape.gradients()) run.gradients();
   }
-  if (call.shape.gradients()) run.finish();
-  if constexpr (ForwardOp<Op>) {
-    write_tokens(call.in, memory.tokens, memory.states, {op.loss, op.statistics}, memory.losses,
-                 stream);
-  }
+  run.finish();
   return {};
 }
 

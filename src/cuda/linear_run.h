@@ -16,11 +16,15 @@ class LinearRun {
  public:
   LinearRun(const LinearCall& call, const LinearPlan& plan, const LinearMemory& memory,
             const DeviceInfo& device, Stream* stream)
-      : call_(call), plan_(plan), m_(memory), device_(device), stream_(stream) {}
+      : call_(call),
+        plan_(plan),
+        m_(memory),
+        device_(device),
+        stream_(stream),
+        lends_(lends_input(call.shape, plan)) {}
 
   void begin() {
-    write_constants(m_, stream_);
-    prepare_tokens(call_.in, m_.tokens, stream_);
+    prepare_tokens(call_.in, m_.tokens, call_.outputs, stream_);
     copy_weight(call_, plan_, m_, stream_);
     column_terms(call_, m_, stream_);
     if (!call_.shape.gradients()) return;
@@ -31,35 +35,37 @@ class LinearRun {
   // Rows [first, first + rows) of the compacted tokens.
   void begin_chunk(int64_t first, int64_t rows) {
     chunk_ = {m_.tokens, first, static_cast<int32_t>(rows)};
-    gather_input(call_, plan_, m_, chunk_, stream_);
-    target_logits(call_, plan_, m_, chunk_, stream_);
+    gather_input(call_, plan_, m_, chunk_, call_.shape.grad_input && !lends_, stream_);
   }
 
   void forward() {
     const Panel stored = stored_panel();
     if (call_.shape.fused) {
       const int64_t vocab = call_.shape.vocab;
-      sm90::forward(call_, plan_, m_, chunk_, 0, vocab, true, stored, device_, stream_);
-      return finish_rows(call_, m_, chunk_, stream_);
+      return sm90::forward(call_, plan_, m_, chunk_, 0, vocab, true, stored, device_, stream_);
     }
     for_each_block(0, call_.shape.vocab, [&](const Block& block) {
       const bool stores = block.column < stored.columns;
       exponentials(call_, m_, chunk_, block, true, stores ? stored : Panel{}, stream_);
     });
-    finish_rows(call_, m_, chunk_, stream_);
+  }
+
+  // From what forward has found, or the state that was given.
+  void rows() {
+    const bool stores = plan_.stored_columns > 0;
+    const bool scales = stores && call_.shape.grad_weight && !smooths_apart();
+    finish_rows(call_, plan_, m_, chunk_, stores, scales, stream_);
   }
 
   void gradients() {
-    const bool with_factors = plan_.stored_columns > 0;
-    gradient_coefficients(call_, m_, chunk_, with_factors, stream_);
-    if (!with_factors) {
+    if (plan_.stored_columns == 0) {
       frugal_gradients();
     } else if (plan_.stored_columns < call_.shape.vocab) {
       mixed_gradients();
     } else {
-      finish_panel(call_, plan_, m_, chunk_, stored_panel(), stream_);
+      finish_panel(call_, m_, chunk_, stored_panel(), stream_);
       extra_rows(stored_panel());
-      scale_input(call_, plan_, m_, chunk_, stream_);
+      scale_apart();
       grad_weight(stored_panel(), m_.scaled);
       whole_grad_input();  // last: its memory may hold the input
       bias(stored_panel(), true);
@@ -69,7 +75,10 @@ class LinearRun {
 
   void finish() {
     const LinearShape& s = call_.shape;
-    if (s.tokens == 0) return clear_grad_weight(call_, stream_);
+    if (s.tokens == 0) {  // the loss of none
+      write_tokens(call_.in, m_.tokens, nullptr, m_.losses, call_.outputs, stream_);
+      return clear_grad_weight(call_, stream_);
+    }
     if (s.grad_weight) {
       const int64_t tail = s.fused ? 0 : s.vocab % 8;
       if (plan_.grad_weight_sum) {
@@ -80,14 +89,17 @@ class LinearRun {
       }
     }
     if (s.grad_bias) write_grad_bias(call_, m_, stream_);
-    clear_other_rows(call_.in, call_.grad_input, stream_);
   }
 
-  const Chunk& chunk() const { return chunk_; }
-
  private:
-  const float* zero() const { return m_.constants; }
-  const float* one() const { return m_.constants + 1; }
+  const float* zero() const { return &m_.tokens.scalars->zero; }
+  const float* one() const { return &m_.tokens.scalars->one; }
+  // The smoothing's term of E's products is rows of its own, and the scaled input a pass.
+  bool smooths_apart() const { return m_.smoothed_row != nullptr; }
+  void scale_apart() {
+    if (!smooths_apart() || !call_.shape.grad_weight) return;
+    scale_input(call_, plan_, m_, chunk_, stream_);
+  }
 
   Operand weight_rows(int64_t column) const {
     if (call_.shape.copies_weight) {
@@ -183,12 +195,14 @@ class LinearRun {
   void whole_grad_input() {
     if (!call_.shape.grad_input) return;
     if (call_.shape.direct_grad_input) {
-      return sm90::grad_input(call_, plan_, m_, chunk_, stored_panel(), device_, stream_);
+      sm90::grad_input(call_, plan_, m_, chunk_, stored_panel(), device_, stream_);
+      if (lends_) clear_other_rows(m_.tokens, call_.grad_input, stream_);
+      return;
     }
     for (int64_t row = 0; row < chunk_.rows; row += plan_.sum_rows) {
       const int64_t rows = std::min<int64_t>(plan_.sum_rows, chunk_.rows - row);
       input_product(stored_panel(), row, rows, m_.row_sums, false);
-      write_grad_input(call_, plan_, m_, chunk_, m_.row_sums, row, rows, true, stream_);
+      write_grad_input(call_, plan_, m_, chunk_, m_.row_sums, row, rows, true, lends_, stream_);
     }
   }
 
@@ -243,9 +257,9 @@ class LinearRun {
 
   // Some of E is there; the rest is made again a panel at a time.
   void mixed_gradients() {
-    scale_input(call_, plan_, m_, chunk_, stream_);
+    scale_apart();
     const auto use = [&](const Panel& panel) {
-      finish_panel(call_, plan_, m_, chunk_, panel, stream_);
+      finish_panel(call_, m_, chunk_, panel, stream_);
       extra_rows(panel);
       if (call_.shape.grad_input) {
         input_product(panel, 0, chunk_.rows, m_.grad_input_sum, panel.first > 0);
@@ -300,7 +314,8 @@ class LinearRun {
 
   void write_sums(bool scaled) {
     if (!call_.shape.grad_input) return;
-    write_grad_input(call_, plan_, m_, chunk_, m_.grad_input_sum, 0, chunk_.rows, scaled, stream_);
+    write_grad_input(call_, plan_, m_, chunk_, m_.grad_input_sum, 0, chunk_.rows, scaled, lends_,
+                     stream_);
   }
 
   const LinearCall& call_;
@@ -310,6 +325,7 @@ class LinearRun {
   Stream* stream_;
   Chunk chunk_;
   bool first_chunk_ = true;
+  bool lends_;  // grad_input's memory holds the input: its other rows are cleared last
 };
 
 }  // namespace logitless::cuda

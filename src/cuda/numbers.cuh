@@ -60,6 +60,25 @@ void with_dtype(DType dtype, F&& f) {
   }
 }
 
+// The same in a kernel.
+template <class F>
+__device__ void with_dtype_on_device(DType dtype, F&& f) {
+  if (dtype == DType::f32) {
+    f(float{});
+  } else if (dtype == DType::f16) {
+    f(__half{});
+  } else {
+    f(__nv_bfloat16{});
+  }
+}
+
+// What a thread moves at a time.
+template <class T>
+struct alignas(16) Pack {
+  static constexpr int width = 16 / sizeof(T);
+  T x[width];
+};
+
 template <class T>
 __device__ inline T* address(const TensorView& v, int64_t i = 0, int64_t j = 0) {
   return reinterpret_cast<T*>(static_cast<char*>(v.data) + v.byte_offset) + i * v.stride[0] +

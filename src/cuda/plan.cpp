@@ -313,9 +313,8 @@ LinearMemory place_linear(const LinearShape& s, const LinearPlan& p, Arena* aren
   const bool stores = p.stored_columns > 0;
   LinearMemory m;
   m.tokens = place_tokens(arena, s.tokens);
-  m.states = arena->take<RowState>(s.tokens);
-  m.rest = arena->take<float>(s.tokens);
   m.losses = arena->take<float>(s.tokens);
+  m.rows_finished = arena->take<int32_t>(1);
   if (!s.fused) m.library = arena->take<char>(matrix_library_bytes);
   if (s.copies_weight) m.weight = arena->take<char>(s.vocab * row_bytes);
   if (s.grad_input && s.vocab % 8 != 0 && !s.fused) {
@@ -331,7 +330,6 @@ LinearMemory place_linear(const LinearShape& s, const LinearPlan& p, Arena* aren
     m.gradients = arena->take<RowGradient>(p.token_chunk);
     if (s.fused) m.target_gradient = arena->take<float>(p.token_chunk);
     m.factors = arena->take<RowFactors>(p.token_chunk);
-    m.weight_is_infinite = arena->take<int32_t>(1);
     m.again = arena->take<int32_t>(1 + p.token_chunk);
   }
   if (stores) m.stored = arena->take<char>(rows * stored_pitch(p.stored_columns) * element);
@@ -372,7 +370,6 @@ LinearMemory place_linear(const LinearShape& s, const LinearPlan& p, Arena* aren
     m.smoothed_row = arena->take<float>(p.hidden_pitch);
     m.slabs = arena->take<float>(slabs * p.hidden_pitch);
   }
-  m.constants = arena->take<float>(64);
   return m;
 }
 

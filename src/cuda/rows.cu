@@ -7,14 +7,34 @@ namespace {
 
 __device__ bool find_row(const Chunk& chunk, int k) { return k < chunk.rows && is_valid(chunk, k); }
 
-// A warp a row. Segments l, l + 32, ... by lane l, then the tree over the lanes: an order that
-// depends on the vocabulary alone.
+struct RowsArguments {
+  LinearCall call;
+  Chunk chunk;
+  Partials partials;  // maximum null: Backward was given the state
+  const float* target_logit;
+  float* losses;  // null: each to the caller
+  int32_t* finished;
+  bool last;  // chunk: the losses are reduced
+  // Null where no gradient is wanted; factors: where E is not kept.
+  RowGradient* gradients;
+  float* target_gradient;
+  RowFactors* factors;
+  int32_t* again;
+  // Input times v; null: not here.
+  const char* input;
+  char* scaled;
+  int64_t pitch;
+  int32_t behind;  // rows behind the chunk's to be cleared with it
+};
+
+// Segments l, l + 32, ... by lane l, then the tree over the lanes: an order that depends on the
+// vocabulary alone.
 //   m = max m_b   S = sum s_b exp(m_b - m)   T = sum exp(m_b - m) (t_b + (m_b - m) s_b)
-__global__ void __launch_bounds__(256)
-    finish_kernel(Chunk chunk, Partials partials, const float* target_logit, bool vocab_is_whole,
-                  RowState* states, float* rest) {
-  const int row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (!find_row(chunk, row)) return;
+// Every lane gets the state; `rest`: 1 - p_t.
+__device__ RowState state_of_sums(const RowsArguments& a, int row, int lane, float* rest) {
+  const Chunk& chunk = a.chunk;
+  const Partials& partials = a.partials;
+  const bool vocab_is_whole = a.call.in.options.vocab_total == 0;
   const int64_t k = chunk.first + row;
   const int64_t base = row * partials.segments;
   float maximum = -infinity();
@@ -24,7 +44,7 @@ __global__ void __launch_bounds__(256)
   maximum = warp_max(maximum);
   const int64_t target = chunk.tokens.target[k];
   const bool here = target >= 0;
-  const float z = target_logit[row], others = maximum;
+  const float z = a.target_logit[row], others = maximum;
   if (here) maximum = fmaxf(maximum, z);
   // A NaN anywhere leaves no maximum to name.
   if (here && z != z) maximum = nan_value();
@@ -50,7 +70,6 @@ __global__ void __launch_bounds__(256)
   shifted = warp_sum(shifted);
   weighted = warp_sum(weighted);
   argmax = warp_min(argmax);
-  if (lane != 0) return;
   const float distance = z - maximum;
   float at_target = here ? exp_nonpositive(distance) : 0.0f;
   const float total = sum + at_target;
@@ -68,27 +87,8 @@ __global__ void __launch_bounds__(256)
   state.entropy = partials.shifted != nullptr ? state.log_sum - shifted / total : 0;
   if (here && (z > others || (z == others && target < argmax))) argmax = static_cast<int>(target);
   state.argmax = partials.argmax != nullptr ? (argmax == INT32_MAX ? 0 : argmax) : -1;
-  states[k] = state;
-  rest[k] = sum / total;
-}
-
-__global__ void __launch_bounds__(256)
-    given_kernel(Chunk chunk, TensorView reference, TensorView log_sum, RowState* states) {
-  const int row = blockIdx.x * 256 + threadIdx.x;
-  if (!find_row(chunk, row)) return;
-  const int64_t k = chunk.first + row, i = chunk.tokens.row[k];
-  RowState state;
-  state.reference = load(reference, i);
-  state.log_sum = load(log_sum, i);
-  states[k] = state;
-}
-
-__global__ void __launch_bounds__(256)
-    entropy_kernel(Chunk chunk, TensorView entropy, RowState* states) {
-  const int row = blockIdx.x * 256 + threadIdx.x;
-  if (!find_row(chunk, row)) return;
-  const int64_t k = chunk.first + row;
-  states[k].entropy = load(entropy, chunk.tokens.row[k]);
+  *rest = sum / total;
+  return state;
 }
 
 // Coefficients of draw without the softcap's slope.
@@ -106,28 +106,19 @@ constexpr float most_nats = 60;
 // And a one-hot part up to this many times the probability's: E of the target is 1 - o / v.
 constexpr float most_onehot = 4096;
 
-__global__ void __launch_bounds__(256)
-    coefficients_kernel(LinearCall call, Chunk chunk, const RowState* states, const float* rest,
-                        const float* target_logit, const int32_t* weight_is_infinite,
-                        RowGradient* gradients, float* target_gradient, RowFactors* factors,
-                        int32_t* again) {
-  const int row = blockIdx.x * 256 + threadIdx.x;
-  if (row >= chunk.rows) return;
-  if (!find_row(chunk, row)) {
-    gradients[row] = RowGradient{};
-    if (factors != nullptr) factors[row] = RowFactors{0, 0, 0, 0};
-    return;
-  }
-  const int64_t k = chunk.first + row;
-  const RowState state = states[k];
-  const RowGradient g = sloped(token_gradient(call.in, chunk.tokens, k, state), call.map.slope);
-  gradients[row] = g;
-  if (target_gradient != nullptr) {
-    float log_p = (target_logit[row] - g.reference) - g.log_sum;
+// By one lane; v of the row.
+__device__ float write_factors(const RowsArguments& a, int row, const RowState& state, float rest) {
+  const LinearCall& call = a.call;
+  const Tokens& tokens = a.chunk.tokens;
+  const RowGradient g =
+      sloped(token_gradient(call.in, tokens, a.chunk.first + row, state), call.map.slope);
+  a.gradients[row] = g;
+  if (a.target_gradient != nullptr) {
+    float log_p = (a.target_logit[row] - g.reference) - g.log_sum;
     log_p = log_p > 0 ? 0.0f : log_p;
     const float p = exp_any(log_p);
     float draw = target_draw(g.probability, g.onehot, p, -expm1f(log_p));
-    const int target = chunk.tokens.target[k];  // negative: another shard's
+    const int target = tokens.target[a.chunk.first + row];  // negative: another shard's
     if (g.smoothing != 0 && target >= 0) {
       draw = fmaf(-g.smoothing, class_weight(call.in, target), draw);
     }
@@ -135,9 +126,9 @@ __global__ void __launch_bounds__(256)
       const float information = fmaxf(log_p, least_exponent) + g.entropy_value;
       draw = fmaf(-(g.entropy * p), information, draw);
     }
-    target_gradient[row] = draw * cap_slope(call.map, target_logit[row]);
+    a.target_gradient[row] = draw * cap_slope(call.map, a.target_logit[row]);
   }
-  if (factors == nullptr) return;
+  if (a.factors == nullptr) return 0;
   const float z = state.target_logit;
   const float p = exp_any((z - state.reference) - state.log_sum);
   RowFactors f{g.probability * p, g.smoothing, 0, 0};
@@ -147,37 +138,101 @@ __global__ void __launch_bounds__(256)
   // A factor that f32, or the scaled input's 16 bits, would lose: a tiny token weight, say.
   const bool faint = fabsf(f.scale) < 0x1p-96f && fmaxf(onehot, probability) > 0;
   // With an infinite weight the smoothing's term cannot stand apart: 0 inf is not -s c inf.
-  const bool infinite = *weight_is_infinite != 0 && g.smoothing != 0;
+  const bool infinite = tokens.scalars->weight_is_infinite != 0 && g.smoothing != 0;
   if (far || steep || faint || infinite) {
     f.scale = fmaxf(onehot, probability);
     f.smoothing = 0;
     f.again = 1;
-    again[1 + atomicAdd(again, 1)] = row;  // in any order: each row is made alone
+    a.again[1 + atomicAdd(a.again, 1)] = row;  // in any order: each row is made alone
   } else if (f.scale != 0) {
-    const float draw = target_draw(g.probability, g.onehot, p, rest[k]);
+    const float draw = target_draw(g.probability, g.onehot, p, rest);
     f.at_target = draw * cap_slope(call.map, z) / f.scale;
   }
-  factors[row] = f;
+  a.factors[row] = f;
+  return f.scale;
+}
+
+// Row of the compacted input times v; a row of no token is 0.
+template <class E>
+__device__ void scale_row(const RowsArguments& a, int64_t row, bool valid, float v, int lane) {
+  const E* from = reinterpret_cast<const E*>(a.input) + row * a.pitch;
+  E* to = reinterpret_cast<E*>(a.scaled) + row * a.pitch;
+  if (!valid && from == to) return;  // it was gathered as such
+  constexpr int width = Pack<E>::width;
+#pragma unroll 4
+  for (int64_t j = lane * width; j < a.pitch; j += 32 * width) {
+    Pack<E> x{};
+    if (v != 0) x = *reinterpret_cast<const Pack<E>*>(from + j);
+#pragma unroll
+    for (int n = 0; n < width; ++n) x.x[n] = from_f32<E>(v * to_f32(x.x[n]));
+    *reinterpret_cast<Pack<E>*>(to + j) = x;
+  }
 }
 
 template <class E>
-__global__ void __launch_bounds__(256)
-    patch_kernel(Chunk chunk, const RowFactors* factors, Panel panel) {
-  const int row = blockIdx.x * 256 + threadIdx.x;
-  if (!find_row(chunk, row)) return;
-  const int64_t j = chunk.tokens.target[chunk.first + row] - panel.first;
-  if (j < 0 || j >= panel.columns || factors[row].again != 0) return;
-  *panel_element<E>(panel, row, j) = from_f32<E>(factors[row].at_target);
+__device__ void finish_row(const RowsArguments& a, int row, int lane) {
+  const LinearCall& call = a.call;
+  const int64_t k = a.chunk.first + row;
+  const bool valid = find_row(a.chunk, row);
+  float v = 0;
+  if (valid) {
+    const int64_t i = a.chunk.tokens.row[k];
+    RowState state;
+    float rest = 0;
+    if (a.partials.maximum != nullptr) {
+      state = state_of_sums(a, row, lane, &rest);
+    } else {
+      state.reference = load(call.row_reference, i);
+      state.log_sum = load(call.row_log_sum, i);
+    }
+    if (present(call.entropy)) state.entropy = load(call.entropy, i);
+    if (lane == 0) {
+      if (present(call.outputs.loss)) {
+        const float loss = token_loss(a.chunk.tokens, k, state);
+        *(a.losses != nullptr ? a.losses + k : address<float>(call.outputs.loss, i)) = loss;
+      }
+      put_state(call.in, a.chunk.tokens, call.outputs.statistics, k, state);
+      if (a.gradients != nullptr) v = write_factors(a, row, state, rest);
+    }
+    v = __shfl_sync(whole_warp, v, 0);
+  } else if (row < a.chunk.rows && lane == 0 && a.gradients != nullptr) {
+    a.gradients[row] = RowGradient{};
+    if (a.factors != nullptr) a.factors[row] = RowFactors{0, 0, 0, 0};
+  }
+  if (a.scaled != nullptr) scale_row<E>(a, row, valid, v, lane);
 }
 
-// The rows of the list again, each column by a dot product of its own: E_j = draw_j / v, smoothing
-// and all, from the finished state. A warp a column, rows in turn. At once over where the list is
-// empty.
+// A warp a row. The last block of the last chunk to be done reduces the losses, in an order of its
+// own.
+template <class E>
+__global__ void __launch_bounds__(256) finish_kernel(const __grid_constant__ RowsArguments a) {
+  __shared__ bool is_last;
+  const int row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (row < a.chunk.rows + a.behind) finish_row<E>(a, row, lane);
+  if (!a.last) return;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) is_last = atomicAdd(a.finished, 1) == static_cast<int>(gridDim.x) - 1;
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence();
+  reduce_losses<256>(a.call.in, a.chunk.tokens, a.losses, a.call.outputs.loss);
+}
+
+// The target's column of E. Then the rows of the list again, each column by a dot product of its
+// own: E_j = draw_j / v, smoothing and all, from the finished state. A warp a column, rows in turn;
+// at once over where the list is empty.
 template <class E>
 __global__ void __launch_bounds__(256)
-    again_kernel(LinearCall call, Chunk chunk, const E* input, int64_t pitch,
-                 const float* target_logit, const RowGradient* gradients, const RowFactors* factors,
-                 const int32_t* again, Panel panel) {
+    panel_kernel(const __grid_constant__ LinearCall call, Chunk chunk, const float* target_logit,
+                 const RowGradient* gradients, const RowFactors* factors, const int32_t* again,
+                 Panel panel) {
+  const int valid = valid_rows(chunk);
+  for (int row = blockIdx.x * 256 + threadIdx.x; row < valid; row += gridDim.x * 256) {
+    const int64_t j = chunk.tokens.target[chunk.first + row] - panel.first;
+    if (j < 0 || j >= panel.columns || factors[row].again != 0) continue;
+    *panel_element<E>(panel, row, j) = from_f32<E>(factors[row].at_target);
+  }
   const int count = again[0], lane = threadIdx.x % 32;
   const int64_t step = int64_t{gridDim.x} * 8;
   if (count == 0) return;
@@ -185,10 +240,11 @@ __global__ void __launch_bounds__(256)
     const int64_t column = panel.first + j;
     for (int n = 0; n < count; ++n) {
       const int row = again[1 + n];
-      const E* x = input + row * pitch;
+      const E* x = address<const E>(call.input, chunk.tokens.row[chunk.first + row]);
       float sum = 0;
       for (int64_t d = lane; d < call.weight.shape[1]; d += 32) {
-        sum = fmaf(to_f32(x[d]), to_f32(*address<const E>(call.weight, column, d)), sum);
+        sum = fmaf(to_f32(x[d * call.input.stride[1]]),
+                   to_f32(*address<const E>(call.weight, column, d)), sum);
       }
       sum = warp_sum(sum);
       if (lane != 0) continue;
@@ -285,44 +341,37 @@ __global__ void __launch_bounds__(256)
 
 }  // namespace
 
-void finish_rows(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
-                 Stream* stream) {
-  const bool whole = call.in.options.vocab_total == 0;
-  stream->launch("finish_rows", finish_kernel, blocks_for(chunk.rows, 8), 256, chunk, m.partials,
-                 m.target_logit, whole, m.states, m.rest);
-}
-
-void given_rows(const LinearCall&, const TensorView& reference, const TensorView& log_sum,
-                const LinearMemory& m, const Chunk& chunk, Stream* stream) {
-  stream->launch("given_rows", given_kernel, blocks_for(chunk.rows, 256), 256, chunk, reference,
-                 log_sum, m.states);
-}
-
-void given_entropy(const TensorView& entropy, const LinearMemory& m, const Chunk& chunk,
-                   Stream* stream) {
-  stream->launch("given_entropy", entropy_kernel, blocks_for(chunk.rows, 256), 256, chunk, entropy,
-                 m.states);
-}
-
-void gradient_coefficients(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
-                           bool with_factors, Stream* stream) {
-  stream->clear("clear the list of rows", m.again, sizeof(int32_t));
-  stream->launch("gradient_coefficients", coefficients_kernel, blocks_for(chunk.rows, 256), 256,
-                 call, chunk, m.states, m.rest, m.target_logit, m.weight_is_infinite, m.gradients,
-                 m.target_gradient, with_factors ? m.factors : static_cast<RowFactors*>(nullptr),
-                 m.again);
-}
-
-void finish_panel(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                  const Chunk& chunk, const Panel& panel, Stream* stream) {
+void finish_rows(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                 const Chunk& chunk, bool with_factors, bool scales, Stream* stream) {
+  const bool reduces = call.outputs.loss && call.in.options.reduction != Reduction::none;
+  const bool last = chunk.first + chunk.rows >= call.shape.tokens;
+  RowsArguments a{.call = call,
+                  .chunk = chunk,
+                  .partials = m.partials,
+                  .target_logit = m.target_logit,
+                  .losses = reduces ? m.losses : nullptr,
+                  .finished = m.rows_finished,
+                  .last = reduces && last,
+                  .gradients = m.gradients,
+                  .target_gradient = m.target_gradient,
+                  .factors = with_factors ? m.factors : nullptr,
+                  .again = m.again,
+                  .input = m.input,
+                  .scaled = scales ? m.scaled : nullptr,
+                  .pitch = plan.hidden_pitch,
+                  .behind = scales && !call.shape.fused ? static_cast<int32_t>(extra_rows) : 0};
   with_stored(call.shape.dtype, [&](auto element) {
-    using E = decltype(element);
-    stream->launch("patch_target", patch_kernel<E>, blocks_for(chunk.rows, 256), 256, chunk,
-                   m.factors, panel);
+    stream->launch("finish_rows", finish_kernel<decltype(element)>,
+                   blocks_for(chunk.rows + a.behind, 8), 256, a);
+  });
+}
+
+void finish_panel(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
+                  const Panel& panel, Stream* stream) {
+  with_stored(call.shape.dtype, [&](auto element) {
     const unsigned blocks = std::min<unsigned>(blocks_for(panel.columns, 8), 1024);
-    stream->launch("rows_again", again_kernel<E>, blocks, 256, call, chunk,
-                   reinterpret_cast<const E*>(m.input), plan.hidden_pitch, m.target_logit,
-                   m.gradients, m.factors, m.again, panel);
+    stream->launch("finish_panel", panel_kernel<decltype(element)>, blocks, 256, call, chunk,
+                   m.target_logit, m.gradients, m.factors, m.again, panel);
   });
 }
 

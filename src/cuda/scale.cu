@@ -10,16 +10,11 @@ namespace {
 constexpr int threads = 256;
 
 template <class T>
-struct alignas(16) Pack {
-  T x[16 / sizeof(T)];
-};
-
-template <class T>
 __global__ void __launch_bounds__(threads)
     scale_kernel(T* values, int64_t count, int64_t head, const float* factor) {
   const float f = *factor;
   if (f == 1.0f) return;
-  constexpr int width = 16 / sizeof(T);
+  constexpr int width = Pack<T>::width;
   const int64_t first = int64_t{blockIdx.x} * threads + threadIdx.x;
   const int64_t step = int64_t{gridDim.x} * threads;
   const int64_t packs = (count - head) / width;

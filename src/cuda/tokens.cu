@@ -1,39 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tokens prepared in four small kernels, each a pass over [N]:
-//   classify: valid, outside and sum of c_t of every block of tokens
-//   scan: offsets of the blocks, normalizer, constants
-//   compact: the arrays of the valid tokens; the largest factors of a block's gradients
-//   scale: the factor common to all gradients
+// Tokens prepared a block of tokens_per_block at a time:
+//   classify: how many count, the sum of c_t, the largest factors of the gradients; the outputs of
+//             tokens that do not count
+//   compact: the arrays of those that do, from the blocks before; by the first block the scalars
+// In one launch where one block holds all, else in two.
 #include "src/cuda/tokens.cuh"
 
 namespace logitless::cuda {
 namespace {
 
-constexpr int threads = tokens_per_block;
+constexpr int threads = 1024, rounds = tokens_per_block / threads;
 
-__global__ void __launch_bounds__(threads) classify(TokenInput in, Tokens t) {
-  const int64_t i = int64_t{blockIdx.x} * threads + threadIdx.x;
-  TokenKind kind = TokenKind::ignored;
-  double weight = 0;
-  if (i < t.total) {
-    const int64_t target = load_int(in.target, i);
-    kind = kind_of_target(in, target);
-    // A target outside counts as a token; it has no class weight.
-    if (kind == TokenKind::counts) {
-      weight = present(in.vocab_weight) ? load(in.vocab_weight, target) : 1;
-    } else if (kind == TokenKind::outside && !present(in.vocab_weight)) {
-      weight = 1;
-    }
-  }
-  const int valid = block_sum(kind == TokenKind::counts ? 1 : 0);
-  const int outside = block_sum(kind == TokenKind::outside ? 1 : 0);
-  const double normalizer = block_sum(weight);
-  if (threadIdx.x == 0) {
-    t.block_valid[blockIdx.x] = valid;
-    t.block_outside[blockIdx.x] = outside;
-    t.block_normalizer[blockIdx.x] = normalizer;
-    if (outside > 0 && present(in.fault)) atomicOr(address<int>(in.fault), 1);
-  }
+// Token of this thread in round r of block b.
+__device__ int64_t token_of(int b, int r) {
+  return int64_t{b} * tokens_per_block + r * threads + threadIdx.x;
 }
 
 __device__ double normalizer_of(const TokenInput& in, double counted) {
@@ -45,102 +25,113 @@ __device__ double normalizer_of(const TokenInput& in, double counted) {
   return in.options.normalizer != 0 ? in.options.normalizer : counted;
 }
 
-// One block. Offsets replace the blocks' counts.
-__global__ void __launch_bounds__(threads) scan(TokenInput in, Tokens t, int blocks) {
-  __shared__ int inclusive[threads];
-  int before = 0, outside = 0;
-  double counted = 0;
-  for (int first = 0; first < blocks; first += threads) {
-    const int b = first + static_cast<int>(threadIdx.x);
-    const int own = b < blocks ? t.block_valid[b] : 0;
-    outside += b < blocks ? t.block_outside[b] : 0;
-    counted += b < blocks ? t.block_normalizer[b] : 0;
-    __syncthreads();
-    inclusive[threadIdx.x] = own;
-    __syncthreads();
-    for (int step = 1; step < threads; step *= 2) {
-      const int left = static_cast<int>(threadIdx.x) >= step ? inclusive[threadIdx.x - step] : 0;
-      __syncthreads();
-      inclusive[threadIdx.x] += left;
-      __syncthreads();
-    }
-    if (b < blocks) t.block_valid[b] = before + inclusive[threadIdx.x] - own;
-    before += inclusive[threads - 1];
+__device__ LossConstants constants_of(const TokenInput& in, double class_weight_sum) {
+  LossConstants c;
+  c.smoothing = in.options.label_smoothing;
+  c.z_loss = in.options.z_loss;
+  if (c.smoothing > 0) {
+    c.smoothing_per_class = static_cast<float>(static_cast<double>(in.options.label_smoothing) /
+                                               static_cast<double>(in.whole()));
+    c.class_weight_sum = static_cast<float>(class_weight_sum);
   }
-  outside = block_sum(outside);
-  counted = block_sum(counted);
-  double weight_sum = static_cast<double>(in.whole());
-  const bool smooths = in.options.label_smoothing > 0;
-  if (smooths && present(in.vocab_weight)) {
-    double own = 0;
-    for (int64_t j = threadIdx.x; j < in.whole(); j += threads) own += load(in.vocab_weight, j);
-    weight_sum = block_sum(own);
+  return c;
+}
+
+// Of the whole vocabulary; every block for itself.
+__device__ double class_weight_sum(const TokenInput& in) {
+  if (!(in.options.label_smoothing > 0) || !present(in.vocab_weight)) {
+    return static_cast<double>(in.whole());
   }
-  if (threadIdx.x != 0) return;
-  TokenScalars& s = *t.scalars;
-  s.valid = before;
-  s.outside = outside;
-  s.normalizer = normalizer_of(in, counted);
-  s.empty_mean = s.normalizer == 0;
-  s.constants = {};
-  s.constants.smoothing = in.options.label_smoothing;
-  s.constants.z_loss = in.options.z_loss;
-  if (smooths) {
-    s.constants.smoothing_per_class = static_cast<float>(
-        static_cast<double>(in.options.label_smoothing) / static_cast<double>(in.whole()));
-    s.constants.class_weight_sum = static_cast<float>(weight_sum);
-  }
-  s.gradient_scale = s.inv_gradient_scale = s.upstream = 0;
+  double own = 0;
+  for (int64_t j = threadIdx.x; j < in.whole(); j += threads) own += load(in.vocab_weight, j);
+  return block_sum(own);
 }
 
 __device__ float finite_size(float x) { return isfinite(x) ? fabsf(x) : 0.0f; }
 
-__global__ void __launch_bounds__(threads) compact(TokenInput in, Tokens t) {
-  __shared__ int warp_valid[threads / 32];
-  const int64_t i = int64_t{blockIdx.x} * threads + threadIdx.x;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  int64_t target = 0;
-  TokenKind kind = TokenKind::ignored;
-  if (i < t.total) {
-    target = load_int(in.target, i);
-    kind = kind_of_target(in, target);
+// What a token that does not count gets.
+__device__ void put_other(const TokenInput& in, const TokenOutputs& out, int64_t i,
+                          TokenKind kind) {
+  const float value = kind == TokenKind::outside ? nan_value() : 0.0f;
+  if (in.options.reduction == Reduction::none) put(out.loss, i, value);
+  put_statistics(out.statistics, i, RowState{}, 0, -1);
+}
+
+__device__ void classify(const TokenInput& in, const Tokens& t, const TokenOutputs& out, int b) {
+  TokenBlock own{};
+  own.class_weight_sum = class_weight_sum(in);
+  const LossConstants constants = constants_of(in, own.class_weight_sum);
+  int64_t targets[rounds];
+#pragma unroll
+  for (int r = 0; r < rounds; ++r) {
+    const int64_t i = token_of(b, r);
+    targets[r] = i < t.total ? load_int(in.target, i) : 0;
   }
-  const unsigned ballot = __ballot_sync(whole_warp, kind == TokenKind::counts);
-  if (lane == 0) warp_valid[warp] = __popc(ballot);
-  __syncthreads();
-  float weights = 0, upstream = 0, statistics = 0;
-  if (kind == TokenKind::counts) {
-    int k = t.block_valid[blockIdx.x] + __popc(ballot & ((1u << lane) - 1));
-    for (int w = 0; w < warp; ++w) k += warp_valid[w];
-    const int64_t column = target - in.start();
+#pragma unroll
+  for (int r = 0; r < rounds; ++r) {
+    const int64_t i = token_of(b, r), target = targets[r];
+    if (i >= t.total) break;
+    const TokenKind kind = kind_of_target(in, target);
+    if (kind != TokenKind::counts) put_other(in, out, i, kind);
+    if (kind == TokenKind::outside) {
+      // It counts as a token; it has no class weight.
+      ++own.outside;
+      if (!present(in.vocab_weight)) own.normalizer += 1;
+    }
+    if (kind != TokenKind::counts) continue;
+    ++own.valid;
     const float c = present(in.vocab_weight) ? load(in.vocab_weight, target) : 1.0f;
+    own.normalizer += c;
+    if (!in.gradients) continue;
     const float a = present(in.token_weight) ? load(in.token_weight, i) : 1.0f;
-    t.row[k] = static_cast<int32_t>(i);
-    t.target[k] = column >= 0 && column < in.vocab ? static_cast<int32_t>(column) : -1;
-    t.target_weight[k] = c;
-    t.token_weight[k] = a;
-    const LossConstants& constants = t.scalars->constants;
-    weights = finite_size(a * ((1 - constants.smoothing) * fabsf(c) +
-                               constants.smoothing_per_class * constants.class_weight_sum));
-    if (in.per_row_upstream) upstream = finite_size(load(in.grad_loss, i));
-    if (present(in.grad_lse)) statistics = finite_size(load(in.grad_lse, i));
-    if (present(in.grad_target_logit)) {
-      statistics = fmaxf(statistics, finite_size(load(in.grad_target_logit, i)));
-    }
-    if (present(in.grad_entropy)) {
-      statistics = fmaxf(statistics, finite_size(load(in.grad_entropy, i)));
-    }
+    const float w = (1 - constants.smoothing) * fabsf(c) +
+                    constants.smoothing_per_class * constants.class_weight_sum;
+    own.weights = fmaxf(own.weights, finite_size(a * w));
+    const auto largest = [&](const TensorView& view, float* most) {
+      if (present(view)) *most = fmaxf(*most, finite_size(load(view, i)));
+    };
+    if (in.per_row_upstream) largest(in.grad_loss, &own.upstream);
+    largest(in.grad_lse, &own.statistics);
+    largest(in.grad_target_logit, &own.statistics);
+    largest(in.grad_entropy, &own.statistics);
   }
-  if (!in.gradients) return;
-  weights = block_max(weights);
-  upstream = block_max(upstream);
-  statistics = block_max(statistics);
-  if (threadIdx.x == 0) {
-    float* largest = t.block_largest + 3 * int64_t{blockIdx.x};
-    largest[0] = weights;
-    largest[1] = upstream;
-    largest[2] = statistics;
+  own.valid = block_sum(own.valid);
+  own.outside = block_sum(own.outside);
+  own.normalizer = block_sum(own.normalizer);
+  if (in.gradients) {
+    own.weights = block_max(own.weights);
+    own.upstream = block_max(own.upstream);
+    own.statistics = block_max(own.statistics);
   }
+  if (threadIdx.x != 0) return;
+  t.blocks[b] = own;
+  if (own.outside > 0 && present(in.fault)) atomicOr(address<int>(in.fault), 1);
+}
+
+// Of all tokens; `before`: how many count in the blocks before b.
+__device__ TokenBlock total_of(const Tokens& t, int b, int blocks, int* before) {
+  *before = 0;
+  if (blocks == 1) return t.blocks[0];
+  TokenBlock all{};
+  for (int other = threadIdx.x; other < blocks; other += threads) {
+    const TokenBlock& block = t.blocks[other];
+    all.valid += block.valid;
+    all.outside += block.outside;
+    all.normalizer += block.normalizer;
+    all.weights = fmaxf(all.weights, block.weights);
+    all.upstream = fmaxf(all.upstream, block.upstream);
+    all.statistics = fmaxf(all.statistics, block.statistics);
+    if (other < b) *before += block.valid;
+  }
+  all.class_weight_sum = t.blocks[0].class_weight_sum;
+  all.valid = block_sum(all.valid);
+  *before = block_sum(*before);
+  all.outside = block_sum(all.outside);
+  all.normalizer = block_sum(all.normalizer);
+  all.weights = block_max(all.weights);
+  all.upstream = block_max(all.upstream);
+  all.statistics = block_max(all.statistics);
+  return all;
 }
 
 // The least power of two >= x; 0 for 0. Kept where it and its inverse are normal numbers.
@@ -152,16 +143,18 @@ __device__ double power_of_two_above(double x) {
   return ldexp(1.0, min(max(exponent, -100), 100));
 }
 
-// See gradient_scale in src/cpu/tokens.h: the same rule. One block.
-__global__ void __launch_bounds__(threads) scale(TokenInput in, Tokens t, int blocks) {
-  float largest[3] = {0, 0, 0};
-  for (int b = threadIdx.x; b < blocks; b += threads) {
-    for (int k = 0; k < 3; ++k) largest[k] = fmaxf(largest[k], t.block_largest[3 * b + k]);
-  }
-  for (float& x : largest) x = block_max(x);
-  if (threadIdx.x != 0) return;
+// All but the arrays. The gradients' factors: see gradient_scale in src/cpu/tokens.h, the same
+// rule.
+__device__ TokenScalars scalars_of(const TokenInput& in, const TokenBlock& all) {
   const LossOptions& o = in.options;
-  TokenScalars& s = *t.scalars;
+  TokenScalars s{};
+  s.one = 1;
+  s.valid = all.valid;
+  s.outside = all.outside;
+  s.normalizer = normalizer_of(in, all.normalizer);
+  s.empty_mean = s.normalizer == 0;
+  s.constants = constants_of(in, all.class_weight_sum);
+  if (!in.gradients) return s;
   double common = 1;
   if (o.reduction != Reduction::none) {
     common = present(in.grad_loss) ? load(in.grad_loss) : 1;
@@ -169,7 +162,7 @@ __global__ void __launch_bounds__(threads) scale(TokenInput in, Tokens t, int bl
     if (s.empty_mean) common = o.empty_mean == EmptyMean::zero ? 0 : nan("");
   }
   const double steepest = fabs(static_cast<double>(o.logit_scale)) / o.temperature;
-  const double magnitude = largest[0] * steepest;
+  const double magnitude = all.weights * steepest;
   const double most = 8192 / in.lift;  // f16 ends at 65504
   double weights = 1;
   if (magnitude > most) {
@@ -181,9 +174,9 @@ __global__ void __launch_bounds__(threads) scale(TokenInput in, Tokens t, int bl
   weights /= in.lift;
   double scale = static_cast<float>(common) * weights;
   if (apart) {
-    double g = largest[1];
+    double g = all.upstream;
     if (!in.per_row_upstream && s.valid > 0 && isfinite(common)) g = fabs(common);
-    scale = power_of_two_above(fmax(g * weights, static_cast<double>(largest[2]) / in.lift));
+    scale = power_of_two_above(fmax(g * weights, static_cast<double>(all.statistics) / in.lift));
   }
   if (s.valid == 0) scale = 0;  // NaN of an empty mean must not reach sums over no token
   s.gradient_scale = static_cast<float>(scale);
@@ -193,76 +186,106 @@ __global__ void __launch_bounds__(threads) scale(TokenInput in, Tokens t, int bl
   const bool flat = o.input_kind == InputKind::logits && in.whole() == 1 && o.z_loss == 0;
   if (flat && isfinite(upstream)) upstream = 0;
   s.upstream = upstream;
+  return s;
 }
 
-__global__ void __launch_bounds__(256)
-    loss_of_rows(Tokens t, const RowState* states, float* losses) {
-  const int64_t k = int64_t{blockIdx.x} * 256 + threadIdx.x;
-  if (k >= t.scalars->valid) return;
-  const float weight = t.target[k] < 0 ? 0 : t.target_weight[k];
-  losses[k] = row_loss(t.scalars->constants, states[k], weight, t.token_weight[k]);
+// Counts of the rounds' warps, in the order of their tokens, become sums of those before.
+__device__ void scan_warps(int (&counts)[rounds * threads / 32]) {
+  constexpr int each = rounds * threads / 32 / 32;
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    int own[each], sum = 0;
+    for (int n = 0; n < each; ++n) {
+      own[n] = counts[threadIdx.x * each + n];
+      sum += own[n];
+    }
+    int inclusive = sum;
+    for (int step = 1; step < 32; step *= 2) {
+      const int left = __shfl_up_sync(whole_warp, inclusive, step);
+      if (static_cast<int>(threadIdx.x) >= step) inclusive += left;
+    }
+    int before = inclusive - sum;
+    for (int n = 0; n < each; ++n) {
+      counts[threadIdx.x * each + n] = before;
+      before += own[n];
+    }
+  }
+  __syncthreads();
 }
 
-// One block; per thread in token order, then over the threads: the order is that of the positions
-// among the valid tokens alone.
+__device__ void compact(const TokenInput& in, const Tokens& t, int b, int blocks) {
+  __shared__ int warps[rounds * threads / 32];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int before;
+  const TokenBlock all = total_of(t, b, blocks, &before);
+  unsigned ballots[rounds];
+#pragma unroll
+  for (int r = 0; r < rounds; ++r) {
+    const int64_t i = token_of(b, r);
+    const bool counts =
+        i < t.total && kind_of_target(in, load_int(in.target, i)) == TokenKind::counts;
+    ballots[r] = __ballot_sync(whole_warp, counts);
+    if (lane == 0) warps[r * (threads / 32) + warp] = __popc(ballots[r]);
+  }
+  scan_warps(warps);
+#pragma unroll
+  for (int r = 0; r < rounds; ++r) {
+    const int64_t i = token_of(b, r);
+    if (i >= t.total) break;
+    const int64_t k =
+        before + warps[r * (threads / 32) + warp] + __popc(ballots[r] & ((1u << lane) - 1));
+    if ((ballots[r] >> lane & 1) == 0) {
+      t.row[all.valid + (i - k)] = static_cast<int32_t>(i);
+      continue;
+    }
+    const int64_t target = load_int(in.target, i), column = target - in.start();
+    t.row[k] = static_cast<int32_t>(i);
+    t.target[k] = column >= 0 && column < in.vocab ? static_cast<int32_t>(column) : -1;
+    t.target_weight[k] = present(in.vocab_weight) ? load(in.vocab_weight, target) : 1.0f;
+    t.token_weight[k] = present(in.token_weight) ? load(in.token_weight, i) : 1.0f;
+  }
+  if (b == 0 && threadIdx.x == 0) *t.scalars = scalars_of(in, all);
+}
+
 __global__ void __launch_bounds__(threads)
-    reduce_losses(TokenInput in, Tokens t, const float* losses, TensorView loss) {
-  double sum = 0;
-  const int valid = t.scalars->valid;
-  for (int k = threadIdx.x; k < valid; k += threads) sum += losses[k];
-  sum = block_sum(sum);
-  if (threadIdx.x != 0) return;
-  const TokenScalars& s = *t.scalars;
-  if (in.options.reduction == Reduction::mean) sum /= s.normalizer;
-  if (s.empty_mean) sum = in.options.empty_mean == EmptyMean::zero ? 0 : nan("");
-  if (s.outside > 0) sum = nan("");
-  *address<float>(loss) = static_cast<float>(sum);
+    prepare_kernel(const __grid_constant__ TokenInput in, Tokens t,
+                   const __grid_constant__ TokenOutputs out) {
+  classify(in, t, out, 0);
+  __syncthreads();  // thread 0 has written the block's numbers
+  compact(in, t, 0, 1);
+}
+__global__ void __launch_bounds__(threads)
+    classify_kernel(const __grid_constant__ TokenInput in, Tokens t,
+                    const __grid_constant__ TokenOutputs out) {
+  classify(in, t, out, static_cast<int>(blockIdx.x));
+}
+__global__ void __launch_bounds__(threads)
+    compact_kernel(const __grid_constant__ TokenInput in, Tokens t) {
+  compact(in, t, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
 }
 
-__device__ void put(const TensorView& view, int64_t i, float x) {
-  if (present(view)) *address<float>(view, i) = x;
+__global__ void __launch_bounds__(threads)
+    reduce_kernel(const __grid_constant__ TokenInput in, Tokens t, const float* losses,
+                  TensorView loss) {
+  reduce_losses<threads>(in, t, losses, loss);
 }
 
-__device__ void put_statistics(const TokenStatistics& out, int64_t i, const RowState& s, float lse,
-                               int64_t argmax) {
-  put(out.lse, i, lse);
-  put(out.target_logit, i, s.target_logit);
-  put(out.entropy, i, s.entropy);
-  put(out.row_reference, i, s.reference);
-  put(out.row_log_sum, i, s.log_sum);
-  put(out.weighted_logit_sum, i, s.weighted_logit_sum);
-  if (present(out.argmax)) store_int(out.argmax, i, argmax);
-}
-
-// Compacted token k: its statistics, and its loss where every token has one.
-__global__ void __launch_bounds__(256) scatter(TokenInput in, Tokens t, const RowState* states,
-                                               const float* losses, TokenOutputs out) {
+// Compacted token k.
+__global__ void __launch_bounds__(256)
+    scatter(const __grid_constant__ TokenInput in, Tokens t, const RowState* states,
+            const float* losses, const __grid_constant__ TokenOutputs out) {
   const int64_t k = int64_t{blockIdx.x} * 256 + threadIdx.x;
   if (k >= t.scalars->valid) return;
-  const int64_t i = t.row[k];
-  if (losses != nullptr) put(out.loss, i, losses[k]);
-  if (states == nullptr) return;
-  RowState s = states[k];
-  if (t.target[k] < 0) s.target_logit = -infinity();
-  put_statistics(out.statistics, i, s, s.lse(), s.argmax + in.start());
+  if (losses != nullptr) put(out.loss, t.row[k], losses[k]);
+  if (states != nullptr) put_state(in, t, out.statistics, k, states[k]);
 }
 
-// The other tokens.
-__global__ void __launch_bounds__(256) fill_others(TokenInput in, int64_t total, TokenOutputs out) {
-  const int64_t i = int64_t{blockIdx.x} * 256 + threadIdx.x;
-  if (i >= total) return;
-  const TokenKind kind = kind_of_target(in, load_int(in.target, i));
-  if (kind == TokenKind::counts) return;
-  const float value = kind == TokenKind::outside ? nan_value() : 0.0f;
-  put(out.loss, i, value);
-  RowState s{};
-  put_statistics(out.statistics, i, s, 0, -1);
-}
-
+// Block n: the row of the n-th token that does not count.
 template <class T>
-__global__ void __launch_bounds__(256) clear_rows(TokenInput in, TensorView gradient) {
-  const int64_t i = blockIdx.x;
-  if (kind_of_target(in, load_int(in.target, i)) == TokenKind::counts) return;
+__global__ void __launch_bounds__(256) clear_rows(Tokens t, TensorView gradient) {
+  const int64_t k = t.scalars->valid + int64_t{blockIdx.x};
+  if (k >= t.total) return;
+  const int64_t i = t.row[k];
   for (int64_t j = threadIdx.x; j < gradient.shape[1]; j += 256) {
     *address<T>(gradient, i, j) = from_f32<T>(0.0f);
   }
@@ -270,48 +293,32 @@ __global__ void __launch_bounds__(256) clear_rows(TokenInput in, TensorView grad
 
 }  // namespace
 
-void prepare_tokens(const TokenInput& input, const Tokens& tokens, Stream* stream) {
-  const unsigned blocks = blocks_for(tokens.total, tokens_per_block);
-  stream->launch("classify", classify, blocks, threads, input, tokens);
-  stream->launch("scan", scan, 1, threads, input, tokens, static_cast<int>(blocks));
-  stream->launch("compact", compact, blocks, threads, input, tokens);
-  if (input.gradients) {
-    stream->launch("scale", scale, 1, threads, input, tokens, static_cast<int>(blocks));
+void prepare_tokens(const TokenInput& input, const Tokens& tokens, const TokenOutputs& outputs,
+                    Stream* stream) {
+  const auto blocks = static_cast<unsigned>(token_blocks(tokens.total));
+  if (blocks == 1) {
+    return stream->launch("prepare_tokens", prepare_kernel, 1, threads, input, tokens, outputs);
   }
-}
-
-void write_losses(const TokenInput& input, const Tokens& tokens, const float* losses,
-                  const TensorView& loss, Stream* stream) {
-  if (!loss) return;
-  if (input.options.reduction != Reduction::none) {
-    stream->launch("reduce_losses", reduce_losses, 1, threads, input, tokens, losses, loss);
-    return;
-  }
-  const unsigned blocks = blocks_for(tokens.total, 256);
-  const TokenOutputs outputs{loss, {}};
-  stream->launch("scatter", scatter, blocks, 256, input, tokens,
-                 static_cast<const RowState*>(nullptr), losses, outputs);
-  stream->launch("fill_others", fill_others, blocks, 256, input, tokens.total, outputs);
+  stream->launch("classify", classify_kernel, blocks, threads, input, tokens, outputs);
+  stream->launch("compact", compact_kernel, blocks, threads, input, tokens);
 }
 
 void write_tokens(const TokenInput& input, const Tokens& tokens, const RowState* states,
-                  const TokenOutputs& outputs, float* losses, Stream* stream) {
-  const unsigned blocks = blocks_for(tokens.total, 256);
-  if (outputs.loss) {
-    stream->launch("loss_of_rows", loss_of_rows, blocks, 256, tokens, states, losses);
+                  const float* losses, const TokenOutputs& outputs, Stream* stream) {
+  const bool each = outputs.loss && input.options.reduction == Reduction::none;
+  if (outputs.loss && !each) {
+    stream->launch("reduce_losses", reduce_kernel, 1, threads, input, tokens, losses, outputs.loss);
   }
-  write_losses(input, tokens, losses, outputs.loss, stream);
-  const TokenOutputs statistics{{}, outputs.statistics};
-  stream->launch("scatter", scatter, blocks, 256, input, tokens, states,
-                 static_cast<const float*>(nullptr), statistics);
-  stream->launch("fill_others", fill_others, blocks, 256, input, tokens.total, statistics);
+  if (!each && states == nullptr) return;
+  stream->launch("scatter", scatter, blocks_for(tokens.total, 256), 256, input, tokens, states,
+                 each ? losses : static_cast<const float*>(nullptr), outputs);
 }
 
-void clear_other_rows(const TokenInput& input, const TensorView& gradient, Stream* stream) {
+void clear_other_rows(const Tokens& tokens, const TensorView& gradient, Stream* stream) {
   if (!gradient) return;
   with_dtype(gradient.dtype, [&](auto element) {
-    stream->launch("clear_rows", clear_rows<decltype(element)>,
-                   static_cast<unsigned>(gradient.shape[0]), 256, input, gradient);
+    stream->launch("clear_rows", clear_rows<decltype(element)>, static_cast<unsigned>(tokens.total),
+                   256, tokens, gradient);
   });
 }
 

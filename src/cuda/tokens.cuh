@@ -37,6 +37,51 @@ __device__ inline RowGradient token_gradient(const TokenInput& in, const Tokens&
                       grad_target, grad_entropy);
 }
 
+__device__ inline void put(const TensorView& view, int64_t i, float x) {
+  if (present(view)) *address<float>(view, i) = x;
+}
+
+__device__ inline void put_statistics(const TokenStatistics& out, int64_t i, const RowState& s,
+                                      float lse, int64_t argmax) {
+  put(out.lse, i, lse);
+  put(out.target_logit, i, s.target_logit);
+  put(out.entropy, i, s.entropy);
+  put(out.row_reference, i, s.reference);
+  put(out.row_log_sum, i, s.log_sum);
+  put(out.weighted_logit_sum, i, s.weighted_logit_sum);
+  if (present(out.argmax)) store_int(out.argmax, i, argmax);
+}
+
+// The statistics of compacted token k.
+__device__ inline void put_state(const TokenInput& in, const Tokens& t, const TokenStatistics& out,
+                                 int64_t k, RowState s) {
+  if (t.target[k] < 0) s.target_logit = -infinity();
+  put_statistics(out, t.row[k], s, s.lse(), s.argmax + in.start());
+}
+
+__device__ inline float token_loss(const Tokens& t, int64_t k, const RowState& s) {
+  const float weight = t.target[k] < 0 ? 0 : t.target_weight[k];  // another shard has the target
+  return row_loss(t.scalars->constants, s, weight, t.token_weight[k]);
+}
+
+// The sum or mean of losses [valid], by one block: per thread in token order, then over the
+// threads. The order is that of the positions among the valid tokens alone.
+template <int kThreads>
+__device__ void reduce_losses(const TokenInput& in, const Tokens& t, const float* losses,
+                              const TensorView& loss) {
+  double sum = 0;
+  const int valid = t.scalars->valid;
+#pragma unroll 4
+  for (int k = threadIdx.x; k < valid; k += kThreads) sum += __ldcg(losses + k);
+  sum = block_sum(sum);
+  if (threadIdx.x != 0) return;
+  const TokenScalars& s = *t.scalars;
+  if (in.options.reduction == Reduction::mean) sum /= s.normalizer;
+  if (s.empty_mean) sum = in.options.empty_mean == EmptyMean::zero ? 0 : nan("");
+  if (s.outside > 0) sum = nan("");
+  *address<float>(loss) = static_cast<float>(sum);
+}
+
 // c_j of column j of the views.
 __device__ inline float class_weight(const TokenInput& in, int64_t j) {
   return present(in.vocab_weight) ? load(in.vocab_weight, in.start() + j) : 1.0f;

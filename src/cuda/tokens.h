@@ -12,7 +12,9 @@ namespace logitless::cuda {
 
 // In device memory.
 struct TokenScalars {
-  int32_t valid;    // tokens that count, compacted
+  float zero, one;             // for the matrix library
+  int32_t weight_is_infinite;  // 0; a linear op's smoothing looks
+  int32_t valid;               // tokens that count, compacted
   int32_t outside;  // targets outside the vocabulary where that is an error: loss NaN, gradient 0
   int32_t empty_mean;
   float gradient_scale;      // left out of every dz, a factor of the f32 sums before their rounding
@@ -38,41 +40,50 @@ struct TokenInput {
   constexpr int64_t start() const { return options.vocab_total > 0 ? options.vocab_start : 0; }
 };
 
-// Device arrays in the workspace; the first scalars->valid entries are used.
+// Of a block of tokens_per_block tokens, while they are prepared.
+struct TokenBlock {
+  int32_t valid, outside;
+  float weights, upstream, statistics;  // the largest |a| w, |g|, statistics' gradient
+  double normalizer, class_weight_sum;
+};
+constexpr int tokens_per_block = 8192;
+
+// Device arrays in the workspace.
 struct Tokens {
-  int64_t total = 0;               // N
-  int32_t* row = nullptr;          // [N]  index of the token, ascending
+  int64_t total = 0;       // N
+  int32_t* row = nullptr;  // [N]  index of the token: those that count, ascending, then the others
+  // Of the first scalars->valid:
   int32_t* target = nullptr;       // [N]  column in the views; -1: on another shard
   float* target_weight = nullptr;  // [N]  c_t
   float* token_weight = nullptr;   // [N]  a_i
   TokenScalars* scalars = nullptr;
-  // Of blocks of tokens_per_block tokens, while they are prepared.
-  int32_t* block_valid = nullptr;
-  int32_t* block_outside = nullptr;
-  double* block_normalizer = nullptr;
-  float* block_largest = nullptr;  // of |a| w, of |g|, of the statistics' gradients
+  TokenBlock* blocks = nullptr;  // [N / tokens_per_block, rounded up; at least 1]
 };
-constexpr int tokens_per_block = 1024;
 
+inline int64_t token_blocks(int64_t tokens) {
+  return tokens > tokens_per_block ? blocks_for(tokens, tokens_per_block) : 1;
+}
 Tokens place_tokens(Arena* arena, int64_t tokens);
 
-// Enqueues all of it; the target range check too, which sets `fault`.
-void prepare_tokens(const TokenInput& input, const Tokens& tokens, Stream* stream);
-
-// From the states of the compacted tokens: loss (reduced in fixed order) and statistics, and what
-// the other tokens get: 0, or NaN for a target outside. `losses` [N] is scratch.
+// What the caller gets of each token: loss (its own, or all reduced in fixed order) and statistics.
 struct TokenOutputs {
   TensorView loss;
   TokenStatistics statistics;
 };
+
+// Enqueues all of it: one launch for up to tokens_per_block tokens, else two. The target range
+// check too, which sets `fault`, and the outputs of tokens that do not count: 0, or NaN for a
+// target outside.
+void prepare_tokens(const TokenInput& input, const Tokens& tokens, const TokenOutputs& outputs,
+                    Stream* stream);
+
+// From the states of the compacted tokens, each may be null: the outputs of those that count.
+// `losses` [valid].
 void write_tokens(const TokenInput& input, const Tokens& tokens, const RowState* states,
-                  const TokenOutputs& outputs, float* losses, Stream* stream);
-// The loss alone, from `losses` [valid] of the compacted tokens.
-void write_losses(const TokenInput& input, const Tokens& tokens, const float* losses,
-                  const TensorView& loss, Stream* stream);
+                  const float* losses, const TokenOutputs& outputs, Stream* stream);
 
 // Rows of a gradient [N, columns] whose token does not count: exactly 0.
-void clear_other_rows(const TokenInput& input, const TensorView& gradient, Stream* stream);
+void clear_other_rows(const Tokens& tokens, const TensorView& gradient, Stream* stream);
 
 template <class Op>
 TokenInput token_input(const Op& op, int64_t vocab) {
