@@ -2,7 +2,7 @@
 """What a call costs the host on CUDA: microseconds of each C call and what it puts on the stream
 (nodes of a graph captured from it), and what torch's binding adds to it.
 
-python bench/host_cost.py [--library build/device/liblogitless.so]
+LOGITLESS_LIBRARY=build/device/liblogitless.so PYTHONPATH=python python bench/host_cost.py
 
 Small shapes, so that the device is never the one waited for; the least of many bursts.
 """
@@ -11,21 +11,11 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import os
-import pathlib
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
-
-parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-parser.add_argument("--library", help="instead of $LOGITLESS_LIBRARY")
-parser.add_argument("--rounds", type=int, default=60)
-arguments = parser.parse_args()
-if arguments.library:
-    os.environ["LOGITLESS_LIBRARY"] = str(pathlib.Path(arguments.library).resolve())
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "python"))
 
 import torch
 
@@ -33,8 +23,8 @@ import logitless.torch as lt
 from logitless import _abi
 from logitless.torch import _run
 
-driver = ctypes.CDLL("libcuda.so.1")
 NODES = {0: "kernel", 1: "memcpy", 2: "memset", 4: "graph"}
+ROUNDS = 60
 BURST = 16  # calls between two synchronizations: few enough for the queue
 
 
@@ -45,6 +35,7 @@ def expect(code: int, what: str) -> None:
 
 def nodes_of(call: Callable[[int], Any]) -> Counter[str]:
     """What `call`, given a stream, puts on it."""
+    driver = ctypes.CDLL("libcuda.so.1")
     stream = torch.cuda.Stream()
     raw, graph, count = ctypes.c_void_p(stream.cuda_stream), ctypes.c_void_p(), ctypes.c_size_t()
     torch.cuda.synchronize()
@@ -66,7 +57,7 @@ def nodes_of(call: Callable[[int], Any]) -> Counter[str]:
 def microseconds(functions: list[Callable[[], Any]]) -> list[float]:
     """Of one call of each, which take turns."""
     best = [float("inf")] * len(functions)
-    for _ in range(arguments.rounds):
+    for _ in range(ROUNDS):
         for i, function in enumerate(functions):
             function()
             torch.cuda.synchronize()
@@ -190,8 +181,7 @@ def binding_rows() -> None:
         launched.again(0)
 
     def scales() -> None:
-        for grad in grads:
-            _run.scale_cuda(grad, up)
+        _run.scale_cuda(grads, up)
 
     def torch_memory() -> None:
         torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
@@ -203,10 +193,10 @@ def binding_rows() -> None:
 
         def __enter__(self) -> None:
             _abi._run = lambda *_: 0
-            self.scale, library.logitless_scale = library.logitless_scale, lambda *_: 0
+            self.scale, library.logitless_scale_each = library.logitless_scale_each, lambda *_: 0
 
         def __exit__(self, *_: object) -> None:
-            _abi._run, library.logitless_scale = real, self.scale
+            _abi._run, library.logitless_scale_each = real, self.scale
 
     def alone() -> None:
         x.grad = w.grad = None
@@ -237,9 +227,15 @@ def binding_rows() -> None:
     print(f"{'beyond torch eager':58} {beyond + base - eager:7.1f}")
 
 
-if not torch.cuda.is_available():
-    print("host_cost: no CUDA device that torch can use")
-    sys.exit(0)
-print(_abi.describe_backend(_abi.CUDA))
-op_rows()
-binding_rows()
+def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
+    if not torch.cuda.is_available():
+        print("host_cost: no CUDA device that torch can use")
+        return
+    print(_abi.describe_backend(_abi.CUDA))
+    op_rows()
+    binding_rows()
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,8 @@
 // one word in `Backend`; a backend that forgets it does not compile.
 #pragma once
 
+#include <span>
+
 #include "logitless/logitless.h"
 #include "src/message.h"
 
@@ -28,8 +30,8 @@ struct Backend : Implements<Softmax>,
   virtual const char* name() const = 0;
   // Writes one line: ISA or device, threads.
   virtual void describe(char* text, size_t bytes) const = 0;
-  // values *= factor; both are validated.
-  virtual Status scale(const TensorView&, const TensorView&, const Execution&) const {
+  // Each of values *= factor; all are validated.
+  virtual Status scale(std::span<const TensorView>, const TensorView&, const Execution&) const {
     return error(StatusCode::not_supported, "scale: %s has none; allowed: cuda", name());
   }
   // Loads what the first run on the device would load.

@@ -286,14 +286,29 @@ int32_t logitless_run(const logitless_op* op, const logitless_workspace_buffer* 
 
 int32_t logitless_scale(const logitless_tensor* values, const logitless_tensor* factor,
                         const logitless_execution* execution, logitless_status* status) {
+  return logitless_scale_each(&values, 1, factor, execution, status);
+}
+
+int32_t logitless_scale_each(const logitless_tensor* const* values, int32_t count,
+                             const logitless_tensor* factor, const logitless_execution* execution,
+                             logitless_status* status) {
   const Status result = guarded([&]() -> Status {
     Execution e;
     Executor executor;
-    TensorView v, f;
+    TensorView views[most_scaled], f;
     Status result = from_c(execution, &e, &executor);
-    if (result.ok()) result = from_c("values", values, &v);
+    if (result.ok() && (count < 0 || count > most_scaled)) {
+      result =
+          error(StatusCode::invalid_argument, "count is %d; allowed: 0 to %d", count, most_scaled);
+    }
+    if (result.ok() && count > 0 && values == nullptr) {
+      result = error(StatusCode::invalid_argument, "values is NULL");
+    }
+    for (int32_t i = 0; result.ok() && i < count; ++i) {
+      result = from_c("values", values[i], &views[i]);
+    }
     if (result.ok()) result = from_c("factor", factor, &f);
-    return result.ok() ? scale_values(v, f, e) : result;
+    return result.ok() ? scale_values({views, static_cast<size_t>(count)}, f, e) : result;
   });
   return report(result, status);
 }

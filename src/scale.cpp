@@ -39,14 +39,18 @@ Status check_view(const char* name, const TensorView& v, int32_t rank, const Exe
 
 }  // namespace
 
-Status scale_values(const TensorView& values, const TensorView& factor,
+Status scale_values(std::span<const TensorView> values, const TensorView& factor,
                     const Execution& execution) {
   Status status;
   const Backend* backend = find_backend(execution.device.type, &status);
   if (status.ok()) status = validate(execution);
-  if (status.ok()) status = check_view("values", values, 1, execution);
+  bool any = false;
+  for (const TensorView& v : values) {
+    if (status.ok()) status = check_view("values", v, 1, execution);
+    any |= v.shape[0] > 0;
+  }
   if (status.ok()) status = check_view("factor", factor, 0, execution);
-  if (!status.ok() || values.shape[0] == 0) return status;
+  if (!status.ok() || !any) return status;
   return backend->scale(values, factor, execution);
 }
 

@@ -191,6 +191,11 @@ LOGITLESS_API int32_t logitless_scale(const logitless_tensor* values,
                                       const logitless_tensor* factor,
                                       const logitless_execution* execution,
                                       logitless_status* status);
+/* The same of `count` vectors, 0 to 4 of them, in one launch. */
+LOGITLESS_API int32_t logitless_scale_each(const logitless_tensor* const* values, int32_t count,
+                                           const logitless_tensor* factor,
+                                           const logitless_execution* execution,
+                                           logitless_status* status);
 /* LOGITLESS_VERSION of the library loaded, which may be newer than this header. */
 LOGITLESS_API int32_t logitless_version(void);
 /* One line about a backend, e.g. "AVX3_SPR, 2 threads", written to `text`; backend_unavailable with

@@ -280,37 +280,42 @@ def follow_threads(threads: int) -> None:
         library.logitless_set_num_threads(threads)
 
 
+MOST_SCALED = 4  # vectors of one logitless_scale_each
+
+
 class _ScaleFrame:
-    """The structs of one logitless_scale. One call at a time."""
+    """The structs of one logitless_scale_each. One call at a time."""
 
     def __init__(self) -> None:
-        self.values = Tensor(device_type=CUDA, rank=1)
-        self.values.stride[0] = 1
+        self.values = [Tensor(device_type=CUDA, rank=1) for _ in range(MOST_SCALED)]
+        for values in self.values:
+            values.stride[0] = 1
         self.factor = Tensor(device_type=CUDA, rank=0)
         self.execution = Execution(device_type=CUDA)
         self.status = Status()
-        self.pointers = tuple(
-            map(ctypes.pointer, (self.values, self.factor, self.execution, self.status))
-        )
+        self.each = (POINTER(Tensor) * MOST_SCALED)(*map(ctypes.pointer, self.values))
+        self.pointers = tuple(map(ctypes.pointer, (self.factor, self.execution, self.status)))
 
 
 _scale_frames: list[_ScaleFrame] = []  # those not in use
 
 
 def scale(
-    dtype: int, address: int, count: int, factor: int, device_index: int, stream: int
+    each: Sequence[tuple[int, int, int]], factor: int, device_index: int, stream: int
 ) -> None:
-    """`count` contiguous values on a CUDA device, times the f32 at `factor`."""
+    """Contiguous values on a CUDA device, each (dtype, address, count), at most MOST_SCALED, times
+    the f32 at `factor`."""
     try:
         frame = _scale_frames.pop()
     except IndexError:
         frame = _ScaleFrame()
-    values = frame.values
-    values.dtype, values.data, values.shape[0] = dtype, address, count
+    for values, (dtype, address, count) in zip(frame.values, each):
+        values.dtype, values.data, values.shape[0] = dtype, address, count
+        values.device_index = device_index
     frame.factor.data = factor
     frame.execution.stream = stream
-    values.device_index = frame.factor.device_index = frame.execution.device_index = device_index
-    code = library.logitless_scale(*frame.pointers)
+    frame.factor.device_index = frame.execution.device_index = device_index
+    code = library.logitless_scale_each(frame.each, len(each), *frame.pointers)
     if code:
         raise error_of(code, frame.status.message.decode(errors="replace"))
     _scale_frames.append(frame)

@@ -49,7 +49,7 @@ struct CudaBackend final : BackendOf<Calls> {
                   device->major, device->minor, device->portable ? ", portable kernels" : "",
                   library, invariant_ops(*device));
   }
-  Status scale(const TensorView& values, const TensorView& factor,
+  Status scale(std::span<const TensorView> values, const TensorView& factor,
                const Execution& execution) const override {
     const cuda::DeviceInfo* device;
     const Status status = cuda::find_device(execution.device.index, &device);

@@ -82,8 +82,10 @@ struct LinearMemory {
 
 inline int64_t stored_pitch(int64_t columns) { return (columns + 63) / 64 * 64; }
 // One chunk alone: nothing of grad_input is written before the last product is done with the input.
+// Up to a megabyte is not worth the launch that clears what was lent.
 inline bool lends_input(const LinearShape& s, const LinearPlan& p) {
-  return s.lends_grad_input && p.chunks == 1;
+  const int64_t bytes = p.token_chunk * p.hidden_pitch * size_of(s.dtype);
+  return s.lends_grad_input && p.chunks == 1 && bytes > 1 << 20;
 }
 // Rows of a panel, and of the compacted input.
 inline int64_t panel_rows(const LinearShape& s, const LinearPlan& p) {

@@ -6,7 +6,6 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
-#include <utility>
 
 #include "logitless/logitless.h"
 #include "src/cuda/driver.h"
@@ -79,40 +78,26 @@ class Stream {
   // kernel<<<blocks, threads>>>(arguments...); no blocks: nothing.
   template <class... Parameters, class... Arguments>
   void launch(const char* name, void (*kernel)(Parameters...), dim3 blocks, int threads,
-              Arguments&&... arguments) {
-    launch_config(name, kernel, LaunchShape{blocks, threads},
-                  std::forward<Arguments>(arguments)...);
+              const Arguments&... arguments) {
+    launch_config(name, kernel, LaunchShape{blocks, threads}, arguments...);
   }
   template <class... Parameters, class... Arguments>
   void launch_config(const char* name, void (*kernel)(Parameters...), const LaunchShape& shape,
-                     Arguments&&... arguments) {
+                     const Arguments&... arguments) {
     if (!ok() || shape.blocks.x == 0 || shape.blocks.y == 0 || shape.blocks.z == 0) return;
-    if (shape.shared_bytes > 0) {
-      fail(allow_shared_memory(reinterpret_cast<const void*>(kernel),
-                               static_cast<int>(shape.shared_bytes)));
-    }
-    cudaLaunchConfig_t config{};
-    config.gridDim = shape.blocks;
-    config.blockDim = dim3(static_cast<unsigned>(shape.threads));
-    config.dynamicSmemBytes = shape.shared_bytes;
-    config.stream = stream_;
-    cudaLaunchAttribute attribute{};
-    if (shape.cluster > 1) {
-      attribute.id = cudaLaunchAttributeClusterDimension;
-      attribute.val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
-      config.attrs = &attribute;
-      config.numAttrs = 1;
-    }
-    if (ok()) {
-      fail(cuda_error(name,
-                      cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...)));
-    }
-  }
-  void clear(const char* name, void* memory, size_t bytes) {
-    if (ok() && bytes > 0) fail(cuda_error(name, cudaMemsetAsync(memory, 0, bytes, stream_)));
+    enqueue_with<Parameters...>(name, reinterpret_cast<const void*>(kernel), shape, arguments...);
   }
 
  private:
+  // The arguments as the kernel's parameters: where they are of another type they live this long.
+  template <class... Parameters>
+  void enqueue_with(const char* name, const void* kernel, const LaunchShape& shape,
+                    const Parameters&... parameters) {
+    const void* pointers[] = {&parameters...};
+    enqueue(name, kernel, shape, const_cast<void**>(pointers));
+  }
+  void enqueue(const char* name, const void* kernel, const LaunchShape& shape, void** parameters);
+
   cudaStream_t stream_;
   Status status_;
 };

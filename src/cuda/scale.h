@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <span>
+
 #include "src/cuda/runtime.h"
 
 namespace logitless::cuda {
 
-// values [n] *= factor [], in place.
-void scale(const TensorView& values, const TensorView& factor, const DeviceInfo& device,
+// Each of up to most_scaled values [n] *= factor [], in place.
+void scale(std::span<const TensorView> values, const TensorView& factor, const DeviceInfo& device,
            Stream* stream);
 
 }  // namespace logitless::cuda

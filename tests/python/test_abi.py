@@ -153,3 +153,14 @@ def test_scale_is_for_devices() -> None:
     assert call() == 2 and b"stride 2" in status.message
     values.shape[0] = 0
     assert call() == 0 and list(memory) == [1, 2, 3, 4]
+    values.shape[0], values.stride[0] = 4, 1
+    each = (ctypes.POINTER(_abi.Tensor) * 2)(ctypes.pointer(values), ctypes.pointer(values))
+
+    def call_each(count: int, given: object = each) -> int:
+        rest = map(ctypes.byref, (factor, execution, status))
+        return int(_abi.library.logitless_scale_each(given, count, *rest))
+
+    assert call_each(2) == 10 and call_each(0) == 0 and call_each(0, None) == 0
+    assert call_each(1, None) == 1 and b"values is NULL" in status.message
+    for count in (-1, 5):
+        assert call_each(count) == 1 and b"count is %d; allowed: 0 to 4" % count in status.message

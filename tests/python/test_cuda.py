@@ -124,8 +124,10 @@ def test_scale_rounds_once_and_leaves_one_alone(
     values = memory[offset : offset + count]
     for factor in (1.0, 1 / 3, 65536.0):
         expected = (values.float() * torch.tensor(factor, device="cuda")).to(dtype)
-        _run.scale_cuda(values, torch.tensor(factor, device="cuda"))
+        other = torch.arange(5.0, device="cuda")
+        _run.scale_cuda((values, None, other), torch.tensor(factor, device="cuda"))
         assert torch.equal(values, expected)
+        assert torch.equal(other, torch.arange(5.0, device="cuda") * factor)
     assert torch.equal(memory[:offset], before[:offset])
     assert torch.equal(memory[offset + count :], before[offset + count :])
 

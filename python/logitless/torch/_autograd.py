@@ -137,9 +137,7 @@ def scaled(
     """Every grad * factor [] in its dtype, in place; a factor of 1 leaves it as it is."""
     f16 = torch.float16 in dtypes
     if factor.is_cuda:
-        for grad in grads:
-            if grad is not None:
-                _run.scale_cuda(grad, factor)
+        _run.scale_cuda(grads, factor)
     else:
         value = factor.item()
         if value != 1:

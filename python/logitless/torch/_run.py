@@ -310,15 +310,16 @@ def planned_bytes(
     return plan.bytes
 
 
-def scale_cuda(values: Tensor, factor: Tensor) -> None:
-    """values *= factor [] f32 on their device, in f32 and rounded once; nothing is read or written
-    where the factor is 1, and nobody waits to know. `values` is dense, as every gradient here."""
-    factor = factor.resolve_neg()
-    index = values.get_device()
-    stream = torch._C._cuda_getCurrentRawStream(index)
-    _abi.scale(
-        _DTYPES[values.dtype], values.data_ptr(), values.numel(), factor.data_ptr(), index, stream
-    )
+def scale_cuda(values: Sequence[Tensor | None], factor: Tensor) -> None:
+    """Each of values *= factor [] f32 on their device, in f32 and rounded once, in one launch;
+    nothing is read or written where the factor is 1, and nobody waits to know. They are dense, as
+    every gradient here."""
+    each = [(_DTYPES[v.dtype], v.data_ptr(), v.numel()) for v in values if v is not None]
+    if each:
+        factor = factor.resolve_neg()
+        index = factor.get_device()
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        _abi.scale(each, factor.data_ptr(), index, stream)
 
 
 class Upstream(NamedTuple):
