@@ -144,6 +144,17 @@ def options(bench: Bench, head: Head, want: Reference) -> None:
         head.reference(**ALL_OPTIONS, **inputs),
         ours("every option, ", head.both(size, options=ALL_OPTIONS, **extras)),
     )
+    few = {k: v for k, v in ALL_OPTIONS.items() if k != "softcap"}
+    singles = [
+        judged(
+            head,
+            head.reference(softcap=30.0),
+            ours("softcap, ", head.both(size, options={"softcap": 30.0})),
+        ),
+        ours("label smoothing, ", head.both(size, options={"label_smoothing": 0.1})),
+        ours("bias, ", head.both(size, **{k: v for k, v in extras.items() if "bias" in k})),
+        ours("every option but the softcap, ", head.both(size, options=few, **extras)),
+    ]
     wide = torch.zeros_like(head.weight, dtype=torch.float32)  # [V, D]
     f32 = judged(head, want, ours("f32 grad_weight, ", head.both(size, grad_weight=wide)))
     added = ours(
@@ -154,7 +165,8 @@ def options(bench: Bench, head: Head, want: Reference) -> None:
     }
     alone = ours("loss only, ", head.forward(128 * MIB), ONE)
     told = ours("loss and statistics, ", head.forward(128 * MIB, **statistics), ONE)
-    contenders = [plain, half, half_small, every, f32, added, *floors(head), alone, told]
+    contenders = [plain, half, half_small, every, *singles, f32, added]
+    contenders += [*floors(head), alone, told]
     if "compile" in bench.arguments.peers:
         h, w = head.input.detach().requires_grad_(), head.weight.detach().requires_grad_()
         loss = with_options(**ALL_OPTIONS)

@@ -56,8 +56,8 @@ json cuda_devices() {
          {"multiprocessors", device->multiprocessors},
          {"portable_kernels", device->portable},
          {"batch_invariant_linear_ops", cuda::linear_ops_are_batch_invariant(*device)},
-         {"batch_invariant_plain_linear_ops",
-          cuda::plain_linear_ops_are_batch_invariant(*device)}});
+         {"batch_invariant_16_bit_linear_ops",
+          cuda::half_linear_ops_are_batch_invariant(*device)}});
   }
   return devices;
 }

@@ -33,8 +33,8 @@ struct Calls {
 
 const char* invariant_ops(const cuda::DeviceInfo& device) {
   if (cuda::linear_ops_are_batch_invariant(device)) return "every op";
-  return cuda::plain_linear_ops_are_batch_invariant(device)
-             ? "all but linear ops in f32 or with options"
+  return cuda::half_linear_ops_are_batch_invariant(device)
+             ? "all but linear ops in f32 or of a weight whose rows are strided or unaligned"
              : "all but the linear ops";
 }
 

@@ -29,8 +29,11 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-// sum_j c_j weight_j over one slab of the vocabulary.
+// sum_j c_j weight_j over one slab of the vocabulary; so many rows at a time, that their loads are
+// in flight together.
+template <class T>
 __global__ void __launch_bounds__(256) class_slabs(LinearCall call, int64_t pitch, float* slabs) {
+  constexpr int many = 16;
   const int64_t d = int64_t{blockIdx.x} * 256 + threadIdx.x, slab = blockIdx.y;
   if (d >= call.weight.shape[1]) {
     if (d < pitch) slabs[slab * pitch + d] = 0;
@@ -38,9 +41,17 @@ __global__ void __launch_bounds__(256) class_slabs(LinearCall call, int64_t pitc
   }
   const int64_t end = min((slab + 1) * vocab_slab_rows, call.weight.shape[0]);
   float sum = 0;
-  for (int64_t j = slab * vocab_slab_rows; j < end; ++j) {
-    const float c = class_weight(call.in, j);
-    if (c != 0) sum = fmaf(c, load(call.weight, j, d), sum);
+  for (int64_t j = slab * vocab_slab_rows; j < end; j += many) {
+    float c[many], w[many];
+#pragma unroll
+    for (int i = 0; i < many; ++i) {
+      c[i] = j + i < end ? class_weight(call.in, j + i) : 0.0f;
+      w[i] = j + i < end ? to_f32(*address<const T>(call.weight, j + i, d)) : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < many; ++i) {
+      if (c[i] != 0) sum = fmaf(c[i], w[i], sum);
+    }
   }
   slabs[slab * pitch + d] = sum;
 }
@@ -54,26 +65,48 @@ __global__ void __launch_bounds__(256)
   if (!isfinite(x)) atomicOr(&scalars->weight_is_infinite, 1);
 }
 
-// Column sums over a slab of rows: 64 columns by 4 rows of threads.
+// Column sums over a slab of rows: 64 columns, 8 a thread, by 32 rows of threads, each 4 rows at a
+// time. Behind the last column lie zeros up to a multiple of 8.
 template <class E>
 __global__ void __launch_bounds__(256)
     bias_slabs_kernel(Chunk chunk, const RowFactors* factors, Panel panel, float* slabs) {
-  __shared__ float partial[4][64];
-  const int column = threadIdx.x % 64, part = threadIdx.x / 64;
-  const int64_t j = int64_t{blockIdx.x} * 64 + column, slab = blockIdx.y;
+  constexpr int many = 4, lanes = 8, rows = 256 / lanes;
+  struct alignas(16) Eight {
+    E x[8];
+  };
+  __shared__ float partial[rows][64];
+  const int part = threadIdx.x / lanes, column = threadIdx.x % lanes * 8;
+  const int64_t first = int64_t{blockIdx.x} * 64, slab = blockIdx.y;
   const int64_t end = min((slab + 1) * bias_slab_rows, int64_t{valid_rows(chunk)});
-  float sum = 0;
-  if (j < panel.columns) {
-    for (int64_t row = slab * bias_slab_rows + part; row < end; row += 4) {
-      const float v = factors != nullptr ? factors[row].scale : 1.0f;
-      if (v != 0) sum = fmaf(v, to_f32(*panel_element<const E>(panel, row, j)), sum);
+  float sum[8] = {};
+  if (first + column < panel.columns) {
+    for (int64_t row = slab * bias_slab_rows + part; row < end; row += many * rows) {
+      Eight e[many];
+      float v[many] = {};
+#pragma unroll
+      for (int i = 0; i < many; ++i) {
+        const int64_t k = row + i * rows;
+        if (k >= end) continue;
+        v[i] = factors != nullptr ? factors[k].scale : 1.0f;
+        e[i] = *reinterpret_cast<const Eight*>(panel_element<const E>(panel, k, first + column));
+      }
+#pragma unroll
+      for (int i = 0; i < many; ++i) {
+        if (v[i] == 0) continue;
+#pragma unroll
+        for (int n = 0; n < 8; ++n) sum[n] = fmaf(v[i], to_f32(e[i].x[n]), sum[n]);
+      }
     }
   }
-  partial[part][column] = sum;
+#pragma unroll
+  for (int n = 0; n < 8; ++n) partial[part][column + n] = sum[n];
   __syncthreads();
-  if (part != 0 || j >= panel.columns) return;
-  slabs[slab * panel.columns + j] =
-      (partial[0][column] + partial[1][column]) + (partial[2][column] + partial[3][column]);
+  const int64_t j = first + threadIdx.x;
+  if (threadIdx.x >= 64 || j >= panel.columns) return;
+  float all = 0;
+#pragma unroll
+  for (int i = 0; i < rows; ++i) all += partial[i][threadIdx.x];
+  slabs[slab * panel.columns + j] = all;
 }
 
 // smoothed = sum_k s_k of the chunk, by every block for itself in one order.
@@ -132,8 +165,10 @@ void class_row(const LinearCall& call, const LinearPlan& plan, const LinearMemor
   if (m.class_row == nullptr) return;
   const unsigned slabs = blocks_for(call.shape.vocab, vocab_slab_rows);
   const unsigned columns = blocks_for(plan.hidden_pitch, 256);
-  stream->launch("class_slabs", class_slabs, {columns, slabs, 1}, 256, call, plan.hidden_pitch,
-                 m.slabs);
+  with_dtype(call.shape.dtype, [&](auto element) {
+    stream->launch("class_slabs", class_slabs<decltype(element)>, {columns, slabs, 1}, 256, call,
+                   plan.hidden_pitch, m.slabs);
+  });
   stream->launch("class_row", class_sum, columns, 256, m.slabs, static_cast<int>(slabs),
                  plan.hidden_pitch, m.class_row, m.tokens.scalars);
 }

@@ -12,12 +12,10 @@ namespace logitless::cuda {
 inline constexpr int driver_floor = CUDART_VERSION / 1000 * 1000;
 
 // Loss and statistics of a token do not depend on its batch in ops of given logits, always. In the
-// linear ops not where cuBLASLt makes their logits, which on every device so far it does for some
-// options.
+// linear ops not where cuBLASLt makes their logits, which on every device so far it does for f32.
 inline bool linear_ops_are_batch_invariant(const DeviceInfo&) { return false; }
-// In plain ones of 16-bit inputs, whose logits Hopper's own kernel makes: see serves in
-// sm90/forward.h.
-inline bool plain_linear_ops_are_batch_invariant(const DeviceInfo& device) {
+// In those of 16-bit inputs, whose logits Hopper's own kernel makes: see serves in sm90/forward.h.
+inline bool half_linear_ops_are_batch_invariant(const DeviceInfo& device) {
   return sm90::has_code() && device.major == 9 && !device.portable;
 }
 

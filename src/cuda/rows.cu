@@ -324,10 +324,19 @@ __global__ void __launch_bounds__(256) smoothed_slabs(Chunk chunk, const RowFact
   const int64_t d = int64_t{blockIdx.x} * 256 + threadIdx.x, slab = blockIdx.y;
   if (d >= pitch) return;
   const int64_t end = min((slab + 1) * token_slab_rows, int64_t{chunk.rows});
+  constexpr int many = 16;
   float sum = 0;
-  for (int64_t row = slab * token_slab_rows; row < end; ++row) {
-    const float s = factors[row].smoothing;
-    if (s != 0) sum = fmaf(s, to_f32(input[row * pitch + d]), sum);
+  for (int64_t row = slab * token_slab_rows; row < end; row += many) {
+    float s[many], x[many];
+#pragma unroll
+    for (int i = 0; i < many; ++i) {
+      s[i] = row + i < end ? factors[row + i].smoothing : 0.0f;
+      x[i] = row + i < end ? to_f32(input[(row + i) * pitch + d]) : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < many; ++i) {
+      if (s[i] != 0) sum = fmaf(s[i], x[i], sum);
+    }
   }
   slabs[slab * pitch + d] = sum;
 }

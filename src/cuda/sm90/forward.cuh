@@ -141,7 +141,7 @@ __device__ inline void epilogue(float (&d)[96], const int (&targets)[2], const A
           if (writes) a.partials.weighted[at] = sum;
         }
         if (a.partials.argmax != nullptr) {
-          const int lowest = lowest_column(d, h, maximum, left, target);
+          const int lowest = lowest_column(d, h, maximum);
           if (writes) a.partials.argmax[at] = column + (lowest == INT32_MAX ? 0 : lowest);
         }
         if (a.partials.shifted != nullptr) {
@@ -165,6 +165,10 @@ __device__ inline void epilogue(float (&d)[96], const int (&targets)[2], const A
           x = kOptions && caps ? capped(a.options, x, e0) * lift : e0 * lift;
           y = kOptions && caps ? capped(a.options, y, e1) * lift : e1 * lift;
         }
+      }
+      // A capped column that is left out is 0 inf. The target's is written later.
+      if (kOptions && kMode != Mode::sums && caps && left < tile_columns) {
+        each_of_row(d, h, [&](float& x, int j) { x = j < left ? x : 0.0f; });
       }
       if constexpr (kMode != Mode::e) {
         float sum = s0 + s1;

@@ -46,6 +46,17 @@ __device__ inline void each_of_row(float (&d)[96], int h, F&& f) {
   }
 }
 
+// f(the two elements of pair i, i) for the thread's 24 pairs of row h.
+template <class F>
+__device__ inline void each_pair_of_row(float (&d)[96], int h, F&& f) {
+#pragma unroll
+  for (int group = 0; group < 24; group += 4) {
+    if (!again(true)) continue;
+#pragma unroll
+    for (int i = group; i < group + 4; ++i) f(d[4 * i + 2 * h], d[4 * i + 2 * h + 1], i);
+  }
+}
+
 // |tanh's argument| up to which its polynomial serves: tanh y = y + y^3 P(y^2), coefficients and
 // range of Cephes' tanhf, within 2 ulp.
 constexpr float most_of_polynomial = 0.6f;
@@ -109,23 +120,37 @@ __device__ inline float quad_sum(float x) {
   return x + __shfl_xor_sync(whole_warp, x, 2);
 }
 
-// sum c_j z_j of a row's columns but the target's; `left` columns exist.
+// sum c_j z_j of a row's columns but the target's; `left` columns exist. Most tiles have all and no
+// target.
 __device__ inline float weighted_sum(float (&d)[96], int h, const TileOptions& o, int column,
                                      int left, int target) {
+  const bool has_target = target >= 0 && target < 192;
   float sum = 0;
-  each_of_row(d, h, [&](float z, int j) {
-    if (j >= left || j == target) return;
-    const float c = class_weight_at(o, column + j);
-    if (c != 0) sum = fmaf(c, z, sum);
-  });
+  if (left < 192 || __any_sync(whole_warp, has_target)) {
+    each_of_row(d, h, [&](float z, int j) {
+      if (j >= left || j == target) return;
+      const float c = class_weight_at(o, column + j);
+      if (c != 0) sum = fmaf(c, z, sum);
+    });
+  } else if (o.class_weight == nullptr) {
+    each_of_row(d, h, [&](float z, int) { sum += z; });
+  } else {
+    const float2* weights =
+        reinterpret_cast<const float2*>(o.class_weight + column) + threadIdx.x % 4;
+    each_pair_of_row(d, h, [&](float z0, float z1, int i) {
+      const float2 c = __ldg(weights + 4 * i);
+      if (c.x != 0) sum = fmaf(c.x, z0, sum);
+      if (c.y != 0) sum = fmaf(c.y, z1, sum);
+    });
+  }
   return quad_sum(sum);
 }
 
-// The lowest column of the maximum; INT32_MAX: none.
-__device__ inline int lowest_column(float (&d)[96], int h, float maximum, int left, int target) {
+// The lowest column of the maximum. What is left out is -inf: of -inf alone the first column.
+__device__ inline int lowest_column(float (&d)[96], int h, float maximum) {
   int lowest = INT32_MAX;
   each_of_row(d, h, [&](float z, int j) {
-    if (z == maximum && j < left && j != target) lowest = min(lowest, j);
+    if (z == maximum) lowest = min(lowest, j);
   });
   lowest = min(lowest, __shfl_xor_sync(whole_warp, lowest, 1));
   return min(lowest, __shfl_xor_sync(whole_warp, lowest, 2));
@@ -141,9 +166,10 @@ __device__ inline float shifted_sum(float (&d)[96], int h, float reference) {
   return quad_sum(sum);
 }
 
-// E without its lift times the softcap's slope; of a column that is left out 0, not 0 inf.
+// E without its lift times the softcap's slope.
 __device__ inline float capped(const TileOptions& o, float z, float e) {
-  return e == 0 ? 0.0f : e * cap_slope(o.map, z);
+  const float t = z * o.map.backward;
+  return e * fmaf(-t, t, 1.0f);
 }
 
 // dz times the softcap's slope; of a column that does not exist 0.
