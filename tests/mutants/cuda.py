@@ -209,7 +209,7 @@ MUTANTS = [
     _M("hopper, options: large logits by the polynomial", "sm90/options.cuh",
        "d[i] = @{fabsf(d[i]) > small}@ ? map_large", "false", "linear"),
     _M("hopper, options: E without the softcap's slope", "sm90/options.cuh",
-       "return e == 0 ? 0.0f : e * @{cap_slope(o.map, z)}@;", "1.0f", "linear"),
+       "return e * @{fmaf(-t, t, 1.0f)}@;", "1.0f", "linear"),
     _M("hopper, options: dz without the softcap's slope", "sm90/options.cuh",
        "return exists ? draw * @{cap_slope(o.map, z)}@ : 0.0f;", "1.0f", "linear"),
     _M("hopper, options: weighted sum without class weights", "sm90/options.cuh",
