@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # What a developer types. Each target does its own set-up; the work is CMake's and the scripts'.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test build test test-full test-python test-device sanitize-device demo bench-cpu fuzz mutants mutants-device format format-check lint install clean
+.PHONY: help setup setup-test build test test-full test-python test-web test-device sanitize-device demo bench-cpu fuzz mutants mutants-device format format-check lint install clean
 
 FUZZ_SECONDS ?= 600
 PREFIX ?= /usr/local
@@ -30,6 +30,9 @@ test-python: setup-test  ## the Python package alone: format, types, tests
 	cmake --preset release
 	cmake --build --preset release --target logitless
 	@scripts/test-python
+
+test-web: setup-test  ## WebGPU's shaders and pages alone, with wgpu-native and headless Chromium
+	@scripts/test-web
 
 test-device: setup-test  ## the conformance suite on this machine's GPU
 	cmake --preset device

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every shader compiles with both compilers, at the default limits."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import raw
+
+# Values of `override` constants that a host may choose, beside the defaults.
+CHOICES: dict[str, list[dict[str, float]]] = {
+    "softmax.wgsl": [
+        {"row_major": row_major, "over_rows": over_rows, "workgroup_size": size}
+        for row_major in (0, 1)
+        for over_rows in (0, 1)
+        for size in (1, 64, 256)
+    ],
+}
+ENTRY = re.compile(r"@compute[^{;]*?\bfn\s+(\w+)", re.DOTALL)
+FILES = sorted(path.name for path in raw.SHADERS.glob("*.wgsl"))
+
+
+def test_there_are_shaders() -> None:
+    assert {"cross_entropy.wgsl", "sum_losses.wgsl", "softmax.wgsl", "cast.wgsl"} <= set(FILES)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_entry_point_compiles(file: str, compiler: raw.Compiler) -> None:
+    code = (raw.SHADERS / file).read_text()
+    entries = ENTRY.findall(code)
+    assert entries
+    for entry in entries:
+        for constants in [{}, *CHOICES.get(file, [])]:
+            assert compiler.compile(code, entry, constants) == "", (entry, constants)
+
+
+def test_a_shader_that_does_not_compile_is_seen(compiler: raw.Compiler) -> None:
+    code = "@compute @workgroup_size(1) fn main() { let a: u32 = 1.5; }"
+    assert compiler.compile(code, "main", {}) != ""
