@@ -7,6 +7,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import functools
+import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -15,7 +16,8 @@ import numpy as np
 import wgpu
 from playwright.sync_api import Page
 
-SHADERS = pathlib.Path(__file__).resolve().parents[2] / "src/webgpu/shaders"
+FOLDER = pathlib.Path(__file__).resolve().parents[2] / "src/webgpu/shaders"
+SHADERS = pathlib.Path(os.environ.get("LOGITLESS_SHADERS", FOLDER))  # mutants.py's copies
 READ_ONLY, READ_WRITE, UNIFORM = "read-only-storage", "storage", "uniform"
 
 
