@@ -75,7 +75,7 @@ int32_t logitless_webgpu_device(int32_t device_index, void** instance, void** de
   const webgpu::NativeDevice* found = webgpu::find_device(device_index, &result);
   if (found == nullptr) return report(result, status);
   if (instance != nullptr) *instance = found->instance();
-  if (device != nullptr) *device = found->handle();
+  if (device != nullptr) *device = found->wgpu_device();
   if (queue != nullptr) *queue = found->queue();
   return report(result, status);
 }

@@ -65,7 +65,6 @@ const char* NativeDevice::error() {
 
 void NativeDevice::push_scope() {
   call_.DevicePushErrorScope(device_, WGPUErrorFilter_OutOfMemory);
-  call_.DevicePushErrorScope(device_, WGPUErrorFilter_Internal);
   call_.DevicePushErrorScope(device_, WGPUErrorFilter_Validation);
 }
 
@@ -75,7 +74,7 @@ bool NativeDevice::pop_scope() {
     std::string text;
   };
   bool clean = true;
-  for (int i = 0; i < 3; ++i) {
+  for (int i = 0; i < 2; ++i) {
     Caught caught;
     WGPUPopErrorScopeCallbackInfo info = WGPU_POP_ERROR_SCOPE_CALLBACK_INFO_INIT;
     info.mode = WGPUCallbackMode_AllowProcessEvents;

@@ -52,7 +52,7 @@ class NativeDevice final : public Device {
   uint64_t most_allocated() const { return most_; }     // and at most since...
   void forget_most_allocated() { most_ = allocated_; }  // ...this
   WGPUInstance instance() const { return instance_; }
-  WGPUDevice handle() const { return device_; }
+  WGPUDevice wgpu_device() const { return device_; }
   WGPUQueue queue() const { return queue_; }
   // Smaller limits than the device has, for tests of what is beyond one binding.
   void set_limits(const Limits& limits) { limits_ = limits; }

@@ -161,6 +161,11 @@ fn slots(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_inde
   if (r >= counted[0]) {
     return;
   }
+  // Not left to the language's zeros: not every driver keeps to them.
+  if (thread == 0u) {
+    atomicStore(&slot_flags, 0u);
+  }
+  workgroupBarrier();
   let local = group.x * slot_columns + thread * 4u;
   let row = counted[4u + r] * words;
   let target_column = rows_in[row + 1u];

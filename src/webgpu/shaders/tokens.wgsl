@@ -86,6 +86,11 @@ var<workgroup> any_outside: atomic<u32>;
 
 @compute @workgroup_size(256)
 fn chunk(@builtin(local_invocation_index) thread: u32) {
+  // Not left to the language's zeros: not every driver keeps to them.
+  if (thread == 0u) {
+    atomicStore(&any_outside, 0u);
+  }
+  workgroupBarrier();
   var before = 0u;
   for (var first = 0u; first < p.tokens; first += 256u) {
     let i = first + thread;
