@@ -8,6 +8,10 @@
 namespace logitless::webgpu {
 namespace {
 
+// Below this many multiplications a product takes small tiles: 0.2 s of SwiftShader (the browser
+// without a GPU), and more workgroups for a GPU that larger tiles would leave idle.
+constexpr uint64_t kSmallProduct = uint64_t{1} << 26;
+
 uint32_t u32(int64_t value) { return static_cast<uint32_t>(value); }
 uint32_t blocks(int64_t count, int64_t of) { return u32((count + of - 1) / of); }
 
@@ -167,9 +171,11 @@ Binding Run::vocab_weight_window(const Window& window, uint32_t* base) const {
 
 void Run::product(const ProductParams& params, const ProductKind& kind, Binding a, Binding b,
                   Binding result, Binding bias) {
+  // The order of a sum is the same in all three.
+  const bool small = uint64_t{params.rows} * params.columns * params.depth <= kSmallProduct;
   const bool large = params.rows >= 128 && params.columns >= 128;
-  const int64_t tile = large ? 128 : 64;
-  recorder_.dispatch("product", large ? "product_128" : "product_64",
+  const int64_t tile = small ? 32 : large ? 128 : 64;
+  recorder_.dispatch("product", small ? "product_32" : large ? "product_128" : "product_64",
                      {{"a_transposed", kind.a_transposed ? 1.0 : 0.0},
                       {"b_transposed", kind.b_transposed ? 1.0 : 0.0},
                       {"has_bias", kind.has_bias ? 1.0 : 0.0},

@@ -3,7 +3,7 @@
 //   logits       a = hidden  [m, k]   b = weight [n, k]        both with k beside k
 //   grad_input   a = draw    [m, k]   b = weight [k, n]
 //   grad_weight  a = draw    [k, m]   b = hidden [k, n]
-// A workgroup makes a tile, 64 x 64 or 128 x 128, 16 of k at a time through workgroup memory, where
+// A workgroup makes a tile, 32 x 32, 64 x 64 or 128 x 128, 8 or 16 of k at a time through workgroup memory, where
 // both operands lie [k][m] and [k][n]; a thread keeps 4 x 4 or 8 x 8 sums in registers, added along k
 // in order whatever the tile. Rows of a and b are multiples of four numbers long, the last ones 0.
 // Where `counted` bounds the rows (or, for grad_weight, k), what lies beyond is no work.
@@ -38,6 +38,8 @@ override bounded: u32 = 0u;           // by counted[0]: 1 the rows, 2 the depth
 
 var<workgroup> tile_a: array<vec4<f32>, 512>;  // [16][m / 4]
 var<workgroup> tile_b: array<vec4<f32>, 512>;  // [16][n / 4]
+var<workgroup> small_a: array<vec4<f32>, 64>;  // [8][m / 4]
+var<workgroup> small_b: array<vec4<f32>, 64>;  // [8][n / 4]
 
 // Four numbers of a along k (or along m where it is transposed), 0 beyond its rows.
 fn load_a(row: u32, column: u32, rows: u32, columns: u32) -> vec4<f32> {
@@ -88,6 +90,75 @@ fn store(row: u32, column: u32, value: vec4<f32>) {
     v += result[at];
   }
   result[at] = v;
+}
+
+// For small products. Little workgroup memory: SwiftShader's compiler clears it word by word, which
+// takes it half a millisecond a word.
+@compute @workgroup_size(64)
+fn product_32(@builtin(workgroup_id) group: vec3<u32>,
+               @builtin(local_invocation_index) thread: u32) {
+  let first_row = group.y * 32u;
+  let first_column = group.x * 32u;
+  let rows = rows_of();
+  let depth = depth_of();
+  if (first_row >= rows && p.adds != 0u) {
+    return;
+  }
+  let tx = thread % 8u;
+  let ty = thread / 8u;
+  var s00 = vec4<f32>(0.0);
+  var s10 = vec4<f32>(0.0);
+  var s20 = vec4<f32>(0.0);
+  var s30 = vec4<f32>(0.0);
+  var steps = (depth + 7u) / 8u;
+  if (first_row >= rows) {
+    steps = 0u;
+  }
+  for (var step = 0u; step < steps; step++) {
+    let k0 = step * 8u;
+    if (step > 0u) {
+      workgroupBarrier();
+    }
+    if (a_transposed) {
+      small_a[thread] = load_a(k0 + thread / 8u, first_row + thread % 8u * 4u, depth, p.rows);
+    } else if (thread < 16u) {
+      let x = thread / 2u;
+      let k = thread % 2u * 4u;
+      let row = first_row + x * 4u;
+      let v = turned(load_a(row, k0 + k, rows, p.depth), load_a(row + 1u, k0 + k, rows, p.depth),
+                     load_a(row + 2u, k0 + k, rows, p.depth), load_a(row + 3u, k0 + k, rows, p.depth));
+      small_a[k * 8u + x] = v[0];
+      small_a[(k + 1u) * 8u + x] = v[1];
+      small_a[(k + 2u) * 8u + x] = v[2];
+      small_a[(k + 3u) * 8u + x] = v[3];
+    }
+    if (!b_transposed) {
+      small_b[thread] = load_b(k0 + thread / 8u, first_column + thread % 8u * 4u, depth, p.columns);
+    } else if (thread >= 16u && thread < 32u) {
+      let x = (thread - 16u) / 2u;
+      let k = (thread - 16u) % 2u * 4u;
+      let row = first_column + x * 4u;
+      let v = turned(load_b(row, k0 + k, p.b_rows, p.depth), load_b(row + 1u, k0 + k, p.b_rows, p.depth),
+                     load_b(row + 2u, k0 + k, p.b_rows, p.depth), load_b(row + 3u, k0 + k, p.b_rows, p.depth));
+      small_b[k * 8u + x] = v[0];
+      small_b[(k + 1u) * 8u + x] = v[1];
+      small_b[(k + 2u) * 8u + x] = v[2];
+      small_b[(k + 3u) * 8u + x] = v[3];
+    }
+    workgroupBarrier();
+    for (var k = 0u; k < 8u; k++) {
+      let a0 = small_a[k * 8u + ty];
+      let b0 = small_b[k * 8u + tx];
+      s00 = fma(vec4<f32>(a0.x), b0, s00);
+      s10 = fma(vec4<f32>(a0.y), b0, s10);
+      s20 = fma(vec4<f32>(a0.z), b0, s20);
+      s30 = fma(vec4<f32>(a0.w), b0, s30);
+    }
+  }
+  store(first_row + 0u + ty * 4u, first_column + tx * 4u, s00);
+  store(first_row + 1u + ty * 4u, first_column + tx * 4u, s10);
+  store(first_row + 2u + ty * 4u, first_column + tx * 4u, s20);
+  store(first_row + 3u + ty * 4u, first_column + tx * 4u, s30);
 }
 
 @compute @workgroup_size(256)
