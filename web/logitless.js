@@ -233,7 +233,7 @@ export class Logitless {
   // Bytes of workspace of linearCrossEntropy on these shapes: {minimum, recommended}.
   plan({tokens, hidden, vocab, gradients = true, dtype = 'f32', ...options}) {
     const none = (shape, type = dtype) => new Tensor(this, null, shape, type);
-    const tensors = {input: none([tokens, hidden]), weight: none([vocab, hidden]), target: none([tokens], 'i32'), loss: none([], 'f32')};
+    const tensors = {input: none([tokens, hidden]), weight: none([vocab, hidden]), target: none([tokens], 'i32'), loss: none(options.reduction === 'none' ? [tokens] : [], 'f32')};
     if (gradients) Object.assign(tensors, {gradInput: none([tokens, hidden]), gradWeight: none([vocab, hidden])});
     this.#begin(gradients ? 'linearCrossEntropyForwardBackward' : 'linearCrossEntropyForward', options);
     for (const [name, tensor] of Object.entries(tensors)) this.#give(name, tensor, 0);

@@ -20,10 +20,21 @@ CHROMIUM += ["--disable-component-update", "--disable-sync", "--enable-unsafe-we
 os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())  # libwgpu_native complains else
 
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
 @pytest.fixture(scope="session")
 def origin() -> Iterator[str]:
     """Where this checkout is served; WebGPU wants a secure origin, which localhost is."""
-    with serve(pathlib.Path(__file__).resolve().parents[2]) as address:
+    with serve(ROOT) as address:
+        yield address
+
+
+@pytest.fixture(scope="session")
+def web_origin() -> Iterator[str]:
+    """Where build/web is served (scripts/build-web)."""
+    assert (ROOT / "build/web/logitless.wasm").is_file(), "scripts/build-web makes it"
+    with serve(ROOT / "build/web") as address:
         yield address
 
 
