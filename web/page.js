@@ -10,6 +10,8 @@ const at = (id) => document.getElementById(id);
 // What the double-precision check may cost: multiplications of one product, about a second's worth.
 const CHECKED = 2 ** 27;
 
+let redraw = () => {};
+
 function normal() {
   return Math.sqrt(-2 * Math.log(1 - Math.random())) * Math.cos(2 * Math.PI * Math.random());
 }
@@ -85,6 +87,12 @@ async function judge(logitless, problem, arrays, shapes, tensors, workspace) {
   return {rows, shares, loss: expected.loss.value[0], greatestGradientError: least};
 }
 
+// Bytes of workspace of a choice on the page.
+function budgetOf({minimum, recommended}, {workspace, tokens, vocab}) {
+  if (workspace === 'minimum') return minimum;
+  return workspace === 'quarter' ? Math.max(minimum, Math.min(recommended, tokens * vocab)) : recommended;
+}
+
 function showMemory(logitless, problem, used) {
   const {tokens, hidden, vocab, gradients, dtype} = problem;
   const sizes = [];
@@ -103,6 +111,7 @@ function showMemory(logitless, problem, used) {
     y: {low: Math.min(...all), high: Math.max(...all), log: true, format: bytesText},
     curves, here: vocab,
   });
+  redraw = () => showMemory(logitless, problem, used);
   const materialised = 4 * tokens * vocab;
   at('memory').textContent =
     `${bytesText(used)} of workspace (${used} bytes); the f32 logits alone would take ${bytesText(materialised)}, ` +
@@ -116,7 +125,7 @@ async function runOnce(logitless) {
   const tensors = {};
   for (const name of Object.keys(arrays)) tensors[name] = logitless.tensor(arrays[name], shapes[name], name === 'target' ? 'i32' : problem.dtype);
   const plan = logitless.plan(problem);
-  const workspace = problem.workspace === 'minimum' ? plan.minimum : undefined;
+  const workspace = budgetOf(plan, problem);
   at('progress').textContent = 'running…';
   const run = async () => {
     const result = logitless.linearCrossEntropy(callOf(tensors, problem, workspace));
@@ -178,6 +187,11 @@ async function start() {
   };
   button.addEventListener('click', () => at('options').reportValidity() && run());
   at('options').addEventListener('submit', (event) => event.preventDefault());
+  let width = innerWidth;
+  addEventListener('resize', () => {
+    if (width !== innerWidth) redraw();
+    width = innerWidth;
+  });
   prepareTraining(logitless);
   await run();
 }

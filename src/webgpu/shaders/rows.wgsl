@@ -146,16 +146,97 @@ fn map_raw(raw: f32) -> Mapped {
   return Mapped(raw, 0.0);
 }
 
-var<workgroup> tree_max: array<f32, 256>;
-var<workgroup> tree_sum: array<vec4<f32>, 256>;
-var<workgroup> tree_index: array<u32, 256>;
+// A slot is made by 64 threads, each with four vec4 of it: little workgroup memory, which SwiftShader
+// clears word by word in every thread, and few barriers.
+const slot_threads = 64u;
+const slot_vectors = slot_columns / (4u * slot_threads);
+var<workgroup> tree_max: array<f32, slot_threads>;
+var<workgroup> tree_sum: array<vec4<f32>, slot_threads>;
+var<workgroup> tree_index: array<u32, slot_threads>;
 var<workgroup> slot_flags: atomic<u32>;
 
 const flag_nan = 1u;
 const flag_infinite = 2u;  // +inf
 const flag_number = 4u;    // something that is not -inf
 
-@compute @workgroup_size(256)
+// What a thread finds in its columns.
+struct Found {
+  best: f32,
+  index: u32,
+  weighted: f32,
+  flags: u32,
+}
+
+// Columns local to local + 3 of row r; their z where they are finite, else `lowest`.
+fn scan(r: u32, local: u32, target_column: u32, found: ptr<function, Found>) -> vec4<f32> {
+  let raw = bitcast<vec4<f32>>(block_in[p.base + r * p.row_stride + min(local, p.columns - 1u) / 4u]);
+  var z = vec4<f32>(lowest);
+  for (var k = 0u; k < 4u; k++) {
+    if (local + k >= p.columns) {
+      continue;
+    }
+    let column = p.first_column + local + k;
+    let x = map_raw(raw[k]).z;
+    var c = 1.0;
+    if ((p.flags & has_vocab_weight) != 0u) {
+      c = vocab_weight[p.weight_base + local + k];
+    }
+    if (c != 0.0) {
+      (*found).weighted += c * x;
+    }
+    if (column == target_column) {
+      let slot = (r * p.slots + column / slot_columns) * slot_words;
+      partials_out[slot + 5u] = bitcast<u32>(x);
+    }
+    if (is_nan(x)) {
+      (*found).flags |= flag_nan;
+    } else if (is_infinite(x)) {
+      if (!is_negative(x)) {
+        (*found).flags |= flag_infinite;
+        if ((*found).best < 3.4e38) {
+          (*found).index = column;
+        }
+        (*found).best = 3.4e38;
+      }
+    } else {
+      (*found).flags |= flag_number;
+      z[k] = x;
+      if (x > (*found).best || (*found).index == none) {
+        (*found).best = x;
+        (*found).index = column;
+      }
+    }
+  }
+  return z;
+}
+
+// Sums of exp(z - m) and exp(z - m) (z - m) over what is finite of four columns.
+fn exponentials(z: vec4<f32>, m: f32) -> vec2<f32> {
+  var sums = vec2<f32>(0.0);
+  for (var k = 0u; k < 4u; k++) {
+    if (z[k] > lowest) {
+      let d = z[k] - m;
+      let e = exp_nonpositive(d);
+      sums.x += e;
+      if (e > 0.0) {
+        sums.y += e * d;
+      }
+    }
+  }
+  return sums;
+}
+
+fn add_up(thread: u32, mine: vec4<f32>) {
+  tree_sum[thread] = mine;
+  for (var step = slot_threads / 2u; step > 0u; step /= 2u) {
+    workgroupBarrier();
+    if (thread < step) {
+      tree_sum[thread] += tree_sum[thread + step];
+    }
+  }
+}
+
+@compute @workgroup_size(slot_threads)
 fn slots(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
   let r = group.y;
   if (r >= counted[0]) {
@@ -169,54 +250,17 @@ fn slots(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_inde
   let local = group.x * slot_columns + thread * 4u;
   let row = counted[4u + r] * words;
   let target_column = rows_in[row + 1u];
-  let raw = bitcast<vec4<f32>>(block_in[p.base + r * p.row_stride + min(local, p.columns - 1u) / 4u]);
-  var z = vec4<f32>(lowest);
-  var counts = vec4<bool>(false);
-  var flags = 0u;
-  var best = lowest;
-  var index = none;
-  var weighted = 0.0;
-  for (var k = 0u; k < 4u; k++) {
-    if (local + k >= p.columns) {
-      continue;
-    }
-    let column = p.first_column + local + k;
-    let x = map_raw(raw[k]).z;
-    var c = 1.0;
-    if ((p.flags & has_vocab_weight) != 0u) {
-      c = vocab_weight[p.weight_base + local + k];
-    }
-    if (c != 0.0) {
-      weighted += c * x;
-    }
-    let slot = (r * p.slots + column / slot_columns) * slot_words;
-    if (column == target_column) {
-      partials_out[slot + 5u] = bitcast<u32>(x);
-    }
-    if (is_nan(x)) {
-      flags |= flag_nan;
-    } else if (is_infinite(x)) {
-      if (!is_negative(x)) {
-        flags |= flag_infinite;
-        best = 3.4e38;
-        index = min(index, column);
-      }
-    } else {
-      flags |= flag_number;
-      counts[k] = true;
-      z[k] = x;
-      if (x > best || index == none) {
-        best = x;
-        index = column;
-      }
-    }
+  var found = Found(lowest, none, 0.0, 0u);
+  var z: array<vec4<f32>, slot_vectors>;
+  for (var j = 0u; j < slot_vectors; j++) {
+    z[j] = scan(r, local + j * 4u * slot_threads, target_column, &found);
   }
-  if (flags != 0u) {
-    atomicOr(&slot_flags, flags);
+  if (found.flags != 0u) {
+    atomicOr(&slot_flags, found.flags);
   }
-  tree_max[thread] = best;
-  tree_index[thread] = index;
-  for (var step = 128u; step > 0u; step /= 2u) {
+  tree_max[thread] = found.best;
+  tree_index[thread] = found.index;
+  for (var step = slot_threads / 2u; step > 0u; step /= 2u) {
     workgroupBarrier();
     if (thread < step) {
       let other = tree_max[thread + step];
@@ -231,24 +275,11 @@ fn slots(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_inde
   }
   workgroupBarrier();
   let m = tree_max[0];
-  var sums = vec4<f32>(0.0, 0.0, weighted, 0.0);
-  for (var k = 0u; k < 4u; k++) {
-    if (counts[k]) {
-      let d = z[k] - m;
-      let e = exp_nonpositive(d);
-      sums.x += e;
-      if (e > 0.0) {
-        sums.y += e * d;
-      }
-    }
+  var sums = vec2<f32>(0.0);
+  for (var j = 0u; j < slot_vectors; j++) {
+    sums += exponentials(z[j], m);
   }
-  tree_sum[thread] = sums;
-  for (var step = 128u; step > 0u; step /= 2u) {
-    workgroupBarrier();
-    if (thread < step) {
-      tree_sum[thread] += tree_sum[thread + step];
-    }
-  }
+  add_up(thread, vec4<f32>(sums, found.weighted, 0.0));
   if (thread == 0u) {
     let slot = (r * p.slots + (p.first_column + local) / slot_columns) * slot_words;
     partials_out[slot] = bitcast<u32>(m);
@@ -261,36 +292,32 @@ fn slots(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_inde
 }
 
 // sum_j q_j log(p_j + floor) of a slot, q = (1 - smoothing) c_t [j = t] + smoothing_per_class c_j.
-@compute @workgroup_size(256)
+@compute @workgroup_size(slot_threads)
 fn probability_slots(@builtin(workgroup_id) group: vec3<u32>,
                      @builtin(local_invocation_index) thread: u32) {
   let r = group.y;
   if (r >= counted[0]) {
     return;
   }
-  let local = group.x * slot_columns + thread * 4u;
   let row = counted[4u + r] * words;
-  let raw = bitcast<vec4<f32>>(block_in[p.base + r * p.row_stride + min(local, p.columns - 1u) / 4u]);
+  let first = group.x * slot_columns;
   var sum = 0.0;
-  for (var k = 0u; k < 4u; k++) {
-    if (local + k >= p.columns) {
-      continue;
-    }
-    let q = expected(row, p.first_column + local + k, local + k);
-    if (q != 0.0) {
-      let x = raw[k] + p.floor;
-      sum += q * log_of(x);
-    }
-  }
-  tree_sum[thread] = vec4<f32>(sum, 0.0, 0.0, 0.0);
-  for (var step = 128u; step > 0u; step /= 2u) {
-    workgroupBarrier();
-    if (thread < step) {
-      tree_sum[thread] += tree_sum[thread + step];
+  for (var local = first + thread * 4u; local < first + slot_columns; local += 4u * slot_threads) {
+    let raw = bitcast<vec4<f32>>(block_in[p.base + r * p.row_stride + min(local, p.columns - 1u) / 4u]);
+    for (var k = 0u; k < 4u; k++) {
+      if (local + k >= p.columns) {
+        continue;
+      }
+      let q = expected(row, p.first_column + local + k, local + k);
+      if (q != 0.0) {
+        let x = raw[k] + p.floor;
+        sum += q * log_of(x);
+      }
     }
   }
+  add_up(thread, vec4<f32>(sum, 0.0, 0.0, 0.0));
   if (thread == 0u) {
-    let slot = (r * p.slots + (p.first_column + local) / slot_columns) * slot_words;
+    let slot = (r * p.slots + (p.first_column + first) / slot_columns) * slot_words;
     partials_out[slot + 3u] = bitcast<u32>(tree_sum[0].x);
   }
 }
