@@ -47,7 +47,7 @@ export function drawChart(svg, {title, x, y, curves, here}) {
   const width = Math.max(300, svg.clientWidth || 600);
   const narrow = width < 520;
   const height = Math.round(Math.min(320, width * 0.75));
-  const [left, right, top, bottom] = [58, narrow ? 12 : 190, narrow ? 14 + 16 * curves.length : 12, 40];
+  const [left, right, top, bottom] = [58, narrow ? 20 : 190, narrow ? 14 + 16 * curves.length : 12, 40];
   svg.setAttribute('viewBox', `0 0 ${width} ${height + (narrow ? 16 * curves.length : 0)}`);
   svg.setAttribute('role', 'img');
   svg.setAttribute('aria-label', title);

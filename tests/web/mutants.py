@@ -7,6 +7,7 @@ Each is an exact piece of text, what takes its place, and the tests that are ask
 copied to out/web-mutants, never changed where they are. Naga alone: what a mutant breaks is not the
 compiler's. Exit code 0: all caught."""
 
+# ruff: noqa: E501
 from __future__ import annotations
 
 import os

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""logitless.js in headless Chromium: every op within the contract's bounds of the reference backend,
+"""logitless.js in headless Chromium: every op within the contract's bounds of the reference,
 at the default limits; status codes, WebGPU's own messages, the caller's device and buffers."""
 
+# ruff: noqa: E501
 from __future__ import annotations
 
 from typing import Any
