@@ -132,12 +132,13 @@ bool any_choice(const Problem& p, F&& f) {
 }  // namespace
 
 bool is_bound_matrix(const TensorView& v) {
-  return v && v.dtype == DType::f32 && v.stride[1] == 1 && v.shape[1] % 4 == 0 &&
-         v.stride[0] % 4 == 0 && v.stride[0] >= v.shape[1] && v.byte_offset % 16 == 0;
+  return v && v.data != nullptr && v.dtype == DType::f32 && v.stride[1] == 1 &&
+         v.shape[1] % 4 == 0 && v.stride[0] % 4 == 0 && v.stride[0] >= v.shape[1] &&
+         v.byte_offset % 16 == 0;
 }
 
 bool is_bound_vector(const TensorView& v) {
-  return v && v.dtype == DType::f32 && (v.stride[0] == 1 || v.shape[0] == 1) &&
+  return v && v.data != nullptr && v.dtype == DType::f32 && (v.stride[0] == 1 || v.shape[0] == 1) &&
          v.byte_offset % 256 == 0;
 }
 
@@ -232,8 +233,10 @@ Status workspace_sizes(const Problem& p, const Limits& limits, uint64_t* minimum
   status = make_plan(part, limits, UINT64_MAX, &plan);
   if (!status.ok()) return status;
   const Plan own = plan_of(p, {plan.chunk, plan.window, plan.whole});
-  *recommended = std::max(own.total, *minimum);
-  return {};
+  // What a call makes of that many bytes.
+  status = make_plan(p, limits, std::max(own.total, *minimum), &plan);
+  *recommended = plan.total;
+  return status;
 }
 
 }  // namespace logitless::webgpu
