@@ -3,7 +3,8 @@
 if(NOT LOGITLESS_WITH_WEBGPU)
   return()
 endif()
-set(LOGITLESS_WEBGPU_DRIVER /usr/share/vulkan/icd.d/lvp_icd.x86_64.json CACHE STRING
+file(GLOB lavapipe /usr/share/vulkan/icd.d/lvp_icd.*.json)
+set(LOGITLESS_WEBGPU_DRIVER "${lavapipe}" CACHE STRING
     "Vulkan driver file for the WebGPU tests; empty: the loader's own choice")
 set(LOGITLESS_WEBGPU_LIBRARY_FILE ${LOGITLESS_WEBGPU_INCLUDE}/libwgpu_native-release.so)
 
