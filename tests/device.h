@@ -32,6 +32,7 @@ class TestDevice {
   virtual bool has_addresses() const { return true; }
   virtual void* make_workspace(uint64_t) const { return nullptr; }
   virtual void destroy_workspace(void*) const {}
+  virtual uint64_t bytes_of_workspace(const void*) const { return 0; }  // made so far
   // Errors of targets are statuses, and the caller's threads run the work.
   virtual bool synchronous() const { return true; }
   virtual bool has_threads() const { return false; }

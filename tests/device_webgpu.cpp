@@ -6,6 +6,7 @@
 #include "device.h"
 #include "logitless/webgpu.h"
 #include "src/webgpu/native.h"
+#include "src/webgpu/workspace.h"
 
 namespace logitless::conformance {
 namespace {
@@ -63,6 +64,9 @@ class WebGpuTestDevice final : public TestDevice {
   }
   void destroy_workspace(void* workspace) const override {
     logitless_webgpu_destroy_workspace(workspace);
+  }
+  uint64_t bytes_of_workspace(const void* workspace) const override {
+    return static_cast<const webgpu::WorkspaceBuffers*>(workspace)->made();
   }
   bool synchronous() const override { return false; }
 

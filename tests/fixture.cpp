@@ -132,6 +132,7 @@ std::vector<std::string> DeviceCopy::violations(bool written) const {
 }
 
 uint64_t DeviceCopy::touched() const {
+  if (workspace_object_ != nullptr) return device_.bytes_of_workspace(workspace_object_);
   for (uint64_t end = workspace_bytes_; end > 0; --end) {
     const uint64_t last = workspace_start_ + end - 1;
     if (workspace_.before[last] != workspace_.after[last]) return end;

@@ -54,6 +54,12 @@ Dense moved(Dense dense, int64_t rows, int64_t columns) {
   return dense;
 }
 
+// Whether the dense rows of a part lie in one binding; those of a chunk do by the plan.
+bool fits_dense(const Dense& dense, const Part& part, const Limits& limits) {
+  const int64_t last = (part.rows - 1) * dense.row_stride + part.columns * dense.column_stride;
+  return last * 4 + 256 <= static_cast<int64_t>(limits.storage_binding_bytes);
+}
+
 // The dimension to cut where a part is too much for one dispatch.
 bool cut_rows(const TensorView& v, const Part& part) {
   if (part.columns <= 1) return true;
@@ -88,8 +94,9 @@ Binding Run::bound(const TensorView& v, Part part, int64_t* base) const {
 void Run::gather(const TensorView& v, Part part, const Dense& result, int64_t padded_columns,
                  bool counted_rows) {
   if (part.rows == 0 || padded_columns == 0) return;
-  if (!fits(v, part) || part.rows > kMostRows) {
-    if (!counted_rows && cut_rows(v, part)) {
+  const bool dense_fits = counted_rows || fits_dense(result, part, device_->limits());
+  if (!fits(v, part) || part.rows > kMostRows || !dense_fits) {
+    if (!counted_rows && (cut_rows(v, part) || (!dense_fits && part.rows > 1))) {
       gather(v, left_rows(part), result, padded_columns, false);
       gather(v, right_rows(part), moved(result, part.rows / 2, 0), padded_columns, false);
     } else {
@@ -124,7 +131,7 @@ void Run::gather(const TensorView& v, Part part, const Dense& result, int64_t pa
 void Run::gather_vector(const TensorView& v, int64_t first, int64_t count, const Dense& result) {
   const Part part{.first_row = first, .rows = count};
   if (count == 0) return;
-  if (!fits(v, part)) {
+  if (!fits(v, part) || !fits_dense(result, part, device_->limits())) {
     gather_vector(v, first, count / 2, result);
     gather_vector(v, first + count / 2, count - count / 2, moved(result, count / 2, 0));
     return;
@@ -145,8 +152,9 @@ void Run::gather_vector(const TensorView& v, int64_t first, int64_t count, const
 void Run::scatter(const Dense& values, const TensorView& v, Part part, bool by_token,
                   int64_t first_token) {
   if (part.rows == 0 || part.columns == 0) return;
-  if (!fits(v, part) || part.rows > kMostRows) {
-    if (cut_rows(v, part)) {
+  const bool dense_fits = by_token || fits_dense(values, part, device_->limits());
+  if (!fits(v, part) || part.rows > kMostRows || !dense_fits) {
+    if (cut_rows(v, part) || (!dense_fits && part.rows > 1)) {
       const int64_t half = part.rows / 2;
       scatter(values, v, left_rows(part), by_token, first_token);
       scatter(by_token ? values : moved(values, half, 0), v, right_rows(part), by_token,

@@ -52,7 +52,6 @@ NativeDevice::~NativeDevice() {
 }
 
 void NativeDevice::fail(const char* what, const std::string& why) {
-  broken_ = true;
   if (error_.empty()) error_ = std::string(what) + ": " + why;
 }
 
@@ -216,7 +215,10 @@ void NativeDevice::dispatch(Pipeline pipeline, const Binding* bindings, uint32_t
   descriptor.entries = entries;
   push_scope();
   const WGPUBindGroup group = call_.DeviceCreateBindGroup(device_, &descriptor);
-  if (!pop_scope() || group == nullptr) return;
+  if (!pop_scope() || group == nullptr) {
+    broken_ = true;
+    return;
+  }
   begin_pass();
   call_.ComputePassEncoderSetPipeline(pass_, found->second.pipeline);
   call_.ComputePassEncoderSetBindGroup(pass_, 0, group, 0, nullptr);
@@ -248,7 +250,6 @@ bool NativeDevice::submit() {
     submitted = pop_scope();
   }
   if (commands != nullptr) call_.CommandBufferRelease(commands);
-  broken_ = false;
   return submitted;
 }
 
@@ -280,7 +281,6 @@ bool NativeDevice::read(Buffer buffer, uint64_t offset, void* data, uint64_t byt
     if (done) std::memcpy(data, from, bytes);
     if (mapped) call_.BufferUnmap(staging);
     if (!done) fail("webgpu", "a buffer could not be read; the device may be lost");
-    broken_ = false;
   }
   call_.BufferRelease(staging);
   return done;

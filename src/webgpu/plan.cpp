@@ -100,9 +100,10 @@ Plan plan_of(const Problem& p, const Choice& choice) {
 // Whether a plan that holds more than a window at a time gains anything by it.
 bool wants_whole(const Problem& p) { return (p.gradients || p.softmax) && !p.state_given; }
 
-// Calls f(choice), the fastest first, until it says true.
+// Calls f(choice), the fastest first, until it says true. Chunks of fewer than 64 tokens are only
+// for limits that nothing else keeps to.
 template <class F>
-bool any_choice(const Problem& p, F&& f) {
+bool any_choice(const Problem& p, const bool& kept_to_limits, F&& f) {
   const int64_t all = round_up(p.vocab, 4);
   std::array<int64_t, 32> chunks{};
   size_t count = 0;
@@ -124,6 +125,7 @@ bool any_choice(const Problem& p, F&& f) {
     }
   }
   for (size_t i = 0; i < count; ++i) {
+    if (kept_to_limits && chunks[i] < std::min(kLeastTokens, p.tokens)) break;
     if (windows(chunks[i], false)) return true;
   }
   return false;
@@ -132,12 +134,13 @@ bool any_choice(const Problem& p, F&& f) {
 }  // namespace
 
 bool is_bound_matrix(const TensorView& v) {
-  return v && v.dtype == DType::f32 && v.stride[1] == 1 && v.shape[1] % 4 == 0 &&
-         v.stride[0] % 4 == 0 && v.stride[0] >= v.shape[1] && v.byte_offset % 16 == 0;
+  return v && v.data != nullptr && v.dtype == DType::f32 && v.stride[1] == 1 &&
+         v.shape[1] % 4 == 0 && v.stride[0] % 4 == 0 && v.stride[0] >= v.shape[1] &&
+         v.byte_offset % 16 == 0;
 }
 
 bool is_bound_vector(const TensorView& v) {
-  return v && v.dtype == DType::f32 && (v.stride[0] == 1 || v.shape[0] == 1) &&
+  return v && v.data != nullptr && v.dtype == DType::f32 && (v.stride[0] == 1 || v.shape[0] == 1) &&
          v.byte_offset % 256 == 0;
 }
 
@@ -187,7 +190,7 @@ Problem problem_of(const Call& call) {
 Status make_plan(const Problem& p, const Limits& limits, uint64_t budget, Plan* plan) {
   bool any = false;
   uint64_t least = UINT64_MAX;
-  const bool found = any_choice(p, [&](const Choice& choice) {
+  const bool found = any_choice(p, any, [&](const Choice& choice) {
     const Plan made = plan_of(p, choice);
     if (!within(p, limits, made)) return false;
     any = true;
@@ -232,8 +235,10 @@ Status workspace_sizes(const Problem& p, const Limits& limits, uint64_t* minimum
   status = make_plan(part, limits, UINT64_MAX, &plan);
   if (!status.ok()) return status;
   const Plan own = plan_of(p, {plan.chunk, plan.window, plan.whole});
-  *recommended = std::max(own.total, *minimum);
-  return {};
+  // What a call makes of that many bytes.
+  status = make_plan(p, limits, std::max(own.total, *minimum), &plan);
+  *recommended = plan.total;
+  return status;
 }
 
 }  // namespace logitless::webgpu

@@ -55,7 +55,7 @@ struct Problem {
 };
 Problem problem_of(const Call& call);
 
-// The views that kernels read and write as they are.
+// The views that kernels read and write as they are; without data, none: any offset may come.
 bool is_bound_matrix(const TensorView& view);
 bool is_bound_vector(const TensorView& view);
 

@@ -19,6 +19,12 @@ bool WorkspaceBuffers::fits(const Plan& plan) const {
   return total <= budget_;
 }
 
+uint64_t WorkspaceBuffers::made() const {
+  uint64_t total = 0;
+  for (const uint64_t bytes : bytes_) total += bytes;
+  return total;
+}
+
 bool WorkspaceBuffers::prepare(const Plan& plan) {
   if (!fits(plan)) release();
   for (size_t i = 0; i < kRoles; ++i) {

@@ -19,6 +19,8 @@ class WorkspaceBuffers {
   // Every role's buffer at least as large as the plan wants it; false where there is no memory.
   bool prepare(const Plan& plan);
   Buffer operator[](Role role) const { return buffers_[static_cast<size_t>(role)]; }
+  // Bytes of the buffers there are.
+  uint64_t made() const;
   uint64_t bytes(Role role) const { return bytes_[static_cast<size_t>(role)]; }
 
  private:

@@ -133,11 +133,14 @@ struct Mapped {
 }
 fn map_raw(raw: f32) -> Mapped {
   if (capped) {
-    if (is_nan(raw)) {
-      return Mapped(raw, raw);
+    if (is_nan(raw) || (is_infinite(raw) && p.cap_in == 0.0)) {
+      return Mapped(bitcast<f32>(p.nan), bitcast<f32>(p.nan));
     }
-    let bounded = clamp(raw, -1.0e30, 1.0e30);
-    let t = tanh_of(fma(bounded, p.cap_in, bounded * p.cap_in_low));
+    var x = fma(raw, p.cap_in, raw * p.cap_in_low);
+    if (is_infinite(raw)) {
+      x = select(1.0e4, -1.0e4, is_negative(raw) != (p.cap_in < 0.0));
+    }
+    let t = tanh_of(clamp(x, -1.0e4, 1.0e4));
     return Mapped(fma(t, p.cap_out, t * p.cap_out_low), t);
   }
   if (scaled) {

@@ -94,10 +94,10 @@ fn finish() {
   let sum = values[p.value_base];
   let n = bitcast<f32>(scalars[0]);
   var bits = bitcast<u32>(sum);
-  if (p.kind != 0u) {
+  if (p.kind != 0u && (bits & 0x7fffffffu) <= 0x7f800000u) {
     if (n == 0.0) {
       bits = select(0u, p.nan, p.empty_is_nan != 0u);
-    } else if ((bits & 0x7fffffffu) <= 0x7f800000u) {
+    } else {
       bits = bitcast<u32>(sum / n);
     }
   }
