@@ -236,7 +236,8 @@ export class Logitless {
     const tensors = {input: none([tokens, hidden]), weight: none([vocab, hidden]), target: none([tokens], 'i32'), loss: none(options.reduction === 'none' ? [tokens] : [], 'f32')};
     if (gradients) Object.assign(tensors, {gradInput: none([tokens, hidden]), gradWeight: none([vocab, hidden])});
     this.#begin(gradients ? 'linearCrossEntropyForwardBackward' : 'linearCrossEntropyForward', options);
-    for (const [name, tensor] of Object.entries(tensors)) this.#give(name, tensor, 0);
+    // Any number for a buffer of its own, at offset 0, as tensor() makes them.
+    Object.entries(tensors).forEach(([name, tensor], i) => this.#give(name, tensor, i + 1));
     return this.#sizes();
   }
 
