@@ -103,10 +103,11 @@ void Run::begin_chunk(const Chunk& chunk) {
     params.fault = u32(base);
     params.flags |= kFault;
   }
-  recorder_.dispatch("tokens", "chunk", {}, params,
+  recorder_.dispatch("tokens", problem_.direct ? "each" : "chunk", {}, params,
                      {target, whole_vocab_weight(), role(Role::inputs), role(Role::rows),
                       role(Role::counted), fault},
-                     1);
+                     problem_.direct ? blocks(chunk.tokens, 256) : 1);
+  if (problem_.direct) copy_logits(chunk);
   if (!problem_.linear) return;
   const int64_t hidden = round_up(problem_.hidden, 4);
   gather(call_["input"],
@@ -118,7 +119,7 @@ RowParams Run::row_params(const Chunk& chunk, const Window& window) const {
   RowParams p;
   p.rows = u32(chunk.tokens);
   p.columns = u32(window.columns);
-  p.row_stride = u32(plan_.window / 4);
+  p.row_stride = u32(plan_.window);
   p.first_column = u32(window.first);
   p.slots = u32(plan_.slots);
   p.nan = kNan;
@@ -153,6 +154,37 @@ Binding Run::block(const Window& window) const {
   const uint64_t offset =
       plan_.whole ? static_cast<uint64_t>(window.index) * plan_.window_bytes : 0;
   return {workspace_[Role::block], offset, plan_.window_bytes};
+}
+
+const TensorView& Run::result() const {
+  return call_[problem_.softmax ? "probabilities" : "grad_logits"];
+}
+
+// The chunk's logits to where their gradients will be.
+void Run::copy_logits(const Chunk& chunk) {
+  const TensorView &in = call_["logits"], &out = result();
+  if (in.data == out.data || chunk.tokens == 0) return;
+  int64_t base;
+  const Binding all = bound(out, {.rows = out.shape[0], .columns = out.shape[1]}, &base);
+  const Dense rows{all.buffer, all.offset + all.bytes,
+                   static_cast<int64_t>(out.byte_offset / 4) + chunk.first * out.stride[0],
+                   out.stride[0], 1};
+  gather(in, {.first_row = chunk.first, .rows = chunk.tokens, .columns = problem_.vocab}, rows,
+         problem_.vocab, false);
+}
+
+Binding Run::block(const Chunk& chunk, const Window& window, RowParams* params) const {
+  if (!problem_.direct) return block(window);
+  int64_t base;
+  const Binding binding = bound(result(),
+                                {.first_row = chunk.first,
+                                 .rows = chunk.tokens,
+                                 .first_column = window.first,
+                                 .columns = window.columns},
+                                &base);
+  params->base = u32(base);
+  params->row_stride = u32(result().stride[0]);
+  return binding;
 }
 
 // The weights of the window's columns; *base: of the first in the binding.
@@ -197,6 +229,7 @@ Binding Run::weight_window(const Window& window, uint32_t* base, uint32_t* strid
 }
 
 void Run::make_logits(const Chunk& chunk, const Window& window) {
+  if (problem_.direct) return;
   const int64_t padded = round_up(window.columns, 4);
   if (!problem_.linear) {
     gather(call_["logits"],
@@ -233,16 +266,20 @@ void Run::make_partials(const Chunk& chunk, const Window& window) {
   RowParams p = row_params(chunk, window);
   const Binding vocab_weight = vocab_weight_window(window, &p.weight_base);
   const char* entry = problem_.probabilities ? "probability_slots" : "slots";
+  if (chunk.tokens == 0) return;
+  const Binding logits = block(chunk, window, &p);
   recorder_.dispatch(
       "rows", entry,
-      {{"capped", capped(options_) ? 1.0 : 0.0}, {"scaled", p.slope != 1 ? 1.0 : 0.0}}, p,
-      {block(window), role(Role::counted), vocab_weight, role(Role::rows), role(Role::partials)},
+      {{"capped", capped(options_) ? 1.0 : 0.0},
+       {"scaled", p.slope != 1 ? 1.0 : 0.0},
+       {"direct", problem_.direct ? 1.0 : 0.0}},
+      p, {logits, role(Role::counted), vocab_weight, role(Role::rows), role(Role::partials)},
       blocks(window.columns, kSlotColumns), p.rows);
 }
 
 void Run::combine(const Chunk& chunk) {
   const RowParams p = row_params(chunk, {});
-  recorder_.dispatch("rows", "combine", {}, p,
+  recorder_.dispatch("rows", "combine", {{"direct", problem_.direct ? 1.0 : 0.0}}, p,
                      {{},
                       role(Role::counted),
                       {},
@@ -258,17 +295,20 @@ void Run::combine(const Chunk& chunk) {
 void Run::make_gradients(const Chunk& chunk, const Window& window) {
   RowParams p = row_params(chunk, window);
   const Binding vocab_weight = vocab_weight_window(window, &p.weight_base);
-  recorder_.dispatch(
-      "rows", "gradient",
-      {{"capped", capped(options_) ? 1.0 : 0.0}, {"scaled", p.slope != 1 ? 1.0 : 0.0}}, p,
-      {{}, role(Role::counted), vocab_weight, role(Role::rows), {}, {}, {}, {}, {}, block(window)},
-      blocks(window.columns, kSlotColumns), p.rows);
-  if (problem_.linear) {
-    add_products(chunk, window);
-    return;
+  if (chunk.tokens > 0) {
+    const Binding logits = block(chunk, window, &p);
+    recorder_.dispatch(
+        "rows", "gradient",
+        {{"capped", capped(options_) ? 1.0 : 0.0},
+         {"scaled", p.slope != 1 ? 1.0 : 0.0},
+         {"direct", problem_.direct ? 1.0 : 0.0}},
+        p, {{}, role(Role::counted), vocab_weight, role(Role::rows), {}, {}, {}, {}, {}, logits},
+        blocks(window.columns, kSlotColumns), p.rows);
   }
-  const TensorView& result = call_[problem_.softmax ? "probabilities" : "grad_logits"];
-  scatter(dense(Role::block, static_cast<int64_t>(block(window).offset / 4), plan_.window), result,
+  if (problem_.linear) add_products(chunk, window);
+  if (problem_.linear || problem_.direct) return;
+  scatter(dense(Role::block, static_cast<int64_t>(block(window).offset / 4), plan_.window),
+          result(),
           {.first_row = chunk.first,
            .rows = chunk.tokens,
            .first_column = window.first,

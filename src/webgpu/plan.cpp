@@ -45,7 +45,9 @@ void fill_bytes(const Problem& p, Plan* plan) {
   if (p.reduces) set(Role::losses, 4 * chunk);
   set(Role::partials, 32 * chunk * std::max<int64_t>(plan->slots, 1));
   plan->window_bytes = static_cast<uint64_t>(round_up(4 * chunk * plan->window, 256));
-  set(Role::block, static_cast<int64_t>(plan->window_bytes) * (plan->whole ? plan->windows : 1));
+  if (!p.direct) {
+    set(Role::block, static_cast<int64_t>(plan->window_bytes) * (plan->whole ? plan->windows : 1));
+  }
   if (p.linear) {
     set(Role::hidden, 4 * chunk * hidden);
     if (p.wants_grad_input) set(Role::grad_hidden, 4 * chunk * hidden);
@@ -67,7 +69,8 @@ bool within(const Problem& p, const Limits& limits, const Plan& plan) {
   if (!fits(plan.chunk, std::max<int64_t>(plan.slots, 1) * 32) || !fits(plan.chunk, 64)) {
     return false;
   }
-  if (plan.chunk > 1 && !fits(plan.chunk - 1, p.token_stride_bytes)) return false;
+  if (plan.chunk > 1 && !fits(plan.chunk, p.token_stride_bytes)) return false;
+  if (!fits(plan.window, 4)) return false;
   if (p.linear &&
       (!fits(plan.chunk, 4 * hidden) || !fits(plan.window, 4 * hidden) ||
        !fits(plan.window, p.weight_row_bytes) || !fits(plan.window, p.grad_weight_row_bytes))) {
@@ -144,6 +147,21 @@ bool is_bound_vector(const TensorView& v) {
          v.byte_offset % 256 == 0;
 }
 
+namespace {
+
+// The matrix a logits op writes, where the kernels can work in it.
+bool is_direct(const Call& call) {
+  const TensorView& in = call["logits"];
+  const TensorView& out = call[call.options == nullptr ? "probabilities" : "grad_logits"];
+  if (call.linear || !out || in.data == nullptr || out.data == nullptr) return false;
+  if (out.dtype != DType::f32 || (out.stride[1] != 1 && out.shape[1] > 1)) return false;
+  // A buffer that a dispatch writes is bound once.
+  return in.data != out.data ||
+         (in.byte_offset == out.byte_offset && in.dtype == out.dtype && in.stride == out.stride);
+}
+
+}  // namespace
+
 Problem problem_of(const Call& call) {
   Problem p;
   p.tokens = call.tokens();
@@ -158,6 +176,7 @@ Problem problem_of(const Call& call) {
   p.bias_bound = is_bound_vector(call["bias"]);
   p.has_vocab_weight = static_cast<bool>(call["vocab_weight"]);
   p.vocab_weight_bound = is_bound_vector(call["vocab_weight"]);
+  p.direct = is_direct(call);
   const TensorView& loss = call["loss"];
   if (!p.softmax) {
     p.probabilities = call.options->input_kind == InputKind::probabilities;
@@ -229,7 +248,9 @@ Status workspace_sizes(const Problem& p, const Limits& limits, uint64_t* minimum
   if (!status.ok()) return status;
   *minimum = plan.total;
   // The block of the default plan: a quarter of the f32 logits, and no less than 64 tokens' worth.
-  const int64_t tokens = std::clamp(p.tokens / 4, std::min(p.tokens, kLeastTokens), int64_t{1024});
+  const int64_t tokens =
+      p.direct ? std::min(p.tokens, kMostTokens)
+               : std::clamp(p.tokens / 4, std::min(p.tokens, kLeastTokens), int64_t{1024});
   Problem part = p;
   part.tokens = tokens;
   status = make_plan(part, limits, UINT64_MAX, &plan);

@@ -51,6 +51,8 @@ struct Problem {
   bool grad_weight_bound = false;
   int64_t grad_weight_row_bytes = 0;
   bool reduces = false;
+  // The logits op works in the matrix of its result: f32 rows, in place or after a copy.
+  bool direct = false;
   int64_t token_stride_bytes = 0;  // the largest distance of two tokens in a tensor
 };
 Problem problem_of(const Call& call);

@@ -97,6 +97,7 @@ class Run {
 
   // --- chunk.cpp ---
   void begin_chunk(const Chunk& chunk);
+  void copy_logits(const Chunk& chunk);
   void make_logits(const Chunk& chunk, const Window& window);
   void make_partials(const Chunk& chunk, const Window& window);
   void combine(const Chunk& chunk);
@@ -110,6 +111,9 @@ class Run {
   Binding whole_vocab_weight() const;
   Binding targets(const Chunk& chunk, TokenParams* params) const;
   Binding block(const Window& window) const;
+  // For the kernels of rows.wgsl: that, or the caller's matrix.
+  Binding block(const Chunk& chunk, const Window& window, RowParams* params) const;
+  const TensorView& result() const;  // of a logits op
   RowParams row_params(const Chunk& chunk, const Window& window) const;
   void product(const ProductParams& params, const ProductKind& kind, Binding a, Binding b,
                Binding result, Binding bias);

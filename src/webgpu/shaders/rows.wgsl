@@ -5,14 +5,14 @@
 //   combine   a thread a row: its slots in their order; loss and gradient factors  -> rows
 //   gradient  raw -> draw, in the block
 // The block is [rows, row_stride] of one window of the vocabulary, its rows the tokens that count
-// (`counted`). A slot's columns and the order of its sums are the same in every plan. The language
+// (`counted`); or, `direct`, it is the caller's own matrix and its rows are all tokens. A slot's columns and the order of its sums are the same in every plan. The language
 // lets a compiler assume that there is no NaN and no infinity, so those are told by their bits.
 
 struct Params {
   rows: u32,                 // of the block
   columns: u32,              // of the window
-  row_stride: u32,           // of the block, in vec4
-  base: u32,                 // of the block in its binding, in vec4
+  row_stride: u32,           // of the block
+  base: u32,                 // of the block in its binding
   first_column: u32,         // of the window
   slots: u32,                // of a whole row
   flags: u32,
@@ -44,9 +44,10 @@ const wants_gradient = 512u;
 // How raw becomes z.
 override capped: bool = false;
 override scaled: bool = false;
+override direct: bool = false;
 
 @group(0) @binding(0) var<uniform> p: Params;
-@group(0) @binding(1) var<storage, read> block_in: array<vec4<u32>>;        // [rows, row_stride]
+@group(0) @binding(1) var<storage, read> block_in: array<u32>;              // [rows, row_stride]
 @group(0) @binding(2) var<storage, read> counted: array<u32>;                // count, 3 unused, [count]
 @group(0) @binding(3) var<storage, read> vocab_weight: array<f32>;          // [columns]
 @group(0) @binding(4) var<storage, read> rows_in: array<u32>;               // [tokens, 16]
@@ -55,7 +56,7 @@ override scaled: bool = false;
 @group(0) @binding(7) var<storage, read_write> rows_out: array<u32>;
 @group(0) @binding(8) var<storage, read> inputs: array<f32>;                // [tokens, 8]
 @group(0) @binding(9) var<storage, read> scalars: array<u32>;
-@group(0) @binding(10) var<storage, read_write> block_out: array<vec4<u32>>;
+@group(0) @binding(10) var<storage, read_write> block_out: array<u32>;
 
 // A token's words: state, target, c_t, a, m, log s, z_t, weighted sum, entropy, argmax, loss, the
 // factors of p, one-hot, c_j and entropy, place in the block.
@@ -169,10 +170,12 @@ fn slots(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_inde
     atomicStore(&slot_flags, 0u);
   }
   workgroupBarrier();
-  let local = group.x * slot_columns + thread * 4u;
+  let first = group.x * slot_columns;
   let row = counted[4u + r] * words;
+  if (direct && (rows_in[row] & 255u) != 1u) {
+    return;
+  }
   let target_column = rows_in[row + 1u];
-  let raw = bitcast<vec4<f32>>(block_in[p.base + r * p.row_stride + min(local, p.columns - 1u) / 4u]);
   var z = vec4<f32>(lowest);
   var counts = vec4<bool>(false);
   var flags = 0u;
@@ -180,14 +183,15 @@ fn slots(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_inde
   var index = none;
   var weighted = 0.0;
   for (var k = 0u; k < 4u; k++) {
-    if (local + k >= p.columns) {
+    let local = first + k * 256u + thread;
+    if (local >= p.columns) {
       continue;
     }
-    let column = p.first_column + local + k;
-    let x = map_raw(raw[k]).z;
+    let column = p.first_column + local;
+    let x = map_raw(bitcast<f32>(block_in[p.base + r * p.row_stride + local])).z;
     var c = 1.0;
     if ((p.flags & has_vocab_weight) != 0u) {
-      c = vocab_weight[p.weight_base + local + k];
+      c = vocab_weight[p.weight_base + local];
     }
     if (c != 0.0) {
       weighted += c * x;
@@ -255,7 +259,7 @@ fn slots(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_inde
     }
   }
   if (thread == 0u) {
-    let slot = (r * p.slots + (p.first_column + local) / slot_columns) * slot_words;
+    let slot = (r * p.slots + (p.first_column + first) / slot_columns) * slot_words;
     partials_out[slot] = bitcast<u32>(m);
     partials_out[slot + 1u] = bitcast<u32>(tree_sum[0].x);
     partials_out[slot + 2u] = bitcast<u32>(tree_sum[0].y);
@@ -273,17 +277,20 @@ fn probability_slots(@builtin(workgroup_id) group: vec3<u32>,
   if (r >= counted[0]) {
     return;
   }
-  let local = group.x * slot_columns + thread * 4u;
+  let first = group.x * slot_columns;
   let row = counted[4u + r] * words;
-  let raw = bitcast<vec4<f32>>(block_in[p.base + r * p.row_stride + min(local, p.columns - 1u) / 4u]);
+  if (direct && (rows_in[row] & 255u) != 1u) {
+    return;
+  }
   var sum = 0.0;
   for (var k = 0u; k < 4u; k++) {
-    if (local + k >= p.columns) {
+    let local = first + k * 256u + thread;
+    if (local >= p.columns) {
       continue;
     }
-    let q = expected(row, p.first_column + local + k, local + k);
+    let q = expected(row, p.first_column + local, local);
     if (q != 0.0) {
-      let x = raw[k] + p.floor;
+      let x = bitcast<f32>(block_in[p.base + r * p.row_stride + local]) + p.floor;
       sum += q * log_of(x);
     }
   }
@@ -295,7 +302,7 @@ fn probability_slots(@builtin(workgroup_id) group: vec3<u32>,
     }
   }
   if (thread == 0u) {
-    let slot = (r * p.slots + (p.first_column + local) / slot_columns) * slot_words;
+    let slot = (r * p.slots + (p.first_column + first) / slot_columns) * slot_words;
     partials_out[slot + 3u] = bitcast<u32>(tree_sum[0].x);
   }
 }
@@ -474,6 +481,9 @@ fn combine(@builtin(global_invocation_id) id: vec3<u32>) {
     return;
   }
   let row = counted[4u + r] * words;
+  if (direct && (rows_out[row] & 255u) != 1u) {
+    return;
+  }
   if ((p.flags & of_probabilities) != 0u) {
     combine_probabilities(r, row);
     return;
@@ -551,20 +561,20 @@ fn draw(row: u32, raw: f32, column: u32, local: u32) -> u32 {
 @compute @workgroup_size(256)
 fn gradient(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
   let r = group.y;
-  let local = group.x * slot_columns + thread * 4u;
-  if (local >= p.row_stride * 4u) {
-    return;
-  }
-  let at = p.base + r * p.row_stride + local / 4u;
-  var result = vec4<u32>(0u);
-  if (r < counted[0]) {
-    let row = counted[4u + r] * words;
-    let raw = bitcast<vec4<f32>>(block_out[at]);
-    for (var k = 0u; k < 4u; k++) {
-      if (local + k < p.columns) {
-        result[k] = draw(row, raw[k], p.first_column + local + k, local + k);
-      }
+  let exists = r < counted[0];
+  let row = select(0u, counted[4u + select(0u, r, exists)] * words, exists);
+  let counts = exists && (!direct || (rows_in[row] & 255u) == 1u);
+  for (var k = 0u; k < 4u; k++) {
+    let local = group.x * slot_columns + k * 256u + thread;
+    // A block of the library's own has zeros after its columns.
+    if (local >= select(p.row_stride, p.columns, direct)) {
+      continue;
     }
+    let at = p.base + r * p.row_stride + local;
+    var result = 0u;
+    if (counts && local < p.columns) {
+      result = draw(row, bitcast<f32>(block_out[at]), p.first_column + local, local);
+    }
+    block_out[at] = result;
   }
-  block_out[at] = result;
 }
