@@ -99,7 +99,7 @@ bool in_place(const Field& out, const Field& in) {
          out.view->dtype == in.view->dtype && footprint(*out.view) == footprint(*in.view);
 }
 
-// A buffer that a dispatch writes may not be bound to it twice.
+// A buffer that a dispatch writes may not be bound to it twice; no dispatch writes two outputs.
 Status check_buffers(const Call& call) {
   for (size_t i = 0; i < call.field_count; ++i) {
     const Field& a = call.fields[i];
@@ -109,10 +109,15 @@ Status check_buffers(const Call& call) {
         continue;
       }
       if ((!a.written() && !b.written()) || in_place(a, b)) continue;
-      return error(StatusCode::invalid_argument,
-                   "%s and %s are in one buffer; allowed on webgpu: where both are only read, or "
-                   "in place",
-                   a.name.data(), b.name.data());
+      if (a.written() != b.written()) {
+        return error(StatusCode::invalid_argument,
+                     "%s and %s are in one buffer; allowed on webgpu: where both are only read, "
+                     "both only written, or in place",
+                     a.name.data(), b.name.data());
+      }
+      if (may_overlap(footprint(*a.view), footprint(*b.view))) {
+        return error(StatusCode::invalid_argument, "%s overlaps %s", a.name.data(), b.name.data());
+      }
     }
   }
   return {};

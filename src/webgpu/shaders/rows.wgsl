@@ -4,6 +4,8 @@
 //   slots     a workgroup a row and slot of 1024 columns: maximum, sums, argmax    -> partials
 //   combine   a thread a row: its slots in their order; loss and gradient factors  -> rows
 //   gradient  raw -> draw, in the block
+//   row       the three at once for rows of up to 4096 columns: a workgroup a row, read once and
+//             written once; the sums in the same order
 // The block is [rows, row_stride] of one window of the vocabulary, its rows the tokens that count
 // (`counted`); or, `direct`, it is the caller's own matrix and its rows are all tokens. A slot's columns and the order of its sums are the same in every plan. The language
 // lets a compiler assume that there is no NaN and no infinity, so those are told by their bits.
@@ -45,6 +47,7 @@ const wants_gradient = 512u;
 override capped: bool = false;
 override scaled: bool = false;
 override direct: bool = false;
+override fused: bool = false;  // in `row`
 
 @group(0) @binding(0) var<uniform> p: Params;
 @group(0) @binding(1) var<storage, read> block_in: array<u32>;              // [rows, row_stride]
@@ -154,6 +157,22 @@ var<workgroup> tree_max: array<f32, 256>;
 var<workgroup> tree_sum: array<vec4<f32>, 256>;
 var<workgroup> tree_index: array<u32, 256>;
 var<workgroup> slot_flags: atomic<u32>;
+// Of `row`: its slots and its words.
+var<workgroup> own_partials: array<u32, 32>;
+var<workgroup> own_words: array<u32, 16>;
+
+fn partial(at: u32) -> u32 {
+  if (fused) {
+    return own_partials[at];
+  }
+  return partials_in[at];
+}
+fn row_word(row: u32, k: u32) -> u32 {
+  if (fused) {
+    return own_words[k];
+  }
+  return rows_in[row + k];
+}
 
 const flag_nan = 1u;
 const flag_infinite = 2u;  // +inf
@@ -331,8 +350,8 @@ fn expected(row: u32, column: u32, local: u32) -> f32 {
     c = vocab_weight[p.weight_base + local];
   }
   var q = p.smoothing_per_class * c;
-  if (column == rows_in[row + 1u]) {
-    q += (1.0 - p.smoothing) * bitcast<f32>(rows_in[row + 2u]);
+  if (column == row_word(row, 1u)) {
+    q += (1.0 - p.smoothing) * bitcast<f32>(row_word(row, 2u));
   }
   return q;
 }
@@ -353,30 +372,33 @@ fn class_weight_sum() -> f32 {
 
 // m, log s, z_t, weighted sum, entropy and argmax from the slots.
 fn combine_slots(r: u32, row: u32) {
-  let first = r * p.slots * slot_words;
+  var first = 0u;
+  if (!fused) {
+    first = r * p.slots * slot_words;
+  }
   var m = lowest;
   var index = none;
   var flags = 0u;
   for (var s = 0u; s < p.slots; s++) {
     let slot = first + s * slot_words;
-    let own = bitcast<f32>(partials_in[slot]);
-    if (partials_in[slot + 4u] != none && (own > m || index == none)) {
+    let own = bitcast<f32>(partial(slot));
+    if (partial(slot + 4u) != none && (own > m || index == none)) {
       m = own;
-      index = partials_in[slot + 4u];
+      index = partial(slot + 4u);
     }
-    flags |= partials_in[slot + 6u];
+    flags |= partial(slot + 6u);
   }
   var sum = 0.0;
   var shifted = 0.0;
   var weighted = 0.0;
   for (var s = 0u; s < p.slots; s++) {
     let slot = first + s * slot_words;
-    let by = max(bitcast<f32>(partials_in[slot]) - m, -200.0);
+    let by = max(bitcast<f32>(partial(slot)) - m, -200.0);
     let factor = exp_nonpositive(by);
-    let own = bitcast<f32>(partials_in[slot + 1u]);
+    let own = bitcast<f32>(partial(slot + 1u));
     sum += own * factor;
-    shifted += (bitcast<f32>(partials_in[slot + 2u]) + own * by) * factor;
-    weighted += bitcast<f32>(partials_in[slot + 3u]);
+    shifted += (bitcast<f32>(partial(slot + 2u)) + own * by) * factor;
+    weighted += bitcast<f32>(partial(slot + 3u));
   }
   let log_sum = log_positive(max(sum, 1.0));
   set_word(row, 4u, m);
@@ -385,7 +407,7 @@ fn combine_slots(r: u32, row: u32) {
   set_word(row, 8u, log_sum - shifted / max(sum, 1.0));
   rows_out[row + 9u] = select(index, 0u, index == none);
   if (rows_out[row + 1u] != none) {
-    rows_out[row + 6u] = partials_in[first + rows_out[row + 1u] / slot_columns * slot_words + 5u];
+    rows_out[row + 6u] = partial(first + rows_out[row + 1u] / slot_columns * slot_words + 5u);
   } else {
     rows_out[row + 6u] = infinity_bits | 0x80000000u;
   }
@@ -474,16 +496,7 @@ fn row_gradient(row: u32) {
   }
 }
 
-@compute @workgroup_size(64)
-fn combine(@builtin(global_invocation_id) id: vec3<u32>) {
-  let r = id.x;
-  if (r >= counted[0]) {
-    return;
-  }
-  let row = counted[4u + r] * words;
-  if (direct && (rows_out[row] & 255u) != 1u) {
-    return;
-  }
+fn combine_row(r: u32, row: u32) {
   if ((p.flags & of_probabilities) != 0u) {
     combine_probabilities(r, row);
     return;
@@ -513,13 +526,26 @@ fn combine(@builtin(global_invocation_id) id: vec3<u32>) {
   }
 }
 
+@compute @workgroup_size(64)
+fn combine(@builtin(global_invocation_id) id: vec3<u32>) {
+  let r = id.x;
+  if (r >= counted[0]) {
+    return;
+  }
+  let row = counted[4u + r] * words;
+  if (direct && (rows_out[row] & 255u) != 1u) {
+    return;
+  }
+  combine_row(r, row);
+}
+
 fn draw(row: u32, raw: f32, column: u32, local: u32) -> u32 {
-  if ((rows_in[row] & (state_nan | state_gradient_nan)) != 0u) {
+  if ((row_word(row, 0u) & (state_nan | state_gradient_nan)) != 0u) {
     return p.nan;
   }
   if ((p.flags & of_probabilities) != 0u) {
     let q = expected(row, column, local);
-    return bitcast<u32>(bitcast<f32>(rows_in[row + 11u]) * q / (raw + p.floor));
+    return bitcast<u32>(bitcast<f32>(row_word(row, 11u)) * q / (raw + p.floor));
   }
   let mapped = map_raw(raw);
   if (is_nan(mapped.z)) {
@@ -528,7 +554,7 @@ fn draw(row: u32, raw: f32, column: u32, local: u32) -> u32 {
   var probability = 0.0;
   var log_p = 0.0;
   if (!(is_infinite(mapped.z) && is_negative(mapped.z))) {
-    log_p = (mapped.z - bitcast<f32>(rows_in[row + 4u])) - bitcast<f32>(rows_in[row + 5u]);
+    log_p = (mapped.z - bitcast<f32>(row_word(row, 4u))) - bitcast<f32>(row_word(row, 5u));
     // A state that was given need not be this row's: then p may pass 1.
     if (log_p > 0.0) {
       probability = exp(log_p);
@@ -536,19 +562,19 @@ fn draw(row: u32, raw: f32, column: u32, local: u32) -> u32 {
       probability = exp_nonpositive(log_p);
     }
   }
-  var dz = bitcast<f32>(rows_in[row + 11u]) * probability;
+  var dz = bitcast<f32>(row_word(row, 11u)) * probability;
   if (p.smoothing > 0.0) {
     var c = 1.0;
     if ((p.flags & has_vocab_weight) != 0u) {
       c = vocab_weight[p.weight_base + local];
     }
-    dz -= bitcast<f32>(rows_in[row + 13u]) * c;
+    dz -= bitcast<f32>(row_word(row, 13u)) * c;
   }
-  if (column == rows_in[row + 1u]) {
-    dz -= bitcast<f32>(rows_in[row + 12u]);
+  if (column == row_word(row, 1u)) {
+    dz -= bitcast<f32>(row_word(row, 12u));
   }
   if ((p.flags & has_grad_entropy) != 0u && probability > 0.0) {
-    dz -= bitcast<f32>(rows_in[row + 14u]) * probability * (log_p + bitcast<f32>(rows_in[row + 8u]));
+    dz -= bitcast<f32>(row_word(row, 14u)) * probability * (log_p + bitcast<f32>(row_word(row, 8u)));
   }
   if (capped) {
     dz *= p.slope * ((1.0 - mapped.t) * (1.0 + mapped.t));
@@ -576,5 +602,154 @@ fn gradient(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_i
       result = draw(row, bitcast<f32>(block_out[at]), p.first_column + local, local);
     }
     block_out[at] = result;
+  }
+}
+
+var<workgroup> four_max: array<vec4<f32>, 256>;  // a component a slot
+var<workgroup> four_index: array<vec4<u32>, 256>;
+var<workgroup> four_sum: array<vec4<f32>, 256>;
+
+// The maxima of four slots, and the lowest of their columns, to the first thread's place.
+fn reduce_maxima(thread: u32) {
+  for (var step = 128u; step > 0u; step /= 2u) {
+    workgroupBarrier();
+    if (thread < step) {
+      let other = four_max[thread + step];
+      let mine = four_max[thread];
+      let index = four_index[thread];
+      let other_index = four_index[thread + step];
+      four_index[thread] = select(select(index, min(index, other_index), other == mine), other_index, other > mine);
+      four_max[thread] = max(mine, other);
+    }
+  }
+  workgroupBarrier();
+}
+
+fn reduce_sums(thread: u32, own: vec4<f32>) -> vec4<f32> {
+  four_sum[thread] = own;
+  for (var step = 128u; step > 0u; step /= 2u) {
+    workgroupBarrier();
+    if (thread < step) {
+      four_sum[thread] += four_sum[thread + step];
+    }
+  }
+  workgroupBarrier();
+  let sum = four_sum[0];
+  workgroupBarrier();
+  return sum;
+}
+
+@compute @workgroup_size(256)
+fn row(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
+  let r = group.x;
+  let at = p.base + r * p.row_stride;
+  let token = r * words;
+  let counts = (rows_out[token] & 255u) == 1u;
+  let target_column = rows_out[token + 1u];
+  if (thread < 32u) {
+    own_partials[thread] = 0u;
+  }
+  if (thread == 0u) {
+    atomicStore(&slot_flags, 0u);
+  }
+  workgroupBarrier();
+  var raw: array<vec4<f32>, 4>;  // [slot], a component a column
+  var z: array<vec4<f32>, 4>;
+  var best = vec4<f32>(lowest);
+  var index = vec4<u32>(none);
+  var weighted = vec4<f32>(0.0);
+  var flags = 0u;
+  for (var s = 0u; s < 4u; s++) {
+    for (var k = 0u; k < 4u; k++) {
+      let local = s * slot_columns + k * 256u + thread;
+      z[s][k] = lowest;
+      if (local >= p.columns) {
+        continue;
+      }
+      raw[s][k] = bitcast<f32>(block_out[at + local]);
+      let x = map_raw(raw[s][k]).z;
+      var c = 1.0;
+      if ((p.flags & has_vocab_weight) != 0u) {
+        c = vocab_weight[p.weight_base + local];
+      }
+      if (c != 0.0) {
+        weighted[s] += c * x;
+      }
+      if (local == target_column) {
+        own_partials[s * slot_words + 5u] = bitcast<u32>(x);
+      }
+      if (is_nan(x)) {
+        flags |= flag_nan;
+      } else if (is_infinite(x)) {
+        if (!is_negative(x)) {
+          flags |= flag_infinite;
+          if (best[s] < 3.4e38) {
+            index[s] = local;
+          }
+          best[s] = 3.4e38;
+        }
+      } else {
+        flags |= flag_number;
+        z[s][k] = x;
+        if (x > best[s] || index[s] == none) {
+          best[s] = x;
+          index[s] = local;
+        }
+      }
+    }
+  }
+  if (flags != 0u) {
+    atomicOr(&slot_flags, flags);
+  }
+  four_max[thread] = best;
+  four_index[thread] = index;
+  reduce_maxima(thread);
+  let m = four_max[0];
+  var sums = vec4<f32>(0.0);
+  var shifted = vec4<f32>(0.0);
+  for (var s = 0u; s < 4u; s++) {
+    for (var k = 0u; k < 4u; k++) {
+      if (z[s][k] > lowest) {
+        let d = z[s][k] - m[s];
+        let e = exp_nonpositive(d);
+        sums[s] += e;
+        if (e > 0.0) {
+          shifted[s] += e * d;
+        }
+      }
+    }
+  }
+  sums = reduce_sums(thread, sums);
+  shifted = reduce_sums(thread, shifted);
+  weighted = reduce_sums(thread, weighted);
+  if (thread == 0u) {
+    for (var s = 0u; s < 4u; s++) {
+      let slot = s * slot_words;
+      own_partials[slot] = bitcast<u32>(m[s]);
+      own_partials[slot + 1u] = bitcast<u32>(sums[s]);
+      own_partials[slot + 2u] = bitcast<u32>(shifted[s]);
+      own_partials[slot + 3u] = bitcast<u32>(weighted[s]);
+      own_partials[slot + 4u] = four_index[0][s];
+      own_partials[slot + 6u] = atomicLoad(&slot_flags);
+    }
+    if (counts) {
+      combine_row(r, token);
+    }
+    for (var k = 0u; k < words; k++) {
+      own_words[k] = rows_out[token + k];
+    }
+  }
+  workgroupBarrier();
+  for (var s = 0u; s < 4u; s++) {
+    for (var k = 0u; k < 4u; k++) {
+      let local = s * slot_columns + k * 256u + thread;
+      if (local < p.columns) {
+        var result = 0u;
+        if (counts) {
+          result = draw(token, raw[s][k], local, local);
+        }
+        block_out[at + local] = result;
+      }
+    }
   }
 }
