@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # What a developer types. Each target does its own set-up; the work is CMake's and the scripts'.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-web build web test test-full test-python test-web test-device sanitize-device demo bench-cpu fuzz mutants mutants-device format format-check lint install clean
+.PHONY: help setup setup-test setup-web build web test test-full test-python test-web test-device sanitize-device demo bench-cpu fuzz mutants mutants-webgpu mutants-device format format-check lint install clean
 
 FUZZ_SECONDS ?= 600
 PREFIX ?= /usr/local
@@ -70,6 +70,9 @@ fuzz: setup-test  ## every fuzzer for FUZZ_SECONDS (600) each
 
 mutants: setup-test  ## bugs put in on purpose, which the tests must catch; ONLY=TEXT picks some
 	python3 scripts/mutants.py $(if $(ONLY),--only $(ONLY))
+
+mutants-webgpu: setup-test  ## bugs put into the WebGPU backend, which the tests must catch; ONLY=TEXT picks some
+	python3 scripts/mutants_webgpu.py $(if $(ONLY),--only "$(ONLY)")
 
 mutants-device: setup-test  ## bugs put into the CUDA backend, which the tests must catch on this machine's GPU; ONLY=TEXT picks some
 	python3 scripts/mutants_device.py all $(if $(ONLY),--only "$(ONLY)")

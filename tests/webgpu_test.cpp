@@ -141,6 +141,31 @@ TEST_F(WebGpu, AWorkspaceOfAnotherDeviceOrTooSmallABudgetIsRefused) {
   EXPECT_EQ(run(op, lies, device_.execution()).code(), StatusCode::invalid_argument);
 }
 
+TEST_F(WebGpu, TwoTensorsInABufferAreRefusedWhereOneIsWritten) {
+  const Case c{.op = OpKind::linear_forward, .shape = {4, 8, 50}};
+  auto p = build<LinearCrossEntropyForward>(c);
+  DeviceCopy copy(device_, p.pool);
+  LinearCrossEntropyForward op = p.op;
+  logitless_op unused{};
+  for_each_tensor(op, unused, [&](const char*, Access, TensorView& view, auto&&) {
+    if (view) view = copy.input(view);
+  });
+  place(op, device_.tensors());
+  WorkspaceSize size;
+  ASSERT_TRUE(workspace(op, device_.execution(), &size).ok());
+  const WebGpuWorkspace scratch(0, size.recommended);
+  LinearCrossEntropyForward shared = op;
+  shared.loss.data = op.weight.data;
+  Status status = run(shared, scratch.workspace(), device_.execution());
+  EXPECT_EQ(status.code(), StatusCode::invalid_argument);
+  EXPECT_NE(std::string(status.message()).find("loss and weight"), std::string::npos)
+      << status.message();
+  shared = op;
+  shared.weight.byte_offset += 2;
+  status = run(shared, scratch.workspace(), device_.execution());
+  EXPECT_EQ(status.code(), StatusCode::misaligned);
+}
+
 // As a program does that has a device of its own: the library's handles stand for it.
 TEST_F(WebGpu, TheCallersDeviceAndBuffers) {
   void *instance, *handle, *queue;

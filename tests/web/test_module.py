@@ -5,10 +5,12 @@ at the default limits; status codes, WebGPU's own messages, the caller's device 
 # ruff: noqa: E501
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from playwright.sync_api import Page
+from test_shaders import CHOICES
 
 # Runs an op on the device and in double, and gives the greatest error of every output in bounds.
 HELPERS = """
@@ -166,6 +168,33 @@ def test_a_callers_device_and_buffer(page: Page) -> None:
         }"""
     )
     within(shares)
+
+
+def test_views_beyond_one_binding(page: Page) -> None:
+    """N and V pass a binding when its limit is lowered."""
+    shares = page.evaluate(
+        """async () => {
+          const own = await module.Logitless.create({limits: 'default'});
+          own.core.set_limits(2 ** 21, 2 ** 18, 8, 256, 16384, 256, 65535);
+          const [N, D, V] = [1200, 60, 2100];  // 281 KiB and 492 KiB of 256
+          const {shapes, bias, ...arrays} = problem(N, D, V, {ignored: 5});
+          const result = own.linearCrossEntropy({...upload(own, {shapes, ...arrays}), gradients: true});
+          const expected = own.evaluate({tensors: arrays, shapes, bounds: true, outputs: {loss: [], gradInput: [N, D], gradWeight: [V, D]}});
+          return worst(result, expected);
+        }"""
+    )
+    within(shares)
+
+
+def test_pipelines_are_made_once_and_compile_everywhere(page: Page) -> None:
+    """What the ops of this file asked for is what test_shaders.py gives to both compilers."""
+    names = page.evaluate("logitless.side.kernels.slice(1).map(({kernel}) => kernel.label)")
+    assert len(names) > 15
+    assert len(set(names)) == len(names)
+    for name in names:
+        file, _, constants = name.split(", ", 2)
+        values = {key: float(value) for key, value in json.loads(constants).items()}
+        assert not values or values in CHOICES[file], name
 
 
 @pytest.mark.parametrize(

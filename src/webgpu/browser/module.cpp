@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the wasm module exports to web/logitless.js: an op is begun, given its tensors and options by
-// the names of docs/semantics.md, then planned, run on the page's device, or evaluated in double by
-// the reference backend. One op at a time, one thread.
+// What the wasm module exports to web/logitless.js: an op is begun, given its tensors and options
+// by the names of docs/semantics.md, then planned, run on the page's device, or evaluated in double
+// by the reference backend. One op at a time, one thread.
 #include <cstring>
 #include <map>
 #include <memory>
@@ -108,12 +108,12 @@ int32_t call_op(F&& f, DeviceType device, std::type_identity<Ops>...) {
 
 template <class F>
 int32_t with_op(DeviceType device, F&& f) {
-  return call_op(f, device, std::type_identity<Softmax>{}, std::type_identity<CrossEntropyForward>{},
-                 std::type_identity<CrossEntropyBackward>{},
-                 std::type_identity<CrossEntropyForwardBackward>{},
-                 std::type_identity<LinearCrossEntropyForward>{},
-                 std::type_identity<LinearCrossEntropyBackward>{},
-                 std::type_identity<LinearCrossEntropyForwardBackward>{});
+  return call_op(
+      f, device, std::type_identity<Softmax>{}, std::type_identity<CrossEntropyForward>{},
+      std::type_identity<CrossEntropyBackward>{}, std::type_identity<CrossEntropyForwardBackward>{},
+      std::type_identity<LinearCrossEntropyForward>{},
+      std::type_identity<LinearCrossEntropyBackward>{},
+      std::type_identity<LinearCrossEntropyForwardBackward>{});
 }
 
 }  // namespace

@@ -4,15 +4,17 @@
 //   slots     a workgroup a row and slot of 1024 columns: maximum, sums, argmax    -> partials
 //   combine   a thread a row: its slots in their order; loss and gradient factors  -> rows
 //   gradient  raw -> draw, in the block
+//   row       the three at once for rows of up to 4096 columns: a workgroup a row, read once and
+//             written once; the sums in the same order
 // The block is [rows, row_stride] of one window of the vocabulary, its rows the tokens that count
-// (`counted`). A slot's columns and the order of its sums are the same in every plan. The language
+// (`counted`); or, `direct`, it is the caller's own matrix and its rows are all tokens. A slot's columns and the order of its sums are the same in every plan. The language
 // lets a compiler assume that there is no NaN and no infinity, so those are told by their bits.
 
 struct Params {
   rows: u32,                 // of the block
   columns: u32,              // of the window
-  row_stride: u32,           // of the block, in vec4
-  base: u32,                 // of the block in its binding, in vec4
+  row_stride: u32,           // of the block
+  base: u32,                 // of the block in its binding
   first_column: u32,         // of the window
   slots: u32,                // of a whole row
   flags: u32,
@@ -44,9 +46,11 @@ const wants_gradient = 512u;
 // How raw becomes z.
 override capped: bool = false;
 override scaled: bool = false;
+override direct: bool = false;
+override fused: bool = false;  // in `row`
 
 @group(0) @binding(0) var<uniform> p: Params;
-@group(0) @binding(1) var<storage, read> block_in: array<vec4<u32>>;        // [rows, row_stride]
+@group(0) @binding(1) var<storage, read> block_in: array<u32>;              // [rows, row_stride]
 @group(0) @binding(2) var<storage, read> counted: array<u32>;                // count, 3 unused, [count]
 @group(0) @binding(3) var<storage, read> vocab_weight: array<f32>;          // [columns]
 @group(0) @binding(4) var<storage, read> rows_in: array<u32>;               // [tokens, 16]
@@ -55,7 +59,7 @@ override scaled: bool = false;
 @group(0) @binding(7) var<storage, read_write> rows_out: array<u32>;
 @group(0) @binding(8) var<storage, read> inputs: array<f32>;                // [tokens, 8]
 @group(0) @binding(9) var<storage, read> scalars: array<u32>;
-@group(0) @binding(10) var<storage, read_write> block_out: array<vec4<u32>>;
+@group(0) @binding(10) var<storage, read_write> block_out: array<u32>;
 
 // A token's words: state, target, c_t, a, m, log s, z_t, weighted sum, entropy, argmax, loss, the
 // factors of p, one-hot, c_j and entropy, place in the block.
@@ -149,95 +153,34 @@ fn map_raw(raw: f32) -> Mapped {
   return Mapped(raw, 0.0);
 }
 
-// A slot is made by 64 threads, each with four vec4 of it: little workgroup memory, which SwiftShader
-// clears word by word in every thread, and few barriers.
+// A slot is made by 64 threads of 16 columns each: little workgroup memory, which SwiftShader clears
+// word by word in every thread, and few barriers.
 const slot_threads = 64u;
-const slot_vectors = slot_columns / (4u * slot_threads);
+const thread_columns = slot_columns / slot_threads;
 var<workgroup> tree_max: array<f32, slot_threads>;
 var<workgroup> tree_sum: array<vec4<f32>, slot_threads>;
 var<workgroup> tree_index: array<u32, slot_threads>;
 var<workgroup> slot_flags: atomic<u32>;
+// Of `row`: its slots and its words.
+var<workgroup> own_partials: array<u32, 32>;
+var<workgroup> own_words: array<u32, 16>;
+
+fn partial(at: u32) -> u32 {
+  if (fused) {
+    return own_partials[at];
+  }
+  return partials_in[at];
+}
+fn row_word(row: u32, k: u32) -> u32 {
+  if (fused) {
+    return own_words[k];
+  }
+  return rows_in[row + k];
+}
 
 const flag_nan = 1u;
 const flag_infinite = 2u;  // +inf
 const flag_number = 4u;    // something that is not -inf
-
-// What a thread finds in its columns.
-struct Found {
-  best: f32,
-  index: u32,
-  weighted: f32,
-  flags: u32,
-}
-
-// Columns local to local + 3 of row r; their z where they are finite, else `lowest`.
-fn scan(r: u32, local: u32, target_column: u32, found: ptr<function, Found>) -> vec4<f32> {
-  let raw = bitcast<vec4<f32>>(block_in[p.base + r * p.row_stride + min(local, p.columns - 1u) / 4u]);
-  var z = vec4<f32>(lowest);
-  for (var k = 0u; k < 4u; k++) {
-    if (local + k >= p.columns) {
-      continue;
-    }
-    let column = p.first_column + local + k;
-    let x = map_raw(raw[k]).z;
-    var c = 1.0;
-    if ((p.flags & has_vocab_weight) != 0u) {
-      c = vocab_weight[p.weight_base + local + k];
-    }
-    if (c != 0.0) {
-      (*found).weighted += c * x;
-    }
-    if (column == target_column) {
-      let slot = (r * p.slots + column / slot_columns) * slot_words;
-      partials_out[slot + 5u] = bitcast<u32>(x);
-    }
-    if (is_nan(x)) {
-      (*found).flags |= flag_nan;
-    } else if (is_infinite(x)) {
-      if (!is_negative(x)) {
-        (*found).flags |= flag_infinite;
-        if ((*found).best < 3.4e38) {
-          (*found).index = column;
-        }
-        (*found).best = 3.4e38;
-      }
-    } else {
-      (*found).flags |= flag_number;
-      z[k] = x;
-      if (x > (*found).best || (*found).index == none) {
-        (*found).best = x;
-        (*found).index = column;
-      }
-    }
-  }
-  return z;
-}
-
-// Sums of exp(z - m) and exp(z - m) (z - m) over what is finite of four columns.
-fn exponentials(z: vec4<f32>, m: f32) -> vec2<f32> {
-  var sums = vec2<f32>(0.0);
-  for (var k = 0u; k < 4u; k++) {
-    if (z[k] > lowest) {
-      let d = z[k] - m;
-      let e = exp_nonpositive(d);
-      sums.x += e;
-      if (e > 0.0) {
-        sums.y += e * d;
-      }
-    }
-  }
-  return sums;
-}
-
-fn add_up(thread: u32, mine: vec4<f32>) {
-  tree_sum[thread] = mine;
-  for (var step = slot_threads / 2u; step > 0u; step /= 2u) {
-    workgroupBarrier();
-    if (thread < step) {
-      tree_sum[thread] += tree_sum[thread + step];
-    }
-  }
-}
 
 @compute @workgroup_size(slot_threads)
 fn slots(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
@@ -250,19 +193,60 @@ fn slots(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_inde
     atomicStore(&slot_flags, 0u);
   }
   workgroupBarrier();
-  let local = group.x * slot_columns + thread * 4u;
+  let first = group.x * slot_columns;
   let row = counted[4u + r] * words;
+  if (direct && (rows_in[row] & 255u) != 1u) {
+    return;
+  }
   let target_column = rows_in[row + 1u];
-  var found = Found(lowest, none, 0.0, 0u);
-  var z: array<vec4<f32>, slot_vectors>;
-  for (var j = 0u; j < slot_vectors; j++) {
-    z[j] = scan(r, local + j * 4u * slot_threads, target_column, &found);
+  var z: array<f32, thread_columns>;
+  var flags = 0u;
+  var best = lowest;
+  var index = none;
+  var weighted = 0.0;
+  for (var k = 0u; k < thread_columns; k++) {
+    let local = first + k * slot_threads + thread;
+    z[k] = lowest;
+    if (local >= p.columns) {
+      continue;
+    }
+    let column = p.first_column + local;
+    let x = map_raw(bitcast<f32>(block_in[p.base + r * p.row_stride + local])).z;
+    var c = 1.0;
+    if ((p.flags & has_vocab_weight) != 0u) {
+      c = vocab_weight[p.weight_base + local];
+    }
+    if (c != 0.0) {
+      weighted += c * x;
+    }
+    let slot = (r * p.slots + column / slot_columns) * slot_words;
+    if (column == target_column) {
+      partials_out[slot + 5u] = bitcast<u32>(x);
+    }
+    if (is_nan(x)) {
+      flags |= flag_nan;
+    } else if (is_infinite(x)) {
+      if (!is_negative(x)) {
+        flags |= flag_infinite;
+        if (best < 3.4e38) {
+          index = column;
+        }
+        best = 3.4e38;
+      }
+    } else {
+      flags |= flag_number;
+      z[k] = x;
+      if (x > best || index == none) {
+        best = x;
+        index = column;
+      }
+    }
   }
-  if (found.flags != 0u) {
-    atomicOr(&slot_flags, found.flags);
+  if (flags != 0u) {
+    atomicOr(&slot_flags, flags);
   }
-  tree_max[thread] = found.best;
-  tree_index[thread] = found.index;
+  tree_max[thread] = best;
+  tree_index[thread] = index;
   for (var step = slot_threads / 2u; step > 0u; step /= 2u) {
     workgroupBarrier();
     if (thread < step) {
@@ -278,13 +262,26 @@ fn slots(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_inde
   }
   workgroupBarrier();
   let m = tree_max[0];
-  var sums = vec2<f32>(0.0);
-  for (var j = 0u; j < slot_vectors; j++) {
-    sums += exponentials(z[j], m);
+  var sums = vec4<f32>(0.0, 0.0, weighted, 0.0);
+  for (var k = 0u; k < thread_columns; k++) {
+    if (z[k] > lowest) {
+      let d = z[k] - m;
+      let e = exp_nonpositive(d);
+      sums.x += e;
+      if (e > 0.0) {
+        sums.y += e * d;
+      }
+    }
   }
-  add_up(thread, vec4<f32>(sums, found.weighted, 0.0));
+  tree_sum[thread] = sums;
+  for (var step = slot_threads / 2u; step > 0u; step /= 2u) {
+    workgroupBarrier();
+    if (thread < step) {
+      tree_sum[thread] += tree_sum[thread + step];
+    }
+  }
   if (thread == 0u) {
-    let slot = (r * p.slots + (p.first_column + local) / slot_columns) * slot_words;
+    let slot = (r * p.slots + (p.first_column + first) / slot_columns) * slot_words;
     partials_out[slot] = bitcast<u32>(m);
     partials_out[slot + 1u] = bitcast<u32>(tree_sum[0].x);
     partials_out[slot + 2u] = bitcast<u32>(tree_sum[0].y);
@@ -302,23 +299,30 @@ fn probability_slots(@builtin(workgroup_id) group: vec3<u32>,
   if (r >= counted[0]) {
     return;
   }
-  let row = counted[4u + r] * words;
   let first = group.x * slot_columns;
+  let row = counted[4u + r] * words;
+  if (direct && (rows_in[row] & 255u) != 1u) {
+    return;
+  }
   var sum = 0.0;
-  for (var local = first + thread * 4u; local < first + slot_columns; local += 4u * slot_threads) {
-    let raw = bitcast<vec4<f32>>(block_in[p.base + r * p.row_stride + min(local, p.columns - 1u) / 4u]);
-    for (var k = 0u; k < 4u; k++) {
-      if (local + k >= p.columns) {
-        continue;
-      }
-      let q = expected(row, p.first_column + local + k, local + k);
-      if (q != 0.0) {
-        let x = raw[k] + p.floor;
-        sum += q * log_of(x);
-      }
+  for (var k = 0u; k < thread_columns; k++) {
+    let local = first + k * slot_threads + thread;
+    if (local >= p.columns) {
+      continue;
+    }
+    let q = expected(row, p.first_column + local, local);
+    if (q != 0.0) {
+      let x = bitcast<f32>(block_in[p.base + r * p.row_stride + local]) + p.floor;
+      sum += q * log_of(x);
     }
   }
-  add_up(thread, vec4<f32>(sum, 0.0, 0.0, 0.0));
+  tree_sum[thread] = vec4<f32>(sum, 0.0, 0.0, 0.0);
+  for (var step = slot_threads / 2u; step > 0u; step /= 2u) {
+    workgroupBarrier();
+    if (thread < step) {
+      tree_sum[thread] += tree_sum[thread + step];
+    }
+  }
   if (thread == 0u) {
     let slot = (r * p.slots + (p.first_column + first) / slot_columns) * slot_words;
     partials_out[slot + 3u] = bitcast<u32>(tree_sum[0].x);
@@ -349,8 +353,8 @@ fn expected(row: u32, column: u32, local: u32) -> f32 {
     c = vocab_weight[p.weight_base + local];
   }
   var q = p.smoothing_per_class * c;
-  if (column == rows_in[row + 1u]) {
-    q += (1.0 - p.smoothing) * bitcast<f32>(rows_in[row + 2u]);
+  if (column == row_word(row, 1u)) {
+    q += (1.0 - p.smoothing) * bitcast<f32>(row_word(row, 2u));
   }
   return q;
 }
@@ -371,30 +375,33 @@ fn class_weight_sum() -> f32 {
 
 // m, log s, z_t, weighted sum, entropy and argmax from the slots.
 fn combine_slots(r: u32, row: u32) {
-  let first = r * p.slots * slot_words;
+  var first = 0u;
+  if (!fused) {
+    first = r * p.slots * slot_words;
+  }
   var m = lowest;
   var index = none;
   var flags = 0u;
   for (var s = 0u; s < p.slots; s++) {
     let slot = first + s * slot_words;
-    let own = bitcast<f32>(partials_in[slot]);
-    if (partials_in[slot + 4u] != none && (own > m || index == none)) {
+    let own = bitcast<f32>(partial(slot));
+    if (partial(slot + 4u) != none && (own > m || index == none)) {
       m = own;
-      index = partials_in[slot + 4u];
+      index = partial(slot + 4u);
     }
-    flags |= partials_in[slot + 6u];
+    flags |= partial(slot + 6u);
   }
   var sum = 0.0;
   var shifted = 0.0;
   var weighted = 0.0;
   for (var s = 0u; s < p.slots; s++) {
     let slot = first + s * slot_words;
-    let by = max(bitcast<f32>(partials_in[slot]) - m, -200.0);
+    let by = max(bitcast<f32>(partial(slot)) - m, -200.0);
     let factor = exp_nonpositive(by);
-    let own = bitcast<f32>(partials_in[slot + 1u]);
+    let own = bitcast<f32>(partial(slot + 1u));
     sum += own * factor;
-    shifted += (bitcast<f32>(partials_in[slot + 2u]) + own * by) * factor;
-    weighted += bitcast<f32>(partials_in[slot + 3u]);
+    shifted += (bitcast<f32>(partial(slot + 2u)) + own * by) * factor;
+    weighted += bitcast<f32>(partial(slot + 3u));
   }
   let log_sum = log_positive(max(sum, 1.0));
   set_word(row, 4u, m);
@@ -403,7 +410,7 @@ fn combine_slots(r: u32, row: u32) {
   set_word(row, 8u, log_sum - shifted / max(sum, 1.0));
   rows_out[row + 9u] = select(index, 0u, index == none);
   if (rows_out[row + 1u] != none) {
-    rows_out[row + 6u] = partials_in[first + rows_out[row + 1u] / slot_columns * slot_words + 5u];
+    rows_out[row + 6u] = partial(first + rows_out[row + 1u] / slot_columns * slot_words + 5u);
   } else {
     rows_out[row + 6u] = infinity_bits | 0x80000000u;
   }
@@ -492,13 +499,7 @@ fn row_gradient(row: u32) {
   }
 }
 
-@compute @workgroup_size(64)
-fn combine(@builtin(global_invocation_id) id: vec3<u32>) {
-  let r = id.x;
-  if (r >= counted[0]) {
-    return;
-  }
-  let row = counted[4u + r] * words;
+fn combine_row(r: u32, row: u32) {
   if ((p.flags & of_probabilities) != 0u) {
     combine_probabilities(r, row);
     return;
@@ -528,13 +529,26 @@ fn combine(@builtin(global_invocation_id) id: vec3<u32>) {
   }
 }
 
+@compute @workgroup_size(64)
+fn combine(@builtin(global_invocation_id) id: vec3<u32>) {
+  let r = id.x;
+  if (r >= counted[0]) {
+    return;
+  }
+  let row = counted[4u + r] * words;
+  if (direct && (rows_out[row] & 255u) != 1u) {
+    return;
+  }
+  combine_row(r, row);
+}
+
 fn draw(row: u32, raw: f32, column: u32, local: u32) -> u32 {
-  if ((rows_in[row] & (state_nan | state_gradient_nan)) != 0u) {
+  if ((row_word(row, 0u) & (state_nan | state_gradient_nan)) != 0u) {
     return p.nan;
   }
   if ((p.flags & of_probabilities) != 0u) {
     let q = expected(row, column, local);
-    return bitcast<u32>(bitcast<f32>(rows_in[row + 11u]) * q / (raw + p.floor));
+    return bitcast<u32>(bitcast<f32>(row_word(row, 11u)) * q / (raw + p.floor));
   }
   let mapped = map_raw(raw);
   if (is_nan(mapped.z)) {
@@ -543,7 +557,7 @@ fn draw(row: u32, raw: f32, column: u32, local: u32) -> u32 {
   var probability = 0.0;
   var log_p = 0.0;
   if (!(is_infinite(mapped.z) && is_negative(mapped.z))) {
-    log_p = (mapped.z - bitcast<f32>(rows_in[row + 4u])) - bitcast<f32>(rows_in[row + 5u]);
+    log_p = (mapped.z - bitcast<f32>(row_word(row, 4u))) - bitcast<f32>(row_word(row, 5u));
     // A state that was given need not be this row's: then p may pass 1.
     if (log_p > 0.0) {
       probability = exp(log_p);
@@ -551,19 +565,19 @@ fn draw(row: u32, raw: f32, column: u32, local: u32) -> u32 {
       probability = exp_nonpositive(log_p);
     }
   }
-  var dz = bitcast<f32>(rows_in[row + 11u]) * probability;
+  var dz = bitcast<f32>(row_word(row, 11u)) * probability;
   if (p.smoothing > 0.0) {
     var c = 1.0;
     if ((p.flags & has_vocab_weight) != 0u) {
       c = vocab_weight[p.weight_base + local];
     }
-    dz -= bitcast<f32>(rows_in[row + 13u]) * c;
+    dz -= bitcast<f32>(row_word(row, 13u)) * c;
   }
-  if (column == rows_in[row + 1u]) {
-    dz -= bitcast<f32>(rows_in[row + 12u]);
+  if (column == row_word(row, 1u)) {
+    dz -= bitcast<f32>(row_word(row, 12u));
   }
   if ((p.flags & has_grad_entropy) != 0u && probability > 0.0) {
-    dz -= bitcast<f32>(rows_in[row + 14u]) * probability * (log_p + bitcast<f32>(rows_in[row + 8u]));
+    dz -= bitcast<f32>(row_word(row, 14u)) * probability * (log_p + bitcast<f32>(row_word(row, 8u)));
   }
   if (capped) {
     dz *= p.slope * ((1.0 - mapped.t) * (1.0 + mapped.t));
@@ -576,20 +590,169 @@ fn draw(row: u32, raw: f32, column: u32, local: u32) -> u32 {
 @compute @workgroup_size(256)
 fn gradient(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
   let r = group.y;
-  let local = group.x * slot_columns + thread * 4u;
-  if (local >= p.row_stride * 4u) {
-    return;
+  let exists = r < counted[0];
+  let row = select(0u, counted[4u + select(0u, r, exists)] * words, exists);
+  let counts = exists && (!direct || (rows_in[row] & 255u) == 1u);
+  for (var k = 0u; k < 4u; k++) {
+    let local = group.x * slot_columns + k * 256u + thread;
+    // A block of the library's own has zeros after its columns.
+    if (local >= select(p.row_stride, p.columns, direct)) {
+      continue;
+    }
+    let at = p.base + r * p.row_stride + local;
+    var result = 0u;
+    if (counts && local < p.columns) {
+      result = draw(row, bitcast<f32>(block_out[at]), p.first_column + local, local);
+    }
+    block_out[at] = result;
   }
-  let at = p.base + r * p.row_stride + local / 4u;
-  var result = vec4<u32>(0u);
-  if (r < counted[0]) {
-    let row = counted[4u + r] * words;
-    let raw = bitcast<vec4<f32>>(block_out[at]);
+}
+
+var<workgroup> four_max: array<vec4<f32>, 256>;  // a component a slot
+var<workgroup> four_index: array<vec4<u32>, 256>;
+var<workgroup> four_sum: array<vec4<f32>, 256>;
+
+// The maxima of four slots, and the lowest of their columns, to the first thread's place.
+fn reduce_maxima(thread: u32) {
+  for (var step = 128u; step > 0u; step /= 2u) {
+    workgroupBarrier();
+    if (thread < step) {
+      let other = four_max[thread + step];
+      let mine = four_max[thread];
+      let index = four_index[thread];
+      let other_index = four_index[thread + step];
+      four_index[thread] = select(select(index, min(index, other_index), other == mine), other_index, other > mine);
+      four_max[thread] = max(mine, other);
+    }
+  }
+  workgroupBarrier();
+}
+
+fn reduce_sums(thread: u32, own: vec4<f32>) -> vec4<f32> {
+  four_sum[thread] = own;
+  for (var step = 128u; step > 0u; step /= 2u) {
+    workgroupBarrier();
+    if (thread < step) {
+      four_sum[thread] += four_sum[thread + step];
+    }
+  }
+  workgroupBarrier();
+  let sum = four_sum[0];
+  workgroupBarrier();
+  return sum;
+}
+
+@compute @workgroup_size(256)
+fn row(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
+  let r = group.x;
+  let at = p.base + r * p.row_stride;
+  let token = r * words;
+  let counts = (rows_out[token] & 255u) == 1u;
+  let target_column = rows_out[token + 1u];
+  if (thread < 32u) {
+    own_partials[thread] = 0u;
+  }
+  if (thread == 0u) {
+    atomicStore(&slot_flags, 0u);
+  }
+  workgroupBarrier();
+  var raw: array<vec4<f32>, 4>;  // [slot], a component a column
+  var z: array<vec4<f32>, 4>;
+  var best = vec4<f32>(lowest);
+  var index = vec4<u32>(none);
+  var weighted = vec4<f32>(0.0);
+  var flags = 0u;
+  for (var s = 0u; s < 4u; s++) {
     for (var k = 0u; k < 4u; k++) {
-      if (local + k < p.columns) {
-        result[k] = draw(row, raw[k], p.first_column + local + k, local + k);
+      let local = s * slot_columns + k * 256u + thread;
+      z[s][k] = lowest;
+      if (local >= p.columns) {
+        continue;
+      }
+      raw[s][k] = bitcast<f32>(block_out[at + local]);
+      let x = map_raw(raw[s][k]).z;
+      var c = 1.0;
+      if ((p.flags & has_vocab_weight) != 0u) {
+        c = vocab_weight[p.weight_base + local];
+      }
+      if (c != 0.0) {
+        weighted[s] += c * x;
+      }
+      if (local == target_column) {
+        own_partials[s * slot_words + 5u] = bitcast<u32>(x);
+      }
+      if (is_nan(x)) {
+        flags |= flag_nan;
+      } else if (is_infinite(x)) {
+        if (!is_negative(x)) {
+          flags |= flag_infinite;
+          if (best[s] < 3.4e38) {
+            index[s] = local;
+          }
+          best[s] = 3.4e38;
+        }
+      } else {
+        flags |= flag_number;
+        z[s][k] = x;
+        if (x > best[s] || index[s] == none) {
+          best[s] = x;
+          index[s] = local;
+        }
       }
     }
   }
-  block_out[at] = result;
+  if (flags != 0u) {
+    atomicOr(&slot_flags, flags);
+  }
+  four_max[thread] = best;
+  four_index[thread] = index;
+  reduce_maxima(thread);
+  let m = four_max[0];
+  var sums = vec4<f32>(0.0);
+  var shifted = vec4<f32>(0.0);
+  for (var s = 0u; s < 4u; s++) {
+    for (var k = 0u; k < 4u; k++) {
+      if (z[s][k] > lowest) {
+        let d = z[s][k] - m[s];
+        let e = exp_nonpositive(d);
+        sums[s] += e;
+        if (e > 0.0) {
+          shifted[s] += e * d;
+        }
+      }
+    }
+  }
+  sums = reduce_sums(thread, sums);
+  shifted = reduce_sums(thread, shifted);
+  weighted = reduce_sums(thread, weighted);
+  if (thread == 0u) {
+    for (var s = 0u; s < 4u; s++) {
+      let slot = s * slot_words;
+      own_partials[slot] = bitcast<u32>(m[s]);
+      own_partials[slot + 1u] = bitcast<u32>(sums[s]);
+      own_partials[slot + 2u] = bitcast<u32>(shifted[s]);
+      own_partials[slot + 3u] = bitcast<u32>(weighted[s]);
+      own_partials[slot + 4u] = four_index[0][s];
+      own_partials[slot + 6u] = atomicLoad(&slot_flags);
+    }
+    if (counts) {
+      combine_row(r, token);
+    }
+    for (var k = 0u; k < words; k++) {
+      own_words[k] = rows_out[token + k];
+    }
+  }
+  workgroupBarrier();
+  for (var s = 0u; s < 4u; s++) {
+    for (var k = 0u; k < 4u; k++) {
+      let local = s * slot_columns + k * 256u + thread;
+      if (local < p.columns) {
+        var result = 0u;
+        if (counts) {
+          result = draw(token, raw[s][k], local, local);
+        }
+        block_out[at + local] = result;
+      }
+    }
+  }
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Which tokens count.
 //   chunk  one workgroup: the rows of a chunk of tokens, and the list of those that count
+//   each   a thread a token: the rows of a chunk whose matrix is worked on in place: every token is listed
 //   count  a workgroup a 256 tokens: the sum of c_t over those that count    -> sums
 //   emit   a word of every row, or what follows from it, to a strided output
 
@@ -37,7 +38,7 @@ const state_nan = 256u;
 @group(0) @binding(3) var<storage, read> inputs: array<f32>;            // [tokens, 8]
 @group(0) @binding(4) var<storage, read_write> rows: array<u32>;        // [tokens, 16]
 @group(0) @binding(5) var<storage, read_write> counted: array<u32>;      // count, 3 unused, [count]
-@group(0) @binding(6) var<storage, read_write> fault: array<u32>;
+@group(0) @binding(6) var<storage, read_write> fault: array<atomic<u32>>;
 @group(0) @binding(7) var<storage, read_write> sums: array<f32>;
 @group(0) @binding(8) var<storage, read> rows_in: array<u32>;
 @group(0) @binding(9) var<storage, read_write> result: array<u32>;
@@ -80,6 +81,51 @@ fn weight_of(t: Target) -> f32 {
   return vocab_weight[t.index];
 }
 
+fn begin_row(i: u32, t: Target, place: u32) {
+  let row = i * words;
+  for (var k = 0u; k < words; k++) {
+    rows[row + k] = 0u;
+  }
+  rows[row] = t.kind;
+  rows[row + 1u] = none;
+  rows[row + 9u] = none;
+  rows[row + 15u] = none;
+  if (t.kind == outside) {
+    rows[row + 10u] = p.nan;
+  }
+  if (t.kind != counts) {
+    return;
+  }
+  let column = t.index - p.vocab_start;
+  if (t.index >= p.vocab_start && column < p.vocab) {
+    rows[row + 1u] = column;
+  }
+  rows[row + 2u] = bitcast<u32>(weight_of(t));
+  var a = 1.0;
+  if ((p.flags & has_token_weight) != 0u) {
+    a = inputs[i * 8u];
+  }
+  rows[row + 3u] = bitcast<u32>(a);
+  rows[row + 15u] = place;
+}
+
+@compute @workgroup_size(256)
+fn each(@builtin(global_invocation_id) id: vec3<u32>) {
+  let i = id.x;
+  if (i == 0u) {
+    counted[0] = p.tokens;
+  }
+  if (i >= p.tokens) {
+    return;
+  }
+  let t = target_of(i);
+  begin_row(i, t, i);
+  counted[4u + i] = i;
+  if (t.kind == outside && (p.flags & has_fault) != 0u) {
+    atomicOr(&fault[p.fault], 1u);
+  }
+}
+
 var<workgroup> scan: array<u32, 256>;
 var<workgroup> tree: array<f32, 256>;
 var<workgroup> any_outside: atomic<u32>;
@@ -114,30 +160,11 @@ fn chunk(@builtin(local_invocation_index) thread: u32) {
     before += scan[255];
     workgroupBarrier();
     if (i < p.tokens) {
-      let row = i * words;
-      for (var k = 0u; k < words; k++) {
-        rows[row + k] = 0u;
-      }
-      rows[row] = t.kind;
-      rows[row + 1u] = none;
-      rows[row + 9u] = none;
-      rows[row + 15u] = none;
+      begin_row(i, t, place);
       if (t.kind == counts) {
-        let column = t.index - p.vocab_start;
-        if (t.index >= p.vocab_start && column < p.vocab) {
-          rows[row + 1u] = column;
-        }
-        rows[row + 2u] = bitcast<u32>(weight_of(t));
-        var a = 1.0;
-        if ((p.flags & has_token_weight) != 0u) {
-          a = inputs[i * 8u];
-        }
-        rows[row + 3u] = bitcast<u32>(a);
-        rows[row + 15u] = place;
         counted[4u + place] = i;
       }
       if (t.kind == outside) {
-        rows[row + 10u] = p.nan;
         atomicStore(&any_outside, 1u);
       }
     }
@@ -146,7 +173,7 @@ fn chunk(@builtin(local_invocation_index) thread: u32) {
   if (thread == 0u) {
     counted[0] = before;
     if (atomicLoad(&any_outside) != 0u && (p.flags & has_fault) != 0u) {
-      fault[p.fault] |= 1u;
+      atomicOr(&fault[p.fault], 1u);
     }
   }
 }
