@@ -114,7 +114,7 @@ export class DeviceSide {
         for (let i = 0; i < count; i++) {
           values[this.#text(view.getUint32(constants + 16 * i, true))] = view.getFloat64(constants + 16 * i + 8, true);
         }
-        const name = `${this.#text(label)}.wgsl, ${this.#text(entry)}`;
+        const name = `${this.#text(label)}.wgsl, ${this.#text(entry)}, ${JSON.stringify(values)}`;
         const kernel = this.#scoped(name, () => device.createComputePipeline({
           label: name,
           layout: 'auto',
