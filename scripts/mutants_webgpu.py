@@ -32,7 +32,9 @@ def run(*command: str | Path) -> bool:
 def copy_tree() -> None:
     """The tree as it is now, third_party once."""
     TREE.mkdir(parents=True, exist_ok=True)
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     for name in listed.stdout.splitlines():
         source, target = ROOT / name, TREE / name
         if not source.is_file():
