@@ -30,8 +30,11 @@ def run(*command: str | Path) -> bool:
 
 
 def copy_tree() -> None:
+    """The tree as it is now, third_party once."""
     TREE.mkdir(parents=True, exist_ok=True)
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     for name in listed.stdout.splitlines():
         source, target = ROOT / name, TREE / name
         if not source.is_file():
@@ -39,7 +42,7 @@ def copy_tree() -> None:
         if target.is_file() and target.read_bytes() == source.read_bytes():
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(source, target)
+        shutil.copyfile(source, target)  # its time is now: the build must see it
     third_party = TREE / "third_party"
     if not third_party.exists():
         shutil.copytree(ROOT / "third_party", third_party)
@@ -100,8 +103,9 @@ def main() -> int:
     if not tests_pass(tuple(TESTS)):
         print("the tests fail without a mutant")
         return 2
-    survivors, broken = [], False
+    caught_count, survivors, broken = 0, [], False
     for mutant in chosen:
+        before = {edit.file: (TREE / edit.file).read_text() for edit in mutant.edits}
         applied = apply(mutant)
         built = applied and build()
         broken |= not built
@@ -110,10 +114,12 @@ def main() -> int:
             print(f"{'caught' if caught else 'SURVIVED'}: {mutant.name}", flush=True)
         elif applied:
             print(f"no build: {mutant.name}", flush=True)
+        caught_count += caught
         if built and not caught:
             survivors.append(mutant.name)
-        copy_tree()
-    print(f"{len(chosen) - len(survivors)} of {len(chosen)} caught")
+        for file, text in before.items():
+            (TREE / file).write_text(text)
+    print(f"{caught_count} of {len(chosen)} caught")
     return 2 if broken else 1 if survivors else 0
 
 

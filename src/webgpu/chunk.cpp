@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is done with a chunk of tokens: which of them count, their logits a
-// window at a time, the state of their rows, the gradients.
+// What is done with a chunk of tokens: which of them count, their logits a window at a time, the
+// state of their rows.
 #include <algorithm>
 
 #include "src/webgpu/run.h"
@@ -11,11 +11,6 @@ namespace {
 // Below this many multiplications a product takes small tiles: 0.2 s of SwiftShader (the browser
 // without a GPU), and more workgroups for a GPU that larger tiles would leave idle.
 constexpr uint64_t kSmallProduct = uint64_t{1} << 26;
-
-uint32_t u32(int64_t value) { return static_cast<uint32_t>(value); }
-uint32_t blocks(int64_t count, int64_t of) {
-  return u32((count + of - 1) / of);
-}
 
 // As in tokens.wgsl.
 enum TokenFlag : uint32_t {
@@ -40,19 +35,18 @@ enum RowFlag : uint32_t {
 };
 
 // A number of double precision as two of single.
-void split(double value, float *high, float *low) {
+void split(double value, float* high, float* low) {
   *high = static_cast<float>(value);
   *low = static_cast<float>(value - static_cast<double>(*high));
 }
 
-bool capped(const LossOptions &o) { return o.softcap > 0; }
-float slope_of(const LossOptions &o) {
+float slope_of(const LossOptions& o) {
   return static_cast<float>(static_cast<double>(o.logit_scale) / o.temperature);
 }
 
-} // namespace
+}  // namespace
 
-TokenParams Run::token_params(const Chunk &chunk) const {
+TokenParams Run::token_params(const Chunk& chunk) const {
   TokenParams p;
   p.tokens = u32(chunk.tokens);
   p.vocab_total = u32(problem_.vocab_total);
@@ -62,53 +56,42 @@ TokenParams Run::token_params(const Chunk &chunk) const {
   const auto ignore = static_cast<uint64_t>(options_.ignore_index);
   p.ignore_low = static_cast<uint32_t>(ignore);
   p.ignore_high = static_cast<uint32_t>(ignore >> 32);
-  if (problem_.softmax)
-    p.flags |= kAllCount;
-  if (problem_.has_vocab_weight)
-    p.flags |= kTokenVocabWeight;
-  if (given("token_weight"))
-    p.flags |= kTokenWeight;
-  if (options_.out_of_range == OutOfRange::ignore)
-    p.flags |= kOutsideIgnored;
+  if (problem_.softmax) p.flags |= kAllCount;
+  if (problem_.has_vocab_weight) p.flags |= kTokenVocabWeight;
+  if (given("token_weight")) p.flags |= kTokenWeight;
+  if (options_.out_of_range == OutOfRange::ignore) p.flags |= kOutsideIgnored;
   p.wide = call_["target"].dtype == DType::i64 ? 1 : 0;
   return p;
 }
 
-Binding Run::targets(const Chunk &chunk, TokenParams *params) const {
-  const TensorView &target = call_["target"];
-  if (!target || chunk.tokens == 0)
-    return zeros();
+Binding Run::targets(const Chunk& chunk, TokenParams* params) const {
+  const TensorView& target = call_["target"];
+  if (!target || chunk.tokens == 0) return zeros();
   int64_t base;
-  const Binding binding =
-      bound(target, {.first_row = chunk.first, .rows = chunk.tokens}, &base);
+  const Binding binding = bound(target, {.first_row = chunk.first, .rows = chunk.tokens}, &base);
   params->base = u32(base * size_of(target.dtype) / 4);
   params->stride = u32(target.stride[0] * size_of(target.dtype) / 4);
   return binding;
 }
 
 Binding Run::whole_vocab_weight() const {
-  if (!problem_.has_vocab_weight)
-    return zeros();
-  if (!problem_.vocab_weight_bound)
-    return role(Role::vocab_weight);
+  if (!problem_.has_vocab_weight) return zeros();
+  if (!problem_.vocab_weight_bound) return role(Role::vocab_weight);
   int64_t base;
   return bound(call_["vocab_weight"], {.rows = problem_.vocab_total}, &base);
 }
 
-void Run::begin_chunk(const Chunk &chunk) {
+void Run::begin_chunk(const Chunk& chunk) {
   static constexpr struct {
-    const char *name;
+    const char* name;
     bool of_backward;
-  } kInputs[] = {{"token_weight", false},     {"grad_loss", false},
-                 {"row_reference", true},     {"row_log_sum", true},
-                 {"entropy", true},           {"grad_lse", true},
+  } kInputs[] = {{"token_weight", false},     {"grad_loss", false},  {"row_reference", true},
+                 {"row_log_sum", true},       {"entropy", true},     {"grad_lse", true},
                  {"grad_target_logit", true}, {"grad_entropy", true}};
   for (int64_t k = 0; k < 8; ++k) {
-    const TensorView &view = call_[kInputs[k].name];
-    if (!view || (kInputs[k].of_backward && call_.statistics))
-      continue;
-    if (k == 1 && options_.reduction != Reduction::none)
-      continue;
+    const TensorView& view = call_[kInputs[k].name];
+    if (!view || (kInputs[k].of_backward && call_.statistics)) continue;
+    if (k == 1 && options_.reduction != Reduction::none) continue;
     gather_vector(view, chunk.first, chunk.tokens, dense(Role::inputs, k, 8));
   }
   TokenParams params = token_params(chunk);
@@ -121,22 +104,18 @@ void Run::begin_chunk(const Chunk &chunk) {
     params.flags |= kFault;
   }
   recorder_.dispatch("tokens", problem_.direct ? "each" : "chunk", {}, params,
-                     {target, whole_vocab_weight(), role(Role::inputs),
-                      role(Role::rows), role(Role::counted), fault},
+                     {target, whole_vocab_weight(), role(Role::inputs), role(Role::rows),
+                      role(Role::counted), fault},
                      problem_.direct ? blocks(chunk.tokens, 256) : 1);
-  if (problem_.direct)
-    copy_logits(chunk);
-  if (!problem_.linear)
-    return;
+  if (problem_.direct) copy_logits(chunk);
+  if (!problem_.linear) return;
   const int64_t hidden = round_up(problem_.hidden, 4);
   gather(call_["input"],
-         {.first_row = chunk.first,
-          .rows = chunk.tokens,
-          .columns = problem_.hidden},
+         {.first_row = chunk.first, .rows = chunk.tokens, .columns = problem_.hidden},
          dense(Role::hidden, 0, hidden), hidden, true);
 }
 
-RowParams Run::row_params(const Chunk &chunk, const Window &window) const {
+RowParams Run::row_params(const Chunk& chunk, const Window& window) const {
   RowParams p;
   p.rows = u32(chunk.tokens);
   p.columns = u32(window.columns);
@@ -146,15 +125,13 @@ RowParams Run::row_params(const Chunk &chunk, const Window &window) const {
   p.nan = kNan;
   p.slope = slope_of(options_);
   if (capped(options_)) {
-    split(static_cast<double>(options_.logit_scale) / options_.softcap,
-          &p.cap_in, &p.cap_in_low);
-    split(static_cast<double>(options_.softcap) / options_.temperature,
-          &p.cap_out, &p.cap_out_low);
+    split(static_cast<double>(options_.logit_scale) / options_.softcap, &p.cap_in, &p.cap_in_low);
+    split(static_cast<double>(options_.softcap) / options_.temperature, &p.cap_out, &p.cap_out_low);
   }
   p.smoothing = options_.label_smoothing;
-  p.smoothing_per_class = static_cast<float>(
-      static_cast<double>(options_.label_smoothing) /
-      static_cast<double>(std::max<int64_t>(problem_.vocab_total, 1)));
+  p.smoothing_per_class =
+      static_cast<float>(static_cast<double>(options_.label_smoothing) /
+                         static_cast<double>(std::max<int64_t>(problem_.vocab_total, 1)));
   p.z_loss = options_.z_loss;
   p.floor = options_.probability_floor;
   p.classes = static_cast<float>(problem_.vocab_total);
@@ -173,40 +150,31 @@ RowParams Run::row_params(const Chunk &chunk, const Window &window) const {
   return p;
 }
 
-Binding Run::block(const Window &window) const {
+Binding Run::block(const Window& window) const {
   const uint64_t offset =
-      plan_.whole ? static_cast<uint64_t>(window.index) * plan_.window_bytes
-                  : 0;
+      plan_.whole ? static_cast<uint64_t>(window.index) * plan_.window_bytes : 0;
   return {workspace_[Role::block], offset, plan_.window_bytes};
 }
 
-const TensorView &Run::result() const {
+const TensorView& Run::result() const {
   return call_[problem_.softmax ? "probabilities" : "grad_logits"];
 }
 
 // The chunk's logits to where their gradients will be.
-void Run::copy_logits(const Chunk &chunk) {
+void Run::copy_logits(const Chunk& chunk) {
   const TensorView &in = call_["logits"], &out = result();
-  if (in.data == out.data || chunk.tokens == 0)
-    return;
+  if (in.data == out.data || chunk.tokens == 0) return;
   int64_t base;
-  const Binding all =
-      bound(out, {.rows = out.shape[0], .columns = out.shape[1]}, &base);
+  const Binding all = bound(out, {.rows = out.shape[0], .columns = out.shape[1]}, &base);
   const Dense rows{all.buffer, all.offset + all.bytes,
-                   static_cast<int64_t>(out.byte_offset / 4) +
-                       chunk.first * out.stride[0],
+                   static_cast<int64_t>(out.byte_offset / 4) + chunk.first * out.stride[0],
                    out.stride[0], 1};
-  gather(in,
-         {.first_row = chunk.first,
-          .rows = chunk.tokens,
-          .columns = problem_.vocab},
-         rows, problem_.vocab, false);
+  gather(in, {.first_row = chunk.first, .rows = chunk.tokens, .columns = problem_.vocab}, rows,
+         problem_.vocab, false);
 }
 
-Binding Run::block(const Chunk &chunk, const Window &window,
-                   RowParams *params) const {
-  if (!problem_.direct)
-    return block(window);
+Binding Run::block(const Chunk& chunk, const Window& window, RowParams* params) const {
+  if (!problem_.direct) return block(window);
   int64_t base;
   const Binding binding = bound(result(),
                                 {.first_row = chunk.first,
@@ -220,13 +188,11 @@ Binding Run::block(const Chunk &chunk, const Window &window,
 }
 
 // The weights of the window's columns; *base: of the first in the binding.
-Binding Run::vocab_weight_window(const Window &window, uint32_t *base) const {
+Binding Run::vocab_weight_window(const Window& window, uint32_t* base) const {
   *base = 0;
-  if (!problem_.has_vocab_weight)
-    return zeros();
+  if (!problem_.has_vocab_weight) return zeros();
   const Binding whole = whole_vocab_weight();
-  const int64_t first =
-      problem_.vocab_total > problem_.vocab ? options_.vocab_start : 0;
+  const int64_t first = problem_.vocab_total > problem_.vocab ? options_.vocab_start : 0;
   *base = u32(first + window.first);
   return whole;
 }
@@ -248,12 +214,9 @@ void Run::product(const ProductParams& params, const ProductKind& kind, Binding 
 
 // Rows of the window, [columns, D] with D rounded up to 4; in the view itself,
 // or copied.
-Binding Run::weight_window(const Window &window, uint32_t *base,
-                           uint32_t *stride) {
-  const TensorView &weight = call_["weight"];
-  const Part part{.first_row = window.first,
-                  .rows = window.columns,
-                  .columns = problem_.hidden};
+Binding Run::weight_window(const Window& window, uint32_t* base, uint32_t* stride) {
+  const TensorView& weight = call_["weight"];
+  const Part part{.first_row = window.first, .rows = window.columns, .columns = problem_.hidden};
   const int64_t hidden = round_up(problem_.hidden, 4);
   if (!problem_.weight_bound) {
     gather(weight, part, dense(Role::weight, 0, hidden), hidden, false);
@@ -268,9 +231,8 @@ Binding Run::weight_window(const Window &window, uint32_t *base,
   return binding;
 }
 
-void Run::make_logits(const Chunk &chunk, const Window &window) {
-  if (problem_.direct)
-    return;
+void Run::make_logits(const Chunk& chunk, const Window& window) {
+  if (problem_.direct) return;
   const int64_t padded = round_up(window.columns, 4);
   if (!problem_.linear) {
     gather(call_["logits"],
@@ -278,9 +240,8 @@ void Run::make_logits(const Chunk &chunk, const Window &window) {
             .rows = chunk.tokens,
             .first_column = window.first,
             .columns = window.columns},
-           dense(Role::block, static_cast<int64_t>(block(window).offset / 4),
-                 plan_.window),
-           padded, true);
+           dense(Role::block, static_cast<int64_t>(block(window).offset / 4), plan_.window), padded,
+           true);
     return;
   }
   const auto hidden = u32(round_up(problem_.hidden, 4));
@@ -295,40 +256,33 @@ void Run::make_logits(const Chunk &chunk, const Window &window) {
   if (problem_.has_bias) {
     // Windows start at multiples of 1024 columns, bindings at multiples of 64.
     int64_t base;
-    bias =
-        problem_.bias_bound
-            ? bound(call_["bias"],
-                    {.first_row = window.first, .rows = window.columns}, &base)
-            : Binding{workspace_[Role::bias],
-                      static_cast<uint64_t>(window.first) * 4,
-                      static_cast<uint64_t>(window.columns) * 4};
+    bias = problem_.bias_bound
+               ? bound(call_["bias"], {.first_row = window.first, .rows = window.columns}, &base)
+               : Binding{workspace_[Role::bias], static_cast<uint64_t>(window.first) * 4,
+                         static_cast<uint64_t>(window.columns) * 4};
   }
-  product(p,
-          {.b_transposed = true, .has_bias = problem_.has_bias, .bounded = 1},
+  product(p, {.b_transposed = true, .has_bias = problem_.has_bias, .bounded = 1},
           role(Role::hidden), weight, block(window), bias);
 }
 
-void Run::make_partials(const Chunk &chunk, const Window &window) {
+void Run::make_partials(const Chunk& chunk, const Window& window) {
   RowParams p = row_params(chunk, window);
   const Binding vocab_weight = vocab_weight_window(window, &p.weight_base);
-  const char *entry = problem_.probabilities ? "probability_slots" : "slots";
-  if (chunk.tokens == 0)
-    return;
+  const char* entry = problem_.probabilities ? "probability_slots" : "slots";
+  if (chunk.tokens == 0) return;
   const Binding logits = block(chunk, window, &p);
-  recorder_.dispatch("rows", entry,
-                     {{"capped", capped(options_) ? 1.0 : 0.0},
-                      {"scaled", p.slope != 1 ? 1.0 : 0.0},
-                      {"direct", problem_.direct ? 1.0 : 0.0}},
-                     p,
-                     {logits, role(Role::counted), vocab_weight,
-                      role(Role::rows), role(Role::partials)},
-                     blocks(window.columns, kSlotColumns), p.rows);
+  recorder_.dispatch(
+      "rows", entry,
+      {{"capped", capped(options_) ? 1.0 : 0.0},
+       {"scaled", p.slope != 1 ? 1.0 : 0.0},
+       {"direct", problem_.direct ? 1.0 : 0.0}},
+      p, {logits, role(Role::counted), vocab_weight, role(Role::rows), role(Role::partials)},
+      blocks(window.columns, kSlotColumns), p.rows);
 }
 
 // Slots, combine and gradient in one kernel.
-void Run::make_rows(const Chunk &chunk) {
-  if (chunk.tokens == 0)
-    return;
+void Run::make_rows(const Chunk& chunk) {
+  if (chunk.tokens == 0) return;
   const Window window = window_of(0);
   RowParams p = row_params(chunk, window);
   const Binding vocab_weight = vocab_weight_window(window, &p.weight_base);
@@ -352,10 +306,9 @@ void Run::make_rows(const Chunk &chunk) {
                      p.rows);
 }
 
-void Run::combine(const Chunk &chunk) {
+void Run::combine(const Chunk& chunk) {
   const RowParams p = row_params(chunk, {});
-  recorder_.dispatch("rows", "combine",
-                     {{"direct", problem_.direct ? 1.0 : 0.0}}, p,
+  recorder_.dispatch("rows", "combine", {{"direct", problem_.direct ? 1.0 : 0.0}}, p,
                      {{},
                       role(Role::counted),
                       {},
@@ -368,153 +321,4 @@ void Run::combine(const Chunk &chunk) {
                      blocks(chunk.tokens, 64));
 }
 
-void Run::make_gradients(const Chunk &chunk, const Window &window) {
-  RowParams p = row_params(chunk, window);
-  const Binding vocab_weight = vocab_weight_window(window, &p.weight_base);
-  if (chunk.tokens > 0) {
-    const Binding logits = block(chunk, window, &p);
-    recorder_.dispatch("rows", "gradient",
-                       {{"capped", capped(options_) ? 1.0 : 0.0},
-                        {"scaled", p.slope != 1 ? 1.0 : 0.0},
-                        {"direct", problem_.direct ? 1.0 : 0.0}},
-                       p,
-                       {{},
-                        role(Role::counted),
-                        vocab_weight,
-                        role(Role::rows),
-                        {},
-                        {},
-                        {},
-                        {},
-                        {},
-                        logits},
-                       blocks(window.columns, kSlotColumns), p.rows);
-  }
-  if (problem_.linear)
-    add_products(chunk, window);
-  if (problem_.linear || problem_.direct)
-    return;
-  scatter(dense(Role::block, static_cast<int64_t>(block(window).offset / 4),
-                plan_.window),
-          result(),
-          {.first_row = chunk.first,
-           .rows = chunk.tokens,
-           .first_column = window.first,
-           .columns = window.columns},
-          true);
-}
-
-// grad_input += draw . weight; grad_weight += draw^T . hidden; grad_bias +=
-// column sums of draw.
-void Run::add_products(const Chunk &chunk, const Window &window) {
-  const auto hidden = u32(round_up(problem_.hidden, 4));
-  const bool adds = call_.accumulate || !chunk.is_first;
-  if (problem_.wants_grad_bias) {
-    const SumParams p{.count = u32(window.columns),
-                      .row_stride = u32(plan_.window),
-                      .adds = adds ? 1u : 0u};
-    const Binding sum{workspace_[Role::grad_bias],
-                      static_cast<uint64_t>(window.first) * 4,
-                      static_cast<uint64_t>(window.columns) * 4};
-    recorder_.dispatch(
-        "sum", "columns", {}, p,
-        {block(window), {}, {}, {}, {}, {}, role(Role::counted), sum},
-        blocks(window.columns, 64));
-  }
-  if (problem_.wants_grad_input) {
-    ProductParams p{.rows = u32(chunk.tokens),
-                    .columns = hidden,
-                    .depth = u32(window.columns),
-                    .a_stride = u32(plan_.window / 4),
-                    .result_stride = hidden / 4,
-                    .adds = window.index > 0 ? 1u : 0u};
-    const Binding weight = weight_window(window, &p.b_base, &p.b_stride);
-    product(p, {.bounded = 1}, block(window), weight, role(Role::grad_hidden),
-            zeros());
-  }
-  if (problem_.wants_grad_weight) {
-    ProductParams p{.rows = u32(window.columns),
-                    .columns = hidden,
-                    .depth = u32(chunk.tokens),
-                    .a_stride = u32(plan_.window / 4),
-                    .b_stride = hidden / 4,
-                    .result_stride = hidden / 4,
-                    .adds = adds ? 1u : 0u};
-    Binding sum{workspace_[Role::grad_weight],
-                static_cast<uint64_t>(window.first) * hidden * 4,
-                static_cast<uint64_t>(window.columns) * hidden * 4};
-    if (problem_.grad_weight_bound) {
-      const TensorView &view = call_["grad_weight"];
-      int64_t base;
-      sum = bound(view,
-                  {.first_row = window.first,
-                   .rows = window.columns,
-                   .columns = problem_.hidden},
-                  &base);
-      p.result_base = u32(base / 4);
-      p.result_stride = u32(view.stride[0] / 4);
-    }
-    product(p, {.a_transposed = true, .bounded = 2}, block(window),
-            role(Role::hidden), sum, zeros());
-  }
-}
-
-void Run::emit(const Chunk &chunk, const TensorView &view, uint32_t word,
-               uint32_t kind, int64_t first) {
-  if (!view || chunk.tokens == 0)
-    return;
-  TokenParams p = token_params(chunk);
-  int64_t base;
-  const Binding result =
-      bound(view, {.first_row = first, .rows = chunk.tokens}, &base);
-  const int64_t words = size_of(view.dtype) / 4;
-  p.base = u32(base * words);
-  p.stride = u32(view.stride[0] * words);
-  p.word = word;
-  p.kind = kind;
-  recorder_.dispatch("tokens", "emit", {}, p,
-                     {{}, {}, {}, {}, {}, {}, {}, role(Role::rows), result},
-                     blocks(chunk.tokens, 256));
-}
-
-void Run::emit_outputs(const Chunk &chunk) {
-  if (!call_.statistics)
-    return;
-  static constexpr struct {
-    const char *name;
-    uint32_t word, kind;
-  } kOutputs[] = {{"lse", 0, 1},
-                  {"target_logit", 6, 0},
-                  {"entropy", 8, 0},
-                  {"argmax", 9, 2},
-                  {"row_reference", 4, 0},
-                  {"row_log_sum", 5, 0},
-                  {"weighted_logit_sum", 7, 0}};
-  for (const auto &output : kOutputs) {
-    const TensorView &view = call_[output.name];
-    const uint32_t wide = output.kind == 2 && view.dtype == DType::i64 ? 1 : 0;
-    emit(chunk, view, output.word, output.kind + wide, chunk.first);
-  }
-  const TensorView &loss = call_["loss"];
-  if (!loss)
-    return;
-  if (!problem_.reduces) {
-    emit(chunk, loss, 10, 0, chunk.first);
-    return;
-  }
-  if (chunk.tokens == 0)
-    return;
-  TensorView losses{.data = reinterpret_cast<void *>(workspace_[Role::losses]),
-                    .rank = 1};
-  losses.shape = {chunk.tokens, 0};
-  losses.stride = {1, 0};
-  emit(chunk, losses, 10, 0, 0);
-  const int64_t groups = (chunk.tokens + 255) / 256;
-  recorder_.dispatch(
-      "sum", "tree", {},
-      SumParams{.count = u32(chunk.tokens), .result_base = u32(sums_)},
-      {role(Role::losses), role(Role::sums)}, u32(groups));
-  sums_ += groups;
-}
-
-} // namespace logitless::webgpu
+}  // namespace logitless::webgpu

@@ -8,36 +8,22 @@
 
 namespace logitless::webgpu {
 
-#define LOGITLESS_WEBGPU_FUNCTIONS(X)                                          \
-  X(CreateInstance)                                                            \
-  X(InstanceRequestAdapter)                                                    \
-  X(InstanceProcessEvents)                                                     \
-  X(AdapterRequestDevice)                                                      \
-  X(AdapterGetLimits)                                                          \
-  X(AdapterGetInfo)                                                            \
-  X(AdapterRelease)                                                            \
-  X(DeviceGetLimits)                                                           \
-  X(DeviceGetQueue) X(DeviceCreateBuffer) X(                                   \
-      DeviceCreateShaderModuleTrusted) X(DeviceCreateComputePipeline)          \
-      X(DeviceCreateBindGroup) X(DeviceCreateCommandEncoder) X(                \
-          DevicePushErrorScope) X(DevicePopErrorScope) X(DevicePoll)           \
-          X(DeviceAddRef) X(DeviceRelease) X(QueueSubmit) X(                   \
-              QueueWriteBuffer) X(QueueAddRef) X(QueueRelease)                 \
-              X(BufferMapAsync) X(BufferGetConstMappedRange) X(BufferUnmap) X( \
-                  BufferDestroy) X(BufferRelease) X(ShaderModuleRelease)       \
-                  X(ComputePipelineGetBindGroupLayout) X(                      \
-                      ComputePipelineRelease) X(BindGroupRelease)              \
-                      X(BindGroupLayoutRelease) X(                             \
-                          CommandEncoderBeginComputePass)                      \
-                          X(CommandEncoderCopyBufferToBuffer) X(               \
-                              CommandEncoderFinish) X(CommandEncoderRelease)   \
-                              X(CommandBufferRelease)                          \
-                                  X(ComputePassEncoderSetPipeline) X(          \
-                                      ComputePassEncoderSetBindGroup)          \
-                                      X(ComputePassEncoderDispatchWorkgroups)  \
-                                          X(ComputePassEncoderEnd)             \
-                                              X(ComputePassEncoderRelease)     \
-                                                  X(GetVersion)
+// clang-format off
+#define LOGITLESS_WEBGPU_FUNCTIONS(X)                                                         \
+  X(CreateInstance) X(InstanceRequestAdapter) X(InstanceProcessEvents) X(AdapterRequestDevice) \
+  X(AdapterGetLimits) X(AdapterGetInfo) X(DeviceGetLimits) X(DeviceGetQueue)                  \
+  X(DeviceCreateBuffer) X(DeviceCreateShaderModuleTrusted) X(DeviceCreateComputePipeline)     \
+  X(DeviceCreateBindGroup) X(DeviceCreateCommandEncoder) X(DevicePushErrorScope)              \
+  X(DevicePopErrorScope) X(DevicePoll) X(DeviceAddRef) X(QueueSubmit) X(QueueWriteBuffer)     \
+  X(QueueAddRef) X(BufferMapAsync) X(BufferGetConstMappedRange) X(BufferUnmap)                \
+  X(BufferRelease) X(ShaderModuleRelease) X(ComputePipelineGetBindGroupLayout)                \
+  X(ComputePipelineRelease) X(BindGroupRelease) X(BindGroupLayoutRelease)                     \
+  X(CommandEncoderBeginComputePass) X(CommandEncoderCopyBufferToBuffer)                       \
+  X(CommandEncoderFinish) X(CommandEncoderRelease) X(CommandBufferRelease)                    \
+  X(ComputePassEncoderSetPipeline) X(ComputePassEncoderSetBindGroup)                          \
+  X(ComputePassEncoderDispatchWorkgroups) X(ComputePassEncoderEnd)                            \
+  X(ComputePassEncoderRelease) X(GetVersion)
+// clang-format on
 
 struct Library {
 #define LOGITLESS_DECLARE(name) decltype(&wgpu##name) name = nullptr;
@@ -45,4 +31,4 @@ struct Library {
 #undef LOGITLESS_DECLARE
 };
 
-} // namespace logitless::webgpu
+}  // namespace logitless::webgpu

@@ -11,41 +11,33 @@
 namespace logitless::webgpu {
 
 class Recorder {
-public:
+ public:
   static constexpr uint32_t kSlotBytes = 256, kSlots = 256, kMostBindings = 12;
 
-  Recorder(Device *device, Buffer params) : device_(device), params_(params) {}
+  Recorder(Device* device, Buffer params) : device_(device), params_(params) {}
 
   // Bindings 1, 2, ... in order; 0 is the uniform.
   template <class Params>
-  void dispatch(const char *shader, const char *entry,
-                std::initializer_list<Constant> constants, const Params &params,
-                std::initializer_list<Binding> bindings, uint32_t x,
+  void dispatch(const char* shader, const char* entry, std::initializer_list<Constant> constants,
+                const Params& params, std::initializer_list<Binding> bindings, uint32_t x,
                 uint32_t y = 1) {
     static_assert(sizeof(Params) <= kSlotBytes);
-    if (failed_ || x == 0 || y == 0)
-      return;
-    const Pipeline pipeline =
-        device_->pipeline(shader, entry, constants.begin(),
-                          static_cast<uint32_t>(constants.size()));
-    if (pipeline == 0)
-      failed_ = true;
-    if (failed_)
-      return;
-    if (used_ == kSlots)
-      flush();
+    if (failed_ || x == 0 || y == 0) return;
+    const Pipeline pipeline = device_->pipeline(shader, entry, constants.begin(),
+                                                static_cast<uint32_t>(constants.size()));
+    if (pipeline == 0) failed_ = true;
+    if (failed_) return;
+    if (used_ == kSlots) flush();
     std::memcpy(slots_ + used_ * kSlotBytes, &params, sizeof(params));
-    Binding all[kMostBindings] = {
-        {params_, uint64_t{used_} * kSlotBytes, kSlotBytes}};
+    Binding all[kMostBindings] = {{params_, uint64_t{used_} * kSlotBytes, kSlotBytes}};
     uint32_t count = 1;
-    for (const Binding &binding : bindings)
-      all[count++] = binding;
+    for (const Binding& binding : bindings) all[count++] = binding;
     ++used_;
     device_->dispatch(pipeline, all, count, x, y, 1);
   }
 
-  void copy(Buffer source, uint64_t source_offset, Buffer target,
-            uint64_t target_offset, uint64_t bytes) {
+  void copy(Buffer source, uint64_t source_offset, Buffer target, uint64_t target_offset,
+            uint64_t bytes) {
     if (!failed_ && bytes > 0) {
       device_->copy(source, source_offset, target, target_offset, bytes);
     }
@@ -58,20 +50,18 @@ public:
     return !failed_;
   }
 
-private:
+ private:
   void flush() {
-    if (used_ > 0)
-      device_->write(params_, 0, slots_, uint64_t{used_} * kSlotBytes);
-    if (!device_->submit())
-      failed_ = true;
+    if (used_ > 0) device_->write(params_, 0, slots_, uint64_t{used_} * kSlotBytes);
+    if (!device_->submit()) failed_ = true;
     used_ = 0;
   }
 
-  Device *const device_;
+  Device* const device_;
   const Buffer params_;
   uint32_t used_ = 0;
   bool failed_ = false;
   unsigned char slots_[kSlots * kSlotBytes];
 };
 
-} // namespace logitless::webgpu
+}  // namespace logitless::webgpu

@@ -5,6 +5,6 @@
 
 namespace logitless::webgpu {
 
-const char *shader_text(const char *name);
+const char* shader_text(const char* name);
 
-} // namespace logitless::webgpu
+}  // namespace logitless::webgpu
