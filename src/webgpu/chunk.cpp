@@ -203,7 +203,10 @@ void Run::product(const ProductParams& params, const ProductKind& kind, Binding 
   const bool small = uint64_t{params.rows} * params.columns * params.depth <= kSmallProduct;
   const bool large = params.rows >= 128 && params.columns >= 128;
   const int64_t tile = small ? 32 : large ? 128 : 64;
-  recorder_.dispatch("product", small ? "product_32" : large ? "product_128" : "product_64",
+  recorder_.dispatch("product",
+                     small   ? "product_32"
+                     : large ? "product_128"
+                             : "product_64",
                      {{"a_transposed", kind.a_transposed ? 1.0 : 0.0},
                       {"b_transposed", kind.b_transposed ? 1.0 : 0.0},
                       {"has_bias", kind.has_bias ? 1.0 : 0.0},
