@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Bugs put into src/webgpu on purpose (tests/mutants/webgpu.py), which the suite on a software adapter
-must catch. Each is built alone in a copy of the tree under out/mutants-webgpu: a shader is text, so
-that takes seconds. Exit code 0: all caught. 1: survivors. 2: a text that is gone, no build, or tests
-that fail without a mutant."""
+"""Bugs put into src/webgpu on purpose (tests/mutants/webgpu.py), which the suite on a software
+adapter must catch. Each is built alone in a copy of the tree under out/mutants-webgpu: a shader is
+text, so that takes seconds. Exit code 0: all caught. 1: survivors. 2: a text that is gone, no build,
+or tests that fail without a mutant."""
 
 from __future__ import annotations
 

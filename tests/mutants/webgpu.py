@@ -57,7 +57,8 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "a missing barrier of the product",
         _PRODUCT,
-        "    workgroupBarrier();\n    for (var k = 0u; k < 16u; k++) {\n      let a0 = tile_a[k * 16u",
+        "    workgroupBarrier();\n    for (var k = 0u; k < 16u; k++) {\n"
+        "      let a0 = tile_a[k * 16u",
         "    for (var k = 0u; k < 16u; k++) {\n      let a0 = tile_a[k * 16u",
         "linear",
     ),
