@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # What a developer types. Each target does its own set-up; the work is CMake's and the scripts'.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test build test test-full test-python test-device sanitize-device demo bench-cpu fuzz mutants mutants-device format format-check lint install clean
+.PHONY: help setup setup-test setup-web build web test test-full test-python test-web test-device sanitize-device demo bench-cpu fuzz mutants mutants-webgpu mutants-device format format-check lint install clean
 
 FUZZ_SECONDS ?= 600
 PREFIX ?= /usr/local
+PORT ?= 8080
 SOURCES = find cli examples fuzz include src tests -name '*.h' -o -name '*.c' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh'
 
 help:  ## this list
@@ -15,6 +16,9 @@ setup:  ## install what the build needs, and say what
 
 setup-test:
 	@scripts/setup test
+
+setup-web:
+	@scripts/setup web
 
 build: setup  ## the release build, in build/release
 	cmake --preset release
@@ -30,6 +34,13 @@ test-python: setup-test  ## the Python package alone: format, types, tests
 	cmake --preset release
 	cmake --build --preset release --target logitless
 	@scripts/test-python
+
+web: setup-web  ## build the WebGPU module and its pages into build/web and serve them on PORT (8080)
+	@scripts/build-web
+	@python3 tests/web/serving.py build/web $(PORT)
+
+test-web: setup-test  ## WebGPU's shaders and pages alone, with wgpu-native and headless Chromium
+	@scripts/test-web
 
 test-device: setup-test  ## the conformance suite on this machine's GPU
 	cmake --preset device
@@ -59,6 +70,9 @@ fuzz: setup-test  ## every fuzzer for FUZZ_SECONDS (600) each
 
 mutants: setup-test  ## bugs put in on purpose, which the tests must catch; ONLY=TEXT picks some
 	python3 scripts/mutants.py $(if $(ONLY),--only $(ONLY))
+
+mutants-webgpu: setup-test  ## bugs put into the WebGPU backend, which the tests must catch; ONLY=TEXT picks some
+	python3 scripts/mutants_webgpu.py $(if $(ONLY),--only "$(ONLY)")
 
 mutants-device: setup-test  ## bugs put into the CUDA backend, which the tests must catch on this machine's GPU; ONLY=TEXT picks some
 	python3 scripts/mutants_device.py all $(if $(ONLY),--only "$(ONLY)")

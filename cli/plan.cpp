@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// logitless plan: how the CPU or CUDA would run an op in a given workspace, without running it.
+// logitless plan: how the CPU, CUDA or WebGPU would run an op in a given workspace, without running
+// it.
 #include "src/cpu/plan.h"
 
 #include <fmt/core.h>
@@ -10,6 +11,7 @@
 #include "cli/commands.h"
 #include "cli/op_shape.h"
 #include "cli/plan_cuda.h"
+#include "cli/plan_webgpu.h"
 #include "cli/text.h"
 #include "src/cpu/dispatch.h"
 
@@ -170,11 +172,16 @@ void run_plan(const Context& context, PlanArguments& arguments) {
   shape.grad_weight = !arguments.no_grad_weight;
   if (arguments.threads > 0) logitless_set_num_threads(arguments.threads);
   const bool cuda = arguments.device == "cuda";
-  const json out = cuda ? cuda_plan(shape, arguments.memory) : gather(arguments);
+  const bool webgpu = arguments.device == "webgpu";
+  const json out = cuda     ? cuda_plan(shape, arguments.memory)
+                   : webgpu ? webgpu_plan(shape, arguments.memory)
+                            : gather(arguments);
   if (context.json) {
     print_json(out);
   } else if (cuda) {
     print_cuda_plan(out);
+  } else if (webgpu) {
+    print_webgpu_plan(out);
   } else {
     print_text(out);
   }
@@ -194,7 +201,7 @@ void add_plan(CLI::App& app, Context& context) {
   command->add_option("V", a.shape.vocab, "vocabulary")->required()->check(integer(1));
   command->add_option("--op", a.shape.op)->check(CLI::IsMember(kOpNames))->capture_default_str();
   command->add_option("--device", a.device)
-      ->check(CLI::IsMember({"cpu", "cuda"}))
+      ->check(CLI::IsMember({"cpu", "cuda", "webgpu"}))
       ->capture_default_str();
   command->add_option("--dtype", a.dtype, "of input and weight, or of the logits")
       ->check(CLI::IsMember(kFloatDtypes))

@@ -69,6 +69,11 @@ const Backend& cpu_backend();
 const Backend* cuda_backend(Status* status);
 #endif
 
+#ifdef LOGITLESS_WITH_WEBGPU
+// nullptr without wgpu-native or an adapter, and the reason.
+const Backend* webgpu_backend(Status* status);
+#endif
+
 // The backend for a device type, or nullptr and the reason in `status`.
 const Backend* find_backend(DeviceType type, Status* status);
 

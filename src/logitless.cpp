@@ -21,8 +21,12 @@ const Backend* find_backend(DeviceType type, Status* status) {
       return nullptr;
 #endif
     case DeviceType::webgpu:
+#ifdef LOGITLESS_WITH_WEBGPU
+      return webgpu_backend(status);
+#else
       *status = error(StatusCode::backend_unavailable, "webgpu: this library was built without it");
       return nullptr;
+#endif
   }
   *status = error(StatusCode::unknown_enum,
                   "execution.device.type is %d; allowed: 0 (cpu) to 3 (reference)",

@@ -41,8 +41,13 @@ Status check_addresses(const Call& call) {
       return error(StatusCode::invalid_argument, "%s has shape %s and NULL data", field.name.data(),
                    shape_text(v).text);
     }
-    if (!has_addresses(call)) continue;
     const Footprint f = footprint(v);
+    if (!has_addresses(call)) {
+      if (v.byte_offset % f.element == 0) continue;
+      return error(StatusCode::misaligned, "%s.byte_offset is %llu; allowed: multiples of %llu",
+                   field.name.data(), static_cast<unsigned long long>(v.byte_offset),
+                   static_cast<unsigned long long>(f.element));
+    }
     if (f.address < v.byte_offset || f.address + f.bytes < f.address) {
       return error(StatusCode::invalid_argument, "%s: address %p and offset %llu pass 2^64",
                    field.name.data(), v.data, static_cast<unsigned long long>(v.byte_offset));
@@ -94,8 +99,32 @@ bool in_place(const Field& out, const Field& in) {
          out.view->dtype == in.view->dtype && footprint(*out.view) == footprint(*in.view);
 }
 
+// A buffer that a dispatch writes may not be bound to it twice; no dispatch writes two outputs.
+Status check_buffers(const Call& call) {
+  for (size_t i = 0; i < call.field_count; ++i) {
+    const Field& a = call.fields[i];
+    for (size_t j = 0; j < i; ++j) {
+      const Field& b = call.fields[j];
+      if (!a.given() || !b.given() || a.view->data == nullptr || a.view->data != b.view->data) {
+        continue;
+      }
+      if ((!a.written() && !b.written()) || in_place(a, b)) continue;
+      if (a.written() != b.written()) {
+        return error(StatusCode::invalid_argument,
+                     "%s and %s are in one buffer; allowed on webgpu: where both are only read, "
+                     "both only written, or in place",
+                     a.name.data(), b.name.data());
+      }
+      if (may_overlap(footprint(*a.view), footprint(*b.view))) {
+        return error(StatusCode::invalid_argument, "%s overlaps %s", a.name.data(), b.name.data());
+      }
+    }
+  }
+  return {};
+}
+
 Status check_overlaps(const Call& call, const Workspace& w) {
-  if (!has_addresses(call)) return {};
+  if (!has_addresses(call)) return check_buffers(call);
   std::array<Footprint, std::tuple_size_v<decltype(call.fields)>> prints;
   for (size_t i = 0; i < call.field_count; ++i) {
     if (call.fields[i].given()) prints[i] = footprint(*call.fields[i].view);

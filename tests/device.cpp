@@ -67,6 +67,9 @@ std::vector<Found> find_devices() {
 #ifdef LOGITLESS_WITH_CUDA
   all.push_back(find_cuda_device());
 #endif
+#ifdef LOGITLESS_WITH_WEBGPU
+  if (asked_for("webgpu")) all.push_back(find_webgpu_device());
+#endif
   return all;
 }
 

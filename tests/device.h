@@ -27,6 +27,12 @@ class TestDevice {
   using Ranges = std::vector<std::pair<size_t, size_t>>;
   virtual void* reserve(size_t bytes, const Ranges& used) const = 0;
   virtual void unreserve(void* data, size_t bytes) const = 0;
+  // Tensors are named by an address; else by a buffer and an offset, and a workspace is an object
+  // of the library's.
+  virtual bool has_addresses() const { return true; }
+  virtual void* make_workspace(uint64_t) const { return nullptr; }
+  virtual void destroy_workspace(void*) const {}
+  virtual uint64_t bytes_of_workspace(const void*) const { return 0; }  // made so far
   // Errors of targets are statuses, and the caller's threads run the work.
   virtual bool synchronous() const { return true; }
   virtual bool has_threads() const { return false; }
@@ -47,7 +53,7 @@ struct Found {
   const TestDevice* device = nullptr;
   std::string reason;  // why there is none
 };
-// Every backend, in the order "reference", "cpu", "cuda".
+// Every backend, in the order "reference", "cpu", "cuda", "webgpu".
 const std::vector<Found>& all_devices();
 // Those that the tests run on: named in LOGITLESS_TEST_DEVICES ("reference,cpu" where it is not
 // set) and present.
@@ -56,6 +62,9 @@ const std::vector<const TestDevice*>& devices();
 bool asked_for(const std::string& name);
 const TestDevice& device(const std::string& name);
 
+#ifdef LOGITLESS_WITH_WEBGPU
+Found find_webgpu_device();
+#endif
 #ifdef LOGITLESS_WITH_CUDA
 Found find_cuda_device(int index = 0);
 #endif

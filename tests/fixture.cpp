@@ -39,6 +39,7 @@ DeviceCopy::DeviceCopy(const TestDevice& device, const Pool& pool) : device_(dev
 DeviceCopy::~DeviceCopy() {
   for (const Block& block : blocks_) device_.release(block.device);
   if (workspace_.device != nullptr) device_.release(workspace_.device);
+  if (workspace_object_ != nullptr) device_.destroy_workspace(workspace_object_);
 }
 
 size_t DeviceCopy::offset_of(const TensorView& view, size_t block) const {
@@ -48,6 +49,11 @@ size_t DeviceCopy::offset_of(const TensorView& view, size_t block) const {
 TensorView DeviceCopy::input(const TensorView& view) const {
   const size_t block = pool_.find(view);
   TensorView moved = view;
+  if (!device_.has_addresses()) {
+    moved.data = blocks_[block].device;
+    moved.byte_offset += offset_of(view, block);
+    return moved;
+  }
   moved.data = static_cast<std::byte*>(blocks_[block].device) + offset_of(view, block);
   return moved;
 }
@@ -63,6 +69,10 @@ TensorView DeviceCopy::output(const TensorView& view, bool keep, std::byte fill)
 }
 
 Workspace DeviceCopy::workspace(const WorkspaceSize& size, uint64_t bytes, std::byte fill) {
+  if (!device_.has_addresses()) {
+    workspace_object_ = device_.make_workspace(bytes);
+    return {.data = workspace_object_, .bytes = bytes};
+  }
   const uint64_t alignment = std::max<uint64_t>(size.alignment, 1);
   workspace_ = make(2 * kGuardBytes + 2 * alignment + bytes);
   std::fill(workspace_.before.begin(), workspace_.before.end(), fill);
@@ -122,6 +132,7 @@ std::vector<std::string> DeviceCopy::violations(bool written) const {
 }
 
 uint64_t DeviceCopy::touched() const {
+  if (workspace_object_ != nullptr) return device_.bytes_of_workspace(workspace_object_);
   for (uint64_t end = workspace_bytes_; end > 0; --end) {
     const uint64_t last = workspace_start_ + end - 1;
     if (workspace_.before[last] != workspace_.after[last]) return end;

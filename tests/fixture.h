@@ -79,6 +79,7 @@ class DeviceCopy {
   Block workspace_;
   size_t workspace_start_ = 0;
   uint64_t workspace_bytes_ = 0;
+  void* workspace_object_ = nullptr;  // where a workspace is no memory
 };
 
 // Where the run reads `view` too.

@@ -209,6 +209,18 @@ LOGITLESS_API int32_t logitless_describe_backend(int32_t device_type, char* text
  * Nothing to do on the CPU. Returns the code. */
 LOGITLESS_API int32_t logitless_warmup(const logitless_execution* execution,
                                        logitless_status* status);
+/* WebGPU: a call's workspace is several buffers, made within a budget of bytes: pass it as the
+ * workspace's data with at most that many bytes. Destroyed when no call uses it any more. */
+LOGITLESS_API int32_t logitless_webgpu_create_workspace(int32_t device_index, uint64_t bytes,
+                                                        void** workspace, logitless_status* status);
+LOGITLESS_API void logitless_webgpu_destroy_workspace(void* workspace);
+/* A device of the caller's (WGPUInstance, WGPUDevice, WGPUQueue of the same wgpu-native): the
+ * device_index by which executions and tensors then name it. The same device, the same index. */
+LOGITLESS_API int32_t logitless_webgpu_use_device(void* instance, void* device, void* queue,
+                                                  int32_t* device_index, logitless_status* status);
+/* The handles of a device, 0 being the library's own, for making buffers on it. */
+LOGITLESS_API int32_t logitless_webgpu_device(int32_t device_index, void** instance, void** device,
+                                              void** queue, logitless_status* status);
 /* Threads of the library's own pool; 0 or less asks for the default (LOGITLESS_NUM_THREADS,
  * OMP_NUM_THREADS, the affinity mask, the cgroup quota). Returns the number now in force. */
 LOGITLESS_API int32_t logitless_set_num_threads(int32_t num_threads);

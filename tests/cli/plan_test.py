@@ -50,6 +50,22 @@ class PlanTest(CliTest):
         frozen = self.json("plan", *self.SHAPE, "--no-grad-weight")
         self.assertEqual(frozen["plan"]["products"], 2)
 
+    def test_webgpu_without_a_device(self) -> None:
+        shape = ("1024", "768", "50257", "--device", "webgpu")
+        if "built without it" in run("plan", *shape).stderr:
+            return
+        out = self.json("plan", *shape)
+        plan, space = out["plan"], out["workspace"]
+        self.assertEqual((plan["products"], space["used"]), (3, plan["bytes"]))
+        self.assertLess(space["minimum"], 64 << 20)
+        self.assertGreater(plan["windows"], 1)
+        least = self.json("plan", *shape, f"--memory={space['minimum']}")
+        self.assertEqual(least["plan"]["products"], 4)
+        self.assertEqual(least["workspace"]["used"], space["minimum"])
+        self.refuse("plan", *shape, f"--memory={space['minimum'] - 1}")
+        for op in OPS:
+            self.assertIn(op, self.succeed("plan", *shape, "--op", op))
+
     def test_a_plan_is_what_runs(self) -> None:
         head = Head(tokens=300, hidden=16, vocab=700)
         path = self.file(safetensors({n: t for n, t in head.tensors().items() if n != "bias"}))

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cli/plan_webgpu.h"
+
+#include <fmt/core.h>
+
+#include "cli/commands.h"
+#include "cli/text.h"
+#ifdef LOGITLESS_WITH_WEBGPU
+#include "src/validate.h"
+#include "src/webgpu/plan.h"
+#endif
+
+namespace logitless::cli {
+
+using nlohmann::json;
+
+#ifdef LOGITLESS_WITH_WEBGPU
+namespace {
+
+// Dense tensors in buffers of their own: any address that is not null.
+TensorView in_a_buffer(TensorView view) {
+  static char buffer;
+  view.data = &buffer;
+  view.device.type = DeviceType::webgpu;
+  return view;
+}
+
+}  // namespace
+
+json webgpu_plan(const OpShape& s, std::optional<uint64_t> memory) {
+  json out = {{"op", s.op},
+              {"tokens", s.tokens},
+              {"hidden", s.hidden},
+              {"vocab", s.vocab},
+              {"dtype", cli::name_of(s.dtype)},
+              {"grad_dtype", cli::name_of(s.grad_dtype)}};
+  with_op(s.op, [&](auto op) {
+    set_views(op, s, [](const char*, TensorView view) { return in_a_buffer(view); });
+    const Execution execution{.device = {DeviceType::webgpu, 0}};
+    check(validate(op, execution));
+    const webgpu::Problem problem = webgpu::problem_of(call_of(op, execution));
+    WorkspaceSize size{.alignment = 1};
+    check(webgpu::workspace_sizes(problem, {}, &size.minimum, &size.recommended));
+    const uint64_t given = memory.value_or(size.recommended);
+    check_memory(given, size);
+    webgpu::Plan plan;
+    check(webgpu::make_plan(problem, {}, given, &plan));
+    out["plan"] = {{"name", plan.whole ? "whole vocabulary of a chunk" : "window by window"},
+                   {"token_chunk", plan.chunk},
+                   {"chunks", plan.chunks},
+                   {"window", plan.window},
+                   {"windows", plan.windows},
+                   {"products", plan.products},
+                   {"bytes", plan.total}};
+    out["workspace"] = {{"minimum", size.minimum},
+                        {"recommended", size.recommended},
+                        {"given", given},
+                        {"used", plan.total}};
+  });
+  return out;
+}
+#else
+json webgpu_plan(const OpShape&, std::optional<uint64_t>) {
+  throw Failure("webgpu: this library was built without it");
+}
+#endif
+
+void print_webgpu_plan(const json& out) {
+  const json& plan = out["plan"];
+  const json& space = out["workspace"];
+  const auto bytes = [](const json& number) { return format_bytes(number.get<uint64_t>()); };
+  fmt::print("{:<12}{}, N {} x D {} x V {}, {}, gradients {}\n", "op", out["op"].get<std::string>(),
+             out["tokens"].get<int64_t>(), out["hidden"].get<int64_t>(),
+             out["vocab"].get<int64_t>(), out["dtype"].get<std::string>(),
+             out["grad_dtype"].get<std::string>());
+  fmt::print("{:<12}{}, {} products, at WebGPU's default limits\n", "plan",
+             plan["name"].get<std::string>(), plan["products"].get<int>());
+  fmt::print("{:<12}{} of {} tokens, {} windows of {} columns\n", "chunks",
+             plan["chunks"].get<int64_t>(), plan["token_chunk"].get<int64_t>(),
+             plan["windows"].get<int64_t>(), plan["window"].get<int64_t>());
+  fmt::print("{:<12}{} ({} bytes) of {} given; minimum {}, recommended {}\n", "workspace",
+             bytes(space["used"]), space["used"].get<uint64_t>(), bytes(space["given"]),
+             bytes(space["minimum"]), bytes(space["recommended"]));
+}
+
+}  // namespace logitless::cli

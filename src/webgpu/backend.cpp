@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+// The WebGPU backend of native programs: finds the device, and calls the op
+// while no other thread records on it.
+#include "src/backend.h"
+
+#include <cstdio>
+
+#include "src/webgpu/native.h"
+#include "src/webgpu/run.h"
+
+namespace logitless {
+namespace {
+
+struct Calls {
+  template <class Op>
+  static Status workspace(const Op& op, const Execution& execution, WorkspaceSize* size) {
+    Status status;
+    const webgpu::NativeDevice* device = webgpu::find_device(execution.device.index, &status);
+    if (device == nullptr) return status;
+    const webgpu::Problem problem = webgpu::problem_of(call_of(op, execution));
+    *size = {.alignment = 1};
+    return webgpu::workspace_sizes(problem, device->limits(), &size->minimum, &size->recommended);
+  }
+  template <class Op>
+  static Status run(const Op& op, const Workspace& workspace, const Execution& execution) {
+    Status status;
+    webgpu::NativeDevice* device = webgpu::find_device(execution.device.index, &status);
+    if (device == nullptr) return status;
+    auto* buffers = static_cast<webgpu::WorkspaceBuffers*>(workspace.data);
+    if (buffers->device() != device || buffers->budget() < workspace.bytes) {
+      return error(StatusCode::invalid_argument,
+                   "workspace: %llu bytes are not this webgpu_workspace's; "
+                   "allowed: one of the "
+                   "execution's device, of at most its budget",
+                   static_cast<unsigned long long>(workspace.bytes));
+    }
+    const std::lock_guard lock(device->mutex());
+    return webgpu::run(call_of(op, execution), workspace.bytes, buffers);
+  }
+};
+
+struct WebGpuBackend final : BackendOf<Calls> {
+  const char* name() const override { return "webgpu"; }
+  void describe(char* text, size_t bytes) const override {
+    Status status;
+    const webgpu::NativeDevice* device = webgpu::find_device(0, &status);
+    if (device == nullptr) return;
+    const webgpu::Limits& limits = device->limits();
+    std::snprintf(text, bytes, "%s, bindings of %llu MiB, buffers of %llu MiB",
+                  device->description().c_str(),
+                  static_cast<unsigned long long>(limits.storage_binding_bytes >> 20),
+                  static_cast<unsigned long long>(limits.buffer_bytes >> 20));
+  }
+};
+
+}  // namespace
+
+const Backend* webgpu_backend(Status* status) {
+  // A caller may have brought a device where the library finds none of its own.
+  if (webgpu::find_library(status) == nullptr) return nullptr;
+  if (!webgpu::has_registered_device() && webgpu::find_device(0, status) == nullptr) return nullptr;
+  *status = {};
+  static const WebGpuBackend backend;
+  return &backend;
+}
+
+}  // namespace logitless

@@ -1,0 +1,221 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the wasm module exports to web/logitless.js: an op is begun, given its tensors and options
+// by the names of docs/semantics.md, then planned, run on the page's device, or evaluated in double
+// by the reference backend. One op at a time, one thread.
+#include <cstring>
+#include <map>
+#include <memory>
+#include <string>
+#include <type_traits>
+
+#include "logitless/fields.h"
+#include "src/message.h"
+#include "src/reference/reference.h"
+#include "src/validate.h"
+#include "src/webgpu/browser/device.h"
+#include "src/webgpu/run.h"
+
+#define LOGITLESS_EXPORT(name) __attribute__((export_name(name)))
+
+namespace logitless::webgpu {
+namespace {
+
+struct State {
+  BrowserDevice device;
+  std::unique_ptr<WorkspaceBuffers> workspace;  // of the last budget
+  int32_t kind = -1;
+  bool accumulate = false;
+  LossOptions options;
+  std::map<std::string, TensorView> tensors;
+  reference::Result judged;
+  Status status;
+};
+
+// Made at the first call: a module of the reactor kind has no main to make it in.
+State& state() {
+  static State* made = new State;
+  return *made;
+}
+
+int32_t report(const Status& status) {
+  state().status = status;
+  return static_cast<int32_t>(status.code());
+}
+
+struct Option {
+  const char* name;
+  void (*set)(LossOptions&, double);
+};
+constexpr Option kOptions[] = {
+    {"reduction", [](LossOptions& o, double v) { o.reduction = static_cast<Reduction>(v); }},
+    {"ignore_index", [](LossOptions& o, double v) { o.ignore_index = static_cast<int64_t>(v); }},
+    {"label_smoothing", [](LossOptions& o, double v) { o.label_smoothing = float(v); }},
+    {"z_loss", [](LossOptions& o, double v) { o.z_loss = float(v); }},
+    {"logit_scale", [](LossOptions& o, double v) { o.logit_scale = float(v); }},
+    {"softcap", [](LossOptions& o, double v) { o.softcap = float(v); }},
+    {"temperature", [](LossOptions& o, double v) { o.temperature = float(v); }},
+    {"out_of_range", [](LossOptions& o, double v) { o.out_of_range = static_cast<OutOfRange>(v); }},
+    {"empty_mean", [](LossOptions& o, double v) { o.empty_mean = static_cast<EmptyMean>(v); }},
+    {"input_kind", [](LossOptions& o, double v) { o.input_kind = static_cast<InputKind>(v); }},
+    {"probability_floor", [](LossOptions& o, double v) { o.probability_floor = float(v); }},
+    {"normalizer", [](LossOptions& o, double v) { o.normalizer = v; }},
+    {"vocab_start", [](LossOptions& o, double v) { o.vocab_start = static_cast<int64_t>(v); }},
+    {"vocab_total", [](LossOptions& o, double v) { o.vocab_total = static_cast<int64_t>(v); }},
+};
+
+// The op that was begun, with the tensors given; those that it does not have are an error.
+template <class Op>
+Status make(Op* op, DeviceType device) {
+  const State& s = state();
+  if constexpr (LossOp<Op>) op->options = s.options;
+  if constexpr (GradientOp<Op> && LinearOp<Op>) op->accumulate_grad_weight = s.accumulate;
+  size_t taken = 0;
+  logitless_op fields{};
+  for_each_tensor(*op, fields,
+                  [&](const char* name, Access, TensorView& view, const logitless_tensor*) {
+                    const auto found = s.tensors.find(name);
+                    if (found == s.tensors.end()) return;
+                    view = found->second;
+                    view.device.type = device;
+                    ++taken;
+                  });
+  if (taken == s.tensors.size()) return {};
+  return error(StatusCode::invalid_argument, "a tensor was given that this op does not have");
+}
+
+constexpr Execution kOnDevice{.device = {.type = DeviceType::webgpu}};
+
+template <class Op>
+Status sizes_of(const Op& op, WorkspaceSize* size) {
+  const Status status = validate(op, kOnDevice);
+  if (!status.ok()) return status;
+  return workspace_sizes(problem_of(call_of(op, kOnDevice)), state().device.limits(),
+                         &size->minimum, &size->recommended);
+}
+
+template <class F, class... Ops>
+int32_t call_op(F&& f, DeviceType device, std::type_identity<Ops>...) {
+  Status status = error(StatusCode::unknown_enum, "op.kind is %d; allowed: 0 to 6", state().kind);
+  const auto one = [&]<class Op>(std::type_identity<Op>) {
+    if (kind_of<Op> != state().kind) return;
+    Op op;
+    status = make(&op, device);
+    if (status.ok()) status = f(op);
+  };
+  (one(std::type_identity<Ops>{}), ...);
+  return report(status);
+}
+
+template <class F>
+int32_t with_op(DeviceType device, F&& f) {
+  return call_op(
+      f, device, std::type_identity<Softmax>{}, std::type_identity<CrossEntropyForward>{},
+      std::type_identity<CrossEntropyBackward>{}, std::type_identity<CrossEntropyForwardBackward>{},
+      std::type_identity<LinearCrossEntropyForward>{},
+      std::type_identity<LinearCrossEntropyBackward>{},
+      std::type_identity<LinearCrossEntropyForwardBackward>{});
+}
+
+}  // namespace
+}  // namespace logitless::webgpu
+
+using namespace logitless;          // NOLINT: the C functions below are this file's purpose
+using namespace logitless::webgpu;  // NOLINT
+
+extern "C" {
+
+LOGITLESS_EXPORT("allocate") void* allocate(uint32_t bytes) { return std::malloc(bytes); }
+LOGITLESS_EXPORT("release") void release(void* memory) { std::free(memory); }
+LOGITLESS_EXPORT("message") const char* message() { return state().status.message(); }
+
+LOGITLESS_EXPORT("set_limits")
+void set_limits(double buffer_bytes, double storage_binding_bytes, uint32_t storage_buffers,
+                uint32_t offset_alignment, uint32_t workgroup_bytes, uint32_t workgroup_invocations,
+                uint32_t groups) {
+  state().device.set_limits({.buffer_bytes = static_cast<uint64_t>(buffer_bytes),
+                             .storage_binding_bytes = static_cast<uint64_t>(storage_binding_bytes),
+                             .storage_buffers = storage_buffers,
+                             .offset_alignment = offset_alignment,
+                             .workgroup_bytes = workgroup_bytes,
+                             .workgroup_invocations = workgroup_invocations,
+                             .groups = groups});
+}
+
+LOGITLESS_EXPORT("begin") void begin(int32_t kind, int32_t accumulate_grad_weight) {
+  State& s = state();
+  s.kind = kind;
+  s.accumulate = accumulate_grad_weight != 0;
+  s.options = {};
+  s.tensors.clear();
+}
+
+// `data` is a buffer's number, or an address for the reference.
+LOGITLESS_EXPORT("tensor")
+void tensor(const char* name, uintptr_t data, double byte_offset, int32_t dtype, int32_t rank,
+            double rows, double columns, double row_stride, double column_stride) {
+  state().tensors[name] = {
+      .data = reinterpret_cast<void*>(data),
+      .byte_offset = static_cast<uint64_t>(byte_offset),
+      .dtype = static_cast<DType>(dtype),
+      .rank = rank,
+      .shape = {static_cast<int64_t>(rows), static_cast<int64_t>(columns)},
+      .stride = {static_cast<int64_t>(row_stride), static_cast<int64_t>(column_stride)}};
+}
+
+LOGITLESS_EXPORT("option") int32_t option(const char* name, double value) {
+  for (const Option& known : kOptions) {
+    if (std::strcmp(known.name, name) != 0) continue;
+    known.set(state().options, value);
+    return 0;
+  }
+  return report(error(StatusCode::invalid_argument, "there is no option %s", name));
+}
+
+// Writes the bytes of workspace that the op needs, and those that serve it well.
+LOGITLESS_EXPORT("workspace") int32_t workspace(double* sizes) {
+  return with_op(DeviceType::webgpu, [&](const auto& op) {
+    WorkspaceSize size;
+    const Status status = sizes_of(op, &size);
+    sizes[0] = static_cast<double>(size.minimum);
+    sizes[1] = static_cast<double>(size.recommended);
+    return status;
+  });
+}
+
+// Records the op and submits it; waits for nothing. The buffers of the workspace stay for the next
+// call of the same budget.
+LOGITLESS_EXPORT("run") int32_t run(double budget) {
+  return with_op(DeviceType::webgpu, [&](const auto& op) {
+    WorkspaceSize size;
+    Status status = sizes_of(op, &size);
+    const auto bytes = static_cast<uint64_t>(budget);
+    State& s = state();
+    if (s.workspace == nullptr || s.workspace->budget() != bytes) {
+      s.workspace = std::make_unique<WorkspaceBuffers>(&s.device, bytes);
+    }
+    if (status.ok()) {
+      status = validate_data(op, {.data = s.workspace.get(), .bytes = bytes}, size);
+    }
+    if (!status.ok()) return status;
+    return logitless::webgpu::run(call_of(op, kOnDevice), bytes, s.workspace.get());
+  });
+}
+
+// The op in double; its tensors are memory of this module.
+LOGITLESS_EXPORT("evaluate") int32_t evaluate(int32_t with_bounds) {
+  return with_op(DeviceType::cpu, [&](const auto& op) {
+    Status status = validate(op, {.device = {.type = DeviceType::reference}});
+    if (!status.ok()) return status;
+    state().judged = reference::evaluate(op, {}, with_bounds != 0);
+    return state().judged.status;
+  });
+}
+
+// What `evaluate` found for an output, or how far from it the contract lets a backend be.
+LOGITLESS_EXPORT("evaluated") const double* evaluated(const char* name, int32_t bound) {
+  const auto found = state().judged.outputs.find(name);
+  if (found == state().judged.outputs.end()) return nullptr;
+  return (bound != 0 ? found->second.bound : found->second.value).data();
+}
+
+}  // extern "C"

@@ -1,0 +1,327 @@
+// SPDX-License-Identifier: Apache-2.0
+// What is done with a chunk of tokens: which of them count, their logits a window at a time, the
+// state of their rows.
+#include <algorithm>
+
+#include "src/webgpu/run.h"
+
+namespace logitless::webgpu {
+namespace {
+
+// Below this many multiplications a product takes small tiles: 0.2 s of SwiftShader (the browser
+// without a GPU), and more workgroups for a GPU that larger tiles would leave idle.
+constexpr uint64_t kSmallProduct = uint64_t{1} << 26;
+
+// As in tokens.wgsl.
+enum TokenFlag : uint32_t {
+  kTokenVocabWeight = 1,
+  kTokenWeight = 2,
+  kOutsideIgnored = 4,
+  kAllCount = 8,
+  kFault = 16
+};
+// As in rows.wgsl.
+enum RowFlag : uint32_t {
+  kRowVocabWeight = 1,
+  kTokenGrad = 2,
+  kState = 4,
+  kEntropy = 8,
+  kGradLse = 16,
+  kGradTarget = 32,
+  kGradEntropy = 64,
+  kSoftmax = 128,
+  kProbabilities = 256,
+  kGradient = 512
+};
+
+// A number of double precision as two of single.
+void split(double value, float* high, float* low) {
+  *high = static_cast<float>(value);
+  *low = static_cast<float>(value - static_cast<double>(*high));
+}
+
+float slope_of(const LossOptions& o) {
+  return static_cast<float>(static_cast<double>(o.logit_scale) / o.temperature);
+}
+
+}  // namespace
+
+TokenParams Run::token_params(const Chunk& chunk) const {
+  TokenParams p;
+  p.tokens = u32(chunk.tokens);
+  p.vocab_total = u32(problem_.vocab_total);
+  p.vocab_start = u32(options_.vocab_start);
+  p.vocab = u32(problem_.vocab);
+  p.nan = kNan;
+  const auto ignore = static_cast<uint64_t>(options_.ignore_index);
+  p.ignore_low = static_cast<uint32_t>(ignore);
+  p.ignore_high = static_cast<uint32_t>(ignore >> 32);
+  if (problem_.softmax) p.flags |= kAllCount;
+  if (problem_.has_vocab_weight) p.flags |= kTokenVocabWeight;
+  if (given("token_weight")) p.flags |= kTokenWeight;
+  if (options_.out_of_range == OutOfRange::ignore) p.flags |= kOutsideIgnored;
+  p.wide = call_["target"].dtype == DType::i64 ? 1 : 0;
+  return p;
+}
+
+Binding Run::targets(const Chunk& chunk, TokenParams* params) const {
+  const TensorView& target = call_["target"];
+  if (!target || chunk.tokens == 0) return zeros();
+  int64_t base;
+  const Binding binding = bound(target, {.first_row = chunk.first, .rows = chunk.tokens}, &base);
+  params->base = u32(base * size_of(target.dtype) / 4);
+  params->stride = u32(target.stride[0] * size_of(target.dtype) / 4);
+  return binding;
+}
+
+Binding Run::whole_vocab_weight() const {
+  if (!problem_.has_vocab_weight) return zeros();
+  if (!problem_.vocab_weight_bound) return role(Role::vocab_weight);
+  int64_t base;
+  return bound(call_["vocab_weight"], {.rows = problem_.vocab_total}, &base);
+}
+
+void Run::begin_chunk(const Chunk& chunk) {
+  static constexpr struct {
+    const char* name;
+    bool of_backward;
+  } kInputs[] = {{"token_weight", false},     {"grad_loss", false},  {"row_reference", true},
+                 {"row_log_sum", true},       {"entropy", true},     {"grad_lse", true},
+                 {"grad_target_logit", true}, {"grad_entropy", true}};
+  for (int64_t k = 0; k < 8; ++k) {
+    const TensorView& view = call_[kInputs[k].name];
+    if (!view || (kInputs[k].of_backward && call_.statistics)) continue;
+    if (k == 1 && options_.reduction != Reduction::none) continue;
+    gather_vector(view, chunk.first, chunk.tokens, dense(Role::inputs, k, 8));
+  }
+  TokenParams params = token_params(chunk);
+  const Binding target = targets(chunk, &params);
+  Binding fault = role(Role::spare);
+  if (given("fault")) {
+    int64_t base;
+    fault = bound(call_["fault"], {}, &base);
+    params.fault = u32(base);
+    params.flags |= kFault;
+  }
+  recorder_.dispatch("tokens", problem_.direct ? "each" : "chunk", {}, params,
+                     {target, whole_vocab_weight(), role(Role::inputs), role(Role::rows),
+                      role(Role::counted), fault},
+                     problem_.direct ? blocks(chunk.tokens, 256) : 1);
+  if (problem_.direct) copy_logits(chunk);
+  if (!problem_.linear) return;
+  const int64_t hidden = round_up(problem_.hidden, 4);
+  gather(call_["input"],
+         {.first_row = chunk.first, .rows = chunk.tokens, .columns = problem_.hidden},
+         dense(Role::hidden, 0, hidden), hidden, true);
+}
+
+RowParams Run::row_params(const Chunk& chunk, const Window& window) const {
+  RowParams p;
+  p.rows = u32(chunk.tokens);
+  p.columns = u32(window.columns);
+  p.row_stride = u32(plan_.window);
+  p.first_column = u32(window.first);
+  p.slots = u32(plan_.slots);
+  p.nan = kNan;
+  p.slope = slope_of(options_);
+  if (capped(options_)) {
+    split(static_cast<double>(options_.logit_scale) / options_.softcap, &p.cap_in, &p.cap_in_low);
+    split(static_cast<double>(options_.softcap) / options_.temperature, &p.cap_out, &p.cap_out_low);
+  }
+  p.smoothing = options_.label_smoothing;
+  p.smoothing_per_class =
+      static_cast<float>(static_cast<double>(options_.label_smoothing) /
+                         static_cast<double>(std::max<int64_t>(problem_.vocab_total, 1)));
+  p.z_loss = options_.z_loss;
+  p.floor = options_.probability_floor;
+  p.classes = static_cast<float>(problem_.vocab_total);
+  const bool backward = !call_.statistics;
+  const auto flag = [&](bool is, uint32_t bit) { p.flags |= is ? bit : 0; };
+  flag(problem_.has_vocab_weight, kRowVocabWeight);
+  flag(given("grad_loss") && options_.reduction == Reduction::none, kTokenGrad);
+  flag(problem_.state_given, kState);
+  flag(backward && given("entropy"), kEntropy);
+  flag(given("grad_lse"), kGradLse);
+  flag(given("grad_target_logit"), kGradTarget);
+  flag(given("grad_entropy"), kGradEntropy);
+  flag(problem_.softmax, kSoftmax);
+  flag(problem_.probabilities, kProbabilities);
+  flag(problem_.gradients, kGradient);
+  return p;
+}
+
+Binding Run::block(const Window& window) const {
+  const uint64_t offset =
+      plan_.whole ? static_cast<uint64_t>(window.index) * plan_.window_bytes : 0;
+  return {workspace_[Role::block], offset, plan_.window_bytes};
+}
+
+const TensorView& Run::result() const {
+  return call_[problem_.softmax ? "probabilities" : "grad_logits"];
+}
+
+// The chunk's logits to where their gradients will be.
+void Run::copy_logits(const Chunk& chunk) {
+  const TensorView &in = call_["logits"], &out = result();
+  if (in.data == out.data || chunk.tokens == 0) return;
+  int64_t base;
+  const Binding all = bound(out, {.rows = out.shape[0], .columns = out.shape[1]}, &base);
+  const Dense rows{all.buffer, all.offset + all.bytes,
+                   static_cast<int64_t>(out.byte_offset / 4) + chunk.first * out.stride[0],
+                   out.stride[0], 1};
+  gather(in, {.first_row = chunk.first, .rows = chunk.tokens, .columns = problem_.vocab}, rows,
+         problem_.vocab, false);
+}
+
+Binding Run::block(const Chunk& chunk, const Window& window, RowParams* params) const {
+  if (!problem_.direct) return block(window);
+  int64_t base;
+  const Binding binding = bound(result(),
+                                {.first_row = chunk.first,
+                                 .rows = chunk.tokens,
+                                 .first_column = window.first,
+                                 .columns = window.columns},
+                                &base);
+  params->base = u32(base);
+  params->row_stride = u32(result().stride[0]);
+  return binding;
+}
+
+// The weights of the window's columns; *base: of the first in the binding.
+Binding Run::vocab_weight_window(const Window& window, uint32_t* base) const {
+  *base = 0;
+  if (!problem_.has_vocab_weight) return zeros();
+  const Binding whole = whole_vocab_weight();
+  const int64_t first = problem_.vocab_total > problem_.vocab ? options_.vocab_start : 0;
+  *base = u32(first + window.first);
+  return whole;
+}
+
+void Run::product(const ProductParams& params, const ProductKind& kind, Binding a, Binding b,
+                  Binding result, Binding bias) {
+  // The order of a sum is the same in all three.
+  const bool small = uint64_t{params.rows} * params.columns * params.depth <= kSmallProduct;
+  const bool large = params.rows >= 128 && params.columns >= 128;
+  const int64_t tile = small ? 32 : large ? 128 : 64;
+  recorder_.dispatch("product",
+                     small   ? "product_32"
+                     : large ? "product_128"
+                             : "product_64",
+                     {{"a_transposed", kind.a_transposed ? 1.0 : 0.0},
+                      {"b_transposed", kind.b_transposed ? 1.0 : 0.0},
+                      {"has_bias", kind.has_bias ? 1.0 : 0.0},
+                      {"bounded", static_cast<double>(kind.bounded)}},
+                     params, {a, b, result, role(Role::counted), bias},
+                     blocks(params.columns, tile), blocks(params.rows, tile));
+}
+
+// Rows of the window, [columns, D] with D rounded up to 4; in the view itself,
+// or copied.
+Binding Run::weight_window(const Window& window, uint32_t* base, uint32_t* stride) {
+  const TensorView& weight = call_["weight"];
+  const Part part{.first_row = window.first, .rows = window.columns, .columns = problem_.hidden};
+  const int64_t hidden = round_up(problem_.hidden, 4);
+  if (!problem_.weight_bound) {
+    gather(weight, part, dense(Role::weight, 0, hidden), hidden, false);
+    *base = 0;
+    *stride = u32(hidden / 4);
+    return role(Role::weight);
+  }
+  int64_t first;
+  const Binding binding = bound(weight, part, &first);
+  *base = u32(first / 4);
+  *stride = u32(weight.stride[0] / 4);
+  return binding;
+}
+
+void Run::make_logits(const Chunk& chunk, const Window& window) {
+  if (problem_.direct) return;
+  const int64_t padded = round_up(window.columns, 4);
+  if (!problem_.linear) {
+    gather(call_["logits"],
+           {.first_row = chunk.first,
+            .rows = chunk.tokens,
+            .first_column = window.first,
+            .columns = window.columns},
+           dense(Role::block, static_cast<int64_t>(block(window).offset / 4), plan_.window), padded,
+           true);
+    return;
+  }
+  const auto hidden = u32(round_up(problem_.hidden, 4));
+  ProductParams p{.rows = u32(chunk.tokens),
+                  .columns = u32(padded),
+                  .depth = hidden,
+                  .a_stride = hidden / 4,
+                  .result_stride = u32(plan_.window / 4),
+                  .b_rows = u32(window.columns)};
+  const Binding weight = weight_window(window, &p.b_base, &p.b_stride);
+  Binding bias = zeros();
+  if (problem_.has_bias) {
+    // Windows start at multiples of 1024 columns, bindings at multiples of 64.
+    int64_t base;
+    bias = problem_.bias_bound
+               ? bound(call_["bias"], {.first_row = window.first, .rows = window.columns}, &base)
+               : Binding{workspace_[Role::bias], static_cast<uint64_t>(window.first) * 4,
+                         static_cast<uint64_t>(window.columns) * 4};
+  }
+  product(p, {.b_transposed = true, .has_bias = problem_.has_bias, .bounded = 1},
+          role(Role::hidden), weight, block(window), bias);
+}
+
+void Run::make_partials(const Chunk& chunk, const Window& window) {
+  RowParams p = row_params(chunk, window);
+  const Binding vocab_weight = vocab_weight_window(window, &p.weight_base);
+  const char* entry = problem_.probabilities ? "probability_slots" : "slots";
+  if (chunk.tokens == 0) return;
+  const Binding logits = block(chunk, window, &p);
+  recorder_.dispatch(
+      "rows", entry,
+      {{"capped", capped(options_) ? 1.0 : 0.0},
+       {"scaled", p.slope != 1 ? 1.0 : 0.0},
+       {"direct", problem_.direct ? 1.0 : 0.0}},
+      p, {logits, role(Role::counted), vocab_weight, role(Role::rows), role(Role::partials)},
+      blocks(window.columns, kSlotColumns), p.rows);
+}
+
+// Slots, combine and gradient in one kernel.
+void Run::make_rows(const Chunk& chunk) {
+  if (chunk.tokens == 0) return;
+  const Window window = window_of(0);
+  RowParams p = row_params(chunk, window);
+  const Binding vocab_weight = vocab_weight_window(window, &p.weight_base);
+  const Binding logits = block(chunk, window, &p);
+  recorder_.dispatch("rows", "row",
+                     {{"capped", capped(options_) ? 1.0 : 0.0},
+                      {"scaled", p.slope != 1 ? 1.0 : 0.0},
+                      {"direct", 1},
+                      {"fused", 1}},
+                     p,
+                     {{},
+                      {},
+                      vocab_weight,
+                      zeros(),
+                      {},
+                      zeros(),
+                      role(Role::rows),
+                      role(Role::inputs),
+                      role(Role::scalars),
+                      logits},
+                     p.rows);
+}
+
+void Run::combine(const Chunk& chunk) {
+  const RowParams p = row_params(chunk, {});
+  recorder_.dispatch("rows", "combine", {{"direct", problem_.direct ? 1.0 : 0.0}}, p,
+                     {{},
+                      role(Role::counted),
+                      {},
+                      {},
+                      {},
+                      role(Role::partials),
+                      role(Role::rows),
+                      role(Role::inputs),
+                      role(Role::scalars)},
+                     blocks(chunk.tokens, 64));
+}
+
+}  // namespace logitless::webgpu

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+// The device interface on webgpu.h of wgpu-native, found at run time: the
+// library's own device, or one of the caller's.
+#pragma once
+
+#include <webgpu.h>
+#include <wgpu.h>
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "logitless/status.h"
+#include "src/webgpu/device.h"
+
+namespace logitless::webgpu {
+
+// The functions of webgpu.h, or the reason why there are none.
+struct Library;
+const Library* find_library(Status* status);
+
+class NativeDevice final : public Device {
+ public:
+  NativeDevice(const Library& library, WGPUInstance instance, WGPUAdapter adapter,
+               WGPUDevice device, WGPUQueue queue);
+  ~NativeDevice() override;
+  NativeDevice(const NativeDevice&) = delete;
+  NativeDevice& operator=(const NativeDevice&) = delete;
+
+  const Limits& limits() const override { return limits_; }
+  Buffer create_buffer(uint64_t bytes) override;
+  void destroy_buffer(Buffer buffer) override;
+  void write(Buffer buffer, uint64_t offset, const void* data, uint64_t bytes) override;
+  Pipeline pipeline(const char* shader, const char* entry, const Constant* constants,
+                    uint32_t count) override;
+  void dispatch(Pipeline pipeline, const Binding* bindings, uint32_t count, uint32_t x, uint32_t y,
+                uint32_t z) override;
+  void copy(Buffer source, uint64_t source_offset, Buffer target, uint64_t target_offset,
+            uint64_t bytes) override;
+  bool submit() override;
+  const char* error() override;
+
+  // What a page has no call for: waits for what was submitted and reads.
+  bool read(Buffer buffer, uint64_t offset, void* data, uint64_t bytes);
+  void wait();
+  // A pipeline of any text, not kept.
+  Pipeline pipeline_of_text(const char* text, const char* entry, const Constant* constants,
+                            uint32_t count);
+  const std::string& description() const { return description_; }
+  uint64_t allocated() const { return allocated_; }     // bytes of buffers, now
+  uint64_t most_allocated() const { return most_; }     // and at most since...
+  void forget_most_allocated() { most_ = allocated_; }  // ...this
+  WGPUInstance instance() const { return instance_; }
+  WGPUDevice wgpu_device() const { return device_; }
+  WGPUQueue queue() const { return queue_; }
+  // Smaller limits than the device has, for tests of what is beyond one
+  // binding.
+  void set_limits(const Limits& limits) { limits_ = limits; }
+  // Held by a caller of the above for as long as it records.
+  std::mutex& mutex() { return mutex_; }
+
+ private:
+  struct Kernel {
+    WGPUComputePipeline pipeline = nullptr;
+    WGPUBindGroupLayout layout = nullptr;
+  };
+  void begin_pass();
+  void end_pass();
+  void push_scope();
+  bool pop_scope();  // false where it caught something
+  void fail(const char* what, const std::string& why);
+
+  const Library& call_;
+  WGPUInstance instance_;
+  WGPUDevice device_;
+  WGPUQueue queue_;
+  Limits limits_;
+  std::string description_, error_, told_;
+  std::map<std::string, Pipeline> by_name_;
+  std::map<Pipeline, Kernel> kernels_;
+  std::map<Buffer, uint64_t> sizes_;
+  uint64_t allocated_ = 0, most_ = 0;
+  WGPUCommandEncoder encoder_ = nullptr;
+  WGPUComputePassEncoder pass_ = nullptr;
+  bool broken_ = false;  // something recorded since the last submit could not be
+  std::mutex mutex_;
+};
+
+// 0: the library's own device, made at the first call; others: as registered.
+NativeDevice* find_device(int32_t index, Status* status);
+bool has_registered_device();
+// The index of a caller's device; the same device, the same index.
+int32_t register_device(WGPUInstance instance, WGPUDevice device, WGPUQueue queue, Status* status);
+
+}  // namespace logitless::webgpu

@@ -1,0 +1,275 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "src/webgpu/plan.h"
+
+#include <algorithm>
+#include <iterator>
+
+#include "src/message.h"
+
+namespace logitless::webgpu {
+namespace {
+
+// A chunk is a row of workgroups (65535 at most) and one workgroup's list of
+// tokens.
+constexpr int64_t kMostTokens = 4096;
+// Below this many tokens a chunk's addition to grad_weight costs more than
+// making the logits again.
+constexpr int64_t kFewTokens = 128;
+constexpr int64_t kLeastTokens = 64;
+constexpr int64_t kColumnsAtOnce = 4096;  // a thread's registers hold 16 of a row
+constexpr uint64_t kParams = uint64_t{256} * 256, kSmall = 256;
+
+uint64_t& bytes_of(Plan* plan, Role role) { return plan->bytes[static_cast<size_t>(role)]; }
+
+// Sums of 256 at a time: chunk by chunk, and of the class weights.
+int64_t first_sums(const Problem& p, const Plan& plan) {
+  int64_t sums = plan.chunks * ((plan.chunk + 255) / 256);
+  if (p.sums_vocab_weight) sums = std::max(sums, (p.vocab_total + 255) / 256);
+  return std::max<int64_t>(sums, 1);
+}
+
+void fill_bytes(const Problem& p, Plan* plan) {
+  const auto set = [&](Role role, int64_t bytes) {
+    bytes_of(plan, role) = static_cast<uint64_t>(round_up(bytes, 256));
+  };
+  const int64_t chunk = std::max<int64_t>(plan->chunk, 1), hidden = round_up(p.hidden, 4);
+  set(Role::params, kParams);
+  set(Role::zeros, kSmall);
+  set(Role::spare, kSmall);
+  set(Role::scalars, kSmall);
+  const int64_t sums = first_sums(p, *plan);
+  set(Role::sums, 4 * sums);
+  set(Role::more_sums, 4 * ((sums + 255) / 256));
+  if (p.has_vocab_weight && !p.vocab_weight_bound) set(Role::vocab_weight, 4 * p.vocab_total);
+  if (p.has_bias && !p.bias_bound) set(Role::bias, 4 * p.vocab);
+  set(Role::rows, 64 * chunk);
+  set(Role::counted, 16 + 4 * chunk);
+  set(Role::inputs, 32 * chunk);
+  if (p.reduces) set(Role::losses, 4 * chunk);
+  set(Role::partials, 32 * chunk * std::max<int64_t>(plan->slots, 1));
+  plan->window_bytes = static_cast<uint64_t>(round_up(4 * chunk * plan->window, 256));
+  if (!p.direct) {
+    set(Role::block, static_cast<int64_t>(plan->window_bytes) * (plan->whole ? plan->windows : 1));
+  }
+  if (p.linear) {
+    set(Role::hidden, 4 * chunk * hidden);
+    if (p.wants_grad_input) set(Role::grad_hidden, 4 * chunk * hidden);
+    if (!p.weight_bound) set(Role::weight, 4 * plan->window * hidden);
+    if (p.wants_grad_weight && !p.grad_weight_bound) set(Role::grad_weight, 4 * p.vocab * hidden);
+    if (p.wants_grad_bias) set(Role::grad_bias, 4 * p.vocab);
+  }
+  plan->total = 0;
+  for (const uint64_t bytes : plan->bytes) plan->total += bytes;
+}
+
+// Whether every binding and every buffer of the plan keeps to the limits.
+bool within(const Problem& p, const Limits& limits, const Plan& plan) {
+  // A view's binding starts at a multiple of 256 before it.
+  const auto most = static_cast<int64_t>(limits.storage_binding_bytes) - 256;
+  const int64_t hidden = round_up(p.hidden, 4);
+  const auto fits = [&](int64_t rows, int64_t bytes) { return bytes == 0 || rows <= most / bytes; };
+  if (plan.window_bytes > limits.storage_binding_bytes) return false;
+  if (!fits(plan.chunk, std::max<int64_t>(plan.slots, 1) * 32) || !fits(plan.chunk, 64)) {
+    return false;
+  }
+  if (plan.chunk > 1 && !fits(plan.chunk, p.token_stride_bytes)) return false;
+  if (!fits(plan.window, 4)) return false;
+  if (p.linear &&
+      (!fits(plan.chunk, 4 * hidden) || !fits(plan.window, 4 * hidden) ||
+       !fits(plan.window, p.weight_row_bytes) || !fits(plan.window, p.grad_weight_row_bytes))) {
+    return false;
+  }
+  for (const uint64_t bytes : plan.bytes) {
+    if (bytes > limits.buffer_bytes) return false;
+  }
+  return true;
+}
+
+struct Choice {
+  int64_t chunk, window;
+  bool whole;
+};
+
+Plan plan_of(const Problem& p, const Choice& choice) {
+  Plan plan;
+  plan.chunk = choice.chunk;
+  plan.chunks = choice.chunk == 0 ? 1 : (p.tokens + choice.chunk - 1) / choice.chunk;
+  plan.window = choice.window;
+  plan.windows = choice.window == 0 ? 0 : (p.vocab + choice.window - 1) / choice.window;
+  plan.slots = (p.vocab + kSlotColumns - 1) / kSlotColumns;
+  plan.whole = choice.whole || plan.windows <= 1;
+  const bool again = p.gradients && !p.state_given && !plan.whole;
+  if (p.linear) plan.products = 1 + again + p.wants_grad_input + p.wants_grad_weight;
+  fill_bytes(p, &plan);
+  return plan;
+}
+
+// Whether a plan that holds more than a window at a time gains anything by it.
+bool wants_whole(const Problem& p) { return (p.gradients || p.softmax) && !p.state_given; }
+
+// Calls f(choice), the fastest first, until it says true. Chunks of fewer than
+// 64 tokens are only for limits that nothing else keeps to.
+template <class F>
+bool any_choice(const Problem& p, const bool& kept_to_limits, F&& f) {
+  const int64_t all = round_up(p.vocab, 4);
+  std::array<int64_t, 32> chunks{};
+  size_t count = 0;
+  for (int64_t c = std::min(p.tokens, kMostTokens); count < chunks.size(); c = (c + 1) / 2) {
+    chunks[count++] = c;
+    if (c <= 1) break;
+  }
+  const auto windows = [&](int64_t chunk, bool whole) {
+    for (int64_t w = all; w > 0; w = round_up(w / 2, kSlotColumns)) {
+      if (f(Choice{chunk, w, whole})) return true;
+      if (p.rows_at_once) break;
+      if (w <= kSlotColumns) break;
+    }
+    return p.vocab == 0 && f(Choice{chunk, 0, whole});
+  };
+  if (wants_whole(p)) {
+    for (size_t i = 0; i < count; ++i) {
+      if (chunks[i] < std::min(kFewTokens, p.tokens)) break;
+      if (windows(chunks[i], true)) return true;
+    }
+  }
+  for (size_t i = 0; i < count; ++i) {
+    if (kept_to_limits && chunks[i] < std::min(kLeastTokens, p.tokens)) break;
+    if (windows(chunks[i], false)) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+bool is_bound_matrix(const TensorView& v) {
+  return v && v.data != nullptr && v.dtype == DType::f32 && v.stride[1] == 1 &&
+         v.shape[1] % 4 == 0 && v.stride[0] % 4 == 0 && v.stride[0] >= v.shape[1] &&
+         v.byte_offset % 16 == 0;
+}
+
+bool is_bound_vector(const TensorView& v) {
+  return v && v.data != nullptr && v.dtype == DType::f32 && (v.stride[0] == 1 || v.shape[0] == 1) &&
+         v.byte_offset % 256 == 0;
+}
+
+namespace {
+
+// The matrix a logits op writes, where the kernels can work in it.
+bool is_direct(const Call& call) {
+  const TensorView& in = call["logits"];
+  const TensorView& out = call[call.options == nullptr ? "probabilities" : "grad_logits"];
+  if (call.linear || !out || in.data == nullptr || out.data == nullptr) return false;
+  if (out.dtype != DType::f32 || (out.stride[1] != 1 && out.shape[1] > 1)) return false;
+  // A buffer that a dispatch writes is bound once.
+  return in.data != out.data ||
+         (in.byte_offset == out.byte_offset && in.dtype == out.dtype && in.stride == out.stride);
+}
+
+}  // namespace
+
+Problem problem_of(const Call& call) {
+  Problem p;
+  p.tokens = call.tokens();
+  p.vocab = call.vocab();
+  p.vocab_total = call.vocab_total();
+  p.linear = call.linear;
+  p.gradients = call.gradients;
+  p.softmax = call.options == nullptr;
+  p.hidden = call.linear ? call.hidden() : 0;
+  p.state_given = !call.statistics && static_cast<bool>(call["row_reference"]);
+  p.has_bias = static_cast<bool>(call["bias"]);
+  p.bias_bound = is_bound_vector(call["bias"]);
+  p.has_vocab_weight = static_cast<bool>(call["vocab_weight"]);
+  p.vocab_weight_bound = is_bound_vector(call["vocab_weight"]);
+  p.direct = is_direct(call);
+  p.rows_at_once = p.direct && !p.state_given && p.vocab <= kColumnsAtOnce;
+  const TensorView& loss = call["loss"];
+  if (!p.softmax) {
+    p.probabilities = call.options->input_kind == InputKind::probabilities;
+    p.rows_at_once &= !p.probabilities;
+    p.sums_vocab_weight = p.has_vocab_weight && call.options->label_smoothing > 0;
+    p.reduces = loss && call.options->reduction != Reduction::none;
+  }
+  if (p.linear) {
+    p.weight_bound = is_bound_matrix(call["weight"]);
+    if (p.weight_bound) p.weight_row_bytes = 4 * call["weight"].stride[0];
+    p.wants_grad_input = static_cast<bool>(call["grad_input"]);
+    p.wants_grad_weight = static_cast<bool>(call["grad_weight"]);
+    p.wants_grad_bias = static_cast<bool>(call["grad_bias"]);
+    p.grad_weight_bound = is_bound_matrix(call["grad_weight"]);
+    if (p.grad_weight_bound) p.grad_weight_row_bytes = 4 * call["grad_weight"].stride[0];
+  }
+  for (const Field& field : call) {
+    const TensorView& v = *field.view;
+    if (!field.given() || v.rank == 0) continue;
+    const bool of_tokens = field.name != "weight" && field.name != "bias" &&
+                           field.name != "vocab_weight" && field.name != "grad_weight" &&
+                           field.name != "grad_bias" && field.name != "fault" &&
+                           (field.name != "loss" || !p.reduces);
+    if (of_tokens) {
+      p.token_stride_bytes = std::max(p.token_stride_bytes, v.stride[0] * size_of(v.dtype));
+    }
+  }
+  return p;
+}
+
+Status make_plan(const Problem& p, const Limits& limits, uint64_t budget, Plan* plan) {
+  bool any = false;
+  uint64_t least = UINT64_MAX;
+  const bool found = any_choice(p, any, [&](const Choice& choice) {
+    const Plan made = plan_of(p, choice);
+    if (!within(p, limits, made)) return false;
+    any = true;
+    if (made.total > budget) {
+      if (made.total < least) least = made.total, *plan = made;
+      return false;
+    }
+    *plan = made;
+    return true;
+  });
+  const auto vocab_bytes = static_cast<uint64_t>(4 * p.vocab_total);
+  if (p.has_vocab_weight && vocab_bytes > limits.storage_binding_bytes) {
+    return error(StatusCode::not_supported,
+                 "vocab_weight: %lld classes; allowed: one binding of the "
+                 "device, %llu bytes",
+                 static_cast<long long>(p.vocab_total),
+                 static_cast<unsigned long long>(limits.storage_binding_bytes));
+  }
+  if (p.vocab_total > INT32_MAX) {
+    return error(StatusCode::not_supported, "vocab_total is %lld; allowed on webgpu: < 2^31",
+                 static_cast<long long>(p.vocab_total));
+  }
+  if (any || found) return {};
+  return error(StatusCode::not_supported,
+               "N = %lld, V = %lld, D = %lld: 1024 rows of weight, or a sum of "
+               "grad_weight, pass "
+               "this device's limits: %llu bytes a binding, %llu a buffer",
+               static_cast<long long>(p.tokens), static_cast<long long>(p.vocab),
+               static_cast<long long>(p.hidden),
+               static_cast<unsigned long long>(limits.storage_binding_bytes),
+               static_cast<unsigned long long>(limits.buffer_bytes));
+}
+
+Status workspace_sizes(const Problem& p, const Limits& limits, uint64_t* minimum,
+                       uint64_t* recommended) {
+  Plan plan;
+  Status status = make_plan(p, limits, 0, &plan);
+  if (!status.ok()) return status;
+  *minimum = plan.total;
+  // The block of the default plan: a quarter of the f32 logits, and no less
+  // than 64 tokens' worth.
+  const int64_t tokens =
+      p.direct ? std::min(p.tokens, kMostTokens)
+               : std::clamp(p.tokens / 4, std::min(p.tokens, kLeastTokens), int64_t{1024});
+  Problem part = p;
+  part.tokens = tokens;
+  status = make_plan(part, limits, UINT64_MAX, &plan);
+  if (!status.ok()) return status;
+  const Plan own = plan_of(p, {plan.chunk, plan.window, plan.whole});
+  // What a call makes of that many bytes.
+  status = make_plan(p, limits, std::max(own.total, *minimum), &plan);
+  *recommended = plan.total;
+  return status;
+}
+
+}  // namespace logitless::webgpu

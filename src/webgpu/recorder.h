@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+// Dispatches with their uniforms: each takes a slot of the params buffer, which
+// is written when it is full and at the end, before what reads it is submitted.
+#pragma once
+
+#include <cstring>
+#include <initializer_list>
+
+#include "src/webgpu/device.h"
+
+namespace logitless::webgpu {
+
+class Recorder {
+ public:
+  static constexpr uint32_t kSlotBytes = 256, kSlots = 256, kMostBindings = 12;
+
+  Recorder(Device* device, Buffer params) : device_(device), params_(params) {}
+
+  // Bindings 1, 2, ... in order; 0 is the uniform.
+  template <class Params>
+  void dispatch(const char* shader, const char* entry, std::initializer_list<Constant> constants,
+                const Params& params, std::initializer_list<Binding> bindings, uint32_t x,
+                uint32_t y = 1) {
+    static_assert(sizeof(Params) <= kSlotBytes);
+    if (failed_ || x == 0 || y == 0) return;
+    const Pipeline pipeline = device_->pipeline(shader, entry, constants.begin(),
+                                                static_cast<uint32_t>(constants.size()));
+    if (pipeline == 0) failed_ = true;
+    if (failed_) return;
+    if (used_ == kSlots) flush();
+    std::memcpy(slots_ + used_ * kSlotBytes, &params, sizeof(params));
+    Binding all[kMostBindings] = {{params_, uint64_t{used_} * kSlotBytes, kSlotBytes}};
+    uint32_t count = 1;
+    for (const Binding& binding : bindings) all[count++] = binding;
+    ++used_;
+    device_->dispatch(pipeline, all, count, x, y, 1);
+  }
+
+  void copy(Buffer source, uint64_t source_offset, Buffer target, uint64_t target_offset,
+            uint64_t bytes) {
+    if (!failed_ && bytes > 0) {
+      device_->copy(source, source_offset, target, target_offset, bytes);
+    }
+  }
+
+  // Submits what is left; false where something went wrong, and device->error()
+  // says what.
+  bool finish() {
+    flush();
+    return !failed_;
+  }
+
+ private:
+  void flush() {
+    if (used_ > 0) device_->write(params_, 0, slots_, uint64_t{used_} * kSlotBytes);
+    if (!device_->submit()) failed_ = true;
+    used_ = 0;
+  }
+
+  Device* const device_;
+  const Buffer params_;
+  uint32_t used_ = 0;
+  bool failed_ = false;
+  unsigned char slots_[kSlots * kSlotBytes];
+};
+
+}  // namespace logitless::webgpu

@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0
+// One call on a device: every dispatch of an op, in order.
+#pragma once
+
+#include "src/webgpu/recorder.h"
+#include "src/webgpu/workspace.h"
+
+namespace logitless::webgpu {
+
+// Records and submits; waits for nothing. The plan is that of `budget` bytes.
+Status run(const Call& call, uint64_t budget, WorkspaceBuffers* workspace);
+
+// As in tokens.wgsl.
+struct TokenParams {
+  uint32_t tokens = 0, base = 0, stride = 0, wide = 0, ignore_low = 0, ignore_high = 0,
+           vocab_total = 0, vocab_start = 0, vocab = 0, flags = 0, nan = 0, fault = 0, sums = 0,
+           word = 0, kind = 0;
+};
+
+// As in rows.wgsl.
+struct RowParams {
+  uint32_t rows = 0, columns = 0, row_stride = 0, base = 0, first_column = 0, slots = 0, flags = 0,
+           nan = 0;
+  float slope = 1, cap_in = 0, cap_in_low = 0, cap_out = 0, cap_out_low = 0, smoothing = 0,
+        smoothing_per_class = 0, z_loss = 0, floor = 0, classes = 0;
+  uint32_t weight_base = 0;
+};
+
+// As in sum.wgsl.
+struct SumParams {
+  uint32_t count = 0, value_base = 0, result_base = 0, kind = 0;
+  float number = 0;
+  uint32_t empty_is_nan = 0, nan = 0, view = 0, has_grad = 0, grad = 0, loss = 0, row_stride = 0,
+           adds = 0, has_weight_sum = 0, one = 0;
+};
+
+// As in product.wgsl.
+struct ProductParams {
+  uint32_t rows = 0, columns = 0, depth = 0, a_base = 0, a_stride = 0, b_base = 0, b_stride = 0,
+           result_base = 0, result_stride = 0, adds = 0, bias_base = 0, b_rows = 0;
+};
+struct ProductKind {
+  bool a_transposed = false, b_transposed = false, has_bias = false;
+  uint32_t bounded = 0;
+};
+
+inline uint32_t u32(int64_t value) { return static_cast<uint32_t>(value); }
+inline uint32_t blocks(int64_t count, int64_t of) { return u32((count + of - 1) / of); }
+inline bool capped(const LossOptions& o) { return o.softcap > 0; }
+
+constexpr uint32_t kNan = 0x7fc00000u;
+constexpr uint32_t kGroups = 65535;
+
+// A rectangle of a view, or all of a vector.
+struct Part {
+  int64_t first_row = 0, rows = 1, first_column = 0, columns = 1;
+};
+
+// Where dense f32 rows lie: a buffer, elements before the first one, elements
+// from row to row.
+struct Dense {
+  Buffer buffer = 0;
+  uint64_t bytes = 0;  // of the buffer
+  int64_t base = 0, row_stride = 1, column_stride = 1;
+};
+
+// The order of a call. A chunk's functions are in chunk.cpp, copies of views in
+// copies.cpp.
+class Run {
+ public:
+  Run(const Call& call, const Problem& problem, const Plan& plan, WorkspaceBuffers* workspace);
+  Status all();
+
+ private:
+  struct Chunk {
+    int64_t first = 0, tokens = 0;
+    bool is_first = false;
+  };
+  struct Window {
+    int64_t index = 0, first = 0, columns = 0;
+  };
+
+  // --- copies.cpp ---
+  void gather(const TensorView& source, Part part, const Dense& result, int64_t padded_columns,
+              bool counted_rows);
+  void gather_vector(const TensorView& source, int64_t first, int64_t count, const Dense& result);
+  void scatter(const Dense& values, const TensorView& result, Part part, bool by_token,
+               int64_t first_token = 0);
+  Binding bound(const TensorView& view, Part part, int64_t* base) const;
+  int64_t extent_of(const TensorView& view, Part part) const;
+  bool fits(const TensorView& view, Part part) const;
+
+  // --- run.cpp ---
+  void prepare_vocabulary();
+  void normalize();
+  void tree(int64_t count, Role* in);
+  Binding count_tokens();
+  void run_chunk(const Chunk& chunk);
+  void finish_loss();
+  void finish_gradients();
+  Window window_of(int64_t index) const;
+  Chunk chunk_of(int64_t index) const;
+
+  // --- chunk.cpp ---
+  void begin_chunk(const Chunk& chunk);
+  void copy_logits(const Chunk& chunk);
+  void make_logits(const Chunk& chunk, const Window& window);
+  void make_partials(const Chunk& chunk, const Window& window);
+  void make_rows(const Chunk& chunk);
+  void combine(const Chunk& chunk);
+  void make_gradients(const Chunk& chunk, const Window& window);
+  void emit(const Chunk& chunk, const TensorView& view, uint32_t word, uint32_t kind,
+            int64_t first);
+  void add_products(const Chunk& chunk, const Window& window);
+  void emit_outputs(const Chunk& chunk);
+  Binding weight_window(const Window& window, uint32_t* base, uint32_t* stride);
+  Binding vocab_weight_window(const Window& window, uint32_t* base) const;
+  Binding whole_vocab_weight() const;
+  Binding targets(const Chunk& chunk, TokenParams* params) const;
+  Binding block(const Window& window) const;
+  // For the kernels of rows.wgsl: that, or the caller's matrix.
+  Binding block(const Chunk& chunk, const Window& window, RowParams* params) const;
+  const TensorView& result() const;  // of a logits op
+  RowParams row_params(const Chunk& chunk, const Window& window) const;
+  void product(const ProductParams& params, const ProductKind& kind, Binding a, Binding b,
+               Binding result, Binding bias);
+
+  Binding role(Role role) const { return {workspace_[role], 0, workspace_.bytes(role)}; }
+  Binding zeros() const { return role(Role::zeros); }
+  Dense dense(Role role, int64_t base, int64_t row_stride, int64_t column_stride = 1) const {
+    return {workspace_[role], workspace_.bytes(role), base, row_stride, column_stride};
+  }
+  TokenParams token_params(const Chunk& chunk) const;
+  bool given(const char* name) const { return static_cast<bool>(call_[name]); }
+
+  const Call& call_;
+  const Problem& problem_;
+  const Plan& plan_;
+  const LossOptions options_;
+  const WorkspaceBuffers& workspace_;
+  Device* const device_;
+  Recorder recorder_;
+  int64_t sums_ = 0;  // of losses, made so far
+};
+
+}  // namespace logitless::webgpu

@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sums in a fixed order, a tree of 256 at a time, and what is made of them.
+//   tree        sums[g] = sum of values[256 g .. 256 g + 255]
+//   normalize   scalars: 0 the normalizer, 3 the gradient's common factor
+//   finish      the loss of sum and mean
+//   columns     result[j] (+)= sum over rows of the block's column j
+
+struct Params {
+  count: u32,
+  value_base: u32,
+  result_base: u32,
+  kind: u32,          // of the normalizer: 0 none, 1 counted, 2 a number, 3 f32 view, 4 i64 view
+  number: f32,
+  empty_is_nan: u32,
+  nan: u32,
+  view: u32,          // word of the normalizer's view
+  has_grad: u32,
+  grad: u32,          // word of grad_loss
+  loss: u32,          // word of the loss
+  row_stride: u32,    // of the block, in words
+  adds: u32,
+  has_weight_sum: u32,
+  one: u32,           // one value and no tree above it
+}
+
+@group(0) @binding(0) var<uniform> p: Params;
+@group(0) @binding(1) var<storage, read> values: array<f32>;
+@group(0) @binding(2) var<storage, read_write> sums: array<f32>;
+@group(0) @binding(3) var<storage, read_write> scalars: array<u32>;
+@group(0) @binding(4) var<storage, read> normalizer: array<u32>;
+@group(0) @binding(5) var<storage, read> grad_loss: array<u32>;
+@group(0) @binding(6) var<storage, read_write> loss: array<u32>;
+@group(0) @binding(7) var<storage, read> counted: array<u32>;
+@group(0) @binding(8) var<storage, read_write> result: array<f32>;
+
+var<workgroup> shared_sums: array<f32, 256>;
+
+@compute @workgroup_size(256)
+fn tree(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
+  let number = group.y * 65535u + group.x;
+  let i = number * 256u + thread;
+  var own = 0.0;
+  if (i < p.count) {
+    own = values[p.value_base + i];
+  }
+  shared_sums[thread] = own;
+  for (var step = 128u; step > 0u; step /= 2u) {
+    workgroupBarrier();
+    if (thread < step) {
+      shared_sums[thread] += shared_sums[thread + step];
+    }
+  }
+  if (thread == 0u && number * 256u < p.count) {
+    sums[p.result_base + number] = shared_sums[0];
+  }
+}
+
+// values[value_base] is the counted normalizer.
+@compute @workgroup_size(1)
+fn normalize() {
+  var n = 1.0;
+  if (p.kind == 1u) {
+    n = values[p.value_base];
+  } else if (p.kind == 2u) {
+    n = p.number;
+  } else if (p.kind == 3u) {
+    n = bitcast<f32>(normalizer[p.view]);
+  } else if (p.kind == 4u) {
+    n = f32(bitcast<i32>(normalizer[p.view + 1u])) * 4294967296.0 + f32(normalizer[p.view]);
+  }
+  var g = 1.0;
+  if (p.has_grad != 0u) {
+    g = bitcast<f32>(grad_loss[p.grad]);
+  }
+  scalars[0] = bitcast<u32>(n);
+  if (p.kind == 0u) {
+    scalars[3] = bitcast<u32>(g);
+  } else if (n == 0.0) {
+    scalars[3] = select(0u, p.nan, p.empty_is_nan != 0u);
+  } else {
+    scalars[3] = bitcast<u32>(g / n);
+  }
+}
+
+// values[value_base] is the sum over the vocabulary's weights.
+@compute @workgroup_size(1)
+fn keep_weight_sum() {
+  scalars[4] = bitcast<u32>(values[p.value_base]);
+}
+
+// values[value_base] is the sum of the tokens' losses.
+@compute @workgroup_size(1)
+fn finish() {
+  let sum = values[p.value_base];
+  let n = bitcast<f32>(scalars[0]);
+  var bits = bitcast<u32>(sum);
+  if (p.kind != 0u && (bits & 0x7fffffffu) <= 0x7f800000u) {
+    if (n == 0.0) {
+      bits = select(0u, p.nan, p.empty_is_nan != 0u);
+    } else {
+      bits = bitcast<u32>(sum / n);
+    }
+  }
+  loss[p.loss] = bits;
+}
+
+@compute @workgroup_size(64)
+fn columns(@builtin(global_invocation_id) id: vec3<u32>) {
+  let j = id.x;
+  if (j >= p.count) {
+    return;
+  }
+  var sum = 0.0;
+  for (var r = 0u; r < counted[0]; r++) {
+    sum += values[p.value_base + r * p.row_stride + j];
+  }
+  if (p.adds != 0u) {
+    sum += result[p.result_base + j];
+  }
+  result[p.result_base + j] = sum;
+}

@@ -1,0 +1,229 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which tokens count.
+//   chunk  one workgroup: the rows of a chunk of tokens, and the list of those that count
+//   each   a thread a token: the rows of a chunk whose matrix is worked on in place: every token is listed
+//   count  a workgroup a 256 tokens: the sum of c_t over those that count    -> sums
+//   emit   a word of every row, or what follows from it, to a strided output
+
+struct Params {
+  tokens: u32,
+  base: u32,            // of the targets, in words
+  stride: u32,          // in words
+  wide: u32,            // 1: a target is two words
+  ignore_low: u32,
+  ignore_high: u32,
+  vocab_total: u32,
+  vocab_start: u32,
+  vocab: u32,           // columns of the views
+  flags: u32,
+  nan: u32,
+  fault: u32,           // word of the fault
+  sums: u32,            // first of them to write
+  word: u32,            // to emit
+  kind: u32,            // 0 the word, 1 lse, 2 index of 32 bits, 3 index of 64 bits
+}
+
+const has_vocab_weight = 1u;
+const has_token_weight = 2u;
+const outside_is_ignored = 4u;
+const all_count = 8u;  // no targets: every row of a softmax
+const has_fault = 16u;
+const words = 16u;
+const none = 0xffffffffu;
+const state_nan = 256u;
+
+@group(0) @binding(0) var<uniform> p: Params;
+@group(0) @binding(1) var<storage, read> targets: array<u32>;
+@group(0) @binding(2) var<storage, read> vocab_weight: array<f32>;      // [vocab_total]
+@group(0) @binding(3) var<storage, read> inputs: array<f32>;            // [tokens, 8]
+@group(0) @binding(4) var<storage, read_write> rows: array<u32>;        // [tokens, 16]
+@group(0) @binding(5) var<storage, read_write> counted: array<u32>;      // count, 3 unused, [count]
+@group(0) @binding(6) var<storage, read_write> fault: array<atomic<u32>>;
+@group(0) @binding(7) var<storage, read_write> sums: array<f32>;
+@group(0) @binding(8) var<storage, read> rows_in: array<u32>;
+@group(0) @binding(9) var<storage, read_write> result: array<u32>;
+
+const ignored = 0u;
+const counts = 1u;
+const outside = 2u;
+
+struct Target {
+  kind: u32,
+  index: u32,  // in the whole vocabulary
+}
+
+fn target_of(i: u32) -> Target {
+  if ((p.flags & all_count) != 0u) {
+    return Target(counts, none);
+  }
+  let at = p.base + i * p.stride;
+  let low = targets[at];
+  var high = select(0u, none, (low >> 31u) == 1u);
+  if (p.wide != 0u) {
+    high = targets[at + 1u];
+  }
+  if (low == p.ignore_low && high == p.ignore_high) {
+    return Target(ignored, 0u);
+  }
+  if (high == 0u && low < p.vocab_total) {
+    return Target(counts, low);
+  }
+  return Target(select(outside, ignored, (p.flags & outside_is_ignored) != 0u), 0u);
+}
+
+fn weight_of(t: Target) -> f32 {
+  if ((p.flags & has_vocab_weight) == 0u) {
+    return 1.0;
+  }
+  if (t.kind != counts || t.index == none) {
+    return 0.0;
+  }
+  return vocab_weight[t.index];
+}
+
+fn begin_row(i: u32, t: Target, place: u32) {
+  let row = i * words;
+  for (var k = 0u; k < words; k++) {
+    rows[row + k] = 0u;
+  }
+  rows[row] = t.kind;
+  rows[row + 1u] = none;
+  rows[row + 9u] = none;
+  rows[row + 15u] = none;
+  if (t.kind == outside) {
+    rows[row + 10u] = p.nan;
+  }
+  if (t.kind != counts) {
+    return;
+  }
+  let column = t.index - p.vocab_start;
+  if (t.index >= p.vocab_start && column < p.vocab) {
+    rows[row + 1u] = column;
+  }
+  rows[row + 2u] = bitcast<u32>(weight_of(t));
+  var a = 1.0;
+  if ((p.flags & has_token_weight) != 0u) {
+    a = inputs[i * 8u];
+  }
+  rows[row + 3u] = bitcast<u32>(a);
+  rows[row + 15u] = place;
+}
+
+@compute @workgroup_size(256)
+fn each(@builtin(global_invocation_id) id: vec3<u32>) {
+  let i = id.x;
+  if (i == 0u) {
+    counted[0] = p.tokens;
+  }
+  if (i >= p.tokens) {
+    return;
+  }
+  let t = target_of(i);
+  begin_row(i, t, i);
+  counted[4u + i] = i;
+  if (t.kind == outside && (p.flags & has_fault) != 0u) {
+    atomicOr(&fault[p.fault], 1u);
+  }
+}
+
+var<workgroup> scan: array<u32, 256>;
+var<workgroup> tree: array<f32, 256>;
+var<workgroup> any_outside: atomic<u32>;
+
+@compute @workgroup_size(256)
+fn chunk(@builtin(local_invocation_index) thread: u32) {
+  // Not left to the language's zeros: not every driver keeps to them.
+  if (thread == 0u) {
+    atomicStore(&any_outside, 0u);
+  }
+  workgroupBarrier();
+  var before = 0u;
+  for (var first = 0u; first < p.tokens; first += 256u) {
+    let i = first + thread;
+    var t = Target(ignored, 0u);
+    if (i < p.tokens) {
+      t = target_of(i);
+    }
+    let own = select(0u, 1u, t.kind == counts);
+    scan[thread] = own;
+    for (var step = 1u; step < 256u; step *= 2u) {
+      workgroupBarrier();
+      var left = 0u;
+      if (thread >= step) {
+        left = scan[thread - step];
+      }
+      workgroupBarrier();
+      scan[thread] += left;
+    }
+    workgroupBarrier();
+    let place = before + scan[thread] - own;
+    before += scan[255];
+    workgroupBarrier();
+    if (i < p.tokens) {
+      begin_row(i, t, place);
+      if (t.kind == counts) {
+        counted[4u + place] = i;
+      }
+      if (t.kind == outside) {
+        atomicStore(&any_outside, 1u);
+      }
+    }
+  }
+  workgroupBarrier();
+  if (thread == 0u) {
+    counted[0] = before;
+    if (atomicLoad(&any_outside) != 0u && (p.flags & has_fault) != 0u) {
+      atomicOr(&fault[p.fault], 1u);
+    }
+  }
+}
+
+@compute @workgroup_size(256)
+fn count(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
+  let number = group.y * 65535u + group.x;
+  let i = number * 256u + thread;
+  var own = 0.0;
+  if (i < p.tokens) {
+    let t = target_of(i);
+    // A target outside counts as a token; it has no class weight.
+    if (t.kind != ignored) {
+      own = weight_of(t);
+    }
+  }
+  tree[thread] = own;
+  for (var step = 128u; step > 0u; step /= 2u) {
+    workgroupBarrier();
+    if (thread < step) {
+      tree[thread] += tree[thread + step];
+    }
+  }
+  if (thread == 0u && number * 256u < p.tokens) {
+    sums[p.sums + number] = tree[0];
+  }
+}
+
+@compute @workgroup_size(256)
+fn emit(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
+  let i = group.x * 256u + thread;
+  if (i >= p.tokens) {
+    return;
+  }
+  let row = i * words;
+  let state = rows_in[row];
+  let at = p.base + i * p.stride;
+  var value = rows_in[row + p.word];
+  if (p.kind == 1u) {
+    let log_sum = rows_in[row + 5u];
+    value = log_sum;
+    if ((state & state_nan) == 0u) {
+      value = bitcast<u32>(bitcast<f32>(rows_in[row + 4u]) + bitcast<f32>(log_sum));
+    }
+  }
+  if (p.kind >= 2u && value != none) {
+    value += p.vocab_start;
+  }
+  result[at] = value;
+  if (p.kind == 3u) {
+    result[at + 1u] = select(0u, none, value == none);
+  }
+}

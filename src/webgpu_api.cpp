@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+// What only WebGPU has in the C interface: workspaces, which are several buffers, and the caller's
+// own device.
+#include "src/backend.h"
+
+#ifdef LOGITLESS_WITH_WEBGPU
+#include "src/webgpu/native.h"
+#include "src/webgpu/workspace.h"
+#endif
+
+using namespace logitless;
+
+namespace {
+
+int32_t report(const Status& status, logitless_status* out) {
+  if (out != nullptr && out->struct_size >= sizeof(*out)) {
+    const uint32_t size = out->struct_size;
+    *out = *status.c();
+    out->struct_size = size;
+  }
+  return status.c()->code;
+}
+
+#ifndef LOGITLESS_WITH_WEBGPU
+Status absent() {
+  return Status(StatusCode::backend_unavailable, "webgpu: this library was built without it");
+}
+#endif
+
+}  // namespace
+
+extern "C" {
+
+#ifdef LOGITLESS_WITH_WEBGPU
+
+int32_t logitless_webgpu_create_workspace(int32_t device_index, uint64_t bytes, void** workspace,
+                                          logitless_status* status) {
+  if (workspace == nullptr) {
+    return report(Status(StatusCode::invalid_argument, "workspace is NULL"), status);
+  }
+  Status result;
+  webgpu::NativeDevice* device = webgpu::find_device(device_index, &result);
+  if (device == nullptr) return report(result, status);
+  *workspace = new (std::nothrow) webgpu::WorkspaceBuffers(device, bytes);
+  if (*workspace == nullptr) result = Status(StatusCode::internal, "out of memory");
+  return report(result, status);
+}
+
+void logitless_webgpu_destroy_workspace(void* workspace) {
+  if (workspace == nullptr) return;
+  auto* buffers = static_cast<webgpu::WorkspaceBuffers*>(workspace);
+  auto* device = static_cast<webgpu::NativeDevice*>(buffers->device());
+  const std::lock_guard lock(device->mutex());
+  delete buffers;
+}
+
+int32_t logitless_webgpu_use_device(void* instance, void* device, void* queue,
+                                    int32_t* device_index, logitless_status* status) {
+  if (instance == nullptr || device == nullptr || queue == nullptr || device_index == nullptr) {
+    return report(Status(StatusCode::invalid_argument,
+                         "instance, device, queue or device_index is NULL; all are wanted"),
+                  status);
+  }
+  Status result;
+  const int32_t index =
+      webgpu::register_device(static_cast<WGPUInstance>(instance), static_cast<WGPUDevice>(device),
+                              static_cast<WGPUQueue>(queue), &result);
+  if (result.ok()) *device_index = index;
+  return report(result, status);
+}
+
+int32_t logitless_webgpu_device(int32_t device_index, void** instance, void** device, void** queue,
+                                logitless_status* status) {
+  Status result;
+  const webgpu::NativeDevice* found = webgpu::find_device(device_index, &result);
+  if (found == nullptr) return report(result, status);
+  if (instance != nullptr) *instance = found->instance();
+  if (device != nullptr) *device = found->wgpu_device();
+  if (queue != nullptr) *queue = found->queue();
+  return report(result, status);
+}
+
+#else
+
+int32_t logitless_webgpu_create_workspace(int32_t, uint64_t, void**, logitless_status* status) {
+  return report(absent(), status);
+}
+void logitless_webgpu_destroy_workspace(void*) {}
+int32_t logitless_webgpu_use_device(void*, void*, void*, int32_t*, logitless_status* status) {
+  return report(absent(), status);
+}
+int32_t logitless_webgpu_device(int32_t, void**, void**, void**, logitless_status* status) {
+  return report(absent(), status);
+}
+
+#endif
+
+}  // extern "C"

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bugs put into the shaders with published bindings on purpose; the tests must catch every one.
+
+    .venv-web/bin/python tests/web/mutants.py [PART OF A NAME]
+
+Each is an exact piece of text, what takes its place, and the tests that are asked. The shaders are
+copied to out/web-mutants, never changed where they are. Naga alone: what a mutant breaks is not the
+compiler's. Exit code 0: all caught."""
+
+# ruff: noqa: E501
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SCRATCH = ROOT / "out/web-mutants"
+LOSS, CAST = "test_cross_entropy.py", "test_softmax_cast.py"
+
+# name, shader, text, replacement, tests
+MUTANTS = [
+    ("drop the last column", "cross_entropy",
+     "for (var k = 0u; k < 4u; k++) {\n    if (v + k * WG < dims.y) {\n      x[k]",
+     "for (var k = 0u; k < 4u; k++) {\n    if (v + k * WG + 1u < dims.y) {\n      x[k]", LOSS),
+    ("store no last column", "cross_entropy",
+     "if (v + k * WG < dims.y) {\n      logits", "if (v + k * WG + 1u < dims.y) {\n      logits", LOSS),
+    ("smoothing without its pass", "cross_entropy", "if (params.y > 0.0) {", "if (params.y > 2.0) {", LOSS),
+    ("smoothing of padding", "cross_entropy",
+     "total(select(vec4<f32>(0.0), m - x, inside))", "total(m - x)", LOSS),
+    ("a stale maximum", "cross_entropy", "select(a.s * scale.x, a.s, a.m == m)", "a.s", LOSS),
+    ("a maximum of its own for every thread", "cross_entropy",
+     "  return parts[0];", "  return Columns(mine.m, parts[0].s, parts[0].sight);", LOSS),
+    ("a missing step of the tree", "cross_entropy",
+     "stride > 0u; stride /= 2u) {\n    workgroupBarrier();\n    if (tid < stride) {\n      parts",
+     "stride > 1u; stride /= 2u) {\n    workgroupBarrier();\n    if (tid < stride) {\n      parts", LOSS),
+    ("no barrier in the tree", "cross_entropy",
+     "    workgroupBarrier();\n    if (tid < stride) {\n      parts", "    if (tid < stride) {\n      parts",
+     LOSS),
+    ("the target's logit read late", "cross_entropy", "losses[s] = bitcast<f32>(bits | poison);",
+     "losses[s] = bitcast<f32>(bits | poison) + 0.0 * x_t + (x_t - logits[s * dims.y + tgts[s] ^ 1u]);",
+     LOSS),
+    ("z-loss without its gradient", "cross_entropy", "(1.0 + 2.0 * params.z * lse)", "1.0", LOSS),
+    ("z-loss without its loss", "cross_entropy", "params.z * lse * lse;", "0.0;", LOSS),
+    ("inv_norm forgotten at the target", "cross_entropy", "params.x * (1.0 - alpha), poison", "1.0 - alpha, poison", LOSS),
+    ("a target beyond the vocabulary counts", "cross_entropy", "if (t >= dims.y) {", "if (t > dims.y) {", LOSS),
+    ("an ignored row keeps its logits", "cross_entropy", "store(row, v, vec4<f32>(0.0));", "", LOSS),
+    ("a fold of the grid lost", "cross_entropy", "let s = group.x + group.y * groups.x;", "let s = group.x;", LOSS),
+    ("a row too many", "cross_entropy", "if (s >= dims.x) {", "if (s > dims.x) {", LOSS),
+    ("NaN not seen", "cross_entropy", "any(poison | (infinite & !negative))", "any(infinite & !negative)", LOSS),
+    ("a masked logit is NaN", "cross_entropy", "any(poison | (infinite & !negative))", "any(poison | infinite)", LOSS),
+    ("registers mixed up", "cross_entropy", "c = load(row, tid + 8u * WG);", "c = load(row, tid + 7u * WG);", LOSS),
+    ("large rows written twice", "cross_entropy", "const IN_REGISTERS = 16u * WG;", "const IN_REGISTERS = 17u * WG;", LOSS),
+    ("the last loss left out", "sum_losses", "first + k * WG < n", "first + k * WG + 1u < n", LOSS),
+    ("one long sum", "sum_losses", "first += 4u * BLOCK * WG", "first += 3u * BLOCK * WG", LOSS),
+    ("no maximum", "softmax", "return exp(max(x - reference, -200.0));", "return exp(x);", CAST),
+    ("rows and columns swapped", "softmax", "row_major == over_rows", "row_major != over_rows", CAST),
+    ("the offset forgotten", "softmax", "return shape.offset + i + j * shape.stride;", "return i + j * shape.stride;", CAST),
+    ("a column too many", "softmax", "if (j >= vectors) {", "if (j > vectors) {", CAST),
+    ("half a workgroup's sums", "softmax", "workgroup_size / 2u; step", "workgroup_size / 4u; step", CAST),
+    ("NaN taken for a number", "softmax", "(state.sight & POISON) != 0u", "false", CAST),
+    ("ties away from even", "cast", "(rest == middle && (kept & 1u) == 1u)", "rest == middle", CAST),
+    ("truncated", "cast", "kept + select(0u, 1u, up)", "kept", CAST),
+    ("subnormals flushed", "cast", "if (magnitude < 0x33000000u) {", "if (magnitude < 0x38800000u) {", CAST),
+    ("100000 is no infinity", "cast", "if (magnitude >= 0x47800000u) {", "if (magnitude >= 0x48000000u) {", CAST),
+    ("f16 subnormals read as normal", "cast", "if (exponent > 0u) {", "if (exponent >= 0u) {", CAST),
+    ("the odd element forgotten", "cast", "if (2u * word < n) {\n    var", "if (2u * word + 1u < n) {\n    var", CAST),
+]  # fmt: skip
+
+
+def passes(tests: str) -> bool:
+    environment = os.environ | {"LOGITLESS_SHADERS": str(SCRATCH), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", "naga or holds"]
+    command += ["-c", str(ROOT / "tests/web/pytest.ini"), str(ROOT / "tests/web" / tests)]
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=300)
+    if done.returncode not in (0, 1):
+        raise SystemExit(done.stdout.decode() + done.stderr.decode())
+    return done.returncode == 0
+
+
+def main() -> int:
+    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+    survivors = []
+    for name, shader, text, replacement, tests in MUTANTS:
+        if wanted not in name:
+            continue
+        shutil.rmtree(SCRATCH, ignore_errors=True)
+        shutil.copytree(ROOT / "src/webgpu/shaders", SCRATCH)
+        file = SCRATCH / f"{shader}.wgsl"
+        before = file.read_text()
+        if text not in before:
+            raise SystemExit(f"{name}: its text is not in {shader}.wgsl")
+        file.write_text(before.replace(text, replacement, 1))
+        survived = passes(tests)
+        print(f"{'SURVIVED' if survived else 'caught  '}  {shader}: {name}", flush=True)
+        if survived:
+            survivors.append(name)
+    print(f"{len(survivors)} survived")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

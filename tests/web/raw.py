@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pipeline made from a published binding table alone, with either compiler: what a program that
+already has such a pipeline does with a shader of this repository. Default limits."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import functools
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import wgpu
+from playwright.sync_api import Page
+
+FOLDER = pathlib.Path(__file__).resolve().parents[2] / "src/webgpu/shaders"
+SHADERS = pathlib.Path(os.environ.get("LOGITLESS_SHADERS", FOLDER))  # mutants.py's copies
+READ_ONLY, READ_WRITE, UNIFORM = "read-only-storage", "storage", "uniform"
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """An entry point and its binding table."""
+
+    file: str
+    entry: str
+    table: tuple[str, ...]
+
+    @property
+    def code(self) -> str:
+        return (SHADERS / self.file).read_text()
+
+
+class Compiler(Protocol):
+    def compile(self, code: str, entry: str, constants: Mapping[str, float]) -> str:
+        """The compiler's error message, or nothing."""
+
+    def run(
+        self,
+        kernel: Kernel,
+        buffers: Sequence[np.ndarray],
+        groups: tuple[int, int, int],
+        constants: Mapping[str, float] | None = None,
+    ) -> list[np.ndarray]:
+        """The buffers after the dispatch, shaped and typed as they were given."""
+
+
+def _like(data: bytes, like: np.ndarray) -> np.ndarray:
+    return np.frombuffer(data[: like.nbytes], like.dtype).reshape(like.shape).copy()
+
+
+class Naga:
+    def __init__(self) -> None:
+        adapter = wgpu.gpu.request_adapter_sync()
+        self.device = adapter.request_device_sync()  # the default limits
+
+    def compile(self, code: str, entry: str, constants: Mapping[str, float]) -> str:
+        try:
+            module = self.device.create_shader_module(code=code)
+            self.device.create_compute_pipeline(
+                layout="auto",
+                compute={"module": module, "entry_point": entry, "constants": dict(constants)},
+            )
+        except wgpu.GPUError as error:
+            return str(error)
+        return ""
+
+    def run(
+        self,
+        kernel: Kernel,
+        buffers: Sequence[np.ndarray],
+        groups: tuple[int, int, int],
+        constants: Mapping[str, float] | None = None,
+    ) -> list[np.ndarray]:
+        device, usage = self.device, wgpu.BufferUsage
+        layout = device.create_bind_group_layout(
+            entries=[
+                {"binding": i, "visibility": wgpu.ShaderStage.COMPUTE, "buffer": {"type": type_}}
+                for i, type_ in enumerate(kernel.table)
+            ]
+        )
+        pipeline = device.create_compute_pipeline(
+            layout=device.create_pipeline_layout(bind_group_layouts=[layout]),
+            compute={
+                "module": device.create_shader_module(code=kernel.code),
+                "entry_point": kernel.entry,
+                "constants": dict(constants or {}),
+            },
+        )
+        made = []
+        for type_, array in zip(kernel.table, buffers):
+            kind = usage.UNIFORM if type_ == UNIFORM else usage.STORAGE
+            buffer = device.create_buffer(
+                size=max(16, array.nbytes), usage=kind | usage.COPY_DST | usage.COPY_SRC
+            )
+            if array.nbytes:
+                device.queue.write_buffer(buffer, 0, np.ascontiguousarray(array))
+            made.append(buffer)
+        group = device.create_bind_group(
+            layout=layout,
+            entries=[
+                {"binding": i, "resource": {"buffer": b, "offset": 0, "size": b.size}}
+                for i, b in enumerate(made)
+            ],
+        )
+        encoder = device.create_command_encoder()
+        compute = encoder.begin_compute_pass()
+        compute.set_pipeline(pipeline)
+        compute.set_bind_group(0, group)
+        compute.dispatch_workgroups(*groups)
+        compute.end()
+        device.queue.submit([encoder.finish()])
+        return [_like(bytes(device.queue.read_buffer(b)), a) for b, a in zip(made, buffers)]
+
+
+class Tint:
+    def __init__(self, page: Page) -> None:
+        self.page = page
+        page.wait_for_function("globalThis.ready === true")
+
+    def compile(self, code: str, entry: str, constants: Mapping[str, float]) -> str:
+        request = {"code": code, "entry": entry, "constants": dict(constants), "table": None}
+        return str(self.page.evaluate("(request) => compile(request)", request))
+
+    def run(
+        self,
+        kernel: Kernel,
+        buffers: Sequence[np.ndarray],
+        groups: tuple[int, int, int],
+        constants: Mapping[str, float] | None = None,
+    ) -> list[np.ndarray]:
+        request = {
+            "code": kernel.code,
+            "entry": kernel.entry,
+            "constants": dict(constants or {}),
+            "table": list(kernel.table),
+            "groups": list(groups),
+            "buffers": [base64.b64encode(array.tobytes()).decode() for array in buffers],
+        }
+        results = self.page.evaluate("(request) => runRaw(request)", request)
+        return [_like(base64.b64decode(text), array) for text, array in zip(results, buffers)]
+
+
+@functools.cache
+def naga() -> Naga:
+    return Naga()

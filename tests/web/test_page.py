@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page and the example as a visitor sees them, in headless Chromium: a call that agrees with
+double precision, its memory, a model that learns, a phone's width, a browser without WebGPU.
+Screenshots are left in out/web."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import BrowserContext, Page
+
+SCREENSHOTS = pathlib.Path(__file__).resolve().parents[2] / "out/web"
+
+
+@pytest.fixture
+def page(browser: BrowserContext, web_origin: str) -> Iterator[Page]:
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    page = browser.new_page()
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda m: errors.append(m.text) if m.type in ("error", "warning") else None)
+    page.goto(f"{web_origin}/index.html?limits=default")
+    yield page
+    page.close()
+    assert errors == []
+
+
+def judged(page: Page) -> str:
+    """The verdict of the call that runs."""
+    page.wait_for_function("document.getElementById('progress').textContent === ''", timeout=60000)
+    page.wait_for_function("document.getElementById('check').className !== ''", timeout=60000)
+    return page.inner_text("#check")
+
+
+def run(page: Page, **fields: str | bool) -> str:
+    for name, value in fields.items():
+        field = page.locator(f"[name={name}]")
+        if isinstance(value, bool):
+            field.set_checked(value)
+        elif field.evaluate("e => e.tagName") == "SELECT":
+            field.select_option(value)
+        else:
+            field.fill(value)
+    page.evaluate("document.getElementById('check').className = ''")
+    page.click("#run")
+    return judged(page)
+
+
+def test_the_first_call_agrees_with_double_precision(page: Page) -> None:
+    assert judged(page).startswith("within the contract's bound: loss at")
+    assert "nats" in page.inner_text("#loss")
+    assert float(re.findall(r"[\d.]+", page.inner_text("#loss"))[0]) > 9  # log 8192 is 9.01
+    assert page.inner_text("#memory").startswith("512 KiB of workspace")
+    assert "swiftshader" in page.inner_text("#adapter")
+    curves = page.locator("#memory-chart polyline")
+    assert curves.count() == 3
+    page.screenshot(path=SCREENSHOTS / "desktop.png", full_page=True)
+
+
+def test_every_option_of_the_page(page: Page) -> None:
+    judged(page)
+    verdict = run(page, tokens="37", hidden="20", vocab="1100", labelSmoothing="0.1", zLoss="0.01")
+    assert verdict.startswith("within")
+    verdict = run(page, softcap="4", logitScale="0.5", temperature="1.5", ignored="40", bias=True)
+    assert verdict.startswith("within")
+    assert "gradBias" in verdict
+    verdict = run(page, reduction="sum", dtype="f16", workspace="minimum")
+    assert verdict.startswith("within")
+    verdict = run(page, gradients=False, workspace="recommended")
+    assert verdict.startswith("within")
+    assert "gradInput" not in verdict
+
+
+def test_a_refused_option_is_told(page: Page) -> None:
+    judged(page)
+    page.evaluate("document.querySelector('[name=temperature]').removeAttribute('min')")
+    page.fill("[name=temperature]", "-1")
+    page.click("#run")
+    page.wait_for_function("/temperature/.test(document.getElementById('progress').textContent)")
+
+
+@pytest.mark.parametrize("letters", [False, True])
+def test_a_model_learns_the_visitors_text(page: Page, letters: bool) -> None:
+    judged(page)
+    text = "one two three four five six seven eight nine ten eleven twelve. " * 8
+    page.fill("#text", text)
+    page.set_checked("#letters", letters)
+    page.click("#start")
+    state = "document.getElementById('state').textContent"
+    page.wait_for_function(f"Number({state}.match(/^step (\\d+)/)?.[1]) >= 60", timeout=60000)
+    loss = float(re.findall(r"loss ([\d.]+)", page.inner_text("#state"))[0])
+    vocabulary = len(set(text)) if letters else 13  # the stop is one
+    assert page.inner_text("#state").endswith(f"vocabulary {vocabulary}")
+    assert loss < 0.7  # of log 13 = 2.6 nats
+    assert page.locator("#loss-chart polyline").count() == 2
+    if not letters:
+        page.wait_for_function("document.getElementById('sample').textContent.length > 40")
+        assert "seven eight nine" in page.inner_text("#sample")
+    page.click("#start")
+    page.wait_for_function("document.getElementById('start').textContent === 'Train'")
+
+
+def test_a_text_too_short_to_train_on(page: Page) -> None:
+    judged(page)
+    page.fill("#text", "two words")
+    page.click("#start")
+    page.wait_for_function("/too short/.test(document.getElementById('state').textContent)")
+
+
+def test_a_phones_width(page: Page, web_origin: str) -> None:
+    page.set_viewport_size({"width": 360, "height": 780})
+    page.reload()
+    judged(page)
+    page.click("#start")
+    page.wait_for_function("document.querySelectorAll('#loss-chart polyline').length === 2")
+    page.wait_for_function("/step \\d\\d/.test(document.getElementById('state').textContent)")
+    page.click("#start")
+    page.wait_for_function("document.getElementById('start').textContent === 'Train'")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    size = "getComputedStyle(document.querySelector('#memory-chart text')).fontSize"
+    shown = page.evaluate(
+        "(e => e.getBoundingClientRect().width / e.viewBox.baseVal.width)"
+        "(document.getElementById('memory-chart'))"
+    )
+    assert shown * float(page.evaluate(size).removesuffix("px")) >= 10  # its letters can be read
+    page.screenshot(path=SCREENSHOTS / "phone.png", full_page=True)
+
+
+def test_the_example_trains(browser: BrowserContext, web_origin: str) -> None:
+    page = browser.new_page()
+    page.goto(f"{web_origin}/example.html")
+    page.wait_for_function("/done/.test(document.getElementById('log').textContent)", timeout=60000)
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", page.inner_text("#log"))]
+    assert losses[0] > 6  # log 500 is 6.2
+    assert losses[-1] < 1
+    page.close()
+
+
+def test_a_browser_without_webgpu_is_told(web_origin: str) -> None:
+    """A process of its own: Playwright's other one already runs here."""
+    script = f"""
+from playwright.sync_api import sync_playwright
+with sync_playwright() as p:
+    browser = p.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
+    page = browser.new_page()
+    page.goto("{web_origin}/index.html")
+    page.wait_for_selector("#absent:not([hidden])")
+    print(page.inner_text("#absent"), page.is_disabled("#run"), page.is_disabled("#start"))
+    page.screenshot(path="{SCREENSHOTS / "absent.png"}")
+    page.add_init_script("delete Navigator.prototype.gpu")
+    page.goto("{web_origin}/index.html")
+    page.wait_for_selector("#absent:not([hidden])")
+    print(page.inner_text("#absent"))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    no_adapter, no_webgpu = done.stdout.strip().splitlines()
+    assert "no adapter" in no_adapter
+    assert no_adapter.endswith("True True")
+    assert "has no WebGPU" in no_webgpu

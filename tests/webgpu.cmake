@@ -1,0 +1,36 @@
+# The suite on WebGPU: on any Vulkan there is, or a software one (Mesa's lavapipe), at the limits that every device has. One
+# program, so that pipelines are compiled once; a seeded eighth of the option pairs.
+if(NOT LOGITLESS_WITH_WEBGPU OR CMAKE_CXX_FLAGS MATCHES "-fsanitize")  # a driver under a sanitizer is not ours to judge
+  return()
+endif()
+file(GLOB lavapipe /usr/share/vulkan/icd.d/lvp_icd.*.json)
+set(LOGITLESS_WEBGPU_DRIVER "${lavapipe}" CACHE STRING
+    "Vulkan driver file for the WebGPU tests; empty: the loader's own choice")
+set(LOGITLESS_WEBGPU_LIBRARY_FILE ${LOGITLESS_WEBGPU_INCLUDE}/libwgpu_native-release.so)
+
+function(add_webgpu_test name filter)
+  add_test(NAME webgpu.${name} COMMAND webgpu_suite --gtest_brief=1 --gtest_filter=${filter})
+  set(environment LOGITLESS_TEST_DEVICES=webgpu LOGITLESS_WEBGPU_LIMITS=default
+                  LOGITLESS_WEBGPU_LIBRARY=${LOGITLESS_WEBGPU_LIBRARY_FILE})
+  if(LOGITLESS_WEBGPU_DRIVER)
+    list(APPEND environment VK_DRIVER_FILES=${LOGITLESS_WEBGPU_DRIVER} VK_ICD_FILENAMES=${LOGITLESS_WEBGPU_DRIVER})
+  endif()
+  if(NOT "$ENV{LOGITLESS_TEST_FULL}")
+    list(APPEND environment LOGITLESS_TEST_EIGHTH=1)
+  endif()
+  set_tests_properties(webgpu.${name} PROPERTIES TIMEOUT 1800 LABELS webgpu ENVIRONMENT "${environment}")
+endfunction()
+
+set(webgpu_suites)
+foreach(suite conformance determinism invariance edges nonfinite invariants shards workspace)
+  list(APPEND webgpu_suites $<TARGET_OBJECTS:${suite}_test_objects>)
+endforeach()
+add_executable(webgpu_suite ${webgpu_suites} webgpu_test.cpp $<TARGET_OBJECTS:conformance_main>)
+link_conformance(webgpu_suite)
+add_webgpu_test(conformance */Conformance.*-*EveryInstructionSet*)
+add_webgpu_test(edges */Edges.*:*/NonFinite.*:*/Invariants.*:*/Shards.*:WebGpu.*)
+# Each case of these is many runs, and a run on a processor's Vulkan is mostly the loader's and the compiler's time.
+add_webgpu_test(sizes */WorkspaceSizes.*linear_forward_bf16:*/WorkspaceSizes.*AskedWithoutData*:*/WorkspaceSizes.LessThan*)
+add_webgpu_test(bits */Determinism.*_linear_forward_backward_bf16:*/Determinism.*_forward_backward_bf16)
+
+add_logitless_test(webgpu_plan_test webgpu_plan_test.cpp)

@@ -1,0 +1,212 @@
+// SPDX-License-Identifier: Apache-2.0
+// What WebGPU promises beyond the contract's common part: limits kept to, memory as predicted,
+// errors of the device as statuses with its own words, the caller's device and buffers.
+#include "logitless/webgpu.h"
+
+#include "judge.h"
+#include "src/webgpu/native.h"
+#include "suite.h"
+
+namespace logitless::conformance {
+namespace {
+
+class WebGpu : public testing::Test {
+ protected:
+  WebGpu() {
+    Status status;
+    native_ = webgpu::find_device(0, &status);
+    limits_ = native_->limits();
+  }
+  ~WebGpu() override { native_->set_limits(limits_); }
+  Case everything(OpKind op, DType dtype, Shape shape) const {
+    Case c{.op = op, .shape = shape, .dtype = dtype};
+    apply_everything(c);
+    return c;
+  }
+  static void expect_ok(const Comparison& c) { EXPECT_TRUE(c.ok()) << c.report; }
+
+  const TestDevice& device_ = device("webgpu");
+  webgpu::NativeDevice* native_ = nullptr;
+  webgpu::Limits limits_;
+};
+
+TEST_F(WebGpu, TokensAndVocabularyBeyondOneBinding) {
+  webgpu::Limits small = limits_;
+  small.storage_binding_bytes = 40 << 10;
+  small.buffer_bytes = 1 << 22;
+  native_->set_limits(small);
+  for (const OpKind op :
+       {OpKind::softmax, OpKind::forward_backward, OpKind::linear_forward_backward}) {
+    for (const Placement placement : {Placement::dense, Placement::transposed}) {
+      Case c = everything(op, DType::f32, {60, 5, 2100});
+      c.placement = placement;
+      c.options.reduction = Reduction::mean;
+      // Their rows are read as one binding by every token.
+      c.vocab_weight = false;
+      expect_ok(judge(device_, c));
+    }
+  }
+}
+
+TEST_F(WebGpu, AWindowMakesTheSameLossesAsTheWhole) {
+  Case c{.op = OpKind::linear_forward, .shape = {9, 20, 5000}, .statistics = true};
+  c.options.reduction = Reduction::none;
+  const Outcome whole = run_case(device_, c);
+  webgpu::Limits small = limits_;
+  small.storage_binding_bytes = 1 << 17;
+  native_->set_limits(small);
+  EXPECT_EQ(differing_bits(whole.fields, run_case(device_, c).fields), "");
+}
+
+// Buffers are counted where they are made.
+TEST_F(WebGpu, TheMemoryOfACallIsThePredictedOne) {
+  for (const OpKind op : {OpKind::linear_forward, OpKind::linear_forward_backward}) {
+    const Case c{.op = op, .shape = {130, 33, 2100}, .bias = true, .wants_grad_bias = true};
+    with_op(op, [&](auto typed) {
+      const auto p = build<decltype(typed)>(c);
+      const WorkspaceSize size = workspace_of(device_, c);
+      for (const uint64_t bytes : {size.minimum, size.recommended}) {
+        (void)execute(device_, p.op, p.pool, {.memory = Memory::exact, .bytes = bytes});
+        const uint64_t before = native_->allocated();
+        native_->forget_most_allocated();
+        const Outcome outcome =
+            execute(device_, p.op, p.pool, {.memory = Memory::exact, .bytes = bytes});
+        ASSERT_TRUE(outcome.status.ok()) << outcome.status.message();
+        EXPECT_EQ(native_->most_allocated() - before, bytes);
+        EXPECT_EQ(native_->allocated(), before);
+      }
+    });
+  }
+}
+
+TEST_F(WebGpu, AnInvalidShaderIsAnErrorInItsOwnWords) {
+  const std::lock_guard lock(native_->mutex());
+  EXPECT_EQ(native_->pipeline_of_text("@compute @workgroup_size(1) fn f() { let x: u32 = 1.5; }",
+                                      "f", nullptr, 0),
+            0u);
+  const char* why = native_->error();
+  ASSERT_NE(why, nullptr);
+  EXPECT_NE(std::string(why).find("x: u32"), std::string::npos) << why;
+  EXPECT_EQ(native_->pipeline("no such shader", "f", nullptr, 0), 0u);
+  EXPECT_NE(native_->error(), nullptr);
+  // What was recorded with it is not submitted, and what follows is.
+  native_->dispatch(0, nullptr, 0, 1, 1, 1);
+  EXPECT_FALSE(native_->submit());
+  EXPECT_TRUE(native_->submit());
+}
+
+TEST_F(WebGpu, AViewBeyondItsBufferIsAStatusAndNothingIsLost) {
+  const Case c{.op = OpKind::linear_forward, .shape = {4, 8, 50}};
+  auto p = build<LinearCrossEntropyForward>(c);
+  DeviceCopy copy(device_, p.pool);
+  LinearCrossEntropyForward op = p.op;
+  logitless_op unused{};
+  for_each_tensor(op, unused, [&](const char*, Access, TensorView& view, auto&&) {
+    if (view) view = copy.input(view);
+  });
+  place(op, device_.tensors());
+  op.weight.byte_offset += 1 << 20;
+  WorkspaceSize size;
+  ASSERT_TRUE(workspace(op, device_.execution(), &size).ok());
+  const WebGpuWorkspace scratch(0, size.recommended);
+  ASSERT_TRUE(scratch.status().ok());
+  const Status status = run(op, scratch.workspace(), device_.execution());
+  EXPECT_EQ(status.code(), StatusCode::device_error);
+  EXPECT_NE(std::string(status.message()).find("webgpu"), std::string::npos) << status.message();
+  expect_ok(judge(device_, c));
+}
+
+TEST_F(WebGpu, ABufferTooLargeIsAnErrorInItsOwnWords) {
+  const std::lock_guard lock(native_->mutex());
+  EXPECT_EQ(native_->create_buffer(uint64_t{1} << 50), 0u);
+  EXPECT_NE(native_->error(), nullptr);
+}
+
+TEST_F(WebGpu, AWorkspaceOfAnotherDeviceOrTooSmallABudgetIsRefused) {
+  const Case c{.op = OpKind::linear_forward, .shape = {4, 8, 50}};
+  const WorkspaceSize size = workspace_of(device_, c);
+  const WebGpuWorkspace scratch(0, size.minimum - 1);
+  auto p = build<LinearCrossEntropyForward>(c);
+  DeviceCopy copy(device_, p.pool);
+  LinearCrossEntropyForward op = p.op;
+  logitless_op unused{};
+  for_each_tensor(op, unused, [&](const char*, Access, TensorView& view, auto&&) {
+    if (view) view = copy.input(view);
+  });
+  place(op, device_.tensors());
+  EXPECT_EQ(run(op, scratch.workspace(), device_.execution()).code(),
+            StatusCode::workspace_too_small);
+  Workspace lies = scratch.workspace();
+  lies.bytes = size.minimum;
+  EXPECT_EQ(run(op, lies, device_.execution()).code(), StatusCode::invalid_argument);
+}
+
+TEST_F(WebGpu, TwoTensorsInABufferAreRefusedWhereOneIsWritten) {
+  const Case c{.op = OpKind::linear_forward, .shape = {4, 8, 50}};
+  auto p = build<LinearCrossEntropyForward>(c);
+  DeviceCopy copy(device_, p.pool);
+  LinearCrossEntropyForward op = p.op;
+  logitless_op unused{};
+  for_each_tensor(op, unused, [&](const char*, Access, TensorView& view, auto&&) {
+    if (view) view = copy.input(view);
+  });
+  place(op, device_.tensors());
+  WorkspaceSize size;
+  ASSERT_TRUE(workspace(op, device_.execution(), &size).ok());
+  const WebGpuWorkspace scratch(0, size.recommended);
+  LinearCrossEntropyForward shared = op;
+  shared.loss.data = op.weight.data;
+  Status status = run(shared, scratch.workspace(), device_.execution());
+  EXPECT_EQ(status.code(), StatusCode::invalid_argument);
+  EXPECT_NE(std::string(status.message()).find("loss and weight"), std::string::npos)
+      << status.message();
+  shared = op;
+  shared.weight.byte_offset += 2;
+  status = run(shared, scratch.workspace(), device_.execution());
+  EXPECT_EQ(status.code(), StatusCode::misaligned);
+}
+
+// As a program does that has a device of its own: the library's handles stand for it.
+TEST_F(WebGpu, TheCallersDeviceAndBuffers) {
+  void *instance, *handle, *queue;
+  Status status;
+  ASSERT_EQ(logitless_webgpu_device(0, &instance, &handle, &queue, status.c()), LOGITLESS_OK);
+  int32_t index = 0, again = 0;
+  ASSERT_EQ(logitless_webgpu_use_device(instance, handle, queue, &index, status.c()), LOGITLESS_OK);
+  ASSERT_EQ(logitless_webgpu_use_device(instance, handle, queue, &again, status.c()), LOGITLESS_OK);
+  EXPECT_GT(index, 0);
+  EXPECT_EQ(index, again);
+  Case c{.op = OpKind::linear_forward, .shape = {4, 8, 50}};
+  c.options.reduction = Reduction::none;
+  auto p = build<LinearCrossEntropyForward>(c);
+  DeviceCopy copy(device_, p.pool);
+  LinearCrossEntropyForward op = p.op;
+  logitless_op unused{};
+  for_each_tensor(op, unused, [&](const char*, Access, TensorView& view, auto&&) {
+    if (view) view = copy.input(view);
+  });
+  const Device theirs{DeviceType::webgpu, index};
+  place(op, theirs);
+  WorkspaceSize size;
+  ASSERT_TRUE(workspace(op, {.device = theirs}, &size).ok());
+  const WebGpuWorkspace scratch(index, size.recommended);
+  copy.upload();
+  status = run(op, scratch.workspace(), {.device = theirs});
+  ASSERT_TRUE(status.ok()) << status.message();
+  copy.download();
+  const reference::Result want = expected(device_, p.op, p.model);
+  Fields got{{"loss", copy.field(p.op.loss)}};
+  expect_ok(compare(want, got));
+}
+
+TEST_F(WebGpu, AnUnknownDeviceIsRefused) {
+  const Case c{.op = OpKind::linear_forward, .shape = {4, 8, 50}};
+  auto p = build<LinearCrossEntropyForward>(c);
+  place(p.op, {DeviceType::webgpu, 99});
+  WorkspaceSize size;
+  const Status status = workspace(p.op, {.device = {DeviceType::webgpu, 99}}, &size);
+  EXPECT_EQ(status.code(), StatusCode::wrong_device);
+}
+
+}  // namespace
+}  // namespace logitless::conformance

@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+// A line chart in SVG: axes linear or logarithmic, every curve named at its end.
+
+const SVG = 'http://www.w3.org/2000/svg';
+
+function put(parent, name, attributes, text) {
+  const element = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  if (text !== undefined) element.textContent = text;
+  parent.append(element);
+  return element;
+}
+
+function scale({low, high, log}, from, to) {
+  const place = log ? Math.log : (x) => x;
+  const [a, b] = [place(low), place(high)];
+  return (x) => from + (to - from) * (b > a ? (place(x) - a) / (b - a) : 0.5);
+}
+
+function ticks({low, high, log}) {
+  if (log) {
+    const every = Math.ceil(Math.log2(high / low) / 7);
+    const found = [];
+    for (let power = Math.ceil(Math.log2(low)); power <= Math.log2(high); power++) {
+      if (power % every === 0) found.push(2 ** power);
+    }
+    return found;
+  }
+  const rough = (high - low) / 5;
+  const unit = 10 ** Math.floor(Math.log10(rough || 1));
+  const step = [1, 2, 5, 10].map((m) => m * unit).find((s) => s >= rough) ?? 1;
+  const found = [];
+  for (let tick = Math.ceil(low / step) * step; tick <= high + step / 1e6; tick += step) found.push(tick);
+  return found;
+}
+
+// Labels pushed apart, so that no two of them overlap.
+function apart(places, gap) {
+  const order = places.map((_, i) => i).sort((a, b) => places[a] - places[b]);
+  const placed = [...places];
+  for (let i = 1; i < order.length; i++) placed[order[i]] = Math.max(placed[order[i]], placed[order[i - 1]] + gap);
+  return placed;
+}
+
+// x, y: {low, high, log, label, format}; curves: [{name, colour, dashed, points: [[x, y], ...]}]; here: an x to mark.
+export function drawChart(svg, {title, x, y, curves, here}) {
+  const width = Math.max(300, svg.clientWidth || 600);
+  const narrow = width < 520;
+  const height = Math.round(Math.min(320, width * 0.75));
+  const [left, right, top, bottom] = [58, narrow ? 20 : 190, narrow ? 14 + 16 * curves.length : 12, 40];
+  svg.setAttribute('viewBox', `0 0 ${width} ${height + (narrow ? 16 * curves.length : 0)}`);
+  svg.setAttribute('role', 'img');
+  svg.setAttribute('aria-label', title);
+  svg.replaceChildren();
+  const floor = height + (narrow ? 16 * curves.length : 0) - bottom;
+  const toX = scale(x, left, width - right);
+  const toY = scale(y, floor, top);
+  for (const tick of ticks(y)) {
+    put(svg, 'line', {class: 'grid', x1: left, x2: width - right, y1: toY(tick), y2: toY(tick)});
+    put(svg, 'text', {x: left - 6, y: toY(tick) + 4, 'text-anchor': 'end'}, y.format(tick));
+  }
+  const across = ticks(x).filter((_, i) => !narrow || i % 2 === 0);
+  for (const tick of across) put(svg, 'text', {x: toX(tick), y: floor + 18, 'text-anchor': 'middle'}, x.format(tick));
+  put(svg, 'text', {x: (left + width - right) / 2, y: floor + 34, 'text-anchor': 'middle'}, x.label);
+  if (here !== undefined && here >= x.low && here <= x.high) {
+    put(svg, 'line', {class: 'here', x1: toX(here), x2: toX(here), y1: top, y2: floor});
+  }
+  const ends = curves.map(({points}) => (points.length > 0 ? toY(points.at(-1)[1]) : top));
+  const labels = apart(ends, 15);
+  curves.forEach(({name, colour, dashed, points}, i) => {
+    const inside = points.map(([a, b]) => `${toX(a).toFixed(1)},${toY(Math.min(y.high, Math.max(y.low, b))).toFixed(1)}`);
+    const curve = put(svg, 'polyline', {class: 'curve', points: inside.join(' '), stroke: colour});
+    if (dashed) curve.setAttribute('stroke-dasharray', '5 4');
+    const [labelX, labelY] = narrow ? [left + 18, 14 + 16 * i] : [width - right + 8, labels[i] + 4];
+    if (narrow) put(svg, 'line', {x1: left, x2: left + 14, y1: labelY - 4, y2: labelY - 4, stroke: colour, 'stroke-width': 2});
+    put(svg, 'text', {x: labelX, y: labelY, style: `fill:${colour}`}, name);
+  });
+}
+
+export function bytesText(bytes) {
+  const units = ['B', 'KiB', 'MiB', 'GiB', 'TiB'];
+  const power = Math.min(4, Math.max(0, Math.floor(Math.log2(Math.max(1, bytes)) / 10)));
+  const value = bytes / 1024 ** power;
+  return `${value >= 100 || Number.isInteger(value) ? value.toFixed(0) : value.toPrecision(3)} ${units[power]}`;
+}

@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+// Types of logitless.js. N tokens, V vocabulary, D hidden. What every option and statistic means is
+// docs/semantics.md of the repository, whose names these are in camelCase.
+
+/// <reference types="@webgpu/types" />
+
+export type DType = 'f32' | 'f16' | 'i32';
+export type StatusCode =
+  | 'invalid_argument' | 'wrong_shape' | 'wrong_dtype' | 'wrong_device' | 'misaligned' | 'unknown_enum'
+  | 'workspace_too_small' | 'target_out_of_range' | 'backend_unavailable' | 'not_supported' | 'device_error' | 'internal';
+
+/** Thrown by a call that is refused; `device_error` carries WebGPU's own message. */
+export class LogitlessError extends Error {
+  readonly code: StatusCode;
+}
+
+/** Why there is no WebGPU here, in a sentence for the visitor; null where there is. */
+export function whyUnavailable(): Promise<string | null>;
+
+/** A strided view of a GPU buffer. */
+export class Tensor<D extends DType = DType> {
+  readonly buffer: GPUBuffer;
+  readonly shape: number[];
+  readonly dtype: D;
+  readonly byteOffset: number;
+  readonly stride: number[];
+  readonly bytes: number;
+  /** The elements, once everything recorded before has run; f16 as the bits. Contiguous tensors only. */
+  read(): Promise<D extends 'f32' ? Float32Array : D extends 'f16' ? Uint16Array : Int32Array>;
+  /** The one element of a tensor of one. */
+  item(): Promise<number>;
+  /** Takes place before what is recorded next. */
+  write(data: Float32Array | Uint16Array | Int32Array): void;
+  /** Frees the buffer, unless it is the caller's. */
+  destroy(): void;
+}
+
+export interface LossOptions {
+  reduction?: 'none' | 'sum' | 'mean';
+  ignoreIndex?: number;
+  labelSmoothing?: number;
+  zLoss?: number;
+  logitScale?: number;
+  softcap?: number;
+  temperature?: number;
+  outOfRange?: 'error' | 'ignore';
+  emptyMean?: 'zero' | 'nan';
+  /** Of mean; 0 or absent: counted. */
+  normalizer?: number;
+  /** A shard of the vocabulary: its first column, and the columns of the whole. */
+  vocabStart?: number;
+  vocabTotal?: number;
+}
+
+export type Statistic =
+  | 'lse' | 'targetLogit' | 'entropy' | 'argmax' | 'rowReference' | 'rowLogSum' | 'weightedLogitSum';
+
+export interface CallOptions extends LossOptions {
+  tokenWeight?: Tensor<'f32'>;  // [N]
+  vocabWeight?: Tensor<'f32'>;  // [V]
+  gradLoss?: Tensor<'f32'>;  // as the loss
+  statistics?: Statistic[];
+  /** Where the loss goes; absent: a new tensor. Statistics likewise, by their names. */
+  loss?: Tensor<'f32'>;  // [N] for reduction none, else []
+  fault?: Tensor<'i32'>;  // [1]
+  /** Bytes of workspace; absent: what serves the call well. Never less than it needs. */
+  budget?: number;
+}
+
+export interface LinearCall extends CallOptions {
+  input: Tensor;  // [N, D]
+  weight: Tensor;  // [V, D]
+  bias?: Tensor;  // [V]
+  target: Tensor<'i32'>;  // [N]
+  /** Which gradients: true for all. */
+  gradients?: boolean | ('input' | 'weight' | 'bias')[];
+  /** Adds to gradWeight and gradBias, which must be given. */
+  accumulate?: boolean;
+  gradientDtype?: 'f32' | 'f16';
+  gradInput?: Tensor;  // [N, D]
+  gradWeight?: Tensor;  // [V, D]
+  gradBias?: Tensor;  // [V]
+}
+
+export interface LogitsCall extends CallOptions {
+  logits: Tensor;  // [N, V]
+  target: Tensor<'i32'>;  // [N]
+  inputKind?: 'logits' | 'probabilities';
+  probabilityFloor?: number;
+  gradients?: boolean;
+  /** The gradient takes the place of the logits. */
+  inPlace?: boolean;
+  gradLogits?: Tensor;  // [N, V]
+}
+
+export type Result = {
+  loss: Tensor<'f32'>;
+  gradInput?: Tensor;
+  gradWeight?: Tensor;
+  gradBias?: Tensor;
+  gradLogits?: Tensor;
+  /** Of the workspace that the call was given. */
+  workspaceBytes: number;
+} & {[name in Statistic]?: Tensor};
+
+export interface EvaluateCall extends LossOptions {
+  kind?: 'softmax' | 'crossEntropyForward' | 'crossEntropyForwardBackward' | 'linearCrossEntropyForward' | 'linearCrossEntropyForwardBackward';
+  tensors: Record<string, Float32Array | Uint16Array | Int32Array>;
+  /** Of the tensors that are not vectors. */
+  shapes: Record<string, number[]>;
+  outputs: Record<string, number[]>;
+  bounds?: boolean;
+}
+
+export class Logitless {
+  /**
+   * Rejects with `backend_unavailable` and a sentence for the visitor where there is no WebGPU.
+   * `device`: one of yours; `limits: 'default'` asks for none beyond WebGPU's defaults.
+   */
+  static create(options?: {device?: GPUDevice; limits?: 'default'; wasm?: string | URL}): Promise<Logitless>;
+  readonly device: GPUDevice;
+
+  empty<D extends DType = 'f32'>(shape: number[], dtype?: D): Tensor<D>;
+  tensor(data: Float32Array, shape?: number[]): Tensor<'f32'>;
+  tensor(data: Int32Array, shape?: number[]): Tensor<'i32'>;
+  tensor(data: Uint16Array, shape?: number[], dtype?: 'f16'): Tensor<'f16'>;
+  /** A buffer of the caller's, which stays the caller's; its usage must have STORAGE. */
+  wrap<D extends DType = 'f32'>(buffer: GPUBuffer, shape: number[], dtype?: D, view?: {byteOffset?: number; stride?: number[]}): Tensor<D>;
+
+  /** These record the work and return at once. */
+  linearCrossEntropy(call: LinearCall): Result;
+  crossEntropy(call: LogitsCall): Result;
+  softmax(logits: Tensor, options?: {into?: Tensor}): Tensor;
+  /** Resolves once all that was recorded is accepted; rejects with WebGPU's message. */
+  done(): Promise<void>;
+
+  /** Bytes of workspace of linearCrossEntropy on these shapes. */
+  plan(shape: {tokens: number; hidden: number; vocab: number; gradients?: boolean; dtype?: 'f32' | 'f16'} & LossOptions): {minimum: number; recommended: number};
+  /** The same op in double precision by plain loops on the CPU, with how far the contract lets a backend be from it. */
+  evaluate(call: EvaluateCall): Record<string, {value: Float64Array; bound?: Float64Array}>;
+}
