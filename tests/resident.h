@@ -48,6 +48,7 @@ class Resident {
   Resident& operator=(const Resident&) = delete;
 
   const Op& op() const { return op_; }
+  const Workspace& scratch() const { return scratch_; }
   const Execution& execution() const { return execution_; }
   cudaStream_t stream() const { return static_cast<cudaStream_t>(execution_.stream); }
   // The problem's inputs as they are now; outputs as before any run.
