@@ -21,7 +21,7 @@ import torch
 
 import logitless.torch as lt
 from logitless import _abi
-from logitless.torch import _run
+from logitless.torch import _device
 
 NODES = {0: "kernel", 1: "memcpy", 2: "memset", 4: "graph"}
 ROUNDS = 60
@@ -181,22 +181,22 @@ def binding_rows() -> None:
         launched.again(0)
 
     def scales() -> None:
-        _run.scale_cuda(grads, up)
+        _device.Scale(grads).by(up)
 
     def torch_memory() -> None:
         torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
 
-    real, library = _abi._run, _abi.library
+    before = _abi._run, _abi._scale_each
 
     class Without:
         """The binding alone: C functions that do nothing."""
 
         def __enter__(self) -> None:
             _abi._run = lambda *_: 0
-            self.scale, library.logitless_scale_each = library.logitless_scale_each, lambda *_: 0
+            _abi._scale_each = lambda *_: 0
 
         def __exit__(self, *_: object) -> None:
-            _abi._run, library.logitless_scale_each = real, self.scale
+            _abi._run, _abi._scale_each = before
 
     def alone() -> None:
         x.grad = w.grad = None

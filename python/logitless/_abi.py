@@ -130,6 +130,7 @@ library = _load()
 # ctypes, which needs no argtypes to pass them.
 _workspace = library.logitless_workspace
 _run = library.logitless_run
+_scale_each = library.logitless_scale_each
 
 
 class Options(NamedTuple):
@@ -283,42 +284,33 @@ def follow_threads(threads: int) -> None:
 MOST_SCALED = 4  # vectors of one logitless_scale_each
 
 
-class _ScaleFrame:
-    """The structs of one logitless_scale_each. One call at a time."""
+class Scale:
+    """One logitless_scale_each of contiguous vectors on a CUDA device, filled but for addresses
+    and the stream: each vector (dtype, count), at most MOST_SCALED. One call at a time."""
 
-    def __init__(self) -> None:
-        self.values = [Tensor(device_type=CUDA, rank=1) for _ in range(MOST_SCALED)]
-        for values in self.values:
-            values.stride[0] = 1
-        self.factor = Tensor(device_type=CUDA, rank=0)
-        self.execution = Execution(device_type=CUDA)
+    def __init__(self, vectors: Sequence[tuple[int, int]], device_index: int) -> None:
+        cuda: dict[str, int] = {"device_type": CUDA, "device_index": device_index}
+        self.values = [Tensor(dtype=dtype, rank=1, **cuda) for dtype, _ in vectors]
+        for values, (_, count) in zip(self.values, vectors):
+            values.shape[0], values.stride[0] = count, 1
+        self.factor = Tensor(dtype=F32, rank=0, **cuda)
+        self.execution = Execution(**cuda)
         self.status = Status()
-        self.each = (POINTER(Tensor) * MOST_SCALED)(*map(ctypes.pointer, self.values))
-        self.pointers = tuple(map(ctypes.pointer, (self.factor, self.execution, self.status)))
+        self._each = (POINTER(Tensor) * len(vectors))(*map(ctypes.pointer, self.values))
+        self._count = i32(len(vectors))
+        self._pointers = tuple(map(ctypes.pointer, (self.factor, self.execution, self.status)))
 
+    def place(self, addresses: Iterable[int]) -> None:
+        for values, address in zip(self.values, addresses, strict=True):
+            values.data = address
 
-_scale_frames: list[_ScaleFrame] = []  # those not in use
-
-
-def scale(
-    each: Sequence[tuple[int, int, int]], factor: int, device_index: int, stream: int
-) -> None:
-    """Contiguous values on a CUDA device, each (dtype, address, count), at most MOST_SCALED, times
-    the f32 at `factor`."""
-    try:
-        frame = _scale_frames.pop()
-    except IndexError:
-        frame = _ScaleFrame()
-    for values, (dtype, address, count) in zip(frame.values, each):
-        values.dtype, values.data, values.shape[0] = dtype, address, count
-        values.device_index = device_index
-    frame.factor.data = factor
-    frame.execution.stream = stream
-    frame.factor.device_index = frame.execution.device_index = device_index
-    code = library.logitless_scale_each(frame.each, len(each), *frame.pointers)
-    if code:
-        raise error_of(code, frame.status.message.decode(errors="replace"))
-    _scale_frames.append(frame)
+    def run(self, factor: int, stream: int) -> None:
+        """Every value times the f32 at `factor`; nothing is read or written where that is 1."""
+        self.factor.data = factor
+        self.execution.stream = stream
+        code = _scale_each(self._each, self._count, *self._pointers)
+        if code:
+            raise error_of(code, self.status.message.decode(errors="replace"))
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

@@ -327,7 +327,8 @@ def test_a_loss_kept_for_the_log_keeps_nothing_else(device: str, reduction: str)
     ],
 )
 def test_every_switch_of_tf32_is_followed(setting: str, allowed: bool) -> None:
-    code = f"import torch\n{setting}\nfrom logitless.torch import _run\nprint(_run._allows_tf32())"
+    code = f"import torch\n{setting}\nfrom logitless.torch._device import allows_tf32 as asked\n"
+    code += "print(asked())"
     path = os.pathsep.join(p for p in sys.path if p)
     environment = {**os.environ, "PYTHONPATH": path}
     answer = subprocess.run(

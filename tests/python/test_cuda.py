@@ -11,7 +11,7 @@ import torch
 
 import reference
 from logitless.torch import (
-    _run,
+    _device,
     cross_entropy,
     linear_cross_entropy,
     linear_logprob,
@@ -125,7 +125,7 @@ def test_scale_rounds_once_and_leaves_one_alone(
     for factor in (1.0, 1 / 3, 65536.0):
         expected = (values.float() * torch.tensor(factor, device="cuda")).to(dtype)
         other = torch.arange(5.0, device="cuda")
-        _run.scale_cuda((values, None, other), torch.tensor(factor, device="cuda"))
+        _device.Scale((values, None, other)).by(torch.tensor(factor, device="cuda"))
         assert torch.equal(values, expected)
         assert torch.equal(other, torch.arange(5.0, device="cuda") * factor)
     assert torch.equal(memory[:offset], before[:offset])
@@ -141,12 +141,22 @@ def test_out_of_range_targets_give_nan_and_touch_nothing() -> None:
     assert not x.grad[[3, 9]].any()  # type: ignore[index]
 
 
-@pytest.mark.parametrize("memory", [None, "48MiB"])
-def test_peak_memory_is_what_was_said(memory: Any) -> None:
+def least_memory(x: Any, w: Any, t: Any) -> int:
+    with pytest.raises(ValueError, match=r"^memory is 0 bytes; allowed: >= \d+") as caught:
+        workspace_size(x, w, t, memory=0)
+    return int(str(caught.value).split(">= ")[1].split()[0])
+
+
+@pytest.mark.parametrize("share", [None, 0, 0.5], ids=["recommended", "least", "between"])
+def test_peak_memory_is_what_was_said(share: float | None) -> None:
     tokens, hidden, vocab = 4096, 1024, 50304
     x = torch.randn(tokens, hidden, device="cuda", dtype=BF16, requires_grad=True)
     w = torch.randn(vocab, hidden, device="cuda", dtype=BF16, requires_grad=True)
     t = torch.randint(0, vocab, (tokens,), device="cuda")
+    least, memory = least_memory(x, w, t), None
+    assert least <= 48 << 20, "the logits in f32 are 16 times that"
+    if share is not None:
+        memory = least + int(share * (workspace_size(x, w, t) - least))
     linear_cross_entropy(x, w, t, memory=memory).backward()
     x.grad = w.grad = None
     torch.cuda.synchronize()
@@ -155,6 +165,7 @@ def test_peak_memory_is_what_was_said(memory: Any) -> None:
     linear_cross_entropy(x, w, t, memory=memory).backward()
     peak = torch.cuda.max_memory_allocated()
     workspace = workspace_size(x, w, t, memory=memory)
+    assert memory is None or workspace <= memory
     predicted = inputs + 2 * (x.numel() + w.numel()) + workspace
     assert abs(peak - predicted) <= 0.01 * predicted, (peak, predicted, workspace)
 

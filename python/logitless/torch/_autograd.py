@@ -17,7 +17,7 @@ from torch.autograd import Function
 
 from logitless import _abi
 from logitless._abi import Options
-from logitless.torch import _run
+from logitless.torch import _device, _run
 from logitless.torch._run import Constants, Upstream
 
 DIFFERENTIABLE = _run.LSE | _run.TARGET_LOGIT | _run.LOGPROB | _run.ENTROPY
@@ -131,25 +131,13 @@ def once(anchors: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> An
     return tuple(None if g is None else next(rest) for g in grads)
 
 
-def scaled(
-    grads: Sequence[Tensor | None], factor: Tensor, dtypes: Sequence[torch.dtype | None]
-) -> Sequence[Tensor | None]:
-    """Every grad * factor [] in its dtype, in place; a factor of 1 leaves it as it is."""
-    f16 = torch.float16 in dtypes
-    if factor.is_cuda:
-        _run.scale_cuda(grads, factor)
-    else:
-        value = factor.item()
-        if value != 1:
-            for grad in grads:
-                if grad is not None:
-                    grad.mul_(value)
-    if not f16:
-        return grads
-    return [
-        grad if grad is None or grad.dtype is dtype else grad.to(dtype)
-        for grad, dtype in zip(grads, dtypes)
-    ]
+def scaled(grads: Sequence[Tensor | None], factor: Tensor) -> None:
+    """Every grad *= factor [], on the CPU; a factor of 1 leaves it as it is."""
+    value = factor.item()
+    if value != 1:
+        for grad in grads:
+            if grad is not None:
+                grad.mul_(value)
 
 
 class FusedLoss(Function):
@@ -167,11 +155,13 @@ class FusedLoss(Function):
         held = dtypes
         if torch.float16 in dtypes:
             held = tuple(None if t is None else held_dtype(t) for t in dtypes)
-        if call.main_grad is not None and dtypes[1] is not None:
+        main_grad = call.main_grad
+        if main_grad is not None and dtypes[1] is not None:
             held = (held[0], torch.float32, held[2])
         loss, call.argmax, row_state, *ctx.grads = _run.forward_backward(
             x, w, b, call.constants, call.options, call.memory, call.wanted | _run.ROW_STATE, held
         )
+        ctx.scale = _device.Scale(ctx.grads) if main_grad is None and x.is_cuda else None
         ctx.save_for_backward(input, weight, bias, *call.release(), row_state, None)
         return loss
 
@@ -185,15 +175,25 @@ class FusedLoss(Function):
 
     @staticmethod
     def _hand_out(ctx: Any, factor: Tensor) -> Sequence[Tensor | None]:
+        grads: list[Tensor | None] | None
         grads, ctx.grads = ctx.grads, None  # no longer the context's, so that .grad may take them
         if grads is None:
             return recompute(ctx, factor)
-        main_grad = ctx.call.main_grad
+        main_grad, scale, ctx.scale = ctx.call.main_grad, ctx.scale, None
         if main_grad is not None and grads[1] is not None:
             main_grad.buffer.addcmul_(grads[1], factor)
             main_grad.added()
             grads[1] = None
-        return scaled(grads, factor, ctx.dtypes)
+        if scale is not None:
+            scale.by(factor)
+        elif factor.is_cuda:
+            if any(grad is not None for grad in grads):
+                _device.Scale(grads).by(factor)
+        else:
+            scaled(grads, factor)
+        if torch.float16 in ctx.dtypes:
+            return [None if g is None else cast(g, t) for g, t in zip(grads, ctx.dtypes)]
+        return grads
 
 
 class Loss(Function):

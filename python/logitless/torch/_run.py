@@ -8,7 +8,7 @@ logits [N, V]. Optional results that are not wanted are None.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,19 +16,13 @@ from torch import Tensor
 from logitless import _abi
 from logitless._abi import Options
 from logitless._errors import wrong_device, wrong_dtype
+from logitless.torch import _device
+from logitless.torch._device import DEVICES, DTYPES, MOST_SHAPES
 
 # What a forward call is asked for, as bits.
 LOSS, LSE, TARGET_LOGIT, LOGPROB, ENTROPY, ARGMAX, ROW_STATE = (1 << bit for bit in range(7))
 _STATISTICS = LSE | TARGET_LOGIT | LOGPROB | ENTROPY | ARGMAX
 
-_DTYPES = {
-    torch.float32: _abi.F32,
-    torch.float16: _abi.F16,
-    torch.bfloat16: _abi.BF16,
-    torch.int32: _abi.I32,
-    torch.int64: _abi.I64,
-}
-_DEVICES = {"cpu": _abi.CPU, "cuda": _abi.CUDA}
 INPUTS = ("input", "weight", "bias", "target", "token_weight", "vocab_weight", "normalizer")
 _FORWARD = (
     *INPUTS, "loss", "lse", "target_logit", "entropy", "argmax",
@@ -40,12 +34,10 @@ _BACKWARD = (
 )  # fmt: skip
 _LOGITS_NAMES = {"input": "logits", "grad_input": "grad_logits"}
 
-_MOST_PLANS = 1024  # shapes and options seen; beyond it all are made anew
 _plans: dict[tuple[object, ...], _abi.Plan] = {}
 _scalars: dict[torch.device, Tensor] = {}
 _scratch: list[Tensor] = []  # append and pop are atomic
 _SCRATCH_BYTES = 1 << 20
-_warm: set[int] = set()
 _threads = 0
 
 
@@ -59,7 +51,7 @@ class Constants(NamedTuple):
 
 
 def _view(name: str, tensor: Tensor) -> _abi.View:
-    dtype, device = _DTYPES.get(tensor.dtype), _DEVICES.get(tensor.device.type)
+    dtype, device = DTYPES.get(tensor.dtype), DEVICES.get(tensor.device.type)
     if dtype is None:
         allowed = "int32, int64" if name == "target" else "float32, float16, bfloat16"
         raise wrong_dtype(f"{name} is {str(tensor.dtype)[6:]}; allowed: {allowed}")
@@ -103,26 +95,6 @@ def _follow_torch_threads() -> None:
     _plans.clear()  # the workspace recommended grows with the threads
 
 
-_fp32_precision: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
-
-
-def _allows_tf32() -> bool:
-    """What torch.backends.cuda.matmul.fp32_precision says, without its detours: it follows every
-    setter, old or new, while torch.get_float32_matmul_precision raises after the new ones."""
-    if _fp32_precision is None:  # torch before 2.9 has the old setters only
-        return torch.get_float32_matmul_precision() != "highest"
-    return bool(_fp32_precision("cuda", "matmul") == "tf32")
-
-
-def _launch_cuda(plan: _abi.Plan, addresses: list[int], first: Tensor) -> None:
-    index = first.get_device()
-    if index not in _warm and not torch.cuda.is_current_stream_capturing():
-        _abi.warmup(_abi.CUDA, index)
-        _warm.add(index)
-    workspace = torch.empty(plan.bytes, dtype=torch.uint8, device=first.device)
-    plan.run(addresses, workspace.data_ptr(), torch._C._cuda_getCurrentRawStream(index))
-
-
 def launch(
     kind: int, names: Sequence[str], tensors: Sequence[Tensor | None], options: Options | None,
     memory: int | None, asked: object, row_state: Tensor | None = None, accumulate: bool = False,
@@ -134,10 +106,9 @@ def launch(
     first = tensors[0]
     assert first is not None
     cuda = first.is_cuda
-    if cuda and options is not None and first.dtype is torch.float32:
-        # torch's own switch; an f32 product is otherwise never made of rounded operands.
-        options = options._replace(allow_tf32=_allows_tf32())
-    key: list[object] = [kind, options, memory, asked]
+    # torch's own switch; an f32 product is otherwise never made of rounded operands.
+    tf32 = cuda and first.dtype is torch.float32 and _device.allows_tf32()
+    key: list[object] = [kind, options, memory, asked, tf32]
     for t in tensors[: len(INPUTS)]:
         if t is None:
             key.append(None)
@@ -148,8 +119,10 @@ def launch(
         _follow_torch_threads()
     plan = _plans.get(entry)
     if plan is None:
+        if tf32 and options is not None:
+            options = options._replace(allow_tf32=True)
         plan = _make_plan(kind, names, tensors, options, row_state, memory, accumulate)
-        if len(_plans) >= _MOST_PLANS:
+        if len(_plans) >= MOST_SHAPES:
             _plans.clear()
         _plans[entry] = plan
     addresses = [t.data_ptr() for t in tensors if t is not None]
@@ -157,7 +130,7 @@ def launch(
         address = row_state.data_ptr()
         addresses += (address, address + 2 * row_state.numel())  # N f32 further
     if cuda:
-        _launch_cuda(plan, addresses, first)
+        _device.run_cuda(plan, addresses, first.get_device())
         return
     if plan.bytes > _SCRATCH_BYTES:
         workspace = torch.empty(plan.bytes, dtype=torch.uint8, device="cpu")
@@ -174,6 +147,13 @@ def launch(
         _scratch.append(workspace)
 
 
+def _like_scalar(device: torch.device) -> Tensor:
+    like = _scalars.get(device)
+    if like is None:
+        like = _scalars[device] = torch.empty((), dtype=torch.float32, device=device)
+    return like
+
+
 def _per_token(target: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """An output [...], in the target's shape: a view of one [N] could not be changed in place.
     empty_like costs a third of what empty with a dtype and a device does."""
@@ -181,18 +161,15 @@ def _per_token(target: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _row_state(flat_target: Tensor) -> Tensor:
-    """[2, N] f32: row_reference and row_log_sum of every token, made for Backward. empty_strided is
-    the quickest way to a new shape."""
+    """[2, N] f32: row_reference and row_log_sum of every token, made for Backward. Of a tensor of
+    that dtype and device new_empty_strided is the quickest way to a new shape."""
     n = flat_target.numel()
-    return torch.empty_strided((2, n), (n, 1), dtype=torch.float32, device=flat_target.device)
+    return _like_scalar(flat_target.device).new_empty_strided((2, n), (n, 1))
 
 
 def _scalar(device: torch.device) -> Tensor:
     """An output []."""
-    like = _scalars.get(device)
-    if like is None:
-        like = _scalars[device] = torch.empty((), dtype=torch.float32, device=device)
-    return torch.empty_like(like)
+    return torch.empty_like(_like_scalar(device))
 
 
 def _grad_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -308,18 +285,6 @@ def planned_bytes(
     most = 4 * (tokens * vocab + tokens * hidden + vocab * hidden)
     plan = _abi.Plan(kind, views, Options(), device, memory=memory, most=most)
     return plan.bytes
-
-
-def scale_cuda(values: Sequence[Tensor | None], factor: Tensor) -> None:
-    """Each of values *= factor [] f32 on their device, in f32 and rounded once, in one launch;
-    nothing is read or written where the factor is 1, and nobody waits to know. They are dense, as
-    every gradient here."""
-    each = [(_DTYPES[v.dtype], v.data_ptr(), v.numel()) for v in values if v is not None]
-    if each:
-        factor = factor.resolve_neg()
-        index = factor.get_device()
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        _abi.scale(each, factor.data_ptr(), index, stream)
 
 
 class Upstream(NamedTuple):

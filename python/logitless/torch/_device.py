@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dtypes and devices as the core numbers them; and what a CUDA device takes beside the C call: its
+stream, memory in the stream's order, torch's switch for TF32, gradients that wait for a factor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless import _abi
+
+DTYPES = {
+    torch.float32: _abi.F32,
+    torch.float16: _abi.F16,
+    torch.bfloat16: _abi.BF16,
+    torch.int32: _abi.I32,
+    torch.int64: _abi.I64,
+}
+DEVICES = {"cpu": _abi.CPU, "cuda": _abi.CUDA}
+
+MOST_SHAPES = 1024  # shapes and options seen; beyond it what is kept of them is made anew
+_scales: dict[tuple[object, ...], list[_abi.Scale]] = {}  # those not in use
+_warm: set[int] = set()
+_allocate: Any = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_alloc", None)  # CUDA's torch
+_release: Any = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_delete", None)
+_fp32_precision: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
+
+
+def allows_tf32() -> bool:
+    """What torch.backends.cuda.matmul.fp32_precision says, without its detours: it follows every
+    setter, old or new, while torch.get_float32_matmul_precision raises after the new ones."""
+    if _fp32_precision is None:  # torch before 2.9 has the old setters only
+        return torch.get_float32_matmul_precision() != "highest"
+    return bool(_fp32_precision("cuda", "matmul") == "tf32")
+
+
+def run_cuda(plan: _abi.Plan, addresses: list[int], index: int) -> None:
+    if torch._C._cuda_getDevice() != index:  # what the allocator takes memory of
+        with torch.cuda.device(index):
+            run_cuda(plan, addresses, index)
+        return
+    if index not in _warm and not torch.cuda.is_current_stream_capturing():
+        _abi.warmup(_abi.CUDA, index)
+        _warm.add(index)
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    # What torch.cuda.caching_allocator_alloc calls: memory of this stream without a tensor around
+    # it, given back when the kernels are queued, to whatever comes after them.
+    workspace = _allocate(plan.bytes, stream)
+    try:
+        plan.run(addresses, workspace, stream)
+    finally:
+        _release(workspace)
+
+
+class Scale:
+    """Dense values on a CUDA device that wait for their factor: made ready where they are made, so
+    that backward, in a thread of its own, has little left to do."""
+
+    __slots__ = ("_frame", "_frames", "_index")
+
+    def __init__(self, values: Sequence[Tensor | None]) -> None:
+        given = [v for v in values if v is not None]
+        index = self._index = given[0].get_device()
+        key = (index, *[(v.dtype, v.numel()) for v in given])
+        frames = _scales.get(key)
+        if frames is None:
+            if len(_scales) >= MOST_SHAPES:
+                _scales.clear()
+            frames = _scales[key] = []
+        self._frames = frames
+        try:
+            frame = frames.pop()
+        except IndexError:
+            frame = _abi.Scale([(DTYPES[v.dtype], v.numel()) for v in given], index)
+        frame.place([v.data_ptr() for v in given])
+        self._frame = frame
+
+    def by(self, factor: Tensor) -> None:
+        """Each value *= factor [] f32 on their device, in f32 and rounded once, in one launch;
+        nothing is read or written where the factor is 1, and nobody waits to know. Once only."""
+        if factor.is_neg():
+            factor = factor.resolve_neg()
+        self._frame.run(factor.data_ptr(), torch._C._cuda_getCurrentRawStream(self._index))
+        self._frames.append(self._frame)
