@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import zipfile
@@ -23,6 +24,12 @@ loss, grads = ln.linear_cross_entropy(x, w, np.array([0, 1, 4]), return_gradient
 z = x @ w.T
 expected = (np.log(np.exp(z).sum(1)) - z[[0, 1, 2], [0, 1, 4]]).mean()
 assert abs(loss - expected) < 1e-6 and grads.weight.shape == w.shape
+"""
+
+CUDA = """
+import logitless
+try: print(logitless.describe_backend("cuda"))
+except RuntimeError as error: print(error)
 """
 
 
@@ -100,6 +107,41 @@ x, w = np.ones((3, 4), np.float32), np.arange(20, dtype=np.float32).reshape(5, 4
 assert jax.jit(jax.grad(lj.linear_cross_entropy))(x, w, np.array([0, 1, 4])).any()
 """
     run(sys.executable, code, PYTHONPATH=site)
+
+
+@pytest.fixture(scope="module")
+def with_cuda(wheel: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The wheel with the library that the other tests run on, where that was built with CUDA: the
+    kernels of every architecture take minutes, and are there already."""
+    library = pathlib.Path(_abi.library_path())
+    cuda = run(
+        sys.executable, CUDA, PYTHONPATH=str(ROOT / "python"), LOGITLESS_LIBRARY=str(library)
+    )
+    if "built without it" in cuda:
+        pytest.skip(f"{library} was built without CUDA")
+    made = tmp_path_factory.mktemp("cuda") / wheel.name
+    stripped = made.with_name("liblogitless.so")
+    subprocess.run(["strip", "-o", stripped, library], check=True)  # as the wheel's build does
+    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            theirs = name == "logitless/liblogitless.so"
+            new.writestr(name, stripped.read_bytes() if theirs else old.read(name))
+    return made
+
+
+def test_the_wheel_with_cuda_is_small_and_needs_no_gpu(
+    with_cuda: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    assert with_cuda.stat().st_size < 100 << 20
+    zipfile.ZipFile(with_cuda).extractall(tmp_path)
+    headers = subprocess.run(
+        ["readelf", "-SWd", tmp_path / "logitless/liblogitless.so"], capture_output=True, text=True
+    ).stdout
+    assert ".nv_fatbin" in headers  # the kernels
+    assert not re.search(r"NEEDED.*(cuda|cublas)", headers), "it would not load without them"
+    hidden = {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "-1"}
+    assert "cuda: " in run(sys.executable, CUDA, **hidden)
+    run(sys.executable, NUMBERS, **hidden)
 
 
 def test_jax_is_asked_for_by_name(empty: pathlib.Path) -> None:
