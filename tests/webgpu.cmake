@@ -31,6 +31,7 @@ add_webgpu_test(conformance */Conformance.*-*EveryInstructionSet*)
 add_webgpu_test(edges */Edges.*:*/NonFinite.*:*/Invariants.*:*/Shards.*:WebGpu.*)
 # Each case of these is many runs, and a run on a processor's Vulkan is mostly the loader's and the compiler's time.
 add_webgpu_test(sizes */WorkspaceSizes.*linear_forward_bf16:*/WorkspaceSizes.*AskedWithoutData*:*/WorkspaceSizes.LessThan*)
-add_webgpu_test(bits */Determinism.*_linear_forward_backward_bf16:*/Determinism.*_forward_backward_bf16)
+add_webgpu_test(bits
+  */Determinism.*_linear_forward_backward_bf16:*/Determinism.*_forward_backward_bf16:*/Invariance.*)
 
 add_logitless_test(webgpu_plan_test webgpu_plan_test.cpp)

@@ -206,6 +206,12 @@ TEST_F(WebGpu, AnUnknownDeviceIsRefused) {
   WorkspaceSize size;
   const Status status = workspace(p.op, {.device = {DeviceType::webgpu, 99}}, &size);
   EXPECT_EQ(status.code(), StatusCode::wrong_device);
+  for (const int32_t index : {-1, 99}) {
+    void* made = nullptr;
+    EXPECT_EQ(logitless_webgpu_create_workspace(index, 1 << 20, &made, nullptr),
+              static_cast<int32_t>(StatusCode::wrong_device));
+    EXPECT_EQ(made, nullptr);
+  }
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 // a time, partial sums, the rows' states, and the gradients' two products on E or dz. Everything is
 // enqueued; the host never waits and never learns how many tokens are valid.
 #include <algorithm>
+#include <cmath>
 
 #include "src/cuda/blas.h"
 #include "src/cuda/linear_run.h"
@@ -37,7 +38,11 @@ template <class Op>
 LinearCall make_call(const Op& op, const DeviceInfo& device) {
   LinearCall call;
   call.in = token_input(op, op.weight.shape[0]);
-  if (op.input.dtype == DType::f16) call.in.lift = 64;
+  if (op.input.dtype == DType::f16) {
+    // Less where z-loss makes p's factor larger, up to |lse| of a thousand.
+    const double growth = std::exp2(std::ceil(std::log2(1 + 2048.0 * op.options.z_loss)));
+    call.in.lift = static_cast<float>(std::fmax(1, 64 / growth));
+  }
   call.input = op.input;
   call.weight = op.weight;
   call.bias = op.bias;

@@ -225,7 +225,9 @@ void each_plan(const LinearShape& s, const DeviceSpeed& speed, uint64_t bytes, F
         p.stored_columns = segment_columns;
         const LinearPlan smallest = finish(s, speed, bytes, p);
         if (smallest.bytes > bytes) continue;
-        const int64_t column_bytes = panel_rows(s, p) * size_of(s.dtype);
+        const int64_t column_bytes =
+            panel_rows(s, p) * size_of(s.dtype) +
+            (s.grad_bias ? divide_up(panel_rows(s, p), bias_slab_rows) * 4 : 0);
         const int64_t more = static_cast<int64_t>(
             std::min<uint64_t>((bytes - smallest.bytes) / static_cast<uint64_t>(column_bytes),
                                static_cast<uint64_t>(s.vocab)));

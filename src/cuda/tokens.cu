@@ -176,7 +176,9 @@ __device__ TokenScalars scalars_of(const TokenInput& in, const TokenBlock& all) 
   if (apart) {
     double g = all.upstream;
     if (!in.per_row_upstream && s.valid > 0 && isfinite(common)) g = fabs(common);
-    scale = power_of_two_above(fmax(g * weights, static_cast<double>(all.statistics) / in.lift));
+    // The map's slope comes on top of the statistics' gradients, as it is part of `magnitude`.
+    const double slope = fmax(1.0, steepest * in.lift / 1024);
+    scale = power_of_two_above(fmax(g * weights, all.statistics * slope / in.lift));
   }
   if (s.valid == 0) scale = 0;  // NaN of an empty mean must not reach sums over no token
   s.gradient_scale = static_cast<float>(scale);

@@ -120,7 +120,7 @@ NativeDevice* find_device(int32_t index, Status* status) {
     d.all[0] = make_own(&d.own_status);
   }
   if (index == 0) *status = d.own_status;
-  if (index >= static_cast<int32_t>(d.all.size())) {
+  if (index < 0 || index >= static_cast<int32_t>(d.all.size())) {
     *status = error(StatusCode::wrong_device,
                     "execution.device.index is %d; allowed: 0 and those of "
                     "logitless_webgpu_device",

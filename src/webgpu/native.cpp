@@ -65,6 +65,7 @@ const char* NativeDevice::error() {
 }
 
 void NativeDevice::push_scope() {
+  // Not WGPUErrorFilter_Internal: wgpu-native 29 knows no such filter and ends the process.
   call_.DevicePushErrorScope(device_, WGPUErrorFilter_OutOfMemory);
   call_.DevicePushErrorScope(device_, WGPUErrorFilter_Validation);
 }

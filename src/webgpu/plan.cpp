@@ -74,6 +74,8 @@ bool within(const Problem& p, const Limits& limits, const Plan& plan) {
   }
   if (plan.chunk > 1 && !fits(plan.chunk, p.token_stride_bytes)) return false;
   if (!fits(plan.window, 4)) return false;
+  // Of the smallest tile, 32 columns a group.
+  if (p.linear && plan.window > int64_t{limits.groups} * 32) return false;
   if (p.linear &&
       (!fits(plan.chunk, 4 * hidden) || !fits(plan.window, 4 * hidden) ||
        !fits(plan.window, p.weight_row_bytes) || !fits(plan.window, p.grad_weight_row_bytes))) {
@@ -201,7 +203,7 @@ Problem problem_of(const Call& call) {
   }
   for (const Field& field : call) {
     const TensorView& v = *field.view;
-    if (!field.given() || v.rank == 0) continue;
+    if (!field.given() || v.rank == 0 || v.shape[0] <= 1) continue;
     const bool of_tokens = field.name != "weight" && field.name != "bias" &&
                            field.name != "vocab_weight" && field.name != "grad_weight" &&
                            field.name != "grad_bias" && field.name != "fault" &&

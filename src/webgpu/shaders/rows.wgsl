@@ -69,7 +69,7 @@ const state_gradient_nan = 512u;  // and its gradient is
 const none = 0xffffffffu;
 const slot_columns = 1024u;
 const slot_words = 8u;
-const lowest = -3.0e38;
+const lowest = -0x1.fffffep+127f;
 const infinity_bits = 0x7f800000u;
 
 fn is_nan(x: f32) -> bool {
@@ -461,7 +461,9 @@ fn row_loss(row: u32) -> f32 {
   }
   loss *= word(row, 3u);
   if (p.z_loss > 0.0) {
-    loss += word(row, 3u) * p.z_loss * lse * lse;
+    // A token of weight 0 has no loss, though the square may overflow.
+    let weight = word(row, 3u);
+    loss += select(0.0, weight * p.z_loss * lse * lse, weight != 0.0);
   }
   return loss;
 }
