@@ -110,8 +110,10 @@ constexpr float most_onehot = 4096;
 __device__ float write_factors(const RowsArguments& a, int row, const RowState& state, float rest) {
   const LinearCall& call = a.call;
   const Tokens& tokens = a.chunk.tokens;
-  const RowGradient g =
+  RowGradient g =
       sloped(token_gradient(call.in, tokens, a.chunk.first + row, state), call.map.slope);
+  // Without its term the caller's entropy may be anything.
+  if (g.entropy == 0) g.entropy_value = 0;
   a.gradients[row] = g;
   if (a.target_gradient != nullptr) {
     float log_p = (a.target_logit[row] - g.reference) - g.log_sum;

@@ -177,9 +177,8 @@ __device__ inline float draw_of(const TileOptions& o, float probability, const R
                                 float z, float log2_p, int column, bool exists) {
   const float p = exp2_fast(log2_p);
   float draw = probability * p;
-  if (o.smoothing && g.smoothing != 0 && exists)
-    draw = fmaf(-g.smoothing, class_weight_at(o, column), draw);
-  if (o.entropy && g.entropy != 0) {
+  if (o.smoothing && exists) draw = fmaf(-g.smoothing, class_weight_at(o, column), draw);
+  if (o.entropy) {
     const float information = fmaxf(log2_p * 0x1.62e430p-1f, least_exponent) + g.entropy_value;
     draw = fmaf(-(g.entropy * p), information, draw);
   }
