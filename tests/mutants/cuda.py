@@ -31,6 +31,7 @@ TESTS: dict[str, str] = {
     "launches": "*/CudaLaunches.Thousands*",
     "offsets": "*/Offsets.*:*/CudaOffsets.*:*/CudaHeads.*",
     "workspace": "*/WorkspaceSizes.*:" + _tests(_LINEAR, _TABLE),
+    "apart": "*/CudaLinear.*",
 }
 
 
@@ -128,6 +129,9 @@ MUTANTS = [
        "const bool far = @{state.reference - z > most_nats}@;", "false", "linear"),
     _M("linear, steep rows: never made again", "rows.cu",
        "const bool steep = @{onehot > most_onehot * probability}@;", "false", "linear"),
+    _M("linear, faint rows: never made again", "rows.cu",
+       "const bool faint = @{fabsf(f.scale) < 0x1p-96f && fmaxf(onehot, probability) > 0}@;",
+       "false", "apart"),
     _M("linear, rows made again: only the first", "rows.cu",
        "for (int n = 0; n < @{count}@; ++n) {", "1", "linear"),
     _M("linear, rows made again: the last k left out", "rows.cu",
@@ -249,6 +253,8 @@ MUTANTS = [
        "if (@{j + 1 < left}@) write_one(to + j + 1, x.y, a.add);", "j + 2 < left", "hopper"),
     _M("hopper, products: overwritten where they accumulate", "sm90/product.cuh",
        "*to = @{add}@ ? *to + x : x;", "false", "workspace"),
+    _M("hopper, products: zeros added over no token", "sm90/product.cuh",
+       "if (@{a.add && w.depth == 0}@) w.rows = 0;", "false", "apart"),
     _M("hopper, products: on top of the last tile's", "sm90/tile.cuh",
        "const int add = @{k > 0 || step > 0}@;", "true", "hopper"),
     _M("hopper, slices: the last one left out", "sm90/product.cuh",

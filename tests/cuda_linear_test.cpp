@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows and calls that CUDA's linear ops treat apart: a row whose gradient's factor f32 would lose,
+// and accumulation over no token at all.
+#include <cmath>
+
+#include "judge.h"
+#include "problem.h"
+#include "resident.h"
+#include "suite.h"
+
+namespace logitless::conformance {
+namespace {
+
+constexpr OpKind kGradientOps[] = {OpKind::linear_backward, OpKind::linear_forward_backward};
+
+class CudaLinear : public ConformanceTest {
+ protected:
+  // Calls f(problem, size of its workspace) with the case.
+  template <class F>
+  void with_problem(const Case& c, F&& f) {
+    with_op(op_, [&](auto op) {
+      using Op = decltype(op);
+      if constexpr (LinearOp<Op> && GradientOp<Op>) {
+        auto p = build<Op>(c);
+        f(p, workspace_of(device_, c));
+      }
+    });
+  }
+};
+
+// Token `row` counts 1e-22 times as much as the others and has its target's logit 55 nats below
+// the rest: P p_t is 1e-46, which f32 has no number for, and E of its other columns e^55.
+template <class Op>
+void make_faint(const Op& op, int64_t row) {
+  const auto [tokens, hidden, vocab] =
+      Shape{op.input.shape[0], op.input.shape[1], op.weight.shape[0]};
+  std::vector<double> input = read(op.input), weight = read(op.weight), target = read(op.target);
+  std::vector<double> token_weight(static_cast<size_t>(tokens), 1);
+  for (int64_t i = 0; i < tokens; ++i) input[i * hidden] = i == row ? 1 : 0;
+  for (int64_t j = 0; j < vocab; ++j) weight[j * hidden] = 0;
+  const auto t = static_cast<int64_t>(target[row]);
+  for (int64_t d = 1; d < hidden; ++d) weight[t * hidden + d] = 0;
+  weight[t * hidden] = -55;
+  token_weight[row] = 1e-22;
+  write(op.input, input);
+  write(op.weight, weight);
+  write(op.weights.token, token_weight);
+}
+
+TEST_P(CudaLinear, ARowOfAVanishingFactorIsMadeAgain) {
+  constexpr int64_t row = 5, hidden = 64;
+  const Case c{.op = op_, .shape = {70, hidden, 515}, .dtype = dtype_, .token_weight = true};
+  with_problem(c, [&](auto& p, const WorkspaceSize& size) {
+    make_faint(p.op, row);
+    const reference::Result want = expected(device_, p.op, p.model);
+    const std::vector<double>& value = want.outputs.at("grad_input").value;
+    double largest = 0;
+    for (int64_t d = 0; d < hidden; ++d) {
+      largest = std::fmax(largest, std::fabs(value[row * hidden + d]));
+    }
+    ASSERT_GT(largest, 1e-26);
+    for (const double share : {0.0, 0.5, 1.0}) {
+      const Outcome got =
+          execute(device_, p.op, p.pool, {.memory = Memory::exact, .bytes = bytes_of(size, share)});
+      const Comparison result = compare(want, got);
+      EXPECT_TRUE(result.ok()) << result.report;
+      for (int64_t d = 0; got.status.ok() && d < hidden; ++d) {
+        EXPECT_NEAR(got.fields.at("grad_input").value[row * hidden + d], value[row * hidden + d],
+                    0.02 * largest)
+            << d << ", share " << share;
+      }
+    }
+  });
+}
+
+// What is there stays, subnormal numbers too, which an addition in memory may flush.
+TEST_P(CudaLinear, AddingOverNoTokenLeavesWhatIsThere) {
+  for (const int64_t hidden : {9, 64, 200}) {
+    Case c{.op = op_, .shape = {33, hidden, 300}, .dtype = dtype_, .bias_dtype = dtype_};
+    c.ignored = 1;
+    c.bias = c.accumulate = true;
+    with_problem(c, [&](auto& p, const WorkspaceSize& size) {
+      std::vector<double> weight = read(p.op.grad_weight), bias = read(p.op.grad_bias);
+      for (size_t k = 0; k < weight.size(); k += 7)
+        weight[k] = std::ldexp(k % 2 ? -3.0 : 5.0, -149);
+      for (size_t k = 0; k < bias.size(); k += 7) bias[k] = std::ldexp(1.0, -149);
+      write(p.op.grad_weight, weight);
+      write(p.op.grad_bias, bias);
+      for (const double share : {0.0, 0.5, 1.0}) {
+        const Outcome got = execute(device_, p.op, p.pool,
+                                    {.memory = Memory::exact, .bytes = bytes_of(size, share)});
+        ASSERT_TRUE(got.status.ok()) << got.status.message();
+        // Doubles hold every f32, and neither tensor holds a zero: equal values are equal bits.
+        EXPECT_EQ(got.fields.at("grad_weight").value, weight) << hidden << ", share " << share;
+        EXPECT_EQ(got.fields.at("grad_bias").value, bias) << hidden << ", share " << share;
+      }
+    });
+  }
+}
+
+std::vector<std::string> cuda_alone() {
+  std::vector<std::string> names = device_names();
+  std::erase_if(names, [](const std::string& name) { return name != "cuda"; });
+  return names;
+}
+
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(CudaLinear);
+INSTANTIATE_TEST_SUITE_P(All, CudaLinear,
+                         testing::Combine(testing::ValuesIn(cuda_alone()),
+                                          testing::ValuesIn(kGradientOps),
+                                          testing::ValuesIn(inputs())),
+                         parameter_name);
+
+}  // namespace
+}  // namespace logitless::conformance
