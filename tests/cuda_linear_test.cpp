@@ -47,7 +47,8 @@ void make_faint(const Op& op, int64_t row) {
   write(op.weights.token, token_weight);
 }
 
-// f32 and bf16: beside rows of weight 1 its dz, 1e-22 of theirs, is below what f16 has a number for.
+// f32 and bf16: beside rows of weight 1 its dz, 1e-22 of theirs, is below what f16 has a number
+// for.
 TEST_P(CudaLinear, ARowOfAVanishingFactorIsMadeAgain) {
   if (dtype_ == DType::f16) return;
   constexpr int64_t row = 5, hidden = 64;
