@@ -2,12 +2,10 @@
 // The C entry points: sized C structs in, C++ ops out, the two verbs called.
 #include "logitless/c.h"
 
-#include <cstddef>
 #include <cstring>
-#include <exception>
-#include <new>
 
 #include "src/backend.h"
+#include "src/c_status.h"
 #include "src/cpu/thread_pool.h"
 #include "src/logitless.h"
 #include "src/validate.h"
@@ -44,30 +42,6 @@ Status read_struct(const char* name, const T* source, T* copy) {
   std::memcpy(copy, source, size < sizeof(T) ? size : sizeof(T));
   copy->struct_size = sizeof(T);
   return {};
-}
-
-// Writes back no more than the caller's struct holds; struct_size stays the caller's.
-template <class T>
-void write_struct(const T& source, T* destination) {
-  uint32_t size;
-  std::memcpy(&size, destination, sizeof(size));
-  if (size > sizeof(T)) size = sizeof(T);
-  if (size <= sizeof(uint32_t)) return;
-  std::memcpy(reinterpret_cast<char*>(destination) + sizeof(uint32_t),
-              reinterpret_cast<const char*>(&source) + sizeof(uint32_t), size - sizeof(uint32_t));
-}
-
-int32_t report(const Status& status, logitless_status* out) {
-  if (out != nullptr) {
-    uint32_t size;
-    std::memcpy(&size, out, sizeof(size));
-    if (size >= offsetof(logitless_status, message)) write_struct(*status.c(), out);
-    // A shorter message still ends with a NUL.
-    if (size > offsetof(logitless_status, message) && size < sizeof(logitless_status)) {
-      reinterpret_cast<char*>(out)[size - 1] = 0;
-    }
-  }
-  return status.c()->code;
 }
 
 Status from_c(const char* name, const logitless_tensor* source, TensorView* view) {
@@ -227,21 +201,6 @@ Status dispatch(const logitless_op* source, F&& f) {
       return with_op<LinearCrossEntropyForwardBackward>(c, f);
   }
   return error(StatusCode::unknown_enum, "op.kind is %d; allowed: 0 to 6", c.kind);
-}
-
-// Nothing is thrown across the boundary: not by an allocation of a thread pool, not by a caller's
-// executor.
-template <class F>
-Status guarded(F&& f) {
-  try {
-    return f();
-  } catch (const std::bad_alloc&) {
-    return Status(StatusCode::internal, "out of memory");
-  } catch (const std::exception& e) {
-    return error(StatusCode::internal, "%s", e.what());
-  } catch (...) {
-    return Status(StatusCode::internal, "an exception of unknown type");
-  }
 }
 
 }  // namespace

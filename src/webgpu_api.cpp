@@ -2,6 +2,7 @@
 // What only WebGPU has in the C interface: workspaces, which are several buffers, and the caller's
 // own device.
 #include "src/backend.h"
+#include "src/c_status.h"
 
 #ifdef LOGITLESS_WITH_WEBGPU
 #include "src/webgpu/native.h"
@@ -11,15 +12,6 @@
 using namespace logitless;
 
 namespace {
-
-int32_t report(const Status& status, logitless_status* out) {
-  if (out != nullptr && out->struct_size >= sizeof(*out)) {
-    const uint32_t size = out->struct_size;
-    *out = *status.c();
-    out->struct_size = size;
-  }
-  return status.c()->code;
-}
 
 #ifndef LOGITLESS_WITH_WEBGPU
 Status absent() {
@@ -35,14 +27,13 @@ extern "C" {
 
 int32_t logitless_webgpu_create_workspace(int32_t device_index, uint64_t bytes, void** workspace,
                                           logitless_status* status) {
-  if (workspace == nullptr) {
-    return report(Status(StatusCode::invalid_argument, "workspace is NULL"), status);
-  }
-  Status result;
-  webgpu::NativeDevice* device = webgpu::find_device(device_index, &result);
-  if (device == nullptr) return report(result, status);
-  *workspace = new (std::nothrow) webgpu::WorkspaceBuffers(device, bytes);
-  if (*workspace == nullptr) result = Status(StatusCode::internal, "out of memory");
+  const Status result = guarded([&]() -> Status {
+    if (workspace == nullptr) return Status(StatusCode::invalid_argument, "workspace is NULL");
+    Status found;
+    webgpu::NativeDevice* device = webgpu::find_device(device_index, &found);
+    if (device != nullptr) *workspace = new webgpu::WorkspaceBuffers(device, bytes);
+    return found;
+  });
   return report(result, status);
 }
 
@@ -56,27 +47,32 @@ void logitless_webgpu_destroy_workspace(void* workspace) {
 
 int32_t logitless_webgpu_use_device(void* instance, void* device, void* queue,
                                     int32_t* device_index, logitless_status* status) {
-  if (instance == nullptr || device == nullptr || queue == nullptr || device_index == nullptr) {
-    return report(Status(StatusCode::invalid_argument,
-                         "instance, device, queue or device_index is NULL; all are wanted"),
-                  status);
-  }
-  Status result;
-  const int32_t index =
-      webgpu::register_device(static_cast<WGPUInstance>(instance), static_cast<WGPUDevice>(device),
-                              static_cast<WGPUQueue>(queue), &result);
-  if (result.ok()) *device_index = index;
+  const Status result = guarded([&]() -> Status {
+    if (instance == nullptr || device == nullptr || queue == nullptr || device_index == nullptr) {
+      return Status(StatusCode::invalid_argument,
+                    "instance, device, queue or device_index is NULL; all are wanted");
+    }
+    Status made;
+    const int32_t index = webgpu::register_device(static_cast<WGPUInstance>(instance),
+                                                  static_cast<WGPUDevice>(device),
+                                                  static_cast<WGPUQueue>(queue), &made);
+    if (made.ok()) *device_index = index;
+    return made;
+  });
   return report(result, status);
 }
 
 int32_t logitless_webgpu_device(int32_t device_index, void** instance, void** device, void** queue,
                                 logitless_status* status) {
-  Status result;
-  const webgpu::NativeDevice* found = webgpu::find_device(device_index, &result);
-  if (found == nullptr) return report(result, status);
-  if (instance != nullptr) *instance = found->instance();
-  if (device != nullptr) *device = found->wgpu_device();
-  if (queue != nullptr) *queue = found->queue();
+  const Status result = guarded([&]() -> Status {
+    Status found;
+    const webgpu::NativeDevice* own = webgpu::find_device(device_index, &found);
+    if (own == nullptr) return found;
+    if (instance != nullptr) *instance = own->instance();
+    if (device != nullptr) *device = own->wgpu_device();
+    if (queue != nullptr) *queue = own->queue();
+    return found;
+  });
   return report(result, status);
 }
 
