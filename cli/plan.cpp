@@ -146,22 +146,26 @@ void print_linear(const json& out) {
              out["logits_bytes_avoided"].get<double>() / plan["bytes"].get<double>());
 }
 
-void print_text(const json& out) {
-  fmt::print("{:<12}{}, N {} x D {} x V {}, {}, gradients {}\n", "op", out["op"].get<std::string>(),
-             out["tokens"].get<int64_t>(), out["hidden"].get<int64_t>(),
-             out["vocab"].get<int64_t>(), out["dtype"].get<std::string>(),
-             out["grad_dtype"].get<std::string>());
-  if (out.contains("plan")) print_linear(out);
-  const json& workspace = out["workspace"];
-  fmt::print("{:<12}{} ({} bytes) of {} given; minimum {}, recommended {}\n", "workspace",
-             bytes_text(workspace["used"]), workspace["used"].get<uint64_t>(),
-             bytes_text(workspace["given"]), bytes_text(workspace["minimum"]),
-             bytes_text(workspace["recommended"]));
+void print_parts(const json& out) {
   if (!out.contains("plan")) return;
   for (const json& part : out["plan"]["parts"]) {
     fmt::print("{:<12}{:>10}  {}\n", "", bytes_text(part["bytes"]),
                part["name"].get<std::string>());
   }
+}
+
+// What is the same for every device, around what is its own.
+void print_text(const json& out, void (*print_plan)(const json&)) {
+  fmt::print("{:<12}{}, N {} x D {} x V {}, {}, gradients {}\n", "op", out["op"].get<std::string>(),
+             out["tokens"].get<int64_t>(), out["hidden"].get<int64_t>(),
+             out["vocab"].get<int64_t>(), out["dtype"].get<std::string>(),
+             out["grad_dtype"].get<std::string>());
+  if (out.contains("plan")) print_plan(out);
+  const json& workspace = out["workspace"];
+  fmt::print("{:<12}{} ({} bytes) of {} given; minimum {}, recommended {}\n", "workspace",
+             bytes_text(workspace["used"]), workspace["used"].get<uint64_t>(),
+             bytes_text(workspace["given"]), bytes_text(workspace["minimum"]),
+             bytes_text(workspace["recommended"]));
 }
 
 void run_plan(const Context& context, PlanArguments& arguments) {
@@ -179,11 +183,12 @@ void run_plan(const Context& context, PlanArguments& arguments) {
   if (context.json) {
     print_json(out);
   } else if (cuda) {
-    print_cuda_plan(out);
+    print_text(out, print_cuda_plan);
   } else if (webgpu) {
-    print_webgpu_plan(out);
+    print_text(out, print_webgpu_plan);
   } else {
-    print_text(out);
+    print_text(out, print_linear);
+    print_parts(out);
   }
 }
 

@@ -88,12 +88,6 @@ json cuda_plan(const OpShape&, std::optional<uint64_t>) {
 
 void print_cuda_plan(const json& out) {
   const json& plan = out["plan"];
-  const json& space = out["workspace"];
-  const auto bytes = [](const json& number) { return format_bytes(number.get<uint64_t>()); };
-  fmt::print("{:<12}{}, N {} x D {} x V {}, {}, gradients {}\n", "op", out["op"].get<std::string>(),
-             out["tokens"].get<int64_t>(), out["hidden"].get<int64_t>(),
-             out["vocab"].get<int64_t>(), out["dtype"].get<std::string>(),
-             out["grad_dtype"].get<std::string>());
   fmt::print("{:<12}{}, {:.2f} products, predicted {:.3f} ms on {}\n", "plan",
              plan["name"].get<std::string>(), plan["products"].get<double>(),
              plan["predicted_ms"].get<double>(), out["device"].get<std::string>());
@@ -101,9 +95,6 @@ void print_cuda_plan(const json& out) {
              plan["chunks"].get<int64_t>(), plan["token_chunk"].get<int64_t>(),
              plan["block_rows"].get<int64_t>(), plan["block_columns"].get<int64_t>(),
              plan["stored_columns"].get<int64_t>(), out["vocab"].get<int64_t>());
-  fmt::print("{:<12}{} ({} bytes) of {} given; minimum {}, recommended {}\n", "workspace",
-             bytes(space["used"]), space["used"].get<uint64_t>(), bytes(space["given"]),
-             bytes(space["minimum"]), bytes(space["recommended"]));
 }
 
 }  // namespace logitless::cli

@@ -11,6 +11,7 @@ namespace logitless::cli {
 
 // Failure where this library was built without CUDA, BadInput for a workspace below the minimum.
 nlohmann::json cuda_plan(const OpShape& shape, std::optional<uint64_t> memory);
+// The lines of the plan itself.
 void print_cuda_plan(const nlohmann::json& out);
 
 }  // namespace logitless::cli

@@ -67,20 +67,11 @@ json webgpu_plan(const OpShape&, std::optional<uint64_t>) {
 
 void print_webgpu_plan(const json& out) {
   const json& plan = out["plan"];
-  const json& space = out["workspace"];
-  const auto bytes = [](const json& number) { return format_bytes(number.get<uint64_t>()); };
-  fmt::print("{:<12}{}, N {} x D {} x V {}, {}, gradients {}\n", "op", out["op"].get<std::string>(),
-             out["tokens"].get<int64_t>(), out["hidden"].get<int64_t>(),
-             out["vocab"].get<int64_t>(), out["dtype"].get<std::string>(),
-             out["grad_dtype"].get<std::string>());
   fmt::print("{:<12}{}, {} products, at WebGPU's default limits\n", "plan",
              plan["name"].get<std::string>(), plan["products"].get<int>());
   fmt::print("{:<12}{} of {} tokens, {} windows of {} columns\n", "chunks",
              plan["chunks"].get<int64_t>(), plan["token_chunk"].get<int64_t>(),
              plan["windows"].get<int64_t>(), plan["window"].get<int64_t>());
-  fmt::print("{:<12}{} ({} bytes) of {} given; minimum {}, recommended {}\n", "workspace",
-             bytes(space["used"]), space["used"].get<uint64_t>(), bytes(space["given"]),
-             bytes(space["minimum"]), bytes(space["recommended"]));
 }
 
 }  // namespace logitless::cli

@@ -12,6 +12,7 @@ namespace logitless::cli {
 
 // Failure where this library was built without WebGPU, BadInput for a workspace below the minimum.
 nlohmann::json webgpu_plan(const OpShape& shape, std::optional<uint64_t> memory);
+// The lines of the plan itself.
 void print_webgpu_plan(const nlohmann::json& out);
 
 }  // namespace logitless::cli
