@@ -23,6 +23,14 @@ class WebGpu : public testing::Test {
     apply_everything(c);
     return c;
   }
+  // Every tensor in a buffer of its own.
+  static LinearCrossEntropyForward in_buffers(LinearCrossEntropyForward op, DeviceCopy* copy) {
+    logitless_op unused{};
+    for_each_tensor(op, unused, [&](const char*, Access, TensorView& view, auto&&) {
+      if (view) view = copy->input(view);
+    });
+    return op;
+  }
   static void expect_ok(const Comparison& c) { EXPECT_TRUE(c.ok()) << c.report; }
 
   const TestDevice& device_ = device("webgpu");
@@ -99,11 +107,7 @@ TEST_F(WebGpu, AViewBeyondItsBufferIsAStatusAndNothingIsLost) {
   const Case c{.op = OpKind::linear_forward, .shape = {4, 8, 50}};
   auto p = build<LinearCrossEntropyForward>(c);
   DeviceCopy copy(device_, p.pool);
-  LinearCrossEntropyForward op = p.op;
-  logitless_op unused{};
-  for_each_tensor(op, unused, [&](const char*, Access, TensorView& view, auto&&) {
-    if (view) view = copy.input(view);
-  });
+  LinearCrossEntropyForward op = in_buffers(p.op, &copy);
   place(op, device_.tensors());
   op.weight.byte_offset += 1 << 20;
   WorkspaceSize size;
@@ -128,11 +132,7 @@ TEST_F(WebGpu, AWorkspaceOfAnotherDeviceOrTooSmallABudgetIsRefused) {
   const WebGpuWorkspace scratch(0, size.minimum - 1);
   auto p = build<LinearCrossEntropyForward>(c);
   DeviceCopy copy(device_, p.pool);
-  LinearCrossEntropyForward op = p.op;
-  logitless_op unused{};
-  for_each_tensor(op, unused, [&](const char*, Access, TensorView& view, auto&&) {
-    if (view) view = copy.input(view);
-  });
+  LinearCrossEntropyForward op = in_buffers(p.op, &copy);
   place(op, device_.tensors());
   EXPECT_EQ(run(op, scratch.workspace(), device_.execution()).code(),
             StatusCode::workspace_too_small);
@@ -145,11 +145,7 @@ TEST_F(WebGpu, TwoTensorsInABufferAreRefusedWhereOneIsWritten) {
   const Case c{.op = OpKind::linear_forward, .shape = {4, 8, 50}};
   auto p = build<LinearCrossEntropyForward>(c);
   DeviceCopy copy(device_, p.pool);
-  LinearCrossEntropyForward op = p.op;
-  logitless_op unused{};
-  for_each_tensor(op, unused, [&](const char*, Access, TensorView& view, auto&&) {
-    if (view) view = copy.input(view);
-  });
+  LinearCrossEntropyForward op = in_buffers(p.op, &copy);
   place(op, device_.tensors());
   WorkspaceSize size;
   ASSERT_TRUE(workspace(op, device_.execution(), &size).ok());
@@ -180,11 +176,7 @@ TEST_F(WebGpu, TheCallersDeviceAndBuffers) {
   c.options.reduction = Reduction::none;
   auto p = build<LinearCrossEntropyForward>(c);
   DeviceCopy copy(device_, p.pool);
-  LinearCrossEntropyForward op = p.op;
-  logitless_op unused{};
-  for_each_tensor(op, unused, [&](const char*, Access, TensorView& view, auto&&) {
-    if (view) view = copy.input(view);
-  });
+  LinearCrossEntropyForward op = in_buffers(p.op, &copy);
   const Device theirs{DeviceType::webgpu, index};
   place(op, theirs);
   WorkspaceSize size;
