@@ -6,7 +6,7 @@
 #include "cli/commands.h"
 #include "cli/text.h"
 #ifdef LOGITLESS_WITH_CUDA
-#include "src/cuda/plan.h"
+#include "src/cuda/panels.h"
 #include "src/cuda/runtime.h"
 #include "src/validate.h"
 #endif
@@ -20,7 +20,7 @@ namespace {
 
 // Each of the four products of a plan counts once; what is made again counts by its share.
 double products(const cuda::LinearShape& s, const cuda::LinearPlan& p) {
-  const double kept = static_cast<double>(p.stored_columns) / static_cast<double>(s.vocab);
+  const double kept = static_cast<double>(cuda::kept_columns(p)) / static_cast<double>(s.vocab);
   return s.forward + s.grad_input + s.grad_weight + (s.gradients() ? 1 - kept : 0);
 }
 
@@ -31,6 +31,7 @@ json describe(const cuda::LinearShape& s, const cuda::LinearPlan& p) {
           {"block_rows", p.block_rows},
           {"block_columns", p.block_columns},
           {"stored_columns", p.stored_columns},
+          {"lent_columns", p.lent_columns},
           {"grad_weight_sum", p.grad_weight_sum},
           {"grad_input_sum", p.grad_input_sum},
           {"products", products(s, p)},
@@ -88,13 +89,15 @@ json cuda_plan(const OpShape&, std::optional<uint64_t>) {
 
 void print_cuda_plan(const json& out) {
   const json& plan = out["plan"];
+  const auto lent = plan["lent_columns"].get<int64_t>();
   fmt::print("{:<12}{}, {:.2f} products, predicted {:.3f} ms on {}\n", "plan",
              plan["name"].get<std::string>(), plan["products"].get<double>(),
              plan["predicted_ms"].get<double>(), out["device"].get<std::string>());
-  fmt::print("{:<12}{} of {} tokens; logits {} x {} at a time; {} of {} columns kept\n", "chunks",
+  fmt::print("{:<12}{} of {} tokens; logits {} x {} at a time; {} of {} columns kept{}\n", "chunks",
              plan["chunks"].get<int64_t>(), plan["token_chunk"].get<int64_t>(),
              plan["block_rows"].get<int64_t>(), plan["block_columns"].get<int64_t>(),
-             plan["stored_columns"].get<int64_t>(), out["vocab"].get<int64_t>());
+             plan["stored_columns"].get<int64_t>() + lent, out["vocab"].get<int64_t>(),
+             lent > 0 ? fmt::format(", {} of them in grad_weight's memory", lent) : "");
 }
 
 }  // namespace logitless::cli

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows and calls that CUDA's linear ops treat apart: a row whose gradient's factor f32 would lose,
-// and accumulation over no token at all.
+// What CUDA's linear ops treat apart: a row whose gradient's factor f32 would lose, accumulation
+// over no token at all, panels that lie in grad_weight's memory.
 #include <cmath>
 
 #include "judge.h"
@@ -96,6 +96,38 @@ TEST_P(CudaLinear, AddingOverNoTokenLeavesWhatIsThere) {
         // Doubles hold every f32, and neither tensor holds a zero: equal values are equal bits.
         EXPECT_EQ(got.fields.at("grad_weight").value, weight) << hidden << ", share " << share;
         EXPECT_EQ(got.fields.at("grad_bias").value, bias) << hidden << ", share " << share;
+      }
+    });
+  }
+}
+
+// A vocabulary of many panels, more than the workspace holds: on Hopper rows of grad_weight that
+// are not written yet hold E and dz of columns before them, and the scaled input.
+TEST_P(CudaLinear, PanelsInGradWeightsMemory) {
+  if (dtype_ == DType::f32) return;
+  const Case plain{.op = op_,
+                   .shape = {130, 512, 9001},
+                   .dtype = dtype_,
+                   .grad_input = dtype_,
+                   .grad_weight = dtype_};
+  Case sums = plain, smoothed = plain;
+  sums.grad_weight = DType::f32;
+  smoothed.options.label_smoothing = 0.1;
+  smoothed.vocab_weight = smoothed.bias = true;
+  smoothed.bias_dtype = dtype_;
+  smoothed.ignored = 0.3;
+  Case capped = smoothed;
+  capped.options.softcap = 20;
+  Case wide = smoothed;  // grad_bias takes more than one piece of a panel
+  wide.shape = {66, 64, 17000};
+  for (const Case& c : {plain, sums, smoothed, capped, wide}) {
+    with_problem(c, [&](auto& p, const WorkspaceSize& size) {
+      const reference::Result want = expected(device_, p.op, p.model);
+      for (const double share : {0.0, 0.2, 0.7}) {
+        const Outcome got = execute(device_, p.op, p.pool,
+                                    {.memory = Memory::exact, .bytes = bytes_of(size, share)});
+        const Comparison result = compare(want, got);
+        EXPECT_TRUE(result.ok()) << result.report << ", share " << share;
       }
     });
   }

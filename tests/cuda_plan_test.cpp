@@ -9,6 +9,7 @@
 #include "src/cuda/linear.h"
 #include "src/cuda/plan.h"
 #include "src/cuda/sm90/cut.h"
+#include "src/cuda/sm90/forward.h"
 
 namespace logitless::cuda {
 namespace {
@@ -32,6 +33,11 @@ std::vector<LinearShape> shapes() {
         all.push_back(s);
         s.grad_input = s.grad_weight = true;
         all.push_back(s);
+        s.lends_grad_weight = s.fused;
+        all.push_back(s);
+        s.grad_weight_f32 = true;
+        all.push_back(s);
+        s.grad_weight_f32 = s.lends_grad_weight = false;
         s.grad_bias = s.smoothing = s.weighted_sum = s.entropy = s.argmax = true;
         s.direct_grad_weight = s.fused = false;
         s.copies_weight = true;
@@ -89,16 +95,74 @@ TEST(CudaPlan, CoversEveryTokenAndColumn) {
       if (!s.gradients()) continue;
       EXPECT_TRUE(p.stored_columns == s.vocab || p.remade_columns > 0);
       // A panel starts and ends with a segment of the partial sums, or with the vocabulary.
-      EXPECT_TRUE(p.stored_columns == s.vocab || p.stored_columns % segment_columns == 0);
+      const int64_t segment = s.fused ? sm90::sum_columns : segment_columns;
+      EXPECT_TRUE(p.stored_columns == s.vocab || p.stored_columns % segment == 0);
+      EXPECT_EQ(p.lent_columns % segment, 0);
       if (!s.fused && p.remade_columns < s.vocab) {
         EXPECT_EQ(p.remade_columns % segment_columns, 0);
       }
       EXPECT_EQ(p.remade_columns % 64, 0);
       if (!s.can_store) {
-        EXPECT_EQ(p.stored_columns, 0);
+        EXPECT_EQ(kept_columns(p), 0);
       }
     }
   }
+}
+
+// Rows of grad_weight are written in order; what lies in its memory must still lie behind them.
+TEST(CudaPlan, WhatIsLentIsFree) {
+  int64_t lent = 0, kept = 0;
+  for (const LinearShape& s : shapes()) {
+    if (!s.fused || !s.gradients()) continue;
+    const int64_t row = s.hidden * (s.grad_weight_f32 ? 4 : 2);
+    for (const uint64_t bytes : budgets(s)) {
+      const LinearPlan p = plan_linear(s, {}, bytes);
+      for (PanelPlace at; at.end() < s.vocab;) {
+        const int64_t done = at.end();
+        at = panel_at(s, p, done);
+        ASSERT_EQ(at.first, done);
+        ASSERT_GT(at.columns, 0);
+        EXPECT_EQ(at.end() <= kept_columns(p), at.first < kept_columns(p));
+        if (!at.lent) {
+          EXPECT_LE(at.columns, std::max(p.stored_columns, p.remade_columns));
+          continue;
+        }
+        ASSERT_TRUE(s.lends_grad_weight && p.chunks == 1);
+        const int64_t begin = lent_panel(s, p, at.columns);
+        EXPECT_GE(begin, at.end() * row);
+        EXPECT_LE(begin + panel_rows(s, p) * at.columns * 2, s.vocab * row);
+        EXPECT_EQ(begin % 128, 0);
+        lent += at.columns;
+      }
+      const int64_t scaled = lent_scaled_input(s, p);
+      if (!scales_apart(s, p) || scaled < 0) {
+        EXPECT_EQ(p.lent_columns, 0);
+        continue;
+      }
+      EXPECT_GE(scaled, kept_columns(p) * row);
+      const int64_t end = p.lent_columns > 0 ? lent_panel(s, p, p.lent_columns) : s.vocab * row;
+      EXPECT_LE(scaled + panel_rows(s, p) * p.hidden_pitch * 2, end);
+      kept += p.lent_columns;
+    }
+  }
+  EXPECT_GT(lent, kept);
+  EXPECT_GT(kept, 0);
+}
+
+// Llama-3 in 64 MiB beyond the sum of grad_input: a third of E lies in grad_weight, and the panels
+// that are made again are few.
+TEST(CudaPlan, GradWeightSparesWork) {
+  LinearShape s{.tokens = 8192, .vocab = 128256, .hidden = 4096};
+  s.grad_input = s.grad_weight = s.direct_grad_weight = s.fused = true;
+  s.direct_grad_input = s.lends_grad_input = true;
+  const LinearPlan alone = plan_linear(s, {}, 192 * MiB);
+  s.lends_grad_weight = true;
+  const LinearPlan lent = plan_linear(s, {}, 192 * MiB);
+  EXPECT_GT(kept_columns(lent), 30000);
+  EXPECT_LT(lent.seconds, 0.93 * alone.seconds);
+  int panels = 0;
+  for (PanelPlace at; at.end() < s.vocab; ++panels) at = panel_at(s, lent, at.end());
+  EXPECT_LE(panels, 12);
 }
 
 TEST(CudaPlan, TheFrontierHasAllItsPlans) {
@@ -131,7 +195,8 @@ TEST(CudaPlan, TheRecommendedKeepsThePromiseOfTheName) {
 TEST(CudaPlan, TheRecommendedBytesGiveThatTime) {
   for (const LinearShape& s : shapes()) {
     const LinearPlan asked = recommended_plan(s, {}), ran = plan_linear(s, {}, asked.bytes);
-    EXPECT_LE(ran.seconds, asked.seconds * 1.0001);
+    // A tile of E more or less, where slots of slices took its place.
+    EXPECT_LE(ran.seconds, asked.seconds * 1.001);
     EXPECT_LE(ran.bytes, asked.bytes);
   }
 }

@@ -29,31 +29,42 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-// sum_j c_j weight_j over one slab of the vocabulary; so many rows at a time, that their loads are
-// in flight together.
+// sum_j c_j weight_j over one slab of the first `count` rows of the weight: a warp a row, 16 bytes
+// a lane, so many rows at a time that their loads are in flight together; then the warps in order.
 template <class T>
-__global__ void __launch_bounds__(256) class_slabs(LinearCall call, int64_t pitch, float* slabs) {
-  constexpr int many = 16;
-  const int64_t d = int64_t{blockIdx.x} * 256 + threadIdx.x, slab = blockIdx.y;
-  if (d >= call.weight.shape[1]) {
-    if (d < pitch) slabs[slab * pitch + d] = 0;
-    return;
-  }
-  const int64_t end = min((slab + 1) * vocab_slab_rows, call.weight.shape[0]);
-  float sum = 0;
-  for (int64_t j = slab * vocab_slab_rows; j < end; j += many) {
-    float c[many], w[many];
+__global__ void __launch_bounds__(256)
+    class_slabs(LinearCall call, int64_t count, int64_t pitch, float* slabs) {
+  constexpr int many = 4, warps = 8, width = Pack<T>::width;
+  __shared__ float partial[warps][32 * width];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int64_t first = int64_t{blockIdx.x} * (32 * width), d = first + lane * width;
+  const int64_t slab = blockIdx.y, end = min((slab + 1) * vocab_slab_rows, count);
+  float sum[width] = {};
+  for (int64_t j = slab * vocab_slab_rows + warp; j < end && d < pitch; j += many * warps) {
+    float c[many];
+    Pack<T> w[many];
 #pragma unroll
     for (int i = 0; i < many; ++i) {
-      c[i] = j + i < end ? class_weight(call.in, j + i) : 0.0f;
-      w[i] = j + i < end ? to_f32(*address<const T>(call.weight, j + i, d)) : 0.0f;
+      const int64_t row = min(j + i * warps, end - 1);
+      c[i] = j + i * warps < end ? class_weight(call.in, row) : 0.0f;
+      w[i] = RowReader<T>(call.weight, row, call.weight.shape[1])(d);
     }
 #pragma unroll
     for (int i = 0; i < many; ++i) {
-      if (c[i] != 0) sum = fmaf(c[i], w[i], sum);
+      if (c[i] == 0) continue;
+#pragma unroll
+      for (int n = 0; n < width; ++n) sum[n] = fmaf(c[i], to_f32(w[i].x[n]), sum[n]);
     }
   }
-  slabs[slab * pitch + d] = sum;
+#pragma unroll
+  for (int n = 0; n < width; ++n) partial[warp][lane * width + n] = sum[n];
+  __syncthreads();
+  for (int n = threadIdx.x; n < 32 * width && first + n < pitch; n += 256) {
+    float all = 0;
+#pragma unroll
+    for (int i = 0; i < warps; ++i) all += partial[i][n];
+    slabs[slab * pitch + first + n] = all;
+  }
 }
 
 __global__ void __launch_bounds__(256)
@@ -163,10 +174,13 @@ __global__ void __launch_bounds__(256) zero_kernel(TensorView out) {
 void class_row(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                Stream* stream) {
   if (m.class_row == nullptr) return;
-  const unsigned slabs = blocks_for(call.shape.vocab, vocab_slab_rows);
+  const int64_t count = call.shape.fused ? kept_columns(plan) : call.shape.vocab;
+  const unsigned slabs = blocks_for(count, vocab_slab_rows);
   const unsigned columns = blocks_for(plan.hidden_pitch, 256);
   with_dtype(call.shape.dtype, [&](auto element) {
-    stream->launch("class_slabs", class_slabs<decltype(element)>, {columns, slabs, 1}, 256, call,
+    using T = decltype(element);
+    stream->launch("class_slabs", class_slabs<T>,
+                   {blocks_for(plan.hidden_pitch, 32 * Pack<T>::width), slabs, 1}, 256, call, count,
                    plan.hidden_pitch, m.slabs);
   });
   stream->launch("class_row", class_sum, columns, 256, m.slabs, static_cast<int>(slabs),

@@ -9,30 +9,6 @@ namespace {
 
 constexpr int threads = 256;
 
-// A row of a matrix, `count` elements, as 16 bytes at a time with zeros behind.
-template <class T>
-struct RowReader {
-  const T* data;
-  int64_t stride, count;
-  bool aligned;
-  __device__ RowReader(const TensorView& view, int64_t row, int64_t columns)
-      : data(address<const T>(view, row)),
-        stride(view.stride[1]),
-        count(columns),
-        aligned((stride == 1 || columns == 1) && reinterpret_cast<uintptr_t>(data) % 16 == 0) {}
-  __device__ Pack<T> operator()(int64_t j) const {
-    if (aligned && j + Pack<T>::width <= count) {
-      return *reinterpret_cast<const Pack<T>*>(data + j);
-    }
-    Pack<T> pack;
-#pragma unroll
-    for (int n = 0; n < Pack<T>::width; ++n) {
-      pack.x[n] = j + n < count ? data[(j + n) * stride] : from_f32<T>(0.0f);
-    }
-    return pack;
-  }
-};
-
 template <class T>
 __device__ void clear_row(const TensorView& view, int64_t row, int lane) {
   for (int64_t j = lane; j < view.shape[1]; j += 32) {

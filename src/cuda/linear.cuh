@@ -26,6 +26,30 @@ __device__ inline E* panel_element(const Panel& panel, int64_t row, int64_t j) {
   return data + row * panel.pitch + j;
 }
 
+// A row of a matrix, `count` elements, as 16 bytes at a time with zeros behind.
+template <class T>
+struct RowReader {
+  const T* data;
+  int64_t stride, count;
+  bool aligned;
+  __device__ RowReader(const TensorView& view, int64_t row, int64_t columns)
+      : data(address<const T>(view, row)),
+        stride(view.stride[1]),
+        count(columns),
+        aligned((stride == 1 || columns == 1) && reinterpret_cast<uintptr_t>(data) % 16 == 0) {}
+  __device__ Pack<T> operator()(int64_t j) const {
+    if (aligned && j + Pack<T>::width <= count) {
+      return *reinterpret_cast<const Pack<T>*>(data + j);
+    }
+    Pack<T> pack;
+#pragma unroll
+    for (int n = 0; n < Pack<T>::width; ++n) {
+      pack.x[n] = j + n < count ? data[(j + n) * stride] : from_f32<T>(0.0f);
+    }
+    return pack;
+  }
+};
+
 // Column d of [count, pitch] slabs, in order.
 __device__ inline float sum_of_slabs(const float* slabs, int count, int64_t pitch, int64_t d) {
   float sum = 0;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "src/cuda/numbers.h"
+#include "src/cuda/panels.h"
 #include "src/cuda/plan.h"
 #include "src/cuda/tokens.h"
 
@@ -56,7 +57,7 @@ struct LinearMemory {
   char* weight = nullptr;          // [V, hidden_pitch]  where copied
   char* weight_tail = nullptr;     // [8, hidden_pitch]  its last V % 8 rows, then zeros
   char* input = nullptr;           // [panel_rows, hidden_pitch]  compacted; or grad_input's memory
-  char* scaled = nullptr;          // the same times v; may be `input`
+  char* scaled = nullptr;          // the same times v; may be `input`, or in grad_weight's memory
   float* bias_row = nullptr;       // [V + column_padding]  the bias in f32, for sm90/forward.h
   float* class_weights = nullptr;  // [V + column_padding]  c_j, likewise
   float* target_logit = nullptr;   // [token_chunk]
@@ -69,13 +70,13 @@ struct LinearMemory {
   float* slots = nullptr;            // [slots, 512, 192]  for sm90/product.h
   float* row_sums = nullptr;         // [sum_rows, hidden_pitch]  of grad_input, where E is whole
   char* stored = nullptr;            // [panel_rows, stored_pitch]  E
-  char* remade = nullptr;            // [panel_rows, remade_columns]  E or dz
+  char* remade = nullptr;            // [panel_rows, remade_columns]  E or dz; may be `stored`
   float* grad_input_sum = nullptr;   // [token_chunk, hidden_pitch]
   float* grad_weight_sum = nullptr;  // [V, hidden_pitch]
   float* weight_tail_sum = nullptr;  // [8, hidden_pitch]  of the last V % 8 rows of grad_weight
   float* bias_sum = nullptr;         // [V]
   float* bias_slabs = nullptr;       // [slabs, columns at a time]
-  float* class_row = nullptr;        // [hidden_pitch]  sum_j c_j weight_j
+  float* class_row = nullptr;        // [hidden_pitch]  sum_j c_j weight_j of E's columns
   float* smoothed_row = nullptr;     // [hidden_pitch]  sum_k s_k input_k
   float* slabs = nullptr;            // [slabs, hidden_pitch]
 };
@@ -87,13 +88,11 @@ inline bool lends_input(const LinearShape& s, const LinearPlan& p) {
   const int64_t bytes = p.token_chunk * p.hidden_pitch * size_of(s.dtype);
   return s.lends_grad_input && p.chunks == 1 && bytes > 1 << 20;
 }
-// Rows of a panel, and of the compacted input.
-inline int64_t panel_rows(const LinearShape& s, const LinearPlan& p) {
-  return s.fused ? (p.token_chunk + 63) / 64 * 64 : p.token_chunk + extra_rows;
-}
 // So that a whole tile may be read.
 constexpr int64_t column_padding = 192;
-constexpr int64_t bias_slab_rows = 1024, vocab_slab_rows = 1024, token_slab_rows = 256;
+// The sums of dz that make grad_bias take so many columns at a time.
+constexpr int64_t bias_columns = 16384;
+constexpr int64_t bias_slab_rows = 1024, vocab_slab_rows = 512, token_slab_rows = 256;
 
 LinearMemory place_linear(const LinearShape& shape, const LinearPlan& plan, Arena* arena);
 

@@ -4,6 +4,7 @@
 // enqueued; the host never waits and never learns how many tokens are valid.
 #include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "src/cuda/blas.h"
 #include "src/cuda/linear_run.h"
@@ -32,6 +33,14 @@ template <class Op>
 bool state_given(const Op& op) {
   if constexpr (BackwardOnlyOp<Op>) return static_cast<bool>(op.row_reference);
   return false;
+}
+
+char* first_byte(const TensorView& v) { return static_cast<char*>(v.data) + v.byte_offset; }
+
+// One piece of memory in whole 16 bytes a row, nothing between the rows.
+bool is_memory(const TensorView& v) {
+  return v.shape[1] % 8 == 0 && v.stride[1] == 1 && v.stride[0] == v.shape[1] &&
+         reinterpret_cast<uintptr_t>(first_byte(v)) % 16 == 0;
 }
 
 template <class Op>
@@ -87,10 +96,10 @@ LinearCall make_call(const Op& op, const DeviceInfo& device) {
   if (s.fused && s.gradients()) {
     s.direct_grad_weight = !call.grad_weight || sm90::writes(call.grad_weight, s.dtype);
     s.direct_grad_input = s.grad_input && sm90::writes(call.grad_input, s.dtype);
-    const TensorView& out = call.grad_input;
-    s.lends_grad_input = s.grad_input && out.dtype == s.dtype && s.hidden % 8 == 0 &&
-                         out.stride[1] == 1 && out.stride[0] == s.hidden &&
-                         (reinterpret_cast<uintptr_t>(out.data) + out.byte_offset) % 16 == 0;
+    s.lends_grad_input =
+        s.grad_input && call.grad_input.dtype == s.dtype && is_memory(call.grad_input);
+    s.lends_grad_weight =
+        s.grad_weight && !call.accumulate && s.direct_grad_weight && is_memory(call.grad_weight);
   }
   return call;
 }
@@ -118,17 +127,20 @@ Status linear_workspace(const Op& op, const DeviceInfo& device, WorkspaceSize* s
   }
   // Where there is no address yet, there may come one that Hopper's kernels cannot use: enough for
   // either kind.
-  const int weights = op.weight.data == nullptr ? 2 : 1;
-  int gradients = 1;
+  Op asked = op;
+  std::vector<TensorView*> unknown;
+  const auto find_unknown = [&](TensorView* v) {
+    if (*v && v->data == nullptr) unknown.push_back(v);
+  };
+  find_unknown(&asked.weight);
   if constexpr (GradientOp<Op>) {
-    gradients = op.grad_input && op.grad_input.data == nullptr ? 2 : 1;
+    find_unknown(&asked.grad_input);
+    find_unknown(&asked.grad_weight);
   }
   *size = {0, 0, Arena::alignment};
-  for (int i = 0; i < weights * gradients; ++i) {
-    Op asked = op;
-    if (weights > 1) asked.weight.byte_offset = i % 2 * size_of(op.weight.dtype);
-    if constexpr (GradientOp<Op>) {
-      if (gradients > 1) asked.grad_input.byte_offset = i / weights * size_of(op.grad_input.dtype);
+  for (size_t i = 0; i < size_t{1} << unknown.size(); ++i) {
+    for (size_t n = 0; n < unknown.size(); ++n) {
+      unknown[n]->byte_offset = static_cast<int64_t>(i >> n & 1) * size_of(unknown[n]->dtype);
     }
     const LinearShape shape = make_call(asked, device).shape;
     const uint64_t minimum = smallest_plan(shape, speed_of(device)).bytes;
@@ -146,9 +158,11 @@ Status linear_run(const Op& op, const Workspace& workspace, const DeviceInfo& de
   const LinearPlan plan = plan_linear(call.shape, speed_of(device), workspace.bytes);
   Arena arena(static_cast<char*>(workspace.data) + workspace.byte_offset);
   LinearMemory memory = place_linear(call.shape, plan, &arena);
-  if (lends_input(call.shape, plan)) {
-    memory.input = static_cast<char*>(call.grad_input.data) + call.grad_input.byte_offset;
-    if (memory.scaled == nullptr) memory.scaled = memory.input;
+  if (lends_input(call.shape, plan)) memory.input = first_byte(call.grad_input);
+  if (memory.scaled == nullptr) {
+    memory.scaled = scales_apart(call.shape, plan)
+                        ? first_byte(call.grad_weight) + lent_scaled_input(call.shape, plan)
+                        : memory.input;
   }
   LinearRun run(call, plan, memory, device, stream);
   run.begin();

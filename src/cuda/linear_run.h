@@ -40,10 +40,7 @@ class LinearRun {
 
   void forward() {
     const Panel stored = stored_panel();
-    if (call_.shape.fused) {
-      const int64_t vocab = call_.shape.vocab;
-      return sm90::forward(call_, plan_, m_, chunk_, 0, vocab, true, stored, device_, stream_);
-    }
+    if (call_.shape.fused) return forward_on_hopper();
     for_each_block(0, call_.shape.vocab, [&](const Block& block) {
       const bool stores = block.column < stored.columns;
       exponentials(call_, m_, chunk_, block, true, stores ? stored : Panel{}, stream_);
@@ -52,21 +49,24 @@ class LinearRun {
 
   // From what forward has found, or the state that was given.
   void rows() {
-    const bool stores = plan_.stored_columns > 0;
-    const bool scales = stores && call_.shape.grad_weight && !smooths_apart();
-    finish_rows(call_, plan_, m_, chunk_, stores, scales, stream_);
+    const bool keeps = kept_columns(plan_) > 0;
+    const bool scales = keeps && call_.shape.grad_weight && !smooths_apart();
+    finish_rows(call_, plan_, m_, chunk_, keeps, scales, stream_);
   }
 
   void gradients() {
-    if (plan_.stored_columns == 0) {
+    const bool whole = plan_.stored_columns == call_.shape.vocab;
+    if (!whole && call_.shape.fused) {
+      gradients_on_hopper();
+    } else if (plan_.stored_columns == 0) {
       frugal_gradients();
-    } else if (plan_.stored_columns < call_.shape.vocab) {
+    } else if (!whole) {
       mixed_gradients();
     } else {
       finish_panel(call_, m_, chunk_, stored_panel(), stream_);
       extra_rows(stored_panel());
       scale_apart();
-      grad_weight(stored_panel(), m_.scaled);
+      grad_weight(stored_panel(), true);
       whole_grad_input();  // last: its memory may hold the input
       bias(stored_panel(), true);
     }
@@ -119,10 +119,54 @@ class LinearRun {
   }
 
   Panel stored_panel() const {
-    const bool blocks = call_.shape.fused;
-    const int64_t pitch =
-        blocks ? panel_rows(call_.shape, plan_) : stored_pitch(plan_.stored_columns);
-    return {m_.stored, pitch, 0, plan_.stored_columns, blocks};
+    if (call_.shape.fused) return hopper_panel({0, plan_.stored_columns, false});
+    return {m_.stored, stored_pitch(plan_.stored_columns), 0, plan_.stored_columns, false};
+  }
+  // In blocks of 64 columns. A null one where there are no columns: nothing is kept.
+  Panel hopper_panel(const PanelPlace& at) const {
+    char* data = at.first < plan_.stored_columns ? m_.stored : m_.remade;
+    if (at.lent) {
+      const TensorView& out = call_.grad_weight;
+      const int64_t offset = lent_panel(call_.shape, plan_, at.columns);
+      data = static_cast<char*>(out.data) + out.byte_offset + offset;
+    }
+    return {at.columns > 0 ? data : nullptr, panel_rows(call_.shape, plan_), at.first, at.columns,
+            true};
+  }
+
+  // The sums of every column, and E of those that are kept.
+  void forward_on_hopper() {
+    const int64_t vocab = call_.shape.vocab, kept = kept_columns(plan_);
+    const auto pass = [&](const PanelPlace& at) {
+      if (at.columns == 0) return;
+      sm90::forward(call_, plan_, m_, chunk_, at.first, at.columns,
+                    at.first < kept ? hopper_panel(at) : Panel{}, device_, stream_);
+    };
+    pass({0, plan_.stored_columns, false});
+    pass({plan_.stored_columns, plan_.lent_columns, true});
+    pass({kept, vocab - kept, false});
+  }
+
+  // Where E is not whole: what is kept of it, then dz of the other columns, a panel at a time.
+  void gradients_on_hopper() {
+    if (kept_columns(plan_) > 0) scale_apart();
+    for (PanelPlace at; at.end() < call_.shape.vocab;) {
+      at = panel_at(call_.shape, plan_, at.end());
+      const bool of_e = at.first < kept_columns(plan_);
+      const Panel panel = hopper_panel(at);
+      if (of_e) {
+        finish_panel(call_, m_, chunk_, panel, stream_);
+      } else {
+        sm90::gradients(call_, plan_, m_, chunk_, panel, device_, stream_);
+      }
+      if (call_.shape.grad_input) {
+        sm90::input_sums(call_, plan_, m_, chunk_, panel, 0, chunk_.rows, m_.grad_input_sum, of_e,
+                         at.first > 0, device_, stream_);
+      }
+      grad_weight(panel, of_e);
+      bias(panel, of_e);
+    }
+    write_sums(false);
   }
 
   // Raw logits of columns [first, end), block by block.
@@ -166,7 +210,7 @@ class LinearRun {
   void input_product(const Panel& panel, int64_t row, int64_t rows, float* sums, bool add) {
     const int64_t element = size_of(call_.shape.dtype);
     if (call_.shape.fused) {
-      return sm90::input_sums(call_, plan_, m_, chunk_, panel, row, rows, sums, add, device_,
+      return sm90::input_sums(call_, plan_, m_, chunk_, panel, row, rows, sums, false, add, device_,
                               stream_);
     }
     const int64_t tail = panel.columns % 8;
@@ -206,13 +250,14 @@ class LinearRun {
     }
   }
 
-  // Rows of grad_weight: panel columns . rows of `input` times v, or input itself. Of a vocabulary
+  // Rows of grad_weight: panel columns of E . input times v, or of dz . input. Of a vocabulary
   // that is no multiple of 8 the last ones go through a sum of 8 rows: see input_product.
-  void grad_weight(const Panel& panel, const char* rows) {
+  void grad_weight(const Panel& panel, bool of_e) {
     if (!call_.shape.grad_weight) return;
+    const char* rows = of_e ? m_.scaled : m_.input;
     if (call_.shape.fused) {
       const bool add = !first_chunk_ || (call_.accumulate && !plan_.grad_weight_sum);
-      return sm90::grad_weight(call_, plan_, m_, chunk_, panel, rows, m_.grad_weight_sum, add,
+      return sm90::grad_weight(call_, plan_, m_, chunk_, panel, rows, m_.grad_weight_sum, of_e, add,
                                device_, stream_);
     }
     const int64_t tail = panel.columns % 8, pitch = plan_.hidden_pitch;
@@ -250,12 +295,21 @@ class LinearRun {
     if (!call_.shape.fused) write_extra_rows(call_, m_, chunk_, panel, stream_);
   }
 
-  void bias(const Panel& panel, bool scaled) {
+  void bias(const Panel& panel, bool of_e) {
     if (!call_.shape.grad_bias) return;
-    add_to_bias(call_, plan_, m_, chunk_, panel, scaled, first_chunk_, stream_);
+    if (!panel.blocks) {
+      return add_to_bias(call_, plan_, m_, chunk_, panel, of_e, first_chunk_, stream_);
+    }
+    for (int64_t j = 0; j < panel.columns; j += bias_columns) {
+      Panel some = panel;
+      some.data += j * panel.pitch * size_of(call_.shape.dtype);
+      some.first += j;
+      some.columns = std::min(panel.columns - j, bias_columns);
+      add_to_bias(call_, plan_, m_, chunk_, some, of_e, first_chunk_, stream_);
+    }
   }
 
-  // Some of E is there; the rest is made again a panel at a time.
+  // Some of E is there; the rest is made again a panel at a time. (Not on Hopper, as what follows.)
   void mixed_gradients() {
     scale_apart();
     const auto use = [&](const Panel& panel) {
@@ -264,16 +318,11 @@ class LinearRun {
       if (call_.shape.grad_input) {
         input_product(panel, 0, chunk_.rows, m_.grad_input_sum, panel.first > 0);
       }
-      grad_weight(panel, m_.scaled);
+      grad_weight(panel, true);
       bias(panel, true);
     };
     use(stored_panel());
     for_each_panel(plan_.stored_columns, [&](const Panel& panel) {
-      if (call_.shape.fused) {
-        sm90::forward(call_, plan_, m_, chunk_, panel.first, panel.columns, false, panel, device_,
-                      stream_);
-        return use(panel);
-      }
       for_each_block(panel.first, panel.first + panel.columns, [&](const Block& block) {
         exponentials(call_, m_, chunk_, block, false, panel, stream_);
       });
@@ -285,18 +334,14 @@ class LinearRun {
   // Nothing is there: dz itself, a panel at a time.
   void frugal_gradients() {
     for_each_panel(0, [&](const Panel& panel) {
-      if (call_.shape.fused) {
-        sm90::gradients(call_, plan_, m_, chunk_, panel, device_, stream_);
-      } else {
-        for_each_block(panel.first, panel.first + panel.columns, [&](const Block& block) {
-          block_gradients(call_, m_, chunk_, block, panel, stream_);
-        });
-      }
+      for_each_block(panel.first, panel.first + panel.columns, [&](const Block& block) {
+        block_gradients(call_, m_, chunk_, block, panel, stream_);
+      });
       extra_rows(panel);
       if (call_.shape.grad_input) {
         input_product(panel, 0, chunk_.rows, m_.grad_input_sum, panel.first > 0);
       }
-      grad_weight(panel, m_.input);
+      grad_weight(panel, false);
       bias(panel, false);
     });
     write_sums(false);
@@ -305,10 +350,8 @@ class LinearRun {
   template <class F>
   void for_each_panel(int64_t first, F&& use) {
     for (int64_t column = first; column < call_.shape.vocab; column += plan_.remade_columns) {
-      const bool blocks = call_.shape.fused;
-      const int64_t pitch = blocks ? panel_rows(call_.shape, plan_) : plan_.remade_columns;
-      use(Panel{m_.remade, pitch, column,
-                std::min(plan_.remade_columns, call_.shape.vocab - column), blocks});
+      use(Panel{m_.remade, plan_.remade_columns, column,
+                std::min(plan_.remade_columns, call_.shape.vocab - column), false});
     }
   }
 

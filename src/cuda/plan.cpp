@@ -6,6 +6,7 @@
 
 #include "src/cuda/blas.h"
 #include "src/cuda/linear.h"
+#include "src/cuda/plan_time.h"
 #include "src/cuda/sm90/cut.h"
 #include "src/cuda/sm90/forward.h"
 
@@ -26,132 +27,15 @@ int64_t even_chunk(int64_t tokens, int64_t most, bool fused) {
 
 constexpr int64_t least_chunk = 128, most_block_rows = 8192;
 
-// cost(size) of every piece of `total`: whole ones and what is left.
-template <class F>
-double in_pieces(int64_t total, int64_t piece, F&& cost) {
-  const int64_t left = total % piece;
-  return static_cast<double>(total / piece) * cost(piece) + (left > 0 ? cost(left) : 0);
-}
-
-// A matrix product [rows, columns] x depth: whole waves of 128 x 256 tiles over the
-// multiprocessors, or what its operands and result take to move (`sums`: an f32 result, read too).
-double product_time(const LinearShape& s, const DeviceSpeed& speed, int64_t rows, int64_t columns,
-                    int64_t depth, bool sums) {
-  const double rate = s.dtype == DType::f32 ? speed.products_f32 : speed.products;
-  const double element = static_cast<double>(size_of(s.dtype));
-  const double r = static_cast<double>(rows), c = static_cast<double>(columns),
-               d = static_cast<double>(depth);
-  const double tiles = static_cast<double>(divide_up(rows, 128) * divide_up(columns, 256));
-  const double waves = std::ceil(tiles / speed.multiprocessors);
-  const double arithmetic = waves * speed.multiprocessors * 128 * 256 * 2 * d / rate;
-  const double moved = (r + c) * d * element + r * c * (sums ? 8 : element);
-  // Where the result is read and written in f32 its traffic is not hidden.
-  const double shown = sums ? r * c * 8 / speed.memory / 2 : 0;
-  return std::max(arithmetic + shown, moved / speed.memory) + speed.launch;
-}
-
-// One of the gradients' products on Hopper (sm90/product.h): [rows, D] over `depth`.
-sm90::Cut cut_of(const LinearShape& s, const DeviceSpeed& speed, int64_t rows, int64_t depth,
-                 int32_t slots) {
-  const int64_t tiles = divide_up(rows, 512) * divide_up(round_up(s.hidden, 8), sm90::sum_columns);
-  return sm90::cut_tiles(static_cast<int>(tiles), static_cast<int>(divide_up(depth, 64)),
-                         speed.clusters(), slots);
-}
-double own_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed, int64_t rows,
-                int64_t depth, bool sums) {
-  const sm90::Cut cut = cut_of(s, speed, rows, depth, p.slots);
-  const double step = 512.0 * sm90::sum_columns * 64 * 2 / (speed.products / speed.clusters());
-  const double rounds = std::ceil(static_cast<double>(cut.items()) / speed.clusters());
-  return cut.steps(speed.clusters()) * step + rounds * (sums ? 6e-6 : 3e-6) + 2 * speed.launch;
-}
-double weight_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed,
-                   int64_t columns, int64_t tokens, bool sums) {
-  return s.fused ? own_time(s, p, speed, columns, tokens, sums)
-                 : product_time(s, speed, columns, s.hidden, tokens, sums);
-}
-double input_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed,
-                  int64_t tokens, int64_t columns, bool sums) {
-  return s.fused ? own_time(s, p, speed, tokens, columns, sums)
-                 : product_time(s, speed, tokens, s.hidden, columns, sums);
-}
-// As many as the products of a plan can use.
-int32_t slots_of(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed) {
-  const int32_t most = 2 * speed.clusters();
-  int32_t slots = 0;
-  for (const int64_t columns : {p.stored_columns, p.remade_columns}) {
-    if (columns == 0) continue;
-    if (s.grad_input) {
-      slots = std::max(slots, cut_of(s, speed, p.token_chunk, columns, most).slots());
-    }
-    if (s.grad_weight) {
-      slots = std::max(slots, cut_of(s, speed, columns, p.token_chunk, most).slots());
-    }
-  }
-  return slots;
-}
-
-// The logits of `rows` tokens and `columns`, and the pass over them.
-double pass_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed, int64_t rows,
-                 int64_t columns, bool stores) {
-  const double element = static_cast<double>(size_of(s.dtype));
-  if (s.fused) {  // waves of clusters' tiles, 512 x 192
-    const double tiles = static_cast<double>(divide_up(rows, 512) * divide_up(columns, 192));
-    const double waves = std::ceil(tiles / (speed.multiprocessors / 2));
-    const double tile = 512.0 * 192 * 2 * static_cast<double>(s.hidden) /
-                        (speed.products / (speed.multiprocessors / 2));
-    // 6 us a wave of epilogues at D 4096 and below (docs/kernels/hopper.md).
-    return waves * (tile + (stores ? 3e-6 : 1e-6)) + 2 * speed.launch;
-  }
-  return in_pieces(rows, p.block_rows, [&](int64_t block_rows) {
-    const double logits = static_cast<double>(block_rows) * static_cast<double>(columns);
-    const auto blocks = static_cast<double>(divide_up(columns, p.block_columns));
-    const double product =
-        product_time(s, speed, block_rows, std::min(columns, p.block_columns), s.hidden, false);
-    return blocks * (product + speed.launch) +
-           logits * (8 / (1.5 * speed.memory) + (stores ? element / speed.memory : 0));
-  });
-}
-
-double predict(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed) {
-  const int64_t n = p.token_chunk;
-  const bool adds_weight = p.grad_weight_sum || (s.grad_weight_f32 && p.chunks > 1);
-  double time = s.forward ? pass_time(s, p, speed, n, s.vocab, p.stored_columns > 0) : 0;
-  if (s.gradients()) {
-    const auto panel = [&](int64_t columns) {
-      double products = 0;
-      if (s.grad_weight) products += weight_time(s, p, speed, columns, n, adds_weight);
-      if (p.grad_input_sum) products += input_time(s, p, speed, n, columns, true);
-      return products;
-    };
-    if (p.stored_columns > 0) time += panel(p.stored_columns);
-    if (s.grad_input && !p.grad_input_sum && s.direct_grad_input) {
-      time += input_time(s, p, speed, n, s.vocab, false);
-    } else if (s.grad_input && !p.grad_input_sum) {
-      time += in_pieces(n, p.sum_rows, [&](int64_t rows) {
-        return input_time(s, p, speed, rows, s.vocab, true) + speed.launch;
-      });
-    }
-    if (p.stored_columns < s.vocab) {
-      time += in_pieces(s.vocab - p.stored_columns, p.remade_columns, [&](int64_t columns) {
-        return pass_time(s, p, speed, n, columns, true) + 4 * speed.launch + panel(columns);
-      });
-    }
-  }
-  time = time * static_cast<double>(p.chunks) + 30 * speed.launch;
-  const double outputs = static_cast<double>(s.vocab) * static_cast<double>(s.hidden);
-  if (p.grad_weight_sum) time += outputs * 6 / speed.memory;
-  if (s.copies_weight) time += outputs * 2 * static_cast<double>(size_of(s.dtype)) / speed.memory;
-  return time;
-}
-
 // The rest of a plan; with slots where they fit into `bytes`.
 LinearPlan finish(const LinearShape& s, const DeviceSpeed& speed, uint64_t bytes, LinearPlan p) {
   p.stored_columns = std::min(p.stored_columns, s.vocab);
+  p.lent_columns = s.gradients() ? most_lent_columns(s, p) : 0;
   p.remade_columns = s.gradients() && p.stored_columns < s.vocab
                          ? std::min(p.remade_columns, round_up(s.vocab, 64))
                          : 0;
   p.kind = !s.gradients()               ? PlanKind::loss_only
-           : p.stored_columns == 0      ? PlanKind::frugal
+           : kept_columns(p) == 0       ? PlanKind::frugal
            : p.stored_columns < s.vocab ? PlanKind::mixed
            : p.chunks > 1               ? PlanKind::chunks
                                         : PlanKind::whole;
@@ -180,7 +64,7 @@ LinearPlan finish(const LinearShape& s, const DeviceSpeed& speed, uint64_t bytes
       place();
     }
   }
-  p.seconds = predict(s, p, speed);
+  p.seconds = predicted_time(s, p, speed);
   return p;
 }
 
@@ -222,16 +106,20 @@ void each_plan(const LinearShape& s, const DeviceSpeed& speed, uint64_t bytes, F
         const LinearPlan frugal = finish(s, speed, bytes, p);
         use(frugal);
         if (!s.can_store) continue;
-        p.stored_columns = segment_columns;
+        // What holds E holds the panels made again once E is used.
+        if (s.fused && blocks > least_blocks) continue;
+        p.stored_columns = s.fused ? p.remade_columns : segment_columns;
         const LinearPlan smallest = finish(s, speed, bytes, p);
         if (smallest.bytes > bytes) continue;
         const int64_t column_bytes =
             panel_rows(s, p) * size_of(s.dtype) +
-            (s.grad_bias ? divide_up(panel_rows(s, p), bias_slab_rows) * 4 : 0);
+            (s.grad_bias && !s.fused ? divide_up(panel_rows(s, p), bias_slab_rows) * 4 : 0);
         const int64_t more = static_cast<int64_t>(
             std::min<uint64_t>((bytes - smallest.bytes) / static_cast<uint64_t>(column_bytes),
                                static_cast<uint64_t>(s.vocab)));
-        p.stored_columns += more / segment_columns * segment_columns;
+        const int64_t step = s.fused ? sm90::sum_columns : segment_columns;
+        p.stored_columns += more / step * step;
+        if (s.fused) p.remade_columns = p.stored_columns;
         if (p.stored_columns < s.vocab) use(finish(s, speed, bytes, p));
       }
     }
@@ -314,7 +202,7 @@ LinearPlan recommended_plan(const LinearShape& shape, const DeviceSpeed& speed) 
 LinearMemory place_linear(const LinearShape& s, const LinearPlan& p, Arena* arena) {
   const int64_t element = size_of(s.dtype);
   const int64_t row_bytes = p.hidden_pitch * element, rows = panel_rows(s, p);
-  const bool stores = p.stored_columns > 0;
+  const bool stores = p.stored_columns > 0, keeps = kept_columns(p) > 0;
   LinearMemory m;
   m.tokens = place_tokens(arena, s.tokens);
   m.losses = arena->take<float>(s.tokens);
@@ -326,7 +214,9 @@ LinearMemory place_linear(const LinearShape& s, const LinearPlan& p, Arena* aren
   }
   if (!lends_input(s, p)) m.input = arena->take<char>(rows * row_bytes);
   m.scaled = m.input;
-  if (stores && p.stored_columns < s.vocab) m.scaled = arena->take<char>(rows * row_bytes);
+  if (scales_apart(s, p)) {
+    m.scaled = lent_scaled_input(s, p) < 0 ? arena->take<char>(rows * row_bytes) : nullptr;
+  }
   if (s.bias) m.bias_row = arena->take<float>(s.vocab + column_padding);
   if (s.class_weights) m.class_weights = arena->take<float>(s.vocab + column_padding);
   m.target_logit = arena->take<float>(p.token_chunk);
@@ -351,7 +241,11 @@ LinearMemory place_linear(const LinearShape& s, const LinearPlan& p, Arena* aren
   }
   const uint64_t forward_end = arena->used();
   arena->back_to(start);
-  if (p.remade_columns > 0) m.remade = arena->take<char>(rows * p.remade_columns * element);
+  if (stores && s.fused) {
+    m.remade = m.stored;
+  } else if (p.remade_columns > 0) {
+    m.remade = arena->take<char>(rows * p.remade_columns * element);
+  }
   if (p.grad_input_sum) {
     m.grad_input_sum = arena->take<float>(std::min(p.token_chunk, s.tokens) * p.hidden_pitch);
   }
@@ -365,11 +259,12 @@ LinearMemory place_linear(const LinearShape& s, const LinearPlan& p, Arena* aren
     m.weight_tail_sum = arena->take<float>(8 * p.hidden_pitch);
   }
   if (s.grad_bias) {
-    const int64_t columns = std::max(p.stored_columns, p.remade_columns);
+    const int64_t most = std::max(p.stored_columns, p.remade_columns);
+    const int64_t columns = s.fused ? std::min(bias_columns, round_up(s.vocab, 64)) : most;
     m.bias_sum = arena->take<float>(s.vocab);
     m.bias_slabs = arena->take<float>(divide_up(rows, bias_slab_rows) * columns);
   }
-  if (stores && s.smoothing) {
+  if (keeps && s.smoothing) {
     const int64_t slabs =
         std::max(divide_up(s.vocab, vocab_slab_rows), divide_up(p.token_chunk, token_slab_rows));
     m.class_row = arena->take<float>(p.hidden_pitch);

@@ -7,6 +7,8 @@
 //   chunks      E of one chunk of tokens at a time: three products, grad_weight summed in f32
 //   mixed       E of a share of the vocabulary is kept, the rest made again: three and a part
 //   frugal      nothing kept; dz made again with the lse known: four products
+// Rows of grad_weight that no product has written yet are memory too: Hopper's kernels keep E or dz
+// of earlier columns there (panels.h).
 #pragma once
 
 #include <cstdint>
@@ -27,6 +29,7 @@ struct LinearShape {
   bool direct_grad_weight = true;  // a product can write the output itself
   bool direct_grad_input = false;  // where E is whole
   bool lends_grad_input = false;   // the output's memory holds the compacted input till the end
+  bool lends_grad_weight = false;  // the output's later rows hold E or dz of earlier columns
   bool grad_weight_f32 = false;    // and add to it
   bool can_store = true;           // E serves: ForwardBackward, not f16, no softcap under smoothing
   bool smoothing = false;
@@ -54,7 +57,8 @@ struct LinearPlan {
   int64_t token_chunk = 0, chunks = 0;
   int64_t block_rows = 0, block_columns = 0;  // logits in f32 at a time
   int64_t sum_rows = 0;                       // of grad_input in f32 at a time, where E is whole
-  int64_t stored_columns = 0;                 // of E, per chunk
+  int64_t stored_columns = 0;                 // of E, per chunk, in the workspace
+  int64_t lent_columns = 0;                   // of E behind them, in grad_weight's memory
   int64_t remade_columns = 0;                 // of E or dz at a time, where not all are stored
   bool grad_weight_sum = false;               // [V, D] in f32
   bool grad_input_sum = false;                // [token_chunk, D] in f32; else block_rows at a time

@@ -50,10 +50,18 @@ void launch(const LinearCall& call, const LinearPlan& plan, const LinearMemory& 
   }
 }
 
+Partials from_segment(Partials p, int64_t segment) {
+  for (float** sums : {&p.maximum, &p.sum, &p.shifted, &p.weighted}) {
+    if (*sums != nullptr) *sums += segment;
+  }
+  if (p.argmax != nullptr) p.argmax += segment;
+  return p;
+}
+
 Arguments make_arguments(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
                          int64_t first, int64_t columns, const Panel& panel) {
   return {.chunk = chunk,
-          .partials = m.partials,
+          .partials = from_segment(m.partials, first / sum_columns),
           .target_logit = m.target_logit,
           .gradients = m.gradients,
           .target_gradient = m.target_gradient,
@@ -84,7 +92,7 @@ bool serves(const LinearCall& call, const DeviceInfo& device) {
 }
 
 void forward(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-             const Chunk& chunk, int64_t first, int64_t columns, bool sums, const Panel& panel,
+             const Chunk& chunk, int64_t first, int64_t columns, const Panel& panel,
              const DeviceInfo& device, Stream* stream) {
   const Arguments arguments = make_arguments(call, m, chunk, first, columns, panel);
   if (panel.data == nullptr) {
@@ -93,10 +101,8 @@ void forward(const LinearCall& call, const LinearPlan& plan, const LinearMemory&
     } else {
       launch<__nv_bfloat16, Mode::sums>(call, plan, m, arguments, device, stream);
     }
-  } else if (sums) {
-    launch<__nv_bfloat16, Mode::sums_e>(call, plan, m, arguments, device, stream);
   } else {
-    launch<__nv_bfloat16, Mode::e>(call, plan, m, arguments, device, stream);
+    launch<__nv_bfloat16, Mode::sums_e>(call, plan, m, arguments, device, stream);
   }
 }
 

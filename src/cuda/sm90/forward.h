@@ -20,10 +20,10 @@ inline int64_t weight_stride(const LinearCall& call, const LinearPlan& plan) {
 // beyond those of the loss.
 bool serves(const LinearCall& call, const DeviceInfo& device);
 
-// Columns [first, first + columns) of the chunk. `sums`: to the partial sums; a panel with data: E
-// to it.
+// Columns [first, first + columns) of the chunk, `first` whole tiles: to the partial sums; and E,
+// where the panel has data.
 void forward(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-             const Chunk& chunk, int64_t first, int64_t columns, bool sums, const Panel& panel,
+             const Chunk& chunk, int64_t first, int64_t columns, const Panel& panel,
              const DeviceInfo& device, Stream* stream);
 // dz of the panel's columns.
 void gradients(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,

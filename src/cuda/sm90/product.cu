@@ -102,7 +102,7 @@ bool writes(const TensorView& gradient, DType inputs) {
 
 void input_sums(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                 const Chunk& chunk, const Panel& panel, int64_t row, int64_t rows, float* sums,
-                bool add, const DeviceInfo& device, Stream* stream) {
+                bool of_e, bool add, const DeviceInfo& device, Stream* stream) {
   ProductArguments a{};
   a.chunk = chunk;
   write_sums(sums, plan, &a);
@@ -111,6 +111,8 @@ void input_sums(const LinearCall& call, const LinearPlan& plan, const LinearMemo
   a.depth = static_cast<int32_t>(panel.columns);
   a.group = input_group;
   a.add = add;
+  if (of_e) a.factors = m.factors;
+  if (of_e && panel.first == 0) a.line = m.class_row;  // once, of all of E's columns
   input_product(call, plan, m, panel, DType::f32, a, device, stream);
 }
 
@@ -129,8 +131,8 @@ void grad_input(const LinearCall& call, const LinearPlan& plan, const LinearMemo
 }
 
 void grad_weight(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                 const Chunk& chunk, const Panel& panel, const char* rows, float* sums, bool add,
-                 const DeviceInfo& device, Stream* stream) {
+                 const Chunk& chunk, const Panel& panel, const char* rows, float* sums, bool of_e,
+                 bool add, const DeviceInfo& device, Stream* stream) {
   ProductArguments a{};
   a.chunk = chunk;
   if (sums != nullptr) {
@@ -141,7 +143,7 @@ void grad_weight(const LinearCall& call, const LinearPlan& plan, const LinearMem
   a.rows = static_cast<int32_t>(panel.columns);
   a.group = weight_group;
   a.add = add;
-  a.line = m.smoothed_row;
+  if (of_e) a.line = m.smoothed_row;
   if (m.class_weights != nullptr) a.class_weight = m.class_weights + panel.first;
   const CUtensorMap left =
       make_panel_map(panel.data, call.shape.dtype, panel.pitch, (panel.columns + 63) / 64,

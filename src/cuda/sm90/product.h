@@ -11,10 +11,10 @@ namespace logitless::cuda::sm90 {
 bool writes(const TensorView& gradient, DType inputs);
 
 // Rows [row, row + rows) of the chunk: panel rows . weight rows, to sums [rows, hidden_pitch] in
-// f32, or added to them.
+// f32, or added to them; of E times v, less the smoothing's term of what is kept of E.
 void input_sums(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                 const Chunk& chunk, const Panel& panel, int64_t row, int64_t rows, float* sums,
-                bool add, const DeviceInfo& device, Stream* stream);
+                bool of_e, bool add, const DeviceInfo& device, Stream* stream);
 // All rows of the chunk from E of the whole vocabulary, to the caller's grad_input.
 void grad_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                 const Chunk& chunk, const Panel& panel, const DeviceInfo& device, Stream* stream);
@@ -22,7 +22,7 @@ void grad_input(const LinearCall& call, const LinearPlan& plan, const LinearMemo
 // The panel's rows of grad_weight: panel columns . `rows` (input times v, or input itself), to the
 // caller's grad_weight where `sums` is null, or to sums [V, hidden_pitch]. `add`: f32 alone.
 void grad_weight(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                 const Chunk& chunk, const Panel& panel, const char* rows, float* sums, bool add,
-                 const DeviceInfo& device, Stream* stream);
+                 const Chunk& chunk, const Panel& panel, const char* rows, float* sums, bool of_e,
+                 bool add, const DeviceInfo& device, Stream* stream);
 
 }  // namespace logitless::cuda::sm90

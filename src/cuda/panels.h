@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where E and dz lie, a panel of columns at a time. Beside the workspace there is memory that
+// nobody pays for: grad_weight's own rows. A product writes the rows of its panel's columns; those
+// behind them are still free, and hold the panel itself while there is room. E of the last columns
+// that are kept lies there too, and the scaled input that E is multiplied with.
+#pragma once
+
+#include "src/cuda/plan.h"
+
+namespace logitless::cuda {
+
+// Columns [first, first + columns) of E or dz.
+struct PanelPlace {
+  int64_t first = 0, columns = 0;
+  bool lent = false;  // lies at the end of grad_weight's memory
+  int64_t end() const { return first + columns; }
+};
+// The panel that begins at `first`, once all before it are done with: what is kept of E, then what
+// is made again. Those of Hopper's kernels are panel_at(0), panel_at(end of that), ... to V.
+PanelPlace panel_at(const LinearShape& shape, const LinearPlan& plan, int64_t first);
+
+// Columns of E that are there when the gradients begin.
+inline int64_t kept_columns(const LinearPlan& p) { return p.stored_columns + p.lent_columns; }
+// The input itself is asked for again after the scaled one.
+inline bool scales_apart(const LinearShape& s, const LinearPlan& p) {
+  return kept_columns(p) > 0 && p.stored_columns < s.vocab;
+}
+// The most that grad_weight's memory can keep behind those in the workspace.
+int64_t most_lent_columns(const LinearShape& shape, const LinearPlan& plan);
+
+// Offsets in grad_weight's memory: of the lent panel of so many columns, and of the scaled input in
+// front of E's; negative where it does not fit there.
+int64_t lent_panel(const LinearShape& shape, const LinearPlan& plan, int64_t columns);
+int64_t lent_scaled_input(const LinearShape& shape, const LinearPlan& plan);
+
+// Rows of a panel, and of the compacted input.
+inline int64_t panel_rows(const LinearShape& s, const LinearPlan& p) {
+  return s.fused ? (p.token_chunk + 63) / 64 * 64 : p.token_chunk + extra_rows;
+}
+
+}  // namespace logitless::cuda

@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "src/cuda/plan_time.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "src/cuda/linear.h"
+#include "src/cuda/sm90/cut.h"
+#include "src/cuda/sm90/forward.h"
+
+namespace logitless::cuda {
+namespace {
+
+constexpr int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+constexpr int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
+
+// cost(size) of every piece of `total`: whole ones and what is left.
+template <class F>
+double in_pieces(int64_t total, int64_t piece, F&& cost) {
+  const int64_t left = total % piece;
+  return static_cast<double>(total / piece) * cost(piece) + (left > 0 ? cost(left) : 0);
+}
+
+// A matrix product [rows, columns] x depth: whole waves of 128 x 256 tiles over the
+// multiprocessors, or what its operands and result take to move (`sums`: an f32 result, read too).
+double product_time(const LinearShape& s, const DeviceSpeed& speed, int64_t rows, int64_t columns,
+                    int64_t depth, bool sums) {
+  const double rate = s.dtype == DType::f32 ? speed.products_f32 : speed.products;
+  const double element = static_cast<double>(size_of(s.dtype));
+  const double r = static_cast<double>(rows), c = static_cast<double>(columns),
+               d = static_cast<double>(depth);
+  const double tiles = static_cast<double>(divide_up(rows, 128) * divide_up(columns, 256));
+  const double waves = std::ceil(tiles / speed.multiprocessors);
+  const double arithmetic = waves * speed.multiprocessors * 128 * 256 * 2 * d / rate;
+  const double moved = (r + c) * d * element + r * c * (sums ? 8 : element);
+  // Where the result is read and written in f32 its traffic is not hidden.
+  const double shown = sums ? r * c * 8 / speed.memory / 2 : 0;
+  return std::max(arithmetic + shown, moved / speed.memory) + speed.launch;
+}
+
+// One of the gradients' products on Hopper (sm90/product.h): [rows, D] over `depth`.
+sm90::Cut cut_of(const LinearShape& s, const DeviceSpeed& speed, int64_t rows, int64_t depth,
+                 int32_t slots) {
+  const int64_t tiles = divide_up(rows, 512) * divide_up(round_up(s.hidden, 8), sm90::sum_columns);
+  return sm90::cut_tiles(static_cast<int>(tiles), static_cast<int>(divide_up(depth, 64)),
+                         speed.clusters(), slots);
+}
+double own_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed, int64_t rows,
+                int64_t depth, bool sums) {
+  const sm90::Cut cut = cut_of(s, speed, rows, depth, p.slots);
+  const double step = 512.0 * sm90::sum_columns * 64 * 2 / (speed.products / speed.clusters());
+  const double rounds = std::ceil(static_cast<double>(cut.items()) / speed.clusters());
+  return cut.steps(speed.clusters()) * step + rounds * (sums ? 24e-6 : 3e-6) + 2 * speed.launch;
+}
+double weight_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed,
+                   int64_t columns, int64_t tokens, bool sums) {
+  return s.fused ? own_time(s, p, speed, columns, tokens, sums)
+                 : product_time(s, speed, columns, s.hidden, tokens, sums);
+}
+double input_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed,
+                  int64_t tokens, int64_t columns, bool sums) {
+  return s.fused ? own_time(s, p, speed, tokens, columns, sums)
+                 : product_time(s, speed, tokens, s.hidden, columns, sums);
+}
+}  // namespace
+
+int32_t slots_of(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed) {
+  const int32_t most = 2 * speed.clusters();
+  int32_t slots = 0;
+  for (PanelPlace panel; panel.end() < s.vocab;) {
+    panel = panel_at(s, p, panel.end());
+    if (s.grad_input) {
+      slots = std::max(slots, cut_of(s, speed, p.token_chunk, panel.columns, most).slots());
+    }
+    if (s.grad_weight) {
+      slots = std::max(slots, cut_of(s, speed, panel.columns, p.token_chunk, most).slots());
+    }
+  }
+  return slots;
+}
+
+namespace {
+
+// The logits of `rows` tokens and `columns`, and the pass over them.
+double pass_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed, int64_t rows,
+                 int64_t columns, bool stores) {
+  const double element = static_cast<double>(size_of(s.dtype));
+  if (s.fused) {  // waves of clusters' tiles, 512 x 192
+    const double tiles = static_cast<double>(divide_up(rows, 512) * divide_up(columns, 192));
+    const double waves = std::ceil(tiles / (speed.multiprocessors / 2));
+    const double tile = 512.0 * 192 * 2 * static_cast<double>(s.hidden) /
+                        (speed.products / (speed.multiprocessors / 2));
+    // 6 us a wave of epilogues at D 4096 and below (docs/kernels/hopper.md).
+    return waves * (tile + (stores ? 3e-6 : 1e-6)) + 2 * speed.launch;
+  }
+  return in_pieces(rows, p.block_rows, [&](int64_t block_rows) {
+    const double logits = static_cast<double>(block_rows) * static_cast<double>(columns);
+    const auto blocks = static_cast<double>(divide_up(columns, p.block_columns));
+    const double product =
+        product_time(s, speed, block_rows, std::min(columns, p.block_columns), s.hidden, false);
+    return blocks * (product + speed.launch) +
+           logits * (8 / (1.5 * speed.memory) + (stores ? element / speed.memory : 0));
+  });
+}
+
+// What is kept of E costs its store; each part is a launch of its own.
+double forward_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed,
+                    int64_t rows) {
+  if (!s.fused) return pass_time(s, p, speed, rows, s.vocab, p.stored_columns > 0);
+  double time = 0;
+  for (const int64_t columns : {p.stored_columns, p.lent_columns}) {
+    if (columns > 0) time += pass_time(s, p, speed, rows, columns, true);
+  }
+  const int64_t others = s.vocab - kept_columns(p);
+  return others > 0 ? time + pass_time(s, p, speed, rows, others, false) : time;
+}
+
+}  // namespace
+
+double predicted_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed) {
+  const int64_t n = p.token_chunk;
+  const bool adds_weight = p.grad_weight_sum || (s.grad_weight_f32 && p.chunks > 1);
+  double time = s.forward ? forward_time(s, p, speed, n) : 0;
+  if (s.gradients()) {
+    const auto panel = [&](int64_t columns) {
+      double products = 0;
+      if (s.grad_weight) products += weight_time(s, p, speed, columns, n, adds_weight);
+      if (p.grad_input_sum) products += input_time(s, p, speed, n, columns, true);
+      return products;
+    };
+    if (p.stored_columns > 0 && !s.fused) time += panel(p.stored_columns);
+    if (s.grad_input && !p.grad_input_sum && s.direct_grad_input) {
+      time += input_time(s, p, speed, n, s.vocab, false);
+    } else if (s.grad_input && !p.grad_input_sum) {
+      time += in_pieces(n, p.sum_rows, [&](int64_t rows) {
+        return input_time(s, p, speed, rows, s.vocab, true) + speed.launch;
+      });
+    }
+    if (s.fused) {
+      for (PanelPlace at; at.end() < s.vocab;) {
+        at = panel_at(s, p, at.end());
+        time += panel(at.columns) + 2 * speed.launch;
+        if (at.end() <= kept_columns(p)) continue;
+        time += pass_time(s, p, speed, n, at.columns, true);
+      }
+    } else if (p.stored_columns < s.vocab) {
+      time += in_pieces(s.vocab - p.stored_columns, p.remade_columns, [&](int64_t columns) {
+        return pass_time(s, p, speed, n, columns, true) + 4 * speed.launch + panel(columns);
+      });
+    }
+  }
+  time = time * static_cast<double>(p.chunks) + 30 * speed.launch;
+  const double outputs = static_cast<double>(s.vocab) * static_cast<double>(s.hidden);
+  if (p.grad_weight_sum) time += outputs * 6 / speed.memory;
+  if (s.copies_weight) time += outputs * 2 * static_cast<double>(size_of(s.dtype)) / speed.memory;
+  return time;
+}
+
+}  // namespace logitless::cuda
