@@ -266,7 +266,7 @@ MUTANTS = [
     _M("hopper, products: the common factor left out", "sm90/product.cuh",
        "return @{scale}@ * (sink.factor", "1.0f", "hopper"),
     _M("hopper, products: the last column left out", "sm90/product.cuh",
-       "if (@{j + 1 < left}@) write_one(to + j + 1, x.y, a.add);", "j + 2 < left", "hopper"),
+       "if (@{j + 1 < left}@) write_one(to + j + 1, value(4 * i + 1), a.add);", "j + 2 < left", "hopper"),
     _M("hopper, products: overwritten where they accumulate", "sm90/product.cuh",
        "*to = @{add}@ ? *to + x : x;", "false", "workspace"),
     _M("hopper, products: zeros added over no token", "sm90/product.cuh",

@@ -89,8 +89,8 @@ void write_gradient(const TensorView& gradient, int64_t first, ProductArguments*
   a->stride = stride;
   a->columns = static_cast<int32_t>(gradient.shape[1]);
   a->scaled = true;
-  a->wide = reinterpret_cast<uintptr_t>(out) % 8 == 0 && stride * size % 8 == 0 &&
-            gradient.shape[1] * size % 8 == 0;
+  a->wide = reinterpret_cast<uintptr_t>(out) % (4 * size) == 0 && stride % 4 == 0 &&
+            gradient.shape[1] % 4 == 0;
 }
 
 }  // namespace

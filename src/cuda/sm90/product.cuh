@@ -27,7 +27,7 @@ struct ProductArguments {
   bool mapped;              // rows of the output are the tokens' own, else the chunk's
   bool scaled;              // by the common factor
   bool add;
-  bool wide;     // rows begin at whole 8 bytes and end at them
+  bool wide;     // rows begin at four whole elements and end at them
   float* slots;  // [slot_count, 512, 192]  sums of slices, in the order of the threads
   int32_t slot_count, clusters;
   const float* line;          // [columns]  subtracted times s of the row, or c; null: nothing is
@@ -103,8 +103,9 @@ __device__ inline void subtract_line(float (&d)[96], int h, const ProductArgumen
   sink->factor = 1;
 }
 
-__device__ inline void add_pair(float* to, float2 x) {
-  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x.x), "f"(x.y)
+__device__ inline void add_four(float* to, float4 x) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x.x),
+               "f"(x.y), "f"(x.z), "f"(x.w)
                : "memory");
 }
 
@@ -120,26 +121,36 @@ __device__ inline void write_row(const float (&d)[96], int h, const RowSink<Out>
     return scale * (sink.factor == 0 ? 0.0f : sink.factor * d[i + 2 * h]);
   };
   Out* to = sink.to + column;
+  // Two lanes trade half of what they have: each then stores 4 neighbours.
+  const bool odd = quad % 2 != 0;
   if constexpr (sizeof(Out) == 4) {
-    if (sink.to == nullptr) return;
+    if (!a.wide) {
+      if (sink.to == nullptr) return;
 #pragma unroll
-    for (int i = 0; i < 24; ++i) {
-      const int j = 8 * i + 2 * quad;
-      const float2 x{value(4 * i), value(4 * i + 1)};
-      if (!a.wide) {
-        if (j < left) write_one(to + j, x.x, a.add);
-        if (j + 1 < left) write_one(to + j + 1, x.y, a.add);
-      } else if (j < left) {
-        if (a.add) {
-          add_pair(to + j, x);
-        } else {
-          *reinterpret_cast<float2*>(to + j) = x;
-        }
+      for (int i = 0; i < 24; ++i) {
+        const int j = 8 * i + 2 * quad;
+        if (j < left) write_one(to + j, value(4 * i), a.add);
+        if (j + 1 < left) write_one(to + j + 1, value(4 * i + 1), a.add);
+      }
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < 24; i += 2) {
+      const float2 low{value(4 * i), value(4 * i + 1)}, high{value(4 * i + 4), value(4 * i + 5)};
+      const float2 own = odd ? high : low, given = odd ? low : high;
+      const float2 other{__shfl_xor_sync(whole_warp, given.x, 1),
+                         __shfl_xor_sync(whole_warp, given.y, 1)};
+      const int j = odd ? 8 * (i + 1) + 2 * (quad - 1) : 8 * i + 2 * quad;
+      const float4 four =
+          odd ? float4{other.x, other.y, own.x, own.y} : float4{own.x, own.y, other.x, other.y};
+      if (sink.to == nullptr || j >= left) continue;
+      if (a.add) {
+        add_four(to + j, four);
+      } else {
+        *reinterpret_cast<float4*>(to + j) = four;
       }
     }
   } else {
-    // Two lanes trade half of what they have: each then stores 4 neighbours, two of them 32 bytes.
-    const bool odd = quad % 2 != 0;
 #pragma unroll
     for (int i = 0; i < 24; i += 2) {
       const uint32_t low = pack<Out>(value(4 * i), value(4 * i + 1));
