@@ -138,6 +138,10 @@ void finish_rows(const LinearCall& call, const LinearPlan& plan, const LinearMem
 // The target's column of E, and the rows beyond the exponent's range.
 void finish_panel(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
                   const Panel& panel, Stream*);
+// form_dz.cu: dz in the place of E, for products that a softcap under smoothing leaves no other
+// way.
+void form_dz(const LinearCall& call, const LinearMemory& m, const Chunk& chunk, const Panel& panel,
+             Stream*);
 // Behind the panel's rows: the class weights for the smoothing's term of E, and zeros; behind its
 // columns: zeros to a multiple of 8.
 void write_extra_rows(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,

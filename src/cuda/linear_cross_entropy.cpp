@@ -29,6 +29,13 @@ bool serves_product(const TensorView& v, int64_t rows, int64_t columns) {
 // Rows and columns are counted in 32 bits on the device; offsets are not.
 constexpr int64_t most_extent = (int64_t{1} << 31) - 65536;
 
+// z = z_target + log E to half of an ulp of E, 2^-9: no far beside the softcap, whose square is the
+// slope's unit; and two capped logits are no more than the 60 nats apart that E serves.
+bool e_tells_slope(const MapFactors& map) {
+  const float cap = std::fabs(map.outward);
+  return cap >= 15 && cap <= 30;
+}
+
 template <class Op>
 bool state_given(const Op& op) {
   if constexpr (BackwardOnlyOp<Op>) return static_cast<bool>(op.row_reference);
@@ -75,7 +82,6 @@ LinearCall make_call(const Op& op, const DeviceInfo& device) {
     call.row_log_sum = op.row_log_sum;
     call.entropy = op.entropy;
   }
-  s.can_store = ForwardOp<Op> && s.dtype != DType::f16 && !(s.smoothing && call.map.capped);
   if constexpr (GradientOp<Op>) {
     call.grad_input = op.grad_input;
     call.grad_weight = op.grad_weight;
@@ -91,6 +97,10 @@ LinearCall make_call(const Op& op, const DeviceInfo& device) {
                                     out.stride[1] == 1 && serves_product(out, s.vocab, s.hidden));
   }
   s.fused = sm90::serves(call, device);
+  // Under a softcap the smoothing's term has a slope of its own in every element, which E tells.
+  const bool slopes = s.smoothing && call.map.capped;
+  s.forms_dz = slopes && s.fused && e_tells_slope(call.map);
+  s.can_store = ForwardOp<Op> && s.dtype != DType::f16 && (!slopes || s.forms_dz);
   s.bias = s.fused && op.bias;
   s.class_weights = s.fused && op.weights.vocab && (s.smoothing || s.weighted_sum);
   if (s.fused && s.gradients()) {

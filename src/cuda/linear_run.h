@@ -49,9 +49,9 @@ class LinearRun {
 
   // From what forward has found, or the state that was given.
   void rows() {
-    const bool keeps = kept_columns(plan_) > 0;
-    const bool scales = keeps && call_.shape.grad_weight && !smooths_apart();
-    finish_rows(call_, plan_, m_, chunk_, keeps, scales, stream_);
+    const bool of_e = multiplies_e(call_.shape, plan_);
+    const bool scales = of_e && call_.shape.grad_weight && !smooths_apart();
+    finish_rows(call_, plan_, m_, chunk_, of_e, scales, stream_);
   }
 
   void gradients() {
@@ -63,12 +63,12 @@ class LinearRun {
     } else if (!whole) {
       mixed_gradients();
     } else {
-      finish_panel(call_, m_, chunk_, stored_panel(), stream_);
+      const bool of_e = finish_kept(stored_panel());
       extra_rows(stored_panel());
       scale_apart();
-      grad_weight(stored_panel(), true);
-      whole_grad_input();  // last: its memory may hold the input
-      bias(stored_panel(), true);
+      grad_weight(stored_panel(), of_e);
+      whole_grad_input(of_e);  // last: its memory may hold the input
+      bias(stored_panel(), of_e);
     }
     first_chunk_ = false;
   }
@@ -149,13 +149,13 @@ class LinearRun {
 
   // Where E is not whole: what is kept of it, then dz of the other columns, a panel at a time.
   void gradients_on_hopper() {
-    if (kept_columns(plan_) > 0) scale_apart();
+    scale_apart();
     for (PanelPlace at; at.end() < call_.shape.vocab;) {
       at = panel_at(call_.shape, plan_, at.end());
-      const bool of_e = at.first < kept_columns(plan_);
       const Panel panel = hopper_panel(at);
-      if (of_e) {
-        finish_panel(call_, m_, chunk_, panel, stream_);
+      bool of_e = false;
+      if (at.first < kept_columns(plan_)) {
+        of_e = finish_kept(panel);
       } else {
         sm90::gradients(call_, plan_, m_, chunk_, panel, device_, stream_);
       }
@@ -167,6 +167,17 @@ class LinearRun {
       bias(panel, of_e);
     }
     write_sums(false);
+  }
+
+  // What is kept of E, made ready for the products: whether they are of E, or of dz.
+  bool finish_kept(const Panel& panel) {
+    const bool of_e = !call_.shape.forms_dz;
+    if (of_e) {
+      finish_panel(call_, m_, chunk_, panel, stream_);
+    } else {
+      form_dz(call_, m_, chunk_, panel, stream_);
+    }
+    return of_e;
   }
 
   // Raw logits of columns [first, end), block by block.
@@ -235,18 +246,18 @@ class LinearRun {
     multiply(&p, one(), add);
   }
 
-  // E is there for every column: some rows of grad_input at a time.
-  void whole_grad_input() {
+  // E, or dz, is there for every column: some rows of grad_input at a time.
+  void whole_grad_input(bool of_e) {
     if (!call_.shape.grad_input) return;
     if (call_.shape.direct_grad_input) {
-      sm90::grad_input(call_, plan_, m_, chunk_, stored_panel(), device_, stream_);
+      sm90::grad_input(call_, plan_, m_, chunk_, stored_panel(), of_e, device_, stream_);
       if (lends_) clear_other_rows(m_.tokens, call_.grad_input, stream_);
       return;
     }
     for (int64_t row = 0; row < chunk_.rows; row += plan_.sum_rows) {
       const int64_t rows = std::min<int64_t>(plan_.sum_rows, chunk_.rows - row);
       input_product(stored_panel(), row, rows, m_.row_sums, false);
-      write_grad_input(call_, plan_, m_, chunk_, m_.row_sums, row, rows, true, lends_, stream_);
+      write_grad_input(call_, plan_, m_, chunk_, m_.row_sums, row, rows, of_e, lends_, stream_);
     }
   }
 

@@ -35,7 +35,7 @@ int64_t room_behind(const LinearShape& s, const LinearPlan& p, int64_t first, in
 
 int64_t most_lent_columns(const LinearShape& s, const LinearPlan& p) {
   if (!lends_weight(s, p) || !s.can_store || p.stored_columns == s.vocab) return 0;
-  return room_behind(s, p, p.stored_columns, scaled_bytes(s, p));
+  return room_behind(s, p, p.stored_columns, s.forms_dz ? 0 : scaled_bytes(s, p));
 }
 
 int64_t lent_panel(const LinearShape& s, const LinearPlan& p, int64_t columns) {

@@ -21,9 +21,13 @@ PanelPlace panel_at(const LinearShape& shape, const LinearPlan& plan, int64_t fi
 
 // Columns of E that are there when the gradients begin.
 inline int64_t kept_columns(const LinearPlan& p) { return p.stored_columns + p.lent_columns; }
+// Products of E times each row's factor: there is something of E, and it is not made dz before.
+inline bool multiplies_e(const LinearShape& s, const LinearPlan& p) {
+  return kept_columns(p) > 0 && !s.forms_dz;
+}
 // The input itself is asked for again after the scaled one.
 inline bool scales_apart(const LinearShape& s, const LinearPlan& p) {
-  return kept_columns(p) > 0 && p.stored_columns < s.vocab;
+  return multiplies_e(s, p) && p.stored_columns < s.vocab;
 }
 // The most that grad_weight's memory can keep behind those in the workspace.
 int64_t most_lent_columns(const LinearShape& shape, const LinearPlan& plan);

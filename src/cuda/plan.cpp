@@ -202,7 +202,7 @@ LinearPlan recommended_plan(const LinearShape& shape, const DeviceSpeed& speed) 
 LinearMemory place_linear(const LinearShape& s, const LinearPlan& p, Arena* arena) {
   const int64_t element = size_of(s.dtype);
   const int64_t row_bytes = p.hidden_pitch * element, rows = panel_rows(s, p);
-  const bool stores = p.stored_columns > 0, keeps = kept_columns(p) > 0;
+  const bool stores = p.stored_columns > 0;
   LinearMemory m;
   m.tokens = place_tokens(arena, s.tokens);
   m.losses = arena->take<float>(s.tokens);
@@ -264,7 +264,7 @@ LinearMemory place_linear(const LinearShape& s, const LinearPlan& p, Arena* aren
     m.bias_sum = arena->take<float>(s.vocab);
     m.bias_slabs = arena->take<float>(divide_up(rows, bias_slab_rows) * columns);
   }
-  if (keeps && s.smoothing) {
+  if (multiplies_e(s, p) && s.smoothing) {
     const int64_t slabs =
         std::max(divide_up(s.vocab, vocab_slab_rows), divide_up(p.token_chunk, token_slab_rows));
     m.class_row = arena->take<float>(p.hidden_pitch);

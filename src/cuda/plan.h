@@ -31,7 +31,8 @@ struct LinearShape {
   bool lends_grad_input = false;   // the output's memory holds the compacted input till the end
   bool lends_grad_weight = false;  // the output's later rows hold E or dz of earlier columns
   bool grad_weight_f32 = false;    // and add to it
-  bool can_store = true;           // E serves: ForwardBackward, not f16, no softcap under smoothing
+  bool can_store = true;           // E serves: ForwardBackward, not f16
+  bool forms_dz = false;           // E becomes dz in its place before the products: form_dz.cu
   bool smoothing = false;
   bool entropy = false, weighted_sum = false, argmax = false;
   bool bias = false, class_weights = false;  // that a product's own kernel reads

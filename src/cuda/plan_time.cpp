@@ -142,7 +142,10 @@ double predicted_time(const LinearShape& s, const LinearPlan& p, const DeviceSpe
       for (PanelPlace at; at.end() < s.vocab;) {
         at = panel_at(s, p, at.end());
         time += panel(at.columns) + 2 * speed.launch;
-        if (at.end() <= kept_columns(p)) continue;
+        if (at.end() <= kept_columns(p)) {
+          if (s.forms_dz) time += static_cast<double>(n * at.columns) * 4 / speed.memory;
+          continue;
+        }
         time += pass_time(s, p, speed, n, at.columns, true);
       }
     } else if (p.stored_columns < s.vocab) {

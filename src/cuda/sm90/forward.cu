@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "src/cuda/sm90/forward.h"
 
+#include <cmath>
+
 #include "src/cuda/sm90/forward.cuh"
 #include "src/cuda/sm90/tensor_map.h"
 
@@ -74,7 +76,8 @@ Arguments make_arguments(const LinearCall& call, const LinearMemory& m, const Ch
                       .bias = m.bias_row,
                       .class_weight = m.class_weights,
                       .smoothing = call.shape.smoothing,
-                      .entropy = static_cast<bool>(call.in.grad_entropy)}};
+                      .entropy = static_cast<bool>(call.in.grad_entropy),
+                      .near_cap = near_cap * std::fabs(call.map.outward)}};
 }
 
 }  // namespace
@@ -101,6 +104,8 @@ void forward(const LinearCall& call, const LinearPlan& plan, const LinearMemory&
     } else {
       launch<__nv_bfloat16, Mode::sums>(call, plan, m, arguments, device, stream);
     }
+  } else if (call.shape.forms_dz) {
+    launch_kernel<__nv_bfloat16, Mode::sums_kept, true>(call, plan, m, arguments, device, stream);
   } else {
     launch<__nv_bfloat16, Mode::sums_e>(call, plan, m, arguments, device, stream);
   }

@@ -3,7 +3,7 @@
 // of 256 tokens x 192 columns, the logits never leaving the registers.
 //   sums     max and sum of exponentials of every row and tile (192 columns), the target's left out
 //   sums_e   the same, and E = exp(z - z_target) in the input's dtype
-//   e        E alone, of a range of columns
+//   sums_kept  the same without the softcap's slope, and near the cap what is left to it
 //   dz       P exp(z - lse), with P p - o at the target
 // kOptions: bias, the map from raw to z, more statistics, more terms of dz (options.cuh).
 // The tile and its pipeline: tile.cuh. Rows of tiles run fastest in groups of 2048 tokens, then the
@@ -15,7 +15,7 @@
 
 namespace logitless::cuda::sm90 {
 
-enum class Mode { sums, sums_e, e, dz };
+enum class Mode { sums, sums_e, sums_kept, dz };
 
 constexpr int half_right_rows = tile_columns / 2, group_clusters = 4;
 
@@ -25,7 +25,7 @@ struct Arguments {
   const float* target_logit;
   const RowGradient* gradients;   // dz
   const float* target_gradient;   // dz
-  Panel panel;                    // sums_e, e, dz
+  Panel panel;                    // all but sums
   int64_t first_column, columns;  // of the vocabulary
   int64_t panel_end;              // whole blocks: behind the last column they are zeros
   int32_t depth_tiles;
@@ -48,7 +48,7 @@ template <Mode kMode>
 __device__ inline RowStart load_start(const Arguments& a, int row, int valid) {
   RowStart r{0, 0, 0};
   if (row >= valid) return r;
-  if constexpr (kMode == Mode::sums_e || kMode == Mode::e) r.anchor = a.target_logit[row];
+  if constexpr (kMode == Mode::sums_e || kMode == Mode::sums_kept) r.anchor = a.target_logit[row];
   if constexpr (kMode == Mode::dz) {
     const RowGradient& g = a.gradients[row];
     r.anchor = g.reference;
@@ -133,7 +133,7 @@ __device__ inline void epilogue(float (&d)[96], const int (&targets)[2], const A
         // Finite, so that columns behind the last one stay 0; a row that needs more is made again.
         lift = fminf(exp_any(maximum - start.anchor), 0x1p127f);
       }
-      if constexpr (kOptions && kMode != Mode::e) {
+      if constexpr (kOptions) {
         const int64_t at = int64_t{row} * a.partials.segments + column_tile;
         const bool writes = quad == 0 && row < valid;
         if (a.partials.weighted != nullptr) {
@@ -150,7 +150,7 @@ __device__ inline void epilogue(float (&d)[96], const int (&targets)[2], const A
         }
       }
       float s0 = 0, s1 = 0;
-      const bool caps = kOptions && a.options.map.capped;
+      const bool caps = kOptions && kMode == Mode::sums_e && a.options.map.capped;
 #pragma unroll
       for (int i = 0; i < 24; ++i) {
         if (kOptions && i % 4 == 0 && again(!caps)) asm volatile("");
@@ -161,7 +161,10 @@ __device__ inline void epilogue(float (&d)[96], const int (&targets)[2], const A
         const float e1 = exp2_fast((y - reference) * log2e);
         s0 += e0;
         s1 += e1;
-        if constexpr (kMode != Mode::sums) {
+        if constexpr (kMode == Mode::sums_kept) {
+          x = fabsf(x) > a.options.near_cap ? encode_left(a.options.map, x) : e0 * lift;
+          y = fabsf(y) > a.options.near_cap ? encode_left(a.options.map, y) : e1 * lift;
+        } else if constexpr (kMode != Mode::sums) {
           x = kOptions && caps ? capped(a.options, x, e0) * lift : e0 * lift;
           y = kOptions && caps ? capped(a.options, y, e1) * lift : e1 * lift;
         }
@@ -170,15 +173,13 @@ __device__ inline void epilogue(float (&d)[96], const int (&targets)[2], const A
       if (kOptions && kMode != Mode::sums && caps && left < tile_columns) {
         each_of_row(d, h, [&](float& x, int j) { x = j < left ? x : 0.0f; });
       }
-      if constexpr (kMode != Mode::e) {
-        float sum = s0 + s1;
-        sum += __shfl_xor_sync(whole_warp, sum, 1);
-        sum += __shfl_xor_sync(whole_warp, sum, 2);
-        if (quad == 0 && row < valid) {
-          const int64_t at = row * a.partials.segments + column_tile;
-          a.partials.maximum[at] = maximum;
-          a.partials.sum[at] = sum;
-        }
+      float sum = s0 + s1;
+      sum += __shfl_xor_sync(whole_warp, sum, 1);
+      sum += __shfl_xor_sync(whole_warp, sum, 2);
+      if (quad == 0 && row < valid) {
+        const int64_t at = row * a.partials.segments + column_tile;
+        a.partials.maximum[at] = maximum;
+        a.partials.sum[at] = sum;
       }
     }
     if constexpr (kMode != Mode::sums) {

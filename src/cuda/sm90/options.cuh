@@ -22,6 +22,7 @@ struct TileOptions {
   const float* bias;          // [V + padding]  null: none
   const float* class_weight;  // [V + padding]  null: 1
   bool smoothing, entropy;    // terms of dz
+  float near_cap;             // sums_kept: |z| beyond which what is left to the cap is kept
 };
 
 // Whether `x`, which the compiler takes for a new value at every place.
@@ -170,6 +171,30 @@ __device__ inline float shifted_sum(float (&d)[96], int h, float reference) {
 __device__ inline float capped(const TileOptions& o, float z, float e) {
   const float t = z * o.map.backward;
   return e * fmaf(-t, t, 1.0f);
+}
+
+// From E, z is known to 2^-9, and 1 - (z / cap)^2 as well while it is no smaller than a tenth. Of
+// an element closer to the cap a negative number is kept in E's place: the sign of z and 1 - |z| /
+// cap, five bits of its exponent and nine of its mantissa, in the sixteen upper bits (form_dz.cu).
+constexpr float near_cap = 0.9375f;                      // of the cap
+constexpr uint32_t first_left_code = (103u << 9) - 128;  // of 2^-24; codes begin at a normal number
+__device__ inline float encode_left(const MapFactors& map, float z) {
+  const float left = fmaxf(fmaf(-fabsf(z), map.backward, 1.0f), 0x1p-24f);
+  const uint32_t code = (__float_as_uint(left) >> 14) - first_left_code;
+  return __uint_as_float((0x8000u | (z < 0 ? 0x4000u : 0u) | code) << 16);
+}
+__device__ inline float log_fast(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y * 0x1.62e430p-1f;
+}
+// z, and the softcap's slope there, from the middle of what the code stands for.
+__device__ inline float decode_left(const MapFactors& map, float kept, float* slope) {
+  const uint32_t bits = __float_as_uint(kept);
+  const float left = __uint_as_float((((bits >> 16 & 0x3fff) + first_left_code) << 14) | 0x2000u);
+  *slope = left * (2 - left);
+  const float z = (1 - left) * fabsf(map.outward);
+  return (bits >> 30 & 1) != 0 ? -z : z;
 }
 
 // dz times the softcap's slope; of a column that does not exist 0.

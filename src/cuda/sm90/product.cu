@@ -117,16 +117,17 @@ void input_sums(const LinearCall& call, const LinearPlan& plan, const LinearMemo
 }
 
 void grad_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                const Chunk& chunk, const Panel& panel, const DeviceInfo& device, Stream* stream) {
+                const Chunk& chunk, const Panel& panel, bool of_e, const DeviceInfo& device,
+                Stream* stream) {
   ProductArguments a{};
   a.chunk = chunk;
-  a.factors = m.factors;
+  if (of_e) a.factors = m.factors;
   write_gradient(call.grad_input, 0, &a);
   a.rows = chunk.rows;
   a.depth = static_cast<int32_t>(panel.columns);
   a.group = input_group;
   a.mapped = true;
-  a.line = m.class_row;
+  if (of_e) a.line = m.class_row;
   input_product(call, plan, m, panel, call.grad_input.dtype, a, device, stream);
 }
 

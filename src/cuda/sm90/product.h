@@ -15,9 +15,10 @@ bool writes(const TensorView& gradient, DType inputs);
 void input_sums(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                 const Chunk& chunk, const Panel& panel, int64_t row, int64_t rows, float* sums,
                 bool of_e, bool add, const DeviceInfo& device, Stream* stream);
-// All rows of the chunk from E of the whole vocabulary, to the caller's grad_input.
+// All rows of the chunk from E or dz of the whole vocabulary, to the caller's grad_input.
 void grad_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                const Chunk& chunk, const Panel& panel, const DeviceInfo& device, Stream* stream);
+                const Chunk& chunk, const Panel& panel, bool of_e, const DeviceInfo& device,
+                Stream* stream);
 
 // The panel's rows of grad_weight: panel columns . `rows` (input times v, or input itself), to the
 // caller's grad_weight where `sums` is null, or to sums [V, hidden_pitch]. `add`: f32 alone.
