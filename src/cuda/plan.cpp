@@ -97,17 +97,18 @@ void each_plan(const LinearShape& s, const DeviceSpeed& speed, uint64_t bytes, F
       }
       // Narrow panels send the sum of grad_input to memory and back too often: 22 % of the
       // products' time at 4 of the fused kernel's tiles, 7 % at 12; the more tokens, the more a
-      // tile takes.
+      // tile takes. The minimum is not made of them; beyond it they may leave room for slices.
       const int64_t least_blocks = !s.fused ? 0 : p.token_chunk > 8192 ? 8 : 12;
-      for (const int64_t blocks : {66, 33, 24, 16, 12, 8, 4, 2, 1}) {
-        if (blocks < least_blocks) break;
+      const int64_t narrowest = s.fused && bytes > 0 ? 4 : least_blocks;
+      for (const int64_t blocks : {66, 33, 24, 20, 16, 12, 10, 8, 7, 6, 5, 4, 2, 1}) {
+        if (blocks < narrowest) break;
         p.stored_columns = 0;
         p.remade_columns = blocks * (s.fused ? sm90::sum_columns : p.block_columns);
         const LinearPlan frugal = finish(s, speed, bytes, p);
         use(frugal);
         if (!s.can_store) continue;
         // What holds E holds the panels made again once E is used.
-        if (s.fused && blocks > least_blocks) continue;
+        if (s.fused && blocks != least_blocks) continue;
         p.stored_columns = s.fused ? p.remade_columns : segment_columns;
         const LinearPlan smallest = finish(s, speed, bytes, p);
         if (smallest.bytes > bytes) continue;
