@@ -51,6 +51,7 @@ void run_probabilities(const Op& op, const TokenInput& in, const Layout& layout,
   }
   if constexpr (GradientOp<Op>) {
     launch_probability_gradient(op.logits, op.grad_logits, in, layout.tokens, stream);
+    clear_other_rows(layout.tokens, op.grad_logits, stream);
   }
 }
 
@@ -93,7 +94,6 @@ Status loss_run(const Op& op, const Workspace& workspace, const DeviceInfo& devi
   } else {
     run_logits(op, in, layout, device, stream);
   }
-  if constexpr (GradientOp<Op>) clear_other_rows(layout.tokens, op.grad_logits, stream);
   return {};
 }
 

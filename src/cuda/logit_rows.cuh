@@ -21,26 +21,29 @@ struct RowsArguments {
   RowWants wants;
 };
 
-__device__ inline void prefetch(const void* address) {
-  asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
-}
-// Where the row of token k lies: asked for beside the number of tokens that count.
-__device__ inline void prefetch_row(const RowsCall& call, int64_t k) {
-  if (call.tokens.row == nullptr || threadIdx.x != 0) return;
-  prefetch(call.tokens.row + k);
-  prefetch(call.tokens.target + k);
-}
-// What token_gradient will ask for once the state is known.
-__device__ inline void prefetch_token(const RowsCall& call, int64_t k) {
-  if (call.tokens.row == nullptr || threadIdx.x != 0) return;
-  prefetch(call.tokens.target_weight + k);
-  prefetch(call.tokens.token_weight + k);
-  prefetch(call.tokens.row + k);
+// What a row needs of its token beside its place, in shared memory: asked for with the first tile, so
+// that nothing waits for it.
+struct RowToken {
+  TokenScalars scalars;
+  float target_weight, token_weight;
+};
+static_assert(sizeof(TokenScalars) % word_bytes == 0);
+
+// Here once load_tile is through.
+__device__ inline void load_token(const Tokens& t, int64_t k, RowToken* token) {
+  constexpr int words = sizeof(TokenScalars) / word_bytes;
+  const int n = static_cast<int>(threadIdx.x);
+  if (n < words) {
+    copy_word(reinterpret_cast<char*>(&token->scalars) + n * word_bytes,
+              reinterpret_cast<const char*>(t.scalars) + n * word_bytes);
+  }
+  if (n == words) copy_float(&token->target_weight, t.target_weight + k);
+  if (n == words + 1) copy_float(&token->token_weight, t.token_weight + k);
 }
 
-// The coefficients of compacted token k without the factors of the map; of a softmax, p itself.
-__device__ inline RowGradient gradient_of_row(const RowsCall& call, int64_t k,
-                                              const RowState& state) {
+// The coefficients of row i without the factors of the map; of a softmax, p itself.
+__device__ inline RowGradient gradient_of_row(const RowsCall& call, int64_t i,
+                                              const RowToken& token, const RowState& state) {
   if (call.tokens.row == nullptr) {
     RowGradient g;
     g.reference = state.reference;
@@ -48,9 +51,10 @@ __device__ inline RowGradient gradient_of_row(const RowsCall& call, int64_t k,
     g.probability = 1;
     return g;
   }
-  RowGradient g = token_gradient(call.in, call.tokens, k, state);
+  RowGradient g =
+      token_gradient(call.in, token.scalars, i, token.target_weight, token.token_weight, state);
   // Nothing is summed over these gradients, so the common factor goes in at once.
-  const float scale = call.tokens.scalars->gradient_scale;
+  const float scale = token.scalars.gradient_scale;
   g.probability *= scale;
   g.smoothing *= scale;
   g.onehot *= scale;
@@ -115,40 +119,35 @@ struct Slice {
   }
 };
 
+// z of the target in the tile that holds its column.
+template <class T>
+__device__ float target_logit(const MapFactors& map, const Tile<T>& tile, int64_t column) {
+  return map_raw(map, to_f32(tile.elements()[column]));
+}
+
 template <class T, bool kPlain>
 __device__ void write_output(const RowsArguments& a, const RowState& state, const Slice& slice,
-                             int64_t k, int64_t i, int target, float target_logit, Tile<T> tile,
-                             bool loaded, RowGradient* shared) {
+                             int64_t i, int target, const RowToken& token, Tile<T> tile,
+                             bool loaded) {
   const RowsCall& call = a.call;
-  RowGradient g;
-  if (call.tokens.row == nullptr) {
-    g = gradient_of_row(call, k, state);
-  } else {
-    // By one warp for all: as many instructions as a dozen columns.
-    if (threadIdx.x < 32) {
-      g = gradient_of_row(call, k, state);
-      if (threadIdx.x == 0) *shared = g;
-    }
-    __syncthreads();
-    g = *shared;
-  }
   const float slope = a.map.slope;
-  GradientColumn<kPlain> value{a.map,
-                               call.in.vocab_weight,
-                               0,
-                               g.reference,
-                               g.log_sum,
-                               g.probability * slope,
-                               g.smoothing * slope,
-                               g.entropy * slope,
-                               g.entropy_value};
   for (int index = 0; index < slice.tiles; ++index) {
     const int64_t column = slice.column(index);
     if (!loaded) {
       __syncthreads();  // the last tile is no longer read
       tile = load_tile<T>(call.logits, i, column, slice.columns(index), tile.memory);
     }
-    value.first = call.in.start() + column;
+    // By every warp for itself: cheaper than a barrier.
+    const RowGradient g = gradient_of_row(call, i, token, state);
+    const GradientColumn<kPlain> value{a.map,
+                                       call.in.vocab_weight,
+                                       call.in.start() + column,
+                                       g.reference,
+                                       g.log_sum,
+                                       g.probability * slope,
+                                       g.smoothing * slope,
+                                       g.entropy * slope,
+                                       g.entropy_value};
     // The target's column is written once more by the thread that writes it with the others, from a
     // value that its warp has found by then.
     const int t = static_cast<int>(threadIdx.x);
@@ -159,7 +158,7 @@ __device__ void write_output(const RowsArguments& a, const RowState& state, cons
     if (here && writer / 32 == t / 32) {
       const bool weighted = !kPlain && present(call.in.vocab_weight);
       const float c = weighted ? load(call.in.vocab_weight, call.in.start() + target) : 1.0f;
-      at_target = target_gradient(a.map, g, target_logit, c);
+      at_target = target_gradient(a.map, g, target_logit(a.map, tile, target - column), c);
     }
     write_tile<kPlain ? 2 : 1>(tile, call.output, i, column, value);
     if (t == writer) store(call.output, i, target, at_target);
@@ -168,12 +167,11 @@ __device__ void write_output(const RowsArguments& a, const RowState& state, cons
 
 // One thread of the row.
 __device__ inline void write_state(const RowsCall& call, int64_t k, int target,
-                                   const RowState& state) {
+                                   const RowToken& token, const RowState& state) {
   if (call.states != nullptr) call.states[k] = state;
   if (call.losses == nullptr) return;
-  const Tokens& t = call.tokens;
-  const float weight = target < 0 ? 0 : t.target_weight[k];  // another shard has the target
-  call.losses[k] = row_loss(t.scalars->constants, state, weight, t.token_weight[k]);
+  const float weight = target < 0 ? 0 : token.target_weight;  // another shard has the target
+  call.losses[k] = row_loss(token.scalars.constants, state, weight, token.token_weight);
 }
 
 // What the blocks of a row tell each other: each writes its own partial into every block's table.
@@ -204,21 +202,29 @@ __device__ inline RowPartial combine_blocks(const RowPartial& own, int rank, int
 }
 
 template <class T, bool kPlain>
-__global__ void __launch_bounds__(most_row_threads, kPlain ? 3 : 2)
+__global__ void __launch_bounds__(most_row_threads, kPlain ? 5 : 4)
     rows_kernel(const __grid_constant__ RowsArguments a) {
   extern __shared__ uint4 tile_memory[];
   __shared__ WarpResults warps;
   __shared__ Exchange exchange;
-  __shared__ RowGradient gradient;
+  __shared__ alignas(word_bytes) RowToken token;
   const RowsCall& call = a.call;
   const int cluster = a.plan.cluster;
   const int rank = static_cast<int>(blockIdx.x) & (cluster - 1);  // a power of two
   const int64_t k = blockIdx.x >> (__ffs(cluster) - 1);
   const bool makes_state = !present(call.row_reference);
   const bool has_tokens = call.tokens.row != nullptr;
-  prefetch_row(call, k);
-  // The same for every block of a cluster.
-  if (has_tokens && k >= call.tokens.scalars->valid) return;
+  const int64_t per_block = int64_t{a.plan.tile} * a.plan.tiles;
+  const int64_t begin = rank * per_block, all = call.logits.shape[1];
+  const Slice slice{begin, begin + per_block < all ? begin + per_block : all, a.plan.tile,
+                    a.plan.tiles};
+  // One wait for all of them: what a row waits for alone shows (docs/kernels/cuda-rows.md).
+  const int64_t i = has_tokens ? call.tokens.row[k] : k;
+  const int target = has_tokens ? call.tokens.target[k] : -1;
+  if (has_tokens && k >= call.tokens.scalars->valid) {  // the same for every block of a cluster
+    if (present(call.output)) clear_columns(call.output, i, slice.begin, slice.end);
+    return;
+  }
   const bool exchanges = makes_state && cluster > 1;
   if (exchanges) {
     if (threadIdx.x == 0) {
@@ -227,50 +233,41 @@ __global__ void __launch_bounds__(most_row_threads, kPlain ? 3 : 2)
     __syncwarp();
     cluster_arrive();
   }
-  const int64_t i = has_tokens ? call.tokens.row[k] : k;
-  const int target = has_tokens ? call.tokens.target[k] : -1;
+  if (has_tokens) load_token(call.tokens, k, &token);
 
-  const int64_t per_block = int64_t{a.plan.tile} * a.plan.tiles;
-  const int64_t begin = rank * per_block, all = call.logits.shape[1];
-  const Slice slice{begin, begin + per_block < all ? begin + per_block : all, a.plan.tile,
-                    a.plan.tiles};
-  // Before any block of the row may write it.
-  float target_logit = -infinity();
-  const bool has_target = target >= slice.begin && target < slice.end;
-  if (has_target || (makes_state && target >= 0)) {
-    target_logit = map_raw(a.map, to_f32(*address<const T>(call.logits, i, target)));
-  }
   Tile<T> tile{reinterpret_cast<unsigned char*>(tile_memory), 0, 0};
   RowState state;
   if (makes_state) {
     RowPartial partial;
+    float at_target = -infinity();
     for (int index = 0; index < slice.tiles; ++index) {
       if (index > 0) __syncthreads();  // the last tile is no longer read
       const int64_t column = slice.column(index);
       tile = load_tile<T>(call.logits, i, column, slice.columns(index), tile.memory);
-      if (index == 0) {
-        // By now every block has started. It comes before the prefetch, whose lines it would drop.
-        if (exchanges) cluster_wait();
-        prefetch_token(call, k);
+      if (target >= column && target < column + tile.n) {
+        at_target = target_logit(a.map, tile, target - column);
       }
       const RowPartial next =
           tile_partial<T, kPlain>(tile, a.map, call.in.vocab_weight, call.in.start(),
                                   static_cast<int>(column), a.wants, &warps);
       partial = index == 0 ? next : combine_two(partial, next, a.wants);
     }
-    if (exchanges) partial = combine_blocks(partial, rank, cluster, a.wants, &exchange);
+    if (exchanges) {
+      cluster_wait();  // by now every block has started
+      partial = combine_blocks(partial, rank, cluster, a.wants, &exchange);
+    }
     state = finish_row(partial, a.wants);
-    state.target_logit = target_logit;
-    // By a warp that finds no coefficients, where there is another.
-    if (rank == 0 && threadIdx.x == blockDim.x - 1) write_state(call, k, target, state);
+    state.target_logit = at_target;
+    // By the block that has the target.
+    const bool tells = target >= 0 ? target >= slice.begin && target < slice.end : rank == 0;
+    if (tells && threadIdx.x == blockDim.x - 1) write_state(call, k, target, token, state);
   } else {
     state.reference = load(call.row_reference, i);
     state.log_sum = load(call.row_log_sum, i);
   }
   if (!present(call.output)) return;
   if (present(call.entropy)) state.entropy = load(call.entropy, i);
-  write_output<T, kPlain>(a, state, slice, k, i, target, target_logit, tile,
-                          makes_state && slice.tiles == 1, &gradient);
+  write_output<T, kPlain>(a, state, slice, i, target, token, tile, makes_state && slice.tiles == 1);
 }
 
 }  // namespace logitless::cuda

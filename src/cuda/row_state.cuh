@@ -20,7 +20,7 @@ struct RowWants {
   bool weighted_sum = false, entropy = false, argmax = false;
 };
 
-constexpr int most_warps = 16;
+constexpr int most_warps = 8;
 struct WarpResults {
   float maximum[most_warps], sum[most_warps], shifted[most_warps], weighted[most_warps];
   int argmax[most_warps];

@@ -68,6 +68,10 @@ __device__ inline void copy_word(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(global)
                : "memory");
 }
+__device__ inline void copy_float(float* shared, const float* global) {
+  const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(global) : "memory");
+}
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Spelled out, because the compiler takes a store apart into four.
@@ -212,6 +216,30 @@ __device__ void write_tile(const Tile<T>& tile, const TensorView& output, int64_
     const int j = t < head ? t : tail + (t - head);
     to[j] = from_f32<T>(value(to_f32(x[j]), j));
   }
+}
+
+// 0 in columns [begin, end) of row i of any floating dtype, by the whole block.
+__device__ inline void clear_columns(const TensorView& view, int64_t i, int64_t begin,
+                                     int64_t end) {
+  const int t = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const int size = view.dtype == DType::f32 ? 4 : 2;
+  int64_t head = end - begin, words = 0;  // elements one by one before the words of 16 bytes
+  if (view.stride[1] == 1) {
+    const int phase = size == 4 ? phase_of(address<float>(view, i, begin))
+                                : phase_of(address<__half>(view, i, begin));
+    head = min(head, int64_t{(word_bytes - phase) % word_bytes / size});
+    words = (end - begin - head) * size / word_bytes;
+  }
+  const int64_t body = begin + head, tail = body + words * (word_bytes / size);
+  const uint32_t zero[4] = {};
+  for (int64_t w = t; w < words; w += threads) {
+    const int64_t j = body + w * (word_bytes / size);
+    store_word(size == 4 ? static_cast<void*>(address<float>(view, i, j))
+                         : address<__half>(view, i, j),
+               zero);
+  }
+  for (int64_t j = begin + t; j < body; j += threads) store(view, i, j, 0.0f);
+  for (int64_t j = tail + t; j < end; j += threads) store(view, i, j, 0.0f);
 }
 
 }  // namespace logitless::cuda

@@ -6,7 +6,7 @@
 
 namespace logitless::cuda {
 
-constexpr int most_row_threads = 512;  // of a block
+constexpr int most_row_threads = 256;  // of a block
 constexpr int most_row_blocks = 8;     // of a cluster that every device of sm_90 and later has
 constexpr int rows_margin = 32;        // bytes of shared memory around a tile
 

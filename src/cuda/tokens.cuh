@@ -15,11 +15,10 @@ __device__ inline TokenKind kind_of_target(const TokenInput& in, int64_t target)
   return in.options.out_of_range == OutOfRange::ignore ? TokenKind::ignored : TokenKind::outside;
 }
 
-// The coefficients of dz of compacted token k, relative to gradient_scale, from its finished state.
-__device__ inline RowGradient token_gradient(const TokenInput& in, const Tokens& t, int64_t k,
+// The coefficients of dz of token i, relative to gradient_scale, from its finished state.
+__device__ inline RowGradient token_gradient(const TokenInput& in, const TokenScalars& scalars,
+                                             int64_t i, float target_weight, float token_weight,
                                              const RowState& state) {
-  const int64_t i = t.row[k];
-  const TokenScalars& scalars = *t.scalars;
   const float inv = scalars.inv_gradient_scale;
   float g = scalars.upstream;
   if (in.per_row_upstream) {
@@ -33,8 +32,13 @@ __device__ inline RowGradient token_gradient(const TokenInput& in, const Tokens&
   const float grad_lse = present(in.grad_lse) ? load(in.grad_lse, i) * inv : 0;
   const float grad_target = present(in.grad_target_logit) ? load(in.grad_target_logit, i) * inv : 0;
   const float grad_entropy = present(in.grad_entropy) ? load(in.grad_entropy, i) * inv : 0;
-  return row_gradient(scalars.constants, state, t.target_weight[k], t.token_weight[k], g, grad_lse,
+  return row_gradient(scalars.constants, state, target_weight, token_weight, g, grad_lse,
                       grad_target, grad_entropy);
+}
+// Of compacted token k.
+__device__ inline RowGradient token_gradient(const TokenInput& in, const Tokens& t, int64_t k,
+                                             const RowState& state) {
+  return token_gradient(in, *t.scalars, t.row[k], t.target_weight[k], t.token_weight[k], state);
 }
 
 __device__ inline void put(const TensorView& view, int64_t i, float x) {
