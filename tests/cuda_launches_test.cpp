@@ -49,11 +49,11 @@ int most_launches(OpKind op, bool own_products) {
   switch (op) {
     case OpKind::softmax:
       return 1;
-    case OpKind::forward:
     case OpKind::backward:
-      return 3;
+      return 2;
+    case OpKind::forward:
     case OpKind::forward_backward:
-      return 4;
+      return 3;
     case OpKind::linear_forward:
       return own_products ? 4 : 5;
     case OpKind::linear_backward:

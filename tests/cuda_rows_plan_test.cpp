@@ -20,7 +20,7 @@ TEST(CudaRowsPlan, CoversEveryColumnWithinTheDevice) {
           ASSERT_LT(slice * (p.cluster - 1), v) << v << ": a block without columns";
           ASSERT_LT(int64_t{p.tile} * (p.tiles - 1), v) << v;
           ASSERT_EQ(p.tile % 64, 0) << v;
-          ASSERT_EQ(p.shared_bytes, p.tile * bytes + 32) << v;
+          ASSERT_EQ(p.shared_bytes, p.tile * bytes + rows_margin) << v;
           ASSERT_LE(p.shared_bytes + 1024, shared) << v;
           ASSERT_TRUE(p.threads >= 32 && p.threads <= most_row_threads &&
                       (p.threads & (p.threads - 1)) == 0);

@@ -42,6 +42,42 @@ TEST_P(CudaRows, AreRightWithEveryOption) {
   }
 }
 
+// Whose gradient rows the same clusters clear: whole words of them and what is beside, in place and
+// not, and the statistics, which they leave alone.
+TEST_P(CudaRows, AreRightBesideTokensThatDoNotCount) {
+  if (!has_loss(op_)) return;
+  for (const int64_t vocab : {301, 19000, 33003, 50257, 128256, 950001}) {
+    Case c{.op = op_, .shape = {6, 1, vocab}, .dtype = dtype_};
+    c.grad_input = dtype_;
+    c.ignored = 0.4;
+    c.outside = 0.2;
+    c.statistics = has_forward(op_);
+    expect_right(c);
+    c.in_place = true;
+    expect_right(c);
+    c.in_place = false;
+    c.grad_input = dtype_ == DType::f32 ? DType::bf16 : DType::f32;
+    c.placement = vocab % 2 == 0 ? Placement::unaligned : Placement::strided;
+    expect_right(c);
+  }
+}
+
+// Rows may begin while their tokens are being prepared: by one block, by one and then many, and
+// where every row is over at once.
+TEST_P(CudaRows, AreRightWhileThousandsOfTokensArePrepared) {
+  if (!has_loss(op_)) return;
+  for (const int64_t tokens : {8192, 30000}) {
+    for (const double ignored : {0.0, 0.9, 1.0}) {
+      for (const Reduction reduction : {Reduction::mean, Reduction::none}) {
+        Case c{.op = op_, .shape = {tokens, 1, 5}, .dtype = dtype_, .ignored = ignored};
+        c.options.reduction = reduction;
+        c.vocab_weight = true;
+        expect_right(c);
+      }
+    }
+  }
+}
+
 // A cluster's blocks end at different times, and the next cluster's begin.
 TEST_P(CudaRows, KeepTheirBitsAmongMany) {
   for (const int64_t vocab : {int64_t{50257}, int64_t{128256}}) {

@@ -7,15 +7,9 @@
 namespace logitless::cuda {
 namespace {
 
-bool any(const TokenStatistics& s) {
-  return s.lse || s.target_logit || s.entropy || s.argmax || s.row_reference || s.row_log_sum ||
-         s.weighted_logit_sum;
-}
-
 struct Layout {
   Tokens tokens;
-  RowState* states = nullptr;  // [valid]  where statistics are wanted
-  float* losses = nullptr;     // [valid]  where the loss is wanted
+  float* losses = nullptr;  // [N]  where the loss is reduced
   uint64_t bytes = 0;
 };
 
@@ -26,8 +20,9 @@ Layout layout_of(const Op& op, void* memory) {
   Layout layout;
   layout.tokens = place_tokens(&arena, tokens);
   if constexpr (ForwardOp<Op>) {
-    if (any(op.statistics)) layout.states = arena.take<RowState>(tokens);
-    if (op.loss) layout.losses = arena.take<float>(tokens);
+    if (op.loss && op.options.reduction != Reduction::none) {
+      layout.losses = arena.take<float>(tokens);
+    }
   }
   layout.bytes = arena.used();
   return layout;
@@ -45,12 +40,13 @@ template <class Op>
 void run_probabilities(const Op& op, const TokenInput& in, const Layout& layout, Stream* stream) {
   if constexpr (ForwardOp<Op>) {
     if (op.loss) {
-      launch_probability_losses(op.logits, in, layout.tokens, layout.losses, stream);
-      write_tokens(in, layout.tokens, nullptr, layout.losses, {op.loss, {}}, stream);
+      launch_probability_losses(op.logits, in, layout.tokens, layout.losses, op.loss, stream);
+      write_loss(in, layout.tokens, layout.losses, op.loss, stream);
     }
   }
   if constexpr (GradientOp<Op>) {
     launch_probability_gradient(op.logits, op.grad_logits, in, layout.tokens, stream);
+    clear_other_rows(layout.tokens, op.grad_logits, stream);
   }
 }
 
@@ -60,8 +56,7 @@ void run_logits(const Op& op, const TokenInput& in, const Layout& layout, const 
   RowsCall call;
   call.logits = op.logits;
   call.in = in;
-  call.tokens = layout.tokens;
-  call.states = layout.states;
+  call.scalars = layout.tokens.scalars;
   call.losses = layout.losses;
   if constexpr (GradientOp<Op>) call.output = op.grad_logits;
   if constexpr (BackwardOnlyOp<Op>) {
@@ -70,13 +65,14 @@ void run_logits(const Op& op, const TokenInput& in, const Layout& layout, const 
     call.entropy = op.entropy;
   }
   if constexpr (ForwardOp<Op>) {
+    call.outputs = {op.loss, op.statistics};
     call.wants_weighted_sum = op.options.label_smoothing > 0 || op.statistics.weighted_logit_sum;
     call.wants_entropy = static_cast<bool>(op.statistics.entropy);
     call.wants_argmax = static_cast<bool>(op.statistics.argmax);
   }
-  launch_rows(call, device, stream);
+  const bool early = launch_rows(call, device, stream);
   if constexpr (ForwardOp<Op>) {
-    write_tokens(in, layout.tokens, layout.states, layout.losses, {op.loss, op.statistics}, stream);
+    write_loss(in, layout.tokens, layout.losses, op.loss, stream, early);
   }
 }
 
@@ -93,7 +89,6 @@ Status loss_run(const Op& op, const Workspace& workspace, const DeviceInfo& devi
   } else {
     run_logits(op, in, layout, device, stream);
   }
-  if constexpr (GradientOp<Op>) clear_other_rows(layout.tokens, op.grad_logits, stream);
   return {};
 }
 

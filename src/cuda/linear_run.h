@@ -76,7 +76,7 @@ class LinearRun {
   void finish() {
     const LinearShape& s = call_.shape;
     if (s.tokens == 0) {  // the loss of none
-      write_tokens(call_.in, m_.tokens, nullptr, m_.losses, call_.outputs, stream_);
+      write_loss(call_.in, m_.tokens, m_.losses, call_.outputs.loss, stream_);
       return clear_grad_weight(call_, stream_);
     }
     if (s.grad_weight) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The row kernel, logits [N, V] -> states [valid], output [N, V]:
+// The row kernel, logits [N, V] -> statistics [N], losses [N], output [N, V]:
 //   m_i = max_j z_ij   log s_i = log sum_j exp(z_ij - m_i)   output_ij = draw_ij, or p_ij
 // A cluster of blocks takes a row, each block a slice of its columns, copied to shared memory by
 // 16-byte words. Blocks tell each other their maximum and sum through distributed shared memory;
@@ -7,6 +7,7 @@
 #pragma once
 
 #include "src/cuda/cluster.cuh"
+#include "src/cuda/early.cuh"
 #include "src/cuda/logit_rows.h"
 #include "src/cuda/row_state.cuh"
 #include "src/cuda/rows_plan.h"
@@ -21,36 +22,39 @@ struct RowsArguments {
   RowWants wants;
 };
 
-__device__ inline void prefetch(const void* address) {
-  asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
-}
-// Where the row of token k lies: asked for beside the number of tokens that count.
-__device__ inline void prefetch_row(const RowsCall& call, int64_t k) {
-  if (call.tokens.row == nullptr || threadIdx.x != 0) return;
-  prefetch(call.tokens.row + k);
-  prefetch(call.tokens.target + k);
-}
-// What token_gradient will ask for once the state is known.
-__device__ inline void prefetch_token(const RowsCall& call, int64_t k) {
-  if (call.tokens.row == nullptr || threadIdx.x != 0) return;
-  prefetch(call.tokens.target_weight + k);
-  prefetch(call.tokens.token_weight + k);
-  prefetch(call.tokens.row + k);
+// What a row needs of its token.
+struct RowToken {
+  int target = -1;  // its column, or -1: on another shard
+  float target_weight = 1, token_weight = 1;
+};
+
+// The scalars of the call, which the kernel in front may still be making; here once finish_tile is
+// through.
+__device__ inline void start_scalars(const TokenScalars* from, TokenScalars* to) {
+  static_assert(sizeof(TokenScalars) % word_bytes == 0);
+  constexpr int words = sizeof(TokenScalars) / word_bytes;
+  wait_for_kernel_before();
+  const int n = static_cast<int>(threadIdx.x);
+  if (n >= words) return;
+  copy_word(reinterpret_cast<char*>(to) + n * word_bytes,
+            reinterpret_cast<const char*>(from) + n * word_bytes);
 }
 
-// The coefficients of compacted token k without the factors of the map; of a softmax, p itself.
-__device__ inline RowGradient gradient_of_row(const RowsCall& call, int64_t k,
+// The coefficients of row i without the factors of the map; of a softmax, p itself.
+__device__ inline RowGradient gradient_of_row(const RowsCall& call, int64_t i,
+                                              const RowToken& token, const TokenScalars& scalars,
                                               const RowState& state) {
-  if (call.tokens.row == nullptr) {
+  if (call.scalars == nullptr) {
     RowGradient g;
     g.reference = state.reference;
     g.log_sum = state.log_sum;
     g.probability = 1;
     return g;
   }
-  RowGradient g = token_gradient(call.in, call.tokens, k, state);
+  RowGradient g =
+      token_gradient(call.in, scalars, i, token.target_weight, token.token_weight, state);
   // Nothing is summed over these gradients, so the common factor goes in at once.
-  const float scale = call.tokens.scalars->gradient_scale;
+  const float scale = scalars.gradient_scale;
   g.probability *= scale;
   g.smoothing *= scale;
   g.onehot *= scale;
@@ -78,25 +82,51 @@ __device__ inline float target_gradient(const MapFactors& map, const RowGradient
   return static_cast<float>(sum * slope);
 }
 
+// p_j = lost 2^(z_j log2 e - by), by the rounded (m + log s) log2 e and `lost` what its rounding
+// loses, the same for the whole row: one multiply-add an element, and one rounding, of a smaller
+// number. Where m is too large for `lost` to be next to 1, it is subtracted first, as it is for the
+// sums: there the largest term is to be exactly 1.
+struct Probability {
+  float m, log_sum, by = 0, lost = 1;
+  bool near;
+  __device__ Probability(float m, float log_sum)
+      : m(m), log_sum(log_sum), near(fabsf(m) < 0x1p20f && fabsf(log_sum) < 0x1p20f) {
+    if (!near) return;
+    // Both products and their sum, with what each rounding loses.
+    const float x = m * log2_e, y = log_sum * log2_e;
+    by = x + y;
+    const float y_seen = by - x;
+    const float of_sum = (x - (by - y_seen)) + (y - y_seen);
+    const float of_y = fmaf(log_sum, log2_e, -y) + log_sum * log2_e_low;
+    lost = exp2_of(-(of_sum + (fmaf(m, log2_e, -x) + of_y)));
+  }
+  template <bool kNear>
+  __device__ float without_lost(float z) const {
+    return kNear ? exp2_of(fmaf(z, log2_e, -by)) : exp_of_row((z - m) - log_sum);
+  }
+};
+
 // draw_j of every column but the target's.
-template <bool kPlain>
+template <bool kPlain, bool kNear>
 struct GradientColumn {
   const MapFactors& map;
   const TensorView& class_weight;
   int64_t first;  // class of column 0 of the tile
-  float reference, log_sum, probability, smoothing, entropy, entropy_value;
+  const Probability& p_of;
+  float scale;  // the factor of p_j times what it lost
+  float smoothing, entropy, entropy_value;
   __device__ float operator()(float raw, int j) const {
     const float z = kPlain ? raw : map_raw(map, raw);
-    const float log_p = (z - reference) - log_sum;
-    const float p = exp_of_row(log_p);
-    float draw = probability * p;
+    const float p = p_of.template without_lost<kNear>(z);
+    float draw = scale * p;
     if constexpr (!kPlain) {
+      const float log_p = (z - p_of.m) - p_of.log_sum;
       if (smoothing != 0) {
         draw -= present(class_weight) ? smoothing * load(class_weight, first + j) : smoothing;
       }
       if (entropy != 0) {
         const float finite = log_p < least_exponent ? least_exponent : log_p;
-        draw -= entropy * p * (finite + entropy_value);
+        draw -= entropy * (p * p_of.lost) * (finite + entropy_value);
       }
       draw *= cap_slope(map, z);
     }
@@ -115,43 +145,44 @@ struct Slice {
   }
 };
 
+// z of the target in the tile that holds its column.
+template <class T>
+__device__ float target_logit(const MapFactors& map, const Tile<T>& tile, int64_t column) {
+  return map_raw(map, to_f32(tile.elements()[column]));
+}
+
+__device__ inline unsigned char* tile_memory() {
+  extern __shared__ __align__(line_bytes) unsigned char memory[];
+  return memory;
+}
+
+// `loaded`: which tile is in shared memory.
 template <class T, bool kPlain>
 __device__ void write_output(const RowsArguments& a, const RowState& state, const Slice& slice,
-                             int64_t k, int64_t i, int target, float target_logit, Tile<T> tile,
-                             bool loaded, RowGradient* shared) {
+                             int64_t i, const RowToken& token, const TokenScalars& scalars,
+                             Tile<T> tile, int loaded) {
   const RowsCall& call = a.call;
-  RowGradient g;
-  if (call.tokens.row == nullptr) {
-    g = gradient_of_row(call, k, state);
-  } else {
-    // By one warp for all: as many instructions as a dozen columns.
-    if (threadIdx.x < 32) {
-      g = gradient_of_row(call, k, state);
-      if (threadIdx.x == 0) *shared = g;
-    }
-    __syncthreads();
-    g = *shared;
-  }
   const float slope = a.map.slope;
-  GradientColumn<kPlain> value{a.map,
-                               call.in.vocab_weight,
-                               0,
-                               g.reference,
-                               g.log_sum,
-                               g.probability * slope,
-                               g.smoothing * slope,
-                               g.entropy * slope,
-                               g.entropy_value};
   for (int index = 0; index < slice.tiles; ++index) {
     const int64_t column = slice.column(index);
-    if (!loaded) {
+    if (index != loaded) {
       __syncthreads();  // the last tile is no longer read
-      tile = load_tile<T>(call.logits, i, column, slice.columns(index), tile.memory);
+      tile = load_tile<T>(call.logits, i, column, slice.columns(index), tile_memory());
+      loaded = index;
     }
-    value.first = call.in.start() + column;
+    // By every warp for itself: cheaper than a barrier.
+    const RowGradient g = gradient_of_row(call, i, token, scalars, state);
+    const Probability p(g.reference, g.log_sum);
+    const auto write = [&]<bool kNear>() {
+      write_tile<kPlain && kNear ? 4 : 1>(
+          tile, call.output, i, column,
+          GradientColumn<kPlain, kNear>{a.map, call.in.vocab_weight, call.in.start() + column, p,
+                                        g.probability * slope * p.lost, g.smoothing * slope,
+                                        g.entropy * slope, g.entropy_value});
+    };
     // The target's column is written once more by the thread that writes it with the others, from a
     // value that its warp has found by then.
-    const int t = static_cast<int>(threadIdx.x);
+    const int t = static_cast<int>(threadIdx.x), target = token.target;
     const bool here = target >= column && target < column + tile.n;
     const int writer =
         here ? writer_of(tile, call.output, i, column, static_cast<int>(target - column)) : -1;
@@ -159,21 +190,25 @@ __device__ void write_output(const RowsArguments& a, const RowState& state, cons
     if (here && writer / 32 == t / 32) {
       const bool weighted = !kPlain && present(call.in.vocab_weight);
       const float c = weighted ? load(call.in.vocab_weight, call.in.start() + target) : 1.0f;
-      at_target = target_gradient(a.map, g, target_logit, c);
+      at_target = target_gradient(a.map, g, target_logit(a.map, tile, target - column), c);
     }
-    write_tile<kPlain ? 2 : 1>(tile, call.output, i, column, value);
+    if (p.near) {
+      write.template operator()<true>();
+    } else {
+      write.template operator()<false>();
+    }
     if (t == writer) store(call.output, i, target, at_target);
   }
 }
 
 // One thread of the row.
-__device__ inline void write_state(const RowsCall& call, int64_t k, int target,
-                                   const RowState& state) {
-  if (call.states != nullptr) call.states[k] = state;
-  if (call.losses == nullptr) return;
-  const Tokens& t = call.tokens;
-  const float weight = target < 0 ? 0 : t.target_weight[k];  // another shard has the target
-  call.losses[k] = row_loss(t.scalars->constants, state, weight, t.token_weight[k]);
+__device__ inline void write_state(const RowsCall& call, int64_t i, const RowToken& token,
+                                   const TokenScalars& scalars, const RowState& state) {
+  if (present(call.outputs.loss)) {
+    *loss_of(call.losses, call.outputs.loss, i) =
+        token_loss(scalars, token.target, token.target_weight, token.token_weight, state);
+  }
+  put_state(call.in, call.outputs.statistics, i, token.target, state);
 }
 
 // What the blocks of a row tell each other: each writes its own partial into every block's table.
@@ -204,21 +239,32 @@ __device__ inline RowPartial combine_blocks(const RowPartial& own, int rank, int
 }
 
 template <class T, bool kPlain>
-__global__ void __launch_bounds__(most_row_threads, kPlain ? 3 : 2)
+__global__ void __launch_bounds__(most_row_threads, kPlain ? 4 : 3)
     rows_kernel(const __grid_constant__ RowsArguments a) {
-  extern __shared__ uint4 tile_memory[];
   __shared__ WarpResults warps;
   __shared__ Exchange exchange;
-  __shared__ RowGradient gradient;
+  __shared__ alignas(word_bytes) TokenScalars scalars;
+  let_next_start();
   const RowsCall& call = a.call;
   const int cluster = a.plan.cluster;
   const int rank = static_cast<int>(blockIdx.x) & (cluster - 1);  // a power of two
-  const int64_t k = blockIdx.x >> (__ffs(cluster) - 1);
+  const int64_t i = blockIdx.x >> (__ffs(cluster) - 1);
   const bool makes_state = !present(call.row_reference);
-  const bool has_tokens = call.tokens.row != nullptr;
-  prefetch_row(call, k);
-  // The same for every block of a cluster.
-  if (has_tokens && k >= call.tokens.scalars->valid) return;
+  const int64_t per_block = int64_t{a.plan.tile} * a.plan.tiles;
+  const int64_t begin = rank * per_block, all = call.logits.shape[1];
+  const Slice slice{begin, begin + per_block < all ? begin + per_block : all, a.plan.tile,
+                    a.plan.tiles};
+  RowToken token;
+  if (call.scalars != nullptr) {
+    const int64_t target = load_int(call.in.target, i);
+    if (kind_of_target(call.in, target) != TokenKind::counts) {  // the same in the whole cluster
+      if (present(call.output)) clear_columns(call.output, i, slice.begin, slice.end);
+      wait_for_kernel_before();
+      return;
+    }
+    token = {column_of_target(call.in, target), target_weight(call.in, target),
+             token_weight(call.in, i)};
+  }
   const bool exchanges = makes_state && cluster > 1;
   if (exchanges) {
     if (threadIdx.x == 0) {
@@ -227,50 +273,49 @@ __global__ void __launch_bounds__(most_row_threads, kPlain ? 3 : 2)
     __syncwarp();
     cluster_arrive();
   }
-  const int64_t i = has_tokens ? call.tokens.row[k] : k;
-  const int target = has_tokens ? call.tokens.target[k] : -1;
+  Tile<T> tile = start_tile<T>(call.logits, i, slice.begin, slice.columns(0), tile_memory());
+  if (call.scalars != nullptr) start_scalars(call.scalars, &scalars);
+  finish_tile();
 
-  const int64_t per_block = int64_t{a.plan.tile} * a.plan.tiles;
-  const int64_t begin = rank * per_block, all = call.logits.shape[1];
-  const Slice slice{begin, begin + per_block < all ? begin + per_block : all, a.plan.tile,
-                    a.plan.tiles};
-  // Before any block of the row may write it.
-  float target_logit = -infinity();
-  const bool has_target = target >= slice.begin && target < slice.end;
-  if (has_target || (makes_state && target >= 0)) {
-    target_logit = map_raw(a.map, to_f32(*address<const T>(call.logits, i, target)));
-  }
-  Tile<T> tile{reinterpret_cast<unsigned char*>(tile_memory), 0, 0};
+  int loaded = 0;
   RowState state;
   if (makes_state) {
     RowPartial partial;
+    float at_target = -infinity();
     for (int index = 0; index < slice.tiles; ++index) {
-      if (index > 0) __syncthreads();  // the last tile is no longer read
       const int64_t column = slice.column(index);
-      tile = load_tile<T>(call.logits, i, column, slice.columns(index), tile.memory);
-      if (index == 0) {
-        // By now every block has started. It comes before the prefetch, whose lines it would drop.
-        if (exchanges) cluster_wait();
-        prefetch_token(call, k);
+      if (index != loaded) {
+        __syncthreads();  // the last tile is no longer read
+        tile = load_tile<T>(call.logits, i, column, slice.columns(index), tile_memory());
+        loaded = index;
+      }
+      if (token.target >= column && token.target < column + tile.n) {
+        at_target = target_logit(a.map, tile, token.target - column);
       }
       const RowPartial next =
           tile_partial<T, kPlain>(tile, a.map, call.in.vocab_weight, call.in.start(),
                                   static_cast<int>(column), a.wants, &warps);
       partial = index == 0 ? next : combine_two(partial, next, a.wants);
     }
-    if (exchanges) partial = combine_blocks(partial, rank, cluster, a.wants, &exchange);
+    if (exchanges) {
+      cluster_wait();  // by now every block has started
+      partial = combine_blocks(partial, rank, cluster, a.wants, &exchange);
+    }
     state = finish_row(partial, a.wants);
-    state.target_logit = target_logit;
-    // By a warp that finds no coefficients, where there is another.
-    if (rank == 0 && threadIdx.x == blockDim.x - 1) write_state(call, k, target, state);
+    state.target_logit = at_target;
+    // By the block that has the target.
+    const bool tells =
+        token.target < 0 ? rank == 0 : token.target >= slice.begin && token.target < slice.end;
+    if (call.scalars != nullptr && tells && threadIdx.x == blockDim.x - 1) {
+      write_state(call, i, token, scalars, state);
+    }
   } else {
     state.reference = load(call.row_reference, i);
     state.log_sum = load(call.row_log_sum, i);
   }
   if (!present(call.output)) return;
   if (present(call.entropy)) state.entropy = load(call.entropy, i);
-  write_output<T, kPlain>(a, state, slice, k, i, target, target_logit, tile,
-                          makes_state && slice.tiles == 1, &gradient);
+  write_output<T, kPlain>(a, state, slice, i, token, scalars, tile, loaded);
 }
 
 }  // namespace logitless::cuda

@@ -7,9 +7,10 @@
 namespace logitless::cuda {
 
 void launch_probability_losses(const TensorView& probabilities, const TokenInput& in,
-                               const Tokens& tokens, float* losses, Stream* stream) {
+                               const Tokens& tokens, float* losses, const TensorView& loss,
+                               Stream* stream) {
   stream->launch("probability_loss", probability_loss_kernel, static_cast<unsigned>(tokens.total),
-                 probability_threads, probabilities, in, tokens, losses);
+                 probability_threads, probabilities, in, tokens, losses, loss);
 }
 
 void launch_probability_gradient(const TensorView& probabilities, const TensorView& gradient,

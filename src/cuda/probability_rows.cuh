@@ -31,7 +31,8 @@ struct TargetDistribution {
 
 __global__ void __launch_bounds__(probability_threads)
     probability_loss_kernel(const __grid_constant__ TensorView probabilities,
-                            const __grid_constant__ TokenInput in, Tokens tokens, float* losses) {
+                            const __grid_constant__ TokenInput in, Tokens tokens, float* losses,
+                            const __grid_constant__ TensorView loss) {
   const int64_t k = blockIdx.x;
   if (k >= tokens.scalars->valid) return;
   const TargetDistribution q(in, tokens, k);
@@ -49,7 +50,9 @@ __global__ void __launch_bounds__(probability_threads)
     add(q.target);
   }
   sum = block_sum(sum);
-  if (threadIdx.x == 0) losses[k] = static_cast<float>(tokens.token_weight[k] * sum);
+  if (threadIdx.x == 0) {
+    *loss_of(losses, loss, i) = static_cast<float>(tokens.token_weight[k] * sum);
+  }
 }
 
 __global__ void __launch_bounds__(probability_threads)

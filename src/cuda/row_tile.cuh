@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// A tile of a row in shared memory: n columns of T, at the same distance from a multiple of 16
-// bytes as in global memory, so that 16-byte words are copied whole whatever the row's address.
-// Only the row's own bytes are read. On both sides of it -inf fills the last 16-byte word.
+// A tile of a row in shared memory: n columns of T, at the same distance from a multiple of 128
+// bytes as in global memory, so that 16-byte words are copied whole whatever the row's address, and
+// each sector of a line into one of shared memory: at 16 bytes from it copies take up to a quarter
+// longer. Only the row's own bytes are read. On both sides of it -inf fills the last 16-byte word.
 #pragma once
 
 #include "src/cuda/numbers.cuh"
 
 namespace logitless::cuda {
 
-constexpr int word_bytes = 16;
-constexpr int tile_margin = 2 * word_bytes;  // beyond the columns' own bytes
+constexpr int word_bytes = 16, line_bytes = 128;
+constexpr int tile_margin = line_bytes + word_bytes;  // beyond the columns' own bytes
 
 // --- 32 bits of elements: one f32, or two of 16 bits, the first in the low half ---
 
@@ -83,7 +84,7 @@ __device__ inline int phase_of(const void* address) {
 
 template <class T>
 struct Tile {
-  unsigned char* memory = nullptr;  // shared, a multiple of 16
+  unsigned char* memory = nullptr;  // shared: the word with column 0
   int phase = 0;                    // bytes from there to column 0
   int n = 0;                        // columns
   __device__ T* elements() const { return reinterpret_cast<T*>(memory + phase); }
@@ -97,15 +98,19 @@ struct Tile {
   }
 };
 
-// Columns [column, column + n) of row i. Ends with a barrier; begin after one where the memory was
-// read. Threads: at least 8.
+// Columns [column, column + n) of row i, asked for: to be read after finish_tile. Begin after a
+// barrier where the memory was read. `memory`: a multiple of 128. Threads: at least 8.
 template <class T>
-__device__ Tile<T> load_tile(const TensorView& view, int64_t i, int64_t column, int n,
-                             unsigned char* memory) {
+__device__ Tile<T> start_tile(const TensorView& view, int64_t i, int64_t column, int n,
+                              unsigned char* memory) {
   const T* from = address<const T>(view, i, column);
   const int t = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   const int64_t stride = view.stride[1];
-  Tile<T> tile{memory, stride == 1 ? phase_of(from) : 0, n};
+  Tile<T> tile{memory, 0, n};
+  if (stride == 1) {
+    tile.phase = phase_of(from);
+    tile.memory += reinterpret_cast<uintptr_t>(from) % line_bytes - tile.phase;
+  }
   T* to = tile.elements();
   if (stride == 1) {
     const int head = tile.head(), words = (n - head) / per_word<T>;
@@ -121,10 +126,22 @@ __device__ Tile<T> load_tile(const TensorView& view, int64_t i, int64_t column, 
     for (int j = t; j < n; j += threads) to[j] = from[j * stride];
   }
   const T least = from_f32<T>(-infinity());
-  if (t < tile.phase / static_cast<int>(sizeof(T))) reinterpret_cast<T*>(memory)[t] = least;
+  if (t < tile.phase / static_cast<int>(sizeof(T))) reinterpret_cast<T*>(tile.memory)[t] = least;
   if (t < per_word<T>) to[n + t] = least;
+  return tile;
+}
+
+// What every thread has asked for is there.
+__device__ inline void finish_tile() {
   wait_for_copies();
   __syncthreads();
+}
+
+template <class T>
+__device__ Tile<T> load_tile(const TensorView& view, int64_t i, int64_t column, int n,
+                             unsigned char* memory) {
+  const Tile<T> tile = start_tile<T>(view, i, column, n, memory);
+  finish_tile();
   return tile;
 }
 
@@ -212,6 +229,30 @@ __device__ void write_tile(const Tile<T>& tile, const TensorView& output, int64_
     const int j = t < head ? t : tail + (t - head);
     to[j] = from_f32<T>(value(to_f32(x[j]), j));
   }
+}
+
+// 0 in columns [begin, end) of row i of any floating dtype, by the whole block.
+__device__ inline void clear_columns(const TensorView& view, int64_t i, int64_t begin,
+                                     int64_t end) {
+  const int t = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const int size = view.dtype == DType::f32 ? 4 : 2;
+  int64_t head = end - begin, words = 0;  // elements one by one before the words of 16 bytes
+  if (view.stride[1] == 1) {
+    const int phase = size == 4 ? phase_of(address<float>(view, i, begin))
+                                : phase_of(address<__half>(view, i, begin));
+    head = min(head, int64_t{(word_bytes - phase) % word_bytes / size});
+    words = (end - begin - head) * size / word_bytes;
+  }
+  const int64_t body = begin + head, tail = body + words * (word_bytes / size);
+  const uint32_t zero[4] = {};
+  for (int64_t w = t; w < words; w += threads) {
+    const int64_t j = body + w * (word_bytes / size);
+    store_word(
+        size == 4 ? static_cast<void*>(address<float>(view, i, j)) : address<__half>(view, i, j),
+        zero);
+  }
+  for (int64_t j = begin + t; j < body; j += threads) store(view, i, j, 0.0f);
+  for (int64_t j = tail + t; j < end; j += threads) store(view, i, j, 0.0f);
 }
 
 }  // namespace logitless::cuda

@@ -178,7 +178,8 @@ __device__ void finish_row(const RowsArguments& a, int row, int lane) {
   const bool valid = find_row(a.chunk, row);
   float v = 0;
   if (valid) {
-    const int64_t i = a.chunk.tokens.row[k];
+    const Tokens& t = a.chunk.tokens;
+    const int64_t i = t.row[k];
     RowState state;
     float rest = 0;
     if (a.partials.maximum != nullptr) {
@@ -190,10 +191,10 @@ __device__ void finish_row(const RowsArguments& a, int row, int lane) {
     if (present(call.entropy)) state.entropy = load(call.entropy, i);
     if (lane == 0) {
       if (present(call.outputs.loss)) {
-        const float loss = token_loss(a.chunk.tokens, k, state);
-        *(a.losses != nullptr ? a.losses + k : address<float>(call.outputs.loss, i)) = loss;
+        *loss_of(a.losses, call.outputs.loss, i) =
+            token_loss(*t.scalars, t.target[k], t.target_weight[k], t.token_weight[k], state);
       }
-      put_state(call.in, a.chunk.tokens, call.outputs.statistics, k, state);
+      put_state(call.in, call.outputs.statistics, i, t.target[k], state);
       if (a.gradients != nullptr) v = write_factors(a, row, state, rest);
     }
     v = __shfl_sync(whole_warp, v, 0);

@@ -6,9 +6,9 @@
 
 namespace logitless::cuda {
 
-constexpr int most_row_threads = 512;  // of a block
+constexpr int most_row_threads = 256;  // of a block
 constexpr int most_row_blocks = 8;     // of a cluster that every device of sm_90 and later has
-constexpr int rows_margin = 32;        // bytes of shared memory around a tile
+constexpr int rows_margin = 144;       // bytes of shared memory around a tile
 
 // A row is shared by a cluster of `cluster` blocks of `threads` threads. A block takes `tiles`
 // consecutive tiles of `tile` columns; one alone stays in shared memory, so that the row is read

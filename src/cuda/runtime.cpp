@@ -3,6 +3,12 @@
 
 namespace logitless::cuda {
 
+bool is_compiled_for_hopper(const void* kernel, const DeviceInfo& device) {
+  if (device.major < 9 || device.portable) return false;
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess && attributes.ptxVersion >= 90;
+}
+
 void Stream::enqueue(const char* name, const void* kernel, const LaunchShape& shape,
                      void** parameters) {
   if (shape.shared_bytes > 0) {
@@ -14,12 +20,17 @@ void Stream::enqueue(const char* name, const void* kernel, const LaunchShape& sh
   config.blockDim = dim3(static_cast<unsigned>(shape.threads));
   config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = stream_;
-  cudaLaunchAttribute attribute{};
+  cudaLaunchAttribute attributes[2] = {};
+  config.attrs = attributes;
   if (shape.cluster > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
-    config.attrs = &attribute;
-    config.numAttrs = 1;
+  }
+  if (shape.early) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
   }
   fail(cuda_error(name, cudaLaunchKernelExC(&config, kernel, parameters)));
 }

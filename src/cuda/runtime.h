@@ -61,8 +61,13 @@ struct LaunchShape {
   dim3 blocks;
   int threads = 0;
   size_t shared_bytes = 0;
-  int cluster = 1;  // blocks along x
+  int cluster = 1;     // blocks along x
+  bool early = false;  // early.cuh; only where the kernel's code is compiled for sm_90 or later
 };
+
+// Whether the code of `kernel` that runs on the current device has what came with sm_90, clusters
+// and early launches: PTX of an older architecture has not.
+bool is_compiled_for_hopper(const void* kernel, const DeviceInfo& device);
 
 // Launches of one call, in order, on its stream. After the first error nothing more is launched.
 class Stream {

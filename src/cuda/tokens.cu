@@ -4,6 +4,7 @@
 //             tokens that do not count
 //   compact: the arrays of those that do, from the blocks before; by the first block the scalars
 // In one launch where one block holds all, else in two.
+#include "src/cuda/early.cuh"
 #include "src/cuda/tokens.cuh"
 
 namespace logitless::cuda {
@@ -57,21 +58,55 @@ __device__ void put_other(const TokenInput& in, const TokenOutputs& out, int64_t
   put_statistics(out.statistics, i, RowState{}, 0, -1);
 }
 
-__device__ void classify(const TokenInput& in, const Tokens& t, const TokenOutputs& out, int b) {
-  TokenBlock own{};
-  own.class_weight_sum = class_weight_sum(in);
-  const LossConstants constants = constants_of(in, own.class_weight_sum);
-  int64_t targets[rounds];
+__device__ TokenBlock warp_total(TokenBlock x) {
+  x.valid = warp_sum(x.valid);
+  x.outside = warp_sum(x.outside);
+  x.weights = warp_max(x.weights);
+  x.upstream = warp_max(x.upstream);
+  x.statistics = warp_max(x.statistics);
+  x.normalizer = warp_sum(x.normalizer);
+  return x;
+}
+// Once a kernel.
+__device__ TokenBlock block_total(const TokenBlock& own) {
+  __shared__ TokenBlock warps[threads / 32];
+  static_assert(threads / 32 == 32);
+  const TokenBlock of_warp = warp_total(own);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = of_warp;
+  __syncthreads();
+  return warp_total(warps[threadIdx.x % 32]);
+}
+
+// The tokens of a thread, one a round.
+struct OwnTokens {
+  int64_t target[rounds];
+  TokenKind kind[rounds];
+};
+
+__device__ OwnTokens read_tokens(const TokenInput& in, const Tokens& t, int b) {
+  OwnTokens own;
 #pragma unroll
   for (int r = 0; r < rounds; ++r) {
     const int64_t i = token_of(b, r);
-    targets[r] = i < t.total ? load_int(in.target, i) : 0;
+    own.target[r] = i < t.total ? load_int(in.target, i) : 0;
   }
 #pragma unroll
   for (int r = 0; r < rounds; ++r) {
-    const int64_t i = token_of(b, r), target = targets[r];
+    own.kind[r] = token_of(b, r) < t.total ? kind_of_target(in, own.target[r]) : TokenKind::ignored;
+  }
+  return own;
+}
+
+__device__ TokenBlock classify(const TokenInput& in, const Tokens& t, const TokenOutputs& out,
+                               int b, const OwnTokens& tokens) {
+  TokenBlock own{};
+  own.class_weight_sum = class_weight_sum(in);
+  const LossConstants constants = constants_of(in, own.class_weight_sum);
+#pragma unroll
+  for (int r = 0; r < rounds; ++r) {
+    const int64_t i = token_of(b, r), target = tokens.target[r];
     if (i >= t.total) break;
-    const TokenKind kind = kind_of_target(in, target);
+    const TokenKind kind = tokens.kind[r];
     if (kind != TokenKind::counts) put_other(in, out, i, kind);
     if (kind == TokenKind::outside) {
       // It counts as a token; it has no class weight.
@@ -80,10 +115,10 @@ __device__ void classify(const TokenInput& in, const Tokens& t, const TokenOutpu
     }
     if (kind != TokenKind::counts) continue;
     ++own.valid;
-    const float c = present(in.vocab_weight) ? load(in.vocab_weight, target) : 1.0f;
+    const float c = target_weight(in, target);
     own.normalizer += c;
     if (!in.gradients) continue;
-    const float a = present(in.token_weight) ? load(in.token_weight, i) : 1.0f;
+    const float a = token_weight(in, i);
     const float w = (1 - constants.smoothing) * fabsf(c) +
                     constants.smoothing_per_class * constants.class_weight_sum;
     own.weights = fmaxf(own.weights, finite_size(a * w));
@@ -95,23 +130,16 @@ __device__ void classify(const TokenInput& in, const Tokens& t, const TokenOutpu
     largest(in.grad_target_logit, &own.statistics);
     largest(in.grad_entropy, &own.statistics);
   }
-  own.valid = block_sum(own.valid);
-  own.outside = block_sum(own.outside);
-  own.normalizer = block_sum(own.normalizer);
-  if (in.gradients) {
-    own.weights = block_max(own.weights);
-    own.upstream = block_max(own.upstream);
-    own.statistics = block_max(own.statistics);
+  const TokenBlock all = block_total(own);
+  if (threadIdx.x == 0 && all.outside > 0 && present(in.fault)) {
+    atomicOr(address<int>(in.fault), 1);
   }
-  if (threadIdx.x != 0) return;
-  t.blocks[b] = own;
-  if (own.outside > 0 && present(in.fault)) atomicOr(address<int>(in.fault), 1);
+  return all;
 }
 
 // Of all tokens; `before`: how many count in the blocks before b.
 __device__ TokenBlock total_of(const Tokens& t, int b, int blocks, int* before) {
   *before = 0;
-  if (blocks == 1) return t.blocks[0];
   TokenBlock all{};
   for (int other = threadIdx.x; other < blocks; other += threads) {
     const TokenBlock& block = t.blocks[other];
@@ -124,14 +152,8 @@ __device__ TokenBlock total_of(const Tokens& t, int b, int blocks, int* before) 
     if (other < b) *before += block.valid;
   }
   all.class_weight_sum = t.blocks[0].class_weight_sum;
-  all.valid = block_sum(all.valid);
   *before = block_sum(*before);
-  all.outside = block_sum(all.outside);
-  all.normalizer = block_sum(all.normalizer);
-  all.weights = block_max(all.weights);
-  all.upstream = block_max(all.upstream);
-  all.statistics = block_max(all.statistics);
-  return all;
+  return block_total(all);
 }
 
 // The least power of two >= x; 0 for 0. Kept where it and its inverse are normal numbers.
@@ -215,18 +237,15 @@ __device__ void scan_warps(int (&counts)[rounds * threads / 32]) {
   __syncthreads();
 }
 
-__device__ void compact(const TokenInput& in, const Tokens& t, int b, int blocks) {
+// `before`: how many count in front of block b, of `all`.
+__device__ void compact(const TokenInput& in, const Tokens& t, int b, const OwnTokens& tokens,
+                        const TokenBlock& all, int before) {
   __shared__ int warps[rounds * threads / 32];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  int before;
-  const TokenBlock all = total_of(t, b, blocks, &before);
   unsigned ballots[rounds];
 #pragma unroll
   for (int r = 0; r < rounds; ++r) {
-    const int64_t i = token_of(b, r);
-    const bool counts =
-        i < t.total && kind_of_target(in, load_int(in.target, i)) == TokenKind::counts;
-    ballots[r] = __ballot_sync(whole_warp, counts);
+    ballots[r] = __ballot_sync(whole_warp, tokens.kind[r] == TokenKind::counts);
     if (lane == 0) warps[r * (threads / 32) + warp] = __popc(ballots[r]);
   }
   scan_warps(warps);
@@ -240,11 +259,11 @@ __device__ void compact(const TokenInput& in, const Tokens& t, int b, int blocks
       t.row[all.valid + (i - k)] = static_cast<int32_t>(i);
       continue;
     }
-    const int64_t target = load_int(in.target, i), column = target - in.start();
+    const int64_t target = tokens.target[r];
     t.row[k] = static_cast<int32_t>(i);
-    t.target[k] = column >= 0 && column < in.vocab ? static_cast<int32_t>(column) : -1;
-    t.target_weight[k] = present(in.vocab_weight) ? load(in.vocab_weight, target) : 1.0f;
-    t.token_weight[k] = present(in.token_weight) ? load(in.token_weight, i) : 1.0f;
+    t.target[k] = column_of_target(in, target);
+    t.target_weight[k] = target_weight(in, target);
+    t.token_weight[k] = token_weight(in, i);
   }
   if (b == 0 && threadIdx.x == 0) *t.scalars = scalars_of(in, all);
 }
@@ -252,34 +271,32 @@ __device__ void compact(const TokenInput& in, const Tokens& t, int b, int blocks
 __global__ void __launch_bounds__(threads)
     prepare_kernel(const __grid_constant__ TokenInput in, Tokens t,
                    const __grid_constant__ TokenOutputs out) {
-  classify(in, t, out, 0);
-  __syncthreads();  // thread 0 has written the block's numbers
-  compact(in, t, 0, 1);
+  let_next_start();
+  const OwnTokens tokens = read_tokens(in, t, 0);
+  const TokenBlock all = classify(in, t, out, 0, tokens);
+  compact(in, t, 0, tokens, all, 0);
 }
 __global__ void __launch_bounds__(threads)
     classify_kernel(const __grid_constant__ TokenInput in, Tokens t,
                     const __grid_constant__ TokenOutputs out) {
-  classify(in, t, out, static_cast<int>(blockIdx.x));
+  const int b = static_cast<int>(blockIdx.x);
+  const TokenBlock all = classify(in, t, out, b, read_tokens(in, t, b));
+  if (threadIdx.x == 0) t.blocks[b] = all;
 }
 __global__ void __launch_bounds__(threads)
     compact_kernel(const __grid_constant__ TokenInput in, Tokens t) {
-  compact(in, t, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+  let_next_start();
+  const int b = static_cast<int>(blockIdx.x);
+  int before;
+  const TokenBlock all = total_of(t, b, static_cast<int>(gridDim.x), &before);
+  compact(in, t, b, read_tokens(in, t, b), all, before);
 }
 
 __global__ void __launch_bounds__(threads)
     reduce_kernel(const __grid_constant__ TokenInput in, Tokens t, const float* losses,
                   TensorView loss) {
+  wait_for_kernel_before();
   reduce_losses<threads>(in, t, losses, loss);
-}
-
-// Compacted token k.
-__global__ void __launch_bounds__(256)
-    scatter(const __grid_constant__ TokenInput in, Tokens t, const RowState* states,
-            const float* losses, const __grid_constant__ TokenOutputs out) {
-  const int64_t k = int64_t{blockIdx.x} * 256 + threadIdx.x;
-  if (k >= t.scalars->valid) return;
-  if (losses != nullptr) put(out.loss, t.row[k], losses[k]);
-  if (states != nullptr) put_state(in, t, out.statistics, k, states[k]);
 }
 
 // Block n: the row of the n-th token that does not count.
@@ -305,15 +322,12 @@ void prepare_tokens(const TokenInput& input, const Tokens& tokens, const TokenOu
   stream->launch("compact", compact_kernel, blocks, threads, input, tokens);
 }
 
-void write_tokens(const TokenInput& input, const Tokens& tokens, const RowState* states,
-                  const float* losses, const TokenOutputs& outputs, Stream* stream) {
-  const bool each = outputs.loss && input.options.reduction == Reduction::none;
-  if (outputs.loss && !each) {
-    stream->launch("reduce_losses", reduce_kernel, 1, threads, input, tokens, losses, outputs.loss);
-  }
-  if (!each && states == nullptr) return;
-  stream->launch("scatter", scatter, blocks_for(tokens.total, 256), 256, input, tokens, states,
-                 each ? losses : static_cast<const float*>(nullptr), outputs);
+void write_loss(const TokenInput& input, const Tokens& tokens, const float* losses,
+                const TensorView& loss, Stream* stream, bool early) {
+  if (!loss || input.options.reduction == Reduction::none) return;
+  stream->launch_config("reduce_losses", reduce_kernel,
+                        LaunchShape{.blocks = 1, .threads = threads, .early = early}, input, tokens,
+                        losses, loss);
 }
 
 void clear_other_rows(const Tokens& tokens, const TensorView& gradient, Stream* stream) {

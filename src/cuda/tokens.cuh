@@ -15,11 +15,22 @@ __device__ inline TokenKind kind_of_target(const TokenInput& in, int64_t target)
   return in.options.out_of_range == OutOfRange::ignore ? TokenKind::ignored : TokenKind::outside;
 }
 
-// The coefficients of dz of compacted token k, relative to gradient_scale, from its finished state.
-__device__ inline RowGradient token_gradient(const TokenInput& in, const Tokens& t, int64_t k,
+// Column of the target in the views; -1: on another shard.
+__device__ inline int column_of_target(const TokenInput& in, int64_t target) {
+  const int64_t column = target - in.start();
+  return column >= 0 && column < in.vocab ? static_cast<int>(column) : -1;
+}
+__device__ inline float target_weight(const TokenInput& in, int64_t target) {
+  return present(in.vocab_weight) ? load(in.vocab_weight, target) : 1.0f;
+}
+__device__ inline float token_weight(const TokenInput& in, int64_t i) {
+  return present(in.token_weight) ? load(in.token_weight, i) : 1.0f;
+}
+
+// The coefficients of dz of token i, relative to gradient_scale, from its finished state.
+__device__ inline RowGradient token_gradient(const TokenInput& in, const TokenScalars& scalars,
+                                             int64_t i, float target_weight, float token_weight,
                                              const RowState& state) {
-  const int64_t i = t.row[k];
-  const TokenScalars& scalars = *t.scalars;
   const float inv = scalars.inv_gradient_scale;
   float g = scalars.upstream;
   if (in.per_row_upstream) {
@@ -33,8 +44,13 @@ __device__ inline RowGradient token_gradient(const TokenInput& in, const Tokens&
   const float grad_lse = present(in.grad_lse) ? load(in.grad_lse, i) * inv : 0;
   const float grad_target = present(in.grad_target_logit) ? load(in.grad_target_logit, i) * inv : 0;
   const float grad_entropy = present(in.grad_entropy) ? load(in.grad_entropy, i) * inv : 0;
-  return row_gradient(scalars.constants, state, t.target_weight[k], t.token_weight[k], g, grad_lse,
+  return row_gradient(scalars.constants, state, target_weight, token_weight, g, grad_lse,
                       grad_target, grad_entropy);
+}
+// Of compacted token k.
+__device__ inline RowGradient token_gradient(const TokenInput& in, const Tokens& t, int64_t k,
+                                             const RowState& state) {
+  return token_gradient(in, *t.scalars, t.row[k], t.target_weight[k], t.token_weight[k], state);
 }
 
 __device__ inline void put(const TensorView& view, int64_t i, float x) {
@@ -52,27 +68,33 @@ __device__ inline void put_statistics(const TokenStatistics& out, int64_t i, con
   if (present(out.argmax)) store_int(out.argmax, i, argmax);
 }
 
-// The statistics of compacted token k.
-__device__ inline void put_state(const TokenInput& in, const Tokens& t, const TokenStatistics& out,
-                                 int64_t k, RowState s) {
-  if (t.target[k] < 0) s.target_logit = -infinity();
-  put_statistics(out, t.row[k], s, s.lse(), s.argmax + in.start());
+// The statistics of token i; target: its column in the views, or negative.
+__device__ inline void put_state(const TokenInput& in, const TokenStatistics& out, int64_t i,
+                                 int target, RowState s) {
+  if (target < 0) s.target_logit = -infinity();
+  put_statistics(out, i, s, s.lse(), s.argmax + in.start());
 }
 
-__device__ inline float token_loss(const Tokens& t, int64_t k, const RowState& s) {
-  const float weight = t.target[k] < 0 ? 0 : t.target_weight[k];  // another shard has the target
-  return row_loss(t.scalars->constants, s, weight, t.token_weight[k]);
+__device__ inline float token_loss(const TokenScalars& scalars, int target, float target_weight,
+                                   float token_weight, const RowState& s) {
+  const float weight = target < 0 ? 0 : target_weight;  // another shard has the target
+  return row_loss(scalars.constants, s, weight, token_weight);
 }
 
-// The sum or mean of losses [valid], by one block: per thread in token order, then over the
-// threads. The order is that of the positions among the valid tokens alone.
+// Where the loss of token i goes: to `losses` where they are reduced, else to the caller.
+__device__ inline float* loss_of(float* losses, const TensorView& loss, int64_t i) {
+  return losses != nullptr ? losses + i : address<float>(loss, i);
+}
+
+// The sum or mean of losses [N] of the tokens that count, by one block: per thread in token order,
+// then over the threads. The order is that of the positions among the valid tokens alone.
 template <int kThreads>
 __device__ void reduce_losses(const TokenInput& in, const Tokens& t, const float* losses,
                               const TensorView& loss) {
   double sum = 0;
   const int valid = t.scalars->valid;
 #pragma unroll 4
-  for (int k = threadIdx.x; k < valid; k += kThreads) sum += __ldcg(losses + k);
+  for (int k = threadIdx.x; k < valid; k += kThreads) sum += __ldcg(losses + t.row[k]);
   sum = block_sum(sum);
   if (threadIdx.x != 0) return;
   const TokenScalars& s = *t.scalars;

@@ -77,10 +77,10 @@ struct TokenOutputs {
 void prepare_tokens(const TokenInput& input, const Tokens& tokens, const TokenOutputs& outputs,
                     Stream* stream);
 
-// From the states of the compacted tokens, each may be null: the outputs of those that count.
-// `losses` [valid].
-void write_tokens(const TokenInput& input, const Tokens& tokens, const RowState* states,
-                  const float* losses, const TokenOutputs& outputs, Stream* stream);
+// The loss reduced from `losses` [N]; nothing where it is absent or each token has its own. early:
+// the kernel in front lets it start (early.cuh).
+void write_loss(const TokenInput& input, const Tokens& tokens, const float* losses,
+                const TensorView& loss, Stream* stream, bool early = false);
 
 // Rows of a gradient [N, columns] whose token does not count: exactly 0.
 void clear_other_rows(const Tokens& tokens, const TensorView& gradient, Stream* stream);
