@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Infinities, NaN, huge and tiny numbers: what belongs to one row stays in it, and a finite loss
 // stays finite.
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -57,6 +58,16 @@ void set(const TensorView& view, int64_t index, double value) {
   std::vector<double> values = read(view);
   values[index] = value;
   write(view, values);
+}
+
+// What a mask is written to: the logits, or every row's bias.
+template <class Op>
+const TensorView& masked_by(const Op& op) {
+  if constexpr (LinearOp<Op>) {
+    return op.bias;
+  } else {
+    return op.logits;
+  }
 }
 
 // Rows other than `row` of every per-token field are the same bits.
@@ -145,13 +156,7 @@ TEST_P(NonFinite, RowsOfMinusInfinity) {
         using Op = decltype(op);
         Problem<Op> p = build<Op>(c);
         const Fields before = judged(p, setting.name);
-        const TensorView& view = [&]() -> const TensorView& {
-          if constexpr (LinearOp<Op>) {
-            return p.op.bias;
-          } else {
-            return p.op.logits;
-          }
-        }();
+        const TensorView& view = masked_by(p.op);
         std::vector<double> values = read(view);
         const int64_t first = LinearOp<Op> ? 0 : kRow * kVocab;
         for (int64_t j = kept; j < kVocab; ++j) values[first + j] = -kInf;
@@ -170,6 +175,25 @@ TEST_P(NonFinite, RowsOfMinusInfinity) {
         }
       });
     }
+  }
+}
+
+// What many programs mask with: the lowest finite number is a logit like any other, in every column
+// of a row and in all but a few.
+TEST_P(NonFinite, RowsOfTheLowestNumber) {
+  const double lowest = -round_to(dtype_, std::nextafter(overflow_threshold(dtype_), 0));
+  for (const int64_t kept : {0, 1, 3}) {
+    const Case c = plain();
+    with_op(op_, [&](auto op) {
+      using Op = decltype(op);
+      Problem<Op> p = build<Op>(c);
+      const TensorView& view = masked_by(p.op);
+      std::vector<double> values = read(view);
+      const int64_t first = LinearOp<Op> ? 0 : kRow * kVocab;
+      std::fill(values.begin() + first + kept, values.begin() + first + kVocab, lowest);
+      write(view, values);
+      judged(p, std::to_string(kept) + " columns left");
+    });
   }
 }
 
