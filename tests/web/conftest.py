@@ -2,6 +2,7 @@
 """Both compilers at hand: every test that takes `compiler` runs with naga (wgpu-native, on a
 software Vulkan adapter) and with Tint (headless Chromium, on SwiftShader)."""
 
+# ruff: noqa: E501
 from __future__ import annotations
 
 import os
@@ -21,6 +22,37 @@ os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())  # libwgpu_nativ
 
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+# Runs an op on the device and in double, and gives the greatest error of every output in bounds.
+HELPERS = """
+globalThis.fill = (size, spread = 1) => {
+  let seed = size * 7919 + 12345;
+  const next = () => ((seed = (Math.imul(seed, 1664525) + 1013904223) >>> 0) / 2 ** 32 - 0.5) * 2 * spread;
+  return Float32Array.from({length: size}, next);
+};
+globalThis.worst = async (result, expected) => {
+  const shares = {};
+  for (const [name, {value, bound}] of Object.entries(expected)) {
+    const got = await result[name].read();
+    if (got.length !== value.length) throw new Error(`${name} has ${got.length} elements, not ${value.length}`);
+    shares[name] = got.reduce((most, x, i) => {
+      const error = Math.abs(x - value[i]);
+      return error === 0 ? most : Math.max(most, Number.isNaN(error) ? Infinity : error / bound[i]);
+    }, 0);
+  }
+  return shares;
+};
+globalThis.problem = (N, D, V, {ignored = 0, half = false} = {}) => {
+  const convert = half ? halves : (x) => x;
+  return {
+    input: convert(fill(N * D, 2)), weight: convert(fill(V * D, 2 / Math.sqrt(D))), bias: convert(fill(V, 1.5)),
+    target: Int32Array.from({length: N}, (_, i) => (i < ignored ? -100 : (i * 37) % V)),
+    shapes: {input: [N, D], weight: [V, D], bias: [V], target: [N]},
+  };
+};
+globalThis.upload = (logitless, {shapes, ...arrays}) => Object.fromEntries(
+  Object.entries(arrays).map(([name, data]) => [name, logitless.tensor(data, shapes[name])]));
+"""
 
 
 @pytest.fixture(scope="session")
@@ -52,6 +84,22 @@ def browser() -> Iterator[BrowserContext]:
 def raw_page(browser: BrowserContext, origin: str) -> Page:
     page = browser.new_page()
     page.goto(f"{origin}/tests/web/raw.html")
+    return page
+
+
+@pytest.fixture(scope="module")
+def page(browser: BrowserContext, web_origin: str) -> Page:
+    """With logitless.js, the helpers above, and an instance at the default limits."""
+    page = browser.new_page()
+    page.goto(f"{web_origin}/package.json")
+    page.evaluate(
+        """async () => {
+          globalThis.halves = (await import('/halves.js')).halves;
+          globalThis.module = await import('/logitless.js');
+          globalThis.logitless = await module.Logitless.create({limits: 'default'});
+        }"""
+    )
+    page.evaluate(f"() => {{{HELPERS}}}")
     return page
 
 

@@ -12,37 +12,6 @@ import pytest
 from playwright.sync_api import Page
 from test_shaders import CHOICES
 
-# Runs an op on the device and in double, and gives the greatest error of every output in bounds.
-HELPERS = """
-globalThis.fill = (size, spread = 1) => {
-  let seed = size * 7919 + 12345;
-  const next = () => ((seed = (Math.imul(seed, 1664525) + 1013904223) >>> 0) / 2 ** 32 - 0.5) * 2 * spread;
-  return Float32Array.from({length: size}, next);
-};
-globalThis.worst = async (result, expected) => {
-  const shares = {};
-  for (const [name, {value, bound}] of Object.entries(expected)) {
-    const got = await result[name].read();
-    if (got.length !== value.length) throw new Error(`${name} has ${got.length} elements, not ${value.length}`);
-    shares[name] = got.reduce((most, x, i) => {
-      const error = Math.abs(x - value[i]);
-      return error === 0 ? most : Math.max(most, Number.isNaN(error) ? Infinity : error / bound[i]);
-    }, 0);
-  }
-  return shares;
-};
-globalThis.problem = (N, D, V, {ignored = 0, half = false} = {}) => {
-  const convert = half ? halves : (x) => x;
-  return {
-    input: convert(fill(N * D, 2)), weight: convert(fill(V * D, 2 / Math.sqrt(D))), bias: convert(fill(V, 1.5)),
-    target: Int32Array.from({length: N}, (_, i) => (i < ignored ? -100 : (i * 37) % V)),
-    shapes: {input: [N, D], weight: [V, D], bias: [V], target: [N]},
-  };
-};
-globalThis.upload = (logitless, {shapes, ...arrays}) => Object.fromEntries(
-  Object.entries(arrays).map(([name, data]) => [name, logitless.tensor(data, shapes[name])]));
-"""
-
 LINEAR = """async ([N, D, V, options, more]) => {
   const {shapes, ...arrays} = problem(N, D, V, more);
   if (!more.bias) delete arrays.bias;
@@ -57,21 +26,6 @@ LINEAR = """async ([N, D, V, options, more]) => {
   const expected = logitless.evaluate({tensors: arrays, shapes, outputs, bounds: true, ...options});
   return worst(result, expected);
 }"""
-
-
-@pytest.fixture(scope="module")
-def page(browser: Any, web_origin: str) -> Page:
-    page = browser.new_page()
-    page.goto(f"{web_origin}/package.json")
-    page.evaluate(
-        """async () => {
-          globalThis.halves = (await import('/halves.js')).halves;
-          globalThis.module = await import('/logitless.js');
-          globalThis.logitless = await module.Logitless.create({limits: 'default'});
-        }"""
-    )
-    page.evaluate(f"() => {{{HELPERS}}}")
-    return page
 
 
 def within(shares: dict[str, float]) -> None:
@@ -227,40 +181,3 @@ def test_refused_calls_say_why(page: Page, code: str, call: str) -> None:
     assert got is not None
     assert got[:2] == ["LogitlessError", code]
     assert len(got[2]) > 10
-
-
-def test_webgpus_own_message_reaches_the_caller(page: Page) -> None:
-    """A buffer that is destroyed is found out by WebGPU when the work is submitted."""
-    code, message = page.evaluate(
-        """async () => {
-          const own = await module.Logitless.create();
-          const {bias, ...rest} = problem(4, 8, 20);
-          const tensors = upload(own, rest);
-          tensors.weight.buffer.destroy();
-          const {loss} = own.linearCrossEntropy({...tensors, bias: undefined});
-          return loss.item().then(() => ['none', ''], (error) => [error.code, error.message]);
-        }"""
-    )
-    assert code == "device_error"
-    assert "destroyed" in message
-
-
-def test_a_lost_device_is_an_error_and_no_hang(page: Page) -> None:
-    code, message = page.evaluate(
-        """async () => {
-          const own = await module.Logitless.create();
-          const {bias, ...rest} = problem(4, 8, 20);
-          const tensors = upload(own, rest);
-          own.device.destroy();
-          await own.device.lost;
-          try {
-            const {loss} = own.linearCrossEntropy({...tensors, bias: undefined});
-            await loss.item();
-          } catch (error) {
-            return [error.code, error.message];
-          }
-          return ['none', ''];
-        }"""
-    )
-    assert code == "device_error"
-    assert "lost" in message
