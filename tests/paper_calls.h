@@ -38,7 +38,8 @@ inline TensorView paper_view(const PaperCall& c, const std::string& name) {
     return c.none ? vector_view(nullptr, DType::f32, c.tokens) : scalar_view(nullptr, DType::f32);
   }
   if (!c.optional) return {};
-  if (is({"bias", "vocab_weight"})) return vector_view(nullptr, DType::f32, c.vocab);
+  if (is({"vocab_weight"})) return vector_view(nullptr, DType::f32, c.vocab);
+  if (is({"bias"})) return vector_view(nullptr, c.none ? DType::f32 : c.dtype, c.vocab);
   if (is({"grad_bias"})) return vector_view(nullptr, c.gradient, c.vocab);
   if (is({"normalizer"})) {
     return c.none ? TensorView{} : scalar_view(nullptr, c.capped ? DType::i64 : DType::f32);

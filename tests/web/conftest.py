@@ -64,9 +64,10 @@ def origin() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def web_origin() -> Iterator[str]:
-    """Where build/web is served (scripts/build-web)."""
-    assert (ROOT / "build/web/logitless.wasm").is_file(), "scripts/build-web makes it"
-    with serve(ROOT / "build/web") as address:
+    """Where build/web is served (scripts/build-web), or a mutant of it (mutants.py)."""
+    folder = pathlib.Path(os.environ.get("LOGITLESS_WEB", ROOT / "build/web"))
+    assert (folder / "logitless.wasm").is_file(), "scripts/build-web makes it"
+    with serve(folder) as address:
         yield address
 
 
@@ -78,6 +79,23 @@ def browser() -> Iterator[BrowserContext]:
         )
         yield context
         context.close()
+
+
+@pytest.fixture(scope="session")
+def suite(browser: BrowserContext, origin: str) -> Page:
+    """With the conformance suite (tests/web/suite.js) on a device at the default limits."""
+    assert (ROOT / "build/web/suite/suite.wasm").is_file(), "scripts/test-web makes it"
+    page = browser.new_page()
+    page.set_default_timeout(300_000)
+    page.goto(f"{origin}/tests/web/suite.html")
+    page.wait_for_function("globalThis.ready === true")
+    return page
+
+
+@pytest.fixture(scope="session")
+def planned(suite: Page) -> list[str]:
+    """Every pipeline that the planner can ask for: "file, entry, constants"."""
+    return suite.evaluate("everyPipeline()")
 
 
 @pytest.fixture(scope="session")

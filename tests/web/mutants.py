@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bugs put into the shaders with published bindings on purpose; the tests must catch every one.
+"""Bugs put into the shaders with published bindings and into logitless.js on purpose; the tests must
+catch every one.
 
-    .venv-web/bin/python tests/web/mutants.py [PART OF A NAME]
+    make mutants-web [ONLY="PART OF A NAME"]
 
-Each is an exact piece of text, what takes its place, and the tests that are asked. The shaders are
-copied to out/web-mutants, never changed where they are. Naga alone: what a mutant breaks is not the
-compiler's. Exit code 0: all caught."""
+Each is an exact piece of text, what takes its place, and the tests that are asked. Shaders and
+build/web are copied to out/web-mutants, never changed where they are. Shaders with naga alone: what
+a mutant breaks is not the compiler's. Exit code 0: all caught."""
 
 # ruff: noqa: E501
 from __future__ import annotations
@@ -19,8 +20,9 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRATCH = ROOT / "out/web-mutants"
 LOSS, CAST = "test_cross_entropy.py", "test_softmax_cast.py"
+ERRORS, MODULE = "test_errors.py", "test_module.py"
 
-# name, shader, text, replacement, tests
+# name, shader or file of build/web, text, replacement, tests
 MUTANTS = [
     ("drop the last column", "cross_entropy",
      "for (var k = 0u; k < 4u; k++) {\n    if (v + k * WG < dims.y) {\n      x[k]",
@@ -70,12 +72,29 @@ MUTANTS = [
     ("100000 is no infinity", "cast", "if (magnitude >= 0x47800000u) {", "if (magnitude >= 0x48000000u) {", CAST),
     ("f16 subnormals read as normal", "cast", "if (exponent > 0u) {", "if (exponent >= 0u) {", CAST),
     ("the odd element forgotten", "cast", "if (2u * word < n) {\n    var", "if (2u * word + 1u < n) {\n    var", CAST),
+    ("a call's verdict is not its outputs'", "logitless.js", "known[name].written = verdict;", "known[name].written = null;", ERRORS),
+    ("an input's verdict is forgotten", "logitless.js", "first([...before, this.side.end()])", "first([this.side.end()])", ERRORS),
+    ("every call's verdict is everybody's", "device.js", "    this.verdicts = new Set();\n", "    this.verdicts ??= new Set();\n", ERRORS),
+    ("a submission has no verdict", "device.js", "this.verdicts.add(this.#closeScopes('what was submitted'));", "this.#closeScopes('what was submitted');", ERRORS),
+    ("a pipeline's verdict is its first call's", "device.js", "        this.verdicts.add(verdict);\n        this.pass", "        this.pass", ERRORS),
+    ("a refused workspace stays", "logitless.js", "failure && this.core.forget()", "null", ERRORS),
+    ("a refused call keeps its outputs", "logitless.js", "for (const tensor of made) tensor.destroy();", "", ERRORS),
+    ("no memory is an address", "logitless.js", "if (address === 0) throw", "if (address < 0) throw", ERRORS),
+    ("a lost device takes calls", "logitless.js", "if (this.isLost) throw", "if (false) throw", ERRORS),
+    ("scopes left open", "device.js", "FILTERS.map(() => this.device.popErrorScope()", "FILTERS.slice(1).map(() => this.device.popErrorScope()", ERRORS),
+    ("byte offsets forgotten", "logitless.js", "text, data, byteOffset, DTYPES", "text, data, 0, DTYPES", MODULE),
 ]  # fmt: skip
 
 
 def passes(tests: str) -> bool:
-    environment = os.environ | {"LOGITLESS_SHADERS": str(SCRATCH), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", "naga or holds"]
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    environment |= {
+        "LOGITLESS_SHADERS": str(SCRATCH / "shaders"),
+        "LOGITLESS_WEB": str(SCRATCH / "web"),
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-x"]
+    if tests in (LOSS, CAST):
+        command += ["-k", "naga or holds"]
     command += ["-c", str(ROOT / "tests/web/pytest.ini"), str(ROOT / "tests/web" / tests)]
     done = subprocess.run(command, env=environment, capture_output=True, timeout=300)
     if done.returncode not in (0, 1):
@@ -90,11 +109,14 @@ def main() -> int:
         if wanted not in name:
             continue
         shutil.rmtree(SCRATCH, ignore_errors=True)
-        shutil.copytree(ROOT / "src/webgpu/shaders", SCRATCH)
-        file = SCRATCH / f"{shader}.wgsl"
+        shutil.copytree(ROOT / "src/webgpu/shaders", SCRATCH / "shaders")
+        shutil.copytree(
+            ROOT / "build/web", SCRATCH / "web", ignore=shutil.ignore_patterns("CMake*", "suite")
+        )
+        file = SCRATCH / (f"web/{shader}" if "." in shader else f"shaders/{shader}.wgsl")
         before = file.read_text()
         if text not in before:
-            raise SystemExit(f"{name}: its text is not in {shader}.wgsl")
+            raise SystemExit(f"{name}: its text is not in {file.name}")
         file.write_text(before.replace(text, replacement, 1))
         survived = passes(tests)
         print(f"{'SURVIVED' if survived else 'caught  '}  {shader}: {name}", flush=True)

@@ -5,12 +5,10 @@ at the default limits; status codes, WebGPU's own messages, the caller's device 
 # ruff: noqa: E501
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 from playwright.sync_api import Page
-from test_shaders import CHOICES
 
 LINEAR = """async ([N, D, V, options, more]) => {
   const {shapes, ...arrays} = problem(N, D, V, more);
@@ -140,7 +138,7 @@ def test_views_beyond_one_binding(page: Page) -> None:
     within(shares)
 
 
-def test_pipelines_are_made_once_and_compile_everywhere(page: Page) -> None:
+def test_pipelines_are_made_once_and_compile_everywhere(page: Page, planned: list[str]) -> None:
     """What the ops ask for is what test_shaders.py gives to both compilers."""
     for more in ({"bias": True}, {"half": True}, {"least": True}):
         page.evaluate(LINEAR, [20, 24, 600, {"softcap": 5, "temperature": 2}, more])
@@ -148,11 +146,7 @@ def test_pipelines_are_made_once_and_compile_everywhere(page: Page) -> None:
     names = page.evaluate("logitless.side.kernels.slice(1).map(({kernel}) => kernel.label)")
     assert len(names) > 10
     assert len(set(names)) == len(names)
-    for name in names:
-        file, _, constants = name.split(", ", 2)
-        values = {key: float(value) for key, value in json.loads(constants).items()}
-        for key, value in values.items():
-            assert value in {choice.get(key) for choice in CHOICES[file]}, name
+    assert set(names) <= set(planned)
 
 
 @pytest.mark.parametrize(
