@@ -56,6 +56,17 @@ void deliver(RequestStatus, Handle made, WGPUStringView text, void* userdata, vo
   copy_text(text, wanted->why);
 }
 
+// What was wanted, or nullptr and the reason.
+template <class Handle>
+Handle wait_for(const Library& call, WGPUInstance instance, const Wanted<Handle>& wanted,
+                const char* what, Status* status) {
+  for (int i = 0; !wanted.done && i < 1000; ++i) call.InstanceProcessEvents(instance);
+  if (wanted.made == nullptr) {
+    *status = error(StatusCode::backend_unavailable, "webgpu: no %s: %s", what, wanted.why);
+  }
+  return wanted.made;
+}
+
 WGPUAdapter request_adapter(const Library& call, WGPUInstance instance, Status* status) {
   WGPURequestAdapterOptions options = WGPU_REQUEST_ADAPTER_OPTIONS_INIT;
   options.powerPreference = WGPUPowerPreference_HighPerformance;
@@ -65,11 +76,7 @@ WGPUAdapter request_adapter(const Library& call, WGPUInstance instance, Status* 
   info.callback = deliver<WGPUAdapter, WGPURequestAdapterStatus>;
   info.userdata1 = &wanted;
   call.InstanceRequestAdapter(instance, &options, info);
-  for (int i = 0; !wanted.done && i < 1000; ++i) call.InstanceProcessEvents(instance);
-  if (wanted.made == nullptr) {
-    *status = error(StatusCode::backend_unavailable, "webgpu: no adapter: %s", wanted.why);
-  }
-  return wanted.made;
+  return wait_for(call, instance, wanted, "adapter", status);
 }
 
 // The adapter's own limits, or with LOGITLESS_WEBGPU_LIMITS=default those every
@@ -101,11 +108,7 @@ WGPUDevice request_device(const Library& call, WGPUInstance instance, WGPUAdapte
   info.callback = deliver<WGPUDevice, WGPURequestDeviceStatus>;
   info.userdata1 = &wanted;
   call.AdapterRequestDevice(adapter, &descriptor, info);
-  for (int i = 0; !wanted.done && i < 1000; ++i) call.InstanceProcessEvents(instance);
-  if (wanted.made == nullptr) {
-    *status = error(StatusCode::backend_unavailable, "webgpu: no device: %s", wanted.why);
-  }
-  return wanted.made;
+  return wait_for(call, instance, wanted, "device", status);
 }
 
 // In one instance always: the handles of another's objects mean nothing to it.

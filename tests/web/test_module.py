@@ -101,6 +101,25 @@ def test_workspace_is_what_was_planned(page: Page) -> None:
     assert again == made
 
 
+def test_larger_limits_are_used_where_the_adapter_has_them(page: Page) -> None:
+    """1024 rows of this weight are 156 MiB, more than a binding is by default."""
+    asked, refused, plan = page.evaluate(
+        """async () => {
+          const own = await module.Logitless.create();
+          const {limits} = await navigator.gpu.requestAdapter();
+          const shape = {tokens: 8, hidden: 40000, vocab: 1024};
+          let refused = null;
+          try { logitless.plan(shape); } catch (error) { refused = error.code; }
+          const names = ['maxBufferSize', 'maxStorageBufferBindingSize', 'maxComputeWorkgroupStorageSize'];
+          return [names.map((name) => [own.device.limits[name], limits[name]]), refused, own.plan(shape)];
+        }"""
+    )
+    assert all(own == adapters for own, adapters in asked)
+    assert asked[1][0] > 2**27  # SwiftShader's is 1 GiB
+    assert refused == "not_supported"
+    assert plan["minimum"] > 0
+
+
 def test_a_callers_device_and_buffer(page: Page) -> None:
     shares = page.evaluate(
         """async () => {
