@@ -10,6 +10,7 @@ JSON a visit and the medians; leaves screenshots of a desktop's and a phone's wi
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import re
 import statistics
@@ -58,10 +59,12 @@ def main() -> None:
         for i in range(visits):
             browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=CHROMIUM)
             name, (width, height) = list(SIZES.items())[i % len(SIZES)]
+            load = os.getloadavg()[0]  # of other work: the adapter is the processor
             page = browser.new_page(viewport={"width": width, "height": height})
             found.append(visit(page, address))
             page.screenshot(path=ROOT / f"out/web/visit-{name}.png", full_page=True)
-            print(json.dumps({"visit": i + 1, "browser": browser.version} | found[-1]), flush=True)
+            about = {"visit": i + 1, "browser": browser.version, "load": round(load, 1)}
+            print(json.dumps(about | found[-1]), flush=True)
             browser.close()
     medians = {key: statistics.median(one[key] for one in found) for key in found[0]}
     print(json.dumps({"median_of": visits} | medians))
