@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # What a developer types. Each target does its own set-up; the work is CMake's and the scripts'.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-web build web test test-full test-python test-web test-device sanitize-device demo bench-cpu fuzz mutants mutants-webgpu mutants-device format format-check lint install clean
+.PHONY: help setup setup-test setup-web build web test test-full test-python test-web test-device sanitize-device demo bench-cpu bench-web fuzz mutants mutants-webgpu mutants-web mutants-device format format-check lint install clean
 
 FUZZ_SECONDS ?= 600
 PREFIX ?= /usr/local
@@ -63,6 +63,10 @@ bench-cpu: setup  ## the CPU backend against its peers, in minutes; BENCH="--qui
 	cmake --build --preset release --target logitless logitless_probe
 	.venv-bench/bin/python bench/compare_cpu.py $(BENCH)
 
+bench-web: setup-test  ## the page in headless Chromium: its first result, a call, a training step
+	@scripts/build-web
+	.venv-web/bin/python bench/web_page.py
+
 fuzz: setup-test  ## every fuzzer for FUZZ_SECONDS (600) each
 	cmake --preset asan
 	cmake --build --preset asan
@@ -73,6 +77,10 @@ mutants: setup-test  ## bugs put in on purpose, which the tests must catch; ONLY
 
 mutants-webgpu: setup-test  ## bugs put into the WebGPU backend, which the tests must catch; ONLY=TEXT picks some
 	python3 scripts/mutants_webgpu.py $(if $(ONLY),--only "$(ONLY)")
+
+mutants-web: setup-test  ## bugs put into the published shaders and logitless.js, which the web tests must catch; ONLY=TEXT picks some
+	@scripts/build-web
+	.venv-web/bin/python tests/web/mutants.py $(if $(ONLY),"$(ONLY)")
 
 mutants-device: setup-test  ## bugs put into the CUDA backend, which the tests must catch on this machine's GPU; ONLY=TEXT picks some
 	python3 scripts/mutants_device.py all $(if $(ONLY),--only "$(ONLY)")

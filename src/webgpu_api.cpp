@@ -39,10 +39,13 @@ int32_t logitless_webgpu_create_workspace(int32_t device_index, uint64_t bytes, 
 
 void logitless_webgpu_destroy_workspace(void* workspace) {
   if (workspace == nullptr) return;
-  auto* buffers = static_cast<webgpu::WorkspaceBuffers*>(workspace);
-  auto* device = static_cast<webgpu::NativeDevice*>(buffers->device());
-  const std::lock_guard lock(device->mutex());
-  delete buffers;
+  (void)guarded([&] {
+    auto* buffers = static_cast<webgpu::WorkspaceBuffers*>(workspace);
+    auto* device = static_cast<webgpu::NativeDevice*>(buffers->device());
+    const std::lock_guard lock(device->mutex());
+    delete buffers;
+    return Status();
+  });
 }
 
 int32_t logitless_webgpu_use_device(void* instance, void* device, void* queue,

@@ -123,6 +123,24 @@ TEST_P(Edges, NormalizerOfZero) {
 }
 
 // Targets that count for nothing: as ignored rows, or an error that writes nothing.
+// Given as a view, of either sign and any size; two words of an i64 are one number.
+TEST_P(Edges, NormalizersOfAView) {
+  if (!has_loss(op_)) return;
+  for (const double value : {1.0, -1.0, -5.0, -127.0, -128.0, -129.0, 4294967296.0, -4294967295.0,
+                             -4294967296.0, 12345678901.0, -12345678901.0}) {
+    for (const NormalizerKind kind : {NormalizerKind::f32, NormalizerKind::i64}) {
+      Case c = plain({4, 5, 9});
+      c.options.reduction = Reduction::mean;
+      c.normalizer = kind;
+      run(c, [&](auto& op) {
+        if constexpr (LossOp<std::remove_reference_t<decltype(op)>>) {
+          write(op.weights.normalizer, {value});
+        }
+      });
+    }
+  }
+}
+
 TEST_P(Edges, TargetsOutside) {
   for (const DType dtype : {DType::i32, DType::i64}) {
     std::vector<double> outside{40, 41, -1, -99, -101, -2147483648.0, 2147483647};

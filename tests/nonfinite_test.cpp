@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Infinities, NaN, huge and tiny numbers: what belongs to one row stays in it, and a finite loss
 // stays finite.
+#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 
 #include "judge.h"
 #include "problem.h"
@@ -57,6 +59,16 @@ void set(const TensorView& view, int64_t index, double value) {
   std::vector<double> values = read(view);
   values[index] = value;
   write(view, values);
+}
+
+// What a mask is written to: the logits, or every row's bias.
+template <class Op>
+const TensorView& masked_by(const Op& op) {
+  if constexpr (LinearOp<Op>) {
+    return op.bias;
+  } else {
+    return op.logits;
+  }
 }
 
 // Rows other than `row` of every per-token field are the same bits.
@@ -145,13 +157,7 @@ TEST_P(NonFinite, RowsOfMinusInfinity) {
         using Op = decltype(op);
         Problem<Op> p = build<Op>(c);
         const Fields before = judged(p, setting.name);
-        const TensorView& view = [&]() -> const TensorView& {
-          if constexpr (LinearOp<Op>) {
-            return p.op.bias;
-          } else {
-            return p.op.logits;
-          }
-        }();
+        const TensorView& view = masked_by(p.op);
         std::vector<double> values = read(view);
         const int64_t first = LinearOp<Op> ? 0 : kRow * kVocab;
         for (int64_t j = kept; j < kVocab; ++j) values[first + j] = -kInf;
@@ -170,6 +176,38 @@ TEST_P(NonFinite, RowsOfMinusInfinity) {
         }
       });
     }
+  }
+}
+
+// What many programs mask with: the lowest finite number is a logit like any other, in every column
+// of a row and in all but a few.
+TEST_P(NonFinite, RowsOfTheLowestNumber) {
+  const double lowest = -round_to(dtype_, std::nextafter(overflow_threshold(dtype_), 0));
+  for (const int64_t kept : {0, 1, 3}) {
+    const Case c = plain();
+    with_op(op_, [&](auto op) {
+      using Op = decltype(op);
+      Problem<Op> p = build<Op>(c);
+      const TensorView& view = masked_by(p.op);
+      std::vector<double> values = read(view);
+      const int64_t first = LinearOp<Op> ? 0 : kRow * kVocab;
+      std::fill(values.begin() + first + kept, values.begin() + first + kVocab, lowest);
+      write(view, values);
+      const Fields after = judged(p, std::to_string(kept) + " columns left");
+      // The contract's bounds grow with |z|; equal logits need none. A product is lost beside such
+      // a bias, except of f16.
+      if (kept > 0 || (LinearOp<Op> && dtype_ == DType::f16)) return;
+      for (const char* name : {"loss", "entropy", "row_log_sum"}) {
+        if (!after.contains(name)) continue;
+        EXPECT_NEAR(after.at(name).value[kRow], std::log(kVocab), 1e-4) << name;
+      }
+      for (const char* name : {"probabilities", "grad_logits"}) {
+        if (!after.contains(name)) continue;
+        const double* row = &after.at(name).value[kRow * kVocab];
+        const double wanted = std::string("probabilities") == name ? 1 : 0;
+        EXPECT_NEAR(std::accumulate(row, row + kVocab, 0.0), wanted, 1e-3) << name;
+      }
+    });
   }
 }
 

@@ -8,10 +8,9 @@ set(LOGITLESS_WEBGPU_DRIVER "${lavapipe}" CACHE STRING
     "Vulkan driver file for the WebGPU tests; empty: the loader's own choice")
 set(LOGITLESS_WEBGPU_LIBRARY_FILE ${LOGITLESS_WEBGPU_INCLUDE}/libwgpu_native-release.so)
 
-function(add_webgpu_test name filter)
-  add_test(NAME webgpu.${name} COMMAND webgpu_suite --gtest_brief=1 --gtest_filter=${filter})
-  set(environment LOGITLESS_TEST_DEVICES=webgpu LOGITLESS_WEBGPU_LIMITS=default
-                  LOGITLESS_WEBGPU_LIBRARY=${LOGITLESS_WEBGPU_LIBRARY_FILE})
+function(add_webgpu_test name program filter)
+  add_test(NAME webgpu.${name} COMMAND ${program} --gtest_brief=1 --gtest_filter=${filter})
+  set(environment LOGITLESS_TEST_DEVICES=webgpu LOGITLESS_WEBGPU_LIBRARY=${LOGITLESS_WEBGPU_LIBRARY_FILE} ${ARGN})
   if(LOGITLESS_WEBGPU_DRIVER)
     list(APPEND environment VK_DRIVER_FILES=${LOGITLESS_WEBGPU_DRIVER} VK_ICD_FILENAMES=${LOGITLESS_WEBGPU_DRIVER})
   endif()
@@ -21,17 +20,26 @@ function(add_webgpu_test name filter)
   set_tests_properties(webgpu.${name} PROPERTIES TIMEOUT 1800 LABELS webgpu ENVIRONMENT "${environment}")
 endfunction()
 
+set(defaults LOGITLESS_WEBGPU_LIMITS=default)
 set(webgpu_suites)
 foreach(suite conformance determinism invariance edges nonfinite invariants shards workspace)
   list(APPEND webgpu_suites $<TARGET_OBJECTS:${suite}_test_objects>)
 endforeach()
 add_executable(webgpu_suite ${webgpu_suites} webgpu_test.cpp $<TARGET_OBJECTS:conformance_main>)
 link_conformance(webgpu_suite)
-add_webgpu_test(conformance */Conformance.*-*EveryInstructionSet*)
-add_webgpu_test(edges */Edges.*:*/NonFinite.*:*/Invariants.*:*/Shards.*:WebGpu.*)
+add_webgpu_test(conformance webgpu_suite */Conformance.*-*EveryInstructionSet* ${defaults})
+add_webgpu_test(edges webgpu_suite */Edges.*:*/NonFinite.*:*/Invariants.*:*/Shards.*:WebGpu.* ${defaults})
 # Each case of these is many runs, and a run on a processor's Vulkan is mostly the loader's and the compiler's time.
-add_webgpu_test(sizes */WorkspaceSizes.*linear_forward_bf16:*/WorkspaceSizes.*AskedWithoutData*:*/WorkspaceSizes.LessThan*)
-add_webgpu_test(bits
-  */Determinism.*_linear_forward_backward_bf16:*/Determinism.*_forward_backward_bf16:*/Invariance.*)
+add_webgpu_test(sizes webgpu_suite */WorkspaceSizes.*linear_forward_bf16:*/WorkspaceSizes.*AskedWithoutData*:*/WorkspaceSizes.LessThan*
+                ${defaults})
+add_webgpu_test(bits webgpu_suite
+                */Determinism.*_linear_forward_backward_bf16:*/Determinism.*_forward_backward_bf16:*/Invariance.* ${defaults})
+
+# What happens to the library's own device; once as the adapter gives it.
+add_executable(webgpu_device_test webgpu_device_test.cpp)
+target_link_libraries(webgpu_device_test PRIVATE logitless_conformance GTest::gtest GTest::gtest_main ${CMAKE_DL_LIBS})
+target_compile_options(webgpu_device_test PRIVATE -Wall -Wextra $<$<BOOL:${LOGITLESS_WERROR}>:-Werror>)
+add_webgpu_test(device webgpu_device_test *-*AdaptersLimits ${defaults})
+add_webgpu_test(limits webgpu_device_test *AdaptersLimits)
 
 add_logitless_test(webgpu_plan_test webgpu_plan_test.cpp)

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The plans of the WebGPU backend, without a device: within every limit, smaller budgets smaller
-// plans, and GPT-2's head in little memory.
+// The plans of the WebGPU backend, and what its dispatcher makes of them, without a device: within
+// every limit, smaller budgets smaller plans, and GPT-2's head in little memory.
 #include "src/webgpu/plan.h"
 
 #include <gtest/gtest.h>
+
+#include "paper_calls.h"
 
 namespace logitless::webgpu {
 namespace {
@@ -103,6 +105,80 @@ TEST(WebGpuPlan, ARowOfTheWeightBeyondABindingIsRefusedWithTheSizes) {
   EXPECT_EQ(status.code(), StatusCode::not_supported);
   EXPECT_NE(std::string(status.message()).find("65536 bytes a binding"), std::string::npos)
       << status.message();
+}
+
+// Buffers are counted where they are made, those of inputs and outputs too.
+TEST(WebGpuPlan, ThePeakOfGpt2sHeadIsThePredictedOne) {
+  for (const DType dtype : {DType::f32, DType::f16}) {
+    const PaperCall head{1024, 768, 50257, dtype};
+    for (const uint64_t budget : {uint64_t{0}, uint64_t{1}, UINT64_MAX}) {
+      for (const auto& r : {run_on_paper<LinearCrossEntropyForward>(head, {}, budget),
+                            run_on_paper<LinearCrossEntropyForwardBackward>(head, {}, budget)}) {
+        EXPECT_EQ(r.faults, "");
+        EXPECT_EQ(r.most, r.tensors + r.predicted);
+        if (budget == 0) {
+          EXPECT_EQ(r.predicted, r.minimum);
+          EXPECT_LT(r.most, r.tensors + (uint64_t{64} << 20));
+        }
+      }
+    }
+  }
+}
+
+// What is bound lies in its buffer and in the limits, and nothing written is bound twice.
+TEST(WebGpuPlan, EveryDispatchKeepsToTheRules) {
+  Limits small;
+  small.storage_binding_bytes = 1 << 17;
+  small.buffer_bytes = 1 << 23;
+  uint64_t calls = 0;
+  for_each_op_type([&](auto typed) {
+    using Op = decltype(typed);
+    for (const PaperCall shape : {PaperCall{3, 8, 40}, PaperCall{130, 13, 5003}}) {
+      for_each_paper_call<Op>(shape, [&](const PaperCall& c) {
+        for (const Limits& limits : {Limits{}, small}) {
+          for (const uint64_t budget : {uint64_t{0}, uint64_t{1}}) {
+            const PaperResult r = run_on_paper<Op>(c, limits, budget);
+            ASSERT_EQ(r.faults, "") << name_of(kind_of<Op>) << " V " << c.vocab << " dtype "
+                                    << name_of(c.dtype) << " strided " << c.strided << " optional "
+                                    << c.optional << " binding " << limits.storage_binding_bytes;
+            ASSERT_EQ(r.most, r.tensors + r.predicted);
+            ++calls;
+          }
+        }
+      });
+    }
+  });
+  EXPECT_GT(calls, 5000u);
+}
+
+TEST(WebGpuPlan, MoreTokensAndMoreVocabularyThanAGridIsWide) {
+  Limits large;
+  large.buffer_bytes = uint64_t{1} << 34;
+  large.storage_binding_bytes = (uint64_t{1} << 32) - 256;
+  for (const PaperCall& c : {PaperCall{70000, 8, 300}, PaperCall{5, 4, 5000000}}) {
+    for (const Limits& limits : {Limits{}, large}) {
+      for (const uint64_t budget : {uint64_t{0}, uint64_t{1}}) {
+        const PaperResult r = run_on_paper<LinearCrossEntropyForwardBackward>(c, limits, budget);
+        EXPECT_EQ(r.faults, "") << c.tokens << " " << c.vocab << " " << limits.buffer_bytes;
+        EXPECT_EQ(run_on_paper<CrossEntropyForwardBackward>(c, limits, budget).faults, "");
+        EXPECT_EQ(run_on_paper<Softmax>(c, limits, budget).faults, "");
+      }
+    }
+  }
+}
+
+// Larger limits are used: fewer windows, so fewer dispatches of more work.
+TEST(WebGpuPlan, LargerLimitsAreFewerWindows) {
+  Limits large;
+  large.buffer_bytes = uint64_t{1} << 32;
+  large.storage_binding_bytes = uint64_t{1} << 31;
+  Plan by_default, by_large;
+  const Problem p = head(4096, 128256, 2048, true);
+  ASSERT_TRUE(make_plan(p, large, UINT64_MAX, &by_large).ok());
+  Limits few = large;
+  few.storage_binding_bytes = Limits{}.storage_binding_bytes;
+  ASSERT_TRUE(make_plan(p, few, UINT64_MAX, &by_default).ok());
+  EXPECT_LT(by_large.windows, by_default.windows);
 }
 
 }  // namespace

@@ -1,46 +1,66 @@
 // SPDX-License-Identifier: Apache-2.0
 // The browser's side of src/webgpu/device.h: what the wasm module calls to reach a GPUDevice. Work is
-// recorded into one command encoder and handed over by submit(); nothing here waits. What WebGPU
-// finds wrong it says later, so every error is kept until somebody asks.
+// recorded into one command encoder and handed over by submit(); nothing here waits. What WebGPU finds
+// wrong it says later: every buffer, pipeline and submission has a verdict, a promise of a message or
+// null, and a call's verdict is the first of those of all that it used.
 
 const FILTERS = ['internal', 'out-of-memory', 'validation'];
 const usage = () =>
   GPUBufferUsage.STORAGE | GPUBufferUsage.UNIFORM | GPUBufferUsage.COPY_SRC | GPUBufferUsage.COPY_DST;
+
+// The first message of several verdicts, or null.
+export const first = (verdicts) => Promise.all(verdicts).then((all) => all.find((message) => message) ?? null);
 
 export class DeviceSide {
   /** @param {GPUDevice} device */
   constructor(device) {
     this.device = device;
     this.memory = null;  // of the wasm module, once there is one
-    this.buffers = new Map();  // number -> GPUBuffer
+    this.buffers = new Map();  // number -> {buffer, verdict}
     this.kernels = [null];
     this.next = 1;
     this.encoder = null;
     this.pass = null;
-    this.failures = [];
-    this.scopes = Promise.resolve();
     this.allocated = 0;  // bytes of the buffers made here
     this.most = 0;
     this.lost = null;
-    device.lost?.then((info) => {
-      this.lost = `the GPU device was lost: ${info.message || info.reason}`;
-    });
+    this.whenLost = device.lost.then((info) => (this.lost = `the GPU device was lost: ${info.message || info.reason}`));
+    this.begin();
   }
 
   // A number for a buffer of the caller's; forget() ends it.
-  adopt(buffer) {
+  adopt(buffer, verdict = null) {
     const number = this.next++;
-    this.buffers.set(number, buffer);
+    this.buffers.set(number, {buffer, verdict});
     return number;
   }
   forget(number) {
     this.buffers.delete(number);
   }
 
-  // The first error since the last call, once WebGPU has had its say about all that was submitted.
-  async settled() {
-    await this.scopes;
-    return this.lost ?? this.failures.shift() ?? null;
+  // Between these two lies a call of the module; end() gives its verdict.
+  begin() {
+    if (this.encoder) this.#closeScopes('');  // a call that trapped
+    this.encoder = this.pass = null;
+    this.refusal = null;  // what was thrown at once
+    this.verdicts = new Set();
+  }
+  end() {
+    return first(this.verdicts).then((message) => this.lost ?? message);
+  }
+
+  // What `make` gives, or null where it throws, and the verdict of WebGPU.
+  scoped(what, make) {
+    this.#openScopes();
+    let made = null;
+    let thrown = null;
+    try {
+      made = make();
+    } catch (error) {
+      thrown = `${what}: ${error.message}`;
+    }
+    const verdict = this.#closeScopes(what);
+    return {made, thrown, verdict: thrown ? Promise.resolve(thrown) : verdict};
   }
 
   #openScopes() {
@@ -48,22 +68,24 @@ export class DeviceSide {
   }
 
   #closeScopes(what) {
+    // A lost device has no scopes; whoever asks is told of the loss.
     const popped = FILTERS.map(() => this.device.popErrorScope().catch(() => null));
-    this.scopes = Promise.all([this.scopes, ...popped]).then(([, ...errors]) => {
-      for (const error of errors) if (error) this.failures.push(`${what}: ${error.message}`);
-    });
+    return first(popped).then((error) => (error ? `${what}: ${error.message}` : null));
   }
 
-  #scoped(what, make) {
-    this.#openScopes();
-    let made = null;
-    try {
-      made = make();
-    } catch (error) {
-      this.failures.push(`${what}: ${error.message}`);
-    }
-    this.#closeScopes(what);
-    return made;
+  // As a part of the call under way.
+  #ofCall(what, make) {
+    const {made, thrown, verdict} = this.scoped(what, make);
+    this.refusal ??= thrown;
+    this.verdicts.add(verdict);
+    return {made, verdict};
+  }
+
+  // A buffer that the call uses.
+  #bound(number) {
+    const {buffer, verdict} = this.buffers.get(number);
+    if (verdict) this.verdicts.add(verdict);
+    return buffer;
   }
 
   #text(pointer) {
@@ -91,14 +113,14 @@ export class DeviceSide {
     const {device} = this;
     return {
       create_buffer: (bytes) => {
-        const buffer = this.#scoped(`a buffer of ${bytes} bytes`, () => device.createBuffer({size: Math.max(16, bytes), usage: usage()}));
-        if (!buffer) return 0;
-        this.allocated += bytes;
+        const {made, verdict} = this.#ofCall(`a buffer of ${bytes} bytes`, () => device.createBuffer({size: Math.max(16, bytes), usage: usage()}));
+        if (!made) return 0;
+        this.allocated += made.size;
         this.most = Math.max(this.most, this.allocated);
-        return this.adopt(buffer);
+        return this.adopt(made, verdict);
       },
       destroy_buffer: (number) => {
-        const buffer = this.buffers.get(number);
+        const {buffer} = this.buffers.get(number) ?? {};
         if (!buffer) return;
         this.allocated -= buffer.size;
         buffer.destroy();
@@ -106,7 +128,7 @@ export class DeviceSide {
       },
       // Before what is recorded and not submitted, as device.h says.
       write: (number, offset, data, bytes) => {
-        this.#scoped('a write', () => device.queue.writeBuffer(this.buffers.get(number), offset, this.memory.buffer, data, bytes));
+        this.#ofCall('a write', () => device.queue.writeBuffer(this.#bound(number), offset, this.memory.buffer, data, bytes));
       },
       pipeline: (label, text, entry, constants, count) => {
         const view = new DataView(this.memory.buffer);
@@ -115,12 +137,12 @@ export class DeviceSide {
           values[this.#text(view.getUint32(constants + 16 * i, true))] = view.getFloat64(constants + 16 * i + 8, true);
         }
         const name = `${this.#text(label)}.wgsl, ${this.#text(entry)}, ${JSON.stringify(values)}`;
-        const kernel = this.#scoped(name, () => device.createComputePipeline({
-          label: name,
-          layout: 'auto',
-          compute: {module: device.createShaderModule({code: this.#text(text), label: name}), entryPoint: this.#text(entry), constants: values},
-        }));
-        return kernel ? this.kernels.push({kernel, layout: kernel.getBindGroupLayout(0)}) - 1 : 0;
+        const {made, verdict} = this.#ofCall(name, () => {
+          const module = device.createShaderModule({code: this.#text(text), label: name});
+          const kernel = device.createComputePipeline({label: name, layout: 'auto', compute: {module, entryPoint: this.#text(entry), constants: values}});
+          return {kernel, layout: kernel.getBindGroupLayout(0)};
+        });
+        return made ? this.kernels.push({...made, verdict}) - 1 : 0;
       },
       dispatch: (pipeline, bindings, count, x, y, z) => {
         const view = new DataView(this.memory.buffer);
@@ -131,9 +153,10 @@ export class DeviceSide {
           if (number === 0) continue;
           const offset = Number(view.getBigUint64(at + 8, true));
           const size = Number(view.getBigUint64(at + 16, true));
-          entries.push({binding, resource: {buffer: this.buffers.get(number), offset, size}});
+          entries.push({binding, resource: {buffer: this.#bound(number), offset, size}});
         }
-        const {kernel, layout} = this.kernels[pipeline];
+        const {kernel, layout, verdict} = this.kernels[pipeline];
+        this.verdicts.add(verdict);
         this.pass ??= this.#recording().beginComputePass();
         this.pass.setPipeline(kernel);
         this.pass.setBindGroup(0, device.createBindGroup({layout, entries}));
@@ -141,7 +164,7 @@ export class DeviceSide {
       },
       copy: (source, sourceOffset, target, targetOffset, bytes) => {
         this.#endPass();
-        this.#recording().copyBufferToBuffer(this.buffers.get(source), sourceOffset, this.buffers.get(target), targetOffset, bytes);
+        this.#recording().copyBufferToBuffer(this.#bound(source), sourceOffset, this.#bound(target), targetOffset, bytes);
       },
       submit: () => {
         if (!this.encoder) return;
@@ -149,10 +172,10 @@ export class DeviceSide {
         const {encoder} = this;
         this.encoder = null;
         device.queue.submit([encoder.finish()]);
-        this.#closeScopes('what was submitted');
+        this.verdicts.add(this.#closeScopes('what was submitted'));
       },
       error: (text, capacity) => {
-        const message = this.lost ?? this.failures.shift();
+        const message = this.lost ?? this.refusal;
         if (!message) return 0;
         const bytes = new Uint8Array(this.memory.buffer, text, capacity);
         const {written} = new TextEncoder().encodeInto(message, bytes.subarray(0, capacity - 1));

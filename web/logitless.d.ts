@@ -25,7 +25,11 @@ export class Tensor<D extends DType = DType> {
   readonly byteOffset: number;
   readonly stride: number[];
   readonly bytes: number;
-  /** The elements, once everything recorded before has run; f16 as the bits. Contiguous tensors only. */
+  readonly isContiguous: boolean;
+  /**
+   * The elements, once everything recorded before has run; f16 as the bits. Contiguous tensors only.
+   * Rejects with WebGPU's message where the call that made them, or what it was given, went wrong.
+   */
   read(): Promise<D extends 'f32' ? Float32Array : D extends 'f16' ? Uint16Array : Int32Array>;
   /** The one element of a tensor of one. */
   item(): Promise<number>;
@@ -119,6 +123,9 @@ export class Logitless {
    */
   static create(options?: {device?: GPUDevice; limits?: 'default'; wasm?: string | URL}): Promise<Logitless>;
   readonly device: GPUDevice;
+  /** Resolves with WebGPU's reason when the device is lost: make another Logitless and other tensors then. */
+  readonly lost: Promise<string>;
+  readonly isLost: boolean;
 
   empty<D extends DType = 'f32'>(shape: number[], dtype?: D): Tensor<D>;
   tensor(data: Float32Array, shape?: number[]): Tensor<'f32'>;
@@ -131,7 +138,7 @@ export class Logitless {
   linearCrossEntropy(call: LinearCall): Result;
   crossEntropy(call: LogitsCall): Result;
   softmax(logits: Tensor, options?: {into?: Tensor}): Tensor;
-  /** Resolves once all that was recorded is accepted; rejects with WebGPU's message. */
+  /** Resolves once all that was recorded since the last time is accepted; rejects with WebGPU's message. */
   done(): Promise<void>;
 
   /** Bytes of workspace of linearCrossEntropy on these shapes. */

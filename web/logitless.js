@@ -3,7 +3,7 @@
 // logitless.wasm, which is the planner and dispatcher of the C++ library. Calls record work and return
 // at once; reading a tensor waits. What every option means: docs/semantics.md. Types: logitless.d.ts.
 
-import {DeviceSide} from './device.js';
+import {DeviceSide, first} from './device.js';
 
 const DTYPES = {
   f32: {code: 0, bytes: 4, array: Float32Array},
@@ -38,6 +38,8 @@ const OPTIONS = [
   'ignoreIndex', 'labelSmoothing', 'zLoss', 'logitScale', 'softcap', 'temperature', 'probabilityFloor', 'normalizer',
   'vocabStart', 'vocabTotal',
 ];
+// What a call reads; all its other tensors it writes.
+const INPUTS = new Set(['logits', 'input', 'weight', 'bias', 'target', 'tokenWeight', 'vocabWeight', 'gradLoss']);
 // What bigger limits the planner can use.
 const LIMITS = [
   'maxBufferSize', 'maxStorageBufferBindingSize', 'maxStorageBuffersPerShaderStage', 'maxComputeWorkgroupStorageSize',
@@ -82,6 +84,11 @@ export class Tensor {
     this.owned = owned;
   }
 
+  get isContiguous() {
+    const dense = this.shape.length === 2 ? [this.shape[1], 1] : [1];
+    return this.shape.every((size, d) => size <= 1 || this.stride[d] === dense[d]);
+  }
+
   get bytes() {
     return count(this.shape) * DTYPES[this.dtype].bytes;
   }
@@ -97,15 +104,7 @@ export class Tensor {
   }
 
   write(data) {
-    const {device} = this.owner;
-    const bytes = new Uint8Array(data.buffer, data.byteOffset, data.byteLength);
-    const whole = bytes.length & ~3;
-    device.queue.writeBuffer(this.buffer, this.byteOffset, bytes, 0, whole);
-    if (whole < bytes.length) {
-      const last = new Uint8Array(4);
-      last.set(bytes.subarray(whole));
-      device.queue.writeBuffer(this.buffer, this.byteOffset + whole, last);
-    }
+    this.owner.write(this, data);
   }
 
   destroy() {
@@ -136,7 +135,10 @@ export class Logitless {
     this.device = device;
     this.side = side;
     this.core = core;
-    this.numbers = new WeakMap();  // GPUBuffer -> what the module calls it
+    this.buffers = new WeakMap();  // GPUBuffer -> {number: the module's, written: verdict of what wrote it last}
+    this.pending = Promise.resolve(null);  // the verdict of everything since the last done()
+    /** @type {Promise<string>} resolves, with WebGPU's reason, when the device is lost */
+    this.lost = side.whenLost;
     side.memory = core.memory;
     core._initialize();
     const l = device.limits;
@@ -145,12 +147,20 @@ export class Logitless {
         l.maxComputeWorkgroupStorageSize, l.maxComputeInvocationsPerWorkgroup, l.maxComputeWorkgroupsPerDimension);
   }
 
+  get isLost() {
+    return this.side.lost !== null;
+  }
+
   // --- tensors
 
   empty(shape, dtype = 'f32') {
-    const bytes = Math.max(16, Math.ceil(count(shape) * DTYPES[dtype].bytes / 4) * 4);
+    this.#refuseIfLost();
+    const size = Math.max(16, Math.ceil(count(shape) * DTYPES[dtype].bytes / 4) * 4);
     const usage = GPUBufferUsage.STORAGE | GPUBufferUsage.COPY_SRC | GPUBufferUsage.COPY_DST;
-    return new Tensor(this, this.device.createBuffer({size: bytes, usage}), shape, dtype, {owned: true});
+    const {made, thrown, verdict} = this.side.scoped(`a tensor [${shape}] of ${size} bytes`, () => this.device.createBuffer({size, usage}));
+    if (thrown) throw new LogitlessError('device_error', thrown);
+    this.buffers.set(made, {number: this.side.adopt(made, verdict), written: this.#remember(verdict)});
+    return new Tensor(this, made, shape, dtype, {owned: true});
   }
 
   // A copy of `data` on the device: Float32Array, Int32Array, or Uint16Array with dtype 'f16'.
@@ -159,7 +169,7 @@ export class Logitless {
       throw new LogitlessError('wrong_shape', `data is ${data.constructor.name} [${data.length}]; a ${dtype} tensor [${shape}] takes ${DTYPES[dtype].array.name} [${count(shape)}]`);
     }
     const tensor = this.empty(shape, dtype);
-    tensor.write(data);
+    this.write(tensor, data);
     return tensor;
   }
 
@@ -169,34 +179,70 @@ export class Logitless {
   }
 
   release(tensor) {
-    const number = this.numbers.get(tensor.buffer);
-    if (number !== undefined) this.side.forget(number);
-    this.numbers.delete(tensor.buffer);
+    const known = this.buffers.get(tensor.buffer);
+    if (known) this.side.forget(known.number);
+    this.buffers.delete(tensor.buffer);
     if (tensor.owned) tensor.buffer.destroy();
   }
 
-  async read(tensor) {
-    const {bytes, array} = DTYPES[tensor.dtype];
-    const needed = count(tensor.shape) * bytes;
-    const first = tensor.byteOffset & ~3;  // copies are of whole words
-    const size = Math.ceil((tensor.byteOffset + needed - first) / 4) * 4;
-    const reader = this.device.createBuffer({size: Math.max(4, size), usage: GPUBufferUsage.MAP_READ | GPUBufferUsage.COPY_DST});
-    const encoder = this.device.createCommandEncoder();
-    if (size > 0) encoder.copyBufferToBuffer(tensor.buffer, first, reader, 0, size);
-    this.device.queue.submit([encoder.finish()]);
-    const mapped = reader.mapAsync(GPUMapMode.READ);
-    mapped.catch(() => {});  // where the device is gone, done() says so first
-    await this.done();
-    await mapped;
-    const start = tensor.byteOffset - first;
-    const data = new array(reader.getMappedRange().slice(start, start + needed));
-    reader.destroy();
-    return data;
+  // Whole words at a time, so the last one is padded.
+  write(tensor, data) {
+    this.#refuseIfLost();
+    if (!tensor.isContiguous || data.byteLength > tensor.bytes) {
+      throw new LogitlessError('wrong_shape', `data has ${data.byteLength} bytes; allowed: up to the ${tensor.bytes} of a contiguous tensor`);
+    }
+    const bytes = new Uint8Array(data.buffer, data.byteOffset, data.byteLength);
+    const whole = bytes.length & ~3;
+    const known = this.#known(tensor.buffer);
+    const {thrown, verdict} = this.side.scoped('a write', () => {
+      const {queue} = this.device;
+      queue.writeBuffer(tensor.buffer, tensor.byteOffset, bytes, 0, whole);
+      if (whole === bytes.length) return;
+      const last = new Uint8Array(4);
+      last.set(bytes.subarray(whole));
+      queue.writeBuffer(tensor.buffer, tensor.byteOffset + whole, last);
+    });
+    if (thrown) throw new LogitlessError('device_error', thrown);
+    // A whole tensor of its own is as good as new.
+    const before = tensor.owned && bytes.length === tensor.bytes ? [] : [known.written];
+    known.written = this.#remember(first([...before, verdict]));
   }
 
-  // Resolves once everything recorded so far was accepted; rejects with WebGPU's own message.
+  async read(tensor) {
+    this.#refuseIfLost();
+    if (!tensor.isContiguous) throw new LogitlessError('invalid_argument', `stride is [${tensor.stride}]; allowed: what read() takes is contiguous`);
+    const {array} = DTYPES[tensor.dtype];
+    const start = tensor.byteOffset & ~3;  // copies are of whole words
+    const size = Math.max(4, Math.ceil((tensor.byteOffset + tensor.bytes - start) / 4) * 4);
+    const written = this.#known(tensor.buffer).written;
+    const {made: reader, thrown, verdict} = this.side.scoped('a read', () => {
+      const buffer = this.device.createBuffer({size, usage: GPUBufferUsage.MAP_READ | GPUBufferUsage.COPY_DST});
+      const encoder = this.device.createCommandEncoder();
+      encoder.copyBufferToBuffer(tensor.buffer, start, buffer, 0, size);
+      this.device.queue.submit([encoder.finish()]);
+      return buffer;
+    });
+    if (thrown) throw new LogitlessError('device_error', thrown);
+    // Of a lost device WebGPU says so a moment after this has failed.
+    const moment = () => new Promise((resolve) => setTimeout(resolve, 100));
+    const mapped = reader.mapAsync(GPUMapMode.READ).then(
+        () => null, async (error) => (await Promise.race([this.lost, moment()])) ?? `a read: ${error.message}`);
+    try {
+      const failure = await first([written, verdict, mapped]);
+      this.#refuseIfLost();
+      if (failure) throw new LogitlessError('device_error', failure);
+      return new array(reader.getMappedRange().slice(tensor.byteOffset - start, tensor.byteOffset - start + tensor.bytes));
+    } finally {
+      reader.destroy();
+    }
+  }
+
+  // Resolves once everything recorded since the last call was accepted; rejects with WebGPU's own message.
   async done() {
-    const failure = await this.side.settled();
+    const pending = this.pending;
+    this.pending = Promise.resolve(null);
+    const failure = await pending;
+    this.#refuseIfLost();
     if (failure) throw new LogitlessError('device_error', failure);
   }
 
@@ -204,30 +250,29 @@ export class Logitless {
 
   // probabilities [R, C] of logits [R, C]
   softmax(logits, {into} = {}) {
-    const probabilities = into ?? this.empty(logits.shape, logits.dtype);
-    this.#run('softmax', {logits, probabilities}, {});
-    return probabilities;
+    return this.#call('softmax', {logits, probabilities: into}, {probabilities: [logits.shape, logits.dtype]}, {}).probabilities;
   }
 
   // The loss of given logits [N, V], and with `gradients` their gradient (`inPlace`: over the logits).
   crossEntropy({logits, target, gradients = false, inPlace = false, statistics = [], ...rest}) {
-    const tensors = {logits, target, ...this.#outputs(rest, statistics, logits.shape[0])};
-    if (gradients) tensors.gradLogits = rest.gradLogits ?? (inPlace ? logits : this.empty(logits.shape, logits.dtype));
-    return this.#call(gradients ? 'crossEntropyForwardBackward' : 'crossEntropyForward', tensors, rest);
+    const outputs = this.#outputs(rest, statistics, logits.shape[0]);
+    const given = {logits, target, ...(gradients && inPlace ? {gradLogits: logits} : {})};
+    if (gradients) outputs.gradLogits = [logits.shape, logits.dtype];
+    return this.#call(gradients ? 'crossEntropyForwardBackward' : 'crossEntropyForward', given, outputs, rest);
   }
 
   // The loss of input [N, D] and weight [V, D], and the gradients that are asked for:
   // true, or some of 'input', 'weight', 'bias'.
   linearCrossEntropy({input, weight, bias, target, gradients = false, statistics = [], ...rest}) {
-    const tensors = {input, weight, target, ...this.#outputs(rest, statistics, input.shape[0])};
-    if (bias) tensors.bias = bias;
+    const outputs = this.#outputs(rest, statistics, input.shape[0]);
+    const given = {input, weight, target, bias};
     const wanted = gradients === true ? ['input', 'weight', ...(bias ? ['bias'] : [])] : gradients || [];
-    const given = {input, weight, bias};
     for (const name of wanted) {
-      const field = `grad${name[0].toUpperCase()}${name.slice(1)}`;
-      tensors[field] = rest[field] ?? this.empty(given[name].shape, rest.gradientDtype ?? given[name].dtype);
+      const like = given[name];
+      if (!like) throw new LogitlessError('invalid_argument', `gradients has ${name}; allowed: input, weight, and bias where there is one`);
+      outputs[`grad${name[0].toUpperCase()}${name.slice(1)}`] = [like.shape, rest.gradientDtype ?? like.dtype];
     }
-    return this.#call(wanted.length > 0 ? 'linearCrossEntropyForwardBackward' : 'linearCrossEntropyForward', tensors, rest);
+    return this.#call(wanted.length > 0 ? 'linearCrossEntropyForwardBackward' : 'linearCrossEntropyForward', given, outputs, rest);
   }
 
   // Bytes of workspace of linearCrossEntropy on these shapes: {minimum, recommended}.
@@ -247,7 +292,7 @@ export class Logitless {
     const {core} = this;
     const held = [];
     const hold = (bytes) => {
-      held.push(core.allocate(Math.max(8, bytes)));
+      held.push(this.#allocate(Math.max(8, bytes)));
       return held.at(-1);
     };
     try {
@@ -259,7 +304,7 @@ export class Logitless {
         this.#give(name, new Tensor(this, null, shapes[name] ?? [data.length], dtypeOf(data)), address);
       }
       for (const [name, shape] of Object.entries(outputs)) this.#give(name, new Tensor(this, null, shape, 'f32'), hold(8));
-      this.#check(core.evaluate(bounds ? 1 : 0));
+      this.#ask(() => core.evaluate(bounds ? 1 : 0));
       const results = {};
       for (const [name, shape] of Object.entries(outputs)) {
         results[name] = {value: this.#doubles(name, 0, count(shape))};
@@ -273,21 +318,54 @@ export class Logitless {
 
   // --- inside
 
+  // Shape and dtype of the loss and of the statistics asked for.
   #outputs(rest, statistics, tokens) {
-    const made = {loss: rest.loss ?? this.empty(rest.reduction === 'none' ? [tokens] : [])};
-    for (const name of statistics) made[name] = rest[name] ?? this.empty([tokens], name === 'argmax' ? 'i32' : 'f32');
-    for (const name of ['tokenWeight', 'vocabWeight', 'gradLoss', 'fault']) if (rest[name]) made[name] = rest[name];
-    return made;
+    const outputs = {loss: [rest.reduction === 'none' ? [tokens] : [], 'f32']};
+    for (const name of statistics) outputs[name] = [[tokens], name === 'argmax' ? 'i32' : 'f32'];
+    return outputs;
   }
 
-  #call(kind, tensors, rest) {
-    const workspaceBytes = this.#run(kind, tensors, rest);
-    return {...Object.fromEntries(Object.entries(tensors).filter(([name]) => !['input', 'weight', 'bias', 'logits', 'target'].includes(name))), workspaceBytes};
+  // The outputs that the caller does not bring are made here, and not kept where the call is refused.
+  #call(kind, given, outputs, rest) {
+    const tensors = Object.fromEntries(Object.entries({...rest, ...given}).filter(([name, tensor]) => tensor && TENSORS.includes(name)));
+    const options = Object.fromEntries(Object.entries(rest).filter(([name]) => !TENSORS.includes(name)));
+    const made = [];
+    try {
+      for (const [name, [shape, dtype]] of Object.entries(outputs)) {
+        if (!tensors[name]) made.push((tensors[name] = this.empty(shape, dtype)));
+      }
+      const workspaceBytes = this.#run(kind, tensors, options);
+      return {...Object.fromEntries(Object.entries(tensors).filter(([name]) => !INPUTS.has(name))), workspaceBytes};
+    } catch (error) {
+      for (const tensor of made) tensor.destroy();
+      throw error;
+    }
+  }
+
+  #allocate(bytes) {
+    const address = this.core.allocate(bytes);
+    if (address === 0) throw new LogitlessError('internal', `out of memory: the module has no ${bytes} bytes left`);
+    return address;
+  }
+
+  #known(buffer) {
+    if (!this.buffers.has(buffer)) this.buffers.set(buffer, {number: this.side.adopt(buffer), written: null});
+    return this.buffers.get(buffer);
+  }
+
+  // For done(), too.
+  #remember(verdict) {
+    this.pending = first([this.pending, verdict]);
+    return verdict;
+  }
+
+  #refuseIfLost() {
+    if (this.isLost) throw new LogitlessError('device_error', this.side.lost);
   }
 
   #withText(text, call) {
     const bytes = new TextEncoder().encode(text);
-    const address = this.core.allocate(bytes.length + 1);
+    const address = this.#allocate(bytes.length + 1);
     const memory = new Uint8Array(this.core.memory.buffer, address, bytes.length + 1);
     memory.set(bytes);
     memory[bytes.length] = 0;
@@ -298,7 +376,14 @@ export class Logitless {
     }
   }
 
-  #check(code) {
+  // Throws where a function of the module returns another code than 0, or traps.
+  #ask(call) {
+    let code;
+    try {
+      code = call();
+    } catch (error) {
+      throw new LogitlessError('internal', `the module stopped, out of memory perhaps: ${error.message}`);
+    }
     if (code === 0) return;
     const memory = new Uint8Array(this.core.memory.buffer);
     const start = this.core.message();
@@ -318,7 +403,7 @@ export class Logitless {
   }
 
   #option(name, value) {
-    this.#check(this.#withText(snake(name), (text) => this.core.option(text, value)));
+    this.#withText(snake(name), (text) => this.#ask(() => this.core.option(text, value)));
   }
 
   #give(name, tensor, data) {
@@ -332,15 +417,10 @@ export class Logitless {
     return new Float64Array(this.core.memory.buffer, address, length).slice();
   }
 
-  #number(buffer) {
-    if (!this.numbers.has(buffer)) this.numbers.set(buffer, this.side.adopt(buffer));
-    return this.numbers.get(buffer);
-  }
-
   #sizes() {
-    const address = this.core.allocate(16);
+    const address = this.#allocate(16);
     try {
-      this.#check(this.core.workspace(address));
+      this.#ask(() => this.core.workspace(address));
       const [minimum, recommended] = new Float64Array(this.core.memory.buffer, address, 2);
       return {minimum, recommended};
     } finally {
@@ -348,15 +428,31 @@ export class Logitless {
     }
   }
 
-  // Records the op; the bytes of workspace it was given.
+  // Records the op; the bytes of workspace it was given. Its verdict, with those of its inputs, is from
+  // now on that of what it writes.
   #run(kind, tensors, options) {
-    const unknown = Object.keys(options).filter((name) => ![...TENSORS, ...OPTIONS, ...Object.keys(WORDS), 'accumulate', 'budget', 'gradientDtype'].includes(name));
+    this.#refuseIfLost();
+    const unknown = Object.keys(options).filter((name) => ![...OPTIONS, ...Object.keys(WORDS), 'accumulate', 'budget', 'gradientDtype'].includes(name));
     if (unknown.length > 0) throw new LogitlessError('invalid_argument', `there is no option ${unknown[0]}`);
+    const known = Object.fromEntries(Object.entries(tensors).map(([name, tensor]) => [name, this.#known(tensor.buffer)]));
     this.#begin(kind, options);
-    for (const [name, tensor] of Object.entries(tensors)) this.#give(name, tensor, this.#number(tensor.buffer));
+    for (const [name, tensor] of Object.entries(tensors)) this.#give(name, tensor, known[name].number);
     const {minimum, recommended} = this.#sizes();
     const budget = Math.max(minimum, options.budget ?? recommended);
-    this.#check(this.core.run(budget));
+    this.side.begin();
+    let refusal = null;
+    try {
+      this.#ask(() => this.core.run(budget));
+    } catch (error) {
+      refusal = error;
+    }
+    const read = (name) => INPUTS.has(name) || name === 'fault' || (options.accumulate && name.startsWith('grad'));
+    const before = Object.keys(tensors).filter(read).map((name) => known[name].written);
+    const verdict = this.#remember(first([...before, this.side.end()]));
+    for (const name of Object.keys(tensors)) if (!INPUTS.has(name)) known[name].written = verdict;
+    // The next call makes the buffers of the workspace anew.
+    verdict.then((failure) => failure && this.core.forget());
+    if (refusal) throw refusal;
     return budget;
   }
 }

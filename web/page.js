@@ -11,6 +11,30 @@ const at = (id) => document.getElementById(id);
 const CHECKED = 2 ** 27;
 
 let redraw = () => {};
+let instance = null;
+
+// The module; after its device was lost, on a new one.
+async function ready() {
+  if (!instance || instance.isLost) {
+    instance = await Logitless.create({limits: new URLSearchParams(location.search).get('limits') ?? undefined});
+    showDevice(instance);
+    instance.lost.then((why) => {
+      at('lost').hidden = false;
+      at('lost').textContent = `${why[0].toUpperCase()}${why.slice(1)} The next run asks for a new one.`;
+    });
+  }
+  at('lost').hidden = true;
+  return instance;
+}
+
+// Calls f with the tensors and destroys them.
+async function using(tensors, f) {
+  try {
+    return await f(tensors);
+  } finally {
+    for (const tensor of Object.values(tensors)) tensor?.destroy?.();
+  }
+}
 
 function normal() {
   return Math.sqrt(-2 * Math.log(1 - Math.random())) * Math.cos(2 * Math.PI * Math.random());
@@ -63,7 +87,6 @@ function callOf(tensors, problem, workspace, rows) {
 async function judge(logitless, problem, arrays, shapes, tensors, workspace) {
   const {tokens, hidden, vocab, options, gradients, bias} = problem;
   const rows = Math.max(1, Math.min(tokens, Math.floor(CHECKED / (hidden * vocab))));
-  const result = logitless.linearCrossEntropy(callOf(tensors, problem, workspace, rows));
   const outputs = {loss: []};
   if (gradients) Object.assign(outputs, {gradInput: [rows, hidden], gradWeight: [vocab, hidden]}, bias ? {gradBias: [vocab]} : {});
   const expected = logitless.evaluate({
@@ -72,19 +95,20 @@ async function judge(logitless, problem, arrays, shapes, tensors, workspace) {
     shapes: {...shapes, input: [rows, hidden], target: [rows]}, outputs, bounds: true, ...options,
   });
   const shares = {};
-  let least = 0;
-  for (const [name, {value, bound}] of Object.entries(expected)) {
-    const got = await result[name].read();
-    let worst = 0;
-    for (let i = 0; i < got.length; i++) {
-      const error = Math.abs(got[i] - value[i]);
-      if (!(error <= 0)) worst = Math.max(worst, bound[i] > 0 ? error / bound[i] : Infinity, Number.isNaN(error) ? Infinity : 0);
-      if (name !== 'loss') least = Math.max(least, error);
+  let greatest = 0;
+  await using(logitless.linearCrossEntropy(callOf(tensors, problem, workspace, rows)), async (result) => {
+    for (const [name, {value, bound}] of Object.entries(expected)) {
+      const got = await result[name].read();
+      let worst = 0;
+      for (let i = 0; i < got.length; i++) {
+        const error = Math.abs(got[i] - value[i]);
+        if (!(error <= 0)) worst = Math.max(worst, bound[i] > 0 ? error / bound[i] : Infinity, Number.isNaN(error) ? Infinity : 0);
+        if (name !== 'loss') greatest = Math.max(greatest, error);
+      }
+      shares[name] = worst;
     }
-    shares[name] = worst;
-  }
-  for (const name of Object.keys(outputs)) result[name].destroy();
-  return {rows, shares, loss: expected.loss.value[0], greatestGradientError: least};
+  });
+  return {rows, shares, greatestGradientError: greatest};
 }
 
 // Bytes of workspace of a choice on the page.
@@ -116,47 +140,63 @@ function showMemory(logitless, problem, used) {
   at('memory').textContent =
     `${bytesText(used)} of workspace (${used} bytes); the f32 logits alone would take ${bytesText(materialised)}, ` +
     `${(materialised / Math.max(1, used)).toPrecision(3)} times as much`;
+  const [n, v] = [4096, 131072];  // of a training step of today
+  const step = logitless.plan({tokens: n, hidden, vocab: v, gradients, dtype});
+  at('memory-note').textContent =
+    `A training step of ${n} tokens with a vocabulary of ${v / 1024}k would hold ${bytesText(4 * n * v)} of logits; here it takes ` +
+    `${bytesText(step.recommended)}, or ${bytesText(step.minimum)} at least.`;
 }
 
 async function runOnce(logitless) {
   const problem = readForm();
   at('progress').textContent = 'making the inputs…';
   const {arrays, shapes} = makeProblem(problem);
-  const tensors = {};
-  for (const name of Object.keys(arrays)) tensors[name] = logitless.tensor(arrays[name], shapes[name], name === 'target' ? 'i32' : problem.dtype);
   const plan = logitless.plan(problem);
   const workspace = budgetOf(plan, problem);
-  at('progress').textContent = 'running…';
-  const run = async () => {
-    const result = logitless.linearCrossEntropy(callOf(tensors, problem, workspace));
-    const loss = await result.loss.item();
-    for (const name of ['loss', 'gradInput', 'gradWeight', 'gradBias']) result[name]?.destroy();
-    return {loss, used: result.workspaceBytes};
-  };
-  const [{loss, used}, first] = await timed(run);
-  at('results').hidden = false;
-  at('loss').textContent = `${loss.toPrecision(8)} nats`;
-  at('time').textContent = `${first.toFixed(1)} ms, the first call (with any shaders still to be compiled)`;
-  at('check').textContent = 'computing…';
-  showMemory(logitless, problem, used);
-  document.body.dataset.firstResult = String(performance.now());
-  const times = [];
-  for (let i = 0; i < 3; i++) times.push((await timed(run))[1]);
-  const products = problem.gradients ? 3 : 1;
-  const rate = products * 2 * problem.tokens * problem.hidden * problem.vocab / Math.min(...times) / 1e6;
-  at('time').textContent = `${Math.min(...times).toFixed(1)} ms (best of 3, with the read of the loss; ${rate.toPrecision(3)} GFLOP/s); the first call ${first.toFixed(1)} ms`;
-  at('progress').textContent = 'the same in double precision…';
-  await new Promise((resolve) => setTimeout(resolve, 20));
-  const verdict = await judge(logitless, problem, arrays, shapes, tensors, workspace);
-  const worst = Math.max(...Object.values(verdict.shares));
-  const part = verdict.rows < problem.tokens ? ` (a call of the first ${verdict.rows} tokens)` : '';
+  const dtypeOf = (name) => (name === 'target' ? 'i32' : problem.dtype);
+  const upload = () => Object.fromEntries(Object.keys(arrays).map((name) => [name, logitless.tensor(arrays[name], shapes[name], dtypeOf(name))]));
+  await using(upload(), async (tensors) => {
+    at('progress').textContent = 'running…';
+    const run = () => using(
+        logitless.linearCrossEntropy(callOf(tensors, problem, workspace)),
+        async (result) => ({loss: await result.loss.item(), used: result.workspaceBytes}));
+    const [{loss, used}, first] = await timed(run);
+    at('results').hidden = false;
+    at('loss').textContent = `${loss.toPrecision(8)} nats`;
+    at('time').textContent = `${first.toFixed(1)} ms, the first call (with any shaders still to be compiled)`;
+    at('check').textContent = 'computing…';
+    at('check').className = '';
+    showMemory(logitless, problem, used);
+    document.body.dataset.firstResult ??= String(performance.now());
+    const times = [];
+    for (let i = 0; i < 3; i++) times.push((await timed(run))[1]);
+    const products = problem.gradients ? 3 : 1;
+    const rate = products * 2 * problem.tokens * problem.hidden * problem.vocab / Math.min(...times) / 1e6;
+    at('time').textContent = `${Math.min(...times).toFixed(1)} ms (best of 3, with the read of the loss; ${rate.toPrecision(3)} GFLOP/s); the first call ${first.toFixed(1)} ms`;
+    at('progress').textContent = 'the same in double precision…';
+    await new Promise((resolve) => setTimeout(resolve, 20));
+    showVerdict(problem, await judge(logitless, problem, arrays, shapes, tensors, workspace));
+  });
+  at('progress').textContent = '';
+}
+
+function showVerdict(problem, {rows, shares, greatestGradientError}) {
+  const worst = Math.max(...Object.values(shares));
+  const part = rows < problem.tokens ? ` (a call of the first ${rows} tokens)` : '';
   at('check').textContent =
     `${worst <= 1 ? 'within' : 'BEYOND'} the contract's bound${part}: ` +
-    Object.entries(verdict.shares).map(([name, share]) => `${name} at ${(100 * share).toPrecision(2)} %`).join(', ') +
-    (problem.gradients ? `; greatest gradient error ${verdict.greatestGradientError.toExponential(1)}` : '');
+    Object.entries(shares).map(([name, share]) => `${name} at ${(100 * share).toPrecision(2)} %`).join(', ') +
+    (problem.gradients ? `; greatest gradient error ${greatestGradientError.toExponential(1)}` : '');
   at('check').className = worst <= 1 ? 'good' : 'bad';
-  at('progress').textContent = '';
-  for (const tensor of Object.values(tensors)) tensor.destroy();
+}
+
+function showDevice(logitless) {
+  const info = logitless.device.adapterInfo ?? {};
+  const names = [info.vendor, info.architecture, info.description].filter(Boolean).join(', ');
+  const l = logitless.device.limits;
+  at('adapter').textContent =
+    `GPU: ${names || 'not named'}${info.isFallbackAdapter ? ' (software)' : ''}; one binding up to ${bytesText(l.maxStorageBufferBindingSize)}, workgroups of up to ` +
+    `${l.maxComputeInvocationsPerWorkgroup} with ${bytesText(l.maxComputeWorkgroupStorageSize)}.`;
 }
 
 async function start() {
@@ -165,22 +205,17 @@ async function start() {
     at('adapter').hidden = true;
     at('absent').hidden = false;
     at('absent').textContent = `${why} Nothing on this page runs without it.`;
+    document.body.classList.add('off');
     return;
   }
-  const limits = new URLSearchParams(location.search).get('limits') ?? undefined;
-  const logitless = await Logitless.create({limits});
-  const info = logitless.device.adapterInfo ?? {};
-  const names = [info.vendor, info.architecture, info.description].filter(Boolean).join(', ');
-  const l = logitless.device.limits;
-  at('adapter').textContent =
-    `GPU: ${names || 'not named'}${info.isFallbackAdapter ? ' (software)' : ''}; one binding up to ${bytesText(l.maxStorageBufferBindingSize)}, workgroups of up to ` +
-    `${l.maxComputeInvocationsPerWorkgroup} with ${bytesText(l.maxComputeWorkgroupStorageSize)}.`;
   const button = at('run');
   const run = async () => {
     button.disabled = true;
+    at('progress').className = 'soft';
     try {
-      await runOnce(logitless);
+      await runOnce(await ready());
     } catch (error) {
+      at('progress').className = 'bad';
       at('progress').textContent = error.message;
     }
     button.disabled = false;
@@ -192,7 +227,7 @@ async function start() {
     if (width !== innerWidth) redraw();
     width = innerWidth;
   });
-  prepareTraining(logitless);
+  prepareTraining(ready);
   await run();
 }
 

@@ -202,7 +202,8 @@ async function train(logitless, at, running) {
   }
 }
 
-export function prepareTraining(logitless) {
+// `ready` gives the module on a device that lives.
+export function prepareTraining(ready) {
   const at = (id) => document.getElementById(id);
   if (!at('text').value) at('text').value = DEFAULT_TEXT;
   const button = at('start');
@@ -212,9 +213,11 @@ export function prepareTraining(logitless) {
     running = !running;
     button.textContent = running ? 'Stop' : 'Train';
     if (!running) return;
+    at('state').className = 'soft';
     try {
-      await train(logitless, at, () => running);
+      await train(await ready(), at, () => running);
     } catch (error) {
+      at('state').className = 'bad';
       at('state').textContent = error.message;
     }
     running = false;

@@ -27,7 +27,9 @@ struct Calls {
     webgpu::NativeDevice* device = webgpu::find_device(execution.device.index, &status);
     if (device == nullptr) return status;
     auto* buffers = static_cast<webgpu::WorkspaceBuffers*>(workspace.data);
-    if (buffers->device() != device || buffers->budget() < workspace.bytes) {
+    auto* maker = static_cast<webgpu::NativeDevice*>(buffers->device());
+    if (maker != device && maker->is_lost()) return maker->loss();
+    if (maker != device || buffers->budget() < workspace.bytes) {
       return error(StatusCode::invalid_argument,
                    "workspace: %llu bytes are not this webgpu_workspace's; "
                    "allowed: one of the "
@@ -35,7 +37,9 @@ struct Calls {
                    static_cast<unsigned long long>(workspace.bytes));
     }
     const std::lock_guard lock(device->mutex());
-    return webgpu::run(call_of(op, execution), workspace.bytes, buffers);
+    status = webgpu::run(call_of(op, execution), workspace.bytes, buffers);
+    const Status loss = status.ok() ? Status() : device->loss_after_failure();
+    return loss.ok() ? status : loss;
   }
 };
 

@@ -2,6 +2,7 @@
 // Views to dense f32 and back, in as many dispatches as the limits of a binding
 // ask for.
 #include <algorithm>
+#include <utility>
 
 #include "src/webgpu/run.h"
 
@@ -30,23 +31,19 @@ Binding slice(const Dense& dense, uint64_t most, int64_t* base) {
   return {dense.buffer, start, std::min(dense.bytes - start, most)};
 }
 
-Part left_rows(Part part) {
-  part.rows /= 2;
-  return part;
-}
-Part right_rows(Part part) {
-  part.first_row += part.rows / 2;
-  part.rows -= part.rows / 2;
-  return part;
-}
-Part left_columns(Part part) {
-  part.columns /= 2;
-  return part;
-}
-Part right_columns(Part part) {
-  part.first_column += part.columns / 2;
-  part.columns -= part.columns / 2;
-  return part;
+// The halves of a part, its rows or its columns cut.
+std::pair<Part, Part> cut(const Part& part, bool rows) {
+  Part left = part, right = part;
+  if (rows) {
+    left.rows /= 2;
+    right.first_row += left.rows;
+    right.rows -= left.rows;
+  } else {
+    left.columns /= 2;
+    right.first_column += left.columns;
+    right.columns -= left.columns;
+  }
+  return {left, right};
 }
 Dense moved(Dense dense, int64_t rows, int64_t columns) {
   dense.base += rows * dense.row_stride + columns * dense.column_stride;
@@ -96,14 +93,12 @@ void Run::gather(const TensorView& v, Part part, const Dense& result, int64_t pa
   if (part.rows == 0 || padded_columns == 0) return;
   const bool dense_fits = counted_rows || fits_dense(result, part, device_->limits());
   if (!fits(v, part) || part.rows > kMostRows || !dense_fits) {
-    if (!counted_rows && (cut_rows(v, part) || (!dense_fits && part.rows > 1))) {
-      gather(v, left_rows(part), result, padded_columns, false);
-      gather(v, right_rows(part), moved(result, part.rows / 2, 0), padded_columns, false);
-    } else {
-      const int64_t half = part.columns / 2;
-      gather(v, left_columns(part), result, half, counted_rows);
-      gather(v, right_columns(part), moved(result, 0, half), padded_columns - half, counted_rows);
-    }
+    const bool rows = !counted_rows && (cut_rows(v, part) || (!dense_fits && part.rows > 1));
+    const auto [left, right] = cut(part, rows);
+    const int64_t padded = rows ? padded_columns : left.columns;
+    gather(v, left, result, padded, counted_rows);
+    gather(v, right, moved(result, rows ? left.rows : 0, rows ? 0 : left.columns),
+           rows ? padded : padded_columns - padded, counted_rows);
     return;
   }
   int64_t base, result_base;
@@ -154,15 +149,12 @@ void Run::scatter(const Dense& values, const TensorView& v, Part part, bool by_t
   if (part.rows == 0 || part.columns == 0) return;
   const bool dense_fits = by_token || fits_dense(values, part, device_->limits());
   if (!fits(v, part) || part.rows > kMostRows || !dense_fits) {
-    if (cut_rows(v, part) || (!dense_fits && part.rows > 1)) {
-      const int64_t half = part.rows / 2;
-      scatter(values, v, left_rows(part), by_token, first_token);
-      scatter(by_token ? values : moved(values, half, 0), v, right_rows(part), by_token,
-              first_token + half);
-    } else {
-      scatter(values, v, left_columns(part), by_token, first_token);
-      scatter(moved(values, 0, part.columns / 2), v, right_columns(part), by_token, first_token);
-    }
+    const bool rows = cut_rows(v, part) || (!dense_fits && part.rows > 1);
+    const auto [left, right] = cut(part, rows);
+    scatter(values, v, left, by_token, first_token);
+    // Values of tokens are found by their places.
+    scatter(moved(values, rows && !by_token ? left.rows : 0, rows ? 0 : left.columns), v, right,
+            by_token, first_token + (rows ? left.rows : 0));
     return;
   }
   int64_t base, value_base;

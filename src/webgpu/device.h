@@ -61,9 +61,9 @@ class Device {
   virtual void copy(Buffer source, uint64_t source_offset, Buffer target, uint64_t target_offset,
                     uint64_t bytes) = 0;
   // Hands what was recorded to the queue. A native device returns false where
-  // it is refused; a page hears of it later, through error().
+  // it is refused; a page hears of it later (web/logitless.js).
   virtual bool submit() = 0;
-  // The first thing that went wrong since the last call, in WebGPU's own words;
+  // The first thing that went wrong and was not told yet, in WebGPU's own words;
   // nullptr where nothing did. The text holds until the next call.
   virtual const char* error() = 0;
 };

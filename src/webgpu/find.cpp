@@ -18,14 +18,26 @@ struct Devices {
   std::mutex mutex;
   bool tried = false;
   Status own_status;
+  WGPUInstance instance = nullptr;                 // of the library's own devices
   std::vector<std::unique_ptr<NativeDevice>> all;  // [0] the library's own
-  std::vector<WGPUDevice> handles;
+  // Workspaces may still name them.
+  std::vector<std::unique_ptr<NativeDevice>> lost;
 };
 
 // Never destroyed: the driver may be gone before.
 Devices& devices() {
-  static Devices* const all = new Devices;
+  static Devices* const all = [] {
+    auto* made = new Devices;
+    made->all.emplace_back();
+    return made;
+  }();
   return *all;
+}
+
+void copy_text(WGPUStringView text, char (&to)[160]) {
+  if (text.data == nullptr) return;
+  const size_t length = text.length == WGPU_STRLEN ? std::strlen(text.data) : text.length;
+  std::snprintf(to, sizeof(to), "%.*s", static_cast<int>(length), text.data);
 }
 
 // Fills *made; the callback comes from within the call or from the events after
@@ -41,10 +53,18 @@ void deliver(RequestStatus, Handle made, WGPUStringView text, void* userdata, vo
   auto* wanted = static_cast<Wanted<Handle>*>(userdata);
   wanted->made = made;
   wanted->done = true;
-  if (text.data != nullptr) {
-    const size_t length = text.length == WGPU_STRLEN ? std::strlen(text.data) : text.length;
-    std::snprintf(wanted->why, sizeof(wanted->why), "%.*s", static_cast<int>(length), text.data);
+  copy_text(text, wanted->why);
+}
+
+// What was wanted, or nullptr and the reason.
+template <class Handle>
+Handle wait_for(const Library& call, WGPUInstance instance, const Wanted<Handle>& wanted,
+                const char* what, Status* status) {
+  for (int i = 0; !wanted.done && i < 1000; ++i) call.InstanceProcessEvents(instance);
+  if (wanted.made == nullptr) {
+    *status = error(StatusCode::backend_unavailable, "webgpu: no %s: %s", what, wanted.why);
   }
+  return wanted.made;
 }
 
 WGPUAdapter request_adapter(const Library& call, WGPUInstance instance, Status* status) {
@@ -56,17 +76,13 @@ WGPUAdapter request_adapter(const Library& call, WGPUInstance instance, Status* 
   info.callback = deliver<WGPUAdapter, WGPURequestAdapterStatus>;
   info.userdata1 = &wanted;
   call.InstanceRequestAdapter(instance, &options, info);
-  for (int i = 0; !wanted.done && i < 1000; ++i) call.InstanceProcessEvents(instance);
-  if (wanted.made == nullptr) {
-    *status = error(StatusCode::backend_unavailable, "webgpu: no adapter: %s", wanted.why);
-  }
-  return wanted.made;
+  return wait_for(call, instance, wanted, "adapter", status);
 }
 
 // The adapter's own limits, or with LOGITLESS_WEBGPU_LIMITS=default those every
 // device has.
 WGPUDevice request_device(const Library& call, WGPUInstance instance, WGPUAdapter adapter,
-                          Status* status) {
+                          Loss* loss, Status* status) {
   WGPULimits limits = WGPU_LIMITS_INIT;
   WGPUDeviceDescriptor descriptor = WGPU_DEVICE_DESCRIPTOR_INIT;
   const char* wish = std::getenv("LOGITLESS_WEBGPU_LIMITS");
@@ -77,33 +93,40 @@ WGPUDevice request_device(const Library& call, WGPUInstance instance, WGPUAdapte
   // What no scope caught would end the process.
   descriptor.uncapturedErrorCallbackInfo.callback = [](const WGPUDevice*, WGPUErrorType,
                                                        WGPUStringView, void*, void*) {};
+  descriptor.deviceLostCallbackInfo.mode = WGPUCallbackMode_AllowSpontaneous;
+  descriptor.deviceLostCallbackInfo.userdata1 = loss;
+  descriptor.deviceLostCallbackInfo.callback = [](const WGPUDevice*, WGPUDeviceLostReason,
+                                                  WGPUStringView text, void* userdata, void*) {
+    auto* loss = static_cast<Loss*>(userdata);
+    if (loss->is) return;
+    copy_text(text, loss->why);
+    loss->is = true;
+  };
   Wanted<WGPUDevice> wanted;
   WGPURequestDeviceCallbackInfo info = WGPU_REQUEST_DEVICE_CALLBACK_INFO_INIT;
   info.mode = WGPUCallbackMode_AllowProcessEvents;
   info.callback = deliver<WGPUDevice, WGPURequestDeviceStatus>;
   info.userdata1 = &wanted;
   call.AdapterRequestDevice(adapter, &descriptor, info);
-  for (int i = 0; !wanted.done && i < 1000; ++i) call.InstanceProcessEvents(instance);
-  if (wanted.made == nullptr) {
-    *status = error(StatusCode::backend_unavailable, "webgpu: no device: %s", wanted.why);
-  }
-  return wanted.made;
+  return wait_for(call, instance, wanted, "device", status);
 }
 
-std::unique_ptr<NativeDevice> make_own(Status* status) {
+// In one instance always: the handles of another's objects mean nothing to it.
+std::unique_ptr<NativeDevice> make_own(Devices* d, Status* status) {
   const Library* call = find_library(status);
   if (call == nullptr) return nullptr;
-  const WGPUInstance instance = call->CreateInstance(nullptr);
-  if (instance == nullptr) {
+  if (d->instance == nullptr) d->instance = call->CreateInstance(nullptr);
+  if (d->instance == nullptr) {
     *status = Status(StatusCode::backend_unavailable, "webgpu: wgpuCreateInstance gave nothing");
     return nullptr;
   }
-  const WGPUAdapter adapter = request_adapter(*call, instance, status);
+  const WGPUAdapter adapter = request_adapter(*call, d->instance, status);
   if (adapter == nullptr) return nullptr;
-  const WGPUDevice device = request_device(*call, instance, adapter, status);
+  auto* loss = new Loss;
+  const WGPUDevice device = request_device(*call, d->instance, adapter, loss, status);
   if (device == nullptr) return nullptr;
-  return std::make_unique<NativeDevice>(*call, instance, adapter, device,
-                                        call->DeviceGetQueue(device));
+  return std::make_unique<NativeDevice>(*call, d->instance, adapter, device,
+                                        call->DeviceGetQueue(device), loss);
 }
 
 }  // namespace
@@ -111,15 +134,6 @@ std::unique_ptr<NativeDevice> make_own(Status* status) {
 NativeDevice* find_device(int32_t index, Status* status) {
   Devices& d = devices();
   const std::lock_guard lock(d.mutex);
-  if (d.all.empty()) {
-    d.all.emplace_back();
-    d.handles.push_back(nullptr);
-  }
-  if (index == 0 && !d.tried) {
-    d.tried = true;
-    d.all[0] = make_own(&d.own_status);
-  }
-  if (index == 0) *status = d.own_status;
   if (index < 0 || index >= static_cast<int32_t>(d.all.size())) {
     *status = error(StatusCode::wrong_device,
                     "execution.device.index is %d; allowed: 0 and those of "
@@ -127,7 +141,19 @@ NativeDevice* find_device(int32_t index, Status* status) {
                     index);
     return nullptr;
   }
-  return d.all[static_cast<size_t>(index)].get();
+  std::unique_ptr<NativeDevice>& found = d.all[static_cast<size_t>(index)];
+  if (index > 0) return found.get();
+  if (found != nullptr && found->is_loss_told()) {
+    d.lost.push_back(std::move(found));
+    d.tried = false;
+  }
+  if (!d.tried) {
+    d.tried = true;
+    d.own_status = {};
+    found = make_own(&d, &d.own_status);
+  }
+  *status = found != nullptr ? found->loss() : d.own_status;
+  return status->ok() ? found.get() : nullptr;
 }
 
 bool has_registered_device() {
@@ -141,17 +167,13 @@ int32_t register_device(WGPUInstance instance, WGPUDevice device, WGPUQueue queu
   if (call == nullptr) return -1;
   Devices& d = devices();
   const std::lock_guard lock(d.mutex);
-  if (d.all.empty()) {
-    d.all.emplace_back();
-    d.handles.push_back(nullptr);
+  for (size_t i = 1; i < d.all.size(); ++i) {
+    if (d.all[i]->wgpu_device() == device) return static_cast<int32_t>(i);
   }
-  for (size_t i = 1; i < d.handles.size(); ++i) {
-    if (d.handles[i] == device) return static_cast<int32_t>(i);
-  }
+  auto made = std::make_unique<NativeDevice>(*call, instance, nullptr, device, queue);
+  d.all.push_back(std::move(made));
   call->DeviceAddRef(device);
   call->QueueAddRef(queue);
-  d.all.push_back(std::make_unique<NativeDevice>(*call, instance, nullptr, device, queue));
-  d.handles.push_back(device);
   return static_cast<int32_t>(d.all.size() - 1);
 }
 

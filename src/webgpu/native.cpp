@@ -6,8 +6,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <sstream>
 #include <vector>
 
+#include "src/message.h"
 #include "src/webgpu/library.h"
 #include "src/webgpu/shaders.h"
 
@@ -24,8 +26,8 @@ WGPUBuffer handle(Buffer buffer) { return reinterpret_cast<WGPUBuffer>(buffer); 
 }  // namespace
 
 NativeDevice::NativeDevice(const Library& library, WGPUInstance instance, WGPUAdapter adapter,
-                           WGPUDevice device, WGPUQueue queue)
-    : call_(library), instance_(instance), device_(device), queue_(queue) {
+                           WGPUDevice device, WGPUQueue queue, Loss* loss)
+    : call_(library), instance_(instance), device_(device), queue_(queue), loss_(loss) {
   WGPULimits limits = WGPU_LIMITS_INIT;
   if (call_.DeviceGetLimits(device_, &limits) == WGPUStatus_Success) {
     // Offsets within a binding are counted in 32 bits, of elements of two bytes
@@ -54,7 +56,11 @@ NativeDevice::~NativeDevice() {
 }
 
 void NativeDevice::fail(const char* what, const std::string& why) {
-  if (error_.empty()) error_ = std::string(what) + ": " + why;
+  if (!error_.empty()) return;
+  // wgpu-native writes a paragraph.
+  std::istringstream words(why);
+  error_ = std::string(what) + ":";
+  for (std::string word; words >> word;) error_ += " " + word;
 }
 
 const char* NativeDevice::error() {
@@ -62,6 +68,25 @@ const char* NativeDevice::error() {
   told_.swap(error_);
   error_.clear();
   return told_.c_str();
+}
+
+Status NativeDevice::loss() {
+  if (!is_lost()) return {};
+  loss_->told = true;
+  return logitless::error(StatusCode::device_error,
+                          "webgpu: the device was lost (%s); the next call makes another, and "
+                          "workspaces and buffers must be made anew",
+                          loss_->why);
+}
+
+Status NativeDevice::loss_after_failure() {
+  if (loss_ != nullptr && !loss_->is) {
+    push_scope();
+    call_.CommandEncoderRelease(call_.DeviceCreateCommandEncoder(device_, nullptr));
+    pop_scope();
+    error_.clear();
+  }
+  return loss();
 }
 
 void NativeDevice::push_scope() {
@@ -125,7 +150,9 @@ void NativeDevice::destroy_buffer(Buffer buffer) {
 }
 
 void NativeDevice::write(Buffer buffer, uint64_t offset, const void* data, uint64_t bytes) {
+  push_scope();
   call_.QueueWriteBuffer(queue_, handle(buffer), offset, data, bytes);
+  if (!pop_scope()) broken_ = true;
 }
 
 Pipeline NativeDevice::pipeline_of_text(const char* text, const char* entry,

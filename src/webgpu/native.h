@@ -6,6 +6,7 @@
 #include <webgpu.h>
 #include <wgpu.h>
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -20,10 +21,20 @@ namespace logitless::webgpu {
 struct Library;
 const Library* find_library(Status* status);
 
+// What the device-lost callback leaves; it may come as long as the process
+// lives, and so does this.
+struct Loss {
+  std::atomic<bool> is{false};
+  std::atomic<bool> told{false};  // to a caller, in a status
+  char why[160] = {};             // before `is`
+};
+
 class NativeDevice final : public Device {
  public:
+  // `loss`: of a device with our callback; nullptr: a caller's, which is theirs
+  // to watch.
   NativeDevice(const Library& library, WGPUInstance instance, WGPUAdapter adapter,
-               WGPUDevice device, WGPUQueue queue);
+               WGPUDevice device, WGPUQueue queue, Loss* loss = nullptr);
   ~NativeDevice() override;
   NativeDevice(const NativeDevice&) = delete;
   NativeDevice& operator=(const NativeDevice&) = delete;
@@ -54,6 +65,12 @@ class NativeDevice final : public Device {
   WGPUInstance instance() const { return instance_; }
   WGPUDevice wgpu_device() const { return device_; }
   WGPUQueue queue() const { return queue_; }
+  // Of a lost device, from now on told; ok of a living one. After something
+  // failed: asks first, since wgpu-native calls back only when it is called.
+  Status loss();
+  Status loss_after_failure();
+  bool is_lost() const { return loss_ != nullptr && loss_->is; }
+  bool is_loss_told() const { return is_lost() && loss_->told; }
   // Smaller limits than the device has, for tests of what is beyond one
   // binding.
   void set_limits(const Limits& limits) { limits_ = limits; }
@@ -75,6 +92,7 @@ class NativeDevice final : public Device {
   WGPUInstance instance_;
   WGPUDevice device_;
   WGPUQueue queue_;
+  Loss* const loss_;
   Limits limits_;
   std::string description_, error_, told_;
   std::map<std::string, Pipeline> by_name_;
@@ -87,7 +105,8 @@ class NativeDevice final : public Device {
   std::mutex mutex_;
 };
 
-// 0: the library's own device, made at the first call; others: as registered.
+// 0: the library's own device, made at the first call, and again at the second
+// one after it was lost: the first is told. Others: as registered.
 NativeDevice* find_device(int32_t index, Status* status);
 bool has_registered_device();
 // The index of a caller's device; the same device, the same index.

@@ -191,7 +191,6 @@ Status run(const Call& call, uint64_t budget, WorkspaceBuffers* workspace) {
   Device* device = workspace->device();
   Status status = make_plan(problem, device->limits(), budget, &plan);
   if (!status.ok()) return status;
-  (void)device->error();  // an earlier call's
   if (!workspace->prepare(plan)) {
     const char* why = device->error();
     return error(StatusCode::device_error, "webgpu: a workspace of %llu bytes: %s",

@@ -178,6 +178,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "dtypes",
     ),
     _mutant(
+        "the lowest number is no logit",
+        _ROWS,
+        "    if (!is_nan(z[k])) {",
+        "    if (!is_nan(z[k]) && z[k] > lowest) {",
+        "rows",
+    ),
+    _mutant(
+        "the words of a negative normalizer cancel",
+        _SUM,
+        "  if (high < 0x80000000u) {\n    return f32(high)",
+        "  if (true) {\n    return f32(bitcast<i32>(high))",
+        "normalizers",
+    ),
+    _mutant(
         "a window's columns start at 0",
         "src/webgpu/chunk.cpp",
         "  p.first_column = u32(window.first);",
@@ -185,5 +199,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "device",
     ),
 )
+TESTS["normalizers"] = "*/Edges.NormalizersOfAView/webgpu_forward_f32"
 TESTS["edges"] = "*/Edges.TargetsOutside*/webgpu_forward*_f32"
 TESTS["halves"] = "*/Conformance.EveryShape/webgpu_*_f16:*/Edges.*_f16"

@@ -2,6 +2,7 @@
 """Both compilers at hand: every test that takes `compiler` runs with naga (wgpu-native, on a
 software Vulkan adapter) and with Tint (headless Chromium, on SwiftShader)."""
 
+# ruff: noqa: E501
 from __future__ import annotations
 
 import os
@@ -22,6 +23,37 @@ os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())  # libwgpu_nativ
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
+# Runs an op on the device and in double, and gives the greatest error of every output in bounds.
+HELPERS = """
+globalThis.fill = (size, spread = 1) => {
+  let seed = size * 7919 + 12345;
+  const next = () => ((seed = (Math.imul(seed, 1664525) + 1013904223) >>> 0) / 2 ** 32 - 0.5) * 2 * spread;
+  return Float32Array.from({length: size}, next);
+};
+globalThis.worst = async (result, expected) => {
+  const shares = {};
+  for (const [name, {value, bound}] of Object.entries(expected)) {
+    const got = await result[name].read();
+    if (got.length !== value.length) throw new Error(`${name} has ${got.length} elements, not ${value.length}`);
+    shares[name] = got.reduce((most, x, i) => {
+      const error = Math.abs(x - value[i]);
+      return error === 0 ? most : Math.max(most, Number.isNaN(error) ? Infinity : error / bound[i]);
+    }, 0);
+  }
+  return shares;
+};
+globalThis.problem = (N, D, V, {ignored = 0, half = false} = {}) => {
+  const convert = half ? halves : (x) => x;
+  return {
+    input: convert(fill(N * D, 2)), weight: convert(fill(V * D, 2 / Math.sqrt(D))), bias: convert(fill(V, 1.5)),
+    target: Int32Array.from({length: N}, (_, i) => (i < ignored ? -100 : (i * 37) % V)),
+    shapes: {input: [N, D], weight: [V, D], bias: [V], target: [N]},
+  };
+};
+globalThis.upload = (logitless, {shapes, ...arrays}) => Object.fromEntries(
+  Object.entries(arrays).map(([name, data]) => [name, logitless.tensor(data, shapes[name])]));
+"""
+
 
 @pytest.fixture(scope="session")
 def origin() -> Iterator[str]:
@@ -32,9 +64,10 @@ def origin() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def web_origin() -> Iterator[str]:
-    """Where build/web is served (scripts/build-web)."""
-    assert (ROOT / "build/web/logitless.wasm").is_file(), "scripts/build-web makes it"
-    with serve(ROOT / "build/web") as address:
+    """Where build/web is served (scripts/build-web), or a mutant of it (mutants.py)."""
+    folder = pathlib.Path(os.environ.get("LOGITLESS_WEB", ROOT / "build/web"))
+    assert (folder / "logitless.wasm").is_file(), "scripts/build-web makes it"
+    with serve(folder) as address:
         yield address
 
 
@@ -49,9 +82,42 @@ def browser() -> Iterator[BrowserContext]:
 
 
 @pytest.fixture(scope="session")
+def suite(browser: BrowserContext, origin: str) -> Page:
+    """With the conformance suite (tests/web/suite.js) on a device at the default limits."""
+    assert (ROOT / "build/web/suite/suite.wasm").is_file(), "scripts/test-web makes it"
+    page = browser.new_page()
+    page.set_default_timeout(300_000)
+    page.goto(f"{origin}/tests/web/suite.html")
+    page.wait_for_function("globalThis.ready === true")
+    return page
+
+
+@pytest.fixture(scope="session")
+def planned(suite: Page) -> list[str]:
+    """Every pipeline that the planner can ask for: "file, entry, constants"."""
+    return suite.evaluate("everyPipeline()")
+
+
+@pytest.fixture(scope="session")
 def raw_page(browser: BrowserContext, origin: str) -> Page:
     page = browser.new_page()
     page.goto(f"{origin}/tests/web/raw.html")
+    return page
+
+
+@pytest.fixture(scope="module")
+def page(browser: BrowserContext, web_origin: str) -> Page:
+    """With logitless.js, the helpers above, and an instance at the default limits."""
+    page = browser.new_page()
+    page.goto(f"{web_origin}/package.json")
+    page.evaluate(
+        """async () => {
+          globalThis.halves = (await import('/halves.js')).halves;
+          globalThis.module = await import('/logitless.js');
+          globalThis.logitless = await module.Logitless.create({limits: 'default'});
+        }"""
+    )
+    page.evaluate(f"() => {{{HELPERS}}}")
     return page
 
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bugs put into the shaders with published bindings on purpose; the tests must catch every one.
+"""Bugs put into the shaders with published bindings and into logitless.js on purpose; the tests must
+catch every one.
 
-    .venv-web/bin/python tests/web/mutants.py [PART OF A NAME]
+    make mutants-web [ONLY="PART OF A NAME"]
 
-Each is an exact piece of text, what takes its place, and the tests that are asked. The shaders are
-copied to out/web-mutants, never changed where they are. Naga alone: what a mutant breaks is not the
-compiler's. Exit code 0: all caught."""
+Each is an exact piece of text, what takes its place, and the tests that are asked. Shaders and
+build/web are copied to out/web-mutants, never changed where they are. Shaders with naga alone: what
+a mutant breaks is not the compiler's. Exit code 0: all caught."""
 
 # ruff: noqa: E501
 from __future__ import annotations
@@ -19,8 +20,9 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRATCH = ROOT / "out/web-mutants"
 LOSS, CAST = "test_cross_entropy.py", "test_softmax_cast.py"
+ERRORS, MODULE = "test_errors.py", "test_module.py"
 
-# name, shader, text, replacement, tests
+# name, shader or file of build/web, text, replacement, tests
 MUTANTS = [
     ("drop the last column", "cross_entropy",
      "for (var k = 0u; k < 4u; k++) {\n    if (v + k * WG < dims.y) {\n      x[k]",
@@ -29,7 +31,7 @@ MUTANTS = [
      "if (v + k * WG < dims.y) {\n      logits", "if (v + k * WG + 1u < dims.y) {\n      logits", LOSS),
     ("smoothing without its pass", "cross_entropy", "if (params.y > 0.0) {", "if (params.y > 2.0) {", LOSS),
     ("smoothing of padding", "cross_entropy",
-     "total(select(vec4<f32>(0.0), m - x, inside))", "total(m - x)", LOSS),
+     "total(select(vec4<f32>(0.0), m - x, inside(v)))", "total(m - x)", LOSS),
     ("a stale maximum", "cross_entropy", "select(a.s * scale.x, a.s, a.m == m)", "a.s", LOSS),
     ("a maximum of its own for every thread", "cross_entropy",
      "  return parts[0];", "  return Columns(mine.m, parts[0].s, parts[0].sight);", LOSS),
@@ -51,6 +53,8 @@ MUTANTS = [
     ("a row too many", "cross_entropy", "if (s >= dims.x) {", "if (s > dims.x) {", LOSS),
     ("NaN not seen", "cross_entropy", "any(poison | (infinite & !negative))", "any(infinite & !negative)", LOSS),
     ("a masked logit is NaN", "cross_entropy", "any(poison | (infinite & !negative))", "any(poison | infinite)", LOSS),
+    ("the row's end weighs as the lowest number", "cross_entropy", "inside(v) & number);", "number);", LOSS),
+    ("-inf weighs as the lowest number", "cross_entropy", "inside(v) & number);", "inside(v));", LOSS),
     ("registers mixed up", "cross_entropy", "c = load(row, tid + 8u * WG);", "c = load(row, tid + 7u * WG);", LOSS),
     ("large rows written twice", "cross_entropy", "const IN_REGISTERS = 16u * WG;", "const IN_REGISTERS = 17u * WG;", LOSS),
     ("the last loss left out", "sum_losses", "first + k * WG < n", "first + k * WG + 1u < n", LOSS),
@@ -61,18 +65,36 @@ MUTANTS = [
     ("a column too many", "softmax", "if (j >= vectors) {", "if (j > vectors) {", CAST),
     ("half a workgroup's sums", "softmax", "workgroup_size / 2u; step", "workgroup_size / 4u; step", CAST),
     ("NaN taken for a number", "softmax", "(state.sight & POISON) != 0u", "false", CAST),
+    ("-inf weighs as the lowest number", "softmax", "0.0, bitcast<u32>(x) == MINUS_INFINITY_BITS", "0.0, false", CAST),
     ("ties away from even", "cast", "(rest == middle && (kept & 1u) == 1u)", "rest == middle", CAST),
     ("truncated", "cast", "kept + select(0u, 1u, up)", "kept", CAST),
     ("subnormals flushed", "cast", "if (magnitude < 0x33000000u) {", "if (magnitude < 0x38800000u) {", CAST),
     ("100000 is no infinity", "cast", "if (magnitude >= 0x47800000u) {", "if (magnitude >= 0x48000000u) {", CAST),
     ("f16 subnormals read as normal", "cast", "if (exponent > 0u) {", "if (exponent >= 0u) {", CAST),
     ("the odd element forgotten", "cast", "if (2u * word < n) {\n    var", "if (2u * word + 1u < n) {\n    var", CAST),
+    ("a call's verdict is not its outputs'", "logitless.js", "known[name].written = verdict;", "known[name].written = null;", ERRORS),
+    ("an input's verdict is forgotten", "logitless.js", "first([...before, this.side.end()])", "first([this.side.end()])", ERRORS),
+    ("every call's verdict is everybody's", "device.js", "    this.verdicts = new Set();\n", "    this.verdicts ??= new Set();\n", ERRORS),
+    ("a submission has no verdict", "device.js", "this.verdicts.add(this.#closeScopes('what was submitted'));", "this.#closeScopes('what was submitted');", ERRORS),
+    ("a pipeline's verdict is its first call's", "device.js", "        this.verdicts.add(verdict);\n        this.pass", "        this.pass", ERRORS),
+    ("a refused workspace stays", "logitless.js", "failure && this.core.forget()", "null", ERRORS),
+    ("a refused call keeps its outputs", "logitless.js", "for (const tensor of made) tensor.destroy();", "", ERRORS),
+    ("no memory is an address", "logitless.js", "if (address === 0) throw", "if (address < 0) throw", ERRORS),
+    ("a lost device takes calls", "logitless.js", "if (this.isLost) throw", "if (false) throw", ERRORS),
+    ("scopes left open", "device.js", "FILTERS.map(() => this.device.popErrorScope()", "FILTERS.slice(1).map(() => this.device.popErrorScope()", ERRORS),
+    ("byte offsets forgotten", "logitless.js", "text, data, byteOffset, DTYPES", "text, data, 0, DTYPES", MODULE),
 ]  # fmt: skip
 
 
 def passes(tests: str) -> bool:
-    environment = os.environ | {"LOGITLESS_SHADERS": str(SCRATCH), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", "naga or holds"]
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    environment |= {
+        "LOGITLESS_SHADERS": str(SCRATCH / "shaders"),
+        "LOGITLESS_WEB": str(SCRATCH / "web"),
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-x"]
+    if tests in (LOSS, CAST):
+        command += ["-k", "naga or holds"]
     command += ["-c", str(ROOT / "tests/web/pytest.ini"), str(ROOT / "tests/web" / tests)]
     done = subprocess.run(command, env=environment, capture_output=True, timeout=300)
     if done.returncode not in (0, 1):
@@ -87,11 +109,14 @@ def main() -> int:
         if wanted not in name:
             continue
         shutil.rmtree(SCRATCH, ignore_errors=True)
-        shutil.copytree(ROOT / "src/webgpu/shaders", SCRATCH)
-        file = SCRATCH / f"{shader}.wgsl"
+        shutil.copytree(ROOT / "src/webgpu/shaders", SCRATCH / "shaders")
+        shutil.copytree(
+            ROOT / "build/web", SCRATCH / "web", ignore=shutil.ignore_patterns("CMake*", "suite")
+        )
+        file = SCRATCH / (f"web/{shader}" if "." in shader else f"shaders/{shader}.wgsl")
         before = file.read_text()
         if text not in before:
-            raise SystemExit(f"{name}: its text is not in {shader}.wgsl")
+            raise SystemExit(f"{name}: its text is not in {file.name}")
         file.write_text(before.replace(text, replacement, 1))
         survived = passes(tests)
         print(f"{'SURVIVED' if survived else 'caught  '}  {shader}: {name}", flush=True)

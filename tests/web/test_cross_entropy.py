@@ -181,6 +181,20 @@ def test_masked_infinite_and_nan_logits(compiler: Compiler, vocab: int, alpha: f
     assert not grad[5].any()
 
 
+@pytest.mark.parametrize("vocab", [600, 4096, 4700])
+def test_the_lowest_number_is_a_logit(compiler: Compiler, vocab: int) -> None:
+    """What many programs mask with: a whole row of it, -inf beside it, and all but two columns."""
+    x = np.full((3, vocab), np.finfo(np.float32).min)
+    x[1, 5:] = -np.inf
+    x[2, 7:9] = 1.0
+    loss, grad = run(compiler, x, np.array([2, 2, 7]))
+    assert np.abs(loss - np.log([vocab, 5, 2])).max() < 1e-5
+    want = np.zeros_like(x)
+    want[0], want[1, :5], want[2, 7:9] = 1 / vocab, 0.2, 0.5
+    want[[0, 1, 2], [2, 2, 7]] -= 1
+    assert np.abs(grad - want).max() < 1e-6
+
+
 def test_a_grid_of_two_dimensions(compiler: Compiler) -> None:
     check(compiler, *logits(70, 300, seed=5), groups=(9, 8, 1))
 

@@ -5,43 +5,10 @@ at the default limits; status codes, WebGPU's own messages, the caller's device 
 # ruff: noqa: E501
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 from playwright.sync_api import Page
-from test_shaders import CHOICES
-
-# Runs an op on the device and in double, and gives the greatest error of every output in bounds.
-HELPERS = """
-globalThis.fill = (size, spread = 1) => {
-  let seed = size * 7919 + 12345;
-  const next = () => ((seed = (Math.imul(seed, 1664525) + 1013904223) >>> 0) / 2 ** 32 - 0.5) * 2 * spread;
-  return Float32Array.from({length: size}, next);
-};
-globalThis.worst = async (result, expected) => {
-  const shares = {};
-  for (const [name, {value, bound}] of Object.entries(expected)) {
-    const got = await result[name].read();
-    if (got.length !== value.length) throw new Error(`${name} has ${got.length} elements, not ${value.length}`);
-    shares[name] = got.reduce((most, x, i) => {
-      const error = Math.abs(x - value[i]);
-      return error === 0 ? most : Math.max(most, Number.isNaN(error) ? Infinity : error / bound[i]);
-    }, 0);
-  }
-  return shares;
-};
-globalThis.problem = (N, D, V, {ignored = 0, half = false} = {}) => {
-  const convert = half ? halves : (x) => x;
-  return {
-    input: convert(fill(N * D, 2)), weight: convert(fill(V * D, 2 / Math.sqrt(D))), bias: convert(fill(V, 1.5)),
-    target: Int32Array.from({length: N}, (_, i) => (i < ignored ? -100 : (i * 37) % V)),
-    shapes: {input: [N, D], weight: [V, D], bias: [V], target: [N]},
-  };
-};
-globalThis.upload = (logitless, {shapes, ...arrays}) => Object.fromEntries(
-  Object.entries(arrays).map(([name, data]) => [name, logitless.tensor(data, shapes[name])]));
-"""
 
 LINEAR = """async ([N, D, V, options, more]) => {
   const {shapes, ...arrays} = problem(N, D, V, more);
@@ -57,21 +24,6 @@ LINEAR = """async ([N, D, V, options, more]) => {
   const expected = logitless.evaluate({tensors: arrays, shapes, outputs, bounds: true, ...options});
   return worst(result, expected);
 }"""
-
-
-@pytest.fixture(scope="module")
-def page(browser: Any, web_origin: str) -> Page:
-    page = browser.new_page()
-    page.goto(f"{web_origin}/package.json")
-    page.evaluate(
-        """async () => {
-          globalThis.halves = (await import('/halves.js')).halves;
-          globalThis.module = await import('/logitless.js');
-          globalThis.logitless = await module.Logitless.create({limits: 'default'});
-        }"""
-    )
-    page.evaluate(f"() => {{{HELPERS}}}")
-    return page
 
 
 def within(shares: dict[str, float]) -> None:
@@ -149,6 +101,25 @@ def test_workspace_is_what_was_planned(page: Page) -> None:
     assert again == made
 
 
+def test_larger_limits_are_used_where_the_adapter_has_them(page: Page) -> None:
+    """1024 rows of this weight are 156 MiB, more than a binding is by default."""
+    asked, refused, plan = page.evaluate(
+        """async () => {
+          const own = await module.Logitless.create();
+          const {limits} = await navigator.gpu.requestAdapter();
+          const shape = {tokens: 8, hidden: 40000, vocab: 1024};
+          let refused = null;
+          try { logitless.plan(shape); } catch (error) { refused = error.code; }
+          const names = ['maxBufferSize', 'maxStorageBufferBindingSize', 'maxComputeWorkgroupStorageSize'];
+          return [names.map((name) => [own.device.limits[name], limits[name]]), refused, own.plan(shape)];
+        }"""
+    )
+    assert all(own == adapters for own, adapters in asked)
+    assert asked[1][0] > 2**27  # SwiftShader's is 1 GiB
+    assert refused == "not_supported"
+    assert plan["minimum"] > 0
+
+
 def test_a_callers_device_and_buffer(page: Page) -> None:
     shares = page.evaluate(
         """async () => {
@@ -186,7 +157,7 @@ def test_views_beyond_one_binding(page: Page) -> None:
     within(shares)
 
 
-def test_pipelines_are_made_once_and_compile_everywhere(page: Page) -> None:
+def test_pipelines_are_made_once_and_compile_everywhere(page: Page, planned: list[str]) -> None:
     """What the ops ask for is what test_shaders.py gives to both compilers."""
     for more in ({"bias": True}, {"half": True}, {"least": True}):
         page.evaluate(LINEAR, [20, 24, 600, {"softcap": 5, "temperature": 2}, more])
@@ -194,11 +165,7 @@ def test_pipelines_are_made_once_and_compile_everywhere(page: Page) -> None:
     names = page.evaluate("logitless.side.kernels.slice(1).map(({kernel}) => kernel.label)")
     assert len(names) > 10
     assert len(set(names)) == len(names)
-    for name in names:
-        file, _, constants = name.split(", ", 2)
-        values = {key: float(value) for key, value in json.loads(constants).items()}
-        for key, value in values.items():
-            assert value in {choice.get(key) for choice in CHOICES[file]}, name
+    assert set(names) <= set(planned)
 
 
 @pytest.mark.parametrize(
@@ -227,40 +194,3 @@ def test_refused_calls_say_why(page: Page, code: str, call: str) -> None:
     assert got is not None
     assert got[:2] == ["LogitlessError", code]
     assert len(got[2]) > 10
-
-
-def test_webgpus_own_message_reaches_the_caller(page: Page) -> None:
-    """A buffer that is destroyed is found out by WebGPU when the work is submitted."""
-    code, message = page.evaluate(
-        """async () => {
-          const own = await module.Logitless.create();
-          const {bias, ...rest} = problem(4, 8, 20);
-          const tensors = upload(own, rest);
-          tensors.weight.buffer.destroy();
-          const {loss} = own.linearCrossEntropy({...tensors, bias: undefined});
-          return loss.item().then(() => ['none', ''], (error) => [error.code, error.message]);
-        }"""
-    )
-    assert code == "device_error"
-    assert "destroyed" in message
-
-
-def test_a_lost_device_is_an_error_and_no_hang(page: Page) -> None:
-    code, message = page.evaluate(
-        """async () => {
-          const own = await module.Logitless.create();
-          const {bias, ...rest} = problem(4, 8, 20);
-          const tensors = upload(own, rest);
-          own.device.destroy();
-          await own.device.lost;
-          try {
-            const {loss} = own.linearCrossEntropy({...tensors, bias: undefined});
-            await loss.item();
-          } catch (error) {
-            return [error.code, error.message];
-          }
-          return ['none', ''];
-        }"""
-    )
-    assert code == "device_error"
-    assert "lost" in message

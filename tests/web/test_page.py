@@ -105,6 +105,62 @@ def test_a_model_learns_the_visitors_text(page: Page, letters: bool) -> None:
     page.wait_for_function("document.getElementById('start').textContent === 'Train'")
 
 
+def test_a_lost_device_is_told_and_the_next_run_takes_a_new_one(
+    browser: BrowserContext, web_origin: str
+) -> None:
+    page = browser.new_page()
+    page.add_init_script(
+        """const request = GPUAdapter.prototype.requestDevice;
+           globalThis.devices = [];
+           GPUAdapter.prototype.requestDevice = async function (...given) {
+             const device = await request.apply(this, given);
+             devices.push(device);
+             return device;
+           };"""
+    )
+    page.goto(f"{web_origin}/index.html")
+    judged(page)
+    page.evaluate("devices[0].destroy()")
+    page.wait_for_selector("#lost:not([hidden])")
+    assert "The GPU device was lost" in page.inner_text("#lost")
+    page.screenshot(path=SCREENSHOTS / "lost.png")
+    assert run(page).startswith("within")
+    assert page.is_hidden("#lost")
+    assert page.evaluate("devices.length") == 2
+    page.evaluate("devices[1].destroy()")
+    page.click("#start")  # training, too
+    page.wait_for_function("/^step \\d/.test(document.getElementById('state').textContent)")
+    page.close()
+
+
+def test_a_refused_run_keeps_no_tensor(page: Page) -> None:
+    judged(page)
+    page.evaluate(
+        """() => {
+          globalThis.alive = 0;
+          const create = GPUDevice.prototype.createBuffer;
+          GPUDevice.prototype.createBuffer = function (descriptor) {
+            if (!(descriptor.usage & GPUBufferUsage.UNIFORM)) alive++;  // else a workspace's
+            return create.call(this, descriptor);
+          };
+          const destroy = GPUBuffer.prototype.destroy;
+          GPUBuffer.prototype.destroy = function () {
+            if (!(this.usage & GPUBufferUsage.UNIFORM)) alive--;
+            destroy.call(this);
+          };
+        }"""
+    )
+    run(page, tokens="20", vocab="300")
+    assert page.evaluate("alive") == 0
+    page.evaluate("document.querySelector('[name=labelSmoothing]').removeAttribute('max')")
+    page.fill("[name=labelSmoothing]", "3")
+    page.click("#run")
+    page.wait_for_function(
+        "/label_smoothing/.test(document.getElementById('progress').textContent)"
+    )
+    assert page.evaluate("alive") == 0
+
+
 def test_a_text_too_short_to_train_on(page: Page) -> None:
     judged(page)
     page.fill("#text", "two words")
@@ -128,6 +184,7 @@ def test_a_phones_width(page: Page, web_origin: str) -> None:
         "(document.getElementById('memory-chart'))"
     )
     assert shown * float(page.evaluate(size).removesuffix("px")) >= 10  # its letters can be read
+    page.set_viewport_size({"width": 390, "height": 844})
     page.screenshot(path=SCREENSHOTS / "phone.png", full_page=True)
 
 

@@ -97,6 +97,15 @@ def test_large_masked_and_nan_columns(compiler: Compiler) -> None:
     assert np.isnan(p[:, 3:]).all()
 
 
+def test_the_lowest_number_is_a_logit(compiler: Compiler) -> None:
+    x = np.full((200, 3), np.finfo(np.float32).min)
+    x[5:, 1] = -np.inf
+    x[7:9, 2] = 1.0
+    want = np.zeros_like(x)
+    want[:, 0], want[:5, 1], want[7:9, 2] = 1 / 200, 0.2, 0.5
+    assert np.abs(run(compiler, x) - want).max() < 1e-6
+
+
 def test_f16_of_f32_is_numpys(compiler: Compiler) -> None:
     """Every f16, every middle between two, and one f32 to each side of it, of both signs."""
     halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)

@@ -201,6 +201,9 @@ LOGITLESS_EXPORT("run") int32_t run(double budget) {
   });
 }
 
+// The workspace's buffers, after a call that failed: WebGPU may have refused one of them.
+LOGITLESS_EXPORT("forget") void forget() { state().workspace.reset(); }
+
 // The op in double; its tensors are memory of this module.
 LOGITLESS_EXPORT("evaluate") int32_t evaluate(int32_t with_bounds) {
   return with_op(DeviceType::cpu, [&](const auto& op) {

@@ -26,6 +26,7 @@ const WG = 256u;
 const IN_REGISTERS = 16u * WG;
 const LOWEST = -0x1.fffffep+127f;
 const INFINITY_BITS = 0x7f800000u;
+const MINUS_INFINITY_BITS = 0xff800000u;
 const NAN_BITS = 0x7fc00000u;
 // What a thread has seen.
 const POISON = 1u;  // NaN or +inf
@@ -45,6 +46,16 @@ var<workgroup> sums: array<f32, WG>;
 // Below -200 the exponential is 0 in f32; clamped, so that no difference is infinite.
 fn exp_below(x: vec4<f32>, reference: f32) -> vec4<f32> {
   return exp(max(x - reference, vec4<f32>(-200.0)));
+}
+
+fn inside(v: u32) -> vec4<bool> {
+  return vec4<u32>(v) + vec4<u32>(0u, WG, 2u * WG, 3u * WG) < vec4<u32>(dims.y);
+}
+
+// exp(x - m) of 4 columns; 0 for -inf and beyond the row's end, also in a row of nothing but LOWEST.
+fn weigh(x: vec4<f32>, v: u32, m: f32) -> vec4<f32> {
+  let number = bitcast<vec4<u32>>(x) != vec4<u32>(MINUS_INFINITY_BITS);
+  return select(vec4<f32>(0.0), exp_below(max(x, vec4<f32>(LOWEST)), m), inside(v) & number);
 }
 
 fn total(x: vec4<f32>) -> f32 {
@@ -71,10 +82,9 @@ fn seen(x: vec4<f32>, v: u32) -> u32 {
   let poison = (bits & vec4<u32>(0x7fffffffu)) > vec4<u32>(INFINITY_BITS);
   let infinite = (bits & vec4<u32>(0x7fffffffu)) == vec4<u32>(INFINITY_BITS);
   let negative = (bits >> vec4<u32>(31u)) == vec4<u32>(1u);
-  let inside = vec4<u32>(v) + vec4<u32>(0u, WG, 2u * WG, 3u * WG) < vec4<u32>(dims.y);
   return select(0u, POISON, any(poison | (infinite & !negative))) |
          select(0u, MASKED, any(infinite & negative)) |
-         select(0u, FINITE, any(inside & !poison & !infinite));
+         select(0u, FINITE, any(inside(v) & !poison & !infinite));
 }
 
 fn store(row: u32, v: u32, grad: vec4<f32>) {
@@ -93,9 +103,8 @@ fn merge(a: Columns, b: Columns) -> Columns {
 }
 
 fn columns_of(raw: vec4<f32>, v: u32) -> Columns {
-  let x = max(raw, vec4<f32>(LOWEST));
-  let m = largest(x);
-  return Columns(m, total(exp_below(x, m)), seen(raw, v));
+  let m = max(largest(raw), LOWEST);
+  return Columns(m, total(weigh(raw, v, m)), seen(raw, v));
 }
 
 fn reduce(tid: u32, mine: Columns) -> Columns {
@@ -124,8 +133,7 @@ fn reduce_sum(tid: u32, mine: f32) -> f32 {
 
 // Of 4 columns, how far they are below the maximum in sum; nothing beyond the row's end.
 fn depth(x: vec4<f32>, v: u32, m: f32) -> f32 {
-  let inside = vec4<u32>(v) + vec4<u32>(0u, WG, 2u * WG, 3u * WG) < vec4<u32>(dims.y);
-  return total(select(vec4<f32>(0.0), m - x, inside));
+  return total(select(vec4<f32>(0.0), m - x, inside(v)));
 }
 
 struct Gradient {
@@ -139,7 +147,7 @@ struct Gradient {
 fn gradient(g: Gradient, x: vec4<f32>, v: u32, t: u32) -> vec4<f32> {
   let columns = vec4<u32>(v, v + WG, v + 2u * WG, v + 3u * WG);
   let onehot = select(vec4<f32>(0.0), vec4<f32>(g.target_part), columns == vec4<u32>(t));
-  let grad = exp_below(max(x, vec4<f32>(LOWEST)), g.m) * g.p_scale - onehot - g.uniform_part;
+  let grad = weigh(x, v, g.m) * g.p_scale - onehot - g.uniform_part;
   return bitcast<vec4<f32>>(bitcast<vec4<u32>>(grad) | vec4<u32>(g.poison));
 }
 
@@ -162,7 +170,7 @@ fn finish(tid: u32, s: u32, row: Columns, below: f32, x_t: f32) -> Gradient {
   let poison = select(0u, NAN_BITS, (row.sight & POISON) != 0u || (row.sight & FINITE) == 0u);
   if (tid == 0u) {
     let masked = (row.sight & MASKED) != 0u && alpha > 0.0;
-    let masked_target = alpha < 1.0 && bitcast<u32>(x_t) == (INFINITY_BITS | 0x80000000u);
+    let masked_target = alpha < 1.0 && bitcast<u32>(x_t) == MINUS_INFINITY_BITS;
     let bits = select(bitcast<u32>(loss), INFINITY_BITS, masked || masked_target);
     losses[s] = bitcast<f32>(bits | poison);
   }
@@ -199,8 +207,8 @@ fn cross_entropy(@builtin(workgroup_id) group: vec3<u32>,
     let sight = seen(a, tid) | seen(b, tid + 4u * WG) | seen(c, tid + 8u * WG) |
                 seen(d, tid + 12u * WG);
     let m = max(largest(max(max(a, b), max(c, d))), LOWEST);
-    let e = (exp_below(max(a, vec4<f32>(LOWEST)), m) + exp_below(max(b, vec4<f32>(LOWEST)), m)) +
-            (exp_below(max(c, vec4<f32>(LOWEST)), m) + exp_below(max(d, vec4<f32>(LOWEST)), m));
+    let e = (weigh(a, tid, m) + weigh(b, tid + 4u * WG, m)) +
+            (weigh(c, tid + 8u * WG, m) + weigh(d, tid + 12u * WG, m));
     state = Columns(m, total(e), sight);
   } else {
     for (var v = tid; v < dims.y; v += 4u * WG) {

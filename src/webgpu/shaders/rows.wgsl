@@ -5,10 +5,12 @@
 //   combine   a thread a row: its slots in their order; loss and gradient factors  -> rows
 //   gradient  raw -> draw, in the block
 //   row       the three at once for rows of up to 4096 columns: a workgroup a row, read once and
-//             written once; the sums in the same order
+//             written once; 256 threads sum a slot in another order than the 64 of `slots`
 // The block is [rows, row_stride] of one window of the vocabulary, its rows the tokens that count
-// (`counted`); or, `direct`, it is the caller's own matrix and its rows are all tokens. A slot's columns and the order of its sums are the same in every plan. The language
-// lets a compiler assume that there is no NaN and no infinity, so those are told by their bits.
+// (`counted`); or, `direct`, it is the caller's own matrix and its rows are all tokens. A slot's
+// columns, and in each of the two kernels the order of its sums, are the same in every plan; which of
+// the two an op takes depends on its views and on V alone. The language lets a compiler assume that
+// there is no NaN and no infinity, so those are told by their bits.
 
 struct Params {
   rows: u32,                 // of the block
@@ -206,7 +208,7 @@ fn slots(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_inde
   var weighted = 0.0;
   for (var k = 0u; k < thread_columns; k++) {
     let local = first + k * slot_threads + thread;
-    z[k] = lowest;
+    z[k] = bitcast<f32>(p.nan);  // none; every number may be a logit
     if (local >= p.columns) {
       continue;
     }
@@ -264,7 +266,7 @@ fn slots(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_inde
   let m = tree_max[0];
   var sums = vec4<f32>(0.0, 0.0, weighted, 0.0);
   for (var k = 0u; k < thread_columns; k++) {
-    if (z[k] > lowest) {
+    if (!is_nan(z[k])) {
       let d = z[k] - m;
       let e = exp_nonpositive(d);
       sums.x += e;
@@ -667,7 +669,7 @@ fn row(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index)
   for (var s = 0u; s < 4u; s++) {
     for (var k = 0u; k < 4u; k++) {
       let local = s * slot_columns + k * 256u + thread;
-      z[s][k] = lowest;
+      z[s][k] = bitcast<f32>(p.nan);  // none, as in `slots`
       if (local >= p.columns) {
         continue;
       }
@@ -714,7 +716,7 @@ fn row(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index)
   var shifted = vec4<f32>(0.0);
   for (var s = 0u; s < 4u; s++) {
     for (var k = 0u; k < 4u; k++) {
-      if (z[s][k] > lowest) {
+      if (!is_nan(z[s][k])) {
         let d = z[s][k] - m[s];
         let e = exp_nonpositive(d);
         sums[s] += e;

@@ -29,6 +29,7 @@ override workgroup_size: u32 = 64u;
 
 const LOWEST = -0x1.fffffep+127f;
 const INFINITY_BITS = 0x7f800000u;
+const MINUS_INFINITY_BITS = 0xff800000u;
 const NAN_BITS = 0x7fc00000u;
 const POISON = 1u;  // NaN or +inf was seen
 const FINITE = 2u;
@@ -54,6 +55,11 @@ fn exp_below(x: f32, reference: f32) -> f32 {
   return exp(max(x - reference, -200.0));
 }
 
+// What x adds to a sum whose maximum is m; -inf nothing, also to one of nothing but LOWEST.
+fn weigh(x: f32, m: f32) -> f32 {
+  return select(exp_below(max(x, LOWEST), m), 0.0, bitcast<u32>(x) == MINUS_INFINITY_BITS);
+}
+
 fn merge(a: Part, b: Part) -> Part {
   let m = max(a.m, b.m);
   let s = select(a.s * exp_below(a.m, m), a.s, a.m == m) +
@@ -66,7 +72,7 @@ fn seen(x: f32) -> u32 {
   if (magnitude < INFINITY_BITS) {
     return FINITE;
   }
-  return select(0u, POISON, bitcast<u32>(x) != (INFINITY_BITS | 0x80000000u));
+  return select(0u, POISON, bitcast<u32>(x) != MINUS_INFINITY_BITS);
 }
 
 fn reduce(thread: u32, mine: Part) -> Part {
@@ -93,12 +99,13 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
   var state = Part(LOWEST, 0.0, 0u);
   for (var i = thread; i < length; i += workgroup_size) {
     let x = in_out_mat[at(i, j)];
-    state = merge(state, Part(max(x, LOWEST), 1.0, seen(x)));
+    let m = max(x, LOWEST);
+    state = merge(state, Part(m, weigh(x, m), seen(x)));
   }
   state = reduce(thread, state);
   let poison = select(0u, NAN_BITS, (state.sight & POISON) != 0u || (state.sight & FINITE) == 0u);
   for (var i = thread; i < length; i += workgroup_size) {
-    let p = exp_below(max(in_out_mat[at(i, j)], LOWEST), state.m) / state.s;
+    let p = weigh(in_out_mat[at(i, j)], state.m) / state.s;
     in_out_mat[at(i, j)] = bitcast<f32>(bitcast<u32>(p) | poison);
   }
 }

@@ -55,6 +55,14 @@ fn tree(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   }
 }
 
+// Of a 64-bit integer's words; by its magnitude, whose words do not cancel.
+fn number_of(low: u32, high: u32) -> f32 {
+  if (high < 0x80000000u) {
+    return f32(high) * 4294967296.0 + f32(low);
+  }
+  return -(f32(~high + select(0u, 1u, low == 0u)) * 4294967296.0 + f32(~low + 1u));
+}
+
 // values[value_base] is the counted normalizer.
 @compute @workgroup_size(1)
 fn normalize() {
@@ -66,7 +74,7 @@ fn normalize() {
   } else if (p.kind == 3u) {
     n = bitcast<f32>(normalizer[p.view]);
   } else if (p.kind == 4u) {
-    n = f32(bitcast<i32>(normalizer[p.view + 1u])) * 4294967296.0 + f32(normalizer[p.view]);
+    n = number_of(normalizer[p.view], normalizer[p.view + 1u]);
   }
   var g = 1.0;
   if (p.has_grad != 0u) {

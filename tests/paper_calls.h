@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+// Calls on a device that runs nothing: every op in every way that changes which kernels the WebGPU
+// backend asks for, or how it binds them.
+#pragma once
+
+#include <string>
+
+#include "logitless/fields.h"
+#include "recorded_device.h"
+#include "src/call.h"
+#include "src/webgpu/run.h"
+
+namespace logitless::webgpu {
+
+struct PaperCall {
+  int64_t tokens, hidden, vocab;
+  DType dtype = DType::f32;     // of input and weight, or of logits
+  DType gradient = DType::f32;  // or of probabilities
+  bool strided = false;         // no view can be bound as it is
+  bool optional = false;        // every tensor that need not be given
+  bool capped = false, scaled = false, probabilities = false, none = false;
+};
+
+inline TensorView paper_view(const PaperCall& c, const std::string& name) {
+  const auto is = [&](std::initializer_list<const char*> names) {
+    return std::find(names.begin(), names.end(), name) != names.end();
+  };
+  if (is({"logits"})) return matrix_view(nullptr, c.dtype, c.tokens, c.vocab);
+  if (is({"probabilities", "grad_logits"})) {
+    return matrix_view(nullptr, c.gradient, c.tokens, c.vocab);
+  }
+  if (is({"input"})) return matrix_view(nullptr, c.dtype, c.tokens, c.hidden);
+  if (is({"weight"})) return matrix_view(nullptr, c.dtype, c.vocab, c.hidden);
+  if (is({"grad_input"})) return matrix_view(nullptr, c.gradient, c.tokens, c.hidden);
+  if (is({"grad_weight"})) return matrix_view(nullptr, c.gradient, c.vocab, c.hidden);
+  if (is({"target"})) return vector_view(nullptr, c.none ? DType::i32 : DType::i64, c.tokens);
+  if (is({"loss"}) || (is({"grad_loss"}) && c.optional)) {
+    return c.none ? vector_view(nullptr, DType::f32, c.tokens) : scalar_view(nullptr, DType::f32);
+  }
+  if (!c.optional) return {};
+  if (is({"vocab_weight"})) return vector_view(nullptr, DType::f32, c.vocab);
+  if (is({"bias"})) return vector_view(nullptr, c.none ? DType::f32 : c.dtype, c.vocab);
+  if (is({"grad_bias"})) return vector_view(nullptr, c.gradient, c.vocab);
+  if (is({"normalizer"})) {
+    return c.none ? TensorView{} : scalar_view(nullptr, c.capped ? DType::i64 : DType::f32);
+  }
+  if (is({"fault"})) return vector_view(nullptr, DType::i32, 1);
+  if (c.probabilities && !is({"token_weight"})) return {};
+  if (is({"argmax"})) return vector_view(nullptr, c.none ? DType::i32 : DType::i64, c.tokens);
+  return vector_view(nullptr, DType::f32, c.tokens);
+}
+
+template <class Op>
+Op paper_op(const PaperCall& c, RecordedDevice* device) {
+  Op op;
+  logitless_op unused{};
+  for_each_tensor(op, unused, [&](const char* name, Access, TensorView& view, auto&&) {
+    view = paper_view(c, name);
+    if (!view) return;
+    int64_t elements = 1;
+    for (int d = 0; d < view.rank; ++d) {
+      if (c.strided) view.stride[d] *= d == view.rank - 1 ? 2 : 3;
+      elements += std::max<int64_t>(view.shape[d] - 1, 0) * view.stride[d];
+    }
+    view.byte_offset = c.strided ? static_cast<uint64_t>(size_of(view.dtype)) : 0;
+    const uint64_t bytes = view.byte_offset + static_cast<uint64_t>(elements * size_of(view.dtype));
+    view.data = reinterpret_cast<void*>(device->create_buffer((bytes + 3) / 4 * 4));
+  });
+  if constexpr (LossOp<Op>) {
+    op.options.reduction = c.none ? Reduction::none : Reduction::mean;
+    op.options.label_smoothing = c.optional ? 0.1f : 0;
+    op.options.softcap = c.capped ? 5 : 0;
+    op.options.logit_scale = c.scaled ? 0.5f : 1;
+    if (c.probabilities) op.options.input_kind = InputKind::probabilities;
+  }
+  return op;
+}
+
+// What one call on buffers of its own came to.
+struct PaperResult {
+  uint64_t minimum = 0, tensors = 0, predicted = 0, most = 0;  // bytes
+  std::string faults;
+};
+
+template <class Op>
+PaperResult run_on_paper(const PaperCall& c, const Limits& limits, uint64_t budget,
+                         std::set<std::string>* pipelines = nullptr) {
+  RecordedDevice device(limits);
+  const Op op = paper_op<Op>(c, &device);
+  const logitless::Call call = call_of(op, {.device = {DeviceType::webgpu, 0}});
+  PaperResult result;
+  result.tensors = device.allocated();
+  uint64_t recommended = 0;
+  Plan plan;
+  Status status = workspace_sizes(problem_of(call), limits, &result.minimum, &recommended);
+  // 0: the least, 1: the recommended one.
+  if (budget <= 1) budget = budget == 0 ? result.minimum : recommended;
+  if (status.ok()) status = make_plan(problem_of(call), limits, budget, &plan);
+  result.predicted = plan.total;
+  WorkspaceBuffers workspace(&device, budget);
+  if (status.ok()) status = run(call, budget, &workspace);
+  result.most = device.most_allocated();
+  result.faults = status.ok() ? device.faults() : status.message();
+  if (pipelines != nullptr) pipelines->merge(device.pipelines());
+  return result;
+}
+
+// f(call) for everything of PaperCall that an op of this type can have, in one shape.
+template <class Op, class F>
+void for_each_paper_call(PaperCall c, F&& f) {
+  for (int bits = 0; bits < 64; ++bits) {
+    c.strided = bits & 1, c.optional = bits & 2, c.capped = bits & 4, c.scaled = bits & 8;
+    c.probabilities = bits & 16, c.none = bits & 32;
+    if (c.probabilities && (LinearOp<Op> || !LossOp<Op> || c.capped || c.scaled)) continue;
+    for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+      for (const DType gradient : {DType::f32, dtype}) {
+        c.dtype = dtype;
+        c.gradient = gradient;
+        f(c);
+      }
+    }
+  }
+}
+
+template <class F>
+void for_each_op_type(F&& f) {
+  f(Softmax{});
+  f(CrossEntropyForward{});
+  f(CrossEntropyBackward{});
+  f(CrossEntropyForwardBackward{});
+  f(LinearCrossEntropyForward{});
+  f(LinearCrossEntropyBackward{});
+  f(LinearCrossEntropyForwardBackward{});
+}
+
+// Products of every size of tile, rows read once and rows in slots, in workspaces of every plan.
+inline std::set<std::string> every_pipeline(const Limits& limits) {
+  std::set<std::string> all;
+  for_each_op_type([&](auto typed) {
+    using Op = decltype(typed);
+    for (const PaperCall shape :
+         {PaperCall{3, 8, 40}, PaperCall{100, 96, 9000}, PaperCall{256, 256, 2048}}) {
+      for_each_paper_call<Op>(shape, [&](const PaperCall& c) {
+        for (const uint64_t budget : {uint64_t{0}, uint64_t{1}, UINT64_MAX}) {
+          (void)run_on_paper<Op>(c, limits, budget, &all);
+        }
+      });
+    }
+  });
+  return all;
+}
+
+}  // namespace logitless::webgpu

@@ -1,0 +1,28 @@
+# The conformance suite as a wasm module of its own, for a page that lends it a device (tests/web/suite.js): the same cases,
+# bounds and tests as natively. Waits on the device by JSPI, which the library itself never needs.
+#   cmake --build build/web --target suite        -> build/web/suite/suite.wasm
+find_path(LOGITLESS_GTEST_SOURCE src/gtest-all.cc PATHS /usr/src/googletest/googletest NO_DEFAULT_PATH
+          NO_CMAKE_FIND_ROOT_PATH DOC "GoogleTest's sources (Debian: googletest)")
+mark_as_advanced(LOGITLESS_GTEST_SOURCE)
+if(NOT LOGITLESS_GTEST_SOURCE)
+  return()
+endif()
+set(suite_sources ${root}/src/logitless.cpp ${root}/src/c_api.cpp ${root}/src/reference/backend.cpp ${root}/tests/web/suite.cpp)
+foreach(name cases data fixture judge memory simulated)
+  list(APPEND suite_sources ${root}/tests/${name}.cpp)
+endforeach()
+foreach(name conformance edges nonfinite invariants shards)
+  list(APPEND suite_sources ${root}/tests/${name}_test.cpp)
+endforeach()
+set(suite_library ${sources})
+list(FILTER suite_library EXCLUDE REGEX "browser/module.cpp")
+add_executable(suite EXCLUDE_FROM_ALL ${suite_sources} ${suite_library} ${shaders} ${LOGITLESS_GTEST_SOURCE}/src/gtest-all.cc)
+set_target_properties(suite PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/suite)
+target_include_directories(suite PRIVATE ${root} ${root}/include ${root}/tests)
+target_include_directories(suite SYSTEM PRIVATE ${LOGITLESS_GTEST_SOURCE}/include ${LOGITLESS_GTEST_SOURCE})
+target_compile_definitions(suite PRIVATE LOGITLESS_WITH_WEBGPU GTEST_HAS_PTHREAD=0 GTEST_HAS_STREAM_REDIRECTION=0 GTEST_HAS_DEATH_TEST=0
+                                         GTEST_HAS_EXCEPTIONS=0 GTEST_HAS_FILE_SYSTEM=0 _WASI_EMULATED_SIGNAL)
+# A throw ends the page's call: suite.cpp says with what.
+target_compile_options(suite PRIVATE -fno-rtti -fignore-exceptions -ffp-contract=off)
+target_link_options(suite PRIVATE -mexec-model=reactor -Wl,--strip-all,--gc-sections,--stack-first,-z,stack-size=4194304)
+target_link_libraries(suite PRIVATE wasi-emulated-signal)

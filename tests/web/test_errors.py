@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes wrong under logitless.js reaches the call it belongs to, in WebGPU's own words, and
+nothing of it stays behind."""
+
+# ruff: noqa: E501
+from __future__ import annotations
+
+import pytest
+from playwright.sync_api import Page
+
+# A small problem on a device of its own; `told` gives [code, message] of a promise or a function.
+OWN = """
+  const own = await module.Logitless.create();
+  const {bias, shapes, ...arrays} = problem(4, 8, 20);
+  const tensors = upload(own, {shapes, ...arrays});
+  const told = async (f) => {
+    try { await f(); } catch (error) { return [error.code ?? error.name, error.message]; }
+    return ['none', ''];
+  };
+  const pause = () => new Promise((resolve) => setTimeout(resolve, 50));
+"""
+
+
+def evaluate(page: Page, script: str) -> list:
+    return page.evaluate(f"async () => {{ {OWN} {script} }}")
+
+
+def test_webgpus_own_message_reaches_the_caller(page: Page) -> None:
+    """A buffer that is destroyed is found out by WebGPU when the work is submitted."""
+    code, message = evaluate(
+        page,
+        """tensors.weight.buffer.destroy();
+           const {loss} = own.linearCrossEntropy(tensors);
+           return told(() => loss.item());""",
+    )
+    assert code == "device_error"
+    assert "destroyed" in message
+
+
+@pytest.mark.parametrize("order", ["bad, good", "good, bad"])
+def test_an_error_is_told_to_its_own_call_alone(page: Page, order: str) -> None:
+    """Also where the page yields between the calls, and whichever is read first."""
+    good, bad, later = evaluate(
+        page,
+        f"""const weight = own.tensor(arrays.weight, [20, 8]);
+           weight.buffer.destroy();
+           const bad = own.linearCrossEntropy({{...tensors, weight}}).loss;
+           await pause();
+           const good = own.linearCrossEntropy(tensors).loss;
+           await pause();
+           const told_of = {{bad: () => told(() => bad.item()), good: () => good.item()}};
+           const answers = {{}};
+           for (const name of '{order}'.split(', ')) answers[name] = await told_of[name]();
+           return [answers.good, answers.bad, await told(() => own.linearCrossEntropy(tensors).loss.item())];""",
+    )
+    assert isinstance(good, float)
+    assert good > 0
+    assert bad[0] == "device_error"
+    assert "destroyed" in bad[1]
+    assert later == ["none", ""]
+
+
+def test_what_is_made_of_a_failed_result_fails_too(page: Page) -> None:
+    first, second, written = evaluate(
+        page,
+        """const weight = own.tensor(arrays.weight, [20, 8]);
+           weight.buffer.destroy();
+           const {gradInput} = own.linearCrossEntropy({...tensors, weight, gradients: ['input']});
+           await pause();
+           const {loss} = own.linearCrossEntropy({...tensors, input: gradInput});
+           const answers = [await told(() => gradInput.read()), await told(() => loss.item())];
+           gradInput.write(arrays.input);  // as good as new
+           return [...answers, await told(() => own.linearCrossEntropy({...tensors, input: gradInput}).loss.item())];""",
+    )
+    assert first[0] == "device_error"
+    assert second == first
+    assert written == ["none", ""]
+
+
+def test_done_tells_of_everything_since_it_last_did(page: Page) -> None:
+    bad, good = evaluate(
+        page,
+        """const weight = own.tensor(arrays.weight, [20, 8]);
+           weight.buffer.destroy();
+           own.linearCrossEntropy({...tensors, weight});
+           await pause();
+           own.linearCrossEntropy(tensors);
+           return [await told(() => own.done()), await told(() => own.done())];""",
+    )
+    assert bad[0] == "device_error"
+    assert "destroyed" in bad[1]
+    assert good == ["none", ""]
+
+
+def test_a_refused_workspace_is_made_anew_by_the_next_call(page: Page) -> None:
+    """A planner that thinks buffers may be larger than this device lets them."""
+    tensor, refused, after = evaluate(
+        page,
+        """const small = await module.Logitless.create({limits: 'default'});
+           const {bias: unused, shapes: s, ...a} = problem(2048, 8, 80000);
+           const large = upload(small, {shapes: s, ...a});
+           const giant = await told(() => small.empty([2 ** 27]).read());
+           small.core.set_limits(2 ** 34, 2 ** 30, 8, 256, 16384, 256, 65535);
+           const refused = await told(() => small.linearCrossEntropy({...large, gradients: ['input'], budget: 2 ** 32}).loss.item());
+           small.core.set_limits(2 ** 28, 2 ** 27, 8, 256, 16384, 256, 65535);
+           const tiny = upload(small, {shapes, ...arrays});
+           return [giant, refused, await told(() => small.linearCrossEntropy({...tiny, budget: 2 ** 32}).loss.item())];""",
+    )
+    for code, message in (tensor, refused):
+        assert code == "device_error"
+        assert "bytes" in message
+        assert "exceed" in message
+    assert after == ["none", ""]
+
+
+def test_a_pipeline_that_cannot_be_made_is_told_to_every_call_that_wants_it(page: Page) -> None:
+    broken, again = evaluate(
+        page,
+        """const make = own.device.createShaderModule.bind(own.device);
+           own.device.createShaderModule = ({code, label}) => make({label, code: label.startsWith('tokens') ? code + 'broken' : code});
+           const broken = await told(() => own.linearCrossEntropy(tensors).loss.item());
+           own.device.createShaderModule = make;
+           await pause();
+           return [broken, await told(() => own.linearCrossEntropy(tensors).loss.item())];""",
+    )
+    for code, message in (broken, again):
+        assert code == "device_error"
+        assert "tokens.wgsl" in message
+
+
+def test_the_pages_own_error_scopes_are_left_alone(page: Page) -> None:
+    caught = evaluate(
+        page,
+        """own.device.pushErrorScope('validation');
+           tensors.weight.buffer.destroy();
+           const {loss} = own.linearCrossEntropy(tensors);
+           await told(() => loss.item());
+           own.device.createBuffer({size: 4, usage: 0});
+           const caught = await own.device.popErrorScope();
+           return [caught.message];""",
+    )
+    assert "usage" in caught[0].lower()
+
+
+def test_a_lost_device_is_an_error_and_no_hang(page: Page) -> None:
+    before, during, after, lost, anew = evaluate(
+        page,
+        """const {loss} = own.linearCrossEntropy(tensors);
+           const first = await told(() => loss.item());
+           const under_way = own.linearCrossEntropy(tensors).loss;
+           const read = told(() => under_way.read());
+           own.device.destroy();
+           const during = await read;
+           const after = await told(() => own.linearCrossEntropy(tensors));
+           const another = await module.Logitless.create();
+           const again = upload(another, {shapes, ...arrays});
+           return [first, during, after, await own.lost, await told(() => another.linearCrossEntropy(again).loss.item())];""",
+    )
+    assert before == ["none", ""]
+    for code, message in (during, after):
+        assert code == "device_error"
+        assert message.startswith("the GPU device was lost: ")
+    assert lost == after[1]
+    assert anew == ["none", ""]
+
+
+def test_memory_that_the_module_has_not_is_a_status(page: Page) -> None:
+    answers = evaluate(
+        page,
+        """if (own.core.allocate(2 ** 32 - 64) !== 0) throw new Error('so much memory');
+           own.core = {...own.core, allocate: () => 0};
+           return [
+             await told(() => own.linearCrossEntropy(tensors)), await told(() => own.plan({tokens: 4, hidden: 8, vocab: 20})),
+             await told(() => own.evaluate({tensors: arrays, shapes, outputs: {loss: []}})),
+           ];""",
+    )
+    for code, message in answers:
+        assert code == "internal"
+        assert "out of memory" in message
+
+
+def test_a_module_that_stops_is_a_status(page: Page) -> None:
+    (code, message), after = evaluate(
+        page,
+        """const {run} = own.core;
+           own.core = {...own.core, run: () => { throw new WebAssembly.RuntimeError('unreachable'); }};
+           const stopped = await told(() => own.linearCrossEntropy(tensors));
+           own.core = {...own.core, run};
+           return [stopped, await told(() => own.linearCrossEntropy(tensors).loss.item())];""",
+    )
+    assert code == "internal"
+    assert "unreachable" in message
+    assert after == ["none", ""]
+
+
+def test_a_refused_call_keeps_no_buffer(page: Page) -> None:
+    codes, made, destroyed = evaluate(
+        page,
+        """let [made, destroyed] = [0, 0];
+           const create = own.device.createBuffer.bind(own.device);
+           own.device.createBuffer = (descriptor) => {
+             const buffer = create(descriptor);
+             const destroy = buffer.destroy.bind(buffer);
+             buffer.destroy = () => (destroyed++, destroy());
+             made++;
+             return buffer;
+           };
+           const refused = [
+             () => own.linearCrossEntropy({...tensors, gradients: true, labelSmoothing: 2, statistics: ['lse', 'argmax']}),
+             () => own.linearCrossEntropy({...tensors, gradients: true, reduction: 'average'}),
+             () => own.linearCrossEntropy({...tensors, gradients: true, statistics: ['lsd']}),
+             () => own.linearCrossEntropy({...tensors, gradients: ['bias']}),
+             () => own.crossEntropy({logits: tensors.weight, target: tensors.target, gradients: true}),
+             () => own.softmax(tensors.target),
+           ];
+           const codes = [];
+           for (const call of refused) codes.push((await told(call))[0]);
+           return [codes, made, destroyed];""",
+    )
+    assert "none" not in codes
+    assert made > 5
+    assert destroyed == made
+
+
+def test_more_data_than_a_tensor_holds_is_refused(page: Page) -> None:
+    long, strided = evaluate(
+        page,
+        """const view = own.wrap(tensors.weight.buffer, [8, 20], 'f32', {stride: [1, 8]});
+           return [await told(() => tensors.target.write(new Int32Array(5))), await told(() => view.read())];""",
+    )
+    assert long[0] == "wrong_shape"
+    assert strided[0] == "invalid_argument"
+    assert "contiguous" in strided[1]

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The npm-shaped package in build/web: its files, and types that are those of logitless.js."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from playwright.sync_api import Page
+
+from conftest import ROOT
+
+FOLDER = ROOT / "build/web"
+TYPES = (FOLDER / "logitless.d.ts").read_text() if FOLDER.is_dir() else ""
+# Public in JavaScript, where a tensor calls its owner; not for a page.
+INSIDE = {"constructor", "write", "read", "release"}
+
+
+def members(name: str) -> set[str]:
+    """What logitless.d.ts gives a class or interface."""
+    body = re.search(rf"export (?:class|interface) {name}\b.*?\{{\n(.*?)\n\}}", TYPES, re.DOTALL)
+    assert body is not None, name
+    found = re.findall(r"^  (?:static |readonly )*(\w+)\??(?:<[^(]*>)?[:(]", body[1], re.MULTILINE)
+    return set(found)
+
+
+def texts(name: str) -> set[str]:
+    """The strings that a type allows."""
+    body = re.search(rf"export type {name} =(.*?);", TYPES, re.DOTALL)
+    assert body is not None, name
+    return set(re.findall(r"'(\w+)'", body[1]))
+
+
+def test_its_files_are_there() -> None:
+    package = json.loads((FOLDER / "package.json").read_text())
+    assert package["type"] == "module"
+    named = {*package["files"], package["main"], package["types"]}
+    named |= {*package["exports"]["."].values(), package["exports"]["./logitless.wasm"]}
+    for name in named:
+        assert (FOLDER / name).is_file(), name
+    imported = re.findall(r"from '\./(.*?)'", (FOLDER / "logitless.js").read_text())
+    assert set(imported) <= set(package["files"])
+
+
+@pytest.mark.parametrize(("name", "inside"), [("Logitless", INSIDE), ("Tensor", {"constructor"})])
+def test_the_types_have_every_public_member(page: Page, name: str, inside: set[str]) -> None:
+    real, static, own = page.evaluate(
+        f"""() => {{
+          const own = module.{name} === module.Tensor ? logitless.empty([1]) : logitless;
+          const statics = Object.getOwnPropertyNames(module.{name});
+          return [Object.getOwnPropertyNames(module.{name}.prototype), statics, Object.keys(own)];
+        }}"""
+    )
+    statics = set(static) - {"length", "name", "prototype"}
+    assert set(real) - (inside if name == "Logitless" else {"constructor"}) <= members(name)
+    assert members(name) <= {*real, *statics, *own}
+
+
+def test_every_option_that_the_types_have_is_taken(page: Page) -> None:
+    values = {"reduction": "sum", "outOfRange": "ignore", "emptyMean": "nan"}
+    options = {name: values.get(name, 1) for name in members("LossOptions")}
+    options |= {"vocabStart": 0, "vocabTotal": 20, "labelSmoothing": 0.5}
+    options.pop("normalizer")  # of mean
+    assert len(options) > 10
+    loss = page.evaluate(
+        """async ([options]) => {
+          const {bias, ...rest} = problem(4, 8, 20);
+          const {shapes, ...tensors} = {...rest, ...upload(logitless, rest)};
+          delete tensors.bias;
+          return await logitless.linearCrossEntropy({...tensors, ...options}).loss.item();
+        }""",
+        [options],
+    )
+    assert loss > 0
+
+
+def test_every_statistic_that_the_types_have_is_written(page: Page) -> None:
+    names = sorted(texts("Statistic"))
+    assert len(names) == 7
+    got = page.evaluate(
+        """async ([statistics]) => {
+          const {bias, ...rest} = problem(4, 8, 20);
+          const {shapes, ...tensors} = {...rest, ...upload(logitless, rest)};
+          const result = logitless.linearCrossEntropy({...tensors, statistics});
+          return Promise.all(statistics.map(async (name) => [...(await result[name].read())]));
+        }""",
+        [names],
+    )
+    assert all(len(values) == 4 and any(values) for values in got)
+
+
+def test_the_status_codes_are_the_types() -> None:
+    source = (FOLDER / "logitless.js").read_text()
+    codes = re.search(r"const CODES = \[(.*?)\];", source, re.DOTALL)
+    assert codes is not None
+    assert set(re.findall(r"'(\w+)'", codes[1])) - {"ok"} == texts("StatusCode")

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The conformance suite in headless Chromium: the cases, bounds and tests of native programs,
+compiled to wasm (tests/web/suite.cpp), on Tint and SwiftShader at the default limits. A part of
+them, since SwiftShader takes seconds for what lavapipe takes a tenth of; with
+LOGITLESS_TEST_FULL=1 all."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from playwright.sync_api import Page
+
+FULL = os.environ.get("LOGITLESS_TEST_FULL") == "1"
+LOGITS_OPS = ["softmax", "forward", "backward", "forward_backward"]
+LINEAR_OPS = ["linear_forward", "linear_backward", "linear_forward_backward"]
+DTYPES = ["f32", "f16", "bf16"]
+# Of the logits ops, whose kernel of whole rows is the slowest there, each dtype with some op.
+CASES = [(op, dtype) for op in LINEAR_OPS for dtype in DTYPES]
+CASES += [
+    ("softmax", "bf16"),
+    ("forward", "f16"),
+    ("backward", "bf16"),
+    ("forward_backward", "f32"),
+]
+if FULL:
+    CASES = [(op, dtype) for op in LOGITS_OPS + LINEAR_OPS for dtype in DTYPES]
+RULES = ["Edges.*/webgpu_forward_f32", "Edges.*/webgpu_linear_forward_backward_f32"]
+RULES += ["NonFinite.*/webgpu_forward_f32", "NonFinite.*/webgpu_linear_backward_f32"]
+RULES += ["NonFinite.RowsOf*/webgpu_*_f32", "Invariants.*/webgpu_linear_forward_backward_f32"]
+RULES += ["Shards.*/webgpu_linear_forward_f32"]
+if FULL:
+    RULES = [f"{part}.*" for part in ("Edges", "NonFinite", "Invariants", "Shards")]
+
+
+def passes(suite: Page, test: str) -> None:
+    result = suite.evaluate("(filter) => runTests(filter)", f"All/{test}")
+    assert result["failed"] == 0, result["text"][-3000:]
+
+
+@pytest.mark.parametrize(("op", "dtype"), CASES)
+def test_conformance(suite: Page, op: str, dtype: str) -> None:
+    passes(suite, f"Conformance.*/webgpu_{op}_{dtype}-*EveryInstructionSet*")
+
+
+@pytest.mark.parametrize("test", RULES)
+def test_rules_of_the_contract(suite: Page, test: str) -> None:
+    passes(suite, test)
+
+
+def test_the_suite_asked_for_no_pipeline_but_the_planned_ones(
+    suite: Page, planned: list[str]
+) -> None:
+    made = suite.evaluate("madePipelines()")
+    assert len(made) > 40
+    assert set(made) <= set(planned)
+
+
+def test_a_failure_is_seen(suite: Page) -> None:
+    """A test that does not exist, and one whose device is gone."""
+    assert suite.evaluate("runTests('None.*')")["failed"] == -1
+    result = suite.evaluate(
+        """async () => {
+          GPUQueue.prototype.submitted = GPUQueue.prototype.submit;
+          GPUQueue.prototype.submit = function () {};
+          try {
+            return await runTests('All/Conformance.EveryShape/webgpu_softmax_f32');
+          } finally {
+            GPUQueue.prototype.submit = GPUQueue.prototype.submitted;
+          }
+        }"""
+    )
+    assert result["failed"] == 1
+    assert "reference" in result["text"]
