@@ -37,8 +37,8 @@ __global__ void __launch_bounds__(256)
   constexpr int many = 4, warps = 8, width = Pack<T>::width;
   __shared__ float partial[warps][32 * width];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int64_t first = int64_t{blockIdx.x} * (32 * width), d = first + lane * width;
-  const int64_t slab = blockIdx.y, end = min((slab + 1) * vocab_slab_rows, count);
+  const int64_t first = int64_t{blockIdx.y} * (32 * width), d = first + lane * width;
+  const int64_t slab = blockIdx.x, end = min((slab + 1) * vocab_slab_rows, count);
   float sum[width] = {};
   for (int64_t j = slab * vocab_slab_rows + warp; j < end && d < pitch; j += many * warps) {
     float c[many];
@@ -180,7 +180,7 @@ void class_row(const LinearCall& call, const LinearPlan& plan, const LinearMemor
   with_dtype(call.shape.dtype, [&](auto element) {
     using T = decltype(element);
     stream->launch("class_slabs", class_slabs<T>,
-                   {blocks_for(plan.hidden_pitch, 32 * Pack<T>::width), slabs, 1}, 256, call, count,
+                   {slabs, blocks_for(plan.hidden_pitch, 32 * Pack<T>::width), 1}, 256, call, count,
                    plan.hidden_pitch, m.slabs);
   });
   stream->launch("class_row", class_sum, columns, 256, m.slabs, static_cast<int>(slabs),
