@@ -27,12 +27,12 @@ Operands make_operands(const LinearCall& call, const LinearPlan& plan, const Lin
           make_map(weight, s.dtype, s.vocab, hidden, stride, half_right_rows, stream)};
 }
 
-template <class T, Mode kMode, bool kOptions>
-void launch_kernel(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                   const Arguments& arguments, const DeviceInfo& device, Stream* stream) {
+template <class T, Mode kMode>
+void launch_options(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                    const Arguments& arguments, const DeviceInfo& device, Stream* stream) {
   const Operands operands = make_operands(call, plan, m, arguments.chunk, stream);
   const unsigned blocks = static_cast<unsigned>(device.multiprocessors / 2 * 2);
-  stream->launch_config("sm90 forward", forward_kernel<T, kMode, kOptions>,
+  stream->launch_config("sm90 forward", forward_kernel<T, kMode>,
                         LaunchShape{blocks, block_threads, shared_bytes, 2}, operands.input,
                         operands.weight, arguments);
 }
@@ -63,12 +63,10 @@ void launch_plain(const LinearCall& call, const LinearPlan& plan, const LinearMe
 template <class T, Mode kMode>
 void launch(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
             const Arguments& arguments, const DeviceInfo& device, Stream* stream) {
-  if (!plain(call)) {
-    launch_kernel<T, kMode, true>(call, plan, m, arguments, device, stream);
-  } else if constexpr (kMode == Mode::dz) {
-    launch_kernel<T, kMode, false>(call, plan, m, arguments, device, stream);
-  } else {
+  if (plain(call)) {
     launch_plain<T, kMode>(call, plan, m, arguments, device, stream);
+  } else {
+    launch_options<T, kMode>(call, plan, m, arguments, device, stream);
   }
 }
 
@@ -130,7 +128,7 @@ void forward(const LinearCall& call, const LinearPlan& plan, const LinearMemory&
       launch<__nv_bfloat16, Mode::sums>(call, plan, m, arguments, device, stream);
     }
   } else if (call.shape.forms_dz) {
-    launch_kernel<__nv_bfloat16, Mode::sums_kept, true>(call, plan, m, arguments, device, stream);
+    launch_options<__nv_bfloat16, Mode::sums_kept>(call, plan, m, arguments, device, stream);
   } else {
     launch<__nv_bfloat16, Mode::sums_e>(call, plan, m, arguments, device, stream);
   }

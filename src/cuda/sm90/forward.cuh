@@ -5,8 +5,8 @@
 //   sums_e   the same, and E = exp(z - z_target) in the input's dtype
 //   sums_kept  the same without the softcap's slope, and near the cap what is left to it
 //   dz       P exp(z - lse), with P p - o at the target
-// kOptions: bias, the map from raw to z, more statistics, more terms of dz (options.cuh). Without
-// them all but dz is plain.cuh's.
+// Here with any of the options: bias, the map from raw to z, more statistics, more terms of dz
+// (options.cuh). Without them: plain.cuh.
 // The tile and its pipeline: tile.cuh. Rows of tiles run fastest in groups of 2048 tokens, then the
 // vocabulary.
 #pragma once
@@ -61,13 +61,13 @@ __device__ inline RowStart load_start(const Arguments& a, int row, int valid) {
 
 // 64 x 192 logits of a warpgroup; its thread's elements of row `h` (0 or 1) are d[4 i + 2 h + {0,
 // 1}] at columns 8 i + 2 (lane % 4) + {0, 1}.
-template <class T, Mode kMode, bool kOptions>
+template <class T, Mode kMode>
 __device__ inline void epilogue(float (&d)[96], const Arguments& a, int row0, int valid,
                                 int column_tile) {
   const int lane = threadIdx.x % 32, quad = lane % 4;
   const int column = static_cast<int>(a.first_column) + column_tile * tile_columns;
   const int left = min(tile_columns, static_cast<int>(a.first_column + a.columns) - column);
-  if constexpr (kOptions) map_tile(d, a.options, column);
+  map_tile(d, a.options, column);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int row = row0 + 8 * h;
@@ -93,20 +93,10 @@ __device__ inline void epilogue(float (&d)[96], const Arguments& a, int row0, in
       const auto log2_p = [&](float x) {
         return fminf(fmaf(x - start.anchor, log2e, -start.log2_sum), 0.0f);
       };
-      if constexpr (kOptions) {
-        const RowGradient* terms = a.gradients + min(row, valid - 1);
-        each_of_row(d, h, [&](float& x, int j) {
-          x = draw_of(a.options, start.factor, *terms, x, log2_p(x), column + j, j < left);
-        });
-      } else {
-#pragma unroll
-        for (int i = 0; i < 24; ++i) {
-          float& x = d[4 * i + 2 * h];
-          float& y = d[4 * i + 2 * h + 1];
-          x = start.factor * exp2_fast(log2_p(x));
-          y = start.factor * exp2_fast(log2_p(y));
-        }
-      }
+      const RowGradient* terms = a.gradients + min(row, valid - 1);
+      each_of_row(d, h, [&](float& x, int j) {
+        x = draw_of(a.options, start.factor, *terms, x, log2_p(x), column + j, j < left);
+      });
       if (has_target) {
         const float x = a.target_gradient[row];
 #pragma unroll
@@ -132,27 +122,25 @@ __device__ inline void epilogue(float (&d)[96], const Arguments& a, int row0, in
         // Finite, so that columns behind the last one stay 0; a row that needs more is made again.
         lift = fminf(exp_any(maximum - start.anchor), 0x1p127f);
       }
-      if constexpr (kOptions) {
-        const int64_t at = int64_t{row} * a.partials.segments + column_tile;
-        const bool writes = quad == 0 && row < valid;
-        if (a.partials.weighted != nullptr) {
-          const float sum = weighted_sum(d, h, a.options, column, left, target);
-          if (writes) a.partials.weighted[at] = sum;
-        }
-        if (a.partials.argmax != nullptr) {
-          const int lowest = lowest_column(d, h, maximum);
-          if (writes) a.partials.argmax[at] = column + (lowest == INT32_MAX ? 0 : lowest);
-        }
-        if (a.partials.shifted != nullptr) {
-          const float sum = shifted_sum(d, h, reference);
-          if (writes) a.partials.shifted[at] = sum;
-        }
+      const int64_t at = int64_t{row} * a.partials.segments + column_tile;
+      const bool writes = quad == 0 && row < valid;
+      if (a.partials.weighted != nullptr) {
+        const float sum = weighted_sum(d, h, a.options, column, left, target);
+        if (writes) a.partials.weighted[at] = sum;
+      }
+      if (a.partials.argmax != nullptr) {
+        const int lowest = lowest_column(d, h, maximum);
+        if (writes) a.partials.argmax[at] = column + (lowest == INT32_MAX ? 0 : lowest);
+      }
+      if (a.partials.shifted != nullptr) {
+        const float sum = shifted_sum(d, h, reference);
+        if (writes) a.partials.shifted[at] = sum;
       }
       float s0 = 0, s1 = 0;
-      const bool caps = kOptions && kMode == Mode::sums_e && a.options.map.capped;
+      const bool caps = kMode == Mode::sums_e && a.options.map.capped;
 #pragma unroll
       for (int i = 0; i < 24; ++i) {
-        if (kOptions && i % 4 == 0 && again(!caps)) asm volatile("");
+        if (i % 4 == 0 && again(!caps)) asm volatile("");
         float& x = d[4 * i + 2 * h];
         float& y = d[4 * i + 2 * h + 1];
         // Not fma(x, log2(e), -m log2(e)): its rounding is an exponent where |m| is large.
@@ -164,19 +152,18 @@ __device__ inline void epilogue(float (&d)[96], const Arguments& a, int row0, in
           x = fabsf(x) > a.options.near_cap ? encode_left(a.options.map, x) : e0 * lift;
           y = fabsf(y) > a.options.near_cap ? encode_left(a.options.map, y) : e1 * lift;
         } else if constexpr (kMode != Mode::sums) {
-          x = kOptions && caps ? capped(a.options, x, e0) * lift : e0 * lift;
-          y = kOptions && caps ? capped(a.options, y, e1) * lift : e1 * lift;
+          x = caps ? capped(a.options, x, e0) * lift : e0 * lift;
+          y = caps ? capped(a.options, y, e1) * lift : e1 * lift;
         }
       }
       // A capped column that is left out is 0 inf. The target's is written later.
-      if (kOptions && kMode != Mode::sums && caps && left < tile_columns) {
+      if (kMode != Mode::sums && caps && left < tile_columns) {
         each_of_row(d, h, [&](float& x, int j) { x = j < left ? x : 0.0f; });
       }
       float sum = s0 + s1;
       sum += __shfl_xor_sync(whole_warp, sum, 1);
       sum += __shfl_xor_sync(whole_warp, sum, 2);
-      if (quad == 0 && row < valid) {
-        const int64_t at = row * a.partials.segments + column_tile;
+      if (writes) {
         a.partials.maximum[at] = maximum;
         a.partials.sum[at] = sum;
       }
@@ -246,7 +233,7 @@ __device__ inline void copy_tiles(const CUtensorMap* input_map, const CUtensorMa
   }
 }
 
-template <class T, Mode kMode, bool kOptions>
+template <class T, Mode kMode>
 __global__ void __launch_bounds__(block_threads, 1)
     forward_kernel(const __grid_constant__ CUtensorMap input_map,
                    const __grid_constant__ CUtensorMap weight_map,
@@ -281,7 +268,7 @@ __global__ void __launch_bounds__(block_threads, 1)
                                                    warpgroup);
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {  // one copy of long code
-        epilogue<T, kMode, kOptions>(upper, a, row + 64 * half, work.valid, column_tile);
+        epilogue<T, kMode>(upper, a, row + 64 * half, work.valid, column_tile);
 #pragma unroll
         for (int i = 0; i < 96; ++i) upper[i] = lower[i];
       }

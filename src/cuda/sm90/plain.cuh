@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The forward modes sums and sums_e without options, of at least two steps of depth: what
+// The forward modes without options, of at least two steps of depth: what
 // becomes of a tile's logits is worked out under the products of its other half and of the next
 // tile.
 //   its last step     the 64 upper rows' products, then the lower ones'; under these the upper
@@ -8,8 +8,9 @@
 // Exponentials start from the anchor z_t, which is known before the products, not from the tile's
 // maximum: none waits for another. The maximum is found beside them, and what is written is
 // relative to it. A row whose maximum is too far from the anchor is summed again, from its maximum.
-// E goes through shared memory to the copy engine. There is room for it in the last step but one:
-// its products are done, and these 16 KB a warpgroup are given back when the boxes have been read.
+// E and dz go through shared memory to the copy engine. There is room for it in the last step but
+// one: its products are done, and these 16 KB a warpgroup are given back when the boxes have been
+// read.
 #pragma once
 
 #include "src/cuda/sm90/forward.cuh"
@@ -26,11 +27,45 @@ constexpr uint64_t lower_left = left_block_bytes >> 4;  // of a descriptor
 // before the products, and the others get it from that lane.
 struct RowNeeds {
   int target;
-  float anchor;
+  float anchor;                             // z_t; dz: m
+  float log2_sum, factor, target_gradient;  // dz: log2 s, P, dz of the target
 };
+template <Mode kMode>
 __device__ inline RowNeeds load_needs(const Arguments& a, int row0, int valid) {
   const int quad = threadIdx.x % 4, row = row0 + 8 * (quad % 2) + 64 * (quad / 2);
-  return {find_target(a, row, valid), row < valid ? a.target_logit[row] : 0.0f};
+  RowNeeds r{find_target(a, row, valid), 0, 0, 0, 0};
+  if (row >= valid) return r;
+  if constexpr (kMode == Mode::dz) {
+    const RowStart start = load_start<kMode>(a, row, valid);
+    r.anchor = start.anchor, r.log2_sum = start.log2_sum, r.factor = start.factor;
+    r.target_gradient = a.target_gradient[row];
+  } else {
+    r.anchor = a.target_logit[row];
+  }
+  return r;
+}
+
+// The same of this thread's two rows of a half. Not dz: the anchor's exponent.
+struct Starts {
+  float anchor[2], log2_sum[2], factor[2], target_gradient[2];
+};
+template <Mode kMode>
+__device__ inline Starts find_starts(const RowNeeds& needs, int part) {
+  Starts s{};
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int from = threadIdx.x / 4 % 8 * 4 + 2 * part + h;
+    const float anchor = __shfl_sync(whole_warp, needs.anchor, from);
+    if constexpr (kMode == Mode::dz) {
+      s.anchor[h] = anchor;
+      s.log2_sum[h] = __shfl_sync(whole_warp, needs.log2_sum, from);
+      s.factor[h] = __shfl_sync(whole_warp, needs.factor, from);
+      s.target_gradient[h] = __shfl_sync(whole_warp, needs.target_gradient, from);
+    } else {
+      s.anchor[h] = fabsf(anchor) < most_anchor ? anchor * log2e : 0.0f;
+    }
+  }
+  return s;
 }
 
 // Of 64 rows: which elements of row h do not count, as i of their columns 8 i + {0, 1}. The
@@ -44,6 +79,18 @@ __device__ inline float element(const float (&d)[96], const Mask& mask, int i, i
   if constexpr (!kMasked) return x;
   const int column = 8 * i + c;
   return column == mask.target[h] || column >= mask.end[h] ? -infinity() : x;
+}
+
+// What becomes of an element.
+template <Mode kMode, bool kMasked>
+__device__ inline float exponential(float x, const Starts& starts, const Mask& mask, int column,
+                                    int h) {
+  if constexpr (kMode == Mode::dz) {
+    if (kMasked && column == mask.target[h]) return starts.target_gradient[h];
+    const float log2_p = fmaf(x - starts.anchor[h], log2e, -starts.log2_sum[h]);
+    return starts.factor[h] * exp2_fast(fminf(log2_p, 0.0f));
+  }
+  return exp2_fast(fmaf(x, log2e, -starts.anchor[h]));
 }
 
 // The sum of row h relative to its maximum, of this thread.
@@ -95,7 +142,7 @@ __device__ inline bool is_near(const Arguments& a, float distance) {
 
 // The exponentials of 64 rows, their sums and, if kept, the exponentials themselves.
 template <class T, Mode kMode, bool kMasked>
-__device__ inline void sum_rows(const float (&d)[96], const Mask& mask, const float (&start)[2],
+__device__ inline void sum_rows(const float (&d)[96], const Mask& mask, const Starts& starts,
                                 const HalfTile& at, const Arguments& a,
                                 const CUtensorMap* panel_map, const uint8_t* boxes, int warpgroup,
                                 RowSums* sums) {
@@ -111,8 +158,8 @@ __device__ inline void sum_rows(const float (&d)[96], const Mask& mask, const fl
       for (int n = 0; n < 4; ++n) {
         const int i = 8 * block + 2 * two + n / 2, h = n % 2;
         const float x = element<kMasked>(d, mask, i, h, 0), y = element<kMasked>(d, mask, i, h, 1);
-        const float e0 = exp2_fast(fmaf(x, log2e, -start[h]));
-        const float e1 = exp2_fast(fmaf(y, log2e, -start[h]));
+        const float e0 = exponential<kMode, kMasked>(x, starts, mask, 8 * i, h);
+        const float e1 = exponential<kMode, kMasked>(y, starts, mask, 8 * i + 1, h);
         maximum[h] = fmaxf(fmaxf(maximum[h], x), y);
         sum[h] += e0 + e1;
         if constexpr (stores) packed[n] = pack<T>(e0, e1);
@@ -129,16 +176,16 @@ __device__ inline void sum_rows(const float (&d)[96], const Mask& mask, const fl
       }
     }
   }
-  if constexpr (true) {
+  if constexpr (kMode != Mode::dz) {
     // Any lane alone says whether its row may be far: nobody waits for the others here.
     bool far = false;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) far |= !is_near(a, fmaf(maximum[h], log2e, -start[h]));
+    for (int h = 0; h < 2; ++h) far |= !is_near(a, fmaf(maximum[h], log2e, -starts.anchor[h]));
     if (__any_sync(whole_warp, far)) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float m = quad_max(maximum[h]);
-        if (!is_near(a, fmaf(m, log2e, -start[h]))) {
+        if (!is_near(a, fmaf(m, log2e, -starts.anchor[h]))) {
           sum[h] = sum_from_maximum<kMasked>(d, mask, h, m);
         }
       }
@@ -148,13 +195,8 @@ __device__ inline void sum_rows(const float (&d)[96], const Mask& mask, const fl
   }
 }
 
-__device__ inline float find_start(const RowNeeds& needs, int part, int h) {
-  const int from = threadIdx.x / 4 % 8 * 4 + 2 * part + h;
-  const float anchor = __shfl_sync(whole_warp, needs.anchor, from);
-  return fabsf(anchor) < most_anchor ? anchor * log2e : 0.0f;
-}
-
-// Targets, columns behind the last one, and of E rows behind the last one are rare: two copies.
+// Targets, columns behind the last one, and of panels rows behind the last one are rare: two
+// copies.
 template <class T, Mode kMode>
 __device__ inline void half_tile(const float (&d)[96], const RowNeeds& needs, const HalfTile& at,
                                  const Arguments& a, int valid, const CUtensorMap* panel_map,
@@ -162,32 +204,32 @@ __device__ inline void half_tile(const float (&d)[96], const RowNeeds& needs, co
   const int quad = threadIdx.x % 4, from = threadIdx.x % 32 - quad + 2 * at.part;
   const int column = static_cast<int>(a.first_column) + at.column_tile * tile_columns;
   const int left = min(tile_columns, static_cast<int>(a.first_column + a.columns) - column);
+  const Starts starts = find_starts<kMode>(needs, at.part);
   Mask mask;
-  float start[2];
   bool any = left < tile_columns;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int target = __shfl_sync(whole_warp, needs.target, from + h) - column;
-    start[h] = find_start(needs, at.part, h);
     mask.target[h] = target - 2 * quad;
     const bool exists = at.row + 8 * h < valid;
     mask.end[h] = kMode != Mode::sums && !exists ? -2 * quad : left - 2 * quad;
     any |= (target >= 0 && target < tile_columns) || (kMode != Mode::sums && !exists);
   }
   if (__any_sync(whole_warp, any)) {
-    sum_rows<T, kMode, true>(d, mask, start, at, a, panel_map, boxes, warpgroup, sums);
+    sum_rows<T, kMode, true>(d, mask, starts, at, a, panel_map, boxes, warpgroup, sums);
   } else {
-    sum_rows<T, kMode, false>(d, mask, start, at, a, panel_map, boxes, warpgroup, sums);
+    sum_rows<T, kMode, false>(d, mask, starts, at, a, panel_map, boxes, warpgroup, sums);
   }
 }
 
 // Under the next products.
 __device__ inline void write_sums(const RowSums& sums, const RowNeeds& needs, const HalfTile& at,
                                   const Arguments& a, int valid) {
+  const Starts starts = find_starts<Mode::sums>(needs, at.part);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const float maximum = quad_max(sums.maximum[h]);
-    const float distance = fmaf(maximum, log2e, -find_start(needs, at.part, h));
+    const float distance = fmaf(maximum, log2e, -starts.anchor[h]);
     const float factor = is_near(a, distance) ? exp2_fast(-distance) : 1.0f;
     const float sum = quad_sum(sums.sum[h]);
     const int row = at.row + 8 * h;
@@ -241,7 +283,7 @@ __device__ inline void plain_tiles(const CUtensorMap* panel_map, const Pipeline&
     work.schedule.find(t, &row_cluster, &column_tile);
     const int row = row_cluster * cluster_rows + static_cast<int>(cluster_rank()) * tile_rows +
                     thread_row(warpgroup);
-    const RowNeeds needs = load_needs(a, row, work.valid);
+    const RowNeeds needs = load_needs<kMode>(a, row, work.valid);
     if (stores && lent >= 0 && signals == 0) {
       stores_wait();
       arrive_at(pipeline.empty + lent, 0);
@@ -291,12 +333,12 @@ __device__ inline void plain_tiles(const CUtensorMap* panel_map, const Pipeline&
     // Behind the last tile: of whatever lies there, for nothing.
     if (t < work.schedule.tiles()) wait(pipeline.full + ring.stage, ring.phase);
     multiply_rows<T>(upper, now.left, now.right, true);
-    write_sums(sums, needs, above, a, work.valid);
+    if constexpr (kMode != Mode::dz) write_sums(sums, needs, above, a, work.valid);
     products_wait<1>();
     release(previous);
     half_tile<T, kMode>(lower, needs, below, a, work.valid, panel_map, boxes, warpgroup, &sums);
     multiply_rows<T>(lower, now.left + lower_left, now.right, true);
-    write_sums(sums, needs, below, a, work.valid);
+    if constexpr (kMode != Mode::dz) write_sums(sums, needs, below, a, work.valid);
   } while (t < work.schedule.tiles());
   products_wait<0>();
   if (stores && signals == 0) stores_wait();
