@@ -7,6 +7,10 @@
 
 namespace logitless::cuda {
 
+// E = exp(z - z_t) serves an anchor z_t up to this magnitude; beyond, its rounding is an exponent,
+// and the row is made again.
+constexpr float most_anchor = 0x1p20f;
+
 // How many rows of the chunk count: the first ones.
 __device__ inline int valid_rows(const Chunk& chunk) {
   const int64_t left = chunk.tokens.scalars->valid - chunk.first;

@@ -135,7 +135,7 @@ __device__ float write_factors(const RowsArguments& a, int row, const RowState& 
   const float p = exp_any((z - state.reference) - state.log_sum);
   RowFactors f{g.probability * p, g.smoothing, 0, 0};
   const float onehot = fabsf(g.onehot), probability = fabsf(g.probability);
-  const bool far = state.reference - z > most_nats;
+  const bool far = state.reference - z > most_nats || fabsf(z) >= most_anchor;
   const bool steep = onehot > most_onehot * probability;
   // A factor that f32, or the scaled input's 16 bits, would lose: a tiny token weight, say.
   const bool faint = fabsf(f.scale) < 0x1p-96f && fmaxf(onehot, probability) > 0;

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "src/cuda/sm90/forward.h"
 
+#include <algorithm>
 #include <cmath>
 
-#include "src/cuda/sm90/forward.cuh"
+#include "src/cuda/sm90/plain.cuh"
 #include "src/cuda/sm90/tensor_map.h"
 
 namespace logitless::cuda::sm90 {
@@ -26,12 +27,12 @@ Operands make_operands(const LinearCall& call, const LinearPlan& plan, const Lin
           make_map(weight, s.dtype, s.vocab, hidden, stride, half_right_rows, stream)};
 }
 
-template <class T, Mode kMode, bool kOptions>
-void launch_kernel(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                   const Arguments& arguments, const DeviceInfo& device, Stream* stream) {
+template <class T, Mode kMode>
+void launch_options(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                    const Arguments& arguments, const DeviceInfo& device, Stream* stream) {
   const Operands operands = make_operands(call, plan, m, arguments.chunk, stream);
   const unsigned blocks = static_cast<unsigned>(device.multiprocessors / 2 * 2);
-  stream->launch_config("sm90 forward", forward_kernel<T, kMode, kOptions>,
+  stream->launch_config("sm90 forward", forward_kernel<T, kMode>,
                         LaunchShape{blocks, block_threads, shared_bytes, 2}, operands.input,
                         operands.weight, arguments);
 }
@@ -43,12 +44,29 @@ bool plain(const LinearCall& call) {
 }
 
 template <class T, Mode kMode>
+void launch_plain(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                  Arguments arguments, const DeviceInfo& device, Stream* stream) {
+  arguments.depth_tiles = std::max(arguments.depth_tiles, 2);  // behind D are zeros
+  const Operands operands = make_operands(call, plan, m, arguments.chunk, stream);
+  CUtensorMap panel_map{};
+  if constexpr (kMode != Mode::sums) {
+    const Panel& panel = arguments.panel;
+    panel_map = make_panel_map(panel.data, call.shape.dtype, panel.pitch, arguments.panel_end / 64,
+                               box_rows, 1, stream);
+  }
+  const unsigned blocks = static_cast<unsigned>(device.multiprocessors / 2 * 2);
+  stream->launch_config("sm90 plain forward", plain_forward_kernel<T, kMode>,
+                        LaunchShape{blocks, block_threads, shared_bytes, 2}, operands.input,
+                        operands.weight, panel_map, arguments);
+}
+
+template <class T, Mode kMode>
 void launch(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
             const Arguments& arguments, const DeviceInfo& device, Stream* stream) {
   if (plain(call)) {
-    launch_kernel<T, kMode, false>(call, plan, m, arguments, device, stream);
+    launch_plain<T, kMode>(call, plan, m, arguments, device, stream);
   } else {
-    launch_kernel<T, kMode, true>(call, plan, m, arguments, device, stream);
+    launch_options<T, kMode>(call, plan, m, arguments, device, stream);
   }
 }
 
@@ -59,6 +77,10 @@ Partials from_segment(Partials p, int64_t segment) {
   if (p.argmax != nullptr) p.argmax += segment;
   return p;
 }
+
+// The sum's error grows with the distance of its anchor, its bound (docs/semantics.md) with log2 of
+// the vocabulary V: 2 (3 + log2 V) nats, of the shape alone, so that no plan changes a bit.
+float most_distance(int64_t vocab) { return 2.885f * (3 + std::log2(static_cast<float>(vocab))); }
 
 Arguments make_arguments(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
                          int64_t first, int64_t columns, const Panel& panel) {
@@ -72,6 +94,7 @@ Arguments make_arguments(const LinearCall& call, const LinearMemory& m, const Ch
           .columns = columns,
           .panel_end = (panel.columns + 63) / 64 * 64,
           .depth_tiles = static_cast<int32_t>((call.shape.hidden + tile_depth - 1) / tile_depth),
+          .most_distance = most_distance(call.shape.vocab),
           .options = {.map = call.map,
                       .bias = m.bias_row,
                       .class_weight = m.class_weights,
@@ -105,7 +128,7 @@ void forward(const LinearCall& call, const LinearPlan& plan, const LinearMemory&
       launch<__nv_bfloat16, Mode::sums>(call, plan, m, arguments, device, stream);
     }
   } else if (call.shape.forms_dz) {
-    launch_kernel<__nv_bfloat16, Mode::sums_kept, true>(call, plan, m, arguments, device, stream);
+    launch_options<__nv_bfloat16, Mode::sums_kept>(call, plan, m, arguments, device, stream);
   } else {
     launch<__nv_bfloat16, Mode::sums_e>(call, plan, m, arguments, device, stream);
   }

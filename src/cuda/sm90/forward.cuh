@@ -5,7 +5,8 @@
 //   sums_e   the same, and E = exp(z - z_target) in the input's dtype
 //   sums_kept  the same without the softcap's slope, and near the cap what is left to it
 //   dz       P exp(z - lse), with P p - o at the target
-// kOptions: bias, the map from raw to z, more statistics, more terms of dz (options.cuh).
+// Here with any of the options: bias, the map from raw to z, more statistics, more terms of dz
+// (options.cuh). Without them: plain.cuh.
 // The tile and its pipeline: tile.cuh. Rows of tiles run fastest in groups of 2048 tokens, then the
 // vocabulary.
 #pragma once
@@ -29,11 +30,11 @@ struct Arguments {
   int64_t first_column, columns;  // of the vocabulary
   int64_t panel_end;              // whole blocks: behind the last column they are zeros
   int32_t depth_tiles;
+  float most_distance;  // plain.cuh: log2 of a tile's maximum above the anchor's exponential
   TileOptions options;
 };
 
-// The target's column of the view, or one that is in no tile: asked for before the products. What
-// else a row needs is asked for as its epilogue begins; no more registers are free till then.
+// The target's column of the view, or one that is in no tile.
 __device__ inline int find_target(const Arguments& a, int row, int valid) {
   return row < valid ? a.chunk.tokens.target[a.chunk.first + row] : -1;
 }
@@ -60,20 +61,18 @@ __device__ inline RowStart load_start(const Arguments& a, int row, int valid) {
 
 // 64 x 192 logits of a warpgroup; its thread's elements of row `h` (0 or 1) are d[4 i + 2 h + {0,
 // 1}] at columns 8 i + 2 (lane % 4) + {0, 1}.
-template <class T, Mode kMode, bool kOptions>
-__device__ inline void epilogue(float (&d)[96], const int (&targets)[2], const Arguments& a,
-                                int row0, int valid, int column_tile) {
+template <class T, Mode kMode>
+__device__ inline void epilogue(float (&d)[96], const Arguments& a, int row0, int valid,
+                                int column_tile) {
   const int lane = threadIdx.x % 32, quad = lane % 4;
   const int column = static_cast<int>(a.first_column) + column_tile * tile_columns;
   const int left = min(tile_columns, static_cast<int>(a.first_column + a.columns) - column);
-  if constexpr (kOptions) map_tile(d, a.options, column);
+  map_tile(d, a.options, column);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int row = row0 + 8 * h;
     const RowStart start = load_start<kMode>(a, row, valid);
-    // The others have no register left for it during the products.
-    const bool known = kMode == Mode::sums && !kOptions;
-    const int target = (known ? targets[h] : find_target(a, row, valid)) - column;
+    const int target = find_target(a, row, valid) - column;
     const bool has_target = target >= 0 && target < tile_columns;
     const int own = has_target ? target - 2 * quad : -1;
     if (kMode != Mode::dz && has_target) {
@@ -94,20 +93,10 @@ __device__ inline void epilogue(float (&d)[96], const int (&targets)[2], const A
       const auto log2_p = [&](float x) {
         return fminf(fmaf(x - start.anchor, log2e, -start.log2_sum), 0.0f);
       };
-      if constexpr (kOptions) {
-        const RowGradient* terms = a.gradients + min(row, valid - 1);
-        each_of_row(d, h, [&](float& x, int j) {
-          x = draw_of(a.options, start.factor, *terms, x, log2_p(x), column + j, j < left);
-        });
-      } else {
-#pragma unroll
-        for (int i = 0; i < 24; ++i) {
-          float& x = d[4 * i + 2 * h];
-          float& y = d[4 * i + 2 * h + 1];
-          x = start.factor * exp2_fast(log2_p(x));
-          y = start.factor * exp2_fast(log2_p(y));
-        }
-      }
+      const RowGradient* terms = a.gradients + min(row, valid - 1);
+      each_of_row(d, h, [&](float& x, int j) {
+        x = draw_of(a.options, start.factor, *terms, x, log2_p(x), column + j, j < left);
+      });
       if (has_target) {
         const float x = a.target_gradient[row];
 #pragma unroll
@@ -133,27 +122,25 @@ __device__ inline void epilogue(float (&d)[96], const int (&targets)[2], const A
         // Finite, so that columns behind the last one stay 0; a row that needs more is made again.
         lift = fminf(exp_any(maximum - start.anchor), 0x1p127f);
       }
-      if constexpr (kOptions) {
-        const int64_t at = int64_t{row} * a.partials.segments + column_tile;
-        const bool writes = quad == 0 && row < valid;
-        if (a.partials.weighted != nullptr) {
-          const float sum = weighted_sum(d, h, a.options, column, left, target);
-          if (writes) a.partials.weighted[at] = sum;
-        }
-        if (a.partials.argmax != nullptr) {
-          const int lowest = lowest_column(d, h, maximum);
-          if (writes) a.partials.argmax[at] = column + (lowest == INT32_MAX ? 0 : lowest);
-        }
-        if (a.partials.shifted != nullptr) {
-          const float sum = shifted_sum(d, h, reference);
-          if (writes) a.partials.shifted[at] = sum;
-        }
+      const int64_t at = int64_t{row} * a.partials.segments + column_tile;
+      const bool writes = quad == 0 && row < valid;
+      if (a.partials.weighted != nullptr) {
+        const float sum = weighted_sum(d, h, a.options, column, left, target);
+        if (writes) a.partials.weighted[at] = sum;
+      }
+      if (a.partials.argmax != nullptr) {
+        const int lowest = lowest_column(d, h, maximum);
+        if (writes) a.partials.argmax[at] = column + (lowest == INT32_MAX ? 0 : lowest);
+      }
+      if (a.partials.shifted != nullptr) {
+        const float sum = shifted_sum(d, h, reference);
+        if (writes) a.partials.shifted[at] = sum;
       }
       float s0 = 0, s1 = 0;
-      const bool caps = kOptions && kMode == Mode::sums_e && a.options.map.capped;
+      const bool caps = kMode == Mode::sums_e && a.options.map.capped;
 #pragma unroll
       for (int i = 0; i < 24; ++i) {
-        if (kOptions && i % 4 == 0 && again(!caps)) asm volatile("");
+        if (i % 4 == 0 && again(!caps)) asm volatile("");
         float& x = d[4 * i + 2 * h];
         float& y = d[4 * i + 2 * h + 1];
         // Not fma(x, log2(e), -m log2(e)): its rounding is an exponent where |m| is large.
@@ -165,19 +152,18 @@ __device__ inline void epilogue(float (&d)[96], const int (&targets)[2], const A
           x = fabsf(x) > a.options.near_cap ? encode_left(a.options.map, x) : e0 * lift;
           y = fabsf(y) > a.options.near_cap ? encode_left(a.options.map, y) : e1 * lift;
         } else if constexpr (kMode != Mode::sums) {
-          x = kOptions && caps ? capped(a.options, x, e0) * lift : e0 * lift;
-          y = kOptions && caps ? capped(a.options, y, e1) * lift : e1 * lift;
+          x = caps ? capped(a.options, x, e0) * lift : e0 * lift;
+          y = caps ? capped(a.options, y, e1) * lift : e1 * lift;
         }
       }
       // A capped column that is left out is 0 inf. The target's is written later.
-      if (kOptions && kMode != Mode::sums && caps && left < tile_columns) {
+      if (kMode != Mode::sums && caps && left < tile_columns) {
         each_of_row(d, h, [&](float& x, int j) { x = j < left ? x : 0.0f; });
       }
       float sum = s0 + s1;
       sum += __shfl_xor_sync(whole_warp, sum, 1);
       sum += __shfl_xor_sync(whole_warp, sum, 2);
-      if (quad == 0 && row < valid) {
-        const int64_t at = row * a.partials.segments + column_tile;
+      if (writes) {
         a.partials.maximum[at] = maximum;
         a.partials.sum[at] = sum;
       }
@@ -208,7 +194,46 @@ __device__ inline void epilogue(float (&d)[96], const int (&targets)[2], const A
   }
 }
 
-template <class T, Mode kMode, bool kOptions>
+// Read where it is used: the registers are the logits'.
+struct ForwardWork {
+  int valid;
+  Schedule schedule;
+};
+__device__ inline ForwardWork find_work(const Arguments& a) {
+  const int valid = valid_rows(a.chunk);
+  return {valid,
+          {(valid + cluster_rows - 1) / cluster_rows,
+           static_cast<int>((a.columns + tile_columns - 1) / tile_columns), group_clusters}};
+}
+
+// The first warpgroup: a lane an operand, so that neither keeps more than one address.
+__device__ inline void copy_tiles(const CUtensorMap* input_map, const CUtensorMap* weight_map,
+                                  const Pipeline& pipeline, const Schedule& schedule,
+                                  const Arguments& a) {
+  const bool is_input = threadIdx.x == 0;
+  const int rank = static_cast<int>(cluster_rank());
+  const uint32_t offset = is_input ? 0 : left_bytes + rank * half_right_bytes;
+  Ring ring;
+  for (int t = blockIdx.x / 2; t < schedule.tiles(); t += gridDim.x / 2) {
+    int row_cluster, column_tile;
+    schedule.find(t, &row_cluster, &column_tile);
+    const int row = is_input ? row_cluster * cluster_rows + rank * tile_rows
+                             : static_cast<int>(a.first_column) + column_tile * tile_columns +
+                                   rank * half_right_rows;
+    for (int k = 0; k < a.depth_tiles; ++k, ring.next()) {
+      uint64_t* full = pipeline.full + ring.stage;
+      wait(pipeline.empty + ring.stage, ring.phase ^ 1);
+      if (is_input) {
+        expect_bytes(full, stage_bytes);
+        load_box(input_map, full, pipeline.left(ring.stage), k * tile_depth, row);
+      } else {
+        load_box_to(weight_map, full, pipeline.left(ring.stage) + offset, k * tile_depth, row, 3);
+      }
+    }
+  }
+}
+
+template <class T, Mode kMode>
 __global__ void __launch_bounds__(block_threads, 1)
     forward_kernel(const __grid_constant__ CUtensorMap input_map,
                    const __grid_constant__ CUtensorMap weight_map,
@@ -217,78 +242,35 @@ __global__ void __launch_bounds__(block_threads, 1)
   extern __shared__ uint8_t dynamic[];
   const int warpgroup = __shfl_sync(whole_warp, static_cast<int>(threadIdx.x / 128), 0);
   const uint32_t rank = cluster_rank();
-  // Read where it is used: the registers are the logits'.
-  struct Work {
-    int valid;
-    Schedule schedule;
-  };
-  __shared__ Work work;
+  __shared__ ForwardWork work;
   if (threadIdx.x == 0) {
     prefetch_map(&input_map);
     prefetch_map(&weight_map);
   }
   const Pipeline pipeline = open_pipeline(dynamic);
-  if (threadIdx.x == 0) {
-    work.valid = valid_rows(a.chunk);
-    work.schedule = {(work.valid + cluster_rows - 1) / cluster_rows,
-                     static_cast<int>((a.columns + tile_columns - 1) / tile_columns),
-                     group_clusters};
-  }
+  if (threadIdx.x == 0) work = find_work(a);
   cluster_sync();
   const Schedule& schedule = work.schedule;
-  const int clusters = gridDim.x / 2, cluster = blockIdx.x / 2;
-  Ring ring;
   if (warpgroup == 0) {
     fewer_registers<40>();
-    // A lane an operand, so that neither keeps more than one address.
-    const bool is_input = threadIdx.x == 0;
-    if (threadIdx.x < 2) {
-      const uint32_t offset = is_input ? 0 : left_bytes + rank * half_right_bytes;
-      for (int t = cluster; t < schedule.tiles(); t += clusters) {
-        int row_cluster, column_tile;
-        schedule.find(t, &row_cluster, &column_tile);
-        const int row = is_input ? row_cluster * cluster_rows + static_cast<int>(rank) * tile_rows
-                                 : static_cast<int>(a.first_column) + column_tile * tile_columns +
-                                       static_cast<int>(rank) * half_right_rows;
-        for (int k = 0; k < a.depth_tiles; ++k, ring.next()) {
-          uint64_t* full = pipeline.full + ring.stage;
-          wait(pipeline.empty + ring.stage, ring.phase ^ 1);
-          if (is_input) {
-            expect_bytes(full, stage_bytes);
-            load_box(&input_map, full, pipeline.left(ring.stage), k * tile_depth, row);
-          } else {
-            load_box_to(&weight_map, full, pipeline.left(ring.stage) + offset, k * tile_depth, row,
-                        3);
-          }
-        }
-      }
-    }
+    if (threadIdx.x < 2) copy_tiles(&input_map, &weight_map, pipeline, schedule, a);
     __syncwarp();
   } else {
     more_registers<232>();
     float upper[96], lower[96];
-    for (int t = cluster; t < schedule.tiles(); t += clusters) {
+    Ring ring;
+    for (int t = blockIdx.x / 2; t < schedule.tiles(); t += gridDim.x / 2) {
       int row_cluster, column_tile;
       schedule.find(t, &row_cluster, &column_tile);
-      const int valid = work.valid;
       const int row =
           row_cluster * cluster_rows + static_cast<int>(rank) * tile_rows + thread_row(warpgroup);
-      const int upper_targets[2] = {find_target(a, row, valid), find_target(a, row + 8, valid)};
-      const int lower_targets[2] = {find_target(a, row + 64, valid),
-                                    find_target(a, row + 72, valid)};
       multiply_tile<T, Along::depth, Along::depth>(upper, lower, a.depth_tiles, pipeline, &ring,
                                                    warpgroup);
-      if constexpr (kOptions || kMode != Mode::sums) {  // one copy of long code
 #pragma unroll 1
-        for (int half = 0; half < 2; ++half) {
-          epilogue<T, kMode, kOptions>(upper, upper_targets, a, row + 64 * half, valid,
-                                       column_tile);
+      for (int half = 0; half < 2; ++half) {  // one copy of long code
+        epilogue<T, kMode>(upper, a, row + 64 * half, work.valid, column_tile);
 #pragma unroll
-          for (int i = 0; i < 96; ++i) upper[i] = lower[i];
-        }
-      } else {
-        epilogue<T, kMode, kOptions>(upper, upper_targets, a, row, valid, column_tile);
-        epilogue<T, kMode, kOptions>(lower, lower_targets, a, row + 64, valid, column_tile);
+        for (int i = 0; i < 96; ++i) upper[i] = lower[i];
       }
     }
   }

@@ -64,6 +64,11 @@ __device__ inline void cluster_sync() {
           : "memory");
 }
 
+// Of a warpgroup's 128 threads.
+__device__ inline void group_sync(int warpgroup) {
+  asm volatile("bar.sync %0, 128;" ::"r"(warpgroup) : "memory");
+}
+
 template <int kRegisters>
 __device__ inline void more_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));

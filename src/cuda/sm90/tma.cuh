@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The copy engine (TMA): boxes of a matrix to shared memory, 128-byte swizzled.
+// The copy engine (TMA): boxes of a matrix to shared memory and back, 128-byte swizzled.
 #pragma once
 
 #include <cuda.h>
@@ -45,6 +45,30 @@ __device__ inline void load_box_to(const CUtensorMap* map, uint64_t* barrier, vo
       ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(to)),
       "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row), "h"(mask)
       : "memory");
+}
+
+// What this thread wrote to shared memory is seen by the copies that start behind a barrier.
+__device__ inline void fence_copies() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+// A box of a map in blocks from shared memory; what lies outside of the map is not written. It is
+// read once, much later: it leaves the L2 cache first.
+__device__ inline void store_box(const CUtensorMap* map, const void* from, int32_t row,
+                                 int32_t block) {
+  asm volatile(
+      "{\n"
+      ".reg .b64 policy;\n"
+      "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group.L2::cache_hint"
+      " [%0, {%2, %3, %4}], [%1], policy;\n"
+      "cp.async.bulk.commit_group;\n"
+      "}\n" ::"l"(map),
+      "r"(shared_address(from)), "r"(0), "r"(row), "r"(block)
+      : "memory");
+}
+// The boxes that this thread has stored are read: their memory is free.
+__device__ inline void stores_wait() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 }  // namespace logitless::cuda::sm90

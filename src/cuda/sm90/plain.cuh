@@ -1,0 +1,377 @@
+// SPDX-License-Identifier: Apache-2.0
+// The forward modes without options, of at least two steps of depth: what
+// becomes of a tile's logits is worked out under the products of its other half and of the next
+// tile.
+//   its last step     the 64 upper rows' products, then the lower ones'; under these the upper
+//                     rows' exponentials
+//   the next tile's   first step, of the upper rows; under that the lower rows' exponentials
+// Exponentials start from the anchor z_t, which is known before the products, not from the tile's
+// maximum: none waits for another. The maximum is found beside them, and what is written is
+// relative to it. A row whose maximum is too far from the anchor is summed again, from its maximum.
+// E and dz go through shared memory to the copy engine. There is room for it in the last step but
+// one: its products are done, and these 16 KB a warpgroup are given back when the boxes have been
+// read.
+#pragma once
+
+#include "src/cuda/sm90/forward.cuh"
+
+namespace logitless::cuda::sm90 {
+
+// log2 of a tile's maximum, relative to the anchor: below, exponentials that count may be 0.
+constexpr float least_distance = -100.0f;
+
+constexpr int box_rows = 64, box_bytes = box_rows * 128;
+constexpr uint64_t lower_left = left_block_bytes >> 4;  // of a descriptor
+
+// A quad of lanes shares four rows, row0 + 0, 8, 64, 72: each lane asks for what one of them needs,
+// before the products, and the others get it from that lane.
+struct RowNeeds {
+  int target;
+  float anchor;                             // z_t; dz: m
+  float log2_sum, factor, target_gradient;  // dz: log2 s, P, dz of the target
+};
+template <Mode kMode>
+__device__ inline RowNeeds load_needs(const Arguments& a, int row0, int valid) {
+  const int quad = threadIdx.x % 4, row = row0 + 8 * (quad % 2) + 64 * (quad / 2);
+  RowNeeds r{find_target(a, row, valid), 0, 0, 0, 0};
+  if (row >= valid) return r;
+  if constexpr (kMode == Mode::dz) {
+    const RowStart start = load_start<kMode>(a, row, valid);
+    r.anchor = start.anchor, r.log2_sum = start.log2_sum, r.factor = start.factor;
+    r.target_gradient = a.target_gradient[row];
+  } else {
+    r.anchor = a.target_logit[row];
+  }
+  return r;
+}
+
+// The same of this thread's two rows of a half. Not dz: the anchor's exponent.
+struct Starts {
+  float anchor[2], log2_sum[2], factor[2], target_gradient[2];
+};
+template <Mode kMode>
+__device__ inline Starts find_starts(const RowNeeds& needs, int part) {
+  Starts s{};
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int from = threadIdx.x / 4 % 8 * 4 + 2 * part + h;
+    const float anchor = __shfl_sync(whole_warp, needs.anchor, from);
+    if constexpr (kMode == Mode::dz) {
+      s.anchor[h] = anchor;
+      s.log2_sum[h] = __shfl_sync(whole_warp, needs.log2_sum, from);
+      s.factor[h] = __shfl_sync(whole_warp, needs.factor, from);
+      s.target_gradient[h] = __shfl_sync(whole_warp, needs.target_gradient, from);
+    } else {
+      s.anchor[h] = fabsf(anchor) < most_anchor ? anchor * log2e : 0.0f;
+    }
+  }
+  return s;
+}
+
+// Of 64 rows: which elements of row h do not count, as i of their columns 8 i + {0, 1}. The
+// accumulators themselves stay as they are: products are in flight.
+struct Mask {
+  int target[2], end[2];
+};
+template <bool kMasked>
+__device__ inline float element(const float (&d)[96], const Mask& mask, int i, int h, int c) {
+  const float x = d[4 * i + 2 * h + c];
+  if constexpr (!kMasked) return x;
+  const int column = 8 * i + c;
+  return column == mask.target[h] || column >= mask.end[h] ? -infinity() : x;
+}
+
+// What becomes of an element.
+template <Mode kMode, bool kMasked>
+__device__ inline float exponential(float x, const Starts& starts, const Mask& mask, int column,
+                                    int h) {
+  if constexpr (kMode == Mode::dz) {
+    if (kMasked && column == mask.target[h]) return starts.target_gradient[h];
+    const float log2_p = fmaf(x - starts.anchor[h], log2e, -starts.log2_sum[h]);
+    return starts.factor[h] * exp2_fast(fminf(log2_p, 0.0f));
+  }
+  return exp2_fast(fmaf(x, log2e, -starts.anchor[h]));
+}
+
+// The sum of row h relative to its maximum, of this thread.
+template <bool kMasked>
+__device__ inline float sum_from_maximum(const float (&d)[96], const Mask& mask, int h,
+                                         float maximum) {
+  // Of -inf alone: every exponential is 0, and a NaN stays.
+  const float reference = maximum == -infinity() ? 0.0f : maximum;
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < 24; ++i) {
+    if (i % 4 == 0 && again(false)) break;
+    // Not fma(x, log2(e), -m log2(e)): its rounding is an exponent where |m| is large.
+    sum += exp2_fast((element<kMasked>(d, mask, i, h, 0) - reference) * log2e) +
+           exp2_fast((element<kMasked>(d, mask, i, h, 1) - reference) * log2e);
+  }
+  return sum;
+}
+
+// Where 64 rows of a tile lie.
+struct HalfTile {
+  int row;                // this thread's first one
+  int column_tile, part;  // upper: 0, lower: 1
+};
+
+// Four 8 x 8 blocks of a warp's 16 rows of a box, 16 columns: `two` of 4.
+__device__ inline void write_matrices(const uint8_t* box, int two, const uint32_t (&x)[4]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+  const int chunk = (2 * two + lane / 16) ^ lane % 8;  // swizzled
+  const uint32_t to = shared_address(box) + (16 * warp + lane % 16) * 128 + chunk * 16;
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+               "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
+// Of a thread's two rows: the maximum of its elements, and their sum, which is relative to the
+// anchor, or to the row's maximum where that is too far from it.
+struct RowSums {
+  float maximum[2], sum[2];
+};
+
+__device__ inline float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(whole_warp, x, 1));
+  return fmaxf(x, __shfl_xor_sync(whole_warp, x, 2));
+}
+__device__ inline bool is_near(const Arguments& a, float distance) {
+  return distance > least_distance && distance < a.most_distance;
+}
+
+// The exponentials of 64 rows, their sums and, if kept, the exponentials themselves.
+template <class T, Mode kMode, bool kMasked>
+__device__ inline void sum_rows(const float (&d)[96], const Mask& mask, const Starts& starts,
+                                const HalfTile& at, const Arguments& a,
+                                const CUtensorMap* panel_map, const uint8_t* boxes, int warpgroup,
+                                RowSums* sums) {
+  constexpr bool stores = kMode != Mode::sums;
+  float maximum[2] = {-infinity(), -infinity()}, sum[2] = {0, 0};
+#pragma unroll
+  for (int block = 0; block < 3; ++block) {
+    const uint8_t* box = boxes + (at.part + block) % 2 * box_bytes;
+#pragma unroll
+    for (int two = 0; two < 4; ++two) {
+      uint32_t packed[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const int i = 8 * block + 2 * two + n / 2, h = n % 2;
+        const float x = element<kMasked>(d, mask, i, h, 0), y = element<kMasked>(d, mask, i, h, 1);
+        const float e0 = exponential<kMode, kMasked>(x, starts, mask, 8 * i, h);
+        const float e1 = exponential<kMode, kMasked>(y, starts, mask, 8 * i + 1, h);
+        maximum[h] = fmaxf(fmaxf(maximum[h], x), y);
+        sum[h] += e0 + e1;
+        if constexpr (stores) packed[n] = pack<T>(e0, e1);
+      }
+      if constexpr (stores) write_matrices(box, two, packed);
+    }
+    if constexpr (stores) {
+      fence_copies();
+      if (threadIdx.x % 128 == 0) stores_wait();  // so that the other box is free
+      group_sync(warpgroup);
+      if (threadIdx.x % 128 == 0) {
+        const int first = static_cast<int>(a.first_column - a.panel.first) / 64;
+        store_box(panel_map, box, at.row, first + 3 * at.column_tile + block);
+      }
+    }
+  }
+  if constexpr (kMode != Mode::dz) {
+    // Any lane alone says whether its row may be far: nobody waits for the others here.
+    bool far = false;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) far |= !is_near(a, fmaf(maximum[h], log2e, -starts.anchor[h]));
+    if (__any_sync(whole_warp, far)) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float m = quad_max(maximum[h]);
+        if (!is_near(a, fmaf(m, log2e, -starts.anchor[h]))) {
+          sum[h] = sum_from_maximum<kMasked>(d, mask, h, m);
+        }
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) sums->maximum[h] = maximum[h], sums->sum[h] = sum[h];
+  }
+}
+
+// Targets, columns behind the last one, and of panels rows behind the last one are rare: two
+// copies.
+template <class T, Mode kMode>
+__device__ inline void half_tile(const float (&d)[96], const RowNeeds& needs, const HalfTile& at,
+                                 const Arguments& a, int valid, const CUtensorMap* panel_map,
+                                 const uint8_t* boxes, int warpgroup, RowSums* sums) {
+  const int quad = threadIdx.x % 4, from = threadIdx.x % 32 - quad + 2 * at.part;
+  const int column = static_cast<int>(a.first_column) + at.column_tile * tile_columns;
+  const int left = min(tile_columns, static_cast<int>(a.first_column + a.columns) - column);
+  const Starts starts = find_starts<kMode>(needs, at.part);
+  Mask mask;
+  bool any = left < tile_columns;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int target = __shfl_sync(whole_warp, needs.target, from + h) - column;
+    mask.target[h] = target - 2 * quad;
+    const bool exists = at.row + 8 * h < valid;
+    mask.end[h] = kMode != Mode::sums && !exists ? -2 * quad : left - 2 * quad;
+    any |= (target >= 0 && target < tile_columns) || (kMode != Mode::sums && !exists);
+  }
+  if (__any_sync(whole_warp, any)) {
+    sum_rows<T, kMode, true>(d, mask, starts, at, a, panel_map, boxes, warpgroup, sums);
+  } else {
+    sum_rows<T, kMode, false>(d, mask, starts, at, a, panel_map, boxes, warpgroup, sums);
+  }
+}
+
+// Under the next products.
+__device__ inline void write_sums(const RowSums& sums, const RowNeeds& needs, const HalfTile& at,
+                                  const Arguments& a, int valid) {
+  const Starts starts = find_starts<Mode::sums>(needs, at.part);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float maximum = quad_max(sums.maximum[h]);
+    const float distance = fmaf(maximum, log2e, -starts.anchor[h]);
+    const float factor = is_near(a, distance) ? exp2_fast(-distance) : 1.0f;
+    const float sum = quad_sum(sums.sum[h]);
+    const int row = at.row + 8 * h;
+    if (threadIdx.x % 4 == 0 && row < valid) {
+      const int64_t to = row * a.partials.segments + at.column_tile;
+      a.partials.maximum[to] = maximum;
+      a.partials.sum[to] = sum * factor;
+    }
+  }
+}
+
+// One step's products of 64 rows; `first`: on top of nothing.
+template <class T>
+__device__ inline void multiply_rows(float (&d)[96], uint64_t left, uint64_t right, bool first) {
+  products_begin();
+#pragma unroll
+  for (int step = 0; step < tile_depth / 16; ++step) {
+    product_64x192<T, Along::depth, Along::depth>(d, left + left_step<Along::depth>(step),
+                                                  right + right_step<Along::depth>(step),
+                                                  !first || step > 0);
+  }
+  products_commit();
+}
+
+// A warpgroup's stage of the ring, as descriptors.
+struct Operands {
+  uint64_t left, right;
+  __device__ Operands(const Pipeline& pipeline, int stage, int warpgroup)
+      : left(descriptor(pipeline.left(stage) + (warpgroup - 1) * 2 * left_block_bytes, 16)),
+        right(descriptor(pipeline.right(stage), right_block_bytes)) {}
+};
+
+template <class T, Mode kMode>
+__device__ inline void plain_tiles(const CUtensorMap* panel_map, const Pipeline& pipeline,
+                                   const ForwardWork& work, int warpgroup, const Arguments& a) {
+  constexpr bool stores = kMode != Mode::sums;
+  float upper[96], lower[96];
+  const uint32_t signals = threadIdx.x % 128;
+  const auto release = [&](int stage) {
+    if (signals < 2) arrive_at(pipeline.empty + stage, signals);
+  };
+  Ring ring;
+  int lent = -1, t = blockIdx.x / 2;
+  if (t >= work.schedule.tiles()) return;
+  wait(pipeline.full + ring.stage, ring.phase);
+  Operands now(pipeline, ring.stage, warpgroup);
+  multiply_rows<T>(upper, now.left, now.right, true);
+  multiply_rows<T>(lower, now.left + lower_left, now.right, true);
+  do {  // the first step is under way
+    int row_cluster, column_tile;
+    work.schedule.find(t, &row_cluster, &column_tile);
+    const int row = row_cluster * cluster_rows + static_cast<int>(cluster_rank()) * tile_rows +
+                    thread_row(warpgroup);
+    const RowNeeds needs = load_needs<kMode>(a, row, work.valid);
+    if (stores && lent >= 0 && signals == 0) {
+      stores_wait();
+      arrive_at(pipeline.empty + lent, 0);
+      arrive_at(pipeline.empty + lent, 1);
+    }
+    int previous = ring.stage;
+    ring.next();
+    now = Operands(pipeline, ring.stage, warpgroup);
+#pragma unroll 1
+    for (int k = 2; k < a.depth_tiles; ++k) {
+      wait(pipeline.full + ring.stage, ring.phase);
+      products_begin();
+#pragma unroll
+      for (int step = 0; step < tile_depth / 16; ++step) {
+        const uint64_t l = now.left + left_step<Along::depth>(step),
+                       r = now.right + right_step<Along::depth>(step);
+        product_64x192<T, Along::depth, Along::depth>(upper, l, r, true);
+        product_64x192<T, Along::depth, Along::depth>(lower, l + lower_left, r, true);
+      }
+      products_commit();
+      products_wait<1>();
+      release(previous);
+      previous = ring.stage;
+      ring.next();
+      now = Operands(pipeline, ring.stage, warpgroup);
+    }
+    wait(pipeline.full + ring.stage, ring.phase);
+    multiply_rows<T>(upper, now.left, now.right, false);
+    products_wait<1>();
+    const uint8_t* boxes = nullptr;
+    if constexpr (stores) {
+      lent = previous;
+      boxes = pipeline.left(lent) + (warpgroup - 1) * 2 * left_block_bytes;
+    } else {
+      release(previous);
+    }
+    multiply_rows<T>(lower, now.left + lower_left, now.right, false);
+    previous = ring.stage;
+    ring.next();
+    products_wait<1>();
+    if constexpr (stores) group_sync(warpgroup);  // no warp's products read the boxes
+    const HalfTile above{row, column_tile, 0}, below{row + 64, column_tile, 1};
+    RowSums sums;
+    half_tile<T, kMode>(upper, needs, above, a, work.valid, panel_map, boxes, warpgroup, &sums);
+    t += gridDim.x / 2;
+    now = Operands(pipeline, ring.stage, warpgroup);
+    // Behind the last tile: of whatever lies there, for nothing.
+    if (t < work.schedule.tiles()) wait(pipeline.full + ring.stage, ring.phase);
+    multiply_rows<T>(upper, now.left, now.right, true);
+    if constexpr (kMode != Mode::dz) write_sums(sums, needs, above, a, work.valid);
+    products_wait<1>();
+    release(previous);
+    half_tile<T, kMode>(lower, needs, below, a, work.valid, panel_map, boxes, warpgroup, &sums);
+    multiply_rows<T>(lower, now.left + lower_left, now.right, true);
+    if constexpr (kMode != Mode::dz) write_sums(sums, needs, below, a, work.valid);
+  } while (t < work.schedule.tiles());
+  products_wait<0>();
+  if (stores && signals == 0) stores_wait();
+}
+
+template <class T, Mode kMode>
+__global__ void __launch_bounds__(block_threads, 1)
+    plain_forward_kernel(const __grid_constant__ CUtensorMap input_map,
+                         const __grid_constant__ CUtensorMap weight_map,
+                         const __grid_constant__ CUtensorMap panel_map,
+                         const __grid_constant__ Arguments a) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ uint8_t dynamic[];
+  const int warpgroup = __shfl_sync(whole_warp, static_cast<int>(threadIdx.x / 128), 0);
+  __shared__ ForwardWork work;
+  if (threadIdx.x == 0) {
+    prefetch_map(&input_map);
+    prefetch_map(&weight_map);
+    if (kMode != Mode::sums) prefetch_map(&panel_map);
+  }
+  const Pipeline pipeline = open_pipeline(dynamic);
+  if (threadIdx.x == 0) work = find_work(a);
+  cluster_sync();
+  if (warpgroup == 0) {
+    fewer_registers<40>();
+    if (threadIdx.x < 2) copy_tiles(&input_map, &weight_map, pipeline, work.schedule, a);
+    __syncwarp();
+  } else {
+    more_registers<232>();
+    plain_tiles<T, kMode>(&panel_map, pipeline, work, warpgroup, a);
+  }
+  cluster_sync();  // no block ends while another may signal it
+#endif
+}
+
+}  // namespace logitless::cuda::sm90
