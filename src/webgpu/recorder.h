@@ -20,7 +20,7 @@ class Recorder {
   template <class Params>
   void dispatch(const char* shader, const char* entry, std::initializer_list<Constant> constants,
                 const Params& params, std::initializer_list<Binding> bindings, uint32_t x,
-                uint32_t y = 1) {
+                uint32_t y = 1, uint32_t z = 1) {
     static_assert(sizeof(Params) <= kSlotBytes);
     if (failed_ || x == 0 || y == 0) return;
     const Pipeline pipeline = device_->pipeline(shader, entry, constants.begin(),
@@ -33,7 +33,7 @@ class Recorder {
     uint32_t count = 1;
     for (const Binding& binding : bindings) all[count++] = binding;
     ++used_;
-    device_->dispatch(pipeline, all, count, x, y, 1);
+    device_->dispatch(pipeline, all, count, x, y, z);
   }
 
   void copy(Buffer source, uint64_t source_offset, Buffer target, uint64_t target_offset,
