@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows of up to 4096 columns, in the caller's matrix: maximum, sums, loss and draw at once, read once
 // and written once (the formulas of docs/semantics.md). `row_threads` threads hold 16 columns each of
-// a row, so a workgroup takes several short ones; they are brought together by `leaders` of
-// them, with two barriers a time. Which of these is chosen by the number of columns alone.
+// a row, so a workgroup takes several short ones; they are brought together by `leaders` of them, with
+// two barriers a time. Which of these is chosen by the number of columns alone.
 
 struct Params {  // of a window, as in slots.wgsl
   rows: u32, columns: u32, row_stride: u32, base: u32, first_column: u32, slots: u32, flags: u32,
   nan: u32, slope: f32, cap_in: f32, cap_in_low: f32, cap_out: f32, cap_out_low: f32,
-  smoothing: f32, smoothing_per_class: f32, z_loss: f32, floor: f32, classes: f32,
-  weight_base: u32,
+  smoothing: f32, smoothing_per_class: f32, z_loss: f32, floor: f32, classes: f32, weight_base: u32,
 }
 
 const has_vocab_weight = 1u;
