@@ -7,16 +7,15 @@
 // A target outside the vocabulary: loss 0, row 0. Grid (seq_len, 1, 1), or (x, y, 1) with
 // x y >= seq_len where there are more rows than a grid is wide.
 //
-// A thread holds 16 columns at a time, maximum and sum formed in one pass: a row of up to 4096 stays
-// in registers and is read once and written once, a longer one is read twice. alpha = 0 skips the
-// sum of the logits. The target's logit is read before the first barrier: after the last one another
-// invocation may have overwritten it already. The threads are brought together 16 by 16, with two
-// barriers a time; workgroup memory is written before it is read, because on Mesa 22's lavapipe it
-// starts with what it held.
+// A thread holds 16 columns at a time, in quarters of 1024 a workgroup: rows of up to 4096 columns
+// stay in registers between the passes, one read, one write, and a quarter that a row does not reach
+// is no work, which for short rows is most of it. A longer row is read twice, its maximum and sum
+// formed in one pass. alpha = 0 skips the pass over the sum of the logits. The target's logit is read before the first barrier: after the last one another
+// invocation may have overwritten it already.
 //
-// The language lets a compiler assume that no value is infinite or NaN, so logits are compared as
-// whole numbers of the same order ("keys"): one NaN or +inf, or -inf alone, makes the row NaN; -inf
-// is a probability of 0, and under smoothing a loss of +inf.
+// The language lets a compiler assume that no value is infinite or NaN, so such logits are seen by
+// their bits: one NaN or +inf, or -inf alone, makes the row NaN; -inf is a probability of 0, and
+// under smoothing a loss of +inf.
 
 @group(0) @binding(0) var<storage, read_write> logits: array<f32>;  // [seq_len, vocab_size]
 @group(0) @binding(1) var<storage, read> tgts: array<u32>;          // [seq_len]
@@ -25,23 +24,32 @@
 @group(0) @binding(4) var<uniform> params: vec4<f32>;  // inv_norm, alpha, beta_zl, inv_V
 
 const WG = 256u;
-const AT_ONCE = 16u * WG;  // columns
+const QUARTER = 4u * WG;
+const IN_REGISTERS = 4u * QUARTER;
 const LOWEST = -0x1.fffffep+127f;
 const INFINITY_BITS = 0x7f800000u;
 const MINUS_INFINITY_BITS = 0xff800000u;
 const NAN_BITS = 0x7fc00000u;
-const KEY_OF_MINUS_INFINITY = 0x007fffffu;
-const KEY_OF_INFINITY = 0xff800000u;
+// What a thread has seen.
+const POISON = 1u;  // NaN or +inf
+const MASKED = 2u;  // -inf
+const FINITE = 4u;
 
-var<workgroup> extremes: array<vec2<u32>, WG>;  // the largest key; of the smallest, less 1, the inverse
-var<workgroup> sums: array<vec2<f32>, WG>;
+struct Columns {
+  m: f32,      // maximum
+  s: f32,      // sum of exp(x - m)
+  sight: u32,  // of POISON, MASKED and FINITE
+}
+
+// Not an atomic for `sight`: on Mesa 22's lavapipe workgroup memory starts with what it held.
+var<workgroup> parts: array<Columns, WG>;
+var<workgroup> sums: array<f32, WG>;
 
 // Below -200 the exponential is 0 in f32; clamped, so that no difference is infinite.
 fn exp_below(x: vec4<f32>, reference: f32) -> vec4<f32> {
   return exp(max(x - reference, vec4<f32>(-200.0)));
 }
 
-// Which of columns v, v + 256, v + 512 and v + 768 there are.
 fn inside(v: u32) -> vec4<bool> {
   return vec4<u32>(v) + vec4<u32>(0u, WG, 2u * WG, 3u * WG) < vec4<u32>(dims.y);
 }
@@ -56,6 +64,11 @@ fn total(x: vec4<f32>) -> f32 {
   return (x.x + x.y) + (x.z + x.w);
 }
 
+fn largest(x: vec4<f32>) -> f32 {
+  return max(max(x.x, x.y), max(x.z, x.w));
+}
+
+// Columns v, v + 256, v + 512 and v + 768 of a row; LOWEST beyond its end.
 fn load(row: u32, v: u32) -> vec4<f32> {
   var x = vec4<f32>(LOWEST);
   for (var k = 0u; k < 4u; k++) {
@@ -66,6 +79,16 @@ fn load(row: u32, v: u32) -> vec4<f32> {
   return x;
 }
 
+fn seen(x: vec4<f32>, v: u32) -> u32 {
+  let bits = bitcast<vec4<u32>>(x);
+  let poison = (bits & vec4<u32>(0x7fffffffu)) > vec4<u32>(INFINITY_BITS);
+  let infinite = (bits & vec4<u32>(0x7fffffffu)) == vec4<u32>(INFINITY_BITS);
+  let negative = (bits >> vec4<u32>(31u)) == vec4<u32>(1u);
+  return select(0u, POISON, any(poison | (infinite & !negative))) |
+         select(0u, MASKED, any(infinite & negative)) |
+         select(0u, FINITE, any(inside(v) & !poison & !infinite));
+}
+
 fn store(row: u32, v: u32, grad: vec4<f32>) {
   for (var k = 0u; k < 4u; k++) {
     if (v + k * WG < dims.y) {
@@ -74,68 +97,62 @@ fn store(row: u32, v: u32, grad: vec4<f32>) {
   }
 }
 
-// In the order of the numbers, NaN above all of them; 0 for columns that are not there.
-fn keys(x: vec4<f32>, v: u32) -> vec4<u32> {
-  let bits = bitcast<vec4<u32>>(x);
-  let sign = bitcast<vec4<u32>>(bitcast<vec4<i32>>(bits) >> vec4<u32>(31u));
-  let ordered = bits ^ (sign | vec4<u32>(0x80000000u));
-  let nan = (bits & vec4<u32>(0x7fffffffu)) > vec4<u32>(INFINITY_BITS);
-  return select(vec4<u32>(0u), select(ordered, vec4<u32>(0xffffffffu), nan), inside(v));
+fn merge(a: Columns, b: Columns) -> Columns {
+  let m = max(a.m, b.m);
+  let scale = exp(max(vec2<f32>(a.m - m, b.m - m), vec2<f32>(-200.0)));
+  let s = select(a.s * scale.x, a.s, a.m == m) + select(b.s * scale.y, b.s, b.m == m);
+  return Columns(m, s, a.sight | b.sight);
 }
 
-fn number_of(key: u32) -> f32 {
-  return bitcast<f32>(select(~key, key ^ 0x80000000u, (key >> 31u) == 1u));
+// Of 16 columns: v and every 256th from there.
+fn columns_of(a: vec4<f32>, b: vec4<f32>, c: vec4<f32>, d: vec4<f32>, v: u32) -> Columns {
+  let m = max(largest(max(max(a, b), max(c, d))), LOWEST);
+  var e = weigh(a, v, m);
+  var sight = seen(a, v);
+  let first = v - v % WG;  // the same for all threads
+  if (first + QUARTER < dims.y) {
+    e += weigh(b, v + QUARTER, m);
+    sight |= seen(b, v + QUARTER);
+  }
+  if (first + 2u * QUARTER < dims.y) {
+    e += weigh(c, v + 2u * QUARTER, m) + weigh(d, v + 3u * QUARTER, m);
+    sight |= seen(c, v + 2u * QUARTER) | seen(d, v + 3u * QUARTER);
+  }
+  return Columns(m, total(e), sight);
 }
 
-fn largest(x: vec4<u32>) -> u32 {
-  return max(max(x.x, x.y), max(x.z, x.w));
-}
-
-// The same of all threads.
-fn reduce_extremes(tid: u32, mine: vec2<u32>) -> vec2<u32> {
-  extremes[tid] = mine;
-  workgroupBarrier();
-  if (tid < 16u) {
-    var most = mine;
-    for (var k = 1u; k < 16u; k++) {
-      most = max(most, extremes[tid + 16u * k]);
+fn reduce(tid: u32, mine: Columns) -> Columns {
+  parts[tid] = mine;
+  for (var stride = WG / 2u; stride > 0u; stride /= 2u) {
+    workgroupBarrier();
+    if (tid < stride) {
+      parts[tid] = merge(parts[tid], parts[tid + stride]);
     }
-    extremes[tid] = most;
   }
   workgroupBarrier();
-  var most = extremes[0];
-  for (var k = 1u; k < 16u; k++) {
-    most = max(most, extremes[k]);
-  }
-  return most;
+  return parts[0];
 }
 
-fn reduce_sums(tid: u32, mine: vec2<f32>) -> vec2<f32> {
+fn reduce_sum(tid: u32, mine: f32) -> f32 {
   sums[tid] = mine;
-  workgroupBarrier();
-  if (tid < 16u) {
-    var sum = mine;
-    for (var k = 1u; k < 16u; k++) {
-      sum += sums[tid + 16u * k];
+  for (var stride = WG / 2u; stride > 0u; stride /= 2u) {
+    workgroupBarrier();
+    if (tid < stride) {
+      sums[tid] += sums[tid + stride];
     }
-    sums[tid] = sum;
   }
   workgroupBarrier();
-  var sum = sums[0];
-  for (var k = 1u; k < 16u; k++) {
-    sum += sums[k];
-  }
-  return sum;
+  return sums[0];
 }
 
-// Of 4 columns, how far they are below the reference in sum; nothing beyond the row's end.
+// Of 4 columns, how far they are below the maximum in sum; nothing beyond the row's end.
 fn depth(x: vec4<f32>, v: u32, m: f32) -> f32 {
-  return total(select(vec4<f32>(0.0), m - max(x, vec4<f32>(LOWEST)), inside(v)));
+  return total(select(vec4<f32>(0.0), m - x, inside(v)));
 }
 
 struct Gradient {
   m: f32,
-  p_scale: f32,       // inv_norm (1 + 2 beta_zl lse) / s
+  p_scale: f32,  // inv_norm (1 + 2 beta_zl lse) / s
   uniform_part: f32,  // inv_norm alpha / V
   target_part: f32,   // inv_norm (1 - alpha)
   poison: u32,        // NaN_BITS, or 0
@@ -152,27 +169,27 @@ fn clear_row(s: u32, row: u32, tid: u32) {
   if (tid == 0u) {
     losses[s] = 0.0;
   }
-  for (var v = tid; v < dims.y; v += 4u * WG) {
+  for (var v = tid; v < dims.y; v += QUARTER) {
     store(row, v, vec4<f32>(0.0));
   }
 }
 
 // The loss of the row and what its gradient is made of. `below` is sum_j (m - x_j).
-fn finish(tid: u32, s: u32, extreme: vec2<u32>, m: f32, sum: f32, below: f32, x_t: f32) -> Gradient {
+fn finish(tid: u32, s: u32, row: Columns, below: f32, x_t: f32) -> Gradient {
   let alpha = params.y;
-  let log_sum = log(sum);
-  let lse = m + log_sum;
-  let loss = log_sum + (1.0 - alpha) * (m - x_t) + alpha * below * params.w + params.z * lse * lse;
-  let numberless = extreme.x >= KEY_OF_INFINITY || extreme.x <= KEY_OF_MINUS_INFINITY;
-  let poison = select(0u, NAN_BITS, numberless);
+  let log_sum = log(row.s);
+  let lse = row.m + log_sum;
+  let loss = log_sum + (1.0 - alpha) * (row.m - x_t) + alpha * below * params.w +
+             params.z * lse * lse;
+  let poison = select(0u, NAN_BITS, (row.sight & POISON) != 0u || (row.sight & FINITE) == 0u);
   if (tid == 0u) {
-    let masked = extreme.y == ~(KEY_OF_MINUS_INFINITY - 1u) && alpha > 0.0;
+    let masked = (row.sight & MASKED) != 0u && alpha > 0.0;
     let masked_target = alpha < 1.0 && bitcast<u32>(x_t) == MINUS_INFINITY_BITS;
     let bits = select(bitcast<u32>(loss), INFINITY_BITS, masked || masked_target);
     losses[s] = bitcast<f32>(bits | poison);
   }
-  let p_scale = params.x * (1.0 + 2.0 * params.z * lse) / sum;
-  return Gradient(m, p_scale, params.x * alpha * params.w, params.x * (1.0 - alpha), poison);
+  let p_scale = params.x * (1.0 + 2.0 * params.z * lse) / row.s;
+  return Gradient(row.m, p_scale, params.x * alpha * params.w, params.x * (1.0 - alpha), poison);
 }
 
 @compute @workgroup_size(256, 1, 1)
@@ -190,64 +207,49 @@ fn cross_entropy(@builtin(workgroup_id) group: vec3<u32>,
     return;
   }
   let x_t = logits[row + t];
-  var a = vec4<f32>(0.0);
-  var b = vec4<f32>(0.0);
-  var c = vec4<f32>(0.0);
-  var d = vec4<f32>(0.0);
-  var extreme = vec2<u32>(0u);
-  var m = LOWEST;
-  var sum = 0.0;
-  for (var v = tid; v < dims.y; v += AT_ONCE) {
-    a = load(row, v);
-    b = load(row, v + 4u * WG);
-    c = load(row, v + 8u * WG);
-    d = load(row, v + 12u * WG);
-    let ka = keys(a, v);
-    let kb = keys(b, v + 4u * WG);
-    let kc = keys(c, v + 8u * WG);
-    let kd = keys(d, v + 12u * WG);
-    extreme.x = max(extreme.x, largest(max(max(ka, kb), max(kc, kd))));
-    if (params.y > 0.0) {
-      // Key 0, of no column, wraps to the largest.
-      let least = min(min(ka - 1u, kb - 1u), min(kc - 1u, kd - 1u));
-      extreme.y = max(extreme.y, largest(~least));
+  var a = load(row, tid);
+  var b = load(row, tid + QUARTER);
+  var c = load(row, tid + 2u * QUARTER);
+  var d = load(row, tid + 3u * QUARTER);
+  var state = columns_of(a, b, c, d, tid);
+  let short = dims.y <= IN_REGISTERS;
+  if (!short) {
+    for (var v = tid + IN_REGISTERS; v < dims.y; v += IN_REGISTERS) {
+      a = load(row, v);
+      b = load(row, v + QUARTER);
+      c = load(row, v + 2u * QUARTER);
+      d = load(row, v + 3u * QUARTER);
+      state = merge(state, columns_of(a, b, c, d, v));
     }
-    let before = m;
-    m = max(number_of(extreme.x), LOWEST);
-    sum = sum * exp(max(before - m, -200.0)) +
-          total((weigh(a, v, m) + weigh(b, v + 4u * WG, m)) +
-                (weigh(c, v + 8u * WG, m) + weigh(d, v + 12u * WG, m)));
   }
-  extreme = reduce_extremes(tid, extreme);
-  let own = m;
-  m = max(number_of(extreme.x), LOWEST);
-  let short = dims.y <= AT_ONCE;
+  state = reduce(tid, state);
+
   var below = 0.0;
   if (params.y > 0.0) {
-    for (var v = tid; v < dims.y; v += AT_ONCE) {
-      if (!short) {
-        a = load(row, v);
-        b = load(row, v + 4u * WG);
-        c = load(row, v + 8u * WG);
-        d = load(row, v + 12u * WG);
+    if (short) {
+      below = (depth(a, tid, state.m) + depth(b, tid + QUARTER, state.m)) +
+              (depth(c, tid + 2u * QUARTER, state.m) + depth(d, tid + 3u * QUARTER, state.m));
+    } else {
+      for (var v = tid; v < dims.y; v += QUARTER) {
+        below += depth(load(row, v), v, state.m);
       }
-      below += (depth(a, v, m) + depth(b, v + 4u * WG, m)) +
-               (depth(c, v + 8u * WG, m) + depth(d, v + 12u * WG, m));
     }
+    below = reduce_sum(tid, below);
   }
-  let all = reduce_sums(tid, vec2<f32>(sum * exp(max(own - m, -200.0)), below));
 
-  let g = finish(tid, s, extreme, m, all.x, all.y, x_t);
-  for (var v = tid; v < dims.y; v += AT_ONCE) {
-    if (!short) {
-      a = load(row, v);
-      b = load(row, v + 4u * WG);
-      c = load(row, v + 8u * WG);
-      d = load(row, v + 12u * WG);
+  let g = finish(tid, s, state, below, x_t);
+  if (short) {
+    store(row, tid, gradient(g, a, tid, t));
+    if (dims.y > QUARTER) {
+      store(row, tid + QUARTER, gradient(g, b, tid + QUARTER, t));
     }
-    store(row, v, gradient(g, a, v, t));
-    store(row, v + 4u * WG, gradient(g, b, v + 4u * WG, t));
-    store(row, v + 8u * WG, gradient(g, c, v + 8u * WG, t));
-    store(row, v + 12u * WG, gradient(g, d, v + 12u * WG, t));
+    if (dims.y > 2u * QUARTER) {
+      store(row, tid + 2u * QUARTER, gradient(g, c, tid + 2u * QUARTER, t));
+      store(row, tid + 3u * QUARTER, gradient(g, d, tid + 3u * QUARTER, t));
+    }
+  } else {
+    for (var v = tid; v < dims.y; v += QUARTER) {
+      store(row, v, gradient(g, load(row, v), v, t));
+    }
   }
 }
