@@ -83,6 +83,15 @@ TEST(WebGpuPlan, TilesFollowTheShape) {
   EXPECT_EQ(most_slices(head(4096, 50257, 4096, true), 4096, 50257), 1);
 }
 
+TEST(WebGpuPlan, AmpleMemoryIsUsedForSlices) {
+  for (const Problem& p : {head(61, 4501, 264, true), head(40, 3000, 24, true)}) {
+    Plan plan;
+    ASSERT_TRUE(make_plan(p, {}, uint64_t{64} << 20, &plan).ok());
+    EXPECT_GT(plan.slices, 4);
+    EXPECT_EQ(plan.chunks, 1);
+  }
+}
+
 TEST(WebGpuPlan, MoreMemoryIsNeverSlower) {
   const Problem p = head(1024, 50257, 768, true);
   double last = 1e300;

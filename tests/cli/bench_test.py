@@ -72,7 +72,7 @@ class BenchTest(CliTest):
 
     def test_webgpu(self) -> None:
         sweep = ["bench", "--json", "--device", "webgpu", "--op", ",".join(OPS), "--n", "20",
-                 "--d", "33", "--v", "1501", "--dtype", "f32,f16", "--repeats", "2",
+                 "--d", "36", "--v", "1502", "--dtype", "f32,f16", "--repeats", "2",
                  "--samples", "9"]  # fmt: skip
         backends = {b["name"]: b for b in self.json("info")["backends"]}
         if not backends["webgpu"]["available"]:
@@ -81,7 +81,7 @@ class BenchTest(CliTest):
             self.assertEqual((done.returncode, done.stdout), (1, ""))
             self.assertIn("webgpu: ", done.stderr)
             return
-        for extra in ([], ["--in-place"], ["--grad-dtype", "bf16", "--memory", "40MiB"]):
+        for extra in ([], ["--in-place"], ["--grad-dtype", "f16", "--memory", "40MiB"]):
             rows = [json.loads(line) for line in self.succeed(*sweep, *extra).splitlines()]
             self.assertEqual(len(rows), 2 * len(OPS))
             for row in rows:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from mutants.mutant import Edit, Mutant
 
 
-
 def _shader(name: str) -> str:
     return f"src/webgpu/shaders/{name}.wgsl"
 
@@ -97,13 +96,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "rows",
     ),
     _mutant(
-        "a missing barrier after the leaders",
-        _ROW,
-        "  workgroupBarrier();\n  most = largest[first];",
-        "  most = largest[first];",
-        "rows",
-    ),
-    _mutant(
         "too few threads for a row",
         "src/webgpu/chunk.cpp",
         "window.columns <= 256 ? 4",
@@ -150,14 +142,14 @@ MUTANTS: tuple[Mutant, ...] = (
         _shader("product_small"),
         "let depth = min(depth_of(), begin + p.slice_depth);",
         "let depth = depth_of();",
-        "linear",
+        "tiles",
     ),
     _mutant(
         "the last slice is not added",
         _shader("slices"),
         "k < p.slices; k++",
         "k + 1u < p.slices; k++",
-        "linear",
+        "tiles",
     ),
     _mutant(
         "slices overwrite the windows before",
@@ -174,7 +166,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "rows",
     ),
     *_each(
-        "the z-loss has no gradient", "combine row", "w += 2.0 * p.z_loss", "w += 0.0 * p.z_loss", "rows"
+        "the z-loss has no gradient",
+        "combine row",
+        "w += 2.0 * p.z_loss",
+        "w += 0.0 * p.z_loss",
+        "rows",
     ),
     *_each(
         "the softcap's slope is that of one",
@@ -273,6 +269,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "(bits + half + ((bits >> drop) & 1u)) >> drop",
         "bits >> drop",
         "dtypes",
+    ),
+    _mutant(
+        "a matrix with gaps is cast as one without",
+        "src/webgpu/copies.cpp",
+        "v.stride[1] == 1 && v.stride[0] == part.columns &&",
+        "v.stride[1] == 1 &&",
+        "dtypes halves",
+    ),
+    _mutant(
+        "half of a matrix is cast",
+        "src/webgpu/copies.cpp",
+        '    const uint32_t groups = blocks(count, 512);\n    recorder_.cast("f16_to_f32"',
+        '    const uint32_t groups = blocks(count, 1024);\n    recorder_.cast("f16_to_f32"',
+        "dtypes halves",
     ),
     _mutant(
         "the neighbour of a half is cleared",

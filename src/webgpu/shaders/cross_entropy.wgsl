@@ -7,11 +7,11 @@
 // A target outside the vocabulary: loss 0, row 0. Grid (seq_len, 1, 1), or (x, y, 1) with
 // x y >= seq_len where there are more rows than a grid is wide.
 //
-// A thread holds 16 columns at a time, in quarters of 1024 a workgroup: rows of up to 4096 columns
-// stay in registers between the passes, one read, one write, and a quarter that a row does not reach
-// is no work, which for short rows is most of it. A longer row is read twice, its maximum and sum
-// formed in one pass. alpha = 0 skips the pass over the sum of the logits. The target's logit is read before the first barrier: after the last one another
-// invocation may have overwritten it already.
+// A thread holds 16 columns of a row of up to 4096, in quarters of 1024 a workgroup: they stay in
+// registers between the passes, one read, one write, and a quarter that the row does not reach is no
+// work, which for short rows is most of it. A longer row is read twice, its maximum and sum formed in
+// one pass. alpha = 0 skips the pass over the sum of the logits. The target's logit is read before the
+// first barrier: after the last one another invocation may have overwritten it already.
 //
 // The language lets a compiler assume that no value is infinite or NaN, so such logits are seen by
 // their bits: one NaN or +inf, or -inf alone, makes the row NaN; -inf is a probability of 0, and
@@ -45,19 +45,13 @@ struct Columns {
 var<workgroup> parts: array<Columns, WG>;
 var<workgroup> sums: array<f32, WG>;
 
-// Below -200 the exponential is 0 in f32; clamped, so that no difference is infinite.
-fn exp_below(x: vec4<f32>, reference: f32) -> vec4<f32> {
-  return exp(max(x - reference, vec4<f32>(-200.0)));
-}
-
 fn inside(v: u32) -> vec4<bool> {
   return vec4<u32>(v) + vec4<u32>(0u, WG, 2u * WG, 3u * WG) < vec4<u32>(dims.y);
 }
 
-// exp(x - m) of 4 columns; 0 for -inf and beyond the row's end, also in a row of nothing but LOWEST.
+// exp(x - m) of 4 columns, 0 beyond the row's end. Below -200 it is 0 in f32, as it is of -inf.
 fn weigh(x: vec4<f32>, v: u32, m: f32) -> vec4<f32> {
-  let number = bitcast<vec4<u32>>(x) != vec4<u32>(MINUS_INFINITY_BITS);
-  return select(vec4<f32>(0.0), exp_below(max(x, vec4<f32>(LOWEST)), m), inside(v) & number);
+  return select(vec4<f32>(0.0), exp(max(x - m, vec4<f32>(-200.0))), inside(v));
 }
 
 fn total(x: vec4<f32>) -> f32 {
@@ -104,21 +98,9 @@ fn merge(a: Columns, b: Columns) -> Columns {
   return Columns(m, s, a.sight | b.sight);
 }
 
-// Of 16 columns: v and every 256th from there.
-fn columns_of(a: vec4<f32>, b: vec4<f32>, c: vec4<f32>, d: vec4<f32>, v: u32) -> Columns {
-  let m = max(largest(max(max(a, b), max(c, d))), LOWEST);
-  var e = weigh(a, v, m);
-  var sight = seen(a, v);
-  let first = v - v % WG;  // the same for all threads
-  if (first + QUARTER < dims.y) {
-    e += weigh(b, v + QUARTER, m);
-    sight |= seen(b, v + QUARTER);
-  }
-  if (first + 2u * QUARTER < dims.y) {
-    e += weigh(c, v + 2u * QUARTER, m) + weigh(d, v + 3u * QUARTER, m);
-    sight |= seen(c, v + 2u * QUARTER) | seen(d, v + 3u * QUARTER);
-  }
-  return Columns(m, total(e), sight);
+fn columns_of(raw: vec4<f32>, v: u32) -> Columns {
+  let m = max(largest(raw), LOWEST);
+  return Columns(m, total(weigh(raw, v, m)), seen(raw, v));
 }
 
 fn reduce(tid: u32, mine: Columns) -> Columns {
@@ -207,19 +189,32 @@ fn cross_entropy(@builtin(workgroup_id) group: vec3<u32>,
     return;
   }
   let x_t = logits[row + t];
-  var a = load(row, tid);
-  var b = load(row, tid + QUARTER);
-  var c = load(row, tid + 2u * QUARTER);
-  var d = load(row, tid + 3u * QUARTER);
-  var state = columns_of(a, b, c, d, tid);
+  var state = Columns(LOWEST, 0.0, 0u);
+  var a = vec4<f32>(0.0);
+  var b = vec4<f32>(0.0);
+  var c = vec4<f32>(0.0);
+  var d = vec4<f32>(0.0);
   let short = dims.y <= IN_REGISTERS;
-  if (!short) {
-    for (var v = tid + IN_REGISTERS; v < dims.y; v += IN_REGISTERS) {
-      a = load(row, v);
-      b = load(row, v + QUARTER);
-      c = load(row, v + 2u * QUARTER);
-      d = load(row, v + 3u * QUARTER);
-      state = merge(state, columns_of(a, b, c, d, v));
+  if (short) {
+    a = load(row, tid);
+    b = load(row, tid + QUARTER);
+    c = load(row, tid + 2u * QUARTER);
+    d = load(row, tid + 3u * QUARTER);
+    let m = max(largest(max(max(a, b), max(c, d))), LOWEST);
+    var sight = seen(a, tid);
+    var e = weigh(a, tid, m);
+    if (dims.y > QUARTER) {
+      sight |= seen(b, tid + QUARTER);
+      e += weigh(b, tid + QUARTER, m);
+    }
+    if (dims.y > 2u * QUARTER) {
+      sight |= seen(c, tid + 2u * QUARTER) | seen(d, tid + 3u * QUARTER);
+      e += weigh(c, tid + 2u * QUARTER, m) + weigh(d, tid + 3u * QUARTER, m);
+    }
+    state = Columns(m, total(e), sight);
+  } else {
+    for (var v = tid; v < dims.y; v += QUARTER) {
+      state = merge(state, columns_of(load(row, v), v));
     }
   }
   state = reduce(tid, state);
