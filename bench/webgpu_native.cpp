@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The WebGPU backend on this machine's adapter, as JSON lines: its three tiled products alone, the
-// linear op with gradients beside them, cross_entropy in place beside a copy. Least of several
-// times, each of enough calls to outlast the submission.
+// linear op with gradients beside them in workspaces from the minimum on, cross_entropy in place,
+// of the host and of the kernel with the published bindings, beside WebGPU's own copy and a
+// shader's. Least of several times, each of enough calls to outlast the submission.
 //   logitless_webgpu_bench [--quick] [--peak TFLOPS]
 #include <algorithm>
 #include <chrono>
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include "logitless/webgpu.h"
+#include "src/webgpu/cost.h"
 #include "src/webgpu/native.h"
 #include "src/webgpu/run.h"
 
@@ -22,6 +24,11 @@ using nlohmann::json;
 namespace {
 
 NativeDevice* device = nullptr;
+
+void print(const json& line) {
+  std::printf("%s\n", line.dump().c_str());
+  std::fflush(stdout);
+}
 
 void check(const Status& status, const char* what) {
   if (status.ok()) return;
@@ -89,64 +96,97 @@ Buffer targets(int64_t tokens, int64_t vocab) {
   return buffer;
 }
 
-// One of the three products of rows x columns x depth with a tile, by itself.
-double product(const char* tile, int64_t edge, bool a_transposed, bool b_transposed, int64_t rows,
-               int64_t columns, int64_t depth, Buffer a, Buffer b, Buffer result) {
-  ProductParams p{.rows = static_cast<uint32_t>(rows),
-                  .columns = static_cast<uint32_t>(columns),
-                  .depth = static_cast<uint32_t>(depth)};
-  p.a_stride = static_cast<uint32_t>((a_transposed ? rows : depth) / 4);
-  p.b_stride = static_cast<uint32_t>((b_transposed ? depth : columns) / 4);
-  p.result_stride = static_cast<uint32_t>(columns / 4);
-  p.b_rows = static_cast<uint32_t>(columns);
-  const Buffer params = device->create_buffer(65536), none = device->create_buffer(256);
-  const auto bytes = [](int64_t count) { return static_cast<uint64_t>(count) * 4; };
-  const double time = seconds([&] {
-    Recorder recorder(device, params);
-    recorder.dispatch(
-        "product", tile,
-        {{"a_transposed", a_transposed ? 1.0 : 0.0}, {"b_transposed", b_transposed ? 1.0 : 0.0}}, p,
-        {{a, 0, bytes(rows * depth)},
-         {b, 0, bytes(columns * depth)},
-         {result, 0, bytes(rows * columns)},
-         {none, 0, 256},
-         {none, 0, 256}},
-        static_cast<uint32_t>((columns + edge - 1) / edge),
-        static_cast<uint32_t>((rows + edge - 1) / edge));
-    if (!recorder.finish()) std::fprintf(stderr, "product: %s\n", device->error());
-  });
-  device->destroy_buffer(params);
-  device->destroy_buffer(none);
+struct Shape {
+  bool a_transposed, b_transposed;
+  int64_t rows, columns, depth;
+};
+
+uint64_t bytes_of(int64_t floats) { return static_cast<uint64_t>(floats) * 4; }
+
+// One of the three products by itself, with a tile, in slices that are added after it.
+double product(const Tile& tile, int64_t slices, const Shape& s, Buffer a, Buffer b,
+               Buffer result) {
+  ProductParams p{.rows = u32(s.rows), .columns = u32(s.columns), .depth = u32(s.depth)};
+  p.a_stride = u32((s.a_transposed ? s.rows : s.depth) / 4);
+  p.b_stride = u32((s.b_transposed ? s.depth : s.columns) / 4);
+  p.result_stride = u32(s.columns / 4);
+  p.b_rows = u32(s.columns);
+  p.slice_depth = blocks(s.depth, 16 * slices) * 16;
+  if (slices > 1) p.slice_stride = p.rows * p.result_stride;
+  const SliceParams add{p.rows, p.result_stride, u32(slices), p.slice_stride, 0};
+  const uint64_t bytes = bytes_of(s.rows * s.columns);
+  const Buffer params = device->create_buffer(65536), none = device->create_buffer(256),
+               parts =
+                   slices > 1 ? device->create_buffer(bytes * static_cast<uint64_t>(slices)) : 0;
+  const double time = seconds(
+      [&] {
+        Recorder recorder(device, params);
+        recorder.dispatch("product", "product",
+                          {{"a_transposed", s.a_transposed ? 1.0 : 0.0},
+                           {"b_transposed", s.b_transposed ? 1.0 : 0.0},
+                           {"tile_m", static_cast<double>(tile.m)},
+                           {"tile_n", static_cast<double>(tile.n)},
+                           {"threads", static_cast<double>(tile.threads())}},
+                          p,
+                          {{a, 0, bytes_of(s.rows * s.depth)},
+                           {b, 0, bytes_of(s.columns * s.depth)},
+                           {slices > 1 ? parts : result, 0, bytes * static_cast<uint64_t>(slices)},
+                           {none, 0, 256},
+                           {none, 0, 256}},
+                          blocks(s.columns, tile.n), blocks(s.rows, tile.m), u32(slices));
+        if (slices > 1) {
+          recorder.dispatch("slices", "add_slices", {}, add,
+                            {{parts, 0, bytes * static_cast<uint64_t>(slices)},
+                             {result, 0, bytes},
+                             {none, 0, 256}},
+                            blocks(p.result_stride, 64), p.rows);
+        }
+        if (!recorder.finish()) std::fprintf(stderr, "product: %s\n", device->error());
+      },
+      3);
+  for (const Buffer buffer : {params, none, parts}) device->destroy_buffer(buffer);
   return time;
 }
 
-// The three products of a chunk and the whole vocabulary, each with the faster tile.
+// The three products of a chunk and the whole vocabulary, each with the fastest tile.
 double products(int64_t tokens, int64_t vocab, int64_t hidden, double peak) {
   const Buffer h = filled(tokens * hidden, 1), w = filled(vocab * hidden, 1),
                z = filled(tokens * vocab, 1e-3f), gh = filled(tokens * hidden, 1),
                gw = filled(vocab * hidden, 1);
   const double work = 2.0 * tokens * vocab * hidden;
   double total = 0;
-  const auto one = [&](const char* name, bool at, bool bt, int64_t m, int64_t n, int64_t k,
+  const auto one = [&](const char* name, const Shape& s, std::initializer_list<int64_t> slices,
                        Buffer a, Buffer b, Buffer c) {
     double best = 1e9;
-    for (const auto& [tile, edge] : {std::pair{"product_64", 64}, {"product_128", 128}}) {
-      const double time = product(tile, edge, at, bt, m, n, k, a, b, c);
-      best = std::min(best, time);
-      json line{{"product", name}, {"tile", tile}, {"N", tokens}, {"V", vocab}, {"D", hidden}};
-      line["ms"] = time * 1e3;
-      line["tflops"] = work / time * 1e-12;
-      if (peak > 0) line["of_peak"] = work / time * 1e-12 / peak;
-      std::printf("%s\n", line.dump().c_str());
-      std::fflush(stdout);
+    for (const Tile tile : {Tile{false, 128, 128}, Tile{false, 128, 64}, Tile{false, 64, 64}}) {
+      for (const int64_t count : slices) {
+        const double time = product(tile, count, s, a, b, c);
+        best = std::min(best, time);
+        json line{{"product", name}, {"N", tokens}, {"V", vocab}, {"D", hidden}};
+        line["tile"] = std::to_string(tile.m) + " x " + std::to_string(tile.n);
+        line["slices"] = count;
+        line["ms"] = time * 1e3;
+        line["tflops"] = work / time * 1e-12;
+        if (peak > 0) line["of_peak"] = work / time * 1e-12 / peak;
+        print(line);
+      }
     }
     total += best;
   };
-  one("logits", false, true, tokens, vocab, hidden, h, w, z);
-  one("grad_input", false, false, tokens, hidden, vocab, z, w, gh);
-  one("grad_weight", true, false, vocab, hidden, tokens, z, h, gw);
+  one("logits", {false, true, tokens, vocab, hidden}, {1}, h, w, z);
+  one("grad_input", {false, false, tokens, hidden, vocab}, {1, 4, 11}, z, w, gh);
+  one("grad_weight", {true, false, vocab, hidden, tokens}, {1}, z, h, gw);
   for (const Buffer buffer : {h, w, z, gh, gw}) device->destroy_buffer(buffer);
   return total;
+}
+
+// From the minimum to where everything fits, by doubling.
+std::vector<uint64_t> budgets(uint64_t minimum, int64_t tokens, int64_t vocab) {
+  std::vector<uint64_t> all;
+  const uint64_t whole = bytes_of(tokens * vocab) * 3 / 2;
+  for (uint64_t bytes = minimum; bytes < whole; bytes *= 2) all.push_back(bytes);
+  all.push_back(whole);
+  return all;
 }
 
 void linear(int64_t tokens, int64_t vocab, int64_t hidden, double peak) {
@@ -165,10 +205,13 @@ void linear(int64_t tokens, int64_t vocab, int64_t hidden, double peak) {
   WorkspaceSize size;
   check(workspace(op, on, &size), "workspace");
   std::vector<std::pair<uint64_t, double>> runs;
-  for (const uint64_t bytes : {size.minimum, size.recommended, 4 * size.recommended}) {
-    const WebGpuWorkspace scratch(0, bytes);
-    const double time = seconds([&] { check(run(op, scratch.workspace(), on), "run"); }, 3);
-    runs.emplace_back(bytes, time);
+  std::vector<uint64_t> bytes = budgets(size.minimum, tokens, vocab);
+  bytes.push_back(size.recommended);
+  std::sort(bytes.begin(), bytes.end());
+  for (const uint64_t budget : bytes) {
+    const WebGpuWorkspace scratch(0, budget);
+    const double time = seconds([&] { check(run(op, scratch.workspace(), on), "run"); }, 2);
+    runs.emplace_back(budget, time);
   }
   for (const Buffer buffer : {h, w, t, loss, gh, gw}) device->destroy_buffer(buffer);
   const double alone = products(tokens, vocab, hidden, peak);
@@ -181,14 +224,63 @@ void linear(int64_t tokens, int64_t vocab, int64_t hidden, double peak) {
     line["ms"] = time * 1e3;
     line["products_ms"] = alone * 1e3;
     line["ratio"] = time / alone;
-    std::printf("%s\n", line.dump().c_str());
-    std::fflush(stdout);
+    if (bytes == size.recommended) line["recommended"] = true;
+    print(line);
   }
 }
 
+// A copy by a shader, which WebGPU's own copy need not be as fast as.
+constexpr const char* kCopy = R"(
+@group(0) @binding(0) var<storage, read> source: array<vec4<f32>>;
+@group(0) @binding(1) var<storage, read_write> result: array<vec4<f32>>;
+@compute @workgroup_size(256)
+fn copy(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
+        @builtin(local_invocation_index) thread: u32) {
+  let i = (group.x + group.y * groups.x) * 1024u + thread;
+  for (var k = 0u; k < 4u; k++) {
+    if (i + k * 256u < arrayLength(&source)) {
+      result[i + k * 256u] = source[i + k * 256u];
+    }
+  }
+}
+)";
+
+double shader_copy(Buffer from, Buffer to, uint64_t bytes) {
+  static const Pipeline pipeline = device->pipeline_of_text(kCopy, "copy", nullptr, 0);
+  const uint32_t groups = blocks(static_cast<int64_t>(bytes), 16384);
+  return seconds([&] {
+    const Binding bindings[] = {{from, 0, bytes}, {to, 0, bytes}};
+    device->dispatch(pipeline, bindings, 2, std::min(groups, kGroups), blocks(groups, kGroups), 1);
+    device->submit();
+  });
+}
+
+// cross_entropy.wgsl behind its published bindings.
+double seed_shaped(Buffer logits, Buffer target, Buffer losses, int64_t tokens, int64_t vocab) {
+  const uint32_t sizes[4] = {u32(tokens), u32(vocab), 0, 0};
+  const float factors[4] = {1 / static_cast<float>(tokens), 0, 0, 1 / static_cast<float>(vocab)};
+  const Buffer dims = device->create_buffer(256), params = device->create_buffer(256);
+  device->write(dims, 0, sizes, sizeof(sizes));
+  device->write(params, 0, factors, sizeof(factors));
+  const Pipeline pipeline = device->pipeline("cross_entropy", "cross_entropy", nullptr, 0);
+  const double time = seconds([&] {
+    const Binding bindings[] = {{logits, 0, bytes_of(tokens * vocab)},
+                                {target, 0, bytes_of(tokens)},
+                                {losses, 0, bytes_of(tokens)},
+                                {dims, 0, 256},
+                                {params, 0, 256}};
+    device->dispatch(pipeline, bindings, 5, std::min(u32(tokens), kGroups), blocks(tokens, kGroups),
+                     1);
+    device->submit();
+  });
+  for (const Buffer buffer : {dims, params}) device->destroy_buffer(buffer);
+  return time;
+}
+
 void rows(int64_t tokens, int64_t vocab) {
-  const Buffer z = filled(tokens * vocab, 3), other = device->create_buffer(tokens * vocab * 4),
-               t = targets(tokens, vocab), loss = device->create_buffer(tokens * 4);
+  const Buffer z = filled(tokens * vocab, 3),
+               other = device->create_buffer(bytes_of(tokens * vocab)), t = targets(tokens, vocab),
+               loss = device->create_buffer(bytes_of(tokens));
   CrossEntropyForwardBackward op;
   op.logits = op.grad_logits = view_of(z, DType::f32, 2, tokens, vocab);
   op.target = view_of(t, DType::i32, 1, tokens, 0);
@@ -198,18 +290,24 @@ void rows(int64_t tokens, int64_t vocab) {
   check(workspace(op, on, &size), "workspace");
   const WebGpuWorkspace scratch(0, size.recommended);
   const double copy = seconds([&] {
-    device->copy(z, 0, other, 0, static_cast<uint64_t>(tokens) * vocab * 4);
+    device->copy(z, 0, other, 0, bytes_of(tokens * vocab));
     device->submit();
   });
-  const double time = seconds([&] { check(run(op, scratch.workspace(), on), "run"); });
-  const double bytes = 8.0 * tokens * vocab;
-  json line{{"op", "CrossEntropyForwardBackward in place"}, {"N", tokens}, {"V", vocab}};
-  line["ms"] = time * 1e3;
-  line["copy_ms"] = copy * 1e3;
-  line["copy_GBps"] = bytes / copy * 1e-9;
-  line["of_copy"] = copy / time;
-  std::printf("%s\n", line.dump().c_str());
-  std::fflush(stdout);
+  const double by_shader = shader_copy(z, other, bytes_of(tokens * vocab));
+  const double bytes = 2.0 * static_cast<double>(bytes_of(tokens * vocab));
+  const auto report = [&](const char* name, double time) {
+    json line{{"op", name}, {"N", tokens}, {"V", vocab}};
+    line["ms"] = time * 1e3;
+    line["GBps"] = bytes / time * 1e-9;
+    line["copy_GBps"] = bytes / copy * 1e-9;
+    line["shader_copy_GBps"] = bytes / by_shader * 1e-9;
+    line["of_copy"] = copy / time;
+    line["of_shader_copy"] = by_shader / time;
+    print(line);
+  };
+  report("CrossEntropyForwardBackward in place",
+         seconds([&] { check(run(op, scratch.workspace(), on), "run"); }));
+  report("cross_entropy.wgsl", seed_shaped(z, t, loss, tokens, vocab));
   for (const Buffer buffer : {z, other, t, loss}) device->destroy_buffer(buffer);
 }
 
@@ -227,13 +325,14 @@ int main(int argc, char** argv) {
   check(status, "device");
   char text[256];
   logitless_describe_backend(LOGITLESS_WEBGPU, text, sizeof(text), status.c());
-  std::printf("%s\n", json{{"device", text}, {"peak_tflops", peak}}.dump().c_str());
+  print({{"device", text}, {"peak_tflops", peak}});
   if (quick) {
     linear(128, 2048, 128, peak);
     rows(64, 4096);
     return 0;
   }
-  for (const int64_t vocab : {1024, 4096, 50257}) rows((int64_t{1} << 27) / vocab / 64 * 64, vocab);
+  for (const int64_t vocab : {256, 1024, 4096, 50257})
+    rows((int64_t{1} << 27) / vocab / 64 * 64, vocab);
   linear(1024, 50304, 768, peak);
   linear(4096, 50304, 768, peak);
   linear(4096, 32768, 4096, peak);

@@ -9,6 +9,8 @@
 #include <memory>
 
 #include "cli/bench_case.h"
+#include "cli/bench_cuda.h"
+#include "cli/bench_webgpu.h"
 #include "cli/chart.h"
 #include "cli/commands.h"
 #include "cli/first_call.h"
@@ -49,7 +51,7 @@ struct Row {
   cpu::Arithmetic arithmetic = cpu::Arithmetic::f32;
   Measurement m;
   Machine machine;
-  std::string device{};  // empty: the CPU
+  const GpuBench* gpu = nullptr;  // none: the CPU
 
   double flops() const;
   double bytes() const;
@@ -113,9 +115,9 @@ std::vector<Case> cases(const BenchArguments& a) {
   return all;
 }
 
-// Refuses what would not fit before the system ends the process for it. On CUDA the host holds a
-// copy of the tensors, and the device them and the workspace.
-void check_fits(const Case& c, const CudaBench* cuda) {
+// Refuses what would not fit before the system ends the process for it. The host holds a copy of a
+// GPU's tensors, and the device them and the workspace.
+void check_fits(const Case& c, const GpuBench* gpu) {
   uint64_t needed = with_op(c.shape.op, [&](auto op) {
     uint64_t bytes = 0;
     set_views(op, c.shape, [&](const char*, const TensorView& view) {
@@ -125,15 +127,15 @@ void check_fits(const Case& c, const CudaBench* cuda) {
       return view;
     });
     WorkspaceSize size;
-    if (cuda != nullptr) {
-      size = cuda->size(op);
+    if (gpu != nullptr) {
+      size = gpu->size(op);
     } else {
       check(workspace(op, {}, &size));
     }
     return bytes + c.memory.value_or(size.recommended);
   });
   const uint64_t host = available_memory();
-  const uint64_t available = cuda != nullptr ? std::min(host, cuda->free_bytes()) : host;
+  const uint64_t available = gpu != nullptr ? std::min(host, gpu->free_bytes()) : host;
   if (needed > available) {
     throw BadInput(fmt::format("{} N {} D {} V {} needs {}; {} are available", c.shape.op,
                                c.shape.tokens, c.shape.hidden, c.shape.vocab, format_bytes(needed),
@@ -151,8 +153,8 @@ json to_json(const Row& row) {
               {"grad_dtype", name_of(s.grad_dtype)},
               {"in_place", s.in_place},
               {"threads", row.threads},
-              {"device", row.device.empty() ? "cpu" : row.device},
-              {"isa", row.device.empty() ? json(cpu::target_name()) : json()},
+              {"device", row.gpu == nullptr ? "cpu" : row.gpu->name()},
+              {"isa", row.gpu == nullptr ? json(cpu::target_name()) : json()},
               {"repeats", m.seconds.size()},
               {"ms_median", m.median() * 1e3},
               {"ms_min", m.best() * 1e3},
@@ -166,7 +168,7 @@ json to_json(const Row& row) {
               {"error_ratio", m.error_ratio ? json(*m.error_ratio) : json()}};
   if (s.linear()) {
     out["hidden"] = s.hidden;
-    out["arithmetic"] = row.device.empty() ? cpu::name_of(row.arithmetic) : "cuBLASLt";
+    out["arithmetic"] = row.gpu == nullptr ? cpu::name_of(row.arithmetic) : row.gpu->arithmetic();
     out["gflops"] = row.rate() * 1e-9;
     out["peak_gflops"] = row.peak() * 1e-9;
     out["peak_share"] = row.rate() / row.peak();
@@ -200,13 +202,13 @@ void print_row(const Row& row) {
 }
 
 Chart make_chart(const std::vector<Row>& rows) {
-  const std::string device = rows.empty() ? "" : rows[0].device;
+  const GpuBench* gpu = rows.empty() ? nullptr : rows[0].gpu;
   Chart chart{.title = "logitless bench: share of what this machine can do",
               .subtitle = fmt::format("{}, measured in the same run",
-                                      device.empty() ? cpu::target_name() : device),
+                                      gpu == nullptr ? cpu::target_name() : gpu->name()),
               .legend = {"f32 FMA peak", "bf16 dot peak", "AMX peak", "memory bandwidth"},
               .bars = {}};
-  if (!device.empty()) chart.legend = {"f32 product", "16-bit product", "-", "copy bandwidth"};
+  if (gpu != nullptr) chart.legend = {"f32 product", "16-bit product", "-", "copy bandwidth"};
   for (const Row& row : rows) {
     const OpShape& s = row.c.shape;
     const bool products = s.linear();
@@ -257,12 +259,12 @@ void print_machine(int threads, const Machine& m) {
       m.bandwidth.copy * 1e-9);
 }
 
-// cuBLASLt's best product of each width, and a copy, measured once.
-Machine probe_cuda(CudaBench& cuda) {
+// Its best product of each width, and a copy, measured once.
+Machine probe_gpu(GpuBench& gpu) {
   Machine machine;
-  machine.bandwidth.read = machine.bandwidth.copy = cuda.copy_bandwidth();
-  machine.fma = cuda.product_rate(DType::f32);
-  machine.bf16_dot = cuda.product_rate(DType::bf16);
+  machine.bandwidth.read = machine.bandwidth.copy = gpu.copy_bandwidth();
+  machine.fma = gpu.product_rate(DType::f32);
+  machine.bf16_dot = gpu.product_rate(DType::bf16);
   return machine;
 }
 
@@ -273,9 +275,10 @@ void run_bench(const Context& context, const BenchArguments& a) {
     if (all.size() != 1) throw BadInput("--first-call: one op, dtype and shape; given: several");
     return run_first_call(context, all[0].shape, a.warmup);
   }
-  std::optional<CudaBench> cuda;
-  if (a.device == "cuda") cuda.emplace();
-  CudaBench* const device = cuda ? &*cuda : nullptr;
+  std::unique_ptr<GpuBench> gpu;
+  if (a.device == "cuda") gpu = make_cuda_bench();
+  if (a.device == "webgpu") gpu = make_webgpu_bench();
+  GpuBench* const device = gpu.get();
   for (const Case& c : all) check_fits(c, device);
   if (!a.chart.empty() && !std::ofstream(a.chart, std::ios::app)) {
     throw BadInput("--chart: " + a.chart + " cannot be written");
@@ -285,7 +288,7 @@ void run_bench(const Context& context, const BenchArguments& a) {
   std::map<int, Machine> machines;
   std::vector<Row> rows;
   if (!context.json) print_head();
-  if (device != nullptr) machines[0] = probe_cuda(*device);
+  if (device != nullptr) machines[0] = probe_gpu(*device);
   for (const Case& c : all) {
     Row row{.c = c, .m = {}, .machine = {}};
     if (device == nullptr) {
@@ -293,11 +296,11 @@ void run_bench(const Context& context, const BenchArguments& a) {
       row.arithmetic = cpu::choose_engine(c.shape.dtype).arithmetic;
       probe(machines[row.threads], row.arithmetic);
     } else {
-      row.device = device->name();
+      row.gpu = device;
       if (c.shape.dtype != DType::f32) row.arithmetic = cpu::Arithmetic::bf16_dot;
     }
     row.m = measure(
-        c.shape, {.memory = c.memory, .repeats = a.repeats, .cuda = device, .samples = a.samples},
+        c.shape, {.memory = c.memory, .repeats = a.repeats, .gpu = device, .samples = a.samples},
         tensors, [&](int run) {
           progress.update(static_cast<int64_t>(rows.size()) * (a.repeats + 1) + run,
                           fmt::format("{} {} N {} V {}", c.shape.op, name_of(c.shape.dtype),
@@ -339,7 +342,7 @@ void add_bench(CLI::App& app, Context& context) {
     return command->add_option(name, values, text)->delimiter(',')->capture_default_str();
   };
   command->add_option("--device", a.device)
-      ->check(CLI::IsMember({"cpu", "cuda"}))
+      ->check(CLI::IsMember({"cpu", "cuda", "webgpu"}))
       ->capture_default_str();
   list("--op", a.ops, "ops, each")->check(CLI::IsMember(kOpNames));
   list("--dtype", a.dtypes, "f32, f16, bf16")->check(CLI::IsMember(kFloatDtypes));

@@ -17,12 +17,6 @@ namespace {
 // The reference holds the head in double: 1 GiB.
 constexpr int64_t kLargestJudgedHead = int64_t{1} << 27;
 
-uint64_t bytes_of(const TensorView& view) {
-  uint64_t elements = 1;
-  for (int32_t d = 0; d < view.rank; ++d) elements *= static_cast<uint64_t>(view.shape[d]);
-  return elements * static_cast<uint64_t>(size_of(view.dtype));
-}
-
 // Normal numbers, as many as `bytes` hold: blocks of one table, each from a place of its own, so
 // that gigabytes are filled at the speed of memory.
 void fill_normal(const Buffer& buffer, DType dtype, double scale) {
@@ -100,16 +94,16 @@ double timed(const auto& op, const Buffer& scratch) {
 
 template <class Op>
 WorkspaceSize size_of_workspace(const Op& op, const MeasureOptions& options) {
-  if (options.cuda != nullptr) return options.cuda->size(op);
+  if (options.gpu != nullptr) return options.gpu->size(op);
   WorkspaceSize size;
   check(workspace(op, {}, &size));
   return size;
 }
 
 template <class Op>
-void run_recommended(const Op& op, CudaBench* cuda) {
-  if (cuda != nullptr) {
-    cuda->timed(op, cuda->size(op).recommended, true);
+void run_recommended(const Op& op, GpuBench* gpu) {
+  if (gpu != nullptr) {
+    gpu->timed(op, gpu->size(op).recommended, true);
     return;
   }
   WorkspaceSize size;
@@ -128,15 +122,15 @@ Op make_op(const OpShape& shape, Tensors& tensors) {
 
 // What Backward is given: written by Forward on the same tensors.
 template <class Op>
-void prepare_state(const OpShape& shape, Tensors& tensors, CudaBench* cuda) {
+void prepare_state(const OpShape& shape, Tensors& tensors, GpuBench* gpu) {
   if constexpr (BackwardOnlyOp<Op>) {
     OpShape forward = shape;
     if constexpr (LinearOp<Op>) {
       forward.op = "linear-forward";
-      run_recommended(make_op<LinearCrossEntropyForward>(forward, tensors), cuda);
+      run_recommended(make_op<LinearCrossEntropyForward>(forward, tensors), gpu);
     } else {
       forward.op = "forward";
-      run_recommended(make_op<CrossEntropyForward>(forward, tensors), cuda);
+      run_recommended(make_op<CrossEntropyForward>(forward, tensors), gpu);
     }
   }
 }
@@ -216,27 +210,27 @@ Measurement measure(const OpShape& shape, const MeasureOptions& options, Tensors
     tick(0);
     const Op op = make_op<Op>(shape, tensors);
     Measurement m;
-    CudaBench* const cuda = options.cuda;
-    if (cuda != nullptr) cuda->forget();
+    GpuBench* const gpu = options.gpu;
+    if (gpu != nullptr) gpu->forget();
     m.size = size_of_workspace(op, options);
     m.workspace = options.memory.value_or(m.size.recommended);
     check_memory(m.workspace, m.size);
-    if (cuda == nullptr) warm_up<Op>(shape);
-    prepare_state<Op>(shape, tensors, cuda);
+    if (gpu == nullptr) warm_up<Op>(shape);
+    prepare_state<Op>(shape, tensors, gpu);
     const SavedRows saved = save_rows(op, options.samples);
-    const Buffer scratch(cuda == nullptr ? m.workspace : 0);
-    if (cuda == nullptr) {
+    const Buffer scratch(gpu == nullptr ? m.workspace : 0);
+    if (gpu == nullptr) {
       m.rss_growth = rss_growth([&] { timed(op, scratch); });
     } else {
-      cuda->timed(op, m.workspace, true);
+      gpu->timed(op, m.workspace, true);
     }
-    // As the suite judges this backend: see tests/device_cuda.cpp.
-    const bool tensor_cores = cuda != nullptr && shape.linear() && shape.dtype != DType::f32;
+    // As the suite judges the backend: see tests/device_cuda.cpp.
+    const bool tensor_cores =
+        gpu != nullptr && gpu->has_tensor_cores() && shape.linear() && shape.dtype != DType::f32;
     m.error_ratio = error_ratio(op, shape, tensors, options.samples, saved, tensor_cores);
     for (int i = 0; i < options.repeats; ++i) {
       tick(i + 1);
-      m.seconds.push_back(cuda == nullptr ? timed(op, scratch)
-                                          : cuda->timed(op, m.workspace, false));
+      m.seconds.push_back(gpu == nullptr ? timed(op, scratch) : gpu->timed(op, m.workspace, false));
     }
     std::sort(m.seconds.begin(), m.seconds.end());
     if (shape.in_place) tensors.forget("logits");

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "cli/bench_cuda.h"
+#include "cli/bench_gpu.h"
 #include "cli/buffer.h"
 #include "cli/op_shape.h"
 
@@ -44,8 +44,8 @@ struct Measurement {
 struct MeasureOptions {
   std::optional<uint64_t> memory;  // bytes of workspace; none: the recommended
   int repeats = 5;
-  CudaBench* cuda = nullptr;  // none: the CPU
-  int samples = 2;            // tokens and vocabulary rows that are judged; 0: none
+  GpuBench* gpu = nullptr;  // none: the CPU
+  int samples = 2;          // tokens and vocabulary rows that are judged; 0: none
 };
 
 // Runs once unmeasured, which tells the error and the memory touched, then `repeats` times;

@@ -23,26 +23,7 @@ void check_cuda(cudaError_t code, const char* what) {
   if (code != cudaSuccess) throw Failure(fmt::format("{}: {}", what, cudaGetErrorString(code)));
 }
 
-uint64_t bytes_of(const TensorView& view) {
-  uint64_t elements = 1;
-  for (int32_t d = 0; d < view.rank; ++d) elements *= static_cast<uint64_t>(view.shape[d]);
-  return elements * static_cast<uint64_t>(size_of(view.dtype));
-}
-
 constexpr Device kDevice{DeviceType::cuda, 0};
-
-// The op with other data.
-template <class Op, class F>
-Op moved(const Op& host, F&& data_of) {
-  Op op = host;
-  logitless_op unused{};
-  for_each_tensor(op, unused, [&](const char*, Access, TensorView& view, auto&&) {
-    if (!view) return;
-    view.data = data_of(view);
-    view.device = kDevice;
-  });
-  return op;
-}
 
 // Numbers between 1/2 and 2 of either sign, as bf16 and as f32: equal ones would be multiplied at a
 // higher clock.
@@ -56,9 +37,37 @@ void fill_random(char* data, uint64_t bytes) {
   }
 }
 
-}  // namespace
+class CudaBench final : public GpuBench {
+ public:
+  CudaBench();
+  ~CudaBench() override;
 
-CudaBench::CudaBench() {
+  void forget() override;
+  const char* name() const override { return name_; }
+  uint64_t free_bytes() const override;
+  const char* arithmetic() const override { return "cuBLASLt"; }
+  bool has_tensor_cores() const override { return true; }
+  double product_rate(DType dtype) override;
+  double copy_bandwidth() override;
+
+ private:
+  struct Copy {
+    void* data = nullptr;
+    uint64_t bytes = 0;
+  };
+  void* device_of(const TensorView& host) override;
+  void fetch(const TensorView& host) override;
+  Workspace reserve(uint64_t bytes) override;
+  double seconds(const std::function<void()>& work) override;
+
+  char name_[64] = {};
+  void* stream_ = nullptr;
+  void *start_ = nullptr, *stop_ = nullptr;  // events
+  std::map<const void*, Copy> copies_;
+  Copy scratch_;
+};
+
+CudaBench::CudaBench() : GpuBench(kDevice) {
   const cuda::DeviceInfo* info;
   check(cuda::find_device(0, &info));
   check(warmup({.device = kDevice}));
@@ -69,6 +78,7 @@ CudaBench::CudaBench() {
   check_cuda(cudaEventCreate(&start), "cudaEventCreate");
   check_cuda(cudaEventCreate(&stop), "cudaEventCreate");
   stream_ = stream, start_ = start, stop_ = stop;
+  execution_.stream = stream;
 }
 
 CudaBench::~CudaBench() {
@@ -97,19 +107,25 @@ void* CudaBench::device_of(const TensorView& host) {
   return copy.data;
 }
 
-void CudaBench::reserve(uint64_t workspace) {
-  if (scratch_.bytes == workspace) return;
-  (void)cudaFree(scratch_.data);
-  scratch_ = {};
-  if (workspace == 0) return;
-  check_cuda(cudaMalloc(&scratch_.data, workspace), "cudaMalloc of the workspace");
-  scratch_.bytes = workspace;
+Workspace CudaBench::reserve(uint64_t bytes) {
+  if (scratch_.bytes != bytes) {
+    (void)cudaFree(scratch_.data);
+    scratch_ = {};
+    if (bytes > 0) check_cuda(cudaMalloc(&scratch_.data, bytes), "cudaMalloc of the workspace");
+    scratch_.bytes = bytes;
+  }
+  return {scratch_.data, bytes};
 }
 
-template <class F>
-double CudaBench::seconds(F&& work) {
+void CudaBench::fetch(const TensorView& host) {
+  const Copy& copy = copies_.at(host.data);
+  check_cuda(cudaMemcpy(host.data, copy.data, copy.bytes, cudaMemcpyDeviceToHost), "cudaMemcpy");
+}
+
+double CudaBench::seconds(const std::function<void()>& work) {
   const auto stream = static_cast<cudaStream_t>(stream_);
   const auto start = static_cast<cudaEvent_t>(start_), stop = static_cast<cudaEvent_t>(stop_);
+  check_cuda(cudaDeviceSynchronize(), "the copies");
   check_cuda(cudaEventRecord(start, stream), "cudaEventRecord");
   work();
   check_cuda(cudaEventRecord(stop, stream), "cudaEventRecord");
@@ -117,31 +133,6 @@ double CudaBench::seconds(F&& work) {
   float milliseconds = 0;
   check_cuda(cudaEventElapsedTime(&milliseconds, start, stop), "cudaEventElapsedTime");
   return milliseconds * 1e-3;
-}
-
-template <class Op>
-WorkspaceSize CudaBench::size(const Op& host) const {
-  WorkspaceSize size;
-  check(workspace(moved(host, [](const TensorView& view) { return view.data; }),
-                  {.device = kDevice}, &size));
-  return size;
-}
-
-template <class Op>
-double CudaBench::timed(const Op& host, uint64_t workspace, bool fetch) {
-  const Op op = moved(host, [&](const TensorView& view) { return device_of(view); });
-  reserve(workspace);
-  check_cuda(cudaDeviceSynchronize(), "the copies");
-  const double elapsed = seconds(
-      [&] { check(run(op, {scratch_.data, workspace}, {.device = kDevice, .stream = stream_})); });
-  if (!fetch) return elapsed;
-  const logitless_op unused{};
-  for_each_tensor(host, unused, [&](const char*, Access access, const TensorView& view, auto&&) {
-    if (!view || access == Access::read) return;
-    const Copy& copy = copies_.at(view.data);
-    check_cuda(cudaMemcpy(view.data, copy.data, copy.bytes, cudaMemcpyDeviceToHost), "cudaMemcpy");
-  });
-  return elapsed;
 }
 
 uint64_t CudaBench::free_bytes() const {
@@ -201,36 +192,14 @@ double CudaBench::copy_bandwidth() {
   }
   return 2.0 * bytes / best;
 }
-#else
-namespace {
-[[noreturn]] void absent() { throw Failure("cuda: this library was built without it"); }
+
 }  // namespace
-CudaBench::CudaBench() { absent(); }
-CudaBench::~CudaBench() = default;
-void CudaBench::forget() {}
-uint64_t CudaBench::free_bytes() const { absent(); }
-double CudaBench::product_rate(DType) { absent(); }
-double CudaBench::copy_bandwidth() { absent(); }
-template <class Op>
-WorkspaceSize CudaBench::size(const Op&) const {
-  absent();
-}
-template <class Op>
-double CudaBench::timed(const Op&, uint64_t, bool) {
-  absent();
+
+std::unique_ptr<GpuBench> make_cuda_bench() { return std::make_unique<CudaBench>(); }
+#else
+std::unique_ptr<GpuBench> make_cuda_bench() {
+  throw Failure("cuda: this library was built without it");
 }
 #endif
-
-#define LOGITLESS_INSTANTIATE(Op)                          \
-  template WorkspaceSize CudaBench::size(const Op&) const; \
-  template double CudaBench::timed(const Op&, uint64_t, bool);
-LOGITLESS_INSTANTIATE(Softmax)
-LOGITLESS_INSTANTIATE(CrossEntropyForward)
-LOGITLESS_INSTANTIATE(CrossEntropyBackward)
-LOGITLESS_INSTANTIATE(CrossEntropyForwardBackward)
-LOGITLESS_INSTANTIATE(LinearCrossEntropyForward)
-LOGITLESS_INSTANTIATE(LinearCrossEntropyBackward)
-LOGITLESS_INSTANTIATE(LinearCrossEntropyForwardBackward)
-#undef LOGITLESS_INSTANTIATE
 
 }  // namespace logitless::cli

@@ -7,7 +7,7 @@
 #include "cli/text.h"
 #ifdef LOGITLESS_WITH_WEBGPU
 #include "src/validate.h"
-#include "src/webgpu/plan.h"
+#include "src/webgpu/cost.h"
 #endif
 
 namespace logitless::cli {
@@ -50,7 +50,9 @@ json webgpu_plan(const OpShape& s, std::optional<uint64_t> memory) {
                    {"chunks", plan.chunks},
                    {"window", plan.window},
                    {"windows", plan.windows},
+                   {"slices", plan.slices},
                    {"products", plan.products},
+                   {"predicted_ms", webgpu::predicted_microseconds(problem, plan) * 1e-3},
                    {"bytes", plan.total}};
     out["workspace"] = {{"minimum", size.minimum},
                         {"recommended", size.recommended},
@@ -67,8 +69,9 @@ json webgpu_plan(const OpShape&, std::optional<uint64_t>) {
 
 void print_webgpu_plan(const json& out) {
   const json& plan = out["plan"];
-  fmt::print("{:<12}{}, {} products, at WebGPU's default limits\n", "plan",
-             plan["name"].get<std::string>(), plan["products"].get<int>());
+  fmt::print("{:<12}{}, {} products, at WebGPU's default limits, predicted {:.3f} ms on an H200\n",
+             "plan", plan["name"].get<std::string>(), plan["products"].get<int>(),
+             plan["predicted_ms"].get<double>());
   fmt::print("{:<12}{} of {} tokens, {} windows of {} columns\n", "chunks",
              plan["chunks"].get<int64_t>(), plan["token_chunk"].get<int64_t>(),
              plan["windows"].get<int64_t>(), plan["window"].get<int64_t>());

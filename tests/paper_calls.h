@@ -139,7 +139,8 @@ inline std::set<std::string> every_pipeline(const Limits& limits) {
   for_each_op_type([&](auto typed) {
     using Op = decltype(typed);
     for (const PaperCall shape :
-         {PaperCall{3, 8, 40}, PaperCall{100, 96, 9000}, PaperCall{256, 256, 2048}}) {
+         {PaperCall{3, 8, 40}, PaperCall{40, 256, 9000}, PaperCall{100, 96, 9000},
+          PaperCall{256, 256, 2048}, PaperCall{140, 40, 16900}}) {
       for_each_paper_call<Op>(shape, [&](const PaperCall& c) {
         for (const uint64_t budget : {uint64_t{0}, uint64_t{1}, UINT64_MAX}) {
           (void)run_on_paper<Op>(c, limits, budget, &all);

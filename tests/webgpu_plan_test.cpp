@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The plans of the WebGPU backend, and what its dispatcher makes of them, without a device: within
 // every limit, smaller budgets smaller plans, and GPT-2's head in little memory.
-#include "src/webgpu/plan.h"
+#include "src/webgpu/cost.h"
 
 #include <gtest/gtest.h>
 
@@ -63,6 +63,45 @@ TEST(WebGpuPlan, KeepsToTheLimitsAndTheBudget) {
         }
       }
     }
+  }
+}
+
+// The shapes of WebGpu.LargeTilesAndSlices take every tile and slices.
+TEST(WebGpuPlan, TilesFollowTheShape) {
+  const auto tile = [](int64_t rows, int64_t columns, int64_t depth, bool logits) {
+    const Tile t = tile_of(rows, columns, depth, logits);
+    return std::array<int64_t, 3>{t.small ? 1 : 0, t.m, t.n};
+  };
+  using Three = std::array<int64_t, 3>;
+  EXPECT_EQ(tile(131, 16804, 40, true), (Three{0, 128, 128}));
+  EXPECT_EQ(tile(61, 4501, 264, true), (Three{0, 64, 64}));
+  EXPECT_EQ(tile(61, 264, 4501, false), (Three{0, 64, 64}));
+  EXPECT_EQ(tile(4501, 264, 61, false), (Three{0, 128, 64}));
+  EXPECT_EQ(tile(4501, 12, 61, false), (Three{1, 32, 32}));
+  EXPECT_GT(most_slices(head(61, 4501, 264, true), 61, 4501), 8);
+  EXPECT_EQ(most_slices(head(61, 4501, 264, false), 61, 4501), 1);
+  EXPECT_EQ(most_slices(head(4096, 50257, 4096, true), 4096, 50257), 1);
+}
+
+TEST(WebGpuPlan, AmpleMemoryIsUsedForSlices) {
+  for (const Problem& p : {head(61, 4501, 264, true), head(40, 3000, 24, true)}) {
+    Plan plan;
+    ASSERT_TRUE(make_plan(p, {}, uint64_t{64} << 20, &plan).ok());
+    EXPECT_GT(plan.slices, 4);
+    EXPECT_EQ(plan.chunks, 1);
+  }
+}
+
+TEST(WebGpuPlan, MoreMemoryIsNeverSlower) {
+  const Problem p = head(1024, 50257, 768, true);
+  double last = 1e300;
+  for (uint64_t budget = uint64_t{2} << 20; budget < uint64_t{1} << 30; budget += budget / 4) {
+    Plan plan;
+    ASSERT_TRUE(make_plan(p, {}, budget, &plan).ok());
+    const double time = predicted_microseconds(p, plan);
+    EXPECT_LE(time, last) << budget;
+    EXPECT_GT(time, 0);
+    last = time;
   }
 }
 

@@ -66,6 +66,32 @@ TEST_F(WebGpu, AWindowMakesTheSameLossesAsTheWhole) {
   EXPECT_EQ(differing_bits(whole.fields, run_case(device_, c).fields), "");
 }
 
+// Products large enough for every tile (webgpu_plan_test says which these shapes take), with ragged
+// ends, and grad_input in slices of the vocabulary; ignored tokens leave rows of a tile empty.
+TEST_F(WebGpu, LargeTilesAndSlices) {
+  const RunPlan ample{.memory = Memory::exact, .bytes = uint64_t{64} << 20};
+  for (const Shape shape :
+       {Shape{131, 40, 16801}, Shape{61, 263, 4501}, Shape{133, 131, 4098}, Shape{40, 24, 3000}}) {
+    Case c{.op = OpKind::linear_forward_backward, .shape = shape, .bias = true};
+    c.wants_grad_bias = true;
+    c.options.reduction = Reduction::mean;
+    expect_ok(judge(device_, c, ample));
+    c.bias = c.wants_grad_bias = false;
+    c.ignored = 0.5;
+    expect_ok(judge(device_, c, {}));
+  }
+}
+
+// The rows that are read once, with as many threads as they want, beside those that are not.
+TEST_F(WebGpu, ShortRowsOfEveryLength) {
+  for (const int64_t vocab : {255, 256, 257, 1023, 1024, 1025, 4095, 4096, 4097}) {
+    for (const OpKind op : {OpKind::forward_backward, OpKind::softmax}) {
+      Case c{.op = op, .shape = {19, 1, vocab}, .in_place = true};
+      expect_ok(judge(device_, c));
+    }
+  }
+}
+
 // Buffers are counted where they are made.
 TEST_F(WebGpu, TheMemoryOfACallIsThePredictedOne) {
   for (const OpKind op : {OpKind::linear_forward, OpKind::linear_forward_backward}) {

@@ -3,14 +3,11 @@
 // state of their rows.
 #include <algorithm>
 
+#include "src/webgpu/cost.h"
 #include "src/webgpu/run.h"
 
 namespace logitless::webgpu {
 namespace {
-
-// Below this many multiplications a product takes small tiles: 0.2 s of SwiftShader (the browser
-// without a GPU), and more workgroups for a GPU that larger tiles would leave idle.
-constexpr uint64_t kSmallProduct = uint64_t{1} << 26;
 
 // As in tokens.wgsl.
 enum TokenFlag : uint32_t {
@@ -20,7 +17,7 @@ enum TokenFlag : uint32_t {
   kAllCount = 8,
   kFault = 16
 };
-// As in rows.wgsl.
+// As in slots.wgsl, combine.wgsl, gradient.wgsl, row.wgsl and probabilities.wgsl.
 enum RowFlag : uint32_t {
   kRowVocabWeight = 1,
   kTokenGrad = 2,
@@ -30,7 +27,6 @@ enum RowFlag : uint32_t {
   kGradTarget = 32,
   kGradEntropy = 64,
   kSoftmax = 128,
-  kProbabilities = 256,
   kGradient = 512
 };
 
@@ -145,7 +141,6 @@ RowParams Run::row_params(const Chunk& chunk, const Window& window) const {
   flag(given("grad_target_logit"), kGradTarget);
   flag(given("grad_entropy"), kGradEntropy);
   flag(problem_.softmax, kSoftmax);
-  flag(problem_.probabilities, kProbabilities);
   flag(problem_.gradients, kGradient);
   return p;
 }
@@ -199,20 +194,27 @@ Binding Run::vocab_weight_window(const Window& window, uint32_t* base) const {
 
 void Run::product(const ProductParams& params, const ProductKind& kind, Binding a, Binding b,
                   Binding result, Binding bias) {
-  // The order of a sum is the same in all three.
-  const bool small = uint64_t{params.rows} * params.columns * params.depth <= kSmallProduct;
-  const bool large = params.rows >= 128 && params.columns >= 128;
-  const int64_t tile = small ? 32 : large ? 128 : 64;
-  recorder_.dispatch("product",
-                     small   ? "product_32"
-                     : large ? "product_128"
-                             : "product_64",
-                     {{"a_transposed", kind.a_transposed ? 1.0 : 0.0},
-                      {"b_transposed", kind.b_transposed ? 1.0 : 0.0},
-                      {"has_bias", kind.has_bias ? 1.0 : 0.0},
-                      {"bounded", static_cast<double>(kind.bounded)}},
-                     params, {a, b, result, role(Role::counted), bias},
-                     blocks(params.columns, tile), blocks(params.rows, tile));
+  const Tile tile = tile_of(params.rows, params.columns, params.depth, kind.b_transposed);
+  ProductParams p = params;
+  p.slice_depth = blocks(params.depth, 16 * kind.slices) * 16;
+  const auto with = [&](std::initializer_list<Constant> constants) {
+    const char* name = tile.small ? "product_small" : "product";
+    recorder_.dispatch(name, name, constants, p, {a, b, result, role(Role::counted), bias},
+                       blocks(params.columns, tile.n), blocks(params.rows, tile.m),
+                       u32(kind.slices));
+  };
+  const Constant a_transposed{"a_transposed", kind.a_transposed ? 1.0 : 0.0},
+      b_transposed{"b_transposed", kind.b_transposed ? 1.0 : 0.0},
+      has_bias{"has_bias", kind.has_bias ? 1.0 : 0.0},
+      bounded{"bounded", static_cast<double>(kind.bounded)};
+  if (tile.small) return with({a_transposed, b_transposed, has_bias, bounded});
+  with({a_transposed,
+        b_transposed,
+        has_bias,
+        bounded,
+        {"tile_m", static_cast<double>(tile.m)},
+        {"tile_n", static_cast<double>(tile.n)},
+        {"threads", static_cast<double>(tile.threads())}});
 }
 
 // Rows of the window, [columns, D] with D rounded up to 4; in the view itself,
@@ -271,16 +273,17 @@ void Run::make_logits(const Chunk& chunk, const Window& window) {
 void Run::make_partials(const Chunk& chunk, const Window& window) {
   RowParams p = row_params(chunk, window);
   const Binding vocab_weight = vocab_weight_window(window, &p.weight_base);
-  const char* entry = problem_.probabilities ? "probability_slots" : "slots";
   if (chunk.tokens == 0) return;
   const Binding logits = block(chunk, window, &p);
-  recorder_.dispatch(
-      "rows", entry,
-      {{"capped", capped(options_) ? 1.0 : 0.0},
-       {"scaled", p.slope != 1 ? 1.0 : 0.0},
-       {"direct", problem_.direct ? 1.0 : 0.0}},
-      p, {logits, role(Role::counted), vocab_weight, role(Role::rows), role(Role::partials)},
-      blocks(window.columns, kSlotColumns), p.rows);
+  const auto bindings = {logits, role(Role::counted), vocab_weight, role(Role::rows),
+                         role(Role::partials)};
+  const uint32_t groups = blocks(window.columns, kSlotColumns);
+  if (problem_.probabilities) {
+    recorder_.dispatch("probabilities", "slots", {direct()}, p, bindings, groups, p.rows);
+  } else {
+    recorder_.dispatch("slots", "slots", {is_capped(), is_scaled(p), direct()}, p, bindings, groups,
+                       p.rows);
+  }
 }
 
 // Slots, combine and gradient in one kernel.
@@ -290,38 +293,28 @@ void Run::make_rows(const Chunk& chunk) {
   RowParams p = row_params(chunk, window);
   const Binding vocab_weight = vocab_weight_window(window, &p.weight_base);
   const Binding logits = block(chunk, window, &p);
-  recorder_.dispatch("rows", "row",
-                     {{"capped", capped(options_) ? 1.0 : 0.0},
-                      {"scaled", p.slope != 1 ? 1.0 : 0.0},
-                      {"direct", 1},
-                      {"fused", 1}},
-                     p,
-                     {{},
-                      {},
-                      vocab_weight,
-                      zeros(),
-                      {},
-                      zeros(),
-                      role(Role::rows),
-                      role(Role::inputs),
-                      role(Role::scalars),
-                      logits},
-                     p.rows);
+  // A thread holds 16 columns.
+  const int leaders = window.columns <= 256 ? 4 : window.columns <= 1024 ? 8 : 16;
+  const int threads = leaders * leaders;
+  recorder_.dispatch(
+      "row", "row",
+      {is_capped(), is_scaled(p), {"row_threads", 1.0 * threads}, {"leaders", 1.0 * leaders}}, p,
+      {vocab_weight, role(Role::rows), role(Role::inputs), role(Role::scalars), logits},
+      blocks(chunk.tokens, 256 / threads));
 }
 
 void Run::combine(const Chunk& chunk) {
   const RowParams p = row_params(chunk, {});
-  recorder_.dispatch("rows", "combine", {{"direct", problem_.direct ? 1.0 : 0.0}}, p,
-                     {{},
-                      role(Role::counted),
-                      {},
-                      {},
-                      {},
-                      role(Role::partials),
-                      role(Role::rows),
-                      role(Role::inputs),
-                      role(Role::scalars)},
-                     blocks(chunk.tokens, 64));
+  const Binding counted = role(Role::counted), partials = role(Role::partials),
+                rows = role(Role::rows), inputs = role(Role::inputs), scalars = role(Role::scalars);
+  const uint32_t groups = blocks(chunk.tokens, 64);
+  if (problem_.probabilities) {
+    recorder_.dispatch("probabilities", "combine", {direct()}, p,
+                       {{}, counted, {}, {}, {}, partials, rows, inputs, scalars}, groups);
+  } else {
+    recorder_.dispatch("combine", "combine", {direct()}, p,
+                       {counted, partials, rows, inputs, scalars}, groups);
+  }
 }
 
 }  // namespace logitless::webgpu

@@ -57,6 +57,15 @@ bool fits_dense(const Dense& dense, const Part& part, const Limits& limits) {
   return last * 4 + 256 <= static_cast<int64_t>(limits.storage_binding_bytes);
 }
 
+// Whether a part of f16 and its f32 are one row of numbers each, from the start of their bindings:
+// the casts of cast.wgsl take two halves a thread, and write words without atomics.
+bool is_cast(const TensorView& v, const Part& part, const Dense& dense, int64_t base,
+             int64_t dense_base) {
+  return v.dtype == DType::f16 && v.rank == 2 && v.stride[1] == 1 && v.stride[0] == part.columns &&
+         dense.column_stride == 1 && dense.row_stride == part.columns && base == 0 &&
+         dense_base == 0;
+}
+
 // The dimension to cut where a part is too much for one dispatch.
 bool cut_rows(const TensorView& v, const Part& part) {
   if (part.columns <= 1) return true;
@@ -104,6 +113,14 @@ void Run::gather(const TensorView& v, Part part, const Dense& result, int64_t pa
   int64_t base, result_base;
   const Binding from = bound(v, part, &base);
   const Binding to = slice(result, device_->limits().storage_binding_bytes, &result_base);
+  const int64_t count = part.rows * part.columns;
+  if (!counted_rows && padded_columns == part.columns &&
+      is_cast(v, part, result, base, result_base)) {
+    const uint32_t groups = blocks(count, 512);
+    recorder_.cast("f16_to_f32", u32(count), from, to, std::min(groups, kGroups),
+                   blocks(groups, kGroups));
+    return;
+  }
   const GatherParams params{.rows = u32(part.rows),
                             .columns = u32(part.columns),
                             .padded_columns = u32(padded_columns),
@@ -160,6 +177,13 @@ void Run::scatter(const Dense& values, const TensorView& v, Part part, bool by_t
   int64_t base, value_base;
   const Binding to = bound(v, part, &base);
   const Binding from = slice(values, device_->limits().storage_binding_bytes, &value_base);
+  const int64_t count = part.rows * part.columns;
+  if (!by_token && count % 2 == 0 && is_cast(v, part, values, base, value_base)) {
+    const uint32_t groups = blocks(count, 512);
+    recorder_.cast("f32_to_f16", u32(count), from, to, std::min(groups, kGroups),
+                   blocks(groups, kGroups));
+    return;
+  }
   const ScatterParams params{.rows = u32(part.rows),
                              .columns = u32(part.columns),
                              .value_base = u32(value_base),

@@ -11,13 +11,16 @@ void Run::make_gradients(const Chunk& chunk, const Window& window) {
   const Binding vocab_weight = vocab_weight_window(window, &p.weight_base);
   if (chunk.tokens > 0) {
     const Binding logits = block(chunk, window, &p);
-    recorder_.dispatch(
-        "rows", "gradient",
-        {{"capped", capped(options_) ? 1.0 : 0.0},
-         {"scaled", p.slope != 1 ? 1.0 : 0.0},
-         {"direct", problem_.direct ? 1.0 : 0.0}},
-        p, {{}, role(Role::counted), vocab_weight, role(Role::rows), {}, {}, {}, {}, {}, logits},
-        blocks(window.columns, kSlotColumns), p.rows);
+    const Binding counted = role(Role::counted), rows = role(Role::rows);
+    const uint32_t groups = blocks(window.columns, kSlotColumns);
+    if (problem_.probabilities) {
+      recorder_.dispatch("probabilities", "gradient", {direct()}, p,
+                         {{}, counted, vocab_weight, rows, {}, {}, {}, {}, {}, logits}, groups,
+                         p.rows);
+    } else {
+      recorder_.dispatch("gradient", "gradient", {is_capped(), is_scaled(p), direct()}, p,
+                         {counted, vocab_weight, rows, logits}, groups, p.rows);
+    }
   }
   if (problem_.linear) add_products(chunk, window);
   if (problem_.linear || problem_.direct) return;
@@ -52,7 +55,7 @@ void Run::add_products(const Chunk& chunk, const Window& window) {
                     .result_stride = hidden / 4,
                     .adds = window.index > 0 ? 1u : 0u};
     const Binding weight = weight_window(window, &p.b_base, &p.b_stride);
-    product(p, {.bounded = 1}, block(window), weight, role(Role::grad_hidden), zeros());
+    add_to_grad_hidden(p, weight, window);
   }
   if (problem_.wants_grad_weight) {
     ProductParams p{.rows = u32(window.columns),
@@ -76,6 +79,27 @@ void Run::add_products(const Chunk& chunk, const Window& window) {
     product(p, {.a_transposed = true, .bounded = 2}, block(window), role(Role::hidden), sum,
             zeros());
   }
+}
+
+// Slices of the window's columns have a sum each, which are added afterwards.
+void Run::add_to_grad_hidden(const ProductParams& params, Binding weight, const Window& window) {
+  const ProductKind kind{.bounded = 1, .slices = plan_.slices};
+  if (plan_.slices == 1) {
+    product(params, kind, block(window), weight, role(Role::grad_hidden), zeros());
+    return;
+  }
+  ProductParams p = params;
+  p.adds = 0;
+  p.slice_stride = params.rows * params.result_stride;
+  product(p, kind, block(window), weight, role(Role::slices), zeros());
+  recorder_.dispatch("slices", "add_slices", {},
+                     SliceParams{.rows = params.rows,
+                                 .row_length = params.result_stride,
+                                 .slices = u32(plan_.slices),
+                                 .slice_stride = p.slice_stride,
+                                 .adds = params.adds},
+                     {role(Role::slices), role(Role::grad_hidden), role(Role::counted)},
+                     blocks(params.result_stride, 64), params.rows);
 }
 
 void Run::emit(const Chunk& chunk, const TensorView& view, uint32_t word, uint32_t kind,

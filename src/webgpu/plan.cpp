@@ -5,16 +5,14 @@
 #include <iterator>
 
 #include "src/message.h"
+#include "src/webgpu/cost.h"
 
 namespace logitless::webgpu {
 namespace {
 
-// A chunk is a row of workgroups (65535 at most) and one workgroup's list of
-// tokens.
-constexpr int64_t kMostTokens = 4096;
-// Below this many tokens a chunk's addition to grad_weight costs more than
-// making the logits again.
-constexpr int64_t kFewTokens = 128;
+// A chunk is a row of workgroups (65535 at most) and, but where the matrix is worked on in place,
+// one workgroup's list of tokens.
+constexpr int64_t kMostTokens = 4096, kMostInPlace = 65535;
 constexpr int64_t kLeastTokens = 64;
 constexpr int64_t kColumnsAtOnce = 4096;  // a thread's registers hold 16 of a row
 constexpr uint64_t kParams = uint64_t{256} * 256, kSmall = 256;
@@ -46,7 +44,7 @@ void fill_bytes(const Problem& p, Plan* plan) {
   set(Role::counted, 16 + 4 * chunk);
   set(Role::inputs, 32 * chunk);
   if (p.reduces) set(Role::losses, 4 * chunk);
-  set(Role::partials, 32 * chunk * std::max<int64_t>(plan->slots, 1));
+  if (!p.rows_at_once) set(Role::partials, 32 * chunk * std::max<int64_t>(plan->slots, 1));
   plan->window_bytes = static_cast<uint64_t>(round_up(4 * chunk * plan->window, 256));
   if (!p.direct) {
     set(Role::block, static_cast<int64_t>(plan->window_bytes) * (plan->whole ? plan->windows : 1));
@@ -54,6 +52,7 @@ void fill_bytes(const Problem& p, Plan* plan) {
   if (p.linear) {
     set(Role::hidden, 4 * chunk * hidden);
     if (p.wants_grad_input) set(Role::grad_hidden, 4 * chunk * hidden);
+    if (plan->slices > 1) set(Role::slices, 4 * plan->slices * chunk * hidden);
     if (!p.weight_bound) set(Role::weight, 4 * plan->window * hidden);
     if (p.wants_grad_weight && !p.grad_weight_bound) set(Role::grad_weight, 4 * p.vocab * hidden);
     if (p.wants_grad_bias) set(Role::grad_bias, 4 * p.vocab);
@@ -77,7 +76,7 @@ bool within(const Problem& p, const Limits& limits, const Plan& plan) {
   // Of the smallest tile, 32 columns a group.
   if (p.linear && plan.window > int64_t{limits.groups} * 32) return false;
   if (p.linear &&
-      (!fits(plan.chunk, 4 * hidden) || !fits(plan.window, 4 * hidden) ||
+      (!fits(plan.chunk * plan.slices, 4 * hidden) || !fits(plan.window, 4 * hidden) ||
        !fits(plan.window, p.weight_row_bytes) || !fits(plan.window, p.grad_weight_row_bytes))) {
     return false;
   }
@@ -87,9 +86,13 @@ bool within(const Problem& p, const Limits& limits, const Plan& plan) {
   return true;
 }
 
+int64_t most_tokens(const Problem& p) {
+  return std::min(p.tokens, p.direct ? kMostInPlace : kMostTokens);
+}
+
 struct Choice {
-  int64_t chunk, window;
-  bool whole;
+  int64_t chunk = 0, window = 0, slices = 1;
+  bool whole = false;
 };
 
 Plan plan_of(const Problem& p, const Choice& choice) {
@@ -100,6 +103,7 @@ Plan plan_of(const Problem& p, const Choice& choice) {
   plan.windows = choice.window == 0 ? 0 : (p.vocab + choice.window - 1) / choice.window;
   plan.slots = (p.vocab + kSlotColumns - 1) / kSlotColumns;
   plan.whole = choice.whole || plan.windows <= 1;
+  plan.slices = choice.slices;
   const bool again = p.gradients && !p.state_given && !plan.whole;
   if (p.linear) plan.products = 1 + again + p.wants_grad_input + p.wants_grad_weight;
   fill_bytes(p, &plan);
@@ -109,36 +113,31 @@ Plan plan_of(const Problem& p, const Choice& choice) {
 // Whether a plan that holds more than a window at a time gains anything by it.
 bool wants_whole(const Problem& p) { return (p.gradients || p.softmax) && !p.state_given; }
 
-// Calls f(choice), the fastest first, until it says true. Chunks of fewer than
-// 64 tokens are only for limits that nothing else keeps to.
+// Calls f(choice) for what may be chosen: a chunk of tokens is an even share of all; a window as
+// many columns as f takes. Chunks of fewer than 64 tokens are only for limits that nothing else
+// keeps to.
 template <class F>
-bool any_choice(const Problem& p, const bool& kept_to_limits, F&& f) {
-  const int64_t all = round_up(p.vocab, 4);
-  std::array<int64_t, 32> chunks{};
-  size_t count = 0;
-  for (int64_t c = std::min(p.tokens, kMostTokens); count < chunks.size(); c = (c + 1) / 2) {
-    chunks[count++] = c;
-    if (c <= 1) break;
-  }
+void each_choice(const Problem& p, const bool& kept_to_limits, F&& f) {
   const auto windows = [&](int64_t chunk, bool whole) {
-    for (int64_t w = all; w > 0; w = round_up(w / 2, kSlotColumns)) {
-      if (f(Choice{chunk, w, whole})) return true;
-      if (p.rows_at_once) break;
-      if (w <= kSlotColumns) break;
+    bool taken = p.vocab == 0 && (f(Choice{.chunk = chunk, .whole = whole}), true);
+    for (int64_t w = round_up(p.vocab, 4); w > 0 && !taken; w = round_up(w / 2, kSlotColumns)) {
+      for (int64_t slices = most_slices(p, chunk, w);; slices /= 2) {
+        taken |= f(Choice{chunk, w, slices, whole});
+        if (slices <= 1) break;
+      }
+      if (p.rows_at_once || w <= kSlotColumns) break;
     }
-    return p.vocab == 0 && f(Choice{chunk, 0, whole});
   };
-  if (wants_whole(p)) {
-    for (size_t i = 0; i < count; ++i) {
-      if (chunks[i] < std::min(kFewTokens, p.tokens)) break;
-      if (windows(chunks[i], true)) return true;
-    }
+  const int64_t most = most_tokens(p);
+  int64_t parts = most == 0 ? 1 : (p.tokens + most - 1) / most;
+  for (;; parts = parts * 4 / 3 + 1) {
+    const int64_t even = (p.tokens + parts - 1) / parts;
+    const int64_t chunk = even < kLeastTokens ? even : std::min(round_up(even, 64), most);
+    if (kept_to_limits && chunk < std::min(kLeastTokens, p.tokens)) break;
+    if (wants_whole(p)) windows(chunk, true);
+    windows(chunk, false);
+    if (chunk <= 1) break;
   }
-  for (size_t i = 0; i < count; ++i) {
-    if (kept_to_limits && chunks[i] < std::min(kLeastTokens, p.tokens)) break;
-    if (windows(chunks[i], false)) return true;
-  }
-  return false;
 }
 
 }  // namespace
@@ -216,17 +215,18 @@ Problem problem_of(const Call& call) {
 }
 
 Status make_plan(const Problem& p, const Limits& limits, uint64_t budget, Plan* plan) {
-  bool any = false;
-  uint64_t least = UINT64_MAX;
-  const bool found = any_choice(p, any, [&](const Choice& choice) {
+  bool any = false, found = false;
+  double best = 0;
+  each_choice(p, any, [&](const Choice& choice) {
     const Plan made = plan_of(p, choice);
     if (!within(p, limits, made)) return false;
+    const bool enough = made.total <= budget;
+    if (!enough && !found && (!any || made.total < plan->total)) *plan = made;
     any = true;
-    if (made.total > budget) {
-      if (made.total < least) least = made.total, *plan = made;
-      return false;
-    }
-    *plan = made;
+    if (!enough) return false;
+    const double time = predicted_microseconds(p, made);
+    if (!found || time < best) best = time, *plan = made;
+    found = true;
     return true;
   });
   const auto vocab_bytes = static_cast<uint64_t>(4 * p.vocab_total);
@@ -241,7 +241,7 @@ Status make_plan(const Problem& p, const Limits& limits, uint64_t budget, Plan* 
     return error(StatusCode::not_supported, "vocab_total is %lld; allowed on webgpu: < 2^31",
                  static_cast<long long>(p.vocab_total));
   }
-  if (any || found) return {};
+  if (any) return {};
   return error(StatusCode::not_supported,
                "N = %lld, V = %lld, D = %lld: 1024 rows of weight, or a sum of "
                "grad_weight, pass "
@@ -261,13 +261,13 @@ Status workspace_sizes(const Problem& p, const Limits& limits, uint64_t* minimum
   // The block of the default plan: a quarter of the f32 logits, and no less
   // than 64 tokens' worth.
   const int64_t tokens =
-      p.direct ? std::min(p.tokens, kMostTokens)
+      p.direct ? most_tokens(p)
                : std::clamp(p.tokens / 4, std::min(p.tokens, kLeastTokens), int64_t{1024});
   Problem part = p;
   part.tokens = tokens;
   status = make_plan(part, limits, UINT64_MAX, &plan);
   if (!status.ok()) return status;
-  const Plan own = plan_of(p, {plan.chunk, plan.window, plan.whole});
+  const Plan own = plan_of(p, {plan.chunk, plan.window, 1, plan.whole});
   // What a call makes of that many bytes.
   status = make_plan(p, limits, std::max(own.total, *minimum), &plan);
   *recommended = plan.total;

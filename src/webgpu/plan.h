@@ -33,6 +33,7 @@ enum class Role : uint32_t {
   partials,      // [chunk, slots, 8]
   hidden,        // [chunk, D]                 rows of input that count, as f32
   grad_hidden,   // [chunk, D]
+  slices,        // [slices, chunk, D]       of grad_hidden, of a window each
   weight,        // [window, D]                where the view itself cannot be bound
   block,         // [windows, chunk, window]   logits, then their gradients
   grad_weight,   // [V, D]                     f32 sum, where the view itself
@@ -74,6 +75,7 @@ struct Plan {
           windows = 0;  // columns of one, a row's stride in the block; how many
   int64_t slots = 0;    // of 1024 columns, of a row
   bool whole = false;
+  int64_t slices = 1;                    // of a window, for grad_input
   int products = 0;                      // of N x V x D
   uint64_t window_bytes = 0;             // of a window in the block
   std::array<uint64_t, kRoles> bytes{};  // a role's buffer
@@ -83,8 +85,8 @@ struct Plan {
 constexpr int64_t kSlotColumns = 1024;
 constexpr int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
-// The fastest plan of at most `budget` bytes, or the smallest one where that is
-// too little.
+// The plan of at most `budget` bytes that is predicted to be the fastest (cost.h), or the smallest
+// one where that is too little.
 Status make_plan(const Problem& problem, const Limits& limits, uint64_t budget, Plan* plan);
 Status workspace_sizes(const Problem& problem, const Limits& limits, uint64_t* minimum,
                        uint64_t* recommended);

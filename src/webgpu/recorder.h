@@ -20,20 +20,27 @@ class Recorder {
   template <class Params>
   void dispatch(const char* shader, const char* entry, std::initializer_list<Constant> constants,
                 const Params& params, std::initializer_list<Binding> bindings, uint32_t x,
-                uint32_t y = 1) {
-    static_assert(sizeof(Params) <= kSlotBytes);
+                uint32_t y = 1, uint32_t z = 1) {
     if (failed_ || x == 0 || y == 0) return;
     const Pipeline pipeline = device_->pipeline(shader, entry, constants.begin(),
                                                 static_cast<uint32_t>(constants.size()));
     if (pipeline == 0) failed_ = true;
     if (failed_) return;
-    if (used_ == kSlots) flush();
-    std::memcpy(slots_ + used_ * kSlotBytes, &params, sizeof(params));
-    Binding all[kMostBindings] = {{params_, uint64_t{used_} * kSlotBytes, kSlotBytes}};
+    Binding all[kMostBindings] = {slot_of(params)};
     uint32_t count = 1;
     for (const Binding& binding : bindings) all[count++] = binding;
-    ++used_;
-    device_->dispatch(pipeline, all, count, x, y, 1);
+    device_->dispatch(pipeline, all, count, x, y, z);
+  }
+
+  // A kernel of cast.wgsl, whose uniform comes last.
+  void cast(const char* entry, uint32_t elements, Binding source, Binding result, uint32_t x,
+            uint32_t y) {
+    if (failed_ || x == 0 || y == 0) return;
+    const Pipeline pipeline = device_->pipeline("cast", entry, nullptr, 0);
+    if (pipeline == 0) failed_ = true;
+    if (failed_) return;
+    const Binding all[] = {source, result, slot_of(elements)};
+    device_->dispatch(pipeline, all, 3, x, y, 1);
   }
 
   void copy(Buffer source, uint64_t source_offset, Buffer target, uint64_t target_offset,
@@ -51,6 +58,14 @@ class Recorder {
   }
 
  private:
+  // The next slot of the params buffer, holding these.
+  template <class Params>
+  Binding slot_of(const Params& params) {
+    static_assert(sizeof(Params) <= kSlotBytes);
+    if (used_ == kSlots) flush();
+    std::memcpy(slots_ + used_ * kSlotBytes, &params, sizeof(params));
+    return {params_, uint64_t{used_++} * kSlotBytes, kSlotBytes};
+  }
   void flush() {
     if (used_ > 0) device_->write(params_, 0, slots_, uint64_t{used_} * kSlotBytes);
     if (!device_->submit()) failed_ = true;

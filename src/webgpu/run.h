@@ -17,7 +17,7 @@ struct TokenParams {
            word = 0, kind = 0;
 };
 
-// As in rows.wgsl.
+// As in slots.wgsl and what follows on it.
 struct RowParams {
   uint32_t rows = 0, columns = 0, row_stride = 0, base = 0, first_column = 0, slots = 0, flags = 0,
            nan = 0;
@@ -37,11 +37,18 @@ struct SumParams {
 // As in product.wgsl.
 struct ProductParams {
   uint32_t rows = 0, columns = 0, depth = 0, a_base = 0, a_stride = 0, b_base = 0, b_stride = 0,
-           result_base = 0, result_stride = 0, adds = 0, bias_base = 0, b_rows = 0;
+           result_base = 0, result_stride = 0, adds = 0, bias_base = 0, b_rows = 0, slice_depth = 0,
+           slice_stride = 0;
+};
+
+// As in slices.wgsl.
+struct SliceParams {
+  uint32_t rows = 0, row_length = 0, slices = 0, slice_stride = 0, adds = 0;
 };
 struct ProductKind {
   bool a_transposed = false, b_transposed = false, has_bias = false;
   uint32_t bounded = 0;
+  int64_t slices = 1;
 };
 
 inline uint32_t u32(int64_t value) { return static_cast<uint32_t>(value); }
@@ -112,19 +119,23 @@ class Run {
   void emit(const Chunk& chunk, const TensorView& view, uint32_t word, uint32_t kind,
             int64_t first);
   void add_products(const Chunk& chunk, const Window& window);
+  void add_to_grad_hidden(const ProductParams& params, Binding weight, const Window& window);
   void emit_outputs(const Chunk& chunk);
   Binding weight_window(const Window& window, uint32_t* base, uint32_t* stride);
   Binding vocab_weight_window(const Window& window, uint32_t* base) const;
   Binding whole_vocab_weight() const;
   Binding targets(const Chunk& chunk, TokenParams* params) const;
   Binding block(const Window& window) const;
-  // For the kernels of rows.wgsl: that, or the caller's matrix.
+  // For the kernels on rows: that, or the caller's matrix.
   Binding block(const Chunk& chunk, const Window& window, RowParams* params) const;
   const TensorView& result() const;  // of a logits op
   RowParams row_params(const Chunk& chunk, const Window& window) const;
   void product(const ProductParams& params, const ProductKind& kind, Binding a, Binding b,
                Binding result, Binding bias);
 
+  Constant is_capped() const { return {"capped", capped(options_) ? 1.0 : 0.0}; }
+  static Constant is_scaled(const RowParams& p) { return {"scaled", p.slope != 1 ? 1.0 : 0.0}; }
+  Constant direct() const { return {"direct", problem_.direct ? 1.0 : 0.0}; }
   Binding role(Role role) const { return {workspace_[role], 0, workspace_.bytes(role)}; }
   Binding zeros() const { return role(Role::zeros); }
   Dense dense(Role role, int64_t base, int64_t row_stride, int64_t column_stride = 1) const {

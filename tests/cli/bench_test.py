@@ -70,6 +70,31 @@ class BenchTest(CliTest):
                     self.assertGreater(row["ms_min"], 0)
                     self.assertGreater(row["bandwidth_gbytes_per_second"], 0)
 
+    def test_webgpu(self) -> None:
+        sweep = ["bench", "--json", "--device", "webgpu", "--op", ",".join(OPS), "--n", "20",
+                 "--d", "36", "--v", "1502", "--dtype", "f32,f16", "--repeats", "2",
+                 "--samples", "9"]  # fmt: skip
+        backends = {b["name"]: b for b in self.json("info")["backends"]}
+        if not backends["webgpu"]["available"]:
+            self.assertNotIn("webgpu", os.environ.get("LOGITLESS_TEST_DEVICES", ""))
+            done = run(*sweep)
+            self.assertEqual((done.returncode, done.stdout), (1, ""))
+            self.assertIn("webgpu: ", done.stderr)
+            return
+        for extra in ([], ["--in-place"], ["--grad-dtype", "f16", "--memory", "40MiB"]):
+            rows = [json.loads(line) for line in self.succeed(*sweep, *extra).splitlines()]
+            self.assertEqual(len(rows), 2 * len(OPS))
+            for row in rows:
+                with self.subTest(op=row["op"], dtype=row["dtype"], extra=extra):
+                    self.assertIn(row["device"], backends["webgpu"]["description"])
+                    self.assertLessEqual(row["error_ratio"], 1)
+                    self.assertGreater(row["error_ratio"], 0)
+                    self.assertGreater(row["ms_min"], 0)
+                    self.assertGreater(row["bandwidth_gbytes_per_second"], 0)
+                    if row["op"].startswith("linear"):
+                        self.assertEqual(row["arithmetic"], "f32 tiles")
+                        self.assertGreater(row["peak_gflops"], 0)
+
     def test_first_call(self) -> None:
         first = ["bench", "--json", "--device", "cuda", "--first-call", "--n", "70", "--d", "96",
                  "--v", "3001", "--dtype", "bf16"]  # fmt: skip
@@ -137,6 +162,7 @@ class BenchTest(CliTest):
             (["--memory", "1B", "--n", "5", "--v", "9"], "--memory"),
             (["--memory", "x"], "--memory"),
             (["--first-call"], "--device cuda"),
+            (["--first-call", "--device", "webgpu"], "--device cuda"),
             (["--first-call", "--device", "cuda", "--n", "1,2"], "--first-call"),
             (["--warmup"], "--first-call"),
             (["--chart", str(self.directory / "no" / "x.svg")], "--chart"),

@@ -62,6 +62,9 @@ class PlanTest(CliTest):
         least = self.json("plan", *shape, f"--memory={space['minimum']}")
         self.assertEqual(least["plan"]["products"], 4)
         self.assertEqual(least["workspace"]["used"], space["minimum"])
+        self.assertGreater(least["plan"]["predicted_ms"], plan["predicted_ms"])
+        self.assertEqual(least["plan"]["slices"], 1)
+        self.assertGreater(plan["slices"], 1)
         self.refuse("plan", *shape, f"--memory={space['minimum'] - 1}")
         for op in OPS:
             self.assertIn(op, self.succeed("plan", *shape, "--op", op))

@@ -5,10 +5,14 @@ from __future__ import annotations
 
 from mutants.mutant import Edit, Mutant
 
-_ROWS, _PRODUCT, _TOKENS, _SUM = (
-    f"src/webgpu/shaders/{name}.wgsl" for name in ("rows", "product", "tokens", "sum")
-)
-_GATHER, _SCATTER = (f"src/webgpu/shaders/{name}.wgsl" for name in ("gather", "scatter"))
+
+def _shader(name: str) -> str:
+    return f"src/webgpu/shaders/{name}.wgsl"
+
+
+_SLOTS, _COMBINE, _ROW = map(_shader, ("slots", "combine", "row"))
+_PRODUCT, _TOKENS, _SUM = map(_shader, ("product", "tokens", "sum"))
+_GATHER, _SCATTER = map(_shader, ("gather", "scatter"))
 
 # googletest filters of webgpu_suite, by the group that a mutant names.
 TESTS: dict[str, str] = {
@@ -18,6 +22,7 @@ TESTS: dict[str, str] = {
     "dtypes": "*/Conformance.Every*/webgpu_*forward_*16"
     ":*/Conformance.Every*/webgpu_forward_backward_f32",
     "device": "WebGpu.*",
+    "tiles": "WebGpu.LargeTilesAndSlices",
 }
 
 
@@ -25,31 +30,81 @@ def _mutant(name: str, file: str, old: str, new: str, tests: str) -> Mutant:
     return Mutant(name, (Edit(file, old, new),), tuple(tests.split()))
 
 
+def _each(name: str, shaders: str, old: str, new: str, tests: str) -> list[Mutant]:
+    """What several files share, broken in one of them at a time."""
+    return [
+        _mutant(f"{name}, in {shader}", _shader(shader), old, new, tests)
+        for shader in shaders.split()
+    ]
+
+
 MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "the last column is dropped",
-        _ROWS,
+        _SLOTS,
         "    if (local >= p.columns) {\n      continue;\n    }\n    let column",
         "    if (local + 1u >= p.columns) {\n      continue;\n    }\n    let column",
         "rows",
     ),
-    _mutant(
+    *_each(
         "smoothing without its pass",
-        _ROWS,
+        "combine row",
         "  if (p.smoothing > 0.0) {\n    loss +=",
         "  if (p.smoothing > 2.0) {\n    loss +=",
         "rows",
     ),
     _mutant(
         "a stale maximum",
-        _ROWS,
-        "by = max(bitcast<f32>(partial(slot)) - m, -200.0)",
-        "by = max(bitcast<f32>(partial(first)) - m, -200.0)",
+        _COMBINE,
+        "by = max(bitcast<f32>(partials[slot]) - m, -200.0)",
+        "by = max(bitcast<f32>(partials[first]) - m, -200.0)",
         "linear rows",
     ),
     _mutant(
+        "the last column of a short row is dropped",
+        _ROW,
+        "    if (column < columns) {\n      let z",
+        "    if (column + 1u < columns) {\n      let z",
+        "rows",
+    ),
+    _mutant(
+        "the last short row is not made",
+        _ROW,
+        "number < p.rows;",
+        "number + 1u < p.rows;",
+        "rows",
+    ),
+    _mutant(
+        "the short rows of a workgroup share a maximum",
+        _ROW,
+        "most = max(most, largest[first + k]);",
+        "most = max(most, largest[k]);",
+        "rows",
+    ),
+    _mutant(
+        "a leader forgets its last number",
+        _ROW,
+        "k < row_threads; k += leaders) {\n      all",
+        "k + leaders < row_threads; k += leaders) {\n      all",
+        "rows",
+    ),
+    _mutant(
+        "a missing barrier before the leaders",
+        _ROW,
+        "  sums[first + lane] = own;\n  workgroupBarrier();",
+        "  sums[first + lane] = own;",
+        "rows",
+    ),
+    _mutant(
+        "too few threads for a row",
+        "src/webgpu/chunk.cpp",
+        "window.columns <= 256 ? 4",
+        "window.columns <= 512 ? 4",
+        "rows",
+    ),
+    _mutant(
         "a missing barrier of the maximum",
-        _ROWS,
+        _SLOTS,
         "    workgroupBarrier();\n    if (thread < step) {\n      let other = tree_max",
         "    if (thread < step) {\n      let other = tree_max",
         "rows",
@@ -57,55 +112,100 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "a missing barrier of the product",
         _PRODUCT,
-        "    workgroupBarrier();\n    for (var k = 0u; k < 16u; k++) {\n"
-        "      let a0 = tile_a[k * 16u",
-        "    for (var k = 0u; k < 16u; k++) {\n      let a0 = tile_a[k * 16u",
+        "    workgroupBarrier();\n    if (step + 1u < steps) {",
+        "    if (step + 1u < steps) {",
+        "tiles",
+    ),
+    _mutant(
+        "a missing barrier of the small product",
+        _shader("product_small"),
+        "    workgroupBarrier();\n    for (var k = 0u; k < 8u; k++) {",
+        "    for (var k = 0u; k < 8u; k++) {",
         "linear",
     ),
     _mutant(
+        "the next part of a tile is the last one again",
+        _PRODUCT,
+        "next_b = fetch_b(thread, first_column, begin + (step + 1u) * 16u, end);",
+        "next_b = fetch_b(thread, first_column, begin + step * 16u, end);",
+        "tiles",
+    ),
+    _mutant(
+        "a slice begins where the first does",
+        _PRODUCT,
+        "let begin = group.z * p.slice_depth;",
+        "let begin = 0u * p.slice_depth;",
+        "tiles",
+    ),
+    _mutant(
+        "a slice of a small product ends where the last does",
+        _shader("product_small"),
+        "let depth = min(depth_of(), begin + p.slice_depth);",
+        "let depth = depth_of();",
+        "tiles",
+    ),
+    _mutant(
+        "the last slice is not added",
+        _shader("slices"),
+        "k < p.slices; k++",
+        "k + 1u < p.slices; k++",
+        "tiles",
+    ),
+    _mutant(
+        "slices overwrite the windows before",
+        _shader("slices"),
+        "    sum += result[at];",
+        "",
+        "device",
+    ),
+    *_each(
         "NaN is not told by its bits",
-        _ROWS,
+        "slots combine gradient row",
         "return (bitcast<u32>(x) & 0x7fffffffu) > infinity_bits;",
         "return x != x && x > 0.0;",
         "rows",
     ),
-    _mutant(
-        "the z-loss has no gradient", _ROWS, "w += 2.0 * p.z_loss", "w += 0.0 * p.z_loss", "rows"
+    *_each(
+        "the z-loss has no gradient",
+        "combine row",
+        "w += 2.0 * p.z_loss",
+        "w += 0.0 * p.z_loss",
+        "rows",
     ),
-    _mutant(
+    *_each(
         "the softcap's slope is that of one",
-        _ROWS,
+        "gradient row",
         "((1.0 - mapped.t) * (1.0 + mapped.t))",
         "((1.0 - mapped.t) * (1.0 - mapped.t))",
         "rows",
     ),
-    _mutant(
+    *_each(
         "the entropy's gradient forgets the entropy",
-        _ROWS,
-        "(log_p + bitcast<f32>(row_word(row, 8u)))",
+        "gradient row",
+        "(log_p + s.entropy)",
         "(log_p)",
         "rows",
     ),
-    _mutant(
+    *_each(
         "the target's column is the next one",
-        _ROWS,
-        "  if (column == row_word(row, 1u)) {\n    dz",
-        "  if (column == row_word(row, 1u) + 1u) {\n    dz",
+        "gradient row",
+        "  if (column == s.target_column) {\n    dz",
+        "  if (column == s.target_column + 1u) {\n    dz",
         "rows",
     ),
-    _mutant(
+    *_each(
         "the hidden numbers start again after 16",
-        _PRODUCT,
+        "product product_small",
         "p.a_stride + column / 4u]",
         "p.a_stride + column / 4u % 4u]",
-        "linear",
+        "linear tiles",
     ),
-    _mutant(
+    *_each(
         "the bias is added twice",
-        _PRODUCT,
+        "product product_small",
         "v[k] += bias[p.bias_base + column + k];",
         "v[k] += 2.0 * bias[p.bias_base + column + k];",
-        "linear",
+        "linear tiles",
     ),
     _mutant(
         "a chunk overwrites grad_weight",
@@ -171,6 +271,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "dtypes",
     ),
     _mutant(
+        "a matrix with gaps is cast as one without",
+        "src/webgpu/copies.cpp",
+        "v.stride[1] == 1 && v.stride[0] == part.columns &&",
+        "v.stride[1] == 1 &&",
+        "dtypes halves",
+    ),
+    _mutant(
+        "half of a matrix is cast",
+        "src/webgpu/copies.cpp",
+        '    const uint32_t groups = blocks(count, 512);\n    recorder_.cast("f16_to_f32"',
+        '    const uint32_t groups = blocks(count, 1024);\n    recorder_.cast("f16_to_f32"',
+        "dtypes halves",
+    ),
+    _mutant(
         "the neighbour of a half is cleared",
         _SCATTER,
         "atomicAnd(&view16[at / 2u], ~(0xffffu << shift));",
@@ -179,7 +293,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "the lowest number is no logit",
-        _ROWS,
+        _SLOTS,
         "    if (!is_nan(z[k])) {",
         "    if (!is_nan(z[k]) && z[k] > lowest) {",
         "rows",

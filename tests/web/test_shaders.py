@@ -48,6 +48,37 @@ def test_every_pipeline_of_the_planner_compiles(
         assert compiler.compile(code, entry, json.loads(constants)) == "", (entry, constants)
 
 
+# The steps of a row's loss: a file must be valid alone, so they repeat what they share.
+STEPS = ("slots.wgsl", "combine.wgsl", "gradient.wgsl", "row.wgsl")
+SHARED = re.compile(r"^(?:fn|struct) (\w+)\b.*?^}$", re.DOTALL | re.MULTILINE)
+
+
+def test_what_the_steps_of_a_row_share_is_the_same_text() -> None:
+    texts: dict[str, set[str]] = {}
+    places: dict[str, int] = {}
+    for file in STEPS:
+        for found in SHARED.finditer((raw.SHADERS / file).read_text()):
+            if found[1] != "Params":  # its comments are in slots.wgsl
+                texts.setdefault(found[1], set()).add(found[0])
+                places[found[1]] = places.get(found[1], 0) + 1
+    assert {"exp_nonpositive", "map_raw", "draw", "completed"} <= {
+        name for name, count in places.items() if count > 1
+    }
+    assert [name for name, found in texts.items() if len(found) > 1] == []
+
+
+def fields(file: str) -> list[str]:
+    text = (raw.SHADERS / file).read_text()
+    body = text.split("struct Params {")[1].split("\n}")[0]
+    return re.findall(r"(\w+: \w+),", re.sub(r"//.*", "", body))
+
+
+def test_their_parameters_are_the_same() -> None:
+    assert len(fields("slots.wgsl")) == 19
+    for file in (*STEPS, "probabilities.wgsl"):
+        assert fields(file) == fields("slots.wgsl")
+
+
 def test_a_shader_that_does_not_compile_is_seen(compiler: raw.Compiler) -> None:
     code = "@compute @workgroup_size(1) fn main() { let a: u32 = 1.5; }"
     assert compiler.compile(code, "main", {}) != ""

@@ -7,10 +7,11 @@
 // A target outside the vocabulary: loss 0, row 0. Grid (seq_len, 1, 1), or (x, y, 1) with
 // x y >= seq_len where there are more rows than a grid is wide.
 //
-// Rows of up to 4096 columns stay in registers between the passes: one read, one write. A longer
-// row is read twice, its maximum and sum formed in one pass. alpha = 0 skips the pass over the sum
-// of the logits. The target's logit is read before the first barrier: after the last one another
-// invocation may have overwritten it already.
+// A thread holds 16 columns of a row of up to 4096, in quarters of 1024 a workgroup: they stay in
+// registers between the passes, one read, one write, and a quarter that the row does not reach is no
+// work, which for short rows is most of it. A longer row is read twice, its maximum and sum formed in
+// one pass. alpha = 0 skips the pass over the sum of the logits. The target's logit is read before the
+// first barrier: after the last one another invocation may have overwritten it already.
 //
 // The language lets a compiler assume that no value is infinite or NaN, so such logits are seen by
 // their bits: one NaN or +inf, or -inf alone, makes the row NaN; -inf is a probability of 0, and
@@ -23,7 +24,8 @@
 @group(0) @binding(4) var<uniform> params: vec4<f32>;  // inv_norm, alpha, beta_zl, inv_V
 
 const WG = 256u;
-const IN_REGISTERS = 16u * WG;
+const QUARTER = 4u * WG;
+const IN_REGISTERS = 4u * QUARTER;
 const LOWEST = -0x1.fffffep+127f;
 const INFINITY_BITS = 0x7f800000u;
 const MINUS_INFINITY_BITS = 0xff800000u;
@@ -43,19 +45,13 @@ struct Columns {
 var<workgroup> parts: array<Columns, WG>;
 var<workgroup> sums: array<f32, WG>;
 
-// Below -200 the exponential is 0 in f32; clamped, so that no difference is infinite.
-fn exp_below(x: vec4<f32>, reference: f32) -> vec4<f32> {
-  return exp(max(x - reference, vec4<f32>(-200.0)));
-}
-
 fn inside(v: u32) -> vec4<bool> {
   return vec4<u32>(v) + vec4<u32>(0u, WG, 2u * WG, 3u * WG) < vec4<u32>(dims.y);
 }
 
-// exp(x - m) of 4 columns; 0 for -inf and beyond the row's end, also in a row of nothing but LOWEST.
+// exp(x - m) of 4 columns, 0 beyond the row's end. Below -200 it is 0 in f32, as it is of -inf.
 fn weigh(x: vec4<f32>, v: u32, m: f32) -> vec4<f32> {
-  let number = bitcast<vec4<u32>>(x) != vec4<u32>(MINUS_INFINITY_BITS);
-  return select(vec4<f32>(0.0), exp_below(max(x, vec4<f32>(LOWEST)), m), inside(v) & number);
+  return select(vec4<f32>(0.0), exp(max(x - m, vec4<f32>(-200.0))), inside(v));
 }
 
 fn total(x: vec4<f32>) -> f32 {
@@ -155,7 +151,7 @@ fn clear_row(s: u32, row: u32, tid: u32) {
   if (tid == 0u) {
     losses[s] = 0.0;
   }
-  for (var v = tid; v < dims.y; v += 4u * WG) {
+  for (var v = tid; v < dims.y; v += QUARTER) {
     store(row, v, vec4<f32>(0.0));
   }
 }
@@ -201,17 +197,23 @@ fn cross_entropy(@builtin(workgroup_id) group: vec3<u32>,
   let short = dims.y <= IN_REGISTERS;
   if (short) {
     a = load(row, tid);
-    b = load(row, tid + 4u * WG);
-    c = load(row, tid + 8u * WG);
-    d = load(row, tid + 12u * WG);
-    let sight = seen(a, tid) | seen(b, tid + 4u * WG) | seen(c, tid + 8u * WG) |
-                seen(d, tid + 12u * WG);
+    b = load(row, tid + QUARTER);
+    c = load(row, tid + 2u * QUARTER);
+    d = load(row, tid + 3u * QUARTER);
     let m = max(largest(max(max(a, b), max(c, d))), LOWEST);
-    let e = (weigh(a, tid, m) + weigh(b, tid + 4u * WG, m)) +
-            (weigh(c, tid + 8u * WG, m) + weigh(d, tid + 12u * WG, m));
+    var sight = seen(a, tid);
+    var e = weigh(a, tid, m);
+    if (dims.y > QUARTER) {
+      sight |= seen(b, tid + QUARTER);
+      e += weigh(b, tid + QUARTER, m);
+    }
+    if (dims.y > 2u * QUARTER) {
+      sight |= seen(c, tid + 2u * QUARTER) | seen(d, tid + 3u * QUARTER);
+      e += weigh(c, tid + 2u * QUARTER, m) + weigh(d, tid + 3u * QUARTER, m);
+    }
     state = Columns(m, total(e), sight);
   } else {
-    for (var v = tid; v < dims.y; v += 4u * WG) {
+    for (var v = tid; v < dims.y; v += QUARTER) {
       state = merge(state, columns_of(load(row, v), v));
     }
   }
@@ -220,10 +222,10 @@ fn cross_entropy(@builtin(workgroup_id) group: vec3<u32>,
   var below = 0.0;
   if (params.y > 0.0) {
     if (short) {
-      below = (depth(a, tid, state.m) + depth(b, tid + 4u * WG, state.m)) +
-              (depth(c, tid + 8u * WG, state.m) + depth(d, tid + 12u * WG, state.m));
+      below = (depth(a, tid, state.m) + depth(b, tid + QUARTER, state.m)) +
+              (depth(c, tid + 2u * QUARTER, state.m) + depth(d, tid + 3u * QUARTER, state.m));
     } else {
-      for (var v = tid; v < dims.y; v += 4u * WG) {
+      for (var v = tid; v < dims.y; v += QUARTER) {
         below += depth(load(row, v), v, state.m);
       }
     }
@@ -233,11 +235,15 @@ fn cross_entropy(@builtin(workgroup_id) group: vec3<u32>,
   let g = finish(tid, s, state, below, x_t);
   if (short) {
     store(row, tid, gradient(g, a, tid, t));
-    store(row, tid + 4u * WG, gradient(g, b, tid + 4u * WG, t));
-    store(row, tid + 8u * WG, gradient(g, c, tid + 8u * WG, t));
-    store(row, tid + 12u * WG, gradient(g, d, tid + 12u * WG, t));
+    if (dims.y > QUARTER) {
+      store(row, tid + QUARTER, gradient(g, b, tid + QUARTER, t));
+    }
+    if (dims.y > 2u * QUARTER) {
+      store(row, tid + 2u * QUARTER, gradient(g, c, tid + 2u * QUARTER, t));
+      store(row, tid + 3u * QUARTER, gradient(g, d, tid + 3u * QUARTER, t));
+    }
   } else {
-    for (var v = tid; v < dims.y; v += 4u * WG) {
+    for (var v = tid; v < dims.y; v += QUARTER) {
       store(row, v, gradient(g, load(row, v), v, t));
     }
   }

@@ -3,11 +3,12 @@
 //   logits       a = hidden  [m, k]   b = weight [n, k]        both with k beside k
 //   grad_input   a = draw    [m, k]   b = weight [k, n]
 //   grad_weight  a = draw    [k, m]   b = hidden [k, n]
-// A workgroup makes a tile, 32 x 32, 64 x 64 or 128 x 128, 8 or 16 of k at a time through workgroup memory, where
-// both operands lie [k][m] and [k][n]; a thread keeps 4 x 4 or 8 x 8 sums in registers, added along k
-// in order whatever the tile. Rows of a and b are multiples of four numbers long, the last ones 0.
-// Where `counted` bounds the rows (or, for grad_weight, k), what lies beyond is no work.
-// Not subgroup broadcasts: on NVIDIA the workgroup memory feeds the same registers as fast.
+// A workgroup makes a tile, 16 of k at a time through workgroup memory, where both operands lie
+// [k][m] and [k][n]; the next 16 are on their way while these are multiplied. A thread keeps 8 x 8
+// sums in registers, added along k in order whatever the tile. In z a workgroup has a slice of k of
+// its own and its own result, for few tiles and a long k; slices.wgsl adds those. Rows of a and b are
+// multiples of four numbers long, the last ones 0. Where `counted` bounds the rows (or, for
+// grad_weight, k), what lies beyond is no work.
 
 struct Params {
   rows: u32,           // m
@@ -22,12 +23,17 @@ struct Params {
   adds: u32,           // to what the result holds
   bias_base: u32,      // in words
   b_rows: u32,         // rows of b that there are: n of [n, k]
+  slice_depth: u32,    // of k, for one workgroup in z
+  slice_stride: u32,   // in vec4, of their results
 }
 
 override a_transposed: bool = false;  // a is [k, m]
 override b_transposed: bool = true;   // b is [n, k]
 override has_bias: bool = false;
 override bounded: u32 = 0u;           // by counted[0]: 1 the rows, 2 the depth
+override tile_m: u32 = 128u;          // 64 or 128
+override tile_n: u32 = 128u;
+override threads: u32 = 256u;         // tile_m tile_n / 64
 
 @group(0) @binding(0) var<uniform> p: Params;
 @group(0) @binding(1) var<storage, read> a: array<vec4<f32>>;
@@ -36,10 +42,8 @@ override bounded: u32 = 0u;           // by counted[0]: 1 the rows, 2 the depth
 @group(0) @binding(4) var<storage, read> counted: array<u32>;
 @group(0) @binding(5) var<storage, read> bias: array<f32>;
 
-var<workgroup> tile_a: array<vec4<f32>, 512>;  // [16][m / 4]
-var<workgroup> tile_b: array<vec4<f32>, 512>;  // [16][n / 4]
-var<workgroup> small_a: array<vec4<f32>, 64>;  // [8][m / 4]
-var<workgroup> small_b: array<vec4<f32>, 64>;  // [8][n / 4]
+var<workgroup> tile_a: array<vec4<f32>, 4u * tile_m>;  // [16][m / 4]
+var<workgroup> tile_b: array<vec4<f32>, 4u * tile_n>;  // [16][n / 4]
 
 // Four numbers of a along k (or along m where it is transposed), 0 beyond its rows.
 fn load_a(row: u32, column: u32, rows: u32, columns: u32) -> vec4<f32> {
@@ -55,11 +59,6 @@ fn load_b(row: u32, column: u32, rows: u32, columns: u32) -> vec4<f32> {
   return vec4<f32>(0.0);
 }
 
-// Four rows of four along k, turned, into a tile of `quarter` vec4 a row.
-fn turned(v0: vec4<f32>, v1: vec4<f32>, v2: vec4<f32>, v3: vec4<f32>) -> mat4x4<f32> {
-  return transpose(mat4x4<f32>(v0, v1, v2, v3));
-}
-
 fn depth_of() -> u32 {
   if (bounded == 2u) {
     return min(p.depth, counted[0]);
@@ -73,7 +72,7 @@ fn rows_of() -> u32 {
   return p.rows;
 }
 
-fn store(row: u32, column: u32, value: vec4<f32>) {
+fn store(slice: u32, row: u32, column: u32, value: vec4<f32>) {
   if (row >= p.rows || column >= p.columns) {
     return;
   }
@@ -85,161 +84,97 @@ fn store(row: u32, column: u32, value: vec4<f32>) {
       }
     }
   }
-  let at = p.result_base + row * p.result_stride + column / 4u;
+  let at = p.result_base + slice * p.slice_stride + row * p.result_stride + column / 4u;
   if (p.adds != 0u) {
     v += result[at];
   }
   result[at] = v;
 }
 
-// For small products. Little workgroup memory: SwiftShader's compiler clears it word by word, which
-// takes it half a millisecond a word.
-@compute @workgroup_size(64)
-fn product_32(@builtin(workgroup_id) group: vec3<u32>,
-               @builtin(local_invocation_index) thread: u32) {
-  let first_row = group.y * 32u;
-  let first_column = group.x * 32u;
+// A thread's part of a tile: four vec4 that lie as in the tile, or, of an operand with k beside k,
+// four rows of four along k, which are turned.
+fn fetch_a(thread: u32, first: u32, k0: u32, rows: u32, depth: u32) -> array<vec4<f32>, 4> {
+  var v: array<vec4<f32>, 4>;
+  if (a_transposed) {
+    for (var i = 0u; i < 4u; i++) {
+      let at = thread + i * threads;
+      if (at < 4u * tile_m) {
+        v[i] = load_a(k0 + at / (tile_m / 4u), first + at % (tile_m / 4u) * 4u, depth, p.rows);
+      }
+    }
+  } else if (thread < tile_m) {
+    for (var i = 0u; i < 4u; i++) {
+      v[i] = load_a(first + thread / 4u * 4u + i, k0 + thread % 4u * 4u, rows, depth);
+    }
+  }
+  return v;
+}
+fn keep_a(thread: u32, v: array<vec4<f32>, 4>) {
+  if (a_transposed) {
+    for (var i = 0u; i < 4u; i++) {
+      if (thread + i * threads < 4u * tile_m) {
+        tile_a[thread + i * threads] = v[i];
+      }
+    }
+  } else if (thread < tile_m) {
+    let turned = transpose(mat4x4<f32>(v[0], v[1], v[2], v[3]));
+    for (var i = 0u; i < 4u; i++) {
+      tile_a[(thread % 4u * 4u + i) * (tile_m / 4u) + thread / 4u] = turned[i];
+    }
+  }
+}
+
+// The last threads, where the first ones have a part of a.
+fn fetch_b(thread: u32, first: u32, k0: u32, depth: u32) -> array<vec4<f32>, 4> {
+  var v: array<vec4<f32>, 4>;
+  let back = threads - 1u - thread;
+  if (!b_transposed) {
+    for (var i = 0u; i < 4u; i++) {
+      let at = thread + i * threads;
+      if (at < 4u * tile_n) {
+        v[i] = load_b(k0 + at / (tile_n / 4u), first + at % (tile_n / 4u) * 4u, depth, p.columns);
+      }
+    }
+  } else if (back < tile_n) {
+    for (var i = 0u; i < 4u; i++) {
+      v[i] = load_b(first + back / 4u * 4u + i, k0 + back % 4u * 4u, p.b_rows, depth);
+    }
+  }
+  return v;
+}
+fn keep_b(thread: u32, v: array<vec4<f32>, 4>) {
+  let back = threads - 1u - thread;
+  if (!b_transposed) {
+    for (var i = 0u; i < 4u; i++) {
+      if (thread + i * threads < 4u * tile_n) {
+        tile_b[thread + i * threads] = v[i];
+      }
+    }
+  } else if (back < tile_n) {
+    let turned = transpose(mat4x4<f32>(v[0], v[1], v[2], v[3]));
+    for (var i = 0u; i < 4u; i++) {
+      tile_b[(back % 4u * 4u + i) * (tile_n / 4u) + back / 4u] = turned[i];
+    }
+  }
+}
+
+@compute @workgroup_size(threads)
+fn product(@builtin(workgroup_id) group: vec3<u32>,
+           @builtin(local_invocation_index) thread: u32) {
+  let first_row = group.y * tile_m;
+  let first_column = group.x * tile_n;
   let rows = rows_of();
-  let depth = depth_of();
   if (first_row >= rows && p.adds != 0u) {
     return;
   }
-  let tx = thread % 8u;
-  let ty = thread / 8u;
-  var s00 = vec4<f32>(0.0);
-  var s10 = vec4<f32>(0.0);
-  var s20 = vec4<f32>(0.0);
-  var s30 = vec4<f32>(0.0);
-  var steps = (depth + 7u) / 8u;
+  let begin = group.z * p.slice_depth;
+  let end = min(depth_of(), begin + p.slice_depth);
+  var steps = (max(end, begin) - begin + 15u) / 16u;
   if (first_row >= rows) {
     steps = 0u;
   }
-  for (var step = 0u; step < steps; step++) {
-    let k0 = step * 8u;
-    if (step > 0u) {
-      workgroupBarrier();
-    }
-    if (a_transposed) {
-      small_a[thread] = load_a(k0 + thread / 8u, first_row + thread % 8u * 4u, depth, p.rows);
-    } else if (thread < 16u) {
-      let x = thread / 2u;
-      let k = thread % 2u * 4u;
-      let row = first_row + x * 4u;
-      let v = turned(load_a(row, k0 + k, rows, p.depth), load_a(row + 1u, k0 + k, rows, p.depth),
-                     load_a(row + 2u, k0 + k, rows, p.depth), load_a(row + 3u, k0 + k, rows, p.depth));
-      small_a[k * 8u + x] = v[0];
-      small_a[(k + 1u) * 8u + x] = v[1];
-      small_a[(k + 2u) * 8u + x] = v[2];
-      small_a[(k + 3u) * 8u + x] = v[3];
-    }
-    if (!b_transposed) {
-      small_b[thread] = load_b(k0 + thread / 8u, first_column + thread % 8u * 4u, depth, p.columns);
-    } else if (thread >= 16u && thread < 32u) {
-      let x = (thread - 16u) / 2u;
-      let k = (thread - 16u) % 2u * 4u;
-      let row = first_column + x * 4u;
-      let v = turned(load_b(row, k0 + k, p.b_rows, p.depth), load_b(row + 1u, k0 + k, p.b_rows, p.depth),
-                     load_b(row + 2u, k0 + k, p.b_rows, p.depth), load_b(row + 3u, k0 + k, p.b_rows, p.depth));
-      small_b[k * 8u + x] = v[0];
-      small_b[(k + 1u) * 8u + x] = v[1];
-      small_b[(k + 2u) * 8u + x] = v[2];
-      small_b[(k + 3u) * 8u + x] = v[3];
-    }
-    workgroupBarrier();
-    for (var k = 0u; k < 8u; k++) {
-      let a0 = small_a[k * 8u + ty];
-      let b0 = small_b[k * 8u + tx];
-      s00 = fma(vec4<f32>(a0.x), b0, s00);
-      s10 = fma(vec4<f32>(a0.y), b0, s10);
-      s20 = fma(vec4<f32>(a0.z), b0, s20);
-      s30 = fma(vec4<f32>(a0.w), b0, s30);
-    }
-  }
-  store(first_row + 0u + ty * 4u, first_column + tx * 4u, s00);
-  store(first_row + 1u + ty * 4u, first_column + tx * 4u, s10);
-  store(first_row + 2u + ty * 4u, first_column + tx * 4u, s20);
-  store(first_row + 3u + ty * 4u, first_column + tx * 4u, s30);
-}
-
-@compute @workgroup_size(256)
-fn product_64(@builtin(workgroup_id) group: vec3<u32>,
-               @builtin(local_invocation_index) thread: u32) {
-  let first_row = group.y * 64u;
-  let first_column = group.x * 64u;
-  let rows = rows_of();
-  let depth = depth_of();
-  if (first_row >= rows && p.adds != 0u) {
-    return;
-  }
-  let tx = thread % 16u;
-  let ty = thread / 16u;
-  var s00 = vec4<f32>(0.0);
-  var s10 = vec4<f32>(0.0);
-  var s20 = vec4<f32>(0.0);
-  var s30 = vec4<f32>(0.0);
-  var steps = (depth + 15u) / 16u;
-  if (first_row >= rows) {
-    steps = 0u;
-  }
-  for (var step = 0u; step < steps; step++) {
-    let k0 = step * 16u;
-    if (step > 0u) {
-      workgroupBarrier();
-    }
-    if (a_transposed) {
-      tile_a[thread] = load_a(k0 + thread / 16u, first_row + thread % 16u * 4u, depth, p.rows);
-    } else if (thread < 64u) {
-      let x = thread / 4u;
-      let k = thread % 4u * 4u;
-      let row = first_row + x * 4u;
-      let v = turned(load_a(row, k0 + k, rows, p.depth), load_a(row + 1u, k0 + k, rows, p.depth),
-                     load_a(row + 2u, k0 + k, rows, p.depth), load_a(row + 3u, k0 + k, rows, p.depth));
-      tile_a[k * 16u + x] = v[0];
-      tile_a[(k + 1u) * 16u + x] = v[1];
-      tile_a[(k + 2u) * 16u + x] = v[2];
-      tile_a[(k + 3u) * 16u + x] = v[3];
-    }
-    if (!b_transposed) {
-      tile_b[thread] = load_b(k0 + thread / 16u, first_column + thread % 16u * 4u, depth, p.columns);
-    } else if (thread >= 64u && thread < 128u) {
-      let x = (thread - 64u) / 4u;
-      let k = (thread - 64u) % 4u * 4u;
-      let row = first_column + x * 4u;
-      let v = turned(load_b(row, k0 + k, p.b_rows, p.depth), load_b(row + 1u, k0 + k, p.b_rows, p.depth),
-                     load_b(row + 2u, k0 + k, p.b_rows, p.depth), load_b(row + 3u, k0 + k, p.b_rows, p.depth));
-      tile_b[k * 16u + x] = v[0];
-      tile_b[(k + 1u) * 16u + x] = v[1];
-      tile_b[(k + 2u) * 16u + x] = v[2];
-      tile_b[(k + 3u) * 16u + x] = v[3];
-    }
-    workgroupBarrier();
-    for (var k = 0u; k < 16u; k++) {
-      let a0 = tile_a[k * 16u + ty];
-      let b0 = tile_b[k * 16u + tx];
-      s00 = fma(vec4<f32>(a0.x), b0, s00);
-      s10 = fma(vec4<f32>(a0.y), b0, s10);
-      s20 = fma(vec4<f32>(a0.z), b0, s20);
-      s30 = fma(vec4<f32>(a0.w), b0, s30);
-    }
-  }
-  store(first_row + 0u + ty * 4u, first_column + 0u + tx * 4u, s00);
-  store(first_row + 1u + ty * 4u, first_column + 0u + tx * 4u, s10);
-  store(first_row + 2u + ty * 4u, first_column + 0u + tx * 4u, s20);
-  store(first_row + 3u + ty * 4u, first_column + 0u + tx * 4u, s30);
-}
-
-@compute @workgroup_size(256)
-fn product_128(@builtin(workgroup_id) group: vec3<u32>,
-               @builtin(local_invocation_index) thread: u32) {
-  let first_row = group.y * 128u;
-  let first_column = group.x * 128u;
-  let rows = rows_of();
-  let depth = depth_of();
-  if (first_row >= rows && p.adds != 0u) {
-    return;
-  }
-  let tx = thread % 16u;
-  let ty = thread / 16u;
+  let tx = thread % (tile_n / 8u);
+  let ty = thread / (tile_n / 8u);
   var s00 = vec4<f32>(0.0);
   var s01 = vec4<f32>(0.0);
   var s10 = vec4<f32>(0.0);
@@ -256,49 +191,24 @@ fn product_128(@builtin(workgroup_id) group: vec3<u32>,
   var s61 = vec4<f32>(0.0);
   var s70 = vec4<f32>(0.0);
   var s71 = vec4<f32>(0.0);
-  var steps = (depth + 15u) / 16u;
-  if (first_row >= rows) {
-    steps = 0u;
-  }
+  var next_a = fetch_a(thread, first_row, begin, rows, end);
+  var next_b = fetch_b(thread, first_column, begin, end);
   for (var step = 0u; step < steps; step++) {
-    let k0 = step * 16u;
     if (step > 0u) {
       workgroupBarrier();
     }
-    if (a_transposed) {
-      tile_a[thread] = load_a(k0 + thread / 32u, first_row + thread % 32u * 4u, depth, p.rows);
-      tile_a[(thread + 256u)] = load_a(k0 + (thread + 256u) / 32u, first_row + (thread + 256u) % 32u * 4u, depth, p.rows);
-    } else if (thread < 128u) {
-      let x = thread / 4u;
-      let k = thread % 4u * 4u;
-      let row = first_row + x * 4u;
-      let v = turned(load_a(row, k0 + k, rows, p.depth), load_a(row + 1u, k0 + k, rows, p.depth),
-                     load_a(row + 2u, k0 + k, rows, p.depth), load_a(row + 3u, k0 + k, rows, p.depth));
-      tile_a[k * 32u + x] = v[0];
-      tile_a[(k + 1u) * 32u + x] = v[1];
-      tile_a[(k + 2u) * 32u + x] = v[2];
-      tile_a[(k + 3u) * 32u + x] = v[3];
-    }
-    if (!b_transposed) {
-      tile_b[thread] = load_b(k0 + thread / 32u, first_column + thread % 32u * 4u, depth, p.columns);
-      tile_b[(thread + 256u)] = load_b(k0 + (thread + 256u) / 32u, first_column + (thread + 256u) % 32u * 4u, depth, p.columns);
-    } else if (thread >= 128u && thread < 256u) {
-      let x = (thread - 128u) / 4u;
-      let k = (thread - 128u) % 4u * 4u;
-      let row = first_column + x * 4u;
-      let v = turned(load_b(row, k0 + k, p.b_rows, p.depth), load_b(row + 1u, k0 + k, p.b_rows, p.depth),
-                     load_b(row + 2u, k0 + k, p.b_rows, p.depth), load_b(row + 3u, k0 + k, p.b_rows, p.depth));
-      tile_b[k * 32u + x] = v[0];
-      tile_b[(k + 1u) * 32u + x] = v[1];
-      tile_b[(k + 2u) * 32u + x] = v[2];
-      tile_b[(k + 3u) * 32u + x] = v[3];
-    }
+    keep_a(thread, next_a);
+    keep_b(thread, next_b);
     workgroupBarrier();
+    if (step + 1u < steps) {
+      next_a = fetch_a(thread, first_row, begin + (step + 1u) * 16u, rows, end);
+      next_b = fetch_b(thread, first_column, begin + (step + 1u) * 16u, end);
+    }
     for (var k = 0u; k < 16u; k++) {
-      let a0 = tile_a[k * 32u + ty];
-      let a1 = tile_a[k * 32u + ty + 16u];
-      let b0 = tile_b[k * 32u + tx];
-      let b1 = tile_b[k * 32u + tx + 16u];
+      let a0 = tile_a[k * (tile_m / 4u) + ty];
+      let a1 = tile_a[k * (tile_m / 4u) + ty + tile_m / 8u];
+      let b0 = tile_b[k * (tile_n / 4u) + tx];
+      let b1 = tile_b[k * (tile_n / 4u) + tx + tile_n / 8u];
       s00 = fma(vec4<f32>(a0.x), b0, s00);
       s01 = fma(vec4<f32>(a0.x), b1, s01);
       s10 = fma(vec4<f32>(a0.y), b0, s10);
@@ -317,20 +227,22 @@ fn product_128(@builtin(workgroup_id) group: vec3<u32>,
       s71 = fma(vec4<f32>(a1.w), b1, s71);
     }
   }
-  store(first_row + 0u + ty * 4u, first_column + 0u + tx * 4u, s00);
-  store(first_row + 0u + ty * 4u, first_column + 64u + tx * 4u, s01);
-  store(first_row + 1u + ty * 4u, first_column + 0u + tx * 4u, s10);
-  store(first_row + 1u + ty * 4u, first_column + 64u + tx * 4u, s11);
-  store(first_row + 2u + ty * 4u, first_column + 0u + tx * 4u, s20);
-  store(first_row + 2u + ty * 4u, first_column + 64u + tx * 4u, s21);
-  store(first_row + 3u + ty * 4u, first_column + 0u + tx * 4u, s30);
-  store(first_row + 3u + ty * 4u, first_column + 64u + tx * 4u, s31);
-  store(first_row + 64u + ty * 4u, first_column + 0u + tx * 4u, s40);
-  store(first_row + 64u + ty * 4u, first_column + 64u + tx * 4u, s41);
-  store(first_row + 65u + ty * 4u, first_column + 0u + tx * 4u, s50);
-  store(first_row + 65u + ty * 4u, first_column + 64u + tx * 4u, s51);
-  store(first_row + 66u + ty * 4u, first_column + 0u + tx * 4u, s60);
-  store(first_row + 66u + ty * 4u, first_column + 64u + tx * 4u, s61);
-  store(first_row + 67u + ty * 4u, first_column + 0u + tx * 4u, s70);
-  store(first_row + 67u + ty * 4u, first_column + 64u + tx * 4u, s71);
+  let row = first_row + ty * 4u;
+  let column = first_column + tx * 4u;
+  store(group.z, row, column, s00);
+  store(group.z, row, column + tile_n / 2u, s01);
+  store(group.z, row + 1u, column, s10);
+  store(group.z, row + 1u, column + tile_n / 2u, s11);
+  store(group.z, row + 2u, column, s20);
+  store(group.z, row + 2u, column + tile_n / 2u, s21);
+  store(group.z, row + 3u, column, s30);
+  store(group.z, row + 3u, column + tile_n / 2u, s31);
+  store(group.z, row + tile_m / 2u, column, s40);
+  store(group.z, row + tile_m / 2u, column + tile_n / 2u, s41);
+  store(group.z, row + tile_m / 2u + 1u, column, s50);
+  store(group.z, row + tile_m / 2u + 1u, column + tile_n / 2u, s51);
+  store(group.z, row + tile_m / 2u + 2u, column, s60);
+  store(group.z, row + tile_m / 2u + 2u, column + tile_n / 2u, s61);
+  store(group.z, row + tile_m / 2u + 3u, column, s70);
+  store(group.z, row + tile_m / 2u + 3u, column + tile_n / 2u, s71);
 }

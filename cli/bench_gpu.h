@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// Measurements on a device with memory of its own: an op on copies of its host tensors.
+#pragma once
+
+#include <functional>
+#include <map>
+
+#include "cli/op_shape.h"
+
+namespace logitless::cli {
+
+class GpuBench {
+ public:
+  virtual ~GpuBench() = default;
+  GpuBench(const GpuBench&) = delete;
+  GpuBench& operator=(const GpuBench&) = delete;
+
+  template <class Op>
+  WorkspaceSize size(const Op& host) const;
+  // Seconds of one run; `fetch`: what it wrote goes back to the host, unmeasured.
+  template <class Op>
+  double timed(const Op& host, uint64_t workspace, bool fetch);
+  // Frees the copies: the host's memory may hold something else from now on.
+  virtual void forget() = 0;
+
+  virtual const char* name() const = 0;
+  virtual uint64_t free_bytes() const = 0;
+  // Measured now: FLOP/s of a product of two square matrices, bytes/s read and written by a copy.
+  virtual double product_rate(DType dtype) = 0;
+  virtual double copy_bandwidth() = 0;
+  // What multiplies here, and how the suite judges it (tests/device_cuda.cpp).
+  virtual const char* arithmetic() const = 0;
+  virtual bool has_tensor_cores() const = 0;
+
+ protected:
+  explicit GpuBench(Device device) : execution_{.device = device} {}
+  // The device's copy of the tensor, made where there is none.
+  virtual void* device_of(const TensorView& host) = 0;
+  virtual void fetch(const TensorView& host) = 0;
+  virtual Workspace reserve(uint64_t bytes) = 0;
+  // Seconds until what `work` asked for is done.
+  virtual double seconds(const std::function<void()>& work) = 0;
+
+  Execution execution_;
+};
+
+uint64_t bytes_of(const TensorView& view);
+
+}  // namespace logitless::cli

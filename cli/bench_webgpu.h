@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: Apache-2.0
+// Measurements on WebGPU, from the call until its queue is empty.
+#pragma once
+
+#include <memory>
+
+#include "cli/bench_gpu.h"
+
+namespace logitless::cli {
+
+// Failure with the reason where there is no WebGPU to measure.
+std::unique_ptr<GpuBench> make_webgpu_bench();
+
+}  // namespace logitless::cli

@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+// Probabilities as input: p in the place of the logits, loss and gradient of -sum_j q_j log(p_j + floor)
+// with q = (1 - smoothing) c_t [j = t] + smoothing_per_class c_j. The block is that of slots.wgsl.
+//   slots     a workgroup a row and 1024 columns: sum_j q_j log(p_j + floor)
+//   combine   a thread a row: the loss and the factor of the gradient
+//   gradient  p -> its gradient, in the block
+
+struct Params {  // of a window, as in slots.wgsl
+  rows: u32, columns: u32, row_stride: u32, base: u32, first_column: u32, slots: u32, flags: u32,
+  nan: u32, slope: f32, cap_in: f32, cap_in_low: f32, cap_out: f32, cap_out_low: f32,
+  smoothing: f32, smoothing_per_class: f32, z_loss: f32, floor: f32, classes: f32,
+  weight_base: u32,
+}
+
+const has_vocab_weight = 1u;
+const has_token_grad = 2u;  // grad_loss [N]
+
+override direct: bool = false;  // the block is the caller's own matrix, its rows are all tokens
+
+@group(0) @binding(0) var<uniform> p: Params;
+@group(0) @binding(1) var<storage, read> block_in: array<f32>;            // [rows, row_stride]
+@group(0) @binding(2) var<storage, read> counted: array<u32>;             // count, 3 unused, [count]
+@group(0) @binding(3) var<storage, read> vocab_weight: array<f32>;        // [columns]
+@group(0) @binding(4) var<storage, read> rows_in: array<u32>;             // [tokens, 16]
+@group(0) @binding(5) var<storage, read_write> partials_out: array<f32>;  // [rows, slots, 8]
+@group(0) @binding(6) var<storage, read> partials_in: array<f32>;
+@group(0) @binding(7) var<storage, read_write> rows_out: array<u32>;
+@group(0) @binding(8) var<storage, read> inputs: array<f32>;              // [tokens, 8]
+@group(0) @binding(9) var<storage, read> scalars: array<f32>;
+@group(0) @binding(10) var<storage, read_write> block_out: array<u32>;
+
+// A token's words: state, target, c_t, a, m, log s, z_t, weighted sum, entropy, argmax, loss, the
+// factors of p, one-hot, c_j and entropy, place in the block.
+const words = 16u;
+const state_gradient_nan = 512u;  // added to the state: the row's gradient is NaN
+const slot_columns = 1024u;
+const slot_words = 8u;
+const infinity_bits = 0x7f800000u;
+
+fn is_nan(x: f32) -> bool {
+  return (bitcast<u32>(x) & 0x7fffffffu) > infinity_bits;
+}
+fn is_infinite(x: f32) -> bool {
+  return (bitcast<u32>(x) & 0x7fffffffu) == infinity_bits;
+}
+fn is_negative(x: f32) -> bool {
+  return (bitcast<u32>(x) >> 31u) == 1u;
+}
+
+// log(x) for a normal x > 0, to about an ulp wherever it is not tiny.
+fn log_positive(x: f32) -> f32 {
+  let shifted = bitcast<u32>(x) + (0x3f800000u - 0x3f3504f3u);
+  let k = f32(i32(shifted >> 23u) - 127);
+  let f = bitcast<f32>((shifted & 0x007fffffu) + 0x3f3504f3u) - 1.0;
+  let s = f / (2.0 + f);
+  let z = s * s;
+  let w = z * z;
+  let r = z * (0.66666662693 + w * 0.28498786688) + w * (0.40000972152 + w * 0.24279078841);
+  let half = 0.5 * f * f;
+  return (s * (half + r) + k * 9.0580006145e-6 - half) + f + k * 0.69313812256;
+}
+
+// log of any number: that of 0 is -inf, of a negative one NaN.
+fn log_of(x: f32) -> f32 {
+  if (is_nan(x) || (is_negative(x) && x != 0.0)) {
+    return bitcast<f32>(p.nan);
+  }
+  if (is_infinite(x)) {
+    return x;
+  }
+  if (x < 1.17549435e-38) {
+    let bits = bitcast<u32>(x) & 0x7fffffffu;
+    if (bits == 0u) {
+      return bitcast<f32>(p.nan ^ 0x80400000u);
+    }
+    return log_positive(f32(bits)) - 149.0 * 0.69314718;
+  }
+  return log_positive(x);
+}
+
+// (1 - smoothing) c_t [column = t] + smoothing_per_class c_j
+fn expected(row: u32, column: u32, local: u32) -> f32 {
+  var c = 1.0;
+  if ((p.flags & has_vocab_weight) != 0u) {
+    c = vocab_weight[p.weight_base + local];
+  }
+  var q = p.smoothing_per_class * c;
+  if (column == rows_in[row + 1u]) {
+    q += (1.0 - p.smoothing) * bitcast<f32>(rows_in[row + 2u]);
+  }
+  return q;
+}
+
+const threads = 64u;
+const thread_columns = slot_columns / threads;
+var<workgroup> tree: array<f32, threads>;
+
+@compute @workgroup_size(threads)
+fn slots(@builtin(workgroup_id) group: vec3<u32>,
+         @builtin(local_invocation_index) thread: u32) {
+  let r = group.y;
+  if (r >= counted[0]) {
+    return;
+  }
+  let first = group.x * slot_columns;
+  let row = counted[4u + r] * words;
+  if (direct && (rows_in[row] & 255u) != 1u) {
+    return;
+  }
+  var sum = 0.0;
+  for (var k = 0u; k < thread_columns; k++) {
+    let local = first + k * threads + thread;
+    if (local >= p.columns) {
+      continue;
+    }
+    let q = expected(row, p.first_column + local, local);
+    if (q != 0.0) {
+      let x = block_in[p.base + r * p.row_stride + local] + p.floor;
+      sum += q * log_of(x);
+    }
+  }
+  tree[thread] = sum;
+  for (var step = threads / 2u; step > 0u; step /= 2u) {
+    workgroupBarrier();
+    if (thread < step) {
+      tree[thread] += tree[thread + step];
+    }
+  }
+  if (thread == 0u) {
+    let slot = (r * p.slots + (p.first_column + first) / slot_columns) * slot_words;
+    partials_out[slot + 3u] = tree[0];
+  }
+}
+
+@compute @workgroup_size(64)
+fn combine(@builtin(global_invocation_id) id: vec3<u32>) {
+  let r = id.x;
+  if (r >= counted[0]) {
+    return;
+  }
+  let token = counted[4u + r];
+  let row = token * words;
+  if (direct && (rows_out[row] & 255u) != 1u) {
+    return;
+  }
+  var sum = 0.0;
+  for (var s = 0u; s < p.slots; s++) {
+    sum += partials_in[(r * p.slots + s) * slot_words + 3u];
+  }
+  let token_weight = bitcast<f32>(rows_out[row + 3u]);
+  var upstream = scalars[3];
+  if ((p.flags & has_token_grad) != 0u) {
+    upstream = inputs[token * 8u + 1u];
+  }
+  let factor = -upstream * token_weight;
+  rows_out[row + 10u] = bitcast<u32>(-token_weight * sum);
+  rows_out[row + 11u] = bitcast<u32>(factor);
+  if (is_nan(factor)) {
+    rows_out[row] |= state_gradient_nan;
+  }
+}
+
+@compute @workgroup_size(256)
+fn gradient(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
+  let r = group.y;
+  let exists = r < counted[0];
+  let row = select(0u, counted[4u + select(0u, r, exists)] * words, exists);
+  let counts = exists && (!direct || (rows_in[row] & 255u) == 1u);
+  let is_nan_row = (rows_in[row] & state_gradient_nan) != 0u;
+  let factor = bitcast<f32>(rows_in[row + 11u]);
+  for (var k = 0u; k < 4u; k++) {
+    let local = group.x * slot_columns + k * 256u + thread;
+    // A block of the library's own has zeros after its columns.
+    if (local >= select(p.row_stride, p.columns, direct)) {
+      continue;
+    }
+    let at = p.base + r * p.row_stride + local;
+    var result = 0u;
+    if (counts && local < p.columns) {
+      let raw = bitcast<f32>(block_out[at]);
+      let q = expected(row, p.first_column + local, local);
+      result = select(bitcast<u32>(factor * q / (raw + p.floor)), p.nan, is_nan_row);
+    }
+    block_out[at] = result;
+  }
+}

@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: Apache-2.0
+// The product of product.wgsl where it is small: tiles of 32 x 32, 8 of k at a time, 4 x 4 sums a
+// thread, in the same order. Little workgroup memory: SwiftShader's compiler clears it word by word,
+// which takes it half a millisecond a word.
+
+struct Params {
+  rows: u32,           // m
+  columns: u32,        // n, a multiple of 4 but for bias
+  depth: u32,          // k
+  a_base: u32,         // in vec4, of the binding
+  a_stride: u32,
+  b_base: u32,
+  b_stride: u32,
+  result_base: u32,
+  result_stride: u32,
+  adds: u32,           // to what the result holds
+  bias_base: u32,      // in words
+  b_rows: u32,         // rows of b that there are: n of [n, k]
+  slice_depth: u32,    // of k, for one workgroup in z
+  slice_stride: u32,   // in vec4, of their results
+}
+
+override a_transposed: bool = false;  // a is [k, m]
+override b_transposed: bool = true;   // b is [n, k]
+override has_bias: bool = false;
+override bounded: u32 = 0u;           // by counted[0]: 1 the rows, 2 the depth
+
+@group(0) @binding(0) var<uniform> p: Params;
+@group(0) @binding(1) var<storage, read> a: array<vec4<f32>>;
+@group(0) @binding(2) var<storage, read> b: array<vec4<f32>>;
+@group(0) @binding(3) var<storage, read_write> result: array<vec4<f32>>;
+@group(0) @binding(4) var<storage, read> counted: array<u32>;
+@group(0) @binding(5) var<storage, read> bias: array<f32>;
+
+var<workgroup> tile_a: array<vec4<f32>, 64>;  // [8][m / 4]
+var<workgroup> tile_b: array<vec4<f32>, 64>;  // [8][n / 4]
+
+// Four numbers of a along k (or along m where it is transposed), 0 beyond its rows.
+fn load_a(row: u32, column: u32, rows: u32, columns: u32) -> vec4<f32> {
+  if (row < rows && column < columns) {
+    return a[p.a_base + row * p.a_stride + column / 4u];
+  }
+  return vec4<f32>(0.0);
+}
+fn load_b(row: u32, column: u32, rows: u32, columns: u32) -> vec4<f32> {
+  if (row < rows && column < columns) {
+    return b[p.b_base + row * p.b_stride + column / 4u];
+  }
+  return vec4<f32>(0.0);
+}
+
+fn depth_of() -> u32 {
+  if (bounded == 2u) {
+    return min(p.depth, counted[0]);
+  }
+  return p.depth;
+}
+fn rows_of() -> u32 {
+  if (bounded == 1u) {
+    return min(p.rows, counted[0]);
+  }
+  return p.rows;
+}
+
+// Four rows of four along k, turned.
+fn turned(v0: vec4<f32>, v1: vec4<f32>, v2: vec4<f32>, v3: vec4<f32>) -> mat4x4<f32> {
+  return transpose(mat4x4<f32>(v0, v1, v2, v3));
+}
+
+fn store(slice: u32, row: u32, column: u32, value: vec4<f32>) {
+  if (row >= p.rows || column >= p.columns) {
+    return;
+  }
+  var v = value;
+  if (has_bias) {
+    for (var k = 0u; k < 4u; k++) {
+      if (column + k < p.b_rows) {
+        v[k] += bias[p.bias_base + column + k];
+      }
+    }
+  }
+  let at = p.result_base + slice * p.slice_stride + row * p.result_stride + column / 4u;
+  if (p.adds != 0u) {
+    v += result[at];
+  }
+  result[at] = v;
+}
+
+@compute @workgroup_size(64)
+fn product_small(@builtin(workgroup_id) group: vec3<u32>,
+                 @builtin(local_invocation_index) thread: u32) {
+  let first_row = group.y * 32u;
+  let first_column = group.x * 32u;
+  let rows = rows_of();
+  let begin = group.z * p.slice_depth;
+  let depth = min(depth_of(), begin + p.slice_depth);
+  if (first_row >= rows && p.adds != 0u) {
+    return;
+  }
+  let tx = thread % 8u;
+  let ty = thread / 8u;
+  var s00 = vec4<f32>(0.0);
+  var s10 = vec4<f32>(0.0);
+  var s20 = vec4<f32>(0.0);
+  var s30 = vec4<f32>(0.0);
+  var steps = (max(depth, begin) - begin + 7u) / 8u;
+  if (first_row >= rows) {
+    steps = 0u;
+  }
+  for (var step = 0u; step < steps; step++) {
+    let k0 = begin + step * 8u;
+    if (step > 0u) {
+      workgroupBarrier();
+    }
+    if (a_transposed) {
+      tile_a[thread] = load_a(k0 + thread / 8u, first_row + thread % 8u * 4u, depth, p.rows);
+    } else if (thread < 16u) {
+      let x = thread / 2u;
+      let k = thread % 2u * 4u;
+      let row = first_row + x * 4u;
+      let v = turned(load_a(row, k0 + k, rows, depth), load_a(row + 1u, k0 + k, rows, depth),
+                     load_a(row + 2u, k0 + k, rows, depth), load_a(row + 3u, k0 + k, rows, depth));
+      tile_a[k * 8u + x] = v[0];
+      tile_a[(k + 1u) * 8u + x] = v[1];
+      tile_a[(k + 2u) * 8u + x] = v[2];
+      tile_a[(k + 3u) * 8u + x] = v[3];
+    }
+    if (!b_transposed) {
+      tile_b[thread] = load_b(k0 + thread / 8u, first_column + thread % 8u * 4u, depth, p.columns);
+    } else if (thread >= 16u && thread < 32u) {
+      let x = (thread - 16u) / 2u;
+      let k = (thread - 16u) % 2u * 4u;
+      let row = first_column + x * 4u;
+      let v = turned(load_b(row, k0 + k, p.b_rows, depth), load_b(row + 1u, k0 + k, p.b_rows, depth),
+                     load_b(row + 2u, k0 + k, p.b_rows, depth), load_b(row + 3u, k0 + k, p.b_rows, depth));
+      tile_b[k * 8u + x] = v[0];
+      tile_b[(k + 1u) * 8u + x] = v[1];
+      tile_b[(k + 2u) * 8u + x] = v[2];
+      tile_b[(k + 3u) * 8u + x] = v[3];
+    }
+    workgroupBarrier();
+    for (var k = 0u; k < 8u; k++) {
+      let a0 = tile_a[k * 8u + ty];
+      let b0 = tile_b[k * 8u + tx];
+      s00 = fma(vec4<f32>(a0.x), b0, s00);
+      s10 = fma(vec4<f32>(a0.y), b0, s10);
+      s20 = fma(vec4<f32>(a0.z), b0, s20);
+      s30 = fma(vec4<f32>(a0.w), b0, s30);
+    }
+  }
+  store(group.z, first_row + ty * 4u, first_column + tx * 4u, s00);
+  store(group.z, first_row + 1u + ty * 4u, first_column + tx * 4u, s10);
+  store(group.z, first_row + 2u + ty * 4u, first_column + tx * 4u, s20);
+  store(group.z, first_row + 3u + ty * 4u, first_column + tx * 4u, s30);
+}
