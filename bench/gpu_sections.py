@@ -113,16 +113,19 @@ def heads(bench: Bench, head: Head, want: Reference) -> None:
     sizes = {
         "recommended": None,
         "compile's memory": head.compile_bytes,
-        "frugal": head.frugal_bytes,
+        "1 GiB + 4 N D": 1024 * MIB + head.sums,
+        "128 MiB + 4 N D": head.frugal_bytes,
+        "64 MiB + 4 N D": 64 * MIB + head.sums,
     }
     mine = [judged(head, want, ours(f"{k}, ", head.both(size))) for k, size in sizes.items()]
     each = torch.empty(head.shape[0], device=head.device)
     head.forward(128 * MIB, loss=each)()
     alone = ours("loss only, ", head.forward(128 * MIB), ONE)
+    small = ours("loss only, ", head.forward(16 * MIB), ONE)
     alone.facts["errors"] = {"loss": abs(float(each.double().mean()) - want.loss)}
     train, loss = peers(bench, head, want)
     three, one, _ = floors(head)
-    contenders = [c for c in (*mine, three, one, alone) if bench.ready(c)] + train + loss
+    contenders = [c for c in (*mine, three, one, alone, small) if bench.ready(c)] + train + loss
     bursts(bench.clock, contenders, bench.arguments.rounds)
     bench.tell("heads", head, contenders)
 
