@@ -59,12 +59,24 @@ export interface LossOptions {
 export type Statistic =
   | 'lse' | 'targetLogit' | 'entropy' | 'argmax' | 'rowReference' | 'rowLogSum' | 'weightedLogitSum';
 
-export interface CallOptions extends LossOptions {
+/** Those that a call is given to write, or has made. */
+export interface Statistics {
+  lse?: Tensor<'f32'>;  // each [N]
+  targetLogit?: Tensor<'f32'>;
+  entropy?: Tensor<'f32'>;
+  argmax?: Tensor<'i32'>;
+  rowReference?: Tensor<'f32'>;
+  rowLogSum?: Tensor<'f32'>;
+  weightedLogitSum?: Tensor<'f32'>;
+}
+
+export interface CallOptions extends LossOptions, Statistics {
   tokenWeight?: Tensor<'f32'>;  // [N]
   vocabWeight?: Tensor<'f32'>;  // [V]
   gradLoss?: Tensor<'f32'>;  // as the loss
+  /** Those to be made. */
   statistics?: Statistic[];
-  /** Where the loss goes; absent: a new tensor. Statistics likewise, by their names. */
+  /** Where the loss goes; absent: a new tensor. */
   loss?: Tensor<'f32'>;  // [N] for reduction none, else []
   fault?: Tensor<'i32'>;  // [1]
   /** Bytes of workspace; absent: what serves the call well. Never less than it needs. */
@@ -103,9 +115,11 @@ export type Result = {
   gradWeight?: Tensor;
   gradBias?: Tensor;
   gradLogits?: Tensor;
+  /** Where the call was given one. */
+  fault?: Tensor<'i32'>;
   /** Of the workspace that the call was given. */
   workspaceBytes: number;
-} & {[name in Statistic]?: Tensor};
+} & Statistics;
 
 export interface EvaluateCall extends LossOptions {
   kind?: 'softmax' | 'crossEntropyForward' | 'crossEntropyForwardBackward' | 'linearCrossEntropyForward' | 'linearCrossEntropyForwardBackward';
@@ -113,6 +127,10 @@ export interface EvaluateCall extends LossOptions {
   /** Of the tensors that are not vectors. */
   shapes: Record<string, number[]>;
   outputs: Record<string, number[]>;
+  inputKind?: 'logits' | 'probabilities';
+  probabilityFloor?: number;
+  /** Adds to the gradients, whose values before are among `tensors`. */
+  accumulate?: boolean;
   bounds?: boolean;
 }
 

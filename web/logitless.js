@@ -303,7 +303,8 @@ export class Logitless {
         new Uint8Array(core.memory.buffer, address, data.byteLength).set(new Uint8Array(data.buffer, data.byteOffset, data.byteLength));
         this.#give(name, new Tensor(this, null, shapes[name] ?? [data.length], dtypeOf(data)), address);
       }
-      for (const [name, shape] of Object.entries(outputs)) this.#give(name, new Tensor(this, null, shape, 'f32'), hold(8));
+      // Those that the op adds to are among the tensors; of the others only the shape is looked at.
+      for (const [name, shape] of Object.entries(outputs)) if (!tensors[name]) this.#give(name, new Tensor(this, null, shape, 'f32'), hold(8));
       this.#ask(() => core.evaluate(bounds ? 1 : 0));
       const results = {};
       for (const [name, shape] of Object.entries(outputs)) {
