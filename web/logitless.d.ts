@@ -33,7 +33,10 @@ export class Tensor<D extends DType = DType> {
   read(): Promise<D extends 'f32' ? Float32Array : D extends 'f16' ? Uint16Array : Int32Array>;
   /** The one element of a tensor of one. */
   item(): Promise<number>;
-  /** Takes place before what is recorded next. */
+  /**
+   * Takes place before what is recorded next. An odd number of f16 only where it is the whole of a tensor
+   * that was made here, else `misaligned`.
+   */
   write(data: Float32Array | Uint16Array | Int32Array): void;
   /** Frees the buffer, unless it is the caller's. */
   destroy(): void;

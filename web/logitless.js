@@ -185,7 +185,8 @@ export class Logitless {
     if (tensor.owned) tensor.buffer.destroy();
   }
 
-  // Whole words at a time, so the last one is padded.
+  // Whole words at a time. Half a word at the end is padded where it ends the tensor's own buffer; elsewhere
+  // the other half is somebody else's.
   write(tensor, data) {
     this.#refuseIfLost();
     if (!tensor.isContiguous || data.byteLength > tensor.bytes) {
@@ -193,6 +194,9 @@ export class Logitless {
     }
     const bytes = new Uint8Array(data.buffer, data.byteOffset, data.byteLength);
     const whole = bytes.length & ~3;
+    if (whole !== bytes.length && !(tensor.owned && bytes.length === tensor.bytes)) {
+      throw new LogitlessError('misaligned', `data has ${bytes.length} bytes; allowed: multiples of 4, or the whole of a tensor with a buffer of its own`);
+    }
     const known = this.#known(tensor.buffer);
     const {thrown, verdict} = this.side.scoped('a write', () => {
       const {queue} = this.device;

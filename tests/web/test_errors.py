@@ -222,6 +222,23 @@ def test_a_refused_call_keeps_no_buffer(page: Page) -> None:
     assert destroyed == made
 
 
+def test_a_write_leaves_the_other_half_of_a_word_alone(page: Page) -> None:
+    whole, view, part, left = evaluate(
+        page,
+        """const three = own.tensor(new Uint16Array([1, 2, 3]));
+           const four = own.tensor(new Uint16Array([4, 5, 6, 7]));
+           const view = await told(() => own.wrap(four.buffer, [3], 'f16').write(new Uint16Array([8, 9, 10])));
+           const part = await told(() => four.write(new Uint16Array([11])));
+           own.wrap(four.buffer, [2], 'f16', {byteOffset: 4}).write(new Uint16Array([12, 13]));
+           return [[...(await three.read())], view, part, [...(await four.read())]];""",
+    )
+    assert whole == [1, 2, 3]
+    for code, message in (view, part):
+        assert code == "misaligned"
+        assert "multiples of 4" in message
+    assert left == [4, 5, 12, 13]
+
+
 def test_more_data_than_a_tensor_holds_is_refused(page: Page) -> None:
     long, strided = evaluate(
         page,
