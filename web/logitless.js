@@ -451,6 +451,8 @@ export class Logitless {
     } catch (error) {
       refusal = error;
     }
+    // What was refused has written nothing: its outputs are as good or as bad as before.
+    if (refusal && !['device_error', 'internal'].includes(refusal.code)) throw refusal;
     const read = (name) => INPUTS.has(name) || name === 'fault' || (options.accumulate && name.startsWith('grad'));
     const before = Object.keys(tensors).filter(read).map((name) => known[name].written);
     const verdict = this.#remember(first([...before, this.side.end()]));

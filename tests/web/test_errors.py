@@ -77,6 +77,23 @@ def test_what_is_made_of_a_failed_result_fails_too(page: Page) -> None:
     assert written == ["none", ""]
 
 
+def test_a_refused_call_leaves_an_earlier_error_where_it_was(page: Page) -> None:
+    failed, refused, still = evaluate(
+        page,
+        """const weight = own.tensor(arrays.weight, [20, 8]);
+           weight.buffer.destroy();
+           const {gradInput} = own.linearCrossEntropy({...tensors, weight, gradients: ['input']});
+           const failed = await told(() => gradInput.read());
+           const loss = own.wrap(tensors.input.buffer, []);
+           const refused = await told(() => own.linearCrossEntropy({...tensors, gradients: ['input'], gradInput, loss}));
+           return [failed, refused, await told(() => gradInput.read())];""",
+    )
+    assert failed[0] == "device_error"
+    assert refused[0] == "invalid_argument"
+    assert "in one buffer" in refused[1]
+    assert still == failed
+
+
 def test_done_tells_of_everything_since_it_last_did(page: Page) -> None:
     bad, good = evaluate(
         page,
