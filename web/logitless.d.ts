@@ -162,8 +162,8 @@ export class Logitless {
   /** Resolves once all that was recorded since the last time is accepted; rejects with WebGPU's message. */
   done(): Promise<void>;
 
-  /** Bytes of workspace of linearCrossEntropy on these shapes. */
-  plan(shape: {tokens: number; hidden: number; vocab: number; gradients?: boolean; dtype?: 'f32' | 'f16'} & LossOptions): {minimum: number; recommended: number};
+  /** Bytes of workspace of linearCrossEntropy on these shapes; gradients are of `dtype` where nothing else is said. */
+  plan(shape: {tokens: number; hidden: number; vocab: number; gradients?: boolean; dtype?: 'f32' | 'f16'; gradientDtype?: 'f32' | 'f16'} & LossOptions): {minimum: number; recommended: number};
   /** The same op in double precision by plain loops on the CPU, with how far the contract lets a backend be from it. */
   evaluate(call: EvaluateCall): Record<string, {value: Float64Array; bound?: Float64Array}>;
 }

@@ -280,10 +280,10 @@ export class Logitless {
   }
 
   // Bytes of workspace of linearCrossEntropy on these shapes: {minimum, recommended}.
-  plan({tokens, hidden, vocab, gradients = true, dtype = 'f32', ...options}) {
+  plan({tokens, hidden, vocab, gradients = true, dtype = 'f32', gradientDtype = dtype, ...options}) {
     const none = (shape, type = dtype) => new Tensor(this, null, shape, type);
     const tensors = {input: none([tokens, hidden]), weight: none([vocab, hidden]), target: none([tokens], 'i32'), loss: none(options.reduction === 'none' ? [tokens] : [], 'f32')};
-    if (gradients) Object.assign(tensors, {gradInput: none([tokens, hidden]), gradWeight: none([vocab, hidden])});
+    if (gradients) Object.assign(tensors, {gradInput: none([tokens, hidden], gradientDtype), gradWeight: none([vocab, hidden], gradientDtype)});
     this.#begin(gradients ? 'linearCrossEntropyForwardBackward' : 'linearCrossEntropyForward', options);
     // Any number for a buffer of its own, at offset 0, as tensor() makes them.
     Object.entries(tensors).forEach(([name, tensor], i) => this.#give(name, tensor, i + 1));
