@@ -75,6 +75,7 @@ TEST(WebGpuPlan, TilesFollowTheShape) {
   using Three = std::array<int64_t, 3>;
   EXPECT_EQ(tile(131, 16804, 40, true), (Three{0, 128, 128}));
   EXPECT_EQ(tile(61, 4501, 264, true), (Three{0, 64, 64}));
+  EXPECT_EQ(tile(64, 70000, 16, true), (Three{0, 64, 64}));
   EXPECT_EQ(tile(61, 264, 4501, false), (Three{0, 64, 64}));
   EXPECT_EQ(tile(4501, 264, 61, false), (Three{0, 128, 64}));
   EXPECT_EQ(tile(4501, 12, 61, false), (Three{1, 32, 32}));
