@@ -13,7 +13,7 @@
 namespace logitless::cuda {
 namespace {
 
-constexpr int rows_of_block = 32, blocks_of_columns = 8, width = 8;
+constexpr int rows_of_block = 32, blocks_of_columns = 4, width = 8;
 
 struct Terms {
   RowGradient gradient;
