@@ -33,7 +33,10 @@ export class Tensor<D extends DType = DType> {
   read(): Promise<D extends 'f32' ? Float32Array : D extends 'f16' ? Uint16Array : Int32Array>;
   /** The one element of a tensor of one. */
   item(): Promise<number>;
-  /** Takes place before what is recorded next. */
+  /**
+   * Takes place before what is recorded next. An odd number of f16 only where it is the whole of a tensor
+   * that was made here, else `misaligned`.
+   */
   write(data: Float32Array | Uint16Array | Int32Array): void;
   /** Frees the buffer, unless it is the caller's. */
   destroy(): void;
@@ -59,12 +62,24 @@ export interface LossOptions {
 export type Statistic =
   | 'lse' | 'targetLogit' | 'entropy' | 'argmax' | 'rowReference' | 'rowLogSum' | 'weightedLogitSum';
 
-export interface CallOptions extends LossOptions {
+/** Those that a call is given to write, or has made. */
+export interface Statistics {
+  lse?: Tensor<'f32'>;  // each [N]
+  targetLogit?: Tensor<'f32'>;
+  entropy?: Tensor<'f32'>;
+  argmax?: Tensor<'i32'>;
+  rowReference?: Tensor<'f32'>;
+  rowLogSum?: Tensor<'f32'>;
+  weightedLogitSum?: Tensor<'f32'>;
+}
+
+export interface CallOptions extends LossOptions, Statistics {
   tokenWeight?: Tensor<'f32'>;  // [N]
   vocabWeight?: Tensor<'f32'>;  // [V]
   gradLoss?: Tensor<'f32'>;  // as the loss
+  /** Those to be made. */
   statistics?: Statistic[];
-  /** Where the loss goes; absent: a new tensor. Statistics likewise, by their names. */
+  /** Where the loss goes; absent: a new tensor. */
   loss?: Tensor<'f32'>;  // [N] for reduction none, else []
   fault?: Tensor<'i32'>;  // [1]
   /** Bytes of workspace; absent: what serves the call well. Never less than it needs. */
@@ -103,9 +118,11 @@ export type Result = {
   gradWeight?: Tensor;
   gradBias?: Tensor;
   gradLogits?: Tensor;
+  /** Where the call was given one. */
+  fault?: Tensor<'i32'>;
   /** Of the workspace that the call was given. */
   workspaceBytes: number;
-} & {[name in Statistic]?: Tensor};
+} & Statistics;
 
 export interface EvaluateCall extends LossOptions {
   kind?: 'softmax' | 'crossEntropyForward' | 'crossEntropyForwardBackward' | 'linearCrossEntropyForward' | 'linearCrossEntropyForwardBackward';
@@ -113,6 +130,10 @@ export interface EvaluateCall extends LossOptions {
   /** Of the tensors that are not vectors. */
   shapes: Record<string, number[]>;
   outputs: Record<string, number[]>;
+  inputKind?: 'logits' | 'probabilities';
+  probabilityFloor?: number;
+  /** Adds to the gradients, whose values before are among `tensors`. */
+  accumulate?: boolean;
   bounds?: boolean;
 }
 
@@ -141,8 +162,8 @@ export class Logitless {
   /** Resolves once all that was recorded since the last time is accepted; rejects with WebGPU's message. */
   done(): Promise<void>;
 
-  /** Bytes of workspace of linearCrossEntropy on these shapes. */
-  plan(shape: {tokens: number; hidden: number; vocab: number; gradients?: boolean; dtype?: 'f32' | 'f16'} & LossOptions): {minimum: number; recommended: number};
+  /** Bytes of workspace of linearCrossEntropy on these shapes; gradients are of `dtype` where nothing else is said. */
+  plan(shape: {tokens: number; hidden: number; vocab: number; gradients?: boolean; dtype?: 'f32' | 'f16'; gradientDtype?: 'f32' | 'f16'} & LossOptions): {minimum: number; recommended: number};
   /** The same op in double precision by plain loops on the CPU, with how far the contract lets a backend be from it. */
   evaluate(call: EvaluateCall): Record<string, {value: Float64Array; bound?: Float64Array}>;
 }

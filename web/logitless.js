@@ -185,7 +185,8 @@ export class Logitless {
     if (tensor.owned) tensor.buffer.destroy();
   }
 
-  // Whole words at a time, so the last one is padded.
+  // Whole words at a time. Half a word at the end is padded where it ends the tensor's own buffer; elsewhere
+  // the other half is somebody else's.
   write(tensor, data) {
     this.#refuseIfLost();
     if (!tensor.isContiguous || data.byteLength > tensor.bytes) {
@@ -193,6 +194,9 @@ export class Logitless {
     }
     const bytes = new Uint8Array(data.buffer, data.byteOffset, data.byteLength);
     const whole = bytes.length & ~3;
+    if (whole !== bytes.length && !(tensor.owned && bytes.length === tensor.bytes)) {
+      throw new LogitlessError('misaligned', `data has ${bytes.length} bytes; allowed: multiples of 4, or the whole of a tensor with a buffer of its own`);
+    }
     const known = this.#known(tensor.buffer);
     const {thrown, verdict} = this.side.scoped('a write', () => {
       const {queue} = this.device;
@@ -276,10 +280,10 @@ export class Logitless {
   }
 
   // Bytes of workspace of linearCrossEntropy on these shapes: {minimum, recommended}.
-  plan({tokens, hidden, vocab, gradients = true, dtype = 'f32', ...options}) {
+  plan({tokens, hidden, vocab, gradients = true, dtype = 'f32', gradientDtype = dtype, ...options}) {
     const none = (shape, type = dtype) => new Tensor(this, null, shape, type);
     const tensors = {input: none([tokens, hidden]), weight: none([vocab, hidden]), target: none([tokens], 'i32'), loss: none(options.reduction === 'none' ? [tokens] : [], 'f32')};
-    if (gradients) Object.assign(tensors, {gradInput: none([tokens, hidden]), gradWeight: none([vocab, hidden])});
+    if (gradients) Object.assign(tensors, {gradInput: none([tokens, hidden], gradientDtype), gradWeight: none([vocab, hidden], gradientDtype)});
     this.#begin(gradients ? 'linearCrossEntropyForwardBackward' : 'linearCrossEntropyForward', options);
     // Any number for a buffer of its own, at offset 0, as tensor() makes them.
     Object.entries(tensors).forEach(([name, tensor], i) => this.#give(name, tensor, i + 1));
@@ -303,7 +307,8 @@ export class Logitless {
         new Uint8Array(core.memory.buffer, address, data.byteLength).set(new Uint8Array(data.buffer, data.byteOffset, data.byteLength));
         this.#give(name, new Tensor(this, null, shapes[name] ?? [data.length], dtypeOf(data)), address);
       }
-      for (const [name, shape] of Object.entries(outputs)) this.#give(name, new Tensor(this, null, shape, 'f32'), hold(8));
+      // Those that the op adds to are among the tensors; of the others only the shape is looked at.
+      for (const [name, shape] of Object.entries(outputs)) if (!tensors[name]) this.#give(name, new Tensor(this, null, shape, 'f32'), hold(8));
       this.#ask(() => core.evaluate(bounds ? 1 : 0));
       const results = {};
       for (const [name, shape] of Object.entries(outputs)) {
@@ -446,6 +451,8 @@ export class Logitless {
     } catch (error) {
       refusal = error;
     }
+    // What was refused has written nothing: its outputs are as good or as bad as before.
+    if (refusal && !['device_error', 'internal'].includes(refusal.code)) throw refusal;
     const read = (name) => INPUTS.has(name) || name === 'fault' || (options.accumulate && name.startsWith('grad'));
     const before = Object.keys(tensors).filter(read).map((name) => known[name].written);
     const verdict = this.#remember(first([...before, this.side.end()]));

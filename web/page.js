@@ -117,16 +117,26 @@ function budgetOf({minimum, recommended}, {workspace, tokens, vocab}) {
   return workspace === 'quarter' ? Math.max(minimum, Math.min(recommended, tokens * vocab)) : recommended;
 }
 
+// Bytes of workspace of a call as this page makes it; null of one that passes the device's limits.
+function planned(logitless, shape) {
+  try {
+    return logitless.plan({...shape, gradientDtype: 'f32'});
+  } catch (error) {
+    if (error.code !== 'not_supported') throw error;
+    return null;
+  }
+}
+
 function showMemory(logitless, problem, used) {
   const {tokens, hidden, vocab, gradients, dtype} = problem;
   const sizes = [];
   for (let power = 10; power <= 18; power++) sizes.push(2 ** power);
-  const plans = sizes.map((v) => logitless.plan({tokens, hidden, vocab: v, gradients, dtype}));
-  const logits = sizes.map((v) => 4 * tokens * v);
+  const planOf = (shape) => planned(logitless, {tokens, hidden, gradients, dtype, ...shape});
+  const plans = sizes.map((v) => [v, planOf({vocab: v})]).filter(([, plan]) => plan);
   const curves = [
-    {name: 'materialised logits', colour: 'var(--orange)', points: sizes.map((v, i) => [v, logits[i]])},
-    {name: 'workspace, recommended', colour: 'var(--blue)', points: sizes.map((v, i) => [v, plans[i].recommended])},
-    {name: 'workspace, minimum', colour: 'var(--green)', dashed: true, points: sizes.map((v, i) => [v, plans[i].minimum])},
+    {name: 'materialised logits', colour: 'var(--orange)', points: sizes.map((v) => [v, 4 * tokens * v])},
+    {name: 'workspace, recommended', colour: 'var(--blue)', points: plans.map(([v, plan]) => [v, plan.recommended])},
+    {name: 'workspace, minimum', colour: 'var(--green)', dashed: true, points: plans.map(([v, plan]) => [v, plan.minimum])},
   ];
   const all = curves.flatMap(({points}) => points.map(([, y]) => y)).filter((y) => y > 0);
   drawChart(at('memory-chart'), {
@@ -141,17 +151,17 @@ function showMemory(logitless, problem, used) {
     `${bytesText(used)} of workspace (${used} bytes); the f32 logits alone would take ${bytesText(materialised)}, ` +
     `${(materialised / Math.max(1, used)).toPrecision(3)} times as much`;
   const [n, v] = [4096, 131072];  // of a training step of today
-  const step = logitless.plan({tokens: n, hidden, vocab: v, gradients, dtype});
+  const step = planOf({tokens: n, vocab: v});
   at('memory-note').textContent =
-    `A training step of ${n} tokens with a vocabulary of ${v / 1024}k would hold ${bytesText(4 * n * v)} of logits; here it takes ` +
-    `${bytesText(step.recommended)}, or ${bytesText(step.minimum)} at least.`;
+    `A training step of ${n} tokens with a vocabulary of ${v / 1024}k would hold ${bytesText(4 * n * v)} of logits; ` +
+    (step ? `here it takes ${bytesText(step.recommended)}, or ${bytesText(step.minimum)} at least.` : "it passes this device's limits here.");
 }
 
 async function runOnce(logitless) {
   const problem = readForm();
   at('progress').textContent = 'making the inputs…';
   const {arrays, shapes} = makeProblem(problem);
-  const plan = logitless.plan(problem);
+  const plan = logitless.plan({...problem, gradientDtype: 'f32'});
   const workspace = budgetOf(plan, problem);
   const dtypeOf = (name) => (name === 'target' ? 'i32' : problem.dtype);
   const upload = () => Object.fromEntries(Object.keys(arrays).map((name) => [name, logitless.tensor(arrays[name], shapes[name], dtypeOf(name))]));

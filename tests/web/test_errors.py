@@ -77,6 +77,23 @@ def test_what_is_made_of_a_failed_result_fails_too(page: Page) -> None:
     assert written == ["none", ""]
 
 
+def test_a_refused_call_leaves_an_earlier_error_where_it_was(page: Page) -> None:
+    failed, refused, still = evaluate(
+        page,
+        """const weight = own.tensor(arrays.weight, [20, 8]);
+           weight.buffer.destroy();
+           const {gradInput} = own.linearCrossEntropy({...tensors, weight, gradients: ['input']});
+           const failed = await told(() => gradInput.read());
+           const loss = own.wrap(tensors.input.buffer, []);
+           const refused = await told(() => own.linearCrossEntropy({...tensors, gradients: ['input'], gradInput, loss}));
+           return [failed, refused, await told(() => gradInput.read())];""",
+    )
+    assert failed[0] == "device_error"
+    assert refused[0] == "invalid_argument"
+    assert "in one buffer" in refused[1]
+    assert still == failed
+
+
 def test_done_tells_of_everything_since_it_last_did(page: Page) -> None:
     bad, good = evaluate(
         page,
@@ -220,6 +237,23 @@ def test_a_refused_call_keeps_no_buffer(page: Page) -> None:
     assert "none" not in codes
     assert made > 5
     assert destroyed == made
+
+
+def test_a_write_leaves_the_other_half_of_a_word_alone(page: Page) -> None:
+    whole, view, part, left = evaluate(
+        page,
+        """const three = own.tensor(new Uint16Array([1, 2, 3]));
+           const four = own.tensor(new Uint16Array([4, 5, 6, 7]));
+           const view = await told(() => own.wrap(four.buffer, [3], 'f16').write(new Uint16Array([8, 9, 10])));
+           const part = await told(() => four.write(new Uint16Array([11])));
+           own.wrap(four.buffer, [2], 'f16', {byteOffset: 4}).write(new Uint16Array([12, 13]));
+           return [[...(await three.read())], view, part, [...(await four.read())]];""",
+    )
+    assert whole == [1, 2, 3]
+    for code, message in (view, part):
+        assert code == "misaligned"
+        assert "multiples of 4" in message
+    assert left == [4, 5, 12, 13]
 
 
 def test_more_data_than_a_tensor_holds_is_refused(page: Page) -> None:

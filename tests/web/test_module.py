@@ -101,6 +101,21 @@ def test_workspace_is_what_was_planned(page: Page) -> None:
     assert again == made
 
 
+def test_a_plan_of_other_gradients_is_what_runs(page: Page) -> None:
+    """f16 gradients of the weight are summed in the workspace, f32 ones where they lie."""
+    for gradient in ("f32", "f16"):
+        planned, least = page.evaluate(
+            """([gradientDtype]) => {
+              const [N, D, V] = [48, 32, 3000];
+              const {bias, ...tensors} = upload(logitless, problem(N, D, V, {half: true}));
+              const {minimum} = logitless.plan({tokens: N, hidden: D, vocab: V, dtype: 'f16', gradientDtype});
+              return [minimum, logitless.linearCrossEntropy({...tensors, gradients: true, gradientDtype, budget: 1}).workspaceBytes];
+            }""",
+            [gradient],
+        )
+        assert planned == least
+
+
 def test_larger_limits_are_used_where_the_adapter_has_them(page: Page) -> None:
     """1024 rows of this weight are 156 MiB, more than a binding is by default."""
     asked, refused, plan = page.evaluate(

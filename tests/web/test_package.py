@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The npm-shaped package in build/web: its files, and types that are those of logitless.js."""
 
+# ruff: noqa: E501
 from __future__ import annotations
 
 import json
+import math
 import re
 
 import pytest
@@ -88,6 +90,47 @@ def test_every_statistic_that_the_types_have_is_written(page: Page) -> None:
         [names],
     )
     assert all(len(values) == 4 and any(values) for values in got)
+
+
+def test_a_call_takes_and_gives_what_its_types_have(page: Page) -> None:
+    names = sorted(members("Statistics"))
+    assert set(names) == texts("Statistic")
+    assert re.search(r"interface CallOptions extends [^{]*\bStatistics\b", TYPES)
+    assert re.search(r"type Result = \{[^}]*\bfault\?.*?\} & Statistics;", TYPES, re.DOTALL)
+    same, given = page.evaluate(
+        """async ([names]) => {
+          const {bias, ...rest} = problem(4, 8, 20);
+          const {shapes, ...tensors} = {...rest, ...upload(logitless, rest)};
+          delete tensors.bias;
+          const given = Object.fromEntries(names.map((name) => [name, logitless.empty([4], name === 'argmax' ? 'i32' : 'f32')]));
+          given.fault = logitless.tensor(new Int32Array(1));
+          const result = logitless.linearCrossEntropy({...tensors, ...given});
+          const read = await Promise.all(names.map(async (name) => [...(await result[name].read())]));
+          return [Object.keys(given).every((name) => result[name] === given[name]), read];
+        }""",
+        [names],
+    )
+    assert same
+    assert all(len(values) == 4 and any(values) for values in given)
+
+
+def test_evaluate_takes_the_options_of_its_types(page: Page) -> None:
+    assert {"inputKind", "probabilityFloor", "accumulate"} <= members("EvaluateCall")
+    loss, before, plain, added = page.evaluate(
+        """() => {
+          const {loss} = logitless.evaluate({kind: 'crossEntropyForward', inputKind: 'probabilities', probabilityFloor: 0.25,
+            tensors: {logits: new Float32Array([0.5, 0.5, 0]), target: new Int32Array([2])}, shapes: {logits: [1, 3]}, outputs: {loss: []}});
+          const {bias, shapes, ...tensors} = problem(4, 8, 20);
+          const gradWeight = fill(160);
+          const outputs = {gradWeight: [20, 8], gradInput: [4, 8]};
+          const plain = logitless.evaluate({tensors, shapes, outputs: {loss: [], ...outputs}});
+          const added = logitless.evaluate({tensors: {...tensors, gradWeight}, shapes: {...shapes, gradWeight: [20, 8]},
+            outputs: {loss: [], ...outputs}, accumulate: true});
+          return [loss.value[0], [...gradWeight], [...plain.gradWeight.value], [...added.gradWeight.value]];
+        }"""
+    )
+    assert loss == pytest.approx(math.log(4))
+    assert added == pytest.approx([a + b for a, b in zip(before, plain, strict=True)])
 
 
 def test_the_status_codes_are_the_types() -> None:

@@ -76,6 +76,26 @@ def test_every_option_of_the_page(page: Page) -> None:
     assert "gradInput" not in verdict
 
 
+@pytest.mark.parametrize(
+    ("dtype", "hidden", "note"),
+    [("f16", "512", "at least"), ("f32", "510", "at least"), ("f32", "1030", "passes")],
+)
+def test_memory_is_shown_as_far_as_the_limits_go(
+    page: Page, dtype: str, hidden: str, note: str
+) -> None:
+    """The chart goes to V = 256k, further than these heads do at the default limits."""
+    judged(page)
+    verdict = run(page, tokens="8", hidden=hidden, vocab="1024", dtype=dtype)
+    assert verdict.startswith("within")
+    assert "of workspace" in page.inner_text("#memory")
+    assert note in page.inner_text("#memory-note")
+    points = [
+        len(c.get_attribute("points").split()) for c in page.locator("#memory-chart polyline").all()
+    ]
+    assert points[0] == 9
+    assert points[1] == points[2] > 0
+
+
 def test_a_refused_option_is_told(page: Page) -> None:
     judged(page)
     page.evaluate("document.querySelector('[name=temperature]').removeAttribute('min')")
