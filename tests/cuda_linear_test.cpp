@@ -118,11 +118,13 @@ TEST_P(CudaLinear, PanelsInGradWeightsMemory) {
   smoothed.ignored = 0.3;
   Case capped = smoothed;
   capped.options.softcap = 20;  // E becomes dz in its place
-  Case at_cap = capped;         // most logits are the cap
+  Case full = smoothed;         // the smoothing's term alone against p: of E in two parts once
+  full.options.label_smoothing = 1;
+  Case at_cap = capped;  // most logits are the cap
   at_cap.data = Data::large;
   Case wide = smoothed;  // grad_bias takes more than one piece of a panel
   wide.shape = {66, 64, 17000};
-  for (const Case& c : {plain, sums, smoothed, capped, at_cap, wide}) {
+  for (const Case& c : {plain, sums, smoothed, full, capped, at_cap, wide}) {
     with_problem(c, [&](auto& p, const WorkspaceSize& size) {
       const reference::Result want = expected(device_, p.op, p.model);
       for (const double share : {0.0, 0.2, 0.7, 1.0}) {

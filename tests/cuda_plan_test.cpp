@@ -84,6 +84,21 @@ TEST(CudaPlan, MoreMemoryNeverTakesLonger) {
   }
 }
 
+// Just below what the whole of E takes, nearly all of it is kept; also where statistics take memory
+// that only the whole needs beside it.
+TEST(CudaPlan, TheStepToTheWholeIsSmall) {
+  LinearShape s{.tokens = 8192, .vocab = 128256, .hidden = 4096};
+  s.grad_input = s.grad_weight = s.direct_grad_weight = s.fused = true;
+  s.direct_grad_input = s.lends_grad_input = s.lends_grad_weight = true;
+  for (const bool all : {false, true}) {
+    s.grad_bias = s.smoothing = s.entropy = s.weighted_sum = s.argmax = s.bias = all;
+    const double whole = plan_linear(s, {}, 3000 * MiB).seconds;
+    for (uint64_t mib = 1960; mib < 2200; mib += 4) {
+      EXPECT_LE(plan_linear(s, {}, mib * MiB).seconds, 1.08 * whole) << mib << " MiB, " << all;
+    }
+  }
+}
+
 TEST(CudaPlan, CoversEveryTokenAndColumn) {
   for (const LinearShape& s : shapes()) {
     for (const uint64_t bytes : budgets(s)) {

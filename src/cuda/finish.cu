@@ -37,8 +37,8 @@ __global__ void __launch_bounds__(256)
   constexpr int many = 4, warps = 8, width = Pack<T>::width;
   __shared__ float partial[warps][32 * width];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int64_t first = int64_t{blockIdx.y} * (32 * width), d = first + lane * width;
   const int64_t slab = blockIdx.x, end = min((slab + 1) * vocab_slab_rows, count);
+  const int64_t first = int64_t{blockIdx.y} * (32 * width), d = first + lane * width;
   float sum[width] = {};
   for (int64_t j = slab * vocab_slab_rows + warp; j < end && d < pitch; j += many * warps) {
     float c[many];

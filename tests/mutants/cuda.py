@@ -279,8 +279,6 @@ MUTANTS = [
        "sink.line = @{a.class_weight != nullptr}@ ? a", "false", "linear"),
     _M("lent panels: over rows that are to be written", "panels.cpp",
        "left / (@{row_bytes(s)}@ + column_bytes(s, p))", "int64_t{0}", "apart"),
-    _M("lent panels: over the scaled input", "panels.cpp",
-       "s.forms_dz ? 0 : @{scaled_bytes(s, p)}@);", "int64_t{0}", "apart"),
     _M("lent panels: of E where dz is made", "linear_run.h",
        "if (@{at.first < kept_columns(plan_)}@) {", "true", "apart"),
     _M("lent panels: E without the row's factor", "sm90/product.cu",
@@ -301,8 +299,6 @@ MUTANTS = [
        "if (@{j + n == t.target}@) dz", "false", "apart"),
     _M("dz from E: class weights left out", "form_dz.cu",
        "c[n] = @{class_weights == nullptr}@ ? 1.0f", "true", "apart"),
-    _M("dz from E: of columns that do not exist", "form_dz.cu",
-       "if (@{j + n >= panel.columns}@) dz = 0;", "false", "apart"),
     _M("hopper, serves: any address", "sm90/forward.cu",
        "rows &&\n         @{aligned}@;", "true", "linear"),
     # Hopper's gradients' products
