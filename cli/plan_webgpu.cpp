@@ -17,10 +17,9 @@ using nlohmann::json;
 #ifdef LOGITLESS_WITH_WEBGPU
 namespace {
 
-// Dense tensors in buffers of their own: any address that is not null.
-TensorView in_a_buffer(TensorView view) {
-  static char buffer;
-  view.data = &buffer;
+// Dense tensors in buffers of their own: any number that is not null, and no other tensor's.
+TensorView in_a_buffer(TensorView view, uintptr_t number) {
+  view.data = reinterpret_cast<void*>(number);
   view.device.type = DeviceType::webgpu;
   return view;
 }
@@ -35,7 +34,8 @@ json webgpu_plan(const OpShape& s, std::optional<uint64_t> memory) {
               {"dtype", cli::name_of(s.dtype)},
               {"grad_dtype", cli::name_of(s.grad_dtype)}};
   with_op(s.op, [&](auto op) {
-    set_views(op, s, [](const char*, TensorView view) { return in_a_buffer(view); });
+    uintptr_t buffers = 0;
+    set_views(op, s, [&](const char*, TensorView view) { return in_a_buffer(view, ++buffers); });
     const Execution execution{.device = {DeviceType::webgpu, 0}};
     check(validate(op, execution));
     const webgpu::Problem problem = webgpu::problem_of(call_of(op, execution));

@@ -75,6 +75,7 @@ TEST(WebGpuPlan, TilesFollowTheShape) {
   using Three = std::array<int64_t, 3>;
   EXPECT_EQ(tile(131, 16804, 40, true), (Three{0, 128, 128}));
   EXPECT_EQ(tile(61, 4501, 264, true), (Three{0, 64, 64}));
+  EXPECT_EQ(tile(64, 70000, 16, true), (Three{0, 64, 64}));
   EXPECT_EQ(tile(61, 264, 4501, false), (Three{0, 64, 64}));
   EXPECT_EQ(tile(4501, 264, 61, false), (Three{0, 128, 64}));
   EXPECT_EQ(tile(4501, 12, 61, false), (Three{1, 32, 32}));
@@ -204,6 +205,28 @@ TEST(WebGpuPlan, MoreTokensAndMoreVocabularyThanAGridIsWide) {
       }
     }
   }
+}
+
+// The bias's gradient is one row as long as the vocabulary, and so are the logits of a token.
+TEST(WebGpuPlan, ARowThatIsWiderThanAGridOfCopies) {
+  Limits large;
+  large.buffer_bytes = uint64_t{1} << 34;
+  large.storage_binding_bytes = (uint64_t{1} << 32) - 256;
+  for (const bool optional : {false, true}) {
+    const PaperCall c{.tokens = 1, .hidden = 4, .vocab = 20000000, .optional = optional};
+    for (const Limits& limits : {Limits{}, large}) {
+      if (optional && limits.buffer_bytes < large.buffer_bytes) continue;  // its class weights
+      for (const uint64_t budget : {uint64_t{0}, uint64_t{1}, UINT64_MAX}) {
+        EXPECT_EQ(run_on_paper<CrossEntropyForward>(c, limits, budget).faults, "");
+        EXPECT_EQ(run_on_paper<CrossEntropyForwardBackward>(c, limits, budget).faults, "");
+        EXPECT_EQ(run_on_paper<Softmax>(c, limits, budget).faults, "");
+        if (limits.buffer_bytes < large.buffer_bytes) continue;  // its weight
+        EXPECT_EQ(run_on_paper<LinearCrossEntropyForwardBackward>(c, limits, budget).faults, "");
+      }
+    }
+  }
+  const PaperCall slots{.tokens = 1, .hidden = 4, .vocab = 100000000};
+  EXPECT_EQ(run_on_paper<CrossEntropyForwardBackward>(slots, large, 1).faults, "");
 }
 
 // Larger limits are used: fewer windows, so fewer dispatches of more work.

@@ -22,6 +22,7 @@ struct ScatterParams {
 };
 
 constexpr int64_t kMostRows = 32768;
+constexpr int64_t kMostColumns = int64_t{kGroups} * 256;  // of a row of workgroups
 
 // Of a dense buffer from the element on; *base is left as the rest below a
 // multiple of 256 bytes.
@@ -101,8 +102,10 @@ void Run::gather(const TensorView& v, Part part, const Dense& result, int64_t pa
                  bool counted_rows) {
   if (part.rows == 0 || padded_columns == 0) return;
   const bool dense_fits = counted_rows || fits_dense(result, part, device_->limits());
-  if (!fits(v, part) || part.rows > kMostRows || !dense_fits) {
-    const bool rows = !counted_rows && (cut_rows(v, part) || (!dense_fits && part.rows > 1));
+  const bool wide = padded_columns > kMostColumns;
+  if (wide || !fits(v, part) || part.rows > kMostRows || !dense_fits) {
+    const bool rows =
+        !wide && !counted_rows && (cut_rows(v, part) || (!dense_fits && part.rows > 1));
     const auto [left, right] = cut(part, rows);
     const int64_t padded = rows ? padded_columns : left.columns;
     gather(v, left, result, padded, counted_rows);
@@ -165,8 +168,9 @@ void Run::scatter(const Dense& values, const TensorView& v, Part part, bool by_t
                   int64_t first_token) {
   if (part.rows == 0 || part.columns == 0) return;
   const bool dense_fits = by_token || fits_dense(values, part, device_->limits());
-  if (!fits(v, part) || part.rows > kMostRows || !dense_fits) {
-    const bool rows = cut_rows(v, part) || (!dense_fits && part.rows > 1);
+  const bool wide = part.columns > kMostColumns;
+  if (wide || !fits(v, part) || part.rows > kMostRows || !dense_fits) {
+    const bool rows = !wide && (cut_rows(v, part) || (!dense_fits && part.rows > 1));
     const auto [left, right] = cut(part, rows);
     scatter(values, v, left, by_token, first_token);
     // Values of tokens are found by their places.

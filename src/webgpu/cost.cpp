@@ -61,7 +61,8 @@ Tile tile_of(int64_t rows, int64_t columns, int64_t depth, bool logits) {
     return {.small = true, .m = 32, .n = 32};
   }
   const Tile largest{.m = rows > 64 ? 128 : 64, .n = 128};
-  if (logits && largest.count(rows, columns) * largest.threads() >= kCores * kThreadsAtOnce) {
+  if (logits && largest.m == 128 &&
+      largest.count(rows, columns) * largest.threads() >= kCores * kThreadsAtOnce) {
     return largest;
   }
   return {.m = largest.m, .n = 64};

@@ -73,8 +73,8 @@ bool within(const Problem& p, const Limits& limits, const Plan& plan) {
   }
   if (plan.chunk > 1 && !fits(plan.chunk, p.token_stride_bytes)) return false;
   if (!fits(plan.window, 4)) return false;
-  // Of the smallest tile, 32 columns a group.
-  if (p.linear && plan.window > int64_t{limits.groups} * 32) return false;
+  // Columns a group: of the smallest tile, and of a copy.
+  if (plan.window > int64_t{limits.groups} * (p.linear ? 32 : 256)) return false;
   if (p.linear &&
       (!fits(plan.chunk * plan.slices, 4 * hidden) || !fits(plan.window, 4 * hidden) ||
        !fits(plan.window, p.weight_row_bytes) || !fits(plan.window, p.grad_weight_row_bytes))) {

@@ -68,6 +68,11 @@ class PlanTest(CliTest):
         self.refuse("plan", *shape, f"--memory={space['minimum'] - 1}")
         for op in OPS:
             self.assertIn(op, self.succeed("plan", *shape, "--op", op))
+        # f32 gradients are worked on where they lie, whatever the logits are of.
+        for op in ("forward-backward", "softmax"):
+            spaces = [self.json("plan", *shape, "--op", op, "--dtype", dtype)["workspace"]
+                      for dtype in ("f32", "f16")]  # fmt: skip
+            self.assertEqual(*spaces)
 
     def test_a_plan_is_what_runs(self) -> None:
         head = Head(tokens=300, hidden=16, vocab=700)
