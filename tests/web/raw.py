@@ -10,11 +10,11 @@ import functools
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import wgpu
-from playwright.sync_api import Page
+from playwright.sync_api import Error, Page
 
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "src/webgpu/shaders"
 SHADERS = pathlib.Path(os.environ.get("LOGITLESS_SHADERS", FOLDER))  # mutants.py's copies
@@ -119,11 +119,28 @@ class Naga:
 class Tint:
     def __init__(self, page: Page) -> None:
         self.page = page
-        page.wait_for_function("globalThis.ready === true")
+        self._wait()
+
+    def _wait(self) -> None:
+        self.page.wait_for_function("globalThis.ready === true")
+
+    def _ask(self, function: str, request: dict[str, Any]) -> Any:
+        """The software adapter's process was once seen to answer no more: then once more on a fresh
+        page, and an error in place of waiting for ever."""
+        late = "new Promise((_, fail) => setTimeout(() => fail(new Error('no answer')), 90000))"
+        script = f"(request) => Promise.race([{function}(request), {late}])"
+        try:
+            return self.page.evaluate(script, request)
+        except Error as error:
+            if "no answer" not in str(error):
+                raise
+        self.page.reload()
+        self._wait()
+        return self.page.evaluate(script, request)
 
     def compile(self, code: str, entry: str, constants: Mapping[str, float]) -> str:
         request = {"code": code, "entry": entry, "constants": dict(constants), "table": None}
-        return str(self.page.evaluate("(request) => compile(request)", request))
+        return str(self._ask("compile", request))
 
     def run(
         self,
@@ -140,7 +157,7 @@ class Tint:
             "groups": list(groups),
             "buffers": [base64.b64encode(array.tobytes()).decode() for array in buffers],
         }
-        results = self.page.evaluate("(request) => runRaw(request)", request)
+        results = self._ask("runRaw", request)
         return [_like(base64.b64decode(text), array) for text, array in zip(results, buffers)]
 
 
