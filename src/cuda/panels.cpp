@@ -39,8 +39,7 @@ int64_t most_lent_columns(const LinearShape& s, const LinearPlan& p) {
 }
 
 int64_t lent_panel(const LinearShape& s, const LinearPlan& p, int64_t columns) {
-  const int64_t bytes =
-      (columns + block_columns - 1) / block_columns * block_columns * column_bytes(s, p);
+  const int64_t bytes = round_up(columns, block_columns) * column_bytes(s, p);
   return (s.vocab * row_bytes(s) - bytes) / alignment * alignment;
 }
 

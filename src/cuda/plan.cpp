@@ -2,21 +2,14 @@
 #include "src/cuda/plan.h"
 
 #include <algorithm>
-#include <cmath>
 
 #include "src/cuda/blas.h"
 #include "src/cuda/linear.h"
 #include "src/cuda/plan_time.h"
-#include "src/cuda/sm90/cut.h"
 #include "src/cuda/sm90/forward.h"
 
 namespace logitless::cuda {
 namespace {
-
-constexpr int64_t round_up(int64_t value, int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
-constexpr int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
 // Chunks of one size: 513 tokens in chunks of 512 are 2 x 264.
 int64_t even_chunk(int64_t tokens, int64_t most, bool fused) {

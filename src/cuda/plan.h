@@ -70,6 +70,11 @@ struct LinearPlan {
   double seconds = 0;  // predicted
 };
 
+constexpr int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+constexpr int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
+
 inline constexpr int64_t segment_columns = 1024;  // of a row's partial sums: fixed for every plan
 // Behind a chunk's rows: two for the smoothing's own term, zeros to the next multiple of 8.
 inline constexpr int64_t extra_rows = 16;

@@ -11,11 +11,6 @@
 namespace logitless::cuda {
 namespace {
 
-constexpr int64_t round_up(int64_t value, int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
-constexpr int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
-
 // cost(size) of every piece of `total`: whole ones and what is left.
 template <class F>
 double in_pieces(int64_t total, int64_t piece, F&& cost) {
@@ -64,24 +59,6 @@ double input_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& 
   return s.fused ? own_time(s, p, speed, tokens, columns, sums)
                  : product_time(s, speed, tokens, s.hidden, columns, sums);
 }
-}  // namespace
-
-int32_t slots_of(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed) {
-  const int32_t most = 2 * speed.clusters();
-  int32_t slots = 0;
-  for (PanelPlace panel; panel.end() < s.vocab;) {
-    panel = panel_at(s, p, panel.end());
-    if (s.grad_input) {
-      slots = std::max(slots, cut_of(s, speed, p.token_chunk, panel.columns, most).slots());
-    }
-    if (s.grad_weight) {
-      slots = std::max(slots, cut_of(s, speed, panel.columns, p.token_chunk, most).slots());
-    }
-  }
-  return slots;
-}
-
-namespace {
 
 // The logits of `rows` tokens and `columns`, and the pass over them.
 double pass_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed, int64_t rows,
@@ -118,6 +95,21 @@ double forward_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed
 }
 
 }  // namespace
+
+int32_t slots_of(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed) {
+  const int32_t most = 2 * speed.clusters();
+  int32_t slots = 0;
+  for (PanelPlace panel; panel.end() < s.vocab;) {
+    panel = panel_at(s, p, panel.end());
+    if (s.grad_input) {
+      slots = std::max(slots, cut_of(s, speed, p.token_chunk, panel.columns, most).slots());
+    }
+    if (s.grad_weight) {
+      slots = std::max(slots, cut_of(s, speed, panel.columns, p.token_chunk, most).slots());
+    }
+  }
+  return slots;
+}
 
 double predicted_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed) {
   const int64_t n = p.token_chunk;
