@@ -6,6 +6,7 @@
 
 #include "src/cuda/sm90/plain.cuh"
 #include "src/cuda/sm90/tensor_map.h"
+#include "src/cuda/sm90/with_options.cuh"
 
 namespace logitless::cuda::sm90 {
 namespace {
@@ -27,14 +28,53 @@ Operands make_operands(const LinearCall& call, const LinearPlan& plan, const Lin
           make_map(weight, s.dtype, s.vocab, hidden, stride, half_right_rows, stream)};
 }
 
+template <class T, Mode kMode, Set kSet>
+void launch_set(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                const Arguments& arguments, const DeviceInfo& device, Stream* stream) {
+  const Operands operands = make_operands(call, plan, m, arguments.chunk, stream);
+  CUtensorMap panel_map{};
+  if constexpr (kMode != Mode::sums) {
+    const Panel& panel = arguments.panel;
+    panel_map = make_panel_map(panel.data, call.shape.dtype, panel.pitch, arguments.panel_end / 64,
+                               box_lines, 1, stream);
+  }
+  const unsigned blocks = static_cast<unsigned>(device.multiprocessors / 2 * 2);
+  stream->launch_config("sm90 forward", option_forward_kernel<T, kMode, kSet>,
+                        LaunchShape{blocks, block_threads, shared_bytes, 2}, operands.input,
+                        operands.weight, panel_map, arguments);
+}
+
+// One option alone, if it has a kernel of its own.
+template <Mode kMode>
+Set choose_set(const Arguments& a) {
+  const TileOptions& o = a.options;
+  const bool is_dz = kMode == Mode::dz;
+  const bool weighted = is_dz ? o.smoothing : a.partials.weighted != nullptr;
+  const bool more =
+      is_dz ? o.entropy : a.partials.shifted != nullptr || a.partials.argmax != nullptr;
+  const bool bias = o.bias != nullptr, map = !o.map.identity;
+  if (more || bias + map + weighted != 1) return Set::any;
+  if (bias) return Set::biased;
+  if (weighted) return Set::smoothed;
+  return o.map.capped ? Set::capped : Set::any;
+}
+
 template <class T, Mode kMode>
 void launch_options(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                     const Arguments& arguments, const DeviceInfo& device, Stream* stream) {
-  const Operands operands = make_operands(call, plan, m, arguments.chunk, stream);
-  const unsigned blocks = static_cast<unsigned>(device.multiprocessors / 2 * 2);
-  stream->launch_config("sm90 forward", forward_kernel<T, kMode>,
-                        LaunchShape{blocks, block_threads, shared_bytes, 2}, operands.input,
-                        operands.weight, arguments);
+  if constexpr (std::is_same_v<T, __nv_bfloat16> && kMode != Mode::sums_kept) {
+    switch (choose_set<kMode>(arguments)) {
+      case Set::capped:
+        return launch_set<T, kMode, Set::capped>(call, plan, m, arguments, device, stream);
+      case Set::biased:
+        return launch_set<T, kMode, Set::biased>(call, plan, m, arguments, device, stream);
+      case Set::smoothed:
+        return launch_set<T, kMode, Set::smoothed>(call, plan, m, arguments, device, stream);
+      case Set::any:
+        break;
+    }
+  }
+  launch_set<T, kMode, Set::any>(call, plan, m, arguments, device, stream);
 }
 
 bool plain(const LinearCall& call) {
@@ -82,6 +122,9 @@ Partials from_segment(Partials p, int64_t segment) {
 // the vocabulary V: 2 (3 + log2 V) nats, of the shape alone, so that no plan changes a bit.
 float most_distance(int64_t vocab) { return 2.885f * (3 + std::log2(static_cast<float>(vocab))); }
 
+// sum e^(z - m) (z - m) is the difference of two sums that grow with the distance.
+constexpr float most_shifted_distance = 12;
+
 Arguments make_arguments(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
                          int64_t first, int64_t columns, const Panel& panel) {
   return {.chunk = chunk,
@@ -94,12 +137,14 @@ Arguments make_arguments(const LinearCall& call, const LinearMemory& m, const Ch
           .columns = columns,
           .panel_end = (panel.columns + 63) / 64 * 64,
           .depth_tiles = static_cast<int32_t>((call.shape.hidden + tile_depth - 1) / tile_depth),
-          .most_distance = most_distance(call.shape.vocab),
+          .most_distance = m.partials.shifted != nullptr ? most_shifted_distance
+                                                         : most_distance(call.shape.vocab),
           .options = {.map = call.map,
                       .bias = m.bias_row,
                       .class_weight = m.class_weights,
                       .smoothing = call.shape.smoothing,
                       .entropy = static_cast<bool>(call.in.grad_entropy),
+                      .small = 2 * most_of_polynomial / call.map.inward,
                       .near_cap = near_cap * std::fabs(call.map.outward)}};
 }
 

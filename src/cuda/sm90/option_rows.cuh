@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: Apache-2.0
+// With options: which of them a kernel knows, and 64 rows of a tile, 64 columns at a time: d[0] to
+// d[31] of a thread are its elements d[4 i + 2 h + c] of row 8 h and column 8 i + 2 (lane % 4) + c.
+#pragma once
+
+#include "src/cuda/sm90/forward.cuh"
+
+namespace logitless::cuda::sm90 {
+
+// What a kernel was compiled for: one option alone, or whichever are asked for.
+enum class Set { capped, biased, smoothed, any };
+
+// Never, but the compiler does not know: it mixes no work across.
+__device__ inline bool stops(const Arguments& a) { return again(a.depth_tiles == 0); }
+
+template <Set kSet>
+__device__ inline bool has_cap(const Arguments& a) {
+  return kSet == Set::any ? again(a.options.map.capped) : kSet == Set::capped;
+}
+template <Set kSet>
+__device__ inline bool has_bias(const Arguments& a) {
+  return kSet == Set::any ? again(a.options.bias != nullptr) : kSet == Set::biased;
+}
+template <Set kSet>
+__device__ inline bool has_scale(const Arguments& a) {
+  return kSet == Set::any && again(!a.options.map.identity);
+}
+template <Set kSet>
+__device__ inline bool is_weighted(const Arguments& a) {
+  return kSet == Set::any ? again(a.partials.weighted != nullptr) : kSet == Set::smoothed;
+}
+template <Set kSet>
+__device__ inline bool has_smoothing(const Arguments& a) {
+  return kSet == Set::any ? again(a.options.smoothing) : kSet == Set::smoothed;
+}
+
+// A quad of lanes shares four rows, row0 + 0, 8, 64, 72: each lane asks for what one of them needs,
+// before the products, and the others get it from that lane.
+struct RowData {
+  int target;
+  float anchor;                                        // z_t; dz: m
+  float log2_sum, factor, smoothing, target_gradient;  // dz: log2 s, P, s, dz of the target
+};
+template <Mode kMode>
+__device__ inline RowData load_row(const Arguments& a, int row0, int valid) {
+  const int quad = threadIdx.x % 4, row = row0 + 8 * (quad % 2) + 64 * (quad / 2);
+  RowData r{find_target(a, row, valid), 0, 0, 0, 0, 0};
+  if (row >= valid) return r;
+  if constexpr (kMode == Mode::dz) {
+    const RowStart start = load_start<kMode>(a, row, valid);
+    r.anchor = start.anchor, r.log2_sum = start.log2_sum, r.factor = start.factor;
+    r.smoothing = a.gradients[row].smoothing;
+    r.target_gradient = a.target_gradient[row];
+  } else {
+    r.anchor = a.target_logit[row];
+  }
+  return r;
+}
+
+// 64 rows of a tile, and of them what this thread's two start from.
+struct HalfRows {
+  int row, part;  // the first one; upper 0, lower 1
+  int column, column_tile;
+  float anchor[2];                             // not dz: its exponent
+  float log2_sum[2], factor[2], smoothing[2];  // dz
+};
+__device__ inline float of_row(float x, int part, int h) {
+  return __shfl_sync(whole_warp, x, threadIdx.x / 4 % 8 * 4 + 2 * part + h);
+}
+template <Mode kMode>
+__device__ inline HalfRows find_rows(const RowData& data, int row, int part, int column,
+                                     int column_tile) {
+  HalfRows r{row, part, column, column_tile, {}, {}, {}, {}};
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float anchor = of_row(data.anchor, part, h);
+    if constexpr (kMode == Mode::dz) {
+      r.anchor[h] = anchor;
+      r.log2_sum[h] = of_row(data.log2_sum, part, h);
+      r.factor[h] = of_row(data.factor, part, h);
+      r.smoothing[h] = of_row(data.smoothing, part, h);
+    } else {
+      r.anchor[h] = fabsf(anchor) < most_anchor ? anchor * log2e : 0.0f;
+    }
+  }
+  return r;
+}
+
+// Targets, columns behind the last one, and of panels rows behind the last one are rare: elements
+// of row h that do not count, as i of their columns 8 i + {0, 1}.
+struct LeftOut {
+  int target[2], end[2];
+};
+__device__ inline int columns_left(const Arguments& a, int column) {
+  return min(tile_columns, static_cast<int>(a.first_column + a.columns) - column);
+}
+template <Mode kMode>
+__device__ inline bool needs_mask(const RowData& data, const HalfRows& rows, const Arguments& a,
+                                  int valid) {
+  const int lane = threadIdx.x % 32, target = data.target - rows.column;
+  const bool fills = kMode != Mode::sums && rows.row - lane / 4 + 16 > valid;  // one of the warp
+  const bool own = lane % 4 / 2 == rows.part && target >= 0 && target < tile_columns;
+  return __any_sync(whole_warp, own || fills || columns_left(a, rows.column) < tile_columns);
+}
+template <Mode kMode>
+__device__ inline LeftOut find_left_out(const RowData& data, const HalfRows& rows,
+                                        const Arguments& a, int valid, int block) {
+  const int own = 2 * static_cast<int>(threadIdx.x % 4) + 64 * block,
+            left = columns_left(a, rows.column);
+  LeftOut mask;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int from = threadIdx.x / 4 % 8 * 4 + 2 * rows.part + h;
+    mask.target[h] = __shfl_sync(whole_warp, data.target, from) - rows.column - own;
+    mask.end[h] = (kMode != Mode::sums && rows.row + 8 * h >= valid ? 0 : left) - own;
+  }
+  return mask;
+}
+template <bool kRare>
+__device__ inline bool is_masked(const LeftOut& mask, int column, int h) {
+  return kRare && (column == mask.target[h] || column >= mask.end[h]);
+}
+
+// raw -> z of 64 columns from `column` on, in place. Whether any of them may be near the cap.
+template <Set kSet>
+__device__ inline bool map_block(float (&d)[96], const Arguments& a, int column) {
+  const TileOptions& o = a.options;
+  if (has_bias<kSet>(a)) {
+    const float2* bias = reinterpret_cast<const float2*>(o.bias + column) + threadIdx.x % 4;
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      if (n % 4 == 0 && stops(a)) break;
+      const int i = 4 * n;
+      const float2 b = __ldg(bias + 4 * n);
+      d[i] += b.x, d[i + 1] += b.y, d[i + 2] += b.x, d[i + 3] += b.y;
+    }
+  }
+  if (has_cap<kSet>(a)) {
+    float most[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int n = 0; n < 32; ++n) most[n % 4] = fmaxf(most[n % 4], fabsf(d[n]));
+    const float all = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
+    if (__any_sync(whole_warp, all > o.small)) {
+#pragma unroll
+      for (int n = 0; n < 32; ++n) {
+        if (n % 8 == 0 && stops(a)) break;
+        float& x = d[n];
+        x = map_either(o, x);
+      }
+      return true;
+    }
+#pragma unroll
+    for (int n = 0; n < 32; ++n) d[n] = map_small(o.map, d[n]);
+  } else if (has_scale<kSet>(a)) {
+#pragma unroll
+    for (int n = 0; n < 32; ++n) d[n] *= o.map.slope;
+  }
+  return false;
+}
+
+// E and dz leave through boxes of a warp's own 16 rows and 64 columns, two in turn.
+constexpr int box_lines = 16, warp_box_bytes = box_lines * 128;
+
+// The boxes that this thread has stored are read, but for the last one.
+__device__ inline void stores_wait_but_one() {
+  asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
+}
+// Where a lane's eight elements of four 8 x 8 blocks of its warp's box [16, 64] begin, swizzled; of
+// columns 16 `two` on: ^ 32 two.
+__device__ inline uint32_t lane_of_box(const uint8_t* box) {
+  const uint32_t lane = threadIdx.x % 32;
+  return shared_address(box) + lane % box_lines * 128 + (lane / 16 ^ lane % 8) * 16;
+}
+// The first lane's is the box itself.
+__device__ inline const void* box_at(uint32_t lane) {
+  return reinterpret_cast<const void*>(__cvta_shared_to_generic(lane));
+}
+__device__ inline void write_box(uint32_t lane, int two, const uint32_t (&x)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(lane ^ 32 * two),
+      "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+      : "memory");
+}
+
+}  // namespace logitless::cuda::sm90

@@ -1,0 +1,260 @@
+// SPDX-License-Identifier: Apache-2.0
+// The sums of 64 rows of a tile, one pass over its logits: relative to the anchor z_t, as in
+// plain.cuh, or, of a lane whose maximum so far is too far from it, to that maximum. Its own rows'
+// values alone decide: no plan and no neighbour changes a bit.
+#pragma once
+
+#include "src/cuda/sm90/option_rows.cuh"
+
+namespace logitless::cuda::sm90 {
+
+// What is summed of a thread's two rows so far, relative to the anchor, or to `from` where that is
+// no NaN.
+struct Sums {
+  float maximum[2] = {-infinity(), -infinity()}, sum[2] = {0, 0};
+  float shifted[2] = {0, 0}, weighted[2] = {0, 0};  // shifted: in log2
+  float from[2] = {nan_value(), nan_value()};
+  int lowest[2] = {INT32_MAX, INT32_MAX};  // column of the maximum, if it may be the row's
+};
+
+// sum c_j z_j of 64 columns; a column of weight 0 has none, whatever its logit.
+template <bool kRare>
+__device__ inline void weigh_block(const float (&d)[96], const HalfRows& rows, const LeftOut& mask,
+                                   const Arguments& a, int column, Sums* sums) {
+  const float2* weights =
+      reinterpret_cast<const float2*>(a.options.class_weight + column) + threadIdx.x % 4;
+  float sum[4] = {0, 0, 0, 0};
+  if (again(a.options.class_weight == nullptr)) {
+#pragma unroll
+    for (int n = 0; n < 32; ++n) {
+      const int i = n / 4;
+      if (kRare && n % 16 == 0 && stops(a)) break;
+      if (!is_masked<kRare>(mask, 8 * i + n % 2, n / 2 % 2)) sum[n % 4] += d[n];
+    }
+  } else {
+#pragma unroll
+    for (int n = 0; n < 32; n += 4) {
+      if (n % 16 == 0 && stops(a)) break;
+      const int i = n / 4;
+      const float2 c = __ldg(weights + n);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float own = e % 2 != 0 ? c.y : c.x;
+        if (own != 0 && !is_masked<kRare>(mask, 8 * i + e % 2, e / 2)) {
+          sum[e] = fmaf(own, d[n + e], sum[e]);
+        }
+      }
+    }
+  }
+  sums->weighted[0] += sum[0] + sum[1];
+  sums->weighted[1] += sum[2] + sum[3];
+}
+
+// What is kept of an element beside its sums.
+template <Mode kMode, Set kSet, bool kRare>
+__device__ inline float kept_of(const Arguments& a, float z, float e, bool masked, bool caps) {
+  if constexpr (kMode == Mode::sums_kept) {
+    if (kRare && fabsf(z) > a.options.near_cap) e = encode_left(a.options.map, z);
+  } else if (caps) {
+    e = capped(a.options, z, e);
+  }
+  return masked ? 0.0f : e;
+}
+
+template <bool kRare>
+__device__ inline float find_highest(const float (&d)[96], const LeftOut& mask, const Arguments& a,
+                                     int h) {
+  float most[2] = {-infinity(), -infinity()};
+#pragma unroll
+  for (int n = 0; n < 16; ++n) {
+    if (kRare && n % 8 == 0 && stops(a)) break;
+    const float z = d[4 * (n / 2) + 2 * h + n % 2];
+    if (!is_masked<kRare>(mask, 8 * (n / 2) + n % 2, h)) most[n % 2] = fmaxf(most[n % 2], z);
+  }
+  return fmaxf(most[0], most[1]);
+}
+
+// log2 of a maximum above the anchor's exponential: errors grow with the distance, and far below,
+// exponentials that count may be 0.
+template <Set kSet>
+__device__ inline bool is_within(const HalfRows& rows, const Arguments& a, int h, float distance) {
+  const bool shifts = kSet == Set::any && a.partials.shifted != nullptr;
+  const float least = shifts && rows.anchor[h] == 0 ? -a.most_distance : -100.0f;
+  return distance > least && distance < a.most_distance;
+}
+
+// Row h goes on from its maximum `top` so far, if what it starts from is too far away.
+template <Set kSet>
+__device__ inline void move_start(const HalfRows& rows, const Arguments& a, int h, float top,
+                                  Sums* sums) {
+  if (top == -infinity()) return;
+  const float from = sums->from[h];
+  const bool moved = from == from;
+  const float by = moved ? (top - from) * log2e : fmaf(top, log2e, -rows.anchor[h]);
+  if (moved ? by < a.most_distance : is_within<kSet>(rows, a, h, by)) return;
+  const float sum = sums->sum[h], factor = exp2_fast(-by);
+  if (sum != 0) {
+    sums->shifted[h] = factor * fmaf(-by, sum, sums->shifted[h]);
+    sums->sum[h] = factor * sum;
+  }
+  sums->from[h] = top;
+}
+
+// The lowest column of a maximum that is not below the target: of others nobody asks.
+template <bool kRare>
+__device__ inline void find_lowest(const float (&d)[96], const HalfRows& rows, const RowData& data,
+                                   const LeftOut& mask, const Arguments& a,
+                                   const float (&highest)[2], int block, Sums* sums) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float target = of_row(data.anchor, rows.part, h);
+    const bool wants = highest[h] > sums->maximum[h] && highest[h] >= target;
+    if (!__any_sync(whole_warp, wants)) continue;
+    int lowest = INT32_MAX;
+#pragma unroll
+    for (int n = 15; n >= 0; --n) {
+      const int column = 8 * (n / 2) + n % 2;
+      if (n % 8 == 7 && stops(a)) break;
+      if (d[4 * (n / 2) + 2 * h + n % 2] == highest[h] && !is_masked<kRare>(mask, column, h)) {
+        lowest = column;
+      }
+    }
+    if (wants) sums->lowest[h] = lowest + 64 * block + 2 * static_cast<int>(threadIdx.x % 4);
+  }
+}
+
+template <class T, Mode kMode, Set kSet, bool kRare, bool kShifted>
+__device__ inline void sum_block(const float (&d)[96], const HalfRows& rows, const LeftOut& mask,
+                                 const Arguments& a, uint32_t box, bool caps, Sums* sums) {
+  constexpr bool stores = kMode != Mode::sums;
+#pragma unroll
+  for (int two = 0; two < 4; ++two) {
+    if (stops(a)) break;
+    uint32_t packed[4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const int i = 2 * two + n / 2, h = n % 2;
+      const float from = sums->from[h];
+      float kept[2], e[2];
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const bool masked = is_masked<kRare>(mask, 8 * i + c, h);
+        const float z = masked ? -infinity() : d[4 * i + 2 * h + c];
+        float distance = fmaf(z, log2e, -rows.anchor[h]);
+        e[c] = exp2_fast(distance);
+        if constexpr (stores) {
+          kept[c] = kept_of<kMode, kSet, kRare>(a, z, e[c], masked, caps);
+        }
+        if (kRare && from == from) {
+          // Not fma(z, log2(e), -m log2(e)): its rounding is an exponent where |m| is large.
+          distance = (z - from) * log2e;
+          e[c] = exp2_fast(distance);
+        }
+        if constexpr (kShifted) {
+          sums->shifted[h] = fmaf(e[c], fmaxf(distance, least_exponent), sums->shifted[h]);
+        }
+      }
+      sums->sum[h] += e[0] + e[1];
+      if constexpr (stores) packed[n] = pack<T>(kept[0], kept[1]);
+    }
+    if constexpr (stores) write_box(box, two, packed);
+  }
+}
+
+// 64 columns from `column` on, the tile's `block`.
+template <class T, Mode kMode, Set kSet, bool kRare>
+__device__ inline void add_columns(const float (&d)[96], const HalfRows& rows, const RowData& data,
+                                   const LeftOut& mask, const Arguments& a, int column, int block,
+                                   uint32_t box, const float (&highest)[2], Sums* sums) {
+  if constexpr (kRare) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      move_start<kSet>(rows, a, h, fmaxf(sums->maximum[h], highest[h]), sums);
+    }
+  }
+  if (kSet == Set::any && again(a.partials.argmax != nullptr)) {
+    find_lowest<kRare>(d, rows, data, mask, a, highest, block, sums);
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) sums->maximum[h] = fmaxf(sums->maximum[h], highest[h]);
+  if (is_weighted<kSet>(a)) weigh_block<kRare>(d, rows, mask, a, column, sums);
+  constexpr bool capped = kMode == Mode::sums_e && kSet == Set::capped;
+  const bool caps = capped || (kMode == Mode::sums_e && kSet == Set::any && a.options.map.capped);
+  if (kSet == Set::any && again(a.partials.shifted != nullptr)) {
+    sum_block<T, kMode, kSet, kRare, true>(d, rows, mask, a, box, caps, sums);
+  } else {
+    sum_block<T, kMode, kSet, kRare, false>(d, rows, mask, a, box, caps, sums);
+  }
+}
+
+template <class T, Mode kMode, Set kSet>
+__device__ inline void add_columns_of(const float (&d)[96], const HalfRows& rows,
+                                      const RowData& data, const Arguments& a, int valid,
+                                      int column, int block, uint32_t box, bool rare, Sums* sums) {
+  float highest[2];
+  if (!rare) {
+    bool far = false;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      highest[h] = find_highest<false>(d, LeftOut{}, a, h);
+      const float top = fmaxf(sums->maximum[h], highest[h]);
+      const float distance = fmaf(top, log2e, -rows.anchor[h]);
+      far |= sums->from[h] == sums->from[h] ||
+             !(is_within<kSet>(rows, a, h, distance) || top == -infinity());
+    }
+    rare = __any_sync(whole_warp, far);
+  }
+  if (rare) {
+    const LeftOut mask = find_left_out<kMode>(data, rows, a, valid, block);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) highest[h] = find_highest<true>(d, mask, a, h);
+    add_columns<T, kMode, kSet, true>(d, rows, data, mask, a, column, block, box, highest, sums);
+  } else {
+    add_columns<T, kMode, kSet, false>(d, rows, data, LeftOut{}, a, column, block, box, highest,
+                                       sums);
+  }
+}
+
+__device__ inline float row_maximum(float x) {
+  x = fmaxf(x, __shfl_xor_sync(whole_warp, x, 1));
+  return fmaxf(x, __shfl_xor_sync(whole_warp, x, 2));
+}
+
+// The sums of 64 rows to memory, relative to the rows' maxima.
+template <Set kSet>
+__device__ inline void write_half(const HalfRows& rows, const Arguments& a, int valid,
+                                  const Sums& sums) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = rows.row + 8 * h;
+    const bool writes = threadIdx.x % 4 == 0 && row < valid;
+    const int64_t to = int64_t{row} * a.partials.segments + rows.column_tile;
+    const float maximum = row_maximum(sums.maximum[h]), from = sums.from[h];
+    const float by =
+        from == from ? (maximum - from) * log2e : fmaf(maximum, log2e, -rows.anchor[h]);
+    const float own = sums.sum[h], factor = own == 0 ? 0.0f : exp2_fast(-by);
+    const float sum = quad_sum(own == 0 ? 0.0f : own * factor);
+    if (writes) {
+      a.partials.maximum[to] = maximum;
+      a.partials.sum[to] = sum;
+    }
+    if (is_weighted<kSet>(a)) {
+      const float weighted = quad_sum(sums.weighted[h]);
+      if (writes) a.partials.weighted[to] = weighted;
+    }
+    if constexpr (kSet != Set::any) continue;
+    if (a.partials.shifted != nullptr) {
+      const float lifted = factor * fmaf(-by, own, sums.shifted[h]) * 0x1.62e430p-1f;
+      const float shifted = quad_sum(own == 0 ? 0.0f : lifted);
+      if (writes) a.partials.shifted[to] = shifted;
+    }
+    if (a.partials.argmax != nullptr) {
+      int lowest = sums.maximum[h] == maximum ? sums.lowest[h] : INT32_MAX;
+      lowest = min(lowest, __shfl_xor_sync(whole_warp, lowest, 1));
+      lowest = min(lowest, __shfl_xor_sync(whole_warp, lowest, 2));
+      if (writes) a.partials.argmax[to] = rows.column + (lowest == INT32_MAX ? 0 : lowest);
+    }
+  }
+}
+
+}  // namespace logitless::cuda::sm90
