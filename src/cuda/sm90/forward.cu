@@ -56,7 +56,8 @@ Set choose_set(const Arguments& a) {
   if (more || bias + map + weighted != 1) return Set::any;
   if (bias) return Set::biased;
   if (weighted) return Set::smoothed;
-  return o.map.capped ? Set::capped : Set::any;
+  const auto normal = [](float x) { return std::isnormal(x); };
+  return o.map.capped && std::ranges::all_of(o.terms, normal) ? Set::capped : Set::any;
 }
 
 template <class T, Mode kMode>
@@ -125,6 +126,25 @@ float most_distance(int64_t vocab) { return 2.885f * (3 + std::log2(static_cast<
 // sum e^(z - m) (z - m) is the difference of two sums that grow with the distance.
 constexpr float most_shifted_distance = 12;
 
+TileOptions make_options(const LinearCall& call, const LinearMemory& m) {
+  TileOptions o{.map = call.map,
+                .bias = m.bias_row,
+                .class_weight = m.class_weights,
+                .smoothing = call.shape.smoothing,
+                .entropy = static_cast<bool>(call.in.grad_entropy),
+                .small = 2 * most_of_polynomial / call.map.inward,
+                .near_cap = near_cap * std::fabs(call.map.outward),
+                .terms = {}};
+  const double half = 0.5 * call.map.inward;
+  double factor = call.map.slope;
+  float* to = o.terms;
+  for (const float term : {tanh_3, tanh_5, tanh_7, tanh_9, tanh_11}) {
+    factor *= half * half;
+    *to++ = static_cast<float>(factor * term);
+  }
+  return o;
+}
+
 Arguments make_arguments(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
                          int64_t first, int64_t columns, const Panel& panel) {
   return {.chunk = chunk,
@@ -139,13 +159,7 @@ Arguments make_arguments(const LinearCall& call, const LinearMemory& m, const Ch
           .depth_tiles = static_cast<int32_t>((call.shape.hidden + tile_depth - 1) / tile_depth),
           .most_distance = m.partials.shifted != nullptr ? most_shifted_distance
                                                          : most_distance(call.shape.vocab),
-          .options = {.map = call.map,
-                      .bias = m.bias_row,
-                      .class_weight = m.class_weights,
-                      .smoothing = call.shape.smoothing,
-                      .entropy = static_cast<bool>(call.in.grad_entropy),
-                      .small = 2 * most_of_polynomial / call.map.inward,
-                      .near_cap = near_cap * std::fabs(call.map.outward)}};
+          .options = make_options(call, m)};
 }
 
 }  // namespace

@@ -121,6 +121,11 @@ __device__ inline bool is_masked(const LeftOut& mask, int column, int h) {
   return kRare && (column == mask.target[h] || column >= mask.end[h]);
 }
 
+template <Set kSet>
+__device__ inline float map_polynomial(const TileOptions& o, float raw) {
+  return kSet == Set::capped ? map_by_terms(o, raw) : map_small(o.map, raw);
+}
+
 // raw -> z of 64 columns from `column` on, in place. Whether any of them may be near the cap.
 template <Set kSet>
 __device__ inline bool map_block(float (&d)[96], const Arguments& a, int column) {
@@ -145,12 +150,12 @@ __device__ inline bool map_block(float (&d)[96], const Arguments& a, int column)
       for (int n = 0; n < 32; ++n) {
         if (n % 8 == 0 && stops(a)) break;
         float& x = d[n];
-        x = map_either(o, x);
+        x = map_either(o, x, map_polynomial<kSet>(o, x));
       }
       return true;
     }
 #pragma unroll
-    for (int n = 0; n < 32; ++n) d[n] = map_small(o.map, d[n]);
+    for (int n = 0; n < 32; ++n) d[n] = map_polynomial<kSet>(o, d[n]);
   } else if (has_scale<kSet>(a)) {
 #pragma unroll
     for (int n = 0; n < 32; ++n) d[n] *= o.map.slope;

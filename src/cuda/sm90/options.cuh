@@ -21,6 +21,7 @@ struct TileOptions {
   bool smoothing, entropy;    // terms of dz
   float small;                // |raw| up to which tanh is a polynomial
   float near_cap;             // sums_kept: |z| beyond which what is left to the cap is kept
+  float terms[5];             // of raw^3, raw^5 ...: the polynomial with its factors
 };
 
 // Whether `x`, which the compiler takes for a new value at every place.
@@ -33,25 +34,37 @@ __device__ inline bool again(bool x) {
 // |tanh's argument| up to which its polynomial serves: tanh y = y + y^3 P(y^2), coefficients and
 // range of Cephes' tanhf, within 2 ulp.
 constexpr float most_of_polynomial = 0.6f;
+constexpr float tanh_3 = -3.33332819422e-1f, tanh_5 = 1.33314422036e-1f,
+                tanh_7 = -5.37397155531e-2f, tanh_9 = 2.06390887954e-2f,
+                tanh_11 = -5.70498872745e-3f;
 
 __device__ inline float map_small(const MapFactors& f, float raw) {
   const float y = raw * (0.5f * f.inward), y2 = y * y, z = raw * f.slope;
-  float p = fmaf(-5.70498872745e-3f, y2, 2.06390887954e-2f);
-  p = fmaf(p, y2, -5.37397155531e-2f);
-  p = fmaf(p, y2, 1.33314422036e-1f);
-  p = fmaf(p, y2, -3.33332819422e-1f);
+  float p = fmaf(tanh_11, y2, tanh_9);
+  p = fmaf(p, y2, tanh_7);
+  p = fmaf(p, y2, tanh_5);
+  p = fmaf(p, y2, tanh_3);
   return fmaf(z, p * y2, z);
+}
+// The same with the factors in the terms, where they are all normal numbers.
+__device__ inline float map_by_terms(const TileOptions& o, float raw) {
+  const float raw2 = raw * raw;
+  float p = fmaf(o.terms[4], raw2, o.terms[3]);
+  p = fmaf(p, raw2, o.terms[2]);
+  p = fmaf(p, raw2, o.terms[1]);
+  p = fmaf(p, raw2, o.terms[0]);
+  return raw * fmaf(p, raw2, o.map.slope);
 }
 // tanh(u / 2) = 1 - 2 / (e^u + 1), whose relative error is small where u is not; or the polynomial:
 // both, without a branch.
-__device__ inline float map_either(const TileOptions& o, float raw) {
+__device__ inline float map_either(const TileOptions& o, float raw, float small) {
   const float e = exp2_fast(fabsf(raw) * (o.map.inward * log2e));
   float inverse, z;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(e + 1.0f));
   const float large = copysignf(fmaf(-2.0f, inverse, 1.0f), raw) * o.map.outward;
   asm("{\n.reg .pred p;\nsetp.gt.f32 p, %1, %2;\nselp.f32 %0, %3, %4, p;\n}\n"
       : "=f"(z)
-      : "f"(fabsf(raw)), "f"(o.small), "f"(large), "f"(map_small(o.map, raw)));
+      : "f"(fabsf(raw)), "f"(o.small), "f"(large), "f"(small));
   return z;
 }
 
