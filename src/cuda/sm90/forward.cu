@@ -132,7 +132,7 @@ TileOptions make_options(const LinearCall& call, const LinearMemory& m) {
                 .class_weight = m.class_weights,
                 .smoothing = call.shape.smoothing,
                 .entropy = static_cast<bool>(call.in.grad_entropy),
-                .small = 2 * most_of_polynomial / call.map.inward,
+                .small = 2 * most_of_small / call.map.inward,
                 .near_cap = near_cap * std::fabs(call.map.outward),
                 .terms = {}};
   const double half = 0.5 * call.map.inward;

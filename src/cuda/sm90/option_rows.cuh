@@ -122,7 +122,7 @@ __device__ inline bool is_masked(const LeftOut& mask, int column, int h) {
 }
 
 template <Set kSet>
-__device__ inline float map_polynomial(const TileOptions& o, float raw) {
+__device__ inline float map_small_of(const TileOptions& o, float raw) {
   return kSet == Set::capped ? map_by_terms(o, raw) : map_small(o.map, raw);
 }
 
@@ -150,12 +150,12 @@ __device__ inline bool map_block(float (&d)[96], const Arguments& a, int column)
       for (int n = 0; n < 32; ++n) {
         if (n % 8 == 0 && stops(a)) break;
         float& x = d[n];
-        x = map_either(o, x, map_polynomial<kSet>(o, x));
+        x = select_above(fabsf(x), o.small, map_large(o.map, x), map_small_of<kSet>(o, x));
       }
       return true;
     }
 #pragma unroll
-    for (int n = 0; n < 32; ++n) d[n] = map_polynomial<kSet>(o, d[n]);
+    for (int n = 0; n < 32; ++n) d[n] = map_small_of<kSet>(o, d[n]);
   } else if (has_scale<kSet>(a)) {
 #pragma unroll
     for (int n = 0; n < 32; ++n) d[n] *= o.map.slope;
