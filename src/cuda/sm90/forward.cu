@@ -134,7 +134,9 @@ TileOptions make_options(const LinearCall& call, const LinearMemory& m) {
                 .entropy = static_cast<bool>(call.in.grad_entropy),
                 .small = 2 * most_of_small / call.map.inward,
                 .near_cap = near_cap * std::fabs(call.map.outward),
-                .terms = {}};
+                .terms = {},
+                .large_terms = {}};
+  std::ranges::copy(large_tanh, o.large_terms);
   const double half = 0.5 * call.map.inward;
   double factor = call.map.slope;
   float* to = o.terms;

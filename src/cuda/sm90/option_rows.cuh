@@ -146,11 +146,16 @@ __device__ inline bool map_block(float (&d)[96], const Arguments& a, int column)
     for (int n = 0; n < 32; ++n) most[n % 4] = fmaxf(most[n % 4], fabsf(d[n]));
     const float all = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
     if (__any_sync(whole_warp, all > o.small)) {
+#pragma unroll 1
+      for (int turn = 0; turn < 8; ++turn) {  // rare, and long: four at a time, in turn
+        float done[4];
 #pragma unroll
-      for (int n = 0; n < 32; ++n) {
-        if (n % 8 == 0 && stops(a)) break;
-        float& x = d[n];
-        x = select_above(fabsf(x), o.small, map_large(o.map, x), map_small_of<kSet>(o, x));
+        for (int n = 0; n < 4; ++n) {
+          const float x = d[n];
+          done[n] = select_above(fabsf(x), o.small, map_large(o, x), map_small_of<kSet>(o, x));
+        }
+#pragma unroll
+        for (int n = 0; n < 32; ++n) d[n] = n < 28 ? d[n + 4] : done[n - 28];
       }
       return true;
     }

@@ -22,6 +22,7 @@ struct TileOptions {
   float small;                // |raw| up to which tanh is a polynomial
   float near_cap;             // sums_kept: |z| beyond which what is left to the cap is kept
   float terms[5];             // of raw^3, raw^5 ...: the polynomial with its factors
+  float large_terms[9];       // large_tanh: from here, not from registers
 };
 
 // Whether `x`, which the compiler takes for a new value at every place.
@@ -66,16 +67,15 @@ __device__ inline float select_above(float x, float bound, float above, float ot
       : "f"(x), "f"(bound), "f"(above), "f"(otherwise));
   return z;
 }
-__device__ inline float map_large(const MapFactors& f, float raw) {
+constexpr float large_tanh[9] = {-0x1.555536p-2f,  0x1.110c0ep-3f,  -0x1.b987cep-5f,
+                                 0x1.620b58p-6f,   -0x1.100ac6p-7f, 0x1.722b4cp-9f,
+                                 -0x1.892978p-11f, 0x1.117034p-13f, -0x1.674f2ep-17f};
+__device__ inline float map_large(const TileOptions& o, float raw) {
+  const MapFactors& f = o.map;
   const float y = raw * (0.5f * f.inward), y2 = y * y, z = raw * f.slope;
-  float p = fmaf(-0x1.674f2ep-17f, y2, 0x1.117034p-13f);
-  p = fmaf(p, y2, -0x1.892978p-11f);
-  p = fmaf(p, y2, 0x1.722b4cp-9f);
-  p = fmaf(p, y2, -0x1.100ac6p-7f);
-  p = fmaf(p, y2, 0x1.620b58p-6f);
-  p = fmaf(p, y2, -0x1.b987cep-5f);
-  p = fmaf(p, y2, 0x1.110c0ep-3f);
-  p = fmaf(p, y2, -0x1.555536p-2f);
+  float p = o.large_terms[8];
+#pragma unroll
+  for (int n = 7; n >= 0; --n) p = fmaf(p, y2, o.large_terms[n]);
   const float near = fmaf(z, p * y2, z);
   const float e = exp2_fast(fabsf(raw) * f.inward * log2e);
   float inverse;
