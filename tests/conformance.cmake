@@ -64,7 +64,7 @@ foreach(test conformance:Conformance:8 determinism:Determinism:4 invariance:Inva
 endforeach()
 if(LOGITLESS_WITH_CUDA)
   add_executable(device_suite ${device_suites} cuda_test.cpp cuda_launches_test.cpp cuda_linear_test.cpp cuda_processes_test.cpp
-                 cuda_offsets_test.cpp cuda_rows_test.cpp $<TARGET_OBJECTS:conformance_main>)
+                 cuda_offsets_test.cpp cuda_rows_test.cpp cuda_units_test.cpp $<TARGET_OBJECTS:conformance_main>)
   link_conformance(device_suite)
   add_device_test(Cuda 4)
   add_device_test(CudaLaunches 2)
@@ -74,6 +74,7 @@ if(LOGITLESS_WITH_CUDA)
   add_device_test(CudaHeads 1)
   add_device_test(CudaRows 4)
   add_device_test(CudaLinear 1)
+  add_device_test(CudaUnits 1)
 endif()
 if(NOT CMAKE_CXX_FLAGS MATCHES "-fsanitize=thread")  # which has its own operator new
   add_conformance_test(allocation_test 1)

@@ -14,6 +14,15 @@ struct Operands {
   CUtensorMap input, weight;
 };
 
+// The chunk's rows of the caller's own input, or null.
+InputRows input_rows(const LinearCall& call, const Chunk& chunk) {
+  const LinearShape& s = call.shape;
+  if (!s.reads_input) return {};
+  const TensorView& v = call.input;
+  const int64_t stride = (s.tokens == 1 ? round_up(s.hidden, 8) : v.stride[0]) * size_of(s.dtype);
+  return {static_cast<const char*>(v.data) + v.byte_offset, stride, static_cast<int32_t>(s.hidden)};
+}
+
 Operands make_operands(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                        const Chunk& chunk, Stream* stream) {
   const LinearShape& s = call.shape;
@@ -22,9 +31,14 @@ Operands make_operands(const LinearCall& call, const LinearPlan& plan, const Lin
                            ? m.weight
                            : static_cast<const char*>(call.weight.data) + call.weight.byte_offset;
   const int64_t stride = weight_stride(call, plan);
-  return {make_map(m.input, s.dtype, chunk.rows, plan.hidden_pitch, plan.hidden_pitch, tile_rows,
-                   stream),
-          make_map(weight, s.dtype, s.vocab, hidden, stride, half_right_rows, stream)};
+  // Where every token counts, compacted token k is token k.
+  const InputRows own = input_rows(call, chunk);
+  const CUtensorMap input =
+      own.data != nullptr ? make_map(own.data + chunk.first * own.stride, s.dtype, chunk.rows,
+                                     s.hidden, own.stride / size_of(s.dtype), tile_rows, stream)
+                          : make_map(m.input, s.dtype, chunk.rows, plan.hidden_pitch,
+                                     plan.hidden_pitch, tile_rows, stream);
+  return {input, make_map(weight, s.dtype, s.vocab, hidden, stride, half_right_rows, stream)};
 }
 
 template <class T, Mode kMode>
@@ -35,12 +49,6 @@ void launch_options(const LinearCall& call, const LinearPlan& plan, const Linear
   stream->launch_config("sm90 forward", forward_kernel<T, kMode>,
                         LaunchShape{blocks, block_threads, shared_bytes, 2}, operands.input,
                         operands.weight, arguments);
-}
-
-bool plain(const LinearCall& call) {
-  const LinearShape& s = call.shape;
-  return call.plain() && !s.smoothing && !s.entropy && !s.weighted_sum && !s.argmax &&
-         !call.in.grad_entropy;
 }
 
 template <class T, Mode kMode>
@@ -57,13 +65,13 @@ void launch_plain(const LinearCall& call, const LinearPlan& plan, const LinearMe
   const unsigned blocks = static_cast<unsigned>(device.multiprocessors / 2 * 2);
   stream->launch_config("sm90 plain forward", plain_forward_kernel<T, kMode>,
                         LaunchShape{blocks, block_threads, shared_bytes, 2}, operands.input,
-                        operands.weight, panel_map, arguments);
+                        operands.weight, panel_map, input_rows(call, arguments.chunk), arguments);
 }
 
 template <class T, Mode kMode>
 void launch(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
             const Arguments& arguments, const DeviceInfo& device, Stream* stream) {
-  if (plain(call)) {
+  if (call.shape.plain) {
     launch_plain<T, kMode>(call, plan, m, arguments, device, stream);
   } else {
     launch_options<T, kMode>(call, plan, m, arguments, device, stream);
@@ -115,6 +123,23 @@ bool serves(const LinearCall& call, const DeviceInfo& device) {
       s.copies_weight || (reinterpret_cast<uintptr_t>(w.data) + w.byte_offset) % 16 == 0;
   return has_code() && device.major == 9 && !device.portable && s.dtype != DType::f32 && rows &&
          aligned;
+}
+
+bool serves_plain(const LinearCall& call) {
+  const LinearShape& s = call.shape;
+  return s.fused && call.plain() && !s.smoothing && !s.entropy && !s.weighted_sum && !s.argmax &&
+         !call.in.grad_entropy;
+}
+
+bool reads_input(const LinearCall& call) {
+  const LinearShape& s = call.shape;
+  const TensorView& v = call.input;
+  const int64_t element = size_of(s.dtype);
+  const bool rows = (v.stride[1] == 1 || s.hidden == 1) &&
+                    (s.tokens == 1 || (v.stride[0] >= s.hidden && v.stride[0] * element % 16 == 0 &&
+                                       v.stride[0] * element < int64_t{1} << 31));
+  return s.plain && !s.gradients() && s.tokens > 0 && rows &&
+         (reinterpret_cast<uintptr_t>(v.data) + v.byte_offset) % 16 == 0;
 }
 
 void forward(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
