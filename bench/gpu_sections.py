@@ -108,16 +108,22 @@ def extra(clock: Clock, call: Callable[[], object], gradients: int) -> float | N
     return None if peak is None else (peak - gradients) / MIB
 
 
-def heads(bench: Bench, head: Head, want: Reference) -> None:
-    """Loss and gradients, and the loss alone, of ours, the floor and the peers."""
-    sizes = {
+def workspaces(head: Head) -> dict[str, int | None]:
+    """The table's columns; None: the recommended one."""
+    return {
         "recommended": None,
         "compile's memory": head.compile_bytes,
         "1 GiB + 4 N D": 1024 * MIB + head.sums,
         "128 MiB + 4 N D": head.frugal_bytes,
         "64 MiB + 4 N D": 64 * MIB + head.sums,
     }
-    mine = [judged(head, want, ours(f"{k}, ", head.both(size))) for k, size in sizes.items()]
+
+
+def heads(bench: Bench, head: Head, want: Reference) -> None:
+    """Loss and gradients, and the loss alone, of ours, the floor and the peers."""
+    mine = [
+        judged(head, want, ours(f"{k}, ", head.both(size))) for k, size in workspaces(head).items()
+    ]
     each = torch.empty(head.shape[0], device=head.device)
     head.forward(128 * MIB, loss=each)()
     alone = ours("loss only, ", head.forward(128 * MIB), ONE)
@@ -223,11 +229,9 @@ def steadily(bench: Bench, head: Head, want: Reference) -> None:
     """Each alone in a loop of seconds: what is left of the clocks under the power limit. Twice, in
     opposite order."""
     del want
-    contenders = [
-        floors(head)[0],
-        ours("compile's memory, ", head.both(head.compile_bytes)),
-        ours("frugal, ", head.both(head.frugal_bytes)),
-    ]
+    three, one, _ = floors(head)
+    contenders = [three, *(ours(f"{k}, ", head.both(b)) for k, b in workspaces(head).items() if b)]
+    contenders += [one, ours("loss only, ", head.forward(128 * MIB), ONE)]
     for key in bench.arguments.steady_peers:
         try:
             peer = Peer(key, head.input, head.weight, head.target)
@@ -246,7 +250,7 @@ HEAD_SECTIONS = {  # name: what it does, function, seconds it may take on an H20
     "heads": ("loss and gradients beside the peers", heads, 30),
     "options": ("options, ignored tokens, f32 sums", options, 15),
     "frontier": ("time against workspace", frontier, 10),
-    "steady": ("loops of seconds", steadily, 20),
+    "steady": ("loops of seconds", steadily, 35),
 }
 
 

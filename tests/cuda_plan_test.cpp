@@ -68,6 +68,21 @@ std::vector<uint64_t> budgets(const LinearShape& s) {
   return all;
 }
 
+// No axis of a grid but the first takes more than 65535 blocks: 8.4 million columns of 128 a block.
+TEST(CudaPlan, AGridHoldsTheSecondAxisWhateverItsLength) {
+  for (const int64_t count : {int64_t{1}, int64_t{32768}, int64_t{32769}, int64_t{65535},
+                              int64_t{65536}, int64_t{16777217}, (int64_t{1} << 31) - 1}) {
+    const dim3 grid = two_axes(7, count);
+    EXPECT_EQ(grid.x, 7u);
+    EXPECT_LE(grid.y, 65535u);
+    EXPECT_LE(grid.z, 65535u);
+    const int64_t blocks = int64_t{grid.y} * grid.z;
+    EXPECT_GE(blocks, count);
+    EXPECT_LT(blocks - count, grid.z) << "idle blocks";
+  }
+  EXPECT_EQ(two_axes(7, 0).z, 0u);  // nothing to launch
+}
+
 TEST(CudaPlan, FitsItsBudgetToTheByte) {
   for (const LinearShape& s : shapes()) {
     for (const uint64_t bytes : budgets(s)) {
@@ -235,7 +250,11 @@ TEST(CudaPlan, TheLossAloneTakesAllTokensAtOnceInSixteenMebibytes) {
     const LinearPlan p = plan_linear(s, {}, 16 * MiB);
     EXPECT_LE(p.bytes, 16 * MiB);
     EXPECT_EQ(p.chunks, 1);
-    EXPECT_EQ(recommended_plan(s, {}).bytes, p.bytes);
+    EXPECT_FALSE(p.copies_input);
+    // With room for the rows that count, which the copy engine brings faster.
+    const LinearPlan recommended = recommended_plan(s, {});
+    EXPECT_EQ(recommended.chunks, 1);
+    EXPECT_TRUE(recommended.copies_input);
   }
 }
 

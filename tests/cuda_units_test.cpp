@@ -2,6 +2,7 @@
 // The loss alone on Hopper, whose rows are summed in units of eight tiles (src/cuda/sm90/units.h):
 // the same bits as beside gradients, whose tiles the rows' kernel combines, at every edge of a unit
 // and of a round; and from the caller's own rows, wherever those that count lie.
+#include <algorithm>
 #include <cstdio>
 #include <numeric>
 
@@ -24,6 +25,7 @@ class CudaUnits : public ConformanceTest {
     c.options.reduction = Reduction::none;
     return c;
   }
+  void expect_same(bool in_runs) const;
 };
 
 // A name of loss and statistics whose row k is not row rows[k] of `whole`, bit for bit; "": none.
@@ -84,15 +86,22 @@ TEST_P(CudaUnits, TheLossAloneIsThatBesideGradients) {
   }
 }
 
-// Rows that are no neighbours are copied one by one: the same products, whatever lies between them,
-// and whatever depth is left behind the last 64.
-TEST_P(CudaUnits, OfTheRowsThatCountAlone) {
+// Rows that are no neighbours are compacted, or in a small workspace copied one by one, boxes of 64
+// neighbours at once: the same products, whatever lies between them, and whatever depth is left
+// behind the last 64.
+void CudaUnits::expect_same(bool in_runs) const {
   for (const Shape shape : {Shape{1300, 40, 1999}, Shape{700, 72, 1536}, Shape{90, 520, 333},
                             Shape{2600, 64, 35401}, Shape{77, 17, 200}}) {
     Case c = plain(shape);
     c.ignored = 0.4;
     using Op = LinearCrossEntropyForward;
     const Problem<Op> p = build<Op>(c);
+    if (in_runs) {
+      std::vector<double> target = read(p.op.target);
+      for (size_t k = 0; k < target.size(); ++k)
+        target[k] = k % 110 > 69 ? -100 : static_cast<double>(k % 100);
+      write(p.op.target, target);
+    }
     const Outcome some = execute(device_, p.op, p.pool);
     ASSERT_TRUE(some.status.ok()) << some.status.message();
     const std::vector<int64_t> rows = counting(some.fields);
@@ -104,11 +113,20 @@ TEST_P(CudaUnits, OfTheRowsThatCountAlone) {
       ASSERT_TRUE(all.status.ok()) << all.status.message();
       EXPECT_EQ(difference(some.fields, all.fields, rows), "") << describe(c);
     }
-    const Outcome smallest = execute(device_, p.op, p.pool, {.memory = Memory::minimum});
-    ASSERT_TRUE(smallest.status.ok()) << smallest.status.message();
-    EXPECT_EQ(difference(some.fields, smallest.fields, every(shape.tokens)), "") << describe(c);
+    // In chunks of tokens, and in all at once that leave no room for the rows that count.
+    const uint64_t copy = static_cast<uint64_t>(shape.tokens * shape.hidden) * 2;
+    const auto [least, most, alignment] = some.size;
+    for (const uint64_t bytes : {least, std::max(least, most - std::min(most, copy / 2))}) {
+      const Outcome other =
+          execute(device_, p.op, p.pool, {.memory = Memory::exact, .bytes = bytes});
+      ASSERT_TRUE(other.status.ok()) << other.status.message();
+      EXPECT_EQ(difference(some.fields, other.fields, every(shape.tokens)), "") << describe(c);
+    }
   }
 }
+
+TEST_P(CudaUnits, OfTheRowsThatCountAlone) { expect_same(false); }
+TEST_P(CudaUnits, OfRowsThatCountInRuns) { expect_same(true); }
 
 // Rows that the copy engine cannot address go through a copy, with the same bits.
 TEST_P(CudaUnits, OfRowsThatAreCopiedFirst) {

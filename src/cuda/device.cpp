@@ -56,7 +56,8 @@ Devices ask_driver() {
         .minor = properties.minor,
         .multiprocessors = properties.multiProcessorCount,
         .shared_bytes_per_block = static_cast<int64_t>(properties.sharedMemPerBlockOptin),
-        .portable = asked_for_portable()};
+        .portable = asked_for_portable(),
+        .launches_early = driver >= 12030};
     std::snprintf(info.name, sizeof(info.name), "%.60s", properties.name);
     all.info.push_back(info);
   }

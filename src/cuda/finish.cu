@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(256)
   __shared__ float partial[warps][32 * width];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t slab = blockIdx.x, end = min((slab + 1) * vocab_slab_rows, count);
-  const int64_t first = int64_t{blockIdx.y} * (32 * width), d = first + lane * width;
+  const int64_t first = block_of_second_axis() * (32 * width), d = first + lane * width;
   float sum[width] = {};
   for (int64_t j = slab * vocab_slab_rows + warp; j < end && d < pitch; j += many * warps) {
     float c[many];
@@ -80,14 +80,15 @@ __global__ void __launch_bounds__(256)
 // time. Behind the last column lie zeros up to a multiple of 8.
 template <class E>
 __global__ void __launch_bounds__(256)
-    bias_slabs_kernel(Chunk chunk, const RowFactors* factors, Panel panel, float* slabs) {
+    bias_slabs_kernel(Chunk chunk, const RowFactors* factors, Panel panel, int slab_count,
+                      float* slabs) {
   constexpr int many = 4, lanes = 8, rows = 256 / lanes;
   struct alignas(16) Eight {
     E x[8];
   };
   __shared__ float partial[rows][64];
   const int part = threadIdx.x / lanes, column = threadIdx.x % lanes * 8;
-  const int64_t first = int64_t{blockIdx.x} * 64, slab = blockIdx.y;
+  const int64_t first = int64_t{blockIdx.x} * 64, slab = block_of_second_axis();
   const int64_t end = min((slab + 1) * bias_slab_rows, int64_t{valid_rows(chunk)});
   float sum[8] = {};
   if (first + column < panel.columns) {
@@ -113,7 +114,7 @@ __global__ void __launch_bounds__(256)
   for (int n = 0; n < 8; ++n) partial[part][column + n] = sum[n];
   __syncthreads();
   const int64_t j = first + threadIdx.x;
-  if (threadIdx.x >= 64 || j >= panel.columns) return;
+  if (threadIdx.x >= 64 || j >= panel.columns || slab >= slab_count) return;
   float all = 0;
 #pragma unroll
   for (int i = 0; i < rows; ++i) all += partial[i][threadIdx.x];
@@ -180,8 +181,8 @@ void class_row(const LinearCall& call, const LinearPlan& plan, const LinearMemor
   with_dtype(call.shape.dtype, [&](auto element) {
     using T = decltype(element);
     stream->launch("class_slabs", class_slabs<T>,
-                   {slabs, blocks_for(plan.hidden_pitch, 32 * Pack<T>::width), 1}, 256, call, count,
-                   plan.hidden_pitch, m.slabs);
+                   two_axes(slabs, divide_up(plan.hidden_pitch, 32 * Pack<T>::width)), 256, call,
+                   count, plan.hidden_pitch, m.slabs);
   });
   stream->launch("class_row", class_sum, columns, 256, m.slabs, static_cast<int>(slabs),
                  plan.hidden_pitch, m.class_row, m.tokens.scalars);
@@ -205,8 +206,8 @@ void add_to_bias(const LinearCall& call, const LinearPlan&, const LinearMemory& 
   const unsigned slabs = blocks_for(chunk.rows, bias_slab_rows);
   with_dtype(call.shape.dtype, [&](auto element) {
     stream->launch("bias_slabs", bias_slabs_kernel<decltype(element)>,
-                   {blocks_for(panel.columns, 64), slabs, 1}, 256, chunk, factors, panel,
-                   m.bias_slabs);
+                   two_axes(blocks_for(panel.columns, 64), slabs), 256, chunk, factors, panel,
+                   static_cast<int>(slabs), m.bias_slabs);
   });
   stream->launch("bias_sum", bias_sum_kernel, blocks_for(panel.columns, 256), 256, call, chunk,
                  factors, panel, m.bias_slabs, static_cast<int>(slabs), first, m.bias_sum);

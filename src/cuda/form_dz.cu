@@ -5,8 +5,6 @@
 //   z_j = z_t + log E_j    p_j = p_t E_j    dz_j = (P p_j - s c_j) (1 - (z_j / cap)^2)
 // and near the cap what is left to it is kept instead (options.cuh). One read and one write, in
 // place of a fourth product.
-#include <algorithm>
-
 #include "src/cuda/linear.cuh"
 #include "src/cuda/sm90/options.cuh"
 
@@ -45,8 +43,8 @@ __global__ void __launch_bounds__(256)
   Terms t{gradients[row], target_logit[row], 0, target_gradient[row],
           chunk.tokens.target[chunk.first + row] - panel.first};
   t.target_p = exp_any((t.target_logit - t.gradient.reference) - t.gradient.log_sum);
-  const int64_t group = int64_t{blockIdx.z} * gridDim.y + blockIdx.y;
-  const int64_t first = group * (blocks_of_columns * 64) + threadIdx.x % width * width;
+  const int64_t first =
+      block_of_second_axis() * (blocks_of_columns * 64) + threadIdx.x % width * width;
   Pack<E> e[blocks_of_columns];
 #pragma unroll
   for (int b = 0; b < blocks_of_columns; ++b) {
@@ -77,12 +75,10 @@ __global__ void __launch_bounds__(256)
 
 void form_dz(const LinearCall& call, const LinearMemory& m, const Chunk& chunk, const Panel& panel,
              Stream* stream) {
-  // y and z together: 65535 of them alone are 33 million columns.
-  const unsigned groups = blocks_for(panel.columns, blocks_of_columns * 64);
-  const unsigned across = std::min(groups, 32768u);
   stream->launch("form_dz", form_dz_kernel,
-                 {blocks_for(chunk.rows, rows_of_block), across, blocks_for(groups, across)}, 256,
-                 call, chunk, m.target_logit, m.target_gradient, m.gradients, m.class_weights,
+                 two_axes(blocks_for(chunk.rows, rows_of_block),
+                          divide_up(panel.columns, blocks_of_columns * 64)),
+                 256, call, chunk, m.target_logit, m.target_gradient, m.gradients, m.class_weights,
                  panel);
 }
 

@@ -22,6 +22,7 @@ struct GatherArguments {
   int64_t pitch;
   int64_t rows;  // with those behind the chunk
   bool clears;
+  bool reads_input;  // where every token counts: no copy
   float* target_logit;
   int32_t* again;          // may be null
   int32_t* rows_finished;  // begin at 0 for the chunk
@@ -84,6 +85,7 @@ __global__ void __launch_bounds__(threads, 3)
   constexpr int width = Pack<T>::width;
   const Tokens& tokens = a.chunk.tokens;
   const int64_t token = a.chunk.first + k;
+  if (a.reads_input && tokens.scalars->valid == tokens.total) to = nullptr;
   if (to != nullptr) to += k * a.pitch;
   if (k >= a.chunk.rows || !is_valid(a.chunk, static_cast<int>(k))) {
     for (int64_t j = lane * width; to != nullptr && j < a.pitch; j += 32 * width) {
@@ -169,8 +171,15 @@ void copy_weight_tail(const LinearCall& call, const LinearPlan& plan, const Line
 void gather_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                   const Chunk& chunk, bool clears, Stream* stream) {
   const int64_t rows = chunk.rows + (call.shape.fused ? 0 : extra_rows);
-  const GatherArguments arguments{call,   chunk,          plan.hidden_pitch, rows,
-                                  clears, m.target_logit, m.again,           m.rows_finished};
+  const GatherArguments arguments{.call = call,
+                                  .chunk = chunk,
+                                  .pitch = plan.hidden_pitch,
+                                  .rows = rows,
+                                  .clears = clears,
+                                  .reads_input = call.shape.reads_input,
+                                  .target_logit = m.target_logit,
+                                  .again = m.again,
+                                  .rows_finished = m.rows_finished};
   with_dtype(call.shape.dtype, [&](auto element) {
     using T = decltype(element);
     stream->launch("gather_input", gather<T>, blocks_for(rows, threads / 32), threads, arguments,

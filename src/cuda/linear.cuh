@@ -11,6 +11,11 @@ namespace logitless::cuda {
 // and the row is made again.
 constexpr float most_anchor = 0x1p20f;
 
+// Of a grid of two_axes.
+__device__ inline int64_t block_of_second_axis() {
+  return int64_t{blockIdx.z} * gridDim.y + blockIdx.y;
+}
+
 // How many rows of the chunk count: the first ones.
 __device__ inline int valid_rows(const Chunk& chunk) {
   const int64_t left = chunk.tokens.scalars->valid - chunk.first;
@@ -28,6 +33,16 @@ __device__ inline E* panel_element(const Panel& panel, int64_t row, int64_t j) {
   E* data = reinterpret_cast<E*>(panel.data);
   if (panel.blocks) return data + (j / 64 * panel.pitch + row) * 64 + j % 64;
   return data + row * panel.pitch + j;
+}
+
+// f(T{}) with the type of E and of the scaled input, which f16 has not.
+template <class F>
+void with_stored(DType dtype, F&& f) {
+  if (dtype == DType::f32) {
+    f(float{});
+  } else {
+    f(__nv_bfloat16{});
+  }
 }
 
 // A row of a matrix, `count` elements, as 16 bytes at a time with zeros behind.

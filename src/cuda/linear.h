@@ -31,7 +31,7 @@ struct RowFactors {
   float scale;      // v
   float smoothing;  // s
   float at_target;  // E of the target's column
-  int32_t again;    // the row is made again by itself: see rerun_rows
+  int32_t again;    // the row is made again by itself: panel_kernel in kept.cu
 };
 
 // A chunk of compacted tokens [first, first + rows); fewer of them may be valid.
@@ -142,13 +142,11 @@ void block_gradients(const LinearCall& call, const LinearMemory& m, const Chunk&
 void finish_rows(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                  const Chunk& chunk, bool with_factors, bool scales, const DeviceInfo& device,
                  Stream*);
+
+// kept.cu
 // The target's column of E, and the rows beyond the exponent's range.
 void finish_panel(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
                   const Panel& panel, Stream*);
-// form_dz.cu: dz in the place of E, for products that a softcap under smoothing leaves no other
-// way.
-void form_dz(const LinearCall& call, const LinearMemory& m, const Chunk& chunk, const Panel& panel,
-             Stream*);
 // Behind the panel's rows: the class weights for the smoothing's term of E, and zeros; behind its
 // columns: zeros to a multiple of 8.
 void write_extra_rows(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
@@ -156,6 +154,11 @@ void write_extra_rows(const LinearCall& call, const LinearMemory& m, const Chunk
 // Under smoothing: input times v, and behind it the rows that make the smoothing's term.
 void scale_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                  const Chunk& chunk, Stream*);
+
+// form_dz.cu: dz in the place of E, for products that a softcap under smoothing leaves no other
+// way.
+void form_dz(const LinearCall& call, const LinearMemory& m, const Chunk& chunk, const Panel& panel,
+             Stream*);
 
 // finish.cu
 void class_row(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m, Stream*);

@@ -25,10 +25,11 @@ bool launch_of(const RowsCall& call, const DeviceInfo& device, Stream* stream) {
   const auto blocks = static_cast<unsigned>(call.logits.shape[0] * a.plan.cluster);
   const int cluster = call.row_reference ? 1 : a.plan.cluster;  // each block on its own
   const auto kernel = is_plain(call, a.map) ? rows_kernel<T, true> : rows_kernel<T, false>;
+  const bool early = hopper && device.launches_early;
   const LaunchShape shape{blocks, a.plan.threads, static_cast<size_t>(a.plan.shared_bytes), cluster,
-                          hopper && call.scalars != nullptr};
+                          early && call.scalars != nullptr};
   stream->launch_config("rows", kernel, shape, a);
-  return hopper;
+  return early;
 }
 
 }  // namespace

@@ -76,77 +76,97 @@ void place_sums(const LinearShape& s, const DeviceSpeed& speed, LinearPlan* p) {
   p->single_tiles = sm90::most_singles(rows, static_cast<int>(tiles), speed.clusters());
 }
 
+// Chunks of at most `most` tokens.
+LinearPlan chunked(const LinearShape& s, const DeviceSpeed& speed, int64_t most) {
+  const int64_t tokens = std::max<int64_t>(s.tokens, 1);
+  LinearPlan p;
+  p.token_chunk = std::min(even_chunk(tokens, most, s.fused), round_up(tokens, 8));
+  p.chunks = divide_up(tokens, p.token_chunk);
+  p.hidden_pitch = round_up(s.hidden, 16 / size_of(s.dtype));
+  place_sums(s, speed, &p);
+  return p;
+}
+
+// Logits in f32, so many bytes at a time.
+void set_block(const LinearShape& s, int64_t bytes, LinearPlan* p) {
+  p->block_rows = std::min({p->token_chunk, most_block_rows,
+                            std::max<int64_t>(bytes / (4 * segment_columns) / 128 * 128, 128)});
+  p->block_columns = std::clamp(bytes / (4 * p->block_rows) / segment_columns * segment_columns,
+                                segment_columns, round_up(s.vocab, segment_columns));
+}
+
+// The largest share of E that fits beside panels of p's width; without bytes: none does. What holds
+// E on Hopper holds the panels made again once E is used.
+LinearPlan largest_share(const LinearShape& s, const DeviceSpeed& speed, uint64_t bytes,
+                         LinearPlan p) {
+  const int64_t step = s.fused ? sm90::sum_columns : segment_columns;
+  p.stored_columns = s.fused ? p.remade_columns : segment_columns;
+  const LinearPlan smallest = finish(s, speed, bytes, p);
+  if (smallest.bytes > bytes) return {};
+  const int64_t column_bytes =
+      panel_rows(s, p) * size_of(s.dtype) +
+      (s.grad_bias && !s.fused ? divide_up(panel_rows(s, p), bias_slab_rows) * 4 : 0);
+  const int64_t more = static_cast<int64_t>(
+      std::min<uint64_t>((bytes - smallest.bytes) / static_cast<uint64_t>(column_bytes),
+                         static_cast<uint64_t>(s.vocab)));
+  p.stored_columns =
+      std::min(p.stored_columns + (more / step + 2) * step, (s.vocab - 1) / step * step);
+  // From a little too many down: other arrays may shrink or grow with it, or no longer find a
+  // place in grad_weight's memory.
+  for (int tries = 0; tries < 6 && p.stored_columns > 0; ++tries) {
+    if (s.fused) p.remade_columns = p.stored_columns;
+    const LinearPlan mixed = finish(s, speed, bytes, p);
+    if (mixed.bytes <= bytes) return mixed;
+    const auto over = static_cast<int64_t>(mixed.bytes - bytes);
+    p.stored_columns -= round_up(divide_up(over, column_bytes), step);
+  }
+  return {};
+}
+
+// Those of a chunk and block in which columns are made again, by the width of their panels.
+template <class F>
+void each_width(const LinearShape& s, const DeviceSpeed& speed, uint64_t bytes, LinearPlan p,
+                F&& use) {
+  // Narrow panels send the sum of grad_input to memory and back too often: 22 % of the products'
+  // time at 4 of the fused kernel's tiles, 7 % at 12; the more tokens, the more a tile takes. The
+  // minimum is not made of them; beyond it they may leave room for slices.
+  const int64_t least = !s.fused ? 0 : p.token_chunk > 8192 ? 8 : 12;
+  const int64_t narrowest = s.fused && bytes > 0 ? 4 : least;
+  for (const int64_t width : {66, 33, 24, 20, 16, 12, 10, 8, 7, 6, 5, 4, 2, 1}) {
+    if (width < narrowest) return;
+    p.stored_columns = 0;
+    p.remade_columns = width * (s.fused ? sm90::sum_columns : p.block_columns);
+    use(finish(s, speed, bytes, p));
+    if (!s.can_store || (s.fused && width != least)) continue;
+    const LinearPlan mixed = largest_share(s, speed, bytes, p);
+    if (mixed.bytes > 0) use(mixed);
+  }
+}
+
 // Calls use(plan) with every plan that is considered for `bytes`.
 template <class F>
 void each_plan(const LinearShape& s, const DeviceSpeed& speed, uint64_t bytes, F&& use) {
-  const int64_t tokens = std::max<int64_t>(s.tokens, 1);
   const int64_t least = s.fused ? 512 : least_chunk;
-  for (int64_t most = round_up(tokens, 8);; most = std::max(most / 2, least)) {
-    LinearPlan p;
-    p.token_chunk = std::min(even_chunk(tokens, most, s.fused), round_up(tokens, 8));
-    p.chunks = divide_up(tokens, p.token_chunk);
+  // Without logits in memory their size decides nothing.
+  const int shrink = !s.fused || (s.grad_input && !s.direct_grad_input) ? 2 : 64;
+  for (int64_t most = round_up(std::max<int64_t>(s.tokens, 1), 8);;
+       most = std::max(most / 2, least)) {
     // Tiles are counted in 32 bits.
-    if (s.fused &&
-        divide_up(p.token_chunk, 512) * divide_up(s.vocab, sm90::sum_columns) > 1 << 30) {
+    const int64_t most_tiles = int64_t{1} << 30;
+    if (s.fused && divide_up(most, 512) * divide_up(s.vocab, sm90::sum_columns) > most_tiles) {
       continue;
     }
-    p.hidden_pitch = round_up(s.hidden, 16 / size_of(s.dtype));
-    place_sums(s, speed, &p);
-    // Without logits in memory their size decides nothing.
-    const bool blocks = !s.fused || (s.grad_input && !s.direct_grad_input);
-    for (int64_t block = int64_t{32} << 20; block >= int64_t{1} << 20; block /= blocks ? 2 : 64) {
-      p.block_rows = std::min({p.token_chunk, most_block_rows,
-                               std::max<int64_t>(block / (4 * segment_columns) / 128 * 128, 128)});
-      p.block_columns = std::clamp(block / (4 * p.block_rows) / segment_columns * segment_columns,
-                                   segment_columns, round_up(s.vocab, segment_columns));
-      p.stored_columns = p.remade_columns = 0;
-      if (!s.gradients()) {
-        use(finish(s, speed, bytes, p));
-        continue;
-      }
-      if (s.can_store) {
-        p.stored_columns = s.vocab;
+    LinearPlan p = chunked(s, speed, most);
+    for (int64_t block = int64_t{32} << 20; block >= int64_t{1} << 20; block /= shrink) {
+      set_block(s, block, &p);
+      p.stored_columns = s.gradients() && s.can_store ? s.vocab : 0;
+      p.copies_input = true;
+      if (!s.gradients() || s.can_store) use(finish(s, speed, bytes, p));
+      if (s.reads_input) {
+        p.copies_input = false;
         use(finish(s, speed, bytes, p));
       }
-      // Narrow panels send the sum of grad_input to memory and back too often: 22 % of the
-      // products' time at 4 of the fused kernel's tiles, 7 % at 12; the more tokens, the more a
-      // tile takes. The minimum is not made of them; beyond it they may leave room for slices.
-      const int64_t least_blocks = !s.fused ? 0 : p.token_chunk > 8192 ? 8 : 12;
-      const int64_t narrowest = s.fused && bytes > 0 ? 4 : least_blocks;
-      for (const int64_t blocks : {66, 33, 24, 20, 16, 12, 10, 8, 7, 6, 5, 4, 2, 1}) {
-        if (blocks < narrowest) break;
-        p.stored_columns = 0;
-        p.remade_columns = blocks * (s.fused ? sm90::sum_columns : p.block_columns);
-        const LinearPlan frugal = finish(s, speed, bytes, p);
-        use(frugal);
-        if (!s.can_store) continue;
-        // What holds E holds the panels made again once E is used.
-        if (s.fused && blocks != least_blocks) continue;
-        p.stored_columns = s.fused ? p.remade_columns : segment_columns;
-        const LinearPlan smallest = finish(s, speed, bytes, p);
-        if (smallest.bytes > bytes) continue;
-        const int64_t column_bytes =
-            panel_rows(s, p) * size_of(s.dtype) +
-            (s.grad_bias && !s.fused ? divide_up(panel_rows(s, p), bias_slab_rows) * 4 : 0);
-        const int64_t more = static_cast<int64_t>(
-            std::min<uint64_t>((bytes - smallest.bytes) / static_cast<uint64_t>(column_bytes),
-                               static_cast<uint64_t>(s.vocab)));
-        const int64_t step = s.fused ? sm90::sum_columns : segment_columns;
-        p.stored_columns =
-            std::min(p.stored_columns + (more / step + 2) * step, (s.vocab - 1) / step * step);
-        // From a little too many down: other arrays may shrink or grow with it, or no longer find a
-        // place in grad_weight's memory.
-        for (int tries = 0; tries < 6 && p.stored_columns > 0; ++tries) {
-          if (s.fused) p.remade_columns = p.stored_columns;
-          const LinearPlan mixed = finish(s, speed, bytes, p);
-          if (mixed.bytes <= bytes) {
-            use(mixed);
-            break;
-          }
-          const auto over = static_cast<int64_t>(mixed.bytes - bytes);
-          p.stored_columns -= round_up(divide_up(over, column_bytes), step);
-        }
-      }
+      if (s.gradients()) each_width(s, speed, bytes, p, use);
     }
     if (most <= least) break;
   }
@@ -244,7 +264,7 @@ LinearMemory place_linear(const LinearShape& s, const LinearPlan& p, Arena* aren
   if (s.grad_input && s.vocab % 8 != 0 && !s.fused) {
     m.weight_tail = arena->take<char>(8 * row_bytes);
   }
-  if (!lends_input(s, p) && !s.reads_input) m.input = arena->take<char>(rows * row_bytes);
+  if (!lends_input(s, p) && p.copies_input) m.input = arena->take<char>(rows * row_bytes);
   m.scaled = m.input;
   if (scales_apart(s, p)) {
     m.scaled = lent_scaled_input(s, p) < 0 ? arena->take<char>(rows * row_bytes) : nullptr;

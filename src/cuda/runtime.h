@@ -30,6 +30,7 @@ struct DeviceInfo {
   // LOGITLESS_CUDA_KERNELS=portable in the environment: what sm_80 runs, on a newer device too (its
   // tests, bug reports).
   bool portable = false;
+  bool launches_early = false;  // early.cuh, also into a graph: drivers of CUDA 12.3 and later
 };
 
 // Fails with backend_unavailable (no driver, too old a driver, no device) or wrong_device.
@@ -62,7 +63,7 @@ struct LaunchShape {
   int threads = 0;
   size_t shared_bytes = 0;
   int cluster = 1;     // blocks along x
-  bool early = false;  // early.cuh; only where the kernel's code is compiled for sm_90 or later
+  bool early = false;  // early.cuh; where the code is compiled for sm_90, and launches_early
 };
 
 // Whether the code of `kernel` that runs on the current device has what came with sm_90, clusters
@@ -106,6 +107,14 @@ class Stream {
   cudaStream_t stream_;
   Status status_;
 };
+
+// x blocks by y of another axis, of which the grid's y holds 65535 and z the rest: by
+// block_of_second_axis (linear.cuh), which may lie behind the last one.
+inline dim3 two_axes(unsigned x, int64_t y) {
+  const int64_t planes = (y + 65534) / 65535;
+  return {x, static_cast<unsigned>(planes == 0 ? 0 : (y + planes - 1) / planes),
+          static_cast<unsigned>(planes)};
+}
 
 inline unsigned blocks_for(int64_t items, int64_t per_block) {
   return static_cast<unsigned>((items + per_block - 1) / per_block);

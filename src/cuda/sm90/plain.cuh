@@ -366,7 +366,7 @@ __global__ void __launch_bounds__(block_threads, 1)
   if (threadIdx.x == 0) {
     prefetch_map(&input_map);
     prefetch_map(&weight_map);
-    if (kMode != Mode::sums) prefetch_map(&panel_map);
+    if (kMode != Mode::sums) prefetch_map(&panel_map);  // else rarely asked for
   }
   const Pipeline pipeline = open_pipeline(dynamic);
   if (threadIdx.x == 0) work = find_plain_work(a, input);
@@ -375,10 +375,11 @@ __global__ void __launch_bounds__(block_threads, 1)
     fewer_registers<40>();
     const bool gathers = kMode == Mode::sums && work.gathers;
     if (threadIdx.x == 1 || (threadIdx.x == 0 && !gathers)) {
-      copy_boxes(&input_map, &weight_map, pipeline, work, a);
+      const bool other = kMode == Mode::sums && work.some;
+      copy_boxes(other ? &panel_map : &input_map, &weight_map, pipeline, work, a);
     }
     if constexpr (kMode == Mode::sums) {
-      if (gathers && threadIdx.x >= row_copiers) copy_rows(input, pipeline, work, a);
+      if (gathers && threadIdx.x >= row_copiers) copy_rows(&panel_map, input, pipeline, work, a);
     }
     __syncwarp();
   } else {
