@@ -101,6 +101,33 @@ TEST_P(CudaLinear, AddingOverNoTokenLeavesWhatIsThere) {
   }
 }
 
+// Of products that are 0 nothing makes good for what the softcap's tanh is off: one column's bias,
+// which alone the row's reference and the lse are made of, through all of tanh's ranges, and many
+// times where a form by exp would be beyond the bound in one case of fifty.
+TEST_P(CudaLinear, ACappedLogitThatItsBiasCarries) {
+  if (op_ != OpKind::linear_forward_backward || dtype_ == DType::f16) return;
+  Case c{.op = op_, .shape = {3, 64, 40}, .dtype = dtype_, .bias_dtype = DType::f32};
+  c.bias = c.statistics = true;
+  c.wants_grad_input = c.wants_grad_weight = false;
+  c.options.softcap = 30;
+  std::vector<double> sizes;
+  for (int i = 1; i <= 40; ++i) sizes.push_back(2.1 * i);              // up to tanh 2.8
+  for (int i = 0; i < 600; ++i) sizes.push_back(18.001 + 0.0041 * i);  // tanh 0.6 to 0.68
+  with_problem(c, [&](auto& p, const WorkspaceSize& size) {
+    write(p.op.input, std::vector<double>(3 * 64, 0));
+    write(p.op.target, std::vector<double>(3, 1));
+    std::vector<double> bias(40, -1e6);
+    for (const double carried : sizes) {
+      bias[7] = round_to(DType::f32, carried);
+      write(p.op.bias, bias);
+      const Outcome got =
+          execute(device_, p.op, p.pool, {.memory = Memory::exact, .bytes = bytes_of(size, 1)});
+      const Comparison result = compare(expected(device_, p.op, p.model), got);
+      ASSERT_TRUE(result.ok()) << result.report << ", bias " << bias[7];
+    }
+  });
+}
+
 // A vocabulary of many panels, more than the workspace holds: on Hopper rows of grad_weight that
 // are not written yet hold E and dz of columns before them, and the scaled input.
 TEST_P(CudaLinear, PanelsInGradWeightsMemory) {

@@ -223,7 +223,7 @@ void expect_near(const Values& got, const Head::Sums& want, const std::string& w
 
 class CudaHeads : public CudaOffsets {
  protected:
-  void expect_right(const Head& head, uint64_t memory) {
+  LinearCrossEntropyForwardBackward op_of(const Head& head) {
     LinearCrossEntropyForwardBackward op;
     op.input = periodic(DType::bf16, head.tokens, head.hidden, head.kinds, head.x);
     op.weight = periodic(DType::bf16, head.vocab, head.hidden, head.period, head.w);
@@ -236,7 +236,15 @@ class CudaHeads : public CudaOffsets {
     op.grad_input = output(DType::bf16, head.tokens, head.hidden);
     op.grad_weight = output(DType::bf16, head.vocab, head.hidden);
     op.options.reduction = Reduction::none;
+    return op;
+  }
+  void expect_right(const Head& head, uint64_t memory) {
+    const LinearCrossEntropyForwardBackward op = op_of(head);
     ASSERT_NO_FATAL_FAILURE(run(op, memory));
+    expect_right(head, op);
+  }
+  // What is there after a run.
+  void expect_right(const Head& head, const LinearCrossEntropyForwardBackward& op) {
     std::vector<int64_t> tokens = spots(head.tokens, head.vocab);
     std::vector<int64_t> columns = spots(head.vocab, head.hidden);
     for (const int64_t i : tokens) {
@@ -297,6 +305,41 @@ TEST_P(CudaHeads, LogitsOfMoreThan2To31ElementsNeverHeldByTheCaller) {
     ASSERT_GT(head.tokens * head.vocab, int64_t{1} << 31);
     for (const uint64_t memory : {uint64_t{0}, uint64_t{6} << 30}) expect_right(head, memory);
   }
+}
+
+// One step of depth: E is made faster than memory takes it, and its copies out of shared memory
+// wait. What is written over before it is read shows as other bits, run after run.
+TEST_P(CudaHeads, ExponentialsFasterThanMemoryTakesThem) {
+  const Head head(8192, 64, 131101, 61, 127, false);
+  const LinearCrossEntropyForwardBackward op = op_of(head);
+  const uint64_t bytes = uint64_t{3} << 30;  // E is whole
+  const Workspace scratch{allocate(bytes), bytes};
+  const auto bits = [&](const TensorView& view) {
+    std::vector<std::byte> host(view.shape[0] * view.shape[1] * size_of(view.dtype));
+    check(cudaMemcpy(host.data(), view.data, host.size(), cudaMemcpyDeviceToHost));
+    return host;
+  };
+  std::vector<std::byte> input, weight;
+  for (int time = 0; time < 12; ++time) {
+    const Status status = logitless::run(op, scratch, device_.execution());
+    ASSERT_TRUE(status.ok()) << status.message();
+    check(cudaDeviceSynchronize());
+    if (time == 0) {
+      expect_right(head, op);
+      input = bits(op.grad_input), weight = bits(op.grad_weight);
+    }
+    ASSERT_EQ(bits(op.grad_input), input) << "run " << time;
+    ASSERT_EQ(bits(op.grad_weight), weight) << "run " << time;
+  }
+}
+
+// Rows of more blocks of columns than a grid's second axis takes.
+TEST_P(CudaHeads, RowsOfMoreThan2To23Elements) {
+  Case c{.op = OpKind::linear_forward_backward, .shape = {3, (int64_t{1} << 23) + 77, 5}};
+  c.options.label_smoothing = 0.1;
+  c.vocab_weight = true;
+  const Comparison result = judge(device_, c);
+  EXPECT_TRUE(result.ok()) << result.report;
 }
 
 std::vector<std::string> cuda_alone() {

@@ -82,7 +82,7 @@ __device__ inline void copy_boxes(const CUtensorMap* input_map, const CUtensorMa
 
 constexpr int row_copiers = 64, row_barrier = 3;  // threads 64 to 127
 __device__ inline void copiers_sync() {
-  asm volatile("bar.sync %0, %1;" ::"n"(row_barrier), "n"(row_copiers) : "memory");
+  asm volatile("barrier.sync %0, %1;" ::"n"(row_barrier), "n"(row_copiers) : "memory");
 }
 
 // 16 bytes to shared memory, the first `bytes` from `from` and zeros behind them.
@@ -99,7 +99,7 @@ __device__ inline void copies_wait() {
 // last one that counts, any: nothing is written of those. Two warps have no instructions to waste:
 // the rows are looked up once a row cluster.
 constexpr int input_box_rows = 64, input_boxes = tile_rows / input_box_rows;
-struct RowTable {
+struct alignas(16) RowTable {
   static constexpr int lines = 8, rows = tile_rows / lines, pitch = rows + 4;
   int row[lines][pitch];
   __device__ int& at(int r) { return row[r % lines][r / lines]; }
@@ -152,8 +152,7 @@ __device__ inline void copy_rows(const CUtensorMap* map, const InputRows& input,
   const uint32_t stride = static_cast<uint32_t>(input.stride);
   Ring ring;
   int ahead = 0, row_cluster = -1;
-  uint32_t boxes = 0,
-           counted = 0;  // of the tile; of the stages that are not announced, 4 bits each
+  uint32_t boxes = 0, counted = 0;  // the tile's; of stages that are not announced, 4 bits each
   const auto announce = [&] {
     fence_copies();
     copiers_sync();
