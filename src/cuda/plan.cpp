@@ -153,7 +153,8 @@ void each_plan(const LinearShape& s, const DeviceSpeed& speed, uint64_t bytes, F
        most = std::max(most / 2, least)) {
     // Tiles are counted in 32 bits.
     const int64_t most_tiles = int64_t{1} << 30;
-    if (s.fused && divide_up(most, 512) * divide_up(s.vocab, sm90::sum_columns) > most_tiles) {
+    if (s.fused && most > least &&
+        divide_up(most, 512) * divide_up(s.vocab, sm90::sum_columns) > most_tiles) {
       continue;
     }
     LinearPlan p = chunked(s, speed, most);
