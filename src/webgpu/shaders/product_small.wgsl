@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The product of product.wgsl where it is small: tiles of 32 x 32, 8 of k at a time, 4 x 4 sums a
 // thread, in the same order. Little workgroup memory: SwiftShader's compiler clears it word by word,
-// which takes it half a millisecond a word.
+// which takes it half a millisecond a word. How the operands lie is not an `override` but a flag: the
+// three products of a call are one pipeline, which SwiftShader compiles for half a second.
 
 struct Params {
   rows: u32,           // m
@@ -18,12 +19,14 @@ struct Params {
   b_rows: u32,         // rows of b that there are: n of [n, k]
   slice_depth: u32,    // of k, for one workgroup in z
   slice_stride: u32,   // in vec4, of their results
+  flags: u32,
 }
 
-override a_transposed: bool = false;  // a is [k, m]
-override b_transposed: bool = true;   // b is [n, k]
-override has_bias: bool = false;
-override bounded: u32 = 0u;           // by counted[0]: 1 the rows, 2 the depth
+const a_transposed = 1u;   // a is [k, m]
+const b_transposed = 2u;   // b is [n, k]
+const with_bias = 4u;
+const bounded_rows = 8u;   // by counted[0]
+const bounded_depth = 16u;
 
 @group(0) @binding(0) var<uniform> p: Params;
 @group(0) @binding(1) var<storage, read> a: array<vec4<f32>>;
@@ -49,14 +52,17 @@ fn load_b(row: u32, column: u32, rows: u32, columns: u32) -> vec4<f32> {
   return vec4<f32>(0.0);
 }
 
+fn has(flag: u32) -> bool {
+  return (p.flags & flag) != 0u;
+}
 fn depth_of() -> u32 {
-  if (bounded == 2u) {
+  if (has(bounded_depth)) {
     return min(p.depth, counted[0]);
   }
   return p.depth;
 }
 fn rows_of() -> u32 {
-  if (bounded == 1u) {
+  if (has(bounded_rows)) {
     return min(p.rows, counted[0]);
   }
   return p.rows;
@@ -72,7 +78,7 @@ fn store(slice: u32, row: u32, column: u32, value: vec4<f32>) {
     return;
   }
   var v = value;
-  if (has_bias) {
+  if (has(with_bias)) {
     for (var k = 0u; k < 4u; k++) {
       if (column + k < p.b_rows) {
         v[k] += bias[p.bias_base + column + k];
@@ -112,7 +118,7 @@ fn product_small(@builtin(workgroup_id) group: vec3<u32>,
     if (step > 0u) {
       workgroupBarrier();
     }
-    if (a_transposed) {
+    if (has(a_transposed)) {
       tile_a[thread] = load_a(k0 + thread / 8u, first_row + thread % 8u * 4u, depth, p.rows);
     } else if (thread < 16u) {
       let x = thread / 2u;
@@ -125,7 +131,7 @@ fn product_small(@builtin(workgroup_id) group: vec3<u32>,
       tile_a[(k + 2u) * 8u + x] = v[2];
       tile_a[(k + 3u) * 8u + x] = v[3];
     }
-    if (!b_transposed) {
+    if (!has(b_transposed)) {
       tile_b[thread] = load_b(k0 + thread / 8u, first_column + thread % 8u * 4u, depth, p.columns);
     } else if (thread >= 16u && thread < 32u) {
       let x = (thread - 16u) / 2u;
