@@ -102,6 +102,8 @@ TEST_F(WebGpu, RowsOfEveryLength) {
     scaled.options.z_loss = 0.1f;
     scaled.outside = 0.2;
     expect_ok(judge(device_, scaled));
+    scaled.op = OpKind::forward_backward;
+    expect_ok(judge(device_, scaled));
   }
 }
 

@@ -103,6 +103,12 @@ fn product_small(@builtin(workgroup_id) group: vec3<u32>,
   if (first_row >= rows && p.adds != 0u) {
     return;
   }
+  // Which threads load, and how. SwiftShader goes through both sides of an `if`, but not through a
+  // loop of no turn.
+  let straight_a = select(0u, 1u, has(a_transposed));
+  let straight_b = select(1u, 0u, has(b_transposed));
+  let turned_a = select(0u, 1u, !has(a_transposed) && thread < 16u);
+  let turned_b = select(0u, 1u, has(b_transposed) && thread >= 16u && thread < 32u);
   let tx = thread % 8u;
   let ty = thread / 8u;
   var s00 = vec4<f32>(0.0);
@@ -118,9 +124,10 @@ fn product_small(@builtin(workgroup_id) group: vec3<u32>,
     if (step > 0u) {
       workgroupBarrier();
     }
-    if (has(a_transposed)) {
+    for (var turn = 0u; turn < straight_a; turn++) {
       tile_a[thread] = load_a(k0 + thread / 8u, first_row + thread % 8u * 4u, depth, p.rows);
-    } else if (thread < 16u) {
+    }
+    for (var turn = 0u; turn < turned_a; turn++) {
       let x = thread / 2u;
       let k = thread % 2u * 4u;
       let row = first_row + x * 4u;
@@ -131,9 +138,10 @@ fn product_small(@builtin(workgroup_id) group: vec3<u32>,
       tile_a[(k + 2u) * 8u + x] = v[2];
       tile_a[(k + 3u) * 8u + x] = v[3];
     }
-    if (!has(b_transposed)) {
+    for (var turn = 0u; turn < straight_b; turn++) {
       tile_b[thread] = load_b(k0 + thread / 8u, first_column + thread % 8u * 4u, depth, p.columns);
-    } else if (thread >= 16u && thread < 32u) {
+    }
+    for (var turn = 0u; turn < turned_b; turn++) {
       let x = (thread - 16u) / 2u;
       let k = (thread - 16u) % 2u * 4u;
       let row = first_column + x * 4u;
