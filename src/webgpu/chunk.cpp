@@ -203,9 +203,8 @@ void Run::product(const ProductParams& params, const ProductKind& kind, Binding 
                        u32(kind.slices));
   };
   if (tile.small) {
-    p.flags = (kind.a_transposed ? 1u : 0u) | (kind.b_transposed ? 2u : 0u) |
-              (kind.has_bias ? 4u : 0u) | kind.bounded * 8u;
-    return with("product_small", {});
+    p.flags = (kind.a_transposed ? 1u : 0u) | (kind.has_bias ? 4u : 0u) | kind.bounded * 8u;
+    return with("product_small", {{"b_transposed", kind.b_transposed ? 1.0 : 0.0}});
   }
   with("product", {{"a_transposed", kind.a_transposed ? 1.0 : 0.0},
                    {"b_transposed", kind.b_transposed ? 1.0 : 0.0},

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The product of product.wgsl where it is small: tiles of 32 x 32, 8 of k at a time, 4 x 4 sums a
 // thread, in the same order. Little workgroup memory: SwiftShader's compiler clears it word by word,
-// which takes it half a millisecond a word. How the operands lie is not an `override` but a flag: the
-// three products of a call are one pipeline, which SwiftShader compiles for half a second.
+// which takes it half a millisecond a word. How a lies is not an `override` but a flag, so that the two
+// gradients' products are one pipeline, which takes it half a second; how b lies is one, since flags for
+// both took every product twice as long there.
 
 struct Params {
   rows: u32,           // m
@@ -22,8 +23,9 @@ struct Params {
   flags: u32,
 }
 
-const a_transposed = 1u;   // a is [k, m]
-const b_transposed = 2u;   // b is [n, k]
+override b_transposed: bool = true;  // b is [n, k]
+
+const a_transposed = 1u;  // a is [k, m]
 const with_bias = 4u;
 const bounded_rows = 8u;   // by counted[0]
 const bounded_depth = 16u;
@@ -103,12 +105,9 @@ fn product_small(@builtin(workgroup_id) group: vec3<u32>,
   if (first_row >= rows && p.adds != 0u) {
     return;
   }
-  // Which threads load, and how. SwiftShader goes through both sides of an `if`, but not through a
-  // loop of no turn.
+  // Which threads load a, and how, as loops of one turn or none.
   let straight_a = select(0u, 1u, has(a_transposed));
-  let straight_b = select(1u, 0u, has(b_transposed));
   let turned_a = select(0u, 1u, !has(a_transposed) && thread < 16u);
-  let turned_b = select(0u, 1u, has(b_transposed) && thread >= 16u && thread < 32u);
   let tx = thread % 8u;
   let ty = thread / 8u;
   var s00 = vec4<f32>(0.0);
@@ -138,10 +137,9 @@ fn product_small(@builtin(workgroup_id) group: vec3<u32>,
       tile_a[(k + 2u) * 8u + x] = v[2];
       tile_a[(k + 3u) * 8u + x] = v[3];
     }
-    for (var turn = 0u; turn < straight_b; turn++) {
+    if (!b_transposed) {
       tile_b[thread] = load_b(k0 + thread / 8u, first_column + thread % 8u * 4u, depth, p.columns);
-    }
-    for (var turn = 0u; turn < turned_b; turn++) {
+    } else if (thread >= 16u && thread < 32u) {
       let x = (thread - 16u) / 2u;
       let k = (thread - 16u) % 2u * 4u;
       let row = first_column + x * 4u;
