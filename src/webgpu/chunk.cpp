@@ -197,22 +197,24 @@ void Run::product(const ProductParams& params, const ProductKind& kind, Binding 
   const Tile tile = tile_of(params.rows, params.columns, params.depth, kind.b_transposed);
   ProductParams p = params;
   p.slice_depth = blocks(params.depth, 16 * kind.slices) * 16;
-  const auto with = [&](const char* name, std::initializer_list<Constant> constants) {
+  const auto with = [&](std::initializer_list<Constant> constants) {
+    const char* name = tile.small ? "product_small" : "product";
     recorder_.dispatch(name, name, constants, p, {a, b, result, role(Role::counted), bias},
                        blocks(params.columns, tile.n), blocks(params.rows, tile.m),
                        u32(kind.slices));
   };
-  if (tile.small) {
-    p.flags = (kind.a_transposed ? 1u : 0u) | (kind.has_bias ? 4u : 0u) | kind.bounded * 8u;
-    return with("product_small", {{"b_transposed", kind.b_transposed ? 1.0 : 0.0}});
-  }
-  with("product", {{"a_transposed", kind.a_transposed ? 1.0 : 0.0},
-                   {"b_transposed", kind.b_transposed ? 1.0 : 0.0},
-                   {"has_bias", kind.has_bias ? 1.0 : 0.0},
-                   {"bounded", static_cast<double>(kind.bounded)},
-                   {"tile_m", static_cast<double>(tile.m)},
-                   {"tile_n", static_cast<double>(tile.n)},
-                   {"threads", static_cast<double>(tile.threads())}});
+  const Constant a_transposed{"a_transposed", kind.a_transposed ? 1.0 : 0.0},
+      b_transposed{"b_transposed", kind.b_transposed ? 1.0 : 0.0},
+      has_bias{"has_bias", kind.has_bias ? 1.0 : 0.0},
+      bounded{"bounded", static_cast<double>(kind.bounded)};
+  if (tile.small) return with({a_transposed, b_transposed, has_bias, bounded});
+  with({a_transposed,
+        b_transposed,
+        has_bias,
+        bounded,
+        {"tile_m", static_cast<double>(tile.m)},
+        {"tile_n", static_cast<double>(tile.n)},
+        {"threads", static_cast<double>(tile.threads())}});
 }
 
 // Rows of the window, [columns, D] with D rounded up to 4; in the view itself,

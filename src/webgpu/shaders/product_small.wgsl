@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The product of product.wgsl where it is small: tiles of 32 x 32, 8 of k at a time, 4 x 4 sums a
 // thread, in the same order. Little workgroup memory: SwiftShader's compiler clears it word by word,
-// which takes it half a millisecond a word. How a lies is not an `override` but a flag, so that the two
-// gradients' products are one pipeline, which takes it half a second; how b lies is one, since flags for
-// both took every product twice as long there.
+// which takes it half a millisecond a word.
 
 struct Params {
   rows: u32,           // m
@@ -20,15 +18,12 @@ struct Params {
   b_rows: u32,         // rows of b that there are: n of [n, k]
   slice_depth: u32,    // of k, for one workgroup in z
   slice_stride: u32,   // in vec4, of their results
-  flags: u32,
 }
 
-override b_transposed: bool = true;  // b is [n, k]
-
-const a_transposed = 1u;  // a is [k, m]
-const with_bias = 4u;
-const bounded_rows = 8u;   // by counted[0]
-const bounded_depth = 16u;
+override a_transposed: bool = false;  // a is [k, m]
+override b_transposed: bool = true;   // b is [n, k]
+override has_bias: bool = false;
+override bounded: u32 = 0u;           // by counted[0]: 1 the rows, 2 the depth
 
 @group(0) @binding(0) var<uniform> p: Params;
 @group(0) @binding(1) var<storage, read> a: array<vec4<f32>>;
@@ -54,17 +49,14 @@ fn load_b(row: u32, column: u32, rows: u32, columns: u32) -> vec4<f32> {
   return vec4<f32>(0.0);
 }
 
-fn has(flag: u32) -> bool {
-  return (p.flags & flag) != 0u;
-}
 fn depth_of() -> u32 {
-  if (has(bounded_depth)) {
+  if (bounded == 2u) {
     return min(p.depth, counted[0]);
   }
   return p.depth;
 }
 fn rows_of() -> u32 {
-  if (has(bounded_rows)) {
+  if (bounded == 1u) {
     return min(p.rows, counted[0]);
   }
   return p.rows;
@@ -80,7 +72,7 @@ fn store(slice: u32, row: u32, column: u32, value: vec4<f32>) {
     return;
   }
   var v = value;
-  if (has(with_bias)) {
+  if (has_bias) {
     for (var k = 0u; k < 4u; k++) {
       if (column + k < p.b_rows) {
         v[k] += bias[p.bias_base + column + k];
@@ -105,9 +97,6 @@ fn product_small(@builtin(workgroup_id) group: vec3<u32>,
   if (first_row >= rows && p.adds != 0u) {
     return;
   }
-  // Which threads load a, and how, as loops of one turn or none.
-  let straight_a = select(0u, 1u, has(a_transposed));
-  let turned_a = select(0u, 1u, !has(a_transposed) && thread < 16u);
   let tx = thread % 8u;
   let ty = thread / 8u;
   var s00 = vec4<f32>(0.0);
@@ -123,10 +112,9 @@ fn product_small(@builtin(workgroup_id) group: vec3<u32>,
     if (step > 0u) {
       workgroupBarrier();
     }
-    for (var turn = 0u; turn < straight_a; turn++) {
+    if (a_transposed) {
       tile_a[thread] = load_a(k0 + thread / 8u, first_row + thread % 8u * 4u, depth, p.rows);
-    }
-    for (var turn = 0u; turn < turned_a; turn++) {
+    } else if (thread < 16u) {
       let x = thread / 2u;
       let k = thread % 2u * 4u;
       let row = first_row + x * 4u;
