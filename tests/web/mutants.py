@@ -22,7 +22,8 @@ SCRATCH = ROOT / "out/web-mutants"
 LOSS, CAST = "test_cross_entropy.py", "test_softmax_cast.py"
 ERRORS, MODULE = "test_errors.py", "test_module.py"
 
-# name, shader or file of build/web, text, replacement, tests
+# name, shader or file of build/web, text, replacement, tests. Not cross_entropy.wgsl without its third barrier: lavapipe runs a
+# workgroup's first threads first, and it is they who write what the others read.
 MUTANTS = [
     ("drop the last column", "cross_entropy", "if (column.w < dims.y) {\n    x.w", "if (column.w + 1u < dims.y) {\n    x.w", LOSS),
     ("store no last column", "cross_entropy", "if (column.w < dims.y) {\n    logits", "if (column.w + 1u < dims.y) {\n    logits", LOSS),
@@ -34,7 +35,6 @@ MUTANTS = [
     ("a maximum of its own for every thread", "cross_entropy", "known[i].scale * weigh_one(m, known[i].part.m);", "known[i].scale;", LOSS),
     ("a thread's part left out", "cross_entropy", "parts[tid] = merged(tid, 17u, 16u);", "parts[tid] = merged(tid, 17u, 15u);", LOSS),
     ("no barrier before the parts are read", "cross_entropy", "  parts[cell] = own;\n  workgroupBarrier();", "  parts[cell] = own;", LOSS),
-    ("no barrier before a row is known", "cross_entropy", "    }\n  }\n  workgroupBarrier();\n  if (params.y > 0.0) {", "    }\n  }\n  if (params.y > 0.0) {", LOSS),
     ("z-loss without its gradient", "cross_entropy", "(1.0 + 2.0 * params.z * lse)", "1.0", LOSS),
     ("z-loss without its loss", "cross_entropy", "params.z * lse * lse;", "0.0;", LOSS),
     ("inv_norm forgotten at the target", "cross_entropy", ".x - params.x * (1.0 - params.y);", ".x - (1.0 - params.y);", LOSS),
