@@ -3,7 +3,7 @@
 // linear op with gradients beside them in workspaces from the minimum on, cross_entropy in place,
 // of the host and of the kernel with the published bindings, beside WebGPU's own copy and a
 // shader's. Least of several times, each of enough calls to outlast the submission.
-//   logitless_webgpu_bench [--quick] [--peak TFLOPS]
+//   logitless_webgpu_bench [--quick | --rows] [--peak TFLOPS]          --rows: cross_entropy alone
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -314,10 +314,11 @@ void rows(int64_t tokens, int64_t vocab) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  bool quick = false;
+  bool quick = false, rows_alone = false;
   double peak = 0;
   for (int i = 1; i < argc; ++i) {
     if (std::string(argv[i]) == "--quick") quick = true;
+    if (std::string(argv[i]) == "--rows") rows_alone = true;
     if (std::string(argv[i]) == "--peak" && i + 1 < argc) peak = std::atof(argv[++i]);
   }
   Status status;
@@ -333,6 +334,7 @@ int main(int argc, char** argv) {
   }
   for (const int64_t vocab : {256, 1024, 4096, 50257})
     rows((int64_t{1} << 27) / vocab / 64 * 64, vocab);
+  if (rows_alone) return 0;
   linear(1024, 50304, 768, peak);
   linear(4096, 50304, 768, peak);
   linear(4096, 32768, 4096, peak);

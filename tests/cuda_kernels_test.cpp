@@ -66,6 +66,7 @@ std::vector<Ragged> ragged() {
   constexpr Shape tiles{530, 72, 399}, cut{1300, 72, 1301}, lent{66, 256, 12001};
   return {
       {"loss_bf16", ignored(linear(loss, bf16, tiles)), 1},
+      {"loss_without_copy_bf16", ignored(linear(loss, bf16, tiles)), 0},
       {"loss_f16", linear(loss, f16, tiles), 1},
       {"loss_with_bias_bf16", ignored(biased(linear(loss, bf16, tiles))), 1},
       {"loss_with_bias_f16", biased(linear(loss, f16, tiles)), 1},

@@ -10,6 +10,7 @@
 #include "src/cuda/plan.h"
 #include "src/cuda/sm90/cut.h"
 #include "src/cuda/sm90/forward.h"
+#include "src/cuda/sm90/units.h"
 
 namespace logitless::cuda {
 namespace {
@@ -31,6 +32,11 @@ std::vector<LinearShape> shapes() {
         s.fused = fused && dtype != DType::f32;
         s.can_store = dtype != DType::f16;
         all.push_back(s);
+        s.plain = s.fused;
+        all.push_back(s);
+        s.reads_input = s.fused;
+        all.push_back(s);
+        s.reads_input = false;
         s.grad_input = s.grad_weight = true;
         all.push_back(s);
         s.lends_grad_weight = s.fused;
@@ -39,7 +45,7 @@ std::vector<LinearShape> shapes() {
         all.push_back(s);
         s.grad_weight_f32 = s.lends_grad_weight = false;
         s.grad_bias = s.smoothing = s.weighted_sum = s.entropy = s.argmax = true;
-        s.direct_grad_weight = s.fused = false;
+        s.direct_grad_weight = s.fused = s.plain = false;
         s.copies_weight = true;
         all.push_back(s);
       }
@@ -228,6 +234,60 @@ TEST(CudaPlan, TheRecommendedBytesGiveThatTime) {
     // A tile of E more or less, where slots of slices took its place.
     EXPECT_LE(ran.seconds, asked.seconds * 1.001);
     EXPECT_LE(ran.bytes, asked.bytes);
+  }
+}
+
+// The heads that are measured (docs/results.md): one chunk, so that the weight is read by one
+// launch.
+TEST(CudaPlan, TheLossAloneTakesAllTokensAtOnceInSixteenMebibytes) {
+  for (const auto& [tokens, vocab, hidden] : {std::array<int64_t, 3>{8192, 128256, 4096},
+                                              {8192, 151936, 2048},
+                                              {8192, 256000, 2304},
+                                              {4096, 129280, 7168},
+                                              {20480, 50257, 768}}) {
+    LinearShape s{.tokens = tokens, .vocab = vocab, .hidden = hidden};
+    s.fused = s.plain = s.reads_input = true;
+    const LinearPlan p = plan_linear(s, {}, 16 * MiB);
+    EXPECT_LE(p.bytes, 16 * MiB);
+    EXPECT_EQ(p.chunks, 1);
+    EXPECT_FALSE(p.copies_input);
+    // With room for the rows that count, which the copy engine brings faster.
+    const LinearPlan recommended = recommended_plan(s, {});
+    EXPECT_EQ(recommended.chunks, 1);
+    EXPECT_TRUE(recommended.copies_input);
+  }
+}
+
+TEST(CudaUnits, EveryTileIsDoneOnceAndFoundAgain) {
+  for (const int clusters : {1, 7, 66}) {
+    for (const int rows : {0, 1, 3, 4, 5, 16, 40}) {
+      for (const int tiles : {1, 7, 8, 9, 64, 127, 262, 668}) {
+        for (const int width : {1, sm90::unit_tiles}) {
+          const sm90::Units u = sm90::Units::make(rows, tiles, width, clusters);
+          std::vector<int> item_of(static_cast<size_t>(rows * tiles), -1);
+          for (int n = 0; n < u.items; ++n) {
+            const sm90::UnitItem item = u.item(n);
+            ASSERT_EQ(item.end - item.tile, item.single < 0 ? width : 1);
+            for (int tile = item.tile; tile < item.end; ++tile) {
+              int& done = item_of.at(static_cast<size_t>(item.row_cluster * tiles + tile));
+              ASSERT_EQ(done, -1) << "tile " << tile << " twice";
+              done = item.single;
+              if (width == 1) continue;
+              const int unit = tile / width;
+              ASSERT_EQ(u.single(item.row_cluster, unit, tile - unit * width), item.single);
+            }
+          }
+          EXPECT_EQ(u.items - u.whole, u.singles());
+          EXPECT_EQ(u.whole * width + u.singles(), rows * tiles);
+          if (width > 1 && rows > 0) {
+            EXPECT_LE(u.singles(), sm90::most_singles(rows, tiles, clusters));
+            EXPECT_LE(u.singles(), sm90::most_singles(rows + 5, tiles, clusters));
+          }
+          // No cluster does more tiles than an even share.
+          EXPECT_EQ(u.whole % (width == 1 ? 1 : clusters), 0);
+        }
+      }
+    }
   }
 }
 

@@ -3,7 +3,11 @@
 // errors of the device as statuses with its own words, the caller's device and buffers.
 #include "logitless/webgpu.h"
 
+#include <cmath>
+#include <limits>
+
 #include "judge.h"
+#include "problem.h"
 #include "src/webgpu/native.h"
 #include "suite.h"
 
@@ -82,12 +86,76 @@ TEST_F(WebGpu, LargeTilesAndSlices) {
   }
 }
 
-// The rows that are read once, with as many threads as they want, beside those that are not.
-TEST_F(WebGpu, ShortRowsOfEveryLength) {
-  for (const int64_t vocab : {255, 256, 257, 1023, 1024, 1025, 4095, 4096, 4097}) {
+// The rows that are read once, with as many threads as they want, beside those that are not; by the
+// kernel of plain calls and by the others'.
+TEST_F(WebGpu, RowsOfEveryLength) {
+  for (const int64_t vocab : {255, 256, 257, 1023, 1024, 1025, 4095, 4096, 4097, 12287}) {
     for (const OpKind op : {OpKind::forward_backward, OpKind::softmax}) {
       Case c{.op = op, .shape = {19, 1, vocab}, .in_place = true};
+      c.ignored = op == OpKind::softmax ? 0 : 0.2;
       expect_ok(judge(device_, c));
+      c.statistics = op != OpKind::softmax;
+      expect_ok(judge(device_, c));
+    }
+    Case scaled{.op = OpKind::backward, .shape = {19, 1, vocab}};
+    scaled.options.logit_scale = -0.5f;
+    scaled.options.z_loss = 0.1f;
+    scaled.outside = 0.2;
+    expect_ok(judge(device_, scaled));
+    scaled.op = OpKind::forward_backward;
+    expect_ok(judge(device_, scaled));
+  }
+}
+
+// Masks, infinities and NaN in the rows of plain calls, and in a row that does not count.
+TEST_F(WebGpu, PlainRowsOfWhatIsNoNumber) {
+  constexpr double kInf = std::numeric_limits<double>::infinity();
+  constexpr double kLowest = std::numeric_limits<float>::lowest();
+  for (const int64_t vocab : {70, 700, 4096, 4099}) {
+    Case c{.op = OpKind::forward_backward, .shape = {9, 1, vocab}};
+    c.options.reduction = Reduction::sum;
+    auto p = build<CrossEntropyForwardBackward>(c);
+    std::vector<double> z = read(p.op.logits), target = read(p.op.target);
+    const auto row = [&](int64_t i) { return z.data() + i * vocab; };
+    row(0)[vocab - 1] = std::nan("");
+    row(1)[3] = kInf;
+    std::fill_n(row(2), vocab, -kInf);
+    std::fill_n(row(3), vocab / 2, -kInf);
+    row(4)[static_cast<size_t>(target[4])] = -kInf;
+    std::fill_n(row(5), vocab, kLowest);
+    std::fill_n(row(6), vocab, kLowest);
+    row(6)[vocab - 1] = 1;
+    target[7] = static_cast<double>(c.options.ignore_index);
+    row(7)[5] = std::nan("");
+    write(p.op.logits, z);
+    write(p.op.target, target);
+    const Comparison all =
+        compare(expected(device_, p.op, p.model), execute(device_, p.op, p.pool));
+    EXPECT_TRUE(all.ok()) << vocab << "\n" << all.report;
+    for (int64_t i : {0, 1, 2, 4}) row(i)[0] = 0, std::fill_n(row(i), vocab, 0.5);
+    write(p.op.logits, z);
+    const Comparison finite =
+        compare(expected(device_, p.op, p.model), execute(device_, p.op, p.pool));
+    EXPECT_TRUE(finite.ok()) << vocab << "\n" << finite.report;
+  }
+}
+
+// A long row is written from where 32 columns begin in memory, which is another column in every
+// row.
+TEST_F(WebGpu, TheBitsOfALongRowDoNotDependOnItsPlace) {
+  for (const int64_t vocab : {4099, 9001}) {
+    Case c{.op = OpKind::forward_backward, .shape = {33, 1, vocab}};
+    auto p = build<CrossEntropyForwardBackward>(c);
+    std::vector<double> z = read(p.op.logits), target(33, 17);
+    for (int64_t i = 1; i < 33; ++i) std::copy_n(z.begin(), vocab, z.begin() + i * vocab);
+    write(p.op.logits, z);
+    write(p.op.target, target);
+    const Outcome outcome = execute(device_, p.op, p.pool);
+    ASSERT_TRUE(outcome.status.ok()) << outcome.status.message();
+    const std::vector<std::byte>& bits = outcome.fields.at("grad_logits").bits;
+    const auto bytes = static_cast<ptrdiff_t>(4 * vocab);
+    for (int64_t i = 1; i < 33; ++i) {
+      EXPECT_TRUE(std::equal(bits.begin(), bits.begin() + bytes, bits.begin() + i * bytes)) << i;
     }
   }
 }

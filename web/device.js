@@ -40,13 +40,17 @@ export class DeviceSide {
 
   // Between these two lies a call of the module; end() gives its verdict.
   begin() {
-    if (this.encoder) this.#closeScopes('');  // a call that trapped
-    this.encoder = this.pass = null;
     this.refusal = null;  // what was thrown at once
     this.verdicts = new Set();
   }
   end() {
     return first(this.verdicts).then((message) => this.lost ?? message);
+  }
+
+  // After a call that failed or trapped: what it recorded is dropped, and its scopes do not stay open on the page's device.
+  abandon() {
+    if (this.encoder) this.#closeScopes('what was recorded');
+    this.encoder = this.pass = null;
   }
 
   // What `make` gives, or null where it throws, and the verdict of WebGPU.

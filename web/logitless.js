@@ -3,40 +3,16 @@
 // logitless.wasm, which is the planner and dispatcher of the C++ library. Calls record work and return
 // at once; reading a tensor waits. What every option means: docs/semantics.md. Types: logitless.d.ts.
 
+import {Core, OPTIONS, WORDS} from './core.js';
 import {DeviceSide, first} from './device.js';
+import {count, DTYPES, LogitlessError, Tensor} from './tensor.js';
 
-const DTYPES = {
-  f32: {code: 0, bytes: 4, array: Float32Array},
-  f16: {code: 1, bytes: 2, array: Uint16Array},
-  i32: {code: 3, bytes: 4, array: Int32Array},
-};
-const KINDS = {
-  softmax: 0,
-  crossEntropyForward: 1,
-  crossEntropyBackward: 2,
-  crossEntropyForwardBackward: 3,
-  linearCrossEntropyForward: 4,
-  linearCrossEntropyBackward: 5,
-  linearCrossEntropyForwardBackward: 6,
-};
-const WORDS = {
-  reduction: ['none', 'sum', 'mean'],
-  outOfRange: ['error', 'ignore'],
-  emptyMean: ['zero', 'nan'],
-  inputKind: ['logits', 'probabilities'],
-};
-const CODES = [
-  'ok', 'invalid_argument', 'wrong_shape', 'wrong_dtype', 'wrong_device', 'misaligned', 'unknown_enum',
-  'workspace_too_small', 'target_out_of_range', 'backend_unavailable', 'not_supported', 'device_error', 'internal',
-];
+export {LogitlessError, Tensor};
+
 const TENSORS = [
   'logits', 'probabilities', 'input', 'weight', 'bias', 'target', 'tokenWeight', 'vocabWeight', 'loss', 'lse',
   'targetLogit', 'entropy', 'argmax', 'rowReference', 'rowLogSum', 'weightedLogitSum', 'gradLoss', 'gradLse',
   'gradTargetLogit', 'gradEntropy', 'gradLogits', 'gradInput', 'gradWeight', 'gradBias', 'fault',
-];
-const OPTIONS = [
-  'ignoreIndex', 'labelSmoothing', 'zLoss', 'logitScale', 'softcap', 'temperature', 'probabilityFloor', 'normalizer',
-  'vocabStart', 'vocabTotal',
 ];
 // What a call reads; all its other tensors it writes.
 const INPUTS = new Set(['logits', 'input', 'weight', 'bias', 'target', 'tokenWeight', 'vocabWeight', 'gradLoss']);
@@ -45,18 +21,6 @@ const LIMITS = [
   'maxBufferSize', 'maxStorageBufferBindingSize', 'maxStorageBuffersPerShaderStage', 'maxComputeWorkgroupStorageSize',
   'maxComputeInvocationsPerWorkgroup', 'maxComputeWorkgroupSizeX',
 ];
-
-const snake = (name) => name.replace(/[A-Z]/g, (letter) => `_${letter.toLowerCase()}`);
-const count = (shape) => shape.reduce((product, size) => product * size, 1);
-
-export class LogitlessError extends Error {
-  /** @param {string} code a status code's name @param {string} message */
-  constructor(code, message) {
-    super(message);
-    this.name = 'LogitlessError';
-    this.code = code;
-  }
-}
 
 // Why there is no WebGPU here, in a sentence for the visitor; null where there is.
 export async function whyUnavailable() {
@@ -70,46 +34,6 @@ export async function whyUnavailable() {
     return 'This browser has WebGPU but found no adapter: the GPU or its driver is not supported, or is blocked. On Linux, Chrome may need --enable-unsafe-webgpu.';
   }
   return null;
-}
-
-// A strided view of a GPU buffer.
-export class Tensor {
-  constructor(owner, buffer, shape, dtype, {byteOffset = 0, stride, owned = false} = {}) {
-    this.owner = owner;
-    this.buffer = buffer;
-    this.shape = shape;
-    this.dtype = dtype;
-    this.byteOffset = byteOffset;
-    this.stride = stride ?? (shape.length === 2 ? [shape[1], 1] : shape.length === 1 ? [1] : []);
-    this.owned = owned;
-  }
-
-  get isContiguous() {
-    const dense = this.shape.length === 2 ? [this.shape[1], 1] : [1];
-    return this.shape.every((size, d) => size <= 1 || this.stride[d] === dense[d]);
-  }
-
-  get bytes() {
-    return count(this.shape) * DTYPES[this.dtype].bytes;
-  }
-
-  // The elements, once everything recorded before has run. Contiguous tensors only.
-  async read() {
-    return this.owner.read(this);
-  }
-
-  // The one element of a tensor of one.
-  async item() {
-    return (await this.read())[0];
-  }
-
-  write(data) {
-    this.owner.write(this, data);
-  }
-
-  destroy() {
-    this.owner.release(this);
-  }
 }
 
 export class Logitless {
@@ -131,20 +55,18 @@ export class Logitless {
     return new Logitless(device, side, instance.exports);
   }
 
-  constructor(device, side, core) {
+  constructor(device, side, exports) {
     this.device = device;
     this.side = side;
-    this.core = core;
-    this.buffers = new WeakMap();  // GPUBuffer -> {number: the module's, written: verdict of what wrote it last}
+    side.memory = exports.memory;
+    this.core = new Core(exports);
+    this.core.setLimits(device.limits);
+    // GPUBuffer -> {made, written: the verdicts of its creation and of what wrote it last}. It is the buffer's, however
+    // many tensors wrap it, and goes with it.
+    this.buffers = new WeakMap();
     this.pending = Promise.resolve(null);  // the verdict of everything since the last done()
     /** @type {Promise<string>} resolves, with WebGPU's reason, when the device is lost */
     this.lost = side.whenLost;
-    side.memory = core.memory;
-    core._initialize();
-    const l = device.limits;
-    core.set_limits(
-        l.maxBufferSize, l.maxStorageBufferBindingSize, l.maxStorageBuffersPerShaderStage, l.minStorageBufferOffsetAlignment,
-        l.maxComputeWorkgroupStorageSize, l.maxComputeInvocationsPerWorkgroup, l.maxComputeWorkgroupsPerDimension);
   }
 
   get isLost() {
@@ -159,7 +81,7 @@ export class Logitless {
     const usage = GPUBufferUsage.STORAGE | GPUBufferUsage.COPY_SRC | GPUBufferUsage.COPY_DST;
     const {made, thrown, verdict} = this.side.scoped(`a tensor [${shape}] of ${size} bytes`, () => this.device.createBuffer({size, usage}));
     if (thrown) throw new LogitlessError('device_error', thrown);
-    this.buffers.set(made, {number: this.side.adopt(made, verdict), written: this.#remember(verdict)});
+    this.buffers.set(made, {made: verdict, written: this.#remember(verdict)});
     return new Tensor(this, made, shape, dtype, {owned: true});
   }
 
@@ -179,9 +101,6 @@ export class Logitless {
   }
 
   release(tensor) {
-    const known = this.buffers.get(tensor.buffer);
-    if (known) this.side.forget(known.number);
-    this.buffers.delete(tensor.buffer);
     if (tensor.owned) tensor.buffer.destroy();
   }
 
@@ -284,10 +203,10 @@ export class Logitless {
     const none = (shape, type = dtype) => new Tensor(this, null, shape, type);
     const tensors = {input: none([tokens, hidden]), weight: none([vocab, hidden]), target: none([tokens], 'i32'), loss: none(options.reduction === 'none' ? [tokens] : [], 'f32')};
     if (gradients) Object.assign(tensors, {gradInput: none([tokens, hidden], gradientDtype), gradWeight: none([vocab, hidden], gradientDtype)});
-    this.#begin(gradients ? 'linearCrossEntropyForwardBackward' : 'linearCrossEntropyForward', options);
+    this.core.begin(gradients ? 'linearCrossEntropyForwardBackward' : 'linearCrossEntropyForward', options);
     // Any number for a buffer of its own, at offset 0, as tensor() makes them.
-    Object.entries(tensors).forEach(([name, tensor], i) => this.#give(name, tensor, i + 1));
-    return this.#sizes();
+    Object.entries(tensors).forEach(([name, tensor], i) => this.core.give(name, tensor, i + 1));
+    return this.core.sizes();
   }
 
   // The same op in double by plain loops, from arrays, on the CPU: {loss, gradInput, ...}, each with the
@@ -296,28 +215,28 @@ export class Logitless {
     const {core} = this;
     const held = [];
     const hold = (bytes) => {
-      held.push(this.#allocate(Math.max(8, bytes)));
+      held.push(this.core.allocate(Math.max(8, bytes)));
       return held.at(-1);
     };
     try {
-      this.#begin(kind, options);
+      this.core.begin(kind, options);
       const dtypeOf = (data) => (data instanceof Int32Array ? 'i32' : data instanceof Uint16Array ? 'f16' : 'f32');
       for (const [name, data] of Object.entries(tensors)) {
         const address = hold(data.byteLength);
-        new Uint8Array(core.memory.buffer, address, data.byteLength).set(new Uint8Array(data.buffer, data.byteOffset, data.byteLength));
-        this.#give(name, new Tensor(this, null, shapes[name] ?? [data.length], dtypeOf(data)), address);
+        new Uint8Array(core.exports.memory.buffer, address, data.byteLength).set(new Uint8Array(data.buffer, data.byteOffset, data.byteLength));
+        this.core.give(name, new Tensor(this, null, shapes[name] ?? [data.length], dtypeOf(data)), address);
       }
       // Those that the op adds to are among the tensors; of the others only the shape is looked at.
-      for (const [name, shape] of Object.entries(outputs)) if (!tensors[name]) this.#give(name, new Tensor(this, null, shape, 'f32'), hold(8));
-      this.#ask(() => core.evaluate(bounds ? 1 : 0));
+      for (const [name, shape] of Object.entries(outputs)) if (!tensors[name]) this.core.give(name, new Tensor(this, null, shape, 'f32'), hold(8));
+      core.evaluate(bounds);
       const results = {};
       for (const [name, shape] of Object.entries(outputs)) {
-        results[name] = {value: this.#doubles(name, 0, count(shape))};
-        if (bounds) results[name].bound = this.#doubles(name, 1, count(shape));
+        results[name] = {value: this.core.doubles(name, 0, count(shape))};
+        if (bounds) results[name].bound = this.core.doubles(name, 1, count(shape));
       }
       return results;
     } finally {
-      held.forEach((address) => core.release(address));
+      held.forEach((address) => core.exports.release(address));
     }
   }
 
@@ -347,14 +266,8 @@ export class Logitless {
     }
   }
 
-  #allocate(bytes) {
-    const address = this.core.allocate(bytes);
-    if (address === 0) throw new LogitlessError('internal', `out of memory: the module has no ${bytes} bytes left`);
-    return address;
-  }
-
   #known(buffer) {
-    if (!this.buffers.has(buffer)) this.buffers.set(buffer, {number: this.side.adopt(buffer), written: null});
+    if (!this.buffers.has(buffer)) this.buffers.set(buffer, {made: null, written: null});
     return this.buffers.get(buffer);
   }
 
@@ -368,98 +281,47 @@ export class Logitless {
     if (this.isLost) throw new LogitlessError('device_error', this.side.lost);
   }
 
-  #withText(text, call) {
-    const bytes = new TextEncoder().encode(text);
-    const address = this.#allocate(bytes.length + 1);
-    const memory = new Uint8Array(this.core.memory.buffer, address, bytes.length + 1);
-    memory.set(bytes);
-    memory[bytes.length] = 0;
-    try {
-      return call(address);
-    } finally {
-      this.core.release(address);
-    }
-  }
-
-  // Throws where a function of the module returns another code than 0, or traps.
-  #ask(call) {
-    let code;
-    try {
-      code = call();
-    } catch (error) {
-      throw new LogitlessError('internal', `the module stopped, out of memory perhaps: ${error.message}`);
-    }
-    if (code === 0) return;
-    const memory = new Uint8Array(this.core.memory.buffer);
-    const start = this.core.message();
-    const message = new TextDecoder().decode(memory.slice(start, memory.indexOf(0, start)));
-    throw new LogitlessError(CODES[code] ?? 'internal', message);
-  }
-
-  #begin(kind, options) {
-    this.core.begin(KINDS[kind], options.accumulate ? 1 : 0);
-    for (const name of OPTIONS) if (options[name] !== undefined) this.#option(name, options[name]);
-    for (const [name, words] of Object.entries(WORDS)) {
-      if (options[name] === undefined) continue;
-      const value = words.indexOf(options[name]);
-      if (value < 0) throw new LogitlessError('unknown_enum', `${name} is ${options[name]}; allowed: ${words.join(', ')}`);
-      this.#option(name, value);
-    }
-  }
-
-  #option(name, value) {
-    this.#withText(snake(name), (text) => this.#ask(() => this.core.option(text, value)));
-  }
-
-  #give(name, tensor, data) {
-    const {shape, stride, dtype, byteOffset} = tensor;
-    this.#withText(snake(name), (text) => this.core.tensor(
-        text, data, byteOffset, DTYPES[dtype].code, shape.length, shape[0] ?? 0, shape[1] ?? 0, stride[0] ?? 0, stride[1] ?? 0));
-  }
-
-  #doubles(name, bound, length) {
-    const address = this.#withText(snake(name), (text) => this.core.evaluated(text, bound));
-    return new Float64Array(this.core.memory.buffer, address, length).slice();
-  }
-
-  #sizes() {
-    const address = this.#allocate(16);
-    try {
-      this.#ask(() => this.core.workspace(address));
-      const [minimum, recommended] = new Float64Array(this.core.memory.buffer, address, 2);
-      return {minimum, recommended};
-    } finally {
-      this.core.release(address);
-    }
-  }
-
-  // Records the op; the bytes of workspace it was given. Its verdict, with those of its inputs, is from
-  // now on that of what it writes.
+  // Records the op; the bytes of workspace it was given.
   #run(kind, tensors, options) {
     this.#refuseIfLost();
     const unknown = Object.keys(options).filter((name) => ![...OPTIONS, ...Object.keys(WORDS), 'accumulate', 'budget', 'gradientDtype'].includes(name));
     if (unknown.length > 0) throw new LogitlessError('invalid_argument', `there is no option ${unknown[0]}`);
-    const known = Object.fromEntries(Object.entries(tensors).map(([name, tensor]) => [name, this.#known(tensor.buffer)]));
-    this.#begin(kind, options);
-    for (const [name, tensor] of Object.entries(tensors)) this.#give(name, tensor, known[name].number);
-    const {minimum, recommended} = this.#sizes();
-    const budget = Math.max(minimum, options.budget ?? recommended);
-    this.side.begin();
-    let refusal = null;
+    this.core.begin(kind, options);
+    // The module's numbers hold their buffers, so they end with the call.
+    const numbers = new Map();
     try {
-      this.#ask(() => this.core.run(budget));
+      for (const [name, tensor] of Object.entries(tensors)) {
+        const {buffer} = tensor;
+        if (!numbers.has(buffer)) numbers.set(buffer, this.side.adopt(buffer, this.#known(buffer).made));
+        this.core.give(name, tensor, numbers.get(buffer));
+      }
+      const {minimum, recommended} = this.core.sizes();
+      const budget = Math.max(minimum, options.budget ?? recommended);
+      this.#record(tensors, options, budget);
+      return budget;
+    } finally {
+      numbers.forEach((number) => this.side.forget(number));
+    }
+  }
+
+  // The call's verdict, with those of its inputs, is from now on that of what it writes.
+  #record(tensors, options, budget) {
+    let refusal = null;
+    this.side.begin();
+    try {
+      this.core.run(budget);
     } catch (error) {
       refusal = error;
+      this.side.abandon();
     }
     // What was refused has written nothing: its outputs are as good or as bad as before.
     if (refusal && !['device_error', 'internal'].includes(refusal.code)) throw refusal;
+    const known = (name) => this.#known(tensors[name].buffer);
     const read = (name) => INPUTS.has(name) || name === 'fault' || (options.accumulate && name.startsWith('grad'));
-    const before = Object.keys(tensors).filter(read).map((name) => known[name].written);
-    const verdict = this.#remember(first([...before, this.side.end()]));
-    for (const name of Object.keys(tensors)) if (!INPUTS.has(name)) known[name].written = verdict;
-    // The next call makes the buffers of the workspace anew.
+    const before = Object.keys(tensors).filter(read).map((name) => known(name).written);
+    const verdict = this.#remember(first([...before, this.side.end(), refusal?.message]));
+    for (const name of Object.keys(tensors)) if (!INPUTS.has(name)) known(name).written = verdict;
     verdict.then((failure) => failure && this.core.forget());
     if (refusal) throw refusal;
-    return budget;
   }
 }

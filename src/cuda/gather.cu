@@ -22,15 +22,58 @@ struct GatherArguments {
   int64_t pitch;
   int64_t rows;  // with those behind the chunk
   bool clears;
+  bool reads_input;  // where every token counts: no copy
   float* target_logit;
   int32_t* again;          // may be null
   int32_t* rows_finished;  // begin at 0 for the chunk
 };
 
-// A warp a row k of the compacted chunk, rows that are not valid zeros:
+template <class T>
+__device__ void add_products(const Pack<T>& x, const Pack<T>& w, float* sum) {
+#pragma unroll
+  for (int n = 0; n < Pack<T>::width; ++n) *sum = fmaf(to_f32(x.x[n]), to_f32(w.x[n]), *sum);
+}
+
+// A lane's part of x . w, 16 bytes in turn, and a copy of x where `to` is not null.
+template <class T>
+__device__ float dot_packs(const Pack<T>* x, const Pack<T>* w, int packs, Pack<T>* to, int lane) {
+  // A few steps' loads before the first store, behind which the compiler moves none.
+  constexpr int many = 4;
+  float sum = 0;
+  for (int j = lane; j < packs; j += many * 32) {
+    Pack<T> a[many], b[many];
+#pragma unroll
+    for (int i = 0; i < many; ++i) {
+      if (j + i * 32 < packs) a[i] = x[j + i * 32], b[i] = w[j + i * 32];
+    }
+#pragma unroll
+    for (int i = 0; i < many; ++i) {
+      if (j + i * 32 >= packs) break;
+      if (to != nullptr) to[j + i * 32] = a[i];
+      add_products(a[i], b[i], &sum);
+    }
+  }
+  return sum;
+}
+// The same in the same order of rows that lie anyhow, with zeros behind them up to `pitch`.
+template <class T>
+__device__ float dot_elements(const RowReader<T>& x, const RowReader<T>& w, int64_t pitch, T* to,
+                              int lane) {
+  float sum = 0;
+#pragma unroll 1
+  for (int64_t j = lane * Pack<T>::width; j < pitch; j += 32 * Pack<T>::width) {
+    const Pack<T> a = x(j);
+    if (to != nullptr) *reinterpret_cast<Pack<T>*>(to + j) = a;
+    add_products(a, w(j), &sum);
+  }
+  return sum;
+}
+
+// A warp a row k of the compacted chunk, rows that are not valid zeros (`to` null: there is no
+// copy):
 //   z_t = map(input_k . weight_t) in f32, 16 bytes a lane in turn, then the tree over the lanes.
 template <class T>
-__global__ void __launch_bounds__(threads)
+__global__ void __launch_bounds__(threads, 3)
     gather(const __grid_constant__ GatherArguments a, T* to) {
   const int64_t k = int64_t{blockIdx.x} * (threads / 32) + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
@@ -42,9 +85,10 @@ __global__ void __launch_bounds__(threads)
   constexpr int width = Pack<T>::width;
   const Tokens& tokens = a.chunk.tokens;
   const int64_t token = a.chunk.first + k;
-  to += k * a.pitch;
+  if (a.reads_input && tokens.scalars->valid == tokens.total) to = nullptr;
+  if (to != nullptr) to += k * a.pitch;
   if (k >= a.chunk.rows || !is_valid(a.chunk, static_cast<int>(k))) {
-    for (int64_t j = lane * width; j < a.pitch; j += 32 * width) {
+    for (int64_t j = lane * width; to != nullptr && j < a.pitch; j += 32 * width) {
       *reinterpret_cast<Pack<T>*>(to + j) = Pack<T>{};
     }
     if (!a.clears || k >= a.chunk.rows) return;
@@ -57,15 +101,13 @@ __global__ void __launch_bounds__(threads)
   const int64_t target = tokens.target[token], hidden = call.weight.shape[1];
   const RowReader<T> input(call.input, tokens.row[token], hidden);
   const RowReader<T> weight(call.weight, target < 0 ? 0 : target, hidden);
-  float sum = 0;
-#pragma unroll 4
-  for (int64_t j = lane * width; j < a.pitch; j += 32 * width) {
-    const Pack<T> x = input(j);
-    *reinterpret_cast<Pack<T>*>(to + j) = x;
-    if (target < 0) continue;
-    const Pack<T> w = weight(j);
-#pragma unroll
-    for (int n = 0; n < width; ++n) sum = fmaf(to_f32(x.x[n]), to_f32(w.x[n]), sum);
+  float sum;
+  if (input.aligned && weight.aligned && hidden % width == 0) {
+    sum = dot_packs(reinterpret_cast<const Pack<T>*>(input.data),
+                    reinterpret_cast<const Pack<T>*>(weight.data), static_cast<int>(hidden / width),
+                    reinterpret_cast<Pack<T>*>(to), lane);
+  } else {
+    sum = dot_elements(input, weight, a.pitch, to, lane);
   }
   sum = warp_sum(sum);
   if (lane != 0) return;
@@ -129,8 +171,15 @@ void copy_weight_tail(const LinearCall& call, const LinearPlan& plan, const Line
 void gather_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                   const Chunk& chunk, bool clears, Stream* stream) {
   const int64_t rows = chunk.rows + (call.shape.fused ? 0 : extra_rows);
-  const GatherArguments arguments{call,   chunk,          plan.hidden_pitch, rows,
-                                  clears, m.target_logit, m.again,           m.rows_finished};
+  const GatherArguments arguments{.call = call,
+                                  .chunk = chunk,
+                                  .pitch = plan.hidden_pitch,
+                                  .rows = rows,
+                                  .clears = clears,
+                                  .reads_input = call.shape.reads_input,
+                                  .target_logit = m.target_logit,
+                                  .again = m.again,
+                                  .rows_finished = m.rows_finished};
   with_dtype(call.shape.dtype, [&](auto element) {
     using T = decltype(element);
     stream->launch("gather_input", gather<T>, blocks_for(rows, threads / 32), threads, arguments,

@@ -18,6 +18,12 @@ struct Partials {
   float* weighted = nullptr;  // sum_{j != t} c_j z_j
   int32_t* argmax = nullptr;  // lowest column of the maximum
   int64_t segments = 0;
+  // Of the kernel of sm90/plain.cuh, whose rows are summed in units (sm90/units.h): a segment is a
+  // unit, or a tile, or these sums are of no unit (0).
+  int32_t unit_width = 0;           // tiles of a segment
+  int32_t single_rows = 0;          // up to 512
+  float* single_maximum = nullptr;  // [single tiles, single_rows]  where a segment is a unit
+  float* single_sum = nullptr;      // [single tiles, single_rows]
 };
 
 // Where a row of gradients comes from. With E:  draw_j = scale E_j - smoothing c_j.
@@ -134,7 +140,8 @@ void block_gradients(const LinearCall& call, const LinearMemory& m, const Chunk&
 // loss of all after the last chunk, the factors of the gradients (`with_factors`: of E's rows), and
 // the input times v where `scales`.
 void finish_rows(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                 const Chunk& chunk, bool with_factors, bool scales, Stream*);
+                 const Chunk& chunk, bool with_factors, bool scales, const DeviceInfo& device,
+                 Stream*);
 
 // kept.cu
 // The target's column of E, and the rows beyond the exponent's range.

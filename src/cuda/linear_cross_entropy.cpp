@@ -101,6 +101,8 @@ LinearCall make_call(const Op& op, const DeviceInfo& device) {
   const bool slopes = s.smoothing && call.map.capped;
   s.forms_dz = slopes && s.fused && e_tells_slope(call.map);
   s.can_store = ForwardOp<Op> && s.dtype != DType::f16 && (!slopes || s.forms_dz);
+  s.plain = sm90::serves_plain(call);
+  s.reads_input = sm90::reads_input(call);
   s.bias = s.fused && op.bias;
   s.class_weights = s.fused && op.weights.vocab && (s.smoothing || s.weighted_sum);
   if (s.fused && s.gradients()) {
@@ -146,6 +148,8 @@ Status linear_workspace(const Op& op, const DeviceInfo& device, WorkspaceSize* s
   if constexpr (GradientOp<Op>) {
     find_unknown(&asked.grad_input);
     find_unknown(&asked.grad_weight);
+  } else {
+    find_unknown(&asked.input);
   }
   *size = {0, 0, Arena::alignment};
   for (size_t i = 0; i < size_t{1} << unknown.size(); ++i) {

@@ -7,6 +7,7 @@
 #include "src/cuda/linear.h"
 #include "src/cuda/plan_time.h"
 #include "src/cuda/sm90/forward.h"
+#include "src/cuda/sm90/units.h"
 
 namespace logitless::cuda {
 namespace {
@@ -61,14 +62,28 @@ LinearPlan finish(const LinearShape& s, const DeviceSpeed& speed, uint64_t bytes
   return p;
 }
 
+// How many partial sums a row has.
+void place_sums(const LinearShape& s, const DeviceSpeed& speed, LinearPlan* p) {
+  const int64_t tiles = divide_up(s.vocab, sm90::sum_columns);
+  p->segments = s.fused ? tiles : divide_up(s.vocab, segment_columns);
+  if (!s.plain) return;
+  p->unit_width = s.gradients() ? 1 : sm90::unit_tiles;
+  if (s.gradients()) return;
+  const auto rows = static_cast<int>(divide_up(p->token_chunk, 512));
+  const sm90::Units all =
+      sm90::Units::make(rows, static_cast<int>(tiles), p->unit_width, speed.clusters());
+  p->segments = all.whole > 0 ? all.columns() : 0;
+  p->single_tiles = sm90::most_singles(rows, static_cast<int>(tiles), speed.clusters());
+}
+
 // Chunks of at most `most` tokens.
-LinearPlan chunked(const LinearShape& s, int64_t most) {
+LinearPlan chunked(const LinearShape& s, const DeviceSpeed& speed, int64_t most) {
   const int64_t tokens = std::max<int64_t>(s.tokens, 1);
   LinearPlan p;
   p.token_chunk = std::min(even_chunk(tokens, most, s.fused), round_up(tokens, 8));
   p.chunks = divide_up(tokens, p.token_chunk);
   p.hidden_pitch = round_up(s.hidden, 16 / size_of(s.dtype));
-  p.segments = divide_up(s.vocab, s.fused ? sm90::sum_columns : segment_columns);
+  place_sums(s, speed, &p);
   return p;
 }
 
@@ -136,11 +151,22 @@ void each_plan(const LinearShape& s, const DeviceSpeed& speed, uint64_t bytes, F
   const int shrink = !s.fused || (s.grad_input && !s.direct_grad_input) ? 2 : 64;
   for (int64_t most = round_up(std::max<int64_t>(s.tokens, 1), 8);;
        most = std::max(most / 2, least)) {
-    LinearPlan p = chunked(s, most);
+    // Tiles are counted in 32 bits.
+    const int64_t most_tiles = int64_t{1} << 30;
+    if (s.fused && most > least &&
+        divide_up(most, 512) * divide_up(s.vocab, sm90::sum_columns) > most_tiles) {
+      continue;
+    }
+    LinearPlan p = chunked(s, speed, most);
     for (int64_t block = int64_t{32} << 20; block >= int64_t{1} << 20; block /= shrink) {
       set_block(s, block, &p);
       p.stored_columns = s.gradients() && s.can_store ? s.vocab : 0;
+      p.copies_input = true;
       if (!s.gradients() || s.can_store) use(finish(s, speed, bytes, p));
+      if (s.reads_input) {
+        p.copies_input = false;
+        use(finish(s, speed, bytes, p));
+      }
       if (s.gradients()) each_width(s, speed, bytes, p, use);
     }
     if (most <= least) break;
@@ -239,7 +265,7 @@ LinearMemory place_linear(const LinearShape& s, const LinearPlan& p, Arena* aren
   if (s.grad_input && s.vocab % 8 != 0 && !s.fused) {
     m.weight_tail = arena->take<char>(8 * row_bytes);
   }
-  if (!lends_input(s, p)) m.input = arena->take<char>(rows * row_bytes);
+  if (!lends_input(s, p) && p.copies_input) m.input = arena->take<char>(rows * row_bytes);
   m.scaled = m.input;
   if (scales_apart(s, p)) {
     m.scaled = lent_scaled_input(s, p) < 0 ? arena->take<char>(rows * row_bytes) : nullptr;
@@ -260,6 +286,13 @@ LinearMemory place_linear(const LinearShape& s, const LinearPlan& p, Arena* aren
   if (s.forward) {
     const int64_t count = p.token_chunk * p.segments;
     m.partials.segments = p.segments;
+    m.partials.unit_width = p.unit_width;
+    m.partials.single_rows = static_cast<int32_t>(std::min<int64_t>(p.token_chunk, 512));
+    const int64_t singles = int64_t{p.single_tiles} * m.partials.single_rows;
+    if (singles > 0) {
+      m.partials.single_maximum = arena->take<float>(singles);
+      m.partials.single_sum = arena->take<float>(singles);
+    }
     m.partials.maximum = arena->take<float>(count);
     m.partials.sum = arena->take<float>(count);
     if (s.entropy) m.partials.shifted = arena->take<float>(count);

@@ -36,7 +36,9 @@ struct LinearShape {
   bool smoothing = false;
   bool entropy = false, weighted_sum = false, argmax = false;
   bool bias = false, class_weights = false;  // that a product's own kernel reads
-  bool fused = false;  // the product's own kernel forms sums, E and dz: sm90/forward.h
+  bool fused = false;        // the product's own kernel forms sums, E and dz: sm90/forward.h
+  bool plain = false;        // and there are no options: sm90/plain.cuh
+  bool reads_input = false;  // the caller's own rows, where they serve
   bool gradients() const { return grad_input || grad_weight || grad_bias; }
   bool operator==(const LinearShape&) const = default;
 };
@@ -66,6 +68,9 @@ struct LinearPlan {
   int64_t hidden_pitch = 0;                   // D, to 16 bytes
   int64_t segments = 0;                       // partial sums of a row
   int32_t slots = 0;                          // of tiles in slices: sm90/cut.h
+  bool copies_input = true;                   // to compacted rows, where not all tokens count
+  int32_t unit_width = 0;                     // tiles of a segment, or 0: sm90/units.h
+  int32_t single_tiles = 0;                   // whose sums lie apart, at most
   uint64_t bytes = 0;
   double seconds = 0;  // predicted
 };

@@ -147,6 +147,8 @@ double predicted_time(const LinearShape& s, const LinearPlan& p, const DeviceSpe
     }
   }
   time = time * static_cast<double>(p.chunks) + 30 * speed.launch;
+  // Rows that are copied one by one where not all tokens count take half as long again.
+  if (!p.copies_input) time += 1e-6;
   const double outputs = static_cast<double>(s.vocab) * static_cast<double>(s.hidden);
   if (p.grad_weight_sum) time += outputs * 6 / speed.memory;
   if (s.copies_weight) time += outputs * 2 * static_cast<double>(size_of(s.dtype)) / speed.memory;

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // From the partial sums of a row to its state, and from the state to the factors of its gradient.
 #include "src/cuda/linear.cuh"
+#include "src/cuda/row_segments.cuh"
+#include "src/cuda/sm90/forward.h"
 
 namespace logitless::cuda {
 namespace {
@@ -10,7 +12,8 @@ __device__ bool find_row(const Chunk& chunk, int k) { return k < chunk.rows && i
 struct RowsArguments {
   LinearCall call;
   Chunk chunk;
-  Partials partials;  // maximum null: Backward was given the state
+  Partials partials;        // maximum null: Backward was given the state
+  int32_t tiles, clusters;  // of units: columns, and what shared them out
   const float* target_logit;
   float* losses;  // null: each to the caller
   int32_t* finished;
@@ -36,22 +39,25 @@ __device__ RowState state_of_sums(const RowsArguments& a, int row, int lane, flo
   const Partials& partials = a.partials;
   const bool vocab_is_whole = a.call.in.options.vocab_total == 0;
   const int64_t k = chunk.first + row;
-  const int64_t base = row * partials.segments;
+  const int64_t base = row * partials.segments;  // of what is not summed in units
+  // Loaded before they are asked for, beside the sums.
+  const int64_t target = chunk.tokens.target[k];
+  const float z = a.target_logit[row], weight = chunk.tokens.target_weight[k];
+  const RowSegments segments(partials, row, valid_rows(chunk), a.tiles, a.clusters);
   float maximum = -infinity();
-  for (int64_t b = lane; b < partials.segments; b += 32) {
-    maximum = fmaxf(maximum, partials.maximum[base + b]);
+  for (int b = lane; b < segments.count(); b += 32) {
+    maximum = fmaxf(maximum, segments(b).maximum);
   }
   maximum = warp_max(maximum);
-  const int64_t target = chunk.tokens.target[k];
   const bool here = target >= 0;
-  const float z = a.target_logit[row], others = maximum;
+  const float others = maximum;
   if (here) maximum = fmaxf(maximum, z);
   // A NaN anywhere leaves no maximum to name.
   if (here && z != z) maximum = nan_value();
   float sum = 0, shifted = 0, weighted = 0;
   int argmax = INT32_MAX;
-  for (int64_t b = lane; b < partials.segments; b += 32) {
-    const float own = partials.maximum[base + b], s = partials.sum[base + b];
+  for (int b = lane; b < segments.count(); b += 32) {
+    const auto [own, s] = segments(b);
     // A segment of -inf alone adds 0; its NaN, if it has one, stays.
     const float lift = own == -infinity() ? 1.0f : exp_nonpositive(own - maximum);
     sum = fmaf(s, lift, sum);
@@ -80,7 +86,7 @@ __device__ RowState state_of_sums(const RowsArguments& a, int row, int lane, flo
   // Every column -inf: no probability to speak of. A shard's other columns may have some.
   if (maximum == -infinity() && (here || vocab_is_whole)) state.log_sum = nan_value();
   state.target_logit = z;
-  const float c = here ? chunk.tokens.target_weight[k] : 0.0f;
+  const float c = here ? weight : 0.0f;
   if (partials.weighted != nullptr && c != 0) weighted = fmaf(c, z, weighted);
   state.weighted_logit_sum = weighted;
   if (here && at_target > 0) shifted = fmaf(at_target, fmaxf(distance, least_exponent), shifted);
@@ -180,6 +186,7 @@ __device__ void finish_row(const RowsArguments& a, int row, int lane) {
   if (valid) {
     const Tokens& t = a.chunk.tokens;
     const int64_t i = t.row[k];
+    const float weight = t.token_weight[k];
     RowState state;
     float rest = 0;
     if (a.partials.maximum != nullptr) {
@@ -192,7 +199,7 @@ __device__ void finish_row(const RowsArguments& a, int row, int lane) {
     if (lane == 0) {
       if (present(call.outputs.loss)) {
         *loss_of(a.losses, call.outputs.loss, i) =
-            token_loss(*t.scalars, t.target[k], t.target_weight[k], t.token_weight[k], state);
+            token_loss(*t.scalars, t.target[k], t.target_weight[k], weight, state);
       }
       put_state(call.in, call.outputs.statistics, i, t.target[k], state);
       if (a.gradients != nullptr) v = write_factors(a, row, state, rest);
@@ -225,12 +232,15 @@ __global__ void __launch_bounds__(256) finish_kernel(const __grid_constant__ Row
 }  // namespace
 
 void finish_rows(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                 const Chunk& chunk, bool with_factors, bool scales, Stream* stream) {
+                 const Chunk& chunk, bool with_factors, bool scales, const DeviceInfo& device,
+                 Stream* stream) {
   const bool reduces = call.outputs.loss && call.in.options.reduction != Reduction::none;
   const bool last = chunk.first + chunk.rows >= call.shape.tokens;
   RowsArguments a{.call = call,
                   .chunk = chunk,
                   .partials = m.partials,
+                  .tiles = static_cast<int32_t>(divide_up(call.shape.vocab, sm90::sum_columns)),
+                  .clusters = device.multiprocessors / 2,
                   .target_logit = m.target_logit,
                   .losses = reduces ? m.losses : nullptr,
                   .finished = m.rows_finished,

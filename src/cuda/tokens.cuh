@@ -91,10 +91,19 @@ __device__ inline float* loss_of(float* losses, const TensorView& loss, int64_t 
 template <int kThreads>
 __device__ void reduce_losses(const TokenInput& in, const Tokens& t, const float* losses,
                               const TensorView& loss) {
+  constexpr int many = 16;  // loads in flight: each is of an address that is loaded
   double sum = 0;
   const int valid = t.scalars->valid;
-#pragma unroll 4
-  for (int k = threadIdx.x; k < valid; k += kThreads) sum += __ldcg(losses + t.row[k]);
+  for (int first = threadIdx.x; first < valid; first += many * kThreads) {
+    float x[many];
+#pragma unroll
+    for (int i = 0; i < many; ++i) {
+      const int k = first + i * kThreads;
+      x[i] = k < valid ? __ldcg(losses + t.row[k]) : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < many; ++i) sum += x[i];
+  }
   sum = block_sum(sum);
   if (threadIdx.x != 0) return;
   const TokenScalars& s = *t.scalars;

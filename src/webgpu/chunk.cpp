@@ -303,6 +303,40 @@ void Run::make_rows(const Chunk& chunk) {
       blocks(chunk.tokens, 256 / threads));
 }
 
+// Everything in one kernel.
+void Run::make_plain(const Chunk& chunk) {
+  if (chunk.tokens == 0) return;
+  copy_logits(chunk);
+  TokenParams token = token_params(chunk);
+  const Binding target = targets(chunk, &token);
+  RowParams row = row_params(chunk, window_of(0));
+  const Binding logits = block(chunk, window_of(0), &row);
+  constexpr uint32_t kPlainSoftmax = 8, kPlainLoss = 16;  // as in plain.wgsl
+  const PlainParams p{.rows = row.rows,
+                      .columns = row.columns,
+                      .row_stride = row.row_stride,
+                      .base = row.base,
+                      .target_base = token.base,
+                      .target_stride = token.stride,
+                      .wide = token.wide,
+                      .ignore_low = token.ignore_low,
+                      .ignore_high = token.ignore_high,
+                      .flags = (token.flags & kOutsideIgnored) |
+                               (problem_.softmax ? kPlainSoftmax : 0u) |
+                               (problem_.reduces ? kPlainLoss : 0u),
+                      .nan = kNan,
+                      .slope = row.slope,
+                      .z_loss = row.z_loss};
+  const int64_t rows = row.columns <= 256 ? 16 : row.columns <= 1024 ? 4 : 1;  // of a workgroup
+  const uint32_t groups = blocks(chunk.tokens, rows);
+  // An absent output: any buffer that this dispatch does not have.
+  const Binding losses = role(problem_.reduces ? Role::losses : Role::more_sums);
+  recorder_.dispatch("plain", "plain", {is_scaled(row)}, p,
+                     {target, role(Role::scalars), losses, logits}, std::min(groups, kGroups),
+                     blocks(groups, kGroups));
+  if (problem_.reduces) sum_losses(chunk);
+}
+
 void Run::combine(const Chunk& chunk) {
   const RowParams p = row_params(chunk, {});
   const Binding counted = role(Role::counted), partials = role(Role::partials),

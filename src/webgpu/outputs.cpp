@@ -146,6 +146,10 @@ void Run::emit_outputs(const Chunk& chunk) {
   losses.shape = {chunk.tokens, 0};
   losses.stride = {1, 0};
   emit(chunk, losses, 10, 0, 0);
+  sum_losses(chunk);
+}
+
+void Run::sum_losses(const Chunk& chunk) {
   const int64_t groups = (chunk.tokens + 255) / 256;
   recorder_.dispatch("sum", "tree", {},
                      SumParams{.count = u32(chunk.tokens), .result_base = u32(sums_)},

@@ -10,11 +10,12 @@
 namespace logitless::webgpu {
 namespace {
 
-// A chunk is a row of workgroups (65535 at most) and, but where the matrix is worked on in place,
-// one workgroup's list of tokens.
+// A chunk is a row of workgroups (65535 at most; not where one kernel does everything) and, but
+// where the matrix is worked on in place, one workgroup's list of tokens.
 constexpr int64_t kMostTokens = 4096, kMostInPlace = 65535;
 constexpr int64_t kLeastTokens = 64;
-constexpr int64_t kColumnsAtOnce = 4096;  // a thread's registers hold 16 of a row
+constexpr int64_t kColumnsAtOnce = 4096;              // a thread's registers hold 16 of a row
+constexpr int64_t kMostPlain = int64_t{65535} * 256;  // tokens whose losses are summed, and columns
 constexpr uint64_t kParams = uint64_t{256} * 256, kSmall = 256;
 
 uint64_t& bytes_of(Plan* plan, Role role) { return plan->bytes[static_cast<size_t>(role)]; }
@@ -40,11 +41,14 @@ void fill_bytes(const Problem& p, Plan* plan) {
   set(Role::more_sums, 4 * ((sums + 255) / 256));
   if (p.has_vocab_weight && !p.vocab_weight_bound) set(Role::vocab_weight, 4 * p.vocab_total);
   if (p.has_bias && !p.bias_bound) set(Role::bias, 4 * p.vocab);
-  set(Role::rows, 64 * chunk);
-  set(Role::counted, 16 + 4 * chunk);
-  set(Role::inputs, 32 * chunk);
+  if (!p.plain) {
+    set(Role::rows, 64 * chunk);
+    set(Role::counted, 16 + 4 * chunk);
+    set(Role::inputs, 32 * chunk);
+  }
   if (p.reduces) set(Role::losses, 4 * chunk);
-  if (!p.rows_at_once) set(Role::partials, 32 * chunk * std::max<int64_t>(plan->slots, 1));
+  if (!p.plain && !p.rows_at_once)
+    set(Role::partials, 32 * chunk * std::max<int64_t>(plan->slots, 1));
   plan->window_bytes = static_cast<uint64_t>(round_up(4 * chunk * plan->window, 256));
   if (!p.direct) {
     set(Role::block, static_cast<int64_t>(plan->window_bytes) * (plan->whole ? plan->windows : 1));
@@ -87,7 +91,9 @@ bool within(const Problem& p, const Limits& limits, const Plan& plan) {
 }
 
 int64_t most_tokens(const Problem& p) {
-  return std::min(p.tokens, p.direct ? kMostInPlace : kMostTokens);
+  return std::min(p.tokens, p.plain && p.in_place ? kMostPlain
+                            : p.direct            ? kMostInPlace
+                                                  : kMostTokens);
 }
 
 struct Choice {
@@ -104,6 +110,7 @@ Plan plan_of(const Problem& p, const Choice& choice) {
   plan.slots = (p.vocab + kSlotColumns - 1) / kSlotColumns;
   plan.whole = choice.whole || plan.windows <= 1;
   plan.slices = choice.slices;
+  plan.plain = p.plain;
   const bool again = p.gradients && !p.state_given && !plan.whole;
   if (p.linear) plan.products = 1 + again + p.wants_grad_input + p.wants_grad_weight;
   fill_bytes(p, &plan);
@@ -125,7 +132,7 @@ void each_choice(const Problem& p, const bool& kept_to_limits, F&& f) {
         taken |= f(Choice{chunk, w, slices, whole});
         if (slices <= 1) break;
       }
-      if (p.rows_at_once || w <= kSlotColumns) break;
+      if (p.plain || p.rows_at_once || w <= kSlotColumns) break;
     }
   };
   const int64_t most = most_tokens(p);
@@ -166,6 +173,22 @@ bool is_direct(const Call& call) {
          (in.byte_offset == out.byte_offset && in.dtype == out.dtype && in.stride == out.stride);
 }
 
+// What plain.wgsl does not have: other inputs and outputs, their options, a part of the vocabulary.
+bool is_plain(const Call& call, const Problem& p) {
+  if (!p.direct || p.probabilities || p.vocab > kMostPlain) return false;
+  for (const Field& field : call) {
+    constexpr std::string_view kKnown[] = {"logits", "probabilities", "grad_logits", "target",
+                                           "loss",   "grad_loss",     "normalizer"};
+    const bool known =
+        std::find(std::begin(kKnown), std::end(kKnown), field.name) != std::end(kKnown);
+    if (field.given() && !known) return false;
+  }
+  if (p.softmax) return true;
+  const LossOptions& o = *call.options;
+  return o.label_smoothing == 0 && o.softcap == 0 && !call.shard() &&
+         o.reduction != Reduction::none;
+}
+
 }  // namespace
 
 Problem problem_of(const Call& call) {
@@ -200,6 +223,9 @@ Problem problem_of(const Call& call) {
     p.grad_weight_bound = is_bound_matrix(call["grad_weight"]);
     if (p.grad_weight_bound) p.grad_weight_row_bytes = 4 * call["grad_weight"].stride[0];
   }
+  p.in_place =
+      p.direct && call["logits"].data == call[p.softmax ? "probabilities" : "grad_logits"].data;
+  p.plain = is_plain(call, p);
   for (const Field& field : call) {
     const TensorView& v = *field.view;
     if (!field.given() || v.rank == 0 || v.shape[0] <= 1) continue;
@@ -214,7 +240,10 @@ Problem problem_of(const Call& call) {
   return p;
 }
 
-Status make_plan(const Problem& p, const Limits& limits, uint64_t budget, Plan* plan) {
+Status make_plan(const Problem& problem, const Limits& limits, uint64_t budget, Plan* plan) {
+  Problem p = problem;
+  // By the device alone, not by the workspace: a token's bits depend on it.
+  p.plain &= p.vocab <= static_cast<int64_t>(limits.storage_binding_bytes - 512) / 4;
   bool any = false, found = false;
   double best = 0;
   each_choice(p, any, [&](const Choice& choice) {

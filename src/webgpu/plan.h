@@ -60,6 +60,8 @@ struct Problem {
   // after a copy.
   bool direct = false;
   bool rows_at_once = false;       // and a row is read once
+  bool in_place = false;           // its logits are there already
+  bool plain = false;              // and the call asks for nothing that plain.wgsl has not
   int64_t token_stride_bytes = 0;  // the largest distance of two tokens in a tensor
 };
 Problem problem_of(const Call& call);
@@ -75,6 +77,7 @@ struct Plan {
           windows = 0;  // columns of one, a row's stride in the block; how many
   int64_t slots = 0;    // of 1024 columns, of a row
   bool whole = false;
+  bool plain = false;                    // one kernel, and none of the rows' state
   int64_t slices = 1;                    // of a window, for grad_input
   int products = 0;                      // of N x V x D
   uint64_t window_bytes = 0;             // of a window in the block

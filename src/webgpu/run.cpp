@@ -148,6 +148,10 @@ void Run::finish_gradients() {
 }
 
 void Run::run_chunk(const Chunk& chunk) {
+  if (plan_.plain) {
+    make_plain(chunk);
+    return;
+  }
   begin_chunk(chunk);
   if (problem_.rows_at_once) {
     make_rows(chunk);

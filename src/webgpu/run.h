@@ -26,6 +26,13 @@ struct RowParams {
   uint32_t weight_base = 0;
 };
 
+// As in plain.wgsl.
+struct PlainParams {
+  uint32_t rows = 0, columns = 0, row_stride = 0, base = 0, target_base = 0, target_stride = 0,
+           wide = 0, ignore_low = 0, ignore_high = 0, flags = 0, nan = 0;
+  float slope = 1, z_loss = 0;
+};
+
 // As in sum.wgsl.
 struct SumParams {
   uint32_t count = 0, value_base = 0, result_base = 0, kind = 0;
@@ -114,6 +121,7 @@ class Run {
   void make_logits(const Chunk& chunk, const Window& window);
   void make_partials(const Chunk& chunk, const Window& window);
   void make_rows(const Chunk& chunk);
+  void make_plain(const Chunk& chunk);
   void combine(const Chunk& chunk);
   void make_gradients(const Chunk& chunk, const Window& window);
   void emit(const Chunk& chunk, const TensorView& view, uint32_t word, uint32_t kind,
@@ -121,6 +129,7 @@ class Run {
   void add_products(const Chunk& chunk, const Window& window);
   void add_to_grad_hidden(const ProductParams& params, Binding weight, const Window& window);
   void emit_outputs(const Chunk& chunk);
+  void sum_losses(const Chunk& chunk);
   Binding weight_window(const Window& window, uint32_t* base, uint32_t* stride);
   Binding vocab_weight_window(const Window& window, uint32_t* base) const;
   Binding whole_vocab_weight() const;

@@ -12,7 +12,7 @@ def _shader(name: str) -> str:
 
 _SLOTS, _COMBINE, _ROW = map(_shader, ("slots", "combine", "row"))
 _PRODUCT, _TOKENS, _SUM = map(_shader, ("product", "tokens", "sum"))
-_GATHER, _SCATTER = map(_shader, ("gather", "scatter"))
+_GATHER, _SCATTER, _PLAIN = map(_shader, ("gather", "scatter", "plain"))
 
 # googletest filters of webgpu_suite, by the group that a mutant names.
 TESTS: dict[str, str] = {
@@ -23,6 +23,7 @@ TESTS: dict[str, str] = {
     ":*/Conformance.Every*/webgpu_forward_backward_f32",
     "device": "WebGpu.*",
     "tiles": "WebGpu.LargeTilesAndSlices",
+    "plain": "WebGpu.*Row*:*/Edges.*/webgpu_forward_backward_f32",
 }
 
 
@@ -36,6 +37,10 @@ def _each(name: str, shaders: str, old: str, new: str, tests: str) -> list[Mutan
         _mutant(f"{name}, in {shader}", _shader(shader), old, new, tests)
         for shader in shaders.split()
     ]
+
+
+def _plain(name: str, old: str, new: str) -> list[Mutant]:
+    return [_mutant(f"{name}, in plain", _PLAIN, old, new, "plain")]
 
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -304,6 +309,56 @@ MUTANTS: tuple[Mutant, ...] = (
         "  if (high < 0x80000000u) {\n    return f32(high)",
         "  if (true) {\n    return f32(bitcast<i32>(high))",
         "normalizers",
+    ),
+    *_plain(
+        "the last column is not read",
+        "(column.w < p.columns) {\n    x",
+        "(column.w + 1u < p.columns) {\n    x",
+    ),
+    *_plain(
+        "the last column is not written",
+        "(column.w < p.columns) {\n    l",
+        "(column.w + 1u < p.columns) {\n    l",
+    ),
+    *_plain("a stale maximum", "a.s * weigh_one(a.m, m) + b.s", "a.s + b.s"),
+    *_plain(
+        "a stale maximum among threads",
+        "all.s += other.s * weigh_one(other.m, all.m);",
+        "all.s += other.s;",
+    ),
+    *_plain(
+        "a thread's own maximum",
+        "known[i].scale * weigh_one(m, known[i].part.m);",
+        "known[i].scale;",
+    ),
+    *_plain(
+        "a missing barrier", "  parts[cell] = own;\n  workgroupBarrier();", "  parts[cell] = own;"
+    ),
+    *_plain("the row's end weighs as the lowest number", "  if (m == lowest) {", "  if (false) {"),
+    *_plain("NaN is not seen", "part.magnitude > infinite ||", "false ||"),
+    *_plain("a mask is NaN", "part.magnitude > infinite ||", "part.magnitude >= infinite ||"),
+    *_plain("a row of -inf is a number", " || part.s < 0.5", ""),
+    *_plain(
+        "rows that no workgroup takes", "short_rows(4u * number, 6u", "short_rows(5u * number, 6u"
+    ),
+    *_plain(
+        "the target of another thread",
+        "thread == (t + before) % workgroup_threads",
+        "thread == t % workgroup_threads",
+    ),
+    *_plain(
+        "the aligned columns end too early", "begin < p.columns + before;", "begin < p.columns;"
+    ),
+    *_plain("the z-loss has no gradient", "onehot * (1.0 + 2.0 * p.z_loss * lse)", "onehot"),
+    *_plain("an ignored row is NaN", "select(0u, p.nan, t.kind == counts)", "p.nan"),
+    *_plain("a target outside has a loss", "poisoned || t.kind == outside", "poisoned"),
+    *_plain("the slope of the target is left out", "      onehot *= p.slope;\n", ""),
+    _mutant(
+        "smoothing is plain",
+        "src/webgpu/plan.cpp",
+        "return o.label_smoothing == 0 && ",
+        "return ",
+        "rows",
     ),
     _mutant(
         "a window's columns start at 0",

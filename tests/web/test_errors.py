@@ -117,9 +117,9 @@ def test_a_refused_workspace_is_made_anew_by_the_next_call(page: Page) -> None:
            const {bias: unused, shapes: s, ...a} = problem(2048, 8, 80000);
            const large = upload(small, {shapes: s, ...a});
            const giant = await told(() => small.empty([2 ** 27]).read());
-           small.core.set_limits(2 ** 34, 2 ** 30, 8, 256, 16384, 256, 65535);
+           small.core.exports.set_limits(2 ** 34, 2 ** 30, 8, 256, 16384, 256, 65535);
            const refused = await told(() => small.linearCrossEntropy({...large, gradients: ['input'], budget: 2 ** 32}).loss.item());
-           small.core.set_limits(2 ** 28, 2 ** 27, 8, 256, 16384, 256, 65535);
+           small.core.exports.set_limits(2 ** 28, 2 ** 27, 8, 256, 16384, 256, 65535);
            const tiny = upload(small, {shapes, ...arrays});
            return [giant, refused, await told(() => small.linearCrossEntropy({...tiny, budget: 2 ** 32}).loss.item())];""",
     )
@@ -160,7 +160,7 @@ def test_the_pages_own_error_scopes_are_left_alone(page: Page) -> None:
 
 
 def test_a_lost_device_is_an_error_and_no_hang(page: Page) -> None:
-    before, during, after, lost, anew = evaluate(
+    before, during, after, done, lost, anew = evaluate(
         page,
         """const {loss} = own.linearCrossEntropy(tensors);
            const first = await told(() => loss.item());
@@ -169,12 +169,13 @@ def test_a_lost_device_is_an_error_and_no_hang(page: Page) -> None:
            own.device.destroy();
            const during = await read;
            const after = await told(() => own.linearCrossEntropy(tensors));
+           const done = await told(() => own.done());
            const another = await module.Logitless.create();
            const again = upload(another, {shapes, ...arrays});
-           return [first, during, after, await own.lost, await told(() => another.linearCrossEntropy(again).loss.item())];""",
+           return [first, during, after, done, await own.lost, await told(() => another.linearCrossEntropy(again).loss.item())];""",
     )
     assert before == ["none", ""]
-    for code, message in (during, after):
+    for code, message in (during, after, done):
         assert code == "device_error"
         assert message.startswith("the GPU device was lost: ")
     assert lost == after[1]
@@ -184,8 +185,8 @@ def test_a_lost_device_is_an_error_and_no_hang(page: Page) -> None:
 def test_memory_that_the_module_has_not_is_a_status(page: Page) -> None:
     answers = evaluate(
         page,
-        """if (own.core.allocate(2 ** 32 - 64) !== 0) throw new Error('so much memory');
-           own.core = {...own.core, allocate: () => 0};
+        """if (own.core.exports.allocate(2 ** 32 - 64) !== 0) throw new Error('so much memory');
+           own.core.exports = {...own.core.exports, allocate: () => 0};
            return [
              await told(() => own.linearCrossEntropy(tensors)), await told(() => own.plan({tokens: 4, hidden: 8, vocab: 20})),
              await told(() => own.evaluate({tensors: arrays, shapes, outputs: {loss: []}})),
@@ -197,17 +198,61 @@ def test_memory_that_the_module_has_not_is_a_status(page: Page) -> None:
 
 
 def test_a_module_that_stops_is_a_status(page: Page) -> None:
-    (code, message), after = evaluate(
+    """Of the call, and of what it should have written; what it had recorded goes, and its scopes with it."""
+    (code, message), output, caught, after, unhandled = evaluate(
         page,
-        """const {run} = own.core;
-           own.core = {...own.core, run: () => { throw new WebAssembly.RuntimeError('unreachable'); }};
-           const stopped = await told(() => own.linearCrossEntropy(tensors));
-           own.core = {...own.core, run};
-           return [stopped, await told(() => own.linearCrossEntropy(tensors).loss.item())];""",
+        """const unhandled = [];
+           addEventListener('unhandledrejection', ({reason}) => unhandled.push(String(reason)));
+           const {run, forget} = own.core.exports;
+           const stop = () => { throw new WebAssembly.RuntimeError('unreachable'); };
+           own.core.exports = {...own.core.exports, forget: stop, run: (budget) => {
+             own.device.queue.submit = stop;  // with everything recorded, and its scopes open
+             try { return run(budget); } finally { delete own.device.queue.submit; }
+           }};
+           const gradInput = own.empty([4, 8]);
+           own.device.pushErrorScope('validation');
+           const stopped = await told(() => own.linearCrossEntropy({...tensors, gradients: ['input'], gradInput}));
+           own.device.createBuffer({size: 4, usage: 0});
+           const caught = await own.device.popErrorScope();
+           const output = await told(() => gradInput.read());
+           own.core.exports = {...own.core.exports, run, forget};
+           await pause();
+           return [stopped, output, caught?.message ?? '', await told(() => own.linearCrossEntropy(tensors).loss.item()), unhandled];""",
     )
     assert code == "internal"
     assert "unreachable" in message
+    assert output[0] == "device_error"
+    assert "unreachable" in output[1]
+    assert "usage" in caught.lower()
     assert after == ["none", ""]
+    assert unhandled == []
+
+
+def test_a_buffers_verdict_is_not_one_wraps(page: Page) -> None:
+    """Destroying one tensor of a buffer changes nothing for the others; a failed output stays one."""
+    before, after, numbers = evaluate(
+        page,
+        """const weight = own.tensor(arrays.weight, [20, 8]);
+           weight.buffer.destroy();
+           const usage = GPUBufferUsage.STORAGE | GPUBufferUsage.COPY_SRC | GPUBufferUsage.COPY_DST;
+           const buffer = own.device.createBuffer({size: 128, usage});
+           const gradInput = own.wrap(buffer, [4, 8]);
+           own.linearCrossEntropy({...tensors, weight, gradients: ['input'], gradInput});
+           const before = await told(() => gradInput.read());
+           gradInput.destroy();
+           const after = await told(() => own.wrap(buffer, [4, 8]).read());
+           const counts = [];
+           for (let i = 0; i < 4; i++) {
+             const made = own.device.createBuffer({size: 128, usage});
+             own.linearCrossEntropy({...tensors, gradients: ['input'], gradInput: own.wrap(made, [4, 8])});
+             counts.push(own.side.buffers.size);
+           }
+           return [before, after, counts];""",
+    )
+    assert before[0] == "device_error"
+    assert "destroyed" in before[1]
+    assert after == before
+    assert len(set(numbers)) == 1  # no wrap is held after its call
 
 
 def test_a_refused_call_keeps_no_buffer(page: Page) -> None:

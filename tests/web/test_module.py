@@ -161,7 +161,7 @@ def test_views_beyond_one_binding(page: Page) -> None:
     shares = page.evaluate(
         """async () => {
           const own = await module.Logitless.create({limits: 'default'});
-          own.core.set_limits(2 ** 21, 2 ** 18, 8, 256, 16384, 256, 65535);
+          own.core.exports.set_limits(2 ** 21, 2 ** 18, 8, 256, 16384, 256, 65535);
           const [N, D, V] = [1200, 60, 2100];  // 281 KiB and 492 KiB of 256
           const {shapes, bias, ...arrays} = problem(N, D, V, {ignored: 5});
           const result = own.linearCrossEntropy({...upload(own, {shapes, ...arrays}), gradients: true});

@@ -56,7 +56,7 @@ SHARED = re.compile(r"^(?:fn|struct) (\w+)\b.*?^}$", re.DOTALL | re.MULTILINE)
 def test_what_the_steps_of_a_row_share_is_the_same_text() -> None:
     texts: dict[str, set[str]] = {}
     places: dict[str, int] = {}
-    for file in STEPS:
+    for file in (*STEPS, "plain.wgsl"):
         for found in SHARED.finditer((raw.SHADERS / file).read_text()):
             if found[1] != "Params":  # its comments are in slots.wgsl
                 texts.setdefault(found[1], set()).add(found[0])

@@ -15,6 +15,26 @@ struct Operands {
   CUtensorMap input, weight;
 };
 
+// The caller's own input, or null.
+InputRows input_rows(const LinearCall& call, const LinearPlan& plan) {
+  const LinearShape& s = call.shape;
+  if (!s.reads_input) return {};
+  const TensorView& v = call.input;
+  const int64_t stride = (s.tokens == 1 ? round_up(s.hidden, 8) : v.stride[0]) * size_of(s.dtype);
+  return {static_cast<const char*>(v.data) + v.byte_offset, stride, static_cast<int32_t>(s.hidden),
+          plan.copies_input};
+}
+CUtensorMap own_map(const InputRows& own, DType dtype, int64_t first, int64_t rows, int box_rows,
+                    Stream* stream) {
+  return make_map(own.data + first * own.stride, dtype, rows, own.hidden,
+                  own.stride / size_of(dtype), box_rows, stream);
+}
+CUtensorMap compacted_map(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                          const Chunk& chunk, Stream* stream) {
+  return make_map(m.input, call.shape.dtype, chunk.rows, plan.hidden_pitch, plan.hidden_pitch,
+                  tile_rows, stream);
+}
+
 Operands make_operands(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                        const Chunk& chunk, Stream* stream) {
   const LinearShape& s = call.shape;
@@ -23,9 +43,11 @@ Operands make_operands(const LinearCall& call, const LinearPlan& plan, const Lin
                            ? m.weight
                            : static_cast<const char*>(call.weight.data) + call.weight.byte_offset;
   const int64_t stride = weight_stride(call, plan);
-  return {make_map(m.input, s.dtype, chunk.rows, plan.hidden_pitch, plan.hidden_pitch, tile_rows,
-                   stream),
-          make_map(weight, s.dtype, s.vocab, hidden, stride, half_right_rows, stream)};
+  // Where every token counts, compacted token k is token k.
+  const CUtensorMap input = s.reads_input ? own_map(input_rows(call, plan), s.dtype, chunk.first,
+                                                    chunk.rows, tile_rows, stream)
+                                          : compacted_map(call, plan, m, chunk, stream);
+  return {input, make_map(weight, s.dtype, s.vocab, hidden, stride, half_right_rows, stream)};
 }
 
 template <class T, Mode kMode, Set kSet>
@@ -78,19 +100,21 @@ void launch_options(const LinearCall& call, const LinearPlan& plan, const Linear
   launch_set<T, kMode, Set::any>(call, plan, m, arguments, device, stream);
 }
 
-bool plain(const LinearCall& call) {
-  const LinearShape& s = call.shape;
-  return call.plain() && !s.smoothing && !s.entropy && !s.weighted_sum && !s.argmax &&
-         !call.in.grad_entropy;
-}
-
 template <class T, Mode kMode>
 void launch_plain(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                   Arguments arguments, const DeviceInfo& device, Stream* stream) {
   arguments.depth_tiles = std::max(arguments.depth_tiles, 2);  // behind D are zeros
   const Operands operands = make_operands(call, plan, m, arguments.chunk, stream);
+  const InputRows own = input_rows(call, plan);
   CUtensorMap panel_map{};
-  if constexpr (kMode != Mode::sums) {
+  if constexpr (kMode == Mode::sums) {
+    // Where some tokens do not count.
+    if (own.copied) {
+      panel_map = compacted_map(call, plan, m, arguments.chunk, stream);
+    } else if (own.data != nullptr) {
+      panel_map = own_map(own, call.shape.dtype, 0, call.shape.tokens, box_rows, stream);
+    }
+  } else {
     const Panel& panel = arguments.panel;
     panel_map = make_panel_map(panel.data, call.shape.dtype, panel.pitch, arguments.panel_end / 64,
                                box_rows, 1, stream);
@@ -98,13 +122,13 @@ void launch_plain(const LinearCall& call, const LinearPlan& plan, const LinearMe
   const unsigned blocks = static_cast<unsigned>(device.multiprocessors / 2 * 2);
   stream->launch_config("sm90 plain forward", plain_forward_kernel<T, kMode>,
                         LaunchShape{blocks, block_threads, shared_bytes, 2}, operands.input,
-                        operands.weight, panel_map, arguments);
+                        operands.weight, panel_map, own, arguments);
 }
 
 template <class T, Mode kMode>
 void launch(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
             const Arguments& arguments, const DeviceInfo& device, Stream* stream) {
-  if (plain(call)) {
+  if (call.shape.plain) {
     launch_plain<T, kMode>(call, plan, m, arguments, device, stream);
   } else {
     launch_options<T, kMode>(call, plan, m, arguments, device, stream);
@@ -176,6 +200,23 @@ bool serves(const LinearCall& call, const DeviceInfo& device) {
       s.copies_weight || (reinterpret_cast<uintptr_t>(w.data) + w.byte_offset) % 16 == 0;
   return has_code() && device.major == 9 && !device.portable && s.dtype != DType::f32 && rows &&
          aligned;
+}
+
+bool serves_plain(const LinearCall& call) {
+  const LinearShape& s = call.shape;
+  return s.fused && call.plain() && !s.smoothing && !s.entropy && !s.weighted_sum && !s.argmax &&
+         !call.in.grad_entropy;
+}
+
+bool reads_input(const LinearCall& call) {
+  const LinearShape& s = call.shape;
+  const TensorView& v = call.input;
+  const int64_t element = size_of(s.dtype);
+  const bool rows = (v.stride[1] == 1 || s.hidden == 1) &&
+                    (s.tokens == 1 || (v.stride[0] >= s.hidden && v.stride[0] * element % 16 == 0 &&
+                                       v.stride[0] * element < int64_t{1} << 31));
+  return s.plain && !s.gradients() && s.tokens > 0 && rows &&
+         (reinterpret_cast<uintptr_t>(v.data) + v.byte_offset) % 16 == 0;
 }
 
 void forward(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,

@@ -3,16 +3,9 @@
 #pragma once
 
 #include "src/cuda/linear.cuh"
+#include "src/cuda/sm90/units.cuh"
 
 namespace logitless::cuda::sm90 {
-
-constexpr float log2e = 0x1.715476p0f;
-
-__device__ inline float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 struct TileOptions {
   MapFactors map;

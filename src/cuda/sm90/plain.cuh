@@ -13,7 +13,7 @@
 // read.
 #pragma once
 
-#include "src/cuda/sm90/forward.cuh"
+#include "src/cuda/sm90/plain_input.cuh"
 
 namespace logitless::cuda::sm90 {
 
@@ -21,7 +21,6 @@ namespace logitless::cuda::sm90 {
 constexpr float least_distance = -100.0f;
 
 constexpr int box_rows = 64, box_bytes = box_rows * 128;
-constexpr uint64_t lower_left = left_block_bytes >> 4;  // of a descriptor
 
 // A quad of lanes shares four rows, row0 + 0, 8, 64, 72: each lane asks for what one of them needs,
 // before the products, and the others get it from that lane.
@@ -222,49 +221,52 @@ __device__ inline void half_tile(const float (&d)[96], const RowNeeds& needs, co
   }
 }
 
-// Under the next products.
-__device__ inline void write_sums(const RowSums& sums, const RowNeeds& needs, const HalfTile& at,
+// A row's sums of a unit, or of a tile.
+__device__ inline void write_sums(const PartialSum& sums, const UnitItem& item, int row,
                                   const Arguments& a, int valid) {
-  const Starts starts = find_starts<Mode::sums>(needs, at.part);
+  if (row >= valid) return;
+  const Partials& p = a.partials;
+  if (item.single >= 0) {
+    const int64_t to = int64_t{item.single} * p.single_rows + row % cluster_rows;
+    p.single_maximum[to] = sums.maximum;
+    p.single_sum[to] = sums.sum;
+  } else {
+    const int64_t to = row * p.segments + item.tile / p.unit_width;
+    p.maximum[to] = sums.maximum;
+    p.sum[to] = sums.sum;
+  }
+}
+
+// Under the next products: a tile's sums, 64 rows. Each lane takes those of one of its quad's four
+// rows, whose needs it has: to memory beside E, else to the unit's, which are written with its last
+// tile.
+template <Mode kMode>
+__device__ inline void add_sums(const RowSums& sums, const RowNeeds& needs, const UnitItem& item,
+                                bool ends, int row0, int part, const Arguments& a, int valid,
+                                PartialSum* unit) {
+  PartialSum own;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const float maximum = quad_max(sums.maximum[h]);
-    const float distance = fmaf(maximum, log2e, -starts.anchor[h]);
-    const float factor = is_near(a, distance) ? exp2_fast(-distance) : 1.0f;
-    const float sum = quad_sum(sums.sum[h]);
-    const int row = at.row + 8 * h;
-    if (threadIdx.x % 4 == 0 && row < valid) {
-      const int64_t to = row * a.partials.segments + at.column_tile;
-      a.partials.maximum[to] = maximum;
-      a.partials.sum[to] = sum * factor;
-    }
+    const PartialSum row{quad_max(sums.maximum[h]), quad_sum(sums.sum[h])};
+    if (h == 0 || threadIdx.x % 2 != 0) own = row;
   }
-}
-
-// One step's products of 64 rows; `first`: on top of nothing.
-template <class T>
-__device__ inline void multiply_rows(float (&d)[96], uint64_t left, uint64_t right, bool first) {
-  products_begin();
-#pragma unroll
-  for (int step = 0; step < tile_depth / 16; ++step) {
-    product_64x192<T, Along::depth, Along::depth>(d, left + left_step<Along::depth>(step),
-                                                  right + right_step<Along::depth>(step),
-                                                  !first || step > 0);
+  const float anchor = fabsf(needs.anchor) < most_anchor ? needs.anchor * log2e : 0.0f;
+  const float distance = fmaf(own.maximum, log2e, -anchor);
+  if (is_near(a, distance)) own.sum *= exp2_fast(-distance);
+  const int quad = threadIdx.x % 4, row = row0 + 8 * (quad % 2) + 64 * part;
+  if (quad / 2 != part) return;
+  if constexpr (kMode == Mode::sums) {
+    *unit = combine(*unit, own);
+    if (!ends) return;
+    own = *unit;
+    *unit = PartialSum{};
   }
-  products_commit();
+  write_sums(own, item, row, a, valid);
 }
-
-// A warpgroup's stage of the ring, as descriptors.
-struct Operands {
-  uint64_t left, right;
-  __device__ Operands(const Pipeline& pipeline, int stage, int warpgroup)
-      : left(descriptor(pipeline.left(stage) + (warpgroup - 1) * 2 * left_block_bytes, 16)),
-        right(descriptor(pipeline.right(stage), right_block_bytes)) {}
-};
 
 template <class T, Mode kMode>
 __device__ inline void plain_tiles(const CUtensorMap* panel_map, const Pipeline& pipeline,
-                                   const ForwardWork& work, int warpgroup, const Arguments& a) {
+                                   const PlainWork& work, int warpgroup, const Arguments& a) {
   constexpr bool stores = kMode != Mode::sums;
   float upper[96], lower[96];
   const uint32_t signals = threadIdx.x % 128;
@@ -272,16 +274,18 @@ __device__ inline void plain_tiles(const CUtensorMap* panel_map, const Pipeline&
     if (signals < 2) arrive_at(pipeline.empty + stage, signals);
   };
   Ring ring;
-  int lent = -1, t = blockIdx.x / 2;
-  if (t >= work.schedule.tiles()) return;
+  int lent = -1;
+  Walk walk;
+  if (!walk.more(work.units)) return;
+  PartialSum unit;
   wait(pipeline.full + ring.stage, ring.phase);
   Operands now(pipeline, ring.stage, warpgroup);
   multiply_rows<T>(upper, now.left, now.right, true);
   multiply_rows<T>(lower, now.left + lower_left, now.right, true);
   do {  // the first step is under way
-    int row_cluster, column_tile;
-    work.schedule.find(t, &row_cluster, &column_tile);
-    const int row = row_cluster * cluster_rows + static_cast<int>(cluster_rank()) * tile_rows +
+    const UnitItem item = walk.item(work.units);
+    const bool ends = item.tile + 1 == item.end;
+    const int row = item.row_cluster * cluster_rows + static_cast<int>(cluster_rank()) * tile_rows +
                     thread_row(warpgroup);
     const RowNeeds needs = load_needs<kMode>(a, row, work.valid);
     if (stores && lent >= 0 && signals == 0) {
@@ -325,21 +329,25 @@ __device__ inline void plain_tiles(const CUtensorMap* panel_map, const Pipeline&
     ring.next();
     products_wait<1>();
     if constexpr (stores) group_sync(warpgroup);  // no warp's products read the boxes
-    const HalfTile above{row, column_tile, 0}, below{row + 64, column_tile, 1};
+    const HalfTile above{row, item.tile, 0}, below{row + 64, item.tile, 1};
     RowSums sums;
     half_tile<T, kMode>(upper, needs, above, a, work.valid, panel_map, boxes, warpgroup, &sums);
-    t += gridDim.x / 2;
+    walk.next();
     now = Operands(pipeline, ring.stage, warpgroup);
     // Behind the last tile: of whatever lies there, for nothing.
-    if (t < work.schedule.tiles()) wait(pipeline.full + ring.stage, ring.phase);
+    if (walk.more(work.units)) wait(pipeline.full + ring.stage, ring.phase);
     multiply_rows<T>(upper, now.left, now.right, true);
-    if constexpr (kMode != Mode::dz) write_sums(sums, needs, above, a, work.valid);
+    if constexpr (kMode != Mode::dz) {
+      add_sums<kMode>(sums, needs, item, ends, row, 0, a, work.valid, &unit);
+    }
     products_wait<1>();
     release(previous);
     half_tile<T, kMode>(lower, needs, below, a, work.valid, panel_map, boxes, warpgroup, &sums);
     multiply_rows<T>(lower, now.left + lower_left, now.right, true);
-    if constexpr (kMode != Mode::dz) write_sums(sums, needs, below, a, work.valid);
-  } while (t < work.schedule.tiles());
+    if constexpr (kMode != Mode::dz) {
+      add_sums<kMode>(sums, needs, item, ends, row, 1, a, work.valid, &unit);
+    }
+  } while (walk.more(work.units));
   products_wait<0>();
   if (stores && signals == 0) stores_wait();
 }
@@ -349,22 +357,30 @@ __global__ void __launch_bounds__(block_threads, 1)
     plain_forward_kernel(const __grid_constant__ CUtensorMap input_map,
                          const __grid_constant__ CUtensorMap weight_map,
                          const __grid_constant__ CUtensorMap panel_map,
+                         const __grid_constant__ InputRows input,
                          const __grid_constant__ Arguments a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ uint8_t dynamic[];
   const int warpgroup = __shfl_sync(whole_warp, static_cast<int>(threadIdx.x / 128), 0);
-  __shared__ ForwardWork work;
+  __shared__ PlainWork work;
   if (threadIdx.x == 0) {
     prefetch_map(&input_map);
     prefetch_map(&weight_map);
-    if (kMode != Mode::sums) prefetch_map(&panel_map);
+    if (kMode != Mode::sums) prefetch_map(&panel_map);  // else rarely asked for
   }
   const Pipeline pipeline = open_pipeline(dynamic);
-  if (threadIdx.x == 0) work = find_work(a);
+  if (threadIdx.x == 0) work = find_plain_work(a, input);
   cluster_sync();
   if (warpgroup == 0) {
     fewer_registers<40>();
-    if (threadIdx.x < 2) copy_tiles(&input_map, &weight_map, pipeline, work.schedule, a);
+    const bool gathers = kMode == Mode::sums && work.gathers;
+    if (threadIdx.x == 1 || (threadIdx.x == 0 && !gathers)) {
+      const bool other = kMode == Mode::sums && work.some;
+      copy_boxes(other ? &panel_map : &input_map, &weight_map, pipeline, work, a);
+    }
+    if constexpr (kMode == Mode::sums) {
+      if (gathers && threadIdx.x >= row_copiers) copy_rows(&panel_map, input, pipeline, work, a);
+    }
     __syncwarp();
   } else {
     more_registers<232>();

@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// Loss and gradient of one row of logits a workgroup, in place, behind the five bindings of
-// llm.istanbul's 07_loss.wgsl, so that a program with that pipeline can take this file instead:
+// Loss and gradient of rows of logits, in place, behind the five bindings of llm.istanbul's
+// 07_loss.wgsl, so that a program with that pipeline can take this file instead:
 //   x_j = logits[s, j]    m = max_j x_j    lse = m + log sum_j exp(x_j - m)    t = tgts[s]
 //   losses[s]    = lse - (1 - alpha) x_t - alpha mean_j x_j + beta_zl lse^2
 //   logits[s, j] = inv_norm (p_j (1 + 2 beta_zl lse) - (1 - alpha) [j = t] - alpha inv_V)
 // A target outside the vocabulary: loss 0, row 0. Grid (seq_len, 1, 1), or (x, y, 1) with
-// x y >= seq_len where there are more rows than a grid is wide.
+// x y >= seq_len where there are more rows than a grid is wide: one workgroup a row.
 //
-// A thread holds 16 columns of a row of up to 4096, in quarters of 1024 a workgroup: they stay in
-// registers between the passes, one read, one write, and a quarter that the row does not reach is no
-// work, which for short rows is most of it. A longer row is read twice, its maximum and sum formed in
-// one pass. alpha = 0 skips the pass over the sum of the logits. The target's logit is read before the
-// first barrier: after the last one another invocation may have overwritten it already.
+// A thread holds 16 columns. Rows of up to 4096 columns stay in registers, one read and one write;
+// 256 threads are much for a short one, so of 16 workgroups (V <= 256) or 4 (V <= 1024) the first
+// takes all their rows, 16 or 64 threads each, and the others end at once. A longer row is read twice,
+// the second time from where a warp's 32 columns begin, which the row need not: a write across that
+// border costs two. Exponentials are of x minus the thread's own maximum, so that one reduction of
+// maximum and sum is enough, with three barriers. alpha = 0 skips the pass over the sum of the logits.
 //
 // The language lets a compiler assume that no value is infinite or NaN, so such logits are seen by
 // their bits: one NaN or +inf, or -inf alone, makes the row NaN; -inf is a probability of 0, and
@@ -24,154 +25,306 @@
 @group(0) @binding(4) var<uniform> params: vec4<f32>;  // inv_norm, alpha, beta_zl, inv_V
 
 const WG = 256u;
-const QUARTER = 4u * WG;
-const IN_REGISTERS = 4u * QUARTER;
+const TURN = 16u * WG;  // columns of a workgroup at a time
 const LOWEST = -0x1.fffffep+127f;
 const INFINITY_BITS = 0x7f800000u;
 const MINUS_INFINITY_BITS = 0xff800000u;
 const NAN_BITS = 0x7fc00000u;
-// What a thread has seen.
-const POISON = 1u;  // NaN or +inf
-const MASKED = 2u;  // -inf
-const FINITE = 4u;
+const INFINITE = 0xff000000u;  // as a magnitude; NaN is above
 
-struct Columns {
-  m: f32,      // maximum
-  s: f32,      // sum of exp(x - m)
-  sight: u32,  // of POISON, MASKED and FINITE
+// Of columns.
+struct Part {
+  m: f32,          // maximum, LOWEST at the least
+  s: f32,          // sum of exp(x - m)
+  magnitude: u32,  // the largest of their bits without a sign, shifted left
 }
 
-// Not an atomic for `sight`: on Mesa 22's lavapipe workgroup memory starts with what it held.
-var<workgroup> parts: array<Columns, WG>;
-var<workgroup> sums: array<f32, WG>;
-
-fn inside(v: u32) -> vec4<bool> {
-  return vec4<u32>(v) + vec4<u32>(0u, WG, 2u * WG, 3u * WG) < vec4<u32>(dims.y);
+struct Row {
+  part: Part,
+  target_logit: f32,
+  scale: f32,    // of p: inv_norm (1 + 2 beta_zl lse) / s
+  filled: u32,   // 1: the row is `filling` all over
+  filling: u32,  // 0, or a NaN's bits
 }
 
-// exp(x - m) of 4 columns, 0 beyond the row's end. Below -200 it is 0 in f32, as it is of -inf.
-fn weigh(x: vec4<f32>, v: u32, m: f32) -> vec4<f32> {
-  return select(vec4<f32>(0.0), exp(max(x - m, vec4<f32>(-200.0))), inside(v));
-}
+// [16][17]: in no step do two threads read one bank.
+var<workgroup> parts: array<Part, 272>;
+var<workgroup> depths: array<f32, 272>;
+var<workgroup> known: array<Row, 16>;  // of a workgroup's rows
 
 fn total(x: vec4<f32>) -> f32 {
   return (x.x + x.y) + (x.z + x.w);
 }
 
-fn largest(x: vec4<f32>) -> f32 {
-  return max(max(x.x, x.y), max(x.z, x.w));
+// exp(x - m). Below -200 it is 0 in f32, as it is of -inf.
+fn weigh(x: vec4<f32>, m: f32) -> vec4<f32> {
+  return exp(max(x - m, vec4<f32>(-200.0)));
+}
+fn weigh_one(x: f32, m: f32) -> f32 {
+  return exp(max(x - m, -200.0));
 }
 
-// Columns v, v + 256, v + 512 and v + 768 of a row; LOWEST beyond its end.
-fn load(row: u32, v: u32) -> vec4<f32> {
+// Sixteen columns: v, v + lanes, v + 2 lanes, ...
+struct Columns {
+  a: vec4<f32>,
+  b: vec4<f32>,
+  c: vec4<f32>,
+  d: vec4<f32>,
+}
+
+fn four(v: u32, shift: u32) -> vec4<u32> {
+  return vec4<u32>(v) + (vec4<u32>(0u, 1u, 2u, 3u) << vec4<u32>(shift));
+}
+
+// Four by four, not in loops: some compilers keep a vector that is indexed in memory.
+fn load(row: u32, v: u32, shift: u32) -> vec4<f32> {
+  let column = four(v, shift);
   var x = vec4<f32>(LOWEST);
-  for (var k = 0u; k < 4u; k++) {
-    if (v + k * WG < dims.y) {
-      x[k] = logits[row + v + k * WG];
-    }
+  if (column.x < dims.y) {
+    x.x = logits[row + column.x];
+  }
+  if (column.y < dims.y) {
+    x.y = logits[row + column.y];
+  }
+  if (column.z < dims.y) {
+    x.z = logits[row + column.z];
+  }
+  if (column.w < dims.y) {
+    x.w = logits[row + column.w];
   }
   return x;
 }
-
-fn seen(x: vec4<f32>, v: u32) -> u32 {
-  let bits = bitcast<vec4<u32>>(x);
-  let poison = (bits & vec4<u32>(0x7fffffffu)) > vec4<u32>(INFINITY_BITS);
-  let infinite = (bits & vec4<u32>(0x7fffffffu)) == vec4<u32>(INFINITY_BITS);
-  let negative = (bits >> vec4<u32>(31u)) == vec4<u32>(1u);
-  return select(0u, POISON, any(poison | (infinite & !negative))) |
-         select(0u, MASKED, any(infinite & negative)) |
-         select(0u, FINITE, any(inside(v) & !poison & !infinite));
+fn load_columns(row: u32, v: u32, shift: u32) -> Columns {
+  let next = 4u << shift;
+  return Columns(load(row, v, shift), load(row, v + next, shift), load(row, v + 2u * next, shift),
+                 load(row, v + 3u * next, shift));
 }
 
-fn store(row: u32, v: u32, grad: vec4<f32>) {
-  for (var k = 0u; k < 4u; k++) {
-    if (v + k * WG < dims.y) {
-      logits[row + v + k * WG] = grad[k];
-    }
+fn store(row: u32, v: u32, shift: u32, x: vec4<f32>) {
+  let column = four(v, shift);
+  if (column.x < dims.y) {
+    logits[row + column.x] = x.x;
+  }
+  if (column.y < dims.y) {
+    logits[row + column.y] = x.y;
+  }
+  if (column.z < dims.y) {
+    logits[row + column.z] = x.z;
+  }
+  if (column.w < dims.y) {
+    logits[row + column.w] = x.w;
   }
 }
+fn store_columns(row: u32, v: u32, shift: u32, x: Columns) {
+  let next = 4u << shift;
+  store(row, v, shift, x.a);
+  store(row, v + next, shift, x.b);
+  store(row, v + 2u * next, shift, x.c);
+  store(row, v + 3u * next, shift, x.d);
+}
+fn fill_columns(row: u32, v: u32, shift: u32, bits: u32) {
+  let x = vec4<f32>(bitcast<f32>(bits));
+  store_columns(row, v, shift, Columns(x, x, x, x));
+}
 
-fn merge(a: Columns, b: Columns) -> Columns {
+fn largest(x: Columns) -> f32 {
+  let most = max(max(x.a, x.b), max(x.c, x.d));
+  return max(max(most.x, most.y), max(most.z, most.w));
+}
+fn magnitude(x: Columns) -> u32 {
+  let one = vec4<u32>(1u);
+  let most = max(max(bitcast<vec4<u32>>(x.a) << one, bitcast<vec4<u32>>(x.b) << one),
+                 max(bitcast<vec4<u32>>(x.c) << one, bitcast<vec4<u32>>(x.d) << one));
+  return max(max(most.x, most.y), max(most.z, most.w));
+}
+fn weights(x: Columns, m: f32) -> Columns {
+  return Columns(weigh(x.a, m), weigh(x.b, m), weigh(x.c, m), weigh(x.d, m));
+}
+// Their sum. Beyond the row's end stands LOWEST, which weighs nothing, or 1 where it is the maximum.
+fn sum_of(e: Columns, m: f32, v: u32, shift: u32) -> f32 {
+  var s = total((e.a + e.b) + (e.c + e.d));
+  if (m == LOWEST) {
+    let inside = (max(dims.y, v) - v + (1u << shift) - 1u) >> shift;
+    s -= f32(16u - min(inside, 16u));
+  }
+  return s;
+}
+
+fn merge(a: Part, b: Part) -> Part {
   let m = max(a.m, b.m);
-  let scale = exp(max(vec2<f32>(a.m - m, b.m - m), vec2<f32>(-200.0)));
-  let s = select(a.s * scale.x, a.s, a.m == m) + select(b.s * scale.y, b.s, b.m == m);
-  return Columns(m, s, a.sight | b.sight);
+  return Part(m, a.s * weigh_one(a.m, m) + b.s * weigh_one(b.m, m), max(a.magnitude, b.magnitude));
 }
 
-fn columns_of(raw: vec4<f32>, v: u32) -> Columns {
-  let m = max(largest(raw), LOWEST);
-  return Columns(m, total(weigh(raw, v, m)), seen(raw, v));
-}
-
-fn reduce(tid: u32, mine: Columns) -> Columns {
-  parts[tid] = mine;
-  for (var stride = WG / 2u; stride > 0u; stride /= 2u) {
-    workgroupBarrier();
-    if (tid < stride) {
-      parts[tid] = merge(parts[tid], parts[tid + stride]);
-    }
+// Sixteen parts, `step` apart: first the maximum, then the sums, a weight each.
+fn merged(first: u32, step: u32, count: u32) -> Part {
+  var all = parts[first];
+  for (var k = 1u; k < count; k++) {
+    all.m = max(all.m, parts[first + k * step].m);
+    all.magnitude = max(all.magnitude, parts[first + k * step].magnitude);
   }
-  workgroupBarrier();
-  return parts[0];
-}
-
-fn reduce_sum(tid: u32, mine: f32) -> f32 {
-  sums[tid] = mine;
-  for (var stride = WG / 2u; stride > 0u; stride /= 2u) {
-    workgroupBarrier();
-    if (tid < stride) {
-      sums[tid] += sums[tid + stride];
-    }
+  all.s = 0.0;
+  for (var k = 0u; k < count; k++) {
+    let other = parts[first + k * step];
+    all.s += other.s * weigh_one(other.m, all.m);
   }
-  workgroupBarrier();
-  return sums[0];
+  return all;
 }
-
-// Of 4 columns, how far they are below the maximum in sum; nothing beyond the row's end.
-fn depth(x: vec4<f32>, v: u32, m: f32) -> f32 {
-  return total(select(vec4<f32>(0.0), m - x, inside(v)));
-}
-
-struct Gradient {
-  m: f32,
-  p_scale: f32,  // inv_norm (1 + 2 beta_zl lse) / s
-  uniform_part: f32,  // inv_norm alpha / V
-  target_part: f32,   // inv_norm (1 - alpha)
-  poison: u32,        // NaN_BITS, or 0
-}
-
-fn gradient(g: Gradient, x: vec4<f32>, v: u32, t: u32) -> vec4<f32> {
-  let columns = vec4<u32>(v, v + WG, v + 2u * WG, v + 3u * WG);
-  let onehot = select(vec4<f32>(0.0), vec4<f32>(g.target_part), columns == vec4<u32>(t));
-  let grad = weigh(x, v, g.m) * g.p_scale - onehot - g.uniform_part;
-  return bitcast<vec4<f32>>(bitcast<vec4<u32>>(grad) | vec4<u32>(g.poison));
-}
-
-fn clear_row(s: u32, row: u32, tid: u32) {
-  if (tid == 0u) {
-    losses[s] = 0.0;
+fn summed(first: u32, step: u32, count: u32) -> f32 {
+  var all = 0.0;
+  for (var k = 0u; k < count; k++) {
+    all += depths[first + k * step];
   }
-  for (var v = tid; v < dims.y; v += QUARTER) {
-    store(row, v, vec4<f32>(0.0));
-  }
+  return all;
 }
 
-// The loss of the row and what its gradient is made of. `below` is sum_j (m - x_j).
-fn finish(tid: u32, s: u32, row: Columns, below: f32, x_t: f32) -> Gradient {
+// How far the columns of a thread are below the maximum, in sum.
+fn depth(row: u32, lane: u32, shift: u32, m: f32) -> f32 {
+  var below = 0.0;
+  for (var v = lane; v < dims.y; v += 4u << shift) {
+    let x = load(row, v, shift);
+    below += total(select(vec4<f32>(0.0), m - x, four(v, shift) < vec4<u32>(dims.y)));
+  }
+  return below;
+}
+
+// The loss of row s, and what its gradient is made of. `below` is sum_j (m - x_j).
+fn finish(i: u32, s: u32, rows: u32, below: f32) {
+  let part = known[i].part;
+  let x_t = known[i].target_logit;
   let alpha = params.y;
-  let log_sum = log(row.s);
-  let lse = row.m + log_sum;
-  let loss = log_sum + (1.0 - alpha) * (row.m - x_t) + alpha * below * params.w +
+  let log_sum = log(part.s);
+  let lse = part.m + log_sum;
+  let loss = log_sum + (1.0 - alpha) * (part.m - x_t) + alpha * below * params.w +
              params.z * lse * lse;
-  let poison = select(0u, NAN_BITS, (row.sight & POISON) != 0u || (row.sight & FINITE) == 0u);
-  if (tid == 0u) {
-    let masked = (row.sight & MASKED) != 0u && alpha > 0.0;
-    let masked_target = alpha < 1.0 && bitcast<u32>(x_t) == MINUS_INFINITY_BITS;
-    let bits = select(bitcast<u32>(loss), INFINITY_BITS, masked || masked_target);
-    losses[s] = bitcast<f32>(bits | poison);
+  // The maximum weighs 1, so a smaller sum is of -inf alone.
+  let poisoned = part.magnitude > INFINITE || bitcast<u32>(part.m) == INFINITY_BITS || part.s < 0.5;
+  let poison = select(0u, NAN_BITS, poisoned);
+  let masked = part.magnitude == INFINITE && alpha > 0.0;
+  let masked_target = alpha < 1.0 && bitcast<u32>(x_t) == MINUS_INFINITY_BITS;
+  let bits = select(bitcast<u32>(loss), INFINITY_BITS, masked || masked_target) | poison;
+  let ignored = tgts[min(s, rows - 1u)] >= dims.y;
+  known[i].scale = params.x * (1.0 + 2.0 * params.z * lse) / part.s;
+  known[i].filled = select(0u, 1u, ignored || poisoned);
+  known[i].filling = select(poison, 0u, ignored);
+  if (s < rows) {
+    losses[s] = select(bitcast<f32>(bits), 0.0, ignored);
   }
-  let p_scale = params.x * (1.0 + 2.0 * params.z * lse) / row.s;
-  return Gradient(row.m, p_scale, params.x * alpha * params.w, params.x * (1.0 - alpha), poison);
+}
+
+// Of the rows from `first` on, 1 << shift threads each: everything in `known`.
+fn reduce(tid: u32, shift: u32, first: u32, rows: u32, row: u32, own: Part) {
+  let cell = tid % 16u * 17u + tid / 16u;
+  let count = 1u << (shift - 4u);  // of 16 threads each
+  parts[cell] = own;
+  workgroupBarrier();
+  if (tid < 16u) {
+    parts[tid] = merged(tid, 17u, 16u);
+  }
+  workgroupBarrier();
+  let leads = tid < (WG >> shift);
+  if (leads) {
+    known[tid].part = merged(tid * count, 1u, count);
+    if (params.y <= 0.0) {
+      finish(tid, first + tid, rows, 0.0);
+    }
+  }
+  workgroupBarrier();
+  if (params.y > 0.0) {
+    depths[cell] = depth(row, tid & ((1u << shift) - 1u), shift, known[tid >> shift].part.m);
+    workgroupBarrier();
+    if (tid < 16u) {
+      depths[tid] = summed(tid, 17u, 16u);
+    }
+    workgroupBarrier();
+    if (leads) {
+      finish(tid, first + tid, rows, summed(tid * count, 1u, count));
+    }
+    workgroupBarrier();
+  }
+}
+
+fn gradient(e: vec4<f32>, factor: f32) -> vec4<f32> {
+  let uniform_part = params.x * params.y * params.w;
+  return fma(e, vec4<f32>(factor), vec4<f32>(-uniform_part));
+}
+fn gradients(e: Columns, factor: f32) -> Columns {
+  return Columns(gradient(e.a, factor), gradient(e.b, factor), gradient(e.c, factor),
+                 gradient(e.d, factor));
+}
+// By the thread that has stored this column already.
+fn store_target(at: u32, e: f32, factor: f32) {
+  logits[at] = gradient(vec4<f32>(e), factor).x - params.x * (1.0 - params.y);
+}
+
+// Rows of up to 4096 columns, 1 << shift threads each.
+fn short_rows(first: u32, rows: u32, shift: u32, tid: u32) {
+  let i = tid >> shift;
+  let lane = tid & ((1u << shift) - 1u);
+  let s = min(first + i, rows - 1u);
+  let row = s * dims.y;
+  let t = tgts[s];
+  let x = load_columns(row, lane, shift);
+  let owns_target = t < dims.y && lane == (t & ((1u << shift) - 1u));
+  var x_t = 0.0;
+  if (owns_target) {
+    x_t = logits[row + t];
+    known[i].target_logit = x_t;
+  }
+  let m = max(largest(x), LOWEST);
+  let e = weights(x, m);
+  reduce(tid, shift, first, rows, row, Part(m, sum_of(e, m, lane, shift), magnitude(x)));
+  if (first + i >= rows) {
+    return;
+  }
+  if (known[i].filled != 0u) {
+    fill_columns(row, lane, shift, known[i].filling);
+    return;
+  }
+  let factor = known[i].scale * weigh_one(m, known[i].part.m);
+  store_columns(row, lane, shift, gradients(e, factor));
+  if (owns_target) {
+    store_target(row + t, weigh_one(x_t, m), factor);
+  }
+}
+
+fn long_row(s: u32, rows: u32, tid: u32) {
+  let row = s * dims.y;
+  let t = tgts[s];
+  if (t < dims.y && tid == t % WG) {
+    known[0].target_logit = logits[row + t];
+  }
+  // The next columns are on their way while these are worked on.
+  var own = Part(LOWEST, 0.0, 0u);
+  var next = load_columns(row, tid, 8u);
+  for (var begin = 0u; begin < dims.y; begin += TURN) {
+    let x = next;
+    next = load_columns(row, tid + begin + TURN, 8u);
+    let m = max(largest(x), own.m);
+    own = merge(own, Part(m, sum_of(weights(x, m), m, tid + begin, 8u), magnitude(x)));
+  }
+  reduce(tid, 8u, s, rows, row, own);
+  // What is written from here on, other invocations have read.
+  storageBarrier();
+
+  let before = row % 32u;  // columns of the aligned 32 that are not this row's; the rest wraps around
+  let m = known[0].part.m;
+  let factor = known[0].scale;
+  let filled = known[0].filled != 0u;
+  let x_t = known[0].target_logit;
+  next = load_columns(row, tid - before, 8u);
+  for (var begin = 0u; begin < dims.y + before; begin += TURN) {
+    let v = tid + begin - before;
+    let x = next;
+    next = load_columns(row, v + TURN, 8u);
+    if (filled) {
+      fill_columns(row, v, 8u, known[0].filling);
+    } else {
+      store_columns(row, v, 8u, gradients(weights(x, m), factor));
+    }
+  }
+  if (!filled && tid == (t + before) % WG) {
+    store_target(row + t, weigh_one(x_t, m), factor);
+  }
 }
 
 @compute @workgroup_size(256, 1, 1)
@@ -179,72 +332,20 @@ fn cross_entropy(@builtin(workgroup_id) group: vec3<u32>,
                  @builtin(num_workgroups) groups: vec3<u32>,
                  @builtin(local_invocation_index) tid: u32) {
   let s = group.x + group.y * groups.x;
-  if (s >= dims.x) {
+  let rows = min(dims.x, groups.x * groups.y);
+  if (s >= rows) {
     return;
   }
-  let row = s * dims.y;
-  let t = tgts[s];
-  if (t >= dims.y) {
-    clear_row(s, row, tid);
-    return;
-  }
-  let x_t = logits[row + t];
-  var state = Columns(LOWEST, 0.0, 0u);
-  var a = vec4<f32>(0.0);
-  var b = vec4<f32>(0.0);
-  var c = vec4<f32>(0.0);
-  var d = vec4<f32>(0.0);
-  let short = dims.y <= IN_REGISTERS;
-  if (short) {
-    a = load(row, tid);
-    b = load(row, tid + QUARTER);
-    c = load(row, tid + 2u * QUARTER);
-    d = load(row, tid + 3u * QUARTER);
-    let m = max(largest(max(max(a, b), max(c, d))), LOWEST);
-    var sight = seen(a, tid);
-    var e = weigh(a, tid, m);
-    if (dims.y > QUARTER) {
-      sight |= seen(b, tid + QUARTER);
-      e += weigh(b, tid + QUARTER, m);
+  // A call each: where the compiler knows the number of threads this is up to a quarter faster.
+  if (dims.y > TURN) {
+    long_row(s, rows, tid);
+  } else if (dims.y > 1024u) {
+    short_rows(s, rows, 8u, tid);
+  } else if (dims.y > 256u) {
+    if (s % 4u == 0u) {
+      short_rows(s, rows, 6u, tid);
     }
-    if (dims.y > 2u * QUARTER) {
-      sight |= seen(c, tid + 2u * QUARTER) | seen(d, tid + 3u * QUARTER);
-      e += weigh(c, tid + 2u * QUARTER, m) + weigh(d, tid + 3u * QUARTER, m);
-    }
-    state = Columns(m, total(e), sight);
-  } else {
-    for (var v = tid; v < dims.y; v += QUARTER) {
-      state = merge(state, columns_of(load(row, v), v));
-    }
-  }
-  state = reduce(tid, state);
-
-  var below = 0.0;
-  if (params.y > 0.0) {
-    if (short) {
-      below = (depth(a, tid, state.m) + depth(b, tid + QUARTER, state.m)) +
-              (depth(c, tid + 2u * QUARTER, state.m) + depth(d, tid + 3u * QUARTER, state.m));
-    } else {
-      for (var v = tid; v < dims.y; v += QUARTER) {
-        below += depth(load(row, v), v, state.m);
-      }
-    }
-    below = reduce_sum(tid, below);
-  }
-
-  let g = finish(tid, s, state, below, x_t);
-  if (short) {
-    store(row, tid, gradient(g, a, tid, t));
-    if (dims.y > QUARTER) {
-      store(row, tid + QUARTER, gradient(g, b, tid + QUARTER, t));
-    }
-    if (dims.y > 2u * QUARTER) {
-      store(row, tid + 2u * QUARTER, gradient(g, c, tid + 2u * QUARTER, t));
-      store(row, tid + 3u * QUARTER, gradient(g, d, tid + 3u * QUARTER, t));
-    }
-  } else {
-    for (var v = tid; v < dims.y; v += QUARTER) {
-      store(row, v, gradient(g, load(row, v), v, t));
-    }
+  } else if (s % 16u == 0u) {
+    short_rows(s, rows, 4u, tid);
   }
 }

@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+// Partial sums of a row of tiles that follow each other, combined in order: the one order of a
+// unit's tiles, in the forward's registers or in the rows' kernel.
+#pragma once
+
+#include "src/cuda/numbers.cuh"
+#include "src/cuda/sm90/units.h"
+
+namespace logitless::cuda::sm90 {
+
+constexpr float log2e = 0x1.715476p0f;
+__device__ inline float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Of some columns; the sum is relative to the maximum. Of none: as it begins.
+struct PartialSum {
+  float maximum = -INFINITY, sum = 0;
+};
+
+// Bit for bit `second` where `first` is of no column. A NaN counts in the sum alone.
+__device__ inline PartialSum combine(const PartialSum& first, const PartialSum& second) {
+  const float maximum = fmaxf(first.maximum, second.maximum);
+  const float reference = maximum == -infinity() ? 0.0f : maximum;
+  return {maximum, first.sum * exp2_fast((first.maximum - reference) * log2e) +
+                       second.sum * exp2_fast((second.maximum - reference) * log2e)};
+}
+
+}  // namespace logitless::cuda::sm90
