@@ -74,6 +74,10 @@ __device__ inline float find_highest(const float (&d)[96], const LeftOut& mask, 
   return fmaxf(most[0], most[1]);
 }
 
+// A sum this far below, in log2, is 0; its logits' distance alone may be infinite, and 0 times that
+// is none.
+__device__ inline float bounded(float by) { return by > 1000.0f ? 1000.0f : by; }
+
 // log2 of a maximum above the anchor's exponential: errors grow with the distance, and far below,
 // exponentials that count may be 0.
 template <Set kSet>
@@ -92,9 +96,9 @@ __device__ inline void move_start(const HalfRows& rows, const Arguments& a, int 
   const bool moved = from == from;
   const float by = moved ? (top - from) * log2e : fmaf(top, log2e, -rows.anchor[h]);
   if (moved ? by < a.most_distance : is_within<kSet>(rows, a, h, by)) return;
-  const float sum = sums->sum[h], factor = exp2_fast(-by);
+  const float sum = sums->sum[h], down = bounded(by), factor = exp2_fast(-down);
   if (sum != 0) {
-    sums->shifted[h] = factor * fmaf(-by, sum, sums->shifted[h]);
+    sums->shifted[h] = factor * fmaf(-down, sum, sums->shifted[h]);
     sums->sum[h] = factor * sum;
   }
   sums->from[h] = top;
@@ -231,7 +235,7 @@ __device__ inline void write_half(const HalfRows& rows, const Arguments& a, int 
     const int64_t to = int64_t{row} * a.partials.segments + rows.column_tile;
     const float maximum = row_maximum(sums.maximum[h]), from = sums.from[h];
     const float by =
-        from == from ? (maximum - from) * log2e : fmaf(maximum, log2e, -rows.anchor[h]);
+        bounded(from == from ? (maximum - from) * log2e : fmaf(maximum, log2e, -rows.anchor[h]));
     const float own = sums.sum[h], factor = own == 0 ? 0.0f : exp2_fast(-by);
     const float sum = quad_sum(own == 0 ? 0.0f : own * factor);
     if (writes) {
