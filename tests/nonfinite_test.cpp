@@ -179,6 +179,26 @@ TEST_P(NonFinite, RowsOfMinusInfinity) {
   }
 }
 
+// Every column of every row, and the state is what shards combine to that have none to speak of.
+TEST_P(NonFinite, AStateOfMinusInfinity) {
+  for (const Setting& setting : kSettings) {
+    Case c = plain();
+    setting.apply(c);
+    if (c.options.softcap > 0 || c.options.logit_scale <= 0) continue;  // another z than -inf
+    c.saved_state = true;
+    with_op(op_, [&](auto op) {
+      using Op = decltype(op);
+      if constexpr (BackwardOnlyOp<Op>) {
+        Problem<Op> p = build<Op>(c);
+        for (const TensorView& view : {masked_by(p.op), p.op.row_reference, p.op.row_log_sum}) {
+          write(view, std::vector<double>(read(view).size(), -kInf));
+        }
+        judged(p, setting.name);
+      }
+    });
+  }
+}
+
 // What many programs mask with: the lowest finite number is a logit like any other, in every column
 // of a row and in all but a few.
 TEST_P(NonFinite, RowsOfTheLowestNumber) {

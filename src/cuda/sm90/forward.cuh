@@ -53,7 +53,9 @@ __device__ inline RowStart load_start(const Arguments& a, int row, int valid) {
     const RowGradient& g = a.gradients[row];
     r.anchor = g.reference;
     r.log2_sum = g.log_sum * log2e;
-    r.factor = g.reference == g.reference && g.log_sum == g.log_sum ? g.probability : nan_value();
+    // Of a row without a maximum that is a number no column has a probability to speak of.
+    const bool exists = fabsf(g.reference) < infinity() && g.log_sum == g.log_sum;
+    r.factor = exists ? g.probability : nan_value();
   }
   return r;
 }
