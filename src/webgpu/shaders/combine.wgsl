@@ -255,6 +255,10 @@ fn combine(@builtin(global_invocation_id) id: vec3<u32>) {
   if ((p.flags & has_state) != 0u) {
     s.m = inputs[token * 8u + 2u];
     s.log_sum = inputs[token * 8u + 3u];
+    // What shards combine to that have no probability to speak of: none of a column is 0.
+    if (bitcast<u32>(s.m) == (infinity_bits | 0x80000000u)) {
+      s.kind |= state_gradient_nan;
+    }
   } else {
     s = with_slots(r, s);
   }
