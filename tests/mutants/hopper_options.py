@@ -15,7 +15,8 @@ OPTIONS: list[tuple[str, str, str, str, str]] = [
     ("hopper, options, E: not swizzled", "sm90/option_rows.cuh",
        "lane % box_lines * 128 + @{(lane / 16 ^ lane % 8)}@ * 16", "lane / 16", "linear"),
     ("hopper, options, maximum: of half of a row's lanes", "sm90/option_sums.cuh",
-       "return fmaxf(x, @{__shfl_xor_sync(whole_warp, x, 2)}@);", "x", "linear"),
+       "const float maximum = @{quad_max(sums.maximum[h])}@, from",
+       "fmaxf(sums.maximum[h], __shfl_xor_sync(whole_warp, sums.maximum[h], 1))", "linear"),
     ("hopper, options, sum: every second column left out", "sm90/option_sums.cuh",
        "sums->sum[h] += @{e[0] + e[1]}@;", "e[0]", "linear"),
     ("hopper, options, sum: relative to the anchor", "sm90/option_sums.cuh",
@@ -47,7 +48,7 @@ OPTIONS: list[tuple[str, str, str, str, str]] = [
     ("hopper, options, E: a block too far", "sm90/with_options.cuh",
        "box_at(box), row, @{panel_block}@);", "panel_block + 1", "linear"),
     ("hopper, options, products: on top of the last tile's", "sm90/with_options.cuh",
-       "(upper, l, r, @{!first || step > 0}@);", "true", "linear"),
+       "(upper, lower, left, right, @{!first}@);", "true", "linear"),
     ("hopper, options, boxes: where the next products read", "sm90/with_options.cuh",
        "lane_of_box(pipeline.left(@{last(ring)}@) +", "ring.stage", "linear"),
 ]

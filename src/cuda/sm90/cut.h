@@ -5,13 +5,9 @@
 // no block ever waits for another, and the order of every sum is a function of the shape alone.
 #pragma once
 
-namespace logitless::cuda::sm90 {
+#include "src/cuda/sm90/both.h"
 
-#if defined(__CUDACC__)
-#define LOGITLESS_BOTH __host__ __device__
-#else
-#define LOGITLESS_BOTH
-#endif
+namespace logitless::cuda::sm90 {
 
 constexpr int most_slices = 8;
 // In steps of 64 of the depth axis, which take a microsecond each: a slice's store, and the second
@@ -59,7 +55,5 @@ LOGITLESS_BOTH inline Cut cut_tiles(int tiles, int depth, int clusters, int slot
   }
   return best;
 }
-
-#undef LOGITLESS_BOTH
 
 }  // namespace logitless::cuda::sm90

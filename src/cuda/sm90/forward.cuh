@@ -72,30 +72,37 @@ __device__ inline ForwardWork find_work(const Arguments& a) {
            static_cast<int>((a.columns + tile_columns - 1) / tile_columns), group_clusters}};
 }
 
-// The first warpgroup: a lane an operand, so that neither keeps more than one address.
+// Every step of a tile: a lane an operand, so that neither keeps more than one address.
+__device__ inline void copy_tile(const CUtensorMap* input_map, const CUtensorMap* weight_map,
+                                 const Pipeline& pipeline, int rank, int row_cluster,
+                                 int column_tile, const Arguments& a, Ring* ring) {
+  const bool is_input = threadIdx.x == 0;
+  const uint32_t offset = is_input ? 0 : left_bytes + rank * half_right_bytes;
+  const int row = is_input ? row_cluster * cluster_rows + rank * tile_rows
+                           : static_cast<int>(a.first_column) + column_tile * tile_columns +
+                                 rank * half_right_rows;
+  for (int k = 0; k < a.depth_tiles; ++k, ring->next()) {
+    uint64_t* full = pipeline.full + ring->stage;
+    wait(pipeline.empty + ring->stage, ring->phase ^ 1);
+    if (is_input) {
+      expect_bytes(full, stage_bytes);
+      load_box(input_map, full, pipeline.left(ring->stage), k * tile_depth, row);
+    } else {
+      load_box_to(weight_map, full, pipeline.left(ring->stage) + offset, k * tile_depth, row, 3);
+    }
+  }
+}
+
+// The first warpgroup, lanes 0 and 1.
 __device__ inline void copy_tiles(const CUtensorMap* input_map, const CUtensorMap* weight_map,
                                   const Pipeline& pipeline, const Schedule& schedule,
                                   const Arguments& a) {
-  const bool is_input = threadIdx.x == 0;
   const int rank = static_cast<int>(cluster_rank());
-  const uint32_t offset = is_input ? 0 : left_bytes + rank * half_right_bytes;
   Ring ring;
   for (int t = blockIdx.x / 2; t < schedule.tiles(); t += gridDim.x / 2) {
     int row_cluster, column_tile;
     schedule.find(t, &row_cluster, &column_tile);
-    const int row = is_input ? row_cluster * cluster_rows + rank * tile_rows
-                             : static_cast<int>(a.first_column) + column_tile * tile_columns +
-                                   rank * half_right_rows;
-    for (int k = 0; k < a.depth_tiles; ++k, ring.next()) {
-      uint64_t* full = pipeline.full + ring.stage;
-      wait(pipeline.empty + ring.stage, ring.phase ^ 1);
-      if (is_input) {
-        expect_bytes(full, stage_bytes);
-        load_box(input_map, full, pipeline.left(ring.stage), k * tile_depth, row);
-      } else {
-        load_box_to(weight_map, full, pipeline.left(ring.stage) + offset, k * tile_depth, row, 3);
-      }
-    }
+    copy_tile(input_map, weight_map, pipeline, rank, row_cluster, column_tile, a, &ring);
   }
 }
 

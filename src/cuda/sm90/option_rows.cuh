@@ -171,10 +171,6 @@ __device__ inline bool map_block(float (&d)[96], const Arguments& a, int column)
 // E and dz leave through boxes of a warp's own 16 rows and 64 columns, two in turn.
 constexpr int box_lines = 16, warp_box_bytes = box_lines * 128;
 
-// The boxes that this thread has stored are read, but for the last one.
-__device__ inline void stores_wait_but_one() {
-  asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
-}
 // Where a lane's eight elements of four 8 x 8 blocks of its warp's box [16, 64] begin, swizzled; of
 // columns 16 `two` on: ^ 32 two.
 __device__ inline uint32_t lane_of_box(const uint8_t* box) {

@@ -219,11 +219,6 @@ __device__ inline void add_columns_of(const float (&d)[96], const HalfRows& rows
   }
 }
 
-__device__ inline float row_maximum(float x) {
-  x = fmaxf(x, __shfl_xor_sync(whole_warp, x, 1));
-  return fmaxf(x, __shfl_xor_sync(whole_warp, x, 2));
-}
-
 // The sums of 64 rows to memory, relative to the rows' maxima.
 template <Set kSet>
 __device__ inline void write_half(const HalfRows& rows, const Arguments& a, int valid,
@@ -233,7 +228,7 @@ __device__ inline void write_half(const HalfRows& rows, const Arguments& a, int 
     const int row = rows.row + 8 * h;
     const bool writes = threadIdx.x % 4 == 0 && row < valid;
     const int64_t to = int64_t{row} * a.partials.segments + rows.column_tile;
-    const float maximum = row_maximum(sums.maximum[h]), from = sums.from[h];
+    const float maximum = quad_max(sums.maximum[h]), from = sums.from[h];
     const float by =
         bounded(from == from ? (maximum - from) * log2e : fmaf(maximum, log2e, -rows.anchor[h]));
     const float own = sums.sum[h], factor = own == 0 ? 0.0f : exp2_fast(-by);

@@ -77,6 +77,10 @@ __device__ inline float map_large(const TileOptions& o, float raw) {
   return select_above(fabsf(y), most_of_polynomial, far, near);
 }
 
+__device__ inline float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(whole_warp, x, 1));
+  return fmaxf(x, __shfl_xor_sync(whole_warp, x, 2));
+}
 __device__ inline float quad_sum(float x) {
   x += __shfl_xor_sync(whole_warp, x, 1);
   return x + __shfl_xor_sync(whole_warp, x, 2);

@@ -131,10 +131,6 @@ struct RowSums {
   float maximum[2], sum[2];
 };
 
-__device__ inline float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(whole_warp, x, 1));
-  return fmaxf(x, __shfl_xor_sync(whole_warp, x, 2));
-}
 __device__ inline bool is_near(const Arguments& a, float distance) {
   return distance > least_distance && distance < a.most_distance;
 }
@@ -299,15 +295,7 @@ __device__ inline void plain_tiles(const CUtensorMap* panel_map, const Pipeline&
 #pragma unroll 1
     for (int k = 2; k < a.depth_tiles; ++k) {
       wait(pipeline.full + ring.stage, ring.phase);
-      products_begin();
-#pragma unroll
-      for (int step = 0; step < tile_depth / 16; ++step) {
-        const uint64_t l = now.left + left_step<Along::depth>(step),
-                       r = now.right + right_step<Along::depth>(step);
-        product_64x192<T, Along::depth, Along::depth>(upper, l, r, true);
-        product_64x192<T, Along::depth, Along::depth>(lower, l + lower_left, r, true);
-      }
-      products_commit();
+      multiply_stage<T, Along::depth, Along::depth>(upper, lower, now.left, now.right, true);
       products_wait<1>();
       release(previous);
       previous = ring.stage;

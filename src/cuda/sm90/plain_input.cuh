@@ -54,29 +54,15 @@ class Walk {
   UnitItem item_{0, 0, 0, -1};
 };
 
-// A lane an operand, so that neither keeps more than one address.
+// Lanes 0 and 1, or the weight's alone.
 __device__ inline void copy_boxes(const CUtensorMap* input_map, const CUtensorMap* weight_map,
                                   const Pipeline& pipeline, const PlainWork& work,
                                   const Arguments& a) {
-  const bool is_input = threadIdx.x == 0;
   const int rank = static_cast<int>(cluster_rank());
-  const uint32_t offset = is_input ? 0 : left_bytes + rank * half_right_bytes;
   Ring ring;
   for (Walk walk; walk.more(work.units); walk.next()) {
     const UnitItem item = walk.item(work.units);
-    const int row = is_input ? item.row_cluster * cluster_rows + rank * tile_rows
-                             : static_cast<int>(a.first_column) + item.tile * tile_columns +
-                                   rank * half_right_rows;
-    for (int k = 0; k < a.depth_tiles; ++k, ring.next()) {
-      uint64_t* full = pipeline.full + ring.stage;
-      wait(pipeline.empty + ring.stage, ring.phase ^ 1);
-      if (is_input) {
-        expect_bytes(full, stage_bytes);
-        load_box(input_map, full, pipeline.left(ring.stage), k * tile_depth, row);
-      } else {
-        load_box_to(weight_map, full, pipeline.left(ring.stage) + offset, k * tile_depth, row, 3);
-      }
-    }
+    copy_tile(input_map, weight_map, pipeline, rank, item.row_cluster, item.tile, a, &ring);
   }
 }
 

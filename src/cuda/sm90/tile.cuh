@@ -101,6 +101,22 @@ constexpr uint64_t right_step(int step) {
   return (kAlong == Along::rows ? halves : step * 32) >> 4;
 }
 
+// A stage's products of a warpgroup's 128 rows, begun; its operands as descriptors. `on_top`: of
+// what is there.
+template <class T, Along kLeft, Along kRight>
+__device__ inline void multiply_stage(float (&upper)[96], float (&lower)[96], uint64_t left,
+                                      uint64_t right, bool on_top) {
+  products_begin();
+#pragma unroll
+  for (int step = 0; step < tile_depth / 16; ++step) {
+    const int add = on_top || step > 0;
+    const uint64_t a = left + left_step<kLeft>(step), b = right + right_step<kRight>(step);
+    product_64x192<T, kLeft, kRight>(upper, a, b, add);
+    product_64x192<T, kLeft, kRight>(lower, a + (left_block_bytes >> 4), b, add);
+  }
+  products_commit();
+}
+
 // One warpgroup's 128 rows of a tile, over `depth_tiles` stages of the ring. One group of products
 // is in flight, and its predecessor's stage is released.
 template <class T, Along kLeft, Along kRight>
@@ -114,15 +130,7 @@ __device__ inline void multiply_tile(float (&upper)[96], float (&lower)[96], int
         descriptor(pipeline.left(ring->stage) + (warpgroup - 1) * 2 * left_block_bytes, 16);
     const uint64_t right = descriptor(pipeline.right(ring->stage), right_block_bytes);
     wait(pipeline.full + ring->stage, ring->phase);
-    products_begin();
-#pragma unroll
-    for (int step = 0; step < tile_depth / 16; ++step) {
-      const int add = k > 0 || step > 0;
-      const uint64_t a = left + left_step<kLeft>(step), b = right + right_step<kRight>(step);
-      product_64x192<T, kLeft, kRight>(upper, a, b, add);
-      product_64x192<T, kLeft, kRight>(lower, a + (left_block_bytes >> 4), b, add);
-    }
-    products_commit();
+    multiply_stage<T, kLeft, kRight>(upper, lower, left, right, k > 0);
     products_wait<1>();
     if (previous >= 0 && signals < 2) arrive_at(pipeline.empty + previous, signals);
     previous = ring->stage;

@@ -66,9 +66,10 @@ __device__ inline void store_box(const CUtensorMap* map, const void* from, int32
       "r"(shared_address(from)), "r"(0), "r"(row), "r"(block)
       : "memory");
 }
-// The boxes that this thread has stored are read: their memory is free.
+// The boxes that this thread has stored are read, but for the last kLeft: their memory is free.
+template <int kLeft = 0>
 __device__ inline void stores_wait() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");
 }
 
 }  // namespace logitless::cuda::sm90

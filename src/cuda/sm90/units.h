@@ -9,13 +9,9 @@
 
 #include <algorithm>
 
-namespace logitless::cuda::sm90 {
+#include "src/cuda/sm90/both.h"
 
-#if defined(__CUDACC__)
-#define LOGITLESS_BOTH __host__ __device__
-#else
-#define LOGITLESS_BOTH
-#endif
+namespace logitless::cuda::sm90 {
 
 constexpr int unit_tiles = 8;
 // Row clusters whose units run beside each other.
@@ -87,7 +83,5 @@ inline int most_singles(int row_clusters, int column_tiles, int clusters) {
   }
   return most;
 }
-
-#undef LOGITLESS_BOTH
 
 }  // namespace logitless::cuda::sm90

@@ -97,7 +97,7 @@ __device__ inline void finish_half(float (&d)[96], const RowData& data, int row,
     const int first = column + 64 * block;
     const bool large = map_block<kSet>(d, a, first);
     if constexpr (stores) {
-      if (threadIdx.x % 32 == 0) stores_wait_but_one();
+      if (threadIdx.x % 32 == 0) stores_wait<1>();
       __syncwarp();
     }
     const bool rare = masked || (kMode == Mode::sums_kept && large);
@@ -140,16 +140,7 @@ __device__ inline void multiply_step(float (&upper)[96], float (&lower)[96],
   const uint64_t left =
       descriptor(pipeline.left(stage) + (warpgroup - 1) * 2 * left_block_bytes, 16);
   const uint64_t right = descriptor(pipeline.right(stage), right_block_bytes);
-  products_begin();
-#pragma unroll
-  for (int step = 0; step < tile_depth / 16; ++step) {
-    const uint64_t l = left + left_step<Along::depth>(step),
-                   r = right + right_step<Along::depth>(step);
-    product_64x192<T, Along::depth, Along::depth>(upper, l, r, !first || step > 0);
-    product_64x192<T, Along::depth, Along::depth>(lower, l + (left_block_bytes >> 4), r,
-                                                  !first || step > 0);
-  }
-  products_commit();
+  multiply_stage<T, Along::depth, Along::depth>(upper, lower, left, right, !first);
 }
 
 // What the epilogue asks for of each column, to the L1 cache.
