@@ -189,6 +189,13 @@ bool is_plain(const Call& call, const Problem& p) {
          o.reduction != Reduction::none;
 }
 
+// A row of one kernel lies in one binding. By the device alone, not by the workspace: a token's
+// bits depend on it.
+Problem on_device(Problem p, const Limits& limits) {
+  p.plain &= p.vocab <= static_cast<int64_t>(limits.storage_binding_bytes - 512) / 4;
+  return p;
+}
+
 }  // namespace
 
 Problem problem_of(const Call& call) {
@@ -241,9 +248,7 @@ Problem problem_of(const Call& call) {
 }
 
 Status make_plan(const Problem& problem, const Limits& limits, uint64_t budget, Plan* plan) {
-  Problem p = problem;
-  // By the device alone, not by the workspace: a token's bits depend on it.
-  p.plain &= p.vocab <= static_cast<int64_t>(limits.storage_binding_bytes - 512) / 4;
+  const Problem p = on_device(problem, limits);
   bool any = false, found = false;
   double best = 0;
   each_choice(p, any, [&](const Choice& choice) {
@@ -281,8 +286,9 @@ Status make_plan(const Problem& problem, const Limits& limits, uint64_t budget, 
                static_cast<unsigned long long>(limits.buffer_bytes));
 }
 
-Status workspace_sizes(const Problem& p, const Limits& limits, uint64_t* minimum,
+Status workspace_sizes(const Problem& problem, const Limits& limits, uint64_t* minimum,
                        uint64_t* recommended) {
+  const Problem p = on_device(problem, limits);
   Plan plan;
   Status status = make_plan(p, limits, 0, &plan);
   if (!status.ok()) return status;
