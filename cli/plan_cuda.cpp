@@ -20,6 +20,9 @@ namespace {
 
 // Each of the four products of a plan counts once; what is made again counts by its share.
 double products(const cuda::LinearShape& s, const cuda::LinearPlan& p) {
+  if (p.kind == cuda::PlanKind::two_passes) {
+    return 4 - static_cast<double>(p.first_rows) / static_cast<double>(s.vocab);
+  }
   const double kept = static_cast<double>(cuda::kept_columns(p)) / static_cast<double>(s.vocab);
   return s.forward + s.grad_input + s.grad_weight + (s.gradients() ? 1 - kept : 0);
 }
@@ -32,6 +35,7 @@ json describe(const cuda::LinearShape& s, const cuda::LinearPlan& p) {
           {"block_columns", p.block_columns},
           {"stored_columns", p.stored_columns},
           {"lent_columns", p.lent_columns},
+          {"first_rows", p.first_rows},
           {"grad_weight_sum", p.grad_weight_sum},
           {"grad_input_sum", p.grad_input_sum},
           {"products", products(s, p)},

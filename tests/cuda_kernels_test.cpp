@@ -63,7 +63,8 @@ std::vector<Ragged> ragged() {
   constexpr OpKind loss = OpKind::linear_forward, both = OpKind::linear_forward_backward,
                    backward = OpKind::linear_backward;
   constexpr DType bf16 = DType::bf16, f16 = DType::f16;
-  constexpr Shape tiles{530, 72, 399}, cut{1300, 72, 1301}, lent{66, 256, 12001};
+  constexpr Shape tiles{530, 72, 399}, cut{1300, 72, 1301}, lent{66, 256, 12001},
+      chunks{1100, 64, 1003};
   return {
       {"loss_bf16", ignored(linear(loss, bf16, tiles)), 1},
       {"loss_without_copy_bf16", ignored(linear(loss, bf16, tiles)), 0},
@@ -88,6 +89,8 @@ std::vector<Ragged> ragged() {
       {"backward_with_bias_bf16", biased(linear(backward, bf16, tiles)), 1},
       {"backward_smoothed_alone_bf16", smoothed_alone(linear(backward, bf16, tiles)), 1},
       {"backward_capped_alone_bf16", ignored(capped_alone(linear(backward, bf16, tiles))), 1},
+      {"chunks_bf16", ignored(linear(both, bf16, chunks)), 0.1},
+      {"chunks_f32_gradients_bf16", f32_gradients(linear(both, bf16, chunks)), 0.1},
       {"lent_bf16", ignored(linear(both, bf16, lent)), 0.2},
       {"lent_smoothed_bf16", smoothed(linear(both, bf16, lent)), 0.2},
       {"lent_capped_bf16", capped(linear(both, bf16, lent)), 0.2},

@@ -68,6 +68,21 @@ std::vector<uint64_t> budgets(const LinearShape& s) {
   return all;
 }
 
+// The call and its plan; those of both of two passes.
+struct Planned {
+  LinearShape shape;
+  LinearPlan plan;
+};
+std::vector<Planned> passes(const LinearShape& s, uint64_t bytes) {
+  const LinearPlan p = plan_linear(s, {}, bytes);
+  if (p.kind != PlanKind::two_passes) return {{s, p}};
+  std::vector<Planned> both;
+  for (const LinearShape& pass : {first_pass(s, p.first_rows), second_pass(s, p.first_rows)}) {
+    both.push_back({pass, plan_linear(pass, {}, bytes - state_bytes(s))});
+  }
+  return both;
+}
+
 // No axis of a grid but the first takes more than 65535 blocks: 8.4 million columns of 128 a block.
 TEST(CudaPlan, AGridHoldsTheSecondAxisWhateverItsLength) {
   for (const int64_t count : {int64_t{1}, int64_t{32768}, int64_t{32769}, int64_t{65535},
@@ -88,7 +103,13 @@ TEST(CudaPlan, FitsItsBudgetToTheByte) {
     for (const uint64_t bytes : budgets(s)) {
       const LinearPlan p = plan_linear(s, {}, bytes);
       EXPECT_LE(p.bytes, bytes);
-      EXPECT_EQ(p.bytes, bytes_of(s, p));
+      uint64_t used = 0;
+      for (const Planned& each : passes(s, bytes)) {
+        EXPECT_EQ(each.plan.bytes, bytes_of(each.shape, each.plan));
+        used = std::max(used, each.plan.bytes);
+      }
+      if (p.kind == PlanKind::two_passes) used += state_bytes(s);
+      EXPECT_EQ(p.bytes, used);
     }
   }
 }
@@ -120,69 +141,97 @@ TEST(CudaPlan, TheStepToTheWholeIsSmall) {
   }
 }
 
+void expect_covered(const LinearShape& s, const LinearPlan& p) {
+  EXPECT_GE(p.token_chunk * p.chunks, s.tokens);
+  EXPECT_LE(p.block_rows, p.token_chunk);
+  EXPECT_GE(p.hidden_pitch, s.hidden);
+  EXPECT_EQ(p.hidden_pitch * size_of(s.dtype) % 16, 0);
+  if (!s.gradients()) return;
+  EXPECT_TRUE(p.stored_columns == s.vocab || p.remade_columns > 0);
+  // A panel starts and ends with a segment of the partial sums, or with the vocabulary.
+  const int64_t segment = s.fused ? sm90::sum_columns : segment_columns;
+  EXPECT_TRUE(p.stored_columns == s.vocab || p.stored_columns % segment == 0);
+  EXPECT_EQ(p.lent_columns % segment, 0);
+  if (!s.fused && p.remade_columns < s.vocab) {
+    EXPECT_EQ(p.remade_columns % segment_columns, 0);
+  }
+  EXPECT_EQ(p.remade_columns % 64, 0);
+  if (!s.can_store) {
+    EXPECT_EQ(kept_columns(p), 0);
+  }
+}
+
 TEST(CudaPlan, CoversEveryTokenAndColumn) {
-  for (const LinearShape& s : shapes()) {
-    for (const uint64_t bytes : budgets(s)) {
-      const LinearPlan p = plan_linear(s, {}, bytes);
-      EXPECT_GE(p.token_chunk * p.chunks, s.tokens);
-      EXPECT_LE(p.block_rows, p.token_chunk);
-      EXPECT_GE(p.hidden_pitch, s.hidden);
-      EXPECT_EQ(p.hidden_pitch * size_of(s.dtype) % 16, 0);
-      if (!s.gradients()) continue;
-      EXPECT_TRUE(p.stored_columns == s.vocab || p.remade_columns > 0);
-      // A panel starts and ends with a segment of the partial sums, or with the vocabulary.
-      const int64_t segment = s.fused ? sm90::sum_columns : segment_columns;
-      EXPECT_TRUE(p.stored_columns == s.vocab || p.stored_columns % segment == 0);
-      EXPECT_EQ(p.lent_columns % segment, 0);
-      if (!s.fused && p.remade_columns < s.vocab) {
-        EXPECT_EQ(p.remade_columns % segment_columns, 0);
-      }
-      EXPECT_EQ(p.remade_columns % 64, 0);
-      if (!s.can_store) {
-        EXPECT_EQ(kept_columns(p), 0);
-      }
+  for (const LinearShape& whole : shapes()) {
+    for (const uint64_t bytes : budgets(whole)) {
+      for (const auto& [s, p] : passes(whole, bytes)) expect_covered(s, p);
     }
   }
 }
 
 // Rows of grad_weight are written in order; what lies in its memory must still lie behind them.
+struct Lent {
+  int64_t panels = 0, kept = 0, sums = 0;
+};
+void count_lent(const LinearShape& s, const LinearPlan& p, Lent* lent) {
+  const int64_t row = s.hidden * (s.grad_weight_f32 ? 4 : 2);
+  for (PanelPlace at; at.end() < s.vocab;) {
+    const int64_t done = at.end();
+    at = panel_at(s, p, done);
+    ASSERT_EQ(at.first, done);
+    ASSERT_GT(at.columns, 0);
+    EXPECT_EQ(at.end() <= kept_columns(p), at.first < kept_columns(p));
+    if (!at.lent) {
+      EXPECT_LE(at.columns, std::max(p.stored_columns, p.remade_columns));
+      continue;
+    }
+    ASSERT_TRUE(s.lends_grad_weight && p.chunks == 1);
+    const int64_t begin = lent_panel(s, p, at.columns);
+    EXPECT_GE(begin, at.end() * row);
+    EXPECT_LE(begin + panel_rows(s, p) * at.columns * 2, s.vocab * row);
+    EXPECT_EQ(begin % 128, 0);
+    lent->panels += at.columns;
+  }
+  EXPECT_LE(p.lent_sum_rows * p.hidden_pitch * 4, s.lends_grad_weight ? s.vocab * row : 0);
+  lent->sums += p.lent_sum_rows;
+  const int64_t scaled = lent_scaled_input(s, p);
+  if (!scales_apart(s, p) || scaled < 0) {
+    EXPECT_EQ(p.lent_columns, 0);
+    return;
+  }
+  EXPECT_GE(scaled, kept_columns(p) * row);
+  const int64_t end = p.lent_columns > 0 ? lent_panel(s, p, p.lent_columns) : s.vocab * row;
+  EXPECT_LE(scaled + panel_rows(s, p) * p.hidden_pitch * 2, end);
+  lent->kept += p.lent_columns;
+}
 TEST(CudaPlan, WhatIsLentIsFree) {
-  int64_t lent = 0, kept = 0;
-  for (const LinearShape& s : shapes()) {
-    if (!s.fused || !s.gradients()) continue;
-    const int64_t row = s.hidden * (s.grad_weight_f32 ? 4 : 2);
-    for (const uint64_t bytes : budgets(s)) {
-      const LinearPlan p = plan_linear(s, {}, bytes);
-      for (PanelPlace at; at.end() < s.vocab;) {
-        const int64_t done = at.end();
-        at = panel_at(s, p, done);
-        ASSERT_EQ(at.first, done);
-        ASSERT_GT(at.columns, 0);
-        EXPECT_EQ(at.end() <= kept_columns(p), at.first < kept_columns(p));
-        if (!at.lent) {
-          EXPECT_LE(at.columns, std::max(p.stored_columns, p.remade_columns));
-          continue;
-        }
-        ASSERT_TRUE(s.lends_grad_weight && p.chunks == 1);
-        const int64_t begin = lent_panel(s, p, at.columns);
-        EXPECT_GE(begin, at.end() * row);
-        EXPECT_LE(begin + panel_rows(s, p) * at.columns * 2, s.vocab * row);
-        EXPECT_EQ(begin % 128, 0);
-        lent += at.columns;
-      }
-      const int64_t scaled = lent_scaled_input(s, p);
-      if (!scales_apart(s, p) || scaled < 0) {
-        EXPECT_EQ(p.lent_columns, 0);
-        continue;
-      }
-      EXPECT_GE(scaled, kept_columns(p) * row);
-      const int64_t end = p.lent_columns > 0 ? lent_panel(s, p, p.lent_columns) : s.vocab * row;
-      EXPECT_LE(scaled + panel_rows(s, p) * p.hidden_pitch * 2, end);
-      kept += p.lent_columns;
+  Lent lent;
+  for (const LinearShape& whole : shapes()) {
+    if (!whole.fused || !whole.gradients()) continue;
+    for (const uint64_t bytes : budgets(whole)) {
+      for (const auto& [s, p] : passes(whole, bytes)) count_lent(s, p, &lent);
     }
   }
-  EXPECT_GT(lent, kept);
-  EXPECT_GT(kept, 0);
+  EXPECT_GT(lent.panels, lent.kept);
+  EXPECT_GT(lent.kept, 0);
+  EXPECT_GT(lent.sums, 0);
+}
+
+// Heads of few columns and many tokens: whatever lies between the least and the whole is filled.
+TEST(CudaPlan, TwoPassesWhereTheSumsHaveNoRoom) {
+  LinearShape s{.tokens = 20480, .vocab = 50257, .hidden = 768};
+  s.grad_input = s.grad_weight = s.direct_grad_weight = s.fused = s.plain = true;
+  s.direct_grad_input = s.lends_grad_input = s.lends_grad_weight = true;
+  const auto plan = [&](uint64_t mib) { return plan_linear(s, {}, mib * MiB); };
+  EXPECT_EQ(plan(124).kind, PlanKind::two_passes);
+  EXPECT_GT(plan(124).first_rows, 0);
+  EXPECT_EQ(plan(188).kind, PlanKind::chunks);
+  EXPECT_GT(plan(188).input_clusters, 0);
+  EXPECT_EQ(plan(2400).kind, PlanKind::whole);
+  s.grad_bias = true;  // which one pass makes
+  EXPECT_EQ(plan(124).first_rows, 0);
+  s.lends_grad_weight = false;
+  EXPECT_NE(plan(124).kind, PlanKind::two_passes);
 }
 
 // Llama-3 in 64 MiB beyond the sum of grad_input: a third of E lies in grad_weight, and the panels
@@ -310,6 +359,23 @@ TEST(CudaCut, TakesEveryStepOfEveryTileOnce) {
       }
     }
   }
+}
+
+// Both products at once: every cluster has one, and grad_input no more slots than there are.
+TEST(CudaCut, SharesTheClusters) {
+  for (const int clusters : {2, 3, 9, 66, 72}) {
+    for (const int slots : {0, 7, 32, 132}) {
+      for (const int tokens : {1, 8, 16, 64}) {
+        const sm90::Shares shares =
+            sm90::share_clusters(divide_up(tokens, 8) * 4, 786, 393, tokens, clusters, slots);
+        EXPECT_GE(shares.input_clusters, 1);
+        EXPECT_LT(shares.input_clusters, clusters);
+        EXPECT_LE(shares.input.slots(), slots);
+        EXPECT_GE(shares.steps, shares.input.steps(shares.input_clusters));
+      }
+    }
+  }
+  EXPECT_EQ(sm90::share_clusters(4, 786, 393, 8, 1, 32).input_clusters, 0) << "one cluster";
 }
 
 TEST(CudaCut, FillsTheLastRound) {

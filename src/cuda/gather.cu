@@ -2,6 +2,7 @@
 // What the products read: the valid tokens' rows of input, compacted and padded to 16 bytes, and
 // from the same read z of each token's target by one dot product; the weight, where its own layout
 // does not serve.
+#include "src/cuda/early.cuh"
 #include "src/cuda/linear.cuh"
 
 namespace logitless::cuda {
@@ -77,6 +78,7 @@ __global__ void __launch_bounds__(threads, 3)
     gather(const __grid_constant__ GatherArguments a, T* to) {
   const int64_t k = int64_t{blockIdx.x} * (threads / 32) + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
+  follow_early();
   if (k == 0 && lane == 0) {
     *a.rows_finished = 0;
     if (a.again != nullptr) *a.again = 0;
@@ -182,8 +184,11 @@ void gather_input(const LinearCall& call, const LinearPlan& plan, const LinearMe
                                   .rows_finished = m.rows_finished};
   with_dtype(call.shape.dtype, [&](auto element) {
     using T = decltype(element);
-    stream->launch("gather_input", gather<T>, blocks_for(rows, threads / 32), threads, arguments,
-                   reinterpret_cast<T*>(m.input));
+    stream->launch_config(
+        "gather_input", gather<T>,
+        LaunchShape{
+            .blocks = blocks_for(rows, threads / 32), .threads = threads, .early = call.early},
+        arguments, reinterpret_cast<T*>(m.input));
   });
 }
 

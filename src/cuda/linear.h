@@ -51,6 +51,7 @@ struct LinearCall {
   LinearShape shape;
   MapFactors map;
   bool accumulate = false;
+  bool early = false;  // the kernels of a chunk are launched early: early.cuh
   bool plain() const { return map.identity && !bias; }
 };
 
@@ -78,7 +79,7 @@ struct LinearMemory {
   char* stored = nullptr;            // [panel_rows, stored_pitch]  E
   char* remade = nullptr;            // [panel_rows, remade_columns]  E or dz; may be `stored`
   float* grad_input_sum = nullptr;   // [token_chunk, hidden_pitch]
-  float* grad_weight_sum = nullptr;  // [V, hidden_pitch]
+  float* grad_weight_sum = nullptr;  // [V - lent_sum_rows, hidden_pitch]  the last rows
   float* weight_tail_sum = nullptr;  // [8, hidden_pitch]  of the last V % 8 rows of grad_weight
   float* bias_sum = nullptr;         // [V]
   float* bias_slabs = nullptr;       // [slabs, columns at a time]
@@ -87,7 +88,18 @@ struct LinearMemory {
   float* slabs = nullptr;            // [slabs, hidden_pitch]
 };
 
+// The first lent_sum_rows of grad_weight's f32 sums lie in its own memory.
+inline float* lent_sums(const LinearCall& call) {
+  char* data = static_cast<char*>(call.grad_weight.data) + call.grad_weight.byte_offset;
+  return reinterpret_cast<float*>(data);
+}
+
 inline int64_t stored_pitch(int64_t columns) { return (columns + 63) / 64 * 64; }
+// Of grad_weight's f32 sums, where a chunk's E was.
+inline int64_t rows_in_place_of_e(const LinearShape& s, const LinearPlan& p) {
+  return panel_rows(s, p) * stored_pitch(p.stored_columns) * size_of(s.dtype) /
+         (4 * p.hidden_pitch);
+}
 // One chunk alone: nothing of grad_input is written before the last product is done with the input.
 // Up to a megabyte is not worth the launch that clears what was lent.
 inline bool lends_input(const LinearShape& s, const LinearPlan& p) {
@@ -171,6 +183,10 @@ void add_to_bias(const LinearCall& call, const LinearPlan& plan, const LinearMem
                  const Chunk& chunk, const Panel& panel, bool scaled, bool first, Stream*);
 void write_grad_weight(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                        const float* sums, int64_t row, int64_t rows, Stream*);
+// grad_weight of its first rows, whose sums lie in its own memory: the first of them by way of E's,
+// which nobody needs any more; then ever twice as many, whose place those before them have left.
+void write_lent_sums(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                     Stream*);
 void write_grad_bias(const LinearCall& call, const LinearMemory& m, Stream*);
 // Without tokens: zeros, or left as they are when accumulating.
 void clear_grad_weight(const LinearCall& call, Stream*);

@@ -4,6 +4,7 @@
 // enqueued; the host never waits and never learns how many tokens are valid.
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "src/cuda/blas.h"
@@ -97,6 +98,7 @@ LinearCall make_call(const Op& op, const DeviceInfo& device) {
                                     out.stride[1] == 1 && serves_product(out, s.vocab, s.hidden));
   }
   s.fused = sm90::serves(call, device);
+  call.early = s.fused && device.launches_early;
   // Under a softcap the smoothing's term has a slope of its own in every element, which E tells.
   const bool slopes = s.smoothing && call.map.capped;
   s.forms_dz = slopes && s.fused && e_tells_slope(call.map);
@@ -165,12 +167,9 @@ Status linear_workspace(const Op& op, const DeviceInfo& device, WorkspaceSize* s
   return {};
 }
 
-template <class Op>
-Status linear_run(const Op& op, const Workspace& workspace, const DeviceInfo& device,
-                  Stream* stream) {
-  const LinearCall call = make_call(op, device);
-  const LinearPlan plan = plan_linear(call.shape, speed_of(device), workspace.bytes);
-  Arena arena(static_cast<char*>(workspace.data) + workspace.byte_offset);
+void run_planned(const LinearCall& call, const LinearPlan& plan, char* workspace,
+                 const DeviceInfo& device, Stream* stream) {
+  Arena arena(workspace);
   LinearMemory memory = place_linear(call.shape, plan, &arena);
   if (lends_input(call.shape, plan)) memory.input = first_byte(call.grad_input);
   if (memory.scaled == nullptr) {
@@ -187,6 +186,80 @@ Status linear_run(const Op& op, const Workspace& workspace, const DeviceInfo& de
     if (call.shape.gradients()) run.gradients();
   }
   run.finish();
+}
+
+// Rows [first, end of the view).
+TensorView rows_from(TensorView view, int64_t first) {
+  if (!view) return view;
+  view.byte_offset += first * view.stride[0] * size_of(view.dtype);
+  view.shape[0] -= first;
+  return view;
+}
+
+// The rows of grad_weight (and of grad_bias, all of them) that the first pass leaves: Backward, of
+// the columns behind them as of a shard.
+LinearCrossEntropyBackward second_op(const LinearCrossEntropyForwardBackward& op,
+                                     const TokenStatistics& state, int64_t first_rows) {
+  LinearCrossEntropyBackward second{.input = op.input,
+                                    .weight = rows_from(op.weight, first_rows),
+                                    .bias = rows_from(op.bias, first_rows),
+                                    .target = op.target,
+                                    .row_reference = state.row_reference,
+                                    .row_log_sum = state.row_log_sum,
+                                    .grad_loss = op.grad_loss,
+                                    .grad_weight = rows_from(op.grad_weight, first_rows),
+                                    .grad_bias = op.grad_bias,
+                                    .options = op.options,
+                                    .weights = op.weights,
+                                    .fault = op.fault};
+  if (first_rows > 0) {
+    second.options.vocab_start = first_rows;
+    second.options.vocab_total = op.weight.shape[0];
+  }
+  return second;
+}
+
+// A plan of two passes, one after the other in the memory behind the rows' states.
+void run_two_passes(const LinearCrossEntropyForwardBackward& op, const LinearShape& shape,
+                    const LinearPlan& plan, uint64_t bytes, char* workspace,
+                    const DeviceInfo& device, Stream* stream) {
+  Arena arena(workspace);
+  LinearCrossEntropyForwardBackward first = op;
+  for (TensorView* state : {&first.statistics.row_reference, &first.statistics.row_log_sum}) {
+    float* values = arena.take<float>(shape.tokens);
+    if (*state) continue;
+    *state = {.data = values,
+              .dtype = DType::f32,
+              .device = op.input.device,
+              .rank = 1,
+              .shape = {shape.tokens},
+              .stride = {1}};
+  }
+  const LinearCrossEntropyBackward second = second_op(op, first.statistics, plan.first_rows);
+  if (plan.first_rows == 0) first.grad_weight = {};
+  first.grad_bias = {};
+  const auto pass = [&](LinearCall call, const LinearShape& planned) {
+    call.shape = planned;
+    const LinearPlan p = plan_linear(planned, speed_of(device), bytes - arena.used());
+    run_planned(call, p, workspace + arena.used(), device, stream);
+  };
+  pass(make_call(first, device), first_pass(shape, plan.first_rows));
+  pass(make_call(second, device), second_pass(shape, plan.first_rows));
+}
+
+template <class Op>
+Status linear_run(const Op& op, const Workspace& workspace, const DeviceInfo& device,
+                  Stream* stream) {
+  const LinearCall call = make_call(op, device);
+  const LinearPlan plan = plan_linear(call.shape, speed_of(device), workspace.bytes);
+  char* memory = static_cast<char*>(workspace.data) + workspace.byte_offset;
+  if constexpr (std::is_same_v<Op, LinearCrossEntropyForwardBackward>) {
+    if (plan.kind == PlanKind::two_passes) {
+      run_two_passes(op, call.shape, plan, workspace.bytes, memory, device, stream);
+      return {};
+    }
+  }
+  run_planned(call, plan, memory, device, stream);
   return {};
 }
 

@@ -66,8 +66,13 @@ class LinearRun {
       const bool of_e = finish_kept(stored_panel());
       extra_rows(stored_panel());
       scale_apart();
-      grad_weight(stored_panel(), of_e);
-      whole_grad_input(of_e);  // last: its memory may hold the input
+      if (plan_.input_clusters > 0) {
+        sm90::both_gradients(call_, plan_, m_, chunk_, stored_panel(), factor_rows(of_e), of_e,
+                             adds_weight(), device_, stream_);
+      } else {
+        grad_weight(stored_panel(), of_e);
+        whole_grad_input(of_e);  // last: its memory may hold the input
+      }
       bias(stored_panel(), of_e);
     }
     first_chunk_ = false;
@@ -82,7 +87,10 @@ class LinearRun {
     if (s.grad_weight) {
       const int64_t tail = s.fused ? 0 : s.vocab % 8;
       if (plan_.grad_weight_sum) {
-        write_grad_weight(call_, plan_, m_, m_.grad_weight_sum, 0, s.vocab - tail, stream_);
+        const int64_t lent = plan_.lent_sum_rows;
+        write_lent_sums(call_, plan_, m_, stream_);
+        write_grad_weight(call_, plan_, m_, m_.grad_weight_sum, lent,
+                          s.rows_of_weight() - tail - lent, stream_);
       }
       if (tail > 0) {
         write_grad_weight(call_, plan_, m_, m_.weight_tail_sum, s.vocab - tail, tail, stream_);
@@ -261,15 +269,19 @@ class LinearRun {
     }
   }
 
+  // What grad_weight multiplies E, or dz, with.
+  const char* factor_rows(bool of_e) const { return of_e ? m_.scaled : m_.input; }
+  // On Hopper: to what is there.
+  bool adds_weight() const { return !first_chunk_ || (call_.accumulate && !plan_.grad_weight_sum); }
+
   // Rows of grad_weight: panel columns of E . input times v, or of dz . input. Of a vocabulary
   // that is no multiple of 8 the last ones go through a sum of 8 rows: see input_product.
   void grad_weight(const Panel& panel, bool of_e) {
     if (!call_.shape.grad_weight) return;
-    const char* rows = of_e ? m_.scaled : m_.input;
+    const char* rows = factor_rows(of_e);
     if (call_.shape.fused) {
-      const bool add = !first_chunk_ || (call_.accumulate && !plan_.grad_weight_sum);
-      return sm90::grad_weight(call_, plan_, m_, chunk_, panel, rows, m_.grad_weight_sum, of_e, add,
-                               device_, stream_);
+      return sm90::grad_weight(call_, plan_, m_, chunk_, panel, rows, of_e, adds_weight(), device_,
+                               stream_);
     }
     const int64_t tail = panel.columns % 8, pitch = plan_.hidden_pitch;
     Product p;

@@ -19,6 +19,7 @@ int64_t even_chunk(int64_t tokens, int64_t most, bool fused) {
   return round_up(divide_up(std::max<int64_t>(tokens, 1), chunks), fused && most >= 512 ? 512 : 8);
 }
 
+constexpr uint64_t slot_bytes = uint64_t{512} * sm90::sum_columns * sizeof(float);
 constexpr int64_t least_chunk = 128, most_block_rows = 8192;
 
 // The rest of a plan; with slots where they fit into `bytes`.
@@ -35,6 +36,11 @@ LinearPlan finish(const LinearShape& s, const DeviceSpeed& speed, uint64_t bytes
                                         : PlanKind::whole;
   p.grad_weight_sum =
       s.grad_weight && (!s.direct_grad_weight || (p.chunks > 1 && !s.grad_weight_f32));
+  // In its own memory, of half as many bytes, as many rows as it holds; a row at least can leave it
+  // by way of E's.
+  const bool lends_sum = p.grad_weight_sum && p.kind == PlanKind::chunks && s.fused &&
+                         s.lends_grad_weight && rows_in_place_of_e(s, p) > 0;
+  p.lent_sum_rows = lends_sum ? std::min(s.vocab / 2, s.rows_of_weight()) : 0;
   p.grad_input_sum = s.grad_input && p.stored_columns < s.vocab;
   p.sum_rows = 0;
   if (s.grad_input && !p.grad_input_sum && !s.direct_grad_input) {
@@ -46,18 +52,19 @@ LinearPlan finish(const LinearShape& s, const DeviceSpeed& speed, uint64_t bytes
     place_linear(s, p, &arena);
     p.bytes = arena.used();
   };
+  p.input_clusters = 0;
   p.slots = s.fused && s.gradients() ? slots_of(s, p, speed) : 0;
   place();
   if (p.slots > 0 && p.bytes > bytes) {
     const int32_t wanted = p.slots;
     p.slots = 0;
     place();
-    constexpr uint64_t slot_bytes = uint64_t{512} * sm90::sum_columns * sizeof(float);
     if (bytes > p.bytes) {
       p.slots = static_cast<int32_t>(std::min<uint64_t>(wanted, (bytes - p.bytes) / slot_bytes));
       place();
     }
   }
+  if (runs_both(s, p)) p.input_clusters = input_clusters_of(s, p, speed);
   p.seconds = predicted_time(s, p, speed);
   return p;
 }
@@ -145,7 +152,10 @@ void each_width(const LinearShape& s, const DeviceSpeed& speed, uint64_t bytes, 
 
 // Calls use(plan) with every plan that is considered for `bytes`.
 template <class F>
-void each_plan(const LinearShape& s, const DeviceSpeed& speed, uint64_t bytes, F&& use) {
+void each_plan(const LinearShape& s, const DeviceSpeed& speed, uint64_t bytes, F&& consider) {
+  const auto use = [&](const LinearPlan& p) {
+    if (s.weight_rows == 0 || p.kind == PlanKind::chunks) consider(p);
+  };
   const int64_t least = s.fused ? 512 : least_chunk;
   // Without logits in memory their size decides nothing.
   const int shrink = !s.fused || (s.grad_input && !s.direct_grad_input) ? 2 : 64;
@@ -170,6 +180,21 @@ void each_plan(const LinearShape& s, const DeviceSpeed& speed, uint64_t bytes, F
       if (s.gradients()) each_width(s, speed, bytes, p, use);
     }
     if (most <= least) break;
+  }
+  if (!s.fused || !s.gradients() || !s.can_store || bytes == 0) return;
+  // E of chunks of three quarters; and, where that of a tile's rows has no room, of fewer rows,
+  // which take as long.
+  const auto whole = [&](int64_t rows) {
+    LinearPlan p = chunked(s, speed, rows);
+    set_block(s, int64_t{1} << 20, &p);
+    p.stored_columns = s.vocab;
+    p = finish(s, speed, bytes, p);
+    if (p.bytes <= bytes) use(p);
+    return p.bytes <= bytes;
+  };
+  for (int64_t rows = s.tokens / 8 * 6; rows > least; rows /= 2) whole(round_up(rows, least));
+  for (int64_t rows = least; rows >= 256 && rows < s.tokens; rows -= 64) {
+    if (whole(rows)) return;
   }
 }
 
@@ -197,6 +222,36 @@ LinearPlan remembered(const Question& question, F&& plan) {
   return answer;
 }
 
+// Nothing of E outlives its chunk of tokens, and the second pass writes each row once.
+bool takes_two_passes(const LinearShape& s) {
+  return s.fused && s.forward && s.can_store && s.grad_input && s.grad_weight &&
+         s.lends_grad_weight && !s.grad_weight_f32 && !s.copies_weight && s.weight_rows == 0;
+}
+// Half of grad_weight, whose sums its own memory holds: adding to them takes less than making their
+// columns again. None where the second pass makes the whole of grad_bias.
+int64_t rows_of_first_pass(const LinearShape& s) {
+  return s.grad_bias ? 0 : s.vocab / 2 / 512 * 512;
+}
+LinearPlan two_passes(const LinearShape& s, const DeviceSpeed& speed, uint64_t bytes) {
+  const int64_t first_rows = rows_of_first_pass(s);
+  LinearPlan p;
+  p.bytes = UINT64_MAX;
+  const uint64_t state = state_bytes(s);
+  if (bytes <= state) return p;
+  const LinearPlan first = plan_linear(first_pass(s, first_rows), speed, bytes - state);
+  const LinearPlan second = plan_linear(second_pass(s, first_rows), speed, bytes - state);
+  const uint64_t most = std::max(first.bytes, second.bytes);
+  if (first.bytes == 0 || most > bytes - state) return p;
+  p.kind = PlanKind::two_passes;
+  p.token_chunk = first.token_chunk;
+  p.chunks = first.chunks;
+  p.hidden_pitch = first.hidden_pitch;
+  p.first_rows = first_rows;
+  p.bytes = state + most;
+  p.seconds = first.seconds + second.seconds;
+  return p;
+}
+
 LinearPlan find_smallest(const LinearShape& shape, const DeviceSpeed& speed) {
   LinearPlan least;
   each_plan(shape, speed, 0, [&](const LinearPlan& p) {
@@ -204,26 +259,67 @@ LinearPlan find_smallest(const LinearShape& shape, const DeviceSpeed& speed) {
         p.bytes < least.bytes || (p.bytes == least.bytes && p.seconds < least.seconds);
     if (least.bytes == 0 || better) least = p;
   });
+  if (!takes_two_passes(shape)) return least;
+  // Two passes if that is less and no slower, with slots for half of the clusters or for all.
+  const int64_t first_rows = rows_of_first_pass(shape);
+  const uint64_t passes = std::max(smallest_plan(first_pass(shape, first_rows), speed).bytes,
+                                   smallest_plan(second_pass(shape, first_rows), speed).bytes);
+  for (const int half : {0, 1, 2}) {
+    const uint64_t slots = static_cast<uint64_t>(speed.clusters() * half / 2) * slot_bytes;
+    const LinearPlan p = two_passes(shape, speed, state_bytes(shape) + passes + slots);
+    if (p.bytes < least.bytes && p.seconds <= least.seconds) return p;
+  }
   return least;
 }
 
 LinearPlan find_fastest(const LinearShape& shape, const DeviceSpeed& speed, uint64_t bytes) {
+  // What would do with less than the minimum is not what the minimum was made for.
+  const uint64_t minimum = smallest_plan(shape, speed).bytes;
   LinearPlan best;
-  each_plan(shape, speed, bytes, [&](const LinearPlan& p) {
-    if (p.bytes > bytes) return;
+  const auto consider = [&](const LinearPlan& p) {
+    if (p.bytes > bytes || p.bytes < minimum) return;
     const bool better =
         p.seconds < best.seconds || (p.seconds == best.seconds && p.bytes < best.bytes);
     if (best.bytes == 0 || better) best = p;
-  });
-  return best.bytes == 0 ? find_smallest(shape, speed) : best;
+  };
+  each_plan(shape, speed, bytes, consider);
+  if (best.bytes == 0) return find_smallest(shape, speed);
+  if (best.kind == PlanKind::whole || !takes_two_passes(shape)) return best;
+  consider(two_passes(shape, speed, bytes));
+  return best;
 }
 
 }  // namespace
 
 const char* name_of(PlanKind kind) {
-  constexpr const char* names[] = {"loss only", "whole", "token chunks", "stored and recomputed",
-                                   "frugal"};
+  constexpr const char* names[] = {
+      "loss only", "whole", "token chunks", "stored and recomputed", "frugal", "two passes"};
   return names[static_cast<int>(kind)];
+}
+
+LinearShape first_pass(const LinearShape& shape, int64_t first_rows) {
+  LinearShape s = shape;
+  s.grad_bias = false;
+  s.grad_weight = first_rows > 0;
+  s.weight_rows = first_rows;
+  return s;
+}
+
+// As of Backward on a shard of the vocabulary, with the rows' states given.
+LinearShape second_pass(const LinearShape& shape, int64_t first_rows) {
+  LinearShape s = shape;
+  s.vocab -= first_rows;
+  s.forward = s.grad_input = s.can_store = s.forms_dz = false;
+  s.direct_grad_input = s.lends_grad_input = false;
+  s.entropy = s.weighted_sum = s.argmax = false;
+  s.class_weights &= s.smoothing;
+  return s;
+}
+
+uint64_t state_bytes(const LinearShape& shape) {
+  Arena arena;
+  for (int n = 0; n < 2; ++n) arena.take<float>(shape.tokens);
+  return arena.used();
 }
 
 LinearPlan smallest_plan(const LinearShape& shape, const DeviceSpeed& speed) {
@@ -314,7 +410,9 @@ LinearMemory place_linear(const LinearShape& s, const LinearPlan& p, Arena* aren
   }
   if (p.slots > 0) m.slots = arena->take<float>(int64_t{p.slots} * 512 * sm90::sum_columns);
   arena->at_least(forward_end);
-  if (p.grad_weight_sum) m.grad_weight_sum = arena->take<float>(s.vocab * p.hidden_pitch);
+  if (p.grad_weight_sum) {
+    m.grad_weight_sum = arena->take<float>((s.rows_of_weight() - p.lent_sum_rows) * p.hidden_pitch);
+  }
   if (s.grad_weight && s.vocab % 8 != 0 && !s.fused) {
     m.weight_tail_sum = arena->take<float>(8 * p.hidden_pitch);
   }

@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // How a linear cross-entropy runs on CUDA: pure host arithmetic on the shape and the workspace,
-// printed by `logitless plan` and tested without a GPU. Four plans, a frontier of time against
+// printed by `logitless plan` and tested without a GPU. Plans, a frontier of time against
 // workspace (docs/design.md):
 //   loss_only   one product
 //   whole       E = exp(z - z_target) of every token and column is kept: three products
-//   chunks      E of one chunk of tokens at a time: three products, grad_weight summed in f32
+//   chunks      E of one chunk of tokens at a time: three products, grad_weight summed in f32, of
+//               which half lies in its own memory
 //   mixed       E of a share of the vocabulary is kept, the rest made again: three and a part
 //   frugal      nothing kept; dz made again with the lse known: four products
+//   two_passes  E of one chunk of tokens at a time, for grad_input and some rows of grad_weight;
+//   then
+//               dz of the other columns for theirs: four products or less, nothing else in f32
 // Rows of grad_weight that no product has written yet are memory too: Hopper's kernels keep E or dz
 // of earlier columns there (panels.h).
 #pragma once
@@ -17,7 +21,7 @@
 
 namespace logitless::cuda {
 
-enum class PlanKind { loss_only, whole, chunks, mixed, frugal };
+enum class PlanKind { loss_only, whole, chunks, mixed, frugal, two_passes };
 const char* name_of(PlanKind kind);
 
 struct LinearShape {
@@ -39,6 +43,8 @@ struct LinearShape {
   bool fused = false;        // the product's own kernel forms sums, E and dz: sm90/forward.h
   bool plain = false;        // and there are no options: sm90/plain.cuh
   bool reads_input = false;  // the caller's own rows, where they serve
+  int64_t weight_rows = 0;   // of grad_weight that are made, the first ones; 0: all
+  int64_t rows_of_weight() const { return weight_rows > 0 ? weight_rows : vocab; }
   bool gradients() const { return grad_input || grad_weight || grad_bias; }
   bool operator==(const LinearShape&) const = default;
 };
@@ -64,13 +70,16 @@ struct LinearPlan {
   int64_t lent_columns = 0;                   // of E behind them, in grad_weight's memory
   int64_t remade_columns = 0;                 // of E or dz at a time, where not all are stored
   bool grad_weight_sum = false;               // [V, D] in f32
+  int64_t lent_sum_rows = 0;                  // of it in grad_weight's own memory: the first ones
   bool grad_input_sum = false;                // [token_chunk, D] in f32; else block_rows at a time
   int64_t hidden_pitch = 0;                   // D, to 16 bytes
   int64_t segments = 0;                       // partial sums of a row
   int32_t slots = 0;                          // of tiles in slices: sm90/cut.h
+  int32_t input_clusters = 0;                 // of grad_input, where both products run at once
   bool copies_input = true;                   // to compacted rows, where not all tokens count
   int32_t unit_width = 0;                     // tiles of a segment, or 0: sm90/units.h
   int32_t single_tiles = 0;                   // whose sums lie apart, at most
+  int64_t first_rows = 0;                     // of grad_weight, made in the first of two passes
   uint64_t bytes = 0;
   double seconds = 0;  // predicted
 };
@@ -89,6 +98,12 @@ struct DeviceInfo;
 template <class Op>
 LinearShape shape_of(const Op& op, const DeviceInfo& device);
 DeviceSpeed planned_speed(const DeviceInfo& device);
+
+// The calls that a plan of two passes consists of, both in the memory behind state_bytes: loss,
+// grad_input and the first rows of grad_weight; from the rows' states the others.
+LinearShape first_pass(const LinearShape& shape, int64_t first_rows);
+LinearShape second_pass(const LinearShape& shape, int64_t first_rows);
+uint64_t state_bytes(const LinearShape& shape);
 
 // The fastest plan by the cost model that fits into `bytes`; the smallest of all where none does.
 LinearPlan plan_linear(const LinearShape& shape, const DeviceSpeed& speed, uint64_t bytes);

@@ -35,6 +35,10 @@ double product_time(const LinearShape& s, const DeviceSpeed& speed, int64_t rows
   return std::max(arithmetic + shown, moved / speed.memory) + speed.launch;
 }
 
+// 64 of the depth axis of a tile.
+double step_time(const DeviceSpeed& speed) {
+  return 512.0 * sm90::sum_columns * 64 * 2 / (speed.products / speed.clusters());
+}
 // One of the gradients' products on Hopper (sm90/product.h): [rows, D] over `depth`.
 sm90::Cut cut_of(const LinearShape& s, const DeviceSpeed& speed, int64_t rows, int64_t depth,
                  int32_t slots) {
@@ -45,9 +49,18 @@ sm90::Cut cut_of(const LinearShape& s, const DeviceSpeed& speed, int64_t rows, i
 double own_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed, int64_t rows,
                 int64_t depth, bool sums) {
   const sm90::Cut cut = cut_of(s, speed, rows, depth, p.slots);
-  const double step = 512.0 * sm90::sum_columns * 64 * 2 / (speed.products / speed.clusters());
+  const double step = step_time(speed);
   const double rounds = std::ceil(static_cast<double>(cut.items()) / speed.clusters());
   return cut.steps(speed.clusters()) * step + rounds * (sums ? 24e-6 : 3e-6) + 2 * speed.launch;
+}
+// Both of them at once, of one chunk.
+sm90::Shares shares_of(const LinearShape& s, int64_t tokens, const DeviceSpeed& speed,
+                       int32_t slots) {
+  const int columns = static_cast<int>(divide_up(round_up(s.hidden, 8), sm90::sum_columns));
+  const auto tiles = [&](int64_t rows) { return static_cast<int>(divide_up(rows, 512)) * columns; };
+  const auto steps = [](int64_t depth) { return static_cast<int>(divide_up(depth, 64)); };
+  return sm90::share_clusters(tiles(tokens), steps(s.vocab), tiles(s.rows_of_weight()),
+                              steps(tokens), speed.clusters(), slots);
 }
 double weight_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed,
                    int64_t columns, int64_t tokens, bool sums) {
@@ -94,36 +107,27 @@ double forward_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed
   return others > 0 ? time + pass_time(s, p, speed, rows, others, false) : time;
 }
 
-}  // namespace
-
-int32_t slots_of(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed) {
-  const int32_t most = 2 * speed.clusters();
-  int32_t slots = 0;
-  for (PanelPlace panel; panel.end() < s.vocab;) {
-    panel = panel_at(s, p, panel.end());
-    if (s.grad_input) {
-      slots = std::max(slots, cut_of(s, speed, p.token_chunk, panel.columns, most).slots());
-    }
-    if (s.grad_weight) {
-      slots = std::max(slots, cut_of(s, speed, panel.columns, p.token_chunk, most).slots());
-    }
-  }
-  return slots;
-}
-
-double predicted_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed) {
-  const int64_t n = p.token_chunk;
+// Of a chunk of n tokens.
+double chunk_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed, int64_t n) {
   const bool adds_weight = p.grad_weight_sum || (s.grad_weight_f32 && p.chunks > 1);
   double time = s.forward ? forward_time(s, p, speed, n) : 0;
   if (s.gradients()) {
     const auto panel = [&](int64_t columns) {
       double products = 0;
-      if (s.grad_weight) products += weight_time(s, p, speed, columns, n, adds_weight);
+      if (p.input_clusters > 0) return products;
+      if (s.grad_weight)
+        products += weight_time(s, p, speed, std::min(columns, s.rows_of_weight()), n, adds_weight);
       if (p.grad_input_sum) products += input_time(s, p, speed, n, columns, true);
       return products;
     };
     if (p.stored_columns > 0 && !s.fused) time += panel(p.stored_columns);
-    if (s.grad_input && !p.grad_input_sum && s.direct_grad_input) {
+    if (p.input_clusters > 0) {
+      time += shares_of(s, n, speed, p.slots).steps * step_time(speed) + 4 * speed.launch;
+      // The way of the sums to memory and back is hidden, but takes power: a sixth of a microsecond a
+      // megabyte (docs/kernels/hopper.md).
+      const auto sums = static_cast<double>(s.rows_of_weight()) * static_cast<double>(s.hidden);
+      time += sums * 8 / (1.6 * speed.memory);
+    } else if (s.grad_input && !p.grad_input_sum && s.direct_grad_input) {
       time += input_time(s, p, speed, n, s.vocab, false);
     } else if (s.grad_input && !p.grad_input_sum) {
       time += in_pieces(n, p.sum_rows, [&](int64_t rows) {
@@ -146,10 +150,45 @@ double predicted_time(const LinearShape& s, const LinearPlan& p, const DeviceSpe
       });
     }
   }
-  time = time * static_cast<double>(p.chunks) + 30 * speed.launch;
+  return time;
+}
+
+}  // namespace
+
+bool runs_both(const LinearShape& s, const LinearPlan& p) {
+  return s.fused && s.grad_input && s.grad_weight && p.chunks > 1 && s.direct_grad_input &&
+         p.stored_columns == s.vocab;
+}
+
+int32_t input_clusters_of(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed) {
+  return shares_of(s, p.token_chunk, speed, p.slots).input_clusters;
+}
+
+int32_t slots_of(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed) {
+  const int32_t most = 2 * speed.clusters();
+  if (runs_both(s, p)) return shares_of(s, p.token_chunk, speed, most).input.slots();
+  int32_t slots = 0;
+  for (PanelPlace panel; panel.end() < s.vocab;) {
+    panel = panel_at(s, p, panel.end());
+    if (s.grad_input) {
+      slots = std::max(slots, cut_of(s, speed, p.token_chunk, panel.columns, most).slots());
+    }
+    if (s.grad_weight) {
+      slots = std::max(slots, cut_of(s, speed, panel.columns, p.token_chunk, most).slots());
+    }
+  }
+  return slots;
+}
+
+double predicted_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed) {
+  const int64_t last = std::max<int64_t>(s.tokens, 1) - (p.chunks - 1) * p.token_chunk;
+  double time = chunk_time(s, p, speed, p.chunks > 1 ? p.token_chunk : last) *
+                static_cast<double>(std::max<int64_t>(p.chunks - 1, 1));
+  if (p.chunks > 1) time += chunk_time(s, p, speed, last);
+  time += 30 * speed.launch;
   // Rows that are copied one by one where not all tokens count take half as long again.
   if (!p.copies_input) time += 1e-6;
-  const double outputs = static_cast<double>(s.vocab) * static_cast<double>(s.hidden);
+  const double outputs = static_cast<double>(s.rows_of_weight()) * static_cast<double>(s.hidden);
   if (p.grad_weight_sum) time += outputs * 6 / speed.memory;
   if (s.copies_weight) time += outputs * 2 * static_cast<double>(size_of(s.dtype)) / speed.memory;
   return time;

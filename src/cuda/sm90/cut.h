@@ -5,6 +5,9 @@
 // no block ever waits for another, and the order of every sum is a function of the shape alone.
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
+
 #include "src/cuda/sm90/both.h"
 
 namespace logitless::cuda::sm90 {
@@ -52,6 +55,31 @@ LOGITLESS_BOTH inline Cut cut_tiles(int tiles, int depth, int clusters, int slot
       const int steps = cut.steps(clusters);
       if (steps < least) least = steps, best = cut;
     }
+  }
+  return best;
+}
+
+// Two products side by side: grad_input's tiles on the first clusters, grad_weight's, whole, on the
+// others. Adding a tile to memory takes as long as so many steps.
+constexpr int sum_cost = 4;
+struct Shares {
+  int input_clusters = 0;
+  Cut input;
+  int steps = 0;  // that the busiest cluster takes
+};
+// The quickest of those about grad_input's share of the steps.
+inline Shares share_clusters(int input_tiles, int input_depth, int weight_tiles, int weight_depth,
+                             int clusters, int slots) {
+  const int64_t input = int64_t{input_tiles} * input_depth;
+  const int64_t weight = int64_t{weight_tiles} * (weight_depth + sum_cost);
+  const int share = static_cast<int>(clusters * input / std::max<int64_t>(input + weight, 1));
+  Shares best;
+  for (int mine = std::max(share - 6, 1); mine <= std::min(share + 8, clusters - 1); ++mine) {
+    const int others = clusters - mine;
+    const Cut cut = cut_tiles(input_tiles, input_depth, mine, slots);
+    const int steps =
+        std::max(cut.steps(mine), (weight_tiles + others - 1) / others * (weight_depth + sum_cost));
+    if (best.steps == 0 || steps < best.steps) best = {mine, cut, steps};
   }
   return best;
 }

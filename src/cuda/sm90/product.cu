@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "src/cuda/sm90/product.h"
 
+#include <algorithm>
+
 #include "src/cuda/sm90/forward.h"
 #include "src/cuda/sm90/product.cuh"
 #include "src/cuda/sm90/tensor_map.h"
 
 namespace logitless::cuda::sm90 {
 namespace {
+
+constexpr int input_group = 8, weight_group = 2;  // measured: docs/kernels/hopper.md
 
 // The operands' dtype, as the kernels name it.
 template <class F>
@@ -18,34 +22,57 @@ void with_half(DType dtype, F&& f) {
   }
 }
 
-template <Gradient kGradient>
-void launch(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m, DType out,
-            const CUtensorMap& left, const CUtensorMap& right, ProductArguments a,
-            const DeviceInfo& device, Stream* stream) {
-  const unsigned blocks = static_cast<unsigned>(device.multiprocessors / 2 * 2);
-  a.clusters = static_cast<int32_t>(blocks / 2);
-  a.slots = m.slots;
-  a.slot_count = plan.slots;
-  constexpr bool is_input = kGradient == Gradient::input;
-  const auto launch_both = [&](auto element, auto written) {
-    using T = decltype(element);
-    using Out = decltype(written);
-    stream->launch_config(is_input ? "sm90 grad_input" : "sm90 grad_weight",
-                          product_kernel<T, kGradient, Out>,
-                          LaunchShape{blocks, block_threads, shared_bytes, 2}, left, right, a);
-    // Rows of grad_weight are known here, so that nothing is cut where they fill the clusters.
-    const int64_t tiles = (a.rows + cluster_rows - 1) / cluster_rows *
-                          int64_t{(a.columns + tile_columns - 1) / tile_columns};
-    if (plan.slots == 0 || (!is_input && tiles % a.clusters == 0)) return;
-    stream->launch("sm90 join", join_kernel<kGradient, Out>, 4 * blocks, 128, a);
-  };
-  with_half(call.shape.dtype, [&](auto element) {
+// A product on its way to its launch.
+struct Prepared {
+  Operands operands;
+  ProductArguments a;
+  DType out;
+};
+
+void use_clusters(const LinearPlan& plan, const LinearMemory& m, int clusters, Prepared* p) {
+  p->a.clusters = static_cast<int32_t>(clusters);
+  p->a.slots = m.slots;
+  p->a.slot_count = plan.slots;
+}
+
+// f(T{}, Out{}) with the operands' dtype and the gradient's.
+template <Gradient kGradient, class F>
+void with_types(DType dtype, DType out, F&& f) {
+  with_half(dtype, [&](auto element) {
     // f16 keeps no E: its grad_input comes of f32 sums.
-    if constexpr (!is_input || std::is_same_v<decltype(element), __nv_bfloat16>) {
-      if (out != DType::f32) return launch_both(element, element);
+    if constexpr (kGradient == Gradient::weight ||
+                  std::is_same_v<decltype(element), __nv_bfloat16>) {
+      if (out != DType::f32) return f(element, element);
     }
-    launch_both(element, float{});
+    f(element, float{});
   });
+}
+
+template <Gradient kGradient>
+void join(const LinearCall& call, const Prepared& p, const DeviceInfo& device, Stream* stream) {
+  const auto blocks = static_cast<unsigned>(device.multiprocessors / 2 * 8);
+  with_types<kGradient>(call.shape.dtype, p.out, [&](auto, auto written) {
+    stream->launch_config("sm90 join", join_kernel<kGradient, decltype(written)>,
+                          LaunchShape{.blocks = blocks, .threads = 128, .early = call.early}, p.a);
+  });
+}
+
+template <Gradient kGradient>
+void launch(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m, Prepared p,
+            const DeviceInfo& device, Stream* stream) {
+  const int clusters = device.multiprocessors / 2;
+  use_clusters(plan, m, clusters, &p);
+  constexpr bool is_input = kGradient == Gradient::input;
+  with_types<kGradient>(call.shape.dtype, p.out, [&](auto element, auto written) {
+    stream->launch_config(is_input ? "sm90 grad_input" : "sm90 grad_weight",
+                          product_kernel<decltype(element), kGradient, decltype(written)>,
+                          whole_chip(call, device), p.operands, p.a);
+  });
+  // Rows of grad_weight are known here, so that nothing is cut where they fill the clusters.
+  const int64_t tiles = (p.a.rows + cluster_rows - 1) / cluster_rows *
+                        int64_t{(p.a.columns + tile_columns - 1) / tile_columns};
+  if (plan.slots == 0 || (!is_input && tiles % clusters == 0)) return;
+  join<kGradient>(call, p, device, stream);
 }
 
 // The right operand: `rows` of the depth axis, each with the output's columns along memory.
@@ -57,24 +84,24 @@ CUtensorMap right_map(const LinearCall& call, const void* data, int64_t rows, in
   return map.map;
 }
 
-void input_product(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                   const Panel& panel, DType out, ProductArguments a, const DeviceInfo& device,
-                   Stream* stream) {
+Prepared input_product(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                       const Panel& panel, DType out, ProductArguments a, Stream* stream) {
   const LinearShape& s = call.shape;
   const char* weight = s.copies_weight
                            ? m.weight
                            : static_cast<const char*>(call.weight.data) + call.weight.byte_offset;
   const int64_t stride = weight_stride(call, plan);
   const int64_t blocks = (panel.columns + 63) / 64;
-  const CUtensorMap left =
-      make_map(panel.data, s.dtype, blocks * panel.pitch, 64, 64, tile_rows, stream);
+  a.depth = static_cast<int32_t>(panel.columns);
   a.panel_rows = static_cast<int32_t>(panel.pitch);
-  const CUtensorMap right = right_map(call, weight + panel.first * stride * 2, panel.columns,
-                                      s.hidden, stride, &a, stream);
-  launch<Gradient::input>(call, plan, m, out, left, right, a, device, stream);
+  a.group = input_group;
+  Prepared p{.out = out};
+  p.operands.left = make_map(panel.data, s.dtype, blocks * panel.pitch, 64, 64, tile_rows, stream);
+  p.operands.right = right_map(call, weight + panel.first * stride * 2, panel.columns, s.hidden,
+                               stride, &a, stream);
+  p.a = a;
+  return p;
 }
-
-constexpr int input_group = 8, weight_group = 2;  // measured: docs/kernels/hopper.md
 
 // The whole of `sums`, or the caller's gradient from row `first` on.
 void write_sums(float* sums, const LinearPlan& plan, ProductArguments* a) {
@@ -108,51 +135,94 @@ void input_sums(const LinearCall& call, const LinearPlan& plan, const LinearMemo
   write_sums(sums, plan, &a);
   a.first_row = static_cast<int32_t>(row);
   a.rows = static_cast<int32_t>(rows);
-  a.depth = static_cast<int32_t>(panel.columns);
-  a.group = input_group;
   a.add = add;
   if (of_e) a.factors = m.factors;
   if (of_e && panel.first == 0) a.line = m.class_row;  // once, of all of E's columns
-  input_product(call, plan, m, panel, DType::f32, a, device, stream);
+  launch<Gradient::input>(call, plan, m, input_product(call, plan, m, panel, DType::f32, a, stream),
+                          device, stream);
 }
 
-void grad_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                const Chunk& chunk, const Panel& panel, bool of_e, const DeviceInfo& device,
-                Stream* stream) {
+namespace {
+
+Prepared whole_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                     const Chunk& chunk, const Panel& panel, bool of_e, Stream* stream) {
   ProductArguments a{};
   a.chunk = chunk;
   if (of_e) a.factors = m.factors;
   write_gradient(call.grad_input, 0, &a);
   a.rows = chunk.rows;
-  a.depth = static_cast<int32_t>(panel.columns);
-  a.group = input_group;
   a.mapped = true;
   if (of_e) a.line = m.class_row;
-  input_product(call, plan, m, panel, call.grad_input.dtype, a, device, stream);
+  return input_product(call, plan, m, panel, call.grad_input.dtype, a, stream);
 }
 
-void grad_weight(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                 const Chunk& chunk, const Panel& panel, const char* rows, float* sums, bool of_e,
-                 bool add, const DeviceInfo& device, Stream* stream) {
+Prepared weight_product(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                        const Chunk& chunk, const Panel& panel, const char* rows, bool of_e,
+                        bool add, Stream* stream) {
   ProductArguments a{};
   a.chunk = chunk;
-  if (sums != nullptr) {
-    write_sums(sums + panel.first * plan.hidden_pitch, plan, &a);
+  const TensorView& out = call.grad_weight;
+  if (plan.lent_sum_rows > 0) {
+    write_sums(lent_sums(call), plan, &a);
+    a.rest = m.grad_weight_sum;
+    a.split = static_cast<int32_t>(plan.lent_sum_rows);
+  } else if (plan.grad_weight_sum) {
+    write_sums(m.grad_weight_sum + panel.first * plan.hidden_pitch, plan, &a);
   } else {
-    write_gradient(call.grad_weight, panel.first, &a);
+    write_gradient(out, panel.first, &a);
   }
-  a.rows = static_cast<int32_t>(panel.columns);
+  a.rows = static_cast<int32_t>(std::min(panel.columns, call.shape.rows_of_weight()));
   a.group = weight_group;
   a.add = add;
   if (of_e) a.line = m.smoothed_row;
   if (m.class_weights != nullptr) a.class_weight = m.class_weights + panel.first;
-  const CUtensorMap left =
-      make_panel_map(panel.data, call.shape.dtype, panel.pitch, (panel.columns + 63) / 64,
-                     tile_depth, tile_rows / 64, stream);
-  const CUtensorMap right =
+  Prepared p{.out = plan.grad_weight_sum ? DType::f32 : out.dtype};
+  p.operands.left = make_panel_map(panel.data, call.shape.dtype, panel.pitch,
+                                   (panel.columns + 63) / 64, tile_depth, tile_rows / 64, stream);
+  p.operands.right =
       right_map(call, rows, chunk.rows, plan.hidden_pitch, plan.hidden_pitch, &a, stream);
-  launch<Gradient::weight>(call, plan, m, sums != nullptr ? DType::f32 : call.grad_weight.dtype,
-                           left, right, a, device, stream);
+  p.a = a;
+  return p;
+}
+
+}  // namespace
+
+void grad_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                const Chunk& chunk, const Panel& panel, bool of_e, const DeviceInfo& device,
+                Stream* stream) {
+  launch<Gradient::input>(call, plan, m, whole_input(call, plan, m, chunk, panel, of_e, stream),
+                          device, stream);
+}
+
+void grad_weight(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                 const Chunk& chunk, const Panel& panel, const char* rows, bool of_e, bool add,
+                 const DeviceInfo& device, Stream* stream) {
+  launch<Gradient::weight>(call, plan, m,
+                           weight_product(call, plan, m, chunk, panel, rows, of_e, add, stream),
+                           device, stream);
+}
+
+void both_gradients(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                    const Chunk& chunk, const Panel& panel, const char* rows, bool of_e, bool add,
+                    const DeviceInfo& device, Stream* stream) {
+  Prepared input = whole_input(call, plan, m, chunk, panel, of_e, stream);
+  Prepared weight = weight_product(call, plan, m, chunk, panel, rows, of_e, add, stream);
+  const int clusters = device.multiprocessors / 2;
+  use_clusters(plan, m, plan.input_clusters, &input);
+  use_clusters(plan, m, clusters - plan.input_clusters, &weight);
+  weight.a.slot_count = 0;  // the slots are grad_input's
+  // Only what keeps E takes several chunks, and adds to f32 sums.
+  const auto launch_both = [&](auto out) {
+    stream->launch_config("sm90 both gradients", both_kernel<__nv_bfloat16, decltype(out)>,
+                          whole_chip(call, device), input.operands, input.a, weight.operands,
+                          weight.a);
+  };
+  if (input.out == DType::f32) {
+    launch_both(float{});
+  } else {
+    launch_both(__nv_bfloat16{});
+  }
+  if (plan.slots > 0) join<Gradient::input>(call, input, device, stream);
 }
 
 }  // namespace logitless::cuda::sm90

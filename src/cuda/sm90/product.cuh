@@ -7,6 +7,7 @@
 // caller's gradient, scaled and rounded once, or to sums in f32, or added to them.
 #pragma once
 
+#include "src/cuda/early.cuh"
 #include "src/cuda/sm90/tile.cuh"
 
 namespace logitless::cuda::sm90 {
@@ -18,6 +19,8 @@ struct ProductArguments {
   const RowFactors* factors;  // grad_input of E; else null
   void* out;                  // [rows, columns], rows `stride` elements apart
   int64_t stride;
+  float* rest;  // rows from `split` on, where they lie apart; else null
+  int32_t split;
   int32_t first_row, rows;  // of the chunk (input); of the panel's columns (weight)
   int32_t columns;          // D
   int32_t depth;            // columns of the panel (input)
@@ -82,16 +85,21 @@ __device__ inline RowSink<Out> find_row(const ProductArguments& a, int row, int 
     sink.line = a.class_weight != nullptr ? a.class_weight[row] : 1.0f;
   }
   sink.to = static_cast<Out*>(a.out) + i * a.stride;
+  if constexpr (kGradient == Gradient::weight && sizeof(Out) == 4) {
+    if (a.rest != nullptr && row >= a.split) {
+      sink.to = a.rest + int64_t{row - a.split} * a.stride;
+    }
+  }
   return sink;
 }
 
 // The smoothing's own term, one line of columns for all rows: v E . weight - s class_row, or E^T .
 // (v input) - c smoothed_row.
-template <class Out>
-__device__ inline void subtract_line(float (&d)[96], int h, const ProductArguments& a, int column,
-                                     int left, RowSink<Out>* sink) {
+template <int kSums, class Out>
+__device__ inline void subtract_line(float (&d)[kSums], int h, const ProductArguments& a,
+                                     int column, int left, RowSink<Out>* sink) {
 #pragma unroll
-  for (int i = 0; i < 24; ++i) {
+  for (int i = 0; i < kSums / 4; ++i) {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int j = 8 * i + 2 * static_cast<int>(threadIdx.x % 4) + c;
@@ -111,10 +119,10 @@ __device__ inline void add_four(float* to, float4 x) {
 
 __device__ inline void write_one(float* to, float x, bool add) { *to = add ? *to + x : x; }
 
-// d[4 i + 2 h + {0, 1}] of a row, times `scale`; `left` columns of the tile exist.
-template <class Out>
-__device__ inline void write_row(const float (&d)[96], int h, const RowSink<Out>& sink, float scale,
-                                 int column, int left, const ProductArguments& a) {
+// d[4 i + 2 h + {0, 1}] of a row, times `scale`; `left` columns from `column` on exist.
+template <int kSums, class Out>
+__device__ inline void write_row(const float (&d)[kSums], int h, const RowSink<Out>& sink,
+                                 float scale, int column, int left, const ProductArguments& a) {
   const int quad = threadIdx.x % 4;
   const auto value = [&](int i) {
     // A row without a gradient stays one where another's sum overflows.
@@ -127,7 +135,7 @@ __device__ inline void write_row(const float (&d)[96], int h, const RowSink<Out>
     if (!a.wide) {
       if (sink.to == nullptr) return;
 #pragma unroll
-      for (int i = 0; i < 24; ++i) {
+      for (int i = 0; i < kSums / 4; ++i) {
         const int j = 8 * i + 2 * quad;
         if (j < left) write_one(to + j, value(4 * i), a.add);
         if (j + 1 < left) write_one(to + j + 1, value(4 * i + 1), a.add);
@@ -135,7 +143,7 @@ __device__ inline void write_row(const float (&d)[96], int h, const RowSink<Out>
       return;
     }
 #pragma unroll
-    for (int i = 0; i < 24; i += 2) {
+    for (int i = 0; i < kSums / 4; i += 2) {
       const float2 low{value(4 * i), value(4 * i + 1)}, high{value(4 * i + 4), value(4 * i + 5)};
       const float2 own = odd ? high : low, given = odd ? low : high;
       const float2 other{__shfl_xor_sync(whole_warp, given.x, 1),
@@ -152,7 +160,7 @@ __device__ inline void write_row(const float (&d)[96], int h, const RowSink<Out>
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < 24; i += 2) {
+    for (int i = 0; i < kSums / 4; i += 2) {
       const uint32_t low = pack<Out>(value(4 * i), value(4 * i + 1));
       const uint32_t high = pack<Out>(value(4 * i + 4), value(4 * i + 5));
       const uint32_t own = odd ? high : low;
@@ -170,12 +178,11 @@ __device__ inline void write_row(const float (&d)[96], int h, const RowSink<Out>
   }
 }
 
-// 64 rows of a warpgroup, of which this thread's first one is `row`.
-template <Gradient kGradient, class Out>
-__device__ inline void write_rows(float (&d)[96], const ProductArguments& a, const Work& work,
-                                  int row, int column_tile) {
+// 64 rows of a warpgroup, of which this thread's first one is `row`, from `column` on.
+template <Gradient kGradient, class Out, int kSums>
+__device__ inline void write_rows(float (&d)[kSums], const ProductArguments& a, const Work& work,
+                                  int row, int column) {
   const float scale = a.scaled ? a.chunk.tokens.scalars->gradient_scale : 1.0f;
-  const int column = column_tile * tile_columns;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     RowSink<Out> sink = find_row<kGradient, Out>(a, row + 8 * h, work.rows);
@@ -184,114 +191,166 @@ __device__ inline void write_rows(float (&d)[96], const ProductArguments& a, con
   }
 }
 
-template <class T, Gradient kGradient, class Out>
-__global__ void __launch_bounds__(block_threads, 1)
-    product_kernel(const __grid_constant__ CUtensorMap left_map,
-                   const __grid_constant__ CUtensorMap right_map,
-                   const __grid_constant__ ProductArguments a) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// Both operands of every item, for the multiplying warpgroups: a lane a box, so that none keeps
+// more than one address: lane 0 the left operand's, 1 to 3 the right one's, of which this block
+// brings 32 of the 64 of the depth axis for both.
+template <Gradient kGradient>
+__device__ inline void copy_operands(const CUtensorMap& left_map, const CUtensorMap& right_map,
+                                     const ProductArguments& a, const Work& work, int cluster,
+                                     const Pipeline& pipeline) {
   constexpr bool is_input = kGradient == Gradient::input;
-  constexpr Along left_along = is_input ? Along::depth : Along::rows;
-  extern __shared__ uint8_t dynamic[];
-  const int warpgroup = __shfl_sync(whole_warp, static_cast<int>(threadIdx.x / 128), 0);
-  const uint32_t rank = cluster_rank();
-  // Read where it is used: the registers are the sums'.
-  __shared__ Work work;
-  if (threadIdx.x == 0) {
-    prefetch_map(&left_map);
-    prefetch_map(&right_map);
-  }
-  const Pipeline pipeline = open_pipeline(dynamic);
-  if (threadIdx.x == 0) work = find_work<kGradient>(a);
-  cluster_sync();
   const Cut& cut = work.cut;
-
-  const int cluster = blockIdx.x / 2;
+  const uint32_t rank = cluster_rank();
+  const int lane = static_cast<int>(threadIdx.x), box = lane - 1;
+  if (lane > a.right_boxes) return;
+  const int half = static_cast<int>(rank) * (tile_depth / 2);
+  const uint32_t offset =
+      left_bytes + static_cast<int>(rank) * half_right_bytes + box * right_block_bytes;
   Ring ring;
-  if (warpgroup == 0) {
-    fewer_registers<40>();
-    // A lane a box, so that none keeps more than one address: lane 0 the left operand's, 1 to 3 the
-    // right one's, of which this block brings 32 of the 64 of the depth axis for both.
-    const int lane = static_cast<int>(threadIdx.x), box = lane - 1;
-    if (lane <= a.right_boxes) {
-      const int half = static_cast<int>(rank) * (tile_depth / 2);
-      const uint32_t offset =
-          left_bytes + static_cast<int>(rank) * half_right_bytes + box * right_block_bytes;
-      for (int item = cluster; item < cut.items(); item += a.clusters) {
-        int row_cluster, column_tile;
-        work.schedule.find(cut.tile(item), &row_cluster, &column_tile);
-        const int row = row_cluster * cluster_rows + static_cast<int>(rank) * tile_rows;
-        const int across = 64 * box + column_tile * tile_columns;
-        const bool blocks = a.right_boxes == 1;
-        const int x = blocks ? 0 : across, z = blocks ? across / 64 : 0;
-        const int end = cut.end(item);
-        for (int k = cut.begin(item); k < end; ++k, ring.next()) {
-          uint64_t* full = pipeline.full + ring.stage;
-          wait(pipeline.empty + ring.stage, ring.phase ^ 1);
-          uint8_t* to = pipeline.left(ring.stage);
-          if (lane == 0) {
-            expect_bytes(full, stage_bytes);
-            if constexpr (is_input) {
-              load_box(&left_map, full, to, 0, k * a.panel_rows + a.first_row + row);
-            } else {
-              load_blocks(&left_map, full, to, 0, k * tile_depth, row / 64);
-            }
-          } else {
-            load_blocks_to(&right_map, full, to + offset, x, k * tile_depth + half, z, 3);
-          }
+  for (int item = cluster; item < cut.items(); item += a.clusters) {
+    int row_cluster, column_tile;
+    work.schedule.find(cut.tile(item), &row_cluster, &column_tile);
+    const int row = row_cluster * cluster_rows + static_cast<int>(rank) * tile_rows;
+    const int across = 64 * box + column_tile * tile_columns;
+    const bool blocks = a.right_boxes == 1;
+    const int x = blocks ? 0 : across, z = blocks ? across / 64 : 0;
+    const int end = cut.end(item);
+    for (int k = cut.begin(item); k < end; ++k, ring.next()) {
+      uint64_t* full = pipeline.full + ring.stage;
+      wait(pipeline.empty + ring.stage, ring.phase ^ 1);
+      uint8_t* to = pipeline.left(ring.stage);
+      if (lane == 0) {
+        expect_bytes(full, stage_bytes);
+        if constexpr (is_input) {
+          load_box(&left_map, full, to, 0, k * a.panel_rows + a.first_row + row);
+        } else {
+          load_blocks(&left_map, full, to, 0, k * tile_depth, row / 64);
         }
+      } else {
+        load_blocks_to(&right_map, full, to + offset, x, k * tile_depth + half, z, 3);
       }
     }
+  }
+}
+
+template <class T, Gradient kGradient, class Out>
+__device__ inline void multiply_items(const ProductArguments& a, const Work& work, int cluster,
+                                      const Pipeline& pipeline, int warpgroup) {
+  constexpr Along left_along = kGradient == Gradient::input ? Along::depth : Along::rows;
+  const Cut& cut = work.cut;
+  const int rank = static_cast<int>(cluster_rank());
+  Ring ring;
+  float upper[96], lower[96];
+  for (int item = cluster; item < cut.items(); item += a.clusters) {
+    if (work.depth == 0) {
+#pragma unroll
+      for (int i = 0; i < 96; ++i) upper[i] = lower[i] = 0;
+    }
+    multiply_tile<T, left_along, Along::rows>(upper, lower, cut.end(item) - cut.begin(item),
+                                              pipeline, &ring, warpgroup);
+    if (item >= cut.whole()) {
+      const int slot = item - cut.whole(), part = rank * 4 + (warpgroup - 1) * 2;
+      float4 *above = slot_part(a, slot, part), *below = slot_part(a, slot, part + 1);
+#pragma unroll
+      for (int i = 0; i < 24; ++i) {
+        above[i * 128] = {upper[4 * i], upper[4 * i + 1], upper[4 * i + 2], upper[4 * i + 3]};
+        below[i * 128] = {lower[4 * i], lower[4 * i + 1], lower[4 * i + 2], lower[4 * i + 3]};
+      }
+      continue;
+    }
+    int row_cluster, column_tile;
+    work.schedule.find(item, &row_cluster, &column_tile);
+    const int row = row_cluster * cluster_rows + rank * tile_rows + thread_row(warpgroup);
+    write_rows<kGradient, Out>(upper, a, work, row, column_tile * tile_columns);
+    write_rows<kGradient, Out>(lower, a, work, row + 64, column_tile * tile_columns);
+  }
+}
+
+// What a launch of one product needs, or of a part of the clusters.
+struct Operands {
+  CUtensorMap left, right;
+};
+
+template <class T, Gradient kGradient, class Out>
+__device__ inline void run_product(const Operands& operands, const ProductArguments& a,
+                                   Work* shared_work, int cluster, const Pipeline& pipeline) {
+  const int warpgroup = __shfl_sync(whole_warp, static_cast<int>(threadIdx.x / 128), 0);
+  if (threadIdx.x == 0) {
+    prefetch_map(&operands.left);
+    prefetch_map(&operands.right);
+    *shared_work = find_work<kGradient>(a);
+  }
+  cluster_sync();
+  if (warpgroup == 0) {
+    fewer_registers<40>();
+    copy_operands<kGradient>(operands.left, operands.right, a, *shared_work, cluster, pipeline);
     __syncwarp();
   } else {
     more_registers<232>();
-    float upper[96], lower[96];
-    for (int item = cluster; item < cut.items(); item += a.clusters) {
-      if (work.depth == 0) {
-#pragma unroll
-        for (int i = 0; i < 96; ++i) upper[i] = lower[i] = 0;
-      }
-      multiply_tile<T, left_along, Along::rows>(upper, lower, cut.end(item) - cut.begin(item),
-                                                pipeline, &ring, warpgroup);
-      if (item >= cut.whole()) {
-        const int slot = item - cut.whole(),
-                  part = static_cast<int>(rank) * 4 + (warpgroup - 1) * 2;
-        float4 *above = slot_part(a, slot, part), *below = slot_part(a, slot, part + 1);
-#pragma unroll
-        for (int i = 0; i < 24; ++i) {
-          above[i * 128] = {upper[4 * i], upper[4 * i + 1], upper[4 * i + 2], upper[4 * i + 3]};
-          below[i * 128] = {lower[4 * i], lower[4 * i + 1], lower[4 * i + 2], lower[4 * i + 3]};
-        }
-        continue;
-      }
-      int row_cluster, column_tile;
-      work.schedule.find(item, &row_cluster, &column_tile);
-      const int row =
-          row_cluster * cluster_rows + static_cast<int>(rank) * tile_rows + thread_row(warpgroup);
-      write_rows<kGradient, Out>(upper, a, work, row, column_tile);
-      write_rows<kGradient, Out>(lower, a, work, row + 64, column_tile);
-    }
+    multiply_items<T, kGradient, Out>(a, *shared_work, cluster, pipeline, warpgroup);
   }
+}
+
+template <class T, Gradient kGradient, class Out>
+__global__ void __launch_bounds__(block_threads, 1)
+    product_kernel(const __grid_constant__ Operands operands,
+                   const __grid_constant__ ProductArguments a) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ uint8_t dynamic[];
+  // Read where it is used: the registers are the sums'.
+  __shared__ Work work;
+  const Pipeline pipeline = open_pipeline(dynamic);
+  follow_early();
+  run_product<T, kGradient, Out>(operands, a, &work, blockIdx.x / 2, pipeline);
   cluster_sync();  // no block ends while another may signal it
 #endif
 }
 
-// The tiles that were cut: a tile's slots in order, 64 rows a block.
+// Both products of a chunk of tokens side by side: the first clusters take grad_input, whose few
+// tiles are deep, the others grad_weight, whose many tiles are short and each added to memory. What
+// one leaves of the chip's memory the other takes.
+template <class T, class Out>
+__global__ void __launch_bounds__(block_threads, 1)
+    both_kernel(const __grid_constant__ Operands of_input,
+                const __grid_constant__ ProductArguments input,
+                const __grid_constant__ Operands of_weight,
+                const __grid_constant__ ProductArguments weight) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ uint8_t dynamic[];
+  __shared__ Work work;
+  const Pipeline pipeline = open_pipeline(dynamic);
+  follow_early();
+  const int cluster = static_cast<int>(blockIdx.x / 2);
+  if (cluster < input.clusters) {
+    run_product<T, Gradient::input, Out>(of_input, input, &work, cluster, pipeline);
+  } else {
+    run_product<T, Gradient::weight, float>(of_weight, weight, &work, cluster - input.clusters,
+                                            pipeline);
+  }
+  cluster_sync();
+#endif
+}
+
+// The tiles that were cut: a tile's slots in order, 64 rows and 48 columns a block.
+constexpr int join_parts = 4;  // of a tile's columns
+
 template <Gradient kGradient, class Out>
 __global__ void __launch_bounds__(128) join_kernel(const __grid_constant__ ProductArguments a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  follow_early();
   const Work work = find_work<kGradient>(a);
   const Cut& cut = work.cut;
-  for (int item = blockIdx.x; item < 8 * cut.tail; item += gridDim.x) {
-    const int at = item / 8, part = item % 8;
-    float d[96];
+  constexpr int fours = 24 / join_parts;
+  for (int item = blockIdx.x; item < 8 * join_parts * cut.tail; item += gridDim.x) {
+    const int at = item / join_parts / 8, part = item / join_parts % 8, columns = item % join_parts;
+    float d[4 * fours];
 #pragma unroll
-    for (int i = 0; i < 96; ++i) d[i] = 0;
-#pragma unroll 1
+    for (int i = 0; i < 4 * fours; ++i) d[i] = 0;
+#pragma unroll 2
     for (int slice = 0; slice < cut.slices; ++slice) {
-      const float4* from = slot_part(a, slice * cut.tail + at, part);
+      const float4* from = slot_part(a, slice * cut.tail + at, part) + columns * fours * 128;
 #pragma unroll
-      for (int i = 0; i < 24; ++i) {
+      for (int i = 0; i < fours; ++i) {
         const float4 x = from[i * 128];
         d[4 * i] += x.x, d[4 * i + 1] += x.y, d[4 * i + 2] += x.z, d[4 * i + 3] += x.w;
       }
@@ -299,7 +358,7 @@ __global__ void __launch_bounds__(128) join_kernel(const __grid_constant__ Produ
     int row_cluster, column_tile;
     work.schedule.find(cut.whole() + at, &row_cluster, &column_tile);
     write_rows<kGradient, Out>(d, a, work, row_cluster * cluster_rows + part * 64 + thread_row(1),
-                               column_tile);
+                               column_tile * tile_columns + columns * 8 * fours);
   }
 #endif
 }

@@ -21,9 +21,13 @@ void grad_input(const LinearCall& call, const LinearPlan& plan, const LinearMemo
                 Stream* stream);
 
 // The panel's rows of grad_weight: panel columns . `rows` (input times v, or input itself), to the
-// caller's grad_weight where `sums` is null, or to sums [V, hidden_pitch]. `add`: f32 alone.
+// caller's grad_weight, or to its sums in f32 where the plan has them. `add`: f32 alone.
 void grad_weight(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                 const Chunk& chunk, const Panel& panel, const char* rows, float* sums, bool of_e,
-                 bool add, const DeviceInfo& device, Stream* stream);
+                 const Chunk& chunk, const Panel& panel, const char* rows, bool of_e, bool add,
+                 const DeviceInfo& device, Stream* stream);
+// grad_input and grad_weight of one of several chunks in one launch, side by side.
+void both_gradients(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                    const Chunk& chunk, const Panel& panel, const char* rows, bool of_e, bool add,
+                    const DeviceInfo& device, Stream* stream);
 
 }  // namespace logitless::cuda::sm90

@@ -24,6 +24,15 @@ constexpr int half_right_bytes = right_bytes / 2, right_block_bytes = 32 * 128;
 constexpr int shared_bytes = stages * stage_bytes + 1024 + 128;
 constexpr int block_threads = 384;
 
+// A block a multiprocessor, of every kernel on this tile.
+inline LaunchShape whole_chip(const LinearCall& call, const DeviceInfo& device) {
+  return {.blocks = static_cast<unsigned>(device.multiprocessors / 2 * 2),
+          .threads = block_threads,
+          .shared_bytes = shared_bytes,
+          .cluster = 2,
+          .early = call.early};
+}
+
 // Where tile t lies: rows of tiles run fastest in groups of `group` clusters, then the columns.
 struct Schedule {
   int row_clusters, column_tiles, group;

@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+// Linear gradients of more tokens than E has room for, chunk by chunk on Hopper: both products in
+// one launch, sums of grad_weight that lie half in its own memory, and two passes where they have
+// no room at all (src/cuda/plan.h). Each of these plans against double, under every kind of option.
+#include <set>
+
+#include "judge.h"
+#include "problem.h"
+#include "resident.h"
+#include "src/cuda/plan.h"
+#include "src/cuda/runtime.h"
+#include "suite.h"
+
+namespace logitless::conformance {
+namespace {
+
+class CudaChunks : public ConformanceTest {};
+
+using ForwardBackward = LinearCrossEntropyForwardBackward;
+
+// The plan that runs in so many bytes.
+cuda::LinearPlan plan_of(const ForwardBackward& op, uint64_t bytes) {
+  ForwardBackward asked = op;
+  logitless_op unused{};
+  for_each_tensor(asked, unused, [](const char*, Access, TensorView& view, auto&&) {
+    if (view) view.data = nullptr, view.byte_offset = 0;  // aligned, as on the device
+  });
+  const cuda::DeviceInfo* device = nullptr;
+  EXPECT_TRUE(cuda::find_device(0, &device).ok());
+  return plan_linear(cuda::shape_of(asked, *device), cuda::planned_speed(*device), bytes);
+}
+
+// How it divides the work; "" where no chunk follows another.
+std::string division(const cuda::LinearPlan& p) {
+  if (p.chunks == 1) return "";
+  std::string text = name_of(p.kind);
+  if (p.input_clusters > 0) text += ", both at once";
+  if (p.lent_sum_rows > 0) text += ", sums lent";
+  if (p.first_rows > 0) text += ", some rows first";
+  return text;
+}
+
+constexpr Case plain{.op = OpKind::linear_forward_backward,
+                     .shape = {1300, 192, 6001},
+                     .dtype = DType::bf16,
+                     .grad_input = DType::bf16,
+                     .grad_weight = DType::bf16};
+
+// In a workspace of each division once; `wanted` are among them.
+void judge_divisions(const TestDevice& device, const Case& c,
+                     const std::vector<std::string>& wanted) {
+  auto p = build<ForwardBackward>(c);
+  const WorkspaceSize size = workspace_of(device, c);
+  const reference::Result want = expected(device, p.op, p.model);
+  std::set<std::string> seen;
+  for (const double share : {0.0, 0.02, 0.05, 0.08, 0.12, 0.17, 0.23, 0.3, 0.4, 0.5, 0.6, 0.8}) {
+    const uint64_t bytes = bytes_of(size, share);
+    const std::string kind = division(plan_of(p.op, bytes));
+    if (kind.empty() || !seen.insert(kind).second) continue;
+    const Outcome got = execute(device, p.op, p.pool, {.memory = Memory::exact, .bytes = bytes});
+    const Comparison result = compare(want, got);
+    EXPECT_TRUE(result.ok()) << result.report << ", " << kind;
+  }
+  for (const std::string& kind : wanted) EXPECT_TRUE(seen.contains(kind)) << kind;
+}
+
+TEST_P(CudaChunks, OfTokensThatCountSeldom) {
+  Case c = plain;
+  c.ignored = 0.4;
+  c.token_weight = true;
+  judge_divisions(device_, c,
+                  {"token chunks, both at once, sums lent", "two passes, some rows first"});
+}
+
+TEST_P(CudaChunks, UnderOptions) {
+  Case c = plain;
+  c.options.label_smoothing = 0.1f;
+  c.options.z_loss = 0.01f;
+  c.vocab_weight = c.bias = c.statistics = true;
+  c.data = Data::peaked;
+  judge_divisions(device_, c,
+                  {"token chunks, both at once, sums lent", "two passes, some rows first"});
+}
+
+// Under a softcap with smoothing E becomes dz in its place.
+TEST_P(CudaChunks, OfDzAndItsBias) {
+  Case c = plain;
+  c.options.softcap = 20;
+  c.options.label_smoothing = 0.1f;
+  c.bias = c.wants_grad_bias = true;
+  judge_divisions(device_, c, {"token chunks, both at once, sums lent", "two passes"});
+}
+
+TEST_P(CudaChunks, AddedToSinglePrecision) {
+  Case c = plain;
+  c.grad_input = c.grad_weight = DType::f32;
+  c.accumulate = true;
+  judge_divisions(device_, c, {"token chunks, both at once"});
+}
+
+std::vector<std::string> hopper() {
+  const cuda::DeviceInfo* device = nullptr;
+  const bool is = cuda::find_device(0, &device).ok() && device->major == 9 && !device->portable;
+  std::vector<std::string> names = device_names();
+  std::erase_if(names, [&](const std::string& name) { return !is || name != "cuda"; });
+  return names;
+}
+
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(CudaChunks);
+INSTANTIATE_TEST_SUITE_P(All, CudaChunks,
+                         testing::Combine(testing::ValuesIn(hopper()),
+                                          testing::Values(OpKind::linear_forward_backward),
+                                          testing::Values(DType::bf16)),
+                         parameter_name);
+
+}  // namespace
+}  // namespace logitless::conformance
