@@ -234,6 +234,59 @@ TEST(CudaPlan, TwoPassesWhereTheSumsHaveNoRoom) {
   EXPECT_NE(plan(124).kind, PlanKind::two_passes);
 }
 
+// The cost model takes panels that are alike at once: it must see each of them.
+TEST(CudaPlan, PanelsThatAreAlikeFollowEachOther) {
+  int64_t lent = 0, remade = 0;
+  for (const LinearShape& s : shapes()) {
+    if (!s.fused || !s.gradients()) continue;
+    for (const uint64_t bytes : budgets(s)) {
+      const LinearPlan p = plan_linear(s, {}, bytes);
+      for (int64_t first = 0; first < s.vocab;) {
+        const PanelPlace at = panel_at(s, p, first);
+        const int64_t count = panels_like(s, p, at);
+        ASSERT_GE(count, 1);
+        for (int64_t n = 0; n < count; ++n, first += at.columns) {
+          const PanelPlace one = panel_at(s, p, first);
+          ASSERT_EQ(one.columns, at.columns);
+          ASSERT_EQ(one.lent, at.lent);
+        }
+        if (first < s.vocab) {
+          const PanelPlace next = panel_at(s, p, first);
+          EXPECT_TRUE(next.columns != at.columns || next.lent != at.lent ||
+                      at.first < kept_columns(p));
+        }
+        if (count > 1) (at.lent ? lent : remade) += count;
+      }
+    }
+  }
+  EXPECT_GT(lent, 0);
+  EXPECT_GT(remade, 0);
+}
+
+// The largest vocabularies: ten million panels, of which planning walks only the kinds (walked one
+// by one this test alone takes minutes), and more tiles than 32 bits count. No plan is predicted
+// to be quicker than its three products.
+TEST(CudaPlan, PlansAtAnyExtent) {
+  for (const int64_t vocab : {int64_t{1} << 28, int64_t{1} << 30, (int64_t{1} << 31) - 65536}) {
+    for (const int64_t tokens : {int64_t{1}, int64_t{8192}, int64_t{1} << 20}) {
+      for (const int64_t hidden : {int64_t{8}, int64_t{4096}, int64_t{1} << 20}) {
+        LinearShape s{.tokens = tokens, .vocab = vocab, .hidden = hidden};
+        s.grad_input = s.grad_weight = s.direct_grad_input = s.fused = true;
+        s.lends_grad_input = s.lends_grad_weight = true;
+        const LinearPlan least = smallest_plan(s, {});
+        const double each = 2.0 * static_cast<double>(tokens) * static_cast<double>(vocab) *
+                            static_cast<double>(hidden);
+        for (const uint64_t bytes : {least.bytes, 2 * least.bytes, 8 * least.bytes}) {
+          const LinearPlan p = plan_linear(s, {}, bytes);
+          EXPECT_LE(p.bytes, bytes);
+          EXPECT_GT(p.seconds, 0.999 * 3 * each / DeviceSpeed{}.products)
+              << tokens << " x " << vocab << " x " << hidden;
+        }
+      }
+    }
+  }
+}
+
 // Llama-3 in 64 MiB beyond the sum of grad_input: a third of E lies in grad_weight, and the panels
 // that are made again are few.
 TEST(CudaPlan, GradWeightSparesWork) {

@@ -61,4 +61,12 @@ PanelPlace panel_at(const LinearShape& s, const LinearPlan& p, int64_t first) {
   return {first, p.remade_columns, false};
 }
 
+int64_t panels_like(const LinearShape& s, const LinearPlan& p, const PanelPlace& at) {
+  if (at.first < kept_columns(p)) return 1;
+  if (!at.lent) return (s.vocab - at.first) / at.columns;
+  // room_behind(first) is at least as wide up to this column.
+  const int64_t bytes = at.columns * (row_bytes(s) + column_bytes(s, p)) + 2 * alignment;
+  return (s.vocab - divide_up(bytes, row_bytes(s)) - at.first) / at.columns + 1;
+}
+
 }  // namespace logitless::cuda

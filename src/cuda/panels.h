@@ -18,6 +18,8 @@ struct PanelPlace {
 // The panel that begins at `first`, once all before it are done with: what is kept of E, then what
 // is made again. Those of Hopper's kernels are panel_at(0), panel_at(end of that), ... to V.
 PanelPlace panel_at(const LinearShape& shape, const LinearPlan& plan, int64_t first);
+// How many panels from this one on, which panel_at gave, are as wide and lie in the same place.
+int64_t panels_like(const LinearShape& shape, const LinearPlan& plan, const PanelPlace& at);
 
 // Columns of E that are there when the gradients begin.
 inline int64_t kept_columns(const LinearPlan& p) { return p.stored_columns + p.lent_columns; }

@@ -39,19 +39,27 @@ double product_time(const LinearShape& s, const DeviceSpeed& speed, int64_t rows
 double step_time(const DeviceSpeed& speed) {
   return 512.0 * sm90::sum_columns * 64 * 2 / (speed.products / speed.clusters());
 }
-// One of the gradients' products on Hopper (sm90/product.h): [rows, D] over `depth`.
-sm90::Cut cut_of(const LinearShape& s, const DeviceSpeed& speed, int64_t rows, int64_t depth,
-                 int32_t slots) {
+// One of the gradients' products on Hopper (sm90/product.h): [rows, D] over `depth`. Rounds that
+// are whole however the rest is cut stand apart: Cut counts in 32 bits.
+struct RoundsAndCut {
+  int64_t rounds = 0;
+  sm90::Cut cut;
+};
+RoundsAndCut cut_of(const LinearShape& s, const DeviceSpeed& speed, int64_t rows, int64_t depth,
+                    int32_t slots) {
   const int64_t tiles = divide_up(rows, 512) * divide_up(round_up(s.hidden, 8), sm90::sum_columns);
-  return sm90::cut_tiles(static_cast<int>(tiles), static_cast<int>(divide_up(depth, 64)),
-                         speed.clusters(), slots);
+  const int clusters = speed.clusters();
+  const int64_t rounds = std::max<int64_t>(tiles / clusters - 2, 0);
+  return {rounds, sm90::cut_tiles(static_cast<int>(tiles - rounds * clusters),
+                                  static_cast<int>(divide_up(depth, 64)), clusters, slots)};
 }
 double own_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed, int64_t rows,
                 int64_t depth, bool sums) {
-  const sm90::Cut cut = cut_of(s, speed, rows, depth, p.slots);
-  const double step = step_time(speed);
-  const double rounds = std::ceil(static_cast<double>(cut.items()) / speed.clusters());
-  return cut.steps(speed.clusters()) * step + rounds * (sums ? 24e-6 : 3e-6) + 2 * speed.launch;
+  const auto [whole, cut] = cut_of(s, speed, rows, depth, p.slots);
+  const int clusters = speed.clusters();
+  const double steps = static_cast<double>(whole * cut.depth + cut.steps(clusters));
+  const double rounds = static_cast<double>(whole + divide_up(cut.items(), clusters));
+  return steps * step_time(speed) + rounds * (sums ? 24e-6 : 3e-6) + 2 * speed.launch;
 }
 // Both of them at once, of one chunk.
 sm90::Shares shares_of(const LinearShape& s, int64_t tokens, const DeviceSpeed& speed,
@@ -107,6 +115,18 @@ double forward_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed
   return others > 0 ? time + pass_time(s, p, speed, rows, others, false) : time;
 }
 
+// use(panel, count) with the panels of Hopper's kernels, `count` alike at a time: a large
+// vocabulary has millions, and some hundred plans are priced.
+template <class F>
+void for_panels(const LinearShape& s, const LinearPlan& p, F&& use) {
+  for (int64_t first = 0; first < s.vocab;) {
+    const PanelPlace at = panel_at(s, p, first);
+    const int64_t count = panels_like(s, p, at);
+    use(at, count);
+    first += count * at.columns;
+  }
+}
+
 // Of a chunk of n tokens.
 double chunk_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed, int64_t n) {
   const bool adds_weight = p.grad_weight_sum || (s.grad_weight_f32 && p.chunks > 1);
@@ -123,8 +143,8 @@ double chunk_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& 
     if (p.stored_columns > 0 && !s.fused) time += panel(p.stored_columns);
     if (p.input_clusters > 0) {
       time += shares_of(s, n, speed, p.slots).steps * step_time(speed) + 4 * speed.launch;
-      // The way of the sums to memory and back is hidden, but takes power: a sixth of a microsecond a
-      // megabyte (docs/kernels/hopper.md).
+      // The way of the sums to memory and back is hidden, but takes power: a sixth of a microsecond
+      // a megabyte (docs/kernels/hopper.md).
       const auto sums = static_cast<double>(s.rows_of_weight()) * static_cast<double>(s.hidden);
       time += sums * 8 / (1.6 * speed.memory);
     } else if (s.grad_input && !p.grad_input_sum && s.direct_grad_input) {
@@ -135,15 +155,15 @@ double chunk_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& 
       });
     }
     if (s.fused) {
-      for (PanelPlace at; at.end() < s.vocab;) {
-        at = panel_at(s, p, at.end());
-        time += panel(at.columns) + 2 * speed.launch;
-        if (at.end() <= kept_columns(p)) {
-          if (s.forms_dz) time += static_cast<double>(n * at.columns) * 4 / speed.memory;
-          continue;
+      for_panels(s, p, [&](const PanelPlace& at, int64_t count) {
+        double each = panel(at.columns) + 2 * speed.launch;
+        if (at.end() > kept_columns(p)) {
+          each += pass_time(s, p, speed, n, at.columns, true);
+        } else if (s.forms_dz) {
+          each += static_cast<double>(n * at.columns) * 4 / speed.memory;
         }
-        time += pass_time(s, p, speed, n, at.columns, true);
-      }
+        time += static_cast<double>(count) * each;
+      });
     } else if (p.stored_columns < s.vocab) {
       time += in_pieces(s.vocab - p.stored_columns, p.remade_columns, [&](int64_t columns) {
         return pass_time(s, p, speed, n, columns, true) + 4 * speed.launch + panel(columns);
@@ -156,8 +176,12 @@ double chunk_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& 
 }  // namespace
 
 bool runs_both(const LinearShape& s, const LinearPlan& p) {
+  // Steps are counted in 32 bits.
+  const double steps = 2.0 * static_cast<double>(divide_up(p.token_chunk, 512)) *
+                       static_cast<double>(s.vocab / 64 + 512) *
+                       static_cast<double>(divide_up(s.hidden, sm90::sum_columns) + 1);
   return s.fused && s.grad_input && s.grad_weight && p.chunks > 1 && s.direct_grad_input &&
-         p.stored_columns == s.vocab;
+         p.stored_columns == s.vocab && steps < 1e9;
 }
 
 int32_t input_clusters_of(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed) {
@@ -168,15 +192,14 @@ int32_t slots_of(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& s
   const int32_t most = 2 * speed.clusters();
   if (runs_both(s, p)) return shares_of(s, p.token_chunk, speed, most).input.slots();
   int32_t slots = 0;
-  for (PanelPlace panel; panel.end() < s.vocab;) {
-    panel = panel_at(s, p, panel.end());
+  for_panels(s, p, [&](const PanelPlace& panel, int64_t) {
     if (s.grad_input) {
-      slots = std::max(slots, cut_of(s, speed, p.token_chunk, panel.columns, most).slots());
+      slots = std::max(slots, cut_of(s, speed, p.token_chunk, panel.columns, most).cut.slots());
     }
     if (s.grad_weight) {
-      slots = std::max(slots, cut_of(s, speed, panel.columns, p.token_chunk, most).slots());
+      slots = std::max(slots, cut_of(s, speed, panel.columns, p.token_chunk, most).cut.slots());
     }
-  }
+  });
   return slots;
 }
 
