@@ -49,6 +49,37 @@ constexpr RangeRule kRanges[] = {
      [](float x) { return x >= 0 && x <= FLT_MAX; }, "finite, >= 0"},
 };
 
+// The factors of z = softcap / temperature tanh(logit_scale / softcap raw), and of its slope, are
+// f32 on every backend. The tanh is often formed from exp of twice its argument.
+struct FactorRule {
+  const char* name;
+  double (*value)(const LossOptions&);
+  bool capped;  // only with a softcap
+};
+constexpr FactorRule kFactors[] = {
+    {"logit_scale / temperature",
+     [](const LossOptions& o) { return static_cast<double>(o.logit_scale) / o.temperature; },
+     false},
+    {"2 logit_scale / softcap",
+     [](const LossOptions& o) { return 2.0 * o.logit_scale / o.softcap; }, true},
+    {"softcap / temperature",
+     [](const LossOptions& o) { return static_cast<double>(o.softcap) / o.temperature; }, true},
+    {"temperature / softcap",
+     [](const LossOptions& o) { return static_cast<double>(o.temperature) / o.softcap; }, true},
+};
+
+Status check_factors(const LossOptions& o) {
+  for (const FactorRule& rule : kFactors) {
+    if (rule.capped && o.softcap == 0) continue;
+    const double value = rule.value(o), size = std::fabs(value);
+    if (value != 0 && !(size >= FLT_MIN && size <= FLT_MAX)) {
+      return error(StatusCode::invalid_argument, "%s is %g; allowed: 0 or a normal f32 number",
+                   rule.name, value);
+    }
+  }
+  return {};
+}
+
 }  // namespace
 
 Status check_option_enums(const Call& call) {
@@ -72,7 +103,7 @@ Status check_option_ranges(const Call& call) {
                    static_cast<double>(value), rule.allowed);
     }
   }
-  return {};
+  return check_factors(*call.options);
 }
 
 Status check_normalizer(const Call& call) {

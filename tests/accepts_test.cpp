@@ -98,7 +98,7 @@ const Accept kAccepts[] = {
     {"options at their ends", on_options([](LossOptions& o) {
        o.label_smoothing = 1;
        o.z_loss = 0;
-       o.logit_scale = -FLT_MAX;
+       o.logit_scale = -FLT_MIN;
        o.softcap = FLT_MIN;
        o.temperature = FLT_MIN;
        o.probability_floor = 0;
@@ -113,6 +113,9 @@ const Accept kAccepts[] = {
        o.softcap = o.temperature = o.probability_floor = FLT_MAX;
        o.ignore_index = INT64_MAX;
      })},
+    {"the steepest map", on_options([](LossOptions& o) { o.logit_scale = -FLT_MAX; })},
+    {"the widest softcap", on_options([](LossOptions& o) { o.softcap = 8e37f; })},
+    {"the narrowest softcap", on_options([](LossOptions& o) { o.softcap = FLT_MIN; })},
     {"N = 0, NULL data",
      [](Subject& s) {
        s.make_empty();

@@ -2,6 +2,7 @@
 // The edge table of docs/semantics.md: no tokens, one column, empty means, targets outside, ties,
 // order of the options.
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -289,6 +290,20 @@ TEST_P(Edges, OrderOfTheOptions) {
   const double z0 = 3 * std::tanh(2 * 1.0 / 3) / 0.5, z1 = 3 * std::tanh(2 * -0.5 / 3) / 0.5;
   EXPECT_NEAR(fields.at("loss").value[0], std::log1p(std::exp(z1 - z0)), 1e-5);
   EXPECT_NEAR(fields.at("target_logit").value[0], z0, 1e-5);
+}
+
+// Factors of the map near the ends of f32, of logits of usual size; beyond is a status (rejects.h).
+TEST_P(Edges, ExtremeMaps) {
+  using Map = std::array<float, 3>;
+  for (const auto& [scale, softcap, temperature] :
+       {Map{1, 1e30f, 1}, Map{1, 8e37f, 1}, Map{1e30f, 5e30f, 1e30f}, Map{-1e37f, 8e37f, 1e37f},
+        Map{1e-30f, 5e-30f, 1e-30f}, Map{1, 1e-30f, 1e-30f}, Map{1e-3f, 8e34f, 1e-3f},
+        Map{3e37f, 0, 1e38f}, Map{-2e-38f, 0, 3e-38f}, Map{1.2e-38f, 1, 1}}) {
+    Case c = plain({5, 7, 40});
+    c.options.logit_scale = scale, c.options.softcap = softcap, c.options.temperature = temperature;
+    const Comparison result = judge(device_, c);
+    EXPECT_TRUE(result.ok()) << scale << " " << softcap << " " << temperature << result.report;
+  }
 }
 
 TEST_P(Edges, ALogitScaleOfZeroMakesThemAllEqual) {

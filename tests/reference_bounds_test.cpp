@@ -70,7 +70,7 @@ struct Transcript {
         products += std::fabs(e.input[k] * e.weight[j * e.hidden + k]);
       }
       error.push_back(gamma * products * std::fabs(o.logit_scale) / o.temperature +
-                      3 * u * std::fabs(z[j]) + (e.hidden + 1) * tiny * 2);
+                      3 * u * std::fabs(z[j]) + (e.hidden + 1) * tiny * (2 / 0.75));
     }
     m = *std::max_element(z.begin(), z.end());
     double sum = 0;

@@ -37,6 +37,15 @@ inline Mistake option(T LossOptions::* member, T value) {
   };
 }
 
+inline Mistake map(float logit_scale, float softcap, float temperature) {
+  return [=](Subject& s) {
+    if (s.options == nullptr) return false;
+    s.options->logit_scale = logit_scale, s.options->softcap = softcap;
+    s.options->temperature = temperature;
+    return true;
+  };
+}
+
 inline Mistake missing(std::initializer_list<const char*> names) {
   return [names = std::vector<std::string>(names.begin(), names.end())](Subject& s) {
     if (!s.has(names[0])) return false;
@@ -120,6 +129,14 @@ inline const Reject kOpRejects[] = {
     {"temperature NaN", option(&LossOptions::temperature, kNaN), invalid_argument, "temperature"},
     {"temperature subnormal", option(&LossOptions::temperature, kSubnormal), invalid_argument,
      "temperature"},
+    {"a slope beyond f32", map(1e20f, 0, 1e-20f), invalid_argument, "logit_scale / temperature"},
+    {"a slope below f32", map(-1e-20f, 0, 1e20f), invalid_argument, "logit_scale / temperature"},
+    {"a cap too small for the scale", map(1e10f, 1e-30f, 1), invalid_argument,
+     "2 logit_scale / softcap"},
+    {"a cap too large for the scale", map(-1e-10f, 1e30f, 1), invalid_argument,
+     "2 logit_scale / softcap"},
+    {"a cap beyond f32", map(1, 1e30f, 1e-10f), invalid_argument, "softcap / temperature"},
+    {"a cap below f32", map(1, 1e-30f, 1e10f), invalid_argument, "softcap / temperature"},
     {"probability_floor negative", option(&LossOptions::probability_floor, -1e-9f),
      invalid_argument, "probability_floor"},
     {"probability_floor inf", option(&LossOptions::probability_floor, kInf), invalid_argument,

@@ -84,15 +84,17 @@ void bound_statistics(Row* row) {
 }
 
 // e_j = gamma(D) sum |h w| |logit_scale| / temperature + 3 u32 |z_j| + (D + 1) 2^-126 max(1,
-// |logit_scale| / temperature); `products` is empty for given logits, and D then 0. An infinite
-// logit is exact, and so is an infinite product that a softcap makes a finite logit: no rounding
-// makes or unmakes them.
+// |logit_scale| / temperature, softcap / temperature); `products` is empty for given logits, and D
+// then 0. An infinite logit is exact, and so is an infinite product that a softcap makes a finite
+// logit: no rounding makes or unmakes them.
 void bound_logits(const RowSource& source, const std::vector<double>& products, Row* row) {
   const LossOptions& options = source.problem.options;
   const double steepest = std::fabs(static_cast<double>(options.logit_scale)) / options.temperature;
   const int64_t hidden = products.empty() ? 0 : source.problem.input.shape[1];
-  // Numbers below the least normal may be flushed: every product and the logit itself.
-  const double flushed = static_cast<double>(hidden + 1) * tiny32 * std::max(1.0, steepest);
+  const double cap = static_cast<double>(options.softcap) / options.temperature;
+  // Numbers below the least normal may be flushed: every product, the logit itself and the tanh's
+  // argument.
+  const double flushed = static_cast<double>(hidden + 1) * tiny32 * std::max({1.0, steepest, cap});
   row->logit_error.assign(row->z.size(), 0.0);
   for (size_t j = 0; j < row->z.size(); ++j) {
     if (!std::isfinite(row->z[j])) continue;
