@@ -128,6 +128,43 @@ TEST_P(CudaLinear, ACappedLogitThatItsBiasCarries) {
   });
 }
 
+// All logits of a row alike and a little above -cap, under smoothing: E, just above 1, and dz are
+// rounded by as much as can be, and alike in all columns, so that what E does not tell of the
+// softcap's slope (sm90/options.cuh) shows in grad_input: kept up to 0.9375 of the cap, E left an
+// eleventh of these rows beyond the bound.
+TEST_P(CudaLinear, RowsOfLogitsNearTheCap) {
+  if (op_ != OpKind::linear_forward_backward || dtype_ != DType::bf16) return;
+  constexpr int64_t tokens = 512, hidden = 64, vocab = 500;
+  for (const float cap : {15.0f, 22.0f, 30.0f}) {
+    Case c{.op = op_, .shape = {tokens, hidden, vocab}, .dtype = dtype_, .grad_input = DType::f32};
+    c.options.reduction = Reduction::sum;
+    c.options.softcap = cap;
+    c.options.label_smoothing = 1e-3f;
+    with_problem(c, [&](auto& p, const WorkspaceSize& size) {
+      std::vector<double> input(tokens * hidden, 0), weight(vocab * hidden, 0);
+      for (int64_t i = 0; i < tokens; ++i) {
+        const double share = 0.925 + 0.0125 * static_cast<double>(i) / tokens;
+        double* row = &input[i * hidden];
+        row[0] = round_to(dtype_, cap * std::atanh(share));
+        row[1] = round_to(dtype_, cap * std::atanh(share) - row[0]);
+        row[2] = 0.5 * static_cast<double>(i * 37 % 64) / 64;
+      }
+      for (int64_t j = 0; j < vocab; ++j) {
+        double* row = &weight[j * hidden];
+        row[0] = row[1] = -1;
+        row[j == 0 ? 2 : 3] = j == 0 ? -1 : 1;  // the target's lower; the others' sum of dz
+      }
+      write(p.op.input, input);
+      write(p.op.weight, weight);
+      write(p.op.target, std::vector<double>(tokens, 0));
+      const Outcome got =
+          execute(device_, p.op, p.pool, {.memory = Memory::exact, .bytes = bytes_of(size, 1)});
+      const Comparison result = compare(expected(device_, p.op, p.model), got);
+      EXPECT_TRUE(result.ok()) << cap << "\n" << result.report;
+    });
+  }
+}
+
 // A vocabulary of many panels, more than the workspace holds: on Hopper rows of grad_weight that
 // are not written yet hold E and dz of columns before them, and the scaled input.
 TEST_P(CudaLinear, PanelsInGradWeightsMemory) {

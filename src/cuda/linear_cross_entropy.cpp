@@ -30,7 +30,7 @@ bool serves_product(const TensorView& v, int64_t rows, int64_t columns) {
 // Rows and columns are counted in 32 bits on the device; offsets are not.
 constexpr int64_t most_extent = (int64_t{1} << 31) - 65536;
 
-// z = z_target + log E to half of an ulp of E, 2^-9: no far beside the softcap, whose square is the
+// z = z_target + log E to half of an ulp of E, 2^-8: no far beside the softcap, whose square is the
 // slope's unit; and two capped logits are no more than the 60 nats apart that E serves.
 bool e_tells_slope(const MapFactors& map) {
   const float cap = std::fabs(map.outward);
