@@ -64,10 +64,11 @@ std::vector<Ragged> ragged() {
                    backward = OpKind::linear_backward;
   constexpr DType bf16 = DType::bf16, f16 = DType::f16;
   constexpr Shape tiles{530, 72, 399}, cut{1300, 72, 1301}, lent{66, 256, 12001},
-      chunks{1100, 64, 1003};
+      deep{1100, 520, 399}, chunks{1100, 64, 1003};
   return {
       {"loss_bf16", ignored(linear(loss, bf16, tiles)), 1},
       {"loss_without_copy_bf16", ignored(linear(loss, bf16, tiles)), 0},
+      {"loss_without_copy_deep_bf16", ignored(linear(loss, bf16, deep)), 0},  // the ring, often
       {"loss_f16", linear(loss, f16, tiles), 1},
       {"loss_with_bias_bf16", ignored(biased(linear(loss, bf16, tiles))), 1},
       {"loss_smoothed_alone_bf16", smoothed_alone(linear(loss, bf16, tiles)), 1},

@@ -128,23 +128,31 @@ void CudaUnits::expect_same(bool in_runs) const {
 TEST_P(CudaUnits, OfTheRowsThatCountAlone) { expect_same(false); }
 TEST_P(CudaUnits, OfRowsThatCountInRuns) { expect_same(true); }
 
-// Rows that the copy engine cannot address go through a copy, with the same bits.
+// Rows that lie apart, or that the copy engine cannot address and that go through a copy: the same
+// bits, in the smallest workspace too, where those that count are copied one by one as they lie.
 TEST_P(CudaUnits, OfRowsThatAreCopiedFirst) {
   const std::vector<int64_t> rows = every(600);
-  for (const double ignored : {0.0, 0.3}) {
-    Case c = plain({600, 72, 3100});
-    c.ignored = ignored;
-    Problem<LinearCrossEntropyForward> p = build<LinearCrossEntropyForward>(c);
-    const Outcome direct = execute(device_, p.op, p.pool);
-    ASSERT_TRUE(direct.status.ok()) << direct.status.message();
-    const std::vector<double> values = read(p.op.input);
-    for (const Layout& layout :
-         {Layout{.stride = {80, 1}}, Layout{.stride = {75, 1}}, Layout{.stride = {150, 2}},
-          Layout{.stride = {1, 600}}, Layout{.offset = 1}}) {
-      p.op.input = p.pool.add(dtype_, {600, 72}, values, layout);
-      const Outcome other = execute(device_, p.op, p.pool);
-      ASSERT_TRUE(other.status.ok()) << other.status.message();
-      EXPECT_EQ(difference(direct.fields, other.fields, rows), "") << describe(c);
+  for (const int64_t hidden : {72, 520}) {
+    for (const double ignored : {0.0, 0.3}) {
+      Case c = plain({600, hidden, 3100});
+      c.ignored = ignored;
+      Problem<LinearCrossEntropyForward> p = build<LinearCrossEntropyForward>(c);
+      const Outcome direct = execute(device_, p.op, p.pool);
+      ASSERT_TRUE(direct.status.ok()) << direct.status.message();
+      const std::vector<double> values = read(p.op.input);
+      for (const Layout& layout :
+           {Layout{.stride = {hidden + 8, 1}}, Layout{.stride = {hidden + 3, 1}},
+            Layout{.stride = {2 * hidden + 6, 2}}, Layout{.stride = {1, 600}},
+            Layout{.offset = 1}}) {
+        p.op.input = p.pool.add(dtype_, {600, hidden}, values, layout);
+        for (const Memory memory : {Memory::recommended, Memory::minimum}) {
+          const Outcome other = execute(device_, p.op, p.pool, {.memory = memory});
+          ASSERT_TRUE(other.status.ok()) << other.status.message();
+          EXPECT_EQ(difference(direct.fields, other.fields, rows), "")
+              << describe(c) << ", stride " << layout.stride[0]
+              << (memory == Memory::minimum ? ", minimum" : "");
+        }
+      }
     }
   }
 }
