@@ -207,7 +207,7 @@ MUTANTS = [
     _M("hopper, plain, far rows: all are near", "sm90/plain.cuh",
        "return @{distance > least_distance && distance < a.most_distance}@;", "true", "nonfinite"),
     _M("hopper, plain, anchor: of the row above", "sm90/plain.cuh",
-       "__shfl_sync(whole_warp, needs.anchor, @{from}@);", "from ^ 1", "hopper"),
+       "of_row(data.anchor, part, @{h}@);", "h ^ 1", "hopper"),
     _M("hopper, plain, partial sums: in the place of the row above", "sm90/plain.cuh",
        "const int64_t to = @{row}@ * p.segments", "max(row - 1, 0)", "units"),
     _M("hopper, units: the lower rows left out", "sm90/plain.cuh",

@@ -60,6 +60,39 @@ __device__ inline RowStart load_start(const Arguments& a, int row, int valid) {
   return r;
 }
 
+// A quad of lanes shares four rows, row0 + 0, 8, 64, 72: each lane asks for what one of them needs,
+// before the products, and the others get it from that lane.
+struct RowData {
+  int target;
+  float anchor;                                        // z_t; dz: m
+  float log2_sum, factor, smoothing, target_gradient;  // dz: log2 s, P, s, dz of the target
+};
+template <Mode kMode>
+__device__ inline RowData load_row(const Arguments& a, int row0, int valid) {
+  const int quad = threadIdx.x % 4, row = row0 + 8 * (quad % 2) + 64 * (quad / 2);
+  RowData r{find_target(a, row, valid), 0, 0, 0, 0, 0};
+  if (row >= valid) return r;
+  if constexpr (kMode == Mode::dz) {
+    const RowStart start = load_start<kMode>(a, row, valid);
+    r.anchor = start.anchor, r.log2_sum = start.log2_sum, r.factor = start.factor;
+    r.smoothing = a.gradients[row].smoothing;
+    r.target_gradient = a.target_gradient[row];
+  } else {
+    r.anchor = a.target_logit[row];
+  }
+  return r;
+}
+
+__device__ inline float of_row(float x, int part, int h) {
+  return __shfl_sync(whole_warp, x, threadIdx.x / 4 % 8 * 4 + 2 * part + h);
+}
+
+// Targets, columns behind the last one, and of panels rows behind the last one are rare: elements
+// of row h that do not count, as i of their columns 8 i + {0, 1}.
+struct LeftOut {
+  int target[2], end[2];
+};
+
 // Read where it is used: the registers are the logits'.
 struct ForwardWork {
   int valid;

@@ -34,29 +34,6 @@ __device__ inline bool has_smoothing(const Arguments& a) {
   return kSet == Set::any ? again(a.options.smoothing) : kSet == Set::smoothed;
 }
 
-// A quad of lanes shares four rows, row0 + 0, 8, 64, 72: each lane asks for what one of them needs,
-// before the products, and the others get it from that lane.
-struct RowData {
-  int target;
-  float anchor;                                        // z_t; dz: m
-  float log2_sum, factor, smoothing, target_gradient;  // dz: log2 s, P, s, dz of the target
-};
-template <Mode kMode>
-__device__ inline RowData load_row(const Arguments& a, int row0, int valid) {
-  const int quad = threadIdx.x % 4, row = row0 + 8 * (quad % 2) + 64 * (quad / 2);
-  RowData r{find_target(a, row, valid), 0, 0, 0, 0, 0};
-  if (row >= valid) return r;
-  if constexpr (kMode == Mode::dz) {
-    const RowStart start = load_start<kMode>(a, row, valid);
-    r.anchor = start.anchor, r.log2_sum = start.log2_sum, r.factor = start.factor;
-    r.smoothing = a.gradients[row].smoothing;
-    r.target_gradient = a.target_gradient[row];
-  } else {
-    r.anchor = a.target_logit[row];
-  }
-  return r;
-}
-
 // 64 rows of a tile, and of them what this thread's two start from.
 struct HalfRows {
   int row, part;  // the first one; upper 0, lower 1
@@ -64,9 +41,6 @@ struct HalfRows {
   float anchor[2];                             // not dz: its exponent
   float log2_sum[2], factor[2], smoothing[2];  // dz
 };
-__device__ inline float of_row(float x, int part, int h) {
-  return __shfl_sync(whole_warp, x, threadIdx.x / 4 % 8 * 4 + 2 * part + h);
-}
 template <Mode kMode>
 __device__ inline HalfRows find_rows(const RowData& data, int row, int part, int column,
                                      int column_tile) {
@@ -86,11 +60,6 @@ __device__ inline HalfRows find_rows(const RowData& data, int row, int part, int
   return r;
 }
 
-// Targets, columns behind the last one, and of panels rows behind the last one are rare: elements
-// of row h that do not count, as i of their columns 8 i + {0, 1}.
-struct LeftOut {
-  int target[2], end[2];
-};
 __device__ inline int columns_left(const Arguments& a, int column) {
   return min(tile_columns, static_cast<int>(a.first_column + a.columns) - column);
 }

@@ -23,44 +23,21 @@ constexpr float least_distance = -100.0f;
 
 constexpr int box_rows = 64, box_bytes = box_rows * 128;
 
-// A quad of lanes shares four rows, row0 + 0, 8, 64, 72: each lane asks for what one of them needs,
-// before the products, and the others get it from that lane.
-struct RowNeeds {
-  int target;
-  float anchor;                             // z_t; dz: m
-  float log2_sum, factor, target_gradient;  // dz: log2 s, P, dz of the target
-};
-template <Mode kMode>
-__device__ inline RowNeeds load_needs(const Arguments& a, int row0, int valid) {
-  const int quad = threadIdx.x % 4, row = row0 + 8 * (quad % 2) + 64 * (quad / 2);
-  RowNeeds r{find_target(a, row, valid), 0, 0, 0, 0};
-  if (row >= valid) return r;
-  if constexpr (kMode == Mode::dz) {
-    const RowStart start = load_start<kMode>(a, row, valid);
-    r.anchor = start.anchor, r.log2_sum = start.log2_sum, r.factor = start.factor;
-    r.target_gradient = a.target_gradient[row];
-  } else {
-    r.anchor = a.target_logit[row];
-  }
-  return r;
-}
-
 // The same of this thread's two rows of a half. Not dz: the anchor's exponent.
 struct Starts {
   float anchor[2], log2_sum[2], factor[2], target_gradient[2];
 };
 template <Mode kMode>
-__device__ inline Starts find_starts(const RowNeeds& needs, int part) {
+__device__ inline Starts find_starts(const RowData& data, int part) {
   Starts s{};
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int from = threadIdx.x / 4 % 8 * 4 + 2 * part + h;
-    const float anchor = __shfl_sync(whole_warp, needs.anchor, from);
+    const float anchor = of_row(data.anchor, part, h);
     if constexpr (kMode == Mode::dz) {
       s.anchor[h] = anchor;
-      s.log2_sum[h] = __shfl_sync(whole_warp, needs.log2_sum, from);
-      s.factor[h] = __shfl_sync(whole_warp, needs.factor, from);
-      s.target_gradient[h] = __shfl_sync(whole_warp, needs.target_gradient, from);
+      s.log2_sum[h] = of_row(data.log2_sum, part, h);
+      s.factor[h] = of_row(data.factor, part, h);
+      s.target_gradient[h] = of_row(data.target_gradient, part, h);
     } else {
       s.anchor[h] = fabsf(anchor) < most_anchor ? anchor * log2e : 0.0f;
     }
@@ -68,13 +45,10 @@ __device__ inline Starts find_starts(const RowNeeds& needs, int part) {
   return s;
 }
 
-// Of 64 rows: which elements of row h do not count, as i of their columns 8 i + {0, 1}. The
-// accumulators themselves stay as they are: products are in flight.
-struct Mask {
-  int target[2], end[2];
-};
+// The accumulators themselves stay as they are: products are in flight. Not by is_masked of
+// option_rows.cuh: ptxas then spills a register of dz.
 template <bool kMasked>
-__device__ inline float element(const float (&d)[96], const Mask& mask, int i, int h, int c) {
+__device__ inline float element(const float (&d)[96], const LeftOut& mask, int i, int h, int c) {
   const float x = d[4 * i + 2 * h + c];
   if constexpr (!kMasked) return x;
   const int column = 8 * i + c;
@@ -83,7 +57,7 @@ __device__ inline float element(const float (&d)[96], const Mask& mask, int i, i
 
 // What becomes of an element.
 template <Mode kMode, bool kMasked>
-__device__ inline float exponential(float x, const Starts& starts, const Mask& mask, int column,
+__device__ inline float exponential(float x, const Starts& starts, const LeftOut& mask, int column,
                                     int h) {
   if constexpr (kMode == Mode::dz) {
     if (kMasked && column == mask.target[h]) return starts.target_gradient[h];
@@ -95,7 +69,7 @@ __device__ inline float exponential(float x, const Starts& starts, const Mask& m
 
 // The sum of row h relative to its maximum, of this thread.
 template <bool kMasked>
-__device__ inline float sum_from_maximum(const float (&d)[96], const Mask& mask, int h,
+__device__ inline float sum_from_maximum(const float (&d)[96], const LeftOut& mask, int h,
                                          float maximum) {
   // Of -inf alone: every exponential is 0, and a NaN stays.
   const float reference = maximum == -infinity() ? 0.0f : maximum;
@@ -138,7 +112,7 @@ __device__ inline bool is_near(const Arguments& a, float distance) {
 
 // The exponentials of 64 rows, their sums and, if kept, the exponentials themselves.
 template <class T, Mode kMode, bool kMasked>
-__device__ inline void sum_rows(const float (&d)[96], const Mask& mask, const Starts& starts,
+__device__ inline void sum_rows(const float (&d)[96], const LeftOut& mask, const Starts& starts,
                                 const HalfTile& at, const Arguments& a,
                                 const CUtensorMap* panel_map, const uint8_t* boxes, int warpgroup,
                                 RowSums* sums) {
@@ -194,18 +168,18 @@ __device__ inline void sum_rows(const float (&d)[96], const Mask& mask, const St
 // Targets, columns behind the last one, and of panels rows behind the last one are rare: two
 // copies.
 template <class T, Mode kMode>
-__device__ inline void half_tile(const float (&d)[96], const RowNeeds& needs, const HalfTile& at,
+__device__ inline void half_tile(const float (&d)[96], const RowData& data, const HalfTile& at,
                                  const Arguments& a, int valid, const CUtensorMap* panel_map,
                                  const uint8_t* boxes, int warpgroup, RowSums* sums) {
   const int quad = threadIdx.x % 4, from = threadIdx.x % 32 - quad + 2 * at.part;
   const int column = static_cast<int>(a.first_column) + at.column_tile * tile_columns;
   const int left = min(tile_columns, static_cast<int>(a.first_column + a.columns) - column);
-  const Starts starts = find_starts<kMode>(needs, at.part);
-  Mask mask;
+  const Starts starts = find_starts<kMode>(data, at.part);
+  LeftOut mask;
   bool any = left < tile_columns;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int target = __shfl_sync(whole_warp, needs.target, from + h) - column;
+    const int target = __shfl_sync(whole_warp, data.target, from + h) - column;
     mask.target[h] = target - 2 * quad;
     const bool exists = at.row + 8 * h < valid;
     mask.end[h] = kMode != Mode::sums && !exists ? -2 * quad : left - 2 * quad;
@@ -235,10 +209,10 @@ __device__ inline void write_sums(const PartialSum& sums, const UnitItem& item, 
 }
 
 // Under the next products: a tile's sums, 64 rows. Each lane takes those of one of its quad's four
-// rows, whose needs it has: to memory beside E, else to the unit's, which are written with its last
+// rows, whose data it has: to memory beside E, else to the unit's, which are written with its last
 // tile.
 template <Mode kMode>
-__device__ inline void add_sums(const RowSums& sums, const RowNeeds& needs, const UnitItem& item,
+__device__ inline void add_sums(const RowSums& sums, const RowData& data, const UnitItem& item,
                                 bool ends, int row0, int part, const Arguments& a, int valid,
                                 PartialSum* unit) {
   PartialSum own;
@@ -247,7 +221,7 @@ __device__ inline void add_sums(const RowSums& sums, const RowNeeds& needs, cons
     const PartialSum row{quad_max(sums.maximum[h]), quad_sum(sums.sum[h])};
     if (h == 0 || threadIdx.x % 2 != 0) own = row;
   }
-  const float anchor = fabsf(needs.anchor) < most_anchor ? needs.anchor * log2e : 0.0f;
+  const float anchor = fabsf(data.anchor) < most_anchor ? data.anchor * log2e : 0.0f;
   const float distance = fmaf(own.maximum, log2e, -anchor);
   if (is_near(a, distance)) own.sum *= exp2_fast(-distance);
   const int quad = threadIdx.x % 4, row = row0 + 8 * (quad % 2) + 64 * part;
@@ -284,7 +258,7 @@ __device__ inline void plain_tiles(const CUtensorMap* panel_map, const Pipeline&
     const bool ends = item.tile + 1 == item.end;
     const int row = item.row_cluster * cluster_rows + static_cast<int>(cluster_rank()) * tile_rows +
                     thread_row(warpgroup);
-    const RowNeeds needs = load_needs<kMode>(a, row, work.valid);
+    const RowData data = load_row<kMode>(a, row, work.valid);
     if (stores && lent >= 0 && signals == 0) {
       stores_wait();
       arrive_at(pipeline.empty + lent, 0);
@@ -320,21 +294,21 @@ __device__ inline void plain_tiles(const CUtensorMap* panel_map, const Pipeline&
     if constexpr (stores) group_sync(warpgroup);  // no warp's products read the boxes
     const HalfTile above{row, item.tile, 0}, below{row + 64, item.tile, 1};
     RowSums sums;
-    half_tile<T, kMode>(upper, needs, above, a, work.valid, panel_map, boxes, warpgroup, &sums);
+    half_tile<T, kMode>(upper, data, above, a, work.valid, panel_map, boxes, warpgroup, &sums);
     walk.next();
     now = Operands(pipeline, ring.stage, warpgroup);
     // Behind the last tile: of whatever lies there, for nothing.
     if (walk.more(work.units)) wait(pipeline.full + ring.stage, ring.phase);
     multiply_rows<T>(upper, now.left, now.right, true);
     if constexpr (kMode != Mode::dz) {
-      add_sums<kMode>(sums, needs, item, ends, row, 0, a, work.valid, &unit);
+      add_sums<kMode>(sums, data, item, ends, row, 0, a, work.valid, &unit);
     }
     products_wait<1>();
     release(previous);
-    half_tile<T, kMode>(lower, needs, below, a, work.valid, panel_map, boxes, warpgroup, &sums);
+    half_tile<T, kMode>(lower, data, below, a, work.valid, panel_map, boxes, warpgroup, &sums);
     multiply_rows<T>(lower, now.left + lower_left, now.right, true);
     if constexpr (kMode != Mode::dz) {
-      add_sums<kMode>(sums, needs, item, ends, row, 1, a, work.valid, &unit);
+      add_sums<kMode>(sums, data, item, ends, row, 1, a, work.valid, &unit);
     }
   } while (walk.more(work.units));
   products_wait<0>();
