@@ -222,7 +222,7 @@ def best_chunked(head: Head, gradients: bool, cap_seconds: float) -> Contender:
             times[policy] = candidate.once(cap_seconds)
         except TooSlow:
             failure = f"too slow: more than {cap_seconds:.0f} s"
-        except Exception as error:  # noqa: BLE001  one policy may be refused, the others not
+        except Exception as error:  # one policy may be refused, the others not
             failure = f"failed: {type(error).__name__}: {str(error).splitlines()[0][:160]}"
     if not times:
         return Contender(CHUNKED, lambda: None, status=failure)

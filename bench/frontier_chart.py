@@ -16,7 +16,7 @@ import gpu_frontier
 import matplotlib
 
 matplotlib.use("Agg")
-from matplotlib import pyplot  # noqa: E402
+from matplotlib import pyplot
 
 MIB = 1 << 20
 Records = list[dict[str, Any]]

@@ -74,7 +74,7 @@ def pin_quack() -> None:
     from quack.epilogue.ops import ColVecLoad
 
     @gemm_epilogue(ops={"v": ColVecLoad("v")})
-    def scaled(acc, v):  # noqa: ANN001, ANN202  its language, not Python's
+    def scaled(acc, v):  # its language, not Python's
         return {"D": acc * v}
 
     quack._lce_vscale_epi = scaled

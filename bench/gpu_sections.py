@@ -85,7 +85,7 @@ def peers(bench: Bench, head: Head, want: Reference) -> tuple[list[Contender], l
         except ImportError as absent:
             bench.report.once(f"  {name}: absent here ({absent}); bench/setup-gpu installs it")
             continue
-        except Exception as failure:  # noqa: BLE001  importing a peer may fail in any way
+        except Exception as failure:  # importing a peer may fail in any way
             bench.report.once(f"  {name}: failed to load: {reason(failure)}")
             continue
         both = Contender(name, peer.train, THREE)
@@ -235,7 +235,7 @@ def steadily(bench: Bench, head: Head, want: Reference) -> None:
     for key in bench.arguments.steady_peers:
         try:
             peer = Peer(key, head.input, head.weight, head.target)
-        except Exception as failure:  # noqa: BLE001  absent or broken: the others go on
+        except Exception as failure:  # absent or broken: the others go on
             bench.report.say(f"  {PEERS[key][0]}: not here: {reason(failure)}")
             continue
         contenders.append(Contender(peer.name, peer.train, THREE))

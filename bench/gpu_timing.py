@@ -85,7 +85,7 @@ def first_calls(clock: Clock, contender: Contender, seconds: float, burst: float
             contender.repeats = max(1, round(burst * 1e3 / max(clock(contender.call), 1e-3)))
     except TooSlow:
         return f"no result within {seconds:.0f} s"
-    except Exception as failure:  # noqa: BLE001  a peer may fail in any way; the others go on
+    except Exception as failure:  # a peer may fail in any way; the others go on
         return reason(failure)
     return None
 

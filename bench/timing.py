@@ -92,7 +92,7 @@ def _attempt(contender: Contender, seconds: float) -> float | None:
         return contender.once(seconds)
     except TooSlow:
         contender.status = f"too slow: more than {seconds:.0f} s"
-    except Exception as failure:  # noqa: BLE001  a peer may fail in any way; the others go on
+    except Exception as failure:  # a peer may fail in any way; the others go on
         text = str(failure).strip() or "no message"
         contender.status = f"failed: {type(failure).__name__}: {text.splitlines()[0][:160]}"
     return None
