@@ -235,28 +235,29 @@ TEST(CudaPlan, TwoPassesWhereTheSumsHaveNoRoom) {
 }
 
 // The cost model takes panels that are alike at once: it must see each of them.
+void expect_alike(const LinearShape& s, const LinearPlan& p, int64_t* lent, int64_t* remade) {
+  for (int64_t first = 0; first < s.vocab;) {
+    const PanelPlace at = panel_at(s, p, first);
+    const int64_t count = panels_like(s, p, at);
+    ASSERT_GE(count, 1);
+    for (int64_t n = 0; n < count; ++n, first += at.columns) {
+      const PanelPlace one = panel_at(s, p, first);
+      ASSERT_EQ(one.columns, at.columns);
+      ASSERT_EQ(one.lent, at.lent);
+    }
+    if (first < s.vocab) {
+      const PanelPlace next = panel_at(s, p, first);
+      EXPECT_TRUE(next.columns != at.columns || next.lent != at.lent || at.first < kept_columns(p));
+    }
+    if (count > 1) *(at.lent ? lent : remade) += count;
+  }
+}
 TEST(CudaPlan, PanelsThatAreAlikeFollowEachOther) {
   int64_t lent = 0, remade = 0;
-  for (const LinearShape& s : shapes()) {
-    if (!s.fused || !s.gradients()) continue;
-    for (const uint64_t bytes : budgets(s)) {
-      const LinearPlan p = plan_linear(s, {}, bytes);
-      for (int64_t first = 0; first < s.vocab;) {
-        const PanelPlace at = panel_at(s, p, first);
-        const int64_t count = panels_like(s, p, at);
-        ASSERT_GE(count, 1);
-        for (int64_t n = 0; n < count; ++n, first += at.columns) {
-          const PanelPlace one = panel_at(s, p, first);
-          ASSERT_EQ(one.columns, at.columns);
-          ASSERT_EQ(one.lent, at.lent);
-        }
-        if (first < s.vocab) {
-          const PanelPlace next = panel_at(s, p, first);
-          EXPECT_TRUE(next.columns != at.columns || next.lent != at.lent ||
-                      at.first < kept_columns(p));
-        }
-        if (count > 1) (at.lent ? lent : remade) += count;
-      }
+  for (const LinearShape& whole : shapes()) {
+    if (!whole.fused || !whole.gradients()) continue;
+    for (const uint64_t bytes : budgets(whole)) {
+      for (const auto& [s, p] : passes(whole, bytes)) expect_alike(s, p, &lent, &remade);
     }
   }
   EXPECT_GT(lent, 0);

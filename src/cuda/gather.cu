@@ -76,9 +76,9 @@ __device__ float dot_elements(const RowReader<T>& x, const RowReader<T>& w, int6
 template <class T>
 __global__ void __launch_bounds__(threads, 3)
     gather(const __grid_constant__ GatherArguments a, T* to) {
+  follow_early();
   const int64_t k = int64_t{blockIdx.x} * (threads / 32) + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
-  follow_early();
   if (k == 0 && lane == 0) {
     *a.rows_finished = 0;
     if (a.again != nullptr) *a.again = 0;
