@@ -41,7 +41,7 @@ std::string division(const cuda::LinearPlan& p) {
 }
 
 constexpr Case plain{.op = OpKind::linear_forward_backward,
-                     .shape = {1300, 192, 6001},
+                     .shape = {1300, 320, 8001},
                      .dtype = DType::bf16,
                      .grad_input = DType::bf16,
                      .grad_weight = DType::bf16};
@@ -53,7 +53,7 @@ void judge_divisions(const TestDevice& device, const Case& c,
   const WorkspaceSize size = workspace_of(device, c);
   const reference::Result want = expected(device, p.op, p.model);
   std::set<std::string> seen;
-  for (const double share : {0.0, 0.02, 0.05, 0.08, 0.12, 0.17, 0.23, 0.3, 0.4, 0.5, 0.6, 0.8}) {
+  for (const double share : {0.0, 0.05, 0.1, 0.12, 0.14, 0.17, 0.2, 0.23, 0.3, 0.4, 0.6, 0.8}) {
     const uint64_t bytes = bytes_of(size, share);
     const std::string kind = division(plan_of(p.op, bytes));
     if (kind.empty() || !seen.insert(kind).second) continue;

@@ -21,10 +21,4 @@ __device__ inline void wait_for_kernel_before() {
 #endif
 }
 
-// Of kernels in a row that each wait for the one before: the first thing they do.
-__device__ inline void follow_early() {
-  wait_for_kernel_before();
-  let_next_start();
-}
-
 }  // namespace logitless::cuda

@@ -2,7 +2,6 @@
 // What the products read: the valid tokens' rows of input, compacted and padded to 16 bytes, and
 // from the same read z of each token's target by one dot product; the weight, where its own layout
 // does not serve.
-#include "src/cuda/early.cuh"
 #include "src/cuda/linear.cuh"
 
 namespace logitless::cuda {
@@ -76,7 +75,6 @@ __device__ float dot_elements(const RowReader<T>& x, const RowReader<T>& w, int6
 template <class T>
 __global__ void __launch_bounds__(threads, 3)
     gather(const __grid_constant__ GatherArguments a, T* to) {
-  follow_early();
   const int64_t k = int64_t{blockIdx.x} * (threads / 32) + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   if (k == 0 && lane == 0) {
@@ -184,11 +182,8 @@ void gather_input(const LinearCall& call, const LinearPlan& plan, const LinearMe
                                   .rows_finished = m.rows_finished};
   with_dtype(call.shape.dtype, [&](auto element) {
     using T = decltype(element);
-    stream->launch_config(
-        "gather_input", gather<T>,
-        LaunchShape{
-            .blocks = blocks_for(rows, threads / 32), .threads = threads, .early = call.early},
-        arguments, reinterpret_cast<T*>(m.input));
+    stream->launch("gather_input", gather<T>, blocks_for(rows, threads / 32), threads, arguments,
+                   reinterpret_cast<T*>(m.input));
   });
 }
 

@@ -3,7 +3,6 @@
 // the rows (rows.cu) leave to be written.
 #include <algorithm>
 
-#include "src/cuda/early.cuh"
 #include "src/cuda/linear.cuh"
 
 namespace logitless::cuda {
@@ -17,7 +16,6 @@ __global__ void __launch_bounds__(256)
     panel_kernel(const __grid_constant__ LinearCall call, Chunk chunk, const float* target_logit,
                  const RowGradient* gradients, const RowFactors* factors, const int32_t* again,
                  Panel panel) {
-  follow_early();
   const int valid = valid_rows(chunk);
   for (int row = blockIdx.x * 256 + threadIdx.x; row < valid; row += gridDim.x * 256) {
     const int64_t j = chunk.tokens.target[chunk.first + row] - panel.first;
@@ -137,9 +135,8 @@ void finish_panel(const LinearCall& call, const LinearMemory& m, const Chunk& ch
                   const Panel& panel, Stream* stream) {
   with_stored(call.shape.dtype, [&](auto element) {
     const unsigned blocks = std::min<unsigned>(blocks_for(panel.columns, 8), 1024);
-    stream->launch_config("finish_panel", panel_kernel<decltype(element)>,
-                          LaunchShape{.blocks = blocks, .threads = 256, .early = call.early}, call,
-                          chunk, m.target_logit, m.gradients, m.factors, m.again, panel);
+    stream->launch("finish_panel", panel_kernel<decltype(element)>, blocks, 256, call, chunk,
+                   m.target_logit, m.gradients, m.factors, m.again, panel);
   });
 }
 

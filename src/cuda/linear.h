@@ -51,7 +51,6 @@ struct LinearCall {
   LinearShape shape;
   MapFactors map;
   bool accumulate = false;
-  bool early = false;  // the kernels of a chunk are launched early: early.cuh
   bool plain() const { return map.identity && !bias; }
 };
 

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // From the partial sums of a row to its state, and from the state to the factors of its gradient.
-#include "src/cuda/early.cuh"
 #include "src/cuda/linear.cuh"
 #include "src/cuda/row_segments.cuh"
 #include "src/cuda/sm90/forward.h"
@@ -218,7 +217,6 @@ __device__ void finish_row(const RowsArguments& a, int row, int lane) {
 template <class E>
 __global__ void __launch_bounds__(256) finish_kernel(const __grid_constant__ RowsArguments a) {
   __shared__ bool is_last;
-  follow_early();
   const int row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (row < a.chunk.rows + a.behind) finish_row<E>(a, row, lane);
   if (!a.last) return;
@@ -256,11 +254,8 @@ void finish_rows(const LinearCall& call, const LinearPlan& plan, const LinearMem
                   .pitch = plan.hidden_pitch,
                   .behind = scales && !call.shape.fused ? static_cast<int32_t>(extra_rows) : 0};
   with_stored(call.shape.dtype, [&](auto element) {
-    stream->launch_config(
-        "finish_rows", finish_kernel<decltype(element)>,
-        LaunchShape{
-            .blocks = blocks_for(chunk.rows + a.behind, 8), .threads = 256, .early = call.early},
-        a);
+    stream->launch("finish_rows", finish_kernel<decltype(element)>,
+                   blocks_for(chunk.rows + a.behind, 8), 256, a);
   });
 }
 

@@ -60,9 +60,8 @@ void launch_set(const LinearCall& call, const LinearPlan& plan, const LinearMemo
     panel_map = make_panel_map(panel.data, call.shape.dtype, panel.pitch, arguments.panel_end / 64,
                                box_lines, 1, stream);
   }
-  stream->launch_config("sm90 forward", option_forward_kernel<T, kMode, kSet>,
-                        whole_chip(call, device), operands.input, operands.weight, panel_map,
-                        arguments);
+  stream->launch_config("sm90 forward", option_forward_kernel<T, kMode, kSet>, whole_chip(device),
+                        operands.input, operands.weight, panel_map, arguments);
 }
 
 // One option alone, if it has a kernel of its own.
@@ -118,9 +117,8 @@ void launch_plain(const LinearCall& call, const LinearPlan& plan, const LinearMe
     panel_map = make_panel_map(panel.data, call.shape.dtype, panel.pitch, arguments.panel_end / 64,
                                box_rows, 1, stream);
   }
-  stream->launch_config("sm90 plain forward", plain_forward_kernel<T, kMode>,
-                        whole_chip(call, device), operands.input, operands.weight, panel_map, own,
-                        arguments);
+  stream->launch_config("sm90 plain forward", plain_forward_kernel<T, kMode>, whole_chip(device),
+                        operands.input, operands.weight, panel_map, own, arguments);
 }
 
 template <class T, Mode kMode>

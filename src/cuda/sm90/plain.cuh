@@ -13,7 +13,6 @@
 // read.
 #pragma once
 
-#include "src/cuda/early.cuh"
 #include "src/cuda/sm90/plain_input.cuh"
 
 namespace logitless::cuda::sm90 {
@@ -332,7 +331,6 @@ __global__ void __launch_bounds__(block_threads, 1)
     if (kMode != Mode::sums) prefetch_map(&panel_map);  // else rarely asked for
   }
   const Pipeline pipeline = open_pipeline(dynamic);
-  follow_early();
   if (threadIdx.x == 0) work = find_plain_work(a, input);
   cluster_sync();
   if (warpgroup == 0) {

@@ -52,8 +52,7 @@ template <Gradient kGradient>
 void join(const LinearCall& call, const Prepared& p, const DeviceInfo& device, Stream* stream) {
   const auto blocks = static_cast<unsigned>(device.multiprocessors / 2 * 8);
   with_types<kGradient>(call.shape.dtype, p.out, [&](auto, auto written) {
-    stream->launch_config("sm90 join", join_kernel<kGradient, decltype(written)>,
-                          LaunchShape{.blocks = blocks, .threads = 128, .early = call.early}, p.a);
+    stream->launch("sm90 join", join_kernel<kGradient, decltype(written)>, blocks, 128, p.a);
   });
 }
 
@@ -66,7 +65,7 @@ void launch(const LinearCall& call, const LinearPlan& plan, const LinearMemory& 
   with_types<kGradient>(call.shape.dtype, p.out, [&](auto element, auto written) {
     stream->launch_config(is_input ? "sm90 grad_input" : "sm90 grad_weight",
                           product_kernel<decltype(element), kGradient, decltype(written)>,
-                          whole_chip(call, device), p.operands, p.a);
+                          whole_chip(device), p.operands, p.a);
   });
   // Rows of grad_weight are known here, so that nothing is cut where they fill the clusters.
   const int64_t tiles = (p.a.rows + cluster_rows - 1) / cluster_rows *
@@ -214,8 +213,7 @@ void both_gradients(const LinearCall& call, const LinearPlan& plan, const Linear
   // Only what keeps E takes several chunks, and adds to f32 sums.
   const auto launch_both = [&](auto out) {
     stream->launch_config("sm90 both gradients", both_kernel<__nv_bfloat16, decltype(out)>,
-                          whole_chip(call, device), input.operands, input.a, weight.operands,
-                          weight.a);
+                          whole_chip(device), input.operands, input.a, weight.operands, weight.a);
   };
   if (input.out == DType::f32) {
     launch_both(float{});

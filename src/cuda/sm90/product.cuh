@@ -7,7 +7,6 @@
 // caller's gradient, scaled and rounded once, or to sums in f32, or added to them.
 #pragma once
 
-#include "src/cuda/early.cuh"
 #include "src/cuda/sm90/tile.cuh"
 
 namespace logitless::cuda::sm90 {
@@ -300,7 +299,6 @@ __global__ void __launch_bounds__(block_threads, 1)
   // Read where it is used: the registers are the sums'.
   __shared__ Work work;
   const Pipeline pipeline = open_pipeline(dynamic);
-  follow_early();
   run_product<T, kGradient, Out>(operands, a, &work, blockIdx.x / 2, pipeline);
   cluster_sync();  // no block ends while another may signal it
 #endif
@@ -319,7 +317,6 @@ __global__ void __launch_bounds__(block_threads, 1)
   extern __shared__ uint8_t dynamic[];
   __shared__ Work work;
   const Pipeline pipeline = open_pipeline(dynamic);
-  follow_early();
   const int cluster = static_cast<int>(blockIdx.x / 2);
   if (cluster < input.clusters) {
     run_product<T, Gradient::input, Out>(of_input, input, &work, cluster, pipeline);
@@ -337,7 +334,6 @@ constexpr int join_parts = 4;  // of a tile's columns
 template <Gradient kGradient, class Out>
 __global__ void __launch_bounds__(128) join_kernel(const __grid_constant__ ProductArguments a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  follow_early();
   const Work work = find_work<kGradient>(a);
   const Cut& cut = work.cut;
   constexpr int fours = 24 / join_parts;

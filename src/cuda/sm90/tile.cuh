@@ -25,12 +25,8 @@ constexpr int shared_bytes = stages * stage_bytes + 1024 + 128;
 constexpr int block_threads = 384;
 
 // A block a multiprocessor, of every kernel on this tile.
-inline LaunchShape whole_chip(const LinearCall& call, const DeviceInfo& device) {
-  return {.blocks = static_cast<unsigned>(device.multiprocessors / 2 * 2),
-          .threads = block_threads,
-          .shared_bytes = shared_bytes,
-          .cluster = 2,
-          .early = call.early};
+inline LaunchShape whole_chip(const DeviceInfo& device) {
+  return {static_cast<unsigned>(device.multiprocessors / 2 * 2), block_threads, shared_bytes, 2};
 }
 
 // Where tile t lies: rows of tiles run fastest in groups of `group` clusters, then the columns.

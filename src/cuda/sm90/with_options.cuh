@@ -11,7 +11,6 @@
 // E and dz leave through the stage of the last step, each warp's 16 rows by themselves.
 #pragma once
 
-#include "src/cuda/early.cuh"
 #include "src/cuda/sm90/option_sums.cuh"
 
 namespace logitless::cuda::sm90 {
@@ -232,7 +231,6 @@ __global__ void __launch_bounds__(block_threads, 1)
     if (kMode != Mode::sums) prefetch_map(&panel_map);
   }
   const Pipeline pipeline = open_pipeline(dynamic);
-  follow_early();
   if (threadIdx.x == 0) work = find_work(a);
   cluster_sync();
   if (warpgroup == 0) {
