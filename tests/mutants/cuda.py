@@ -36,6 +36,7 @@ TESTS: dict[str, str] = {
     "stores": "*/CudaHeads.Exponentials*",
     "workspace": "*/WorkspaceSizes.*:" + _tests(_LINEAR, _TABLE),
     "apart": "*/CudaLinear.*",
+    "chunks": "*/CudaChunks.*",
     "nonfinite": "*/NonFinite.*/cuda_linear*f16",
 }
 
@@ -318,6 +319,25 @@ MUTANTS = [
        "for (int slice = 0; slice < @{cut.slices}@; ++slice) {", "cut.slices - 1", "hopper"),
     _M("hopper, slices: each from the start", "sm90/cut.h",
        "return item < whole() ? 0 : @{depth * ((item - whole()) / tail) / slices}@;", "0", "hopper"),
+    _M("hopper, slices: joined columns in the first ones' place", "sm90/product.cuh",
+       "column_tile * tile_columns + @{columns * 8 * fours}@);", "0", "hopper"),
+    # Chunks of tokens
+    _M("chunks, sums: those in the workspace from its middle on", "sm90/product.cuh",
+       "int64_t{row - @{a.split}@}", "0", "chunks"),
+    _M("chunks, both products: grad_weight's first tiles left out", "sm90/product.cuh",
+       "&work, cluster - @{input.clusters}@,", "0", "chunks"),
+    _M("chunks, sums: of the last chunk alone", "linear_run.h",
+       "return @{!first_chunk_}@ || (call_.accumulate", "false", "chunks"),
+    _M("chunks, sums: the workspace's in the place of the lent ones", "linear_run.h",
+       "m_.grad_weight_sum, @{lent}@,", "int64_t{0}", "chunks"),
+    _M("chunks, lent sums: every piece in the first one's place", "finish.cu",
+       "sums + done * pitch, @{done}@, rows", "int64_t{0}", "chunks"),
+    _M("two passes: targets of the second as of the whole vocabulary", "linear_cross_entropy.cpp",
+       "second.options.vocab_start = @{first_rows}@;", "int64_t{0}", "chunks"),
+    _M("two passes: the second from the first row on", "linear_cross_entropy.cpp",
+       "view.byte_offset += @{first * view.stride[0] * size_of(view.dtype)}@;", "int64_t{0}", "chunks"),
+    _M("two passes: the rows' reference twice", "linear_cross_entropy.cpp",
+       ".row_log_sum = @{state.row_log_sum}@,", "state.row_reference", "chunks"),
     # Given logits
     _M("rows, last column: not in lse", "row_state.cuh",
        "e[h] = exp_of_row(@{raw[h] - shift}@);",
