@@ -119,30 +119,6 @@ void write_gradient(const TensorView& gradient, int64_t first, ProductArguments*
             gradient.shape[1] % 4 == 0;
 }
 
-}  // namespace
-
-bool writes(const TensorView& gradient, DType inputs) {
-  return (gradient.dtype == DType::f32 || gradient.dtype == inputs) &&
-         (gradient.stride[1] == 1 || gradient.shape[1] == 1);
-}
-
-void input_sums(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                const Chunk& chunk, const Panel& panel, int64_t row, int64_t rows, float* sums,
-                bool of_e, bool add, const DeviceInfo& device, Stream* stream) {
-  ProductArguments a{};
-  a.chunk = chunk;
-  write_sums(sums, plan, &a);
-  a.first_row = static_cast<int32_t>(row);
-  a.rows = static_cast<int32_t>(rows);
-  a.add = add;
-  if (of_e) a.factors = m.factors;
-  if (of_e && panel.first == 0) a.line = m.class_row;  // once, of all of E's columns
-  launch<Gradient::input>(call, plan, m, input_product(call, plan, m, panel, DType::f32, a, stream),
-                          device, stream);
-}
-
-namespace {
-
 Prepared whole_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                      const Chunk& chunk, const Panel& panel, bool of_e, Stream* stream) {
   ProductArguments a{};
@@ -185,6 +161,26 @@ Prepared weight_product(const LinearCall& call, const LinearPlan& plan, const Li
 }
 
 }  // namespace
+
+bool writes(const TensorView& gradient, DType inputs) {
+  return (gradient.dtype == DType::f32 || gradient.dtype == inputs) &&
+         (gradient.stride[1] == 1 || gradient.shape[1] == 1);
+}
+
+void input_sums(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                const Chunk& chunk, const Panel& panel, int64_t row, int64_t rows, float* sums,
+                bool of_e, bool add, const DeviceInfo& device, Stream* stream) {
+  ProductArguments a{};
+  a.chunk = chunk;
+  write_sums(sums, plan, &a);
+  a.first_row = static_cast<int32_t>(row);
+  a.rows = static_cast<int32_t>(rows);
+  a.add = add;
+  if (of_e) a.factors = m.factors;
+  if (of_e && panel.first == 0) a.line = m.class_row;  // once, of all of E's columns
+  launch<Gradient::input>(call, plan, m, input_product(call, plan, m, panel, DType::f32, a, stream),
+                          device, stream);
+}
 
 void grad_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                 const Chunk& chunk, const Panel& panel, bool of_e, const DeviceInfo& device,

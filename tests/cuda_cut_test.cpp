@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+// How Hopper's kernels share out their tiles: arithmetic that needs no GPU.
+#include <algorithm>
+#include <array>
+#include <set>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "src/cuda/plan.h"
+#include "src/cuda/sm90/cut.h"
+#include "src/cuda/sm90/units.h"
+
+namespace logitless::cuda {
+namespace {
+
+TEST(CudaUnits, EveryTileIsDoneOnceAndFoundAgain) {
+  for (const int clusters : {1, 7, 66}) {
+    for (const int rows : {0, 1, 3, 4, 5, 16, 40}) {
+      for (const int tiles : {1, 7, 8, 9, 64, 127, 262, 668}) {
+        for (const int width : {1, sm90::unit_tiles}) {
+          const sm90::Units u = sm90::Units::make(rows, tiles, width, clusters);
+          std::vector<int> item_of(static_cast<size_t>(rows * tiles), -1);
+          for (int n = 0; n < u.items; ++n) {
+            const sm90::UnitItem item = u.item(n);
+            ASSERT_EQ(item.end - item.tile, item.single < 0 ? width : 1);
+            for (int tile = item.tile; tile < item.end; ++tile) {
+              int& done = item_of.at(static_cast<size_t>(item.row_cluster * tiles + tile));
+              ASSERT_EQ(done, -1) << "tile " << tile << " twice";
+              done = item.single;
+              if (width == 1) continue;
+              const int unit = tile / width;
+              ASSERT_EQ(u.single(item.row_cluster, unit, tile - unit * width), item.single);
+            }
+          }
+          EXPECT_EQ(u.items - u.whole, u.singles());
+          EXPECT_EQ(u.whole * width + u.singles(), rows * tiles);
+          if (width > 1 && rows > 0) {
+            EXPECT_LE(u.singles(), sm90::most_singles(rows, tiles, clusters));
+            EXPECT_LE(u.singles(), sm90::most_singles(rows + 5, tiles, clusters));
+          }
+          // No cluster does more tiles than an even share.
+          EXPECT_EQ(u.whole % (width == 1 ? 1 : clusters), 0);
+        }
+      }
+    }
+  }
+}
+
+TEST(CudaCut, TakesEveryStepOfEveryTileOnce) {
+  constexpr int clusters = 66;
+  for (const int tiles : {0, 1, 28, 65, 66, 67, 132, 176, 352, 5511}) {
+    for (const int depth : {0, 1, 5, 15, 24, 48, 128, 2004}) {
+      for (const int slots : {0, 10, 66, 132}) {
+        const sm90::Cut cut = sm90::cut_tiles(tiles, depth, clusters, slots);
+        EXPECT_LE(cut.slots(), slots);
+        EXPECT_LE(cut.steps(clusters), (tiles + clusters - 1) / clusters * depth);
+        std::vector<int> done(static_cast<size_t>(tiles), 0);  // steps, in order from the first
+        for (int item = 0; item < cut.items(); ++item) {
+          int& steps = done.at(static_cast<size_t>(cut.tile(item)));
+          EXPECT_EQ(cut.begin(item), steps);
+          EXPECT_GE(cut.end(item), cut.begin(item) + std::min(depth, 1)) << "a slice of nothing";
+          steps = cut.end(item);
+        }
+        for (const int steps : done) EXPECT_EQ(steps, depth);
+      }
+    }
+  }
+}
+
+// Both products at once: every cluster has one, and grad_input no more slots than there are.
+TEST(CudaCut, SharesTheClusters) {
+  for (const int clusters : {2, 3, 9, 66, 72}) {
+    for (const int slots : {0, 7, 32, 132}) {
+      for (const int tokens : {1, 8, 16, 64}) {
+        const sm90::Shares shares =
+            sm90::share_clusters(divide_up(tokens, 8) * 4, 786, 393, tokens, clusters, slots);
+        EXPECT_GE(shares.input_clusters, 1);
+        EXPECT_LT(shares.input_clusters, clusters);
+        EXPECT_LE(shares.input.slots(), slots);
+        EXPECT_GE(shares.steps, shares.input.steps(shares.input_clusters));
+      }
+    }
+  }
+  EXPECT_EQ(sm90::share_clusters(4, 786, 393, 8, 1, 32).input_clusters, 0) << "one cluster";
+}
+
+TEST(CudaCut, FillsTheLastRound) {
+  // Llama-3's grad_input: 352 tiles, 5.33 rounds of 66 clusters.
+  const sm90::Cut cut = sm90::cut_tiles(352, 2004, 66, 132);
+  EXPECT_EQ(cut.tail, 22);
+  EXPECT_EQ(cut.slices, 3);
+}
+
+}  // namespace
+}  // namespace logitless::cuda
