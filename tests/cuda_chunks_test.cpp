@@ -76,7 +76,7 @@ TEST_P(CudaChunks, UnderOptions) {
   Case c = plain;
   c.options.label_smoothing = 0.1f;
   c.options.z_loss = 0.01f;
-  c.vocab_weight = c.bias = c.statistics = true;
+  c.vocab_weight = c.statistics = true;
   c.data = Data::peaked;
   judge_divisions(device_, c,
                   {"token chunks, both at once, sums lent", "two passes, some rows first"});

@@ -144,6 +144,9 @@ std::set<std::string> kernels_of(Resident<Op>& call) {
   std::vector<cudaGraphNode_t> nodes(count);
   EXPECT_EQ(cudaGraphGetNodes(graph, nodes.data(), &count), cudaSuccess);
   for (const cudaGraphNode_t node : nodes) {
+    cudaGraphNodeType type{};
+    EXPECT_EQ(cudaGraphNodeGetType(node, &type), cudaSuccess);
+    if (type != cudaGraphNodeTypeKernel) continue;
     CUDA_KERNEL_NODE_PARAMS parameters{};
     if (DRIVER(cuGraphKernelNodeGetParams_v2)(node, &parameters) != CUDA_SUCCESS) continue;
     const char* name = nullptr;
