@@ -3,7 +3,8 @@
 // linear op with gradients beside them in workspaces from the minimum on, cross_entropy in place,
 // of the host and of the kernel with the published bindings, beside WebGPU's own copy and a
 // shader's. Least of several times, each of enough calls to outlast the submission.
-//   logitless_webgpu_bench [--quick | --rows] [--peak TFLOPS]          --rows: cross_entropy alone
+//   logitless_webgpu_bench [--quick | --rows | --products] [--peak TFLOPS]
+//   --rows, --products: cross_entropy, or the products of a call, alone
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -99,6 +100,7 @@ Buffer targets(int64_t tokens, int64_t vocab) {
 struct Shape {
   bool a_transposed, b_transposed;
   int64_t rows, columns, depth;
+  bool blocked = false;  // grad_weight as a call makes it: a sum for a part of the depth
 };
 
 uint64_t bytes_of(int64_t floats) { return static_cast<uint64_t>(floats) * 4; }
@@ -112,6 +114,7 @@ double product(const Tile& tile, int64_t slices, const Shape& s, Buffer a, Buffe
   p.result_stride = u32(s.columns / 4);
   p.b_rows = u32(s.columns);
   p.slice_depth = blocks(s.depth, 16 * slices) * 16;
+  if (s.blocked) p.block_depth = 32;
   if (slices > 1) p.slice_stride = p.rows * p.result_stride;
   const SliceParams add{p.rows, p.result_stride, u32(slices), p.slice_stride, 0};
   const uint64_t bytes = bytes_of(s.rows * s.columns);
@@ -154,7 +157,6 @@ double products(int64_t tokens, int64_t vocab, int64_t hidden, double peak) {
                z = filled(tokens * vocab, 1e-3f), gh = filled(tokens * hidden, 1),
                gw = filled(vocab * hidden, 1);
   const double work = 2.0 * tokens * vocab * hidden;
-  double total = 0;
   const auto one = [&](const char* name, const Shape& s, std::initializer_list<int64_t> slices,
                        Buffer a, Buffer b, Buffer c) {
     double best = 1e9;
@@ -165,17 +167,22 @@ double products(int64_t tokens, int64_t vocab, int64_t hidden, double peak) {
         json line{{"product", name}, {"N", tokens}, {"V", vocab}, {"D", hidden}};
         line["tile"] = std::to_string(tile.m) + " x " + std::to_string(tile.n);
         line["slices"] = count;
+        if (s.blocked) line["blocked"] = true;
         line["ms"] = time * 1e3;
         line["tflops"] = work / time * 1e-12;
         if (peak > 0) line["of_peak"] = work / time * 1e-12 / peak;
         print(line);
       }
     }
-    total += best;
+    return best;
   };
-  one("logits", {false, true, tokens, vocab, hidden}, {1}, h, w, z);
-  one("grad_input", {false, false, tokens, hidden, vocab}, {1, 4, 11}, z, w, gh);
-  one("grad_weight", {true, false, vocab, hidden, tokens}, {1}, z, h, gw);
+  double total = one("logits", {false, true, tokens, vocab, hidden}, {1}, h, w, z);
+  total += one("grad_input", {false, false, tokens, hidden, vocab}, {1, 4, 11}, z, w, gh);
+  const Shape of_weight{true, false, vocab, hidden, tokens};
+  Shape blocked = of_weight;
+  blocked.blocked = true;
+  total += std::min(one("grad_weight", of_weight, {1}, z, h, gw),
+                    one("grad_weight", blocked, {1}, z, h, gw));
   for (const Buffer buffer : {h, w, z, gh, gw}) device->destroy_buffer(buffer);
   return total;
 }
@@ -314,11 +321,12 @@ void rows(int64_t tokens, int64_t vocab) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  bool quick = false, rows_alone = false;
+  bool quick = false, rows_alone = false, products_alone = false;
   double peak = 0;
   for (int i = 1; i < argc; ++i) {
     if (std::string(argv[i]) == "--quick") quick = true;
     if (std::string(argv[i]) == "--rows") rows_alone = true;
+    if (std::string(argv[i]) == "--products") products_alone = true;
     if (std::string(argv[i]) == "--peak" && i + 1 < argc) peak = std::atof(argv[++i]);
   }
   Status status;
@@ -330,6 +338,11 @@ int main(int argc, char** argv) {
   if (quick) {
     linear(128, 2048, 128, peak);
     rows(64, 4096);
+    return 0;
+  }
+  if (products_alone) {
+    products(1024, 50304, 768, peak);
+    products(4096, 32768, 4096, peak);
     return 0;
   }
   for (const int64_t vocab : {256, 1024, 4096, 50257})

@@ -86,6 +86,21 @@ TEST_F(WebGpu, LargeTilesAndSlices) {
   }
 }
 
+// A class of one token's target: a large term, and hundreds of small ones of one sign, each of
+// which would lose as much as the sum is rounded by. By both kinds of tiles, in a chunk and in
+// several.
+TEST_F(WebGpu, ManySmallTermsAfterALargeOne) {
+  for (const Shape shape : {Shape{261, 17, 17001}, Shape{200, 4, 17001}}) {
+    Case c{.op = OpKind::linear_forward_backward, .shape = shape, .data = Data::constant};
+    c.wants_grad_input = false;
+    c.wants_grad_bias = true;
+    expect_ok(judge(device_, c, {.memory = Memory::exact, .bytes = uint64_t{64} << 20}));
+    expect_ok(judge(device_, c));
+    c.ignored = 0.5;
+    expect_ok(judge(device_, c));
+  }
+}
+
 // The rows that are read once, with as many threads as they want, beside those that are not; by the
 // kernel of plain calls and by the others'.
 TEST_F(WebGpu, RowsOfEveryLength) {
@@ -104,6 +119,18 @@ TEST_F(WebGpu, RowsOfEveryLength) {
     expect_ok(judge(device_, scaled));
     scaled.op = OpKind::forward_backward;
     expect_ok(judge(device_, scaled));
+  }
+}
+
+// More workgroups than one dimension of a grid has, of 16, 4 and 1 rows.
+TEST_F(WebGpu, PlainRowsInTwoDimensionsOfAGrid) {
+  webgpu::Limits small = limits_;
+  small.groups = 20;
+  native_->set_limits(small);
+  for (const Shape shape : {Shape{500, 1, 70}, Shape{131, 1, 700}, Shape{41, 1, 4099}}) {
+    Case c{.op = OpKind::forward_backward, .shape = shape, .in_place = true};
+    c.ignored = 0.2;
+    expect_ok(judge(device_, c));
   }
 }
 

@@ -331,9 +331,10 @@ void Run::make_plain(const Chunk& chunk) {
   const uint32_t groups = blocks(chunk.tokens, rows);
   // An absent output: any buffer that this dispatch does not have.
   const Binding losses = role(problem_.reduces ? Role::losses : Role::more_sums);
+  const uint32_t wide = device_->limits().groups;
   recorder_.dispatch("plain", "plain", {is_scaled(row)}, p,
-                     {target, role(Role::scalars), losses, logits}, std::min(groups, kGroups),
-                     blocks(groups, kGroups));
+                     {target, role(Role::scalars), losses, logits}, std::min(groups, wide),
+                     blocks(groups, wide));
   if (problem_.reduces) sum_losses(chunk);
 }
 

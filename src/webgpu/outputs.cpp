@@ -64,7 +64,9 @@ void Run::add_products(const Chunk& chunk, const Window& window) {
                     .a_stride = u32(plan_.window / 4),
                     .b_stride = hidden / 4,
                     .result_stride = hidden / 4,
-                    .adds = adds ? 1u : 0u};
+                    .adds = adds ? 1u : 0u,
+                    // Chunks are blocks already.
+                    .block_depth = std::max(32u, plan_.chunks > 1 ? u32(problem_.tokens / 8) : 0u)};
     Binding sum{workspace_[Role::grad_weight], static_cast<uint64_t>(window.first) * hidden * 4,
                 static_cast<uint64_t>(window.columns) * hidden * 4};
     if (problem_.grad_weight_bound) {

@@ -45,7 +45,7 @@ struct SumParams {
 struct ProductParams {
   uint32_t rows = 0, columns = 0, depth = 0, a_base = 0, a_stride = 0, b_base = 0, b_stride = 0,
            result_base = 0, result_stride = 0, adds = 0, bias_base = 0, b_rows = 0, slice_depth = 0,
-           slice_stride = 0;
+           slice_stride = 0, block_depth = 1u << 30;  // one block
 };
 
 // As in slices.wgsl.

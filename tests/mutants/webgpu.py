@@ -23,6 +23,7 @@ TESTS: dict[str, str] = {
     ":*/Conformance.Every*/webgpu_forward_backward_f32",
     "device": "WebGpu.*",
     "tiles": "WebGpu.LargeTilesAndSlices",
+    "blocks": "WebGpu.ManySmallTermsAfterALargeOne",
     "plain": "WebGpu.*Row*:*/Edges.*/webgpu_forward_backward_f32",
 }
 
@@ -117,15 +118,15 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "a missing barrier of the product",
         _PRODUCT,
-        "    workgroupBarrier();\n    if (step + 1u < steps) {",
-        "    if (step + 1u < steps) {",
+        "      workgroupBarrier();\n      if (step + 1u < steps) {",
+        "      if (step + 1u < steps) {",
         "tiles",
     ),
     _mutant(
         "a missing barrier of the small product",
         _shader("product_small"),
-        "    workgroupBarrier();\n    for (var k = 0u; k < 8u; k++) {",
-        "    for (var k = 0u; k < 8u; k++) {",
+        "      workgroupBarrier();\n      for (var k = 0u; k < 8u; k++) {",
+        "      for (var k = 0u; k < 8u; k++) {",
         "linear",
     ),
     _mutant(
@@ -134,6 +135,34 @@ MUTANTS: tuple[Mutant, ...] = (
         "next_b = fetch_b(thread, first_column, begin + (step + 1u) * 16u, end);",
         "next_b = fetch_b(thread, first_column, begin + step * 16u, end);",
         "tiles",
+    ),
+    *_each(
+        "a block of the depth overwrites those before",
+        "product product_small",
+        "    adds = true;",
+        "",
+        "blocks",
+    ),
+    *_each(
+        "the depth is one block",
+        "product product_small",
+        "max(depth / 4u, p.block_depth)",
+        "max(depth, p.block_depth)",
+        "blocks",
+    ),
+    _mutant(
+        "grad_bias is one block",
+        _SUM,
+        "first += 16u) {\n    var part = 0.0;\n    for (var r = first; r < min(first + 16u",
+        "first += 999u) {\n    var part = 0.0;\n    for (var r = first; r < min(first + 999u",
+        "blocks",
+    ),
+    _mutant(
+        "plain rows in one dimension of the grid",
+        _PLAIN,
+        "group.x + group.y * groups.x",
+        "group.x",
+        "plain",
     ),
     _mutant(
         "a slice begins where the first does",

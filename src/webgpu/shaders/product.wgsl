@@ -5,10 +5,11 @@
 //   grad_weight  a = draw    [k, m]   b = hidden [k, n]
 // A workgroup makes a tile, 16 of k at a time through workgroup memory, where both operands lie
 // [k][m] and [k][n]; the next 16 are on their way while these are multiplied. A thread keeps 8 x 8
-// sums in registers, added along k in order whatever the tile. In z a workgroup has a slice of k of
-// its own and its own result, for few tiles and a long k; slices.wgsl adds those. Rows of a and b are
-// multiples of four numbers long, the last ones 0. Where `counted` bounds the rows (or, for
-// grad_weight, k), what lies beyond is no work.
+// sums in registers, added along k in order whatever the tile; of a long k a block at a time, which
+// the result then holds: many small terms after a large one would each lose as much as one of its
+// size. In z a workgroup has a slice of k of its own and its own result, for few tiles and a long k;
+// slices.wgsl adds those. Rows of a and b are multiples of four numbers long, the last ones 0. Where
+// `counted` bounds the rows (or, for grad_weight, k), what lies beyond is no work.
 
 struct Params {
   rows: u32,           // m
@@ -25,6 +26,7 @@ struct Params {
   b_rows: u32,         // rows of b that there are: n of [n, k]
   slice_depth: u32,    // of k, for one workgroup in z
   slice_stride: u32,   // in vec4, of their results
+  block_depth: u32,    // of k, at the least, in a sum of its own
 }
 
 override a_transposed: bool = false;  // a is [k, m]
@@ -65,6 +67,10 @@ fn depth_of() -> u32 {
   }
   return p.depth;
 }
+// A quarter of k, but no less than is asked for.
+fn block_steps(depth: u32) -> u32 {
+  return max((max(depth / 4u, p.block_depth) + 15u) / 16u, 1u);
+}
 fn rows_of() -> u32 {
   if (bounded == 1u) {
     return min(p.rows, counted[0]);
@@ -72,12 +78,12 @@ fn rows_of() -> u32 {
   return p.rows;
 }
 
-fn store(slice: u32, row: u32, column: u32, value: vec4<f32>) {
+fn store(slice: u32, row: u32, column: u32, value: vec4<f32>, adds: bool) {
   if (row >= p.rows || column >= p.columns) {
     return;
   }
   var v = value;
-  if (has_bias) {
+  if (has_bias && !adds) {
     for (var k = 0u; k < 4u; k++) {
       if (column + k < p.b_rows) {
         v[k] += bias[p.bias_base + column + k];
@@ -85,7 +91,7 @@ fn store(slice: u32, row: u32, column: u32, value: vec4<f32>) {
     }
   }
   let at = p.result_base + slice * p.slice_stride + row * p.result_stride + column / 4u;
-  if (p.adds != 0u) {
+  if (adds) {
     v += result[at];
   }
   result[at] = v;
@@ -175,74 +181,83 @@ fn product(@builtin(workgroup_id) group: vec3<u32>,
   }
   let tx = thread % (tile_n / 8u);
   let ty = thread / (tile_n / 8u);
-  var s00 = vec4<f32>(0.0);
-  var s01 = vec4<f32>(0.0);
-  var s10 = vec4<f32>(0.0);
-  var s11 = vec4<f32>(0.0);
-  var s20 = vec4<f32>(0.0);
-  var s21 = vec4<f32>(0.0);
-  var s30 = vec4<f32>(0.0);
-  var s31 = vec4<f32>(0.0);
-  var s40 = vec4<f32>(0.0);
-  var s41 = vec4<f32>(0.0);
-  var s50 = vec4<f32>(0.0);
-  var s51 = vec4<f32>(0.0);
-  var s60 = vec4<f32>(0.0);
-  var s61 = vec4<f32>(0.0);
-  var s70 = vec4<f32>(0.0);
-  var s71 = vec4<f32>(0.0);
-  var next_a = fetch_a(thread, first_row, begin, rows, end);
-  var next_b = fetch_b(thread, first_column, begin, end);
-  for (var step = 0u; step < steps; step++) {
-    if (step > 0u) {
-      workgroupBarrier();
-    }
-    keep_a(thread, next_a);
-    keep_b(thread, next_b);
-    workgroupBarrier();
-    if (step + 1u < steps) {
-      next_a = fetch_a(thread, first_row, begin + (step + 1u) * 16u, rows, end);
-      next_b = fetch_b(thread, first_column, begin + (step + 1u) * 16u, end);
-    }
-    for (var k = 0u; k < 16u; k++) {
-      let a0 = tile_a[k * (tile_m / 4u) + ty];
-      let a1 = tile_a[k * (tile_m / 4u) + ty + tile_m / 8u];
-      let b0 = tile_b[k * (tile_n / 4u) + tx];
-      let b1 = tile_b[k * (tile_n / 4u) + tx + tile_n / 8u];
-      s00 = fma(vec4<f32>(a0.x), b0, s00);
-      s01 = fma(vec4<f32>(a0.x), b1, s01);
-      s10 = fma(vec4<f32>(a0.y), b0, s10);
-      s11 = fma(vec4<f32>(a0.y), b1, s11);
-      s20 = fma(vec4<f32>(a0.z), b0, s20);
-      s21 = fma(vec4<f32>(a0.z), b1, s21);
-      s30 = fma(vec4<f32>(a0.w), b0, s30);
-      s31 = fma(vec4<f32>(a0.w), b1, s31);
-      s40 = fma(vec4<f32>(a1.x), b0, s40);
-      s41 = fma(vec4<f32>(a1.x), b1, s41);
-      s50 = fma(vec4<f32>(a1.y), b0, s50);
-      s51 = fma(vec4<f32>(a1.y), b1, s51);
-      s60 = fma(vec4<f32>(a1.z), b0, s60);
-      s61 = fma(vec4<f32>(a1.z), b1, s61);
-      s70 = fma(vec4<f32>(a1.w), b0, s70);
-      s71 = fma(vec4<f32>(a1.w), b1, s71);
-    }
-  }
   let row = first_row + ty * 4u;
   let column = first_column + tx * 4u;
-  store(group.z, row, column, s00);
-  store(group.z, row, column + tile_n / 2u, s01);
-  store(group.z, row + 1u, column, s10);
-  store(group.z, row + 1u, column + tile_n / 2u, s11);
-  store(group.z, row + 2u, column, s20);
-  store(group.z, row + 2u, column + tile_n / 2u, s21);
-  store(group.z, row + 3u, column, s30);
-  store(group.z, row + 3u, column + tile_n / 2u, s31);
-  store(group.z, row + tile_m / 2u, column, s40);
-  store(group.z, row + tile_m / 2u, column + tile_n / 2u, s41);
-  store(group.z, row + tile_m / 2u + 1u, column, s50);
-  store(group.z, row + tile_m / 2u + 1u, column + tile_n / 2u, s51);
-  store(group.z, row + tile_m / 2u + 2u, column, s60);
-  store(group.z, row + tile_m / 2u + 2u, column + tile_n / 2u, s61);
-  store(group.z, row + tile_m / 2u + 3u, column, s70);
-  store(group.z, row + tile_m / 2u + 3u, column + tile_n / 2u, s71);
+  var next_a = fetch_a(thread, first_row, begin, rows, end);
+  var next_b = fetch_b(thread, first_column, begin, end);
+  var adds = p.adds != 0u;
+  var step = 0u;
+  loop {
+    var s00 = vec4<f32>(0.0);
+    var s01 = vec4<f32>(0.0);
+    var s10 = vec4<f32>(0.0);
+    var s11 = vec4<f32>(0.0);
+    var s20 = vec4<f32>(0.0);
+    var s21 = vec4<f32>(0.0);
+    var s30 = vec4<f32>(0.0);
+    var s31 = vec4<f32>(0.0);
+    var s40 = vec4<f32>(0.0);
+    var s41 = vec4<f32>(0.0);
+    var s50 = vec4<f32>(0.0);
+    var s51 = vec4<f32>(0.0);
+    var s60 = vec4<f32>(0.0);
+    var s61 = vec4<f32>(0.0);
+    var s70 = vec4<f32>(0.0);
+    var s71 = vec4<f32>(0.0);
+    let block_end = min(steps, step + block_steps(max(end, begin) - begin));
+    for (; step < block_end; step++) {
+      if (step > 0u) {
+        workgroupBarrier();
+      }
+      keep_a(thread, next_a);
+      keep_b(thread, next_b);
+      workgroupBarrier();
+      if (step + 1u < steps) {
+        next_a = fetch_a(thread, first_row, begin + (step + 1u) * 16u, rows, end);
+        next_b = fetch_b(thread, first_column, begin + (step + 1u) * 16u, end);
+      }
+      for (var k = 0u; k < 16u; k++) {
+        let a0 = tile_a[k * (tile_m / 4u) + ty];
+        let a1 = tile_a[k * (tile_m / 4u) + ty + tile_m / 8u];
+        let b0 = tile_b[k * (tile_n / 4u) + tx];
+        let b1 = tile_b[k * (tile_n / 4u) + tx + tile_n / 8u];
+        s00 = fma(vec4<f32>(a0.x), b0, s00);
+        s01 = fma(vec4<f32>(a0.x), b1, s01);
+        s10 = fma(vec4<f32>(a0.y), b0, s10);
+        s11 = fma(vec4<f32>(a0.y), b1, s11);
+        s20 = fma(vec4<f32>(a0.z), b0, s20);
+        s21 = fma(vec4<f32>(a0.z), b1, s21);
+        s30 = fma(vec4<f32>(a0.w), b0, s30);
+        s31 = fma(vec4<f32>(a0.w), b1, s31);
+        s40 = fma(vec4<f32>(a1.x), b0, s40);
+        s41 = fma(vec4<f32>(a1.x), b1, s41);
+        s50 = fma(vec4<f32>(a1.y), b0, s50);
+        s51 = fma(vec4<f32>(a1.y), b1, s51);
+        s60 = fma(vec4<f32>(a1.z), b0, s60);
+        s61 = fma(vec4<f32>(a1.z), b1, s61);
+        s70 = fma(vec4<f32>(a1.w), b0, s70);
+        s71 = fma(vec4<f32>(a1.w), b1, s71);
+      }
+    }
+    store(group.z, row, column, s00, adds);
+    store(group.z, row, column + tile_n / 2u, s01, adds);
+    store(group.z, row + 1u, column, s10, adds);
+    store(group.z, row + 1u, column + tile_n / 2u, s11, adds);
+    store(group.z, row + 2u, column, s20, adds);
+    store(group.z, row + 2u, column + tile_n / 2u, s21, adds);
+    store(group.z, row + 3u, column, s30, adds);
+    store(group.z, row + 3u, column + tile_n / 2u, s31, adds);
+    store(group.z, row + tile_m / 2u, column, s40, adds);
+    store(group.z, row + tile_m / 2u, column + tile_n / 2u, s41, adds);
+    store(group.z, row + tile_m / 2u + 1u, column, s50, adds);
+    store(group.z, row + tile_m / 2u + 1u, column + tile_n / 2u, s51, adds);
+    store(group.z, row + tile_m / 2u + 2u, column, s60, adds);
+    store(group.z, row + tile_m / 2u + 2u, column + tile_n / 2u, s61, adds);
+    store(group.z, row + tile_m / 2u + 3u, column, s70, adds);
+    store(group.z, row + tile_m / 2u + 3u, column + tile_n / 2u, s71, adds);
+    if (step >= steps) {
+      break;
+    }
+    adds = true;
+  }
 }

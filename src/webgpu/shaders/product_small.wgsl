@@ -18,6 +18,7 @@ struct Params {
   b_rows: u32,         // rows of b that there are: n of [n, k]
   slice_depth: u32,    // of k, for one workgroup in z
   slice_stride: u32,   // in vec4, of their results
+  block_depth: u32,    // of k, at the least, in a sum of its own
 }
 
 override a_transposed: bool = false;  // a is [k, m]
@@ -55,6 +56,10 @@ fn depth_of() -> u32 {
   }
   return p.depth;
 }
+// A quarter of k, but no less than is asked for; as long as product.wgsl's.
+fn block_steps(depth: u32) -> u32 {
+  return max((max(depth / 4u, p.block_depth) + 15u) / 16u, 1u) * 2u;
+}
 fn rows_of() -> u32 {
   if (bounded == 1u) {
     return min(p.rows, counted[0]);
@@ -67,12 +72,12 @@ fn turned(v0: vec4<f32>, v1: vec4<f32>, v2: vec4<f32>, v3: vec4<f32>) -> mat4x4<
   return transpose(mat4x4<f32>(v0, v1, v2, v3));
 }
 
-fn store(slice: u32, row: u32, column: u32, value: vec4<f32>) {
+fn store(slice: u32, row: u32, column: u32, value: vec4<f32>, adds: bool) {
   if (row >= p.rows || column >= p.columns) {
     return;
   }
   var v = value;
-  if (has_bias) {
+  if (has_bias && !adds) {
     for (var k = 0u; k < 4u; k++) {
       if (column + k < p.b_rows) {
         v[k] += bias[p.bias_base + column + k];
@@ -80,7 +85,7 @@ fn store(slice: u32, row: u32, column: u32, value: vec4<f32>) {
     }
   }
   let at = p.result_base + slice * p.slice_stride + row * p.result_stride + column / 4u;
-  if (p.adds != 0u) {
+  if (adds) {
     v += result[at];
   }
   result[at] = v;
@@ -99,57 +104,66 @@ fn product_small(@builtin(workgroup_id) group: vec3<u32>,
   }
   let tx = thread % 8u;
   let ty = thread / 8u;
-  var s00 = vec4<f32>(0.0);
-  var s10 = vec4<f32>(0.0);
-  var s20 = vec4<f32>(0.0);
-  var s30 = vec4<f32>(0.0);
   var steps = (max(depth, begin) - begin + 7u) / 8u;
   if (first_row >= rows) {
     steps = 0u;
   }
-  for (var step = 0u; step < steps; step++) {
-    let k0 = begin + step * 8u;
-    if (step > 0u) {
+  var adds = p.adds != 0u;
+  var step = 0u;
+  loop {
+    var s00 = vec4<f32>(0.0);
+    var s10 = vec4<f32>(0.0);
+    var s20 = vec4<f32>(0.0);
+    var s30 = vec4<f32>(0.0);
+    let block_end = min(steps, step + block_steps(max(depth, begin) - begin));
+    for (; step < block_end; step++) {
+      let k0 = begin + step * 8u;
+      if (step > 0u) {
+        workgroupBarrier();
+      }
+      if (a_transposed) {
+        tile_a[thread] = load_a(k0 + thread / 8u, first_row + thread % 8u * 4u, depth, p.rows);
+      } else if (thread < 16u) {
+        let x = thread / 2u;
+        let k = thread % 2u * 4u;
+        let row = first_row + x * 4u;
+        let v = turned(load_a(row, k0 + k, rows, depth), load_a(row + 1u, k0 + k, rows, depth),
+                       load_a(row + 2u, k0 + k, rows, depth), load_a(row + 3u, k0 + k, rows, depth));
+        tile_a[k * 8u + x] = v[0];
+        tile_a[(k + 1u) * 8u + x] = v[1];
+        tile_a[(k + 2u) * 8u + x] = v[2];
+        tile_a[(k + 3u) * 8u + x] = v[3];
+      }
+      if (!b_transposed) {
+        tile_b[thread] = load_b(k0 + thread / 8u, first_column + thread % 8u * 4u, depth, p.columns);
+      } else if (thread >= 16u && thread < 32u) {
+        let x = (thread - 16u) / 2u;
+        let k = (thread - 16u) % 2u * 4u;
+        let row = first_column + x * 4u;
+        let v = turned(load_b(row, k0 + k, p.b_rows, depth), load_b(row + 1u, k0 + k, p.b_rows, depth),
+                       load_b(row + 2u, k0 + k, p.b_rows, depth), load_b(row + 3u, k0 + k, p.b_rows, depth));
+        tile_b[k * 8u + x] = v[0];
+        tile_b[(k + 1u) * 8u + x] = v[1];
+        tile_b[(k + 2u) * 8u + x] = v[2];
+        tile_b[(k + 3u) * 8u + x] = v[3];
+      }
       workgroupBarrier();
+      for (var k = 0u; k < 8u; k++) {
+        let a0 = tile_a[k * 8u + ty];
+        let b0 = tile_b[k * 8u + tx];
+        s00 = fma(vec4<f32>(a0.x), b0, s00);
+        s10 = fma(vec4<f32>(a0.y), b0, s10);
+        s20 = fma(vec4<f32>(a0.z), b0, s20);
+        s30 = fma(vec4<f32>(a0.w), b0, s30);
+      }
     }
-    if (a_transposed) {
-      tile_a[thread] = load_a(k0 + thread / 8u, first_row + thread % 8u * 4u, depth, p.rows);
-    } else if (thread < 16u) {
-      let x = thread / 2u;
-      let k = thread % 2u * 4u;
-      let row = first_row + x * 4u;
-      let v = turned(load_a(row, k0 + k, rows, depth), load_a(row + 1u, k0 + k, rows, depth),
-                     load_a(row + 2u, k0 + k, rows, depth), load_a(row + 3u, k0 + k, rows, depth));
-      tile_a[k * 8u + x] = v[0];
-      tile_a[(k + 1u) * 8u + x] = v[1];
-      tile_a[(k + 2u) * 8u + x] = v[2];
-      tile_a[(k + 3u) * 8u + x] = v[3];
+    store(group.z, first_row + ty * 4u, first_column + tx * 4u, s00, adds);
+    store(group.z, first_row + 1u + ty * 4u, first_column + tx * 4u, s10, adds);
+    store(group.z, first_row + 2u + ty * 4u, first_column + tx * 4u, s20, adds);
+    store(group.z, first_row + 3u + ty * 4u, first_column + tx * 4u, s30, adds);
+    if (step >= steps) {
+      break;
     }
-    if (!b_transposed) {
-      tile_b[thread] = load_b(k0 + thread / 8u, first_column + thread % 8u * 4u, depth, p.columns);
-    } else if (thread >= 16u && thread < 32u) {
-      let x = (thread - 16u) / 2u;
-      let k = (thread - 16u) % 2u * 4u;
-      let row = first_column + x * 4u;
-      let v = turned(load_b(row, k0 + k, p.b_rows, depth), load_b(row + 1u, k0 + k, p.b_rows, depth),
-                     load_b(row + 2u, k0 + k, p.b_rows, depth), load_b(row + 3u, k0 + k, p.b_rows, depth));
-      tile_b[k * 8u + x] = v[0];
-      tile_b[(k + 1u) * 8u + x] = v[1];
-      tile_b[(k + 2u) * 8u + x] = v[2];
-      tile_b[(k + 3u) * 8u + x] = v[3];
-    }
-    workgroupBarrier();
-    for (var k = 0u; k < 8u; k++) {
-      let a0 = tile_a[k * 8u + ty];
-      let b0 = tile_b[k * 8u + tx];
-      s00 = fma(vec4<f32>(a0.x), b0, s00);
-      s10 = fma(vec4<f32>(a0.y), b0, s10);
-      s20 = fma(vec4<f32>(a0.z), b0, s20);
-      s30 = fma(vec4<f32>(a0.w), b0, s30);
-    }
+    adds = true;
   }
-  store(group.z, first_row + ty * 4u, first_column + tx * 4u, s00);
-  store(group.z, first_row + 1u + ty * 4u, first_column + tx * 4u, s10);
-  store(group.z, first_row + 2u + ty * 4u, first_column + tx * 4u, s20);
-  store(group.z, first_row + 3u + ty * 4u, first_column + tx * 4u, s30);
 }

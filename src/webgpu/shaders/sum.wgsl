@@ -118,9 +118,14 @@ fn columns(@builtin(global_invocation_id) id: vec3<u32>) {
   if (j >= p.count) {
     return;
   }
+  // Blocks of 16 rows: many small terms after a large one would each lose as much as one of its size.
   var sum = 0.0;
-  for (var r = 0u; r < counted[0]; r++) {
-    sum += values[p.value_base + r * p.row_stride + j];
+  for (var first = 0u; first < counted[0]; first += 16u) {
+    var part = 0.0;
+    for (var r = first; r < min(first + 16u, counted[0]); r++) {
+      part += values[p.value_base + r * p.row_stride + j];
+    }
+    sum += part;
   }
   if (p.adds != 0u) {
     sum += result[p.result_base + j];
