@@ -122,6 +122,19 @@ TEST_F(WebGpu, RowsOfEveryLength) {
   }
 }
 
+// Normalizers and losses of more values than one workgroup sums.
+TEST_F(WebGpu, SumsOfManyTokens) {
+  for (const int64_t tokens : {1024, 1025, 5003}) {
+    for (const bool weighted : {false, true}) {
+      Case c{.op = OpKind::forward_backward, .shape = {tokens, 1, 3}, .vocab_weight = weighted};
+      c.ignored = 0.3;
+      expect_ok(judge(device_, c));
+      c.options.reduction = Reduction::sum;
+      expect_ok(judge(device_, c));
+    }
+  }
+}
+
 // More workgroups than one dimension of a grid has, of 16, 4 and 1 rows.
 TEST_F(WebGpu, PlainRowsInTwoDimensionsOfAGrid) {
   webgpu::Limits small = limits_;

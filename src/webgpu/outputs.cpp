@@ -152,10 +152,10 @@ void Run::emit_outputs(const Chunk& chunk) {
 }
 
 void Run::sum_losses(const Chunk& chunk) {
-  const int64_t groups = (chunk.tokens + 255) / 256;
+  const uint32_t groups = blocks(chunk.tokens, kValuesOfASum);
   recorder_.dispatch("sum", "tree", {},
                      SumParams{.count = u32(chunk.tokens), .result_base = u32(sums_)},
-                     {role(Role::losses), role(Role::sums)}, u32(groups));
+                     {role(Role::losses), role(Role::sums)}, groups);
   sums_ += groups;
 }
 

@@ -20,10 +20,12 @@ constexpr uint64_t kParams = uint64_t{256} * 256, kSmall = 256;
 
 uint64_t& bytes_of(Plan* plan, Role role) { return plan->bytes[static_cast<size_t>(role)]; }
 
-// Sums of 256 at a time: chunk by chunk, and of the class weights.
+int64_t sums_of(int64_t values) { return (values + kValuesOfASum - 1) / kValuesOfASum; }
+
+// Chunk by chunk, and of the class weights.
 int64_t first_sums(const Problem& p, const Plan& plan) {
-  int64_t sums = plan.chunks * ((plan.chunk + 255) / 256);
-  if (p.sums_vocab_weight) sums = std::max(sums, (p.vocab_total + 255) / 256);
+  int64_t sums = plan.chunks * sums_of(plan.chunk);
+  if (p.sums_vocab_weight) sums = std::max(sums, sums_of(p.vocab_total));
   return std::max<int64_t>(sums, 1);
 }
 
@@ -38,7 +40,7 @@ void fill_bytes(const Problem& p, Plan* plan) {
   set(Role::scalars, kSmall);
   const int64_t sums = first_sums(p, *plan);
   set(Role::sums, 4 * sums);
-  set(Role::more_sums, 4 * ((sums + 255) / 256));
+  set(Role::more_sums, 4 * sums_of(sums));
   if (p.has_vocab_weight && !p.vocab_weight_bound) set(Role::vocab_weight, 4 * p.vocab_total);
   if (p.has_bias && !p.bias_bound) set(Role::bias, 4 * p.vocab);
   if (!p.plain) {

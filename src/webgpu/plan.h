@@ -21,8 +21,8 @@ enum class Role : uint32_t {
   zeros,         // stands for absent inputs
   spare,         // and for an absent output
   scalars,       // normalizer, common factor, sum of the class weights
-  sums,          // sums of 256 values,
-  more_sums,     // and of 256 of those
+  sums,          // sums of kValuesOfASum,
+  more_sums,     // and of as many of those
   vocab_weight,  // [vocab_total]              where the view itself cannot be
                  // bound
   bias,          // [V]                        likewise
@@ -86,6 +86,7 @@ struct Plan {
 };
 
 constexpr int64_t kSlotColumns = 1024;
+constexpr int64_t kValuesOfASum = 1024;  // as in sum.wgsl, and in tokens.wgsl's count
 constexpr int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
 // The plan of at most `budget` bytes that is predicted to be the fastest (cost.h), or the smallest

@@ -27,16 +27,18 @@ Run::Chunk Run::chunk_of(int64_t index) const {
   return {first, std::min(plan_.chunk, problem_.tokens - first), index == 0};
 }
 
-// Sums `count` values of one sums role down to one; *in says in which it ends.
-void Run::tree(int64_t count, Role* in) {
-  while (count > 1) {
+// Sums `count` values of one sums role down to no more than `most`, and says how many there are
+// then; *in: in which role.
+int64_t Run::tree(int64_t count, int64_t most, Role* in) {
+  while (count > most) {
     const Role to = *in == Role::sums ? Role::more_sums : Role::sums;
-    const uint32_t groups = blocks(count, 256);
+    const uint32_t groups = blocks(count, kValuesOfASum);
     recorder_.dispatch("sum", "tree", {}, SumParams{.count = u32(count)}, {role(*in), role(to)},
                        std::min(groups, kGroups), blocks(groups, kGroups));
     *in = to;
     count = groups;
   }
+  return count;
 }
 
 void Run::prepare_vocabulary() {
@@ -45,12 +47,12 @@ void Run::prepare_vocabulary() {
     gather_vector(vocab_weight, 0, problem_.vocab_total, dense(Role::vocab_weight, 0, 1));
   }
   if (problem_.sums_vocab_weight) {
-    const uint32_t groups = blocks(problem_.vocab_total, 256);
+    const uint32_t groups = blocks(problem_.vocab_total, kValuesOfASum);
     recorder_.dispatch("sum", "tree", {}, SumParams{.count = u32(problem_.vocab_total)},
                        {whole_vocab_weight(), role(Role::sums)}, std::min(groups, kGroups),
                        blocks(groups, kGroups));
     Role in = Role::sums;
-    tree(groups, &in);
+    tree(groups, 1, &in);
     recorder_.dispatch("sum", "keep_weight_sum", {}, SumParams{},
                        {role(in), {}, role(Role::scalars)}, 1);
   }
@@ -87,7 +89,7 @@ void Run::normalize() {
       p.kind = 2;
     } else {
       p.kind = 1;
-      counted = count_tokens();
+      counted = count_tokens(&p.count);
     }
   }
   if (given("grad_loss") && options_.reduction != Reduction::none) {
@@ -95,24 +97,25 @@ void Run::normalize() {
     p.has_grad = 1;
     p.grad = u32(base);
   }
-  recorder_.dispatch("sum", "normalize", {}, p, {counted, {}, role(Role::scalars), view, grad}, 1);
+  recorder_.dispatch("sum", p.count > 1 ? "normalize_sums" : "normalize", {}, p,
+                     {counted, {}, role(Role::scalars), view, grad}, 1);
 }
 
-// The sum of c_t over the tokens that count, the first value of the binding.
-Binding Run::count_tokens() {
+// The sum of c_t over the tokens that count, as few values, which the binding begins with.
+Binding Run::count_tokens(uint32_t* few) {
   int64_t sums = 0;
   for (int64_t i = 0; i < plan_.chunks; ++i) {
     const Chunk chunk = chunk_of(i);
     TokenParams p = token_params(chunk);
     p.sums = u32(sums);
     const Binding target = targets(chunk, &p);
-    const uint32_t groups = blocks(chunk.tokens, 256);
+    const uint32_t groups = blocks(chunk.tokens, kValuesOfASum);
     recorder_.dispatch("tokens", "count", {}, p,
                        {target, whole_vocab_weight(), {}, {}, {}, {}, role(Role::sums)}, groups);
     sums += groups;
   }
   Role in = Role::sums;
-  tree(sums, &in);
+  *few = u32(tree(sums, kValuesOfASum, &in));
   return role(in);
 }
 
@@ -120,15 +123,17 @@ void Run::finish_loss() {
   const TensorView& loss = call_["loss"];
   if (!loss || !problem_.reduces) return;
   Role in = Role::sums;
-  tree(sums_, &in);
+  const int64_t few = tree(sums_, kValuesOfASum, &in);
   int64_t base;
   const Binding result = bound(loss, {}, &base);
-  SumParams p{.kind = options_.reduction == Reduction::mean ? 1u : 0u,
+  SumParams p{.count = u32(few),
+              .kind = options_.reduction == Reduction::mean ? 1u : 0u,
               .empty_is_nan = options_.empty_mean == EmptyMean::nan ? 1u : 0u,
               .nan = kNan,
               .loss = u32(base)};
   const Binding sum = sums_ > 0 ? role(in) : zeros();
-  recorder_.dispatch("sum", "finish", {}, p, {sum, {}, role(Role::scalars), {}, {}, result}, 1);
+  recorder_.dispatch("sum", few > 1 ? "finish_sums" : "finish", {}, p,
+                     {sum, {}, role(Role::scalars), {}, {}, result}, 1);
 }
 
 void Run::finish_gradients() {

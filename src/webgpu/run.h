@@ -107,8 +107,8 @@ class Run {
   // --- run.cpp ---
   void prepare_vocabulary();
   void normalize();
-  void tree(int64_t count, Role* in);
-  Binding count_tokens();
+  int64_t tree(int64_t count, int64_t most, Role* in);
+  Binding count_tokens(uint32_t* few);
   void run_chunk(const Chunk& chunk);
   void finish_loss();
   void finish_gradients();

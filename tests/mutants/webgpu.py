@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from mutants.mutant import Edit, Mutant
+from mutants.webgpu_plain import PLAIN
 
 
 def _shader(name: str) -> str:
@@ -12,7 +13,7 @@ def _shader(name: str) -> str:
 
 _SLOTS, _COMBINE, _ROW = map(_shader, ("slots", "combine", "row"))
 _PRODUCT, _TOKENS, _SUM = map(_shader, ("product", "tokens", "sum"))
-_GATHER, _SCATTER, _PLAIN = map(_shader, ("gather", "scatter", "plain"))
+_GATHER, _SCATTER = map(_shader, ("gather", "scatter"))
 
 # googletest filters of webgpu_suite, by the group that a mutant names.
 TESTS: dict[str, str] = {
@@ -23,6 +24,7 @@ TESTS: dict[str, str] = {
     ":*/Conformance.Every*/webgpu_forward_backward_f32",
     "device": "WebGpu.*",
     "tiles": "WebGpu.LargeTilesAndSlices",
+    "sums": "WebGpu.SumsOfManyTokens",
     "blocks": "WebGpu.ManySmallTermsAfterALargeOne",
     "plain": "WebGpu.*Row*:*/Edges.*/webgpu_forward_backward_f32",
 }
@@ -38,10 +40,6 @@ def _each(name: str, shaders: str, old: str, new: str, tests: str) -> list[Mutan
         _mutant(f"{name}, in {shader}", _shader(shader), old, new, tests)
         for shader in shaders.split()
     ]
-
-
-def _plain(name: str, old: str, new: str) -> list[Mutant]:
-    return [_mutant(f"{name}, in plain", _PLAIN, old, new, "plain")]
 
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -156,13 +154,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "first += 16u) {\n    var part = 0.0;\n    for (var r = first; r < min(first + 16u",
         "first += 999u) {\n    var part = 0.0;\n    for (var r = first; r < min(first + 999u",
         "blocks",
-    ),
-    _mutant(
-        "plain rows in one dimension of the grid",
-        _PLAIN,
-        "group.x + group.y * groups.x",
-        "group.x",
-        "plain",
     ),
     _mutant(
         "a slice begins where the first does",
@@ -286,8 +277,8 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "a sum of 255",
         _SUM,
-        "  if (i < p.count) {\n    own = values",
-        "  if (i < p.count && thread < 255u) {\n    own = values",
+        "  if (i < p.count) {\n    return values",
+        "  if (i < p.count && i % 256u < 255u) {\n    return values",
         "linear rows",
     ),
     _mutant(
@@ -339,49 +330,22 @@ MUTANTS: tuple[Mutant, ...] = (
         "  if (true) {\n    return f32(bitcast<i32>(high))",
         "normalizers",
     ),
-    *_plain(
-        "the last column is not read",
-        "(column.w < p.columns) {\n    x",
-        "(column.w + 1u < p.columns) {\n    x",
+    *PLAIN,
+    _mutant(
+        "the last sums of a workgroup are left out",
+        _SUM,
+        "i < p.count; i += 256u",
+        "i < p.count; i += 512u",
+        "sums",
     ),
-    *_plain(
-        "the last column is not written",
-        "(column.w < p.columns) {\n    l",
-        "(column.w + 1u < p.columns) {\n    l",
+    *_each("a quarter of the values", "sum", "(value(i + 512u) + value(i + 768u))", "0.0", "sums"),
+    *_each(
+        "a quarter of the tokens",
+        "tokens",
+        "(count_of(i + 512u) + count_of(i + 768u))",
+        "0.0",
+        "sums",
     ),
-    *_plain("a stale maximum", "a.s * weigh_one(a.m, m) + b.s", "a.s + b.s"),
-    *_plain(
-        "a stale maximum among threads",
-        "all.s += other.s * weigh_one(other.m, all.m);",
-        "all.s += other.s;",
-    ),
-    *_plain(
-        "a thread's own maximum",
-        "known[i].scale * weigh_one(m, known[i].part.m);",
-        "known[i].scale;",
-    ),
-    *_plain(
-        "a missing barrier", "  parts[cell] = own;\n  workgroupBarrier();", "  parts[cell] = own;"
-    ),
-    *_plain("the row's end weighs as the lowest number", "  if (m == lowest) {", "  if (false) {"),
-    *_plain("NaN is not seen", "part.magnitude > infinite ||", "false ||"),
-    *_plain("a mask is NaN", "part.magnitude > infinite ||", "part.magnitude >= infinite ||"),
-    *_plain("a row of -inf is a number", " || part.s < 0.5", ""),
-    *_plain(
-        "rows that no workgroup takes", "short_rows(4u * number, 6u", "short_rows(5u * number, 6u"
-    ),
-    *_plain(
-        "the target of another thread",
-        "thread == (t + before) % workgroup_threads",
-        "thread == t % workgroup_threads",
-    ),
-    *_plain(
-        "the aligned columns end too early", "begin < p.columns + before;", "begin < p.columns;"
-    ),
-    *_plain("the z-loss has no gradient", "onehot * (1.0 + 2.0 * p.z_loss * lse)", "onehot"),
-    *_plain("an ignored row is NaN", "select(0u, p.nan, t.kind == counts)", "p.nan"),
-    *_plain("a target outside has a loss", "poisoned || t.kind == outside", "poisoned"),
-    *_plain("the slope of the target is left out", "      onehot *= p.slope;\n", ""),
     _mutant(
         "smoothing is plain",
         "src/webgpu/plan.cpp",

@@ -34,23 +34,14 @@ const INFINITE = 0xff000000u;  // as a magnitude; NaN is above
 
 // Of columns.
 struct Part {
-  m: f32,          // maximum, LOWEST at the least
-  s: f32,          // sum of exp(x - m)
-  magnitude: u32,  // the largest of their bits without a sign, shifted left
-}
-
-struct Row {
-  part: Part,
-  target_logit: f32,
-  scale: f32,    // of p: inv_norm (1 + 2 beta_zl lse) / s
-  filled: u32,   // 1: the row is `filling` all over
-  filling: u32,  // 0, or a NaN's bits
+  m: f32,  // maximum, LOWEST at the least; +inf of what makes the row NaN
+  s: f32,  // sum of exp(x - m)
 }
 
 // [16][17]: in no step do two threads read one bank.
-var<workgroup> parts: array<Part, 272>;
-var<workgroup> depths: array<f32, 272>;
-var<workgroup> known: array<Row, 16>;  // of a workgroup's rows
+var<workgroup> maxima: array<f32, 272>;        // +inf of what makes the row NaN
+var<workgroup> sums: array<f32, 272>;          // of exp(x - maximum)
+var<workgroup> target_logits: array<f32, 16>;  // of a workgroup's rows
 
 fn total(x: vec4<f32>) -> f32 {
   return (x.x + x.y) + (x.z + x.w);
@@ -150,97 +141,132 @@ fn sum_of(e: Columns, m: f32, v: u32, shift: u32) -> f32 {
   return s;
 }
 
-fn merge(a: Part, b: Part) -> Part {
-  let m = max(a.m, b.m);
-  return Part(m, a.s * weigh_one(a.m, m) + b.s * weigh_one(b.m, m), max(a.magnitude, b.magnitude));
+// The maximum as others shall see it: +inf where one is NaN.
+fn seen(m: f32, magnitude: u32) -> f32 {
+  return bitcast<f32>(select(bitcast<u32>(m), INFINITY_BITS, magnitude > INFINITE));
 }
 
-// Sixteen parts, `step` apart: first the maximum, then the sums, a weight each.
+fn put(at: u32, part: Part) {
+  maxima[at] = part.m;
+  sums[at] = part.s;
+}
+
+// `count` parts, `step` apart: first the maximum, then the sums, a weight each.
 fn merged(first: u32, step: u32, count: u32) -> Part {
-  var all = parts[first];
+  var all = Part(maxima[first], 0.0);
   for (var k = 1u; k < count; k++) {
-    all.m = max(all.m, parts[first + k * step].m);
-    all.magnitude = max(all.magnitude, parts[first + k * step].magnitude);
+    all.m = max(all.m, maxima[first + k * step]);
   }
-  all.s = 0.0;
   for (var k = 0u; k < count; k++) {
-    let other = parts[first + k * step];
-    all.s += other.s * weigh_one(other.m, all.m);
-  }
-  return all;
-}
-fn summed(first: u32, step: u32, count: u32) -> f32 {
-  var all = 0.0;
-  for (var k = 0u; k < count; k++) {
-    all += depths[first + k * step];
+    all.s += sums[first + k * step] * weigh_one(maxima[first + k * step], all.m);
   }
   return all;
 }
 
-// How far the columns of a thread are below the maximum, in sum.
-fn depth(row: u32, lane: u32, shift: u32, m: f32) -> f32 {
-  var below = 0.0;
-  for (var v = lane; v < dims.y; v += 4u << shift) {
-    let x = load(row, v, shift);
-    below += total(select(vec4<f32>(0.0), m - x, four(v, shift) < vec4<u32>(dims.y)));
-  }
-  return below;
-}
-
-// The loss of row s, and what its gradient is made of. `below` is sum_j (m - x_j).
-fn finish(i: u32, s: u32, rows: u32, below: f32) {
-  let part = known[i].part;
-  let x_t = known[i].target_logit;
-  let alpha = params.y;
-  let log_sum = log(part.s);
-  let lse = part.m + log_sum;
-  let loss = log_sum + (1.0 - alpha) * (part.m - x_t) + alpha * below * params.w +
-             params.z * lse * lse;
-  // The maximum weighs 1, so a smaller sum is of -inf alone.
-  let poisoned = part.magnitude > INFINITE || bitcast<u32>(part.m) == INFINITY_BITS || part.s < 0.5;
-  let poison = select(0u, NAN_BITS, poisoned);
-  let masked = part.magnitude == INFINITE && alpha > 0.0;
-  let masked_target = alpha < 1.0 && bitcast<u32>(x_t) == MINUS_INFINITY_BITS;
-  let bits = select(bitcast<u32>(loss), INFINITY_BITS, masked || masked_target) | poison;
-  let ignored = tgts[min(s, rows - 1u)] >= dims.y;
-  known[i].scale = params.x * (1.0 + 2.0 * params.z * lse) / part.s;
-  known[i].filled = select(0u, 1u, ignored || poisoned);
-  known[i].filling = select(poison, 0u, ignored);
-  if (s < rows) {
-    losses[s] = select(bitcast<f32>(bits), 0.0, ignored);
-  }
-}
-
-// Of the rows from `first` on, 1 << shift threads each: everything in `known`.
-fn reduce(tid: u32, shift: u32, first: u32, rows: u32, row: u32, own: Part) {
-  let cell = tid % 16u * 17u + tid / 16u;
-  let count = 1u << (shift - 4u);  // of 16 threads each
-  parts[cell] = own;
+// Of a row of 64 or 256 threads.
+fn reduce(tid: u32, shift: u32, own: Part) -> Part {
+  put(tid % 16u * 17u + tid / 16u, own);
   workgroupBarrier();
   if (tid < 16u) {
-    parts[tid] = merged(tid, 17u, 16u);
+    put(tid, merged(tid, 17u, 16u));
   }
   workgroupBarrier();
-  let leads = tid < (WG >> shift);
-  if (leads) {
-    known[tid].part = merged(tid * count, 1u, count);
-    if (params.y <= 0.0) {
-      finish(tid, first + tid, rows, 0.0);
-    }
+  if (shift == 6u) {
+    return merged(tid / 64u * 4u, 1u, 4u);
+  }
+  if (tid == 0u) {
+    put(16u, merged(0u, 1u, 16u));
   }
   workgroupBarrier();
-  if (params.y > 0.0) {
-    depths[cell] = depth(row, tid & ((1u << shift) - 1u), shift, known[tid >> shift].part.m);
-    workgroupBarrier();
-    if (tid < 16u) {
-      depths[tid] = summed(tid, 17u, 16u);
-    }
-    workgroupBarrier();
-    if (leads) {
-      finish(tid, first + tid, rows, summed(tid * count, 1u, count));
-    }
-    workgroupBarrier();
+  return Part(maxima[16], sums[16]);
+}
+
+// Of a row of 16 threads: the maximum of all before the exponentials, so that none needs a weight.
+fn largest_of_16(tid: u32, own: f32) -> f32 {
+  let first = tid / 16u * 17u;
+  maxima[first + tid % 16u] = own;
+  workgroupBarrier();
+  var m = maxima[first];
+  for (var k = 1u; k < 16u; k++) {
+    m = max(m, maxima[first + k]);
   }
+  return m;
+}
+fn sum_of_16(tid: u32, own: f32) -> f32 {
+  let first = tid / 16u * 17u;
+  sums[first + tid % 16u] = own;
+  workgroupBarrier();
+  var s = 0.0;
+  for (var k = 0u; k < 16u; k++) {
+    s += sums[first + k];
+  }
+  return s;
+}
+
+// How far the columns of a thread are below the maximum, in sum (s); 1 where one of them is -inf (m).
+fn depth(row: u32, lane: u32, shift: u32, m: f32) -> Part {
+  var all = Part(0.0, 0.0);
+  for (var v = lane; v < dims.y; v += 4u << shift) {
+    let x = load(row, v, shift);
+    all.s += total(select(vec4<f32>(0.0), m - x, four(v, shift) < vec4<u32>(dims.y)));
+    if (any(bitcast<vec4<u32>>(x) == vec4<u32>(MINUS_INFINITY_BITS))) {
+      all.m = 1.0;
+    }
+  }
+  return all;
+}
+fn summed(first: u32, step: u32, count: u32) -> Part {
+  var all = Part(0.0, 0.0);
+  for (var k = 0u; k < count; k++) {
+    all.m = max(all.m, maxima[first + k * step]);
+    all.s += sums[first + k * step];
+  }
+  return all;
+}
+fn reduce_depth(tid: u32, shift: u32, own: Part) -> Part {
+  workgroupBarrier();  // both arrays have been read
+  put(tid % 16u * 17u + tid / 16u, own);
+  workgroupBarrier();
+  if (tid < 16u) {
+    put(tid, summed(tid, 17u, 16u));
+  }
+  workgroupBarrier();
+  let count = 1u << (shift - 4u);  // of 16 threads each
+  return summed((tid >> shift) * count, 1u, count);
+}
+
+// What a row's gradient is made of.
+struct Row {
+  scale: f32,    // of p: inv_norm (1 + 2 beta_zl lse) / s
+  filled: bool,  // the row is `filling` all over
+  filling: u32,  // 0, or a NaN's bits
+}
+
+// Of row s, which is the workgroup's i-th and begins at `row`, by every thread of it; its first one
+// writes the loss.
+fn finish(i: u32, s: u32, rows: u32, row: u32, tid: u32, shift: u32, part: Part) -> Row {
+  let lane = tid & ((1u << shift) - 1u);
+  let alpha = params.y;
+  var below = Part(0.0, 0.0);
+  if (alpha > 0.0) {
+    below = reduce_depth(tid, shift, depth(row, lane, shift, part.m));
+  }
+  let log_sum = log(part.s);
+  let lse = part.m + log_sum;
+  // The maximum weighs 1, so a smaller sum is of -inf alone.
+  let poisoned = bitcast<u32>(part.m) == INFINITY_BITS || part.s < 0.5;
+  let poison = select(0u, NAN_BITS, poisoned);
+  let ignored = tgts[min(s, rows - 1u)] >= dims.y;
+  if (lane == 0u && s < rows) {
+    let x_t = target_logits[i];
+    let loss = log_sum + (1.0 - alpha) * (part.m - x_t) + alpha * below.s * params.w +
+               params.z * lse * lse;
+    let masked_target = alpha < 1.0 && bitcast<u32>(x_t) == MINUS_INFINITY_BITS;
+    let bits = select(bitcast<u32>(loss), INFINITY_BITS, below.m > 0.0 || masked_target) | poison;
+    losses[s] = select(bitcast<f32>(bits), 0.0, ignored);
+  }
+  return Row(params.x * (1.0 + 2.0 * params.z * lse) / part.s, ignored || poisoned,
+             select(poison, 0u, ignored));
 }
 
 fn gradient(e: vec4<f32>, factor: f32) -> vec4<f32> {
@@ -268,19 +294,29 @@ fn short_rows(first: u32, rows: u32, shift: u32, tid: u32) {
   var x_t = 0.0;
   if (owns_target) {
     x_t = logits[row + t];
-    known[i].target_logit = x_t;
+    target_logits[i] = x_t;
   }
-  let m = max(largest(x), LOWEST);
+  var m = max(largest(x), LOWEST);
+  let shown = seen(m, magnitude(x));
+  if (shift == 4u) {
+    m = largest_of_16(tid, shown);
+  }
   let e = weights(x, m);
-  reduce(tid, shift, first, rows, row, Part(m, sum_of(e, m, lane, shift), magnitude(x)));
+  var part = Part(m, sum_of(e, m, lane, shift));
+  if (shift == 4u) {
+    part.s = sum_of_16(tid, part.s);
+  } else {
+    part = reduce(tid, shift, Part(shown, part.s));
+  }
+  let known = finish(i, first + i, rows, row, tid, shift, part);
   if (first + i >= rows) {
     return;
   }
-  if (known[i].filled != 0u) {
-    fill_columns(row, lane, shift, known[i].filling);
+  if (known.filled) {
+    fill_columns(row, lane, shift, known.filling);
     return;
   }
-  let factor = known[i].scale * weigh_one(m, known[i].part.m);
+  let factor = known.scale * weigh_one(m, part.m);
   store_columns(row, lane, shift, gradients(e, factor));
   if (owns_target) {
     store_target(row + t, weigh_one(x_t, m), factor);
@@ -291,39 +327,43 @@ fn long_row(s: u32, rows: u32, tid: u32) {
   let row = s * dims.y;
   let t = tgts[s];
   if (t < dims.y && tid == t % WG) {
-    known[0].target_logit = logits[row + t];
+    target_logits[0] = logits[row + t];
   }
   // The next columns are on their way while these are worked on.
-  var own = Part(LOWEST, 0.0, 0u);
+  var own = Part(LOWEST, 0.0);
+  var most = 0u;
   var next = load_columns(row, tid, 8u);
   for (var begin = 0u; begin < dims.y; begin += TURN) {
     let x = next;
     next = load_columns(row, tid + begin + TURN, 8u);
     let m = max(largest(x), own.m);
-    own = merge(own, Part(m, sum_of(weights(x, m), m, tid + begin, 8u), magnitude(x)));
+    own.s = own.s * weigh_one(own.m, m) + sum_of(weights(x, m), m, tid + begin, 8u);
+    own.m = m;
+    most = max(most, magnitude(x));
   }
-  reduce(tid, 8u, s, rows, row, own);
+  let part = reduce(tid, 8u, Part(seen(own.m, most), own.s));
+  let known = finish(0u, s, rows, row, tid, 8u, part);
   // What is written from here on, other invocations have read.
   storageBarrier();
 
-  let before = row % 32u;  // columns of the aligned 32 that are not this row's; the rest wraps around
-  let m = known[0].part.m;
-  let factor = known[0].scale;
-  let filled = known[0].filled != 0u;
-  let x_t = known[0].target_logit;
-  next = load_columns(row, tid - before, 8u);
-  for (var begin = 0u; begin < dims.y + before; begin += TURN) {
-    let v = tid + begin - before;
+  // From the end, which the cache may still hold. What of the aligned 32 columns is before the row's
+  // first wraps around to beyond its last.
+  let before = row % 32u;
+  let x_t = target_logits[0];
+  var end = (dims.y + before + TURN - 1u) / TURN * TURN;
+  next = load_columns(row, tid + end - TURN - before, 8u);
+  for (; end > 0u; end -= TURN) {
+    let v = tid + end - TURN - before;
     let x = next;
-    next = load_columns(row, v + TURN, 8u);
-    if (filled) {
-      fill_columns(row, v, 8u, known[0].filling);
+    next = load_columns(row, select(dims.y, v - TURN, end > TURN), 8u);
+    if (known.filled) {
+      fill_columns(row, v, 8u, known.filling);
     } else {
-      store_columns(row, v, 8u, gradients(weights(x, m), factor));
+      store_columns(row, v, 8u, gradients(weights(x, part.m), known.scale));
     }
   }
-  if (!filled && tid == (t + before) % WG) {
-    store_target(row + t, weigh_one(x_t, m), factor);
+  if (!known.filled && tid == (t + before) % WG) {
+    store_target(row + t, weigh_one(x_t, part.m), known.scale);
   }
 }
 
@@ -332,6 +372,10 @@ fn cross_entropy(@builtin(workgroup_id) group: vec3<u32>,
                  @builtin(num_workgroups) groups: vec3<u32>,
                  @builtin(local_invocation_index) tid: u32) {
   let s = group.x + group.y * groups.x;
+  // Before anything else, for this is all that most workgroups do.
+  if (dims.y <= 256u && s % 16u != 0u) {
+    return;
+  }
   let rows = min(dims.x, groups.x * groups.y);
   if (s >= rows) {
     return;
@@ -345,7 +389,7 @@ fn cross_entropy(@builtin(workgroup_id) group: vec3<u32>,
     if (s % 4u == 0u) {
       short_rows(s, rows, 6u, tid);
     }
-  } else if (s % 16u == 0u) {
+  } else {
     short_rows(s, rows, 4u, tid);
   }
 }

@@ -5,10 +5,9 @@
 //
 // A thread holds 16 columns. Rows of up to 4096 columns stay in registers, one read and one write, by
 // 16, 64 or 256 threads. A longer row is read twice by 256, the second time from where a warp's 32
-// columns begin, which the row need not: a write across that border costs two. The sums' order does not
-// depend on it. Exponentials are of z minus the thread's own maximum, so that one reduction of maximum
-// and sum is enough, with three barriers. The language's exp errs by 3 + 2 |x| units of its last place,
-// which is what the contract grants.
+// columns begin, which the row need not: a write across that border costs two. Exponentials are of z
+// minus the thread's own maximum, so that one reduction is enough; of short rows, minus the row's. The
+// language's exp errs by 3 + 2 |x| units of its last place, which is what the contract grants.
 
 struct Params {
   rows: u32,
@@ -46,23 +45,14 @@ const infinite = 0xff000000u;  // as a magnitude; NaN is above
 
 // Of columns.
 struct Part {
-  m: f32,          // maximum, lowest at the least
-  s: f32,          // sum of exp(z - m)
-  magnitude: u32,  // the largest of their bits without a sign, shifted left
-}
-
-struct Row {
-  part: Part,
-  target_logit: f32,
-  scale: f32,    // of exp(z - m)
-  onehot: f32,   // of the target's column
-  filled: u32,   // 1: the row is `filling` all over
-  filling: u32,  // 0, or a NaN's bits
+  m: f32,  // maximum, lowest at the least; +inf of what makes the row NaN
+  s: f32,  // sum of exp(z - m)
 }
 
 // [16][17]: in no step do two threads read one bank.
-var<workgroup> parts: array<Part, 272>;
-var<workgroup> known: array<Row, 16>;  // of a workgroup's rows
+var<workgroup> maxima: array<f32, 272>;        // +inf of what makes the row NaN
+var<workgroup> sums: array<f32, 272>;          // of exp(z - maximum)
+var<workgroup> target_logits: array<f32, 16>;  // of a workgroup's rows
 
 fn is_nan(x: f32) -> bool {
   return (bitcast<u32>(x) & 0x7fffffffu) > infinity_bits;
@@ -84,7 +74,6 @@ fn log_positive(x: f32) -> f32 {
 const ignored = 0u;
 const counts = 1u;
 const outside = 2u;
-
 struct Target {
   kind: u32,
   column: u32,
@@ -108,10 +97,6 @@ fn target_of(i: u32) -> Target {
   return Target(select(outside, ignored, (p.flags & outside_is_ignored) != 0u), 0xffffffffu);
 }
 
-fn total(x: vec4<f32>) -> f32 {
-  return (x.x + x.y) + (x.z + x.w);
-}
-
 // exp(x - m). Below -200 it is 0 in f32, as it is of -inf.
 fn weigh(x: vec4<f32>, m: f32) -> vec4<f32> {
   return exp(max(x - m, vec4<f32>(-200.0)));
@@ -127,18 +112,13 @@ struct Columns {
   c: vec4<f32>,
   d: vec4<f32>,
 }
-
 fn four(v: u32, shift: u32) -> vec4<u32> {
   return vec4<u32>(v) + (vec4<u32>(0u, 1u, 2u, 3u) << vec4<u32>(shift));
 }
 
 fn z_of(raw: f32) -> f32 {
-  if (scaled) {
-    return raw * p.slope;
-  }
-  return raw;
+  return select(raw, raw * p.slope, scaled);
 }
-
 // Four by four, not in loops: some compilers keep a vector that is indexed in memory.
 fn load(row: u32, v: u32, shift: u32) -> vec4<f32> {
   let column = four(v, shift);
@@ -205,7 +185,8 @@ fn weights(x: Columns, m: f32) -> Columns {
 }
 // Their sum. Beyond the row's end stands lowest, which weighs nothing, or 1 where it is the maximum.
 fn sum_of(e: Columns, m: f32, v: u32, shift: u32) -> f32 {
-  var s = total((e.a + e.b) + (e.c + e.d));
+  let fours = (e.a + e.b) + (e.c + e.d);
+  var s = (fours.x + fours.y) + (fours.z + fours.w);
   if (m == lowest) {
     let inside = (max(p.columns, v) - v + (1u << shift) - 1u) >> shift;
     s -= f32(16u - min(inside, 16u));
@@ -213,76 +194,100 @@ fn sum_of(e: Columns, m: f32, v: u32, shift: u32) -> f32 {
   return s;
 }
 
-fn merge(a: Part, b: Part) -> Part {
-  let m = max(a.m, b.m);
-  return Part(m, a.s * weigh_one(a.m, m) + b.s * weigh_one(b.m, m), max(a.magnitude, b.magnitude));
+// The maximum as others shall see it: +inf where one is NaN.
+fn seen(m: f32, magnitude: u32) -> f32 {
+  return bitcast<f32>(select(bitcast<u32>(m), infinity_bits, magnitude > infinite));
 }
-
-// Sixteen parts, `step` apart: first the maximum, then the sums, a weight each.
+fn put(at: u32, part: Part) {
+  maxima[at] = part.m;
+  sums[at] = part.s;
+}
+// `count` parts, `step` apart: first the maximum, then the sums, a weight each.
 fn merged(first: u32, step: u32, count: u32) -> Part {
-  var all = parts[first];
+  var all = Part(maxima[first], 0.0);
   for (var k = 1u; k < count; k++) {
-    all.m = max(all.m, parts[first + k * step].m);
-    all.magnitude = max(all.magnitude, parts[first + k * step].magnitude);
+    all.m = max(all.m, maxima[first + k * step]);
   }
-  all.s = 0.0;
   for (var k = 0u; k < count; k++) {
-    let other = parts[first + k * step];
-    all.s += other.s * weigh_one(other.m, all.m);
+    all.s += sums[first + k * step] * weigh_one(maxima[first + k * step], all.m);
   }
   return all;
 }
 
-// The loss of row r, and what its gradient is made of.
-fn finish(i: u32, r: u32) {
-  let part = known[i].part;
-  let t = target_of(min(r, p.rows - 1u));
+// Of a row of 64 or 256 threads.
+fn reduce(thread: u32, shift: u32, own: Part) -> Part {
+  put(thread % 16u * 17u + thread / 16u, own);
+  workgroupBarrier();
+  if (thread < 16u) {
+    put(thread, merged(thread, 17u, 16u));
+  }
+  workgroupBarrier();
+  if (shift == 6u) {
+    return merged(thread / 64u * 4u, 1u, 4u);
+  }
+  if (thread == 0u) {
+    put(16u, merged(0u, 1u, 16u));
+  }
+  workgroupBarrier();
+  return Part(maxima[16], sums[16]);
+}
+
+// Of a row of 16 threads: the maximum of all before the exponentials, so that none needs a weight.
+fn largest_of_16(thread: u32, own: f32) -> f32 {
+  let first = thread / 16u * 17u;
+  maxima[first + thread % 16u] = own;
+  workgroupBarrier();
+  var m = maxima[first];
+  for (var k = 1u; k < 16u; k++) {
+    m = max(m, maxima[first + k]);
+  }
+  return m;
+}
+fn sum_of_16(thread: u32, own: f32) -> f32 {
+  let first = thread / 16u * 17u;
+  sums[first + thread % 16u] = own;
+  workgroupBarrier();
+  var s = 0.0;
+  for (var k = 0u; k < 16u; k++) {
+    s += sums[first + k];
+  }
+  return s;
+}
+
+// What a row's gradient is made of.
+struct Row {
+  scale: f32,    // of exp(z - m)
+  onehot: f32,   // of the target's column
+  filled: bool,  // the row is `filling` all over
+  filling: u32,  // 0, or a NaN's bits
+}
+
+// Of row r, which is the workgroup's i-th, by every thread of it; its first one writes the loss.
+fn finish(i: u32, r: u32, first: bool, part: Part, kind: u32) -> Row {
   let sum = max(part.s, 1.0);
   let log_sum = log_positive(sum);
   let lse = part.m + log_sum;
   // The maximum weighs 1, so a smaller sum is of -inf alone.
-  let poisoned = part.magnitude > infinite || bitcast<u32>(part.m) == infinity_bits || part.s < 0.5;
+  let poisoned = bitcast<u32>(part.m) == infinity_bits || part.s < 0.5;
   var scale = 1.0;
   var onehot = 0.0;
   if ((p.flags & is_softmax) == 0u) {
     onehot = bitcast<f32>(scalars[3]);
     scale = onehot;
-    var loss = (part.m - known[i].target_logit) + log_sum;
+    var loss = (part.m - target_logits[i]) + log_sum;
     if (p.z_loss > 0.0) {
       scale = onehot * (1.0 + 2.0 * p.z_loss * lse);
       loss += p.z_loss * lse * lse;
     }
-    if (r < p.rows && (p.flags & has_loss) != 0u) {
-      let bits = select(bitcast<u32>(loss), p.nan, poisoned || t.kind == outside);
-      losses[r] = select(bits, 0u, t.kind == ignored);
+    if (first && r < p.rows && (p.flags & has_loss) != 0u) {
+      let bits = select(bitcast<u32>(loss), p.nan, poisoned || kind == outside);
+      losses[r] = select(bits, 0u, kind == ignored);
     }
-    if (scaled) {
-      scale *= p.slope;
-      onehot *= p.slope;
-    }
+    scale *= p.slope;
+    onehot *= p.slope;
   }
   let nan = poisoned || is_nan(scale) || is_nan(onehot);
-  known[i].scale = scale / sum;
-  known[i].onehot = onehot;
-  known[i].filled = select(0u, 1u, nan || t.kind != counts);
-  known[i].filling = select(0u, p.nan, t.kind == counts);
-}
-
-// Of the rows from `first` on, 1 << shift threads each: everything in `known`.
-fn reduce(thread: u32, shift: u32, first: u32, own: Part) {
-  let cell = thread % 16u * 17u + thread / 16u;
-  let count = 1u << (shift - 4u);  // of 16 threads each
-  parts[cell] = own;
-  workgroupBarrier();
-  if (thread < 16u) {
-    parts[thread] = merged(thread, 17u, 16u);
-  }
-  workgroupBarrier();
-  if (thread < (workgroup_threads >> shift)) {
-    known[thread].part = merged(thread * count, 1u, count);
-    finish(thread, first + thread);
-  }
-  workgroupBarrier();
+  return Row(scale / sum, onehot, nan || kind != counts, select(0u, p.nan, kind == counts));
 }
 
 fn scaled_columns(e: Columns, factor: f32) -> Columns {
@@ -296,66 +301,80 @@ fn short_rows(first: u32, shift: u32, thread: u32) {
   let r = min(first + i, p.rows - 1u);
   let row = p.base + r * p.row_stride;
   let x = load_columns(row, lane, shift);
-  let t = target_of(r).column;
-  let owns_target = t < p.columns && lane == (t & ((1u << shift) - 1u));
+  let t = target_of(r);
+  let owns_target = t.column < p.columns && lane == (t.column & ((1u << shift) - 1u));
   var z_t = 0.0;
   if (owns_target) {
-    z_t = z_of(logits[row + t]);
-    known[i].target_logit = z_t;
+    z_t = z_of(logits[row + t.column]);
+    target_logits[i] = z_t;
   }
-  let m = max(largest(x), lowest);
+  var m = max(largest(x), lowest);
+  let shown = seen(m, magnitude(x));
+  if (shift == 4u) {
+    m = largest_of_16(thread, shown);
+  }
   let e = weights(x, m);
-  reduce(thread, shift, first, Part(m, sum_of(e, m, lane, shift), magnitude(x)));
+  var part = Part(m, sum_of(e, m, lane, shift));
+  if (shift == 4u) {
+    part.s = sum_of_16(thread, part.s);
+  } else {
+    part = reduce(thread, shift, Part(shown, part.s));
+  }
+  let known = finish(i, first + i, lane == 0u, part, t.kind);
   if (first + i >= p.rows) {
     return;
   }
-  if (known[i].filled != 0u) {
-    fill_columns(row, lane, shift, known[i].filling);
+  if (known.filled) {
+    fill_columns(row, lane, shift, known.filling);
     return;
   }
-  let factor = known[i].scale * weigh_one(m, known[i].part.m);
+  let factor = known.scale * weigh_one(m, part.m);
   store_columns(row, lane, shift, scaled_columns(e, factor));
   if (owns_target) {  // this thread has stored its column already
-    logits[row + t] = weigh_one(z_t, m) * factor - known[i].onehot;
+    logits[row + t.column] = weigh_one(z_t, m) * factor - known.onehot;
   }
 }
 
 fn long_row(r: u32, thread: u32) {
   let row = p.base + r * p.row_stride;
-  let t = target_of(r).column;
-  if (t < p.columns && thread == t % workgroup_threads) {
-    known[0].target_logit = z_of(logits[row + t]);
+  let t = target_of(r);
+  if (t.column < p.columns && thread == t.column % workgroup_threads) {
+    target_logits[0] = z_of(logits[row + t.column]);
   }
   // The next columns are on their way while these are worked on.
-  var own = Part(lowest, 0.0, 0u);
+  var own = Part(lowest, 0.0);
+  var most = 0u;
   var next = load_columns(row, thread, 8u);
   for (var begin = 0u; begin < p.columns; begin += turn) {
     let x = next;
     next = load_columns(row, thread + begin + turn, 8u);
     let m = max(largest(x), own.m);
-    own = merge(own, Part(m, sum_of(weights(x, m), m, thread + begin, 8u), magnitude(x)));
+    own.s = own.s * weigh_one(own.m, m) + sum_of(weights(x, m), m, thread + begin, 8u);
+    own.m = m;
+    most = max(most, magnitude(x));
   }
-  reduce(thread, 8u, r, own);
+  let part = reduce(thread, 8u, Part(seen(own.m, most), own.s));
+  let known = finish(0u, r, thread == 0u, part, t.kind);
   // What is written from here on, other invocations have read.
   storageBarrier();
-
-  let before = row % 32u;  // columns of the aligned 32 that are not this row's; the rest wraps around
-  let m = known[0].part.m;
-  let factor = known[0].scale;
-  let filled = known[0].filled != 0u;
-  next = load_columns(row, thread - before, 8u);
-  for (var begin = 0u; begin < p.columns + before; begin += turn) {
-    let v = thread + begin - before;
+  // From the end, which the cache may still hold. What of the aligned 32 columns is before the row's
+  // first wraps around to beyond its last.
+  let before = row % 32u;
+  var end = (p.columns + before + turn - 1u) / turn * turn;
+  next = load_columns(row, thread + end - turn - before, 8u);
+  for (; end > 0u; end -= turn) {
+    let v = thread + end - turn - before;
     let x = next;
-    next = load_columns(row, v + turn, 8u);
-    if (filled) {
-      fill_columns(row, v, 8u, known[0].filling);
+    next = load_columns(row, select(p.columns, v - turn, end > turn), 8u);
+    if (known.filled) {
+      fill_columns(row, v, 8u, known.filling);
     } else {
-      store_columns(row, v, 8u, scaled_columns(weights(x, m), factor));
+      store_columns(row, v, 8u, scaled_columns(weights(x, part.m), known.scale));
     }
   }
-  if (!filled && t < p.columns && thread == (t + before) % workgroup_threads) {
-    logits[row + t] = weigh_one(known[0].target_logit, m) * factor - known[0].onehot;
+  if (!known.filled && t.column < p.columns &&
+      thread == (t.column + before) % workgroup_threads) {
+    logits[row + t.column] = weigh_one(target_logits[0], part.m) * known.scale - known.onehot;
   }
 }
 
@@ -363,20 +382,19 @@ fn long_row(r: u32, thread: u32) {
 fn plain(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
          @builtin(local_invocation_index) thread: u32) {
   let number = group.x + group.y * groups.x;
+  // Of a workgroup 16, 4 or 1.
+  let first = number * select(select(1u, 4u, p.columns <= 1024u), 16u, p.columns <= 256u);
+  if (first >= p.rows) {
+    return;
+  }
   // A call each: where the compiler knows the number of threads this is up to a quarter faster.
   if (p.columns > turn) {
-    if (number < p.rows) {
-      long_row(number, thread);
-    }
+    long_row(first, thread);
   } else if (p.columns > 1024u) {
-    if (number < p.rows) {
-      short_rows(number, 8u, thread);
-    }
+    short_rows(first, 8u, thread);
   } else if (p.columns > 256u) {
-    if (4u * number < p.rows) {
-      short_rows(4u * number, 6u, thread);
-    }
-  } else if (16u * number < p.rows) {
-    short_rows(16u * number, 4u, thread);
+    short_rows(first, 6u, thread);
+  } else {
+    short_rows(first, 4u, thread);
   }
 }

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums in a fixed order, a tree of 256 at a time, and what is made of them.
-//   tree        sums[g] = sum of values[256 g .. 256 g + 255]
-//   normalize   scalars: 0 the normalizer, 3 the gradient's common factor
-//   finish      the loss of sum and mean
+// Sums in a fixed order, a tree of 1024 at a time, and what is made of them.
+//   tree                        sums[g] = sum of values[1024 g .. 1024 g + 1023]
+//   normalize, normalize_sums   scalars: 0 the normalizer, 3 the gradient's common factor
+//   finish, finish_sums         the loss of sum and mean
+// of one value, or of up to 1024 that are summed before.
 //   columns     result[j] (+)= sum over rows of the block's column j
 
 struct Params {
@@ -34,25 +35,45 @@ struct Params {
 @group(0) @binding(8) var<storage, read_write> result: array<f32>;
 
 var<workgroup> shared_sums: array<f32, 256>;
+var<workgroup> last_sums: array<f32, 64>;
+
+fn value(i: u32) -> f32 {
+  if (i < p.count) {
+    return values[p.value_base + i];
+  }
+  return 0.0;
+}
 
 @compute @workgroup_size(256)
 fn tree(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
   let number = group.y * 65535u + group.x;
-  let i = number * 256u + thread;
-  var own = 0.0;
-  if (i < p.count) {
-    own = values[p.value_base + i];
-  }
-  shared_sums[thread] = own;
+  let i = number * 1024u + thread;
+  shared_sums[thread] = (value(i) + value(i + 256u)) + (value(i + 512u) + value(i + 768u));
   for (var step = 128u; step > 0u; step /= 2u) {
     workgroupBarrier();
     if (thread < step) {
       shared_sums[thread] += shared_sums[thread + step];
     }
   }
-  if (thread == 0u && number * 256u < p.count) {
+  if (thread == 0u && number * 1024u < p.count) {
     sums[p.result_base + number] = shared_sums[0];
   }
+}
+
+// All values, in the first thread of 64.
+fn sum_of_all(thread: u32) -> f32 {
+  var sum = 0.0;
+  for (var i = thread; i < p.count; i += 256u) {
+    sum += (value(i) + value(i + 64u)) + (value(i + 128u) + value(i + 192u));
+  }
+  last_sums[thread] = sum;
+  for (var step = 32u; step > 0u; step /= 2u) {
+    workgroupBarrier();
+    if (thread < step) {
+      last_sums[thread] += last_sums[thread + step];
+    }
+  }
+  return last_sums[0];
 }
 
 // Of a 64-bit integer's words; by its magnitude, whose words do not cancel.
@@ -63,12 +84,10 @@ fn number_of(low: u32, high: u32) -> f32 {
   return -(f32(~high + select(0u, 1u, low == 0u)) * 4294967296.0 + f32(~low + 1u));
 }
 
-// values[value_base] is the counted normalizer.
-@compute @workgroup_size(1)
-fn normalize() {
+fn set_normalizer(counted: f32) {
   var n = 1.0;
   if (p.kind == 1u) {
-    n = values[p.value_base];
+    n = counted;
   } else if (p.kind == 2u) {
     n = p.number;
   } else if (p.kind == 3u) {
@@ -90,16 +109,26 @@ fn normalize() {
   }
 }
 
+// The values are the counted normalizer.
+@compute @workgroup_size(1)
+fn normalize() {
+  set_normalizer(value(0u));
+}
+@compute @workgroup_size(64)
+fn normalize_sums(@builtin(local_invocation_index) thread: u32) {
+  let sum = sum_of_all(thread);
+  if (thread == 0u) {
+    set_normalizer(sum);
+  }
+}
+
 // values[value_base] is the sum over the vocabulary's weights.
 @compute @workgroup_size(1)
 fn keep_weight_sum() {
   scalars[4] = bitcast<u32>(values[p.value_base]);
 }
 
-// values[value_base] is the sum of the tokens' losses.
-@compute @workgroup_size(1)
-fn finish() {
-  let sum = values[p.value_base];
+fn set_loss(sum: f32) {
   let n = bitcast<f32>(scalars[0]);
   var bits = bitcast<u32>(sum);
   if (p.kind != 0u && (bits & 0x7fffffffu) <= 0x7f800000u) {
@@ -110,6 +139,19 @@ fn finish() {
     }
   }
   loss[p.loss] = bits;
+}
+
+// The values are the tokens' losses.
+@compute @workgroup_size(1)
+fn finish() {
+  set_loss(value(0u));
+}
+@compute @workgroup_size(64)
+fn finish_sums(@builtin(local_invocation_index) thread: u32) {
+  let sum = sum_of_all(thread);
+  if (thread == 0u) {
+    set_loss(sum);
+  }
 }
 
 @compute @workgroup_size(64)

@@ -178,26 +178,27 @@ fn chunk(@builtin(local_invocation_index) thread: u32) {
   }
 }
 
+fn count_of(i: u32) -> f32 {
+  if (i >= p.tokens) {
+    return 0.0;
+  }
+  let t = target_of(i);
+  // A target outside counts as a token; it has no class weight.
+  return select(weight_of(t), 0.0, t.kind == ignored);
+}
+
 @compute @workgroup_size(256)
 fn count(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
   let number = group.y * 65535u + group.x;
-  let i = number * 256u + thread;
-  var own = 0.0;
-  if (i < p.tokens) {
-    let t = target_of(i);
-    // A target outside counts as a token; it has no class weight.
-    if (t.kind != ignored) {
-      own = weight_of(t);
-    }
-  }
-  tree[thread] = own;
+  let i = number * 1024u + thread;
+  tree[thread] = (count_of(i) + count_of(i + 256u)) + (count_of(i + 512u) + count_of(i + 768u));
   for (var step = 128u; step > 0u; step /= 2u) {
     workgroupBarrier();
     if (thread < step) {
       tree[thread] += tree[thread + step];
     }
   }
-  if (thread == 0u && number * 256u < p.tokens) {
+  if (thread == 0u && number * 1024u < p.tokens) {
     sums[p.sums + number] = tree[0];
   }
 }
