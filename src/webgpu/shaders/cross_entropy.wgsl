@@ -9,10 +9,11 @@
 //
 // A thread holds 16 columns. Rows of up to 4096 columns stay in registers, one read and one write;
 // 256 threads are much for a short one, so of 16 workgroups (V <= 256) or 4 (V <= 1024) the first
-// takes all their rows, 16 or 64 threads each, and the others end at once. A longer row is read twice,
-// the second time from where a warp's 32 columns begin, which the row need not: a write across that
-// border costs two. Exponentials are of x minus the thread's own maximum, so that one reduction of
-// maximum and sum is enough, with three barriers. alpha = 0 skips the pass over the sum of the logits.
+// takes all their rows, 16 or 64 threads each, and the others end at once. A longer row is read
+// twice, the second time from where a warp's 32 columns begin, which the row need not: a write across
+// that border costs two; and from its end, which a cache may still hold. Exponentials are of x minus
+// the thread's own maximum, so that one reduction of maximum and sum is enough; of 16 threads, minus
+// the row's. alpha = 0 skips the pass over the sum of the logits.
 //
 // The language lets a compiler assume that no value is infinite or NaN, so such logits are seen by
 // their bits: one NaN or +inf, or -inf alone, makes the row NaN; -inf is a probability of 0, and
@@ -32,21 +33,14 @@ const MINUS_INFINITY_BITS = 0xff800000u;
 const NAN_BITS = 0x7fc00000u;
 const INFINITE = 0xff000000u;  // as a magnitude; NaN is above
 
-// Of columns.
-struct Part {
-  m: f32,  // maximum, LOWEST at the least; +inf of what makes the row NaN
-  s: f32,  // sum of exp(x - m)
-}
-
+// Of columns: their maximum m, +inf where one of them makes the row NaN, and the sum of exp(x - m).
 // [16][17]: in no step do two threads read one bank.
-var<workgroup> maxima: array<f32, 272>;        // +inf of what makes the row NaN
-var<workgroup> sums: array<f32, 272>;          // of exp(x - maximum)
+var<workgroup> parts: array<vec2<f32>, 272>;
 var<workgroup> target_logits: array<f32, 16>;  // of a workgroup's rows
 
 fn total(x: vec4<f32>) -> f32 {
   return (x.x + x.y) + (x.z + x.w);
 }
-
 // exp(x - m). Below -200 it is 0 in f32, as it is of -inf.
 fn weigh(x: vec4<f32>, m: f32) -> vec4<f32> {
   return exp(max(x - m, vec4<f32>(-200.0)));
@@ -62,7 +56,6 @@ struct Columns {
   c: vec4<f32>,
   d: vec4<f32>,
 }
-
 fn four(v: u32, shift: u32) -> vec4<u32> {
   return vec4<u32>(v) + (vec4<u32>(0u, 1u, 2u, 3u) << vec4<u32>(shift));
 }
@@ -141,134 +134,111 @@ fn sum_of(e: Columns, m: f32, v: u32, shift: u32) -> f32 {
   return s;
 }
 
-// The maximum as others shall see it: +inf where one is NaN.
-fn seen(m: f32, magnitude: u32) -> f32 {
-  return bitcast<f32>(select(bitcast<u32>(m), INFINITY_BITS, magnitude > INFINITE));
-}
-
-fn put(at: u32, part: Part) {
-  maxima[at] = part.m;
-  sums[at] = part.s;
-}
-
 // `count` parts, `step` apart: first the maximum, then the sums, a weight each.
-fn merged(first: u32, step: u32, count: u32) -> Part {
-  var all = Part(maxima[first], 0.0);
+fn merged(first: u32, step: u32, count: u32) -> vec2<f32> {
+  var m = parts[first].x;
   for (var k = 1u; k < count; k++) {
-    all.m = max(all.m, maxima[first + k * step]);
+    m = max(m, parts[first + k * step].x);
   }
+  var s = 0.0;
   for (var k = 0u; k < count; k++) {
-    all.s += sums[first + k * step] * weigh_one(maxima[first + k * step], all.m);
+    let other = parts[first + k * step];
+    s += other.y * weigh_one(other.x, m);
+  }
+  return vec2<f32>(m, s);
+}
+// How far the columns of a thread are below the maximum, in sum, and 1 where one of them is -inf.
+fn depth(row: u32, lane: u32, shift: u32, m: f32) -> vec2<f32> {
+  var below = 0.0;
+  var masked = 0.0;
+  for (var v = lane; v < dims.y; v += 4u << shift) {
+    let x = load(row, v, shift);
+    below += total(select(vec4<f32>(0.0), m - x, four(v, shift) < vec4<u32>(dims.y)));
+    if (any(bitcast<vec4<u32>>(x) == vec4<u32>(MINUS_INFINITY_BITS))) {
+      masked = 1.0;
+    }
+  }
+  return vec2<f32>(below, masked);
+}
+fn summed(first: u32, step: u32, count: u32) -> vec2<f32> {
+  var all = vec2<f32>(0.0);
+  for (var k = 0u; k < count; k++) {
+    all += parts[first + k * step];
   }
   return all;
 }
 
-// Of a row of 64 or 256 threads.
-fn reduce(tid: u32, shift: u32, own: Part) -> Part {
-  put(tid % 16u * 17u + tid / 16u, own);
+// What a row's gradient is made of.
+struct Row {
+  m: f32,
+  scale: f32,    // of p: inv_norm (1 + 2 beta_zl lse) / s
+  filled: bool,  // the row is `filling` all over
+  filling: u32,  // 0, or a NaN's bits
+}
+// Of row s, the workgroup's i-th, by every thread of it; its first one writes the loss. `below` is
+// depth's, of the whole row.
+fn finish(s: u32, rows: u32, lane: u32, i: u32, part: vec2<f32>, below: vec2<f32>) -> Row {
+  let alpha = params.y;
+  let log_sum = log(part.y);
+  let lse = part.x + log_sum;
+  // The maximum weighs 1, so a smaller sum is of -inf alone.
+  let poisoned = bitcast<u32>(part.x) == INFINITY_BITS || part.y < 0.5;
+  let poison = select(0u, NAN_BITS, poisoned);
+  let ignored = tgts[min(s, rows - 1u)] >= dims.y;
+  if (lane == 0u && s < rows) {
+    let x_t = target_logits[i];
+    let loss = log_sum + (1.0 - alpha) * (part.x - x_t) + alpha * below.x * params.w +
+               params.z * lse * lse;
+    let masked_target = alpha < 1.0 && bitcast<u32>(x_t) == MINUS_INFINITY_BITS;
+    let bits = select(bitcast<u32>(loss), INFINITY_BITS, below.y > 0.0 || masked_target) | poison;
+    losses[s] = select(bitcast<f32>(bits), 0.0, ignored);
+  }
+  return Row(part.x, params.x * (1.0 + 2.0 * params.z * lse) / part.y, ignored || poisoned,
+             select(poison, 0u, ignored));
+}
+
+// The parts of a row of 64 or 256 threads, merged.
+fn reduce(tid: u32, shift: u32, own: vec2<f32>) -> vec2<f32> {
+  parts[tid % 16u * 17u + tid / 16u] = own;
   workgroupBarrier();
   if (tid < 16u) {
-    put(tid, merged(tid, 17u, 16u));
+    parts[tid] = merged(tid, 17u, 16u);
   }
   workgroupBarrier();
   if (shift == 6u) {
-    return merged(tid / 64u * 4u, 1u, 4u);
+    return merged((tid >> 6u) * 4u, 1u, 4u);
   }
   if (tid == 0u) {
-    put(16u, merged(0u, 1u, 16u));
+    parts[16] = merged(0u, 1u, 16u);
   }
   workgroupBarrier();
-  return Part(maxima[16], sums[16]);
+  return parts[16];
 }
-
-// Of a row of 16 threads: the maximum of all before the exponentials, so that none needs a weight.
-fn largest_of_16(tid: u32, own: f32) -> f32 {
-  let first = tid / 16u * 17u;
-  maxima[first + tid % 16u] = own;
-  workgroupBarrier();
-  var m = maxima[first];
-  for (var k = 1u; k < 16u; k++) {
-    m = max(m, maxima[first + k]);
-  }
-  return m;
-}
-fn sum_of_16(tid: u32, own: f32) -> f32 {
-  let first = tid / 16u * 17u;
-  sums[first + tid % 16u] = own;
-  workgroupBarrier();
-  var s = 0.0;
-  for (var k = 0u; k < 16u; k++) {
-    s += sums[first + k];
-  }
-  return s;
-}
-
-// How far the columns of a thread are below the maximum, in sum (s); 1 where one of them is -inf (m).
-fn depth(row: u32, lane: u32, shift: u32, m: f32) -> Part {
-  var all = Part(0.0, 0.0);
-  for (var v = lane; v < dims.y; v += 4u << shift) {
-    let x = load(row, v, shift);
-    all.s += total(select(vec4<f32>(0.0), m - x, four(v, shift) < vec4<u32>(dims.y)));
-    if (any(bitcast<vec4<u32>>(x) == vec4<u32>(MINUS_INFINITY_BITS))) {
-      all.m = 1.0;
-    }
-  }
-  return all;
-}
-fn summed(first: u32, step: u32, count: u32) -> Part {
-  var all = Part(0.0, 0.0);
-  for (var k = 0u; k < count; k++) {
-    all.m = max(all.m, maxima[first + k * step]);
-    all.s += sums[first + k * step];
-  }
-  return all;
-}
-fn reduce_depth(tid: u32, shift: u32, own: Part) -> Part {
-  workgroupBarrier();  // both arrays have been read
-  put(tid % 16u * 17u + tid / 16u, own);
+fn reduce_depth(tid: u32, shift: u32, own: vec2<f32>) -> vec2<f32> {
+  workgroupBarrier();  // they have been read
+  parts[tid % 16u * 17u + tid / 16u] = own;
   workgroupBarrier();
   if (tid < 16u) {
-    put(tid, summed(tid, 17u, 16u));
+    parts[tid] = summed(tid, 17u, 16u);
   }
   workgroupBarrier();
   let count = 1u << (shift - 4u);  // of 16 threads each
   return summed((tid >> shift) * count, 1u, count);
 }
-
-// What a row's gradient is made of.
-struct Row {
-  scale: f32,    // of p: inv_norm (1 + 2 beta_zl lse) / s
-  filled: bool,  // the row is `filling` all over
-  filling: u32,  // 0, or a NaN's bits
-}
-
-// Of row s, which is the workgroup's i-th and begins at `row`, by every thread of it; its first one
-// writes the loss.
-fn finish(i: u32, s: u32, rows: u32, row: u32, tid: u32, shift: u32, part: Part) -> Row {
+fn row_of(s: u32, rows: u32, row: u32, tid: u32, shift: u32, own: vec2<f32>) -> Row {
+  let part = reduce(tid, shift, own);
   let lane = tid & ((1u << shift) - 1u);
-  let alpha = params.y;
-  var below = Part(0.0, 0.0);
-  if (alpha > 0.0) {
-    below = reduce_depth(tid, shift, depth(row, lane, shift, part.m));
+  var below = vec2<f32>(0.0);
+  if (params.y > 0.0) {
+    below = reduce_depth(tid, shift, depth(row, lane, shift, part.x));
   }
-  let log_sum = log(part.s);
-  let lse = part.m + log_sum;
-  // The maximum weighs 1, so a smaller sum is of -inf alone.
-  let poisoned = bitcast<u32>(part.m) == INFINITY_BITS || part.s < 0.5;
-  let poison = select(0u, NAN_BITS, poisoned);
-  let ignored = tgts[min(s, rows - 1u)] >= dims.y;
-  if (lane == 0u && s < rows) {
-    let x_t = target_logits[i];
-    let loss = log_sum + (1.0 - alpha) * (part.m - x_t) + alpha * below.s * params.w +
-               params.z * lse * lse;
-    let masked_target = alpha < 1.0 && bitcast<u32>(x_t) == MINUS_INFINITY_BITS;
-    let bits = select(bitcast<u32>(loss), INFINITY_BITS, below.m > 0.0 || masked_target) | poison;
-    losses[s] = select(bitcast<f32>(bits), 0.0, ignored);
-  }
-  return Row(params.x * (1.0 + 2.0 * params.z * lse) / part.s, ignored || poisoned,
-             select(poison, 0u, ignored));
+  return finish(s, rows, lane, tid >> shift, part, below);
 }
 
+// +inf where one is NaN.
+fn seen(m: f32, x: Columns) -> f32 {
+  return bitcast<f32>(select(bitcast<u32>(m), INFINITY_BITS, magnitude(x) > INFINITE));
+}
 fn gradient(e: vec4<f32>, factor: f32) -> vec4<f32> {
   let uniform_part = params.x * params.y * params.w;
   return fma(e, vec4<f32>(factor), vec4<f32>(-uniform_part));
@@ -296,19 +266,10 @@ fn short_rows(first: u32, rows: u32, shift: u32, tid: u32) {
     x_t = logits[row + t];
     target_logits[i] = x_t;
   }
-  var m = max(largest(x), LOWEST);
-  let shown = seen(m, magnitude(x));
-  if (shift == 4u) {
-    m = largest_of_16(tid, shown);
-  }
+  let m = max(largest(x), LOWEST);
   let e = weights(x, m);
-  var part = Part(m, sum_of(e, m, lane, shift));
-  if (shift == 4u) {
-    part.s = sum_of_16(tid, part.s);
-  } else {
-    part = reduce(tid, shift, Part(shown, part.s));
-  }
-  let known = finish(i, first + i, rows, row, tid, shift, part);
+  let own = vec2<f32>(seen(m, x), sum_of(e, m, lane, shift));
+  let known = row_of(first + i, rows, row, tid, shift, own);
   if (first + i >= rows) {
     return;
   }
@@ -316,7 +277,7 @@ fn short_rows(first: u32, rows: u32, shift: u32, tid: u32) {
     fill_columns(row, lane, shift, known.filling);
     return;
   }
-  let factor = known.scale * weigh_one(m, part.m);
+  let factor = known.scale * weigh_one(m, known.m);
   store_columns(row, lane, shift, gradients(e, factor));
   if (owns_target) {
     store_target(row + t, weigh_one(x_t, m), factor);
@@ -330,40 +291,86 @@ fn long_row(s: u32, rows: u32, tid: u32) {
     target_logits[0] = logits[row + t];
   }
   // The next columns are on their way while these are worked on.
-  var own = Part(LOWEST, 0.0);
-  var most = 0u;
+  var own = vec2<f32>(LOWEST, 0.0);
+  var worst = 0u;
   var next = load_columns(row, tid, 8u);
   for (var begin = 0u; begin < dims.y; begin += TURN) {
     let x = next;
     next = load_columns(row, tid + begin + TURN, 8u);
-    let m = max(largest(x), own.m);
-    own.s = own.s * weigh_one(own.m, m) + sum_of(weights(x, m), m, tid + begin, 8u);
-    own.m = m;
-    most = max(most, magnitude(x));
+    let m = max(largest(x), own.x);
+    own = vec2<f32>(m, own.y * weigh_one(own.x, m) + sum_of(weights(x, m), m, tid + begin, 8u));
+    worst = max(worst, magnitude(x));
   }
-  let part = reduce(tid, 8u, Part(seen(own.m, most), own.s));
-  let known = finish(0u, s, rows, row, tid, 8u, part);
+  own.x = bitcast<f32>(select(bitcast<u32>(own.x), INFINITY_BITS, worst > INFINITE));
+  let known = row_of(s, rows, row, tid, 8u, own);
   // What is written from here on, other invocations have read.
   storageBarrier();
 
-  // From the end, which the cache may still hold. What of the aligned 32 columns is before the row's
-  // first wraps around to beyond its last.
+  // Columns of the aligned 32 that are not this row's: they wrap around, to beyond its end.
   let before = row % 32u;
   let x_t = target_logits[0];
-  var end = (dims.y + before + TURN - 1u) / TURN * TURN;
-  next = load_columns(row, tid + end - TURN - before, 8u);
-  for (; end > 0u; end -= TURN) {
-    let v = tid + end - TURN - before;
+  let turns = (dims.y + before + TURN - 1u) / TURN;
+  next = load_columns(row, tid - before + (turns - 1u) * TURN, 8u);
+  for (var k = turns; k > 0u; k--) {
+    let v = tid + (k - 1u) * TURN - before;
     let x = next;
-    next = load_columns(row, select(dims.y, v - TURN, end > TURN), 8u);
+    next = load_columns(row, select(dims.y, v - TURN, k > 1u), 8u);
     if (known.filled) {
       fill_columns(row, v, 8u, known.filling);
     } else {
-      store_columns(row, v, 8u, gradients(weights(x, part.m), known.scale));
+      store_columns(row, v, 8u, gradients(weights(x, known.m), known.scale));
     }
   }
   if (!known.filled && tid == (t + before) % WG) {
-    store_target(row + t, weigh_one(x_t, part.m), known.scale);
+    store_target(row + t, weigh_one(x_t, known.m), known.scale);
+  }
+}
+
+var<workgroup> maxima: array<f32, 272>;
+var<workgroup> sums: array<f32, 272>;
+// Rows of up to 256 columns, 16 threads each, whose maximum is known before the exponentials.
+fn rows_of_16(first: u32, rows: u32, tid: u32) {
+  let i = tid / 16u;
+  let lane = tid % 16u;
+  let s = min(first + i, rows - 1u);
+  let row = s * dims.y;
+  let t = tgts[s];
+  let x = load_columns(row, lane, 4u);
+  let owns_target = t < dims.y && lane == (t & 15u);
+  var x_t = 0.0;
+  if (owns_target) {
+    x_t = logits[row + t];
+    target_logits[i] = x_t;
+  }
+  let cell = i * 17u;
+  maxima[cell + lane] = seen(max(largest(x), LOWEST), x);
+  workgroupBarrier();
+  var m = maxima[cell];
+  for (var k = 1u; k < 16u; k++) {
+    m = max(m, maxima[cell + k]);
+  }
+  let e = weights(x, m);
+  sums[cell + lane] = sum_of(e, m, lane, 4u);
+  workgroupBarrier();
+  var sum = 0.0;
+  for (var k = 0u; k < 16u; k++) {
+    sum += sums[cell + k];
+  }
+  var below = vec2<f32>(0.0);
+  if (params.y > 0.0) {
+    below = reduce_depth(tid, 4u, depth(row, lane, 4u, m));
+  }
+  let known = finish(first + i, rows, lane, i, vec2<f32>(m, sum), below);
+  if (first + i >= rows) {
+    return;
+  }
+  if (known.filled) {
+    fill_columns(row, lane, 4u, known.filling);
+    return;
+  }
+  store_columns(row, lane, 4u, gradients(e, known.scale));
+  if (owns_target) {
+    store_target(row + t, weigh_one(x_t, m), known.scale);
   }
 }
 
@@ -373,7 +380,7 @@ fn cross_entropy(@builtin(workgroup_id) group: vec3<u32>,
                  @builtin(local_invocation_index) tid: u32) {
   let s = group.x + group.y * groups.x;
   // Before anything else, for this is all that most workgroups do.
-  if (dims.y <= 256u && s % 16u != 0u) {
+  if (dims.y <= 1024u && (s & select(3u, 15u, dims.y <= 256u)) != 0u) {
     return;
   }
   let rows = min(dims.x, groups.x * groups.y);
@@ -386,10 +393,8 @@ fn cross_entropy(@builtin(workgroup_id) group: vec3<u32>,
   } else if (dims.y > 1024u) {
     short_rows(s, rows, 8u, tid);
   } else if (dims.y > 256u) {
-    if (s % 4u == 0u) {
-      short_rows(s, rows, 6u, tid);
-    }
+    short_rows(s, rows, 6u, tid);
   } else {
-    short_rows(s, rows, 4u, tid);
+    rows_of_16(s, rows, tid);
   }
 }
