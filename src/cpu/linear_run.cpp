@@ -22,6 +22,18 @@ void load_vector(const TensorView& view, int64_t first, int64_t count, float* to
   std::fill(to + count, to + vocab_tile, 0.0f);
 }
 
+// sum += the rows [count, vocab_tile] in pairs, which are lost: beside one large term, a target's,
+// the small ones of many tokens must not be added one by one.
+void add_rows(float* rows, int64_t count, int64_t width, float* sum) {
+  for (int64_t step = 1; step < count; step *= 2) {
+    for (int64_t r = 0; r + step < count; r += 2 * step) {
+      add_scaled(rows + (r + step) * vocab_tile, 0, 1.0f, 1, width, false, rows + r * vocab_tile,
+                 0);
+    }
+  }
+  add_scaled(rows, 0, 1.0f, 1, width, false, sum, 0);
+}
+
 }  // namespace
 
 // A thread's scratch.
@@ -187,11 +199,11 @@ void LinearRun::form_gradient(int64_t tile, const Lane& lane, const float* logit
         row[target] = target_gradient(map_, g, z[target],
                                       class_weight != nullptr ? class_weight[target] : 1.0f);
       }
-      if (sum_bias) add_scaled(row, 0, 1.0f, 1, width, false, bias_sum, 0);
     }
     pack_gradient(plan_.engine, lane.rows, n0, group, padded_count_,
                   call_.grad_input ? lane.along_vocab : nullptr,
                   call_.grad_weight ? lane.along_tokens : nullptr);
+    if (sum_bias) add_rows(lane.rows, group, width, bias_sum);
   }
 }
 
