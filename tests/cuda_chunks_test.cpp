@@ -30,10 +30,12 @@ cuda::LinearPlan plan_of(const ForwardBackward& op, uint64_t bytes) {
   return plan_linear(cuda::shape_of(asked, *device), cuda::planned_speed(*device), bytes);
 }
 
-// How it divides the work; "" where no chunk follows another.
+// How it divides the work; "" where it does not.
 std::string division(const cuda::LinearPlan& p) {
-  if (p.chunks == 1) return "";
+  const bool passes = p.kind == cuda::PlanKind::two_passes;
+  if (p.chunks == 1 && !passes) return "";
   std::string text = name_of(p.kind);
+  if (p.chunks == 1) text += ", of one chunk";
   if (p.input_clusters > 0) text += ", both at once";
   if (p.lent_sum_rows > 0) text += ", sums lent";
   if (p.first_rows > 0) text += ", some rows first";
@@ -90,6 +92,14 @@ TEST_P(CudaChunks, OfDzAndItsBias) {
   c.options.label_smoothing = 0.1f;
   c.bias = c.wants_grad_bias = true;
   judge_divisions(device_, c, {"token chunks, both at once, sums lent", "two passes"});
+}
+
+// A first pass of one chunk, which makes nothing of grad_weight, and has its panels there.
+TEST_P(CudaChunks, PanelsInTheMemoryOfWhatComesLater) {
+  Case c = plain;
+  c.shape = {1300, 64, 8001};
+  c.bias = c.wants_grad_bias = true;
+  judge_divisions(device_, c, {"two passes, of one chunk"});
 }
 
 TEST_P(CudaChunks, AddedToSinglePrecision) {

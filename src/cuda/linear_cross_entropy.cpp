@@ -235,8 +235,7 @@ void run_two_passes(const LinearCrossEntropyForwardBackward& op, const LinearSha
               .stride = {1}};
   }
   const LinearCrossEntropyBackward second = second_op(op, first.statistics, plan.first_rows);
-  if (plan.first_rows == 0) first.grad_weight = {};
-  first.grad_bias = {};
+  first.grad_bias = {};  // grad_weight stays: where it is not made its memory may still hold panels
   const auto pass = [&](LinearCall call, const LinearShape& planned) {
     call.shape = planned;
     const LinearPlan p = plan_linear(planned, speed_of(device), bytes - arena.used());

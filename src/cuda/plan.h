@@ -8,9 +8,8 @@
 //               which half lies in its own memory
 //   mixed       E of a share of the vocabulary is kept, the rest made again: three and a part
 //   frugal      nothing kept; dz made again with the lse known: four products
-//   two_passes  E of one chunk of tokens at a time, for grad_input and some rows of grad_weight;
-//   then
-//               dz of the other columns for theirs: four products or less, nothing else in f32
+//   two_passes  E of one chunk of tokens at a time, for grad_input and the first rows of
+//               grad_weight; then dz of the other columns for theirs: three and a half products
 // Rows of grad_weight that no product has written yet are memory too: Hopper's kernels keep E or dz
 // of earlier columns there (panels.h).
 #pragma once
