@@ -7,7 +7,7 @@
 #include "judge.h"
 #include "problem.h"
 #include "resident.h"
-#include "src/cuda/plan.h"
+#include "src/cuda/linear.h"
 #include "src/cuda/runtime.h"
 #include "suite.h"
 
@@ -18,8 +18,12 @@ class CudaChunks : public ConformanceTest {};
 
 using ForwardBackward = LinearCrossEntropyForwardBackward;
 
-// The plan that runs in so many bytes.
-cuda::LinearPlan plan_of(const ForwardBackward& op, uint64_t bytes) {
+struct Planned {
+  cuda::LinearShape shape;
+  cuda::LinearPlan plan;
+};
+// What runs in so many bytes.
+Planned plan_of(const ForwardBackward& op, uint64_t bytes) {
   ForwardBackward asked = op;
   logitless_op unused{};
   for_each_tensor(asked, unused, [](const char*, Access, TensorView& view, auto&&) {
@@ -27,17 +31,20 @@ cuda::LinearPlan plan_of(const ForwardBackward& op, uint64_t bytes) {
   });
   const cuda::DeviceInfo* device = nullptr;
   EXPECT_TRUE(cuda::find_device(0, &device).ok());
-  return plan_linear(cuda::shape_of(asked, *device), cuda::planned_speed(*device), bytes);
+  const cuda::LinearShape shape = cuda::shape_of(asked, *device);
+  return {shape, plan_linear(shape, cuda::planned_speed(*device), bytes)};
 }
 
 // How it divides the work; "" where it does not.
-std::string division(const cuda::LinearPlan& p) {
+std::string division(const Planned& planned) {
+  const cuda::LinearPlan& p = planned.plan;
   const bool passes = p.kind == cuda::PlanKind::two_passes;
   if (p.chunks == 1 && !passes) return "";
   std::string text = name_of(p.kind);
   if (p.chunks == 1) text += ", of one chunk";
   if (p.input_clusters > 0) text += ", both at once";
   if (p.lent_sum_rows > 0) text += ", sums lent";
+  if (p.lent_sum_rows > rows_in_place_of_e(planned.shape, p)) text += " in pieces";
   if (p.first_rows > 0) text += ", some rows first";
   return text;
 }
@@ -100,6 +107,13 @@ TEST_P(CudaChunks, PanelsInTheMemoryOfWhatComesLater) {
   c.shape = {1300, 64, 8001};
   c.bias = c.wants_grad_bias = true;
   judge_divisions(device_, c, {"two passes, of one chunk"});
+}
+
+// More sums in grad_weight's memory than a chunk's E has room for.
+TEST_P(CudaChunks, SumsThatLeaveTheirMemoryInPieces) {
+  Case c = plain;
+  c.shape = {3100, 1024, 300};
+  judge_divisions(device_, c, {"token chunks, both at once, sums lent in pieces"});
 }
 
 TEST_P(CudaChunks, AddedToSinglePrecision) {

@@ -215,6 +215,35 @@ TEST(CudaPlan, WhatIsLentIsFree) {
   EXPECT_GT(lent.sums, 0);
 }
 
+// Rows of sums in f32 in memory that holds half as many: each becomes its row of 16 bits there, and
+// none is written over before it was read.
+TEST(CudaPlan, LentSumsLeaveTheirMemoryInPieces) {
+  for (const int64_t rows : {1, 2, 3, 7, 64, 1000}) {
+    for (const int64_t in_place_of_e : {1, 2, 5, 63, 64, 5000}) {
+      const int64_t lent = rows / 2;
+      std::vector<int64_t> halves(static_cast<size_t>(2 * rows), -1);  // two a row of sums
+      for (int64_t i = 0; i < lent; ++i) halves[2 * i] = halves[2 * i + 1] = i;
+      int64_t done = 0;
+      for_lent_pieces(lent, in_place_of_e, [&](int64_t first, int64_t count) {
+        EXPECT_EQ(first, done);
+        ASSERT_GT(count, 0);
+        EXPECT_LE(count, first == 0 ? in_place_of_e : first);
+        for (int64_t i = first; i < first + count; ++i) {  // all are read ...
+          ASSERT_EQ(halves[2 * i], i);
+          ASSERT_EQ(halves[2 * i + 1], i);
+        }
+        if (first > 0) {  // ... while some are written, unless they lie elsewhere
+          EXPECT_LE(first + count, 2 * first);
+        }
+        for (int64_t i = first; i < first + count; ++i) halves[i] = 1000000 + i;
+        done += count;
+      });
+      EXPECT_EQ(done, lent);
+      for (int64_t i = 0; i < lent; ++i) EXPECT_EQ(halves[i], 1000000 + i);
+    }
+  }
+}
+
 // Heads of few columns and many tokens: whatever lies between the least and the whole is filled.
 TEST(CudaPlan, TwoPassesWhereTheSumsHaveNoRoom) {
   LinearShape s{.tokens = 20480, .vocab = 50257, .hidden = 768};

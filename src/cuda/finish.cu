@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // The f32 sums of the gradients become the caller's: times the common factor, rounded once.
-#include <algorithm>
-
 #include "src/cuda/linear.cuh"
 
 namespace logitless::cuda {
@@ -226,19 +224,18 @@ void write_grad_weight(const LinearCall& call, const LinearPlan& plan, const Lin
 
 void write_lent_sums(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                      Stream* stream) {
-  const int64_t lent = plan.lent_sum_rows, pitch = plan.hidden_pitch;
-  if (lent == 0 || !stream->ok()) return;
-  const float* sums = lent_sums(call);
-  int64_t done = std::min(lent, rows_in_place_of_e(call.shape, plan));
-  stream->fail(cuda_error("cudaMemcpyAsync",
-                          cudaMemcpyAsync(m.stored, sums, static_cast<size_t>(done * pitch) * 4,
-                                          cudaMemcpyDeviceToDevice, stream->get())));
-  write_grad_weight(call, plan, m, reinterpret_cast<const float*>(m.stored), 0, done, stream);
-  while (done < lent) {
-    const int64_t rows = std::min(done, lent - done);
-    write_grad_weight(call, plan, m, sums + done * pitch, done, rows, stream);
-    done += rows;
-  }
+  const int64_t pitch = plan.hidden_pitch;
+  const auto write = [&](int64_t first, int64_t rows) {
+    const float* sums = lent_sums(call) + first * pitch;
+    if (first == 0 && stream->ok()) {  // their place is that of the rows they become
+      stream->fail(cuda_error("cudaMemcpyAsync",
+                              cudaMemcpyAsync(m.stored, sums, static_cast<size_t>(rows * pitch) * 4,
+                                              cudaMemcpyDeviceToDevice, stream->get())));
+      sums = reinterpret_cast<const float*>(m.stored);
+    }
+    write_grad_weight(call, plan, m, sums, first, rows, stream);
+  };
+  for_lent_pieces(plan.lent_sum_rows, rows_in_place_of_e(call.shape, plan), write);
 }
 
 void write_grad_bias(const LinearCall& call, const LinearMemory& m, Stream* stream) {

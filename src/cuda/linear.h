@@ -2,6 +2,8 @@
 // The device arrays of a linear op and the kernels between its products.
 #pragma once
 
+#include <algorithm>
+
 #include "src/cuda/numbers.h"
 #include "src/cuda/panels.h"
 #include "src/cuda/plan.h"
@@ -99,6 +101,17 @@ inline int64_t rows_in_place_of_e(const LinearShape& s, const LinearPlan& p) {
   return panel_rows(s, p) * stored_pitch(p.stored_columns) * size_of(s.dtype) /
          (4 * p.hidden_pitch);
 }
+// use(first, rows) with the pieces in which lent sums become rows of grad_weight in their place:
+// the first one leaves it by way of E's; then ever twice as many rows, to where those before them
+// were.
+template <class F>
+void for_lent_pieces(int64_t lent, int64_t in_place_of_e, F&& use) {
+  for (int64_t done = 0; done < lent;) {
+    const int64_t rows = std::min(done == 0 ? in_place_of_e : done, lent - done);
+    use(done, rows);
+    done += rows;
+  }
+}
 // One chunk alone: nothing of grad_input is written before the last product is done with the input.
 // Up to a megabyte is not worth the launch that clears what was lent.
 inline bool lends_input(const LinearShape& s, const LinearPlan& p) {
@@ -182,8 +195,7 @@ void add_to_bias(const LinearCall& call, const LinearPlan& plan, const LinearMem
                  const Chunk& chunk, const Panel& panel, bool scaled, bool first, Stream*);
 void write_grad_weight(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                        const float* sums, int64_t row, int64_t rows, Stream*);
-// grad_weight of its first rows, whose sums lie in its own memory: the first of them by way of E's,
-// which nobody needs any more; then ever twice as many, whose place those before them have left.
+// grad_weight of its first rows, whose sums lie in its own memory.
 void write_lent_sums(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                      Stream*);
 void write_grad_bias(const LinearCall& call, const LinearMemory& m, Stream*);

@@ -36,6 +36,7 @@ TESTS: dict[str, str] = {
     "stores": "*/CudaHeads.Exponentials*",
     "workspace": "*/WorkspaceSizes.*:" + _tests(_LINEAR, _TABLE),
     "apart": "*/CudaLinear.*",
+    "pieces": "*/CudaChunks.SumsThatLeave*",
     "chunks": "*/CudaChunks.OfTokens*:*/CudaChunks.Added*",
     "nonfinite": "*/NonFinite.*/cuda_linear*f16",
 }
@@ -330,7 +331,7 @@ MUTANTS = [
     _M("chunks, sums: the workspace's in the place of the lent ones", "linear_run.h",
        "m_.grad_weight_sum, @{lent}@,", "int64_t{0}", "chunks"),
     _M("chunks, lent sums: every piece in the first one's place", "finish.cu",
-       "sums + done * pitch, @{done}@, rows", "int64_t{0}", "chunks"),
+       "write_grad_weight(call, plan, m, sums, @{first}@, rows, stream);", "int64_t{0}", "pieces"),
     _M("two passes: targets of the second as of the whole vocabulary", "linear_cross_entropy.cpp",
        "second.options.vocab_start = @{first_rows}@;", "int64_t{0}", "chunks"),
     _M("two passes: the second from the first row on", "linear_cross_entropy.cpp",
