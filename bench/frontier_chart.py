@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -71,22 +72,13 @@ def draw(axes: pyplot.Axes, head: str, points: Records, others: Records) -> None
         axes.plot(size, predicted, "x--", color="tab:cyan", label="Logitless, predicted")
     axes.plot(size, [p["bound_ms"] / floor for p in points], ":", color="tab:gray", label="allowed")
     highest = 1.5 * max(p["ratio"] for p in points)
-    middle = (size[0] * size[-1]) ** 0.5
-    for i, r in enumerate(sorted(others, key=lambda r: r["ratio"])):
+    others = sorted(others, key=lambda r: r["ratio"])
+    for r, marker in zip(others, cycle("sDv^P*<>X"), strict=False):
         place = (max(r["mib"], size[0] / 2), min(r["ratio"], highest))
-        axes.plot(*place, "s", color="tab:red", markersize=4)
         name = r["contender"]  # with the figures that are off the chart
         name += f", x {r['ratio']:.1f}" if r["ratio"] > highest else ""
         name += f", {r['mib']:.0f} MiB" if r["mib"] < place[0] else ""
-        right = place[0] > middle
-        axes.annotate(
-            name,
-            place,
-            fontsize=6,
-            ha="right" if right else "left",
-            xytext=(-4 if right else 4, 7 * (i % 3) - 8),
-            textcoords="offset points",
-        )
+        axes.plot(*place, marker, markersize=6, alpha=0.8, label=name)
     axes.axhline(1, color="black", linewidth=0.5)
     axes.set(
         xscale="log",
@@ -95,6 +87,7 @@ def draw(axes: pyplot.Axes, head: str, points: Records, others: Records) -> None
         ylabel="time / three products",
     )
     axes.set_ylim(0.9, highest * 1.05)
+    axes.legend(fontsize=7)
 
 
 def main() -> None:
@@ -123,7 +116,6 @@ def main() -> None:
         others = peers(records, head)
         text += ["", *lines(head, mine, others)]
         draw(axes, head, mine, others)
-    panels[0][0].legend(fontsize=7)
     machine = runs[0]["machine"]
     figure.suptitle(
         f"Loss and gradients, bf16: time against memory, {machine['device']}, {machine['date']}"

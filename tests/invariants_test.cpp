@@ -119,6 +119,20 @@ TEST_P(Invariants, GradBiasSumsToZero) {
   });
 }
 
+// A class of one token's target: a large term, and hundreds of small ones of one sign, each of
+// which would lose as much as the sum is rounded by.
+TEST_P(Invariants, ManySmallTermsAfterALargeOne) {
+  if (!is_linear(op_) || !has_gradient(op_)) return;
+  Case c{.op = op_,
+         .shape = {261, 17, 17001},
+         .dtype = dtype_,
+         .data = Data::constant,
+         .wants_grad_input = false,
+         .wants_grad_bias = true};
+  const Comparison result = judge(device_, c);
+  EXPECT_TRUE(result.ok()) << result.report;
+}
+
 // A common offset of a row's logits, exact in f32, costs nothing.
 TEST_P(Invariants, ShiftOfTheLogits) {
   if (is_linear(op_) || dtype_ != DType::f32) return;

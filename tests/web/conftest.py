@@ -114,6 +114,14 @@ def page(browser: BrowserContext, web_origin: str) -> Page:
         """async () => {
           globalThis.halves = (await import('/halves.js')).halves;
           globalThis.module = await import('/logitless.js');
+          // Chromium's renderer stands still at times, waiting for a lock that nobody gives back, where
+          // a device is collected as garbage in the middle of another's calls: none is.
+          const create = module.Logitless.create.bind(module.Logitless);
+          globalThis.kept = [];
+          module.Logitless.create = async (options) => {
+            kept.push(await create(options));
+            return kept.at(-1);
+          };
           globalThis.logitless = await module.Logitless.create({limits: 'default'});
         }"""
     )
