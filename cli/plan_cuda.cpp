@@ -97,6 +97,13 @@ void print_cuda_plan(const json& out) {
   fmt::print("{:<12}{}, {:.2f} products, predicted {:.3f} ms on {}\n", "plan",
              plan["name"].get<std::string>(), plan["products"].get<double>(),
              plan["predicted_ms"].get<double>(), out["device"].get<std::string>());
+  if (plan["name"] == "two passes") {
+    const auto first = plan["first_rows"].get<int64_t>(), vocab = out["vocab"].get<int64_t>();
+    fmt::print("{:<12}{} of {} tokens; then {} of {} columns again, for grad_weight\n", "chunks",
+               plan["chunks"].get<int64_t>(), plan["token_chunk"].get<int64_t>(), vocab - first,
+               vocab);
+    return;
+  }
   fmt::print("{:<12}{} of {} tokens; logits {} x {} at a time; {} of {} columns kept{}\n", "chunks",
              plan["chunks"].get<int64_t>(), plan["token_chunk"].get<int64_t>(),
              plan["block_rows"].get<int64_t>(), plan["block_columns"].get<int64_t>(),
