@@ -226,7 +226,7 @@ void write_lent_sums(const LinearCall& call, const LinearPlan& plan, const Linea
                      Stream* stream) {
   const int64_t pitch = plan.hidden_pitch;
   const auto write = [&](int64_t first, int64_t rows) {
-    const float* sums = lent_sums(call) + first * pitch;
+    const float* sums = call.grad_weight.as<const float>() + first * pitch;
     if (first == 0 && stream->ok()) {  // their place is that of the rows they become
       stream->fail(cuda_error("cudaMemcpyAsync",
                               cudaMemcpyAsync(m.stored, sums, static_cast<size_t>(rows * pitch) * 4,

@@ -93,4 +93,8 @@ LinearMemory place_linear(const LinearShape& s, const LinearPlan& p, Arena* aren
   return m;
 }
 
+std::array<float*, 2> place_states(const LinearShape& s, Arena* arena) {
+  return {arena->take<float>(s.tokens), arena->take<float>(s.tokens)};
+}
+
 }  // namespace logitless::cuda

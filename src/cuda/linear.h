@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 
 #include "src/cuda/numbers.h"
 #include "src/cuda/panels.h"
@@ -89,12 +90,6 @@ struct LinearMemory {
   float* slabs = nullptr;            // [slabs, hidden_pitch]
 };
 
-// The first lent_sum_rows of grad_weight's f32 sums lie in its own memory.
-inline float* lent_sums(const LinearCall& call) {
-  char* data = static_cast<char*>(call.grad_weight.data) + call.grad_weight.byte_offset;
-  return reinterpret_cast<float*>(data);
-}
-
 inline int64_t stored_pitch(int64_t columns) { return (columns + 63) / 64 * 64; }
 // Of grad_weight's f32 sums, where a chunk's E was.
 inline int64_t rows_in_place_of_e(const LinearShape& s, const LinearPlan& p) {
@@ -125,6 +120,8 @@ constexpr int64_t bias_columns = 16384;
 constexpr int64_t bias_slab_rows = 1024, vocab_slab_rows = 512, token_slab_rows = 256;
 
 LinearMemory place_linear(const LinearShape& shape, const LinearPlan& plan, Arena* arena);
+// What the first of two passes leaves the second: row_reference and row_log_sum, [N] each.
+std::array<float*, 2> place_states(const LinearShape& shape, Arena* arena);
 
 // gather.cu
 void copy_weight(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m, Stream*);

@@ -43,12 +43,10 @@ bool state_given(const Op& op) {
   return false;
 }
 
-char* first_byte(const TensorView& v) { return static_cast<char*>(v.data) + v.byte_offset; }
-
 // One piece of memory in whole 16 bytes a row, nothing between the rows.
 bool is_memory(const TensorView& v) {
   return v.shape[1] % 8 == 0 && v.stride[1] == 1 && v.stride[0] == v.shape[1] &&
-         reinterpret_cast<uintptr_t>(first_byte(v)) % 16 == 0;
+         reinterpret_cast<uintptr_t>(v.as<char>()) % 16 == 0;
 }
 
 template <class Op>
@@ -170,10 +168,10 @@ void run_planned(const LinearCall& call, const LinearPlan& plan, char* workspace
                  const DeviceInfo& device, Stream* stream) {
   Arena arena(workspace);
   LinearMemory memory = place_linear(call.shape, plan, &arena);
-  if (lends_input(call.shape, plan)) memory.input = first_byte(call.grad_input);
+  if (lends_input(call.shape, plan)) memory.input = call.grad_input.as<char>();
   if (memory.scaled == nullptr) {
     memory.scaled = scales_apart(call.shape, plan)
-                        ? first_byte(call.grad_weight) + lent_scaled_input(call.shape, plan)
+                        ? call.grad_weight.as<char>() + lent_scaled_input(call.shape, plan)
                         : memory.input;
   }
   LinearRun run(call, plan, memory, device, stream);
@@ -224,16 +222,18 @@ void run_two_passes(const LinearCrossEntropyForwardBackward& op, const LinearSha
                     const DeviceInfo& device, Stream* stream) {
   Arena arena(workspace);
   LinearCrossEntropyForwardBackward first = op;
-  for (TensorView* state : {&first.statistics.row_reference, &first.statistics.row_log_sum}) {
-    float* values = arena.take<float>(shape.tokens);
-    if (*state) continue;
+  const auto [reference, log_sum] = place_states(shape, &arena);
+  const auto keep = [&](TensorView* state, float* values) {  // unless the caller asked for it
+    if (*state) return;
     *state = {.data = values,
               .dtype = DType::f32,
               .device = op.input.device,
               .rank = 1,
               .shape = {shape.tokens},
               .stride = {1}};
-  }
+  };
+  keep(&first.statistics.row_reference, reference);
+  keep(&first.statistics.row_log_sum, log_sum);
   const LinearCrossEntropyBackward second = second_op(op, first.statistics, plan.first_rows);
   first.grad_bias = {};  // grad_weight stays: where it is not made its memory may still hold panels
   const auto pass = [&](LinearCall call, const LinearShape& planned) {

@@ -35,6 +35,10 @@ double product_time(const LinearShape& s, const DeviceSpeed& speed, int64_t rows
   return std::max(arithmetic + shown, moved / speed.memory) + speed.launch;
 }
 
+// Tiles of a gradient's product on Hopper, [rows, D].
+int64_t own_tiles(const LinearShape& s, int64_t rows) {
+  return divide_up(rows, 512) * divide_up(round_up(s.hidden, 8), sm90::sum_columns);
+}
 // 64 of the depth axis of a tile.
 double step_time(const DeviceSpeed& speed) {
   return 512.0 * sm90::sum_columns * 64 * 2 / (speed.products / speed.clusters());
@@ -47,7 +51,7 @@ struct RoundsAndCut {
 };
 RoundsAndCut cut_of(const LinearShape& s, const DeviceSpeed& speed, int64_t rows, int64_t depth,
                     int32_t slots) {
-  const int64_t tiles = divide_up(rows, 512) * divide_up(round_up(s.hidden, 8), sm90::sum_columns);
+  const int64_t tiles = own_tiles(s, rows);
   const int clusters = speed.clusters();
   const int64_t rounds = std::max<int64_t>(tiles / clusters - 2, 0);
   return {rounds, sm90::cut_tiles(static_cast<int>(tiles - rounds * clusters),
@@ -64,8 +68,7 @@ double own_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& sp
 // Both of them at once, of one chunk.
 sm90::Shares shares_of(const LinearShape& s, int64_t tokens, const DeviceSpeed& speed,
                        int32_t slots) {
-  const int columns = static_cast<int>(divide_up(round_up(s.hidden, 8), sm90::sum_columns));
-  const auto tiles = [&](int64_t rows) { return static_cast<int>(divide_up(rows, 512)) * columns; };
+  const auto tiles = [&](int64_t rows) { return static_cast<int>(own_tiles(s, rows)); };
   const auto steps = [](int64_t depth) { return static_cast<int>(divide_up(depth, 64)); };
   return sm90::share_clusters(tiles(tokens), steps(s.vocab), tiles(s.rows_of_weight()),
                               steps(tokens), speed.clusters(), slots);

@@ -138,7 +138,7 @@ Prepared weight_product(const LinearCall& call, const LinearPlan& plan, const Li
   a.chunk = chunk;
   const TensorView& out = call.grad_weight;
   if (plan.lent_sum_rows > 0) {
-    write_sums(lent_sums(call), plan, &a);
+    write_sums(out.as<float>(), plan, &a);
     a.rest = m.grad_weight_sum;
     a.split = static_cast<int32_t>(plan.lent_sum_rows);
   } else if (plan.grad_weight_sum) {
