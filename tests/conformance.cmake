@@ -63,7 +63,7 @@ foreach(test conformance:Conformance:8 determinism:Determinism:4 invariance:Inva
   list(APPEND device_suites $<TARGET_OBJECTS:${name}_test_objects>)
 endforeach()
 if(LOGITLESS_WITH_CUDA)
-  add_executable(device_suite ${device_suites} cuda_test.cpp cuda_chunks_test.cpp cuda_kernels_test.cpp cuda_launches_test.cpp cuda_linear_test.cpp
+  add_executable(device_suite ${device_suites} cuda_test.cpp cuda_chunks_test.cpp cuda_kept_test.cpp cuda_kernels_test.cpp cuda_launches_test.cpp cuda_linear_test.cpp
                  cuda_processes_test.cpp cuda_offsets_test.cpp cuda_rows_test.cpp cuda_units_test.cpp $<TARGET_OBJECTS:conformance_main>)
   link_conformance(device_suite)
   add_device_test(Cuda 4)
@@ -76,6 +76,7 @@ if(LOGITLESS_WITH_CUDA)
   add_device_test(CudaLinear 1)
   add_device_test(CudaUnits 1)
   add_device_test(CudaChunks 1)
+  add_device_test(CudaKept 1)
   add_device_test(CudaKernels 1)
   add_device_test(CudaKernelNames 1)
 endif()

@@ -4,39 +4,17 @@
 // no room at all (src/cuda/plan.h). Each of these plans against double, under every kind of option.
 #include <set>
 
+#include "cuda_planned.h"
 #include "judge.h"
-#include "problem.h"
 #include "resident.h"
-#include "src/cuda/linear.h"
-#include "src/cuda/runtime.h"
-#include "suite.h"
 
 namespace logitless::conformance {
 namespace {
 
 class CudaChunks : public ConformanceTest {};
 
-using ForwardBackward = LinearCrossEntropyForwardBackward;
-
-struct Planned {
-  cuda::LinearShape shape;
-  cuda::LinearPlan plan;
-};
-// What runs in so many bytes.
-Planned plan_of(const ForwardBackward& op, uint64_t bytes) {
-  ForwardBackward asked = op;
-  logitless_op unused{};
-  for_each_tensor(asked, unused, [](const char*, Access, TensorView& view, auto&&) {
-    if (view) view.data = nullptr, view.byte_offset = 0;  // aligned, as on the device
-  });
-  const cuda::DeviceInfo* device = nullptr;
-  EXPECT_TRUE(cuda::find_device(0, &device).ok());
-  const cuda::LinearShape shape = cuda::shape_of(asked, *device);
-  return {shape, plan_linear(shape, cuda::planned_speed(*device), bytes)};
-}
-
 // How it divides the work; "" where it does not.
-std::string division(const Planned& planned) {
+std::string division(const CudaPlanned& planned) {
   const cuda::LinearPlan& p = planned.plan;
   const bool passes = p.kind == cuda::PlanKind::two_passes;
   if (p.chunks == 1 && !passes) return "";
@@ -65,7 +43,7 @@ void judge_divisions(const TestDevice& device, const Case& c,
   std::set<std::string> seen;
   for (const double share : {0.0, 0.05, 0.1, 0.12, 0.14, 0.17, 0.2, 0.23, 0.3, 0.4, 0.6, 0.8}) {
     const uint64_t bytes = bytes_of(size, share);
-    const std::string kind = division(plan_of(p.op, bytes));
+    const std::string kind = division(cuda_plan_of(p.op, bytes));
     if (kind.empty() || !seen.insert(kind).second) continue;
     const Outcome got = execute(device, p.op, p.pool, {.memory = Memory::exact, .bytes = bytes});
     const Comparison result = compare(want, got);
@@ -123,17 +101,9 @@ TEST_P(CudaChunks, AddedToSinglePrecision) {
   judge_divisions(device_, c, {"token chunks, both at once"});
 }
 
-std::vector<std::string> hopper() {
-  const cuda::DeviceInfo* device = nullptr;
-  const bool is = cuda::find_device(0, &device).ok() && device->major == 9 && !device->portable;
-  std::vector<std::string> names = device_names();
-  std::erase_if(names, [&](const std::string& name) { return !is || name != "cuda"; });
-  return names;
-}
-
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(CudaChunks);
 INSTANTIATE_TEST_SUITE_P(All, CudaChunks,
-                         testing::Combine(testing::ValuesIn(hopper()),
+                         testing::Combine(testing::ValuesIn(hopper_devices()),
                                           testing::Values(OpKind::linear_forward_backward),
                                           testing::Values(DType::bf16)),
                          parameter_name);

@@ -334,6 +334,28 @@ TEST_P(CudaHeads, ExponentialsFasterThanMemoryTakesThem) {
   }
 }
 
+// Where E lies in grad_weight's memory, rows are written that it has just left, more of them than
+// all multiprocessors write at a time: what was read too late is no E.
+TEST_P(CudaHeads, RowsThatAreWrittenWhereEWas) {
+  for (const int64_t hidden : {512, 1024, 1536}) {
+    const Head head(1024, hidden, 64064, 61, 127, false);
+    const LinearCrossEntropyForwardBackward op = op_of(head);
+    WorkspaceSize size;
+    ASSERT_TRUE(workspace(op, device_.execution(), &size).ok());
+    const uint64_t bytes = size.minimum + (uint64_t{40} << 20);
+    ASSERT_LT(bytes, size.recommended);
+    const Workspace scratch{allocate(bytes), bytes};
+    check(cudaDeviceSynchronize());
+    const Status status = logitless::run(op, scratch, device_.execution());
+    ASSERT_TRUE(status.ok()) << status.message();
+    check(cudaDeviceSynchronize());
+    expect_right(head, op);
+    for (int64_t j = 5; j < head.vocab; j += 331) {
+      expect_near(row(op.grad_weight, j), head.grad_weight(j), "column " + std::to_string(j));
+    }
+  }
+}
+
 // Rows of more blocks of columns than a grid's second axis takes.
 TEST_P(CudaHeads, RowsOfMoreThan2To23Elements) {
   Case c{.op = OpKind::linear_forward_backward, .shape = {3, (int64_t{1} << 23) + 77, 5}};

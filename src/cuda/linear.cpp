@@ -4,7 +4,6 @@
 
 #include <algorithm>
 
-#include "src/cuda/blas.h"
 #include "src/cuda/sm90/forward.h"
 
 namespace logitless::cuda {
@@ -95,6 +94,28 @@ LinearMemory place_linear(const LinearShape& s, const LinearPlan& p, Arena* aren
 
 std::array<float*, 2> place_states(const LinearShape& s, Arena* arena) {
   return {arena->take<float>(s.tokens), arena->take<float>(s.tokens)};
+}
+
+Panel panel_of(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+               const PanelPlace& at) {
+  if (at.columns == 0) return {};
+  char* data = at.lent ? call.grad_weight.as<char>() + lent_offset(call.shape, plan, at)
+               : at.first < plan.stored_columns ? m.stored
+                                                : m.remade;
+  return {data, panel_rows(call.shape, plan), at.first, at.columns, true};
+}
+
+Operand weight_rows(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                    int64_t column) {
+  if (call.shape.copies_weight) {
+    return {m.weight + column * plan.hidden_pitch * size_of(call.shape.dtype), plan.hidden_pitch,
+            1};
+  }
+  const TensorView& w = call.weight;
+  // One row or one column: the stride that does not matter is made to look like a matrix's.
+  const bool along = w.stride[1] == 1 || call.shape.hidden == 1;
+  return {w.as<char>() + column * w.stride[0] * size_of(w.dtype), w.stride[0],
+          along ? 1 : w.stride[1]};
 }
 
 }  // namespace logitless::cuda

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 
+#include "src/cuda/blas.h"
 #include "src/cuda/numbers.h"
 #include "src/cuda/panels.h"
 #include "src/cuda/plan.h"
@@ -111,7 +112,7 @@ void for_lent_pieces(int64_t lent, int64_t in_place_of_e, F&& use) {
 // Up to a megabyte is not worth the launch that clears what was lent.
 inline bool lends_input(const LinearShape& s, const LinearPlan& p) {
   const int64_t bytes = p.token_chunk * p.hidden_pitch * size_of(s.dtype);
-  return s.lends_grad_input && p.chunks == 1 && bytes > 1 << 20;
+  return s.lends_grad_input && p.chunks == 1 && !writes_input_first(s, p) && bytes > 1 << 20;
 }
 // So that a whole tile may be read.
 constexpr int64_t column_padding = 192;
@@ -149,6 +150,13 @@ struct Panel {
   bool blocks = false;
 };
 
+// On Hopper, in blocks; a null one where there are no columns: nothing is kept.
+Panel panel_of(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+               const PanelPlace& at);
+// The weight from row `column` on, as it is multiplied.
+Operand weight_rows(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                    int64_t column);
+
 // block_exponentials.cu: partial sums (where wanted) and E (where the panel is there).
 void exponentials(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
                   const Block& block, bool partial_sums, const Panel& panel, Stream*);
@@ -175,6 +183,10 @@ void write_extra_rows(const LinearCall& call, const LinearMemory& m, const Chunk
 // Under smoothing: input times v, and behind it the rows that make the smoothing's term.
 void scale_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                  const Chunk& chunk, Stream*);
+
+// copy_panel.cu: the rows that count of a panel in blocks, to `to`, which is as wide.
+void copy_panel(const Chunk& chunk, const Panel& panel, char* to, const DeviceInfo& device,
+                Stream*);
 
 // form_dz.cu: dz in the place of E, for products that a softcap under smoothing leaves no other
 // way.

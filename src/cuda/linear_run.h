@@ -105,21 +105,9 @@ class LinearRun {
   // The smoothing's term of E's products is rows of its own, and the scaled input a pass.
   bool smooths_apart() const { return m_.smoothed_row != nullptr; }
   void scale_apart() {
-    if (!smooths_apart() || !call_.shape.grad_weight) return;
-    scale_input(call_, plan_, m_, chunk_, stream_);
+    if (smooths_apart() && call_.shape.grad_weight) scale_input(call_, plan_, m_, chunk_, stream_);
   }
 
-  Operand weight_rows(int64_t column) const {
-    if (call_.shape.copies_weight) {
-      return {m_.weight + column * plan_.hidden_pitch * size_of(call_.shape.dtype),
-              plan_.hidden_pitch, 1};
-    }
-    const TensorView& w = call_.weight;
-    const char* start = static_cast<const char*>(w.data) + w.byte_offset;
-    // One row or one column: the stride that does not matter is made to look like a matrix's.
-    const bool along = w.stride[1] == 1 || call_.shape.hidden == 1;
-    return {start + column * w.stride[0] * size_of(w.dtype), w.stride[0], along ? 1 : w.stride[1]};
-  }
   // Depth of the logits product and columns of the others: with zeros behind D where both operands
   // have them.
   int64_t depth() const {
@@ -127,54 +115,69 @@ class LinearRun {
   }
 
   Panel stored_panel() const {
-    if (call_.shape.fused) return hopper_panel({0, plan_.stored_columns, false});
+    if (call_.shape.fused) return panel_of(call_, plan_, m_, {0, plan_.stored_columns, false});
     return {m_.stored, stored_pitch(plan_.stored_columns), 0, plan_.stored_columns, false};
   }
-  // In blocks of 64 columns. A null one where there are no columns: nothing is kept.
-  Panel hopper_panel(const PanelPlace& at) const {
-    char* data = at.first < plan_.stored_columns ? m_.stored : m_.remade;
-    if (at.lent) {
-      const TensorView& out = call_.grad_weight;
-      const int64_t offset = lent_panel(call_.shape, plan_, at.columns);
-      data = static_cast<char*>(out.data) + out.byte_offset + offset;
-    }
-    return {at.columns > 0 ? data : nullptr, panel_rows(call_.shape, plan_), at.first, at.columns,
-            true};
+  Panel lent_panel() const {
+    return panel_of(call_, plan_, m_, {plan_.stored_columns, plan_.lent_columns, true});
   }
 
   // The sums of every column, and E of those that are kept.
   void forward_on_hopper() {
-    const int64_t vocab = call_.shape.vocab, kept = kept_columns(plan_);
-    const auto pass = [&](const PanelPlace& at) {
-      if (at.columns == 0) return;
-      sm90::forward(call_, plan_, m_, chunk_, at.first, at.columns,
-                    at.first < kept ? hopper_panel(at) : Panel{}, device_, stream_);
+    const int64_t kept = kept_columns(plan_);
+    const auto pass = [&](int64_t first, int64_t columns, const Panel& panel) {
+      if (columns == 0) return;
+      sm90::forward(call_, plan_, m_, chunk_, first, columns, panel, device_, stream_);
     };
-    pass({0, plan_.stored_columns, false});
-    pass({plan_.stored_columns, plan_.lent_columns, true});
-    pass({kept, vocab - kept, false});
+    pass(0, plan_.stored_columns, stored_panel());
+    pass(plan_.stored_columns, plan_.lent_columns, lent_panel());
+    pass(kept, call_.shape.vocab - kept, {});
   }
 
-  // Where E is not whole: what is kept of it, then dz of the other columns, a panel at a time.
+  // What is kept of E, then dz of the other columns, a panel at a time.
   void gradients_on_hopper() {
+    const int64_t kept = kept_columns(plan_);
     scale_apart();
-    for (PanelPlace at; at.end() < call_.shape.vocab;) {
+    if (kept > 0) kept_gradients();
+    for (PanelPlace at{.columns = kept}; at.end() < call_.shape.vocab;) {
       at = panel_at(call_.shape, plan_, at.end());
-      const Panel panel = hopper_panel(at);
-      bool of_e = false;
-      if (at.first < kept_columns(plan_)) {
-        of_e = finish_kept(panel);
-      } else {
-        sm90::gradients(call_, plan_, m_, chunk_, panel, device_, stream_);
-      }
+      const Panel panel = panel_of(call_, plan_, m_, at);
+      sm90::gradients(call_, plan_, m_, chunk_, panel, device_, stream_);
       if (call_.shape.grad_input) {
-        sm90::input_sums(call_, plan_, m_, chunk_, panel, 0, chunk_.rows, m_.grad_input_sum, of_e,
-                         at.first > 0, device_, stream_);
+        sm90::input_sums(call_, plan_, m_, chunk_, {panel}, 0, chunk_.rows, m_.grad_input_sum,
+                         false, at.first > 0, device_, stream_);
       }
-      grad_weight(panel, of_e);
+      grad_weight(panel, false);
+      bias(panel, false);
+    }
+    if (plan_.grad_input_sum) write_sums(false);
+  }
+
+  // All that needs the whole of what is kept; then grad_weight, whose rows take the place of the E
+  // that lies there.
+  void kept_gradients() {
+    const sm90::Kept kept{stored_panel(), lent_panel()};
+    bool of_e = false;
+    for (const Panel& panel : {kept.panel, kept.behind}) {
+      if (panel.columns == 0) continue;
+      of_e = finish_kept(panel);
       bias(panel, of_e);
     }
-    write_sums(false);
+    if (plan_.grad_input_sum) {
+      sm90::input_sums(call_, plan_, m_, chunk_, kept, 0, chunk_.rows, m_.grad_input_sum, of_e,
+                       false, device_, stream_);
+    } else if (call_.shape.grad_input) {
+      sm90::grad_input(call_, plan_, m_, chunk_, kept, of_e, device_, stream_);
+    }
+    for (PanelPlace at; at.end() < kept_columns(plan_);) {
+      at = kept_part_at(call_.shape, plan_, at.end());
+      Panel panel = panel_of(call_, plan_, m_, at);
+      if (at.copied) {
+        copy_panel(chunk_, panel, m_.remade, device_, stream_);
+        panel.data = m_.remade;
+      }
+      grad_weight(panel, of_e);
+    }
   }
 
   // What is kept of E, made ready for the products: whether they are of E, or of dz.
@@ -194,7 +197,7 @@ class LinearRun {
     const int64_t element = size_of(call_.shape.dtype);
     for (int64_t column = first; column < end; column += plan_.block_columns) {
       const int64_t columns = std::min(plan_.block_columns, end - column);
-      const Operand weight = weight_rows(column);
+      const Operand weight = weight_rows(call_, plan_, m_, column);
       for (int64_t row = 0; row < chunk_.rows; row += plan_.block_rows) {
         const int64_t rows = std::min<int64_t>(plan_.block_rows, chunk_.rows - row);
         Product p;
@@ -229,8 +232,8 @@ class LinearRun {
   void input_product(const Panel& panel, int64_t row, int64_t rows, float* sums, bool add) {
     const int64_t element = size_of(call_.shape.dtype);
     if (call_.shape.fused) {
-      return sm90::input_sums(call_, plan_, m_, chunk_, panel, row, rows, sums, false, add, device_,
-                              stream_);
+      return sm90::input_sums(call_, plan_, m_, chunk_, {panel}, row, rows, sums, false, add,
+                              device_, stream_);
     }
     const int64_t tail = panel.columns % 8;
     Product p;
@@ -239,7 +242,7 @@ class LinearRun {
     p.columns = depth();
     p.depth = panel.columns - tail;
     p.a = {panel.data + row * panel.pitch * element, panel.pitch, 1};
-    p.b = weight_rows(panel.first);
+    p.b = weight_rows(call_, plan_, m_, panel.first);
     p.c = sums;
     p.c_stride = plan_.hidden_pitch;
     if (p.depth > 0) {
@@ -258,7 +261,7 @@ class LinearRun {
   void whole_grad_input(bool of_e) {
     if (!call_.shape.grad_input) return;
     if (call_.shape.direct_grad_input) {
-      sm90::grad_input(call_, plan_, m_, chunk_, stored_panel(), of_e, device_, stream_);
+      sm90::grad_input(call_, plan_, m_, chunk_, {stored_panel()}, of_e, device_, stream_);
       if (lends_) clear_other_rows(m_.tokens, call_.grad_input, stream_);
       return;
     }

@@ -28,11 +28,11 @@ LinearPlan finish(const LinearShape& s, const DeviceSpeed& speed, uint64_t bytes
   p.remade_columns = s.gradients() && p.stored_columns < s.vocab
                          ? std::min(p.remade_columns, round_up(s.vocab, 64))
                          : 0;
-  p.kind = !s.gradients()               ? PlanKind::loss_only
-           : kept_columns(p) == 0       ? PlanKind::frugal
-           : p.stored_columns < s.vocab ? PlanKind::mixed
-           : p.chunks > 1               ? PlanKind::chunks
-                                        : PlanKind::whole;
+  p.kind = !s.gradients()              ? PlanKind::loss_only
+           : kept_columns(p) == 0      ? PlanKind::frugal
+           : kept_columns(p) < s.vocab ? PlanKind::mixed
+           : p.chunks > 1              ? PlanKind::chunks
+                                       : PlanKind::whole;
   p.grad_weight_sum =
       s.grad_weight && (!s.direct_grad_weight || (p.chunks > 1 && !s.grad_weight_f32));
   // In its own memory, of half as many bytes, as many rows as it holds; a row at least can leave it
@@ -40,7 +40,7 @@ LinearPlan finish(const LinearShape& s, const DeviceSpeed& speed, uint64_t bytes
   const bool lends_sum = p.grad_weight_sum && p.kind == PlanKind::chunks && s.fused &&
                          s.lends_grad_weight && rows_in_place_of_e(s, p) > 0;
   p.lent_sum_rows = lends_sum ? std::min(s.vocab / 2, s.rows_of_weight()) : 0;
-  p.grad_input_sum = s.grad_input && p.stored_columns < s.vocab;
+  p.grad_input_sum = s.grad_input && p.stored_columns < s.vocab && !writes_input_first(s, p);
   p.sum_rows = 0;
   if (s.grad_input && !p.grad_input_sum && !s.direct_grad_input) {
     p.sum_rows = std::clamp<int64_t>(p.block_rows * p.block_columns / p.hidden_pitch / 128 * 128,

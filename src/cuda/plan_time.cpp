@@ -118,16 +118,55 @@ double forward_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed
   return others > 0 ? time + pass_time(s, p, speed, rows, others, false) : time;
 }
 
-// use(panel, count) with the panels of Hopper's kernels, `count` alike at a time: a large
-// vocabulary has millions, and some hundred plans are priced.
+// use(panel, count) with the panels of Hopper's kernels that are made again, `count` alike at a
+// time: a large vocabulary has millions, and some hundred plans are priced.
 template <class F>
-void for_panels(const LinearShape& s, const LinearPlan& p, F&& use) {
-  for (int64_t first = 0; first < s.vocab;) {
+void for_remade_panels(const LinearShape& s, const LinearPlan& p, F&& use) {
+  for (int64_t first = kept_columns(p); first < s.vocab;) {
     const PanelPlace at = panel_at(s, p, first);
     const int64_t count = panels_like(s, p, at);
     use(at, count);
     first += count * at.columns;
   }
+}
+// The same with the parts in which what is kept becomes rows of grad_weight: those behind the first
+// hundred as the copies that they are.
+template <class F>
+void for_kept_parts(const LinearShape& s, const LinearPlan& p, F&& use) {
+  const int64_t kept = kept_columns(p);
+  PanelPlace at;
+  for (int parts = 0; at.end() < kept && parts < 100; ++parts) {
+    at = kept_part_at(s, p, at.end());
+    use(at, 1);
+  }
+  const int64_t width = std::max(p.stored_columns, p.remade_columns);
+  if (at.end() < kept) use({at.end(), width, true, true}, divide_up(kept - at.end(), width));
+}
+
+// What is kept of E, and the panels that are made again: weight(columns) and input(columns) are
+// their products.
+template <class F, class G>
+double fused_panels_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed,
+                         int64_t n, F&& weight, G&& input) {
+  double time = 0;
+  const double column = static_cast<double>(n) * static_cast<double>(size_of(s.dtype));
+  if (const int64_t kept = kept_columns(p); kept > 0) {
+    time += input(kept) + 2 * speed.launch;
+    if (s.forms_dz) time += static_cast<double>(kept) * column * 2 / speed.memory;
+    for_kept_parts(s, p, [&](const PanelPlace& at, int64_t count) {
+      double each = weight(at.columns);
+      if (at.copied) {
+        each += static_cast<double>(at.columns) * column * 2 / (0.8 * speed.memory) + speed.launch;
+      }
+      time += static_cast<double>(count) * each;
+    });
+  }
+  for_remade_panels(s, p, [&](const PanelPlace& at, int64_t count) {
+    time +=
+        static_cast<double>(count) * (pass_time(s, p, speed, n, at.columns, true) +
+                                      weight(at.columns) + input(at.columns) + 2 * speed.launch);
+  });
+  return time;
 }
 
 // Of a chunk of n tokens.
@@ -135,15 +174,13 @@ double chunk_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& 
   const bool adds_weight = p.grad_weight_sum || (s.grad_weight_f32 && p.chunks > 1);
   double time = s.forward ? forward_time(s, p, speed, n) : 0;
   if (s.gradients()) {
-    const auto panel = [&](int64_t columns) {
-      double products = 0;
-      if (p.input_clusters > 0) return products;
-      if (s.grad_weight)
-        products += weight_time(s, p, speed, std::min(columns, s.rows_of_weight()), n, adds_weight);
-      if (p.grad_input_sum) products += input_time(s, p, speed, n, columns, true);
-      return products;
+    const auto weight = [&](int64_t columns) {
+      if (!s.grad_weight || p.input_clusters > 0) return 0.0;
+      return weight_time(s, p, speed, std::min(columns, s.rows_of_weight()), n, adds_weight);
     };
-    if (p.stored_columns > 0 && !s.fused) time += panel(p.stored_columns);
+    const auto input = [&](int64_t columns) {
+      return p.grad_input_sum ? input_time(s, p, speed, n, columns, true) : 0.0;
+    };
     if (p.input_clusters > 0) {
       time += shares_of(s, n, speed, p.slots).steps * step_time(speed) + 4 * speed.launch;
       // The way of the sums to memory and back is hidden, but takes power: a sixth of a microsecond
@@ -158,19 +195,15 @@ double chunk_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& 
       });
     }
     if (s.fused) {
-      for_panels(s, p, [&](const PanelPlace& at, int64_t count) {
-        double each = panel(at.columns) + 2 * speed.launch;
-        if (at.end() > kept_columns(p)) {
-          each += pass_time(s, p, speed, n, at.columns, true);
-        } else if (s.forms_dz) {
-          each += static_cast<double>(n * at.columns) * 4 / speed.memory;
-        }
-        time += static_cast<double>(count) * each;
-      });
-    } else if (p.stored_columns < s.vocab) {
-      time += in_pieces(s.vocab - p.stored_columns, p.remade_columns, [&](int64_t columns) {
-        return pass_time(s, p, speed, n, columns, true) + 4 * speed.launch + panel(columns);
-      });
+      time += fused_panels_time(s, p, speed, n, weight, input);
+    } else {
+      if (p.stored_columns > 0) time += weight(p.stored_columns) + input(p.stored_columns);
+      if (p.stored_columns < s.vocab) {
+        time += in_pieces(s.vocab - p.stored_columns, p.remade_columns, [&](int64_t columns) {
+          return pass_time(s, p, speed, n, columns, true) + 4 * speed.launch + weight(columns) +
+                 input(columns);
+        });
+      }
     }
   }
   return time;
@@ -195,13 +228,19 @@ int32_t slots_of(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& s
   const int32_t most = 2 * speed.clusters();
   if (runs_both(s, p)) return shares_of(s, p.token_chunk, speed, most).input.slots();
   int32_t slots = 0;
-  for_panels(s, p, [&](const PanelPlace& panel, int64_t) {
-    if (s.grad_input) {
-      slots = std::max(slots, cut_of(s, speed, p.token_chunk, panel.columns, most).cut.slots());
-    }
-    if (s.grad_weight) {
-      slots = std::max(slots, cut_of(s, speed, panel.columns, p.token_chunk, most).cut.slots());
-    }
+  const auto input = [&](int64_t columns) {
+    if (!s.grad_input || columns == 0) return;
+    slots = std::max(slots, cut_of(s, speed, p.token_chunk, columns, most).cut.slots());
+  };
+  const auto weight = [&](const PanelPlace& panel, int64_t) {
+    if (!s.grad_weight) return;
+    slots = std::max(slots, cut_of(s, speed, panel.columns, p.token_chunk, most).cut.slots());
+  };
+  input(kept_columns(p));
+  for_kept_parts(s, p, weight);
+  for_remade_panels(s, p, [&](const PanelPlace& panel, int64_t count) {
+    input(panel.columns);
+    weight(panel, count);
   });
   return slots;
 }

@@ -84,19 +84,27 @@ CUtensorMap right_map(const LinearCall& call, const void* data, int64_t rows, in
 }
 
 Prepared input_product(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                       const Panel& panel, DType out, ProductArguments a, Stream* stream) {
+                       const Kept& kept, DType out, ProductArguments a, Stream* stream) {
   const LinearShape& s = call.shape;
   const char* weight = s.copies_weight
                            ? m.weight
                            : static_cast<const char*>(call.weight.data) + call.weight.byte_offset;
   const int64_t stride = weight_stride(call, plan);
-  const int64_t blocks = (panel.columns + 63) / 64;
-  a.depth = static_cast<int32_t>(panel.columns);
-  a.panel_rows = static_cast<int32_t>(panel.pitch);
+  const auto map = [&](const Panel& panel) {
+    const int64_t blocks = (panel.columns + 63) / 64;
+    return make_map(panel.data, s.dtype, blocks * panel.pitch, 64, 64, tile_rows, stream);
+  };
+  // A part of no columns has no address.
+  const bool all_behind = kept.panel.columns == 0, none_behind = kept.behind.columns == 0;
+  const Panel& first = all_behind ? kept.behind : kept.panel;
+  a.depth = static_cast<int32_t>(kept.columns());
+  a.steps_in_front = static_cast<int32_t>((first.columns + tile_depth - 1) / tile_depth);
+  a.panel_rows = static_cast<int32_t>(first.pitch);
   a.group = input_group;
   Prepared p{.out = out};
-  p.operands.left = make_map(panel.data, s.dtype, blocks * panel.pitch, 64, 64, tile_rows, stream);
-  p.operands.right = right_map(call, weight + panel.first * stride * 2, panel.columns, s.hidden,
+  p.operands.left = map(first);
+  if (!all_behind && !none_behind) p.operands.behind = map(kept.behind);
+  p.operands.right = right_map(call, weight + first.first * stride * 2, kept.columns(), s.hidden,
                                stride, &a, stream);
   p.a = a;
   return p;
@@ -120,7 +128,7 @@ void write_gradient(const TensorView& gradient, int64_t first, ProductArguments*
 }
 
 Prepared whole_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                     const Chunk& chunk, const Panel& panel, bool of_e, Stream* stream) {
+                     const Chunk& chunk, const Kept& kept, bool of_e, Stream* stream) {
   ProductArguments a{};
   a.chunk = chunk;
   if (of_e) a.factors = m.factors;
@@ -128,7 +136,7 @@ Prepared whole_input(const LinearCall& call, const LinearPlan& plan, const Linea
   a.rows = chunk.rows;
   a.mapped = true;
   if (of_e) a.line = m.class_row;
-  return input_product(call, plan, m, panel, call.grad_input.dtype, a, stream);
+  return input_product(call, plan, m, kept, call.grad_input.dtype, a, stream);
 }
 
 Prepared weight_product(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
@@ -168,7 +176,7 @@ bool writes(const TensorView& gradient, DType inputs) {
 }
 
 void input_sums(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                const Chunk& chunk, const Panel& panel, int64_t row, int64_t rows, float* sums,
+                const Chunk& chunk, const Kept& kept, int64_t row, int64_t rows, float* sums,
                 bool of_e, bool add, const DeviceInfo& device, Stream* stream) {
   ProductArguments a{};
   a.chunk = chunk;
@@ -177,15 +185,15 @@ void input_sums(const LinearCall& call, const LinearPlan& plan, const LinearMemo
   a.rows = static_cast<int32_t>(rows);
   a.add = add;
   if (of_e) a.factors = m.factors;
-  if (of_e && panel.first == 0) a.line = m.class_row;  // once, of all of E's columns
-  launch<Gradient::input>(call, plan, m, input_product(call, plan, m, panel, DType::f32, a, stream),
+  if (of_e) a.line = m.class_row;
+  launch<Gradient::input>(call, plan, m, input_product(call, plan, m, kept, DType::f32, a, stream),
                           device, stream);
 }
 
 void grad_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                const Chunk& chunk, const Panel& panel, bool of_e, const DeviceInfo& device,
+                const Chunk& chunk, const Kept& kept, bool of_e, const DeviceInfo& device,
                 Stream* stream) {
-  launch<Gradient::input>(call, plan, m, whole_input(call, plan, m, chunk, panel, of_e, stream),
+  launch<Gradient::input>(call, plan, m, whole_input(call, plan, m, chunk, kept, of_e, stream),
                           device, stream);
 }
 
@@ -200,7 +208,7 @@ void grad_weight(const LinearCall& call, const LinearPlan& plan, const LinearMem
 void both_gradients(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                     const Chunk& chunk, const Panel& panel, const char* rows, bool of_e, bool add,
                     const DeviceInfo& device, Stream* stream) {
-  Prepared input = whole_input(call, plan, m, chunk, panel, of_e, stream);
+  Prepared input = whole_input(call, plan, m, chunk, {panel}, of_e, stream);
   Prepared weight = weight_product(call, plan, m, chunk, panel, rows, of_e, add, stream);
   const int clusters = device.multiprocessors / 2;
   use_clusters(plan, m, plan.input_clusters, &input);

@@ -23,6 +23,7 @@ struct ProductArguments {
   int32_t first_row, rows;  // of the chunk (input); of the panel's columns (weight)
   int32_t columns;          // D
   int32_t depth;            // columns of the panel (input)
+  int32_t steps_in_front;   // of the depth, whose part of the panel lies apart (input)
   int32_t group;            // clusters of rows that run together
   int32_t right_boxes;      // of a stage: 1, or one a block of 64 where blocks do not fit
   int32_t panel_rows;       // of a block of the panel (input)
@@ -190,13 +191,18 @@ __device__ inline void write_rows(float (&d)[kSums], const ProductArguments& a, 
   }
 }
 
+// What a launch of one product needs, or of a part of the clusters. grad_input's left one may lie
+// in two places.
+struct Operands {
+  CUtensorMap left, behind, right;
+};
+
 // Both operands of every item, for the multiplying warpgroups: a lane a box, so that none keeps
 // more than one address: lane 0 the left operand's, 1 to 3 the right one's, of which this block
 // brings 32 of the 64 of the depth axis for both.
 template <Gradient kGradient>
-__device__ inline void copy_operands(const CUtensorMap& left_map, const CUtensorMap& right_map,
-                                     const ProductArguments& a, const Work& work, int cluster,
-                                     const Pipeline& pipeline) {
+__device__ inline void copy_operands(const Operands& operands, const ProductArguments& a,
+                                     const Work& work, int cluster, const Pipeline& pipeline) {
   constexpr bool is_input = kGradient == Gradient::input;
   const Cut& cut = work.cut;
   const uint32_t rank = cluster_rank();
@@ -221,12 +227,15 @@ __device__ inline void copy_operands(const CUtensorMap& left_map, const CUtensor
       if (lane == 0) {
         expect_bytes(full, stage_bytes);
         if constexpr (is_input) {
-          load_box(&left_map, full, to, 0, k * a.panel_rows + a.first_row + row);
+          const bool behind = k >= a.steps_in_front;
+          const int block = behind ? k - a.steps_in_front : k;
+          load_box(behind ? &operands.behind : &operands.left, full, to, 0,
+                   block * a.panel_rows + a.first_row + row);
         } else {
-          load_blocks(&left_map, full, to, 0, k * tile_depth, row / 64);
+          load_blocks(&operands.left, full, to, 0, k * tile_depth, row / 64);
         }
       } else {
-        load_blocks_to(&right_map, full, to + offset, x, k * tile_depth + half, z, 3);
+        load_blocks_to(&operands.right, full, to + offset, x, k * tile_depth + half, z, 3);
       }
     }
   }
@@ -265,11 +274,6 @@ __device__ inline void multiply_items(const ProductArguments& a, const Work& wor
   }
 }
 
-// What a launch of one product needs, or of a part of the clusters.
-struct Operands {
-  CUtensorMap left, right;
-};
-
 template <class T, Gradient kGradient, class Out>
 __device__ inline void run_product(const Operands& operands, const ProductArguments& a,
                                    Work* shared_work, int cluster, const Pipeline& pipeline) {
@@ -282,7 +286,7 @@ __device__ inline void run_product(const Operands& operands, const ProductArgume
   cluster_sync();
   if (warpgroup == 0) {
     fewer_registers<40>();
-    copy_operands<kGradient>(operands.left, operands.right, a, *shared_work, cluster, pipeline);
+    copy_operands<kGradient>(operands, a, *shared_work, cluster, pipeline);
     __syncwarp();
   } else {
     more_registers<232>();
