@@ -14,7 +14,7 @@ namespace logitless::cuda {
 namespace {
 
 TEST(CudaUnits, EveryTileIsDoneOnceAndFoundAgain) {
-  for (const int clusters : {1, 7, 66}) {
+  for (const int clusters : {1, 7, 66, 132}) {
     for (const int rows : {0, 1, 3, 4, 5, 16, 40}) {
       for (const int tiles : {1, 7, 8, 9, 64, 127, 262, 668}) {
         for (const int width : {1, sm90::unit_tiles}) {
@@ -47,8 +47,22 @@ TEST(CudaUnits, EveryTileIsDoneOnceAndFoundAgain) {
 }
 
 TEST(CudaCut, TakesEveryStepOfEveryTileOnce) {
-  constexpr int clusters = 66;
-  for (const int tiles : {0, 1, 28, 65, 66, 67, 132, 176, 352, 5511}) {
+  for (const auto& [tiles, clusters] : {std::pair{0, 66},
+                                        {1, 66},
+                                        {4, 66},
+                                        {28, 66},
+                                        {65, 66},
+                                        {66, 66},
+                                        {67, 66},
+                                        {132, 66},
+                                        {176, 66},
+                                        {352, 66},
+                                        {5511, 66},
+                                        {1, 132},
+                                        {4, 132},
+                                        {22, 132},
+                                        {131, 132},
+                                        {300, 132}}) {
     for (const int depth : {0, 1, 5, 15, 24, 48, 128, 2004}) {
       for (const int slots : {0, 10, 66, 132}) {
         const sm90::Cut cut = sm90::cut_tiles(tiles, depth, clusters, slots);

@@ -64,7 +64,7 @@ std::vector<Ragged> ragged() {
                    backward = OpKind::linear_backward;
   constexpr DType bf16 = DType::bf16, f16 = DType::f16;
   constexpr Shape tiles{530, 72, 399}, cut{1300, 72, 1301}, lent{66, 256, 12001},
-      partly_lent{140, 64, 12001}, deep{1100, 520, 399}, chunks{1100, 64, 1003};
+      partly_lent{300, 104, 12001}, deep{1100, 520, 399}, chunks{1100, 64, 1003};
   return {
       {"loss_bf16", ignored(linear(loss, bf16, tiles)), 1},
       {"loss_without_copy_bf16", ignored(linear(loss, bf16, tiles)), 0},

@@ -201,6 +201,34 @@ TEST_P(CudaLinear, PanelsInGradWeightsMemory) {
   }
 }
 
+// On Hopper a warpgroup has 128 rows and a block 256; up to these the others of a cluster are put
+// to other use.
+TEST_P(CudaLinear, TokensAboutAWarpgroupsAndABlocks) {
+  if (dtype_ == DType::f32) return;
+  for (const int64_t tokens : {1, 63, 64, 128, 129, 255, 256, 257}) {
+    Case plain{.op = op_,
+               .shape = {tokens, 200, 1201},
+               .dtype = dtype_,
+               .grad_input = dtype_,
+               .grad_weight = dtype_};
+    Case all = plain;
+    all.options.label_smoothing = 0.1;
+    all.options.softcap = 20;
+    all.vocab_weight = all.bias = true;
+    for (const Case& c : {plain, all}) {
+      with_problem(c, [&](auto& p, const WorkspaceSize& size) {
+        const reference::Result want = expected(device_, p.op, p.model);
+        for (const double share : {0.0, 1.0}) {
+          const Outcome got = execute(device_, p.op, p.pool,
+                                      {.memory = Memory::exact, .bytes = bytes_of(size, share)});
+          const Comparison result = compare(want, got);
+          EXPECT_TRUE(result.ok()) << result.report << ", " << tokens << " tokens";
+        }
+      });
+    }
+  }
+}
+
 std::vector<std::string> cuda_alone() {
   std::vector<std::string> names = device_names();
   std::erase_if(names, [](const std::string& name) { return name != "cuda"; });

@@ -337,8 +337,8 @@ TEST_P(CudaHeads, ExponentialsFasterThanMemoryTakesThem) {
 // Where E lies in grad_weight's memory, rows are written that it has just left, more of them than
 // all multiprocessors write at a time: what was read too late is no E.
 TEST_P(CudaHeads, RowsThatAreWrittenWhereEWas) {
-  for (const int64_t hidden : {512, 1024, 1536}) {
-    const Head head(1024, hidden, 64064, 61, 127, false);
+  for (const auto& [tokens, hidden] : {std::pair{1032, 512}, {1024, 1536}, {1600, 1600}}) {
+    const Head head(tokens, hidden, 64064, 61, 127, false);
     const LinearCrossEntropyForwardBackward op = op_of(head);
     WorkspaceSize size;
     ASSERT_TRUE(workspace(op, device_.execution(), &size).ok());

@@ -37,6 +37,14 @@ inline std::vector<LinearShape> shapes() {
         all.push_back(s);
         s.lends_grad_weight = s.fused;
         all.push_back(s);
+        s.direct_grad_input = s.lends_grad_input = s.fused;
+        all.push_back(s);
+        s.bias = s.grad_bias = s.smoothing = s.weighted_sum = s.entropy = s.fused;
+        s.forms_dz = s.fused && s.can_store;
+        s.plain = false;
+        all.push_back(s);
+        s.bias = s.grad_bias = s.smoothing = s.weighted_sum = s.entropy = s.forms_dz = false;
+        s.plain = s.fused;
         s.grad_weight_f32 = true;
         all.push_back(s);
         s.grad_weight_f32 = s.lends_grad_weight = false;

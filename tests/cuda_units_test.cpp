@@ -66,10 +66,12 @@ std::vector<int64_t> counting(const Fields& fields) {
 }
 
 // One unit less a column to one unit and a tile; 69 whole units and a tile, more than a round of 66
-// clusters; the same with all but two tiles of a last one.
+// clusters; the same with all but two tiles of a last one; 71 units of few rows, which are less
+// than a round of 132 blocks.
 TEST_P(CudaUnits, TheLossAloneIsThatBesideGradients) {
   for (const Shape shape : {Shape{37, 64, 191}, Shape{70, 64, 1535}, Shape{520, 40, 1537},
-                            Shape{9, 72, 1729}, Shape{1100, 40, 35401}, Shape{1030, 24, 36300}}) {
+                            Shape{9, 72, 1729}, Shape{1100, 40, 35401}, Shape{1030, 24, 36300},
+                            Shape{9, 24, 110001}, Shape{200, 24, 110001}}) {
     Case c = plain(shape);
     const Outcome alone = run_case(device_, c);
     ASSERT_TRUE(alone.status.ok()) << alone.status.message();

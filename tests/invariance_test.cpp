@@ -70,7 +70,7 @@ std::vector<std::vector<int64_t>> batches(int64_t tokens) {
   std::vector<std::vector<int64_t>> all;
   for (const int64_t row : {int64_t{0}, tokens / 3, tokens / 2 + 1, tokens - 1})
     all.push_back({row});
-  for (const int64_t size : {2, 7, 8, 9, 33, 300}) {
+  for (const int64_t size : {2, 7, 8, 9, 33, 200, 300}) {
     if (size < tokens) all.push_back(range(tokens - size, tokens));
   }
   all.push_back(range(0, tokens));

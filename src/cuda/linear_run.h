@@ -169,7 +169,7 @@ class LinearRun {
     } else if (call_.shape.grad_input) {
       sm90::grad_input(call_, plan_, m_, chunk_, kept, of_e, device_, stream_);
     }
-    for (PanelPlace at; at.end() < kept_columns(plan_);) {
+    for (PanelPlace at; call_.shape.grad_weight && at.end() < kept_columns(plan_);) {
       at = kept_part_at(call_.shape, plan_, at.end());
       Panel panel = panel_of(call_, plan_, m_, at);
       if (at.copied) {

@@ -59,10 +59,11 @@ int64_t most_lent_columns(const LinearShape& s, const LinearPlan& p) {
   const auto keeps = [&](int64_t columns) {  // the last ones
     return (s.vocab - columns) * row_bytes(s) + panel_bytes(s, p, columns) <= end;
   };
-  if (keeps(others) && keeps(last)) return others;
-  const int64_t left =
-      end - alignment - p.stored_columns * row_bytes(s) - (s.forms_dz ? 0 : scaled_bytes(s, p));
-  const int64_t columns = std::min(left / column_bytes(s, p), left / row_bytes(s));
+  if (p.copies_lent && keeps(others) && keeps(last)) return others;
+  const int64_t scaled = s.forms_dz || !s.grad_weight ? 0 : scaled_bytes(s, p);
+  const int64_t left = end - alignment - p.stored_columns * row_bytes(s) - scaled;
+  const int64_t row = row_bytes(s), column = column_bytes(s, p);
+  const int64_t columns = left / (p.copies_lent ? std::max(row, column) : row + column);
   return std::clamp<int64_t>(columns, 0, others - 1) / sm90::sum_columns * sm90::sum_columns;
 }
 
@@ -80,8 +81,6 @@ int64_t lent_scaled_input(const LinearShape& s, const LinearPlan& p) {
 }
 
 PanelPlace panel_at(const LinearShape& s, const LinearPlan& p, int64_t first) {
-  if (first < p.stored_columns) return {0, p.stored_columns, false};
-  if (first < kept_columns(p)) return {first, p.lent_columns, true};
   const int64_t left = s.vocab - first;
   if (p.remade_columns >= left) return {first, left, false};
   const int64_t room = lends_weight(s, p) ? room_behind(s, p, first) : 0;
@@ -90,7 +89,6 @@ PanelPlace panel_at(const LinearShape& s, const LinearPlan& p, int64_t first) {
 }
 
 int64_t panels_like(const LinearShape& s, const LinearPlan& p, const PanelPlace& at) {
-  if (at.first < kept_columns(p)) return 1;
   if (!at.lent) return (s.vocab - at.first) / at.columns;
   // room_behind(first) is at least as wide up to this column.
   const int64_t bytes = at.columns * (row_bytes(s) + column_bytes(s, p)) + 2 * alignment;

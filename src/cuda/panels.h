@@ -18,8 +18,8 @@ struct PanelPlace {
   bool copied = false;  // and is copied from there to the workspace for its rows' product
   int64_t end() const { return first + columns; }
 };
-// The panel that begins at `first`, once all before it are done with: what is kept of E, then what
-// is made again. Those of Hopper's kernels are panel_at(0), panel_at(end of that), ... to V.
+// The panel of dz that begins at `first`, once all columns before it are done with. Those of
+// Hopper's kernels are panel_at(columns that are kept), panel_at(end of that), ... to V.
 PanelPlace panel_at(const LinearShape& shape, const LinearPlan& plan, int64_t first);
 // How many panels from this one on, which panel_at gave, are as wide and lie in the same place.
 int64_t panels_like(const LinearShape& shape, const LinearPlan& plan, const PanelPlace& at);
@@ -32,7 +32,7 @@ inline int64_t kept_columns(const LinearPlan& p) { return p.stored_columns + p.l
 // E of every column is kept, part of it in grad_weight's memory, and one product makes grad_input
 // of it, before there is anything of grad_weight.
 inline bool writes_input_first(const LinearShape& s, const LinearPlan& p) {
-  return p.lent_columns > 0 && kept_columns(p) == s.vocab && s.direct_grad_input;
+  return p.input_first && p.lent_columns > 0 && kept_columns(p) == s.vocab && s.direct_grad_input;
 }
 // Products of E times each row's factor: there is something of E, and it is not made dz before.
 inline bool multiplies_e(const LinearShape& s, const LinearPlan& p) {
@@ -40,7 +40,7 @@ inline bool multiplies_e(const LinearShape& s, const LinearPlan& p) {
 }
 // The input itself is asked for again after the scaled one.
 inline bool scales_apart(const LinearShape& s, const LinearPlan& p) {
-  return multiplies_e(s, p) && kept_columns(p) < s.vocab;
+  return s.grad_weight && multiplies_e(s, p) && kept_columns(p) < s.vocab;
 }
 // The most that grad_weight's memory can keep behind those in the workspace.
 int64_t most_lent_columns(const LinearShape& shape, const LinearPlan& plan);

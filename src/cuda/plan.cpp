@@ -18,7 +18,9 @@ int64_t even_chunk(int64_t tokens, int64_t most, bool fused) {
   return round_up(divide_up(std::max<int64_t>(tokens, 1), chunks), fused && most >= 512 ? 512 : 8);
 }
 
-constexpr uint64_t slot_bytes = uint64_t{512} * sm90::sum_columns * sizeof(float);
+uint64_t slot_bytes(const LinearPlan& p) {
+  return static_cast<uint64_t>(slot_rows(p)) * sm90::sum_columns * sizeof(float);
+}
 constexpr int64_t least_chunk = 128, most_block_rows = 8192;
 
 // The rest of a plan; with slots where they fit into `bytes`.
@@ -59,7 +61,7 @@ LinearPlan finish(const LinearShape& s, const DeviceSpeed& speed, uint64_t bytes
     p.slots = 0;
     place();
     if (bytes > p.bytes) {
-      p.slots = static_cast<int32_t>(std::min<uint64_t>(wanted, (bytes - p.bytes) / slot_bytes));
+      p.slots = static_cast<int32_t>(std::min<uint64_t>(wanted, (bytes - p.bytes) / slot_bytes(p)));
       place();
     }
   }
@@ -76,10 +78,10 @@ void place_sums(const LinearShape& s, const DeviceSpeed& speed, LinearPlan* p) {
   p->unit_width = s.gradients() ? 1 : sm90::unit_tiles;
   if (s.gradients()) return;
   const auto rows = static_cast<int>(divide_up(p->token_chunk, 512));
-  const sm90::Units all =
-      sm90::Units::make(rows, static_cast<int>(tiles), p->unit_width, speed.clusters());
+  const int teams = teams_of(*p, speed.clusters());
+  const sm90::Units all = sm90::Units::make(rows, static_cast<int>(tiles), p->unit_width, teams);
   p->segments = all.whole > 0 ? all.columns() : 0;
-  p->single_tiles = sm90::most_singles(rows, static_cast<int>(tiles), speed.clusters());
+  p->single_tiles = sm90::most_singles(rows, static_cast<int>(tiles), teams);
 }
 
 // Chunks of at most `most` tokens.
@@ -99,6 +101,19 @@ void set_block(const LinearShape& s, int64_t bytes, LinearPlan* p) {
                             std::max<int64_t>(bytes / (4 * segment_columns) / 128 * 128, 128)});
   p->block_columns = std::clamp(bytes / (4 * p->block_rows) / segment_columns * segment_columns,
                                 segment_columns, round_up(s.vocab, segment_columns));
+}
+
+// use(plan) with each way to keep E in grad_weight's memory: as much as fits if it is copied, or if
+// nothing is; and of all of it, with grad_input written at once or through its sums in f32, which
+// leave the compacted input in its memory.
+template <class F>
+void each_lending(const LinearShape& s, LinearPlan p, F&& use) {
+  use(p);
+  if (!s.fused || !s.lends_grad_weight || !s.can_store || p.chunks > 1) return;
+  p.copies_lent = false;
+  use(p);
+  p.copies_lent = true, p.input_first = false;
+  if (s.direct_grad_input) use(p);
 }
 
 // The largest share of E that fits beside panels of p's width; without bytes: none does. What holds
@@ -142,10 +157,12 @@ void each_width(const LinearShape& s, const DeviceSpeed& speed, uint64_t bytes, 
     if (width < narrowest) return;
     p.stored_columns = 0;
     p.remade_columns = width * (s.fused ? sm90::sum_columns : p.block_columns);
-    use(finish(s, speed, bytes, p));
+    each_lending(s, p, [&](const LinearPlan& lending) { use(finish(s, speed, bytes, lending)); });
     if (!s.can_store || (s.fused && width != least)) continue;
-    const LinearPlan mixed = largest_share(s, speed, bytes, p);
-    if (mixed.bytes > 0) use(mixed);
+    each_lending(s, p, [&](const LinearPlan& lending) {
+      const LinearPlan mixed = largest_share(s, speed, bytes, lending);
+      if (mixed.bytes > 0) use(mixed);
+    });
   }
 }
 
@@ -259,14 +276,14 @@ LinearPlan find_smallest(const LinearShape& shape, const DeviceSpeed& speed) {
     if (least.bytes == 0 || better) least = p;
   });
   if (!takes_two_passes(shape)) return least;
-  // Two passes if that is less and no slower, with slots for half of the clusters or for all.
+  // Two passes if that is less and hardly slower, with slots for half of the clusters or for all.
   const int64_t first_rows = rows_of_first_pass(shape);
   const uint64_t passes = std::max(smallest_plan(first_pass(shape, first_rows), speed).bytes,
                                    smallest_plan(second_pass(shape, first_rows), speed).bytes);
   for (const int half : {0, 1, 2}) {
-    const uint64_t slots = static_cast<uint64_t>(speed.clusters() * half / 2) * slot_bytes;
+    const uint64_t slots = static_cast<uint64_t>(speed.clusters() * half / 2) * slot_bytes(least);
     const LinearPlan p = two_passes(shape, speed, state_bytes(shape) + passes + slots);
-    if (p.bytes < least.bytes && p.seconds <= least.seconds) return p;
+    if (p.bytes < least.bytes && p.seconds <= 1.1 * least.seconds) return p;
   }
   return least;
 }

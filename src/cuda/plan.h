@@ -14,6 +14,7 @@
 // of earlier columns there (panels.h).
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "logitless/ops.h"
@@ -67,13 +68,15 @@ struct LinearPlan {
   int64_t sum_rows = 0;                       // of grad_input in f32 at a time, where E is whole
   int64_t stored_columns = 0;                 // of E, per chunk, in the workspace
   int64_t lent_columns = 0;                   // of E behind them, in grad_weight's memory
+  bool copies_lent = true;                    // as many as fit if E is copied before its rows come
+  bool input_first = true;                    // where E of all is kept: panels.h
   int64_t remade_columns = 0;                 // of E or dz at a time, where not all are stored
   bool grad_weight_sum = false;               // [V, D] in f32
   int64_t lent_sum_rows = 0;                  // of it in grad_weight's own memory: the first ones
   bool grad_input_sum = false;                // [token_chunk, D] in f32; else block_rows at a time
   int64_t hidden_pitch = 0;                   // D, to 16 bytes
   int64_t segments = 0;                       // partial sums of a row
-  int32_t slots = 0;                          // of tiles in slices: sm90/cut.h
+  int32_t slots = 0;                          // of grad_input's tiles in slices: sm90/cut.h
   int32_t input_clusters = 0;                 // of grad_input, where both products run at once
   bool copies_input = true;                   // to compacted rows, where not all tokens count
   int32_t unit_width = 0;                     // tiles of a segment, or 0: sm90/units.h
@@ -87,6 +90,22 @@ constexpr int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 constexpr int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
+
+// On Hopper two blocks of a cluster lie below each other and share half of what they read. Of up to
+// so many rows the second one would have nothing to do: they work apart, each on tiles of its own.
+inline constexpr int64_t apart_rows = 256;
+inline bool works_apart(const LinearPlan& p) { return p.token_chunk <= apart_rows; }
+// Clusters, or blocks that work apart, of a device.
+inline int teams_of(const LinearPlan& p, int clusters) {
+  return works_apart(p) ? 2 * clusters : clusters;
+}
+// Rows of a slot, a team's; and how many of grad_weight's there are, whose blocks never work apart.
+inline int32_t slot_rows(const LinearPlan& p) {
+  return p.token_chunk <= apart_rows / 2 ? 128 : works_apart(p) ? 256 : 512;
+}
+// Rows of a block's tile that there may be: a warpgroup's, or both ones'.
+inline int32_t rows_of_tile(const LinearPlan& p) { return std::min(slot_rows(p), 256); }
+inline int32_t weight_slots(const LinearPlan& p) { return p.slots / (512 / slot_rows(p)); }
 
 inline constexpr int64_t segment_columns = 1024;  // of a row's partial sums: fixed for every plan
 // Behind a chunk's rows: two for the smoothing's own term, zeros to the next multiple of 8.

@@ -49,20 +49,17 @@ struct RoundsAndCut {
   int64_t rounds = 0;
   sm90::Cut cut;
 };
-RoundsAndCut cut_of(const LinearShape& s, const DeviceSpeed& speed, int64_t rows, int64_t depth,
-                    int32_t slots) {
+RoundsAndCut cut_of(const LinearShape& s, int teams, int64_t rows, int64_t depth, int32_t slots) {
   const int64_t tiles = own_tiles(s, rows);
-  const int clusters = speed.clusters();
-  const int64_t rounds = std::max<int64_t>(tiles / clusters - 2, 0);
-  return {rounds, sm90::cut_tiles(static_cast<int>(tiles - rounds * clusters),
-                                  static_cast<int>(divide_up(depth, 64)), clusters, slots)};
+  const int64_t rounds = std::max<int64_t>(tiles / teams - 2, 0);
+  return {rounds, sm90::cut_tiles(static_cast<int>(tiles - rounds * teams),
+                                  static_cast<int>(divide_up(depth, 64)), teams, slots)};
 }
-double own_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed, int64_t rows,
-                int64_t depth, bool sums) {
-  const auto [whole, cut] = cut_of(s, speed, rows, depth, p.slots);
-  const int clusters = speed.clusters();
-  const double steps = static_cast<double>(whole * cut.depth + cut.steps(clusters));
-  const double rounds = static_cast<double>(whole + divide_up(cut.items(), clusters));
+double own_time(const LinearShape& s, const DeviceSpeed& speed, int teams, int32_t slots,
+                int64_t rows, int64_t depth, bool sums) {
+  const auto [whole, cut] = cut_of(s, teams, rows, depth, slots);
+  const double steps = static_cast<double>(whole * cut.depth + cut.steps(teams));
+  const double rounds = static_cast<double>(whole + divide_up(cut.items(), teams));
   return steps * step_time(speed) + rounds * (sums ? 24e-6 : 3e-6) + 2 * speed.launch;
 }
 // Both of them at once, of one chunk.
@@ -75,12 +72,12 @@ sm90::Shares shares_of(const LinearShape& s, int64_t tokens, const DeviceSpeed& 
 }
 double weight_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed,
                    int64_t columns, int64_t tokens, bool sums) {
-  return s.fused ? own_time(s, p, speed, columns, tokens, sums)
+  return s.fused ? own_time(s, speed, speed.clusters(), weight_slots(p), columns, tokens, sums)
                  : product_time(s, speed, columns, s.hidden, tokens, sums);
 }
 double input_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed,
                   int64_t tokens, int64_t columns, bool sums) {
-  return s.fused ? own_time(s, p, speed, tokens, columns, sums)
+  return s.fused ? own_time(s, speed, teams_of(p, speed.clusters()), p.slots, tokens, columns, sums)
                  : product_time(s, speed, tokens, s.hidden, columns, sums);
 }
 
@@ -90,7 +87,7 @@ double pass_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& s
   const double element = static_cast<double>(size_of(s.dtype));
   if (s.fused) {  // waves of clusters' tiles, 512 x 192
     const double tiles = static_cast<double>(divide_up(rows, 512) * divide_up(columns, 192));
-    const double waves = std::ceil(tiles / (speed.multiprocessors / 2));
+    const double waves = std::ceil(tiles / teams_of(p, speed.clusters()));
     const double tile = 512.0 * 192 * 2 * static_cast<double>(s.hidden) /
                         (speed.products / (speed.multiprocessors / 2));
     // 6 us a wave of epilogues at D 4096 and below (docs/kernels/hopper.md).
@@ -129,11 +126,11 @@ void for_remade_panels(const LinearShape& s, const LinearPlan& p, F&& use) {
     first += count * at.columns;
   }
 }
-// The same with the parts in which what is kept becomes rows of grad_weight: those behind the first
-// hundred as the copies that they are.
+// The same with the parts in which what is kept becomes rows of grad_weight; of those behind the
+// first hundred as if each were copied.
 template <class F>
 void for_kept_parts(const LinearShape& s, const LinearPlan& p, F&& use) {
-  const int64_t kept = kept_columns(p);
+  const int64_t kept = s.grad_weight ? kept_columns(p) : 0;
   PanelPlace at;
   for (int parts = 0; at.end() < kept && parts < 100; ++parts) {
     at = kept_part_at(s, p, at.end());
@@ -230,11 +227,13 @@ int32_t slots_of(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& s
   int32_t slots = 0;
   const auto input = [&](int64_t columns) {
     if (!s.grad_input || columns == 0) return;
-    slots = std::max(slots, cut_of(s, speed, p.token_chunk, columns, most).cut.slots());
+    const int teams = teams_of(p, speed.clusters());
+    slots = std::max(slots, cut_of(s, teams, p.token_chunk, columns, most).cut.slots());
   };
   const auto weight = [&](const PanelPlace& panel, int64_t) {
     if (!s.grad_weight) return;
-    slots = std::max(slots, cut_of(s, speed, panel.columns, p.token_chunk, most).cut.slots());
+    const auto [rounds, cut] = cut_of(s, speed.clusters(), panel.columns, p.token_chunk, most);
+    slots = std::max(slots, cut.slots() * (512 / slot_rows(p)));
   };
   input(kept_columns(p));
   for_kept_parts(s, p, weight);

@@ -240,7 +240,7 @@ void finish_rows(const LinearCall& call, const LinearPlan& plan, const LinearMem
                   .chunk = chunk,
                   .partials = m.partials,
                   .tiles = static_cast<int32_t>(divide_up(call.shape.vocab, sm90::sum_columns)),
-                  .clusters = device.multiprocessors / 2,
+                  .clusters = teams_of(plan, device.multiprocessors / 2),
                   .target_logit = m.target_logit,
                   .losses = reduces ? m.losses : nullptr,
                   .finished = m.rows_finished,

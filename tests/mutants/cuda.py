@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mutants.hopper_options import OPTIONS
+from mutants.hopper_plans import PLANS
 
 _ROWS, _LINEAR = ("softmax", "forward", "backward"), ("linear",)
 
@@ -272,30 +273,6 @@ MUTANTS = [
        "if (@{sink->line != 0}@ && j < left) x", "false", "linear"),
     _M("hopper, smoothing's line: of grad_weight without class weights", "sm90/product.cuh",
        "sink.line = @{a.class_weight != nullptr}@ ? a", "false", "linear"),
-    _M("lent panels: over rows that are to be written", "panels.cpp",
-       "left / (@{row_bytes(s)}@ + column_bytes(s, p))", "int64_t{0}", "apart"),
-    _M("lent panels: E without the row's factor", "sm90/product.cu",
-       "a.add = add;\n  if (@{of_e}@) a.factors = m.factors;", "false", "apart"),
-    _M("kept E: every part from the first one's place", "panels.cpp",
-       "return lent_e(s, p) + @{(at.first - p.stored_columns) * column_bytes(s, p)}@;", "int64_t{0}", "kept"),
-    _M("kept E: all of it in place", "panels.cpp",
-       "if (@{in_place >= at.columns}@) return at;", "true", "kept"),
-    _M("kept E: copied and read where it was", "linear_run.h",
-       "panel.data = @{m_.remade}@;", "panel.data", "heads"),
-    _M("kept E: the last rows not copied", "copy_panel.cu",
-       "(valid_rows(chunk) + 63) / 64 * @{64}@;", "63", "kept"),
-    _M("kept E: no zeros copied behind the rows", "copy_panel.cu",
-       "const int64_t parts = @{rows}@ * row_parts;", "valid_rows(chunk)", "kept"),
-    _M("kept E: grad_input of the front alone", "sm90/product.cu",
-       "a.depth = static_cast<int32_t>(@{kept.columns()}@);", "first.columns", "kept"),
-    _M("kept E: grad_input from the front twice", "sm90/product.cuh",
-       "load_box(@{behind}@ ? &operands.behind", "false", "kept"),
-    _M("lent panels: class row of the whole vocabulary", "finish.cu",
-       "call.shape.fused ? @{kept_columns(plan)}@ : call.shape.vocab", "call.shape.vocab", "apart"),
-    _M("lent panels: sums of every launch in the first segments", "sm90/forward.cu",
-       "from_segment(m.partials, @{first / sum_columns}@)", "int64_t{0}", "apart"),
-    _M("lent panels: grad_bias from the panel's first columns", "linear_run.h",
-       "some.data += @{j * panel.pitch * size_of(call_.shape.dtype)}@;", "int64_t{0}", "apart"),
     _M("dz from E: without the softcap's slope", "form_dz.cu",
        "slope = @{cap_slope(map, t.target_logit + sm90::log_fast(kept))}@;", "1.0f", "apart"),
     _M("dz from E: E itself up to 15/16 of the cap", "sm90/forward.cu",
@@ -333,23 +310,7 @@ MUTANTS = [
        "return item < whole() ? 0 : @{depth * ((item - whole()) / tail) / slices}@;", "0", "hopper"),
     _M("hopper, slices: joined columns in the first ones' place", "sm90/product.cuh",
        "column_tile * tile_columns + @{columns * 8 * fours}@);", "0", "hopper"),
-    # Chunks of tokens
-    _M("chunks, sums: those in the workspace from its middle on", "sm90/product.cuh",
-       "int64_t{row - @{a.split}@}", "0", "chunks"),
-    _M("chunks, both products: grad_weight's first tiles left out", "sm90/product.cuh",
-       "&work, cluster - @{input.clusters}@,", "0", "chunks"),
-    _M("chunks, sums: of the last chunk alone", "linear_run.h",
-       "return @{!first_chunk_}@ || (call_.accumulate", "false", "chunks"),
-    _M("chunks, sums: the workspace's in the place of the lent ones", "linear_run.h",
-       "m_.grad_weight_sum, @{lent}@,", "int64_t{0}", "chunks"),
-    _M("chunks, lent sums: every piece in the first one's place", "finish.cu",
-       "write_grad_weight(call, plan, m, sums, @{first}@, rows, stream);", "int64_t{0}", "pieces"),
-    _M("two passes: targets of the second as of the whole vocabulary", "linear_cross_entropy.cpp",
-       "second.options.vocab_start = @{first_rows}@;", "int64_t{0}", "chunks"),
-    _M("two passes: the second from the first row on", "linear_cross_entropy.cpp",
-       "view.byte_offset += @{first * view.stride[0] * size_of(view.dtype)}@;", "int64_t{0}", "chunks"),
-    _M("two passes: the rows' reference twice", "linear_cross_entropy.cpp",
-       ".row_log_sum = @{state.row_log_sum}@,", "state.row_reference", "chunks"),
+    *(_M(*mutant) for mutant in PLANS),
     # Given logits
     _M("rows, last column: not in lse", "row_state.cuh",
        "e[h] = exp_of_row(@{raw[h] - shift}@);",

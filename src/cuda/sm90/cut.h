@@ -12,7 +12,7 @@
 
 namespace logitless::cuda::sm90 {
 
-constexpr int most_slices = 8;
+constexpr int most_slices = 8;  // more where there are not as many for each cluster
 // In steps of 64 of the depth axis, which take a microsecond each: a slice's store, and the second
 // kernel.
 constexpr int slice_cost = 4, join_cost = 10;
@@ -39,7 +39,7 @@ struct Cut {
     const int rounds = (whole() + clusters - 1) / clusters * depth;
     if (tail == 0) return rounds;
     const int slice = (depth + slices - 1) / slices + slice_cost;
-    return rounds + (slots() + clusters - 1) / clusters * slice + join_cost;
+    return rounds + (slots() + clusters - 1) / clusters * slice + join_cost + slices / 4;
   }
 };
 
@@ -50,7 +50,8 @@ LOGITLESS_BOTH inline Cut cut_tiles(int tiles, int depth, int clusters, int slot
   int least = whole.steps(clusters);
   for (int tail = tiles % clusters; tail > 0 && tail <= tiles && tail < 2 * clusters;
        tail += clusters) {
-    for (int slices = 2; slices <= most_slices && tail * slices <= slots; ++slices) {
+    const int most = clusters / tail > most_slices ? clusters / tail : most_slices;
+    for (int slices = 2; slices <= most && tail * slices <= slots; ++slices) {
       const Cut cut{tiles, depth, tail, slices};
       const int steps = cut.steps(clusters);
       if (steps < least) least = steps, best = cut;

@@ -32,7 +32,7 @@ CUtensorMap own_map(const InputRows& own, DType dtype, int64_t first, int64_t ro
 CUtensorMap compacted_map(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                           const Chunk& chunk, Stream* stream) {
   return make_map(m.input, call.shape.dtype, chunk.rows, plan.hidden_pitch, plan.hidden_pitch,
-                  tile_rows, stream);
+                  rows_of_tile(plan), stream);
 }
 
 Operands make_operands(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
@@ -45,7 +45,7 @@ Operands make_operands(const LinearCall& call, const LinearPlan& plan, const Lin
   const int64_t stride = weight_stride(call, plan);
   // Where every token counts, compacted token k is token k.
   const CUtensorMap input = s.reads_input ? own_map(input_rows(call, plan), s.dtype, chunk.first,
-                                                    chunk.rows, tile_rows, stream)
+                                                    chunk.rows, rows_of_tile(plan), stream)
                                           : compacted_map(call, plan, m, chunk, stream);
   return {input, make_map(weight, s.dtype, s.vocab, hidden, stride, half_right_rows, stream)};
 }
@@ -167,9 +167,11 @@ TileOptions make_options(const LinearCall& call, const LinearMemory& m) {
   return o;
 }
 
-Arguments make_arguments(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
-                         int64_t first, int64_t columns, const Panel& panel) {
+Arguments make_arguments(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                         const Chunk& chunk, int64_t first, int64_t columns, const Panel& panel) {
   return {.chunk = chunk,
+          .team = {works_apart(plan)},
+          .left_rows = rows_of_tile(plan),
           .partials = from_segment(m.partials, first / sum_columns),
           .target_logit = m.target_logit,
           .gradients = m.gradients,
@@ -218,7 +220,7 @@ bool reads_input(const LinearCall& call) {
 void forward(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
              const Chunk& chunk, int64_t first, int64_t columns, const Panel& panel,
              const DeviceInfo& device, Stream* stream) {
-  const Arguments arguments = make_arguments(call, m, chunk, first, columns, panel);
+  const Arguments arguments = make_arguments(call, plan, m, chunk, first, columns, panel);
   if (panel.data == nullptr) {
     if (call.shape.dtype == DType::f16) {
       launch<__half, Mode::sums>(call, plan, m, arguments, device, stream);
@@ -234,7 +236,8 @@ void forward(const LinearCall& call, const LinearPlan& plan, const LinearMemory&
 
 void gradients(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                const Chunk& chunk, const Panel& panel, const DeviceInfo& device, Stream* stream) {
-  const Arguments arguments = make_arguments(call, m, chunk, panel.first, panel.columns, panel);
+  const Arguments arguments =
+      make_arguments(call, plan, m, chunk, panel.first, panel.columns, panel);
   if (call.shape.dtype == DType::f16) {
     launch<__half, Mode::dz>(call, plan, m, arguments, device, stream);
   } else {

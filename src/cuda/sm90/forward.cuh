@@ -21,6 +21,8 @@ constexpr int half_right_rows = tile_columns / 2, group_clusters = 4;
 
 struct Arguments {
   Chunk chunk;
+  Team team;
+  int32_t left_rows;  // of a tile, that are brought
   Partials partials;
   const float* target_logit;
   const RowGradient* gradients;   // dz
@@ -107,9 +109,10 @@ __device__ inline ForwardWork find_work(const Arguments& a) {
 
 // Every step of a tile: a lane an operand, so that neither keeps more than one address.
 __device__ inline void copy_tile(const CUtensorMap* input_map, const CUtensorMap* weight_map,
-                                 const Pipeline& pipeline, int rank, int row_cluster,
-                                 int column_tile, const Arguments& a, Ring* ring) {
+                                 const Pipeline& pipeline, int row_cluster, int column_tile,
+                                 const Arguments& a, Ring* ring) {
   const bool is_input = threadIdx.x == 0;
+  const int rank = a.team.rank();
   const uint32_t offset = is_input ? 0 : left_bytes + rank * half_right_bytes;
   const int row = is_input ? row_cluster * cluster_rows + rank * tile_rows
                            : static_cast<int>(a.first_column) + column_tile * tile_columns +
@@ -118,10 +121,16 @@ __device__ inline void copy_tile(const CUtensorMap* input_map, const CUtensorMap
     uint64_t* full = pipeline.full + ring->stage;
     wait(pipeline.empty + ring->stage, ring->phase ^ 1);
     if (is_input) {
-      expect_bytes(full, stage_bytes);
+      expect_bytes(full, a.left_rows * tile_depth * 2 + right_bytes);
       load_box(input_map, full, pipeline.left(ring->stage), k * tile_depth, row);
     } else {
-      load_box_to(weight_map, full, pipeline.left(ring->stage) + offset, k * tile_depth, row, 3);
+      uint8_t* to = pipeline.left(ring->stage) + offset;
+      if (!a.team.apart) {
+        load_box_to(weight_map, full, to, k * tile_depth, row, 3);
+        continue;
+      }
+      load_box(weight_map, full, to, k * tile_depth, row);
+      load_box(weight_map, full, to + half_right_bytes, k * tile_depth, row + half_right_rows);
     }
   }
 }
@@ -130,12 +139,11 @@ __device__ inline void copy_tile(const CUtensorMap* input_map, const CUtensorMap
 __device__ inline void copy_tiles(const CUtensorMap* input_map, const CUtensorMap* weight_map,
                                   const Pipeline& pipeline, const Schedule& schedule,
                                   const Arguments& a) {
-  const int rank = static_cast<int>(cluster_rank());
   Ring ring;
-  for (int t = blockIdx.x / 2; t < schedule.tiles(); t += gridDim.x / 2) {
+  for (int t = a.team.number(); t < schedule.tiles(); t += a.team.count()) {
     int row_cluster, column_tile;
     schedule.find(t, &row_cluster, &column_tile);
-    copy_tile(input_map, weight_map, pipeline, rank, row_cluster, column_tile, a, &ring);
+    copy_tile(input_map, weight_map, pipeline, row_cluster, column_tile, a, &ring);
   }
 }
 

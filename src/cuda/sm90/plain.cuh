@@ -240,12 +240,17 @@ __device__ inline void plain_tiles(const CUtensorMap* panel_map, const Pipeline&
   constexpr bool stores = kMode != Mode::sums;
   float upper[96], lower[96];
   const uint32_t signals = threadIdx.x % 128;
-  const auto release = [&](int stage) {
-    if (signals < 2) arrive_at(pipeline.empty + stage, signals);
-  };
+  const auto release = [&](int stage) { a.team.release(pipeline.empty + stage, signals); };
   Ring ring;
   int lent = -1;
-  Walk walk;
+  Walk walk(a.team);
+  if (!has_some(warpgroup, a.chunk.rows)) {
+    for (; walk.more(work.units); walk.next(work.teams)) {
+      walk.item(work.units);
+      skip_tile(a.depth_tiles, pipeline, &ring, a.team);
+    }
+    return;
+  }
   if (!walk.more(work.units)) return;
   PartialSum unit;
   wait(pipeline.full + ring.stage, ring.phase);
@@ -255,13 +260,13 @@ __device__ inline void plain_tiles(const CUtensorMap* panel_map, const Pipeline&
   do {  // the first step is under way
     const UnitItem item = walk.item(work.units);
     const bool ends = item.tile + 1 == item.end;
-    const int row = item.row_cluster * cluster_rows + static_cast<int>(cluster_rank()) * tile_rows +
-                    thread_row(warpgroup);
+    const int row =
+        item.row_cluster * cluster_rows + a.team.rank() * tile_rows + thread_row(warpgroup);
     const RowData data = load_row<kMode>(a, row, work.valid);
     if (stores && lent >= 0 && signals == 0) {
       stores_wait();
-      arrive_at(pipeline.empty + lent, 0);
-      arrive_at(pipeline.empty + lent, 1);
+      a.team.release(pipeline.empty + lent, 0);
+      a.team.release(pipeline.empty + lent, 1);
     }
     int previous = ring.stage;
     ring.next();
@@ -294,7 +299,7 @@ __device__ inline void plain_tiles(const CUtensorMap* panel_map, const Pipeline&
     const HalfTile above{row, item.tile, 0}, below{row + 64, item.tile, 1};
     RowSums sums;
     half_tile<T, kMode>(upper, data, above, a, work.valid, panel_map, boxes, warpgroup, &sums);
-    walk.next();
+    walk.next(work.teams);
     now = Operands(pipeline, ring.stage, warpgroup);
     // Behind the last tile: of whatever lies there, for nothing.
     if (walk.more(work.units)) wait(pipeline.full + ring.stage, ring.phase);

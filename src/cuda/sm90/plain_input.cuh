@@ -19,7 +19,7 @@ struct InputRows {
 
 // A block's work, in shared memory: the registers are the logits'.
 struct PlainWork {
-  int valid;
+  int valid, teams;
   Units units;
   bool some;     // of the caller's own rows do not count: the other map
   bool gathers;  // and there is no copy
@@ -28,25 +28,25 @@ __device__ inline PlainWork find_plain_work(const Arguments& a, const InputRows&
   const int valid = valid_rows(a.chunk);
   const int column_tiles = static_cast<int>((a.columns + tile_columns - 1) / tile_columns);
   const bool some = input.data != nullptr && a.chunk.tokens.scalars->valid < a.chunk.tokens.total;
-  return {valid,
+  return {valid, a.team.count(),
           Units::make((valid + cluster_rows - 1) / cluster_rows, column_tiles,
-                      max(a.partials.unit_width, 1), static_cast<int>(gridDim.x) / 2),
+                      max(a.partials.unit_width, 1), a.team.count()),
           some, some && !input.copied};
 }
 
-// A cluster's tiles in order: those of item n, then of item n + clusters. An item is looked up when
+// A team's tiles in order: those of item n, then of item n + teams. An item is looked up when
 // its first tile is asked for, not when the one before ends: three divisions.
 class Walk {
  public:
-  __device__ Walk() : n_(blockIdx.x / 2) {}
+  __device__ explicit Walk(const Team& team) : n_(team.number()) {}
   __device__ bool more(const Units& units) const { return n_ < units.items; }
   // The tile is `item.tile`, up to `item.end`; with more() alone.
   __device__ UnitItem item(const Units& units) {
     if (item_.tile == item_.end) item_ = units.item(n_);
     return item_;
   }
-  __device__ void next() {
-    if (++item_.tile == item_.end) n_ += static_cast<int>(gridDim.x) / 2;
+  __device__ void next(int teams) {
+    if (++item_.tile == item_.end) n_ += teams;
   }
 
  private:
@@ -58,11 +58,10 @@ class Walk {
 __device__ inline void copy_boxes(const CUtensorMap* input_map, const CUtensorMap* weight_map,
                                   const Pipeline& pipeline, const PlainWork& work,
                                   const Arguments& a) {
-  const int rank = static_cast<int>(cluster_rank());
   Ring ring;
-  for (Walk walk; walk.more(work.units); walk.next()) {
+  for (Walk walk(a.team); walk.more(work.units); walk.next(work.teams)) {
     const UnitItem item = walk.item(work.units);
-    copy_tile(input_map, weight_map, pipeline, rank, item.row_cluster, item.tile, a, &ring);
+    copy_tile(input_map, weight_map, pipeline, item.row_cluster, item.tile, a, &ring);
   }
 }
 
@@ -147,13 +146,11 @@ __device__ inline void copy_rows(const CUtensorMap* map, const InputRows& input,
     const uint32_t bytes = __popc(counted >> 4 * ahead & 15) * left_block_bytes + right_bytes;
     if (thread == 0) expect_bytes(pipeline.full + stage, bytes);
   };
-  for (Walk walk; walk.more(work.units); walk.next()) {
+  for (Walk walk(a.team); walk.more(work.units); walk.next(work.teams)) {
     const UnitItem item = walk.item(work.units);
     if (item.row_cluster != row_cluster) {
       row_cluster = item.row_cluster;
-      boxes =
-          fill(&table, row_cluster * cluster_rows + static_cast<int>(cluster_rank()) * tile_rows,
-               work, a);
+      boxes = fill(&table, row_cluster * cluster_rows + a.team.rank() * tile_rows, work, a);
     }
 #pragma unroll 1
     for (int k = 0; k < a.depth_tiles; ++k) {

@@ -29,10 +29,11 @@ struct Prepared {
   DType out;
 };
 
-void use_clusters(const LinearPlan& plan, const LinearMemory& m, int clusters, Prepared* p) {
-  p->a.clusters = static_cast<int32_t>(clusters);
+void use_teams(const LinearMemory& m, int teams, int32_t slots, Prepared* p) {
+  p->a.teams = static_cast<int32_t>(teams);
+  p->a.slot_parts = cluster_rows / 64;
   p->a.slots = m.slots;
-  p->a.slot_count = plan.slots;
+  p->a.slot_count = slots;
 }
 
 // f(T{}, Out{}) with the operands' dtype and the gradient's.
@@ -60,8 +61,11 @@ template <Gradient kGradient>
 void launch(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m, Prepared p,
             const DeviceInfo& device, Stream* stream) {
   const int clusters = device.multiprocessors / 2;
-  use_clusters(plan, m, clusters, &p);
   constexpr bool is_input = kGradient == Gradient::input;
+  p.a.team.apart = is_input && works_apart(plan);
+  use_teams(m, is_input ? teams_of(plan, clusters) : clusters,
+            is_input ? plan.slots : weight_slots(plan), &p);
+  if (is_input) p.a.slot_parts = slot_rows(plan) / 64;
   with_types<kGradient>(call.shape.dtype, p.out, [&](auto element, auto written) {
     stream->launch_config(is_input ? "sm90 grad_input" : "sm90 grad_weight",
                           product_kernel<decltype(element), kGradient, decltype(written)>,
@@ -92,7 +96,7 @@ Prepared input_product(const LinearCall& call, const LinearPlan& plan, const Lin
   const int64_t stride = weight_stride(call, plan);
   const auto map = [&](const Panel& panel) {
     const int64_t blocks = (panel.columns + 63) / 64;
-    return make_map(panel.data, s.dtype, blocks * panel.pitch, 64, 64, tile_rows, stream);
+    return make_map(panel.data, s.dtype, blocks * panel.pitch, 64, 64, rows_of_tile(plan), stream);
   };
   // A part of no columns has no address.
   const bool all_behind = kept.panel.columns == 0, none_behind = kept.behind.columns == 0;
@@ -101,6 +105,7 @@ Prepared input_product(const LinearCall& call, const LinearPlan& plan, const Lin
   a.steps_in_front = static_cast<int32_t>((first.columns + tile_depth - 1) / tile_depth);
   a.panel_rows = static_cast<int32_t>(first.pitch);
   a.group = input_group;
+  a.left_rows = rows_of_tile(plan);
   Prepared p{.out = out};
   p.operands.left = map(first);
   if (!all_behind && !none_behind) p.operands.behind = map(kept.behind);
@@ -156,6 +161,7 @@ Prepared weight_product(const LinearCall& call, const LinearPlan& plan, const Li
   }
   a.rows = static_cast<int32_t>(std::min(panel.columns, call.shape.rows_of_weight()));
   a.group = weight_group;
+  a.left_rows = tile_rows;
   a.add = add;
   if (of_e) a.line = m.smoothed_row;
   if (m.class_weights != nullptr) a.class_weight = m.class_weights + panel.first;
@@ -211,9 +217,8 @@ void both_gradients(const LinearCall& call, const LinearPlan& plan, const Linear
   Prepared input = whole_input(call, plan, m, chunk, {panel}, of_e, stream);
   Prepared weight = weight_product(call, plan, m, chunk, panel, rows, of_e, add, stream);
   const int clusters = device.multiprocessors / 2;
-  use_clusters(plan, m, plan.input_clusters, &input);
-  use_clusters(plan, m, clusters - plan.input_clusters, &weight);
-  weight.a.slot_count = 0;  // the slots are grad_input's
+  use_teams(m, plan.input_clusters, plan.slots, &input);
+  use_teams(m, clusters - plan.input_clusters, 0, &weight);  // the slots are grad_input's
   // Only what keeps E takes several chunks, and adds to f32 sums.
   const auto launch_both = [&](auto out) {
     stream->launch_config("sm90 both gradients", both_kernel<__nv_bfloat16, decltype(out)>,

@@ -15,6 +15,7 @@ enum class Gradient { input, weight };
 
 struct ProductArguments {
   Chunk chunk;
+  Team team;
   const RowFactors* factors;  // grad_input of E; else null
   void* out;                  // [rows, columns], rows `stride` elements apart
   int64_t stride;
@@ -25,6 +26,7 @@ struct ProductArguments {
   int32_t depth;            // columns of the panel (input)
   int32_t steps_in_front;   // of the depth, whose part of the panel lies apart (input)
   int32_t group;            // clusters of rows that run together
+  int32_t left_rows;        // of a tile, that are brought
   int32_t right_boxes;      // of a stage: 1, or one a block of 64 where blocks do not fit
   int32_t panel_rows;       // of a block of the panel (input)
   bool mapped;              // rows of the output are the tokens' own, else the chunk's
@@ -32,7 +34,7 @@ struct ProductArguments {
   bool add;
   bool wide;     // rows begin at four whole elements and end at them
   float* slots;  // [slot_count, 512, 192]  sums of slices, in the order of the threads
-  int32_t slot_count, clusters;
+  int32_t slot_count, slot_parts, teams;
   const float* line;          // [columns]  subtracted times s of the row, or c; null: nothing is
   const float* class_weight;  // c of the panel's columns (weight); null: 1
 };
@@ -53,13 +55,13 @@ __device__ inline Work find_work(const ProductArguments& a) {
   if (a.add && w.depth == 0) w.rows = 0;  // what is there stays, its subnormals and signs too
   w.schedule = {(w.rows + cluster_rows - 1) / cluster_rows,
                 (a.columns + tile_columns - 1) / tile_columns, a.group};
-  w.cut = cut_tiles(w.schedule.tiles(), w.depth, a.clusters, a.slot_count);
+  w.cut = cut_tiles(w.schedule.tiles(), w.depth, a.teams, a.slot_count);
   return w;
 }
 
-// 64 rows in a slot, part 0 to 7 of its 512: [24, 128 threads] of four sums each.
+// 64 rows in a slot, one of its parts: [24, 128 threads] of four sums each.
 __device__ inline float4* slot_part(const ProductArguments& a, int slot, int part) {
-  return reinterpret_cast<float4*>(a.slots) + (int64_t{slot} * 8 + part) * (24 * 128) +
+  return reinterpret_cast<float4*>(a.slots) + (int64_t{slot} * a.slot_parts + part) * (24 * 128) +
          threadIdx.x % 128;
 }
 
@@ -205,17 +207,16 @@ __device__ inline void copy_operands(const Operands& operands, const ProductArgu
                                      const Work& work, int cluster, const Pipeline& pipeline) {
   constexpr bool is_input = kGradient == Gradient::input;
   const Cut& cut = work.cut;
-  const uint32_t rank = cluster_rank();
+  const int rank = a.team.rank();
   const int lane = static_cast<int>(threadIdx.x), box = lane - 1;
   if (lane > a.right_boxes) return;
-  const int half = static_cast<int>(rank) * (tile_depth / 2);
-  const uint32_t offset =
-      left_bytes + static_cast<int>(rank) * half_right_bytes + box * right_block_bytes;
+  const int half = rank * (tile_depth / 2);
+  const uint32_t offset = left_bytes + rank * half_right_bytes + box * right_block_bytes;
   Ring ring;
-  for (int item = cluster; item < cut.items(); item += a.clusters) {
+  for (int item = cluster; item < cut.items(); item += a.teams) {
     int row_cluster, column_tile;
     work.schedule.find(cut.tile(item), &row_cluster, &column_tile);
-    const int row = row_cluster * cluster_rows + static_cast<int>(rank) * tile_rows;
+    const int row = row_cluster * cluster_rows + rank * tile_rows;
     const int across = 64 * box + column_tile * tile_columns;
     const bool blocks = a.right_boxes == 1;
     const int x = blocks ? 0 : across, z = blocks ? across / 64 : 0;
@@ -225,7 +226,7 @@ __device__ inline void copy_operands(const Operands& operands, const ProductArgu
       wait(pipeline.empty + ring.stage, ring.phase ^ 1);
       uint8_t* to = pipeline.left(ring.stage);
       if (lane == 0) {
-        expect_bytes(full, stage_bytes);
+        expect_bytes(full, a.left_rows * tile_depth * 2 + right_bytes);
         if constexpr (is_input) {
           const bool behind = k >= a.steps_in_front;
           const int block = behind ? k - a.steps_in_front : k;
@@ -235,7 +236,13 @@ __device__ inline void copy_operands(const Operands& operands, const ProductArgu
           load_blocks(&operands.left, full, to, 0, k * tile_depth, row / 64);
         }
       } else {
-        load_blocks_to(&operands.right, full, to + offset, x, k * tile_depth + half, z, 3);
+        if (!a.team.apart) {
+          load_blocks_to(&operands.right, full, to + offset, x, k * tile_depth + half, z, 3);
+          continue;
+        }
+        load_blocks(&operands.right, full, to + offset, x, k * tile_depth, z);
+        load_blocks(&operands.right, full, to + offset + half_right_bytes, x,
+                    k * tile_depth + tile_depth / 2, z);
       }
     }
   }
@@ -246,16 +253,22 @@ __device__ inline void multiply_items(const ProductArguments& a, const Work& wor
                                       const Pipeline& pipeline, int warpgroup) {
   constexpr Along left_along = kGradient == Gradient::input ? Along::depth : Along::rows;
   const Cut& cut = work.cut;
-  const int rank = static_cast<int>(cluster_rank());
+  const int rank = a.team.rank();
   Ring ring;
+  if (kGradient == Gradient::input && !has_some(warpgroup, a.rows)) {
+    for (int item = cluster; item < cut.items(); item += a.teams) {
+      skip_tile(cut.end(item) - cut.begin(item), pipeline, &ring, a.team);
+    }
+    return;
+  }
   float upper[96], lower[96];
-  for (int item = cluster; item < cut.items(); item += a.clusters) {
+  for (int item = cluster; item < cut.items(); item += a.teams) {
     if (work.depth == 0) {
 #pragma unroll
       for (int i = 0; i < 96; ++i) upper[i] = lower[i] = 0;
     }
     multiply_tile<T, left_along, Along::rows>(upper, lower, cut.end(item) - cut.begin(item),
-                                              pipeline, &ring, warpgroup);
+                                              pipeline, &ring, warpgroup, a.team);
     if (item >= cut.whole()) {
       const int slot = item - cut.whole(), part = rank * 4 + (warpgroup - 1) * 2;
       float4 *above = slot_part(a, slot, part), *below = slot_part(a, slot, part + 1);
@@ -303,7 +316,7 @@ __global__ void __launch_bounds__(block_threads, 1)
   // Read where it is used: the registers are the sums'.
   __shared__ Work work;
   const Pipeline pipeline = open_pipeline(dynamic);
-  run_product<T, kGradient, Out>(operands, a, &work, blockIdx.x / 2, pipeline);
+  run_product<T, kGradient, Out>(operands, a, &work, a.team.number(), pipeline);
   cluster_sync();  // no block ends while another may signal it
 #endif
 }
@@ -322,10 +335,10 @@ __global__ void __launch_bounds__(block_threads, 1)
   __shared__ Work work;
   const Pipeline pipeline = open_pipeline(dynamic);
   const int cluster = static_cast<int>(blockIdx.x / 2);
-  if (cluster < input.clusters) {
+  if (cluster < input.teams) {
     run_product<T, Gradient::input, Out>(of_input, input, &work, cluster, pipeline);
   } else {
-    run_product<T, Gradient::weight, float>(of_weight, weight, &work, cluster - input.clusters,
+    run_product<T, Gradient::weight, float>(of_weight, weight, &work, cluster - input.teams,
                                             pipeline);
   }
   cluster_sync();
@@ -343,6 +356,10 @@ __global__ void __launch_bounds__(128) join_kernel(const __grid_constant__ Produ
   constexpr int fours = 24 / join_parts;
   for (int item = blockIdx.x; item < 8 * join_parts * cut.tail; item += gridDim.x) {
     const int at = item / join_parts / 8, part = item / join_parts % 8, columns = item % join_parts;
+    int row_cluster, column_tile;
+    work.schedule.find(cut.whole() + at, &row_cluster, &column_tile);
+    const int row = row_cluster * cluster_rows + part * 64;
+    if (row >= work.rows) continue;  // no warpgroup may have had it
     float d[4 * fours];
 #pragma unroll
     for (int i = 0; i < 4 * fours; ++i) d[i] = 0;
@@ -355,9 +372,7 @@ __global__ void __launch_bounds__(128) join_kernel(const __grid_constant__ Produ
         d[4 * i] += x.x, d[4 * i + 1] += x.y, d[4 * i + 2] += x.z, d[4 * i + 3] += x.w;
       }
     }
-    int row_cluster, column_tile;
-    work.schedule.find(cut.whole() + at, &row_cluster, &column_tile);
-    write_rows<kGradient, Out>(d, a, work, row_cluster * cluster_rows + part * 64 + thread_row(1),
+    write_rows<kGradient, Out>(d, a, work, row + thread_row(1),
                                column_tile * tile_columns + columns * 8 * fours);
   }
 #endif

@@ -29,6 +29,20 @@ inline LaunchShape whole_chip(const DeviceInfo& device) {
   return {static_cast<unsigned>(device.multiprocessors / 2 * 2), block_threads, shared_bytes, 2};
 }
 
+// Who works on a tile: the two blocks of a cluster, or one where they work apart (plan.h).
+struct Team {
+  bool apart;
+  __device__ int rank() const { return apart ? 0 : static_cast<int>(cluster_rank()); }
+  __device__ int number() const { return static_cast<int>(apart ? blockIdx.x : blockIdx.x / 2); }
+  __device__ int count() const { return static_cast<int>(apart ? gridDim.x : gridDim.x / 2); }
+  // By two lanes (0, 1) of a warpgroup that is done with a stage, to each block that fills it.
+  __device__ void release(uint64_t* empty, uint32_t lane) const {
+    if (lane < 2) arrive_at(empty, apart ? cluster_rank() : lane);
+  }
+};
+// Of so many rows; a warpgroup that has none lets the stages pass.
+__device__ inline bool has_some(int warpgroup, int rows) { return (warpgroup - 1) * 128 < rows; }
+
 // Where tile t lies: rows of tiles run fastest in groups of `group` clusters, then the columns.
 struct Schedule {
   int row_clusters, column_tiles, group;
@@ -55,7 +69,7 @@ struct Ring {
 struct Pipeline {
   uint8_t* shared;
   uint64_t* full;   // one arrival and the bytes of a stage
-  uint64_t* empty;  // 4 arrivals: two warpgroups of two blocks
+  uint64_t* empty;  // 4 arrivals: two warpgroups of two blocks, or both lanes of one's
   __device__ uint8_t* left(int stage) const { return shared + stage * stage_bytes; }
   __device__ uint8_t* right(int stage) const { return left(stage) + left_bytes; }
 };
@@ -126,8 +140,9 @@ __device__ inline void multiply_stage(float (&upper)[96], float (&lower)[96], ui
 // is in flight, and its predecessor's stage is released.
 template <class T, Along kLeft, Along kRight>
 __device__ inline void multiply_tile(float (&upper)[96], float (&lower)[96], int depth_tiles,
-                                     const Pipeline& pipeline, Ring* ring, int warpgroup) {
-  const uint32_t signals = threadIdx.x % 128;
+                                     const Pipeline& pipeline, Ring* ring, int warpgroup,
+                                     const Team& team) {
+  const uint32_t lane = threadIdx.x % 128;
   int previous = -1;
 #pragma unroll 1
   for (int k = 0; k < depth_tiles; ++k, ring->next()) {
@@ -137,11 +152,20 @@ __device__ inline void multiply_tile(float (&upper)[96], float (&lower)[96], int
     wait(pipeline.full + ring->stage, ring->phase);
     multiply_stage<T, kLeft, kRight>(upper, lower, left, right, k > 0);
     products_wait<1>();
-    if (previous >= 0 && signals < 2) arrive_at(pipeline.empty + previous, signals);
+    if (previous >= 0) team.release(pipeline.empty + previous, lane);
     previous = ring->stage;
   }
   products_wait<0>();
-  if (previous >= 0 && signals < 2) arrive_at(pipeline.empty + previous, signals);
+  if (previous >= 0) team.release(pipeline.empty + previous, lane);
+}
+
+// A tile of which this warpgroup has no rows.
+__device__ inline void skip_tile(int depth_tiles, const Pipeline& pipeline, Ring* ring,
+                                 const Team& team) {
+  for (int k = 0; k < depth_tiles; ++k, ring->next()) {
+    wait(pipeline.full + ring->stage, ring->phase);
+    team.release(pipeline.empty + ring->stage, threadIdx.x % 128);
+  }
 }
 
 }  // namespace logitless::cuda::sm90

@@ -165,24 +165,27 @@ __device__ inline void option_tiles(const CUtensorMap* panel_map, const Pipeline
   constexpr int at_once = halves_at_once<kMode, kSet>;
   float upper[96], lower[96];
   const uint32_t signals = threadIdx.x % 128;
-  const auto release = [&](int stage) {
-    if (signals < 2) arrive_at(pipeline.empty + stage, signals);
-  };
+  const auto release = [&](int stage) { a.team.release(pipeline.empty + stage, signals); };
   const auto last = [](const Ring& r) { return (r.stage + stages - 1) % stages; };
   Ring ring;
-  if (warpgroup == 2 && blockIdx.x / 2 < work.schedule.tiles()) {
+  if (!has_some(warpgroup, a.chunk.rows)) {
+    for (int t = a.team.number(); t < work.schedule.tiles(); t += a.team.count()) {
+      skip_tile(a.depth_tiles, pipeline, &ring, a.team);
+    }
+    return;
+  }
+  if (warpgroup == 2 && a.team.number() < work.schedule.tiles()) {
     wait(pipeline.full + min(a.depth_tiles, stages) - 1, 0);  // begins later
   }
-  for (int t = blockIdx.x / 2; t < work.schedule.tiles(); t += gridDim.x / 2) {
+  for (int t = a.team.number(); t < work.schedule.tiles(); t += a.team.count()) {
     int row_cluster, column_tile;
     work.schedule.find(t, &row_cluster, &column_tile);
-    const int row = row_cluster * cluster_rows + static_cast<int>(cluster_rank()) * tile_rows +
-                    thread_row(warpgroup);
+    const int row = row_cluster * cluster_rows + a.team.rank() * tile_rows + thread_row(warpgroup);
     const RowData data = load_row<kMode>(a, row, work.valid);
     fetch_columns<kMode>(a, column_tile);
     wait(pipeline.full + ring.stage, ring.phase);
     multiply_step<T>(upper, lower, pipeline, ring.stage, warpgroup, true);
-    if (stores && t >= static_cast<int>(gridDim.x / 2)) {  // the boxes of the tile before are read
+    if (stores && t >= a.team.count()) {  // the boxes of the tile before are read
       if (signals % 32 == 0) stores_wait();
       group_sync(warpgroup);
       release(last(ring));
