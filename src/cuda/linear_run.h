@@ -35,7 +35,7 @@ class LinearRun {
   // Rows [first, first + rows) of the compacted tokens.
   void begin_chunk(int64_t first, int64_t rows) {
     chunk_ = {m_.tokens, first, static_cast<int32_t>(rows)};
-    gather_input(call_, plan_, m_, chunk_, call_.shape.grad_input && !lends_, stream_);
+    gather_input(call_, plan_, m_, chunk_, call_.shape.grad_input && !lends_, joined_, stream_);
   }
 
   void forward() {
@@ -51,7 +51,9 @@ class LinearRun {
   void rows() {
     const bool of_e = multiplies_e(call_.shape, plan_);
     const bool scales = of_e && call_.shape.grad_weight && !smooths_apart();
-    finish_rows(call_, plan_, m_, chunk_, of_e, scales, device_, stream_);
+    const PanelPlace lent{plan_.stored_columns, plan_.lent_columns, plan_.lent_columns > 0};
+    const std::array<Panel, 2> kept{stored_panel(), hopper_panel(lent)};
+    finish_rows(call_, plan_, m_, chunk_, of_e, kept, scales, device_, stream_);
   }
 
   void gradients() {
@@ -69,6 +71,7 @@ class LinearRun {
       if (plan_.input_clusters > 0) {
         sm90::both_gradients(call_, plan_, m_, chunk_, stored_panel(), factor_rows(of_e), of_e,
                              adds_weight(), device_, stream_);
+        joined_ = plan_.slots > 0 && !call_.shape.grad_bias;
       } else {
         grad_weight(stored_panel(), of_e);
         whole_grad_input(of_e);  // last: its memory may hold the input
@@ -181,7 +184,7 @@ class LinearRun {
   bool finish_kept(const Panel& panel) {
     const bool of_e = !call_.shape.forms_dz;
     if (of_e) {
-      finish_panel(call_, m_, chunk_, panel, stream_);
+      finish_panel(call_, m_, chunk_, panel, false, device_, stream_);
     } else {
       form_dz(call_, m_, chunk_, panel, stream_);
     }
@@ -336,7 +339,7 @@ class LinearRun {
   void mixed_gradients() {
     scale_apart();
     const auto use = [&](const Panel& panel) {
-      finish_panel(call_, m_, chunk_, panel, stream_);
+      finish_panel(call_, m_, chunk_, panel, panel.first > 0, device_, stream_);
       extra_rows(panel);
       if (call_.shape.grad_input) {
         input_product(panel, 0, chunk_.rows, m_.grad_input_sum, panel.first > 0);
@@ -390,7 +393,7 @@ class LinearRun {
   const DeviceInfo& device_;
   Stream* stream_;
   Chunk chunk_;
-  bool first_chunk_ = true;
+  bool first_chunk_ = true, joined_ = false;  // joined_: what was last adds slices up, no more
   bool lends_;  // grad_input's memory holds the input: its other rows are cleared last
 };
 
