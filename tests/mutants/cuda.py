@@ -288,7 +288,7 @@ MUTANTS = [
     _M("hopper, products: on top of the last tile's", "sm90/tile.cuh",
        "(upper, lower, left, right, @{k > 0}@);", "true", "hopper"),
     _M("hopper, slices: the last one left out", "sm90/product.cuh",
-       "for (int slice = 0; slice < @{cut.slices}@; ++slice) {", "cut.slices - 1", "hopper"),
+       "slices = @{cut.slices}@;", "cut.slices - 1", "hopper"),
     _M("hopper, slices: each from the start", "sm90/cut.h",
        "return item < whole() ? 0 : @{depth * ((item - whole()) / tail) / slices}@;", "0", "hopper"),
     _M("hopper, slices: joined columns in the first ones' place", "sm90/product.cuh",

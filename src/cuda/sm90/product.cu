@@ -29,10 +29,12 @@ struct Prepared {
   DType out;
 };
 
-void use_clusters(const LinearPlan& plan, const LinearMemory& m, int clusters, Prepared* p) {
+template <Gradient kGradient>
+void use_clusters(const LinearMemory& m, int clusters, int slots, Prepared* p) {
   p->a.clusters = static_cast<int32_t>(clusters);
   p->a.slots = m.slots;
-  p->a.slot_count = plan.slots;
+  p->a.slot_count = static_cast<int32_t>(slots);
+  p->a.cut = work_of<kGradient>(p->a, p->a.chunk.rows, true).cut;
 }
 
 // f(T{}, Out{}) with the operands' dtype and the gradient's.
@@ -50,9 +52,11 @@ void with_types(DType dtype, DType out, F&& f) {
 
 template <Gradient kGradient>
 void join(const LinearCall& call, const Prepared& p, const DeviceInfo& device, Stream* stream) {
-  const auto blocks = static_cast<unsigned>(device.multiprocessors / 2 * 8);
+  const LaunchShape shape{.blocks = static_cast<unsigned>(device.multiprocessors) * 6,
+                          .threads = 128,
+                          .early = call.launches_early};
   with_types<kGradient>(call.shape.dtype, p.out, [&](auto, auto written) {
-    stream->launch("sm90 join", join_kernel<kGradient, decltype(written)>, blocks, 128, p.a);
+    stream->launch_config("sm90 join", join_kernel<kGradient, decltype(written)>, shape, p.a);
   });
 }
 
@@ -60,7 +64,7 @@ template <Gradient kGradient>
 void launch(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m, Prepared p,
             const DeviceInfo& device, Stream* stream) {
   const int clusters = device.multiprocessors / 2;
-  use_clusters(plan, m, clusters, &p);
+  use_clusters<kGradient>(m, clusters, plan.slots, &p);
   constexpr bool is_input = kGradient == Gradient::input;
   with_types<kGradient>(call.shape.dtype, p.out, [&](auto element, auto written) {
     stream->launch_config(is_input ? "sm90 grad_input" : "sm90 grad_weight",
@@ -203,9 +207,9 @@ void both_gradients(const LinearCall& call, const LinearPlan& plan, const Linear
   Prepared input = whole_input(call, plan, m, chunk, panel, of_e, stream);
   Prepared weight = weight_product(call, plan, m, chunk, panel, rows, of_e, add, stream);
   const int clusters = device.multiprocessors / 2;
-  use_clusters(plan, m, plan.input_clusters, &input);
-  use_clusters(plan, m, clusters - plan.input_clusters, &weight);
-  weight.a.slot_count = 0;  // the slots are grad_input's
+  use_clusters<Gradient::input>(m, plan.input_clusters, plan.slots, &input);
+  // The slots are grad_input's.
+  use_clusters<Gradient::weight>(m, clusters - plan.input_clusters, 0, &weight);
   // Only what keeps E takes several chunks, and adds to f32 sums.
   const auto launch_both = [&](auto out) {
     stream->launch_config("sm90 both gradients", both_kernel<__nv_bfloat16, decltype(out)>,
