@@ -32,6 +32,11 @@ TEST(CudaUnits, EveryTileIsDoneOnceAndFoundAgain) {
               ASSERT_EQ(u.single(item.row_cluster, unit, tile - unit * width), item.single);
             }
           }
+          for (int row = 0; width > 1 && row < rows; ++row) {
+            for (int unit = 0; unit < u.columns(); ++unit) {
+              ASSERT_EQ(unit >= u.first_single(row), u.single(row, unit, 0) >= 0);
+            }
+          }
           EXPECT_EQ(u.items - u.whole, u.singles());
           EXPECT_EQ(u.whole * width + u.singles(), rows * tiles);
           if (width > 1 && rows > 0) {

@@ -144,10 +144,10 @@ TEST_P(CudaLaunches, APlainCallIsAFewKernelsAndNothingElse) {
   }
 }
 
-// Around the tokens that one launch prepares, and far beyond.
+// Around those of a block, those that one launch prepares, and far beyond.
 TEST_P(CudaLaunches, ThousandsOfTokensCountAndLieInOrder) {
   if (op_ == OpKind::softmax) return;
-  for (const int64_t tokens : {8191, 8192, 8193, 20011}) {
+  for (const int64_t tokens : {1023, 1025, 8192, 20011, 65536, 65537, 90001}) {
     Case c = plain({tokens, 9, 21});
     c.ignored = 0.3;
     c.outside = 0.01;

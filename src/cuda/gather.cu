@@ -2,6 +2,7 @@
 // What the products read: the valid tokens' rows of input, compacted and padded to 16 bytes, and
 // from the same read z of each token's target by one dot product; the weight, where its own layout
 // does not serve.
+#include "src/cuda/early.cuh"
 #include "src/cuda/linear.cuh"
 
 namespace logitless::cuda {
@@ -17,11 +18,13 @@ __device__ void clear_row(const TensorView& view, int64_t row, int lane) {
 }
 
 struct GatherArguments {
-  LinearCall call;
+  TensorView input, weight, bias, grad_input;
+  MapFactors map;
   Chunk chunk;
   int64_t pitch;
   int64_t rows;  // with those behind the chunk
   bool clears;
+  bool beside;       // the kernel in front: waited for last
   bool reads_input;  // where every token counts: no copy
   float* target_logit;
   int32_t* again;          // may be null
@@ -73,8 +76,7 @@ __device__ float dot_elements(const RowReader<T>& x, const RowReader<T>& w, int6
 // copy):
 //   z_t = map(input_k . weight_t) in f32, 16 bytes a lane in turn, then the tree over the lanes.
 template <class T>
-__global__ void __launch_bounds__(threads, 3)
-    gather(const __grid_constant__ GatherArguments a, T* to) {
+__device__ void gather_row(const GatherArguments& a, T* to) {
   const int64_t k = int64_t{blockIdx.x} * (threads / 32) + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   if (k == 0 && lane == 0) {
@@ -92,15 +94,14 @@ __global__ void __launch_bounds__(threads, 3)
       *reinterpret_cast<Pack<T>*>(to + j) = Pack<T>{};
     }
     if (!a.clears || k >= a.chunk.rows) return;
-    with_dtype_on_device(a.call.grad_input.dtype, [&](auto element) {
-      clear_row<decltype(element)>(a.call.grad_input, tokens.row[token], lane);
+    with_dtype_on_device(a.grad_input.dtype, [&](auto element) {
+      clear_row<decltype(element)>(a.grad_input, tokens.row[token], lane);
     });
     return;
   }
-  const LinearCall& call = a.call;
-  const int64_t target = tokens.target[token], hidden = call.weight.shape[1];
-  const RowReader<T> input(call.input, tokens.row[token], hidden);
-  const RowReader<T> weight(call.weight, target < 0 ? 0 : target, hidden);
+  const int64_t target = tokens.target[token], hidden = a.weight.shape[1];
+  const RowReader<T> input(a.input, tokens.row[token], hidden);
+  const RowReader<T> weight(a.weight, target < 0 ? 0 : target, hidden);
   float sum;
   if (input.aligned && weight.aligned && hidden % width == 0) {
     sum = dot_packs(reinterpret_cast<const Pack<T>*>(input.data),
@@ -111,8 +112,16 @@ __global__ void __launch_bounds__(threads, 3)
   }
   sum = warp_sum(sum);
   if (lane != 0) return;
-  if (target >= 0 && present(call.bias)) sum += load(call.bias, target);
-  a.target_logit[k] = target < 0 ? -infinity() : map_raw(call.map, sum);
+  if (target >= 0 && present(a.bias)) sum += load(a.bias, target);
+  a.target_logit[k] = target < 0 ? -infinity() : map_raw(a.map, sum);
+}
+
+template <class T>
+__global__ void __launch_bounds__(threads, 3)
+    gather(const __grid_constant__ GatherArguments a, T* to) {
+  if (!a.beside) wait_for_kernel_before();
+  gather_row(a, to);
+  if (a.beside) wait_for_kernel_before();
 }
 
 // A warp a row of the weight, from row `first` on; behind the last one zeros.
@@ -169,21 +178,28 @@ void copy_weight_tail(const LinearCall& call, const LinearPlan& plan, const Line
 }
 
 void gather_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                  const Chunk& chunk, bool clears, Stream* stream) {
+                  const Chunk& chunk, bool clears, bool beside, Stream* stream) {
   const int64_t rows = chunk.rows + (call.shape.fused ? 0 : extra_rows);
-  const GatherArguments arguments{.call = call,
+  const GatherArguments arguments{.input = call.input,
+                                  .weight = call.weight,
+                                  .bias = call.bias,
+                                  .grad_input = call.grad_input,
+                                  .map = call.map,
                                   .chunk = chunk,
                                   .pitch = plan.hidden_pitch,
                                   .rows = rows,
                                   .clears = clears,
+                                  .beside = beside,
                                   .reads_input = call.shape.reads_input,
                                   .target_logit = m.target_logit,
                                   .again = m.again,
                                   .rows_finished = m.rows_finished};
   with_dtype(call.shape.dtype, [&](auto element) {
     using T = decltype(element);
-    stream->launch("gather_input", gather<T>, blocks_for(rows, threads / 32), threads, arguments,
-                   reinterpret_cast<T*>(m.input));
+    const LaunchShape shape{
+        .blocks = blocks_for(rows, threads / 32), .threads = threads, .early = call.launches_early};
+    stream->launch_config("gather_input", gather<T>, shape, arguments,
+                          reinterpret_cast<T*>(m.input));
   });
 }
 

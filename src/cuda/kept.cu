@@ -3,20 +3,24 @@
 // the rows (rows.cu) leave to be written.
 #include <algorithm>
 
+#include "src/cuda/early.cuh"
 #include "src/cuda/linear.cuh"
 
 namespace logitless::cuda {
 namespace {
 
-// The target's column of E. Then the rows of the list again, each column by a dot product of its
-// own: E_j = draw_j / v, smoothing and all, from the finished state. A warp a column, rows in turn;
-// at once over where the list is empty.
+constexpr unsigned panel_blocks = 2;  // a multiprocessor
+
+// The target's column of E, where rows.cu has not met it. Then the rows of the list again, each
+// column by a dot product of its own: E_j = draw_j / v, smoothing and all, from the finished state.
+// A warp a column, rows in turn; at once over where the list is empty.
 template <class E>
 __global__ void __launch_bounds__(256)
     panel_kernel(const __grid_constant__ LinearCall call, Chunk chunk, const float* target_logit,
                  const RowGradient* gradients, const RowFactors* factors, const int32_t* again,
-                 Panel panel) {
-  const int valid = valid_rows(chunk);
+                 Panel panel, bool targets) {
+  wait_for_kernel_before();
+  const int valid = targets ? valid_rows(chunk) : 0;
   for (int row = blockIdx.x * 256 + threadIdx.x; row < valid; row += gridDim.x * 256) {
     const int64_t j = chunk.tokens.target[chunk.first + row] - panel.first;
     if (j < 0 || j >= panel.columns || factors[row].again != 0) continue;
@@ -132,11 +136,15 @@ __global__ void __launch_bounds__(256)
 }  // namespace
 
 void finish_panel(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
-                  const Panel& panel, Stream* stream) {
+                  const Panel& panel, bool targets, const DeviceInfo& device, Stream* stream) {
+  // As many as run at once: mostly each finds the list empty.
+  const unsigned most = static_cast<unsigned>(device.multiprocessors) * panel_blocks;
+  const LaunchShape shape{.blocks = std::min(blocks_for(panel.columns, 8), most),
+                          .threads = 256,
+                          .early = call.launches_early};
   with_stored(call.shape.dtype, [&](auto element) {
-    const unsigned blocks = std::min<unsigned>(blocks_for(panel.columns, 8), 1024);
-    stream->launch("finish_panel", panel_kernel<decltype(element)>, blocks, 256, call, chunk,
-                   m.target_logit, m.gradients, m.factors, m.again, panel);
+    stream->launch_config("finish_panel", panel_kernel<decltype(element)>, shape, call, chunk,
+                          m.target_logit, m.gradients, m.factors, m.again, panel, targets);
   });
 }
 

@@ -55,13 +55,14 @@ struct LinearCall {
   LinearShape shape;
   MapFactors map;
   bool accumulate = false;
+  bool launches_early = false;  // the kernels between Hopper's products: early.cuh
   bool plain() const { return map.identity && !bias; }
 };
 
 // Arrays in the workspace.
 struct LinearMemory {
   Tokens tokens;
-  float* losses = nullptr;           // [N]  where they are reduced
+  float* losses = nullptr;           // [N]  compacted, where they are reduced
   int32_t* rows_finished = nullptr;  // [1]  of the chunk, blocks of finish_rows that are done
   void* library = nullptr;
   char* weight = nullptr;          // [V, hidden_pitch]  where copied
@@ -129,9 +130,10 @@ void copy_weight(const LinearCall& call, const LinearPlan& plan, const LinearMem
 void copy_weight_tail(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                       Stream*);
 // The chunk's rows of input and the targets' logits; `clears`: rows of grad_input whose token does
-// not count become 0.
+// not count become 0. `beside`: the kernel in front, early itself, neither writes nor reads any of
+// what this one does.
 void gather_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                  const Chunk& chunk, bool clears, Stream*);
+                  const Chunk& chunk, bool clears, bool beside, Stream*);
 // The bias and the class weights in f32, with zeros behind them.
 void column_terms(const LinearCall& call, const LinearMemory& m, Stream*);
 
@@ -167,15 +169,16 @@ void block_gradients(const LinearCall& call, const LinearMemory& m, const Chunk&
 // rows.cu
 // From the partial sums, or the state that Backward was given: outputs of the chunk's tokens, the
 // loss of all after the last chunk, the factors of the gradients (`with_factors`: of E's rows), and
-// the input times v where `scales`.
+// the input times v where `scales`. With factors the target's column of E too, where `kept` has it.
 void finish_rows(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                 const Chunk& chunk, bool with_factors, bool scales, const DeviceInfo& device,
-                 Stream*);
+                 const Chunk& chunk, bool with_factors, const std::array<Panel, 2>& kept,
+                 bool scales, const DeviceInfo& device, Stream*);
 
 // kept.cu
-// The target's column of E, and the rows beyond the exponent's range.
+// E of the rows beyond the exponent's range; and, where it is made after finish_rows, of the
+// target's column.
 void finish_panel(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
-                  const Panel& panel, Stream*);
+                  const Panel& panel, bool targets, const DeviceInfo& device, Stream*);
 // Behind the panel's rows: the class weights for the smoothing's term of E, and zeros; behind its
 // columns: zeros to a multiple of 8.
 void write_extra_rows(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,

@@ -96,6 +96,7 @@ LinearCall make_call(const Op& op, const DeviceInfo& device) {
                                     out.stride[1] == 1 && serves_product(out, s.vocab, s.hidden));
   }
   s.fused = sm90::serves(call, device);
+  call.launches_early = s.fused && device.launches_early;
   // Under a softcap the smoothing's term has a slope of its own in every element, which E tells.
   const bool slopes = s.smoothing && call.map.capped;
   s.forms_dz = slopes && s.fused && e_tells_slope(call.map);

@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// One call of a linear op, enqueued chunk by chunk of tokens: the products and the kernels between
-// them, in the order of its plan.
+// One call of a linear op, enqueued chunk by chunk of tokens in the order of its plan.
 #pragma once
 
 #include <algorithm>
 
-#include "src/cuda/blas.h"
 #include "src/cuda/linear.h"
 #include "src/cuda/sm90/forward.h"
 #include "src/cuda/sm90/product.h"
@@ -35,7 +33,7 @@ class LinearRun {
   // Rows [first, first + rows) of the compacted tokens.
   void begin_chunk(int64_t first, int64_t rows) {
     chunk_ = {m_.tokens, first, static_cast<int32_t>(rows)};
-    gather_input(call_, plan_, m_, chunk_, call_.shape.grad_input && !lends_, stream_);
+    gather_input(call_, plan_, m_, chunk_, call_.shape.grad_input && !lends_, joined_, stream_);
   }
 
   void forward() {
@@ -51,7 +49,8 @@ class LinearRun {
   void rows() {
     const bool of_e = multiplies_e(call_.shape, plan_);
     const bool scales = of_e && call_.shape.grad_weight && !smooths_apart();
-    finish_rows(call_, plan_, m_, chunk_, of_e, scales, device_, stream_);
+    finish_rows(call_, plan_, m_, chunk_, of_e, {stored_panel(), lent_panel()}, scales, device_,
+                stream_);
   }
 
   void gradients() {
@@ -69,6 +68,7 @@ class LinearRun {
       if (plan_.input_clusters > 0) {
         sm90::both_gradients(call_, plan_, m_, chunk_, stored_panel(), factor_rows(of_e), of_e,
                              adds_weight(), device_, stream_);
+        joined_ = plan_.slots > 0 && !call_.shape.grad_bias;
       } else {
         grad_weight(stored_panel(), of_e);
         whole_grad_input(of_e);  // last: its memory may hold the input
@@ -184,7 +184,7 @@ class LinearRun {
   bool finish_kept(const Panel& panel) {
     const bool of_e = !call_.shape.forms_dz;
     if (of_e) {
-      finish_panel(call_, m_, chunk_, panel, stream_);
+      finish_panel(call_, m_, chunk_, panel, false, device_, stream_);
     } else {
       form_dz(call_, m_, chunk_, panel, stream_);
     }
@@ -339,7 +339,7 @@ class LinearRun {
   void mixed_gradients() {
     scale_apart();
     const auto use = [&](const Panel& panel) {
-      finish_panel(call_, m_, chunk_, panel, stream_);
+      finish_panel(call_, m_, chunk_, panel, panel.first > 0, device_, stream_);
       extra_rows(panel);
       if (call_.shape.grad_input) {
         input_product(panel, 0, chunk_.rows, m_.grad_input_sum, panel.first > 0);
@@ -393,7 +393,7 @@ class LinearRun {
   const DeviceInfo& device_;
   Stream* stream_;
   Chunk chunk_;
-  bool first_chunk_ = true;
+  bool first_chunk_ = true, joined_ = false;  // joined_: what was last adds slices up, no more
   bool lends_;  // grad_input's memory holds the input: its other rows are cleared last
 };
 

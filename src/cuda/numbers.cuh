@@ -181,20 +181,14 @@ __device__ inline double warp_sum(double x) {
   for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(whole_warp, x, offset);
   return x;
 }
-__device__ inline int warp_sum(int x) {
-  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(whole_warp, x, offset);
-  return x;
-}
+__device__ inline int warp_sum(int x) { return __reduce_add_sync(whole_warp, x); }
 __device__ inline float warp_max(float x) {  // a NaN does not count
   for (int offset = 16; offset > 0; offset /= 2) {
     x = fmaxf(x, __shfl_xor_sync(whole_warp, x, offset));
   }
   return x;
 }
-__device__ inline int warp_min(int x) {
-  for (int offset = 16; offset > 0; offset /= 2) x = min(x, __shfl_xor_sync(whole_warp, x, offset));
-  return x;
-}
+__device__ inline int warp_min(int x) { return __reduce_min_sync(whole_warp, x); }
 
 // Of a block of up to 32 whole warps; `combine` is one of the functions above's operation.
 template <class T, class WarpReduce>

@@ -1,41 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tokens prepared a block of tokens_per_block at a time:
+// Tokens prepared:
 //   classify: how many count, the sum of c_t, the largest factors of the gradients; the outputs of
 //             tokens that do not count
-//   compact: the arrays of those that do, from the blocks before; by the first block the scalars
-// In one launch where one block holds all, else in two.
+//   compact: the arrays of those that do, from how many are before them; the scalars
+// Up to one_launch_tokens in one launch, a token a thread: every block counts all tokens, which is
+// little beside what it does for its own, and the last one makes the scalars. Beyond, two launches
+// of blocks of tokens_per_block, the second from what the first has found.
 #include "src/cuda/early.cuh"
-#include "src/cuda/tokens.cuh"
+#include "src/cuda/token_scalars.cuh"
 
 namespace logitless::cuda {
 namespace {
 
-constexpr int threads = 1024, rounds = tokens_per_block / threads;
+constexpr int threads = 1024, warps_per_block = threads / 32;
+constexpr int rounds = tokens_per_block / threads;
 
 // Token of this thread in round r of block b.
 __device__ int64_t token_of(int b, int r) {
   return int64_t{b} * tokens_per_block + r * threads + threadIdx.x;
-}
-
-__device__ double normalizer_of(const TokenInput& in, double counted) {
-  if (in.options.reduction != Reduction::mean) return 1;
-  if (present(in.normalizer)) {
-    return in.normalizer.dtype == DType::i64 ? static_cast<double>(load_int(in.normalizer, 0))
-                                             : static_cast<double>(load(in.normalizer));
-  }
-  return in.options.normalizer != 0 ? in.options.normalizer : counted;
-}
-
-__device__ LossConstants constants_of(const TokenInput& in, double class_weight_sum) {
-  LossConstants c;
-  c.smoothing = in.options.label_smoothing;
-  c.z_loss = in.options.z_loss;
-  if (c.smoothing > 0) {
-    c.smoothing_per_class = static_cast<float>(static_cast<double>(in.options.label_smoothing) /
-                                               static_cast<double>(in.whole()));
-    c.class_weight_sum = static_cast<float>(class_weight_sum);
-  }
-  return c;
 }
 
 // Of the whole vocabulary; every block for itself.
@@ -83,12 +65,21 @@ struct OwnTokens {
   TokenKind kind[rounds];
 };
 
-__device__ OwnTokens read_tokens(const TokenInput& in, const Tokens& t, int b) {
-  OwnTokens own;
+template <class T>
+__device__ void read_targets(const TensorView& view, int64_t total, int b,
+                             int64_t (&target)[rounds]) {
 #pragma unroll
   for (int r = 0; r < rounds; ++r) {
     const int64_t i = token_of(b, r);
-    own.target[r] = i < t.total ? load_int(in.target, i) : 0;
+    target[r] = i < total ? *address<const T>(view, i) : 0;
+  }
+}
+__device__ OwnTokens read_tokens(const TokenInput& in, const Tokens& t, int b) {
+  OwnTokens own;
+  if (in.target.dtype == DType::i64) {
+    read_targets<int64_t>(in.target, t.total, b, own.target);
+  } else {
+    read_targets<int32_t>(in.target, t.total, b, own.target);
   }
 #pragma unroll
   for (int r = 0; r < rounds; ++r) {
@@ -97,43 +88,101 @@ __device__ OwnTokens read_tokens(const TokenInput& in, const Tokens& t, int b) {
   return own;
 }
 
-__device__ TokenBlock classify(const TokenInput& in, const Tokens& t, const TokenOutputs& out,
-                               int b, const OwnTokens& tokens) {
+// use(its block of `threads`, target) with this thread's share of all tokens.
+template <class T, class F>
+__device__ void for_targets_of(const TensorView& view, int total, int64_t ignored, F&& use) {
+  const T* at = address<const T>(view, threadIdx.x);
+  const int64_t step = threads * view.stride[0];
+#pragma unroll 1
+  for (int block = 0; block * threads < total; block += rounds) {
+    int64_t target[rounds];
+#pragma unroll
+    for (int r = 0; r < rounds; ++r, at += step) {
+      const bool exists = (block + r) * threads + static_cast<int>(threadIdx.x) < total;
+      target[r] = exists ? *at : ignored;
+    }
+#pragma unroll
+    for (int r = 0; r < rounds; ++r) use(block + r, target[r]);
+  }
+}
+template <class F>
+__device__ void for_targets(const TokenInput& in, const Tokens& t, F&& use) {
+  const int total = static_cast<int>(t.total);
+  if (in.target.dtype == DType::i64) {
+    for_targets_of<int64_t>(in.target, total, in.options.ignore_index, use);
+  } else {
+    for_targets_of<int32_t>(in.target, total, in.options.ignore_index, use);
+  }
+}
+// Every token that counts is weighed like any other.
+__device__ bool weighs_alike(const TokenInput& in) {
+  if (present(in.vocab_weight)) return false;
+  return !in.gradients ||
+         !(present(in.token_weight) || in.per_row_upstream || in.statistics_gradients);
+}
+
+// |a| w of a token, and the largest factors of what else is asked for.
+__device__ void weigh(const TokenInput& in, const LossConstants& constants, int64_t i, float c,
+                      TokenBlock* own) {
+  const float a = token_weight(in, i);
+  const float w = (1 - constants.smoothing) * fabsf(c) +
+                  constants.smoothing_per_class * constants.class_weight_sum;
+  own->weights = fmaxf(own->weights, finite_size(a * w));
+  const auto largest = [&](const TensorView& view, float* most) {
+    if (present(view)) *most = fmaxf(*most, finite_size(load(view, i)));
+  };
+  if (in.per_row_upstream) largest(in.grad_loss, &own->upstream);
+  largest(in.grad_lse, &own->statistics);
+  largest(in.grad_target_logit, &own->statistics);
+  largest(in.grad_entropy, &own->statistics);
+}
+
+// One outside counts as a token; it has no class weight.
+__device__ void finish_total(const TokenInput& in, TokenBlock* all) {
+  if (!present(in.vocab_weight)) all->normalizer = all->valid + all->outside;
+  if (threadIdx.x == 0 && all->outside > 0 && present(in.fault)) {
+    atomicOr(address<int>(in.fault), 1);
+  }
+}
+
+// What the tokens of blocks [first, end) come to.
+__device__ TokenBlock classify(const TokenInput& in, const Tokens& t, int first, int end) {
   TokenBlock own{};
   own.class_weight_sum = class_weight_sum(in);
   const LossConstants constants = constants_of(in, own.class_weight_sum);
+#pragma unroll 1
+  for (int b = first; b < end; ++b) {
+    const OwnTokens tokens = read_tokens(in, t, b);
 #pragma unroll
-  for (int r = 0; r < rounds; ++r) {
-    const int64_t i = token_of(b, r), target = tokens.target[r];
-    if (i >= t.total) break;
-    const TokenKind kind = tokens.kind[r];
-    if (kind != TokenKind::counts) put_other(in, out, i, kind);
-    if (kind == TokenKind::outside) {
-      // It counts as a token; it has no class weight.
-      ++own.outside;
-      if (!present(in.vocab_weight)) own.normalizer += 1;
+    for (int r = 0; r < rounds; ++r) {
+      if (tokens.kind[r] == TokenKind::outside) ++own.outside;
+      if (tokens.kind[r] != TokenKind::counts) continue;
+      ++own.valid;
+      const float c = target_weight(in, tokens.target[r]);
+      own.normalizer += c;
+      if (in.gradients) weigh(in, constants, token_of(b, r), c, &own);
     }
-    if (kind != TokenKind::counts) continue;
-    ++own.valid;
-    const float c = target_weight(in, target);
-    own.normalizer += c;
-    if (!in.gradients) continue;
-    const float a = token_weight(in, i);
-    const float w = (1 - constants.smoothing) * fabsf(c) +
-                    constants.smoothing_per_class * constants.class_weight_sum;
-    own.weights = fmaxf(own.weights, finite_size(a * w));
-    const auto largest = [&](const TensorView& view, float* most) {
-      if (present(view)) *most = fmaxf(*most, finite_size(load(view, i)));
-    };
-    if (in.per_row_upstream) largest(in.grad_loss, &own.upstream);
-    largest(in.grad_lse, &own.statistics);
-    largest(in.grad_target_logit, &own.statistics);
-    largest(in.grad_entropy, &own.statistics);
   }
-  const TokenBlock all = block_total(own);
-  if (threadIdx.x == 0 && all.outside > 0 && present(in.fault)) {
-    atomicOr(address<int>(in.fault), 1);
-  }
+  TokenBlock all = block_total(own);
+  finish_total(in, &all);
+  return all;
+}
+
+// The same of all tokens where they weigh alike.
+__device__ TokenBlock count_alike(const TokenInput& in, const Tokens& t) {
+  TokenBlock all{};
+  int valid = 0, meant = 0;
+  for_targets(in, t, [&](int, int64_t target) {
+    valid += kind_of_target(in, target) == TokenKind::counts;
+    meant += target != in.options.ignore_index;
+  });
+  all.valid = block_sum(valid);
+  meant = block_sum(meant);
+  if (in.options.out_of_range == OutOfRange::error) all.outside = meant - all.valid;
+  all.class_weight_sum = static_cast<double>(in.whole());
+  const LossConstants constants = constants_of(in, all.class_weight_sum);
+  if (in.gradients && all.valid > 0) weigh(in, constants, 0, 1, &all);  // any token
+  finish_total(in, &all);
   return all;
 }
 
@@ -154,63 +203,6 @@ __device__ TokenBlock total_of(const Tokens& t, int b, int blocks, int* before) 
   all.class_weight_sum = t.blocks[0].class_weight_sum;
   *before = block_sum(*before);
   return block_total(all);
-}
-
-// The least power of two >= x; 0 for 0. Kept where it and its inverse are normal numbers.
-__device__ double power_of_two_above(double x) {
-  if (!(x > 0)) return 0;
-  int exponent;
-  const double mantissa = frexp(x, &exponent);
-  exponent = mantissa == 0.5 ? exponent - 1 : exponent;
-  return ldexp(1.0, min(max(exponent, -100), 100));
-}
-
-// All but the arrays. The gradients' factors: see gradient_scale in src/cpu/tokens.h, the same
-// rule.
-__device__ TokenScalars scalars_of(const TokenInput& in, const TokenBlock& all) {
-  const LossOptions& o = in.options;
-  TokenScalars s{};
-  s.one = 1;
-  s.valid = all.valid;
-  s.outside = all.outside;
-  s.normalizer = normalizer_of(in, all.normalizer);
-  s.empty_mean = s.normalizer == 0;
-  s.constants = constants_of(in, all.class_weight_sum);
-  if (!in.gradients) return s;
-  double common = 1;
-  if (o.reduction != Reduction::none) {
-    common = present(in.grad_loss) ? load(in.grad_loss) : 1;
-    if (o.reduction == Reduction::mean) common /= s.normalizer;
-    if (s.empty_mean) common = o.empty_mean == EmptyMean::zero ? 0 : nan("");
-  }
-  const double steepest = fabs(static_cast<double>(o.logit_scale)) / o.temperature;
-  const double magnitude = all.weights * steepest;
-  const double most = 8192 / in.lift;  // f16 ends at 65504
-  double weights = 1;
-  if (magnitude > most) {
-    weights = power_of_two_above(magnitude / most);
-  } else if (magnitude > 0 && magnitude < 0.125) {
-    weights = power_of_two_above(magnitude);
-  }
-  const bool apart = in.per_row_upstream || in.statistics_gradients;
-  weights /= in.lift;
-  double scale = static_cast<float>(common) * weights;
-  if (apart) {
-    double g = all.upstream;
-    if (!in.per_row_upstream && s.valid > 0 && isfinite(common)) g = fabs(common);
-    // The map's slope comes on top of the statistics' gradients, as it is part of `magnitude`.
-    const double slope = fmax(1.0, steepest * in.lift / 1024);
-    scale = power_of_two_above(fmax(g * weights, all.statistics * slope / in.lift));
-  }
-  if (s.valid == 0) scale = 0;  // NaN of an empty mean must not reach sums over no token
-  s.gradient_scale = static_cast<float>(scale);
-  s.inv_gradient_scale = scale == 0 ? 0 : static_cast<float>(1 / scale);
-  float upstream =
-      apart ? static_cast<float>(common) * s.inv_gradient_scale : static_cast<float>(1 / weights);
-  const bool flat = o.input_kind == InputKind::logits && in.whole() == 1 && o.z_loss == 0;
-  if (flat && isfinite(upstream)) upstream = 0;
-  s.upstream = upstream;
-  return s;
 }
 
 // Counts of the rounds' warps, in the order of their tokens, become sums of those before.
@@ -237,16 +229,29 @@ __device__ void scan_warps(int (&counts)[rounds * threads / 32]) {
   __syncthreads();
 }
 
-// `before`: how many count in front of block b, of `all`.
-__device__ void compact(const TokenInput& in, const Tokens& t, int b, const OwnTokens& tokens,
-                        const TokenBlock& all, int before) {
-  __shared__ int warps[rounds * threads / 32];
+// Token i, of which k count before it, of `valid`.
+__device__ void put_token(const TokenInput& in, const Tokens& t, int64_t i, int64_t target,
+                          TokenKind kind, int64_t k, int valid) {
+  if (kind != TokenKind::counts) {
+    t.row[valid + (i - k)] = static_cast<int32_t>(i);
+    return;
+  }
+  t.row[k] = static_cast<int32_t>(i);
+  t.target[k] = column_of_target(in, target);
+  t.target_weight[k] = target_weight(in, target);
+  t.token_weight[k] = token_weight(in, i);
+}
+
+// `before`: how many count in front of block b, of `valid`.
+__device__ void compact(const TokenInput& in, const Tokens& t, int b, int valid, int before) {
+  __shared__ int warps[rounds * warps_per_block];
+  const OwnTokens tokens = read_tokens(in, t, b);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   unsigned ballots[rounds];
 #pragma unroll
   for (int r = 0; r < rounds; ++r) {
     ballots[r] = __ballot_sync(whole_warp, tokens.kind[r] == TokenKind::counts);
-    if (lane == 0) warps[r * (threads / 32) + warp] = __popc(ballots[r]);
+    if (lane == 0) warps[r * warps_per_block + warp] = __popc(ballots[r]);
   }
   scan_warps(warps);
 #pragma unroll
@@ -254,34 +259,61 @@ __device__ void compact(const TokenInput& in, const Tokens& t, int b, const OwnT
     const int64_t i = token_of(b, r);
     if (i >= t.total) break;
     const int64_t k =
-        before + warps[r * (threads / 32) + warp] + __popc(ballots[r] & ((1u << lane) - 1));
-    if ((ballots[r] >> lane & 1) == 0) {
-      t.row[all.valid + (i - k)] = static_cast<int32_t>(i);
-      continue;
-    }
-    const int64_t target = tokens.target[r];
-    t.row[k] = static_cast<int32_t>(i);
-    t.target[k] = column_of_target(in, target);
-    t.target_weight[k] = target_weight(in, target);
-    t.token_weight[k] = token_weight(in, i);
+        before + warps[r * warps_per_block + warp] + __popc(ballots[r] & ((1u << lane) - 1));
+    put_token(in, t, i, tokens.target[r], tokens.kind[r], k, valid);
   }
-  if (b == 0 && threadIdx.x == 0) *t.scalars = scalars_of(in, all);
+}
+
+// The same of `threads` tokens, block b, from all of them.
+__device__ void count_and_compact(const TokenInput& in, const Tokens& t, const TokenOutputs& out,
+                                  int b) {
+  __shared__ int warps[warps_per_block], before_block[warps_per_block], valid[warps_per_block];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int64_t i = int64_t{b} * threads + threadIdx.x;
+  const int64_t target = i < t.total ? load_int(in.target, i) : 0;
+  const TokenKind kind = i < t.total ? kind_of_target(in, target) : TokenKind::ignored;
+  int before = 0, all = 0;
+  for_targets(in, t, [&](int block, int64_t target) {
+    const bool counts = kind_of_target(in, target) == TokenKind::counts;
+    all += counts;
+    before += counts && block < b;
+  });
+  before = warp_sum(before);
+  all = warp_sum(all);
+  const unsigned ballot = __ballot_sync(whole_warp, kind == TokenKind::counts);
+  if (lane == 0) warps[warp] = __popc(ballot), before_block[warp] = before, valid[warp] = all;
+  __syncthreads();
+  static_assert(warps_per_block == 32);
+  before = warp_sum(before_block[lane] + (lane < warp ? warps[lane] : 0));
+  all = warp_sum(valid[lane]);
+  if (i >= t.total) return;
+  put_token(in, t, i, target, kind, before + __popc(ballot & ((1u << lane) - 1)), all);
+  if (kind != TokenKind::counts) put_other(in, out, i, kind);
 }
 
 __global__ void __launch_bounds__(threads)
     prepare_kernel(const __grid_constant__ TokenInput in, Tokens t,
                    const __grid_constant__ TokenOutputs out) {
   let_next_start();
-  const OwnTokens tokens = read_tokens(in, t, 0);
-  const TokenBlock all = classify(in, t, out, 0, tokens);
-  compact(in, t, 0, tokens, all, 0);
+  const int b = static_cast<int>(blockIdx.x), last = static_cast<int>(gridDim.x) - 1;
+  if (b < last) return count_and_compact(in, t, out, b);
+  const int blocks = (last * threads + tokens_per_block - 1) / tokens_per_block;
+  const TokenBlock all = weighs_alike(in) ? count_alike(in, t) : classify(in, t, 0, blocks);
+  if (threadIdx.x == 0) *t.scalars = scalars_of(in, all);
 }
+
 __global__ void __launch_bounds__(threads)
     classify_kernel(const __grid_constant__ TokenInput in, Tokens t,
                     const __grid_constant__ TokenOutputs out) {
   const int b = static_cast<int>(blockIdx.x);
-  const TokenBlock all = classify(in, t, out, b, read_tokens(in, t, b));
+  const TokenBlock all = classify(in, t, b, b + 1);
   if (threadIdx.x == 0) t.blocks[b] = all;
+  const OwnTokens tokens = read_tokens(in, t, b);
+#pragma unroll
+  for (int r = 0; r < rounds; ++r) {
+    const int64_t i = token_of(b, r);
+    if (i < t.total && tokens.kind[r] != TokenKind::counts) put_other(in, out, i, tokens.kind[r]);
+  }
 }
 __global__ void __launch_bounds__(threads)
     compact_kernel(const __grid_constant__ TokenInput in, Tokens t) {
@@ -289,14 +321,16 @@ __global__ void __launch_bounds__(threads)
   const int b = static_cast<int>(blockIdx.x);
   int before;
   const TokenBlock all = total_of(t, b, static_cast<int>(gridDim.x), &before);
-  compact(in, t, b, read_tokens(in, t, b), all, before);
+  if (b == 0 && threadIdx.x == 0) *t.scalars = scalars_of(in, all);
+  compact(in, t, b, all.valid, before);
 }
 
 __global__ void __launch_bounds__(threads)
     reduce_kernel(const __grid_constant__ TokenInput in, Tokens t, const float* losses,
                   TensorView loss) {
   wait_for_kernel_before();
-  reduce_losses<threads>(in, t, losses, loss);
+  reduce_losses<threads, false>(in.options.reduction, in.options.empty_mean, t, losses,
+                                address<float>(loss));
 }
 
 // Block n: the row of the n-th token that does not count.
@@ -314,10 +348,12 @@ __global__ void __launch_bounds__(256) clear_rows(Tokens t, TensorView gradient)
 
 void prepare_tokens(const TokenInput& input, const Tokens& tokens, const TokenOutputs& outputs,
                     Stream* stream) {
-  const auto blocks = static_cast<unsigned>(token_blocks(tokens.total));
-  if (blocks == 1) {
-    return stream->launch("prepare_tokens", prepare_kernel, 1, threads, input, tokens, outputs);
+  if (tokens.total <= one_launch_tokens) {
+    const unsigned blocks = blocks_for(tokens.total, threads) + 1;
+    return stream->launch("prepare_tokens", prepare_kernel, blocks, threads, input, tokens,
+                          outputs);
   }
+  const auto blocks = static_cast<unsigned>(token_blocks(tokens.total));
   stream->launch("classify", classify_kernel, blocks, threads, input, tokens, outputs);
   stream->launch("compact", compact_kernel, blocks, threads, input, tokens);
 }

@@ -86,12 +86,13 @@ __device__ inline float* loss_of(float* losses, const TensorView& loss, int64_t 
   return losses != nullptr ? losses + i : address<float>(loss, i);
 }
 
-// The sum or mean of losses [N] of the tokens that count, by one block: per thread in token order,
+// The sum or mean of the losses of the tokens that count, by one block: per thread in token order,
 // then over the threads. The order is that of the positions among the valid tokens alone.
-template <int kThreads>
-__device__ void reduce_losses(const TokenInput& in, const Tokens& t, const float* losses,
-                              const TensorView& loss) {
-  constexpr int many = 16;  // loads in flight: each is of an address that is loaded
+// kCompacted: they lie in that order too, else each where its token does.
+template <int kThreads, bool kCompacted>
+__device__ void reduce_losses(Reduction reduction, EmptyMean empty_mean, const Tokens& t,
+                              const float* losses, float* loss) {
+  constexpr int many = 16;  // loads in flight
   double sum = 0;
   const int valid = t.scalars->valid;
   for (int first = threadIdx.x; first < valid; first += many * kThreads) {
@@ -99,7 +100,7 @@ __device__ void reduce_losses(const TokenInput& in, const Tokens& t, const float
 #pragma unroll
     for (int i = 0; i < many; ++i) {
       const int k = first + i * kThreads;
-      x[i] = k < valid ? __ldcg(losses + t.row[k]) : 0.0f;
+      x[i] = k < valid ? __ldcg(losses + (kCompacted ? k : t.row[k])) : 0.0f;
     }
 #pragma unroll
     for (int i = 0; i < many; ++i) sum += x[i];
@@ -107,10 +108,10 @@ __device__ void reduce_losses(const TokenInput& in, const Tokens& t, const float
   sum = block_sum(sum);
   if (threadIdx.x != 0) return;
   const TokenScalars& s = *t.scalars;
-  if (in.options.reduction == Reduction::mean) sum /= s.normalizer;
-  if (s.empty_mean) sum = in.options.empty_mean == EmptyMean::zero ? 0 : nan("");
+  if (reduction == Reduction::mean) sum /= s.normalizer;
+  if (s.empty_mean) sum = empty_mean == EmptyMean::zero ? 0 : nan("");
   if (s.outside > 0) sum = nan("");
-  *address<float>(loss) = static_cast<float>(sum);
+  *loss = static_cast<float>(sum);
 }
 
 // c_j of column j of the views.

@@ -40,13 +40,13 @@ struct TokenInput {
   constexpr int64_t start() const { return options.vocab_total > 0 ? options.vocab_start : 0; }
 };
 
-// Of a block of tokens_per_block tokens, while they are prepared.
+// Of a block of tokens_per_block tokens, while more than one_launch_tokens are prepared.
 struct TokenBlock {
   int32_t valid, outside;
   float weights, upstream, statistics;  // the largest |a| w, |g|, statistics' gradient
   double normalizer, class_weight_sum;
 };
-constexpr int tokens_per_block = 8192;
+constexpr int tokens_per_block = 8192, one_launch_tokens = 65536;
 
 // Device arrays in the workspace.
 struct Tokens {
@@ -57,11 +57,11 @@ struct Tokens {
   float* target_weight = nullptr;  // [N]  c_t
   float* token_weight = nullptr;   // [N]  a_i
   TokenScalars* scalars = nullptr;
-  TokenBlock* blocks = nullptr;  // [N / tokens_per_block, rounded up; at least 1]
+  TokenBlock* blocks = nullptr;  // [token_blocks]
 };
 
 inline int64_t token_blocks(int64_t tokens) {
-  return tokens > tokens_per_block ? blocks_for(tokens, tokens_per_block) : 1;
+  return tokens > one_launch_tokens ? blocks_for(tokens, tokens_per_block) : 1;
 }
 Tokens place_tokens(Arena* arena, int64_t tokens);
 
@@ -71,7 +71,7 @@ struct TokenOutputs {
   TokenStatistics statistics;
 };
 
-// Enqueues all of it: one launch for up to tokens_per_block tokens, else two. The target range
+// Enqueues all of it: one launch for up to one_launch_tokens, else two. The target range
 // check too, which sets `fault`, and the outputs of tokens that do not count: 0, or NaN for a
 // target outside.
 void prepare_tokens(const TokenInput& input, const Tokens& tokens, const TokenOutputs& outputs,

@@ -31,7 +31,7 @@ PLANS: list[tuple[str, str, str, str, str]] = [
     ("few tokens: a warpgroup left out a row too early", "sm90/tile.cuh",
        "return (warpgroup - 1) * @{128}@ < rows;", "129", "apart"),
     ("few tokens: a block left out a row too early", "plan.h",
-       "return p.token_chunk <= @{apart_rows}@;", "264", "apart"),
+       "p.chunks == 1 && p.token_chunk <= @{apart_rows}@;", "264", "apart"),
     ("few tokens: units found as clusters share them out", "rows.cu",
        ".clusters = @{teams_of(plan, device.multiprocessors / 2)}@,", "device.multiprocessors / 2", "units"),
     # Chunks of tokens

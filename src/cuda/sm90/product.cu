@@ -29,11 +29,12 @@ struct Prepared {
   DType out;
 };
 
+template <Gradient kGradient>
 void use_teams(const LinearMemory& m, int teams, int32_t slots, Prepared* p) {
   p->a.teams = static_cast<int32_t>(teams);
-  p->a.slot_parts = cluster_rows / 64;
   p->a.slots = m.slots;
   p->a.slot_count = slots;
+  p->a.cut = work_of<kGradient>(p->a, p->a.chunk.rows, true).cut;
 }
 
 // f(T{}, Out{}) with the operands' dtype and the gradient's.
@@ -51,9 +52,11 @@ void with_types(DType dtype, DType out, F&& f) {
 
 template <Gradient kGradient>
 void join(const LinearCall& call, const Prepared& p, const DeviceInfo& device, Stream* stream) {
-  const auto blocks = static_cast<unsigned>(device.multiprocessors / 2 * 8);
+  const LaunchShape shape{.blocks = static_cast<unsigned>(device.multiprocessors) * 6,
+                          .threads = 128,
+                          .early = call.launches_early};
   with_types<kGradient>(call.shape.dtype, p.out, [&](auto, auto written) {
-    stream->launch("sm90 join", join_kernel<kGradient, decltype(written)>, blocks, 128, p.a);
+    stream->launch_config("sm90 join", join_kernel<kGradient, decltype(written)>, shape, p.a);
   });
 }
 
@@ -63,9 +66,9 @@ void launch(const LinearCall& call, const LinearPlan& plan, const LinearMemory& 
   const int clusters = device.multiprocessors / 2;
   constexpr bool is_input = kGradient == Gradient::input;
   p.a.team.apart = is_input && works_apart(plan);
-  use_teams(m, is_input ? teams_of(plan, clusters) : clusters,
-            is_input ? plan.slots : weight_slots(plan), &p);
   if (is_input) p.a.slot_parts = slot_rows(plan) / 64;
+  use_teams<kGradient>(m, is_input ? teams_of(plan, clusters) : clusters,
+                       is_input ? plan.slots : weight_slots(plan), &p);
   with_types<kGradient>(call.shape.dtype, p.out, [&](auto element, auto written) {
     stream->launch_config(is_input ? "sm90 grad_input" : "sm90 grad_weight",
                           product_kernel<decltype(element), kGradient, decltype(written)>,
@@ -217,8 +220,9 @@ void both_gradients(const LinearCall& call, const LinearPlan& plan, const Linear
   Prepared input = whole_input(call, plan, m, chunk, {panel}, of_e, stream);
   Prepared weight = weight_product(call, plan, m, chunk, panel, rows, of_e, add, stream);
   const int clusters = device.multiprocessors / 2;
-  use_teams(m, plan.input_clusters, plan.slots, &input);
-  use_teams(m, clusters - plan.input_clusters, 0, &weight);  // the slots are grad_input's
+  use_teams<Gradient::input>(m, plan.input_clusters, plan.slots, &input);
+  // The slots are grad_input's.
+  use_teams<Gradient::weight>(m, clusters - plan.input_clusters, 0, &weight);
   // Only what keeps E takes several chunks, and adds to f32 sums.
   const auto launch_both = [&](auto out) {
     stream->launch_config("sm90 both gradients", both_kernel<__nv_bfloat16, decltype(out)>,

@@ -7,6 +7,7 @@
 // caller's gradient, scaled and rounded once, or to sums in f32, or added to them.
 #pragma once
 
+#include "src/cuda/early.cuh"
 #include "src/cuda/sm90/tile.cuh"
 
 namespace logitless::cuda::sm90 {
@@ -34,7 +35,9 @@ struct ProductArguments {
   bool add;
   bool wide;     // rows begin at four whole elements and end at them
   float* slots;  // [slot_count, 512, 192]  sums of slices, in the order of the threads
-  int32_t slot_count, slot_parts, teams;
+  int32_t slot_count, teams;
+  int32_t slot_parts = cluster_rows / 64;  // of 64 rows
+  Cut cut;                    // where every token of the chunk counts: found on the host
   const float* line;          // [columns]  subtracted times s of the row, or c; null: nothing is
   const float* class_weight;  // c of the panel's columns (weight); null: 1
 };
@@ -46,17 +49,22 @@ struct Work {
   Cut cut;
 };
 template <Gradient kGradient>
-__device__ inline Work find_work(const ProductArguments& a) {
+LOGITLESS_BOTH inline Work work_of(const ProductArguments& a, int valid, bool cuts) {
   constexpr bool is_input = kGradient == Gradient::input;
   Work w;
-  const int valid = valid_rows(a.chunk);
-  w.rows = is_input ? max(min(valid - a.first_row, a.rows), 0) : a.rows;
+  w.rows = is_input ? std::max(std::min(valid - a.first_row, a.rows), 0) : a.rows;
   w.depth = ((is_input ? a.depth : valid) + tile_depth - 1) / tile_depth;
   if (a.add && w.depth == 0) w.rows = 0;  // what is there stays, its subnormals and signs too
   w.schedule = {(w.rows + cluster_rows - 1) / cluster_rows,
                 (a.columns + tile_columns - 1) / tile_columns, a.group};
-  w.cut = cut_tiles(w.schedule.tiles(), w.depth, a.teams, a.slot_count);
+  w.cut = cuts ? cut_tiles(w.schedule.tiles(), w.depth, a.teams, a.slot_count) : a.cut;
   return w;
+}
+// Dozens of divisions, one after the other, take a microsecond or two.
+template <Gradient kGradient>
+__device__ inline Work find_work(const ProductArguments& a) {
+  const int valid = valid_rows(a.chunk);
+  return work_of<kGradient>(a, valid, valid != a.chunk.rows);
 }
 
 // 64 rows in a slot, one of its parts: [24, 128 threads] of four sums each.
@@ -345,15 +353,18 @@ __global__ void __launch_bounds__(block_threads, 1)
 #endif
 }
 
-// The tiles that were cut: a tile's slots in order, 64 rows and 48 columns a block.
-constexpr int join_parts = 4;  // of a tile's columns
+// The tiles that were cut: a tile's slots in order, 64 rows and 16 columns a block.
+constexpr int join_parts = 12;  // of a tile's columns
 
 template <Gradient kGradient, class Out>
-__global__ void __launch_bounds__(128) join_kernel(const __grid_constant__ ProductArguments a) {
+__global__ void __launch_bounds__(128, 6) join_kernel(const __grid_constant__ ProductArguments a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  const Work work = find_work<kGradient>(a);
+  const Work work = find_work<kGradient>(a);  // the tokens were counted before the product began
+  wait_for_kernel_before();
+  let_next_start();
   const Cut& cut = work.cut;
-  constexpr int fours = 24 / join_parts;
+  const int slices = cut.slices;
+  constexpr int fours = 24 / join_parts, together = 4;  // slots whose loads are under way
   for (int item = blockIdx.x; item < 8 * join_parts * cut.tail; item += gridDim.x) {
     const int at = item / join_parts / 8, part = item / join_parts % 8, columns = item % join_parts;
     int row_cluster, column_tile;
@@ -363,13 +374,24 @@ __global__ void __launch_bounds__(128) join_kernel(const __grid_constant__ Produ
     float d[4 * fours];
 #pragma unroll
     for (int i = 0; i < 4 * fours; ++i) d[i] = 0;
-#pragma unroll 2
-    for (int slice = 0; slice < cut.slices; ++slice) {
-      const float4* from = slot_part(a, slice * cut.tail + at, part) + columns * fours * 128;
+    for (int first = 0; first < slices; first += together) {
+      float4 x[together][fours];
 #pragma unroll
-      for (int i = 0; i < fours; ++i) {
-        const float4 x = from[i * 128];
-        d[4 * i] += x.x, d[4 * i + 1] += x.y, d[4 * i + 2] += x.z, d[4 * i + 3] += x.w;
+      for (int n = 0; n < together; ++n) {
+        if (first + n >= slices) break;
+        const int slot = (first + n) * cut.tail + at;
+        const float4* from = slot_part(a, slot, part) + columns * fours * 128;
+#pragma unroll
+        for (int i = 0; i < fours; ++i) x[n][i] = from[i * 128];
+      }
+#pragma unroll
+      for (int n = 0; n < together; ++n) {
+        if (first + n >= slices) break;
+#pragma unroll
+        for (int i = 0; i < fours; ++i) {
+          const float4& y = x[n][i];
+          d[4 * i] += y.x, d[4 * i + 1] += y.y, d[4 * i + 2] += y.z, d[4 * i + 3] += y.w;
+        }
       }
     }
     write_rows<kGradient, Out>(d, a, work, row + thread_row(1),

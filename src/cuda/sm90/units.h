@@ -72,6 +72,14 @@ struct Units {
     const int n = number(row_cluster, unit) - whole;
     return n < 0 ? -1 : (j + 1) * rest - 1 - n;
   }
+  // The first unit of a row cluster that is not done as such: all behind it are not either.
+  LOGITLESS_BOTH int first_single(int row_cluster) const {
+    const int first = row_cluster / unit_group * unit_group;
+    const int rows = row_clusters - first < unit_group ? row_clusters - first : unit_group;
+    const int before = whole - (first * full + row_cluster - first);
+    const int unit = before <= 0 ? 0 : (before + rows - 1) / rows;
+    return unit < full ? unit : full;
+  }
 };
 
 // The most single tiles there are with any number of row clusters up to so many: how many tokens
