@@ -62,7 +62,7 @@ bool is_plain(const LinearCall& call) {
          !call.entropy && !in.per_row_upstream && !in.statistics_gradients;
 }
 
-// Asked for before it is known whether the row counts: garbage where it does not.
+// Asked for before it is known whether the row counts: nothing of use where it does not.
 __device__ RowToken load_token(const PlainRows& a, int row) {
   const Tokens& t = a.chunk.tokens;
   const int64_t k = a.chunk.first + row;

@@ -232,14 +232,13 @@ __device__ void scan_warps(int (&counts)[rounds * threads / 32]) {
 // Token i, of which k count before it, of `valid`.
 __device__ void put_token(const TokenInput& in, const Tokens& t, int64_t i, int64_t target,
                           TokenKind kind, int64_t k, int valid) {
-  if (kind != TokenKind::counts) {
-    t.row[valid + (i - k)] = static_cast<int32_t>(i);
-    return;
-  }
-  t.row[k] = static_cast<int32_t>(i);
-  t.target[k] = column_of_target(in, target);
-  t.target_weight[k] = target_weight(in, target);
-  t.token_weight[k] = token_weight(in, i);
+  const bool counts = kind == TokenKind::counts;
+  const int64_t at = counts ? k : valid + (i - k);
+  t.row[at] = static_cast<int32_t>(i);
+  // Of the others nothing: they may be read before it is known how many count.
+  t.target[at] = counts ? column_of_target(in, target) : -1;
+  t.target_weight[at] = counts ? target_weight(in, target) : 0.0f;
+  t.token_weight[at] = counts ? token_weight(in, i) : 0.0f;
 }
 
 // `before`: how many count in front of block b, of `valid`.

@@ -52,7 +52,7 @@ constexpr int tokens_per_block = 8192, one_launch_tokens = 65536;
 struct Tokens {
   int64_t total = 0;       // N
   int32_t* row = nullptr;  // [N]  index of the token: those that count, ascending, then the others
-  // Of the first scalars->valid:
+  // Of the first scalars->valid; behind them -1 and 0:
   int32_t* target = nullptr;       // [N]  column in the views; -1: on another shard
   float* target_weight = nullptr;  // [N]  c_t
   float* token_weight = nullptr;   // [N]  a_i

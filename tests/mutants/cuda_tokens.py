@@ -17,7 +17,7 @@ TOKENS = [
     ("tokens, compaction: the warp's own place alone", "tokens.cu",
      "counts[threadIdx.x * each + n] = @{before}@;", "before * 0", "launches"),
     ("tokens, compaction: the others in the place of those that count", "tokens.cu",
-     "t.row[@{valid + (i - k)}@] =", "i - k", "rows"),
+     "at = counts ? k : @{valid + (i - k)}@;", "i - k", "rows"),
     ("tokens, normalizer: seven too many", "token_scalars.cuh",
      "s.normalizer = @{normalizer_of(in, all.normalizer)}@;",
      "normalizer_of(in, 1.0 * (all.valid + 7))", "tokens"),
