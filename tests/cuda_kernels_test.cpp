@@ -64,7 +64,8 @@ std::vector<Ragged> ragged() {
                    backward = OpKind::linear_backward;
   constexpr DType bf16 = DType::bf16, f16 = DType::f16;
   constexpr Shape tiles{530, 72, 399}, cut{1300, 72, 1301}, lent{66, 256, 12001},
-      partly_lent{300, 104, 12001}, deep{1100, 520, 399}, chunks{1100, 64, 1003};
+      partly_lent{300, 104, 12001}, few{100, 72, 399}, half{200, 72, 399}, deep{1100, 520, 399},
+      chunks{1100, 64, 1003};
   return {
       {"loss_bf16", ignored(linear(loss, bf16, tiles)), 1},
       {"loss_without_copy_bf16", ignored(linear(loss, bf16, tiles)), 0},
@@ -92,6 +93,15 @@ std::vector<Ragged> ragged() {
       {"backward_capped_alone_bf16", ignored(capped_alone(linear(backward, bf16, tiles))), 1},
       {"chunks_bf16", ignored(linear(both, bf16, chunks)), 0.1},
       {"chunks_f32_gradients_bf16", f32_gradients(linear(both, bf16, chunks)), 0.1},
+      {"few_loss_bf16", ignored(linear(loss, bf16, few)), 1},
+      {"few_loss_without_copy_bf16", ignored(linear(loss, bf16, few)), 0},
+      {"half_loss_without_copy_bf16", ignored(linear(loss, bf16, half)), 0},
+      {"few_loss_with_bias_f16", biased(linear(loss, f16, few)), 1},
+      {"half_whole_bf16", ignored(linear(both, bf16, half)), 1},
+      {"few_whole_capped_alone_bf16", ignored(capped_alone(linear(both, bf16, few))), 1},
+      {"half_frugal_f16", linear(both, f16, half), 1},
+      {"few_backward_bf16", ignored(linear(backward, bf16, few)), 1},
+      {"half_backward_with_bias_bf16", biased(linear(backward, bf16, half)), 1},
       {"lent_bf16", ignored(linear(both, bf16, lent)), 0.2},
       {"lent_smoothed_bf16", smoothed(linear(both, bf16, lent)), 0.2},
       {"lent_capped_bf16", capped(linear(both, bf16, lent)), 0.2},

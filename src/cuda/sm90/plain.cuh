@@ -244,13 +244,6 @@ __device__ inline void plain_tiles(const CUtensorMap* panel_map, const Pipeline&
   Ring ring;
   int lent = -1;
   Walk walk(a.team);
-  if (!has_some(warpgroup, a.chunk.rows)) {
-    for (; walk.more(work.units); walk.next(work.teams)) {
-      walk.item(work.units);
-      skip_tile(a.depth_tiles, pipeline, &ring, a.team);
-    }
-    return;
-  }
   if (!walk.more(work.units)) return;
   PartialSum unit;
   wait(pipeline.full + ring.stage, ring.phase);
@@ -349,6 +342,8 @@ __global__ void __launch_bounds__(block_threads, 1)
       if (gathers && threadIdx.x >= row_copiers) copy_rows(&panel_map, input, pipeline, work, a);
     }
     __syncwarp();
+  } else if (!has_some(warpgroup, a.chunk.rows)) {
+    skip_tiles(pipeline, work, a);
   } else {
     more_registers<232>();
     plain_tiles<T, kMode>(&panel_map, pipeline, work, warpgroup, a);

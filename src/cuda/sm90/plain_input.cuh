@@ -54,6 +54,16 @@ class Walk {
   UnitItem item_{0, 0, 0, -1};
 };
 
+// Of a multiplying warpgroup that has no rows.
+__device__ inline void skip_tiles(const Pipeline& pipeline, const PlainWork& work,
+                                  const Arguments& a) {
+  Ring ring;
+  for (Walk walk(a.team); walk.more(work.units); walk.next(work.teams)) {
+    walk.item(work.units);
+    skip_tile(a.depth_tiles, pipeline, &ring, a.team);
+  }
+}
+
 // Lanes 0 and 1, or the weight's alone.
 __device__ inline void copy_boxes(const CUtensorMap* input_map, const CUtensorMap* weight_map,
                                   const Pipeline& pipeline, const PlainWork& work,

@@ -159,12 +159,14 @@ __device__ inline void multiply_tile(float (&upper)[96], float (&lower)[96], int
   if (previous >= 0) team.release(pipeline.empty + previous, lane);
 }
 
-// A tile of which this warpgroup has no rows.
+// A tile of which this warpgroup has no rows. One warp alone: no products keep its four together,
+// and a barrier tells two rounds of the ring apart, not more.
 __device__ inline void skip_tile(int depth_tiles, const Pipeline& pipeline, Ring* ring,
                                  const Team& team) {
+  if (threadIdx.x % 128 >= 32) return;
   for (int k = 0; k < depth_tiles; ++k, ring->next()) {
     wait(pipeline.full + ring->stage, ring->phase);
-    team.release(pipeline.empty + ring->stage, threadIdx.x % 128);
+    team.release(pipeline.empty + ring->stage, threadIdx.x % 32);
   }
 }
 
