@@ -2,11 +2,7 @@
 // Linear gradients of more tokens than E has room for, chunk by chunk on Hopper: both products in
 // one launch, sums of grad_weight that lie half in its own memory, and two passes where they have
 // no room at all (src/cuda/plan.h). Each of these plans against double, under every kind of option.
-#include <set>
-
 #include "cuda_planned.h"
-#include "judge.h"
-#include "resident.h"
 
 namespace logitless::conformance {
 namespace {
@@ -33,23 +29,12 @@ constexpr Case plain{.op = OpKind::linear_forward_backward,
                      .grad_input = DType::bf16,
                      .grad_weight = DType::bf16};
 
-// In a workspace of each division once; `wanted` are among them.
 void judge_divisions(const TestDevice& device, const Case& c,
                      const std::vector<std::string>& wanted) {
   auto p = build<ForwardBackward>(c);
   if (!c.wants_grad_bias) p.op.grad_bias = {};  // else one pass makes all of it
-  const WorkspaceSize size = workspace_of(device, c);
-  const reference::Result want = expected(device, p.op, p.model);
-  std::set<std::string> seen;
-  for (const double share : {0.0, 0.05, 0.1, 0.12, 0.14, 0.17, 0.2, 0.23, 0.3, 0.4, 0.6, 0.8}) {
-    const uint64_t bytes = bytes_of(size, share);
-    const std::string kind = division(cuda_plan_of(p.op, bytes));
-    if (kind.empty() || !seen.insert(kind).second) continue;
-    const Outcome got = execute(device, p.op, p.pool, {.memory = Memory::exact, .bytes = bytes});
-    const Comparison result = compare(want, got);
-    EXPECT_TRUE(result.ok()) << result.report << ", " << kind;
-  }
-  for (const std::string& kind : wanted) EXPECT_TRUE(seen.contains(kind)) << kind;
+  judge_plans(device, c, p, {0.0, 0.05, 0.1, 0.12, 0.14, 0.17, 0.2, 0.23, 0.3, 0.4, 0.6, 0.8},
+              division, wanted);
 }
 
 TEST_P(CudaChunks, OfTokensThatCountSeldom) {

@@ -2,11 +2,7 @@
 // E that lies in grad_weight's own memory on Hopper (src/cuda/panels.h): of every column or of
 // some, whose rows are written behind it, or in its place once it was copied. Each of these against
 // double, under every kind of option.
-#include <set>
-
 #include "cuda_planned.h"
-#include "judge.h"
-#include "resident.h"
 
 namespace logitless::conformance {
 namespace {
@@ -38,24 +34,11 @@ constexpr Case plain{.op = OpKind::linear_forward_backward,
                      .grad_input = DType::bf16,
                      .grad_weight = DType::bf16};
 
-// In a workspace of each manner once; `wanted` are among them.
 void judge_manners(const TestDevice& device, const Case& c,
                    const std::vector<std::string>& wanted) {
-  auto p = build<ForwardBackward>(c);
-  const WorkspaceSize size = workspace_of(device, c);
-  const reference::Result want = expected(device, p.op, p.model);
-  std::set<std::string> seen;
-  for (int i = 0; i <= 40; ++i) {
-    const uint64_t bytes = bytes_of(size, i / 40.0);
-    const std::string kind = manner(cuda_plan_of(p.op, bytes));
-    if (kind.empty() || !seen.insert(kind).second) continue;
-    const Outcome got = execute(device, p.op, p.pool, {.memory = Memory::exact, .bytes = bytes});
-    const Comparison result = compare(want, got);
-    EXPECT_TRUE(result.ok()) << result.report << ", " << kind;
-  }
-  std::string all;
-  for (const std::string& kind : seen) all += kind + "; ";
-  for (const std::string& kind : wanted) EXPECT_TRUE(seen.contains(kind)) << kind << " of " << all;
+  std::vector<double> shares;
+  for (int i = 0; i <= 40; ++i) shares.push_back(i / 40.0);
+  judge_plans(device, c, build<ForwardBackward>(c), shares, manner, wanted);
 }
 
 // More tokens than twice D: E of some columns.

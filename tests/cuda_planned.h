@@ -2,10 +2,13 @@
 // What a problem's call would run on CUDA, for tests that each plan has had its turn.
 #pragma once
 
+#include <set>
 #include <string>
 #include <vector>
 
+#include "judge.h"
 #include "problem.h"
+#include "resident.h"
 #include "src/cuda/linear.h"
 #include "src/cuda/runtime.h"
 #include "suite.h"
@@ -38,6 +41,28 @@ inline std::vector<std::string> hopper_devices() {
   std::vector<std::string> names = device_names();
   std::erase_if(names, [&](const std::string& name) { return !is || name != "cuda"; });
   return names;
+}
+
+// Judged once in a workspace of each plan that `name` tells apart ("": not asked for), of those at
+// `shares` of the recommended one; `wanted` are among them.
+template <class F>
+void judge_plans(const TestDevice& device, const Case& c, const Problem<ForwardBackward>& p,
+                 const std::vector<double>& shares, F&& name,
+                 const std::vector<std::string>& wanted) {
+  const WorkspaceSize size = workspace_of(device, c);
+  const reference::Result want = expected(device, p.op, p.model);
+  std::set<std::string> seen;
+  std::string all;
+  for (const double share : shares) {
+    const uint64_t bytes = bytes_of(size, share);
+    const std::string plan = name(cuda_plan_of(p.op, bytes));
+    if (plan.empty() || !seen.insert(plan).second) continue;
+    all += plan + "; ";
+    const Outcome got = execute(device, p.op, p.pool, {.memory = Memory::exact, .bytes = bytes});
+    const Comparison result = compare(want, got);
+    EXPECT_TRUE(result.ok()) << result.report << ", " << plan;
+  }
+  for (const std::string& plan : wanted) EXPECT_TRUE(seen.contains(plan)) << plan << " of " << all;
 }
 
 }  // namespace logitless::conformance

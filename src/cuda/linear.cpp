@@ -68,8 +68,9 @@ LinearMemory place_linear(const LinearShape& s, const LinearPlan& p, Arena* aren
   if (p.sum_rows > 0) {
     m.row_sums = arena->take<float>(p.sum_rows * p.hidden_pitch);
   }
-  if (p.slots > 0)
+  if (p.slots > 0) {
     m.slots = arena->take<float>(int64_t{p.slots} * slot_rows(p) * sm90::sum_columns);
+  }
   arena->at_least(forward_end);
   if (p.grad_weight_sum) {
     m.grad_weight_sum = arena->take<float>((s.rows_of_weight() - p.lent_sum_rows) * p.hidden_pitch);

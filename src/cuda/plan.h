@@ -76,7 +76,7 @@ struct LinearPlan {
   bool grad_input_sum = false;                // [token_chunk, D] in f32; else block_rows at a time
   int64_t hidden_pitch = 0;                   // D, to 16 bytes
   int64_t segments = 0;                       // partial sums of a row
-  int32_t slots = 0;                          // of grad_input's tiles in slices: sm90/cut.h
+  int32_t slots = 0;                          // of tiles in slices, slot_rows each: sm90/cut.h
   int32_t input_clusters = 0;                 // of grad_input, where both products run at once
   bool copies_input = true;                   // to compacted rows, where not all tokens count
   int32_t unit_width = 0;                     // tiles of a segment, or 0: sm90/units.h
@@ -102,13 +102,14 @@ inline bool works_apart(const LinearPlan& p) {
 inline int teams_of(const LinearPlan& p, int clusters) {
   return works_apart(p) ? 2 * clusters : clusters;
 }
-// Rows of a slot, a team's; and how many of grad_weight's there are, whose blocks never work apart.
+// Rows of a slot, a team's.
 inline int32_t slot_rows(const LinearPlan& p) {
   if (!works_apart(p)) return 512;
   return p.token_chunk <= apart_rows / 2 ? 128 : 256;
 }
 // Rows of a block's tile that there may be: a warpgroup's, or both ones'.
 inline int32_t rows_of_tile(const LinearPlan& p) { return std::min(slot_rows(p), 256); }
+// How many slots grad_weight has, whose blocks never work apart.
 inline int32_t weight_slots(const LinearPlan& p) { return p.slots / (512 / slot_rows(p)); }
 
 inline constexpr int64_t segment_columns = 1024;  // of a row's partial sums: fixed for every plan

@@ -276,11 +276,11 @@ MUTANTS = [
        "if (@{a.add && w.depth == 0}@) w.rows = 0;", "false", "apart"),
     _M("hopper, products: on top of the last tile's", "sm90/tile.cuh",
        "(upper, lower, left, right, @{k > 0}@);", "true", "hopper"),
-    _M("hopper, slices: the last one left out", "sm90/product.cuh",
+    _M("hopper, slices: the last one left out", "sm90/join.cuh",
        "slices = @{cut.slices}@;", "cut.slices - 1", "hopper"),
     _M("hopper, slices: each from the start", "sm90/cut.h",
        "return item < whole() ? 0 : @{depth * ((item - whole()) / tail) / slices}@;", "0", "hopper"),
-    _M("hopper, slices: joined columns in the first ones' place", "sm90/product.cuh",
+    _M("hopper, slices: joined columns in the first ones' place", "sm90/join.cuh",
        "column_tile * tile_columns + @{columns * 8 * fours}@);", "0", "hopper"),
     *(_M(*mutant) for mutant in PLANS),
     # Given logits

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "src/cuda/sm90/forward.h"
+#include "src/cuda/sm90/join.cuh"
 #include "src/cuda/sm90/product.cuh"
 #include "src/cuda/sm90/tensor_map.h"
 
