@@ -302,19 +302,19 @@ __global__ void __launch_bounds__(threads)
   reduce_if_last(a);
 }
 
-// The loss alone, of units: some lanes a row.
-template <bool kPlain>
+// The loss alone, of units: kLanes lanes a row.
+template <bool kPlain, int kLanes>
 __global__ void __launch_bounds__(threads)
     units_kernel(const __grid_constant__ RowsArguments<kPlain> a) {
-  const int row = blockIdx.x * (threads / unit_lanes) + threadIdx.x / unit_lanes;
-  const int lane = threadIdx.x % unit_lanes;
-  const int first = row - threadIdx.x % 32 / unit_lanes;  // of the warp
+  const int row = blockIdx.x * (threads / kLanes) + threadIdx.x / kLanes;
+  const int lane = threadIdx.x % kLanes;
+  const int first = row - threadIdx.x % 32 / kLanes;  // of the warp
   const int valid = valid_rows(a.chunk);
   const int some = max(min(row, valid - 1), 0);  // the warp's shuffles are of all its lanes
   const RowToken token = load_token(a, some);
   wait_for_kernel_before();
   if (first < valid) {
-    const RowTotals totals = sum_by_lanes<unit_lanes>(segments_of(a, some), token, lane);
+    const RowTotals totals = sum_by_lanes<kLanes>(segments_of(a, some), token, lane);
     float rest;
     const RowState state =
         state_of_totals<true>(a.partials, totals, token, a.vocab_is_whole, &rest);
@@ -375,8 +375,13 @@ void finish_rows(const LinearCall& call, const LinearPlan& plan, const LinearMem
   with_plain(plain, call, [&](const auto& arguments, auto is_plain) {
     constexpr bool kPlain = is_plain();
     if (m.partials.unit_width > 1) {
-      shape.blocks = blocks_for(chunk.rows, threads / unit_lanes);
-      return stream->launch_config("finish_rows", units_kernel<kPlain>, shape, arguments);
+      // Of few tokens most units are single tiles, for a warp to read at once.
+      const auto with_lanes = [&](auto lanes) {
+        shape.blocks = blocks_for(chunk.rows, threads / lanes());
+        stream->launch_config("finish_rows", units_kernel<kPlain, lanes()>, shape, arguments);
+      };
+      if (works_apart(plan)) return with_lanes(std::integral_constant<int, 32>{});
+      return with_lanes(std::integral_constant<int, unit_lanes>{});
     }
     shape.blocks = blocks_for(chunk.rows + plain.behind, threads / 32);
     with_stored(call.shape.dtype, [&](auto element) {
