@@ -30,11 +30,12 @@ bool serves_product(const TensorView& v, int64_t rows, int64_t columns) {
 // Rows and columns are counted in 32 bits on the device; offsets are not.
 constexpr int64_t most_extent = (int64_t{1} << 31) - 65536;
 
-// z = z_target + log E to half of an ulp of E, 2^-8: no far beside the softcap, whose square is the
-// slope's unit; and two capped logits are no more than the 60 nats apart that E serves.
-bool e_tells_slope(const MapFactors& map) {
-  const float cap = std::fabs(map.outward);
-  return cap >= 15 && cap <= 30;
+// z = z_target + log E to half of an ulp of E, 2^-8: not far beside the softcap, whose square is the
+// slope's unit. Two capped logits are up to 2 cap nats apart, and the target's probability is no
+// less than e^(-2 cap) / V: normal numbers, both.
+bool e_tells_slope(const MapFactors& map, int64_t vocab) {
+  const double cap = std::fabs(map.outward);
+  return cap >= 15 && std::exp2(-124.0) * static_cast<double>(vocab) * std::exp(2 * cap) < 1;
 }
 
 template <class Op>
@@ -99,7 +100,7 @@ LinearCall make_call(const Op& op, const DeviceInfo& device) {
   call.launches_early = s.fused && device.launches_early;
   // Under a softcap the smoothing's term has a slope of its own in every element, which E tells.
   const bool slopes = s.smoothing && call.map.capped;
-  s.forms_dz = slopes && s.fused && e_tells_slope(call.map);
+  s.forms_dz = slopes && s.fused && e_tells_slope(call.map, s.vocab);
   s.can_store = ForwardOp<Op> && s.dtype != DType::f16 && (!slopes || s.forms_dz);
   s.plain = sm90::serves_plain(call);
   s.reads_input = sm90::reads_input(call);

@@ -73,29 +73,38 @@ Set choose_set(const Arguments& a) {
   const bool more =
       is_dz ? o.entropy : a.partials.shifted != nullptr || a.partials.argmax != nullptr;
   const bool bias = o.bias != nullptr, map = !o.map.identity;
-  if (more || bias + map + weighted != 1) return Set::any;
+  if (more || bias + map + weighted != 1) return o.map.capped ? Set::any_capped : Set::any;
   if (bias) return Set::biased;
   if (weighted) return Set::smoothed;
-  const auto normal = [](float x) { return std::isnormal(x); };
-  return o.map.capped && std::ranges::all_of(o.terms, normal) ? Set::capped : Set::any;
+  return o.map.capped ? Set::capped : Set::any;
 }
 
 template <class T, Mode kMode>
 void launch_options(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                     const Arguments& arguments, const DeviceInfo& device, Stream* stream) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16> && kMode != Mode::sums_kept) {
+  const auto launch_with = [&](auto set) {
+    launch_set<T, kMode, set()>(call, plan, m, arguments, device, stream);
+  };
+  using enum Set;
+  if constexpr (kMode == Mode::sums_kept) {
+    launch_with(std::integral_constant<Set, any_capped>{});
+  } else if (std::is_same_v<T, __half>) {
+    if (arguments.options.map.capped) return launch_with(std::integral_constant<Set, any_capped>{});
+    launch_with(std::integral_constant<Set, any>{});
+  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     switch (choose_set<kMode>(arguments)) {
-      case Set::capped:
-        return launch_set<T, kMode, Set::capped>(call, plan, m, arguments, device, stream);
-      case Set::biased:
-        return launch_set<T, kMode, Set::biased>(call, plan, m, arguments, device, stream);
-      case Set::smoothed:
-        return launch_set<T, kMode, Set::smoothed>(call, plan, m, arguments, device, stream);
-      case Set::any:
-        break;
+      case capped:
+        return launch_with(std::integral_constant<Set, capped>{});
+      case biased:
+        return launch_with(std::integral_constant<Set, biased>{});
+      case smoothed:
+        return launch_with(std::integral_constant<Set, smoothed>{});
+      case any:
+        return launch_with(std::integral_constant<Set, any>{});
+      case any_capped:
+        return launch_with(std::integral_constant<Set, any_capped>{});
     }
   }
-  launch_set<T, kMode, Set::any>(call, plan, m, arguments, device, stream);
 }
 
 template <class T, Mode kMode>
@@ -164,6 +173,8 @@ TileOptions make_options(const LinearCall& call, const LinearMemory& m) {
     factor *= half * half;
     *to++ = static_cast<float>(factor * term);
   }
+  // Factors that f32 does not hold as normal numbers: the long polynomial has none.
+  if (!std::ranges::all_of(o.terms, [](float x) { return std::isnormal(x); })) o.small = -1;
   return o;
 }
 

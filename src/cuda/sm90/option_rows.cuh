@@ -7,19 +7,20 @@
 
 namespace logitless::cuda::sm90 {
 
-// What a kernel was compiled for: one option alone, or whichever are asked for.
-enum class Set { capped, biased, smoothed, any };
+// What a kernel was compiled for: one option alone, or whichever are asked for, with a softcap or
+// without.
+enum class Set { capped, biased, smoothed, any, any_capped };
+template <Set kSet>
+constexpr bool is_any = kSet == Set::any || kSet == Set::any_capped;
+template <Set kSet>
+constexpr bool has_cap = kSet == Set::capped || kSet == Set::any_capped;
 
 // Never, but the compiler does not know: it mixes no work across.
 __device__ inline bool stops(const Arguments& a) { return again(a.depth_tiles == 0); }
 
 template <Set kSet>
-__device__ inline bool has_cap(const Arguments& a) {
-  return kSet == Set::any ? again(a.options.map.capped) : kSet == Set::capped;
-}
-template <Set kSet>
 __device__ inline bool has_bias(const Arguments& a) {
-  return kSet == Set::any ? again(a.options.bias != nullptr) : kSet == Set::biased;
+  return is_any<kSet> ? again(a.options.bias != nullptr) : kSet == Set::biased;
 }
 template <Set kSet>
 __device__ inline bool has_scale(const Arguments& a) {
@@ -27,11 +28,11 @@ __device__ inline bool has_scale(const Arguments& a) {
 }
 template <Set kSet>
 __device__ inline bool is_weighted(const Arguments& a) {
-  return kSet == Set::any ? again(a.partials.weighted != nullptr) : kSet == Set::smoothed;
+  return is_any<kSet> ? again(a.partials.weighted != nullptr) : kSet == Set::smoothed;
 }
 template <Set kSet>
 __device__ inline bool has_smoothing(const Arguments& a) {
-  return kSet == Set::any ? again(a.options.smoothing) : kSet == Set::smoothed;
+  return is_any<kSet> ? again(a.options.smoothing) : kSet == Set::smoothed;
 }
 
 // 64 rows of a tile, and of them what this thread's two start from.
@@ -90,11 +91,6 @@ __device__ inline bool is_masked(const LeftOut& mask, int column, int h) {
   return kRare && (column == mask.target[h] || column >= mask.end[h]);
 }
 
-template <Set kSet>
-__device__ inline float map_small_of(const TileOptions& o, float raw) {
-  return kSet == Set::capped ? map_by_terms(o, raw) : map_small(o.map, raw);
-}
-
 // raw -> z of 64 columns from `column` on, in place. Whether any of them may be near the cap.
 template <Set kSet>
 __device__ inline bool map_block(float (&d)[96], const Arguments& a, int column) {
@@ -103,13 +99,12 @@ __device__ inline bool map_block(float (&d)[96], const Arguments& a, int column)
     const float2* bias = reinterpret_cast<const float2*>(o.bias + column) + threadIdx.x % 4;
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-      if (n % 4 == 0 && stops(a)) break;
       const int i = 4 * n;
       const float2 b = __ldg(bias + 4 * n);
       d[i] += b.x, d[i + 1] += b.y, d[i + 2] += b.x, d[i + 3] += b.y;
     }
   }
-  if (has_cap<kSet>(a)) {
+  if constexpr (has_cap<kSet>) {
     float most[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int n = 0; n < 32; ++n) most[n % 4] = fmaxf(most[n % 4], fabsf(d[n]));
@@ -121,7 +116,7 @@ __device__ inline bool map_block(float (&d)[96], const Arguments& a, int column)
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
           const float x = d[n];
-          done[n] = select_above(fabsf(x), o.small, map_large(o, x), map_small_of<kSet>(o, x));
+          done[n] = select_above(fabsf(x), o.small, map_large(o, x), map_small(o, x));
         }
 #pragma unroll
         for (int n = 0; n < 32; ++n) d[n] = n < 28 ? d[n + 4] : done[n - 28];
@@ -129,7 +124,7 @@ __device__ inline bool map_block(float (&d)[96], const Arguments& a, int column)
       return true;
     }
 #pragma unroll
-    for (int n = 0; n < 32; ++n) d[n] = map_small_of<kSet>(o, d[n]);
+    for (int n = 0; n < 32; ++n) d[n] = map_small(o, d[n]);
   } else if (has_scale<kSet>(a)) {
 #pragma unroll
     for (int n = 0; n < 32; ++n) d[n] *= o.map.slope;

@@ -17,10 +17,10 @@ struct Sums {
   int lowest[2] = {INT32_MAX, INT32_MAX};  // column of the maximum, if it may be the row's
 };
 
-// sum c_j z_j of 64 columns; a column of weight 0 has none, whatever its logit.
-template <bool kRare>
-__device__ inline void weigh_block(const float (&d)[96], const HalfRows& rows, const LeftOut& mask,
-                                   const Arguments& a, int column, Sums* sums) {
+// sum c_j z_j of 64 columns. kCareful: a column of weight 0 has none, whatever its logit.
+template <bool kRare, bool kCareful>
+__device__ inline float2 weigh_block(const float (&d)[96], const LeftOut& mask, const Arguments& a,
+                                     int column) {
   const float2* weights =
       reinterpret_cast<const float2*>(a.options.class_weight + column) + threadIdx.x % 4;
   float sum[4] = {0, 0, 0, 0};
@@ -34,28 +34,37 @@ __device__ inline void weigh_block(const float (&d)[96], const HalfRows& rows, c
   } else {
 #pragma unroll
     for (int n = 0; n < 32; n += 4) {
-      if (n % 16 == 0 && stops(a)) break;
+      if (kRare && n % 16 == 0 && stops(a)) break;
       const int i = n / 4;
       const float2 c = __ldg(weights + n);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float own = e % 2 != 0 ? c.y : c.x;
-        if (own != 0 && !is_masked<kRare>(mask, 8 * i + e % 2, e / 2)) {
+        if (!(kCareful && own == 0) && !is_masked<kRare>(mask, 8 * i + e % 2, e / 2)) {
           sum[e] = fmaf(own, d[n + e], sum[e]);
         }
       }
     }
   }
-  sums->weighted[0] += sum[0] + sum[1];
-  sums->weighted[1] += sum[2] + sum[3];
+  return {sum[0] + sum[1], sum[2] + sum[3]};
+}
+template <bool kRare>
+__device__ inline void weigh(const float (&d)[96], const LeftOut& mask, const Arguments& a,
+                             int column, Sums* sums) {
+  float2 sum = weigh_block<kRare, kRare>(d, mask, a, column);
+  if (!kRare && __any_sync(whole_warp, !(fabsf(sum.x) + fabsf(sum.y) < infinity()))) {
+    sum = weigh_block<kRare, true>(d, mask, a, column);
+  }
+  sums->weighted[0] += sum.x;
+  sums->weighted[1] += sum.y;
 }
 
 // What is kept of an element beside its sums.
 template <Mode kMode, Set kSet, bool kRare>
-__device__ inline float kept_of(const Arguments& a, float z, float e, bool masked, bool caps) {
+__device__ inline float kept_of(const Arguments& a, float z, float e, bool masked) {
   if constexpr (kMode == Mode::sums_kept) {
     if (kRare && fabsf(z) > a.options.near_cap) e = encode_left(a.options.map, z);
-  } else if (caps) {
+  } else if constexpr (has_cap<kSet>) {
     e = capped(a.options, z, e);
   }
   return masked ? 0.0f : e;
@@ -82,7 +91,7 @@ __device__ inline float bounded(float by) { return by > 1000.0f ? 1000.0f : by; 
 // exponentials that count may be 0.
 template <Set kSet>
 __device__ inline bool is_within(const HalfRows& rows, const Arguments& a, int h, float distance) {
-  const bool shifts = kSet == Set::any && a.partials.shifted != nullptr;
+  const bool shifts = is_any<kSet> && a.partials.shifted != nullptr;
   const float least = shifts && rows.anchor[h] == 0 ? -a.most_distance : -100.0f;
   return distance > least && distance < a.most_distance;
 }
@@ -129,11 +138,11 @@ __device__ inline void find_lowest(const float (&d)[96], const HalfRows& rows, c
 
 template <class T, Mode kMode, Set kSet, bool kRare, bool kShifted>
 __device__ inline void sum_block(const float (&d)[96], const HalfRows& rows, const LeftOut& mask,
-                                 const Arguments& a, uint32_t box, bool caps, Sums* sums) {
+                                 const Arguments& a, uint32_t box, Sums* sums) {
   constexpr bool stores = kMode != Mode::sums;
 #pragma unroll
   for (int two = 0; two < 4; ++two) {
-    if (stops(a)) break;
+    if (kRare && stops(a)) break;
     uint32_t packed[4];
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
@@ -147,7 +156,7 @@ __device__ inline void sum_block(const float (&d)[96], const HalfRows& rows, con
         float distance = fmaf(z, log2e, -rows.anchor[h]);
         e[c] = exp2_fast(distance);
         if constexpr (stores) {
-          kept[c] = kept_of<kMode, kSet, kRare>(a, z, e[c], masked, caps);
+          kept[c] = kept_of<kMode, kSet, kRare>(a, z, e[c], masked);
         }
         if (kRare && from == from) {
           // Not fma(z, log2(e), -m log2(e)): its rounding is an exponent where |m| is large.
@@ -176,18 +185,16 @@ __device__ inline void add_columns(const float (&d)[96], const HalfRows& rows, c
       move_start<kSet>(rows, a, h, fmaxf(sums->maximum[h], highest[h]), sums);
     }
   }
-  if (kSet == Set::any && again(a.partials.argmax != nullptr)) {
+  if (is_any<kSet> && again(a.partials.argmax != nullptr)) {
     find_lowest<kRare>(d, rows, data, mask, a, highest, block, sums);
   }
 #pragma unroll
   for (int h = 0; h < 2; ++h) sums->maximum[h] = fmaxf(sums->maximum[h], highest[h]);
-  if (is_weighted<kSet>(a)) weigh_block<kRare>(d, rows, mask, a, column, sums);
-  constexpr bool capped = kMode == Mode::sums_e && kSet == Set::capped;
-  const bool caps = capped || (kMode == Mode::sums_e && kSet == Set::any && a.options.map.capped);
-  if (kSet == Set::any && again(a.partials.shifted != nullptr)) {
-    sum_block<T, kMode, kSet, kRare, true>(d, rows, mask, a, box, caps, sums);
+  if (is_weighted<kSet>(a)) weigh<kRare>(d, mask, a, column, sums);
+  if (is_any<kSet> && again(a.partials.shifted != nullptr)) {
+    sum_block<T, kMode, kSet, kRare, true>(d, rows, mask, a, box, sums);
   } else {
-    sum_block<T, kMode, kSet, kRare, false>(d, rows, mask, a, box, caps, sums);
+    sum_block<T, kMode, kSet, kRare, false>(d, rows, mask, a, box, sums);
   }
 }
 
@@ -241,7 +248,7 @@ __device__ inline void write_half(const HalfRows& rows, const Arguments& a, int 
       const float weighted = quad_sum(sums.weighted[h]);
       if (writes) a.partials.weighted[to] = weighted;
     }
-    if constexpr (kSet != Set::any) continue;
+    if constexpr (!is_any<kSet>) continue;
     if (a.partials.shifted != nullptr) {
       const float lifted = factor * fmaf(-by, own, sums.shifted[h]) * 0x1.62e430p-1f;
       const float shifted = quad_sum(own == 0 ? 0.0f : lifted);

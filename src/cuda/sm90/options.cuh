@@ -12,7 +12,7 @@ struct TileOptions {
   const float* bias;          // [V + padding]  null: none
   const float* class_weight;  // [V + padding]  null: 1
   bool smoothing, entropy;    // terms of dz
-  float small;                // |raw| up to which tanh is a polynomial
+  float small;                // |raw| up to which tanh is the short polynomial
   float near_cap;             // sums_kept: |z| beyond which what is left to the cap is kept
   float terms[5];             // of raw^3, raw^5 ...: the polynomial with its factors
   float large_terms[9];       // large_tanh: from here, not from registers
@@ -35,16 +35,7 @@ constexpr float tanh_3 = -3.33332819422e-1f, tanh_5 = 1.33314422036e-1f,
                 tanh_7 = -5.37397155531e-2f, tanh_9 = 2.06390887954e-2f,
                 tanh_11 = -5.70498872745e-3f;
 
-__device__ inline float map_small(const MapFactors& f, float raw) {
-  const float y = raw * (0.5f * f.inward), y2 = y * y, z = raw * f.slope;
-  float p = fmaf(tanh_11, y2, tanh_9);
-  p = fmaf(p, y2, tanh_7);
-  p = fmaf(p, y2, tanh_5);
-  p = fmaf(p, y2, tanh_3);
-  return fmaf(z, p * y2, z);
-}
-// The same with the factors in the terms, where they are all normal numbers.
-__device__ inline float map_by_terms(const TileOptions& o, float raw) {
+__device__ inline float map_small(const TileOptions& o, float raw) {
   const float raw2 = raw * raw;
   float p = fmaf(o.terms[4], raw2, o.terms[3]);
   p = fmaf(p, raw2, o.terms[2]);
@@ -97,34 +88,35 @@ __device__ inline float capped(const TileOptions& o, float z, float e) {
 // contract grants, so much too much where all logits of a row are alike and below 0. Beyond
 // near_cap a negative number is kept in E's place: the sign of z and a code of what is left,
 // 1 - |z| / cap, in the sixteen upper bits (form_dz.cu). Below 2^-5 the code is five bits of its
-// exponent and nine of its mantissa, as the slope wants; above it counts 2^-13, as z does. Either
-// is worth less than E's rounding, and b is 0.11 at most, of caps from 15 on. Nearer 0 a warp's
-// logits are no longer taken for large (most_of_small: tanh 0.6 is 0.54).
+// exponent and nine of its mantissa, as the slope wants; above it counts parts of the cap, as z
+// does. Either is worth less than E's rounding, and b is 0.11 at most, of caps from 15 on. Nearer 0
+// a warp's logits are no longer taken for large (most_of_small: tanh 0.6 is 0.54).
 constexpr float near_cap = 0.55f;                        // of the cap
 constexpr uint32_t first_left_code = (103u << 9) - 128;  // of 2^-24; codes begin at a normal number
-constexpr float least_counted = 0x1p-5f;
+constexpr float least_counted = 0x1p-5f, parts = 14336;  // of a cap: of 50, half of one is 2^-9
 constexpr uint32_t first_counted_code = (122u << 9) - first_left_code;
-constexpr uint32_t counted_codes = first_counted_code - 256;  // 2^-5 is 256 times 2^-13
-static_assert(counted_codes + 0x1p13f * (1 - near_cap) < 0x3f80, "with a sign: an infinity or NaN");
+constexpr uint32_t counted_codes =
+    first_counted_code - static_cast<uint32_t>(least_counted * parts);
+static_assert(counted_codes + parts * (1 - near_cap) < 0x3f80, "with a sign: an infinity or NaN");
 __device__ inline float encode_left(const MapFactors& map, float z) {
   const float left = fmaxf(fmaf(-fabsf(z), map.backward, 1.0f), 0x1p-24f);
   // The last bits of 2^23 + x are x, rounded: a conversion takes four times as long.
-  const uint32_t count = __float_as_uint(fmaf(left, 0x1p13f, 0x1p23f)) - 0x4b000000u;
+  const uint32_t count = __float_as_uint(fmaf(left, parts, 0x1p23f)) - 0x4b000000u;
   const uint32_t code = left < least_counted ? (__float_as_uint(left) >> 14) - first_left_code
                                              : count + counted_codes;
   return __uint_as_float((0x8000u | (z < 0 ? 0x4000u : 0u) | code) << 16);
 }
-__device__ inline float log_fast(float x) {
+__device__ inline float log2_fast(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y * 0x1.62e430p-1f;
+  return y;
 }
 // z, and the softcap's slope there, from the middle of what the code stands for.
 __device__ inline float decode_left(const MapFactors& map, float kept, float* slope) {
   const uint32_t bits = __float_as_uint(kept), code = bits >> 16 & 0x3fff;
   const float left = code < first_counted_code
                          ? __uint_as_float(((code + first_left_code) << 14) | 0x2000u)
-                         : static_cast<float>(code - counted_codes) * 0x1p-13f;
+                         : static_cast<float>(code - counted_codes) * (1 / parts);
   *slope = left * (2 - left);
   const float z = (1 - left) * fabsf(map.outward);
   return (bits >> 30 & 1) != 0 ? -z : z;

@@ -109,12 +109,13 @@ __device__ inline void subtract_line(float (&d)[kSums], int h, const ProductArgu
                                      int column, int left, RowSink<Out>* sink) {
 #pragma unroll
   for (int i = 0; i < kSums / 4; ++i) {
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const int j = 8 * i + 2 * static_cast<int>(threadIdx.x % 4) + c;
-      float& x = d[4 * i + 2 * h + c];
-      x = sink->factor == 0 ? 0.0f : sink->factor * x;
-      if (sink->line != 0 && j < left) x = fmaf(-sink->line, __ldg(a.line + column + j), x);
+    const int j = 8 * i + 2 * static_cast<int>(threadIdx.x % 4);
+    float &x = d[4 * i + 2 * h], &y = d[4 * i + 2 * h + 1];
+    x = sink->factor == 0 ? 0.0f : sink->factor * x;
+    y = sink->factor == 0 ? 0.0f : sink->factor * y;
+    if (sink->line != 0 && j < left) {  // the line ends by pairs
+      const float2 two = __ldg(reinterpret_cast<const float2*>(a.line + column + j));
+      x = fmaf(-sink->line, two.x, x), y = fmaf(-sink->line, two.y, y);
     }
   }
   sink->factor = 1;

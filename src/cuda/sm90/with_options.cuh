@@ -19,7 +19,7 @@ namespace logitless::cuda::sm90 {
 // halves of the rows, and of dz with everything one for all columns. Of short code there are
 // copies: moving the next logits to where the code works costs more.
 template <Set kSet>
-constexpr bool is_long = kSet == Set::any || kSet == Set::capped;
+constexpr bool is_long = is_any<kSet> || has_cap<kSet>;
 template <Mode kMode, Set kSet>
 constexpr int halves_at_once = is_long<kSet> && kMode != Mode::dz ? 1 : 2;
 template <Mode kMode, Set kSet>
@@ -32,13 +32,13 @@ __device__ inline void draw_block(const float (&d)[96], const HalfRows& rows, co
                                   uint32_t box) {
   const TileOptions& o = a.options;
   const float* weights = o.class_weight + column + 2 * (threadIdx.x % 4);
-  const bool smooths = has_smoothing<kSet>(a), caps = has_cap<kSet>(a);
-  const bool forgets = kSet == Set::any && again(a.options.entropy);
+  const bool smooths = has_smoothing<kSet>(a);
+  const bool forgets = is_any<kSet> && again(a.options.entropy);
   float smoothing[2] = {rows.smoothing[0], rows.smoothing[1]}, entropy[2] = {0, 0},
         value[2] = {0, 0}, target_gradient[2] = {0, 0};
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    if constexpr (kSet == Set::any) {
+    if constexpr (is_any<kSet>) {
       const RowGradient& g = a.gradients[min(rows.row + 8 * h, valid - 1)];
       smoothing[h] = g.smoothing, entropy[h] = g.entropy, value[h] = g.entropy_value;
       if constexpr (kRare) target_gradient[h] = a.target_gradient[min(rows.row + 8 * h, valid - 1)];
@@ -49,7 +49,7 @@ __device__ inline void draw_block(const float (&d)[96], const HalfRows& rows, co
 #pragma unroll
   for (int two = 0; two < 4; ++two) {
     uint32_t packed[4];
-    if (stops(a)) break;
+    if (kRare && stops(a)) break;
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       const int i = 2 * two + n / 2, h = n % 2;
@@ -68,7 +68,7 @@ __device__ inline void draw_block(const float (&d)[96], const HalfRows& rows, co
           const float information = fmaxf(log2_p * 0x1.62e430p-1f, least_exponent) + value[h];
           draw[c] = fmaf(-(entropy[h] * p), information, draw[c]);
         }
-        if (caps) draw[c] = capped(o, z, draw[c]);
+        if (has_cap<kSet>) draw[c] = capped(o, z, draw[c]);
         if (kRare) {
           draw[c] = 8 * i + c >= mask.end[h] ? 0.0f : draw[c];
           draw[c] = 8 * i + c == mask.target[h] ? target_gradient[h] : draw[c];
