@@ -30,9 +30,9 @@ bool serves_product(const TensorView& v, int64_t rows, int64_t columns) {
 // Rows and columns are counted in 32 bits on the device; offsets are not.
 constexpr int64_t most_extent = (int64_t{1} << 31) - 65536;
 
-// z = z_target + log E to half of an ulp of E, 2^-8: not far beside the softcap, whose square is the
-// slope's unit. Two capped logits are up to 2 cap nats apart, and the target's probability is no
-// less than e^(-2 cap) / V: normal numbers, both.
+// z = z_target + log E to half of an ulp of E, 2^-8: not far beside the softcap, whose square is
+// the slope's unit. Two capped logits are up to 2 cap nats apart, and the target's probability is
+// no less than e^(-2 cap) / V: normal numbers, both.
 bool e_tells_slope(const MapFactors& map, int64_t vocab) {
   const double cap = std::fabs(map.outward);
   return cap >= 15 && std::exp2(-124.0) * static_cast<double>(vocab) * std::exp(2 * cap) < 1;

@@ -226,40 +226,53 @@ __device__ inline void add_columns_of(const float (&d)[96], const HalfRows& rows
   }
 }
 
+// Two rows' at once: what a quad trades takes long to come.
+template <class T, class F>
+__device__ inline void quad_reduce(T (&x)[2], F&& f) {
+#pragma unroll
+  for (int offset = 1; offset < 4; offset *= 2) {
+    const T other[2] = {__shfl_xor_sync(whole_warp, x[0], offset),
+                        __shfl_xor_sync(whole_warp, x[1], offset)};
+    x[0] = f(x[0], other[0]), x[1] = f(x[1], other[1]);
+  }
+}
+
 // The sums of 64 rows to memory, relative to the rows' maxima.
 template <Set kSet>
 __device__ inline void write_half(const HalfRows& rows, const Arguments& a, int valid,
                                   const Sums& sums) {
+  const auto add = [](float x, float y) { return x + y; };
+  const bool shifts = is_any<kSet> && a.partials.shifted != nullptr;
+  const bool names = is_any<kSet> && a.partials.argmax != nullptr;
+  float maximum[2] = {sums.maximum[0], sums.maximum[1]};
+  quad_reduce(maximum, [](float x, float y) { return fmaxf(x, y); });
+  float sum[2], shifted[2], weighted[2] = {sums.weighted[0], sums.weighted[1]};
+  int lowest[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float from = sums.from[h], own = sums.sum[h];
+    const float by = bounded(from == from ? (maximum[h] - from) * log2e
+                                          : fmaf(maximum[h], log2e, -rows.anchor[h]));
+    const float factor = own == 0 ? 0.0f : exp2_fast(-by);
+    const float lifted = factor * fmaf(-by, own, sums.shifted[h]) * 0x1.62e430p-1f;
+    sum[h] = own == 0 ? 0.0f : own * factor;
+    shifted[h] = own == 0 ? 0.0f : lifted;
+    lowest[h] = sums.maximum[h] == maximum[h] ? sums.lowest[h] : INT32_MAX;
+  }
+  quad_reduce(sum, add);
+  if (is_weighted<kSet>(a)) quad_reduce(weighted, add);
+  if (shifts) quad_reduce(shifted, add);
+  if (names) quad_reduce(lowest, [](int x, int y) { return min(x, y); });
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int row = rows.row + 8 * h;
-    const bool writes = threadIdx.x % 4 == 0 && row < valid;
+    if (threadIdx.x % 4 != 0 || row >= valid) continue;
     const int64_t to = int64_t{row} * a.partials.segments + rows.column_tile;
-    const float maximum = quad_max(sums.maximum[h]), from = sums.from[h];
-    const float by =
-        bounded(from == from ? (maximum - from) * log2e : fmaf(maximum, log2e, -rows.anchor[h]));
-    const float own = sums.sum[h], factor = own == 0 ? 0.0f : exp2_fast(-by);
-    const float sum = quad_sum(own == 0 ? 0.0f : own * factor);
-    if (writes) {
-      a.partials.maximum[to] = maximum;
-      a.partials.sum[to] = sum;
-    }
-    if (is_weighted<kSet>(a)) {
-      const float weighted = quad_sum(sums.weighted[h]);
-      if (writes) a.partials.weighted[to] = weighted;
-    }
-    if constexpr (!is_any<kSet>) continue;
-    if (a.partials.shifted != nullptr) {
-      const float lifted = factor * fmaf(-by, own, sums.shifted[h]) * 0x1.62e430p-1f;
-      const float shifted = quad_sum(own == 0 ? 0.0f : lifted);
-      if (writes) a.partials.shifted[to] = shifted;
-    }
-    if (a.partials.argmax != nullptr) {
-      int lowest = sums.maximum[h] == maximum ? sums.lowest[h] : INT32_MAX;
-      lowest = min(lowest, __shfl_xor_sync(whole_warp, lowest, 1));
-      lowest = min(lowest, __shfl_xor_sync(whole_warp, lowest, 2));
-      if (writes) a.partials.argmax[to] = rows.column + (lowest == INT32_MAX ? 0 : lowest);
-    }
+    a.partials.maximum[to] = maximum[h];
+    a.partials.sum[to] = sum[h];
+    if (is_weighted<kSet>(a)) a.partials.weighted[to] = weighted[h];
+    if (shifts) a.partials.shifted[to] = shifted[h];
+    if (names) a.partials.argmax[to] = rows.column + (lowest[h] == INT32_MAX ? 0 : lowest[h]);
   }
 }
 
