@@ -165,6 +165,32 @@ TEST_P(CudaLinear, RowsOfLogitsNearTheCap) {
   }
 }
 
+// A softcap under smoothing: E becomes dz in its place, and grad_bias its columns' sums; of several
+// slabs of rows and more columns than their sums have room for at a time.
+TEST_P(CudaLinear, BiasGradientOfLogitsUnderACapAndSmoothing) {
+  if (op_ != OpKind::linear_forward_backward || dtype_ != DType::bf16) return;
+  Case c{.op = op_,
+         .shape = {1500, 24, 16700},
+         .dtype = dtype_,
+         .grad_input = DType::f32,
+         .grad_weight = DType::f32,
+         .ignored = 0.2,
+         .bias = true,
+         .vocab_weight = true,
+         .wants_grad_bias = true};
+  c.options.softcap = 20;
+  c.options.label_smoothing = 0.1f;
+  for (const Data data : {Data::normal, Data::large}) {  // usual, and near the cap
+    c.data = data;
+    with_problem(c, [&](auto& p, const WorkspaceSize& size) {
+      const Outcome got =
+          execute(device_, p.op, p.pool, {.memory = Memory::exact, .bytes = bytes_of(size, 1)});
+      const Comparison result = compare(expected(device_, p.op, p.model), got);
+      EXPECT_TRUE(result.ok()) << result.report;
+    });
+  }
+}
+
 // A vocabulary of many panels, more than the workspace holds: on Hopper rows of grad_weight that
 // are not written yet hold E and dz of columns before them, and the scaled input.
 TEST_P(CudaLinear, PanelsInGradWeightsMemory) {

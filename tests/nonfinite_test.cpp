@@ -73,11 +73,11 @@ const TensorView& masked_by(const Op& op) {
 
 // Rows other than `row` of every per-token field are the same bits.
 void expect_other_rows(const Fields& before, const Fields& after, int64_t row,
-                       const std::string& what) {
+                       const std::string& what, int64_t tokens = kTokens) {
   for (const auto& [name, field] : after) {
     if (name == "grad_weight" || name == "grad_bias") continue;
     const std::vector<std::byte>& old = before.at(name).bits;
-    const size_t bytes = field.bits.size() / kTokens;
+    const size_t bytes = field.bits.size() / static_cast<size_t>(tokens);
     for (size_t k = 0; k < field.bits.size(); ++k) {
       if (k / bytes == static_cast<size_t>(row) || field.bits[k] == old[k]) continue;
       ADD_FAILURE() << what << ": " << name << " changed in row " << k / bytes;
@@ -144,6 +144,42 @@ TEST_P(NonFinite, InAColumn) {
         }
       }
     });
+  }
+}
+
+// Columns and rows of a vocabulary of many tiles, far from every target: where Hopper's kernels
+// look for nothing, and meet what is not finite in their sums alone.
+TEST_P(NonFinite, FarFromTheTargets) {
+  if (!is_linear(op_)) return;
+  constexpr int64_t tokens = 64, vocab = 700, row = 35;
+  for (const bool caps : {false, true}) {
+    for (const bool biased : {false, true}) {
+      Case c = plain();
+      c.shape = {tokens, 64, vocab};
+      c.vocab_weight = true, c.options.label_smoothing = 0.1f;
+      if (caps) c.options.softcap = 20;
+      if (!biased) c.bias = c.statistics = false;
+      const std::string what = c.options.softcap > 0 ? "softcap" : "no softcap";
+      with_op(op_, [&](auto op) {
+        using Op = decltype(op);
+        if constexpr (LinearOp<Op>) {
+          Problem<Op> p = build<Op>(c);
+          std::vector<double> targets(tokens);
+          for (int64_t i = 0; i < tokens; ++i) targets[i] = static_cast<double>(600 + i);
+          write(p.op.target, targets);
+          const Fields before = judged(p, what);
+          const double old = read(p.op.input)[row * 64];
+          set(p.op.input, row * 64, std::nan(""));
+          expect_other_rows(before, judged(p, what + ", a row"), row, what, tokens);
+          set(p.op.input, row * 64, old);
+          for (const int64_t column : {int64_t{197}, int64_t{200}}) {  // of class weight 0, or not
+            if (!biased) continue;
+            set(p.op.bias, column, -kInf);
+            judged(p, what + ", column " + std::to_string(column));
+          }
+        }
+      });
+    }
   }
 }
 

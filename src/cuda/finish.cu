@@ -200,8 +200,8 @@ void write_grad_input(const LinearCall& call, const LinearPlan& plan, const Line
   });
 }
 
-void add_to_bias(const LinearCall& call, const LinearPlan&, const LinearMemory& m,
-                 const Chunk& chunk, const Panel& panel, bool scaled, bool first, Stream* stream) {
+void add_to_bias(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
+                 const Panel& panel, bool scaled, bool first, Stream* stream) {
   const RowFactors* factors = scaled ? m.factors : nullptr;
   const unsigned slabs = blocks_for(chunk.rows, bias_slab_rows);
   with_dtype(call.shape.dtype, [&](auto element) {
@@ -209,8 +209,14 @@ void add_to_bias(const LinearCall& call, const LinearPlan&, const LinearMemory& 
                    two_axes(blocks_for(panel.columns, 64), slabs), 256, chunk, factors, panel,
                    static_cast<int>(slabs), m.bias_slabs);
   });
+  add_slabs_to_bias(call, m, chunk, panel, factors, first, stream);
+}
+
+void add_slabs_to_bias(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
+                       const Panel& panel, const RowFactors* factors, bool first, Stream* stream) {
+  const int slabs = static_cast<int>(divide_up(chunk.rows, bias_slab_rows));
   stream->launch("bias_sum", bias_sum_kernel, blocks_for(panel.columns, 256), 256, call, chunk,
-                 factors, panel, m.bias_slabs, static_cast<int>(slabs), first, m.bias_sum);
+                 factors, panel, m.bias_slabs, slabs, first, m.bias_sum);
 }
 
 void write_grad_weight(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,

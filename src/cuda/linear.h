@@ -192,9 +192,9 @@ void copy_panel(const Chunk& chunk, const Panel& panel, char* to, const DeviceIn
                 Stream*);
 
 // form_dz.cu: dz in the place of E, for products that a softcap under smoothing leaves no other
-// way.
+// way; and its sums to bias_sum, if grad_bias is asked for (`first`: overwriting it).
 void form_dz(const LinearCall& call, const LinearMemory& m, const Chunk& chunk, const Panel& panel,
-             Stream*);
+             bool first, Stream*);
 
 // finish.cu
 void class_row(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m, Stream*);
@@ -203,8 +203,22 @@ void class_row(const LinearCall& call, const LinearPlan& plan, const LinearMemor
 void write_grad_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                       const Chunk& chunk, const float* sums, int64_t row, int64_t rows, bool scaled,
                       bool clears, Stream*);
-void add_to_bias(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                 const Chunk& chunk, const Panel& panel, bool scaled, bool first, Stream*);
+void add_to_bias(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
+                 const Panel& panel, bool scaled, bool first, Stream*);
+// What bias_slabs holds of the panel; `factors`: of E.
+void add_slabs_to_bias(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
+                       const Panel& panel, const RowFactors* factors, bool first, Stream*);
+// Calls use(panel) with as many columns of a panel in blocks as bias_slabs has room for.
+template <class F>
+void for_bias_columns(DType dtype, const Panel& panel, F&& use) {
+  for (int64_t j = 0; j < panel.columns; j += bias_columns) {
+    Panel some = panel;
+    some.data += j * panel.pitch * size_of(dtype);
+    some.first += j;
+    some.columns = std::min(panel.columns - j, bias_columns);
+    use(some);
+  }
+}
 void write_grad_weight(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                        const float* sums, int64_t row, int64_t rows, Stream*);
 // grad_weight of its first rows, whose sums lie in its own memory.

@@ -73,7 +73,7 @@ class LinearRun {
         grad_weight(stored_panel(), of_e);
         whole_grad_input(of_e);  // last: its memory may hold the input
       }
-      bias(stored_panel(), of_e);
+      if (of_e) bias(stored_panel(), of_e);
     }
     first_chunk_ = false;
   }
@@ -161,7 +161,7 @@ class LinearRun {
     for (const Panel& panel : {kept.panel, kept.behind}) {
       if (panel.columns == 0) continue;
       of_e = finish_kept(panel);
-      bias(panel, of_e);
+      if (of_e) bias(panel, of_e);
     }
     if (plan_.grad_input_sum) {
       sm90::input_sums(call_, plan_, m_, chunk_, kept, 0, chunk_.rows, m_.grad_input_sum, of_e,
@@ -180,13 +180,14 @@ class LinearRun {
     }
   }
 
-  // What is kept of E, made ready for the products: whether they are of E, or of dz.
+  // What is kept of E, made ready for the products: whether they are of E, or of dz, whose sums are
+  // then grad_bias's.
   bool finish_kept(const Panel& panel) {
     const bool of_e = !call_.shape.forms_dz;
     if (of_e) {
       finish_panel(call_, m_, chunk_, panel, false, device_, stream_);
     } else {
-      form_dz(call_, m_, chunk_, panel, stream_);
+      form_dz(call_, m_, chunk_, panel, first_chunk_, stream_);
     }
     return of_e;
   }
@@ -323,16 +324,11 @@ class LinearRun {
 
   void bias(const Panel& panel, bool of_e) {
     if (!call_.shape.grad_bias) return;
-    if (!panel.blocks) {
-      return add_to_bias(call_, plan_, m_, chunk_, panel, of_e, first_chunk_, stream_);
-    }
-    for (int64_t j = 0; j < panel.columns; j += bias_columns) {
-      Panel some = panel;
-      some.data += j * panel.pitch * size_of(call_.shape.dtype);
-      some.first += j;
-      some.columns = std::min(panel.columns - j, bias_columns);
-      add_to_bias(call_, plan_, m_, chunk_, some, of_e, first_chunk_, stream_);
-    }
+    const auto add = [&](const Panel& some) {
+      add_to_bias(call_, m_, chunk_, some, of_e, first_chunk_, stream_);
+    };
+    if (!panel.blocks) return add(panel);
+    for_bias_columns(call_.shape.dtype, panel, add);
   }
 
   // Some of E is there; the rest is made again a panel at a time. (Not on Hopper, as what follows.)

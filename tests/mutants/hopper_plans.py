@@ -25,8 +25,8 @@ PLANS: list[tuple[str, str, str, str, str]] = [
        "call.shape.fused ? @{kept_columns(plan)}@ : call.shape.vocab", "call.shape.vocab", "apart"),
     ("lent panels: sums of every launch in the first segments", "sm90/forward.cu",
        "from_segment(m.partials, @{first / sum_columns}@)", "int64_t{0}", "apart"),
-    ("lent panels: grad_bias from the panel's first columns", "linear_run.h",
-       "some.data += @{j * panel.pitch * size_of(call_.shape.dtype)}@;", "int64_t{0}", "apart"),
+    ("lent panels: grad_bias from the panel's first columns", "linear.h",
+       "some.data += @{j * panel.pitch * size_of(dtype)}@;", "int64_t{0}", "apart"),
     # Few tokens
     ("few tokens: a warpgroup left out a row too early", "sm90/tile.cuh",
        "return (warpgroup - 1) * @{128}@ < rows;", "129", "apart"),
