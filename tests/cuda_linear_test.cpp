@@ -26,6 +26,13 @@ class CudaLinear : public ConformanceTest {
       }
     });
   }
+  // A call in `share` of the workspace that is recommended beside what is wanted of it.
+  template <class Op>
+  Comparison compared(const Problem<Op>& p, const WorkspaceSize& size, double share,
+                      const reference::Result& want) const {
+    return compare(want, execute(device_, p.op, p.pool,
+                                 {.memory = Memory::exact, .bytes = bytes_of(size, share)}));
+  }
 };
 
 // Token `row` counts 1e-22 times as much as the others and has its target's logit 55 nats below
@@ -120,9 +127,7 @@ TEST_P(CudaLinear, ACappedLogitThatItsBiasCarries) {
     for (const double carried : sizes) {
       bias[7] = round_to(DType::f32, carried);
       write(p.op.bias, bias);
-      const Outcome got =
-          execute(device_, p.op, p.pool, {.memory = Memory::exact, .bytes = bytes_of(size, 1)});
-      const Comparison result = compare(expected(device_, p.op, p.model), got);
+      const Comparison result = compared(p, size, 1, expected(device_, p.op, p.model));
       ASSERT_TRUE(result.ok()) << result.report << ", bias " << bias[7];
     }
   });
@@ -157,9 +162,7 @@ TEST_P(CudaLinear, RowsOfLogitsNearTheCap) {
       write(p.op.input, input);
       write(p.op.weight, weight);
       write(p.op.target, std::vector<double>(tokens, 0));
-      const Outcome got =
-          execute(device_, p.op, p.pool, {.memory = Memory::exact, .bytes = bytes_of(size, 1)});
-      const Comparison result = compare(expected(device_, p.op, p.model), got);
+      const Comparison result = compared(p, size, 1, expected(device_, p.op, p.model));
       EXPECT_TRUE(result.ok()) << cap << "\n" << result.report;
     });
   }
@@ -183,9 +186,7 @@ TEST_P(CudaLinear, BiasGradientOfLogitsUnderACapAndSmoothing) {
   for (const Data data : {Data::normal, Data::large}) {  // usual, and near the cap
     c.data = data;
     with_problem(c, [&](auto& p, const WorkspaceSize& size) {
-      const Outcome got =
-          execute(device_, p.op, p.pool, {.memory = Memory::exact, .bytes = bytes_of(size, 1)});
-      const Comparison result = compare(expected(device_, p.op, p.model), got);
+      const Comparison result = compared(p, size, 1, expected(device_, p.op, p.model));
       EXPECT_TRUE(result.ok()) << result.report;
     });
   }
@@ -218,9 +219,7 @@ TEST_P(CudaLinear, PanelsInGradWeightsMemory) {
     with_problem(c, [&](auto& p, const WorkspaceSize& size) {
       const reference::Result want = expected(device_, p.op, p.model);
       for (const double share : {0.0, 0.2, 0.7, 1.0}) {
-        const Outcome got = execute(device_, p.op, p.pool,
-                                    {.memory = Memory::exact, .bytes = bytes_of(size, share)});
-        const Comparison result = compare(want, got);
+        const Comparison result = compared(p, size, share, want);
         EXPECT_TRUE(result.ok()) << result.report << ", share " << share;
       }
     });
@@ -245,9 +244,7 @@ TEST_P(CudaLinear, TokensAboutAWarpgroupsAndABlocks) {
       with_problem(c, [&](auto& p, const WorkspaceSize& size) {
         const reference::Result want = expected(device_, p.op, p.model);
         for (const double share : {0.0, 1.0}) {
-          const Outcome got = execute(device_, p.op, p.pool,
-                                      {.memory = Memory::exact, .bytes = bytes_of(size, share)});
-          const Comparison result = compare(want, got);
+          const Comparison result = compared(p, size, share, want);
           EXPECT_TRUE(result.ok()) << result.report << ", " << tokens << " tokens";
         }
       });

@@ -82,11 +82,11 @@ template <class E>
 __global__ void __launch_bounds__(256)
     bias_slabs_kernel(Chunk chunk, const RowFactors* factors, Panel panel, int slab_count,
                       float* slabs) {
-  constexpr int many = 4, lanes = 8, rows = 256 / lanes;
+  constexpr int many = 4, lanes = 8, rows = ColumnParts::parts;
   struct alignas(16) Eight {
     E x[8];
   };
-  __shared__ float partial[rows][64];
+  __shared__ ColumnParts parts;
   const int part = threadIdx.x / lanes, column = threadIdx.x % lanes * 8;
   const int64_t first = int64_t{blockIdx.x} * 64, slab = block_of_second_axis();
   const int64_t end = min((slab + 1) * bias_slab_rows, int64_t{valid_rows(chunk)});
@@ -110,15 +110,11 @@ __global__ void __launch_bounds__(256)
       }
     }
   }
-#pragma unroll
-  for (int n = 0; n < 8; ++n) partial[part][column + n] = sum[n];
+  parts.put(part, column, sum);
   __syncthreads();
   const int64_t j = first + threadIdx.x;
   if (threadIdx.x >= 64 || j >= panel.columns || slab >= slab_count) return;
-  float all = 0;
-#pragma unroll
-  for (int i = 0; i < rows; ++i) all += partial[i][threadIdx.x];
-  slabs[slab * panel.columns + j] = all;
+  slabs[slab * panel.columns + j] = parts.sum();
 }
 
 // smoothed = sum_k s_k of the chunk, by every block for itself in one order.

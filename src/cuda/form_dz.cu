@@ -11,6 +11,7 @@
 namespace logitless::cuda {
 namespace {
 
+using E = __nv_bfloat16;
 constexpr int rows_of_block = 32, blocks_of_columns = 4, width = 8;
 
 struct Terms {
@@ -19,20 +20,11 @@ struct Terms {
   int64_t target;
 };
 
-// The two of a word; a bf16 number is the upper half of its f32.
-__device__ inline float of_word(uint32_t word, int i) {
-  return __uint_as_float(i == 0 ? word << 16 : word & 0xffff0000u);
-}
-__device__ inline uint32_t to_word(const float (&x)[2]) {
-  const __nv_bfloat162 two = __floats2bfloat162_rn(x[0], x[1]);
-  return *reinterpret_cast<const uint32_t*>(&two);
-}
-
 // Eight columns as they come: most need no more.
 __device__ inline uint4 form_usual(const MapFactors& map, const Terms& t,
                                    const float* class_weights, const uint4& kept) {
   // In parts of the cap.
-  const float start = t.target_logit * map.backward, log2_part = 0x1.62e430p-1f * map.backward;
+  const float start = t.target_logit * map.backward, log2_part = ln2 * map.backward;
   float c[width] = {1, 1, 1, 1, 1, 1, 1, 1};
   if (class_weights != nullptr) {
 #pragma unroll
@@ -47,12 +39,12 @@ __device__ inline uint4 form_usual(const MapFactors& map, const Terms& t,
     float dz[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float e = of_word(words[n], i);
+      const float e = bf16_of(words[n], i);
       const float part = fmaf(sm90::log2_fast(e), log2_part, start);
       const float slope = fmaf(-part, part, 1.0f), p = t.target_p * e;
       dz[i] = fmaf(-t.gradient.smoothing, c[2 * n + i], t.gradient.probability * p) * slope;
     }
-    words[n] = to_word(dz);
+    words[n] = pack<E>(dz);
   }
   return {words[0], words[1], words[2], words[3]};
 }
@@ -66,20 +58,20 @@ __device__ inline uint4 form_rare(const MapFactors& map, const Terms& t, const f
     float dz[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float e = of_word(kept.x, i);
+      const float e = bf16_of(kept.x, i);
       const float c = class_weights == nullptr ? 1.0f : __ldg(class_weights + n + i);
       float p = t.target_p * e, slope;
       if (e < 0) {
         const float z = sm90::decode_left(map, e, &slope);
         p = exp_any((z - t.gradient.reference) - t.gradient.log_sum);
       } else {
-        slope = cap_slope(map, t.target_logit + sm90::log2_fast(e) * 0x1.62e430p-1f);
+        slope = cap_slope(map, t.target_logit + sm90::log2_fast(e) * ln2);
       }
       dz[i] = fmaf(-t.gradient.smoothing, c, t.gradient.probability * p) * slope;
       if (n + i == target) dz[i] = t.target_gradient;
       if (n + i >= left) dz[i] = 0;
     }
-    kept = {kept.y, kept.z, kept.w, to_word(dz)};
+    kept = {kept.y, kept.z, kept.w, pack<E>(dz)};
   }
   return kept;
 }
@@ -94,7 +86,7 @@ __device__ inline uint4 form_eight(const MapFactors& map, const Terms& t,
   const bool rare = signs != 0 || (target >= 0 && target < width) || left < width;
   const uint4 dz =
       rare ? form_rare(map, t, weights, target, left, kept) : form_usual(map, t, weights, kept);
-  return *reinterpret_cast<uint4*>(panel_element<__nv_bfloat16>(panel, row, j)) = dz;
+  return *reinterpret_cast<uint4*>(panel_element<E>(panel, row, j)) = dz;
 }
 
 // A slab of rows, 32 at a time of 8 threads, 16 bytes each; several blocks of 64 columns in turn,
@@ -117,7 +109,7 @@ __global__ void __launch_bounds__(256)
     for (int b = 0; b < blocks; ++b) {
       const int64_t j = first + 64 * b;
       if (j < panel.columns) {
-        kept[b] = *reinterpret_cast<uint4*>(panel_element<__nv_bfloat16>(panel, row, j));
+        kept[b] = *reinterpret_cast<uint4*>(panel_element<E>(panel, row, j));
       }
     }
     Terms t{gradients[row], target_logit[row], 0, target_gradient[row],
@@ -131,24 +123,20 @@ __global__ void __launch_bounds__(256)
       if constexpr (kSums) {
         const uint32_t words[] = {dz.x, dz.y, dz.z, dz.w};
 #pragma unroll
-        for (int n = 0; n < width; ++n) sums[b][n] += of_word(words[n / 2], n % 2);
+        for (int n = 0; n < width; ++n) sums[b][n] += bf16_of(words[n / 2], n % 2);
       }
     }
   }
   if constexpr (kSums) {
-    __shared__ float partial[rows_of_block][64];
+    __shared__ ColumnParts parts;
 #pragma unroll
     for (int b = 0; b < blocks; ++b) {
       if (b > 0) __syncthreads();
-#pragma unroll
-      for (int n = 0; n < width; ++n) partial[part][threadIdx.x % width * width + n] = sums[b][n];
+      parts.put(part, threadIdx.x % width * width, sums[b]);
       __syncthreads();
       const int64_t j = block_of_second_axis() * (blocks * 64) + 64 * b + threadIdx.x;
       if (threadIdx.x >= 64 || j >= panel.columns) continue;
-      float all = 0;
-#pragma unroll
-      for (int i = 0; i < rows_of_block; ++i) all += partial[i][threadIdx.x];
-      slabs[slab * panel.columns + j] = all;
+      slabs[slab * panel.columns + j] = parts.sum();
     }
   }
 }

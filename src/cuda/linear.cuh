@@ -35,6 +35,23 @@ __device__ inline E* panel_element(const Panel& panel, int64_t row, int64_t j) {
   return data + row * panel.pitch + j;
 }
 
+// Of 64 columns, what 32 rows of 8 threads have of 8 columns each, added up in the rows' order.
+struct ColumnParts {
+  static constexpr int parts = 32;
+  float part[parts][64];
+
+  __device__ void put(int row, int column, const float (&own)[8]) {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) part[row][column + n] = own[n];
+  }
+  __device__ float sum() const {  // of column threadIdx.x
+    float all = 0;
+#pragma unroll
+    for (int i = 0; i < parts; ++i) all += part[i][threadIdx.x];
+    return all;
+  }
+};
+
 // f(T{}) with the type of E and of the scaled input, which f16 has not.
 template <class F>
 void with_stored(DType dtype, F&& f) {

@@ -79,6 +79,42 @@ struct alignas(16) Pack {
   T x[width];
 };
 
+// 32 bits of elements: one f32, or two of 16 bits, the first in the low half.
+__device__ inline float bf16_of(uint32_t bits, int i) {
+  return __uint_as_float(i == 0 ? bits << 16 : bits & 0xffff0000u);
+}
+template <class T>
+__device__ inline void unpack(uint32_t bits, float* x) {
+  if constexpr (sizeof(T) == 4) {
+    x[0] = __uint_as_float(bits);
+  } else if constexpr (dtype_of<T> == DType::bf16) {
+    x[0] = bf16_of(bits, 0);
+    x[1] = bf16_of(bits, 1);
+  } else {
+    const float2 pair = __half22float2(reinterpret_cast<const __half2&>(bits));
+    x[0] = pair.x;
+    x[1] = pair.y;
+  }
+}
+template <class T>
+__device__ inline uint32_t pack(float x, float y) {
+  if constexpr (dtype_of<T> == DType::bf16) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
+    return reinterpret_cast<const uint32_t&>(pair);
+  } else {
+    const __half2 pair = __floats2half2_rn(x, y);
+    return reinterpret_cast<const uint32_t&>(pair);
+  }
+}
+template <class T>
+__device__ inline uint32_t pack(const float* x) {
+  if constexpr (sizeof(T) == 4) {
+    return __float_as_uint(x[0]);
+  } else {
+    return pack<T>(x[0], x[1]);
+  }
+}
+
 template <class T>
 __device__ inline T* address(const TensorView& v, int64_t i = 0, int64_t j = 0) {
   return reinterpret_cast<T*>(static_cast<char*>(v.data) + v.byte_offset) + i * v.stride[0] +
@@ -114,18 +150,19 @@ __device__ inline bool present(const TensorView& v) { return v.rank != -1; }
 
 // --- functions ---
 
+constexpr float log2e = 0x1.715476p0f, ln2 = 0x1.62e430p-1f;
 constexpr float least_exponent = -87.3365f;  // exp is subnormal below, and taken as 0
 
 // exp x for x <= 0, -inf included; NaN stays. Two roundings of x log2(e) are kept apart, so that
 // the error is that of the last instruction (2 ulp) for any x.
 __device__ inline float exp_nonpositive(float x) {
-  constexpr float log2e = 0x1.715476p0f, log2e_low = 0x1.4ae0cp-26f;
+  constexpr float log2e_low = 0x1.4ae0cp-26f;
   const float product = x * log2e;
   const float rest = fmaf(x, log2e, -product) + x * log2e_low;
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(product));
   // 2^rest = 1 + rest ln 2; where x is -inf `rest` is NaN.
-  const float exact = fmaf(y, rest * 0x1.62e430p-1f, y);
+  const float exact = fmaf(y, rest * ln2, y);
   return x < least_exponent ? 0.0f : exact;
 }
 // exp x for any x: what is above 88 is inf.

@@ -12,39 +12,12 @@ namespace logitless::cuda {
 constexpr int word_bytes = 16, line_bytes = 128;
 constexpr int tile_margin = line_bytes + word_bytes;  // beyond the columns' own bytes
 
-// --- 32 bits of elements: one f32, or two of 16 bits, the first in the low half ---
+// --- 32 bits of elements: see pack in numbers.cuh ---
 
 template <class T>
 inline constexpr int per_unit = 4 / static_cast<int>(sizeof(T));
 template <class T>
 inline constexpr int per_word = word_bytes / static_cast<int>(sizeof(T));
-
-template <class T>
-__device__ void unpack(uint32_t bits, float* x) {
-  if constexpr (sizeof(T) == 4) {
-    x[0] = __uint_as_float(bits);
-  } else if constexpr (dtype_of<T> == DType::bf16) {
-    x[0] = __uint_as_float(bits << 16);
-    x[1] = __uint_as_float(bits & 0xFFFF0000u);
-  } else {
-    const float2 pair = __half22float2(reinterpret_cast<const __half2&>(bits));
-    x[0] = pair.x;
-    x[1] = pair.y;
-  }
-}
-
-template <class T>
-__device__ uint32_t pack(const float* x) {
-  if constexpr (sizeof(T) == 4) {
-    return __float_as_uint(x[0]);
-  } else if constexpr (dtype_of<T> == DType::bf16) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(x[0], x[1]);
-    return reinterpret_cast<const uint32_t&>(pair);
-  } else {
-    const __half2 pair = __floats2half2_rn(x[0], x[1]);
-    return reinterpret_cast<const uint32_t&>(pair);
-  }
-}
 
 // Element by element; a NaN does not count.
 template <class T>

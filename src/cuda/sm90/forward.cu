@@ -88,10 +88,10 @@ void launch_options(const LinearCall& call, const LinearPlan& plan, const Linear
   using enum Set;
   if constexpr (kMode == Mode::sums_kept) {
     launch_with(std::integral_constant<Set, any_capped>{});
-  } else if (std::is_same_v<T, __half>) {
+  } else if constexpr (std::is_same_v<T, __half>) {
     if (arguments.options.map.capped) return launch_with(std::integral_constant<Set, any_capped>{});
     launch_with(std::integral_constant<Set, any>{});
-  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+  } else {
     switch (choose_set<kMode>(arguments)) {
       case capped:
         return launch_with(std::integral_constant<Set, capped>{});

@@ -254,7 +254,7 @@ __device__ inline void write_half(const HalfRows& rows, const Arguments& a, int 
     const float by = bounded(from == from ? (maximum[h] - from) * log2e
                                           : fmaf(maximum[h], log2e, -rows.anchor[h]));
     const float factor = own == 0 ? 0.0f : exp2_fast(-by);
-    const float lifted = factor * fmaf(-by, own, sums.shifted[h]) * 0x1.62e430p-1f;
+    const float lifted = factor * fmaf(-by, own, sums.shifted[h]) * ln2;
     sum[h] = own == 0 ? 0.0f : own * factor;
     shifted[h] = own == 0 ? 0.0f : lifted;
     lowest[h] = sums.maximum[h] == maximum[h] ? sums.lowest[h] : INT32_MAX;

@@ -97,18 +97,6 @@ __device__ inline int thread_row(int warpgroup) {
          static_cast<int>(threadIdx.x % 32) / 4;
 }
 
-// Two 16-bit neighbours, the first one in the low half.
-template <class T>
-__device__ inline uint32_t pack(float x, float y) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    const __nv_bfloat162 both = __floats2bfloat162_rn(x, y);
-    return *reinterpret_cast<const uint32_t*>(&both);
-  } else {
-    const __half2 both = __floats2half2_rn(x, y);
-    return *reinterpret_cast<const uint32_t*>(&both);
-  }
-}
-
 // Where 16 of a stage's 64 of the depth axis begin, of a descriptor.
 template <Along kAlong>
 constexpr uint64_t left_step(int step) {

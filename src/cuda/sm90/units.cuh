@@ -8,7 +8,6 @@
 
 namespace logitless::cuda::sm90 {
 
-constexpr float log2e = 0x1.715476p0f;
 __device__ inline float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -65,7 +65,7 @@ __device__ inline void draw_block(const float (&d)[96], const HalfRows& rows, co
           draw[c] = fmaf(-smoothing[h], own, draw[c]);
         }
         if (forgets) {
-          const float information = fmaxf(log2_p * 0x1.62e430p-1f, least_exponent) + value[h];
+          const float information = fmaxf(log2_p * ln2, least_exponent) + value[h];
           draw[c] = fmaf(-(entropy[h] * p), information, draw[c]);
         }
         if (has_cap<kSet>) draw[c] = capped(o, z, draw[c]);
