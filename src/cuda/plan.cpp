@@ -23,7 +23,7 @@ uint64_t slot_bytes(const LinearPlan& p) {
 }
 constexpr int64_t least_chunk = 128, most_block_rows = 8192;
 
-// The rest of a plan; with slots where they fit into `bytes`.
+// The rest of a plan but its time; with slots where they fit into `bytes`.
 LinearPlan finish(const LinearShape& s, const DeviceSpeed& speed, uint64_t bytes, LinearPlan p) {
   p.stored_columns = std::min(p.stored_columns, s.vocab);
   p.lent_columns = s.gradients() ? most_lent_columns(s, p) : 0;
@@ -53,21 +53,25 @@ LinearPlan finish(const LinearShape& s, const DeviceSpeed& speed, uint64_t bytes
     place_linear(s, p, &arena);
     p.bytes = arena.used();
   };
-  p.input_clusters = 0;
-  p.slots = s.fused && s.gradients() ? slots_of(s, p, speed) : 0;
+  p.input_clusters = p.slots = 0;
   place();
-  if (p.slots > 0 && p.bytes > bytes) {
-    const int32_t wanted = p.slots;
-    p.slots = 0;
+  if (s.fused && s.gradients() && p.bytes <= bytes) {
+    const uint64_t room = (bytes - p.bytes) / slot_bytes(p);
+    p.slots = slots_of(s, p, speed);
     place();
-    if (bytes > p.bytes) {
-      p.slots = static_cast<int32_t>(std::min<uint64_t>(wanted, (bytes - p.bytes) / slot_bytes(p)));
+    if (p.bytes > bytes) {
+      p.slots = static_cast<int32_t>(std::min<uint64_t>(p.slots, room));
       place();
     }
   }
-  if (runs_both(s, p)) p.input_clusters = input_clusters_of(s, p, speed);
-  p.seconds = predicted_time(s, p, speed);
   return p;
+}
+
+// What it takes: of the plans that may be chosen alone, for it takes longer to say than the rest.
+void set_time(const LinearShape& s, const DeviceSpeed& speed, LinearPlan* p) {
+  if (p->kind == PlanKind::two_passes) return;  // known
+  if (runs_both(s, *p)) p->input_clusters = input_clusters_of(s, *p, speed);
+  p->seconds = predicted_time(s, *p, speed);
 }
 
 // How many partial sums a row has.
@@ -270,10 +274,10 @@ LinearPlan two_passes(const LinearShape& s, const DeviceSpeed& speed, uint64_t b
 
 LinearPlan find_smallest(const LinearShape& shape, const DeviceSpeed& speed) {
   LinearPlan least;
-  each_plan(shape, speed, 0, [&](const LinearPlan& p) {
-    const bool better =
-        p.bytes < least.bytes || (p.bytes == least.bytes && p.seconds < least.seconds);
-    if (least.bytes == 0 || better) least = p;
+  each_plan(shape, speed, 0, [&](LinearPlan p) {
+    if (least.bytes > 0 && p.bytes > least.bytes) return;
+    set_time(shape, speed, &p);
+    if (least.bytes == 0 || p.bytes < least.bytes || p.seconds < least.seconds) least = p;
   });
   if (!takes_two_passes(shape)) return least;
   // Two passes if that is less and hardly slower, with slots for half of the clusters or for all.
@@ -292,8 +296,9 @@ LinearPlan find_fastest(const LinearShape& shape, const DeviceSpeed& speed, uint
   // What would do with less than the minimum is not what the minimum was made for.
   const uint64_t minimum = smallest_plan(shape, speed).bytes;
   LinearPlan best;
-  const auto consider = [&](const LinearPlan& p) {
+  const auto consider = [&](LinearPlan p) {
     if (p.bytes > bytes || p.bytes < minimum) return;
+    set_time(shape, speed, &p);
     const bool better =
         p.seconds < best.seconds || (p.seconds == best.seconds && p.bytes < best.bytes);
     if (best.bytes == 0 || better) best = p;
