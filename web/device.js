@@ -173,9 +173,8 @@ export class DeviceSide {
       submit: () => {
         if (!this.encoder) return;
         this.#endPass();
-        const {encoder} = this;
-        this.encoder = null;
-        device.queue.submit([encoder.finish()]);
+        device.queue.submit([this.encoder.finish()]);
+        this.encoder = null;  // not before: its scopes are open until here
         this.verdicts.add(this.#closeScopes('what was submitted'));
       },
       error: (text, capacity) => {

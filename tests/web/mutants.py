@@ -23,7 +23,8 @@ LOSS, CAST = "test_cross_entropy.py", "test_softmax_cast.py"
 ERRORS, MODULE = "test_errors.py", "test_module.py"
 
 # name, shader or file of build/web, text, replacement, tests. Not cross_entropy.wgsl without its third barrier: lavapipe runs a
-# workgroup's first threads first, and it is they who write what the others read.
+# workgroup's first threads first, and it is they who write what the others read. Nor without the mark of a masked column under
+# smoothing: it is for compilers that take no value for infinite, and these sum up to an infinite loss without it.
 MUTANTS = [
     ("drop the last column", "cross_entropy", "if (column.w < dims.y) {\n    x.w", "if (column.w + 1u < dims.y) {\n    x.w", LOSS),
     ("store no last column", "cross_entropy", "if (column.w < dims.y) {\n    logits", "if (column.w + 1u < dims.y) {\n    logits", LOSS),
@@ -55,7 +56,6 @@ MUTANTS = [
     ("registers mixed up", "cross_entropy", "load(row, v + 2u * next, shift),", "load(row, v + next, shift),", LOSS),
     ("the target's column of another thread", "cross_entropy", "tid == (t + before) % WG", "tid == t % WG", LOSS),
     ("the first columns are those before again", "cross_entropy", "v - TURN, k > 1u)", "v, k > 1u)", LOSS),
-    ("a masked column under smoothing is a number", "cross_entropy", "below.y > 0.0 || masked_target", "masked_target", LOSS),
     ("short rows that no workgroup takes", "cross_entropy", "select(3u, 15u, dims.y <= 256u)", "select(3u, 31u, dims.y <= 256u)", LOSS),
     ("NaN not seen in a long row", "cross_entropy", "worst = max(worst, magnitude(x));", "", LOSS),
     ("the aligned columns end too early", "cross_entropy", "(dims.y + before + TURN", "(dims.y + TURN", LOSS),
@@ -83,6 +83,7 @@ MUTANTS = [
     ("a refused workspace stays", "logitless.js", "failure && this.core.forget()", "null", ERRORS),
     ("what a stopped module left is as good as new", "logitless.js", ", refusal?.message])", "])", ERRORS),
     ("a stopped module's scopes stay open", "logitless.js", "this.side.abandon();", "", ERRORS),
+    ("a submission's scopes stay open", "device.js", "device.queue.submit([this.encoder.finish()]);\n        this.encoder = null;", "const {encoder} = this;\n        this.encoder = null;\n        device.queue.submit([encoder.finish()]);", ERRORS),
     ("a stopped module is asked to forget", "core.js", "} catch {\n      // run", "} finally {\n      // run", ERRORS),
     ("a wrap's end is the buffer's", "logitless.js", "    if (tensor.owned) tensor.buffer.destroy();", "    this.buffers.delete(tensor.buffer);\n    if (tensor.owned) tensor.buffer.destroy();", ERRORS),
     ("the module's numbers stay", "logitless.js", "numbers.forEach((number) => this.side.forget(number));", "", ERRORS),

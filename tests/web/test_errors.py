@@ -182,6 +182,20 @@ def test_a_lost_device_is_an_error_and_no_hang(page: Page) -> None:
     assert anew == ["none", ""]
 
 
+def test_done_tells_of_a_loss_behind_what_was_accepted(page: Page) -> None:
+    before, after = evaluate(
+        page,
+        """own.linearCrossEntropy(tensors);
+           const before = await told(() => own.done());
+           own.device.destroy();
+           await own.lost;
+           return [before, await told(() => own.done())];""",
+    )
+    assert before == ["none", ""]
+    assert after[0] == "device_error"
+    assert after[1].startswith("the GPU device was lost: ")
+
+
 def test_memory_that_the_module_has_not_is_a_status(page: Page) -> None:
     answers = evaluate(
         page,
@@ -199,7 +213,7 @@ def test_memory_that_the_module_has_not_is_a_status(page: Page) -> None:
 
 def test_a_module_that_stops_is_a_status(page: Page) -> None:
     """Of the call, and of what it should have written; what it had recorded goes, and its scopes with it."""
-    (code, message), output, caught, after, unhandled = evaluate(
+    (code, message), output, caught, left_open, after, unhandled = evaluate(
         page,
         """const unhandled = [];
            addEventListener('unhandledrejection', ({reason}) => unhandled.push(String(reason)));
@@ -214,16 +228,18 @@ def test_a_module_that_stops_is_a_status(page: Page) -> None:
            const stopped = await told(() => own.linearCrossEntropy({...tensors, gradients: ['input'], gradInput}));
            own.device.createBuffer({size: 4, usage: 0});
            const caught = await own.device.popErrorScope();
+           const left_open = await own.device.popErrorScope().then(() => true, () => false);
            const output = await told(() => gradInput.read());
            own.core.exports = {...own.core.exports, run, forget};
            await pause();
-           return [stopped, output, caught?.message ?? '', await told(() => own.linearCrossEntropy(tensors).loss.item()), unhandled];""",
+           return [stopped, output, caught?.message ?? '', left_open, await told(() => own.linearCrossEntropy(tensors).loss.item()), unhandled];""",
     )
     assert code == "internal"
     assert "unreachable" in message
     assert output[0] == "device_error"
     assert "unreachable" in output[1]
     assert "usage" in caught.lower()
+    assert not left_open
     assert after == ["none", ""]
     assert unhandled == []
 
