@@ -77,6 +77,7 @@ def browser() -> Iterator[BrowserContext]:
         context = playwright.chromium.launch_persistent_context(
             profile, executable_path="/usr/bin/chromium", headless=True, args=CHROMIUM
         )
+        context.set_default_timeout(120_000)  # of a software adapter, beside other tests
         yield context
         context.close()
 
