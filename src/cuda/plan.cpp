@@ -69,7 +69,6 @@ LinearPlan finish(const LinearShape& s, const DeviceSpeed& speed, uint64_t bytes
 
 // What it takes: of the plans that may be chosen alone, for it takes longer to say than the rest.
 void set_time(const LinearShape& s, const DeviceSpeed& speed, LinearPlan* p) {
-  if (p->kind == PlanKind::two_passes) return;  // known
   if (runs_both(s, *p)) p->input_clusters = input_clusters_of(s, *p, speed);
   p->seconds = predicted_time(s, *p, speed);
 }
@@ -296,17 +295,23 @@ LinearPlan find_fastest(const LinearShape& shape, const DeviceSpeed& speed, uint
   // What would do with less than the minimum is not what the minimum was made for.
   const uint64_t minimum = smallest_plan(shape, speed).bytes;
   LinearPlan best;
-  const auto consider = [&](LinearPlan p) {
-    if (p.bytes > bytes || p.bytes < minimum) return;
-    set_time(shape, speed, &p);
+  const auto may_be_chosen = [&](const LinearPlan& p) {
+    return p.bytes <= bytes && p.bytes >= minimum;
+  };
+  const auto choose = [&](const LinearPlan& p) {
     const bool better =
         p.seconds < best.seconds || (p.seconds == best.seconds && p.bytes < best.bytes);
     if (best.bytes == 0 || better) best = p;
   };
-  each_plan(shape, speed, bytes, consider);
+  each_plan(shape, speed, bytes, [&](LinearPlan p) {
+    if (!may_be_chosen(p)) return;
+    set_time(shape, speed, &p);
+    choose(p);
+  });
   if (best.bytes == 0) return find_smallest(shape, speed);
   if (best.kind == PlanKind::whole || !takes_two_passes(shape)) return best;
-  consider(two_passes(shape, speed, bytes));
+  const LinearPlan both = two_passes(shape, speed, bytes);
+  if (may_be_chosen(both)) choose(both);
   return best;
 }
 
