@@ -62,6 +62,7 @@ foreach(test conformance:Conformance:8 determinism:Determinism:4 invariance:Inva
   add_device_test(${suite} ${parts})
   list(APPEND device_suites $<TARGET_OBJECTS:${name}_test_objects>)
 endforeach()
+target_sources(nonfinite_test_objects PRIVATE nonfinite_state_test.cpp)
 if(LOGITLESS_WITH_CUDA)
   add_executable(device_suite ${device_suites} cuda_test.cpp cuda_chunks_test.cpp cuda_kept_test.cpp cuda_kernels_test.cpp cuda_launches_test.cpp cuda_linear_test.cpp
                  cuda_processes_test.cpp cuda_offsets_test.cpp cuda_rows_test.cpp cuda_units_test.cpp $<TARGET_OBJECTS:conformance_main>)

@@ -220,6 +220,8 @@ MUTANTS = [
        "0.5f * (x - starts.anchor[h])", "hopper"),
     _M("hopper, plain, dz: the target is not subtracted", "sm90/plain.cuh",
        "if (kMasked && @{column == mask.target[h]}@) return", "false", "hopper"),
+    _M("hopper, plain, dz: a NaN is a probability of 1", "sm90/plain.cuh",
+       "starts.factor[h] * exp2_fast(@{nonpositive(log2_p)}@);", "fminf(log2_p, 0.0f)", "nonfinite"),
     _M("hopper, plain, boxes: where the lower rows' products read", "sm90/plain.cuh",
        "boxes = pipeline.left(@{lent}@) +", "ring.stage", "hopper"),
     _M("hopper, plain, boxes: written while they may still be read", "sm90/plain.cuh",

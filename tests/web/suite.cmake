@@ -11,7 +11,7 @@ set(suite_sources ${root}/src/logitless.cpp ${root}/src/c_api.cpp ${root}/src/re
 foreach(name cases data fixture judge memory simulated)
   list(APPEND suite_sources ${root}/tests/${name}.cpp)
 endforeach()
-foreach(name conformance edges nonfinite invariants shards)
+foreach(name conformance edges nonfinite nonfinite_state invariants shards)
   list(APPEND suite_sources ${root}/tests/${name}_test.cpp)
 endforeach()
 set(suite_library ${sources})

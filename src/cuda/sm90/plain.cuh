@@ -61,7 +61,7 @@ __device__ inline float exponential(float x, const Starts& starts, const LeftOut
   if constexpr (kMode == Mode::dz) {
     if (kMasked && column == mask.target[h]) return starts.target_gradient[h];
     const float log2_p = fmaf(x - starts.anchor[h], log2e, -starts.log2_sum[h]);
-    return starts.factor[h] * exp2_fast(fminf(log2_p, 0.0f));
+    return starts.factor[h] * exp2_fast(nonpositive(log2_p));
   }
   return exp2_fast(fmaf(x, log2e, -starts.anchor[h]));
 }

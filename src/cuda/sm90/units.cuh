@@ -14,6 +14,13 @@ __device__ inline float exp2_fast(float x) {
   return y;
 }
 
+// The exponent of a probability is 0 at most, and NaN where the logit is one: fminf would take 0.
+__device__ inline float nonpositive(float x) {
+  float y;
+  asm("min.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Of some columns; the sum is relative to the maximum. Of none: as it begins.
 struct PartialSum {
   float maximum = -INFINITY, sum = 0;

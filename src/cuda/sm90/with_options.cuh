@@ -57,7 +57,7 @@ __device__ inline void draw_block(const float (&d)[96], const HalfRows& rows, co
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const float z = d[4 * i + 2 * h + c];
-        const float log2_p = fminf(fmaf(z - rows.anchor[h], log2e, -rows.log2_sum[h]), 0.0f);
+        const float log2_p = nonpositive(fmaf(z - rows.anchor[h], log2e, -rows.log2_sum[h]));
         const float p = exp2_fast(log2_p);
         draw[c] = rows.factor[h] * p;
         if (smooths) {
