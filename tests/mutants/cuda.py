@@ -224,6 +224,8 @@ MUTANTS = [
        "starts.factor[h] * exp2_fast(@{nonpositive(log2_p)}@);", "fminf(log2_p, 0.0f)", "nonfinite"),
     _M("hopper, plain, boxes: where the lower rows' products read", "sm90/plain.cuh",
        "boxes = pipeline.left(@{lent}@) +", "ring.stage", "hopper"),
+    _M("hopper, plain, split: the lower rows' products of one step twice", "sm90/plain.cuh",
+       "now(pipeline, @{steps[i]}@, warpgroup);", "steps[0]", "units"),
     _M("hopper, plain, boxes: written while they may still be read", "sm90/plain.cuh",
        "if (threadIdx.x % 128 == 0) @{stores_wait();}@  // so", "", "stores"),
     _M("hopper, copies: one row of input too far", "sm90/tma.cuh",

@@ -110,7 +110,8 @@ void launch_options(const LinearCall& call, const LinearPlan& plan, const Linear
 template <class T, Mode kMode>
 void launch_plain(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                   Arguments arguments, const DeviceInfo& device, Stream* stream) {
-  arguments.depth_tiles = std::max(arguments.depth_tiles, 2);  // behind D are zeros
+  // Behind D are zeros.
+  arguments.depth_tiles = std::max(arguments.depth_tiles, 2 * split_steps<kMode>);
   const Operands operands = make_operands(call, plan, m, arguments.chunk, stream);
   const InputRows own = input_rows(call, plan);
   CUtensorMap panel_map{};

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The forward modes without options, of at least two steps of depth: what
-// becomes of a tile's logits is worked out under the products of its other half and of the next
-// tile.
-//   its last step     the 64 upper rows' products, then the lower ones'; under these the upper
+// The forward modes without options: what becomes of a tile's logits is worked out under the
+// products of its other half and of the next tile.
+//   its last steps    the 64 upper rows' products, then the lower ones'; under these the upper
 //                     rows' exponentials
-//   the next tile's   first step, of the upper rows; under that the lower rows' exponentials
+//   the next tile's   first steps, of the upper rows; under these the lower rows' exponentials
+// One step of depth each, or two (split_steps): there are at least twice as many.
 // Exponentials start from the anchor z_t, which is known before the products, not from the tile's
 // maximum: none waits for another. The maximum is found beside them, and what is written is
 // relative to it. A row whose maximum is too far from the anchor is summed again, from its maximum.
@@ -16,6 +16,12 @@
 #include "src/cuda/sm90/plain_input.cuh"
 
 namespace logitless::cuda::sm90 {
+
+// The steps at a tile's end, and at its beginning, of which the upper rows' products come before
+// the lower ones': what is worked out under them. The loss takes two, all of the ring; E's boxes
+// leave room for one.
+template <Mode kMode>
+constexpr int split_steps = kMode == Mode::sums ? 2 : 1;
 
 // log2 of a tile's maximum, relative to the anchor: below, exponentials that count may be 0.
 constexpr float least_distance = -100.0f;
@@ -238,19 +244,40 @@ template <class T, Mode kMode>
 __device__ inline void plain_tiles(const CUtensorMap* panel_map, const Pipeline& pipeline,
                                    const PlainWork& work, int warpgroup, const Arguments& a) {
   constexpr bool stores = kMode != Mode::sums;
+  constexpr int split = split_steps<kMode>;
   float upper[96], lower[96];
   const uint32_t signals = threadIdx.x % 128;
   const auto release = [&](int stage) { a.team.release(pipeline.empty + stage, signals); };
   Ring ring;
-  int lent = -1;
+  int first[split], last[split], lent = -1;  // stages of a tile's first and last steps
   Walk walk(a.team);
   if (!walk.more(work.units)) return;
   PartialSum unit;
-  wait(pipeline.full + ring.stage, ring.phase);
-  Operands now(pipeline, ring.stage, warpgroup);
-  multiply_rows<T>(upper, now.left, now.right, true);
-  multiply_rows<T>(lower, now.left + lower_left, now.right, true);
-  do {  // the first step is under way
+  // Under the last lower rows' products. A stage is given back before the next one is waited for:
+  // who copies single rows fills three before the first of them is announced.
+  const auto begin_upper = [&](bool exists, bool behind_others) {
+#pragma unroll
+    for (int i = 0; i < split; ++i, ring.next()) {
+      if (i > 0 && behind_others) {
+        products_wait<1>();
+        release(last[i]);
+      }
+      if (exists) wait(pipeline.full + ring.stage, ring.phase);
+      first[i] = ring.stage;
+      const Operands now(pipeline, first[i], warpgroup);
+      multiply_rows<T>(upper, now.left, now.right, i == 0);
+    }
+  };
+  const auto multiply_lower = [&](const int(&steps)[split], bool begins) {
+#pragma unroll
+    for (int i = 0; i < split; ++i) {
+      const Operands now(pipeline, steps[i], warpgroup);
+      multiply_rows<T>(lower, now.left + lower_left, now.right, begins && i == 0);
+    }
+  };
+  begin_upper(true, false);
+  multiply_lower(first, true);
+  do {  // the first steps are under way
     const UnitItem item = walk.item(work.units);
     const bool ends = item.tile + 1 == item.end;
     const int row =
@@ -261,49 +288,58 @@ __device__ inline void plain_tiles(const CUtensorMap* panel_map, const Pipeline&
       a.team.release(pipeline.empty + lent, 0);
       a.team.release(pipeline.empty + lent, 1);
     }
-    int previous = ring.stage;
-    ring.next();
-    now = Operands(pipeline, ring.stage, warpgroup);
+    if constexpr (split > 1) {
+      products_wait<1>();
+      release(first[0]);
+    }
+    int previous = first[split - 1];
 #pragma unroll 1
-    for (int k = 2; k < a.depth_tiles; ++k) {
+    for (int k = 2 * split; k < a.depth_tiles; ++k) {
+      const Operands now(pipeline, ring.stage, warpgroup);
       wait(pipeline.full + ring.stage, ring.phase);
       multiply_stage<T, Along::depth, Along::depth>(upper, lower, now.left, now.right, true);
       products_wait<1>();
       release(previous);
       previous = ring.stage;
       ring.next();
-      now = Operands(pipeline, ring.stage, warpgroup);
     }
-    wait(pipeline.full + ring.stage, ring.phase);
-    multiply_rows<T>(upper, now.left, now.right, false);
-    products_wait<1>();
     const uint8_t* boxes = nullptr;
-    if constexpr (stores) {
-      lent = previous;
-      boxes = pipeline.left(lent) + (warpgroup - 1) * 2 * left_block_bytes;
-    } else {
-      release(previous);
+#pragma unroll
+    for (int i = 0; i < split; ++i, ring.next()) {
+      wait(pipeline.full + ring.stage, ring.phase);
+      last[i] = ring.stage;
+      const Operands now(pipeline, last[i], warpgroup);
+      multiply_rows<T>(upper, now.left, now.right, false);
+      if (i > 0) continue;
+      products_wait<1>();
+      if constexpr (stores) {
+        lent = previous;
+        boxes = pipeline.left(lent) + (warpgroup - 1) * 2 * box_bytes;
+      } else {
+        release(previous);
+      }
     }
-    multiply_rows<T>(lower, now.left + lower_left, now.right, false);
-    previous = ring.stage;
-    ring.next();
-    products_wait<1>();
+    multiply_lower(last, false);
+    products_wait<split>();
     if constexpr (stores) group_sync(warpgroup);  // no warp's products read the boxes
     const HalfTile above{row, item.tile, 0}, below{row + 64, item.tile, 1};
     RowSums sums;
     half_tile<T, kMode>(upper, data, above, a, work.valid, panel_map, boxes, warpgroup, &sums);
+    if constexpr (split > 1) {
+      products_wait<1>();
+      release(last[0]);
+    }
     walk.next(work.teams);
-    now = Operands(pipeline, ring.stage, warpgroup);
-    // Behind the last tile: of whatever lies there, for nothing.
-    if (walk.more(work.units)) wait(pipeline.full + ring.stage, ring.phase);
-    multiply_rows<T>(upper, now.left, now.right, true);
+    begin_upper(walk.more(work.units), true);  // behind the last tile: of whatever lies there
     if constexpr (kMode != Mode::dz) {
       add_sums<kMode>(sums, data, item, ends, row, 0, a, work.valid, &unit);
     }
-    products_wait<1>();
-    release(previous);
+    if constexpr (split == 1) {
+      products_wait<1>();
+      release(last[0]);
+    }
     half_tile<T, kMode>(lower, data, below, a, work.valid, panel_map, boxes, warpgroup, &sums);
-    multiply_rows<T>(lower, now.left + lower_left, now.right, true);
+    multiply_lower(first, true);
     if constexpr (kMode != Mode::dz) {
       add_sums<kMode>(sums, data, item, ends, row, 1, a, work.valid, &unit);
     }
