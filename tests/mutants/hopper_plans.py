@@ -35,7 +35,7 @@ PLANS: list[tuple[str, str, str, str, str]] = [
     ("few tokens: units found as clusters share them out", "rows.cu",
        ".clusters = @{teams_of(plan, device.multiprocessors / 2)}@,", "device.multiprocessors / 2", "units"),
     # Chunks of tokens
-    ("chunks, sums: those in the workspace from its middle on", "sm90/product.cuh",
+    ("chunks, sums: those in the workspace from its middle on", "sm90/product_rows.cuh",
        "int64_t{row - @{a.split}@}", "0", "chunks"),
     ("chunks, both products: grad_weight's first tiles left out", "sm90/product.cuh",
        "&work, cluster - @{input.teams}@,", "0", "chunks"),

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "src/cuda/early.cuh"
-#include "src/cuda/sm90/product.cuh"
+#include "src/cuda/sm90/product_rows.cuh"
 
 namespace logitless::cuda::sm90 {
 

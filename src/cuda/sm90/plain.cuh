@@ -264,15 +264,16 @@ __device__ inline void plain_tiles(const CUtensorMap* panel_map, const Pipeline&
       }
       if (exists) wait(pipeline.full + ring.stage, ring.phase);
       first[i] = ring.stage;
-      const Operands now(pipeline, first[i], warpgroup);
-      multiply_rows<T>(upper, now.left, now.right, i == 0);
+      const StageOperands now(pipeline, first[i], warpgroup);
+      multiply_rows<T, Along::depth, Along::depth>(upper, now.left, now.right, i == 0);
     }
   };
   const auto multiply_lower = [&](const int(&steps)[split], bool begins) {
 #pragma unroll
     for (int i = 0; i < split; ++i) {
-      const Operands now(pipeline, steps[i], warpgroup);
-      multiply_rows<T>(lower, now.left + lower_left, now.right, begins && i == 0);
+      const StageOperands now(pipeline, steps[i], warpgroup);
+      multiply_rows<T, Along::depth, Along::depth>(lower, now.left + lower_left, now.right,
+                                                   begins && i == 0);
     }
   };
   begin_upper(true, false);
@@ -295,7 +296,7 @@ __device__ inline void plain_tiles(const CUtensorMap* panel_map, const Pipeline&
     int previous = first[split - 1];
 #pragma unroll 1
     for (int k = 2 * split; k < a.depth_tiles; ++k) {
-      const Operands now(pipeline, ring.stage, warpgroup);
+      const StageOperands now(pipeline, ring.stage, warpgroup);
       wait(pipeline.full + ring.stage, ring.phase);
       multiply_stage<T, Along::depth, Along::depth>(upper, lower, now.left, now.right, true);
       products_wait<1>();
@@ -308,8 +309,8 @@ __device__ inline void plain_tiles(const CUtensorMap* panel_map, const Pipeline&
     for (int i = 0; i < split; ++i, ring.next()) {
       wait(pipeline.full + ring.stage, ring.phase);
       last[i] = ring.stage;
-      const Operands now(pipeline, last[i], warpgroup);
-      multiply_rows<T>(upper, now.left, now.right, false);
+      const StageOperands now(pipeline, last[i], warpgroup);
+      multiply_rows<T, Along::depth, Along::depth>(upper, now.left, now.right, false);
       if (i > 0) continue;
       products_wait<1>();
       if constexpr (stores) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a block of the plain forward works on, the first warpgroup, which brings it there, and one
-// step's products. The left operand's rows are the caller's own where every token counts, else
-// those of the compacted copy; where there is none, because the workspace is small, what lies
-// together is still a box for the copy engine, and two warps copy the other rows, 16 bytes a lane.
+// What a block of the plain forward works on, and the first warpgroup, which brings it there. The
+// left operand's rows are the caller's own where every token counts, else those of the compacted
+// copy; where there is none, because the workspace is small, what lies together is still a box for
+// the copy engine, and two warps copy the other rows, 16 bytes a lane.
 #pragma once
 
 #include "src/cuda/sm90/forward.cuh"
@@ -189,28 +189,5 @@ __device__ inline void copy_rows(const CUtensorMap* map, const InputRows& input,
   copies_wait<0>();
   while (ahead > 0) announce();
 }
-
-constexpr uint64_t lower_left = left_block_bytes >> 4;  // of a descriptor
-
-// One step's products of 64 rows; `first`: on top of nothing.
-template <class T>
-__device__ inline void multiply_rows(float (&d)[96], uint64_t left, uint64_t right, bool first) {
-  products_begin();
-#pragma unroll
-  for (int step = 0; step < tile_depth / 16; ++step) {
-    product_64x192<T, Along::depth, Along::depth>(d, left + left_step<Along::depth>(step),
-                                                  right + right_step<Along::depth>(step),
-                                                  !first || step > 0);
-  }
-  products_commit();
-}
-
-// A warpgroup's stage of the ring, as descriptors.
-struct Operands {
-  uint64_t left, right;
-  __device__ Operands(const Pipeline& pipeline, int stage, int warpgroup)
-      : left(descriptor(pipeline.left(stage) + (warpgroup - 1) * 2 * left_block_bytes, 16)),
-        right(descriptor(pipeline.right(stage), right_block_bytes)) {}
-};
 
 }  // namespace logitless::cuda::sm90

@@ -108,6 +108,15 @@ constexpr uint64_t right_step(int step) {
   return (kAlong == Along::rows ? halves : step * 32) >> 4;
 }
 
+// A warpgroup's stage of the ring, as descriptors; its lower 64 rows are `lower_left` on.
+struct StageOperands {
+  uint64_t left, right;
+  __device__ StageOperands(const Pipeline& pipeline, int stage, int warpgroup)
+      : left(descriptor(pipeline.left(stage) + (warpgroup - 1) * 2 * left_block_bytes, 16)),
+        right(descriptor(pipeline.right(stage), right_block_bytes)) {}
+};
+constexpr uint64_t lower_left = left_block_bytes >> 4;
+
 // A stage's products of a warpgroup's 128 rows, begun; its operands as descriptors. `on_top`: of
 // what is there.
 template <class T, Along kLeft, Along kRight>
@@ -119,7 +128,19 @@ __device__ inline void multiply_stage(float (&upper)[96], float (&lower)[96], ui
     const int add = on_top || step > 0;
     const uint64_t a = left + left_step<kLeft>(step), b = right + right_step<kRight>(step);
     product_64x192<T, kLeft, kRight>(upper, a, b, add);
-    product_64x192<T, kLeft, kRight>(lower, a + (left_block_bytes >> 4), b, add);
+    product_64x192<T, kLeft, kRight>(lower, a + lower_left, b, add);
+  }
+  products_commit();
+}
+
+// The same of 64 of the rows; `first`: on top of nothing.
+template <class T, Along kLeft, Along kRight>
+__device__ inline void multiply_rows(float (&d)[96], uint64_t left, uint64_t right, bool first) {
+  products_begin();
+#pragma unroll
+  for (int step = 0; step < tile_depth / 16; ++step) {
+    product_64x192<T, kLeft, kRight>(d, left + left_step<kLeft>(step),
+                                     right + right_step<kRight>(step), !first || step > 0);
   }
   products_commit();
 }
@@ -134,11 +155,9 @@ __device__ inline void multiply_tile(float (&upper)[96], float (&lower)[96], int
   int previous = -1;
 #pragma unroll 1
   for (int k = 0; k < depth_tiles; ++k, ring->next()) {
-    const uint64_t left =
-        descriptor(pipeline.left(ring->stage) + (warpgroup - 1) * 2 * left_block_bytes, 16);
-    const uint64_t right = descriptor(pipeline.right(ring->stage), right_block_bytes);
+    const StageOperands now(pipeline, ring->stage, warpgroup);
     wait(pipeline.full + ring->stage, ring->phase);
-    multiply_stage<T, kLeft, kRight>(upper, lower, left, right, k > 0);
+    multiply_stage<T, kLeft, kRight>(upper, lower, now.left, now.right, k > 0);
     products_wait<1>();
     if (previous >= 0) team.release(pipeline.empty + previous, lane);
     previous = ring->stage;
