@@ -55,7 +55,7 @@ OPTIONS: list[tuple[str, str, str, str, str]] = [
     ("hopper, options, E: a block too far", "sm90/with_options.cuh",
        "box_at(box), row, @{panel_block}@);", "panel_block + 1", "linear"),
     ("hopper, options, products: on top of the last tile's", "sm90/with_options.cuh",
-       "(upper, lower, left, right, @{!first}@);", "true", "linear"),
+       "(upper, lower, now.left, now.right, @{!first}@);", "true", "linear"),
     ("hopper, options, boxes: where the next products read", "sm90/with_options.cuh",
        "lane_of_box(pipeline.left(@{last(ring)}@) +", "ring.stage", "linear"),
 ]

@@ -137,10 +137,8 @@ template <class T>
 __device__ inline void multiply_step(float (&upper)[96], float (&lower)[96],
                                      const Pipeline& pipeline, int stage, int warpgroup,
                                      bool first) {
-  const uint64_t left =
-      descriptor(pipeline.left(stage) + (warpgroup - 1) * 2 * left_block_bytes, 16);
-  const uint64_t right = descriptor(pipeline.right(stage), right_block_bytes);
-  multiply_stage<T, Along::depth, Along::depth>(upper, lower, left, right, !first);
+  const StageOperands now(pipeline, stage, warpgroup);
+  multiply_stage<T, Along::depth, Along::depth>(upper, lower, now.left, now.right, !first);
 }
 
 // What the epilogue asks for of each column, to the L1 cache.
