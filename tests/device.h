@@ -40,6 +40,8 @@ class TestDevice {
   virtual bool tensor_cores(DType) const { return false; }
   // And have a mode for f32 with a mantissa of 10 bits.
   virtual bool has_tf32() const { return false; }
+  // Whether row_reference of a linear op without options may be near the row's maximum.
+  virtual bool has_anchors(DType) const { return false; }
   // Whether a token's loss and statistics do not depend on its batch ("Determinism").
   virtual bool batch_invariant(const Case&) const { return true; }
   // Instruction sets to force in turn, best first; none: nothing to force.

@@ -152,6 +152,33 @@ TEST_P(Invariants, ShiftOfTheLogits) {
     });
   }
 }
+TEST_P(Invariants, ShiftOfTheProducts) {
+  if (!is_linear(op_) || has_gradient(op_)) return;
+  constexpr int64_t tokens = 9, hidden = 64, vocab = 515;
+  for (const double shift : {64.0, 8192.0}) {
+    Case c{.op = op_, .shape = {tokens, hidden, vocab}, .dtype = dtype_};
+    c.options.reduction = Reduction::none;
+    with_problem(c, [&](auto p) {
+      if constexpr (LinearOp<decltype(p.op)>) {
+        // Quarters throughout; the first of the hidden axis is the shift's.
+        std::vector<double> input = read(p.op.input), weight = read(p.op.weight);
+        for (double& x : input) x = std::nearbyint(x * 2) / 2;
+        for (double& x : weight) x = std::nearbyint(x * 2) / 2;
+        for (int64_t i = 0; i < tokens; ++i) input[i * hidden] = 1;
+        const auto write_column = [&](double value) {
+          for (int64_t j = 0; j < vocab; ++j) weight[j * hidden] = value;
+          write(p.op.weight, weight);
+        };
+        write(p.op.input, input);
+        write_column(0);
+        const reference::Result want = expected(device_, p.op, p.model);
+        write_column(shift);
+        const Comparison result = compare(want, run(p));
+        EXPECT_TRUE(result.ok()) << "shift " << shift << "\n" << result.report;
+      }
+    });
+  }
+}
 
 // A power of two in grad_loss is the same power of two in every gradient, to the bit.
 TEST_P(Invariants, LinearInGradLoss) {

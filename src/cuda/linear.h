@@ -16,7 +16,7 @@ namespace logitless::cuda {
 // Sums of one row over the segments of the vocabulary, each [rows, segments]; absent ones null. The
 // target's own column is left out, so that 1 - p_t is known without cancellation.
 struct Partials {
-  float* maximum = nullptr;   // max_{j != t} z_j
+  float* maximum = nullptr;   // max_{j != t} z_j; of sm90/plain.cuh mostly an anchor in its place
   float* sum = nullptr;       // sum_{j != t} exp(z_j - maximum)
   float* shifted = nullptr;   // sum_{j != t} exp(z_j - maximum) (z_j - maximum), for the entropy
   float* weighted = nullptr;  // sum_{j != t} c_j z_j

@@ -19,4 +19,9 @@ inline bool half_linear_ops_are_batch_invariant(const DeviceInfo& device) {
   return sm90::has_code() && device.major == 9 && !device.portable;
 }
 
+// row_reference of a plain linear forward of such inputs is not the row's maximum but near it.
+inline bool references_are_anchors(const DeviceInfo& device) {
+  return half_linear_ops_are_batch_invariant(device);
+}
+
 }  // namespace logitless::cuda

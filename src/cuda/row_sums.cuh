@@ -53,23 +53,23 @@ __device__ inline RowTotals sum_by_warp(const Partials& partials, const RowSegme
   }
   RowTotals all;
 #pragma unroll
-  for (int n = 0; n < held; ++n) all.others = fmaxf(all.others, own[n].maximum);
+  for (int n = 0; n < held; ++n) all.others = fmaxf(all.others, own[n].reference);
 #pragma unroll 1
   for (int b = 32 * held + lane; b < count; b += 32) {
-    all.others = fmaxf(all.others, segments(b).maximum);
+    all.others = fmaxf(all.others, segments(b).reference);
   }
   all.others = warp_max(all.others);
   all.maximum = maximum_with_target(all.others, token);
   const auto add = [&](int b, const sm90::PartialSum& x) {
-    const float lift = lift_of(x.maximum, all.maximum);
+    const float lift = lift_of(x.reference, all.maximum);
     all.sum = fmaf(x.sum, lift, all.sum);
     if constexpr (kPlain) return;
-    if (partials.shifted != nullptr && x.maximum != -infinity()) {
-      const float distance = fmaxf(x.maximum - all.maximum, least_exponent);
+    if (partials.shifted != nullptr && x.reference != -infinity()) {
+      const float distance = fmaxf(x.reference - all.maximum, least_exponent);
       all.shifted = fmaf(lift, fmaf(distance, x.sum, partials.shifted[base + b]), all.shifted);
     }
     if (partials.weighted != nullptr) all.weighted += partials.weighted[base + b];
-    if (partials.argmax != nullptr && x.maximum == all.others) {
+    if (partials.argmax != nullptr && x.reference == all.others) {
       all.argmax = min(all.argmax, partials.argmax[base + b]);
     }
   };
@@ -107,17 +107,17 @@ __device__ inline RowTotals sum_by_lanes(const RowSegments& segments, const RowT
   sm90::PartialSum single;
   RowTotals all;
   if (first_single < count) single = segments.single(first_single);
-  all.others = single.maximum;
+  all.others = single.reference;
   const int last = whole > 0 ? (whole - 1) / 32 * 32 : 0;
 #pragma unroll 1
   for (int first = 0; first <= last; first += 32) {
     load(first);
 #pragma unroll
-    for (int i = 0; i < each; ++i) all.others = fmaxf(all.others, own[i].maximum);
+    for (int i = 0; i < each; ++i) all.others = fmaxf(all.others, own[i].reference);
   }
 #pragma unroll 1
   for (int b = first_single + kLanes; b < count; b += kLanes) {
-    all.others = fmaxf(all.others, segments.single(b).maximum);
+    all.others = fmaxf(all.others, segments.single(b).reference);
   }
 #pragma unroll
   for (int offset = kLanes / 2; offset > 0; offset /= 2) {
@@ -132,13 +132,13 @@ __device__ inline RowTotals sum_by_lanes(const RowSegments& segments, const RowT
     if (last > 0) load(first);  // else they are still there
 #pragma unroll
     for (int i = 0; i < each; ++i) {
-      sum[i] = fmaf(own[i].sum, lift_of(own[i].maximum, all.maximum), sum[i]);
+      sum[i] = fmaf(own[i].sum, lift_of(own[i].reference, all.maximum), sum[i]);
     }
   }
 #pragma unroll 1
   for (int b = first_single; b < count; b += kLanes) {
     if (b > first_single) single = segments.single(b);
-    const float lift = lift_of(single.maximum, all.maximum);
+    const float lift = lift_of(single.reference, all.maximum);
 #pragma unroll
     for (int i = 0; i < each; ++i) {
       if (b / kLanes % each == i) sum[i] = fmaf(single.sum, lift, sum[i]);
@@ -158,6 +158,21 @@ __device__ inline RowTotals sum_by_lanes(const RowSegments& segments, const RowT
   return all;
 }
 
+// A row's sums relative to an anchor as relative to near its maximum: the total is t 2^k with t in
+// [1, 2), and k ln 2 goes to the reference. What that loses goes to log t: the loss, of which
+// log 2^k is the most, is then as good as its own rounding.
+__device__ inline void come_near(float total, RowState* state) {
+  constexpr float ln2_high = 0x1.62e4p-1f, ln2_low = 0x1.7f7d1cp-20f;  // k ln2_high is exact
+  if (!(total > 0 && total < infinity()) || (total >= 1 && total < 2)) return;
+  const int k = static_cast<int>(__float_as_uint(total) >> 23) - 127;
+  const float t = total * __uint_as_float(static_cast<uint32_t>(127 - k) << 23);
+  const float up = static_cast<float>(k) * ln2_high, m = state->reference + up;
+  const float added = m - state->reference,
+              lost = (state->reference - (m - added)) + (up - added);
+  state->reference = m;
+  state->log_sum = logf(t) + fmaf(static_cast<float>(k), ln2_low, lost);
+}
+
 // `rest`: 1 - p_t.
 template <bool kPlain>
 __device__ inline RowState state_of_totals(const Partials& partials, RowTotals r,
@@ -173,6 +188,7 @@ __device__ inline RowState state_of_totals(const Partials& partials, RowTotals r
   RowState state;
   state.reference = r.maximum;
   state.log_sum = here && z == r.maximum ? log1pf(r.sum) : logf(total);
+  if (partials.unit_width != 0) come_near(total, &state);
   if (r.maximum != r.maximum || r.maximum == infinity()) state.log_sum = nan_value();
   // Every column -inf: no probability to speak of. A shard's other columns may have some.
   if (r.maximum == -infinity() && (here || vocab_is_whole)) state.log_sum = nan_value();

@@ -31,6 +31,7 @@ struct Output {
 struct Result {
   Status status;                          // target_out_of_range, as run() would say
   std::map<std::string, Output> outputs;  // by the names of for_each_tensor; those the op asks for
+  bool anchored = false;  // row_reference may be near the maximum, and row_log_sum is the rest
 };
 
 // Evaluates a validated op on host memory. Reads the op's inputs (and, accumulating, its outputs'

@@ -193,6 +193,7 @@ Arguments make_arguments(const LinearCall& call, const LinearPlan& plan, const L
           .columns = columns,
           .panel_end = (panel.columns + 63) / 64 * 64,
           .depth_tiles = static_cast<int32_t>((call.shape.hidden + tile_depth - 1) / tile_depth),
+          .most_sum = std::exp2(most_distance(call.shape.vocab)),
           .most_distance = m.partials.shifted != nullptr ? most_shifted_distance
                                                          : most_distance(call.shape.vocab),
           .options = make_options(call, m)};

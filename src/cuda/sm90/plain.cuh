@@ -6,8 +6,8 @@
 //   the next tile's   first steps, of the upper rows; under these the lower rows' exponentials
 // One step of depth each, or two (split_steps): there are at least twice as many.
 // Exponentials start from the anchor z_t, which is known before the products, not from the tile's
-// maximum: none waits for another. The maximum is found beside them, and what is written is
-// relative to it. A row whose maximum is too far from the anchor is summed again, from its maximum.
+// maximum: none waits for another, and nobody looks for the maximum. A row whose sum says that it
+// is too far from the anchor is summed again, from its maximum.
 // E and dz go through shared memory to the copy engine. There is room for it in the last step but
 // one: its products are done, and these 16 KB a warpgroup are given back when the boxes have been
 // read.
@@ -23,8 +23,8 @@ namespace logitless::cuda::sm90 {
 template <Mode kMode>
 constexpr int split_steps = kMode == Mode::sums ? 2 : 1;
 
-// log2 of a tile's maximum, relative to the anchor: below, exponentials that count may be 0.
-constexpr float least_distance = -100.0f;
+// A tile's sum relative to the anchor: below, exponentials that count may be 0.
+constexpr float least_sum = 0x1p-100f;
 
 constexpr int box_rows = 64, box_bytes = box_rows * 128;
 
@@ -72,6 +72,19 @@ __device__ inline float exponential(float x, const Starts& starts, const LeftOut
   return exp2_fast(fmaf(x, log2e, -starts.anchor[h]));
 }
 
+// The maximum of row h, of this thread.
+template <bool kMasked>
+__device__ inline float find_maximum(const float (&d)[96], const LeftOut& mask, int h) {
+  float maximum = -infinity();
+#pragma unroll
+  for (int i = 0; i < 24; ++i) {
+    if (i % 4 == 0 && again(false)) break;
+    maximum = fmaxf(fmaxf(maximum, element<kMasked>(d, mask, i, h, 0)),
+                    element<kMasked>(d, mask, i, h, 1));
+  }
+  return maximum;
+}
+
 // The sum of row h relative to its maximum, of this thread.
 template <bool kMasked>
 __device__ inline float sum_from_maximum(const float (&d)[96], const LeftOut& mask, int h,
@@ -105,15 +118,10 @@ __device__ inline void write_matrices(const uint8_t* box, int two, const uint32_
                : "memory");
 }
 
-// Of a thread's two rows: the maximum of its elements, and their sum, which is relative to the
-// anchor, or to the row's maximum where that is too far from it.
+// The sums of a thread's two rows, relative to the anchor, or to `maximum` where that is no NaN.
 struct RowSums {
-  float maximum[2], sum[2];
+  float sum[2], maximum[2];
 };
-
-__device__ inline bool is_near(const Arguments& a, float distance) {
-  return distance > least_distance && distance < a.most_distance;
-}
 
 // The exponentials of 64 rows, their sums and, if kept, the exponentials themselves.
 template <class T, Mode kMode, bool kMasked>
@@ -122,7 +130,7 @@ __device__ inline void sum_rows(const float (&d)[96], const LeftOut& mask, const
                                 const CUtensorMap* panel_map, const uint8_t* boxes, int warpgroup,
                                 RowSums* sums) {
   constexpr bool stores = kMode != Mode::sums;
-  float maximum[2] = {-infinity(), -infinity()}, sum[2] = {0, 0};
+  float sum[2] = {0, 0};
 #pragma unroll
   for (int block = 0; block < 3; ++block) {
     const uint8_t* box = boxes + (at.part + block) % 2 * box_bytes;
@@ -135,7 +143,6 @@ __device__ inline void sum_rows(const float (&d)[96], const LeftOut& mask, const
         const float x = element<kMasked>(d, mask, i, h, 0), y = element<kMasked>(d, mask, i, h, 1);
         const float e0 = exponential<kMode, kMasked>(x, starts, mask, 8 * i, h);
         const float e1 = exponential<kMode, kMasked>(y, starts, mask, 8 * i + 1, h);
-        maximum[h] = fmaxf(fmaxf(maximum[h], x), y);
         sum[h] += e0 + e1;
         if constexpr (stores) packed[n] = pack<T>(e0, e1);
       }
@@ -152,21 +159,24 @@ __device__ inline void sum_rows(const float (&d)[96], const LeftOut& mask, const
     }
   }
   if constexpr (kMode != Mode::dz) {
-    // Any lane alone says whether its row may be far: nobody waits for the others here.
+    float maximum[2] = {nan_value(), nan_value()};
+    // A lane alone says whether its row may be far: nobody waits for the others here. An eighth of
+    // the most: of four lanes' sums none is beyond it then.
     bool far = false;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) far |= !is_near(a, fmaf(maximum[h], log2e, -starts.anchor[h]));
+    for (int h = 0; h < 2; ++h) far |= !(sum[h] > least_sum && sum[h] < a.most_sum / 8);
     if (__any_sync(whole_warp, far)) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float m = quad_max(maximum[h]);
-        if (!is_near(a, fmaf(m, log2e, -starts.anchor[h]))) {
+        const float of_row = quad_sum(sum[h]), m = quad_max(find_maximum<kMasked>(d, mask, h));
+        if (!(of_row > least_sum && of_row < a.most_sum)) {
           sum[h] = sum_from_maximum<kMasked>(d, mask, h, m);
+          maximum[h] = m;
         }
       }
     }
 #pragma unroll
-    for (int h = 0; h < 2; ++h) sums->maximum[h] = maximum[h], sums->sum[h] = sum[h];
+    for (int h = 0; h < 2; ++h) sums->sum[h] = sum[h], sums->maximum[h] = maximum[h];
   }
 }
 
@@ -204,11 +214,11 @@ __device__ inline void write_sums(const PartialSum& sums, const UnitItem& item, 
   const Partials& p = a.partials;
   if (item.single >= 0) {
     const int64_t to = int64_t{item.single} * p.single_rows + row % cluster_rows;
-    p.single_maximum[to] = sums.maximum;
+    p.single_maximum[to] = sums.reference;
     p.single_sum[to] = sums.sum;
   } else {
     const int64_t to = row * p.segments + item.tile / p.unit_width;
-    p.maximum[to] = sums.maximum;
+    p.maximum[to] = sums.reference;
     p.sum[to] = sums.sum;
   }
 }
@@ -223,12 +233,14 @@ __device__ inline void add_sums(const RowSums& sums, const RowData& data, const 
   PartialSum own;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const PartialSum row{quad_max(sums.maximum[h]), quad_sum(sums.sum[h])};
+    const PartialSum row{sums.maximum[h], quad_sum(sums.sum[h])};
     if (h == 0 || threadIdx.x % 2 != 0) own = row;
   }
-  const float anchor = fabsf(data.anchor) < most_anchor ? data.anchor * log2e : 0.0f;
-  const float distance = fmaf(own.maximum, log2e, -anchor);
-  if (is_near(a, distance)) own.sum *= exp2_fast(-distance);
+  if (own.reference != own.reference) {
+    // What the exponentials were relative to is the anchor but for a rounding.
+    own.reference = fabsf(data.anchor) < most_anchor ? data.anchor : 0.0f;
+    own.sum *= exp2_fast(-fmaf(own.reference, log2e, -(own.reference * log2e)));
+  }
   const int quad = threadIdx.x % 4, row = row0 + 8 * (quad % 2) + 64 * part;
   if (quad / 2 != part) return;
   if constexpr (kMode == Mode::sums) {

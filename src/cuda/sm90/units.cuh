@@ -21,17 +21,18 @@ __device__ inline float nonpositive(float x) {
   return y;
 }
 
-// Of some columns; the sum is relative to the maximum. Of none: as it begins.
+// Of some columns; the sum is relative to the reference, their maximum or an anchor near it. Of
+// none: as it begins.
 struct PartialSum {
-  float maximum = -INFINITY, sum = 0;
+  float reference = -INFINITY, sum = 0;
 };
 
 // Bit for bit `second` where `first` is of no column. A NaN counts in the sum alone.
 __device__ inline PartialSum combine(const PartialSum& first, const PartialSum& second) {
-  const float maximum = fmaxf(first.maximum, second.maximum);
-  const float reference = maximum == -infinity() ? 0.0f : maximum;
-  return {maximum, first.sum * exp2_fast((first.maximum - reference) * log2e) +
-                       second.sum * exp2_fast((second.maximum - reference) * log2e)};
+  const float highest = fmaxf(first.reference, second.reference);
+  const float from = highest == -infinity() ? 0.0f : highest;
+  return {highest, first.sum * exp2_fast((first.reference - from) * log2e) +
+                       second.sum * exp2_fast((second.reference - from) * log2e)};
 }
 
 }  // namespace logitless::cuda::sm90
