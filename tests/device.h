@@ -40,7 +40,7 @@ class TestDevice {
   virtual bool tensor_cores(DType) const { return false; }
   // And have a mode for f32 with a mantissa of 10 bits.
   virtual bool has_tf32() const { return false; }
-  // Whether row_reference of a linear op without options may be near the row's maximum.
+  // Whether row_reference of a linear op without entropy and argmax may be near the row's maximum.
   virtual bool has_anchors(DType) const { return false; }
   // Whether a token's loss and statistics do not depend on its batch ("Determinism").
   virtual bool batch_invariant(const Case&) const { return true; }

@@ -36,6 +36,26 @@ inline constexpr Setting kSettings[] = {
      [](Case& c) { c.grad_lse = c.grad_target_logit = c.grad_entropy = true; }},
 };
 
+// One option alone and no statistic but of the row, as kernels have them that know of nothing else.
+inline void only(Case& c) { c.statistics = c.bias = false, c.row_statistics = true; }
+inline constexpr Setting kAlone[] = {
+    {"nothing", only},
+    {"a bias alone", [](Case& c) { only(c), c.bias = true; }},
+    {"a softcap alone", [](Case& c) { only(c), c.options.softcap = 200; }},
+    {"a smoothing alone", [](Case& c) { only(c), c.options.label_smoothing = 0.1f; }},
+};
+// f(the case as a setting has it, the setting's name): kSettings, then kAlone.
+template <class F>
+void for_settings(const Case& c, F&& f) {
+  const auto go = [&](const Setting& setting) {
+    Case own = c;
+    setting.apply(own);
+    f(own, setting.name);
+  };
+  for (const Setting& setting : kSettings) go(setting);
+  for (const Setting& setting : kAlone) go(setting);
+}
+
 class NonFinite : public ConformanceTest {
  protected:
   Case plain() const {

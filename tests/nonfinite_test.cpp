@@ -2,8 +2,10 @@
 // Infinities, NaN, huge and tiny numbers: what belongs to one row stays in it, and a finite loss
 // stays finite.
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <numeric>
+#include <span>
 
 #include "nonfinite.h"
 
@@ -12,18 +14,16 @@ namespace {
 
 // One number of one row of logits, at the target's column and away from it.
 TEST_P(NonFinite, StaysInItsRow) {
-  for (const Setting& setting : kSettings) {
-    Case c = plain();
-    setting.apply(c);
+  for_settings(plain(), [&](const Case& c, const char* name) {
     with_op(op_, [&](auto op) {
       using Op = decltype(op);
       Problem<Op> p = build<Op>(c);
-      const Fields before = judged(p, setting.name);
+      const Fields before = judged(p, name);
       for (const double value : {kInf, -kInf, std::nan("")}) {
         // Columns 5 and 65 have class weight 0.
         for (const int64_t column : {int64_t{-1}, int64_t{4}, int64_t{5}, int64_t{65}}) {
-          const std::string what = std::string(setting.name) + ", " + std::to_string(value) +
-                                   " at " + std::to_string(column);
+          const std::string what =
+              std::string(name) + ", " + std::to_string(value) + " at " + std::to_string(column);
           TensorView view;
           int64_t index = 0;
           if constexpr (LinearOp<Op>) {
@@ -44,31 +44,31 @@ TEST_P(NonFinite, StaysInItsRow) {
         }
       }
     });
-  }
+  });
 }
 
 // A column's bias or weight: every row's logit there.
 TEST_P(NonFinite, InAColumn) {
   if (!is_linear(op_)) return;
-  for (const Setting& setting : kSettings) {
-    Case c = plain();
-    setting.apply(c);
+  for_settings(plain(), [&](const Case& c, const char* name) {
     with_op(op_, [&](auto op) {
       using Op = decltype(op);
       if constexpr (LinearOp<Op>) {
         for (const double value : {kInf, -kInf, std::nan("")}) {
           for (const int64_t column : {int64_t{4}, int64_t{5}, kVocab - 1}) {
             Problem<Op> p = build<Op>(c);
-            set(p.op.bias, column, value);
-            judged(p, std::string(setting.name) + ", bias");
-            p = build<Op>(c);
+            if (c.bias) {
+              set(p.op.bias, column, value);
+              judged(p, std::string(name) + ", bias");
+              p = build<Op>(c);
+            }
             set(p.op.weight, column * kHidden + 3, value);
-            judged(p, std::string(setting.name) + ", weight");
+            judged(p, std::string(name) + ", weight");
           }
         }
       }
     });
-  }
+  });
 }
 
 // Columns and rows of a vocabulary of many tiles, far from every target: where Hopper's kernels
@@ -109,21 +109,19 @@ TEST_P(NonFinite, FarFromTheTargets) {
 
 // A masked vocabulary: -inf everywhere but in a few columns, and in every one.
 TEST_P(NonFinite, RowsOfMinusInfinity) {
-  for (const int64_t kept : {0, 1, 3}) {
-    for (const Setting& setting : kSettings) {
-      Case c = plain();
-      setting.apply(c);
+  for_settings(plain(), [&](const Case& c, const char* name) {
+    if (is_linear(op_) && !c.bias) return;  // nothing to mask with
+    for (const int64_t kept : {0, 1, 3}) {
       with_op(op_, [&](auto op) {
         using Op = decltype(op);
         Problem<Op> p = build<Op>(c);
-        const Fields before = judged(p, setting.name);
+        const Fields before = judged(p, name);
         const TensorView& view = masked_by(p.op);
         std::vector<double> values = read(view);
         const int64_t first = LinearOp<Op> ? 0 : kRow * kVocab;
         for (int64_t j = kept; j < kVocab; ++j) values[first + j] = -kInf;
         write(view, values);
-        const std::string what =
-            std::string(setting.name) + ", " + std::to_string(kept) + " columns left";
+        const std::string what = std::string(name) + ", " + std::to_string(kept) + " columns left";
         const Fields after = judged(p, what);
         if (!LinearOp<Op>) expect_other_rows(before, after, kRow, what);
         if (kept > 0 || !after.contains("loss")) return;
@@ -136,7 +134,7 @@ TEST_P(NonFinite, RowsOfMinusInfinity) {
         }
       });
     }
-  }
+  });
 }
 
 // What many programs mask with: the lowest finite number is a logit like any other, in every column
@@ -188,9 +186,11 @@ TEST_P(NonFinite, HugeAndTiny) {
     if (dtype_ == DType::f16 && (scale > 1e4 || scale < 1e-8)) continue;
     // WGSL lets an implementation take subnormals for 0.
     if (std::string(device_.name()) == "webgpu" && scale < 1e-37) continue;
-    for (const bool shifted : {false, true}) {
+    for (const auto& [shifted, alone] :
+         std::array<std::pair<bool, bool>, 3>{{{false, false}, {true, false}, {false, true}}}) {
       Case c = plain();
       c.bias = false;
+      if (alone) only(c);
       with_op(op_, [&](auto op) {
         using Op = decltype(op);
         Problem<Op> p = build<Op>(c);
@@ -210,6 +210,24 @@ TEST_P(NonFinite, HugeAndTiny) {
   }
 }
 
+// Class 0 takes its logit from the last hidden column alone, and is every row's target.
+template <class Op>
+void set_targets_below(Op* op, std::span<const double> distances) {
+  std::vector<double> input = read(op->input), matrix = read(op->weight);
+  const auto hidden = op->input.shape[1];
+  for (size_t i = 0; i < distances.size(); ++i) input[i * hidden + hidden - 1] = -distances[i];
+  for (int64_t j = 0; j < op->weight.shape[0]; ++j) {
+    for (int64_t d = 0; d < hidden; ++d) {
+      double& w = matrix[j * hidden + d];
+      if (d == hidden - 1) w = j == 0 ? 1 : 0;
+      if (d != hidden - 1 && j == 0) w = 0;
+    }
+  }
+  write(op->input, input);
+  write(op->weight, matrix);
+  write(op->target, std::vector<double>(distances.size(), 0));
+}
+
 // Logits of the target as far below the others as a loss can be, and weights from tiny to huge:
 // neither the exponent of a probability nor a factor beside it may leave its range.
 TEST_P(NonFinite, FarTargetsUnderAnyWeight) {
@@ -226,21 +244,7 @@ TEST_P(NonFinite, FarTargetsUnderAnyWeight) {
         using Op = decltype(op);
         if constexpr (LinearOp<Op>) {
           Problem<Op> p = build<Op>(c);
-          // Class 0 takes its logit from the last hidden column alone, and is every row's target.
-          std::vector<double> input = read(p.op.input), matrix = read(p.op.weight);
-          for (int64_t i = 0; i < kRows; ++i) {
-            input[i * kHidden + kHidden - 1] = -kDistances[i];
-          }
-          for (int64_t j = 0; j < kVocab; ++j) {
-            for (int64_t d = 0; d < kHidden; ++d) {
-              double& w = matrix[j * kHidden + d];
-              if (d == kHidden - 1) w = j == 0 ? 1 : 0;
-              if (d != kHidden - 1 && j == 0) w = 0;
-            }
-          }
-          write(p.op.input, input);
-          write(p.op.weight, matrix);
-          write(p.op.target, std::vector<double>(kRows, 0));
+          set_targets_below(&p.op, kDistances);
           write(p.op.weights.token, std::vector<double>(kRows, weight));
           if constexpr (BackwardOnlyOp<Op>) {
             if (statistics) {  // a one-hot part of another order than the probabilities'
@@ -254,6 +258,26 @@ TEST_P(NonFinite, FarTargetsUnderAnyWeight) {
         }
       });
     }
+  }
+}
+
+// The same, and far above, of each option alone, with rows beside them that are not far.
+TEST_P(NonFinite, FarTargetsBesideOthers) {
+  if (!is_linear(op_)) return;
+  constexpr double kDistances[] = {0, 15, 20, 40, 62, 3, -100, -70, -60, -20, 1, 100};
+  constexpr int64_t kRows = std::size(kDistances);
+  for (const Setting& setting : kAlone) {
+    Case c{.op = op_, .shape = {kRows, kHidden, 450}, .dtype = dtype_};
+    setting.apply(c);
+    c.options.reduction = Reduction::none;
+    with_op(op_, [&](auto op) {
+      using Op = decltype(op);
+      if constexpr (LinearOp<Op>) {
+        Problem<Op> p = build<Op>(c);
+        set_targets_below(&p.op, kDistances);
+        judged(p, setting.name);
+      }
+    });
   }
 }
 

@@ -15,7 +15,8 @@
 namespace logitless {
 
 struct TokenState {
-  float row_reference = -std::numeric_limits<float>::infinity();  // the shard's row maximum, or near it
+  // The shard's row maximum, or near it.
+  float row_reference = -std::numeric_limits<float>::infinity();
   float row_log_sum = 0;
   float target_logit =
       -std::numeric_limits<float>::infinity();  // where another shard has the target

@@ -42,6 +42,7 @@ LinearMemory place_linear(const LinearShape& s, const LinearPlan& p, Arena* aren
   if (s.forward) {
     const int64_t count = p.token_chunk * p.segments;
     m.partials.segments = p.segments;
+    m.partials.anchored = s.fused && !s.entropy && !s.argmax;
     m.partials.unit_width = p.unit_width;
     m.partials.single_rows = static_cast<int32_t>(std::min<int64_t>(p.token_chunk, 512));
     const int64_t singles = int64_t{p.single_tiles} * m.partials.single_rows;

@@ -16,12 +16,13 @@ namespace logitless::cuda {
 // Sums of one row over the segments of the vocabulary, each [rows, segments]; absent ones null. The
 // target's own column is left out, so that 1 - p_t is known without cancellation.
 struct Partials {
-  float* maximum = nullptr;   // max_{j != t} z_j; of sm90/plain.cuh mostly an anchor in its place
+  float* maximum = nullptr;   // max_{j != t} z_j, or what stands in its place
   float* sum = nullptr;       // sum_{j != t} exp(z_j - maximum)
   float* shifted = nullptr;   // sum_{j != t} exp(z_j - maximum) (z_j - maximum), for the entropy
   float* weighted = nullptr;  // sum_{j != t} c_j z_j
   int32_t* argmax = nullptr;  // lowest column of the maximum
   int64_t segments = 0;
+  bool anchored = false;  // `maximum` may be an anchor, which need not be near it: sm90/forward.h
   // Of the kernel of sm90/plain.cuh, whose rows are summed in units (sm90/units.h): a segment is a
   // unit, or a tile, or these sums are of no unit (0).
   int32_t unit_width = 0;           // tiles of a segment

@@ -19,7 +19,8 @@ inline bool half_linear_ops_are_batch_invariant(const DeviceInfo& device) {
   return sm90::has_code() && device.major == 9 && !device.portable;
 }
 
-// row_reference of a plain linear forward of such inputs is not the row's maximum but near it.
+// row_reference of a linear forward of such inputs, of which neither entropy nor argmax is asked,
+// is not the row's maximum but near it.
 inline bool references_are_anchors(const DeviceInfo& device) {
   return half_linear_ops_are_batch_invariant(device);
 }

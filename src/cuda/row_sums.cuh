@@ -167,8 +167,7 @@ __device__ inline void come_near(float total, RowState* state) {
   const int k = static_cast<int>(__float_as_uint(total) >> 23) - 127;
   const float t = total * __uint_as_float(static_cast<uint32_t>(127 - k) << 23);
   const float up = static_cast<float>(k) * ln2_high, m = state->reference + up;
-  const float added = m - state->reference,
-              lost = (state->reference - (m - added)) + (up - added);
+  const float added = m - state->reference, lost = (state->reference - (m - added)) + (up - added);
   state->reference = m;
   state->log_sum = logf(t) + fmaf(static_cast<float>(k), ln2_low, lost);
 }
@@ -188,7 +187,7 @@ __device__ inline RowState state_of_totals(const Partials& partials, RowTotals r
   RowState state;
   state.reference = r.maximum;
   state.log_sum = here && z == r.maximum ? log1pf(r.sum) : logf(total);
-  if (partials.unit_width != 0) come_near(total, &state);
+  if (partials.anchored) come_near(total, &state);
   if (r.maximum != r.maximum || r.maximum == infinity()) state.log_sum = nan_value();
   // Every column -inf: no probability to speak of. A shard's other columns may have some.
   if (r.maximum == -infinity() && (here || vocab_is_whole)) state.log_sum = nan_value();

@@ -64,6 +64,26 @@ void launch_set(const LinearCall& call, const LinearPlan& plan, const LinearMemo
                         operands.input, operands.weight, panel_map, arguments);
 }
 
+// Whether f32 holds the factors of logits in units of the softcap; then they are these.
+bool count_in_caps(TileOptions* o) {
+  constexpr double log2e_exact = 1.4426950408889634;
+  TileOptions scaled = *o;
+  scaled.log2_unit = static_cast<float>(log2e_exact / std::fabs(o->map.backward));
+  const double by = log2e_exact / scaled.log2_unit;
+  scaled.cap = static_cast<float>(1 / by);
+  bool holds = true;
+  const auto scale = [&](float* x) {
+    *x = static_cast<float>(*x * by);
+    holds &= std::isnormal(*x);
+  };
+  scale(&scaled.map.slope);
+  scale(&scaled.map.outward);
+  for (float& term : scaled.terms) scale(&term);
+  holds &= std::isnormal(scaled.log2_unit) && std::isnormal(scaled.cap);
+  if (holds) *o = scaled;
+  return holds;
+}
+
 // One option alone, if it has a kernel of its own.
 template <Mode kMode>
 Set choose_set(const Arguments& a) {
@@ -81,7 +101,7 @@ Set choose_set(const Arguments& a) {
 
 template <class T, Mode kMode>
 void launch_options(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                    const Arguments& arguments, const DeviceInfo& device, Stream* stream) {
+                    Arguments arguments, const DeviceInfo& device, Stream* stream) {
   const auto launch_with = [&](auto set) {
     launch_set<T, kMode, set()>(call, plan, m, arguments, device, stream);
   };
@@ -94,6 +114,9 @@ void launch_options(const LinearCall& call, const LinearPlan& plan, const Linear
   } else {
     switch (choose_set<kMode>(arguments)) {
       case capped:
+        if (kMode != Mode::dz && !count_in_caps(&arguments.options)) {
+          return launch_with(std::integral_constant<Set, any_capped>{});
+        }
         return launch_with(std::integral_constant<Set, capped>{});
       case biased:
         return launch_with(std::integral_constant<Set, biased>{});
@@ -165,7 +188,9 @@ TileOptions make_options(const LinearCall& call, const LinearMemory& m) {
                 .small = 2 * most_of_small / call.map.inward,
                 .near_cap = near_cap * std::fabs(call.map.outward),
                 .terms = {},
-                .large_terms = {}};
+                .large_terms = {},
+                .log2_unit = 0,
+                .cap = 0};
   std::ranges::copy(large_tanh, o.large_terms);
   const double half = 0.5 * call.map.inward;
   double factor = call.map.slope;

@@ -31,7 +31,8 @@ struct Arguments {
   int64_t first_column, columns;  // of the vocabulary
   int64_t panel_end;              // whole blocks: behind the last column they are zeros
   int32_t depth_tiles;
-  // Of what is summed from the anchor: the sum of plain.cuh, log2 of the maximum of option_sums.cuh.
+  // Of what is summed from the anchor: the sum of plain.cuh, log2 of the maximum of
+  // option_sums.cuh.
   float most_sum, most_distance;
   TileOptions options;
 };

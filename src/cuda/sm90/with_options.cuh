@@ -102,7 +102,7 @@ __device__ inline void finish_half(float (&d)[96], const RowData& data, int row,
     }
     const bool rare = masked || (kMode == Mode::sums_kept && large);
     if constexpr (kMode != Mode::dz) {
-      add_columns_of<T, kMode, kSet>(d, rows, data, a, valid, first, block, box, rare, &sums);
+      add_columns<T, kMode, kSet>(d, rows, data, a, valid, first, block, box, rare, &sums);
     } else if (rare) {
       const LeftOut mask = find_left_out<kMode>(data, rows, a, valid, block);
       draw_block<T, kSet, true>(d, rows, data, mask, a, valid, first, box);
@@ -128,7 +128,7 @@ __device__ inline void finish_half(float (&d)[96], const RowData& data, int row,
     }
   }
   if constexpr (kMode != Mode::dz) {
-    write_half<kSet>(rows, a, valid, sums);
+    write_half<kSet>(rows, data, a, valid, sums);
   }
 }
 
