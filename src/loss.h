@@ -35,7 +35,7 @@ inline LogitMap logit_map(const LossOptions& o) {
 
 // What the loss of a row needs of it.
 struct RowState {
-  float reference = 0;           // m, the row maximum
+  float reference = 0;           // m, the row maximum or near it
   float log_sum = 0;             // log sum_j exp(z_j - m)
   float target_logit = 0;        // z_t
   float weighted_logit_sum = 0;  // sum_j c_j z_j; only with label smoothing

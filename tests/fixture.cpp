@@ -206,7 +206,7 @@ void compare_values(const std::string& name, const reference::Output& want, cons
 }
 
 // Where row_reference m may be any number within log s + log 2 of the row's maximum, row_log_sum is
-// held to what m leaves of the lse: their sum has the bound that log s has beside the maximum.
+// held to what m leaves of the lse, and the maximum's own error is no excuse.
 reference::Result beside_anchors(const reference::Result& want, const Fields& got) {
   reference::Result beside = want;
   const auto reference = beside.outputs.find("row_reference"),
@@ -217,6 +217,7 @@ reference::Result beside_anchors(const reference::Result& want, const Fields& go
   for (size_t i = 0; i < anchor->second.value.size(); ++i) {
     const double m = anchor->second.value[i], maximum = reference->second.value[i];
     if (!(log_sum->second.bound[i] > 0) || !std::isfinite(m - maximum)) continue;  // exact
+    log_sum->second.bound[i] -= reference->second.bound[i];
     reference->second.bound[i] += log_sum->second.value[i] + std::log(2.0);
     log_sum->second.value[i] -= m - maximum;
   }

@@ -2,9 +2,12 @@
 // Loss and statistics of a token are the same bits whatever its batch, its place in it, its
 // neighbours and the workspace.
 #include <algorithm>
+#include <array>
+#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <numeric>
+#include <span>
 
 #include "gather.h"
 #include "judge.h"
@@ -25,7 +28,8 @@ class Invariance : public ConformanceTest {
                 device_.name(), describe(c).c_str());
     return false;
   }
-  // Plain with the statistics that the loss is made of, plain with all, everything at once.
+  // Plain with the statistics that the loss is made of, plain with all, everything at once, and
+  // each option alone.
   std::vector<Case> cases(Shape shape) const {
     Case c{.op = op_, .shape = shape, .dtype = dtype_, .row_statistics = true};
     c.options.reduction = Reduction::none;
@@ -33,6 +37,7 @@ class Invariance : public ConformanceTest {
     all[1].statistics = true;
     apply_everything(all[2]);
     all[2].options.reduction = Reduction::none;
+    for (const Setting& setting : std::span(kAlone).subspan(1)) setting.apply(all.emplace_back(c));
     std::erase_if(all, [&](const Case& one) { return !promised(one); });
     return all;
   }
@@ -128,6 +133,58 @@ TEST_P(Invariance, OfTheWorkspace) {
             << describe(c) << ", workspace " << bytes;
       }
     }
+  }
+}
+
+// Rows far from their targets, of whose columns some are next to nothing, and a NaN, beside rows
+// that are near: a few options alone, as the contract's kernels have them.
+template <class Op>
+void put_far_rows(Problem<Op>* p, int64_t nan_row) {
+  const auto [tokens, hidden, vocab] =
+      std::array{p->op.input.shape[0], p->op.input.shape[1], p->op.weight.shape[0]};
+  constexpr int64_t target = 600, loud = 300;
+  std::vector<double> input = read(p->op.input), weight = read(p->op.weight);
+  for (int64_t i = 0; i < tokens; ++i) {
+    double* row = &input[i * hidden];
+    row[hidden - 1] = i == 2 ? 100 : i == 3 ? -40 : 0;  // the target's logit
+    row[hidden - 2] = i == 5 || i == 17 ? 200 : 0;      // one column far above
+    row[hidden - 3] = 1;                                // 64 columns far below
+    if (i == nan_row) row[0] = std::nan("");
+  }
+  for (int64_t j = 0; j < vocab; ++j) {
+    double* row = &weight[j * hidden];
+    if (j == target) std::fill(row, row + hidden, 0.0);
+    row[hidden - 1] = j == target ? 1 : 0;
+    row[hidden - 2] = j == loud ? 1 : 0;
+    row[hidden - 3] = j >= 256 && j < 320 ? -90 : 0;
+  }
+  write(p->op.input, input);
+  write(p->op.weight, weight);
+  write(p->op.target, std::vector<double>(tokens, target));
+}
+TEST_P(Invariance, BesideFarRows) {
+  if (!is_linear(op_)) return;
+  constexpr int64_t tokens = 24, nan_row = 9;
+  for (const Setting& setting : kAlone) {
+    Case c{.op = op_, .shape = {tokens, 16, 700}, .dtype = dtype_};
+    setting.apply(c);
+    c.options.reduction = Reduction::none;
+    if (!promised(c)) continue;
+    with_op(op_, [&](auto op) {
+      using Op = decltype(op);
+      if constexpr (ForwardOp<Op> && LinearOp<Op>) {
+        Problem<Op> p = build<Op>(c);
+        put_far_rows(&p, nan_row);
+        const Outcome whole = execute(device_, p.op, p.pool);
+        ASSERT_TRUE(whole.status.ok()) << whole.status.message();
+        for (int64_t i = 0; i < tokens; ++i) {
+          if (i == nan_row) continue;
+          const Problem<Op> one = gather(p, {i});
+          const Fields alone = execute(device_, one.op, one.pool).fields;
+          EXPECT_EQ(first_difference(whole.fields, alone, {i}), "") << setting.name;
+        }
+      }
+    });
   }
 }
 

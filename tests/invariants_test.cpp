@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // What needs no oracle: ignored rows are nothing, rows of a gradient sum to zero, a common shift
 // and a factor pass through, and micro-batches add up to the batch.
+#include <array>
 #include <cmath>
+#include <utility>
 
 #include "gather.h"
 #include "judge.h"
@@ -155,8 +157,9 @@ TEST_P(Invariants, ShiftOfTheLogits) {
 TEST_P(Invariants, ShiftOfTheProducts) {
   if (!is_linear(op_) || has_gradient(op_)) return;
   constexpr int64_t tokens = 9, hidden = 64, vocab = 515;
-  for (const double shift : {64.0, 8192.0}) {
-    Case c{.op = op_, .shape = {tokens, hidden, vocab}, .dtype = dtype_};
+  for (const auto& [shift, biased] : std::array<std::pair<double, bool>, 4>{
+           {{64, false}, {8192, false}, {64, true}, {8192, true}}}) {
+    Case c{.op = op_, .shape = {tokens, hidden, vocab}, .dtype = dtype_, .bias = biased};
     c.options.reduction = Reduction::none;
     with_problem(c, [&](auto p) {
       if constexpr (LinearOp<decltype(p.op)>) {
@@ -170,11 +173,13 @@ TEST_P(Invariants, ShiftOfTheProducts) {
           write(p.op.weight, weight);
         };
         write(p.op.input, input);
+        if (p.op.bias) write(p.op.bias, std::vector<double>(vocab, 0));
         write_column(0);
         const reference::Result want = expected(device_, p.op, p.model);
         write_column(shift);
         const Comparison result = compare(want, run(p));
-        EXPECT_TRUE(result.ok()) << "shift " << shift << "\n" << result.report;
+        EXPECT_TRUE(result.ok()) << "shift " << shift << (biased ? ", a bias" : "") << "\n"
+                                 << result.report;
       }
     });
   }

@@ -16,14 +16,14 @@ reference::Result expected(const TestDevice& device, const Op& op, reference::Bo
     model.tf32 = op.options.allow_tf32 && op.input.dtype == DType::f32 && device.has_tf32();
   }
   reference::Result want = reference::evaluate(op, model);
-  if constexpr (LinearOp<Op> && ForwardOp<Op>) {
-    const bool needs_maximum = op.statistics.entropy || op.statistics.argmax;
-    want.anchored = !needs_maximum && device.has_anchors(op.input.dtype);
-  }
   if constexpr (LossOp<Op>) {
     if (!device.synchronous() && want.status.code() == StatusCode::target_out_of_range) {
       want = evaluate_outside(op, model);
     }
+  }
+  if constexpr (LinearOp<Op> && ForwardOp<Op>) {
+    const bool needs_maximum = op.statistics.entropy || op.statistics.argmax;
+    want.anchored = !needs_maximum && device.has_anchors(op.input.dtype);
   }
   return want;
 }
@@ -46,5 +46,18 @@ Comparison judge_shapes(const TestDevice& device, OpKind op, DType dtype, Part p
 
 // Turns on every option that the op can have at once.
 void apply_everything(Case& c);
+
+struct Setting {
+  const char* name;
+  void (*apply)(Case& c);
+};
+// One option alone and no statistic but of the row, as kernels have them that know of nothing else.
+inline void only(Case& c) { c.statistics = c.bias = false, c.row_statistics = true; }
+inline constexpr Setting kAlone[] = {
+    {"nothing", only},
+    {"a bias alone", [](Case& c) { only(c), c.bias = true; }},
+    {"a softcap alone", [](Case& c) { only(c), c.options.softcap = 200; }},
+    {"a smoothing alone", [](Case& c) { only(c), c.options.label_smoothing = 0.1f; }},
+};
 
 }  // namespace logitless::conformance

@@ -17,10 +17,6 @@ inline constexpr double kInf = std::numeric_limits<double>::infinity();
 inline constexpr int64_t kTokens = 6, kHidden = 9, kVocab = 70, kRow = 2;
 
 // The options under which an infinite logit takes another way through the formulas.
-struct Setting {
-  const char* name;
-  void (*apply)(Case& c);
-};
 inline constexpr Setting kSettings[] = {
     {"plain", [](Case&) {}},
     {"smoothing", [](Case& c) { c.options.label_smoothing = 0.1f; }},
@@ -36,14 +32,6 @@ inline constexpr Setting kSettings[] = {
      [](Case& c) { c.grad_lse = c.grad_target_logit = c.grad_entropy = true; }},
 };
 
-// One option alone and no statistic but of the row, as kernels have them that know of nothing else.
-inline void only(Case& c) { c.statistics = c.bias = false, c.row_statistics = true; }
-inline constexpr Setting kAlone[] = {
-    {"nothing", only},
-    {"a bias alone", [](Case& c) { only(c), c.bias = true; }},
-    {"a softcap alone", [](Case& c) { only(c), c.options.softcap = 200; }},
-    {"a smoothing alone", [](Case& c) { only(c), c.options.label_smoothing = 0.1f; }},
-};
 // f(the case as a setting has it, the setting's name): kSettings, then kAlone.
 template <class F>
 void for_settings(const Case& c, F&& f) {

@@ -189,6 +189,52 @@ TEST_P(Shards, MaskedShard) {
   });
 }
 
+// Shards of which nothing but the row is asked, on most of which the target is not: 30 below 0,
+// where what a sum starts from is not near its logits.
+TEST_P(Shards, RowsAloneCombine) {
+  if (!is_linear(op_)) return;
+  constexpr int64_t tokens = 19, hidden = 33, vocab = 131;
+  for (const Setting& setting : kAlone) {
+    Case c{.op = op_, .shape = {tokens, hidden, vocab}, .dtype = dtype_};
+    setting.apply(c);
+    c.options.reduction = Reduction::none;
+    with_op(op_, [&](auto op) {
+      using Op = decltype(op);
+      if constexpr (LinearOp<Op> && ForwardOp<Op> && !GradientOp<Op>) {
+        Problem<Op> p = build<Op>(c);
+        std::vector<double> input = read(p.op.input), weight = read(p.op.weight);
+        for (int64_t i = 0; i < tokens; ++i) input[i * hidden] = 1;
+        for (int64_t j = 0; j < vocab; ++j) weight[j * hidden] = -30;
+        write(p.op.input, input);
+        write(p.op.weight, weight);
+        std::vector<TokenState> states(tokens);
+        for (const int64_t first : {0, 66}) {
+          const Op shard = shard_of(p.op, first, first == 0 ? 66 : 65);
+          const Outcome outcome = execute(device_, shard, p.pool);
+          const Comparison alone = compare(expected(device_, shard, p.model), outcome);
+          EXPECT_TRUE(alone.ok()) << setting.name << ", shard at " << first << "\n" << alone.report;
+          ASSERT_TRUE(outcome.status.ok());
+          for (int64_t i = 0; i < tokens; ++i) {
+            const auto at = [&](const char* name) {
+              return static_cast<float>(outcome.fields.at(name).value[i]);
+            };
+            const TokenState own{.row_reference = at("row_reference"),
+                                 .row_log_sum = at("row_log_sum"),
+                                 .target_logit = at("target_logit")};
+            states[i] = first == 0 ? own : combine(states[i], own);
+          }
+        }
+        reference::Result want;
+        want.outputs["lse"] = expected(device_, p.op, p.model).outputs.at("lse");
+        Field all{.dtype = DType::f32, .shape = {tokens}};
+        for (const TokenState& state : states) all.value.push_back(lse(state));
+        const Comparison result = compare(want, Fields{{"lse", all}});
+        EXPECT_TRUE(result.ok()) << setting.name << "\n" << result.report;
+      }
+    });
+  }
+}
+
 // Rows of grad_weight and columns of grad_logits are the shard's own; the shards' grad_input add
 // up.
 TEST_P(Shards, BackwardAddsUp) {

@@ -18,8 +18,9 @@ struct RowToken {
 };
 
 struct RowTotals {
-  float others = -INFINITY;  // max m_b: without the target's column
-  float maximum = 0;         // with it; what the sums are relative to
+  float others =
+      -INFINITY;      // max m_b: without the target's column, unless a b has it for an anchor
+  float maximum = 0;  // with it; what the sums are relative to
   float sum = 0, shifted = 0, weighted = 0;
   int argmax = INT32_MAX;
 };

@@ -66,10 +66,10 @@ void launch_set(const LinearCall& call, const LinearPlan& plan, const LinearMemo
 
 // Whether f32 holds the factors of logits in units of the softcap; then they are these.
 bool count_in_caps(TileOptions* o) {
-  constexpr double log2e_exact = 1.4426950408889634;
+  constexpr double factor = log2e;  // of the anchors, to the bit
   TileOptions scaled = *o;
-  scaled.log2_unit = static_cast<float>(log2e_exact / std::fabs(o->map.backward));
-  const double by = log2e_exact / scaled.log2_unit;
+  scaled.log2_unit = static_cast<float>(factor / std::fabs(o->map.backward));
+  const double by = factor / scaled.log2_unit;
   scaled.cap = static_cast<float>(1 / by);
   bool holds = true;
   const auto scale = [&](float* x) {
@@ -173,8 +173,11 @@ Partials from_segment(Partials p, int64_t segment) {
 }
 
 // The sum's error grows with the distance of its anchor, its bound (docs/semantics.md) with log2 of
-// the vocabulary V: 2 (3 + log2 V) nats, of the shape alone, so that no plan changes a bit.
-float most_distance(int64_t vocab) { return 2.885f * (3 + std::log2(static_cast<float>(vocab))); }
+// the vocabulary V: 2 (3 + log2 V) nats, of the shape alone, so that no plan changes a bit. Up to
+// 2^90: a row's sum of 2^31 columns is a number.
+float most_distance(int64_t vocab) {
+  return std::min(90.0f, 2.885f * (3 + std::log2(static_cast<float>(vocab))));
+}
 
 // sum e^(z - m) (z - m) is the difference of two sums that grow with the distance.
 constexpr float most_shifted_distance = 12;

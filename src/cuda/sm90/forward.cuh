@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // One product and what becomes of its logits, for Hopper: input [N, D] . weight [V, D]^T in tiles
 // of 256 tokens x 192 columns, the logits never leaving the registers.
-//   sums     max and sum of exponentials of every row and tile (192 columns), the target's left out
+//   sums     sum of exponentials of every row and tile (192 columns) and what it is relative to,
+//   the
+//            anchor or a maximum, the target's left out
 //   sums_e   the same, and E = exp(z - z_target) in the input's dtype
 //   sums_kept  the same without the softcap's slope, and near the cap what is left to it
 //   dz       P exp(z - lse), with P p - o at the target
@@ -31,8 +33,7 @@ struct Arguments {
   int64_t first_column, columns;  // of the vocabulary
   int64_t panel_end;              // whole blocks: behind the last column they are zeros
   int32_t depth_tiles;
-  // Of what is summed from the anchor: the sum of plain.cuh, log2 of the maximum of
-  // option_sums.cuh.
+  // Of what is summed from the anchor: a sum, log2 of a maximum.
   float most_sum, most_distance;
   TileOptions options;
 };

@@ -225,12 +225,14 @@ __device__ inline bool is_far(const HalfRows& rows, const Arguments& a, const fl
   }
   return __any_sync(whole_warp, far);
 }
-// Whether none is, by its sum.
+// Whether none is, by its sum. Half of the most: one whose maximum is_within finds too far fails
+// here, however the exponential was rounded.
 __device__ inline bool are_near(const Arguments& a, const Sums& sums) {
   bool near = true;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    near &= sums.from[h] != sums.from[h] && sums.sum[h] > least_seen && sums.sum[h] < a.most_sum;
+    near &=
+        sums.from[h] != sums.from[h] && sums.sum[h] > least_seen && sums.sum[h] < 0.5f * a.most_sum;
   }
   return __all_sync(whole_warp, near);
 }

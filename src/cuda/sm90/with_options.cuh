@@ -6,8 +6,8 @@
 //   warpgroup 2   ... epilogue of t - 1 | products of t        | epilogue of t ...
 // While it works alone, a warp has a scheduler of its own: what counts is how few instructions an
 // element takes, so the commonest options have kernels of their own (Set).
-// Exponentials start from the anchor z_t, as in plain.cuh; what is written is relative to the
-// tile's maximum, and a row whose maximum is too far from the anchor is summed again.
+// Exponentials start from the anchor z_t, as in plain.cuh; option_sums.cuh says what becomes of a
+// row that is too far from it, and what is written.
 // E and dz leave through the stage of the last step, each warp's 16 rows by themselves.
 #pragma once
 
