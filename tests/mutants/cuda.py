@@ -183,7 +183,7 @@ MUTANTS = [
     _M("hopper, plain, far rows: all are near", "sm90/plain.cuh",
        "if (@{!(of_row > least_sum && of_row < a.most_sum)}@) {", "false", "nonfinite"),
     _M("hopper, plain, state: left at the anchor", "row_sums.cuh",
-       "if (partials.anchored) @{come_near(total, &state)}@;", "(void)come_near", "hopper"),
+       "if (partials.anchored) @{come_near(total, &state)}@;", "(void)come_near", "nonfinite"),
     _M("hopper, plain, state: what its reference loses is lost", "row_sums.cuh",
        "fmaf(static_cast<float>(k), ln2_low, @{lost}@);", "0.0f", "hopper"),
     _M("hopper, plain, anchor: of the row above", "sm90/plain.cuh",
