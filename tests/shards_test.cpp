@@ -226,7 +226,8 @@ TEST_P(Shards, RowsAloneCombine) {
         }
         reference::Result want;
         want.outputs["lse"] = expected(device_, p.op, p.model).outputs.at("lse");
-        Field all{.dtype = DType::f32, .shape = {tokens}};
+        Field all;
+        all.dtype = DType::f32, all.shape = {tokens};
         for (const TokenState& state : states) all.value.push_back(lse(state));
         const Comparison result = compare(want, Fields{{"lse", all}});
         EXPECT_TRUE(result.ok()) << setting.name << "\n" << result.report;
