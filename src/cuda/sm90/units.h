@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // How the forward's tiles of 512 rows x 192 columns are shared out where no gradient is asked for:
-// a unit is 8 tiles of the same rows, one after the other in one cluster, which leaves one reference
-// and one sum a row in memory. What would leave clusters idle, the units of the last round and the
-// tiles behind a row's last whole unit, is done a tile at a time; these single tiles' sums go to a
-// place of their own, and the rows' kernel makes units of them. The order in which a unit's tiles
-// are combined is the same (units.cuh), so that neither the schedule nor the batch changes a bit.
+// a unit is 8 tiles of the same rows, one after the other in one cluster, which leaves one sum a
+// row in memory and its reference. What would leave clusters idle, the units of the last round and
+// the tiles behind a row's last whole unit, is done a tile at a time; these single tiles' sums go
+// to a place of their own, and the rows' kernel makes units of them. The order in which a unit's
+// tiles are combined is the same (units.cuh), so that neither the schedule nor the batch changes a
+// bit.
 #pragma once
 
 #include <algorithm>
