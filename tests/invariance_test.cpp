@@ -139,7 +139,7 @@ TEST_P(Invariance, OfTheWorkspace) {
 }
 
 // Rows far from their targets, of whose columns some are next to nothing, and a NaN, beside rows
-// that are near: a few options alone, as the contract's kernels have them.
+// that are near, with each option alone.
 template <class Op>
 void put_far_rows(Problem<Op>* p, int64_t nan_row) {
   const auto [tokens, hidden, vocab] =
