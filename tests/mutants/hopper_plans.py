@@ -38,7 +38,7 @@ PLANS: list[tuple[str, str, str, str, str]] = [
     ("chunks, sums: those in the workspace from its middle on", "sm90/product_rows.cuh",
        "int64_t{row - @{a.split}@}", "0", "chunks"),
     ("chunks, both products: grad_weight's first tiles left out", "sm90/product.cuh",
-       "&work, cluster - @{input.teams}@,", "0", "chunks"),
+       " cluster - @{input.teams}@,", "0", "chunks"),
     ("chunks, sums: of the last chunk alone", "linear_run.h",
        "return @{!first_chunk_}@ || (call_.accumulate", "false", "chunks"),
     ("chunks, sums: the workspace's in the place of the lent ones", "linear_run.h",

@@ -48,8 +48,9 @@ __global__ void __launch_bounds__(128, 6) join_kernel(const __grid_constant__ Pr
         }
       }
     }
-    write_rows<kGradient, Out>(d, a, work, row + thread_row(1),
-                               column_tile * tile_columns + columns * 8 * fours);
+    const int column = column_tile * tile_columns + columns * 8 * fours;
+    write_rows<kGradient, Out>(d, a, work, row + thread_row(1), column,
+                               [&](int j) { return line_pair(a, column + j); });
   }
 #endif
 }

@@ -15,7 +15,8 @@ namespace logitless::cuda::sm90 {
 // 64 rows of an item, the upper ones (part 0) or the lower: to the output, or to a slice's slot.
 template <Gradient kGradient, class Out>
 __device__ __forceinline__ void write_half(const float (&d)[96], const ProductArguments& a,
-                                           const Work& work, int item, int part, int warpgroup) {
+                                           const Work& work, int item, int part, int warpgroup,
+                                           const float* line) {
   const Cut& cut = work.cut;
   const int rank = a.team.rank();
   if (item >= cut.whole()) {
@@ -29,7 +30,24 @@ __device__ __forceinline__ void write_half(const float (&d)[96], const ProductAr
   int row_cluster, column_tile;
   work.schedule.find(item, &row_cluster, &column_tile);
   const int row = row_cluster * cluster_rows + rank * tile_rows + thread_row(warpgroup) + 64 * part;
-  write_rows<kGradient, Out>(d, a, work, row, column_tile * tile_columns);
+  write_rows<kGradient, Out>(d, a, work, row, column_tile * tile_columns,
+                             [&](int j) { return *reinterpret_cast<const float2*>(line + j); });
+}
+
+// The smoothing's line in a tile's columns, of a warpgroup: while products run a load takes some
+// 200 cycles, and the sums leave no registers to have many under way. Slices are without.
+__device__ inline bool has_line(const ProductArguments& a, const Work& work, int item) {
+  return a.line != nullptr && item < work.cut.whole();
+}
+__device__ __forceinline__ void copy_line(const ProductArguments& a, const Work& work, int item,
+                                          int warpgroup, float* line) {
+  if (!has_line(a, work, item)) return;
+  int row_cluster, column_tile;
+  work.schedule.find(item, &row_cluster, &column_tile);
+  group_sync(warpgroup);  // of the tile before every row is written
+  const int j = 2 * static_cast<int>(threadIdx.x % 128);
+  if (j >= tile_columns) return;
+  *reinterpret_cast<float2*>(line + j) = line_pair(a, column_tile * tile_columns + j);
 }
 
 // What a launch of one product needs, or of a part of the clusters. grad_input's left one may lie
@@ -92,8 +110,8 @@ __device__ inline void copy_operands(const Operands& operands, const ProductArgu
 // lets no products run across a call.
 template <class T, Gradient kGradient, class Out>
 __device__ __forceinline__ void multiply_items(const ProductArguments& a, const Work& work,
-                                               int cluster, const Pipeline& pipeline,
-                                               int warpgroup) {
+                                               int cluster, const Pipeline& pipeline, int warpgroup,
+                                               float* line) {
   constexpr Along left_along = kGradient == Gradient::input ? Along::depth : Along::rows;
   const Cut& cut = work.cut;
   const uint32_t signals = threadIdx.x % 128;
@@ -119,10 +137,12 @@ __device__ __forceinline__ void multiply_items(const ProductArguments& a, const 
 #pragma unroll
         for (int i = 0; i < 96; ++i) upper[i] = lower[i] = 0;
       }
+      copy_line(a, work, item, warpgroup, line);
       multiply_tile<T, left_along, Along::rows>(upper, lower, cut.end(item) - cut.begin(item),
                                                 pipeline, &ring, warpgroup, a.team);
-      write_half<kGradient, Out>(upper, a, work, item, 0, warpgroup);
-      write_half<kGradient, Out>(lower, a, work, item, 1, warpgroup);
+      if (has_line(a, work, item)) group_sync(warpgroup);
+      write_half<kGradient, Out>(upper, a, work, item, 0, warpgroup, line);
+      write_half<kGradient, Out>(lower, a, work, item, 1, warpgroup, line);
     }
     return;
   }
@@ -130,6 +150,7 @@ __device__ __forceinline__ void multiply_items(const ProductArguments& a, const 
   multiply(upper, ring.stage, false, true);
   multiply(lower, ring.stage, true, true);
   do {  // the first step is under way
+    copy_line(a, work, item, warpgroup, line);
     const int steps = cut.end(item) - cut.begin(item);
     int previous = ring.stage;
     ring.next();
@@ -151,13 +172,14 @@ __device__ __forceinline__ void multiply_items(const ProductArguments& a, const 
     previous = ring.stage;
     ring.next();
     products_wait<1>();
-    write_half<kGradient, Out>(upper, a, work, item, 0, warpgroup);
+    if (has_line(a, work, item)) group_sync(warpgroup);
+    write_half<kGradient, Out>(upper, a, work, item, 0, warpgroup, line);
     // Behind the last item: of whatever lies there, for nothing.
     if (item + a.teams < cut.items()) wait(pipeline.full + ring.stage, ring.phase);
     multiply(upper, ring.stage, false, true);
     products_wait<1>();
     release(previous);
-    write_half<kGradient, Out>(lower, a, work, item, 1, warpgroup);
+    write_half<kGradient, Out>(lower, a, work, item, 1, warpgroup, line);
     multiply(lower, ring.stage, true, true);
     item += a.teams;
   } while (item < cut.items());
@@ -166,7 +188,7 @@ __device__ __forceinline__ void multiply_items(const ProductArguments& a, const 
 
 template <class T, Gradient kGradient, class Out>
 __device__ __forceinline__ void run_product(const Operands& operands, const ProductArguments& a,
-                                            Work* shared_work, int cluster,
+                                            Work* shared_work, float* lines, int cluster,
                                             const Pipeline& pipeline) {
   const int warpgroup = __shfl_sync(whole_warp, static_cast<int>(threadIdx.x / 128), 0);
   if (threadIdx.x == 0) {
@@ -181,7 +203,8 @@ __device__ __forceinline__ void run_product(const Operands& operands, const Prod
     __syncwarp();
   } else {
     more_registers<232>();
-    multiply_items<T, kGradient, Out>(a, *shared_work, cluster, pipeline, warpgroup);
+    multiply_items<T, kGradient, Out>(a, *shared_work, cluster, pipeline, warpgroup,
+                                      lines + (warpgroup - 1) * tile_columns);
   }
 }
 
@@ -193,8 +216,9 @@ __global__ void __launch_bounds__(block_threads, 1)
   extern __shared__ uint8_t dynamic[];
   // Read where it is used: the registers are the sums'.
   __shared__ Work work;
+  __shared__ alignas(8) float lines[2 * tile_columns];
   const Pipeline pipeline = open_pipeline(dynamic);
-  run_product<T, kGradient, Out>(operands, a, &work, a.team.number(), pipeline);
+  run_product<T, kGradient, Out>(operands, a, &work, lines, a.team.number(), pipeline);
   cluster_sync();  // no block ends while another may signal it
 #endif
 }
@@ -211,12 +235,13 @@ __global__ void __launch_bounds__(block_threads, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ uint8_t dynamic[];
   __shared__ Work work;
+  __shared__ alignas(8) float lines[2 * tile_columns];
   const Pipeline pipeline = open_pipeline(dynamic);
   const int cluster = static_cast<int>(blockIdx.x / 2);
   if (cluster < input.teams) {
-    run_product<T, Gradient::input, Out>(of_input, input, &work, cluster, pipeline);
+    run_product<T, Gradient::input, Out>(of_input, input, &work, lines, cluster, pipeline);
   } else {
-    run_product<T, Gradient::weight, float>(of_weight, weight, &work, cluster - input.teams,
+    run_product<T, Gradient::weight, float>(of_weight, weight, &work, lines, cluster - input.teams,
                                             pipeline);
   }
   cluster_sync();

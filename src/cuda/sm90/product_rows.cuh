@@ -110,21 +110,26 @@ __device__ inline void write_one(Out* to, float x, bool add) {
   *to = from_f32<Out>(sizeof(Out) == 4 && add ? to_f32(*to) + x : x);
 }
 
+// Two columns of the smoothing's line, from `column` on; it ends by pairs.
+__device__ inline float2 line_pair(const ProductArguments& a, int column) {
+  return column < a.columns ? __ldg(reinterpret_cast<const float2*>(a.line + column)) : float2{};
+}
+
 // d[4 i + 2 h + {0, 1}] of a row, times `scale`; `left` columns from `column` on exist. kLine: less
 // the smoothing's own term, one line of columns for all rows: v E . weight - s class_row, or E^T .
-// (v input) - c smoothed_row. The sums stay as they are: products are in flight.
-template <bool kLine, int kSums, class Out>
+// (v input) - c smoothed_row; line(j): two of it. The sums stay as they are: products are in
+// flight.
+template <bool kLine, int kSums, class Out, class Line>
 __device__ __forceinline__ void write_row(const float (&d)[kSums], int h, const RowSink<Out>& sink,
                                           float scale, int column, int left,
-                                          const ProductArguments& a) {
+                                          const ProductArguments& a, const Line& line) {
   const int quad = threadIdx.x % 4;
   const auto values = [&](int i) -> float2 {
     // A row without a gradient stays one where another's sum overflows.
     float2 v{sink.factor == 0 ? 0.0f : sink.factor * d[4 * i + 2 * h],
              sink.factor == 0 ? 0.0f : sink.factor * d[4 * i + 2 * h + 1]};
-    const int j = 8 * i + 2 * quad;
-    if (kLine && sink.line != 0 && j < left) {  // the line ends by pairs
-      const float2 two = __ldg(reinterpret_cast<const float2*>(a.line + column + j));
+    if (kLine && sink.line != 0) {
+      const float2 two = line(8 * i + 2 * quad);
       v = {fmaf(-sink.line, two.x, v.x), fmaf(-sink.line, two.y, v.y)};
     }
     return {scale * v.x, scale * v.y};
@@ -170,18 +175,19 @@ __device__ __forceinline__ void write_row(const float (&d)[kSums], int h, const 
 }
 
 // 64 rows of a warpgroup, of which this thread's first one is `row`, from `column` on.
-template <Gradient kGradient, class Out, int kSums>
+template <Gradient kGradient, class Out, int kSums, class Line>
 __device__ __forceinline__ void write_rows(const float (&d)[kSums], const ProductArguments& a,
-                                           const Work& work, int row, int column) {
+                                           const Work& work, int row, int column,
+                                           const Line& line) {
   const float scale = a.scaled ? a.chunk.tokens.scalars->gradient_scale : 1.0f;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const RowSink<Out> sink = find_row<kGradient, Out>(a, row + 8 * h, work.rows);
     const int left = a.columns - column;
     if (a.line != nullptr) {
-      write_row<true>(d, h, sink, scale, column, left, a);
+      write_row<true>(d, h, sink, scale, column, left, a, line);
     } else {
-      write_row<false>(d, h, sink, scale, column, left, a);
+      write_row<false>(d, h, sink, scale, column, left, a, line);
     }
   }
 }
