@@ -106,6 +106,7 @@ def test_a_stream_of_its_own() -> None:
 
 
 def test_another_device_than_the_current_one() -> None:
+    torch.cuda.set_device(0)  # JAX, where its tests ran in this process, leaves the last one
     device = f"cuda:{torch.cuda.device_count() - 1}"
     x, w, _, t = problem((64,), 500, 64, BF16, device)
     loss = linear_cross_entropy(x, w, t)
