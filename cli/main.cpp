@@ -60,13 +60,6 @@ int main(int argc, char** argv) {
 
 }  // namespace
 
-CLI::App* add_command(CLI::App& app, Context& context, const std::string& name,
-                      const std::string& description) {
-  CLI::App* command = app.add_subcommand(name, description);
-  command->add_flag("--json", context.json, "print JSON instead of text");
-  return command;
-}
-
 }  // namespace logitless::cli
 
 int main(int argc, char** argv) { return logitless::cli::main(argc, argv); }

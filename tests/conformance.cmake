@@ -9,29 +9,12 @@ endfunction()
 add_library(conformance_main OBJECT main.cpp)
 link_conformance(conformance_main)
 
-# `parts`: as how many tests a program is registered, for tests that run side by side; a process for
-# each of its hundreds of cases would cost more than the cases.
-function(add_parts test parts)
-  math(EXPR last "${parts} - 1")
-  foreach(part RANGE ${last})
-    add_test(NAME ${test}.${part} COMMAND ${ARGN} --gtest_brief=1)
-    set_tests_properties(${test}.${part} PROPERTIES TIMEOUT 1800 ENVIRONMENT
-                         "GTEST_TOTAL_SHARDS=${parts};GTEST_SHARD_INDEX=${part}")
-  endforeach()
-endfunction()
-
 function(add_conformance_test name parts)
   add_library(${name}_objects OBJECT ${name}.cpp)
   link_conformance(${name}_objects)
   add_executable(${name} $<TARGET_OBJECTS:${name}_objects> $<TARGET_OBJECTS:conformance_main>)
   link_conformance(${name})
   add_parts(${name} ${parts} ${name})
-  if(name IN_LIST LOGITLESS_THREADED_TESTS)
-    math(EXPR last "${parts} - 1")
-    foreach(part RANGE ${last})
-      set_property(TEST ${name}.${part} APPEND PROPERTY LABELS threads)
-    endforeach()
-  endif()
 endfunction()
 
 # The same tests on the device, all in one program: its library, of which most bytes are kernels, is

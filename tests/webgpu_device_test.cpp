@@ -21,13 +21,14 @@ namespace {
 thread_local bool no_memory = false;  // for operator new; a driver's threads have theirs
 }
 
-void* operator new(size_t bytes) {
+// Not inlined: GCC would take the free() of the one for a mistake beside the new of the other.
+[[gnu::noinline]] void* operator new(size_t bytes) {
   void* memory = no_memory ? nullptr : std::malloc(bytes == 0 ? 1 : bytes);
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
 }
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, size_t) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
 namespace logitless {
 namespace {
