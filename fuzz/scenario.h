@@ -182,6 +182,9 @@ inline void vary_view(Input& in, std::string_view name, bool written, TensorView
     if (layout == 1 || layout == 2) v->stride[0] = layout + 1;
     if (layout == 5 && !written) v->stride[0] = 0;
   }
+  for (int32_t d = 0; d < v->rank; ++d) {  // never taken, so anything is allowed
+    if (layout == 7 && v->shape[d] <= 1) v->stride[d] = INT64_MAX;
+  }
   const int kind = in.between(0, 3);
   if (name.starts_with("grad_") && size_of(v->dtype) == 4 &&
       (v->rank == 2 || name == "grad_bias")) {

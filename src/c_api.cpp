@@ -44,6 +44,24 @@ Status read_struct(const char* name, const T* source, T* copy) {
   return {};
 }
 
+// No step is taken along an axis of one element, along any axis of an empty view, or beyond the
+// rank, so a caller may leave any stride there. It becomes that of dense rows, lest one backend
+// multiply it past 64 bits or another choose a layout by it. What validation refuses stays as it
+// is, for its message.
+void make_free_strides_dense(TensorView* view) {
+  bool empty = false;
+  for (int32_t d = 0; d < 2; ++d) {
+    if (d >= view->rank) view->shape[d] = view->stride[d] = 0;
+    if (view->shape[d] < 0 || view->stride[d] < 0) return;
+    empty |= d < view->rank && view->shape[d] == 0;
+  }
+  int64_t dense = 1;
+  for (int32_t d = view->rank - 1; d >= 0; --d) {
+    if (empty || view->shape[d] == 1) view->stride[d] = dense;
+    if (__builtin_mul_overflow(view->shape[d], view->stride[d], &dense)) return;
+  }
+}
+
 Status from_c(const char* name, const logitless_tensor* source, TensorView* view) {
   logitless_tensor t;
   Status status = read_struct(name, source, &t);
@@ -62,6 +80,7 @@ Status from_c(const char* name, const logitless_tensor* source, TensorView* view
            t.rank,
            {t.shape[0], t.shape[1]},
            {t.stride[0], t.stride[1]}};
+  make_free_strides_dense(view);
   return {};
 }
 

@@ -107,6 +107,40 @@ TEST_P(NonFinite, FarFromTheTargets) {
   }
 }
 
+// The tanh of an infinite logit is exactly 1 or -1 however small the scale before it: the largest
+// finite number, which may stand in for infinity elsewhere, is not large enough there.
+TEST_P(NonFinite, ASoftcapHoldsInfiniteLogitsUnderAnyScale) {
+  struct Map {
+    float scale, softcap, temperature;
+  };
+  for (const Map& map :
+       {Map{1e-37f, 10, 1}, Map{-1e-37f, 10, 2}, Map{-3e-38f, 1, 0.5f}, Map{1, 10, 1}}) {
+    for (const double value : {kInf, -kInf}) {
+      Case c = plain();
+      c.options.logit_scale = map.scale;
+      c.options.softcap = map.softcap;
+      c.options.temperature = map.temperature;
+      with_op(op_, [&](auto op) {
+        using Op = decltype(op);
+        if constexpr (LossOp<Op>) {
+          Problem<Op> p = build<Op>(c);
+          const auto target = static_cast<int64_t>(read(p.op.target)[kRow]);
+          const int64_t first = LinearOp<Op> ? 0 : kRow * kVocab;
+          set(masked_by(p.op), first + target, value);
+          set(masked_by(p.op), first + (target + 7) % kVocab, -value);
+          const std::string what =
+              "scale " + std::to_string(map.scale / 1e-38f) + "e-38, " + std::to_string(value);
+          const Fields fields = judged(p, what);
+          if (!fields.contains("target_logit")) return;
+          const double size = map.softcap / map.temperature;
+          EXPECT_EQ(fields.at("target_logit").value[kRow], std::copysign(size, value * map.scale))
+              << what;
+        }
+      });
+    }
+  }
+}
+
 // A masked vocabulary: -inf everywhere but in a few columns, and in every one.
 TEST_P(NonFinite, RowsOfMinusInfinity) {
   for_settings(plain(), [&](const Case& c, const char* name) {

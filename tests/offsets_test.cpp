@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Offsets past 2^32: rows and columns of every matrix gigabytes apart, in address space of which
-// only the elements' pages exist, give the results of dense ones.
+// only the elements' pages exist, give the results of dense ones. And strides that no element is
+// behind.
 #include <map>
 #include <utility>
 
@@ -119,6 +120,46 @@ TEST_P(Offsets, MatricesGigabytesApart) {
       EXPECT_TRUE(apart.ok()) << "axis " << axis << ", step " << step << "\n" << apart.report;
     }
   });
+}
+
+// No step is ever taken along an axis of one element or of a view of none, so that its stride, and
+// what a view holds beyond its rank, may be anything.
+template <class Op>
+Op with_free_strides(Op op, int64_t stride) {
+  logitless_op unused{};
+  for_each_tensor(op, unused, [&](const char*, Access, TensorView& view, auto&&) {
+    const bool empty = view && element_count(view) == 0;
+    for (int32_t d = 0; view && d < 2; ++d) {
+      if (d >= view.rank) view.shape[d] = stride;
+      if (d >= view.rank || empty || view.shape[d] == 1) view.stride[d] = stride;
+    }
+  });
+  return op;
+}
+
+TEST_P(Offsets, AStrideThatIsNeverTakenMayBeAnything) {
+  for (const Shape& shape :
+       {Shape{1, 16, 300}, Shape{600, 1, 9}, Shape{5, 64, 1}, Shape{1, 1, 1}, Shape{0, 16, 40}}) {
+    for (const bool everything : {false, true}) {
+      Case c{.op = op_, .shape = shape, .dtype = dtype_};
+      if (everything) apply_everything(c);
+      with_op(op_, [&](auto op) {
+        using Op = decltype(op);
+        const Problem<Op> p = build<Op>(c);
+        const Outcome dense = execute(device_, p.op, p.pool);
+        const Comparison result = compare(expected(device_, p.op, p.model), dense);
+        EXPECT_TRUE(result.ok()) << describe(c) << "\n" << result.report;
+        for (const int64_t stride : {INT64_MAX, int64_t{0}}) {
+          const Outcome free = execute(device_, with_free_strides(p.op, stride), p.pool);
+          ASSERT_TRUE(free.status.ok()) << describe(c) << ": " << free.status.message();
+          EXPECT_EQ(free.size.minimum, dense.size.minimum) << describe(c) << ", " << stride;
+          EXPECT_EQ(free.size.recommended, dense.size.recommended) << describe(c) << ", " << stride;
+          EXPECT_EQ(differing_bits(dense.fields, free.fields), "") << describe(c) << ", " << stride;
+          EXPECT_EQ(free.violations, std::vector<std::string>{});
+        }
+      });
+    }
+  }
 }
 
 constexpr DType kTwo[] = {DType::f32, DType::bf16};

@@ -172,6 +172,39 @@ TEST(Plan, NothingToDoHasAPlan) {
   }
 }
 
+// Shapes up to the largest that are allowed, on every kind of engine: what no machine can hold is
+// asked for in full and never as a small number, which a sum past 64 bits would be.
+TEST(Plan, TheLargestShapesAskForWhatTheyTake) {
+  constexpr int64_t most = int64_t{1} << 56, root = int64_t{1} << 28;
+  constexpr Engine engines[] = {{Arithmetic::f32, 8, 32, 1, 4},
+                                {Arithmetic::bf16_dot, 8, 32, 2, 2},
+                                {Arithmetic::amx, 32, 32, 32, 2}};
+  for (LinearShape shape : {training(1, most, 1), training(1, 1, most), training(most, 1, 1),
+                            training(root, root, root), training(33, most / 33, 1),
+                            training(1, root, root), training(33, 1, most / 33)}) {
+    shape.grad_bias = shape.bias = shape.class_weight = true;
+    for (const Engine& engine : engines) {
+      shape.engine = engine;
+      for (const bool forward : {true, false}) {
+        shape.forward = forward;
+        for (const bool direct : {true, false}) {
+          shape.direct_grad_weight = direct;
+          const LinearPlan least = plan_linear(shape, 0, 1);
+          const LinearPlan default_plan = recommended_plan(shape, 64);
+          EXPECT_LE(least.bytes, default_plan.bytes);
+          // Every plan holds arrays over the tokens, sums of grad_bias and, padded to a panel, the
+          // f32 sums of a few rows of grad_input.
+          const auto tokens = static_cast<double>(shape.tokens);
+          const double rows = static_cast<double>(least.token_chunk);
+          EXPECT_GE(static_cast<double>(least.bytes),
+                    std::min(0x1p62, 8 * tokens + 4.0 * static_cast<double>(shape.vocab) +
+                                         4 * rows * static_cast<double>(shape.hidden)));
+        }
+      }
+    }
+  }
+}
+
 TEST(Plan, A16BitGradWeightAddsItsSumOnlyOverSeveralChunks) {
   LinearShape shape = training(1024, 768, 50257);
   const uint64_t direct = recommended_plan(shape, 1).bytes;

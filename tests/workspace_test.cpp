@@ -87,6 +87,41 @@ TEST_P(WorkspaceSizes, AskedWithoutData) {
   }
 }
 
+// The largest sizes that are allowed have an answer, which no machine can follow.
+TEST_P(WorkspaceSizes, OfTheLargestShapes) {
+  if (!device_.synchronous()) return;  // a device may have limits of its own
+  constexpr int64_t most = int64_t{1} << 56, root = int64_t{1} << 28;
+  for (const Shape& shape : {Shape{1, 1, most}, Shape{1, most, 1}, Shape{most, 1, 1},
+                             Shape{root, root, root}, Shape{3, most / 3, 3}}) {
+    if (!is_linear(op_) && shape.hidden == most) continue;
+    Case c{.op = op_, .shape = {2, 3, 4}, .dtype = dtype_};
+    apply_everything(c);
+    with_op(op_, [&](auto op) {
+      auto p = build<decltype(op)>(c);
+      place(p.op, device_.tensors());
+      logitless_op unused{};
+      for_each_tensor(p.op, unused, [&](const char*, Access, TensorView& view, auto&&) {
+        view.data = nullptr;
+        for (int32_t d = 0; d < view.rank; ++d) {
+          const int64_t size = view.shape[d];
+          if (size == 2) view.shape[d] = shape.tokens;
+          if (size == 3) view.shape[d] = shape.hidden;
+          if (size == 4) view.shape[d] = shape.vocab;
+        }
+        if (view.rank == 2) view.stride = {view.shape[1], 1};
+      });
+      WorkspaceSize size;
+      const Status status = workspace(p.op, device_.execution(), &size);
+      ASSERT_TRUE(status.ok()) << status.message();
+      EXPECT_LE(size.minimum, size.recommended);
+      const double rows = static_cast<double>(shape.tokens);
+      if (device_.has_threads() && has_loss(op_)) {
+        EXPECT_GE(static_cast<double>(size.minimum), 8 * rows);
+      }
+    });
+  }
+}
+
 // Changed bytes over runs that hand the work to the first and to the last thread, before two
 // different fills.
 uint64_t touched_end(const TestDevice& device, const Case& c, Memory memory, int threads,

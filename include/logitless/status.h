@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "logitless/c.h"
+#include "logitless/cxx20.h"
 
 namespace logitless {
 

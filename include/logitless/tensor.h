@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "logitless/c.h"
+#include "logitless/cxx20.h"
 
 namespace logitless {
 

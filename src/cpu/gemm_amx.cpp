@@ -81,7 +81,8 @@ bool amx_available() {
 }
 
 __attribute__((target("amx-tile,amx-bf16"))) void multiply_amx(const Product& p) {
-  const TileConfig config;
+  TileConfig config;
+  asm volatile("" : "+m"(config));  // the intrinsic does not say that it reads all of it
   _tile_loadconfig(&config);
   for (int64_t j = 0; j < p.b_panels; ++j) {
     const char* b = static_cast<const char*>(p.b) + j * p.b_panel_stride;

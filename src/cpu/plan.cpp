@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <initializer_list>
 #include <utility>
 
 #include "src/cpu/row_kernels.h"
@@ -15,12 +16,25 @@ constexpr int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
+// Where sizes stop growing. Shapes that validation admits pass it when they are padded to whole
+// tiles; no machine has such memory, and a smaller workspace is refused.
+constexpr int64_t most_bytes = (INT64_MAX / 64 - 1) * 64;
+
+constexpr int64_t bytes_of(std::initializer_list<int64_t> factors) {
+  int64_t product = 1;
+  for (const int64_t factor : factors) {
+    if (__builtin_mul_overflow(product, factor, &product)) return most_bytes;
+  }
+  return product;
+}
+
 // Hands out consecutive ranges, each 64-byte aligned.
 struct Layout {
   uint64_t at = 0;
   uint64_t take(int64_t bytes) {
     const uint64_t start = at;
-    at += round_up(bytes, 64);
+    const uint64_t end = start + round_up(std::min(bytes, most_bytes), 64);
+    at = std::min<uint64_t>(end, most_bytes);
     return start;
   }
   // Starts anew at `start`, for what lives when the ranges since then are dead; then the larger of
@@ -99,7 +113,7 @@ double expected_time(const LinearPlan& p, Crew crew) {
 
 LinearPlan make_plan(const LinearShape& shape, Choice choice) {
   LinearPlan p;
-  p.engine = choose_engine(shape.dtype);
+  p.engine = shape.engine.has_value() ? *shape.engine : choose_engine(shape.dtype);
   p.stored = choice.stored;
   // Chunks of one size: 513 tokens are 2 x 264, not 512 and 1.
   const int64_t tokens = std::max<int64_t>(shape.tokens, 1);
@@ -112,7 +126,7 @@ LinearPlan make_plan(const LinearShape& shape, Choice choice) {
   p.padded_hidden_b = p.engine.b_panels(shape.hidden) * p.engine.b_columns;
   p.weight_sum = shape.grad_weight && !shape.direct_grad_weight && p.chunks > 1;
   const int64_t chunk = p.token_chunk;
-  const int64_t slot = chunk * p.padded_hidden_b * 4;
+  const int64_t slot = bytes_of({chunk, p.padded_hidden_b, 4});
   // Without grad_input nothing is summed over the vocabulary: every tile is its own task. A power
   // of two shares out evenly among 2, 4 and 8 threads.
   const int64_t affordable = std::bit_floor<uint64_t>(std::max<int64_t>(slot_bytes / slot, 1));
@@ -123,7 +137,7 @@ LinearPlan make_plan(const LinearShape& shape, Choice choice) {
   p.tokens_at = whole.take(tokens_bytes(shape.tokens));
   p.states_at = whole.take(shape.tokens * sizeof(RowState));
   p.gradients_at = whole.take(shape.gradients() ? chunk * sizeof(RowGradient) : 0);
-  p.logits_at = whole.take(p.stored ? p.vocab_tiles * chunk * vocab_tile * 4 : 0);
+  p.logits_at = whole.take(p.stored ? bytes_of({p.vocab_tiles, chunk, vocab_tile, 4}) : 0);
   // Packed input with k along the tokens, for grad_weight; with k along the hidden axis, for the
   // logits.
   const int64_t across = shape.grad_weight ? p.engine.b_bytes(shape.hidden, chunk) : 0;
@@ -135,7 +149,7 @@ LinearPlan make_plan(const LinearShape& shape, Choice choice) {
   if (p.stored) p.input_along_at = whole.take(along);
   p.blocks_at = whole.take(shape.forward ? p.vocab_tiles * chunk * sizeof(BlockState) : 0);
   const uint64_t forward_end = whole.back_to(forward_at);
-  p.slots_at = whole.take(shape.grad_input ? p.slots * slot : 0);
+  p.slots_at = whole.take(shape.grad_input ? bytes_of({p.slots, slot}) : 0);
   whole.at_least(forward_end);
   p.weight_sum_at = whole.take(p.weight_sum ? shape.vocab * shape.hidden * 4 : 0);
   p.bias_sum_at = whole.take(shape.grad_bias ? p.vocab_tiles * vocab_tile * 4 : 0);

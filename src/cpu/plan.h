@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 
 #include "src/cpu/gemm.h"
 
@@ -32,6 +33,7 @@ struct LinearShape {
       true;  // f32, unit column stride: sums can be formed in the output itself
   bool bias = false;
   bool class_weight = false;
+  std::optional<Engine> engine{};  // of another CPU; else choose_engine(dtype)
   bool gradients() const { return grad_input || grad_weight || grad_bias; }
 };
 

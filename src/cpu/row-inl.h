@@ -31,7 +31,7 @@ enum class Map { identity, scale, softcap };
 struct MapFactors {
   float slope;                 // scale / temperature
   float inward, inward_low;    // 2 |scale / softcap|
-  float limit;                 // |raw| from which tanh is 1
+  float limit;                 // |raw| from which tanh is 1; infinite where no number is
   float outward, outward_low;  // softcap / temperature with the sign of scale
   float backward;              // temperature / softcap
 };
@@ -46,10 +46,9 @@ inline MapFactors map_factors(const LogitMap& map) {
   f.inward = static_cast<float>(inward);
   f.inward_low = static_cast<float>(inward - f.inward);
   // Scale 0 has no limit: 0 times an infinite logit is NaN.
-  f.limit = map.scale == 0
-                ? std::numeric_limits<float>::infinity()
-                : static_cast<float>(std::fmin(
-                      21 / inward, static_cast<double>(std::numeric_limits<float>::max())));
+  const double limit = 21 / inward;
+  f.limit = limit <= std::numeric_limits<float>::max() ? static_cast<float>(limit)
+                                                       : std::numeric_limits<float>::infinity();
   f.outward = static_cast<float>(outward);
   f.outward_low = static_cast<float>(outward - f.outward);
   f.backward = static_cast<float>(static_cast<double>(map.temperature) / map.softcap);

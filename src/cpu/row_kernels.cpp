@@ -24,6 +24,17 @@ float map_with(const MapFactors& f, float* z, const float* bias, int64_t count) 
                          : map_and_maximum<kMap, false>(f, z, bias, count);
 }
 
+// A softcap whose scale is so small that the tanh of no finite logit is 1, so that none can stand
+// in for an infinite one. With 2^-8 of the logits and 2^8 of the scale there is one, and the map is
+// the same: what becomes subnormal had a tanh below 2^-240.
+float cap_faint(LogitMap map, float* logits, const float* bias, int64_t count) {
+  for (int64_t j = 0; j < count; ++j) {
+    logits[j] = (bias != nullptr ? logits[j] + bias[j] : logits[j]) * 0x1p-8f;
+  }
+  map.scale *= 0x1p8f;
+  return map_with<Map::softcap>(map_factors(map), logits, nullptr, count);
+}
+
 float map_block_on_target(const LogitMap& map, float* logits, const float* bias, int64_t count) {
   const MapFactors f = map_factors(map);
   switch (kind_of_map(map)) {
@@ -32,6 +43,7 @@ float map_block_on_target(const LogitMap& map, float* logits, const float* bias,
     case Map::scale:
       return map_with<Map::scale>(f, logits, bias, count);
     case Map::softcap:
+      if (map.scale != 0 && std::isinf(f.limit)) return cap_faint(map, logits, bias, count);
       return map_with<Map::softcap>(f, logits, bias, count);
   }
   return 0;

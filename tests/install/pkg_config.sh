@@ -16,5 +16,10 @@ $cc -std=c11 $flags "$sources/c/main.c" -o "$out/static" $(pkg-config --static -
 LD_LIBRARY_PATH= "$out/static"
 for header in $(cd "$(pkg-config --variable=includedir logitless)" && echo logitless/*.h); do
   echo "#include <$header>" | $cxx -std=c++20 $strict $flags -fsyntax-only -x c++ -
+  [ "$header" = logitless/c.h ] && continue
+  # An older C++ is told so before anything else.
+  if echo "#include <$header>" | $cxx -std=c++17 $flags -fsyntax-only -x c++ - 2>"$out/errors"; then exit 1; fi
+  grep -m 1 "error:" "$out/errors" | grep -q "need C++20" || { cat "$out/errors"; exit 1; }
 done
+echo "#include <logitless/c.h>" | $cxx -std=c++11 $flags -fsyntax-only -x c++ -
 echo "#include <logitless/c.h>" | $cc -std=c11 $strict $flags -fsyntax-only -x c -

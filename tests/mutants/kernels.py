@@ -87,7 +87,11 @@ MUTANTS = [
     ),
     mutant(
         "NaN x 0: an infinite logit at scale 0 under a softcap", ROW,
-        "f.limit = map.scale == 0\n", "f.limit = map.scale == 1e30f\n", "kernels",
+        ": std::numeric_limits<float>::infinity();", ": std::numeric_limits<float>::max();", "kernels",
+    ),
+    mutant(
+        "softcap: the largest number stands in for infinity under a tiny scale", ROWS,
+        "if (map.scale != 0 && std::isinf(f.limit)) return", "if (map.scale > 1e30f) return", BOTH,
     ),
     mutant("softcap: no derivative at the target", ROWS, "slope *= (1 - t) * (1 + t);", "slope *= 1 + 0 * t;", BOTH),
     Mutant(

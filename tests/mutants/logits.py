@@ -54,6 +54,10 @@ MUTANTS = [
         "offsets",
     ),
     mutant(
+        "C: the stride of an axis of one element reaches the backends", "src/c_api.cpp",
+        "  make_free_strides_dense(view);\n", "", "offsets",
+    ),
+    mutant(
         "logits, 32-bit offset of strided elements", ROWS,
         "    return base + (row != nullptr ? row[r] : r) * row_stride + j * column_stride;",
         "    return base + static_cast<int32_t>((row != nullptr ? row[r] : r) * row_stride) +\n"
