@@ -4,7 +4,6 @@
 // the logits does more); bytes those of the head, or of the logits where they are given.
 #include <fmt/core.h>
 
-#include <fstream>
 #include <map>
 #include <memory>
 
@@ -14,6 +13,7 @@
 #include "cli/chart.h"
 #include "cli/commands.h"
 #include "cli/first_call.h"
+#include "cli/output_file.h"
 #include "cli/probe.h"
 #include "cli/progress.h"
 #include "cli/text.h"
@@ -230,12 +230,6 @@ Chart make_chart(const std::vector<Row>& rows) {
   return chart;
 }
 
-void write_chart(const std::vector<Row>& rows, const std::string& path) {
-  std::ofstream file(path);
-  file << to_svg(make_chart(rows)) << std::flush;
-  if (!file) throw Failure(path + ": the chart could not be written");
-}
-
 // All of it once, then again what the next measurement is compared with: a machine that slows down
 // slows both.
 void probe(Machine& machine, cpu::Arithmetic arithmetic) {
@@ -282,9 +276,8 @@ void run_bench(const Context& context, const BenchArguments& a) {
   if (a.device == "webgpu") gpu = make_webgpu_bench();
   GpuBench* const device = gpu.get();
   for (const Case& c : all) check_fits(c, device);
-  if (!a.chart.empty() && !std::ofstream(a.chart, std::ios::app)) {
-    throw BadInput("--chart: " + a.chart + " cannot be written");
-  }
+  const std::unique_ptr<OutputFile> chart =
+      std::move(open_outputs({{"--chart", a.chart}}, {}).front());
   Progress progress(static_cast<int64_t>(all.size()) * (a.repeats + 1));
   Tensors tensors;
   std::map<int, Machine> machines;
@@ -330,7 +323,10 @@ void run_bench(const Context& context, const BenchArguments& a) {
       }
     }
   }
-  if (!a.chart.empty()) write_chart(rows, a.chart);
+  if (chart) {
+    chart->write(to_svg(make_chart(rows)));
+    chart->commit();
+  }
 }
 
 }  // namespace
@@ -343,9 +339,7 @@ void add_bench(CLI::App& app, Context& context) {
   const auto list = [&](const char* name, auto& values, const char* text) {
     return command->add_option(name, values, text)->delimiter(',')->capture_default_str();
   };
-  command->add_option("--device", a.device)
-      ->check(CLI::IsMember({"cpu", "cuda", "webgpu"}))
-      ->capture_default_str();
+  command->add_option("--device", a.device)->check(device_of("bench"))->capture_default_str();
   list("--op", a.ops, "ops, each")->check(CLI::IsMember(kOpNames));
   list("--dtype", a.dtypes, "f32, f16, bf16")->check(CLI::IsMember(kFloatDtypes));
   list("--n", a.tokens, "tokens")->check(integer(1));

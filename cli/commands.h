@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The command line's shape: every subcommand is one file and one function that adds it. A command
-// throws BadInput (exit 2) or Failure (exit 1) with one line to say; main prints it.
+// throws BadInput (exit 2) or Failure (exit 1) with one line to say; main prints it, and with
+// --json an object on the standard output too.
 #pragma once
 
 #include <CLI/CLI.hpp>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace logitless::cli {
 
@@ -14,13 +16,27 @@ struct Context {
   int exit_code = 0;  // what main returns; 1 where a check failed
 };
 
-// The caller's fault: exit code 2 and this one line on stderr.
-struct BadInput : std::runtime_error {
-  using std::runtime_error::runtime_error;
+// What stops a command. `field` is the option, argument or tensor that it is about, where it is
+// about one; an option that begins the message need not be given again.
+struct CommandError : std::runtime_error {
+  CommandError(const std::string& message, std::string code_of, std::string field_of)
+      : std::runtime_error(message), code(std::move(code_of)), field(std::move(field_of)) {
+    if (field.empty() && message.starts_with("--")) {
+      field = message.substr(0, message.find_first_of(": "));
+    }
+  }
+  std::string code, field;
 };
-// Anything else that stops a command: exit code 1 and this one line on stderr.
-struct Failure : std::runtime_error {
-  using std::runtime_error::runtime_error;
+// The caller's fault: exit code 2.
+struct BadInput : CommandError {
+  explicit BadInput(const std::string& message, std::string field = "",
+                    std::string code = "bad_input")
+      : CommandError(message, std::move(code), std::move(field)) {}
+};
+// Anything else: exit code 1.
+struct Failure : CommandError {
+  explicit Failure(const std::string& message, std::string code = "failure")
+      : CommandError(message, std::move(code), "") {}
 };
 
 // A subcommand with its --json flag; `body` runs after parsing.

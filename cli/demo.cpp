@@ -8,12 +8,14 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <filesystem>
 #include <memory>
 
 #include "cli/commands.h"
 #include "cli/demo_output.h"
 #include "cli/demo_report.h"
 #include "cli/demo_train.h"
+#include "cli/output_file.h"
 #include "cli/text.h"
 
 namespace logitless::cli {
@@ -104,15 +106,26 @@ Memory measure_memory(const Model& model) {
           .peak_resident = peak_resident_bytes()};
 }
 
-void check_outputs(const DemoOptions& options) {
-  if (!options.save.empty() && options.save == options.generate) {
-    throw BadInput("--save and --generate name the same file");
-  }
-  if (!options.save.empty()) check_output(options.save);
-  if (!options.generate.empty()) check_output(options.generate);
+struct Files {
+  std::unique_ptr<OutputFile> generate, save;
+};
+
+Files open_files(const DemoOptions& options, const std::vector<std::filesystem::path>& text) {
+  auto files = open_outputs({{"--generate", options.generate}, {"--save", options.save}}, text);
+  return {std::move(files[0]), std::move(files[1])};
 }
 
-Outcome run_demo(const DemoOptions& options, const Text& text, Progress* progress, Model* model) {
+void write_files(const Files& files, const Outcome& outcome, const Text& text,
+                 std::span<const int64_t> heldout_at, Model* model) {
+  if (files.generate) files.generate->write(outcome.sample.text);
+  if (files.save) save_model(*files.save, text, heldout_at, model);
+  for (const auto* file : {&files.generate, &files.save}) {
+    if (*file) (*file)->commit();
+  }
+}
+
+Outcome run_demo(const DemoOptions& options, const Text& text, const Files& files,
+                 Progress* progress, Model* model) {
   Outcome outcome;
   outcome.training = train(text, train_options(options, text), model,
                            [&](const TrainProgress& p) { progress->show(p); });
@@ -131,17 +144,16 @@ Outcome run_demo(const DemoOptions& options, const Text& text, Progress* progres
   SampleOptions sample = options.sample;
   sample.seed = options.seed;
   outcome.sample = write_text(text, sample, model);
-  if (!options.generate.empty()) save_text(options.generate, outcome.sample.text);
-  if (!options.save.empty()) save_model(options.save, text, at, model);
+  write_files(files, outcome, text, at, model);
   return outcome;
 }
 
 void run(const Context& context, const DemoOptions& options) {
   const auto start = std::chrono::steady_clock::now();
   if (options.threads > 0) logitless_set_num_threads(options.threads);
-  check_outputs(options);
-  const Text text =
-      read_text(find_text(options.paths), {.vocab = options.vocab, .seed = options.seed});
+  const std::vector<std::filesystem::path> paths = find_text(options.paths);
+  const Files files = open_files(options, paths);
+  const Text text = read_text(paths, {.vocab = options.vocab, .seed = options.seed});
   if (!context.json) print_text(text);
   const Shape shape{text.vocab(), options.dim, options.context, options.units};
   Model model(shape, text, train_options(options, text).batch, parse_dtype(options.dtype),
@@ -150,7 +162,7 @@ void run(const Context& context, const DemoOptions& options) {
   Progress progress(context.json                 ? Progress::Mode::silent
                     : isatty(STDOUT_FILENO) != 0 ? Progress::Mode::terminal
                                                  : Progress::Mode::lines);
-  Outcome outcome = run_demo(options, text, &progress, &model);
+  Outcome outcome = run_demo(options, text, files, &progress, &model);
   outcome.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   if (context.json) {
     print_json(to_json(outcome, text, model));

@@ -6,8 +6,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <filesystem>
-#include <fstream>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <numeric>
@@ -15,7 +13,6 @@
 #include <set>
 #include <utility>
 
-#include "cli/commands.h"
 #include "cli/safetensors.h"
 #include "cli/text.h"
 
@@ -164,28 +161,7 @@ Sample write_text(const Text& text, const SampleOptions& options, Model* model) 
   return sample;
 }
 
-void check_output(const std::string& path) {
-  try {
-    SafetensorsWriter unused(path);
-  } catch (const SafetensorsError& e) {
-    throw BadInput(e.what());
-  }
-}
-
-void save_text(const std::string& path, const std::string& content) {
-  const std::string part = path + ".part";
-  std::ofstream file(part, std::ios::binary);
-  file << content;
-  file.close();
-  std::error_code failed;
-  if (file) std::filesystem::rename(part, path, failed);
-  if (!file || failed) {
-    std::filesystem::remove(part, failed);
-    throw Failure(fmt::format("{}: cannot be written", path));
-  }
-}
-
-void save_model(const std::string& path, const Text& text, std::span<const int64_t> heldout_at,
+void save_model(OutputFile& file, const Text& text, std::span<const int64_t> heldout_at,
                 Model* model) {
   const Shape& shape = model->shape();
   const auto tokens = std::min(static_cast<int64_t>(heldout_at.size()), model->head().batch());
@@ -198,9 +174,10 @@ void save_model(const std::string& path, const Text& text, std::span<const int64
   for (const Parameters::View& view : model->parameters().views) {
     tensors.push_back({view.name, DType::f32, view.shape, view.data});
   }
-  SafetensorsWriter(path).commit(tensors, {{"format", "logitless demo 1"},
-                                           {"embedding_scale", fmt::format("{}", embedding_scale)},
-                                           {"vocabulary", to_json_text(text.words)}});
+  write_safetensors(file, tensors,
+                    {{"format", "logitless demo 1"},
+                     {"embedding_scale", fmt::format("{}", embedding_scale)},
+                     {"vocabulary", to_json_text(text.words)}});
 }
 
 }  // namespace logitless::cli::demo

@@ -8,6 +8,7 @@
 
 #include "cli/demo_text.h"
 #include "cli/demo_train.h"
+#include "cli/output_file.h"
 
 namespace logitless::cli::demo {
 
@@ -25,15 +26,9 @@ struct Sample {
 // Text drawn word by word from the model.
 Sample write_text(const Text& text, const SampleOptions& options, Model* model);
 
-// BadInput now, and not after the training, where a file could not be written.
-void check_output(const std::string& path);
-
-// The file appears whole or not at all.
-void save_text(const std::string& path, const std::string& content);
-
 // Parameters under their names, the vocabulary in the metadata, and "hidden" and "target" of some
 // held-out words: what `logitless loss FILE --bias bias` reads.
-void save_model(const std::string& path, const Text& text, std::span<const int64_t> heldout_at,
+void save_model(OutputFile& file, const Text& text, std::span<const int64_t> heldout_at,
                 Model* model);
 
 }  // namespace logitless::cli::demo

@@ -88,9 +88,10 @@ json gather(const CLI::App& app) {
 void print(const json& info) {
   fmt::print("logitless {}\n\n", info["version"].get<std::string>());
   for (const json& b : info["backends"]) {
-    fmt::print("{:<11}{}\n", b["name"].get<std::string>(),
-               b["available"] ? b["description"].get<std::string>()
-                              : "absent: " + b["reason"].get<std::string>());
+    const auto name = b["name"].get<std::string>();
+    std::string text = b[b["available"] ? "description" : "reason"].get<std::string>();
+    if (text.starts_with(name + ": ")) text.erase(0, name.size() + 2);
+    fmt::print("{:<11}{}{}\n", name, b["available"] ? "" : "absent: ", text);
   }
   if (info.contains("cuda")) {
     const json& cuda = info["cuda"];

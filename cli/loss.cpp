@@ -9,11 +9,11 @@
 #include <algorithm>
 #include <cmath>
 #include <csignal>
-#include <filesystem>
 #include <limits>
 #include <memory>
 
 #include "cli/commands.h"
+#include "cli/output_file.h"
 #include "cli/text.h"
 
 namespace logitless::cli {
@@ -80,6 +80,11 @@ json loss_json(const LossInputs& inputs, const LossOutputs& outputs,
   return all;
 }
 
+uint64_t logits_bytes(const LossInputs& inputs) {
+  return static_cast<uint64_t>(inputs.tokens()) * static_cast<uint64_t>(inputs.vocab()) *
+         sizeof(float);
+}
+
 json report(const LossInputs& inputs, const LossOutputs& outputs, const LossArguments& arguments,
             const TokenSummary& summary) {
   json out = {{"tokens", inputs.tokens()},
@@ -93,6 +98,7 @@ json report(const LossInputs& inputs, const LossOutputs& outputs, const LossArgu
               {"loss", loss_json(inputs, outputs, arguments)},
               {"device", arguments.device},
               {"workspace_bytes", outputs.workspace},
+              {"logits_bytes", logits_bytes(inputs)},
               {"seconds", outputs.seconds}};
   if (arguments.options.reduction == Reduction::none) out["loss_summary"] = summary.loss.to_json();
   if (arguments.wants_statistics()) {
@@ -134,37 +140,36 @@ void print_text(const LossInputs& inputs, const LossOutputs& outputs,
     print_summary("entropy", summary.entropy);
     print_summary("lse", summary.lse);
   }
-  const auto logits = static_cast<uint64_t>(inputs.tokens()) *
-                      static_cast<uint64_t>(inputs.vocab()) * sizeof(float);
-  fmt::print("{:<16}{} of workspace (the logits are {}), {:.1f} ms on {}\n", "cost",
-             format_bytes(outputs.workspace), format_bytes(logits), outputs.seconds * 1e3,
-             arguments.device);
+  // A plain implementation holds the logits, and their gradient beside them.
+  const bool gradients = !arguments.gradients.empty();
+  const uint64_t held = logits_bytes(inputs) * (gradients ? 2 : 1);
+  const std::string remark =
+      outputs.workspace < held ? "" : ": " + nothing_saved(held, outputs.size);
+  fmt::print("{:<16}{} of workspace ({} are {}{}), {:.1f} ms on {}\n", "cost",
+             format_bytes(outputs.workspace),
+             gradients ? "the logits and their gradient" : "the logits", format_bytes(held), remark,
+             outputs.seconds * 1e3, arguments.device);
   for (const std::string& file : {arguments.gradients, arguments.per_token}) {
     if (!file.empty()) fmt::print("{:<16}{}\n", "written", file);
   }
 }
 
-// A file cut short by another process while it is mapped ends here, in one line.
+#define LOGITLESS_CHANGED "the file changed while it was read"
+volatile std::sig_atomic_t json_wanted = 0;
+
+// A file cut short by another process while it is mapped ends here, as other failures do in main.
 void on_bus_error(int) {
-  constexpr char kMessage[] = "logitless: loss: the file changed while it was read\n";
+  constexpr char kMessage[] = "logitless: loss: " LOGITLESS_CHANGED "\n";
+  constexpr char kJson[] =
+      R"({"error":{"code":"failure","field":"file","message":")" LOGITLESS_CHANGED "\"}}\n";
+  remove_unfinished_files();
   static_cast<void>(!::write(STDERR_FILENO, kMessage, sizeof(kMessage) - 1));
+  if (json_wanted) static_cast<void>(!::write(STDOUT_FILENO, kJson, sizeof(kJson) - 1));
   ::_exit(1);
 }
 
-void check_files(const LossArguments& arguments) {
-  const auto same = [](const std::string& a, const std::string& b) {
-    std::error_code unused;
-    return !a.empty() && !b.empty() && (a == b || std::filesystem::equivalent(a, b, unused));
-  };
-  for (const std::string& file : {arguments.gradients, arguments.per_token}) {
-    if (same(file, arguments.file)) throw BadInput(file + ": would overwrite the input");
-  }
-  if (same(arguments.gradients, arguments.per_token)) {
-    throw BadInput("--gradients and --per-token name the same file");
-  }
-}
-
 void run_loss(const Context& context, LossArguments& arguments) {
+  json_wanted = context.json;
   std::signal(SIGBUS, on_bus_error);
   arguments.options.reduction = arguments.reduction == "none"  ? Reduction::none
                                 : arguments.reduction == "sum" ? Reduction::sum
@@ -174,18 +179,16 @@ void run_loss(const Context& context, LossArguments& arguments) {
   if (arguments.threads > 0) logitless_set_num_threads(arguments.threads);
   try {
     const SafetensorsFile file(arguments.file);
-    check_files(arguments);
     const LossInputs inputs = load_inputs(file, arguments);
-    std::unique_ptr<SafetensorsWriter> gradients, per_token;
-    if (!arguments.gradients.empty()) {
-      gradients = std::make_unique<SafetensorsWriter>(arguments.gradients);
-    }
-    if (!arguments.per_token.empty()) {
-      per_token = std::make_unique<SafetensorsWriter>(arguments.per_token);
-    }
+    const auto files =
+        open_outputs({{"--gradients", arguments.gradients}, {"--per-token", arguments.per_token}},
+                     {arguments.file});
     const LossOutputs outputs = compute_loss(inputs, arguments);
-    if (gradients) write_gradients(*gradients, inputs, outputs, arguments);
-    if (per_token) write_per_token(*per_token, inputs, outputs, arguments);
+    if (files[0]) write_gradients(*files[0], inputs, outputs, arguments);
+    if (files[1]) write_per_token(*files[1], inputs, outputs, arguments);
+    for (const auto& output : files) {
+      if (output) output->commit();
+    }
     const TokenSummary summary = summarize(inputs, outputs, arguments);
     if (context.json) {
       print_json(report(inputs, outputs, arguments, summary));
@@ -193,7 +196,7 @@ void run_loss(const Context& context, LossArguments& arguments) {
       print_text(inputs, outputs, arguments, summary);
     }
   } catch (const SafetensorsError& e) {
-    throw BadInput(e.what());
+    throw BadInput(e.what(), "file");
   }
 }
 
@@ -234,9 +237,7 @@ void add_loss(CLI::App& app, Context& context) {
   add_tensor_options(*command, a);
   add_loss_options(*command, a);
   add_memory_option(*command, a.memory);
-  command->add_option("--device", a.device)
-      ->check(CLI::IsMember({"cpu", "reference"}))
-      ->capture_default_str();
+  command->add_option("--device", a.device)->check(device_of("loss"))->capture_default_str();
   command->add_option("--threads", a.threads, "0: all that this process may use")
       ->check(integer(0, 1024));
   command->add_flag("--statistics", a.statistics, "perplexity, accuracy, entropy, ...");
@@ -245,7 +246,7 @@ void add_loss(CLI::App& app, Context& context) {
       ->check(CLI::IsMember(kFloatDtypes))
       ->capture_default_str();
   command->add_option("--per-token", a.per_token,
-                      "write each token's statistics to this .safetensors file");
+                      "write each token's loss, log-probability and statistics to this file");
   command->callback([&context, arguments] { run_loss(context, *arguments); });
 }
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cli/buffer.h"
+#include "cli/output_file.h"
 #include "cli/safetensors.h"
 #include "logitless/logitless.h"
 
@@ -51,17 +52,19 @@ LossInputs load_inputs(const SafetensorsFile& file, const LossArguments& argumen
 
 struct LossOutputs {
   Buffer loss;                                // [N] for none, else [1]
+  Buffer token_loss;                          // [N] where each token's is wanted and `loss` is [1]
   Buffer lse, target_logit, entropy;          // [N] each
   Buffer argmax;                              // [N] i64
   Buffer grad_input, grad_weight, grad_bias;  // as hidden, weight, bias
-  uint64_t workspace = 0;                     // bytes
+  uint64_t workspace = 0;                     // bytes, of what `size` says
+  WorkspaceSize size{};
   double seconds = 0;
 };
 LossOutputs compute_loss(const LossInputs& inputs, const LossArguments& arguments);
 
-void write_gradients(SafetensorsWriter& file, const LossInputs& inputs, const LossOutputs& outputs,
+void write_gradients(OutputFile& file, const LossInputs& inputs, const LossOutputs& outputs,
                      const LossArguments& arguments);
-void write_per_token(SafetensorsWriter& file, const LossInputs& inputs, const LossOutputs& outputs,
+void write_per_token(OutputFile& file, const LossInputs& inputs, const LossOutputs& outputs,
                      const LossArguments& arguments);
 
 }  // namespace logitless::cli

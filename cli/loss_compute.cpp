@@ -2,8 +2,11 @@
 // From the tensors of a file to an op, and from its outputs to tensors of a file.
 #include <fmt/core.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <functional>
+#include <numeric>
 
 #include "cli/commands.h"
 #include "cli/loss.h"
@@ -13,10 +16,12 @@
 namespace logitless::cli {
 namespace {
 
+// Of the first `count` sizes, which fits where no size after them is 0: the file holds that many
+// elements. An empty tensor may have sizes whose product does not.
 int64_t product(const std::vector<int64_t>& shape, size_t count) {
-  int64_t total = 1;
-  for (size_t i = 0; i < count; ++i) total *= shape[i];
-  return total;
+  const auto end = shape.begin() + static_cast<std::ptrdiff_t>(count);
+  if (std::find(shape.begin(), end, 0) != end) return 0;
+  return std::accumulate(shape.begin(), end, int64_t{1}, std::multiplies<>());
 }
 
 const SafetensorsTensor& find(const Safetensors& content, const std::string& name,
@@ -35,27 +40,34 @@ const SafetensorsTensor& find(const Safetensors& content, const std::string& nam
 
 // rank: of the view. Leading dimensions are flattened into its first one where `flatten` is set.
 InputTensor load(const Safetensors& content, const std::string& name, const std::string& option,
-                 int32_t rank, bool flatten) {
+                 int32_t rank, bool flatten, const std::vector<std::string>& dtypes) {
   InputTensor input;
   if (name.empty()) return input;
   const SafetensorsTensor& tensor = find(content, name, option);
-  if (!tensor.dtype) {
-    throw BadInput(fmt::format("tensor {} has dtype {}; allowed: F32, F16, BF16, I32, I64",
-                               in_quotes(name), tensor.dtype_name));
+  if (std::find(dtypes.begin(), dtypes.end(), tensor.dtype_name) == dtypes.end()) {
+    throw BadInput(fmt::format("{}: tensor {} has dtype {}; allowed: {}", option, in_quotes(name),
+                               tensor.dtype_name, joined(dtypes)));
   }
   const size_t dimensions = tensor.shape.size();
   const auto wanted = static_cast<size_t>(rank);
   if (dimensions < wanted || (dimensions > wanted && !flatten)) {
-    throw BadInput(fmt::format("tensor {} has {} dimensions; {} needs {}{}", in_quotes(name),
-                               dimensions, option, rank, flatten ? " or more" : ""));
+    throw BadInput(fmt::format("{}: tensor {} has {} dimensions; allowed: {}{}", option,
+                               in_quotes(name), dimensions, rank, flatten ? " or more" : ""));
   }
+  if (rank == 2 && tensor.shape.back() == 0) {
+    throw BadInput(fmt::format("{}: tensor {} has a last dimension of 0; allowed: >= 1", option,
+                               in_quotes(name)));
+  }
+  const int64_t rows = product(tensor.shape, dimensions - wanted + 1);
   const void* data = tensor.data.data();
-  if (reinterpret_cast<uintptr_t>(data) % static_cast<uint64_t>(size_of(*tensor.dtype)) != 0) {
+  if (tensor.data.empty()) {
+    data = nullptr;
+  } else if (reinterpret_cast<uintptr_t>(data) % static_cast<uint64_t>(size_of(*tensor.dtype)) !=
+             0) {
     input.copy = Buffer(tensor.data.size());
     std::memcpy(input.copy.data(), data, tensor.data.size());
     data = input.copy.data();
   }
-  const int64_t rows = product(tensor.shape, dimensions - wanted + 1);
   input.view = rank == 2 ? matrix_view(data, *tensor.dtype, rows, tensor.shape.back())
                          : vector_view(data, *tensor.dtype, rows);
   input.shape = tensor.shape;
@@ -110,14 +122,34 @@ void set_gradients(LinearCrossEntropyForwardBackward& op, LossOutputs& outputs, 
 template <class Op>
 void run_op(const Op& op, const LossArguments& arguments, LossOutputs& outputs) {
   const Execution execution{.device = {parse_device(arguments.device), 0}};
-  WorkspaceSize size;
-  check(workspace(op, execution, &size));
-  outputs.workspace = arguments.memory.value_or(size.recommended);
-  check_memory(outputs.workspace, size);
+  check(workspace(op, execution, &outputs.size));
+  outputs.workspace = arguments.memory.value_or(outputs.size.recommended);
+  check_memory(outputs.workspace, outputs.size);
   const Buffer scratch(outputs.workspace);
   const auto start = std::chrono::steady_clock::now();
   check(run(op, scratch.workspace(), execution));
   outputs.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+// Each token's loss, where the reduced one was asked for: the loss alone once more.
+Buffer token_losses(const LossInputs& inputs, const LossArguments& arguments) {
+  LossOutputs outputs;
+  LinearCrossEntropyForward op;
+  set_inputs(op, inputs, arguments.options);
+  op.options.reduction = Reduction::none;
+  set_outputs(op, outputs, inputs, false);
+  run_op(op, arguments, outputs);
+  return std::move(outputs.loss);
+}
+
+// target_logit - lse of each token; 0, as its statistics are, where a token does not count.
+Buffer log_probabilities(const LossInputs& inputs, const LossOutputs& outputs) {
+  Buffer result(bytes_of(DType::f32, inputs.tokens()));
+  for (int64_t i = 0; i < inputs.tokens(); ++i) {
+    const double lse = outputs.lse.as<const float>()[i];
+    result.as<float>()[i] = static_cast<float>(outputs.target_logit.as<const float>()[i] - lse);
+  }
+  return result;
 }
 
 }  // namespace
@@ -129,12 +161,13 @@ int64_t LossInputs::target_at(int64_t token) const {
 
 LossInputs load_inputs(const SafetensorsFile& file, const LossArguments& arguments) {
   const Safetensors& content = file.content();
-  return {.hidden = load(content, arguments.hidden, "--hidden", 2, true),
-          .weight = load(content, arguments.weight, "--weight", 2, false),
-          .target = load(content, arguments.target, "--target", 1, true),
-          .bias = load(content, arguments.bias, "--bias", 1, false),
-          .token_weight = load(content, arguments.token_weight, "--token-weight", 1, true),
-          .vocab_weight = load(content, arguments.vocab_weight, "--vocab-weight", 1, false)};
+  const std::vector<std::string> floats{"F32", "F16", "BF16"}, integers{"I32", "I64"}, f32{"F32"};
+  return {.hidden = load(content, arguments.hidden, "--hidden", 2, true, floats),
+          .weight = load(content, arguments.weight, "--weight", 2, false, floats),
+          .target = load(content, arguments.target, "--target", 1, true, integers),
+          .bias = load(content, arguments.bias, "--bias", 1, false, floats),
+          .token_weight = load(content, arguments.token_weight, "--token-weight", 1, true, f32),
+          .vocab_weight = load(content, arguments.vocab_weight, "--vocab-weight", 1, false, f32)};
 }
 
 LossOutputs compute_loss(const LossInputs& inputs, const LossArguments& arguments) {
@@ -151,10 +184,13 @@ LossOutputs compute_loss(const LossInputs& inputs, const LossArguments& argument
     set_gradients(op, outputs, parse_dtype(arguments.grad_dtype));
     run_op(op, arguments, outputs);
   }
+  if (!arguments.per_token.empty() && arguments.options.reduction != Reduction::none) {
+    outputs.token_loss = token_losses(inputs, arguments);
+  }
   return outputs;
 }
 
-void write_gradients(SafetensorsWriter& file, const LossInputs& inputs, const LossOutputs& outputs,
+void write_gradients(OutputFile& file, const LossInputs& inputs, const LossOutputs& outputs,
                      const LossArguments& arguments) {
   const DType dtype = parse_dtype(arguments.grad_dtype);
   std::vector<TensorToWrite> tensors{
@@ -167,21 +203,22 @@ void write_gradients(SafetensorsWriter& file, const LossInputs& inputs, const Lo
   if (arguments.options.reduction != Reduction::none) {
     metadata["loss"] = fmt::format("{}", *outputs.loss.as<const float>());
   }
-  file.commit(tensors, metadata);
+  write_safetensors(file, tensors, metadata);
 }
 
-void write_per_token(SafetensorsWriter& file, const LossInputs& inputs, const LossOutputs& outputs,
+void write_per_token(OutputFile& file, const LossInputs& inputs, const LossOutputs& outputs,
                      const LossArguments& arguments) {
   const std::vector<int64_t>& shape = inputs.target.shape;
-  std::vector<TensorToWrite> tensors{
+  const bool none = arguments.options.reduction == Reduction::none;
+  const Buffer log_probability = log_probabilities(inputs, outputs);
+  const std::vector<TensorToWrite> tensors{
+      {"loss", DType::f32, shape, (none ? outputs.loss : outputs.token_loss).data()},
+      {"log_probability", DType::f32, shape, log_probability.data()},
       {"lse", DType::f32, shape, outputs.lse.data()},
       {"target_logit", DType::f32, shape, outputs.target_logit.data()},
       {"entropy", DType::f32, shape, outputs.entropy.data()},
       {"argmax", DType::i64, shape, outputs.argmax.data()}};
-  if (arguments.options.reduction == Reduction::none) {
-    tensors.push_back({"loss", DType::f32, shape, outputs.loss.data()});
-  }
-  file.commit(tensors);
+  write_safetensors(file, tensors);
 }
 
 }  // namespace logitless::cli

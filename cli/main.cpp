@@ -1,28 +1,61 @@
 // SPDX-License-Identifier: Apache-2.0
-// logitless: the command line. 0: done; 1: a check failed or the machine refused; 2: bad input, in
-// one line on stderr.
+// logitless: the command line. 0: done; 1: a check failed or the machine refused; 2: bad input.
+// What went wrong is one line on stderr, and with --json an object on stdout.
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <csignal>
 #include <cstdio>
 #include <exception>
 #include <new>
+#include <sstream>
+#include <string_view>
 
 #include "cli/commands.h"
+#include "cli/text.h"
 #include "logitless/logitless.h"
 
 namespace logitless::cli {
 namespace {
 
-int complain(const CLI::App& app, int code, std::string message) {
+// Asked of the arguments, because a mistake in one of them ends the parsing before the flag is set.
+bool wants_json(int argc, char** argv) {
+  return std::any_of(argv, argv + argc,
+                     [](const char* argument) { return argument == std::string_view("--json"); });
+}
+
+int complain(const CLI::App& app, bool json, int exit_code, const CommandError& error) {
+  std::string message = error.what();
   std::replace(message.begin(), message.end(), '\n', ' ');
   const auto chosen = app.get_subcommands();
   const std::string where = chosen.empty() ? "" : chosen.front()->get_name() + ": ";
   fmt::print(stderr, "logitless: {}{}\n", where, message);
-  return code;
+  if (json) {
+    nlohmann::json field;  // null
+    if (!error.field.empty()) field = error.field;
+    print_json({{"error", {{"code", error.code}, {"field", field}, {"message", message}}}});
+    std::fflush(stdout);
+  }
+  return exit_code;
+}
+
+// The argument that a sentence of CLI11's is about: "V is required", "V: ...", "The following
+// argument was not expected: V", "Could not convert: V = ...".
+std::string field_of(const CLI::ParseError& error) {
+  const std::string message = error.what();
+  const size_t colon = message.find(": "), blank = message.find(' ');
+  if (message.find(" is required") == blank) return message.substr(0, blank);
+  if (colon == message.npos) return "";
+  if (colon < blank) return message.substr(0, colon);
+  std::istringstream rest(message.substr(colon + 1));
+  std::string field;
+  rest >> field;
+  return field;
 }
 
 int main(int argc, char** argv) {
+  // A file that grows past the limit is an error of its writer, which has a sentence.
+  std::signal(SIGXFSZ, SIG_IGN);
   CLI::App app{"Logitless: exact cross-entropy for language models without the logits",
                "logitless"};
   app.set_version_flag("--version", fmt::format("logitless {}.{}.{}", LOGITLESS_VERSION_MAJOR,
@@ -37,24 +70,29 @@ int main(int argc, char** argv) {
 #ifdef LOGITLESS_CLI_DEMO
   add_demo(app, context);
 #endif
+  const bool json = wants_json(argc, argv);
   try {
     app.parse(argc, argv);
     if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
-      return complain(app, 1, "the output could not be written");
+      return complain(app, false, 1, Failure("the output could not be written"));
     }
     return context.exit_code;
   } catch (const CLI::ParseError& e) {
     if (e.get_exit_code() == 0) return app.exit(e);  // --help, --version
     if (!app.remaining().empty() && app.get_subcommands().empty()) {
-      return complain(app, 2, app.remaining().front() + ": no such command; see logitless --help");
+      const std::string name = app.remaining().front();
+      return complain(app, json, 2,
+                      BadInput(name + ": no such command; see logitless --help", name));
     }
-    return complain(app, 2, e.what());
+    return complain(app, json, 2, BadInput(e.what(), field_of(e)));
   } catch (const BadInput& e) {
-    return complain(app, 2, e.what());
+    return complain(app, json, 2, e);
+  } catch (const CommandError& e) {
+    return complain(app, json, 1, e);
   } catch (const std::bad_alloc&) {
-    return complain(app, 1, "out of memory");
+    return complain(app, json, 1, Failure("out of memory", "out_of_memory"));
   } catch (const std::exception& e) {
-    return complain(app, 1, e.what());
+    return complain(app, json, 1, Failure(e.what()));
   }
 }
 

@@ -61,9 +61,10 @@ json parts(const cpu::LinearPlan& p) {
     if (bytes > 0) out.push_back({{"name", name}, {"bytes", bytes}});
     rest -= bytes;
   };
-  const int64_t logits = p.vocab_tiles * p.token_chunk * cpu::vocab_tile * 4;
+  const uint64_t logits = static_cast<uint64_t>(p.vocab_tiles) *
+                          static_cast<uint64_t>(p.token_chunk) * cpu::vocab_tile * 4;
   add("tokens and their sums", p.logits_at);
-  add("logits of one chunk", p.stored ? static_cast<uint64_t>(logits) : 0);
+  add("logits of one chunk", p.stored ? logits : 0);
   add("f32 sum of grad_weight", p.bias_sum_at - p.weight_sum_at);
   add("f32 sum of grad_bias", p.lanes_at - p.bias_sum_at);
   add("scratch of the threads", static_cast<uint64_t>(p.lanes) * p.lane_bytes);
@@ -116,7 +117,11 @@ json gather(const PlanArguments& arguments) {
     out["plan"] = linear_plan(s, given);
     out["workspace"]["used"] = out["plan"]["bytes"];
     out["logits_bytes"] = logits;
-    out["logits_bytes_avoided"] = s.op == "linear-forward" ? logits : 2 * logits;
+    // A plain implementation holds the logits, and their gradient beside them.
+    const uint64_t held = s.op == "linear-forward" ? logits : 2 * logits;
+    const uint64_t used = out["plan"]["bytes"];
+    out["logits_bytes_avoided"] = held > used ? held - used : 0;
+    if (held <= used) out["remark"] = nothing_saved(held, size);
   } else {
     out["workspace"]["used"] = size.minimum;
   }
@@ -124,6 +129,26 @@ json gather(const PlanArguments& arguments) {
 }
 
 std::string bytes_text(const json& bytes) { return format_bytes(bytes.get<uint64_t>()); }
+
+void print_avoided(const json& out) {
+  const json& plan = out["plan"];
+  const bool gradients = out["op"] != "linear-forward";
+  const uint64_t logits = out["logits_bytes"], held = gradients ? 2 * logits : logits;
+  const std::string avoided = bytes_text(out["logits_bytes_avoided"]);
+  const std::string what = gradients ? "the logits and their gradient are" : "the logits are";
+  if (out.contains("remark")) {
+    fmt::print("{:<12}nothing: {} {}; {}\n", "avoided", what, format_bytes(held),
+               out["remark"].get<std::string>());
+  } else if (plan["name"] == "stored chunks" && plan["chunks"] == 1) {
+    fmt::print(
+        "{:<12}{}: one chunk holds all logits, their gradient takes their place; --memory {} "
+        "would hold none\n",
+        "avoided", avoided, memory_argument(out["workspace"]["minimum"]));
+  } else {
+    fmt::print("{:<12}{}: {} {}, {:.1f} x this workspace\n", "avoided", avoided, what,
+               format_bytes(held), static_cast<double>(held) / plan["bytes"].get<double>());
+  }
+}
 
 void print_linear(const json& out) {
   const json& plan = out["plan"];
@@ -140,10 +165,7 @@ void print_linear(const json& out) {
   }
   fmt::print("; {} of {} threads\n", plan["threads"].get<int64_t>(), out["threads"].get<int>());
   fmt::print("{:<12}{:.1f} GFLOP\n", "work", plan["flops"].get<double>() * 1e-9);
-  fmt::print("{:<12}{} of logits{} never held: {:.1f} x this workspace\n", "avoided",
-             bytes_text(out["logits_bytes_avoided"]),
-             out["op"] == "linear-forward" ? "" : " and their gradient",
-             out["logits_bytes_avoided"].get<double>() / plan["bytes"].get<double>());
+  print_avoided(out);
 }
 
 void print_parts(const json& out) {
@@ -162,10 +184,14 @@ void print_text(const json& out, void (*print_plan)(const json&)) {
              out["grad_dtype"].get<std::string>());
   if (out.contains("plan")) print_plan(out);
   const json& workspace = out["workspace"];
-  fmt::print("{:<12}{} ({} bytes) of {} given; minimum {}, recommended {}\n", "workspace",
+  // The recommended size does not depend on the machine, so that the plan does not either.
+  const bool spare = print_plan == print_linear && out.contains("plan") &&
+                     workspace["given"] == workspace["recommended"] &&
+                     workspace["used"] < workspace["given"];
+  fmt::print("{:<12}{} ({} bytes) of {} given{}; minimum {}, recommended {}\n", "workspace",
              bytes_text(workspace["used"]), workspace["used"].get<uint64_t>(),
-             bytes_text(workspace["given"]), bytes_text(workspace["minimum"]),
-             bytes_text(workspace["recommended"]));
+             bytes_text(workspace["given"]), spare ? " (the rest: scratch of more threads)" : "",
+             bytes_text(workspace["minimum"]), bytes_text(workspace["recommended"]));
 }
 
 void run_plan(const Context& context, PlanArguments& arguments) {
@@ -205,9 +231,7 @@ void add_plan(CLI::App& app, Context& context) {
       ->check(integer(1));
   command->add_option("V", a.shape.vocab, "vocabulary")->required()->check(integer(1));
   command->add_option("--op", a.shape.op)->check(CLI::IsMember(kOpNames))->capture_default_str();
-  command->add_option("--device", a.device)
-      ->check(CLI::IsMember({"cpu", "cuda", "webgpu"}))
-      ->capture_default_str();
+  command->add_option("--device", a.device)->check(device_of("plan"))->capture_default_str();
   command->add_option("--dtype", a.dtype, "of input and weight, or of the logits")
       ->check(CLI::IsMember(kFloatDtypes))
       ->capture_default_str();

@@ -18,6 +18,8 @@
 
 namespace logitless::cli {
 
+class OutputFile;
+
 // What is wrong with the file, in one line.
 struct SafetensorsError : std::runtime_error {
   using std::runtime_error::runtime_error;
@@ -66,22 +68,8 @@ struct TensorToWrite {
   const void* data = nullptr;  // dense
 };
 
-// A file that appears whole or not at all: written beside its place, synchronized, then renamed.
-class SafetensorsWriter {
- public:
-  // SafetensorsError where `path` cannot be written, before the work whose result it is to hold.
-  explicit SafetensorsWriter(const std::string& path);
-  ~SafetensorsWriter();  // what is not committed disappears
-  SafetensorsWriter(const SafetensorsWriter&) = delete;
-  SafetensorsWriter& operator=(const SafetensorsWriter&) = delete;
-
-  // std::runtime_error where the disk refuses.
-  void commit(const std::vector<TensorToWrite>& tensors,
-              const std::map<std::string, std::string>& metadata = {});
-
- private:
-  std::string path_, temporary_;
-  int descriptor_ = -1;
-};
+// All of a file's bytes; `file` is yet to be committed.
+void write_safetensors(OutputFile& file, const std::vector<TensorToWrite>& tensors,
+                       const std::map<std::string, std::string>& metadata = {});
 
 }  // namespace logitless::cli

@@ -25,6 +25,31 @@ constexpr Unit kUnits[] = {{"", 1},         {"B", 1},        {"KiB", 0x1p10}, {"
 constexpr DeviceType kDevices[] = {DeviceType::cpu, DeviceType::cuda, DeviceType::webgpu,
                                    DeviceType::reference};
 
+// Who takes which device as --device; info, which asks for all of them, has no such option.
+struct DeviceOfCommands {
+  const char* device;
+  std::vector<std::string> commands;
+};
+const DeviceOfCommands kDeviceTable[] = {{"cpu", {"plan", "check", "bench", "loss"}},
+                                         {"cuda", {"plan", "check", "bench"}},
+                                         {"webgpu", {"plan", "bench"}},
+                                         {"reference", {"check", "loss"}}};
+
+// As JSON has them, in the order of StatusCode.
+constexpr const char* kStatusNames[] = {"ok",
+                                        "invalid_argument",
+                                        "wrong_shape",
+                                        "wrong_dtype",
+                                        "wrong_device",
+                                        "misaligned",
+                                        "unknown_enum",
+                                        "workspace_too_small",
+                                        "target_out_of_range",
+                                        "backend_unavailable",
+                                        "not_supported",
+                                        "device_error",
+                                        "internal"};
+
 // Columns on a terminal, for text in UTF-8.
 size_t width(std::string_view text) {
   return static_cast<size_t>(
@@ -88,6 +113,20 @@ std::string format_bytes(uint64_t bytes) {
   return unit == 0 ? fmt::format("{} B", bytes) : fmt::format("{:.1f} {}", number, kNames[unit]);
 }
 
+std::string joined(const std::vector<std::string>& names) { return CLI::detail::join(names, ", "); }
+
+std::string memory_argument(uint64_t bytes) {
+  const bool large = bytes >= uint64_t{64} << 20;
+  const int shift = large ? 20 : 10;
+  return fmt::format("{}{}", (bytes + (uint64_t{1} << shift) - 1) >> shift, large ? "MiB" : "KiB");
+}
+
+std::string nothing_saved(uint64_t held, const WorkspaceSize& size) {
+  const std::string text = "nothing is saved at this size";
+  if (size.minimum >= held) return text;
+  return text + "; --memory " + memory_argument(size.minimum) + " would do";
+}
+
 const char* name_of(DType dtype) {
   static constexpr const char* kNames[] = {"f32", "f16", "bf16", "i32", "i64"};
   return kNames[static_cast<int>(dtype)];
@@ -110,15 +149,40 @@ DeviceType parse_device(const std::string& name) {
   for (const DeviceType device : kDevices) {
     if (name != name_of(device)) continue;
     Status status;
-    if (logitless_describe_backend(static_cast<int32_t>(device), nullptr, 0, status.c()) != 0) {
-      throw Failure(status.message());
-    }
+    logitless_describe_backend(static_cast<int32_t>(device), nullptr, 0, status.c());
+    check(status);
     return device;
   }
   throw BadInput(fmt::format("--device: \"{}\"; allowed: cpu, cuda, webgpu, reference", name));
 }
 
+std::vector<std::string> devices_of(const std::string& command) {
+  std::vector<std::string> devices;
+  for (const auto& [device, commands] : kDeviceTable) {
+    if (CLI::detail::find_member(command, commands) >= 0) devices.emplace_back(device);
+  }
+  return devices;
+}
+
+CLI::Validator device_of(const std::string& command) {
+  const std::vector<std::string> devices = devices_of(command);
+  return CLI::Validator(
+      [command, devices](const std::string& text) -> std::string {
+        if (CLI::detail::find_member(text, devices) >= 0) return "";
+        for (const auto& [device, commands] : kDeviceTable) {
+          if (text != device) continue;
+          return fmt::format("{} does not take {} ({} do); allowed: {}", command, text,
+                             joined(commands), joined(devices));
+        }
+        return fmt::format("\"{}\" is no device; allowed: {}", text, joined(devices));
+      },
+      "{" + joined(devices) + "}");
+}
+
 void check(const Status& status) {
+  const auto index = static_cast<size_t>(status.code());
+  const char* code = index < std::size(kStatusNames) ? kStatusNames[index] : "internal";
+  const std::string message = status.message();
   switch (status.code()) {
     case StatusCode::ok:
       return;
@@ -126,9 +190,11 @@ void check(const Status& status) {
     case StatusCode::not_supported:
     case StatusCode::device_error:
     case StatusCode::internal:
-      throw Failure(status.message());
-    default:
-      throw BadInput(status.message());
+      throw Failure(message, code);
+    default:  // these messages begin with the field
+      throw BadInput(message,
+                     message.substr(0, message.find_first_not_of("abcdefghijklmnopqrstuvwxyz_.")),
+                     code);
   }
 }
 

@@ -22,7 +22,13 @@ void add_memory_option(CLI::App& command, std::optional<uint64_t>& bytes);
 void check_memory(uint64_t bytes, const WorkspaceSize& size);
 // Decimal integers that fit: CLI11 alone takes octal and bends what is too large.
 CLI::Validator integer(int64_t least = INT64_MIN, int64_t most = INT64_MAX);
-std::string format_bytes(uint64_t bytes);  // "64.0 MiB"
+std::string format_bytes(uint64_t bytes);                   // "64.0 MiB"
+std::string joined(const std::vector<std::string>& names);  // "a, b, c"
+// For --memory: what people type for at least `bytes`, "414KiB".
+std::string memory_argument(uint64_t bytes);
+// Beside a workspace that is no smaller than the logits, what would be: "nothing is saved at this
+// size; --memory 414KiB would do". `held`: bytes of what a plain implementation holds.
+std::string nothing_saved(uint64_t held, const WorkspaceSize& size);
 
 inline const std::vector<std::string> kFloatDtypes{"f32", "f16", "bf16"};
 const char* name_of(DType dtype);
@@ -31,6 +37,10 @@ DType parse_dtype(const std::string& name);  // a name of kFloatDtypes
 // cpu, cuda, webgpu, reference; BadInput for other names, Failure with the reason where this
 // library or machine lacks it.
 DeviceType parse_device(const std::string& name);
+// The devices that a command takes as --device, by its name.
+std::vector<std::string> devices_of(const std::string& command);
+// One of them; for another device the sentence says which commands take it.
+CLI::Validator device_of(const std::string& command);
 const char* name_of(DeviceType device);
 
 // An error of the library as an exit code: what the caller gave is BadInput, the rest Failure.

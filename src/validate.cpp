@@ -88,13 +88,13 @@ Status check_dtype_pairs(const Call& call) {
   if (call.linear) {
     const DType dtype = call["input"].dtype;
     if (call["weight"].dtype != dtype) {
-      return error(StatusCode::wrong_dtype, "weight is %s; allowed: that of input, %s",
+      return error(StatusCode::wrong_dtype, "weight is %s; allowed: %s, the dtype of input",
                    name_of(call["weight"].dtype), name_of(dtype));
     }
     const TensorView& bias = call["bias"];
     if (bias && bias.dtype != dtype && bias.dtype != DType::f32) {
-      return error(StatusCode::wrong_dtype, "bias is %s; allowed: f32 or that of input, %s",
-                   name_of(bias.dtype), name_of(dtype));
+      return error(StatusCode::wrong_dtype, "bias is %s; allowed: f32%s%s", name_of(bias.dtype),
+                   dtype == DType::f32 ? "" : ", ", dtype == DType::f32 ? "" : name_of(dtype));
     }
   }
   if (call["argmax"].dtype == DType::i32 && call.vocab_total() > INT32_MAX) {

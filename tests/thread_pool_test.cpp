@@ -4,11 +4,15 @@
 #include "src/cpu/thread_pool.h"
 
 #include <gtest/gtest.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <mutex>
@@ -91,6 +95,65 @@ TEST_F(ThreadPool, NeverRunsMoreAtOnceThanItHasThreads) {
     EXPECT_LE(most, threads);
     EXPECT_GE(most, 1);
   }
+}
+
+// The signals that a thread's own instructions raise: blocked, they end the process before any
+// handler of the host's has run.
+constexpr int kFaults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS, SIGABRT};
+
+TEST_F(ThreadPool, WorkersBlockTheHostsSignalsButNotTheirOwnFaults) {
+  set_num_threads(2);
+  // Each index waits for the other to start, so that one of them runs on a worker.
+  struct Masks {
+    const std::thread::id caller = std::this_thread::get_id();
+    std::atomic<int> arrived{0};
+    sigset_t worker{};
+    std::atomic<bool> seen{false};
+  } masks;
+  const Executor& executor = default_executor();
+  executor.parallel_for(
+      executor.state, 2,
+      [](void* context, int64_t) {
+        Masks& m = *static_cast<Masks*>(context);
+        if (std::this_thread::get_id() != m.caller) {
+          pthread_sigmask(SIG_SETMASK, nullptr, &m.worker);
+          m.seen = true;
+        }
+        ++m.arrived;
+        for (int i = 0; i < 10000 && m.arrived < 2; ++i) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
+      },
+      &masks);
+  ASSERT_TRUE(masks.seen);
+  for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGALRM, SIGCHLD, SIGUSR1, SIGPROF}) {
+    EXPECT_EQ(sigismember(&masks.worker, signal), 1) << strsignal(signal);
+  }
+  for (const int signal : kFaults) {
+    EXPECT_EQ(sigismember(&masks.worker, signal), 0) << strsignal(signal);
+  }
+}
+
+TEST_F(ThreadPool, AFaultOfAWorkerReachesTheHostsHandler) {
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    alarm(60);  // a hang must end
+    signal(SIGSEGV, [](int) { _exit(42); });
+    void* page = mmap(nullptr, 1, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    set_num_threads(2);
+    const std::thread::id caller = std::this_thread::get_id();
+    std::atomic<bool> never{false};
+    // The caller waits in one index, so that a worker takes the other one.
+    for_each_task(default_executor(), 2, 2, [&](int64_t, int64_t) {
+      if (std::this_thread::get_id() != caller) *static_cast<volatile char*>(page) = 1;
+      while (!never) std::this_thread::yield();
+    });
+    _exit(1);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 42) << status;
 }
 
 TEST_F(ThreadPool, LanesNeverOverlap) {

@@ -39,13 +39,18 @@ struct Job {
   }
 };
 
-// A signal meant for the host must not be taken by a thread it does not know.
+// A signal meant for the host must not be taken by a thread it does not know. The signals that a
+// thread's own instructions raise stay open: for one that is blocked the kernel ends the process
+// without asking the host's handler.
 class BlockSignals {
  public:
   BlockSignals() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &old_);
+    sigset_t blocked;
+    sigfillset(&blocked);
+    for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS, SIGABRT}) {
+      sigdelset(&blocked, fault);
+    }
+    pthread_sigmask(SIG_SETMASK, &blocked, &old_);
   }
   ~BlockSignals() { pthread_sigmask(SIG_SETMASK, &old_, nullptr); }
   BlockSignals(const BlockSignals&) = delete;

@@ -7,7 +7,7 @@ import json
 import subprocess
 import unittest
 
-from support import PROGRAM, CliTest, run
+from support import PROGRAM, CliTest, Head, run, safetensors
 
 
 class GeneralTest(CliTest):
@@ -21,6 +21,74 @@ class GeneralTest(CliTest):
         self.assertIn("subcommand", self.refuse())
         self.assertIn("frobnicate", self.refuse("frobnicate"))
         self.assertIn("--frobnicate", self.refuse("info", "--frobnicate"))
+
+    def error(self, *arguments: str) -> tuple[str, str | None, str]:
+        """What --json says of an error: code, field, message; stderr says it to a person."""
+        done = run(*arguments, "--json")
+        self.assertIn(done.returncode, (1, 2))
+        self.assertRegex(done.stderr, r"\Alogitless: [^\n]+\n\Z")
+        self.assertEqual(done.stdout.count("\n"), 1)
+        answer = json.loads(done.stdout)
+        self.assertEqual(set(answer), {"error"})
+        error = answer["error"]
+        self.assertEqual(set(error), {"code", "field", "message"})
+        self.assertIn(error["message"], done.stderr)
+        return error["code"], error["field"], error["message"]
+
+    def test_an_error_is_json_too(self) -> None:
+        path = self.file(safetensors(Head().tensors()))
+        for arguments, code, field in (
+            (("frobnicate",), "bad_input", "frobnicate"),
+            (("info", "--frobnicate"), "bad_input", "--frobnicate"),
+            (("plan", "1", "2"), "bad_input", "V"),
+            (("plan", "1", "2", "x"), "bad_input", "V"),
+            (("plan", "64", "32", "1000", "--memory", "1"), "bad_input", "--memory"),
+            (("plan", "9000000000", "9000000000", "9"), "invalid_argument", "weight"),
+            (("loss", path, "--temperature", "0"), "invalid_argument", "temperature"),
+            (("loss", path, "--bias", "nope"), "bad_input", "--bias"),
+            (("loss", path, "--bias", "target"), "bad_input", "--bias"),
+            (("loss", path, "--gradients", path), "bad_input", "--gradients"),
+            (("loss", path + "2"), "bad_input", "file"),
+            (("loss", path, "--device", "cuda"), "bad_input", "--device"),
+            (("demo", path + "2"), "bad_input", None),
+        ):
+            with self.subTest(arguments=arguments):
+                self.assertEqual(self.error(*arguments)[:2], (code, field))
+        outside = Head()
+        outside.target[0] = 11
+        path = self.file(safetensors(outside.tensors()))
+        self.assertEqual(self.error("loss", path)[:2], ("target_out_of_range", "target"))
+        done = run("loss", "--json", "--help")
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+
+    def test_every_device_is_taken_or_refused_by_name(self) -> None:
+        path = self.file(safetensors(Head().tensors()))
+        commands = {
+            "plan": ("plan", "2", "8", "16"),
+            "check": ("check", "--op", "softmax", "--dtype", "f32", "--cases", "3"),
+            "bench": ("bench", "--op", "linear-forward", "--n", "2", "--d", "8", "--v", "16",
+                      "--repeats", "1", "--samples", "0"),
+            "loss": ("loss", path),
+        }  # fmt: skip
+        served = {
+            "cpu": ["plan", "check", "bench", "loss"], "cuda": ["plan", "check", "bench"],
+            "webgpu": ["plan", "bench"], "reference": ["check", "loss"],
+        }  # fmt: skip
+        for name, command in commands.items():
+            for device, takers in served.items():
+                with self.subTest(command=name, device=device):
+                    done = run(*command, "--device", device)
+                    if name in takers:  # 1: this library or machine lacks it
+                        self.assertIn(done.returncode, (0, 1), done.stderr)
+                        self.assertNotIn("allowed", done.stderr)
+                        continue
+                    line = self.refuse(*command, "--device", device)
+                    allowed = [d for d, t in served.items() if name in t]
+                    self.assertIn(
+                        f"--device: {name} does not take {device} ({', '.join(takers)} do); "
+                        f"allowed: {', '.join(allowed)}", line
+                    )  # fmt: skip
+            self.assertIn('"gpu" is no device', self.refuse(*command, "--device", "gpu"))
 
     def test_a_full_disk_is_a_failure(self) -> None:
         with open("/dev/full", "w", encoding="utf-8") as full:
@@ -44,6 +112,8 @@ class InfoTest(CliTest):
         text = self.succeed("info")
         for word in (info["version"], info["cpu"]["isa"], "threads", *backends):
             self.assertIn(word, text)
+        for name in backends:  # said once
+            self.assertRegex(text, rf"(?m)^{name} +(absent: )?(?!{name}\b)\S")
 
     def test_cuda(self) -> None:
         info = self.json("info")

@@ -165,6 +165,37 @@ class HostileFileTest(CliTest):
         raw = file_of(text.encode(), raw[len(raw) - sum(len(t[2]) for t in tensors.values()) :])
         self.json("loss", self.file(raw), "--device", DEVICES[0])
 
+    def test_empty_tensors_of_any_shape_and_place(self) -> None:
+        """None of them has a byte, whatever else their shapes say and wherever they lie."""
+        huge = 2**33
+        weight = ("F32", [11, 5], bytes(4 * 11 * 5))
+        for odd in range(4):
+            for leading in ([0], [2, 0, 3], [huge, huge, 0], [0, huge, huge]):
+                with self.subTest(odd=odd, leading=leading):
+                    tensors = {
+                        "weight": weight,
+                        "odd": ("U8", [odd], bytes(odd)),
+                        "hidden": ("F32", [*leading, 5], b""),
+                        "target": ("I64", leading, b""),
+                        "bias": ("F32", [11], bytes(44)),
+                        "weights": ("F32", leading, b""),
+                    }
+                    path = self.file(safetensors(tensors))
+                    out = str(self.directory / "out.safetensors")
+                    report = self.json("loss", path, "--gradients", out, "--per-token", out + "2",
+                                       "--bias", "bias", "--token-weight", "weights")  # fmt: skip
+                    self.assertEqual((report["tokens"], report["loss"]), (0, 0))
+        for leading in ([huge, huge], [huge, 2**29], [2**40]):
+            for reduction in ("mean", "none"):
+                tensors = {
+                    "hidden": ("F32", [*leading, 0], b""),
+                    "target": ("I64", [0], b""),
+                    "weight": ("F32", [11, 0], b""),
+                }
+                path = self.file(safetensors(tensors))
+                line = self.refuse("loss", path, "--reduction", reduction)
+                self.assertIn("dimension of 0", line)
+
 
 if __name__ == "__main__":
     unittest.main()

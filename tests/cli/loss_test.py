@@ -78,12 +78,16 @@ class LossTest(CliTest):
             )
             self.assert_near(report["loss"], want["losses"], 1e-6)
             tensors = read(out)[0]
-            self.assertEqual(set(tensors), {"loss", "lse", "target_logit", "entropy", "argmax"})
+            self.assertEqual(
+                set(tensors),
+                {"loss", "log_probability", "lse", "target_logit", "entropy", "argmax"},
+            )
             values = {name: unpack(t[0], t[2]) for name, t in tensors.items()}
             self.assertEqual(tensors["lse"][1], [2, 3])
             self.assert_near(values["loss"], want["losses"], 1e-6)
+            self.assert_near(values["log_probability"], [-v for v in want["losses"]], 1e-6)
             logs = [b - a for a, b in zip(values["lse"], values["target_logit"], strict=True)]
-            self.assert_near(logs, [-v for v in want["losses"]], 1e-6)
+            self.assert_near(logs, values["log_probability"], 1e-6)
             self.assertEqual(values["argmax"][3], -1)  # the ignored token
             valid = [i for i, t in enumerate(head.target) if t != -100]
             correct = sum(values["argmax"][i] == head.target[i] for i in valid)
@@ -91,6 +95,45 @@ class LossTest(CliTest):
             self.assertAlmostEqual(statistics["accuracy"], correct / len(valid))
             mean = sum(want["losses"]) / len(valid)
             self.assertAlmostEqual(statistics["perplexity"], math.exp(mean), delta=1e-4)
+
+    def test_per_token_losses_of_a_reduced_loss(self) -> None:
+        head = Head()
+        path = self.file(safetensors(head.tensors()))
+        for reduction in ("none", "sum", "mean"):
+            for gradients in ([], ["--gradients", str(self.directory / "gradients")]):
+                for smoothing in (0.0, 0.1):
+                    with self.subTest(reduction=reduction, gradients=gradients):
+                        want = head.expected(smoothing)
+                        out = self.directory / "tokens.safetensors"
+                        report = self.json(
+                            "loss", path, "--bias", "bias", "--label-smoothing", str(smoothing),
+                            "--reduction", reduction, "--per-token", str(out), *gradients,
+                        )  # fmt: skip
+                        loss, log = (unpack("F32", read(out)[0][name][2])
+                                     for name in ("loss", "log_probability"))  # fmt: skip
+                        self.assert_near(loss, want["losses"], 1e-6)
+                        self.assertEqual((loss[3], log[3]), (0, 0))  # the ignored token
+                        self.assert_near(log, [-v for v in head.expected()["losses"]], 1e-6)
+                        if reduction == "none":
+                            self.assertEqual(report["loss"], loss)
+        # The smallest workspace of the gradients serves this pass too.
+        least = str(self.json("plan", "6", "5", "11")["workspace"]["minimum"])
+        self.succeed("loss", path, "--per-token", str(out), *gradients, "--memory", least)
+
+    def test_the_cost_is_what_is_saved(self) -> None:
+        path = self.file(safetensors(Head(tokens=64, hidden=32, vocab=1000).tensors()))
+        gradients = ("--gradients", str(self.directory / "out"))
+        for arguments, held in (
+            ((), "the logits are 250.0 KiB"),
+            (gradients, "the logits and their gradient are 500.0 KiB"),
+        ):
+            line = self.succeed("loss", path, *arguments).split("\ncost")[1].splitlines()[0]
+            self.assertIn(f"({held}: nothing is saved at this size; --memory ", line)
+            memory = line.split("--memory ")[1].split()[0]
+            text = self.succeed("loss", path, *arguments, "--memory", memory)
+            self.assertIn(f"({held}), ", text)
+        report = self.json("loss", path)
+        self.assertEqual(report["logits_bytes"], 256_000)
 
     def test_text_says_what_json_says(self) -> None:
         path = self.file(safetensors(Head().tensors()))
@@ -116,7 +159,12 @@ class LossTest(CliTest):
 
     def test_bad_input(self) -> None:
         head = Head()
-        path = self.file(safetensors({**head.tensors(), "odd": ("U8", [3], b"abc")}))
+        odd = {
+            "odd": ("U8", [3], b"abc"),
+            "half": ("F16", [11, 5], bytes(2 * 55)),
+            "half_bias": ("F16", [11], bytes(22)),
+        }
+        path = self.file(safetensors({**head.tensors(), **odd}))
         target = dict(head.tensors())
         target["target"] = ("I64", [6], pack("I64", [0, 1, 2, 3, 4, 11]))
         outside = self.file(safetensors(target), "outside.safetensors")
@@ -124,7 +172,12 @@ class LossTest(CliTest):
         for arguments, word in (
             ([], "file"),
             ([path, "--weight", "nope"], '"hidden"'),  # what there is
-            ([path, "--bias", "odd"], "U8"),
+            ([path, "--bias", "odd"], '--bias: tensor "odd" has dtype U8; allowed: F32, F16, BF16'),
+            ([path, "--hidden", "target"], "allowed: F32, F16, BF16\n"),
+            ([path, "--target", "hidden"], "allowed: I32, I64\n"),
+            ([path, "--vocab-weight", "odd"], "allowed: F32\n"),
+            ([path, "--weight", "half"], "weight is f16; allowed: f32, the dtype of input"),
+            ([path, "--bias", "half_bias"], "bias is f16; allowed: f32\n"),
             ([path, "--target", "hidden"], "target"),
             ([path, "--hidden", "bias"], "dimensions"),
             ([path, "--weight", "bias"], "dimensions"),
@@ -147,7 +200,7 @@ class LossTest(CliTest):
             (["/dev/zero"], "regular"),
         ):
             with self.subTest(arguments=arguments):
-                self.assertIn(word, self.refuse("loss", *arguments, "--json"))
+                self.assertIn(word, self.refuse("loss", *arguments))
         self.assertIn("2 dev", self.refuse("loss", path, "--device", "2 dev"))
         self.assertEqual(self.left_behind(), {"in.safetensors", "outside.safetensors"})
 

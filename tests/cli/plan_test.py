@@ -38,7 +38,8 @@ class PlanTest(CliTest):
             self.assertLess((plan["chunks"] - 1) * plan["token_chunk"], 300)
             self.assertEqual(plan["products"], 3 if plan["name"] == "stored chunks" else 4)
             self.assertEqual(plan["flops"], plan["products"] * 2 * 300 * 64 * 3000)
-            self.assertEqual(out["logits_bytes_avoided"], 2 * 300 * 3000 * 4)
+            avoided = max(0, 2 * 300 * 3000 * 4 - space["used"])
+            self.assertEqual(out["logits_bytes_avoided"], avoided)
         self.assertEqual(plan["name"], "stored chunks")
         least = self.json("plan", *self.SHAPE, f"--memory={smallest}")
         self.assertEqual(least["plan"]["name"], "recompute")
@@ -46,9 +47,51 @@ class PlanTest(CliTest):
         self.assertIn(str(smallest), self.refuse("plan", *self.SHAPE, f"--memory={smallest - 1}"))
         forward = self.json("plan", *self.SHAPE, "--op", "linear-forward")
         self.assertEqual((forward["plan"]["name"], forward["plan"]["products"]), ("loss only", 1))
-        self.assertEqual(forward["logits_bytes_avoided"], 300 * 3000 * 4)
+        avoided = 300 * 3000 * 4 - forward["workspace"]["used"]
+        self.assertEqual(forward["logits_bytes_avoided"], avoided)
         frozen = self.json("plan", *self.SHAPE, "--no-grad-weight")
         self.assertEqual(frozen["plan"]["products"], 2)
+
+    def avoided(self, *arguments: str) -> str:
+        text = self.succeed("plan", *arguments)
+        return next(line for line in text.splitlines() if line.startswith("avoided"))
+
+    def test_what_is_avoided_is_what_is_not_held(self) -> None:
+        # A first try: all tokens are one chunk, and the workspace is larger than what it replaces.
+        toy = ("64", "32", "1000")
+        self.assertEqual(self.json("plan", *toy)["logits_bytes_avoided"], 0)
+        line = self.avoided(*toy)
+        self.assertRegex(
+            line, r"^avoided     nothing: the logits and their gradient are 500.0 KiB; "
+        )
+        self.assertRegex(line, r"--memory \d+KiB would do$")
+        memory = line.split("--memory ")[1].split()[0]
+        space = self.json("plan", *toy, "--memory", memory)
+        self.assertGreater(space["logits_bytes_avoided"], 0)
+        self.assertLess(space["workspace"]["used"], 512_000)
+        # No workspace is smaller than these logits.
+        self.assertRegex(self.avoided("2", "32", "10"), r"nothing is saved at this size$")
+        self.assertRegex(self.avoided("0", "32", "10"), r"nothing is saved at this size$")
+        # One chunk again, of a workspace that saves the gradient of the logits and not the logits.
+        one = ("128", "8", "30000")
+        plan = self.json("plan", *one)["plan"]
+        self.assertEqual((plan["chunks"], plan["name"]), (1, "stored chunks"))
+        line = self.avoided(*one)
+        self.assertRegex(line, r"^avoided     [\d.]+ MiB: one chunk holds all logits")
+        memory = line.split("--memory ")[1].split()[0]
+        plan = self.json("plan", *one, "--memory", memory)["plan"]
+        self.assertNotIn("logits of one chunk", {part["name"] for part in plan["parts"]})
+        many = ("4096", "64", "50000")
+        text = r"^avoided     1\.[345] GiB: the logits and their gradient are 1.5 GiB, [\d.]+ x"
+        self.assertRegex(self.avoided(*many), text)
+        text = r"^avoided     7\d\d\.\d MiB: the logits are 781.2 MiB, [\d.]+ x"
+        self.assertRegex(self.avoided(*many, "--op", "linear-forward"), text)
+
+    def test_the_rest_of_the_workspace_is_explained(self) -> None:
+        spare = "(the rest: scratch of more threads)"
+        self.assertIn(spare, self.succeed("plan", *self.SHAPE, "--threads", "1"))
+        self.assertNotIn(spare, self.succeed("plan", *self.SHAPE, "--threads", "16"))
+        self.assertNotIn(spare, self.succeed("plan", *self.SHAPE, "--memory", "4MiB"))
 
     def test_webgpu_without_a_device(self) -> None:
         shape = ("1024", "768", "50257", "--device", "webgpu")
