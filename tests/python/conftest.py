@@ -29,7 +29,9 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--shuffle", metavar="SEED", help="the files in an order made of SEED, and each one's tests"
+        "--shuffle",
+        metavar="SEED",
+        help="--shuffle=SEED: the files in an order made of SEED, and each one's tests",
     )
 
 
@@ -53,7 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     seed = terminalreporter.config.getoption("--shuffle")
     if seed is not None:
-        terminalreporter.write_line(f"in the order of --shuffle {seed}")
+        terminalreporter.write_line(f"in the order of --shuffle={seed}")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
