@@ -39,7 +39,7 @@ add_webgpu_test(bits webgpu_suite
 # What happens to the library's own device; once as the adapter gives it.
 add_executable(webgpu_device_test webgpu_device_test.cpp)
 target_link_libraries(webgpu_device_test PRIVATE logitless_conformance GTest::gtest ${CMAKE_DL_LIBS})
-target_compile_options(webgpu_device_test PRIVATE -Wall -Wextra $<$<BOOL:${LOGITLESS_WERROR}>:-Werror>)
+target_compile_options(webgpu_device_test PRIVATE ${LOGITLESS_TEST_OPTIONS})
 add_webgpu_test(device webgpu_device_test *-*AdaptersLimits ${defaults})
 add_webgpu_test(limits webgpu_device_test *AdaptersLimits)
 
