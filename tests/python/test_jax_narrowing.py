@@ -90,6 +90,18 @@ def test_with_64_bits_any_ignore_index_serves_any_target(index: int) -> None:
             np.testing.assert_allclose(means[i], ln.linear_cross_entropy(x[i], w, none[i]), 1e-5)
 
 
+def test_a_target_from_where_64_bits_were_enabled_is_not_cut() -> None:
+    x, w, t = batch(1 << 40)
+    with enable_x64(True):
+        wide = jnp.asarray(t)
+    for shift in (0, 2):
+        o: dict[str, Any] = {"ignore_index": 1 << 40, "shift": shift}
+        expected = ln.linear_cross_entropy(x, w, t, **o)
+        np.testing.assert_allclose(linear_cross_entropy(x, w, wide, **o), expected, rtol=1e-6)
+    with pytest.raises(TypeError, match="target is int64; allowed: int32 where jax_enable_x64"):
+        jax.jit(lambda t: linear_cross_entropy(x, w, t))(wide)
+
+
 def test_inputs_are_rounded_to_f32_as_jax_does_it() -> None:
     x, w, t = batch(-100)
     assert linear_cross_entropy(x.astype(float), w, t) == linear_cross_entropy(x, w, t)

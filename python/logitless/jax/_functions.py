@@ -77,6 +77,11 @@ def _target(value: Any, ignore_index: int) -> tuple[Array, int]:
     low 32 bits of an int64, and says nothing."""
     check_unmasked("target", value)
     narrow = jax.dtypes.canonicalize_dtype(np.int64) != np.int64
+    if narrow and isinstance(value, jax.Array) and value.dtype == np.int64:
+        # Made where jax_enable_x64 was set: whatever is computed of it here would be cut.
+        if isinstance(value, jax.core.Tracer):
+            raise wrong_dtype("target is int64; allowed: int32 where jax_enable_x64 is not set")
+        value = np.asarray(value)
     if narrow and isinstance(value, np.ndarray) and value.dtype in (np.int32, np.int64):
         return _as_int32(value, ignore_index)
     target = _array("target", value)
