@@ -21,9 +21,10 @@ from logitless.torch import (
 from reference import close
 from test_linear import BF16, F16, F32, problem
 
-if not torch.cuda.is_available():
-    pytest.skip("no CUDA device", allow_module_level=True)
-pytestmark = pytest.mark.cuda
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 
 def everything(x: Any, w: Any, t: Any) -> None:
