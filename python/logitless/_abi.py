@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import pathlib
 from collections.abc import Iterable, Sequence
@@ -169,10 +170,27 @@ def check_ignore_index(value: object) -> None:
         raise invalid(f"ignore_index is {value}; allowed: a 64-bit integer")
 
 
+_NUMBERS = {name: kind for name, kind, *_ in LossOptions._fields_ if kind in (f32, f64)}
+
+
+def _check_number(name: str, value: object) -> None:
+    """Refuses a number that its field would hold as 0 or as an infinity, and so as another option:
+    a softcap of 1e-46 would be none."""
+    if not isinstance(value, (int, float)):
+        raise error_of(3, f"{name} is a {type(value).__name__}; allowed: a Python number")
+    if name not in _NUMBERS:
+        return
+    try:
+        held = _NUMBERS[name](value).value
+    except OverflowError:
+        raise invalid(f"{name} is an int beyond 1.8e+308; allowed: what a float holds") from None
+    if (held == 0) != (value == 0) or (math.isinf(held) and not math.isinf(value)):
+        raise invalid(f"{name} is {value}; allowed: 0, or 1.4e-45 to 3.4e+38 in size (float32)")
+
+
 def _options_struct(options: Options) -> LossOptions:
     for name, value in zip(options._fields, options):
-        if not isinstance(value, (int, float)):
-            raise error_of(3, f"{name} is a {type(value).__name__}; allowed: a Python number")
+        _check_number(name, value)
     check_ignore_index(options.ignore_index)
     return LossOptions(
         reduction=options.reduction,

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from logitless import _abi
 from logitless._abi import Options, Plan, View, parse_memory
+from logitless._arrays import as_f32, check_unmasked
 from logitless._errors import invalid, not_supported, wrong_dtype, wrong_shape
 
 Array = NDArray[Any]
@@ -55,6 +56,8 @@ def _view(name: str, array: Array) -> tuple[View, Array]:
     dtype = _DTYPES.get(array.dtype.name)
     if dtype is None:
         allowed = "int32, int64" if name == "target" else "float32, float16, bfloat16"
+        if array.dtype.kind == "f":
+            allowed += "; use .astype(np.float32)"
         raise wrong_dtype(f"{name} is {array.dtype}; allowed: {allowed}")
     size = array.itemsize
     odd = any(stride < 0 or stride % size for stride in array.strides)
@@ -79,7 +82,14 @@ def _run(
 def _array(name: str, value: Any) -> Array:
     if not isinstance(value, np.ndarray) and not np.isscalar(value):
         raise wrong_dtype(f"{name} is a {type(value).__name__}; allowed: a NumPy array")
+    check_unmasked(name, value)
     return np.asarray(value)
+
+
+def _integer(name: str, value: Any) -> int:
+    if not isinstance(value, (int, np.integer)):
+        raise wrong_dtype(f"{name} is a {type(value).__name__}; allowed: an int")
+    return int(value)
 
 
 def _one_of(name: str, value: Any, allowed: dict[str, int]) -> int:
@@ -105,7 +115,7 @@ class _Call:
                 "without its last dimension"
             )
         self.shape = target.shape
-        shift = int(options.pop("shift", 0))
+        shift = _integer("shift", options.pop("shift", 0))
         if shift:
             target = _shifted(target, shift, options["ignore_index"])
         self.rows = rows.reshape(target.size, rows.shape[-1])  # [N, D]
@@ -122,7 +132,7 @@ class _Call:
         for name, key in (("token_weight", "token_weight"), ("weight", "vocab_weight")):
             value = options.pop(name)
             if value is not None:
-                value = np.asarray(value, np.float32)
+                value = as_f32(name, value)
                 if name == "token_weight":
                     if value.shape != self.shape:
                         raise wrong_shape(
@@ -130,10 +140,10 @@ class _Call:
                         )
                     value = value.reshape(-1)
                 self.constants[key] = value
-        if normalizer is not None and not number:
-            self.constants["normalizer"] = np.asarray(normalizer, np.float32)
+        if normalizer is not None and number == 0:
+            self.constants["normalizer"] = np.zeros((), np.float32)
         self.options = Options(
-            reduction=self.reduction, empty_mean=empty_mean, normalizer=float(number), **options
+            reduction=self.reduction, empty_mean=empty_mean, normalizer=number, **options
         )
 
     def outputs(self) -> dict[str, Array | None]:
@@ -161,17 +171,18 @@ class _Call:
 
 
 def _normalizer(value: Any) -> float:
-    """A host number other than 0 as the core's options take it; otherwise 0."""
+    """As the core's options take it, in double: there 0 means that the tokens are counted, so that
+    a normalizer of 0 is given as an array."""
     if value is None:
         return 0.0
     array = np.asarray(value)
-    if isinstance(value, bool) or array.dtype.kind not in "iuf":
+    if array.dtype.kind not in "iuf":
         raise wrong_dtype(
             f"normalizer is a {type(value).__name__}; allowed: a number or an array []"
         )
     if array.ndim:
         raise wrong_shape(f"normalizer has shape {array.shape}; allowed: a number or an array []")
-    return float(value) if isinstance(value, (int, float)) else 0.0
+    return float(array)
 
 
 def _shifted(target: Array, shift: int, ignore_index: int) -> Array:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import random
 import sys
 from collections.abc import Iterator
 
@@ -24,6 +25,37 @@ from logitless.torch import _run  # noqa: E402
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, max_examples=40)
 hypothesis.settings.load_profile("suite")
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--shuffle",
+        metavar="SEED",
+        help="--shuffle=SEED: the files in an order made of SEED, and each one's tests",
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A file's tests stay together, because what they share is made once and then thrown away."""
+    seed = config.getoption("--shuffle")
+    if seed is None:
+        return
+    order = random.Random(seed)
+    files: dict[pathlib.Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    every = list(files.values())
+    order.shuffle(every)
+    for tests in every:
+        order.shuffle(tests)
+    items[:] = [item for tests in every for item in tests]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    seed = terminalreporter.config.getoption("--shuffle")
+    if seed is not None:
+        terminalreporter.write_line(f"in the order of --shuffle={seed}")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -49,6 +49,22 @@ ERRORS: dict[str, tuple[dict[str, Any], type, str]] = {
     "ignore_index": ({"ignore_index": 1 << 70}, ValueError, "ignore_index"),
     "ignore_index a float": ({"ignore_index": 1.5}, TypeError, "ignore_index is a float"),
     "shift": ({"shift": -1}, ValueError, "shift"),
+    "target masked": ({"t": np.ma.masked_array([0, 1, 2, 3], [0, 1, 0, 0])}, TypeError, "masked"),
+    "target beyond int32": ({"t": np.array([0, 1, (1 << 32) + 5, 0])}, ValueError, r"target\[2\]"),
+    "class weights complex": ({"weight": np.ones(9) * 1j}, TypeError, "weight is complex128"),
+    "class weights below f32": ({"weight": np.full(9, 1e-46)}, ValueError, r"weight\[0\] is 1e-46"),
+    "token weights beyond f32": (
+        {"token_weight": np.array([1, 1, -1e39, 1])}, ValueError, r"token_weight\[2\] is -1e\+39"
+    ),
+    "token weights masked": (
+        {"token_weight": np.ma.masked_array(np.ones(4), [0, 1, 0, 0])}, TypeError, "a masked"
+    ),
+    "normalizer beyond f32": ({"normalizer": np.array(1e39)}, ValueError, r"normalizer is 1e\+39"),
+    "normalizer complex": ({"normalizer": np.complex64(2)}, TypeError, "normalizer is a complex64"),
+    "normalizer huge": ({"normalizer": 10**400}, ValueError, "normalizer is an int beyond"),
+    "temperature complex": ({"temperature": np.complex64(1)}, TypeError, "temperature is a c"),
+    "softcap below f32": ({"softcap": 1e-46}, ValueError, "softcap is 1e-46; allowed"),
+    "softcap beyond f32": ({"softcap": 10**39}, ValueError, r"softcap is 1e\+39; allowed"),
     "memory": ({"memory": "many"}, ValueError, "memory"),
     "memory too small": ({"memory": 1}, ValueError, "memory is 1 bytes"),
 }  # fmt: skip

@@ -101,6 +101,47 @@ def test_vmap_of_means_counts_each_alone() -> None:
     assert not jnp.isnan(grad(w)).any(), "an empty mean gives no NaN to its neighbours"
 
 
+@pytest.mark.parametrize("empty", ["zero", "nan"])
+def test_vmap_of_a_mean_that_divides_by_0_has_the_gradients_of_each_call(empty: str) -> None:
+    x, w, _ = batch(3)
+    # Class 0 alone has a weight: the first element has some, the second none, the third no token.
+    t = jnp.stack([jnp.arange(9), jnp.arange(9) + 1, jnp.full(9, -100)]).at[:, 4].set(-100)
+    c = jnp.zeros(21).at[0].set(2.0)
+
+    def loss(x: Any, t: Any) -> Any:
+        return linear_cross_entropy(x, w, t, weight=c, empty_mean=empty)
+
+    value, grad = jax.value_and_grad(lambda x: jax.vmap(loss)(x, t).sum())(x)
+    alone = [jax.value_and_grad(loss)(x[i], t[i]) for i in range(3)]
+    near(value, sum(v for v, _ in alone))
+    for i, (_, expected) in enumerate(alone):
+        assert jnp.array_equal(jnp.isnan(grad[i]), jnp.isnan(expected))
+        near(jnp.nan_to_num(grad[i]), jnp.nan_to_num(expected))
+    rows = jnp.isnan(grad).all(-1)  # [3, 9]
+    assert jnp.array_equal(rows, (jnp.arange(3) == 1)[:, None] & (t != -100) & (empty == "nan"))
+
+
+@pytest.mark.parametrize("normalizer", [1e-46, 1e-40, 3e38, 1e39])
+def test_vmap_of_means_divides_by_any_host_number(normalizer: float) -> None:
+    x, w, t = batch()
+
+    def loss(x: Any, t: Any) -> Any:
+        return linear_cross_entropy(x, w, t, normalizer=normalizer)
+
+    means = jax.vmap(loss)(x, t)
+    for i in range(4):
+        np.testing.assert_allclose(means[i], loss(x[i], t[i]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("normalizer", [5, np.full((), 5.0)], ids=["number", "array"])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_vmap_refuses_what_each_call_refuses(reduction: str, normalizer: Any) -> None:
+    x, w, t = batch()
+    options: dict[str, Any] = {"reduction": reduction, "normalizer": normalizer}
+    with pytest.raises(ValueError, match="normalizer is given with reduction"):
+        jax.vmap(lambda x, t: linear_cross_entropy(x, w, t, **options))(x, t)
+
+
 def test_vmap_around_grad_and_over_weights() -> None:
     x, w, t = batch()
     of_each = lambda loss: jax.jit(jax.vmap(jax.grad(loss, (0, 1)), (0, None, 0)))  # noqa: E731

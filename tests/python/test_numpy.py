@@ -68,6 +68,13 @@ def test_weights_and_normalizers() -> None:
             normalizer=None if normalizer is None else float(normalizer),
         )  # fmt: skip
         assert ours == theirs.item()
+    total = ln.linear_cross_entropy(xn, wn, tn, reduction="sum")
+    for large in (np.array(1e39), np.float64(1e39)):  # f32 would make infinities of them
+        assert ln.linear_cross_entropy(xn, wn, tn, normalizer=large) == np.float32(
+            float(total) / 1e39
+        )
+    for small in (np.array(1e-46), np.float64(1e-46)):  # and nothing of these: an empty mean
+        assert ln.linear_cross_entropy(xn, wn, tn, normalizer=small) == np.inf
 
 
 def test_logits_softmax_and_logprob() -> None:
@@ -116,7 +123,7 @@ def test_layouts(layout: str) -> None:
 
 def test_errors() -> None:
     x, w, _, t = numpy(*problem((8,), 9, 6, ignored=0))
-    with pytest.raises(TypeError, match="input is float64"):
+    with pytest.raises(TypeError, match=r"input is float64; .*; use \.astype\(np\.float32\)"):
         ln.linear_cross_entropy(x.astype(float), w, t)
     with pytest.raises(ValueError, match="weight"):
         ln.linear_cross_entropy(x, w[:, :5], t)
@@ -141,6 +148,36 @@ WRONG_OPTIONS: dict[str, tuple[dict[str, Any], type, str]] = {
     "normalizer a truth": ({"normalizer": True}, TypeError, "normalizer is a bool"),
     "normalizer a text": ({"normalizer": "2"}, TypeError, "normalizer is a str"),
     "normalizer a vector": ({"normalizer": np.ones(2)}, ValueError, r"normalizer has shape \(2,\)"),
+    "normalizer complex": ({"normalizer": 2 + 1j}, TypeError, "normalizer is a complex"),
+    "normalizer negative": ({"normalizer": np.float32(-2)}, ValueError, "normalizer is -2"),
+    "token weights complex": ({"token_weight": np.ones(8) * 1j}, TypeError, "is complex128"),
+    "token weights of texts": (
+        {"token_weight": np.array(["1"] * 8)},
+        TypeError,
+        "token_weight is <U1",
+    ),
+    "token weights objects": ({"token_weight": np.ones(8, object)}, TypeError, "weight is object"),
+    "token weights masked": (
+        {"token_weight": np.ma.masked_array(np.ones(8), [1] + [0] * 7)},
+        TypeError,
+        "a masked array",
+    ),
+    "token weights beyond f32": (
+        {"token_weight": np.array([1] * 7 + [-1e39])},
+        ValueError,
+        r"token_weight\[7\] is -1e\+39",
+    ),
+    "class weights complex": (
+        {"weight": np.ones(9, np.complex64)},
+        TypeError,
+        "weight is complex64",
+    ),
+    "class weights below f32": ({"weight": [1e-46] * 9}, ValueError, r"weight\[0\] is 1e-46"),
+    "softcap below f32": ({"softcap": 1e-46}, ValueError, "softcap is 1e-46; allowed"),
+    "softcap beyond f32": ({"softcap": 1e39}, ValueError, r"softcap is 1e\+39; allowed"),
+    "softcap huge": ({"softcap": 10**400}, ValueError, "softcap is an int beyond"),
+    "shift": ({"shift": 1.7}, TypeError, "shift is a float"),
+    "shift a text": ({"shift": "1"}, TypeError, "shift is a str"),
     "normalizer of one": ({"normalizer": np.ones(1)}, ValueError, r"normalizer has shape \(1,\)"),
 }
 
@@ -151,6 +188,15 @@ def test_a_wrong_option(name: str) -> None:
     x, w, _, t = numpy(*problem((8,), 9, 6, ignored=0))
     with pytest.raises(kind, match=message):
         ln.linear_cross_entropy(x, w, t, **options)
+
+
+@pytest.mark.parametrize("name", ["input", "linear_weight", "target", "linear_bias"])
+def test_a_mask_is_not_lost(name: str) -> None:
+    x, w, b, t = numpy(*problem((8,), 9, 6, ignored=0, bias=True))
+    given = {"input": x, "linear_weight": w, "target": t, "linear_bias": b}
+    given[name] = np.ma.masked_array(given[name], np.zeros(given[name].shape, bool))
+    with pytest.raises(TypeError, match=f"{name} is a masked array; allowed: an array without"):
+        ln.linear_cross_entropy(**given)
 
 
 @pytest.mark.parametrize("index", [1 << 31, (1 << 53) + 1, -(1 << 63)])

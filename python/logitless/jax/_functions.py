@@ -13,7 +13,8 @@ import numpy as np
 
 from logitless import _abi
 from logitless._abi import Options, parse_memory
-from logitless._errors import invalid, not_supported, wrong_dtype, wrong_shape
+from logitless._arrays import as_f32, check_real, check_unmasked
+from logitless._errors import error_of, invalid, not_supported, wrong_dtype, wrong_shape
 from logitless.jax._loss import Call, loss
 from logitless.jax._run import Array, Tensor, run
 
@@ -38,14 +39,71 @@ class Statistics(NamedTuple):
 def _array(name: str, value: Any) -> Array:
     if not isinstance(value, (jax.Array, np.ndarray)):
         raise wrong_dtype(f"{name} is a {type(value).__name__}; allowed: an array")
+    check_unmasked(name, value)
     return jnp.asarray(value)
+
+
+def _f32(name: str, value: Any) -> Array:
+    """A constant of the loss: JAX itself drops imaginary parts and makes infinities."""
+    array = _array(name, as_f32(name, value) if isinstance(value, np.ndarray) else value)
+    check_real(name, np.dtype(array.dtype))
+    return array.astype(jnp.float32)
+
+
+_INT32 = np.iinfo(np.int32)
+
+
+def _as_int32(target: np.ndarray[Any, Any], ignore_index: int) -> tuple[Array, int]:
+    """A host's target and its ignore_index as int32 holds them: an ignore_index beyond it becomes
+    the least int32, which then is no target."""
+    ignored = target == ignore_index
+    beyond = not _INT32.min <= ignore_index <= _INT32.max
+    least = _INT32.min + beyond
+    wrong = ~ignored & ((target < least) | (target > _INT32.max))
+    if wrong.any():
+        at = int(wrong.argmax())
+        raise error_of(
+            8,
+            f"target[{at}] is {target.flat[at]}; allowed: {least} to {_INT32.max}, or ignore_index "
+            f"({ignore_index}), because JAX makes int32 of int64 unless jax_enable_x64 is set",
+        )
+    if beyond:
+        target, ignore_index = np.where(ignored, _INT32.min, target), _INT32.min
+    return jnp.asarray(target, jnp.int32), int(ignore_index)
+
+
+def _target(value: Any, ignore_index: int) -> tuple[Array, int]:
+    """The target, and the ignore_index as its dtype holds it. Without jax_enable_x64 JAX keeps the
+    low 32 bits of an int64, and says nothing."""
+    check_unmasked("target", value)
+    narrow = jax.dtypes.canonicalize_dtype(np.int64) != np.int64
+    if narrow and isinstance(value, jax.Array) and value.dtype == np.int64:
+        # Made where jax_enable_x64 was set: whatever is computed of it here would be cut.
+        if isinstance(value, jax.core.Tracer):
+            raise wrong_dtype("target is int64; allowed: int32 where jax_enable_x64 is not set")
+        value = np.asarray(value)
+    if narrow and isinstance(value, np.ndarray) and value.dtype in (np.int32, np.int64):
+        return _as_int32(value, ignore_index)
+    target = _array("target", value)
+    if target.dtype != jnp.int32 or _INT32.min <= ignore_index <= _INT32.max:
+        return target, ignore_index
+    if narrow:
+        raise invalid(
+            f"ignore_index is {ignore_index}; allowed: an int32 (JAX makes int32 of int64 targets "
+            "unless jax_enable_x64 is set), or any int64 with a NumPy target outside of jax.jit"
+        )
+    return target.astype(jnp.int64), ignore_index
 
 
 def _number(name: str, value: Any) -> float:
     """Options are part of the compiled program."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+    real = isinstance(value, (int, float, np.integer, np.floating))
+    if isinstance(value, bool) or not real:
         raise wrong_dtype(f"{name} is a {type(value).__name__}; allowed: a Python number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise invalid(f"{name} is an int beyond 1.8e+308; allowed: what a float holds") from None
 
 
 def _integer(name: str, value: Any) -> int:
@@ -76,6 +134,8 @@ def _check_target(rows: Array, target: Array, what: str) -> None:
             f"target is {target.dtype} of shape {target.shape}: soft targets and top-k "
             "log-probabilities are not supported; allowed: class indices, int32 or int64"
         )
+    if target.dtype not in (jnp.int32, jnp.int64):
+        raise wrong_dtype(f"target is {target.dtype}; allowed: int32, int64")
     if target.shape != rows.shape[:-1]:
         raise wrong_shape(
             f"target has shape {target.shape}; allowed: {rows.shape[:-1]}, the shape of {what} "
@@ -89,9 +149,6 @@ def _shifted(target: Array, shift: int, ignore_index: int) -> Array:
         raise invalid(
             f"shift is {shift} for a target of shape {target.shape}; allowed: >= 0, [..., T]"
         )
-    info = jnp.iinfo(target.dtype)
-    if not info.min <= ignore_index <= info.max:
-        raise invalid(f"ignore_index is {ignore_index}; allowed with shift: a {target.dtype}")
     shift = min(shift, target.shape[-1])
     end = jnp.full((*target.shape[:-1], shift), ignore_index, target.dtype)
     return jnp.concatenate([target[..., shift:], end], axis=-1)
@@ -104,7 +161,9 @@ def _normalizer(value: Any) -> tuple[float, Array | None]:
     if isinstance(value, (jax.Array, np.ndarray)):
         if value.shape != ():
             raise wrong_shape(f"normalizer has shape {value.shape}; allowed: ()")
-        return 0.0, jnp.asarray(value, jnp.float32)
+        if value.dtype == bool:
+            raise wrong_dtype("normalizer is bool; allowed: a number or an array []")
+        return 0.0, _f32("normalizer", value)
     number = _number("normalizer", value)
     return (number, None) if number else (0.0, jnp.float32(0))  # in the options 0 means: count them
 
@@ -124,12 +183,12 @@ def _loss(
 ) -> dict[str, Array]:  # fmt: skip
     """The outputs by name, in the shape of the target. `rows`: input, weight, bias, or logits."""
     arrays = {name: _array(name, value) for name, value in rows.items() if value is not None}
-    target = _array("target", target)
     what = next(iter(arrays))
+    ignore_index = _integer("ignore_index", ignore_index)
+    _abi.check_ignore_index(ignore_index)
+    target, ignore_index = _target(target, ignore_index)
     _check_target(arrays[what], target, what)
-    shape, ignore_index = target.shape, _integer("ignore_index", ignore_index)
-    if not -(1 << 63) <= ignore_index < 1 << 63:
-        raise invalid(f"ignore_index is {ignore_index}; allowed: a 64-bit integer")
+    shape = target.shape
     if shift:
         target = _shifted(target, _integer("shift", shift), ignore_index)
     number, counted = _normalizer(normalizer)
@@ -145,12 +204,12 @@ def _loss(
         operands[what] = arrays[what].reshape(-1, arrays[what].shape[-1])  # [N, D]
     operands["target"] = target.reshape(-1)  # [N]
     if token_weight is not None:
-        token_weight = _array("token_weight", token_weight)
+        token_weight = _f32("token_weight", token_weight)
         if token_weight.shape != shape:
             raise wrong_shape(f"token_weight has shape {token_weight.shape}; allowed: {shape}")
-        operands["token_weight"] = token_weight.reshape(-1).astype(jnp.float32)  # [N]
+        operands["token_weight"] = token_weight.reshape(-1)  # [N]
     if weight is not None:
-        operands["vocab_weight"] = _array("weight", weight).astype(jnp.float32)  # [V]
+        operands["vocab_weight"] = _f32("weight", weight)  # [V]
     if counted is not None:
         operands["normalizer"] = counted
     call = Call(tuple(operands), tuple(outputs), options, parse_memory(memory))

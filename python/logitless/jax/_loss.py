@@ -30,6 +30,7 @@ from logitless._errors import invalid
 from logitless.jax._run import Array, Tensor, evaluate, one_after_another, run
 
 _F32 = np.dtype(np.float32)
+_TINY = float(np.finfo(_F32).tiny)
 _DIFFERENTIABLE = ("lse", "target_logit", "logprob", "entropy")
 _OF_ROWS = ("input", "logits", "target", "token_weight")
 
@@ -216,9 +217,29 @@ def _normalizer(call: Call, operands: dict[str, Array], target: Array) -> Array:
     return divisor
 
 
+def _mean(call: Call, total: Array, divisor: Array) -> Array:
+    """[B]; where there is nothing to divide by, 0 with no gradient, or NaN as its gradient is."""
+    some = divisor != 0
+    if call.options.empty_mean == _abi.EMPTY_MEAN_NAN:
+        return total / jnp.where(some, divisor, jnp.nan)
+    return jnp.where(some, total / jnp.where(some, divisor, 1), 0.0)
+
+
+def _one_call(call: Call, given: dict[str, tuple[Array, int | None]]) -> bool:
+    """Whether one call of all tokens serves: the elements have only their tokens and normalizers of
+    their own; a normalizer belongs to a mean (the core refuses it elsewhere); and a number is one
+    that XLA can divide by, which multiplies with the f32 inverse."""
+    if any(d is not None and n not in (*_OF_ROWS, "normalizer") for n, (_, d) in given.items()):
+        return False
+    number = call.options.normalizer
+    if call.options.reduction != _abi.REDUCTION_MEAN:
+        return not number and "normalizer" not in given
+    return not number or _TINY <= number <= 1 / _TINY
+
+
 def _batched(operands: Sequence[Array], dims: Sequence[int | None], *, call: Call) -> Any:
     given = dict(zip(call.names, zip(operands, dims)))
-    if any(d is not None and n not in (*_OF_ROWS, "normalizer") for n, (_, d) in given.items()):
+    if not _one_call(call, given):
         return one_after_another(loss_p, operands, dims, call=call)
     size = next(x.shape[d] for x, d in given.values() if d is not None)
     flat = {}
@@ -235,10 +256,8 @@ def _batched(operands: Sequence[Array], dims: Sequence[int | None], *, call: Cal
         made["loss"] = made["loss"].sum(1)  # [B]
     if call.options.reduction == _abi.REDUCTION_MEAN:
         arrays = {name: x for name, (x, _) in given.items()}
-        divisor = _normalizer(call, arrays, flat["target"].reshape(size, -1))
-        empty = jnp.nan if call.options.empty_mean == _abi.EMPTY_MEAN_NAN else 0.0
-        some = divisor != 0
-        made["loss"] = jnp.where(some, made["loss"] / jnp.where(some, divisor, 1), empty)
+        divisor = _normalizer(call, arrays, flat["target"].reshape(size, -1))  # [B] or []
+        made["loss"] = _mean(call, made["loss"], divisor)
     return [made[name] for name in call.outputs], [0] * len(call.outputs)
 
 

@@ -20,7 +20,7 @@ from jax.interpreters import ad, batching, mlir
 
 from logitless import _abi
 from logitless._abi import Options, Plan, View
-from logitless._errors import not_supported, wrong_dtype
+from logitless._errors import LogitlessRuntimeError, not_supported, wrong_dtype
 
 Array = jax.Array
 
@@ -55,43 +55,71 @@ class Tensor(NamedTuple):
     dtype: Any
 
 
-def _view(tensor: Tensor, device_type: int) -> View:
+class _Workspace(NamedTuple):
+    bytes: int
+    alignment: int
+
+
+def _view(tensor: Tensor, device: tuple[int, int]) -> View:
     name, shape, dtype = tensor
     code = _DTYPES.get(dtype.name)
     if code is None:
         allowed = "int32, int64" if name == "target" else "float32, float16, bfloat16"
+        if dtype.name == "float64":
+            allowed += "; use .astype(jnp.float32)"
         raise wrong_dtype(f"{name} is {dtype.name}; allowed: {allowed}")
     if len(shape) > 2 and name in _FLAT:
         shape = (math.prod(shape[:-1]), shape[-1])
     strides = [1] * len(shape)
     for d in range(len(shape) - 1, 0, -1):
         strides[d - 1] = strides[d] * shape[d]
-    return View(name, code, device_type, 0, shape, strides)
+    return View(name, code, *device, shape, strides)
 
 
 @functools.lru_cache(maxsize=1024)
 def _plan(
-    device_type: int, kind: int, tensors: tuple[Tensor, ...], options: Options | None,
+    device: tuple[int, int], kind: int, tensors: tuple[Tensor, ...], options: Options | None,
     memory: int | None, threads: int,
-) -> Plan:  # fmt: skip
-    views = [_view(tensor, device_type) for tensor in tensors]
+) -> _Workspace:  # fmt: skip
+    views = [_view(tensor, device) for tensor in tensors]
     shapes = {tensor.name: tensor.shape for tensor in tensors}
     most = 0  # all logits and all gradients in f32: no plan uses more
     if "weight" in shapes and len(shapes["weight"]) == 2:
         (tokens, hidden), vocab = shapes["input"], shapes["weight"][0]
         most = 4 * (tokens * vocab + tokens * hidden + vocab * hidden)
-    return Plan(kind, views, options, (device_type, 0), memory=memory, most=most)
+    plan = Plan(kind, views, options, device, memory=memory, most=most)
+    return _Workspace(plan.bytes, plan.alignment)
+
+
+def _devices(device_type: int) -> Sequence[int]:
+    """The devices that a program may run on: XLA names one only when it runs."""
+    if device_type == _abi.CUDA:
+        try:
+            return sorted(device.local_hardware_id for device in jax.local_devices(backend="cuda"))
+        except RuntimeError:  # there is none: the program is exported, or only looked at
+            pass
+    return [0]
 
 
 def _planned(
     device_type: int, avals: Sequence[Any], kind: int, names: Sequence[str],
     results: tuple[Tensor, ...], options: Options | None, memory: int | None,
-) -> Plan:  # fmt: skip
+) -> _Workspace:  # fmt: skip
+    """What is enough on every device that the core serves."""
     operands = tuple(
         Tensor(name, tuple(aval.shape), np.dtype(aval.dtype)) for name, aval in zip(names, avals)
     )
     threads = int(_abi.library.logitless_num_threads())
-    return _plan(device_type, kind, operands + results, options, memory, threads)
+    made, refused = [], []
+    for index in _devices(device_type):
+        device = (device_type, index)
+        try:
+            made.append(_plan(device, kind, operands + results, options, memory, threads))
+        except LogitlessRuntimeError as error:  # an older device beside those served
+            refused.append(error)
+    if not made:
+        raise refused[0]
+    return _Workspace(*map(max, zip(*made)))
 
 
 run_p = Primitive("logitless")
@@ -155,7 +183,7 @@ def _custom_call(
     device_type: int, *operands: Array, kind: int, names: tuple[str, ...],
     results: tuple[Tensor, ...], options: Options | None, memory: int | None,
 ) -> Sequence[Array]:  # fmt: skip
-    plan = _planned(device_type, operands, kind, names, results, options, memory)
+    workspace = _planned(device_type, operands, kind, names, results, options, memory)
     outputs = {result.name: i for i, result in enumerate(results)}
     aliases = {}
     for source, result in _IN_PLACE:
@@ -164,15 +192,15 @@ def _custom_call(
             if operands[operand].dtype == results[output].dtype:
                 aliases[operand] = output
     types = [jax.ShapeDtypeStruct(result.shape, result.dtype) for result in results]
-    types.append(jax.ShapeDtypeStruct((plan.bytes + plan.alignment,), np.uint8))
+    types.append(jax.ShapeDtypeStruct((workspace.bytes + workspace.alignment,), np.uint8))
     call = jax.ffi.ffi_call(_TARGET, types, input_output_aliases=aliases)
     return call(
         *operands,
         device_type=np.int32(device_type),
         kind=np.int32(kind),
         fields=" ".join((*names, *outputs)),
-        workspace_bytes=np.int64(plan.bytes),
-        alignment=np.int64(plan.alignment),
+        workspace_bytes=np.int64(workspace.bytes),
+        alignment=np.int64(workspace.alignment),
         **_attributes(options),
     )[:-1]
 

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays of the host as the core holds them, for the bindings that take NumPy arrays: nothing that
+the core's dtype cannot hold is lost without a word."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from logitless._errors import invalid, wrong_dtype
+
+
+def check_unmasked(name: str, value: Any) -> None:
+    """A masked array would be read without its mask."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise wrong_dtype(f"{name} is a masked array; allowed: an array without a mask (filled())")
+
+
+def check_real(name: str, dtype: np.dtype[Any]) -> None:
+    """Of an imaginary part, of texts and of objects nothing sensible is left in f32."""
+    if dtype.kind not in "biuf" and not np.can_cast(dtype, np.float32):  # ml_dtypes' can be
+        raise wrong_dtype(f"{name} is {dtype}; allowed: real numbers")
+
+
+def as_f32(name: str, value: Any) -> NDArray[np.float32]:
+    """Real numbers, rounded to f32. One that would become 0 or infinite is refused: a weight of 0
+    is not a small one."""
+    check_unmasked(name, value)
+    given = np.asarray(value)
+    check_real(name, given.dtype)
+    with np.errstate(over="ignore", under="ignore"):
+        held = given.astype(np.float32)
+    if given.dtype.kind == "f" and given.itemsize > 4:
+        lost = ((held == 0) != (given == 0)) | (np.isinf(held) & ~np.isinf(given))
+        if lost.any():
+            first = np.unravel_index(int(lost.argmax()), lost.shape)
+            place = f"[{', '.join(map(str, map(int, first)))}]" if first else ""
+            raise invalid(
+                f"{name}{place} is {given[first]}; allowed: 0, or 1.4e-45 to 3.4e+38 in size "
+                "(float32)"
+            )
+    return held
