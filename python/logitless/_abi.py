@@ -257,8 +257,11 @@ class Plan:
             self.bytes = min(memory, max(most, self.recommended))
         self._frames = [frame]  # those not in use; append and pop are atomic
 
-    def run(self, addresses: Iterable[int], workspace: int, stream: int = 0) -> None:
-        """Runs on the tensors at `addresses`, in the views' order, and `bytes` of workspace."""
+    def run(
+        self, addresses: Iterable[int], workspace: int, stream: int = 0, normalizer: float = 0.0
+    ) -> None:
+        """Runs on the tensors at `addresses`, in the views' order, and `bytes` of workspace. A
+        `normalizer` other than 0 takes the place of the one that the call was planned with."""
         try:
             frame = self._frames.pop()
         except IndexError:
@@ -269,6 +272,8 @@ class Plan:
         buffer.data = workspace
         buffer.bytes = self.bytes
         frame.execution.stream = stream
+        if normalizer:
+            frame.options.normalizer = normalizer
         code = _run(*frame.pointers)
         if code:
             raise frame.error(code)
