@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from ctypes import POINTER, byref
 from typing import Any, NamedTuple
 
-from logitless._errors import error_of, invalid
+from logitless._errors import argument, error_of, in_arguments, invalid
 
 i32, i64, u32, u64 = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32, ctypes.c_uint64
 f32, f64, void_p = ctypes.c_float, ctypes.c_double, ctypes.c_void_p
@@ -220,7 +220,7 @@ class _Frame:
         )
 
     def error(self, code: int) -> Exception:
-        return error_of(code, self.status.message.decode(errors="replace"))
+        return error_of(code, in_arguments(self.status.message.decode(errors="replace")))
 
 
 class Plan:
@@ -236,7 +236,9 @@ class Plan:
     ) -> None:  # fmt: skip
         for view in views:
             if len(view.shape) > 2:
-                raise error_of(2, f"{view.name} has rank {len(view.shape)}; allowed: 0, 1, 2")
+                raise error_of(
+                    2, f"{argument(view.name)} has rank {len(view.shape)}; allowed: 0, 1, 2"
+                )
         self._make = (kind, tuple(views), options, device, accumulate)
         frame = _Frame(*self._make)
         size = WorkspaceSize()

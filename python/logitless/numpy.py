@@ -12,7 +12,15 @@ from numpy.typing import NDArray
 
 from logitless import _abi
 from logitless._abi import Options, Plan, View, parse_memory
-from logitless._errors import invalid, not_supported, wrong_dtype, wrong_shape
+from logitless._errors import (
+    OF_LOGPROB,
+    argument,
+    invalid,
+    not_supported,
+    renames,
+    wrong_dtype,
+    wrong_shape,
+)
 
 Array = NDArray[Any]
 
@@ -55,7 +63,7 @@ def _view(name: str, array: Array) -> tuple[View, Array]:
     dtype = _DTYPES.get(array.dtype.name)
     if dtype is None:
         allowed = "int32, int64" if name == "target" else "float32, float16, bfloat16"
-        raise wrong_dtype(f"{name} is {array.dtype}; allowed: {allowed}")
+        raise wrong_dtype(f"{argument(name)} is {array.dtype}; allowed: {allowed}")
     size = array.itemsize
     odd = any(stride < 0 or stride % size for stride in array.strides)
     if odd or not array.dtype.isnative or not array.flags.aligned:
@@ -243,6 +251,7 @@ def linear_cross_entropy(
     return _linear(input, linear_weight, target, linear_bias, memory, return_gradients, options)
 
 
+@renames(OF_LOGPROB)
 def linear_logprob(
     input: Array, weight: Array, target: Array, *, temperature: float = 1.0,
     bias: Array | None = None, ignore_index: int = -100, logit_scale: float = 1.0,

@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from logitless._errors import invalid
+from logitless._errors import invalid, renames
 from logitless.integrations._arguments import only
 from logitless.torch import linear_cross_entropy as _linear_cross_entropy
 
 
+@renames({"input": "e", "linear_weight": "c", "target": "targets", "linear_bias": "bias"})
 def linear_cross_entropy(
     e: Tensor,
     c: Tensor,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless._errors import invalid, not_supported
+from logitless._errors import invalid, not_supported, renames
 from logitless.torch import linear_cross_entropy
 
 # What a patched module keeps, beside its `forward`: Patch.unpatch takes them away again.
@@ -46,6 +46,7 @@ class _Pending:
         self.loss: Tensor | None = None
         self.asked = False  # for the loss, by the model
 
+    @renames({"target": "labels", "linear_weight": "lm_head.weight", "linear_bias": "lm_head.bias"})
     def compute(self, head: Any, input: Tensor) -> None:
         """The loss, of the input that the model gives its head."""
         if self.loss is not None:

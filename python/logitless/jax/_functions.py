@@ -13,7 +13,15 @@ import numpy as np
 
 from logitless import _abi
 from logitless._abi import Options, parse_memory
-from logitless._errors import invalid, not_supported, wrong_dtype, wrong_shape
+from logitless._errors import (
+    OF_LOGPROB,
+    argument,
+    invalid,
+    not_supported,
+    renames,
+    wrong_dtype,
+    wrong_shape,
+)
 from logitless.jax._loss import Call, loss
 from logitless.jax._run import Array, Tensor, run
 
@@ -123,7 +131,9 @@ def _loss(
     memory: int | str | None = None, empty_mean: str = "zero",
 ) -> dict[str, Array]:  # fmt: skip
     """The outputs by name, in the shape of the target. `rows`: input, weight, bias, or logits."""
-    arrays = {name: _array(name, value) for name, value in rows.items() if value is not None}
+    arrays = {
+        name: _array(argument(name), value) for name, value in rows.items() if value is not None
+    }
     target = _array("target", target)
     what = next(iter(arrays))
     _check_target(arrays[what], target, what)
@@ -205,6 +215,7 @@ def linear_cross_entropy(
     return _result(made)
 
 
+@renames(OF_LOGPROB)
 def linear_logprob(
     input: Any,
     weight: Any,

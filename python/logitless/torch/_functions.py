@@ -11,7 +11,15 @@ from torch import Tensor
 
 from logitless import _abi
 from logitless._abi import Options, parse_memory
-from logitless._errors import invalid, not_supported, wrong_device, wrong_dtype, wrong_shape
+from logitless._errors import (
+    OF_LOGPROB,
+    invalid,
+    not_supported,
+    renames,
+    wrong_device,
+    wrong_dtype,
+    wrong_shape,
+)
 from logitless.torch import _ops, _run
 from logitless.torch._autograd import Call, FusedLoss, Loss, MainGrad, cast, cast_bias
 from logitless.torch._route import dispatches, refuse_layouts
@@ -277,6 +285,7 @@ def workspace_size(
     )
 
 
+@renames(OF_LOGPROB)
 def linear_logprob(
     input: Tensor,
     weight: Tensor,
@@ -344,12 +353,31 @@ def cross_entropy(
     return _result(outputs, wanted)
 
 
+def _check_overwritten(logits: Tensor) -> None:
+    """Backward writes over the logits as torch's own in-place functions write: over no memory of a
+    parameter, which would become its own gradient, and each element once."""
+    if logits.is_leaf:
+        raise invalid("logits is a leaf that requires grad; cross_entropy_ would overwrite it")
+    if torch.compiler.is_compiling():  # which writes elsewhere
+        return
+    base = logits._base
+    if base is not None and base.is_leaf and base.requires_grad:
+        raise invalid(
+            "logits is a view of a leaf that requires grad; cross_entropy_ would overwrite it"
+        )
+    if any(size > 1 and stride == 0 for size, stride in zip(logits.shape, logits.stride())):
+        raise invalid(
+            f"logits has shape {tuple(logits.shape)} and strides {logits.stride()}: elements "
+            "overlap; cross_entropy_ could not write over them"
+        )
+
+
 def cross_entropy_(logits: Tensor, target: Tensor, **options: Any) -> Any:
     """cross_entropy whose backward writes the gradient over the logits: no second [N, V]."""
     if not isinstance(logits, Tensor):
         raise wrong_shape("logits must be a tensor of shape [..., V]")
-    if torch.is_grad_enabled() and logits.requires_grad and logits.is_leaf:
-        raise invalid("logits is a leaf that requires grad; cross_entropy_ would overwrite it")
+    if torch.is_grad_enabled() and logits.requires_grad:
+        _check_overwritten(logits)
     return cross_entropy(logits, target, _in_place=True, **options)
 
 
@@ -359,7 +387,7 @@ def softmax_(logits: Tensor, dim: int = -1) -> Tensor:
         raise wrong_shape("logits must be a tensor")
     if torch.is_grad_enabled() and logits.requires_grad:
         raise invalid("logits requires grad; softmax_ has no gradient: use it under no_grad")
-    if dispatches(logits):
+    if dispatches(logits) or logits.is_neg():  # torch's own carries the lazy minus sign out
         if logits.is_cpu or logits.is_cuda or logits.is_meta:
             return torch.softmax(logits, dim, out=logits)
         raise wrong_device(f"logits is on {logits.device}; allowed: cpu, cuda")

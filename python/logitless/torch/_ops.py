@@ -71,7 +71,10 @@ def _split(args: tuple[Any, ...]) -> tuple[Any, Any, Any, Constants, Options, in
 
 
 def _filled(tensors: Any, device: torch.device) -> tuple[Tensor, ...]:
-    return tuple(torch.empty(0, device=device) if t is None else t.contiguous() for t in tensors)
+    return tuple(
+        torch.empty(0, dtype=torch.float32, device=device) if t is None else t.contiguous()
+        for t in tensors
+    )
 
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from logitless import _abi
 from logitless._abi import Options
-from logitless._errors import wrong_device, wrong_dtype
+from logitless._errors import argument, wrong_device, wrong_dtype
 from logitless.torch import _device
 from logitless.torch._device import DEVICES, DTYPES, MOST_SHAPES
 
@@ -56,11 +56,11 @@ def _view(name: str, tensor: Tensor) -> _abi.View:
     dtype, device = DTYPES.get(tensor.dtype), DEVICES.get(tensor.device.type)
     if dtype is None:
         allowed = "int32, int64" if name == "target" else "float32, float16, bfloat16"
-        raise wrong_dtype(f"{name} is {str(tensor.dtype)[6:]}; allowed: {allowed}")
+        raise wrong_dtype(f"{argument(name)} is {str(tensor.dtype)[6:]}; allowed: {allowed}")
     if device is None or tensor.layout != torch.strided:
         raise wrong_device(
-            f"{name} is on {tensor.device} with layout {tensor.layout}; allowed: dense tensors on "
-            "cpu or cuda"
+            f"{argument(name)} is on {tensor.device} with layout {tensor.layout}; allowed: dense "
+            "tensors on cpu or cuda"
         )
     return _abi.View(
         name, dtype, device, tensor.device.index or 0, tensor.shape, tensor.stride()
