@@ -7,8 +7,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
+try:
+    import numpy as np
+    from numpy.typing import NDArray
+except ModuleNotFoundError as error:
+    raise ImportError("logitless.numpy needs NumPy 1.24 or newer: pip install numpy") from error
 
 from logitless import _abi
 from logitless._abi import Options, Plan, View, parse_memory
