@@ -160,6 +160,17 @@ class View(NamedTuple):
 
 
 _INT64 = 1 << 63
+IGNORE_INDEX = Options().ignore_index
+
+
+def ignore_index_of(value: Any) -> Any:
+    """None stands for the default, as in torch.nn.functional.linear_cross_entropy."""
+    return IGNORE_INDEX if value is None else value
+
+
+def softcap_of(value: Any) -> Any:
+    """None stands for no softcap, as in the configurations of models."""
+    return 0.0 if value is None else value
 
 
 def check_ignore_index(value: object) -> None:

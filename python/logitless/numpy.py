@@ -116,6 +116,8 @@ class _Call:
                 "without its last dimension"
             )
         self.shape = target.shape
+        options["ignore_index"] = _abi.ignore_index_of(options["ignore_index"])
+        options["softcap"] = _abi.softcap_of(options["softcap"])
         shift = int(options.pop("shift", 0))
         if shift:
             target = _shifted(target, shift, options["ignore_index"])
@@ -234,9 +236,9 @@ def _linear(
 
 def linear_cross_entropy(
     input: Array, linear_weight: Array, target: Array, *, linear_bias: Array | None = None,
-    weight: Array | None = None, reduction: str = "mean", ignore_index: int = -100,
+    weight: Array | None = None, reduction: str = "mean", ignore_index: int | None = -100,
     label_smoothing: float = 0.0, z_loss: float = 0.0, logit_scale: float = 1.0,
-    softcap: float = 0.0, temperature: float = 1.0, token_weight: Array | None = None,
+    softcap: float | None = 0.0, temperature: float = 1.0, token_weight: Array | None = None,
     normalizer: float | Array | None = None, shift: bool | int = False,
     memory: int | str | None = None, return_statistics: Sequence[str] = (),
     empty_mean: str = "zero", return_gradients: bool = False,
@@ -257,8 +259,8 @@ def linear_cross_entropy(
 @renames(OF_LOGPROB)
 def linear_logprob(
     input: Array, weight: Array, target: Array, *, temperature: float = 1.0,
-    bias: Array | None = None, ignore_index: int = -100, logit_scale: float = 1.0,
-    softcap: float = 0.0, shift: bool | int = False, memory: int | str | None = None,
+    bias: Array | None = None, ignore_index: int | None = -100, logit_scale: float = 1.0,
+    softcap: float | None = 0.0, shift: bool | int = False, memory: int | str | None = None,
     entropy: bool = False,
 ) -> Any:  # fmt: skip
     """Log-probability of every target token, and with `entropy` the pair; ignored tokens give 0."""
@@ -272,8 +274,8 @@ def linear_logprob(
 
 def cross_entropy(
     logits: Array, target: Array, *, weight: Array | None = None, reduction: str = "mean",
-    ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
-    logit_scale: float = 1.0, softcap: float = 0.0, temperature: float = 1.0,
+    ignore_index: int | None = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
+    logit_scale: float = 1.0, softcap: float | None = 0.0, temperature: float = 1.0,
     token_weight: Array | None = None, normalizer: float | Array | None = None,
     return_statistics: Sequence[str] = (), empty_mean: str = "zero",
     return_gradients: bool = False,

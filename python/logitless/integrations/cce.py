@@ -47,7 +47,7 @@ def linear_cross_entropy(
         raise invalid(f"shift is {shift}; allowed: 0 to {targets.shape[-1] - 1}")
     result = _linear_cross_entropy(
         e, c, targets, linear_bias=bias, ignore_index=ignore_index,
-        softcap=0.0 if softcap is None else softcap, reduction=reduction, shift=count,
+        softcap=softcap, reduction=reduction, shift=count,
         return_statistics=("lse",) if return_lse else (),
     )  # fmt: skip
     loss, lse = (result[0], result[1].lse) if return_lse else (result, None)

@@ -63,13 +63,12 @@ class FusedLinearCrossEntropyFunction:
         return_predicted_tokens: bool = False,
     ) -> CrossEntropyOutput:
         only("accum_dtype", accum_dtype, None, torch.float32)  # sums are always f32
-        cap = 0.0 if softcap is None else softcap
         token_weight = None
         if use_token_scaling:  # every loss times its own probability, held constant
             with torch.no_grad():
                 loss = linear_cross_entropy(
                     _input, weight, target, linear_bias=bias, ignore_index=ignore_index,
-                    softcap=cap, reduction="none",
+                    softcap=softcap, reduction="none",
                 )  # fmt: skip
                 token_weight = loss.neg().exp()
         # A mean divides by the classes' weights, but the z-loss by the number of tokens.
@@ -82,7 +81,7 @@ class FusedLinearCrossEntropyFunction:
         result = linear_cross_entropy(
             _input, weight, target, linear_bias=bias, weight=ce_weight, reduction=reduction,
             ignore_index=ignore_index, label_smoothing=label_smoothing,
-            z_loss=0.0 if apart else lse_square_scale, softcap=cap, token_weight=token_weight,
+            z_loss=0.0 if apart else lse_square_scale, softcap=softcap, token_weight=token_weight,
             return_statistics=names,
         )  # fmt: skip
         if not names:

@@ -125,10 +125,10 @@ def _exact_products() -> bool:
 
 def _loss(
     rows: dict[str, Any], target: Any, outputs: Sequence[str], *, weight: Any = None,
-    reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0,
-    z_loss: float = 0.0, logit_scale: float = 1.0, softcap: float = 0.0, temperature: float = 1.0,
-    token_weight: Any = None, normalizer: Any = None, shift: bool | int = False,
-    memory: int | str | None = None, empty_mean: str = "zero",
+    reduction: str = "mean", ignore_index: int | None = -100, label_smoothing: float = 0.0,
+    z_loss: float = 0.0, logit_scale: float = 1.0, softcap: float | None = 0.0,
+    temperature: float = 1.0, token_weight: Any = None, normalizer: Any = None,
+    shift: bool | int = False, memory: int | str | None = None, empty_mean: str = "zero",
 ) -> dict[str, Array]:  # fmt: skip
     """The outputs by name, in the shape of the target. `rows`: input, weight, bias, or logits."""
     arrays = {
@@ -137,7 +137,7 @@ def _loss(
     target = _array("target", target)
     what = next(iter(arrays))
     _check_target(arrays[what], target, what)
-    shape, ignore_index = target.shape, _integer("ignore_index", ignore_index)
+    shape, ignore_index = target.shape, _integer("ignore_index", _abi.ignore_index_of(ignore_index))
     if not -(1 << 63) <= ignore_index < 1 << 63:
         raise invalid(f"ignore_index is {ignore_index}; allowed: a 64-bit integer")
     if shift:
@@ -146,7 +146,7 @@ def _loss(
     options = Options(
         _one_of("reduction", reduction, _REDUCTIONS), ignore_index,
         _number("label_smoothing", label_smoothing), _number("z_loss", z_loss),
-        _number("logit_scale", logit_scale), _number("softcap", softcap),
+        _number("logit_scale", logit_scale), _number("softcap", _abi.softcap_of(softcap)),
         _number("temperature", temperature), _one_of("empty_mean", empty_mean, _EMPTY_MEANS),
         number, "weight" in arrays and not _exact_products(),
     )  # fmt: skip
@@ -181,11 +181,11 @@ def linear_cross_entropy(
     linear_bias: Any = None,
     weight: Any = None,
     reduction: str = "mean",
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     temperature: float = 1.0,
     token_weight: Any = None,
     normalizer: Any = None,
@@ -223,9 +223,9 @@ def linear_logprob(
     *,
     temperature: float = 1.0,
     bias: Any = None,
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     logit_scale: float = 1.0,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     shift: bool | int = False,
     memory: int | str | None = None,
     entropy: bool = False,
@@ -247,11 +247,11 @@ def cross_entropy(
     *,
     weight: Any = None,
     reduction: str = "mean",
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     temperature: float = 1.0,
     token_weight: Any = None,
     normalizer: Any = None,

@@ -216,11 +216,11 @@ def linear_cross_entropy(
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
     reduction: str = "mean",
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     temperature: float = 1.0,
     token_weight: Tensor | None = None,
     normalizer: float | Tensor | None = None,
@@ -245,6 +245,7 @@ def linear_cross_entropy(
     _check_matrix("linear_weight", linear_weight)
     _check_target(input, target, "input")
     wanted = _wanted(return_statistics) if return_statistics else 0
+    ignore_index, softcap = _abi.ignore_index_of(ignore_index), _abi.softcap_of(softcap)
     if shift:
         target = _shifted(target, int(shift), ignore_index)
     number, normalizer = (
@@ -293,9 +294,9 @@ def linear_logprob(
     *,
     temperature: float = 1.0,
     bias: Tensor | None = None,
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     logit_scale: float = 1.0,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     shift: bool | int = False,
     memory: int | str | None = None,
     entropy: bool = False,
@@ -319,11 +320,11 @@ def cross_entropy(
     *,
     weight: Tensor | None = None,
     reduction: str = "mean",
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     temperature: float = 1.0,
     token_weight: Tensor | None = None,
     normalizer: float | Tensor | None = None,
@@ -336,6 +337,7 @@ def cross_entropy(
         raise wrong_shape("logits must be a tensor of shape [..., V]")
     _check_target(logits, target, "logits")
     wanted = _wanted(return_statistics) if return_statistics else 0
+    ignore_index, softcap = _abi.ignore_index_of(ignore_index), _abi.softcap_of(softcap)
     number, normalizer = _normalizer(normalizer, logits.device)
     options = Options(
         _one_of("reduction", reduction, _REDUCTIONS), ignore_index, label_smoothing, z_loss,
