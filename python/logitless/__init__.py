@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logitless: cross-entropy for language models without the logits.
 
-`logitless.torch`, `logitless.numpy` and `logitless.integrations` are imported by name, so that each
-needs only its own framework.
+`logitless.torch`, `logitless.jax`, `logitless.numpy` and `logitless.integrations` are imported when
+they are first used, so that each needs only its own framework.
 """
 
 from __future__ import annotations
+
+import importlib
+import importlib.util
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from logitless import _abi
 from logitless._errors import (
@@ -30,6 +35,24 @@ __all__ = [
 ]
 
 library_path = _abi.library_path
+
+_FRAMEWORKS = {"integrations": "torch", "jax": "jax", "numpy": "numpy", "torch": "torch"}
+
+if TYPE_CHECKING:
+    from logitless import integrations as integrations
+    from logitless import jax as jax
+    from logitless import numpy as numpy
+    from logitless import torch as torch
+else:
+
+    def __getattr__(name: str) -> ModuleType:
+        if name in _FRAMEWORKS:
+            return importlib.import_module(f"logitless.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        there = [name for name, need in _FRAMEWORKS.items() if importlib.util.find_spec(need)]
+        return sorted({*globals(), *there})
 
 
 def describe_backend(device: str = "cpu") -> str:

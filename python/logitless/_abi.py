@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from ctypes import POINTER, byref
 from typing import Any, NamedTuple
 
-from logitless._errors import error_of, invalid
+from logitless._errors import argument, error_of, in_arguments, invalid
 
 i32, i64, u32, u64 = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32, ctypes.c_uint64
 f32, f64, void_p = ctypes.c_float, ctypes.c_double, ctypes.c_void_p
@@ -161,6 +161,17 @@ class View(NamedTuple):
 
 
 _INT64 = 1 << 63
+IGNORE_INDEX = Options().ignore_index
+
+
+def ignore_index_of(value: Any) -> Any:
+    """None stands for the default, as in torch.nn.functional.linear_cross_entropy."""
+    return IGNORE_INDEX if value is None else value
+
+
+def softcap_of(value: Any) -> Any:
+    """None stands for no softcap, as in the configurations of models."""
+    return 0.0 if value is None else value
 
 
 def check_ignore_index(value: object) -> None:
@@ -238,7 +249,7 @@ class _Frame:
         )
 
     def error(self, code: int) -> Exception:
-        return error_of(code, self.status.message.decode(errors="replace"))
+        return error_of(code, in_arguments(self.status.message.decode(errors="replace")))
 
 
 class Plan:
@@ -254,7 +265,9 @@ class Plan:
     ) -> None:  # fmt: skip
         for view in views:
             if len(view.shape) > 2:
-                raise error_of(2, f"{view.name} has rank {len(view.shape)}; allowed: 0, 1, 2")
+                raise error_of(
+                    2, f"{argument(view.name)} has rank {len(view.shape)}; allowed: 0, 1, 2"
+                )
         self._make = (kind, tuple(views), options, device, accumulate)
         frame = _Frame(*self._make)
         size = WorkspaceSize()
@@ -275,8 +288,11 @@ class Plan:
             self.bytes = min(memory, max(most, self.recommended))
         self._frames = [frame]  # those not in use; append and pop are atomic
 
-    def run(self, addresses: Iterable[int], workspace: int, stream: int = 0) -> None:
-        """Runs on the tensors at `addresses`, in the views' order, and `bytes` of workspace."""
+    def run(
+        self, addresses: Iterable[int], workspace: int, stream: int = 0, normalizer: float = 0.0
+    ) -> None:
+        """Runs on the tensors at `addresses`, in the views' order, and `bytes` of workspace. A
+        `normalizer` other than 0 takes the place of the one that the call was planned with."""
         try:
             frame = self._frames.pop()
         except IndexError:
@@ -287,6 +303,8 @@ class Plan:
         buffer.data = workspace
         buffer.bytes = self.bytes
         frame.execution.stream = stream
+        if normalizer:
+            frame.options.normalizer = normalizer
         code = _run(*frame.pointers)
         if code:
             raise frame.error(code)

@@ -1,7 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The core's status as exceptions. A message names the field, its value and what is allowed."""
+"""The core's status as exceptions. A message names the field, its value and what is allowed: as the
+caller of the Python function knows it, whatever the core calls it."""
 
 from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from typing import ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class LogitlessError(Exception):
@@ -69,3 +78,53 @@ def wrong_device(message: str) -> LogitlessError:
 
 def not_supported(message: str) -> LogitlessError:
     return error_of(10, message)
+
+
+def _replaced(text: str, names: Mapping[str, str]) -> str:
+    """`text` with each of the names, where it is a word, replaced once."""
+    longest_first = sorted(map(re.escape, names), key=len, reverse=True)
+    words = rf"(?<![\w.-])(?:{'|'.join(longest_first)})(?!\w)"
+    return re.sub(words, lambda found: names[found.group()], text)
+
+
+# What the core has another name for, in the names of linear_cross_entropy, cross_entropy and
+# softmax, which all bindings share. The core's weight and bias are the head's.
+_ARGUMENTS = {
+    "weight": "linear_weight",
+    "bias": "linear_bias",
+    "vocab_weight": "weight",
+    "options.normalizer": "normalizer",
+    "probabilities": "logits",  # of softmax in place
+    "grad_logits": "logits",  # of cross_entropy in place
+}
+
+
+def argument(name: str) -> str:
+    """The argument that the core calls `name`."""
+    return _ARGUMENTS.get(name, name)
+
+
+def in_arguments(message: str) -> str:
+    """A message of the core in the names of the arguments."""
+    return _replaced(message, _ARGUMENTS)
+
+
+def renames(names: Mapping[str, str]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Decorates a function that calls another of this package with arguments of other names:
+    `names` are the other's and its own, in which errors are raised."""
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.wraps(function)
+        def renamed(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            try:
+                return function(*args, **kwargs)
+            except LogitlessError as error:
+                error.args = (_replaced(str(error), names),)
+                raise
+
+        return renamed
+
+    return decorate
+
+
+OF_LOGPROB = {"linear_weight": "weight", "linear_bias": "bias"}  # linear_logprob's own names

@@ -7,13 +7,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
+try:
+    import numpy as np
+    from numpy.typing import NDArray
+except ModuleNotFoundError as error:
+    raise ImportError("logitless.numpy needs NumPy 1.24 or newer: pip install numpy") from error
 
 from logitless import _abi
 from logitless._abi import Options, Plan, View, parse_memory
 from logitless._arrays import as_f32, check_unmasked
-from logitless._errors import invalid, not_supported, wrong_dtype, wrong_shape
+from logitless._errors import (
+    OF_LOGPROB,
+    argument,
+    invalid,
+    not_supported,
+    renames,
+    wrong_dtype,
+    wrong_shape,
+)
 
 Array = NDArray[Any]
 
@@ -58,7 +69,7 @@ def _view(name: str, array: Array) -> tuple[View, Array]:
         allowed = "int32, int64" if name == "target" else "float32, float16, bfloat16"
         if array.dtype.kind == "f":
             allowed += "; use .astype(np.float32)"
-        raise wrong_dtype(f"{name} is {array.dtype}; allowed: {allowed}")
+        raise wrong_dtype(f"{argument(name)} is {array.dtype}; allowed: {allowed}")
     size = array.itemsize
     odd = any(stride < 0 or stride % size for stride in array.strides)
     if odd or not array.dtype.isnative or not array.flags.aligned:
@@ -115,6 +126,8 @@ class _Call:
                 "without its last dimension"
             )
         self.shape = target.shape
+        options["ignore_index"] = _abi.ignore_index_of(options["ignore_index"])
+        options["softcap"] = _abi.softcap_of(options["softcap"])
         shift = _integer("shift", options.pop("shift", 0))
         if shift:
             target = _shifted(target, shift, options["ignore_index"])
@@ -234,9 +247,9 @@ def _linear(
 
 def linear_cross_entropy(
     input: Array, linear_weight: Array, target: Array, *, linear_bias: Array | None = None,
-    weight: Array | None = None, reduction: str = "mean", ignore_index: int = -100,
+    weight: Array | None = None, reduction: str = "mean", ignore_index: int | None = -100,
     label_smoothing: float = 0.0, z_loss: float = 0.0, logit_scale: float = 1.0,
-    softcap: float = 0.0, temperature: float = 1.0, token_weight: Array | None = None,
+    softcap: float | None = 0.0, temperature: float = 1.0, token_weight: Array | None = None,
     normalizer: float | Array | None = None, shift: bool | int = False,
     memory: int | str | None = None, return_statistics: Sequence[str] = (),
     empty_mean: str = "zero", return_gradients: bool = False,
@@ -254,10 +267,11 @@ def linear_cross_entropy(
     return _linear(input, linear_weight, target, linear_bias, memory, return_gradients, options)
 
 
+@renames(OF_LOGPROB)
 def linear_logprob(
     input: Array, weight: Array, target: Array, *, temperature: float = 1.0,
-    bias: Array | None = None, ignore_index: int = -100, logit_scale: float = 1.0,
-    softcap: float = 0.0, shift: bool | int = False, memory: int | str | None = None,
+    bias: Array | None = None, ignore_index: int | None = -100, logit_scale: float = 1.0,
+    softcap: float | None = 0.0, shift: bool | int = False, memory: int | str | None = None,
     entropy: bool = False,
 ) -> Any:  # fmt: skip
     """Log-probability of every target token, and with `entropy` the pair; ignored tokens give 0."""
@@ -271,8 +285,8 @@ def linear_logprob(
 
 def cross_entropy(
     logits: Array, target: Array, *, weight: Array | None = None, reduction: str = "mean",
-    ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
-    logit_scale: float = 1.0, softcap: float = 0.0, temperature: float = 1.0,
+    ignore_index: int | None = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
+    logit_scale: float = 1.0, softcap: float | None = 0.0, temperature: float = 1.0,
     token_weight: Array | None = None, normalizer: float | Array | None = None,
     return_statistics: Sequence[str] = (), empty_mean: str = "zero",
     return_gradients: bool = False,

@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 import weakref
 
 import pytest
 import torch
 
+import fresh
 import reference
 from logitless import _abi
 from logitless.torch import _run, linear_cross_entropy, linear_logprob
@@ -329,12 +327,7 @@ def test_a_loss_kept_for_the_log_keeps_nothing_else(device: str, reduction: str)
 def test_every_switch_of_tf32_is_followed(setting: str, allowed: bool) -> None:
     code = f"import torch\n{setting}\nfrom logitless.torch._device import allows_tf32 as asked\n"
     code += "print(asked())"
-    path = os.pathsep.join(p for p in sys.path if p)
-    environment = {**os.environ, "PYTHONPATH": path}
-    answer = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
-    )
-    assert answer.stdout.strip() == str(allowed), answer.stderr
+    assert fresh.run(code).strip() == str(allowed)
 
 
 def test_gradcheck_against_finite_differences() -> None:

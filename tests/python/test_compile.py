@@ -58,6 +58,26 @@ def test_opcheck_backward(device: str) -> None:
     )
 
 
+@pytest.mark.parametrize("default", [torch.float64, BF16], ids=str)
+def test_opcheck_under_another_default_dtype(default: torch.dtype) -> None:
+    """What is not wanted is an empty tensor of one dtype, whatever torch makes by default."""
+    forward = arguments("linear", 2, F32, "cpu")
+    with torch.no_grad():
+        *_, row_state = torch.ops.logitless.forward(*forward, _run.LOSS | _run.ROW_STATE)
+    backward = [a.detach() if isinstance(a, Tensor) else a for a in forward]
+    upstream = (row_state, None, torch.ones(()), None, None, None)
+    torch.set_default_dtype(default)
+    try:
+        for op, args in (
+            (torch.ops.logitless.forward, (*forward, _run.LOSS)),
+            (torch.ops.logitless.forward_backward, (*forward, _run.LOSS, True, False, False)),
+            (torch.ops.logitless.backward, (*backward, *upstream, True, False, False)),
+        ):
+            torch.library.opcheck(op, args, test_utils="test_faketensor")
+    finally:
+        torch.set_default_dtype(F32)
+
+
 class Counter:
     """A compiler backend that counts graphs."""
 

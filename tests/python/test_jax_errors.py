@@ -36,7 +36,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type, str]] = {
     "target of another shape": ({"t": np.zeros(5, np.int32)}, ValueError, "target has shape"),
     "target of i16": ({"t": np.zeros(4, np.int16)}, TypeError, "target is int16"),
     "soft targets": ({"t": np.zeros((4, 9), np.float32)}, NotImplementedError, "soft targets"),
-    "class weights of another size": ({"weight": np.ones(8)}, ValueError, "vocab_weight"),
+    "class weights of another size": ({"weight": np.ones(8)}, ValueError, "^weight has"),
     "token weights of another shape": ({"token_weight": np.ones(5)}, ValueError, "token_weight"),
     "normalizer a vector": ({"normalizer": np.ones(2)}, ValueError, "normalizer has shape"),
     "normalizer a text": ({"normalizer": "5"}, TypeError, "normalizer is a str"),

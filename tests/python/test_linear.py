@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import reference
-from logitless.torch import linear_cross_entropy, linear_logprob, workspace_size
+from logitless.torch import (
+    LinearCrossEntropyHead,
+    LinearCrossEntropyLoss,
+    cross_entropy,
+    linear_cross_entropy,
+    linear_logprob,
+    workspace_size,
+)
 from reference import close
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -335,3 +342,29 @@ def test_shift_with_any_ignore_index(device: str, index: int, dtype: torch.dtype
     for shift in (6, 9):
         loss = linear_cross_entropy(x, w, t, shift=shift, ignore_index=index, reduction="sum")
         assert loss.item() == 0
+
+
+@pytest.mark.parametrize("binding", ["torch", "numpy", "jax", "module"])
+@pytest.mark.parametrize("shift", [False, True])
+def test_none_is_the_default_of_ignore_index_and_softcap(binding: str, shift: bool) -> None:
+    """torch's own function has None for the one, configurations of models for the other."""
+    x, w, _, t = (v if v is None else v.detach() for v in problem((2, 9), 17, 8))
+    assert (t == -100).any()
+    expected = linear_cross_entropy(x, w, t, shift=shift)
+    none: Any = {"ignore_index": None, "softcap": None}
+    if binding == "torch":
+        loss = linear_cross_entropy(x, w, t, shift=shift, **none)
+        close(linear_logprob(x, w, t, **none), linear_logprob(x, w, t).double())
+        logits = torch.nn.functional.linear(x, w)
+        close(cross_entropy(logits, t, **none), cross_entropy(logits, t).double())
+    elif binding == "module":
+        loss = LinearCrossEntropyLoss(shift=shift, **none)(x, w, t)
+        head = LinearCrossEntropyHead(8, 17, shift=shift, **none)
+        assert head(x).shape == (2, 9, 17)
+        head.weight.data.copy_(w)
+        assert torch.equal(head(x, t), loss)
+    else:
+        module = pytest.importorskip(f"logitless.{binding}")
+        arrays = (v.numpy() for v in (x, w, t.int()))
+        loss = torch.tensor(float(module.linear_cross_entropy(*arrays, shift=shift, **none)))
+    close(loss, expected.double())

@@ -132,6 +132,50 @@ def test_in_place_refuses_a_leaf_and_takes_no_grad(device: str) -> None:
     assert torch.equal(z, before)
 
 
+VIEWS: dict[str, Any] = {
+    "view": lambda leaf: leaf.view(4, 9),
+    "rows": lambda leaf: leaf[1:],
+    "view of a view": lambda leaf: leaf.view(36).view(4, 9)[:2],
+    "unbind": lambda leaf: leaf.view(1, 4, 9).unbind(0)[0],
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_in_place_refuses_a_view_of_a_leaf(device: str, name: str) -> None:
+    """As torch's own in-place functions: a parameter would become its own gradient."""
+    z, _ = problem((4,), 9, device=device)
+    before = z.detach().clone()
+    logits = VIEWS[name](z)
+    t = torch.zeros(logits.shape[0], dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match="logits is a view of a leaf that requires grad"):
+        cross_entropy_(logits, t)
+    with torch.no_grad():
+        close(cross_entropy_(logits, t), reference.loss(logits, t))
+    assert torch.equal(z, before)
+    frozen = z.detach()
+    cross_entropy_(VIEWS[name](frozen) * torch.ones((), device=device, requires_grad=True), t)
+
+
+def test_in_place_refuses_logits_that_overlap_when_it_is_called(device: str) -> None:
+    z, t = problem((4,), 9, device=device)
+    with pytest.raises(ValueError, match=r"logits has shape .4, 9. and strides .0, 1.: elements"):
+        cross_entropy_((z[:1] * 1).expand(4, 9), t)
+    with torch.no_grad():
+        cross_entropy_(z[:1].expand(4, 9), t)  # which writes nothing
+
+
+def test_in_place_compiles_as_a_call_that_is_not(device: str) -> None:
+    z, t = problem((4,), 9, device=device)
+    torch._dynamo.reset()
+    step = torch.compile(
+        lambda z, t: cross_entropy_((z * 1)[:], t), backend="eager", fullgraph=True
+    )
+    expected = reference.loss(z, t)
+    loss = step(z, t)
+    close(loss, expected)
+    close(*torch.autograd.grad(loss, z), *torch.autograd.grad(expected, z))
+
+
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 @pytest.mark.parametrize(
     ("shape", "dim"), [((5,), 0), ((4, 7), -1), ((4, 7), 0), ((2, 3, 7), 2), ((0, 3), 1)]
@@ -150,3 +194,17 @@ def test_softmax_refuses_what_it_cannot_do(device: str) -> None:
         softmax_(torch.randn(3, 4, device=device, requires_grad=True))
     with pytest.raises(ValueError, match="without a copy"):
         softmax_(torch.randn(3, 4, 5, device=device), dim=1)
+
+
+def test_softmax_of_a_lazy_minus_sign(device: str) -> None:
+    """The imaginary part of a conjugate: its memory holds the numbers with the other sign."""
+    z = torch.randn(3, 4, dtype=torch.complex64, device=device).conj().imag
+    assert z.is_neg()
+    expected = torch.softmax(z.double(), -1)
+    assert softmax_(z) is z
+    close(z, expected)
+
+
+def test_softmax_names_its_argument_where_elements_overlap(device: str) -> None:
+    with pytest.raises(ValueError, match=r"^logits has shape .*elements overlap"):
+        softmax_(torch.randn(1, 5, device=device).expand(4, 5))

@@ -257,3 +257,22 @@ def test_a_sharded_weight_is_a_clear_error(mesh: Any) -> None:
             linear_cross_entropy(x, sharded, t)
     with pytest.raises(ValueError, match="FSDP"):
         linear_cross_entropy(x, w.detach().reshape(-1), t)
+
+
+def test_a_target_that_tensor_parallelism_dropped_is_missed(mesh: Any) -> None:
+    """torch's ColwiseParallel hands on the first argument alone: what the head would then give for
+    a loss is logits."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    head = LinearCrossEntropyHead(8, 17)
+    x, _, _, t = problem((9,), 17, 8)
+    expected = head(x).detach()
+    parallelize_module(head, mesh, ColwiseParallel(output_layouts=Replicate()))
+    with pytest.raises(NotImplementedError, match=r"target is None.*ColwiseParallel"):
+        head(x, t)
+    with pytest.raises(NotImplementedError, match="sharded"):
+        head(x, target=t)  # which they hand on
+    with torch.no_grad():
+        torch.testing.assert_close(head(x), expected)  # generation
+    torch.testing.assert_close(head.eval()(x), expected)

@@ -8,6 +8,7 @@ import functools
 import importlib
 import inspect
 import io
+import warnings
 from typing import Any
 
 import pytest
@@ -344,3 +345,53 @@ def test_what_cannot_be_patched_says_so() -> None:
     model.lm_head = Adapter(16, 61, bias=False)
     with pytest.raises(NotImplementedError, match="lm_head is a Adapter"):
         patch_transformers(model)
+
+
+def test_labels_may_be_given_by_position() -> None:
+    model, batch = model_and_batch("llama")
+    names = list(inspect.signature(model.forward).parameters)
+    place = names.index("labels")
+    given = [batch["input_ids"], *[None] * (place - 1), batch["labels"]]
+    with patch_transformers(model):
+        output = model(*given)
+        assert output.logits is None
+        assert torch.equal(output.loss, model(**batch).loss)
+        with pytest.raises(TypeError, match="multiple values for argument 'labels'"):
+            model(*given, labels=batch["labels"])
+
+
+def test_a_peft_model_is_told_at_once_what_to_patch() -> None:
+    model, batch = model_and_batch("llama")
+
+    class PeftModelForCausalLM(torch.nn.Module):
+        """As peft's: what it has not itself it takes from the model that it wraps."""
+
+        peft_config: Any = None
+
+        def get_base_model(self) -> Any:
+            return model
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(model, name)
+
+    wrapper = PeftModelForCausalLM()
+    with pytest.raises(NotImplementedError, match=r"patch_transformers\(model\.get_base_model"):
+        patch_transformers(wrapper)
+    with patch_transformers(wrapper.get_base_model()):
+        assert model(**batch).logits is None
+
+
+def test_logits_in_training_are_warned_of_once() -> None:
+    """A trainer that keeps the labels to itself never uses the patch."""
+    model, batch = model_and_batch("llama")
+    ids = batch["input_ids"]
+    with patch_transformers(model), warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        model(**batch)
+        with torch.no_grad():
+            model(input_ids=ids)
+        model.eval()(input_ids=ids)
+        assert [w for w in seen if "logitless" in str(w.message)] == []
+        model.train()(input_ids=ids)
+        model(input_ids=ids)
+        assert len([w for w in seen if "without labels" in str(w.message)]) == 1

@@ -8,6 +8,8 @@ default.
 
 from __future__ import annotations
 
+import logitless.torch  # noqa: F401  It says what to install where there is no torch.
+from logitless.integrations import cce, liger, verl
 from logitless.integrations.liger import (
     FusedLinearCrossEntropyFunction,
     LigerFusedLinearCrossEntropyLoss,
@@ -18,5 +20,8 @@ __all__ = [
     "FusedLinearCrossEntropyFunction",
     "LigerFusedLinearCrossEntropyLoss",
     "Patch",
+    "cce",
+    "liger",
     "patch_transformers",
+    "verl",
 ]

@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from logitless._errors import invalid
+from logitless._errors import invalid, renames
 from logitless.integrations._arguments import only
 from logitless.torch import linear_cross_entropy as _linear_cross_entropy
 
 
+@renames({"input": "e", "linear_weight": "c", "target": "targets", "linear_bias": "bias"})
 def linear_cross_entropy(
     e: Tensor,
     c: Tensor,
@@ -46,7 +47,7 @@ def linear_cross_entropy(
         raise invalid(f"shift is {shift}; allowed: 0 to {targets.shape[-1] - 1}")
     result = _linear_cross_entropy(
         e, c, targets, linear_bias=bias, ignore_index=ignore_index,
-        softcap=0.0 if softcap is None else softcap, reduction=reduction, shift=count,
+        softcap=softcap, reduction=reduction, shift=count,
         return_statistics=("lse",) if return_lse else (),
     )  # fmt: skip
     loss, lse = (result[0], result[1].lse) if return_lse else (result, None)

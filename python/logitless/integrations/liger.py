@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from logitless._errors import renames
 from logitless.integrations._arguments import only
-from logitless.torch import linear_cross_entropy, linear_logprob
+from logitless.torch import linear_cross_entropy
 
 
 class CrossEntropyOutput(NamedTuple):
@@ -28,11 +29,22 @@ def _mean(values: Tensor, valid: Tensor, reduction: str) -> Tensor:
     return total if reduction == "sum" else total / valid.sum().clamp(min=1)
 
 
+# linear_cross_entropy's arguments and Liger's.
+_ARGUMENTS = {
+    "input": "_input",
+    "linear_weight": "weight",
+    "linear_bias": "bias",
+    "weight": "ce_weight",
+    "z_loss": "lse_square_scale",
+}
+
+
 class FusedLinearCrossEntropyFunction:
     """`apply` with the positional arguments of LigerFusedLinearCrossEntropyFunction.apply; returns
     (loss, z_loss, token_accuracy, predicted_tokens), None where not asked for."""
 
     @staticmethod
+    @renames(_ARGUMENTS)
     def apply(
         _input: Tensor,
         weight: Tensor,
@@ -51,13 +63,14 @@ class FusedLinearCrossEntropyFunction:
         return_predicted_tokens: bool = False,
     ) -> CrossEntropyOutput:
         only("accum_dtype", accum_dtype, None, torch.float32)  # sums are always f32
-        cap = 0.0 if softcap is None else softcap
         token_weight = None
         if use_token_scaling:  # every loss times its own probability, held constant
             with torch.no_grad():
-                token_weight = linear_logprob(
-                    _input, weight, target, bias=bias, ignore_index=ignore_index, softcap=cap
-                ).exp()
+                loss = linear_cross_entropy(
+                    _input, weight, target, linear_bias=bias, ignore_index=ignore_index,
+                    softcap=softcap, reduction="none",
+                )  # fmt: skip
+                token_weight = loss.neg().exp()
         # A mean divides by the classes' weights, but the z-loss by the number of tokens.
         apart = ce_weight is not None and reduction == "mean" and lse_square_scale > 0
         names: list[str] = []
@@ -68,7 +81,7 @@ class FusedLinearCrossEntropyFunction:
         result = linear_cross_entropy(
             _input, weight, target, linear_bias=bias, weight=ce_weight, reduction=reduction,
             ignore_index=ignore_index, label_smoothing=label_smoothing,
-            z_loss=0.0 if apart else lse_square_scale, softcap=cap, token_weight=token_weight,
+            z_loss=0.0 if apart else lse_square_scale, softcap=softcap, token_weight=token_weight,
             return_statistics=names,
         )  # fmt: skip
         if not names:
@@ -119,6 +132,7 @@ class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
         )  # fmt: skip
         self._wants_more = return_z_loss or return_token_accuracy or return_predicted_tokens
 
+    @renames({"weight": "lin_weight"})
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> Any:

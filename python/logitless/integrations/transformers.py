@@ -11,13 +11,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from logitless._errors import invalid, not_supported
+from logitless._errors import invalid, not_supported, renames
 from logitless.torch import linear_cross_entropy
 
 # What a patched module keeps, beside its `forward`: Patch.unpatch takes them away again.
@@ -46,6 +47,7 @@ class _Pending:
         self.loss: Tensor | None = None
         self.asked = False  # for the loss, by the model
 
+    @renames({"target": "labels", "linear_weight": "lm_head.weight", "linear_bias": "lm_head.bias"})
     def compute(self, head: Any, input: Tensor) -> None:
         """The loss, of the input that the model gives its head."""
         if self.loss is not None:
@@ -126,8 +128,14 @@ def _own_forward(module: Any) -> Any:
 
 def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     settings: _Settings = self.__dict__[_PATCH]
+    names = settings.names[: len(args)]
+    if "labels" in names and not set(names) & set(kwargs):  # given by position, as others may be
+        kwargs |= dict(zip(names, args))
+        args = args[len(names) :]
     labels = kwargs.get("labels")
     if labels is None or (settings.eval_logits and not self.training):
+        if labels is None and self.training and torch.is_grad_enabled():
+            settings.warn_of_logits()
         return _own_forward(self)(*args, **kwargs)
     as_tuple = kwargs.pop("return_dict", None) is False
     pending = _Pending(settings, labels, kwargs)
@@ -179,6 +187,22 @@ class _Settings:
         self.options = {**found, **options}
         self.eval_logits = eval_logits
         self.checked = False
+        self.warned = False
+        parameters = inspect.signature(model.forward).parameters.values()
+        self.names = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+
+    def warn_of_logits(self) -> None:
+        """Once: a trainer that keeps the labels to itself makes the patch useless, unseen."""
+        if self.warned or torch.compiler.is_compiling():
+            return
+        self.warned = True
+        warnings.warn(
+            "a model patched by logitless was called in training without labels and gives its "
+            "logits: where a trainer makes the loss itself (TRL's do, and transformers' with "
+            "label_smoothing_factor; use patch_transformers(model, label_smoothing=...)), the "
+            "patch is of no use",
+            stacklevel=2,
+        )
 
     def answer(self, device: torch.device) -> Tensor:
         """What the head gives the model for logits: [1, 1, 5]."""
@@ -264,6 +288,11 @@ def patch_transformers(model: Any, *, eval_logits: bool = False, **options: Any)
     to linear_cross_entropy (label_smoothing, z_loss, memory, ...); scale and softcap are those of
     the model.
     """
+    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        raise not_supported(
+            f"a {type(model).__name__} hands its calls to the model that it wraps; allowed: that "
+            "one, patch_transformers(model.get_base_model())"
+        )
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if head is None:
         raise invalid(f"{type(model).__name__} has no output embeddings; allowed: a causal LM")

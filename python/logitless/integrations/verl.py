@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from logitless._errors import invalid
+from logitless._errors import invalid, renames
 from logitless.integrations._arguments import only
 from logitless.torch import linear_logprob
 
 
+@renames({"input": "hidden", "target": "labels"})
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,

@@ -14,7 +14,16 @@ import numpy as np
 from logitless import _abi
 from logitless._abi import Options, parse_memory
 from logitless._arrays import as_f32, check_real, check_unmasked
-from logitless._errors import error_of, invalid, not_supported, wrong_dtype, wrong_shape
+from logitless._errors import (
+    OF_LOGPROB,
+    argument,
+    error_of,
+    invalid,
+    not_supported,
+    renames,
+    wrong_dtype,
+    wrong_shape,
+)
 from logitless.jax._loss import Call, loss
 from logitless.jax._run import Array, Tensor, run
 
@@ -176,15 +185,17 @@ def _exact_products() -> bool:
 
 def _loss(
     rows: dict[str, Any], target: Any, outputs: Sequence[str], *, weight: Any = None,
-    reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0,
-    z_loss: float = 0.0, logit_scale: float = 1.0, softcap: float = 0.0, temperature: float = 1.0,
-    token_weight: Any = None, normalizer: Any = None, shift: bool | int = False,
-    memory: int | str | None = None, empty_mean: str = "zero",
+    reduction: str = "mean", ignore_index: int | None = -100, label_smoothing: float = 0.0,
+    z_loss: float = 0.0, logit_scale: float = 1.0, softcap: float | None = 0.0,
+    temperature: float = 1.0, token_weight: Any = None, normalizer: Any = None,
+    shift: bool | int = False, memory: int | str | None = None, empty_mean: str = "zero",
 ) -> dict[str, Array]:  # fmt: skip
     """The outputs by name, in the shape of the target. `rows`: input, weight, bias, or logits."""
-    arrays = {name: _array(name, value) for name, value in rows.items() if value is not None}
+    arrays = {
+        name: _array(argument(name), value) for name, value in rows.items() if value is not None
+    }
     what = next(iter(arrays))
-    ignore_index = _integer("ignore_index", ignore_index)
+    ignore_index = _integer("ignore_index", _abi.ignore_index_of(ignore_index))
     _abi.check_ignore_index(ignore_index)
     target, ignore_index = _target(target, ignore_index)
     _check_target(arrays[what], target, what)
@@ -195,7 +206,7 @@ def _loss(
     options = Options(
         _one_of("reduction", reduction, _REDUCTIONS), ignore_index,
         _number("label_smoothing", label_smoothing), _number("z_loss", z_loss),
-        _number("logit_scale", logit_scale), _number("softcap", softcap),
+        _number("logit_scale", logit_scale), _number("softcap", _abi.softcap_of(softcap)),
         _number("temperature", temperature), _one_of("empty_mean", empty_mean, _EMPTY_MEANS),
         number, "weight" in arrays and not _exact_products(),
     )  # fmt: skip
@@ -230,11 +241,11 @@ def linear_cross_entropy(
     linear_bias: Any = None,
     weight: Any = None,
     reduction: str = "mean",
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     temperature: float = 1.0,
     token_weight: Any = None,
     normalizer: Any = None,
@@ -264,6 +275,7 @@ def linear_cross_entropy(
     return _result(made)
 
 
+@renames(OF_LOGPROB)
 def linear_logprob(
     input: Any,
     weight: Any,
@@ -271,9 +283,9 @@ def linear_logprob(
     *,
     temperature: float = 1.0,
     bias: Any = None,
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     logit_scale: float = 1.0,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     shift: bool | int = False,
     memory: int | str | None = None,
     entropy: bool = False,
@@ -295,11 +307,11 @@ def cross_entropy(
     *,
     weight: Any = None,
     reduction: str = "mean",
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     temperature: float = 1.0,
     token_weight: Any = None,
     normalizer: Any = None,

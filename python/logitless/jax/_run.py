@@ -20,7 +20,7 @@ from jax.interpreters import ad, batching, mlir
 
 from logitless import _abi
 from logitless._abi import Options, Plan, View
-from logitless._errors import LogitlessRuntimeError, not_supported, wrong_dtype
+from logitless._errors import LogitlessRuntimeError, argument, not_supported, wrong_dtype
 
 Array = jax.Array
 
@@ -67,7 +67,7 @@ def _view(tensor: Tensor, device: tuple[int, int]) -> View:
         allowed = "int32, int64" if name == "target" else "float32, float16, bfloat16"
         if dtype.name == "float64":
             allowed += "; use .astype(jnp.float32)"
-        raise wrong_dtype(f"{name} is {dtype.name}; allowed: {allowed}")
+        raise wrong_dtype(f"{argument(name)} is {dtype.name}; allowed: {allowed}")
     if len(shape) > 2 and name in _FLAT:
         shape = (math.prod(shape[:-1]), shape[-1])
     strides = [1] * len(shape)

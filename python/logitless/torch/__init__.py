@@ -3,6 +3,11 @@
 
 from __future__ import annotations
 
+try:
+    import torch  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ImportError("logitless.torch needs PyTorch 2.4 or newer: pip install torch") from error
+
 from logitless.torch._functions import (
     Statistics,
     cross_entropy,

@@ -17,6 +17,7 @@ from torch.autograd import Function
 
 from logitless import _abi
 from logitless._abi import Options
+from logitless._errors import not_supported
 from logitless.torch import _device, _run
 from logitless.torch._run import Constants, Upstream
 
@@ -109,11 +110,12 @@ ONCE_ONLY = (
 
 
 class Once(Function):
-    """Marks gradients made under create_graph: differentiating them is an error, never a silent
-    zero."""
+    """Marks gradients made under create_graph: to differentiate one, with respect to anything that
+    it depends on, is an error and never a silent zero."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *grads: Tensor) -> Any:
+    def forward(ctx: Any, anchors: int, *tensors: Tensor) -> Any:
+        grads = tensors[anchors:]
         return grads if len(grads) > 1 else grads[0]
 
     @staticmethod
@@ -122,13 +124,26 @@ class Once(Function):
 
 
 def once(anchors: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> Any:
-    anchor = next(t for t in anchors if t is not None and t.requires_grad)
+    """The gradients, marked. Autograd visits a node only on its way to what is differentiated, so
+    that every input and upstream gradient they were made of must be an anchor."""
     given = [g for g in grads if g is not None]
+    if not given:
+        return tuple(grads)
+    needed = [t for t in anchors if t is not None and t.requires_grad]
     apply: Any = Once.apply
     with torch.enable_grad():
-        marked = apply(anchor, *given)
+        marked = apply(len(needed), *needed, *given)
     rest = iter(marked if isinstance(marked, tuple) else (marked,))
     return tuple(None if g is None else next(rest) for g in grads)
+
+
+def refuse_main_grad(ctx: Any) -> None:
+    """Under create_graph: what is added to main_grad is outside the graph and cannot be marked."""
+    if ctx.call.main_grad is not None and ctx.needs_input_grad[1]:
+        raise not_supported(
+            'grad_accumulation="main_grad" adds outside the graph; allowed: backward without '
+            "create_graph"
+        )
 
 
 def scaled(grads: Sequence[Tensor | None], factor: Tensor) -> None:
@@ -169,9 +184,10 @@ class FusedLoss(Function):
     def backward(ctx: Any, factor: Tensor) -> Any:
         if not torch.is_grad_enabled():
             return *FusedLoss._hand_out(ctx, factor), None
+        refuse_main_grad(ctx)
         with torch.no_grad():
             grads = FusedLoss._hand_out(ctx, factor)
-        return *once(ctx.saved_tensors[:3], grads), None
+        return *once((*ctx.saved_tensors[:3], factor), grads), None
 
     @staticmethod
     def _hand_out(ctx: Any, factor: Tensor) -> Sequence[Tensor | None]:
@@ -225,11 +241,12 @@ class Loss(Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> Any:
+        if not torch.is_grad_enabled():
+            return *recompute(ctx, *upstream), None
+        refuse_main_grad(ctx)
         with torch.no_grad():
             grads = recompute(ctx, *upstream)
-        if torch.is_grad_enabled():
-            grads = once(ctx.saved_tensors[:3], grads)
-        return *grads, None
+        return *once((*ctx.saved_tensors[:3], *upstream), grads), None
 
 
 def _dtypes(

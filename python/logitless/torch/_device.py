@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from logitless import _abi
+from logitless._errors import LogitlessError
 
 DTYPES = {
     torch.float32: _abi.F32,
@@ -37,20 +38,30 @@ def allows_tf32() -> bool:
     return bool(_fp32_precision("cuda", "matmul") == "tf32")
 
 
-def run_cuda(plan: _abi.Plan, addresses: list[int], index: int) -> None:
+def _warm_up(index: int) -> None:
+    """Loads what the first call would load, where that can be done early; where it cannot, the
+    calls load what they need, and say what is missing."""
+    try:
+        _abi.warmup(_abi.CUDA, index)
+    except LogitlessError as error:
+        if error.status not in ("not_supported", "backend_unavailable"):
+            raise
+    _warm.add(index)
+
+
+def run_cuda(plan: _abi.Plan, addresses: list[int], index: int, normalizer: float = 0.0) -> None:
     if torch._C._cuda_getDevice() != index:  # what the allocator takes memory of
         with torch.cuda.device(index):
-            run_cuda(plan, addresses, index)
+            run_cuda(plan, addresses, index, normalizer)
         return
     if index not in _warm and not torch.cuda.is_current_stream_capturing():
-        _abi.warmup(_abi.CUDA, index)
-        _warm.add(index)
+        _warm_up(index)
     stream = torch._C._cuda_getCurrentRawStream(index)
     # What torch.cuda.caching_allocator_alloc calls: memory of this stream without a tensor around
     # it, given back when the kernels are queued, to whatever comes after them.
     workspace = _allocate(plan.bytes, stream)
     try:
-        plan.run(addresses, workspace, stream)
+        plan.run(addresses, workspace, stream, normalizer)
     finally:
         _release(workspace)
 

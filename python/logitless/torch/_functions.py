@@ -11,7 +11,15 @@ from torch import Tensor
 
 from logitless import _abi
 from logitless._abi import Options, parse_memory
-from logitless._errors import invalid, not_supported, wrong_device, wrong_dtype, wrong_shape
+from logitless._errors import (
+    OF_LOGPROB,
+    invalid,
+    not_supported,
+    renames,
+    wrong_device,
+    wrong_dtype,
+    wrong_shape,
+)
 from logitless.torch import _ops, _run
 from logitless.torch._autograd import Call, FusedLoss, Loss, MainGrad, cast, cast_bias
 from logitless.torch._route import dispatches, refuse_layouts
@@ -208,11 +216,11 @@ def linear_cross_entropy(
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
     reduction: str = "mean",
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     temperature: float = 1.0,
     token_weight: Tensor | None = None,
     normalizer: float | Tensor | None = None,
@@ -237,6 +245,7 @@ def linear_cross_entropy(
     _check_matrix("linear_weight", linear_weight)
     _check_target(input, target, "input")
     wanted = _wanted(return_statistics) if return_statistics else 0
+    ignore_index, softcap = _abi.ignore_index_of(ignore_index), _abi.softcap_of(softcap)
     if shift:
         target = _shifted(target, int(shift), ignore_index)
     number, normalizer = (
@@ -277,6 +286,7 @@ def workspace_size(
     )
 
 
+@renames(OF_LOGPROB)
 def linear_logprob(
     input: Tensor,
     weight: Tensor,
@@ -284,9 +294,9 @@ def linear_logprob(
     *,
     temperature: float = 1.0,
     bias: Tensor | None = None,
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     logit_scale: float = 1.0,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     shift: bool | int = False,
     memory: int | str | None = None,
     entropy: bool = False,
@@ -310,11 +320,11 @@ def cross_entropy(
     *,
     weight: Tensor | None = None,
     reduction: str = "mean",
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     temperature: float = 1.0,
     token_weight: Tensor | None = None,
     normalizer: float | Tensor | None = None,
@@ -327,6 +337,7 @@ def cross_entropy(
         raise wrong_shape("logits must be a tensor of shape [..., V]")
     _check_target(logits, target, "logits")
     wanted = _wanted(return_statistics) if return_statistics else 0
+    ignore_index, softcap = _abi.ignore_index_of(ignore_index), _abi.softcap_of(softcap)
     number, normalizer = _normalizer(normalizer, logits.device)
     options = Options(
         _one_of("reduction", reduction, _REDUCTIONS), ignore_index, label_smoothing, z_loss,
@@ -344,12 +355,31 @@ def cross_entropy(
     return _result(outputs, wanted)
 
 
+def _check_overwritten(logits: Tensor) -> None:
+    """Backward writes over the logits as torch's own in-place functions write: over no memory of a
+    parameter, which would become its own gradient, and each element once."""
+    if logits.is_leaf:
+        raise invalid("logits is a leaf that requires grad; cross_entropy_ would overwrite it")
+    if torch.compiler.is_compiling():  # which writes elsewhere
+        return
+    base = logits._base
+    if base is not None and base.is_leaf and base.requires_grad:
+        raise invalid(
+            "logits is a view of a leaf that requires grad; cross_entropy_ would overwrite it"
+        )
+    if any(size > 1 and stride == 0 for size, stride in zip(logits.shape, logits.stride())):
+        raise invalid(
+            f"logits has shape {tuple(logits.shape)} and strides {logits.stride()}: elements "
+            "overlap; cross_entropy_ could not write over them"
+        )
+
+
 def cross_entropy_(logits: Tensor, target: Tensor, **options: Any) -> Any:
     """cross_entropy whose backward writes the gradient over the logits: no second [N, V]."""
     if not isinstance(logits, Tensor):
         raise wrong_shape("logits must be a tensor of shape [..., V]")
-    if torch.is_grad_enabled() and logits.requires_grad and logits.is_leaf:
-        raise invalid("logits is a leaf that requires grad; cross_entropy_ would overwrite it")
+    if torch.is_grad_enabled() and logits.requires_grad:
+        _check_overwritten(logits)
     return cross_entropy(logits, target, _in_place=True, **options)
 
 
@@ -359,7 +389,7 @@ def softmax_(logits: Tensor, dim: int = -1) -> Tensor:
         raise wrong_shape("logits must be a tensor")
     if torch.is_grad_enabled() and logits.requires_grad:
         raise invalid("logits requires grad; softmax_ has no gradient: use it under no_grad")
-    if dispatches(logits):
+    if dispatches(logits) or logits.is_neg():  # torch's own carries the lazy minus sign out
         if logits.is_cpu or logits.is_cuda or logits.is_meta:
             return torch.softmax(logits, dim, out=logits)
         raise wrong_device(f"logits is on {logits.device}; allowed: cpu, cuda")

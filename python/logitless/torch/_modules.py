@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from logitless._errors import invalid
+from logitless._errors import invalid, not_supported
 from logitless.torch._autograd import MainGrad
 from logitless.torch._functions import cross_entropy, linear_cross_entropy
 
@@ -24,11 +24,11 @@ class _Loss(torch.nn.Module):
         self,
         weight: Tensor | None = None,
         reduction: str = "mean",
-        ignore_index: int = -100,
+        ignore_index: int | None = -100,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         logit_scale: float = 1.0,
-        softcap: float = 0.0,
+        softcap: float | None = 0.0,
         temperature: float = 1.0,
         return_statistics: Sequence[str] = (),
         empty_mean: str = "zero",
@@ -159,9 +159,10 @@ class LinearCrossEntropyHead(torch.nn.Linear):
         normalizer: float | Tensor | None = None,
     ) -> Any:
         if target is None:
+            self._check_no_target()
             loss = self.loss
             z = functional.linear(input, self.weight, self.bias) * loss.logit_scale
-            if loss.softcap > 0:
+            if loss.softcap is not None and loss.softcap > 0:
                 z = torch.tanh(z / loss.softcap) * loss.softcap
             return z / loss.temperature if loss.temperature != 1 else z
         return linear_cross_entropy(
@@ -174,6 +175,15 @@ class LinearCrossEntropyHead(torch.nn.Linear):
             _main_grad=self._main_grad(),
             **self.loss._options(),
         )
+
+    def _check_no_target(self) -> None:
+        """In training a head that is sharded gives no logits: a target was most likely given."""
+        if self.training and torch.is_grad_enabled() and hasattr(self.weight, "placements"):
+            raise not_supported(
+                "target is None and the head's weight is sharded by tensor parallelism, whose "
+                "ColwiseParallel hands on the first argument alone; allowed in training: a head "
+                "left out of the parallelize plan (for logits: eval mode or no_grad)"
+            )
 
     def _main_grad(self) -> MainGrad | None:
         weight: Any = self.weight

@@ -22,6 +22,7 @@ from logitless.torch._autograd import (
     cast,
     cast_bias,
     held_dtype,
+    once,
     with_logprob,
 )
 from logitless.torch._run import Constants, Upstream
@@ -70,7 +71,10 @@ def _split(args: tuple[Any, ...]) -> tuple[Any, Any, Any, Constants, Options, in
 
 
 def _filled(tensors: Any, device: torch.device) -> tuple[Tensor, ...]:
-    return tuple(torch.empty(0, device=device) if t is None else t.contiguous() for t in tensors)
+    return tuple(
+        torch.empty(0, dtype=torch.float32, device=device) if t is None else t.contiguous()
+        for t in tensors
+    )
 
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:
@@ -183,20 +187,27 @@ def _fused_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     grads = output[2:]
     ctx.mark_non_differentiable(output[1], *grads)
     ctx.dtypes = [None if t is None else t.dtype for t in inputs[:3]]
-    ctx.save_for_backward(*grads)
+    ctx.save_for_backward(*inputs[:3], *grads)
+
+
+def _multiplied(ctx: Any, grads: Any, factor: Tensor) -> list[Tensor | None]:
+    """In f32: a factor rounded to 16 bits would be an error in every element."""
+    return [
+        (grad.float() * factor).to(dtype) if need else None
+        for grad, dtype, need in zip(grads, ctx.dtypes, ctx.needs_input_grad)
+    ]
 
 
 def _fused_rule(ctx: Any, factor: Tensor | None, *_: Any) -> tuple[Any, ...]:
     rest = [None] * (_OPTION_COUNT + 1 + 4 + 4)
     if factor is None:
         return None, None, None, *rest
-    needs = ctx.needs_input_grad[:3]
-    # In f32: a factor rounded to 16 bits would be an error in every element.
-    grads = [
-        (grad.float() * factor).to(dtype) if need else None
-        for grad, dtype, need in zip(ctx.saved_tensors, ctx.dtypes, needs)
-    ]
-    return *grads, *rest
+    saved = ctx.saved_tensors
+    if not torch.is_grad_enabled():
+        return *_multiplied(ctx, saved[3:], factor), *rest
+    with torch.no_grad():
+        grads = _multiplied(ctx, saved[3:], factor)
+    return *once((*saved[:3], factor), grads), *rest
 
 
 def _never_twice(ctx: Any, *_: Any) -> Any:

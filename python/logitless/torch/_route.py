@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext  # what set_default_device and `with device` push
 
-from logitless._errors import not_supported, wrong_device
+from logitless._errors import argument, not_supported, wrong_device
 from logitless.torch import _run
 
 _function_mode = torch._C._get_function_stack_at
@@ -49,7 +49,7 @@ def dispatches(*tensors: Tensor | None) -> bool:
 def refuse_layouts(tensors: Sequence[Tensor | None]) -> None:
     for name, t in zip(_run.INPUTS, tensors):
         if t is not None and t.layout is not torch.strided:
-            raise wrong_device(f"{name} has layout {t.layout}; allowed: dense tensors")
+            raise wrong_device(f"{argument(name)} has layout {t.layout}; allowed: dense tensors")
 
 
 def _refuse_tangents(tensors: Sequence[Tensor | None]) -> None:

@@ -2,20 +2,22 @@
 """The C calls on torch tensors: allocate outputs and workspace, hand over addresses and the stream.
 
 Everything here runs on plain tensors, below autograd. `weight` None means that `input` holds the
-logits [N, V]. Optional results that are not wanted are None.
+logits [N, V]. Optional results that are not wanted are None. No tensor is kept from one call to the
+next: any call may run where its allocations are planned, as in a CUDA graph's private pool.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from logitless import _abi
 from logitless._abi import Options
-from logitless._errors import wrong_device, wrong_dtype
+from logitless._errors import argument, wrong_device, wrong_dtype
 from logitless.torch import _device
 from logitless.torch._device import DEVICES, DTYPES, MOST_SHAPES
 
@@ -35,9 +37,9 @@ _BACKWARD = (
 _LOGITS_NAMES = {"input": "logits", "grad_input": "grad_logits"}
 
 _plans: dict[tuple[object, ...], _abi.Plan] = {}
-_scalars: dict[torch.device, Tensor] = {}
-_scratch: list[Tensor] = []  # append and pop are atomic
+_scratch: list[tuple[Any, int]] = []  # memory and its address; append and pop are atomic
 _SCRATCH_BYTES = 1 << 20
+_SCRATCH_ALIGNMENT = 64
 _threads = 0
 
 
@@ -54,11 +56,11 @@ def _view(name: str, tensor: Tensor) -> _abi.View:
     dtype, device = DTYPES.get(tensor.dtype), DEVICES.get(tensor.device.type)
     if dtype is None:
         allowed = "int32, int64" if name == "target" else "float32, float16, bfloat16"
-        raise wrong_dtype(f"{name} is {str(tensor.dtype)[6:]}; allowed: {allowed}")
+        raise wrong_dtype(f"{argument(name)} is {str(tensor.dtype)[6:]}; allowed: {allowed}")
     if device is None or tensor.layout != torch.strided:
         raise wrong_device(
-            f"{name} is on {tensor.device} with layout {tensor.layout}; allowed: dense tensors on "
-            "cpu or cuda"
+            f"{argument(name)} is on {tensor.device} with layout {tensor.layout}; allowed: dense "
+            "tensors on cpu or cuda"
         )
     return _abi.View(
         name, dtype, device, tensor.device.index or 0, tensor.shape, tensor.stride()
@@ -88,11 +90,16 @@ def _make_plan(
     return _abi.Plan(kind, views, options, device, accumulate=accumulate, memory=memory, most=most)
 
 
-def _follow_torch_threads() -> None:
+def _follow_torch_threads(threads: int) -> None:
     global _threads
-    _threads = torch.get_num_threads()
-    _abi.follow_threads(_threads)
-    _plans.clear()  # the workspace recommended grows with the threads
+    _threads = threads
+    _abi.follow_threads(threads)
+
+
+def _new_scratch() -> tuple[Any, int]:
+    memory = ctypes.create_string_buffer(_SCRATCH_BYTES + _SCRATCH_ALIGNMENT)
+    address = ctypes.addressof(memory)
+    return memory, address + -address % _SCRATCH_ALIGNMENT
 
 
 def launch(
@@ -106,17 +113,24 @@ def launch(
     first = tensors[0]
     assert first is not None
     cuda = first.is_cuda
-    # torch's own switch; an f32 product is otherwise never made of rounded operands.
-    tf32 = cuda and first.dtype is torch.float32 and _device.allows_tf32()
-    key: list[object] = [kind, options, memory, asked, tf32]
+    tf32, threads = False, 0
+    if cuda:  # torch's own switch; an f32 product is otherwise never made of rounded operands
+        tf32 = first.dtype is torch.float32 and _device.allows_tf32()
+    else:  # each thread's own number; the workspace recommended grows with it
+        threads = torch.get_num_threads()
+        if threads != _threads:
+            _follow_torch_threads(threads)
+    number = 0.0  # the normalizer's value, which is given when the plan runs, as addresses are
+    if options is not None and options.normalizer:
+        number = options.normalizer
+        options = options._replace(normalizer=1.0)
+    key: list[object] = [kind, options, memory, asked, tf32, threads]
     for t in tensors[: len(INPUTS)]:
         if t is None:
             key.append(None)
         else:
             key += (t.dtype, t.device, t.shape, t.stride())
     entry = tuple(key)
-    if not cuda and torch.get_num_threads() != _threads:
-        _follow_torch_threads()
     plan = _plans.get(entry)
     if plan is None:
         if tf32 and options is not None:
@@ -130,28 +144,21 @@ def launch(
         address = row_state.data_ptr()
         addresses += (address, address + 2 * row_state.numel())  # N f32 further
     if cuda:
-        _device.run_cuda(plan, addresses, first.get_device())
+        _device.run_cuda(plan, addresses, first.get_device(), number)
         return
     if plan.bytes > _SCRATCH_BYTES:
         workspace = torch.empty(plan.bytes, dtype=torch.uint8, device="cpu")
-        plan.run(addresses, workspace.data_ptr())
+        plan.run(addresses, workspace.data_ptr(), normalizer=number)
         return
     # Small workspaces are kept, one a call in flight: fresh pages cost more than a small call.
     try:
-        workspace = _scratch.pop()
+        scratch = _scratch.pop()
     except IndexError:
-        workspace = torch.empty(_SCRATCH_BYTES, dtype=torch.uint8, device="cpu")
+        scratch = _new_scratch()
     try:
-        plan.run(addresses, workspace.data_ptr())
+        plan.run(addresses, scratch[1], normalizer=number)
     finally:
-        _scratch.append(workspace)
-
-
-def _like_scalar(device: torch.device) -> Tensor:
-    like = _scalars.get(device)
-    if like is None:
-        like = _scalars[device] = torch.empty((), dtype=torch.float32, device=device)
-    return like
+        _scratch.append(scratch)
 
 
 def _per_token(target: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -160,16 +167,16 @@ def _per_token(target: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty_like(target, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def _row_state(flat_target: Tensor) -> Tensor:
-    """[2, N] f32: row_reference and row_log_sum of every token, made for Backward. Of a tensor of
-    that dtype and device new_empty_strided is the quickest way to a new shape."""
-    n = flat_target.numel()
-    return _like_scalar(flat_target.device).new_empty_strided((2, n), (n, 1))
+def _row_state(rows: Tensor) -> Tensor:
+    """[2, N] f32: row_reference and row_log_sum of every token, made for Backward. Of any tensor
+    of that device new_empty_strided is the quickest way to a new shape and dtype."""
+    n = rows.shape[0]
+    return rows.new_empty_strided((2, n), (n, 1), dtype=torch.float32)
 
 
-def _scalar(device: torch.device) -> Tensor:
+def _scalar(rows: Tensor) -> Tensor:
     """An output []."""
-    return torch.empty_like(_like_scalar(device))
+    return rows.new_empty_strided((), (), dtype=torch.float32)
 
 
 def _grad_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -202,7 +209,7 @@ def forward(
     none = options.reduction == _abi.REDUCTION_NONE
     loss = None
     if wanted & LOSS:
-        loss = _per_token(target) if none else _scalar(rows.device)  # [...] or []
+        loss = _per_token(target) if none else _scalar(rows)  # [...] or []
     lse = target_logit = entropy = argmax = None
     if wanted & _STATISTICS:
         lse, target_logit = per_token(LSE), per_token(TARGET_LOGIT | LOGPROB)  # [...] [...]
@@ -210,7 +217,7 @@ def forward(
     outputs: tuple[Tensor | None, ...] = (loss, lse, target_logit, entropy, argmax)
     if target.dim() != 1:
         outputs = (_flat(loss) if none else loss, *map(_flat, outputs[1:]))  # [N]
-    row_state = _row_state(flat) if wanted & (ROW_STATE | LOGPROB) else None  # [2, N]
+    row_state = _row_state(rows) if wanted & (ROW_STATE | LOGPROB) else None  # [2, N]
     tensors = (
         rows, weight, bias, flat, _flat(token_weight), vocab_weight, normalizer, *outputs,
     )  # fmt: skip
@@ -233,12 +240,12 @@ def forward_backward(
     target, token_weight, vocab_weight, normalizer = constants
     flat = target if target.dim() == 1 else target.reshape(-1)  # [N]
     rows = input if input.dim() == 2 else _rows(input, target.numel())  # [N, D]
-    loss = _scalar(rows.device)  # []
+    loss = _scalar(rows)  # []
     argmax = row_state = grad_input = grad_weight = grad_bias = None
     if wanted & ARGMAX:
         argmax = _per_token(target, torch.int64)  # [...]
     if wanted & ROW_STATE:
-        row_state = _row_state(flat)  # [2, N]
+        row_state = _row_state(rows)  # [2, N]
     if dtypes[0] is not None:
         grad_input = _grad_of(rows, dtypes[0])  # [N, D]
     if dtypes[1] is not None:

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The package as a newcomer meets it: what `import logitless` offers, what it says where a
+framework is missing, and the README's snippets, pasted one after the other."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+import re
+
+import pytest
+
+import fresh
+
+README = pathlib.Path(__file__).resolve().parents[2] / "README.md"
+# What a reader has before pasting a snippet, by a word that the snippet holds.
+GIVEN = {
+    "logitless.torch": """
+import torch
+hidden = torch.randn(2, 5, 8, requires_grad=True)
+labels = torch.randint(0, 11, (2, 5))
+lm_head = torch.nn.Linear(8, 11, bias=False)
+""",
+    "logitless.jax": """
+import numpy as np
+hidden, head = np.ones((2, 5, 8), np.float32), np.ones((11, 8), np.float32)
+labels = np.zeros((2, 5), np.int32)
+""",
+    "logitless.numpy": """
+import numpy as np
+x, w = np.ones((5, 8), np.float32), np.ones((11, 8), np.float32)
+target = np.zeros(5, np.int32)
+""",
+    "patch_transformers": """
+import torch
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lm_head = torch.nn.Linear(8, 11)
+    def get_output_embeddings(self):
+        return self.lm_head
+    def loss_function(self):
+        pass
+    loss_function.__name__ = "ForCausalLMLoss"
+model = Model()
+""",
+}
+
+
+def snippets() -> list[tuple[str, str]]:
+    """The README's Python code, each with the key of what it is given."""
+    found = re.findall(r"^```python\n(.*?)^```", README.read_text(), flags=re.S | re.M)
+    return [(next((word for word in GIVEN if word in code), ""), code) for code in found]
+
+
+def test_every_snippet_of_the_readme_runs_where_the_ones_before_it_did() -> None:
+    given = snippets()
+    assert [code for word, code in given if not word] == [], "say here what a new snippet is given"
+    assert {word for word, _ in given} == set(GIVEN)
+    if importlib.util.find_spec("jax") is None:
+        given = [(word, code) for word, code in given if word != "logitless.jax"]
+    script = "".join(f"{GIVEN[word]}{code}" for word, code in given)
+    fresh.run(script + "\nassert 'forward' in vars(model), 'the model was not patched'")
+
+
+def test_a_module_is_there_without_being_imported_by_name() -> None:
+    """In any order, and not before it is asked for: each needs its own framework alone."""
+    code = """
+import sys, logitless
+assert not {"torch", "numpy", "jax"} & set(sys.modules)
+assert {"torch", "numpy", "integrations", "describe_backend", "__version__"} <= set(dir(logitless))
+assert logitless.numpy.linear_cross_entropy and "torch" not in sys.modules
+assert logitless.integrations.patch_transformers and logitless.torch.linear_cross_entropy
+assert logitless.integrations.cce.linear_cross_entropy
+assert not hasattr(logitless, "tensorflow")
+try: logitless.tensorflow
+except AttributeError as error: print(error)
+"""
+    assert fresh.run(code).strip() == "module 'logitless' has no attribute 'tensorflow'"
+
+
+@pytest.mark.parametrize(
+    ("missing", "module", "install"),
+    [
+        ("torch", "torch", "logitless.torch needs PyTorch 2.4 or newer: pip install torch"),
+        ("torch", "integrations", "logitless.torch needs PyTorch 2.4 or newer: pip install torch"),
+        ("numpy", "numpy", "logitless.numpy needs NumPy 1.24 or newer: pip install numpy"),
+        ("jax", "jax", "logitless.jax needs JAX 0.6.1 or newer: pip install jax"),
+    ],
+)
+def test_a_missing_framework_is_named_with_its_remedy(
+    missing: str, module: str, install: str
+) -> None:
+    for way in (f"import logitless.{module}", f"import logitless; logitless.{module}"):
+        done = fresh.attempt(f"import sys; sys.modules[{missing!r}] = None\n{way}")
+        assert f"\nImportError: {install}\n" in done.stderr, done.stderr
+
+
+def test_only_what_can_be_imported_is_listed() -> None:
+    """inspect.getmembers and help ask for everything that is listed."""
+    code = """
+import importlib.util
+real = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "jax" else real(name, *rest)
+import logitless
+print("jax" in dir(logitless), "torch" in dir(logitless))
+"""
+    assert fresh.run(code).split() == ["False", "True"]

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the binding keeps from one call to the next: plans, which any thread and any number may use
+again, and which devices are warm; but no tensor, which would lie in memory that is another's."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import gc
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import reference
+from logitless import _abi
+from logitless._errors import error_of
+from logitless.torch import (
+    LinearCrossEntropyHead,
+    _device,
+    _run,
+    cross_entropy,
+    cross_entropy_,
+    linear_cross_entropy,
+    linear_logprob,
+    softmax_,
+    workspace_size,
+)
+from reference import close
+from test_linear import F16, F32, problem
+from test_second_derivatives import PassThrough
+
+
+def every_call(device: str, dtype: torch.dtype) -> None:
+    x, w, b, t = problem((3, 5), 17, 8, dtype, device, bias=True)
+    classes, tokens = torch.rand(17, device=device), torch.rand(3, 5, device=device)
+    names = ("lse", "target_logit", "logprob", "entropy", "argmax")
+    for reduction in ("mean", "none"):
+        loss, s = linear_cross_entropy(
+            x, w, t, linear_bias=b, weight=classes, token_weight=tokens, reduction=reduction,
+            return_statistics=names, shift=True,
+        )  # fmt: skip
+        (loss.sum() + s.lse.sum()).backward()
+        linear_cross_entropy(x, w, t, linear_bias=b, reduction=reduction).sum().backward()
+    linear_cross_entropy(x, w, t, normalizer=7, memory="1MiB").backward(retain_graph=True)
+    linear_cross_entropy(x, w, t, normalizer=torch.tensor(7, device=device)).backward()
+    linear_logprob(x, w, t, entropy=True)
+    logits = torch.nn.functional.linear(x, w)
+    cross_entropy(logits, t).backward(retain_graph=True)
+    cross_entropy_(logits, t).backward()
+    softmax_(logits.detach())
+    workspace_size(x, w, t)
+    LinearCrossEntropyHead(8, 17, device=device, dtype=dtype, grad_accumulation="main_grad")(
+        x, t
+    ).backward()
+    with torch.autocast(device, dtype=torch.bfloat16):
+        linear_cross_entropy(x, w, t).backward()
+    with PassThrough():
+        linear_cross_entropy(x, w, t).backward()
+
+
+def kept() -> Iterator[object]:
+    """Everything that the package's modules and classes reach through objects of its own and plain
+    containers."""
+    modules = [m for name, m in sys.modules.items() if name.startswith("logitless")]
+    todo: list[object] = [value for module in modules for value in vars(module).values()]
+    seen: set[int] = set()
+    while todo:
+        thing = todo.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        yield thing
+        owner = thing if isinstance(thing, (type, types.FunctionType)) else type(thing)
+        own = str(owner.__module__).startswith("logitless")
+        if isinstance(thing, types.FunctionType):
+            todo += [*(thing.__closure__ or ()), thing.__defaults__, thing.__kwdefaults__]
+        elif isinstance(thing, type):
+            todo += vars(thing).values() if own else ()
+        elif isinstance(thing, types.ModuleType):
+            continue
+        elif own or type(thing).__module__ in ("builtins", "functools", "collections"):
+            todo += gc.get_referents(thing)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+def test_no_tensor_is_kept(device: str, dtype: torch.dtype) -> None:
+    """The first call may run where a framework plans its memory (a CUDA graph's private pool, a
+    warm-up of torch.compile): what was kept would lie there, whatever becomes of that memory."""
+    every_call(device, dtype)
+    found = [v for v in kept() if isinstance(v, (torch.Tensor, torch.UntypedStorage))]
+    assert found == []
+
+
+def test_what_is_kept_is_found() -> None:
+    """The walk above would see a tensor in a list, a dictionary, an object or a function."""
+    holder = types.ModuleType("logitless._holder")
+    tensor = torch.ones(3)
+    sys.modules[holder.__name__] = holder
+    try:
+        for place in ([tensor], {"a": (tensor,)}, lambda: tensor, lambda t=tensor: t):
+            holder.place = place  # type: ignore[attr-defined]
+            assert any(v is tensor for v in kept())
+        del holder.place
+        assert not any(v is tensor for v in kept())
+    finally:
+        del sys.modules[holder.__name__]
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """One entry for every call that is planned, beginning with no plan at all."""
+    plans: list[int] = []
+    real = _abi._workspace
+
+    def spy(*arguments: Any) -> int:
+        plans.append(1)
+        return int(real(*arguments))
+
+    monkeypatch.setattr(_abi, "_workspace", spy)
+    _run._plans.clear()
+    yield plans
+
+
+def test_threads_with_other_numbers_of_threads_keep_their_plans(planned: list[int]) -> None:
+    """torch.set_num_threads is each thread's own: of two that take turns neither plans anew."""
+    x, w, _, t = problem((9,), 17, 8)
+    before = torch.get_num_threads()
+
+    def call(threads: int) -> torch.Tensor:
+        torch.set_num_threads(threads)
+        loss: torch.Tensor = linear_cross_entropy(x, w, t)
+        return loss
+
+    with concurrent.futures.ThreadPoolExecutor(1) as other:
+        results = []
+        for _ in range(5):
+            results += [call(2), other.submit(call, 1).result()]
+    torch.set_num_threads(before)
+    assert len(planned) == 2
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_a_normalizer_that_changes_is_not_planned_anew(device: str, planned: list[int]) -> None:
+    """Trainers give the number of tokens of each batch."""
+    x, w, _, t = problem((9,), 17, 8, device=device)
+    for number in (7, 8.5, 1e6, 0.25, 7):
+        loss = linear_cross_entropy(x, w, t, normalizer=number)
+        expected = reference.loss(reference.logits_of(x, w), t, normalizer=number)
+        close(loss, expected)
+        for ours, theirs in zip(
+            torch.autograd.grad(loss, (x, w)), torch.autograd.grad(expected, (x, w))
+        ):
+            close(ours, theirs)
+    assert len(planned) == 1
+    close(linear_cross_entropy(x, w, t), reference.loss(reference.logits_of(x, w), t))
+    assert len(planned) == 2, "without a number the valid tokens are counted: another plan"
+    logits = torch.randn(9, 17, device=device)
+    for number in (7, 8):
+        expected = reference.loss(logits, t, normalizer=number)
+        close(cross_entropy(logits, t, normalizer=number), expected)
+    assert len(planned) == 3
+
+
+@pytest.mark.parametrize("number", [-1.0, float("nan"), float("inf")])
+def test_a_wrong_normalizer_is_said_where_the_call_was_planned_with_a_right_one(
+    number: float,
+) -> None:
+    x, w, _, t = problem((9,), 17, 8)
+    good = linear_cross_entropy(x, w, t, normalizer=3.0)
+    with pytest.raises(ValueError, match=f"normalizer is {number:g}; allowed"):
+        linear_cross_entropy(x, w, t, normalizer=number)
+    assert torch.equal(linear_cross_entropy(x, w, t, normalizer=3.0), good)
+
+
+class PlanOfADevice:
+    """What run_cuda is given, on a machine that has no such device."""
+
+    bytes = 64
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def run(self, *_: object) -> None:
+        self.runs += 1
+
+
+@pytest.fixture
+def warmups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The devices warmed up, each failing with the status that the first entry says."""
+    asked: list[int] = []
+
+    def warmup(_: int, index: int) -> None:
+        asked.append(index)
+        raise error_of(asked[0], "cuda: what a warm-up needs and the call does not")
+
+    monkeypatch.setattr(_abi, "warmup", warmup)
+    monkeypatch.setattr(_device, "_warm", set())
+    monkeypatch.setattr(_device, "_allocate", lambda bytes, stream: 1)
+    monkeypatch.setattr(_device, "_release", lambda address: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    yield asked
+
+
+@pytest.mark.parametrize("code", [9, 10], ids=["backend_unavailable", "not_supported"])
+def test_a_device_without_warmup_serves_calls(warmups: list[int], code: int) -> None:
+    """Loading kernels early is a convenience (drivers before 12.4 cannot, and no cuBLASLt is needed
+    for logits that are given): the call says by itself what is missing."""
+    warmups.append(code)
+    plan: Any = PlanOfADevice()
+    for _ in range(2):
+        _device.run_cuda(plan, [], 3)
+    assert plan.runs == 2 and warmups[1:] == [3]
+
+
+def test_a_warmup_that_finds_the_device_broken_says_so(warmups: list[int]) -> None:
+    warmups.append(11)
+    plan: Any = PlanOfADevice()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a warm-up needs"):
+            _device.run_cuda(plan, [], 3)
+    assert plan.runs == 0 and warmups[1:] == [3, 3], "a failure is not remembered"
