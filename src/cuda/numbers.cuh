@@ -194,9 +194,12 @@ __device__ inline float tanh_of_half(float y) {
 __device__ inline float map_raw(const MapFactors& f, float raw) {
   if (!f.capped) return f.identity ? raw : raw * f.slope;
   float size = fabsf(raw);
-  size = size > f.limit ? f.limit : size;  // not fminf: NaN stays
+  // Not fminf: NaN stays. And t is set, not only `size`: of a tiny scale the limit's own tanh may
+  // be less than 1, but what is above the limit is infinite.
+  const bool is_one = size > f.limit;
+  size = is_one ? f.limit : size;
   const float y = fmaf(size, f.inward, size * f.inward_low);
-  const float t = tanh_of_half(y);
+  const float t = is_one ? 1.0f : tanh_of_half(y);
   const float z = fmaf(t, f.outward, t * f.outward_low);
   return signbit(raw) ? -z : z;
 }

@@ -2,6 +2,7 @@
 // The map from raw logits to z, as the kernels apply it.
 #pragma once
 
+#include <cfloat>
 #include <cmath>
 
 #include "logitless/ops.h"
@@ -13,7 +14,7 @@ namespace logitless::cuda {
 struct MapFactors {
   float slope = 1;                     // scale / temperature
   float inward = 0, inward_low = 0;    // 2 |scale / softcap|
-  float limit = 0;                     // |raw| from which tanh is 1
+  float limit = 0;                     // above this |raw|, tanh is 1
   float outward = 0, outward_low = 0;  // softcap / temperature with the sign of scale
   float backward = 0;                  // temperature / softcap
   bool capped = false, identity = true;
@@ -30,9 +31,10 @@ inline MapFactors map_factors(const LossOptions& o) {
       std::copysign(static_cast<double>(o.softcap) / o.temperature, o.logit_scale);
   f.inward = static_cast<float>(inward);
   f.inward_low = static_cast<float>(inward - f.inward);
-  // Scale 0 has no limit: 0 times an infinite logit is NaN.
-  f.limit = o.logit_scale == 0 ? HUGE_VALF
-                               : static_cast<float>(std::fmin(21 / inward, 3.4028234663852886e38));
+  // Of a tiny scale the limit is the largest finite number, whose own tanh may be less than 1: only
+  // infinity is above it. Scale 0 has no limit: 0 times an infinite logit is NaN.
+  f.limit =
+      o.logit_scale == 0 ? HUGE_VALF : static_cast<float>(std::fmin(21 / inward, double{FLT_MAX}));
   f.outward = static_cast<float>(outward);
   f.outward_low = static_cast<float>(outward - f.outward);
   f.backward = static_cast<float>(static_cast<double>(o.temperature) / o.softcap);

@@ -27,13 +27,15 @@ __device__ inline LossConstants constants_of(const TokenInput& in, double class_
   return c;
 }
 
-// The least power of two >= x; 0 for 0. Kept where it and its inverse are normal numbers.
+// The least power of two >= x; 0 for 0. It and its inverse are normal numbers of f32: it ends at
+// 2^126, a quarter of the least that f32 has no number for, and at 2^-126, below which a gradient
+// loses no more than any subnormal may.
 __device__ inline double power_of_two_above(double x) {
   if (!(x > 0)) return 0;
   int exponent;
   const double mantissa = frexp(x, &exponent);
   exponent = mantissa == 0.5 ? exponent - 1 : exponent;
-  return ldexp(1.0, min(max(exponent, -100), 100));
+  return ldexp(1.0, min(max(exponent, -126), 126));
 }
 
 // All but the arrays. The gradients' factors: see gradient_scale in src/cpu/tokens.h, the same
@@ -56,15 +58,15 @@ __device__ inline TokenScalars scalars_of(const TokenInput& in, const TokenBlock
   }
   const double steepest = fabs(static_cast<double>(o.logit_scale)) / o.temperature;
   const double magnitude = all.weights * steepest;
-  const double most = 8192 / in.lift;  // f16 ends at 65504
-  double weights = 1;
-  if (magnitude > most) {
-    weights = power_of_two_above(magnitude / most);
+  // How far weights and the map's slope take a dz beyond what f16 holds, which ends at 65504, or
+  // below it; over the lift.
+  double weights = 1 / static_cast<double>(in.lift);
+  if (magnitude > 8192 * weights) {
+    weights = power_of_two_above(magnitude / 8192);
   } else if (magnitude > 0 && magnitude < 0.125) {
-    weights = power_of_two_above(magnitude);
+    weights = power_of_two_above(magnitude * weights);
   }
   const bool apart = in.per_row_upstream || in.statistics_gradients;
-  if (in.lift != 1) weights /= in.lift;
   double scale = static_cast<float>(common) * weights;
   if (apart) {
     double g = all.upstream;
