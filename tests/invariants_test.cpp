@@ -251,6 +251,32 @@ TEST_P(Invariants, MicroBatchesAddUp) {
   });
 }
 
+// The host's normalizer is a double: no f32 is as small or as large as it may be, and one that is
+// not 0 is no empty mean.
+TEST_P(Invariants, NormalizersThatNoF32Holds) {
+  struct Numbers {
+    double normalizer, token_weight, grad_loss;
+  };
+  for (const Numbers n :
+       {Numbers{1e-46, 1e-20, 1e-30}, {3e-40, 1e-10, 1e-30}, {1e39, 1e15, 1e20}, {5, 1, 1}}) {
+    Case c{.op = op_, .shape = {9, 5, 40}, .dtype = dtype_};
+    c.options.reduction = Reduction::mean;
+    c.options.normalizer = n.normalizer;
+    c.options.empty_mean = EmptyMean::nan;
+    c.token_weight = c.grad_loss = true;
+    with_problem(c, [&](auto p) {
+      write(p.op.weights.token, std::vector<double>(9, n.token_weight));
+      if constexpr (GradientOp<decltype(p.op)>) write(p.op.grad_loss, {n.grad_loss});
+      const Fields got = run(p);
+      const Comparison result = compare(expected(device_, p.op, p.model), got);
+      EXPECT_TRUE(result.ok()) << describe(c) << "\n" << result.report;
+      for (const auto& [name, field] : got) {
+        EXPECT_TRUE(std::isfinite(field.value[0]) && field.value[0] != 0) << name;
+      }
+    });
+  }
+}
+
 LOGITLESS_CONFORMANCE_SUITE_OF(Invariants, kLossOps, inputs());
 
 }  // namespace

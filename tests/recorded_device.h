@@ -80,6 +80,7 @@ class RecordedDevice final : public Device {
     inside("a copy", {target, target_offset, bytes});
   }
   bool submit() override { return true; }
+  void abandon() override {}
   const char* error() override { return nullptr; }
 
   // The first rule broken; "" where none was.

@@ -1,6 +1,19 @@
+if(NOT LOGITLESS_WITH_WEBGPU)
+  return()
+endif()
+
+# On paper: with a wgpu-native that the program brings, so without a driver.
+add_executable(webgpu_library_test webgpu_library_test.cpp paper_wgpu.cpp)
+set_target_properties(webgpu_library_test PROPERTIES ENABLE_EXPORTS ON CXX_VISIBILITY_PRESET default)
+target_include_directories(webgpu_library_test PRIVATE ${PROJECT_SOURCE_DIR})
+target_include_directories(webgpu_library_test SYSTEM PRIVATE ${LOGITLESS_WEBGPU_INCLUDE})
+target_link_libraries(webgpu_library_test PRIVATE logitless_static GTest::gtest)
+target_compile_options(webgpu_library_test PRIVATE -Wall -Wextra $<$<BOOL:${LOGITLESS_WERROR}>:-Werror>)
+add_test(NAME webgpu_library_test COMMAND webgpu_library_test --gtest_brief=1)
+
 # The suite on WebGPU: on any Vulkan there is, or a software one (Mesa's lavapipe), at the limits that every device has. One
 # program, so that pipelines are compiled once; a seeded eighth of the option pairs.
-if(NOT LOGITLESS_WITH_WEBGPU OR CMAKE_CXX_FLAGS MATCHES "-fsanitize")  # a driver under a sanitizer is not ours to judge
+if(CMAKE_CXX_FLAGS MATCHES "-fsanitize")  # a driver under a sanitizer is not ours to judge
   return()
 endif()
 file(GLOB lavapipe /usr/share/vulkan/icd.d/lvp_icd.*.json)

@@ -30,55 +30,84 @@ export const OPTIONS = [
 
 const snake = (name) => name.replace(/[A-Z]/g, (letter) => `_${letter.toLowerCase()}`);
 
+// What a thrown value says of itself.
+const said = (error) => error?.message ?? String(error);
+
 export class Core {
   constructor(exports) {
     this.exports = exports;
-    exports._initialize();
+    this.#enter((module) => module._initialize());
   }
 
-  setLimits(limits) {
-    this.exports.set_limits(
-        limits.maxBufferSize, limits.maxStorageBufferBindingSize, limits.maxStorageBuffersPerShaderStage,
-        limits.minStorageBufferOffsetAlignment, limits.maxComputeWorkgroupStorageSize,
-        limits.maxComputeInvocationsPerWorkgroup, limits.maxComputeWorkgroupsPerDimension);
-  }
-
-  allocate(bytes) {
-    const address = this.exports.allocate(bytes);
-    if (address === 0) throw new LogitlessError('internal', `out of memory: the module has no ${bytes} bytes left`);
-    return address;
-  }
-
-  withText(text, call) {
-    const bytes = new TextEncoder().encode(text);
-    const address = this.allocate(bytes.length + 1);
-    const memory = new Uint8Array(this.exports.memory.buffer, address, bytes.length + 1);
-    memory.set(bytes);
-    memory[bytes.length] = 0;
+  // Calls the module. What traps in it, or passes through it as an exception, would leave its stack pointer where it
+  // was, and a module that has no stack left runs nothing: here it is put back.
+  #enter(call) {
+    const stack = this.exports.__stack_pointer;
+    const before = stack.value;
     try {
-      return call(address);
-    } finally {
-      this.exports.release(address);
-    }
-  }
-
-  // Throws where a function of the module returns another code than 0, or traps.
-  #ask(call) {
-    let code;
-    try {
-      code = call();
+      return call(this.exports);
     } catch (error) {
-      throw new LogitlessError('internal', `the module stopped, out of memory perhaps: ${error.message}`);
+      stack.value = before;
+      // A failed allocation ends in `unreachable`.
+      const why = error instanceof WebAssembly.RuntimeError && /unreachable/i.test(error.message) ? ', out of memory perhaps' : '';
+      throw new LogitlessError('internal', `the module stopped${why}: ${said(error)}`);
     }
+  }
+
+  // An address, which JavaScript is given as a signed number and the module takes as either.
+  #address(call) {
+    return this.#enter(call) >>> 0;
+  }
+
+  // Throws where a function of the module returns another code than 0.
+  #ask(call) {
+    const code = this.#enter(call);
     if (code === 0) return;
+    const start = this.#address((module) => module.message());
     const memory = new Uint8Array(this.exports.memory.buffer);
-    const start = this.exports.message();
     const message = new TextDecoder().decode(memory.slice(start, memory.indexOf(0, start)));
     throw new LogitlessError(CODES[code] ?? 'internal', message);
   }
 
+  setLimits(limits) {
+    this.#enter((module) => module.set_limits(
+        limits.maxBufferSize, limits.maxStorageBufferBindingSize, limits.maxStorageBuffersPerShaderStage,
+        limits.minStorageBufferOffsetAlignment, limits.maxComputeWorkgroupStorageSize,
+        limits.maxComputeInvocationsPerWorkgroup, limits.maxComputeWorkgroupsPerDimension));
+  }
+
+  allocate(bytes) {
+    // A size of the module has 32 bits, and a larger number would be cut to them.
+    const address = bytes < 2 ** 32 ? this.#address((module) => module.allocate(bytes)) : 0;
+    if (address === 0) throw new LogitlessError('internal', `out of memory: the module has no ${bytes} bytes left`);
+    return address;
+  }
+
+  release(address) {
+    this.#enter((module) => module.release(address));
+  }
+
+  // f(address) of that many bytes, which are released whatever becomes of it.
+  #withMemory(bytes, f) {
+    const address = this.allocate(bytes);
+    try {
+      return f(address);
+    } finally {
+      this.release(address);
+    }
+  }
+
+  // call(module, address) of the text, with a 0 behind it.
+  #withText(text, call) {
+    const bytes = new TextEncoder().encode(`${text}\0`);
+    return this.#withMemory(bytes.length, (address) => {
+      new Uint8Array(this.exports.memory.buffer, address, bytes.length).set(bytes);
+      return call(address);
+    });
+  }
+
   begin(kind, options) {
-    this.exports.begin(KINDS[kind], options.accumulate ? 1 : 0);
+    this.#enter((module) => module.begin(KINDS[kind], options.accumulate ? 1 : 0));
     for (const name of OPTIONS) if (options[name] !== undefined) this.#option(name, options[name]);
     for (const [name, words] of Object.entries(WORDS)) {
       if (options[name] === undefined) continue;
@@ -89,43 +118,41 @@ export class Core {
   }
 
   #option(name, value) {
-    this.withText(snake(name), (text) => this.#ask(() => this.exports.option(text, value)));
+    this.#withText(snake(name), (text) => this.#ask((module) => module.option(text, value)));
   }
 
   give(name, tensor, data) {
     const {shape, stride, dtype, byteOffset} = tensor;
-    this.withText(snake(name), (text) => this.exports.tensor(
-        text, data, byteOffset, DTYPES[dtype].code, shape.length, shape[0] ?? 0, shape[1] ?? 0, stride[0] ?? 0, stride[1] ?? 0));
+    const {code} = DTYPES[dtype];
+    this.#withText(snake(name), (text) => this.#enter((module) => module.tensor(
+        text, data, byteOffset, code, shape.length, shape[0] ?? 0, shape[1] ?? 0, stride[0] ?? 0, stride[1] ?? 0)));
   }
 
   doubles(name, bound, length) {
-    const address = this.withText(snake(name), (text) => this.exports.evaluated(text, bound));
+    const address = this.#withText(snake(name), (text) => this.#address((module) => module.evaluated(text, bound)));
     return new Float64Array(this.exports.memory.buffer, address, length).slice();
   }
 
   sizes() {
-    const address = this.allocate(16);
-    try {
-      this.#ask(() => this.exports.workspace(address));
+    return this.#withMemory(16, (address) => {
+      this.#ask((module) => module.workspace(address));
       const [minimum, recommended] = new Float64Array(this.exports.memory.buffer, address, 2);
       return {minimum, recommended};
-    } finally {
-      this.exports.release(address);
-    }
+    });
   }
 
   run(budget) {
-    this.#ask(() => this.exports.run(budget));
+    this.#ask((module) => module.run(budget));
   }
 
   evaluate(bounds) {
-    this.#ask(() => this.exports.evaluate(bounds ? 1 : 0));
+    this.#ask((module) => module.evaluate(bounds ? 1 : 0));
   }
 
   // The workspace's buffers are made anew by the next call. A module that has stopped has none to forget.
   forget() {
     try {
-      this.exports.forget();
+      this.#enter((module) => module.forget());
     } catch {
       // run() has said so.
     }

@@ -21,6 +21,7 @@ export class DeviceSide {
     this.next = 1;
     this.encoder = null;
     this.pass = null;
+    this.isRecording = false;  // its scopes are open
     this.allocated = 0;  // bytes of the buffers made here
     this.most = 0;
     this.lost = null;
@@ -49,7 +50,8 @@ export class DeviceSide {
 
   // After a call that failed or trapped: what it recorded is dropped, and its scopes do not stay open on the page's device.
   abandon() {
-    if (this.encoder) this.#closeScopes('what was recorded');
+    if (this.isRecording) this.#closeScopes('what was recorded');
+    this.isRecording = false;
     this.encoder = this.pass = null;
   }
 
@@ -68,12 +70,21 @@ export class DeviceSide {
   }
 
   #openScopes() {
-    for (const filter of FILTERS) this.device.pushErrorScope(filter);
+    let open = 0;
+    try {
+      for (const filter of FILTERS) {
+        this.device.pushErrorScope(filter);
+        open++;
+      }
+    } catch (error) {
+      for (; open > 0; open--) this.device.popErrorScope().catch(() => null);
+      throw error;
+    }
   }
 
   #closeScopes(what) {
     // A lost device has no scopes; whoever asks is told of the loss.
-    const popped = FILTERS.map(() => this.device.popErrorScope().catch(() => null));
+    const popped = FILTERS.map(async () => this.device.popErrorScope()).map((scope) => scope.catch(() => null));
     return first(popped).then((error) => (error ? `${what}: ${error.message}` : null));
   }
 
@@ -92,9 +103,11 @@ export class DeviceSide {
     return buffer;
   }
 
+  // Addresses are unsigned; JavaScript is given them as signed numbers.
   #text(pointer) {
     const bytes = new Uint8Array(this.memory.buffer);
-    return new TextDecoder().decode(bytes.slice(pointer, bytes.indexOf(0, pointer)));
+    const start = pointer >>> 0;
+    return new TextDecoder().decode(bytes.slice(start, bytes.indexOf(0, start)));
   }
 
   #endPass() {
@@ -105,15 +118,37 @@ export class DeviceSide {
   // From the first call recorded to its submission one set of scopes is open: a call of the module
   // ends with submit(), so nobody else's scope comes between.
   #recording() {
-    if (!this.encoder) {
-      this.#openScopes();
-      this.encoder = this.device.createCommandEncoder();
-    }
+    if (!this.isRecording) this.#openScopes();
+    this.isRecording = true;
+    this.encoder ??= this.device.createCommandEncoder();
     return this.encoder;
   }
 
-  // The imports of the wasm module.
+  // Makes a kernel, or makes it anew. One that WebGPU refused is not kept: what it was short of may be there by the
+  // next call.
+  #compile(kernel) {
+    const {made, verdict} = this.#ofCall(kernel.name, kernel.make);
+    Object.assign(kernel, made, {verdict, failed: false});
+    verdict.then((message) => (kernel.failed = message !== null));
+    return made !== null;
+  }
+
+  // The imports of the wasm module. An exception must not pass through the module, whose functions would never give
+  // back their part of its stack. So it is kept as the call's refusal, which ends in a status: submit() hands nothing
+  // over then.
   imports() {
+    const guarded = ([name, call]) => [name, (...given) => {
+      try {
+        return call(...given);
+      } catch (error) {
+        this.refusal ??= `${name}: ${error?.message ?? error}`;
+        return 0;
+      }
+    }];
+    return Object.fromEntries(Object.entries(this.#calls()).map(guarded));
+  }
+
+  #calls() {
     const {device} = this;
     return {
       create_buffer: (bytes) => {
@@ -127,39 +162,43 @@ export class DeviceSide {
         const {buffer} = this.buffers.get(number) ?? {};
         if (!buffer) return;
         this.allocated -= buffer.size;
-        buffer.destroy();
         this.forget(number);
+        buffer.destroy();
       },
       // Before what is recorded and not submitted, as device.h says.
       write: (number, offset, data, bytes) => {
-        this.#ofCall('a write', () => device.queue.writeBuffer(this.#bound(number), offset, this.memory.buffer, data, bytes));
+        this.#ofCall('a write', () => device.queue.writeBuffer(this.#bound(number), offset, this.memory.buffer, data >>> 0, bytes >>> 0));
       },
       pipeline: (label, text, entry, constants, count) => {
         const view = new DataView(this.memory.buffer);
         const values = {};
         for (let i = 0; i < count; i++) {
-          values[this.#text(view.getUint32(constants + 16 * i, true))] = view.getFloat64(constants + 16 * i + 8, true);
+          const at = (constants >>> 0) + 16 * i;
+          values[this.#text(view.getUint32(at, true))] = view.getFloat64(at + 8, true);
         }
         const name = `${this.#text(label)}.wgsl, ${this.#text(entry)}, ${JSON.stringify(values)}`;
-        const {made, verdict} = this.#ofCall(name, () => {
+        const make = () => {
           const module = device.createShaderModule({code: this.#text(text), label: name});
           const kernel = device.createComputePipeline({label: name, layout: 'auto', compute: {module, entryPoint: this.#text(entry), constants: values}});
           return {kernel, layout: kernel.getBindGroupLayout(0)};
-        });
-        return made ? this.kernels.push({...made, verdict}) - 1 : 0;
+        };
+        const made = {name, make};
+        return this.#compile(made) ? this.kernels.push(made) - 1 : 0;
       },
       dispatch: (pipeline, bindings, count, x, y, z) => {
         const view = new DataView(this.memory.buffer);
         const entries = [];
         for (let binding = 0; binding < count; binding++) {
-          const at = bindings + 24 * binding;
+          const at = (bindings >>> 0) + 24 * binding;
           const number = view.getUint32(at, true);
           if (number === 0) continue;
           const offset = Number(view.getBigUint64(at + 8, true));
           const size = Number(view.getBigUint64(at + 16, true));
           entries.push({binding, resource: {buffer: this.#bound(number), offset, size}});
         }
-        const {kernel, layout, verdict} = this.kernels[pipeline];
+        const known = this.kernels[pipeline];
+        if (known.failed && !this.#compile(known)) return;
+        const {kernel, layout, verdict} = known;
         this.verdicts.add(verdict);
         this.pass ??= this.#recording().beginComputePass();
         this.pass.setPipeline(kernel);
@@ -170,17 +209,25 @@ export class DeviceSide {
         this.#endPass();
         this.#recording().copyBufferToBuffer(this.#bound(source), sourceOffset, this.#bound(target), targetOffset, bytes);
       },
+      // 1, or 0 where something was refused at once: then nothing of what was recorded since the last one is handed over.
       submit: () => {
-        if (!this.encoder) return;
+        if (this.refusal) {
+          this.abandon();
+          return 0;
+        }
+        if (!this.encoder) return 1;
         this.#endPass();
         device.queue.submit([this.encoder.finish()]);
         this.encoder = null;  // not before: its scopes are open until here
+        this.isRecording = false;
         this.verdicts.add(this.#closeScopes('what was submitted'));
+        return 1;
       },
+      abandon: () => this.abandon(),
       error: (text, capacity) => {
         const message = this.lost ?? this.refusal;
         if (!message) return 0;
-        const bytes = new Uint8Array(this.memory.buffer, text, capacity);
+        const bytes = new Uint8Array(this.memory.buffer, text >>> 0, capacity);
         const {written} = new TextEncoder().encodeInto(message, bytes.subarray(0, capacity - 1));
         bytes[written] = 0;
         return written + 1;

@@ -97,6 +97,9 @@ export class Logitless {
 
   // A buffer of the caller's, which stays the caller's. It must be usable as STORAGE.
   wrap(buffer, shape, dtype = 'f32', {byteOffset = 0, stride} = {}) {
+    // By its brand, which a buffer of another window's has as well.
+    const brand = Object.prototype.toString.call(buffer).slice(8, -1);
+    if (brand !== 'GPUBuffer') throw new LogitlessError('invalid_argument', `buffer is a ${brand}; allowed: a GPUBuffer`);
     return new Tensor(this, buffer, shape, dtype, {byteOffset, stride});
   }
 
@@ -236,7 +239,7 @@ export class Logitless {
       }
       return results;
     } finally {
-      held.forEach((address) => core.exports.release(address));
+      held.forEach((address) => core.release(address));
     }
   }
 

@@ -182,7 +182,8 @@ async function runOnce(logitless) {
     for (let i = 0; i < 3; i++) times.push((await timed(run))[1]);
     const products = problem.gradients ? 3 : 1;
     const rate = products * 2 * problem.tokens * problem.hidden * problem.vocab / Math.min(...times) / 1e6;
-    at('time').textContent = `${Math.min(...times).toFixed(1)} ms (best of 3, with the read of the loss; ${rate.toPrecision(3)} GFLOP/s); the first call ${first.toFixed(1)} ms`;
+    const on = isSoftware(logitless.device.adapterInfo) ? ' on a software adapter, without a GPU' : '';
+    at('time').textContent = `${Math.min(...times).toFixed(1)} ms (best of 3, with the read of the loss; ${rate.toPrecision(3)} GFLOP/s${on}); the first call ${first.toFixed(1)} ms`;
     at('progress').textContent = 'the same in double precision…';
     await new Promise((resolve) => setTimeout(resolve, 20));
     showVerdict(problem, await judge(logitless, problem, arrays, shapes, tensors, workspace));
@@ -200,12 +201,17 @@ function showVerdict(problem, {rows, shares, greatestGradientError}) {
   at('check').className = worst <= 1 ? 'good' : 'bad';
 }
 
+// Chromium does not call its SwiftShader a fallback everywhere.
+function isSoftware(info) {
+  return Boolean(info?.isFallbackAdapter) || /swiftshader|llvmpipe|software/i.test(`${info?.architecture} ${info?.description}`);
+}
+
 function showDevice(logitless) {
   const info = logitless.device.adapterInfo ?? {};
   const names = [info.vendor, info.architecture, info.description].filter(Boolean).join(', ');
   const l = logitless.device.limits;
   at('adapter').textContent =
-    `GPU: ${names || 'not named'}${info.isFallbackAdapter ? ' (software)' : ''}; one binding up to ${bytesText(l.maxStorageBufferBindingSize)}, workgroups of up to ` +
+    `GPU: ${names || 'not named'}${isSoftware(info) ? ' (software)' : ''}; one binding up to ${bytesText(l.maxStorageBufferBindingSize)}, workgroups of up to ` +
     `${l.maxComputeInvocationsPerWorkgroup} with ${bytesText(l.maxComputeWorkgroupStorageSize)}.`;
 }
 

@@ -60,9 +60,12 @@ class Device {
                         uint32_t y, uint32_t z) = 0;
   virtual void copy(Buffer source, uint64_t source_offset, Buffer target, uint64_t target_offset,
                     uint64_t bytes) = 0;
-  // Hands what was recorded to the queue. A native device returns false where
-  // it is refused; a page hears of it later (web/logitless.js).
+  // Hands what was recorded to the queue; false where it is refused, and then
+  // nothing is handed over. What a page's device refuses later the page hears of
+  // later (web/logitless.js).
   virtual bool submit() = 0;
+  // Drops what was recorded since the last submit, and what it refused with it.
+  virtual void abandon() = 0;
   // The first thing that went wrong and was not told yet, in WebGPU's own words;
   // nullptr where nothing did. The text holds until the next call.
   virtual const char* error() = 0;

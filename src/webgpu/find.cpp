@@ -16,8 +16,6 @@ namespace {
 
 struct Devices {
   std::mutex mutex;
-  bool tried = false;
-  Status own_status;
   WGPUInstance instance = nullptr;                 // of the library's own devices
   std::vector<std::unique_ptr<NativeDevice>> all;  // [0] the library's own
   // Workspaces may still name them.
@@ -34,49 +32,40 @@ Devices& devices() {
   return *all;
 }
 
-void copy_text(WGPUStringView text, char (&to)[160]) {
-  if (text.data == nullptr) return;
-  const size_t length = text.length == WGPU_STRLEN ? std::strlen(text.data) : text.length;
-  std::snprintf(to, sizeof(to), "%.*s", static_cast<int>(length), text.data);
-}
-
-// Fills *made; the callback comes from within the call or from the events after
-// it.
+// What was asked for, or nullptr and the reason.
 template <class Handle>
 struct Wanted {
   Handle made = nullptr;
-  bool done = false;
   char why[160] = {};
 };
 template <class Handle, class RequestStatus>
 void deliver(RequestStatus, Handle made, WGPUStringView text, void* userdata, void*) {
-  auto* wanted = static_cast<Wanted<Handle>*>(userdata);
-  wanted->made = made;
-  wanted->done = true;
-  copy_text(text, wanted->why);
+  Awaited<Wanted<Handle>>::deliver(userdata, [&](Wanted<Handle>& wanted) {
+    wanted.made = made;
+    copy_text(text, wanted.why);
+  });
 }
 
-// What was wanted, or nullptr and the reason.
 template <class Handle>
-Handle wait_for(const Library& call, WGPUInstance instance, const Wanted<Handle>& wanted,
+Handle wait_for(const Library& call, WGPUInstance instance, Awaited<Wanted<Handle>>* wanted,
                 const char* what, Status* status) {
-  for (int i = 0; !wanted.done && i < 1000; ++i) call.InstanceProcessEvents(instance);
-  if (wanted.made == nullptr) {
-    *status = error(StatusCode::backend_unavailable, "webgpu: no %s: %s", what, wanted.why);
-  }
-  return wanted.made;
+  const Wanted<Handle>* answer = wanted->wait(call, instance);
+  if (answer != nullptr && answer->made != nullptr) return answer->made;
+  *status = error(StatusCode::backend_unavailable, "webgpu: no %s: %s", what,
+                  answer != nullptr ? answer->why : "the request was not answered");
+  return nullptr;
 }
 
 WGPUAdapter request_adapter(const Library& call, WGPUInstance instance, Status* status) {
   WGPURequestAdapterOptions options = WGPU_REQUEST_ADAPTER_OPTIONS_INIT;
   options.powerPreference = WGPUPowerPreference_HighPerformance;
-  Wanted<WGPUAdapter> wanted;
+  Awaited<Wanted<WGPUAdapter>> wanted;
   WGPURequestAdapterCallbackInfo info = WGPU_REQUEST_ADAPTER_CALLBACK_INFO_INIT;
   info.mode = WGPUCallbackMode_AllowProcessEvents;
   info.callback = deliver<WGPUAdapter, WGPURequestAdapterStatus>;
-  info.userdata1 = &wanted;
+  info.userdata1 = wanted.userdata();
   call.InstanceRequestAdapter(instance, &options, info);
-  return wait_for(call, instance, wanted, "adapter", status);
+  return wait_for(call, instance, &wanted, "adapter", status);
 }
 
 // The adapter's own limits, or with LOGITLESS_WEBGPU_LIMITS=default those every
@@ -102,16 +91,32 @@ WGPUDevice request_device(const Library& call, WGPUInstance instance, WGPUAdapte
     copy_text(text, loss->why);
     loss->is = true;
   };
-  Wanted<WGPUDevice> wanted;
+  Awaited<Wanted<WGPUDevice>> wanted;
   WGPURequestDeviceCallbackInfo info = WGPU_REQUEST_DEVICE_CALLBACK_INFO_INIT;
   info.mode = WGPUCallbackMode_AllowProcessEvents;
   info.callback = deliver<WGPUDevice, WGPURequestDeviceStatus>;
-  info.userdata1 = &wanted;
+  info.userdata1 = wanted.userdata();
   call.AdapterRequestDevice(adapter, &descriptor, info);
-  return wait_for(call, instance, wanted, "device", status);
+  return wait_for(call, instance, &wanted, "device", status);
 }
 
-// In one instance always: the handles of another's objects mean nothing to it.
+std::unique_ptr<NativeDevice> make_in(const Library& call, WGPUInstance instance, Status* status) {
+  const WGPUAdapter adapter = request_adapter(call, instance, status);
+  if (adapter == nullptr) return nullptr;
+  auto* loss = new Loss;
+  const WGPUDevice device = request_device(call, instance, adapter, loss, status);
+  std::unique_ptr<NativeDevice> made;
+  if (device != nullptr) {
+    made = std::make_unique<NativeDevice>(call, instance, adapter, device,
+                                          call.DeviceGetQueue(device), loss);
+  }
+  call.AdapterRelease(adapter);
+  return made;
+}
+
+// In one instance always, once there was a device: the handles of another's objects mean nothing to
+// it. Before that in a new one, since an instance has only the drivers that there were when it was
+// made.
 std::unique_ptr<NativeDevice> make_own(Devices* d, Status* status) {
   const Library* call = find_library(status);
   if (call == nullptr) return nullptr;
@@ -120,13 +125,12 @@ std::unique_ptr<NativeDevice> make_own(Devices* d, Status* status) {
     *status = Status(StatusCode::backend_unavailable, "webgpu: wgpuCreateInstance gave nothing");
     return nullptr;
   }
-  const WGPUAdapter adapter = request_adapter(*call, d->instance, status);
-  if (adapter == nullptr) return nullptr;
-  auto* loss = new Loss;
-  const WGPUDevice device = request_device(*call, d->instance, adapter, loss, status);
-  if (device == nullptr) return nullptr;
-  return std::make_unique<NativeDevice>(*call, d->instance, adapter, device,
-                                        call->DeviceGetQueue(device), loss);
+  std::unique_ptr<NativeDevice> made = make_in(*call, d->instance, status);
+  if (made == nullptr && d->lost.empty()) {
+    call->InstanceRelease(d->instance);
+    d->instance = nullptr;
+  }
+  return made;
 }
 
 }  // namespace
@@ -137,22 +141,17 @@ NativeDevice* find_device(int32_t index, Status* status) {
   if (index < 0 || index >= static_cast<int32_t>(d.all.size())) {
     *status = error(StatusCode::wrong_device,
                     "execution.device.index is %d; allowed: 0 and those of "
-                    "logitless_webgpu_device",
+                    "logitless_webgpu_use_device",
                     index);
     return nullptr;
   }
   std::unique_ptr<NativeDevice>& found = d.all[static_cast<size_t>(index)];
   if (index > 0) return found.get();
-  if (found != nullptr && found->is_loss_told()) {
-    d.lost.push_back(std::move(found));
-    d.tried = false;
-  }
-  if (!d.tried) {
-    d.tried = true;
-    d.own_status = {};
-    found = make_own(&d, &d.own_status);
-  }
-  *status = found != nullptr ? found->loss() : d.own_status;
+  if (found != nullptr && found->is_loss_told()) d.lost.push_back(std::move(found));
+  // A failure is not remembered: the next call asks again.
+  if (found == nullptr) found = make_own(&d, status);
+  if (found == nullptr) return nullptr;
+  *status = found->loss();
   return status->ok() ? found.get() : nullptr;
 }
 

@@ -6,6 +6,7 @@
 #include <dlfcn.h>
 
 #include <cstdlib>
+#include <mutex>
 
 #include "src/message.h"
 #include "src/webgpu/native.h"
@@ -17,7 +18,8 @@ namespace {
 constexpr uint32_t kMajor = 29;
 
 void* open_library() {
-  if (const char* named = std::getenv("LOGITLESS_WEBGPU_LIBRARY"); named != nullptr) {
+  // Not for a program with more rights than who runs it: the file's code would have them too.
+  if (const char* named = secure_getenv("LOGITLESS_WEBGPU_LIBRARY"); named != nullptr) {
     return dlopen(named, RTLD_NOW | RTLD_LOCAL);
   }
   if (dlsym(RTLD_DEFAULT, "wgpuCreateInstance") != nullptr) return dlopen(nullptr, RTLD_NOW);
@@ -54,11 +56,15 @@ Status load(Library* library) {
 
 }  // namespace
 
+// Only what was found is remembered: the program may load a library, or name one, after it asked.
 const Library* find_library(Status* status) {
+  static std::mutex mutex;
   static Library library;
-  static const Status found = load(&library);
-  *status = found;
-  return found.ok() ? &library : nullptr;
+  static bool found = false;
+  const std::lock_guard lock(mutex);
+  *status = found ? Status() : load(&library);
+  found = status->ok();
+  return found ? &library : nullptr;
 }
 
 }  // namespace logitless::webgpu

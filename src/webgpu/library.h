@@ -10,7 +10,8 @@ namespace logitless::webgpu {
 
 // clang-format off
 #define LOGITLESS_WEBGPU_FUNCTIONS(X)                                                         \
-  X(CreateInstance) X(InstanceRequestAdapter) X(InstanceProcessEvents) X(AdapterRequestDevice) \
+  X(CreateInstance) X(InstanceRelease) X(InstanceRequestAdapter) X(InstanceProcessEvents)     \
+  X(AdapterRequestDevice) X(AdapterRelease)                                                   \
   X(AdapterGetLimits) X(AdapterGetInfo) X(DeviceGetLimits) X(DeviceGetQueue)                  \
   X(DeviceCreateBuffer) X(DeviceCreateShaderModuleTrusted) X(DeviceCreateComputePipeline)     \
   X(DeviceCreateBindGroup) X(DeviceCreateCommandEncoder) X(DevicePushErrorScope)              \

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <sstream>
 #include <vector>
 
 #include "src/message.h"
@@ -55,19 +54,28 @@ NativeDevice::~NativeDevice() {
   }
 }
 
-void NativeDevice::fail(const char* what, const std::string& why) {
-  if (!error_.empty()) return;
-  // wgpu-native writes a paragraph.
-  std::istringstream words(why);
-  error_ = std::string(what) + ":";
-  for (std::string word; words >> word;) error_ += " " + word;
+void NativeDevice::fail(const char* what, const char* why) {
+  if (error_[0] != '\0') return;
+  // wgpu-native writes a paragraph, of which this makes a line.
+  size_t length = static_cast<size_t>(std::snprintf(error_, sizeof(error_), "%s:", what));
+  bool between_words = true;
+  for (; *why != '\0' && length + 2 < sizeof(error_); ++why) {
+    if (std::strchr(" \t\n\r", *why) != nullptr) {
+      between_words = true;
+      continue;
+    }
+    if (between_words) error_[length++] = ' ';
+    between_words = false;
+    error_[length++] = *why;
+  }
+  error_[length] = '\0';
 }
 
 const char* NativeDevice::error() {
-  if (error_.empty()) return nullptr;
-  told_.swap(error_);
-  error_.clear();
-  return told_.c_str();
+  if (error_[0] == '\0') return nullptr;
+  std::memcpy(told_, error_, sizeof(told_));
+  error_[0] = '\0';
+  return told_;
 }
 
 Status NativeDevice::loss() {
@@ -84,7 +92,7 @@ Status NativeDevice::loss_after_failure() {
     push_scope();
     call_.CommandEncoderRelease(call_.DeviceCreateCommandEncoder(device_, nullptr));
     pop_scope();
-    error_.clear();
+    error_[0] = '\0';
   }
   return loss();
 }
@@ -95,30 +103,30 @@ void NativeDevice::push_scope() {
   call_.DevicePushErrorScope(device_, WGPUErrorFilter_Validation);
 }
 
+// Nothing here is allocated but where an answer is late: an exception must not leave a scope open.
 bool NativeDevice::pop_scope() {
-  struct Caught {
-    bool done = false;
-    std::string text;
-  };
   bool clean = true;
   for (int i = 0; i < 2; ++i) {
-    Caught caught;
     WGPUPopErrorScopeCallbackInfo info = WGPU_POP_ERROR_SCOPE_CALLBACK_INFO_INIT;
     info.mode = WGPUCallbackMode_AllowProcessEvents;
-    info.userdata1 = &caught;
-    info.callback = [](WGPUPopErrorScopeStatus, WGPUErrorType type, WGPUStringView text,
+    info.userdata1 = caught_.userdata();
+    info.callback = [](WGPUPopErrorScopeStatus status, WGPUErrorType type, WGPUStringView text,
                        void* userdata, void*) {
-      auto* caught = static_cast<Caught*>(userdata);
-      caught->done = true;
-      if (type != WGPUErrorType_NoError) caught->text = string(text) + " ";
+      Awaited<Caught>::deliver(userdata, [&](Caught& caught) {
+        caught.is = status != WGPUPopErrorScopeStatus_Success || type != WGPUErrorType_NoError;
+        copy_text(text, caught.text);
+      });
     };
     call_.DevicePopErrorScope(device_, info);
-    for (int spins = 0; !caught.done && spins < 1000; ++spins) {
-      call_.InstanceProcessEvents(instance_);
-    }
-    if (caught.text.empty()) continue;
+    const Caught* caught = caught_.wait(call_, instance_);
+    if (caught != nullptr && !caught->is) continue;
     clean = false;
-    fail("webgpu", caught.text);
+    if (caught != nullptr) {
+      fail("webgpu", caught->text);
+    } else {
+      fail("webgpu", "an error scope was not answered");
+      caught_.give_up();
+    }
   }
   return clean;
 }
@@ -264,6 +272,15 @@ void NativeDevice::copy(Buffer source, uint64_t source_offset, Buffer target,
                                          target_offset, bytes);
 }
 
+void NativeDevice::abandon() {
+  broken_ = false;
+  if (encoder_ == nullptr) return;
+  end_pass();
+  call_.CommandEncoderRelease(encoder_);
+  encoder_ = nullptr;
+  (void)pop_scope();
+}
+
 bool NativeDevice::submit() {
   const bool broken = broken_;
   broken_ = false;
@@ -294,17 +311,20 @@ bool NativeDevice::read(Buffer buffer, uint64_t offset, void* data, uint64_t byt
   const WGPUBuffer staging = call_.DeviceCreateBuffer(device_, &descriptor);
   if (!pop_scope() || staging == nullptr) return false;
   copy(buffer, offset, reinterpret_cast<Buffer>(staging), 0, descriptor.size);
-  bool done = submit(), mapped = false;
+  bool done = submit();
   if (done) {
+    Awaited<bool> success;
     WGPUBufferMapCallbackInfo info = WGPU_BUFFER_MAP_CALLBACK_INFO_INIT;
     info.mode = WGPUCallbackMode_AllowProcessEvents;
-    info.userdata1 = &mapped;
+    info.userdata1 = success.userdata();
     info.callback = [](WGPUMapAsyncStatus status, WGPUStringView, void* userdata, void*) {
-      *static_cast<bool*>(userdata) = status == WGPUMapAsyncStatus_Success;
+      Awaited<bool>::deliver(
+          userdata, [&](bool& success) { success = status == WGPUMapAsyncStatus_Success; });
     };
     call_.BufferMapAsync(staging, WGPUMapMode_Read, 0, descriptor.size, info);
     wait();
-    call_.InstanceProcessEvents(instance_);
+    const bool* answer = success.wait(call_, instance_);
+    const bool mapped = answer != nullptr && *answer;
     const void* from =
         mapped ? call_.BufferGetConstMappedRange(staging, 0, descriptor.size) : nullptr;
     done = from != nullptr;

@@ -7,19 +7,29 @@
 #include <wgpu.h>
 
 #include <atomic>
+#include <cstdio>
+#include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 
 #include "logitless/status.h"
+#include "src/webgpu/awaited.h"
 #include "src/webgpu/device.h"
 
 namespace logitless::webgpu {
 
 // The functions of webgpu.h, or the reason why there are none.
-struct Library;
 const Library* find_library(Status* status);
+
+// What of a text has room in `to`.
+template <size_t kRoom>
+void copy_text(WGPUStringView text, char (&to)[kRoom]) {
+  if (text.data == nullptr) return;
+  const size_t length = text.length == WGPU_STRLEN ? std::strlen(text.data) : text.length;
+  std::snprintf(to, kRoom, "%.*s", static_cast<int>(length), text.data);
+}
 
 // What the device-lost callback leaves; it may come as long as the process
 // lives, and so does this.
@@ -50,6 +60,7 @@ class NativeDevice final : public Device {
   void copy(Buffer source, uint64_t source_offset, Buffer target, uint64_t target_offset,
             uint64_t bytes) override;
   bool submit() override;
+  void abandon() override;
   const char* error() override;
 
   // What a page has no call for: waits for what was submitted and reads.
@@ -78,6 +89,10 @@ class NativeDevice final : public Device {
   std::mutex& mutex() { return mutex_; }
 
  private:
+  struct Caught {
+    bool is = false;
+    char text[1024] = {};
+  };
   struct Kernel {
     WGPUComputePipeline pipeline = nullptr;
     WGPUBindGroupLayout layout = nullptr;
@@ -85,8 +100,8 @@ class NativeDevice final : public Device {
   void begin_pass();
   void end_pass();
   void push_scope();
-  bool pop_scope();  // false where it caught something
-  void fail(const char* what, const std::string& why);
+  bool pop_scope();  // false where it caught something, or was not answered
+  void fail(const char* what, const char* why);
 
   const Library& call_;
   WGPUInstance instance_;
@@ -94,7 +109,9 @@ class NativeDevice final : public Device {
   WGPUQueue queue_;
   Loss* const loss_;
   Limits limits_;
-  std::string description_, error_, told_;
+  std::string description_;
+  char error_[512] = {}, told_[512] = {};
+  Awaited<Caught> caught_;
   std::map<std::string, Pipeline> by_name_;
   std::map<Pipeline, Kernel> kernels_;
   std::map<Buffer, uint64_t> sizes_;

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Dispatches with their uniforms: each takes a slot of the params buffer, which
 // is written when it is full and at the end, before what reads it is submitted.
+// A call that cannot be recorded whole is not submitted: neither at its end nor,
+// where an exception ends it early, as a part of the next one.
 #pragma once
 
 #include <cstring>
@@ -15,6 +17,13 @@ class Recorder {
   static constexpr uint32_t kSlotBytes = 256, kSlots = 256, kMostBindings = 12;
 
   Recorder(Device* device, Buffer params) : device_(device), params_(params) {}
+  ~Recorder() {
+    if (finished_) return;
+    device_->abandon();
+    (void)device_->error();  // the next call's errors are its own
+  }
+  Recorder(const Recorder&) = delete;
+  Recorder& operator=(const Recorder&) = delete;
 
   // Bindings 1, 2, ... in order; 0 is the uniform.
   template <class Params>
@@ -54,6 +63,7 @@ class Recorder {
   // says what.
   bool finish() {
     flush();
+    finished_ = true;
     return !failed_;
   }
 
@@ -67,15 +77,19 @@ class Recorder {
     return {params_, uint64_t{used_++} * kSlotBytes, kSlotBytes};
   }
   void flush() {
-    if (used_ > 0) device_->write(params_, 0, slots_, uint64_t{used_} * kSlotBytes);
-    if (!device_->submit()) failed_ = true;
+    if (failed_) {
+      device_->abandon();
+    } else {
+      if (used_ > 0) device_->write(params_, 0, slots_, uint64_t{used_} * kSlotBytes);
+      if (!device_->submit()) failed_ = true;
+    }
     used_ = 0;
   }
 
   Device* const device_;
   const Buffer params_;
   uint32_t used_ = 0;
-  bool failed_ = false;
+  bool failed_ = false, finished_ = false;
   unsigned char slots_[kSlots * kSlotBytes];
 };
 

@@ -4,6 +4,7 @@
 #include "src/webgpu/run.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "src/message.h"
 
@@ -84,7 +85,8 @@ void Run::normalize() {
       p.view = u32(base * size_of(normalizer.dtype) / 4);
     } else if (options_.normalizer != 0) {
       p.kind = 2;
-      p.number = static_cast<float>(options_.normalizer);
+      // An f32 does not reach as far as the caller's double.
+      p.number = static_cast<float>(std::frexp(options_.normalizer, &p.exponent));
     } else if (problem_.tokens == 0) {
       p.kind = 2;
     } else {

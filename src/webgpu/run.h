@@ -39,6 +39,7 @@ struct SumParams {
   float number = 0;
   uint32_t empty_is_nan = 0, nan = 0, view = 0, has_grad = 0, grad = 0, loss = 0, row_stride = 0,
            adds = 0, has_weight_sum = 0, one = 0;
+  int32_t exponent = 0;
 };
 
 // As in product.wgsl.

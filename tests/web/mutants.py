@@ -20,7 +20,7 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRATCH = ROOT / "out/web-mutants"
 LOSS, CAST = "test_cross_entropy.py", "test_softmax_cast.py"
-ERRORS, MODULE = "test_errors.py", "test_module.py"
+ERRORS, MODULE, STOPS = "test_errors.py", "test_module.py", "test_stops.py"
 
 # name, shader or file of build/web, text, replacement, tests. Not cross_entropy.wgsl without its third barrier: lavapipe runs a
 # workgroup's first threads first, and it is they who write what the others read. Nor without the mark of a masked column under
@@ -83,7 +83,13 @@ MUTANTS = [
     ("a refused workspace stays", "logitless.js", "failure && this.core.forget()", "null", ERRORS),
     ("what a stopped module left is as good as new", "logitless.js", ", refusal?.message])", "])", ERRORS),
     ("a stopped module's scopes stay open", "logitless.js", "this.side.abandon();", "", ERRORS),
-    ("a submission's scopes stay open", "device.js", "device.queue.submit([this.encoder.finish()]);\n        this.encoder = null;", "const {encoder} = this;\n        this.encoder = null;\n        device.queue.submit([encoder.finish()]);", ERRORS),
+    ("a recording's scopes stay open", "device.js", "this.isRecording = true;", "", STOPS),
+    ("what an import throws goes through the module", "device.js", "this.refusal ??= `${name}: ${error?.message ?? error}`;\n        return 0;", "throw error;", STOPS),
+    ("half a call is submitted", "device.js", "if (this.refusal) {\n          this.abandon();\n          return 0;\n        }", "", STOPS),
+    ("a refused pipeline is kept", "device.js", "kernel.failed = message !== null", "kernel.failed = false", ERRORS),
+    ("the stack of what stopped is lost", "core.js", "stack.value = before;", "", STOPS),
+    ("a high address is negative", "core.js", "return this.#enter(call) >>> 0;", "return this.#enter(call);", STOPS),
+    ("anything is a buffer", "logitless.js", "if (brand !== 'GPUBuffer') throw", "if (false) throw", STOPS),
     ("a stopped module is asked to forget", "core.js", "} catch {\n      // run", "} finally {\n      // run", ERRORS),
     ("a wrap's end is the buffer's", "logitless.js", "    if (tensor.owned) tensor.buffer.destroy();", "    this.buffers.delete(tensor.buffer);\n    if (tensor.owned) tensor.buffer.destroy();", ERRORS),
     ("the module's numbers stay", "logitless.js", "numbers.forEach((number) => this.side.forget(number));", "", ERRORS),
@@ -92,7 +98,7 @@ MUTANTS = [
     ("no memory is an address", "core.js", "if (address === 0) throw", "if (address < 0) throw", ERRORS),
     ("a lost device takes calls", "logitless.js", "if (this.isLost) throw", "if (false) throw", ERRORS),
     ("scopes left open", "device.js", "FILTERS.map(() => this.device.popErrorScope()", "FILTERS.slice(1).map(() => this.device.popErrorScope()", ERRORS),
-    ("byte offsets forgotten", "core.js", "text, data, byteOffset, DTYPES", "text, data, 0, DTYPES", MODULE),
+    ("byte offsets forgotten", "core.js", "text, data, byteOffset, code", "text, data, 0, code", MODULE),
 ]  # fmt: skip
 
 

@@ -44,6 +44,14 @@ async function pipelineOf(device, {code, entry, constants, table}) {
   });
 }
 
+// Kept: the compiler takes longer than most dispatches.
+const pipelines = new Map();
+async function keptPipelineOf(device, {code, entry, constants, table}) {
+  const key = JSON.stringify([code, entry, constants, table]);
+  if (!pipelines.has(key)) pipelines.set(key, await pipelineOf(device, {code, entry, constants, table}));
+  return pipelines.get(key);
+}
+
 // Compiles one entry point; the compiler's message, or ''.
 globalThis.compile = async (request) => {
   try {
@@ -54,10 +62,10 @@ globalThis.compile = async (request) => {
   }
 };
 
-// Runs it `times` times on buffers (base64, one a binding) and gives every storage buffer back.
+// Runs it on buffers (base64, one a binding) and gives every storage buffer back.
 globalThis.runRaw = async (request) => {
   const device = await requireDevice();
-  const pipeline = await pipelineOf(device, request);
+  const pipeline = await keptPipelineOf(device, request);
   const {table, groups} = request;
   const buffers = request.buffers.map((text, binding) => {
     const bytes = decode(text);

@@ -56,6 +56,33 @@ class Naga:
     def __init__(self) -> None:
         adapter = wgpu.gpu.request_adapter_sync()
         self.device = adapter.request_device_sync()  # the default limits
+        self.pipelines: dict[tuple[Kernel, str, str], tuple[Any, Any]] = {}
+
+    # Kept: the compiler takes longer than most dispatches.
+    def _pipeline(self, kernel: Kernel, constants: Mapping[str, float]) -> tuple[Any, Any]:
+        """The layout of its bindings, and the pipeline."""
+        key = (kernel, kernel.code, str(sorted(constants.items())))
+        if key not in self.pipelines:
+            layout = self.device.create_bind_group_layout(
+                entries=[
+                    {
+                        "binding": i,
+                        "visibility": wgpu.ShaderStage.COMPUTE,
+                        "buffer": {"type": type_},
+                    }
+                    for i, type_ in enumerate(kernel.table)
+                ]
+            )
+            pipeline = self.device.create_compute_pipeline(
+                layout=self.device.create_pipeline_layout(bind_group_layouts=[layout]),
+                compute={
+                    "module": self.device.create_shader_module(code=kernel.code),
+                    "entry_point": kernel.entry,
+                    "constants": dict(constants),
+                },
+            )
+            self.pipelines[key] = layout, pipeline
+        return self.pipelines[key]
 
     def compile(self, code: str, entry: str, constants: Mapping[str, float]) -> str:
         try:
@@ -76,20 +103,7 @@ class Naga:
         constants: Mapping[str, float] | None = None,
     ) -> list[np.ndarray]:
         device, usage = self.device, wgpu.BufferUsage
-        layout = device.create_bind_group_layout(
-            entries=[
-                {"binding": i, "visibility": wgpu.ShaderStage.COMPUTE, "buffer": {"type": type_}}
-                for i, type_ in enumerate(kernel.table)
-            ]
-        )
-        pipeline = device.create_compute_pipeline(
-            layout=device.create_pipeline_layout(bind_group_layouts=[layout]),
-            compute={
-                "module": device.create_shader_module(code=kernel.code),
-                "entry_point": kernel.entry,
-                "constants": dict(constants or {}),
-            },
-        )
+        layout, pipeline = self._pipeline(kernel, constants or {})
         made = []
         for type_, array in zip(kernel.table, buffers):
             kind = usage.UNIFORM if type_ == UNIFORM else usage.STORAGE

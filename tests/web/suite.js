@@ -9,9 +9,11 @@ const side = new DeviceSide(device);
 const lines = [];
 let memory = null;
 
+// Addresses are unsigned; JavaScript is given them as signed numbers.
 const text = (pointer) => {
   const bytes = new Uint8Array(memory.buffer);
-  return new TextDecoder().decode(bytes.slice(pointer, bytes.indexOf(0, pointer)));
+  const start = pointer >>> 0;
+  return new TextDecoder().decode(bytes.slice(start, bytes.indexOf(0, start)));
 };
 
 // The verdict of all work since the last read, and a buffer's bytes.
@@ -24,10 +26,10 @@ async function read(number, data, bytes, why, capacity) {
   encoder.copyBufferToBuffer(buffer, 0, reader, 0, bytes);
   device.queue.submit([encoder.finish()]);
   await reader.mapAsync(GPUMapMode.READ);
-  new Uint8Array(memory.buffer, data, bytes).set(new Uint8Array(reader.getMappedRange()));
+  new Uint8Array(memory.buffer, data >>> 0, bytes).set(new Uint8Array(reader.getMappedRange()));
   reader.destroy();
   const message = await verdict;
-  return message ? new TextEncoder().encodeInto(message, new Uint8Array(memory.buffer, why, capacity - 1)).written : 0;
+  return message ? new TextEncoder().encodeInto(message, new Uint8Array(memory.buffer, why >>> 0, capacity - 1)).written : 0;
 }
 
 let line = '';
@@ -78,7 +80,7 @@ const run = WebAssembly.promising(instance.exports.run_tests);
 globalThis.runTests = async (filter) => {
   lines.length = 0;
   const bytes = new TextEncoder().encode(`${filter}\0`);
-  const address = instance.exports.allocate(bytes.length);
+  const address = instance.exports.allocate(bytes.length) >>> 0;
   new Uint8Array(memory.buffer, address, bytes.length).set(bytes);
   const failed = await run(address);
   return {failed, text: lines.join('\n')};

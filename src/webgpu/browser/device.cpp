@@ -19,7 +19,8 @@ void device_dispatch(uint32_t pipeline, const logitless::webgpu::Binding* bindin
 LOGITLESS_IMPORT("copy")
 void device_copy(uint32_t source, double source_offset, uint32_t target, double target_offset,
                  double bytes);
-LOGITLESS_IMPORT("submit") void device_submit();
+LOGITLESS_IMPORT("submit") uint32_t device_submit();  // 0 where it refused
+LOGITLESS_IMPORT("abandon") void device_abandon();
 // Bytes written to `text`, NUL included; 0: nothing went wrong.
 LOGITLESS_IMPORT("error") uint32_t device_error(char* text, uint32_t capacity);
 }
@@ -65,10 +66,9 @@ void BrowserDevice::copy(Buffer source, uint64_t source_offset, Buffer target,
               static_cast<double>(target_offset), static_cast<double>(bytes));
 }
 
-bool BrowserDevice::submit() {
-  device_submit();
-  return true;
-}
+bool BrowserDevice::submit() { return device_submit() != 0; }
+
+void BrowserDevice::abandon() { device_abandon(); }
 
 const char* BrowserDevice::error() {
   return device_error(error_, sizeof(error_)) > 0 ? error_ : nullptr;

@@ -24,6 +24,7 @@ class BrowserDevice final : public Device {
   void copy(Buffer source, uint64_t source_offset, Buffer target, uint64_t target_offset,
             uint64_t bytes) override;
   bool submit() override;
+  void abandon() override;
   const char* error() override;
 
  private:

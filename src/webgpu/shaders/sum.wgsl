@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sums in a fixed order, a tree of 1024 at a time, and what is made of them.
 //   tree                        sums[g] = sum of values[1024 g .. 1024 g + 1023]
-//   normalize, normalize_sums   scalars: 0 the normalizer, 3 the gradient's common factor
+//   normalize, normalize_sums   scalars: 0 the normalizer, 1 its exponent, 3 the gradient's common factor
 //   finish, finish_sums         the loss of sum and mean
 // of one value, or of up to 1024 that are summed before.
 //   columns     result[j] (+)= sum over rows of the block's column j
@@ -11,7 +11,7 @@ struct Params {
   value_base: u32,
   result_base: u32,
   kind: u32,          // of the normalizer: 0 none, 1 counted, 2 a number, 3 f32 view, 4 i64 view
-  number: f32,
+  number: f32,        // the normalizer is number * 2^exponent, as far as the host's doubles go
   empty_is_nan: u32,
   nan: u32,
   view: u32,          // word of the normalizer's view
@@ -22,6 +22,7 @@ struct Params {
   adds: u32,
   has_weight_sum: u32,
   one: u32,           // one value and no tree above it
+  exponent: i32,      // of the number, which is then in [1/2, 1); else 0
 }
 
 @group(0) @binding(0) var<uniform> p: Params;
@@ -84,6 +85,26 @@ fn number_of(low: u32, high: u32) -> f32 {
   return -(f32(~high + select(0u, 1u, low == 0u)) * 4294967296.0 + f32(~low + 1u));
 }
 
+// x * 2^exponent, rounded once.
+fn scaled(x: f32, exponent: i32) -> f32 {
+  var y = x;
+  var left = clamp(exponent, -300, 300);  // from the least f32 to the greatest there are 277
+  while (left != 0) {
+    let step = clamp(left, -100, 100);
+    y *= bitcast<f32>(u32(127 + step) << 23u);
+    left -= step;
+  }
+  return y;
+}
+
+// x / (n * 2^exponent). No step of it overflows or vanishes where the result does not.
+fn divided(x: f32, n: f32, exponent: i32) -> f32 {
+  if (exponent > 0) {
+    return scaled(x / (2.0 * n), 1 - exponent);
+  }
+  return scaled(x, -exponent) / n;
+}
+
 fn set_normalizer(counted: f32) {
   var n = 1.0;
   if (p.kind == 1u) {
@@ -100,12 +121,13 @@ fn set_normalizer(counted: f32) {
     g = bitcast<f32>(grad_loss[p.grad]);
   }
   scalars[0] = bitcast<u32>(n);
+  scalars[1] = bitcast<u32>(p.exponent);
   if (p.kind == 0u) {
     scalars[3] = bitcast<u32>(g);
   } else if (n == 0.0) {
     scalars[3] = select(0u, p.nan, p.empty_is_nan != 0u);
   } else {
-    scalars[3] = bitcast<u32>(g / n);
+    scalars[3] = bitcast<u32>(divided(g, n, p.exponent));
   }
 }
 
@@ -135,7 +157,7 @@ fn set_loss(sum: f32) {
     if (n == 0.0) {
       bits = select(0u, p.nan, p.empty_is_nan != 0u);
     } else {
-      bits = bitcast<u32>(sum / n);
+      bits = bitcast<u32>(divided(sum, n, bitcast<i32>(scalars[1])));
     }
   }
   loss[p.loss] = bits;

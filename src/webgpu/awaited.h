@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a callback of webgpu.h brings. It belongs to the one who waits for it and to the callback,
+// which may come after the other has given up, and it lives until both are done with it.
+#pragma once
+
+#include <atomic>
+#include <utility>
+
+#include "src/webgpu/library.h"
+
+namespace logitless::webgpu {
+
+template <class T>
+class Awaited {
+ public:
+  Awaited() : shared_(new Shared) {}
+  ~Awaited() { leave(shared_); }
+  Awaited(const Awaited&) = delete;
+  Awaited& operator=(const Awaited&) = delete;
+
+  // For a callback that calls `deliver` with it, once. Asked for again, once that one has answered,
+  // it is for another.
+  void* userdata() {
+    shared_->value = T{};
+    shared_->done = false;
+    ++shared_->owners;
+    return shared_;
+  }
+  template <class F>
+  static void deliver(void* userdata, F&& fill) {
+    auto* shared = static_cast<Shared*>(userdata);
+    fill(shared->value);
+    shared->done = true;
+    leave(shared);
+  }
+
+  // What was brought; nullptr where no answer has come in a thousand rounds of events. wgpu-native
+  // answers in the first one, or within the call that was given the userdata.
+  const T* wait(const Library& call, WGPUInstance instance) {
+    for (int i = 0; !shared_->done && i < 1000; ++i) call.InstanceProcessEvents(instance);
+    return shared_->done ? &shared_->value : nullptr;
+  }
+  // Leaves what was waited for to its callback.
+  void give_up() {
+    auto* fresh = new Shared;
+    leave(std::exchange(shared_, fresh));
+  }
+
+ private:
+  struct Shared {
+    T value{};
+    std::atomic<bool> done{false};
+    std::atomic<int> owners{1};
+  };
+  static void leave(Shared* shared) {
+    if (--shared->owners == 0) delete shared;
+  }
+
+  Shared* shared_;
+};
+
+}  // namespace logitless::webgpu
