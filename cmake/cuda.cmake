@@ -5,6 +5,8 @@ set_property(CACHE LOGITLESS_CUDA PROPERTY STRINGS AUTO ON OFF)
 set(LOGITLESS_CUDA_ARCHITECTURES "" CACHE STRING
     "Architectures of the CUDA backend, as in CMAKE_CUDA_ARCHITECTURES; empty: all that the compiler knows of those served")
 
+option(LOGITLESS_CUDA_LISTING "Keep the kernels' machine code uncompressed and what ptxas says of it in OBJECT.log, for tests" OFF)
+
 set(LOGITLESS_WITH_CUDA OFF)
 if(NOT LOGITLESS_CUDA STREQUAL OFF)
   include(CheckLanguage)
@@ -55,6 +57,11 @@ target_include_directories(logitless_cuda_objects PRIVATE ${PROJECT_SOURCE_DIR}/
 target_include_directories(logitless_cuda_objects SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
 target_compile_definitions(logitless_cuda_objects PRIVATE LOGITLESS_WITH_CUDA
   LOGITLESS_HAS_SM90A=$<BOOL:${LOGITLESS_HAS_SM90A}>)
+if(LOGITLESS_CUDA_LISTING)
+  set(LOGITLESS_CUDA_COMPRESSES -Xptxas=-v --no-compress)
+  set_target_properties(logitless_cuda_objects PROPERTIES
+    CUDA_COMPILER_LAUNCHER "${PROJECT_SOURCE_DIR}/cmake/compile_and_log.sh;${CMAKE_CUDA_COMPILER_LAUNCHER}")
+endif()
 # As on the CPU, a product and a sum become one rounding where the source says fma and nowhere else.
 set(LOGITLESS_CUDA_OPTIONS -fmad=false --expt-relaxed-constexpr)
 target_compile_options(logitless_cuda_objects PRIVATE

@@ -26,6 +26,12 @@ function(add_conformance_test name parts)
   add_executable(${name} $<TARGET_OBJECTS:${name}_objects> $<TARGET_OBJECTS:conformance_main>)
   link_conformance(${name})
   add_parts(${name} ${parts} ${name})
+  if(name IN_LIST LOGITLESS_THREADED_TESTS)
+    math(EXPR last "${parts} - 1")
+    foreach(part RANGE ${last})
+      set_property(TEST ${name}.${part} APPEND PROPERTY LABELS threads)
+    endforeach()
+  endif()
 endfunction()
 
 # The same tests on the device, all in one program: its library, of which most bytes are kernels, is

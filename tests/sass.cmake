@@ -1,5 +1,5 @@
-# The machine code for Hopper, a source at a time, made again as in cmake/cuda.cmake. Of compilers before CUDA 12.8 it is known
-# not to be what is meant (docs/kernels/cuda.md).
+# The machine code for Hopper and what ptxas said of it, a source at a time, from the objects of a build that keeps both
+# (LOGITLESS_CUDA_LISTING). Of compilers before CUDA 12.8 it is known not to be what is meant (docs/kernels/cuda.md).
 find_package(Python3 REQUIRED COMPONENTS Interpreter)
 function(add_sass_test name)
   add_test(NAME ${name} COMMAND Python3::Interpreter -B ${CMAKE_CURRENT_SOURCE_DIR}/sass_test.py ${ARGN})
@@ -10,12 +10,12 @@ endfunction()
 add_test(NAME mutants_of_cuda COMMAND Python3::Interpreter -B ${PROJECT_SOURCE_DIR}/scripts/mutants_device.py check)
 
 if(NOT LOGITLESS_WITH_CUDA)
-  add_sass_test(sass --)
-elseif(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
+  add_sass_test(sass)
+elseif(LOGITLESS_CUDA_LISTING AND CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
   file(GLOB_RECURSE kernels CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/cuda/*.cu)
   foreach(source ${kernels})
     cmake_path(GET source STEM name)
-    add_sass_test(sass.${name} ${source} -- ${CMAKE_CUDA_COMPILER_LAUNCHER} ${CMAKE_CUDA_COMPILER} -std=c++20 -O3 -DNDEBUG
-                  -I${PROJECT_SOURCE_DIR} -I${PROJECT_SOURCE_DIR}/include -DLOGITLESS_WITH_CUDA -DLOGITLESS_HAS_SM90A=1 ${LOGITLESS_CUDA_OPTIONS})
+    cmake_path(GET source FILENAME file)
+    add_sass_test(sass.${name} "$<FILTER:$<TARGET_OBJECTS:logitless_cuda_objects>,INCLUDE,/${file}\\.o$>")
   endforeach()
 endif()
