@@ -313,6 +313,22 @@ int64_t forks(int64_t count) {
   return count;
 }
 
+// Backends that say why they cannot be had here: no driver, or no library.
+int64_t absent_backends() {
+  int64_t absent = 0;
+  for (const int32_t device : {LOGITLESS_CUDA, LOGITLESS_WEBGPU}) {
+    char text[200];
+    logitless_status status = LOGITLESS_STATUS_INIT;
+    logitless_describe_backend(device, text, sizeof(text), &status);
+    if (status.code == LOGITLESS_OK) continue;
+    if (status.code != LOGITLESS_BACKEND_UNAVAILABLE || status.message[0] == 0) {
+      broken("backend %d is absent with code %d: %s", device, status.code, status.message);
+    }
+    ++absent;
+  }
+  return absent;
+}
+
 int faults(int64_t forked) {
   int64_t allocations = 0, threads = 0;
   const auto all = entries();
@@ -326,6 +342,7 @@ int faults(int64_t forked) {
   figure("allocation failures", allocations);
   figure("thread failures", threads);
   figure("forks", forks(forked));
+  figure("absent backends", absent_backends());
   if (allocations == 0 && !conformance::kSanitized) broken("no allocation was seen");
   if (threads == 0) broken("no thread was started");
   return 0;
