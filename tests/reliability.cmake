@@ -17,3 +17,7 @@ add_reliability_program(soak --calls 5000)
 if(NOT CMAKE_CXX_FLAGS MATCHES "-fsanitize=thread")  # which refuses threads in a forked child
   add_reliability_program(faults --forks 20)
 endif()
+
+find_package(Python3 REQUIRED COMPONENTS Interpreter)
+add_test(NAME reliability.coverage
+         COMMAND Python3::Interpreter -B ${CMAKE_CURRENT_SOURCE_DIR}/reliability/coverage_test.py)

@@ -25,8 +25,11 @@ from reliability.common import (
 )
 
 BUILD_SECONDS = 2400
+# Of the build "test": what the parts run, and what faults.TESTED asks ctest for.
+PROGRAMS_RUN = ["logitless", "logitless_cli", "webgpu_device_test",
+                *(f"reliability_{name}" for name in ("bits", "soak", "malformed", "hostile", "faults"))]  # fmt: skip
 # Test programs of the coverage build that do not bear on its files, or that run for minutes.
-NOT_FOR_COVERAGE = r"^(webgpu|demo|Demo|example|readme|bench|cli_bench|sass)"
+NOT_FOR_COVERAGE = r"^(webgpu|Demo|Text|cli_bench|cli_demo|example|mutants|sass)"
 PROFILES = ROOT / "build/coverage/profiles"
 # One program each of what instantiates the headers; the library's own code is in all of them.
 PROGRAMS = ["liblogitless.so", "cli/logitless", "tests/shards_test", "tests/thread_pool_test",

@@ -46,8 +46,8 @@ class Coverage:
 
 def instruction_set(function: str) -> str | None:
     """Highway puts each set's code into a namespace of its name."""
-    found = re.search(r"\d+N_(\w+?)(?=\d|E)", function)
-    return found.group(1) if found else None
+    found = re.search(r"(\d+)(N_\w+)", function)  # a mangled name starts with its length
+    return found.group(2)[2 : int(found.group(1))] if found else None
 
 
 def in_scope(name: str) -> str | None:

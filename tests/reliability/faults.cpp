@@ -228,7 +228,7 @@ Answer in_child(const std::string& what, const std::function<Answer()>& f) {
   const pid_t child = fork();
   if (child < 0) broken("fork: %s", std::strerror(errno));
   if (child == 0) {
-    alarm(120);  // a call that hangs must end
+    alarm(60);  // a call that hangs must end
     const Answer answer = f();
     _exit(write(ends[1], &answer, sizeof(answer)) == sizeof(answer) ? 0 : 1);
   }
