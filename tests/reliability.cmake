@@ -1,5 +1,6 @@
 # The programs of make reliability. Of the release build scripts/reliability runs them, with as many calls as it has time
 # for; of the others ctest does, with few: under a sanitizer a refused call or a fault shows what nothing else does.
+list(APPEND LOGITLESS_THREADED_TESTS reliability_soak)  # two callers at once
 function(add_reliability_program name)
   add_executable(reliability_${name} reliability/${name}.cpp)
   link_conformance(reliability_${name})
@@ -7,6 +8,9 @@ function(add_reliability_program name)
   if(NOT CMAKE_BUILD_TYPE STREQUAL Release)
     add_test(NAME reliability.${name} COMMAND reliability_${name} ${ARGN})
     set_tests_properties(reliability.${name} PROPERTIES TIMEOUT 900 ENVIRONMENT LOGITLESS_WEBGPU_LIBRARY=none)
+    if(reliability_${name} IN_LIST LOGITLESS_THREADED_TESTS)
+      set_tests_properties(reliability.${name} PROPERTIES LABELS threads)
+    endif()
   endif()
 endfunction()
 

@@ -13,15 +13,25 @@ TESTED = [
         r"^webgpu\.device$",
     ),
     (
-        "A driver that is absent or too old is a status",
-        "a driver's library that is not there, lacks functions or answers with errors",
-        r"^(cuda_)?driver",
+        "A driver or a device that is absent, too old or silent is a status (CUDA)",
+        "machines that answer as the test says, in place of the driver and of cuBLASLt",
+        r"^CudaMachines\.",
+    ),
+    (
+        "A question to the driver that fails is a status before anything is launched (CUDA)",
+        "every answer of every call's questions made an error in turn",
+        r"CudaRecorded\.AnyQuestion",
+    ),
+    (
+        "A WebGPU library that is absent, late or silent is a status",
+        "a library that answers as the test says",
+        r"^webgpu_library_test$",
     ),
     (
         "A file truncated while it is read, a full disk, SIGINT in the middle of writing:"
         " one line, and no file half written or left behind",
         "the command line under each of them",
-        r"^cli_(files|signals|faults|interrupts)",
+        r"^cli_files$",
     ),
 ]
 
