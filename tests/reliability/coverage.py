@@ -158,14 +158,10 @@ def write_list(coverage: Coverage, path: Path) -> None:
                 ]
                 text.append(f"- {name}:{place[0]}:{place[1]}: {missing}: `{piece}`")
     if coverage.absent_sets:
-        text += [
-            "",
-            f"Instruction sets absent on this machine: {', '.join(sorted(coverage.absent_sets))}.",
-        ]
-        text += ["Branches in them alone:"]
-        for name, counts in sorted(coverage.files.items()):
-            if counts.absent:
-                text.append(f"- {name}: {len(counts.absent)}")
+        names = ", ".join(sorted(coverage.absent_sets))
+        text += ["", f"Instruction sets absent on this machine: {names}. Branches in them alone:"]
+        apart = [(n, len(c.absent)) for n, c in sorted(coverage.files.items()) if c.absent]
+        text += [f"- {name}: {count}" for name, count in apart] or ["- none"]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(text) + "\n")
 
