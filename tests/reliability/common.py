@@ -58,7 +58,7 @@ def run(
             env={**os.environ, "LOGITLESS_WEBGPU_LIBRARY": "none", **(environment or {})},
         )  # fmt: skip
     except FileNotFoundError:
-        raise NotHere(f"no {Path(command[0]).name} in this build") from None
+        raise NotHere(f"there is no {Path(command[0]).name} here") from None
     except subprocess.TimeoutExpired:
         raise NotKept(f"{Path(command[0]).name} did not end in {timeout:.0f} s") from None
 
@@ -85,7 +85,7 @@ def number(value: str | int) -> str:
 
 
 def ctest(build: Path, expression: str, timeout: float, *options: str) -> tuple[int, int]:
-    """How many tests of that name passed, and how many there are."""
+    """How many tests of that name passed, and how many have a program in this build."""
     done = run(
         ["ctest", "--test-dir", build, "--tests-regex", expression, "--parallel",
          str(len(os.sched_getaffinity(0))), *options],
@@ -95,7 +95,8 @@ def ctest(build: Path, expression: str, timeout: float, *options: str) -> tuple[
     if found is None:
         return 0, 0
     failed, total = map(int, found.groups())
-    return total - failed, total
+    absent = done.stdout.count("***Not Run")
+    return total - failed, total - absent
 
 
 def cpu_name() -> str:
