@@ -38,7 +38,7 @@ TESTED = [
 
 def injected(settings: Settings) -> list[Row]:
     """tests/reliability/faults.cpp: a process for each fault."""
-    got = figures(settings, "faults", 1200, "--forks", 40 if settings.short else 2000)
+    got = figures(settings, "faults", 1200, "--forks", 40 if settings.short else 1000)
     entries = got["entry points"]
     return [
         Row(
