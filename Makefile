@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # What a developer types. Each target does its own set-up; the work is CMake's and the scripts'.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-web build web test test-full test-python test-web test-device sanitize-device demo bench-cpu bench-web fuzz mutants mutants-webgpu mutants-web mutants-device format format-check lint install clean
+.PHONY: help setup setup-test setup-web build web test test-full test-python test-web test-device sanitize-device demo bench-cpu bench-web reliability reliability-device fuzz mutants mutants-webgpu mutants-web mutants-device format format-check lint install clean
 
 FUZZ_SECONDS ?= 600
 PREFIX ?= /usr/local
@@ -66,6 +66,15 @@ bench-cpu: setup  ## the CPU backend against its peers, in minutes; BENCH="--qui
 bench-web: setup-test  ## the page in headless Chromium: its first result, a call, a training step
 	@scripts/build-web
 	.venv-web/bin/python bench/web_page.py
+
+reliability: setup-test  ## try what is promised, in an hour, and write out/reliability.md; PARTS="NAME,..." picks
+	@scripts/setup reliability
+	@scripts/reliability $(if $(PARTS),--only $(PARTS))
+
+reliability-device: setup-test  ## the parts of it that need an NVIDIA GPU, into out/reliability-device.json
+	cmake --preset device
+	cmake --build --preset device --target device_suite logitless_cli reliability_bits
+	@scripts/reliability --device --build build/device
 
 fuzz: setup-test  ## every fuzzer for FUZZ_SECONDS (600) each
 	cmake --preset asan

@@ -12,16 +12,20 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import math
 import os
 import queue
+import random
 import resource
 import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
@@ -33,6 +37,9 @@ from mutants.validation import rewrite_validation
 SCRATCH = ROOT / "out/mutants"
 # A mutant may hang, or wait for a thread that it killed.
 SECONDS_PER_TEST = 300
+# With a limited time: as many as are drawn, of which as many are judged as there is time for.
+SAMPLE = 16
+T = TypeVar("T")
 
 
 class Broken(Exception):
@@ -207,11 +214,13 @@ def judge(copy: Copy, mutant: Mutant) -> Verdict:
     return verdict
 
 
-def judge_validation(copy: Copy, only: str) -> list[Verdict]:
+def judge_validation(copy: Copy, only: str, deadline: float = math.inf) -> list[Verdict]:
     """Every rule is compiled in with a switch, and switched off in turn."""
     tests = TESTS["validation"]
     switches = rewrite_validation(copy.tree, copy.originals)
     names = [name for name in switches if only in name]
+    if deadline < math.inf:
+        names = shuffled(names)
     verdicts: list[Verdict] = []
     try:
         if not names:
@@ -223,6 +232,8 @@ def judge_validation(copy: Copy, only: str) -> list[Verdict]:
         if (failure := copy.first_failure(tests)) is not None:
             raise Broken(f"{failure} fails with every rule on")
         for name in names:
+            if time.monotonic() > deadline:
+                break
             start = datetime.datetime.now()
             verdict = Verdict(name, copy.first_failure(tests, switch=name))
             verdict.seconds = (datetime.datetime.now() - start).total_seconds()
@@ -254,8 +265,13 @@ def prepare(copy: Copy, tests: list[str]) -> None:
         raise Broken(f"{failure} fails without any mutant")
 
 
-def work(copies: dict[str, Copy], todo: queue.Queue[Mutant], verdicts: list[Verdict]) -> None:
-    while True:
+def work(
+    copies: dict[str, Copy],
+    todo: queue.Queue[Mutant],
+    verdicts: list[Verdict],
+    deadline: float = math.inf,
+) -> None:
+    while time.monotonic() < deadline:
         try:
             mutant = todo.get_nowait()
         except queue.Empty:
@@ -277,11 +293,21 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", default="", help="mutants whose name contains this")
     parser.add_argument("--list", action="store_true", help="print the names and leave")
     parser.add_argument("--jobs", type=int, default=1, help="copies of the tree worked on at once")
+    parser.add_argument(
+        "--seconds", type=float, default=0.0,
+        help="a random sample, another each day: none is begun after that time; 0: all of them",
+    )  # fmt: skip
     return parser.parse_args()
+
+
+def shuffled(items: list[T]) -> list[T]:
+    return random.Random(datetime.date.today().toordinal()).sample(items, len(items))
 
 
 def main() -> int:
     arguments = parse()
+    begun = time.monotonic()
+    deadline = begun + arguments.seconds if arguments.seconds > 0 else math.inf
     chosen = [m for m in MUTANTS if arguments.only in m.name]
     if arguments.list:
         for mutant in chosen:
@@ -290,6 +316,8 @@ def main() -> int:
             if arguments.only in name:
                 print(name)
         return 0
+    if arguments.seconds > 0:  # one build, a part of the time for each way of making mutants
+        chosen = shuffled([m for m in chosen if m.targets == "some"])[:SAMPLE]
     without = [m.name for m in chosen if m.targets == "all" and not has_amx()]
     chosen = [m for m in chosen if m.name not in without]
     jobs = max(1, arguments.jobs)
@@ -307,7 +335,10 @@ def main() -> int:
         todo: queue.Queue[Mutant] = queue.Queue()
         for mutant in chosen:
             todo.put(mutant)
-        threads = [threading.Thread(target=work, args=(c, todo, verdicts)) for c in workers]
+        end = begun + 0.7 * (deadline - begun)
+        threads = [
+            threading.Thread(target=work, args=(c, todo, verdicts, end)) for c in workers
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -316,7 +347,7 @@ def main() -> int:
         if any(arguments.only in name for name in rewrite_validation(ROOT, None)):
             if not copy.configured:
                 copy.configure()
-            verdicts += judge_validation(copy, arguments.only)
+            verdicts += judge_validation(copy, arguments.only, deadline)
     except Broken as broken:
         print(f"mutants: {broken}", file=sys.stderr)
         return 2

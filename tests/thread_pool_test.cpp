@@ -269,7 +269,10 @@ TEST_F(ThreadPool, DefaultSizeFollowsTheEnvironment) {
   EXPECT_GE(automatic, 1);
   EXPECT_EQ(default_with("LOGITLESS_NUM_THREADS=5 OMP_NUM_THREADS=3"), 5);
   EXPECT_EQ(default_with("OMP_NUM_THREADS=3,2"), 3);
+  EXPECT_EQ(default_with("OMP_NUM_THREADS='4 '"), 4);
+  EXPECT_EQ(default_with("LOGITLESS_NUM_THREADS=99999999999"), kMaxThreads);
   EXPECT_EQ(default_with("LOGITLESS_NUM_THREADS=nonsense"), automatic);
+  EXPECT_EQ(default_with("LOGITLESS_NUM_THREADS=4x"), automatic);
   EXPECT_EQ(default_with("LOGITLESS_NUM_THREADS=0"), automatic);
   EXPECT_EQ(default_with("LOGITLESS_NUM_THREADS=-2"), automatic);
 }
@@ -317,6 +320,23 @@ TEST_F(Cgroup, MissingOrMalformedFilesSetNoLimit) {
   const std::string membership = write("membership", "nonsense\n0::/a\n::\n");
   write("a/cpu.max", "nonsense\n");
   EXPECT_EQ(cgroup_num_threads(membership.c_str(), root_.c_str()), 0);
+  write("a/cpu.max", "200000 0\n");
+  EXPECT_EQ(cgroup_num_threads(membership.c_str(), root_.c_str()), 0);
+  const std::string old = write("old", "2:cpu,cpuacct:/b\n1:,cpu:/c\n");
+  write("cpu/b/cpu.cfs_quota_us", "400000\n");  // without its period
+  EXPECT_EQ(cgroup_num_threads(old.c_str(), root_.c_str()), 0);
+  write("cpu/b/cpu.cfs_period_us", "nonsense\n");
+  EXPECT_EQ(cgroup_num_threads(old.c_str(), root_.c_str()), 0);
+  const std::string deep = write("deep", "0::/" + std::string(4050, 'x') + "\n");
+  EXPECT_EQ(cgroup_num_threads(deep.c_str(), root_.c_str()), 0);
+}
+
+TEST_F(Cgroup, ASmallerQuotaOfAnotherControllerBinds) {
+  const std::string membership = write("membership", "2:cpu:/a\n0::/b\n");
+  write("cpu/a/cpu.cfs_quota_us", "400000\n");
+  write("cpu/a/cpu.cfs_period_us", "100000\n");
+  write("b/cpu.max", "200000 100000\n");
+  EXPECT_EQ(cgroup_num_threads(membership.c_str(), root_.c_str()), 2);
 }
 
 }  // namespace

@@ -30,7 +30,9 @@ struct Output {
 
 struct Result {
   Status status;                          // target_out_of_range, as run() would say
-  std::map<std::string, Output> outputs;  // by the names of for_each_tensor; those the op asks for
+  // By the names of for_each_tensor, those the op asks for. To find one allocates nothing: once the
+  // first output is written, nothing may fail.
+  std::map<std::string, Output, std::less<>> outputs;
   bool anchored = false;  // row_reference may be near the maximum, and row_log_sum is the rest
 };
 

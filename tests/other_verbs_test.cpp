@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+// The verbs beside workspace and run: what scale and the WebGPU calls refuse on a machine that has
+// neither device, and that they write nothing then.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "logitless/logitless.h"
+
+namespace logitless {
+namespace {
+
+// values [5] f32 and factor [] f32 on the CPU, which has no scale: refused only when all is right.
+struct Scaling {
+  std::array<float, 6> memory{1, 2, 3, 4, 5, 6};
+  float two = 2;
+  logitless_tensor values, factor;
+  logitless_execution execution = LOGITLESS_EXECUTION_INIT;
+  int32_t count = 2;
+
+  Scaling()
+      : values(detail::to_c(vector_view(memory.data(), DType::f32, 5))),
+        factor(detail::to_c(scalar_view(&two, DType::f32))) {}
+};
+
+struct Mistake {
+  const char* name;
+  std::function<void(Scaling&)> make;
+  int32_t code;
+  const char* field;  // that the message names
+};
+
+const Mistake kMistakes[] = {
+    {"none", [](Scaling&) {}, LOGITLESS_NOT_SUPPORTED, "cuda"},
+    {"a negative count", [](Scaling& s) { s.count = -1; }, LOGITLESS_INVALID_ARGUMENT, "count"},
+    {"five at once", [](Scaling& s) { s.count = 5; }, LOGITLESS_INVALID_ARGUMENT, "count"},
+    {"another device", [](Scaling& s) { s.values.device_type = LOGITLESS_CUDA; },
+     LOGITLESS_WRONG_DEVICE, "values"},
+    {"another index", [](Scaling& s) { s.factor.device_index = 1; }, LOGITLESS_WRONG_DEVICE,
+     "factor"},
+    {"no such device", [](Scaling& s) { s.execution.device_type = 9; }, LOGITLESS_UNKNOWN_ENUM,
+     "device"},
+    {"a second cpu",
+     [](Scaling& s) {
+       s.execution.device_index = s.values.device_index = s.factor.device_index = 1;
+     },
+     LOGITLESS_WRONG_DEVICE, "device"},
+    {"a matrix", [](Scaling& s) { s.values.rank = 2; }, LOGITLESS_WRONG_SHAPE, "values"},
+    {"a scalar", [](Scaling& s) { s.values.rank = 0; }, LOGITLESS_WRONG_SHAPE, "values"},
+    {"a factor with an axis", [](Scaling& s) { s.factor.rank = 1; }, LOGITLESS_WRONG_SHAPE,
+     "factor"},
+    {"integers", [](Scaling& s) { s.values.dtype = LOGITLESS_I32; }, LOGITLESS_WRONG_DTYPE,
+     "values"},
+    {"an unknown dtype", [](Scaling& s) { s.values.dtype = 77; }, LOGITLESS_WRONG_DTYPE, "values"},
+    {"a factor of 16 bits", [](Scaling& s) { s.factor.dtype = LOGITLESS_BF16; },
+     LOGITLESS_WRONG_DTYPE, "factor"},
+    {"a negative size", [](Scaling& s) { s.values.shape[0] = -2; }, LOGITLESS_WRONG_SHAPE,
+     "values"},
+    {"gaps", [](Scaling& s) { s.values.stride[0] = 2; }, LOGITLESS_WRONG_SHAPE, "values"},
+    {"no memory", [](Scaling& s) { s.values.data = nullptr; }, LOGITLESS_INVALID_ARGUMENT,
+     "values"},
+    {"no factor", [](Scaling& s) { s.factor.data = nullptr; }, LOGITLESS_INVALID_ARGUMENT,
+     "factor"},
+    {"half an element", [](Scaling& s) { s.values.byte_offset = 2; }, LOGITLESS_MISALIGNED,
+     "values"},
+    {"a struct of no size", [](Scaling& s) { s.values.struct_size = 0; },
+     LOGITLESS_INVALID_ARGUMENT, "values"},
+    {"a factor's reserved field", [](Scaling& s) { s.factor.reserved = 1; },
+     LOGITLESS_INVALID_ARGUMENT, "factor"},
+    {"an execution's reserved field", [](Scaling& s) { s.execution.reserved = 1; },
+     LOGITLESS_INVALID_ARGUMENT, "execution"},
+};
+
+TEST(Scale, RefusesEachMistakeByItsField) {
+  for (const Mistake& mistake : kMistakes) {
+    Scaling s;
+    mistake.make(s);
+    const std::array<float, 6> before = s.memory;
+    const std::array<const logitless_tensor*, 5> vectors{&s.values, &s.values, &s.values, &s.values,
+                                                         &s.values};
+    logitless_status status = LOGITLESS_STATUS_INIT;
+    EXPECT_EQ(logitless_scale_each(vectors.data(), s.count, &s.factor, &s.execution, &status),
+              mistake.code)
+        << mistake.name << ": " << status.message;
+    EXPECT_NE(std::strstr(status.message, mistake.field), nullptr)
+        << mistake.name << ": " << status.message;
+    EXPECT_EQ(s.memory, before) << mistake.name;
+  }
+}
+
+TEST(Scale, OfNothingIsDone) {
+  Scaling s;
+  s.values.shape[0] = 0;
+  s.values.data = nullptr;
+  const logitless_tensor* const vectors[] = {&s.values, &s.values};
+  EXPECT_EQ(logitless_scale_each(vectors, 2, &s.factor, nullptr, nullptr), LOGITLESS_OK);
+  EXPECT_EQ(logitless_scale_each(nullptr, 0, &s.factor, nullptr, nullptr), LOGITLESS_OK);
+  EXPECT_EQ(logitless_scale_each(nullptr, 1, &s.factor, nullptr, nullptr),
+            LOGITLESS_INVALID_ARGUMENT);
+}
+
+// invalid_argument of a library with WebGPU, backend_unavailable of one without.
+void expect_refused(int32_t code, const logitless_status& status, const char* what) {
+  EXPECT_EQ(code, status.code) << what;
+  EXPECT_TRUE(code == LOGITLESS_INVALID_ARGUMENT || code == LOGITLESS_BACKEND_UNAVAILABLE) << what;
+  EXPECT_NE(status.message[0], 0) << what;
+}
+
+TEST(WebGpuVerbs, RefuseNullAndTellWhyThereIsNoDevice) {
+  logitless_status status = LOGITLESS_STATUS_INIT;
+  expect_refused(logitless_webgpu_create_workspace(0, 64, nullptr, &status), status, "workspace");
+  void* const untouched = &status;
+  for (int missing = 0; missing < 4; ++missing) {
+    int32_t index = 77;
+    void* handles[] = {&status, &status, &status};
+    if (missing < 3) handles[missing] = nullptr;
+    expect_refused(logitless_webgpu_use_device(handles[0], handles[1], handles[2],
+                                               missing == 3 ? nullptr : &index, &status),
+                   status, "use_device");
+    EXPECT_EQ(index, 77);
+  }
+  // LOGITLESS_WEBGPU_LIBRARY names none in this program.
+  void* made = untouched;
+  EXPECT_EQ(logitless_webgpu_create_workspace(0, 64, &made, &status),
+            LOGITLESS_BACKEND_UNAVAILABLE);
+  EXPECT_EQ(made, untouched);
+  EXPECT_EQ(logitless_webgpu_device(0, &made, &made, &made, &status),
+            LOGITLESS_BACKEND_UNAVAILABLE);
+  EXPECT_EQ(made, untouched);
+  logitless_webgpu_destroy_workspace(nullptr);
+}
+
+}  // namespace
+}  // namespace logitless
