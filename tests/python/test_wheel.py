@@ -69,9 +69,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 def empty(wheel: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """An environment of nothing but the wheel; its interpreter."""
     folder = tmp_path_factory.mktemp("empty")
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     python = folder / "bin/python"
-    subprocess.run([python, "-m", "pip", "install", "-q", "--no-index", wheel], check=True)
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    subprocess.run([*pip, "install", "-q", "--no-index", wheel], check=True)
     return python
 
 
