@@ -48,10 +48,18 @@ std::string cuda_version(int version) {
 
 json cuda_devices() {
   json devices = json::array();
-  const cuda::DeviceInfo* device;
-  for (int i = 0; cuda::find_device(i, &device).ok(); ++i) {
+  int count;
+  if (!cuda::count_devices(&count).ok()) return devices;  // why is the backend's reason
+  for (int i = 0; i < count; ++i) {
+    const cuda::DeviceInfo* device;
+    const Status status = cuda::find_device(i, &device);
+    if (!status.ok()) {
+      devices.push_back({{"available", false}, {"reason", status.message()}});
+      continue;
+    }
     devices.push_back(
-        {{"name", device->name},
+        {{"available", true},
+         {"name", device->name},
          {"compute_capability", fmt::format("{}.{}", device->major, device->minor)},
          {"multiprocessors", device->multiprocessors},
          {"portable_kernels", device->portable},
@@ -98,6 +106,10 @@ void print(const json& info) {
                cuda["built_with"].get<std::string>(), cuda["driver_floor"].get<std::string>());
     int index = 0;
     for (const json& device : cuda["devices"]) {
+      if (!device["available"]) {
+        fmt::print("device {:<4}absent: {}\n", index++, device["reason"].get<std::string>());
+        continue;
+      }
       fmt::print("device {:<4}{}, compute capability {}, {} multiprocessors\n", index++,
                  device["name"].get<std::string>(), device["compute_capability"].get<std::string>(),
                  device["multiprocessors"].get<int>());

@@ -28,8 +28,8 @@ struct Backend : Implements<Softmax>,
                  Implements<LinearCrossEntropyBackward>,
                  Implements<LinearCrossEntropyForwardBackward> {
   virtual const char* name() const = 0;
-  // Writes one line: ISA or device, threads.
-  virtual void describe(char* text, size_t bytes) const = 0;
+  // Writes one line: ISA or device, threads. Or says why no device of this backend serves.
+  virtual Status describe(char* text, size_t bytes) const = 0;
   // Each of values *= factor; all are validated.
   virtual Status scale(std::span<const TensorView>, const TensorView&, const Execution&) const {
     return error(StatusCode::not_supported, "scale: %s has none; allowed: cuda", name());
@@ -65,7 +65,7 @@ using BackendOf =
 const Backend& reference_backend();
 const Backend& cpu_backend();
 #ifdef LOGITLESS_WITH_CUDA
-// nullptr without a usable driver and device, and the reason.
+// nullptr without a usable driver, and the reason. Each device answers for itself.
 const Backend* cuda_backend(Status* status);
 #endif
 

@@ -283,8 +283,7 @@ int32_t logitless_describe_backend(int32_t device_type, char* text, size_t bytes
     if (bytes > 0) text[0] = 0;
     Status result;
     const Backend* backend = find_backend(static_cast<DeviceType>(device_type), &result);
-    if (backend != nullptr && bytes > 0) backend->describe(text, bytes);
-    return result;
+    return backend != nullptr ? backend->describe(text, bytes) : result;
   });
   return report(result, status);
 }

@@ -87,6 +87,11 @@ if(LOGITLESS_WITH_CUDA)
   add_device_test(CudaKept 1)
   add_device_test(CudaKernels 1)
   add_device_test(CudaKernelNames 1)
+  # Without a device: machines that answer as the tests say.
+  add_executable(cuda_recorded_test cuda_recorded_test.cpp cuda_recorded_ops_test.cpp counted_new.cpp)
+  link_conformance(cuda_recorded_test)
+  target_link_libraries(cuda_recorded_test PRIVATE GTest::gtest_main)
+  gtest_discover_tests(cuda_recorded_test DISCOVERY_TIMEOUT 120 PROPERTIES TIMEOUT 1800)
 endif()
 if(NOT CMAKE_CXX_FLAGS MATCHES "-fsanitize=thread")  # which has its own operator new
   add_conformance_test(allocation_test 1)

@@ -23,8 +23,9 @@ struct Calls {
 struct CpuBackend final : BackendOf<Calls> {
   CpuBackend() { cpu::initialize_dispatch(); }
   const char* name() const override { return "cpu"; }
-  void describe(char* text, size_t bytes) const override {
+  Status describe(char* text, size_t bytes) const override {
     std::snprintf(text, bytes, "%s, %d threads", cpu::target_name(), cpu::num_threads());
+    return {};
   }
 };
 

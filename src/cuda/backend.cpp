@@ -40,14 +40,16 @@ const char* invariant_ops(const cuda::DeviceInfo& device) {
 
 struct CudaBackend final : BackendOf<Calls> {
   const char* name() const override { return "cuda"; }
-  void describe(char* text, size_t bytes) const override {
+  Status describe(char* text, size_t bytes) const override {
     const cuda::DeviceInfo* device;
-    if (!cuda::find_device(0, &device).ok()) return;
+    const Status status = cuda::find_first_device(&device);
+    if (!status.ok()) return status;
     char library[160];
     (void)cuda::describe_matrix_library(library, sizeof(library));
     std::snprintf(text, bytes, "%s, sm_%d%d%s, %s, batch invariance: %s", device->name,
                   device->major, device->minor, device->portable ? ", portable kernels" : "",
                   library, invariant_ops(*device));
+    return status;
   }
   Status scale(std::span<const TensorView> values, const TensorView& factor,
                const Execution& execution) const override {
@@ -72,8 +74,8 @@ struct CudaBackend final : BackendOf<Calls> {
 }  // namespace
 
 const Backend* cuda_backend(Status* status) {
-  const cuda::DeviceInfo* device;
-  *status = cuda::find_device(0, &device);
+  int count;
+  *status = cuda::count_devices(&count);
   if (!status->ok()) return nullptr;
   static const CudaBackend backend;
   return &backend;

@@ -9,82 +9,93 @@
 
 #include "src/cuda/cublaslt.h"
 #include "src/cuda/ops.h"
+#include "src/cuda/remembered.h"
 
 namespace logitless::cuda {
 namespace {
 
 constexpr const char* names[] = {"libcublasLt.so.13", "libcublasLt.so.12"};
 
-struct Library {
-  Status status;
-  lt::Functions call{};
+struct Key {
+  int device, in, out, tf32;
+  int64_t rows, columns, depth, a_row, a_column, b_row, b_column, c;
+  uint32_t a_alignment, b_alignment, c_alignment;
+  bool operator==(const Key&) const = default;
+};
+struct Choice {
+  Key key;
+  lt::Algorithm algorithm;
 };
 
-// One that the process already uses first: two copies would cost half a gigabyte.
-void* open_library() {
-  for (const int mode : {RTLD_NOW | RTLD_NOLOAD, RTLD_NOW | RTLD_LOCAL}) {
-    for (const char* name : names) {
-      if (void* library = dlopen(name, mode)) return library;
-    }
-  }
-  return nullptr;
+constexpr int most_devices = 64;
+// For the life of the process, with what it was asked for.
+struct Library {
+  lt::Functions call{};
+  std::mutex mutex;
+  std::array<lt::Handle, most_devices> handles{};  // one a device
+  std::array<Choice, 64> choices;
+  size_t chosen = 0;
+};
+
+Remembered<Library>& remembered_library() {
+  static auto& library = *new Remembered<Library>;
+  return library;
 }
 
-Library load_library() {
-  Library loaded;
-  void* library = open_library();
-  if (library == nullptr) {
-    loaded.status = error(StatusCode::backend_unavailable,
-                          "cuda: the linear ops need cuBLASLt; neither %s nor %s was found",
-                          names[0], names[1]);
-    return loaded;
-  }
+// The name of the first function that the library lacks; nullptr: none.
+const char* find_functions(void* library, lt::Functions* f) {
+  const char* missing = nullptr;
   const auto find = [&](auto& function, const char* name) {
-    void* symbol = dlsym(library, name);
-    if (symbol == nullptr && loaded.status.ok()) {
-      loaded.status =
-          error(StatusCode::backend_unavailable, "cuda: cuBLASLt has no function %s", name);
-    }
+    void* symbol = api().symbol(library, name);
+    if (symbol == nullptr && missing == nullptr) missing = name;
     function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(symbol);
   };
-  lt::Functions& f = loaded.call;
-  find(f.create, "cublasLtCreate");
-  find(f.version, "cublasLtGetVersion");
-  find(f.layout_create, "cublasLtMatrixLayoutCreate");
-  find(f.layout_destroy, "cublasLtMatrixLayoutDestroy");
-  find(f.description_create, "cublasLtMatmulDescCreate");
-  find(f.description_destroy, "cublasLtMatmulDescDestroy");
-  find(f.description_set, "cublasLtMatmulDescSetAttribute");
-  find(f.preference_create, "cublasLtMatmulPreferenceCreate");
-  find(f.preference_destroy, "cublasLtMatmulPreferenceDestroy");
-  find(f.preference_set, "cublasLtMatmulPreferenceSetAttribute");
-  find(f.heuristic, "cublasLtMatmulAlgoGetHeuristic");
-  find(f.check, "cublasLtMatmulAlgoCheck");
-  find(f.algorithm_get, "cublasLtMatmulAlgoConfigGetAttribute");
-  find(f.multiply, "cublasLtMatmul");
-  return loaded;
+  find(f->create, "cublasLtCreate");
+  find(f->version, "cublasLtGetVersion");
+  find(f->layout_create, "cublasLtMatrixLayoutCreate");
+  find(f->layout_destroy, "cublasLtMatrixLayoutDestroy");
+  find(f->description_create, "cublasLtMatmulDescCreate");
+  find(f->description_destroy, "cublasLtMatmulDescDestroy");
+  find(f->description_set, "cublasLtMatmulDescSetAttribute");
+  find(f->preference_create, "cublasLtMatmulPreferenceCreate");
+  find(f->preference_destroy, "cublasLtMatmulPreferenceDestroy");
+  find(f->preference_set, "cublasLtMatmulPreferenceSetAttribute");
+  find(f->heuristic, "cublasLtMatmulAlgoGetHeuristic");
+  find(f->check, "cublasLtMatmulAlgoCheck");
+  find(f->algorithm_get, "cublasLtMatmulAlgoConfigGetAttribute");
+  find(f->multiply, "cublasLtMatmul");
+  return missing;
 }
 
-const Library& library() {
-  static const Library loaded = load_library();
-  return loaded;
+// One that the process already uses first: two copies would cost half a gigabyte.
+Status load_library(Library* loaded) {
+  Status status =
+      error(StatusCode::backend_unavailable,
+            "cuda: the linear ops need cuBLASLt; neither %s nor %s was found", names[0], names[1]);
+  for (const int mode : {RTLD_NOW | RTLD_NOLOAD, RTLD_NOW | RTLD_LOCAL}) {
+    for (const char* name : names) {
+      void* library = api().open(name, mode);
+      if (library == nullptr) continue;
+      const char* missing = find_functions(library, &loaded->call);
+      if (missing == nullptr) return {};
+      status = error(StatusCode::backend_unavailable, "cuda: %s has no function %s", name, missing);
+      (void)api().close(library);
+    }
+  }
+  return status;
 }
 
-// One handle a device for the life of the process.
-constexpr int most_devices = 64;
-Status handle_of(const DeviceInfo& device, lt::Handle* handle) {
-  static std::array<lt::Handle, most_devices> handles{};
-  static std::mutex mutex;
-  const Library& lib = library();
-  if (!lib.status.ok()) return lib.status;
+Status find_library(Library** library) { return remembered_library().get(library, load_library); }
+
+Status handle_of(const DeviceInfo& device, Library* library, lt::Handle* handle) {
   if (device.index >= most_devices) {
     return error(StatusCode::not_supported, "execution.device.index is %d; allowed: 0 to %d",
                  device.index, most_devices - 1);
   }
-  const std::lock_guard lock(mutex);
-  lt::Handle& own = handles[device.index];
+  const std::lock_guard lock(library->mutex);
+  lt::Handle& own = library->handles[device.index];
   if (own == nullptr) {
-    const int code = lib.call.create(&own);
+    const int code = library->call.create(&own);
     if (code != lt::success) {
       own = nullptr;
       return error(StatusCode::device_error, "cuda: cublasLtCreate returned %d", code);
@@ -142,18 +153,13 @@ class Descriptors {
   bool ok_ = true;
 };
 
+// Of an address and a stride, up to the 16 bytes that a kernel moves at a time: calls whose tensors
+// are aligned alike so far take the same algorithm, and give the same bits.
 uint32_t alignment_of(const void* data, int64_t stride, DType dtype) {
   const uint64_t bits =
-      reinterpret_cast<uintptr_t>(data) | static_cast<uint64_t>(stride * size_of(dtype)) | 256;
+      reinterpret_cast<uintptr_t>(data) | static_cast<uint64_t>(stride * size_of(dtype)) | 16;
   return static_cast<uint32_t>(bits & ~(bits - 1));
 }
-
-struct Key {
-  int device, in, out, tf32;
-  int64_t rows, columns, depth, a_row, a_column, b_row, b_column, c;
-  uint32_t a_alignment, b_alignment, c_alignment;
-  bool operator==(const Key&) const = default;
-};
 
 Key key_of(const Product& p, int device) {
   const int64_t a_stride = p.a.column_stride == 1 ? p.a.row_stride : p.a.column_stride;
@@ -215,77 +221,90 @@ Status ask_heuristic(const lt::Functions& call, lt::Handle handle, const Product
 
 // The library's choice for the largest product of its kind, remembered: asking takes longer than
 // launching.
-Status choose(const lt::Functions& call, lt::Handle handle, const Product& largest, int device,
+Status choose(Library* library, lt::Handle handle, const Product& largest, int device,
               lt::Algorithm* algorithm) {
-  struct Entry {
-    Key key;
-    lt::Algorithm algorithm;
-  };
-  static std::array<Entry, 64> cache;
-  static size_t count = 0;
-  static std::mutex mutex;
   const Key key = key_of(largest, device);
-  const std::lock_guard lock(mutex);
-  for (size_t i = 0; i < std::min(count, cache.size()); ++i) {
-    if (cache[i].key == key) {
-      *algorithm = cache[i].algorithm;
+  auto& choices = library->choices;
+  const std::lock_guard lock(library->mutex);
+  for (size_t i = 0; i < std::min(library->chosen, choices.size()); ++i) {
+    if (choices[i].key == key) {
+      *algorithm = choices[i].algorithm;
       return {};
     }
   }
-  const Status status = ask_heuristic(call, handle, largest, key, algorithm);
-  if (status.ok()) cache[count++ % cache.size()] = {key, *algorithm};
+  const Status status = ask_heuristic(library->call, handle, largest, key, algorithm);
+  if (status.ok()) choices[library->chosen++ % choices.size()] = {key, *algorithm};
   return status;
+}
+
+// That of the largest product, if it serves this one too.
+Status choose_for(const Product& p, const Descriptors& d, Library* library, lt::Handle handle,
+                  int device, lt::Algorithm* algorithm) {
+  Product largest = p;
+  largest.rows = std::max(p.rows, p.most_rows);
+  largest.columns = std::max(p.columns, p.most_columns);
+  const Status status = choose(library, handle, largest, device, algorithm);
+  lt::HeuristicResult checked;
+  if (!status.ok() || library->call.check(handle, d.description, d.first, d.second, d.result,
+                                          d.result, algorithm, &checked) == lt::success) {
+    return status;
+  }
+  return choose(library, handle, p, device, algorithm);
 }
 
 }  // namespace
 
 void multiply(const Product& p, const DeviceInfo& device, void* library_memory, Stream* stream) {
   if (!stream->ok() || p.rows == 0 || p.columns == 0) return;
+  Library* library;
   lt::Handle handle = nullptr;
-  Status status = handle_of(device, &handle);
+  Status status = find_library(&library);
+  if (status.ok()) status = handle_of(device, library, &handle);
   if (!status.ok()) return stream->fail(status);
-  const lt::Functions& call = library().call;
-  Product largest = p;
-  largest.rows = std::max(p.rows, p.most_rows);
-  largest.columns = std::max(p.columns, p.most_columns);
-  lt::Algorithm algorithm;
-  status = choose(call, handle, largest, device.index, &algorithm);
-  const Descriptors d(call, p);
-  lt::HeuristicResult checked;
-  if (status.ok() && call.check(handle, d.description, d.first, d.second, d.result, d.result,
-                                &algorithm, &checked) != lt::success) {
-    status = choose(call, handle, p, device.index, &algorithm);
+  const Descriptors d(library->call, p);
+  if (!d.ok()) {
+    return stream->fail(error(StatusCode::internal, "cuda: cuBLASLt refused a layout"));
   }
-  if (!status.ok() || !d.ok()) {
-    return stream->fail(d.ok() ? status
-                               : error(StatusCode::internal, "cuda: cuBLASLt refused a layout"));
-  }
-  const int code = call.multiply(handle, d.description, p.alpha, p.b.data, d.first, p.a.data,
-                                 d.second, p.beta, p.c, d.result, p.c, d.result, &algorithm,
-                                 library_memory, matrix_library_bytes, stream->get());
+  const auto algorithm = stream->answer<lt::Algorithm>([&] {
+    lt::Algorithm chosen{};
+    stream->fail(choose_for(p, d, library, handle, device.index, &chosen));
+    return chosen;
+  });
+  if (!stream->ok() || stream->preparing()) return;
+  const int code = library->call.multiply(
+      handle, d.description, p.alpha, p.b.data, d.first, p.a.data, d.second, p.beta, p.c, d.result,
+      p.c, d.result, &algorithm, library_memory, matrix_library_bytes, stream->get());
   if (code != lt::success) {
     stream->fail(error(StatusCode::device_error, "cuda: cublasLtMatmul returned %d", code));
   }
 }
 
-Status find_matrix_library() { return library().status; }
+Status find_matrix_library() {
+  Library* library;
+  return find_library(&library);
+}
 
 Status warmup_matrix_library(const DeviceInfo& device) {
+  Library* library;
   lt::Handle handle = nullptr;
-  return handle_of(device, &handle);
+  const Status status = find_library(&library);
+  return status.ok() ? handle_of(device, library, &handle) : status;
 }
 
 Status describe_matrix_library(char* text, size_t bytes) {
-  const Library& lib = library();
-  if (!lib.status.ok()) {
-    std::snprintf(text, bytes, "%s", lib.status.message());
-    return lib.status;
+  Library* library;
+  const Status status = find_library(&library);
+  if (!status.ok()) {
+    std::snprintf(text, bytes, "%s", status.message());
+    return status;
   }
-  const int version = static_cast<int>(lib.call.version());
+  const int version = static_cast<int>(library->call.version());
   // 130100 is 13.1.0; before 13 it was 120905 for 12.9.5.
   std::snprintf(text, bytes, "cuBLASLt %d.%d.%d", version / 10000, version / 100 % 100,
                 version % 100);
   return {};
 }
+
+void forget_matrix_library() { remembered_library().forget(); }
 
 }  // namespace logitless::cuda

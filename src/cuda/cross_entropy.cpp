@@ -83,12 +83,14 @@ Status loss_run(const Op& op, const Workspace& workspace, const DeviceInfo& devi
   const TokenInput in = token_input(op, op.logits.shape[1]);
   TokenOutputs outputs;
   if constexpr (ForwardOp<Op>) outputs = {op.loss, op.statistics};
-  prepare_tokens(in, layout.tokens, outputs, stream);
-  if (op.options.input_kind == InputKind::probabilities) {
-    run_probabilities(op, in, layout, stream);
-  } else {
-    run_logits(op, in, layout, device, stream);
-  }
+  stream->prepare_and_run([&] {
+    prepare_tokens(in, layout.tokens, outputs, stream);
+    if (op.options.input_kind == InputKind::probabilities) {
+      run_probabilities(op, in, layout, stream);
+    } else {
+      run_logits(op, in, layout, device, stream);
+    }
+  });
   return {};
 }
 

@@ -229,10 +229,8 @@ void write_lent_sums(const LinearCall& call, const LinearPlan& plan, const Linea
   const int64_t pitch = plan.hidden_pitch;
   const auto write = [&](int64_t first, int64_t rows) {
     const float* sums = call.grad_weight.as<const float>() + first * pitch;
-    if (first == 0 && stream->ok()) {  // their place is that of the rows they become
-      stream->fail(cuda_error("cudaMemcpyAsync",
-                              cudaMemcpyAsync(m.stored, sums, static_cast<size_t>(rows * pitch) * 4,
-                                              cudaMemcpyDeviceToDevice, stream->get())));
+    if (first == 0) {  // their place is that of the rows they become
+      stream->copy(m.stored, sums, rows * pitch * 4);
       sums = reinterpret_cast<const float*>(m.stored);
     }
     write_grad_weight(call, plan, m, sums, first, rows, stream);

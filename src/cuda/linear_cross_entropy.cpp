@@ -3,9 +3,9 @@
 // a time, partial sums, the rows' states, and the gradients' two products on E or dz. Everything is
 // enqueued; the host never waits and never learns how many tokens are valid.
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <type_traits>
-#include <vector>
 
 #include "src/cuda/blas.h"
 #include "src/cuda/linear_run.h"
@@ -141,9 +141,10 @@ Status linear_workspace(const Op& op, const DeviceInfo& device, WorkspaceSize* s
   // Where there is no address yet, there may come one that Hopper's kernels cannot use: enough for
   // either kind.
   Op asked = op;
-  std::vector<TensorView*> unknown;
+  std::array<TensorView*, 3> unknown;
+  size_t count = 0;
   const auto find_unknown = [&](TensorView* v) {
-    if (*v && v->data == nullptr) unknown.push_back(v);
+    if (*v && v->data == nullptr) unknown[count++] = v;
   };
   find_unknown(&asked.weight);
   if constexpr (GradientOp<Op>) {
@@ -153,8 +154,8 @@ Status linear_workspace(const Op& op, const DeviceInfo& device, WorkspaceSize* s
     find_unknown(&asked.input);
   }
   *size = {0, 0, Arena::alignment};
-  for (size_t i = 0; i < size_t{1} << unknown.size(); ++i) {
-    for (size_t n = 0; n < unknown.size(); ++n) {
+  for (size_t i = 0; i < size_t{1} << count; ++i) {
+    for (size_t n = 0; n < count; ++n) {
       unknown[n]->byte_offset = static_cast<int64_t>(i >> n & 1) * size_of(unknown[n]->dtype);
     }
     const LinearShape shape = make_call(asked, device).shape;
@@ -253,13 +254,14 @@ Status linear_run(const Op& op, const Workspace& workspace, const DeviceInfo& de
   const LinearCall call = make_call(op, device);
   const LinearPlan plan = plan_linear(call.shape, speed_of(device), workspace.bytes);
   char* memory = static_cast<char*>(workspace.data) + workspace.byte_offset;
-  if constexpr (std::is_same_v<Op, LinearCrossEntropyForwardBackward>) {
-    if (plan.kind == PlanKind::two_passes) {
-      run_two_passes(op, call.shape, plan, workspace.bytes, memory, device, stream);
-      return {};
+  stream->prepare_and_run([&] {
+    if constexpr (std::is_same_v<Op, LinearCrossEntropyForwardBackward>) {
+      if (plan.kind == PlanKind::two_passes) {
+        return run_two_passes(op, call.shape, plan, workspace.bytes, memory, device, stream);
+      }
     }
-  }
-  run_planned(call, plan, memory, device, stream);
+    run_planned(call, plan, memory, device, stream);
+  });
   return {};
 }
 

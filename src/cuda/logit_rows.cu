@@ -17,7 +17,7 @@ bool launch_of(const RowsCall& call, const DeviceInfo& device, Stream* stream) {
   const LossOptions options = call.scalars != nullptr ? call.in.options : LossOptions{};
   static_assert(most_row_threads == 32 * most_warps && rows_margin == tile_margin);
   const bool hopper =
-      is_compiled_for_hopper(reinterpret_cast<const void*>(rows_kernel<T, true>), device);
+      is_compiled_for_hopper(reinterpret_cast<const void*>(rows_kernel<T, true>), device, stream);
   RowsArguments a{call,
                   plan_rows(call.logits.shape[1], sizeof(T), device.shared_bytes_per_block, hopper),
                   map_factors(options),

@@ -3,18 +3,24 @@
 
 namespace logitless::cuda {
 
-bool is_compiled_for_hopper(const void* kernel, const DeviceInfo& device) {
+bool is_compiled_for_hopper(const void* kernel, const DeviceInfo& device, Stream* stream) {
   if (device.major < 9 || device.portable) return false;
-  cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess && attributes.ptxVersion >= 90;
+  return stream->answer<bool>([&] {
+    cudaFuncAttributes attributes{};
+    stream->fail(cuda_error("cudaFuncGetAttributes", api().attributes(&attributes, kernel)));
+    return attributes.ptxVersion >= 90;
+  });
 }
 
 void Stream::enqueue(const char* name, const void* kernel, const LaunchShape& shape,
                      void** parameters) {
   if (shape.shared_bytes > 0) {
-    fail(allow_shared_memory(kernel, static_cast<int>(shape.shared_bytes)));
-    if (!ok()) return;
+    answer<bool>([&] {
+      fail(allow_shared_memory(kernel, static_cast<int>(shape.shared_bytes)));
+      return ok();
+    });
   }
+  if (!ok() || preparing_) return;
   cudaLaunchConfig_t config{};
   config.gridDim = shape.blocks;
   config.blockDim = dim3(static_cast<unsigned>(shape.threads));
@@ -32,7 +38,13 @@ void Stream::enqueue(const char* name, const void* kernel, const LaunchShape& sh
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
   }
-  fail(cuda_error(name, cudaLaunchKernelExC(&config, kernel, parameters)));
+  fail(cuda_error(name, api().launch(&config, kernel, parameters)));
+}
+
+void Stream::copy(void* to, const void* from, int64_t bytes) {
+  if (!ok() || preparing_) return;
+  fail(cuda_error("cudaMemcpyAsync", api().copy(to, from, static_cast<size_t>(bytes),
+                                                cudaMemcpyDeviceToDevice, stream_)));
 }
 
 }  // namespace logitless::cuda

@@ -6,8 +6,11 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
 #include "logitless/logitless.h"
+#include "src/cuda/api.h"
 #include "src/cuda/driver.h"
 #include "src/cuda/kernel_file.h"
 #include "src/message.h"
@@ -16,6 +19,7 @@ namespace logitless::cuda {
 
 inline Status cuda_error(const char* what, cudaError_t code) {
   if (code == cudaSuccess) return {};
+  (void)api().take_error();  // ours: the caller must not find it
   return error(StatusCode::device_error, "cuda: %s failed: %s (%s)", what, cudaGetErrorString(code),
                cudaGetErrorName(code));
 }
@@ -33,19 +37,29 @@ struct DeviceInfo {
   bool launches_early = false;  // early.cuh, also into a graph: drivers of CUDA 12.3 and later
 };
 
-// Fails with backend_unavailable (no driver, too old a driver, no device) or wrong_device.
+// backend_unavailable: no driver, too old a driver, no device.
+Status count_devices(int* count);
+// And of one device: wrong_device where there is no such index; backend_unavailable where it is too
+// old or does not answer, which says nothing of the others.
 Status find_device(int index, const DeviceInfo** info);
+// The first one that serves, or why device 0 does not.
+Status find_first_device(const DeviceInfo** info);
 
 // The device current while it lives, and the one before again after.
 class CurrentDevice {
  public:
   explicit CurrentDevice(int index) {
-    if (cudaGetDevice(&before_) != cudaSuccess) before_ = -1;
-    if (before_ != index) status_ = cuda_error("cudaSetDevice", cudaSetDevice(index));
+    if (api().current_device(&before_) != cudaSuccess) {
+      (void)api().take_error();
+      before_ = -1;
+    }
+    if (before_ != index) status_ = cuda_error("cudaSetDevice", api().set_device(index));
     changed_ = before_ != index;
   }
   ~CurrentDevice() {
-    if (changed_ && before_ >= 0) (void)cudaSetDevice(before_);
+    if (changed_ && before_ >= 0 && api().set_device(before_) != cudaSuccess) {
+      (void)api().take_error();
+    }
   }
   CurrentDevice(const CurrentDevice&) = delete;
   CurrentDevice& operator=(const CurrentDevice&) = delete;
@@ -66,10 +80,6 @@ struct LaunchShape {
   bool early = false;  // early.cuh; where the code is compiled for sm_90, and launches_early
 };
 
-// Whether the code of `kernel` that runs on the current device has what came with sm_90, clusters
-// and early launches: PTX of an older architecture has not.
-bool is_compiled_for_hopper(const void* kernel, const DeviceInfo& device);
-
 // Launches of one call, in order, on its stream. After the first error nothing more is launched.
 class Stream {
  public:
@@ -79,6 +89,37 @@ class Stream {
   bool ok() const { return status_.ok(); }
   void fail(const Status& status) {
     if (status_.ok()) status_ = status;
+  }
+
+  // Calls `enqueue`, which uses this stream, twice: first nothing is launched and whatever can be
+  // refused is asked for, so that a call that is refused has written nothing; then in earnest.
+  template <class F>
+  void prepare_and_run(F&& enqueue) {
+    preparing_ = true;
+    enqueue();
+    preparing_ = false;
+    next_answer_ = 0;
+    if (ok()) enqueue();
+  }
+  bool preparing() const { return preparing_; }
+
+  // What `ask` returns, which may fail this stream. What was asked for while preparing is not asked
+  // for again: the first answers are kept, in their order.
+  template <class T, class Ask>
+  T answer(Ask&& ask) {
+    static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= sizeof(answers_[0]));
+    const int i = next_answer_++;
+    T value;
+    if (!preparing_ && i < answers_made_) {
+      std::memcpy(&value, answers_[i], sizeof(T));
+      return value;
+    }
+    value = ask();
+    if (preparing_ && i < most_answers) {
+      std::memcpy(answers_[i], &value, sizeof(T));
+      answers_made_ = i + 1;
+    }
+    return value;
   }
 
   // kernel<<<blocks, threads>>>(arguments...); no blocks: nothing.
@@ -93,6 +134,8 @@ class Stream {
     if (!ok() || shape.blocks.x == 0 || shape.blocks.y == 0 || shape.blocks.z == 0) return;
     enqueue_with<Parameters...>(name, reinterpret_cast<const void*>(kernel), shape, arguments...);
   }
+  // Memory of the device.
+  void copy(void* to, const void* from, int64_t bytes);
 
  private:
   // The arguments as the kernel's parameters: where they are of another type they live this long.
@@ -104,9 +147,18 @@ class Stream {
   }
   void enqueue(const char* name, const void* kernel, const LaunchShape& shape, void** parameters);
 
+  static constexpr int most_answers = 32;
+
   cudaStream_t stream_;
   Status status_;
+  bool preparing_ = false;
+  int next_answer_ = 0, answers_made_ = 0;
+  unsigned char answers_[most_answers][128];  // each a tensor map, or less
 };
+
+// Whether the code of `kernel` that runs on the current device has what came with sm_90, clusters
+// and early launches: PTX of an older architecture has not.
+bool is_compiled_for_hopper(const void* kernel, const DeviceInfo& device, Stream* stream);
 
 // x blocks by y of another axis, of which the grid's y holds 65535 and z the rest: by
 // block_of_second_axis (linear.cuh), which may lie behind the last one.

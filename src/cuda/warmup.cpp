@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Asks the driver for the modules of this library's .cu files and loads every function in them.
+// Asks the driver for the modules of this library's .cu files and loads every function in them; of
+// a driver that cannot say which those are, before that for CUDA 12.4, the modules alone.
 #include "src/cuda/warmup.h"
-
-#include <cuda.h>
 
 #include <memory>
 #include <new>
@@ -20,49 +19,30 @@ Status driver_error(const char* what, CUresult code) {
                static_cast<int>(code));
 }
 
-template <class Function>
-Status find(const char* name, Function* function) {
-  *function = reinterpret_cast<Function>(find_driver_function(name));
-  if (*function != nullptr) return {};
-  return error(StatusCode::not_supported,
-               "cuda: warmup needs %s, of a driver for CUDA 12.4 or newer", name);
-}
-
-struct Driver {
-  decltype(&cuFuncGetModule) module_of;
-  decltype(&cuModuleGetFunctionCount) count;
-  decltype(&cuModuleEnumerateFunctions) enumerate;
-  decltype(&cuFuncLoad) load;
-};
-
-Status find_driver(Driver* driver) {
-  Status status = find("cuFuncGetModule", &driver->module_of);
-  if (status.ok()) status = find("cuModuleGetFunctionCount", &driver->count);
-  if (status.ok()) status = find("cuModuleEnumerateFunctions", &driver->enumerate);
-  if (status.ok()) status = find("cuFuncLoad", &driver->load);
-  return status;
+bool enumerates(const Driver& d) {
+  return d.module_of != nullptr && d.count_functions != nullptr &&
+         d.enumerate_functions != nullptr && d.load_function != nullptr;
 }
 
 Status load_file(const Driver& driver, const void* kernel, int* kernels) {
   cudaFunction_t function;
-  const cudaError_t code = cudaGetFuncBySymbol(&function, kernel);
-  if (code != cudaSuccess) {
-    (void)cudaGetLastError();
-    return cuda_error("cudaGetFuncBySymbol", code);
-  }
+  const cudaError_t code = api().function(&function, kernel);
+  if (code != cudaSuccess) return cuda_error("cudaGetFuncBySymbol", code);
+  if (!enumerates(driver))
+    return {};  // the module is loaded, its kernels are when they are launched
   CUmodule module;
   unsigned count = 0;
   Status status = driver_error("cuFuncGetModule", driver.module_of(&module, function));
   if (status.ok()) {
-    status = driver_error("cuModuleGetFunctionCount", driver.count(&count, module));
+    status = driver_error("cuModuleGetFunctionCount", driver.count_functions(&count, module));
   }
   if (!status.ok() || count == 0) return status;
   const std::unique_ptr<CUfunction[]> functions(new (std::nothrow) CUfunction[count]);
   if (functions == nullptr) return Status(StatusCode::internal, "out of memory");
-  status =
-      driver_error("cuModuleEnumerateFunctions", driver.enumerate(functions.get(), count, module));
+  status = driver_error("cuModuleEnumerateFunctions",
+                        driver.enumerate_functions(functions.get(), count, module));
   for (unsigned i = 0; status.ok() && i < count; ++i) {
-    status = driver_error("cuFuncLoad", driver.load(functions[i]));
+    status = driver_error("cuFuncLoad", driver.load_function(functions[i]));
   }
   *kernels += static_cast<int>(count);
   return status;
@@ -71,11 +51,11 @@ Status load_file(const Driver& driver, const void* kernel, int* kernels) {
 }  // namespace
 
 Status load_kernels(LoadedKernels* loaded) {
-  Driver driver;
+  const Driver* driver;
   Status status = find_driver(&driver);
   for (const KernelFile* file = KernelFile::first(); status.ok() && file != nullptr;
        file = file->next()) {
-    status = load_file(driver, file->kernel(), &loaded->kernels);
+    status = load_file(*driver, file->kernel(), &loaded->kernels);
     ++loaded->files;
   }
   return status;
@@ -84,7 +64,9 @@ Status load_kernels(LoadedKernels* loaded) {
 Status warmup(const DeviceInfo& device) {
   LoadedKernels loaded;
   const Status status = load_kernels(&loaded);
-  return status.ok() ? warmup_matrix_library(device) : status;
+  // Ops of given logits need no cuBLASLt: that it is absent, the linear ops say.
+  if (!status.ok() || !find_matrix_library().ok()) return status;
+  return warmup_matrix_library(device);
 }
 
 }  // namespace logitless::cuda

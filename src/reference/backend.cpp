@@ -49,8 +49,9 @@ struct Calls {
 
 struct ReferenceBackend final : BackendOf<Calls> {
   const char* name() const override { return "reference"; }
-  void describe(char* text, size_t bytes) const override {
+  Status describe(char* text, size_t bytes) const override {
     std::snprintf(text, bytes, "double, plain loops, one thread");
+    return {};
   }
 };
 

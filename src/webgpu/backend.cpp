@@ -45,15 +45,16 @@ struct Calls {
 
 struct WebGpuBackend final : BackendOf<Calls> {
   const char* name() const override { return "webgpu"; }
-  void describe(char* text, size_t bytes) const override {
+  Status describe(char* text, size_t bytes) const override {
     Status status;
     const webgpu::NativeDevice* device = webgpu::find_device(0, &status);
-    if (device == nullptr) return;
+    if (device == nullptr) return status;
     const webgpu::Limits& limits = device->limits();
     std::snprintf(text, bytes, "%s, bindings of %llu MiB, buffers of %llu MiB",
                   device->description().c_str(),
                   static_cast<unsigned long long>(limits.storage_binding_bytes >> 20),
                   static_cast<unsigned long long>(limits.buffer_bytes >> 20));
+    return status;
   }
 };
 

@@ -53,8 +53,9 @@ struct Calls {
 
 struct BrowserBackend final : BackendOf<Calls> {
   const char* name() const override { return "webgpu"; }
-  void describe(char* text, size_t bytes) const override {
+  Status describe(char* text, size_t bytes) const override {
     std::snprintf(text, bytes, "the browser's");
+    return {};
   }
 };
 

@@ -10,27 +10,28 @@ template <int kRank>
 CUtensorMap encode(const void* data, DType dtype, const cuuint64_t (&sizes)[kRank],
                    const cuuint64_t (&strides)[kRank - 1], const cuuint32_t (&box)[kRank],
                    Stream* stream) {
-  static const auto function = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(
-      find_driver_function("cuTensorMapEncodeTiled"));
-  CUtensorMap map{};
-  if (function == nullptr) {
-    stream->fail(
-        error(StatusCode::backend_unavailable, "cuda: the driver has no cuTensorMapEncodeTiled"));
+  return stream->answer<CUtensorMap>([&] {
+    CUtensorMap map{};
+    const Driver* driver;
+    const Status status = find_driver(&driver);
+    if (!status.ok()) {
+      stream->fail(status);
+      return map;
+    }
+    cuuint32_t steps[kRank];
+    for (cuuint32_t& step : steps) step = 1;
+    const CUresult code = driver->encode_tiled(
+        &map,
+        dtype == DType::f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        kRank, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (code != CUDA_SUCCESS) {
+      stream->fail(error(StatusCode::device_error, "cuda: cuTensorMapEncodeTiled returned %d",
+                         static_cast<int>(code)));
+    }
     return map;
-  }
-  cuuint32_t steps[kRank];
-  for (cuuint32_t& step : steps) step = 1;
-  const CUresult code = function(
-      &map,
-      dtype == DType::f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-      kRank, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (code != CUDA_SUCCESS) {
-    stream->fail(error(StatusCode::device_error, "cuda: cuTensorMapEncodeTiled returned %d",
-                       static_cast<int>(code)));
-  }
-  return map;
+  });
 }
 
 constexpr cuuint64_t unsign(int64_t extent) { return static_cast<cuuint64_t>(extent); }

@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// What is asked for once. Only what was found is remembered: a driver that was not ready or a
+// library that was not loaded yet may be there when it is asked for again.
+#pragma once
+
+#include <atomic>
+#include <mutex>
+#include <optional>
+
+#include "logitless/status.h"
+
+namespace logitless::cuda {
+
+template <class T>
+class Remembered {
+ public:
+  // *value is what find(T*) has found, in this call or in an earlier one; or the Status says why
+  // there is nothing yet. It stays where it is for the life of the process.
+  template <class Find>
+  Status get(T** value, Find&& find) {
+    *value = found_.load(std::memory_order_acquire);
+    if (*value != nullptr) return {};
+    const std::lock_guard lock(mutex_);
+    *value = found_.load(std::memory_order_relaxed);
+    if (*value != nullptr) return {};
+    T& own = memory_.emplace();
+    const Status status = find(&own);
+    if (!status.ok()) {
+      memory_.reset();
+      return status;
+    }
+    *value = &own;
+    found_.store(&own, std::memory_order_release);
+    return {};
+  }
+  // While nobody uses the value.
+  void forget() {
+    found_ = nullptr;
+    memory_.reset();
+  }
+
+ private:
+  std::atomic<T*> found_{nullptr};
+  std::mutex mutex_;
+  std::optional<T> memory_;
+};
+
+}  // namespace logitless::cuda

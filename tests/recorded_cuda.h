@@ -1,0 +1,399 @@
+// SPDX-License-Identifier: Apache-2.0
+// A machine with CUDA devices, a driver and cuBLASLt that are not there: they answer as a test says
+// and run nothing. It counts what it is asked, says which of CUDA's rules a launch or a tensor map
+// breaks, and can fail any one question. What it does itself allocates nothing.
+#pragma once
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <cstring>
+#include <string_view>
+#include <vector>
+
+#include "src/cuda/api.h"
+#include "src/cuda/cublaslt.h"
+#include "src/cuda/driver.h"
+
+namespace logitless::cuda {
+
+class RecordedCuda {
+ public:
+  struct Device {
+    const char* name;
+    int major, minor;
+    bool answers = true;
+    int multiprocessors = 132;
+    size_t shared_bytes = 232448;
+  };
+
+  // In force until it is destroyed: one at a time.
+  explicit RecordedCuda(std::vector<Device> devices) : devices_(std::move(devices)) {
+    self = this;
+    replace_api(&table);
+  }
+  ~RecordedCuda() {
+    replace_api(nullptr);
+    self = nullptr;
+  }
+  RecordedCuda(const RecordedCuda&) = delete;
+  RecordedCuda& operator=(const RecordedCuda&) = delete;
+
+  // What there is, to be changed at any time.
+  int driver_version = 13000;  // 0: no driver
+  std::vector<std::string_view> libraries{"libcuda.so.1", "libcublasLt.so.13"};
+  std::vector<std::string_view> lacking;  // functions that the first library asked has not
+  std::string_view lacking_library;       // that library; "": every one
+  int failing_creates = 0;                // of cublasLtCreate, from now on
+  std::vector<Device>& devices() { return devices_; }
+
+  // The n-th question from now on fails, counted from 1; 0: none.
+  void fail_question(int n) {
+    asked_ = 0;
+    failing_ = n;
+    failed_ = nullptr;
+  }
+  const char* failed() const { return failed_; }  // nullptr: that many were not asked
+  int asked() const { return asked_; }
+
+  int launches() const { return launches_; }  // kernels, copies and products
+  int heuristics() const { return heuristics_; }
+  int opened() const { return opened_; }  // libraries, less those closed
+  int live() const { return live_; }      // descriptions of cuBLASLt that nobody has destroyed
+  int current() const { return current_; }
+  void set_current(int device) { current_ = device; }
+  cudaError_t last_error() const { return last_error_; }
+  // The first rule broken; "" where none was.
+  const char* fault() const { return fault_; }
+
+ private:
+  static inline RecordedCuda* self = nullptr;
+
+  static bool fails(const char* what) {
+    if (++self->asked_ != self->failing_) return false;
+    self->failed_ = what;
+    return true;
+  }
+  static cudaError_t report(cudaError_t code) {
+    if (code != cudaSuccess) self->last_error_ = code;
+    return code;
+  }
+  template <class... Arguments>
+  static void fault(const char* format, Arguments... arguments) {
+    if (self->fault_[0] == 0) std::snprintf(self->fault_, sizeof(fault_), format, arguments...);
+  }
+#define LOGITLESS_ASKED(name) \
+  if (fails(name)) return report(cudaErrorUnknown)
+
+  static cudaError_t get_driver_version(int* version) {
+    LOGITLESS_ASKED("cudaDriverGetVersion");
+    *version = self->driver_version;
+    return cudaSuccess;
+  }
+  static cudaError_t get_device_count(int* count) {
+    LOGITLESS_ASKED("cudaGetDeviceCount");
+    if (self->driver_version < CUDART_VERSION / 1000 * 1000) {
+      return report(cudaErrorInsufficientDriver);
+    }
+    *count = static_cast<int>(self->devices_.size());
+    return cudaSuccess;
+  }
+  static cudaError_t get_properties(cudaDeviceProp* p, int device) {
+    LOGITLESS_ASKED("cudaGetDeviceProperties");
+    const Device& d = self->devices_.at(static_cast<size_t>(device));
+    if (!d.answers) return report(cudaErrorDevicesUnavailable);
+    std::memset(p, 0, sizeof(*p));
+    std::snprintf(p->name, sizeof(p->name), "%s", d.name);
+    p->major = d.major;
+    p->minor = d.minor;
+    p->multiProcessorCount = d.multiprocessors;
+    p->sharedMemPerBlockOptin = d.shared_bytes;
+    return cudaSuccess;
+  }
+  static cudaError_t get_current(int* device) {
+    LOGITLESS_ASKED("cudaGetDevice");
+    *device = self->current_;
+    return cudaSuccess;
+  }
+  static cudaError_t make_current(int device) {
+    LOGITLESS_ASKED("cudaSetDevice");
+    self->current_ = device;
+    return cudaSuccess;
+  }
+  static cudaError_t take_error() {
+    const cudaError_t code = self->last_error_;
+    self->last_error_ = cudaSuccess;
+    return code;
+  }
+  // A kernel is its own function.
+  static cudaError_t function_of(cudaFunction_t* function, const void* kernel) {
+    LOGITLESS_ASKED("cudaGetFuncBySymbol");
+    *function = reinterpret_cast<cudaFunction_t>(const_cast<void*>(kernel));
+    return cudaSuccess;
+  }
+  static cudaError_t attributes_of(cudaFuncAttributes* attributes, const void*) {
+    LOGITLESS_ASKED("cudaFuncGetAttributes");
+    *attributes = {};
+    const Device& d = self->devices_.at(static_cast<size_t>(self->current_));
+    attributes->ptxVersion = attributes->binaryVersion = 10 * d.major + d.minor;
+    return cudaSuccess;
+  }
+  static cudaError_t launch(const cudaLaunchConfig_t* c, const void* kernel, void**) {
+    LOGITLESS_ASKED("cudaLaunchKernelExC");
+    ++self->launches_;
+    const Device& d = self->devices_.at(static_cast<size_t>(self->current_));
+    const auto threads = c->blockDim.x * c->blockDim.y * c->blockDim.z;
+    if (threads == 0 || threads > 1024) fault("a block of %u threads", threads);
+    const dim3 grid = c->gridDim;
+    if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.x > 0x7fffffff || grid.y > 65535 ||
+        grid.z > 65535) {
+      fault("a grid of %u x %u x %u", grid.x, grid.y, grid.z);
+    }
+    if (c->dynamicSmemBytes > d.shared_bytes) fault("%zu bytes shared", c->dynamicSmemBytes);
+    if (c->dynamicSmemBytes > size_t{48} << 10 &&
+        c->dynamicSmemBytes > static_cast<size_t>(*allowed(kernel))) {
+      fault("%zu bytes shared that were not allowed", c->dynamicSmemBytes);
+    }
+    for (unsigned i = 0; i < c->numAttrs; ++i) {
+      if (d.major < 9) fault("a launch attribute below sm_90");
+      if (c->attrs[i].id == cudaLaunchAttributeClusterDimension &&
+          grid.x % c->attrs[i].val.clusterDim.x != 0) {
+        fault("a grid of %u in clusters of %u", grid.x, c->attrs[i].val.clusterDim.x);
+      }
+    }
+    return cudaSuccess;
+  }
+  static cudaError_t copy(void*, const void*, size_t, cudaMemcpyKind, cudaStream_t) {
+    LOGITLESS_ASKED("cudaMemcpyAsync");
+    ++self->launches_;
+    return cudaSuccess;
+  }
+#undef LOGITLESS_ASKED
+
+  // --- the loader ---
+
+  struct Symbol {
+    std::string_view name;
+    void* function;
+  };
+
+  static void* open(const char* name, int) {
+    if (fails("dlopen")) return nullptr;
+    const auto found = std::find(self->libraries.begin(), self->libraries.end(), name);
+    if (found == self->libraries.end()) return nullptr;
+    ++self->opened_;
+    return const_cast<char*>(found->data());
+  }
+  static int close(void*) {
+    --self->opened_;
+    return 0;
+  }
+  static void* find_symbol(void* library, const char* name) {
+    if (fails("dlsym")) return nullptr;
+    const bool from =
+        self->lacking_library.empty() || self->lacking_library == static_cast<char*>(library);
+    if (from &&
+        std::find(self->lacking.begin(), self->lacking.end(), name) != self->lacking.end()) {
+      return nullptr;
+    }
+    for (const auto& [symbol, function] : symbols()) {
+      if (symbol == name) return function;
+    }
+    return nullptr;
+  }
+
+  // --- the driver ---
+
+#define LOGITLESS_ASKED(name) \
+  if (fails(name)) return CUDA_ERROR_UNKNOWN
+  static CUresult get_attribute(int* value, CUfunction_attribute a, CUfunction f) {
+    LOGITLESS_ASKED("cuFuncGetAttribute");
+    *value = a == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES ? *allowed(f) : 0;
+    return CUDA_SUCCESS;
+  }
+  static CUresult set_attribute(CUfunction f, CUfunction_attribute a, int value) {
+    LOGITLESS_ASKED("cuFuncSetAttribute");
+    if (a == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES) *allowed(f) = value;
+    return CUDA_SUCCESS;
+  }
+  static CUresult context_id(CUcontext, unsigned long long* id) {
+    LOGITLESS_ASKED("cuCtxGetId");
+    *id = self->context_ + static_cast<unsigned>(self->current_);
+    return CUDA_SUCCESS;
+  }
+  static CUresult encode(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* data,
+                         const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
+                         const cuuint32_t* steps, CUtensorMapInterleave, CUtensorMapSwizzle,
+                         CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+    LOGITLESS_ASKED("cuTensorMapEncodeTiled");
+    if (reinterpret_cast<uintptr_t>(data) % 16 != 0) fault("a tensor map at %p", data);
+    if (box[0] * 2 > 128) fault("a box of %u wide", box[0]);
+    for (cuuint32_t i = 0; i < rank; ++i) {
+      if (sizes[i] == 0 || sizes[i] > uint64_t{1} << 32) fault("a tensor map's extent");
+      if (box[i] == 0 || box[i] > 256 || steps[i] != 1) fault("a box of %u", box[i]);
+      if (i + 1 < rank && (strides[i] % 16 != 0 || strides[i] >= uint64_t{1} << 40)) {
+        fault("a tensor map's stride");
+      }
+    }
+    std::memset(map, 1, sizeof(*map));
+    return CUDA_SUCCESS;
+  }
+  static CUresult module_of(CUmodule* module, CUfunction f) {
+    LOGITLESS_ASKED("cuFuncGetModule");
+    *module = reinterpret_cast<CUmodule>(f);
+    return CUDA_SUCCESS;
+  }
+  static CUresult count_functions(unsigned* count, CUmodule) {
+    LOGITLESS_ASKED("cuModuleGetFunctionCount");
+    *count = 3;
+    return CUDA_SUCCESS;
+  }
+  static CUresult enumerate_functions(CUfunction* functions, unsigned count, CUmodule module) {
+    LOGITLESS_ASKED("cuModuleEnumerateFunctions");
+    std::fill_n(functions, count, reinterpret_cast<CUfunction>(module));
+    return CUDA_SUCCESS;
+  }
+  static CUresult load_function(CUfunction) {
+    LOGITLESS_ASKED("cuFuncLoad");
+    return CUDA_SUCCESS;
+  }
+#undef LOGITLESS_ASKED
+
+  // --- cuBLASLt ---
+
+#define LOGITLESS_ASKED(name) \
+  if (fails(name)) return 14  // CUBLAS_STATUS_INTERNAL_ERROR
+  static int create(lt::Handle* handle) {
+    LOGITLESS_ASKED("cublasLtCreate");
+    if (self->failing_creates > 0) {
+      --self->failing_creates;
+      return 3;
+    }
+    *handle = self;
+    return 0;
+  }
+  static size_t version() { return 130100; }
+  static int make(void** object) {
+    ++self->live_;
+    *object = self;
+    return 0;
+  }
+  static int destroy(void*) {
+    --self->live_;
+    return 0;
+  }
+  static int layout_create(lt::Layout* l, int, uint64_t, uint64_t, int64_t) {
+    LOGITLESS_ASKED("cublasLtMatrixLayoutCreate");
+    return make(l);
+  }
+  static int description_create(lt::Description* d, int, int) {
+    LOGITLESS_ASKED("cublasLtMatmulDescCreate");
+    return make(d);
+  }
+  static int description_set(lt::Description, int, const void*, size_t) {
+    LOGITLESS_ASKED("cublasLtMatmulDescSetAttribute");
+    return 0;
+  }
+  static int preference_create(lt::Preference* p) {
+    LOGITLESS_ASKED("cublasLtMatmulPreferenceCreate");
+    return make(p);
+  }
+  static int preference_set(lt::Preference, int, const void*, size_t) {
+    LOGITLESS_ASKED("cublasLtMatmulPreferenceSetAttribute");
+    return 0;
+  }
+  static int heuristic(lt::Handle, lt::Description, lt::Layout, lt::Layout, lt::Layout, lt::Layout,
+                       lt::Preference, int, lt::HeuristicResult* results, int* found) {
+    LOGITLESS_ASKED("cublasLtMatmulAlgoGetHeuristic");
+    ++self->heuristics_;
+    results[0] = {};
+    *found = 1;
+    return 0;
+  }
+  static int check(lt::Handle, lt::Description, lt::Layout, lt::Layout, lt::Layout, lt::Layout,
+                   const lt::Algorithm*, lt::HeuristicResult*) {
+    LOGITLESS_ASKED("cublasLtMatmulAlgoCheck");
+    return 0;
+  }
+  static int algorithm_get(const lt::Algorithm*, int, void* value, size_t bytes, size_t* written) {
+    LOGITLESS_ASKED("cublasLtMatmulAlgoConfigGetAttribute");
+    std::memset(value, 0, bytes);
+    *written = bytes;
+    return 0;
+  }
+  static int multiply(lt::Handle, lt::Description, const void*, const void*, lt::Layout,
+                      const void*, lt::Layout, const void*, const void*, lt::Layout, void*,
+                      lt::Layout, const lt::Algorithm*, void*, size_t, cudaStream_t) {
+    LOGITLESS_ASKED("cublasLtMatmul");
+    ++self->launches_;
+    return 0;
+  }
+#undef LOGITLESS_ASKED
+
+  static const std::array<Symbol, 22>& symbols() {
+    const auto address = [](auto* function) { return reinterpret_cast<void*>(function); };
+    static const std::array<Symbol, 22> all{
+        Symbol{"cuFuncGetAttribute", address(get_attribute)},
+        Symbol{"cuFuncSetAttribute", address(set_attribute)},
+        Symbol{"cuCtxGetId", address(context_id)},
+        Symbol{"cuTensorMapEncodeTiled", address(encode)},
+        Symbol{"cuFuncGetModule", address(module_of)},
+        Symbol{"cuModuleGetFunctionCount", address(count_functions)},
+        Symbol{"cuModuleEnumerateFunctions", address(enumerate_functions)},
+        Symbol{"cuFuncLoad", address(load_function)},
+        Symbol{"cublasLtCreate", address(create)},
+        Symbol{"cublasLtGetVersion", address(version)},
+        Symbol{"cublasLtMatrixLayoutCreate", address(layout_create)},
+        Symbol{"cublasLtMatrixLayoutDestroy", address(destroy)},
+        Symbol{"cublasLtMatmulDescCreate", address(description_create)},
+        Symbol{"cublasLtMatmulDescDestroy", address(destroy)},
+        Symbol{"cublasLtMatmulDescSetAttribute", address(description_set)},
+        Symbol{"cublasLtMatmulPreferenceCreate", address(preference_create)},
+        Symbol{"cublasLtMatmulPreferenceDestroy", address(destroy)},
+        Symbol{"cublasLtMatmulPreferenceSetAttribute", address(preference_set)},
+        Symbol{"cublasLtMatmulAlgoGetHeuristic", address(heuristic)},
+        Symbol{"cublasLtMatmulAlgoCheck", address(check)},
+        Symbol{"cublasLtMatmulAlgoConfigGetAttribute", address(algorithm_get)},
+        Symbol{"cublasLtMatmul", address(multiply)}};
+    return all;
+  }
+
+  // Bytes of shared memory that a kernel was allowed.
+  static int* allowed(const void* kernel) {
+    for (auto& [known, bytes] : self->allowed_) {
+      if (known == nullptr) known = kernel;
+      if (known == kernel) return &bytes;
+    }
+    fault("more kernels than are counted");
+    return &self->allowed_[0].second;
+  }
+
+  static constexpr Api table{.driver_version = get_driver_version,
+                             .device_count = get_device_count,
+                             .device_properties = get_properties,
+                             .current_device = get_current,
+                             .set_device = make_current,
+                             .take_error = take_error,
+                             .function = function_of,
+                             .attributes = attributes_of,
+                             .launch = launch,
+                             .copy = copy,
+                             .open = open,
+                             .symbol = find_symbol,
+                             .close = close};
+  // Of a machine's own, as the driver never gives an id twice.
+  static inline unsigned long long next_context = 1ull << 60;
+
+  std::vector<Device> devices_;
+  const unsigned long long context_ = next_context += 1 << 20;
+  int asked_ = 0, failing_ = 0, launches_ = 0, heuristics_ = 0, opened_ = 0, live_ = 0,
+      current_ = 0;
+  const char* failed_ = nullptr;
+  cudaError_t last_error_ = cudaSuccess;
+  char fault_[128] = {};
+  std::array<std::pair<const void*, int>, 256> allowed_{};
+};
+
+}  // namespace logitless::cuda
