@@ -107,9 +107,10 @@ class CudaRecorded : public testing::TestWithParam<std::tuple<OpKind, DType>> {
   const OpKind op_ = std::get<0>(GetParam());
   const DType dtype_ = std::get<1>(GetParam());
 
-  // f(call) with the calls that between them take every way through an op.
+  // f(call) with the calls that between them take every way through an op; of a head's in
+  // workspaces of these shares of the recommended one.
   template <class F>
-  void for_calls(F&& f) const {
+  void for_calls(const std::vector<double>& shares, F&& f) const {
     with_op(op_, [&](auto kind) {
       using Op = decltype(kind);
       const auto use = [&](const Case& c, const char* name) {
@@ -142,7 +143,7 @@ class CudaRecorded : public testing::TestWithParam<std::tuple<OpKind, DType>> {
           Call<Op> call{build<Op>(c).op, 0, options ? "a head with every option" : "a head"};
           grow(&call.op);
           call.op = nowhere(call.op);
-          for (const double share : {0.0, 0.3, 1.0, 3.0, 100.0}) {
+          for (const double share : shares) {
             call.share = share;
             f(call);
           }
@@ -168,7 +169,7 @@ class CudaRecorded : public testing::TestWithParam<std::tuple<OpKind, DType>> {
 TEST_P(CudaRecorded, KeepsTheRulesAndAllocatesNothing) {
   for (const auto& device : kDevices) {
     RecordedCuda machine({kDevices[0], device});
-    for_calls([&](const auto& call) {
+    for_calls({0, 0.3, 1, 3, 100}, [&](const auto& call) {
       WorkspaceSize size;
       Status status = workspace(call.op, kExecution, &size);
       ASSERT_TRUE(status.ok()) << status.message();
@@ -206,7 +207,7 @@ bool may_fail(const std::string& question) {
 
 TEST_P(CudaRecorded, AnyQuestionThatFailsIsSaidBeforeAnythingIsLaunched) {
   for (const auto& device : kDevices) {
-    for_calls([&](const auto& call) {
+    for_calls({0, 1}, [&](const auto& call) {
       for (int n = 1;; ++n) {
         RecordedCuda machine({kDevices[0], device});
         machine.fail_question(n);
@@ -240,7 +241,7 @@ TEST_P(CudaRecorded, AnyQuestionThatFailsIsSaidBeforeAnythingIsLaunched) {
 // The same call at other addresses aligned to 16 bytes takes the same algorithms.
 TEST_P(CudaRecorded, AddressesOfSixteenBytesAreAllTheSame) {
   if (!is_linear(op_)) return;
-  for_calls([&](auto call) {
+  for_calls({0, 1}, [&](auto call) {
     RecordedCuda machine({kDevices[0], kDevices[0]});
     EXPECT_TRUE(run_nowhere(call).ok());
     const int asked = machine.heuristics();

@@ -10,8 +10,6 @@
 #include <array>
 #include <cstdio>
 #include <cstring>
-#include <iterator>
-#include <string>
 #include <string_view>
 #include <vector>
 

@@ -124,8 +124,7 @@ TEST_F(WebGpu, RowsOfEveryLength) {
 
 // Normalizers and losses of more values than one workgroup sums.
 TEST_F(WebGpu, SumsOfManyTokens) {
-  // 270,000: the last sum is of 264 values, where a workgroup adds 256 at a time.
-  for (const int64_t tokens : {1024, 1025, 5003, 270000}) {
+  for (const int64_t tokens : {1024, 1025, 5003}) {
     for (const bool weighted : {false, true}) {
       Case c{.op = OpKind::forward_backward, .shape = {tokens, 1, 3}, .vocab_weight = weighted};
       c.ignored = 0.3;
@@ -134,6 +133,10 @@ TEST_F(WebGpu, SumsOfManyTokens) {
       expect_ok(judge(device_, c));
     }
   }
+  // The last sum is of 264 values, where a workgroup adds 256 at a time.
+  Case c{.op = OpKind::forward_backward, .shape = {270000, 1, 3}, .vocab_weight = true};
+  c.ignored = 0.3;
+  expect_ok(judge(device_, c));
 }
 
 // More workgroups than one dimension of a grid has, of 16, 4 and 1 rows.

@@ -206,6 +206,8 @@ LOGITLESS_API int32_t logitless_describe_backend(int32_t device_type, char* text
  * not: CUDA otherwise loads a kernel at its first launch, which may wait for the device and may not
  * happen while a graph is captured. The matrix library loads its own kernels when a product of a
  * shape is first asked for, whatever is done here: run a linear op once before capturing it.
+ * Where the driver is older than that for CUDA 12.4, a kernel is loaded at its first launch all the
+ * same; where the matrix library is absent, the linear ops say so. Neither is an error here.
  * Nothing to do on the CPU. Returns the code. */
 LOGITLESS_API int32_t logitless_warmup(const logitless_execution* execution,
                                        logitless_status* status);

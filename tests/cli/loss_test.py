@@ -200,7 +200,7 @@ class LossTest(CliTest):
             (["/dev/zero"], "regular"),
         ):
             with self.subTest(arguments=arguments):
-                self.assertIn(word, self.refuse("loss", *arguments))
+                self.assertIn(word, self.refuse("loss", *arguments, "--json"))
         self.assertIn("2 dev", self.refuse("loss", path, "--device", "2 dev"))
         self.assertEqual(self.left_behind(), {"in.safetensors", "outside.safetensors"})
 

@@ -160,10 +160,19 @@ class CliTest(unittest.TestCase):
         return json.loads(text)
 
     def refuse(self, *arguments: str, code: int = 2) -> str:
-        """Bad input: the exit code, nothing on stdout, one line on stderr, which it returns."""
+        """Bad input: the exit code and one line on stderr, which it returns.
+
+        On stdout nothing, and with --json the same as an object.
+        """
         done = run(*arguments)
         self.assertEqual(done.returncode, code, f"{arguments}: {done.stdout}{done.stderr}")
-        self.assertEqual(done.stdout, "")
+        if "--json" in arguments:
+            error = json.loads(done.stdout)["error"]
+            self.assertEqual(set(error), {"code", "field", "message"})
+            self.assertIn(error["message"], done.stderr)
+            self.assertEqual(done.stdout.count("\n"), 1)
+        else:
+            self.assertEqual(done.stdout, "")
         self.assertRegex(done.stderr, r"\Alogitless: [^\n]+\n\Z")
         self.assertLess(len(done.stderr), 500)
         return done.stderr

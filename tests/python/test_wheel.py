@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -26,6 +27,12 @@ expected = (np.log(np.exp(z).sum(1)) - z[[0, 1, 2], [0, 1, 4]]).mean()
 assert abs(loss - expected) < 1e-6 and grads.weight.shape == w.shape
 """
 
+# What of a CMake cache decides the objects.
+CACHED = (
+    "LOGITLESS_(?:CUDA|CUDA_ARCHITECTURES|CUDA_LISTING|CPU_TARGETS|WEBGPU|WERROR)"
+    "|CMAKE_(?:C|CXX|CUDA)_COMPILER|CMAKE_BUILD_TYPE"
+)
+
 CUDA = """
 import logitless
 try: print(logitless.describe_backend("cuda"))
@@ -33,20 +40,26 @@ except RuntimeError as error: print(error)
 """
 
 
+def options() -> dict[str, str]:
+    """Those of the build that made the library of the other tests, whose objects the compiler's
+    cache has. Where there is none, CUDA is left out, because its kernels take minutes."""
+    cache = pathlib.Path(_abi.library_path()).parent / "CMakeCache.txt"
+    if not cache.exists() or shutil.which("ccache") is None:
+        return {"LOGITLESS_CUDA": "OFF", "LOGITLESS_CPU_TARGETS": "baseline"}
+    return dict(re.findall(rf"^({CACHED}):\w+=(.*)$", cache.read_text(), re.MULTILINE))
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     if given := os.environ.get("LOGITLESS_WHEEL"):
         return pathlib.Path(given)
     folder = tmp_path_factory.mktemp("wheel")
-    # Without CUDA: its kernels are the release build's, and take minutes.
-    options = [
-        "--config-settings=cmake.define.LOGITLESS_CUDA=OFF",
-        "--config-settings=cmake.define.LOGITLESS_CPU_TARGETS=baseline",
-    ]
+    defined = {f"cmake.define.{name}": value for name, value in options().items()}
+    settings = {"build-dir": "build/wheel", **defined}  # as deep as the library's
     subprocess.run(
-        [ROOT / "scripts/wheel", folder, *options],
+        [ROOT / "scripts/wheel", folder, *(f"-C{k}={v}" for k, v in settings.items())],
         check=True,
-        env={**os.environ, "PYTHON": sys.executable},
+        env={"CCACHE_BASEDIR": str(ROOT), **os.environ, "PYTHON": sys.executable},
     )
     (made,) = folder.glob("*.whl")
     return made
@@ -56,9 +69,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 def empty(wheel: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """An environment of nothing but the wheel; its interpreter."""
     folder = tmp_path_factory.mktemp("empty")
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     python = folder / "bin/python"
-    subprocess.run([python, "-m", "pip", "install", "-q", "--no-index", wheel], check=True)
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    subprocess.run([*pip, "install", "-q", "--no-index", wheel], check=True)
     return python
 
 
@@ -109,38 +123,21 @@ assert jax.jit(jax.grad(lj.linear_cross_entropy))(x, w, np.array([0, 1, 4])).any
     run(sys.executable, code, PYTHONPATH=site)
 
 
-@pytest.fixture(scope="module")
-def with_cuda(wheel: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """The wheel with the library that the other tests run on, where that was built with CUDA: the
-    kernels of every architecture take minutes, and are there already."""
-    library = pathlib.Path(_abi.library_path())
-    cuda = run(
-        sys.executable, CUDA, PYTHONPATH=str(ROOT / "python"), LOGITLESS_LIBRARY=str(library)
-    )
-    if "built without it" in cuda:
-        pytest.skip(f"{library} was built without CUDA")
-    made = tmp_path_factory.mktemp("cuda") / wheel.name
-    stripped = made.with_name("liblogitless.so")
-    subprocess.run(["strip", "-o", stripped, library], check=True)  # as the wheel's build does
-    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as new:
-        for name in old.namelist():
-            theirs = name == "logitless/liblogitless.so"
-            new.writestr(name, stripped.read_bytes() if theirs else old.read(name))
-    return made
-
-
 def test_the_wheel_with_cuda_is_small_and_needs_no_gpu(
-    with_cuda: pathlib.Path, tmp_path: pathlib.Path
+    wheel: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-    assert with_cuda.stat().st_size < 100 << 20
-    zipfile.ZipFile(with_cuda).extractall(tmp_path)
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    hidden = {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "-1"}
+    said = run(sys.executable, CUDA, **hidden)
+    if "built without it" in said:
+        pytest.skip("the wheel was built without CUDA")
+    assert "cuda: " in said
+    assert wheel.stat().st_size < 100 << 20
     headers = subprocess.run(
         ["readelf", "-SWd", tmp_path / "logitless/liblogitless.so"], capture_output=True, text=True
     ).stdout
     assert ".nv_fatbin" in headers  # the kernels
     assert not re.search(r"NEEDED.*(cuda|cublas)", headers), "it would not load without them"
-    hidden = {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "-1"}
-    assert "cuda: " in run(sys.executable, CUDA, **hidden)
     run(sys.executable, NUMBERS, **hidden)
 
 

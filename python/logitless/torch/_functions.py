@@ -14,7 +14,6 @@ from logitless._abi import Options, parse_memory
 from logitless._errors import (
     OF_LOGPROB,
     invalid,
-    not_supported,
     renames,
     wrong_device,
     wrong_dtype,
@@ -22,6 +21,7 @@ from logitless._errors import (
 )
 from logitless.torch import _ops, _run
 from logitless.torch._autograd import Call, FusedLoss, Loss, MainGrad, cast, cast_bias
+from logitless.torch._checks import check_matrix, check_overwritten, check_target
 from logitless.torch._route import dispatches, refuse_layouts
 from logitless.torch._run import Constants
 
@@ -125,31 +125,6 @@ def _normalizer(value: Any, device: torch.device) -> tuple[float, Tensor | None]
     return 0.0, value.resolve_neg()
 
 
-def _check_target(input: Tensor, target: Any, what: str) -> None:
-    if not isinstance(target, Tensor):
-        raise wrong_dtype(f"target is a {type(target).__name__}; allowed: a tensor")
-    if target.is_floating_point():
-        raise not_supported(
-            f"target is {str(target.dtype)[6:]} of shape {tuple(target.shape)}: soft targets and "
-            "top-k log-probabilities are not supported; allowed: class indices, int64 or int32"
-        )
-    if target.shape != input.shape[:-1]:
-        raise wrong_shape(
-            f"target has shape {tuple(target.shape)}; allowed: {tuple(input.shape[:-1])}, the "
-            f"shape of {what} without its last dimension"
-        )
-
-
-def _check_matrix(name: str, weight: Any) -> None:
-    if not isinstance(weight, Tensor):
-        raise wrong_dtype(f"{name} is a {type(weight).__name__}; allowed: a tensor")
-    if weight.dim() != 2:
-        raise wrong_shape(
-            f"{name} has shape {tuple(weight.shape)}; allowed: [V, D] (if it is sharded, as FSDP "
-            "does outside its module's forward, make the head a LinearCrossEntropyHead)"
-        )
-
-
 def _autocast_dtype(input: Tensor) -> torch.dtype | None:
     kind = "cuda" if input.is_cuda else "cpu"
     if not torch.is_autocast_enabled(kind) or not (input.is_cuda or input.is_cpu):
@@ -242,8 +217,8 @@ def linear_cross_entropy(
     """
     if not isinstance(input, Tensor) or input.dim() == 0:
         raise wrong_shape("input must be a tensor of shape [..., D]")
-    _check_matrix("linear_weight", linear_weight)
-    _check_target(input, target, "input")
+    check_matrix("linear_weight", linear_weight)
+    check_target(input, target, "input")
     wanted = _wanted(return_statistics) if return_statistics else 0
     ignore_index, softcap = _abi.ignore_index_of(ignore_index), _abi.softcap_of(softcap)
     if shift:
@@ -279,8 +254,8 @@ def workspace_size(
 ) -> int:
     """Bytes of workspace that linear_cross_entropy takes for a mean or a sum of these tensors (with
     or without `gradients`), beyond the gradients themselves."""
-    _check_matrix("linear_weight", linear_weight)
-    _check_target(input, target, "input")
+    check_matrix("linear_weight", linear_weight)
+    check_target(input, target, "input")
     return _run.planned_bytes(
         input, linear_weight, linear_bias, target, parse_memory(memory), gradients
     )
@@ -335,7 +310,7 @@ def cross_entropy(
     """Cross-entropy of given logits [..., V]; the classes are the last dimension, always."""
     if not isinstance(logits, Tensor) or logits.dim() == 0:
         raise wrong_shape("logits must be a tensor of shape [..., V]")
-    _check_target(logits, target, "logits")
+    check_target(logits, target, "logits")
     wanted = _wanted(return_statistics) if return_statistics else 0
     ignore_index, softcap = _abi.ignore_index_of(ignore_index), _abi.softcap_of(softcap)
     number, normalizer = _normalizer(normalizer, logits.device)
@@ -355,31 +330,12 @@ def cross_entropy(
     return _result(outputs, wanted)
 
 
-def _check_overwritten(logits: Tensor) -> None:
-    """Backward writes over the logits as torch's own in-place functions write: over no memory of a
-    parameter, which would become its own gradient, and each element once."""
-    if logits.is_leaf:
-        raise invalid("logits is a leaf that requires grad; cross_entropy_ would overwrite it")
-    if torch.compiler.is_compiling():  # which writes elsewhere
-        return
-    base = logits._base
-    if base is not None and base.is_leaf and base.requires_grad:
-        raise invalid(
-            "logits is a view of a leaf that requires grad; cross_entropy_ would overwrite it"
-        )
-    if any(size > 1 and stride == 0 for size, stride in zip(logits.shape, logits.stride())):
-        raise invalid(
-            f"logits has shape {tuple(logits.shape)} and strides {logits.stride()}: elements "
-            "overlap; cross_entropy_ could not write over them"
-        )
-
-
 def cross_entropy_(logits: Tensor, target: Tensor, **options: Any) -> Any:
     """cross_entropy whose backward writes the gradient over the logits: no second [N, V]."""
     if not isinstance(logits, Tensor):
         raise wrong_shape("logits must be a tensor of shape [..., V]")
     if torch.is_grad_enabled() and logits.requires_grad:
-        _check_overwritten(logits)
+        check_overwritten(logits)
     return cross_entropy(logits, target, _in_place=True, **options)
 
 
