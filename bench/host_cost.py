@@ -76,9 +76,9 @@ class Launched:
         self.calls: list[tuple[_abi.Plan, list[int], torch.Tensor]] = []
         real = _abi.Plan.run
 
-        def spy(plan: _abi.Plan, addresses: Any, workspace: int, stream: int = 0) -> None:
+        def spy(plan: _abi.Plan, addresses: Any, workspace: int, *rest: Any) -> None:
             addresses = list(addresses)
-            real(plan, addresses, workspace, stream)
+            real(plan, addresses, workspace, *rest)
             memory = torch.empty(plan.bytes, dtype=torch.uint8, device="cuda")
             self.calls.append((plan, addresses, memory))
 

@@ -336,9 +336,7 @@ def main() -> int:
         for mutant in chosen:
             todo.put(mutant)
         end = begun + 0.7 * (deadline - begun)
-        threads = [
-            threading.Thread(target=work, args=(c, todo, verdicts, end)) for c in workers
-        ]
+        threads = [threading.Thread(target=work, args=(c, todo, verdicts, end)) for c in workers]
         for thread in threads:
             thread.start()
         for thread in threads:

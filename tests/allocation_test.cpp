@@ -173,7 +173,9 @@ TEST(AllocationCount, IsKept) {
   const int64_t between = allocations;
   void* volatile memory = std::malloc(7);
   std::free(memory);
-  if (kCountsMalloc) EXPECT_GT(allocations, between);
+  if (kCountsMalloc) {
+    EXPECT_GT(allocations, between);
+  }
 }
 
 LOGITLESS_CONFORMANCE_SUITE(Allocation);

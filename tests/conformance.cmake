@@ -74,7 +74,7 @@ if(LOGITLESS_WITH_CUDA)
   add_executable(cuda_recorded_test cuda_recorded_test.cpp cuda_recorded_ops_test.cpp counted_new.cpp)
   link_conformance(cuda_recorded_test)
   target_link_libraries(cuda_recorded_test PRIVATE GTest::gtest_main)
-  gtest_discover_tests(cuda_recorded_test DISCOVERY_TIMEOUT 120 PROPERTIES TIMEOUT 1800)
+  add_parts(cuda_recorded_test 4 cuda_recorded_test)
 endif()
 if(NOT CMAKE_CXX_FLAGS MATCHES "-fsanitize=thread")  # which has its own operator new
   add_conformance_test(allocation_test 1)

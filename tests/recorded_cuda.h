@@ -10,6 +10,7 @@
 #include <array>
 #include <cstdio>
 #include <cstring>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -56,7 +57,16 @@ class RecordedCuda {
     failed_ = nullptr;
   }
   const char* failed() const { return failed_; }  // nullptr: that many were not asked
-  int asked() const { return asked_; }
+  int launches_before_failure() const { return launches_before_failure_; }
+  // A question, other than those of `expected`, that was asked more often since the first launch
+  // than before it, so that its answer may have been a first one; "" where there is none.
+  template <class Set>
+  std::string first_asked_late(const Set& expected) const {
+    for (const Question& q : questions_) {
+      if (q.what != nullptr && q.late > q.early && !expected.contains(q.what)) return q.what;
+    }
+    return "";
+  }
 
   int launches() const { return launches_; }  // kernels, copies and products
   int heuristics() const { return heuristics_; }
@@ -72,8 +82,15 @@ class RecordedCuda {
   static inline RecordedCuda* self = nullptr;
 
   static bool fails(const char* what) {
+    for (Question& q : self->questions_) {
+      if (q.what != nullptr && std::strcmp(q.what, what) != 0) continue;
+      q.what = what;
+      ++(self->launches_ == 0 ? q.early : q.late);
+      break;
+    }
     if (++self->asked_ != self->failing_) return false;
     self->failed_ = what;
+    self->launches_before_failure_ = self->launches_;
     return true;
   }
   static cudaError_t report(cudaError_t code) {
@@ -391,6 +408,12 @@ class RecordedCuda {
   int asked_ = 0, failing_ = 0, launches_ = 0, heuristics_ = 0, opened_ = 0, live_ = 0,
       current_ = 0;
   const char* failed_ = nullptr;
+  int launches_before_failure_ = 0;
+  struct Question {
+    const char* what = nullptr;
+    int early = 0, late = 0;  // before and since the first launch
+  };
+  Question questions_[64];
   cudaError_t last_error_ = cudaSuccess;
   char fault_[128] = {};
   std::array<std::pair<const void*, int>, 256> allowed_{};

@@ -16,7 +16,7 @@ namespace {
 constexpr double u = 0x1p-24, tiny = 0x1p-126;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-using Outputs = std::map<std::string, Output>;
+using Outputs = decltype(Result::outputs);
 
 template <class Op>
 Outputs bounds_of(const Example& example, const BoundModel& model = {}) {

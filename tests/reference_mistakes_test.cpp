@@ -75,7 +75,7 @@ TEST(ReferenceMistakes, HonestArithmeticPassesAndMistakesFail) {
   std::normal_distribution<float> normal;
   for (float& x : e.input) x = normal(generator);
   for (float& w : e.weight) w = normal(generator) / 32;
-  std::map<std::string, Output> expected =
+  decltype(Result::outputs) expected =
       evaluate(make_op<LinearCrossEntropyForwardBackward>(e)).outputs;
   const auto passes = [&](const Mistakes& wrong) {
     const Single single = compute_in_f32(e, wrong);

@@ -29,7 +29,7 @@ struct Output {
 };
 
 struct Result {
-  Status status;                          // target_out_of_range, as run() would say
+  Status status;  // target_out_of_range, as run() would say
   // By the names of for_each_tensor, those the op asks for. To find one allocates nothing: once the
   // first output is written, nothing may fail.
   std::map<std::string, Output, std::less<>> outputs;
