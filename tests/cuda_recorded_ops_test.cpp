@@ -38,13 +38,13 @@ class Nowhere {
 constexpr int64_t kWorkspace = int64_t{1} << 46;
 
 template <class Op>
-Status run_nowhere(const Call<Op>& call) {
+Status run_nowhere(const Call<Op>& call, const Execution& execution = kExecution) {
   WorkspaceSize size;
-  const Status status = workspace(call.op, kExecution, &size);
+  const Status status = workspace(call.op, execution, &size);
   if (!status.ok()) return status;
   const auto range = static_cast<double>(size.recommended - size.minimum);
   const uint64_t bytes = size.minimum + static_cast<uint64_t>(call.share * range);
-  return run(call.op, {reinterpret_cast<void*>(kWorkspace), bytes}, kExecution);
+  return run(call.op, {reinterpret_cast<void*>(kWorkspace), bytes}, execution);
 }
 
 template <class Op>
@@ -184,6 +184,20 @@ TEST_P(CudaRecorded, KeepsTheRulesAndAllocatesNothing) {
       EXPECT_EQ(machine.current(), 0);
     });
   }
+}
+
+// The first call of a thread on the device that is current in it: the thread has no context yet.
+TEST_P(CudaRecorded, AThreadThatHasNotCalledCudaYet) {
+  for_calls({1}, [&](auto call) {
+    RecordedCuda machine({kDevices[1]});
+    const Execution first{.device = {DeviceType::cuda, 0}};
+    const logitless_op unused{};
+    for_each_tensor(call.op, unused, [&](const char*, Access, TensorView& view, auto&&) {
+      if (view) view.device = first.device;
+    });
+    const Status status = run_nowhere(call, first);
+    EXPECT_TRUE(status.ok()) << call.name << ": " << status.message();
+  });
 }
 
 // What is asked while kernels are being launched, of the memory for a product's description.

@@ -154,6 +154,23 @@ TEST_P(Cuda, AThousandRunsGiveTheSameBits) {
   });
 }
 
+// A thread that has called nothing of CUDA has a current device but no context; autograd's are
+// such.
+TEST_P(Cuda, TheFirstCallOfAThread) {
+  Case c{.op = op_, .shape = {150, 64, 700}, .dtype = dtype_};
+  c.grad_input = c.grad_weight = dtype_;
+  with_resident({c}, [&](auto&, auto& resident) {
+    ASSERT_TRUE(resident.run().ok());
+    const std::vector<std::byte> here = resident.bits();
+    resident.upload();
+    ASSERT_CUDA(cudaDeviceSynchronize());
+    Status status;
+    std::thread([&] { status = resident.run(); }).join();
+    ASSERT_TRUE(status.ok()) << status.message();
+    EXPECT_EQ(resident.bits(), here);
+  });
+}
+
 TEST_P(Cuda, ThreadsOnStreamsOfTheirOwn) {
   const Case c = everything();
   const Outcome alone = run_case(device_, c);

@@ -136,6 +136,7 @@ class RecordedCuda {
   }
   static cudaError_t make_current(int device) {
     LOGITLESS_ASKED("cudaSetDevice");
+    self->bound_ = true;
     self->current_ = device;
     return cudaSuccess;
   }
@@ -147,11 +148,13 @@ class RecordedCuda {
   // A kernel is its own function.
   static cudaError_t function_of(cudaFunction_t* function, const void* kernel) {
     LOGITLESS_ASKED("cudaGetFuncBySymbol");
+    self->bound_ = true;
     *function = reinterpret_cast<cudaFunction_t>(const_cast<void*>(kernel));
     return cudaSuccess;
   }
   static cudaError_t attributes_of(cudaFuncAttributes* attributes, const void*) {
     LOGITLESS_ASKED("cudaFuncGetAttributes");
+    self->bound_ = true;
     *attributes = {};
     const Device& d = self->devices_.at(static_cast<size_t>(self->current_));
     attributes->ptxVersion = attributes->binaryVersion = 10 * d.major + d.minor;
@@ -159,6 +162,7 @@ class RecordedCuda {
   }
   static cudaError_t launch(const cudaLaunchConfig_t* c, const void* kernel, void**) {
     LOGITLESS_ASKED("cudaLaunchKernelExC");
+    self->bound_ = true;
     ++self->launches_;
     const Device& d = self->devices_.at(static_cast<size_t>(self->current_));
     const auto threads = c->blockDim.x * c->blockDim.y * c->blockDim.z;
@@ -184,6 +188,7 @@ class RecordedCuda {
   }
   static cudaError_t copy(void*, const void*, size_t, cudaMemcpyKind, cudaStream_t) {
     LOGITLESS_ASKED("cudaMemcpyAsync");
+    self->bound_ = true;
     ++self->launches_;
     return cudaSuccess;
   }
@@ -237,7 +242,13 @@ class RecordedCuda {
   }
   static CUresult context_id(CUcontext, unsigned long long* id) {
     LOGITLESS_ASKED("cuCtxGetId");
+    if (!self->bound_) return CUDA_ERROR_INVALID_CONTEXT;
     *id = self->context_ + static_cast<unsigned>(self->current_);
+    return CUDA_SUCCESS;
+  }
+  static CUresult current_context(CUcontext* context) {
+    LOGITLESS_ASKED("cuCtxGetCurrent");
+    *context = self->bound_ ? reinterpret_cast<CUcontext>(self) : nullptr;
     return CUDA_SUCCESS;
   }
   static CUresult encode(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* data,
@@ -245,6 +256,7 @@ class RecordedCuda {
                          const cuuint32_t* steps, CUtensorMapInterleave, CUtensorMapSwizzle,
                          CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
     LOGITLESS_ASKED("cuTensorMapEncodeTiled");
+    if (!self->bound_) return CUDA_ERROR_INVALID_CONTEXT;
     if (reinterpret_cast<uintptr_t>(data) % 16 != 0) fault("a tensor map at %p", data);
     if (box[0] * 2 > 128) fault("a box of %u wide", box[0]);
     for (cuuint32_t i = 0; i < rank; ++i) {
@@ -351,10 +363,11 @@ class RecordedCuda {
 
   static const std::array<Symbol, 22>& symbols() {
     const auto address = [](auto* function) { return reinterpret_cast<void*>(function); };
-    static const std::array<Symbol, 22> all{
+    static const std::array<Symbol, 23> all{
         Symbol{"cuFuncGetAttribute", address(get_attribute)},
         Symbol{"cuFuncSetAttribute", address(set_attribute)},
         Symbol{"cuCtxGetId", address(context_id)},
+        Symbol{"cuCtxGetCurrent", address(current_context)},
         Symbol{"cuTensorMapEncodeTiled", address(encode)},
         Symbol{"cuFuncGetModule", address(module_of)},
         Symbol{"cuModuleGetFunctionCount", address(count_functions)},
@@ -408,6 +421,9 @@ class RecordedCuda {
   int asked_ = 0, failing_ = 0, launches_ = 0, heuristics_ = 0, opened_ = 0, live_ = 0,
       current_ = 0;
   const char* failed_ = nullptr;
+  // Whether the thread has a context: only calls of the runtime give it one, and the driver's own
+  // want one.
+  bool bound_ = false;
   int launches_before_failure_ = 0;
   struct Question {
     const char* what = nullptr;

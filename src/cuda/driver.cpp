@@ -15,6 +15,7 @@ namespace {
 struct Loaded {
   void* library = nullptr;
   Driver driver{};
+  decltype(&cuCtxGetCurrent) current = nullptr;
 };
 
 Remembered<Loaded>& remembered_driver() {
@@ -41,6 +42,7 @@ Status load(Loaded* loaded) {
   find(d.get_attribute, "cuFuncGetAttribute", true);
   find(d.set_attribute, "cuFuncSetAttribute", true);
   find(d.context_id, "cuCtxGetId", true);
+  find(loaded->current, "cuCtxGetCurrent", true);
   find(d.encode_tiled, "cuTensorMapEncodeTiled", true);
   find(d.module_of, "cuFuncGetModule", false);
   find(d.count_functions, "cuModuleGetFunctionCount", false);
@@ -87,6 +89,13 @@ Status find_driver(const Driver** driver) {
 void* find_driver_function(const char* name) {
   Loaded* loaded;
   return find_loaded(&loaded).ok() ? api().symbol(loaded->library, name) : nullptr;
+}
+
+bool has_context() {
+  Loaded* loaded;
+  CUcontext context = nullptr;
+  return !find_loaded(&loaded).ok() || loaded->current(&context) != CUDA_SUCCESS ||
+         context != nullptr;
 }
 
 Status allow_shared_memory(const void* kernel, int bytes) {

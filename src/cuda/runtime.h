@@ -45,7 +45,9 @@ Status find_device(int index, const DeviceInfo** info);
 // The first one that serves, or why device 0 does not.
 Status find_first_device(const DeviceInfo** info);
 
-// The device current while it lives, and the one before again after.
+// The device current while it lives, and the one before again after. The thread has a context then:
+// one that has not called CUDA yet (autograd's, say) has a current device but no context, without
+// which the driver makes no tensor map.
 class CurrentDevice {
  public:
   explicit CurrentDevice(int index) {
@@ -53,8 +55,8 @@ class CurrentDevice {
       (void)api().take_error();
       before_ = -1;
     }
-    if (before_ != index) status_ = cuda_error("cudaSetDevice", api().set_device(index));
     changed_ = before_ != index;
+    if (changed_ || !has_context()) status_ = cuda_error("cudaSetDevice", api().set_device(index));
   }
   ~CurrentDevice() {
     if (changed_ && before_ >= 0 && api().set_device(before_) != cudaSuccess) {

@@ -121,7 +121,8 @@ RowParams Run::row_params(const Chunk& chunk, const Window& window) const {
   p.nan = kNan;
   p.slope = slope_of(options_);
   if (capped(options_)) {
-    split(static_cast<double>(options_.logit_scale) / options_.softcap, &p.cap_in, &p.cap_in_low);
+    // Twice the factor: validation keeps that one normal, and a device may flush a subnormal to 0.
+    split(2.0 * options_.logit_scale / options_.softcap, &p.cap_in, &p.cap_in_low);
     split(static_cast<double>(options_.softcap) / options_.temperature, &p.cap_out, &p.cap_out_low);
   }
   p.smoothing = options_.label_smoothing;

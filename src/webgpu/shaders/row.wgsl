@@ -109,7 +109,7 @@ fn map_raw(raw: f32) -> Mapped {
     if (is_nan(raw) || (is_infinite(raw) && p.cap_in == 0.0)) {
       return Mapped(bitcast<f32>(p.nan), bitcast<f32>(p.nan));
     }
-    var x = fma(raw, p.cap_in, raw * p.cap_in_low);
+    var x = 0.5 * fma(raw, p.cap_in, raw * p.cap_in_low);
     if (is_infinite(raw)) {
       x = select(1.0e4, -1.0e4, is_negative(raw) != (p.cap_in < 0.0));
     }

@@ -15,7 +15,7 @@ struct Params {
   flags: u32,
   nan: u32,                  // a NaN's bits: as a constant it would not compile
   slope: f32,                // logit_scale / temperature
-  cap_in: f32,               // logit_scale / softcap, and what that lost
+  cap_in: f32,               // 2 logit_scale / softcap, which is never subnormal, and what that lost
   cap_in_low: f32,
   cap_out: f32,              // softcap / temperature, and what that lost
   cap_out_low: f32,
@@ -106,7 +106,7 @@ fn map_raw(raw: f32) -> Mapped {
     if (is_nan(raw) || (is_infinite(raw) && p.cap_in == 0.0)) {
       return Mapped(bitcast<f32>(p.nan), bitcast<f32>(p.nan));
     }
-    var x = fma(raw, p.cap_in, raw * p.cap_in_low);
+    var x = 0.5 * fma(raw, p.cap_in, raw * p.cap_in_low);
     if (is_infinite(raw)) {
       x = select(1.0e4, -1.0e4, is_negative(raw) != (p.cap_in < 0.0));
     }
