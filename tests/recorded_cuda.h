@@ -361,7 +361,7 @@ class RecordedCuda {
   }
 #undef LOGITLESS_ASKED
 
-  static const std::array<Symbol, 22>& symbols() {
+  static const std::array<Symbol, 23>& symbols() {
     const auto address = [](auto* function) { return reinterpret_cast<void*>(function); };
     static const std::array<Symbol, 23> all{
         Symbol{"cuFuncGetAttribute", address(get_attribute)},
