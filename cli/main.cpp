@@ -67,9 +67,7 @@ int main(int argc, char** argv) {
   add_bench(app, context);
   add_check(app, context);
   add_loss(app, context);
-#ifdef LOGITLESS_CLI_DEMO
   add_demo(app, context);
-#endif
   const bool json = wants_json(argc, argv);
   try {
     app.parse(argc, argv);

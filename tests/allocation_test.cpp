@@ -1,68 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The CPU backend allocates nothing while it runs, whatever it is asked and also where it refuses:
 // what it needs is the workspace. The threads of the library's own pool are started once.
-#include <atomic>
 #include <cstdlib>
-#include <new>
 
+#include "allocation_count.h"
 #include "executors.h"
 #include "judge.h"
 #include "problem.h"
 #include "suite.h"
-
-namespace {
-
-std::atomic<int64_t> allocations{0};
-
-void* allocate(size_t bytes, size_t alignment) {
-  ++allocations;
-  void* memory = nullptr;
-  if (posix_memalign(&memory, alignment, bytes == 0 ? 1 : bytes) != 0) throw std::bad_alloc();
-  return memory;
-}
-
-}  // namespace
-
-void* operator new(size_t bytes) { return allocate(bytes, alignof(std::max_align_t)); }
-void* operator new[](size_t bytes) { return allocate(bytes, alignof(std::max_align_t)); }
-void* operator new(size_t bytes, std::align_val_t alignment) {
-  return allocate(bytes, static_cast<size_t>(alignment));
-}
-void* operator new[](size_t bytes, std::align_val_t alignment) {
-  return allocate(bytes, static_cast<size_t>(alignment));
-}
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete[](void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, size_t) noexcept { std::free(memory); }
-void operator delete[](void* memory, size_t) noexcept { std::free(memory); }
-void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
-void operator delete[](void* memory, std::align_val_t) noexcept { std::free(memory); }
-void operator delete(void* memory, size_t, std::align_val_t) noexcept { std::free(memory); }
-void operator delete[](void* memory, size_t, std::align_val_t) noexcept { std::free(memory); }
-
-#if defined(__GLIBC__) && !defined(LOGITLESS_SANITIZED) && !defined(__SANITIZE_ADDRESS__)
-// What C code asks for counts too: reading a file or an environment may allocate.
-extern "C" {
-void* __libc_malloc(size_t bytes);
-void* __libc_calloc(size_t count, size_t bytes);
-void* __libc_realloc(void* memory, size_t bytes);
-void* malloc(size_t bytes) {
-  ++allocations;
-  return __libc_malloc(bytes);
-}
-void* calloc(size_t count, size_t bytes) {
-  ++allocations;
-  return __libc_calloc(count, bytes);
-}
-void* realloc(void* memory, size_t bytes) {
-  ++allocations;
-  return __libc_realloc(memory, bytes);
-}
-}
-inline constexpr bool kCountsMalloc = true;
-#else
-inline constexpr bool kCountsMalloc = false;
-#endif
 
 namespace logitless::conformance {
 namespace {
@@ -87,9 +32,9 @@ class Allocation : public ConformanceTest {
   template <class Op>
   void expect_none(const Op& op, const Workspace& scratch, const Execution& execution,
                    StatusCode wanted, const std::string& what) {
-    const int64_t before = allocations;
+    const int64_t before = allocations();
     const Status status = run(op, scratch, execution);
-    const int64_t after = allocations;
+    const int64_t after = allocations();
     EXPECT_EQ(after, before) << what;
     EXPECT_EQ(status.code(), wanted) << what << ": " << status.message();
   }
@@ -167,14 +112,14 @@ TEST_P(Allocation, NoneWhereACallIsRefused) {
 }
 
 TEST(AllocationCount, IsKept) {
-  const int64_t before = allocations;
+  const int64_t before = allocations();
   std::vector<int> one(3);
-  EXPECT_GT(allocations, before) << one.size();
-  const int64_t between = allocations;
+  EXPECT_GT(allocations(), before) << one.size();
+  const int64_t between = allocations();
   void* volatile memory = std::malloc(7);
   std::free(memory);
-  if (kCountsMalloc) {
-    EXPECT_GT(allocations, between);
+  if (counts_malloc()) {
+    EXPECT_GT(allocations(), between);
   }
 }
 

@@ -71,11 +71,12 @@ if(LOGITLESS_WITH_CUDA)
   add_device_test(CudaKernels 1)
   add_device_test(CudaKernelNames 1)
   # Without a device: machines that answer as the tests say.
-  add_executable(cuda_recorded_test cuda_recorded_test.cpp cuda_recorded_ops_test.cpp counted_new.cpp)
+  add_executable(cuda_recorded_test cuda_recorded_test.cpp cuda_recorded_ops_test.cpp allocation_count.cpp)
   link_conformance(cuda_recorded_test)
   target_link_libraries(cuda_recorded_test PRIVATE GTest::gtest_main)
   add_parts(cuda_recorded_test 4 cuda_recorded_test)
 endif()
 if(NOT CMAKE_CXX_FLAGS MATCHES "-fsanitize=thread")  # which has its own operator new
   add_conformance_test(allocation_test 1)
+  target_sources(allocation_test PRIVATE allocation_count.cpp)
 endif()

@@ -4,7 +4,7 @@
 // nothing behind, and has launched nothing unless it is a launch that failed.
 #include <set>
 
-#include "counted_new.h"
+#include "allocation_count.h"
 #include "problem.h"
 #include "recorded_cuda.h"
 #include "suite.h"
