@@ -20,6 +20,7 @@ struct TokenScalars {
   float gradient_scale;      // left out of every dz, a factor of the f32 sums before their rounding
   float inv_gradient_scale;  // 0 where gradient_scale is 0
   float upstream;            // g_i / gradient_scale where it is the same for every row
+  int32_t unused;            // 0; blocks copy this struct in words, which shall have no byte unset
   double normalizer;
   LossConstants constants;
 };
