@@ -140,4 +140,12 @@ LOGITLESS_LINEAR_OP(LinearCrossEntropyBackward)
 LOGITLESS_LINEAR_OP(LinearCrossEntropyForwardBackward)
 #undef LOGITLESS_LINEAR_OP
 
+template <class Op>
+LinearShape shape_of(const Op& op) {
+  return make_call(op).shape;
+}
+template LinearShape shape_of(const LinearCrossEntropyForward&);
+template LinearShape shape_of(const LinearCrossEntropyBackward&);
+template LinearShape shape_of(const LinearCrossEntropyForwardBackward&);
+
 }  // namespace logitless::cpu

@@ -63,6 +63,10 @@ struct LinearPlan {
            weight_panels_at = 0, product_at = 0, rows_at = 0, bias_at = 0, class_weight_at = 0;
 };
 
+// What the planner sees of a linear op.
+template <class Op>
+LinearShape shape_of(const Op& op);
+
 // Into how many tasks a slot of the gradient pass is divided at most, along the hidden panels.
 inline int64_t most_gradient_parts(int64_t panels) { return std::max<int64_t>(panels / 4, 1); }
 

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the planners decide for a public op. plan_facts.cpp is the one file of this guard that knows
+// the planners' own types: where those move it moves along, and what it says stays.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "plan_calls.h"
+
+namespace logitless::guards {
+
+// A device that is assumed: none of it needs to be there.
+struct Assumed {
+  std::string name;
+  Device device;
+  bool portable = false;   // LOGITLESS_CUDA_KERNELS=portable
+  bool well_known = true;  // the named calls are planned for it, too
+};
+
+// CUDA's devices answer while a machine made for these lives (RecordedCuda), one for those that
+// are portable and one for the others.
+std::vector<Assumed> assumed_devices();
+
+// What `workspace` says. `text` lists the recommended sizes of 1, 2 and 8 threads where they
+// differ, or says with which status the call was refused; `recommended` is the last of them.
+struct Sizes {
+  bool ok = false;
+  uint64_t minimum = 0, recommended = 0;
+  std::string text;
+};
+Sizes sizes_of(const AnyOp& op, const Assumed& assumed);
+
+// Every decision of `run` in a workspace of so many bytes, as key=value; what is usual is left out.
+std::string decision_of(const AnyOp& op, const Assumed& assumed, uint64_t bytes);
+
+// Whether this build has the kernels whose plans are recorded.
+bool plans_for_hopper();
+
+// Says where sizes_of a CPU call is not what the public `workspace` answers on this machine, or
+// what is wrong with the call; "" where all is well. The sizes on CUDA are that answer themselves.
+std::string check_sizes(const AnyOp& op);
+
+}  // namespace logitless::guards
