@@ -13,6 +13,8 @@ import struct
 import sys
 from pathlib import Path
 
+from cubin import ELF, Broken, functions, images
+
 SKIPPED = 77
 # Of a kernel's mangled name: whose products are wgmma's.
 MULTIPLIES = re.compile(r"sm90.*(forward|product)_kernel")
@@ -22,40 +24,6 @@ ALLOWED = {
 }
 HGMMA = 0x9F0  # the low 12 bits of the 128-bit instruction
 ARCHITECTURE = "sm_90a"
-EM_CUDA = 190  # the machine of an ELF file of device code
-
-
-class Broken(Exception):
-    """No verdict."""
-
-
-def device_files(object_file: bytes) -> list[bytes]:
-    """The ELF files of device code for ARCHITECTURE inside a host's object file."""
-    version = int(ARCHITECTURE.removeprefix("sm_").removesuffix("a"))
-    found, start = [], 0
-    while (start := object_file.find(b"\x7fELF", start + 1)) != -1:
-        (machine,) = struct.unpack_from("<H", object_file, start + 18)
-        (flags,) = struct.unpack_from("<I", object_file, start + 48)
-        if machine == EM_CUDA and (flags >> 8 & 0xFF) == version:
-            found.append(object_file[start:])
-    return found
-
-
-def functions(cubin: bytes) -> dict[str, bytes]:
-    """The machine code of each kernel: sections .text.NAME of an ELF file of 64 bits."""
-    (table,) = struct.unpack_from("<Q", cubin, 40)
-    size, count, names = struct.unpack_from("<HHH", cubin, 58)
-    headers = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
-    strings = headers[names][4]
-    found = {}
-    for name, _, _, _, offset, length in headers:
-        start = strings + name
-        text = cubin[start : cubin.index(b"\0", start)].decode()
-        if text.startswith(".text."):
-            found[text.removeprefix(".text.")] = cubin[offset : offset + length]
-    if not found:
-        raise Broken("no kernel in what was compiled")
-    return found
 
 
 def products(code: bytes) -> int:
@@ -84,8 +52,9 @@ def spills(log: str) -> dict[str, int]:
 def faults(log: str, object_file: bytes) -> list[str]:
     wrong = [line for line in log.splitlines() if re.search(r"\bC75\d\d\b|warning", line)]
     code: dict[str, bytes] = {}
-    for file in device_files(object_file):
-        code |= functions(file)
+    for image in images(object_file):
+        if image.kind == ELF and image.architecture == ARCHITECTURE:
+            code |= functions(image.data)
     if not code:
         raise Broken(f"no machine code for {ARCHITECTURE} in the object")
     spilled = spills(listing(log))
