@@ -2,48 +2,15 @@
 // The backends on host memory, and which backends a program's tests run on.
 #include "device.h"
 
-#include <sys/mman.h>
-
 #include <cstdlib>
-#include <cstring>
-#include <new>
 #include <sstream>
 #include <stdexcept>
 
+#include "device_host.h"
 #include "src/cpu/dispatch.h"
 
 namespace logitless::conformance {
 namespace {
-
-class HostDevice : public TestDevice {
- public:
-  HostDevice(const char* name, DeviceType type) : name_(name), type_(type) {}
-  const char* name() const override { return name_; }
-  Device tensors() const override { return {DeviceType::cpu, 0}; }
-  Execution execution() const override { return {.device = {type_, 0}}; }
-  void* allocate(size_t bytes) const override {
-    return ::operator new(bytes, std::align_val_t{128});
-  }
-  void release(void* data) const override { ::operator delete(data, std::align_val_t{128}); }
-  void upload(void* device, const std::byte* host, size_t bytes) const override {
-    std::memcpy(device, host, bytes);
-  }
-  void download(std::byte* host, const void* device, size_t bytes) const override {
-    std::memcpy(host, device, bytes);
-  }
-  // A page exists once it is written.
-  void* reserve(size_t bytes, const Ranges&) const override {
-    void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (data == MAP_FAILED) throw std::bad_alloc();
-    return data;
-  }
-  void unreserve(void* data, size_t bytes) const override { munmap(data, bytes); }
-
- private:
-  const char* name_;
-  DeviceType type_;
-};
 
 class CpuDevice final : public HostDevice {
  public:

@@ -7,6 +7,12 @@ namespace {
 
 constexpr Memory kMemories[] = {Memory::minimum, Memory::recommended};
 
+Comparison judge_rows(const TestDevice& device, const std::vector<Row>& rows) {
+  Comparison all;
+  for (const Row& row : rows) all.merge(judge(device, row.c, {.memory = row.memory}), row.name);
+  return all;
+}
+
 }  // namespace
 
 Outcome run_case(const TestDevice& device, const Case& c, const RunPlan& plan) {
@@ -54,16 +60,20 @@ Comparison judge(const TestDevice& device, const Case& c, const RunPlan& plan) {
   });
 }
 
-Comparison judge_pairs(const TestDevice& device, OpKind op, DType dtype, Part part) {
-  Comparison all;
+std::vector<Row> pair_rows(OpKind op, DType dtype, Part part) {
+  std::vector<Row> rows;
   const std::vector<Pair> pairs = feature_pairs(op, dtype);
   for (size_t i = part.offset; i < pairs.size(); i += part.step) {
     const Case c = case_of(op, dtype, pairs[i]);
-    const std::string context = std::string(features()[pairs[i].first].name) + " + " +
-                                features()[pairs[i].second].name + ", " + describe(c);
-    all.merge(judge(device, c, {.memory = kMemories[i % 2]}), context);
+    const std::string name = std::string(features()[pairs[i].first].name) + " + " +
+                             features()[pairs[i].second].name + ", " + describe(c);
+    rows.push_back({name, c, kMemories[i % 2]});
   }
-  return all;
+  return rows;
+}
+
+Comparison judge_pairs(const TestDevice& device, OpKind op, DType dtype, Part part) {
+  return judge_rows(device, pair_rows(op, dtype, part));
 }
 
 void apply_everything(Case& c) {
@@ -80,7 +90,7 @@ void apply_everything(Case& c) {
   c.grad_lse = c.grad_target_logit = c.grad_entropy = c.saved_state = true;
 }
 
-Comparison judge_shapes(const TestDevice& device, OpKind op, DType dtype, Part part) {
+std::vector<Row> shape_rows(OpKind op, DType dtype, Part part) {
   static constexpr Data kData[] = {Data::normal, Data::peaked, Data::constant, Data::large};
   static constexpr Placement kPlacements[] = {
       Placement::dense,     Placement::padded, Placement::dense,      Placement::strided,
@@ -88,7 +98,7 @@ Comparison judge_shapes(const TestDevice& device, OpKind op, DType dtype, Part p
   static constexpr DType kGradients[] = {DType::f32, DType::bf16, DType::f32, DType::f16,
                                          DType::f32};
   static constexpr Reduction kReductions[] = {Reduction::mean, Reduction::none, Reduction::sum};
-  Comparison all;
+  std::vector<Row> rows;
   uint64_t seed = 0;
   for (const Shape& shape : shapes(op)) {
     for (const bool everything : {false, true}) {
@@ -101,11 +111,14 @@ Comparison judge_shapes(const TestDevice& device, OpKind op, DType dtype, Part p
       c.options.reduction = kReductions[seed / 7 % 3];
       c.statistics = seed % 3 == 0;
       if (everything) apply_everything(c);
-      all.merge(judge(device, c, {.memory = kMemories[seed / 4 % 2]}),
-                describe(c) + (everything ? " everything" : ""));
+      rows.push_back({describe(c) + (everything ? " everything" : ""), c, kMemories[seed / 4 % 2]});
     }
   }
-  return all;
+  return rows;
+}
+
+Comparison judge_shapes(const TestDevice& device, OpKind op, DType dtype, Part part) {
+  return judge_rows(device, shape_rows(op, dtype, part));
 }
 
 }  // namespace logitless::conformance

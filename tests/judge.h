@@ -39,9 +39,17 @@ Comparison judge(const TestDevice& device, const Case& c, const RunPlan& plan = 
 struct Part {
   size_t offset = 0, step = 1;
 };
+// A case of the table, the workspace it runs in, and what to call it.
+struct Row {
+  std::string name;
+  Case c;
+  Memory memory;
+};
 // Every feature pair of the op and dtype, in workspaces of several sizes.
-Comparison judge_pairs(const TestDevice& device, OpKind op, DType dtype, Part part = {});
+std::vector<Row> pair_rows(OpKind op, DType dtype, Part part = {});
 // Every shape, plain and with all options together, with data and placement in rotation.
+std::vector<Row> shape_rows(OpKind op, DType dtype, Part part = {});
+Comparison judge_pairs(const TestDevice& device, OpKind op, DType dtype, Part part = {});
 Comparison judge_shapes(const TestDevice& device, OpKind op, DType dtype, Part part = {});
 
 // Turns on every option that the op can have at once.

@@ -6,3 +6,25 @@ if(LOGITLESS_CUDA_LISTING AND LOGITLESS_HAS_SM90A)
            COMMAND Python3::Interpreter -B ${CMAKE_CURRENT_LIST_DIR}/kernels_test.py
                    "$<FILTER:$<TARGET_OBJECTS:logitless_cuda_objects>,INCLUDE,/copy_panel\\.cu\\.o$>")
 endif()
+
+# The program of scripts/compare-bits: the case table against a library that it knows by its C interface alone, and that the
+# loader finds where the script says, not where this build has its own.
+set(sources bits.cpp bits_webgpu.cpp)
+list(TRANSFORM sources PREPEND guards/)
+foreach(part numbers problem reference row row_loss)
+  list(APPEND sources ${PROJECT_SOURCE_DIR}/src/reference/${part}.cpp)
+endforeach()
+if(LOGITLESS_WITH_WEBGPU)
+  list(APPEND sources ${PROJECT_SOURCE_DIR}/src/webgpu/library.cpp ${PROJECT_SOURCE_DIR}/src/webgpu/native.cpp)
+endif()
+add_executable(guard_bits ${sources} cases.cpp data.cpp fixture.cpp judge.cpp memory.cpp)
+set_target_properties(guard_bits PROPERTIES SKIP_BUILD_RPATH ON)
+target_include_directories(guard_bits PRIVATE ${PROJECT_SOURCE_DIR} ${CMAKE_CURRENT_SOURCE_DIR})
+target_link_libraries(guard_bits PRIVATE logitless hwy::hwy ${CMAKE_DL_LIBS})
+target_compile_options(guard_bits PRIVATE ${LOGITLESS_TEST_OPTIONS} $<$<CONFIG:Release>:-O2>)
+if(LOGITLESS_WITH_WEBGPU)
+  target_include_directories(guard_bits SYSTEM PRIVATE ${LOGITLESS_WEBGPU_INCLUDE})
+  target_compile_definitions(guard_bits PRIVATE LOGITLESS_WITH_WEBGPU
+                             LOGITLESS_WEBGPU_LIBRARY_FILE="${LOGITLESS_WEBGPU_LIBRARY_FILE}"
+                             LOGITLESS_WEBGPU_DRIVER="${LOGITLESS_WEBGPU_DRIVER}")
+endif()

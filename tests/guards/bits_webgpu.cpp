@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+// The library hands out its device's handles by the C interface; the device class here, this
+// program's own, makes buffers with them and reads them back.
+#include "tests/guards/bits_webgpu.h"
+
+#ifdef LOGITLESS_WITH_WEBGPU
+#include <cstdlib>
+
+#include "src/webgpu/shaders.h"
+#include "tests/device_webgpu.h"
+
+namespace logitless::webgpu {
+
+// For linking alone: this program makes no pipelines.
+const char* shader_text(const char*) { return nullptr; }
+
+}  // namespace logitless::webgpu
+#endif
+
+namespace logitless::guards {
+
+#ifdef LOGITLESS_WITH_WEBGPU
+
+conformance::Found find_webgpu() {
+  // As the tests of tests/webgpu.cmake have it, where the caller does not say otherwise.
+  setenv("LOGITLESS_WEBGPU_LIBRARY", LOGITLESS_WEBGPU_LIBRARY_FILE, 0);
+  setenv("LOGITLESS_WEBGPU_LIMITS", "default", 0);
+  if (*LOGITLESS_WEBGPU_DRIVER != '\0') {
+    setenv("VK_DRIVER_FILES", LOGITLESS_WEBGPU_DRIVER, 0);
+    setenv("VK_ICD_FILENAMES", LOGITLESS_WEBGPU_DRIVER, 0);
+  }
+  Status status;
+  void *instance = nullptr, *device = nullptr, *queue = nullptr;
+  logitless_webgpu_device(0, &instance, &device, &queue, status.c());
+  const webgpu::Library* library = status.ok() ? webgpu::find_library(&status) : nullptr;
+  if (library == nullptr) return {"webgpu", nullptr, status.message()};
+  static webgpu::NativeDevice native(*library, static_cast<WGPUInstance>(instance), nullptr,
+                                     static_cast<WGPUDevice>(device),
+                                     static_cast<WGPUQueue>(queue));
+  static const conformance::WebGpuTestDevice found(&native);
+  return {"webgpu", &found, ""};
+}
+
+#else
+
+conformance::Found find_webgpu() { return {"webgpu", nullptr, "this build has no WebGPU"}; }
+
+#endif
+
+}  // namespace logitless::guards
