@@ -28,3 +28,9 @@ if(LOGITLESS_WITH_WEBGPU)
                              LOGITLESS_WEBGPU_LIBRARY_FILE="${LOGITLESS_WEBGPU_LIBRARY_FILE}"
                              LOGITLESS_WEBGPU_DRIVER="${LOGITLESS_WEBGPU_DRIVER}")
 endif()
+
+if(CMAKE_SYSTEM_NAME STREQUAL Linux AND NOT CMAKE_CROSSCOMPILING AND NOT CMAKE_CXX_FLAGS MATCHES "-fsanitize")
+  add_test(NAME guards.abi
+           COMMAND Python3::Interpreter -B ${CMAKE_CURRENT_LIST_DIR}/abi_test.py ${PROJECT_SOURCE_DIR}/include/logitless/c.h
+                   $<TARGET_FILE:logitless> ${CMAKE_C_COMPILER} ${CMAKE_NM})
+endif()
