@@ -37,10 +37,10 @@ PROGRAMS = ["liblogitless.so", "cli/logitless", "tests/shards_test"]
 
 
 def build(preset: str, *targets: str) -> Path:
-    """All of a preset, or those of the targets that it has on this machine."""
+    """What a preset builds, or those of the targets that it has on this machine."""
     folder = ROOT / "build" / preset
     succeed(["cmake", "--preset", preset], 300)
-    command: list[str | Path] = ["cmake", "--build", folder]
+    command: list[str | Path] = ["cmake", "--build", "--preset", preset]
     if targets:
         known = succeed([*command, "--target", "help"], 60)
         targets = tuple(t for t in targets if re.search(rf"^(\.\.\. )?{t}\b", known, re.M))

@@ -91,10 +91,11 @@ def ctest(build: Path, expression: str, timeout: float, *options: str) -> tuple[
          str(len(os.sched_getaffinity(0))), *options],
         timeout,
     )  # fmt: skip
-    found = re.search(r"(\d+) tests failed out of (\d+)", done.stdout)
+    # CMake 4 leaves out how many failed where none did.
+    found = re.search(r"% tests passed(?:, (\d+) tests? failed)? out of (\d+)", done.stdout)
     if found is None:
         return 0, 0
-    failed, total = map(int, found.groups())
+    failed, total = int(found.group(1) or 0), int(found.group(2))
     absent = done.stdout.count("***Not Run")
     return total - failed, total - absent
 
