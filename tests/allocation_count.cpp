@@ -6,6 +6,8 @@
 #include <cstdlib>
 #include <new>
 
+#include "suite.h"  // LOGITLESS_SANITIZED
+
 namespace {
 
 std::atomic<int64_t> count{0};

@@ -10,6 +10,7 @@
 #include <array>
 #include <cstdio>
 #include <cstring>
+#include <limits>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -30,6 +31,37 @@ class RecordedCuda {
     size_t shared_bytes = 232448;
   };
 
+  // Is told what is launched and with which arguments, in order; its answers stand for the objects
+  // that the machine would have made.
+  struct Listener {
+    virtual ~Listener() = default;
+    virtual void launch(const cudaLaunchConfig_t& config, const void* kernel, void** values,
+                        const Parameter* parameters, int count) = 0;
+    virtual void copy(void* to, const void* from, size_t bytes) = 0;
+    struct Map {
+      CUtensorMapDataType type;
+      cuuint32_t rank;
+      void* data;
+      const cuuint64_t *sizes, *strides;
+      const cuuint32_t* box;
+      CUtensorMapSwizzle swizzle;
+      CUtensorMapL2promotion promotion;
+      CUtensorMapFloatOOBfill fill;
+    };
+    virtual void encode(const Map& from, CUtensorMap* map) = 0;
+    virtual void* layout(int type, uint64_t rows, uint64_t columns, int64_t stride) = 0;
+    virtual void* description(int compute_type, int scale_type) = 0;
+    virtual void* preference() = 0;
+    virtual void set(void* object, int attribute, const void* value, size_t bytes) = 0;
+    struct Operands {
+      void *description, *a, *b, *c, *d;
+    };
+    virtual void choose(const Operands&, void* preference, lt::Algorithm*) = 0;
+    virtual void multiply(const Operands&, std::array<const void*, 6> alpha_a_b_beta_c_d,
+                          const lt::Algorithm&, void* workspace, size_t bytes) = 0;
+  };
+  Listener* listener = nullptr;
+
   // In force until it is destroyed: one at a time.
   explicit RecordedCuda(std::vector<Device> devices) : devices_(std::move(devices)) {
     self = this;
@@ -48,6 +80,7 @@ class RecordedCuda {
   std::vector<std::string_view> lacking;  // functions that the first library asked has not
   std::string_view lacking_library;       // that library; "": every one
   int failing_creates = 0;                // of cublasLtCreate, from now on
+  int most_launches = std::numeric_limits<int>::max();  // the next one fails
   std::vector<Device>& devices() { return devices_; }
 
   // The n-th question from now on fails, counted from 1; 0: none.
@@ -160,10 +193,13 @@ class RecordedCuda {
     attributes->ptxVersion = attributes->binaryVersion = 10 * d.major + d.minor;
     return cudaSuccess;
   }
-  static cudaError_t launch(const cudaLaunchConfig_t* c, const void* kernel, void**) {
+  static cudaError_t launch(const cudaLaunchConfig_t* c, const void* kernel, void** values,
+                            const Parameter* parameters, int count) {
     LOGITLESS_ASKED("cudaLaunchKernelExC");
+    if (self->launches_ >= self->most_launches) return report(cudaErrorUnknown);
     self->bound_ = true;
     ++self->launches_;
+    if (self->listener != nullptr) self->listener->launch(*c, kernel, values, parameters, count);
     const Device& d = self->devices_.at(static_cast<size_t>(self->current_));
     const auto threads = c->blockDim.x * c->blockDim.y * c->blockDim.z;
     if (threads == 0 || threads > 1024) fault("a block of %u threads", threads);
@@ -186,10 +222,12 @@ class RecordedCuda {
     }
     return cudaSuccess;
   }
-  static cudaError_t copy(void*, const void*, size_t, cudaMemcpyKind, cudaStream_t) {
+  static cudaError_t copy(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
     LOGITLESS_ASKED("cudaMemcpyAsync");
+    if (self->launches_ >= self->most_launches) return report(cudaErrorUnknown);
     self->bound_ = true;
     ++self->launches_;
+    if (self->listener != nullptr) self->listener->copy(to, from, bytes);
     return cudaSuccess;
   }
 #undef LOGITLESS_ASKED
@@ -251,10 +289,10 @@ class RecordedCuda {
     *context = self->bound_ ? reinterpret_cast<CUcontext>(self) : nullptr;
     return CUDA_SUCCESS;
   }
-  static CUresult encode(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* data,
+  static CUresult encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* data,
                          const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
-                         const cuuint32_t* steps, CUtensorMapInterleave, CUtensorMapSwizzle,
-                         CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+                         const cuuint32_t* steps, CUtensorMapInterleave, CUtensorMapSwizzle swizzle,
+                         CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
     LOGITLESS_ASKED("cuTensorMapEncodeTiled");
     if (!self->bound_) return CUDA_ERROR_INVALID_CONTEXT;
     if (reinterpret_cast<uintptr_t>(data) % 16 != 0) fault("a tensor map at %p", data);
@@ -267,6 +305,10 @@ class RecordedCuda {
       }
     }
     std::memset(map, 1, sizeof(*map));
+    if (self->listener != nullptr) {
+      self->listener->encode({type, rank, data, sizes, strides, box, swizzle, promotion, fill},
+                             map);
+    }
     return CUDA_SUCCESS;
   }
   static CUresult module_of(CUmodule* module, CUfunction f) {
@@ -304,41 +346,52 @@ class RecordedCuda {
     return 0;
   }
   static size_t version() { return 130100; }
-  static int make(void** object) {
+  // What f(listener) makes, or an object that stands for any.
+  template <class F>
+  static int make(void** object, F&& f) {
     ++self->live_;
-    *object = self;
+    *object = self->listener != nullptr ? f(*self->listener) : self;
+    return 0;
+  }
+  static int set(void* object, int attribute, const void* value, size_t bytes) {
+    if (self->listener != nullptr) self->listener->set(object, attribute, value, bytes);
     return 0;
   }
   static int destroy(void*) {
     --self->live_;
     return 0;
   }
-  static int layout_create(lt::Layout* l, int, uint64_t, uint64_t, int64_t) {
+  static int layout_create(lt::Layout* l, int type, uint64_t rows, uint64_t columns,
+                           int64_t stride) {
     LOGITLESS_ASKED("cublasLtMatrixLayoutCreate");
-    return make(l);
+    return make(l, [&](Listener& one) { return one.layout(type, rows, columns, stride); });
   }
-  static int description_create(lt::Description* d, int, int) {
+  static int description_create(lt::Description* d, int compute_type, int scale_type) {
     LOGITLESS_ASKED("cublasLtMatmulDescCreate");
-    return make(d);
+    return make(d, [&](Listener& one) { return one.description(compute_type, scale_type); });
   }
-  static int description_set(lt::Description, int, const void*, size_t) {
+  static int description_set(lt::Description d, int attribute, const void* value, size_t bytes) {
     LOGITLESS_ASKED("cublasLtMatmulDescSetAttribute");
-    return 0;
+    return set(d, attribute, value, bytes);
   }
   static int preference_create(lt::Preference* p) {
     LOGITLESS_ASKED("cublasLtMatmulPreferenceCreate");
-    return make(p);
+    return make(p, [](Listener& one) { return one.preference(); });
   }
-  static int preference_set(lt::Preference, int, const void*, size_t) {
+  static int preference_set(lt::Preference p, int attribute, const void* value, size_t bytes) {
     LOGITLESS_ASKED("cublasLtMatmulPreferenceSetAttribute");
-    return 0;
+    return set(p, attribute, value, bytes);
   }
-  static int heuristic(lt::Handle, lt::Description, lt::Layout, lt::Layout, lt::Layout, lt::Layout,
-                       lt::Preference, int, lt::HeuristicResult* results, int* found) {
+  static int heuristic(lt::Handle, lt::Description description, lt::Layout a, lt::Layout b,
+                       lt::Layout c, lt::Layout d, lt::Preference preference, int,
+                       lt::HeuristicResult* results, int* found) {
     LOGITLESS_ASKED("cublasLtMatmulAlgoGetHeuristic");
     ++self->heuristics_;
     results[0] = {};
     *found = 1;
+    if (self->listener != nullptr) {
+      self->listener->choose({description, a, b, c, d}, preference, &results[0].algorithm);
+    }
     return 0;
   }
   static int check(lt::Handle, lt::Description, lt::Layout, lt::Layout, lt::Layout, lt::Layout,
@@ -352,11 +405,17 @@ class RecordedCuda {
     *written = bytes;
     return 0;
   }
-  static int multiply(lt::Handle, lt::Description, const void*, const void*, lt::Layout,
-                      const void*, lt::Layout, const void*, const void*, lt::Layout, void*,
-                      lt::Layout, const lt::Algorithm*, void*, size_t, cudaStream_t) {
+  static int multiply(lt::Handle, lt::Description description, const void* alpha, const void* a,
+                      lt::Layout of_a, const void* b, lt::Layout of_b, const void* beta,
+                      const void* c, lt::Layout of_c, void* d, lt::Layout of_d,
+                      const lt::Algorithm* algorithm, void* workspace, size_t bytes, cudaStream_t) {
     LOGITLESS_ASKED("cublasLtMatmul");
+    if (self->launches_ >= self->most_launches) return 14;
     ++self->launches_;
+    if (self->listener != nullptr) {
+      self->listener->multiply({description, of_a, of_b, of_c, of_d}, {alpha, a, b, beta, c, d},
+                               *algorithm, workspace, bytes);
+    }
     return 0;
   }
 #undef LOGITLESS_ASKED

@@ -6,6 +6,11 @@
 namespace logitless::cuda {
 namespace {
 
+cudaError_t launch(const cudaLaunchConfig_t* config, const void* kernel, void** values,
+                   const Parameter*, int) {
+  return cudaLaunchKernelExC(config, kernel, values);
+}
+
 // Where the runtime has templates of the same name, the member's type says which is meant.
 constexpr Api machine{.driver_version = cudaDriverGetVersion,
                       .device_count = cudaGetDeviceCount,
@@ -15,7 +20,7 @@ constexpr Api machine{.driver_version = cudaDriverGetVersion,
                       .take_error = cudaGetLastError,
                       .function = cudaGetFuncBySymbol,
                       .attributes = cudaFuncGetAttributes,
-                      .launch = cudaLaunchKernelExC,
+                      .launch = launch,
                       .copy = cudaMemcpyAsync,
                       .open = dlopen,
                       .symbol = dlsym,

@@ -8,6 +8,13 @@
 
 namespace logitless::cuda {
 
+// What CUDA does not say of a kernel's parameters, for a test that writes them down: how many bytes
+// each has, and a function that clears those between its members. Nothing else reads it.
+struct Parameter {
+  size_t bytes;
+  void (*clear_padding)(void* value);
+};
+
 struct Api {
   // cudart
   cudaError_t (*driver_version)(int* version);
@@ -18,7 +25,8 @@ struct Api {
   cudaError_t (*take_error)();
   cudaError_t (*function)(cudaFunction_t* function, const void* kernel);
   cudaError_t (*attributes)(cudaFuncAttributes* attributes, const void* kernel);
-  cudaError_t (*launch)(const cudaLaunchConfig_t* config, const void* kernel, void** parameters);
+  cudaError_t (*launch)(const cudaLaunchConfig_t* config, const void* kernel, void** values,
+                        const Parameter* parameters, int count);
   cudaError_t (*copy)(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
                       cudaStream_t stream);
   // The dynamic loader

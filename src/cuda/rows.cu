@@ -45,7 +45,8 @@ struct PlainRows {
   const char* input;
   char* scaled;
   int64_t pitch;
-  int32_t behind;  // rows behind the chunk's to be cleared with it
+  int32_t behind;      // rows behind the chunk's to be cleared with it
+  int32_t unused = 0;  // GCC 12 leaves these bytes to chance; tests compare all of a launch
 };
 struct OptionRows : PlainRows {
   LinearCall call;

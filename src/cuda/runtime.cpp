@@ -12,8 +12,8 @@ bool is_compiled_for_hopper(const void* kernel, const DeviceInfo& device, Stream
   });
 }
 
-void Stream::enqueue(const char* name, const void* kernel, const LaunchShape& shape,
-                     void** parameters) {
+void Stream::enqueue(const char* name, const void* kernel, const LaunchShape& shape, void** values,
+                     const Parameter* parameters, int count) {
   if (shape.shared_bytes > 0) {
     answer<bool>([&] {
       fail(allow_shared_memory(kernel, static_cast<int>(shape.shared_bytes)));
@@ -38,7 +38,7 @@ void Stream::enqueue(const char* name, const void* kernel, const LaunchShape& sh
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
   }
-  fail(cuda_error(name, api().launch(&config, kernel, parameters)));
+  fail(cuda_error(name, api().launch(&config, kernel, values, parameters, count)));
 }
 
 void Stream::copy(void* to, const void* from, int64_t bytes) {

@@ -144,10 +144,20 @@ class Stream {
   template <class... Parameters>
   void enqueue_with(const char* name, const void* kernel, const LaunchShape& shape,
                     const Parameters&... parameters) {
-    const void* pointers[] = {&parameters...};
-    enqueue(name, kernel, shape, const_cast<void**>(pointers));
+    const void* values[] = {&parameters...};
+    static constexpr Parameter kinds[] = {{sizeof(Parameters), clear_padding<Parameters>}...};
+    enqueue(name, kernel, shape, const_cast<void**>(values), kinds, sizeof...(Parameters));
   }
-  void enqueue(const char* name, const void* kernel, const LaunchShape& shape, void** parameters);
+  void enqueue(const char* name, const void* kernel, const LaunchShape& shape, void** values,
+               const Parameter* parameters, int count);
+  template <class T>
+  static void clear_padding([[maybe_unused]] void* value) {
+#ifdef __has_builtin
+#if __has_builtin(__builtin_clear_padding)
+    __builtin_clear_padding(static_cast<T*>(value));
+#endif
+#endif
+  }
 
   static constexpr int most_answers = 32;
 

@@ -1,24 +1,27 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Compares what every planner decides now with what was recorded, call by call.
+"""Compares what every planner decides now, or what every call launches, with what was recorded.
 
-    plans.py [--all] [--record] PROGRAM
+    golden.py [--all] [--record] [--old OLD] PROGRAM
 
-PROGRAM is guard_plans. Says how many lines differ and in what, then the first of them (all with
---all); --record writes what it says now to plans.txt.xz. Exit code 1: something differs."""
+PROGRAM is guard_plans or guard_launches, NAME.txt.xz beside this file what was recorded. Says how
+many lines differ and in what, then the first of them (all with --all), and of launches their
+transcript: as a difference from OLD's, the same program of an older build. --record writes what
+PROGRAM says now. Exit code 1: something differs."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import lzma
 import subprocess
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
-GOLDEN = Path(__file__).with_name("plans.txt.xz")
 SKIPPED = 77  # the program's own code: this build does not have what is planned for
 SHOWN = 20
+TRANSCRIPTS = 3
 
 Facts = dict[str, str]
 
@@ -67,28 +70,53 @@ def compare(old: dict[str, Facts], new: dict[str, Facts], shown: int | None) -> 
     return report
 
 
+def transcripts(places: list[str], program: Path, old: Path | None) -> list[str]:
+    """What guard_launches writes down of these calls; against OLD's where that is given."""
+
+    def ask(one: Path, place: str) -> list[str]:
+        done = subprocess.run([one, place], stdout=subprocess.PIPE, text=True, check=True)
+        return done.stdout.splitlines()
+
+    report = []
+    for place in places:
+        new = ask(program, place)
+        if old is None:
+            report += new
+        else:
+            report += difflib.unified_diff(ask(old, place), new, "recorded", "now", lineterm="")
+    return report
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--all", action="store_true", help="every line that differs")
-    parser.add_argument("--record", action="store_true", help="writes the new golden")
+    parser.add_argument("--record", action="store_true", help="writes what is said now")
+    parser.add_argument("--old", type=Path, help="the same program of an older build")
     parser.add_argument("program", type=Path)
     arguments = parser.parse_args()
+    name = arguments.program.name.removeprefix("guard_")
+    recorded = Path(__file__).with_name(name + ".txt.xz")
     done = subprocess.run([arguments.program], stdout=subprocess.PIPE, text=True)
     if done.returncode != 0:
         print(done.stdout or f"{arguments.program} failed")
         return SKIPPED if done.returncode == SKIPPED else 1
-    golden = lzma.decompress(GOLDEN.read_bytes()).decode() if GOLDEN.exists() else ""
+    golden = lzma.decompress(recorded.read_bytes()).decode() if recorded.exists() else ""
     if done.stdout == golden:
-        print(f"plans: {golden.count(chr(10))} lines as recorded")
+        print(f"{name}: {golden.count(chr(10))} lines as recorded")
         return 0
-    report = compare(parse(golden), parse(done.stdout), None if arguments.all else SHOWN)
+    old, new = parse(golden), parse(done.stdout)
+    report = compare(old, new, None if arguments.all else SHOWN)
     print("\n".join(report or ["the lines stand in another order"]))
     if arguments.record:
-        GOLDEN.write_bytes(lzma.compress(done.stdout.encode(), preset=9 | lzma.PRESET_EXTREME))
-        print(f"recorded: {GOLDEN.name}, {GOLDEN.stat().st_size} bytes")
+        recorded.write_bytes(lzma.compress(done.stdout.encode(), preset=9 | lzma.PRESET_EXTREME))
+        print(f"recorded: {recorded.name}, {recorded.stat().st_size} bytes")
         return 0
+    if name == "launches":
+        places = sorted(place for place in old.keys() & new.keys() if old[place] != new[place])
+        print("\n".join(transcripts(places[:TRANSCRIPTS], arguments.program, arguments.old)))
     print(
-        "Where this is meant: scripts/compare-plans --record, and say in the commit what changed."
+        f"Where this is meant: scripts/compare-golden {name} --record, and say in the commit what"
+        " changed."
     )
     return 1
 

@@ -1,23 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 // Prints what every planner decides for thousands of calls, a line per call, device and memory, as
 //   lin-both bf16 8192x4096x128256 gw=f32 | sm90x132 | 256M | kind=mixed chunk=8192 ...
-// sorted, so that two prints can be compared: plans.py. Exit code 77: this build lacks kernels that
-// are planned for.
+// sorted, so that two prints can be compared: golden.py. Exit code 77: this build lacks kernels
+// that are planned for.
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
-#include <cstdlib>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "assumed.h"
 #include "plan_facts.h"
-#include "recorded_cuda.h"
 
 namespace logitless::guards {
 namespace {
 
-constexpr uint64_t MiB = uint64_t{1} << 20;
 constexpr int64_t kDrawn = 9600;
 
 // A call, and where it is planned.
@@ -25,22 +23,6 @@ struct Asked {
   Call call;
   uint32_t devices = 0;   // bit i: assumed_devices()[i]
   uint32_t memories = 0;  // bit i: kMemories[i]
-};
-
-struct MemorySize {
-  const char* name;
-  uint64_t (*bytes)(const Sizes&);
-};
-constexpr MemorySize kMemories[] = {
-    {"min", [](const Sizes& s) { return s.minimum; }},
-    {"min+1", [](const Sizes& s) { return s.minimum + 1; }},
-    {"64M", [](const Sizes&) { return 64 * MiB; }},
-    {"128M", [](const Sizes&) { return 128 * MiB; }},
-    {"192M", [](const Sizes&) { return 192 * MiB; }},
-    {"256M", [](const Sizes&) { return 256 * MiB; }},
-    {"1024M", [](const Sizes&) { return 1024 * MiB; }},
-    {"rec", [](const Sizes& s) { return s.recommended; }},
-    {"4rec", [](const Sizes& s) { return 4 * s.recommended; }},
 };
 
 // The named calls on every device in every memory, but for CPUs that are like another one; each of
@@ -77,7 +59,7 @@ std::vector<std::string> lines_of(const Asked& asked, const Assumed& assumed) {
   std::vector<std::string> lines{head + "sizes | " + sizes.text};
   if (!sizes.ok || asked.call.lacks_address()) return lines;
   for (size_t i = 0; i < std::size(kMemories); ++i) {
-    const uint64_t bytes = kMemories[i].bytes(sizes);
+    const uint64_t bytes = kMemories[i].bytes(sizes.minimum, sizes.recommended);
     if ((asked.memories >> i & 1) == 0 || bytes < sizes.minimum) continue;
     const std::string decision = decision_of(op, assumed, bytes);
     if (!decision.empty()) lines.push_back(head + kMemories[i].name + " | " + decision);
@@ -115,12 +97,7 @@ std::vector<std::string> all_lines(const std::vector<Asked>& all, bool portable)
 
 // On the machine in force. What is asked of it once is asked here, before there are threads.
 std::vector<std::string> lines_on_machine(const std::vector<Asked>& all, bool portable) {
-  setenv("LOGITLESS_CUDA_KERNELS", portable ? "portable" : "own", 1);
-  cuda::RecordedCuda machine({{"H100", 9, 0, true, 132, 232448},
-                              {"H100", 9, 0, true, 114, 232448},
-                              {"H20", 9, 0, true, 78, 232448},
-                              {"A100", 8, 0, true, 108, 166912},
-                              {"B200", 10, 0, true, 148, 232448}});
+  const AssumedMachine machine(portable);
   for (const Assumed& assumed : assumed_devices()) {
     if (assumed.device.type != DeviceType::cuda) continue;
     (void)sizes_of(op_of(all[0].call, assumed.device), assumed);
@@ -129,7 +106,7 @@ std::vector<std::string> lines_on_machine(const std::vector<Asked>& all, bool po
 }
 
 int print_plans() {
-  if (!plans_for_hopper()) {
+  if (!has_hoppers_kernels()) {
     std::puts("this build lacks Hopper's kernels (LOGITLESS_CUDA_ARCHITECTURES)");
     return 77;
   }

@@ -125,7 +125,7 @@ class Views {
     TensorView v = view(name);
     if (!v) return v;
     v.device = device_;
-    v.data = reinterpret_cast<void*>(++count_ << 40);
+    v.data = reinterpret_cast<void*>((0x50 + ++count_) << 40);
     if (name == "input" || name == "logits") return place(v, c_.input);
     if (name == "weight") return place(v, c_.weight);
     if (name == "grad_weight") return place(v, c_.output_weight);

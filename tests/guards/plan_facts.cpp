@@ -10,7 +10,6 @@
 #include "src/cpu/plan.h"
 #include "src/cpu/thread_pool.h"
 #include "src/cuda/linear.h"
-#include "src/cuda/promises.h"
 #include "src/cuda/rows_plan.h"
 #include "src/webgpu/cost.h"
 
@@ -309,12 +308,7 @@ Status sizes_on(const Op& op, const Assumed& assumed, int threads, WorkspaceSize
 }  // namespace
 
 std::vector<Assumed> assumed_devices() {
-  std::vector<Assumed> all;
-  int index = 0;
-  for (const char* name : {"sm90x132", "sm90x114", "sm90x78", "sm80x108", "sm100x148"}) {
-    all.push_back({name, {DeviceType::cuda, index++}});
-  }
-  all.push_back({"portable90x132", {DeviceType::cuda, 0}, true});
+  std::vector<Assumed> all = assumed_cuda_devices();
   for (const NamedEngine& e : kEngines) {
     all.push_back({e.name, {DeviceType::cpu, 0}, false, e.well_known});
   }
@@ -365,10 +359,6 @@ std::string decision_of(const AnyOp& op, const Assumed& assumed, uint64_t bytes)
         return facts.text();
       },
       op);
-}
-
-bool plans_for_hopper() {
-  return cuda::half_linear_ops_are_batch_invariant({.major = 9});  // by Hopper's own kernels
 }
 
 std::string check_sizes(const AnyOp& op) {

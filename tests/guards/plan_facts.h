@@ -6,20 +6,12 @@
 #include <string>
 #include <vector>
 
+#include "assumed.h"
 #include "plan_calls.h"
 
 namespace logitless::guards {
 
-// A device that is assumed: none of it needs to be there.
-struct Assumed {
-  std::string name;
-  Device device;
-  bool portable = false;   // LOGITLESS_CUDA_KERNELS=portable
-  bool well_known = true;  // the named calls are planned for it, too
-};
-
-// CUDA's devices answer while a machine made for these lives (RecordedCuda), one for those that
-// are portable and one for the others.
+// Of every type. CUDA's answer while an AssumedMachine lives.
 std::vector<Assumed> assumed_devices();
 
 // What `workspace` says. `text` lists the recommended sizes of 1, 2 and 8 threads where they
@@ -33,9 +25,6 @@ Sizes sizes_of(const AnyOp& op, const Assumed& assumed);
 
 // Every decision of `run` in a workspace of so many bytes, as key=value; what is usual is left out.
 std::string decision_of(const AnyOp& op, const Assumed& assumed, uint64_t bytes);
-
-// Whether this build has the kernels whose plans are recorded.
-bool plans_for_hopper();
 
 // Says where sizes_of a CPU call is not what the public `workspace` answers on this machine, or
 // what is wrong with the call; "" where all is well. The sizes on CUDA are that answer themselves.

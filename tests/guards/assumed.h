@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+// The devices and the sizes of memory that the guards assume: none of it needs to be there.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "recorded_cuda.h"
+#include "src/cuda/promises.h"
+
+namespace logitless::guards {
+
+struct Assumed {
+  std::string name;
+  Device device;
+  bool portable = false;   // LOGITLESS_CUDA_KERNELS=portable
+  bool well_known = true;  // the named calls are planned for it, too
+};
+
+struct AssumedCuda {
+  const char* name;
+  cuda::RecordedCuda::Device device;
+};
+inline const std::vector<AssumedCuda>& assumed_cuda() {
+  static const std::vector<AssumedCuda> all{{"sm90x132", {"H100", 9, 0, true, 132, 232448}},
+                                            {"sm90x114", {"H100", 9, 0, true, 114, 232448}},
+                                            {"sm90x78", {"H20", 9, 0, true, 78, 232448}},
+                                            {"sm80x108", {"A100", 8, 0, true, 108, 166912}},
+                                            {"sm100x148", {"B200", 10, 0, true, 148, 232448}}};
+  return all;
+}
+
+inline std::vector<Assumed> assumed_cuda_devices() {
+  std::vector<Assumed> all;
+  for (const AssumedCuda& one : assumed_cuda()) {
+    all.push_back({one.name, {DeviceType::cuda, static_cast<int32_t>(all.size())}});
+  }
+  all.push_back({"portable90x132", {DeviceType::cuda, 0}, true});
+  return all;
+}
+
+// While it lives CUDA's devices are these, with their own kernels or with the portable ones.
+class AssumedMachine {
+ public:
+  explicit AssumedMachine(bool portable) : cuda_((choose(portable), devices())) {}
+  cuda::RecordedCuda* operator->() { return &cuda_; }
+
+ private:
+  // Read when the machine is first asked for its devices.
+  static void choose(bool portable) {
+    setenv("LOGITLESS_CUDA_KERNELS", portable ? "portable" : "own", 1);
+  }
+  static std::vector<cuda::RecordedCuda::Device> devices() {
+    std::vector<cuda::RecordedCuda::Device> all;
+    for (const AssumedCuda& one : assumed_cuda()) all.push_back(one.device);
+    return all;
+  }
+  cuda::RecordedCuda cuda_;
+};
+
+// Whether this build has Hopper's own kernels, without which other plans are made.
+inline bool has_hoppers_kernels() {
+  return cuda::half_linear_ops_are_batch_invariant({.major = 9});
+}
+
+struct MemorySize {
+  const char* name;
+  uint64_t (*bytes)(uint64_t minimum, uint64_t recommended);
+};
+inline constexpr MemorySize kMemories[] = {
+    {"min", [](uint64_t minimum, uint64_t) { return minimum; }},
+    {"min+1", [](uint64_t minimum, uint64_t) { return minimum + 1; }},
+    {"64M", [](uint64_t, uint64_t) { return uint64_t{64} << 20; }},
+    {"128M", [](uint64_t, uint64_t) { return uint64_t{128} << 20; }},
+    {"192M", [](uint64_t, uint64_t) { return uint64_t{192} << 20; }},
+    {"256M", [](uint64_t, uint64_t) { return uint64_t{256} << 20; }},
+    {"1024M", [](uint64_t, uint64_t) { return uint64_t{1024} << 20; }},
+    {"rec", [](uint64_t, uint64_t recommended) { return recommended; }},
+    {"4rec", [](uint64_t, uint64_t recommended) { return 4 * recommended; }},
+};
+
+}  // namespace logitless::guards
