@@ -3,6 +3,8 @@
 // measured in this run. FLOP are those of the products an op cannot avoid (a plan that recomputes
 // the logits does more); bytes those of the head, or of the logits where they are given.
 #include <fmt/core.h>
+#include <CLI/CLI.hpp>
+#include <nlohmann/json.hpp>
 
 #include <map>
 #include <memory>

@@ -2,6 +2,8 @@
 // logitless check: cases of the conformance suite on this machine, each element of each output
 // against the reference within the bound the contract promises for it.
 #include <fmt/core.h>
+#include <CLI/CLI.hpp>
+#include <nlohmann/json.hpp>
 
 #include <algorithm>
 #include <chrono>

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cli/commands.h"
 
+#include <CLI/CLI.hpp>
+
 namespace logitless::cli {
 
 CLI::App* add_command(CLI::App& app, Context& context, const std::string& name,

@@ -4,10 +4,15 @@
 // --json an object on the standard output too.
 #pragma once
 
-#include <CLI/CLI.hpp>
 #include <stdexcept>
 #include <string>
 #include <utility>
+
+// Its headers cost a file seconds: who adds options includes them.
+namespace CLI {
+class App;
+class Validator;
+}  // namespace CLI
 
 namespace logitless::cli {
 

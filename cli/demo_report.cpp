@@ -3,6 +3,7 @@
 #include "cli/demo_report.h"
 
 #include <fmt/core.h>
+#include <nlohmann/json.hpp>
 
 #include <algorithm>
 

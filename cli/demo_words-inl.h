@@ -105,7 +105,8 @@ void split_words(std::string_view text, F&& add) {
       blank = false;
     } else {
       n = mark_length(text);
-      buffer.assign(after_word && blank ? " " : "");
+      buffer.clear();
+      if (after_word && blank) buffer.push_back(' ');
       buffer.append(text.substr(0, n));
       size_t blanks = 0;
       while (n + blanks < text.size() && is_blank(text[n + blanks])) ++blanks;

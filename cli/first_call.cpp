@@ -2,6 +2,7 @@
 #include "cli/first_call.h"
 
 #include <fmt/core.h>
+#include <nlohmann/json.hpp>
 
 #include <chrono>
 #include <vector>

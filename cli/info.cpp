@@ -2,6 +2,8 @@
 // logitless info: version, backends and why one is absent, the instruction set chosen, threads and
 // why.
 #include <fmt/core.h>
+#include <CLI/CLI.hpp>
+#include <nlohmann/json.hpp>
 
 #include <cstdlib>
 

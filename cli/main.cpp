@@ -2,6 +2,8 @@
 // logitless: the command line. 0: done; 1: a check failed or the machine refused; 2: bad input.
 // What went wrong is one line on stderr, and with --json an object on stdout.
 #include <fmt/core.h>
+#include <CLI/CLI.hpp>
+#include <nlohmann/json.hpp>
 
 #include <algorithm>
 #include <csignal>

@@ -4,6 +4,8 @@
 #include "src/cpu/plan.h"
 
 #include <fmt/core.h>
+#include <CLI/CLI.hpp>
+#include <nlohmann/json.hpp>
 
 #include <memory>
 #include <optional>

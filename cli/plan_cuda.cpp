@@ -2,6 +2,7 @@
 #include "cli/plan_cuda.h"
 
 #include <fmt/core.h>
+#include <nlohmann/json.hpp>
 
 #include "cli/commands.h"
 #include "cli/text.h"

@@ -2,7 +2,7 @@
 // logitless plan --device cuda: the plan of a linear op, from its sizes and a workspace alone.
 #pragma once
 
-#include <nlohmann/json.hpp>
+#include <nlohmann/json_fwd.hpp>
 #include <optional>
 
 #include "cli/op_shape.h"

@@ -3,7 +3,7 @@
 // sizes and a workspace alone.
 #pragma once
 
-#include <nlohmann/json.hpp>
+#include <nlohmann/json_fwd.hpp>
 #include <optional>
 
 #include "cli/op_shape.h"

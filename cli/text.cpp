@@ -2,6 +2,8 @@
 #include "cli/text.h"
 
 #include <fmt/core.h>
+#include <CLI/CLI.hpp>
+#include <nlohmann/json.hpp>
 
 #include <algorithm>
 #include <charconv>

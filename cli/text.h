@@ -2,14 +2,14 @@
 // What commands read and print: sizes in bytes, dtypes, devices, tables, JSON.
 #pragma once
 
-#include <CLI/CLI.hpp>
 #include <cstdint>
-#include <nlohmann/json.hpp>
+#include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "cli/commands.h"
 #include "logitless/logitless.h"
 
 namespace logitless::cli {
