@@ -311,23 +311,32 @@ def test_a_loss_kept_for_the_log_keeps_nothing_else(device: str, reduction: str)
     assert [ref() for ref in held] == [None] * 3 and loss.grad_fn is not None
 
 
-@pytest.mark.parametrize(
-    ("setting", "allowed"),
-    [
-        ("", False),
-        ("torch.set_float32_matmul_precision('high')", True),
-        ("torch.set_float32_matmul_precision('medium')", True),
-        ("torch.backends.cuda.matmul.allow_tf32 = True", True),
-        ("torch.backends.cuda.matmul.fp32_precision = 'tf32'", True),
-        ("torch.backends.cuda.matmul.fp32_precision = 'ieee'", False),
-        ("torch.backends.fp32_precision = 'tf32'", True),
-        ("torch.backends.cudnn.conv.fp32_precision = 'tf32'", False),
-    ],
-)
-def test_every_switch_of_tf32_is_followed(setting: str, allowed: bool) -> None:
-    code = f"import torch\n{setting}\nfrom logitless.torch._device import allows_tf32 as asked\n"
-    code += "print(asked())"
-    assert fresh.run(code).strip() == str(allowed)
+TF32_SETTINGS = {
+    "": False,
+    "torch.set_float32_matmul_precision('high')": True,
+    "torch.set_float32_matmul_precision('medium')": True,
+    "torch.backends.cuda.matmul.allow_tf32 = True": True,
+    "torch.backends.cuda.matmul.fp32_precision = 'tf32'": True,
+    "torch.backends.cuda.matmul.fp32_precision = 'ieee'": False,
+    "torch.backends.fp32_precision = 'tf32'": True,
+    "torch.backends.cudnn.conv.fp32_precision = 'tf32'": False,
+}
+
+
+def test_every_switch_of_tf32_is_followed() -> None:
+    """Each in a process of its own, since none can be taken back; a fork has imported torch."""
+    code = f"""
+import os, torch
+for setting in {list(TF32_SETTINGS)}:
+    if (child := os.fork()) == 0:
+        exec(setting)
+        from logitless.torch._device import allows_tf32
+        print(setting, allows_tf32(), sep=": ", flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+    told = dict(line.rsplit(": ", 1) for line in fresh.run(code).splitlines())
+    assert told == {setting: str(allowed) for setting, allowed in TF32_SETTINGS.items()}
 
 
 def test_gradcheck_against_finite_differences() -> None:
