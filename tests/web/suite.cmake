@@ -20,7 +20,7 @@ target_include_directories(suite PRIVATE ${root} ${root}/include ${root}/tests)
 target_include_directories(suite SYSTEM PRIVATE ${LOGITLESS_GTEST_SOURCE}/include ${LOGITLESS_GTEST_SOURCE})
 target_compile_definitions(suite PRIVATE LOGITLESS_WITH_WEBGPU GTEST_HAS_PTHREAD=0 GTEST_HAS_STREAM_REDIRECTION=0 GTEST_HAS_DEATH_TEST=0
                                          GTEST_HAS_EXCEPTIONS=0 GTEST_HAS_FILE_SYSTEM=0 _WASI_EMULATED_SIGNAL)
-# A throw ends the page's call: suite.cpp says with what.
-target_compile_options(suite PRIVATE -fno-rtti -fignore-exceptions -ffp-contract=off)
+# A throw ends the page's call: suite.cpp says with what. As natively, tests are compiled quickly: what they call is in `core`.
+target_compile_options(suite PRIVATE -fno-rtti -fignore-exceptions -ffp-contract=off -O1)
 target_link_options(suite PRIVATE -mexec-model=reactor -Wl,--strip-all,--gc-sections,--stack-first,-z,stack-size=4194304)
 target_link_libraries(suite PRIVATE wasi-emulated-signal)
