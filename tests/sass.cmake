@@ -6,8 +6,9 @@ function(add_sass_test name)
   set_tests_properties(${name} PROPERTIES LABELS sass SKIP_RETURN_CODE 77 TIMEOUT 600)
 endfunction()
 
-# And the mutants of these sources still fit them.
+# And the mutants of these sources, and of the others, still fit them.
 add_test(NAME mutants_of_cuda COMMAND Python3::Interpreter -B ${PROJECT_SOURCE_DIR}/scripts/mutants_device.py check)
+add_test(NAME mutants_of_host COMMAND Python3::Interpreter -B ${CMAKE_CURRENT_SOURCE_DIR}/mutants_fit_test.py)
 
 if(NOT LOGITLESS_WITH_CUDA)
   add_sass_test(sass)

@@ -270,7 +270,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "the mean is the sum",
         _SUM,
-        "bits = bitcast<u32>(sum / n);",
+        "bits = bitcast<u32>(divided(sum, n, bitcast<i32>(scalars[1])));",
         "bits = bitcast<u32>(sum);",
         "rows",
     ),

@@ -97,7 +97,7 @@ MUTANTS = [
     ("a refused call keeps its outputs", "logitless.js", "for (const tensor of made) tensor.destroy();", "", ERRORS),
     ("no memory is an address", "core.js", "if (address === 0) throw", "if (address < 0) throw", ERRORS),
     ("a lost device takes calls", "logitless.js", "if (this.isLost) throw", "if (false) throw", ERRORS),
-    ("scopes left open", "device.js", "FILTERS.map(() => this.device.popErrorScope()", "FILTERS.slice(1).map(() => this.device.popErrorScope()", ERRORS),
+    ("scopes left open", "device.js", "FILTERS.map(async () => this.device.popErrorScope()", "FILTERS.slice(1).map(async () => this.device.popErrorScope()", ERRORS),
     ("byte offsets forgotten", "core.js", "text, data, byteOffset, code", "text, data, 0, code", MODULE),
 ]  # fmt: skip
 
