@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <csignal>
 #include <limits>
@@ -161,6 +162,9 @@ volatile std::sig_atomic_t json_wanted = 0;
 
 // A file cut short by another process while it is mapped ends here, as other failures do in main.
 void on_bus_error(int) {
+  // Several threads read the file, and the first of them to come here speaks for all.
+  static std::atomic_flag told;
+  while (told.test_and_set()) ::pause();
   constexpr char kMessage[] = "logitless: loss: " LOGITLESS_CHANGED "\n";
   constexpr char kJson[] =
       R"({"error":{"code":"failure","field":"file","message":")" LOGITLESS_CHANGED "\"}}\n";
