@@ -5,6 +5,8 @@
 #include <array>
 #include <set>
 
+#include "cases.h"
+
 namespace logitless::guards {
 namespace {
 
@@ -338,22 +340,11 @@ std::string Call::text() const {
 }
 
 AnyOp op_of(const Call& call, Device device) {
-  switch (call.kind) {
-    case LOGITLESS_SOFTMAX:
-      return build<Softmax>(call, device);
-    case LOGITLESS_CROSS_ENTROPY_FORWARD:
-      return build<CrossEntropyForward>(call, device);
-    case LOGITLESS_CROSS_ENTROPY_BACKWARD:
-      return build<CrossEntropyBackward>(call, device);
-    case LOGITLESS_CROSS_ENTROPY_FORWARD_BACKWARD:
-      return build<CrossEntropyForwardBackward>(call, device);
-    case LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD:
-      return build<LinearCrossEntropyForward>(call, device);
-    case LOGITLESS_LINEAR_CROSS_ENTROPY_BACKWARD:
-      return build<LinearCrossEntropyBackward>(call, device);
-    default:
-      return build<LinearCrossEntropyForwardBackward>(call, device);
-  }
+  using conformance::OpKind;
+  static_assert(static_cast<int>(OpKind::linear_forward_backward) ==
+                LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD);
+  return conformance::with_op(static_cast<OpKind>(call.kind),
+                              [&](auto op) -> AnyOp { return build<decltype(op)>(call, device); });
 }
 
 std::vector<Call> named_calls() {
