@@ -14,11 +14,11 @@
 #include <memory>
 
 #include "cli/commands.h"
-#include "cli/demo_output.h"
-#include "cli/demo_report.h"
-#include "cli/demo_train.h"
 #include "cli/output_file.h"
 #include "cli/text.h"
+#include "examples/demo/output.h"
+#include "examples/demo/report.h"
+#include "examples/demo/train.h"
 
 namespace logitless::cli {
 namespace {

@@ -66,10 +66,12 @@ int main(int argc, char** argv) {
   Context context;
   add_info(app, context);
   add_plan(app, context);
-  add_bench(app, context);
   add_check(app, context);
   add_loss(app, context);
+#ifdef LOGITLESS_CLI_TRIALS
+  add_bench(app, context);
   add_demo(app, context);
+#endif
   const bool json = wants_json(argc, argv);
   try {
     app.parse(argc, argv);

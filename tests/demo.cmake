@@ -1,5 +1,5 @@
 # The demo's parts; the command as a whole by its lines and its files.
-if(TARGET logitless_cli)
+if(TARGET logitless_cli AND LOGITLESS_CLI_TRIALS)
   add_logitless_test(demo_test demo_test.cpp demo_text_test.cpp)
   target_link_libraries(demo_test PRIVATE logitless_cli_objects)
   find_package(Python3 REQUIRED COMPONENTS Interpreter)

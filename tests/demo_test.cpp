@@ -8,7 +8,7 @@
 #include <random>
 #include <vector>
 
-#include "cli/demo_train.h"
+#include "examples/demo/train.h"
 #include "src/cpu/thread_pool.h"
 
 namespace logitless::cli::demo {

@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "cli/commands.h"
-#include "cli/demo_baseline.h"
-#include "cli/demo_text.h"
+#include "examples/demo/baseline.h"
+#include "examples/demo/text.h"
 
 namespace logitless::cli::demo {
 namespace {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The training loop.
-#include "cli/demo_train.h"
+#include "examples/demo/train.h"
 
 #include <algorithm>
 #include <chrono>

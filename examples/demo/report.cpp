@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The demo's figures, for people and as JSON.
-#include "cli/demo_report.h"
+#include "examples/demo/report.h"
 
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "cli/buffer.h"
-#include "cli/demo_network.h"
+#include "examples/demo/network.h"
 #include "logitless/logitless.h"
 
 namespace logitless::cli::demo {

@@ -14,8 +14,8 @@
 #include <string>
 #include <vector>
 
-#include "cli/demo_product.h"
-#include "cli/demo_text.h"
+#include "examples/demo/product.h"
+#include "examples/demo/text.h"
 
 namespace logitless::cli::demo {
 

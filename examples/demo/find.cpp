@@ -10,7 +10,7 @@
 #include <memory>
 
 #include "cli/commands.h"
-#include "cli/demo_text.h"
+#include "examples/demo/text.h"
 
 namespace logitless::cli::demo {
 namespace {

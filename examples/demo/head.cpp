@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // How the demo calls the library: views, workspace, run.
-#include "cli/demo_head.h"
+#include "examples/demo/head.h"
 
 #include <algorithm>
 

@@ -6,9 +6,9 @@
 #include <span>
 #include <string>
 
-#include "cli/demo_text.h"
-#include "cli/demo_train.h"
 #include "cli/output_file.h"
+#include "examples/demo/text.h"
+#include "examples/demo/train.h"
 
 namespace logitless::cli::demo {
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Counting models. The pairs of the training part are sorted; a pair's count is a binary search.
-#include "cli/demo_baseline.h"
+#include "examples/demo/baseline.h"
 
 #include <algorithm>
 #include <cmath>

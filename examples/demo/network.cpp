@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Forward and Backward of the demo's network. Plain loops over rows; tasks are fixed by the shape,
 // so the number of threads changes no bit.
-#include "cli/demo_network.h"
+#include "examples/demo/network.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Reading, numbering and splitting the demo's text.
-#include "cli/demo_text.h"
+#include "examples/demo/text.h"
 
 #include <fmt/core.h>
 

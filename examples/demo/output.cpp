@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sampling and saving.
-#include "cli/demo_output.h"
+#include "examples/demo/output.h"
 
 #include <fmt/core.h>
 

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <span>
 
-#include "cli/demo_text.h"
+#include "examples/demo/text.h"
 
 namespace logitless::cli::demo {
 

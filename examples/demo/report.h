@@ -8,10 +8,10 @@
 #include <string>
 #include <vector>
 
-#include "cli/demo_baseline.h"
-#include "cli/demo_output.h"
-#include "cli/demo_text.h"
-#include "cli/demo_train.h"
+#include "examples/demo/baseline.h"
+#include "examples/demo/output.h"
+#include "examples/demo/text.h"
+#include "examples/demo/train.h"
 
 namespace logitless::cli::demo {
 

@@ -61,4 +61,4 @@ Text read_text(const std::vector<std::filesystem::path>& files, const TextOption
 
 }  // namespace logitless::cli::demo
 
-#include "cli/demo_words-inl.h"
+#include "examples/demo/words-inl.h"

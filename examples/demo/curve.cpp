@@ -6,7 +6,7 @@
 #include <cmath>
 #include <cstdio>
 
-#include "cli/demo_report.h"
+#include "examples/demo/report.h"
 
 namespace logitless::cli::demo {
 namespace {

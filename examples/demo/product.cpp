@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // c = a b^T in tasks of 32 rows: b packed once, a and the tile of c in the scratch of a thread.
 // Every element is one chain of additions, so the number of threads changes no bit.
-#include "cli/demo_product.h"
+#include "examples/demo/product.h"
 
 #include <algorithm>
 

@@ -10,9 +10,9 @@
 #include <span>
 #include <vector>
 
-#include "cli/demo_head.h"
-#include "cli/demo_network.h"
-#include "cli/demo_text.h"
+#include "examples/demo/head.h"
+#include "examples/demo/network.h"
+#include "examples/demo/text.h"
 
 namespace logitless::cli::demo {
 
