@@ -11,7 +11,7 @@
 #include "cli/commands.h"
 #include "cli/text.h"
 #ifdef LOGITLESS_WITH_CUDA
-#include "src/cuda/blas.h"
+#include "src/cuda/runtime/blas.h"
 #endif
 
 namespace logitless::cli {

@@ -9,7 +9,7 @@
 
 #include "cli/text.h"
 #ifdef LOGITLESS_WITH_CUDA
-#include "src/cuda/runtime.h"
+#include "src/cuda/runtime/runtime.h"
 #endif
 
 namespace logitless::cli {

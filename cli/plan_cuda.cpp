@@ -7,8 +7,8 @@
 #include "cli/commands.h"
 #include "cli/text.h"
 #ifdef LOGITLESS_WITH_CUDA
-#include "src/cuda/panels.h"
-#include "src/cuda/runtime.h"
+#include "src/cuda/linear/panels.h"
+#include "src/cuda/runtime/runtime.h"
 #include "src/validate.h"
 #endif
 

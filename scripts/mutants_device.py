@@ -70,7 +70,7 @@ SWITCH_CPP = """
 #include <cstdlib>
 #include <mutex>
 
-#include "src/cuda/kernel_file.h"
+#include "src/cuda/runtime/kernel_file.h"
 
 namespace logitless::cuda {
 int mutant_on_host() {
@@ -155,16 +155,16 @@ def copy_tree(tree: Path) -> None:
         source = ROOT / name
         if not name or not source.is_file():
             continue
-        if name in mutants or name in ("src/cuda/kernel_file.h", "src/cuda/runtime.h"):
+        if name in mutants or name in ("src/cuda/runtime/kernel_file.h", "src/cuda/runtime/runtime.h"):
             text = edited(source.read_text(), mutants[name])
-            if name == "src/cuda/kernel_file.h":
+            if name == "src/cuda/runtime/kernel_file.h":
                 text += SWITCH_H
             else:  # behind the line of the licence
-                text = text.replace("\n", '\n#include "src/cuda/kernel_file.h"\n', 1)
-            if name == "src/cuda/runtime.h":
+                text = text.replace("\n", '\n#include "src/cuda/runtime/kernel_file.h"\n', 1)
+            if name == "src/cuda/runtime/runtime.h":
                 old = "stream_(static_cast<cudaStream_t>(stream)) {}"
                 if text.count(old) != 1:
-                    raise Broken("src/cuda/runtime.h has no place for the switch")
+                    raise Broken("src/cuda/runtime/runtime.h has no place for the switch")
                 text = text.replace(old, old.replace("{}", "{ switch_mutants(); }"))
             write(tree / name, text)
         elif not (tree / name).is_file() or (tree / name).read_bytes() != source.read_bytes():

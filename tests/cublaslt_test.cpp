@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <type_traits>
 
-#include "src/cuda/cublaslt.h"
+#include "src/cuda/runtime/cublaslt.h"
 
 namespace logitless::cuda::lt {
 

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Linear gradients of more tokens than E has room for, chunk by chunk on Hopper: both products in
 // one launch, sums of grad_weight that lie half in its own memory, and two passes where they have
-// no room at all (src/cuda/plan.h). Each of these plans against double, under every kind of option.
+// no room at all (src/cuda/linear/plan.h). Each of these plans against double, under every kind of
+// option.
 #include "cuda_planned.h"
 
 namespace logitless::conformance {

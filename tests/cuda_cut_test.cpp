@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "gtest/gtest.h"
-#include "src/cuda/plan.h"
-#include "src/cuda/sm90/cut.h"
-#include "src/cuda/sm90/units.h"
+#include "src/cuda/linear/plan.h"
+#include "src/cuda/linear/sm90/cut.h"
+#include "src/cuda/linear/sm90/units.h"
 
 namespace logitless::cuda {
 namespace {

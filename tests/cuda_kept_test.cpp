@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// E that lies in grad_weight's own memory on Hopper (src/cuda/panels.h): of every column or of
-// some, whose rows are written behind it, or in its place once it was copied. Each of these against
-// double, under every kind of option.
+// E that lies in grad_weight's own memory on Hopper (src/cuda/linear/panels.h): of every column or
+// of some, whose rows are written behind it, or in its place once it was copied. Each of these
+// against double, under every kind of option.
 #include "cuda_planned.h"
 
 namespace logitless::conformance {

@@ -12,9 +12,9 @@
 #include <stdexcept>
 
 #include "resident.h"
-#include "src/cuda/kernel_file.h"
-#include "src/cuda/runtime.h"
-#include "src/cuda/sm90/forward.h"
+#include "src/cuda/linear/sm90/forward.h"
+#include "src/cuda/runtime/kernel_file.h"
+#include "src/cuda/runtime/runtime.h"
 #include "suite.h"
 
 namespace logitless::conformance {

@@ -7,8 +7,8 @@
 #include <map>
 
 #include "resident.h"
-#include "src/cuda/plan.h"
-#include "src/cuda/runtime.h"
+#include "src/cuda/linear/plan.h"
+#include "src/cuda/runtime/runtime.h"
 #include "suite.h"
 
 namespace logitless::conformance {

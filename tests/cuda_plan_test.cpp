@@ -7,7 +7,7 @@
 
 #include "cuda_shapes.h"
 #include "gtest/gtest.h"
-#include "src/cuda/sm90/forward.h"
+#include "src/cuda/linear/sm90/forward.h"
 
 namespace logitless::cuda {
 namespace {

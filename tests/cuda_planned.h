@@ -9,8 +9,8 @@
 #include "judge.h"
 #include "problem.h"
 #include "resident.h"
-#include "src/cuda/linear.h"
-#include "src/cuda/runtime.h"
+#include "src/cuda/linear/linear.h"
+#include "src/cuda/runtime/runtime.h"
 #include "suite.h"
 
 namespace logitless::conformance {

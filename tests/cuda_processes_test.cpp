@@ -10,8 +10,8 @@
 #include <cuda.h>
 
 #include "resident.h"
-#include "src/cuda/driver.h"
-#include "src/cuda/runtime.h"
+#include "src/cuda/runtime/driver.h"
+#include "src/cuda/runtime/runtime.h"
 #include "suite.h"
 
 namespace logitless::conformance {

@@ -6,8 +6,8 @@
 #include <gtest/gtest.h>
 
 #include "logitless/logitless.h"
-#include "src/cuda/runtime.h"
-#include "src/cuda/warmup.h"
+#include "src/cuda/runtime/runtime.h"
+#include "src/cuda/runtime/warmup.h"
 
 namespace logitless {
 namespace {

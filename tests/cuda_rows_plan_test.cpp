@@ -2,7 +2,7 @@
 // How rows of given logits are cut on CUDA; no GPU is asked.
 #include <gtest/gtest.h>
 
-#include "src/cuda/rows_plan.h"
+#include "src/cuda/rows/rows_plan.h"
 
 namespace logitless::cuda {
 namespace {

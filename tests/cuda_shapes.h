@@ -6,8 +6,8 @@
 #include <array>
 #include <vector>
 
-#include "src/cuda/linear.h"
-#include "src/cuda/plan.h"
+#include "src/cuda/linear/linear.h"
+#include "src/cuda/linear/plan.h"
 
 namespace logitless::cuda {
 

@@ -6,7 +6,7 @@
 #include <thread>
 
 #include "resident.h"
-#include "src/cuda/warmup.h"
+#include "src/cuda/runtime/warmup.h"
 #include "suite.h"
 
 namespace logitless::conformance {

@@ -15,9 +15,9 @@
 #include <string_view>
 #include <vector>
 
-#include "src/cuda/api.h"
-#include "src/cuda/cublaslt.h"
-#include "src/cuda/driver.h"
+#include "src/cuda/runtime/api.h"
+#include "src/cuda/runtime/cublaslt.h"
+#include "src/cuda/runtime/driver.h"
 
 namespace logitless::cuda {
 

@@ -2,7 +2,7 @@
 // CUDA's implementation of every op: one overload pair each. The device is found and current.
 #pragma once
 
-#include "src/cuda/runtime.h"
+#include "src/cuda/runtime/runtime.h"
 
 namespace logitless::cuda {
 

@@ -3,8 +3,8 @@
 // on its batch.
 #pragma once
 
-#include "src/cuda/runtime.h"
-#include "src/cuda/sm90/forward.h"
+#include "src/cuda/linear/sm90/forward.h"
+#include "src/cuda/runtime/runtime.h"
 
 namespace logitless::cuda {
 

@@ -3,7 +3,7 @@
 
 #include <span>
 
-#include "src/cuda/runtime.h"
+#include "src/cuda/runtime/runtime.h"
 
 namespace logitless::cuda {
 

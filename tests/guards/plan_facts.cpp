@@ -9,8 +9,8 @@
 #include "src/call.h"
 #include "src/cpu/plan.h"
 #include "src/cpu/thread_pool.h"
-#include "src/cuda/linear.h"
-#include "src/cuda/rows_plan.h"
+#include "src/cuda/linear/linear.h"
+#include "src/cuda/rows/rows_plan.h"
 #include "src/webgpu/cost.h"
 
 namespace logitless::guards {

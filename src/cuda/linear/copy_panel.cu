@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// E that lies in grad_weight's memory where rows are about to be written: back to the workspace.
+#include "src/cuda/linear/linear.cuh"
+
+namespace logitless::cuda {
+namespace {
+
+constexpr int threads = 256, copies = 4;  // of 16 bytes, under way at once
+constexpr int row_parts = 8;              // of a block's 64 columns
+
+// A block of the panel is [pitch, 64], and what counts of it its first rows: one piece of memory,
+// with the zeros behind it up to a step of the product.
+__global__ void __launch_bounds__(threads)
+    copy_kernel(Chunk chunk, const uint4* from, uint4* to, int64_t pitch, int64_t blocks) {
+  const int64_t rows = (valid_rows(chunk) + 63) / 64 * 64;
+  const int64_t parts = rows * row_parts;
+  const int64_t pieces = (parts + threads * copies - 1) / (threads * copies);
+  for (int64_t piece = blockIdx.x; piece < blocks * pieces; piece += gridDim.x) {
+    const int64_t block = piece / pieces * pitch * row_parts;
+    const int64_t first = piece % pieces * (threads * copies) + threadIdx.x;
+    uint4 x[copies];
+#pragma unroll
+    for (int n = 0; n < copies; ++n) {
+      const int64_t i = first + n * threads;
+      if (i < parts) x[n] = from[block + i];
+    }
+#pragma unroll
+    for (int n = 0; n < copies; ++n) {
+      const int64_t i = first + n * threads;
+      if (i < parts) to[block + i] = x[n];
+    }
+  }
+}
+
+}  // namespace
+
+void copy_panel(const Chunk& chunk, const Panel& panel, char* to, const DeviceInfo& device,
+                Stream* stream) {
+  stream->launch("copy_panel", copy_kernel, static_cast<unsigned>(device.multiprocessors * 8),
+                 threads, chunk, reinterpret_cast<const uint4*>(panel.data),
+                 reinterpret_cast<uint4*>(to), panel.pitch, (panel.columns + 63) / 64);
+}
+
+}  // namespace logitless::cuda

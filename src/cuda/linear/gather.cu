@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the products read: the valid tokens' rows of input, compacted and padded to 16 bytes, and
+// from the same read z of each token's target by one dot product; the weight, where its own layout
+// does not serve.
+#include "src/cuda/linear/linear.cuh"
+#include "src/cuda/runtime/early.cuh"
+
+namespace logitless::cuda {
+namespace {
+
+constexpr int threads = 256;
+
+template <class T>
+__device__ void clear_row(const TensorView& view, int64_t row, int lane) {
+  for (int64_t j = lane; j < view.shape[1]; j += 32) {
+    *address<T>(view, row, j) = from_f32<T>(0.0f);
+  }
+}
+
+struct GatherArguments {
+  TensorView input, weight, bias, grad_input;
+  MapFactors map;
+  Chunk chunk;
+  int64_t pitch;
+  int64_t rows;  // with those behind the chunk
+  bool clears;
+  bool beside;       // the kernel in front: waited for last
+  bool reads_input;  // where every token counts: no copy
+  float* target_logit;
+  int32_t* again;          // may be null
+  int32_t* rows_finished;  // begin at 0 for the chunk
+};
+
+template <class T>
+__device__ void add_products(const Pack<T>& x, const Pack<T>& w, float* sum) {
+#pragma unroll
+  for (int n = 0; n < Pack<T>::width; ++n) *sum = fmaf(to_f32(x.x[n]), to_f32(w.x[n]), *sum);
+}
+
+// A lane's part of x . w, 16 bytes in turn, and a copy of x where `to` is not null.
+template <class T>
+__device__ float dot_packs(const Pack<T>* x, const Pack<T>* w, int packs, Pack<T>* to, int lane) {
+  // A few steps' loads before the first store, behind which the compiler moves none.
+  constexpr int many = 4;
+  float sum = 0;
+  for (int j = lane; j < packs; j += many * 32) {
+    Pack<T> a[many], b[many];
+#pragma unroll
+    for (int i = 0; i < many; ++i) {
+      if (j + i * 32 < packs) a[i] = x[j + i * 32], b[i] = w[j + i * 32];
+    }
+#pragma unroll
+    for (int i = 0; i < many; ++i) {
+      if (j + i * 32 >= packs) break;
+      if (to != nullptr) to[j + i * 32] = a[i];
+      add_products(a[i], b[i], &sum);
+    }
+  }
+  return sum;
+}
+// The same in the same order of rows that lie anyhow, with zeros behind them up to `pitch`.
+template <class T>
+__device__ float dot_elements(const RowReader<T>& x, const RowReader<T>& w, int64_t pitch, T* to,
+                              int lane) {
+  float sum = 0;
+#pragma unroll 1
+  for (int64_t j = lane * Pack<T>::width; j < pitch; j += 32 * Pack<T>::width) {
+    const Pack<T> a = x(j);
+    if (to != nullptr) *reinterpret_cast<Pack<T>*>(to + j) = a;
+    add_products(a, w(j), &sum);
+  }
+  return sum;
+}
+
+// A warp a row k of the compacted chunk, rows that are not valid zeros (`to` null: there is no
+// copy):
+//   z_t = map(input_k . weight_t) in f32, 16 bytes a lane in turn, then the tree over the lanes.
+template <class T>
+__device__ void gather_row(const GatherArguments& a, T* to) {
+  const int64_t k = int64_t{blockIdx.x} * (threads / 32) + threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  if (k == 0 && lane == 0) {
+    *a.rows_finished = 0;
+    if (a.again != nullptr) *a.again = 0;
+  }
+  if (k >= a.rows) return;
+  constexpr int width = Pack<T>::width;
+  const Tokens& tokens = a.chunk.tokens;
+  const int64_t token = a.chunk.first + k;
+  if (a.reads_input && tokens.scalars->valid == tokens.total) to = nullptr;
+  if (to != nullptr) to += k * a.pitch;
+  if (k >= a.chunk.rows || !is_valid(a.chunk, static_cast<int>(k))) {
+    if (lane == 0 && k < a.chunk.rows) a.target_logit[k] = 0;  // asked for like the others'
+    for (int64_t j = lane * width; to != nullptr && j < a.pitch; j += 32 * width) {
+      *reinterpret_cast<Pack<T>*>(to + j) = Pack<T>{};
+    }
+    if (!a.clears || k >= a.chunk.rows) return;
+    with_dtype_on_device(a.grad_input.dtype, [&](auto element) {
+      clear_row<decltype(element)>(a.grad_input, tokens.row[token], lane);
+    });
+    return;
+  }
+  const int64_t target = tokens.target[token], hidden = a.weight.shape[1];
+  const RowReader<T> input(a.input, tokens.row[token], hidden);
+  const RowReader<T> weight(a.weight, target < 0 ? 0 : target, hidden);
+  float sum;
+  if (input.aligned && weight.aligned && hidden % width == 0) {
+    sum = dot_packs(reinterpret_cast<const Pack<T>*>(input.data),
+                    reinterpret_cast<const Pack<T>*>(weight.data), static_cast<int>(hidden / width),
+                    reinterpret_cast<Pack<T>*>(to), lane);
+  } else {
+    sum = dot_elements(input, weight, a.pitch, to, lane);
+  }
+  sum = warp_sum(sum);
+  if (lane != 0) return;
+  if (target >= 0 && present(a.bias)) sum += load(a.bias, target);
+  a.target_logit[k] = target < 0 ? -infinity() : map_raw(a.map, sum);
+}
+
+template <class T>
+__global__ void __launch_bounds__(threads, 3)
+    gather(const __grid_constant__ GatherArguments a, T* to) {
+  if (!a.beside) wait_for_kernel_before();
+  gather_row(a, to);
+  if (a.beside) wait_for_kernel_before();
+}
+
+// A warp a row of the weight, from row `first` on; behind the last one zeros.
+template <class T>
+__global__ void __launch_bounds__(threads)
+    copy_rows(TensorView from, int64_t first, int64_t rows, int64_t pitch, T* to) {
+  const int64_t row = int64_t{blockIdx.x} * (threads / 32) + threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  if (row >= rows) return;
+  const bool exists = first + row < from.shape[0];
+  const RowReader<T> reader(from, exists ? first + row : 0, exists ? from.shape[1] : 0);
+  for (int64_t j = lane * Pack<T>::width; j < pitch; j += 32 * Pack<T>::width) {
+    *reinterpret_cast<Pack<T>*>(to + row * pitch + j) = reader(j);
+  }
+}
+
+void copy(const LinearCall& call, const LinearPlan& plan, const char* name, int64_t first,
+          int64_t rows, char* to, Stream* stream) {
+  with_dtype(call.shape.dtype, [&](auto element) {
+    using T = decltype(element);
+    stream->launch(name, copy_rows<T>, blocks_for(rows, threads / 32), threads, call.weight, first,
+                   rows, plan.hidden_pitch, reinterpret_cast<T*>(to));
+  });
+}
+
+__global__ void __launch_bounds__(256)
+    column_terms_kernel(LinearCall call, float* bias, float* class_weights) {
+  const int64_t j = int64_t{blockIdx.x} * 256 + threadIdx.x;
+  const bool exists = j < call.weight.shape[0];
+  if (j >= call.weight.shape[0] + column_padding) return;
+  if (bias != nullptr) bias[j] = exists ? load(call.bias, j) : 0.0f;
+  if (class_weights != nullptr) class_weights[j] = exists ? class_weight(call.in, j) : 0.0f;
+}
+
+}  // namespace
+
+void column_terms(const LinearCall& call, const LinearMemory& m, Stream* stream) {
+  if (m.bias_row == nullptr && m.class_weights == nullptr) return;
+  stream->launch("column_terms", column_terms_kernel,
+                 blocks_for(call.shape.vocab + column_padding, 256), 256, call, m.bias_row,
+                 m.class_weights);
+}
+
+void copy_weight(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                 Stream* stream) {
+  if (!call.shape.copies_weight) return;
+  copy(call, plan, "copy_weight", 0, call.shape.vocab, m.weight, stream);
+}
+
+void copy_weight_tail(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                      Stream* stream) {
+  if (m.weight_tail == nullptr) return;
+  copy(call, plan, "copy_weight_tail", call.shape.vocab / 8 * 8, 8, m.weight_tail, stream);
+}
+
+void gather_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                  const Chunk& chunk, bool clears, bool beside, Stream* stream) {
+  const int64_t rows = chunk.rows + (call.shape.fused ? 0 : extra_rows);
+  const GatherArguments arguments{.input = call.input,
+                                  .weight = call.weight,
+                                  .bias = call.bias,
+                                  .grad_input = call.grad_input,
+                                  .map = call.map,
+                                  .chunk = chunk,
+                                  .pitch = plan.hidden_pitch,
+                                  .rows = rows,
+                                  .clears = clears,
+                                  .beside = beside,
+                                  .reads_input = call.shape.reads_input,
+                                  .target_logit = m.target_logit,
+                                  .again = m.again,
+                                  .rows_finished = m.rows_finished};
+  with_dtype(call.shape.dtype, [&](auto element) {
+    using T = decltype(element);
+    const LaunchShape shape{
+        .blocks = blocks_for(rows, threads / 32), .threads = threads, .early = call.launches_early};
+    stream->launch_config("gather_input", gather<T>, shape, arguments,
+                          reinterpret_cast<T*>(m.input));
+  });
+}
+
+}  // namespace logitless::cuda

@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+// E, kept by the forward pass, and the input are made ready for the products: what the factors of
+// the rows (rows.cu) leave to be written.
+#include <algorithm>
+
+#include "src/cuda/linear/linear.cuh"
+#include "src/cuda/runtime/early.cuh"
+
+namespace logitless::cuda {
+namespace {
+
+constexpr unsigned panel_blocks = 2;  // a multiprocessor
+
+// The target's column of E, where rows.cu has not met it. Then the rows of the list again, each
+// column by a dot product of its own: E_j = draw_j / v, smoothing and all, from the finished state.
+// A warp a column, rows in turn; at once over where the list is empty.
+template <class E>
+__global__ void __launch_bounds__(256)
+    panel_kernel(const __grid_constant__ LinearCall call, Chunk chunk, const float* target_logit,
+                 const RowGradient* gradients, const RowFactors* factors, const int32_t* again,
+                 Panel panel, bool targets) {
+  wait_for_kernel_before();
+  const int valid = targets ? valid_rows(chunk) : 0;
+  for (int row = blockIdx.x * 256 + threadIdx.x; row < valid; row += gridDim.x * 256) {
+    const int64_t j = chunk.tokens.target[chunk.first + row] - panel.first;
+    if (j < 0 || j >= panel.columns || factors[row].again != 0) continue;
+    *panel_element<E>(panel, row, j) = from_f32<E>(factors[row].at_target);
+  }
+  const int count = again[0], lane = threadIdx.x % 32;
+  const int64_t step = int64_t{gridDim.x} * 8;
+  if (count == 0) return;
+  for (int64_t j = blockIdx.x * 8 + threadIdx.x / 32; j < panel.columns; j += step) {
+    const int64_t column = panel.first + j;
+    for (int n = 0; n < count; ++n) {
+      const int row = again[1 + n];
+      const E* x = address<const E>(call.input, chunk.tokens.row[chunk.first + row]);
+      float sum = 0;
+      for (int64_t d = lane; d < call.weight.shape[1]; d += 32) {
+        sum = fmaf(to_f32(x[d * call.input.stride[1]]),
+                   to_f32(*address<const E>(call.weight, column, d)), sum);
+      }
+      sum = warp_sum(sum);
+      if (lane != 0) continue;
+      if (present(call.bias)) sum += load(call.bias, column);
+      const bool is_target = column == chunk.tokens.target[chunk.first + row];
+      const float z = is_target ? target_logit[row] : map_raw(call.map, sum);
+      const RowGradient& g = gradients[row];
+      // At |z| of 1e20 this dot and the product's differ by more than any exponent holds.
+      float log_p = (z - g.reference) - g.log_sum;
+      log_p = log_p > 0 ? 0.0f : log_p;
+      const float p = exp_any(log_p);
+      float draw =
+          is_target ? target_draw(g.probability, g.onehot, p, -expm1f(log_p)) : g.probability * p;
+      if (g.smoothing != 0) {
+        draw = fmaf(-g.smoothing, class_weight(call.in, column), draw);
+      }
+      draw *= cap_slope(call.map, z);
+      const float v = factors[row].scale;
+      *panel_element<E>(panel, row, j) = from_f32<E>(v == 0 ? 0.0f : draw / v);
+    }
+  }
+}
+
+// Behind the chunk's rows, two whose product with the class weights is the smoothing's term of
+// grad_weight: -sum_k s_k input_k, rounded, and what the rounding lost.
+template <class E>
+__global__ void __launch_bounds__(128)
+    scale_kernel(Chunk chunk, const RowFactors* factors, const E* input, int64_t pitch,
+                 const float* smoothed_row, E* scaled) {
+  const int64_t row = blockIdx.x;
+  for (int64_t d = threadIdx.x; d < pitch; d += 128) {
+    float x;
+    if (row < chunk.rows) {
+      x = factors[row].scale == 0 ? 0.0f : factors[row].scale * to_f32(input[row * pitch + d]);
+    } else {
+      const float sum = smoothed_row == nullptr ? 0.0f : -smoothed_row[d];
+      const float high = to_f32(from_f32<E>(sum));
+      x = row == chunk.rows ? high : row == chunk.rows + 1 ? sum - high : 0.0f;
+    }
+    scaled[row * pitch + d] = from_f32<E>(x);
+  }
+}
+
+// Their columns of E: c_j twice where the smoothing is apart, and zeros.
+template <class E>
+__global__ void __launch_bounds__(256)
+    extra_rows_kernel(LinearCall call, int32_t row, bool smooths, Panel panel) {
+  const int64_t j = int64_t{blockIdx.x} * 256 + threadIdx.x;
+  if (j >= panel.columns) return;
+  const float c = smooths ? class_weight(call.in, panel.first + j) : 0.0f;
+  E* to = reinterpret_cast<E*>(panel.data) + row * panel.pitch + j;
+  for (int r = 0; r < extra_rows; ++r) to[r * panel.pitch] = from_f32<E>(r < 2 ? c : 0.0f);
+}
+
+// Behind the last columns of the vocabulary: zeros to a multiple of 8.
+template <class E>
+__global__ void __launch_bounds__(256) extra_columns_kernel(int32_t rows, Panel panel) {
+  const int64_t row = int64_t{blockIdx.x} * 256 + threadIdx.x;
+  if (row >= rows) return;
+  E* to = reinterpret_cast<E*>(panel.data) + row * panel.pitch;
+  for (int64_t j = panel.columns; j % 8 != 0; ++j) to[j] = from_f32<E>(0.0f);
+}
+
+// sum_k s_k input_k in slabs of rows, then over the slabs.
+template <class E>
+__global__ void __launch_bounds__(256)
+    smoothed_slabs(Chunk chunk, const RowFactors* factors, const E* input, int64_t pitch, int count,
+                   float* slabs) {
+  const int64_t d = int64_t{blockIdx.x} * 256 + threadIdx.x, slab = block_of_second_axis();
+  if (d >= pitch || slab >= count) return;
+  const int64_t end = min((slab + 1) * token_slab_rows, int64_t{chunk.rows});
+  constexpr int many = 16;
+  float sum = 0;
+  for (int64_t row = slab * token_slab_rows; row < end; row += many) {
+    float s[many], x[many];
+#pragma unroll
+    for (int i = 0; i < many; ++i) {
+      s[i] = row + i < end ? factors[row + i].smoothing : 0.0f;
+      x[i] = row + i < end ? to_f32(input[(row + i) * pitch + d]) : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < many; ++i) {
+      if (s[i] != 0) sum = fmaf(s[i], x[i], sum);
+    }
+  }
+  slabs[slab * pitch + d] = sum;
+}
+
+__global__ void __launch_bounds__(256)
+    sum_slabs(const float* slabs, int count, int64_t pitch, float* sum) {
+  const int64_t d = int64_t{blockIdx.x} * 256 + threadIdx.x;
+  if (d >= pitch) return;
+  sum[d] = sum_of_slabs(slabs, count, pitch, d);
+}
+
+}  // namespace
+
+void finish_panel(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
+                  const Panel& panel, bool targets, const DeviceInfo& device, Stream* stream) {
+  // As many as run at once: mostly each finds the list empty.
+  const unsigned most = static_cast<unsigned>(device.multiprocessors) * panel_blocks;
+  const LaunchShape shape{.blocks = std::min(blocks_for(panel.columns, 8), most),
+                          .threads = 256,
+                          .early = call.launches_early};
+  with_stored(call.shape.dtype, [&](auto element) {
+    stream->launch_config("finish_panel", panel_kernel<decltype(element)>, shape, call, chunk,
+                          m.target_logit, m.gradients, m.factors, m.again, panel, targets);
+  });
+}
+
+void write_extra_rows(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
+                      const Panel& panel, Stream* stream) {
+  const bool smooths = m.smoothed_row != nullptr;
+  with_dtype(call.shape.dtype, [&](auto element) {
+    stream->launch("extra_rows", extra_rows_kernel<decltype(element)>,
+                   blocks_for(panel.columns, 256), 256, call, chunk.rows, smooths, panel);
+    if (panel.columns % 8 == 0) return;
+    stream->launch("extra_columns", extra_columns_kernel<decltype(element)>,
+                   blocks_for(chunk.rows + extra_rows, 256), 256,
+                   static_cast<int32_t>(chunk.rows + extra_rows), panel);
+  });
+}
+
+void scale_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                 const Chunk& chunk, Stream* stream) {
+  const bool smooths = m.smoothed_row != nullptr;
+  const unsigned columns = blocks_for(plan.hidden_pitch, 256);
+  with_stored(call.shape.dtype, [&](auto element) {
+    using E = decltype(element);
+    const E* input = reinterpret_cast<const E*>(m.input);
+    if (smooths) {
+      const unsigned slabs = blocks_for(chunk.rows, token_slab_rows);
+      stream->launch("smoothed_slabs", smoothed_slabs<E>, two_axes(columns, slabs), 256, chunk,
+                     m.factors, input, plan.hidden_pitch, static_cast<int>(slabs), m.slabs);
+      stream->launch("smoothed_row", sum_slabs, columns, 256, m.slabs, static_cast<int>(slabs),
+                     plan.hidden_pitch, m.smoothed_row);
+    }
+    const int64_t behind = call.shape.fused ? 0 : extra_rows;
+    stream->launch("scale_input", scale_kernel<E>, static_cast<unsigned>(chunk.rows + behind), 128,
+                   chunk, m.factors, input, plan.hidden_pitch,
+                   smooths ? m.smoothed_row : static_cast<float*>(nullptr),
+                   reinterpret_cast<E*>(m.scaled));
+  });
+}
+
+}  // namespace logitless::cuda

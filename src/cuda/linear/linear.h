@@ -1,0 +1,232 @@
+// SPDX-License-Identifier: Apache-2.0
+// The device arrays of a linear op and the kernels between its products.
+#pragma once
+
+#include <algorithm>
+#include <array>
+
+#include "src/cuda/linear/panels.h"
+#include "src/cuda/linear/plan.h"
+#include "src/cuda/numbers.h"
+#include "src/cuda/runtime/blas.h"
+#include "src/cuda/tokens/tokens.h"
+
+namespace logitless::cuda {
+
+// Sums of one row over the segments of the vocabulary, each [rows, segments]; absent ones null. The
+// target's own column is left out, so that 1 - p_t is known without cancellation.
+struct Partials {
+  float* maximum = nullptr;   // max_{j != t} z_j, or what stands in its place
+  float* sum = nullptr;       // sum_{j != t} exp(z_j - maximum)
+  float* shifted = nullptr;   // sum_{j != t} exp(z_j - maximum) (z_j - maximum), for the entropy
+  float* weighted = nullptr;  // sum_{j != t} c_j z_j
+  int32_t* argmax = nullptr;  // lowest column of the maximum
+  int64_t segments = 0;
+  bool anchored = false;  // `maximum` may be an anchor, which need not be near it: sm90/plain.cuh
+  // Of the kernel of sm90/plain.cuh, whose rows are summed in units (sm90/units.h): a segment is a
+  // unit, or a tile, or these sums are of no unit (0).
+  int32_t unit_width = 0;           // tiles of a segment
+  int32_t single_rows = 0;          // up to 512
+  float* single_maximum = nullptr;  // [single tiles, single_rows]  where a segment is a unit
+  float* single_sum = nullptr;      // [single tiles, single_rows]
+};
+
+// Where a row of gradients comes from. With E:  draw_j = scale E_j - smoothing c_j.
+struct RowFactors {
+  float scale;      // v
+  float smoothing;  // s
+  float at_target;  // E of the target's column
+  int32_t again;    // the row is made again by itself: panel_kernel in kept.cu
+};
+
+// A chunk of compacted tokens [first, first + rows); fewer of them may be valid.
+struct Chunk {
+  Tokens tokens;
+  int64_t first = 0;
+  int32_t rows = 0;
+};
+
+// Everything a kernel may need of the call.
+struct LinearCall {
+  TokenInput in;
+  TensorView input, weight, bias;
+  TensorView grad_input, grad_weight, grad_bias;
+  TensorView row_reference, row_log_sum, entropy;  // of Backward, where given
+  TokenOutputs outputs;
+  LinearShape shape;
+  MapFactors map;
+  bool accumulate = false;
+  bool launches_early = false;  // the kernels between Hopper's products: early.cuh
+  bool plain() const { return map.identity && !bias; }
+};
+
+// Arrays in the workspace.
+struct LinearMemory {
+  Tokens tokens;
+  float* losses = nullptr;           // [N]  compacted, where they are reduced
+  int32_t* rows_finished = nullptr;  // [1]  of the chunk, blocks of finish_rows that are done
+  void* library = nullptr;
+  char* weight = nullptr;          // [V, hidden_pitch]  where copied
+  char* weight_tail = nullptr;     // [8, hidden_pitch]  its last V % 8 rows, then zeros
+  char* input = nullptr;           // [panel_rows, hidden_pitch]  compacted; or grad_input's memory
+  char* scaled = nullptr;          // the same times v; may be `input`, or in grad_weight's memory
+  float* bias_row = nullptr;       // [V + column_padding]  the bias in f32, for sm90/forward.h
+  float* class_weights = nullptr;  // [V + column_padding]  c_j, likewise
+  float* target_logit = nullptr;   // [token_chunk]
+  Partials partials;
+  RowGradient* gradients = nullptr;  // [token_chunk]
+  float* target_gradient = nullptr;  // [token_chunk]  dz of the target, for sm90/forward.h
+  RowFactors* factors = nullptr;     // [token_chunk]
+  int32_t* again = nullptr;          // [1 + token_chunk]  count, then rows to be made again
+  float* logits = nullptr;           // [block_rows, block_columns]
+  float* slots = nullptr;            // [slots, 512, 192]  for sm90/product.h
+  float* row_sums = nullptr;         // [sum_rows, hidden_pitch]  of grad_input, where E is whole
+  char* stored = nullptr;            // [panel_rows, stored_pitch]  E
+  char* remade = nullptr;            // [panel_rows, remade_columns]  E or dz; may be `stored`
+  float* grad_input_sum = nullptr;   // [token_chunk, hidden_pitch]
+  float* grad_weight_sum = nullptr;  // [V - lent_sum_rows, hidden_pitch]  the last rows
+  float* weight_tail_sum = nullptr;  // [8, hidden_pitch]  of the last V % 8 rows of grad_weight
+  float* bias_sum = nullptr;         // [V]
+  float* bias_slabs = nullptr;       // [slabs, columns at a time]
+  float* class_row = nullptr;        // [hidden_pitch]  sum_j c_j weight_j of E's columns
+  float* smoothed_row = nullptr;     // [hidden_pitch]  sum_k s_k input_k
+  float* slabs = nullptr;            // [slabs, hidden_pitch]
+};
+
+inline int64_t stored_pitch(int64_t columns) { return (columns + 63) / 64 * 64; }
+// Of grad_weight's f32 sums, where a chunk's E was.
+inline int64_t rows_in_place_of_e(const LinearShape& s, const LinearPlan& p) {
+  return panel_rows(s, p) * stored_pitch(p.stored_columns) * size_of(s.dtype) /
+         (4 * p.hidden_pitch);
+}
+// use(first, rows) with the pieces in which lent sums become rows of grad_weight in their place:
+// the first one leaves it by way of E's; then ever twice as many rows, to where those before them
+// were.
+template <class F>
+void for_lent_pieces(int64_t lent, int64_t in_place_of_e, F&& use) {
+  for (int64_t done = 0; done < lent;) {
+    const int64_t rows = std::min(done == 0 ? in_place_of_e : done, lent - done);
+    use(done, rows);
+    done += rows;
+  }
+}
+// One chunk alone: nothing of grad_input is written before the last product is done with the input.
+// Up to a megabyte is not worth the launch that clears what was lent.
+inline bool lends_input(const LinearShape& s, const LinearPlan& p) {
+  const int64_t bytes = p.token_chunk * p.hidden_pitch * size_of(s.dtype);
+  return s.lends_grad_input && p.chunks == 1 && !writes_input_first(s, p) && bytes > 1 << 20;
+}
+// So that a whole tile may be read.
+constexpr int64_t column_padding = 192;
+// The sums of dz that make grad_bias take so many columns at a time.
+constexpr int64_t bias_columns = 16384;
+constexpr int64_t bias_slab_rows = 1024, vocab_slab_rows = 512, token_slab_rows = 256;
+
+LinearMemory place_linear(const LinearShape& shape, const LinearPlan& plan, Arena* arena);
+// What the first of two passes leaves the second: row_reference and row_log_sum, [N] each.
+std::array<float*, 2> place_states(const LinearShape& shape, Arena* arena);
+
+// gather.cu
+void copy_weight(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m, Stream*);
+void copy_weight_tail(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                      Stream*);
+// The chunk's rows of input and the targets' logits; `clears`: rows of grad_input whose token does
+// not count become 0. `beside`: the kernel in front, early itself, neither writes nor reads any of
+// what this one does.
+void gather_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                  const Chunk& chunk, bool clears, bool beside, Stream*);
+// The bias and the class weights in f32, with zeros behind them.
+void column_terms(const LinearCall& call, const LinearMemory& m, Stream*);
+
+// A block of raw logits: rows [row, row + rows) of the chunk, columns [column, column + columns).
+struct Block {
+  const float* logits = nullptr;
+  int64_t pitch = 0;
+  int32_t row = 0, rows = 0;
+  int64_t column = 0, columns = 0;
+};
+// Where its exponentials or gradients go: element (k, j) of the chunk at data + k pitch + j -
+// first; or, as Hopper's products read them, in blocks of 64 columns: block b is [pitch, 64].
+struct Panel {
+  char* data = nullptr;
+  int64_t pitch = 0, first = 0, columns = 0;
+  bool blocks = false;
+};
+
+// On Hopper, in blocks; a null one where there are no columns: nothing is kept.
+Panel panel_of(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+               const PanelPlace& at);
+// The weight from row `column` on, as it is multiplied.
+Operand weight_rows(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                    int64_t column);
+
+// block_exponentials.cu: partial sums (where wanted) and E (where the panel is there).
+void exponentials(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
+                  const Block& block, bool partial_sums, const Panel& panel, Stream*);
+// block_gradients.cu: dz times the map's slope, from finished states.
+void block_gradients(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
+                     const Block& block, const Panel& panel, Stream*);
+
+// rows.cu
+// From the partial sums, or the state that Backward was given: outputs of the chunk's tokens, the
+// loss of all after the last chunk, the factors of the gradients (`with_factors`: of E's rows), and
+// the input times v where `scales`. With factors the target's column of E too, where `kept` has it.
+void finish_rows(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                 const Chunk& chunk, bool with_factors, const std::array<Panel, 2>& kept,
+                 bool scales, const DeviceInfo& device, Stream*);
+
+// kept.cu
+// E of the rows beyond the exponent's range; and, where it is made after finish_rows, of the
+// target's column.
+void finish_panel(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
+                  const Panel& panel, bool targets, const DeviceInfo& device, Stream*);
+// Behind the panel's rows: the class weights for the smoothing's term of E, and zeros; behind its
+// columns: zeros to a multiple of 8.
+void write_extra_rows(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
+                      const Panel& panel, Stream*);
+// Under smoothing: input times v, and behind it the rows that make the smoothing's term.
+void scale_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                 const Chunk& chunk, Stream*);
+
+// copy_panel.cu: the rows that count of a panel in blocks, to `to`, which is as wide.
+void copy_panel(const Chunk& chunk, const Panel& panel, char* to, const DeviceInfo& device,
+                Stream*);
+
+// form_dz.cu: dz in the place of E, for products that a softcap under smoothing leaves no other
+// way; and its sums to bias_sum, if grad_bias is asked for (`first`: overwriting it).
+void form_dz(const LinearCall& call, const LinearMemory& m, const Chunk& chunk, const Panel& panel,
+             bool first, Stream*);
+
+// finish.cu
+void class_row(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m, Stream*);
+// Rows [row, row + rows) of the chunk from their f32 sums; `scaled`: they come of E; `clears`:
+// rows whose token does not count become 0.
+void write_grad_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                      const Chunk& chunk, const float* sums, int64_t row, int64_t rows, bool scaled,
+                      bool clears, Stream*);
+void add_to_bias(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
+                 const Panel& panel, bool scaled, bool first, Stream*);
+// What bias_slabs holds of the panel; `factors`: of E.
+void add_slabs_to_bias(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
+                       const Panel& panel, const RowFactors* factors, bool first, Stream*);
+// Calls use(panel) with as many columns of a panel in blocks as bias_slabs has room for.
+template <class F>
+void for_bias_columns(DType dtype, const Panel& panel, F&& use) {
+  for (int64_t j = 0; j < panel.columns; j += bias_columns) {
+    Panel some = panel;
+    some.data += j * panel.pitch * size_of(dtype);
+    some.first += j;
+    some.columns = std::min(panel.columns - j, bias_columns);
+    use(some);
+  }
+}
+void write_grad_weight(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                       const float* sums, int64_t row, int64_t rows, Stream*);
+// grad_weight of its first rows, whose sums lie in its own memory.
+void write_lent_sums(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                     Stream*);
+void write_grad_bias(const LinearCall& call, const LinearMemory& m, Stream*);
+// Without tokens: zeros, or left as they are when accumulating.
+void clear_grad_weight(const LinearCall& call, Stream*);
+
+}  // namespace logitless::cuda

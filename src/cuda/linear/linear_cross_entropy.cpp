@@ -1,0 +1,292 @@
+// SPDX-License-Identifier: Apache-2.0
+// The linear ops on CUDA: tokens prepared once; then chunk by chunk of tokens the logits a block at
+// a time, partial sums, the rows' states, and the gradients' two products on E or dz. Everything is
+// enqueued; the host never waits and never learns how many tokens are valid.
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <type_traits>
+
+#include "src/cuda/linear/linear_run.h"
+#include "src/cuda/linear/sm90/forward.h"
+#include "src/cuda/linear/sm90/product.h"
+#include "src/cuda/ops.h"
+#include "src/cuda/runtime/blas.h"
+
+namespace logitless::cuda {
+namespace {
+
+// A product reads rows (or columns) of whole 16 bytes that lie multiples of 16 bytes apart. The
+// address does not count: the workspace may be asked for before there is one.
+bool serves_product(const TensorView& v, int64_t rows, int64_t columns) {
+  const int64_t size = size_of(v.dtype);
+  const bool along = v.stride[1] == 1 || columns == 1, across = v.stride[0] == 1 || rows == 1;
+  const int64_t stride = along ? v.stride[0] : v.stride[1];
+  const int64_t length = along ? columns : rows;
+  return (along || across) && stride >= length && stride * size % 16 == 0 &&
+         length * size % 16 == 0;
+}
+
+// Rows and columns are counted in 32 bits on the device; offsets are not.
+constexpr int64_t most_extent = (int64_t{1} << 31) - 65536;
+
+// z = z_target + log E to half of an ulp of E, 2^-8: not far beside the softcap, whose square is
+// the slope's unit. Two capped logits are up to 2 cap nats apart, and the target's probability is
+// no less than e^(-2 cap) / V: normal numbers, both.
+bool e_tells_slope(const MapFactors& map, int64_t vocab) {
+  const double cap = std::fabs(map.outward);
+  return cap >= 15 && std::exp2(-124.0) * static_cast<double>(vocab) * std::exp(2 * cap) < 1;
+}
+
+template <class Op>
+bool state_given(const Op& op) {
+  if constexpr (BackwardOnlyOp<Op>) return static_cast<bool>(op.row_reference);
+  return false;
+}
+
+// One piece of memory in whole 16 bytes a row, nothing between the rows.
+bool is_memory(const TensorView& v) {
+  return v.shape[1] % 8 == 0 && v.stride[1] == 1 && v.stride[0] == v.shape[1] &&
+         reinterpret_cast<uintptr_t>(v.as<char>()) % 16 == 0;
+}
+
+template <class Op>
+LinearCall make_call(const Op& op, const DeviceInfo& device) {
+  LinearCall call;
+  call.in = token_input(op, op.weight.shape[0]);
+  if (op.input.dtype == DType::f16) {
+    // Less where z-loss makes p's factor larger, up to |lse| of a thousand.
+    const double growth = std::exp2(std::ceil(std::log2(1 + 2048.0 * op.options.z_loss)));
+    call.in.lift = static_cast<float>(std::fmax(1, 64 / growth));
+  }
+  call.input = op.input;
+  call.weight = op.weight;
+  call.bias = op.bias;
+  call.map = map_factors(op.options);
+  LinearShape& s = call.shape;
+  s.tokens = op.input.shape[0];
+  s.vocab = op.weight.shape[0];
+  s.hidden = op.weight.shape[1];
+  s.dtype = op.input.dtype;
+  s.forward = !state_given(op);
+  s.smoothing = op.options.label_smoothing > 0;
+  s.copies_weight = !serves_product(op.weight, s.vocab, s.hidden);
+  if constexpr (ForwardOp<Op>) {
+    s.weighted_sum = s.smoothing || op.statistics.weighted_logit_sum;
+    s.entropy = static_cast<bool>(op.statistics.entropy);
+    s.argmax = static_cast<bool>(op.statistics.argmax);
+    call.outputs = {op.loss, op.statistics};
+  }
+  if constexpr (BackwardOnlyOp<Op>) {
+    call.row_reference = op.row_reference;
+    call.row_log_sum = op.row_log_sum;
+    call.entropy = op.entropy;
+  }
+  if constexpr (GradientOp<Op>) {
+    call.grad_input = op.grad_input;
+    call.grad_weight = op.grad_weight;
+    call.grad_bias = op.grad_bias;
+    call.accumulate = op.accumulate_grad_weight;
+    s.grad_input = static_cast<bool>(op.grad_input);
+    s.grad_weight = static_cast<bool>(op.grad_weight);
+    s.grad_bias = static_cast<bool>(op.grad_bias);
+    s.grad_weight_f32 = op.grad_weight.dtype == DType::f32;
+    // The matrix library writes f32 or the inputs' own dtype, in rows.
+    const TensorView& out = op.grad_weight;
+    s.direct_grad_weight = !out || ((out.dtype == DType::f32 || out.dtype == s.dtype) &&
+                                    out.stride[1] == 1 && serves_product(out, s.vocab, s.hidden));
+  }
+  s.fused = sm90::serves(call, device);
+  call.launches_early = s.fused && device.launches_early;
+  // Under a softcap the smoothing's term has a slope of its own in every element, which E tells.
+  const bool slopes = s.smoothing && call.map.capped;
+  s.forms_dz = slopes && s.fused && e_tells_slope(call.map, s.vocab);
+  s.can_store = ForwardOp<Op> && s.dtype != DType::f16 && (!slopes || s.forms_dz);
+  s.plain = sm90::serves_plain(call);
+  s.reads_input = sm90::reads_input(call);
+  s.bias = s.fused && op.bias;
+  s.class_weights = s.fused && op.weights.vocab && (s.smoothing || s.weighted_sum);
+  if (s.fused && s.gradients()) {
+    s.direct_grad_weight = !call.grad_weight || sm90::writes(call.grad_weight, s.dtype);
+    s.direct_grad_input = s.grad_input && sm90::writes(call.grad_input, s.dtype);
+    s.lends_grad_input =
+        s.grad_input && call.grad_input.dtype == s.dtype && is_memory(call.grad_input);
+    s.lends_grad_weight =
+        s.grad_weight && !call.accumulate && s.direct_grad_weight && is_memory(call.grad_weight);
+  }
+  return call;
+}
+
+DeviceSpeed speed_of(const DeviceInfo& device) {
+  DeviceSpeed speed;
+  speed.multiprocessors = device.multiprocessors;
+  const double share = device.multiprocessors / 132.0;
+  if (device.major != 9) {
+    speed.products *= share / 2;
+    speed.memory *= share / 2;
+  }
+  return speed;
+}
+
+template <class Op>
+Status linear_workspace(const Op& op, const DeviceInfo& device, WorkspaceSize* size) {
+  const Status status = find_matrix_library();
+  if (!status.ok()) return status;
+  for (const int64_t extent : {op.input.shape[0], op.weight.shape[0], op.weight.shape[1]}) {
+    if (extent > most_extent) {
+      return error(StatusCode::not_supported, "cuda: an extent is %lld; allowed: up to %lld",
+                   static_cast<long long>(extent), static_cast<long long>(most_extent));
+    }
+  }
+  // Where there is no address yet, there may come one that Hopper's kernels cannot use: enough for
+  // either kind.
+  Op asked = op;
+  std::array<TensorView*, 3> unknown;
+  size_t count = 0;
+  const auto find_unknown = [&](TensorView* v) {
+    if (*v && v->data == nullptr) unknown[count++] = v;
+  };
+  find_unknown(&asked.weight);
+  if constexpr (GradientOp<Op>) {
+    find_unknown(&asked.grad_input);
+    find_unknown(&asked.grad_weight);
+  } else {
+    find_unknown(&asked.input);
+  }
+  *size = {0, 0, Arena::alignment};
+  for (size_t i = 0; i < size_t{1} << count; ++i) {
+    for (size_t n = 0; n < count; ++n) {
+      unknown[n]->byte_offset = static_cast<int64_t>(i >> n & 1) * size_of(unknown[n]->dtype);
+    }
+    const LinearShape shape = make_call(asked, device).shape;
+    const uint64_t minimum = smallest_plan(shape, speed_of(device)).bytes;
+    const uint64_t recommended = recommended_plan(shape, speed_of(device)).bytes;
+    size->minimum = std::max(size->minimum, minimum);
+    size->recommended = std::max({size->recommended, minimum, recommended});
+  }
+  return {};
+}
+
+void run_planned(const LinearCall& call, const LinearPlan& plan, char* workspace,
+                 const DeviceInfo& device, Stream* stream) {
+  Arena arena(workspace);
+  LinearMemory memory = place_linear(call.shape, plan, &arena);
+  if (lends_input(call.shape, plan)) memory.input = call.grad_input.as<char>();
+  if (memory.scaled == nullptr) {
+    memory.scaled = scales_apart(call.shape, plan)
+                        ? call.grad_weight.as<char>() + lent_scaled_input(call.shape, plan)
+                        : memory.input;
+  }
+  LinearRun run(call, plan, memory, device, stream);
+  run.begin();
+  for (int64_t first = 0; first < call.shape.tokens; first += plan.token_chunk) {
+    run.begin_chunk(first, std::min(plan.token_chunk, call.shape.tokens - first));
+    if (call.shape.forward) run.forward();
+    run.rows();
+    if (call.shape.gradients()) run.gradients();
+  }
+  run.finish();
+}
+
+// Rows [first, end of the view).
+TensorView rows_from(TensorView view, int64_t first) {
+  if (!view) return view;
+  view.byte_offset += first * view.stride[0] * size_of(view.dtype);
+  view.shape[0] -= first;
+  return view;
+}
+
+// The rows of grad_weight (and of grad_bias, all of them) that the first pass leaves: Backward, of
+// the columns behind them as of a shard.
+LinearCrossEntropyBackward second_op(const LinearCrossEntropyForwardBackward& op,
+                                     const TokenStatistics& state, int64_t first_rows) {
+  LinearCrossEntropyBackward second{.input = op.input,
+                                    .weight = rows_from(op.weight, first_rows),
+                                    .bias = rows_from(op.bias, first_rows),
+                                    .target = op.target,
+                                    .row_reference = state.row_reference,
+                                    .row_log_sum = state.row_log_sum,
+                                    .grad_loss = op.grad_loss,
+                                    .grad_weight = rows_from(op.grad_weight, first_rows),
+                                    .grad_bias = op.grad_bias,
+                                    .options = op.options,
+                                    .weights = op.weights,
+                                    .fault = op.fault};
+  if (first_rows > 0) {
+    second.options.vocab_start = first_rows;
+    second.options.vocab_total = op.weight.shape[0];
+  }
+  return second;
+}
+
+// A plan of two passes, one after the other in the memory behind the rows' states.
+void run_two_passes(const LinearCrossEntropyForwardBackward& op, const LinearShape& shape,
+                    const LinearPlan& plan, uint64_t bytes, char* workspace,
+                    const DeviceInfo& device, Stream* stream) {
+  Arena arena(workspace);
+  LinearCrossEntropyForwardBackward first = op;
+  const auto [reference, log_sum] = place_states(shape, &arena);
+  const auto keep = [&](TensorView* state, float* values) {  // unless the caller asked for it
+    if (*state) return;
+    *state = {.data = values,
+              .dtype = DType::f32,
+              .device = op.input.device,
+              .rank = 1,
+              .shape = {shape.tokens},
+              .stride = {1}};
+  };
+  keep(&first.statistics.row_reference, reference);
+  keep(&first.statistics.row_log_sum, log_sum);
+  const LinearCrossEntropyBackward second = second_op(op, first.statistics, plan.first_rows);
+  first.grad_bias = {};  // grad_weight stays: where it is not made its memory may still hold panels
+  const auto pass = [&](LinearCall call, const LinearShape& planned) {
+    call.shape = planned;
+    const LinearPlan p = plan_linear(planned, speed_of(device), bytes - arena.used());
+    run_planned(call, p, workspace + arena.used(), device, stream);
+  };
+  pass(make_call(first, device), first_pass(shape, plan.first_rows));
+  pass(make_call(second, device), second_pass(shape, plan.first_rows));
+}
+
+template <class Op>
+Status linear_run(const Op& op, const Workspace& workspace, const DeviceInfo& device,
+                  Stream* stream) {
+  const LinearCall call = make_call(op, device);
+  const LinearPlan plan = plan_linear(call.shape, speed_of(device), workspace.bytes);
+  char* memory = static_cast<char*>(workspace.data) + workspace.byte_offset;
+  stream->prepare_and_run([&] {
+    if constexpr (std::is_same_v<Op, LinearCrossEntropyForwardBackward>) {
+      if (plan.kind == PlanKind::two_passes) {
+        return run_two_passes(op, call.shape, plan, workspace.bytes, memory, device, stream);
+      }
+    }
+    run_planned(call, plan, memory, device, stream);
+  });
+  return {};
+}
+
+}  // namespace
+
+#define LOGITLESS_LINEAR_OP(Op)                                                               \
+  Status workspace(const Op& op, const DeviceInfo& device, WorkspaceSize* size) {             \
+    return linear_workspace(op, device, size);                                                \
+  }                                                                                           \
+  Status run(const Op& op, const Workspace& workspace, const DeviceInfo& device, Stream* s) { \
+    return linear_run(op, workspace, device, s);                                              \
+  }
+LOGITLESS_LINEAR_OP(LinearCrossEntropyForward)
+LOGITLESS_LINEAR_OP(LinearCrossEntropyBackward)
+LOGITLESS_LINEAR_OP(LinearCrossEntropyForwardBackward)
+#undef LOGITLESS_LINEAR_OP
+
+template <class Op>
+LinearShape shape_of(const Op& op, const DeviceInfo& device) {
+  return make_call(op, device).shape;
+}
+template LinearShape shape_of(const LinearCrossEntropyForward&, const DeviceInfo&);
+template LinearShape shape_of(const LinearCrossEntropyBackward&, const DeviceInfo&);
+template LinearShape shape_of(const LinearCrossEntropyForwardBackward&, const DeviceInfo&);
+
+DeviceSpeed planned_speed(const DeviceInfo& device) { return speed_of(device); }
+
+}  // namespace logitless::cuda

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "src/cuda/linear/panels.h"
+
+#include <algorithm>
+
+#include "src/cuda/linear/sm90/forward.h"
+
+namespace logitless::cuda {
+namespace {
+
+constexpr int64_t alignment = 128, block_columns = 64;
+
+int64_t row_bytes(const LinearShape& s) {
+  return s.hidden * (s.grad_weight_f32 ? int64_t{4} : size_of(s.dtype));
+}
+int64_t column_bytes(const LinearShape& s, const LinearPlan& p) {
+  return panel_rows(s, p) * size_of(s.dtype);
+}
+int64_t scaled_bytes(const LinearShape& s, const LinearPlan& p) {
+  return panel_rows(s, p) * p.hidden_pitch * size_of(s.dtype);
+}
+// One chunk, so that a row is written once and free till then.
+bool lends_weight(const LinearShape& s, const LinearPlan& p) {
+  return s.lends_grad_weight && p.chunks == 1;
+}
+int64_t weight_bytes(const LinearShape& s) { return s.vocab * row_bytes(s); }
+// Columns in whole blocks.
+int64_t panel_bytes(const LinearShape& s, const LinearPlan& p, int64_t columns) {
+  return round_up(columns, block_columns) * column_bytes(s, p);
+}
+// Whole tiles of columns behind `first` of which each takes its own row, to be written, and its
+// bytes of the panel.
+int64_t room_behind(const LinearShape& s, const LinearPlan& p, int64_t first) {
+  const int64_t left = weight_bytes(s) - first * row_bytes(s) - 2 * alignment;
+  const int64_t columns = left / (row_bytes(s) + column_bytes(s, p));
+  return std::max<int64_t>(columns, 0) / sm90::sum_columns * sm90::sum_columns;
+}
+// Where E of the lent columns begins.
+int64_t lent_e(const LinearShape& s, const LinearPlan& p) {
+  const int64_t scaled = scales_apart(s, p) ? lent_scaled_input(s, p) : -1;
+  const int64_t end = scaled < 0 ? weight_bytes(s) : scaled;
+  return (end - panel_bytes(s, p, p.lent_columns)) / alignment * alignment;
+}
+// What the workspace holds of E at a time.
+int64_t workspace_columns(const LinearPlan& p) {
+  return std::max(p.stored_columns, p.remade_columns);
+}
+
+}  // namespace
+
+// Rows up to a column's are written when E of the columns behind it is all that is still asked for.
+// What lies between them changes by as much with every column: enough in front of the first lent
+// ones and in front of the last ones is enough.
+int64_t most_lent_columns(const LinearShape& s, const LinearPlan& p) {
+  if (!lends_weight(s, p) || !s.can_store || p.stored_columns == s.vocab) return 0;
+  const int64_t others = s.vocab - p.stored_columns;
+  const int64_t last = (others - 1) % sm90::sum_columns + 1;
+  const int64_t end = weight_bytes(s) / alignment * alignment;
+  const auto keeps = [&](int64_t columns) {  // the last ones
+    return (s.vocab - columns) * row_bytes(s) + panel_bytes(s, p, columns) <= end;
+  };
+  if (p.copies_lent && keeps(others) && keeps(last)) return others;
+  const int64_t scaled = s.forms_dz || !s.grad_weight ? 0 : scaled_bytes(s, p);
+  const int64_t left = end - alignment - p.stored_columns * row_bytes(s) - scaled;
+  const int64_t row = row_bytes(s), column = column_bytes(s, p);
+  const int64_t columns = left / (p.copies_lent ? std::max(row, column) : row + column);
+  return std::clamp<int64_t>(columns, 0, others - 1) / sm90::sum_columns * sm90::sum_columns;
+}
+
+int64_t lent_offset(const LinearShape& s, const LinearPlan& p, const PanelPlace& at) {
+  if (at.first < kept_columns(p)) {
+    return lent_e(s, p) + (at.first - p.stored_columns) * column_bytes(s, p);
+  }
+  return (weight_bytes(s) - panel_bytes(s, p, at.columns)) / alignment * alignment;
+}
+
+int64_t lent_scaled_input(const LinearShape& s, const LinearPlan& p) {
+  if (!lends_weight(s, p)) return -1;
+  const int64_t at = (weight_bytes(s) - scaled_bytes(s, p)) / alignment * alignment;
+  return at >= kept_columns(p) * row_bytes(s) ? at : -1;
+}
+
+PanelPlace panel_at(const LinearShape& s, const LinearPlan& p, int64_t first) {
+  const int64_t left = s.vocab - first;
+  if (p.remade_columns >= left) return {first, left, false};
+  const int64_t room = lends_weight(s, p) ? room_behind(s, p, first) : 0;
+  if (room > p.remade_columns) return {first, room, true};
+  return {first, p.remade_columns, false};
+}
+
+int64_t panels_like(const LinearShape& s, const LinearPlan& p, const PanelPlace& at) {
+  if (!at.lent) return (s.vocab - at.first) / at.columns;
+  // room_behind(first) is at least as wide up to this column.
+  const int64_t bytes = at.columns * (row_bytes(s) + column_bytes(s, p)) + 2 * alignment;
+  return (s.vocab - divide_up(bytes, row_bytes(s)) - at.first) / at.columns + 1;
+}
+
+PanelPlace kept_part_at(const LinearShape& s, const LinearPlan& p, int64_t first) {
+  if (first < p.stored_columns) return {0, p.stored_columns};
+  PanelPlace at{.first = first, .columns = kept_columns(p) - first, .lent = true};
+  const int64_t free = lent_offset(s, p, at) - first * row_bytes(s);
+  const int64_t in_place = free / row_bytes(s) / sm90::sum_columns * sm90::sum_columns;
+  if (in_place >= at.columns) return at;
+  at.copied = in_place < workspace_columns(p);
+  at.columns = std::min(at.columns, at.copied ? workspace_columns(p) : in_place);
+  return at;
+}
+
+}  // namespace logitless::cuda

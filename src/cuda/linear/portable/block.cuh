@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+// How the kernels over a block of raw logits divide it: a warp takes one row and one segment of
+// 1024 columns, a lane the columns 128 i + 4 lane + {0, 1, 2, 3}. Which thread adds which column
+// depends on the column alone.
+#pragma once
+
+#include "src/cuda/linear/linear.cuh"
+
+namespace logitless::cuda {
+
+constexpr int warps_per_block = 8, groups = segment_columns / 128;
+
+struct WarpTile {
+  int row;         // of the chunk
+  int64_t column;  // first of the segment, in the vocabulary
+  int count;       // columns of it in the block
+  const float* logits;
+};
+
+// False: no such row.
+__device__ inline bool find_tile(const Block& block, WarpTile* tile) {
+  const int row = blockIdx.x * warps_per_block + threadIdx.x / 32;
+  if (row >= block.rows) return false;
+  const int64_t offset = int64_t{blockIdx.y} * segment_columns;
+  tile->row = block.row + row;
+  tile->column = block.column + offset;
+  tile->count = static_cast<int>(min(int64_t{segment_columns}, block.columns - offset));
+  tile->logits = block.logits + row * block.pitch + offset;
+  return true;
+}
+
+inline dim3 grid_of(const Block& block) {
+  return {blocks_for(block.rows, warps_per_block), blocks_for(block.columns, segment_columns), 1};
+}
+
+// The four columns from `j` of the tile, as z; columns that are not there: -inf.
+template <bool kPlain>
+__device__ void load_four(const LinearCall& call, const WarpTile& tile, int j, float z[4]) {
+  if (j + 3 < tile.count) {
+    const float4 raw = *reinterpret_cast<const float4*>(tile.logits + j);
+    z[0] = raw.x, z[1] = raw.y, z[2] = raw.z, z[3] = raw.w;
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) z[i] = j + i < tile.count ? tile.logits[j + i] : -infinity();
+  }
+  if constexpr (!kPlain) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (j + i >= tile.count) continue;
+      if (present(call.bias)) z[i] += load(call.bias, tile.column + j + i);
+      z[i] = map_raw(call.map, z[i]);
+    }
+  }
+}
+
+// Four neighbours of a row of a panel; `to` is aligned to four elements.
+template <class T>
+__device__ void store_four(const float x[4], int count, T* to) {
+  if (count >= 4) {
+    alignas(16) T packed[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) packed[i] = from_f32<T>(x[i]);
+    if constexpr (sizeof(T) == 4) {
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(packed);
+    } else {
+      *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(packed);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      if (i < count) to[i] = from_f32<T>(x[i]);
+    }
+  }
+}
+
+template <class T>
+__device__ T* panel_row(const Panel& panel, const WarpTile& tile) {
+  return reinterpret_cast<T*>(panel.data) + tile.row * panel.pitch + (tile.column - panel.first);
+}
+
+}  // namespace logitless::cuda

@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+// A block of raw logits -> partial sums of its rows, and E = exp(z - z_target) times the softcap's
+// slope in the input's dtype, 0 at the target. One read of the block, which lies in L2.
+//   m = max_{j != t} z_j   s = sum_{j != t} exp(z_j - m)   E_j = exp(z_j - m) exp(m - z_t)
+// The target's z is that of the gather-dot, added when the row is finished, so that one class alone
+// has a loss of exactly 0.
+#include "src/cuda/linear/portable/block.cuh"
+
+namespace logitless::cuda {
+namespace {
+
+struct NoPanel {};
+
+template <class E, bool kPlain, bool kSums>
+__global__ void __launch_bounds__(256, 2)
+    exponentials_kernel(LinearCall call, Chunk chunk, Block block, Partials partials,
+                        const float* target_logit, Panel panel) {
+  constexpr bool kStores = !std::is_same_v<E, NoPanel>;
+  WarpTile tile;
+  if (!find_tile(block, &tile)) return;
+  const int lane = threadIdx.x % 32;
+  // A panel ends at a segment's end.
+  const bool stores = kStores && tile.column < panel.first + panel.columns;
+  if (!is_valid(chunk, tile.row)) {
+    if constexpr (kStores) {  // zeros count for nothing in the products
+      const float zeros[4] = {0, 0, 0, 0};
+      for (int g = 0; g < groups; ++g) {
+        const int j = g * 128 + lane * 4;
+        if (stores && j < tile.count)
+          store_four<E>(zeros, tile.count - j, panel_row<E>(panel, tile) + j);
+      }
+    }
+    return;
+  }
+  const int64_t k = chunk.first + tile.row;
+  const int64_t target = chunk.tokens.target[k] - tile.column;  // of the tile
+  const float anchor = target_logit[tile.row];
+  float z[groups][4];
+  float maximum = -infinity();
+#pragma unroll
+  for (int g = 0; g < groups; ++g) {
+    const int j = g * 128 + lane * 4;
+    load_four<kPlain>(call, tile, j, z[g]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (j + i == target) z[g][i] = -infinity();
+      maximum = fmaxf(maximum, z[g][i]);  // without a NaN, which the sum keeps
+    }
+  }
+  maximum = warp_max(maximum);
+
+  const float lift = kStores ? exp_any(maximum - anchor) : 0.0f;
+  float sum = 0, shifted = 0, weighted = 0;
+  int argmax = INT32_MAX;
+#pragma unroll
+  for (int g = 0; g < groups; ++g) {
+    const int j = g * 128 + lane * 4;
+    float e[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float x = z[g][i] - maximum;
+      // A whole segment of -inf: 0, not NaN.
+      float y = z[g][i] == -infinity() ? 0.0f : exp_nonpositive(x);
+      sum += y;
+      if constexpr (kSums && !kPlain) {
+        if (partials.shifted != nullptr) shifted = fmaf(y, fmaxf(x, least_exponent), shifted);
+        if (partials.weighted != nullptr && j + i < tile.count && j + i != target) {
+          const TensorView& weight = call.in.vocab_weight;
+          const float c =
+              present(weight) ? load(weight, call.in.start() + tile.column + j + i) : 1.0f;
+          if (c != 0) weighted = fmaf(c, z[g][i], weighted);
+        }
+        if (z[g][i] == maximum && j + i < tile.count) argmax = min(argmax, j + i);
+      }
+      if constexpr (kStores) e[i] = y * lift * (kPlain ? 1.0f : cap_slope(call.map, z[g][i]));
+    }
+    if constexpr (kStores) {
+      if (stores && j < tile.count) store_four<E>(e, tile.count - j, panel_row<E>(panel, tile) + j);
+    }
+  }
+  if constexpr (!kSums) return;
+  const int64_t at = tile.row * partials.segments + tile.column / segment_columns;
+  sum = warp_sum(sum);
+  if constexpr (!kPlain) {
+    if (partials.shifted != nullptr) shifted = warp_sum(shifted);
+    if (partials.weighted != nullptr) weighted = warp_sum(weighted);
+    if (partials.argmax != nullptr) argmax = warp_min(argmax);
+  }
+  if (lane != 0) return;
+  partials.maximum[at] = maximum;
+  partials.sum[at] = sum;
+  if constexpr (!kPlain) {
+    if (partials.shifted != nullptr) partials.shifted[at] = shifted;
+    if (partials.weighted != nullptr) partials.weighted[at] = weighted;
+    if (partials.argmax != nullptr) {
+      partials.argmax[at] = static_cast<int32_t>(tile.column) + (argmax == INT32_MAX ? 0 : argmax);
+    }
+  }
+}
+
+template <class E>
+void launch(const LinearCall& call, const LinearMemory& m, const Chunk& chunk, const Block& block,
+            bool sums, const Panel& panel, Stream* stream) {
+  const Partials& p = m.partials;
+  const bool plain =
+      call.plain() && p.shifted == nullptr && p.weighted == nullptr && p.argmax == nullptr;
+  const auto kernel =
+      plain ? (sums ? exponentials_kernel<E, true, true> : exponentials_kernel<E, true, false>)
+            : (sums ? exponentials_kernel<E, false, true> : exponentials_kernel<E, false, false>);
+  stream->launch("exponentials", kernel, grid_of(block), 256, call, chunk, block, p, m.target_logit,
+                 panel);
+}
+
+}  // namespace
+
+void exponentials(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
+                  const Block& block, bool partial_sums, const Panel& panel, Stream* stream) {
+  if (panel.data == nullptr) {
+    launch<NoPanel>(call, m, chunk, block, partial_sums, panel, stream);
+  } else if (call.shape.dtype == DType::f32) {
+    launch<float>(call, m, chunk, block, partial_sums, panel, stream);
+  } else {
+    launch<__nv_bfloat16>(call, m, chunk, block, partial_sums, panel, stream);
+  }
+}
+
+}  // namespace logitless::cuda

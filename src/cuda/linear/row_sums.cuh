@@ -1,0 +1,212 @@
+// SPDX-License-Identifier: Apache-2.0
+// From a row's partial sums to its state. Segments l, l + 32, ... are added by lane l of 32, then
+// the tree over the lanes: an order that depends on the vocabulary alone, however many lanes there
+// are to do it.
+//   m = max m_b   S = sum s_b exp(m_b - m)   T = sum exp(m_b - m) (t_b + (m_b - m) s_b)
+#pragma once
+
+#include "src/cuda/linear/row_segments.cuh"
+
+namespace logitless::cuda {
+
+// What is known of a row before its sums.
+struct RowToken {
+  int64_t i;   // the token
+  int target;  // column; negative: another shard's
+  float target_weight, token_weight;
+  float target_logit;
+};
+
+struct RowTotals {
+  float others =
+      -INFINITY;      // max m_b: without the target's column, unless a b has it for an anchor
+  float maximum = 0;  // with it; what the sums are relative to
+  float sum = 0, shifted = 0, weighted = 0;
+  int argmax = INT32_MAX;
+};
+
+__device__ inline float maximum_with_target(float others, const RowToken& token) {
+  const float z = token.target_logit;
+  if (token.target < 0) return others;
+  // A NaN anywhere leaves no maximum to name.
+  return z != z ? nan_value() : fmaxf(others, z);
+}
+
+// A segment of -inf alone adds 0; its NaN, if it has one, stays.
+__device__ inline float lift_of(float own, float maximum) {
+  return own == -infinity() ? 1.0f : exp_nonpositive(own - maximum);
+}
+
+// By a warp. kPlain: nothing but the sums is wanted.
+template <bool kPlain>
+__device__ inline RowTotals sum_by_warp(const Partials& partials, const RowSegments& segments,
+                                        int64_t base, const RowToken& token, int lane) {
+  constexpr int held = 2;  // of a lane's segments
+  sm90::PartialSum own[held];
+  const int count = segments.count();
+  if (partials.unit_width == 1) {
+    segments.of_tiles(lane, own);
+  } else {
+#pragma unroll
+    for (int n = 0; n < held; ++n) {
+      if (32 * n + lane < count) own[n] = segments.in_place(32 * n + lane);
+    }
+  }
+  RowTotals all;
+#pragma unroll
+  for (int n = 0; n < held; ++n) all.others = fmaxf(all.others, own[n].reference);
+#pragma unroll 1
+  for (int b = 32 * held + lane; b < count; b += 32) {
+    all.others = fmaxf(all.others, segments(b).reference);
+  }
+  all.others = warp_max(all.others);
+  all.maximum = maximum_with_target(all.others, token);
+  const auto add = [&](int b, const sm90::PartialSum& x) {
+    const float lift = lift_of(x.reference, all.maximum);
+    all.sum = fmaf(x.sum, lift, all.sum);
+    if constexpr (kPlain) return;
+    if (partials.shifted != nullptr && x.reference != -infinity()) {
+      const float distance = fmaxf(x.reference - all.maximum, least_exponent);
+      all.shifted = fmaf(lift, fmaf(distance, x.sum, partials.shifted[base + b]), all.shifted);
+    }
+    if (partials.weighted != nullptr) all.weighted += partials.weighted[base + b];
+    if (partials.argmax != nullptr && x.reference == all.others) {
+      all.argmax = min(all.argmax, partials.argmax[base + b]);
+    }
+  };
+#pragma unroll
+  for (int n = 0; n < held; ++n) {
+    if (32 * n + lane < count) add(32 * n + lane, own[n]);
+  }
+#pragma unroll 1
+  for (int b = 32 * held + lane; b < count; b += 32) add(b, segments(b));
+  all.sum = warp_sum(all.sum);
+  if constexpr (kPlain) return all;
+  if (partials.shifted != nullptr) all.shifted = warp_sum(all.shifted);
+  if (partials.weighted != nullptr) all.weighted = warp_sum(all.weighted);
+  if (partials.argmax != nullptr) all.argmax = warp_min(all.argmax);
+  return all;
+}
+
+// Of units (sm90/units.h), by kLanes of a warp, each in the place of 32 / kLanes: rows side by side
+// spare most of what a warp does a row.
+template <int kLanes>
+__device__ inline RowTotals sum_by_lanes(const RowSegments& segments, const RowToken& token,
+                                         int lane) {
+  constexpr int each = 32 / kLanes;
+  const int whole = segments.first_single(), count = segments.count();
+  sm90::PartialSum own[each];
+  const auto load = [&](int first) {
+#pragma unroll
+    for (int i = 0; i < each; ++i) {
+      const int b = first + kLanes * i + lane;
+      own[i] = b < whole ? segments.in_place(b) : sm90::PartialSum{};
+    }
+  };
+  // Single ones are the last: few, and mostly one of them at most is this lane's.
+  const int first_single = whole + ((lane - whole) & (kLanes - 1));
+  sm90::PartialSum single;
+  RowTotals all;
+  if (first_single < count) single = segments.single(first_single);
+  all.others = single.reference;
+  const int last = whole > 0 ? (whole - 1) / 32 * 32 : 0;
+#pragma unroll 1
+  for (int first = 0; first <= last; first += 32) {
+    load(first);
+#pragma unroll
+    for (int i = 0; i < each; ++i) all.others = fmaxf(all.others, own[i].reference);
+  }
+#pragma unroll 1
+  for (int b = first_single + kLanes; b < count; b += kLanes) {
+    all.others = fmaxf(all.others, segments.single(b).reference);
+  }
+#pragma unroll
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+    all.others = fmaxf(all.others, __shfl_xor_sync(whole_warp, all.others, offset));
+  }
+  all.maximum = maximum_with_target(all.others, token);
+  float sum[each];
+#pragma unroll
+  for (int i = 0; i < each; ++i) sum[i] = 0;
+#pragma unroll 1
+  for (int first = 0; first <= last; first += 32) {
+    if (last > 0) load(first);  // else they are still there
+#pragma unroll
+    for (int i = 0; i < each; ++i) {
+      sum[i] = fmaf(own[i].sum, lift_of(own[i].reference, all.maximum), sum[i]);
+    }
+  }
+#pragma unroll 1
+  for (int b = first_single; b < count; b += kLanes) {
+    if (b > first_single) single = segments.single(b);
+    const float lift = lift_of(single.reference, all.maximum);
+#pragma unroll
+    for (int i = 0; i < each; ++i) {
+      if (b / kLanes % each == i) sum[i] = fmaf(single.sum, lift, sum[i]);
+    }
+  }
+  // The tree of 32 lanes.
+#pragma unroll
+  for (int n = each / 2; n > 0; n /= 2) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) sum[i] += sum[i + n];
+  }
+#pragma unroll
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+    sum[0] += __shfl_xor_sync(whole_warp, sum[0], offset);
+  }
+  all.sum = sum[0];
+  return all;
+}
+
+// A row's sums relative to an anchor as relative to near its maximum: the total is t 2^k with t in
+// [1, 2), and k ln 2 goes to the reference. What that loses goes to log t: the loss, of which
+// log 2^k is the most, is then as good as its own rounding.
+__device__ inline void come_near(float total, RowState* state) {
+  constexpr float ln2_high = 0x1.62e4p-1f, ln2_low = 0x1.7f7d1cp-20f;  // k ln2_high is exact
+  if (!(total > 0 && total < infinity()) || (total >= 1 && total < 2)) return;
+  const int k = static_cast<int>(__float_as_uint(total) >> 23) - 127;
+  const float t = total * __uint_as_float(static_cast<uint32_t>(127 - k) << 23);
+  const float up = static_cast<float>(k) * ln2_high, m = state->reference + up;
+  const float added = m - state->reference, lost = (state->reference - (m - added)) + (up - added);
+  state->reference = m;
+  state->log_sum = logf(t) + fmaf(static_cast<float>(k), ln2_low, lost);
+}
+
+// `rest`: 1 - p_t.
+template <bool kPlain>
+__device__ inline RowState state_of_totals(const Partials& partials, RowTotals r,
+                                           const RowToken& token, bool vocab_is_whole,
+                                           float* rest) {
+  const bool here = token.target >= 0;
+  const float z = token.target_logit;
+  // The maxima have missed it.
+  if (r.sum != r.sum && r.maximum != infinity()) r.maximum = nan_value();
+  const float distance = z - r.maximum;
+  const float at_target = here ? exp_nonpositive(distance) : 0.0f;
+  const float total = r.sum + at_target;
+  RowState state;
+  state.reference = r.maximum;
+  state.log_sum = here && z == r.maximum ? log1pf(r.sum) : logf(total);
+  if (partials.anchored) come_near(total, &state);
+  if (r.maximum != r.maximum || r.maximum == infinity()) state.log_sum = nan_value();
+  // Every column -inf: no probability to speak of. A shard's other columns may have some.
+  if (r.maximum == -infinity() && (here || vocab_is_whole)) state.log_sum = nan_value();
+  state.target_logit = z;
+  *rest = r.sum / total;
+  if constexpr (kPlain) return state;
+  const float c = here ? token.target_weight : 0.0f;
+  if (partials.weighted != nullptr && c != 0) r.weighted = fmaf(c, z, r.weighted);
+  state.weighted_logit_sum = r.weighted;
+  if (here && at_target > 0) {
+    r.shifted = fmaf(at_target, fmaxf(distance, least_exponent), r.shifted);
+  }
+  state.entropy = partials.shifted != nullptr ? state.log_sum - r.shifted / total : 0;
+  if (here && (z > r.others || (z == r.others && token.target < r.argmax))) {
+    r.argmax = token.target;
+  }
+  state.argmax = partials.argmax != nullptr ? (r.argmax == INT32_MAX ? 0 : r.argmax) : -1;
+  return state;
+}
+
+}  // namespace logitless::cuda

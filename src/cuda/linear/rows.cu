@@ -1,0 +1,395 @@
+// SPDX-License-Identifier: Apache-2.0
+// From the partial sums of a row to its state, and from the state to the factors of its gradient.
+#include <type_traits>
+
+#include "src/cuda/linear/linear.cuh"
+#include "src/cuda/linear/row_sums.cuh"
+#include "src/cuda/linear/sm90/forward.h"
+#include "src/cuda/runtime/early.cuh"
+
+namespace logitless::cuda {
+namespace {
+
+constexpr int threads = 256, unit_lanes = 4;
+
+__device__ bool find_row(const Chunk& chunk, int k) { return k < chunk.rows && is_valid(chunk, k); }
+
+// Of a launch whose every block runs the kernel's code once, the code and the parameters themselves
+// are most of what is fetched: a call without options has kernels and parameters of its own.
+struct TokenValues {  // f32 of each token, of the caller's
+  float* data = nullptr;
+  int64_t stride = 0;
+  __device__ void put(int64_t i, float x) const {
+    if (data != nullptr) data[i * stride] = x;
+  }
+};
+struct PlainRows {
+  Chunk chunk;
+  Partials partials;        // maximum null: Backward was given the state
+  int32_t tiles, clusters;  // of units: columns, and what shared them out
+  const float* target_logit;
+  float* losses;  // [N]  compacted, to be reduced; null: each to the caller
+  TokenValues loss, reference, log_sum;
+  Reduction reduction;
+  EmptyMean empty_mean;
+  bool vocab_is_whole;
+  bool last;  // chunk: the losses are reduced
+  int32_t* finished;
+  // Null where no gradient is wanted; target_gradient, factors: where that, or E, is not asked for.
+  RowGradient* gradients;
+  float* target_gradient;
+  RowFactors* factors;
+  int32_t* again;
+  std::array<Panel, 2> kept;  // E
+  // Input times v; null: not here.
+  const char* input;
+  char* scaled;
+  int64_t pitch;
+  int32_t behind;      // rows behind the chunk's to be cleared with it
+  int32_t unused = 0;  // GCC 12 leaves these bytes to chance; tests compare all of a launch
+};
+struct OptionRows : PlainRows {
+  LinearCall call;
+};
+template <bool kPlain>
+using RowsArguments = std::conditional_t<kPlain, PlainRows, OptionRows>;
+
+// Nothing is asked of a row but its loss, its state and gradients, nothing given but weights.
+bool is_plain(const LinearCall& call) {
+  const TokenStatistics& s = call.outputs.statistics;
+  const TokenInput& in = call.in;
+  const bool asks = s.lse || s.target_logit || s.entropy || s.argmax || s.weighted_logit_sum;
+  return call.shape.forward && !asks && call.map.identity && !(in.options.label_smoothing > 0) &&
+         !call.entropy && !in.per_row_upstream && !in.statistics_gradients;
+}
+
+// Asked for before it is known whether the row counts: nothing of use where it does not.
+__device__ RowToken load_token(const PlainRows& a, int row) {
+  const Tokens& t = a.chunk.tokens;
+  const int64_t k = a.chunk.first + row;
+  return {t.row[k], t.target[k], t.target_weight[k], t.token_weight[k], a.target_logit[row]};
+}
+
+__device__ RowSegments segments_of(const PlainRows& a, int row) {
+  return {a.partials, row, valid_rows(a.chunk), a.tiles, a.clusters};
+}
+
+template <bool kPlain>
+__device__ void put_outputs(const RowsArguments<kPlain>& a, int row, const RowToken& token,
+                            const RowState& state) {
+  if (a.loss.data != nullptr) {
+    const float loss = token_loss(*a.chunk.tokens.scalars, token.target, token.target_weight,
+                                  token.token_weight, state);
+    if (a.losses != nullptr) {
+      a.losses[a.chunk.first + row] = loss;
+    } else {
+      a.loss.put(token.i, loss);
+    }
+  }
+  if constexpr (kPlain) {
+    a.reference.put(token.i, state.reference);
+    a.log_sum.put(token.i, state.log_sum);
+  } else {
+    put_state(a.call.in, a.call.outputs.statistics, token.i, token.target, state);
+  }
+}
+
+// Coefficients of draw without the softcap's slope.
+__device__ RowGradient sloped(const RowGradient& g, float slope) {
+  RowGradient s = g;
+  s.probability *= slope;
+  s.smoothing *= slope;
+  s.onehot *= slope;
+  s.entropy *= slope;
+  return s;
+}
+
+// E = exp(z - z_t) serves a loss up to this many nats; beyond, the row is made again.
+constexpr float most_nats = 60;
+// And a one-hot part up to this many times the probability's: E of the target is 1 - o / v.
+constexpr float most_onehot = 4096;
+
+// The row's gradient, from its state.
+template <bool kPlain>
+__device__ RowGradient gradient_of(const RowsArguments<kPlain>& a, const RowToken& token,
+                                   const RowState& state) {
+  const TokenScalars& scalars = *a.chunk.tokens.scalars;
+  if constexpr (kPlain) {
+    return row_gradient(scalars.constants, state, token.target_weight, token.token_weight,
+                        scalars.upstream, 0, 0, 0);
+  } else {
+    RowGradient g = sloped(
+        token_gradient(a.call.in, scalars, token.i, token.target_weight, token.token_weight, state),
+        a.call.map.slope);
+    // Without its term the caller's entropy may be anything.
+    if (g.entropy == 0) g.entropy_value = 0;
+    return g;
+  }
+}
+
+// dz of the target, where dz is made of logits.
+template <bool kPlain>
+__device__ float gradient_of_target(const RowsArguments<kPlain>& a, const RowToken& token,
+                                    const RowGradient& g) {
+  float log_p = (token.target_logit - g.reference) - g.log_sum;
+  log_p = log_p > 0 ? 0.0f : log_p;
+  const float p = exp_any(log_p);
+  float draw = target_draw(g.probability, g.onehot, p, -expm1f(log_p));
+  if constexpr (!kPlain) {
+    if (g.smoothing != 0 && token.target >= 0) {
+      draw = fmaf(-g.smoothing, class_weight(a.call.in, token.target), draw);
+    }
+    if (g.entropy != 0) {
+      const float information = fmaxf(log_p, least_exponent) + g.entropy_value;
+      draw = fmaf(-(g.entropy * p), information, draw);
+    }
+    draw *= cap_slope(a.call.map, token.target_logit);
+  }
+  return draw;
+}
+
+// By one lane; v of the row.
+template <bool kPlain, class E>
+__device__ float write_factors(const RowsArguments<kPlain>& a, int row, const RowToken& token,
+                               const RowState& state, float rest) {
+  const RowGradient g = gradient_of<kPlain>(a, token, state);
+  a.gradients[row] = g;
+  if (a.target_gradient != nullptr) {
+    a.target_gradient[row] = gradient_of_target<kPlain>(a, token, g);
+  }
+  if (a.factors == nullptr) return 0;
+  const float z = state.target_logit;
+  const float p = exp_any((z - state.reference) - state.log_sum);
+  RowFactors f{g.probability * p, g.smoothing, 0, 0};
+  const float onehot = fabsf(g.onehot), probability = fabsf(g.probability);
+  const bool far = state.reference - z > most_nats || fabsf(z) >= most_anchor;
+  const bool steep = onehot > most_onehot * probability;
+  // A factor that f32, or the scaled input's 16 bits, would lose: a tiny token weight, say.
+  const bool faint = fabsf(f.scale) < 0x1p-96f && fmaxf(onehot, probability) > 0;
+  // With an infinite weight the smoothing's term cannot stand apart: 0 inf is not -s c inf.
+  const bool infinite = a.chunk.tokens.scalars->weight_is_infinite != 0 && g.smoothing != 0;
+  if (far || steep || faint || infinite) {
+    f.scale = fmaxf(onehot, probability);
+    f.smoothing = 0;
+    f.again = 1;
+    a.again[1 + atomicAdd(a.again, 1)] = row;  // in any order: each row is made alone
+  } else if (f.scale != 0) {
+    f.at_target = target_draw(g.probability, g.onehot, p, rest);
+    if constexpr (!kPlain) f.at_target *= cap_slope(a.call.map, z);
+    f.at_target /= f.scale;
+  }
+#pragma unroll
+  for (const Panel& panel : a.kept) {
+    const int64_t j = token.target - panel.first;
+    if (token.target < 0 || j < 0 || j >= panel.columns || f.again != 0) continue;
+    *panel_element<E>(panel, row, j) = from_f32<E>(f.at_target);
+  }
+  a.factors[row] = f;
+  return f.scale;
+}
+
+// A lane's part of a row of the compacted input that becomes the row times v.
+template <class E>
+struct ScaledRow {
+  static constexpr int width = Pack<E>::width, many = 4, step = many * 32 * width;
+  const E* from;
+  E* to;
+  int64_t pitch;
+  Pack<E> x[many];  // asked for before v is known
+
+  __device__ void load(int64_t first) {
+#pragma unroll
+    for (int n = 0; n < many; ++n) {
+      const int64_t j = first + 32 * width * n;
+      if (j < pitch) x[n] = *reinterpret_cast<const Pack<E>*>(from + j);
+    }
+  }
+  __device__ void store(int64_t first, float v) {
+#pragma unroll
+    for (int n = 0; n < many; ++n) {
+      const int64_t j = first + 32 * width * n;
+      if (v == 0) x[n] = {};
+      scale(v, &x[n]);
+      if (j < pitch) *reinterpret_cast<Pack<E>*>(to + j) = x[n];
+    }
+  }
+  __device__ static void scale(float v, Pack<E>* pack) {
+    if constexpr (sizeof(E) == 2) {
+      auto* pairs = reinterpret_cast<__nv_bfloat162*>(pack->x);
+#pragma unroll
+      for (int n = 0; n < width / 2; ++n) {
+        const float2 two = __bfloat1622float2(pairs[n]);
+        pairs[n] = __floats2bfloat162_rn(v * two.x, v * two.y);
+      }
+    } else {
+#pragma unroll
+      for (int n = 0; n < width; ++n) pack->x[n] *= v;
+    }
+  }
+};
+
+template <bool kPlain, class E>
+__device__ void finish_row(const RowsArguments<kPlain>& a, int row, int lane) {
+  const bool exists = row < a.chunk.rows + a.behind;
+  bool summed = true;
+  if constexpr (!kPlain) {
+    summed = a.partials.maximum != nullptr;
+    if (!summed) wait_for_kernel_before();
+  }
+  // The forward's products began when all before them had ended: what they have not made is there.
+  RowToken token{};
+  if (row < a.chunk.rows) token = load_token(a, row);
+  const bool valid = find_row(a.chunk, row), scales = a.scaled != nullptr && exists;
+  ScaledRow<E> scaled{reinterpret_cast<const E*>(a.input) + row * a.pitch,
+                      reinterpret_cast<E*>(a.scaled) + row * a.pitch, a.pitch};
+  const int64_t first = lane * ScaledRow<E>::width;
+  if (scales && valid) scaled.load(first);
+  if (summed) wait_for_kernel_before();
+  float v = 0;
+  if (valid) {
+    RowState state;
+    float rest = 0;
+    if (summed) {
+      const RowTotals totals = sum_by_warp<kPlain>(a.partials, segments_of(a, row),
+                                                   row * a.partials.segments, token, lane);
+      state = state_of_totals<kPlain>(a.partials, totals, token, a.vocab_is_whole, &rest);
+    } else if constexpr (!kPlain) {
+      state.reference = load(a.call.row_reference, token.i);
+      state.log_sum = load(a.call.row_log_sum, token.i);
+    }
+    if constexpr (!kPlain) {
+      if (present(a.call.entropy)) state.entropy = load(a.call.entropy, token.i);
+    }
+    if (lane == 0) {
+      put_outputs<kPlain>(a, row, token, state);
+      if (a.gradients != nullptr) v = write_factors<kPlain, E>(a, row, token, state, rest);
+    }
+    v = __shfl_sync(whole_warp, v, 0);
+  } else if (row < a.chunk.rows && lane == 0 && a.gradients != nullptr) {
+    a.gradients[row] = RowGradient{};
+    if (a.factors != nullptr) a.factors[row] = RowFactors{0, 0, 0, 0};
+  }
+  // A row of no token is 0, and was gathered as such.
+  if (!scales || (!valid && scaled.from == scaled.to)) return;
+#pragma unroll 1
+  for (int64_t j = first; j < a.pitch; j += ScaledRow<E>::step) {
+    if (j > first && v != 0) scaled.load(j);
+    scaled.store(j, v);
+  }
+}
+
+// The last block of the last chunk to be done reduces the losses, in an order of its own.
+__device__ void reduce_if_last(const PlainRows& a) {
+  __shared__ bool is_last;
+  if (!a.last) return;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    is_last = atomicAdd(a.finished, 1) == static_cast<int>(gridDim.x) - 1;
+    __threadfence();
+  }
+  __syncthreads();
+  if (!is_last) return;
+  reduce_losses<threads, true>(a.reduction, a.empty_mean, a.chunk.tokens, a.losses, a.loss.data);
+}
+
+// A warp a row.
+template <bool kPlain, class E>
+__global__ void __launch_bounds__(threads)
+    finish_kernel(const __grid_constant__ RowsArguments<kPlain> a) {
+  let_next_start();
+  const int row = blockIdx.x * (threads / 32) + threadIdx.x / 32;
+  finish_row<kPlain, E>(a, row, threadIdx.x % 32);
+  reduce_if_last(a);
+}
+
+// The loss alone, of units: kLanes lanes a row.
+template <bool kPlain, int kLanes>
+__global__ void __launch_bounds__(threads)
+    units_kernel(const __grid_constant__ RowsArguments<kPlain> a) {
+  const int row = blockIdx.x * (threads / kLanes) + threadIdx.x / kLanes;
+  const int lane = threadIdx.x % kLanes;
+  const int first = row - threadIdx.x % 32 / kLanes;  // of the warp
+  const int valid = valid_rows(a.chunk);
+  const int some = max(min(row, valid - 1), 0);  // the warp's shuffles are of all its lanes
+  const RowToken token = load_token(a, some);
+  wait_for_kernel_before();
+  if (first < valid) {
+    const RowTotals totals = sum_by_lanes<kLanes>(segments_of(a, some), token, lane);
+    float rest;
+    const RowState state =
+        state_of_totals<true>(a.partials, totals, token, a.vocab_is_whole, &rest);
+    if (row < valid && lane == 0) put_outputs<kPlain>(a, row, token, state);
+  }
+  reduce_if_last(a);
+}
+
+TokenValues values_of(const TensorView& view) {
+  if (!view) return {};
+  return {view.as<float>(), view.stride[0]};
+}
+
+// f(the kernel's arguments, whether they are plain)
+template <class F>
+void with_plain(const PlainRows& plain, const LinearCall& call, F&& f) {
+  if (is_plain(call)) {
+    f(plain, std::bool_constant<true>{});
+  } else {
+    f(OptionRows{plain, call}, std::bool_constant<false>{});
+  }
+}
+
+}  // namespace
+
+void finish_rows(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                 const Chunk& chunk, bool with_factors, const std::array<Panel, 2>& kept,
+                 bool scales, const DeviceInfo& device, Stream* stream) {
+  const TensorView& loss = call.outputs.loss;
+  const bool reduces = loss && call.in.options.reduction != Reduction::none;
+  const bool last = chunk.first + chunk.rows >= call.shape.tokens;
+  const bool makes_dz = !with_factors || kept[0].columns + kept[1].columns < call.shape.vocab;
+  const PlainRows plain{
+      .chunk = chunk,
+      .partials = m.partials,
+      .tiles = static_cast<int32_t>(divide_up(call.shape.vocab, sm90::sum_columns)),
+      .clusters = teams_of(plan, device.multiprocessors / 2),
+      .target_logit = m.target_logit,
+      .losses = reduces ? m.losses : nullptr,
+      .loss = values_of(loss),
+      .reference = values_of(call.outputs.statistics.row_reference),
+      .log_sum = values_of(call.outputs.statistics.row_log_sum),
+      .reduction = call.in.options.reduction,
+      .empty_mean = call.in.options.empty_mean,
+      .vocab_is_whole = call.in.options.vocab_total == 0,
+      .last = reduces && last,
+      .finished = m.rows_finished,
+      .gradients = m.gradients,
+      .target_gradient = makes_dz ? m.target_gradient : nullptr,
+      .factors = with_factors ? m.factors : nullptr,
+      .again = m.again,
+      .kept = with_factors ? kept : std::array<Panel, 2>{},
+      .input = m.input,
+      .scaled = scales ? m.scaled : nullptr,
+      .pitch = plan.hidden_pitch,
+      .behind = scales && !call.shape.fused ? static_cast<int32_t>(extra_rows) : 0};
+  LaunchShape shape{.threads = threads, .early = call.launches_early};
+  with_plain(plain, call, [&](const auto& arguments, auto is_plain) {
+    constexpr bool kPlain = is_plain();
+    if (m.partials.unit_width > 1) {
+      // Of few tokens most units are single tiles, for a warp to read at once.
+      const auto with_lanes = [&](auto lanes) {
+        shape.blocks = blocks_for(chunk.rows, threads / lanes());
+        stream->launch_config("finish_rows", units_kernel<kPlain, lanes()>, shape, arguments);
+      };
+      if (works_apart(plan)) return with_lanes(std::integral_constant<int, 32>{});
+      return with_lanes(std::integral_constant<int, unit_lanes>{});
+    }
+    shape.blocks = blocks_for(chunk.rows + plain.behind, threads / 32);
+    with_stored(call.shape.dtype, [&](auto element) {
+      using E = decltype(element);
+      stream->launch_config("finish_rows", finish_kernel<kPlain, E>, shape, arguments);
+    });
+  });
+}
+
+}  // namespace logitless::cuda

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+// How the tiles of a product are shared out: most of them whole, one after the other to whichever
+// clusters there are; the last ones, which would leave clusters idle, in slices of the depth axis.
+// A slice's sums go to a slot of the workspace, and a second kernel adds a tile's slots in order:
+// no block ever waits for another, and the order of every sum is a function of the shape alone.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "src/cuda/linear/sm90/both.h"
+
+namespace logitless::cuda::sm90 {
+
+constexpr int most_slices = 8;  // more where there are not as many for each cluster
+// In steps of 64 of the depth axis, which take a microsecond each: a slice's store, and the second
+// kernel.
+constexpr int slice_cost = 4, join_cost = 10;
+
+struct Cut {
+  int tiles = 0, depth = 0;  // depth in steps of 64
+  int tail = 0, slices = 1;  // the last `tail` tiles, in so many slices each
+
+  LOGITLESS_BOTH int whole() const { return tiles - tail; }
+  LOGITLESS_BOTH int items() const { return whole() + tail * slices; }
+  LOGITLESS_BOTH int slots() const { return tail * slices; }
+  LOGITLESS_BOTH int tile(int item) const {
+    return item < whole() ? item : whole() + (item - whole()) % tail;
+  }
+  // The steps [begin, end) of an item.
+  LOGITLESS_BOTH int begin(int item) const {
+    return item < whole() ? 0 : depth * ((item - whole()) / tail) / slices;
+  }
+  LOGITLESS_BOTH int end(int item) const {
+    return item < whole() ? depth : depth * ((item - whole()) / tail + 1) / slices;
+  }
+  // Steps that the busiest cluster takes.
+  LOGITLESS_BOTH int steps(int clusters) const {
+    const int rounds = (whole() + clusters - 1) / clusters * depth;
+    if (tail == 0) return rounds;
+    const int slice = (depth + slices - 1) / slices + slice_cost;
+    return rounds + (slots() + clusters - 1) / clusters * slice + join_cost + slices / 4;
+  }
+};
+
+// The quickest of a few with at most `slots` slots.
+LOGITLESS_BOTH inline Cut cut_tiles(int tiles, int depth, int clusters, int slots) {
+  const Cut whole{tiles, depth, 0, 1};
+  Cut best = whole;
+  int least = whole.steps(clusters);
+  for (int tail = tiles % clusters; tail > 0 && tail <= tiles && tail < 2 * clusters;
+       tail += clusters) {
+    const int most = clusters / tail > most_slices ? clusters / tail : most_slices;
+    for (int slices = 2; slices <= most && tail * slices <= slots; ++slices) {
+      const Cut cut{tiles, depth, tail, slices};
+      const int steps = cut.steps(clusters);
+      if (steps < least) least = steps, best = cut;
+    }
+  }
+  return best;
+}
+
+// Two products side by side: grad_input's tiles on the first clusters, grad_weight's, whole, on the
+// others. Adding a tile to memory takes as long as so many steps.
+constexpr int sum_cost = 4;
+struct Shares {
+  int input_clusters = 0;
+  Cut input;
+  int steps = 0;  // that the busiest cluster takes
+};
+// The quickest of those about grad_input's share of the steps.
+inline Shares share_clusters(int input_tiles, int input_depth, int weight_tiles, int weight_depth,
+                             int clusters, int slots) {
+  const int64_t input = int64_t{input_tiles} * input_depth;
+  const int64_t weight = int64_t{weight_tiles} * (weight_depth + sum_cost);
+  const int share = static_cast<int>(clusters * input / std::max<int64_t>(input + weight, 1));
+  Shares best;
+  for (int mine = std::max(share - 6, 1); mine <= std::min(share + 8, clusters - 1); ++mine) {
+    const int others = clusters - mine;
+    const Cut cut = cut_tiles(input_tiles, input_depth, mine, slots);
+    const int steps =
+        std::max(cut.steps(mine), (weight_tiles + others - 1) / others * (weight_depth + sum_cost));
+    if (best.steps == 0 || steps < best.steps) best = {mine, cut, steps};
+  }
+  return best;
+}
+
+}  // namespace logitless::cuda::sm90

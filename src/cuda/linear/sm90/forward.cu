@@ -1,0 +1,289 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "src/cuda/linear/sm90/forward.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "src/cuda/linear/sm90/plain.cuh"
+#include "src/cuda/linear/sm90/tensor_map.h"
+#include "src/cuda/linear/sm90/with_options.cuh"
+
+namespace logitless::cuda::sm90 {
+namespace {
+
+struct Operands {
+  CUtensorMap input, weight;
+};
+
+// The caller's own input, or null.
+InputRows input_rows(const LinearCall& call, const LinearPlan& plan) {
+  const LinearShape& s = call.shape;
+  if (!s.reads_input) return {};
+  const TensorView& v = call.input;
+  const int64_t stride = (s.tokens == 1 ? round_up(s.hidden, 8) : v.stride[0]) * size_of(s.dtype);
+  return {static_cast<const char*>(v.data) + v.byte_offset, stride, static_cast<int32_t>(s.hidden),
+          plan.copies_input};
+}
+CUtensorMap own_map(const InputRows& own, DType dtype, int64_t first, int64_t rows, int box_rows,
+                    Stream* stream) {
+  return make_map(own.data + first * own.stride, dtype, rows, own.hidden,
+                  own.stride / size_of(dtype), box_rows, stream);
+}
+CUtensorMap compacted_map(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                          const Chunk& chunk, Stream* stream) {
+  return make_map(m.input, call.shape.dtype, chunk.rows, plan.hidden_pitch, plan.hidden_pitch,
+                  rows_of_tile(plan), stream);
+}
+
+Operands make_operands(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                       const Chunk& chunk, Stream* stream) {
+  const LinearShape& s = call.shape;
+  const int64_t hidden = s.copies_weight ? plan.hidden_pitch : s.hidden;
+  const void* weight = s.copies_weight
+                           ? m.weight
+                           : static_cast<const char*>(call.weight.data) + call.weight.byte_offset;
+  const int64_t stride = weight_stride(call, plan);
+  // Where every token counts, compacted token k is token k.
+  const CUtensorMap input = s.reads_input ? own_map(input_rows(call, plan), s.dtype, chunk.first,
+                                                    chunk.rows, rows_of_tile(plan), stream)
+                                          : compacted_map(call, plan, m, chunk, stream);
+  return {input, make_map(weight, s.dtype, s.vocab, hidden, stride, half_right_rows, stream)};
+}
+
+template <class T, Mode kMode, Set kSet>
+void launch_set(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                const Arguments& arguments, const DeviceInfo& device, Stream* stream) {
+  const Operands operands = make_operands(call, plan, m, arguments.chunk, stream);
+  CUtensorMap panel_map{};
+  if constexpr (kMode != Mode::sums) {
+    const Panel& panel = arguments.panel;
+    panel_map = make_panel_map(panel.data, call.shape.dtype, panel.pitch, arguments.panel_end / 64,
+                               box_lines, 1, stream);
+  }
+  stream->launch_config("sm90 forward", option_forward_kernel<T, kMode, kSet>, whole_chip(device),
+                        operands.input, operands.weight, panel_map, arguments);
+}
+
+// Whether f32 holds the factors of logits in units of the softcap; then they are these.
+bool count_in_caps(TileOptions* o) {
+  constexpr double factor = log2e;  // of the anchors, to the bit
+  TileOptions scaled = *o;
+  scaled.log2_unit = static_cast<float>(factor / std::fabs(o->map.backward));
+  const double by = factor / scaled.log2_unit;
+  scaled.cap = static_cast<float>(1 / by);
+  bool holds = true;
+  const auto scale = [&](float* x) {
+    *x = static_cast<float>(*x * by);
+    holds &= std::isnormal(*x);
+  };
+  scale(&scaled.map.slope);
+  scale(&scaled.map.outward);
+  for (float& term : scaled.terms) scale(&term);
+  holds &= std::isnormal(scaled.log2_unit) && std::isnormal(scaled.cap);
+  if (holds) *o = scaled;
+  return holds;
+}
+
+// One option alone, if it has a kernel of its own.
+template <Mode kMode>
+Set choose_set(const Arguments& a) {
+  const TileOptions& o = a.options;
+  const bool is_dz = kMode == Mode::dz;
+  const bool weighted = is_dz ? o.smoothing : a.partials.weighted != nullptr;
+  const bool more =
+      is_dz ? o.entropy : a.partials.shifted != nullptr || a.partials.argmax != nullptr;
+  const bool bias = o.bias != nullptr, map = !o.map.identity;
+  if (more || bias + map + weighted != 1) return o.map.capped ? Set::any_capped : Set::any;
+  if (bias) return Set::biased;
+  if (weighted) return Set::smoothed;
+  return o.map.capped ? Set::capped : Set::any;
+}
+
+template <class T, Mode kMode>
+void launch_options(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                    Arguments arguments, const DeviceInfo& device, Stream* stream) {
+  const auto launch_with = [&](auto set) {
+    launch_set<T, kMode, set()>(call, plan, m, arguments, device, stream);
+  };
+  using enum Set;
+  if constexpr (kMode == Mode::sums_kept) {
+    launch_with(std::integral_constant<Set, any_capped>{});
+  } else if constexpr (std::is_same_v<T, __half>) {
+    if (arguments.options.map.capped) return launch_with(std::integral_constant<Set, any_capped>{});
+    launch_with(std::integral_constant<Set, any>{});
+  } else {
+    switch (choose_set<kMode>(arguments)) {
+      case capped:
+        if (kMode != Mode::dz && !count_in_caps(&arguments.options)) {
+          return launch_with(std::integral_constant<Set, any_capped>{});
+        }
+        return launch_with(std::integral_constant<Set, capped>{});
+      case biased:
+        return launch_with(std::integral_constant<Set, biased>{});
+      case smoothed:
+        return launch_with(std::integral_constant<Set, smoothed>{});
+      case any:
+        return launch_with(std::integral_constant<Set, any>{});
+      case any_capped:
+        return launch_with(std::integral_constant<Set, any_capped>{});
+    }
+  }
+}
+
+template <class T, Mode kMode>
+void launch_plain(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                  Arguments arguments, const DeviceInfo& device, Stream* stream) {
+  // Behind D are zeros.
+  arguments.depth_tiles = std::max(arguments.depth_tiles, 2 * split_steps<kMode>);
+  const Operands operands = make_operands(call, plan, m, arguments.chunk, stream);
+  const InputRows own = input_rows(call, plan);
+  CUtensorMap panel_map{};
+  if constexpr (kMode == Mode::sums) {
+    // Where some tokens do not count.
+    if (own.copied) {
+      panel_map = compacted_map(call, plan, m, arguments.chunk, stream);
+    } else if (own.data != nullptr) {
+      panel_map = own_map(own, call.shape.dtype, 0, call.shape.tokens, box_rows, stream);
+    }
+  } else {
+    const Panel& panel = arguments.panel;
+    panel_map = make_panel_map(panel.data, call.shape.dtype, panel.pitch, arguments.panel_end / 64,
+                               box_rows, 1, stream);
+  }
+  stream->launch_config("sm90 plain forward", plain_forward_kernel<T, kMode>, whole_chip(device),
+                        operands.input, operands.weight, panel_map, own, arguments);
+}
+
+template <class T, Mode kMode>
+void launch(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+            const Arguments& arguments, const DeviceInfo& device, Stream* stream) {
+  if (call.shape.plain) {
+    launch_plain<T, kMode>(call, plan, m, arguments, device, stream);
+  } else {
+    launch_options<T, kMode>(call, plan, m, arguments, device, stream);
+  }
+}
+
+Partials from_segment(Partials p, int64_t segment) {
+  for (float** sums : {&p.maximum, &p.sum, &p.shifted, &p.weighted}) {
+    if (*sums != nullptr) *sums += segment;
+  }
+  if (p.argmax != nullptr) p.argmax += segment;
+  return p;
+}
+
+// The sum's error grows with the distance of its anchor, its bound (docs/semantics.md) with log2 of
+// the vocabulary V: 2 (3 + log2 V) nats, of the shape alone, so that no plan changes a bit. Up to
+// 2^90: a row's sum of 2^31 columns is a number.
+float most_distance(int64_t vocab) {
+  return std::min(90.0f, 2.885f * (3 + std::log2(static_cast<float>(vocab))));
+}
+
+// sum e^(z - m) (z - m) is the difference of two sums that grow with the distance.
+constexpr float most_shifted_distance = 12;
+
+TileOptions make_options(const LinearCall& call, const LinearMemory& m) {
+  TileOptions o{.map = call.map,
+                .bias = m.bias_row,
+                .class_weight = m.class_weights,
+                .smoothing = call.shape.smoothing,
+                .entropy = static_cast<bool>(call.in.grad_entropy),
+                .small = 2 * most_of_small / call.map.inward,
+                .near_cap = near_cap * std::fabs(call.map.outward),
+                .terms = {},
+                .large_terms = {},
+                .log2_unit = 0,
+                .cap = 0};
+  std::ranges::copy(large_tanh, o.large_terms);
+  const double half = 0.5 * call.map.inward;
+  double factor = call.map.slope;
+  float* to = o.terms;
+  for (const float term : {tanh_3, tanh_5, tanh_7, tanh_9, tanh_11}) {
+    factor *= half * half;
+    *to++ = static_cast<float>(factor * term);
+  }
+  // Factors that f32 does not hold as normal numbers: the long polynomial has none.
+  if (!std::ranges::all_of(o.terms, [](float x) { return std::isnormal(x); })) o.small = -1;
+  return o;
+}
+
+Arguments make_arguments(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                         const Chunk& chunk, int64_t first, int64_t columns, const Panel& panel) {
+  return {.chunk = chunk,
+          .team = {works_apart(plan)},
+          .left_rows = rows_of_tile(plan),
+          .partials = from_segment(m.partials, first / sum_columns),
+          .target_logit = m.target_logit,
+          .gradients = m.gradients,
+          .target_gradient = m.target_gradient,
+          .panel = panel,
+          .first_column = first,
+          .columns = columns,
+          .panel_end = (panel.columns + 63) / 64 * 64,
+          .depth_tiles = static_cast<int32_t>((call.shape.hidden + tile_depth - 1) / tile_depth),
+          .most_sum = std::exp2(most_distance(call.shape.vocab)),
+          .most_distance = m.partials.shifted != nullptr ? most_shifted_distance
+                                                         : most_distance(call.shape.vocab),
+          .options = make_options(call, m)};
+}
+
+}  // namespace
+
+bool has_code() { return LOGITLESS_HAS_SM90A; }
+
+bool serves(const LinearCall& call, const DeviceInfo& device) {
+  const LinearShape& s = call.shape;
+  const TensorView& w = call.weight;
+  const bool rows = s.copies_weight || (w.stride[1] == 1 || s.hidden == 1);
+  const bool aligned =
+      s.copies_weight || (reinterpret_cast<uintptr_t>(w.data) + w.byte_offset) % 16 == 0;
+  return has_code() && device.major == 9 && !device.portable && s.dtype != DType::f32 && rows &&
+         aligned;
+}
+
+bool serves_plain(const LinearCall& call) {
+  const LinearShape& s = call.shape;
+  return s.fused && call.plain() && !s.smoothing && !s.entropy && !s.weighted_sum && !s.argmax &&
+         !call.in.grad_entropy;
+}
+
+bool reads_input(const LinearCall& call) {
+  const LinearShape& s = call.shape;
+  const TensorView& v = call.input;
+  const int64_t element = size_of(s.dtype);
+  const bool rows = (v.stride[1] == 1 || s.hidden == 1) &&
+                    (s.tokens == 1 || (v.stride[0] >= s.hidden && v.stride[0] * element % 16 == 0 &&
+                                       v.stride[0] * element < int64_t{1} << 31));
+  return s.plain && !s.gradients() && s.tokens > 0 && rows &&
+         (reinterpret_cast<uintptr_t>(v.data) + v.byte_offset) % 16 == 0;
+}
+
+void forward(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+             const Chunk& chunk, int64_t first, int64_t columns, const Panel& panel,
+             const DeviceInfo& device, Stream* stream) {
+  const Arguments arguments = make_arguments(call, plan, m, chunk, first, columns, panel);
+  if (panel.data == nullptr) {
+    if (call.shape.dtype == DType::f16) {
+      launch<__half, Mode::sums>(call, plan, m, arguments, device, stream);
+    } else {
+      launch<__nv_bfloat16, Mode::sums>(call, plan, m, arguments, device, stream);
+    }
+  } else if (call.shape.forms_dz) {
+    launch_options<__nv_bfloat16, Mode::sums_kept>(call, plan, m, arguments, device, stream);
+  } else {
+    launch<__nv_bfloat16, Mode::sums_e>(call, plan, m, arguments, device, stream);
+  }
+}
+
+void gradients(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+               const Chunk& chunk, const Panel& panel, const DeviceInfo& device, Stream* stream) {
+  const Arguments arguments =
+      make_arguments(call, plan, m, chunk, panel.first, panel.columns, panel);
+  if (call.shape.dtype == DType::f16) {
+    launch<__half, Mode::dz>(call, plan, m, arguments, device, stream);
+  } else {
+    launch<__nv_bfloat16, Mode::dz>(call, plan, m, arguments, device, stream);
+  }
+}
+
+}  // namespace logitless::cuda::sm90

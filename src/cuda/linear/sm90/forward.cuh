@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+// One product and what becomes of its logits, for Hopper: input [N, D] . weight [V, D]^T in tiles
+// of 256 tokens x 192 columns, the logits never leaving the registers.
+//   sums     sum of exponentials of every row and tile (192 columns) and what it is relative to,
+//   the
+//            anchor or a maximum, the target's left out
+//   sums_e   the same, and E = exp(z - z_target) in the input's dtype
+//   sums_kept  the same without the softcap's slope, and near the cap what is left to it
+//   dz       P exp(z - lse), with P p - o at the target
+// Without options: plain.cuh; with bias, the map from raw to z, more statistics, more terms of dz:
+// with_options.cuh. Here what both share. The tile and its pipeline: tile.cuh. Rows of tiles run
+// fastest in groups of 2048 tokens, then the vocabulary.
+#pragma once
+
+#include "src/cuda/linear/sm90/options.cuh"
+#include "src/cuda/linear/sm90/tile.cuh"
+
+namespace logitless::cuda::sm90 {
+
+enum class Mode { sums, sums_e, sums_kept, dz };
+
+constexpr int half_right_rows = tile_columns / 2, group_clusters = 4;
+
+struct Arguments {
+  Chunk chunk;
+  Team team;
+  int32_t left_rows;  // of a tile, that are brought
+  Partials partials;
+  const float* target_logit;
+  const RowGradient* gradients;   // dz
+  const float* target_gradient;   // dz
+  Panel panel;                    // all but sums
+  int64_t first_column, columns;  // of the vocabulary
+  int64_t panel_end;              // whole blocks: behind the last column they are zeros
+  int32_t depth_tiles;
+  // Of what is summed from the anchor: a sum, log2 of a maximum.
+  float most_sum, most_distance;
+  TileOptions options;
+};
+
+// The target's column of the view, or one that is in no tile.
+__device__ inline int find_target(const Arguments& a, int row, int valid) {
+  return row < valid ? a.chunk.tokens.target[a.chunk.first + row] : -1;
+}
+
+// What a row's exponents start from.
+struct RowStart {
+  float anchor;    // E: z of the target; dz: m
+  float log2_sum;  // dz: log2 s
+  float factor;    // dz: P
+};
+template <Mode kMode>
+__device__ inline RowStart load_start(const Arguments& a, int row, int valid) {
+  RowStart r{0, 0, 0};
+  if (row >= valid) return r;
+  if constexpr (kMode == Mode::sums_e || kMode == Mode::sums_kept) r.anchor = a.target_logit[row];
+  if constexpr (kMode == Mode::dz) {
+    const RowGradient& g = a.gradients[row];
+    r.anchor = g.reference;
+    r.log2_sum = g.log_sum * log2e;
+    // Of a row without a maximum that is a number no column has a probability to speak of.
+    const bool exists = fabsf(g.reference) < infinity() && g.log_sum == g.log_sum;
+    r.factor = exists ? g.probability : nan_value();
+  }
+  return r;
+}
+
+// A quad of lanes shares four rows, row0 + 0, 8, 64, 72: each lane asks for what one of them needs,
+// before the products, and the others get it from that lane.
+struct RowData {
+  int target;
+  float anchor;                                        // z_t; dz: m
+  float log2_sum, factor, smoothing, target_gradient;  // dz: log2 s, P, s, dz of the target
+};
+template <Mode kMode>
+__device__ inline RowData load_row(const Arguments& a, int row0, int valid) {
+  const int quad = threadIdx.x % 4, row = row0 + 8 * (quad % 2) + 64 * (quad / 2);
+  RowData r{find_target(a, row, valid), 0, 0, 0, 0, 0};
+  if (row >= valid) return r;
+  if constexpr (kMode == Mode::dz) {
+    const RowStart start = load_start<kMode>(a, row, valid);
+    r.anchor = start.anchor, r.log2_sum = start.log2_sum, r.factor = start.factor;
+    r.smoothing = a.gradients[row].smoothing;
+    r.target_gradient = a.target_gradient[row];
+  } else {
+    r.anchor = a.target_logit[row];
+  }
+  return r;
+}
+
+__device__ inline float of_row(float x, int part, int h) {
+  return __shfl_sync(whole_warp, x, threadIdx.x / 4 % 8 * 4 + 2 * part + h);
+}
+
+// Targets, columns behind the last one, and of panels rows behind the last one are rare: elements
+// of row h that do not count, as i of their columns 8 i + {0, 1}.
+struct LeftOut {
+  int target[2], end[2];
+};
+
+// Read where it is used: the registers are the logits'.
+struct ForwardWork {
+  int valid;
+  Schedule schedule;
+};
+__device__ inline ForwardWork find_work(const Arguments& a) {
+  const int valid = valid_rows(a.chunk);
+  return {valid,
+          {(valid + cluster_rows - 1) / cluster_rows,
+           static_cast<int>((a.columns + tile_columns - 1) / tile_columns), group_clusters}};
+}
+
+// Every step of a tile: a lane an operand, so that neither keeps more than one address.
+__device__ inline void copy_tile(const CUtensorMap* input_map, const CUtensorMap* weight_map,
+                                 const Pipeline& pipeline, int row_cluster, int column_tile,
+                                 const Arguments& a, Ring* ring) {
+  const bool is_input = threadIdx.x == 0;
+  const int rank = a.team.rank();
+  const uint32_t offset = is_input ? 0 : left_bytes + rank * half_right_bytes;
+  const int row = is_input ? row_cluster * cluster_rows + rank * tile_rows
+                           : static_cast<int>(a.first_column) + column_tile * tile_columns +
+                                 rank * half_right_rows;
+  for (int k = 0; k < a.depth_tiles; ++k, ring->next()) {
+    uint64_t* full = pipeline.full + ring->stage;
+    wait(pipeline.empty + ring->stage, ring->phase ^ 1);
+    if (is_input) {
+      expect_bytes(full, a.left_rows * tile_depth * 2 + right_bytes);
+      load_box(input_map, full, pipeline.left(ring->stage), k * tile_depth, row);
+    } else {
+      uint8_t* to = pipeline.left(ring->stage) + offset;
+      if (!a.team.apart) {
+        load_box_to(weight_map, full, to, k * tile_depth, row, 3);
+        continue;
+      }
+      load_box(weight_map, full, to, k * tile_depth, row);
+      load_box(weight_map, full, to + half_right_bytes, k * tile_depth, row + half_right_rows);
+    }
+  }
+}
+
+// The first warpgroup, lanes 0 and 1.
+__device__ inline void copy_tiles(const CUtensorMap* input_map, const CUtensorMap* weight_map,
+                                  const Pipeline& pipeline, const Schedule& schedule,
+                                  const Arguments& a) {
+  Ring ring;
+  for (int t = a.team.number(); t < schedule.tiles(); t += a.team.count()) {
+    int row_cluster, column_tile;
+    schedule.find(t, &row_cluster, &column_tile);
+    copy_tile(input_map, weight_map, pipeline, row_cluster, column_tile, a, &ring);
+  }
+}
+
+}  // namespace logitless::cuda::sm90

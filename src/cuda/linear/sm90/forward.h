@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// The linear ops' product with its logits on Hopper: see forward.cuh.
+#pragma once
+
+#include "src/cuda/linear/linear.h"
+
+namespace logitless::cuda::sm90 {
+
+inline constexpr int64_t sum_columns = 192;  // of a row's partial sums
+
+// Whether this build has code of sm_90a (cmake/cuda.cmake): without it these kernels are empty.
+bool has_code();
+// Rows of the weight lie so far apart; of one row alone any distance will do.
+inline int64_t weight_stride(const LinearCall& call, const LinearPlan& plan) {
+  if (call.shape.copies_weight) return plan.hidden_pitch;
+  return call.shape.vocab == 1 ? call.shape.hidden : call.weight.stride[0];
+}
+
+// Whether the kernel serves this call on this device: 16-bit inputs, plain logits, no statistics
+// beyond those of the loss.
+bool serves(const LinearCall& call, const DeviceInfo& device);
+
+// Of those, without any option or statistic that takes more than the logits: plain.cuh.
+bool serves_plain(const LinearCall& call);
+// And whether its boxes are of the caller's own input.
+bool reads_input(const LinearCall& call);
+
+// Columns [first, first + columns) of the chunk, `first` whole tiles: to the partial sums; and E,
+// where the panel has data.
+void forward(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+             const Chunk& chunk, int64_t first, int64_t columns, const Panel& panel,
+             const DeviceInfo& device, Stream* stream);
+// dz of the panel's columns.
+void gradients(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+               const Chunk& chunk, const Panel& panel, const DeviceInfo& device, Stream* stream);
+
+}  // namespace logitless::cuda::sm90

@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+// With options: which of them a kernel knows, and 64 rows of a tile, 64 columns at a time: d[0] to
+// d[31] of a thread are its elements d[4 i + 2 h + c] of row 8 h and column 8 i + 2 (lane % 4) + c.
+#pragma once
+
+#include "src/cuda/linear/sm90/forward.cuh"
+
+namespace logitless::cuda::sm90 {
+
+// What a kernel was compiled for: one option alone, or whichever are asked for, with a softcap or
+// without.
+enum class Set { capped, biased, smoothed, any, any_capped };
+template <Set kSet>
+constexpr bool is_any = kSet == Set::any || kSet == Set::any_capped;
+template <Set kSet>
+constexpr bool has_cap = kSet == Set::capped || kSet == Set::any_capped;
+
+// Never, but the compiler does not know: it mixes no work across.
+__device__ inline bool stops(const Arguments& a) { return again(a.depth_tiles == 0); }
+
+template <Set kSet>
+__device__ inline bool has_bias(const Arguments& a) {
+  return is_any<kSet> ? again(a.options.bias != nullptr) : kSet == Set::biased;
+}
+template <Set kSet>
+__device__ inline bool has_scale(const Arguments& a) {
+  return kSet == Set::any && again(!a.options.map.identity);
+}
+template <Set kSet>
+__device__ inline bool is_weighted(const Arguments& a) {
+  return is_any<kSet> ? again(a.partials.weighted != nullptr) : kSet == Set::smoothed;
+}
+template <Set kSet>
+__device__ inline bool has_smoothing(const Arguments& a) {
+  return is_any<kSet> ? again(a.options.smoothing) : kSet == Set::smoothed;
+}
+
+// log2 e of a logit's unit.
+template <Set kSet>
+__device__ inline float log2_unit(const Arguments& a) {
+  return kSet == Set::capped ? a.options.log2_unit : log2e;
+}
+
+// 64 rows of a tile, and of them what this thread's two start from.
+struct HalfRows {
+  int row, part;  // the first one; upper 0, lower 1
+  int column, column_tile;
+  float anchor[2];                             // not dz: its exponent
+  float log2_sum[2], factor[2], smoothing[2];  // dz
+};
+template <Mode kMode>
+__device__ inline HalfRows find_rows(const RowData& data, int row, int part, int column,
+                                     int column_tile) {
+  HalfRows r{row, part, column, column_tile, {}, {}, {}, {}};
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float anchor = of_row(data.anchor, part, h);
+    if constexpr (kMode == Mode::dz) {
+      r.anchor[h] = anchor;
+      r.log2_sum[h] = of_row(data.log2_sum, part, h);
+      r.factor[h] = of_row(data.factor, part, h);
+      r.smoothing[h] = of_row(data.smoothing, part, h);
+    } else {
+      r.anchor[h] = fabsf(anchor) < most_anchor ? anchor * log2e : 0.0f;
+    }
+  }
+  return r;
+}
+
+__device__ inline int columns_left(const Arguments& a, int column) {
+  return min(tile_columns, static_cast<int>(a.first_column + a.columns) - column);
+}
+template <Mode kMode>
+__device__ inline bool needs_mask(const RowData& data, const HalfRows& rows, const Arguments& a,
+                                  int valid) {
+  const int lane = threadIdx.x % 32, target = data.target - rows.column;
+  const bool fills = kMode != Mode::sums && rows.row - lane / 4 + 16 > valid;  // one of the warp
+  const bool own = lane % 4 / 2 == rows.part && target >= 0 && target < tile_columns;
+  return __any_sync(whole_warp, own || fills || columns_left(a, rows.column) < tile_columns);
+}
+template <Mode kMode>
+__device__ inline LeftOut find_left_out(const RowData& data, const HalfRows& rows,
+                                        const Arguments& a, int valid, int block) {
+  const int own = 2 * static_cast<int>(threadIdx.x % 4) + 64 * block,
+            left = columns_left(a, rows.column);
+  LeftOut mask;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int from = threadIdx.x / 4 % 8 * 4 + 2 * rows.part + h;
+    mask.target[h] = __shfl_sync(whole_warp, data.target, from) - rows.column - own;
+    mask.end[h] = (kMode != Mode::sums && rows.row + 8 * h >= valid ? 0 : left) - own;
+  }
+  return mask;
+}
+template <bool kRare>
+__device__ inline bool is_masked(const LeftOut& mask, int column, int h) {
+  return kRare && (column == mask.target[h] || column >= mask.end[h]);
+}
+
+// raw -> z of 64 columns from `column` on, in place. Whether any of them may be near the cap.
+template <Set kSet>
+__device__ inline bool map_block(float (&d)[96], const Arguments& a, int column) {
+  const TileOptions& o = a.options;
+  if (has_bias<kSet>(a)) {
+    const float2* bias = reinterpret_cast<const float2*>(o.bias + column) + threadIdx.x % 4;
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const int i = 4 * n;
+      const float2 b = __ldg(bias + 4 * n);
+      d[i] += b.x, d[i + 1] += b.y, d[i + 2] += b.x, d[i + 3] += b.y;
+    }
+  }
+  if constexpr (has_cap<kSet>) {
+    float most[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int n = 0; n < 32; ++n) most[n % 4] = fmaxf(most[n % 4], fabsf(d[n]));
+    const float all = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
+    if (__any_sync(whole_warp, all > o.small)) {
+#pragma unroll 1
+      for (int turn = 0; turn < 8; ++turn) {  // rare, and long: four at a time, in turn
+        float done[4];
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          const float x = d[n];
+          done[n] = select_above(fabsf(x), o.small, map_large(o, x), map_small(o, x));
+        }
+#pragma unroll
+        for (int n = 0; n < 32; ++n) d[n] = n < 28 ? d[n + 4] : done[n - 28];
+      }
+      return true;
+    }
+#pragma unroll
+    for (int n = 0; n < 32; ++n) d[n] = map_small(o, d[n]);
+  } else if (has_scale<kSet>(a)) {
+#pragma unroll
+    for (int n = 0; n < 32; ++n) d[n] *= o.map.slope;
+  }
+  return false;
+}
+
+// E and dz leave through boxes of a warp's own 16 rows and 64 columns, two in turn.
+constexpr int box_lines = 16, warp_box_bytes = box_lines * 128;
+
+// Where a lane's eight elements of four 8 x 8 blocks of its warp's box [16, 64] begin, swizzled; of
+// columns 16 `two` on: ^ 32 two.
+__device__ inline uint32_t lane_of_box(const uint8_t* box) {
+  const uint32_t lane = threadIdx.x % 32;
+  return shared_address(box) + lane % box_lines * 128 + (lane / 16 ^ lane % 8) * 16;
+}
+// The first lane's is the box itself.
+__device__ inline const void* box_at(uint32_t lane) {
+  return reinterpret_cast<const void*>(__cvta_shared_to_generic(lane));
+}
+__device__ inline void write_box(uint32_t lane, int two, const uint32_t (&x)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(lane ^ 32 * two),
+      "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+      : "memory");
+}
+
+}  // namespace logitless::cuda::sm90

@@ -1,0 +1,339 @@
+// SPDX-License-Identifier: Apache-2.0
+// The sums of 64 rows of a tile, one pass over its logits: relative to the anchor z_t, as in
+// plain.cuh, or, of a lane whose maximum so far is too far from it, to that maximum. Its own rows'
+// values alone decide: no plan and no neighbour changes a bit. Unless the maximum is asked for
+// (finds_maximum), the sums themselves say whether to look for it.
+#pragma once
+
+#include "src/cuda/linear/sm90/option_rows.cuh"
+
+namespace logitless::cuda::sm90 {
+
+// What is summed of a thread's two rows so far, relative to the anchor, or to `from` where that is
+// no NaN. Without finds_maximum the maximum is that of the columns that were looked at; of others
+// `seen` says that their sums were no reason to.
+struct Sums {
+  bool seen = false;
+  float maximum[2] = {-infinity(), -infinity()}, sum[2] = {0, 0};
+  float shifted[2] = {0, 0}, weighted[2] = {0, 0};  // shifted: in log2
+  float from[2] = {nan_value(), nan_value()};
+  int lowest[2] = {INT32_MAX, INT32_MAX};  // column of the maximum, if it may be the row's
+};
+
+// sum c_j z_j of 64 columns. kCareful: a column of weight 0 has none, whatever its logit.
+template <bool kRare, bool kCareful>
+__device__ inline float2 weigh_block(const float (&d)[96], const LeftOut& mask, const Arguments& a,
+                                     int column) {
+  const float2* weights =
+      reinterpret_cast<const float2*>(a.options.class_weight + column) + threadIdx.x % 4;
+  float sum[4] = {0, 0, 0, 0};
+  if (again(a.options.class_weight == nullptr)) {
+#pragma unroll
+    for (int n = 0; n < 32; ++n) {
+      const int i = n / 4;
+      if (kRare && n % 16 == 0 && stops(a)) break;
+      if (!is_masked<kRare>(mask, 8 * i + n % 2, n / 2 % 2)) sum[n % 4] += d[n];
+    }
+  } else {
+#pragma unroll
+    for (int n = 0; n < 32; n += 4) {
+      if (kRare && n % 16 == 0 && stops(a)) break;
+      const int i = n / 4;
+      const float2 c = __ldg(weights + n);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float own = e % 2 != 0 ? c.y : c.x;
+        if (!(kCareful && own == 0) && !is_masked<kRare>(mask, 8 * i + e % 2, e / 2)) {
+          sum[e] = fmaf(own, d[n + e], sum[e]);
+        }
+      }
+    }
+  }
+  return {sum[0] + sum[1], sum[2] + sum[3]};
+}
+template <bool kRare>
+__device__ inline void weigh(const float (&d)[96], const LeftOut& mask, const Arguments& a,
+                             int column, Sums* sums) {
+  float2 sum = weigh_block<kRare, kRare>(d, mask, a, column);
+  if (!kRare && __any_sync(whole_warp, !(fabsf(sum.x) + fabsf(sum.y) < infinity()))) {
+    sum = weigh_block<kRare, true>(d, mask, a, column);
+  }
+  sums->weighted[0] += sum.x;
+  sums->weighted[1] += sum.y;
+}
+
+// What is kept of an element beside its sums.
+template <Mode kMode, Set kSet, bool kRare>
+__device__ inline float kept_of(const Arguments& a, float z, float e, bool masked) {
+  if constexpr (kMode == Mode::sums_kept) {
+    if (kRare && fabsf(z) > a.options.near_cap) e = encode_left(a.options.map, z);
+  } else if constexpr (kSet == Set::capped) {  // in caps
+    e *= fmaf(-z, z, 1.0f);
+  } else if constexpr (has_cap<kSet>) {
+    e = capped(a.options, z, e);
+  }
+  return masked ? 0.0f : e;
+}
+
+template <bool kRare>
+__device__ inline float find_highest(const float (&d)[96], const LeftOut& mask, const Arguments& a,
+                                     int h) {
+  float most[2] = {-infinity(), -infinity()};
+#pragma unroll
+  for (int n = 0; n < 16; ++n) {
+    if (kRare && n % 8 == 0 && stops(a)) break;
+    const float z = d[4 * (n / 2) + 2 * h + n % 2];
+    if (!is_masked<kRare>(mask, 8 * (n / 2) + n % 2, h)) most[n % 2] = fmaxf(most[n % 2], z);
+  }
+  return fmaxf(most[0], most[1]);
+}
+
+// A sum this far below, in log2, is 0; its logits' distance alone may be infinite, and 0 times that
+// is none.
+__device__ inline float bounded(float by) { return by > 1000.0f ? 1000.0f : by; }
+
+// Whether the maximum comes before the sums: kernels of several options, which may be asked for it,
+// have no registers to do without where they are not.
+template <Set kSet>
+constexpr bool finds_maximum = is_any<kSet>;
+
+// A sum beyond which some exponential is: of up to 48 columns.
+constexpr float least_exponent_log2 = -100.0f, least_seen = 0x1p-94f;
+
+// log2 of a maximum above the anchor's exponential: errors grow with the distance, and far below,
+// exponentials that count may be 0.
+template <Set kSet>
+__device__ inline bool is_within(const HalfRows& rows, const Arguments& a, int h, float distance,
+                                 bool seen) {
+  const bool shifts = is_any<kSet> && a.partials.shifted != nullptr;
+  const float least = shifts && rows.anchor[h] == 0 ? -a.most_distance : least_exponent_log2;
+  return (seen || distance > least) && distance < a.most_distance;
+}
+
+// Row h goes on from its maximum `top` so far, if what it starts from is too far away.
+template <Set kSet>
+__device__ inline void move_start(const HalfRows& rows, const Arguments& a, int h, float top,
+                                  Sums* sums) {
+  if (top == -infinity()) return;
+  const float from = sums->from[h];
+  const bool moved = from == from;
+  const float unit = log2_unit<kSet>(a);
+  const float by = moved ? (top - from) * unit : fmaf(top, unit, -rows.anchor[h]);
+  if (moved ? by < a.most_distance : is_within<kSet>(rows, a, h, by, sums->seen)) return;
+  const float sum = sums->sum[h], down = bounded(by), factor = exp2_fast(-down);
+  if (sum != 0) {
+    sums->shifted[h] = factor * fmaf(-down, sum, sums->shifted[h]);
+    sums->sum[h] = factor * sum;
+  }
+  sums->from[h] = top;
+}
+
+// The lowest column of a maximum that is not below the target: of others nobody asks.
+template <bool kRare>
+__device__ inline void find_lowest(const float (&d)[96], const HalfRows& rows, const RowData& data,
+                                   const LeftOut& mask, const Arguments& a,
+                                   const float (&highest)[2], int block, Sums* sums) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float target = of_row(data.anchor, rows.part, h);
+    const bool wants = highest[h] > sums->maximum[h] && highest[h] >= target;
+    if (!__any_sync(whole_warp, wants)) continue;
+    int lowest = INT32_MAX;
+#pragma unroll
+    for (int n = 15; n >= 0; --n) {
+      const int column = 8 * (n / 2) + n % 2;
+      if (n % 8 == 7 && stops(a)) break;
+      if (d[4 * (n / 2) + 2 * h + n % 2] == highest[h] && !is_masked<kRare>(mask, column, h)) {
+        lowest = column;
+      }
+    }
+    if (wants) sums->lowest[h] = lowest + 64 * block + 2 * static_cast<int>(threadIdx.x % 4);
+  }
+}
+
+template <class T, Mode kMode, Set kSet, bool kRare, bool kShifted>
+__device__ inline void sum_block(const float (&d)[96], const HalfRows& rows, const LeftOut& mask,
+                                 const Arguments& a, uint32_t box, Sums* sums) {
+  constexpr bool stores = kMode != Mode::sums;
+#pragma unroll
+  for (int two = 0; two < 4; ++two) {
+    if (kRare && stops(a)) break;
+    uint32_t packed[4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const int i = 2 * two + n / 2, h = n % 2;
+      const float from = sums->from[h];
+      float kept[2], e[2];
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const bool masked = is_masked<kRare>(mask, 8 * i + c, h);
+        const float z = masked ? -infinity() : d[4 * i + 2 * h + c];
+        float distance = fmaf(z, log2_unit<kSet>(a), -rows.anchor[h]);
+        e[c] = exp2_fast(distance);
+        if constexpr (stores) {
+          kept[c] = kept_of<kMode, kSet, kRare>(a, z, e[c], masked);
+        }
+        if (kRare && from == from) {
+          // Not fma(z, log2(e), -m log2(e)): its rounding is an exponent where |m| is large.
+          distance = (z - from) * log2_unit<kSet>(a);
+          e[c] = exp2_fast(distance);
+        }
+        if constexpr (kShifted) {
+          sums->shifted[h] = fmaf(e[c], fmaxf(distance, least_exponent), sums->shifted[h]);
+        }
+      }
+      sums->sum[h] += e[0] + e[1];
+      if constexpr (stores) packed[n] = pack<T>(kept[0], kept[1]);
+    }
+    if constexpr (stores) write_box(box, two, packed);
+  }
+}
+
+template <class T, Mode kMode, Set kSet, bool kRare>
+__device__ inline void sum_64(const float (&d)[96], const HalfRows& rows, const LeftOut& mask,
+                              const Arguments& a, uint32_t box, Sums* sums) {
+  if (is_any<kSet> && again(a.partials.shifted != nullptr)) {
+    sum_block<T, kMode, kSet, kRare, true>(d, rows, mask, a, box, sums);
+  } else {
+    sum_block<T, kMode, kSet, kRare, false>(d, rows, mask, a, box, sums);
+  }
+}
+
+// The maximum so far goes on to these columns'.
+template <Set kSet, bool kRare>
+__device__ inline void add_highest(const float (&d)[96], const HalfRows& rows, const RowData& data,
+                                   const LeftOut& mask, const Arguments& a,
+                                   const float (&highest)[2], int block, Sums* sums) {
+  if (is_any<kSet> && again(a.partials.argmax != nullptr)) {
+    find_lowest<kRare>(d, rows, data, mask, a, highest, block, sums);
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) sums->maximum[h] = fmaxf(sums->maximum[h], highest[h]);
+}
+
+// Whether a row of the warp may be far, by its columns' maximum.
+template <Set kSet>
+__device__ inline bool is_far(const HalfRows& rows, const Arguments& a, const float (&highest)[2],
+                              const Sums& sums) {
+  bool far = false;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float top = fmaxf(sums.maximum[h], highest[h]);
+    const float distance = fmaf(top, log2e, -rows.anchor[h]);
+    far |= sums.from[h] == sums.from[h] ||
+           !(is_within<kSet>(rows, a, h, distance, false) || top == -infinity());
+  }
+  return __any_sync(whole_warp, far);
+}
+// Whether none is, by its sum. Half of the most: one whose maximum is_within finds too far fails
+// here, however the exponential was rounded.
+__device__ inline bool are_near(const Arguments& a, const Sums& sums) {
+  bool near = true;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    near &=
+        sums.from[h] != sums.from[h] && sums.sum[h] > least_seen && sums.sum[h] < 0.5f * a.most_sum;
+  }
+  return __all_sync(whole_warp, near);
+}
+
+// 64 columns from `column` on, the tile's `block`. The usual copy of the code, then, if it is not
+// for these columns, the rare one.
+template <class T, Mode kMode, Set kSet>
+__device__ inline void add_columns(const float (&d)[96], const HalfRows& rows, const RowData& data,
+                                   const Arguments& a, int valid, int column, int block,
+                                   uint32_t box, bool rare, Sums* sums) {
+  constexpr bool finds = finds_maximum<kSet>;
+  float highest[2];
+  if (!rare && finds) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) highest[h] = find_highest<false>(d, LeftOut{}, a, h);
+    rare = is_far<kSet>(rows, a, highest, *sums);
+    if (!rare) {
+      add_highest<kSet, false>(d, rows, data, LeftOut{}, a, highest, block, sums);
+      if (is_weighted<kSet>(a)) weigh<false>(d, LeftOut{}, a, column, sums);
+      return sum_64<T, kMode, kSet, false>(d, rows, LeftOut{}, a, box, sums);
+    }
+  } else if (!rare) {
+    const float before[2] = {sums->sum[0], sums->sum[1]};
+    sum_64<T, kMode, kSet, false>(d, rows, LeftOut{}, a, box, sums);
+    if (are_near(a, *sums)) {
+      sums->seen = true;
+      if (is_weighted<kSet>(a)) weigh<false>(d, LeftOut{}, a, column, sums);
+      return;
+    }
+    sums->sum[0] = before[0], sums->sum[1] = before[1];
+  }
+  const LeftOut mask = find_left_out<kMode>(data, rows, a, valid, block);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) highest[h] = find_highest<true>(d, mask, a, h);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    move_start<kSet>(rows, a, h, fmaxf(sums->maximum[h], highest[h]), sums);
+  }
+  add_highest<kSet, true>(d, rows, data, mask, a, highest, block, sums);
+  if (is_weighted<kSet>(a)) weigh<true>(d, mask, a, column, sums);
+  sum_64<T, kMode, kSet, true>(d, rows, mask, a, box, sums);
+}
+
+// Two rows' at once: what a quad trades takes long to come.
+template <class T, class F>
+__device__ inline void quad_reduce(T (&x)[2], F&& f) {
+#pragma unroll
+  for (int offset = 1; offset < 4; offset *= 2) {
+    const T other[2] = {__shfl_xor_sync(whole_warp, x[0], offset),
+                        __shfl_xor_sync(whole_warp, x[1], offset)};
+    x[0] = f(x[0], other[0]), x[1] = f(x[1], other[1]);
+  }
+}
+
+// The sums of 64 rows to memory, relative to the rows' maxima, or to the anchors.
+template <Set kSet>
+__device__ inline void write_half(const HalfRows& rows, const RowData& data, const Arguments& a,
+                                  int valid, const Sums& sums) {
+  const auto add = [](float x, float y) { return x + y; };
+  const bool shifts = is_any<kSet> && a.partials.shifted != nullptr;
+  const bool names = is_any<kSet> && a.partials.argmax != nullptr;
+  float maximum[2], from[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    maximum[h] = sums.maximum[h], from[h] = sums.from[h];
+    if (kSet == Set::capped) from[h] *= a.options.cap;
+    if constexpr (finds_maximum<kSet>) continue;
+    const float anchor = of_row(data.anchor, rows.part, h);
+    maximum[h] = fabsf(anchor) < most_anchor ? anchor : 0.0f;
+    if (sums.sum[h] == 0) maximum[h] = -infinity();
+    if (from[h] == from[h]) maximum[h] = from[h];
+  }
+  quad_reduce(maximum, [](float x, float y) { return fmaxf(x, y); });
+  float sum[2], shifted[2], weighted[2] = {sums.weighted[0], sums.weighted[1]};
+  int lowest[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float own = sums.sum[h];
+    const float by = bounded(from[h] == from[h] ? (maximum[h] - from[h]) * log2e
+                                                : fmaf(maximum[h], log2e, -rows.anchor[h]));
+    const float factor = own == 0 ? 0.0f : exp2_fast(-by);
+    const float lifted = factor * fmaf(-by, own, sums.shifted[h]) * ln2;
+    sum[h] = own == 0 ? 0.0f : own * factor;
+    shifted[h] = own == 0 ? 0.0f : lifted;
+    lowest[h] = sums.maximum[h] == maximum[h] ? sums.lowest[h] : INT32_MAX;
+  }
+  quad_reduce(sum, add);
+  if (is_weighted<kSet>(a)) quad_reduce(weighted, add);
+  if (shifts) quad_reduce(shifted, add);
+  if (names) quad_reduce(lowest, [](int x, int y) { return min(x, y); });
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = rows.row + 8 * h;
+    if (threadIdx.x % 4 != 0 || row >= valid) continue;
+    const int64_t to = int64_t{row} * a.partials.segments + rows.column_tile;
+    a.partials.maximum[to] = maximum[h];
+    a.partials.sum[to] = sum[h];
+    if (is_weighted<kSet>(a)) a.partials.weighted[to] = weighted[h];
+    if (shifts) a.partials.shifted[to] = shifted[h];
+    if (names) a.partials.argmax[to] = rows.column + (lowest[h] == INT32_MAX ? 0 : lowest[h]);
+  }
+}
+
+}  // namespace logitless::cuda::sm90

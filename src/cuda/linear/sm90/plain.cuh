@@ -1,0 +1,355 @@
+// SPDX-License-Identifier: Apache-2.0
+// The forward modes without options: what becomes of a tile's logits is worked out under the
+// products of its other half and of the next tile.
+//   its last steps    the 64 upper rows' products, then the lower ones'; under these the upper
+//                     rows' exponentials
+//   the next tile's   first steps, of the upper rows; under these the lower rows' exponentials
+// One step of depth each, or two (split_steps): there are at least twice as many.
+// Exponentials start from the anchor z_t, which is known before the products, not from the tile's
+// maximum: none waits for another, and nobody looks for the maximum. A row whose sum says that it
+// is too far from the anchor is summed again, from its maximum.
+// E and dz go through shared memory to the copy engine. There is room for it in the last step but
+// one: its products are done, and these 16 KB a warpgroup are given back when the boxes have been
+// read.
+#pragma once
+
+#include "src/cuda/linear/sm90/plain_input.cuh"
+#include "src/cuda/linear/sm90/plain_sums.cuh"
+
+namespace logitless::cuda::sm90 {
+
+// The steps at a tile's end, and at its beginning, of which the upper rows' products come before
+// the lower ones': what is worked out under them. The loss takes two, all of the ring; E's boxes
+// leave room for one.
+template <Mode kMode>
+constexpr int split_steps = kMode == Mode::sums ? 2 : 1;
+
+// A tile's sum relative to the anchor: below, exponentials that count may be 0.
+constexpr float least_sum = 0x1p-100f;
+
+constexpr int box_rows = 64, box_bytes = box_rows * 128;
+
+// The same of this thread's two rows of a half. Not dz: the anchor's exponent.
+struct Starts {
+  float anchor[2], log2_sum[2], factor[2], target_gradient[2];
+};
+template <Mode kMode>
+__device__ inline Starts find_starts(const RowData& data, int part) {
+  Starts s{};
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float anchor = of_row(data.anchor, part, h);
+    if constexpr (kMode == Mode::dz) {
+      s.anchor[h] = anchor;
+      s.log2_sum[h] = of_row(data.log2_sum, part, h);
+      s.factor[h] = of_row(data.factor, part, h);
+      s.target_gradient[h] = of_row(data.target_gradient, part, h);
+    } else {
+      s.anchor[h] = fabsf(anchor) < most_anchor ? anchor * log2e : 0.0f;
+    }
+  }
+  return s;
+}
+
+// The accumulators themselves stay as they are: products are in flight. Not by is_masked of
+// option_rows.cuh: ptxas then spills a register of dz.
+template <bool kMasked>
+__device__ inline float element(const float (&d)[96], const LeftOut& mask, int i, int h, int c) {
+  const float x = d[4 * i + 2 * h + c];
+  if constexpr (!kMasked) return x;
+  const int column = 8 * i + c;
+  return column == mask.target[h] || column >= mask.end[h] ? -infinity() : x;
+}
+
+// What becomes of an element.
+template <Mode kMode, bool kMasked>
+__device__ inline float exponential(float x, const Starts& starts, const LeftOut& mask, int column,
+                                    int h) {
+  if constexpr (kMode == Mode::dz) {
+    if (kMasked && column == mask.target[h]) return starts.target_gradient[h];
+    const float log2_p = fmaf(x - starts.anchor[h], log2e, -starts.log2_sum[h]);
+    return starts.factor[h] * exp2_fast(nonpositive(log2_p));
+  }
+  return exp2_fast(fmaf(x, log2e, -starts.anchor[h]));
+}
+
+// The maximum of row h, of this thread.
+template <bool kMasked>
+__device__ inline float find_maximum(const float (&d)[96], const LeftOut& mask, int h) {
+  float maximum = -infinity();
+#pragma unroll
+  for (int i = 0; i < 24; ++i) {
+    if (i % 4 == 0 && again(false)) break;
+    maximum = fmaxf(fmaxf(maximum, element<kMasked>(d, mask, i, h, 0)),
+                    element<kMasked>(d, mask, i, h, 1));
+  }
+  return maximum;
+}
+
+// The sum of row h relative to its maximum, of this thread.
+template <bool kMasked>
+__device__ inline float sum_from_maximum(const float (&d)[96], const LeftOut& mask, int h,
+                                         float maximum) {
+  // Of -inf alone: every exponential is 0, and a NaN stays.
+  const float reference = maximum == -infinity() ? 0.0f : maximum;
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < 24; ++i) {
+    if (i % 4 == 0 && again(false)) break;
+    // Not fma(x, log2(e), -m log2(e)): its rounding is an exponent where |m| is large.
+    sum += exp2_fast((element<kMasked>(d, mask, i, h, 0) - reference) * log2e) +
+           exp2_fast((element<kMasked>(d, mask, i, h, 1) - reference) * log2e);
+  }
+  return sum;
+}
+
+// Where 64 rows of a tile lie.
+struct HalfTile {
+  int row;                // this thread's first one
+  int column_tile, part;  // upper: 0, lower: 1
+};
+
+// Four 8 x 8 blocks of a warp's 16 rows of a box, 16 columns: `two` of 4.
+__device__ inline void write_matrices(const uint8_t* box, int two, const uint32_t (&x)[4]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+  const int chunk = (2 * two + lane / 16) ^ lane % 8;  // swizzled
+  const uint32_t to = shared_address(box) + (16 * warp + lane % 16) * 128 + chunk * 16;
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+               "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
+// The exponentials of 64 rows, their sums and, if kept, the exponentials themselves.
+template <class T, Mode kMode, bool kMasked>
+__device__ inline void sum_rows(const float (&d)[96], const LeftOut& mask, const Starts& starts,
+                                const HalfTile& at, const Arguments& a,
+                                const CUtensorMap* panel_map, const uint8_t* boxes, int warpgroup,
+                                RowSums* sums) {
+  constexpr bool stores = kMode != Mode::sums;
+  float sum[2] = {0, 0};
+#pragma unroll
+  for (int block = 0; block < 3; ++block) {
+    const uint8_t* box = boxes + (at.part + block) % 2 * box_bytes;
+#pragma unroll
+    for (int two = 0; two < 4; ++two) {
+      uint32_t packed[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const int i = 8 * block + 2 * two + n / 2, h = n % 2;
+        const float x = element<kMasked>(d, mask, i, h, 0), y = element<kMasked>(d, mask, i, h, 1);
+        const float e0 = exponential<kMode, kMasked>(x, starts, mask, 8 * i, h);
+        const float e1 = exponential<kMode, kMasked>(y, starts, mask, 8 * i + 1, h);
+        sum[h] += e0 + e1;
+        if constexpr (stores) packed[n] = pack<T>(e0, e1);
+      }
+      if constexpr (stores) write_matrices(box, two, packed);
+    }
+    if constexpr (stores) {
+      fence_copies();
+      if (threadIdx.x % 128 == 0) stores_wait();  // so that the other box is free
+      group_sync(warpgroup);
+      if (threadIdx.x % 128 == 0) {
+        const int first = static_cast<int>(a.first_column - a.panel.first) / 64;
+        store_box(panel_map, box, at.row, first + 3 * at.column_tile + block);
+      }
+    }
+  }
+  if constexpr (kMode != Mode::dz) {
+    float maximum[2] = {nan_value(), nan_value()};
+    // A lane alone says whether its row may be far: nobody waits for the others here. An eighth of
+    // the most: of four lanes' sums none is beyond it then.
+    bool far = false;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) far |= !(sum[h] > least_sum && sum[h] < a.most_sum / 8);
+    if (__any_sync(whole_warp, far)) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float of_row = quad_sum(sum[h]), m = quad_max(find_maximum<kMasked>(d, mask, h));
+        if (!(of_row > least_sum && of_row < a.most_sum)) {
+          sum[h] = sum_from_maximum<kMasked>(d, mask, h, m);
+          maximum[h] = m;
+        }
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) sums->sum[h] = sum[h], sums->maximum[h] = maximum[h];
+  }
+}
+
+// Targets, columns behind the last one, and of panels rows behind the last one are rare: two
+// copies.
+template <class T, Mode kMode>
+__device__ inline void half_tile(const float (&d)[96], const RowData& data, const HalfTile& at,
+                                 const Arguments& a, int valid, const CUtensorMap* panel_map,
+                                 const uint8_t* boxes, int warpgroup, RowSums* sums) {
+  const int quad = threadIdx.x % 4, from = threadIdx.x % 32 - quad + 2 * at.part;
+  const int column = static_cast<int>(a.first_column) + at.column_tile * tile_columns;
+  const int left = min(tile_columns, static_cast<int>(a.first_column + a.columns) - column);
+  const Starts starts = find_starts<kMode>(data, at.part);
+  LeftOut mask;
+  bool any = left < tile_columns;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int target = __shfl_sync(whole_warp, data.target, from + h) - column;
+    mask.target[h] = target - 2 * quad;
+    const bool exists = at.row + 8 * h < valid;
+    mask.end[h] = kMode != Mode::sums && !exists ? -2 * quad : left - 2 * quad;
+    any |= (target >= 0 && target < tile_columns) || (kMode != Mode::sums && !exists);
+  }
+  if (__any_sync(whole_warp, any)) {
+    sum_rows<T, kMode, true>(d, mask, starts, at, a, panel_map, boxes, warpgroup, sums);
+  } else {
+    sum_rows<T, kMode, false>(d, mask, starts, at, a, panel_map, boxes, warpgroup, sums);
+  }
+}
+
+template <class T, Mode kMode>
+__device__ inline void plain_tiles(const CUtensorMap* panel_map, const Pipeline& pipeline,
+                                   const PlainWork& work, int warpgroup, const Arguments& a) {
+  constexpr bool stores = kMode != Mode::sums;
+  constexpr int split = split_steps<kMode>;
+  float upper[96], lower[96];
+  const uint32_t signals = threadIdx.x % 128;
+  const auto release = [&](int stage) { a.team.release(pipeline.empty + stage, signals); };
+  Ring ring;
+  int first[split], last[split], lent = -1;  // stages of a tile's first and last steps
+  Walk walk(a.team);
+  if (!walk.more(work.units)) return;
+  PartialSum unit;
+  // Under the last lower rows' products. A stage is given back before the next one is waited for:
+  // who copies single rows fills three before the first of them is announced.
+  const auto begin_upper = [&](bool exists, bool behind_others) {
+#pragma unroll
+    for (int i = 0; i < split; ++i, ring.next()) {
+      if (i > 0 && behind_others) {
+        products_wait<1>();
+        release(last[i]);
+      }
+      if (exists) wait(pipeline.full + ring.stage, ring.phase);
+      first[i] = ring.stage;
+      const StageOperands now(pipeline, first[i], warpgroup);
+      multiply_rows<T, Along::depth, Along::depth>(upper, now.left, now.right, i == 0);
+    }
+  };
+  const auto multiply_lower = [&](const int(&steps)[split], bool begins) {
+#pragma unroll
+    for (int i = 0; i < split; ++i) {
+      const StageOperands now(pipeline, steps[i], warpgroup);
+      multiply_rows<T, Along::depth, Along::depth>(lower, now.left + lower_left, now.right,
+                                                   begins && i == 0);
+    }
+  };
+  begin_upper(true, false);
+  multiply_lower(first, true);
+  do {  // the first steps are under way
+    const UnitItem item = walk.item(work.units);
+    const bool ends = item.tile + 1 == item.end;
+    const int row =
+        item.row_cluster * cluster_rows + a.team.rank() * tile_rows + thread_row(warpgroup);
+    const RowData data = load_row<kMode>(a, row, work.valid);
+    if (stores && lent >= 0 && signals == 0) {
+      stores_wait();
+      a.team.release(pipeline.empty + lent, 0);
+      a.team.release(pipeline.empty + lent, 1);
+    }
+    if constexpr (split > 1) {
+      products_wait<1>();
+      release(first[0]);
+    }
+    int previous = first[split - 1];
+#pragma unroll 1
+    for (int k = 2 * split; k < a.depth_tiles; ++k) {
+      const StageOperands now(pipeline, ring.stage, warpgroup);
+      wait(pipeline.full + ring.stage, ring.phase);
+      multiply_stage<T, Along::depth, Along::depth>(upper, lower, now.left, now.right, true);
+      products_wait<1>();
+      release(previous);
+      previous = ring.stage;
+      ring.next();
+    }
+    const uint8_t* boxes = nullptr;
+#pragma unroll
+    for (int i = 0; i < split; ++i, ring.next()) {
+      wait(pipeline.full + ring.stage, ring.phase);
+      last[i] = ring.stage;
+      const StageOperands now(pipeline, last[i], warpgroup);
+      multiply_rows<T, Along::depth, Along::depth>(upper, now.left, now.right, false);
+      if (i > 0) continue;
+      products_wait<1>();
+      if constexpr (stores) {
+        lent = previous;
+        boxes = pipeline.left(lent) + (warpgroup - 1) * 2 * box_bytes;
+      } else {
+        release(previous);
+      }
+    }
+    multiply_lower(last, false);
+    products_wait<split>();
+    if constexpr (stores) group_sync(warpgroup);  // no warp's products read the boxes
+    const HalfTile above{row, item.tile, 0}, below{row + 64, item.tile, 1};
+    RowSums sums;
+    half_tile<T, kMode>(upper, data, above, a, work.valid, panel_map, boxes, warpgroup, &sums);
+    if constexpr (split > 1) {
+      products_wait<1>();
+      release(last[0]);
+    }
+    walk.next(work.teams);
+    begin_upper(walk.more(work.units), true);  // behind the last tile: of whatever lies there
+    if constexpr (kMode != Mode::dz) {
+      add_sums<kMode>(sums, data, item, ends, row, 0, a, work.valid, &unit);
+    }
+    if constexpr (split == 1) {
+      products_wait<1>();
+      release(last[0]);
+    }
+    half_tile<T, kMode>(lower, data, below, a, work.valid, panel_map, boxes, warpgroup, &sums);
+    multiply_lower(first, true);
+    if constexpr (kMode != Mode::dz) {
+      add_sums<kMode>(sums, data, item, ends, row, 1, a, work.valid, &unit);
+    }
+  } while (walk.more(work.units));
+  products_wait<0>();
+  if (stores && signals == 0) stores_wait();
+}
+
+template <class T, Mode kMode>
+__global__ void __launch_bounds__(block_threads, 1)
+    plain_forward_kernel(const __grid_constant__ CUtensorMap input_map,
+                         const __grid_constant__ CUtensorMap weight_map,
+                         const __grid_constant__ CUtensorMap panel_map,
+                         const __grid_constant__ InputRows input,
+                         const __grid_constant__ Arguments a) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ uint8_t dynamic[];
+  const int warpgroup = __shfl_sync(whole_warp, static_cast<int>(threadIdx.x / 128), 0);
+  __shared__ PlainWork work;
+  if (threadIdx.x == 0) {
+    prefetch_map(&input_map);
+    prefetch_map(&weight_map);
+    if (kMode != Mode::sums) prefetch_map(&panel_map);  // else rarely asked for
+  }
+  const Pipeline pipeline = open_pipeline(dynamic);
+  if (threadIdx.x == 0) work = find_plain_work(a, input);
+  cluster_sync();
+  if (warpgroup == 0) {
+    fewer_registers<40>();
+    const bool gathers = kMode == Mode::sums && work.gathers;
+    if (threadIdx.x == 1 || (threadIdx.x == 0 && !gathers)) {
+      const bool other = kMode == Mode::sums && work.some;
+      copy_boxes(other ? &panel_map : &input_map, &weight_map, pipeline, work, a);
+    }
+    if constexpr (kMode == Mode::sums) {
+      if (gathers && threadIdx.x >= row_copiers) copy_rows(&panel_map, input, pipeline, work, a);
+    }
+    __syncwarp();
+  } else if (!has_some(warpgroup, a.chunk.rows)) {
+    skip_tiles(pipeline, work, a);
+  } else {
+    more_registers<232>();
+    plain_tiles<T, kMode>(&panel_map, pipeline, work, warpgroup, a);
+  }
+  cluster_sync();  // no block ends while another may signal it
+#endif
+}
+
+}  // namespace logitless::cuda::sm90

@@ -1,0 +1,240 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "src/cuda/linear/sm90/product.h"
+
+#include <algorithm>
+
+#include "src/cuda/linear/sm90/forward.h"
+#include "src/cuda/linear/sm90/join.cuh"
+#include "src/cuda/linear/sm90/product.cuh"
+#include "src/cuda/linear/sm90/tensor_map.h"
+
+namespace logitless::cuda::sm90 {
+namespace {
+
+constexpr int input_group = 8, weight_group = 2;  // measured: docs/kernels/hopper.md
+
+// The operands' dtype, as the kernels name it.
+template <class F>
+void with_half(DType dtype, F&& f) {
+  if (dtype == DType::f16) {
+    f(__half{});
+  } else {
+    f(__nv_bfloat16{});
+  }
+}
+
+// A product on its way to its launch.
+struct Prepared {
+  Operands operands;
+  ProductArguments a;
+  DType out;
+};
+
+template <Gradient kGradient>
+void use_teams(const LinearMemory& m, int teams, int32_t slots, Prepared* p) {
+  p->a.teams = static_cast<int32_t>(teams);
+  p->a.slots = m.slots;
+  p->a.slot_count = slots;
+  p->a.cut = work_of<kGradient>(p->a, p->a.chunk.rows, true).cut;
+}
+
+// f(T{}, Out{}) with the operands' dtype and the gradient's.
+template <Gradient kGradient, class F>
+void with_types(DType dtype, DType out, F&& f) {
+  with_half(dtype, [&](auto element) {
+    // f16 keeps no E: its grad_input comes of f32 sums.
+    if constexpr (kGradient == Gradient::weight ||
+                  std::is_same_v<decltype(element), __nv_bfloat16>) {
+      if (out != DType::f32) return f(element, element);
+    }
+    f(element, float{});
+  });
+}
+
+template <Gradient kGradient>
+void join(const LinearCall& call, const Prepared& p, const DeviceInfo& device, Stream* stream) {
+  const LaunchShape shape{.blocks = static_cast<unsigned>(device.multiprocessors) * 6,
+                          .threads = 128,
+                          .early = call.launches_early};
+  with_types<kGradient>(call.shape.dtype, p.out, [&](auto, auto written) {
+    stream->launch_config("sm90 join", join_kernel<kGradient, decltype(written)>, shape, p.a);
+  });
+}
+
+template <Gradient kGradient>
+void launch(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m, Prepared p,
+            const DeviceInfo& device, Stream* stream) {
+  const int clusters = device.multiprocessors / 2;
+  constexpr bool is_input = kGradient == Gradient::input;
+  p.a.team.apart = is_input && works_apart(plan);
+  if (is_input) p.a.slot_parts = slot_rows(plan) / 64;
+  use_teams<kGradient>(m, is_input ? teams_of(plan, clusters) : clusters,
+                       is_input ? plan.slots : weight_slots(plan), &p);
+  with_types<kGradient>(call.shape.dtype, p.out, [&](auto element, auto written) {
+    stream->launch_config(is_input ? "sm90 grad_input" : "sm90 grad_weight",
+                          product_kernel<decltype(element), kGradient, decltype(written)>,
+                          whole_chip(device), p.operands, p.a);
+  });
+  // Rows of grad_weight are known here, so that nothing is cut where they fill the clusters.
+  const int64_t tiles = (p.a.rows + cluster_rows - 1) / cluster_rows *
+                        int64_t{(p.a.columns + tile_columns - 1) / tile_columns};
+  if (plan.slots == 0 || (!is_input && tiles % clusters == 0)) return;
+  join<kGradient>(call, p, device, stream);
+}
+
+// The right operand: `rows` of the depth axis, each with the output's columns along memory.
+CUtensorMap right_map(const LinearCall& call, const void* data, int64_t rows, int64_t columns,
+                      int64_t stride, ProductArguments* a, Stream* stream) {
+  const BlockMap map = make_block_map(data, call.shape.dtype, rows, columns, stride, tile_depth / 2,
+                                      tile_columns / 64, stream);
+  a->right_boxes = map.boxes;
+  return map.map;
+}
+
+Prepared input_product(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                       const Kept& kept, DType out, ProductArguments a, Stream* stream) {
+  const LinearShape& s = call.shape;
+  const char* weight = s.copies_weight
+                           ? m.weight
+                           : static_cast<const char*>(call.weight.data) + call.weight.byte_offset;
+  const int64_t stride = weight_stride(call, plan);
+  const auto map = [&](const Panel& panel) {
+    const int64_t blocks = (panel.columns + 63) / 64;
+    return make_map(panel.data, s.dtype, blocks * panel.pitch, 64, 64, rows_of_tile(plan), stream);
+  };
+  // A part of no columns has no address.
+  const bool all_behind = kept.panel.columns == 0, none_behind = kept.behind.columns == 0;
+  const Panel& first = all_behind ? kept.behind : kept.panel;
+  a.depth = static_cast<int32_t>(kept.columns());
+  a.steps_in_front = static_cast<int32_t>((first.columns + tile_depth - 1) / tile_depth);
+  a.panel_rows = static_cast<int32_t>(first.pitch);
+  a.group = input_group;
+  a.left_rows = rows_of_tile(plan);
+  Prepared p{.out = out};
+  p.operands.left = map(first);
+  if (!all_behind && !none_behind) p.operands.behind = map(kept.behind);
+  p.operands.right = right_map(call, weight + first.first * stride * 2, kept.columns(), s.hidden,
+                               stride, &a, stream);
+  p.a = a;
+  return p;
+}
+
+// The whole of `sums`, or the caller's gradient from row `first` on.
+void write_sums(float* sums, const LinearPlan& plan, ProductArguments* a) {
+  a->out = sums;
+  a->stride = a->columns = static_cast<int32_t>(plan.hidden_pitch);
+  a->wide = true;
+}
+void write_gradient(const TensorView& gradient, int64_t first, ProductArguments* a) {
+  const int64_t size = size_of(gradient.dtype), stride = gradient.stride[0];
+  char* out = static_cast<char*>(gradient.data) + gradient.byte_offset + first * stride * size;
+  a->out = out;
+  a->stride = stride;
+  a->columns = static_cast<int32_t>(gradient.shape[1]);
+  a->scaled = true;
+  a->wide = reinterpret_cast<uintptr_t>(out) % (4 * size) == 0 && stride % 4 == 0 &&
+            gradient.shape[1] % 4 == 0;
+}
+
+Prepared whole_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                     const Chunk& chunk, const Kept& kept, bool of_e, Stream* stream) {
+  ProductArguments a{};
+  a.chunk = chunk;
+  if (of_e) a.factors = m.factors;
+  write_gradient(call.grad_input, 0, &a);
+  a.rows = chunk.rows;
+  a.mapped = true;
+  if (of_e) a.line = m.class_row;
+  return input_product(call, plan, m, kept, call.grad_input.dtype, a, stream);
+}
+
+Prepared weight_product(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                        const Chunk& chunk, const Panel& panel, const char* rows, bool of_e,
+                        bool add, Stream* stream) {
+  ProductArguments a{};
+  a.chunk = chunk;
+  const TensorView& out = call.grad_weight;
+  if (plan.lent_sum_rows > 0) {
+    write_sums(out.as<float>(), plan, &a);
+    a.rest = m.grad_weight_sum;
+    a.split = static_cast<int32_t>(plan.lent_sum_rows);
+  } else if (plan.grad_weight_sum) {
+    write_sums(m.grad_weight_sum + panel.first * plan.hidden_pitch, plan, &a);
+  } else {
+    write_gradient(out, panel.first, &a);
+  }
+  a.rows = static_cast<int32_t>(std::min(panel.columns, call.shape.rows_of_weight()));
+  a.group = weight_group;
+  a.left_rows = tile_rows;
+  a.add = add;
+  if (of_e) a.line = m.smoothed_row;
+  if (m.class_weights != nullptr) a.class_weight = m.class_weights + panel.first;
+  Prepared p{.out = plan.grad_weight_sum ? DType::f32 : out.dtype};
+  p.operands.left = make_panel_map(panel.data, call.shape.dtype, panel.pitch,
+                                   (panel.columns + 63) / 64, tile_depth, tile_rows / 64, stream);
+  p.operands.right =
+      right_map(call, rows, chunk.rows, plan.hidden_pitch, plan.hidden_pitch, &a, stream);
+  p.a = a;
+  return p;
+}
+
+}  // namespace
+
+bool writes(const TensorView& gradient, DType inputs) {
+  return (gradient.dtype == DType::f32 || gradient.dtype == inputs) &&
+         (gradient.stride[1] == 1 || gradient.shape[1] == 1);
+}
+
+void input_sums(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                const Chunk& chunk, const Kept& kept, int64_t row, int64_t rows, float* sums,
+                bool of_e, bool add, const DeviceInfo& device, Stream* stream) {
+  ProductArguments a{};
+  a.chunk = chunk;
+  write_sums(sums, plan, &a);
+  a.first_row = static_cast<int32_t>(row);
+  a.rows = static_cast<int32_t>(rows);
+  a.add = add;
+  if (of_e) a.factors = m.factors;
+  if (of_e) a.line = m.class_row;
+  launch<Gradient::input>(call, plan, m, input_product(call, plan, m, kept, DType::f32, a, stream),
+                          device, stream);
+}
+
+void grad_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                const Chunk& chunk, const Kept& kept, bool of_e, const DeviceInfo& device,
+                Stream* stream) {
+  launch<Gradient::input>(call, plan, m, whole_input(call, plan, m, chunk, kept, of_e, stream),
+                          device, stream);
+}
+
+void grad_weight(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                 const Chunk& chunk, const Panel& panel, const char* rows, bool of_e, bool add,
+                 const DeviceInfo& device, Stream* stream) {
+  launch<Gradient::weight>(call, plan, m,
+                           weight_product(call, plan, m, chunk, panel, rows, of_e, add, stream),
+                           device, stream);
+}
+
+void both_gradients(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+                    const Chunk& chunk, const Panel& panel, const char* rows, bool of_e, bool add,
+                    const DeviceInfo& device, Stream* stream) {
+  Prepared input = whole_input(call, plan, m, chunk, {panel}, of_e, stream);
+  Prepared weight = weight_product(call, plan, m, chunk, panel, rows, of_e, add, stream);
+  const int clusters = device.multiprocessors / 2;
+  use_teams<Gradient::input>(m, plan.input_clusters, plan.slots, &input);
+  // The slots are grad_input's.
+  use_teams<Gradient::weight>(m, clusters - plan.input_clusters, 0, &weight);
+  // Only what keeps E takes several chunks, and adds to f32 sums.
+  const auto launch_both = [&](auto out) {
+    stream->launch_config("sm90 both gradients", both_kernel<__nv_bfloat16, decltype(out)>,
+                          whole_chip(device), input.operands, input.a, weight.operands, weight.a);
+  };
+  if (input.out == DType::f32) {
+    launch_both(float{});
+  } else {
+    launch_both(__nv_bfloat16{});
+  }
+  if (plan.slots > 0) join<Gradient::input>(call, input, device, stream);
+}
+
+}  // namespace logitless::cuda::sm90

@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: Apache-2.0
+// The tile of Hopper's products: left [256, depth] . right [192, depth]^T, 64 deep at a time
+// through a ring of 4 stages. A persistent block of 3 warpgroups: one thread copies (TMA), two
+// warpgroups of 128 rows multiply (two m64n192k16 each with one descriptor of the right operand).
+// Two blocks of a cluster lie below each other and share the right operand, each loading half of it
+// for both. Why this tile: docs/kernels/hopper.md.
+#pragma once
+
+#include "src/cuda/linear/linear.cuh"
+#include "src/cuda/linear/sm90/cut.h"
+#include "src/cuda/linear/sm90/tma.cuh"
+#include "src/cuda/linear/sm90/wgmma.cuh"
+
+namespace logitless::cuda::sm90 {
+
+constexpr int tile_rows = 256, tile_columns = 192, tile_depth = 64, stages = 4;
+constexpr int cluster_rows = 2 * tile_rows;
+constexpr int left_bytes = tile_rows * tile_depth * 2, right_bytes = tile_columns * tile_depth * 2;
+constexpr int stage_bytes = left_bytes + right_bytes;
+constexpr int left_block_bytes = 64 * 128;  // 64 rows of the left operand, either way
+// The right operand comes in two halves, one of each block of the cluster: of its rows where it
+// lies along depth, of the depth axis where it lies along rows.
+constexpr int half_right_bytes = right_bytes / 2, right_block_bytes = 32 * 128;
+constexpr int shared_bytes = stages * stage_bytes + 1024 + 128;
+constexpr int block_threads = 384;
+
+// A block a multiprocessor, of every kernel on this tile.
+inline LaunchShape whole_chip(const DeviceInfo& device) {
+  return {static_cast<unsigned>(device.multiprocessors / 2 * 2), block_threads, shared_bytes, 2};
+}
+
+// Who works on a tile: the two blocks of a cluster, or one where they work apart (plan.h).
+struct Team {
+  bool apart;
+  __device__ int rank() const { return apart ? 0 : static_cast<int>(cluster_rank()); }
+  __device__ int number() const { return static_cast<int>(apart ? blockIdx.x : blockIdx.x / 2); }
+  __device__ int count() const { return static_cast<int>(apart ? gridDim.x : gridDim.x / 2); }
+  // By two lanes (0, 1) of a warpgroup that is done with a stage, to each block that fills it.
+  __device__ void release(uint64_t* empty, uint32_t lane) const {
+    if (lane < 2) arrive_at(empty, apart ? cluster_rank() : lane);
+  }
+};
+// Of so many rows; a warpgroup that has none lets the stages pass.
+__device__ inline bool has_some(int warpgroup, int rows) { return (warpgroup - 1) * 128 < rows; }
+
+// Where tile t lies: rows of tiles run fastest in groups of `group` clusters, then the columns.
+struct Schedule {
+  int row_clusters, column_tiles, group;
+  LOGITLESS_BOTH int tiles() const { return row_clusters * column_tiles; }
+  __device__ void find(int t, int* row_cluster, int* column_tile) const {
+    const int per_group = group * column_tiles, full = row_clusters / group;
+    const int at = min(t / per_group, full);
+    const int width = at < full ? group : row_clusters - full * group;
+    const int rest = t - at * per_group;
+    *row_cluster = at * group + rest % width;
+    *column_tile = rest / width;
+  }
+};
+
+struct Ring {
+  int stage = 0;
+  uint32_t phase = 0;
+  __device__ void next() {
+    if (++stage == stages) stage = 0, phase ^= 1;
+  }
+};
+
+// The stages in shared memory and their barriers.
+struct Pipeline {
+  uint8_t* shared;
+  uint64_t* full;   // one arrival and the bytes of a stage
+  uint64_t* empty;  // 4 arrivals: two warpgroups of two blocks, or both lanes of one's
+  __device__ uint8_t* left(int stage) const { return shared + stage * stage_bytes; }
+  __device__ uint8_t* right(int stage) const { return left(stage) + left_bytes; }
+};
+
+// cluster_sync comes before the first use.
+__device__ inline Pipeline open_pipeline(uint8_t* dynamic) {
+  Pipeline p;
+  p.shared = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
+  p.full = reinterpret_cast<uint64_t*>(p.shared + stages * stage_bytes);
+  p.empty = p.full + stages;
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < stages; ++s) {
+      barrier_init(p.full + s, 1);
+      barrier_init(p.empty + s, 4);
+    }
+    fence_barrier_init();
+  }
+  return p;
+}
+
+// The row of a tile that thread's elements d[4 i + {0, 1}] of `upper` are of; d[4 i + {2, 3}] are 8
+// rows below, `lower` 64.
+__device__ inline int thread_row(int warpgroup) {
+  return (warpgroup - 1) * 128 + static_cast<int>(threadIdx.x % 128) / 32 * 16 +
+         static_cast<int>(threadIdx.x % 32) / 4;
+}
+
+// Where 16 of a stage's 64 of the depth axis begin, of a descriptor.
+template <Along kAlong>
+constexpr uint64_t left_step(int step) {
+  return (kAlong == Along::rows ? step * 16 * 128 : step * 32) >> 4;
+}
+template <Along kAlong>
+constexpr uint64_t right_step(int step) {
+  const int halves = step / 2 * half_right_bytes + step % 2 * 16 * 128;
+  return (kAlong == Along::rows ? halves : step * 32) >> 4;
+}
+
+// A warpgroup's stage of the ring, as descriptors; its lower 64 rows are `lower_left` on.
+struct StageOperands {
+  uint64_t left, right;
+  __device__ StageOperands(const Pipeline& pipeline, int stage, int warpgroup)
+      : left(descriptor(pipeline.left(stage) + (warpgroup - 1) * 2 * left_block_bytes, 16)),
+        right(descriptor(pipeline.right(stage), right_block_bytes)) {}
+};
+constexpr uint64_t lower_left = left_block_bytes >> 4;
+
+// A stage's products of a warpgroup's 128 rows, begun; its operands as descriptors. `on_top`: of
+// what is there.
+template <class T, Along kLeft, Along kRight>
+__device__ inline void multiply_stage(float (&upper)[96], float (&lower)[96], uint64_t left,
+                                      uint64_t right, bool on_top) {
+  products_begin();
+#pragma unroll
+  for (int step = 0; step < tile_depth / 16; ++step) {
+    const int add = on_top || step > 0;
+    const uint64_t a = left + left_step<kLeft>(step), b = right + right_step<kRight>(step);
+    product_64x192<T, kLeft, kRight>(upper, a, b, add);
+    product_64x192<T, kLeft, kRight>(lower, a + lower_left, b, add);
+  }
+  products_commit();
+}
+
+// The same of 64 of the rows; `first`: on top of nothing.
+template <class T, Along kLeft, Along kRight>
+__device__ inline void multiply_rows(float (&d)[96], uint64_t left, uint64_t right, bool first) {
+  products_begin();
+#pragma unroll
+  for (int step = 0; step < tile_depth / 16; ++step) {
+    product_64x192<T, kLeft, kRight>(d, left + left_step<kLeft>(step),
+                                     right + right_step<kRight>(step), !first || step > 0);
+  }
+  products_commit();
+}
+
+// One warpgroup's 128 rows of a tile, over `depth_tiles` stages of the ring. One group of products
+// is in flight, and its predecessor's stage is released.
+template <class T, Along kLeft, Along kRight>
+__device__ inline void multiply_tile(float (&upper)[96], float (&lower)[96], int depth_tiles,
+                                     const Pipeline& pipeline, Ring* ring, int warpgroup,
+                                     const Team& team) {
+  const uint32_t lane = threadIdx.x % 128;
+  int previous = -1;
+#pragma unroll 1
+  for (int k = 0; k < depth_tiles; ++k, ring->next()) {
+    const StageOperands now(pipeline, ring->stage, warpgroup);
+    wait(pipeline.full + ring->stage, ring->phase);
+    multiply_stage<T, kLeft, kRight>(upper, lower, now.left, now.right, k > 0);
+    products_wait<1>();
+    if (previous >= 0) team.release(pipeline.empty + previous, lane);
+    previous = ring->stage;
+  }
+  products_wait<0>();
+  if (previous >= 0) team.release(pipeline.empty + previous, lane);
+}
+
+// A tile of which this warpgroup has no rows. One warp alone: no products keep its four together,
+// and a barrier tells two rounds of the ring apart, not more.
+__device__ inline void skip_tile(int depth_tiles, const Pipeline& pipeline, Ring* ring,
+                                 const Team& team) {
+  if (threadIdx.x % 128 >= 32) return;
+  for (int k = 0; k < depth_tiles; ++k, ring->next()) {
+    wait(pipeline.full + ring->stage, ring->phase);
+    team.release(pipeline.empty + ring->stage, threadIdx.x % 32);
+  }
+}
+
+}  // namespace logitless::cuda::sm90

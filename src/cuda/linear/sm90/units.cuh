@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// Partial sums of a row of tiles that follow each other, combined in order: the one order of a
+// unit's tiles, in the forward's registers or in the rows' kernel.
+#pragma once
+
+#include "src/cuda/linear/sm90/units.h"
+#include "src/cuda/numbers.cuh"
+
+namespace logitless::cuda::sm90 {
+
+__device__ inline float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The exponent of a probability is 0 at most, and NaN where the logit is one: fminf would take 0.
+__device__ inline float nonpositive(float x) {
+  float y;
+  asm("min.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Of some columns; the sum is relative to the reference, their maximum or an anchor near it. Of
+// none: as it begins.
+struct PartialSum {
+  float reference = -INFINITY, sum = 0;
+};
+
+// Bit for bit `second` where `first` is of no column. A NaN counts in the sum alone.
+__device__ inline PartialSum combine(const PartialSum& first, const PartialSum& second) {
+  const float highest = fmaxf(first.reference, second.reference);
+  const float from = highest == -infinity() ? 0.0f : highest;
+  return {highest, first.sum * exp2_fast((first.reference - from) * log2e) +
+                       second.sum * exp2_fast((second.reference - from) * log2e)};
+}
+
+}  // namespace logitless::cuda::sm90

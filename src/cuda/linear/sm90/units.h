@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+// How the forward's tiles of 512 rows x 192 columns are shared out where no gradient is asked for:
+// a unit is 8 tiles of the same rows, one after the other in one cluster, which leaves one sum a
+// row in memory and its reference. What would leave clusters idle, the units of the last round and
+// the tiles behind a row's last whole unit, is done a tile at a time; these single tiles' sums go
+// to a place of their own, and the rows' kernel makes units of them. The order in which a unit's
+// tiles are combined is the same (units.cuh), so that neither the schedule nor the batch changes a
+// bit.
+#pragma once
+
+#include <algorithm>
+
+#include "src/cuda/linear/sm90/both.h"
+
+namespace logitless::cuda::sm90 {
+
+constexpr int unit_tiles = 8;
+// Row clusters whose units run beside each other.
+constexpr int unit_group = 4;
+
+// Tiles [tile, end) of a row cluster. `single`: among the single tiles; -1: a unit.
+struct UnitItem {
+  int row_cluster, tile, end, single;
+};
+
+struct Units {
+  int row_clusters, column_tiles;
+  int width;        // tiles of a unit; 1: every tile is one, and none is single
+  int full, over;   // of a row cluster: units that have all their tiles, and tiles behind them
+  int whole, rest;  // full units: done as such; in the last round, a tile at a time
+  int items;
+
+  LOGITLESS_BOTH static Units make(int row_clusters, int column_tiles, int width, int clusters) {
+    Units u{};
+    u.row_clusters = row_clusters, u.column_tiles = column_tiles, u.width = width;
+    u.full = column_tiles / width, u.over = column_tiles % width;
+    const int units = row_clusters * u.full;
+    u.rest = width == 1 ? 0 : units % clusters;
+    u.whole = units - u.rest;
+    u.items = u.whole + u.singles();
+    return u;
+  }
+  LOGITLESS_BOTH int singles() const { return rest * width + row_clusters * over; }
+
+  LOGITLESS_BOTH int columns() const { return full + (over > 0); }  // units of a row cluster
+
+  // The n-th full unit: rows run fastest in groups, then the columns.
+  LOGITLESS_BOTH UnitItem unit(int n) const {
+    const int group = n / (unit_group * full), first = group * unit_group;
+    const int rows = row_clusters - first < unit_group ? row_clusters - first : unit_group;
+    const int left = n - first * full, tile = left / rows * width;
+    return {first + left % rows, tile, tile + width, -1};
+  }
+  LOGITLESS_BOTH int number(int row_cluster, int unit) const {
+    const int first = row_cluster / unit_group * unit_group;
+    const int rows = row_clusters - first < unit_group ? row_clusters - first : unit_group;
+    return first * full + unit * rows + row_cluster - first;
+  }
+  LOGITLESS_BOTH UnitItem item(int n) const {
+    if (n < whole) return unit(n);
+    const int s = n - whole;
+    if (s < rest * width) {
+      const UnitItem of = unit(whole + rest - 1 - s % rest);
+      const int tile = of.tile + s / rest;
+      return {of.row_cluster, tile, tile + 1, s};
+    }
+    const int behind = s - rest * width, tile = full * width + behind / row_clusters;
+    return {row_clusters - 1 - behind % row_clusters, tile, tile + 1, s};
+  }
+  // Where the j-th tile of a unit is among the single ones; negative: the unit is done as such.
+  LOGITLESS_BOTH int single(int row_cluster, int unit, int j) const {
+    if (unit >= full) return rest * width + (j + 1) * row_clusters - 1 - row_cluster;
+    const int n = number(row_cluster, unit) - whole;
+    return n < 0 ? -1 : (j + 1) * rest - 1 - n;
+  }
+  // The first unit of a row cluster that is not done as such: all behind it are not either.
+  LOGITLESS_BOTH int first_single(int row_cluster) const {
+    const int first = row_cluster / unit_group * unit_group;
+    const int rows = row_clusters - first < unit_group ? row_clusters - first : unit_group;
+    const int before = whole - (first * full + row_cluster - first);
+    const int unit = before <= 0 ? 0 : (before + rows - 1) / rows;
+    return unit < full ? unit : full;
+  }
+};
+
+// The most single tiles there are with any number of row clusters up to so many: how many tokens
+// count is not known before.
+inline int most_singles(int row_clusters, int column_tiles, int clusters) {
+  int most = 0;
+  for (int rows = row_clusters; rows > 0 && rows > row_clusters - clusters; --rows) {
+    most = std::max(most, Units::make(rows, column_tiles, unit_tiles, clusters).singles());
+  }
+  return most;
+}
+
+}  // namespace logitless::cuda::sm90

@@ -1,0 +1,321 @@
+// SPDX-License-Identifier: Apache-2.0
+// The row kernel, logits [N, V] -> statistics [N], losses [N], output [N, V]:
+//   m_i = max_j z_ij   log s_i = log sum_j exp(z_ij - m_i)   output_ij = draw_ij, or p_ij
+// A cluster of blocks takes a row, each block a slice of its columns, copied to shared memory by
+// 16-byte words. Blocks tell each other their maximum and sum through distributed shared memory;
+// the output is made from the tile in shared memory.
+#pragma once
+
+#include "src/cuda/rows/logit_rows.h"
+#include "src/cuda/rows/row_state.cuh"
+#include "src/cuda/rows/rows_plan.h"
+#include "src/cuda/runtime/cluster.cuh"
+#include "src/cuda/runtime/early.cuh"
+#include "src/cuda/tokens/tokens.cuh"
+
+namespace logitless::cuda {
+
+struct RowsArguments {
+  RowsCall call;
+  RowsPlan plan;
+  MapFactors map;
+  RowWants wants;
+};
+
+// What a row needs of its token.
+struct RowToken {
+  int target = -1;  // its column, or -1: on another shard
+  float target_weight = 1, token_weight = 1;
+};
+
+// The scalars of the call, which the kernel in front may still be making; here once finish_tile is
+// through.
+__device__ inline void start_scalars(const TokenScalars* from, TokenScalars* to) {
+  static_assert(sizeof(TokenScalars) % word_bytes == 0);
+  constexpr int words = sizeof(TokenScalars) / word_bytes;
+  wait_for_kernel_before();
+  const int n = static_cast<int>(threadIdx.x);
+  if (n >= words) return;
+  copy_word(reinterpret_cast<char*>(to) + n * word_bytes,
+            reinterpret_cast<const char*>(from) + n * word_bytes);
+}
+
+// The coefficients of row i without the factors of the map; of a softmax, p itself.
+__device__ inline RowGradient gradient_of_row(const RowsCall& call, int64_t i,
+                                              const RowToken& token, const TokenScalars& scalars,
+                                              const RowState& state) {
+  if (call.scalars == nullptr) {
+    RowGradient g;
+    g.reference = state.reference;
+    g.log_sum = state.log_sum;
+    g.probability = 1;
+    return g;
+  }
+  RowGradient g =
+      token_gradient(call.in, scalars, i, token.target_weight, token.token_weight, state);
+  // Nothing is summed over these gradients, so the common factor goes in at once.
+  const float scale = scalars.gradient_scale;
+  g.probability *= scale;
+  g.smoothing *= scale;
+  g.onehot *= scale;
+  g.entropy *= scale;
+  return g;
+}
+
+// draw at the target, onehot included:
+//   P p - onehot = onehot (p - 1) + (P - onehot) p
+// cancels neither near p = 1 nor where p is tiny.
+__device__ inline float target_gradient(const MapFactors& map, const RowGradient& g, float z,
+                                        float class_weight) {
+  const float log_p = (z - g.reference) - g.log_sum;
+  const float p = exp_any(log_p);
+  double sum = static_cast<double>(g.onehot) * expm1f(log_p) +
+               (static_cast<double>(g.probability) - g.onehot) * p;
+  if (g.smoothing != 0) sum -= static_cast<double>(g.smoothing) * class_weight;
+  if (g.entropy != 0 && p != 0)
+    sum -= static_cast<double>(g.entropy) * p * (log_p + g.entropy_value);
+  double slope = map.slope;
+  if (map.capped) {
+    const double t = static_cast<double>(z) * map.backward;
+    slope *= (1 - t) * (1 + t);
+  }
+  return static_cast<float>(sum * slope);
+}
+
+// p_j = lost 2^(z_j log2 e - by), by the rounded (m + log s) log2 e and `lost` what its rounding
+// loses, the same for the whole row: one multiply-add an element, and one rounding, of a smaller
+// number. Where m is too large for `lost` to be next to 1, it is subtracted first, as it is for the
+// sums: there the largest term is to be exactly 1.
+struct Probability {
+  float m, log_sum, by = 0, lost = 1;
+  bool near;
+  __device__ Probability(float m, float log_sum)
+      : m(m), log_sum(log_sum), near(fabsf(m) < 0x1p20f && fabsf(log_sum) < 0x1p20f) {
+    if (!near) return;
+    // Both products and their sum, with what each rounding loses.
+    const float x = m * log2_e, y = log_sum * log2_e;
+    by = x + y;
+    const float y_seen = by - x;
+    const float of_sum = (x - (by - y_seen)) + (y - y_seen);
+    const float of_y = fmaf(log_sum, log2_e, -y) + log_sum * log2_e_low;
+    lost = exp2_of(-(of_sum + (fmaf(m, log2_e, -x) + of_y)));
+  }
+  template <bool kNear>
+  __device__ float without_lost(float z) const {
+    return kNear ? exp2_of(fmaf(z, log2_e, -by)) : exp_of_row((z - m) - log_sum);
+  }
+};
+
+// draw_j of every column but the target's.
+template <bool kPlain, bool kNear>
+struct GradientColumn {
+  const MapFactors& map;
+  const TensorView& class_weight;
+  int64_t first;  // class of column 0 of the tile
+  const Probability& p_of;
+  float scale;  // the factor of p_j times what it lost
+  float smoothing, entropy, entropy_value;
+  __device__ float operator()(float raw, int j) const {
+    const float z = kPlain ? raw : map_raw(map, raw);
+    const float p = p_of.template without_lost<kNear>(z);
+    float draw = scale * p;
+    if constexpr (!kPlain) {
+      const float log_p = (z - p_of.m) - p_of.log_sum;
+      if (smoothing != 0) {
+        draw -= present(class_weight) ? smoothing * load(class_weight, first + j) : smoothing;
+      }
+      if (entropy != 0) {
+        const float finite = log_p < least_exponent ? least_exponent : log_p;
+        draw -= entropy * (p * p_of.lost) * (finite + entropy_value);
+      }
+      draw *= cap_slope(map, z);
+    }
+    return draw;
+  }
+};
+
+// This block's columns.
+struct Slice {
+  int64_t begin, end;
+  int tile, tiles;
+  __device__ int64_t column(int tile_index) const { return begin + int64_t{tile_index} * tile; }
+  __device__ int columns(int tile_index) const {
+    const int64_t rest = end - column(tile_index);
+    return static_cast<int>(rest < 0 ? 0 : rest < tile ? rest : tile);
+  }
+};
+
+// z of the target in the tile that holds its column.
+template <class T>
+__device__ float target_logit(const MapFactors& map, const Tile<T>& tile, int64_t column) {
+  return map_raw(map, to_f32(tile.elements()[column]));
+}
+
+__device__ inline unsigned char* tile_memory() {
+  extern __shared__ __align__(line_bytes) unsigned char memory[];
+  return memory;
+}
+
+// `loaded`: which tile is in shared memory.
+template <class T, bool kPlain>
+__device__ void write_output(const RowsArguments& a, const RowState& state, const Slice& slice,
+                             int64_t i, const RowToken& token, const TokenScalars& scalars,
+                             Tile<T> tile, int loaded) {
+  const RowsCall& call = a.call;
+  const float slope = a.map.slope;
+  for (int index = 0; index < slice.tiles; ++index) {
+    const int64_t column = slice.column(index);
+    if (index != loaded) {
+      __syncthreads();  // the last tile is no longer read
+      tile = load_tile<T>(call.logits, i, column, slice.columns(index), tile_memory());
+      loaded = index;
+    }
+    // By every warp for itself: cheaper than a barrier.
+    const RowGradient g = gradient_of_row(call, i, token, scalars, state);
+    const Probability p(g.reference, g.log_sum);
+    const auto write = [&]<bool kNear>() {
+      write_tile<kPlain && kNear ? 4 : 1>(
+          tile, call.output, i, column,
+          GradientColumn<kPlain, kNear>{a.map, call.in.vocab_weight, call.in.start() + column, p,
+                                        g.probability * slope * p.lost, g.smoothing * slope,
+                                        g.entropy * slope, g.entropy_value});
+    };
+    // The target's column is written once more by the thread that writes it with the others, from a
+    // value that its warp has found by then.
+    const int t = static_cast<int>(threadIdx.x), target = token.target;
+    const bool here = target >= column && target < column + tile.n;
+    const int writer =
+        here ? writer_of(tile, call.output, i, column, static_cast<int>(target - column)) : -1;
+    float at_target = 0;
+    if (here && writer / 32 == t / 32) {
+      const bool weighted = !kPlain && present(call.in.vocab_weight);
+      const float c = weighted ? load(call.in.vocab_weight, call.in.start() + target) : 1.0f;
+      at_target = target_gradient(a.map, g, target_logit(a.map, tile, target - column), c);
+    }
+    if (p.near) {
+      write.template operator()<true>();
+    } else {
+      write.template operator()<false>();
+    }
+    if (t == writer) store(call.output, i, target, at_target);
+  }
+}
+
+// One thread of the row.
+__device__ inline void write_state(const RowsCall& call, int64_t i, const RowToken& token,
+                                   const TokenScalars& scalars, const RowState& state) {
+  if (present(call.outputs.loss)) {
+    *loss_of(call.losses, call.outputs.loss, i) =
+        token_loss(scalars, token.target, token.target_weight, token.token_weight, state);
+  }
+  put_state(call.in, call.outputs.statistics, i, token.target, state);
+}
+
+// What the blocks of a row tell each other: each writes its own partial into every block's table.
+struct Exchange {
+  RowPartial table[most_row_blocks];  // by rank
+  uint64_t arrivals;                  // an mbarrier that counts the bytes of `table`
+};
+static_assert(sizeof(RowPartial) == 20);
+
+// The row's partial from its blocks'; every thread of every block calls it. start_exchange and
+// cluster_wait came before, so that every block's mbarrier is known to count.
+__device__ inline RowPartial combine_blocks(const RowPartial& own, int rank, int cluster,
+                                            const RowWants& wants, Exchange* exchange) {
+  const int t = static_cast<int>(threadIdx.x), lane = t % 32;
+  if (t < cluster) {
+    const uint32_t slot = address_in_block(&exchange->table[rank], t);
+    const uint32_t arrivals = address_in_block(&exchange->arrivals, t);
+    send(slot, __float_as_uint(own.maximum), arrivals);
+    send(slot + 4, __float_as_uint(own.sum), arrivals);
+    send(slot + 8, __float_as_uint(own.shifted), arrivals);
+    send(slot + 12, __float_as_uint(own.weighted), arrivals);
+    send(slot + 16, static_cast<uint32_t>(own.argmax), arrivals);
+  }
+  __syncwarp();
+  wait_for_bytes(&exchange->arrivals);
+  // Every partial is here, and nothing more will come: this block may end.
+  return combine_lanes(lane < cluster ? exchange->table[lane] : RowPartial{}, wants);
+}
+
+template <class T, bool kPlain>
+__global__ void __launch_bounds__(most_row_threads, kPlain ? 4 : 3)
+    rows_kernel(const __grid_constant__ RowsArguments a) {
+  __shared__ WarpResults warps;
+  __shared__ Exchange exchange;
+  __shared__ alignas(word_bytes) TokenScalars scalars;
+  let_next_start();
+  const RowsCall& call = a.call;
+  const int cluster = a.plan.cluster;
+  const int rank = static_cast<int>(blockIdx.x) & (cluster - 1);  // a power of two
+  const int64_t i = blockIdx.x >> (__ffs(cluster) - 1);
+  const bool makes_state = !present(call.row_reference);
+  const int64_t per_block = int64_t{a.plan.tile} * a.plan.tiles;
+  const int64_t begin = rank * per_block, all = call.logits.shape[1];
+  const Slice slice{begin, begin + per_block < all ? begin + per_block : all, a.plan.tile,
+                    a.plan.tiles};
+  RowToken token;
+  if (call.scalars != nullptr) {
+    const int64_t target = load_int(call.in.target, i);
+    if (kind_of_target(call.in, target) != TokenKind::counts) {  // the same in the whole cluster
+      if (present(call.output)) clear_columns(call.output, i, slice.begin, slice.end);
+      wait_for_kernel_before();
+      return;
+    }
+    token = {column_of_target(call.in, target), target_weight(call.in, target),
+             token_weight(call.in, i)};
+  }
+  const bool exchanges = makes_state && cluster > 1;
+  if (exchanges) {
+    if (threadIdx.x == 0) {
+      expect_bytes(&exchange.arrivals, cluster * static_cast<int>(sizeof(RowPartial)));
+    }
+    __syncwarp();
+    cluster_arrive();
+  }
+  Tile<T> tile = start_tile<T>(call.logits, i, slice.begin, slice.columns(0), tile_memory());
+  if (call.scalars != nullptr) start_scalars(call.scalars, &scalars);
+  finish_tile();
+
+  int loaded = 0;
+  RowState state;
+  if (makes_state) {
+    RowPartial partial;
+    float at_target = -infinity();
+    for (int index = 0; index < slice.tiles; ++index) {
+      const int64_t column = slice.column(index);
+      if (index != loaded) {
+        __syncthreads();  // the last tile is no longer read
+        tile = load_tile<T>(call.logits, i, column, slice.columns(index), tile_memory());
+        loaded = index;
+      }
+      if (token.target >= column && token.target < column + tile.n) {
+        at_target = target_logit(a.map, tile, token.target - column);
+      }
+      const RowPartial next =
+          tile_partial<T, kPlain>(tile, a.map, call.in.vocab_weight, call.in.start(),
+                                  static_cast<int>(column), a.wants, &warps);
+      partial = index == 0 ? next : combine_two(partial, next, a.wants);
+    }
+    if (exchanges) {
+      cluster_wait();  // by now every block has started
+      partial = combine_blocks(partial, rank, cluster, a.wants, &exchange);
+    }
+    state = finish_row(partial, a.wants);
+    state.target_logit = at_target;
+    // By the block that has the target.
+    const bool tells =
+        token.target < 0 ? rank == 0 : token.target >= slice.begin && token.target < slice.end;
+    if (call.scalars != nullptr && tells && threadIdx.x == blockDim.x - 1) {
+      write_state(call, i, token, scalars, state);
+    }
+  } else {
+    state.reference = load(call.row_reference, i);
+    state.log_sum = load(call.row_log_sum, i);
+  }
+  if (!present(call.output)) return;
+  if (present(call.entropy)) state.entropy = load(call.entropy, i);
+  write_output<T, kPlain>(a, state, slice, i, token, scalars, tile, loaded);
+}
+
+}  // namespace logitless::cuda

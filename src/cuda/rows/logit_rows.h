@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows of given logits [N, V]: one launch makes the state of every row (maximum, log of the sum,
+// statistics) and writes its output row (gradient or probabilities) from the same read of the row;
+// gradient rows of tokens that do not count are cleared.
+// How a row is cut depends on V and its dtype alone, and so do its bits.
+#pragma once
+
+#include "src/cuda/runtime/runtime.h"
+#include "src/cuda/tokens/tokens.h"
+
+namespace logitless::cuda {
+
+struct RowsCall {
+  TensorView logits;  // [N, V]
+  TensorView output;  // [N, V]  may be `logits` itself; absent: states only
+  TokenInput in;      // in.vocab_weight: c_j of label smoothing and of the weighted sum
+  const TokenScalars* scalars = nullptr;  // of prepared tokens; null: `output` is the softmax
+  TokenOutputs outputs;
+  float* losses = nullptr;  // [N]  of tokens that count, where outputs.loss is reduced
+  // [N]  Given, they are used as they are and no state is made.
+  TensorView row_reference, row_log_sum;
+  TensorView entropy;  // [N]  of the gradient's entropy term
+  bool wants_weighted_sum = false, wants_entropy = false, wants_argmax = false;
+};
+
+// A row has at least one block of its grid, and columns are counted in 32 bits.
+constexpr int64_t most_rows = (int64_t{1} << 28) - 1, most_columns = int64_t{1} << 30;
+Status check_row_extents(const TensorView& logits);
+
+// Where tokens are prepared, right behind that. True: what follows may be launched early
+// (early.cuh).
+bool launch_rows(const RowsCall& call, const DeviceInfo& device, Stream* stream);
+
+// Probabilities as input: the losses of tokens that count, to `losses` [N] or where it is null to
+// `loss`, and the gradient rows. The losses are to be launched first where the gradient overwrites
+// the probabilities.
+void launch_probability_losses(const TensorView& probabilities, const TokenInput& in,
+                               const Tokens& tokens, float* losses, const TensorView& loss,
+                               Stream* stream);
+void launch_probability_gradient(const TensorView& probabilities, const TensorView& gradient,
+                                 const TokenInput& in, const Tokens& tokens, Stream* stream);
+
+}  // namespace logitless::cuda

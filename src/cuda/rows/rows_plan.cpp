@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "src/cuda/rows/rows_plan.h"
+
+namespace logitless::cuda {
+namespace {
+
+constexpr int64_t column_multiple = 64;  // every tile of a row has the row's alignment
+// Of shared memory beside the tile: the kernel's own, and what the driver takes of a block.
+constexpr int64_t own_bytes = 1024, driver_bytes = 1024;
+constexpr int blocks_per_multiprocessor = 3;  // one loads while another computes or writes
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t whole_columns(int64_t columns) {
+  return ceil_div(columns, column_multiple) * column_multiple;
+}
+
+}  // namespace
+
+RowsPlan plan_rows(int64_t columns, int64_t element_bytes, int64_t shared_bytes_per_block,
+                   bool clusters) {
+  const int64_t most = shared_bytes_per_block - own_bytes - rows_margin;
+  const int64_t fine = (shared_bytes_per_block + driver_bytes) / blocks_per_multiprocessor -
+                       driver_bytes - own_bytes - rows_margin;
+  RowsPlan plan;
+  int64_t slice = whole_columns(columns);
+  while (clusters && plan.cluster < most_row_blocks && slice * element_bytes > fine) {
+    plan.cluster *= 2;
+    slice = whole_columns(ceil_div(columns, plan.cluster));
+  }
+  if (slice * element_bytes > most) {
+    const int64_t fitting = fine / element_bytes / column_multiple * column_multiple;
+    plan.tiles = static_cast<int>(ceil_div(slice, fitting));
+  }
+  plan.tile = static_cast<int>(whole_columns(ceil_div(slice, plan.tiles)));
+  // Beyond 256 every warp's share of the row's own work (reductions, the state) costs more than it
+  // hides: 62-76 % of a copy with 512, 73-81 % with 256 (docs/kernels/cuda-rows.md).
+  constexpr int most_threads = 256;
+  while (plan.threads < most_threads && plan.threads * 16 < plan.tile) plan.threads *= 2;
+  plan.shared_bytes = plan.tile * element_bytes + rows_margin;
+  return plan;
+}
+
+}  // namespace logitless::cuda

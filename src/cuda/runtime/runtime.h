@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CUDA runtime for the rest of the backend: errors as statuses, launches that report their own
+// error and no older one, the caller's current device left as found.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "logitless/logitless.h"
+#include "src/cuda/runtime/api.h"
+#include "src/cuda/runtime/driver.h"
+#include "src/cuda/runtime/kernel_file.h"
+#include "src/message.h"
+
+namespace logitless::cuda {
+
+inline Status cuda_error(const char* what, cudaError_t code) {
+  if (code == cudaSuccess) return {};
+  (void)api().take_error();  // ours: the caller must not find it
+  return error(StatusCode::device_error, "cuda: %s failed: %s (%s)", what, cudaGetErrorString(code),
+               cudaGetErrorName(code));
+}
+
+// What the planner and the launches need to know of a device; read once a process.
+struct DeviceInfo {
+  int index = 0;
+  int major = 0, minor = 0;
+  int multiprocessors = 0;
+  int64_t shared_bytes_per_block = 0;  // at most, on request
+  char name[64] = {};
+  // LOGITLESS_CUDA_KERNELS=portable in the environment: what sm_80 runs, on a newer device too (its
+  // tests, bug reports).
+  bool portable = false;
+  bool launches_early = false;  // early.cuh, also into a graph: drivers of CUDA 12.3 and later
+};
+
+// backend_unavailable: no driver, too old a driver, no device.
+Status count_devices(int* count);
+// And of one device: wrong_device where there is no such index; backend_unavailable where it is too
+// old or does not answer, which says nothing of the others.
+Status find_device(int index, const DeviceInfo** info);
+// The first one that serves, or why device 0 does not.
+Status find_first_device(const DeviceInfo** info);
+
+// The device current while it lives, and the one before again after. The thread has a context then:
+// one that has not called CUDA yet (autograd's, say) has a current device but no context, without
+// which the driver makes no tensor map.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(int index) {
+    if (api().current_device(&before_) != cudaSuccess) {
+      (void)api().take_error();
+      before_ = -1;
+    }
+    changed_ = before_ != index;
+    if (changed_ || !has_context()) status_ = cuda_error("cudaSetDevice", api().set_device(index));
+  }
+  ~CurrentDevice() {
+    if (changed_ && before_ >= 0 && api().set_device(before_) != cudaSuccess) {
+      (void)api().take_error();
+    }
+  }
+  CurrentDevice(const CurrentDevice&) = delete;
+  CurrentDevice& operator=(const CurrentDevice&) = delete;
+  const Status& status() const { return status_; }
+
+ private:
+  int before_ = -1;
+  bool changed_ = false;
+  Status status_;
+};
+
+// How a kernel is launched.
+struct LaunchShape {
+  dim3 blocks;
+  int threads = 0;
+  size_t shared_bytes = 0;
+  int cluster = 1;     // blocks along x
+  bool early = false;  // early.cuh; where the code is compiled for sm_90, and launches_early
+};
+
+// Launches of one call, in order, on its stream. After the first error nothing more is launched.
+class Stream {
+ public:
+  explicit Stream(void* stream) : stream_(static_cast<cudaStream_t>(stream)) {}
+  cudaStream_t get() const { return stream_; }
+  const Status& status() const { return status_; }
+  bool ok() const { return status_.ok(); }
+  void fail(const Status& status) {
+    if (status_.ok()) status_ = status;
+  }
+
+  // Calls `enqueue`, which uses this stream, twice: first nothing is launched and whatever can be
+  // refused is asked for, so that a call that is refused has written nothing; then in earnest.
+  template <class F>
+  void prepare_and_run(F&& enqueue) {
+    preparing_ = true;
+    enqueue();
+    preparing_ = false;
+    next_answer_ = 0;
+    if (ok()) enqueue();
+  }
+  bool preparing() const { return preparing_; }
+
+  // What `ask` returns, which may fail this stream. What was asked for while preparing is not asked
+  // for again: the first answers are kept, in their order.
+  template <class T, class Ask>
+  T answer(Ask&& ask) {
+    static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= sizeof(answers_[0]));
+    const int i = next_answer_++;
+    T value;
+    if (!preparing_ && i < answers_made_) {
+      std::memcpy(&value, answers_[i], sizeof(T));
+      return value;
+    }
+    value = ask();
+    if (preparing_ && i < most_answers) {
+      std::memcpy(answers_[i], &value, sizeof(T));
+      answers_made_ = i + 1;
+    }
+    return value;
+  }
+
+  // kernel<<<blocks, threads>>>(arguments...); no blocks: nothing.
+  template <class... Parameters, class... Arguments>
+  void launch(const char* name, void (*kernel)(Parameters...), dim3 blocks, int threads,
+              const Arguments&... arguments) {
+    launch_config(name, kernel, LaunchShape{blocks, threads}, arguments...);
+  }
+  template <class... Parameters, class... Arguments>
+  void launch_config(const char* name, void (*kernel)(Parameters...), const LaunchShape& shape,
+                     const Arguments&... arguments) {
+    if (!ok() || shape.blocks.x == 0 || shape.blocks.y == 0 || shape.blocks.z == 0) return;
+    enqueue_with<Parameters...>(name, reinterpret_cast<const void*>(kernel), shape, arguments...);
+  }
+  // Memory of the device.
+  void copy(void* to, const void* from, int64_t bytes);
+
+ private:
+  // The arguments as the kernel's parameters: where they are of another type they live this long.
+  template <class... Parameters>
+  void enqueue_with(const char* name, const void* kernel, const LaunchShape& shape,
+                    const Parameters&... parameters) {
+    const void* values[] = {&parameters...};
+    static constexpr Parameter kinds[] = {{sizeof(Parameters), clear_padding<Parameters>}...};
+    enqueue(name, kernel, shape, const_cast<void**>(values), kinds, sizeof...(Parameters));
+  }
+  void enqueue(const char* name, const void* kernel, const LaunchShape& shape, void** values,
+               const Parameter* parameters, int count);
+  template <class T>
+  static void clear_padding([[maybe_unused]] void* value) {
+#ifdef __has_builtin
+#if __has_builtin(__builtin_clear_padding)
+    __builtin_clear_padding(static_cast<T*>(value));
+#endif
+#endif
+  }
+
+  static constexpr int most_answers = 32;
+
+  cudaStream_t stream_;
+  Status status_;
+  bool preparing_ = false;
+  int next_answer_ = 0, answers_made_ = 0;
+  unsigned char answers_[most_answers][128];  // each a tensor map, or less
+};
+
+// Whether the code of `kernel` that runs on the current device has what came with sm_90, clusters
+// and early launches: PTX of an older architecture has not.
+bool is_compiled_for_hopper(const void* kernel, const DeviceInfo& device, Stream* stream);
+
+// x blocks by y of another axis, of which the grid's y holds 65535 and z the rest: by
+// block_of_second_axis (linear.cuh), which may lie behind the last one.
+inline dim3 two_axes(unsigned x, int64_t y) {
+  const int64_t planes = (y + 65534) / 65535;
+  return {x, static_cast<unsigned>(planes == 0 ? 0 : (y + planes - 1) / planes),
+          static_cast<unsigned>(planes)};
+}
+
+inline unsigned blocks_for(int64_t items, int64_t per_block) {
+  return static_cast<unsigned>((items + per_block - 1) / per_block);
+}
+
+// Hands out consecutive ranges of a workspace, each at a multiple of 256 bytes. Without a base it
+// only counts.
+class Arena {
+ public:
+  static constexpr uint64_t alignment = 256;
+  explicit Arena(void* base = nullptr) : base_(static_cast<char*>(base)) {}
+  template <class T>
+  T* take(int64_t count) {
+    const uint64_t start = used_;
+    used_ += (static_cast<uint64_t>(count) * sizeof(T) + alignment - 1) / alignment * alignment;
+    return base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + start);
+  }
+  uint64_t used() const { return used_; }
+  // Starts anew at `start`, for what lives when the ranges since then are dead.
+  void back_to(uint64_t start) { used_ = start; }
+  void at_least(uint64_t end) { used_ = used_ < end ? end : used_; }
+
+ private:
+  char* base_;
+  uint64_t used_ = 0;
+};
+
+}  // namespace logitless::cuda

@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+// What kernels read of a token.
+#pragma once
+
+#include "src/cuda/numbers.cuh"
+#include "src/cuda/tokens/tokens.h"
+
+namespace logitless::cuda {
+
+enum class TokenKind { counts, ignored, outside };
+
+__device__ inline TokenKind kind_of_target(const TokenInput& in, int64_t target) {
+  if (target == in.options.ignore_index) return TokenKind::ignored;
+  if (target >= 0 && target < in.whole()) return TokenKind::counts;
+  return in.options.out_of_range == OutOfRange::ignore ? TokenKind::ignored : TokenKind::outside;
+}
+
+// Column of the target in the views; -1: on another shard.
+__device__ inline int column_of_target(const TokenInput& in, int64_t target) {
+  const int64_t column = target - in.start();
+  return column >= 0 && column < in.vocab ? static_cast<int>(column) : -1;
+}
+__device__ inline float target_weight(const TokenInput& in, int64_t target) {
+  return present(in.vocab_weight) ? load(in.vocab_weight, target) : 1.0f;
+}
+__device__ inline float token_weight(const TokenInput& in, int64_t i) {
+  return present(in.token_weight) ? load(in.token_weight, i) : 1.0f;
+}
+
+// The coefficients of dz of token i, relative to gradient_scale, from its finished state.
+__device__ inline RowGradient token_gradient(const TokenInput& in, const TokenScalars& scalars,
+                                             int64_t i, float target_weight, float token_weight,
+                                             const RowState& state) {
+  const float inv = scalars.inv_gradient_scale;
+  float g = scalars.upstream;
+  if (in.per_row_upstream) {
+    g = load(in.grad_loss, i) * inv;
+    // One class alone, without z-loss, has a gradient of exactly 0.
+    if (in.options.input_kind == InputKind::logits && in.whole() == 1 && in.options.z_loss == 0 &&
+        isfinite(g)) {
+      g = 0;
+    }
+  }
+  const float grad_lse = present(in.grad_lse) ? load(in.grad_lse, i) * inv : 0;
+  const float grad_target = present(in.grad_target_logit) ? load(in.grad_target_logit, i) * inv : 0;
+  const float grad_entropy = present(in.grad_entropy) ? load(in.grad_entropy, i) * inv : 0;
+  return row_gradient(scalars.constants, state, target_weight, token_weight, g, grad_lse,
+                      grad_target, grad_entropy);
+}
+// Of compacted token k.
+__device__ inline RowGradient token_gradient(const TokenInput& in, const Tokens& t, int64_t k,
+                                             const RowState& state) {
+  return token_gradient(in, *t.scalars, t.row[k], t.target_weight[k], t.token_weight[k], state);
+}
+
+__device__ inline void put(const TensorView& view, int64_t i, float x) {
+  if (present(view)) *address<float>(view, i) = x;
+}
+
+__device__ inline void put_statistics(const TokenStatistics& out, int64_t i, const RowState& s,
+                                      float lse, int64_t argmax) {
+  put(out.lse, i, lse);
+  put(out.target_logit, i, s.target_logit);
+  put(out.entropy, i, s.entropy);
+  put(out.row_reference, i, s.reference);
+  put(out.row_log_sum, i, s.log_sum);
+  put(out.weighted_logit_sum, i, s.weighted_logit_sum);
+  if (present(out.argmax)) store_int(out.argmax, i, argmax);
+}
+
+// The statistics of token i; target: its column in the views, or negative.
+__device__ inline void put_state(const TokenInput& in, const TokenStatistics& out, int64_t i,
+                                 int target, RowState s) {
+  if (target < 0) s.target_logit = -infinity();
+  put_statistics(out, i, s, s.lse(), s.argmax + in.start());
+}
+
+__device__ inline float token_loss(const TokenScalars& scalars, int target, float target_weight,
+                                   float token_weight, const RowState& s) {
+  const float weight = target < 0 ? 0 : target_weight;  // another shard has the target
+  return row_loss(scalars.constants, s, weight, token_weight);
+}
+
+// Where the loss of token i goes: to `losses` where they are reduced, else to the caller.
+__device__ inline float* loss_of(float* losses, const TensorView& loss, int64_t i) {
+  return losses != nullptr ? losses + i : address<float>(loss, i);
+}
+
+// The sum or mean of the losses of the tokens that count, by one block: per thread in token order,
+// then over the threads. The order is that of the positions among the valid tokens alone.
+// kCompacted: they lie in that order too, else each where its token does.
+template <int kThreads, bool kCompacted>
+__device__ void reduce_losses(Reduction reduction, EmptyMean empty_mean, const Tokens& t,
+                              const float* losses, float* loss) {
+  constexpr int many = 16;  // loads in flight
+  double sum = 0;
+  const int valid = t.scalars->valid;
+  for (int first = threadIdx.x; first < valid; first += many * kThreads) {
+    float x[many];
+#pragma unroll
+    for (int i = 0; i < many; ++i) {
+      const int k = first + i * kThreads;
+      x[i] = k < valid ? __ldcg(losses + (kCompacted ? k : t.row[k])) : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < many; ++i) sum += x[i];
+  }
+  sum = block_sum(sum);
+  if (threadIdx.x != 0) return;
+  const TokenScalars& s = *t.scalars;
+  if (reduction == Reduction::mean) sum /= s.normalizer;
+  if (s.empty_mean) sum = empty_mean == EmptyMean::zero ? 0 : nan("");
+  if (s.outside > 0) sum = nan("");
+  *loss = static_cast<float>(sum);
+}
+
+// c_j of column j of the views.
+__device__ inline float class_weight(const TokenInput& in, int64_t j) {
+  return present(in.vocab_weight) ? load(in.vocab_weight, in.start() + j) : 1.0f;
+}
+
+// P p - o at the target, of p and 1 - p: without cancellation where p is near 1, and without adding
+// P where p is small.
+__device__ inline float target_draw(float probability, float onehot, float p, float rest) {
+  return p < 0.5f ? fmaf(probability, p, -onehot) : fmaf(-probability, rest, probability - onehot);
+}
+
+}  // namespace logitless::cuda

@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+// The tokens of a call, on the device: which count, in which order they are compacted, what the
+// mean divides by, the factor common to all gradients. The host never learns the number of valid
+// tokens: every kernel that follows reads it from `scalars`. The same quantities as
+// src/cpu/tokens.h.
+#pragma once
+
+#include "src/cuda/runtime/runtime.h"
+#include "src/loss.h"
+
+namespace logitless::cuda {
+
+// In device memory.
+struct TokenScalars {
+  float zero, one;             // for the matrix library
+  int32_t weight_is_infinite;  // 0; a linear op's smoothing looks
+  int32_t valid;               // tokens that count, compacted
+  int32_t outside;  // targets outside the vocabulary where that is an error: loss NaN, gradient 0
+  int32_t empty_mean;
+  float gradient_scale;      // left out of every dz, a factor of the f32 sums before their rounding
+  float inv_gradient_scale;  // 0 where gradient_scale is 0
+  float upstream;            // g_i / gradient_scale where it is the same for every row
+  int32_t unused;            // 0; blocks copy this struct in words, which shall have no byte unset
+  double normalizer;
+  LossConstants constants;
+};
+
+// What an op says of its tokens; absent views where it has none.
+struct TokenInput {
+  TensorView target, token_weight, vocab_weight, normalizer, fault;
+  TensorView grad_loss, grad_lse, grad_target_logit, grad_entropy;
+  LossOptions options;
+  int64_t vocab = 0;  // V of the views
+  bool gradients = false;
+  bool per_row_upstream = false;  // grad_loss [N]
+  bool statistics_gradients = false;
+  // What a dz of f16 is stored times, so that small ones keep their bits: the largest of the usual
+  // ones comes to 64 of 65504.
+  float lift = 1;
+  constexpr int64_t whole() const { return options.vocab_total > 0 ? options.vocab_total : vocab; }
+  constexpr int64_t start() const { return options.vocab_total > 0 ? options.vocab_start : 0; }
+};
+
+// Of a block of tokens_per_block tokens, while more than one_launch_tokens are prepared.
+struct TokenBlock {
+  int32_t valid, outside;
+  float weights, upstream, statistics;  // the largest |a| w, |g|, statistics' gradient
+  double normalizer, class_weight_sum;
+};
+constexpr int tokens_per_block = 8192, one_launch_tokens = 65536;
+
+// Device arrays in the workspace.
+struct Tokens {
+  int64_t total = 0;       // N
+  int32_t* row = nullptr;  // [N]  index of the token: those that count, ascending, then the others
+  // Of the first scalars->valid; behind them -1 and 0:
+  int32_t* target = nullptr;       // [N]  column in the views; -1: on another shard
+  float* target_weight = nullptr;  // [N]  c_t
+  float* token_weight = nullptr;   // [N]  a_i
+  TokenScalars* scalars = nullptr;
+  TokenBlock* blocks = nullptr;  // [token_blocks]
+};
+
+inline int64_t token_blocks(int64_t tokens) {
+  return tokens > one_launch_tokens ? blocks_for(tokens, tokens_per_block) : 1;
+}
+Tokens place_tokens(Arena* arena, int64_t tokens);
+
+// What the caller gets of each token: loss (its own, or all reduced in fixed order) and statistics.
+struct TokenOutputs {
+  TensorView loss;
+  TokenStatistics statistics;
+};
+
+// Enqueues all of it: one launch for up to one_launch_tokens, else two. The target range
+// check too, which sets `fault`, and the outputs of tokens that do not count: 0, or NaN for a
+// target outside.
+void prepare_tokens(const TokenInput& input, const Tokens& tokens, const TokenOutputs& outputs,
+                    Stream* stream);
+
+// The loss reduced from `losses` [N]; nothing where it is absent or each token has its own. early:
+// the kernel in front lets it start (early.cuh).
+void write_loss(const TokenInput& input, const Tokens& tokens, const float* losses,
+                const TensorView& loss, Stream* stream, bool early = false);
+
+// Rows of a gradient [N, columns] whose token does not count: exactly 0.
+void clear_other_rows(const Tokens& tokens, const TensorView& gradient, Stream* stream);
+
+template <class Op>
+TokenInput token_input(const Op& op, int64_t vocab) {
+  TokenInput in;
+  in.target = op.target;
+  in.token_weight = op.weights.token;
+  in.vocab_weight = op.weights.vocab;
+  in.normalizer = op.weights.normalizer;
+  in.fault = op.fault;
+  in.options = op.options;
+  in.vocab = vocab;
+  if constexpr (requires { op.grad_loss; }) {
+    in.gradients = true;
+    in.grad_loss = op.grad_loss;
+    in.per_row_upstream = op.options.reduction == Reduction::none && op.grad_loss;
+  }
+  if constexpr (requires { op.grad_lse; }) {
+    in.grad_lse = op.grad_lse;
+    in.grad_target_logit = op.grad_target_logit;
+    in.grad_entropy = op.grad_entropy;
+    in.statistics_gradients = op.grad_lse || op.grad_target_logit || op.grad_entropy;
+  }
+  return in;
+}
+
+}  // namespace logitless::cuda
