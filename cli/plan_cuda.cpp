@@ -68,7 +68,7 @@ json cuda_plan(const OpShape& s, std::optional<uint64_t> memory) {
       });
       check(validate(op, {.device = {DeviceType::cuda, 0}}));
       const cuda::DeviceInfo device = planned_device();
-      const cuda::DeviceSpeed measured = cuda::planned_speed(device);
+      const cuda::DeviceSpeed measured = cuda::speed_of(op, device);
       const cuda::LinearShape shape = cuda::shape_of(op, device);
       const uint64_t least = cuda::smallest_plan(shape, measured).bytes;
       const WorkspaceSize size{least,

@@ -115,7 +115,7 @@ void expect_few(OpKind kind, const Resident<Op>& call, int kernels) {
     const cuda::LinearShape shape = cuda::shape_of(call.op(), *info);
     own_products = shape.fused;
     const cuda::LinearPlan plan =
-        cuda::plan_linear(shape, cuda::planned_speed(*info), call.scratch().bytes);
+        cuda::plan_linear(shape, cuda::speed_of(call.op(), *info), call.scratch().bytes);
     if (!own_products && plan.block_columns < shape.vocab) {
       const Launches said = launches_of(shape, plan);
       EXPECT_GE(kernels, said.kernels + said.products);

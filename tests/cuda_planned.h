@@ -31,7 +31,7 @@ inline CudaPlanned cuda_plan_of(const ForwardBackward& op, uint64_t bytes) {
   const cuda::DeviceInfo* device = nullptr;
   EXPECT_TRUE(cuda::find_device(0, &device).ok());
   const cuda::LinearShape shape = cuda::shape_of(asked, *device);
-  return {shape, plan_linear(shape, cuda::planned_speed(*device), bytes)};
+  return {shape, plan_linear(shape, cuda::speed_of(asked, *device), bytes)};
 }
 
 // The CUDA device, where Hopper's own kernels serve it.

@@ -57,3 +57,4 @@ add_webgpu_test(device webgpu_device_test *-*AdaptersLimits ${defaults})
 add_webgpu_test(limits webgpu_device_test *AdaptersLimits)
 
 add_logitless_test(webgpu_plan_test webgpu_plan_test.cpp)
+target_compile_options(webgpu_plan_test PRIVATE -O1)

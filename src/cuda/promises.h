@@ -3,7 +3,7 @@
 // on its batch.
 #pragma once
 
-#include "src/cuda/linear/sm90/forward.h"
+#include "src/cuda/linear/engine.h"
 #include "src/cuda/runtime/runtime.h"
 
 namespace logitless::cuda {
@@ -15,9 +15,9 @@ inline constexpr int driver_floor = CUDART_VERSION / 1000 * 1000;
 // Loss and statistics of a token do not depend on its batch in ops of given logits, always. In the
 // linear ops not where cuBLASLt makes their logits, which on every device so far it does for f32.
 inline bool linear_ops_are_batch_invariant(const DeviceInfo&) { return false; }
-// In those of 16-bit inputs, whose logits Hopper's own kernel makes: see serves in sm90/forward.h.
+// In those of 16-bit inputs, whose logits an engine's own kernel makes.
 inline bool half_linear_ops_are_batch_invariant(const DeviceInfo& device) {
-  return sm90::has_code() && device.major == 9 && !device.portable;
+  return engine_for(device).is_batch_invariant();
 }
 
 // row_reference of a linear forward of such inputs, of which neither entropy nor argmax is asked,

@@ -149,7 +149,7 @@ void add_cuda(const Op& op, const Assumed& assumed, uint64_t bytes, Facts* facts
   const cuda::DeviceInfo* device = nullptr;
   if (!cuda::find_device(assumed.device.index, &device).ok()) return;
   if constexpr (LinearOp<Op>) {
-    add_linear(cuda::shape_of(op, *device), cuda::planned_speed(*device), bytes, facts);
+    add_linear(cuda::shape_of(op, *device), cuda::speed_of(op, *device), bytes, facts);
   } else {
     // The kernel of a row decides by itself; probabilities take another one, which has no plan.
     if constexpr (LossOp<Op>) {

@@ -7,9 +7,7 @@
 #include <cmath>
 #include <type_traits>
 
-#include "src/cuda/linear/linear_run.h"
-#include "src/cuda/linear/sm90/forward.h"
-#include "src/cuda/linear/sm90/product.h"
+#include "src/cuda/linear/engine.h"
 #include "src/cuda/ops.h"
 #include "src/cuda/runtime/blas.h"
 
@@ -30,28 +28,19 @@ bool serves_product(const TensorView& v, int64_t rows, int64_t columns) {
 // Rows and columns are counted in 32 bits on the device; offsets are not.
 constexpr int64_t most_extent = (int64_t{1} << 31) - 65536;
 
-// z = z_target + log E to half of an ulp of E, 2^-8: not far beside the softcap, whose square is
-// the slope's unit. Two capped logits are up to 2 cap nats apart, and the target's probability is
-// no less than e^(-2 cap) / V: normal numbers, both.
-bool e_tells_slope(const MapFactors& map, int64_t vocab) {
-  const double cap = std::fabs(map.outward);
-  return cap >= 15 && std::exp2(-124.0) * static_cast<double>(vocab) * std::exp(2 * cap) < 1;
-}
-
 template <class Op>
 bool state_given(const Op& op) {
   if constexpr (BackwardOnlyOp<Op>) return static_cast<bool>(op.row_reference);
   return false;
 }
 
-// One piece of memory in whole 16 bytes a row, nothing between the rows.
-bool is_memory(const TensorView& v) {
-  return v.shape[1] % 8 == 0 && v.stride[1] == 1 && v.stride[0] == v.shape[1] &&
-         reinterpret_cast<uintptr_t>(v.as<char>()) % 16 == 0;
-}
+struct EngineCall {
+  const Engine* engine;  // that runs it
+  LinearCall call;
+};
 
 template <class Op>
-LinearCall make_call(const Op& op, const DeviceInfo& device) {
+EngineCall make_call(const Op& op, const DeviceInfo& device) {
   LinearCall call;
   call.in = token_input(op, op.weight.shape[0]);
   if (op.input.dtype == DType::f16) {
@@ -96,36 +85,10 @@ LinearCall make_call(const Op& op, const DeviceInfo& device) {
     s.direct_grad_weight = !out || ((out.dtype == DType::f32 || out.dtype == s.dtype) &&
                                     out.stride[1] == 1 && serves_product(out, s.vocab, s.hidden));
   }
-  s.fused = sm90::serves(call, device);
-  call.launches_early = s.fused && device.launches_early;
-  // Under a softcap the smoothing's term has a slope of its own in every element, which E tells.
-  const bool slopes = s.smoothing && call.map.capped;
-  s.forms_dz = slopes && s.fused && e_tells_slope(call.map, s.vocab);
-  s.can_store = ForwardOp<Op> && s.dtype != DType::f16 && (!slopes || s.forms_dz);
-  s.plain = sm90::serves_plain(call);
-  s.reads_input = sm90::reads_input(call);
-  s.bias = s.fused && op.bias;
-  s.class_weights = s.fused && op.weights.vocab && (s.smoothing || s.weighted_sum);
-  if (s.fused && s.gradients()) {
-    s.direct_grad_weight = !call.grad_weight || sm90::writes(call.grad_weight, s.dtype);
-    s.direct_grad_input = s.grad_input && sm90::writes(call.grad_input, s.dtype);
-    s.lends_grad_input =
-        s.grad_input && call.grad_input.dtype == s.dtype && is_memory(call.grad_input);
-    s.lends_grad_weight =
-        s.grad_weight && !call.accumulate && s.direct_grad_weight && is_memory(call.grad_weight);
-  }
-  return call;
-}
-
-DeviceSpeed speed_of(const DeviceInfo& device) {
-  DeviceSpeed speed;
-  speed.multiprocessors = device.multiprocessors;
-  const double share = device.multiprocessors / 132.0;
-  if (device.major != 9) {
-    speed.products *= share / 2;
-    speed.memory *= share / 2;
-  }
-  return speed;
+  s.can_store = ForwardOp<Op> && s.dtype != DType::f16;
+  const Engine& engine = engine_for(call, device);
+  engine.describe(&call, device);
+  return {&engine, call};
 }
 
 template <class Op>
@@ -158,17 +121,18 @@ Status linear_workspace(const Op& op, const DeviceInfo& device, WorkspaceSize* s
     for (size_t n = 0; n < count; ++n) {
       unknown[n]->byte_offset = static_cast<int64_t>(i >> n & 1) * size_of(unknown[n]->dtype);
     }
-    const LinearShape shape = make_call(asked, device).shape;
-    const uint64_t minimum = smallest_plan(shape, speed_of(device)).bytes;
-    const uint64_t recommended = recommended_plan(shape, speed_of(device)).bytes;
+    const auto [engine, call] = make_call(asked, device);
+    const DeviceSpeed speed = engine->speed(device);
+    const uint64_t minimum = smallest_plan(call.shape, speed).bytes;
+    const uint64_t recommended = recommended_plan(call.shape, speed).bytes;
     size->minimum = std::max(size->minimum, minimum);
     size->recommended = std::max({size->recommended, minimum, recommended});
   }
   return {};
 }
 
-void run_planned(const LinearCall& call, const LinearPlan& plan, char* workspace,
-                 const DeviceInfo& device, Stream* stream) {
+void run_planned(const Engine& engine, const LinearCall& call, const LinearPlan& plan,
+                 char* workspace, const DeviceInfo& device, Stream* stream) {
   Arena arena(workspace);
   LinearMemory memory = place_linear(call.shape, plan, &arena);
   if (lends_input(call.shape, plan)) memory.input = call.grad_input.as<char>();
@@ -177,15 +141,7 @@ void run_planned(const LinearCall& call, const LinearPlan& plan, char* workspace
                         ? call.grad_weight.as<char>() + lent_scaled_input(call.shape, plan)
                         : memory.input;
   }
-  LinearRun run(call, plan, memory, device, stream);
-  run.begin();
-  for (int64_t first = 0; first < call.shape.tokens; first += plan.token_chunk) {
-    run.begin_chunk(first, std::min(plan.token_chunk, call.shape.tokens - first));
-    if (call.shape.forward) run.forward();
-    run.rows();
-    if (call.shape.gradients()) run.gradients();
-  }
-  run.finish();
+  engine.run(call, plan, memory, device, stream);
 }
 
 // Rows [first, end of the view).
@@ -220,9 +176,9 @@ LinearCrossEntropyBackward second_op(const LinearCrossEntropyForwardBackward& op
 }
 
 // A plan of two passes, one after the other in the memory behind the rows' states.
-void run_two_passes(const LinearCrossEntropyForwardBackward& op, const LinearShape& shape,
-                    const LinearPlan& plan, uint64_t bytes, char* workspace,
-                    const DeviceInfo& device, Stream* stream) {
+void run_two_passes(const Engine& engine, const LinearCrossEntropyForwardBackward& op,
+                    const LinearShape& shape, const LinearPlan& plan, uint64_t bytes,
+                    char* workspace, const DeviceInfo& device, Stream* stream) {
   Arena arena(workspace);
   LinearCrossEntropyForwardBackward first = op;
   const auto [reference, log_sum] = place_states(shape, &arena);
@@ -241,26 +197,28 @@ void run_two_passes(const LinearCrossEntropyForwardBackward& op, const LinearSha
   first.grad_bias = {};  // grad_weight stays: where it is not made its memory may still hold panels
   const auto pass = [&](LinearCall call, const LinearShape& planned) {
     call.shape = planned;
-    const LinearPlan p = plan_linear(planned, speed_of(device), bytes - arena.used());
-    run_planned(call, p, workspace + arena.used(), device, stream);
+    const LinearPlan p = plan_linear(planned, engine.speed(device), bytes - arena.used());
+    run_planned(engine, call, p, workspace + arena.used(), device, stream);
   };
-  pass(make_call(first, device), first_pass(shape, plan.first_rows));
-  pass(make_call(second, device), second_pass(shape, plan.first_rows));
+  pass(make_call(first, device).call, first_pass(shape, plan.first_rows));
+  pass(make_call(second, device).call, second_pass(shape, plan.first_rows));
 }
 
 template <class Op>
 Status linear_run(const Op& op, const Workspace& workspace, const DeviceInfo& device,
                   Stream* stream) {
-  const LinearCall call = make_call(op, device);
-  const LinearPlan plan = plan_linear(call.shape, speed_of(device), workspace.bytes);
+  const EngineCall made = make_call(op, device);
+  const LinearCall& call = made.call;
+  const LinearPlan plan = plan_linear(call.shape, made.engine->speed(device), workspace.bytes);
   char* memory = static_cast<char*>(workspace.data) + workspace.byte_offset;
   stream->prepare_and_run([&] {
     if constexpr (std::is_same_v<Op, LinearCrossEntropyForwardBackward>) {
       if (plan.kind == PlanKind::two_passes) {
-        return run_two_passes(op, call.shape, plan, workspace.bytes, memory, device, stream);
+        return run_two_passes(*made.engine, op, call.shape, plan, workspace.bytes, memory, device,
+                              stream);
       }
     }
-    run_planned(call, plan, memory, device, stream);
+    run_planned(*made.engine, call, plan, memory, device, stream);
   });
   return {};
 }
@@ -281,12 +239,18 @@ LOGITLESS_LINEAR_OP(LinearCrossEntropyForwardBackward)
 
 template <class Op>
 LinearShape shape_of(const Op& op, const DeviceInfo& device) {
-  return make_call(op, device).shape;
+  return make_call(op, device).call.shape;
 }
 template LinearShape shape_of(const LinearCrossEntropyForward&, const DeviceInfo&);
 template LinearShape shape_of(const LinearCrossEntropyBackward&, const DeviceInfo&);
 template LinearShape shape_of(const LinearCrossEntropyForwardBackward&, const DeviceInfo&);
 
-DeviceSpeed planned_speed(const DeviceInfo& device) { return speed_of(device); }
+template <class Op>
+DeviceSpeed speed_of(const Op& op, const DeviceInfo& device) {
+  return make_call(op, device).engine->speed(device);
+}
+template DeviceSpeed speed_of(const LinearCrossEntropyForward&, const DeviceInfo&);
+template DeviceSpeed speed_of(const LinearCrossEntropyBackward&, const DeviceInfo&);
+template DeviceSpeed speed_of(const LinearCrossEntropyForwardBackward&, const DeviceInfo&);
 
 }  // namespace logitless::cuda

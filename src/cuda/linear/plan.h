@@ -120,7 +120,8 @@ inline constexpr int64_t extra_rows = 16;
 struct DeviceInfo;
 template <class Op>
 LinearShape shape_of(const Op& op, const DeviceInfo& device);
-DeviceSpeed planned_speed(const DeviceInfo& device);
+template <class Op>
+DeviceSpeed speed_of(const Op& op, const DeviceInfo& device);
 
 // The calls that a plan of two passes consists of, both in the memory behind state_bytes: loss,
 // grad_input and the first rows of grad_weight; from the rows' states the others.

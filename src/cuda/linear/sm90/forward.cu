@@ -231,33 +231,6 @@ Arguments make_arguments(const LinearCall& call, const LinearPlan& plan, const L
 
 bool has_code() { return LOGITLESS_HAS_SM90A; }
 
-bool serves(const LinearCall& call, const DeviceInfo& device) {
-  const LinearShape& s = call.shape;
-  const TensorView& w = call.weight;
-  const bool rows = s.copies_weight || (w.stride[1] == 1 || s.hidden == 1);
-  const bool aligned =
-      s.copies_weight || (reinterpret_cast<uintptr_t>(w.data) + w.byte_offset) % 16 == 0;
-  return has_code() && device.major == 9 && !device.portable && s.dtype != DType::f32 && rows &&
-         aligned;
-}
-
-bool serves_plain(const LinearCall& call) {
-  const LinearShape& s = call.shape;
-  return s.fused && call.plain() && !s.smoothing && !s.entropy && !s.weighted_sum && !s.argmax &&
-         !call.in.grad_entropy;
-}
-
-bool reads_input(const LinearCall& call) {
-  const LinearShape& s = call.shape;
-  const TensorView& v = call.input;
-  const int64_t element = size_of(s.dtype);
-  const bool rows = (v.stride[1] == 1 || s.hidden == 1) &&
-                    (s.tokens == 1 || (v.stride[0] >= s.hidden && v.stride[0] * element % 16 == 0 &&
-                                       v.stride[0] * element < int64_t{1} << 31));
-  return s.plain && !s.gradients() && s.tokens > 0 && rows &&
-         (reinterpret_cast<uintptr_t>(v.data) + v.byte_offset) % 16 == 0;
-}
-
 void forward(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
              const Chunk& chunk, int64_t first, int64_t columns, const Panel& panel,
              const DeviceInfo& device, Stream* stream) {

@@ -16,15 +16,6 @@ inline int64_t weight_stride(const LinearCall& call, const LinearPlan& plan) {
   return call.shape.vocab == 1 ? call.shape.hidden : call.weight.stride[0];
 }
 
-// Whether the kernel serves this call on this device: 16-bit inputs, plain logits, no statistics
-// beyond those of the loss.
-bool serves(const LinearCall& call, const DeviceInfo& device);
-
-// Of those, without any option or statistic that takes more than the logits: plain.cuh.
-bool serves_plain(const LinearCall& call);
-// And whether its boxes are of the caller's own input.
-bool reads_input(const LinearCall& call);
-
 // Columns [first, first + columns) of the chunk, `first` whole tiles: to the partial sums; and E,
 // where the panel has data.
 void forward(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,

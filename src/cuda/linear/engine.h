@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// An engine runs the linear ops on one family of devices. It says which calls it serves, decides
+// the facts of a call that its kernels need, and runs a plan. engines.cpp lists them, best first.
+#pragma once
+
+#include <span>
+
+#include "src/cuda/linear/linear.h"
+
+namespace logitless::cuda {
+
+class Engine {
+ public:
+  virtual ~Engine() = default;
+  virtual const char* name() const = 0;
+
+  // Whether any call at all is served on this device.
+  virtual bool serves(const DeviceInfo& device) const = 0;
+  // Whether this one is: its dtype, its strides and the address of its weight.
+  virtual bool serves(const LinearCall& call) const = 0;
+  // Whether a token's loss and statistics, of a call that is served, do not depend on its batch.
+  virtual bool is_batch_invariant() const = 0;
+
+  // What the engine's kernels make of the call: facts of call->shape that depend on them.
+  virtual void describe(LinearCall* call, const DeviceInfo& device) const = 0;
+  // What its plans count with on this device.
+  virtual DeviceSpeed speed(const DeviceInfo& device) const = 0;
+  virtual void run(const LinearCall& call, const LinearPlan& plan, const LinearMemory& memory,
+                   const DeviceInfo& device, Stream* stream) const = 0;
+};
+
+// All of them, best first; the last one serves every call.
+std::span<const Engine* const> engines();
+// The best one that serves some call on this device, or this call.
+const Engine& engine_for(const DeviceInfo& device);
+const Engine& engine_for(const LinearCall& call, const DeviceInfo& device);
+
+}  // namespace logitless::cuda

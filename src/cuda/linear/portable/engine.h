@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+// The engine of every GPU: cuBLASLt's products, and passes over blocks of logits between them.
+#pragma once
+
+#include "src/cuda/linear/engine.h"
+
+namespace logitless::cuda {
+
+class PortableEngine final : public Engine {
+ public:
+  const char* name() const override { return "portable"; }
+  bool serves(const DeviceInfo&) const override { return true; }
+  bool serves(const LinearCall&) const override { return true; }
+  bool is_batch_invariant() const override { return false; }  // cuBLASLt's choice of kernels
+  void describe(LinearCall* call, const DeviceInfo& device) const override;
+  DeviceSpeed speed(const DeviceInfo& device) const override;
+  void run(const LinearCall& call, const LinearPlan& plan, const LinearMemory& memory,
+           const DeviceInfo& device, Stream* stream) const override;
+};
+
+}  // namespace logitless::cuda

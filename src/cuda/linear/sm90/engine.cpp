@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "src/cuda/linear/sm90/engine.h"
+
+#include <cmath>
+
+#include "src/cuda/linear/sm90/forward.h"
+#include "src/cuda/linear/sm90/product.h"
+
+namespace logitless::cuda::sm90 {
+namespace {
+
+// z = z_target + log E to half of an ulp of E, 2^-8: not far beside the softcap, whose square is
+// the slope's unit. Two capped logits are up to 2 cap nats apart, and the target's probability is
+// no less than e^(-2 cap) / V: normal numbers, both.
+bool e_tells_slope(const MapFactors& map, int64_t vocab) {
+  const double cap = std::fabs(map.outward);
+  return cap >= 15 && std::exp2(-124.0) * static_cast<double>(vocab) * std::exp(2 * cap) < 1;
+}
+
+bool is_aligned(const TensorView& v) {
+  return (reinterpret_cast<uintptr_t>(v.data) + v.byte_offset) % 16 == 0;
+}
+
+// One piece of memory in whole 16 bytes a row, nothing between the rows.
+bool is_memory(const TensorView& v) {
+  return v.shape[1] % 8 == 0 && v.stride[1] == 1 && v.stride[0] == v.shape[1] && is_aligned(v);
+}
+
+// No option and no statistic takes more than the logits: plain.cuh.
+bool is_plain(const LinearCall& call) {
+  const LinearShape& s = call.shape;
+  return call.plain() && !s.smoothing && !s.entropy && !s.weighted_sum && !s.argmax &&
+         !call.in.grad_entropy;
+}
+
+// The loss alone may be made of the caller's own rows of input.
+bool reads_input(const LinearCall& call) {
+  const LinearShape& s = call.shape;
+  const TensorView& v = call.input;
+  const int64_t element = size_of(s.dtype);
+  const bool rows = (v.stride[1] == 1 || s.hidden == 1) &&
+                    (s.tokens == 1 || (v.stride[0] >= s.hidden && v.stride[0] * element % 16 == 0 &&
+                                       v.stride[0] * element < int64_t{1} << 31));
+  return s.plain && !s.gradients() && s.tokens > 0 && rows && is_aligned(v);
+}
+
+}  // namespace
+
+bool HopperEngine::serves(const DeviceInfo& device) const {
+  return has_code() && device.major == 9 && !device.portable;
+}
+
+bool HopperEngine::serves(const LinearCall& call) const {
+  const LinearShape& s = call.shape;
+  const TensorView& w = call.weight;
+  const bool rows = s.copies_weight || w.stride[1] == 1 || s.hidden == 1;
+  return s.dtype != DType::f32 && rows && (s.copies_weight || is_aligned(w));
+}
+
+void HopperEngine::describe(LinearCall* call, const DeviceInfo& device) const {
+  LinearShape& s = call->shape;
+  s.fused = true;
+  call->launches_early = device.launches_early;
+  // Under a softcap the smoothing's term has a slope of its own in every element, which E tells.
+  const bool slopes = s.smoothing && call->map.capped;
+  s.forms_dz = slopes && e_tells_slope(call->map, s.vocab);
+  if (slopes && !s.forms_dz) s.can_store = false;
+  s.plain = is_plain(*call);
+  s.reads_input = reads_input(*call);
+  s.bias = static_cast<bool>(call->bias);
+  s.class_weights = call->in.vocab_weight && (s.smoothing || s.weighted_sum);
+  if (!s.gradients()) return;
+  s.direct_grad_weight = !call->grad_weight || writes(call->grad_weight, s.dtype);
+  s.direct_grad_input = s.grad_input && writes(call->grad_input, s.dtype);
+  s.lends_grad_input =
+      s.grad_input && call->grad_input.dtype == s.dtype && is_memory(call->grad_input);
+  s.lends_grad_weight =
+      s.grad_weight && !call->accumulate && s.direct_grad_weight && is_memory(call->grad_weight);
+}
+
+DeviceSpeed HopperEngine::speed(const DeviceInfo& device) const {
+  return {.multiprocessors = static_cast<double>(device.multiprocessors)};
+}
+
+}  // namespace logitless::cuda::sm90

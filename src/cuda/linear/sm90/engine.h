@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+// The engine of Hopper: products whose own kernels form the sums, E and dz (forward.cuh), and the
+// gradients' (product.cuh).
+#pragma once
+
+#include "src/cuda/linear/engine.h"
+
+namespace logitless::cuda::sm90 {
+
+class HopperEngine final : public Engine {
+ public:
+  const char* name() const override { return "sm90"; }
+  bool serves(const DeviceInfo& device) const override;
+  bool serves(const LinearCall& call) const override;
+  bool is_batch_invariant() const override { return true; }
+  void describe(LinearCall* call, const DeviceInfo& device) const override;
+  DeviceSpeed speed(const DeviceInfo& device) const override;
+  void run(const LinearCall& call, const LinearPlan& plan, const LinearMemory& memory,
+           const DeviceInfo& device, Stream* stream) const override;
+};
+
+}  // namespace logitless::cuda::sm90
