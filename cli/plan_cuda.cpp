@@ -7,6 +7,7 @@
 #include "cli/commands.h"
 #include "cli/text.h"
 #ifdef LOGITLESS_WITH_CUDA
+#include "src/cuda/linear/engine.h"
 #include "src/cuda/linear/panels.h"
 #include "src/cuda/runtime/runtime.h"
 #include "src/validate.h"
@@ -68,15 +69,13 @@ json cuda_plan(const OpShape& s, std::optional<uint64_t> memory) {
       });
       check(validate(op, {.device = {DeviceType::cuda, 0}}));
       const cuda::DeviceInfo device = planned_device();
-      const cuda::DeviceSpeed measured = cuda::speed_of(op, device);
-      const cuda::LinearShape shape = cuda::shape_of(op, device);
-      const uint64_t least = cuda::smallest_plan(shape, measured).bytes;
-      const WorkspaceSize size{least,
-                               std::max(least, cuda::recommended_plan(shape, measured).bytes), 256};
+      const cuda::Asked asked = cuda::asked_of(op, device);
+      const uint64_t least = asked.smallest().bytes;
+      const WorkspaceSize size{least, std::max(least, asked.recommended().bytes), 256};
       const uint64_t given = memory.value_or(size.recommended);
       check_memory(given, size);
       out["device"] = device.name;
-      out["plan"] = describe(shape, cuda::plan_linear(shape, measured, given));
+      out["plan"] = describe(asked.shape, asked.plan(given));
       out["workspace"] = {{"minimum", size.minimum},
                           {"recommended", size.recommended},
                           {"given", given},

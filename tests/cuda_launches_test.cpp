@@ -7,7 +7,7 @@
 #include <map>
 
 #include "resident.h"
-#include "src/cuda/linear/plan.h"
+#include "src/cuda/linear/engine.h"
 #include "src/cuda/runtime/runtime.h"
 #include "suite.h"
 
@@ -112,10 +112,10 @@ void expect_few(OpKind kind, const Resident<Op>& call, int kernels) {
   if constexpr (LinearOp<Op>) {
     const cuda::DeviceInfo* info = nullptr;
     ASSERT_TRUE(cuda::find_device(call.execution().device.index, &info).ok());
-    const cuda::LinearShape shape = cuda::shape_of(call.op(), *info);
-    own_products = shape.fused;
-    const cuda::LinearPlan plan =
-        cuda::plan_linear(shape, cuda::speed_of(call.op(), *info), call.scratch().bytes);
+    const cuda::Asked asked = cuda::asked_of(call.op(), *info);
+    const cuda::LinearShape& shape = asked.shape;
+    own_products = &asked.engine != cuda::engines().back();
+    const cuda::LinearPlan plan = asked.plan(call.scratch().bytes);
     if (!own_products && plan.block_columns < shape.vocab) {
       const Launches said = launches_of(shape, plan);
       EXPECT_GE(kernels, said.kernels + said.products);

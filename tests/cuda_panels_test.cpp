@@ -16,7 +16,7 @@ struct Lent {
 };
 int64_t weight_row(const LinearShape& s) { return s.hidden * (s.grad_weight_f32 ? 4 : 2); }
 int64_t panel_end(const LinearShape& s, const LinearPlan& p, const PanelPlace& at) {
-  return lent_offset(s, p, at) + panel_rows(s, p) * round_up(at.columns, 64) * 2;
+  return lent_offset(s, p, at) + panel_rows(p) * round_up(at.columns, 64) * 2;
 }
 
 // What is kept of E leaves grad_weight's memory before its rows, or others', come to lie there.
@@ -33,7 +33,7 @@ void count_kept(const LinearShape& s, const LinearPlan& p, Lent* lent) {
   }
   if (scaled >= 0) {
     EXPECT_GE(scaled, kept * row);
-    EXPECT_LE(scaled + panel_rows(s, p) * p.hidden_pitch * 2, s.vocab * row);
+    EXPECT_LE(scaled + panel_rows(p) * p.hidden_pitch * 2, s.vocab * row);
   }
   for (PanelPlace at; at.end() < kept;) {
     const int64_t done = at.end();
@@ -77,10 +77,10 @@ void count_lent(const LinearShape& s, const LinearPlan& p, Lent* lent) {
 }
 TEST(CudaPanels, WhatIsLentIsFree) {
   Lent lent;
-  for (const LinearShape& whole : shapes()) {
-    if (!whole.fused || !whole.gradients()) continue;
+  for (const Asked& whole : shapes()) {
+    if (&whole.engine != &hopper() || !whole.shape.gradients()) continue;
     for (const uint64_t bytes : budgets(whole)) {
-      for (const auto& [s, p] : passes(whole, bytes)) count_lent(s, p, &lent);
+      for (const auto& [engine, s, p] : passes(whole, bytes)) count_lent(s, p, &lent);
     }
   }
   for (const int64_t columns :
@@ -97,11 +97,11 @@ TEST(CudaPanels, KeptColumnsLeaveGradWeightInTime) {
     for (const int64_t hidden : {8, 64, 72, 120, 128, 136, 264, 512}) {
       for (const int64_t tokens : {1, 60, 64, 120, 128, 200, 500}) {
         LinearShape s{.tokens = tokens, .vocab = vocab, .hidden = hidden};
-        s.grad_input = s.grad_weight = s.fused = true;
+        s.grad_input = s.grad_weight = true;
         s.direct_grad_input = s.lends_grad_input = s.lends_grad_weight = true;
         for (const bool more : {false, true}) {
           s.grad_weight_f32 = s.forms_dz = more;
-          LinearPlan p{.token_chunk = round_up(tokens, 8), .chunks = 1};
+          LinearPlan p{.token_chunk = round_up(tokens, 8), .chunks = 1, .panel_row_block = 64};
           p.hidden_pitch = hidden;
           for (const int64_t stored : {0, 192, 384, 3840}) {
             if (stored >= vocab) continue;
@@ -171,10 +171,10 @@ void expect_alike(const LinearShape& s, const LinearPlan& p, int64_t* lent, int6
 }
 TEST(CudaPanels, PanelsThatAreAlikeFollowEachOther) {
   int64_t lent = 0, remade = 0;
-  for (const LinearShape& whole : shapes()) {
-    if (!whole.fused || !whole.gradients()) continue;
+  for (const Asked& whole : shapes()) {
+    if (&whole.engine != &hopper() || !whole.shape.gradients()) continue;
     for (const uint64_t bytes : budgets(whole)) {
-      for (const auto& [s, p] : passes(whole, bytes)) expect_alike(s, p, &lent, &remade);
+      for (const auto& [engine, s, p] : passes(whole, bytes)) expect_alike(s, p, &lent, &remade);
     }
   }
   EXPECT_GT(lent, 0);
@@ -185,29 +185,29 @@ TEST(CudaPanels, PanelsThatAreAlikeFollowEachOther) {
 // columns that are not copied may be the better ones; and a little time is worth much memory.
 TEST(CudaPanels, NoWayToKeepEStandsInAnothers) {
   LinearShape s{.tokens = 1024, .vocab = 129280, .hidden = 768};
-  s.grad_input = s.grad_weight = s.fused = s.plain = true;
+  s.grad_input = s.grad_weight = s.plain = true;
   s.direct_grad_input = s.lends_grad_input = s.lends_grad_weight = s.grad_weight_f32 = true;
-  const LinearPlan summed = plan_linear(s, {}, 6050000);
+  const LinearPlan summed = plan_linear(hopper(), s, {}, 6050000);
   EXPECT_EQ(summed.chunks, 1);
   EXPECT_EQ(kept_columns(summed), s.vocab);
   EXPECT_TRUE(summed.grad_input_sum);
   s.vocab = 151936, s.hidden = 1024;
   s.grad_input = s.direct_grad_input = s.lends_grad_input = s.grad_weight_f32 = false;
-  EXPECT_LT(plan_linear(s, {}, 8660000).seconds, 2e-3);
+  EXPECT_LT(plan_linear(hopper(), s, {}, 8660000).seconds, 2e-3);
   s.tokens = 8192, s.vocab = 50304, s.hidden = 4096;
   s.grad_input = s.direct_grad_input = s.lends_grad_input = true;
-  EXPECT_LT(smallest_plan(s, {}).bytes, 110e6);
+  EXPECT_LT(smallest_plan(hopper(), s, {}).bytes, 110e6);
 }
 
 // Llama-3 in 64 MiB beyond the sum of grad_input: a third of E lies in grad_weight, and the panels
 // that are made again are few.
 TEST(CudaPanels, GradWeightSparesWork) {
   LinearShape s{.tokens = 8192, .vocab = 128256, .hidden = 4096};
-  s.grad_input = s.grad_weight = s.direct_grad_weight = s.fused = true;
+  s.grad_input = s.grad_weight = s.direct_grad_weight = true;
   s.direct_grad_input = s.lends_grad_input = true;
-  const LinearPlan alone = plan_linear(s, {}, 192 * MiB);
+  const LinearPlan alone = plan_linear(hopper(), s, {}, 192 * MiB);
   s.lends_grad_weight = true;
-  const LinearPlan lent = plan_linear(s, {}, 192 * MiB);
+  const LinearPlan lent = plan_linear(hopper(), s, {}, 192 * MiB);
   EXPECT_GT(kept_columns(lent), 30000);
   EXPECT_LT(lent.seconds, 0.93 * alone.seconds);
   int panels = 0;

@@ -9,7 +9,7 @@
 #include "judge.h"
 #include "problem.h"
 #include "resident.h"
-#include "src/cuda/linear/linear.h"
+#include "src/cuda/linear/engine.h"
 #include "src/cuda/runtime/runtime.h"
 #include "suite.h"
 
@@ -30,8 +30,8 @@ inline CudaPlanned cuda_plan_of(const ForwardBackward& op, uint64_t bytes) {
   });
   const cuda::DeviceInfo* device = nullptr;
   EXPECT_TRUE(cuda::find_device(0, &device).ok());
-  const cuda::LinearShape shape = cuda::shape_of(asked, *device);
-  return {shape, plan_linear(shape, cuda::speed_of(asked, *device), bytes)};
+  const cuda::Asked planned = cuda::asked_of(asked, *device);
+  return {planned.shape, planned.plan(bytes)};
 }
 
 // The CUDA device, where Hopper's own kernels serve it.

@@ -6,16 +6,19 @@
 #include <array>
 #include <vector>
 
-#include "src/cuda/linear/linear.h"
-#include "src/cuda/linear/plan.h"
+#include "src/cuda/linear/engine.h"
 
 namespace logitless::cuda {
 
 constexpr uint64_t MiB = uint64_t{1} << 20;
 
-inline std::vector<LinearShape> shapes() {
-  std::vector<LinearShape> all;
-  for (const bool fused : {false, true}) {
+// The engine of Hopper, and that of every GPU.
+inline const Engine& hopper() { return *engines().front(); }
+inline const Engine& portable() { return *engines().back(); }
+
+inline std::vector<Asked> shapes() {
+  std::vector<Asked> all;
+  for (const bool on_hopper : {false, true}) {
     for (const auto& [tokens, vocab, hidden] : {std::array<int64_t, 3>{8192, 128256, 4096},
                                                 {20480, 50257, 768},
                                                 {0, 7, 3},
@@ -25,47 +28,50 @@ inline std::vector<LinearShape> shapes() {
                                                 {4096, 129280, 7168}}) {
       for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {
         LinearShape s{.tokens = tokens, .vocab = vocab, .hidden = hidden, .dtype = dtype};
-        s.fused = fused && dtype != DType::f32;
+        const bool own = on_hopper && dtype != DType::f32;  // kernels
+        const auto add = [&] { all.push_back({own ? hopper() : portable(), s, {}}); };
         s.can_store = dtype != DType::f16;
-        all.push_back(s);
-        s.plain = s.fused;
-        all.push_back(s);
-        s.reads_input = s.fused;
-        all.push_back(s);
+        add();
+        s.plain = own;
+        add();
+        s.reads_input = own;
+        add();
         s.reads_input = false;
         s.grad_input = s.grad_weight = true;
-        all.push_back(s);
-        s.lends_grad_weight = s.fused;
-        all.push_back(s);
-        s.direct_grad_input = s.lends_grad_input = s.fused;
-        all.push_back(s);
-        s.bias = s.grad_bias = s.smoothing = s.weighted_sum = s.entropy = s.fused;
-        s.forms_dz = s.fused && s.can_store;
+        add();
+        s.lends_grad_weight = own;
+        add();
+        s.direct_grad_input = s.lends_grad_input = own;
+        add();
+        s.bias = s.grad_bias = s.smoothing = s.weighted_sum = s.entropy = own;
+        s.forms_dz = own && s.can_store;
         s.plain = false;
-        all.push_back(s);
+        add();
         s.bias = s.grad_bias = s.smoothing = s.weighted_sum = s.entropy = s.forms_dz = false;
-        s.plain = s.fused;
+        s.plain = own;
         s.grad_weight_f32 = true;
-        all.push_back(s);
+        add();
         s.grad_weight_f32 = s.lends_grad_weight = false;
         s.grad_bias = s.smoothing = s.weighted_sum = s.entropy = s.argmax = true;
-        s.direct_grad_weight = s.fused = s.plain = false;
+        s.direct_grad_weight = s.plain = false;
         s.copies_weight = true;
-        all.push_back(s);
+        s.direct_grad_input = s.lends_grad_input = false;
+        all.push_back({portable(), s, {}});
       }
     }
   }
   return all;
 }
 
-inline uint64_t bytes_of(const LinearShape& s, const LinearPlan& p) {
+inline uint64_t bytes_of(const Engine& engine, const LinearShape& s, const LinearPlan& p) {
   Arena arena;
-  place_linear(s, p, &arena);
+  engine.place(s, p, &arena);
   return arena.used();
 }
 
-inline std::vector<uint64_t> budgets(const LinearShape& s) {
-  const uint64_t least = smallest_plan(s, {}).bytes;
+inline std::vector<uint64_t> budgets(const Asked& asked) {
+  const LinearShape& s = asked.shape;
+  const uint64_t least = asked.smallest().bytes;
   const uint64_t whole = least + uint64_t(s.tokens + 64) * (s.vocab + 64) * 4 + 64 * MiB;
   std::vector<uint64_t> all;
   for (int i = 0; i < 12; ++i) all.push_back(least + (whole - least) * i * i / 121);
@@ -74,15 +80,17 @@ inline std::vector<uint64_t> budgets(const LinearShape& s) {
 
 // The call and its plan; those of both of two passes.
 struct Planned {
+  const Engine& engine;
   LinearShape shape;
   LinearPlan plan;
 };
-inline std::vector<Planned> passes(const LinearShape& s, uint64_t bytes) {
-  const LinearPlan p = plan_linear(s, {}, bytes);
-  if (p.kind != PlanKind::two_passes) return {{s, p}};
+inline std::vector<Planned> passes(const Asked& asked, uint64_t bytes) {
+  const auto& [engine, s, speed] = asked;
+  const LinearPlan p = asked.plan(bytes);
+  if (p.kind != PlanKind::two_passes) return {{engine, s, p}};
   std::vector<Planned> both;
   for (const LinearShape& pass : {first_pass(s, p.first_rows), second_pass(s, p.first_rows)}) {
-    both.push_back({pass, plan_linear(pass, {}, bytes - state_bytes(s))});
+    both.push_back({engine, pass, plan_linear(engine, pass, speed, bytes - state_bytes(s))});
   }
   return both;
 }

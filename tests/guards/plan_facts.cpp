@@ -9,7 +9,7 @@
 #include "src/call.h"
 #include "src/cpu/plan.h"
 #include "src/cpu/thread_pool.h"
-#include "src/cuda/linear/linear.h"
+#include "src/cuda/linear/engine.h"
 #include "src/cuda/rows/rows_plan.h"
 #include "src/webgpu/cost.h"
 
@@ -82,7 +82,7 @@ void add_panels(const cuda::LinearShape& s, const cuda::LinearPlan& p, Facts* fa
 }
 
 // What an engine decides, in the words of docs/kernels.
-void add_fused(const cuda::LinearShape& s, const cuda::LinearPlan& p, Facts* facts) {
+void add_hopper(const cuda::LinearShape& s, const cuda::LinearPlan& p, Facts* facts) {
   facts->add("options", !s.plain);
   facts->add("dz", s.forms_dz && cuda::kept_columns(p) > 0);
   facts->add("apart", cuda::works_apart(p));
@@ -99,10 +99,11 @@ void add_fused(const cuda::LinearShape& s, const cuda::LinearPlan& p, Facts* fac
   if (s.gradients()) add_panels(s, p, facts);
 }
 
-void add_plan(const cuda::LinearShape& s, const cuda::LinearPlan& p, Facts* facts) {
+void add_plan(const cuda::Engine& engine, const cuda::LinearShape& s, const cuda::LinearPlan& p,
+              Facts* facts) {
   constexpr const char* kinds[] = {"loss", "whole", "chunks", "mixed", "frugal", "two"};
   facts->add("kind", kinds[static_cast<int>(p.kind)]);
-  facts->add("on", s.fused ? "sm90" : "portable");
+  facts->add("on", engine.name());
   facts->add("chunk", p.token_chunk);
   facts->add("chunks", p.chunks, 1);
   facts->add("kept", p.stored_columns);
@@ -118,8 +119,8 @@ void add_plan(const cuda::LinearShape& s, const cuda::LinearPlan& p, Facts* fact
   facts->add("pitch", p.hidden_pitch, s.hidden);
   facts->add("segments", p.segments);
   facts->add("rows", s.weight_rows);
-  if (s.fused) {
-    add_fused(s, p, facts);
+  if (&engine != cuda::engines().back()) {
+    add_hopper(s, p, facts);
   } else {
     facts->add("block", std::to_string(p.block_rows) + "x" + std::to_string(p.block_columns));
   }
@@ -129,10 +130,10 @@ void add_plan(const cuda::LinearShape& s, const cuda::LinearPlan& p, Facts* fact
 
 // As `run` does: a plan of two passes is two calls in the memory behind the rows' states, and each
 // is planned for what is left.
-void add_linear(const cuda::LinearShape& s, const cuda::DeviceSpeed& speed, uint64_t bytes,
-                Facts* facts) {
-  const cuda::LinearPlan p = plan_linear(s, speed, bytes);
-  if (p.kind != cuda::PlanKind::two_passes) return add_plan(s, p, facts);
+void add_linear(const cuda::Asked& asked, uint64_t bytes, Facts* facts) {
+  const auto& [engine, s, speed] = asked;
+  const cuda::LinearPlan p = asked.plan(bytes);
+  if (p.kind != cuda::PlanKind::two_passes) return add_plan(engine, s, p, facts);
   facts->add("kind", "two");
   facts->add("first", p.first_rows, -1);
   facts->add_bytes("bytes", p.bytes);
@@ -140,7 +141,7 @@ void add_linear(const cuda::LinearShape& s, const cuda::DeviceSpeed& speed, uint
   int number = 0;
   for (const auto& pass : {first_pass(s, p.first_rows), second_pass(s, p.first_rows)}) {
     facts->prefix = std::to_string(++number) + ".";
-    add_plan(pass, plan_linear(pass, speed, bytes - state_bytes(s)), facts);
+    add_plan(engine, pass, plan_linear(engine, pass, speed, bytes - state_bytes(s)), facts);
   }
 }
 
@@ -149,7 +150,7 @@ void add_cuda(const Op& op, const Assumed& assumed, uint64_t bytes, Facts* facts
   const cuda::DeviceInfo* device = nullptr;
   if (!cuda::find_device(assumed.device.index, &device).ok()) return;
   if constexpr (LinearOp<Op>) {
-    add_linear(cuda::shape_of(op, *device), cuda::speed_of(op, *device), bytes, facts);
+    add_linear(cuda::asked_of(op, *device), bytes, facts);
   } else {
     // The kernel of a row decides by itself; probabilities take another one, which has no plan.
     if constexpr (LossOp<Op>) {

@@ -25,14 +25,49 @@ class Engine {
   virtual void describe(LinearCall* call, const DeviceInfo& device) const = 0;
   // What its plans count with on this device.
   virtual DeviceSpeed speed(const DeviceInfo& device) const = 0;
+
+  // The plan of the fewest bytes, and the quickest of at most `bytes`, by what each is thought to
+  // take; the smallest where none fits. Callers ask plan.h, which remembers.
+  virtual LinearPlan smallest(const LinearShape& shape, const DeviceSpeed& speed) const = 0;
+  virtual LinearPlan fastest(const LinearShape& shape, const DeviceSpeed& speed,
+                             uint64_t bytes) const = 0;
+  // Where a plan's arrays lie in the workspace.
+  virtual LinearMemory place(const LinearShape& shape, const LinearPlan& plan,
+                             Arena* arena) const = 0;
   virtual void run(const LinearCall& call, const LinearPlan& plan, const LinearMemory& memory,
                    const DeviceInfo& device, Stream* stream) const = 0;
 };
 
 // All of them, best first; the last one serves every call.
 std::span<const Engine* const> engines();
-// The best one that serves some call on this device, or this call.
+// The best one that serves some call on this device; or this call, of a list that ends with one
+// that serves every call.
 const Engine& engine_for(const DeviceInfo& device);
-const Engine& engine_for(const LinearCall& call, const DeviceInfo& device);
+const Engine& engine_for(std::span<const Engine* const> engines, const LinearCall& call,
+                         const DeviceInfo& device);
+
+// An op as its engine takes it.
+struct EngineCall {
+  const Engine* engine;
+  LinearCall call;
+};
+template <class Op>
+EngineCall make_call(std::span<const Engine* const> engines, const Op& op,
+                     const DeviceInfo& device);
+
+// What is planned of a linear op on a device.
+struct Asked {
+  const Engine& engine;
+  LinearShape shape;
+  DeviceSpeed speed;
+  LinearPlan smallest() const { return smallest_plan(engine, shape, speed); }
+  LinearPlan plan(uint64_t bytes) const { return plan_linear(engine, shape, speed, bytes); }
+  LinearPlan recommended() const { return recommended_plan(engine, shape, speed); }
+};
+template <class Op>
+Asked asked_of(const Op& op, const DeviceInfo& device) {
+  const auto [engine, call] = make_call(engines(), op, device);
+  return {*engine, call.shape, engine->speed(device)};
+}
 
 }  // namespace logitless::cuda

@@ -21,11 +21,12 @@ const Engine& engine_for(const DeviceInfo& device) {
   return *engines().back();
 }
 
-const Engine& engine_for(const LinearCall& call, const DeviceInfo& device) {
-  for (const Engine* engine : engines()) {
+const Engine& engine_for(std::span<const Engine* const> engines, const LinearCall& call,
+                         const DeviceInfo& device) {
+  for (const Engine* engine : engines) {
     if (engine->serves(device) && engine->serves(call)) return *engine;
   }
-  return *engines().back();
+  return *engines.back();
 }
 
 }  // namespace logitless::cuda

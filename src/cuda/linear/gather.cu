@@ -180,7 +180,7 @@ void copy_weight_tail(const LinearCall& call, const LinearPlan& plan, const Line
 
 void gather_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                   const Chunk& chunk, bool clears, bool beside, Stream* stream) {
-  const int64_t rows = chunk.rows + (call.shape.fused ? 0 : extra_rows);
+  const int64_t rows = chunk.rows + plan.extra_rows;
   const GatherArguments arguments{.input = call.input,
                                   .weight = call.weight,
                                   .bias = call.bias,

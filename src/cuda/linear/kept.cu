@@ -175,7 +175,7 @@ void scale_input(const LinearCall& call, const LinearPlan& plan, const LinearMem
       stream->launch("smoothed_row", sum_slabs, columns, 256, m.slabs, static_cast<int>(slabs),
                      plan.hidden_pitch, m.smoothed_row);
     }
-    const int64_t behind = call.shape.fused ? 0 : extra_rows;
+    const int64_t behind = plan.extra_rows;
     stream->launch("scale_input", scale_kernel<E>, static_cast<unsigned>(chunk.rows + behind), 128,
                    chunk, m.factors, input, plan.hidden_pitch,
                    smooths ? m.smoothed_row : static_cast<float*>(nullptr),

@@ -96,8 +96,7 @@ struct LinearMemory {
 inline int64_t stored_pitch(int64_t columns) { return (columns + 63) / 64 * 64; }
 // Of grad_weight's f32 sums, where a chunk's E was.
 inline int64_t rows_in_place_of_e(const LinearShape& s, const LinearPlan& p) {
-  return panel_rows(s, p) * stored_pitch(p.stored_columns) * size_of(s.dtype) /
-         (4 * p.hidden_pitch);
+  return panel_rows(p) * stored_pitch(p.stored_columns) * size_of(s.dtype) / (4 * p.hidden_pitch);
 }
 // use(first, rows) with the pieces in which lent sums become rows of grad_weight in their place:
 // the first one leaves it by way of E's; then ever twice as many rows, to where those before them
@@ -122,7 +121,18 @@ constexpr int64_t column_padding = 192;
 constexpr int64_t bias_columns = 16384;
 constexpr int64_t bias_slab_rows = 1024, vocab_slab_rows = 512, token_slab_rows = 256;
 
-LinearMemory place_linear(const LinearShape& shape, const LinearPlan& plan, Arena* arena);
+// What engines place in a workspace, each in its own order: Engine::place.
+void place_first(const LinearShape&, const LinearPlan&, Arena*, LinearMemory*);
+void place_weight(const LinearShape&, const LinearPlan&, Arena*, LinearMemory*);
+void place_input(const LinearShape&, const LinearPlan&, Arena*, LinearMemory*);
+void place_stored(const LinearShape&, const LinearPlan&, Arena*, LinearMemory*);
+void place_partials(const LinearShape&, const LinearPlan&, Arena*, LinearMemory*);
+void place_remade(const LinearShape&, const LinearPlan&, Arena*, LinearMemory*);
+void place_input_sums(const LinearShape&, const LinearPlan&, Arena*, LinearMemory*);
+void place_weight_sums(const LinearShape&, const LinearPlan&, Arena*, LinearMemory*);
+// `columns` of a panel at a time.
+void place_bias(const LinearShape&, const LinearPlan&, int64_t columns, Arena*, LinearMemory*);
+void place_smoothing(const LinearShape&, const LinearPlan&, Arena*, LinearMemory*);
 // What the first of two passes leaves the second: row_reference and row_log_sum, [N] each.
 std::array<float*, 2> place_states(const LinearShape& shape, Arena* arena);
 

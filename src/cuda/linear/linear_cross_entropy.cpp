@@ -34,13 +34,11 @@ bool state_given(const Op& op) {
   return false;
 }
 
-struct EngineCall {
-  const Engine* engine;  // that runs it
-  LinearCall call;
-};
+}  // namespace
 
 template <class Op>
-EngineCall make_call(const Op& op, const DeviceInfo& device) {
+EngineCall make_call(std::span<const Engine* const> engines, const Op& op,
+                     const DeviceInfo& device) {
   LinearCall call;
   call.in = token_input(op, op.weight.shape[0]);
   if (op.input.dtype == DType::f16) {
@@ -86,10 +84,19 @@ EngineCall make_call(const Op& op, const DeviceInfo& device) {
                                     out.stride[1] == 1 && serves_product(out, s.vocab, s.hidden));
   }
   s.can_store = ForwardOp<Op> && s.dtype != DType::f16;
-  const Engine& engine = engine_for(call, device);
+  const Engine& engine = engine_for(engines, call, device);
   engine.describe(&call, device);
   return {&engine, call};
 }
+
+template EngineCall make_call(std::span<const Engine* const>, const LinearCrossEntropyForward&,
+                              const DeviceInfo&);
+template EngineCall make_call(std::span<const Engine* const>, const LinearCrossEntropyBackward&,
+                              const DeviceInfo&);
+template EngineCall make_call(std::span<const Engine* const>,
+                              const LinearCrossEntropyForwardBackward&, const DeviceInfo&);
+
+namespace {
 
 template <class Op>
 Status linear_workspace(const Op& op, const DeviceInfo& device, WorkspaceSize* size) {
@@ -121,10 +128,9 @@ Status linear_workspace(const Op& op, const DeviceInfo& device, WorkspaceSize* s
     for (size_t n = 0; n < count; ++n) {
       unknown[n]->byte_offset = static_cast<int64_t>(i >> n & 1) * size_of(unknown[n]->dtype);
     }
-    const auto [engine, call] = make_call(asked, device);
-    const DeviceSpeed speed = engine->speed(device);
-    const uint64_t minimum = smallest_plan(call.shape, speed).bytes;
-    const uint64_t recommended = recommended_plan(call.shape, speed).bytes;
+    const Asked planned = asked_of(asked, device);
+    const uint64_t minimum = planned.smallest().bytes;
+    const uint64_t recommended = planned.recommended().bytes;
     size->minimum = std::max(size->minimum, minimum);
     size->recommended = std::max({size->recommended, minimum, recommended});
   }
@@ -134,7 +140,7 @@ Status linear_workspace(const Op& op, const DeviceInfo& device, WorkspaceSize* s
 void run_planned(const Engine& engine, const LinearCall& call, const LinearPlan& plan,
                  char* workspace, const DeviceInfo& device, Stream* stream) {
   Arena arena(workspace);
-  LinearMemory memory = place_linear(call.shape, plan, &arena);
+  LinearMemory memory = engine.place(call.shape, plan, &arena);
   if (lends_input(call.shape, plan)) memory.input = call.grad_input.as<char>();
   if (memory.scaled == nullptr) {
     memory.scaled = scales_apart(call.shape, plan)
@@ -197,19 +203,20 @@ void run_two_passes(const Engine& engine, const LinearCrossEntropyForwardBackwar
   first.grad_bias = {};  // grad_weight stays: where it is not made its memory may still hold panels
   const auto pass = [&](LinearCall call, const LinearShape& planned) {
     call.shape = planned;
-    const LinearPlan p = plan_linear(planned, engine.speed(device), bytes - arena.used());
+    const LinearPlan p = plan_linear(engine, planned, engine.speed(device), bytes - arena.used());
     run_planned(engine, call, p, workspace + arena.used(), device, stream);
   };
-  pass(make_call(first, device).call, first_pass(shape, plan.first_rows));
-  pass(make_call(second, device).call, second_pass(shape, plan.first_rows));
+  pass(make_call(engines(), first, device).call, first_pass(shape, plan.first_rows));
+  pass(make_call(engines(), second, device).call, second_pass(shape, plan.first_rows));
 }
 
 template <class Op>
 Status linear_run(const Op& op, const Workspace& workspace, const DeviceInfo& device,
                   Stream* stream) {
-  const EngineCall made = make_call(op, device);
+  const EngineCall made = make_call(engines(), op, device);
   const LinearCall& call = made.call;
-  const LinearPlan plan = plan_linear(call.shape, made.engine->speed(device), workspace.bytes);
+  const LinearPlan plan =
+      plan_linear(*made.engine, call.shape, made.engine->speed(device), workspace.bytes);
   char* memory = static_cast<char*>(workspace.data) + workspace.byte_offset;
   stream->prepare_and_run([&] {
     if constexpr (std::is_same_v<Op, LinearCrossEntropyForwardBackward>) {
@@ -236,21 +243,5 @@ LOGITLESS_LINEAR_OP(LinearCrossEntropyForward)
 LOGITLESS_LINEAR_OP(LinearCrossEntropyBackward)
 LOGITLESS_LINEAR_OP(LinearCrossEntropyForwardBackward)
 #undef LOGITLESS_LINEAR_OP
-
-template <class Op>
-LinearShape shape_of(const Op& op, const DeviceInfo& device) {
-  return make_call(op, device).call.shape;
-}
-template LinearShape shape_of(const LinearCrossEntropyForward&, const DeviceInfo&);
-template LinearShape shape_of(const LinearCrossEntropyBackward&, const DeviceInfo&);
-template LinearShape shape_of(const LinearCrossEntropyForwardBackward&, const DeviceInfo&);
-
-template <class Op>
-DeviceSpeed speed_of(const Op& op, const DeviceInfo& device) {
-  return make_call(op, device).engine->speed(device);
-}
-template DeviceSpeed speed_of(const LinearCrossEntropyForward&, const DeviceInfo&);
-template DeviceSpeed speed_of(const LinearCrossEntropyBackward&, const DeviceInfo&);
-template DeviceSpeed speed_of(const LinearCrossEntropyForwardBackward&, const DeviceInfo&);
 
 }  // namespace logitless::cuda

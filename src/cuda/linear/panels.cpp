@@ -14,10 +14,10 @@ int64_t row_bytes(const LinearShape& s) {
   return s.hidden * (s.grad_weight_f32 ? int64_t{4} : size_of(s.dtype));
 }
 int64_t column_bytes(const LinearShape& s, const LinearPlan& p) {
-  return panel_rows(s, p) * size_of(s.dtype);
+  return panel_rows(p) * size_of(s.dtype);
 }
 int64_t scaled_bytes(const LinearShape& s, const LinearPlan& p) {
-  return panel_rows(s, p) * p.hidden_pitch * size_of(s.dtype);
+  return panel_rows(p) * p.hidden_pitch * size_of(s.dtype);
 }
 // One chunk, so that a row is written once and free till then.
 bool lends_weight(const LinearShape& s, const LinearPlan& p) {

@@ -51,8 +51,8 @@ int64_t lent_offset(const LinearShape& shape, const LinearPlan& plan, const Pane
 int64_t lent_scaled_input(const LinearShape& shape, const LinearPlan& plan);
 
 // Rows of a panel, and of the compacted input.
-inline int64_t panel_rows(const LinearShape& s, const LinearPlan& p) {
-  return s.fused ? (p.token_chunk + 63) / 64 * 64 : p.token_chunk + extra_rows;
+inline int64_t panel_rows(const LinearPlan& p) {
+  return round_up(p.token_chunk, p.panel_row_block) + p.extra_rows;
 }
 
 }  // namespace logitless::cuda

@@ -40,10 +40,10 @@ struct LinearShape {
   bool smoothing = false;
   bool entropy = false, weighted_sum = false, argmax = false;
   bool bias = false, class_weights = false;  // that a product's own kernel reads
-  bool fused = false;        // the product's own kernel forms sums, E and dz: sm90/forward.h
-  bool plain = false;        // and there are no options: sm90/plain.cuh
-  bool reads_input = false;  // the caller's own rows, where they serve
-  int64_t weight_rows = 0;   // of grad_weight that are made, the first ones; 0: all
+  bool remakes_dz = false;                   // what is not kept of E is made again as dz, else as E
+  bool plain = false;                        // there are no options: sm90/plain.cuh
+  bool reads_input = false;                  // the caller's own rows, where they serve
+  int64_t weight_rows = 0;                   // of grad_weight that are made, the first ones; 0: all
   int64_t rows_of_weight() const { return weight_rows > 0 ? weight_rows : vocab; }
   bool gradients() const { return grad_input || grad_weight || grad_bias; }
   bool operator==(const LinearShape&) const = default;
@@ -79,6 +79,8 @@ struct LinearPlan {
   int32_t slots = 0;                          // of tiles in slices, slot_rows each: sm90/cut.h
   int32_t input_clusters = 0;                 // of grad_input, where both products run at once
   bool copies_input = true;                   // to compacted rows, where not all tokens count
+  int64_t panel_row_block = 1;                // of a panel's rows, in whole ones
+  int64_t extra_rows = 0;                     // behind them
   int32_t unit_width = 0;                     // tiles of a segment, or 0: sm90/units.h
   int32_t single_tiles = 0;                   // whose sums lie apart, at most
   int64_t first_rows = 0;                     // of grad_weight, made in the first of two passes
@@ -116,23 +118,20 @@ inline constexpr int64_t segment_columns = 1024;  // of a row's partial sums: fi
 // Behind a chunk's rows: two for the smoothing's own term, zeros to the next multiple of 8.
 inline constexpr int64_t extra_rows = 16;
 
-// What the planner sees of a linear op, and of a device.
-struct DeviceInfo;
-template <class Op>
-LinearShape shape_of(const Op& op, const DeviceInfo& device);
-template <class Op>
-DeviceSpeed speed_of(const Op& op, const DeviceInfo& device);
-
 // The calls that a plan of two passes consists of, both in the memory behind state_bytes: loss,
 // grad_input and the first rows of grad_weight; from the rows' states the others.
 LinearShape first_pass(const LinearShape& shape, int64_t first_rows);
 LinearShape second_pass(const LinearShape& shape, int64_t first_rows);
 uint64_t state_bytes(const LinearShape& shape);
 
-// The fastest plan by the cost model that fits into `bytes`; the smallest of all where none does.
-LinearPlan plan_linear(const LinearShape& shape, const DeviceSpeed& speed, uint64_t bytes);
-LinearPlan smallest_plan(const LinearShape& shape, const DeviceSpeed& speed);
+// An engine's fastest plan by its cost model that fits into `bytes`; the smallest of all where none
+// does. The last few answers are remembered.
+class Engine;
+LinearPlan plan_linear(const Engine& engine, const LinearShape& shape, const DeviceSpeed& speed,
+                       uint64_t bytes);
+LinearPlan smallest_plan(const Engine& engine, const LinearShape& shape, const DeviceSpeed& speed);
 // Within the promise of the name: at most a quarter of the f32 logits beyond the gradients' sums.
-LinearPlan recommended_plan(const LinearShape& shape, const DeviceSpeed& speed);
+LinearPlan recommended_plan(const Engine& engine, const LinearShape& shape,
+                            const DeviceSpeed& speed);
 
 }  // namespace logitless::cuda

@@ -371,7 +371,7 @@ void finish_rows(const LinearCall& call, const LinearPlan& plan, const LinearMem
       .input = m.input,
       .scaled = scales ? m.scaled : nullptr,
       .pitch = plan.hidden_pitch,
-      .behind = scales && !call.shape.fused ? static_cast<int32_t>(extra_rows) : 0};
+      .behind = scales ? static_cast<int32_t>(plan.extra_rows) : 0};
   LaunchShape shape{.threads = threads, .early = call.launches_early};
   with_plain(plain, call, [&](const auto& arguments, auto is_plain) {
     constexpr bool kPlain = is_plain();

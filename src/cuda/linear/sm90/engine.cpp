@@ -59,7 +59,7 @@ bool HopperEngine::serves(const LinearCall& call) const {
 
 void HopperEngine::describe(LinearCall* call, const DeviceInfo& device) const {
   LinearShape& s = call->shape;
-  s.fused = true;
+  s.remakes_dz = true;
   call->launches_early = device.launches_early;
   // Under a softcap the smoothing's term has a slope of its own in every element, which E tells.
   const bool slopes = s.smoothing && call->map.capped;

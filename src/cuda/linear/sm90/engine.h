@@ -15,6 +15,10 @@ class HopperEngine final : public Engine {
   bool is_batch_invariant() const override { return true; }
   void describe(LinearCall* call, const DeviceInfo& device) const override;
   DeviceSpeed speed(const DeviceInfo& device) const override;
+  LinearPlan smallest(const LinearShape& shape, const DeviceSpeed& speed) const override;
+  LinearPlan fastest(const LinearShape& shape, const DeviceSpeed& speed,
+                     uint64_t bytes) const override;
+  LinearMemory place(const LinearShape& shape, const LinearPlan& plan, Arena* arena) const override;
   void run(const LinearCall& call, const LinearPlan& plan, const LinearMemory& memory,
            const DeviceInfo& device, Stream* stream) const override;
 };

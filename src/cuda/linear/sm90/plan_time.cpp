@@ -1,39 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "src/cuda/linear/plan_time.h"
+#include "src/cuda/linear/sm90/plan_time.h"
 
 #include <algorithm>
 #include <cmath>
 
-#include "src/cuda/linear/linear.h"
+#include "src/cuda/linear/panels.h"
+#include "src/cuda/linear/plan_time.h"
 #include "src/cuda/linear/sm90/cut.h"
 #include "src/cuda/linear/sm90/forward.h"
 
-namespace logitless::cuda {
+namespace logitless::cuda::sm90 {
 namespace {
-
-// cost(size) of every piece of `total`: whole ones and what is left.
-template <class F>
-double in_pieces(int64_t total, int64_t piece, F&& cost) {
-  const int64_t left = total % piece;
-  return static_cast<double>(total / piece) * cost(piece) + (left > 0 ? cost(left) : 0);
-}
-
-// A matrix product [rows, columns] x depth: whole waves of 128 x 256 tiles over the
-// multiprocessors, or what its operands and result take to move (`sums`: an f32 result, read too).
-double product_time(const LinearShape& s, const DeviceSpeed& speed, int64_t rows, int64_t columns,
-                    int64_t depth, bool sums) {
-  const double rate = s.dtype == DType::f32 ? speed.products_f32 : speed.products;
-  const double element = static_cast<double>(size_of(s.dtype));
-  const double r = static_cast<double>(rows), c = static_cast<double>(columns),
-               d = static_cast<double>(depth);
-  const double tiles = static_cast<double>(divide_up(rows, 128) * divide_up(columns, 256));
-  const double waves = std::ceil(tiles / speed.multiprocessors);
-  const double arithmetic = waves * speed.multiprocessors * 128 * 256 * 2 * d / rate;
-  const double moved = (r + c) * d * element + r * c * (sums ? 8 : element);
-  // Where the result is read and written in f32 its traffic is not hidden.
-  const double shown = sums ? r * c * 8 / speed.memory / 2 : 0;
-  return std::max(arithmetic + shown, moved / speed.memory) + speed.launch;
-}
 
 // Tiles of a gradient's product on Hopper, [rows, D].
 int64_t own_tiles(const LinearShape& s, int64_t rows) {
@@ -72,41 +49,27 @@ sm90::Shares shares_of(const LinearShape& s, int64_t tokens, const DeviceSpeed& 
 }
 double weight_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed,
                    int64_t columns, int64_t tokens, bool sums) {
-  return s.fused ? own_time(s, speed, speed.clusters(), weight_slots(p), columns, tokens, sums)
-                 : product_time(s, speed, columns, s.hidden, tokens, sums);
+  return own_time(s, speed, speed.clusters(), weight_slots(p), columns, tokens, sums);
 }
 double input_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed,
                   int64_t tokens, int64_t columns, bool sums) {
-  return s.fused ? own_time(s, speed, teams_of(p, speed.clusters()), p.slots, tokens, columns, sums)
-                 : product_time(s, speed, tokens, s.hidden, columns, sums);
+  return own_time(s, speed, teams_of(p, speed.clusters()), p.slots, tokens, columns, sums);
 }
 
-// The logits of `rows` tokens and `columns`, and the pass over them.
+// The logits of `rows` tokens and `columns`, and what is made of them: waves of clusters' tiles.
 double pass_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed, int64_t rows,
                  int64_t columns, bool stores) {
-  const double element = static_cast<double>(size_of(s.dtype));
-  if (s.fused) {  // waves of clusters' tiles, 512 x 192
-    const double tiles = static_cast<double>(divide_up(rows, 512) * divide_up(columns, 192));
-    const double waves = std::ceil(tiles / teams_of(p, speed.clusters()));
-    const double tile = 512.0 * 192 * 2 * static_cast<double>(s.hidden) /
-                        (speed.products / (speed.multiprocessors / 2));
-    // 6 us a wave of epilogues at D 4096 and below (docs/kernels/hopper.md).
-    return waves * (tile + (stores ? 3e-6 : 1e-6)) + 2 * speed.launch;
-  }
-  return in_pieces(rows, p.block_rows, [&](int64_t block_rows) {
-    const double logits = static_cast<double>(block_rows) * static_cast<double>(columns);
-    const auto blocks = static_cast<double>(divide_up(columns, p.block_columns));
-    const double product =
-        product_time(s, speed, block_rows, std::min(columns, p.block_columns), s.hidden, false);
-    return blocks * (product + speed.launch) +
-           logits * (8 / (1.5 * speed.memory) + (stores ? element / speed.memory : 0));
-  });
+  const double tiles = static_cast<double>(divide_up(rows, 512) * divide_up(columns, 192));
+  const double waves = std::ceil(tiles / teams_of(p, speed.clusters()));
+  const double tile = 512.0 * 192 * 2 * static_cast<double>(s.hidden) /
+                      (speed.products / (speed.multiprocessors / 2));
+  // 6 us a wave of epilogues at D 4096 and below (docs/kernels/hopper.md).
+  return waves * (tile + (stores ? 3e-6 : 1e-6)) + 2 * speed.launch;
 }
 
 // What is kept of E costs its store; each part is a launch of its own.
 double forward_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed,
                     int64_t rows) {
-  if (!s.fused) return pass_time(s, p, speed, rows, s.vocab, p.stored_columns > 0);
   double time = 0;
   for (const int64_t columns : {p.stored_columns, p.lent_columns}) {
     if (columns > 0) time += pass_time(s, p, speed, rows, columns, true);
@@ -115,7 +78,7 @@ double forward_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed
   return others > 0 ? time + pass_time(s, p, speed, rows, others, false) : time;
 }
 
-// use(panel, count) with the panels of Hopper's kernels that are made again, `count` alike at a
+// use(panel, count) with the panels that are made again, `count` alike at a
 // time: a large vocabulary has millions, and some hundred plans are priced.
 template <class F>
 void for_remade_panels(const LinearShape& s, const LinearPlan& p, F&& use) {
@@ -143,8 +106,8 @@ void for_kept_parts(const LinearShape& s, const LinearPlan& p, F&& use) {
 // What is kept of E, and the panels that are made again: weight(columns) and input(columns) are
 // their products.
 template <class F, class G>
-double fused_panels_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed,
-                         int64_t n, F&& weight, G&& input) {
+double panels_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed, int64_t n,
+                   F&& weight, G&& input) {
   double time = 0;
   const double column = static_cast<double>(n) * static_cast<double>(size_of(s.dtype));
   if (const int64_t kept = kept_columns(p); kept > 0) {
@@ -168,42 +131,29 @@ double fused_panels_time(const LinearShape& s, const LinearPlan& p, const Device
 
 // Of a chunk of n tokens.
 double chunk_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed, int64_t n) {
-  const bool adds_weight = p.grad_weight_sum || (s.grad_weight_f32 && p.chunks > 1);
   double time = s.forward ? forward_time(s, p, speed, n) : 0;
-  if (s.gradients()) {
-    const auto weight = [&](int64_t columns) {
-      if (!s.grad_weight || p.input_clusters > 0) return 0.0;
-      return weight_time(s, p, speed, std::min(columns, s.rows_of_weight()), n, adds_weight);
-    };
-    const auto input = [&](int64_t columns) {
-      return p.grad_input_sum ? input_time(s, p, speed, n, columns, true) : 0.0;
-    };
-    if (p.input_clusters > 0) {
-      time += shares_of(s, n, speed, p.slots).steps * step_time(speed) + 4 * speed.launch;
-      // The way of the sums to memory and back is hidden, but takes power: a sixth of a microsecond
-      // a megabyte (docs/kernels/hopper.md).
-      const auto sums = static_cast<double>(s.rows_of_weight()) * static_cast<double>(s.hidden);
-      time += sums * 8 / (1.6 * speed.memory);
-    } else if (s.grad_input && !p.grad_input_sum && s.direct_grad_input) {
-      time += input_time(s, p, speed, n, s.vocab, false);
-    } else if (s.grad_input && !p.grad_input_sum) {
-      time += in_pieces(n, p.sum_rows, [&](int64_t rows) {
-        return input_time(s, p, speed, rows, s.vocab, true) + speed.launch;
-      });
-    }
-    if (s.fused) {
-      time += fused_panels_time(s, p, speed, n, weight, input);
-    } else {
-      if (p.stored_columns > 0) time += weight(p.stored_columns) + input(p.stored_columns);
-      if (p.stored_columns < s.vocab) {
-        time += in_pieces(s.vocab - p.stored_columns, p.remade_columns, [&](int64_t columns) {
-          return pass_time(s, p, speed, n, columns, true) + 4 * speed.launch + weight(columns) +
-                 input(columns);
-        });
-      }
-    }
+  if (!s.gradients()) return time;
+  const auto weight = [&](int64_t columns) {
+    if (!s.grad_weight || p.input_clusters > 0) return 0.0;
+    return weight_time(s, p, speed, std::min(columns, s.rows_of_weight()), n, adds_to_weight(s, p));
+  };
+  const auto input = [&](int64_t columns) {
+    return p.grad_input_sum ? input_time(s, p, speed, n, columns, true) : 0.0;
+  };
+  if (p.input_clusters > 0) {
+    time += shares_of(s, n, speed, p.slots).steps * step_time(speed) + 4 * speed.launch;
+    // The way of the sums to memory and back is hidden, but takes power: a sixth of a microsecond
+    // a megabyte (docs/kernels/hopper.md).
+    const auto sums = static_cast<double>(s.rows_of_weight()) * static_cast<double>(s.hidden);
+    time += sums * 8 / (1.6 * speed.memory);
+  } else if (s.grad_input && !p.grad_input_sum && s.direct_grad_input) {
+    time += input_time(s, p, speed, n, s.vocab, false);
+  } else if (s.grad_input && !p.grad_input_sum) {
+    time += in_pieces(n, p.sum_rows, [&](int64_t rows) {
+      return input_time(s, p, speed, rows, s.vocab, true) + speed.launch;
+    });
   }
-  return time;
+  return time + panels_time(s, p, speed, n, weight, input);
 }
 
 }  // namespace
@@ -213,7 +163,7 @@ bool runs_both(const LinearShape& s, const LinearPlan& p) {
   const double steps = 2.0 * static_cast<double>(divide_up(p.token_chunk, 512)) *
                        static_cast<double>(s.vocab / 64 + 512) *
                        static_cast<double>(divide_up(s.hidden, sm90::sum_columns) + 1);
-  return s.fused && s.grad_input && s.grad_weight && p.chunks > 1 && s.direct_grad_input &&
+  return s.grad_input && s.grad_weight && p.chunks > 1 && s.direct_grad_input &&
          p.stored_columns == s.vocab && steps < 1e9;
 }
 
@@ -244,18 +194,8 @@ int32_t slots_of(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& s
   return slots;
 }
 
-double predicted_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed) {
-  const int64_t last = std::max<int64_t>(s.tokens, 1) - (p.chunks - 1) * p.token_chunk;
-  double time = chunk_time(s, p, speed, p.chunks > 1 ? p.token_chunk : last) *
-                static_cast<double>(std::max<int64_t>(p.chunks - 1, 1));
-  if (p.chunks > 1) time += chunk_time(s, p, speed, last);
-  time += 30 * speed.launch;
-  // Rows that are copied one by one where not all tokens count take half as long again.
-  if (!p.copies_input) time += 1e-6;
-  const double outputs = static_cast<double>(s.rows_of_weight()) * static_cast<double>(s.hidden);
-  if (p.grad_weight_sum) time += outputs * 6 / speed.memory;
-  if (s.copies_weight) time += outputs * 2 * static_cast<double>(size_of(s.dtype)) / speed.memory;
-  return time;
+double seconds_of(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed) {
+  return predicted_time(s, p, speed, [&](int64_t n) { return chunk_time(s, p, speed, n); });
 }
 
-}  // namespace logitless::cuda
+}  // namespace logitless::cuda::sm90

@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which plans there are of a linear op whose products are cuBLASLt's, and what each takes.
+#include <algorithm>
+#include <cmath>
+
+#include "src/cuda/linear/plan_search.h"
+#include "src/cuda/linear/plan_time.h"
+#include "src/cuda/linear/portable/engine.h"
+
+namespace logitless::cuda {
+namespace {
+
+constexpr int64_t least_chunk = 128;
+
+// A matrix product [rows, columns] x depth: whole waves of 128 x 256 tiles over the
+// multiprocessors, or what its operands and result take to move (`sums`: an f32 result, read too).
+double product_time(const LinearShape& s, const DeviceSpeed& speed, int64_t rows, int64_t columns,
+                    int64_t depth, bool sums) {
+  const double rate = s.dtype == DType::f32 ? speed.products_f32 : speed.products;
+  const double element = static_cast<double>(size_of(s.dtype));
+  const double r = static_cast<double>(rows), c = static_cast<double>(columns),
+               d = static_cast<double>(depth);
+  const double tiles = static_cast<double>(divide_up(rows, 128) * divide_up(columns, 256));
+  const double waves = std::ceil(tiles / speed.multiprocessors);
+  const double arithmetic = waves * speed.multiprocessors * 128 * 256 * 2 * d / rate;
+  const double moved = (r + c) * d * element + r * c * (sums ? 8 : element);
+  // Where the result is read and written in f32 its traffic is not hidden.
+  const double shown = sums ? r * c * 8 / speed.memory / 2 : 0;
+  return std::max(arithmetic + shown, moved / speed.memory) + speed.launch;
+}
+
+// The logits of `rows` tokens and `columns`, and the pass over them.
+double pass_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed, int64_t rows,
+                 int64_t columns, bool stores) {
+  const double element = static_cast<double>(size_of(s.dtype));
+  return in_pieces(rows, p.block_rows, [&](int64_t block_rows) {
+    const double logits = static_cast<double>(block_rows) * static_cast<double>(columns);
+    const auto blocks = static_cast<double>(divide_up(columns, p.block_columns));
+    const double product =
+        product_time(s, speed, block_rows, std::min(columns, p.block_columns), s.hidden, false);
+    return blocks * (product + speed.launch) +
+           logits * (8 / (1.5 * speed.memory) + (stores ? element / speed.memory : 0));
+  });
+}
+
+// Of a chunk of n tokens.
+double chunk_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed, int64_t n) {
+  double time = s.forward ? pass_time(s, p, speed, n, s.vocab, p.stored_columns > 0) : 0;
+  if (!s.gradients()) return time;
+  const auto weight = [&](int64_t columns) {
+    if (!s.grad_weight) return 0.0;
+    return product_time(s, speed, std::min(columns, s.rows_of_weight()), s.hidden, n,
+                        adds_to_weight(s, p));
+  };
+  const auto input = [&](int64_t columns) {
+    return p.grad_input_sum ? product_time(s, speed, n, s.hidden, columns, true) : 0.0;
+  };
+  if (s.grad_input && !p.grad_input_sum) {
+    time += in_pieces(n, p.sum_rows, [&](int64_t rows) {
+      return product_time(s, speed, rows, s.hidden, s.vocab, true) + speed.launch;
+    });
+  }
+  if (p.stored_columns > 0) time += weight(p.stored_columns) + input(p.stored_columns);
+  if (p.stored_columns < s.vocab) {
+    time += in_pieces(s.vocab - p.stored_columns, p.remade_columns, [&](int64_t columns) {
+      return pass_time(s, p, speed, n, columns, true) + 4 * speed.launch + weight(columns) +
+             input(columns);
+    });
+  }
+  return time;
+}
+
+void set_time(const LinearShape& s, const DeviceSpeed& speed, LinearPlan* p) {
+  p->seconds = predicted_time(s, *p, speed, [&](int64_t n) { return chunk_time(s, *p, speed, n); });
+}
+
+// The rest of a plan but its time.
+LinearPlan finish(const PortableEngine& engine, const LinearShape& s, LinearPlan p) {
+  settle(s, &p);
+  Arena arena;
+  engine.place(s, p, &arena);
+  p.bytes = arena.used();
+  return p;
+}
+
+// Chunks of at most `most` tokens, all of one size: 513 tokens in chunks of 512 are 2 x 264.
+LinearPlan chunked(const LinearShape& s, int64_t most) {
+  const int64_t tokens = std::max<int64_t>(s.tokens, 1);
+  LinearPlan p;
+  p.extra_rows = extra_rows;
+  p.token_chunk = round_up(divide_up(tokens, divide_up(tokens, most)), 8);
+  p.chunks = divide_up(tokens, p.token_chunk);
+  p.hidden_pitch = round_up(s.hidden, 16 / size_of(s.dtype));
+  p.segments = divide_up(s.vocab, segment_columns);
+  return p;
+}
+
+// Those of a chunk and block in which columns are made again, by the width of their panels.
+template <class F>
+void each_width(const PortableEngine& engine, const LinearShape& s, uint64_t bytes, LinearPlan p,
+                F&& consider) {
+  for (const int64_t width : panel_widths) {
+    p.stored_columns = 0;
+    p.remade_columns = width * p.block_columns;
+    consider(finish(engine, s, p));
+    if (!s.can_store) continue;
+    const int64_t column_bytes = panel_rows(p) * size_of(s.dtype) +
+                                 (s.grad_bias ? divide_up(panel_rows(p), bias_slab_rows) * 4 : 0);
+    const LinearPlan mixed = largest_share(s, bytes, segment_columns, segment_columns, column_bytes,
+                                           [&](int64_t columns) {
+                                             p.stored_columns = columns;
+                                             return finish(engine, s, p);
+                                           });
+    if (mixed.bytes > 0) consider(mixed);
+  }
+}
+
+// Calls consider(plan) with every plan that is considered for `bytes`.
+template <class F>
+void each_plan(const PortableEngine& engine, const LinearShape& s, uint64_t bytes, F&& consider) {
+  for (int64_t most = round_up(std::max<int64_t>(s.tokens, 1), 8);;
+       most = std::max(most / 2, least_chunk)) {
+    LinearPlan p = chunked(s, most);
+    for (int64_t block = int64_t{32} << 20; block >= int64_t{1} << 20; block /= 2) {
+      set_block(s, block, &p);
+      p.stored_columns = s.gradients() && s.can_store ? s.vocab : 0;
+      if (!s.gradients() || s.can_store) consider(finish(engine, s, p));
+      if (s.gradients()) each_width(engine, s, bytes, p, consider);
+    }
+    if (most <= least_chunk) break;
+  }
+}
+
+}  // namespace
+
+LinearPlan PortableEngine::smallest(const LinearShape& s, const DeviceSpeed& speed) const {
+  return smallest_of([&](auto&& consider) { each_plan(*this, s, 0, consider); },
+                     [&](LinearPlan* p) { set_time(s, speed, p); });
+}
+
+LinearPlan PortableEngine::fastest(const LinearShape& s, const DeviceSpeed& speed,
+                                   uint64_t bytes) const {
+  Fastest fastest(smallest_plan(*this, s, speed).bytes, bytes);
+  each_plan(*this, s, bytes, [&](LinearPlan p) {
+    if (!fastest.may_be(p)) return;
+    set_time(s, speed, &p);
+    fastest.choose(p);
+  });
+  return fastest.best().bytes == 0 ? smallest(s, speed) : fastest.best();
+}
+
+}  // namespace logitless::cuda

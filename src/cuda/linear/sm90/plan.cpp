@@ -1,0 +1,246 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which plans there are of a linear op on Hopper's own kernels.
+#include <algorithm>
+
+#include "src/cuda/linear/plan_search.h"
+#include "src/cuda/linear/sm90/engine.h"
+#include "src/cuda/linear/sm90/forward.h"
+#include "src/cuda/linear/sm90/plan_time.h"
+#include "src/cuda/linear/sm90/units.h"
+
+namespace logitless::cuda::sm90 {
+namespace {
+
+constexpr int64_t least_chunk = 512;  // tokens that the forward kernel takes at a time
+
+uint64_t slot_bytes(const LinearPlan& p) {
+  return static_cast<uint64_t>(slot_rows(p)) * sum_columns * sizeof(float);
+}
+
+// Plans of one call on one device for so many bytes.
+class Plans {
+ public:
+  Plans(const HopperEngine& engine, const LinearShape& shape, const DeviceSpeed& speed,
+        uint64_t bytes)
+      : engine_(engine), s_(shape), speed_(speed), bytes_(bytes) {}
+
+  // Calls use(plan) with every plan that is considered.
+  template <class F>
+  void each(F&& consider) const {
+    const auto use = [&](const LinearPlan& p) {
+      if (s_.weight_rows == 0 || p.kind == PlanKind::chunks) consider(p);
+    };
+    // Without logits in memory their size decides nothing.
+    const int shrink = s_.grad_input && !s_.direct_grad_input ? 2 : 64;
+    for (int64_t most = round_up(std::max<int64_t>(s_.tokens, 1), 8);;
+         most = std::max(most / 2, least_chunk)) {
+      // Tiles are counted in 32 bits.
+      const int64_t most_tiles = int64_t{1} << 30;
+      if (most > least_chunk &&
+          divide_up(most, 512) * divide_up(s_.vocab, sum_columns) > most_tiles) {
+        continue;
+      }
+      LinearPlan p = chunked(most);
+      for (int64_t block = int64_t{32} << 20; block >= int64_t{1} << 20; block /= shrink) {
+        set_block(s_, block, &p);
+        p.stored_columns = s_.gradients() && s_.can_store ? s_.vocab : 0;
+        p.copies_input = true;
+        if (!s_.gradients() || s_.can_store) use(finish(p));
+        if (s_.reads_input) {
+          p.copies_input = false;
+          use(finish(p));
+        }
+        if (s_.gradients()) each_width(p, use);
+      }
+      if (most <= least_chunk) break;
+    }
+    if (s_.gradients() && s_.can_store && bytes_ > 0) each_odd_chunk(use);
+  }
+
+  void set_time(LinearPlan* p) const {
+    if (runs_both(s_, *p)) p->input_clusters = input_clusters_of(s_, *p, speed_);
+    p->seconds = seconds_of(s_, *p, speed_);
+  }
+
+ private:
+  // Chunks of at most `most` tokens, all of one size.
+  LinearPlan chunked(int64_t most) const {
+    const int64_t tokens = std::max<int64_t>(s_.tokens, 1);
+    const int64_t even = divide_up(tokens, divide_up(tokens, most));
+    LinearPlan p;
+    p.panel_row_block = 64;
+    p.token_chunk = std::min(round_up(even, most >= 512 ? 512 : 8), round_up(tokens, 8));
+    p.chunks = divide_up(tokens, p.token_chunk);
+    p.hidden_pitch = round_up(s_.hidden, 16 / size_of(s_.dtype));
+    place_sums(&p);
+    return p;
+  }
+
+  // How many partial sums a row has.
+  void place_sums(LinearPlan* p) const {
+    const int64_t tiles = divide_up(s_.vocab, sum_columns);
+    p->segments = tiles;
+    if (!s_.plain) return;
+    p->unit_width = s_.gradients() ? 1 : unit_tiles;
+    if (s_.gradients()) return;
+    const auto rows = static_cast<int>(divide_up(p->token_chunk, 512));
+    const int teams = teams_of(*p, speed_.clusters());
+    const Units all = Units::make(rows, static_cast<int>(tiles), p->unit_width, teams);
+    p->segments = all.whole > 0 ? all.columns() : 0;
+    p->single_tiles = most_singles(rows, static_cast<int>(tiles), teams);
+  }
+
+  // The rest of a plan but its time; with slots where they fit.
+  LinearPlan finish(LinearPlan p) const {
+    settle(s_, &p);
+    const auto place = [&] {
+      Arena arena;
+      engine_.place(s_, p, &arena);
+      p.bytes = arena.used();
+    };
+    p.input_clusters = p.slots = 0;
+    place();
+    if (!s_.gradients() || p.bytes > bytes_) return p;
+    const uint64_t room = (bytes_ - p.bytes) / slot_bytes(p);
+    p.slots = slots_of(s_, p, speed_);
+    place();
+    if (p.bytes > bytes_) {
+      p.slots = static_cast<int32_t>(std::min<uint64_t>(p.slots, room));
+      place();
+    }
+    return p;
+  }
+
+  // Those of a chunk in which columns are made again, by the width of their panels.
+  template <class F>
+  void each_width(LinearPlan p, F&& use) const {
+    // Narrow panels send the sum of grad_input to memory and back too often: 22 % of the products'
+    // time at 4 tiles, 7 % at 12; the more tokens, the more a tile takes. The minimum is not made
+    // of them; beyond it they may leave room for slices.
+    const int64_t least = p.token_chunk > 8192 ? 8 : 12;
+    const int64_t narrowest = bytes_ > 0 ? 4 : least;
+    for (const int64_t width : panel_widths) {
+      if (width < narrowest) return;
+      p.stored_columns = 0;
+      p.remade_columns = width * sum_columns;
+      each_lending(s_, p, [&](const LinearPlan& lending) { use(finish(lending)); });
+      if (!s_.can_store || width != least) continue;
+      each_lending(s_, p, [&](LinearPlan lending) {
+        // What holds E holds the panels made again once E is used.
+        const LinearPlan mixed =
+            largest_share(s_, bytes_, lending.remade_columns, sum_columns,
+                          panel_rows(lending) * size_of(s_.dtype), [&](int64_t columns) {
+                            lending.stored_columns = lending.remade_columns = columns;
+                            return finish(lending);
+                          });
+        if (mixed.bytes > 0) use(mixed);
+      });
+    }
+  }
+
+  // E of chunks of three quarters; and, where that of a tile's rows has no room, of fewer rows,
+  // which take as long.
+  template <class F>
+  void each_odd_chunk(F&& use) const {
+    const auto whole = [&](int64_t rows) {
+      LinearPlan p = chunked(rows);
+      set_block(s_, int64_t{1} << 20, &p);
+      p.stored_columns = s_.vocab;
+      p = finish(p);
+      if (p.bytes <= bytes_) use(p);
+      return p.bytes <= bytes_;
+    };
+    for (int64_t rows = s_.tokens / 8 * 6; rows > least_chunk; rows /= 2) {
+      whole(round_up(rows, least_chunk));
+    }
+    for (int64_t rows = least_chunk; rows >= 256 && rows < s_.tokens; rows -= 64) {
+      if (whole(rows)) return;
+    }
+  }
+
+  // use(plan) with each way to keep E in grad_weight's memory: as much as fits if it is copied, or
+  // if nothing is; and of all of it, with grad_input written at once or through its sums in f32,
+  // which leave the compacted input in its memory.
+  template <class F>
+  static void each_lending(const LinearShape& s, LinearPlan p, F&& use) {
+    use(p);
+    if (!s.lends_grad_weight || !s.can_store || p.chunks > 1) return;
+    p.copies_lent = false;
+    use(p);
+    p.copies_lent = true, p.input_first = false;
+    if (s.direct_grad_input) use(p);
+  }
+
+  const HopperEngine& engine_;
+  const LinearShape& s_;
+  const DeviceSpeed& speed_;
+  uint64_t bytes_;
+};
+
+// Nothing of E outlives its chunk of tokens, and the second pass writes each row once.
+bool takes_two_passes(const LinearShape& s) {
+  return s.forward && s.can_store && s.grad_input && s.grad_weight && s.lends_grad_weight &&
+         !s.grad_weight_f32 && !s.copies_weight && s.weight_rows == 0;
+}
+// Half of grad_weight, whose sums its own memory holds: adding to them takes less than making their
+// columns again. None where the second pass makes the whole of grad_bias.
+int64_t rows_of_first_pass(const LinearShape& s) {
+  return s.grad_bias ? 0 : s.vocab / 2 / 512 * 512;
+}
+LinearPlan two_passes(const HopperEngine& engine, const LinearShape& s, const DeviceSpeed& speed,
+                      uint64_t bytes) {
+  const int64_t first_rows = rows_of_first_pass(s);
+  LinearPlan p;
+  p.bytes = UINT64_MAX;
+  const uint64_t state = state_bytes(s);
+  if (bytes <= state) return p;
+  const LinearPlan first = plan_linear(engine, first_pass(s, first_rows), speed, bytes - state);
+  const LinearPlan second = plan_linear(engine, second_pass(s, first_rows), speed, bytes - state);
+  const uint64_t most = std::max(first.bytes, second.bytes);
+  if (first.bytes == 0 || most > bytes - state) return p;
+  p.kind = PlanKind::two_passes;
+  p.token_chunk = first.token_chunk;
+  p.chunks = first.chunks;
+  p.hidden_pitch = first.hidden_pitch;
+  p.first_rows = first_rows;
+  p.bytes = state + most;
+  p.seconds = first.seconds + second.seconds;
+  return p;
+}
+
+}  // namespace
+
+LinearPlan HopperEngine::smallest(const LinearShape& s, const DeviceSpeed& speed) const {
+  const Plans plans(*this, s, speed, 0);
+  const LinearPlan least = smallest_of([&](auto&& consider) { plans.each(consider); },
+                                       [&](LinearPlan* p) { plans.set_time(p); });
+  if (!takes_two_passes(s)) return least;
+  // Two passes if that is less and hardly slower, with slots for half of the clusters or for all.
+  const int64_t first_rows = rows_of_first_pass(s);
+  const uint64_t passes = std::max(smallest_plan(*this, first_pass(s, first_rows), speed).bytes,
+                                   smallest_plan(*this, second_pass(s, first_rows), speed).bytes);
+  for (const int half : {0, 1, 2}) {
+    const uint64_t slots = static_cast<uint64_t>(speed.clusters() * half / 2) * slot_bytes(least);
+    const LinearPlan p = two_passes(*this, s, speed, state_bytes(s) + passes + slots);
+    if (p.bytes < least.bytes && p.seconds <= 1.1 * least.seconds) return p;
+  }
+  return least;
+}
+
+LinearPlan HopperEngine::fastest(const LinearShape& s, const DeviceSpeed& speed,
+                                 uint64_t bytes) const {
+  const Plans plans(*this, s, speed, bytes);
+  Fastest fastest(smallest_plan(*this, s, speed).bytes, bytes);
+  plans.each([&](LinearPlan p) {
+    if (!fastest.may_be(p)) return;
+    plans.set_time(&p);
+    fastest.choose(p);
+  });
+  if (fastest.best().bytes == 0) return smallest(s, speed);
+  if (fastest.best().kind == PlanKind::whole || !takes_two_passes(s)) return fastest.best();
+  const LinearPlan both = two_passes(*this, s, speed, bytes);
+  if (fastest.may_be(both)) fastest.choose(both);
+  return fastest.best();
+}
+
+}  // namespace logitless::cuda::sm90
