@@ -198,12 +198,12 @@ void write_extra_rows(const LinearCall& call, const LinearMemory& m, const Chunk
 void scale_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                  const Chunk& chunk, Stream*);
 
-// copy_panel.cu: the rows that count of a panel in blocks, to `to`, which is as wide.
+// sm90/copy_panel.cu: the rows that count of a panel in blocks, to `to`, which is as wide.
 void copy_panel(const Chunk& chunk, const Panel& panel, char* to, const DeviceInfo& device,
                 Stream*);
 
-// form_dz.cu: dz in the place of E, for products that a softcap under smoothing leaves no other
-// way; and its sums to bias_sum, if grad_bias is asked for (`first`: overwriting it).
+// sm90/form_dz.cu: dz in the place of E, for products that a softcap under smoothing leaves no
+// other way; and its sums to bias_sum, if grad_bias is asked for (`first`: overwriting it).
 void form_dz(const LinearCall& call, const LinearMemory& m, const Chunk& chunk, const Panel& panel,
              bool first, Stream*);
 

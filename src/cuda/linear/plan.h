@@ -36,7 +36,7 @@ struct LinearShape {
   bool lends_grad_weight = false;  // the output's later rows hold E or dz of earlier columns
   bool grad_weight_f32 = false;    // and add to it
   bool can_store = true;           // E serves: ForwardBackward, not f16
-  bool forms_dz = false;           // E becomes dz in its place before the products: form_dz.cu
+  bool forms_dz = false;           // E becomes dz in its place before the products: sm90/form_dz.cu
   bool smoothing = false;
   bool entropy = false, weighted_sum = false, argmax = false;
   bool bias = false, class_weights = false;  // that a product's own kernel reads
