@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include <cstdlib>
+#include <string_view>
 
 #include "cli/commands.h"
 #include "cli/text.h"
@@ -13,6 +14,7 @@
 #include "src/cpu/dispatch.h"
 #include "src/cpu/thread_pool.h"
 #ifdef LOGITLESS_WITH_CUDA
+#include "src/cuda/linear/engine.h"
 #include "src/cuda/promises.h"
 #endif
 
@@ -54,7 +56,8 @@ json cuda_devices() {
   if (!cuda::count_devices(&count).ok()) return devices;  // why is the backend's reason
   for (int i = 0; i < count; ++i) {
     const cuda::DeviceInfo* device;
-    const Status status = cuda::find_device(i, &device);
+    Status status = cuda::find_device(i, &device);
+    if (status.ok()) status = cuda::check_named_engine(*device);
     if (!status.ok()) {
       devices.push_back({{"available", false}, {"reason", status.message()}});
       continue;
@@ -64,7 +67,7 @@ json cuda_devices() {
          {"name", device->name},
          {"compute_capability", fmt::format("{}.{}", device->major, device->minor)},
          {"multiprocessors", device->multiprocessors},
-         {"portable_kernels", device->portable},
+         {"portable_kernels", std::string_view(device->kernels) == "portable"},
          {"batch_invariant_linear_ops", cuda::linear_ops_are_batch_invariant(*device)},
          {"batch_invariant_16_bit_linear_ops",
           cuda::half_linear_ops_are_batch_invariant(*device)}});

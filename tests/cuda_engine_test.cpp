@@ -145,8 +145,28 @@ TEST(CudaEngine, TheLibrarysListEndsWithOneThatServesEveryCall) {
     const bool own = major == 9 && sm90::has_code();
     EXPECT_STREQ(engine_for(device).name(), own ? "sm90" : "portable");
   }
-  EXPECT_STREQ(engine_for({.major = 9, .multiprocessors = 132, .portable = true}).name(),
-               "portable");
+}
+
+// Of LOGITLESS_CUDA_KERNELS.
+TEST(CudaEngine, ANameLeavesTheOthersOut) {
+  const DeviceInfo named{.major = 9, .multiprocessors = 132, .kernels = "portable"};
+  EXPECT_STREQ(engine_for(named).name(), "portable");
+  EXPECT_TRUE(check_named_engine(named).ok());
+  EXPECT_TRUE(check_named_engine({.major = 8}).ok());
+  EXPECT_EQ(check_named_engine({.major = 9, .kernels = "sm90"}).ok(), sm90::has_code());
+  DeviceInfo device = toy_device;
+  std::strcpy(device.kernels, "portable");
+  EXPECT_STREQ(engine_of(toy_vocab, device), "portable");
+  std::strcpy(device.kernels, "toy");
+  EXPECT_STREQ(engine_of(toy_vocab, device), "toy");
+}
+
+TEST(CudaEngine, AnUnknownNameIsAnErrorThatListsThoseOfTheDevice) {
+  const Status unknown = check_named_engine({.name = "A100", .kernels = "own"});
+  EXPECT_EQ(unknown.code(), StatusCode::invalid_argument);
+  EXPECT_STREQ(unknown.message(),
+               "cuda: LOGITLESS_CUDA_KERNELS is \"own\"; allowed on device 0 (A100): portable");
+  EXPECT_FALSE(check_named_engine({.major = 8, .kernels = "sm90"}).ok());
 }
 
 }  // namespace

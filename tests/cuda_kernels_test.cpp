@@ -10,9 +10,10 @@
 #include <memory>
 #include <set>
 #include <stdexcept>
+#include <string_view>
 
 #include "resident.h"
-#include "src/cuda/linear/sm90/forward.h"
+#include "src/cuda/linear/engine.h"
 #include "src/cuda/runtime/kernel_file.h"
 #include "src/cuda/runtime/runtime.h"
 #include "suite.h"
@@ -212,8 +213,8 @@ bool of_hopper(const std::string& name) { return name.find("sm90::") != std::str
 // Names of kernels are the driver's from CUDA 12.3 on; only Hopper has kernels of its own.
 bool names_kernels(const TestDevice& device) {
   const cuda::DeviceInfo* info = nullptr;
-  return cuda::find_device(device.execution().device.index, &info).ok() && info->major == 9 &&
-         !info->portable && cuda::sm90::has_code() &&
+  return cuda::find_device(device.execution().device.index, &info).ok() &&
+         std::string_view(cuda::engine_for(*info).name()) == "sm90" &&
          cuda::find_driver_function("cuFuncGetName") != nullptr;
 }
 

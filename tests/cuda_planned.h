@@ -4,6 +4,7 @@
 
 #include <set>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "judge.h"
@@ -37,7 +38,8 @@ inline CudaPlanned cuda_plan_of(const ForwardBackward& op, uint64_t bytes) {
 // The CUDA device, where Hopper's own kernels serve it.
 inline std::vector<std::string> hopper_devices() {
   const cuda::DeviceInfo* device = nullptr;
-  const bool is = cuda::find_device(0, &device).ok() && device->major == 9 && !device->portable;
+  const bool is = cuda::find_device(0, &device).ok() &&
+                  std::string_view(cuda::engine_for(*device).name()) == "sm90";
   std::vector<std::string> names = device_names();
   std::erase_if(names, [&](const std::string& name) { return !is || name != "cuda"; });
   return names;

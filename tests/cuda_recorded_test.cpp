@@ -106,6 +106,18 @@ TEST(CudaMachines, WhereNoDeviceServesTheBackendSaysWhy) {
   EXPECT_REFUSED(run_on(softmax(1), 1), backend_unavailable, "device 1 (Tesla T4)");
 }
 
+// An op of any kind says so, and the device's name alone does not.
+TEST(CudaMachines, KernelsThatTheDeviceHasNotAreAnError) {
+  setenv("LOGITLESS_CUDA_KERNELS", "fast", 1);
+  const RecordedCuda machine({kA100});
+  for (const Status& status : {run_on(linear(0), 0), run_on(softmax(0), 0), warmup(on(0))}) {
+    EXPECT_EQ(status.code(), StatusCode::invalid_argument);
+    EXPECT_STREQ(status.message(),
+                 "cuda: LOGITLESS_CUDA_KERNELS is \"fast\"; allowed on device 0 (A100): portable");
+  }
+  unsetenv("LOGITLESS_CUDA_KERNELS");  // which is read when the first call asks for its device
+}
+
 TEST(CudaMachines, ADriverMayComeLate) {
   RecordedCuda machine({kA100});
   std::string text;

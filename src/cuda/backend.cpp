@@ -4,6 +4,7 @@
 
 #include <cstdio>
 
+#include "src/cuda/linear/engine.h"
 #include "src/cuda/ops.h"
 #include "src/cuda/promises.h"
 #include "src/cuda/scale.h"
@@ -11,17 +12,23 @@
 namespace logitless {
 namespace {
 
+// Of an op: of a device whose kernels can be chosen.
+Status find_device(const Execution& execution, const cuda::DeviceInfo** device) {
+  const Status status = cuda::find_device(execution.device.index, device);
+  return status.ok() ? cuda::check_named_engine(**device) : status;
+}
+
 struct Calls {
   template <class Op>
   static Status workspace(const Op& op, const Execution& execution, WorkspaceSize* size) {
     const cuda::DeviceInfo* device;
-    const Status status = cuda::find_device(execution.device.index, &device);
+    const Status status = find_device(execution, &device);
     return status.ok() ? cuda::workspace(op, *device, size) : status;
   }
   template <class Op>
   static Status run(const Op& op, const Workspace& workspace, const Execution& execution) {
     const cuda::DeviceInfo* device;
-    Status status = cuda::find_device(execution.device.index, &device);
+    Status status = find_device(execution, &device);
     if (!status.ok()) return status;
     const cuda::CurrentDevice current(device->index);
     if (!current.status().ok()) return current.status();
@@ -42,19 +49,22 @@ struct CudaBackend final : BackendOf<Calls> {
   const char* name() const override { return "cuda"; }
   Status describe(char* text, size_t bytes) const override {
     const cuda::DeviceInfo* device;
-    const Status status = cuda::find_first_device(&device);
+    Status status = cuda::find_first_device(&device);
+    if (status.ok()) status = cuda::check_named_engine(*device);
     if (!status.ok()) return status;
-    char library[160];
+    char library[160], kernels[40] = {};
+    if (device->kernels[0] != 0) {
+      std::snprintf(kernels, sizeof(kernels), ", %s kernels", device->kernels);
+    }
     (void)cuda::describe_matrix_library(library, sizeof(library));
     std::snprintf(text, bytes, "%s, sm_%d%d%s, %s, batch invariance: %s", device->name,
-                  device->major, device->minor, device->portable ? ", portable kernels" : "",
-                  library, invariant_ops(*device));
+                  device->major, device->minor, kernels, library, invariant_ops(*device));
     return status;
   }
   Status scale(std::span<const TensorView> values, const TensorView& factor,
                const Execution& execution) const override {
     const cuda::DeviceInfo* device;
-    const Status status = cuda::find_device(execution.device.index, &device);
+    const Status status = find_device(execution, &device);
     if (!status.ok()) return status;
     const cuda::CurrentDevice current(device->index);
     if (!current.status().ok()) return current.status();
@@ -64,7 +74,7 @@ struct CudaBackend final : BackendOf<Calls> {
   }
   Status warmup(const Execution& execution) const override {
     const cuda::DeviceInfo* device;
-    const Status status = cuda::find_device(execution.device.index, &device);
+    const Status status = find_device(execution, &device);
     if (!status.ok()) return status;
     const cuda::CurrentDevice current(device->index);
     return current.status().ok() ? cuda::warmup(*device) : current.status();

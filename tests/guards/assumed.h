@@ -51,7 +51,7 @@ class AssumedMachine {
  private:
   // Read when the machine is first asked for its devices.
   static void choose(bool portable) {
-    setenv("LOGITLESS_CUDA_KERNELS", portable ? "portable" : "own", 1);
+    setenv("LOGITLESS_CUDA_KERNELS", portable ? "portable" : "", 1);
   }
   static std::vector<cuda::RecordedCuda::Device> devices() {
     std::vector<cuda::RecordedCuda::Device> all;

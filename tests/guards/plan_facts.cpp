@@ -156,9 +156,8 @@ void add_cuda(const Op& op, const Assumed& assumed, uint64_t bytes, Facts* facts
     if constexpr (LossOp<Op>) {
       if (op.options.input_kind == InputKind::probabilities) return;
     }
-    const bool clusters = device->major >= 9 && !device->portable;
     const cuda::RowsPlan p = cuda::plan_rows(op.logits.shape[1], size_of(op.logits.dtype),
-                                             device->shared_bytes_per_block, clusters);
+                                             device->shared_bytes_per_block, device->clusters);
     facts->add("cluster", p.cluster);
     facts->add("threads", p.threads);
     facts->add("tile", p.tile);

@@ -40,8 +40,11 @@ class Engine {
 
 // All of them, best first; the last one serves every call.
 std::span<const Engine* const> engines();
+// invalid_argument where LOGITLESS_CUDA_KERNELS names none of them that serves this device: every
+// op asks before it looks for its engine.
+Status check_named_engine(const DeviceInfo& device);
 // The best one that serves some call on this device; or this call, of a list that ends with one
-// that serves every call.
+// that serves every call. One that LOGITLESS_CUDA_KERNELS names leaves the others out but the last.
 const Engine& engine_for(const DeviceInfo& device);
 const Engine& engine_for(std::span<const Engine* const> engines, const LinearCall& call,
                          const DeviceInfo& device);

@@ -1,11 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 // The engines there are, best first. A new family of GPUs is a folder beside these two and a line
 // in this list.
+#include <cstdio>
+#include <cstring>
+
 #include "src/cuda/linear/engine.h"
 #include "src/cuda/linear/portable/engine.h"
 #include "src/cuda/linear/sm90/engine.h"
 
 namespace logitless::cuda {
+namespace {
+
+bool may_serve(const Engine& engine, const DeviceInfo& device) {
+  const bool left_out = device.kernels[0] != 0 && std::strcmp(device.kernels, engine.name()) != 0;
+  return !left_out && engine.serves(device);
+}
+
+}  // namespace
 
 std::span<const Engine* const> engines() {
   static const sm90::HopperEngine hopper;
@@ -14,9 +25,23 @@ std::span<const Engine* const> engines() {
   return all;
 }
 
+Status check_named_engine(const DeviceInfo& device) {
+  char served[96] = {};
+  for (const Engine* engine : engines()) {
+    if (!engine->serves(device)) continue;
+    if (device.kernels[0] == 0 || std::strcmp(device.kernels, engine->name()) == 0) return {};
+    const size_t used = std::strlen(served);
+    std::snprintf(served + used, sizeof(served) - used, "%s%s", used > 0 ? ", " : "",
+                  engine->name());
+  }
+  return error(StatusCode::invalid_argument,
+               "cuda: LOGITLESS_CUDA_KERNELS is \"%s\"; allowed on device %d (%s): %s",
+               device.kernels, device.index, device.name, served);
+}
+
 const Engine& engine_for(const DeviceInfo& device) {
   for (const Engine* engine : engines()) {
-    if (engine->serves(device)) return *engine;
+    if (may_serve(*engine, device)) return *engine;
   }
   return *engines().back();
 }
@@ -24,7 +49,7 @@ const Engine& engine_for(const DeviceInfo& device) {
 const Engine& engine_for(std::span<const Engine* const> engines, const LinearCall& call,
                          const DeviceInfo& device) {
   for (const Engine* engine : engines) {
-    if (engine->serves(device) && engine->serves(call)) return *engine;
+    if (may_serve(*engine, device) && engine->serves(call)) return *engine;
   }
   return *engines.back();
 }

@@ -24,9 +24,9 @@ Remembered<Machine>& remembered_machine() {
   return machine;
 }
 
-bool asked_for_portable() {
-  const char* kernels = std::getenv("LOGITLESS_CUDA_KERNELS");
-  return kernels != nullptr && std::strcmp(kernels, "portable") == 0;
+const char* named_kernels() {
+  const char* name = std::getenv("LOGITLESS_CUDA_KERNELS");
+  return name == nullptr ? "" : name;
 }
 
 Status ask_driver(Machine* machine) {
@@ -66,9 +66,10 @@ Status ask_device(int index, int driver, DeviceInfo* info) {
            .minor = properties.minor,
            .multiprocessors = properties.multiProcessorCount,
            .shared_bytes_per_block = static_cast<int64_t>(properties.sharedMemPerBlockOptin),
-           .portable = asked_for_portable(),
+           .clusters = properties.major >= 9 && std::strcmp(named_kernels(), "portable") != 0,
            .launches_early = driver >= 12030};
   std::snprintf(info->name, sizeof(info->name), "%.60s", properties.name);
+  std::snprintf(info->kernels, sizeof(info->kernels), "%s", named_kernels());
   return {};
 }
 

@@ -31,9 +31,12 @@ struct DeviceInfo {
   int multiprocessors = 0;
   int64_t shared_bytes_per_block = 0;  // at most, on request
   char name[64] = {};
-  // LOGITLESS_CUDA_KERNELS=portable in the environment: what sm_80 runs, on a newer device too (its
-  // tests, bug reports).
-  bool portable = false;
+  // The engine of the linear ops that LOGITLESS_CUDA_KERNELS names (linear/engine.h); empty: the
+  // best one.
+  char kernels[24] = {};
+  // Kernels may use what came with sm_90: not where LOGITLESS_CUDA_KERNELS is "portable", for what
+  // sm_80 runs on a newer device, too (tests, bug reports).
+  bool clusters = false;
   bool launches_early = false;  // early.cuh, also into a graph: drivers of CUDA 12.3 and later
 };
 

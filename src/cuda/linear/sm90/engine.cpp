@@ -47,7 +47,7 @@ bool reads_input(const LinearCall& call) {
 }  // namespace
 
 bool HopperEngine::serves(const DeviceInfo& device) const {
-  return has_code() && device.major == 9 && !device.portable;
+  return has_code() && device.major == 9;
 }
 
 bool HopperEngine::serves(const LinearCall& call) const {
