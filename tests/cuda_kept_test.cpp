@@ -3,6 +3,7 @@
 // of some, whose rows are written behind it, or in its place once it was copied. Each of these
 // against double, under every kind of option.
 #include "cuda_planned.h"
+#include "src/cuda/linear/panels.h"
 
 namespace logitless::conformance {
 namespace {

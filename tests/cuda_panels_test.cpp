@@ -6,6 +6,7 @@
 
 #include "cuda_shapes.h"
 #include "gtest/gtest.h"
+#include "src/cuda/linear/panels.h"
 
 namespace logitless::cuda {
 namespace {

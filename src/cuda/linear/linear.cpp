@@ -22,15 +22,6 @@ void place_weight(const LinearShape& s, const LinearPlan& p, Arena* arena, Linea
   if (s.copies_weight) m->weight = arena->take<char>(s.vocab * row_bytes(s, p));
 }
 
-void place_input(const LinearShape& s, const LinearPlan& p, Arena* arena, LinearMemory* m) {
-  const int64_t bytes = panel_rows(p) * row_bytes(s, p);
-  if (!lends_input(s, p) && p.copies_input) m->input = arena->take<char>(bytes);
-  m->scaled = m->input;
-  if (scales_apart(s, p)) {
-    m->scaled = lent_scaled_input(s, p) < 0 ? arena->take<char>(bytes) : nullptr;
-  }
-}
-
 void place_stored(const LinearShape& s, const LinearPlan& p, Arena* arena, LinearMemory* m) {
   if (p.stored_columns == 0) return;
   m->stored = arena->take<char>(panel_rows(p) * stored_pitch(p.stored_columns) * size_of(s.dtype));
@@ -83,15 +74,6 @@ void place_smoothing(const LinearShape& s, const LinearPlan& p, Arena* arena, Li
 
 std::array<float*, 2> place_states(const LinearShape& s, Arena* arena) {
   return {arena->take<float>(s.tokens), arena->take<float>(s.tokens)};
-}
-
-Panel panel_of(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-               const PanelPlace& at) {
-  if (at.columns == 0) return {};
-  char* data = at.lent ? call.grad_weight.as<char>() + lent_offset(call.shape, plan, at)
-               : at.first < plan.stored_columns ? m.stored
-                                                : m.remade;
-  return {data, panel_rows(plan), at.first, at.columns, true};
 }
 
 Operand weight_rows(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,

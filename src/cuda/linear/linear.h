@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <array>
 
-#include "src/cuda/linear/panels.h"
 #include "src/cuda/linear/plan.h"
 #include "src/cuda/numbers.h"
 #include "src/cuda/runtime/blas.h"
@@ -124,7 +123,6 @@ constexpr int64_t bias_slab_rows = 1024, vocab_slab_rows = 512, token_slab_rows 
 // What engines place in a workspace, each in its own order: Engine::place.
 void place_first(const LinearShape&, const LinearPlan&, Arena*, LinearMemory*);
 void place_weight(const LinearShape&, const LinearPlan&, Arena*, LinearMemory*);
-void place_input(const LinearShape&, const LinearPlan&, Arena*, LinearMemory*);
 void place_stored(const LinearShape&, const LinearPlan&, Arena*, LinearMemory*);
 void place_partials(const LinearShape&, const LinearPlan&, Arena*, LinearMemory*);
 void place_remade(const LinearShape&, const LinearPlan&, Arena*, LinearMemory*);
@@ -163,9 +161,6 @@ struct Panel {
   bool blocks = false;
 };
 
-// On Hopper, in blocks; a null one where there are no columns: nothing is kept.
-Panel panel_of(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-               const PanelPlace& at);
 // The weight from row `column` on, as it is multiplied.
 Operand weight_rows(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                     int64_t column);
@@ -197,15 +192,6 @@ void write_extra_rows(const LinearCall& call, const LinearMemory& m, const Chunk
 // Under smoothing: input times v, and behind it the rows that make the smoothing's term.
 void scale_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                  const Chunk& chunk, Stream*);
-
-// sm90/copy_panel.cu: the rows that count of a panel in blocks, to `to`, which is as wide.
-void copy_panel(const Chunk& chunk, const Panel& panel, char* to, const DeviceInfo& device,
-                Stream*);
-
-// sm90/form_dz.cu: dz in the place of E, for products that a softcap under smoothing leaves no
-// other way; and its sums to bias_sum, if grad_bias is asked for (`first`: overwriting it).
-void form_dz(const LinearCall& call, const LinearMemory& m, const Chunk& chunk, const Panel& panel,
-             bool first, Stream*);
 
 // finish.cu
 void class_row(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m, Stream*);

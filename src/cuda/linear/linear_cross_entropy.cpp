@@ -140,14 +140,7 @@ Status linear_workspace(const Op& op, const DeviceInfo& device, WorkspaceSize* s
 void run_planned(const Engine& engine, const LinearCall& call, const LinearPlan& plan,
                  char* workspace, const DeviceInfo& device, Stream* stream) {
   Arena arena(workspace);
-  LinearMemory memory = engine.place(call.shape, plan, &arena);
-  if (lends_input(call.shape, plan)) memory.input = call.grad_input.as<char>();
-  if (memory.scaled == nullptr) {
-    memory.scaled = scales_apart(call.shape, plan)
-                        ? call.grad_weight.as<char>() + lent_scaled_input(call.shape, plan)
-                        : memory.input;
-  }
-  engine.run(call, plan, memory, device, stream);
+  engine.run(call, plan, engine.place(call.shape, plan, &arena), device, stream);
 }
 
 // Rows [first, end of the view).

@@ -40,10 +40,8 @@ class LinearRun {
   virtual void gradients() = 0;
   // Where the workspace holds E of the first columns.
   virtual Panel stored_panel() const = 0;
-
-  Panel lent_panel() const {
-    return panel_of(call_, plan_, m_, {plan_.stored_columns, plan_.lent_columns, true});
-  }
+  // Where another memory holds E of the columns behind them: plan.lent_columns.
+  virtual Panel lent_panel() const { return {}; }
 
   // The smoothing's term of E's products is rows of its own, and the scaled input a pass.
   bool smooths_apart() const { return m_.smoothed_row != nullptr; }

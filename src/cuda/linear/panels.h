@@ -7,7 +7,7 @@
 // time.
 #pragma once
 
-#include "src/cuda/linear/plan.h"
+#include "src/cuda/linear/linear.h"
 
 namespace logitless::cuda {
 
@@ -27,21 +27,6 @@ int64_t panels_like(const LinearShape& shape, const LinearPlan& plan, const Pane
 // of.
 PanelPlace kept_part_at(const LinearShape& shape, const LinearPlan& plan, int64_t first);
 
-// Columns of E that are there when the gradients begin.
-inline int64_t kept_columns(const LinearPlan& p) { return p.stored_columns + p.lent_columns; }
-// E of every column is kept, part of it in grad_weight's memory, and one product makes grad_input
-// of it, before there is anything of grad_weight.
-inline bool writes_input_first(const LinearShape& s, const LinearPlan& p) {
-  return p.input_first && p.lent_columns > 0 && kept_columns(p) == s.vocab && s.direct_grad_input;
-}
-// Products of E times each row's factor: there is something of E, and it is not made dz before.
-inline bool multiplies_e(const LinearShape& s, const LinearPlan& p) {
-  return kept_columns(p) > 0 && !s.forms_dz;
-}
-// The input itself is asked for again after the scaled one.
-inline bool scales_apart(const LinearShape& s, const LinearPlan& p) {
-  return s.grad_weight && multiplies_e(s, p) && kept_columns(p) < s.vocab;
-}
 // The most that grad_weight's memory can keep behind those in the workspace.
 int64_t most_lent_columns(const LinearShape& shape, const LinearPlan& plan);
 
@@ -50,9 +35,15 @@ int64_t most_lent_columns(const LinearShape& shape, const LinearPlan& plan);
 int64_t lent_offset(const LinearShape& shape, const LinearPlan& plan, const PanelPlace& at);
 int64_t lent_scaled_input(const LinearShape& shape, const LinearPlan& plan);
 
-// Rows of a panel, and of the compacted input.
-inline int64_t panel_rows(const LinearPlan& p) {
-  return round_up(p.token_chunk, p.panel_row_block) + p.extra_rows;
-}
+// The panel's memory, in blocks; a null one where there are no columns: nothing is kept.
+Panel panel_of(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
+               const PanelPlace& at);
+// copy_panel.cu: the rows that count of a panel, to `to`, which is as wide.
+void copy_panel(const Chunk& chunk, const Panel& panel, char* to, const DeviceInfo& device,
+                Stream*);
+// form_dz.cu: dz in the place of E, for products that a softcap under smoothing leaves no other
+// way; and its sums to bias_sum, if grad_bias is asked for (`first`: overwriting it).
+void form_dz(const LinearCall& call, const LinearMemory& m, const Chunk& chunk, const Panel& panel,
+             bool first, Stream*);
 
 }  // namespace logitless::cuda

@@ -44,7 +44,6 @@ const char* name_of(PlanKind kind) {
 
 void settle(const LinearShape& s, LinearPlan* p) {
   p->stored_columns = std::min(p->stored_columns, s.vocab);
-  p->lent_columns = s.gradients() ? most_lent_columns(s, *p) : 0;
   p->remade_columns = s.gradients() && p->stored_columns < s.vocab
                           ? std::min(p->remade_columns, round_up(s.vocab, 64))
                           : 0;

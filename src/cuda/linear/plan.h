@@ -93,6 +93,26 @@ constexpr int64_t round_up(int64_t value, int64_t multiple) {
 }
 constexpr int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
+// Columns of E that are there when the gradients begin.
+inline int64_t kept_columns(const LinearPlan& p) { return p.stored_columns + p.lent_columns; }
+// E of every column is kept, part of it in grad_weight's memory, and one product makes grad_input
+// of it, before there is anything of grad_weight.
+inline bool writes_input_first(const LinearShape& s, const LinearPlan& p) {
+  return p.input_first && p.lent_columns > 0 && kept_columns(p) == s.vocab && s.direct_grad_input;
+}
+// Products of E times each row's factor: there is something of E, and it is not made dz before.
+inline bool multiplies_e(const LinearShape& s, const LinearPlan& p) {
+  return kept_columns(p) > 0 && !s.forms_dz;
+}
+// The input itself is asked for again after the scaled one.
+inline bool scales_apart(const LinearShape& s, const LinearPlan& p) {
+  return s.grad_weight && multiplies_e(s, p) && kept_columns(p) < s.vocab;
+}
+// Rows of a panel, and of the compacted input.
+inline int64_t panel_rows(const LinearPlan& p) {
+  return round_up(p.token_chunk, p.panel_row_block) + p.extra_rows;
+}
+
 // On Hopper two blocks of a cluster lie below each other and share half of what they read. Of up to
 // so many rows, of one chunk, the second one would have nothing to do: they work apart, each on
 // tiles of its own.

@@ -14,7 +14,9 @@ LinearMemory PortableEngine::place(const LinearShape& s, const LinearPlan& p, Ar
   m.library = arena->take<char>(matrix_library_bytes);
   place_weight(s, p, arena, &m);
   if (s.grad_input && has_tail) m.weight_tail = arena->take<char>(8 * row_bytes);
-  place_input(s, p, arena, &m);
+  const int64_t input_bytes = panel_rows(p) * p.hidden_pitch * size_of(s.dtype);
+  m.input = arena->take<char>(input_bytes);
+  m.scaled = scales_apart(s, p) ? arena->take<char>(input_bytes) : m.input;
   m.target_logit = arena->take<float>(p.token_chunk);
   if (s.gradients()) {
     m.gradients = arena->take<RowGradient>(p.token_chunk);

@@ -6,6 +6,7 @@
 // and near the cap what is left to it is kept instead (options.cuh). One read and one write, in
 // place of a fourth product.
 #include "src/cuda/linear/linear.cuh"
+#include "src/cuda/linear/panels.h"
 #include "src/cuda/linear/sm90/options.cuh"
 
 namespace logitless::cuda {

@@ -2,10 +2,24 @@
 // Where the arrays of a call lie in its workspace.
 #include <algorithm>
 
+#include "src/cuda/linear/panels.h"
 #include "src/cuda/linear/sm90/engine.h"
 #include "src/cuda/linear/sm90/forward.h"
 
 namespace logitless::cuda::sm90 {
+namespace {
+
+// The input and the scaled one, where no output's memory holds them: lend_outputs in run.cpp.
+void place_input(const LinearShape& s, const LinearPlan& p, Arena* arena, LinearMemory* m) {
+  const int64_t bytes = panel_rows(p) * p.hidden_pitch * size_of(s.dtype);
+  if (!lends_input(s, p) && p.copies_input) m->input = arena->take<char>(bytes);
+  m->scaled = m->input;
+  if (scales_apart(s, p)) {
+    m->scaled = lent_scaled_input(s, p) < 0 ? arena->take<char>(bytes) : nullptr;
+  }
+}
+
+}  // namespace
 
 LinearMemory HopperEngine::place(const LinearShape& s, const LinearPlan& p, Arena* arena) const {
   LinearMemory m;

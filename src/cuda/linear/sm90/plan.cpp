@@ -2,6 +2,7 @@
 // Which plans there are of a linear op on Hopper's own kernels.
 #include <algorithm>
 
+#include "src/cuda/linear/panels.h"
 #include "src/cuda/linear/plan_search.h"
 #include "src/cuda/linear/sm90/engine.h"
 #include "src/cuda/linear/sm90/forward.h"
@@ -92,6 +93,9 @@ class Plans {
 
   // The rest of a plan but its time; with slots where they fit.
   LinearPlan finish(LinearPlan p) const {
+    // What grad_weight's memory lends begins behind what the workspace holds.
+    p.stored_columns = std::min(p.stored_columns, s_.vocab);
+    p.lent_columns = s_.gradients() ? most_lent_columns(s_, p) : 0;
     settle(s_, &p);
     const auto place = [&] {
       Arena arena;

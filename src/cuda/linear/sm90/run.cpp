@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The linear ops on Hopper: kernels of its own for the logits' product and the gradients'.
 #include "src/cuda/linear/linear_run.h"
+#include "src/cuda/linear/panels.h"
 #include "src/cuda/linear/sm90/engine.h"
 #include "src/cuda/linear/sm90/forward.h"
 #include "src/cuda/linear/sm90/product.h"
@@ -15,6 +16,9 @@ class HopperRun final : public LinearRun {
  private:
   Panel stored_panel() const override {
     return panel_of(call_, plan_, m_, {0, plan_.stored_columns, false});
+  }
+  Panel lent_panel() const override {
+    return panel_of(call_, plan_, m_, {plan_.stored_columns, plan_.lent_columns, true});
   }
 
   // The sums of every column, and E of those that are kept.
@@ -138,11 +142,22 @@ class HopperRun final : public LinearRun {
   }
 };
 
+// With what lies in the outputs' memory: the input, and the scaled one.
+LinearMemory lend_outputs(const LinearCall& call, const LinearPlan& plan, LinearMemory m) {
+  const LinearShape& s = call.shape;
+  if (lends_input(s, plan)) m.input = call.grad_input.as<char>();
+  if (m.scaled != nullptr) return m;
+  m.scaled =
+      scales_apart(s, plan) ? call.grad_weight.as<char>() + lent_scaled_input(s, plan) : m.input;
+  return m;
+}
+
 }  // namespace
 
 void HopperEngine::run(const LinearCall& call, const LinearPlan& plan, const LinearMemory& memory,
                        const DeviceInfo& device, Stream* stream) const {
-  HopperRun(call, plan, memory, device, stream).run();
+  const LinearMemory lent = lend_outputs(call, plan, memory);
+  HopperRun(call, plan, lent, device, stream).run();
 }
 
 }  // namespace logitless::cuda::sm90
