@@ -8,7 +8,6 @@
 #include "cli/text.h"
 #ifdef LOGITLESS_WITH_CUDA
 #include "src/cuda/linear/engine.h"
-#include "src/cuda/linear/panels.h"
 #include "src/cuda/runtime/runtime.h"
 #include "src/validate.h"
 #endif

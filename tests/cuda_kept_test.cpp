@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// E that lies in grad_weight's own memory on Hopper (src/cuda/linear/panels.h): of every column or
-// of some, whose rows are written behind it, or in its place once it was copied. Each of these
-// against double, under every kind of option.
+// E that lies in grad_weight's own memory on Hopper (src/cuda/linear/sm90/panels.h): of every
+// column or of some, whose rows are written behind it, or in its place once it was copied. Each of
+// these against double, under every kind of option.
 #include "cuda_planned.h"
-#include "src/cuda/linear/panels.h"
+#include "src/cuda/linear/sm90/panels.h"
 
 namespace logitless::conformance {
 namespace {

@@ -6,7 +6,7 @@
 
 #include "cuda_shapes.h"
 #include "gtest/gtest.h"
-#include "src/cuda/linear/panels.h"
+#include "src/cuda/linear/sm90/panels.h"
 
 namespace logitless::cuda {
 namespace {

@@ -10,7 +10,7 @@
 #include "src/cpu/plan.h"
 #include "src/cpu/thread_pool.h"
 #include "src/cuda/linear/engine.h"
-#include "src/cuda/linear/panels.h"
+#include "src/cuda/linear/sm90/panels.h"
 #include "src/cuda/rows/rows_plan.h"
 #include "src/webgpu/cost.h"
 

@@ -3,13 +3,13 @@
 
 PLANS: list[tuple[str, str, str, str, str]] = [
     # E and dz in grad_weight's memory
-    ("lent panels: over rows that are to be written", "linear/panels.cpp",
+    ("lent panels: over rows that are to be written", "linear/sm90/panels.cpp",
        "left / (@{row_bytes(s)}@ + column_bytes(s, p))", "int64_t{0}", "apart"),
     ("lent panels: E without the row's factor", "linear/sm90/product.cu",
        "a.add = add;\n  if (@{of_e}@) a.factors = m.factors;", "false", "apart"),
-    ("kept E: every part from the first one's place", "linear/panels.cpp",
+    ("kept E: every part from the first one's place", "linear/sm90/panels.cpp",
        "return lent_e(s, p) + @{(at.first - p.stored_columns) * column_bytes(s, p)}@;", "int64_t{0}", "kept"),
-    ("kept E: all of it in place", "linear/panels.cpp",
+    ("kept E: all of it in place", "linear/sm90/panels.cpp",
        "if (@{in_place >= at.columns}@) return at;", "true", "kept"),
     ("kept E: copied and read where it was", "linear/sm90/run.cpp",
        "panel.data = @{m_.remade}@;", "panel.data", "heads"),

@@ -11,7 +11,7 @@
 //   two_passes  E of one chunk of tokens at a time, for grad_input and the first rows of
 //               grad_weight; then dz of the other columns for theirs: three and a half products
 // Rows of grad_weight that no product has written yet are memory too: Hopper's kernels keep E or dz
-// of earlier columns there (panels.h).
+// of earlier columns there (sm90/panels.h).
 #pragma once
 
 #include <algorithm>
@@ -69,7 +69,7 @@ struct LinearPlan {
   int64_t stored_columns = 0;                 // of E, per chunk, in the workspace
   int64_t lent_columns = 0;                   // of E behind them, in grad_weight's memory
   bool copies_lent = true;                    // as many as fit if E is copied before its rows come
-  bool input_first = true;                    // where E of all is kept: panels.h
+  bool input_first = true;                    // where E of all is kept: sm90/panels.h
   int64_t remade_columns = 0;                 // of E or dz at a time, where not all are stored
   bool grad_weight_sum = false;               // [V, D] in f32
   int64_t lent_sum_rows = 0;                  // of it in grad_weight's own memory: the first ones

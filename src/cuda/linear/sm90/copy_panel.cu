@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // E that lies in grad_weight's memory where rows are about to be written: back to the workspace.
 #include "src/cuda/linear/linear.cuh"
-#include "src/cuda/linear/panels.h"
+#include "src/cuda/linear/sm90/panels.h"
 
 namespace logitless::cuda {
 namespace {

@@ -6,8 +6,8 @@
 // and near the cap what is left to it is kept instead (options.cuh). One read and one write, in
 // place of a fourth product.
 #include "src/cuda/linear/linear.cuh"
-#include "src/cuda/linear/panels.h"
 #include "src/cuda/linear/sm90/options.cuh"
+#include "src/cuda/linear/sm90/panels.h"
 
 namespace logitless::cuda {
 namespace {

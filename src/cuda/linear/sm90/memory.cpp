@@ -2,9 +2,9 @@
 // Where the arrays of a call lie in its workspace.
 #include <algorithm>
 
-#include "src/cuda/linear/panels.h"
 #include "src/cuda/linear/sm90/engine.h"
 #include "src/cuda/linear/sm90/forward.h"
+#include "src/cuda/linear/sm90/panels.h"
 
 namespace logitless::cuda::sm90 {
 namespace {

@@ -2,10 +2,10 @@
 // Which plans there are of a linear op on Hopper's own kernels.
 #include <algorithm>
 
-#include "src/cuda/linear/panels.h"
 #include "src/cuda/linear/plan_search.h"
 #include "src/cuda/linear/sm90/engine.h"
 #include "src/cuda/linear/sm90/forward.h"
+#include "src/cuda/linear/sm90/panels.h"
 #include "src/cuda/linear/sm90/plan_time.h"
 #include "src/cuda/linear/sm90/units.h"
 

@@ -4,10 +4,10 @@
 #include <algorithm>
 #include <cmath>
 
-#include "src/cuda/linear/panels.h"
 #include "src/cuda/linear/plan_time.h"
 #include "src/cuda/linear/sm90/cut.h"
 #include "src/cuda/linear/sm90/forward.h"
+#include "src/cuda/linear/sm90/panels.h"
 
 namespace logitless::cuda::sm90 {
 namespace {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The linear ops on Hopper: kernels of its own for the logits' product and the gradients'.
 #include "src/cuda/linear/linear_run.h"
-#include "src/cuda/linear/panels.h"
 #include "src/cuda/linear/sm90/engine.h"
 #include "src/cuda/linear/sm90/forward.h"
+#include "src/cuda/linear/sm90/panels.h"
 #include "src/cuda/linear/sm90/product.h"
 
 namespace logitless::cuda::sm90 {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "src/cuda/linear/panels.h"
+#include "src/cuda/linear/sm90/panels.h"
 
 #include <algorithm>
 
