@@ -26,10 +26,12 @@ std::span<const Engine* const> engines() {
 }
 
 Status check_named_engine(const DeviceInfo& device) {
+  for (const Engine* engine : engines()) {
+    if (may_serve(*engine, device)) return {};
+  }
   char served[96] = {};
   for (const Engine* engine : engines()) {
     if (!engine->serves(device)) continue;
-    if (device.kernels[0] == 0 || std::strcmp(device.kernels, engine->name()) == 0) return {};
     const size_t used = std::strlen(served);
     std::snprintf(served + used, sizeof(served) - used, "%s%s", used > 0 ? ", " : "",
                   engine->name());

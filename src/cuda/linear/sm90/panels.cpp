@@ -52,7 +52,7 @@ int64_t workspace_columns(const LinearPlan& p) {
 // What lies between them changes by as much with every column: enough in front of the first lent
 // ones and in front of the last ones is enough.
 int64_t most_lent_columns(const LinearShape& s, const LinearPlan& p) {
-  if (!lends_weight(s, p) || !s.can_store || p.stored_columns == s.vocab) return 0;
+  if (!lends_weight(s, p) || !s.can_store || p.stored_columns >= s.vocab) return 0;
   const int64_t others = s.vocab - p.stored_columns;
   const int64_t last = (others - 1) % sm90::sum_columns + 1;
   const int64_t end = weight_bytes(s) / alignment * alignment;

@@ -93,8 +93,6 @@ class Plans {
 
   // The rest of a plan but its time; with slots where they fit.
   LinearPlan finish(LinearPlan p) const {
-    // What grad_weight's memory lends begins behind what the workspace holds.
-    p.stored_columns = std::min(p.stored_columns, s_.vocab);
     p.lent_columns = s_.gradients() ? most_lent_columns(s_, p) : 0;
     settle(s_, &p);
     const auto place = [&] {
