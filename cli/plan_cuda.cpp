@@ -68,6 +68,7 @@ json cuda_plan(const OpShape& s, std::optional<uint64_t> memory) {
       });
       check(validate(op, {.device = {DeviceType::cuda, 0}}));
       const cuda::DeviceInfo device = planned_device();
+      check(cuda::check_named_engine(device));
       const cuda::Asked asked = cuda::asked_of(op, device);
       const uint64_t least = asked.smallest().bytes;
       const WorkspaceSize size{least, std::max(least, asked.recommended().bytes), 256};
