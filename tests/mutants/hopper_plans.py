@@ -32,8 +32,8 @@ PLANS: list[tuple[str, str, str, str, str]] = [
        "return (warpgroup - 1) * @{128}@ < rows;", "129", "apart"),
     ("few tokens: a block left out a row too early", "linear/plan.h",
        "p.chunks == 1 && p.token_chunk <= @{apart_rows}@;", "264", "apart"),
-    ("few tokens: units found as clusters share them out", "linear/rows.cu",
-       ".clusters = @{teams_of(plan, device.multiprocessors / 2)}@,", "device.multiprocessors / 2", "units"),
+    ("few tokens: units found as clusters share them out", "linear/sm90/run.cpp",
+       "             @{teams_of(plan, device.multiprocessors / 2)}@}", "device.multiprocessors / 2", "units"),
     # Chunks of tokens
     ("chunks, sums: those in the workspace from its middle on", "linear/sm90/product_rows.cuh",
        "int64_t{row - @{a.split}@}", "0", "chunks"),

@@ -30,8 +30,6 @@ void place_stored(const LinearShape& s, const LinearPlan& p, Arena* arena, Linea
 void place_partials(const LinearShape& s, const LinearPlan& p, Arena* arena, LinearMemory* m) {
   const int64_t count = p.token_chunk * p.segments;
   m->partials.segments = p.segments;
-  m->partials.unit_width = p.unit_width;
-  m->partials.single_rows = static_cast<int32_t>(std::min<int64_t>(p.token_chunk, 512));
   m->partials.maximum = arena->take<float>(count);
   m->partials.sum = arena->take<float>(count);
   if (s.entropy) m->partials.shifted = arena->take<float>(count);

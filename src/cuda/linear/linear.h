@@ -25,7 +25,7 @@ struct Partials {
   // Of the kernel of sm90/plain.cuh, whose rows are summed in units (sm90/units.h): a segment is a
   // unit, or a tile, or these sums are of no unit (0).
   int32_t unit_width = 0;           // tiles of a segment
-  int32_t single_rows = 0;          // up to 512
+  int32_t single_rows = 0;          // of a single tile
   float* single_maximum = nullptr;  // [single tiles, single_rows]  where a segment is a unit
   float* single_sum = nullptr;      // [single tiles, single_rows]
 };
@@ -59,6 +59,12 @@ struct LinearCall {
   bool plain() const { return map.identity && !bias; }
 };
 
+// How units (units.h) were shared out, for the rows' kernel to find their sums.
+struct UnitShares {
+  int32_t tiles = 0;  // columns of tiles
+  int32_t teams = 0;  // who worked, each on units of its own
+};
+
 // Arrays in the workspace.
 struct LinearMemory {
   Tokens tokens;
@@ -73,6 +79,7 @@ struct LinearMemory {
   float* class_weights = nullptr;  // [V + column_padding]  c_j, likewise
   float* target_logit = nullptr;   // [token_chunk]
   Partials partials;
+  UnitShares units;
   RowGradient* gradients = nullptr;  // [token_chunk]
   float* target_gradient = nullptr;  // [token_chunk]  dz of the target, for sm90/forward.h
   RowFactors* factors = nullptr;     // [token_chunk]
@@ -178,7 +185,7 @@ void block_gradients(const LinearCall& call, const LinearMemory& m, const Chunk&
 // the input times v where `scales`. With factors the target's column of E too, where `kept` has it.
 void finish_rows(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                  const Chunk& chunk, bool with_factors, const std::array<Panel, 2>& kept,
-                 bool scales, const DeviceInfo& device, Stream*);
+                 bool scales, Stream*);
 
 // kept.cu
 // E of the rows beyond the exponent's range; and, where it is made after finish_rows, of the

@@ -96,8 +96,7 @@ class LinearRun {
   void rows() {
     const bool of_e = multiplies_e(call_.shape, plan_);
     const bool scales = of_e && call_.shape.grad_weight && !smooths_apart();
-    finish_rows(call_, plan_, m_, chunk_, of_e, {stored_panel(), lent_panel()}, scales, device_,
-                stream_);
+    finish_rows(call_, plan_, m_, chunk_, of_e, {stored_panel(), lent_panel()}, scales, stream_);
   }
 
   void finish() {

@@ -11,13 +11,14 @@ namespace logitless::cuda {
 // the one to add its tiles.
 class RowSegments {
  public:
-  // tiles, clusters: how units were shared out.
-  __device__ RowSegments(const Partials& partials, int row, int valid, int tiles, int clusters)
+  // tiles, teams: how units were shared out (UnitShares).
+  __device__ RowSegments(const Partials& partials, int row, int valid, int tiles, int teams)
       : p_(partials), row_(row), base_(row * p_.segments), count_(static_cast<int>(p_.segments)) {
     if (p_.unit_width == 0) return;
     units_.column_tiles = tiles;
     if (p_.unit_width > 1) {
-      units_ = sm90::Units::make((valid + 511) / 512, tiles, sm90::unit_tiles, clusters);
+      units_ = sm90::Units::make((valid + sm90::unit_rows - 1) / sm90::unit_rows, tiles,
+                                 sm90::unit_tiles, teams);
     }
     count_ = (tiles + sm90::unit_tiles - 1) / sm90::unit_tiles;
   }
@@ -57,14 +58,15 @@ class RowSegments {
   }
 
   // Where segments are units: those before the first single one lie in memory as such.
-  __device__ int first_single() const { return units_.first_single(row_ / 512); }
+  __device__ int first_single() const { return units_.first_single(row_ / sm90::unit_rows); }
   __device__ sm90::PartialSum in_place(int b) const {
     return {p_.maximum[base_ + b], p_.sum[base_ + b]};
   }
   __device__ sm90::PartialSum single(int b) const {
     const int64_t step =
         int64_t{b < units_.full ? units_.rest : units_.row_clusters} * p_.single_rows;
-    const int64_t first = int64_t{units_.single(row_ / 512, b, 0)} * p_.single_rows + row_ % 512;
+    const int64_t first = int64_t{units_.single(row_ / sm90::unit_rows, b, 0)} * p_.single_rows +
+                          row_ % sm90::unit_rows;
     const int count = tiles_of(b);
     sm90::PartialSum tile[sm90::unit_tiles], all;
 #pragma unroll

@@ -4,7 +4,6 @@
 
 #include "src/cuda/linear/linear.cuh"
 #include "src/cuda/linear/row_sums.cuh"
-#include "src/cuda/linear/sm90/forward.h"
 #include "src/cuda/runtime/early.cuh"
 
 namespace logitless::cuda {
@@ -25,8 +24,8 @@ struct TokenValues {  // f32 of each token, of the caller's
 };
 struct PlainRows {
   Chunk chunk;
-  Partials partials;        // maximum null: Backward was given the state
-  int32_t tiles, clusters;  // of units: columns, and what shared them out
+  Partials partials;     // maximum null: Backward was given the state
+  int32_t tiles, teams;  // of units: UnitShares
   const float* target_logit;
   float* losses;  // [N]  compacted, to be reduced; null: each to the caller
   TokenValues loss, reference, log_sum;
@@ -71,7 +70,7 @@ __device__ RowToken load_token(const PlainRows& a, int row) {
 }
 
 __device__ RowSegments segments_of(const PlainRows& a, int row) {
-  return {a.partials, row, valid_rows(a.chunk), a.tiles, a.clusters};
+  return {a.partials, row, valid_rows(a.chunk), a.tiles, a.teams};
 }
 
 template <bool kPlain>
@@ -343,45 +342,45 @@ void with_plain(const PlainRows& plain, const LinearCall& call, F&& f) {
 
 void finish_rows(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                  const Chunk& chunk, bool with_factors, const std::array<Panel, 2>& kept,
-                 bool scales, const DeviceInfo& device, Stream* stream) {
+                 bool scales, Stream* stream) {
   const TensorView& loss = call.outputs.loss;
   const bool reduces = loss && call.in.options.reduction != Reduction::none;
   const bool last = chunk.first + chunk.rows >= call.shape.tokens;
   const bool makes_dz = !with_factors || kept[0].columns + kept[1].columns < call.shape.vocab;
-  const PlainRows plain{
-      .chunk = chunk,
-      .partials = m.partials,
-      .tiles = static_cast<int32_t>(divide_up(call.shape.vocab, sm90::sum_columns)),
-      .clusters = teams_of(plan, device.multiprocessors / 2),
-      .target_logit = m.target_logit,
-      .losses = reduces ? m.losses : nullptr,
-      .loss = values_of(loss),
-      .reference = values_of(call.outputs.statistics.row_reference),
-      .log_sum = values_of(call.outputs.statistics.row_log_sum),
-      .reduction = call.in.options.reduction,
-      .empty_mean = call.in.options.empty_mean,
-      .vocab_is_whole = call.in.options.vocab_total == 0,
-      .last = reduces && last,
-      .finished = m.rows_finished,
-      .gradients = m.gradients,
-      .target_gradient = makes_dz ? m.target_gradient : nullptr,
-      .factors = with_factors ? m.factors : nullptr,
-      .again = m.again,
-      .kept = with_factors ? kept : std::array<Panel, 2>{},
-      .input = m.input,
-      .scaled = scales ? m.scaled : nullptr,
-      .pitch = plan.hidden_pitch,
-      .behind = scales ? static_cast<int32_t>(plan.extra_rows) : 0};
+  const PlainRows plain{.chunk = chunk,
+                        .partials = m.partials,
+                        .tiles = m.units.tiles,
+                        .teams = m.units.teams,
+                        .target_logit = m.target_logit,
+                        .losses = reduces ? m.losses : nullptr,
+                        .loss = values_of(loss),
+                        .reference = values_of(call.outputs.statistics.row_reference),
+                        .log_sum = values_of(call.outputs.statistics.row_log_sum),
+                        .reduction = call.in.options.reduction,
+                        .empty_mean = call.in.options.empty_mean,
+                        .vocab_is_whole = call.in.options.vocab_total == 0,
+                        .last = reduces && last,
+                        .finished = m.rows_finished,
+                        .gradients = m.gradients,
+                        .target_gradient = makes_dz ? m.target_gradient : nullptr,
+                        .factors = with_factors ? m.factors : nullptr,
+                        .again = m.again,
+                        .kept = with_factors ? kept : std::array<Panel, 2>{},
+                        .input = m.input,
+                        .scaled = scales ? m.scaled : nullptr,
+                        .pitch = plan.hidden_pitch,
+                        .behind = scales ? static_cast<int32_t>(plan.extra_rows) : 0};
   LaunchShape shape{.threads = threads, .early = call.launches_early};
   with_plain(plain, call, [&](const auto& arguments, auto is_plain) {
     constexpr bool kPlain = is_plain();
     if (m.partials.unit_width > 1) {
       // Of few tokens most units are single tiles, for a warp to read at once.
+      constexpr int64_t few_tokens = 256;
       const auto with_lanes = [&](auto lanes) {
         shape.blocks = blocks_for(chunk.rows, threads / lanes());
         stream->launch_config("finish_rows", units_kernel<kPlain, lanes()>, shape, arguments);
       };
-      if (works_apart(plan)) return with_lanes(std::integral_constant<int, 32>{});
+      if (call.shape.tokens <= few_tokens) return with_lanes(std::integral_constant<int, 32>{});
       return with_lanes(std::integral_constant<int, unit_lanes>{});
     }
     shape.blocks = blocks_for(chunk.rows + plain.behind, threads / 32);

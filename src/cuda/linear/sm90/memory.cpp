@@ -5,11 +5,12 @@
 #include "src/cuda/linear/sm90/engine.h"
 #include "src/cuda/linear/sm90/forward.h"
 #include "src/cuda/linear/sm90/panels.h"
+#include "src/cuda/linear/sm90/units.h"
 
 namespace logitless::cuda::sm90 {
 namespace {
 
-// The input and the scaled one, where no output's memory holds them: lend_outputs in run.cpp.
+// The input and the scaled one, where no output's memory holds them: complete in run.cpp.
 void place_input(const LinearShape& s, const LinearPlan& p, Arena* arena, LinearMemory* m) {
   const int64_t bytes = panel_rows(p) * p.hidden_pitch * size_of(s.dtype);
   if (!lends_input(s, p) && p.copies_input) m->input = arena->take<char>(bytes);
@@ -40,7 +41,9 @@ LinearMemory HopperEngine::place(const LinearShape& s, const LinearPlan& p, Aren
   const uint64_t start = arena->used();
   if (s.forward) {
     m.partials.anchored = !s.entropy && !s.argmax;
-    const int64_t singles = int64_t{p.single_tiles} * std::min<int64_t>(p.token_chunk, 512);
+    m.partials.unit_width = p.unit_width;
+    m.partials.single_rows = static_cast<int32_t>(std::min<int64_t>(p.token_chunk, unit_rows));
+    const int64_t singles = int64_t{p.single_tiles} * m.partials.single_rows;
     if (singles > 0) {
       m.partials.single_maximum = arena->take<float>(singles);
       m.partials.single_sum = arena->take<float>(singles);

@@ -7,6 +7,8 @@
 
 namespace logitless::cuda::sm90 {
 
+static_assert(unit_rows == cluster_rows);
+
 // The sums of a thread's two rows, relative to the anchor, or to `maximum` where that is no NaN.
 struct RowSums {
   float sum[2], maximum[2];

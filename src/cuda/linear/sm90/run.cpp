@@ -142,9 +142,12 @@ class HopperRun final : public LinearRun {
   }
 };
 
-// With what lies in the outputs' memory: the input, and the scaled one.
-LinearMemory lend_outputs(const LinearCall& call, const LinearPlan& plan, LinearMemory m) {
+// With what lies in the outputs' memory, the input and the scaled one, and what the device decides.
+LinearMemory complete(const LinearCall& call, const LinearPlan& plan, LinearMemory m,
+                      const DeviceInfo& device) {
   const LinearShape& s = call.shape;
+  m.units = {static_cast<int32_t>(divide_up(s.vocab, sum_columns)),
+             teams_of(plan, device.multiprocessors / 2)};
   if (lends_input(s, plan)) m.input = call.grad_input.as<char>();
   if (m.scaled != nullptr) return m;
   m.scaled =
@@ -156,8 +159,8 @@ LinearMemory lend_outputs(const LinearCall& call, const LinearPlan& plan, Linear
 
 void HopperEngine::run(const LinearCall& call, const LinearPlan& plan, const LinearMemory& memory,
                        const DeviceInfo& device, Stream* stream) const {
-  const LinearMemory lent = lend_outputs(call, plan, memory);
-  HopperRun(call, plan, lent, device, stream).run();
+  const LinearMemory completed = complete(call, plan, memory, device);
+  HopperRun(call, plan, completed, device, stream).run();
 }
 
 }  // namespace logitless::cuda::sm90

@@ -14,7 +14,7 @@
 
 namespace logitless::cuda::sm90 {
 
-constexpr int unit_tiles = 8;
+constexpr int unit_rows = 512, unit_tiles = 8;
 // Row clusters whose units run beside each other.
 constexpr int unit_group = 4;
 
