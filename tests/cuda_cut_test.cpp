@@ -8,7 +8,7 @@
 #include "gtest/gtest.h"
 #include "src/cuda/linear/plan.h"
 #include "src/cuda/linear/sm90/cut.h"
-#include "src/cuda/linear/sm90/units.h"
+#include "src/cuda/linear/units.h"
 
 namespace logitless::cuda {
 namespace {
@@ -17,11 +17,11 @@ TEST(CudaUnits, EveryTileIsDoneOnceAndFoundAgain) {
   for (const int clusters : {1, 7, 66, 132}) {
     for (const int rows : {0, 1, 3, 4, 5, 16, 40}) {
       for (const int tiles : {1, 7, 8, 9, 64, 127, 262, 668}) {
-        for (const int width : {1, sm90::unit_tiles}) {
-          const sm90::Units u = sm90::Units::make(rows, tiles, width, clusters);
+        for (const int width : {1, unit_tiles}) {
+          const Units u = Units::make(rows, tiles, width, clusters);
           std::vector<int> item_of(static_cast<size_t>(rows * tiles), -1);
           for (int n = 0; n < u.items; ++n) {
-            const sm90::UnitItem item = u.item(n);
+            const UnitItem item = u.item(n);
             ASSERT_EQ(item.end - item.tile, item.single < 0 ? width : 1);
             for (int tile = item.tile; tile < item.end; ++tile) {
               int& done = item_of.at(static_cast<size_t>(item.row_cluster * tiles + tile));
@@ -40,8 +40,8 @@ TEST(CudaUnits, EveryTileIsDoneOnceAndFoundAgain) {
           EXPECT_EQ(u.items - u.whole, u.singles());
           EXPECT_EQ(u.whole * width + u.singles(), rows * tiles);
           if (width > 1 && rows > 0) {
-            EXPECT_LE(u.singles(), sm90::most_singles(rows, tiles, clusters));
-            EXPECT_LE(u.singles(), sm90::most_singles(rows + 5, tiles, clusters));
+            EXPECT_LE(u.singles(), most_singles(rows, tiles, clusters));
+            EXPECT_LE(u.singles(), most_singles(rows + 5, tiles, clusters));
           }
           // No cluster does more tiles than an even share.
           EXPECT_EQ(u.whole % (width == 1 ? 1 : clusters), 0);

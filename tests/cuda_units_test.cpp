@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The loss alone on Hopper, whose rows are summed in units of eight tiles
-// (src/cuda/linear/sm90/units.h): the same bits as beside gradients, whose tiles the rows' kernel
+// (src/cuda/linear/units.h): the same bits as beside gradients, whose tiles the rows' kernel
 // combines, at every edge of a unit and of a round; and from the caller's own rows, wherever those
 // that count lie.
 #include <algorithm>

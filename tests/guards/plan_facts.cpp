@@ -11,6 +11,7 @@
 #include "src/cpu/thread_pool.h"
 #include "src/cuda/linear/engine.h"
 #include "src/cuda/linear/sm90/panels.h"
+#include "src/cuda/linear/sm90/teams.h"
 #include "src/cuda/rows/rows_plan.h"
 #include "src/webgpu/cost.h"
 
@@ -86,7 +87,7 @@ void add_panels(const cuda::LinearShape& s, const cuda::LinearPlan& p, Facts* fa
 void add_hopper(const cuda::LinearShape& s, const cuda::LinearPlan& p, Facts* facts) {
   facts->add("options", !s.plain);
   facts->add("dz", s.forms_dz && cuda::kept_columns(p) > 0);
-  facts->add("apart", cuda::works_apart(p));
+  facts->add("apart", cuda::sm90::works_apart(p));
   facts->add("unit", p.unit_width);
   facts->add("single", p.single_tiles);
   facts->add("slots", p.slots);

@@ -30,7 +30,7 @@ PLANS: list[tuple[str, str, str, str, str]] = [
     # Few tokens
     ("few tokens: a warpgroup left out a row too early", "linear/sm90/tile.cuh",
        "return (warpgroup - 1) * @{128}@ < rows;", "129", "apart"),
-    ("few tokens: a block left out a row too early", "linear/plan.h",
+    ("few tokens: a block left out a row too early", "linear/sm90/teams.h",
        "p.chunks == 1 && p.token_chunk <= @{apart_rows}@;", "264", "apart"),
     ("few tokens: units found as clusters share them out", "linear/sm90/run.cpp",
        "             @{teams_of(plan, device.multiprocessors / 2)}@}", "device.multiprocessors / 2", "units"),

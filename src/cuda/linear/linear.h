@@ -22,7 +22,7 @@ struct Partials {
   int32_t* argmax = nullptr;  // lowest column of the maximum
   int64_t segments = 0;
   bool anchored = false;  // `maximum` may be an anchor, which need not be near it: sm90/plain.cuh
-  // Of the kernel of sm90/plain.cuh, whose rows are summed in units (sm90/units.h): a segment is a
+  // Of the kernel of sm90/plain.cuh, whose rows are summed in units (units.h): a segment is a
   // unit, or a tile, or these sums are of no unit (0).
   int32_t unit_width = 0;           // tiles of a segment
   int32_t single_rows = 0;          // of a single tile

@@ -81,7 +81,7 @@ struct LinearPlan {
   bool copies_input = true;                   // to compacted rows, where not all tokens count
   int64_t panel_row_block = 1;                // of a panel's rows, in whole ones
   int64_t extra_rows = 0;                     // behind them
-  int32_t unit_width = 0;                     // tiles of a segment, or 0: sm90/units.h
+  int32_t unit_width = 0;                     // tiles of a segment, or 0: units.h
   int32_t single_tiles = 0;                   // whose sums lie apart, at most
   int64_t first_rows = 0;                     // of grad_weight, made in the first of two passes
   uint64_t bytes = 0;
@@ -112,27 +112,6 @@ inline bool scales_apart(const LinearShape& s, const LinearPlan& p) {
 inline int64_t panel_rows(const LinearPlan& p) {
   return round_up(p.token_chunk, p.panel_row_block) + p.extra_rows;
 }
-
-// On Hopper two blocks of a cluster lie below each other and share half of what they read. Of up to
-// so many rows, of one chunk, the second one would have nothing to do: they work apart, each on
-// tiles of its own.
-inline constexpr int64_t apart_rows = 256;
-inline bool works_apart(const LinearPlan& p) {
-  return p.chunks == 1 && p.token_chunk <= apart_rows;
-}
-// Clusters, or blocks that work apart, of a device.
-inline int teams_of(const LinearPlan& p, int clusters) {
-  return works_apart(p) ? 2 * clusters : clusters;
-}
-// Rows of a slot, a team's.
-inline int32_t slot_rows(const LinearPlan& p) {
-  if (!works_apart(p)) return 512;
-  return p.token_chunk <= apart_rows / 2 ? 128 : 256;
-}
-// Rows of a block's tile that there may be: a warpgroup's, or both ones'.
-inline int32_t rows_of_tile(const LinearPlan& p) { return std::min(slot_rows(p), 256); }
-// How many slots grad_weight has, whose blocks never work apart.
-inline int32_t weight_slots(const LinearPlan& p) { return p.slots / (512 / slot_rows(p)); }
 
 inline constexpr int64_t segment_columns = 1024;  // of a row's partial sums: fixed for every plan
 // Behind a chunk's rows: two for the smoothing's own term, zeros to the next multiple of 8.

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "src/cuda/linear/linear.cuh"
-#include "src/cuda/linear/sm90/units.cuh"
+#include "src/cuda/linear/units.cuh"
 
 namespace logitless::cuda {
 
@@ -17,16 +17,15 @@ class RowSegments {
     if (p_.unit_width == 0) return;
     units_.column_tiles = tiles;
     if (p_.unit_width > 1) {
-      units_ = sm90::Units::make((valid + sm90::unit_rows - 1) / sm90::unit_rows, tiles,
-                                 sm90::unit_tiles, teams);
+      units_ = Units::make((valid + unit_rows - 1) / unit_rows, tiles, unit_tiles, teams);
     }
-    count_ = (tiles + sm90::unit_tiles - 1) / sm90::unit_tiles;
+    count_ = (tiles + unit_tiles - 1) / unit_tiles;
   }
   __device__ int count() const { return count_; }
   // But where segments are units.
-  __device__ sm90::PartialSum operator()(int b) const {
+  __device__ PartialSum operator()(int b) const {
     if (p_.unit_width == 0) return in_place(b);
-    sm90::PartialSum unit[1];
+    PartialSum unit[1];
     of_tiles(b, unit);
     return unit[0];
   }
@@ -34,61 +33,59 @@ class RowSegments {
   // Where segments are tiles: units b, b + 32, ..., and behind the last one nothing. A loop: short
   // code, and what the first tile brings to the L1 cache serves the others.
   template <int kUnits>
-  __device__ void of_tiles(int b, sm90::PartialSum (&unit)[kUnits]) const {
-    sm90::PartialSum next[kUnits];
+  __device__ void of_tiles(int b, PartialSum (&unit)[kUnits]) const {
+    PartialSum next[kUnits];
     const auto load = [&](int j) {
 #pragma unroll
       for (int n = 0; n < kUnits; ++n) {
         next[n] = {};
         if (j < tiles_of(b + 32 * n)) {
-          next[n] = in_place((b + 32 * n) * sm90::unit_tiles + j);
+          next[n] = in_place((b + 32 * n) * unit_tiles + j);
         }
       }
     };
     load(0);
 #pragma unroll 1
     for (int j = 0; j < tiles_of(b); ++j) {
-      sm90::PartialSum tile[kUnits];
+      PartialSum tile[kUnits];
 #pragma unroll
       for (int n = 0; n < kUnits; ++n) tile[n] = next[n];
       load(j + 1);
 #pragma unroll
-      for (int n = 0; n < kUnits; ++n) unit[n] = sm90::combine(unit[n], tile[n]);
+      for (int n = 0; n < kUnits; ++n) unit[n] = combine(unit[n], tile[n]);
     }
   }
 
   // Where segments are units: those before the first single one lie in memory as such.
-  __device__ int first_single() const { return units_.first_single(row_ / sm90::unit_rows); }
-  __device__ sm90::PartialSum in_place(int b) const {
-    return {p_.maximum[base_ + b], p_.sum[base_ + b]};
-  }
-  __device__ sm90::PartialSum single(int b) const {
+  __device__ int first_single() const { return units_.first_single(row_ / unit_rows); }
+  __device__ PartialSum in_place(int b) const { return {p_.maximum[base_ + b], p_.sum[base_ + b]}; }
+  __device__ PartialSum single(int b) const {
     const int64_t step =
         int64_t{b < units_.full ? units_.rest : units_.row_clusters} * p_.single_rows;
-    const int64_t first = int64_t{units_.single(row_ / sm90::unit_rows, b, 0)} * p_.single_rows +
-                          row_ % sm90::unit_rows;
+    const int64_t first =
+        int64_t{units_.single(row_ / unit_rows, b, 0)} * p_.single_rows + row_ % unit_rows;
     const int count = tiles_of(b);
-    sm90::PartialSum tile[sm90::unit_tiles], all;
+    PartialSum tile[unit_tiles], all;
 #pragma unroll
-    for (int j = 0; j < sm90::unit_tiles; ++j) {
+    for (int j = 0; j < unit_tiles; ++j) {
       const int64_t at = first + j * step;
       if (j < count) tile[j] = {p_.single_maximum[at], p_.single_sum[at]};
     }
 #pragma unroll
-    for (int j = 0; j < sm90::unit_tiles; ++j) all = sm90::combine(all, tile[j]);
+    for (int j = 0; j < unit_tiles; ++j) all = combine(all, tile[j]);
     return all;
   }
 
  private:
   __device__ int tiles_of(int b) const {
-    return min(sm90::unit_tiles, units_.column_tiles - b * sm90::unit_tiles);
+    return min(unit_tiles, units_.column_tiles - b * unit_tiles);
   }
 
   const Partials& p_;
   int row_;
   int64_t base_;
   int count_;
-  sm90::Units units_{};
+  Units units_{};
 };
 
 }  // namespace logitless::cuda

@@ -42,7 +42,7 @@ template <bool kPlain>
 __device__ inline RowTotals sum_by_warp(const Partials& partials, const RowSegments& segments,
                                         int64_t base, const RowToken& token, int lane) {
   constexpr int held = 2;  // of a lane's segments
-  sm90::PartialSum own[held];
+  PartialSum own[held];
   const int count = segments.count();
   if (partials.unit_width == 1) {
     segments.of_tiles(lane, own);
@@ -61,7 +61,7 @@ __device__ inline RowTotals sum_by_warp(const Partials& partials, const RowSegme
   }
   all.others = warp_max(all.others);
   all.maximum = maximum_with_target(all.others, token);
-  const auto add = [&](int b, const sm90::PartialSum& x) {
+  const auto add = [&](int b, const PartialSum& x) {
     const float lift = lift_of(x.reference, all.maximum);
     all.sum = fmaf(x.sum, lift, all.sum);
     if constexpr (kPlain) return;
@@ -88,24 +88,24 @@ __device__ inline RowTotals sum_by_warp(const Partials& partials, const RowSegme
   return all;
 }
 
-// Of units (sm90/units.h), by kLanes of a warp, each in the place of 32 / kLanes: rows side by side
+// Of units (units.h), by kLanes of a warp, each in the place of 32 / kLanes: rows side by side
 // spare most of what a warp does a row.
 template <int kLanes>
 __device__ inline RowTotals sum_by_lanes(const RowSegments& segments, const RowToken& token,
                                          int lane) {
   constexpr int each = 32 / kLanes;
   const int whole = segments.first_single(), count = segments.count();
-  sm90::PartialSum own[each];
+  PartialSum own[each];
   const auto load = [&](int first) {
 #pragma unroll
     for (int i = 0; i < each; ++i) {
       const int b = first + kLanes * i + lane;
-      own[i] = b < whole ? segments.in_place(b) : sm90::PartialSum{};
+      own[i] = b < whole ? segments.in_place(b) : PartialSum{};
     }
   };
   // Single ones are the last: few, and mostly one of them at most is this lane's.
   const int first_single = whole + ((lane - whole) & (kLanes - 1));
-  sm90::PartialSum single;
+  PartialSum single;
   RowTotals all;
   if (first_single < count) single = segments.single(first_single);
   all.others = single.reference;

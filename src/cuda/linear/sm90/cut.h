@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "src/cuda/linear/sm90/both.h"
+#include "src/loss.h"
 
 namespace logitless::cuda::sm90 {
 
@@ -21,21 +21,21 @@ struct Cut {
   int tiles = 0, depth = 0;  // depth in steps of 64
   int tail = 0, slices = 1;  // the last `tail` tiles, in so many slices each
 
-  LOGITLESS_BOTH int whole() const { return tiles - tail; }
-  LOGITLESS_BOTH int items() const { return whole() + tail * slices; }
-  LOGITLESS_BOTH int slots() const { return tail * slices; }
-  LOGITLESS_BOTH int tile(int item) const {
+  LOGITLESS_HOST_DEVICE int whole() const { return tiles - tail; }
+  LOGITLESS_HOST_DEVICE int items() const { return whole() + tail * slices; }
+  LOGITLESS_HOST_DEVICE int slots() const { return tail * slices; }
+  LOGITLESS_HOST_DEVICE int tile(int item) const {
     return item < whole() ? item : whole() + (item - whole()) % tail;
   }
   // The steps [begin, end) of an item.
-  LOGITLESS_BOTH int begin(int item) const {
+  LOGITLESS_HOST_DEVICE int begin(int item) const {
     return item < whole() ? 0 : depth * ((item - whole()) / tail) / slices;
   }
-  LOGITLESS_BOTH int end(int item) const {
+  LOGITLESS_HOST_DEVICE int end(int item) const {
     return item < whole() ? depth : depth * ((item - whole()) / tail + 1) / slices;
   }
   // Steps that the busiest cluster takes.
-  LOGITLESS_BOTH int steps(int clusters) const {
+  LOGITLESS_HOST_DEVICE int steps(int clusters) const {
     const int rounds = (whole() + clusters - 1) / clusters * depth;
     if (tail == 0) return rounds;
     const int slice = (depth + slices - 1) / slices + slice_cost;
@@ -44,7 +44,7 @@ struct Cut {
 };
 
 // The quickest of a few with at most `slots` slots.
-LOGITLESS_BOTH inline Cut cut_tiles(int tiles, int depth, int clusters, int slots) {
+LOGITLESS_HOST_DEVICE inline Cut cut_tiles(int tiles, int depth, int clusters, int slots) {
   const Cut whole{tiles, depth, 0, 1};
   Cut best = whole;
   int least = whole.steps(clusters);

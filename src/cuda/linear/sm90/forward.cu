@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "src/cuda/linear/sm90/plain.cuh"
+#include "src/cuda/linear/sm90/teams.h"
 #include "src/cuda/linear/sm90/tensor_map.h"
 #include "src/cuda/linear/sm90/with_options.cuh"
 

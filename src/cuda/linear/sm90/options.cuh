@@ -3,7 +3,7 @@
 #pragma once
 
 #include "src/cuda/linear/linear.cuh"
-#include "src/cuda/linear/sm90/units.cuh"
+#include "src/cuda/linear/units.cuh"
 
 namespace logitless::cuda::sm90 {
 

@@ -7,7 +7,8 @@
 #include "src/cuda/linear/sm90/forward.h"
 #include "src/cuda/linear/sm90/panels.h"
 #include "src/cuda/linear/sm90/plan_time.h"
-#include "src/cuda/linear/sm90/units.h"
+#include "src/cuda/linear/sm90/teams.h"
+#include "src/cuda/linear/units.h"
 
 namespace logitless::cuda::sm90 {
 namespace {

@@ -8,6 +8,7 @@
 #include "src/cuda/linear/sm90/cut.h"
 #include "src/cuda/linear/sm90/forward.h"
 #include "src/cuda/linear/sm90/panels.h"
+#include "src/cuda/linear/sm90/teams.h"
 
 namespace logitless::cuda::sm90 {
 namespace {

@@ -6,6 +6,7 @@
 #include "src/cuda/linear/sm90/forward.h"
 #include "src/cuda/linear/sm90/join.cuh"
 #include "src/cuda/linear/sm90/product.cuh"
+#include "src/cuda/linear/sm90/teams.h"
 #include "src/cuda/linear/sm90/tensor_map.h"
 
 namespace logitless::cuda::sm90 {

@@ -44,7 +44,7 @@ struct Work {
   Cut cut;
 };
 template <Gradient kGradient>
-LOGITLESS_BOTH inline Work work_of(const ProductArguments& a, int valid, bool cuts) {
+LOGITLESS_HOST_DEVICE inline Work work_of(const ProductArguments& a, int valid, bool cuts) {
   constexpr bool is_input = kGradient == Gradient::input;
   Work w;
   w.rows = is_input ? std::max(std::min(valid - a.first_row, a.rows), 0) : a.rows;

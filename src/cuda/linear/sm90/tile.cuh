@@ -46,7 +46,7 @@ __device__ inline bool has_some(int warpgroup, int rows) { return (warpgroup - 1
 // Where tile t lies: rows of tiles run fastest in groups of `group` clusters, then the columns.
 struct Schedule {
   int row_clusters, column_tiles, group;
-  LOGITLESS_BOTH int tiles() const { return row_clusters * column_tiles; }
+  LOGITLESS_HOST_DEVICE int tiles() const { return row_clusters * column_tiles; }
   __device__ void find(int t, int* row_cluster, int* column_tile) const {
     const int per_group = group * column_tiles, full = row_clusters / group;
     const int at = min(t / per_group, full);

@@ -3,10 +3,10 @@
 // unit's tiles, in the forward's registers or in the rows' kernel.
 #pragma once
 
-#include "src/cuda/linear/sm90/units.h"
+#include "src/cuda/linear/units.h"
 #include "src/cuda/numbers.cuh"
 
-namespace logitless::cuda::sm90 {
+namespace logitless::cuda {
 
 __device__ inline float exp2_fast(float x) {
   float y;
@@ -35,4 +35,4 @@ __device__ inline PartialSum combine(const PartialSum& first, const PartialSum& 
                        second.sum * exp2_fast((second.reference - from) * log2e)};
 }
 
-}  // namespace logitless::cuda::sm90
+}  // namespace logitless::cuda

@@ -10,9 +10,9 @@
 
 #include <algorithm>
 
-#include "src/cuda/linear/sm90/both.h"
+#include "src/loss.h"
 
-namespace logitless::cuda::sm90 {
+namespace logitless::cuda {
 
 constexpr int unit_rows = 512, unit_tiles = 8;
 // Row clusters whose units run beside each other.
@@ -30,7 +30,8 @@ struct Units {
   int whole, rest;  // full units: done as such; in the last round, a tile at a time
   int items;
 
-  LOGITLESS_BOTH static Units make(int row_clusters, int column_tiles, int width, int clusters) {
+  LOGITLESS_HOST_DEVICE static Units make(int row_clusters, int column_tiles, int width,
+                                          int clusters) {
     Units u{};
     u.row_clusters = row_clusters, u.column_tiles = column_tiles, u.width = width;
     u.full = column_tiles / width, u.over = column_tiles % width;
@@ -40,23 +41,23 @@ struct Units {
     u.items = u.whole + u.singles();
     return u;
   }
-  LOGITLESS_BOTH int singles() const { return rest * width + row_clusters * over; }
+  LOGITLESS_HOST_DEVICE int singles() const { return rest * width + row_clusters * over; }
 
-  LOGITLESS_BOTH int columns() const { return full + (over > 0); }  // units of a row cluster
+  LOGITLESS_HOST_DEVICE int columns() const { return full + (over > 0); }  // units of a row cluster
 
   // The n-th full unit: rows run fastest in groups, then the columns.
-  LOGITLESS_BOTH UnitItem unit(int n) const {
+  LOGITLESS_HOST_DEVICE UnitItem unit(int n) const {
     const int group = n / (unit_group * full), first = group * unit_group;
     const int rows = row_clusters - first < unit_group ? row_clusters - first : unit_group;
     const int left = n - first * full, tile = left / rows * width;
     return {first + left % rows, tile, tile + width, -1};
   }
-  LOGITLESS_BOTH int number(int row_cluster, int unit) const {
+  LOGITLESS_HOST_DEVICE int number(int row_cluster, int unit) const {
     const int first = row_cluster / unit_group * unit_group;
     const int rows = row_clusters - first < unit_group ? row_clusters - first : unit_group;
     return first * full + unit * rows + row_cluster - first;
   }
-  LOGITLESS_BOTH UnitItem item(int n) const {
+  LOGITLESS_HOST_DEVICE UnitItem item(int n) const {
     if (n < whole) return unit(n);
     const int s = n - whole;
     if (s < rest * width) {
@@ -68,13 +69,13 @@ struct Units {
     return {row_clusters - 1 - behind % row_clusters, tile, tile + 1, s};
   }
   // Where the j-th tile of a unit is among the single ones; negative: the unit is done as such.
-  LOGITLESS_BOTH int single(int row_cluster, int unit, int j) const {
+  LOGITLESS_HOST_DEVICE int single(int row_cluster, int unit, int j) const {
     if (unit >= full) return rest * width + (j + 1) * row_clusters - 1 - row_cluster;
     const int n = number(row_cluster, unit) - whole;
     return n < 0 ? -1 : (j + 1) * rest - 1 - n;
   }
   // The first unit of a row cluster that is not done as such: all behind it are not either.
-  LOGITLESS_BOTH int first_single(int row_cluster) const {
+  LOGITLESS_HOST_DEVICE int first_single(int row_cluster) const {
     const int first = row_cluster / unit_group * unit_group;
     const int rows = row_clusters - first < unit_group ? row_clusters - first : unit_group;
     const int before = whole - (first * full + row_cluster - first);
@@ -93,4 +94,4 @@ inline int most_singles(int row_clusters, int column_tiles, int clusters) {
   return most;
 }
 
-}  // namespace logitless::cuda::sm90
+}  // namespace logitless::cuda
