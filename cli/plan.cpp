@@ -27,7 +27,7 @@ struct PlanArguments {
   std::string device = "cpu", dtype = "f32", grad_dtype = "f32";
   std::optional<uint64_t> memory;
   int threads = 0;
-  bool no_grad_input = false, no_grad_weight = false;
+  bool steps = false, no_grad_input = false, no_grad_weight = false;
 };
 
 cpu::LinearShape linear_shape(const OpShape& s) {
@@ -205,13 +205,17 @@ void run_plan(const Context& context, PlanArguments& arguments) {
   if (arguments.threads > 0) logitless_set_num_threads(arguments.threads);
   const bool cuda = arguments.device == "cuda";
   const bool webgpu = arguments.device == "webgpu";
-  const json out = cuda     ? cuda_plan(shape, arguments.memory)
+  if (arguments.steps && !cuda) {
+    throw BadInput(fmt::format("--steps: given with --device {}; allowed: cuda", arguments.device));
+  }
+  const json out = cuda     ? cuda_plan(shape, arguments.memory, arguments.steps)
                    : webgpu ? webgpu_plan(shape, arguments.memory)
                             : gather(arguments);
   if (context.json) {
     print_json(out);
   } else if (cuda) {
     print_text(out, print_cuda_plan);
+    if (arguments.steps) print_cuda_steps(out);
   } else if (webgpu) {
     print_text(out, print_webgpu_plan);
   } else {
@@ -243,6 +247,7 @@ void add_plan(CLI::App& app, Context& context) {
   add_memory_option(*command, a.memory);
   command->add_option("--threads", a.threads, "0: all that this process may use")
       ->check(integer(0, 1024));
+  command->add_flag("--steps", a.steps, "with --device cuda: what the plan does, in its order");
   command->add_flag("--no-grad-input", a.no_grad_input, "frozen below the head");
   command->add_flag("--no-grad-weight", a.no_grad_weight, "frozen head");
   command->callback([&context, arguments] { run_plan(context, *arguments); });

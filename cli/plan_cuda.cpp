@@ -4,6 +4,10 @@
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
+#include <string>
+#include <utility>
+#include <vector>
+
 #include "cli/commands.h"
 #include "cli/text.h"
 #ifdef LOGITLESS_WITH_CUDA
@@ -44,6 +48,126 @@ json describe(const cuda::LinearShape& s, const cuda::LinearPlan& p) {
           {"predicted_ms", p.seconds * 1e3}};
 }
 
+std::string columns_of(const cuda::Step& step) {
+  return fmt::format("columns [{}, {})", step.panel.first, step.panel.first + step.columns());
+}
+
+const char* place_of(const cuda::PanelPlace& panel) {
+  return panel.lent && !panel.copied ? "grad_weight's memory" : "the workspace";
+}
+
+// One step in words: what is made of what, and where it goes.
+std::string words_of(const cuda::Step& step) {
+  using cuda::StepKind;
+  const char* what = step.of_e ? "E" : "dz";
+  const std::string columns = columns_of(step);
+  switch (step.kind) {
+    case StepKind::tokens:
+      return "which tokens count, and their weights";
+    case StepKind::copy_weight:
+      return "weight to aligned rows in the workspace";
+    case StepKind::column_terms:
+      return "bias and class weights in f32";
+    case StepKind::class_row:
+      return "sum of the weight's rows times the class weights";
+    case StepKind::weight_tail:
+      return "last rows of the weight, to a multiple of 8";
+    case StepKind::gather:
+      return "rows of input that count, logits of their targets";
+    case StepKind::logits:
+      return fmt::format("input x weight, {}: partial sums{}", columns,
+                         step.of_e ? fmt::format("; E to {}", place_of(step.panel)) : "");
+    case StepKind::states:
+      return fmt::format("partial sums to row states, losses{}",
+                         step.of_e ? ", factors of E's rows" : "");
+    case StepKind::finish_panel:
+      return fmt::format("{}, {}: rows out of its range, zeros behind", what, columns);
+    case StepKind::form_dz:
+      return fmt::format("dz in the place of E, {}", columns);
+    case StepKind::scale_input:
+      return "input times the factors of E's rows";
+    case StepKind::remake:
+      return fmt::format("input x weight again, {}: {} to {}", columns, what, place_of(step.panel));
+    case StepKind::copy_panel:
+      return fmt::format("E, {}, from grad_weight's memory to the workspace", columns);
+    case StepKind::grad_input:
+      return fmt::format(
+          "{} x weight, {}{}{}", what, columns,
+          step.rows.count < step.tokens.count
+              ? fmt::format(", rows [{}, {})", step.rows.first, step.rows.first + step.rows.count)
+              : "",
+          step.to_sums ? ", to sums in f32" : "");
+    case StepKind::grad_weight:
+      return fmt::format("{} (transposed) x input, {}{}", what, columns,
+                         step.to_sums ? ", to sums in f32" : "");
+    case StepKind::both_gradients:
+      return fmt::format("{} x weight, beside {} (transposed) x input{}; {}", what, what,
+                         step.to_sums ? " to sums in f32" : "", columns);
+    case StepKind::grad_bias:
+      return fmt::format("sums of {}, {}", what, columns);
+    case StepKind::write_grad_input:
+      return fmt::format("rows [{}, {}) from their sums", step.rows.first,
+                         step.rows.first + step.rows.count);
+    case StepKind::no_tokens:
+      return "the loss of none, gradients of 0";
+    default:
+      return "from its sums";
+  }
+}
+
+// The steps of a plan; alike ones as {"count", "steps"}.
+class Listing final : public cuda::StepVisitor {
+ public:
+  Listing(const cuda::Planned& planned, const cuda::DeviceSpeed& speed)
+      : planned_(planned), speed_(speed) {}
+  void visit(const cuda::Step& step) override {
+    if (step.kind == cuda::StepKind::gather) {
+      const auto& [first, count] = step.tokens;
+      open_.back().push_back({{"tokens", {first, first + count}}});
+    }
+    json entry{{"step", cuda::name_of(step.kind)}, {"what", words_of(step)}};
+    const double seconds = planned_.engine.seconds(planned_.shape, planned_.plan, speed_, step);
+    if (seconds > 0) entry["predicted_ms"] = seconds * 1e3;
+    open_.back().push_back(std::move(entry));
+  }
+  int64_t begin_repeat(int64_t) override {
+    open_.push_back(json::array());
+    return 1;
+  }
+  void end_repeat(int64_t count) override {
+    json steps = std::move(open_.back());
+    open_.pop_back();
+    if (count == 1) {
+      for (json& step : steps) open_.back().push_back(std::move(step));
+    } else {
+      open_.back().push_back({{"count", count}, {"steps", std::move(steps)}});
+    }
+  }
+  int64_t most_parts() const override { return 100; }
+  json take() {
+    planned_.engine.for_steps(planned_.shape, planned_.plan, this);
+    return std::move(open_.back());
+  }
+
+ private:
+  const cuda::Planned& planned_;
+  const cuda::DeviceSpeed& speed_;
+  std::vector<json> open_{json::array()};
+};
+
+json steps_of(const cuda::Asked& asked, uint64_t bytes) {
+  const std::vector<cuda::Planned> passes = cuda::passes(asked, bytes);
+  json all = json::array();
+  for (const cuda::Planned& pass : passes) {
+    if (passes.size() > 1) {  // the second one's columns are the last ones
+      const int64_t first = all.empty() ? 0 : asked.shape.vocab - pass.shape.vocab;
+      all.push_back({{"pass", {first, asked.shape.vocab}}});
+    }
+    for (json& step : Listing(pass, asked.speed).take()) all.push_back(std::move(step));
+  }
+  return all;
+}
+
 // The device here, or the one whose figures the cost model holds.
 cuda::DeviceInfo planned_device() {
   const cuda::DeviceInfo* info;
@@ -53,7 +177,7 @@ cuda::DeviceInfo planned_device() {
 
 }  // namespace
 
-json cuda_plan(const OpShape& s, std::optional<uint64_t> memory) {
+json cuda_plan(const OpShape& s, std::optional<uint64_t> memory, bool steps) {
   if (!s.linear()) {
     throw BadInput("--device cuda: ops of given logits have no plan; allowed: linear ops");
   }
@@ -76,6 +200,7 @@ json cuda_plan(const OpShape& s, std::optional<uint64_t> memory) {
       check_memory(given, size);
       out["device"] = device.name;
       out["plan"] = describe(asked.shape, asked.plan(given));
+      if (steps) out["plan"]["steps"] = steps_of(asked, given);
       out["workspace"] = {{"minimum", size.minimum},
                           {"recommended", size.recommended},
                           {"given", given},
@@ -86,7 +211,7 @@ json cuda_plan(const OpShape& s, std::optional<uint64_t> memory) {
   return out;
 }
 #else
-json cuda_plan(const OpShape&, std::optional<uint64_t>) {
+json cuda_plan(const OpShape&, std::optional<uint64_t>, bool) {
   throw Failure("cuda: this library was built without it");
 }
 #endif
@@ -109,6 +234,37 @@ void print_cuda_plan(const json& out) {
              plan["block_rows"].get<int64_t>(), plan["block_columns"].get<int64_t>(),
              plan["stored_columns"].get<int64_t>() + lent, out["vocab"].get<int64_t>(),
              lent > 0 ? fmt::format(", {} of them in grad_weight's memory", lent) : "");
+}
+
+namespace {
+
+void print_steps(const json& steps, int depth) {
+  const std::string indent(static_cast<size_t>(2 * depth), ' ');
+  for (const json& step : steps) {
+    if (step.contains("pass")) {
+      fmt::print("a pass whose columns are [{}, {}) of the vocabulary\n",
+                 step["pass"][0].get<int64_t>(), step["pass"][1].get<int64_t>());
+    } else if (step.contains("tokens")) {
+      fmt::print("{}of tokens [{}, {}), compacted\n", indent, step["tokens"][0].get<int64_t>(),
+                 step["tokens"][1].get<int64_t>());
+    } else if (step.contains("count")) {
+      fmt::print("{}{} times, the first:\n", indent, step["count"].get<int64_t>());
+      print_steps(step["steps"], depth + 1);
+    } else {
+      fmt::print("{:<{}}{:>10}  {}\n", indent + step["step"].get<std::string>(), 24,
+                 step.contains("predicted_ms")
+                     ? fmt::format("{:.3f} ms", step["predicted_ms"].get<double>())
+                     : "",
+                 step["what"].get<std::string>());
+    }
+  }
+}
+
+}  // namespace
+
+void print_cuda_steps(const json& out) {
+  fmt::print("\n");
+  print_steps(out["plan"]["steps"], 0);
 }
 
 }  // namespace logitless::cli

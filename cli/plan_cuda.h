@@ -10,8 +10,10 @@
 namespace logitless::cli {
 
 // Failure where this library was built without CUDA, BadInput for a workspace below the minimum.
-nlohmann::json cuda_plan(const OpShape& shape, std::optional<uint64_t> memory);
-// The lines of the plan itself.
+// `steps`: with plan.steps, what the plan does in its order, alike steps once with their count.
+nlohmann::json cuda_plan(const OpShape& shape, std::optional<uint64_t> memory, bool steps);
+// The lines of the plan itself; and of its steps, where it has them.
 void print_cuda_plan(const nlohmann::json& out);
+void print_cuda_steps(const nlohmann::json& out);
 
 }  // namespace logitless::cli

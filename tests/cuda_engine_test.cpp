@@ -43,6 +43,14 @@ class Toy final : public Engine {
     m.losses = arena->take<float>(s.tokens);
     return m;
   }
+  void for_steps(const LinearShape& s, const LinearPlan&, StepVisitor* visitor) const override {
+    visitor->visit(
+        {.kind = StepKind::logits, .panel = {.columns = s.vocab}, .tokens = {0, s.tokens}});
+  }
+  double seconds(const LinearShape&, const LinearPlan&, const DeviceSpeed&,
+                 const Step& step) const override {
+    return static_cast<double>(step.panel.columns * step.tokens.count);
+  }
   void run(const LinearCall& call, const LinearPlan&, const LinearMemory& m, const DeviceInfo&,
            Stream*) const override {
     const LinearShape& s = call.shape;

@@ -78,21 +78,4 @@ inline std::vector<uint64_t> budgets(const Asked& asked) {
   return all;
 }
 
-// The call and its plan; those of both of two passes.
-struct Planned {
-  const Engine& engine;
-  LinearShape shape;
-  LinearPlan plan;
-};
-inline std::vector<Planned> passes(const Asked& asked, uint64_t bytes) {
-  const auto& [engine, s, speed] = asked;
-  const LinearPlan p = asked.plan(bytes);
-  if (p.kind != PlanKind::two_passes) return {{engine, s, p}};
-  std::vector<Planned> both;
-  for (const LinearShape& pass : {first_pass(s, p.first_rows), second_pass(s, p.first_rows)}) {
-    both.push_back({engine, pass, plan_linear(engine, pass, speed, bytes - state_bytes(s))});
-  }
-  return both;
-}
-
 }  // namespace logitless::cuda

@@ -43,6 +43,7 @@ class GeneralTest(CliTest):
             (("plan", "1", "2"), "bad_input", "V"),
             (("plan", "1", "2", "x"), "bad_input", "V"),
             (("plan", "64", "32", "1000", "--memory", "1"), "bad_input", "--memory"),
+            (("plan", "64", "32", "1000", "--steps"), "bad_input", "--steps"),
             (("plan", "9000000000", "9000000000", "9"), "invalid_argument", "weight"),
             (("loss", path, "--temperature", "0"), "invalid_argument", "temperature"),
             (("loss", path, "--bias", "nope"), "bad_input", "--bias"),

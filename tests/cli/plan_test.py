@@ -132,6 +132,26 @@ class PlanTest(CliTest):
             self.assertEqual(report["loss"], whole)  # the same bits from any workspace
             self.refuse("loss", path, *gradients, f"--memory={least - 1}")
 
+    def steps_agree(self, shape: tuple[str, ...], least: int) -> None:
+        def seconds(steps: list[dict]) -> float:
+            return sum(
+                step.get("count", 1) * seconds(step["steps"])
+                if "steps" in step
+                else step.get("predicted_ms", 0.0)
+                for step in steps
+            )
+
+        for given in (least, 192 << 20, 8 << 30):
+            arguments = ("plan", *shape, f"--memory={max(given, least)}", "--steps")
+            plan = self.json(*arguments)["plan"]
+            launches = plan["predicted_ms"] - seconds(plan["steps"])  # two passes: of each
+            self.assertAlmostEqual(launches / 0.09, round(launches / 0.09), places=6)
+            self.assertIn(round(launches / 0.09), (1, 2))
+            text = self.succeed(*arguments)
+            for words in ("of tokens [0, ", "input x weight, columns [0, ", "(transposed) x input"):
+                self.assertIn(words, text)
+        self.assertNotIn("steps", self.json("plan", *shape)["plan"])
+
     def test_cuda_needs_no_device(self) -> None:
         shape = ("8192", "4096", "128256", "--dtype", "bf16", "--grad-dtype", "bf16",
                  "--device", "cuda")  # fmt: skip
@@ -157,6 +177,7 @@ class PlanTest(CliTest):
         self.assertEqual((loss["name"], loss["products"]), ("loss only", 1))
         text = self.succeed("plan", *shape)
         self.assertIn("predicted", text)
+        self.steps_agree(shape, least)
         self.assertIn(str(least), self.refuse("plan", *shape, f"--memory={least - 1}"))
         self.assertIn("linear", self.refuse("plan", *shape, "--op", "softmax"))
 

@@ -4,8 +4,10 @@
 #pragma once
 
 #include <span>
+#include <vector>
 
 #include "src/cuda/linear/linear.h"
+#include "src/cuda/linear/steps.h"
 
 namespace logitless::cuda {
 
@@ -34,6 +36,11 @@ class Engine {
   // Where a plan's arrays lie in the workspace.
   virtual LinearMemory place(const LinearShape& shape, const LinearPlan& plan,
                              Arena* arena) const = 0;
+  // Visits what the plan does, step by step; and about how many seconds one of them takes.
+  virtual void for_steps(const LinearShape& shape, const LinearPlan& plan,
+                         StepVisitor* visitor) const = 0;
+  virtual double seconds(const LinearShape& shape, const LinearPlan& plan, const DeviceSpeed& speed,
+                         const Step& step) const = 0;
   virtual void run(const LinearCall& call, const LinearPlan& plan, const LinearMemory& memory,
                    const DeviceInfo& device, Stream* stream) const = 0;
 };
@@ -67,6 +74,14 @@ struct Asked {
   LinearPlan plan(uint64_t bytes) const { return plan_linear(engine, shape, speed, bytes); }
   LinearPlan recommended() const { return recommended_plan(engine, shape, speed); }
 };
+// A call that runs in one pass; a plan of two is two of them, behind the rows' states.
+struct Planned {
+  const Engine& engine;
+  LinearShape shape;
+  LinearPlan plan;
+};
+std::vector<Planned> passes(const Asked& asked, uint64_t bytes);
+
 template <class Op>
 Asked asked_of(const Op& op, const DeviceInfo& device) {
   const auto [engine, call] = make_call(engines(), op, device);

@@ -62,7 +62,7 @@ void place_bias(const LinearShape& s, const LinearPlan& p, int64_t columns, Aren
 }
 
 void place_smoothing(const LinearShape& s, const LinearPlan& p, Arena* arena, LinearMemory* m) {
-  if (!multiplies_e(s, p) || !s.smoothing) return;
+  if (!smooths_e(s, p)) return;
   const int64_t slabs =
       std::max(divide_up(s.vocab, vocab_slab_rows), divide_up(p.token_chunk, token_slab_rows));
   m->class_row = arena->take<float>(p.hidden_pitch);

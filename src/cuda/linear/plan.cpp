@@ -101,6 +101,17 @@ uint64_t state_bytes(const LinearShape& shape) {
   return arena.used();
 }
 
+std::vector<Planned> passes(const Asked& asked, uint64_t bytes) {
+  const auto& [engine, s, speed] = asked;
+  const LinearPlan p = asked.plan(bytes);
+  if (p.kind != PlanKind::two_passes) return {{engine, s, p}};
+  std::vector<Planned> both;
+  for (const LinearShape& pass : {first_pass(s, p.first_rows), second_pass(s, p.first_rows)}) {
+    both.push_back({engine, pass, plan_linear(engine, pass, speed, bytes - state_bytes(s))});
+  }
+  return both;
+}
+
 LinearPlan smallest_plan(const Engine& engine, const LinearShape& shape, const DeviceSpeed& speed) {
   return remembered({&engine, 0, shape, speed, 0}, [&] { return engine.smallest(shape, speed); });
 }

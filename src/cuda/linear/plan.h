@@ -104,6 +104,10 @@ inline bool writes_input_first(const LinearShape& s, const LinearPlan& p) {
 inline bool multiplies_e(const LinearShape& s, const LinearPlan& p) {
   return kept_columns(p) > 0 && !s.forms_dz;
 }
+// The smoothing's term of E's products is rows of its own.
+inline bool smooths_e(const LinearShape& s, const LinearPlan& p) {
+  return multiplies_e(s, p) && s.smoothing;
+}
 // The input itself is asked for again after the scaled one.
 inline bool scales_apart(const LinearShape& s, const LinearPlan& p) {
   return s.grad_weight && multiplies_e(s, p) && kept_columns(p) < s.vocab;

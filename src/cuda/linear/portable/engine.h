@@ -18,6 +18,10 @@ class PortableEngine final : public Engine {
   LinearPlan fastest(const LinearShape& shape, const DeviceSpeed& speed,
                      uint64_t bytes) const override;
   LinearMemory place(const LinearShape& shape, const LinearPlan& plan, Arena* arena) const override;
+  void for_steps(const LinearShape& shape, const LinearPlan& plan,
+                 StepVisitor* visitor) const override;
+  double seconds(const LinearShape& shape, const LinearPlan& plan, const DeviceSpeed& speed,
+                 const Step& step) const override;
   void run(const LinearCall& call, const LinearPlan& plan, const LinearMemory& memory,
            const DeviceInfo& device, Stream* stream) const override;
 };

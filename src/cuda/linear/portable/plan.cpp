@@ -6,6 +6,7 @@
 #include "src/cuda/linear/plan_search.h"
 #include "src/cuda/linear/plan_time.h"
 #include "src/cuda/linear/portable/engine.h"
+#include "src/cuda/linear/portable/steps.h"
 
 namespace logitless::cuda {
 namespace {
@@ -43,35 +44,27 @@ double pass_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& s
   });
 }
 
-// Of a chunk of n tokens.
-double chunk_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed, int64_t n) {
-  double time = s.forward ? pass_time(s, p, speed, n, s.vocab, p.stored_columns > 0) : 0;
-  if (!s.gradients()) return time;
-  const auto weight = [&](int64_t columns) {
-    if (!s.grad_weight) return 0.0;
-    return product_time(s, speed, std::min(columns, s.rows_of_weight()), s.hidden, n,
-                        adds_to_weight(s, p));
-  };
-  const auto input = [&](int64_t columns) {
-    return p.grad_input_sum ? product_time(s, speed, n, s.hidden, columns, true) : 0.0;
-  };
-  if (s.grad_input && !p.grad_input_sum) {
-    time += in_pieces(n, p.sum_rows, [&](int64_t rows) {
-      return product_time(s, speed, rows, s.hidden, s.vocab, true) + speed.launch;
-    });
+inline double step_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed,
+                        const Step& step) {
+  const int64_t columns = step.panel.columns, n = step.tokens.count;
+  switch (step.kind) {
+    case StepKind::logits:
+      return pass_time(s, p, speed, n, columns, step.of_e);
+    case StepKind::remake:
+      return pass_time(s, p, speed, n, columns, true) + 4 * speed.launch;
+    case StepKind::grad_weight:
+      return product_time(s, speed, std::min(columns, s.rows_of_weight()), s.hidden, n,
+                          adds_to_weight(s, p));
+    case StepKind::grad_input:
+      return product_time(s, speed, step.rows.count, s.hidden, columns, true);
+    default:
+      return shared_step_time(s, p, speed, step);
   }
-  if (p.stored_columns > 0) time += weight(p.stored_columns) + input(p.stored_columns);
-  if (p.stored_columns < s.vocab) {
-    time += in_pieces(s.vocab - p.stored_columns, p.remade_columns, [&](int64_t columns) {
-      return pass_time(s, p, speed, n, columns, true) + 4 * speed.launch + weight(columns) +
-             input(columns);
-    });
-  }
-  return time;
 }
 
 void set_time(const LinearShape& s, const DeviceSpeed& speed, LinearPlan* p) {
-  p->seconds = predicted_time(s, *p, speed, [&](int64_t n) { return chunk_time(s, *p, speed, n); });
+  p->seconds = predicted_time<PortableSteps>(
+      s, *p, speed, [](const auto&... step) { return step_time(step...); });
 }
 
 // The rest of a plan but its time.
@@ -132,6 +125,11 @@ void each_plan(const PortableEngine& engine, const LinearShape& s, uint64_t byte
 }
 
 }  // namespace
+
+double PortableEngine::seconds(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed,
+                               const Step& step) const {
+  return step_time(s, p, speed, step);
+}
 
 LinearPlan PortableEngine::smallest(const LinearShape& s, const DeviceSpeed& speed) const {
   return smallest_of([&](auto&& consider) { each_plan(*this, s, 0, consider); },

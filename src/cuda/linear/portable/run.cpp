@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "src/cuda/linear/linear_run.h"
+#include "src/cuda/linear/portable/steps.h"
 
 namespace logitless::cuda {
 namespace {
@@ -24,26 +25,50 @@ class PortableRun final : public LinearRun {
     return call_.shape.copies_weight ? plan_.hidden_pitch : call_.shape.hidden;
   }
 
-  Panel stored_panel() const override {
-    return {m_.stored, stored_pitch(plan_.stored_columns), 0, plan_.stored_columns, false};
+  Panel panel_of(const PanelPlace& at) const override {
+    if (at.columns == 0) return {};
+    if (at.first < plan_.stored_columns) {
+      return {m_.stored, stored_pitch(plan_.stored_columns), 0, plan_.stored_columns, false};
+    }
+    return {m_.remade, plan_.remade_columns, at.first, at.columns, false};
   }
 
-  void forward() override {
-    const Panel stored = stored_panel();
+  void run(const Step& step) override {
+    const Panel panel = panel_of(step.panel);
+    switch (step.kind) {
+      case StepKind::logits:
+        return logits(step.of_e ? panel : Panel{});
+      case StepKind::finish_panel:
+        if (step.of_e) {
+          finish_panel(call_, m_, chunk_, panel, panel.first > 0, device_, stream_);
+        }
+        return write_extra_rows(call_, m_, chunk_, panel, stream_);
+      case StepKind::remake:
+        return remake(panel, step.of_e);
+      case StepKind::grad_input:
+        return input_product(panel, step.rows.first, step.rows.count, input_sums(), step.adds);
+      case StepKind::grad_weight:
+        return grad_weight(panel, step.of_e, step.adds);
+      default:
+        return;
+    }
+  }
+
+  void logits(const Panel& stored) {
     for_each_block(0, call_.shape.vocab, [&](const Block& block) {
       const bool stores = block.column < stored.columns;
       exponentials(call_, m_, chunk_, block, true, stores ? stored : Panel{}, stream_);
     });
   }
 
-  void gradients() override {
-    if (plan_.stored_columns == 0) {
-      frugal_gradients();
-    } else if (plan_.stored_columns < call_.shape.vocab) {
-      mixed_gradients();
-    } else {
-      whole_gradients();
-    }
+  void remake(const Panel& panel, bool of_e) {
+    for_each_block(panel.first, panel.first + panel.columns, [&](const Block& block) {
+      if (of_e) {
+        exponentials(call_, m_, chunk_, block, false, panel, stream_);
+      } else {
+        block_gradients(call_, m_, chunk_, block, panel, stream_);
+      }
+    });
   }
 
   // Raw logits of columns [first, end), block by block.
@@ -110,8 +135,7 @@ class PortableRun final : public LinearRun {
 
   // Rows of grad_weight: panel columns of E . input times v, or of dz . input. Of a vocabulary
   // that is no multiple of 8 the last ones go through a sum of 8 rows: see input_product.
-  void grad_weight(const Panel& panel, bool of_e) {
-    if (!call_.shape.grad_weight) return;
+  void grad_weight(const Panel& panel, bool of_e, bool adds) {
     const char* rows = factor_rows(of_e);
     const int64_t tail = panel.columns % 8, pitch = plan_.hidden_pitch;
     Product p;
@@ -128,11 +152,11 @@ class PortableRun final : public LinearRun {
       last.rows = 8;
       last.a.data = panel.data + p.rows * size_of(p.in);
       last.c = m_.weight_tail_sum;
-      multiply(&last, one(), !first_chunk_);
+      multiply(&last, one(), adds);
     }
     if (plan_.grad_weight_sum) {
       p.c = m_.grad_weight_sum + panel.first * pitch;
-      return multiply(&p, one(), !first_chunk_);
+      return multiply(&p, one(), adds);
     }
     const TensorView& out = call_.grad_weight;
     p.out = out.dtype;
@@ -140,79 +164,21 @@ class PortableRun final : public LinearRun {
     p.c = static_cast<char*>(out.data) + out.byte_offset +
           panel.first * out.stride[0] * size_of(out.dtype);
     p.c_stride = out.stride[0];
-    multiply(&p, &m_.tokens.scalars->gradient_scale, call_.accumulate || !first_chunk_);
-  }
-
-  // What cuBLASLt's products read beyond the tokens and the columns.
-  void extra_rows(const Panel& panel) { write_extra_rows(call_, m_, chunk_, panel, stream_); }
-
-  // E is there for every column: some rows of grad_input at a time.
-  void whole_gradients() {
-    const Panel stored = stored_panel();
-    finish_panel(call_, m_, chunk_, stored, false, device_, stream_);
-    extra_rows(stored);
-    scale_apart();
-    grad_weight(stored, true);
-    for (int64_t row = 0; call_.shape.grad_input && row < chunk_.rows; row += plan_.sum_rows) {
-      const int64_t rows = std::min<int64_t>(plan_.sum_rows, chunk_.rows - row);
-      input_product(stored, row, rows, m_.row_sums, false);
-      write_grad_input(call_, plan_, m_, chunk_, m_.row_sums, row, rows, true, lends_, stream_);
-    }
-    bias(stored, true);
-  }
-
-  // Some of E is there; the rest is made again a panel at a time.
-  void mixed_gradients() {
-    scale_apart();
-    const auto use = [&](const Panel& panel) {
-      finish_panel(call_, m_, chunk_, panel, panel.first > 0, device_, stream_);
-      extra_rows(panel);
-      if (call_.shape.grad_input) {
-        input_product(panel, 0, chunk_.rows, m_.grad_input_sum, panel.first > 0);
-      }
-      grad_weight(panel, true);
-      bias(panel, true);
-    };
-    use(stored_panel());
-    for_each_panel(plan_.stored_columns, [&](const Panel& panel) {
-      for_each_block(panel.first, panel.first + panel.columns, [&](const Block& block) {
-        exponentials(call_, m_, chunk_, block, false, panel, stream_);
-      });
-      use(panel);
-    });
-    write_sums(true);
-  }
-
-  // Nothing is there: dz itself, a panel at a time.
-  void frugal_gradients() {
-    for_each_panel(0, [&](const Panel& panel) {
-      for_each_block(panel.first, panel.first + panel.columns, [&](const Block& block) {
-        block_gradients(call_, m_, chunk_, block, panel, stream_);
-      });
-      extra_rows(panel);
-      if (call_.shape.grad_input) {
-        input_product(panel, 0, chunk_.rows, m_.grad_input_sum, panel.first > 0);
-      }
-      grad_weight(panel, false);
-      bias(panel, false);
-    });
-    write_sums(false);
-  }
-
-  template <class F>
-  void for_each_panel(int64_t first, F&& use) {
-    for (int64_t column = first; column < call_.shape.vocab; column += plan_.remade_columns) {
-      use(Panel{m_.remade, plan_.remade_columns, column,
-                std::min(plan_.remade_columns, call_.shape.vocab - column), false});
-    }
+    multiply(&p, &m_.tokens.scalars->gradient_scale, call_.accumulate || adds);
   }
 };
 
 }  // namespace
 
+void PortableEngine::for_steps(const LinearShape& shape, const LinearPlan& plan,
+                               StepVisitor* visitor) const {
+  PortableSteps(shape, plan, visitor).enumerate();
+}
+
 void PortableEngine::run(const LinearCall& call, const LinearPlan& plan, const LinearMemory& memory,
                          const DeviceInfo& device, Stream* stream) const {
-  PortableRun(call, plan, memory, device, stream).run();
+  PortableRun run(call, plan, memory, device, stream);
+  PortableSteps(call.shape, plan, &run).enumerate();
 }
 
 }  // namespace logitless::cuda

@@ -8,16 +8,10 @@
 #pragma once
 
 #include "src/cuda/linear/linear.h"
+#include "src/cuda/linear/steps.h"
 
 namespace logitless::cuda {
 
-// Columns [first, first + columns) of E or dz.
-struct PanelPlace {
-  int64_t first = 0, columns = 0;
-  bool lent = false;    // lies in grad_weight's memory
-  bool copied = false;  // and is copied from there to the workspace for its rows' product
-  int64_t end() const { return first + columns; }
-};
 // The panel of dz that begins at `first`, once all columns before it are done with. Those of
 // Hopper's kernels are panel_at(columns that are kept), panel_at(end of that), ... to V.
 PanelPlace panel_at(const LinearShape& shape, const LinearPlan& plan, int64_t first);

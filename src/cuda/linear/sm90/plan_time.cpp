@@ -6,8 +6,9 @@
 
 #include "src/cuda/linear/plan_time.h"
 #include "src/cuda/linear/sm90/cut.h"
+#include "src/cuda/linear/sm90/engine.h"
 #include "src/cuda/linear/sm90/forward.h"
-#include "src/cuda/linear/sm90/panels.h"
+#include "src/cuda/linear/sm90/steps.h"
 #include "src/cuda/linear/sm90/teams.h"
 
 namespace logitless::cuda::sm90 {
@@ -18,7 +19,7 @@ int64_t own_tiles(const LinearShape& s, int64_t rows) {
   return divide_up(rows, 512) * divide_up(round_up(s.hidden, 8), sm90::sum_columns);
 }
 // 64 of the depth axis of a tile.
-double step_time(const DeviceSpeed& speed) {
+double depth_time(const DeviceSpeed& speed) {
   return 512.0 * sm90::sum_columns * 64 * 2 / (speed.products / speed.clusters());
 }
 // One of the gradients' products on Hopper (sm90/product.h): [rows, D] over `depth`. Rounds that
@@ -38,7 +39,7 @@ double own_time(const LinearShape& s, const DeviceSpeed& speed, int teams, int32
   const auto [whole, cut] = cut_of(s, teams, rows, depth, slots);
   const double steps = static_cast<double>(whole * cut.depth + cut.steps(teams));
   const double rounds = static_cast<double>(whole + divide_up(cut.items(), teams));
-  return steps * step_time(speed) + rounds * (sums ? 24e-6 : 3e-6) + 2 * speed.launch;
+  return steps * depth_time(speed) + rounds * (sums ? 24e-6 : 3e-6) + 2 * speed.launch;
 }
 // Both of them at once, of one chunk.
 sm90::Shares shares_of(const LinearShape& s, int64_t tokens, const DeviceSpeed& speed,
@@ -68,94 +69,72 @@ double pass_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& s
   return waves * (tile + (stores ? 3e-6 : 1e-6)) + 2 * speed.launch;
 }
 
-// What is kept of E costs its store; each part is a launch of its own.
-double forward_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed,
-                    int64_t rows) {
-  double time = 0;
-  for (const int64_t columns : {p.stored_columns, p.lent_columns}) {
-    if (columns > 0) time += pass_time(s, p, speed, rows, columns, true);
-  }
-  const int64_t others = s.vocab - kept_columns(p);
-  return others > 0 ? time + pass_time(s, p, speed, rows, others, false) : time;
+// Both products, on the clusters that each has.
+double both_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed,
+                 int64_t tokens) {
+  const double steps = shares_of(s, tokens, speed, p.slots).steps;
+  // The way of the sums to memory and back is hidden, but takes power: a sixth of a microsecond
+  // a megabyte (docs/kernels/hopper.md).
+  const auto sums = static_cast<double>(s.rows_of_weight()) * static_cast<double>(s.hidden);
+  return steps * depth_time(speed) + 4 * speed.launch + sums * 8 / (1.6 * speed.memory);
 }
 
-// use(panel, count) with the panels that are made again, `count` alike at a
-// time: a large vocabulary has millions, and some hundred plans are priced.
-template <class F>
-void for_remade_panels(const LinearShape& s, const LinearPlan& p, F&& use) {
-  for (int64_t first = kept_columns(p); first < s.vocab;) {
-    const PanelPlace at = panel_at(s, p, first);
-    const int64_t count = panels_like(s, p, at);
-    use(at, count);
-    first += count * at.columns;
+inline double step_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed,
+                        const Step& step) {
+  const int64_t columns = step.columns(), n = step.tokens.count;
+  const double element = static_cast<double>(size_of(s.dtype));
+  const double bytes = static_cast<double>(columns) * static_cast<double>(n) * element;
+  const double launches =
+      step.panel.first == 0 ? 2 * speed.launch : 0;  // once for all that is kept
+  switch (step.kind) {
+    case StepKind::logits:
+      return pass_time(s, p, speed, n, columns, step.of_e);
+    case StepKind::remake:
+      return pass_time(s, p, speed, n, columns, true) + 2 * speed.launch;
+    case StepKind::finish_panel:
+      return launches;
+    case StepKind::form_dz:
+      return launches + bytes * 2 / speed.memory;
+    case StepKind::copy_panel:
+      return bytes * 2 / (0.8 * speed.memory) + speed.launch;
+    case StepKind::grad_input:
+      return input_time(s, p, speed, step.rows.count, columns, step.to_sums);
+    case StepKind::grad_weight:
+      return weight_time(s, p, speed, std::min(columns, s.rows_of_weight()), n,
+                         adds_to_weight(s, p));
+    case StepKind::both_gradients:
+      return both_time(s, p, speed, n);
+    default:
+      return shared_step_time(s, p, speed, step);
   }
-}
-// The same with the parts in which what is kept becomes rows of grad_weight; of those behind the
-// first hundred as if each were copied.
-template <class F>
-void for_kept_parts(const LinearShape& s, const LinearPlan& p, F&& use) {
-  const int64_t kept = s.grad_weight ? kept_columns(p) : 0;
-  PanelPlace at;
-  for (int parts = 0; at.end() < kept && parts < 100; ++parts) {
-    at = kept_part_at(s, p, at.end());
-    use(at, 1);
-  }
-  const int64_t width = std::max(p.stored_columns, p.remade_columns);
-  if (at.end() < kept) use({at.end(), width, true, true}, divide_up(kept - at.end(), width));
 }
 
-// What is kept of E, and the panels that are made again: weight(columns) and input(columns) are
-// their products.
-template <class F, class G>
-double panels_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed, int64_t n,
-                   F&& weight, G&& input) {
-  double time = 0;
-  const double column = static_cast<double>(n) * static_cast<double>(size_of(s.dtype));
-  if (const int64_t kept = kept_columns(p); kept > 0) {
-    time += input(kept) + 2 * speed.launch;
-    if (s.forms_dz) time += static_cast<double>(kept) * column * 2 / speed.memory;
-    for_kept_parts(s, p, [&](const PanelPlace& at, int64_t count) {
-      double each = weight(at.columns);
-      if (at.copied) {
-        each += static_cast<double>(at.columns) * column * 2 / (0.8 * speed.memory) + speed.launch;
-      }
-      time += static_cast<double>(count) * each;
-    });
+// The most slots that a product of a plan can use.
+class Slots : public Estimate {
+ public:
+  Slots(const LinearShape& shape, const LinearPlan& plan, const DeviceSpeed& speed)
+      : s_(shape), p_(plan), speed_(speed) {}
+  void visit(const Step& step) {
+    const int64_t columns = step.columns();
+    if (step.kind == StepKind::grad_input) {
+      use(teams_of(p_, speed_.clusters()), p_.token_chunk, columns, 1);
+    } else if (step.kind == StepKind::grad_weight) {
+      use(speed_.clusters(), columns, p_.token_chunk, 512 / slot_rows(p_));
+    }
   }
-  for_remade_panels(s, p, [&](const PanelPlace& at, int64_t count) {
-    time +=
-        static_cast<double>(count) * (pass_time(s, p, speed, n, at.columns, true) +
-                                      weight(at.columns) + input(at.columns) + 2 * speed.launch);
-  });
-  return time;
-}
+  int32_t most() const { return slots_; }
 
-// Of a chunk of n tokens.
-double chunk_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed, int64_t n) {
-  double time = s.forward ? forward_time(s, p, speed, n) : 0;
-  if (!s.gradients()) return time;
-  const auto weight = [&](int64_t columns) {
-    if (!s.grad_weight || p.input_clusters > 0) return 0.0;
-    return weight_time(s, p, speed, std::min(columns, s.rows_of_weight()), n, adds_to_weight(s, p));
-  };
-  const auto input = [&](int64_t columns) {
-    return p.grad_input_sum ? input_time(s, p, speed, n, columns, true) : 0.0;
-  };
-  if (p.input_clusters > 0) {
-    time += shares_of(s, n, speed, p.slots).steps * step_time(speed) + 4 * speed.launch;
-    // The way of the sums to memory and back is hidden, but takes power: a sixth of a microsecond
-    // a megabyte (docs/kernels/hopper.md).
-    const auto sums = static_cast<double>(s.rows_of_weight()) * static_cast<double>(s.hidden);
-    time += sums * 8 / (1.6 * speed.memory);
-  } else if (s.grad_input && !p.grad_input_sum && s.direct_grad_input) {
-    time += input_time(s, p, speed, n, s.vocab, false);
-  } else if (s.grad_input && !p.grad_input_sum) {
-    time += in_pieces(n, p.sum_rows, [&](int64_t rows) {
-      return input_time(s, p, speed, rows, s.vocab, true) + speed.launch;
-    });
+ private:
+  void use(int teams, int64_t rows, int64_t depth, int32_t each) {
+    const auto [rounds, cut] = cut_of(s_, teams, rows, depth, 2 * speed_.clusters());
+    slots_ = std::max(slots_, cut.slots() * each);
   }
-  return time + panels_time(s, p, speed, n, weight, input);
-}
+
+  const LinearShape& s_;
+  const LinearPlan& p_;
+  const DeviceSpeed& speed_;
+  int32_t slots_ = 0;
+};
 
 }  // namespace
 
@@ -172,31 +151,24 @@ int32_t input_clusters_of(const LinearShape& s, const LinearPlan& p, const Devic
   return shares_of(s, p.token_chunk, speed, p.slots).input_clusters;
 }
 
-int32_t slots_of(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed) {
+int32_t slots_of(const LinearShape& shape, const LinearPlan& p, const DeviceSpeed& speed) {
   const int32_t most = 2 * speed.clusters();
-  if (runs_both(s, p)) return shares_of(s, p.token_chunk, speed, most).input.slots();
-  int32_t slots = 0;
-  const auto input = [&](int64_t columns) {
-    if (!s.grad_input || columns == 0) return;
-    const int teams = teams_of(p, speed.clusters());
-    slots = std::max(slots, cut_of(s, teams, p.token_chunk, columns, most).cut.slots());
-  };
-  const auto weight = [&](const PanelPlace& panel, int64_t) {
-    if (!s.grad_weight) return;
-    const auto [rounds, cut] = cut_of(s, speed.clusters(), panel.columns, p.token_chunk, most);
-    slots = std::max(slots, cut.slots() * (512 / slot_rows(p)));
-  };
-  input(kept_columns(p));
-  for_kept_parts(s, p, weight);
-  for_remade_panels(s, p, [&](const PanelPlace& panel, int64_t count) {
-    input(panel.columns);
-    weight(panel, count);
-  });
-  return slots;
+  if (runs_both(shape, p)) return shares_of(shape, p.token_chunk, speed, most).input.slots();
+  LinearShape s = shape;
+  s.tokens = std::max<int64_t>(s.tokens, 1);
+  Slots slots(s, p, speed);
+  HopperSteps(s, p, &slots).enumerate();
+  return slots.most();
 }
 
 double seconds_of(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed) {
-  return predicted_time(s, p, speed, [&](int64_t n) { return chunk_time(s, p, speed, n); });
+  return predicted_time<HopperSteps>(s, p, speed,
+                                     [](const auto&... step) { return step_time(step...); });
+}
+
+double HopperEngine::seconds(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed,
+                             const Step& step) const {
+  return step_time(s, p, speed, step);
 }
 
 }  // namespace logitless::cuda::sm90

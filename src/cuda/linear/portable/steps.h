@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a plan does on every GPU: E of the columns that are kept, in the workspace; of the others E
+// again, or dz where nothing is kept.
+#pragma once
+
+#include "src/cuda/linear/steps.h"
+
+namespace logitless::cuda {
+
+template <class Visitor>
+class PortableSteps : public CallSteps<PortableSteps<Visitor>, Visitor> {
+  using Base = CallSteps<PortableSteps<Visitor>, Visitor>;
+  friend Base;
+  using Base::grad_bias, Base::grad_weight, Base::grad_input_by_rows, Base::scale_input;
+  using Base::p_, Base::s_, Base::stored, Base::visitor_, Base::tokens_, Base::visit;
+  using Base::write_grad_input;
+
+ public:
+  PortableSteps(const LinearShape& shape, const LinearPlan& plan, Visitor* visitor)
+      : Base(shape, plan, visitor) {}
+
+ private:
+  bool has_tail() const { return s_.vocab % 8 != 0; }
+
+  void logits() {
+    visit(
+        {.kind = StepKind::logits, .panel = {.columns = s_.vocab}, .of_e = p_.stored_columns > 0});
+  }
+
+  void gradients() {
+    const bool of_e = p_.stored_columns > 0;
+    if (p_.stored_columns == s_.vocab) {
+      visit({.kind = StepKind::finish_panel, .panel = stored(), .of_e = true});
+      scale_input();
+      grad_weight(stored(), true);
+      grad_input_by_rows(true);
+      return grad_bias(stored(), true);
+    }
+    scale_input();
+    if (of_e) panel_gradients(stored(), true);
+    repeat_pieces(visitor_, s_.vocab - p_.stored_columns, p_.remade_columns,
+                  [&](const Range& columns) {
+                    const PanelPlace panel{.first = p_.stored_columns + columns.first,
+                                           .columns = columns.count};
+                    visit({.kind = StepKind::remake, .panel = panel, .of_e = of_e});
+                    panel_gradients(panel, of_e);
+                  });
+    write_grad_input({0, tokens_.count}, of_e);
+  }
+
+  void panel_gradients(const PanelPlace& panel, bool of_e) {
+    visit({.kind = StepKind::finish_panel, .panel = panel, .of_e = of_e});
+    if (s_.grad_input) {
+      visit({.kind = StepKind::grad_input,
+             .panel = panel,
+             .of_e = of_e,
+             .to_sums = true,
+             .adds = panel.first > 0});
+    }
+    grad_weight(panel, of_e);
+    grad_bias(panel, of_e);
+  }
+};
+
+}  // namespace logitless::cuda
