@@ -156,7 +156,7 @@ MUTANTS = [
     _M("linear, chunks: grad_weight of the last one alone", "linear/portable/run.cpp",
        "return multiply(&p, one(), @{adds}@);", "false", "workspace"),
     _M("linear, chunks: accumulated from the start", "linear/portable/run.cpp",
-       "multiply(&p, &m_.tokens.scalars->gradient_scale, @{call_.accumulate || adds}@);",
+       "multiply(&p, &work_.m.tokens.scalars->gradient_scale, @{work_.call.accumulate || adds}@);",
        "true", "linear"),
     _M("linear, 32-bit offset of a row of weight", "linear/linear.cpp",
        "return {w.as<char>() + @{column * w.stride[0] * size_of(w.dtype)}@, w.stride[0]",

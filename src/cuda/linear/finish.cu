@@ -168,8 +168,8 @@ __global__ void __launch_bounds__(256) zero_kernel(TensorView out) {
 
 }  // namespace
 
-void class_row(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-               Stream* stream) {
+void class_row(const LinearWork& work) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
   if (m.class_row == nullptr) return;
   const int64_t count = call.shape.remakes_dz ? kept_columns(plan) : call.shape.vocab;
   const unsigned slabs = blocks_for(count, vocab_slab_rows);
@@ -184,9 +184,9 @@ void class_row(const LinearCall& call, const LinearPlan& plan, const LinearMemor
                  plan.hidden_pitch, m.class_row, m.tokens.scalars);
 }
 
-void write_grad_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                      const Chunk& chunk, const float* sums, int64_t row, int64_t rows, bool scaled,
-                      bool clears, Stream* stream) {
+void write_grad_input(const LinearWork& work, const float* sums, int64_t row, int64_t rows,
+                      bool scaled, bool clears) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
   const RowFactors* factors = scaled ? m.factors : nullptr;
   const float* class_sum = scaled ? m.class_row : nullptr;
   with_dtype(call.grad_input.dtype, [&](auto element) {
@@ -196,8 +196,8 @@ void write_grad_input(const LinearCall& call, const LinearPlan& plan, const Line
   });
 }
 
-void add_to_bias(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
-                 const Panel& panel, bool scaled, bool first, Stream* stream) {
+void add_to_bias(const LinearWork& work, const Panel& panel, bool scaled, bool first) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
   const RowFactors* factors = scaled ? m.factors : nullptr;
   const unsigned slabs = blocks_for(chunk.rows, bias_slab_rows);
   with_dtype(call.shape.dtype, [&](auto element) {
@@ -205,18 +205,19 @@ void add_to_bias(const LinearCall& call, const LinearMemory& m, const Chunk& chu
                    two_axes(blocks_for(panel.columns, 64), slabs), 256, chunk, factors, panel,
                    static_cast<int>(slabs), m.bias_slabs);
   });
-  add_slabs_to_bias(call, m, chunk, panel, factors, first, stream);
+  add_slabs_to_bias(work, panel, factors, first);
 }
 
-void add_slabs_to_bias(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
-                       const Panel& panel, const RowFactors* factors, bool first, Stream* stream) {
+void add_slabs_to_bias(const LinearWork& work, const Panel& panel, const RowFactors* factors,
+                       bool first) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
   const int slabs = static_cast<int>(divide_up(chunk.rows, bias_slab_rows));
   stream->launch("bias_sum", bias_sum_kernel, blocks_for(panel.columns, 256), 256, call, chunk,
                  factors, panel, m.bias_slabs, slabs, first, m.bias_sum);
 }
 
-void write_grad_weight(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                       const float* sums, int64_t row, int64_t rows, Stream* stream) {
+void write_grad_weight(const LinearWork& work, const float* sums, int64_t row, int64_t rows) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
   with_dtype(call.grad_weight.dtype, [&](auto element) {
     stream->launch("write_grad_weight", grad_weight_kernel<decltype(element)>,
                    static_cast<unsigned>(rows), 256, m.tokens.scalars, sums, plan.hidden_pitch, row,
@@ -224,8 +225,8 @@ void write_grad_weight(const LinearCall& call, const LinearPlan& plan, const Lin
   });
 }
 
-void write_lent_sums(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                     Stream* stream) {
+void write_lent_sums(const LinearWork& work) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
   const int64_t pitch = plan.hidden_pitch;
   const auto write = [&](int64_t first, int64_t rows) {
     const float* sums = call.grad_weight.as<const float>() + first * pitch;
@@ -233,17 +234,19 @@ void write_lent_sums(const LinearCall& call, const LinearPlan& plan, const Linea
       stream->copy(m.stored, sums, rows * pitch * 4);
       sums = reinterpret_cast<const float*>(m.stored);
     }
-    write_grad_weight(call, plan, m, sums, first, rows, stream);
+    write_grad_weight(work, sums, first, rows);
   };
   for_lent_pieces(plan.lent_sum_rows, rows_in_place_of_e(call.shape, plan), write);
 }
 
-void write_grad_bias(const LinearCall& call, const LinearMemory& m, Stream* stream) {
+void write_grad_bias(const LinearWork& work) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
   stream->launch("write_grad_bias", grad_bias_kernel, blocks_for(call.shape.vocab, 256), 256,
                  m.tokens.scalars, m.bias_sum, call.accumulate, call.grad_bias);
 }
 
-void clear_grad_weight(const LinearCall& call, Stream* stream) {
+void clear_grad_weight(const LinearWork& work) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
   if (call.accumulate) return;
   for (const TensorView* view : {&call.grad_weight, &call.grad_bias}) {
     if (!*view) continue;

@@ -139,8 +139,8 @@ __global__ void __launch_bounds__(threads)
   }
 }
 
-void copy(const LinearCall& call, const LinearPlan& plan, const char* name, int64_t first,
-          int64_t rows, char* to, Stream* stream) {
+void copy(const LinearWork& work, const char* name, int64_t first, int64_t rows, char* to) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
   with_dtype(call.shape.dtype, [&](auto element) {
     using T = decltype(element);
     stream->launch(name, copy_rows<T>, blocks_for(rows, threads / 32), threads, call.weight, first,
@@ -159,27 +159,28 @@ __global__ void __launch_bounds__(256)
 
 }  // namespace
 
-void column_terms(const LinearCall& call, const LinearMemory& m, Stream* stream) {
+void column_terms(const LinearWork& work) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
   if (m.bias_row == nullptr && m.class_weights == nullptr) return;
   stream->launch("column_terms", column_terms_kernel,
                  blocks_for(call.shape.vocab + column_padding, 256), 256, call, m.bias_row,
                  m.class_weights);
 }
 
-void copy_weight(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                 Stream* stream) {
+void copy_weight(const LinearWork& work) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
   if (!call.shape.copies_weight) return;
-  copy(call, plan, "copy_weight", 0, call.shape.vocab, m.weight, stream);
+  copy(work, "copy_weight", 0, call.shape.vocab, m.weight);
 }
 
-void copy_weight_tail(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                      Stream* stream) {
+void copy_weight_tail(const LinearWork& work) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
   if (m.weight_tail == nullptr) return;
-  copy(call, plan, "copy_weight_tail", call.shape.vocab / 8 * 8, 8, m.weight_tail, stream);
+  copy(work, "copy_weight_tail", call.shape.vocab / 8 * 8, 8, m.weight_tail);
 }
 
-void gather_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                  const Chunk& chunk, bool clears, bool beside, Stream* stream) {
+void gather_input(const LinearWork& work, bool clears, bool beside) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
   const int64_t rows = chunk.rows + plan.extra_rows;
   const GatherArguments arguments{.input = call.input,
                                   .weight = call.weight,

@@ -135,8 +135,8 @@ __global__ void __launch_bounds__(256)
 
 }  // namespace
 
-void finish_panel(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
-                  const Panel& panel, bool targets, const DeviceInfo& device, Stream* stream) {
+void finish_panel(const LinearWork& work, const Panel& panel, bool targets) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
   // As many as run at once: mostly each finds the list empty.
   const unsigned most = static_cast<unsigned>(device.multiprocessors) * panel_blocks;
   const LaunchShape shape{.blocks = std::min(blocks_for(panel.columns, 8), most),
@@ -148,8 +148,8 @@ void finish_panel(const LinearCall& call, const LinearMemory& m, const Chunk& ch
   });
 }
 
-void write_extra_rows(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
-                      const Panel& panel, Stream* stream) {
+void write_extra_rows(const LinearWork& work, const Panel& panel) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
   const bool smooths = m.smoothed_row != nullptr;
   with_dtype(call.shape.dtype, [&](auto element) {
     stream->launch("extra_rows", extra_rows_kernel<decltype(element)>,
@@ -161,8 +161,8 @@ void write_extra_rows(const LinearCall& call, const LinearMemory& m, const Chunk
   });
 }
 
-void scale_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                 const Chunk& chunk, Stream* stream) {
+void scale_input(const LinearWork& work) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
   const bool smooths = m.smoothed_row != nullptr;
   const unsigned columns = blocks_for(plan.hidden_pitch, 256);
   with_stored(call.shape.dtype, [&](auto element) {

@@ -99,6 +99,16 @@ struct LinearMemory {
   float* slabs = nullptr;            // [slabs, hidden_pitch]
 };
 
+// What a step is launched with: the call under its plan, in its memory, and the chunk it is of.
+struct LinearWork {
+  const LinearCall& call;
+  const LinearPlan& plan;
+  const LinearMemory& m;
+  const DeviceInfo& device;
+  Stream* stream;
+  Chunk chunk;
+};
+
 inline int64_t stored_pitch(int64_t columns) { return (columns + 63) / 64 * 64; }
 // Of grad_weight's f32 sums, where a chunk's E was.
 inline int64_t rows_in_place_of_e(const LinearShape& s, const LinearPlan& p) {
@@ -142,16 +152,14 @@ void place_smoothing(const LinearShape&, const LinearPlan&, Arena*, LinearMemory
 std::array<float*, 2> place_states(const LinearShape& shape, Arena* arena);
 
 // gather.cu
-void copy_weight(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m, Stream*);
-void copy_weight_tail(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                      Stream*);
+void copy_weight(const LinearWork& work);
+void copy_weight_tail(const LinearWork& work);
 // The chunk's rows of input and the targets' logits; `clears`: rows of grad_input whose token does
 // not count become 0. `beside`: the kernel in front, early itself, neither writes nor reads any of
 // what this one does.
-void gather_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                  const Chunk& chunk, bool clears, bool beside, Stream*);
+void gather_input(const LinearWork& work, bool clears, bool beside);
 // The bias and the class weights in f32, with zeros behind them.
-void column_terms(const LinearCall& call, const LinearMemory& m, Stream*);
+void column_terms(const LinearWork& work);
 
 // A block of raw logits: rows [row, row + rows) of the chunk, columns [column, column + columns).
 struct Block {
@@ -173,45 +181,38 @@ Operand weight_rows(const LinearCall& call, const LinearPlan& plan, const Linear
                     int64_t column);
 
 // block_exponentials.cu: partial sums (where wanted) and E (where the panel is there).
-void exponentials(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
-                  const Block& block, bool partial_sums, const Panel& panel, Stream*);
+void exponentials(const LinearWork& work, const Block& block, bool partial_sums,
+                  const Panel& panel);
 // block_gradients.cu: dz times the map's slope, from finished states.
-void block_gradients(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
-                     const Block& block, const Panel& panel, Stream*);
+void block_gradients(const LinearWork& work, const Block& block, const Panel& panel);
 
 // rows.cu
 // From the partial sums, or the state that Backward was given: outputs of the chunk's tokens, the
 // loss of all after the last chunk, the factors of the gradients (`with_factors`: of E's rows), and
 // the input times v where `scales`. With factors the target's column of E too, where `kept` has it.
-void finish_rows(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                 const Chunk& chunk, bool with_factors, const std::array<Panel, 2>& kept,
-                 bool scales, Stream*);
+void finish_rows(const LinearWork& work, bool with_factors, const std::array<Panel, 2>& kept,
+                 bool scales);
 
 // kept.cu
 // E of the rows beyond the exponent's range; and, where it is made after finish_rows, of the
 // target's column.
-void finish_panel(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
-                  const Panel& panel, bool targets, const DeviceInfo& device, Stream*);
+void finish_panel(const LinearWork& work, const Panel& panel, bool targets);
 // Behind the panel's rows: the class weights for the smoothing's term of E, and zeros; behind its
 // columns: zeros to a multiple of 8.
-void write_extra_rows(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
-                      const Panel& panel, Stream*);
+void write_extra_rows(const LinearWork& work, const Panel& panel);
 // Under smoothing: input times v, and behind it the rows that make the smoothing's term.
-void scale_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                 const Chunk& chunk, Stream*);
+void scale_input(const LinearWork& work);
 
 // finish.cu
-void class_row(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m, Stream*);
+void class_row(const LinearWork& work);
 // Rows [row, row + rows) of the chunk from their f32 sums; `scaled`: they come of E; `clears`:
 // rows whose token does not count become 0.
-void write_grad_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                      const Chunk& chunk, const float* sums, int64_t row, int64_t rows, bool scaled,
-                      bool clears, Stream*);
-void add_to_bias(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
-                 const Panel& panel, bool scaled, bool first, Stream*);
+void write_grad_input(const LinearWork& work, const float* sums, int64_t row, int64_t rows,
+                      bool scaled, bool clears);
+void add_to_bias(const LinearWork& work, const Panel& panel, bool scaled, bool first);
 // What bias_slabs holds of the panel; `factors`: of E.
-void add_slabs_to_bias(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
-                       const Panel& panel, const RowFactors* factors, bool first, Stream*);
+void add_slabs_to_bias(const LinearWork& work, const Panel& panel, const RowFactors* factors,
+                       bool first);
 // Calls use(panel) with as many columns of a panel in blocks as bias_slabs has room for.
 template <class F>
 void for_bias_columns(DType dtype, const Panel& panel, F&& use) {
@@ -223,13 +224,11 @@ void for_bias_columns(DType dtype, const Panel& panel, F&& use) {
     use(some);
   }
 }
-void write_grad_weight(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                       const float* sums, int64_t row, int64_t rows, Stream*);
+void write_grad_weight(const LinearWork& work, const float* sums, int64_t row, int64_t rows);
 // grad_weight of its first rows, whose sums lie in its own memory.
-void write_lent_sums(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                     Stream*);
-void write_grad_bias(const LinearCall& call, const LinearMemory& m, Stream*);
+void write_lent_sums(const LinearWork& work);
+void write_grad_bias(const LinearWork& work);
 // Without tokens: zeros, or left as they are when accumulating.
-void clear_grad_weight(const LinearCall& call, Stream*);
+void clear_grad_weight(const LinearWork& work);
 
 }  // namespace logitless::cuda

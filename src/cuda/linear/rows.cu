@@ -340,9 +340,9 @@ void with_plain(const PlainRows& plain, const LinearCall& call, F&& f) {
 
 }  // namespace
 
-void finish_rows(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                 const Chunk& chunk, bool with_factors, const std::array<Panel, 2>& kept,
-                 bool scales, Stream* stream) {
+void finish_rows(const LinearWork& work, bool with_factors, const std::array<Panel, 2>& kept,
+                 bool scales) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
   const TensorView& loss = call.outputs.loss;
   const bool reduces = loss && call.in.options.reduction != Reduction::none;
   const bool last = chunk.first + chunk.rows >= call.shape.tokens;

@@ -99,8 +99,8 @@ __global__ void __launch_bounds__(256, 2)
 }
 
 template <class E>
-void launch(const LinearCall& call, const LinearMemory& m, const Chunk& chunk, const Block& block,
-            bool sums, const Panel& panel, Stream* stream) {
+void launch(const LinearWork& work, const Block& block, bool sums, const Panel& panel) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
   const Partials& p = m.partials;
   const bool plain =
       call.plain() && p.shifted == nullptr && p.weighted == nullptr && p.argmax == nullptr;
@@ -113,14 +113,15 @@ void launch(const LinearCall& call, const LinearMemory& m, const Chunk& chunk, c
 
 }  // namespace
 
-void exponentials(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
-                  const Block& block, bool partial_sums, const Panel& panel, Stream* stream) {
+void exponentials(const LinearWork& work, const Block& block, bool partial_sums,
+                  const Panel& panel) {
+  const LinearCall& call = work.call;
   if (panel.data == nullptr) {
-    launch<NoPanel>(call, m, chunk, block, partial_sums, panel, stream);
+    launch<NoPanel>(work, block, partial_sums, panel);
   } else if (call.shape.dtype == DType::f32) {
-    launch<float>(call, m, chunk, block, partial_sums, panel, stream);
+    launch<float>(work, block, partial_sums, panel);
   } else {
-    launch<__nv_bfloat16>(call, m, chunk, block, partial_sums, panel, stream);
+    launch<__nv_bfloat16>(work, block, partial_sums, panel);
   }
 }
 

@@ -53,8 +53,8 @@ __global__ void __launch_bounds__(256)
 
 }  // namespace
 
-void block_gradients(const LinearCall& call, const LinearMemory& m, const Chunk& chunk,
-                     const Block& block, const Panel& panel, Stream* stream) {
+void block_gradients(const LinearWork& work, const Block& block, const Panel& panel) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
   const bool plain = call.plain() && call.in.options.label_smoothing == 0 && !call.in.grad_entropy;
   with_dtype(call.shape.dtype, [&](auto element) {
     using T = decltype(element);

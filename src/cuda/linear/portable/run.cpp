@@ -16,21 +16,22 @@ class PortableRun final : public LinearRun {
   using LinearRun::LinearRun;
 
  private:
-  const float* zero() const { return &m_.tokens.scalars->zero; }
-  const float* one() const { return &m_.tokens.scalars->one; }
+  const float* zero() const { return &work_.m.tokens.scalars->zero; }
+  const float* one() const { return &work_.m.tokens.scalars->one; }
 
   // Depth of the logits product and columns of the others: with zeros behind D where both operands
   // have them.
   int64_t depth() const {
-    return call_.shape.copies_weight ? plan_.hidden_pitch : call_.shape.hidden;
+    return work_.call.shape.copies_weight ? work_.plan.hidden_pitch : work_.call.shape.hidden;
   }
 
   Panel panel_of(const PanelPlace& at) const override {
     if (at.columns == 0) return {};
-    if (at.first < plan_.stored_columns) {
-      return {m_.stored, stored_pitch(plan_.stored_columns), 0, plan_.stored_columns, false};
+    if (at.first < work_.plan.stored_columns) {
+      return {work_.m.stored, stored_pitch(work_.plan.stored_columns), 0, work_.plan.stored_columns,
+              false};
     }
-    return {m_.remade, plan_.remade_columns, at.first, at.columns, false};
+    return {work_.m.remade, work_.plan.remade_columns, at.first, at.columns, false};
   }
 
   void run(const Step& step) override {
@@ -40,9 +41,9 @@ class PortableRun final : public LinearRun {
         return logits(step.of_e ? panel : Panel{});
       case StepKind::finish_panel:
         if (step.of_e) {
-          finish_panel(call_, m_, chunk_, panel, panel.first > 0, device_, stream_);
+          finish_panel(work_, panel, panel.first > 0);
         }
-        return write_extra_rows(call_, m_, chunk_, panel, stream_);
+        return write_extra_rows(work_, panel);
       case StepKind::remake:
         return remake(panel, step.of_e);
       case StepKind::grad_input:
@@ -55,18 +56,18 @@ class PortableRun final : public LinearRun {
   }
 
   void logits(const Panel& stored) {
-    for_each_block(0, call_.shape.vocab, [&](const Block& block) {
+    for_each_block(0, work_.call.shape.vocab, [&](const Block& block) {
       const bool stores = block.column < stored.columns;
-      exponentials(call_, m_, chunk_, block, true, stores ? stored : Panel{}, stream_);
+      exponentials(work_, block, true, stores ? stored : Panel{});
     });
   }
 
   void remake(const Panel& panel, bool of_e) {
     for_each_block(panel.first, panel.first + panel.columns, [&](const Block& block) {
       if (of_e) {
-        exponentials(call_, m_, chunk_, block, false, panel, stream_);
+        exponentials(work_, block, false, panel);
       } else {
-        block_gradients(call_, m_, chunk_, block, panel, stream_);
+        block_gradients(work_, block, panel);
       }
     });
   }
@@ -74,25 +75,25 @@ class PortableRun final : public LinearRun {
   // Raw logits of columns [first, end), block by block.
   template <class F>
   void for_each_block(int64_t first, int64_t end, F&& use) {
-    const int64_t element = size_of(call_.shape.dtype);
-    for (int64_t column = first; column < end; column += plan_.block_columns) {
-      const int64_t columns = std::min(plan_.block_columns, end - column);
-      const Operand weight = weight_rows(call_, plan_, m_, column);
-      for (int64_t row = 0; row < chunk_.rows; row += plan_.block_rows) {
-        const int64_t rows = std::min<int64_t>(plan_.block_rows, chunk_.rows - row);
+    const int64_t element = size_of(work_.call.shape.dtype);
+    for (int64_t column = first; column < end; column += work_.plan.block_columns) {
+      const int64_t columns = std::min(work_.plan.block_columns, end - column);
+      const Operand weight = weight_rows(work_.call, work_.plan, work_.m, column);
+      for (int64_t row = 0; row < work_.chunk.rows; row += work_.plan.block_rows) {
+        const int64_t rows = std::min<int64_t>(work_.plan.block_rows, work_.chunk.rows - row);
         Product p;
-        p.in = call_.shape.dtype;
+        p.in = work_.call.shape.dtype;
         p.rows = rows;
         p.columns = columns;
         p.depth = depth();
-        p.a = {m_.input + row * plan_.hidden_pitch * element, plan_.hidden_pitch, 1};
+        p.a = {work_.m.input + row * work_.plan.hidden_pitch * element, work_.plan.hidden_pitch, 1};
         p.b = {weight.data, weight.column_stride, weight.row_stride};
-        p.c = m_.logits;
-        p.c_stride = plan_.block_columns;
-        p.most_rows = plan_.block_rows;
-        p.most_columns = plan_.block_columns;
+        p.c = work_.m.logits;
+        p.c_stride = work_.plan.block_columns;
+        p.most_rows = work_.plan.block_rows;
+        p.most_columns = work_.plan.block_columns;
         multiply(&p, one(), false);
-        use(Block{m_.logits, plan_.block_columns, static_cast<int32_t>(row),
+        use(Block{work_.m.logits, work_.plan.block_columns, static_cast<int32_t>(row),
                   static_cast<int32_t>(rows), column, columns});
       }
     }
@@ -102,33 +103,33 @@ class PortableRun final : public LinearRun {
   void multiply(Product* p, const float* alpha, bool add) {
     p->alpha = alpha;
     p->beta = add ? one() : zero();
-    p->tf32 = call_.in.options.allow_tf32;
-    cuda::multiply(*p, device_, m_.library, stream_);
+    p->tf32 = work_.call.in.options.allow_tf32;
+    cuda::multiply(*p, work_.device, work_.m.library, work_.stream);
   }
 
   // sums [rows, hidden_pitch] (+)= panel rows . weight rows. The last columns of a vocabulary that
   // is no multiple of 8 are a product of their own, with zeros behind them: a depth of 50257 takes
   // cuBLASLt's kernels a hundred times as long.
   void input_product(const Panel& panel, int64_t row, int64_t rows, float* sums, bool add) {
-    const int64_t element = size_of(call_.shape.dtype);
+    const int64_t element = size_of(work_.call.shape.dtype);
     const int64_t tail = panel.columns % 8;
     Product p;
-    p.in = call_.shape.dtype;
+    p.in = work_.call.shape.dtype;
     p.rows = rows;
     p.columns = depth();
     p.depth = panel.columns - tail;
     p.a = {panel.data + row * panel.pitch * element, panel.pitch, 1};
-    p.b = weight_rows(call_, plan_, m_, panel.first);
+    p.b = weight_rows(work_.call, work_.plan, work_.m, panel.first);
     p.c = sums;
-    p.c_stride = plan_.hidden_pitch;
+    p.c_stride = work_.plan.hidden_pitch;
     if (p.depth > 0) {
       multiply(&p, one(), add);
       add = true;
     }
     if (tail == 0) return;
     p.a.data = panel.data + (row * panel.pitch + p.depth) * element;
-    p.b = {m_.weight_tail, plan_.hidden_pitch, 1};
-    p.columns = plan_.hidden_pitch;
+    p.b = {work_.m.weight_tail, work_.plan.hidden_pitch, 1};
+    p.columns = work_.plan.hidden_pitch;
     p.depth = 8;
     multiply(&p, one(), add);
   }
@@ -137,12 +138,12 @@ class PortableRun final : public LinearRun {
   // that is no multiple of 8 the last ones go through a sum of 8 rows: see input_product.
   void grad_weight(const Panel& panel, bool of_e, bool adds) {
     const char* rows = factor_rows(of_e);
-    const int64_t tail = panel.columns % 8, pitch = plan_.hidden_pitch;
+    const int64_t tail = panel.columns % 8, pitch = work_.plan.hidden_pitch;
     Product p;
-    p.in = call_.shape.dtype;
+    p.in = work_.call.shape.dtype;
     p.rows = panel.columns - tail;
     // A multiple of 8: there are zeros behind the rows of both.
-    p.depth = (chunk_.rows + (m_.smoothed_row != nullptr ? 2 : 0) + 7) / 8 * 8;
+    p.depth = (work_.chunk.rows + (work_.m.smoothed_row != nullptr ? 2 : 0) + 7) / 8 * 8;
     p.columns = pitch;
     p.a = {panel.data, 1, panel.pitch};
     p.b = {rows, pitch, 1};
@@ -151,20 +152,20 @@ class PortableRun final : public LinearRun {
       Product last = p;
       last.rows = 8;
       last.a.data = panel.data + p.rows * size_of(p.in);
-      last.c = m_.weight_tail_sum;
+      last.c = work_.m.weight_tail_sum;
       multiply(&last, one(), adds);
     }
-    if (plan_.grad_weight_sum) {
-      p.c = m_.grad_weight_sum + panel.first * pitch;
+    if (work_.plan.grad_weight_sum) {
+      p.c = work_.m.grad_weight_sum + panel.first * pitch;
       return multiply(&p, one(), adds);
     }
-    const TensorView& out = call_.grad_weight;
+    const TensorView& out = work_.call.grad_weight;
     p.out = out.dtype;
-    p.columns = call_.shape.hidden;
+    p.columns = work_.call.shape.hidden;
     p.c = static_cast<char*>(out.data) + out.byte_offset +
           panel.first * out.stride[0] * size_of(out.dtype);
     p.c_stride = out.stride[0];
-    multiply(&p, &m_.tokens.scalars->gradient_scale, call_.accumulate || adds);
+    multiply(&p, &work_.m.tokens.scalars->gradient_scale, work_.call.accumulate || adds);
   }
 };
 

@@ -35,8 +35,8 @@ __global__ void __launch_bounds__(threads)
 
 }  // namespace
 
-void copy_panel(const Chunk& chunk, const Panel& panel, char* to, const DeviceInfo& device,
-                Stream* stream) {
+void copy_panel(const LinearWork& work, const Panel& panel, char* to) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
   stream->launch("copy_panel", copy_kernel, static_cast<unsigned>(device.multiprocessors * 8),
                  threads, chunk, reinterpret_cast<const uint4*>(panel.data),
                  reinterpret_cast<uint4*>(to), panel.pitch, (panel.columns + 63) / 64);

@@ -144,8 +144,8 @@ __global__ void __launch_bounds__(256)
 
 }  // namespace
 
-void form_dz(const LinearCall& call, const LinearMemory& m, const Chunk& chunk, const Panel& panel,
-             bool first, Stream* stream) {
+void form_dz(const LinearWork& work, const Panel& panel, bool first) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
   const auto launch = [&](auto kernel, const Panel& some, int64_t slab_rows) {
     stream->launch("form_dz", kernel,
                    two_axes(blocks_for(chunk.rows, slab_rows),
@@ -156,7 +156,7 @@ void form_dz(const LinearCall& call, const LinearMemory& m, const Chunk& chunk, 
   if (!call.shape.grad_bias) return launch(form_dz_kernel<false>, panel, rows_of_block);
   for_bias_columns(call.shape.dtype, panel, [&](const Panel& some) {
     launch(form_dz_kernel<true>, some, bias_slab_rows);
-    add_slabs_to_bias(call, m, chunk, some, nullptr, first, stream);
+    add_slabs_to_bias(work, some, nullptr, first);
   });
 }
 

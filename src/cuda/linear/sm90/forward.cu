@@ -30,14 +30,14 @@ CUtensorMap own_map(const InputRows& own, DType dtype, int64_t first, int64_t ro
   return make_map(own.data + first * own.stride, dtype, rows, own.hidden,
                   own.stride / size_of(dtype), box_rows, stream);
 }
-CUtensorMap compacted_map(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                          const Chunk& chunk, Stream* stream) {
+CUtensorMap compacted_map(const LinearWork& work) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
   return make_map(m.input, call.shape.dtype, chunk.rows, plan.hidden_pitch, plan.hidden_pitch,
                   rows_of_tile(plan), stream);
 }
 
-Operands make_operands(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                       const Chunk& chunk, Stream* stream) {
+Operands make_operands(const LinearWork& work) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
   const LinearShape& s = call.shape;
   const int64_t hidden = s.copies_weight ? plan.hidden_pitch : s.hidden;
   const void* weight = s.copies_weight
@@ -47,14 +47,14 @@ Operands make_operands(const LinearCall& call, const LinearPlan& plan, const Lin
   // Where every token counts, compacted token k is token k.
   const CUtensorMap input = s.reads_input ? own_map(input_rows(call, plan), s.dtype, chunk.first,
                                                     chunk.rows, rows_of_tile(plan), stream)
-                                          : compacted_map(call, plan, m, chunk, stream);
+                                          : compacted_map(work);
   return {input, make_map(weight, s.dtype, s.vocab, hidden, stride, half_right_rows, stream)};
 }
 
 template <class T, Mode kMode, Set kSet>
-void launch_set(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                const Arguments& arguments, const DeviceInfo& device, Stream* stream) {
-  const Operands operands = make_operands(call, plan, m, arguments.chunk, stream);
+void launch_set(const LinearWork& work, const Arguments& arguments) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
+  const Operands operands = make_operands(work);
   CUtensorMap panel_map{};
   if constexpr (kMode != Mode::sums) {
     const Panel& panel = arguments.panel;
@@ -101,11 +101,8 @@ Set choose_set(const Arguments& a) {
 }
 
 template <class T, Mode kMode>
-void launch_options(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                    Arguments arguments, const DeviceInfo& device, Stream* stream) {
-  const auto launch_with = [&](auto set) {
-    launch_set<T, kMode, set()>(call, plan, m, arguments, device, stream);
-  };
+void launch_options(const LinearWork& work, Arguments arguments) {
+  const auto launch_with = [&](auto set) { launch_set<T, kMode, set()>(work, arguments); };
   using enum Set;
   if constexpr (kMode == Mode::sums_kept) {
     launch_with(std::integral_constant<Set, any_capped>{});
@@ -132,17 +129,17 @@ void launch_options(const LinearCall& call, const LinearPlan& plan, const Linear
 }
 
 template <class T, Mode kMode>
-void launch_plain(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                  Arguments arguments, const DeviceInfo& device, Stream* stream) {
+void launch_plain(const LinearWork& work, Arguments arguments) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
   // Behind D are zeros.
   arguments.depth_tiles = std::max(arguments.depth_tiles, 2 * split_steps<kMode>);
-  const Operands operands = make_operands(call, plan, m, arguments.chunk, stream);
+  const Operands operands = make_operands(work);
   const InputRows own = input_rows(call, plan);
   CUtensorMap panel_map{};
   if constexpr (kMode == Mode::sums) {
     // Where some tokens do not count.
     if (own.copied) {
-      panel_map = compacted_map(call, plan, m, arguments.chunk, stream);
+      panel_map = compacted_map(work);
     } else if (own.data != nullptr) {
       panel_map = own_map(own, call.shape.dtype, 0, call.shape.tokens, box_rows, stream);
     }
@@ -156,12 +153,12 @@ void launch_plain(const LinearCall& call, const LinearPlan& plan, const LinearMe
 }
 
 template <class T, Mode kMode>
-void launch(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-            const Arguments& arguments, const DeviceInfo& device, Stream* stream) {
+void launch(const LinearWork& work, const Arguments& arguments) {
+  const LinearCall& call = work.call;
   if (call.shape.plain) {
-    launch_plain<T, kMode>(call, plan, m, arguments, device, stream);
+    launch_plain<T, kMode>(work, arguments);
   } else {
-    launch_options<T, kMode>(call, plan, m, arguments, device, stream);
+    launch_options<T, kMode>(work, arguments);
   }
 }
 
@@ -232,31 +229,30 @@ Arguments make_arguments(const LinearCall& call, const LinearPlan& plan, const L
 
 bool has_code() { return LOGITLESS_HAS_SM90A; }
 
-void forward(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-             const Chunk& chunk, int64_t first, int64_t columns, const Panel& panel,
-             const DeviceInfo& device, Stream* stream) {
+void forward(const LinearWork& work, int64_t first, int64_t columns, const Panel& panel) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
   const Arguments arguments = make_arguments(call, plan, m, chunk, first, columns, panel);
   if (panel.data == nullptr) {
     if (call.shape.dtype == DType::f16) {
-      launch<__half, Mode::sums>(call, plan, m, arguments, device, stream);
+      launch<__half, Mode::sums>(work, arguments);
     } else {
-      launch<__nv_bfloat16, Mode::sums>(call, plan, m, arguments, device, stream);
+      launch<__nv_bfloat16, Mode::sums>(work, arguments);
     }
   } else if (call.shape.forms_dz) {
-    launch_options<__nv_bfloat16, Mode::sums_kept>(call, plan, m, arguments, device, stream);
+    launch_options<__nv_bfloat16, Mode::sums_kept>(work, arguments);
   } else {
-    launch<__nv_bfloat16, Mode::sums_e>(call, plan, m, arguments, device, stream);
+    launch<__nv_bfloat16, Mode::sums_e>(work, arguments);
   }
 }
 
-void gradients(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-               const Chunk& chunk, const Panel& panel, const DeviceInfo& device, Stream* stream) {
+void gradients(const LinearWork& work, const Panel& panel) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
   const Arguments arguments =
       make_arguments(call, plan, m, chunk, panel.first, panel.columns, panel);
   if (call.shape.dtype == DType::f16) {
-    launch<__half, Mode::dz>(call, plan, m, arguments, device, stream);
+    launch<__half, Mode::dz>(work, arguments);
   } else {
-    launch<__nv_bfloat16, Mode::dz>(call, plan, m, arguments, device, stream);
+    launch<__nv_bfloat16, Mode::dz>(work, arguments);
   }
 }
 

@@ -18,11 +18,8 @@ inline int64_t weight_stride(const LinearCall& call, const LinearPlan& plan) {
 
 // Columns [first, first + columns) of the chunk, `first` whole tiles: to the partial sums; and E,
 // where the panel has data.
-void forward(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-             const Chunk& chunk, int64_t first, int64_t columns, const Panel& panel,
-             const DeviceInfo& device, Stream* stream);
+void forward(const LinearWork& work, int64_t first, int64_t columns, const Panel& panel);
 // dz of the panel's columns.
-void gradients(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-               const Chunk& chunk, const Panel& panel, const DeviceInfo& device, Stream* stream);
+void gradients(const LinearWork& work, const Panel& panel);
 
 }  // namespace logitless::cuda::sm90

@@ -33,11 +33,9 @@ int64_t lent_scaled_input(const LinearShape& shape, const LinearPlan& plan);
 Panel panel_of(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                const PanelPlace& at);
 // copy_panel.cu: the rows that count of a panel, to `to`, which is as wide.
-void copy_panel(const Chunk& chunk, const Panel& panel, char* to, const DeviceInfo& device,
-                Stream*);
+void copy_panel(const LinearWork& work, const Panel& panel, char* to);
 // form_dz.cu: dz in the place of E, for products that a softcap under smoothing leaves no other
 // way; and its sums to bias_sum, if grad_bias is asked for (`first`: overwriting it).
-void form_dz(const LinearCall& call, const LinearMemory& m, const Chunk& chunk, const Panel& panel,
-             bool first, Stream*);
+void form_dz(const LinearWork& work, const Panel& panel, bool first);
 
 }  // namespace logitless::cuda

@@ -53,7 +53,8 @@ void with_types(DType dtype, DType out, F&& f) {
 }
 
 template <Gradient kGradient>
-void join(const LinearCall& call, const Prepared& p, const DeviceInfo& device, Stream* stream) {
+void join(const LinearWork& work, const Prepared& p) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
   const LaunchShape shape{.blocks = static_cast<unsigned>(device.multiprocessors) * 6,
                           .threads = 128,
                           .early = call.launches_early};
@@ -63,8 +64,8 @@ void join(const LinearCall& call, const Prepared& p, const DeviceInfo& device, S
 }
 
 template <Gradient kGradient>
-void launch(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m, Prepared p,
-            const DeviceInfo& device, Stream* stream) {
+void launch(const LinearWork& work, Prepared p) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
   const int clusters = device.multiprocessors / 2;
   constexpr bool is_input = kGradient == Gradient::input;
   p.a.team.apart = is_input && works_apart(plan);
@@ -80,20 +81,21 @@ void launch(const LinearCall& call, const LinearPlan& plan, const LinearMemory& 
   const int64_t tiles = (p.a.rows + cluster_rows - 1) / cluster_rows *
                         int64_t{(p.a.columns + tile_columns - 1) / tile_columns};
   if (plan.slots == 0 || (!is_input && tiles % clusters == 0)) return;
-  join<kGradient>(call, p, device, stream);
+  join<kGradient>(work, p);
 }
 
 // The right operand: `rows` of the depth axis, each with the output's columns along memory.
-CUtensorMap right_map(const LinearCall& call, const void* data, int64_t rows, int64_t columns,
-                      int64_t stride, ProductArguments* a, Stream* stream) {
+CUtensorMap right_map(const LinearWork& work, const void* data, int64_t rows, int64_t columns,
+                      int64_t stride, ProductArguments* a) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
   const BlockMap map = make_block_map(data, call.shape.dtype, rows, columns, stride, tile_depth / 2,
                                       tile_columns / 64, stream);
   a->right_boxes = map.boxes;
   return map.map;
 }
 
-Prepared input_product(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                       const Kept& kept, DType out, ProductArguments a, Stream* stream) {
+Prepared input_product(const LinearWork& work, const Kept& kept, DType out, ProductArguments a) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
   const LinearShape& s = call.shape;
   const char* weight = s.copies_weight
                            ? m.weight
@@ -114,8 +116,8 @@ Prepared input_product(const LinearCall& call, const LinearPlan& plan, const Lin
   Prepared p{.out = out};
   p.operands.left = map(first);
   if (!all_behind && !none_behind) p.operands.behind = map(kept.behind);
-  p.operands.right = right_map(call, weight + first.first * stride * 2, kept.columns(), s.hidden,
-                               stride, &a, stream);
+  p.operands.right =
+      right_map(work, weight + first.first * stride * 2, kept.columns(), s.hidden, stride, &a);
   p.a = a;
   return p;
 }
@@ -137,8 +139,8 @@ void write_gradient(const TensorView& gradient, int64_t first, ProductArguments*
             gradient.shape[1] % 4 == 0;
 }
 
-Prepared whole_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                     const Chunk& chunk, const Kept& kept, bool of_e, Stream* stream) {
+Prepared whole_input(const LinearWork& work, const Kept& kept, bool of_e) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
   ProductArguments a{};
   a.chunk = chunk;
   if (of_e) a.factors = m.factors;
@@ -146,12 +148,12 @@ Prepared whole_input(const LinearCall& call, const LinearPlan& plan, const Linea
   a.rows = chunk.rows;
   a.mapped = true;
   if (of_e) a.line = m.class_row;
-  return input_product(call, plan, m, kept, call.grad_input.dtype, a, stream);
+  return input_product(work, kept, call.grad_input.dtype, a);
 }
 
-Prepared weight_product(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                        const Chunk& chunk, const Panel& panel, const char* rows, bool of_e,
-                        bool add, Stream* stream) {
+Prepared weight_product(const LinearWork& work, const Panel& panel, const char* rows, bool of_e,
+                        bool add) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
   ProductArguments a{};
   a.chunk = chunk;
   const TensorView& out = call.grad_weight;
@@ -173,8 +175,7 @@ Prepared weight_product(const LinearCall& call, const LinearPlan& plan, const Li
   Prepared p{.out = plan.grad_weight_sum ? DType::f32 : out.dtype};
   p.operands.left = make_panel_map(panel.data, call.shape.dtype, panel.pitch,
                                    (panel.columns + 63) / 64, tile_depth, tile_rows / 64, stream);
-  p.operands.right =
-      right_map(call, rows, chunk.rows, plan.hidden_pitch, plan.hidden_pitch, &a, stream);
+  p.operands.right = right_map(work, rows, chunk.rows, plan.hidden_pitch, plan.hidden_pitch, &a);
   p.a = a;
   return p;
 }
@@ -186,9 +187,9 @@ bool writes(const TensorView& gradient, DType inputs) {
          (gradient.stride[1] == 1 || gradient.shape[1] == 1);
 }
 
-void input_sums(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                const Chunk& chunk, const Kept& kept, int64_t row, int64_t rows, float* sums,
-                bool of_e, bool add, const DeviceInfo& device, Stream* stream) {
+void input_sums(const LinearWork& work, const Kept& kept, int64_t row, int64_t rows, float* sums,
+                bool of_e, bool add) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
   ProductArguments a{};
   a.chunk = chunk;
   write_sums(sums, plan, &a);
@@ -197,30 +198,23 @@ void input_sums(const LinearCall& call, const LinearPlan& plan, const LinearMemo
   a.add = add;
   if (of_e) a.factors = m.factors;
   if (of_e) a.line = m.class_row;
-  launch<Gradient::input>(call, plan, m, input_product(call, plan, m, kept, DType::f32, a, stream),
-                          device, stream);
+  launch<Gradient::input>(work, input_product(work, kept, DType::f32, a));
 }
 
-void grad_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                const Chunk& chunk, const Kept& kept, bool of_e, const DeviceInfo& device,
-                Stream* stream) {
-  launch<Gradient::input>(call, plan, m, whole_input(call, plan, m, chunk, kept, of_e, stream),
-                          device, stream);
+void grad_input(const LinearWork& work, const Kept& kept, bool of_e) {
+  launch<Gradient::input>(work, whole_input(work, kept, of_e));
 }
 
-void grad_weight(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                 const Chunk& chunk, const Panel& panel, const char* rows, bool of_e, bool add,
-                 const DeviceInfo& device, Stream* stream) {
-  launch<Gradient::weight>(call, plan, m,
-                           weight_product(call, plan, m, chunk, panel, rows, of_e, add, stream),
-                           device, stream);
+void grad_weight(const LinearWork& work, const Panel& panel, const char* rows, bool of_e,
+                 bool add) {
+  launch<Gradient::weight>(work, weight_product(work, panel, rows, of_e, add));
 }
 
-void both_gradients(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                    const Chunk& chunk, const Panel& panel, const char* rows, bool of_e, bool add,
-                    const DeviceInfo& device, Stream* stream) {
-  Prepared input = whole_input(call, plan, m, chunk, {panel}, of_e, stream);
-  Prepared weight = weight_product(call, plan, m, chunk, panel, rows, of_e, add, stream);
+void both_gradients(const LinearWork& work, const Panel& panel, const char* rows, bool of_e,
+                    bool add) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
+  Prepared input = whole_input(work, {panel}, of_e);
+  Prepared weight = weight_product(work, panel, rows, of_e, add);
   const int clusters = device.multiprocessors / 2;
   use_teams<Gradient::input>(m, plan.input_clusters, plan.slots, &input);
   // The slots are grad_input's.
@@ -235,7 +229,7 @@ void both_gradients(const LinearCall& call, const LinearPlan& plan, const Linear
   } else {
     launch_both(__nv_bfloat16{});
   }
-  if (plan.slots > 0) join<Gradient::input>(call, input, device, stream);
+  if (plan.slots > 0) join<Gradient::input>(work, input);
 }
 
 }  // namespace logitless::cuda::sm90

@@ -18,22 +18,16 @@ struct Kept {
 
 // Rows [row, row + rows) of the chunk: panel rows . weight rows, to sums [rows, hidden_pitch] in
 // f32, or added to them; of E times v, less the smoothing's term of what is kept of E.
-void input_sums(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                const Chunk& chunk, const Kept& kept, int64_t row, int64_t rows, float* sums,
-                bool of_e, bool add, const DeviceInfo& device, Stream* stream);
+void input_sums(const LinearWork& work, const Kept& kept, int64_t row, int64_t rows, float* sums,
+                bool of_e, bool add);
 // All rows of the chunk from E or dz of the whole vocabulary, to the caller's grad_input.
-void grad_input(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                const Chunk& chunk, const Kept& kept, bool of_e, const DeviceInfo& device,
-                Stream* stream);
+void grad_input(const LinearWork& work, const Kept& kept, bool of_e);
 
 // The panel's rows of grad_weight: panel columns . `rows` (input times v, or input itself), to the
 // caller's grad_weight, or to its sums in f32 where the plan has them. `add`: f32 alone.
-void grad_weight(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                 const Chunk& chunk, const Panel& panel, const char* rows, bool of_e, bool add,
-                 const DeviceInfo& device, Stream* stream);
+void grad_weight(const LinearWork& work, const Panel& panel, const char* rows, bool of_e, bool add);
 // grad_input and grad_weight of one of several chunks in one launch, side by side.
-void both_gradients(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
-                    const Chunk& chunk, const Panel& panel, const char* rows, bool of_e, bool add,
-                    const DeviceInfo& device, Stream* stream);
+void both_gradients(const LinearWork& work, const Panel& panel, const char* rows, bool of_e,
+                    bool add);
 
 }  // namespace logitless::cuda::sm90

@@ -17,33 +17,32 @@ class HopperRun final : public LinearRun {
 
  private:
   Panel panel_of(const PanelPlace& at) const override {
-    return cuda::panel_of(call_, plan_, m_, at);
+    return cuda::panel_of(work_.call, work_.plan, work_.m, at);
   }
 
   void run(const Step& step) override {
     const Panel panel = panel_of(step.panel);
     switch (step.kind) {
       case StepKind::logits:
-        return sm90::forward(call_, plan_, m_, chunk_, step.panel.first, step.panel.columns,
-                             step.of_e ? panel : Panel{}, device_, stream_);
+        return sm90::forward(work_, step.panel.first, step.panel.columns,
+                             step.of_e ? panel : Panel{});
       case StepKind::finish_panel:
-        return finish_panel(call_, m_, chunk_, panel, false, device_, stream_);
+        return finish_panel(work_, panel, false);
       case StepKind::form_dz:
-        return form_dz(call_, m_, chunk_, panel, !step.adds, stream_);
+        return form_dz(work_, panel, !step.adds);
       case StepKind::remake:
-        return sm90::gradients(call_, plan_, m_, chunk_, panel, device_, stream_);
+        return sm90::gradients(work_, panel);
       case StepKind::copy_panel:
-        return copy_panel(chunk_, panel_of({step.panel.first, step.panel.columns, true}), m_.remade,
-                          device_, stream_);
+        return copy_panel(work_, panel_of({step.panel.first, step.panel.columns, true}),
+                          work_.m.remade);
       case StepKind::grad_input:
         return grad_input(step, {panel, panel_of(step.behind())});
       case StepKind::grad_weight:
-        return sm90::grad_weight(call_, plan_, m_, chunk_, panel, factor_rows(step.of_e), step.of_e,
-                                 adds_weight(step), device_, stream_);
+        return sm90::grad_weight(work_, panel, factor_rows(step.of_e), step.of_e,
+                                 adds_weight(step));
       case StepKind::both_gradients:
-        both_gradients(call_, plan_, m_, chunk_, panel, factor_rows(step.of_e), step.of_e,
-                       adds_weight(step), device_, stream_);
-        joined_ = plan_.slots > 0 && !call_.shape.grad_bias;
+        both_gradients(work_, panel, factor_rows(step.of_e), step.of_e, adds_weight(step));
+        joined_ = work_.plan.slots > 0 && !work_.call.shape.grad_bias;
         return;
       default:
         return;
@@ -53,17 +52,16 @@ class HopperRun final : public LinearRun {
   void grad_input(const Step& step, const Kept& kept) {
     if (step.to_sums) {
       // Sums of some rows get their factors when they are written.
-      return sm90::input_sums(call_, plan_, m_, chunk_, kept, step.rows.first, step.rows.count,
-                              input_sums(), step.of_e && plan_.sum_rows == 0, step.adds, device_,
-                              stream_);
+      return sm90::input_sums(work_, kept, step.rows.first, step.rows.count, input_sums(),
+                              step.of_e && work_.plan.sum_rows == 0, step.adds);
     }
-    sm90::grad_input(call_, plan_, m_, chunk_, kept, step.of_e, device_, stream_);
-    if (lends_) clear_other_rows(m_.tokens, call_.grad_input, stream_);
+    sm90::grad_input(work_, kept, step.of_e);
+    if (lends_) clear_other_rows(work_.m.tokens, work_.call.grad_input, work_.stream);
   }
 
   // To what is there.
   bool adds_weight(const Step& step) const {
-    return step.adds || (call_.accumulate && !plan_.grad_weight_sum);
+    return step.adds || (work_.call.accumulate && !work_.plan.grad_weight_sum);
   }
 };
 
