@@ -5,6 +5,7 @@
 //   dz_ij  = probability p_ij - smoothing c_j - onehot [j=t] - entropy p_ij (log p_ij + H)
 #pragma once
 
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 
@@ -31,6 +32,38 @@ struct LogitMap {
 inline LogitMap logit_map(const LossOptions& o) {
   return {o.logit_scale, o.softcap, o.softcap > 0 ? 1 / o.softcap : 0, o.temperature,
           1 / o.temperature};
+}
+
+// raw -> z, with the factors each rounded once, those of the softcap in two parts:
+//   z = slope raw  or  z = outward tanh(inward |raw| / 2) with raw's sign.
+struct MapFactors {
+  float slope = 1;                     // scale / temperature
+  float inward = 0, inward_low = 0;    // 2 |scale / softcap|
+  float limit = 0;                     // above this |raw|, tanh is 1
+  float outward = 0, outward_low = 0;  // softcap / temperature with the sign of scale
+  float backward = 0;                  // temperature / softcap
+  bool capped = false, identity = true;
+};
+
+inline MapFactors map_factors(const LogitMap& map) {
+  MapFactors f{};
+  f.slope = static_cast<float>(static_cast<double>(map.scale) / map.temperature);
+  f.capped = map.softcap > 0;
+  f.identity = map.identity();
+  if (!f.capped) return f;
+  const double inward = 2 * std::fabs(static_cast<double>(map.scale)) / map.softcap;
+  const double outward =
+      std::copysign(static_cast<double>(map.softcap) / map.temperature, map.scale);
+  f.inward = static_cast<float>(inward);
+  f.inward_low = static_cast<float>(inward - f.inward);
+  // Of a tiny scale the limit is the largest finite number, whose own tanh may be less than 1: only
+  // infinity is above it. Scale 0 has no limit: 0 times an infinite logit is NaN.
+  f.limit =
+      map.scale == 0 ? HUGE_VALF : static_cast<float>(std::fmin(21 / inward, double{FLT_MAX}));
+  f.outward = static_cast<float>(outward);
+  f.outward_low = static_cast<float>(outward - f.outward);
+  f.backward = static_cast<float>(static_cast<double>(map.temperature) / map.softcap);
+  return f;
 }
 
 // What the loss of a row needs of it.

@@ -17,7 +17,7 @@ std::string manner(const CudaPlanned& planned) {
   const int64_t kept = kept_columns(p);
   bool in_place = false, copied = false;
   for (cuda::PanelPlace at; at.end() < kept;) {
-    at = kept_part_at(s, p, at.end());
+    at = cuda::sm90::kept_part_at(s, p, at.end());
     in_place |= at.lent && !at.copied;
     copied |= at.copied;
   }

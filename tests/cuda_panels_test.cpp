@@ -17,18 +17,18 @@ struct Lent {
 };
 int64_t weight_row(const LinearShape& s) { return s.hidden * (s.grad_weight_f32 ? 4 : 2); }
 int64_t panel_end(const LinearShape& s, const LinearPlan& p, const PanelPlace& at) {
-  return lent_offset(s, p, at) + panel_rows(p) * round_up(at.columns, 64) * 2;
+  return sm90::lent_offset(s, p, at) + panel_rows(p) * round_up(at.columns, 64) * 2;
 }
 
 // What is kept of E leaves grad_weight's memory before its rows, or others', come to lie there.
 void count_kept(const LinearShape& s, const LinearPlan& p, Lent* lent) {
   const int64_t row = weight_row(s), kept = kept_columns(p);
-  const int64_t scaled = scales_apart(s, p) ? lent_scaled_input(s, p) : -1;
+  const int64_t scaled = scales_apart(s, p) ? sm90::lent_scaled_input(s, p) : -1;
   const PanelPlace all{p.stored_columns, p.lent_columns, true};
   if (p.lent_columns > 0) {
     ASSERT_TRUE(s.lends_grad_weight && p.chunks == 1);
-    EXPECT_GE(lent_offset(s, p, all), p.stored_columns * row);
-    EXPECT_EQ(lent_offset(s, p, all) % 128, 0);
+    EXPECT_GE(sm90::lent_offset(s, p, all), p.stored_columns * row);
+    EXPECT_EQ(sm90::lent_offset(s, p, all) % 128, 0);
     EXPECT_LE(panel_end(s, p, all), scaled < 0 ? s.vocab * row : scaled);
     EXPECT_TRUE(scaled >= 0 || !scales_apart(s, p));
   }
@@ -38,7 +38,7 @@ void count_kept(const LinearShape& s, const LinearPlan& p, Lent* lent) {
   }
   for (PanelPlace at; at.end() < kept;) {
     const int64_t done = at.end();
-    at = kept_part_at(s, p, done);
+    at = sm90::kept_part_at(s, p, done);
     ASSERT_EQ(at.first, done);
     ASSERT_GT(at.columns, 0);
     ASSERT_LE(at.end(), kept);
@@ -48,7 +48,7 @@ void count_kept(const LinearShape& s, const LinearPlan& p, Lent* lent) {
     EXPECT_EQ(at.lent, at.first >= p.stored_columns);
     const int64_t asked = at.copied ? at.end() : std::max(at.first, p.stored_columns);
     if (asked < kept) {
-      EXPECT_LE(at.end() * row, lent_offset(s, p, {asked, kept - asked, true}));
+      EXPECT_LE(at.end() * row, sm90::lent_offset(s, p, {asked, kept - asked, true}));
     }
     if (at.lent) (at.copied ? lent->copied : lent->in_place) += at.columns;
   }
@@ -60,7 +60,7 @@ void count_lent(const LinearShape& s, const LinearPlan& p, Lent* lent) {
   count_kept(s, p, lent);
   for (PanelPlace at{.columns = kept_columns(p)}; at.end() < s.vocab;) {
     const int64_t done = at.end();
-    at = panel_at(s, p, done);
+    at = sm90::panel_at(s, p, done);
     ASSERT_EQ(at.first, done);
     ASSERT_GT(at.columns, 0);
     if (!at.lent) {
@@ -68,9 +68,9 @@ void count_lent(const LinearShape& s, const LinearPlan& p, Lent* lent) {
       continue;
     }
     ASSERT_TRUE(s.lends_grad_weight && p.chunks == 1);
-    EXPECT_GE(lent_offset(s, p, at), at.end() * row);
+    EXPECT_GE(sm90::lent_offset(s, p, at), at.end() * row);
     EXPECT_LE(panel_end(s, p, at), s.vocab * row);
-    EXPECT_EQ(lent_offset(s, p, at) % 128, 0);
+    EXPECT_EQ(sm90::lent_offset(s, p, at) % 128, 0);
     lent->panels += at.columns;
   }
   EXPECT_LE(p.lent_sum_rows * p.hidden_pitch * 4, s.lends_grad_weight ? s.vocab * row : 0);
@@ -110,7 +110,7 @@ TEST(CudaPanels, KeptColumnsLeaveGradWeightInTime) {
             p.remade_columns = std::max<int64_t>(stored, 192);
             for (const bool copies : {false, true}) {
               p.copies_lent = copies;
-              p.lent_columns = most_lent_columns(s, p);
+              p.lent_columns = sm90::most_lent_columns(s, p);
               count_kept(s, p, &lent);
             }
           }
@@ -155,16 +155,16 @@ TEST(CudaPanels, LentSumsLeaveTheirMemoryInPieces) {
 // The cost model takes panels that are alike at once: it must see each of them.
 void expect_alike(const LinearShape& s, const LinearPlan& p, int64_t* lent, int64_t* remade) {
   for (int64_t first = kept_columns(p); first < s.vocab;) {
-    const PanelPlace at = panel_at(s, p, first);
-    const int64_t count = panels_like(s, p, at);
+    const PanelPlace at = sm90::panel_at(s, p, first);
+    const int64_t count = sm90::panels_like(s, p, at);
     ASSERT_GE(count, 1);
     for (int64_t n = 0; n < count; ++n, first += at.columns) {
-      const PanelPlace one = panel_at(s, p, first);
+      const PanelPlace one = sm90::panel_at(s, p, first);
       ASSERT_EQ(one.columns, at.columns);
       ASSERT_EQ(one.lent, at.lent);
     }
     if (first < s.vocab) {
-      const PanelPlace next = panel_at(s, p, first);
+      const PanelPlace next = sm90::panel_at(s, p, first);
       EXPECT_TRUE(next.columns != at.columns || next.lent != at.lent);
     }
     if (count > 1) *(at.lent ? lent : remade) += count;
@@ -213,7 +213,7 @@ TEST(CudaPanels, GradWeightSparesWork) {
   EXPECT_LT(lent.seconds, 0.93 * alone.seconds);
   int panels = 0;
   for (PanelPlace at{.columns = kept_columns(lent)}; at.end() < s.vocab; ++panels) {
-    at = panel_at(s, lent, at.end());
+    at = sm90::panel_at(s, lent, at.end());
   }
   EXPECT_LE(panels, 10);
 }

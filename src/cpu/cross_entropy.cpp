@@ -13,8 +13,6 @@
 namespace logitless::cpu {
 namespace {
 
-constexpr uint64_t padded(uint64_t bytes) { return (bytes + 63) / 64 * 64; }
-
 template <class Op>
 TensorView gradient_view(const Op& op) {
   if constexpr (GradientOp<Op>) return op.grad_logits;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows of given logits: which memory the kernels work in, and strided views.
 #include "src/cpu/logit_rows.h"
+#include "src/cpu/tokens.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -18,8 +19,6 @@ constexpr int64_t task_elements = 1 << 15;
 // Columns of strided elements moved at a time: their cache lines stay in the first cache even where
 // they share a set.
 constexpr int64_t strip = 8;
-
-constexpr uint64_t padded(uint64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 bool rows_adjoin(const TensorView& v) {
   return v && v.shape[0] > 1 && std::abs(v.stride[0]) < std::abs(v.stride[1]);

@@ -8,13 +8,10 @@
 
 #include "src/cpu/row_kernels.h"
 #include "src/cpu/tokens.h"
+#include "src/rounding.h"
 
 namespace logitless::cpu {
 namespace {
-
-constexpr int64_t round_up(int64_t value, int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
 
 // Where sizes stop growing. Shapes that validation admits pass it when they are padded to whole
 // tiles; no machine has such memory, and a smaller workspace is refused.

@@ -17,6 +17,7 @@
 #include "hwy/highway.h"
 #include "src/cpu/exp-inl.h"
 #include "src/cpu/row_kernels.h"
+#include "src/loss.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace logitless::cpu::HWY_NAMESPACE {
@@ -25,35 +26,6 @@ namespace hn = hwy::HWY_NAMESPACE;
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 enum class Map { identity, scale, softcap };
-
-// The map's factors, each rounded once, those of the softcap in two parts:
-//   z = scale raw / temperature,  or  z = (softcap / temperature) tanh(scale raw / softcap).
-struct MapFactors {
-  float slope;                 // scale / temperature
-  float inward, inward_low;    // 2 |scale / softcap|
-  float limit;                 // |raw| from which tanh is 1; infinite where no number is
-  float outward, outward_low;  // softcap / temperature with the sign of scale
-  float backward;              // temperature / softcap
-};
-
-inline MapFactors map_factors(const LogitMap& map) {
-  MapFactors f{};
-  f.slope = static_cast<float>(static_cast<double>(map.scale) / map.temperature);
-  if (!(map.softcap > 0)) return f;
-  const double inward = 2 * std::fabs(static_cast<double>(map.scale)) / map.softcap;
-  const double outward =
-      std::copysign(static_cast<double>(map.softcap) / map.temperature, map.scale);
-  f.inward = static_cast<float>(inward);
-  f.inward_low = static_cast<float>(inward - f.inward);
-  // Scale 0 has no limit: 0 times an infinite logit is NaN.
-  const double limit = 21 / inward;
-  f.limit = limit <= std::numeric_limits<float>::max() ? static_cast<float>(limit)
-                                                       : std::numeric_limits<float>::infinity();
-  f.outward = static_cast<float>(outward);
-  f.outward_low = static_cast<float>(outward - f.outward);
-  f.backward = static_cast<float>(static_cast<double>(map.temperature) / map.softcap);
-  return f;
-}
 
 inline Map kind_of_map(const LogitMap& map) {
   if (map.softcap > 0) return Map::softcap;

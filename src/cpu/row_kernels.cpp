@@ -43,7 +43,7 @@ float map_block_on_target(const LogitMap& map, float* logits, const float* bias,
     case Map::scale:
       return map_with<Map::scale>(f, logits, bias, count);
     case Map::softcap:
-      if (map.scale != 0 && std::isinf(f.limit)) return cap_faint(map, logits, bias, count);
+      if (f.limit == std::numeric_limits<float>::max()) return cap_faint(map, logits, bias, count);
       return map_with<Map::softcap>(f, logits, bias, count);
   }
   return 0;

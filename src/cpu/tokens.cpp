@@ -11,8 +11,6 @@
 namespace logitless::cpu {
 namespace {
 
-constexpr uint64_t padded(uint64_t bytes) { return (bytes + 63) / 64 * 64; }
-
 void place(void* memory, int64_t tokens, Tokens* t) {
   char* next = static_cast<char*>(memory);
   auto take = [&](auto*& array) {

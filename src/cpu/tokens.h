@@ -10,6 +10,9 @@
 
 namespace logitless::cpu {
 
+// Arrays of a workspace begin at multiples of 64 bytes.
+constexpr uint64_t padded(uint64_t bytes) { return (bytes + 63) / 64 * 64; }
+
 // Element i of an f32 (or i32/i64) vector view with any stride.
 inline float f32_at(const TensorView& v, int64_t i) { return v.as<const float>()[i * v.stride[0]]; }
 inline int64_t int_at(const TensorView& v, int64_t i) {

@@ -10,7 +10,6 @@
 #include <cstdint>
 
 #include "logitless/ops.h"
-#include "src/cuda/numbers.h"
 #include "src/loss.h"
 
 namespace logitless::cuda {
@@ -153,14 +152,20 @@ __device__ inline bool present(const TensorView& v) { return v.rank != -1; }
 constexpr float log2e = 0x1.715476p0f, ln2 = 0x1.62e430p-1f;
 constexpr float least_exponent = -87.3365f;  // exp is subnormal below, and taken as 0
 
+// 2^x by the one instruction: 2 ulp; subnormal ones are 0.
+__device__ inline float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // exp x for x <= 0, -inf included; NaN stays. Two roundings of x log2(e) are kept apart, so that
 // the error is that of the last instruction (2 ulp) for any x.
 __device__ inline float exp_nonpositive(float x) {
   constexpr float log2e_low = 0x1.4ae0cp-26f;
   const float product = x * log2e;
   const float rest = fmaf(x, log2e, -product) + x * log2e_low;
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(product));
+  const float y = exp2_fast(product);
   // 2^rest = 1 + rest ln 2; where x is -inf `rest` is NaN.
   const float exact = fmaf(y, rest * ln2, y);
   return x < least_exponent ? 0.0f : exact;

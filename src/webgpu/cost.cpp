@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "src/webgpu/cost.h"
+#include "src/rounding.h"
 
 #include <algorithm>
 
@@ -15,12 +16,10 @@ constexpr int64_t kThreadsAtOnce = 512;  // that a core's registers hold, of 8 x
 constexpr double kDispatch = 4;          // microseconds until the next one starts
 constexpr double kBytes = 2.5e6;         // read or written in a microsecond
 
-int64_t ceiling(int64_t count, int64_t of) { return (count + of - 1) / of; }
-
 // 16 of k by all workgroups that are there at once: the loads' latency, and what a full core does.
 double step_time(const Tile& tile, int64_t groups) {
   const int64_t of_a_core =
-      ceiling(std::min(groups, kCores * kThreadsAtOnce / tile.threads()), kCores);
+      divide_up(std::min(groups, kCores * kThreadsAtOnce / tile.threads()), kCores);
   const double share = static_cast<double>(of_a_core * tile.threads()) / kThreadsAtOnce;
   return tile.small ? 0.8 + 0.8 * share : 1 + 3.4 * share;
 }
@@ -29,7 +28,7 @@ double product_time(int64_t rows, int64_t columns, int64_t depth, int64_t slices
   const Tile tile = tile_of(rows, columns, depth, logits);
   const int64_t groups = tile.count(rows, columns) * slices;
   const int64_t at_once = kCores * kThreadsAtOnce / tile.threads();
-  const auto steps = static_cast<double>(ceiling(depth, 16 * slices));
+  const auto steps = static_cast<double>(divide_up(depth, 16 * slices));
   const double full = static_cast<double>(groups / at_once) * step_time(tile, at_once);
   const double rest = groups % at_once > 0 ? step_time(tile, groups % at_once) : 0;
   return kDispatch + steps * (full + rest);

@@ -11,6 +11,7 @@
 
 #include "logitless/status.h"
 #include "src/call.h"
+#include "src/rounding.h"
 #include "src/webgpu/device.h"
 
 namespace logitless::webgpu {
@@ -87,7 +88,6 @@ struct Plan {
 
 constexpr int64_t kSlotColumns = 1024;
 constexpr int64_t kValuesOfASum = 1024;  // as in sum.wgsl, and in tokens.wgsl's count
-constexpr int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
 // The plan of at most `budget` bytes that is predicted to be the fastest (cost.h), or the smallest
 // one where that is too little.

@@ -72,13 +72,13 @@ void add_panels(const cuda::LinearShape& s, const cuda::LinearPlan& p, Facts* fa
   int64_t count = 0;
   const auto take = [&](const cuda::PanelPlace& at) {
     hash << at.first << at.columns << at.lent << at.copied;
-    hash << (at.lent ? cuda::lent_offset(s, p, at) : -1);
+    hash << (at.lent ? cuda::sm90::lent_offset(s, p, at) : -1);
     ++count;
   };
   const int64_t kept = cuda::kept_columns(p);
-  for (cuda::PanelPlace at; at.end() < kept;) take(at = cuda::kept_part_at(s, p, at.end()));
+  for (cuda::PanelPlace at; at.end() < kept;) take(at = cuda::sm90::kept_part_at(s, p, at.end()));
   for (cuda::PanelPlace at{.columns = kept}; at.end() < s.vocab;) {
-    take(at = cuda::panel_at(s, p, at.end()));
+    take(at = cuda::sm90::panel_at(s, p, at.end()));
   }
   if (count > 1) facts->add("panels", std::to_string(count) + ":" + hash.text());
 }
@@ -113,7 +113,7 @@ void add_plan(const cuda::Engine& engine, const cuda::LinearShape& s, const cuda
   facts->add("weight", s.copies_weight ? "copy" : "own", "own");
   facts->add("input", cuda::lends_input(s, p) ? "lent" : p.copies_input ? "copy" : "own", "copy");
   if (cuda::scales_apart(s, p)) {
-    facts->add("scaled", cuda::lent_scaled_input(s, p) < 0 ? "copy" : "lent");
+    facts->add("scaled", cuda::sm90::lent_scaled_input(s, p) < 0 ? "copy" : "lent");
   }
   facts->add("wsum", p.grad_weight_sum);
   facts->add("isum", p.grad_input_sum);

@@ -331,7 +331,7 @@ MUTANTS = [
     _M("rows, loss: told by the first block", "rows/logit_rows.cuh",
        "tells =\n        @{token.target < 0}@", "true", "rows"),
     _M("rows, p: what the rounding of m loses left out", "rows/logit_rows.cuh",
-       "lost = @{exp2_of(-(of_sum + (fmaf(m, log2_e, -x) + of_y)))}@;", "1.0f", "rows"),
+       "lost = @{exp2_fast(-(of_sum + (fmaf(m, log2_e, -x) + of_y)))}@;", "1.0f", "rows"),
     _M("rows, p: the rounded product of any m", "rows/logit_rows.cuh",
        "near(@{fabsf(m) < 0x1p20f && fabsf(log_sum) < 0x1p20f}@)", "true", "rows"),
     _M("rows, others: gradient not cleared", "rows/logit_rows.cuh",

@@ -5,6 +5,7 @@ row_kernels.cpp, gemm*.cpp."""
 from mutants.mutant import Edit, Mutant, mutant
 
 ROW, ROWS, EXP = "src/cpu/row-inl.h", "src/cpu/row_kernels.cpp", "src/cpu/exp-inl.h"
+LOSS = "src/loss.h"
 PACK, GEMM, AMX = "src/cpu/pack-inl.h", "src/cpu/gemm.cpp", "src/cpu/gemm_amx.cpp"
 BOTH = "logits linear"
 
@@ -86,33 +87,33 @@ MUTANTS = [
         "const double t = std::atanh(static_cast<double>(z) * map.temperature / map.softcap);", BOTH,
     ),
     mutant(
-        "NaN x 0: an infinite logit at scale 0 under a softcap", ROW,
-        ": std::numeric_limits<float>::infinity();", ": std::numeric_limits<float>::max();", "kernels",
+        "NaN x 0: an infinite logit at scale 0 under a softcap", LOSS,
+        "map.scale == 0 ? HUGE_VALF :", "map.scale == 0 ? FLT_MAX :", "kernels",
     ),
     mutant(
         "softcap: the largest number stands in for infinity under a tiny scale", ROWS,
-        "if (map.scale != 0 && std::isinf(f.limit)) return", "if (map.scale > 1e30f) return", BOTH,
+        "if (f.limit == std::numeric_limits<float>::max()) return", "if (map.scale > 1e30f) return", BOTH,
     ),
     mutant("softcap: no derivative at the target", ROWS, "slope *= (1 - t) * (1 + t);", "slope *= 1 + 0 * t;", BOTH),
     Mutant(
         "temperature: before the softcap",
         (
             Edit(
-                ROW, "const double inward = 2 * std::fabs(static_cast<double>(map.scale)) / map.softcap;",
+                LOSS, "const double inward = 2 * std::fabs(static_cast<double>(map.scale)) / map.softcap;",
                 "const double inward =\n"
                 "      2 * std::fabs(static_cast<double>(map.scale)) / map.softcap / map.temperature;",
             ),
-            Edit(ROW, "static_cast<double>(map.softcap) / map.temperature, map.scale);",
+            Edit(LOSS, "static_cast<double>(map.softcap) / map.temperature, map.scale);",
                  "static_cast<double>(map.softcap), map.scale);"),
-            Edit(ROW, "static_cast<float>(static_cast<double>(map.temperature) / map.softcap);",
+            Edit(LOSS, "static_cast<float>(static_cast<double>(map.temperature) / map.softcap);",
                  "static_cast<float>(1.0 / map.softcap);"),
             Edit(ROWS, "static_cast<double>(z) * map.temperature / map.softcap;",
                  "static_cast<double>(z) / map.softcap;"),
         ),
         ("logits", "linear"),
     ),
-    mutant("temperature: not in the gradient", ROW, "f.slope = static_cast<float>(static_cast<double>(map.scale) / map.temperature);\n  if (!(map.softcap > 0)) return f;",
-           "f.slope = static_cast<float>(static_cast<double>(map.scale) / map.temperature);\n  if (!(map.softcap > 0)) return f;\n  f.slope = map.scale;", BOTH),
+    mutant("temperature: not in the gradient", LOSS, "if (!f.capped) return f;",
+           "if (!f.capped) return f;\n  f.slope = map.scale;", BOTH),
     mutant(
         "label smoothing: the gradient without class weights", ROW,
         "if constexpr (kSmoothing == 2) sum = hn::NegMulAdd(smoothing, c, sum);",

@@ -6,9 +6,9 @@
 #include <array>
 
 #include "src/cuda/linear/plan.h"
-#include "src/cuda/numbers.h"
 #include "src/cuda/runtime/blas.h"
 #include "src/cuda/tokens/tokens.h"
+#include "src/loss.h"
 
 namespace logitless::cuda {
 

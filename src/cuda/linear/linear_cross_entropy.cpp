@@ -49,7 +49,7 @@ EngineCall make_call(std::span<const Engine* const> engines, const Op& op,
   call.input = op.input;
   call.weight = op.weight;
   call.bias = op.bias;
-  call.map = map_factors(op.options);
+  call.map = map_factors(logit_map(op.options));
   LinearShape& s = call.shape;
   s.tokens = op.input.shape[0];
   s.vocab = op.weight.shape[0];

@@ -18,6 +18,7 @@
 #include <cstdint>
 
 #include "logitless/ops.h"
+#include "src/rounding.h"
 
 namespace logitless::cuda {
 
@@ -87,11 +88,6 @@ struct LinearPlan {
   uint64_t bytes = 0;
   double seconds = 0;  // predicted
 };
-
-constexpr int64_t round_up(int64_t value, int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
-constexpr int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
 // Columns of E that are there when the gradients begin.
 inline int64_t kept_columns(const LinearPlan& p) { return p.stored_columns + p.lent_columns; }

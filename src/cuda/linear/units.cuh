@@ -8,12 +8,6 @@
 
 namespace logitless::cuda {
 
-__device__ inline float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // The exponent of a probability is 0 at most, and NaN where the logit is one: fminf would take 0.
 __device__ inline float nonpositive(float x) {
   float y;

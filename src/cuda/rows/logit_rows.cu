@@ -20,7 +20,7 @@ bool launch_of(const RowsCall& call, const DeviceInfo& device, Stream* stream) {
       is_compiled_for_hopper(reinterpret_cast<const void*>(rows_kernel<T, true>), device, stream);
   RowsArguments a{call,
                   plan_rows(call.logits.shape[1], sizeof(T), device.shared_bytes_per_block, hopper),
-                  map_factors(options),
+                  map_factors(logit_map(options)),
                   {call.wants_weighted_sum, call.wants_entropy, call.wants_argmax}};
   const auto blocks = static_cast<unsigned>(call.logits.shape[0] * a.plan.cluster);
   const int cluster = call.row_reference ? 1 : a.plan.cluster;  // each block on its own

@@ -23,7 +23,7 @@ struct RowsArguments {
 };
 
 // What a row needs of its token.
-struct RowToken {
+struct RowTarget {
   int target = -1;  // its column, or -1: on another shard
   float target_weight = 1, token_weight = 1;
 };
@@ -42,7 +42,7 @@ __device__ inline void start_scalars(const TokenScalars* from, TokenScalars* to)
 
 // The coefficients of row i without the factors of the map; of a softmax, p itself.
 __device__ inline RowGradient gradient_of_row(const RowsCall& call, int64_t i,
-                                              const RowToken& token, const TokenScalars& scalars,
+                                              const RowTarget& token, const TokenScalars& scalars,
                                               const RowState& state) {
   if (call.scalars == nullptr) {
     RowGradient g;
@@ -98,11 +98,11 @@ struct Probability {
     const float y_seen = by - x;
     const float of_sum = (x - (by - y_seen)) + (y - y_seen);
     const float of_y = fmaf(log_sum, log2_e, -y) + log_sum * log2_e_low;
-    lost = exp2_of(-(of_sum + (fmaf(m, log2_e, -x) + of_y)));
+    lost = exp2_fast(-(of_sum + (fmaf(m, log2_e, -x) + of_y)));
   }
   template <bool kNear>
   __device__ float without_lost(float z) const {
-    return kNear ? exp2_of(fmaf(z, log2_e, -by)) : exp_of_row((z - m) - log_sum);
+    return kNear ? exp2_fast(fmaf(z, log2_e, -by)) : exp_of_row((z - m) - log_sum);
   }
 };
 
@@ -159,7 +159,7 @@ __device__ inline unsigned char* tile_memory() {
 // `loaded`: which tile is in shared memory.
 template <class T, bool kPlain>
 __device__ void write_output(const RowsArguments& a, const RowState& state, const Slice& slice,
-                             int64_t i, const RowToken& token, const TokenScalars& scalars,
+                             int64_t i, const RowTarget& token, const TokenScalars& scalars,
                              Tile<T> tile, int loaded) {
   const RowsCall& call = a.call;
   const float slope = a.map.slope;
@@ -202,7 +202,7 @@ __device__ void write_output(const RowsArguments& a, const RowState& state, cons
 }
 
 // One thread of the row.
-__device__ inline void write_state(const RowsCall& call, int64_t i, const RowToken& token,
+__device__ inline void write_state(const RowsCall& call, int64_t i, const RowTarget& token,
                                    const TokenScalars& scalars, const RowState& state) {
   if (present(call.outputs.loss)) {
     *loss_of(call.losses, call.outputs.loss, i) =
@@ -254,7 +254,7 @@ __global__ void __launch_bounds__(most_row_threads, kPlain ? 4 : 3)
   const int64_t begin = rank * per_block, all = call.logits.shape[1];
   const Slice slice{begin, begin + per_block < all ? begin + per_block : all, a.plan.tile,
                     a.plan.tiles};
-  RowToken token;
+  RowTarget token;
   if (call.scalars != nullptr) {
     const int64_t target = load_int(call.in.target, i);
     if (kind_of_target(call.in, target) != TokenKind::counts) {  // the same in the whole cluster
@@ -268,7 +268,7 @@ __global__ void __launch_bounds__(most_row_threads, kPlain ? 4 : 3)
   const bool exchanges = makes_state && cluster > 1;
   if (exchanges) {
     if (threadIdx.x == 0) {
-      expect_bytes(&exchange.arrivals, cluster * static_cast<int>(sizeof(RowPartial)));
+      init_expecting(&exchange.arrivals, cluster * static_cast<int>(sizeof(RowPartial)));
     }
     __syncwarp();
     cluster_arrive();

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "src/cuda/rows/rows_plan.h"
+#include "src/rounding.h"
 
 namespace logitless::cuda {
 namespace {
@@ -9,9 +10,8 @@ constexpr int64_t column_multiple = 64;  // every tile of a row has the row's al
 constexpr int64_t own_bytes = 1024, driver_bytes = 1024;
 constexpr int blocks_per_multiprocessor = 3;  // one loads while another computes or writes
 
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t whole_columns(int64_t columns) {
-  return ceil_div(columns, column_multiple) * column_multiple;
+  return divide_up(columns, column_multiple) * column_multiple;
 }
 
 }  // namespace
@@ -25,13 +25,13 @@ RowsPlan plan_rows(int64_t columns, int64_t element_bytes, int64_t shared_bytes_
   int64_t slice = whole_columns(columns);
   while (clusters && plan.cluster < most_row_blocks && slice * element_bytes > fine) {
     plan.cluster *= 2;
-    slice = whole_columns(ceil_div(columns, plan.cluster));
+    slice = whole_columns(divide_up(columns, plan.cluster));
   }
   if (slice * element_bytes > most) {
     const int64_t fitting = fine / element_bytes / column_multiple * column_multiple;
-    plan.tiles = static_cast<int>(ceil_div(slice, fitting));
+    plan.tiles = static_cast<int>(divide_up(slice, fitting));
   }
-  plan.tile = static_cast<int>(whole_columns(ceil_div(slice, plan.tiles)));
+  plan.tile = static_cast<int>(whole_columns(divide_up(slice, plan.tiles)));
   // Beyond 256 every warp's share of the row's own work (reductions, the state) costs more than it
   // hides: 62-76 % of a copy with 512, 73-81 % with 256 (docs/kernels/cuda-rows.md).
   constexpr int most_threads = 256;

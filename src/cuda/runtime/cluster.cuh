@@ -8,7 +8,7 @@
 namespace logitless::cuda {
 
 // All threads of all blocks of the cluster arrive once and then wait once. What precedes arriving
-// is not made visible by it, but for an mbarrier initialized through expect_bytes.
+// is not made visible by it, but for an mbarrier initialized through init_expecting.
 __device__ inline void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -20,15 +20,13 @@ __device__ inline void cluster_wait() {
 #endif
 }
 
-#if __CUDA_ARCH__ >= 900
 __device__ inline uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
-#endif
 
 // One thread: makes `barrier` in shared memory one that completes when `bytes` have been sent to
 // it.
-__device__ inline void expect_bytes(uint64_t* barrier, int bytes) {
+__device__ inline void init_expecting(uint64_t* barrier, int bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
       "mbarrier.init.shared::cta.b64 [%0], 1;\n"

@@ -3,7 +3,7 @@
 #include "src/cuda/linear/linear.cuh"
 #include "src/cuda/linear/sm90/panels.h"
 
-namespace logitless::cuda {
+namespace logitless::cuda::sm90 {
 namespace {
 
 constexpr int threads = 256, copies = 4;  // of 16 bytes, under way at once
@@ -42,4 +42,4 @@ void copy_panel(const LinearWork& work, const Panel& panel, char* to) {
                  reinterpret_cast<uint4*>(to), panel.pitch, (panel.columns + 63) / 64);
 }
 
-}  // namespace logitless::cuda
+}  // namespace logitless::cuda::sm90

@@ -9,7 +9,7 @@
 #include "src/cuda/linear/sm90/options.cuh"
 #include "src/cuda/linear/sm90/panels.h"
 
-namespace logitless::cuda {
+namespace logitless::cuda::sm90 {
 namespace {
 
 using E = __nv_bfloat16;
@@ -160,4 +160,4 @@ void form_dz(const LinearWork& work, const Panel& panel, bool first) {
   });
 }
 
-}  // namespace logitless::cuda
+}  // namespace logitless::cuda::sm90

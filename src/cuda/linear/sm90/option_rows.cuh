@@ -152,10 +152,7 @@ __device__ inline const void* box_at(uint32_t lane) {
   return reinterpret_cast<const void*>(__cvta_shared_to_generic(lane));
 }
 __device__ inline void write_box(uint32_t lane, int two, const uint32_t (&x)[4]) {
-  asm volatile(
-      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(lane ^ 32 * two),
-      "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
-      : "memory");
+  store_matrices(lane ^ 32 * two, x);
 }
 
 }  // namespace logitless::cuda::sm90

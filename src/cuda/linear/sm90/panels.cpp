@@ -5,7 +5,7 @@
 
 #include "src/cuda/linear/sm90/forward.h"
 
-namespace logitless::cuda {
+namespace logitless::cuda::sm90 {
 namespace {
 
 constexpr int64_t alignment = 128, block_columns = 64;
@@ -33,7 +33,7 @@ int64_t panel_bytes(const LinearShape& s, const LinearPlan& p, int64_t columns) 
 int64_t room_behind(const LinearShape& s, const LinearPlan& p, int64_t first) {
   const int64_t left = weight_bytes(s) - first * row_bytes(s) - 2 * alignment;
   const int64_t columns = left / (row_bytes(s) + column_bytes(s, p));
-  return std::max<int64_t>(columns, 0) / sm90::sum_columns * sm90::sum_columns;
+  return std::max<int64_t>(columns, 0) / sum_columns * sum_columns;
 }
 // Where E of the lent columns begins.
 int64_t lent_e(const LinearShape& s, const LinearPlan& p) {
@@ -54,7 +54,7 @@ int64_t workspace_columns(const LinearPlan& p) {
 int64_t most_lent_columns(const LinearShape& s, const LinearPlan& p) {
   if (!lends_weight(s, p) || !s.can_store || p.stored_columns >= s.vocab) return 0;
   const int64_t others = s.vocab - p.stored_columns;
-  const int64_t last = (others - 1) % sm90::sum_columns + 1;
+  const int64_t last = (others - 1) % sum_columns + 1;
   const int64_t end = weight_bytes(s) / alignment * alignment;
   const auto keeps = [&](int64_t columns) {  // the last ones
     return (s.vocab - columns) * row_bytes(s) + panel_bytes(s, p, columns) <= end;
@@ -64,7 +64,7 @@ int64_t most_lent_columns(const LinearShape& s, const LinearPlan& p) {
   const int64_t left = end - alignment - p.stored_columns * row_bytes(s) - scaled;
   const int64_t row = row_bytes(s), column = column_bytes(s, p);
   const int64_t columns = left / (p.copies_lent ? std::max(row, column) : row + column);
-  return std::clamp<int64_t>(columns, 0, others - 1) / sm90::sum_columns * sm90::sum_columns;
+  return std::clamp<int64_t>(columns, 0, others - 1) / sum_columns * sum_columns;
 }
 
 int64_t lent_offset(const LinearShape& s, const LinearPlan& p, const PanelPlace& at) {
@@ -99,7 +99,7 @@ PanelPlace kept_part_at(const LinearShape& s, const LinearPlan& p, int64_t first
   if (first < p.stored_columns) return {0, p.stored_columns};
   PanelPlace at{.first = first, .columns = kept_columns(p) - first, .lent = true};
   const int64_t free = lent_offset(s, p, at) - first * row_bytes(s);
-  const int64_t in_place = free / row_bytes(s) / sm90::sum_columns * sm90::sum_columns;
+  const int64_t in_place = free / row_bytes(s) / sum_columns * sum_columns;
   if (in_place >= at.columns) return at;
   at.copied = in_place < workspace_columns(p);
   at.columns = std::min(at.columns, at.copied ? workspace_columns(p) : in_place);
@@ -116,4 +116,4 @@ Panel panel_of(const LinearCall& call, const LinearPlan& plan, const LinearMemor
   return {data, panel_rows(plan), at.first, at.columns, true};
 }
 
-}  // namespace logitless::cuda
+}  // namespace logitless::cuda::sm90

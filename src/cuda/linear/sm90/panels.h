@@ -10,7 +10,7 @@
 #include "src/cuda/linear/linear.h"
 #include "src/cuda/linear/steps.h"
 
-namespace logitless::cuda {
+namespace logitless::cuda::sm90 {
 
 // The panel of dz that begins at `first`, once all columns before it are done with. Those of
 // Hopper's kernels are panel_at(columns that are kept), panel_at(end of that), ... to V.
@@ -38,4 +38,4 @@ void copy_panel(const LinearWork& work, const Panel& panel, char* to);
 // way; and its sums to bias_sum, if grad_bias is asked for (`first`: overwriting it).
 void form_dz(const LinearWork& work, const Panel& panel, bool first);
 
-}  // namespace logitless::cuda
+}  // namespace logitless::cuda::sm90

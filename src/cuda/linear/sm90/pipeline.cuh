@@ -5,11 +5,9 @@
 
 #include <cstdint>
 
-namespace logitless::cuda::sm90 {
+#include "src/cuda/runtime/cluster.cuh"
 
-__device__ inline uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
+namespace logitless::cuda::sm90 {
 
 __device__ inline void barrier_init(uint64_t* barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),

@@ -114,9 +114,7 @@ __device__ inline void write_matrices(const uint8_t* box, int two, const uint32_
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
   const int chunk = (2 * two + lane / 16) ^ lane % 8;  // swizzled
   const uint32_t to = shared_address(box) + (16 * warp + lane % 16) * 128 + chunk * 16;
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
-               "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
-               : "memory");
+  store_matrices(to, x);
 }
 
 // The exponentials of 64 rows, their sums and, if kept, the exponentials themselves.

@@ -17,7 +17,7 @@ class HopperRun final : public LinearRun {
 
  private:
   Panel panel_of(const PanelPlace& at) const override {
-    return cuda::panel_of(work_.call, work_.plan, work_.m, at);
+    return sm90::panel_of(work_.call, work_.plan, work_.m, at);
   }
 
   void run(const Step& step) override {

@@ -88,4 +88,12 @@ __device__ inline void product_64x192(float (&d)[96], uint64_t a, uint64_t b, in
 }
 #undef LOGITLESS_PRODUCT_64X192
 
+// Four 8 x 8 matrices of 16-bit elements from a warp's registers; each lane gives the address of a
+// line.
+__device__ inline void store_matrices(uint32_t line, const uint32_t (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(line),
+               "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
 }  // namespace logitless::cuda::sm90
