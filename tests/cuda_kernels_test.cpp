@@ -84,6 +84,8 @@ std::vector<Ragged> ragged() {
       {"whole_smoothed_alone_bf16", smoothed_alone(linear(both, bf16, tiles)), 1},
       {"whole_capped_alone_bf16", ignored(capped_alone(linear(both, bf16, tiles))), 1},
       {"whole_capped_with_bias_bf16", capped_alone(biased(linear(both, bf16, tiles))), 1},
+      {"whole_capped_smoothed_alone_bf16",
+       ignored(capped_alone(smoothed_alone(linear(both, bf16, tiles)))), 1},
       {"whole_smoothed_bf16", ignored(smoothed(linear(both, bf16, tiles))), 1},
       {"whole_capped_bf16", ignored(capped(linear(both, bf16, cut))), 1},
       {"frugal_f16", ignored(linear(both, f16, cut)), 1},
