@@ -70,7 +70,7 @@ std::optional<uint64_t> process_memory(const std::string& wanted) {
   return {};
 }
 
-// What `work` adds at its peak to the memory the process has at its start.
+// Measures what `work` adds at its peak to the memory the process has at its start.
 template <class F>
 std::optional<uint64_t> rss_growth(F&& work) {
   bool reset;
@@ -120,7 +120,7 @@ Op make_op(const OpShape& shape, Tensors& tensors) {
   return op;
 }
 
-// What Backward is given: written by Forward on the same tensors.
+// Backward is given these, written by Forward on the same tensors.
 template <class Op>
 void prepare_state(const OpShape& shape, Tensors& tensors, GpuBench* gpu) {
   if constexpr (BackwardOnlyOp<Op>) {

@@ -21,8 +21,8 @@ struct Context {
   int exit_code = 0;  // what main returns; 1 where a check failed
 };
 
-// What stops a command. `field` is the option, argument or tensor that it is about, where it is
-// about one; an option that begins the message need not be given again.
+// A command stops with this. `field` is the option, argument or tensor that it is about, where it
+// is about one; an option that begins the message need not be given again.
 struct CommandError : std::runtime_error {
   CommandError(const std::string& message, std::string code_of, std::string field_of)
       : std::runtime_error(message), code(std::move(code_of)), field(std::move(field_of)) {

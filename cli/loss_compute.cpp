@@ -16,8 +16,8 @@
 namespace logitless::cli {
 namespace {
 
-// Of the first `count` sizes, which fits where no size after them is 0: the file holds that many
-// elements. An empty tensor may have sizes whose product does not.
+// Multiplies the first `count` sizes, which fits where no size after them is 0: the file holds that
+// many elements. An empty tensor may have sizes whose product does not.
 int64_t product(const std::vector<int64_t>& shape, size_t count) {
   const auto end = shape.begin() + static_cast<std::ptrdiff_t>(count);
   if (std::find(shape.begin(), end, 0) != end) return 0;

@@ -38,7 +38,7 @@ void on_ending_signal(int number) {
   ::raise(number);
 }
 
-// What the one who started the command chose to ignore (nohup) stays ignored.
+// A signal that whoever started the command chose to ignore (nohup) stays ignored.
 void handle_ending_signals() {
   for (const int number : {SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGPIPE, SIGALRM, SIGXCPU}) {
     struct sigaction action{};
@@ -83,8 +83,8 @@ void forget_unfinished(const std::string& path) {
   throw BadInput(fmt::format("{}: {}: {}", name.option, name.path, reason));
 }
 
-// Where a file that is written to the path ends up: its last part may be a link to a file that does
-// not exist yet, which std::filesystem does not follow.
+// Finds where a file that is written to the path ends up: its last part may be a link to a file
+// that does not exist yet, which std::filesystem does not follow.
 fs::path destination_of(const OutputName& name) {
   constexpr int kMostLinks = 40;  // as many as the kernel follows
   std::error_code failed;
@@ -110,7 +110,7 @@ std::optional<Identity> identity_of(const fs::path& path) {
   return Identity{info.st_dev, info.st_ino, path.filename().string()};
 }
 
-// Of the standard output, where it is a file.
+// Finds the standard output, where it is a file.
 std::optional<struct stat> redirected_output() {
   struct stat info;
   if (::fstat(STDOUT_FILENO, &info) != 0 || !S_ISREG(info.st_mode)) return {};

@@ -55,7 +55,7 @@ int products(const cpu::LinearShape& shape, const cpu::LinearPlan& plan) {
   return shape.forward + (shape.gradients() && !plan.stored) + shape.grad_input + shape.grad_weight;
 }
 
-// What the workspace holds; the parts add up to plan.bytes.
+// Lists what the workspace holds; the parts add up to plan.bytes.
 json parts(const cpu::LinearPlan& p) {
   json out = json::array();
   uint64_t rest = p.bytes;
@@ -178,7 +178,7 @@ void print_parts(const json& out) {
   }
 }
 
-// What is the same for every device, around what is its own.
+// Prints what is the same for every device, around what is its own.
 void print_text(const json& out, void (*print_plan)(const json&)) {
   fmt::print("{:<12}{}, N {} x D {} x V {}, {}, gradients {}\n", "op", out["op"].get<std::string>(),
              out["tokens"].get<int64_t>(), out["hidden"].get<int64_t>(),

@@ -13,7 +13,7 @@ double probe_fma(int repeats);
 double probe_bf16_dot(int repeats);
 // The same of AMX tiles of bf16; 0 where this CPU or kernel has none.
 double probe_amx(int repeats);
-// What that one runs; the FLOP done.
+// Runs that one's work and returns the FLOP done.
 double amx_loop(int64_t rounds);
 
 struct Bandwidth {

@@ -20,7 +20,7 @@ namespace logitless::cli {
 
 class OutputFile;
 
-// What is wrong with the file, in one line.
+// Says what is wrong with the file, in one line.
 struct SafetensorsError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };

@@ -27,7 +27,8 @@ constexpr Unit kUnits[] = {{"", 1},         {"B", 1},        {"KiB", 0x1p10}, {"
 constexpr DeviceType kDevices[] = {DeviceType::cpu, DeviceType::cuda, DeviceType::webgpu,
                                    DeviceType::reference};
 
-// Who takes which device as --device; info, which asks for all of them, has no such option.
+// This table says who takes which device as --device; info, which asks for all of them, has no such
+// option.
 struct DeviceOfCommands {
   const char* device;
   std::vector<std::string> commands;

@@ -26,8 +26,9 @@ std::string format_bytes(uint64_t bytes);                   // "64.0 MiB"
 std::string joined(const std::vector<std::string>& names);  // "a, b, c"
 // For --memory: what people type for at least `bytes`, "414KiB".
 std::string memory_argument(uint64_t bytes);
-// Beside a workspace that is no smaller than the logits, what would be: "nothing is saved at this
-// size; --memory 414KiB would do". `held`: bytes of what a plain implementation holds.
+// The line tells, beside a workspace that is no smaller than the logits, what would be: "nothing is
+// saved at this size; --memory 414KiB would do". `held`: bytes of what a plain implementation
+// holds.
 std::string nothing_saved(uint64_t held, const WorkspaceSize& size);
 
 inline const std::vector<std::string> kFloatDtypes{"f32", "f16", "bf16"};

@@ -308,7 +308,7 @@ constexpr Case kCases[] = {
     {"sum", kSum},
     {"mean, ignore_index", {}, 12},
     {"mean, label_smoothing", kSmooth},
-    // What else the page promises.
+    // This is what else the page promises.
     {"mean, ignore_index = 5", {.ignore_index = 5}, 12},
     {"mean, every row ignored", {}, M},
     {"sum, all of them", kAll, 12},

@@ -9,7 +9,7 @@ namespace logitless::conformance {
 // Calls of operator new and, where counts_malloc(), of malloc, calloc and realloc.
 int64_t allocations();
 
-// Whether this C library lets a program put its own malloc in place; not under sanitizers.
+// True where this C library lets a program put its own malloc in place; not under sanitizers.
 bool counts_malloc();
 
 }  // namespace logitless::conformance

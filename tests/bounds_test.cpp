@@ -44,7 +44,7 @@ TEST_P(Bounds, HonestArithmeticPasses) {
 
 TEST_P(Bounds, EveryShortcutFails) {
   for (const Mutation mutation : kMutations) {
-    // Of 16-bit inputs the contract lets dz be rounded to their dtype twice.
+    // The contract lets dz of 16-bit inputs be rounded to their dtype twice.
     const bool rounds_dz =
         mutation == Mutation::probabilities_to_bf16 || mutation == Mutation::gradient_sum_in_bf16;
     if (rounds_dz && std::get<0>(GetParam()) != DType::f32) continue;

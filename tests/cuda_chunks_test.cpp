@@ -10,7 +10,7 @@ namespace {
 
 class CudaChunks : public ConformanceTest {};
 
-// How it divides the work; "" where it does not.
+// Says how a plan divides the work; "" where it does not.
 std::string division(const CudaPlanned& planned) {
   const cuda::LinearPlan& p = planned.plan;
   const bool passes = p.kind == cuda::PlanKind::two_passes;
@@ -56,7 +56,7 @@ TEST_P(CudaChunks, UnderOptions) {
                   {"token chunks, both at once, sums lent", "two passes, some rows first"});
 }
 
-// Under a softcap with smoothing E becomes dz in its place.
+// E becomes, under a softcap with smoothing, dz in its place.
 TEST_P(CudaChunks, OfDzAndItsBias) {
   Case c = plain;
   c.options.softcap = 20;

@@ -144,7 +144,7 @@ TEST(CudaEngine, ItRunsWhatItPlanned) {
   EXPECT_LT(head.loss, first);
 }
 
-// Of the library's own list: Hopper's on Hopper, the portable one last and everywhere.
+// The library's own list has Hopper's on Hopper, the portable one last and everywhere.
 TEST(CudaEngine, TheLibrarysListEndsWithOneThatServesEveryCall) {
   EXPECT_STREQ(engines().back()->name(), "portable");
   for (const int major : {8, 9, 10, 12}) {

@@ -10,7 +10,7 @@ namespace {
 
 class CudaKept : public ConformanceTest {};
 
-// How it is done; "" where nothing of E lies there.
+// Says how it is done; "" where nothing of E lies there.
 std::string manner(const CudaPlanned& planned) {
   const auto& [s, p] = planned;
   if (p.lent_columns == 0) return "";

@@ -135,7 +135,7 @@ Function driver_function(const char* name) {
 }
 #define DRIVER(name) driver_function<decltype(&name)>(#name)
 
-// Without its parameters: what the last parenthesis closes.
+// Leaves its parameters out, which the last parenthesis closes.
 std::string readable(const char* mangled) {
   int status = 0;
   const std::unique_ptr<char, void (*)(void*)> name(
@@ -150,7 +150,7 @@ std::string readable(const char* mangled) {
   return whole;
 }
 
-// Of this library's kernels, those that a call launches: from a graph of it, which nobody runs.
+// Names this library's kernels that a call launches, from a graph of it, which nobody runs.
 template <class Op>
 std::set<std::string> kernels_of(Resident<Op>& call) {
   std::set<std::string> names;

@@ -44,7 +44,8 @@ std::map<cudaGraphNodeType, int> nodes_of(cudaStream_t stream, F&& run) {
   return kinds;
 }
 
-// Of a plain call whose logits are one block at most, or go through Hopper's own kernels.
+// Counts the launches of a plain call whose logits are one block at most, or go through Hopper's
+// own kernels.
 int most_launches(OpKind op, bool own_products) {
   switch (op) {
     case OpKind::softmax:
@@ -70,7 +71,7 @@ struct Launches {
   int64_t kernels = 0, products = 0;
 };
 
-// Of a plain call without Hopper's own kernels: blocks of logits in turn, each a product and what
+// A plain call without Hopper's own kernels takes blocks of logits in turn, each a product and what
 // reads it, and panels of E or dz with their two products.
 Launches launches_of(const cuda::LinearShape& s, const cuda::LinearPlan& plan) {
   const auto pieces = [](int64_t n, int64_t size) { return n == 0 ? 0 : (n + size - 1) / size; };

@@ -83,7 +83,7 @@ TEST_P(CudaLinear, ARowOfAVanishingFactorIsMadeAgain) {
   });
 }
 
-// What is there stays, subnormal numbers too, which an addition in memory may flush.
+// A gradient that is there stays, subnormal numbers too, which an addition in memory may flush.
 TEST_P(CudaLinear, AddingOverNoTokenLeavesWhatIsThere) {
   for (const int64_t hidden : {9, 64, 200}) {
     Case c{.op = op_, .shape = {33, hidden, 300}, .dtype = dtype_, .bias_dtype = dtype_};

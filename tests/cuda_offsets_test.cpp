@@ -186,7 +186,7 @@ struct Head {
     }
   };
   Sums zeros() const { return {Values(hidden, 0), Values(hidden, 0)}; }
-  // Of a loss without reduction.
+  // Makes grad_input of a loss without reduction.
   Sums grad_input(int64_t token) const {
     const int64_t kind = token % kinds;
     const Values products = products_of(kind);
@@ -243,7 +243,7 @@ class CudaHeads : public CudaOffsets {
     ASSERT_NO_FATAL_FAILURE(run(op, memory));
     expect_right(head, op);
   }
-  // What is there after a run.
+  // Reads what is there after a run.
   void expect_right(const Head& head, const LinearCrossEntropyForwardBackward& op) {
     std::vector<int64_t> tokens = spots(head.tokens, head.vocab);
     std::vector<int64_t> columns = spots(head.vocab, head.hidden);

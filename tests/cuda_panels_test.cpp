@@ -20,7 +20,7 @@ int64_t panel_end(const LinearShape& s, const LinearPlan& p, const PanelPlace& a
   return sm90::lent_offset(s, p, at) + panel_rows(p) * round_up(at.columns, 64) * 2;
 }
 
-// What is kept of E leaves grad_weight's memory before its rows, or others', come to lie there.
+// All that is kept of E leaves grad_weight's memory before its rows, or others', come to lie there.
 void count_kept(const LinearShape& s, const LinearPlan& p, Lent* lent) {
   const int64_t row = weight_row(s), kept = kept_columns(p);
   const int64_t scaled = scales_apart(s, p) ? sm90::lent_scaled_input(s, p) : -1;

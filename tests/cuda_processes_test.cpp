@@ -55,7 +55,7 @@ class CudaErrors : public ConformanceTest {
   }
 };
 
-// What the caller did wrong before is neither reported as ours nor taken away.
+// An error that the caller made before is neither reported as ours nor taken away.
 TEST_P(CudaErrors, OfTheCallersStayTheCallers) {
   for (const Call& call : calls(op_, dtype_)) {
     with_op(op_, [&](auto op) {

@@ -12,8 +12,8 @@ namespace {
 
 class CudaRange : public NonFinite {
  protected:
-  // Of a linear op whose input and weight are as large as `input` and 1 / `input`, so that logits
-  // and p are as usual.
+  // The case is a linear op whose input and weight are as large as `input` and 1 / `input`, so that
+  // logits and p are as usual.
   template <class Op>
   Problem<Op> far_from_one(const Case& c, double input) const {
     Problem<Op> p = build<Op>(c);

@@ -200,7 +200,7 @@ TEST_P(CudaRecorded, AThreadThatHasNotCalledCudaYet) {
   });
 }
 
-// What is asked while kernels are being launched, of the memory for a product's description.
+// Counts what is asked while kernels are being launched, of the memory for a product's description.
 const std::set<std::string>& launch_questions() {
   static const std::set<std::string> all{
       "cudaLaunchKernelExC",        "cudaMemcpyAsync",          "cublasLtMatmul",
@@ -219,7 +219,8 @@ bool may_fail(const std::string& question) {
   return all.contains(question);
 }
 
-// What is asked since the first launch was asked before, so that no refusal comes as a surprise.
+// All that is asked since the first launch was asked before, so that no refusal comes as a
+// surprise.
 TEST_P(CudaRecorded, NothingIsAskedForTheFirstTimeAfterALaunch) {
   for (const auto& device : kDevices) {
     for_calls({0, 0.3, 1}, [&](const auto& call) {
@@ -257,7 +258,7 @@ TEST_P(CudaRecorded, AnyQuestionThatFailsIsSaidBeforeAnythingIsLaunched) {
               << what << ": " << status.message();
         }
         if (HasFailure()) return;
-        // Of a failure nothing is remembered.
+        // Nothing is remembered of a failure.
         machine.fail_question(0);
         const Status again = run_nowhere(call);
         EXPECT_TRUE(again.ok()) << what << ", then: " << again.message();

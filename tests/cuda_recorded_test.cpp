@@ -20,7 +20,7 @@ constexpr RecordedCuda::Device kSilent{"GPU that is lost", 8, 0, false};
 
 Execution on(int device) { return {.device = {DeviceType::cuda, device}}; }
 
-// Of no memory: nothing looks at what is behind these addresses.
+// These views have no memory: nothing looks at what is behind these addresses.
 TensorView matrix(int device, int number, int64_t rows, int64_t columns) {
   TensorView v =
       matrix_view(reinterpret_cast<void*>(int64_t{number} << 40), DType::f32, rows, columns);

@@ -36,7 +36,7 @@ struct Covered {
   }
 };
 
-// What a chunk's steps have come to.
+// Adds up what a chunk's steps have come to.
 class ChunkJudge {
  public:
   ChunkJudge(const LinearShape& shape, const LinearPlan& plan) : s_(shape), p_(plan) {}

@@ -38,7 +38,7 @@ class Cuda : public ConformanceTest {
 
 #define ASSERT_CUDA(call) ASSERT_EQ(call, cudaSuccess)
 
-// What a stream waits for, until it is opened or ten seconds have passed.
+// A stream waits for this gate until it is opened or ten seconds have passed.
 struct Gate {
   std::atomic<bool> open{false}, gave_up{false};
   static void CUDART_CB wait(void* gate) {
@@ -190,8 +190,8 @@ TEST_P(Cuda, ThreadsOnStreamsOfTheirOwn) {
   for (const std::string& message : wrong) EXPECT_EQ(message, "");
 }
 
-// Of a vocabulary so large that between the least workspace and that of whole E lie plans that keep
-// some of it.
+// The vocabulary is so large that between the least workspace and that of whole E lie plans that
+// keep some of it.
 TEST_P(Cuda, EveryPlanIsRight) {
   if (!is_linear(op_)) return;
   Case c{.op = op_, .shape = {130, 16, 30000}, .dtype = dtype_};

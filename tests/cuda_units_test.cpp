@@ -56,7 +56,7 @@ std::vector<int64_t> every(int64_t tokens) {
   return rows;
 }
 
-// Of the tokens that count.
+// Lists the tokens that count.
 std::vector<int64_t> counting(const Fields& fields) {
   std::vector<int64_t> rows;
   const Field& lse = fields.at("lse");  // 0 of the others

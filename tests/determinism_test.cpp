@@ -39,7 +39,7 @@ TEST_P(Determinism, RunTwice) {
   for (const Case& c : cases_of(op_, dtype_)) {
     for (const Memory memory : {Memory::minimum, Memory::recommended}) {
       const Outcome first = run_case(device_, c, {.memory = memory, .fill = std::byte{0}});
-      // What outputs and workspace held before must not matter either: NaN, here.
+      // Nothing that outputs and workspace held before may matter either: NaN, here.
       const Outcome second = run_case(device_, c, {.memory = memory, .fill = std::byte{0xFF}});
       expect_same(first, second, c, "run twice");
     }

@@ -36,13 +36,14 @@ class TestDevice {
   // Errors of targets are statuses, and the caller's threads run the work.
   virtual bool synchronous() const { return true; }
   virtual bool has_threads() const { return false; }
-  // How sums of products of this input dtype are formed ("Accuracy" of the contract).
+  // Says how sums of products of this input dtype are formed ("Accuracy" of the contract).
   virtual bool tensor_cores(DType) const { return false; }
   // And have a mode for f32 with a mantissa of 10 bits.
   virtual bool has_tf32() const { return false; }
-  // Whether row_reference of a linear op without entropy and argmax may be near the row's maximum.
+  // True where row_reference of a linear op without entropy and argmax may be near the row's
+  // maximum.
   virtual bool has_anchors(DType) const { return false; }
-  // Whether a token's loss and statistics do not depend on its batch ("Determinism").
+  // True where a token's loss and statistics do not depend on its batch ("Determinism").
   virtual bool batch_invariant(const Case&) const { return true; }
   // Instruction sets to force in turn, best first; none: nothing to force.
   virtual std::vector<std::string> instruction_sets() const { return {}; }
@@ -57,10 +58,10 @@ struct Found {
 };
 // Every backend, in the order "reference", "cpu", "cuda", "webgpu".
 const std::vector<Found>& all_devices();
-// Those that the tests run on: named in LOGITLESS_TEST_DEVICES ("reference,cpu" where it is not
-// set) and present.
+// Lists those that the tests run on: named in LOGITLESS_TEST_DEVICES ("reference,cpu" where it is
+// not set) and present.
 const std::vector<const TestDevice*>& devices();
-// Whether the environment asks for the backend, present or not.
+// True where the environment asks for the backend, present or not.
 bool asked_for(const std::string& name);
 const TestDevice& device(const std::string& name);
 

@@ -200,7 +200,7 @@ class CudaDevice final : public TestDevice {
   }
 
  private:
-  // Of what is promised of inputs of 16 bits, whatever the options.
+  // True of a case that is promised of inputs of 16 bits, whatever its options.
   static bool is_served(const Case& c) {
     return c.dtype != DType::f32 && c.placement == Placement::dense;
   }

@@ -190,7 +190,7 @@ void set_targets(const TensorView& view, const std::vector<int64_t>& targets) {
   });
 }
 
-// Where the host does not wait: NaN, rows of zeros, the fault word, and no status. Targets so far
+// A host that does not wait sees NaN, rows of zeros, the fault word, and no status. Targets so far
 // outside that an address made of one would end the process; some alike in their low 32 bits with
 // one inside.
 TEST_P(Edges, TargetsOutsideOfAnAsynchronousBackend) {

@@ -157,7 +157,8 @@ void Comparison::merge(const Comparison& other, const std::string& context) {
 
 namespace {
 
-// Of one element; 0 where there is nothing to complain of, NaN where it is not a matter of degree.
+// Returns the ratio of one element; 0 where there is nothing to complain of, NaN where it is not a
+// matter of degree.
 double error_ratio(double got, double want, double bound, DType dtype) {
   if (std::isnan(want)) return std::isnan(got) ? 0 : NAN;
   if (std::isnan(got) || !(bound >= 0)) return NAN;
@@ -205,7 +206,7 @@ void compare_values(const std::string& name, const reference::Output& want, cons
   }
 }
 
-// Where row_reference m may be any number within log s + log 2 of the row's maximum, row_log_sum is
+// If row_reference m may be any number within log s + log 2 of the row's maximum, row_log_sum is
 // held to what m leaves of the lse, and the maximum's own error is no excuse.
 reference::Result beside_anchors(const reference::Result& want, const Fields& got) {
   reference::Result beside = want;

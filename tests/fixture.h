@@ -82,7 +82,7 @@ class DeviceCopy {
   void* workspace_object_ = nullptr;  // where a workspace is no memory
 };
 
-// Where the run reads `view` too.
+// True where the run reads `view` too.
 template <class Op>
 bool is_read(const Op& op, const TensorView& view) {
   bool read = false;
@@ -151,7 +151,7 @@ Outcome execute(const TestDevice& device, const Op& host, const Pool& pool,
   return outcome;
 }
 
-// What is wrong with a run, in words; nothing where all is well.
+// Says what is wrong with a run, in words; nothing where all is well.
 struct Comparison {
   int64_t failures = 0;
   double worst_ratio = 0;  // of error to bound
@@ -164,7 +164,7 @@ struct Comparison {
 
 // |got - value| <= bound; NaN where and only where the value is; infinities equal.
 Comparison compare(const reference::Result& want, const Fields& got);
-// Of a whole run: status and guards too.
+// Compares a whole run: status and guards too.
 Comparison compare(const reference::Result& want, const Outcome& got);
 // Fields whose bits differ.
 std::string differing_bits(const Fields& a, const Fields& b);

@@ -9,7 +9,7 @@
 
 namespace logitless::conformance {
 
-// Whether the field's first dimension is the tokens'.
+// True where the field's first dimension is the tokens'.
 template <class Op>
 bool per_token(const Op& op, std::string_view name) {
   for (const std::string_view other :

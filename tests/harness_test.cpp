@@ -142,7 +142,7 @@ class AsynchronousDevice final : public LyingDevice {
   bool tensor_cores(DType dtype) const override { return dtype != DType::f32; }
 };
 
-// What is wanted of a backend that cannot refuse a target: a loss of NaN, rows of zeros, a mean
+// A backend that cannot refuse a target is wanted to give a loss of NaN, rows of zeros, a mean
 // over that token too.
 TEST(Harness, WantsNaNForATargetOutsideOfAnAsynchronousBackend) {
   const AsynchronousDevice device;

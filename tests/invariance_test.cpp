@@ -21,7 +21,7 @@ constexpr OpKind kForwardOps[] = {OpKind::forward, OpKind::forward_backward, OpK
 
 class Invariance : public ConformanceTest {
  protected:
-  // What the backend promises ("Determinism" of the contract); of the rest it says so.
+  // Returns what the backend promises ("Determinism" of the contract); of the rest it says so.
   bool promised(const Case& c) const {
     if (device_.batch_invariant(c)) return true;
     std::printf("[  not promised ] %s: a token's bits may depend on its batch in %s\n",

@@ -8,7 +8,7 @@
 
 namespace logitless::conformance {
 
-// What the contract wants of this backend, of an op on host memory.
+// Returns what the contract wants of this backend, of an op on host memory.
 template <class Op>
 reference::Result expected(const TestDevice& device, const Op& op, reference::BoundModel model) {
   if constexpr (LinearOp<Op>) {
@@ -35,7 +35,7 @@ WorkspaceSize workspace_of(const TestDevice& device, const Case& c,
 Comparison judge_sizes(const TestDevice& device, const Case& c, const std::vector<uint64_t>& sizes);
 Comparison judge(const TestDevice& device, const Case& c, const RunPlan& plan = {});
 
-// Which cases of a list: those whose index is `offset` modulo `step`.
+// Picks cases of a list: those whose index is `offset` modulo `step`.
 struct Part {
   size_t offset = 0, step = 1;
 };

@@ -39,7 +39,7 @@ class Bytes {
 
 inline constexpr size_t kGuardBytes = 256;
 
-// Where a tensor's elements lie; strides of {0, 0} mean dense.
+// Says where a tensor's elements lie; strides of {0, 0} mean dense.
 struct Layout {
   std::array<int64_t, 2> stride{0, 0};
   int64_t offset =

@@ -69,7 +69,7 @@ inline void set(const TensorView& view, int64_t index, double value) {
   write(view, values);
 }
 
-// What a mask is written to: the logits, or every row's bias.
+// A mask is written to one of these: the logits, or every row's bias.
 template <class Op>
 const TensorView& masked_by(const Op& op) {
   if constexpr (LinearOp<Op>) {

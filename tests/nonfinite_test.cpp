@@ -171,8 +171,8 @@ TEST_P(NonFinite, RowsOfMinusInfinity) {
   });
 }
 
-// What many programs mask with: the lowest finite number is a logit like any other, in every column
-// of a row and in all but a few.
+// The lowest finite number, which many programs mask with, is a logit like any other, in every
+// column of a row and in all but a few.
 TEST_P(NonFinite, RowsOfTheLowestNumber) {
   const double lowest = -round_to(dtype_, std::nextafter(overflow_threshold(dtype_), 0));
   for (const int64_t kept : {0, 1, 3}) {

@@ -76,7 +76,7 @@ Op paper_op(const PaperCall& c, RecordedDevice* device) {
   return op;
 }
 
-// What one call on buffers of its own came to.
+// Holds what one call on buffers of its own came to.
 struct PaperResult {
   uint64_t minimum = 0, tensors = 0, predicted = 0, most = 0;  // bytes
   std::string faults;

@@ -167,7 +167,7 @@ class Builder {
     }
   }
 
-  // What the Forward of the same op writes, by the reference: (row_reference, row_log_sum,
+  // Holds what the Forward of the same op writes, by the reference: (row_reference, row_log_sum,
   // entropy).
   void add_saved() {
     const int64_t tokens = c_.shape.tokens;
@@ -188,7 +188,7 @@ class Builder {
     forward.statistics = {.entropy = row, .row_reference = row, .row_log_sum = row};
     const reference::Result result = reference::evaluate(forward, p_.model, false);
     if (!result.status.ok()) throw std::logic_error(result.status.message());
-    // Of a shard: as if the other shards held half of each row's probability.
+    // Makes the states of a shard as if the other shards held half of each row's probability.
     const bool shard = c_.options.vocab_total > c_.shape.vocab;
     std::vector<double> log_sum = result.outputs.at("row_log_sum").value;
     for (double& x : log_sum) x += shard ? std::log(2) : 0;

@@ -74,7 +74,7 @@ class RecordedCuda {
   RecordedCuda(const RecordedCuda&) = delete;
   RecordedCuda& operator=(const RecordedCuda&) = delete;
 
-  // What there is, to be changed at any time.
+  // Says what there is, to be changed at any time.
   int driver_version = 13000;  // 0: no driver
   std::vector<std::string_view> libraries{"libcuda.so.1", "libcublasLt.so.13"};
   std::vector<std::string_view> lacking;  // functions that the first library asked has not
@@ -346,7 +346,7 @@ class RecordedCuda {
     return 0;
   }
   static size_t version() { return 130100; }
-  // What f(listener) makes, or an object that stands for any.
+  // Returns what f(listener) makes, or an object that stands for any.
   template <class F>
   static int make(void** object, F&& f) {
     ++self->live_;
@@ -472,7 +472,7 @@ class RecordedCuda {
                              .open = open,
                              .symbol = find_symbol,
                              .close = close};
-  // Of a machine's own, as the driver never gives an id twice.
+  // Ids are of a machine's own, as the driver never gives an id twice.
   static inline unsigned long long next_context = 1ull << 60;
 
   std::vector<Device> devices_;
@@ -480,8 +480,8 @@ class RecordedCuda {
   int asked_ = 0, failing_ = 0, launches_ = 0, heuristics_ = 0, opened_ = 0, live_ = 0,
       current_ = 0;
   const char* failed_ = nullptr;
-  // Whether the thread has a context: only calls of the runtime give it one, and the driver's own
-  // want one.
+  // True where the thread has a context: only calls of the runtime give it one, and the driver's
+  // own want one.
   bool bound_ = false;
   int launches_before_failure_ = 0;
   struct Question {

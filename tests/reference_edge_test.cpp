@@ -301,7 +301,7 @@ TEST(ReferenceEdges, NeedsNoWorkspace) {
   EXPECT_STREQ(reference_backend().name(), "reference");
 }
 
-// What does not fit in memory is a status, not an exception.
+// A problem that does not fit in memory is a status, not an exception.
 TEST(ReferenceEdges, OutOfMemoryIsAStatus) {
   const float element = 0;
   std::vector<int64_t> sizes = {int64_t{1} << 61};  // more than a vector holds

@@ -223,7 +223,7 @@ TEST(Reference, ProbabilitiesAsInput) {
   example.options.probability_floor = 0.0625f;
   EXPECT_EQ(loss_of(example), -std::log(0.5625));
   EXPECT_EQ(backward(example).at("grad_logits"), (std::vector<double>{0, -1 / 0.5625, 0, 0}));
-  // Without a floor a class of weight 0 has no share, even at p = 0.
+  // A class of weight 0 has no share without a floor, even at p = 0.
   example.options.probability_floor = 0;
   example.options.label_smoothing = 0.5f;
   example.options.reduction = Reduction::sum;

@@ -12,7 +12,7 @@ namespace logitless::testing {
 using Mistake = std::function<bool(Subject&)>;  // false: the op cannot make it
 using enum StatusCode;
 
-// Who must see it: `workspace` and `run`, or `run` alone because it is about memory.
+// Says who must see it: `workspace` and `run`, or `run` alone because it is about memory.
 enum class Seen { by_both, by_run };
 
 struct Reject {

@@ -171,7 +171,7 @@ TEST(Rejects, WrongRankOfAnyField) {
   }
 }
 
-// Of the right number of elements, but with a dimension more.
+// The view has the right number of elements, but a dimension more.
 TEST(Rejects, OneDimensionTooManyOfAnyField) {
   break_every_field(wrong_shape, Seen::by_both, [](Subject& s, const std::string& name) {
     TensorView& v = s[name];
@@ -321,8 +321,8 @@ TEST(Rejects, UnknownDeviceByTheRulesAlone) {
   expect_status(validate(op, {.device = {DeviceType(4), 0}}), unknown_enum, "device");
 }
 
-// Of a library without CUDA, of a machine without a driver or a device; where there is one, it
-// refuses tensors that it cannot reach.
+// A library without CUDA says so, as does a machine without a driver or a device; where there is
+// one, it refuses tensors that it cannot reach.
 TEST(Rejects, AnAbsentCudaSaysWhy) {
   char text[256];
   Status present;

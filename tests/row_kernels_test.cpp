@@ -151,7 +151,7 @@ TEST_P(RowKernels, ForwardIsADoubleLoopAtEveryCount) {
       const std::vector<float> weight = normal(count, 1);
       for (const bool with_bias : {false, true}) {
         std::vector<float> expected = raw, z = raw;
-        // What lies behind the block is neither read nor written.
+        // Memory behind the block is neither read nor written.
         z.insert(z.end(), 64, kNan);
         const float* b = with_bias ? bias.data() : nullptr;
         map_block(map, expected.data(), b, count);
@@ -166,7 +166,7 @@ TEST_P(RowKernels, ForwardIsADoubleLoopAtEveryCount) {
         check_forward(expected, nullptr, unweighted);
         z.assign(raw.begin(), raw.end());
         forward_block(map, z.data(), b, nullptr, count, {}, &plain);
-        // What is wanted changes no bit of what is always there.
+        // Asking for more changes no bit of what is always there.
         EXPECT_EQ(plain.sum, state.sum);
         EXPECT_EQ(plain.maximum, state.maximum);
       }

@@ -62,7 +62,8 @@ struct Subject {
       if (has(name)) (*this)[name] = {};
     }
   }
-  // What remains legal on a shard [4, 4 + V) of a vocabulary of 16; false: the op cannot.
+  // Cuts the op to what remains legal on a shard [4, 4 + V) of a vocabulary of 16; false: the op
+  // cannot.
   bool make_shard() {
     if (options == nullptr || (forward() && gradients())) return false;
     options->vocab_start = 4;
@@ -71,7 +72,7 @@ struct Subject {
     (*this)["vocab_weight"].shape[0] = 16;
     return true;
   }
-  // What remains legal with probabilities as input; false: the op cannot.
+  // Cuts the op to what remains legal with probabilities as input; false: the op cannot.
   bool make_probabilities() {
     if (options == nullptr || linear()) return false;
     options->input_kind = InputKind::probabilities;
@@ -128,8 +129,8 @@ inline void fill_subject(const TensorView& view, Access access, char* data) {
   }
 }
 
-// What `workspace` and `run` say of a call before a device is needed: its own rules for a machine
-// without one. The workspace is a made-up one.
+// Returns what `workspace` and `run` say of a call before a device is needed: its own rules for a
+// machine without one. The workspace is a made-up one.
 template <class Op>
 void ask_the_rules_alone(Subject* s, const Op& op) {
   static constexpr WorkspaceSize made_up{1024, 2048, Memory::alignment};

@@ -43,7 +43,7 @@ inline constexpr bool kSanitized = false;
 inline bool eighth() { return !full() && (kSanitized || is_set("LOGITLESS_TEST_EIGHTH")); }
 
 inline std::vector<DType> inputs() { return {DType::f32, DType::f16, DType::bf16}; }
-// Of tests whose every case is many runs.
+// Tests whose every case is many runs take these.
 inline std::vector<DType> few_inputs() {
   return eighth() ? std::vector<DType>{DType::bf16} : inputs();
 }

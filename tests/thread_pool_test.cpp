@@ -252,7 +252,7 @@ TEST_F(ThreadPool, ClampsAbsurdSizes) {
   EXPECT_GE(default_num_threads(), 1);
 }
 
-// What default_num_threads() is in a fresh process with these variables.
+// Asks what default_num_threads() is in a fresh process with these variables.
 int default_with(const std::string& environment) {
   const std::string self = std::filesystem::read_symlink("/proc/self/exe").string();
   const std::string command = "env -u LOGITLESS_NUM_THREADS -u OMP_NUM_THREADS " + environment +

@@ -106,7 +106,7 @@ TEST_F(WebGpuDevice, ALostOneIsAStatusAndTheNextCallMakesAnother) {
   const float loss = before.loss();
   destroy(before.device);
   expect_error(before.run(scratch), "lost");
-  // What was made on it says so and cannot be used on the next one, which is there.
+  // An object that was made on it says so and cannot be used on the next one, which is there.
   expect_error(before.run(scratch), "lost");
   const Call after(6, 50, 8);
   EXPECT_NE(after.device, before.device);
@@ -137,7 +137,7 @@ TEST_F(WebGpuDevice, ALossIsToldOnceToACallThatOnlyAsks) {
 
 TEST_F(WebGpuDevice, OutOfMemoryIsAStatusAndPasses) {
   const Call call(256, 100000, 4);
-  // Else the device's memory is not the process's.
+  // Otherwise the device's memory is not the process's.
   if (call.device->description().find("llvmpipe") == std::string::npos) return;
   const WebGpuWorkspace scratch(0, UINT64_MAX);  // the logits whole: 98 MiB
   uint64_t pages = 0;

@@ -16,7 +16,7 @@
 namespace logitless::webgpu {
 namespace {
 
-// What was asked before the library was named and before there was an adapter (main).
+// Holds what was asked before the library was named and before there was an adapter (main).
 Status without_library, with_library, without_adapter, with_adapter;
 
 bool mentions(const Status& status, const std::string& text) {
@@ -81,7 +81,7 @@ TEST_F(WebGpuLibrary, AnErrorScopeThatIsNotAnsweredIsAnError) {
   const char* why = device_->error();
   ASSERT_NE(why, nullptr);
   EXPECT_NE(std::string(why).find("not answered"), std::string::npos) << why;
-  // What it says in the end is of a call that is over: it is told to nobody.
+  // The answer that it gives in the end is of a call that is over: it is told to nobody.
   paper_.fails_scopes = true;
   answer_late();
   paper_.fails_scopes = false;

@@ -165,7 +165,7 @@ TEST(WebGpuPlan, ThePeakOfGpt2sHeadIsThePredictedOne) {
   }
 }
 
-// What is bound lies in its buffer and in the limits, and nothing written is bound twice.
+// Every binding lies in its buffer and in the limits, and nothing written is bound twice.
 TEST(WebGpuPlan, EveryDispatchKeepsToTheRules) {
   Limits small;
   small.storage_binding_bytes = 1 << 17;

@@ -235,7 +235,7 @@ TEST_F(WebGpu, AnInvalidShaderIsAnErrorInItsOwnWords) {
   EXPECT_NE(std::string(why).find("x: u32"), std::string::npos) << why;
   EXPECT_EQ(native_->pipeline("no such shader", "f", nullptr, 0), 0u);
   EXPECT_NE(native_->error(), nullptr);
-  // What was recorded with it is not submitted, and what follows is.
+  // Work that was recorded with it is not submitted, and work that follows is.
   native_->dispatch(0, nullptr, 0, 1, 1, 1);
   EXPECT_FALSE(native_->submit());
   EXPECT_TRUE(native_->submit());

@@ -11,7 +11,7 @@ namespace {
 
 using testing::ElementsAre;
 
-// What write_tokens makes of tokens and states.
+// Holds what write_tokens makes of tokens and states.
 struct Written {
   std::vector<float> loss, lse, target_logit, entropy, reference, log_sum, weighted;
   std::vector<int64_t> argmax;

@@ -17,7 +17,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// What the running Python says; empty where there is none.
+// Returns what the running Python says; empty where there is none.
 fs::path ask_python() {
   const char* command =
       "python3 -c \"import sysconfig; print(sysconfig.get_paths()['stdlib'])\" 2>/dev/null";

@@ -64,8 +64,8 @@ class Network {
   // context: [N, K], the nearest word first. The result, [N, D], stays valid until the next call.
   std::span<const float> forward(const Parameters& parameters, std::span<const Token> context);
 
-  // Of the forward just done. grad_hidden: [N, D]. Adds the embeddings' part to gradient.weight
-  // (which holds the head's), overwrites everything else but gradient.bias.
+  // Runs the backward of the forward just done. grad_hidden: [N, D]. Adds the embeddings' part to
+  // gradient.weight (which holds the head's), overwrites everything else but gradient.bias.
   void backward(const Parameters& parameters, std::span<const Token> context,
                 std::span<const float> grad_hidden, Parameters* gradient);
 

@@ -106,7 +106,7 @@ class Sampler {
   Buffer workspace_;
 };
 
-// Where a held-out line ends with the most varied words before it, of some places drawn.
+// Finds where a held-out line ends with the most varied words before it, of some places drawn.
 int64_t choose_prompt(const std::vector<Token>& words, const Text& text, int64_t context,
                       uint64_t seed) {
   std::mt19937_64 random(seed);

@@ -33,7 +33,7 @@ template <>
 inline constexpr int32_t kind_of<LinearCrossEntropyForwardBackward> =
     LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD;
 
-// What an op has, by its members.
+// These concepts say what an op has, by its members.
 template <class Op>
 concept LinearOp = requires(Op op) { op.input; };
 template <class Op>
@@ -96,7 +96,7 @@ constexpr void for_each_tensor(Op& op, C& c, F&& f) {
   if constexpr (LossOp<T>) f("fault", Access::read_write, op.fault, c.fault);
 }
 
-// How many tensors an op has.
+// The number of tensors that an op has.
 template <class Op>
 inline constexpr size_t tensor_count = [] {
   Op op{};

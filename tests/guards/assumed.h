@@ -61,7 +61,7 @@ class AssumedMachine {
   cuda::RecordedCuda cuda_;
 };
 
-// Whether this build has Hopper's own kernels, without which other plans are made.
+// True where this build has Hopper's own kernels, without which other plans are made.
 inline bool has_hoppers_kernels() {
   return cuda::half_linear_ops_are_batch_invariant({.major = 9});
 }

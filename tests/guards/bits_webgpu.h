@@ -6,7 +6,7 @@
 
 namespace logitless::guards {
 
-// Without one, or in a build without WebGPU: the reason.
+// Returns the device, or the reason why there is none.
 conformance::Found find_webgpu();
 
 }  // namespace logitless::guards

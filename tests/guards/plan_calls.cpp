@@ -10,7 +10,7 @@
 namespace logitless::guards {
 namespace {
 
-// What an op is, as far as its options go.
+// This row says what an op is, as far as its options go.
 constexpr uint32_t losses = 1, forwards = 2, backward_only = 4, gradients = 8, linear = 16,
                    logits = 32;
 
@@ -354,7 +354,7 @@ std::vector<Call> named_calls() {
     for (const Recipe& r : recipes()) {
       ++number;
       for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {
-        // Of the other dtypes what is called most often: the first recipes.
+        // The first recipes, which are called most often, come in the other dtypes too.
         if (dtype != DType::bf16 && number > 3) continue;
         Call c{r.kind,
                head.tokens,

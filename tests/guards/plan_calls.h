@@ -18,11 +18,11 @@ using AnyOp = std::variant<Softmax, CrossEntropyForward, CrossEntropyBackward,
                            CrossEntropyForwardBackward, LinearCrossEntropyForward,
                            LinearCrossEntropyBackward, LinearCrossEntropyForwardBackward>;
 
-// Where a matrix lies: dense at an address of 16 bytes; with no address yet; an element behind such
-// an address; rows a multiple of 16 bytes apart, or not; columns first.
+// A matrix lies in one of these ways: dense at an address of 16 bytes; with no address yet; an
+// element behind such an address; rows a multiple of 16 bytes apart, or not; columns first.
 enum class Place { dense, null, off, padded, odd, across };
 
-// What a call may have beside its shape; kOptions in plan_calls.cpp says which op has it.
+// A call may have these beside its shape; kOptions in plan_calls.cpp says which op has it.
 enum Option : uint32_t {
   bias,
   bias_f32,
@@ -71,7 +71,7 @@ struct Call {
   std::string text() const;  // in short; what is usual is left out
 };
 
-// Of a device type; every tensor has memory of its own, which is not there.
+// Makes the op for a device type; every tensor has memory of its own, which is not there.
 AnyOp op_of(const Call& call, Device device);
 
 // splitmix64.

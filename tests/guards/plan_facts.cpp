@@ -83,7 +83,7 @@ void add_panels(const cuda::LinearShape& s, const cuda::LinearPlan& p, Facts* fa
   if (count > 1) facts->add("panels", std::to_string(count) + ":" + hash.text());
 }
 
-// What an engine decides, in the words of docs/kernels.
+// Adds what an engine decides, in the words of docs/kernels.
 void add_hopper(const cuda::LinearShape& s, const cuda::LinearPlan& p, Facts* facts) {
   facts->add("options", !s.plain);
   facts->add("dz", s.forms_dz && cuda::kept_columns(p) > 0);
@@ -170,8 +170,8 @@ void add_cuda(const Op& op, const Assumed& assumed, uint64_t bytes, Facts* facts
 
 // --- CPU ---
 
-// What the plan depends on of a CPU, whichever this one is: of AMX and AVX-512, AVX-512's own dot
-// products, AVX2 and NEON.
+// The plan depends on these features of a CPU, whichever this one is: of AMX and AVX-512, AVX-512's
+// own dot products, AVX2 and NEON.
 struct NamedEngine {
   const char* name;
   bool well_known;
@@ -218,7 +218,7 @@ Facts cpu_facts(const cpu::LinearShape& shape, const cpu::LinearPlan& p) {
   return facts;
 }
 
-// What is the same for every number of threads; then lanes and bytes of each.
+// Adds what is the same for every number of threads; then lanes and bytes of each.
 template <class Op>
 void add_cpu(const Op& op, const Assumed& assumed, uint64_t bytes, std::string* text) {
   if constexpr (LinearOp<Op>) {
@@ -247,7 +247,7 @@ webgpu::Limits limits_of(const Assumed& assumed) {
           .workgroup_invocations = 1024};
 }
 
-// Of the products of a chunk and a window: the logits, grad_input and grad_weight.
+// Adds the products of a chunk and a window: the logits, grad_input and grad_weight.
 std::string tiles_of(const webgpu::Problem& problem, const webgpu::Plan& p) {
   const auto text = [](const webgpu::Tile& t) {
     return std::string(t.small ? "small" : "") + std::to_string(t.m) + "x" + std::to_string(t.n);

@@ -11,10 +11,10 @@
 
 namespace logitless::guards {
 
-// Of every type. CUDA's answer while an AssumedMachine lives.
+// There are devices of every type. CUDA's answer while an AssumedMachine lives.
 std::vector<Assumed> assumed_devices();
 
-// What `workspace` says. `text` lists the recommended sizes of 1, 2 and 8 threads where they
+// Holds what `workspace` says. `text` lists the recommended sizes of 1, 2 and 8 threads where they
 // differ, or says with which status the call was refused; `recommended` is the last of them.
 struct Sizes {
   bool ok = false;

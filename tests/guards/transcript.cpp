@@ -18,7 +18,8 @@ namespace {
 
 using cuda::Parameter;
 
-// What an object of the library or of the driver begins with that this made, and then which.
+// An object of the library or of the driver that this made begins with this mark, and then says
+// which it is.
 constexpr uint64_t kMark = 0x6c6f6769746c6573;
 struct Marked {
   uint64_t mark;

@@ -215,7 +215,7 @@ std::vector<std::unique_ptr<Entry>> entries() {
   return all;
 }
 
-// What a child says to its parent.
+// Holds what a child says to its parent.
 struct Answer {
   int64_t seen = 0;  // places passed, the faulted ones among them
   int32_t code = 0, next_code = 0;

@@ -47,7 +47,7 @@ std::vector<Case> cases() {
   return all;
 }
 
-// What the reference calls a number must be that number within its bound.
+// A value that the reference calls a number must be that number within its bound.
 void compare(const reference::Result& want, const conformance::Outcome& got,
              const std::string& what) {
   if (got.status.code() != want.status.code()) {

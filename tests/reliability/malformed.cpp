@@ -63,7 +63,7 @@ int32_t wrong_dtype(Random& random, const std::string& name) {
   return name == "normalizer" ? LOGITLESS_F16 : random.pick(integers);
 }
 
-// Of one tensor: wrong beside any other tensors.
+// Breaks one tensor, so that it is wrong beside any other tensors.
 void spoil_tensor(Random& random, const std::string& name, Access access, logitless_tensor* t) {
   const int64_t sizes[] = {INT64_MAX, (int64_t{1} << 56) + 1, int64_t{1} << 61};
   const int64_t strides[] = {INT64_MAX, int64_t{1} << 62, int64_t{1} << 61};

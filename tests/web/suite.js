@@ -76,7 +76,7 @@ memory = side.memory = instance.exports.memory;
 instance.exports._initialize();
 const run = WebAssembly.promising(instance.exports.run_tests);
 
-// How many tests of a filter failed, of how many, and what they said.
+// Returns how many tests of a filter failed, of how many, and what they said.
 globalThis.runTests = async (filter) => {
   lines.length = 0;
   const bytes = new TextEncoder().encode(`${filter}\0`);
