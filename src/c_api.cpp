@@ -180,7 +180,7 @@ Status from_c(logitless_op c, Op* op) {
                     field = nullptr;
                   });
   if (!status.ok()) return status;
-  // What is left belongs to other ops.
+  // The fields that are left belong to other ops.
   logitless_op rest{};
   rest.struct_size = c.struct_size;
   rest.kind = c.kind;

@@ -56,7 +56,7 @@ inline MapFactors map_factors(const LogitMap& map) {
       std::copysign(static_cast<double>(map.softcap) / map.temperature, map.scale);
   f.inward = static_cast<float>(inward);
   f.inward_low = static_cast<float>(inward - f.inward);
-  // Of a tiny scale the limit is the largest finite number, whose own tanh may be less than 1: only
+  // The limit of a tiny scale is the largest finite number, whose own tanh may be less than 1: only
   // infinity is above it. Scale 0 has no limit: 0 times an infinite logit is NaN.
   f.limit =
       map.scale == 0 ? HUGE_VALF : static_cast<float>(std::fmin(21 / inward, double{FLT_MAX}));
@@ -66,7 +66,7 @@ inline MapFactors map_factors(const LogitMap& map) {
   return f;
 }
 
-// What the loss of a row needs of it.
+// Holds what the loss of a row needs of it.
 struct RowState {
   float reference = 0;           // m, the row maximum or near it
   float log_sum = 0;             // log sum_j exp(z_j - m)

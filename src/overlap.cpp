@@ -46,8 +46,8 @@ struct Row {
   int64_t step, last;
 };
 
-// Whether j s - l t = c for a step j of the one and l of the other. Everything below 2^32, so that
-// products of two stay below 2^63.
+// True where j s - l t = c for a step j of the one and l of the other. Everything below 2^32, so
+// that products of two stay below 2^63.
 bool meet_at(Row one, Row other, int64_t c) {
   if (other.step == 0) other.last = 0;
   if (one.step == 0) {

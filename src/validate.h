@@ -14,7 +14,7 @@ Status validate(const Execution& execution);
 template <class Op>
 Status validate(const Op& op, const Execution& execution);
 
-// What only `run` asks: data pointers, alignment, overlaps, the workspace's size and place.
+// Checks what only `run` asks: data pointers, alignment, overlaps, the workspace's size and place.
 template <class Op>
 Status validate_data(const Op& op, const Workspace& workspace, const WorkspaceSize& size);
 

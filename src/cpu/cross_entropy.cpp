@@ -37,7 +37,7 @@ BlockWants wants_of(const Op& op) {
   return wants;
 }
 
-// Where things lie in the workspace.
+// Says where things lie in the workspace.
 struct Layout {
   uint64_t states = 0;        // RowState [N], or float [N] with probabilities; ops with a loss
   uint64_t class_weight = 0;  // [V], a copy where the view is strided

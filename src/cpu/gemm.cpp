@@ -20,7 +20,7 @@ HWY_BEFORE_NAMESPACE();
 namespace logitless::cpu {
 namespace HWY_NAMESPACE {
 
-// Whether this target (on this CPU) computes bf16 products so.
+// True where this target (on this CPU) computes bf16 products so.
 bool has_arithmetic(Arithmetic arithmetic) {
   switch (arithmetic) {
     case Arithmetic::f32:

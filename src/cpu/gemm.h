@@ -44,7 +44,7 @@ struct Engine {
 // Columns of the vocabulary a tile holds; a multiple of every engine's a_rows and b_columns. 192 x
 // 512 f32 is 384 KiB: half of a 1 MiB L2 (docs/kernels/cpu.md).
 inline constexpr int64_t vocab_tile = 192;
-// Which engine computes products of this dtype on the target now in force. Chosen from CPU
+// Says which engine computes products of this dtype on the target now in force. Chosen from CPU
 // features, never by timing.
 Engine choose_engine(DType dtype);
 const char* name_of(Arithmetic arithmetic);

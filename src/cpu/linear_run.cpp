@@ -239,8 +239,8 @@ void LinearRun::weight_product(int64_t tile, const Lane& lane, Panels panels,
   const int64_t product_stride = panel_group * engine.b_columns;
   const float scale = tokens_->gradient_scale;
   const bool overwrite = first_chunk && !call_.accumulate;
-  // Where the f32 sum stands: the workspace, the output itself, or nowhere (one chunk, rounded at
-  // once).
+  // The f32 sum stands in one of these: the workspace, the output itself, or nowhere (one chunk,
+  // rounded at once).
   float* sum = nullptr;
   int64_t stride = 0;
   if (plan_.weight_sum) {

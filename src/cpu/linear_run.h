@@ -10,7 +10,7 @@
 
 namespace logitless::cpu {
 
-// What the three linear ops have in common.
+// Holds what the three linear ops have in common.
 struct LinearCall {
   const TensorView& input;   // [N, D]
   const TensorView& weight;  // [V, D]

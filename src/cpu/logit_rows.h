@@ -25,7 +25,7 @@ struct RowGroup {
   int64_t count;          // <= LogitRows::group()
 };
 
-// What LogitRows is made for.
+// Says what LogitRows is made for.
 struct RowsPurpose {
   bool forward = true;        // forward runs before gradient
   bool needs_logits = false;  // gradients have an entropy term
@@ -54,7 +54,7 @@ class LogitRows {
   void clear(int64_t row) const;
 
  private:
-  // What gradient starts from, and a row keeps from forward where there is room.
+  // Holds what gradient starts from, and a row keeps from forward where there is room.
   enum class Basis { logits, exponentials };
 
   float* row_of_output(const RowGroup& rows) const;
@@ -83,7 +83,7 @@ inline int64_t tasks_of(const LogitRows& rows, int64_t count) {
   return (count + rows.task_rows() - 1) / rows.task_rows();
 }
 
-// How many threads `bytes` of scratch give room to.
+// Returns how many threads `bytes` of scratch give room to.
 inline int64_t lanes_of(const LogitRows& rows, const Executor& executor, uint64_t bytes) {
   const int64_t threads = executor.num_threads;
   if (rows.lane_bytes() == 0) return threads;

@@ -13,7 +13,7 @@
 namespace logitless::cpu {
 namespace {
 
-// Where sizes stop growing. Shapes that validation admits pass it when they are padded to whole
+// Sizes stop growing here. Shapes that validation admits pass it when they are padded to whole
 // tiles; no machine has such memory, and a smaller workspace is refused.
 constexpr int64_t most_bytes = (INT64_MAX / 64 - 1) * 64;
 
@@ -54,7 +54,7 @@ constexpr int64_t smallest_chunk = 64;
 // More slots feed more threads without splitting the hidden axis and cost memory: at most this many
 // bytes.
 constexpr int64_t slot_bytes = int64_t{12} << 20;
-// What the default may take beyond half of the f32 logits.
+// The default may take so much beyond half of the f32 logits.
 constexpr int64_t default_extra = int64_t{16} << 20;
 // Loss only: X packed, one tile a lane and the tiles' states.
 constexpr int64_t loss_only_bytes = int64_t{14} << 20;
@@ -124,7 +124,7 @@ LinearPlan make_plan(const LinearShape& shape, Choice choice) {
   p.weight_sum = shape.grad_weight && !shape.direct_grad_weight && p.chunks > 1;
   const int64_t chunk = p.token_chunk;
   const int64_t slot = bytes_of({chunk, p.padded_hidden_b, 4});
-  // Without grad_input nothing is summed over the vocabulary: every tile is its own task. A power
+  // Nothing is summed over the vocabulary without grad_input: every tile is its own task. A power
   // of two shares out evenly among 2, 4 and 8 threads.
   const int64_t affordable = std::bit_floor<uint64_t>(std::max<int64_t>(slot_bytes / slot, 1));
   const int64_t tiles = std::max<int64_t>(p.vocab_tiles, 1);

@@ -63,7 +63,7 @@ struct LinearPlan {
            weight_panels_at = 0, product_at = 0, rows_at = 0, bias_at = 0, class_weight_at = 0;
 };
 
-// What the planner sees of a linear op.
+// Returns what the planner sees of a linear op.
 template <class Op>
 LinearShape shape_of(const Op& op);
 

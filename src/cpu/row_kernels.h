@@ -10,7 +10,7 @@
 
 namespace logitless::cpu {
 
-// What one block of columns adds to its row; blocks are combined in column order.
+// Holds what one block of columns adds to its row; blocks are combined in column order.
 struct BlockState {
   float maximum;       // max_j z_j; NaN if a logit is NaN; -inf if all are
   float sum;           // sum_j exp(z_j - maximum)

@@ -95,8 +95,8 @@ double power_of_two_above(double x) {
   return std::ldexp(1.0, std::clamp(mantissa == 0.5 ? exponent - 1 : exponent, -100, 100));
 }
 
-// How far weights and the slope of the logit map take |draw| / |g| beyond what f16 holds, or below
-// it; else 1.
+// Returns how far weights and the slope of the logit map take |draw| / |g| beyond what f16 holds,
+// or below it; else 1.
 double weight_scale(const LossOptions& o, const Tokens& tokens) {
   const double steepest = std::fabs(static_cast<double>(o.logit_scale)) / o.temperature;
   const double smoothing =
@@ -142,7 +142,7 @@ double common_upstream(const TensorView& grad_loss, const LossOptions& o, const 
   return o.empty_mean == EmptyMean::zero ? 0 : std::numeric_limits<double>::quiet_NaN();
 }
 
-// Without z-loss one class alone has a loss of 0 whatever its logit, and a gradient of exactly 0.
+// One class alone has, without z-loss, a loss of 0 whatever its logit, and a gradient of exactly 0.
 bool is_flat(const LossOptions& o, int64_t vocab) {
   return o.input_kind == InputKind::logits && vocabulary_of(o, vocab) == 1 && o.z_loss == 0;
 }

@@ -71,7 +71,7 @@ __device__ void with_dtype_on_device(DType dtype, F&& f) {
   }
 }
 
-// What a thread moves at a time.
+// A thread moves this at a time.
 template <class T>
 struct alignas(16) Pack {
   static constexpr int width = 16 / sizeof(T);
@@ -235,7 +235,8 @@ __device__ inline float warp_max(float x) {  // a NaN does not count
 }
 __device__ inline int warp_min(int x) { return __reduce_min_sync(whole_warp, x); }
 
-// Of a block of up to 32 whole warps; `combine` is one of the functions above's operation.
+// Reduces over a block of up to 32 whole warps; `combine` is one of the functions above's
+// operation.
 template <class T, class WarpReduce>
 __device__ T block_reduce(T x, T neutral, WarpReduce&& warp_reduce) {
   __shared__ T partial[32];

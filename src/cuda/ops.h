@@ -29,7 +29,7 @@ Status run(const LinearCrossEntropyForwardBackward&, const Workspace&, const Dev
 // Loads every kernel and the matrix library on this device, so that no later call does.
 Status warmup(const DeviceInfo&);
 
-// Of the matrix library, for `info`: a version, or why it is absent.
+// Describes the matrix library for `info`: a version, or why it is absent.
 Status describe_matrix_library(char* text, size_t bytes);
 
 }  // namespace logitless::cuda

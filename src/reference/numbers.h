@@ -22,12 +22,12 @@ std::vector<double> read_row(const TensorView& matrix, int64_t row);
 std::vector<int64_t> read_indices(const TensorView& view);
 void write(const std::vector<double>& values, const TensorView& view);
 
-// Of the dtype's normal numbers.
+// Bounds the rounding of the dtype's normal numbers.
 double unit_roundoff(DType dtype);
-// What is too small for the dtype: f32 and bf16 values below the least normal may be flushed to 0;
-// f16 rounds to its subnormals everywhere.
+// Bounds what is too small for the dtype: f32 and bf16 values below the least normal may be flushed
+// to 0; f16 rounds to its subnormals everywhere.
 double least(DType dtype);
-// Of one rounding to the dtype.
+// Bounds the error of one rounding to the dtype.
 double rounding_error(DType dtype, double value);
 
 }  // namespace logitless::reference

@@ -77,7 +77,7 @@ void count_normalizer(const Problem& problem, Tokens* tokens) {
   tokens->empty_mean = tokens->normalizer == 0;
 }
 
-// What the upstream gradient of a loss is multiplied with: 1/normalizer for the mean.
+// Returns what the upstream gradient of a loss is multiplied with: 1/normalizer for the mean.
 double reduction_factor(const Problem& problem, const Tokens& tokens) {
   if (!tokens.empty_mean) return 1 / tokens.normalizer;
   return problem.options.empty_mean == EmptyMean::zero ? 0

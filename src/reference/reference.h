@@ -12,7 +12,7 @@
 
 namespace logitless::reference {
 
-// How the judged backend adds, which sets gamma(K) of the contract.
+// Says how the judged backend adds, which sets gamma(K) of the contract.
 struct BoundModel {
   bool tensor_cores = false;  // gamma = u32 (4 + K/16) instead of u32 (4 + sqrt K)
   bool tf32 = false;          // products of f32 keep 10 bits of both operands: gamma + 2 2^-10

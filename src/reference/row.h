@@ -49,7 +49,7 @@ struct RowSource {
 
 // The row of token i. Reads no other row.
 Row make_row(const RowSource& source, const Token& token, int64_t i);
-// What a row of plain logits needs, the rest at its defaults; for Softmax.
+// Holds what a row of plain logits needs, the rest at its defaults; for Softmax.
 Row softmax_row(std::vector<double> logits, bool with_bounds);
 
 Estimate row_reference(const Row& row);

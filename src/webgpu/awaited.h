@@ -34,8 +34,8 @@ class Awaited {
     leave(shared);
   }
 
-  // What was brought; nullptr where no answer has come in a thousand rounds of events. wgpu-native
-  // answers in the first one, or within the call that was given the userdata.
+  // Returns what was brought; nullptr where no answer has come in a thousand rounds of events.
+  // wgpu-native answers in the first one, or within the call that was given the userdata.
   const T* wait(const Library& call, WGPUInstance instance) {
     for (int i = 0; !shared_->done && i < 1000; ++i) call.InstanceProcessEvents(instance);
     return shared_->done ? &shared_->value : nullptr;

@@ -24,7 +24,7 @@ struct ScatterParams {
 constexpr int64_t kMostRows = 32768;
 constexpr int64_t kMostColumns = int64_t{kGroups} * 256;  // of a row of workgroups
 
-// Of a dense buffer from the element on; *base is left as the rest below a
+// Binds a dense buffer from the element on; *base is left as the rest below a
 // multiple of 256 bytes.
 Binding slice(const Dense& dense, uint64_t most, int64_t* base) {
   const uint64_t start = static_cast<uint64_t>(dense.base) * 4 / 256 * 256;
@@ -51,15 +51,15 @@ Dense moved(Dense dense, int64_t rows, int64_t columns) {
   return dense;
 }
 
-// Whether the dense rows of a part lie in one binding; those of a chunk do by
+// True where the dense rows of a part lie in one binding; those of a chunk do by
 // the plan.
 bool fits_dense(const Dense& dense, const Part& part, const Limits& limits) {
   const int64_t last = (part.rows - 1) * dense.row_stride + part.columns * dense.column_stride;
   return last * 4 + 256 <= static_cast<int64_t>(limits.storage_binding_bytes);
 }
 
-// Whether a part of f16 and its f32 are one row of numbers each, from the start of their bindings:
-// the casts of cast.wgsl take two halves a thread, and write words without atomics.
+// True where a part of f16 and its f32 are one row of numbers each, from the start of their
+// bindings: the casts of cast.wgsl take two halves a thread, and write words without atomics.
 bool is_cast(const TensorView& v, const Part& part, const Dense& dense, int64_t base,
              int64_t dense_base) {
   return v.dtype == DType::f16 && v.rank == 2 && v.stride[1] == 1 && v.stride[0] == part.columns &&

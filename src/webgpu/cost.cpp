@@ -100,7 +100,7 @@ double predicted_microseconds(const Problem& p, const Plan& plan) {
   } else if (uses_logits) {
     first = later = copy_time((p.direct ? 2 : 4) * block);
   }
-  // What a chunk begins and ends with: half a dozen dispatches.
+  // A chunk begins and ends with half a dozen dispatches.
   const double chunk = 6 * kDispatch + copy_time(16.0 * static_cast<double>(plan.chunk * p.hidden));
   const auto windows = static_cast<double>(plan.windows), chunks = static_cast<double>(plan.chunks);
   return chunks * (chunk + windows * window) + windows * (first + (chunks - 1) * later);

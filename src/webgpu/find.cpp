@@ -32,7 +32,7 @@ Devices& devices() {
   return *all;
 }
 
-// What was asked for, or nullptr and the reason.
+// Returns what was asked for, or nullptr and the reason.
 template <class Handle>
 struct Wanted {
   Handle made = nullptr;
@@ -79,7 +79,7 @@ WGPUDevice request_device(const Library& call, WGPUInstance instance, WGPUAdapte
   if (!defaults && call.AdapterGetLimits(adapter, &limits) == WGPUStatus_Success) {
     descriptor.requiredLimits = &limits;
   }
-  // What no scope caught would end the process.
+  // An error that no scope caught would end the process.
   descriptor.uncapturedErrorCallbackInfo.callback = [](const WGPUDevice*, WGPUErrorType,
                                                        WGPUStringView, void*, void*) {};
   descriptor.deviceLostCallbackInfo.mode = WGPUCallbackMode_AllowSpontaneous;

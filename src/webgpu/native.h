@@ -23,7 +23,7 @@ namespace logitless::webgpu {
 // The functions of webgpu.h, or the reason why there are none.
 const Library* find_library(Status* status);
 
-// What of a text has room in `to`.
+// Copies what of a text has room in `to`.
 template <size_t kRoom>
 void copy_text(WGPUStringView text, char (&to)[kRoom]) {
   if (text.data == nullptr) return;
@@ -31,7 +31,7 @@ void copy_text(WGPUStringView text, char (&to)[kRoom]) {
   std::snprintf(to, kRoom, "%.*s", static_cast<int>(length), text.data);
 }
 
-// What the device-lost callback leaves; it may come as long as the process
+// Holds what the device-lost callback leaves; it may come as long as the process
 // lives, and so does this.
 struct Loss {
   std::atomic<bool> is{false};
@@ -63,7 +63,7 @@ class NativeDevice final : public Device {
   void abandon() override;
   const char* error() override;
 
-  // What a page has no call for: waits for what was submitted and reads.
+  // Does what a page has no call for: waits for what was submitted and reads.
   bool read(Buffer buffer, uint64_t offset, void* data, uint64_t bytes);
   void wait();
   // A pipeline of any text, not kept.
@@ -76,7 +76,7 @@ class NativeDevice final : public Device {
   WGPUInstance instance() const { return instance_; }
   WGPUDevice wgpu_device() const { return device_; }
   WGPUQueue queue() const { return queue_; }
-  // Of a lost device, from now on told; ok of a living one. After something
+  // Returns the status of a lost device, from now on told; ok of a living one. After something
   // failed: asks first, since wgpu-native calls back only when it is called.
   Status loss();
   Status loss_after_failure();

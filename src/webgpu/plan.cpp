@@ -67,7 +67,7 @@ void fill_bytes(const Problem& p, Plan* plan) {
   for (const uint64_t bytes : plan->bytes) plan->total += bytes;
 }
 
-// Whether every binding and every buffer of the plan keeps to the limits.
+// True where every binding and every buffer of the plan keeps to the limits.
 bool within(const Problem& p, const Limits& limits, const Plan& plan) {
   // A view's binding starts at a multiple of 256 before it.
   const auto most = static_cast<int64_t>(limits.storage_binding_bytes) - 256;
@@ -119,7 +119,7 @@ Plan plan_of(const Problem& p, const Choice& choice) {
   return plan;
 }
 
-// Whether a plan that holds more than a window at a time gains anything by it.
+// True where a plan that holds more than a window at a time gains anything by it.
 bool wants_whole(const Problem& p) { return (p.gradients || p.softmax) && !p.state_given; }
 
 // Calls f(choice) for what may be chosen: a chunk of tokens is an even share of all; a window as
@@ -175,7 +175,8 @@ bool is_direct(const Call& call) {
          (in.byte_offset == out.byte_offset && in.dtype == out.dtype && in.stride == out.stride);
 }
 
-// What plain.wgsl does not have: other inputs and outputs, their options, a part of the vocabulary.
+// Tells what plain.wgsl does not have: other inputs and outputs, their options, a part of the
+// vocabulary.
 bool is_plain(const Call& call, const Problem& p) {
   if (!p.direct || p.probabilities || p.vocab > kMostPlain) return false;
   for (const Field& field : call) {
@@ -305,7 +306,7 @@ Status workspace_sizes(const Problem& problem, const Limits& limits, uint64_t* m
   status = make_plan(part, limits, UINT64_MAX, &plan);
   if (!status.ok()) return status;
   const Plan own = plan_of(p, {plan.chunk, plan.window, 1, plan.whole});
-  // What a call makes of that many bytes.
+  // Returns what a call makes of that many bytes.
   status = make_plan(p, limits, std::max(own.total, *minimum), &plan);
   *recommended = plan.total;
   return status;

@@ -44,7 +44,7 @@ enum class Role : uint32_t {
 };
 constexpr size_t kRoles = static_cast<size_t>(Role::count);
 
-// What of an op decides its plan.
+// Holds what of an op decides its plan.
 struct Problem {
   int64_t tokens = 0, vocab = 0, vocab_total = 0, hidden = 0;
   bool linear = false, gradients = false, softmax = false, probabilities = false;

@@ -71,7 +71,7 @@ struct Part {
   int64_t first_row = 0, rows = 1, first_column = 0, columns = 1;
 };
 
-// Where dense f32 rows lie: a buffer, elements before the first one, elements
+// Says where dense f32 rows lie: a buffer, elements before the first one, elements
 // from row to row.
 struct Dense {
   Buffer buffer = 0;

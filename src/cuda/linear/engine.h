@@ -16,16 +16,16 @@ class Engine {
   virtual ~Engine() = default;
   virtual const char* name() const = 0;
 
-  // Whether any call at all is served on this device.
+  // True where any call at all is served on this device.
   virtual bool serves(const DeviceInfo& device) const = 0;
-  // Whether this one is: its dtype, its strides and the address of its weight.
+  // True where this one is, by its dtype, its strides and the address of its weight.
   virtual bool serves(const LinearCall& call) const = 0;
-  // Whether a token's loss and statistics, of a call that is served, do not depend on its batch.
+  // True where a token's loss and statistics, of a call that is served, do not depend on its batch.
   virtual bool is_batch_invariant() const = 0;
 
-  // What the engine's kernels make of the call: facts of call->shape that depend on them.
+  // Tells what the engine's kernels make of the call: facts of call->shape that depend on them.
   virtual void describe(LinearCall* call, const DeviceInfo& device) const = 0;
-  // What its plans count with on this device.
+  // Returns what its plans count with on this device.
   virtual DeviceSpeed speed(const DeviceInfo& device) const = 0;
 
   // The plan of the fewest bytes, and the quickest of at most `bytes`, by what each is thought to
@@ -33,7 +33,7 @@ class Engine {
   virtual LinearPlan smallest(const LinearShape& shape, const DeviceSpeed& speed) const = 0;
   virtual LinearPlan fastest(const LinearShape& shape, const DeviceSpeed& speed,
                              uint64_t bytes) const = 0;
-  // Where a plan's arrays lie in the workspace.
+  // Says where a plan's arrays lie in the workspace.
   virtual LinearMemory place(const LinearShape& shape, const LinearPlan& plan,
                              Arena* arena) const = 0;
   // Visits what the plan does, step by step; and about how many seconds one of them takes.
@@ -65,7 +65,7 @@ template <class Op>
 EngineCall make_call(std::span<const Engine* const> engines, const Op& op,
                      const DeviceInfo& device);
 
-// What is planned of a linear op on a device.
+// Answers what is planned of a linear op on a device.
 struct Asked {
   const Engine& engine;
   LinearShape shape;

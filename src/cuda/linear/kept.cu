@@ -61,8 +61,8 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-// Behind the chunk's rows, two whose product with the class weights is the smoothing's term of
-// grad_weight: -sum_k s_k input_k, rounded, and what the rounding lost.
+// Writes behind the chunk's rows two whose product with the class weights is the smoothing's term
+// of grad_weight: -sum_k s_k input_k, rounded, and what the rounding lost.
 template <class E>
 __global__ void __launch_bounds__(128)
     scale_kernel(Chunk chunk, const RowFactors* factors, const E* input, int64_t pitch,
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(256)
   for (int r = 0; r < extra_rows; ++r) to[r * panel.pitch] = from_f32<E>(r < 2 ? c : 0.0f);
 }
 
-// Behind the last columns of the vocabulary: zeros to a multiple of 8.
+// Writes behind the last columns of the vocabulary zeros to a multiple of 8.
 template <class E>
 __global__ void __launch_bounds__(256) extra_columns_kernel(int32_t rows, Panel panel) {
   const int64_t row = int64_t{blockIdx.x} * 256 + threadIdx.x;

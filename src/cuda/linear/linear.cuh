@@ -11,18 +11,18 @@ namespace logitless::cuda {
 // and the row is made again.
 constexpr float most_anchor = 0x1p20f;
 
-// Of a grid of two_axes.
+// Returns this block's number along the second axis of two_axes.
 __device__ inline int64_t block_of_second_axis() {
   return int64_t{blockIdx.z} * gridDim.y + blockIdx.y;
 }
 
-// How many rows of the chunk count: the first ones.
+// Returns how many rows of the chunk count: the first ones.
 __device__ inline int valid_rows(const Chunk& chunk) {
   const int64_t left = chunk.tokens.scalars->valid - chunk.first;
   return static_cast<int>(max(int64_t{0}, min(left, int64_t{chunk.rows})));
 }
 
-// Of a row of the chunk, without asking for the number of all.
+// Says it of a row of the chunk, without asking for the number of all.
 __device__ inline bool is_valid(const Chunk& chunk, int row) {
   return chunk.first + row < chunk.tokens.scalars->valid;
 }
@@ -35,7 +35,8 @@ __device__ inline E* panel_element(const Panel& panel, int64_t row, int64_t j) {
   return data + row * panel.pitch + j;
 }
 
-// Of 64 columns, what 32 rows of 8 threads have of 8 columns each, added up in the rows' order.
+// Adds up, of 64 columns, what 32 rows of 8 threads have of 8 columns each, added up in the rows'
+// order.
 struct ColumnParts {
   static constexpr int parts = 32;
   float part[parts][64];

@@ -22,15 +22,15 @@ struct Partials {
   int32_t* argmax = nullptr;  // lowest column of the maximum
   int64_t segments = 0;
   bool anchored = false;  // `maximum` may be an anchor, which need not be near it: sm90/plain.cuh
-  // Of the kernel of sm90/plain.cuh, whose rows are summed in units (units.h): a segment is a
-  // unit, or a tile, or these sums are of no unit (0).
+  // The kernel of sm90/plain.cuh sets these, whose rows are summed in units (units.h): a segment is
+  // a unit, or a tile, or these sums are of no unit (0).
   int32_t unit_width = 0;           // tiles of a segment
   int32_t single_rows = 0;          // of a single tile
   float* single_maximum = nullptr;  // [single tiles, single_rows]  where a segment is a unit
   float* single_sum = nullptr;      // [single tiles, single_rows]
 };
 
-// Where a row of gradients comes from. With E:  draw_j = scale E_j - smoothing c_j.
+// A row of gradients comes from these. With E:  draw_j = scale E_j - smoothing c_j.
 struct RowFactors {
   float scale;      // v
   float smoothing;  // s
@@ -59,7 +59,7 @@ struct LinearCall {
   bool plain() const { return map.identity && !bias; }
 };
 
-// How units (units.h) were shared out, for the rows' kernel to find their sums.
+// Says how units (units.h) were shared out, for the rows' kernel to find their sums.
 struct UnitShares {
   int32_t tiles = 0;  // columns of tiles
   int32_t teams = 0;  // who worked, each on units of its own
@@ -99,7 +99,7 @@ struct LinearMemory {
   float* slabs = nullptr;            // [slabs, hidden_pitch]
 };
 
-// What a step is launched with: the call under its plan, in its memory, and the chunk it is of.
+// A step is launched with this: the call under its plan, in its memory, and the chunk it is of.
 struct LinearWork {
   const LinearCall& call;
   const LinearPlan& plan;
@@ -110,7 +110,7 @@ struct LinearWork {
 };
 
 inline int64_t stored_pitch(int64_t columns) { return (columns + 63) / 64 * 64; }
-// Of grad_weight's f32 sums, where a chunk's E was.
+// Counts the rows of grad_weight's f32 sums that fit where a chunk's E was.
 inline int64_t rows_in_place_of_e(const LinearShape& s, const LinearPlan& p) {
   return panel_rows(p) * stored_pitch(p.stored_columns) * size_of(s.dtype) / (4 * p.hidden_pitch);
 }
@@ -137,7 +137,7 @@ constexpr int64_t column_padding = 192;
 constexpr int64_t bias_columns = 16384;
 constexpr int64_t bias_slab_rows = 1024, vocab_slab_rows = 512, token_slab_rows = 256;
 
-// What engines place in a workspace, each in its own order: Engine::place.
+// Engines place these in a workspace, each in its own order: Engine::place.
 void place_first(const LinearShape&, const LinearPlan&, Arena*, LinearMemory*);
 void place_weight(const LinearShape&, const LinearPlan&, Arena*, LinearMemory*);
 void place_stored(const LinearShape&, const LinearPlan&, Arena*, LinearMemory*);
@@ -148,7 +148,7 @@ void place_weight_sums(const LinearShape&, const LinearPlan&, Arena*, LinearMemo
 // `columns` of a panel at a time.
 void place_bias(const LinearShape&, const LinearPlan&, int64_t columns, Arena*, LinearMemory*);
 void place_smoothing(const LinearShape&, const LinearPlan&, Arena*, LinearMemory*);
-// What the first of two passes leaves the second: row_reference and row_log_sum, [N] each.
+// Places what the first of two passes leaves the second: row_reference and row_log_sum, [N] each.
 std::array<float*, 2> place_states(const LinearShape& shape, Arena* arena);
 
 // gather.cu
@@ -168,7 +168,7 @@ struct Block {
   int32_t row = 0, rows = 0;
   int64_t column = 0, columns = 0;
 };
-// Where its exponentials or gradients go: element (k, j) of the chunk at data + k pitch + j -
+// Its exponentials or gradients go here: element (k, j) of the chunk at data + k pitch + j -
 // first; or, as Hopper's products read them, in blocks of 64 columns: block b is [pitch, 64].
 struct Panel {
   char* data = nullptr;
@@ -197,10 +197,10 @@ void finish_rows(const LinearWork& work, bool with_factors, const std::array<Pan
 // E of the rows beyond the exponent's range; and, where it is made after finish_rows, of the
 // target's column.
 void finish_panel(const LinearWork& work, const Panel& panel, bool targets);
-// Behind the panel's rows: the class weights for the smoothing's term of E, and zeros; behind its
-// columns: zeros to a multiple of 8.
+// Writes behind the panel's rows the class weights for the smoothing's term of E, and zeros; behind
+// its columns: zeros to a multiple of 8.
 void write_extra_rows(const LinearWork& work, const Panel& panel);
-// Under smoothing: input times v, and behind it the rows that make the smoothing's term.
+// Makes under smoothing input times v, and behind it the rows that make the smoothing's term.
 void scale_input(const LinearWork& work);
 
 // finish.cu
@@ -210,7 +210,7 @@ void class_row(const LinearWork& work);
 void write_grad_input(const LinearWork& work, const float* sums, int64_t row, int64_t rows,
                       bool scaled, bool clears);
 void add_to_bias(const LinearWork& work, const Panel& panel, bool scaled, bool first);
-// What bias_slabs holds of the panel; `factors`: of E.
+// Adds what bias_slabs holds of the panel; `factors`: of E.
 void add_slabs_to_bias(const LinearWork& work, const Panel& panel, const RowFactors* factors,
                        bool first);
 // Calls use(panel) with as many columns of a panel in blocks as bias_slabs has room for.
@@ -228,7 +228,7 @@ void write_grad_weight(const LinearWork& work, const float* sums, int64_t row, i
 // grad_weight of its first rows, whose sums lie in its own memory.
 void write_lent_sums(const LinearWork& work);
 void write_grad_bias(const LinearWork& work);
-// Without tokens: zeros, or left as they are when accumulating.
+// Writes the gradients of a call without tokens: zeros, or left as they are when accumulating.
 void clear_grad_weight(const LinearWork& work);
 
 }  // namespace logitless::cuda

@@ -108,7 +108,7 @@ Status linear_workspace(const Op& op, const DeviceInfo& device, WorkspaceSize* s
                    static_cast<long long>(extent), static_cast<long long>(most_extent));
     }
   }
-  // Where there is no address yet, there may come one that Hopper's kernels cannot use: enough for
+  // An address that is not known yet may be one that the best engine cannot use: the sizes do for
   // either kind.
   Op asked = op;
   std::array<TensorView*, 3> unknown;

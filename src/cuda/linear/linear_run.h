@@ -60,12 +60,12 @@ class LinearRun {
  protected:
   // The steps that are the engine's own.
   virtual void run(const Step& step) = 0;
-  // Where these columns of E or dz lie.
+  // Says where these columns of E or dz lie.
   virtual Panel panel_of(const PanelPlace& at) const = 0;
 
-  // What grad_weight multiplies E, or dz, with.
+  // Returns what grad_weight multiplies E, or dz, with.
   const char* factor_rows(bool of_e) const { return of_e ? work_.m.scaled : work_.m.input; }
-  // Of grad_input: some rows at a time, where E is whole; else of the chunk.
+  // Returns grad_input's sums: of some rows at a time, where E is whole; else of the chunk.
   float* input_sums() const {
     return work_.plan.sum_rows > 0 ? work_.m.row_sums : work_.m.grad_input_sum;
   }

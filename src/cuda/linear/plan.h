@@ -50,7 +50,7 @@ struct LinearShape {
   bool operator==(const LinearShape&) const = default;
 };
 
-// What the cost model needs of a device: measured figures of one H200 (docs/kernels/cuda.md),
+// The cost model needs this of a device: measured figures of one H200 (docs/kernels/cuda.md),
 // scaled by the multiprocessors elsewhere.
 struct DeviceSpeed {
   double products = 680e12;  // FLOP/s of 16-bit products
@@ -114,7 +114,8 @@ inline int64_t panel_rows(const LinearPlan& p) {
 }
 
 inline constexpr int64_t segment_columns = 1024;  // of a row's partial sums: fixed for every plan
-// Behind a chunk's rows: two for the smoothing's own term, zeros to the next multiple of 8.
+// A chunk's rows have so many behind them: two for the smoothing's own term, zeros to the next
+// multiple of 8.
 inline constexpr int64_t extra_rows = 16;
 
 // The calls that a plan of two passes consists of, both in the memory behind state_bytes: loss,

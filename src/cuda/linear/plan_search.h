@@ -9,7 +9,8 @@
 
 namespace logitless::cuda {
 
-// What follows from the chunk, the stored and the remade columns, but the bytes and the time.
+// Fills in what follows from the chunk, the stored and the remade columns, but the bytes and the
+// time.
 void settle(const LinearShape& shape, LinearPlan* plan);
 // Logits in f32, so many bytes at a time.
 void set_block(const LinearShape& shape, int64_t bytes, LinearPlan* plan);
@@ -38,8 +39,8 @@ LinearPlan largest_share(const LinearShape& s, uint64_t bytes, int64_t least, in
   return {};
 }
 
-// Of each_plan(consider): the one of fewest bytes, the quicker of two alike. The time is set of
-// those alone that may be chosen, for it takes longer to say than the rest.
+// Picks of each_plan(consider) the one of fewest bytes, the quicker of two alike. The time is set
+// of those alone that may be chosen, for it takes longer to say than the rest.
 template <class F, class G>
 LinearPlan smallest_of(F&& each_plan, G&& set_time) {
   LinearPlan least;

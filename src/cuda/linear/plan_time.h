@@ -16,7 +16,7 @@ double in_pieces(int64_t total, int64_t piece, F&& cost) {
   return static_cast<double>(total / piece) * cost(piece) + (left > 0 ? cost(left) : 0);
 }
 
-// What an estimate sees of a plan: one of alike steps, and a hundred of parts that differ, for a
+// An estimate sees this of a plan: one of alike steps, and a hundred of parts that differ, for a
 // large vocabulary has very many and some hundred plans are compared.
 class Estimate {
  public:
@@ -59,7 +59,7 @@ double predicted_time(const LinearShape& shape, const LinearPlan& plan, const De
   return std::round((price.seconds() + 30 * speed.launch) / unit) * unit;
 }
 
-// What a step takes that every engine does alike.
+// Prices a step that every engine does alike.
 inline double shared_step_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed,
                                const Step& step) {
   const double outputs = static_cast<double>(s.rows_of_weight()) * static_cast<double>(s.hidden);
@@ -78,7 +78,7 @@ inline double shared_step_time(const LinearShape& s, const LinearPlan& p, const 
   }
 }
 
-// Whether rows of grad_weight are added to what is there.
+// True where rows of grad_weight are added to what is there.
 inline bool adds_to_weight(const LinearShape& s, const LinearPlan& p) {
   return p.grad_weight_sum || (s.grad_weight_f32 && p.chunks > 1);
 }

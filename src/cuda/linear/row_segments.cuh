@@ -30,8 +30,8 @@ class RowSegments {
     return unit[0];
   }
 
-  // Where segments are tiles: units b, b + 32, ..., and behind the last one nothing. A loop: short
-  // code, and what the first tile brings to the L1 cache serves the others.
+  // Adds up, where segments are tiles, units b, b + 32, ..., and behind the last one nothing. A
+  // loop: short code, and what the first tile brings to the L1 cache serves the others.
   template <int kUnits>
   __device__ void of_tiles(int b, PartialSum (&unit)[kUnits]) const {
     PartialSum next[kUnits];
@@ -56,7 +56,7 @@ class RowSegments {
     }
   }
 
-  // Where segments are units: those before the first single one lie in memory as such.
+  // If segments are units, those before the first single one lie in memory as such.
   __device__ int first_single() const { return units_.first_single(row_ / unit_rows); }
   __device__ PartialSum in_place(int b) const { return {p_.maximum[base_ + b], p_.sum[base_ + b]}; }
   __device__ PartialSum single(int b) const {

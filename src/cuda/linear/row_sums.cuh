@@ -9,7 +9,7 @@
 
 namespace logitless::cuda {
 
-// What is known of a row before its sums.
+// Holds what is known of a row before its sums.
 struct RowToken {
   int64_t i;   // the token
   int target;  // column; negative: another shard's
@@ -88,7 +88,7 @@ __device__ inline RowTotals sum_by_warp(const Partials& partials, const RowSegme
   return all;
 }
 
-// Of units (units.h), by kLanes of a warp, each in the place of 32 / kLanes: rows side by side
+// Adds up units (units.h), by kLanes of a warp, each in the place of 32 / kLanes: rows side by side
 // spare most of what a warp does a row.
 template <int kLanes>
 __device__ inline RowTotals sum_by_lanes(const RowSegments& segments, const RowToken& token,

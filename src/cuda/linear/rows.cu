@@ -13,8 +13,8 @@ constexpr int threads = 256, unit_lanes = 4;
 
 __device__ bool find_row(const Chunk& chunk, int k) { return k < chunk.rows && is_valid(chunk, k); }
 
-// Of a launch whose every block runs the kernel's code once, the code and the parameters themselves
-// are most of what is fetched: a call without options has kernels and parameters of its own.
+// Every block of a launch runs the kernel's code once, so that the code and the parameters are most
+// of what is fetched: a call without options has kernels and parameters of its own.
 struct TokenValues {  // f32 of each token, of the caller's
   float* data = nullptr;
   int64_t stride = 0;
@@ -120,7 +120,7 @@ __device__ RowGradient gradient_of(const RowsArguments<kPlain>& a, const RowToke
     RowGradient g = sloped(
         token_gradient(a.call.in, scalars, token.i, token.target_weight, token.token_weight, state),
         a.call.map.slope);
-    // Without its term the caller's entropy may be anything.
+    // The caller's entropy may be anything without its term.
     if (g.entropy == 0) g.entropy_value = 0;
     return g;
   }
@@ -374,7 +374,7 @@ void finish_rows(const LinearWork& work, bool with_factors, const std::array<Pan
   with_plain(plain, call, [&](const auto& arguments, auto is_plain) {
     constexpr bool kPlain = is_plain();
     if (m.partials.unit_width > 1) {
-      // Of few tokens most units are single tiles, for a warp to read at once.
+      // Most units of few tokens are single tiles, for a warp to read at once.
       constexpr int64_t few_tokens = 256;
       const auto with_lanes = [&](auto lanes) {
         shape.blocks = blocks_for(chunk.rows, threads / lanes());

@@ -12,13 +12,13 @@
 namespace logitless::cuda {
 
 enum class StepKind {
-  // Of the call, before the first chunk
+  // These are the call's, before the first chunk.
   tokens,        // which tokens count
   copy_weight,   // to rows that a product can read
   column_terms,  // bias and class weights in f32
   class_row,     // sum_j c_j weight_j of the columns whose E is multiplied
   weight_tail,   // the weight's last V % 8 rows, with zeros behind them
-  // Of a chunk of tokens
+  // These are of a chunk of tokens.
   gather,            // their rows of input, compacted, and the logits of their targets
   logits,            // of the panel's columns: partial sums of each row; E (of_e: which is kept)
   states,            // from the sums: outputs, the factors of the gradients, input times v (scales)
@@ -32,7 +32,7 @@ enum class StepKind {
   both_gradients,    // these two at once
   grad_bias,         // the panel's columns summed
   write_grad_input,  // from its sums
-  // Of the call, behind the last chunk
+  // These are the call's, behind the last chunk.
   no_tokens,          // the loss of none, and gradients of 0
   write_grad_weight,  // from its sums
   write_grad_bias,
@@ -74,8 +74,8 @@ class StepVisitor {
   // Alike steps follow, `count` times: how many times to enumerate them.
   virtual int64_t begin_repeat(int64_t count) = 0;
   virtual void end_repeat(int64_t count) = 0;
-  // Of parts of E in grad_weight's memory that differ, how many to enumerate; the others are told
-  // as if each were copied.
+  // Tells, of parts of E in grad_weight's memory that differ, how many to enumerate; the others are
+  // told as if each were copied.
   virtual int64_t most_parts() const { return INT64_MAX; }
 };
 
@@ -95,10 +95,11 @@ void repeat_pieces(Visitor* visitor, int64_t total, int64_t piece, F&& body) {
   repeat(visitor, left > 0, [&](int64_t) { body(Range{whole * piece, left}); });
 }
 
-// What the steps of every engine begin with, have in common and end with. An engine's own class,
-// `Steps`, adds logits(): the partial sums of the chunk's rows, and E of the columns that are kept;
-// gradients(): the chunk's, from E or from logits that are made again; has_tail(): whether products
-// take the last V % 8 columns by themselves. A template, for plans are compared by their hundreds.
+// Enumerates what the steps of every engine begin with, have in common and end with. An engine's
+// own class, `Steps`, adds logits(): the partial sums of the chunk's rows, and E of the columns
+// that are kept; gradients(): the chunk's, from E or from logits that are made again; has_tail():
+// whether products take the last V % 8 columns by themselves. A template, for plans are compared by
+// their hundreds.
 template <class Steps, class Visitor>
 class CallSteps {
  public:

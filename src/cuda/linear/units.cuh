@@ -15,8 +15,8 @@ __device__ inline float nonpositive(float x) {
   return y;
 }
 
-// Of some columns; the sum is relative to the reference, their maximum or an anchor near it. Of
-// none: as it begins.
+// Holds the sum of some columns; it is relative to the reference, their maximum or an anchor near
+// it. Of none: as it begins.
 struct PartialSum {
   float reference = -INFINITY, sum = 0;
 };

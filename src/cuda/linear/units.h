@@ -68,7 +68,8 @@ struct Units {
     const int behind = s - rest * width, tile = full * width + behind / row_clusters;
     return {row_clusters - 1 - behind % row_clusters, tile, tile + 1, s};
   }
-  // Where the j-th tile of a unit is among the single ones; negative: the unit is done as such.
+  // Says where the j-th tile of a unit is among the single ones; negative: the unit is done as
+  // such.
   LOGITLESS_HOST_DEVICE int single(int row_cluster, int unit, int j) const {
     if (unit >= full) return rest * width + (j + 1) * row_clusters - 1 - row_cluster;
     const int n = number(row_cluster, unit) - whole;

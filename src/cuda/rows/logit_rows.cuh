@@ -22,7 +22,7 @@ struct RowsArguments {
   RowWants wants;
 };
 
-// What a row needs of its token.
+// Holds what a row needs of its token.
 struct RowTarget {
   int target = -1;  // its column, or -1: on another shard
   float target_weight = 1, token_weight = 1;
@@ -211,7 +211,8 @@ __device__ inline void write_state(const RowsCall& call, int64_t i, const RowTar
   put_state(call.in, call.outputs.statistics, i, token.target, state);
 }
 
-// What the blocks of a row tell each other: each writes its own partial into every block's table.
+// Holds what the blocks of a row tell each other: each writes its own partial into every block's
+// table.
 struct Exchange {
   RowPartial table[most_row_blocks];  // by rank
   uint64_t arrivals;                  // an mbarrier that counts the bytes of `table`

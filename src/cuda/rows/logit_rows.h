@@ -27,7 +27,7 @@ struct RowsCall {
 constexpr int64_t most_rows = (int64_t{1} << 28) - 1, most_columns = int64_t{1} << 30;
 Status check_row_extents(const TensorView& logits);
 
-// Where tokens are prepared, right behind that. True: what follows may be launched early
+// True where tokens are prepared, right behind that: what follows may be launched early
 // (early.cuh).
 bool launch_rows(const RowsCall& call, const DeviceInfo& device, Stream* stream);
 

@@ -7,7 +7,7 @@
 
 namespace logitless::cuda {
 
-// Of some columns, relative to their own maximum m.
+// Holds sums of some columns, relative to their own maximum m.
 struct RowPartial {
   float maximum = -INFINITY;  // a NaN does not count
   float sum = 0;              // sum exp(z - m); NaN where a logit is
@@ -33,8 +33,8 @@ constexpr float log2_e = 0x1.715476p0f, log2_e_low = 0x1.4ae0cp-26f;
 // it is 0.
 __device__ inline float exp_of_row(float x) { return exp2_fast(x * log2_e); }
 
-// What the sums are relative to: 0 where the maximum is infinite. Then a row of -inf sums to 0, one
-// with +inf to +inf, and either to NaN where a logit is NaN.
+// Returns what the sums are relative to: 0 where the maximum is infinite. Then a row of -inf sums
+// to 0, one with +inf to +inf, and either to NaN where a logit is NaN.
 __device__ inline float shift_of(float maximum) {
   return fabsf(maximum) == infinity() ? 0.0f : maximum;
 }

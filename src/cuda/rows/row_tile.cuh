@@ -104,7 +104,7 @@ __device__ Tile<T> start_tile(const TensorView& view, int64_t i, int64_t column,
   return tile;
 }
 
-// What every thread has asked for is there.
+// All that every thread has asked for is there.
 __device__ inline void finish_tile() {
   wait_for_copies();
   __syncthreads();
@@ -149,7 +149,7 @@ __device__ void load_unit(const Tile<T>& tile, int u, bool odd, float* x) {
   unpack<T>(bits, x);
 }
 
-// Whether write_tile writes whole words.
+// True where write_tile writes whole words.
 template <class T>
 __device__ inline bool writes_words(const Tile<T>& tile, const TensorView& output, const T* to) {
   return output.dtype == dtype_of<T> && output.stride[1] == 1 && phase_of(to) == tile.phase;

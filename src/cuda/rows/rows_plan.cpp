@@ -6,7 +6,7 @@ namespace logitless::cuda {
 namespace {
 
 constexpr int64_t column_multiple = 64;  // every tile of a row has the row's alignment
-// Of shared memory beside the tile: the kernel's own, and what the driver takes of a block.
+// Shared memory holds this beside the tile: the kernel's own, and what the driver takes of a block.
 constexpr int64_t own_bytes = 1024, driver_bytes = 1024;
 constexpr int blocks_per_multiprocessor = 3;  // one loads while another computes or writes
 

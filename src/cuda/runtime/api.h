@@ -8,8 +8,8 @@
 
 namespace logitless::cuda {
 
-// What CUDA does not say of a kernel's parameters, for a test that writes them down: how many bytes
-// each has, and a function that clears those between its members. Nothing else reads it.
+// Says what CUDA does not say of a kernel's parameters, for a test that writes them down: how many
+// bytes each has, and a function that clears those between its members. Nothing else reads it.
 struct Parameter {
   size_t bytes;
   void (*clear_padding)(void* value);
@@ -43,7 +43,7 @@ inline const Api& api() { return *current_api; }
 // was learned by the one before is forgotten.
 void replace_api(const Api* replacement);
 
-// What each of the files that remember an answer forgets.
+// Makes each of the files that remember an answer forget it.
 void forget_devices();
 void forget_driver();
 void forget_matrix_library();

@@ -153,8 +153,9 @@ class Descriptors {
   bool ok_ = true;
 };
 
-// Of an address and a stride, up to the 16 bytes that a kernel moves at a time: calls whose tensors
-// are aligned alike so far take the same algorithm, and give the same bits.
+// Returns the alignment of an address and a stride, up to the 16 bytes that a kernel moves at a
+// time: calls whose tensors are aligned alike so far take the same algorithm, and give the same
+// bits.
 uint32_t alignment_of(const void* data, int64_t stride, DType dtype) {
   const uint64_t bits =
       reinterpret_cast<uintptr_t>(data) | static_cast<uint64_t>(stride * size_of(dtype)) | 16;

@@ -28,7 +28,7 @@ struct Product {
   int64_t most_rows = 0, most_columns = 0;
 };
 
-// Of the workspace, for the library's own use.
+// The workspace has so much for the library's own use.
 constexpr int64_t matrix_library_bytes = 4 << 20;
 
 void multiply(const Product& product, const DeviceInfo& device, void* library_memory,

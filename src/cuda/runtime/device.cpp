@@ -73,7 +73,7 @@ Status ask_device(int index, int driver, DeviceInfo* info) {
   return {};
 }
 
-// Of `index` in range.
+// Asks for a device whose `index` is in range.
 Status find_device_of(Machine* machine, int index, const DeviceInfo** info) {
   DeviceInfo* found;
   const Status status = machine->devices[index].get(

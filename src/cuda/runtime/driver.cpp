@@ -62,13 +62,13 @@ CUresult raise(const Driver& driver, CUfunction function, CUfunction_attribute a
                                               : driver.set_attribute(function, attribute, least);
 }
 
-// Of the current context, never given to another; 0: not known.
+// Returns the id of the current context, never given to another; 0: not known.
 unsigned long long current_context(const Driver& driver) {
   unsigned long long id = 0;
   return driver.context_id(nullptr, &id) == CUDA_SUCCESS ? id : 0;
 }
 
-// What this thread has allowed: asking costs as much as a third of a launch.
+// Remembers what this thread has allowed: asking costs as much as a third of a launch.
 struct Allowed {
   const void* kernel = nullptr;
   unsigned long long context = 0;

@@ -28,7 +28,7 @@ Status find_driver(const Driver** driver);
 // The driver's function of that name, nullptr where there is none.
 void* find_driver_function(const char* name);
 
-// Whether this thread has a context; true where there is no driver to ask.
+// True where this thread has a context; true where there is no driver to ask.
 bool has_context();
 
 // Lets the current device launch the kernel with that much dynamic shared memory, which comes

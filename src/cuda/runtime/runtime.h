@@ -24,7 +24,7 @@ inline Status cuda_error(const char* what, cudaError_t code) {
                cudaGetErrorName(code));
 }
 
-// What the planner and the launches need to know of a device; read once a process.
+// Holds what the planner and the launches need to know of a device; read once a process.
 struct DeviceInfo {
   int index = 0;
   int major = 0, minor = 0;
@@ -76,7 +76,7 @@ class CurrentDevice {
   Status status_;
 };
 
-// How a kernel is launched.
+// Says how a kernel is launched.
 struct LaunchShape {
   dim3 blocks;
   int threads = 0;
@@ -108,8 +108,8 @@ class Stream {
   }
   bool preparing() const { return preparing_; }
 
-  // What `ask` returns, which may fail this stream. What was asked for while preparing is not asked
-  // for again: the first answers are kept, in their order.
+  // Returns what `ask` returns, which may fail this stream. What was asked for while preparing is
+  // not asked for again: the first answers are kept, in their order.
   template <class T, class Ask>
   T answer(Ask&& ask) {
     static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= sizeof(answers_[0]));
@@ -171,8 +171,8 @@ class Stream {
   unsigned char answers_[most_answers][128];  // each a tensor map, or less
 };
 
-// Whether the code of `kernel` that runs on the current device has what came with sm_90, clusters
-// and early launches: PTX of an older architecture has not.
+// True where the code of `kernel` that runs on the current device has what came with sm_90,
+// clusters and early launches: PTX of an older architecture has not.
 bool is_compiled_for_hopper(const void* kernel, const DeviceInfo& device, Stream* stream);
 
 // x blocks by y of another axis, of which the grid's y holds 65535 and z the rest: by

@@ -12,8 +12,8 @@ struct LoadedKernels {
   int kernels = 0;
 };
 
-// Of every .cu file, on the current device. No kernel is counted where the driver is older than
-// that for CUDA 12.4: it loads the files, and each kernel at its first launch.
+// Loads the kernels of every .cu file on the current device. No kernel is counted where the driver
+// is older than that for CUDA 12.4: it loads the files, and each kernel at its first launch.
 Status load_kernels(LoadedKernels* loaded);
 
 }  // namespace logitless::cuda

@@ -58,8 +58,8 @@ __device__ inline TokenScalars scalars_of(const TokenInput& in, const TokenBlock
   }
   const double steepest = fabs(static_cast<double>(o.logit_scale)) / o.temperature;
   const double magnitude = all.weights * steepest;
-  // How far weights and the map's slope take a dz beyond what f16 holds, which ends at 65504, or
-  // below it; over the lift.
+  // This is how far weights and the map's slope take a dz beyond what f16 holds, which ends at
+  // 65504, or below it; over the lift.
   double weights = 1 / static_cast<double>(in.lift);
   if (magnitude > 8192 * weights) {
     weights = power_of_two_above(magnitude / 8192);

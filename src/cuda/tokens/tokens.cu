@@ -20,7 +20,7 @@ __device__ int64_t token_of(int b, int r) {
   return int64_t{b} * tokens_per_block + r * threads + threadIdx.x;
 }
 
-// Of the whole vocabulary; every block for itself.
+// Adds up the whole vocabulary; every block for itself.
 __device__ double class_weight_sum(const TokenInput& in) {
   if (!(in.options.label_smoothing > 0) || !present(in.vocab_weight)) {
     return static_cast<double>(in.whole());
@@ -32,7 +32,7 @@ __device__ double class_weight_sum(const TokenInput& in) {
 
 __device__ float finite_size(float x) { return isfinite(x) ? fabsf(x) : 0.0f; }
 
-// What a token that does not count gets.
+// Writes what a token that does not count gets.
 __device__ void put_other(const TokenInput& in, const TokenOutputs& out, int64_t i,
                           TokenKind kind) {
   const float value = kind == TokenKind::outside ? nan_value() : 0.0f;
@@ -145,7 +145,7 @@ __device__ void finish_total(const TokenInput& in, TokenBlock* all) {
   }
 }
 
-// What the tokens of blocks [first, end) come to.
+// Adds up what the tokens of blocks [first, end) come to.
 __device__ TokenBlock classify(const TokenInput& in, const Tokens& t, int first, int end) {
   TokenBlock own{};
   own.class_weight_sum = class_weight_sum(in);
@@ -186,7 +186,7 @@ __device__ TokenBlock count_alike(const TokenInput& in, const Tokens& t) {
   return all;
 }
 
-// Of all tokens; `before`: how many count in the blocks before b.
+// Serves all tokens; `before`: how many count in the blocks before b.
 __device__ TokenBlock total_of(const Tokens& t, int b, int blocks, int* before) {
   *before = 0;
   TokenBlock all{};
@@ -235,7 +235,7 @@ __device__ void put_token(const TokenInput& in, const Tokens& t, int64_t i, int6
   const bool counts = kind == TokenKind::counts;
   const int64_t at = counts ? k : valid + (i - k);
   t.row[at] = static_cast<int32_t>(i);
-  // Of the others nothing: they may be read before it is known how many count.
+  // The others get nothing: they may be read before it is known how many count.
   t.target[at] = counts ? column_of_target(in, target) : -1;
   t.target_weight[at] = counts ? target_weight(in, target) : 0.0f;
   t.token_weight[at] = counts ? token_weight(in, i) : 0.0f;

@@ -47,7 +47,7 @@ __device__ inline RowGradient token_gradient(const TokenInput& in, const TokenSc
   return row_gradient(scalars.constants, state, target_weight, token_weight, g, grad_lse,
                       grad_target, grad_entropy);
 }
-// Of compacted token k.
+// Says it of compacted token k.
 __device__ inline RowGradient token_gradient(const TokenInput& in, const Tokens& t, int64_t k,
                                              const RowState& state) {
   return token_gradient(in, *t.scalars, t.row[k], t.target_weight[k], t.token_weight[k], state);
@@ -81,7 +81,7 @@ __device__ inline float token_loss(const TokenScalars& scalars, int target, floa
   return row_loss(scalars.constants, s, weight, token_weight);
 }
 
-// Where the loss of token i goes: to `losses` where they are reduced, else to the caller.
+// Returns where the loss of token i goes: to `losses` where they are reduced, else to the caller.
 __device__ inline float* loss_of(float* losses, const TensorView& loss, int64_t i) {
   return losses != nullptr ? losses + i : address<float>(loss, i);
 }

@@ -25,7 +25,7 @@ struct TokenScalars {
   LossConstants constants;
 };
 
-// What an op says of its tokens; absent views where it has none.
+// Holds what an op says of its tokens; absent views where it has none.
 struct TokenInput {
   TensorView target, token_weight, vocab_weight, normalizer, fault;
   TensorView grad_loss, grad_lse, grad_target_logit, grad_entropy;
@@ -34,14 +34,15 @@ struct TokenInput {
   bool gradients = false;
   bool per_row_upstream = false;  // grad_loss [N]
   bool statistics_gradients = false;
-  // What a dz of f16 is stored times, so that small ones keep their bits: the largest of the usual
+  // A dz of f16 is stored times this, so that small ones keep their bits: the largest of the usual
   // ones comes to 64 of 65504.
   float lift = 1;
   constexpr int64_t whole() const { return options.vocab_total > 0 ? options.vocab_total : vocab; }
   constexpr int64_t start() const { return options.vocab_total > 0 ? options.vocab_start : 0; }
 };
 
-// Of a block of tokens_per_block tokens, while more than one_launch_tokens are prepared.
+// Holds the sums of a block of tokens_per_block tokens, while more than one_launch_tokens are
+// prepared.
 struct TokenBlock {
   int32_t valid, outside;
   float weights, upstream, statistics;  // the largest |a| w, |g|, statistics' gradient
@@ -53,7 +54,7 @@ constexpr int tokens_per_block = 8192, one_launch_tokens = 65536;
 struct Tokens {
   int64_t total = 0;       // N
   int32_t* row = nullptr;  // [N]  index of the token: those that count, ascending, then the others
-  // Of the first scalars->valid; behind them -1 and 0:
+  // The first scalars->valid have these; behind them are -1 and 0:
   int32_t* target = nullptr;       // [N]  column in the views; -1: on another shard
   float* target_weight = nullptr;  // [N]  c_t
   float* token_weight = nullptr;   // [N]  a_i
@@ -66,7 +67,7 @@ inline int64_t token_blocks(int64_t tokens) {
 }
 Tokens place_tokens(Arena* arena, int64_t tokens);
 
-// What the caller gets of each token: loss (its own, or all reduced in fixed order) and statistics.
+// The caller gets this of each token: loss (its own, or all reduced in fixed order) and statistics.
 struct TokenOutputs {
   TensorView loss;
   TokenStatistics statistics;

@@ -27,7 +27,7 @@ LOGITLESS_IMPORT("error") uint32_t device_error(char* text, uint32_t capacity);
 
 namespace logitless::webgpu {
 
-// What web/device.js reads out of memory.
+// Holds what web/device.js reads out of memory.
 static_assert(sizeof(Constant) == 16 && offsetof(Constant, value) == 8);
 static_assert(sizeof(Binding) == 24 && offsetof(Binding, offset) == 8 &&
               offsetof(Binding, bytes) == 16);

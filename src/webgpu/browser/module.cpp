@@ -214,7 +214,7 @@ LOGITLESS_EXPORT("evaluate") int32_t evaluate(int32_t with_bounds) {
   });
 }
 
-// What `evaluate` found for an output, or how far from it the contract lets a backend be.
+// Returns what `evaluate` found for an output, or how far from it the contract lets a backend be.
 LOGITLESS_EXPORT("evaluated") const double* evaluated(const char* name, int32_t bound) {
   const auto found = state().judged.outputs.find(name);
   if (found == state().judged.outputs.end()) return nullptr;

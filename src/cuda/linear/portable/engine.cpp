@@ -5,7 +5,7 @@ namespace logitless::cuda {
 
 void PortableEngine::describe(LinearCall* call, const DeviceInfo&) const {
   LinearShape& s = call->shape;
-  // Under a softcap the smoothing's term has a slope of its own in every element.
+  // The smoothing's term has, under a softcap, a slope of its own in every element.
   if (s.smoothing && call->map.capped) s.can_store = false;
 }
 

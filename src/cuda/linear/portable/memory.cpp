@@ -25,7 +25,8 @@ LinearMemory PortableEngine::place(const LinearShape& s, const LinearPlan& p, Ar
   }
   place_stored(s, p, arena, &m);
   m.logits = arena->take<float>(p.block_rows * p.block_columns);
-  // What only the forward pass needs, then in its place what only the gradients do.
+  // The arrays that only the forward pass needs come here, then in its place what only the
+  // gradients do.
   const uint64_t start = arena->used();
   if (s.forward) place_partials(s, p, arena, &m);
   const uint64_t forward_end = arena->used();

@@ -25,7 +25,7 @@ double product_time(const LinearShape& s, const DeviceSpeed& speed, int64_t rows
   const double waves = std::ceil(tiles / speed.multiprocessors);
   const double arithmetic = waves * speed.multiprocessors * 128 * 256 * 2 * d / rate;
   const double moved = (r + c) * d * element + r * c * (sums ? 8 : element);
-  // Where the result is read and written in f32 its traffic is not hidden.
+  // A result that is read and written in f32 has traffic that is not hidden.
   const double shown = sums ? r * c * 8 / speed.memory / 2 : 0;
   return std::max(arithmetic + shown, moved / speed.memory) + speed.launch;
 }
@@ -88,7 +88,8 @@ LinearPlan chunked(const LinearShape& s, int64_t most) {
   return p;
 }
 
-// Those of a chunk and block in which columns are made again, by the width of their panels.
+// Considers the plans of a chunk and block in which columns are made again, by the width of their
+// panels.
 template <class F>
 void each_width(const PortableEngine& engine, const LinearShape& s, uint64_t bytes, LinearPlan p,
                 F&& consider) {

@@ -61,7 +61,7 @@ void HopperEngine::describe(LinearCall* call, const DeviceInfo& device) const {
   LinearShape& s = call->shape;
   s.remakes_dz = true;
   call->launches_early = device.launches_early;
-  // Under a softcap the smoothing's term has a slope of its own in every element, which E tells.
+  // The smoothing's term has, under a softcap, a slope of its own in every element, which E tells.
   const bool slopes = s.smoothing && call->map.capped;
   s.forms_dz = slopes && e_tells_slope(call->map, s.vocab);
   if (slopes && !s.forms_dz) s.can_store = false;

@@ -77,7 +77,7 @@ __device__ inline uint4 form_rare(const MapFactors& map, const Terms& t, const f
   return kept;
 }
 
-// Of a row's eight columns from `j` on: what is written there.
+// Makes what is written of a row's eight columns from `j` on.
 __device__ inline uint4 form_eight(const MapFactors& map, const Terms& t,
                                    const float* class_weights, const Panel& panel, int64_t row,
                                    int64_t j, const uint4& kept) {

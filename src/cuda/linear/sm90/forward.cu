@@ -44,7 +44,7 @@ Operands make_operands(const LinearWork& work) {
                            ? m.weight
                            : static_cast<const char*>(call.weight.data) + call.weight.byte_offset;
   const int64_t stride = weight_stride(call, plan);
-  // Where every token counts, compacted token k is token k.
+  // Compacted token k is token k where every token counts.
   const CUtensorMap input = s.reads_input ? own_map(input_rows(call, plan), s.dtype, chunk.first,
                                                     chunk.rows, rows_of_tile(plan), stream)
                                           : compacted_map(work);
@@ -65,7 +65,7 @@ void launch_set(const LinearWork& work, const Arguments& arguments) {
                         operands.input, operands.weight, panel_map, arguments);
 }
 
-// Whether f32 holds the factors of logits in units of the softcap; then they are these.
+// True where f32 holds the factors of logits in units of the softcap; then they are these.
 bool count_in_caps(TileOptions* o) {
   constexpr double factor = log2e;  // of the anchors, to the bit
   TileOptions scaled = *o;
@@ -131,13 +131,13 @@ void launch_options(const LinearWork& work, Arguments arguments) {
 template <class T, Mode kMode>
 void launch_plain(const LinearWork& work, Arguments arguments) {
   const auto& [call, plan, m, device, stream, chunk] = work;
-  // Behind D are zeros.
+  // Zeros lie behind D.
   arguments.depth_tiles = std::max(arguments.depth_tiles, 2 * split_steps<kMode>);
   const Operands operands = make_operands(work);
   const InputRows own = input_rows(call, plan);
   CUtensorMap panel_map{};
   if constexpr (kMode == Mode::sums) {
-    // Where some tokens do not count.
+    // This map is read where some tokens do not count.
     if (own.copied) {
       panel_map = compacted_map(work);
     } else if (own.data != nullptr) {

@@ -33,7 +33,7 @@ struct Arguments {
   int64_t first_column, columns;  // of the vocabulary
   int64_t panel_end;              // whole blocks: behind the last column they are zeros
   int32_t depth_tiles;
-  // Of what is summed from the anchor: a sum, log2 of a maximum.
+  // Says of what is summed from the anchor a sum, log2 of a maximum.
   float most_sum, most_distance;
   TileOptions options;
 };
@@ -43,7 +43,7 @@ __device__ inline int find_target(const Arguments& a, int row, int valid) {
   return row < valid ? a.chunk.tokens.target[a.chunk.first + row] : -1;
 }
 
-// What a row's exponents start from.
+// A row's exponents start from these.
 struct RowStart {
   float anchor;    // E: z of the target; dz: m
   float log2_sum;  // dz: log2 s
@@ -58,7 +58,7 @@ __device__ inline RowStart load_start(const Arguments& a, int row, int valid) {
     const RowGradient& g = a.gradients[row];
     r.anchor = g.reference;
     r.log2_sum = g.log_sum * log2e;
-    // Of a row without a maximum that is a number no column has a probability to speak of.
+    // A row has no maximum that is a number: no column has a probability to speak of.
     const bool exists = fabsf(g.reference) < infinity() && g.log_sum == g.log_sum;
     r.factor = exists ? g.probability : nan_value();
   }

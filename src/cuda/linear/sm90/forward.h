@@ -8,7 +8,7 @@ namespace logitless::cuda::sm90 {
 
 inline constexpr int64_t sum_columns = 192;  // of a row's partial sums
 
-// Whether this build has code of sm_90a (cmake/cuda.cmake): without it these kernels are empty.
+// True where this build has code of sm_90a (cmake/cuda.cmake): without it these kernels are empty.
 bool has_code();
 // Rows of the weight lie so far apart; of one row alone any distance will do.
 inline int64_t weight_stride(const LinearCall& call, const LinearPlan& plan) {

@@ -38,7 +38,8 @@ LinearMemory HopperEngine::place(const LinearShape& s, const LinearPlan& p, Aren
     m.again = arena->take<int32_t>(1 + p.token_chunk);
   }
   place_stored(s, p, arena, &m);
-  // What only the forward pass needs, then in its place what only the gradients do.
+  // The arrays that only the forward pass needs come here, then in its place what only the
+  // gradients do.
   const uint64_t start = arena->used();
   if (s.forward) {
     m.partials.anchored = !s.entropy && !s.argmax;

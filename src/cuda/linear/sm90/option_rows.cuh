@@ -7,8 +7,8 @@
 
 namespace logitless::cuda::sm90 {
 
-// What a kernel was compiled for: one option alone, or whichever are asked for, with a softcap or
-// without.
+// A kernel was compiled for one of these: one option alone, or whichever are asked for, with a
+// softcap or without.
 enum class Set { capped, biased, smoothed, any, any_capped };
 template <Set kSet>
 constexpr bool is_any = kSet == Set::any || kSet == Set::any_capped;
@@ -141,8 +141,8 @@ __device__ inline bool map_block(float (&d)[96], const Arguments& a, int column)
 // E and dz leave through boxes of a warp's own 16 rows and 64 columns, two in turn.
 constexpr int box_lines = 16, warp_box_bytes = box_lines * 128;
 
-// Where a lane's eight elements of four 8 x 8 blocks of its warp's box [16, 64] begin, swizzled; of
-// columns 16 `two` on: ^ 32 two.
+// Returns where a lane's eight elements of four 8 x 8 blocks of its warp's box [16, 64] begin,
+// swizzled; of columns 16 `two` on: ^ 32 two.
 __device__ inline uint32_t lane_of_box(const uint8_t* box) {
   const uint32_t lane = threadIdx.x % 32;
   return shared_address(box) + lane % box_lines * 128 + (lane / 16 ^ lane % 8) * 16;

@@ -9,9 +9,9 @@
 
 namespace logitless::cuda::sm90 {
 
-// What is summed of a thread's two rows so far, relative to the anchor, or to `from` where that is
-// no NaN. Without finds_maximum the maximum is that of the columns that were looked at; of others
-// `seen` says that their sums were no reason to.
+// Holds what is summed of a thread's two rows so far, relative to the anchor, or to `from` where
+// that is no NaN. Without finds_maximum the maximum is that of the columns that were looked at; of
+// others `seen` says that their sums were no reason to.
 struct Sums {
   bool seen = false;
   float maximum[2] = {-infinity(), -infinity()}, sum[2] = {0, 0};
@@ -62,7 +62,7 @@ __device__ inline void weigh(const float (&d)[96], const LeftOut& mask, const Ar
   sums->weighted[1] += sum.y;
 }
 
-// What is kept of an element beside its sums.
+// Holds what is kept of an element beside its sums.
 template <Mode kMode, Set kSet, bool kRare>
 __device__ inline float kept_of(const Arguments& a, float z, float e, bool masked) {
   if constexpr (kMode == Mode::sums_kept) {
@@ -92,8 +92,8 @@ __device__ inline float find_highest(const float (&d)[96], const LeftOut& mask, 
 // is none.
 __device__ inline float bounded(float by) { return by > 1000.0f ? 1000.0f : by; }
 
-// Whether the maximum comes before the sums: kernels of several options, which may be asked for it,
-// have no registers to do without where they are not.
+// True where the maximum comes before the sums: kernels of several options, which may be asked for
+// it, have no registers to do without where they are not.
 template <Set kSet>
 constexpr bool finds_maximum = is_any<kSet>;
 
@@ -211,7 +211,7 @@ __device__ inline void add_highest(const float (&d)[96], const HalfRows& rows, c
   for (int h = 0; h < 2; ++h) sums->maximum[h] = fmaxf(sums->maximum[h], highest[h]);
 }
 
-// Whether a row of the warp may be far, by its columns' maximum.
+// True where a row of the warp may be far, by its columns' maximum.
 template <Set kSet>
 __device__ inline bool is_far(const HalfRows& rows, const Arguments& a, const float (&highest)[2],
                               const Sums& sums) {
@@ -225,7 +225,7 @@ __device__ inline bool is_far(const HalfRows& rows, const Arguments& a, const fl
   }
   return __any_sync(whole_warp, far);
 }
-// Whether none is, by its sum. Half of the most: one whose maximum is_within finds too far fails
+// True where none is, by its sum. Half of the most: one whose maximum is_within finds too far fails
 // here, however the exponential was rounded.
 __device__ inline bool are_near(const Arguments& a, const Sums& sums) {
   bool near = true;

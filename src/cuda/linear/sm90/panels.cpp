@@ -35,13 +35,13 @@ int64_t room_behind(const LinearShape& s, const LinearPlan& p, int64_t first) {
   const int64_t columns = left / (row_bytes(s) + column_bytes(s, p));
   return std::max<int64_t>(columns, 0) / sum_columns * sum_columns;
 }
-// Where E of the lent columns begins.
+// Returns where E of the lent columns begins.
 int64_t lent_e(const LinearShape& s, const LinearPlan& p) {
   const int64_t scaled = scales_apart(s, p) ? lent_scaled_input(s, p) : -1;
   const int64_t end = scaled < 0 ? weight_bytes(s) : scaled;
   return (end - panel_bytes(s, p, p.lent_columns)) / alignment * alignment;
 }
-// What the workspace holds of E at a time.
+// Returns what the workspace holds of E at a time.
 int64_t workspace_columns(const LinearPlan& p) {
   return std::max(p.stored_columns, p.remade_columns);
 }

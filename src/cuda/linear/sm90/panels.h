@@ -15,10 +15,11 @@ namespace logitless::cuda::sm90 {
 // The panel of dz that begins at `first`, once all columns before it are done with. Those of
 // Hopper's kernels are panel_at(columns that are kept), panel_at(end of that), ... to V.
 PanelPlace panel_at(const LinearShape& shape, const LinearPlan& plan, int64_t first);
-// How many panels from this one on, which panel_at gave, are as wide and lie in the same place.
+// Returns how many panels from this one on, which panel_at gave, are as wide and lie in the same
+// place.
 int64_t panels_like(const LinearShape& shape, const LinearPlan& plan, const PanelPlace& at);
-// Of the columns that are kept, those from `first` on that one product makes rows of grad_weight
-// of.
+// Returns, of the columns that are kept, those from `first` on that one product makes rows of
+// grad_weight of.
 PanelPlace kept_part_at(const LinearShape& shape, const LinearPlan& plan, int64_t first);
 
 // The most that grad_weight's memory can keep behind those in the workspace.

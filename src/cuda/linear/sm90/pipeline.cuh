@@ -62,8 +62,8 @@ __device__ inline void cluster_sync() {
           : "memory");
 }
 
-// Of a warpgroup's 128 threads, whose warps may come to it from different places in the code: not
-// bar.sync, which says that they do not.
+// Waits for a warpgroup's 128 threads, whose warps may come to it from different places in the
+// code: not bar.sync, which says that they do not.
 __device__ inline void group_sync(int warpgroup) {
   asm volatile("barrier.sync %0, 128;" ::"r"(warpgroup) : "memory");
 }

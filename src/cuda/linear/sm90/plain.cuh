@@ -61,7 +61,7 @@ __device__ inline float element(const float (&d)[96], const LeftOut& mask, int i
   return column == mask.target[h] || column >= mask.end[h] ? -infinity() : x;
 }
 
-// What becomes of an element.
+// Makes what becomes of an element.
 template <Mode kMode, bool kMasked>
 __device__ inline float exponential(float x, const Starts& starts, const LeftOut& mask, int column,
                                     int h) {
@@ -90,7 +90,7 @@ __device__ inline float find_maximum(const float (&d)[96], const LeftOut& mask, 
 template <bool kMasked>
 __device__ inline float sum_from_maximum(const float (&d)[96], const LeftOut& mask, int h,
                                          float maximum) {
-  // Of -inf alone: every exponential is 0, and a NaN stays.
+  // The row is of -inf alone: every exponential is 0, and a NaN stays.
   const float reference = maximum == -infinity() ? 0.0f : maximum;
   float sum = 0;
 #pragma unroll
@@ -103,7 +103,7 @@ __device__ inline float sum_from_maximum(const float (&d)[96], const LeftOut& ma
   return sum;
 }
 
-// Where 64 rows of a tile lie.
+// Says where 64 rows of a tile lie.
 struct HalfTile {
   int row;                // this thread's first one
   int column_tile, part;  // upper: 0, lower: 1
@@ -214,8 +214,8 @@ __device__ inline void plain_tiles(const CUtensorMap* panel_map, const Pipeline&
   Walk walk(a.team);
   if (!walk.more(work.units)) return;
   PartialSum unit;
-  // Under the last lower rows' products. A stage is given back before the next one is waited for:
-  // who copies single rows fills three before the first of them is announced.
+  // This runs under the last lower rows' products. A stage is given back before the next one is
+  // waited for: who copies single rows fills three before the first of them is announced.
   const auto begin_upper = [&](bool exists, bool behind_others) {
 #pragma unroll
     for (int i = 0; i < split; ++i, ring.next()) {

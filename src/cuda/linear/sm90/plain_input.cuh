@@ -54,7 +54,7 @@ class Walk {
   UnitItem item_{0, 0, 0, -1};
 };
 
-// Of a multiplying warpgroup that has no rows.
+// Serves a multiplying warpgroup that has no rows.
 __device__ inline void skip_tiles(const Pipeline& pipeline, const PlainWork& work,
                                   const Arguments& a) {
   Ring ring;
@@ -90,9 +90,9 @@ __device__ inline void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
-// Which rows of the input a tile's are: a thread copies 16 bytes of every eighth one. Behind the
-// last one that counts, any: nothing is written of those. Two warps have no instructions to waste:
-// the rows are looked up once a row cluster.
+// Tells which rows of the input a tile's are: a thread copies 16 bytes of every eighth one. Behind
+// the last one that counts, any: nothing is written of those. Two warps have no instructions to
+// waste: the rows are looked up once a row cluster.
 constexpr int input_box_rows = 64, input_boxes = tile_rows / input_box_rows;
 struct alignas(16) RowTable {
   static constexpr int lines = 8, rows = tile_rows / lines, pitch = rows + 4;
@@ -100,7 +100,7 @@ struct alignas(16) RowTable {
   __device__ int& at(int r) { return row[r % lines][r / lines]; }
 };
 
-// Which of the tile's boxes of 64 rows are neighbours in the input, a bit each.
+// Tells which of the tile's boxes of 64 rows are neighbours in the input, a bit each.
 __device__ inline uint32_t fill(RowTable* table, int first, const PlainWork& work,
                                 const Arguments& a) {
   copiers_sync();
@@ -114,7 +114,7 @@ __device__ inline uint32_t fill(RowTable* table, int first, const PlainWork& wor
 #pragma unroll 1
   for (int box = 0; box < input_boxes; ++box) {
     const int r = box * input_box_rows, last = r + input_box_rows - 1;
-    // Behind the last row that counts it stands again and again.
+    // The last row that counts stands behind itself again and again.
     const bool exists = table->at(last) > table->at(last - 1);
     if (exists && table->at(last) - table->at(r) == input_box_rows - 1) boxes |= 1u << box;
   }

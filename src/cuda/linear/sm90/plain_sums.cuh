@@ -30,9 +30,9 @@ __device__ inline void write_sums(const PartialSum& sums, const UnitItem& item, 
   }
 }
 
-// Under the next products: a tile's sums, 64 rows. Each lane takes those of one of its quad's four
-// rows, whose data it has: to memory beside E, else to the unit's, which are written with its last
-// tile.
+// Writes, under the next products, a tile's sums, 64 rows. Each lane takes those of one of its
+// quad's four rows, whose data it has: to memory beside E, else to the unit's, which are written
+// with its last tile.
 template <Mode kMode>
 __device__ inline void add_sums(const RowSums& sums, const RowData& data, const UnitItem& item,
                                 bool ends, int row0, int part, const Arguments& a, int valid,
@@ -44,7 +44,7 @@ __device__ inline void add_sums(const RowSums& sums, const RowData& data, const 
     if (h == 0 || threadIdx.x % 2 != 0) own = row;
   }
   if (own.reference != own.reference) {
-    // What the exponentials were relative to is the anchor but for a rounding.
+    // The reference of the exponentials is the anchor but for a rounding.
     own.reference = fabsf(data.anchor) < most_anchor ? data.anchor : 0.0f;
     own.sum *= exp2_fast(-fmaf(own.reference, log2e, -(own.reference * log2e)));
   }

@@ -32,7 +32,7 @@ class Plans {
     const auto use = [&](const LinearPlan& p) {
       if (s_.weight_rows == 0 || p.kind == PlanKind::chunks) consider(p);
     };
-    // Without logits in memory their size decides nothing.
+    // The size of logits that are not in memory decides nothing.
     const int shrink = s_.grad_input && !s_.direct_grad_input ? 2 : 64;
     for (int64_t most = round_up(std::max<int64_t>(s_.tokens, 1), 8);;
          most = std::max(most / 2, least_chunk)) {
@@ -78,7 +78,7 @@ class Plans {
     return p;
   }
 
-  // How many partial sums a row has.
+  // Sets how many partial sums a row has.
   void place_sums(LinearPlan* p) const {
     const int64_t tiles = divide_up(s_.vocab, sum_columns);
     p->segments = tiles;
@@ -114,7 +114,7 @@ class Plans {
     return p;
   }
 
-  // Those of a chunk in which columns are made again, by the width of their panels.
+  // Considers the plans of a chunk in which columns are made again, by the width of their panels.
   template <class F>
   void each_width(LinearPlan p, F&& use) const {
     // Narrow panels send the sum of grad_input to memory and back too often: 22 % of the products'
@@ -129,7 +129,7 @@ class Plans {
       each_lending(s_, p, [&](const LinearPlan& lending) { use(finish(lending)); });
       if (!s_.can_store || width != least) continue;
       each_lending(s_, p, [&](LinearPlan lending) {
-        // What holds E holds the panels made again once E is used.
+        // The memory of E holds the panels made again once E is used.
         const LinearPlan mixed =
             largest_share(s_, bytes_, lending.remade_columns, sum_columns,
                           panel_rows(lending) * size_of(s_.dtype), [&](int64_t columns) {

@@ -11,7 +11,7 @@ double seconds_of(const LinearShape& shape, const LinearPlan& plan, const Device
 // Slots of slices (cut.h) that the products of a plan can use.
 int32_t slots_of(const LinearShape& shape, const LinearPlan& plan, const DeviceSpeed& speed);
 
-// Whether both products of a chunk run at once, and on how many clusters grad_input's then.
+// Says whether both products of a chunk run at once, and on how many clusters grad_input's then.
 bool runs_both(const LinearShape& shape, const LinearPlan& plan);
 int32_t input_clusters_of(const LinearShape& shape, const LinearPlan& plan,
                           const DeviceSpeed& speed);

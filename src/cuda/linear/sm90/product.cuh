@@ -50,7 +50,7 @@ __device__ __forceinline__ void copy_line(const ProductArguments& a, const Work&
   *reinterpret_cast<float2*>(line + j) = line_pair(a, column_tile * tile_columns + j);
 }
 
-// What a launch of one product needs, or of a part of the clusters. grad_input's left one may lie
+// A launch of one product needs this, or of a part of the clusters. grad_input's left one may lie
 // in two places.
 struct Operands {
   CUtensorMap left, behind, right;
@@ -174,7 +174,7 @@ __device__ __forceinline__ void multiply_items(const ProductArguments& a, const 
     products_wait<1>();
     if (has_line(a, work, item)) group_sync(warpgroup);
     write_half<kGradient, Out>(upper, a, work, item, 0, warpgroup, line);
-    // Behind the last item: of whatever lies there, for nothing.
+    // This is behind the last item, of whatever lies there, for nothing.
     if (item + a.teams < cut.items()) wait(pipeline.full + ring.stage, ring.phase);
     multiply(upper, ring.stage, false, true);
     products_wait<1>();

@@ -7,7 +7,7 @@
 
 namespace logitless::cuda::sm90 {
 
-// Whether a product can write this gradient itself: f32 or the inputs' dtype, rows along memory.
+// True where a product can write this gradient itself: f32 or the inputs' dtype, rows along memory.
 bool writes(const TensorView& gradient, DType inputs);
 
 // Columns whose E, or dz, lies in two places, `behind` after `panel`; or in one.

@@ -37,7 +37,7 @@ struct ProductArguments {
   const float* class_weight;  // c of the panel's columns (weight); null: 1
 };
 
-// What both kernels know of the product: its tiles, in which order, cut how.
+// Both kernels know this of the product: its tiles, in which order, cut how.
 struct Work {
   int rows, depth;  // of the output; of the depth axis, in steps of 64
   Schedule schedule;
@@ -68,7 +68,7 @@ __device__ inline float4* slot_part(const ProductArguments& a, int slot, int par
          threadIdx.x % 128;
 }
 
-// Where a row of the tile goes: nowhere, if null.
+// A row of the tile goes here; nowhere, if null.
 template <class Out>
 struct RowSink {
   Out* to;

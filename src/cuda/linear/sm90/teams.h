@@ -26,7 +26,7 @@ inline int32_t slot_rows(const LinearPlan& p) {
 }
 // Rows of a block's tile that there may be: a warpgroup's, or both ones'.
 inline int32_t rows_of_tile(const LinearPlan& p) { return std::min(slot_rows(p), 256); }
-// How many slots grad_weight has, whose blocks never work apart.
+// Returns how many slots grad_weight has, whose blocks never work apart.
 inline int32_t weight_slots(const LinearPlan& p) { return p.slots / (512 / slot_rows(p)); }
 
 }  // namespace logitless::cuda::sm90

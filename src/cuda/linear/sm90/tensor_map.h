@@ -22,7 +22,7 @@ struct BlockMap {
 BlockMap make_block_map(const void* data, DType dtype, int64_t rows, int64_t columns,
                         int64_t stride, int box_rows, int blocks, Stream* stream);
 
-// Of blocks [rows, 64] one after the other: boxes of `blocks` blocks, box_rows lines each.
+// Maps blocks [rows, 64] that follow each other, in boxes of `blocks` blocks, box_rows lines each.
 CUtensorMap make_panel_map(const void* data, DType dtype, int64_t rows, int64_t count, int box_rows,
                            int blocks, Stream* stream);
 

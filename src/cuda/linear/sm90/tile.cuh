@@ -29,7 +29,7 @@ inline LaunchShape whole_chip(const DeviceInfo& device) {
   return {static_cast<unsigned>(device.multiprocessors / 2 * 2), block_threads, shared_bytes, 2};
 }
 
-// Who works on a tile: the two blocks of a cluster, or one where they work apart (plan.h).
+// These work on a tile: the two blocks of a cluster, or one where they work apart (plan.h).
 struct Team {
   bool apart;
   __device__ int rank() const { return apart ? 0 : static_cast<int>(cluster_rank()); }
@@ -40,10 +40,11 @@ struct Team {
     if (lane < 2) arrive_at(empty, apart ? cluster_rank() : lane);
   }
 };
-// Of so many rows; a warpgroup that has none lets the stages pass.
+// True where a warpgroup has some of so many rows; one that has none lets the stages pass.
 __device__ inline bool has_some(int warpgroup, int rows) { return (warpgroup - 1) * 128 < rows; }
 
-// Where tile t lies: rows of tiles run fastest in groups of `group` clusters, then the columns.
+// Says where tile t lies: rows of tiles run fastest in groups of `group` clusters, then the
+// columns.
 struct Schedule {
   int row_clusters, column_tiles, group;
   LOGITLESS_HOST_DEVICE int tiles() const { return row_clusters * column_tiles; }
@@ -97,7 +98,7 @@ __device__ inline int thread_row(int warpgroup) {
          static_cast<int>(threadIdx.x % 32) / 4;
 }
 
-// Where 16 of a stage's 64 of the depth axis begin, of a descriptor.
+// Says where 16 of a stage's 64 of the depth axis begin, of a descriptor.
 template <Along kAlong>
 constexpr uint64_t left_step(int step) {
   return (kAlong == Along::rows ? step * 16 * 128 : step * 32) >> 4;

@@ -47,7 +47,7 @@ __device__ inline void load_box_to(const CUtensorMap* map, uint64_t* barrier, vo
       : "memory");
 }
 
-// What this thread wrote to shared memory is seen by the copies that start behind a barrier.
+// All that this thread wrote to shared memory is seen by the copies that start behind a barrier.
 __device__ inline void fence_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

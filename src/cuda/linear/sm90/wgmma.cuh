@@ -12,7 +12,8 @@
 
 namespace logitless::cuda::sm90 {
 
-// Which axis of an operand [rows, depth] lies along memory; PTX calls them K-major and MN-major.
+// Says which axis of an operand [rows, depth] lies along memory; PTX calls them K-major and
+// MN-major.
 enum class Along { depth, rows };
 
 // Operands in shared memory as the copy engine writes them, 64 deep, swizzled in groups of 8 lines

@@ -15,7 +15,7 @@
 
 namespace logitless::cuda::sm90 {
 
-// What a warp runs once a tile it fetches once a tile: of long code there is one copy for both
+// A warp fetches once a tile what it runs once a tile: of long code there is one copy for both
 // halves of the rows, and of dz with everything one for all columns. Of short code there are
 // copies: moving the next logits to where the code works costs more.
 template <Set kSet>
@@ -141,7 +141,7 @@ __device__ inline void multiply_step(float (&upper)[96], float (&lower)[96],
   multiply_stage<T, Along::depth, Along::depth>(upper, lower, now.left, now.right, !first);
 }
 
-// What the epilogue asks for of each column, to the L1 cache.
+// Fetches what the epilogue asks for of each column, to the L1 cache.
 template <Mode kMode>
 __device__ inline void fetch_columns(const Arguments& a, int column_tile) {
   const int lane = threadIdx.x % 128,
