@@ -190,7 +190,7 @@ json cuda_plan(const OpShape& s, std::optional<uint64_t> memory, bool steps) {
         view.device.type = DeviceType::cuda;
         return view;
       });
-      check(validate(op, {.device = {DeviceType::cuda, 0}}));
+      check(validate(Call(op, {.device = {DeviceType::cuda, 0}})));
       const cuda::DeviceInfo device = planned_device();
       check(cuda::check_named_engine(device));
       const cuda::Asked asked = cuda::asked_of(op, device);

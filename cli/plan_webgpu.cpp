@@ -38,8 +38,8 @@ json webgpu_plan(const OpShape& s, std::optional<uint64_t> memory) {
     uintptr_t buffers = 0;
     set_views(op, s, [&](const char*, TensorView view) { return in_a_buffer(view, ++buffers); });
     const Execution execution{.device = {DeviceType::webgpu, 0}};
-    check(validate(op, execution));
-    const webgpu::Problem problem = webgpu::problem_of(call_of(op, execution));
+    check(validate(Call(op, execution)));
+    const webgpu::Problem problem = webgpu::problem_of(Call(op, execution));
     WorkspaceSize size{.alignment = 1};
     check(webgpu::workspace_sizes(problem, {}, &size.minimum, &size.recommended));
     const uint64_t given = memory.value_or(size.recommended);

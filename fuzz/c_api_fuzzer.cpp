@@ -313,8 +313,8 @@ class Scenario {
 
   // The call in words, for a failure's reader.
   void print() {
-    std::fprintf(stderr, "%s, %d threads, workspace %llu bytes\n", name_of(kind_of<Op>), threads_,
-                 static_cast<unsigned long long>(workspace_.bytes));
+    std::fprintf(stderr, "%s, %d threads, workspace %llu bytes\n", name_of_op(kind_of<Op>),
+                 threads_, static_cast<unsigned long long>(workspace_.bytes));
     if constexpr (LossOp<Op>) {
       const LossOptions& o = op_.options;
       std::fprintf(stderr,

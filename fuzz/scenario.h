@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "logitless/logitless.h"
-#include "src/call.h"
 #include "src/reference/numbers.h"
+#include "src/rules.h"
 
 namespace logitless::fuzz {
 

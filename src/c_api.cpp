@@ -144,41 +144,43 @@ Status from_c(const logitless_workspace_buffer* source, Workspace* workspace) {
   return {};
 }
 
+const logitless_tensor*& tensor_of(logitless_op& c, const TensorField& field) {
+  return *reinterpret_cast<const logitless_tensor**>(reinterpret_cast<char*>(&c) + field.in_c);
+}
+
 // The name of a field of `c` that is set: a tensor's, looked for in every op, or another.
 const char* name_of_set_field(logitless_op c) {
-  const char* found = nullptr;
-  const auto look = [&](auto op) {
-    for_each_tensor(op, c,
-                    [&](const char* name, Access, TensorView&, const logitless_tensor* field) {
-                      if (field != nullptr && found == nullptr) found = name;
-                    });
-  };
-  look(Softmax{});
-  look(CrossEntropyBackward{});
-  look(CrossEntropyForwardBackward{});
-  look(LinearCrossEntropyBackward{});
-  look(LinearCrossEntropyForwardBackward{});
-  if (found != nullptr) return found;
+  for (int32_t kind = 0; kind < kinds; ++kind) {
+    for (const TensorField& field : tensor_fields(kind)) {
+      if (tensor_of(c, field) != nullptr) return field.name;
+    }
+  }
   if (c.options != nullptr) return "options";
   return c.accumulate_grad_weight != 0 ? "accumulate_grad_weight" : "reserved";
 }
 
-template <class Op>
-Status from_c(logitless_op c, Op* op) {
-  Status status;
-  if constexpr (LossOp<Op>) {
-    status = from_c(c.options, &op->options);
+Status from_c(const logitless_op* source, const Execution& execution, Call* call) {
+  logitless_op c;
+  Status status = read_struct("op", source, &c);
+  if (!status.ok()) return status;
+  if (c.kind < 0 || c.kind >= kinds) {
+    return error(StatusCode::unknown_enum, "op.kind is %d; allowed: 0 to 6", c.kind);
+  }
+  *call = Call(c.kind, execution);
+  if (call->loss_op) {
+    status = from_c(c.options, &call->options);
     c.options = nullptr;
   }
-  if constexpr (LinearOp<Op> && GradientOp<Op>) {
-    op->accumulate_grad_weight = c.accumulate_grad_weight != 0;
+  if (call->linear && call->gradients) {
+    call->accumulate = c.accumulate_grad_weight != 0;
     c.accumulate_grad_weight = 0;
   }
-  for_each_tensor(*op, c,
-                  [&](const char* name, Access, TensorView& view, const logitless_tensor*& field) {
-                    if (status.ok() && field != nullptr) status = from_c(name, field, &view);
-                    field = nullptr;
-                  });
+  for (const TensorField& field : tensor_fields(c.kind)) {
+    const logitless_tensor*& tensor = tensor_of(c, field);
+    if (status.ok() && tensor != nullptr)
+      status = from_c(field.name, tensor, &view_at(*call, field));
+    tensor = nullptr;
+  }
   if (!status.ok()) return status;
   // The fields that are left belong to other ops.
   logitless_op rest{};
@@ -189,37 +191,6 @@ Status from_c(logitless_op c, Op* op) {
                  name_of_set_field(c), c.kind);
   }
   return {};
-}
-
-template <class Op, class F>
-Status with_op(const logitless_op& c, F&& f) {
-  Op op;
-  Status status = from_c(c, &op);
-  return status.ok() ? f(op) : status;
-}
-
-template <class F>
-Status dispatch(const logitless_op* source, F&& f) {
-  logitless_op c;
-  Status status = read_struct("op", source, &c);
-  if (!status.ok()) return status;
-  switch (c.kind) {
-    case LOGITLESS_SOFTMAX:
-      return with_op<Softmax>(c, f);
-    case LOGITLESS_CROSS_ENTROPY_FORWARD:
-      return with_op<CrossEntropyForward>(c, f);
-    case LOGITLESS_CROSS_ENTROPY_BACKWARD:
-      return with_op<CrossEntropyBackward>(c, f);
-    case LOGITLESS_CROSS_ENTROPY_FORWARD_BACKWARD:
-      return with_op<CrossEntropyForwardBackward>(c, f);
-    case LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD:
-      return with_op<LinearCrossEntropyForward>(c, f);
-    case LOGITLESS_LINEAR_CROSS_ENTROPY_BACKWARD:
-      return with_op<LinearCrossEntropyBackward>(c, f);
-    case LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD:
-      return with_op<LinearCrossEntropyForwardBackward>(c, f);
-  }
-  return error(StatusCode::unknown_enum, "op.kind is %d; allowed: 0 to 6", c.kind);
 }
 
 }  // namespace
@@ -238,8 +209,9 @@ int32_t logitless_workspace(const logitless_op* op, const logitless_execution* e
     logitless_workspace_size before;
     Status result = read_struct("size", size, &before);
     if (result.ok()) result = from_c(execution, &e, &executor);
-    if (result.ok())
-      result = dispatch(op, [&](const auto& typed) { return workspace_of(typed, e, &s); });
+    Call call;
+    if (result.ok()) result = from_c(op, e, &call);
+    if (result.ok()) result = workspace_of(call, &s);
     if (result.ok())
       write_struct({sizeof(logitless_workspace_size), 0, s.minimum, s.recommended, s.alignment},
                    size);
@@ -256,8 +228,9 @@ int32_t logitless_run(const logitless_op* op, const logitless_workspace_buffer* 
     Workspace w;
     Status result = from_c(execution, &e, &executor);
     if (result.ok()) result = from_c(workspace, &w);
-    if (result.ok()) result = dispatch(op, [&](const auto& typed) { return run_op(typed, w, e); });
-    return result;
+    Call call;
+    if (result.ok()) result = from_c(op, e, &call);
+    return result.ok() ? run(call, w) : result;
   });
   return report(result, status);
 }

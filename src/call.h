@@ -1,57 +1,45 @@
 // SPDX-License-Identifier: Apache-2.0
-// An op flattened to a list of named views, so that every validation rule is one plain function.
+// An op inside the library: one flat struct, whatever its kind, made once where a call comes in.
 #pragma once
 
 #include <array>
 #include <cstdint>
-#include <cstdio>
+#include <span>
 #include <string_view>
 
 #include "logitless/logitless.h"
 
 namespace logitless {
 
+// A tensor of a call by name, for the rules that ask the same of every one.
 struct Field {
   std::string_view name;  // of a string literal: ends with a NUL
   Access access = Access::read;
-  const TensorView* view = nullptr;  // never null where listed; may be absent
+  const TensorView* view = nullptr;  // never null; may be absent
   bool given() const { return static_cast<bool>(*view); }
   bool written() const { return access != Access::read; }
 };
 
-struct Call {
-  int32_t kind = -1;
-  const char* op_name = "";
-  const LossOptions* options = nullptr;  // nullptr: Softmax
-  bool linear = false;
-  bool gradients = false;   // Backward, ForwardBackward
-  bool statistics = false;  // Forward, ForwardBackward: loss and statistics are outputs
-  bool accumulate = false;
-  Execution execution{};
-  std::array<Field, 24> fields{};
-  size_t field_count = 0;
-
-  const Field* begin() const { return fields.data(); }
-  const Field* end() const { return fields.data() + field_count; }
-  // The view of that name; an absent one where the op has no such field.
-  const TensorView& operator[](std::string_view name) const {
-    static constexpr TensorView absent{};
-    for (const Field& field : *this) {
-      if (field.name == name) return *field.view;
-    }
-    return absent;
-  }
-  const TensorView& rows() const { return (*this)[linear ? "input" : "logits"]; }
-  int64_t tokens() const { return rows().shape[0]; }
-  int64_t vocab() const { return linear ? (*this)["weight"].shape[0] : rows().shape[1]; }
-  int64_t hidden() const { return rows().shape[1]; }  // linear ops only
-  int64_t vocab_total() const {
-    return options != nullptr && options->vocab_total > 0 ? options->vocab_total : vocab();
-  }
-  bool shard() const { return vocab_total() > vocab(); }
+struct Fields {
+  std::array<Field, 24> field{};
+  size_t count = 0;
+  const Field* begin() const { return field.data(); }
+  const Field* end() const { return field.data() + count; }
+  size_t size() const { return count; }
+  const Field& operator[](size_t i) const { return field[i]; }
 };
 
-constexpr const char* name_of(int32_t kind) {
+// A tensor that ops of a kind have, and where it stands in a Call and in logitless_op.
+struct TensorField {
+  const char* name = "";
+  Access access = Access::read;
+  size_t in_call = 0, in_c = 0;  // bytes
+};
+// Those of one kind, from the listing of fields.h.
+std::span<const TensorField> tensor_fields(int32_t kind);
+constexpr int32_t kinds = 7;
+
+constexpr const char* name_of_op(int32_t kind) {
   constexpr const char* names[] = {"Softmax",
                                    "CrossEntropyForward",
                                    "CrossEntropyBackward",
@@ -62,94 +50,75 @@ constexpr const char* name_of(int32_t kind) {
   return names[kind];
 }
 
-// Names of known values.
-constexpr const char* name_of(DType dtype) {
-  constexpr const char* names[] = {"f32", "f16", "bf16", "i32", "i64"};
-  return names[static_cast<int32_t>(dtype)];
-}
+// Tensors that the op's kind does not have are absent. An address of null is one not known yet.
+struct Call {
+  int32_t kind = -1;
+  bool linear = false;
+  bool loss_op = false;     // any but Softmax: there are options and targets
+  bool gradients = false;   // Backward, ForwardBackward
+  bool forward = false;     // Forward, ForwardBackward: loss and statistics are outputs
+  bool accumulate = false;  // adds to grad_weight and grad_bias
+  Execution execution{};
+  LossOptions options{};
 
-constexpr const char* name_of(DeviceType type) {
-  constexpr const char* names[] = {"cpu", "cuda", "webgpu", "reference"};
-  return names[static_cast<int32_t>(type)];
-}
+  TensorView logits{}, probabilities{};                               // [N, V] each
+  TensorView input{}, weight{}, bias{};                               // [N, D] [V, D] [V]
+  TensorView target{}, token_weight{}, vocab_weight{}, normalizer{};  // [N] [N] [V, whole] []
+  TensorView loss{};                                                  // [N] or []
+  TensorView lse{}, target_logit{}, argmax{}, weighted_logit_sum{};   // [N] each
+  TensorView row_reference{}, row_log_sum{}, entropy{};               // [N]; Backward reads them
+  TensorView grad_loss{};                                             // [N] or []
+  TensorView grad_lse{}, grad_target_logit{}, grad_entropy{};         // [N] each
+  TensorView grad_logits{};                                           // [N, V]
+  TensorView grad_input{}, grad_weight{}, grad_bias{};                // [N, D] [V, D] [V]
+  TensorView fault{};                                                 // [1]
 
-// A shape in words.
-struct Text {
-  char text[48];
+  Call() = default;
+  // An op of that kind without tensors; `kind` is in range.
+  Call(int32_t kind, const Execution& execution);
+  // Not explicit: what takes a call takes an op of the C++ interface.
+  template <class Op>
+    requires requires { kind_of<Op>; }
+  Call(const Op& op, const Execution& execution = {});  // NOLINT
+
+  Fields fields() const;
+  // The tensor of that name; an absent one where the op has no such field.
+  const TensorView& operator[](std::string_view name) const;
+  const char* op_name() const { return name_of_op(kind); }
+
+  const TensorView& rows() const { return linear ? input : logits; }
+  int64_t tokens() const { return rows().shape[0]; }
+  int64_t vocab() const { return linear ? weight.shape[0] : rows().shape[1]; }
+  int64_t hidden() const { return rows().shape[1]; }  // linear ops only
+  int64_t vocab_total() const { return options.vocab_total > 0 ? options.vocab_total : vocab(); }
+  int64_t vocab_start() const { return options.vocab_total > 0 ? options.vocab_start : 0; }
+  bool shard() const { return vocab_total() > vocab(); }
+  bool wants_weighted_sum() const {
+    return forward && (options.label_smoothing > 0 || weighted_logit_sum);
+  }
+  // The rows' state comes from an earlier Forward.
+  bool state_given() const { return !forward && row_reference; }
+  // The statistics that this call writes.
+  TokenStatistics statistics() const {
+    if (!forward) return {};
+    return {lse, target_logit, entropy, argmax, row_reference, row_log_sum, weighted_logit_sum};
+  }
 };
 
-inline Text shape_text(int32_t rank, int64_t first, int64_t second) {
-  Text out{"[]"};
-  const long long a = first, b = second;
-  if (rank == 1) std::snprintf(out.text, sizeof(out.text), "[%lld]", a);
-  if (rank == 2) std::snprintf(out.text, sizeof(out.text), "[%lld, %lld]", a, b);
-  return out;
+inline TensorView& view_at(Call& call, const TensorField& field) {
+  return *reinterpret_cast<TensorView*>(reinterpret_cast<char*>(&call) + field.in_call);
+}
+inline const TensorView& view_at(const Call& call, const TensorField& field) {
+  return *reinterpret_cast<const TensorView*>(reinterpret_cast<const char*>(&call) + field.in_call);
 }
 
-inline Text shape_text(const TensorView& v) { return shape_text(v.rank, v.shape[0], v.shape[1]); }
-
-// `op` must outlive the call.
 template <class Op>
-Call call_of(const Op& op, const Execution& execution) {
-  Call call;
-  static_assert(tensor_count<Op> <= std::tuple_size_v<decltype(call.fields)>);
-  call.kind = kind_of<Op>;
-  call.op_name = name_of(call.kind);
-  if constexpr (LossOp<Op>) call.options = &op.options;
-  call.linear = LinearOp<Op>;
-  call.gradients = GradientOp<Op>;
-  call.statistics = ForwardOp<Op>;
-  if constexpr (LinearOp<Op> && GradientOp<Op>) call.accumulate = op.accumulate_grad_weight;
-  call.execution = execution;
-  const logitless_op unused{};
-  for_each_tensor(op, unused,
-                  [&](const char* name, Access access, const TensorView& view, const auto*) {
-                    call.fields[call.field_count++] = {name, access, &view};
-                  });
-  return call;
+  requires requires { kind_of<Op>; }
+Call::Call(const Op& op, const Execution& execution) : Call(kind_of<Op>, execution) {
+  if constexpr (LossOp<Op>) options = op.options;
+  if constexpr (LinearOp<Op> && GradientOp<Op>) accumulate = op.accumulate_grad_weight;
+  for_each_tensor(op, *this,
+                  [](const char*, Access, const TensorView& from, TensorView& to) { to = from; });
 }
-
-// Elements of a view with valid rank and sizes.
-inline int64_t elements(const TensorView& v) {
-  int64_t count = 1;
-  for (int32_t d = 0; d < v.rank; ++d) count *= v.shape[d];
-  return count;
-}
-
-// Bytes from the first element to the end of the last; false where they and the offset pass int64.
-inline bool extent(const TensorView& v, int64_t* bytes) {
-  int64_t last = 0;
-  *bytes = 0;
-  if (v.byte_offset > static_cast<uint64_t>(INT64_MAX)) return false;
-  for (int32_t d = 0; d < v.rank; ++d) {
-    if (v.shape[d] == 0) return true;
-  }
-  for (int32_t d = 0; d < v.rank; ++d) {
-    int64_t reach;
-    if (__builtin_mul_overflow(v.shape[d] - 1, v.stride[d], &reach)) return false;
-    if (__builtin_add_overflow(last, reach, &last)) return false;
-  }
-  int64_t end;
-  return !__builtin_add_overflow(last, int64_t{1}, &last) &&
-         !__builtin_mul_overflow(last, size_of(v.dtype), bytes) &&
-         !__builtin_add_overflow(*bytes, static_cast<int64_t>(v.byte_offset), &end);
-}
-
-// The rules of validate_fields.cpp and validate_options.cpp; each looks at one thing and relies on
-// those before it in the table of validate.cpp.
-Status check_tensor_enums(const Call& call);
-Status check_devices(const Call& call);
-Status check_ranks(const Call& call);
-Status check_nonnegative(const Call& call);
-Status check_shapes(const Call& call);
-Status check_dtypes(const Call& call);
-Status check_extents(const Call& call);
-Status check_written_once(const Call& call);
-Status check_option_enums(const Call& call);
-Status check_option_ranges(const Call& call);
-Status check_normalizer(const Call& call);
-Status check_shard_range(const Call& call);
-Status check_shard_fields(const Call& call);
-Status check_probability_input(const Call& call);
 
 }  // namespace logitless

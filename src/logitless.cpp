@@ -38,44 +38,28 @@ namespace {
 
 // The backend first: a device that this library does not have is said before what is wrong with the
 // op.
-template <class Op>
-Status plan(const Op& op, const Execution& execution, const Implements<Op>** backend,
-            WorkspaceSize* size) {
+Status plan(const Call& call, const Backend** backend, WorkspaceSize* size) {
   Status status;
-  *backend = find_backend(execution.device.type, &status);
-  if (status.ok()) status = validate(op, execution);
-  if (status.ok()) status = (*backend)->workspace(op, execution, size);
+  *backend = find_backend(call.execution.device.type, &status);
+  if (status.ok()) status = validate(call);
+  if (status.ok()) status = (*backend)->workspace(call, size);
   return status;
 }
 
 }  // namespace
 
-template <class Op>
-Status workspace_of(const Op& op, const Execution& execution, WorkspaceSize* size) {
-  const Implements<Op>* backend = nullptr;
-  return plan(op, execution, &backend, size);
+Status workspace_of(const Call& call, WorkspaceSize* size) {
+  const Backend* backend = nullptr;
+  return plan(call, &backend, size);
 }
 
-template <class Op>
-Status run_op(const Op& op, const Workspace& workspace, const Execution& execution) {
-  const Implements<Op>* backend = nullptr;
+Status run(const Call& call, const Workspace& workspace) {
+  const Backend* backend = nullptr;
   WorkspaceSize size;
-  Status status = plan(op, execution, &backend, &size);
-  if (status.ok()) status = validate_data(op, workspace, size);
-  if (status.ok()) status = backend->run(op, workspace, execution);
+  Status status = plan(call, &backend, &size);
+  if (status.ok()) status = validate_data(call, workspace, size);
+  if (status.ok()) status = backend->run(call, workspace);
   return status;
 }
-
-#define LOGITLESS_INSTANTIATE(Op)                                            \
-  template Status workspace_of(const Op&, const Execution&, WorkspaceSize*); \
-  template Status run_op(const Op&, const Workspace&, const Execution&);
-LOGITLESS_INSTANTIATE(Softmax)
-LOGITLESS_INSTANTIATE(CrossEntropyForward)
-LOGITLESS_INSTANTIATE(CrossEntropyBackward)
-LOGITLESS_INSTANTIATE(CrossEntropyForwardBackward)
-LOGITLESS_INSTANTIATE(LinearCrossEntropyForward)
-LOGITLESS_INSTANTIATE(LinearCrossEntropyBackward)
-LOGITLESS_INSTANTIATE(LinearCrossEntropyForwardBackward)
-#undef LOGITLESS_INSTANTIATE
 
 }  // namespace logitless

@@ -4,14 +4,12 @@
 
 #include <span>
 
-#include "logitless/logitless.h"
+#include "src/call.h"
 
 namespace logitless {
 
-template <class Op>
-Status workspace_of(const Op& op, const Execution& execution, WorkspaceSize* size);
-template <class Op>
-Status run_op(const Op& op, const Workspace& workspace, const Execution& execution);
+Status workspace_of(const Call& call, WorkspaceSize* size);
+Status run(const Call& call, const Workspace& workspace);
 inline constexpr int most_scaled = 4;  // vectors of one call
 Status scale_values(std::span<const TensorView> values, const TensorView& factor,
                     const Execution& execution);

@@ -3,8 +3,8 @@
 // here say how fields go together; data pointers are looked at in validate_data.cpp.
 #include "src/validate.h"
 
-#include "src/call.h"
 #include "src/message.h"
+#include "src/rules.h"
 
 namespace logitless {
 
@@ -29,10 +29,10 @@ Status check_execution(const Call& call) { return validate(call.execution); }
 
 Status check_required(const Call& call) {
   for (const char* name : {"input", "weight", "logits", "probabilities", "target", "grad_logits"}) {
-    for (const Field& field : call) {
+    for (const Field& field : call.fields()) {
       if (field.name == name && !field.given()) {
         return error(StatusCode::invalid_argument, "%s is missing; %s needs it", name,
-                     call.op_name);
+                     call.op_name());
       }
     }
   }
@@ -45,18 +45,18 @@ Status check_outputs(const Call& call) {
       !call["grad_bias"]) {
     return error(StatusCode::invalid_argument,
                  "grad_input, grad_weight and grad_bias are missing; %s needs at least one",
-                 call.op_name);
+                 call.op_name());
   }
-  if (!call.statistics || call.gradients) return {};
-  for (const Field& field : call) {
+  if (!call.forward || call.gradients) return {};
+  for (const Field& field : call.fields()) {
     if (field.access == Access::write && field.given()) return {};
   }
   return error(StatusCode::invalid_argument,
-               "loss is missing, and so is every statistic; %s needs at least one", call.op_name);
+               "loss is missing, and so is every statistic; %s needs at least one", call.op_name());
 }
 
 Status check_companions(const Call& call) {
-  if (call.statistics) return {};
+  if (call.forward) return {};
   const bool reference = static_cast<bool>(call["row_reference"]);
   if (reference != static_cast<bool>(call["row_log_sum"])) {
     return error(StatusCode::invalid_argument, "%s is given without %s; allowed: both or neither",
@@ -162,22 +162,12 @@ constexpr Status (*kRules[])(const Call&) = {
 
 }  // namespace
 
-template <class Op>
-Status validate(const Op& op, const Execution& execution) {
-  const Call call = call_of(op, execution);
+Status validate(const Call& call) {
   for (const auto rule : kRules) {
     Status status = rule(call);
     if (!status.ok()) return status;
   }
   return {};
 }
-
-template Status validate(const Softmax&, const Execution&);
-template Status validate(const CrossEntropyForward&, const Execution&);
-template Status validate(const CrossEntropyBackward&, const Execution&);
-template Status validate(const CrossEntropyForwardBackward&, const Execution&);
-template Status validate(const LinearCrossEntropyForward&, const Execution&);
-template Status validate(const LinearCrossEntropyBackward&, const Execution&);
-template Status validate(const LinearCrossEntropyForwardBackward&, const Execution&);
 
 }  // namespace logitless

@@ -3,7 +3,7 @@
 // bindings.
 #pragma once
 
-#include "logitless/logitless.h"
+#include "src/call.h"
 
 namespace logitless {
 
@@ -11,11 +11,9 @@ namespace logitless {
 Status validate(const Execution& execution);
 
 // The op alone: what `workspace` and `run` both ask. Data pointers are not looked at.
-template <class Op>
-Status validate(const Op& op, const Execution& execution);
+Status validate(const Call& call);
 
 // Checks what only `run` asks: data pointers, alignment, overlaps, the workspace's size and place.
-template <class Op>
-Status validate_data(const Op& op, const Workspace& workspace, const WorkspaceSize& size);
+Status validate_data(const Call& call, const Workspace& workspace, const WorkspaceSize& size);
 
 }  // namespace logitless

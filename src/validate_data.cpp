@@ -3,9 +3,9 @@
 // are looked at on the host and on CUDA; a WebGPU buffer's is a handle.
 #include <array>
 
-#include "src/call.h"
 #include "src/message.h"
 #include "src/overlap.h"
+#include "src/rules.h"
 #include "src/validate.h"
 
 namespace logitless {
@@ -34,7 +34,7 @@ Footprint footprint(const Workspace& w) {
 bool has_addresses(const Call& call) { return call.rows().device.type != DeviceType::webgpu; }
 
 Status check_addresses(const Call& call) {
-  for (const Field& field : call) {
+  for (const Field& field : call.fields()) {
     const TensorView& v = *field.view;
     if (!field.given() || elements(v) == 0) continue;
     if (v.data == nullptr) {
@@ -100,11 +100,11 @@ bool in_place(const Field& out, const Field& in) {
 }
 
 // A buffer that a dispatch writes may not be bound to it twice; no dispatch writes two outputs.
-Status check_buffers(const Call& call) {
-  for (size_t i = 0; i < call.field_count; ++i) {
-    const Field& a = call.fields[i];
+Status check_buffers(const Fields& fields) {
+  for (size_t i = 0; i < fields.size(); ++i) {
+    const Field& a = fields[i];
     for (size_t j = 0; j < i; ++j) {
-      const Field& b = call.fields[j];
+      const Field& b = fields[j];
       if (!a.given() || !b.given() || a.view->data == nullptr || a.view->data != b.view->data) {
         continue;
       }
@@ -124,19 +124,20 @@ Status check_buffers(const Call& call) {
 }
 
 Status check_overlaps(const Call& call, const Workspace& w) {
-  if (!has_addresses(call)) return check_buffers(call);
-  std::array<Footprint, std::tuple_size_v<decltype(call.fields)>> prints;
-  for (size_t i = 0; i < call.field_count; ++i) {
-    if (call.fields[i].given()) prints[i] = footprint(*call.fields[i].view);
+  const Fields fields = call.fields();
+  if (!has_addresses(call)) return check_buffers(fields);
+  std::array<Footprint, std::tuple_size_v<decltype(Fields::field)>> prints;
+  for (size_t i = 0; i < fields.size(); ++i) {
+    if (fields[i].given()) prints[i] = footprint(*fields[i].view);
   }
   const Footprint scratch = footprint(w);
-  for (size_t i = 0; i < call.field_count; ++i) {
-    const Field& a = call.fields[i];
+  for (size_t i = 0; i < fields.size(); ++i) {
+    const Field& a = fields[i];
     if (may_overlap(prints[i], scratch)) {
       return error(StatusCode::invalid_argument, "%s overlaps the workspace", a.name.data());
     }
     for (size_t j = 0; j < i; ++j) {
-      const Field& b = call.fields[j];
+      const Field& b = fields[j];
       if (!a.written() && !b.written()) continue;
       if (!may_overlap(prints[i], prints[j]) || in_place(a, b)) continue;
       return error(StatusCode::invalid_argument, "%s overlaps %s", a.name.data(), b.name.data());
@@ -147,25 +148,11 @@ Status check_overlaps(const Call& call, const Workspace& w) {
 
 }  // namespace
 
-template <class Op>
-Status validate_data(const Op& op, const Workspace& workspace, const WorkspaceSize& size) {
-  const Call call = call_of(op, {});
+Status validate_data(const Call& call, const Workspace& workspace, const WorkspaceSize& size) {
   Status status = check_addresses(call);
   if (status.ok()) status = check_workspace(call, workspace, size);
   if (status.ok()) status = check_overlaps(call, workspace);
   return status;
 }
-
-template Status validate_data(const Softmax&, const Workspace&, const WorkspaceSize&);
-template Status validate_data(const CrossEntropyForward&, const Workspace&, const WorkspaceSize&);
-template Status validate_data(const CrossEntropyBackward&, const Workspace&, const WorkspaceSize&);
-template Status validate_data(const CrossEntropyForwardBackward&, const Workspace&,
-                              const WorkspaceSize&);
-template Status validate_data(const LinearCrossEntropyForward&, const Workspace&,
-                              const WorkspaceSize&);
-template Status validate_data(const LinearCrossEntropyBackward&, const Workspace&,
-                              const WorkspaceSize&);
-template Status validate_data(const LinearCrossEntropyForwardBackward&, const Workspace&,
-                              const WorkspaceSize&);
 
 }  // namespace logitless

@@ -2,8 +2,8 @@
 // Rules that every field is held to alone, from one table: rank, shape, dtype, device, strides.
 #include <numeric>
 
-#include "src/call.h"
 #include "src/message.h"
+#include "src/rules.h"
 
 namespace logitless {
 namespace {
@@ -77,7 +77,7 @@ bool known(DeviceType type) {
 // The first failure of `check` over the given fields.
 template <class Check>
 Status for_each_given(const Call& call, Check&& check) {
-  for (const Field& field : call) {
+  for (const Field& field : call.fields()) {
     if (!field.given()) continue;
     Status status = check(field, *field.view);
     if (!status.ok()) return status;
@@ -132,7 +132,7 @@ Status check_ranks(const Call& call) {
         least = most = 2;
         break;
       case Shape::reduced:
-        least = call.options->reduction == Reduction::none ? 1 : 0;
+        least = call.options.reduction == Reduction::none ? 1 : 0;
         break;
       case Shape::scalar:
         least = 0;
@@ -172,7 +172,7 @@ Status check_shapes(const Call& call) {
     int32_t rank = 1;
     int64_t first = 1, second = 0;
     Shape shape = rule_of(field).shape;
-    if (shape == Shape::reduced && call.options->reduction == Reduction::none) shape = Shape::token;
+    if (shape == Shape::reduced && call.options.reduction == Reduction::none) shape = Shape::token;
     switch (shape) {
       case Shape::token_vocab:
         rank = 2, first = n, second = v;

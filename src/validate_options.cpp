@@ -3,8 +3,8 @@
 #include <cfloat>
 #include <cmath>
 
-#include "src/call.h"
 #include "src/message.h"
+#include "src/rules.h"
 
 namespace logitless {
 namespace {
@@ -83,9 +83,9 @@ Status check_factors(const LossOptions& o) {
 }  // namespace
 
 Status check_option_enums(const Call& call) {
-  if (call.options == nullptr) return {};
+  if (!call.loss_op) return {};
   for (const EnumRule& rule : kEnums) {
-    const int32_t value = rule.value(*call.options);
+    const int32_t value = rule.value(call.options);
     if (value < 0 || value > rule.most) {
       return error(StatusCode::unknown_enum, "%s is %d; allowed: %s", rule.name, value,
                    rule.allowed);
@@ -95,20 +95,20 @@ Status check_option_enums(const Call& call) {
 }
 
 Status check_option_ranges(const Call& call) {
-  if (call.options == nullptr) return {};
+  if (!call.loss_op) return {};
   for (const RangeRule& rule : kRanges) {
-    const float value = call.options->*rule.value;
+    const float value = call.options.*rule.value;
     if (!rule.ok(value)) {
       return error(StatusCode::invalid_argument, "%s is %g; allowed: %s", rule.name,
                    static_cast<double>(value), rule.allowed);
     }
   }
-  return check_factors(*call.options);
+  return check_factors(call.options);
 }
 
 Status check_normalizer(const Call& call) {
-  if (call.options == nullptr) return {};
-  const double value = call.options->normalizer;
+  if (!call.loss_op) return {};
+  const double value = call.options.normalizer;
   const bool view = static_cast<bool>(call["normalizer"]);
   if (!(value >= 0 && value <= DBL_MAX)) {
     return error(StatusCode::invalid_argument,
@@ -119,17 +119,17 @@ Status check_normalizer(const Call& call) {
                  "normalizer is given as a tensor and as options.normalizer = %g; allowed: one",
                  value);
   }
-  if ((view || value != 0) && call.options->reduction != Reduction::mean) {
+  if ((view || value != 0) && call.options.reduction != Reduction::mean) {
     return error(StatusCode::invalid_argument,
                  "normalizer is given with reduction %d; allowed: with 2 (mean) only",
-                 static_cast<int>(call.options->reduction));
+                 static_cast<int>(call.options.reduction));
   }
   return {};
 }
 
 Status check_shard_range(const Call& call) {
-  if (call.options == nullptr) return {};
-  const int64_t start = call.options->vocab_start, total = call.options->vocab_total;
+  if (!call.loss_op) return {};
+  const int64_t start = call.options.vocab_start, total = call.options.vocab_total;
   const int64_t vocab = call.vocab();
   if (total < 0 || (total > 0 && total < vocab)) {
     return error(StatusCode::invalid_argument,
@@ -149,12 +149,12 @@ Status check_shard_range(const Call& call) {
 // A shard alone knows no row's loss: Forward gives partial statistics, Backward takes global ones.
 Status check_shard_fields(const Call& call) {
   if (!call.shard()) return {};
-  if (call.statistics && call.gradients) {
+  if (call.forward && call.gradients) {
     return error(StatusCode::not_supported,
                  "vocab_total is %lld and V %lld: %s does not run on a shard of the vocabulary; "
                  "use Forward, combine and Backward",
                  static_cast<long long>(call.vocab_total()), static_cast<long long>(call.vocab()),
-                 call.op_name);
+                 call.op_name());
   }
   if (call["loss"]) {
     return error(StatusCode::invalid_argument,
@@ -174,11 +174,11 @@ Status check_shard_fields(const Call& call) {
 }
 
 Status check_probability_input(const Call& call) {
-  if (call.options == nullptr || call.options->input_kind != InputKind::probabilities) return {};
-  const LossOptions& o = *call.options;
+  if (!call.loss_op || call.options.input_kind != InputKind::probabilities) return {};
+  const LossOptions& o = call.options;
   if (call.linear) {
     return error(StatusCode::invalid_argument,
-                 "input_kind is 1 (probabilities); %s allows: 0 (logits)", call.op_name);
+                 "input_kind is 1 (probabilities); %s allows: 0 (logits)", call.op_name());
   }
   const struct {
     const char* name;

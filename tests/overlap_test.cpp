@@ -61,7 +61,7 @@ TEST(Overlap, OutputsWithRepeatedElementsAreExactlyTheOnesRefused) {
                .probabilities = random_view(random, buffer.data(), rows, columns)};
     bool repeated;
     bytes_of(op.probabilities, buffer.data(), &repeated);
-    ASSERT_EQ(validate(op, {}).ok(), !repeated)
+    ASSERT_EQ(validate(Call(op, {})).ok(), !repeated)
         << rows << " x " << columns << ", strides " << op.probabilities.stride[0] << ", "
         << op.probabilities.stride[1];
     ++(repeated ? refused : taken);
@@ -80,7 +80,7 @@ TEST(Overlap, SharedBytesAreExactlyTheOnesRefused) {
     Softmax op{.logits = random_view(random, buffer.data(), rows, columns),
                .probabilities = random_view(random, buffer.data(), rows, columns)};
     if (random.half()) op.probabilities.stride = op.logits.stride;
-    if (!validate(op, {}).ok()) continue;
+    if (!validate(Call(op, {})).ok()) continue;
     const bool ok = validate_data(op, {}, {}).ok();
     const auto in = bytes_of(op.logits, buffer.data()),
                out = bytes_of(op.probabilities, buffer.data());
@@ -171,7 +171,7 @@ TEST(Overlap, SlicesOfOneBufferAreJudgedExactly) {
                                random.below(pitch - columns + 1)};
     if (row[0] == row[1] && column[0] == column[1]) continue;
     const Softmax op{.logits = slice(row[0], column[0]), .probabilities = slice(row[1], column[1])};
-    ASSERT_TRUE(validate(op, {}).ok());
+    ASSERT_TRUE(validate(Call(op, {})).ok());
     const bool apart_columns = std::abs(column[0] - column[1]) >= columns;
     const bool apart = apart_columns || std::abs(row[0] - row[1]) >= rows;
     ASSERT_EQ(apart, !intersect(bytes_of(op.logits, buffer.data()),

@@ -87,7 +87,7 @@ PaperResult run_on_paper(const PaperCall& c, const Limits& limits, uint64_t budg
                          std::set<std::string>* pipelines = nullptr) {
   RecordedDevice device(limits);
   const Op op = paper_op<Op>(c, &device);
-  const logitless::Call call = call_of(op, {.device = {DeviceType::webgpu, 0}});
+  const logitless::Call call(op, {.device = {DeviceType::webgpu, 0}});
   PaperResult result;
   result.tensors = device.allocated();
   uint64_t recommended = 0;

@@ -27,7 +27,7 @@ constexpr bool kSanitized = false;
 
 template <class Op>
 Status run_reference(const Op& op) {
-  return static_cast<const Implements<Op>&>(reference_backend()).run(op, {}, {});
+  return reference_backend().run(op, {});
 }
 
 bool all_nan(const Doubles& values, int64_t begin, int64_t end) {
@@ -293,8 +293,7 @@ TEST(ReferenceEdges, StridedAndBroadcastInputsAreTheDenseOnes) {
 
 TEST(ReferenceEdges, NeedsNoWorkspace) {
   WorkspaceSize size{1, 1, 1};
-  const auto& backend = static_cast<const Implements<Softmax>&>(reference_backend());
-  EXPECT_TRUE(backend.workspace({}, {}, &size).ok());
+  EXPECT_TRUE(reference_backend().workspace(Softmax{}, &size).ok());
   EXPECT_EQ(size.minimum, 0u);
   EXPECT_EQ(size.recommended, 0u);
   EXPECT_EQ(size.alignment, 64u);

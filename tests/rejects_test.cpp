@@ -318,7 +318,7 @@ TEST(Rejects, AnyFieldOnTheWorkspace) {
 TEST(Rejects, UnknownDeviceByTheRulesAlone) {
   const Softmax op{.logits = subject_view("logits"),
                    .probabilities = subject_view("probabilities")};
-  expect_status(validate(op, {.device = {DeviceType(4), 0}}), unknown_enum, "device");
+  expect_status(validate(Call(op, {.device = {DeviceType(4), 0}})), unknown_enum, "device");
 }
 
 // A library without CUDA says so, as does a machine without a driver or a device; where there is

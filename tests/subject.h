@@ -136,12 +136,12 @@ void ask_the_rules_alone(Subject* s, const Op& op) {
   static constexpr WorkspaceSize made_up{1024, 2048, Memory::alignment};
   s->ask_workspace = [&op, s](WorkspaceSize* size) {
     if (size == nullptr) return Status(StatusCode::invalid_argument, "size is NULL");
-    const Status status = validate(op, s->execution);
+    const Status status = validate(Call(op, s->execution));
     if (status.ok()) *size = made_up;
     return status;
   };
   s->call_run = [&op, s] {
-    const Status status = validate(op, s->execution);
+    const Status status = validate(Call(op, s->execution));
     return status.ok() ? validate_data(op, s->workspace, made_up) : status;
   };
 }

@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include "paper_calls.h"
+#include "src/rules.h"
 
 namespace logitless::webgpu {
 namespace {
@@ -178,7 +179,7 @@ TEST(WebGpuPlan, EveryDispatchKeepsToTheRules) {
         for (const Limits& limits : {Limits{}, small}) {
           for (const uint64_t budget : {uint64_t{0}, uint64_t{1}}) {
             const PaperResult r = run_on_paper<Op>(c, limits, budget);
-            ASSERT_EQ(r.faults, "") << name_of(kind_of<Op>) << " V " << c.vocab << " dtype "
+            ASSERT_EQ(r.faults, "") << name_of_op(kind_of<Op>) << " V " << c.vocab << " dtype "
                                     << name_of(c.dtype) << " strided " << c.strided << " optional "
                                     << c.optional << " binding " << limits.storage_binding_bytes;
             ASSERT_EQ(r.most, r.tensors + r.predicted);

@@ -9,20 +9,18 @@
 namespace logitless {
 namespace {
 
-struct Calls {
-  template <class Op>
-  static Status workspace(const Op& op, const Execution& execution, WorkspaceSize* size) {
-    return cpu::workspace(op, execution, size);
-  }
-  template <class Op>
-  static Status run(const Op& op, const Workspace& workspace, const Execution& execution) {
-    return cpu::run(op, workspace, execution);
-  }
-};
-
-struct CpuBackend final : BackendOf<Calls> {
+struct CpuBackend final : Backend {
   CpuBackend() { cpu::initialize_dispatch(); }
   const char* name() const override { return "cpu"; }
+  Status workspace(const Call& call, WorkspaceSize* size) const override {
+    if (call.linear) return cpu::linear_workspace(call, size);
+    return call.loss_op ? cpu::logits_loss_workspace(call, size)
+                        : cpu::softmax_workspace(call, size);
+  }
+  Status run(const Call& call, const Workspace& workspace) const override {
+    if (call.linear) return cpu::run_linear(call, workspace);
+    return call.loss_op ? cpu::run_logits_loss(call, workspace) : cpu::run_softmax(call, workspace);
+  }
   Status describe(char* text, size_t bytes) const override {
     std::snprintf(text, bytes, "%s, %d threads", cpu::target_name(), cpu::num_threads());
     return {};

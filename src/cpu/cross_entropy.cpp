@@ -13,28 +13,14 @@
 namespace logitless::cpu {
 namespace {
 
-template <class Op>
-TensorView gradient_view(const Op& op) {
-  if constexpr (GradientOp<Op>) return op.grad_logits;
-  return {};
-}
-
 // Row states are made here, not given.
-template <class Op>
-bool needs_forward(const Op& op) {
-  if constexpr (BackwardOnlyOp<Op>) return !op.row_reference;
-  return true;
-}
+bool needs_forward(const Call& call) { return !call.state_given(); }
 
-template <class Op>
-BlockWants wants_of(const Op& op) {
-  BlockWants wants;
-  if constexpr (ForwardOp<Op>) {
-    wants = {.weighted_sum = op.options.label_smoothing > 0 || op.statistics.weighted_logit_sum,
-             .entropy = static_cast<bool>(op.statistics.entropy),
-             .argmax = static_cast<bool>(op.statistics.argmax)};
-  }
-  return wants;
+BlockWants wants_of(const Call& call) {
+  if (!call.forward) return {};
+  return {.weighted_sum = call.wants_weighted_sum(),
+          .entropy = static_cast<bool>(call.entropy),
+          .argmax = static_cast<bool>(call.argmax)};
 }
 
 // Says where things lie in the workspace.
@@ -46,39 +32,24 @@ struct Layout {
   bool uses_weight = false;
 };
 
-template <class Op>
-Layout layout_of(const Op& op) {
+Layout layout_of(const Call& call) {
   Layout l;
-  const int64_t tokens = op.logits.shape[0], columns = op.logits.shape[1];
-  const bool probabilities = op.options.input_kind == InputKind::probabilities;
-  l.uses_weight = op.weights.vocab && (op.options.label_smoothing > 0 || wants_of(op).weighted_sum);
-  l.copies_weight = l.uses_weight && columns > 1 && op.weights.vocab.stride[0] != 1;
+  const int64_t tokens = call.logits.shape[0], columns = call.logits.shape[1];
+  const bool probabilities = call.options.input_kind == InputKind::probabilities;
+  l.uses_weight =
+      call.vocab_weight && (call.options.label_smoothing > 0 || wants_of(call).weighted_sum);
+  l.copies_weight = l.uses_weight && columns > 1 && call.vocab_weight.stride[0] != 1;
   l.states = tokens_bytes(tokens);
-  const uint64_t state = !ForwardOp<Op> ? 0 : probabilities ? sizeof(float) : sizeof(RowState);
+  const uint64_t state = !call.forward ? 0 : probabilities ? sizeof(float) : sizeof(RowState);
   l.class_weight = l.states + padded(tokens * state);
   l.lanes = l.class_weight + (l.copies_weight ? padded(columns * sizeof(float)) : 0);
   return l;
 }
 
-template <class Op>
-LogitRows rows_of(const Op& op) {
-  RowsPurpose purpose{.forward = needs_forward(op)};
-  if constexpr (BackwardOnlyOp<Op>) purpose.needs_logits = static_cast<bool>(op.grad_entropy);
-  return LogitRows(op.logits, gradient_view(op), logit_map(op.options), purpose);
-}
-
-template <class Op>
-Status loss_workspace(const Op& op, const Execution& execution, WorkspaceSize* size) {
-  const Layout layout = layout_of(op);
-  *size = {};
-  size->minimum = size->recommended = layout.lanes;
-  const LogitRows rows = rows_of(op);
-  const int64_t tasks = tasks_of(rows, op.logits.shape[0]);
-  if (tasks == 0 || op.options.input_kind == InputKind::probabilities) return {};
-  size->minimum += rows.lane_bytes();
-  size->recommended +=
-      rows.lane_bytes() * std::min<int64_t>(executor_of(execution).num_threads, tasks);
-  return {};
+LogitRows rows_of(const Call& call) {
+  RowsPurpose purpose{.forward = needs_forward(call)};
+  if (!call.forward) purpose.needs_logits = static_cast<bool>(call.grad_entropy);
+  return LogitRows(call.logits, call.grad_logits, logit_map(call.options), purpose);
 }
 
 // The shard's class weights, contiguous; null: all 1, or none wanted.
@@ -93,9 +64,8 @@ const float* class_weights(const LossOptions& options, const TensorView& weight,
 }
 
 // One call on logits.
-template <class Op>
 struct Run {
-  const Op& op;
+  const Call& call;
   const Tokens& tokens;
   const LogitRows& rows;
   const float* class_weight;
@@ -105,15 +75,15 @@ struct Run {
   // Rows [begin, end) of the views.
   void operator()(int64_t begin, int64_t end, float* scratch) const {
     const int64_t first = first_at_or_after(tokens, begin), last = first_at_or_after(tokens, end);
-    if (gradient_view(op)) clear_ignored(begin, end, first);
+    if (call.grad_logits) clear_ignored(begin, end, first);
     for (int64_t k = first; k < last; k += rows.group()) {
       const RowGroup group{tokens.row + k, tokens.target + k, std::min(rows.group(), last - k)};
       RowState own[most_rows];
-      RowState* group_states = ForwardOp<Op> ? states + k : own;
-      const bool forward = needs_forward(op);
+      RowState* group_states = call.forward ? states + k : own;
+      const bool forward = needs_forward(call);
       if (forward) rows.forward(group, class_weight, wants, scratch, group_states);
-      if constexpr (BackwardOnlyOp<Op>) take_given(group, group_states);
-      if (gradient_view(op)) write_gradient(group, k, group_states, forward, scratch);
+      if (!call.forward) take_given(group, group_states);
+      if (call.grad_logits) write_gradient(group, k, group_states, forward, scratch);
     }
   }
 
@@ -129,11 +99,11 @@ struct Run {
 
   void take_given(const RowGroup& group, RowState* given) const {
     for (int64_t r = 0; r < group.count; ++r) {
-      if (!needs_forward(op)) {
-        given[r].reference = f32_at(op.row_reference, group.row[r]);
-        given[r].log_sum = f32_at(op.row_log_sum, group.row[r]);
+      if (!needs_forward(call)) {
+        given[r].reference = f32_at(call.row_reference, group.row[r]);
+        given[r].log_sum = f32_at(call.row_log_sum, group.row[r]);
       }
-      if (op.entropy) given[r].entropy = f32_at(op.entropy, group.row[r]);
+      if (call.entropy) given[r].entropy = f32_at(call.entropy, group.row[r]);
     }
   }
 
@@ -142,7 +112,7 @@ struct Run {
     RowGradient coefficients[most_rows];
     const float scale = tokens.gradient_scale;
     for (int64_t r = 0; r < group.count; ++r) {
-      RowGradient& g = coefficients[r] = token_gradient(op, tokens, k + r, group_states[r]);
+      RowGradient& g = coefficients[r] = token_gradient(call, tokens, k + r, group_states[r]);
       // Nothing is summed here, so the common factor goes in at once.
       g.probability *= scale;
       g.smoothing *= scale;
@@ -154,41 +124,55 @@ struct Run {
   }
 };
 
-template <class Op>
-void run_probabilities(const Op& op, const Tokens& tokens, const float* class_weight, float* losses,
-                       const Executor& executor) {
-  const ProbabilityRow view{op.logits, class_weight, op.options.probability_floor};
-  const LogitRows rows = rows_of(op);
-  const TensorView gradient = gradient_view(op);
+void run_probabilities(const Call& call, const Tokens& tokens, const float* class_weight,
+                       float* losses, const Executor& executor) {
+  const ProbabilityRow view{call.logits, class_weight, call.options.probability_floor};
+  const LogitRows rows = rows_of(call);
+  const TensorView gradient = call.grad_logits;
   for_each_task(executor, executor.num_threads, tokens.total, [&](int64_t row, int64_t) {
     const int64_t k = first_at_or_after(tokens, row);
     const bool counts = k < tokens.valid && tokens.row[k] == row;
     if (!counts && gradient) rows.clear(row);
     if (!counts) return;
-    if constexpr (ForwardOp<Op>) losses[k] = probability_loss(view, tokens, k);
+    if (call.forward) losses[k] = probability_loss(view, tokens, k);
     if (gradient) probability_gradient(view, tokens, k, gradient);
   });
-  if constexpr (ForwardOp<Op>) write_losses(tokens, losses, op.loss, op.options);
+  if (call.forward) write_losses(tokens, losses, call.loss, call.options);
 }
 
-template <class Op>
-Status loss_run(const Op& op, const Workspace& workspace, const Execution& execution) {
-  const Executor& executor = executor_of(execution);
-  const Layout layout = layout_of(op);
-  const int64_t total = op.logits.shape[0], columns = op.logits.shape[1];
+}  // namespace
+
+Status logits_loss_workspace(const Call& call, WorkspaceSize* size) {
+  const Layout layout = layout_of(call);
+  *size = {};
+  size->minimum = size->recommended = layout.lanes;
+  const LogitRows rows = rows_of(call);
+  const int64_t tasks = tasks_of(rows, call.logits.shape[0]);
+  if (tasks == 0 || call.options.input_kind == InputKind::probabilities) return {};
+  size->minimum += rows.lane_bytes();
+  size->recommended +=
+      rows.lane_bytes() * std::min<int64_t>(executor_of(call.execution).num_threads, tasks);
+  return {};
+}
+
+Status run_logits_loss(const Call& call, const Workspace& workspace) {
+  const Executor& executor = executor_of(call.execution);
+  const Layout layout = layout_of(call);
+  const int64_t total = call.logits.shape[0], columns = call.logits.shape[1];
   char* memory = static_cast<char*>(workspace.data) + workspace.byte_offset;
   Tokens tokens;
-  Status status = prepare_tokens(op, columns, memory, &tokens);
+  Status status = prepare_tokens(call, columns, memory, &tokens);
   if (!status.ok()) return status;
-  const float* class_weight = class_weights(op.options, op.weights.vocab, columns, layout, memory);
+  const float* class_weight =
+      class_weights(call.options, call.vocab_weight, columns, layout, memory);
   char* states = memory + layout.states;
-  if (op.options.input_kind == InputKind::probabilities) {
-    run_probabilities(op, tokens, class_weight, reinterpret_cast<float*>(states), executor);
+  if (call.options.input_kind == InputKind::probabilities) {
+    run_probabilities(call, tokens, class_weight, reinterpret_cast<float*>(states), executor);
     return {};
   }
-  const LogitRows rows = rows_of(op);
-  const Run<Op> run{op,           tokens,       rows,
-                    class_weight, wants_of(op), reinterpret_cast<RowState*>(states)};
+  const LogitRows rows = rows_of(call);
+  const Run run{call,         tokens,         rows,
+                class_weight, wants_of(call), reinterpret_cast<RowState*>(states)};
   const uint64_t scratch_bytes = workspace.bytes - layout.lanes;
   for_each_task(executor, lanes_of(rows, executor, scratch_bytes), tasks_of(rows, total),
                 [&](int64_t task, int64_t lane) {
@@ -196,24 +180,10 @@ Status loss_run(const Op& op, const Workspace& workspace, const Execution& execu
                   run(task * rows.task_rows(), std::min(total, (task + 1) * rows.task_rows()),
                       reinterpret_cast<float*>(scratch));
                 });
-  if constexpr (ForwardOp<Op>) {
-    write_tokens(tokens, run.states, {op.loss, op.statistics, op.options});
+  if (call.forward) {
+    write_tokens(tokens, run.states, {call.loss, call.statistics(), call.options});
   }
   return {};
 }
-
-}  // namespace
-
-#define LOGITLESS_LOSS_OP(Op)                                                        \
-  Status workspace(const Op& op, const Execution& execution, WorkspaceSize* size) {  \
-    return loss_workspace(op, execution, size);                                      \
-  }                                                                                  \
-  Status run(const Op& op, const Workspace& workspace, const Execution& execution) { \
-    return loss_run(op, workspace, execution);                                       \
-  }
-LOGITLESS_LOSS_OP(CrossEntropyForward)
-LOGITLESS_LOSS_OP(CrossEntropyBackward)
-LOGITLESS_LOSS_OP(CrossEntropyForwardBackward)
-#undef LOGITLESS_LOSS_OP
 
 }  // namespace logitless::cpu

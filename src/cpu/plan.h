@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "src/call.h"
 #include "src/cpu/gemm.h"
 
 namespace logitless::cpu {
@@ -64,8 +65,7 @@ struct LinearPlan {
 };
 
 // Returns what the planner sees of a linear op.
-template <class Op>
-LinearShape shape_of(const Op& op);
+LinearShape shape_of(const Call& call);
 
 // Into how many tasks a slot of the gradient pass is divided at most, along the hidden panels.
 inline int64_t most_gradient_parts(int64_t panels) { return std::max<int64_t>(panels / 4, 1); }

@@ -8,21 +8,21 @@
 
 namespace logitless::cpu {
 
-Status workspace(const Softmax& op, const Execution& execution, WorkspaceSize* size) {
-  const LogitRows rows(op.logits, op.probabilities, {}, {});
-  const int64_t tasks = tasks_of(rows, op.logits.shape[0]);
+Status softmax_workspace(const Call& call, WorkspaceSize* size) {
+  const LogitRows rows(call.logits, call.probabilities, {}, {});
+  const int64_t tasks = tasks_of(rows, call.logits.shape[0]);
   *size = {};
   if (tasks == 0) return {};
   size->minimum = rows.lane_bytes();
   size->recommended =
-      rows.lane_bytes() * std::min<int64_t>(executor_of(execution).num_threads, tasks);
+      rows.lane_bytes() * std::min<int64_t>(executor_of(call.execution).num_threads, tasks);
   return {};
 }
 
-Status run(const Softmax& op, const Workspace& workspace, const Execution& execution) {
-  const LogitRows rows(op.logits, op.probabilities, {}, {});
-  const Executor& executor = executor_of(execution);
-  const int64_t total = op.logits.shape[0];
+Status run_softmax(const Call& call, const Workspace& workspace) {
+  const LogitRows rows(call.logits, call.probabilities, {}, {});
+  const Executor& executor = executor_of(call.execution);
+  const int64_t total = call.logits.shape[0];
   char* memory = static_cast<char*>(workspace.data) + workspace.byte_offset;
   const int64_t lanes = lanes_of(rows, executor, workspace.bytes);
   for_each_task(executor, lanes, tasks_of(rows, total), [&](int64_t task, int64_t lane) {

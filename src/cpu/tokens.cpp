@@ -41,13 +41,12 @@ int64_t vocabulary_of(const LossOptions& options, int64_t vocab) {
   return options.vocab_total > 0 ? options.vocab_total : vocab;
 }
 
-template <class Op>
-Status collect(const Op& op, int64_t vocab, Tokens* tokens) {
-  const LossOptions& o = op.options;
+Status collect(const Call& call, int64_t vocab, Tokens* tokens) {
+  const LossOptions& o = call.options;
   const int64_t whole = vocabulary_of(o, vocab);
   const int64_t start = o.vocab_total > 0 ? o.vocab_start : 0;
   for (int64_t i = 0; i < tokens->total; ++i) {
-    const int64_t target = int_at(op.target, i);
+    const int64_t target = int_at(call.target, i);
     if (target == o.ignore_index) continue;
     if (target < 0 || target >= whole) {
       if (o.out_of_range == OutOfRange::ignore) continue;
@@ -60,30 +59,31 @@ Status collect(const Op& op, int64_t vocab, Tokens* tokens) {
     const bool here = target >= start && target < start + vocab;
     tokens->row[k] = i;
     tokens->target[k] = here ? target - start : -1;
-    tokens->target_weight[k] = op.weights.vocab ? f32_at(op.weights.vocab, target) : 1;
-    tokens->token_weight[k] = op.weights.token ? f32_at(op.weights.token, i) : 1;
+    tokens->target_weight[k] = call.vocab_weight ? f32_at(call.vocab_weight, target) : 1;
+    tokens->token_weight[k] = call.token_weight ? f32_at(call.token_weight, i) : 1;
   }
   return {};
 }
 
-LossConstants constants_of(const LossOptions& o, const LossWeights& weights, int64_t whole) {
+LossConstants constants_of(const LossOptions& o, const TensorView& weight, int64_t whole) {
   LossConstants k{.smoothing = o.label_smoothing, .z_loss = o.z_loss};
   if (o.label_smoothing == 0) return k;
   k.smoothing_per_class = static_cast<float>(o.label_smoothing / static_cast<double>(whole));
   k.class_weight_sum = static_cast<float>(
-      !weights.vocab ? static_cast<double>(whole)
-                     : pairwise_sum(0, whole, [&](int64_t j) { return f32_at(weights.vocab, j); }));
+      !weight ? static_cast<double>(whole)
+              : pairwise_sum(0, whole, [&](int64_t j) { return f32_at(weight, j); }));
   return k;
 }
 
-double normalizer_of(const LossOptions& o, const LossWeights& weights, const Tokens& tokens) {
+double normalizer_of(const Call& call, const Tokens& tokens) {
+  const LossOptions& o = call.options;
   if (o.reduction != Reduction::mean) return 1;
-  if (weights.normalizer && weights.normalizer.dtype == DType::i64) {
-    return static_cast<double>(*weights.normalizer.as<const int64_t>());
+  if (call.normalizer && call.normalizer.dtype == DType::i64) {
+    return static_cast<double>(*call.normalizer.as<const int64_t>());
   }
-  if (weights.normalizer) return *weights.normalizer.as<const float>();
+  if (call.normalizer) return *call.normalizer.as<const float>();
   if (o.normalizer != 0) return o.normalizer;
-  if (!weights.vocab) return static_cast<double>(tokens.valid);
+  if (!call.vocab_weight) return static_cast<double>(tokens.valid);
   return pairwise_sum(0, tokens.valid, [&](int64_t k) { return tokens.target_weight[k]; });
 }
 
@@ -116,11 +116,10 @@ void include(double g, double* largest) {
   if (std::isfinite(g) && std::fabs(g) > *largest) *largest = std::fabs(g);
 }
 
-template <class Op>
-double largest_statistics_gradient(const Op& op, const Tokens& tokens) {
+double largest_statistics_gradient(const Call& call, const Tokens& tokens) {
   double largest = 0;
-  if constexpr (BackwardOnlyOp<Op>) {
-    for (const TensorView* view : {&op.grad_lse, &op.grad_target_logit, &op.grad_entropy}) {
+  if (!call.forward) {
+    for (const TensorView* view : {&call.grad_lse, &call.grad_target_logit, &call.grad_entropy}) {
       if (!*view) continue;
       for (int64_t k = 0; k < tokens.valid; ++k) include(f32_at(*view, tokens.row[k]), &largest);
     }
@@ -128,9 +127,8 @@ double largest_statistics_gradient(const Op& op, const Tokens& tokens) {
   return largest;
 }
 
-template <class Op>
-bool has_statistics_gradient(const Op& op) {
-  if constexpr (BackwardOnlyOp<Op>) return op.grad_lse || op.grad_target_logit || op.grad_entropy;
+bool has_statistics_gradient(const Call& call) {
+  if (!call.forward) return call.grad_lse || call.grad_target_logit || call.grad_entropy;
   return false;
 }
 
@@ -147,29 +145,28 @@ bool is_flat(const LossOptions& o, int64_t vocab) {
   return o.input_kind == InputKind::logits && vocabulary_of(o, vocab) == 1 && o.z_loss == 0;
 }
 
-template <class Op>
-void scale_gradients(const Op& op, int64_t vocab, Tokens* tokens) {
-  const LossOptions& o = op.options;
-  const bool each = o.reduction == Reduction::none && op.grad_loss;
+void scale_gradients(const Call& call, int64_t vocab, Tokens* tokens) {
+  const LossOptions& o = call.options;
+  const bool each = o.reduction == Reduction::none && call.grad_loss;
   const double common =
-      o.reduction == Reduction::none ? 1 : common_upstream(op.grad_loss, o, *tokens);
+      o.reduction == Reduction::none ? 1 : common_upstream(call.grad_loss, o, *tokens);
   const double weights = weight_scale(o, *tokens);
   double scale = static_cast<float>(common) * weights;
-  if (each || has_statistics_gradient(op)) {
+  if (each || has_statistics_gradient(call)) {
     double largest = 0;
     for (int64_t k = 0; k < tokens->valid; ++k) {
-      include(each ? f32_at(op.grad_loss, tokens->row[k]) : common, &largest);
+      include(each ? f32_at(call.grad_loss, tokens->row[k]) : common, &largest);
     }
-    largest = std::max(largest * weights, largest_statistics_gradient(op, *tokens));
+    largest = std::max(largest * weights, largest_statistics_gradient(call, *tokens));
     scale = power_of_two_above(largest);
   }
   if (tokens->valid == 0) scale = 0;  // NaN of an empty mean must not reach sums over no token
   tokens->gradient_scale = static_cast<float>(scale);
   tokens->inv_gradient_scale = scale == 0 ? 0 : static_cast<float>(1 / scale);
   for (int64_t k = 0; k < tokens->valid; ++k) {
-    const float g = each ? f32_at(op.grad_loss, tokens->row[k]) : static_cast<float>(common);
+    const float g = each ? f32_at(call.grad_loss, tokens->row[k]) : static_cast<float>(common);
     float relative = g * tokens->inv_gradient_scale;
-    if (!each && !has_statistics_gradient(op)) relative = static_cast<float>(1 / weights);
+    if (!each && !has_statistics_gradient(call)) relative = static_cast<float>(1 / weights);
     if (is_flat(o, vocab) && std::isfinite(relative)) relative = 0;
     tokens->upstream[k] = relative;
   }
@@ -225,19 +222,18 @@ uint64_t tokens_bytes(int64_t tokens) {
   return 2 * padded(tokens * sizeof(int64_t)) + 3 * padded(tokens * sizeof(float));
 }
 
-template <class Op>
-Status prepare_tokens(const Op& op, int64_t vocab, void* memory, Tokens* tokens) {
+Status prepare_tokens(const Call& call, int64_t vocab, void* memory, Tokens* tokens) {
   *tokens = {};
-  tokens->total = op.target.shape[0];
+  tokens->total = call.target.shape[0];
   place(memory, tokens->total, tokens);
-  Status status = collect(op, vocab, tokens);
+  Status status = collect(call, vocab, tokens);
   if (!status.ok()) return status;
-  const LossOptions& o = op.options;
-  tokens->constants = constants_of(o, op.weights, vocabulary_of(o, vocab));
-  tokens->normalizer = normalizer_of(o, op.weights, *tokens);
+  const LossOptions& o = call.options;
+  tokens->constants = constants_of(o, call.vocab_weight, vocabulary_of(o, vocab));
+  tokens->normalizer = normalizer_of(call, *tokens);
   tokens->empty_mean = tokens->normalizer == 0;
   tokens->loss_scale = static_cast<float>(1 / tokens->normalizer);
-  if constexpr (GradientOp<Op>) scale_gradients(op, vocab, tokens);
+  if (call.gradients) scale_gradients(call, vocab, tokens);
   return {};
 }
 
@@ -265,15 +261,5 @@ void write_tokens(const Tokens& tokens, const RowState* states, const TokenOutpu
     ++k;
   }
 }
-
-#define LOGITLESS_INSTANTIATE(Op) \
-  template Status prepare_tokens(const Op&, int64_t, void*, Tokens*);
-LOGITLESS_INSTANTIATE(CrossEntropyForward)
-LOGITLESS_INSTANTIATE(CrossEntropyBackward)
-LOGITLESS_INSTANTIATE(CrossEntropyForwardBackward)
-LOGITLESS_INSTANTIATE(LinearCrossEntropyForward)
-LOGITLESS_INSTANTIATE(LinearCrossEntropyBackward)
-LOGITLESS_INSTANTIATE(LinearCrossEntropyForwardBackward)
-#undef LOGITLESS_INSTANTIATE
 
 }  // namespace logitless::cpu

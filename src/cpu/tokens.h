@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "logitless/logitless.h"
+#include "src/call.h"
 #include "src/loss.h"
 
 namespace logitless::cpu {
@@ -44,10 +44,9 @@ struct Tokens {
 // Bytes of workspace for N tokens, a multiple of 64.
 uint64_t tokens_bytes(int64_t tokens);
 
-// Reads targets, weights and upstream gradients of any loss op. Fails with target_out_of_range
+// Reads targets, weights and upstream gradients of any loss call. Fails with target_out_of_range
 // before anything is written (out_of_range = error). `vocab` is the view's V.
-template <class Op>
-Status prepare_tokens(const Op& op, int64_t vocab, void* memory, Tokens* tokens);
+Status prepare_tokens(const Call& call, int64_t vocab, void* memory, Tokens* tokens);
 
 // loss (none: per token, ignored ones 0; sum, mean: reduced in fixed order) and statistics, from
 // the compacted rows. states: [valid].  Also fills what ignored tokens get.
@@ -68,15 +67,15 @@ inline int64_t first_at_or_after(const Tokens& tokens, int64_t row) {
 }
 
 // The coefficients of dz of compacted token k, relative to gradient_scale, from its finished state.
-template <class Op>
-RowGradient token_gradient(const Op& op, const Tokens& tokens, int64_t k, const RowState& state) {
+inline RowGradient token_gradient(const Call& call, const Tokens& tokens, int64_t k,
+                                  const RowState& state) {
   float grad_lse = 0, grad_target_logit = 0, grad_entropy = 0;
-  if constexpr (BackwardOnlyOp<Op>) {
+  if (!call.forward) {
     const int64_t i = tokens.row[k];
     const float scale = tokens.inv_gradient_scale;
-    if (op.grad_lse) grad_lse = f32_at(op.grad_lse, i) * scale;
-    if (op.grad_target_logit) grad_target_logit = f32_at(op.grad_target_logit, i) * scale;
-    if (op.grad_entropy) grad_entropy = f32_at(op.grad_entropy, i) * scale;
+    if (call.grad_lse) grad_lse = f32_at(call.grad_lse, i) * scale;
+    if (call.grad_target_logit) grad_target_logit = f32_at(call.grad_target_logit, i) * scale;
+    if (call.grad_entropy) grad_entropy = f32_at(call.grad_entropy, i) * scale;
   }
   return row_gradient(tokens.constants, state, tokens.target_weight[k], tokens.token_weight[k],
                       tokens.upstream[k], grad_lse, grad_target_logit, grad_entropy);

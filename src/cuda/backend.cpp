@@ -18,26 +18,6 @@ Status find_device(const Execution& execution, const cuda::DeviceInfo** device) 
   return status.ok() ? cuda::check_named_engine(**device) : status;
 }
 
-struct Calls {
-  template <class Op>
-  static Status workspace(const Op& op, const Execution& execution, WorkspaceSize* size) {
-    const cuda::DeviceInfo* device;
-    const Status status = find_device(execution, &device);
-    return status.ok() ? cuda::workspace(op, *device, size) : status;
-  }
-  template <class Op>
-  static Status run(const Op& op, const Workspace& workspace, const Execution& execution) {
-    const cuda::DeviceInfo* device;
-    Status status = find_device(execution, &device);
-    if (!status.ok()) return status;
-    const cuda::CurrentDevice current(device->index);
-    if (!current.status().ok()) return current.status();
-    cuda::Stream stream(execution.stream);
-    status = cuda::run(op, workspace, *device, &stream);
-    return status.ok() ? stream.status() : status;
-  }
-};
-
 const char* invariant_ops(const cuda::DeviceInfo& device) {
   if (cuda::linear_ops_are_batch_invariant(device)) return "every op";
   return cuda::half_linear_ops_are_batch_invariant(device)
@@ -45,8 +25,29 @@ const char* invariant_ops(const cuda::DeviceInfo& device) {
              : "all but the linear ops";
 }
 
-struct CudaBackend final : BackendOf<Calls> {
+struct CudaBackend final : Backend {
   const char* name() const override { return "cuda"; }
+  Status workspace(const Call& call, WorkspaceSize* size) const override {
+    const cuda::DeviceInfo* device;
+    const Status status = find_device(call.execution, &device);
+    if (!status.ok()) return status;
+    if (call.linear) return cuda::linear_workspace(call, *device, size);
+    return call.loss_op ? cuda::logits_loss_workspace(call, *device, size)
+                        : cuda::softmax_workspace(call, *device, size);
+  }
+  Status run(const Call& call, const Workspace& workspace) const override {
+    const cuda::DeviceInfo* device;
+    Status status = find_device(call.execution, &device);
+    if (!status.ok()) return status;
+    const cuda::CurrentDevice current(device->index);
+    if (!current.status().ok()) return current.status();
+    cuda::Stream stream(call.execution.stream);
+    const auto run = call.linear    ? cuda::run_linear
+                     : call.loss_op ? cuda::run_logits_loss
+                                    : cuda::run_softmax;
+    status = run(call, workspace, *device, &stream);
+    return status.ok() ? stream.status() : status;
+  }
   Status describe(char* text, size_t bytes) const override {
     const cuda::DeviceInfo* device;
     Status status = cuda::find_first_device(&device);

@@ -1,30 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// CUDA's implementation of every op: one overload pair each. The device is found and current.
+// CUDA's three families of ops. The device is found and current.
 #pragma once
 
+#include "src/call.h"
 #include "src/cuda/runtime/runtime.h"
 
 namespace logitless::cuda {
 
 // softmax.cpp
-Status workspace(const Softmax&, const DeviceInfo&, WorkspaceSize*);
-Status run(const Softmax&, const Workspace&, const DeviceInfo&, Stream*);
+Status softmax_workspace(const Call&, const DeviceInfo&, WorkspaceSize*);
+Status run_softmax(const Call&, const Workspace&, const DeviceInfo&, Stream*);
 
 // cross_entropy.cpp
-Status workspace(const CrossEntropyForward&, const DeviceInfo&, WorkspaceSize*);
-Status run(const CrossEntropyForward&, const Workspace&, const DeviceInfo&, Stream*);
-Status workspace(const CrossEntropyBackward&, const DeviceInfo&, WorkspaceSize*);
-Status run(const CrossEntropyBackward&, const Workspace&, const DeviceInfo&, Stream*);
-Status workspace(const CrossEntropyForwardBackward&, const DeviceInfo&, WorkspaceSize*);
-Status run(const CrossEntropyForwardBackward&, const Workspace&, const DeviceInfo&, Stream*);
+Status logits_loss_workspace(const Call&, const DeviceInfo&, WorkspaceSize*);
+Status run_logits_loss(const Call&, const Workspace&, const DeviceInfo&, Stream*);
 
 // linear_cross_entropy.cpp
-Status workspace(const LinearCrossEntropyForward&, const DeviceInfo&, WorkspaceSize*);
-Status run(const LinearCrossEntropyForward&, const Workspace&, const DeviceInfo&, Stream*);
-Status workspace(const LinearCrossEntropyBackward&, const DeviceInfo&, WorkspaceSize*);
-Status run(const LinearCrossEntropyBackward&, const Workspace&, const DeviceInfo&, Stream*);
-Status workspace(const LinearCrossEntropyForwardBackward&, const DeviceInfo&, WorkspaceSize*);
-Status run(const LinearCrossEntropyForwardBackward&, const Workspace&, const DeviceInfo&, Stream*);
+Status linear_workspace(const Call&, const DeviceInfo&, WorkspaceSize*);
+Status run_linear(const Call&, const Workspace&, const DeviceInfo&, Stream*);
 
 // Loads every kernel and the matrix library on this device, so that no later call does.
 Status warmup(const DeviceInfo&);

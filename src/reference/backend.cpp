@@ -12,19 +12,15 @@
 namespace logitless {
 namespace {
 
-template <class Op>
-Status evaluate_and_write(const Op& op) {
+Status evaluate_and_write(const Call& call) {
   try {
-    const reference::Result result = reference::evaluate(op, {}, false);
+    const reference::Result result = reference::evaluate(call, {}, false);
     if (!result.status.ok()) return result.status;
-    logitless_op fields{};
-    for_each_tensor(
-        op, fields,
-        [&](const char* name, Access access, const TensorView& view, const logitless_tensor*) {
-          const auto found = result.outputs.find(name);
-          if (access == Access::read || found == result.outputs.end()) return;
-          reference::write(found->second.value, view);
-        });
+    for (const Field& field : call.fields()) {
+      const auto found = result.outputs.find(field.name);
+      if (!field.written() || found == result.outputs.end()) continue;
+      reference::write(found->second.value, *field.view);
+    }
     return {};
   } catch (const std::bad_alloc&) {
     return error(StatusCode::internal, "out of memory");
@@ -35,20 +31,13 @@ Status evaluate_and_write(const Op& op) {
   }
 }
 
-struct Calls {
-  template <class Op>
-  static Status workspace(const Op&, const Execution&, WorkspaceSize* size) {
+struct ReferenceBackend final : Backend {
+  const char* name() const override { return "reference"; }
+  Status workspace(const Call&, WorkspaceSize* size) const override {
     *size = {.minimum = 0, .recommended = 0, .alignment = 64};
     return {};
   }
-  template <class Op>
-  static Status run(const Op& op, const Workspace&, const Execution&) {
-    return evaluate_and_write(op);
-  }
-};
-
-struct ReferenceBackend final : BackendOf<Calls> {
-  const char* name() const override { return "reference"; }
+  Status run(const Call& call, const Workspace&) const override { return evaluate_and_write(call); }
   Status describe(char* text, size_t bytes) const override {
     std::snprintf(text, bytes, "double, plain loops, one thread");
     return {};

@@ -14,43 +14,30 @@
 namespace logitless::reference {
 namespace {
 
-template <class Op>
-Problem problem_of(const Op& op) {
-  Problem problem;
-  problem.linear = LinearOp<Op>;
-  problem.target = op.target;
-  problem.options = op.options;
-  problem.weights = op.weights;
-  if constexpr (LinearOp<Op>) {
-    problem.input = op.input;
-    problem.weight = op.weight;
-    problem.bias = op.bias;
-  } else {
-    problem.logits = op.logits;
-  }
-  if constexpr (ForwardOp<Op>) {
-    problem.loss = op.loss;
-    problem.statistics = op.statistics;
-  }
-  if constexpr (BackwardOnlyOp<Op>) {
-    problem.row_reference = op.row_reference;
-    problem.row_log_sum = op.row_log_sum;
-    problem.entropy = op.entropy;
-    problem.grad_lse = op.grad_lse;
-    problem.grad_target_logit = op.grad_target_logit;
-    problem.grad_entropy = op.grad_entropy;
-  }
-  if constexpr (GradientOp<Op>) {
-    problem.grad_loss = op.grad_loss;
-    if constexpr (LinearOp<Op>) {
-      problem.grad_input = op.grad_input;
-      problem.grad_weight = op.grad_weight;
-      problem.grad_bias = op.grad_bias;
-      problem.accumulate = op.accumulate_grad_weight;
-    } else {
-      problem.grad_logits = op.grad_logits;
-    }
-  }
+Problem problem_of(const Call& call) {
+  Problem problem{.linear = call.linear,
+                  .logits = call.logits,
+                  .input = call.input,
+                  .weight = call.weight,
+                  .bias = call.bias,
+                  .target = call.target,
+                  .options = call.options,
+                  .weights = {call.token_weight, call.vocab_weight, call.normalizer},
+                  .loss = call.loss,
+                  .statistics = call.statistics(),
+                  .grad_loss = call.grad_loss,
+                  .grad_lse = call.grad_lse,
+                  .grad_target_logit = call.grad_target_logit,
+                  .grad_entropy = call.grad_entropy,
+                  .grad_logits = call.grad_logits,
+                  .grad_input = call.grad_input,
+                  .grad_weight = call.grad_weight,
+                  .grad_bias = call.grad_bias,
+                  .accumulate = call.accumulate};
+  if (call.forward) return problem;
+  problem.row_reference = call.row_reference;
+  problem.row_log_sum = call.row_log_sum;
+  problem.entropy = call.entropy;
   return problem;
 }
 
@@ -282,7 +269,7 @@ void Evaluation::finish_sum(const char* name, const TensorView& view, Sum* sum) 
   }
 }
 
-Result evaluate_softmax(const Softmax& op, bool with_bounds) {
+Result evaluate_softmax(const Call& op, bool with_bounds) {
   Result result;
   Output& probabilities = result.outputs["probabilities"];
   const DType dtype = op.probabilities.dtype;
@@ -301,24 +288,10 @@ Result evaluate_softmax(const Softmax& op, bool with_bounds) {
 
 }  // namespace
 
-template <class Op>
-Result evaluate(const Op& op, const BoundModel& model, bool with_bounds) {
-  if constexpr (std::is_same_v<Op, Softmax>) {
-    return evaluate_softmax(op, with_bounds);
-  } else {
-    const Problem problem = problem_of(op);
-    return Evaluation(problem, model, with_bounds).run();
-  }
+Result evaluate(const Call& call, const BoundModel& model, bool with_bounds) {
+  if (!call.loss_op) return evaluate_softmax(call, with_bounds);
+  const Problem problem = problem_of(call);
+  return Evaluation(problem, model, with_bounds).run();
 }
-
-#define LOGITLESS_INSTANTIATE(Op) template Result evaluate(const Op&, const BoundModel&, bool);
-LOGITLESS_INSTANTIATE(Softmax)
-LOGITLESS_INSTANTIATE(CrossEntropyForward)
-LOGITLESS_INSTANTIATE(CrossEntropyBackward)
-LOGITLESS_INSTANTIATE(CrossEntropyForwardBackward)
-LOGITLESS_INSTANTIATE(LinearCrossEntropyForward)
-LOGITLESS_INSTANTIATE(LinearCrossEntropyBackward)
-LOGITLESS_INSTANTIATE(LinearCrossEntropyForwardBackward)
-#undef LOGITLESS_INSTANTIATE
 
 }  // namespace logitless::reference

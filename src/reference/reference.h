@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "logitless/logitless.h"
+#include "src/call.h"
 
 namespace logitless::reference {
 
@@ -38,7 +38,6 @@ struct Result {
 
 // Evaluates a validated op on host memory. Reads the op's inputs (and, accumulating, its outputs'
 // old contents), writes nothing. with_bounds = false skips the magnitude sums.
-template <class Op>
-Result evaluate(const Op& op, const BoundModel& model = {}, bool with_bounds = true);
+Result evaluate(const Call& call, const BoundModel& model = {}, bool with_bounds = true);
 
 }  // namespace logitless::reference

@@ -11,20 +11,19 @@
 namespace logitless {
 namespace {
 
-struct Calls {
-  template <class Op>
-  static Status workspace(const Op& op, const Execution& execution, WorkspaceSize* size) {
+struct WebGpuBackend final : Backend {
+  const char* name() const override { return "webgpu"; }
+  Status workspace(const Call& call, WorkspaceSize* size) const override {
     Status status;
-    const webgpu::NativeDevice* device = webgpu::find_device(execution.device.index, &status);
+    const webgpu::NativeDevice* device = webgpu::find_device(call.execution.device.index, &status);
     if (device == nullptr) return status;
-    const webgpu::Problem problem = webgpu::problem_of(call_of(op, execution));
+    const webgpu::Problem problem = webgpu::problem_of(call);
     *size = {.alignment = 1};
     return webgpu::workspace_sizes(problem, device->limits(), &size->minimum, &size->recommended);
   }
-  template <class Op>
-  static Status run(const Op& op, const Workspace& workspace, const Execution& execution) {
+  Status run(const Call& call, const Workspace& workspace) const override {
     Status status;
-    webgpu::NativeDevice* device = webgpu::find_device(execution.device.index, &status);
+    webgpu::NativeDevice* device = webgpu::find_device(call.execution.device.index, &status);
     if (device == nullptr) return status;
     auto* buffers = static_cast<webgpu::WorkspaceBuffers*>(workspace.data);
     auto* maker = static_cast<webgpu::NativeDevice*>(buffers->device());
@@ -37,14 +36,10 @@ struct Calls {
                    static_cast<unsigned long long>(workspace.bytes));
     }
     const std::lock_guard lock(device->mutex());
-    status = webgpu::run(call_of(op, execution), workspace.bytes, buffers);
+    status = webgpu::run(call, workspace.bytes, buffers);
     const Status loss = status.ok() ? Status() : device->loss_after_failure();
     return loss.ok() ? status : loss;
   }
-};
-
-struct WebGpuBackend final : BackendOf<Calls> {
-  const char* name() const override { return "webgpu"; }
   Status describe(char* text, size_t bytes) const override {
     Status status;
     const webgpu::NativeDevice* device = webgpu::find_device(0, &status);

@@ -86,7 +86,7 @@ void Run::begin_chunk(const Chunk& chunk) {
                  {"grad_target_logit", true}, {"grad_entropy", true}};
   for (int64_t k = 0; k < 8; ++k) {
     const TensorView& view = call_[kInputs[k].name];
-    if (!view || (kInputs[k].of_backward && call_.statistics)) continue;
+    if (!view || (kInputs[k].of_backward && call_.forward)) continue;
     if (k == 1 && options_.reduction != Reduction::none) continue;
     gather_vector(view, chunk.first, chunk.tokens, dense(Role::inputs, k, 8));
   }
@@ -132,7 +132,7 @@ RowParams Run::row_params(const Chunk& chunk, const Window& window) const {
   p.z_loss = options_.z_loss;
   p.floor = options_.probability_floor;
   p.classes = static_cast<float>(problem_.vocab_total);
-  const bool backward = !call_.statistics;
+  const bool backward = !call_.forward;
   const auto flag = [&](bool is, uint32_t bit) { p.flags |= is ? bit : 0; };
   flag(problem_.has_vocab_weight, kRowVocabWeight);
   flag(given("grad_loss") && options_.reduction == Reduction::none, kTokenGrad);

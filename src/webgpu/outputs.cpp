@@ -121,7 +121,7 @@ void Run::emit(const Chunk& chunk, const TensorView& view, uint32_t word, uint32
 }
 
 void Run::emit_outputs(const Chunk& chunk) {
-  if (!call_.statistics) return;
+  if (!call_.forward) return;
   static constexpr struct {
     const char* name;
     uint32_t word, kind;

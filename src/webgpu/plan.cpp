@@ -167,7 +167,7 @@ namespace {
 // The matrix a logits op writes, where the kernels can work in it.
 bool is_direct(const Call& call) {
   const TensorView& in = call["logits"];
-  const TensorView& out = call[call.options == nullptr ? "probabilities" : "grad_logits"];
+  const TensorView& out = call[!call.loss_op ? "probabilities" : "grad_logits"];
   if (call.linear || !out || in.data == nullptr || out.data == nullptr) return false;
   if (out.dtype != DType::f32 || (out.stride[1] != 1 && out.shape[1] > 1)) return false;
   // A buffer that a dispatch writes is bound once.
@@ -179,7 +179,7 @@ bool is_direct(const Call& call) {
 // vocabulary.
 bool is_plain(const Call& call, const Problem& p) {
   if (!p.direct || p.probabilities || p.vocab > kMostPlain) return false;
-  for (const Field& field : call) {
+  for (const Field& field : call.fields()) {
     constexpr std::string_view kKnown[] = {"logits", "probabilities", "grad_logits", "target",
                                            "loss",   "grad_loss",     "normalizer"};
     const bool known =
@@ -187,7 +187,7 @@ bool is_plain(const Call& call, const Problem& p) {
     if (field.given() && !known) return false;
   }
   if (p.softmax) return true;
-  const LossOptions& o = *call.options;
+  const LossOptions& o = call.options;
   return o.label_smoothing == 0 && o.softcap == 0 && !call.shard() &&
          o.reduction != Reduction::none;
 }
@@ -208,9 +208,9 @@ Problem problem_of(const Call& call) {
   p.vocab_total = call.vocab_total();
   p.linear = call.linear;
   p.gradients = call.gradients;
-  p.softmax = call.options == nullptr;
+  p.softmax = !call.loss_op;
   p.hidden = call.linear ? call.hidden() : 0;
-  p.state_given = !call.statistics && static_cast<bool>(call["row_reference"]);
+  p.state_given = !call.forward && static_cast<bool>(call["row_reference"]);
   p.has_bias = static_cast<bool>(call["bias"]);
   p.bias_bound = is_bound_vector(call["bias"]);
   p.has_vocab_weight = static_cast<bool>(call["vocab_weight"]);
@@ -219,10 +219,10 @@ Problem problem_of(const Call& call) {
   p.rows_at_once = p.direct && !p.state_given && p.vocab <= kColumnsAtOnce;
   const TensorView& loss = call["loss"];
   if (!p.softmax) {
-    p.probabilities = call.options->input_kind == InputKind::probabilities;
+    p.probabilities = call.options.input_kind == InputKind::probabilities;
     p.rows_at_once &= !p.probabilities;
-    p.sums_vocab_weight = p.has_vocab_weight && call.options->label_smoothing > 0;
-    p.reduces = loss && call.options->reduction != Reduction::none;
+    p.sums_vocab_weight = p.has_vocab_weight && call.options.label_smoothing > 0;
+    p.reduces = loss && call.options.reduction != Reduction::none;
   }
   if (p.linear) {
     p.weight_bound = is_bound_matrix(call["weight"]);
@@ -236,7 +236,7 @@ Problem problem_of(const Call& call) {
   p.in_place =
       p.direct && call["logits"].data == call[p.softmax ? "probabilities" : "grad_logits"].data;
   p.plain = is_plain(call, p);
-  for (const Field& field : call) {
+  for (const Field& field : call.fields()) {
     const TensorView& v = *field.view;
     if (!field.given() || v.rank == 0 || v.shape[0] <= 1) continue;
     const bool of_tokens = field.name != "weight" && field.name != "bias" &&

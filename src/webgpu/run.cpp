@@ -13,7 +13,7 @@ Run::Run(const Call& call, const Problem& problem, const Plan& plan, WorkspaceBu
     : call_(call),
       problem_(problem),
       plan_(plan),
-      options_(call.options != nullptr ? *call.options : LossOptions{}),
+      options_(call.options),
       workspace_(*workspace),
       device_(workspace->device()),
       recorder_(device_, (*workspace)[Role::params]) {}

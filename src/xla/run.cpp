@@ -13,13 +13,14 @@
 
 #include "logitless/fields.h"
 #include "logitless/status.h"
+#include "src/call.h"
 #include "src/message.h"
 #include "src/xla/ffi.h"
 
 namespace logitless::xla {
 namespace {
 
-struct Call {
+struct Request {
   int32_t device_type = -1, kind = -1;
   int64_t workspace_bytes = 0, alignment = 1;
   std::string_view fields;
@@ -30,13 +31,13 @@ struct Call {
 struct ScalarAttribute {
   std::string_view name;
   int dtype;
-  size_t bytes, offset;  // in Call
+  size_t bytes, offset;  // in Request
 };
 
 #define LOGITLESS_ATTRIBUTE(type, bytes, field) \
-  ScalarAttribute { #field, type, bytes, offsetof(Call, field) }
+  ScalarAttribute { #field, type, bytes, offsetof(Request, field) }
 #define LOGITLESS_OPTION(type, bytes, field) \
-  ScalarAttribute { #field, type, bytes, offsetof(Call, options.field) }
+  ScalarAttribute { #field, type, bytes, offsetof(Request, options.field) }
 constexpr size_t first_option = 4;
 constexpr std::array scalar_attributes = {
     LOGITLESS_ATTRIBUTE(type_s32, 4, device_type),     LOGITLESS_ATTRIBUTE(type_s32, 4, kind),
@@ -49,7 +50,7 @@ constexpr std::array scalar_attributes = {
 #undef LOGITLESS_ATTRIBUTE
 #undef LOGITLESS_OPTION
 
-Status read_attribute(std::string_view name, int kind, const void* value, Call* call) {
+Status read_attribute(std::string_view name, int kind, const void* value, Request* call) {
   if (name == "fields" && kind == attribute_text) {
     const Text& text = *static_cast<const Text*>(value);
     call->fields = {text.data, text.size};
@@ -68,7 +69,7 @@ Status read_attribute(std::string_view name, int kind, const void* value, Call* 
                static_cast<int>(name.size()), name.data());
 }
 
-Status read_attributes(const Attributes& given, Call* call) {
+Status read_attributes(const Attributes& given, Request* call) {
   Status status;
   for (int64_t i = 0; i < given.size && status.ok(); ++i) {
     const Text& name = *given.names[i];
@@ -79,19 +80,13 @@ Status read_attributes(const Attributes& given, Call* call) {
 
 // The op's field of that name, which is a different one for no two ops.
 const logitless_tensor** find_field(std::string_view name, logitless_op* c) {
-  const logitless_tensor** found = nullptr;
-  const auto look = [&](auto op) {
-    for_each_tensor(op, *c,
-                    [&](const char* n, Access, TensorView&, const logitless_tensor*& field) {
-                      if (name == n) found = &field;
-                    });
-  };
-  look(Softmax{});
-  look(CrossEntropyBackward{});
-  look(CrossEntropyForwardBackward{});
-  look(LinearCrossEntropyBackward{});
-  look(LinearCrossEntropyForwardBackward{});
-  return found;
+  for (int32_t kind = 0; kind < kinds; ++kind) {
+    for (const TensorField& field : tensor_fields(kind)) {
+      if (name != field.name) continue;
+      return reinterpret_cast<const logitless_tensor**>(reinterpret_cast<char*>(c) + field.in_c);
+    }
+  }
+  return nullptr;
 }
 
 int32_t dtype_of(int type) {
@@ -143,7 +138,7 @@ Status read_buffer(std::string_view name, const Buffer& buffer, int32_t device_t
 
 // The workspace in the last result: as many bytes as were planned, since their number decides the
 // plan and the plan the bits.
-Status read_workspace(const Buffer& buffer, const Call& call, logitless_workspace_buffer* to) {
+Status read_workspace(const Buffer& buffer, const Request& call, logitless_workspace_buffer* to) {
   const int64_t bytes = call.workspace_bytes, alignment = call.alignment;
   if (buffer.dtype != type_u8 || buffer.rank != 1 || bytes < 0 || alignment < 1 ||
       buffer.shape[0] < alignment || buffer.shape[0] - alignment < bytes) {
@@ -160,7 +155,7 @@ Status read_workspace(const Buffer& buffer, const Call& call, logitless_workspac
 constexpr size_t most_tensors = 32;
 
 // Every buffer at its field of `op`, held in `tensors`; the last result as the workspace.
-Status read_buffers(const CallFrame& frame, const Call& call, int32_t device_index,
+Status read_buffers(const CallFrame& frame, const Request& call, int32_t device_index,
                     std::array<logitless_tensor, most_tensors>* tensors, logitless_op* op,
                     logitless_workspace_buffer* workspace) {
   const int64_t arguments = frame.arguments.size, count = arguments + frame.results.size;
@@ -194,7 +189,7 @@ Status read_buffers(const CallFrame& frame, const Call& call, int32_t device_ind
 }
 
 Error* run(const CallFrame& frame, Status* status) {
-  Call call;
+  Request call;
   *status = read_attributes(frame.attributes, &call);
   if (!status->ok()) return nullptr;
   logitless_execution execution = LOGITLESS_EXECUTION_INIT;

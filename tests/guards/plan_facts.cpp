@@ -295,7 +295,8 @@ Status public_sizes(const Op& op, const Assumed& assumed, int threads, Workspace
 template <class Op>
 Status sizes_on(const Op& op, const Assumed& assumed, int threads, WorkspaceSize* size) {
   if (assumed.device.type == DeviceType::webgpu) {
-    const webgpu::Problem problem = webgpu::problem_of(call_of(op, {.device = assumed.device}));
+    const webgpu::Problem problem =
+        webgpu::problem_of(logitless::Call(op, {.device = assumed.device}));
     return workspace_sizes(problem, limits_of(assumed), &size->minimum, &size->recommended);
   }
   if constexpr (LinearOp<Op>) {
@@ -351,7 +352,7 @@ std::string decision_of(const AnyOp& op, const Assumed& assumed, uint64_t bytes)
             add_cuda(typed, assumed, bytes, &facts);
             break;
           case DeviceType::webgpu:
-            add_webgpu(webgpu::problem_of(call_of(typed, {.device = assumed.device})),
+            add_webgpu(webgpu::problem_of(logitless::Call(typed, {.device = assumed.device})),
                        limits_of(assumed), bytes, &facts);
             break;
           default:

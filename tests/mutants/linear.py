@@ -192,13 +192,9 @@ MUTANTS = [
         "    store_rows(sum, 1, 1, 0, vocab, 0, 1, column);", "linear",
     ),
     mutant(
-        "linear, common factor: statistics' gradients without it", OPS,
-        "const float inv = tokens.inv_gradient_scale;", "const float inv = 1;", "linear",
-    ),
-    mutant(
         "linear, given entropy: that of the compacted index", OPS,
-        "linear.states()[i].entropy = f32_at(op.entropy, tokens.row[i]);",
-        "linear.states()[i].entropy = f32_at(op.entropy, i);", "linear",
+        "linear.states()[i].entropy = f32_at(call.entropy, tokens.row[i]);",
+        "linear.states()[i].entropy = f32_at(call.entropy, i);", "linear",
     ),
     mutant(
         "linear, given row state: at the compacted index", OPS,

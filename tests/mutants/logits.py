@@ -79,7 +79,7 @@ MUTANTS = [
         "      load_as_f32(narrow, DType::bf16, count, rounded);\n      z = rounded;\n",
         "logits",
     ),
-    mutant("logits, given row_reference: made again from the logits", LOSS, "return !op.row_reference;", "return true;",
+    mutant("logits, given row_reference: made again from the logits", LOSS, "return !call.state_given();", "return true;",
            "logits shards"),
     mutant(
         "logits, class weights: of the shard's first columns", LOSS,

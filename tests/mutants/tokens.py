@@ -11,32 +11,32 @@ BOTH = "logits linear"
 MUTANTS = [
     mutant(
         "class weights: their sum is V", TOKENS,
-        "      !weights.vocab ? static_cast<double>(whole)\n"
-        "                     : pairwise_sum(0, whole, [&](int64_t j) { return f32_at(weights.vocab, j); }));",
+        "      !weight ? static_cast<double>(whole)\n"
+        "              : pairwise_sum(0, whole, [&](int64_t j) { return f32_at(weight, j); }));",
         "      static_cast<double>(whole));",
         BOTH,
     ),
     mutant(
         "class weights: of the columns, not of the target", TOKENS,
-        "op.weights.vocab ? f32_at(op.weights.vocab, target) : 1;",
-        "op.weights.vocab ? f32_at(op.weights.vocab, target > 0 ? target - 1 : target) : 1;",
+        "call.vocab_weight ? f32_at(call.vocab_weight, target) : 1;",
+        "call.vocab_weight ? f32_at(call.vocab_weight, target > 0 ? target - 1 : target) : 1;",
         BOTH,
     ),
     mutant(
         "normalizer: N, not the tokens that count", TOKENS,
-        "if (!weights.vocab) return static_cast<double>(tokens.valid);",
-        "if (!weights.vocab) return static_cast<double>(tokens.total);",
+        "if (!call.vocab_weight) return static_cast<double>(tokens.valid);",
+        "if (!call.vocab_weight) return static_cast<double>(tokens.total);",
         BOTH,
     ),
     mutant(
         "normalizer: the number of tokens despite class weights", TOKENS,
-        "if (!weights.vocab) return static_cast<double>(tokens.valid);",
+        "if (!call.vocab_weight) return static_cast<double>(tokens.valid);",
         "return static_cast<double>(tokens.valid);",
         BOTH,
     ),
     mutant(
         "normalizer: token weights enter it", TOKENS,
-        "  if (!weights.vocab) return static_cast<double>(tokens.valid);\n"
+        "  if (!call.vocab_weight) return static_cast<double>(tokens.valid);\n"
         "  return pairwise_sum(0, tokens.valid, [&](int64_t k) { return tokens.target_weight[k]; });",
         "  return pairwise_sum(0, tokens.valid, [&](int64_t k) {\n"
         "    return tokens.target_weight[k] * tokens.token_weight[k];\n"
@@ -85,8 +85,8 @@ MUTANTS = [
     ),
     mutant(
         "label smoothing: divided by the shard's V", TOKENS,
-        "tokens->constants = constants_of(o, op.weights, vocabulary_of(o, vocab));",
-        "tokens->constants = constants_of(o, op.weights, vocab);",
+        "tokens->constants = constants_of(o, call.vocab_weight, vocabulary_of(o, vocab));",
+        "tokens->constants = constants_of(o, call.vocab_weight, vocab);",
         "shards",
     ),
     mutant("z-loss: its gradient without the 2", LOSS, "2 * k.z_loss * s.lse()", "k.z_loss * s.lse()", BOTH),
@@ -102,8 +102,8 @@ MUTANTS = [
     ),
     mutant(
         "out of range: the nearest target counts", TOKENS,
-        "    const int64_t target = int_at(op.target, i);\n",
-        "    int64_t target = int_at(op.target, i);\n"
+        "    const int64_t target = int_at(call.target, i);\n",
+        "    int64_t target = int_at(call.target, i);\n"
         "    if (o.out_of_range == OutOfRange::ignore && target != o.ignore_index)\n"
         "      target = std::clamp<int64_t>(target, 0, whole - 1);\n",
         BOTH,
@@ -132,19 +132,19 @@ MUTANTS = [
     ),
     mutant(
         "compaction: grad_loss at the compacted index", TOKENS,
-        "const float g = each ? f32_at(op.grad_loss, tokens->row[k]) : static_cast<float>(common);",
-        "const float g = each ? f32_at(op.grad_loss, k) : static_cast<float>(common);",
+        "const float g = each ? f32_at(call.grad_loss, tokens->row[k]) : static_cast<float>(common);",
+        "const float g = each ? f32_at(call.grad_loss, k) : static_cast<float>(common);",
         BOTH,
     ),
     mutant(
         "compaction: token weights at the compacted index", TOKENS,
-        "op.weights.token ? f32_at(op.weights.token, i) : 1;",
-        "op.weights.token ? f32_at(op.weights.token, k) : 1;",
+        "call.token_weight ? f32_at(call.token_weight, i) : 1;",
+        "call.token_weight ? f32_at(call.token_weight, k) : 1;",
         BOTH,
     ),
     mutant(
         "statistics' gradients: not relative to the common factor", HEADER,
-        "const float scale = tokens.inv_gradient_scale;", "const float scale = 1;", "logits",
+        "const float scale = tokens.inv_gradient_scale;", "const float scale = 1;", BOTH,
     ),
     mutant(
         "shard: a target of another one counts here", TOKENS,

@@ -37,22 +37,17 @@ webgpu::BrowserDevice& browser() {
   return device;
 }
 
-struct Calls {
-  template <class Op>
-  static Status workspace(const Op& op, const Execution& execution, WorkspaceSize* size) {
+struct BrowserBackend final : Backend {
+  const char* name() const override { return "webgpu"; }
+  Status workspace(const Call& call, WorkspaceSize* size) const override {
     *size = {.alignment = 1};
-    return webgpu::workspace_sizes(webgpu::problem_of(call_of(op, execution)), browser().limits(),
-                                   &size->minimum, &size->recommended);
+    return webgpu::workspace_sizes(webgpu::problem_of(call), browser().limits(), &size->minimum,
+                                   &size->recommended);
   }
-  template <class Op>
-  static Status run(const Op& op, const Workspace& workspace, const Execution& execution) {
-    return webgpu::run(call_of(op, execution), workspace.bytes,
+  Status run(const Call& call, const Workspace& workspace) const override {
+    return webgpu::run(call, workspace.bytes,
                        static_cast<webgpu::WorkspaceBuffers*>(workspace.data));
   }
-};
-
-struct BrowserBackend final : BackendOf<Calls> {
-  const char* name() const override { return "webgpu"; }
   Status describe(char* text, size_t bytes) const override {
     std::snprintf(text, bytes, "the browser's");
     return {};

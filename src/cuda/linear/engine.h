@@ -61,8 +61,7 @@ struct EngineCall {
   const Engine* engine;
   LinearCall call;
 };
-template <class Op>
-EngineCall make_call(std::span<const Engine* const> engines, const Op& op,
+EngineCall make_call(std::span<const Engine* const> engines, const Call& call,
                      const DeviceInfo& device);
 
 // Answers what is planned of a linear op on a device.
@@ -82,10 +81,9 @@ struct Planned {
 };
 std::vector<Planned> passes(const Asked& asked, uint64_t bytes);
 
-template <class Op>
-Asked asked_of(const Op& op, const DeviceInfo& device) {
-  const auto [engine, call] = make_call(engines(), op, device);
-  return {*engine, call.shape, engine->speed(device)};
+inline Asked asked_of(const Call& call, const DeviceInfo& device) {
+  const auto [engine, made] = make_call(engines(), call, device);
+  return {*engine, made.shape, engine->speed(device)};
 }
 
 }  // namespace logitless::cuda

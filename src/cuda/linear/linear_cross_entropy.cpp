@@ -28,81 +28,133 @@ bool serves_product(const TensorView& v, int64_t rows, int64_t columns) {
 // Rows and columns are counted in 32 bits on the device; offsets are not.
 constexpr int64_t most_extent = (int64_t{1} << 31) - 65536;
 
-template <class Op>
-bool state_given(const Op& op) {
-  if constexpr (BackwardOnlyOp<Op>) return static_cast<bool>(op.row_reference);
-  return false;
+}  // namespace
+
+EngineCall make_call(std::span<const Engine* const> engines, const Call& call,
+                     const DeviceInfo& device) {
+  LinearCall made;
+  made.in = token_input(call);
+  if (call.input.dtype == DType::f16) {
+    // Less where z-loss makes p's factor larger, up to |lse| of a thousand.
+    const double growth = std::exp2(std::ceil(std::log2(1 + 2048.0 * call.options.z_loss)));
+    made.in.lift = static_cast<float>(std::fmax(1, 64 / growth));
+  }
+  made.input = call.input;
+  made.weight = call.weight;
+  made.bias = call.bias;
+  made.map = map_factors(logit_map(call.options));
+  LinearShape& s = made.shape;
+  s.tokens = call.input.shape[0];
+  s.vocab = call.weight.shape[0];
+  s.hidden = call.weight.shape[1];
+  s.dtype = call.input.dtype;
+  s.forward = !call.state_given();
+  s.smoothing = call.options.label_smoothing > 0;
+  s.copies_weight = !serves_product(call.weight, s.vocab, s.hidden);
+  if (call.forward) {
+    s.weighted_sum = call.wants_weighted_sum();
+    s.entropy = static_cast<bool>(call.entropy);
+    s.argmax = static_cast<bool>(call.argmax);
+    made.outputs = {call.loss, call.statistics()};
+  }
+  if (!call.forward) {
+    made.row_reference = call.row_reference;
+    made.row_log_sum = call.row_log_sum;
+    made.entropy = call.entropy;
+  }
+  if (call.gradients) {
+    made.grad_input = call.grad_input;
+    made.grad_weight = call.grad_weight;
+    made.grad_bias = call.grad_bias;
+    made.accumulate = call.accumulate;
+    s.grad_input = static_cast<bool>(call.grad_input);
+    s.grad_weight = static_cast<bool>(call.grad_weight);
+    s.grad_bias = static_cast<bool>(call.grad_bias);
+    s.grad_weight_f32 = call.grad_weight.dtype == DType::f32;
+    // The matrix library writes f32 or the inputs' own dtype, in rows.
+    const TensorView& out = call.grad_weight;
+    s.direct_grad_weight = !out || ((out.dtype == DType::f32 || out.dtype == s.dtype) &&
+                                    out.stride[1] == 1 && serves_product(out, s.vocab, s.hidden));
+  }
+  s.can_store = call.forward && s.dtype != DType::f16;
+  const Engine& engine = engine_for(engines, made, device);
+  engine.describe(&made, device);
+  return {&engine, made};
+}
+
+namespace {
+
+void run_planned(const Engine& engine, const LinearCall& call, const LinearPlan& plan,
+                 char* workspace, const DeviceInfo& device, Stream* stream) {
+  Arena arena(workspace);
+  engine.run(call, plan, engine.place(call.shape, plan, &arena), device, stream);
+}
+
+// Rows [first, end of the view).
+TensorView rows_from(TensorView view, int64_t first) {
+  if (!view) return view;
+  view.byte_offset += first * view.stride[0] * size_of(view.dtype);
+  view.shape[0] -= first;
+  return view;
+}
+
+// The rows of grad_weight (and of grad_bias, all of them) that the first pass leaves: Backward, of
+// the columns behind them as of a shard.
+Call second_op(const Call& op, const Call& state, int64_t first_rows) {
+  LinearCrossEntropyBackward second{.input = op.input,
+                                    .weight = rows_from(op.weight, first_rows),
+                                    .bias = rows_from(op.bias, first_rows),
+                                    .target = op.target,
+                                    .row_reference = state.row_reference,
+                                    .row_log_sum = state.row_log_sum,
+                                    .grad_loss = op.grad_loss,
+                                    .grad_weight = rows_from(op.grad_weight, first_rows),
+                                    .grad_bias = op.grad_bias,
+                                    .options = op.options,
+                                    .weights = {op.token_weight, op.vocab_weight, op.normalizer},
+                                    .fault = op.fault};
+  if (first_rows > 0) {
+    second.options.vocab_start = first_rows;
+    second.options.vocab_total = op.weight.shape[0];
+  }
+  return {second, op.execution};
+}
+
+// A plan of two passes, one after the other in the memory behind the rows' states.
+void run_two_passes(const Engine& engine, const Call& op, const LinearShape& shape,
+                    const LinearPlan& plan, uint64_t bytes, char* workspace,
+                    const DeviceInfo& device, Stream* stream) {
+  Arena arena(workspace);
+  Call first = op;
+  const auto [reference, log_sum] = place_states(shape, &arena);
+  const auto keep = [&](TensorView* state, float* values) {  // unless the caller asked for it
+    if (*state) return;
+    *state = {.data = values,
+              .dtype = DType::f32,
+              .device = op.input.device,
+              .rank = 1,
+              .shape = {shape.tokens},
+              .stride = {1}};
+  };
+  keep(&first.row_reference, reference);
+  keep(&first.row_log_sum, log_sum);
+  const Call second = second_op(op, first, plan.first_rows);
+  first.grad_bias = {};  // grad_weight stays: where it is not made its memory may still hold panels
+  const auto pass = [&](LinearCall call, const LinearShape& planned) {
+    call.shape = planned;
+    const LinearPlan p = plan_linear(engine, planned, engine.speed(device), bytes - arena.used());
+    run_planned(engine, call, p, workspace + arena.used(), device, stream);
+  };
+  pass(make_call(engines(), first, device).call, first_pass(shape, plan.first_rows));
+  pass(make_call(engines(), second, device).call, second_pass(shape, plan.first_rows));
 }
 
 }  // namespace
 
-template <class Op>
-EngineCall make_call(std::span<const Engine* const> engines, const Op& op,
-                     const DeviceInfo& device) {
-  LinearCall call;
-  call.in = token_input(op, op.weight.shape[0]);
-  if (op.input.dtype == DType::f16) {
-    // Less where z-loss makes p's factor larger, up to |lse| of a thousand.
-    const double growth = std::exp2(std::ceil(std::log2(1 + 2048.0 * op.options.z_loss)));
-    call.in.lift = static_cast<float>(std::fmax(1, 64 / growth));
-  }
-  call.input = op.input;
-  call.weight = op.weight;
-  call.bias = op.bias;
-  call.map = map_factors(logit_map(op.options));
-  LinearShape& s = call.shape;
-  s.tokens = op.input.shape[0];
-  s.vocab = op.weight.shape[0];
-  s.hidden = op.weight.shape[1];
-  s.dtype = op.input.dtype;
-  s.forward = !state_given(op);
-  s.smoothing = op.options.label_smoothing > 0;
-  s.copies_weight = !serves_product(op.weight, s.vocab, s.hidden);
-  if constexpr (ForwardOp<Op>) {
-    s.weighted_sum = s.smoothing || op.statistics.weighted_logit_sum;
-    s.entropy = static_cast<bool>(op.statistics.entropy);
-    s.argmax = static_cast<bool>(op.statistics.argmax);
-    call.outputs = {op.loss, op.statistics};
-  }
-  if constexpr (BackwardOnlyOp<Op>) {
-    call.row_reference = op.row_reference;
-    call.row_log_sum = op.row_log_sum;
-    call.entropy = op.entropy;
-  }
-  if constexpr (GradientOp<Op>) {
-    call.grad_input = op.grad_input;
-    call.grad_weight = op.grad_weight;
-    call.grad_bias = op.grad_bias;
-    call.accumulate = op.accumulate_grad_weight;
-    s.grad_input = static_cast<bool>(op.grad_input);
-    s.grad_weight = static_cast<bool>(op.grad_weight);
-    s.grad_bias = static_cast<bool>(op.grad_bias);
-    s.grad_weight_f32 = op.grad_weight.dtype == DType::f32;
-    // The matrix library writes f32 or the inputs' own dtype, in rows.
-    const TensorView& out = op.grad_weight;
-    s.direct_grad_weight = !out || ((out.dtype == DType::f32 || out.dtype == s.dtype) &&
-                                    out.stride[1] == 1 && serves_product(out, s.vocab, s.hidden));
-  }
-  s.can_store = ForwardOp<Op> && s.dtype != DType::f16;
-  const Engine& engine = engine_for(engines, call, device);
-  engine.describe(&call, device);
-  return {&engine, call};
-}
-
-template EngineCall make_call(std::span<const Engine* const>, const LinearCrossEntropyForward&,
-                              const DeviceInfo&);
-template EngineCall make_call(std::span<const Engine* const>, const LinearCrossEntropyBackward&,
-                              const DeviceInfo&);
-template EngineCall make_call(std::span<const Engine* const>,
-                              const LinearCrossEntropyForwardBackward&, const DeviceInfo&);
-
-namespace {
-
-template <class Op>
-Status linear_workspace(const Op& op, const DeviceInfo& device, WorkspaceSize* size) {
+Status linear_workspace(const Call& call, const DeviceInfo& device, WorkspaceSize* size) {
   const Status status = find_matrix_library();
   if (!status.ok()) return status;
-  for (const int64_t extent : {op.input.shape[0], op.weight.shape[0], op.weight.shape[1]}) {
+  for (const int64_t extent : {call.input.shape[0], call.weight.shape[0], call.weight.shape[1]}) {
     if (extent > most_extent) {
       return error(StatusCode::not_supported, "cuda: an extent is %lld; allowed: up to %lld",
                    static_cast<long long>(extent), static_cast<long long>(most_extent));
@@ -110,14 +162,14 @@ Status linear_workspace(const Op& op, const DeviceInfo& device, WorkspaceSize* s
   }
   // An address that is not known yet may be one that the best engine cannot use: the sizes do for
   // either kind.
-  Op asked = op;
+  Call asked = call;
   std::array<TensorView*, 3> unknown;
   size_t count = 0;
   const auto find_unknown = [&](TensorView* v) {
     if (*v && v->data == nullptr) unknown[count++] = v;
   };
   find_unknown(&asked.weight);
-  if constexpr (GradientOp<Op>) {
+  if (call.gradients) {
     find_unknown(&asked.grad_input);
     find_unknown(&asked.grad_weight);
   } else {
@@ -137,104 +189,21 @@ Status linear_workspace(const Op& op, const DeviceInfo& device, WorkspaceSize* s
   return {};
 }
 
-void run_planned(const Engine& engine, const LinearCall& call, const LinearPlan& plan,
-                 char* workspace, const DeviceInfo& device, Stream* stream) {
-  Arena arena(workspace);
-  engine.run(call, plan, engine.place(call.shape, plan, &arena), device, stream);
-}
-
-// Rows [first, end of the view).
-TensorView rows_from(TensorView view, int64_t first) {
-  if (!view) return view;
-  view.byte_offset += first * view.stride[0] * size_of(view.dtype);
-  view.shape[0] -= first;
-  return view;
-}
-
-// The rows of grad_weight (and of grad_bias, all of them) that the first pass leaves: Backward, of
-// the columns behind them as of a shard.
-LinearCrossEntropyBackward second_op(const LinearCrossEntropyForwardBackward& op,
-                                     const TokenStatistics& state, int64_t first_rows) {
-  LinearCrossEntropyBackward second{.input = op.input,
-                                    .weight = rows_from(op.weight, first_rows),
-                                    .bias = rows_from(op.bias, first_rows),
-                                    .target = op.target,
-                                    .row_reference = state.row_reference,
-                                    .row_log_sum = state.row_log_sum,
-                                    .grad_loss = op.grad_loss,
-                                    .grad_weight = rows_from(op.grad_weight, first_rows),
-                                    .grad_bias = op.grad_bias,
-                                    .options = op.options,
-                                    .weights = op.weights,
-                                    .fault = op.fault};
-  if (first_rows > 0) {
-    second.options.vocab_start = first_rows;
-    second.options.vocab_total = op.weight.shape[0];
-  }
-  return second;
-}
-
-// A plan of two passes, one after the other in the memory behind the rows' states.
-void run_two_passes(const Engine& engine, const LinearCrossEntropyForwardBackward& op,
-                    const LinearShape& shape, const LinearPlan& plan, uint64_t bytes,
-                    char* workspace, const DeviceInfo& device, Stream* stream) {
-  Arena arena(workspace);
-  LinearCrossEntropyForwardBackward first = op;
-  const auto [reference, log_sum] = place_states(shape, &arena);
-  const auto keep = [&](TensorView* state, float* values) {  // unless the caller asked for it
-    if (*state) return;
-    *state = {.data = values,
-              .dtype = DType::f32,
-              .device = op.input.device,
-              .rank = 1,
-              .shape = {shape.tokens},
-              .stride = {1}};
-  };
-  keep(&first.statistics.row_reference, reference);
-  keep(&first.statistics.row_log_sum, log_sum);
-  const LinearCrossEntropyBackward second = second_op(op, first.statistics, plan.first_rows);
-  first.grad_bias = {};  // grad_weight stays: where it is not made its memory may still hold panels
-  const auto pass = [&](LinearCall call, const LinearShape& planned) {
-    call.shape = planned;
-    const LinearPlan p = plan_linear(engine, planned, engine.speed(device), bytes - arena.used());
-    run_planned(engine, call, p, workspace + arena.used(), device, stream);
-  };
-  pass(make_call(engines(), first, device).call, first_pass(shape, plan.first_rows));
-  pass(make_call(engines(), second, device).call, second_pass(shape, plan.first_rows));
-}
-
-template <class Op>
-Status linear_run(const Op& op, const Workspace& workspace, const DeviceInfo& device,
+Status run_linear(const Call& call, const Workspace& workspace, const DeviceInfo& device,
                   Stream* stream) {
-  const EngineCall made = make_call(engines(), op, device);
-  const LinearCall& call = made.call;
+  const EngineCall made = make_call(engines(), call, device);
+  const LinearCall& linear = made.call;
   const LinearPlan plan =
-      plan_linear(*made.engine, call.shape, made.engine->speed(device), workspace.bytes);
+      plan_linear(*made.engine, linear.shape, made.engine->speed(device), workspace.bytes);
   char* memory = static_cast<char*>(workspace.data) + workspace.byte_offset;
   stream->prepare_and_run([&] {
-    if constexpr (std::is_same_v<Op, LinearCrossEntropyForwardBackward>) {
-      if (plan.kind == PlanKind::two_passes) {
-        return run_two_passes(*made.engine, op, call.shape, plan, workspace.bytes, memory, device,
-                              stream);
-      }
+    if (plan.kind == PlanKind::two_passes) {
+      return run_two_passes(*made.engine, call, linear.shape, plan, workspace.bytes, memory, device,
+                            stream);
     }
-    run_planned(*made.engine, call, plan, memory, device, stream);
+    run_planned(*made.engine, linear, plan, memory, device, stream);
   });
   return {};
 }
-
-}  // namespace
-
-#define LOGITLESS_LINEAR_OP(Op)                                                               \
-  Status workspace(const Op& op, const DeviceInfo& device, WorkspaceSize* size) {             \
-    return linear_workspace(op, device, size);                                                \
-  }                                                                                           \
-  Status run(const Op& op, const Workspace& workspace, const DeviceInfo& device, Stream* s) { \
-    return linear_run(op, workspace, device, s);                                              \
-  }
-LOGITLESS_LINEAR_OP(LinearCrossEntropyForward)
-LOGITLESS_LINEAR_OP(LinearCrossEntropyBackward)
-LOGITLESS_LINEAR_OP(LinearCrossEntropyForwardBackward)
-#undef LOGITLESS_LINEAR_OP
 
 }  // namespace logitless::cuda

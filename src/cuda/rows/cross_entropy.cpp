@@ -13,14 +13,13 @@ struct Layout {
   uint64_t bytes = 0;
 };
 
-template <class Op>
-Layout layout_of(const Op& op, void* memory) {
+Layout layout_of(const Call& call, void* memory) {
   Arena arena(memory);
-  const int64_t tokens = op.logits.shape[0];
+  const int64_t tokens = call.logits.shape[0];
   Layout layout;
   layout.tokens = place_tokens(&arena, tokens);
-  if constexpr (ForwardOp<Op>) {
-    if (op.loss && op.options.reduction != Reduction::none) {
+  if (call.forward) {
+    if (call.loss && call.options.reduction != Reduction::none) {
       layout.losses = arena.take<float>(tokens);
     }
   }
@@ -28,84 +27,69 @@ Layout layout_of(const Op& op, void* memory) {
   return layout;
 }
 
-template <class Op>
-Status loss_workspace(const Op& op, WorkspaceSize* size) {
-  *size = {};
-  size->minimum = size->recommended = layout_of(op, nullptr).bytes;
-  size->alignment = Arena::alignment;
-  return check_row_extents(op.logits);
-}
-
-template <class Op>
-void run_probabilities(const Op& op, const TokenInput& in, const Layout& layout, Stream* stream) {
-  if constexpr (ForwardOp<Op>) {
-    if (op.loss) {
-      launch_probability_losses(op.logits, in, layout.tokens, layout.losses, op.loss, stream);
-      write_loss(in, layout.tokens, layout.losses, op.loss, stream);
+void run_probabilities(const Call& call, const TokenInput& in, const Layout& layout,
+                       Stream* stream) {
+  if (call.forward) {
+    if (call.loss) {
+      launch_probability_losses(call.logits, in, layout.tokens, layout.losses, call.loss, stream);
+      write_loss(in, layout.tokens, layout.losses, call.loss, stream);
     }
   }
-  if constexpr (GradientOp<Op>) {
-    launch_probability_gradient(op.logits, op.grad_logits, in, layout.tokens, stream);
-    clear_other_rows(layout.tokens, op.grad_logits, stream);
+  if (call.gradients) {
+    launch_probability_gradient(call.logits, call.grad_logits, in, layout.tokens, stream);
+    clear_other_rows(layout.tokens, call.grad_logits, stream);
   }
 }
 
-template <class Op>
-void run_logits(const Op& op, const TokenInput& in, const Layout& layout, const DeviceInfo& device,
-                Stream* stream) {
-  RowsCall call;
-  call.logits = op.logits;
-  call.in = in;
-  call.scalars = layout.tokens.scalars;
-  call.losses = layout.losses;
-  if constexpr (GradientOp<Op>) call.output = op.grad_logits;
-  if constexpr (BackwardOnlyOp<Op>) {
-    call.row_reference = op.row_reference;
-    call.row_log_sum = op.row_log_sum;
-    call.entropy = op.entropy;
+void run_logits(const Call& call, const TokenInput& in, const Layout& layout,
+                const DeviceInfo& device, Stream* stream) {
+  RowsCall rows;
+  rows.logits = call.logits;
+  rows.in = in;
+  rows.scalars = layout.tokens.scalars;
+  rows.losses = layout.losses;
+  if (call.gradients) rows.output = call.grad_logits;
+  if (!call.forward) {
+    rows.row_reference = call.row_reference;
+    rows.row_log_sum = call.row_log_sum;
+    rows.entropy = call.entropy;
   }
-  if constexpr (ForwardOp<Op>) {
-    call.outputs = {op.loss, op.statistics};
-    call.wants_weighted_sum = op.options.label_smoothing > 0 || op.statistics.weighted_logit_sum;
-    call.wants_entropy = static_cast<bool>(op.statistics.entropy);
-    call.wants_argmax = static_cast<bool>(op.statistics.argmax);
+  if (call.forward) {
+    rows.outputs = {call.loss, call.statistics()};
+    rows.wants_weighted_sum = call.wants_weighted_sum();
+    rows.wants_entropy = static_cast<bool>(call.entropy);
+    rows.wants_argmax = static_cast<bool>(call.argmax);
   }
-  const bool early = launch_rows(call, device, stream);
-  if constexpr (ForwardOp<Op>) {
-    write_loss(in, layout.tokens, layout.losses, op.loss, stream, early);
+  const bool early = launch_rows(rows, device, stream);
+  if (call.forward) {
+    write_loss(in, layout.tokens, layout.losses, call.loss, stream, early);
   }
-}
-
-template <class Op>
-Status loss_run(const Op& op, const Workspace& workspace, const DeviceInfo& device,
-                Stream* stream) {
-  const Layout layout = layout_of(op, static_cast<char*>(workspace.data) + workspace.byte_offset);
-  const TokenInput in = token_input(op, op.logits.shape[1]);
-  TokenOutputs outputs;
-  if constexpr (ForwardOp<Op>) outputs = {op.loss, op.statistics};
-  stream->prepare_and_run([&] {
-    prepare_tokens(in, layout.tokens, outputs, stream);
-    if (op.options.input_kind == InputKind::probabilities) {
-      run_probabilities(op, in, layout, stream);
-    } else {
-      run_logits(op, in, layout, device, stream);
-    }
-  });
-  return {};
 }
 
 }  // namespace
 
-#define LOGITLESS_LOSS_OP(Op)                                                                 \
-  Status workspace(const Op& op, const DeviceInfo&, WorkspaceSize* size) {                    \
-    return loss_workspace(op, size);                                                          \
-  }                                                                                           \
-  Status run(const Op& op, const Workspace& workspace, const DeviceInfo& device, Stream* s) { \
-    return loss_run(op, workspace, device, s);                                                \
-  }
-LOGITLESS_LOSS_OP(CrossEntropyForward)
-LOGITLESS_LOSS_OP(CrossEntropyBackward)
-LOGITLESS_LOSS_OP(CrossEntropyForwardBackward)
-#undef LOGITLESS_LOSS_OP
+Status logits_loss_workspace(const Call& call, const DeviceInfo&, WorkspaceSize* size) {
+  *size = {};
+  size->minimum = size->recommended = layout_of(call, nullptr).bytes;
+  size->alignment = Arena::alignment;
+  return check_row_extents(call.logits);
+}
+
+Status run_logits_loss(const Call& call, const Workspace& workspace, const DeviceInfo& device,
+                       Stream* stream) {
+  const Layout layout = layout_of(call, static_cast<char*>(workspace.data) + workspace.byte_offset);
+  const TokenInput in = token_input(call);
+  TokenOutputs outputs;
+  if (call.forward) outputs = {call.loss, call.statistics()};
+  stream->prepare_and_run([&] {
+    prepare_tokens(in, layout.tokens, outputs, stream);
+    if (call.options.input_kind == InputKind::probabilities) {
+      run_probabilities(call, in, layout, stream);
+    } else {
+      run_logits(call, in, layout, device, stream);
+    }
+  });
+  return {};
+}
 
 }  // namespace logitless::cuda

@@ -5,16 +5,16 @@
 
 namespace logitless::cuda {
 
-Status workspace(const Softmax& op, const DeviceInfo&, WorkspaceSize* size) {
+Status softmax_workspace(const Call& call, const DeviceInfo&, WorkspaceSize* size) {
   *size = {};
-  return check_row_extents(op.logits);
+  return check_row_extents(call.logits);
 }
 
-Status run(const Softmax& op, const Workspace&, const DeviceInfo& device, Stream* stream) {
-  RowsCall call;
-  call.logits = op.logits;
-  call.output = op.probabilities;
-  launch_rows(call, device, stream);
+Status run_softmax(const Call& call, const Workspace&, const DeviceInfo& device, Stream* stream) {
+  RowsCall rows;
+  rows.logits = call.logits;
+  rows.output = call.probabilities;
+  launch_rows(rows, device, stream);
   return {};
 }
 

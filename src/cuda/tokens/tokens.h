@@ -5,6 +5,7 @@
 // src/cpu/tokens.h.
 #pragma once
 
+#include "src/call.h"
 #include "src/cuda/runtime/runtime.h"
 #include "src/loss.h"
 
@@ -87,27 +88,22 @@ void write_loss(const TokenInput& input, const Tokens& tokens, const float* loss
 // Rows of a gradient [N, columns] whose token does not count: exactly 0.
 void clear_other_rows(const Tokens& tokens, const TensorView& gradient, Stream* stream);
 
-template <class Op>
-TokenInput token_input(const Op& op, int64_t vocab) {
+inline TokenInput token_input(const Call& call) {
   TokenInput in;
-  in.target = op.target;
-  in.token_weight = op.weights.token;
-  in.vocab_weight = op.weights.vocab;
-  in.normalizer = op.weights.normalizer;
-  in.fault = op.fault;
-  in.options = op.options;
-  in.vocab = vocab;
-  if constexpr (requires { op.grad_loss; }) {
-    in.gradients = true;
-    in.grad_loss = op.grad_loss;
-    in.per_row_upstream = op.options.reduction == Reduction::none && op.grad_loss;
-  }
-  if constexpr (requires { op.grad_lse; }) {
-    in.grad_lse = op.grad_lse;
-    in.grad_target_logit = op.grad_target_logit;
-    in.grad_entropy = op.grad_entropy;
-    in.statistics_gradients = op.grad_lse || op.grad_target_logit || op.grad_entropy;
-  }
+  in.target = call.target;
+  in.token_weight = call.token_weight;
+  in.vocab_weight = call.vocab_weight;
+  in.normalizer = call.normalizer;
+  in.fault = call.fault;
+  in.options = call.options;
+  in.vocab = call.vocab();
+  in.gradients = call.gradients;
+  in.grad_loss = call.grad_loss;
+  in.per_row_upstream = call.options.reduction == Reduction::none && call.grad_loss;
+  in.grad_lse = call.grad_lse;
+  in.grad_target_logit = call.grad_target_logit;
+  in.grad_entropy = call.grad_entropy;
+  in.statistics_gradients = call.grad_lse || call.grad_target_logit || call.grad_entropy;
   return in;
 }
 

@@ -6,9 +6,7 @@
 #include <map>
 #include <memory>
 #include <string>
-#include <type_traits>
 
-#include "logitless/fields.h"
 #include "src/message.h"
 #include "src/reference/reference.h"
 #include "src/validate.h"
@@ -63,57 +61,42 @@ constexpr Option kOptions[] = {
     {"vocab_total", [](LossOptions& o, double v) { o.vocab_total = static_cast<int64_t>(v); }},
 };
 
+constexpr Execution kOnDevice{.device = {.type = DeviceType::webgpu}};
+
 // The op that was begun, with the tensors given; those that it does not have are an error.
-template <class Op>
-Status make(Op* op, DeviceType device) {
+Status make(const Execution& execution, DeviceType tensors_on, Call* call) {
   const State& s = state();
-  if constexpr (LossOp<Op>) op->options = s.options;
-  if constexpr (GradientOp<Op> && LinearOp<Op>) op->accumulate_grad_weight = s.accumulate;
+  if (s.kind < 0 || s.kind >= kinds) {
+    return error(StatusCode::unknown_enum, "op.kind is %d; allowed: 0 to 6", s.kind);
+  }
+  *call = Call(s.kind, execution);
+  if (call->loss_op) call->options = s.options;
+  call->accumulate = call->gradients && call->linear && s.accumulate;
   size_t taken = 0;
-  logitless_op fields{};
-  for_each_tensor(*op, fields,
-                  [&](const char* name, Access, TensorView& view, const logitless_tensor*) {
-                    const auto found = s.tensors.find(name);
-                    if (found == s.tensors.end()) return;
-                    view = found->second;
-                    view.device.type = device;
-                    ++taken;
-                  });
+  for (const TensorField& field : tensor_fields(s.kind)) {
+    const auto found = s.tensors.find(field.name);
+    if (found == s.tensors.end()) continue;
+    TensorView& view = view_at(*call, field);
+    view = found->second;
+    view.device.type = tensors_on;
+    ++taken;
+  }
   if (taken == s.tensors.size()) return {};
   return error(StatusCode::invalid_argument, "a tensor was given that this op does not have");
 }
 
-constexpr Execution kOnDevice{.device = {.type = DeviceType::webgpu}};
-
-template <class Op>
-Status sizes_of(const Op& op, WorkspaceSize* size) {
-  const Status status = validate(op, kOnDevice);
+Status sizes_of(const Call& call, WorkspaceSize* size) {
+  const Status status = validate(call);
   if (!status.ok()) return status;
-  return workspace_sizes(problem_of(call_of(op, kOnDevice)), state().device.limits(),
-                         &size->minimum, &size->recommended);
-}
-
-template <class F, class... Ops>
-int32_t call_op(F&& f, DeviceType device, std::type_identity<Ops>...) {
-  Status status = error(StatusCode::unknown_enum, "op.kind is %d; allowed: 0 to 6", state().kind);
-  const auto one = [&]<class Op>(std::type_identity<Op>) {
-    if (kind_of<Op> != state().kind) return;
-    Op op;
-    status = make(&op, device);
-    if (status.ok()) status = f(op);
-  };
-  (one(std::type_identity<Ops>{}), ...);
-  return report(status);
+  return workspace_sizes(problem_of(call), state().device.limits(), &size->minimum,
+                         &size->recommended);
 }
 
 template <class F>
-int32_t with_op(DeviceType device, F&& f) {
-  return call_op(
-      f, device, std::type_identity<Softmax>{}, std::type_identity<CrossEntropyForward>{},
-      std::type_identity<CrossEntropyBackward>{}, std::type_identity<CrossEntropyForwardBackward>{},
-      std::type_identity<LinearCrossEntropyForward>{},
-      std::type_identity<LinearCrossEntropyBackward>{},
-      std::type_identity<LinearCrossEntropyForwardBackward>{});
+int32_t with_call(const Execution& execution, DeviceType tensors_on, F&& f) {
+  Call call;
+  const Status status = make(execution, tensors_on, &call);
+  return report(status.ok() ? f(call) : status);
 }
 
 }  // namespace
@@ -173,9 +156,9 @@ LOGITLESS_EXPORT("option") int32_t option(const char* name, double value) {
 
 // Writes the bytes of workspace that the op needs, and those that serve it well.
 LOGITLESS_EXPORT("workspace") int32_t workspace(double* sizes) {
-  return with_op(DeviceType::webgpu, [&](const auto& op) {
+  return with_call(kOnDevice, DeviceType::webgpu, [&](const Call& call) {
     WorkspaceSize size;
-    const Status status = sizes_of(op, &size);
+    const Status status = sizes_of(call, &size);
     sizes[0] = static_cast<double>(size.minimum);
     sizes[1] = static_cast<double>(size.recommended);
     return status;
@@ -185,19 +168,19 @@ LOGITLESS_EXPORT("workspace") int32_t workspace(double* sizes) {
 // Records the op and submits it; waits for nothing. The buffers of the workspace stay for the next
 // call of the same budget.
 LOGITLESS_EXPORT("run") int32_t run(double budget) {
-  return with_op(DeviceType::webgpu, [&](const auto& op) {
+  return with_call(kOnDevice, DeviceType::webgpu, [&](const Call& call) {
     WorkspaceSize size;
-    Status status = sizes_of(op, &size);
+    Status status = sizes_of(call, &size);
     const auto bytes = static_cast<uint64_t>(budget);
     State& s = state();
     if (s.workspace == nullptr || s.workspace->budget() != bytes) {
       s.workspace = std::make_unique<WorkspaceBuffers>(&s.device, bytes);
     }
     if (status.ok()) {
-      status = validate_data(op, {.data = s.workspace.get(), .bytes = bytes}, size);
+      status = validate_data(call, {.data = s.workspace.get(), .bytes = bytes}, size);
     }
     if (!status.ok()) return status;
-    return logitless::webgpu::run(call_of(op, kOnDevice), bytes, s.workspace.get());
+    return logitless::webgpu::run(call, bytes, s.workspace.get());
   });
 }
 
@@ -206,10 +189,11 @@ LOGITLESS_EXPORT("forget") void forget() { state().workspace.reset(); }
 
 // The op in double; its tensors are memory of this module.
 LOGITLESS_EXPORT("evaluate") int32_t evaluate(int32_t with_bounds) {
-  return with_op(DeviceType::cpu, [&](const auto& op) {
-    Status status = validate(op, {.device = {.type = DeviceType::reference}});
+  const Execution on_reference{.device = {.type = DeviceType::reference}};
+  return with_call(on_reference, DeviceType::cpu, [&](const Call& call) {
+    const Status status = validate(call);
     if (!status.ok()) return status;
-    state().judged = reference::evaluate(op, {}, with_bounds != 0);
+    state().judged = reference::evaluate(call, {}, with_bounds != 0);
     return state().judged.status;
   });
 }

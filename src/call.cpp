@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "src/call.h"
+
+namespace logitless {
+namespace {
+
+template <class Op>
+std::span<const TensorField> fields_of_op() {
+  static const auto table = [] {
+    std::array<TensorField, tensor_count<Op>> made{};
+    static_assert(tensor_count<Op> <= std::tuple_size_v<decltype(Fields::field)>);
+    const Op op{};
+    logitless_op c{};
+    Call call;
+    const auto offset = [](const auto& whole, const auto& part) -> size_t {
+      return reinterpret_cast<const char*>(&part) - reinterpret_cast<const char*>(&whole);
+    };
+    size_t i = 0;
+    for_each_tensor(op, c, [&](const char* name, Access access, const auto&, const auto& field) {
+      made[i++] = {name, access, 0, offset(c, field)};
+    });
+    i = 0;
+    for_each_tensor(op, call, [&](const char*, Access, const auto&, const TensorView& view) {
+      made[i++].in_call = offset(call, view);
+    });
+    return made;
+  }();
+  return table;
+}
+
+}  // namespace
+
+std::span<const TensorField> tensor_fields(int32_t kind) {
+  switch (kind) {
+    case LOGITLESS_SOFTMAX:
+      return fields_of_op<Softmax>();
+    case LOGITLESS_CROSS_ENTROPY_FORWARD:
+      return fields_of_op<CrossEntropyForward>();
+    case LOGITLESS_CROSS_ENTROPY_BACKWARD:
+      return fields_of_op<CrossEntropyBackward>();
+    case LOGITLESS_CROSS_ENTROPY_FORWARD_BACKWARD:
+      return fields_of_op<CrossEntropyForwardBackward>();
+    case LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD:
+      return fields_of_op<LinearCrossEntropyForward>();
+    case LOGITLESS_LINEAR_CROSS_ENTROPY_BACKWARD:
+      return fields_of_op<LinearCrossEntropyBackward>();
+    case LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD:
+      return fields_of_op<LinearCrossEntropyForwardBackward>();
+  }
+  return {};
+}
+
+Call::Call(int32_t of_kind, const Execution& on) : kind(of_kind), execution(on) {
+  linear = kind >= LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD;
+  loss_op = kind != LOGITLESS_SOFTMAX;
+  const bool backward =
+      kind == LOGITLESS_CROSS_ENTROPY_BACKWARD || kind == LOGITLESS_LINEAR_CROSS_ENTROPY_BACKWARD;
+  const bool both = kind == LOGITLESS_CROSS_ENTROPY_FORWARD_BACKWARD ||
+                    kind == LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD;
+  gradients = backward || both;
+  forward = loss_op && !backward;
+}
+
+Fields Call::fields() const {
+  Fields made;
+  for (const TensorField& field : tensor_fields(kind)) {
+    const bool sums = accumulate && (field.name == std::string_view("grad_weight") ||
+                                     field.name == std::string_view("grad_bias"));
+    made.field[made.count++] = {field.name, sums ? Access::read_write : field.access,
+                                &view_at(*this, field)};
+  }
+  return made;
+}
+
+const TensorView& Call::operator[](std::string_view name) const {
+  static constexpr TensorView absent{};
+  for (const TensorField& field : tensor_fields(kind)) {
+    if (field.name == name) return view_at(*this, field);
+  }
+  return absent;
+}
+
+}  // namespace logitless

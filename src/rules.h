@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the rules of validate*.cpp share: names of values, sizes of views, and the rules themselves.
+#pragma once
+
+#include <cstdio>
+
+#include "src/call.h"
+
+namespace logitless {
+
+// Names of known values.
+constexpr const char* name_of(DType dtype) {
+  constexpr const char* names[] = {"f32", "f16", "bf16", "i32", "i64"};
+  return names[static_cast<int32_t>(dtype)];
+}
+
+constexpr const char* name_of(DeviceType type) {
+  constexpr const char* names[] = {"cpu", "cuda", "webgpu", "reference"};
+  return names[static_cast<int32_t>(type)];
+}
+
+// A shape in words.
+struct Text {
+  char text[48];
+};
+
+inline Text shape_text(int32_t rank, int64_t first, int64_t second) {
+  Text out{"[]"};
+  const long long a = first, b = second;
+  if (rank == 1) std::snprintf(out.text, sizeof(out.text), "[%lld]", a);
+  if (rank == 2) std::snprintf(out.text, sizeof(out.text), "[%lld, %lld]", a, b);
+  return out;
+}
+
+inline Text shape_text(const TensorView& v) { return shape_text(v.rank, v.shape[0], v.shape[1]); }
+
+// Elements of a view with valid rank and sizes.
+inline int64_t elements(const TensorView& v) {
+  int64_t count = 1;
+  for (int32_t d = 0; d < v.rank; ++d) count *= v.shape[d];
+  return count;
+}
+
+// Bytes from the first element to the end of the last; false where they and the offset pass int64.
+inline bool extent(const TensorView& v, int64_t* bytes) {
+  int64_t last = 0;
+  *bytes = 0;
+  if (v.byte_offset > static_cast<uint64_t>(INT64_MAX)) return false;
+  for (int32_t d = 0; d < v.rank; ++d) {
+    if (v.shape[d] == 0) return true;
+  }
+  for (int32_t d = 0; d < v.rank; ++d) {
+    int64_t reach;
+    if (__builtin_mul_overflow(v.shape[d] - 1, v.stride[d], &reach)) return false;
+    if (__builtin_add_overflow(last, reach, &last)) return false;
+  }
+  int64_t end;
+  return !__builtin_add_overflow(last, int64_t{1}, &last) &&
+         !__builtin_mul_overflow(last, size_of(v.dtype), bytes) &&
+         !__builtin_add_overflow(*bytes, static_cast<int64_t>(v.byte_offset), &end);
+}
+
+// The rules of validate_fields.cpp and validate_options.cpp; each looks at one thing and relies on
+// those before it in the table of validate.cpp.
+Status check_tensor_enums(const Call& call);
+Status check_devices(const Call& call);
+Status check_ranks(const Call& call);
+Status check_nonnegative(const Call& call);
+Status check_shapes(const Call& call);
+Status check_dtypes(const Call& call);
+Status check_extents(const Call& call);
+Status check_written_once(const Call& call);
+Status check_option_enums(const Call& call);
+Status check_option_ranges(const Call& call);
+Status check_normalizer(const Call& call);
+Status check_shard_range(const Call& call);
+Status check_shard_fields(const Call& call);
+Status check_probability_input(const Call& call);
+
+}  // namespace logitless

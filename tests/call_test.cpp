@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+// An op of the C++ interface becomes a Call: every tensor arrives under its name, and no other.
+#include "src/call.h"
+
+#include <gtest/gtest.h>
+
+#include <set>
+#include <string>
+
+namespace logitless {
+namespace {
+
+template <class Op>
+class OpCall : public testing::Test {};
+using Ops = testing::Types<Softmax, CrossEntropyForward, CrossEntropyBackward,
+                           CrossEntropyForwardBackward, LinearCrossEntropyForward,
+                           LinearCrossEntropyBackward, LinearCrossEntropyForwardBackward>;
+TYPED_TEST_SUITE(OpCall, Ops);
+
+TYPED_TEST(OpCall, HasTheTensorsOfItsOp) {
+  for (const bool accumulate : {false, true}) {
+    TypeParam op;
+    if constexpr (LinearOp<TypeParam> && GradientOp<TypeParam>) {
+      op.accumulate_grad_weight = accumulate;
+    }
+    char memory[32];
+    const logitless_op unused{};
+    int count = 0;
+    for_each_tensor(op, unused, [&](const char*, Access, TensorView& view, const auto*) {
+      view = vector_view(memory + count++, DType::f32, 1);
+    });
+    const Call call(op);
+    const Fields fields = call.fields();
+    ASSERT_EQ(fields.size(), static_cast<size_t>(count));
+    std::set<std::string> names;
+    size_t i = 0;
+    for_each_tensor(op, unused, [&](const char* name, Access access, TensorView& view, auto*) {
+      EXPECT_EQ(fields[i].name, name);
+      EXPECT_EQ(fields[i].access, access) << name;
+      EXPECT_EQ(fields[i].view->data, view.data) << name;
+      EXPECT_EQ(call[name].data, view.data) << name;
+      names.insert(name);
+      ++i;
+    });
+    for (int32_t kind = 0; kind < kinds; ++kind) {
+      for (const TensorField& field : tensor_fields(kind)) {
+        const bool has = names.contains(field.name);
+        EXPECT_EQ(static_cast<bool>(call[field.name]), has) << field.name;
+      }
+    }
+  }
+}
+
+TYPED_TEST(OpCall, SaysWhatItsOpDoes) {
+  const Call call{TypeParam{}};
+  EXPECT_EQ(call.kind, kind_of<TypeParam>);
+  EXPECT_EQ(call.linear, LinearOp<TypeParam>);
+  EXPECT_EQ(call.loss_op, LossOp<TypeParam>);
+  EXPECT_EQ(call.gradients, GradientOp<TypeParam>);
+  EXPECT_EQ(call.forward, ForwardOp<TypeParam>);
+}
+
+// In a Forward these are outputs, whose contents nothing may read.
+TEST(Call, StateIsGivenToBackwardAlone) {
+  float value = 0;
+  CrossEntropyForward forward;
+  forward.statistics.row_reference = vector_view(&value, DType::f32, 1);
+  EXPECT_FALSE(Call(forward).state_given());
+  EXPECT_TRUE(Call(forward).statistics().row_reference);
+  CrossEntropyBackward backward;
+  backward.row_reference = vector_view(&value, DType::f32, 1);
+  EXPECT_TRUE(Call(backward).state_given());
+  EXPECT_FALSE(Call(backward).statistics().row_reference);
+}
+
+}  // namespace
+}  // namespace logitless
