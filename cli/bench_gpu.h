@@ -28,7 +28,7 @@ class GpuBench {
   // Measured now: FLOP/s of a product of two square matrices, bytes/s read and written by a copy.
   virtual double product_rate(DType dtype) = 0;
   virtual double copy_bandwidth() = 0;
-  // Says what multiplies here, and how the suite judges it (tests/device_cuda.cpp).
+  // Says what multiplies here, and how the suite judges it (tests/support/device_cuda.cpp).
   virtual const char* arithmetic() const = 0;
   virtual bool has_tensor_cores() const = 0;
 

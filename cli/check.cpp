@@ -13,7 +13,7 @@
 #include "cli/commands.h"
 #include "cli/progress.h"
 #include "cli/text.h"
-#include "tests/judge.h"
+#include "tests/support/judge.h"
 
 namespace logitless::cli {
 namespace {

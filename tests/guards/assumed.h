@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "recorded_cuda.h"
 #include "src/cuda/promises.h"
+#include "tests/cuda/recorded.h"
 
 namespace logitless::guards {
 

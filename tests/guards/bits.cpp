@@ -15,10 +15,10 @@
 #include <vector>
 
 #include "hwy/targets.h"
-#include "tests/device_host.h"
 #include "tests/guards/bits_webgpu.h"
-#include "tests/judge.h"
 #include "tests/reliability/report.h"
+#include "tests/support/device_host.h"
+#include "tests/support/judge.h"
 
 namespace logitless::guards {
 namespace {

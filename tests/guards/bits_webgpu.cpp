@@ -7,7 +7,7 @@
 #include <cstdlib>
 
 #include "src/webgpu/shaders.h"
-#include "tests/device_webgpu.h"
+#include "tests/support/device_webgpu.h"
 
 namespace logitless::webgpu {
 
@@ -22,7 +22,7 @@ namespace logitless::guards {
 #ifdef LOGITLESS_WITH_WEBGPU
 
 conformance::Found find_webgpu() {
-  // As the tests of tests/webgpu.cmake have it, where the caller does not say otherwise.
+  // As the tests of tests/webgpu/webgpu.cmake have it, where the caller does not say otherwise.
   setenv("LOGITLESS_WEBGPU_LIBRARY", LOGITLESS_WEBGPU_LIBRARY_FILE, 0);
   setenv("LOGITLESS_WEBGPU_LIMITS", "default", 0);
   if (*LOGITLESS_WEBGPU_DRIVER != '\0') {

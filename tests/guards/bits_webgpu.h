@@ -2,7 +2,7 @@
 // The WebGPU device of the library that the loader found.
 #pragma once
 
-#include "tests/device.h"
+#include "tests/support/device.h"
 
 namespace logitless::guards {
 

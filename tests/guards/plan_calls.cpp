@@ -5,7 +5,7 @@
 #include <array>
 #include <set>
 
-#include "cases.h"
+#include "tests/support/cases.h"
 
 namespace logitless::guards {
 namespace {

@@ -5,7 +5,6 @@
 #include <cinttypes>
 #include <cstdio>
 
-#include "executors.h"
 #include "src/call.h"
 #include "src/cpu/plan.h"
 #include "src/cpu/thread_pool.h"
@@ -14,6 +13,7 @@
 #include "src/cuda/linear/sm90/teams.h"
 #include "src/cuda/rows/rows_plan.h"
 #include "src/webgpu/cost.h"
+#include "tests/support/executors.h"
 
 namespace logitless::guards {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Writes down what a call launches on a machine that is not there (recorded_cuda.h): kernels,
+// Writes down what a call launches on a machine that is not there (tests/cuda/recorded.h): kernels,
 // copies and products in order, with their grids and every argument, in words that hold from one
 // build of the library to the next. An address is a name and an offset, a kernel its name without
 // namespaces. How often and when a description, a tensor map or an algorithm is asked for leaves no
@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "recorded_cuda.h"
+#include "tests/cuda/recorded.h"
 
 namespace logitless::guards {
 

@@ -9,8 +9,8 @@
 #include <thread>
 #include <vector>
 
-#include "tests/judge.h"
 #include "tests/reliability/report.h"
+#include "tests/support/judge.h"
 
 namespace logitless::reliability {
 namespace {

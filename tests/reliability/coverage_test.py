@@ -69,7 +69,7 @@ class CoverageTest(unittest.TestCase):
         for name in ("include/logitless/c.h", "src/c_api.cpp", "src/cpu/plan.cpp",
                      "src/reference/row.cpp", "cli/safetensors_write.cpp"):  # fmt: skip
             self.assertEqual(in_scope(str(ROOT / name)), name)
-        for name in ("src/cuda/linear/plan.cpp", "cli/loss.cpp", "tests/judge.cpp"):
+        for name in ("src/cuda/linear/plan.cpp", "cli/loss.cpp", "tests/support/judge.cpp"):
             self.assertIsNone(in_scope(str(ROOT / name)))
         self.assertIsNone(in_scope("/usr/include/c++/12/vector"))
 

@@ -18,9 +18,9 @@
 #include <thread>
 #include <vector>
 
-#include "tests/judge.h"
 #include "tests/reliability/report.h"
-#include "tests/suite.h"
+#include "tests/support/judge.h"
+#include "tests/support/suite.h"
 
 namespace {
 

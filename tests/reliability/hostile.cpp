@@ -12,9 +12,9 @@
 #include <set>
 
 #include "fuzz/judge.h"
-#include "tests/judge.h"
+#include "tests/api/subject.h"
 #include "tests/reliability/report.h"
-#include "tests/subject.h"
+#include "tests/support/judge.h"
 
 namespace logitless::reliability {
 namespace {

@@ -9,9 +9,9 @@
 #include <limits>
 #include <set>
 
-#include "tests/rejects_memory.h"
+#include "tests/api/rejects_memory.h"
+#include "tests/api/subject.h"
 #include "tests/reliability/report.h"
-#include "tests/subject.h"
 
 namespace logitless::reliability {
 namespace {

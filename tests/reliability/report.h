@@ -12,7 +12,7 @@
 #include <cstring>
 #include <string>
 
-#include "tests/cases.h"
+#include "tests/support/cases.h"
 
 namespace logitless::reliability {
 

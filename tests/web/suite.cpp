@@ -7,12 +7,12 @@
 #include <new>
 #include <typeinfo>
 
-#include "device.h"
 #include "gtest/gtest.h"
-#include "paper_calls.h"
 #include "src/backend.h"
 #include "src/cpu/thread_pool.h"
 #include "src/webgpu/browser/device.h"
+#include "tests/support/device.h"
+#include "tests/webgpu/paper_calls.h"
 
 #define LOGITLESS_SUITE_IMPORT(name) __attribute__((import_module("suite"), import_name(name)))
 extern "C" {

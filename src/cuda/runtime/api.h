@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // All that this backend asks of the CUDA runtime, of the driver and of cuBLASLt: a table of
 // functions. A test puts another in its place, to answer as a machine that is not to be had
-// (tests/recorded_cuda.h). The functions of the driver and of cuBLASLt come by way of `symbol`.
+// (tests/cuda/recorded.h). The functions of the driver and of cuBLASLt come by way of `symbol`.
 #pragma once
 
 #include <cuda_runtime.h>

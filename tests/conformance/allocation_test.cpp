@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CPU backend allocates nothing while it runs, whatever it is asked and also where it refuses:
+// what it needs is the workspace. The threads of the library's own pool are started once.
+#include <cstdlib>
+
+#include "tests/support/allocation_count.h"
+#include "tests/support/executors.h"
+#include "tests/support/judge.h"
+#include "tests/support/problem.h"
+#include "tests/support/suite.h"
+
+namespace logitless::conformance {
+namespace {
+
+class Allocation : public ConformanceTest {
+ protected:
+  void expect_none(const Case& c, const Executor* executor, Memory memory) {
+    with_op(op_, [&](auto op) {
+      const auto p = build<decltype(op)>(c);
+      Execution execution = device_.execution();
+      execution.executor = executor;
+      WorkspaceSize size;
+      ASSERT_TRUE(workspace(p.op, execution, &size).ok()) << describe(c);
+      const uint64_t bytes = memory == Memory::minimum ? size.minimum : size.recommended;
+      const Bytes scratch(bytes + 1);
+      expect_none(p.op, {scratch.data(), bytes}, execution, StatusCode::ok, describe(c));
+      if (size.minimum == 0) return;
+      expect_none(p.op, {scratch.data(), size.minimum - 1}, execution,
+                  StatusCode::workspace_too_small, describe(c));
+    });
+  }
+  template <class Op>
+  void expect_none(const Op& op, const Workspace& scratch, const Execution& execution,
+                   StatusCode wanted, const std::string& what) {
+    const int64_t before = allocations();
+    const Status status = run(op, scratch, execution);
+    const int64_t after = allocations();
+    EXPECT_EQ(after, before) << what;
+    EXPECT_EQ(status.code(), wanted) << what << ": " << status.message();
+  }
+  // Every option of the contract alone.
+  std::vector<Case> options() const {
+    std::vector<Case> all;
+    for (const Pair& pair : feature_pairs(op_, dtype_)) {
+      if (pair.first == pair.second) all.push_back(case_of(op_, dtype_, pair));
+    }
+    return all;
+  }
+  // No option and many together, wherever tensors lie.
+  std::vector<Case> placements() const {
+    std::vector<Case> all;
+    for (const Placement placement :
+         {Placement::dense, Placement::padded, Placement::strided, Placement::transposed,
+          Placement::broadcast, Placement::unaligned}) {
+      all.push_back({.op = op_, .shape = {70, 33, 515}, .dtype = dtype_, .placement = placement});
+      Case everything = all.back();
+      apply_everything(everything);
+      all.push_back(everything);
+    }
+    return all;
+  }
+};
+
+TEST_P(Allocation, NoneWhileRunning) {
+  if (!device_.has_threads()) return;
+  const SerialExecutor serial(4);
+  const std::vector<Case> options = this->options(), placements = this->placements();
+  for (size_t i = 0; i < options.size(); ++i) {
+    if (eighth() && i % 8 != 0) continue;
+    expect_none(options[i], serial.get(), i % 2 == 0 ? Memory::recommended : Memory::minimum);
+  }
+  // The process starts the pool's threads once.
+  run_case(device_, placements.front());
+  for (const Case& c : placements) {
+    expect_none(c, serial.get(), Memory::minimum);
+    if (c.placement == Placement::dense) expect_none(c, nullptr, Memory::recommended);
+  }
+}
+
+// An error is a message in the caller's memory.
+TEST_P(Allocation, NoneWhereACallIsRefused) {
+  if (!device_.has_threads()) return;
+  with_op(op_, [&](auto op) {
+    using Op = decltype(op);
+    Case c{.op = op_, .shape = {7, 5, 9}, .dtype = dtype_};
+    const auto p = build<Op>(c);
+    const Bytes memory(1 << 20);
+    const Workspace scratch{memory.data(), memory.size()};
+    const Execution execution = device_.execution();
+    Op wrong = p.op;
+    TensorView& view = [&]() -> TensorView& {
+      if constexpr (LinearOp<Op>) {
+        return wrong.weight;
+      } else {
+        return wrong.logits;
+      }
+    }();
+    view.rank = 1;
+    expect_none(wrong, scratch, execution, StatusCode::wrong_shape, "rank");
+    wrong = p.op, view.stride[0] = -1;
+    expect_none(wrong, scratch, execution, StatusCode::invalid_argument, "stride");
+    wrong = p.op, view.data = nullptr;
+    expect_none(wrong, scratch, execution, StatusCode::invalid_argument, "data");
+    wrong = p.op, view.dtype = DType::i64;
+    expect_none(wrong, scratch, execution, StatusCode::wrong_dtype, "dtype");
+    if constexpr (LossOp<Op>) {
+      wrong = p.op;
+      write(wrong.target, std::vector<double>(7, 9));
+      expect_none(wrong, scratch, execution, StatusCode::target_out_of_range, "target");
+    }
+  });
+}
+
+TEST(AllocationCount, IsKept) {
+  const int64_t before = allocations();
+  std::vector<int> one(3);
+  EXPECT_GT(allocations(), before) << one.size();
+  const int64_t between = allocations();
+  void* volatile memory = std::malloc(7);
+  std::free(memory);
+  if (counts_malloc()) {
+    EXPECT_GT(allocations(), between);
+  }
+}
+
+LOGITLESS_CONFORMANCE_SUITE(Allocation);
+
+}  // namespace
+}  // namespace logitless::conformance

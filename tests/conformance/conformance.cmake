@@ -1,0 +1,61 @@
+# The conformance suite: one case table, every backend against the reference.
+include(${CMAKE_CURRENT_LIST_DIR}/../support/harness.cmake)
+
+set(conformance_objects)
+function(link_conformance name)
+  target_link_libraries(${name} PRIVATE logitless_conformance GTest::gtest)
+  target_compile_options(${name} PRIVATE ${LOGITLESS_TEST_OPTIONS})
+endfunction()
+add_library(conformance_main OBJECT conformance/main.cpp)
+link_conformance(conformance_main)
+
+function(add_conformance_test name parts)
+  add_library(${name}_objects OBJECT conformance/${name}.cpp)
+  link_conformance(${name}_objects)
+  add_executable(${name} $<TARGET_OBJECTS:${name}_objects> $<TARGET_OBJECTS:conformance_main>)
+  link_conformance(${name})
+  add_parts(${name} ${parts} ${name})
+endfunction()
+
+# The same tests on the device, all in one program: its library, of which most bytes are kernels, is
+# carried to another machine once. And again with the kernels that every architecture runs.
+set(device_suites)
+function(add_device_test suite parts)
+  if(NOT LOGITLESS_WITH_CUDA)
+    return()
+  endif()
+  math(EXPR last "${parts} - 1")
+  foreach(kernels own portable)
+    if(kernels STREQUAL portable AND suite MATCHES "^(Offsets|Cuda[EHKOP].*)$")
+      continue()
+    endif()
+    set(test device.${kernels}.${suite})
+    string(REPLACE own "" named ${kernels})  # the best there are
+    add_parts(${test} ${parts} device_suite --gtest_filter=*/${suite}.*)
+    foreach(part RANGE ${last})
+      set_property(TEST ${test}.${part} APPEND PROPERTY ENVIRONMENT "LOGITLESS_TEST_DEVICES=cuda"
+                                                                    "LOGITLESS_CUDA_KERNELS=${named}")
+      set_tests_properties(${test}.${part} PROPERTIES LABELS device SKIP_RETURN_CODE 77)
+    endforeach()
+  endforeach()
+endfunction()
+
+if(NOT CMAKE_CXX_FLAGS MATCHES "-fsanitize")  # tests of what judges: no line of the library that others do not reach
+  add_conformance_test(harness_test 1)
+  add_conformance_test(bounds_test 1)
+endif()
+foreach(test conformance:Conformance:8 determinism:Determinism:4 invariance:Invariance:4 edges:Edges:1
+             nonfinite:NonFinite:1 invariants:Invariants:1 shards:Shards:1 offsets:Offsets:1 workspace:WorkspaceSizes:4)
+  string(REPLACE ":" ";" test ${test})
+  list(GET test 0 name)
+  list(GET test 1 suite)
+  list(GET test 2 parts)
+  add_conformance_test(${name}_test ${parts})
+  add_device_test(${suite} ${parts})
+  list(APPEND device_suites $<TARGET_OBJECTS:${name}_test_objects>)
+endforeach()
+target_sources(nonfinite_test_objects PRIVATE conformance/nonfinite_state_test.cpp)
+if(NOT CMAKE_CXX_FLAGS MATCHES "-fsanitize=thread")  # which has its own operator new
+  add_conformance_test(allocation_test 1)
+  target_sources(allocation_test PRIVATE support/allocation_count.cpp)
+endif()

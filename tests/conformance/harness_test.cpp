@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: Apache-2.0
+// The suite judged: a backend that lies in one byte or one element is caught, whatever the lie.
+#include <cmath>
+#include <cstring>
+#include <functional>
+
+#include "gtest/gtest.h"
+#include "tests/support/judge.h"
+
+namespace logitless::conformance {
+namespace {
+
+using Op = LinearCrossEntropyForwardBackward;
+
+// The reference backend, with something done to a block of memory as it is read back.
+class LyingDevice : public TestDevice {
+ public:
+  using Lie = std::function<void(std::byte* host, size_t bytes)>;
+  explicit LyingDevice(Lie lie) : lie_(std::move(lie)) {}
+  const char* name() const override { return "lying"; }
+  Device tensors() const override { return honest_.tensors(); }
+  Execution execution() const override { return honest_.execution(); }
+  void* allocate(size_t bytes) const override { return honest_.allocate(bytes); }
+  void release(void* data) const override { honest_.release(data); }
+  void upload(void* device, const std::byte* host, size_t bytes) const override {
+    honest_.upload(device, host, bytes);
+  }
+  void download(std::byte* host, const void* device, size_t bytes) const override {
+    honest_.download(host, device, bytes);
+    lie_(host, bytes);
+  }
+  void* reserve(size_t bytes, const Ranges& used) const override {
+    return honest_.reserve(bytes, used);
+  }
+  void unreserve(void* data, size_t bytes) const override { honest_.unreserve(data, bytes); }
+
+ private:
+  const TestDevice& honest_ = device("reference");
+  Lie lie_;
+};
+
+Problem<Op> strided_problem() {
+  Case c{
+      .op = OpKind::linear_forward_backward, .placement = Placement::strided, .statistics = true};
+  return build<Op>(c);
+}
+
+Comparison judged(const LyingDevice::Lie& lie) {
+  const Problem<Op> p = strided_problem();
+  return compare(reference::evaluate(p.op, p.model), execute(LyingDevice(lie), p.op, p.pool));
+}
+
+// Changes one byte of the tensor whose allocation has the size of `view`'s.
+LyingDevice::Lie flip(size_t allocation, size_t byte) {
+  return [=, seen = size_t{0}](std::byte* host, size_t bytes) mutable {
+    if (seen++ == allocation && byte < bytes) host[byte] ^= std::byte{0x10};
+  };
+}
+
+size_t allocation_of(const char* name) {
+  const Problem<Op> p = strided_problem();
+  size_t found = 0;
+  const logitless_op unused{};
+  for_each_tensor(p.op, unused,
+                  [&](const char* field, Access, const TensorView& view, const auto*) {
+                    if (view && std::string(name) == field) found = p.pool.find(view);
+                  });
+  return found;
+}
+
+TEST(Harness, AcceptsTheReference) {
+  const Comparison c = judged([](std::byte*, size_t) {});
+  EXPECT_TRUE(c.ok()) << c.report;
+  EXPECT_LE(c.worst_ratio, 1);
+}
+
+TEST(Harness, SeesGuardBytesInFrontAndBehindEveryTensor) {
+  const Problem<Op> p = strided_problem();
+  for (size_t i = 0; i < p.pool.size(); ++i) {
+    EXPECT_FALSE(judged(flip(i, kGuardBytes - 1)).ok()) << "in front of tensor " << i;
+    EXPECT_FALSE(judged(flip(i, p.pool[i].size() - kGuardBytes)).ok()) << "behind tensor " << i;
+  }
+}
+
+TEST(Harness, SeesTheGapsOfStridedOutputs) {
+  for (const char* name : {"grad_input", "grad_weight", "lse"}) {
+    // Elements are at least 8 bytes apart: the fifth byte is no element's.
+    EXPECT_FALSE(judged(flip(allocation_of(name), kGuardBytes + 4)).ok()) << name;
+  }
+}
+
+TEST(Harness, SeesInputsWrittenTo) {
+  for (const char* name : {"input", "weight", "target"}) {
+    EXPECT_FALSE(judged(flip(allocation_of(name), kGuardBytes)).ok()) << name;
+  }
+}
+
+TEST(Harness, SeesOneWrongElement) {
+  for (const char* name : {"loss", "lse", "entropy", "argmax", "grad_input", "grad_weight"}) {
+    // A bit of the exponent, or the index itself.
+    const size_t byte = std::string(name) == "argmax" ? 0 : 2;
+    EXPECT_FALSE(judged(flip(allocation_of(name), kGuardBytes + byte)).ok()) << name;
+  }
+}
+
+reference::Result result(double value, double bound) {
+  reference::Result want;
+  want.outputs["loss"].value = {value};
+  want.outputs["loss"].bound = {bound};
+  return want;
+}
+
+bool accepts(double got, double want, double bound, DType dtype = DType::f32) {
+  Field field;
+  field.dtype = dtype;
+  field.shape = {1};
+  field.value = {got};
+  return compare(result(want, bound), Fields{{"loss", field}}).ok();
+}
+
+TEST(Harness, ComparesElementByElement) {
+  EXPECT_TRUE(accepts(1.5, 1, 0.5));
+  EXPECT_FALSE(accepts(1.5001, 1, 0.5));
+  EXPECT_FALSE(accepts(1, 1.001, 0));
+  EXPECT_TRUE(accepts(NAN, NAN, 0));
+  EXPECT_FALSE(accepts(NAN, 1, 10));
+  EXPECT_FALSE(accepts(1, NAN, 10));
+  EXPECT_FALSE(accepts(1, 1.0001, NAN));
+  EXPECT_FALSE(accepts(1, 2, INFINITY));
+  EXPECT_TRUE(accepts(INFINITY, INFINITY, 0));
+  EXPECT_FALSE(accepts(-INFINITY, INFINITY, 0));
+  EXPECT_FALSE(accepts(INFINITY, 1e30, 1));
+  EXPECT_TRUE(accepts(INFINITY, 1e39, 1));
+  EXPECT_TRUE(accepts(INFINITY, 65519, 30, DType::f16));
+  EXPECT_FALSE(accepts(INFINITY, 65000, 30, DType::f16));
+}
+
+class AsynchronousDevice final : public LyingDevice {
+ public:
+  AsynchronousDevice() : LyingDevice([](std::byte*, size_t) {}) {}
+  bool synchronous() const override { return false; }
+  bool tensor_cores(DType dtype) const override { return dtype != DType::f32; }
+};
+
+// A backend that cannot refuse a target is wanted to give a loss of NaN, rows of zeros, a mean
+// over that token too.
+TEST(Harness, WantsNaNForATargetOutsideOfAnAsynchronousBackend) {
+  const AsynchronousDevice device;
+  for (const Reduction reduction : {Reduction::none, Reduction::mean}) {
+    Case c{.op = OpKind::linear_forward_backward, .statistics = true};
+    c.options.reduction = reduction;
+    const Problem<Op> p = build<Op>(c);
+    const std::vector<double> target = read(p.op.target);
+    const auto clean = expected(device, p.op, p.model);
+    for (const double bad : {37.0, -1.0, 0x1p62}) {
+      std::vector<double> changed = target;
+      changed[4] = bad;
+      write(p.op.target, changed);
+      EXPECT_EQ(tokens_outside(p.op), std::vector<size_t>{4});
+      const auto want = expected(device, p.op, p.model);
+      ASSERT_TRUE(want.status.ok());
+      const auto& loss = want.outputs.at("loss").value;
+      const auto& gradient = want.outputs.at("grad_input").value;
+      EXPECT_TRUE(std::isnan(loss[reduction == Reduction::none ? 4 : 0]));
+      EXPECT_EQ(want.outputs.at("lse").value[4], 0);
+      for (int64_t i = 0; i < 9 * 19; ++i) {
+        const double value = i / 19 == 4 ? 0 : clean.outputs.at("grad_input").value[i];
+        EXPECT_NEAR(gradient[i], value, 1e-12 * std::fabs(value));
+      }
+    }
+  }
+}
+
+// f32 is not added by tensor cores: short sums have the wider of the two bounds.
+TEST(Harness, BoundsFollowTheInputsDtype) {
+  const AsynchronousDevice device;
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    const Problem<Op> p = build<Op>({.op = OpKind::linear_forward_backward, .dtype = dtype});
+    const double plain = reference::evaluate(p.op, p.model).outputs.at("loss").bound[0];
+    const double here = expected(device, p.op, p.model).outputs.at("loss").bound[0];
+    if (dtype == DType::f32) {
+      EXPECT_EQ(here, plain);
+    } else {
+      EXPECT_LT(here, plain);  // 4 + 19 / 16 against 4 + sqrt 19
+    }
+  }
+}
+
+TEST(Harness, MissingAndUnexpectedFieldsFail) {
+  EXPECT_FALSE(compare(result(1, 1), Fields{}).ok());
+  EXPECT_FALSE(compare(reference::Result{}, Fields{{"loss", Field{}}}).ok());
+}
+
+// Every 16-bit value survives the round trip, and doubles round to nearest, ties to even.
+TEST(Harness, NarrowFloats) {
+  for (const DType dtype : {DType::f16, DType::bf16}) {
+    for (uint32_t bits = 0; bits < 65536; ++bits) {
+      const auto before = static_cast<uint16_t>(bits);
+      uint16_t after;
+      std::byte memory[2];
+      std::memcpy(memory, &before, 2);
+      const double value = load(dtype, memory);
+      store(dtype, value, memory);
+      std::memcpy(&after, memory, 2);
+      ASSERT_TRUE(std::isnan(value) || before == after) << bits;
+    }
+  }
+  EXPECT_EQ(round_to(DType::bf16, 1 + 0x1p-8), 1);
+  EXPECT_EQ(round_to(DType::bf16, 1 + 3 * 0x1p-8), 1 + 0x1p-6);
+  EXPECT_EQ(round_to(DType::f16, 65519.9), 65504);
+  EXPECT_EQ(round_to(DType::f16, 65520), INFINITY);
+  EXPECT_EQ(round_to(DType::f16, 0x1p-25), 0);
+  EXPECT_EQ(round_to(DType::f16, 0x1.8p-25), 0x1p-24);
+}
+
+}  // namespace
+}  // namespace logitless::conformance

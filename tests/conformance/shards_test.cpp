@@ -1,0 +1,306 @@
+// SPDX-License-Identifier: Apache-2.0
+// Shards of the vocabulary, combined, equal the whole within its bound: statistics, loss and
+// gradients.
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "tests/support/judge.h"
+#include "tests/support/problem.h"
+#include "tests/support/suite.h"
+
+namespace logitless::conformance {
+namespace {
+
+using Sizes = std::vector<int64_t>;  // columns of each shard
+
+class Shards : public ConformanceTest {
+ protected:
+  Case everything() const {
+    Case c{.op = op_, .shape = {19, 33, 131}, .dtype = dtype_};
+    apply_everything(c);
+    c.options.reduction = Reduction::none;
+    return c;
+  }
+};
+
+// One shard, halves, three uneven ones, one column alone, and a shard of many more columns than a
+// tile.
+const Sizes kPartitions[] = {{131}, {66, 65}, {7, 100, 24}, {1, 129, 1}, {16, 16, 64, 32, 3}};
+
+TensorView columns_of(const TensorView& view, int64_t first, int64_t count, int axis) {
+  TensorView part = view;
+  if (!part) return part;
+  part.byte_offset += first * view.stride[axis] * size_of(view.dtype);
+  part.shape[axis] = count;
+  return part;
+}
+
+// The op on the columns [first, first + count) of the vocabulary.
+template <class Op>
+Op shard_of(const Op& whole, int64_t first, int64_t count) {
+  Op op = whole;
+  op.options.vocab_start = first;
+  op.options.vocab_total =
+      whole.options.vocab_total ? whole.options.vocab_total : (LinearOp<Op> ? 0 : 0);
+  if constexpr (LinearOp<Op>) {
+    op.options.vocab_total = whole.weight.shape[0];
+    op.weight = columns_of(whole.weight, first, count, 0);
+    op.bias = columns_of(whole.bias, first, count, 0);
+  } else {
+    op.options.vocab_total = whole.logits.shape[1];
+    op.logits = columns_of(whole.logits, first, count, 1);
+  }
+  if constexpr (ForwardOp<Op>) {
+    if (op.options.vocab_total > count) op.loss = {};
+  }
+  if constexpr (GradientOp<Op>) {
+    if constexpr (LinearOp<Op>) {
+      op.grad_weight = columns_of(whole.grad_weight, first, count, 0);
+      op.grad_bias = columns_of(whole.grad_bias, first, count, 0);
+    } else {
+      op.grad_logits = columns_of(whole.grad_logits, first, count, 1);
+    }
+  }
+  return op;
+}
+
+TokenState state_of(const Fields& fields, size_t token) {
+  const auto at = [&](const char* name) {
+    return static_cast<float>(fields.at(name).value[token]);
+  };
+  return {at("row_reference"),      at("row_log_sum"),
+          at("target_logit"),       at("entropy"),
+          at("weighted_logit_sum"), static_cast<int64_t>(fields.at("argmax").value[token])};
+}
+
+// The fields that Forward on the whole vocabulary writes, from the shards'.
+template <class Op>
+Fields combined(const Op& whole, const std::vector<Fields>& shards) {
+  const std::vector<double> target = read(whole.target);
+  const std::vector<double> class_weight = read(whole.weights.vocab),
+                            token_weight = read(whole.weights.token);
+  const double sum = std::accumulate(class_weight.begin(), class_weight.end(), 0.0);
+  const auto vocab = static_cast<int64_t>(class_weight.size());
+  Fields fields = shards[0];
+  Field& loss = fields["loss"];
+  loss = shards[0].at("lse");
+  for (size_t i = 0; i < target.size(); ++i) {
+    if (target[i] < 0 || target[i] >= static_cast<double>(vocab)) {
+      loss.value[i] = 0;
+      continue;
+    }
+    TokenState state = state_of(shards[0], i);
+    for (size_t s = 1; s < shards.size(); ++s) state = combine(state, state_of(shards[s], i));
+    fields["lse"].value[i] = lse(state);
+    fields["target_logit"].value[i] = state.target_logit;
+    fields["entropy"].value[i] = state.entropy;
+    fields["argmax"].value[i] = static_cast<double>(state.argmax);
+    fields["row_reference"].value[i] = state.row_reference;
+    fields["row_log_sum"].value[i] = state.row_log_sum;
+    fields["weighted_logit_sum"].value[i] = state.weighted_logit_sum;
+    const auto t = static_cast<size_t>(target[i]);
+    loss.value[i] = token_loss(state, whole.options, vocab, static_cast<float>(class_weight[t]),
+                               sum, static_cast<float>(token_weight[i]));
+  }
+  return fields;
+}
+
+template <class Op>
+void expect_forward(const TestDevice& device, const Problem<Op>& p, const Sizes& sizes) {
+  const reference::Result want = expected(device, p.op, p.model);
+  std::vector<Fields> shards;
+  int64_t first = 0;
+  for (const int64_t count : sizes) {
+    const Op op = shard_of(p.op, first, count);
+    const Outcome outcome = execute(device, op, p.pool);
+    const Comparison alone = compare(expected(device, op, p.model), outcome);
+    EXPECT_TRUE(alone.ok()) << "shard at " << first << "\n" << alone.report;
+    shards.push_back(outcome.fields);
+    first += count;
+  }
+  const Comparison result = compare(want, combined(p.op, shards));
+  EXPECT_TRUE(result.ok()) << sizes.size() << " shards\n" << result.report;
+}
+
+TEST_P(Shards, ForwardCombines) {
+  with_op(op_, [&](auto op) {
+    using Op = decltype(op);
+    if constexpr (ForwardOp<Op> && !GradientOp<Op>) {
+      const Problem<Op> p = build<Op>(everything());
+      for (const Sizes& sizes : kPartitions) expect_forward(device_, p, sizes);
+    }
+  });
+}
+
+// Every target on one shard; the others have none.
+TEST_P(Shards, TargetFree) {
+  with_op(op_, [&](auto op) {
+    using Op = decltype(op);
+    if constexpr (ForwardOp<Op> && !GradientOp<Op>) {
+      const Problem<Op> p = build<Op>(everything());
+      std::vector<double> target = read(p.op.target);
+      for (double& t : target) t = t < 0 || t >= 131 ? t : std::fmod(t, 20);
+      write(p.op.target, target);
+      for (const Sizes& sizes : {Sizes{20, 111}, Sizes{20, 50, 61}})
+        expect_forward(device_, p, sizes);
+    }
+  });
+}
+
+// A shard whose logits are all -inf holds no probability.
+TEST_P(Shards, MaskedShard) {
+  with_op(op_, [&](auto op) {
+    using Op = decltype(op);
+    if constexpr (ForwardOp<Op> && !GradientOp<Op>) {
+      Case c = everything();
+      c.options.label_smoothing = 0;
+      c.options.softcap = 0;
+      Problem<Op> p = build<Op>(c);
+      const TensorView& view = [&]() -> const TensorView& {
+        if constexpr (LinearOp<Op>) {
+          return p.op.bias;
+        } else {
+          return p.op.logits;
+        }
+      }();
+      std::vector<double> values = read(view), target = read(p.op.target);
+      for (size_t k = 0; k < values.size(); ++k) {
+        if (k % 131 < 66) values[k] = -INFINITY;
+      }
+      write(view, values);
+      for (double& t : target) t = t < 0 || t >= 131 ? t : 66 + std::fmod(t, 65);
+      write(p.op.target, target);
+      p.op.statistics.weighted_logit_sum = {};
+      const reference::Result want = expected(device_, p.op, p.model);
+      std::vector<Fields> shards;
+      for (const int64_t first : {0, 66}) {
+        Op shard = shard_of(p.op, first, first == 0 ? 66 : 65);
+        Outcome outcome = execute(device_, shard, p.pool);
+        ASSERT_TRUE(outcome.status.ok()) << outcome.status.message();
+        outcome.fields["weighted_logit_sum"] = outcome.fields.at("lse");
+        shards.push_back(outcome.fields);
+      }
+      Fields fields = combined(p.op, shards);
+      fields.erase("weighted_logit_sum");
+      const Comparison result = compare(want, fields);
+      EXPECT_TRUE(result.ok()) << result.report;
+    }
+  });
+}
+
+// Shards of which nothing but the row is asked, on most of which the target is not: 30 below 0,
+// where what a sum starts from is not near its logits.
+TEST_P(Shards, RowsAloneCombine) {
+  if (!is_linear(op_)) return;
+  constexpr int64_t tokens = 19, hidden = 33, vocab = 131;
+  for (const Setting& setting : kAlone) {
+    Case c{.op = op_, .shape = {tokens, hidden, vocab}, .dtype = dtype_};
+    setting.apply(c);
+    c.options.reduction = Reduction::none;
+    with_op(op_, [&](auto op) {
+      using Op = decltype(op);
+      if constexpr (LinearOp<Op> && ForwardOp<Op> && !GradientOp<Op>) {
+        Problem<Op> p = build<Op>(c);
+        std::vector<double> input = read(p.op.input), weight = read(p.op.weight);
+        for (int64_t i = 0; i < tokens; ++i) input[i * hidden] = 1;
+        for (int64_t j = 0; j < vocab; ++j) weight[j * hidden] = -30;
+        write(p.op.input, input);
+        write(p.op.weight, weight);
+        std::vector<TokenState> states(tokens);
+        for (const int64_t first : {0, 66}) {
+          const Op shard = shard_of(p.op, first, first == 0 ? 66 : 65);
+          const Outcome outcome = execute(device_, shard, p.pool);
+          const Comparison alone = compare(expected(device_, shard, p.model), outcome);
+          EXPECT_TRUE(alone.ok()) << setting.name << ", shard at " << first << "\n" << alone.report;
+          ASSERT_TRUE(outcome.status.ok());
+          for (int64_t i = 0; i < tokens; ++i) {
+            const auto at = [&](const char* name) {
+              return static_cast<float>(outcome.fields.at(name).value[i]);
+            };
+            const TokenState own{.row_reference = at("row_reference"),
+                                 .row_log_sum = at("row_log_sum"),
+                                 .target_logit = at("target_logit")};
+            states[i] = first == 0 ? own : combine(states[i], own);
+          }
+        }
+        reference::Result want;
+        want.outputs["lse"] = expected(device_, p.op, p.model).outputs.at("lse");
+        Field all;
+        all.dtype = DType::f32, all.shape = {tokens};
+        for (const TokenState& state : states) all.value.push_back(lse(state));
+        const Comparison result = compare(want, Fields{{"lse", all}});
+        EXPECT_TRUE(result.ok()) << setting.name << "\n" << result.report;
+      }
+    });
+  }
+}
+
+// Rows of grad_weight and columns of grad_logits are the shard's own; the shards' grad_input add
+// up.
+TEST_P(Shards, BackwardAddsUp) {
+  with_op(op_, [&](auto op) {
+    using Op = decltype(op);
+    if constexpr (BackwardOnlyOp<Op>) {
+      Problem<Op> p = build<Op>(everything());
+      const reference::Result want = expected(device_, p.op, p.model);
+      for (const Sizes& sizes : kPartitions) {
+        std::map<std::string, std::vector<double>> sum, slack;
+        int64_t first = 0;
+        for (const int64_t count : sizes) {
+          const Op shard = shard_of(p.op, first, count);
+          const Outcome outcome = execute(device_, shard, p.pool);
+          const Comparison alone = compare(expected(device_, shard, p.model), outcome);
+          EXPECT_TRUE(alone.ok()) << "shard at " << first << " of " << sizes.size() << "\n"
+                                  << alone.report;
+          for (const auto& [name, field] : outcome.fields) {
+            reference::Result part;
+            reference::Output& cut = part.outputs[name];
+            const reference::Output& all = want.outputs.at(name);
+            const int64_t columns = name == "grad_logits" ? 131 : 1;
+            if (name == "grad_input") {
+              auto& total = sum[name];
+              total.resize(field.value.size());
+              for (size_t k = 0; k < total.size(); ++k) total[k] += field.value[k];
+              continue;
+            }
+            const int64_t width = name == "grad_weight" ? 33 : 1;
+            for (int64_t k = 0; k < static_cast<int64_t>(all.value.size()); ++k) {
+              const int64_t column = columns > 1 ? k % columns : k / width;
+              if (column < first || column >= first + count) continue;
+              cut.value.push_back(all.value[k]);
+              cut.bound.push_back(all.bound[k]);
+            }
+            const Comparison result = compare(part, Fields{{name, field}});
+            EXPECT_TRUE(result.ok()) << "shard at " << first << " of " << sizes.size() << "\n"
+                                     << result.report;
+          }
+          first += count;
+        }
+        if (!sum.contains("grad_input")) continue;
+        const reference::Output& all = want.outputs.at("grad_input");
+        for (size_t k = 0; k < all.value.size(); ++k) {
+          EXPECT_LE(std::fabs(sum["grad_input"][k] - all.value[k]), all.bound[k])
+              << "grad_input " << k;
+        }
+      }
+    }
+  });
+}
+
+// Equal logits on two shards: the lowest index, whichever shard comes first in the sum.
+TEST(Combine, TheFirstOfEqualLogitsIsTheArgmax) {
+  const TokenState first{.row_reference = 2, .argmax = 3}, second{.row_reference = 2, .argmax = 70};
+  const TokenState third{.row_reference = 1, .argmax = 90};
+  EXPECT_EQ(combine(first, second).argmax, 3);
+  EXPECT_EQ(combine(combine(first, third), second).argmax, 3);
+  EXPECT_EQ(combine(third, second).argmax, 70);
+  EXPECT_EQ(combine(TokenState{}, second).argmax, 70);
+}
+
+constexpr OpKind kShardOps[] = {OpKind::forward, OpKind::backward, OpKind::linear_forward,
+                                OpKind::linear_backward};
+LOGITLESS_CONFORMANCE_SUITE_OF(Shards, kShardOps, inputs());
+
+}  // namespace
+}  // namespace logitless::conformance

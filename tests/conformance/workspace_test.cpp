@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+// A workspace of any size from the minimum on gives right results, is not left behind, and is used
+// to its end: the bytes asked for are the bytes touched.
+#include <algorithm>
+#include <utility>
+
+#include "tests/support/executors.h"
+#include "tests/support/judge.h"
+#include "tests/support/problem.h"
+#include "tests/support/suite.h"
+
+namespace logitless::conformance {
+namespace {
+
+// Rounding to the alignment of a last buffer, whose last row may be a tile that the vocabulary does
+// not fill.
+constexpr uint64_t kSlack = 1024;
+
+class WorkspaceSizes : public ConformanceTest {
+ protected:
+  std::vector<Case> cases() const {
+    std::vector<Case> all;
+    for (const Shape& shape :
+         {Shape{1, 7, 5}, Shape{33, 70, 515}, Shape{600, 24, 300}, Shape{9, 257, 2100}}) {
+      Case c{.op = op_, .shape = shape, .dtype = dtype_};
+      all.push_back(c);
+      apply_everything(c);
+      all.push_back(c);
+      c.grad_weight = DType::bf16;
+      c.placement = Placement::strided;
+      all.push_back(c);
+    }
+    return all;
+  }
+};
+
+TEST_P(WorkspaceSizes, AnySizeFromTheMinimumOn) {
+  for (const Case& c : cases()) {
+    const auto [least, most, alignment] = workspace_of(device_, c);
+    EXPECT_LE(least, most);
+    EXPECT_TRUE(alignment >= 1 && (alignment & (alignment - 1)) == 0) << alignment;
+    if (most == 0) continue;
+    const Comparison result =
+        judge_sizes(device_, c,
+                    {least, least + 1, least + (most - least) / 3, least + 2 * (most - least) / 3,
+                     most, most + 1000, 3 * most});
+    EXPECT_TRUE(result.ok()) << result.report;
+  }
+}
+
+TEST_P(WorkspaceSizes, LessThanTheMinimumIsRefused) {
+  for (const Case& c : cases()) {
+    const uint64_t least = workspace_of(device_, c).minimum;
+    if (least == 0) continue;
+    for (const uint64_t bytes : {least - 1, uint64_t{0}}) {
+      const Outcome outcome = run_case(device_, c, {.memory = Memory::exact, .bytes = bytes});
+      EXPECT_EQ(outcome.status.code(), StatusCode::workspace_too_small);
+      EXPECT_EQ(outcome.violations, std::vector<std::string>{});
+      EXPECT_EQ(outcome.touched, 0u);
+    }
+  }
+}
+
+// Asking is pure: no data is looked at. Without addresses the answer serves any.
+TEST_P(WorkspaceSizes, AskedWithoutData) {
+  for (const Case& c : cases()) {
+    const WorkspaceSize with_data = workspace_of(device_, c);
+    Case elsewhere = c;
+    if (c.placement == Placement::dense) elsewhere.placement = Placement::unaligned;
+    const WorkspaceSize unaligned = workspace_of(device_, elsewhere);
+    with_op(op_, [&](auto op) {
+      auto p = build<decltype(op)>(c);
+      place(p.op, device_.tensors());
+      logitless_op unused{};
+      for_each_tensor(p.op, unused,
+                      [](const char*, Access, TensorView& view, auto&&) { view.data = nullptr; });
+      WorkspaceSize without;
+      const Status status = workspace(p.op, device_.execution(), &without);
+      ASSERT_TRUE(status.ok()) << status.message();
+      EXPECT_GE(without.minimum, std::max(with_data.minimum, unaligned.minimum));
+      EXPECT_GE(without.recommended, std::max(with_data.recommended, unaligned.recommended));
+      if (device_.synchronous()) {  // whose plans do not look at addresses
+        EXPECT_EQ(without.minimum, with_data.minimum);
+        EXPECT_EQ(without.recommended, with_data.recommended);
+      }
+    });
+  }
+}
+
+// The largest sizes that are allowed have an answer, which no machine can follow.
+TEST_P(WorkspaceSizes, OfTheLargestShapes) {
+  if (!device_.synchronous()) return;  // a device may have limits of its own
+  constexpr int64_t most = int64_t{1} << 56, root = int64_t{1} << 28;
+  for (const Shape& shape : {Shape{1, 1, most}, Shape{1, most, 1}, Shape{most, 1, 1},
+                             Shape{root, root, root}, Shape{3, most / 3, 3}}) {
+    if (!is_linear(op_) && shape.hidden == most) continue;
+    Case c{.op = op_, .shape = {2, 3, 4}, .dtype = dtype_};
+    apply_everything(c);
+    with_op(op_, [&](auto op) {
+      auto p = build<decltype(op)>(c);
+      place(p.op, device_.tensors());
+      logitless_op unused{};
+      for_each_tensor(p.op, unused, [&](const char*, Access, TensorView& view, auto&&) {
+        view.data = nullptr;
+        for (int32_t d = 0; d < view.rank; ++d) {
+          const int64_t size = view.shape[d];
+          if (size == 2) view.shape[d] = shape.tokens;
+          if (size == 3) view.shape[d] = shape.hidden;
+          if (size == 4) view.shape[d] = shape.vocab;
+        }
+        if (view.rank == 2) view.stride = {view.shape[1], 1};
+      });
+      WorkspaceSize size;
+      const Status status = workspace(p.op, device_.execution(), &size);
+      ASSERT_TRUE(status.ok()) << status.message();
+      EXPECT_LE(size.minimum, size.recommended);
+      const double rows = static_cast<double>(shape.tokens);
+      if (device_.has_threads() && has_loss(op_)) {
+        EXPECT_GE(static_cast<double>(size.minimum), 8 * rows);
+      }
+    });
+  }
+}
+
+// Changed bytes over runs that hand the work to the first and to the last thread, before two
+// different fills.
+uint64_t touched_end(const TestDevice& device, const Case& c, Memory memory, int threads,
+                     uint64_t* given) {
+  uint64_t end = 0;
+  for (const bool backwards : {false, true}) {
+    const SerialExecutor executor(threads, backwards);
+    const Outcome outcome = run_case(device, c,
+                                     {.memory = memory,
+                                      .executor = device.has_threads() ? executor.get() : nullptr,
+                                      .fill = backwards ? std::byte{0xA5} : std::byte{0x5A}});
+    EXPECT_TRUE(outcome.status.ok()) << outcome.status.message();
+    end = std::max(end, outcome.touched);
+    *given = outcome.given;
+  }
+  return end;
+}
+
+// The minimum by any number of threads; the recommended one, which has room for eight, by eight and
+// more.
+TEST_P(WorkspaceSizes, BytesAskedForAreBytesTouched) {
+  if (!device_.has_threads() && device_.synchronous()) return;  // the reference takes none
+  std::vector<std::pair<Memory, int>> runs{{Memory::minimum, 1}, {Memory::recommended, 1}};
+  if (device_.has_threads()) {
+    runs = {{Memory::minimum, 1},
+            {Memory::minimum, 5},
+            {Memory::recommended, 8},
+            {Memory::recommended, 11}};
+  }
+  for (Case c : cases()) {
+    c.ignored = c.outside = 0;  // which tokens count is not known where the bytes are asked for
+    for (const auto& [memory, threads] : runs) {
+      uint64_t given = 0;
+      const uint64_t end = touched_end(device_, c, memory, threads, &given);
+      EXPECT_LE(given - end, kSlack) << describe(c) << ", " << threads << " threads, "
+                                     << (memory == Memory::minimum ? "minimum" : "recommended")
+                                     << ": " << end << " of " << given << " bytes touched";
+    }
+  }
+}
+
+LOGITLESS_CONFORMANCE_SUITE_OF(WorkspaceSizes, kOps, few_inputs());
+
+}  // namespace
+}  // namespace logitless::conformance

@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+// Linear gradients of more tokens than E has room for, chunk by chunk on Hopper: both products in
+// one launch, sums of grad_weight that lie half in its own memory, and two passes where they have
+// no room at all (src/cuda/linear/plan.h). Each of these plans against double, under every kind of
+// option.
+#include "planned.h"
+
+namespace logitless::conformance {
+namespace {
+
+class CudaChunks : public ConformanceTest {};
+
+// Says how a plan divides the work; "" where it does not.
+std::string division(const CudaPlanned& planned) {
+  const cuda::LinearPlan& p = planned.plan;
+  const bool passes = p.kind == cuda::PlanKind::two_passes;
+  if (p.chunks == 1 && !passes) return "";
+  std::string text = name_of(p.kind);
+  if (p.chunks == 1) text += ", of one chunk";
+  if (p.input_clusters > 0) text += ", both at once";
+  if (p.lent_sum_rows > 0) text += ", sums lent";
+  if (p.lent_sum_rows > rows_in_place_of_e(planned.shape, p)) text += " in pieces";
+  if (p.first_rows > 0) text += ", some rows first";
+  return text;
+}
+
+constexpr Case plain{.op = OpKind::linear_forward_backward,
+                     .shape = {1300, 320, 8001},
+                     .dtype = DType::bf16,
+                     .grad_input = DType::bf16,
+                     .grad_weight = DType::bf16};
+
+void judge_divisions(const TestDevice& device, const Case& c,
+                     const std::vector<std::string>& wanted) {
+  auto p = build<ForwardBackward>(c);
+  if (!c.wants_grad_bias) p.op.grad_bias = {};  // else one pass makes all of it
+  judge_plans(device, c, p, {0.0, 0.05, 0.1, 0.12, 0.14, 0.17, 0.2, 0.23, 0.3, 0.4, 0.6, 0.8},
+              division, wanted);
+}
+
+TEST_P(CudaChunks, OfTokensThatCountSeldom) {
+  Case c = plain;
+  c.ignored = 0.4;
+  c.token_weight = true;
+  judge_divisions(device_, c,
+                  {"token chunks, both at once, sums lent", "two passes, some rows first"});
+}
+
+TEST_P(CudaChunks, UnderOptions) {
+  Case c = plain;
+  c.options.label_smoothing = 0.1f;
+  c.options.z_loss = 0.01f;
+  c.vocab_weight = c.bias = c.statistics = true;
+  c.data = Data::peaked;
+  judge_divisions(device_, c,
+                  {"token chunks, both at once, sums lent", "two passes, some rows first"});
+}
+
+// E becomes, under a softcap with smoothing, dz in its place.
+TEST_P(CudaChunks, OfDzAndItsBias) {
+  Case c = plain;
+  c.options.softcap = 20;
+  c.options.label_smoothing = 0.1f;
+  c.bias = c.wants_grad_bias = true;
+  judge_divisions(device_, c, {"token chunks, both at once, sums lent", "two passes"});
+}
+
+// A first pass of one chunk, which makes nothing of grad_weight, and has its panels there.
+TEST_P(CudaChunks, PanelsInTheMemoryOfWhatComesLater) {
+  Case c = plain;
+  c.shape = {1300, 64, 8001};
+  c.bias = c.wants_grad_bias = true;
+  judge_divisions(device_, c, {"two passes, of one chunk"});
+}
+
+// More sums in grad_weight's memory than a chunk's E has room for.
+TEST_P(CudaChunks, SumsThatLeaveTheirMemoryInPieces) {
+  Case c = plain;
+  c.shape = {3100, 1024, 300};
+  judge_divisions(device_, c, {"token chunks, both at once, sums lent in pieces"});
+}
+
+TEST_P(CudaChunks, AddedToSinglePrecision) {
+  Case c = plain;
+  c.grad_input = c.grad_weight = DType::f32;
+  c.accumulate = true;
+  judge_divisions(device_, c, {"token chunks, both at once"});
+}
+
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(CudaChunks);
+INSTANTIATE_TEST_SUITE_P(All, CudaChunks,
+                         testing::Combine(testing::ValuesIn(hopper_devices()),
+                                          testing::Values(OpKind::linear_forward_backward),
+                                          testing::Values(DType::bf16)),
+                         parameter_name);
+
+}  // namespace
+}  // namespace logitless::conformance

@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+// How an engine comes to its calls: a toy one of these tests, on host memory and a device that is
+// assumed, in front of the portable one.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "shapes.h"
+#include "src/cuda/linear/sm90/forward.h"
+
+namespace logitless::cuda {
+namespace {
+
+constexpr int64_t toy_vocab = 5, toy_multiprocessors = 3;
+
+// The mean loss of f32 heads of five columns, on devices of three multiprocessors.
+class Toy final : public Engine {
+ public:
+  const char* name() const override { return "toy"; }
+  bool serves(const DeviceInfo& device) const override {
+    return device.multiprocessors == toy_multiprocessors;
+  }
+  bool serves(const LinearCall& call) const override { return call.shape.vocab == toy_vocab; }
+  bool is_batch_invariant() const override { return true; }
+  void describe(LinearCall* call, const DeviceInfo&) const override {
+    call->shape.can_store = false;
+  }
+  DeviceSpeed speed(const DeviceInfo&) const override { return {.products = 1, .memory = 1}; }
+  LinearPlan smallest(const LinearShape& s, const DeviceSpeed&) const override {
+    LinearPlan p{.token_chunk = s.tokens, .chunks = 1, .hidden_pitch = s.hidden};
+    Arena arena;
+    place(s, p, &arena);
+    p.bytes = arena.used();
+    return p;
+  }
+  LinearPlan fastest(const LinearShape& s, const DeviceSpeed& speed, uint64_t) const override {
+    return smallest(s, speed);
+  }
+  LinearMemory place(const LinearShape& s, const LinearPlan&, Arena* arena) const override {
+    LinearMemory m;
+    m.losses = arena->take<float>(s.tokens);
+    return m;
+  }
+  void for_steps(const LinearShape& s, const LinearPlan&, StepVisitor* visitor) const override {
+    visitor->visit(
+        {.kind = StepKind::logits, .panel = {.columns = s.vocab}, .tokens = {0, s.tokens}});
+  }
+  double seconds(const LinearShape&, const LinearPlan&, const DeviceSpeed&,
+                 const Step& step) const override {
+    return static_cast<double>(step.panel.columns * step.tokens.count);
+  }
+  void run(const LinearCall& call, const LinearPlan&, const LinearMemory& m, const DeviceInfo&,
+           Stream*) const override {
+    const LinearShape& s = call.shape;
+    float sum = 0;
+    for (int64_t i = 0; i < s.tokens; ++i) {
+      double total = 0, at_target = 0;
+      for (int64_t j = 0; j < s.vocab; ++j) {
+        double z = 0;
+        for (int64_t d = 0; d < s.hidden; ++d) {
+          z += static_cast<double>(call.input.as<float>()[i * s.hidden + d]) *
+               call.weight.as<float>()[j * s.hidden + d];
+        }
+        total += std::exp(z);
+        if (call.in.target.as<int32_t>()[i] == j) at_target = z;
+      }
+      m.losses[i] = static_cast<float>(std::log(total) - at_target);
+      sum += m.losses[i];
+    }
+    *call.outputs.loss.as<float>() = sum / static_cast<float>(s.tokens);
+  }
+};
+
+TensorView view(void* data, DType dtype, std::initializer_list<int64_t> shape) {
+  TensorView v{.data = data, .dtype = dtype, .rank = static_cast<int32_t>(shape.size())};
+  std::copy(shape.begin(), shape.end(), v.shape.begin());
+  for (int i = v.rank - 1, stride = 1; i >= 0; --i) {
+    v.stride[static_cast<size_t>(i)] = stride;
+    stride *= static_cast<int>(v.shape[static_cast<size_t>(i)]);
+  }
+  return v;
+}
+
+struct Head {
+  std::vector<float> input = {1, 0, 0, 1, 1, 1}, weight;  // [3, 2], [V, 2]
+  std::vector<int32_t> target = {0, 3, 4};
+  float loss = 0;
+  LinearCrossEntropyForward op;
+
+  explicit Head(int64_t vocab) {
+    for (int64_t i = 0; i < 2 * vocab; ++i) weight.push_back(static_cast<float>(i % 7) / 4 - 1);
+    op.input = view(input.data(), DType::f32, {3, 2});
+    op.weight = view(weight.data(), DType::f32, {vocab, 2});
+    op.target = view(target.data(), DType::i32, {3});
+    op.loss = view(&loss, DType::f32, {});
+  }
+};
+
+const Toy toy;
+const Engine* const list[] = {&toy, &portable()};
+const DeviceInfo toy_device{.major = 11, .multiprocessors = toy_multiprocessors};
+
+const char* engine_of(int64_t vocab, const DeviceInfo& device) {
+  return make_call(list, Head(vocab).op, device).engine->name();
+}
+
+TEST(CudaEngine, TheFirstOfTheListThatServesTakesTheCall) {
+  EXPECT_STREQ(engine_of(toy_vocab, toy_device), "toy");
+  for (const int64_t vocab : {1, 4, 6, 50257})
+    EXPECT_STREQ(engine_of(vocab, toy_device), "portable");
+  EXPECT_STREQ(engine_of(toy_vocab, {.major = 9, .multiprocessors = 132}), "portable");
+}
+
+TEST(CudaEngine, ItsSizesAreItsOwn) {
+  const auto [engine, call] = make_call(list, Head(toy_vocab).op, toy_device);
+  const Asked asked{*engine, call.shape, engine->speed(toy_device)};
+  EXPECT_EQ(asked.smallest().bytes, Arena::alignment);
+  EXPECT_EQ(asked.plan(1 << 20).bytes, Arena::alignment);
+  EXPECT_EQ(asked.recommended().bytes, Arena::alignment);
+  EXPECT_FALSE(call.shape.can_store);
+}
+
+// The memo in front of plans must not give one engine's plan to another.
+TEST(CudaEngine, APlanIsTheEnginesOwn) {
+  const auto [engine, call] = make_call(list, Head(toy_vocab).op, toy_device);
+  const uint64_t own = smallest_plan(*engine, call.shape, {}).bytes;
+  EXPECT_GT(smallest_plan(portable(), call.shape, {}).bytes, own);
+  EXPECT_EQ(smallest_plan(*engine, call.shape, {}).bytes, own);
+}
+
+TEST(CudaEngine, ItRunsWhatItPlanned) {
+  Head head(toy_vocab);
+  const auto [engine, call] = make_call(list, head.op, toy_device);
+  const LinearPlan plan = engine->fastest(call.shape, {}, 1 << 20);
+  std::vector<char> workspace(plan.bytes);
+  Arena arena(workspace.data());
+  engine->run(call, plan, engine->place(call.shape, plan, &arena), toy_device, nullptr);
+  EXPECT_NEAR(head.loss, 1.6094, 1.5);  // about log V
+  const float first = head.loss;
+  head.weight[0] += 1;  // the first target's own logit
+  engine->run(call, plan, engine->place(call.shape, plan, &arena), toy_device, nullptr);
+  EXPECT_LT(head.loss, first);
+}
+
+// The library's own list has Hopper's on Hopper, the portable one last and everywhere.
+TEST(CudaEngine, TheLibrarysListEndsWithOneThatServesEveryCall) {
+  EXPECT_STREQ(engines().back()->name(), "portable");
+  for (const int major : {8, 9, 10, 12}) {
+    const DeviceInfo device{.major = major, .multiprocessors = 132};
+    EXPECT_TRUE(engines().back()->serves(device));
+    const bool own = major == 9 && sm90::has_code();
+    EXPECT_STREQ(engine_for(device).name(), own ? "sm90" : "portable");
+  }
+}
+
+// Of LOGITLESS_CUDA_KERNELS.
+TEST(CudaEngine, ANameLeavesTheOthersOut) {
+  const DeviceInfo named{.major = 9, .multiprocessors = 132, .kernels = "portable"};
+  EXPECT_STREQ(engine_for(named).name(), "portable");
+  EXPECT_TRUE(check_named_engine(named).ok());
+  EXPECT_TRUE(check_named_engine({.major = 8}).ok());
+  EXPECT_EQ(check_named_engine({.major = 9, .kernels = "sm90"}).ok(), sm90::has_code());
+  DeviceInfo device = toy_device;
+  std::strcpy(device.kernels, "portable");
+  EXPECT_STREQ(engine_of(toy_vocab, device), "portable");
+  std::strcpy(device.kernels, "toy");
+  EXPECT_STREQ(engine_of(toy_vocab, device), "toy");
+}
+
+TEST(CudaEngine, AnUnknownNameIsAnErrorThatListsThoseOfTheDevice) {
+  const Status unknown = check_named_engine({.name = "A100", .kernels = "own"});
+  EXPECT_EQ(unknown.code(), StatusCode::invalid_argument);
+  EXPECT_STREQ(unknown.message(),
+               "cuda: LOGITLESS_CUDA_KERNELS is \"own\"; allowed on device 0 (A100): portable");
+  EXPECT_FALSE(check_named_engine({.major = 8, .kernels = "sm90"}).ok());
+}
+
+}  // namespace
+}  // namespace logitless::cuda

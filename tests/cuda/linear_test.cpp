@@ -1,0 +1,272 @@
+// SPDX-License-Identifier: Apache-2.0
+// What CUDA's linear ops treat apart: a row whose gradient's factor f32 would lose, accumulation
+// over no token at all, panels that lie in grad_weight's memory.
+#include <cmath>
+
+#include "resident.h"
+#include "tests/support/judge.h"
+#include "tests/support/problem.h"
+#include "tests/support/suite.h"
+
+namespace logitless::conformance {
+namespace {
+
+constexpr OpKind kGradientOps[] = {OpKind::linear_backward, OpKind::linear_forward_backward};
+
+class CudaLinear : public ConformanceTest {
+ protected:
+  // Calls f(problem, size of its workspace) with the case.
+  template <class F>
+  void with_problem(const Case& c, F&& f) {
+    with_op(op_, [&](auto op) {
+      using Op = decltype(op);
+      if constexpr (LinearOp<Op> && GradientOp<Op>) {
+        auto p = build<Op>(c);
+        f(p, workspace_of(device_, c));
+      }
+    });
+  }
+  // A call in `share` of the workspace that is recommended beside what is wanted of it.
+  template <class Op>
+  Comparison compared(const Problem<Op>& p, const WorkspaceSize& size, double share,
+                      const reference::Result& want) const {
+    return compare(want, execute(device_, p.op, p.pool,
+                                 {.memory = Memory::exact, .bytes = bytes_of(size, share)}));
+  }
+};
+
+// Token `row` counts 1e-22 times as much as the others and has its target's logit 55 nats below
+// the rest: P p_t is 1e-46, which f32 has no number for, and E of its other columns e^55.
+template <class Op>
+void make_faint(const Op& op, int64_t row) {
+  const auto [tokens, hidden, vocab] =
+      Shape{op.input.shape[0], op.input.shape[1], op.weight.shape[0]};
+  std::vector<double> input = read(op.input), weight = read(op.weight), target = read(op.target);
+  std::vector<double> token_weight(static_cast<size_t>(tokens), 1);
+  for (int64_t i = 0; i < tokens; ++i) input[i * hidden] = i == row ? 1 : 0;
+  for (int64_t j = 0; j < vocab; ++j) weight[j * hidden] = 0;
+  const auto t = static_cast<int64_t>(target[row]);
+  for (int64_t d = 1; d < hidden; ++d) weight[t * hidden + d] = 0;
+  weight[t * hidden] = -55;
+  token_weight[row] = 1e-22;
+  write(op.input, input);
+  write(op.weight, weight);
+  write(op.weights.token, token_weight);
+}
+
+// f32 and bf16: beside rows of weight 1 its dz, 1e-22 of theirs, is below what f16 has a number
+// for.
+TEST_P(CudaLinear, ARowOfAVanishingFactorIsMadeAgain) {
+  if (dtype_ == DType::f16) return;
+  constexpr int64_t row = 5, hidden = 64;
+  const Case c{.op = op_, .shape = {70, hidden, 515}, .dtype = dtype_, .token_weight = true};
+  with_problem(c, [&](auto& p, const WorkspaceSize& size) {
+    make_faint(p.op, row);
+    const reference::Result want = expected(device_, p.op, p.model);
+    const std::vector<double>& value = want.outputs.at("grad_input").value;
+    double largest = 0;
+    for (int64_t d = 0; d < hidden; ++d) {
+      largest = std::fmax(largest, std::fabs(value[row * hidden + d]));
+    }
+    ASSERT_GT(largest, 1e-26);
+    for (const double share : {0.0, 0.5, 1.0}) {
+      const Outcome got =
+          execute(device_, p.op, p.pool, {.memory = Memory::exact, .bytes = bytes_of(size, share)});
+      const Comparison result = compare(want, got);
+      EXPECT_TRUE(result.ok()) << result.report;
+      for (int64_t d = 0; got.status.ok() && d < hidden; ++d) {
+        EXPECT_NEAR(got.fields.at("grad_input").value[row * hidden + d], value[row * hidden + d],
+                    0.02 * largest)
+            << d << ", share " << share;
+      }
+    }
+  });
+}
+
+// A gradient that is there stays, subnormal numbers too, which an addition in memory may flush.
+TEST_P(CudaLinear, AddingOverNoTokenLeavesWhatIsThere) {
+  for (const int64_t hidden : {9, 64, 200}) {
+    Case c{.op = op_, .shape = {33, hidden, 300}, .dtype = dtype_, .bias_dtype = dtype_};
+    c.ignored = 1;
+    c.bias = c.accumulate = true;
+    with_problem(c, [&](auto& p, const WorkspaceSize& size) {
+      std::vector<double> weight = read(p.op.grad_weight), bias = read(p.op.grad_bias);
+      for (size_t k = 0; k < weight.size(); k += 7)
+        weight[k] = std::ldexp(k % 2 ? -3.0 : 5.0, -149);
+      for (size_t k = 0; k < bias.size(); k += 7) bias[k] = std::ldexp(1.0, -149);
+      write(p.op.grad_weight, weight);
+      write(p.op.grad_bias, bias);
+      for (const double share : {0.0, 0.5, 1.0}) {
+        const Outcome got = execute(device_, p.op, p.pool,
+                                    {.memory = Memory::exact, .bytes = bytes_of(size, share)});
+        ASSERT_TRUE(got.status.ok()) << got.status.message();
+        // Doubles hold every f32, and neither tensor holds a zero: equal values are equal bits.
+        EXPECT_EQ(got.fields.at("grad_weight").value, weight) << hidden << ", share " << share;
+        EXPECT_EQ(got.fields.at("grad_bias").value, bias) << hidden << ", share " << share;
+      }
+    });
+  }
+}
+
+// Of products that are 0 nothing makes good for what the softcap's tanh is off: one column's bias,
+// which alone the row's reference and the lse are made of, through all of tanh's ranges, and many
+// times where a form by exp would be beyond the bound in one case of fifty.
+TEST_P(CudaLinear, ACappedLogitThatItsBiasCarries) {
+  if (op_ != OpKind::linear_forward_backward || dtype_ == DType::f16) return;
+  Case c{.op = op_, .shape = {3, 64, 40}, .dtype = dtype_, .bias_dtype = DType::f32};
+  c.bias = c.statistics = true;
+  c.wants_grad_input = c.wants_grad_weight = false;
+  c.options.softcap = 30;
+  std::vector<double> sizes;
+  for (int i = 1; i <= 40; ++i) sizes.push_back(2.1 * i);              // up to tanh 2.8
+  for (int i = 0; i < 600; ++i) sizes.push_back(18.001 + 0.0041 * i);  // tanh 0.6 to 0.68
+  with_problem(c, [&](auto& p, const WorkspaceSize& size) {
+    write(p.op.input, std::vector<double>(3 * 64, 0));
+    write(p.op.target, std::vector<double>(3, 1));
+    std::vector<double> bias(40, -1e6);
+    for (const double carried : sizes) {
+      bias[7] = round_to(DType::f32, carried);
+      write(p.op.bias, bias);
+      const Comparison result = compared(p, size, 1, expected(device_, p.op, p.model));
+      ASSERT_TRUE(result.ok()) << result.report << ", bias " << bias[7];
+    }
+  });
+}
+
+// All logits of a row alike and a little above -cap, under smoothing: E, just above 1, and dz are
+// rounded by as much as can be, and alike in all columns, so that what E does not tell of the
+// softcap's slope (sm90/options.cuh) shows in grad_input: kept up to 0.9375 of the cap, E left an
+// eleventh of these rows beyond the bound.
+TEST_P(CudaLinear, RowsOfLogitsNearTheCap) {
+  if (op_ != OpKind::linear_forward_backward || dtype_ != DType::bf16) return;
+  constexpr int64_t tokens = 512, hidden = 64, vocab = 500;
+  for (const float cap : {15.0f, 22.0f, 30.0f, 36.0f}) {
+    Case c{.op = op_, .shape = {tokens, hidden, vocab}, .dtype = dtype_, .grad_input = DType::f32};
+    c.options.reduction = Reduction::sum;
+    c.options.softcap = cap;
+    c.options.label_smoothing = 1e-3f;
+    with_problem(c, [&](auto& p, const WorkspaceSize& size) {
+      std::vector<double> input(tokens * hidden, 0), weight(vocab * hidden, 0);
+      for (int64_t i = 0; i < tokens; ++i) {
+        const double share = 0.925 + 0.0125 * static_cast<double>(i) / tokens;
+        double* row = &input[i * hidden];
+        row[0] = round_to(dtype_, cap * std::atanh(share));
+        row[1] = round_to(dtype_, cap * std::atanh(share) - row[0]);
+        row[2] = 0.5 * static_cast<double>(i * 37 % 64) / 64;
+      }
+      for (int64_t j = 0; j < vocab; ++j) {
+        double* row = &weight[j * hidden];
+        row[0] = row[1] = -1;
+        row[j == 0 ? 2 : 3] = j == 0 ? -1 : 1;  // the target's lower; the others' sum of dz
+      }
+      write(p.op.input, input);
+      write(p.op.weight, weight);
+      write(p.op.target, std::vector<double>(tokens, 0));
+      const Comparison result = compared(p, size, 1, expected(device_, p.op, p.model));
+      EXPECT_TRUE(result.ok()) << cap << "\n" << result.report;
+    });
+  }
+}
+
+// A softcap under smoothing: E becomes dz in its place, and grad_bias its columns' sums; of several
+// slabs of rows and more columns than their sums have room for at a time.
+TEST_P(CudaLinear, BiasGradientOfLogitsUnderACapAndSmoothing) {
+  if (op_ != OpKind::linear_forward_backward || dtype_ != DType::bf16) return;
+  Case c{.op = op_,
+         .shape = {1500, 24, 16700},
+         .dtype = dtype_,
+         .grad_input = DType::f32,
+         .grad_weight = DType::f32,
+         .ignored = 0.2,
+         .bias = true,
+         .vocab_weight = true,
+         .wants_grad_bias = true};
+  c.options.softcap = 20;
+  c.options.label_smoothing = 0.1f;
+  for (const Data data : {Data::normal, Data::large}) {  // usual, and near the cap
+    c.data = data;
+    with_problem(c, [&](auto& p, const WorkspaceSize& size) {
+      const reference::Result want = expected(device_, p.op, p.model);
+      for (const double share : {1.0, 3.0}) {  // chunks of one slab; all rows at once
+        const Comparison result = compared(p, size, share, want);
+        EXPECT_TRUE(result.ok()) << result.report << share;
+      }
+    });
+  }
+}
+
+// A vocabulary of many panels, more than the workspace holds: on Hopper rows of grad_weight that
+// are not written yet hold E and dz of columns before them, and the scaled input.
+TEST_P(CudaLinear, PanelsInGradWeightsMemory) {
+  if (dtype_ == DType::f32) return;
+  const Case plain{.op = op_,
+                   .shape = {140, 64, 12001},
+                   .dtype = dtype_,
+                   .grad_input = dtype_,
+                   .grad_weight = dtype_};
+  Case sums = plain, smoothed = plain;
+  sums.grad_weight = DType::f32;
+  smoothed.options.label_smoothing = 0.1;
+  smoothed.vocab_weight = smoothed.bias = true;
+  smoothed.bias_dtype = dtype_;
+  smoothed.ignored = 0.3;
+  Case capped = smoothed;
+  capped.options.softcap = 20;  // E becomes dz in its place
+  Case full = smoothed;         // the smoothing's term alone against p: of E in two parts once
+  full.options.label_smoothing = 1;
+  Case at_cap = capped;  // most logits are the cap
+  at_cap.data = Data::large;
+  Case wide = smoothed;  // grad_bias takes more than one piece of a panel
+  wide.shape = {66, 64, 17000};
+  for (const Case& c : {plain, sums, smoothed, full, capped, at_cap, wide}) {
+    with_problem(c, [&](auto& p, const WorkspaceSize& size) {
+      const reference::Result want = expected(device_, p.op, p.model);
+      for (const double share : {0.0, 0.2, 0.7, 1.0}) {
+        const Comparison result = compared(p, size, share, want);
+        EXPECT_TRUE(result.ok()) << result.report << ", share " << share;
+      }
+    });
+  }
+}
+
+// On Hopper a warpgroup has 128 rows and a block 256; up to these the others of a cluster are put
+// to other use.
+TEST_P(CudaLinear, TokensAboutAWarpgroupsAndABlocks) {
+  if (dtype_ == DType::f32) return;
+  for (const int64_t tokens : {1, 63, 64, 128, 129, 255, 256, 257}) {
+    Case plain{.op = op_,
+               .shape = {tokens, 200, 1201},
+               .dtype = dtype_,
+               .grad_input = dtype_,
+               .grad_weight = dtype_};
+    Case all = plain;
+    all.options.label_smoothing = 0.1;
+    all.options.softcap = 20;
+    all.vocab_weight = all.bias = true;
+    for (const Case& c : {plain, all}) {
+      with_problem(c, [&](auto& p, const WorkspaceSize& size) {
+        const reference::Result want = expected(device_, p.op, p.model);
+        for (const double share : {0.0, 1.0}) {
+          const Comparison result = compared(p, size, share, want);
+          EXPECT_TRUE(result.ok()) << result.report << ", " << tokens << " tokens";
+        }
+      });
+    }
+  }
+}
+
+std::vector<std::string> cuda_alone() {
+  std::vector<std::string> names = device_names();
+  std::erase_if(names, [](const std::string& name) { return name != "cuda"; });
+  return names;
+}
+
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(CudaLinear);
+INSTANTIATE_TEST_SUITE_P(All, CudaLinear,
+                         testing::Combine(testing::ValuesIn(cuda_alone()),
+                                          testing::ValuesIn(kGradientOps),
+                                          testing::ValuesIn(inputs())),
+                         parameter_name);
+
+}  // namespace
+}  // namespace logitless::conformance

@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where E, dz and the sums of a linear op on CUDA lie, in the workspace and in grad_weight's own
+// memory: arithmetic that needs no GPU.
+#include <algorithm>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "shapes.h"
+#include "src/cuda/linear/sm90/panels.h"
+
+namespace logitless::cuda {
+namespace {
+
+// Rows of grad_weight are written in order; what lies in its memory must still lie behind them.
+struct Lent {
+  int64_t panels = 0, in_place = 0, copied = 0, whole = 0, some = 0, sums = 0;
+};
+int64_t weight_row(const LinearShape& s) { return s.hidden * (s.grad_weight_f32 ? 4 : 2); }
+int64_t panel_end(const LinearShape& s, const LinearPlan& p, const PanelPlace& at) {
+  return sm90::lent_offset(s, p, at) + panel_rows(p) * round_up(at.columns, 64) * 2;
+}
+
+// All that is kept of E leaves grad_weight's memory before its rows, or others', come to lie there.
+void count_kept(const LinearShape& s, const LinearPlan& p, Lent* lent) {
+  const int64_t row = weight_row(s), kept = kept_columns(p);
+  const int64_t scaled = scales_apart(s, p) ? sm90::lent_scaled_input(s, p) : -1;
+  const PanelPlace all{p.stored_columns, p.lent_columns, true};
+  if (p.lent_columns > 0) {
+    ASSERT_TRUE(s.lends_grad_weight && p.chunks == 1);
+    EXPECT_GE(sm90::lent_offset(s, p, all), p.stored_columns * row);
+    EXPECT_EQ(sm90::lent_offset(s, p, all) % 128, 0);
+    EXPECT_LE(panel_end(s, p, all), scaled < 0 ? s.vocab * row : scaled);
+    EXPECT_TRUE(scaled >= 0 || !scales_apart(s, p));
+  }
+  if (scaled >= 0) {
+    EXPECT_GE(scaled, kept * row);
+    EXPECT_LE(scaled + panel_rows(p) * p.hidden_pitch * 2, s.vocab * row);
+  }
+  for (PanelPlace at; at.end() < kept;) {
+    const int64_t done = at.end();
+    at = sm90::kept_part_at(s, p, done);
+    ASSERT_EQ(at.first, done);
+    ASSERT_GT(at.columns, 0);
+    ASSERT_LE(at.end(), kept);
+    if (at.copied) {
+      EXPECT_LE(at.columns, std::max(p.stored_columns, p.remade_columns));
+    }
+    EXPECT_EQ(at.lent, at.first >= p.stored_columns);
+    const int64_t asked = at.copied ? at.end() : std::max(at.first, p.stored_columns);
+    if (asked < kept) {
+      EXPECT_LE(at.end() * row, sm90::lent_offset(s, p, {asked, kept - asked, true}));
+    }
+    if (at.lent) (at.copied ? lent->copied : lent->in_place) += at.columns;
+  }
+  (kept == s.vocab ? lent->whole : lent->some) += p.lent_columns;
+}
+
+void count_lent(const LinearShape& s, const LinearPlan& p, Lent* lent) {
+  const int64_t row = weight_row(s);
+  count_kept(s, p, lent);
+  for (PanelPlace at{.columns = kept_columns(p)}; at.end() < s.vocab;) {
+    const int64_t done = at.end();
+    at = sm90::panel_at(s, p, done);
+    ASSERT_EQ(at.first, done);
+    ASSERT_GT(at.columns, 0);
+    if (!at.lent) {
+      EXPECT_LE(at.columns, std::max(p.stored_columns, p.remade_columns));
+      continue;
+    }
+    ASSERT_TRUE(s.lends_grad_weight && p.chunks == 1);
+    EXPECT_GE(sm90::lent_offset(s, p, at), at.end() * row);
+    EXPECT_LE(panel_end(s, p, at), s.vocab * row);
+    EXPECT_EQ(sm90::lent_offset(s, p, at) % 128, 0);
+    lent->panels += at.columns;
+  }
+  EXPECT_LE(p.lent_sum_rows * p.hidden_pitch * 4, s.lends_grad_weight ? s.vocab * row : 0);
+  lent->sums += p.lent_sum_rows;
+}
+TEST(CudaPanels, WhatIsLentIsFree) {
+  Lent lent;
+  for (const Asked& whole : shapes()) {
+    if (&whole.engine != &hopper() || !whole.shape.gradients()) continue;
+    for (const uint64_t bytes : budgets(whole)) {
+      for (const auto& [engine, s, p] : passes(whole, bytes)) count_lent(s, p, &lent);
+    }
+  }
+  for (const int64_t columns :
+       {lent.panels, lent.in_place, lent.copied, lent.whole, lent.some, lent.sums}) {
+    EXPECT_GT(columns, 0);
+  }
+}
+
+// Every E beside every row: columns that take less than a row, as much, a little more, whatever
+// they are a multiple of.
+TEST(CudaPanels, KeptColumnsLeaveGradWeightInTime) {
+  Lent lent;
+  for (const int64_t vocab : {1, 63, 192, 193, 1000, 12001, 12032, 50257}) {
+    for (const int64_t hidden : {8, 64, 72, 120, 128, 136, 264, 512}) {
+      for (const int64_t tokens : {1, 60, 64, 120, 128, 200, 500}) {
+        LinearShape s{.tokens = tokens, .vocab = vocab, .hidden = hidden};
+        s.grad_input = s.grad_weight = true;
+        s.direct_grad_input = s.lends_grad_input = s.lends_grad_weight = true;
+        for (const bool more : {false, true}) {
+          s.grad_weight_f32 = s.forms_dz = more;
+          LinearPlan p{.token_chunk = round_up(tokens, 8), .chunks = 1, .panel_row_block = 64};
+          p.hidden_pitch = hidden;
+          for (const int64_t stored : {0, 192, 384, 3840}) {
+            if (stored >= vocab) continue;
+            p.stored_columns = stored;
+            p.remade_columns = std::max<int64_t>(stored, 192);
+            for (const bool copies : {false, true}) {
+              p.copies_lent = copies;
+              p.lent_columns = sm90::most_lent_columns(s, p);
+              count_kept(s, p, &lent);
+            }
+          }
+        }
+      }
+    }
+  }
+  for (const int64_t columns : {lent.in_place, lent.copied, lent.whole, lent.some}) {
+    EXPECT_GT(columns, 0);
+  }
+}
+
+// Rows of sums in f32 in memory that holds half as many: each becomes its row of 16 bits there, and
+// none is written over before it was read.
+TEST(CudaPanels, LentSumsLeaveTheirMemoryInPieces) {
+  for (const int64_t rows : {1, 2, 3, 7, 64, 1000}) {
+    for (const int64_t in_place_of_e : {1, 2, 5, 63, 64, 5000}) {
+      const int64_t lent = rows / 2;
+      std::vector<int64_t> halves(static_cast<size_t>(2 * rows), -1);  // two a row of sums
+      for (int64_t i = 0; i < lent; ++i) halves[2 * i] = halves[2 * i + 1] = i;
+      int64_t done = 0;
+      for_lent_pieces(lent, in_place_of_e, [&](int64_t first, int64_t count) {
+        EXPECT_EQ(first, done);
+        ASSERT_GT(count, 0);
+        EXPECT_LE(count, first == 0 ? in_place_of_e : first);
+        for (int64_t i = first; i < first + count; ++i) {  // all are read ...
+          ASSERT_EQ(halves[2 * i], i);
+          ASSERT_EQ(halves[2 * i + 1], i);
+        }
+        if (first > 0) {  // ... while some are written, unless they lie elsewhere
+          EXPECT_LE(first + count, 2 * first);
+        }
+        for (int64_t i = first; i < first + count; ++i) halves[i] = 1000000 + i;
+        done += count;
+      });
+      EXPECT_EQ(done, lent);
+      for (int64_t i = 0; i < lent; ++i) EXPECT_EQ(halves[i], 1000000 + i);
+    }
+  }
+}
+
+// The cost model takes panels that are alike at once: it must see each of them.
+void expect_alike(const LinearShape& s, const LinearPlan& p, int64_t* lent, int64_t* remade) {
+  for (int64_t first = kept_columns(p); first < s.vocab;) {
+    const PanelPlace at = sm90::panel_at(s, p, first);
+    const int64_t count = sm90::panels_like(s, p, at);
+    ASSERT_GE(count, 1);
+    for (int64_t n = 0; n < count; ++n, first += at.columns) {
+      const PanelPlace one = sm90::panel_at(s, p, first);
+      ASSERT_EQ(one.columns, at.columns);
+      ASSERT_EQ(one.lent, at.lent);
+    }
+    if (first < s.vocab) {
+      const PanelPlace next = sm90::panel_at(s, p, first);
+      EXPECT_TRUE(next.columns != at.columns || next.lent != at.lent);
+    }
+    if (count > 1) *(at.lent ? lent : remade) += count;
+  }
+}
+TEST(CudaPanels, PanelsThatAreAlikeFollowEachOther) {
+  int64_t lent = 0, remade = 0;
+  for (const Asked& whole : shapes()) {
+    if (&whole.engine != &hopper() || !whole.shape.gradients()) continue;
+    for (const uint64_t bytes : budgets(whole)) {
+      for (const auto& [engine, s, p] : passes(whole, bytes)) expect_alike(s, p, &lent, &remade);
+    }
+  }
+  EXPECT_GT(lent, 0);
+  EXPECT_GT(remade, 0);
+}
+
+// E of all columns asks for more than the sums' plan where those lie in the place of the forward's;
+// columns that are not copied may be the better ones; and a little time is worth much memory.
+TEST(CudaPanels, NoWayToKeepEStandsInAnothers) {
+  LinearShape s{.tokens = 1024, .vocab = 129280, .hidden = 768};
+  s.grad_input = s.grad_weight = s.plain = true;
+  s.direct_grad_input = s.lends_grad_input = s.lends_grad_weight = s.grad_weight_f32 = true;
+  const LinearPlan summed = plan_linear(hopper(), s, {}, 6050000);
+  EXPECT_EQ(summed.chunks, 1);
+  EXPECT_EQ(kept_columns(summed), s.vocab);
+  EXPECT_TRUE(summed.grad_input_sum);
+  s.vocab = 151936, s.hidden = 1024;
+  s.grad_input = s.direct_grad_input = s.lends_grad_input = s.grad_weight_f32 = false;
+  EXPECT_LT(plan_linear(hopper(), s, {}, 8660000).seconds, 2e-3);
+  s.tokens = 8192, s.vocab = 50304, s.hidden = 4096;
+  s.grad_input = s.direct_grad_input = s.lends_grad_input = true;
+  EXPECT_LT(smallest_plan(hopper(), s, {}).bytes, 110e6);
+}
+
+// Llama-3 in 64 MiB beyond the sum of grad_input: a third of E lies in grad_weight, and the panels
+// that are made again are few.
+TEST(CudaPanels, GradWeightSparesWork) {
+  LinearShape s{.tokens = 8192, .vocab = 128256, .hidden = 4096};
+  s.grad_input = s.grad_weight = s.direct_grad_weight = true;
+  s.direct_grad_input = s.lends_grad_input = true;
+  const LinearPlan alone = plan_linear(hopper(), s, {}, 192 * MiB);
+  s.lends_grad_weight = true;
+  const LinearPlan lent = plan_linear(hopper(), s, {}, 192 * MiB);
+  EXPECT_GT(kept_columns(lent), 30000);
+  EXPECT_LT(lent.seconds, 0.93 * alone.seconds);
+  int panels = 0;
+  for (PanelPlace at{.columns = kept_columns(lent)}; at.end() < s.vocab; ++panels) {
+    at = sm90::panel_at(s, lent, at.end());
+  }
+  EXPECT_LE(panels, 10);
+}
+
+}  // namespace
+}  // namespace logitless::cuda

@@ -1,0 +1,203 @@
+// SPDX-License-Identifier: Apache-2.0
+// The plans of the linear ops on CUDA: arithmetic that needs no GPU.
+#include <algorithm>
+#include <array>
+#include <set>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "shapes.h"
+#include "src/cuda/linear/sm90/forward.h"
+
+namespace logitless::cuda {
+namespace {
+
+// No axis of a grid but the first takes more than 65535 blocks: 8.4 million columns of 128 a block.
+TEST(CudaPlan, AGridHoldsTheSecondAxisWhateverItsLength) {
+  for (const int64_t count : {int64_t{1}, int64_t{32768}, int64_t{32769}, int64_t{65535},
+                              int64_t{65536}, int64_t{16777217}, (int64_t{1} << 31) - 1}) {
+    const dim3 grid = two_axes(7, count);
+    EXPECT_EQ(grid.x, 7u);
+    EXPECT_LE(grid.y, 65535u);
+    EXPECT_LE(grid.z, 65535u);
+    const int64_t blocks = int64_t{grid.y} * grid.z;
+    EXPECT_GE(blocks, count);
+    EXPECT_LT(blocks - count, grid.z) << "idle blocks";
+  }
+  EXPECT_EQ(two_axes(7, 0).z, 0u);  // nothing to launch
+}
+
+TEST(CudaPlan, FitsItsBudgetToTheByte) {
+  for (const Asked& asked : shapes()) {
+    for (const uint64_t bytes : budgets(asked)) {
+      const LinearPlan p = asked.plan(bytes);
+      EXPECT_LE(p.bytes, bytes);
+      uint64_t used = 0;
+      for (const Planned& each : passes(asked, bytes)) {
+        EXPECT_EQ(each.plan.bytes, bytes_of(each.engine, each.shape, each.plan));
+        used = std::max(used, each.plan.bytes);
+      }
+      if (p.kind == PlanKind::two_passes) used += state_bytes(asked.shape);
+      EXPECT_EQ(p.bytes, used);
+    }
+  }
+}
+
+TEST(CudaPlan, MoreMemoryNeverTakesLonger) {
+  for (const Asked& asked : shapes()) {
+    double before = asked.plan(budgets(asked).front()).seconds;
+    for (const uint64_t bytes : budgets(asked)) {
+      const double now = asked.plan(bytes).seconds;
+      // The share of E is the largest that fits: one that fills its waves better may be passed by.
+      EXPECT_LE(now, before * 1.05) << bytes;
+      before = std::min(before, now);
+    }
+  }
+}
+
+// Just below what the whole of E takes, nearly all of it is kept; also where statistics take memory
+// that only the whole needs beside it.
+TEST(CudaPlan, TheStepToTheWholeIsSmall) {
+  LinearShape s{.tokens = 8192, .vocab = 128256, .hidden = 4096};
+  s.grad_input = s.grad_weight = s.direct_grad_weight = true;
+  s.direct_grad_input = s.lends_grad_input = s.lends_grad_weight = true;
+  for (const bool all : {false, true}) {
+    s.grad_bias = s.smoothing = s.entropy = s.weighted_sum = s.argmax = s.bias = all;
+    const double whole = plan_linear(hopper(), s, {}, 3000 * MiB).seconds;
+    for (uint64_t mib = 1960; mib < 2200; mib += 4) {
+      EXPECT_LE(plan_linear(hopper(), s, {}, mib * MiB).seconds, 1.08 * whole)
+          << mib << " MiB, " << all;
+    }
+  }
+}
+
+void expect_covered(const Planned& planned) {
+  const auto& [engine, s, p] = planned;
+  const bool on_hopper = &engine == &hopper();
+  EXPECT_GE(p.token_chunk * p.chunks, s.tokens);
+  EXPECT_LE(p.block_rows, p.token_chunk);
+  EXPECT_GE(p.hidden_pitch, s.hidden);
+  EXPECT_EQ(p.hidden_pitch * size_of(s.dtype) % 16, 0);
+  if (!s.gradients()) return;
+  EXPECT_TRUE(p.stored_columns == s.vocab || p.remade_columns > 0);
+  // A panel starts and ends with a segment of the partial sums, or with the vocabulary.
+  const int64_t segment = on_hopper ? sm90::sum_columns : segment_columns;
+  EXPECT_TRUE(p.stored_columns == s.vocab || p.stored_columns % segment == 0);
+  EXPECT_TRUE(kept_columns(p) == s.vocab || p.lent_columns % segment == 0);
+  if (!on_hopper && p.remade_columns < s.vocab) {
+    EXPECT_EQ(p.remade_columns % segment_columns, 0);
+  }
+  EXPECT_EQ(p.remade_columns % 64, 0);
+  if (!s.can_store) {
+    EXPECT_EQ(kept_columns(p), 0);
+  }
+}
+
+TEST(CudaPlan, CoversEveryTokenAndColumn) {
+  for (const Asked& whole : shapes()) {
+    for (const uint64_t bytes : budgets(whole)) {
+      for (const Planned& each : passes(whole, bytes)) expect_covered(each);
+    }
+  }
+}
+
+// Heads of few columns and many tokens: whatever lies between the least and the whole is filled.
+TEST(CudaPlan, TwoPassesWhereTheSumsHaveNoRoom) {
+  LinearShape s{.tokens = 20480, .vocab = 50257, .hidden = 768};
+  s.grad_input = s.grad_weight = s.direct_grad_weight = s.plain = true;
+  s.direct_grad_input = s.lends_grad_input = s.lends_grad_weight = true;
+  const auto plan = [&](uint64_t mib) { return plan_linear(hopper(), s, {}, mib * MiB); };
+  EXPECT_EQ(plan(124).kind, PlanKind::two_passes);
+  EXPECT_GT(plan(124).first_rows, 0);
+  EXPECT_EQ(plan(188).kind, PlanKind::chunks);
+  EXPECT_GT(plan(188).input_clusters, 0);
+  EXPECT_EQ(plan(2400).kind, PlanKind::whole);
+  s.grad_bias = true;  // which one pass makes
+  EXPECT_EQ(plan(124).first_rows, 0);
+  s.lends_grad_weight = false;
+  EXPECT_NE(plan(124).kind, PlanKind::two_passes);
+}
+
+// The largest vocabularies: ten million panels, of which planning walks only the kinds (walked one
+// by one this test alone takes minutes), and more tiles than 32 bits count. No plan is predicted
+// to be quicker than its three products.
+TEST(CudaPlan, PlansAtAnyExtent) {
+  for (const int64_t vocab : {int64_t{1} << 28, int64_t{1} << 30, (int64_t{1} << 31) - 65536}) {
+    for (const int64_t tokens : {int64_t{1}, int64_t{8192}, int64_t{1} << 20}) {
+      for (const int64_t hidden : {int64_t{8}, int64_t{4096}, int64_t{1} << 20}) {
+        LinearShape s{.tokens = tokens, .vocab = vocab, .hidden = hidden};
+        s.grad_input = s.grad_weight = s.direct_grad_input = true;
+        s.lends_grad_input = s.lends_grad_weight = true;
+        const LinearPlan least = smallest_plan(hopper(), s, {});
+        const double each = 2.0 * static_cast<double>(tokens) * static_cast<double>(vocab) *
+                            static_cast<double>(hidden);
+        for (const uint64_t bytes : {least.bytes, 2 * least.bytes, 8 * least.bytes}) {
+          const LinearPlan p = plan_linear(hopper(), s, {}, bytes);
+          EXPECT_LE(p.bytes, bytes);
+          EXPECT_GT(p.seconds, 0.999 * 3 * each / DeviceSpeed{}.products)
+              << tokens << " x " << vocab << " x " << hidden;
+        }
+      }
+    }
+  }
+}
+
+TEST(CudaPlan, TheFrontierHasAllItsPlans) {
+  LinearShape s{.tokens = 8192, .vocab = 128256, .hidden = 4096};
+  EXPECT_EQ(recommended_plan(portable(), s, {}).kind, PlanKind::loss_only);
+  s.grad_input = s.grad_weight = true;
+  std::set<PlanKind> kinds;
+  for (const uint64_t mib : {256, 512, 1024, 1536, 2200}) {
+    kinds.insert(plan_linear(portable(), s, {}, mib * MiB).kind);
+  }
+  EXPECT_TRUE(kinds.contains(PlanKind::frugal));
+  EXPECT_TRUE(kinds.contains(PlanKind::mixed));
+  EXPECT_TRUE(kinds.contains(PlanKind::whole));
+  s.grad_weight_f32 = true;  // chunks add to the output itself
+  EXPECT_EQ(plan_linear(portable(), s, {}, 1280 * MiB).kind, PlanKind::chunks);
+}
+
+TEST(CudaPlan, TheRecommendedKeepsThePromiseOfTheName) {
+  for (const Asked& asked : shapes()) {
+    const LinearShape& s = asked.shape;
+    const uint64_t logits = uint64_t(s.tokens) * s.vocab * 4;
+    const uint64_t sums = uint64_t(s.tokens) * s.hidden * 4 + uint64_t(s.vocab) * s.hidden * 4;
+    const uint64_t copies = s.copies_weight ? uint64_t(s.vocab) * (s.hidden + 8) * 4 : 0;
+    const uint64_t limit = std::max(asked.smallest().bytes, logits / 4 + sums + copies + 16 * MiB);
+    EXPECT_LE(asked.recommended().bytes, limit);
+  }
+}
+
+// `run` plans anew, with the bytes that `workspace` named.
+TEST(CudaPlan, TheRecommendedBytesGiveThatTime) {
+  for (const Asked& call : shapes()) {
+    const LinearPlan asked = call.recommended(), ran = call.plan(asked.bytes);
+    // A tile of E more or less, where slots of slices took its place.
+    EXPECT_LE(ran.seconds, asked.seconds * 1.001);
+    EXPECT_LE(ran.bytes, asked.bytes);
+  }
+}
+
+// The heads that are measured (docs/results.md): one chunk, so that the weight is read by one
+// launch.
+TEST(CudaPlan, TheLossAloneTakesAllTokensAtOnceInSixteenMebibytes) {
+  for (const auto& [tokens, vocab, hidden] : {std::array<int64_t, 3>{8192, 128256, 4096},
+                                              {8192, 151936, 2048},
+                                              {8192, 256000, 2304},
+                                              {4096, 129280, 7168},
+                                              {20480, 50257, 768}}) {
+    LinearShape s{.tokens = tokens, .vocab = vocab, .hidden = hidden};
+    s.plain = s.reads_input = true;
+    const LinearPlan p = plan_linear(hopper(), s, {}, 16 * MiB);
+    EXPECT_LE(p.bytes, 16 * MiB);
+    EXPECT_EQ(p.chunks, 1);
+    EXPECT_FALSE(p.copies_input);
+    // With room for the rows that count, which the copy engine brings faster.
+    const LinearPlan recommended = recommended_plan(hopper(), s, {});
+    EXPECT_EQ(recommended.chunks, 1);
+    EXPECT_TRUE(recommended.copies_input);
+  }
+}
+
+}  // namespace
+}  // namespace logitless::cuda

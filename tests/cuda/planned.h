@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a problem's call would run on CUDA, for tests that each plan has had its turn.
+#pragma once
+
+#include <set>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "resident.h"
+#include "src/cuda/linear/engine.h"
+#include "src/cuda/runtime/runtime.h"
+#include "tests/support/judge.h"
+#include "tests/support/problem.h"
+#include "tests/support/suite.h"
+
+namespace logitless::conformance {
+
+using ForwardBackward = LinearCrossEntropyForwardBackward;
+
+struct CudaPlanned {
+  cuda::LinearShape shape;
+  cuda::LinearPlan plan;
+};
+// In so many bytes.
+inline CudaPlanned cuda_plan_of(const ForwardBackward& op, uint64_t bytes) {
+  ForwardBackward asked = op;
+  logitless_op unused{};
+  for_each_tensor(asked, unused, [](const char*, Access, TensorView& view, auto&&) {
+    if (view) view.data = nullptr, view.byte_offset = 0;  // aligned, as on the device
+  });
+  const cuda::DeviceInfo* device = nullptr;
+  EXPECT_TRUE(cuda::find_device(0, &device).ok());
+  const cuda::Asked planned = cuda::asked_of(asked, *device);
+  return {planned.shape, planned.plan(bytes)};
+}
+
+// The CUDA device, where Hopper's own kernels serve it.
+inline std::vector<std::string> hopper_devices() {
+  const cuda::DeviceInfo* device = nullptr;
+  const bool is = cuda::find_device(0, &device).ok() &&
+                  std::string_view(cuda::engine_for(*device).name()) == "sm90";
+  std::vector<std::string> names = device_names();
+  std::erase_if(names, [&](const std::string& name) { return !is || name != "cuda"; });
+  return names;
+}
+
+// Judged once in a workspace of each plan that `name` tells apart ("": not asked for), of those at
+// `shares` of the recommended one; `wanted` are among them.
+template <class F>
+void judge_plans(const TestDevice& device, const Case& c, const Problem<ForwardBackward>& p,
+                 const std::vector<double>& shares, F&& name,
+                 const std::vector<std::string>& wanted) {
+  const WorkspaceSize size = workspace_of(device, c);
+  const reference::Result want = expected(device, p.op, p.model);
+  std::set<std::string> seen;
+  std::string all;
+  for (const double share : shares) {
+    const uint64_t bytes = bytes_of(size, share);
+    const std::string plan = name(cuda_plan_of(p.op, bytes));
+    if (plan.empty() || !seen.insert(plan).second) continue;
+    all += plan + "; ";
+    const Outcome got = execute(device, p.op, p.pool, {.memory = Memory::exact, .bytes = bytes});
+    const Comparison result = compare(want, got);
+    EXPECT_TRUE(result.ok()) << result.report << ", " << plan;
+  }
+  for (const std::string& plan : wanted) EXPECT_TRUE(seen.contains(plan)) << plan << " of " << all;
+}
+
+}  // namespace logitless::conformance

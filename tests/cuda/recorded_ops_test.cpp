@@ -1,0 +1,293 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every op on a recorded machine, which runs nothing: a call allocates nothing, keeps CUDA's rules,
+// and where any one question to the runtime, the driver or cuBLASLt fails, it says so, leaves
+// nothing behind, and has launched nothing unless it is a launch that failed.
+#include <set>
+
+#include "recorded.h"
+#include "tests/support/allocation_count.h"
+#include "tests/support/problem.h"
+#include "tests/support/suite.h"
+
+namespace logitless::conformance {
+namespace {
+
+using cuda::RecordedCuda;
+
+constexpr RecordedCuda::Device kDevices[] = {{"A100", 8, 0, true, 108, 166912},
+                                             {"H100", 9, 0, true, 132, 232448}};
+constexpr Execution kExecution{.device = {DeviceType::cuda, 1}};
+
+// A call whose tensors are nowhere, with a share of the workspace.
+template <class Op>
+struct Call {
+  Op op;
+  double share;
+  std::string name;
+};
+
+// Tensors of 2^40 bytes of address space each, `offset` bytes behind its start.
+class Nowhere {
+ public:
+  explicit Nowhere(int64_t offset = 0) : offset_(offset) {}
+  void* next() { return reinterpret_cast<void*>((next_++ << 40) + offset_); }
+
+ private:
+  int64_t next_ = 1, offset_;
+};
+constexpr int64_t kWorkspace = int64_t{1} << 46;
+
+template <class Op>
+Status run_nowhere(const Call<Op>& call, const Execution& execution = kExecution) {
+  WorkspaceSize size;
+  const Status status = workspace(call.op, execution, &size);
+  if (!status.ok()) return status;
+  const auto range = static_cast<double>(size.recommended - size.minimum);
+  const uint64_t bytes = size.minimum + static_cast<uint64_t>(call.share * range);
+  return run(call.op, {reinterpret_cast<void*>(kWorkspace), bytes}, execution);
+}
+
+template <class Op>
+Op nowhere(Op op, int64_t offset = 0) {
+  Nowhere addresses(offset);
+  const logitless_op unused{};
+  for_each_tensor(op, unused, [&](const char*, Access, TensorView& view, auto&&) {
+    if (!view) return;
+    view.data = addresses.next();
+    view.byte_offset = 0;
+    view.device = kExecution.device;
+  });
+  return op;
+}
+
+// As a head has them, so that there are several plans.
+template <class Op>
+void grow(Op* op) {
+  constexpr int64_t tokens = 4096, hidden = 256, vocab = 60000;
+  const auto dense = [](TensorView* v, int64_t rows, int64_t columns) {
+    if (!*v) return;
+    v->shape = {rows, columns};
+    v->stride = {columns, 1};
+  };
+  const auto long_as = [](TensorView* v, int64_t size) {
+    if (!*v || v->rank != 1) return;
+    v->shape = {size};
+    v->stride = {1};
+  };
+  dense(&op->input, tokens, hidden);
+  dense(&op->weight, vocab, hidden);
+  long_as(&op->bias, vocab);
+  long_as(&op->target, tokens);
+  long_as(&op->weights.token, tokens);
+  long_as(&op->weights.vocab, vocab);
+  if constexpr (ForwardOp<Op>) {
+    if (op->options.reduction == Reduction::none) long_as(&op->loss, tokens);
+    TokenStatistics& s = op->statistics;
+    for (TensorView* v : {&s.lse, &s.target_logit, &s.entropy, &s.argmax, &s.row_reference,
+                          &s.row_log_sum, &s.weighted_logit_sum}) {
+      long_as(v, tokens);
+    }
+  }
+  if constexpr (GradientOp<Op>) {
+    if (op->options.reduction == Reduction::none) long_as(&op->grad_loss, tokens);
+    dense(&op->grad_input, tokens, hidden);
+    dense(&op->grad_weight, vocab, hidden);
+    long_as(&op->grad_bias, vocab);
+  }
+  if constexpr (BackwardOnlyOp<Op>) {
+    for (TensorView* v : {&op->row_reference, &op->row_log_sum, &op->entropy, &op->grad_lse,
+                          &op->grad_target_logit, &op->grad_entropy}) {
+      long_as(v, tokens);
+    }
+  }
+}
+
+class CudaRecorded : public testing::TestWithParam<std::tuple<OpKind, DType>> {
+ protected:
+  const OpKind op_ = std::get<0>(GetParam());
+  const DType dtype_ = std::get<1>(GetParam());
+
+  // f(call) with the calls that between them take every way through an op; of a head's in
+  // workspaces of these shares of the recommended one.
+  template <class F>
+  void for_calls(const std::vector<double>& shares, F&& f) const {
+    with_op(op_, [&](auto kind) {
+      using Op = decltype(kind);
+      const auto use = [&](const Case& c, const char* name) {
+        f(Call<Op>{nowhere(build<Op>(c).op), 1, name});
+      };
+      const Case plain{.op = op_, .shape = {33, 64, 300}, .dtype = dtype_};
+      Case c = plain;
+      c.grad_input = c.grad_weight = dtype_;
+      use(c, "plain");
+      c = plain;
+      c.shape = {33, 61, 301};
+      if (op_ != OpKind::softmax) apply_options(&c);
+      use(c, "every option");
+      c.placement = Placement::strided;
+      use(c, "every option, strided");
+      if constexpr (!LinearOp<Op>) {
+        c = plain;
+        c.shape = {2, 1, 50257};
+        use(c, "long rows");
+        if constexpr (LossOp<Op>) {
+          c = plain;
+          c.options.input_kind = InputKind::probabilities;
+          if (op_ != OpKind::backward) use(c, "probabilities");
+        }
+      } else {
+        for (const bool options : {false, true}) {
+          c = plain;
+          c.grad_input = c.grad_weight = dtype_;
+          if (options) apply_options(&c);
+          Call<Op> call{build<Op>(c).op, 0, options ? "a head with every option" : "a head"};
+          grow(&call.op);
+          call.op = nowhere(call.op);
+          for (const double share : shares) {
+            call.share = share;
+            f(call);
+          }
+        }
+      }
+    });
+  }
+
+ private:
+  static void apply_options(Case* c) {
+    c->options.label_smoothing = 0.1f;
+    c->options.softcap = 20;
+    c->ignored = 0.1;
+    c->token_weight = c->vocab_weight = c->statistics = c->bias = true;
+    c->bias_dtype = c->dtype;
+    if (has_gradient(c->op)) c->grad_loss = true;
+    if (c->op == OpKind::backward || c->op == OpKind::linear_backward) {
+      c->grad_lse = c->grad_target_logit = c->grad_entropy = c->saved_state = true;
+    }
+  }
+};
+
+TEST_P(CudaRecorded, KeepsTheRulesAndAllocatesNothing) {
+  for (const auto& device : kDevices) {
+    RecordedCuda machine({kDevices[0], device});
+    for_calls({0, 0.3, 1, 3, 100}, [&](const auto& call) {
+      WorkspaceSize size;
+      Status status = workspace(call.op, kExecution, &size);
+      ASSERT_TRUE(status.ok()) << status.message();
+      const int before = machine.launches();
+      const int64_t allocated = allocations();
+      status = run_nowhere(call);
+      EXPECT_EQ(allocations(), allocated) << call.name << " on " << device.name;
+      EXPECT_TRUE(status.ok()) << status.message();
+      EXPECT_STREQ(machine.fault(), "") << call.name << " on " << device.name;
+      EXPECT_GT(machine.launches(), before);
+      EXPECT_EQ(machine.live(), 0);
+      EXPECT_EQ(machine.current(), 0);
+    });
+  }
+}
+
+// The first call of a thread on the device that is current in it: the thread has no context yet.
+TEST_P(CudaRecorded, AThreadThatHasNotCalledCudaYet) {
+  for_calls({1}, [&](auto call) {
+    RecordedCuda machine({kDevices[1]});
+    const Execution first{.device = {DeviceType::cuda, 0}};
+    const logitless_op unused{};
+    for_each_tensor(call.op, unused, [&](const char*, Access, TensorView& view, auto&&) {
+      if (view) view.device = first.device;
+    });
+    const Status status = run_nowhere(call, first);
+    EXPECT_TRUE(status.ok()) << call.name << ": " << status.message();
+  });
+}
+
+// Counts what is asked while kernels are being launched, of the memory for a product's description.
+const std::set<std::string>& launch_questions() {
+  static const std::set<std::string> all{
+      "cudaLaunchKernelExC",        "cudaMemcpyAsync",          "cublasLtMatmul",
+      "cublasLtMatrixLayoutCreate", "cublasLtMatmulDescCreate", "cublasLtMatmulDescSetAttribute"};
+  return all;
+}
+// A failure of these is not the call's.
+bool may_fail(const std::string& question) {
+  static const std::set<std::string> all{"cudaGetDevice",
+                                         "cudaSetDevice",
+                                         "cuCtxGetId",
+                                         "dlsym",
+                                         "dlopen",
+                                         "cublasLtMatmulAlgoCheck",
+                                         "cublasLtMatmulAlgoConfigGetAttribute"};
+  return all.contains(question);
+}
+
+// All that is asked since the first launch was asked before, so that no refusal comes as a
+// surprise.
+TEST_P(CudaRecorded, NothingIsAskedForTheFirstTimeAfterALaunch) {
+  for (const auto& device : kDevices) {
+    for_calls({0, 0.3, 1}, [&](const auto& call) {
+      RecordedCuda machine({kDevices[0], device});
+      EXPECT_TRUE(run_nowhere(call).ok());
+      EXPECT_EQ(machine.first_asked_late(launch_questions()), "")
+          << call.name << " on " << device.name;
+    });
+  }
+}
+
+TEST_P(CudaRecorded, AnyQuestionThatFailsIsSaidBeforeAnythingIsLaunched) {
+  for (const auto& device : kDevices) {
+    for_calls({0, 1}, [&](const auto& call) {
+      // A head asks thousands of times, mostly the same: the first ones, then some of the others.
+      for (int n = 1;; n += n < 48 ? 1 : 499) {
+        RecordedCuda machine({kDevices[0], device});
+        machine.fail_question(n);
+        const Status status = run_nowhere(call);
+        if (machine.failed() == nullptr) {
+          EXPECT_TRUE(status.ok()) << status.message();
+          EXPECT_GT(n, 8) << "questions";
+          break;
+        }
+        const std::string what = std::string(machine.failed()) + ", question " + std::to_string(n) +
+                                 " of " + call.name + " on " + device.name;
+        EXPECT_EQ(machine.live(), 0) << what;
+        EXPECT_EQ(machine.last_error(), cudaSuccess) << what;
+        EXPECT_STREQ(machine.fault(), "") << what;
+        if (!may_fail(machine.failed())) {
+          EXPECT_FALSE(status.ok()) << what;
+        }
+        if (!status.ok()) {
+          EXPECT_EQ(machine.launches(), machine.launches_before_failure())
+              << what << ": " << status.message();
+        }
+        if (HasFailure()) return;
+        // Nothing is remembered of a failure.
+        machine.fail_question(0);
+        const Status again = run_nowhere(call);
+        EXPECT_TRUE(again.ok()) << what << ", then: " << again.message();
+      }
+    });
+  }
+}
+
+// The same call at other addresses aligned to 16 bytes takes the same algorithms.
+TEST_P(CudaRecorded, AddressesOfSixteenBytesAreAllTheSame) {
+  if (!is_linear(op_)) return;
+  for_calls({0, 1}, [&](auto call) {
+    RecordedCuda machine({kDevices[0], kDevices[0]});
+    EXPECT_TRUE(run_nowhere(call).ok());
+    const int asked = machine.heuristics();
+    EXPECT_GT(asked, 0);
+    call.op = nowhere(call.op, 48);
+    EXPECT_TRUE(run_nowhere(call).ok());
+    EXPECT_EQ(machine.heuristics(), asked) << call.name;
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(All, CudaRecorded,
+                         testing::Combine(testing::ValuesIn(kOps),
+                                          testing::Values(DType::f32, DType::f16, DType::bf16)),
+                         [](const auto& info) {
+                           return std::string(name_of(std::get<0>(info.param))) + "_" +
+                                  name_of(std::get<1>(info.param));
+                         });
+
+}  // namespace
+}  // namespace logitless::conformance

@@ -1,0 +1,22 @@
+# The machine code for Hopper and what ptxas said of it, a source at a time, from the objects of a build that keeps both
+# (LOGITLESS_CUDA_LISTING). Of compilers before CUDA 12.8 it is known not to be what is meant (docs/kernels/cuda.md).
+find_package(Python3 REQUIRED COMPONENTS Interpreter)
+function(add_sass_test name)
+  add_test(NAME ${name} COMMAND Python3::Interpreter -B ${CMAKE_CURRENT_SOURCE_DIR}/cuda/sass_test.py ${ARGN})
+  set_tests_properties(${name} PROPERTIES LABELS sass SKIP_RETURN_CODE 77 TIMEOUT 600)
+endfunction()
+
+# And the mutants of these sources, and of the others, still fit them.
+add_test(NAME mutants_of_cuda COMMAND Python3::Interpreter -B ${PROJECT_SOURCE_DIR}/scripts/mutants_device.py check)
+add_test(NAME mutants_of_host COMMAND Python3::Interpreter -B ${CMAKE_CURRENT_SOURCE_DIR}/mutants/fit_test.py)
+
+if(NOT LOGITLESS_WITH_CUDA)
+  add_sass_test(sass)
+elseif(LOGITLESS_CUDA_LISTING AND CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
+  file(GLOB_RECURSE kernels CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/cuda/*.cu)
+  foreach(source ${kernels})
+    cmake_path(GET source STEM name)
+    cmake_path(GET source FILENAME file)
+    add_sass_test(sass.${name} "$<FILTER:$<TARGET_OBJECTS:logitless_cuda_objects>,INCLUDE,/${file}\\.o$>")
+  endforeach()
+endif()

@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: Apache-2.0
+// The steps of plans on CUDA: that each chunk of tokens comes once, that every product takes every
+// column once, of what was made before, and that a plan's seconds are its steps'.
+#include <map>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "shapes.h"
+
+namespace logitless::cuda {
+namespace {
+
+// Every step, none of them told by a count.
+class AllSteps final : public StepVisitor {
+ public:
+  explicit AllSteps(const Planned& planned) {
+    planned.engine.for_steps(planned.shape, planned.plan, this);
+  }
+  void visit(const Step& step) override { steps.push_back(step); }
+  int64_t begin_repeat(int64_t count) override { return count; }
+  void end_repeat(int64_t) override {}
+  std::vector<Step> steps;
+};
+
+// Columns that follow each other without a gap.
+struct Covered {
+  int64_t first = -1, end = 0;
+  void add(int64_t from, int64_t count) {
+    if (first < 0) first = end = from;
+    EXPECT_EQ(from, end) << "a gap, or columns twice";
+    end = from + count;
+  }
+  void expect(int64_t from, int64_t to) const {
+    EXPECT_EQ(first, from);
+    EXPECT_EQ(end, to);
+  }
+};
+
+// Adds up what a chunk's steps have come to.
+class ChunkJudge {
+ public:
+  ChunkJudge(const LinearShape& shape, const LinearPlan& plan) : s_(shape), p_(plan) {}
+  void take(const Step& step) {
+    const int64_t columns = step.columns();
+    switch (step.kind) {
+      case StepKind::logits:
+        logits_.add(step.panel.first, columns);
+        if (step.of_e) kept_ = std::min(step.panel.first + columns, kept_columns(p_));
+        break;
+      case StepKind::states:
+        had_states_ = true;
+        break;
+      case StepKind::remake:
+        EXPECT_TRUE(had_states_);
+        EXPECT_GE(step.panel.first, kept_);
+        remade_ = step.panel;
+        break;
+      case StepKind::grad_input:
+        expect_made(step);
+        input_[step.rows.first].add(step.panel.first, columns);
+        rows_[step.rows.first] = step.rows.count;
+        EXPECT_EQ(step.adds, step.panel.first > 0);
+        break;
+      case StepKind::grad_weight:
+        expect_made(step);
+        weight_.add(step.panel.first, columns);
+        break;
+      case StepKind::both_gradients:
+        expect_made(step);
+        input_[0].add(step.panel.first, columns);
+        rows_[0] = step.rows.count;
+        weight_.add(step.panel.first, columns);
+        break;
+      case StepKind::grad_bias:
+      case StepKind::form_dz:
+        if (s_.grad_bias) bias_.add(step.panel.first, columns);
+        break;
+      default:
+        break;
+    }
+  }
+  void expect_whole(int64_t tokens) {
+    if (s_.forward) logits_.expect(0, s_.vocab);
+    if (s_.grad_weight) weight_.expect(0, s_.vocab);
+    if (s_.grad_bias) bias_.expect(0, s_.vocab);
+    if (!s_.grad_input) {
+      EXPECT_TRUE(input_.empty());
+      return;
+    }
+    int64_t row = 0;
+    for (const auto& [first, covered] : input_) {
+      EXPECT_EQ(first, row);
+      row += rows_[first];
+      covered.expect(0, s_.vocab);
+    }
+    EXPECT_EQ(row, tokens);
+  }
+
+ private:
+  void expect_made(const Step& step) {
+    EXPECT_TRUE(had_states_);
+    const int64_t end = step.panel.first + step.columns();
+    if (end <= kept_) return;
+    EXPECT_EQ(step.panel.first, remade_.first);
+    EXPECT_EQ(end, remade_.end());
+  }
+
+  const LinearShape& s_;
+  const LinearPlan& p_;
+  bool had_states_ = false;
+  int64_t kept_ = 0;
+  PanelPlace remade_;
+  Covered logits_, weight_, bias_;
+  std::map<int64_t, Covered> input_;  // by the first row
+  std::map<int64_t, int64_t> rows_;
+};
+
+void judge(const Planned& planned) {
+  const auto& [engine, s, p] = planned;
+  const std::vector<Step> steps = AllSteps(planned).steps;
+  ASSERT_EQ(steps.front().kind, StepKind::tokens);
+  int64_t tokens = 0;
+  for (size_t i = 0; i < steps.size();) {
+    if (steps[i].kind != StepKind::gather) {
+      EXPECT_EQ(steps[i].tokens.count, 0) << name_of(steps[i].kind);
+      ++i;
+      continue;
+    }
+    const Range chunk = steps[i].tokens;
+    EXPECT_EQ(chunk.first, tokens);
+    tokens += chunk.count;
+    ChunkJudge judge(s, p);
+    do {
+      EXPECT_EQ(steps[i].tokens.count, chunk.count);
+      judge.take(steps[i]);
+      if (steps[i].kind == StepKind::grad_weight) {
+        EXPECT_EQ(steps[i].adds, chunk.first > 0);
+      }
+    } while (++i < steps.size() && steps[i].tokens.count > 0 && steps[i].kind != StepKind::gather);
+    judge.expect_whole(chunk.count);
+  }
+  EXPECT_EQ(tokens, s.tokens);
+}
+
+TEST(CudaSteps, TakeEveryTokenAndColumnOnce) {
+  for (const Asked& asked : shapes()) {
+    for (const uint64_t bytes : budgets(asked)) {
+      for (const Planned& each : passes(asked, bytes)) {
+        judge(each);
+        if (HasFailure()) FAIL() << each.shape.tokens << " x " << each.shape.vocab << ", " << bytes;
+      }
+    }
+  }
+}
+
+// The sums are as those of the estimate but for their order, and for parts beyond a hundred.
+TEST(CudaSteps, APlansSecondsAreItsSteps) {
+  int told = 0;
+  for (const Asked& asked : shapes()) {
+    if (asked.shape.tokens == 0) continue;
+    for (const uint64_t bytes : budgets(asked)) {
+      const LinearPlan p = asked.plan(bytes);
+      if (p.kind == PlanKind::two_passes) continue;
+      double seconds = 30 * asked.speed.launch;
+      int64_t copied = 0;
+      for (const Step& step : AllSteps({asked.engine, asked.shape, p}).steps) {
+        seconds += asked.engine.seconds(asked.shape, p, asked.speed, step);
+        copied += step.kind == StepKind::copy_panel;
+      }
+      if (copied >= 100) continue;
+      EXPECT_NEAR(seconds, p.seconds, 1e-9 * seconds);
+      ++told;
+    }
+  }
+  EXPECT_GT(told, 100);
+}
+
+}  // namespace
+}  // namespace logitless::cuda
