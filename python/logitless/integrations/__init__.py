@@ -2,8 +2,8 @@
 """The signatures that frameworks already call, and a patch for Hugging Face models.
 
 `liger`, `cce` and `verl` are modules of drop-in names; `patch_transformers` makes a causal LM
-compute its loss without logits. An argument without a counterpart here raises unless it is at its
-default.
+compute its loss without logits, and `patch_trl` TRL's trainers their log-probabilities. An argument
+without a counterpart here raises unless it is at its default.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from logitless.integrations.liger import (
     LigerFusedLinearCrossEntropyLoss,
 )
 from logitless.integrations.transformers import Patch, patch_transformers
+from logitless.integrations.trl import TrlPatch, patch_trl
 
 __all__ = [
     "FusedLinearCrossEntropyFunction",
     "LigerFusedLinearCrossEntropyLoss",
     "Patch",
+    "TrlPatch",
     "cce",
     "liger",
     "patch_transformers",
+    "patch_trl",
     "verl",
 ]

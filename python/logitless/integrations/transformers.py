@@ -198,9 +198,9 @@ class _Settings:
         self.warned = True
         warnings.warn(
             "a model patched by logitless was called in training without labels and gives its "
-            "logits: where a trainer makes the loss itself (TRL's do, and transformers' with "
-            "label_smoothing_factor; use patch_transformers(model, label_smoothing=...)), the "
-            "patch is of no use",
+            "logits: where a trainer makes the loss itself (TRL's do; use patch_trl() there; "
+            "transformers' does with label_smoothing_factor; use patch_transformers(model, "
+            "label_smoothing=...)), the patch is of no use",
             stacklevel=2,
         )
 

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TRL's trainers without logits.
+
+SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer and RLOOTrainer replace the model's forward by one
+that runs the backbone and gives its hidden states and the head's weight to a function of TRL's own.
+That function is replaced here, for all of them at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless._abi import parse_memory
+from logitless._errors import LogitlessError, invalid, not_supported, renames
+from logitless.torch import linear_cross_entropy
+
+# Where TRL's trainers look their function up, at every call, and the arguments that it has there.
+_MODULE, _NAME = "trl.trainer.utils", "_ChunkedLogProbFunction"
+_ARGUMENTS = (
+    "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping",
+    "logit_scale", "outputs",
+)  # fmt: skip
+# What it gives beside the log-probabilities, where `outputs` names it; None elsewhere.
+_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+_ROWS = 2048  # of the hidden states or the weight, that are cast at a time
+
+
+class TrlPatch:
+    """TRL patched. `with` unpatches at its end; so does `unpatch()`. `calls` counts how often a
+    trainer came here: once for every forward of a model, but not in compiled code."""
+
+    def __init__(self, memory: int | None) -> None:
+        self.calls = 0
+        self.memory = memory
+        self._own: Any = None
+
+    def __enter__(self) -> TrlPatch:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.unpatch()
+
+    def unpatch(self) -> None:
+        """Gives TRL its own function back; a second time does nothing."""
+        if self._own is not None:
+            setattr(importlib.import_module(_MODULE), _NAME, self._own)
+            self._own = None
+
+    @renames(
+        {
+            "input": "hidden",
+            "linear_weight": "weight",
+            "linear_bias": "bias",
+            "target": "targets",
+            "softcap": "final_logit_softcapping",
+        }
+    )
+    def apply(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = _OUTPUTS,
+    ) -> tuple[Tensor | None, ...]:
+        """(log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1) of every token, as TRL's
+        function; `chunk_size` means nothing here."""
+        if not torch.compiler.is_compiling():
+            self.calls += 1
+        if unknown := sorted(set(outputs) - {"log_probs", *_OUTPUTS}):
+            raise invalid(f"outputs has {unknown[0]!r}; allowed: log_probs, {', '.join(_OUTPUTS)}")
+        if final_logit_softcapping == 0:
+            raise invalid("final_logit_softcapping is 0; allowed: None for none, numbers > 0")
+        if hasattr(weight, "ds_id") and torch.is_grad_enabled():
+            raise not_supported(
+                "the weight is a parameter of DeepSpeed ZeRO-3, which is taken apart again before "
+                "backward; allowed: ZeRO-1 and 2, FSDP"
+            )
+        weight, bias, dtype, context = _alike(hidden, weight, bias)
+        options: dict[str, Any] = {
+            "linear_bias": bias, "reduction": "none", "logit_scale": logit_scale,
+            "softcap": final_logit_softcapping, "memory": self.memory,
+        }  # fmt: skip
+        names = [n for n, o in (("entropy", "entropy"), ("argmax", "is_top1")) if o in outputs]
+        entropy = log_sum_sq_probs = mean_logits = is_top1 = None
+        with context:
+            loss = linear_cross_entropy(
+                hidden, weight, targets, temperature=temperature, return_statistics=names, **options
+            )
+            if names:
+                loss, statistics = loss
+                entropy = statistics.entropy
+                if statistics.argmax is not None:
+                    is_top1 = statistics.argmax == targets  # the lowest index of equal logits
+            log_probs = loss.neg()
+            linear = "mean_logits" in outputs and final_logit_softcapping is None
+            if "log_sum_sq_probs" in outputs or ("mean_logits" in outputs and not linear):
+                # Half the temperature doubles the logits, so that both are in one more product.
+                with torch.no_grad():
+                    smooth, double = linear_cross_entropy(
+                        hidden, weight, targets, temperature=temperature / 2, label_smoothing=1.0,
+                        return_statistics=("lse", "logprob"), **options,
+                    )  # fmt: skip
+                    if "log_sum_sq_probs" in outputs:  # lse(2 z) - 2 lse(z)
+                        log_sum_sq_probs = 2 * log_probs - double.logprob
+                    if "mean_logits" in outputs:  # the loss of full smoothing is lse(2 z) - 2 mean
+                        mean_logits = (double.lse - smooth) / 2
+        if linear:
+            mean_logits = _mean_logits(hidden, weight, bias, dtype) * (logit_scale / temperature)
+        return log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1
+
+
+def _alike(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None, torch.dtype, Any]:
+    """(weight, bias, dtype, context) for products in the dtype that TRL has them in: that of
+    autocast, or else that of the hidden states. The gradient of an f32 weight is formed in f32."""
+    kind, dtype = hidden.device.type, hidden.dtype
+    context: Any = contextlib.nullcontext()
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    elif dtype is torch.float32:
+        weight = weight.float()
+    elif weight.dtype is not dtype:
+        context = torch.autocast(kind, dtype)
+    return weight, None if bias is None else bias.float(), dtype, context
+
+
+@torch.no_grad()
+def _mean_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Of every token, of what is rounded to `dtype`. A mean of products is that of one with the
+    mean."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        sums = [w.to(dtype).sum(0, dtype=torch.float32) for w in torch.split(weight, _ROWS)]
+        mean = torch.stack(sums).sum(0) / weight.shape[0]  # [D]
+        means = torch.cat([h.to(dtype).float() @ mean for h in torch.split(hidden, _ROWS)])  # [N]
+        return means if bias is None else means + bias.mean()
+
+
+def _function() -> Any:
+    """TRL's own, if all about it is as known; else an error that says what is not."""
+    trl = importlib.import_module("trl")
+
+    def unknown(what: str) -> LogitlessError:
+        return not_supported(
+            f"TRL {trl.__version__} {what}, so that its trainers cannot be patched; known: TRL 1.16"
+        )
+
+    try:
+        module = importlib.import_module(_MODULE)
+    except ModuleNotFoundError as error:
+        raise unknown(f"has no {_MODULE}") from error
+    function: Any = getattr(module, _NAME, None)
+    if isinstance(function, TrlPatch):
+        raise invalid("TRL is patched already; allowed: once, until unpatch()")
+    if not hasattr(function, "forward"):
+        raise unknown(f"has no {_MODULE}.{_NAME} with a forward")
+    parameters = inspect.signature(function.forward).parameters
+    names = tuple(parameters)[1:]  # without ctx
+    if names != _ARGUMENTS:
+        raise unknown(
+            f"has a {_MODULE}.{_NAME} of {', '.join(names)} instead of {', '.join(_ARGUMENTS)}"
+        )
+    if parameters["outputs"].default != _OUTPUTS:
+        raise unknown(
+            f"has a {_MODULE}.{_NAME} with the outputs {parameters['outputs'].default} instead of "
+            f"{_OUTPUTS}"
+        )
+    if f" {_NAME}.apply(" not in inspect.getsource(module):
+        raise unknown(f"does not call {_NAME}.apply in {_MODULE}")
+    return function
+
+
+def patch_trl(*, memory: int | str | None = None) -> TrlPatch:
+    """Makes TRL's trainers compute log-probabilities and entropies without logits, all of this
+    process, until `unpatch()` of the result or the end of its `with`. `memory` is that of
+    linear_cross_entropy."""
+    patch = TrlPatch(parse_memory(memory))
+    patch._own = _function()
+    setattr(importlib.import_module(_MODULE), _NAME, patch)
+    return patch
