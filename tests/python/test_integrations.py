@@ -13,6 +13,8 @@ from logitless.integrations import (
     FusedLinearCrossEntropyFunction,
     LigerFusedLinearCrossEntropyLoss,
     cce,
+    prime_rl,
+    unsloth,
     verl,
 )
 from reference import close
@@ -132,6 +134,80 @@ def test_verl(reduction: str) -> None:
     ours, theirs = logprobs.sum() + entropy.sum(), expected.sum() + s["entropy"].sum()
     for a, e in zip(torch.autograd.grad(ours, (x, w)), torch.autograd.grad(theirs, (x, w))):
         close(a, e)
+
+
+def test_verls_function_and_module() -> None:
+    x, w, _, t = problem((3, 7), 17, 8, ignored=0)
+    s = reference.statistics(reference.logits_of(x, w), t, {"temperature": 0.7})
+    flat = verl.LinearCrossEntropy.apply(x, w, t, 0.7, "none", None)
+    shaped = verl.FusedLinearForPPO(chunk_size=4)(x, w, t.int(), temperature=0.7)
+    theirs = torch.autograd.grad(s["logprob"].sum() + s["entropy"].sum(), (x, w))
+    for logprobs, entropy in (flat, shaped):
+        close(logprobs.reshape(3, 7), s["logprob"])
+        close(entropy.reshape(3, 7), s["entropy"])
+        for a, e in zip(torch.autograd.grad(logprobs.sum() + entropy.sum(), (x, w)), theirs):
+            close(a, e)
+    assert shaped[0].shape == shaped[1].shape == (3, 7)
+    with pytest.raises(ValueError, match=r"^vocab_weights"):
+        verl.FusedLinearForPPO()(x, w[0], t)
+
+
+@pytest.mark.parametrize("temperatures", [(0.7,), (0.5, 1.0, 1.3)], ids=str)
+def test_prime_rl(temperatures: tuple[float, ...]) -> None:
+    x, w, _, t = problem((3, 7), 17, 8)
+    head = prime_rl.FusedOutputLinear(8, 17, chunk_size=4)
+    head.weight = torch.nn.Parameter(w.detach())
+    temperature = torch.tensor(temperatures)[torch.arange(21) % len(temperatures)].reshape(3, 7)
+    logits = reference.logits_of(x, w) / temperature.double()[..., None]
+    s = reference.statistics(logits, t, {})
+    output = head(x, labels=t, temperature=temperature)
+    close(output["logprobs"], s["logprob"])
+    close(output["entropy"], s["entropy"])
+    upstream = torch.randn(2, 3, 7)
+    ours = torch.autograd.grad(
+        (output["logprobs"], output["entropy"]), (x, head.weight), upstream.unbind()
+    )
+    theirs = torch.autograd.grad((s["logprob"], s["entropy"]), (x, w), upstream.double().unbind())
+    for a, e in zip(ours, theirs):
+        close(a, e)
+
+
+def test_prime_rl_without_tokens_or_labels() -> None:
+    head = prime_rl.FusedOutputLinear(8, 17, 4)
+    none = torch.zeros(1, 0)
+    output = head(torch.zeros(1, 0, 8), none.long(), none)
+    assert output["logprobs"].shape == output["entropy"].shape == (1, 0)
+    with pytest.raises(ValueError, match="labels or temperature is None"):
+        head(torch.zeros(1, 2, 8), torch.zeros(1, 2).long())
+    with pytest.raises(ValueError, match="temperature has shape"):
+        head(torch.zeros(1, 2, 8), torch.zeros(1, 2).long(), torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"logit_scale_multiply": 0.3, "temperature": 0.7},
+        {"logit_scale_divide": 3.0, "logit_softcapping": 2.0, "temperature": 1.3, "chunks": 2},
+    ],
+    ids=str,
+)
+def test_unsloth(options: dict[str, Any]) -> None:
+    x, w, _, t = problem((3, 7), 17, 8, ignored=0)
+    scale = options.get("logit_scale_multiply", 1.0) / options.get("logit_scale_divide", 1.0)
+    s = reference.statistics(
+        reference.logits_of(x, w), t,
+        {"logit_scale": scale, "softcap": options.get("logit_softcapping", 0.0),
+         "temperature": options.get("temperature", 1.0)},
+    )  # fmt: skip
+    actual = unsloth.chunked_hidden_states_selective_log_softmax(x, w, t, **options)
+    close(actual, s["logprob"])
+    upstream = torch.randn(3, 7)
+    theirs = torch.autograd.grad(s["logprob"], (x, w), upstream.double())
+    for a, e in zip(torch.autograd.grad(actual, (x, w), upstream), theirs):
+        close(a, e)
+    with pytest.raises(ValueError, match=r"^lm_head has shape"):  # logits in their place
+        unsloth.chunked_hidden_states_selective_log_softmax(x @ w.T, w, t)
 
 
 @pytest.mark.parametrize(

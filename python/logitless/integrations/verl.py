@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's fused kernel: log-probabilities and entropies of every token, both differentiable."""
+"""verl's fused kernels: log-probabilities and entropies of every token, both differentiable."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from logitless._errors import invalid, renames
@@ -34,3 +35,29 @@ def linear_cross_entropy(
     if reduction != "none":
         logprobs = logprobs.sum() if reduction == "sum" else logprobs.mean()
     return logprobs, entropy
+
+
+class LinearCrossEntropy:
+    """What stands behind verl's linear_cross_entropy."""
+
+    apply = staticmethod(linear_cross_entropy)
+
+
+class FusedLinearForPPO(torch.nn.Module):
+    """forward(hidden_states, vocab_weights, input_ids, temperature): (log_probs, entropy), in the
+    shape of input_ids and in f32. `chunk_size` and `impl_backend` mean nothing here."""
+
+    def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
+        super().__init__()
+        self.chunk_size = chunk_size
+        self.impl_backend = impl_backend
+
+    @renames({"input": "hidden_states", "weight": "vocab_weights", "target": "input_ids"})
+    def forward(
+        self, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor,
+        temperature: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        log_probs, entropy = linear_logprob(
+            hidden_states, vocab_weights, input_ids, temperature=temperature, entropy=True
+        )
+        return log_probs, entropy

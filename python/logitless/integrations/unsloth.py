@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Unsloth's log-probabilities of hidden states, for its GRPO and DPO trainers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from logitless._errors import renames
+from logitless.torch import linear_logprob
+
+
+@renames(
+    {
+        "input": "hidden_states",
+        "weight": "lm_head",
+        "target": "index",
+        "softcap": "logit_softcapping",
+    }
+)
+def chunked_hidden_states_selective_log_softmax(
+    hidden_states: Tensor,
+    lm_head: Tensor,
+    index: Tensor,
+    chunks: int = 4,
+    logit_scale_multiply: float = 0.0,
+    logit_scale_divide: float = 0.0,
+    logit_softcapping: float = 0.0,
+    temperature: float = 1.0,
+) -> Any:
+    """Of every index, [B, T] in f32. A scale of 0 is none; `chunks` means nothing here."""
+    return linear_logprob(
+        hidden_states.to(lm_head.dtype), lm_head, index, temperature=temperature,
+        logit_scale=(logit_scale_multiply or 1.0) / (logit_scale_divide or 1.0),
+        softcap=logit_softcapping,
+    )  # fmt: skip
