@@ -304,7 +304,7 @@ def tokenizer() -> Any:
 
 
 def text(start: int, count: int) -> str:
-    return " ".join(WORDS[(start * 5 + i) % len(WORDS)] for i in range(count))
+    return "".join(" " + WORDS[(start * 5 + i) % len(WORDS)] for i in range(count))
 
 
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
