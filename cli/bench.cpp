@@ -266,6 +266,11 @@ Machine probe_gpu(GpuBench& gpu) {
   return machine;
 }
 
+void print_gpu(const GpuBench& gpu, const Machine& m) {
+  fmt::print("\nmachine, {}: product f32 {:.1f} TFLOP/s, bf16 {:.1f} TFLOP/s, copy {:.0f} GB/s\n",
+             gpu.name(), m.fma * 1e-12, m.bf16_dot * 1e-12, m.bandwidth.copy * 1e-9);
+}
+
 void run_bench(const Context& context, const BenchArguments& a) {
   const std::vector<Case> all = cases(a);
   if (a.first_call) {
@@ -315,14 +320,8 @@ void run_bench(const Context& context, const BenchArguments& a) {
   }
   if (!context.json) {
     for (const auto& [threads, machine] : machines) {
-      if (device == nullptr) {
-        print_machine(threads, machine);
-      } else {
-        fmt::print(
-            "\nmachine, {}: product f32 {:.1f} TFLOP/s, bf16 {:.1f} TFLOP/s, copy {:.0f} GB/s\n",
-            device->name(), machine.fma * 1e-12, machine.bf16_dot * 1e-12,
-            machine.bandwidth.copy * 1e-9);
-      }
+      if (device == nullptr) print_machine(threads, machine);
+      if (device != nullptr) print_gpu(*device, machine);
     }
   }
   if (chart) {

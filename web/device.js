@@ -133,6 +133,45 @@ export class DeviceSide {
     return made !== null;
   }
 
+  // Returns the number of a kernel of these constants, or 0 where it was refused.
+  #pipeline(label, text, entry, constants, count) {
+    const view = new DataView(this.memory.buffer);
+    const values = {};
+    for (let i = 0; i < count; i++) {
+      const at = (constants >>> 0) + 16 * i;
+      values[this.#text(view.getUint32(at, true))] = view.getFloat64(at + 8, true);
+    }
+    const name = `${this.#text(label)}.wgsl, ${this.#text(entry)}, ${JSON.stringify(values)}`;
+    const make = () => {
+      const module = this.device.createShaderModule({code: this.#text(text), label: name});
+      const kernel = this.device.createComputePipeline({label: name, layout: 'auto', compute: {module, entryPoint: this.#text(entry), constants: values}});
+      return {kernel, layout: kernel.getBindGroupLayout(0)};
+    };
+    const made = {name, make};
+    return this.#compile(made) ? this.kernels.push(made) - 1 : 0;
+  }
+
+  #dispatch(pipeline, bindings, count, x, y, z) {
+    const view = new DataView(this.memory.buffer);
+    const entries = [];
+    for (let binding = 0; binding < count; binding++) {
+      const at = (bindings >>> 0) + 24 * binding;
+      const number = view.getUint32(at, true);
+      if (number === 0) continue;
+      const offset = Number(view.getBigUint64(at + 8, true));
+      const size = Number(view.getBigUint64(at + 16, true));
+      entries.push({binding, resource: {buffer: this.#bound(number), offset, size}});
+    }
+    const known = this.kernels[pipeline];
+    if (known.failed && !this.#compile(known)) return;
+    const {kernel, layout, verdict} = known;
+    this.verdicts.add(verdict);
+    this.pass ??= this.#recording().beginComputePass();
+    this.pass.setPipeline(kernel);
+    this.pass.setBindGroup(0, this.device.createBindGroup({layout, entries}));
+    this.pass.dispatchWorkgroups(x, y, z);
+  }
+
   // The imports of the wasm module. An exception must not pass through the module, whose functions would never give
   // back their part of its stack. So it is kept as the call's refusal, which ends in a status: submit() hands nothing
   // over then.
@@ -169,42 +208,8 @@ export class DeviceSide {
       write: (number, offset, data, bytes) => {
         this.#ofCall('a write', () => device.queue.writeBuffer(this.#bound(number), offset, this.memory.buffer, data >>> 0, bytes >>> 0));
       },
-      pipeline: (label, text, entry, constants, count) => {
-        const view = new DataView(this.memory.buffer);
-        const values = {};
-        for (let i = 0; i < count; i++) {
-          const at = (constants >>> 0) + 16 * i;
-          values[this.#text(view.getUint32(at, true))] = view.getFloat64(at + 8, true);
-        }
-        const name = `${this.#text(label)}.wgsl, ${this.#text(entry)}, ${JSON.stringify(values)}`;
-        const make = () => {
-          const module = device.createShaderModule({code: this.#text(text), label: name});
-          const kernel = device.createComputePipeline({label: name, layout: 'auto', compute: {module, entryPoint: this.#text(entry), constants: values}});
-          return {kernel, layout: kernel.getBindGroupLayout(0)};
-        };
-        const made = {name, make};
-        return this.#compile(made) ? this.kernels.push(made) - 1 : 0;
-      },
-      dispatch: (pipeline, bindings, count, x, y, z) => {
-        const view = new DataView(this.memory.buffer);
-        const entries = [];
-        for (let binding = 0; binding < count; binding++) {
-          const at = (bindings >>> 0) + 24 * binding;
-          const number = view.getUint32(at, true);
-          if (number === 0) continue;
-          const offset = Number(view.getBigUint64(at + 8, true));
-          const size = Number(view.getBigUint64(at + 16, true));
-          entries.push({binding, resource: {buffer: this.#bound(number), offset, size}});
-        }
-        const known = this.kernels[pipeline];
-        if (known.failed && !this.#compile(known)) return;
-        const {kernel, layout, verdict} = known;
-        this.verdicts.add(verdict);
-        this.pass ??= this.#recording().beginComputePass();
-        this.pass.setPipeline(kernel);
-        this.pass.setBindGroup(0, device.createBindGroup({layout, entries}));
-        this.pass.dispatchWorkgroups(x, y, z);
-      },
+      pipeline: (label, text, entry, constants, count) => this.#pipeline(label, text, entry, constants, count),
+      dispatch: (pipeline, bindings, count, x, y, z) => this.#dispatch(pipeline, bindings, count, x, y, z),
       copy: (source, sourceOffset, target, targetOffset, bytes) => {
         this.#endPass();
         this.#recording().copyBufferToBuffer(this.#bound(source), sourceOffset, this.#bound(target), targetOffset, bytes);

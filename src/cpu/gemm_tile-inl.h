@@ -91,12 +91,7 @@ struct MultiplyBf16 {
 };
 #endif
 
-template <class M>
-HWY_NOINLINE void multiply_tile_with(const void* a_panel, const void* b_panel, int64_t k,
-                                     float* HWY_RESTRICT c, int64_t c_stride, bool accumulate) {
-  const int64_t n = hn::Lanes(df);
-  const char* HWY_RESTRICT a = static_cast<const char*>(a_panel);
-  const char* HWY_RESTRICT b = static_cast<const char*>(b_panel);
+// These are what multiply_tile_with does with row r of its registers.
 #if LOGITLESS_TILE_2
 #define LOGITLESS_DECLARE(r) auto c##r##0 = hn::Zero(df), c##r##1 = hn::Zero(df);
 #define LOGITLESS_LOAD(r)                    \
@@ -130,6 +125,13 @@ HWY_NOINLINE void multiply_tile_with(const void* a_panel, const void* b_panel, i
   hn::StoreU(c##r##1, df, c + r * c_stride + n); \
   hn::StoreU(c##r##2, df, c + r * c_stride + 2 * n);
 #endif
+
+template <class M>
+HWY_NOINLINE void multiply_tile_with(const void* a_panel, const void* b_panel, int64_t k,
+                                     float* HWY_RESTRICT c, int64_t c_stride, bool accumulate) {
+  const int64_t n = hn::Lanes(df);
+  const char* HWY_RESTRICT a = static_cast<const char*>(a_panel);
+  const char* HWY_RESTRICT b = static_cast<const char*>(b_panel);
   LOGITLESS_TILE_ROWS(LOGITLESS_DECLARE)
   if (accumulate) {
     LOGITLESS_TILE_ROWS(LOGITLESS_LOAD)
@@ -151,11 +153,11 @@ HWY_NOINLINE void multiply_tile_with(const void* a_panel, const void* b_panel, i
     b += 4 * tile_vectors * n;
   }
   LOGITLESS_TILE_ROWS(LOGITLESS_STORE)
+}
 #undef LOGITLESS_DECLARE
 #undef LOGITLESS_LOAD
 #undef LOGITLESS_STEP
 #undef LOGITLESS_STORE
-}
 
 HWY_INLINE void multiply_tile(Arithmetic arithmetic, const void* a, const void* b, int64_t k,
                               float* c, int64_t c_stride, bool accumulate) {

@@ -108,28 +108,9 @@ double expected_time(const LinearPlan& p, Crew crew) {
                       passes * rates.pass / static_cast<double>(p.token_chunk));
 }
 
-LinearPlan make_plan(const LinearShape& shape, Choice choice) {
-  LinearPlan p;
-  p.engine = shape.engine.has_value() ? *shape.engine : choose_engine(shape.dtype);
-  p.stored = choice.stored;
-  // Chunks of one size: 513 tokens are 2 x 264, not 512 and 1.
-  const int64_t tokens = std::max<int64_t>(shape.tokens, 1);
-  p.chunks = (tokens + choice.token_chunk - 1) / choice.token_chunk;
-  p.token_chunk = round_up((tokens + p.chunks - 1) / p.chunks, p.engine.token_multiple());
-  p.depth_block =
-      std::min(shape.hidden, shape.tokens <= few_tokens ? few_tokens_depth : many_tokens_depth);
-  p.vocab_tiles = (shape.vocab + vocab_tile - 1) / vocab_tile;
-  p.padded_hidden_a = p.engine.padded_k(shape.hidden);
-  p.padded_hidden_b = p.engine.b_panels(shape.hidden) * p.engine.b_columns;
-  p.weight_sum = shape.grad_weight && !shape.direct_grad_weight && p.chunks > 1;
+// Says where everything lies: what the threads share, then from lanes_at on what each lane has.
+void place(const LinearShape& shape, LinearPlan& p) {
   const int64_t chunk = p.token_chunk;
-  const int64_t slot = bytes_of({chunk, p.padded_hidden_b, 4});
-  // Nothing is summed over the vocabulary without grad_input: every tile is its own task. A power
-  // of two shares out evenly among 2, 4 and 8 threads.
-  const int64_t affordable = std::bit_floor<uint64_t>(std::max<int64_t>(slot_bytes / slot, 1));
-  const int64_t tiles = std::max<int64_t>(p.vocab_tiles, 1);
-  p.slots = shape.grad_input ? std::min({choice.crew.slots, tiles, affordable}) : tiles;
-
   Layout whole;
   p.tokens_at = whole.take(tokens_bytes(shape.tokens));
   p.states_at = whole.take(shape.tokens * sizeof(RowState));
@@ -146,7 +127,7 @@ LinearPlan make_plan(const LinearShape& shape, Choice choice) {
   if (p.stored) p.input_along_at = whole.take(along);
   p.blocks_at = whole.take(shape.forward ? p.vocab_tiles * chunk * sizeof(BlockState) : 0);
   const uint64_t forward_end = whole.back_to(forward_at);
-  p.slots_at = whole.take(shape.grad_input ? bytes_of({p.slots, slot}) : 0);
+  p.slots_at = whole.take(shape.grad_input ? bytes_of({p.slots, chunk, p.padded_hidden_b, 4}) : 0);
   whole.at_least(forward_end);
   p.weight_sum_at = whole.take(p.weight_sum ? shape.vocab * shape.hidden * 4 : 0);
   p.bias_sum_at = whole.take(shape.grad_bias ? p.vocab_tiles * vocab_tile * 4 : 0);
@@ -166,6 +147,30 @@ LinearPlan make_plan(const LinearShape& shape, Choice choice) {
   p.bias_at = lane.take(shape.bias ? vocab_tile * 4 : 0);
   p.class_weight_at = lane.take(shape.class_weight ? vocab_tile * 4 : 0);
   p.lane_bytes = lane.at;
+}
+
+LinearPlan make_plan(const LinearShape& shape, Choice choice) {
+  LinearPlan p;
+  p.engine = shape.engine.has_value() ? *shape.engine : choose_engine(shape.dtype);
+  p.stored = choice.stored;
+  // Chunks of one size: 513 tokens are 2 x 264, not 512 and 1.
+  const int64_t tokens = std::max<int64_t>(shape.tokens, 1);
+  p.chunks = (tokens + choice.token_chunk - 1) / choice.token_chunk;
+  p.token_chunk = round_up((tokens + p.chunks - 1) / p.chunks, p.engine.token_multiple());
+  p.depth_block =
+      std::min(shape.hidden, shape.tokens <= few_tokens ? few_tokens_depth : many_tokens_depth);
+  p.vocab_tiles = (shape.vocab + vocab_tile - 1) / vocab_tile;
+  p.padded_hidden_a = p.engine.padded_k(shape.hidden);
+  p.padded_hidden_b = p.engine.b_panels(shape.hidden) * p.engine.b_columns;
+  p.weight_sum = shape.grad_weight && !shape.direct_grad_weight && p.chunks > 1;
+  const int64_t slot = bytes_of({p.token_chunk, p.padded_hidden_b, 4});
+  // Nothing is summed over the vocabulary without grad_input: every tile is its own task. A power
+  // of two shares out evenly among 2, 4 and 8 threads.
+  const int64_t affordable = std::bit_floor<uint64_t>(std::max<int64_t>(slot_bytes / slot, 1));
+  const int64_t tiles = std::max<int64_t>(p.vocab_tiles, 1);
+  p.slots = shape.grad_input ? std::min({choice.crew.slots, tiles, affordable}) : tiles;
+
+  place(shape, p);
   set_lanes(useful_lanes(shape, p, choice.crew.lanes), &p);
   p.cost = expected_time(p, choice.crew);
   return p;

@@ -133,6 +133,33 @@ TEST(ReferenceBounds, OfTheLossAndStatisticsAreTheDocumentsFormulas) {
                "weighted_logit_sum");
 }
 
+// Each dz has an error and a magnitude; stored * least is what storing one in few bits may add.
+struct DzBounds {
+  std::vector<double> error, magnitude;
+  double stored = 0;
+};
+
+DzBounds dz_bounds(const Transcript& t) {
+  const double f = 0.75 * 2, k = 0.25 / 3, w = f + k * 3.75, lambda = 0.125, ga = 2 * 1.5;
+  DzBounds bounds;
+  for (int j = 0; j < 3; ++j) {
+    const double p = t.p[j], information = std::fabs(t.z[j] - t.lse + t.h);
+    const double p_error = p * (t.error[j] + t.b + 4 * u * (3 + std::fabs(t.z[j] - t.m))) + tiny;
+    const double m = ga * ((w + 2 * lambda * std::fabs(t.lse)) * p + (j == 1 ? f : 0) +
+                           k * t.e.vocab_weight[j]) +
+                     0.5 * p + (j == 1 ? 3 : 0) + 0.75 * p * information;
+    const double dz = ga * (std::fabs(w + 2 * lambda * t.lse) * p_error + 2 * lambda * p * t.b) +
+                      0.5 * p_error + 0.75 * (p_error * (1 + information) + p * t.h_error) +
+                      4 * u * m;
+    const double c = t.z[j] * 0.75 / 2, slope = std::fabs(t.slope[j]);
+    bounds.error.push_back(slope * dz +
+                           m * (4 * u * 2 + 2 * std::fabs(c) * slope * 0.75 * t.error[j] / 2));
+    bounds.magnitude.push_back(m * slope);
+  }
+  bounds.stored = (3 + ga * (w + 2 * lambda * std::fabs(t.lse)) + 0.5 + 3 + 0.75 * (1 + t.h)) * 2;
+  return bounds;
+}
+
 TEST(ReferenceBounds, OfTheGradientsAreTheDocumentsFormulas) {
   Example e = all_options_at_once();
   e.grad_loss = {2};
@@ -140,24 +167,7 @@ TEST(ReferenceBounds, OfTheGradientsAreTheDocumentsFormulas) {
   e.grad_target_logit = {-3};
   e.grad_entropy = {-0.75f};
   const Transcript t(e);
-  const double f = 0.75 * 2, k = 0.25 / 3, w = f + k * 3.75, lambda = 0.125, ga = 2 * 1.5;
-  std::vector<double> error, magnitude;
-  for (int j = 0; j < 3; ++j) {
-    const double p = t.p[j], information = std::fabs(t.z[j] - t.lse + t.h);
-    const double p_error = p * (t.error[j] + t.b + 4 * u * (3 + std::fabs(t.z[j] - t.m))) + tiny;
-    const double m =
-        ga * ((w + 2 * lambda * std::fabs(t.lse)) * p + (j == 1 ? f : 0) + k * e.vocab_weight[j]) +
-        0.5 * p + (j == 1 ? 3 : 0) + 0.75 * p * information;
-    const double dz = ga * (std::fabs(w + 2 * lambda * t.lse) * p_error + 2 * lambda * p * t.b) +
-                      0.5 * p_error + 0.75 * (p_error * (1 + information) + p * t.h_error) +
-                      4 * u * m;
-    const double c = t.z[j] * 0.75 / 2, slope = std::fabs(t.slope[j]);
-    error.push_back(slope * dz +
-                    m * (4 * u * 2 + 2 * std::fabs(c) * slope * 0.75 * t.error[j] / 2));
-    magnitude.push_back(m * slope);
-  }
-  const double stored =
-      (3 + ga * (w + 2 * lambda * std::fabs(t.lse)) + 0.5 + 3 + 0.75 * (1 + t.h)) * 2;
+  const auto [error, magnitude, stored] = dz_bounds(t);
   for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
     auto op = make_op<LinearCrossEntropyBackward>(e);
     std::vector<uint16_t> input(2), weight(6);

@@ -79,7 +79,7 @@ MUTANTS = [
     ("an input's verdict is forgotten", "logitless.js", "first([...before, this.side.end(), ", "first([this.side.end(), ", ERRORS),
     ("every call's verdict is everybody's", "device.js", "    this.verdicts = new Set();\n", "    this.verdicts ??= new Set();\n", ERRORS),
     ("a submission has no verdict", "device.js", "this.verdicts.add(this.#closeScopes('what was submitted'));", "this.#closeScopes('what was submitted');", ERRORS),
-    ("a pipeline's verdict is its first call's", "device.js", "        this.verdicts.add(verdict);\n        this.pass", "        this.pass", ERRORS),
+    ("a pipeline's verdict is its first call's", "device.js", "    this.verdicts.add(verdict);\n    this.pass", "    this.pass", ERRORS),
     ("a refused workspace stays", "logitless.js", "failure && this.core.forget()", "null", ERRORS),
     ("what a stopped module left is as good as new", "logitless.js", ", refusal?.message])", "])", ERRORS),
     ("a stopped module's scopes stay open", "logitless.js", "this.side.abandon();", "", ERRORS),
