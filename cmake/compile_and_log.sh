@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
 # compile_and_log.sh COMPILER [OPTION...] -o OBJECT ...: runs the compiler, and keeps what it said in OBJECT.log, where a test
 # reads what ptxas reports of each kernel. Shows it only when the compiler fails, for it has a line for every kernel.
 object=

@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
 # SOURCES LIBDIR CC CXX: compiles the consumers with pkg-config's flags alone, shared and static, and every header on its own.
 set -eu
 sources=$1 libdir=$2 cc=$3 cxx=$4
