@@ -19,9 +19,10 @@ endfunction()
 
 # The same tests on the device, all in one program: its library, of which most bytes are kernels, is
 # carried to another machine once. And again with the kernels that every architecture runs.
+option(LOGITLESS_DEVICE_TESTS "Build the tests that need an NVIDIA GPU, where the CUDA backend is built" ON)
 set(device_suites)
 function(add_device_test suite parts)
-  if(NOT LOGITLESS_WITH_CUDA)
+  if(NOT LOGITLESS_WITH_CUDA OR NOT LOGITLESS_DEVICE_TESTS)
     return()
   endif()
   math(EXPR last "${parts} - 1")

@@ -44,7 +44,10 @@ TEST_P(Conformance, EveryInstructionSet) {
   device_.force_instruction_set("");
 }
 
-LOGITLESS_CONFORMANCE_SUITE(Conformance);
+INSTANTIATE_TEST_SUITE_P(All, Conformance,
+                         testing::Combine(testing::ValuesIn(device_names()),
+                                          testing::ValuesIn(kOps), testing::ValuesIn(inputs())),
+                         parameter_name);
 
 }  // namespace
 }  // namespace logitless::conformance

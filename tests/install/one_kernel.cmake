@@ -1,6 +1,8 @@
-# Configures the project in SOURCE, which holds the library, in FOLDER with OPTIONS, and compiles one of its kernels.
+# Configures the project in SOURCE, which holds the library, in FOLDER with OPTIONS, and compiles its own file and one of the
+# library's kernels.
 execute_process(COMMAND ${CMAKE_COMMAND} -S ${SOURCE} -B ${FOLDER} -G ${GENERATOR} ${OPTIONS} COMMAND_ERROR_IS_FATAL ANY)
+set(targets own_objects)
 if(GENERATOR STREQUAL Ninja)
-  set(object _deps/logitless-build/CMakeFiles/logitless_cuda_objects.dir/src/cuda/scale.cu.o)
-  execute_process(COMMAND ${CMAKE_COMMAND} --build ${FOLDER} --target ${object} COMMAND_ERROR_IS_FATAL ANY)
+  list(APPEND targets _deps/logitless-build/CMakeFiles/logitless_cuda_objects.dir/src/cuda/scale.cu.o)
 endif()
+execute_process(COMMAND ${CMAKE_COMMAND} --build ${FOLDER} --target ${targets} COMMAND_ERROR_IS_FATAL ANY)
