@@ -20,7 +20,7 @@ if(NOT LOGITLESS_WITH_WEBGPU)
   return()
 endif()
 
-file(GLOB LOGITLESS_SHADERS CONFIGURE_DEPENDS src/webgpu/shaders/*.wgsl)
+file(GLOB_RECURSE LOGITLESS_SHADERS CONFIGURE_DEPENDS src/webgpu/shaders/*.wgsl)
 set(shaders ${PROJECT_BINARY_DIR}/webgpu_shaders.cpp)
 add_custom_command(OUTPUT ${shaders} DEPENDS ${LOGITLESS_SHADERS} cmake/embed_shaders.cmake VERBATIM
                    COMMAND ${CMAKE_COMMAND} -D "FILES=${LOGITLESS_SHADERS}" -D OUTPUT=${shaders}

@@ -14,6 +14,9 @@ def _shader(name: str) -> str:
 _SLOTS, _COMBINE, _ROW = map(_shader, ("slots", "combine", "row"))
 _PRODUCT, _TOKENS, _SUM = map(_shader, ("product", "tokens", "sum"))
 _GATHER, _SCATTER = map(_shader, ("gather", "scatter"))
+_NUMBERS, _LOGIT, _LOSS, _OPERANDS = (
+    _shader(f"common/{name}") for name in ("numbers", "logit", "loss", "product")
+)
 
 # googletest filters of webgpu_suite, by the group that a mutant names.
 TESTS: dict[str, str] = {
@@ -50,9 +53,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "    if (local + 1u >= p.columns) {\n      continue;\n    }\n    let column",
         "rows",
     ),
-    *_each(
+    _mutant(
         "smoothing without its pass",
-        "combine row",
+        _LOSS,
         "  if (p.smoothing > 0.0) {\n    loss +=",
         "  if (p.smoothing > 2.0) {\n    loss +=",
         "rows",
@@ -141,9 +144,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "",
         "blocks",
     ),
-    *_each(
+    _mutant(
         "the depth is one block",
-        "product product_small",
+        _OPERANDS,
         "max(depth / 4u, p.block_depth)",
         "max(depth, p.block_depth)",
         "blocks",
@@ -183,51 +186,51 @@ MUTANTS: tuple[Mutant, ...] = (
         "",
         "device",
     ),
-    *_each(
+    _mutant(
         "NaN is not told by its bits",
-        "slots combine gradient row",
+        _NUMBERS,
         "return (bitcast<u32>(x) & 0x7fffffffu) > infinity_bits;",
         "return x != x && x > 0.0;",
         "rows",
     ),
-    *_each(
+    _mutant(
         "the z-loss has no gradient",
-        "combine row",
+        _LOSS,
         "w += 2.0 * p.z_loss",
         "w += 0.0 * p.z_loss",
         "rows",
     ),
-    *_each(
+    _mutant(
         "the softcap's slope is that of one",
-        "gradient row",
+        _LOGIT,
         "((1.0 - mapped.t) * (1.0 + mapped.t))",
         "((1.0 - mapped.t) * (1.0 - mapped.t))",
         "rows",
     ),
-    *_each(
+    _mutant(
         "the entropy's gradient forgets the entropy",
-        "gradient row",
+        _LOGIT,
         "(log_p + s.entropy)",
         "(log_p)",
         "rows",
     ),
-    *_each(
+    _mutant(
         "the target's column is the next one",
-        "gradient row",
+        _LOGIT,
         "  if (column == s.target_column) {\n    dz",
         "  if (column == s.target_column + 1u) {\n    dz",
         "rows",
     ),
-    *_each(
+    _mutant(
         "the hidden numbers start again after 16",
-        "product product_small",
+        _OPERANDS,
         "p.a_stride + column / 4u]",
         "p.a_stride + column / 4u % 4u]",
         "linear tiles",
     ),
-    *_each(
+    _mutant(
         "the bias is added twice",
-        "product product_small",
+        _OPERANDS,
         "v[k] += bias[p.bias_base + column + k];",
         "v[k] += 2.0 * bias[p.bias_base + column + k];",
         "linear tiles",

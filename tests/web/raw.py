@@ -18,6 +18,7 @@ from playwright.sync_api import Error, Page
 
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "src/webgpu/shaders"
 SHADERS = pathlib.Path(os.environ.get("LOGITLESS_SHADERS", FOLDER))  # mutants.py's copies
+BUILT = pathlib.Path(__file__).resolve().parents[2] / "build/web/shaders"  # as compiled in
 READ_ONLY, READ_WRITE, UNIFORM = "read-only-storage", "storage", "uniform"
 
 

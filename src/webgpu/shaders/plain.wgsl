@@ -8,6 +8,7 @@
 // columns begin, which the row need not: a write across that border costs two. Exponentials are of z
 // minus the thread's own maximum, so that one reduction is enough; of short rows, minus the row's. The
 // language's exp errs by 3 + 2 |x| units of its last place, which is what the contract grants.
+// Uses common: numbers.
 
 struct Params {
   rows: u32,
@@ -39,8 +40,6 @@ override scaled: bool = false;  // slope is not 1
 
 const workgroup_threads = 256u;
 const turn = 16u * workgroup_threads;  // columns of a workgroup at a time
-const lowest = -0x1.fffffep+127f;
-const infinity_bits = 0x7f800000u;
 const infinite = 0xff000000u;  // as a magnitude; NaN is above
 
 // Of columns.
@@ -53,23 +52,6 @@ struct Part {
 var<workgroup> maxima: array<f32, 272>;        // +inf of what makes the row NaN
 var<workgroup> sums: array<f32, 272>;          // of exp(z - maximum)
 var<workgroup> target_logits: array<f32, 16>;  // of a workgroup's rows
-
-fn is_nan(x: f32) -> bool {
-  return (bitcast<u32>(x) & 0x7fffffffu) > infinity_bits;
-}
-
-// log(x) for a normal x > 0, to about an ulp wherever it is not tiny.
-fn log_positive(x: f32) -> f32 {
-  let shifted = bitcast<u32>(x) + (0x3f800000u - 0x3f3504f3u);
-  let k = f32(i32(shifted >> 23u) - 127);
-  let f = bitcast<f32>((shifted & 0x007fffffu) + 0x3f3504f3u) - 1.0;
-  let s = f / (2.0 + f);
-  let z = s * s;
-  let w = z * z;
-  let r = z * (0.66666662693 + w * 0.28498786688) + w * (0.40000972152 + w * 0.24279078841);
-  let half = 0.5 * f * f;
-  return (s * (half + r) + k * 9.0580006145e-6 - half) + f + k * 0.69313812256;
-}
 
 const ignored = 0u;
 const counts = 1u;

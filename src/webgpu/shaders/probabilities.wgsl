@@ -1,23 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Probabilities as input: p in the place of the logits, loss and gradient of -sum_j q_j log(p_j + floor)
-// with q = (1 - smoothing) c_t [j = t] + smoothing_per_class c_j. The block is that of slots.wgsl.
+// with q = (1 - smoothing) c_t [j = t] + smoothing_per_class c_j.
 //   slots     a workgroup a row and 1024 columns: sum_j q_j log(p_j + floor)
 //   combine   a thread a row: the loss and the factor of the gradient
 //   gradient  p -> its gradient, in the block
+// Uses common: numbers, window.
 
-struct Params {  // of a window, as in slots.wgsl
-  rows: u32, columns: u32, row_stride: u32, base: u32, first_column: u32, slots: u32, flags: u32,
-  nan: u32, slope: f32, cap_in: f32, cap_in_low: f32, cap_out: f32, cap_out_low: f32,
-  smoothing: f32, smoothing_per_class: f32, z_loss: f32, floor: f32, classes: f32,
-  weight_base: u32,
-}
-
-const has_vocab_weight = 1u;
-const has_token_grad = 2u;  // grad_loss [N]
-
-override direct: bool = false;  // the block is the caller's own matrix, its rows are all tokens
-
-@group(0) @binding(0) var<uniform> p: Params;
 @group(0) @binding(1) var<storage, read> block_in: array<f32>;            // [rows, row_stride]
 @group(0) @binding(2) var<storage, read> counted: array<u32>;             // count, 3 unused, [count]
 @group(0) @binding(3) var<storage, read> vocab_weight: array<f32>;        // [columns]
@@ -28,37 +16,6 @@ override direct: bool = false;  // the block is the caller's own matrix, its row
 @group(0) @binding(8) var<storage, read> inputs: array<f32>;              // [tokens, 8]
 @group(0) @binding(9) var<storage, read> scalars: array<f32>;
 @group(0) @binding(10) var<storage, read_write> block_out: array<u32>;
-
-// A token's words: state, target, c_t, a, m, log s, z_t, weighted sum, entropy, argmax, loss, the
-// factors of p, one-hot, c_j and entropy, place in the block.
-const words = 16u;
-const state_gradient_nan = 512u;  // added to the state: the row's gradient is NaN
-const slot_columns = 1024u;
-const slot_words = 8u;
-const infinity_bits = 0x7f800000u;
-
-fn is_nan(x: f32) -> bool {
-  return (bitcast<u32>(x) & 0x7fffffffu) > infinity_bits;
-}
-fn is_infinite(x: f32) -> bool {
-  return (bitcast<u32>(x) & 0x7fffffffu) == infinity_bits;
-}
-fn is_negative(x: f32) -> bool {
-  return (bitcast<u32>(x) >> 31u) == 1u;
-}
-
-// log(x) for a normal x > 0, to about an ulp wherever it is not tiny.
-fn log_positive(x: f32) -> f32 {
-  let shifted = bitcast<u32>(x) + (0x3f800000u - 0x3f3504f3u);
-  let k = f32(i32(shifted >> 23u) - 127);
-  let f = bitcast<f32>((shifted & 0x007fffffu) + 0x3f3504f3u) - 1.0;
-  let s = f / (2.0 + f);
-  let z = s * s;
-  let w = z * z;
-  let r = z * (0.66666662693 + w * 0.28498786688) + w * (0.40000972152 + w * 0.24279078841);
-  let half = 0.5 * f * f;
-  return (s * (half + r) + k * 9.0580006145e-6 - half) + f + k * 0.69313812256;
-}
 
 // log of any number: that of 0 is -inf, of a negative one NaN.
 fn log_of(x: f32) -> f32 {

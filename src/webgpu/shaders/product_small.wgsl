@@ -2,93 +2,14 @@
 // The product of product.wgsl where it is small: tiles of 32 x 32, 8 of k at a time, 4 x 4 sums a
 // thread, in the same order. Little workgroup memory: SwiftShader's compiler clears it word by word,
 // which takes it half a millisecond a word.
-
-struct Params {
-  rows: u32,           // m
-  columns: u32,        // n, a multiple of 4 but for bias
-  depth: u32,          // k
-  a_base: u32,         // in vec4, of the binding
-  a_stride: u32,
-  b_base: u32,
-  b_stride: u32,
-  result_base: u32,
-  result_stride: u32,
-  adds: u32,           // to what the result holds
-  bias_base: u32,      // in words
-  b_rows: u32,         // rows of b that there are: n of [n, k]
-  slice_depth: u32,    // of k, for one workgroup in z
-  slice_stride: u32,   // in vec4, of their results
-  block_depth: u32,    // of k, at the least, in a sum of its own
-}
-
-override a_transposed: bool = false;  // a is [k, m]
-override b_transposed: bool = true;   // b is [n, k]
-override has_bias: bool = false;
-override bounded: u32 = 0u;           // by counted[0]: 1 the rows, 2 the depth
-
-@group(0) @binding(0) var<uniform> p: Params;
-@group(0) @binding(1) var<storage, read> a: array<vec4<f32>>;
-@group(0) @binding(2) var<storage, read> b: array<vec4<f32>>;
-@group(0) @binding(3) var<storage, read_write> result: array<vec4<f32>>;
-@group(0) @binding(4) var<storage, read> counted: array<u32>;
-@group(0) @binding(5) var<storage, read> bias: array<f32>;
+// Uses common: product.
 
 var<workgroup> tile_a: array<vec4<f32>, 64>;  // [8][m / 4]
 var<workgroup> tile_b: array<vec4<f32>, 64>;  // [8][n / 4]
 
-// Four numbers of a along k (or along m where it is transposed), 0 beyond its rows.
-fn load_a(row: u32, column: u32, rows: u32, columns: u32) -> vec4<f32> {
-  if (row < rows && column < columns) {
-    return a[p.a_base + row * p.a_stride + column / 4u];
-  }
-  return vec4<f32>(0.0);
-}
-fn load_b(row: u32, column: u32, rows: u32, columns: u32) -> vec4<f32> {
-  if (row < rows && column < columns) {
-    return b[p.b_base + row * p.b_stride + column / 4u];
-  }
-  return vec4<f32>(0.0);
-}
-
-fn depth_of() -> u32 {
-  if (bounded == 2u) {
-    return min(p.depth, counted[0]);
-  }
-  return p.depth;
-}
-// A quarter of k, but no less than is asked for; as long as product.wgsl's.
-fn block_steps(depth: u32) -> u32 {
-  return max((max(depth / 4u, p.block_depth) + 15u) / 16u, 1u) * 2u;
-}
-fn rows_of() -> u32 {
-  if (bounded == 1u) {
-    return min(p.rows, counted[0]);
-  }
-  return p.rows;
-}
-
 // Four rows of four along k, turned.
 fn turned(v0: vec4<f32>, v1: vec4<f32>, v2: vec4<f32>, v3: vec4<f32>) -> mat4x4<f32> {
   return transpose(mat4x4<f32>(v0, v1, v2, v3));
-}
-
-fn store(slice: u32, row: u32, column: u32, value: vec4<f32>, adds: bool) {
-  if (row >= p.rows || column >= p.columns) {
-    return;
-  }
-  var v = value;
-  if (has_bias && !adds) {
-    for (var k = 0u; k < 4u; k++) {
-      if (column + k < p.b_rows) {
-        v[k] += bias[p.bias_base + column + k];
-      }
-    }
-  }
-  let at = p.result_base + slice * p.slice_stride + row * p.result_stride + column / 4u;
-  if (adds) {
-    v += result[at];
-  }
-  result[at] = v;
 }
 
 @compute @workgroup_size(64)
@@ -115,7 +36,8 @@ fn product_small(@builtin(workgroup_id) group: vec3<u32>,
     var s10 = vec4<f32>(0.0);
     var s20 = vec4<f32>(0.0);
     var s30 = vec4<f32>(0.0);
-    let block_end = min(steps, step + block_steps(max(depth, begin) - begin));
+    // A block is as long as one of product.wgsl, whose steps are twice these.
+    let block_end = min(steps, step + 2u * block_steps(max(depth, begin) - begin));
     for (; step < block_end; step++) {
       let k0 = begin + step * 8u;
       if (step > 0u) {

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+// A column's raw logit becomes z here, and then draw, its own gradient (the formulas of
+// docs/semantics.md).
+
+override capped: bool = false;
+override scaled: bool = false;
+
+// z, and tanh where there is a softcap.
+struct Mapped {
+  z: f32,
+  t: f32,
+}
+fn map_raw(raw: f32) -> Mapped {
+  if (capped) {
+    if (is_nan(raw) || (is_infinite(raw) && p.cap_in == 0.0)) {
+      return Mapped(bitcast<f32>(p.nan), bitcast<f32>(p.nan));
+    }
+    var x = 0.5 * fma(raw, p.cap_in, raw * p.cap_in_low);
+    if (is_infinite(raw)) {
+      x = select(1.0e4, -1.0e4, is_negative(raw) != (p.cap_in < 0.0));
+    }
+    let t = tanh_of(clamp(x, -1.0e4, 1.0e4));
+    return Mapped(fma(t, p.cap_out, t * p.cap_out_low), t);
+  }
+  if (scaled) {
+    return Mapped(raw * p.slope, 0.0);
+  }
+  return Mapped(raw, 0.0);
+}
+
+// draw of a column from its raw logit.
+fn draw(s: State, raw: f32, column: u32, local: u32) -> u32 {
+  if ((s.kind & (state_nan | state_gradient_nan)) != 0u) {
+    return p.nan;
+  }
+  let mapped = map_raw(raw);
+  if (is_nan(mapped.z)) {
+    return p.nan;
+  }
+  var probability = 0.0;
+  var log_p = 0.0;
+  if (!(is_infinite(mapped.z) && is_negative(mapped.z))) {
+    log_p = (mapped.z - s.m) - s.log_sum;
+    // A state that was given need not be this row's: then p may pass 1.
+    if (log_p > 0.0) {
+      probability = exp(log_p);
+    } else {
+      probability = exp_nonpositive(log_p);
+    }
+  }
+  var dz = s.probability * probability;
+  if (p.smoothing > 0.0) {
+    var c = 1.0;
+    if ((p.flags & has_vocab_weight) != 0u) {
+      c = vocab_weight[p.weight_base + local];
+    }
+    dz -= s.smoothing * c;
+  }
+  if (column == s.target_column) {
+    dz -= s.onehot;
+  }
+  if ((p.flags & has_grad_entropy) != 0u && probability > 0.0) {
+    dz -= s.entropy_factor * probability * (log_p + s.entropy);
+  }
+  if (capped) {
+    dz *= p.slope * ((1.0 - mapped.t) * (1.0 + mapped.t));
+  } else if (scaled) {
+    dz *= p.slope;
+  }
+  return bitcast<u32>(dz);
+}

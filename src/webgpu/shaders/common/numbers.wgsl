@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// NaN and infinities are told by their bits here, since the language lets a compiler assume that
+// there are none; exp, log and tanh are good to about an ulp, which the language's own are not.
+
+const lowest = -0x1.fffffep+127f;
+const infinity_bits = 0x7f800000u;
+
+fn is_nan(x: f32) -> bool {
+  return (bitcast<u32>(x) & 0x7fffffffu) > infinity_bits;
+}
+fn is_infinite(x: f32) -> bool {
+  return (bitcast<u32>(x) & 0x7fffffffu) == infinity_bits;
+}
+fn is_negative(x: f32) -> bool {
+  return (bitcast<u32>(x) >> 31u) == 1u;
+}
+
+// exp(x) for x <= 0 to about an ulp; below 2^-126 it is 0.
+fn exp_nonpositive(x: f32) -> f32 {
+  let y = max(x, -104.0);
+  let n = round(y * 1.44269504);
+  let r = fma(n, -1.42860677e-6, fma(n, -0.693145752, y));
+  var q = fma(1.98412698e-4, r, 1.38888889e-3);
+  q = fma(q, r, 8.33333333e-3);
+  q = fma(q, r, 4.16666667e-2);
+  q = fma(q, r, 0.166666667);
+  q = fma(q, r, 0.5);
+  let e = 1.0 + (r + r * r * q);
+  let exponent = i32(n) + 127;
+  if (exponent <= 0 || x < -104.0) {
+    return 0.0;
+  }
+  return e * bitcast<f32>(u32(exponent) << 23u);
+}
+
+// log(x) for a normal x > 0, to about an ulp wherever it is not tiny.
+fn log_positive(x: f32) -> f32 {
+  let shifted = bitcast<u32>(x) + (0x3f800000u - 0x3f3504f3u);
+  let k = f32(i32(shifted >> 23u) - 127);
+  let f = bitcast<f32>((shifted & 0x007fffffu) + 0x3f3504f3u) - 1.0;
+  let s = f / (2.0 + f);
+  let z = s * s;
+  let w = z * z;
+  let r = z * (0.66666662693 + w * 0.28498786688) + w * (0.40000972152 + w * 0.24279078841);
+  let half = 0.5 * f * f;
+  return (s * (half + r) + k * 9.0580006145e-6 - half) + f + k * 0.69313812256;
+}
+
+// tanh(x) for any x but NaN.
+fn tanh_of(x: f32) -> f32 {
+  let size = abs(x);
+  if (size < 0.5) {
+    let y = x * x;
+    var q = fma(y, -1.45583438705e-3, 3.59212803657e-3);
+    q = fma(q, y, -8.86323552990e-3);
+    q = fma(q, y, 2.18694885361e-2);
+    q = fma(q, y, -5.39682539683e-2);
+    q = fma(q, y, 0.133333333333);
+    q = fma(q, y, -0.333333333333);
+    return fma(x * y, q, x);
+  }
+  let e = exp_nonpositive(max(-2.0 * size, -60.0));
+  return select(1.0, -1.0, x < 0.0) * (1.0 - 2.0 * e / (1.0 + e));
+}

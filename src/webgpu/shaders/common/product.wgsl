@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+// Products share their operands, their bounds and how a sum is stored, whatever their tile.
+
+struct Params {
+  rows: u32,           // m
+  columns: u32,        // n, a multiple of 4 but for bias
+  depth: u32,          // k
+  a_base: u32,         // in vec4, of the binding
+  a_stride: u32,
+  b_base: u32,
+  b_stride: u32,
+  result_base: u32,
+  result_stride: u32,
+  adds: u32,           // to what the result holds
+  bias_base: u32,      // in words
+  b_rows: u32,         // rows of b that there are: n of [n, k]
+  slice_depth: u32,    // of k, for one workgroup in z
+  slice_stride: u32,   // in vec4, of their results
+  block_depth: u32,    // of k, at the least, in a sum of its own
+}
+
+override a_transposed: bool = false;  // a is [k, m]
+override b_transposed: bool = true;   // b is [n, k]
+override has_bias: bool = false;
+override bounded: u32 = 0u;           // by counted[0]: 1 the rows, 2 the depth
+
+@group(0) @binding(0) var<uniform> p: Params;
+@group(0) @binding(1) var<storage, read> a: array<vec4<f32>>;
+@group(0) @binding(2) var<storage, read> b: array<vec4<f32>>;
+@group(0) @binding(3) var<storage, read_write> result: array<vec4<f32>>;
+@group(0) @binding(4) var<storage, read> counted: array<u32>;
+@group(0) @binding(5) var<storage, read> bias: array<f32>;
+
+// Four numbers of a along k (or along m where it is transposed), 0 beyond its rows.
+fn load_a(row: u32, column: u32, rows: u32, columns: u32) -> vec4<f32> {
+  if (row < rows && column < columns) {
+    return a[p.a_base + row * p.a_stride + column / 4u];
+  }
+  return vec4<f32>(0.0);
+}
+fn load_b(row: u32, column: u32, rows: u32, columns: u32) -> vec4<f32> {
+  if (row < rows && column < columns) {
+    return b[p.b_base + row * p.b_stride + column / 4u];
+  }
+  return vec4<f32>(0.0);
+}
+
+fn depth_of() -> u32 {
+  if (bounded == 2u) {
+    return min(p.depth, counted[0]);
+  }
+  return p.depth;
+}
+// In steps of 16: a quarter of k, but no less than is asked for.
+fn block_steps(depth: u32) -> u32 {
+  return max((max(depth / 4u, p.block_depth) + 15u) / 16u, 1u);
+}
+fn rows_of() -> u32 {
+  if (bounded == 1u) {
+    return min(p.rows, counted[0]);
+  }
+  return p.rows;
+}
+
+fn store(slice: u32, row: u32, column: u32, value: vec4<f32>, adds: bool) {
+  if (row >= p.rows || column >= p.columns) {
+    return;
+  }
+  var v = value;
+  if (has_bias && !adds) {
+    for (var k = 0u; k < 4u; k++) {
+      if (column + k < p.b_rows) {
+        v[k] += bias[p.bias_base + column + k];
+      }
+    }
+  }
+  let at = p.result_base + slice * p.slice_stride + row * p.result_stride + column / 4u;
+  if (adds) {
+    v += result[at];
+  }
+  result[at] = v;
+}
