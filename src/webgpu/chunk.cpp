@@ -9,27 +9,6 @@
 namespace logitless::webgpu {
 namespace {
 
-// As in tokens.wgsl.
-enum TokenFlag : uint32_t {
-  kTokenVocabWeight = 1,
-  kTokenWeight = 2,
-  kOutsideIgnored = 4,
-  kAllCount = 8,
-  kFault = 16
-};
-// As in slots.wgsl, combine.wgsl, gradient.wgsl, row.wgsl and probabilities.wgsl.
-enum RowFlag : uint32_t {
-  kRowVocabWeight = 1,
-  kTokenGrad = 2,
-  kState = 4,
-  kEntropy = 8,
-  kGradLse = 16,
-  kGradTarget = 32,
-  kGradEntropy = 64,
-  kSoftmax = 128,
-  kGradient = 512
-};
-
 // A number of double precision as two of single.
 void split(double value, float* high, float* low) {
   *high = static_cast<float>(value);
@@ -52,10 +31,10 @@ TokenParams Run::token_params(const Chunk& chunk) const {
   const auto ignore = static_cast<uint64_t>(options_.ignore_index);
   p.ignore_low = static_cast<uint32_t>(ignore);
   p.ignore_high = static_cast<uint32_t>(ignore >> 32);
-  if (problem_.softmax) p.flags |= kAllCount;
-  if (problem_.has_vocab_weight) p.flags |= kTokenVocabWeight;
-  if (given("token_weight")) p.flags |= kTokenWeight;
-  if (options_.out_of_range == OutOfRange::ignore) p.flags |= kOutsideIgnored;
+  if (problem_.softmax) p.flags |= kIsSoftmax;
+  if (problem_.has_vocab_weight) p.flags |= kHasVocabWeight;
+  if (given("token_weight")) p.flags |= kHasTokenWeight;
+  if (options_.out_of_range == OutOfRange::ignore) p.flags |= kOutsideIsIgnored;
   p.wide = call_["target"].dtype == DType::i64 ? 1 : 0;
   return p;
 }
@@ -97,7 +76,7 @@ void Run::begin_chunk(const Chunk& chunk) {
     int64_t base;
     fault = bound(call_["fault"], {}, &base);
     params.fault = u32(base);
-    params.flags |= kFault;
+    params.flags |= kHasFault;
   }
   recorder_.dispatch("tokens", problem_.direct ? "each" : "chunk", {}, params,
                      {target, whole_vocab_weight(), role(Role::inputs), role(Role::rows),
@@ -134,15 +113,15 @@ RowParams Run::row_params(const Chunk& chunk, const Window& window) const {
   p.classes = static_cast<float>(problem_.vocab_total);
   const bool backward = !call_.forward;
   const auto flag = [&](bool is, uint32_t bit) { p.flags |= is ? bit : 0; };
-  flag(problem_.has_vocab_weight, kRowVocabWeight);
-  flag(given("grad_loss") && options_.reduction == Reduction::none, kTokenGrad);
-  flag(problem_.state_given, kState);
-  flag(backward && given("entropy"), kEntropy);
-  flag(given("grad_lse"), kGradLse);
-  flag(given("grad_target_logit"), kGradTarget);
-  flag(given("grad_entropy"), kGradEntropy);
-  flag(problem_.softmax, kSoftmax);
-  flag(problem_.gradients, kGradient);
+  flag(problem_.has_vocab_weight, kHasVocabWeight);
+  flag(given("grad_loss") && options_.reduction == Reduction::none, kHasTokenGrad);
+  flag(problem_.state_given, kHasState);
+  flag(backward && given("entropy"), kHasEntropy);
+  flag(given("grad_lse"), kHasGradLse);
+  flag(given("grad_target_logit"), kHasGradTarget);
+  flag(given("grad_entropy"), kHasGradEntropy);
+  flag(problem_.softmax, kIsSoftmax);
+  flag(problem_.gradients, kWantsGradient);
   return p;
 }
 
@@ -312,7 +291,6 @@ void Run::make_plain(const Chunk& chunk) {
   const Binding target = targets(chunk, &token);
   RowParams row = row_params(chunk, window_of(0));
   const Binding logits = block(chunk, window_of(0), &row);
-  constexpr uint32_t kPlainSoftmax = 8, kPlainLoss = 16;  // as in plain.wgsl
   const PlainParams p{.rows = row.rows,
                       .columns = row.columns,
                       .row_stride = row.row_stride,
@@ -322,9 +300,7 @@ void Run::make_plain(const Chunk& chunk) {
                       .wide = token.wide,
                       .ignore_low = token.ignore_low,
                       .ignore_high = token.ignore_high,
-                      .flags = (token.flags & kOutsideIgnored) |
-                               (problem_.softmax ? kPlainSoftmax : 0u) |
-                               (problem_.reduces ? kPlainLoss : 0u),
+                      .flags = token.flags | (problem_.reduces ? kHasLoss : 0u),
                       .nan = kNan,
                       .slope = row.slope,
                       .z_loss = row.z_loss};

@@ -104,7 +104,7 @@ void Run::add_to_grad_hidden(const ProductParams& params, Binding weight, const 
                      blocks(params.result_stride, 64), params.rows);
 }
 
-void Run::emit(const Chunk& chunk, const TensorView& view, uint32_t word, uint32_t kind,
+void Run::emit(const Chunk& chunk, const TensorView& view, StateWord word, uint32_t kind,
                int64_t first) {
   if (!view || chunk.tokens == 0) return;
   TokenParams p = token_params(chunk);
@@ -113,7 +113,7 @@ void Run::emit(const Chunk& chunk, const TensorView& view, uint32_t word, uint32
   const int64_t words = size_of(view.dtype) / 4;
   p.base = u32(base * words);
   p.stride = u32(view.stride[0] * words);
-  p.word = word;
+  p.word = static_cast<uint32_t>(word);
   p.kind = kind;
   recorder_.dispatch("tokens", "emit", {}, p,
                      {{}, {}, {}, {}, {}, {}, {}, role(Role::rows), result},
@@ -124,14 +124,15 @@ void Run::emit_outputs(const Chunk& chunk) {
   if (!call_.forward) return;
   static constexpr struct {
     const char* name;
-    uint32_t word, kind;
-  } kOutputs[] = {{"lse", 0, 1},
-                  {"target_logit", 6, 0},
-                  {"entropy", 8, 0},
-                  {"argmax", 9, 2},
-                  {"row_reference", 4, 0},
-                  {"row_log_sum", 5, 0},
-                  {"weighted_logit_sum", 7, 0}};
+    StateWord word;
+    uint32_t kind;
+  } kOutputs[] = {{"lse", StateWord::log_sum, 1},
+                  {"target_logit", StateWord::target_logit, 0},
+                  {"entropy", StateWord::entropy, 0},
+                  {"argmax", StateWord::argmax, 2},
+                  {"row_reference", StateWord::m, 0},
+                  {"row_log_sum", StateWord::log_sum, 0},
+                  {"weighted_logit_sum", StateWord::weighted, 0}};
   for (const auto& output : kOutputs) {
     const TensorView& view = call_[output.name];
     const uint32_t wide = output.kind == 2 && view.dtype == DType::i64 ? 1 : 0;
@@ -140,14 +141,14 @@ void Run::emit_outputs(const Chunk& chunk) {
   const TensorView& loss = call_["loss"];
   if (!loss) return;
   if (!problem_.reduces) {
-    emit(chunk, loss, 10, 0, chunk.first);
+    emit(chunk, loss, StateWord::loss, 0, chunk.first);
     return;
   }
   if (chunk.tokens == 0) return;
   TensorView losses{.data = reinterpret_cast<void*>(workspace_[Role::losses]), .rank = 1};
   losses.shape = {chunk.tokens, 0};
   losses.stride = {1, 0};
-  emit(chunk, losses, 10, 0, 0);
+  emit(chunk, losses, StateWord::loss, 0, 0);
   sum_losses(chunk);
 }
 

@@ -10,6 +10,29 @@ namespace logitless::webgpu {
 // Records and submits; waits for nothing. The plan is that of `budget` bytes.
 Status run(const Call& call, uint64_t budget, WorkspaceBuffers* workspace);
 
+// What the shaders have too, tests/webgpu/shared_names_test.py holds to their names, order and
+// types.
+
+// These flags stand in common/token.wgsl too.
+enum Flag : uint32_t {
+  kHasVocabWeight = 1,
+  kHasTokenWeight = 2,
+  kOutsideIsIgnored = 4,
+  kIsSoftmax = 8,
+  kHasFault = 16,
+  kHasTokenGrad = 32,
+  kHasState = 64,
+  kHasEntropy = 128,
+  kHasGradLse = 256,
+  kHasGradTarget = 512,
+  kHasGradEntropy = 1024,
+  kWantsGradient = 2048,
+  kHasLoss = 4096
+};
+
+// These are the words of a token's State (common/token.wgsl) that the host names.
+enum class StateWord : uint32_t { m = 4, log_sum, target_logit, weighted, entropy, argmax, loss };
+
 // As in tokens.wgsl.
 struct TokenParams {
   uint32_t tokens = 0, base = 0, stride = 0, wide = 0, ignore_low = 0, ignore_high = 0,
@@ -17,7 +40,7 @@ struct TokenParams {
            word = 0, kind = 0;
 };
 
-// As in slots.wgsl and what follows on it.
+// As in common/window.wgsl.
 struct RowParams {
   uint32_t rows = 0, columns = 0, row_stride = 0, base = 0, first_column = 0, slots = 0, flags = 0,
            nan = 0;
@@ -38,11 +61,11 @@ struct SumParams {
   uint32_t count = 0, value_base = 0, result_base = 0, kind = 0;
   float number = 0;
   uint32_t empty_is_nan = 0, nan = 0, view = 0, has_grad = 0, grad = 0, loss = 0, row_stride = 0,
-           adds = 0, has_weight_sum = 0, one = 0;
+           adds = 0;
   int32_t exponent = 0;
 };
 
-// As in product.wgsl.
+// As in common/product.wgsl.
 struct ProductParams {
   uint32_t rows = 0, columns = 0, depth = 0, a_base = 0, a_stride = 0, b_base = 0, b_stride = 0,
            result_base = 0, result_stride = 0, adds = 0, bias_base = 0, b_rows = 0, slice_depth = 0,
@@ -125,7 +148,7 @@ class Run {
   void make_plain(const Chunk& chunk);
   void combine(const Chunk& chunk);
   void make_gradients(const Chunk& chunk, const Window& window);
-  void emit(const Chunk& chunk, const TensorView& view, uint32_t word, uint32_t kind,
+  void emit(const Chunk& chunk, const TensorView& view, StateWord word, uint32_t kind,
             int64_t first);
   void add_products(const Chunk& chunk, const Window& window);
   void add_to_grad_hidden(const ProductParams& params, Binding weight, const Window& window);

@@ -14,8 +14,8 @@ def _shader(name: str) -> str:
 _SLOTS, _COMBINE, _ROW = map(_shader, ("slots", "combine", "row"))
 _PRODUCT, _TOKENS, _SUM = map(_shader, ("product", "tokens", "sum"))
 _GATHER, _SCATTER = map(_shader, ("gather", "scatter"))
-_NUMBERS, _LOGIT, _LOSS, _OPERANDS = (
-    _shader(f"common/{name}") for name in ("numbers", "logit", "loss", "product")
+_NUMBERS, _TARGET, _LOGIT, _LOSS, _OPERANDS = (
+    _shader(f"common/{name}") for name in ("numbers", "target", "logit", "loss", "product")
 )
 
 # googletest filters of webgpu_suite, by the group that a mutant names.
@@ -63,8 +63,8 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "a stale maximum",
         _COMBINE,
-        "by = max(bitcast<f32>(partials[slot]) - m, -200.0)",
-        "by = max(bitcast<f32>(partials[first]) - m, -200.0)",
+        "by = max(slot.m - m, -200.0)",
+        "by = max(partials[first].m - m, -200.0)",
         "linear rows",
     ),
     _mutant(
@@ -251,14 +251,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "an ignored token counts",
-        _TOKENS,
-        "return Target(ignored, 0u);",
-        "return Target(counts, 0u);",
+        _TARGET,
+        "return Target(ignored, none);",
+        "return Target(counts, none);",
         "rows",
     ),
     _mutant(
         "the high word of ignore_index is not looked at",
-        _TOKENS,
+        _TARGET,
         "low == p.ignore_low && high == p.ignore_high",
         "low == p.ignore_low",
         "rows",
@@ -273,7 +273,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "the mean is the sum",
         _SUM,
-        "bits = bitcast<u32>(divided(sum, n, bitcast<i32>(scalars[1])));",
+        "bits = bitcast<u32>(divided(sum, n, scalars.exponent));",
         "bits = bitcast<u32>(sum);",
         "rows",
     ),

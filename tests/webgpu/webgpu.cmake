@@ -11,6 +11,9 @@ target_link_libraries(webgpu_library_test PRIVATE logitless_static GTest::gtest)
 target_compile_options(webgpu_library_test PRIVATE -Wall -Wextra $<$<BOOL:${LOGITLESS_WERROR}>:-Werror>)
 add_test(NAME webgpu_library_test COMMAND webgpu_library_test --gtest_brief=1)
 
+find_package(Python3 REQUIRED COMPONENTS Interpreter)
+add_test(NAME webgpu.names COMMAND Python3::Interpreter -B ${CMAKE_CURRENT_SOURCE_DIR}/webgpu/shared_names_test.py)
+
 # The suite on WebGPU: on any Vulkan there is, or a software one (Mesa's lavapipe), at the limits that every device has. One
 # program, so that pipelines are compiled once; a seeded eighth of the option pairs.
 if(CMAKE_CXX_FLAGS MATCHES "-fsanitize")  # a driver under a sanitizer is not ours to judge

@@ -8,7 +8,7 @@
 // columns begin, which the row need not: a write across that border costs two. Exponentials are of z
 // minus the thread's own maximum, so that one reduction is enough; of short rows, minus the row's. The
 // language's exp errs by 3 + 2 |x| units of its last place, which is what the contract grants.
-// Uses common: numbers.
+// Uses common: numbers, token, target.
 
 struct Params {
   rows: u32,
@@ -26,15 +26,11 @@ struct Params {
   z_loss: f32,
 }
 
-const outside_is_ignored = 4u;
-const is_softmax = 8u;  // no targets, no losses
-const has_loss = 16u;
-
 override scaled: bool = false;  // slope is not 1
 
 @group(0) @binding(0) var<uniform> p: Params;
 @group(0) @binding(1) var<storage, read> targets: array<u32>;
-@group(0) @binding(2) var<storage, read> scalars: array<u32>;        // 3: the gradient's common factor
+@group(0) @binding(2) var<storage, read> scalars: Scalars;
 @group(0) @binding(3) var<storage, read_write> losses: array<u32>;   // [rows]
 @group(0) @binding(4) var<storage, read_write> logits: array<f32>;   // [rows, row_stride]
 
@@ -53,30 +49,8 @@ var<workgroup> maxima: array<f32, 272>;        // +inf of what makes the row NaN
 var<workgroup> sums: array<f32, 272>;          // of exp(z - maximum)
 var<workgroup> target_logits: array<f32, 16>;  // of a workgroup's rows
 
-const ignored = 0u;
-const counts = 1u;
-const outside = 2u;
-struct Target {
-  kind: u32,
-  column: u32,
-}
 fn target_of(i: u32) -> Target {
-  if ((p.flags & is_softmax) != 0u) {
-    return Target(counts, 0xffffffffu);
-  }
-  let at = p.target_base + i * p.target_stride;
-  let low = targets[at];
-  var high = select(0u, 0xffffffffu, (low >> 31u) == 1u);
-  if (p.wide != 0u) {
-    high = targets[at + 1u];
-  }
-  if (low == p.ignore_low && high == p.ignore_high) {
-    return Target(ignored, 0xffffffffu);
-  }
-  if (high == 0u && low < p.columns) {
-    return Target(counts, low);
-  }
-  return Target(select(outside, ignored, (p.flags & outside_is_ignored) != 0u), 0xffffffffu);
+  return target_at(p.target_base + i * p.target_stride, p.columns);
 }
 
 // exp(x - m). Below -200 it is 0 in f32, as it is of -inf.
@@ -254,7 +228,7 @@ fn finish(i: u32, r: u32, first: bool, part: Part, kind: u32) -> Row {
   var scale = 1.0;
   var onehot = 0.0;
   if ((p.flags & is_softmax) == 0u) {
-    onehot = bitcast<f32>(scalars[3]);
+    onehot = scalars.factor;
     scale = onehot;
     var loss = (part.m - target_logits[i]) + log_sum;
     if (p.z_loss > 0.0) {

@@ -4,17 +4,17 @@
 //   slots     a workgroup a row and 1024 columns: sum_j q_j log(p_j + floor)
 //   combine   a thread a row: the loss and the factor of the gradient
 //   gradient  p -> its gradient, in the block
-// Uses common: numbers, window.
+// Uses common: numbers, token, window.
 
 @group(0) @binding(1) var<storage, read> block_in: array<f32>;            // [rows, row_stride]
 @group(0) @binding(2) var<storage, read> counted: array<u32>;             // count, 3 unused, [count]
 @group(0) @binding(3) var<storage, read> vocab_weight: array<f32>;        // [columns]
-@group(0) @binding(4) var<storage, read> rows_in: array<u32>;             // [tokens, 16]
-@group(0) @binding(5) var<storage, read_write> partials_out: array<f32>;  // [rows, slots, 8]
-@group(0) @binding(6) var<storage, read> partials_in: array<f32>;
-@group(0) @binding(7) var<storage, read_write> rows_out: array<u32>;
-@group(0) @binding(8) var<storage, read> inputs: array<f32>;              // [tokens, 8]
-@group(0) @binding(9) var<storage, read> scalars: array<f32>;
+@group(0) @binding(4) var<storage, read> rows_in: array<State>;           // [tokens]
+@group(0) @binding(5) var<storage, read_write> partials_out: array<Slot>;  // [rows, slots]
+@group(0) @binding(6) var<storage, read> partials_in: array<Slot>;
+@group(0) @binding(7) var<storage, read_write> rows_out: array<State>;
+@group(0) @binding(8) var<storage, read> inputs: array<Given>;            // [tokens]
+@group(0) @binding(9) var<storage, read> scalars: Scalars;
 @group(0) @binding(10) var<storage, read_write> block_out: array<u32>;
 
 // log of any number: that of 0 is -inf, of a negative one NaN.
@@ -36,14 +36,14 @@ fn log_of(x: f32) -> f32 {
 }
 
 // (1 - smoothing) c_t [column = t] + smoothing_per_class c_j
-fn expected(row: u32, column: u32, local: u32) -> f32 {
+fn expected(token: u32, column: u32, local: u32) -> f32 {
   var c = 1.0;
   if ((p.flags & has_vocab_weight) != 0u) {
     c = vocab_weight[p.weight_base + local];
   }
   var q = p.smoothing_per_class * c;
-  if (column == rows_in[row + 1u]) {
-    q += (1.0 - p.smoothing) * bitcast<f32>(rows_in[row + 2u]);
+  if (column == rows_in[token].target_column) {
+    q += (1.0 - p.smoothing) * rows_in[token].class_weight;
   }
   return q;
 }
@@ -60,8 +60,8 @@ fn slots(@builtin(workgroup_id) group: vec3<u32>,
     return;
   }
   let first = group.x * slot_columns;
-  let row = counted[4u + r] * words;
-  if (direct && (rows_in[row] & 255u) != 1u) {
+  let token = counted[4u + r];
+  if (direct && !is_counted(rows_in[token].kind)) {
     return;
   }
   var sum = 0.0;
@@ -70,7 +70,7 @@ fn slots(@builtin(workgroup_id) group: vec3<u32>,
     if (local >= p.columns) {
       continue;
     }
-    let q = expected(row, p.first_column + local, local);
+    let q = expected(token, p.first_column + local, local);
     if (q != 0.0) {
       let x = block_in[p.base + r * p.row_stride + local] + p.floor;
       sum += q * log_of(x);
@@ -84,8 +84,7 @@ fn slots(@builtin(workgroup_id) group: vec3<u32>,
     }
   }
   if (thread == 0u) {
-    let slot = (r * p.slots + (p.first_column + first) / slot_columns) * slot_words;
-    partials_out[slot + 3u] = tree[0];
+    partials_out[r * p.slots + (p.first_column + first) / slot_columns].weighted = tree[0];
   }
 }
 
@@ -96,24 +95,23 @@ fn combine(@builtin(global_invocation_id) id: vec3<u32>) {
     return;
   }
   let token = counted[4u + r];
-  let row = token * words;
-  if (direct && (rows_out[row] & 255u) != 1u) {
+  if (direct && !is_counted(rows_out[token].kind)) {
     return;
   }
   var sum = 0.0;
   for (var s = 0u; s < p.slots; s++) {
-    sum += partials_in[(r * p.slots + s) * slot_words + 3u];
+    sum += partials_in[r * p.slots + s].weighted;
   }
-  let token_weight = bitcast<f32>(rows_out[row + 3u]);
-  var upstream = scalars[3];
+  let token_weight = rows_out[token].token_weight;
+  var upstream = scalars.factor;
   if ((p.flags & has_token_grad) != 0u) {
-    upstream = inputs[token * 8u + 1u];
+    upstream = inputs[token].grad_loss;
   }
   let factor = -upstream * token_weight;
-  rows_out[row + 10u] = bitcast<u32>(-token_weight * sum);
-  rows_out[row + 11u] = bitcast<u32>(factor);
+  rows_out[token].loss = -token_weight * sum;
+  rows_out[token].probability = factor;
   if (is_nan(factor)) {
-    rows_out[row] |= state_gradient_nan;
+    rows_out[token].kind |= state_gradient_nan;
   }
 }
 
@@ -121,10 +119,11 @@ fn combine(@builtin(global_invocation_id) id: vec3<u32>) {
 fn gradient(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
   let r = group.y;
   let exists = r < counted[0];
-  let row = select(0u, counted[4u + select(0u, r, exists)] * words, exists);
-  let counts = exists && (!direct || (rows_in[row] & 255u) == 1u);
-  let is_nan_row = (rows_in[row] & state_gradient_nan) != 0u;
-  let factor = bitcast<f32>(rows_in[row + 11u]);
+  let token = select(0u, counted[4u + select(0u, r, exists)], exists);
+  let kind = rows_in[token].kind;
+  let is_made = exists && (!direct || is_counted(kind));
+  let is_nan_row = (kind & state_gradient_nan) != 0u;
+  let factor = rows_in[token].probability;
   for (var k = 0u; k < 4u; k++) {
     let local = group.x * slot_columns + k * 256u + thread;
     // A block of the library's own has zeros after its columns.
@@ -133,9 +132,9 @@ fn gradient(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_i
     }
     let at = p.base + r * p.row_stride + local;
     var result = 0u;
-    if (counts && local < p.columns) {
+    if (is_made && local < p.columns) {
       let raw = bitcast<f32>(block_out[at]);
-      let q = expected(row, p.first_column + local, local);
+      let q = expected(token, p.first_column + local, local);
       result = select(bitcast<u32>(factor * q / (raw + p.floor)), p.nan, is_nan_row);
     }
     block_out[at] = result;

@@ -3,16 +3,16 @@
 // and written once (the formulas of docs/semantics.md). `row_threads` threads hold 16 columns each of
 // a row, so a workgroup takes several short ones; they are brought together by `leaders` of them, with
 // two barriers a time. Which of these is chosen by the number of columns alone.
-// Uses common: numbers, window, logit, loss.
+// Uses common: numbers, token, window, logit, loss.
 
 override row_threads: u32 = 256u;  // a square: 16, 64 or 256
 override leaders: u32 = 16u;       // its root
 
-@group(0) @binding(1) var<storage, read> vocab_weight: array<f32>;  // [columns]
-@group(0) @binding(2) var<storage, read_write> rows: array<u32>;    // [tokens, 16]
-@group(0) @binding(3) var<storage, read> inputs: array<f32>;        // [tokens, 8]
-@group(0) @binding(4) var<storage, read> scalars: array<u32>;
-@group(0) @binding(5) var<storage, read_write> block: array<u32>;   // [tokens, row_stride]
+@group(0) @binding(1) var<storage, read> vocab_weight: array<f32>;   // [columns]
+@group(0) @binding(2) var<storage, read_write> rows: array<State>;   // [tokens]
+@group(0) @binding(3) var<storage, read> inputs: array<Given>;       // [tokens]
+@group(0) @binding(4) var<storage, read> scalars: Scalars;
+@group(0) @binding(5) var<storage, read_write> block: array<u32>;    // [tokens, row_stride]
 
 // A whole number for x, in the order of the numbers from -inf to inf; NaN is above them, 0 is none.
 fn key_of(x: f32) -> u32 {
@@ -75,14 +75,9 @@ fn row(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index)
   let exists = number < p.rows;
   let token = min(number, p.rows - 1u);
   let at = p.base + token * p.row_stride;
-  let place = token * words;
-  var s = State();
-  s.kind = rows[place];
-  s.target_column = rows[place + 1u];
-  s.class_weight = bitcast<f32>(rows[place + 2u]);
-  s.token_weight = bitcast<f32>(rows[place + 3u]);
-  let counts = exists && (s.kind & 255u) == 1u;
-  let columns = select(0u, p.columns, counts);
+  var s = rows[token];
+  let is_made = exists && is_counted(s.kind);
+  let columns = select(0u, p.columns, is_made);
   s.target_logit = bitcast<f32>(p.nan ^ 0x80400000u);  // -inf
   if (s.target_column < columns) {
     s.target_logit = map_raw(bitcast<f32>(block[at + s.target_column])).z;
@@ -103,10 +98,7 @@ fn row(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index)
     let column = lane + k * row_threads;
     if (column < columns) {
       let z = map_raw(raw[k]).z;
-      var c = 1.0;
-      if ((p.flags & has_vocab_weight) != 0u) {
-        c = vocab_weight[p.weight_base + column];
-      }
+      let c = class_weight_of(column);
       let d = max(z - s.m, -200.0);
       let e = exp_nonpositive(d);
       own = joined(own, vec4<f32>(e, e * d, select(0.0, c * z, c != 0.0),
@@ -123,14 +115,14 @@ fn row(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index)
     s.entropy = bitcast<f32>(p.nan);
   }
   s = completed(token, s);
-  if (counts && lane == 0u) {
-    keep(token, s);
+  if (is_made && lane == 0u) {
+    rows[token] = s;
   }
   for (var k = 0u; k < 16u; k++) {
     let column = lane + k * row_threads;
     if (exists && column < p.columns) {
       var result = 0u;
-      if (counts) {
+      if (is_made) {
         result = draw(s, raw[k], column, column);
       }
       block[at + column] = result;

@@ -3,6 +3,7 @@
 // row i of the view is the row rows[i].place of the values, or 0 where the token has none.
 // Elements of 16 bits are halves of words that other elements may share: each is cleared and set
 // alone, so that nothing beside it changes.
+// Uses common: token.
 
 struct Params {
   rows: u32,
@@ -20,7 +21,7 @@ override dtype: u32 = 0u;  // 0 f32, 1 f16, 2 bf16
 
 @group(0) @binding(0) var<uniform> p: Params;
 @group(0) @binding(1) var<storage, read> values: array<u32>;
-@group(0) @binding(2) var<storage, read> tokens: array<u32>;                    // [tokens, 16]
+@group(0) @binding(2) var<storage, read> rows: array<State>;                      // [tokens]
 @group(0) @binding(3) var<storage, read_write> view32: array<u32>;
 @group(0) @binding(4) var<storage, read_write> view16: array<atomic<u32>>;
 
@@ -58,9 +59,9 @@ fn to_f16(bits: u32) -> u32 {
 fn value(i: u32, c: u32) -> u32 {
   var r = i;
   if (p.by_token != 0u) {
-    r = tokens[(p.first_token + i) * 16u + 15u];
+    r = rows[p.first_token + i].place;
   }
-  if (r == 0xffffffffu) {
+  if (r == none) {
     return 0u;
   }
   return values[p.value_base + r * p.value_row_stride + c];

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The raw logits of a window of the vocabulary, 1024 columns of a row a workgroup: maximum, sums and
 // argmax of each such slot.
-// Uses common: numbers, window, logit.
+// Uses common: numbers, token, window, logit.
 
 @group(0) @binding(1) var<storage, read> block: array<f32>;              // [rows, row_stride]
 @group(0) @binding(2) var<storage, read> counted: array<u32>;            // count, 3 unused, [count]
 @group(0) @binding(3) var<storage, read> vocab_weight: array<f32>;       // [columns]
-@group(0) @binding(4) var<storage, read> rows: array<u32>;               // [tokens, 16]
-@group(0) @binding(5) var<storage, read_write> partials: array<u32>;     // [rows, slots, 8]
+@group(0) @binding(4) var<storage, read> rows: array<State>;             // [tokens]
+@group(0) @binding(5) var<storage, read_write> partials: array<Slot>;    // [rows, slots]
 
 // A slot is made by 64 threads of 16 columns each: little workgroup memory, which SwiftShader clears
 // word by word in every thread, and few barriers.
@@ -30,11 +30,11 @@ fn slots(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_inde
   }
   workgroupBarrier();
   let first = group.x * slot_columns;
-  let row = counted[4u + r] * words;
-  if (direct && (rows[row] & 255u) != 1u) {
+  let token = counted[4u + r];
+  if (direct && !is_counted(rows[token].kind)) {
     return;
   }
-  let target_column = rows[row + 1u];
+  let target_column = rows[token].target_column;
   var z: array<f32, thread_columns>;
   var flags = 0u;
   var best = lowest;
@@ -48,16 +48,12 @@ fn slots(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_inde
     }
     let column = p.first_column + local;
     let x = map_raw(block[p.base + r * p.row_stride + local]).z;
-    var c = 1.0;
-    if ((p.flags & has_vocab_weight) != 0u) {
-      c = vocab_weight[p.weight_base + local];
-    }
+    let c = class_weight_of(local);
     if (c != 0.0) {
       weighted += c * x;
     }
-    let slot = (r * p.slots + column / slot_columns) * slot_words;
     if (column == target_column) {
-      partials[slot + 5u] = bitcast<u32>(x);
+      partials[r * p.slots + column / slot_columns].target_logit = x;
     }
     if (is_nan(x)) {
       flags |= flag_nan;
@@ -117,12 +113,12 @@ fn slots(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_inde
     }
   }
   if (thread == 0u) {
-    let slot = (r * p.slots + (p.first_column + first) / slot_columns) * slot_words;
-    partials[slot] = bitcast<u32>(m);
-    partials[slot + 1u] = bitcast<u32>(tree_sum[0].x);
-    partials[slot + 2u] = bitcast<u32>(tree_sum[0].y);
-    partials[slot + 3u] = bitcast<u32>(tree_sum[0].z);
-    partials[slot + 4u] = tree_index[0];
-    partials[slot + 6u] = atomicLoad(&slot_flags);
+    let slot = r * p.slots + (p.first_column + first) / slot_columns;
+    partials[slot].m = m;
+    partials[slot].sum = tree_sum[0].x;
+    partials[slot].shifted = tree_sum[0].y;
+    partials[slot].weighted = tree_sum[0].z;
+    partials[slot].argmax = tree_index[0];
+    partials[slot].flags = atomicLoad(&slot_flags);
   }
 }

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sums in a fixed order, a tree of 1024 at a time, and what is made of them.
 //   tree                        sums[g] = sum of values[1024 g .. 1024 g + 1023]
-//   normalize, normalize_sums   scalars: 0 the normalizer, 1 its exponent, 3 the gradient's common factor
+//   normalize, normalize_sums   scalars: the normalizer, the gradients' common factor
 //   finish, finish_sums         the loss of sum and mean
 // of one value, or of up to 1024 that are summed before.
 //   columns     result[j] (+)= sum over rows of the block's column j
+// Uses common: token.
 
 struct Params {
   count: u32,
@@ -20,15 +21,13 @@ struct Params {
   loss: u32,          // word of the loss
   row_stride: u32,    // of the block, in words
   adds: u32,
-  has_weight_sum: u32,
-  one: u32,           // one value and no tree above it
   exponent: i32,      // of the number, which is then in [1/2, 1); else 0
 }
 
 @group(0) @binding(0) var<uniform> p: Params;
 @group(0) @binding(1) var<storage, read> values: array<f32>;
 @group(0) @binding(2) var<storage, read_write> sums: array<f32>;
-@group(0) @binding(3) var<storage, read_write> scalars: array<u32>;
+@group(0) @binding(3) var<storage, read_write> scalars: Scalars;
 @group(0) @binding(4) var<storage, read> normalizer: array<u32>;
 @group(0) @binding(5) var<storage, read> grad_loss: array<u32>;
 @group(0) @binding(6) var<storage, read_write> loss: array<u32>;
@@ -120,14 +119,14 @@ fn set_normalizer(counted: f32) {
   if (p.has_grad != 0u) {
     g = bitcast<f32>(grad_loss[p.grad]);
   }
-  scalars[0] = bitcast<u32>(n);
-  scalars[1] = bitcast<u32>(p.exponent);
+  scalars.normalizer = n;
+  scalars.exponent = p.exponent;
   if (p.kind == 0u) {
-    scalars[3] = bitcast<u32>(g);
+    scalars.factor = g;
   } else if (n == 0.0) {
-    scalars[3] = select(0u, p.nan, p.empty_is_nan != 0u);
+    scalars.factor = bitcast<f32>(select(0u, p.nan, p.empty_is_nan != 0u));
   } else {
-    scalars[3] = bitcast<u32>(divided(g, n, p.exponent));
+    scalars.factor = divided(g, n, p.exponent);
   }
 }
 
@@ -147,17 +146,17 @@ fn normalize_sums(@builtin(local_invocation_index) thread: u32) {
 // values[value_base] is the sum over the vocabulary's weights.
 @compute @workgroup_size(1)
 fn keep_weight_sum() {
-  scalars[4] = bitcast<u32>(values[p.value_base]);
+  scalars.weight_sum = values[p.value_base];
 }
 
 fn set_loss(sum: f32) {
-  let n = bitcast<f32>(scalars[0]);
+  let n = scalars.normalizer;
   var bits = bitcast<u32>(sum);
   if (p.kind != 0u && (bits & 0x7fffffffu) <= 0x7f800000u) {
     if (n == 0.0) {
       bits = select(0u, p.nan, p.empty_is_nan != 0u);
     } else {
-      bits = bitcast<u32>(divided(sum, n, bitcast<i32>(scalars[1])));
+      bits = bitcast<u32>(divided(sum, n, scalars.exponent));
     }
   }
   loss[p.loss] = bits;

@@ -4,6 +4,7 @@
 //   each   a thread a token: the rows of a chunk whose matrix is worked on in place: every token is listed
 //   count  a workgroup a 256 tokens: the sum of c_t over those that count    -> sums
 //   emit   a word of every row, or what follows from it, to a strided output
+// Uses common: token, target.
 
 struct Params {
   tokens: u32,
@@ -23,90 +24,53 @@ struct Params {
   kind: u32,            // 0 the word, 1 lse, 2 index of 32 bits, 3 index of 64 bits
 }
 
-const has_vocab_weight = 1u;
-const has_token_weight = 2u;
-const outside_is_ignored = 4u;
-const all_count = 8u;  // no targets: every row of a softmax
-const has_fault = 16u;
-const words = 16u;
-const none = 0xffffffffu;
-const state_nan = 256u;
-
 @group(0) @binding(0) var<uniform> p: Params;
 @group(0) @binding(1) var<storage, read> targets: array<u32>;
 @group(0) @binding(2) var<storage, read> vocab_weight: array<f32>;      // [vocab_total]
-@group(0) @binding(3) var<storage, read> inputs: array<f32>;            // [tokens, 8]
-@group(0) @binding(4) var<storage, read_write> rows: array<u32>;        // [tokens, 16]
-@group(0) @binding(5) var<storage, read_write> counted: array<u32>;      // count, 3 unused, [count]
+@group(0) @binding(3) var<storage, read> inputs: array<Given>;          // [tokens]
+@group(0) @binding(4) var<storage, read_write> rows: array<State>;      // [tokens]
+@group(0) @binding(5) var<storage, read_write> counted: array<u32>;     // count, 3 unused, [count]
 @group(0) @binding(6) var<storage, read_write> fault: array<atomic<u32>>;
 @group(0) @binding(7) var<storage, read_write> sums: array<f32>;
-@group(0) @binding(8) var<storage, read> rows_in: array<u32>;
+@group(0) @binding(8) var<storage, read> rows_in: array<u32>;           // [tokens, 16], the words of State
 @group(0) @binding(9) var<storage, read_write> result: array<u32>;
 
-const ignored = 0u;
-const counts = 1u;
-const outside = 2u;
-
-struct Target {
-  kind: u32,
-  index: u32,  // in the whole vocabulary
-}
-
 fn target_of(i: u32) -> Target {
-  if ((p.flags & all_count) != 0u) {
-    return Target(counts, none);
-  }
-  let at = p.base + i * p.stride;
-  let low = targets[at];
-  var high = select(0u, none, (low >> 31u) == 1u);
-  if (p.wide != 0u) {
-    high = targets[at + 1u];
-  }
-  if (low == p.ignore_low && high == p.ignore_high) {
-    return Target(ignored, 0u);
-  }
-  if (high == 0u && low < p.vocab_total) {
-    return Target(counts, low);
-  }
-  return Target(select(outside, ignored, (p.flags & outside_is_ignored) != 0u), 0u);
+  return target_at(p.base + i * p.stride, p.vocab_total);
 }
 
 fn weight_of(t: Target) -> f32 {
   if ((p.flags & has_vocab_weight) == 0u) {
     return 1.0;
   }
-  if (t.kind != counts || t.index == none) {
+  if (t.kind != counts || t.column == none) {
     return 0.0;
   }
-  return vocab_weight[t.index];
+  return vocab_weight[t.column];
 }
 
 fn begin_row(i: u32, t: Target, place: u32) {
-  let row = i * words;
-  for (var k = 0u; k < words; k++) {
-    rows[row + k] = 0u;
-  }
-  rows[row] = t.kind;
-  rows[row + 1u] = none;
-  rows[row + 9u] = none;
-  rows[row + 15u] = none;
+  var s = State();
+  s.kind = t.kind;
+  s.target_column = none;
+  s.argmax = none;
+  s.place = none;
   if (t.kind == outside) {
-    rows[row + 10u] = p.nan;
+    s.loss = bitcast<f32>(p.nan);
   }
-  if (t.kind != counts) {
-    return;
+  if (t.kind == counts) {
+    let column = t.column - p.vocab_start;
+    if (t.column >= p.vocab_start && column < p.vocab) {
+      s.target_column = column;
+    }
+    s.class_weight = weight_of(t);
+    s.token_weight = 1.0;
+    if ((p.flags & has_token_weight) != 0u) {
+      s.token_weight = inputs[i].token_weight;
+    }
+    s.place = place;
   }
-  let column = t.index - p.vocab_start;
-  if (t.index >= p.vocab_start && column < p.vocab) {
-    rows[row + 1u] = column;
-  }
-  rows[row + 2u] = bitcast<u32>(weight_of(t));
-  var a = 1.0;
-  if ((p.flags & has_token_weight) != 0u) {
-    a = inputs[i * 8u];
-  }
-  rows[row + 3u] = bitcast<u32>(a);
-  rows[row + 15u] = place;
+  rows[i] = s;
 }
 
 @compute @workgroup_size(256)
@@ -140,7 +104,7 @@ fn chunk(@builtin(local_invocation_index) thread: u32) {
   var before = 0u;
   for (var first = 0u; first < p.tokens; first += 256u) {
     let i = first + thread;
-    var t = Target(ignored, 0u);
+    var t = Target(ignored, none);
     if (i < p.tokens) {
       t = target_of(i);
     }
@@ -203,21 +167,26 @@ fn count(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_inde
   }
 }
 
+// These words of a State have numbers, for the host says which one to emit.
+const state_words = 16u;
+const kind_word = 0u;
+const m_word = 4u;
+const log_sum_word = 5u;
+
 @compute @workgroup_size(256)
 fn emit(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
   let i = group.x * 256u + thread;
   if (i >= p.tokens) {
     return;
   }
-  let row = i * words;
-  let state = rows_in[row];
+  let row = i * state_words;
   let at = p.base + i * p.stride;
   var value = rows_in[row + p.word];
   if (p.kind == 1u) {
-    let log_sum = rows_in[row + 5u];
+    let log_sum = rows_in[row + log_sum_word];
     value = log_sum;
-    if ((state & state_nan) == 0u) {
-      value = bitcast<u32>(bitcast<f32>(rows_in[row + 4u]) + bitcast<f32>(log_sum));
+    if ((rows_in[row + kind_word] & state_nan) == 0u) {
+      value = bitcast<u32>(bitcast<f32>(rows_in[row + m_word]) + bitcast<f32>(log_sum));
     }
   }
   if (p.kind >= 2u && value != none) {

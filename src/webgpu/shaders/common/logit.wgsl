@@ -5,6 +5,14 @@
 override capped: bool = false;
 override scaled: bool = false;
 
+// c_j
+fn class_weight_of(local: u32) -> f32 {
+  if ((p.flags & has_vocab_weight) != 0u) {
+    return vocab_weight[p.weight_base + local];
+  }
+  return 1.0;
+}
+
 // z, and tanh where there is a softcap.
 struct Mapped {
   z: f32,
@@ -50,11 +58,7 @@ fn draw(s: State, raw: f32, column: u32, local: u32) -> u32 {
   }
   var dz = s.probability * probability;
   if (p.smoothing > 0.0) {
-    var c = 1.0;
-    if ((p.flags & has_vocab_weight) != 0u) {
-      c = vocab_weight[p.weight_base + local];
-    }
-    dz -= s.smoothing * c;
+    dz -= s.smoothing * class_weight_of(local);
   }
   if (column == s.target_column) {
     dz -= s.onehot;

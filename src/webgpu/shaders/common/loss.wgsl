@@ -2,7 +2,7 @@
 // A row's sums give its loss and the factors of its gradient (the formulas of docs/semantics.md).
 
 fn class_weight_sum() -> f32 {
-  return select(p.classes, bitcast<f32>(scalars[4]), (p.flags & has_vocab_weight) != 0u);
+  return select(p.classes, scalars.weight_sum, (p.flags & has_vocab_weight) != 0u);
 }
 
 fn loss_of(s: State) -> f32 {
@@ -26,9 +26,9 @@ fn loss_of(s: State) -> f32 {
 // The factors of the gradient's parts.
 fn with_factors(token: u32, known: State) -> State {
   var s = known;
-  let given = token * 8u;
-  let usual = bitcast<f32>(scalars[3]);
-  let ga = select(usual, inputs[given + 1u], (p.flags & has_token_grad) != 0u) * s.token_weight;
+  let given = inputs[token];
+  let upstream = select(scalars.factor, given.grad_loss, (p.flags & has_token_grad) != 0u);
+  let ga = upstream * s.token_weight;
   var w = (1.0 - p.smoothing) * s.class_weight;
   if (p.smoothing > 0.0) {
     w += p.smoothing_per_class * class_weight_sum();
@@ -40,13 +40,13 @@ fn with_factors(token: u32, known: State) -> State {
   s.onehot = ga * (1.0 - p.smoothing) * s.class_weight;
   s.smoothing = ga * p.smoothing_per_class;
   if ((p.flags & has_grad_lse) != 0u) {
-    s.probability += inputs[given + 5u];
+    s.probability += given.grad_lse;
   }
   if ((p.flags & has_grad_target) != 0u) {
-    s.onehot -= inputs[given + 6u];
+    s.onehot -= given.grad_target_logit;
   }
   if ((p.flags & has_grad_entropy) != 0u) {
-    s.entropy_factor = inputs[given + 7u];
+    s.entropy_factor = given.grad_entropy;
   }
   if (is_nan(s.probability) || is_nan(s.onehot) || is_nan(s.smoothing) || is_nan(s.entropy_factor)) {
     s.kind |= state_gradient_nan;
@@ -58,7 +58,7 @@ fn with_factors(token: u32, known: State) -> State {
 fn completed(token: u32, known: State) -> State {
   var s = known;
   if ((p.flags & has_entropy) != 0u) {
-    s.entropy = inputs[token * 8u + 4u];
+    s.entropy = inputs[token].entropy;
   }
   if (is_nan(s.m) || is_nan(s.log_sum)) {
     s.kind |= state_nan;
@@ -75,20 +75,4 @@ fn completed(token: u32, known: State) -> State {
     return with_factors(token, s);
   }
   return s;
-}
-
-fn keep(token: u32, s: State) {
-  let at = token * words;
-  rows[at] = s.kind;
-  rows[at + 4u] = bitcast<u32>(s.m);
-  rows[at + 5u] = bitcast<u32>(s.log_sum);
-  rows[at + 6u] = bitcast<u32>(s.target_logit);
-  rows[at + 7u] = bitcast<u32>(s.weighted);
-  rows[at + 8u] = bitcast<u32>(s.entropy);
-  rows[at + 9u] = s.argmax;
-  rows[at + 10u] = bitcast<u32>(s.loss);
-  rows[at + 11u] = bitcast<u32>(s.probability);
-  rows[at + 12u] = bitcast<u32>(s.onehot);
-  rows[at + 13u] = bitcast<u32>(s.smoothing);
-  rows[at + 14u] = bitcast<u32>(s.entropy_factor);
 }

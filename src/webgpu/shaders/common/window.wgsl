@@ -27,46 +27,21 @@ struct Params {
 
 @group(0) @binding(0) var<uniform> p: Params;
 
-const has_vocab_weight = 1u;
-const has_token_grad = 2u;  // grad_loss [N]
-const has_state = 4u;       // row_reference, row_log_sum were given
-const has_entropy = 8u;     // entropy was given
-const has_grad_lse = 16u;
-const has_grad_target = 32u;
-const has_grad_entropy = 64u;
-const is_softmax = 128u;
-const wants_gradient = 512u;
-
 override direct: bool = false;  // the block is the caller's own matrix, its rows are all tokens
 
-// A token's words: state, target, c_t, a, m, log s, z_t, weighted sum, entropy, argmax, loss, the
-// factors of p, one-hot, c_j and entropy, place in the block.
-const words = 16u;
-const state_nan = 256u;           // added to the state: the row's statistics are NaN
-const state_gradient_nan = 512u;  // and its gradient is
-const none = 0xffffffffu;
-// A slot's words: maximum, sum, sum of e (z - m), weighted sum, argmax, z_t, flags.
 const slot_columns = 1024u;
-const slot_words = 8u;
 const flag_nan = 1u;
 const flag_infinite = 2u;  // +inf
 const flag_number = 4u;    // something that is not -inf
 
-// What is known of a token, in the order of its words.
-struct State {
-  kind: u32,
-  target_column: u32,
-  class_weight: f32,
-  token_weight: f32,
-  m: f32,
-  log_sum: f32,
-  target_logit: f32,
-  weighted: f32,
-  entropy: f32,
+// A slot is summed up by these.
+struct Slot {
+  m: f32,             // maximum
+  sum: f32,           // of e = exp(z - m)
+  shifted: f32,       // of e (z - m)
+  weighted: f32,      // of c_j z_j
   argmax: u32,
-  loss: f32,
-  probability: f32,
-  onehot: f32,
-  smoothing: f32,
-  entropy_factor: f32,
+  target_logit: f32,  // where the target is one of its columns
+  flags: u32,
+  unused: u32,
 }

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+// This is what the shaders know of a token and of its call. src/webgpu/run.h has the same names in
+// the same order, which tests/webgpu/shared_names_test.py checks.
+
+// A call's flags say what it has.
+const has_vocab_weight = 1u;
+const has_token_weight = 2u;
+const outside_is_ignored = 4u;
+const is_softmax = 8u;  // no targets, no losses: every row counts
+const has_fault = 16u;
+const has_token_grad = 32u;  // grad_loss [N]
+const has_state = 64u;       // row_reference, row_log_sum were given
+const has_entropy = 128u;    // entropy was given
+const has_grad_lse = 256u;
+const has_grad_target = 512u;
+const has_grad_entropy = 1024u;
+const wants_gradient = 2048u;
+const has_loss = 4096u;
+
+// A token is of one of three kinds, to which the states are added.
+const ignored = 0u;
+const counts = 1u;
+const outside = 2u;
+const state_nan = 256u;           // the row's statistics are NaN
+const state_gradient_nan = 512u;  // and its gradient is
+fn is_counted(kind: u32) -> bool {
+  return (kind & 255u) == counts;
+}
+
+const none = 0xffffffffu;  // no column, no place
+
+// `rows` has what is known of every token: [tokens].
+struct State {
+  kind: u32,
+  target_column: u32,   // in the views, or none
+  class_weight: f32,    // c_t
+  token_weight: f32,    // a
+  m: f32,
+  log_sum: f32,         // log s
+  target_logit: f32,    // z_t
+  weighted: f32,        // sum of c_j z_j
+  entropy: f32,
+  argmax: u32,
+  loss: f32,
+  probability: f32,     // the gradient's factors: of p,
+  onehot: f32,          // of the target's column,
+  smoothing: f32,       // of c_j
+  entropy_factor: f32,  // and of the entropy's gradient
+  place: u32,           // row of the block, or none
+}
+
+// `inputs` has what the call gives for every token: [tokens].
+struct Given {
+  token_weight: f32,
+  grad_loss: f32,
+  row_reference: f32,
+  row_log_sum: f32,
+  entropy: f32,
+  grad_lse: f32,
+  grad_target_logit: f32,
+  grad_entropy: f32,
+}
+
+// These are common to all tokens.
+struct Scalars {
+  normalizer: f32,
+  exponent: i32,    // the normalizer is times 2^exponent
+  unused: u32,
+  factor: f32,      // of every gradient
+  weight_sum: f32,  // of the vocabulary's weights
+}

@@ -1,0 +1,106 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""What the WebGPU dispatcher and the shaders both name is the same on both sides: the fields of
+every uniform and their types, the flags of a call, the words of a token's state, what is given for
+a token."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parents[2] / "src/webgpu"
+TYPES = {"uint32_t": "u32", "int32_t": "i32", "float": "f32"}
+UNIFORMS = {
+    "run.h": {
+        "TokenParams": "tokens",
+        "RowParams": "common/window",
+        "PlainParams": "plain",
+        "SumParams": "sum",
+        "ProductParams": "common/product",
+        "SliceParams": "slices",
+    },
+    "copies.cpp": {"GatherParams": "gather", "ScatterParams": "scatter"},
+}
+
+
+def code(file: str) -> str:
+    return re.sub(r"//.*", "", (SOURCE / file).read_text())
+
+
+def shader(name: str) -> str:
+    return code(f"shaders/{name}.wgsl")
+
+
+def shader_fields(name: str, struct: str) -> list[tuple[str, str]]:
+    """Name and type."""
+    body = re.search(rf"struct {struct} {{(.*?)}}", shader(name), re.DOTALL)
+    assert body, f"{name} has no {struct}"
+    return re.findall(r"(\w+): (\w+),", body[1])
+
+
+def host_fields(file: str, struct: str) -> list[tuple[str, str]]:
+    body = re.search(rf"struct {struct} {{(.*?)}};", code(file), re.DOTALL)
+    assert body, f"{file} has no {struct}"
+    return [
+        (name, TYPES[type_])
+        for type_, names in re.findall(r"(\w+) ([^;]*);", body[1])
+        for name in re.findall(r"(\w+) =", names)
+    ]
+
+
+def snake(name: str) -> str:
+    return re.sub(r"(?!^)([A-Z])", r"_\1", name.removeprefix("k")).lower()
+
+
+def flags(name: str) -> list[tuple[str, str]]:
+    """Of common/token.wgsl, where they are what begins with has, is, wants or outside_is."""
+    found = re.findall(r"const (\w+) = (\d+)u;", shader(name))
+    return [(n, value) for n, value in found if re.match("has_|is_|wants_|outside_is_", n)]
+
+
+def differences() -> list[str]:
+    pairs: list[tuple[str, object, object]] = [
+        (struct, host_fields(file, struct), shader_fields(name, "Params"))
+        for file, structs in UNIFORMS.items()
+        for struct, name in structs.items()
+    ]
+    run_h, chunk = code("run.h"), code("chunk.cpp")
+    host = re.search(r"enum Flag : uint32_t {(.*?)}", run_h, re.DOTALL)
+    assert host
+    pairs.append(
+        (
+            "Flag",
+            [(snake(n), v) for n, v in re.findall(r"(\w+) = (\d+)", host[1])],
+            flags("common/token"),
+        )
+    )
+    state = [name for name, _ in shader_fields("common/token", "State")]
+    words = re.search(r"enum class StateWord : uint32_t {\s*(\w+) = (\d+), ([^}]*)}", run_h)
+    assert words
+    named = [words[1], *re.findall(r"\w+", words[3])]
+    pairs.append(("StateWord", named, state[int(words[2]) :][: len(named)]))
+    numbers = re.findall(r"const (\w+)_word = (\d+)u;", shader("tokens"))
+    pairs.append(("a word", [n for n, _ in numbers], [state[int(number)] for _, number in numbers]))
+    given = re.search(r"kInputs\[\] = {(.*?)};", chunk, re.DOTALL)
+    assert given
+    pairs.append(
+        (
+            "kInputs",
+            re.findall(r'{"(\w+)"', given[1]),
+            [n for n, _ in shader_fields("common/token", "Given")],
+        )
+    )
+    sizes = [
+        len(shader_fields(*name)) for name in (("common/token", "State"), ("common/window", "Slot"))
+    ]
+    pairs.append(("the words of a State and of a Slot", [16, 8], sizes))
+    return [f"{name}: {a} in C++, {b} in the shaders" for name, a, b in pairs if not a or a != b]
+
+
+if __name__ == "__main__":
+    wrong = differences()
+    print(*wrong, sep="\n")
+    print(f"{len(wrong)} differ")
+    sys.exit(1 if wrong else 0)
