@@ -17,7 +17,7 @@ struct GatherParams {
 
 // As in scatter.wgsl.
 struct ScatterParams {
-  uint32_t rows = 0, columns = 0, value_base = 0, value_row_stride = 0, base = 0, row_stride = 0,
+  uint32_t columns = 0, value_base = 0, value_row_stride = 0, base = 0, row_stride = 0,
            column_stride = 0, by_token = 0, first_token = 0;
 };
 
@@ -188,8 +188,7 @@ void Run::scatter(const Dense& values, const TensorView& v, Part part, bool by_t
                    blocks(groups, kGroups));
     return;
   }
-  const ScatterParams params{.rows = u32(part.rows),
-                             .columns = u32(part.columns),
+  const ScatterParams params{.columns = u32(part.columns),
                              .value_base = u32(value_base),
                              .value_row_stride = u32(values.row_stride),
                              .base = u32(base),

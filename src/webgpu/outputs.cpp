@@ -95,8 +95,7 @@ void Run::add_to_grad_hidden(const ProductParams& params, Binding weight, const 
   p.slice_stride = params.rows * params.result_stride;
   product(p, kind, block(window), weight, role(Role::slices), zeros());
   recorder_.dispatch("slices", "add_slices", {},
-                     SliceParams{.rows = params.rows,
-                                 .row_length = params.result_stride,
+                     SliceParams{.row_length = params.result_stride,
                                  .slices = u32(plan_.slices),
                                  .slice_stride = p.slice_stride,
                                  .adds = params.adds},

@@ -67,14 +67,14 @@ struct SumParams {
 
 // As in common/product.wgsl.
 struct ProductParams {
-  uint32_t rows = 0, columns = 0, depth = 0, a_base = 0, a_stride = 0, b_base = 0, b_stride = 0,
-           result_base = 0, result_stride = 0, adds = 0, bias_base = 0, b_rows = 0, slice_depth = 0,
+  uint32_t rows = 0, columns = 0, depth = 0, a_stride = 0, b_base = 0, b_stride = 0,
+           result_base = 0, result_stride = 0, adds = 0, b_rows = 0, slice_depth = 0,
            slice_stride = 0, block_depth = 1u << 30;  // one block
 };
 
 // As in slices.wgsl.
 struct SliceParams {
-  uint32_t rows = 0, row_length = 0, slices = 0, slice_stride = 0, adds = 0;
+  uint32_t row_length = 0, slices = 0, slice_stride = 0, adds = 0;
 };
 struct ProductKind {
   bool a_transposed = false, b_transposed = false, has_bias = false;

@@ -231,8 +231,8 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "the bias is added twice",
         _OPERANDS,
-        "v[k] += bias[p.bias_base + column + k];",
-        "v[k] += 2.0 * bias[p.bias_base + column + k];",
+        "v[k] += bias[column + k];",
+        "v[k] += 2.0 * bias[column + k];",
         "linear tiles",
     ),
     _mutant(

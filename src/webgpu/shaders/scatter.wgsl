@@ -6,7 +6,6 @@
 // Uses common: token.
 
 struct Params {
-  rows: u32,
   columns: u32,
   value_base: u32,
   value_row_stride: u32,

@@ -2,7 +2,6 @@
 // result[r, c] (+)= the slices of a product's sum (product.wgsl), added in their order.
 
 struct Params {
-  rows: u32,
   row_length: u32,     // in vec4, of the result and of a slice
   slices: u32,
   slice_stride: u32,   // in vec4

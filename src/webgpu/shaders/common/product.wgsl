@@ -5,14 +5,12 @@ struct Params {
   rows: u32,           // m
   columns: u32,        // n, a multiple of 4 but for bias
   depth: u32,          // k
-  a_base: u32,         // in vec4, of the binding
-  a_stride: u32,
-  b_base: u32,
+  a_stride: u32,       // in vec4
+  b_base: u32,         // in vec4, of the binding
   b_stride: u32,
   result_base: u32,
   result_stride: u32,
   adds: u32,           // to what the result holds
-  bias_base: u32,      // in words
   b_rows: u32,         // rows of b that there are: n of [n, k]
   slice_depth: u32,    // of k, for one workgroup in z
   slice_stride: u32,   // in vec4, of their results
@@ -34,7 +32,7 @@ override bounded: u32 = 0u;           // by counted[0]: 1 the rows, 2 the depth
 // Four numbers of a along k (or along m where it is transposed), 0 beyond its rows.
 fn load_a(row: u32, column: u32, rows: u32, columns: u32) -> vec4<f32> {
   if (row < rows && column < columns) {
-    return a[p.a_base + row * p.a_stride + column / 4u];
+    return a[row * p.a_stride + column / 4u];
   }
   return vec4<f32>(0.0);
 }
@@ -70,7 +68,7 @@ fn store(slice: u32, row: u32, column: u32, value: vec4<f32>, adds: bool) {
   if (has_bias && !adds) {
     for (var k = 0u; k < 4u; k++) {
       if (column + k < p.b_rows) {
-        v[k] += bias[p.bias_base + column + k];
+        v[k] += bias[column + k];
       }
     }
   }
