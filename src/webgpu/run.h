@@ -102,7 +102,7 @@ struct Dense {
   int64_t base = 0, row_stride = 1, column_stride = 1;
 };
 
-// The order of a call. A chunk's functions are in chunk.cpp, copies of views in
+// The order of a call. What is done with a chunk is in chunk.cpp, copies of views are in
 // copies.cpp.
 class Run {
  public:

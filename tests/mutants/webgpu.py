@@ -237,14 +237,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a chunk overwrites grad_weight",
-        "src/webgpu/outputs.cpp",
+        "src/webgpu/chunk.cpp",
         "const bool adds = call_.accumulate || !chunk.is_first;",
         "const bool adds = call_.accumulate;",
         "linear",
     ),
     _mutant(
         "grad_input of the last window alone",
-        "src/webgpu/outputs.cpp",
+        "src/webgpu/chunk.cpp",
         ".adds = window.index > 0 ? 1u : 0u",
         ".adds = 0u",
         "device linear",
