@@ -15,37 +15,37 @@ namespace {
 
 constexpr double u32 = 0x1p-24;
 
-Status read_targets(const Problem& problem, Tokens* tokens) {
-  const LossOptions& options = problem.options;
-  const std::vector<int64_t> target = read_indices(problem.target);
+Status read_targets(const Call& call, Tokens* tokens) {
+  const LossOptions& options = call.options;
+  const std::vector<int64_t> target = read_indices(call.target);
   tokens->token.assign(target.size(), {});
   for (size_t i = 0; i < target.size(); ++i) {
     Token& token = tokens->token[i];
     token.target = target[i];
     if (target[i] == options.ignore_index) continue;
-    if (target[i] < 0 || target[i] >= problem.vocabulary()) {
+    if (target[i] < 0 || target[i] >= call.vocab_total()) {
       if (options.out_of_range == OutOfRange::ignore) continue;
       return error(StatusCode::target_out_of_range,
                    "target[%zu] is %lld; allowed: 0 to %lld, or ignore_index %lld", i,
                    static_cast<long long>(target[i]),
-                   static_cast<long long>(problem.vocabulary() - 1),
+                   static_cast<long long>(call.vocab_total() - 1),
                    static_cast<long long>(options.ignore_index));
     }
     token.counts = true;
     ++tokens->counted;
-    const int64_t column = target[i] - (options.vocab_total > 0 ? options.vocab_start : 0);
-    if (column >= 0 && column < problem.columns()) token.column = column;
+    const int64_t column = target[i] - call.vocab_start();
+    if (column >= 0 && column < call.vocab()) token.column = column;
   }
   return {};
 }
 
-void read_class_weights(const Problem& problem, Tokens* tokens) {
-  const int64_t columns = problem.columns();
+void read_class_weights(const Call& call, Tokens* tokens) {
+  const int64_t columns = call.vocab();
   tokens->class_weight.assign(columns, 1.0);
-  tokens->class_weight_sum = static_cast<double>(problem.vocabulary());
-  if (!problem.weights.vocab) return;
-  const std::vector<double> whole = read(problem.weights.vocab);  // [V or vocab_total]
-  const int64_t start = problem.options.vocab_total > 0 ? problem.options.vocab_start : 0;
+  tokens->class_weight_sum = static_cast<double>(call.vocab_total());
+  if (!call.vocab_weight) return;
+  const std::vector<double> whole = read(call.vocab_weight);  // [V or vocab_total]
+  const int64_t start = call.vocab_start();
   std::copy_n(whole.begin() + start, columns, tokens->class_weight.begin());
   tokens->class_weight_sum = 0;
   for (const double c : whole) tokens->class_weight_sum += c;
@@ -54,11 +54,11 @@ void read_class_weights(const Problem& problem, Tokens* tokens) {
   }
 }
 
-void count_normalizer(const Problem& problem, Tokens* tokens) {
-  const LossOptions& options = problem.options;
+void count_normalizer(const Call& call, Tokens* tokens) {
+  const LossOptions& options = call.options;
   if (options.reduction != Reduction::mean) return;
-  if (problem.weights.normalizer) {
-    tokens->normalizer = read(problem.weights.normalizer)[0];
+  if (call.normalizer) {
+    tokens->normalizer = read(call.normalizer)[0];
   } else if (options.normalizer != 0) {
     tokens->normalizer = options.normalizer;
   } else {
@@ -69,7 +69,7 @@ void count_normalizer(const Problem& problem, Tokens* tokens) {
       magnitude += std::fabs(token.class_weight);
     }
     tokens->normalizer = sum;
-    if (problem.weights.vocab && sum != 0) {
+    if (call.vocab_weight && sum != 0) {
       tokens->normalizer_error =
           u32 * (std::log2(tokens->counted) + 2) * magnitude / std::fabs(sum);
     }
@@ -78,10 +78,9 @@ void count_normalizer(const Problem& problem, Tokens* tokens) {
 }
 
 // Returns what the upstream gradient of a loss is multiplied with: 1/normalizer for the mean.
-double reduction_factor(const Problem& problem, const Tokens& tokens) {
+double reduction_factor(const Call& call, const Tokens& tokens) {
   if (!tokens.empty_mean) return 1 / tokens.normalizer;
-  return problem.options.empty_mean == EmptyMean::zero ? 0
-                                                       : std::numeric_limits<double>::quiet_NaN();
+  return call.options.empty_mean == EmptyMean::zero ? 0 : std::numeric_limits<double>::quiet_NaN();
 }
 
 // Element i of an optional [N] view.
@@ -91,27 +90,31 @@ std::vector<double> per_token(const TensorView& view, int64_t tokens, double abs
 
 }  // namespace
 
-Status read_tokens(const Problem& problem, Tokens* tokens) {
-  Status status = read_targets(problem, tokens);
+Status read_tokens(const Call& call, Tokens* tokens) {
+  Status status = read_targets(call, tokens);
   if (!status.ok()) return status;
-  read_class_weights(problem, tokens);
-  count_normalizer(problem, tokens);
+  read_class_weights(call, tokens);
+  count_normalizer(call, tokens);
 
-  const int64_t n = problem.tokens();
-  const double factor = reduction_factor(problem, *tokens);
+  const int64_t n = call.tokens();
+  const double factor = reduction_factor(call, *tokens);
   std::vector<double> upstream(n, 1.0);
-  if (problem.grad_loss) {
-    upstream = problem.options.reduction == Reduction::none
-                   ? read(problem.grad_loss)
-                   : std::vector<double>(n, read(problem.grad_loss)[0]);
+  if (call.grad_loss) {
+    upstream = call.options.reduction == Reduction::none
+                   ? read(call.grad_loss)
+                   : std::vector<double>(n, read(call.grad_loss)[0]);
   }
-  const auto token_weight = per_token(problem.weights.token, n, 1);
-  const auto grad_lse = per_token(problem.grad_lse, n, 0);
-  const auto grad_target_logit = per_token(problem.grad_target_logit, n, 0);
-  const auto grad_entropy = per_token(problem.grad_entropy, n, 0);
-  const auto row_reference = per_token(problem.row_reference, n, 0);
-  const auto row_log_sum = per_token(problem.row_log_sum, n, 0);
-  const auto entropy = per_token(problem.entropy, n, 0);
+  const auto token_weight = per_token(call.token_weight, n, 1);
+  const auto grad_lse = per_token(call.grad_lse, n, 0);
+  const auto grad_target_logit = per_token(call.grad_target_logit, n, 0);
+  const auto grad_entropy = per_token(call.grad_entropy, n, 0);
+  // A Forward's are outputs, which nothing reads.
+  const auto given = [&](const TensorView& view) {
+    return per_token(call.forward ? TensorView{} : view, n, 0);
+  };
+  const auto row_reference = given(call.row_reference);
+  const auto row_log_sum = given(call.row_log_sum);
+  const auto entropy = given(call.entropy);
   for (int64_t i = 0; i < n; ++i) {
     Token& token = tokens->token[i];
     if (!token.counts) continue;

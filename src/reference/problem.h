@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Any loss op as one plain struct, and its tokens: which count, and the constants of each.
+// The tokens of a loss op: which count, and the constants of each.
 #pragma once
 
 #include <vector>
@@ -7,28 +7,6 @@
 #include "src/reference/reference.h"
 
 namespace logitless::reference {
-
-// The views of a loss op; those it lacks are absent.
-struct Problem {
-  bool linear = false;
-  TensorView logits{};                   // [N, V]
-  TensorView input{}, weight{}, bias{};  // [N, D] [V, D] [V]
-  TensorView target{};                   // [N]
-  LossOptions options{};
-  LossWeights weights{};                                       // [N] [V or vocab_total] []
-  TensorView loss{};                                           // [N] or []
-  TokenStatistics statistics{};                                // [N] each
-  TensorView row_reference{}, row_log_sum{}, entropy{};        // [N] each, as Forward wrote them
-  TensorView grad_loss{};                                      // [N] or []
-  TensorView grad_lse{}, grad_target_logit{}, grad_entropy{};  // [N] each
-  TensorView grad_logits{};                                    // [N, V]
-  TensorView grad_input{}, grad_weight{}, grad_bias{};         // [N, D] [V, D] [V]
-  bool accumulate = false;
-
-  int64_t tokens() const { return target.shape[0]; }
-  int64_t columns() const { return linear ? weight.shape[0] : logits.shape[1]; }
-  int64_t vocabulary() const { return options.vocab_total > 0 ? options.vocab_total : columns(); }
-};
 
 struct Token {
   bool counts = false;      // neither ignored nor, by out_of_range = ignore, out of range
@@ -54,6 +32,6 @@ struct Tokens {
 };
 
 // Fails with target_out_of_range where the op says so.
-Status read_tokens(const Problem& problem, Tokens* tokens);
+Status read_tokens(const Call& call, Tokens* tokens);
 
 }  // namespace logitless::reference

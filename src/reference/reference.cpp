@@ -14,33 +14,6 @@
 namespace logitless::reference {
 namespace {
 
-Problem problem_of(const Call& call) {
-  Problem problem{.linear = call.linear,
-                  .logits = call.logits,
-                  .input = call.input,
-                  .weight = call.weight,
-                  .bias = call.bias,
-                  .target = call.target,
-                  .options = call.options,
-                  .weights = {call.token_weight, call.vocab_weight, call.normalizer},
-                  .loss = call.loss,
-                  .statistics = call.statistics(),
-                  .grad_loss = call.grad_loss,
-                  .grad_lse = call.grad_lse,
-                  .grad_target_logit = call.grad_target_logit,
-                  .grad_entropy = call.grad_entropy,
-                  .grad_logits = call.grad_logits,
-                  .grad_input = call.grad_input,
-                  .grad_weight = call.grad_weight,
-                  .grad_bias = call.grad_bias,
-                  .accumulate = call.accumulate};
-  if (call.forward) return problem;
-  problem.row_reference = call.row_reference;
-  problem.row_log_sum = call.row_log_sum;
-  problem.entropy = call.entropy;
-  return problem;
-}
-
 // Sums of rows of gradients: value, and the bound before the last rounding.
 struct Sum {
   std::vector<double> value, error;
@@ -59,25 +32,25 @@ struct Sum {
 
 class Evaluation {
  public:
-  Evaluation(const Problem& problem, const BoundModel& model, bool with_bounds)
-      : problem_(problem), model_(model), with_bounds_(with_bounds) {}
+  Evaluation(const Call& call, const BoundModel& model, bool with_bounds)
+      : call_(call), model_(model), with_bounds_(with_bounds) {}
 
   Result run() {
-    result_.status = read_tokens(problem_, &tokens_);
+    result_.status = read_tokens(call_, &tokens_);
     if (!result_.status.ok()) return std::move(result_);
     prepare();
-    for (int64_t i = 0; i < problem_.tokens(); ++i) {
+    for (int64_t i = 0; i < call_.tokens(); ++i) {
       const Token& token = tokens_.token[i];
       if (!token.counts) continue;
-      if (problem_.options.input_kind == InputKind::probabilities) {
+      if (call_.options.input_kind == InputKind::probabilities) {
         evaluate_probabilities(token, i);
       } else {
         evaluate_row(token, i);
       }
     }
     reduce_loss();
-    finish_sum("grad_weight", problem_.grad_weight, &grad_weight_);
-    finish_sum("grad_bias", problem_.grad_bias, &grad_bias_);
+    finish_sum("grad_weight", call_.grad_weight, &grad_weight_);
+    finish_sum("grad_bias", call_.grad_bias, &grad_bias_);
     return std::move(result_);
   }
 
@@ -115,7 +88,7 @@ class Evaluation {
   void reduce_loss();
   void finish_sum(const char* name, const TensorView& view, Sum* sum);
 
-  const Problem& problem_;
+  const Call& call_;
   BoundModel model_;
   bool with_bounds_;
   Result result_;
@@ -126,8 +99,8 @@ class Evaluation {
 };
 
 void Evaluation::prepare() {
-  const TokenStatistics& s = problem_.statistics;
-  create("loss", problem_.loss, 0);
+  const TokenStatistics s = call_.statistics();
+  create("loss", call_.loss, 0);
   create("lse", s.lse, 0);
   create("target_logit", s.target_logit, 0);
   create("entropy", s.entropy, 0);
@@ -135,36 +108,36 @@ void Evaluation::prepare() {
   create("row_reference", s.row_reference, 0);
   create("row_log_sum", s.row_log_sum, 0);
   create("weighted_logit_sum", s.weighted_logit_sum, 0);
-  create("grad_logits", problem_.grad_logits, 0);
-  create("grad_input", problem_.grad_input, 0);
-  create("grad_weight", problem_.grad_weight, 0);
-  create("grad_bias", problem_.grad_bias, 0);
-  if (s.argmax) output("argmax")->accepted.assign(problem_.tokens(), {-1});
-  token_loss_.assign(problem_.tokens(), {});
-  if (!problem_.linear) return;
-  weight_ = read(problem_.weight);
-  if (problem_.bias) bias_ = read(problem_.bias);
-  if (problem_.grad_weight) grad_weight_.resize(element_count(problem_.grad_weight));
-  if (problem_.grad_bias) grad_bias_.resize(element_count(problem_.grad_bias));
+  create("grad_logits", call_.grad_logits, 0);
+  create("grad_input", call_.grad_input, 0);
+  create("grad_weight", call_.grad_weight, 0);
+  create("grad_bias", call_.grad_bias, 0);
+  if (s.argmax) output("argmax")->accepted.assign(call_.tokens(), {-1});
+  token_loss_.assign(call_.tokens(), {});
+  if (!call_.linear) return;
+  weight_ = read(call_.weight);
+  if (call_.bias) bias_ = read(call_.bias);
+  if (call_.grad_weight) grad_weight_.resize(element_count(call_.grad_weight));
+  if (call_.grad_bias) grad_bias_.resize(element_count(call_.grad_bias));
 }
 
 void Evaluation::evaluate_row(const Token& token, int64_t i) {
-  const Row row = make_row({problem_, weight_, bias_, model_, with_bounds_}, token, i);
-  if (problem_.loss) token_loss_[i] = row_loss(problem_, tokens_, token, row);
+  const Row row = make_row({call_, weight_, bias_, model_, with_bounds_}, token, i);
+  if (call_.loss) token_loss_[i] = row_loss(call_, tokens_, token, row);
   write_statistics(token, row, i);
-  if (problem_.grad_logits || problem_.grad_input || problem_.grad_weight || problem_.grad_bias) {
-    add_gradient(row_gradient(problem_, tokens_, token, row), i);
+  if (call_.grad_logits || call_.grad_input || call_.grad_weight || call_.grad_bias) {
+    add_gradient(row_gradient(call_, tokens_, token, row), i);
   }
 }
 
 void Evaluation::evaluate_probabilities(const Token& token, int64_t i) {
-  const std::vector<double> p = read_row(problem_.logits, i);
-  if (problem_.loss) token_loss_[i] = probability_loss(problem_, tokens_, token, p);
-  if (problem_.grad_logits) add_gradient(probability_gradient(problem_, tokens_, token, p), i);
+  const std::vector<double> p = read_row(call_.logits, i);
+  if (call_.loss) token_loss_[i] = probability_loss(call_, tokens_, token, p);
+  if (call_.grad_logits) add_gradient(probability_gradient(call_, tokens_, token, p), i);
 }
 
 void Evaluation::write_statistics(const Token& token, const Row& row, int64_t i) {
-  const TokenStatistics& s = problem_.statistics;
+  const TokenStatistics s = call_.statistics();
   set(output("lse"), i, {row.lse, row.lse_error});
   set(output("target_logit"), i, target_logit(row, token));
   set(output("entropy"), i, {row.entropy, row.entropy_error});
@@ -174,8 +147,7 @@ void Evaluation::write_statistics(const Token& token, const Row& row, int64_t i)
     set(output("weighted_logit_sum"), i, weighted_logit_sum(row, tokens_.class_weight));
   }
   if (!s.argmax) return;
-  const LossOptions& options = problem_.options;
-  const int64_t start = options.vocab_total > 0 ? options.vocab_start : 0;
+  const int64_t start = call_.vocab_start();
   set(output("argmax"), i, {static_cast<double>(argmax(row) + start), 0});
   std::vector<int64_t>& accepted = output("argmax")->accepted[i];
   accepted = accepted_argmax(row);
@@ -183,11 +155,11 @@ void Evaluation::write_statistics(const Token& token, const Row& row, int64_t i)
 }
 
 void Evaluation::add_gradient(const RowGradient& gradient, int64_t i) {
-  if (problem_.linear) return add_linear_gradient(gradient, i);
-  const int64_t columns = problem_.columns();
+  if (call_.linear) return add_linear_gradient(gradient, i);
+  const int64_t columns = call_.vocab();
   Output* output = this->output("grad_logits");
   for (int64_t j = 0; j < columns; ++j) {
-    set_rounded(output, problem_.grad_logits.dtype, i * columns + j, gradient.value[j],
+    set_rounded(output, call_.grad_logits.dtype, i * columns + j, gradient.value[j],
                 gradient.error[j]);
   }
 }
@@ -196,12 +168,12 @@ void Evaluation::add_gradient(const RowGradient& gradient, int64_t i) {
 // draw_j beside gamma(K) M_j: its own, r roundings to a 16-bit input dtype, and what is too small
 // for that dtype.
 void Evaluation::add_linear_gradient(const RowGradient& gradient, int64_t i) {
-  const int64_t columns = problem_.columns(), hidden = problem_.input.shape[1];
-  const DType dtype = problem_.input.dtype;
+  const int64_t columns = call_.vocab(), hidden = call_.input.shape[1];
+  const DType dtype = call_.input.dtype;
   const double stored = dtype == DType::f32 ? 0 : 2 * unit_roundoff(dtype);
   const double over_columns = gamma(model_, columns) + stored;
   const double over_tokens = gamma(model_, tokens_.counted) + stored;
-  const std::vector<double> h = read_row(problem_.input, i);  // [D]
+  const std::vector<double> h = read_row(call_.input, i);  // [D]
   grad_input_.resize(hidden);
   for (int64_t j = 0; j < columns; ++j) {
     const double draw = gradient.value[j];
@@ -211,25 +183,25 @@ void Evaluation::add_linear_gradient(const RowGradient& gradient, int64_t i) {
       for_input = own + over_columns * gradient.magnitude[j];
       for_weight = own + over_tokens * gradient.magnitude[j];
     }
-    if (problem_.grad_input) {
+    if (call_.grad_input) {
       grad_input_.add(0, draw, for_input, weight_.data() + j * hidden, hidden);
     }
-    if (problem_.grad_weight) grad_weight_.add(j * hidden, draw, for_weight, h.data(), hidden);
-    if (!problem_.grad_bias) continue;
+    if (call_.grad_weight) grad_weight_.add(j * hidden, draw, for_weight, h.data(), hidden);
+    if (!call_.grad_bias) continue;
     grad_bias_.value[j] += draw;
     grad_bias_.error[j] += for_weight;
   }
-  if (!problem_.grad_input) return;
+  if (!call_.grad_input) return;
   Output* output = this->output("grad_input");
   for (int64_t k = 0; k < hidden; ++k) {
-    set_rounded(output, problem_.grad_input.dtype, i * hidden + k, grad_input_.value[k],
+    set_rounded(output, call_.grad_input.dtype, i * hidden + k, grad_input_.value[k],
                 grad_input_.error[k] + static_cast<double>(columns) * tiny32);
   }
 }
 
 void Evaluation::reduce_loss() {
-  if (!problem_.loss) return;
-  if (problem_.options.reduction == Reduction::none) {
+  if (!call_.loss) return;
+  if (call_.options.reduction == Reduction::none) {
     for (size_t i = 0; i < token_loss_.size(); ++i) set(output("loss"), i, token_loss_[i]);
     return;
   }
@@ -241,13 +213,13 @@ void Evaluation::reduce_loss() {
     magnitude += std::fabs(loss.value);
   }
   if (tokens_.counted > 0) total.error += u32 * (std::log2(tokens_.counted) + 2) * magnitude;
-  if (problem_.options.reduction == Reduction::mean) {
+  if (call_.options.reduction == Reduction::mean) {
     total.value /= tokens_.normalizer;
     total.error /= std::fabs(tokens_.normalizer);
     total.error += (2 * u32 + tokens_.normalizer_error) * std::fabs(total.value);
   }
   if (tokens_.empty_mean) {
-    const bool zero = problem_.options.empty_mean == EmptyMean::zero;
+    const bool zero = call_.options.empty_mean == EmptyMean::zero;
     total = {zero ? 0.0 : std::numeric_limits<double>::quiet_NaN(), 0};
   }
   set(output("loss"), 0, total);
@@ -255,10 +227,10 @@ void Evaluation::reduce_loss() {
 
 void Evaluation::finish_sum(const char* name, const TensorView& view, Sum* sum) {
   if (!view) return;
-  const std::vector<double> old = problem_.accumulate ? read(view) : std::vector<double>{};
+  const std::vector<double> old = call_.accumulate ? read(view) : std::vector<double>{};
   const double flushed = static_cast<double>(tokens_.counted) * tiny32;
   for (size_t k = 0; k < sum->value.size(); ++k) {
-    if (problem_.accumulate) {
+    if (call_.accumulate) {
       // The old value is one more summand.
       sum->value[k] += old[k];
       sum->error[k] += gamma(model_, tokens_.counted) * std::fabs(old[k]);
@@ -290,8 +262,7 @@ Result evaluate_softmax(const Call& op, bool with_bounds) {
 
 Result evaluate(const Call& call, const BoundModel& model, bool with_bounds) {
   if (!call.loss_op) return evaluate_softmax(call, with_bounds);
-  const Problem problem = problem_of(call);
-  return Evaluation(problem, model, with_bounds).run();
+  return Evaluation(call, model, with_bounds).run();
 }
 
 }  // namespace logitless::reference

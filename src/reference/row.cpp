@@ -88,9 +88,9 @@ void bound_statistics(Row* row) {
 // then 0. An infinite logit is exact, and so is an infinite product that a softcap makes a finite
 // logit: no rounding makes or unmakes them.
 void bound_logits(const RowSource& source, const std::vector<double>& products, Row* row) {
-  const LossOptions& options = source.problem.options;
+  const LossOptions& options = source.call.options;
   const double steepest = std::fabs(static_cast<double>(options.logit_scale)) / options.temperature;
-  const int64_t hidden = products.empty() ? 0 : source.problem.input.shape[1];
+  const int64_t hidden = products.empty() ? 0 : source.call.input.shape[1];
   const double cap = static_cast<double>(options.softcap) / options.temperature;
   // Numbers below the least normal may be flushed: every product, the logit itself and the tanh's
   // argument.
@@ -107,8 +107,8 @@ void bound_logits(const RowSource& source, const std::vector<double>& products, 
 // raw_ij = input_i . weight_j + bias_j, and sum |h w| where bounds are wanted.
 std::vector<double> linear_logits(const RowSource& source, int64_t i,
                                   std::vector<double>* products) {
-  const std::vector<double> h = read_row(source.problem.input, i);  // [D]
-  const int64_t columns = source.problem.columns(), hidden = h.size();
+  const std::vector<double> h = read_row(source.call.input, i);  // [D]
+  const int64_t columns = source.call.vocab(), hidden = h.size();
   std::vector<double> raw(columns);
   if (source.with_bounds) products->assign(columns, 0.0);
   for (int64_t j = 0; j < columns; ++j) {
@@ -134,20 +134,20 @@ double gamma(const BoundModel& model, int64_t length) {
 }
 
 Row make_row(const RowSource& source, const Token& token, int64_t i) {
-  const Problem& problem = source.problem;
+  const Call& call = source.call;
   Row row;
   std::vector<double> products;
   const std::vector<double> raw =
-      problem.linear ? linear_logits(source, i, &products) : read_row(problem.logits, i);
-  map_logits(problem.options, raw, &row);
-  if (problem.row_reference && problem.row_log_sum) {
+      call.linear ? linear_logits(source, i, &products) : read_row(call.logits, i);
+  map_logits(call.options, raw, &row);
+  if (call.state_given()) {
     row.reference = token.row_reference;
     row.log_sum = token.row_log_sum;
   } else {
     sum_exponentials(&row);
   }
   form_probabilities(&row);
-  if (problem.entropy) row.entropy = token.entropy;
+  if (!call.forward && call.entropy) row.entropy = token.entropy;
   if (source.with_bounds) {
     bound_logits(source, products, &row);
     bound_statistics(&row);
@@ -156,7 +156,7 @@ Row make_row(const RowSource& source, const Token& token, int64_t i) {
 }
 
 Row softmax_row(std::vector<double> logits, bool with_bounds) {
-  static const Problem defaults;
+  static const Call defaults;
   static const std::vector<double> none;
   Row row;
   map_logits(defaults.options, logits, &row);

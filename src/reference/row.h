@@ -40,7 +40,7 @@ struct Row {
 };
 
 struct RowSource {
-  const Problem& problem;
+  const Call& call;
   const std::vector<double>& weight;  // [V, D]; linear ops
   const std::vector<double>& bias;    // [V] or empty
   BoundModel model;
@@ -59,9 +59,9 @@ Estimate weighted_logit_sum(const Row& row, const std::vector<double>& class_wei
 int64_t argmax(const Row& row);
 std::vector<int64_t> accepted_argmax(const Row& row);  // columns of the views
 
-Estimate row_loss(const Problem& problem, const Tokens& tokens, const Token& token, const Row& row);
+Estimate row_loss(const Call& call, const Tokens& tokens, const Token& token, const Row& row);
 // input_kind = probabilities; `p` is the row as given.
-Estimate probability_loss(const Problem& problem, const Tokens& tokens, const Token& token,
+Estimate probability_loss(const Call& call, const Tokens& tokens, const Token& token,
                           const std::vector<double>& p);
 
 // The gradient of one row with respect to raw.
@@ -71,9 +71,9 @@ struct RowGradient {
   std::vector<double> magnitude;  // [V]  M, the sum of the magnitudes of draw's summands
   double stored_scale = 0;        // what a stored 16-bit dz may be multiplied with
 };
-RowGradient row_gradient(const Problem& problem, const Tokens& tokens, const Token& token,
+RowGradient row_gradient(const Call& call, const Tokens& tokens, const Token& token,
                          const Row& row);
-RowGradient probability_gradient(const Problem& problem, const Tokens& tokens, const Token& token,
+RowGradient probability_gradient(const Call& call, const Tokens& tokens, const Token& token,
                                  const std::vector<double>& p);
 
 }  // namespace logitless::reference

@@ -22,14 +22,14 @@ struct Factors {
   double z_loss;     // lambda
 };
 
-Factors factors_of(const Problem& problem, const Tokens& tokens, const Token& token) {
-  const double epsilon = problem.options.label_smoothing;
+Factors factors_of(const Call& call, const Tokens& tokens, const Token& token) {
+  const double epsilon = call.options.label_smoothing;
   Factors factors;
   factors.onehot = (1 - epsilon) * token.class_weight;
-  factors.smoothing = epsilon / static_cast<double>(problem.vocabulary());
+  factors.smoothing = epsilon / static_cast<double>(call.vocab_total());
   factors.spread = epsilon > 0 ? factors.smoothing * tokens.class_weight_sum : 0;
   factors.whole = factors.onehot + factors.spread;
-  factors.z_loss = problem.options.z_loss;
+  factors.z_loss = call.options.z_loss;
   return factors;
 }
 
@@ -83,9 +83,8 @@ void add_statistics(const Token& token, bool is_target, const Row& row, size_t j
 
 }  // namespace
 
-Estimate row_loss(const Problem& problem, const Tokens& tokens, const Token& token,
-                  const Row& row) {
-  const Factors f = factors_of(problem, tokens, token);
+Estimate row_loss(const Call& call, const Tokens& tokens, const Token& token, const Row& row) {
+  const Factors f = factors_of(call, tokens, token);
   const bool bounds = !row.logit_error.empty();
   const size_t columns = row.z.size();
   Estimate loss;
@@ -119,10 +118,10 @@ Estimate row_loss(const Problem& problem, const Tokens& tokens, const Token& tok
   return loss;
 }
 
-RowGradient row_gradient(const Problem& problem, const Tokens& tokens, const Token& token,
+RowGradient row_gradient(const Call& call, const Tokens& tokens, const Token& token,
                          const Row& row) {
-  const LossOptions& options = problem.options;
-  const Factors f = factors_of(problem, tokens, token);
+  const LossOptions& options = call.options;
+  const Factors f = factors_of(call, tokens, token);
   const double upstream = token.upstream * token.token_weight;
   const double steepest = std::fabs(static_cast<double>(options.logit_scale)) / options.temperature;
   const size_t columns = row.z.size();
@@ -157,16 +156,16 @@ RowGradient row_gradient(const Problem& problem, const Tokens& tokens, const Tok
   return gradient;
 }
 
-Estimate probability_loss(const Problem& problem, const Tokens& tokens, const Token& token,
+Estimate probability_loss(const Call& call, const Tokens& tokens, const Token& token,
                           const std::vector<double>& p) {
-  const Factors f = factors_of(problem, tokens, token);
+  const Factors f = factors_of(call, tokens, token);
   const double log_v = f.smoothing > 0 ? std::log2(static_cast<double>(p.size())) : 0;
   Estimate loss;
   for (size_t j = 0; j < p.size(); ++j) {
     const bool is_target = static_cast<int64_t>(j) == token.column;
     const double q = (is_target ? f.onehot : 0) + f.smoothing * tokens.class_weight[j];
     if (q == 0) continue;
-    const double log_p = std::log(p[j] + problem.options.probability_floor);
+    const double log_p = std::log(p[j] + call.options.probability_floor);
     loss.value -= q * log_p;
     loss.error += std::fabs(q) * u32 * (2 + (log_v + 5) * std::fabs(log_p));
   }
@@ -175,9 +174,9 @@ Estimate probability_loss(const Problem& problem, const Tokens& tokens, const To
   return loss;
 }
 
-RowGradient probability_gradient(const Problem& problem, const Tokens& tokens, const Token& token,
+RowGradient probability_gradient(const Call& call, const Tokens& tokens, const Token& token,
                                  const std::vector<double>& p) {
-  const Factors f = factors_of(problem, tokens, token);
+  const Factors f = factors_of(call, tokens, token);
   RowGradient gradient;
   gradient.value.assign(p.size(), 0.0);
   gradient.error.assign(p.size(), 0.0);
@@ -187,7 +186,7 @@ RowGradient probability_gradient(const Problem& problem, const Tokens& tokens, c
     const double q = (is_target ? f.onehot : 0) + f.smoothing * tokens.class_weight[j];
     if (q == 0) continue;
     const double value =
-        -token.upstream * token.token_weight * q / (p[j] + problem.options.probability_floor);
+        -token.upstream * token.token_weight * q / (p[j] + call.options.probability_floor);
     gradient.value[j] = value;
     gradient.magnitude[j] = std::fabs(value);
     gradient.error[j] = (8 * u32 + tokens.normalizer_error) * std::fabs(value) + tiny32;
