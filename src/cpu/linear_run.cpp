@@ -1,13 +1,89 @@
 // SPDX-License-Identifier: Apache-2.0
-// Formulas: docs/semantics.md. Schedule, tile sizes and measurements: docs/kernels/cpu.md.
-#include "src/cpu/linear_run.h"
-
+// The linear ops on the CPU: tokens prepared once, then chunk by chunk forward pass, coefficients,
+// gradient pass. Formulas: docs/semantics.md. Schedule, tile sizes and measurements:
+// docs/kernels/cpu.md.
 #include <algorithm>
 #include <cstring>
 #include <limits>
 
+#include "src/cpu/ops.h"
+#include "src/cpu/plan.h"
+#include "src/cpu/row_kernels.h"
+#include "src/cpu/thread_pool.h"
+#include "src/cpu/tokens.h"
+
 namespace logitless::cpu {
 namespace {
+
+// Holds what the three linear ops have in common.
+struct LinearCall {
+  const TensorView& input;   // [N, D]
+  const TensorView& weight;  // [V, D]
+  const TensorView& bias;    // [V] or absent
+  const LossOptions& options;
+  const TensorView& class_weight;  // [V], [vocab_total] for a shard, or absent
+  TensorView grad_input{};         // [N, D] or absent
+  TensorView grad_weight{};        // [V, D] or absent
+  TensorView grad_bias{};          // [V] or absent
+  bool accumulate = false;
+  BlockWants wants{};
+  LinearShape shape{};
+};
+
+class LinearRun {
+ public:
+  LinearRun(const LinearCall& call, const LinearPlan& plan, char* memory, const Executor& executor)
+      : call_(call),
+        plan_(plan),
+        memory_(memory),
+        executor_(executor),
+        map_(logit_map(call.options)) {}
+
+  // Tokens [first, first + count) of the compacted rows.
+  void begin_chunk(const Tokens& tokens, int64_t first, int64_t count);
+  // Packs the chunk's input for the logits product.
+  void pack_input();
+  // Logits tile by tile -> states (all but the coefficients); keeps the logits where the plan
+  // stores them.
+  void forward_pass();
+  // grad_weight and grad_bias added up, grad_input of the chunk's rows written. `gradients`:
+  // [count].
+  void gradient_pass(bool first_chunk);
+  // Once after the last chunk (or with none): rounds sums, writes what no token reached.
+  void finish(const Tokens& tokens, bool any_chunk);
+
+  RowState* states() const { return at<RowState>(plan_.states_at); }              // [N]
+  RowGradient* gradients() const { return at<RowGradient>(plan_.gradients_at); }  // [chunk]
+
+ private:
+  struct Lane;
+  struct Panels {
+    int64_t first, count;
+  };
+  template <class T>
+  T* at(uint64_t offset) const {
+    return reinterpret_cast<T*>(memory_ + offset);
+  }
+  Lane lane(int64_t index) const;
+  int64_t tile_width(int64_t tile) const;
+  void load_vectors(int64_t tile, const Lane& lane) const;
+  void compute_tile(int64_t tile, const Lane& lane, float* logits, BlockState* blocks) const;
+  void combine_blocks();
+  void form_gradient(int64_t tile, const Lane& lane, const float* logits, bool sum_bias) const;
+  void input_product(int64_t tile, const Lane& lane, Panels panels, float* slot,
+                     bool accumulate) const;
+  void weight_product(int64_t tile, const Lane& lane, Panels panels, bool first_chunk) const;
+  void reduce_slots();
+
+  const LinearCall& call_;
+  const LinearPlan& plan_;
+  char* memory_;
+  const Executor& executor_;
+  LogitMap map_;
+  const Tokens* tokens_ = nullptr;
+  int64_t first_ = 0, count_ = 0;
+  int64_t padded_count_ = 0;  // a multiple of the engine's token_multiple
+};
 
 Source source_of(const TensorView& view, const int64_t* row_index) {
   return {view.as<const char>(), view.dtype, view.stride[0], view.stride[1], row_index};
@@ -34,7 +110,33 @@ void add_rows(float* rows, int64_t count, int64_t width, float* sum) {
   add_scaled(rows, 0, 1.0f, 1, width, false, sum, 0);
 }
 
-}  // namespace
+// Rows of a [rows, columns] f32 matrix to a view of any dtype and stride, times scale.
+// from = null: zeros. accumulate: adds to what f32 rows hold.
+void store_rows(const float* from, int64_t from_stride, float scale, int64_t row0, int64_t rows,
+                int64_t column0, int64_t columns, const TensorView& to, bool accumulate = false) {
+  constexpr int64_t step = 256;
+  alignas(64) float scaled[step] = {};
+  const int64_t size = size_of(to.dtype);
+  for (int64_t r = 0; r < rows; ++r) {
+    char* row = to.as<char>() + (row0 + r) * to.stride[0] * size;
+    for (int64_t j = 0; j < columns; j += step) {
+      const int64_t count = std::min(step, columns - j);
+      if (from != nullptr)
+        add_scaled(from + r * from_stride + j, 0, scale, 1, count, true, scaled, 0);
+      char* out = row + (column0 + j) * to.stride[1] * size;
+      if (accumulate) {
+        const float* old = reinterpret_cast<const float*>(out);
+        for (int64_t i = 0; i < count; ++i) scaled[i] += old[i * to.stride[1]];
+      }
+      if (to.stride[1] == 1) {
+        store_from_f32(scaled, count, to.dtype, out);
+      } else {
+        for (int64_t i = 0; i < count; ++i)
+          store_from_f32(scaled + i, 1, to.dtype, out + i * to.stride[1] * size);
+      }
+    }
+  }
+}
 
 // A thread's scratch.
 struct LinearRun::Lane {
@@ -355,31 +457,95 @@ void LinearRun::finish(const Tokens& tokens, bool any_chunk) {
   }
 }
 
-// from = null: zeros. accumulate: adds to what f32 rows hold.
-void store_rows(const float* from, int64_t from_stride, float scale, int64_t row0, int64_t rows,
-                int64_t column0, int64_t columns, const TensorView& to, bool accumulate) {
-  constexpr int64_t step = 256;
-  alignas(64) float scaled[step] = {};
-  const int64_t size = size_of(to.dtype);
-  for (int64_t r = 0; r < rows; ++r) {
-    char* row = to.as<char>() + (row0 + r) * to.stride[0] * size;
-    for (int64_t j = 0; j < columns; j += step) {
-      const int64_t count = std::min(step, columns - j);
-      if (from != nullptr)
-        add_scaled(from + r * from_stride + j, 0, scale, 1, count, true, scaled, 0);
-      char* out = row + (column0 + j) * to.stride[1] * size;
-      if (accumulate) {
-        const float* old = reinterpret_cast<const float*>(out);
-        for (int64_t i = 0; i < count; ++i) scaled[i] += old[i * to.stride[1]];
-      }
-      if (to.stride[1] == 1) {
-        store_from_f32(scaled, count, to.dtype, out);
-      } else {
-        for (int64_t i = 0; i < count; ++i)
-          store_from_f32(scaled + i, 1, to.dtype, out + i * to.stride[1] * size);
-      }
-    }
+LinearCall make_call(const Call& call) {
+  LinearCall made{call.input, call.weight, call.bias, call.options, call.vocab_weight};
+  LinearShape& shape = made.shape;
+  shape = {.tokens = call.input.shape[0],
+           .vocab = call.weight.shape[0],
+           .hidden = call.weight.shape[1],
+           .dtype = call.input.dtype,
+           .forward = !call.state_given(),
+           .bias = static_cast<bool>(call.bias),
+           .class_weight = static_cast<bool>(call.vocab_weight)};
+  made.wants.weighted_sum = call.wants_weighted_sum();
+  made.wants.entropy = call.forward && call.entropy;
+  made.wants.argmax = call.forward && call.argmax;
+  if (call.gradients) {
+    made.grad_input = call.grad_input;
+    made.grad_weight = call.grad_weight;
+    made.grad_bias = call.grad_bias;
+    made.accumulate = call.accumulate;
+    shape.grad_input = static_cast<bool>(call.grad_input);
+    shape.grad_weight = static_cast<bool>(call.grad_weight);
+    shape.grad_bias = static_cast<bool>(call.grad_bias);
+    shape.direct_grad_weight = !call.grad_weight || (call.grad_weight.dtype == DType::f32 &&
+                                                     call.grad_weight.stride[1] == 1);
+  }
+  return made;
+}
+
+// Coefficients of dz for the chunk's rows, relative to the call's common factor.
+void make_gradients(const Call& call, const Tokens& tokens, const RowState* states, int64_t first,
+                    int64_t count, RowGradient* gradients) {
+  for (int64_t n = 0; n < count; ++n) {
+    gradients[n] = token_gradient(call, tokens, first + n, states[first + n]);
   }
 }
+
+// Row states as Forward wrote them.
+void load_states(const Call& call, const Tokens& tokens, RowState* states) {
+  for (int64_t i = 0; i < tokens.valid; ++i) {
+    const int64_t row = tokens.row[i];
+    states[i] = {.reference = f32_at(call.row_reference, row),
+                 .log_sum = f32_at(call.row_log_sum, row)};
+  }
+}
+
+}  // namespace
+
+Status linear_workspace(const Call& call, WorkspaceSize* size) {
+  const LinearShape shape = make_call(call).shape;
+  const int64_t threads = executor_of(call.execution).num_threads;
+  size->minimum = plan_linear(shape, 0, 1).bytes;
+  size->recommended = std::max(size->minimum, recommended_plan(shape, threads).bytes);
+  size->alignment = 64;
+  return {};
+}
+
+Status run_linear(const Call& call, const Workspace& workspace) {
+  const LinearCall made = make_call(call);
+  const Executor& executor = executor_of(call.execution);
+  const LinearPlan plan = plan_linear(made.shape, workspace.bytes, executor.num_threads);
+  char* memory = static_cast<char*>(workspace.data) + workspace.byte_offset;
+  Tokens tokens;
+  Status status = prepare_tokens(call, made.shape.vocab, memory + plan.tokens_at, &tokens);
+  if (!status.ok()) return status;
+
+  LinearRun linear(made, plan, memory, executor);
+  if (!call.forward) {
+    if (!made.shape.forward) load_states(call, tokens, linear.states());
+  }
+  for (int64_t first = 0; first < tokens.valid; first += plan.token_chunk) {
+    const int64_t count = std::min(plan.token_chunk, tokens.valid - first);
+    linear.begin_chunk(tokens, first, count);
+    linear.pack_input();
+    if (made.shape.forward) linear.forward_pass();
+    if (call.gradients) {
+      if (!call.forward) {
+        for (int64_t i = first; call.entropy && i < first + count; ++i) {
+          linear.states()[i].entropy = f32_at(call.entropy, tokens.row[i]);
+        }
+      }
+      make_gradients(call, tokens, linear.states(), first, count, linear.gradients());
+      linear.gradient_pass(first == 0);
+    }
+  }
+  if (call.gradients) linear.finish(tokens, tokens.valid > 0);
+  if (call.forward)
+    write_tokens(tokens, linear.states(), {call.loss, call.statistics(), call.options});
+  return {};
+}
+
+LinearShape shape_of(const Call& call) { return make_call(call).shape; }
 
 }  // namespace logitless::cpu

@@ -14,7 +14,7 @@ Status run_softmax(const Call& call, const Workspace& workspace);
 Status logits_loss_workspace(const Call& call, WorkspaceSize* size);
 Status run_logits_loss(const Call& call, const Workspace& workspace);
 
-// linear_cross_entropy.cpp
+// linear_run.cpp
 Status linear_workspace(const Call& call, WorkspaceSize* size);
 Status run_linear(const Call& call, const Workspace& workspace);
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The linear ops: src/cpu/{linear_run,linear_cross_entropy,plan}.cpp."""
+"""The linear ops: src/cpu/{linear_run,plan}.cpp."""
 
 from mutants.mutant import mutant
 
-RUN, OPS, PLAN = "src/cpu/linear_run.cpp", "src/cpu/linear_cross_entropy.cpp", "src/cpu/plan.cpp"
+RUN, PLAN = "src/cpu/linear_run.cpp", "src/cpu/plan.cpp"
 
 ROUND_ROW = (
     "uint16_t narrow[vocab_tile];\n"
@@ -27,7 +27,7 @@ MUTANTS = [
     ),
     mutant("linear, last row: no gradient", RUN, "      if (n >= count_) {", "      if (n >= count_ - (count_ > 1)) {", "linear"),
     mutant(
-        "linear, last row: not in the last chunk", OPS,
+        "linear, last row: not in the last chunk", RUN,
         "const int64_t count = std::min(plan.token_chunk, tokens.valid - first);",
         "int64_t count = std::min(plan.token_chunk, tokens.valid - first);\n"
         "    if (count > 1 && first + count == tokens.valid) --count;",
@@ -134,11 +134,11 @@ MUTANTS = [
         "(plan_.weight_sum || !any_chunk)) {", "edges",
     ),
     mutant(
-        "linear, chunks: the last is left out", OPS, "first < tokens.valid; first += plan.token_chunk) {",
+        "linear, chunks: the last is left out", RUN, "first < tokens.valid; first += plan.token_chunk) {",
         "first == 0 || first + plan.token_chunk < tokens.valid;\n       first += plan.token_chunk) {", "linear",
     ),
     mutant(
-        "linear, chunks: one token too far apart", OPS,
+        "linear, chunks: one token too far apart", RUN,
         "first < tokens.valid; first += plan.token_chunk) {", "first < tokens.valid; first += plan.token_chunk + 1) {",
         "linear",
     ),
@@ -192,12 +192,12 @@ MUTANTS = [
         "    store_rows(sum, 1, 1, 0, vocab, 0, 1, column);", "linear",
     ),
     mutant(
-        "linear, given entropy: that of the compacted index", OPS,
+        "linear, given entropy: that of the compacted index", RUN,
         "linear.states()[i].entropy = f32_at(call.entropy, tokens.row[i]);",
         "linear.states()[i].entropy = f32_at(call.entropy, i);", "linear",
     ),
     mutant(
-        "linear, given row state: at the compacted index", OPS,
+        "linear, given row state: at the compacted index", RUN,
         "    const int64_t row = tokens.row[i];\n    states[i] =", "    const int64_t row = i;\n    states[i] =", "linear",
     ),
     mutant(
