@@ -15,29 +15,17 @@
 namespace logitless::cpu {
 namespace {
 
-// Holds what the three linear ops have in common.
-struct LinearCall {
-  const TensorView& input;   // [N, D]
-  const TensorView& weight;  // [V, D]
-  const TensorView& bias;    // [V] or absent
-  const LossOptions& options;
-  const TensorView& class_weight;  // [V], [vocab_total] for a shard, or absent
-  TensorView grad_input{};         // [N, D] or absent
-  TensorView grad_weight{};        // [V, D] or absent
-  TensorView grad_bias{};          // [V] or absent
-  bool accumulate = false;
-  BlockWants wants{};
-  LinearShape shape{};
-};
-
 class LinearRun {
  public:
-  LinearRun(const LinearCall& call, const LinearPlan& plan, char* memory, const Executor& executor)
+  LinearRun(const Call& call, const LinearShape& shape, const LinearPlan& plan, char* memory)
       : call_(call),
+        shape_(shape),
         plan_(plan),
         memory_(memory),
-        executor_(executor),
-        map_(logit_map(call.options)) {}
+        executor_(executor_of(call.execution)),
+        map_(logit_map(call.options)),
+        wants_{call.wants_weighted_sum(), call.forward && call.entropy,
+               call.forward && call.argmax} {}
 
   // Tokens [first, first + count) of the compacted rows.
   void begin_chunk(const Tokens& tokens, int64_t first, int64_t count);
@@ -75,11 +63,13 @@ class LinearRun {
   void weight_product(int64_t tile, const Lane& lane, Panels panels, bool first_chunk) const;
   void reduce_slots();
 
-  const LinearCall& call_;
+  const Call& call_;
+  const LinearShape& shape_;
   const LinearPlan& plan_;
   char* memory_;
   const Executor& executor_;
   LogitMap map_;
+  BlockWants wants_;
   const Tokens* tokens_ = nullptr;
   int64_t first_ = 0, count_ = 0;
   int64_t padded_count_ = 0;  // a multiple of the engine's token_multiple
@@ -165,7 +155,7 @@ LinearRun::Lane LinearRun::lane(int64_t index) const {
 }
 
 int64_t LinearRun::tile_width(int64_t tile) const {
-  return std::min(vocab_tile, call_.shape.vocab - tile * vocab_tile);
+  return std::min(vocab_tile, shape_.vocab - tile * vocab_tile);
 }
 
 void LinearRun::begin_chunk(const Tokens& tokens, int64_t first, int64_t count) {
@@ -179,7 +169,7 @@ void LinearRun::begin_chunk(const Tokens& tokens, int64_t first, int64_t count) 
 void LinearRun::pack_input() {
   const Engine& engine = plan_.engine;
   const Source source = source_of(call_.input, tokens_->row + first_);
-  const int64_t group = std::max<int64_t>(engine.a_rows, 32), hidden = call_.shape.hidden;
+  const int64_t group = std::max<int64_t>(engine.a_rows, 32), hidden = shape_.hidden;
   char* along = at<char>(plan_.input_along_at);
   for_each_task(executor_, plan_.lanes, (count_ + group - 1) / group, [&](int64_t task, int64_t) {
     const int64_t row = task * group;
@@ -204,8 +194,8 @@ void LinearRun::pack_input() {
 void LinearRun::load_vectors(int64_t tile, const Lane& lane) const {
   const int64_t first = tile * vocab_tile, width = tile_width(tile);
   if (call_.bias) load_vector(call_.bias, first, width, lane.bias);
-  const int64_t shard = call_.options.vocab_total > 0 ? call_.options.vocab_start : 0;
-  if (call_.class_weight) load_vector(call_.class_weight, shard + first, width, lane.class_weight);
+  if (call_.vocab_weight)
+    load_vector(call_.vocab_weight, call_.vocab_start() + first, width, lane.class_weight);
 }
 
 // logits: [padded_count][vocab_tile]. blocks: [count] or null (a second product: the states are
@@ -213,7 +203,7 @@ void LinearRun::load_vectors(int64_t tile, const Lane& lane) const {
 void LinearRun::compute_tile(int64_t tile, const Lane& lane, float* logits,
                              BlockState* blocks) const {
   const Engine& engine = plan_.engine;
-  const int64_t first = tile * vocab_tile, width = tile_width(tile), hidden = call_.shape.hidden;
+  const int64_t first = tile * vocab_tile, width = tile_width(tile), hidden = shape_.hidden;
   const Source weight = source_of(call_.weight, nullptr);
   const int64_t a_panel_stride = engine.a_rows * plan_.padded_hidden_a * engine.element;
   for (int64_t k = 0; k < hidden; k += plan_.depth_block) {
@@ -231,12 +221,11 @@ void LinearRun::compute_tile(int64_t tile, const Lane& lane, float* logits,
                       .accumulate = k > 0});
   }
   const float* bias = call_.bias ? lane.bias : nullptr;
-  const float* class_weight = call_.class_weight ? lane.class_weight : nullptr;
+  const float* class_weight = call_.vocab_weight ? lane.class_weight : nullptr;
   BlockState unused;
   for (int64_t n = 0; n < count_; ++n) {
     float* row = logits + n * vocab_tile;
-    forward_block(map_, row, bias, class_weight, width,
-                  blocks != nullptr ? call_.wants : BlockWants{},
+    forward_block(map_, row, bias, class_weight, width, blocks != nullptr ? wants_ : BlockWants{},
                   blocks != nullptr ? &blocks[n] : &unused);
     const int64_t target = tokens_->target[first_ + n] - first;
     if (blocks != nullptr && target >= 0 && target < width)
@@ -267,11 +256,11 @@ void LinearRun::combine_blocks() {
     for (int64_t n = task * group; n < std::min(count_, (task + 1) * group); ++n) {
       RowAccumulator row;
       for (int64_t tile = 0; tile < plan_.vocab_tiles; ++tile) {
-        row.add(blocks[tile * plan_.token_chunk + n], tile * vocab_tile, call_.wants);
+        row.add(blocks[tile * plan_.token_chunk + n], tile * vocab_tile, wants_);
       }
       RowState& state = states()[first_ + n];
       const float target_logit = state.target_logit;
-      state = row.finish(call_.wants);
+      state = row.finish(wants_);
       state.target_logit = target_logit;
     }
   });
@@ -281,7 +270,7 @@ void LinearRun::combine_blocks() {
 void LinearRun::form_gradient(int64_t tile, const Lane& lane, const float* logits,
                               bool sum_bias) const {
   const int64_t first = tile * vocab_tile, width = tile_width(tile);
-  const float* class_weight = call_.class_weight ? lane.class_weight : nullptr;
+  const float* class_weight = call_.vocab_weight ? lane.class_weight : nullptr;
   float* bias_sum = at<float>(plan_.bias_sum_at) + first;
   for (int64_t n0 = 0; n0 < padded_count_; n0 += gradient_group) {
     const int64_t group = std::min(gradient_group, padded_count_ - n0);
@@ -316,7 +305,7 @@ void LinearRun::input_product(int64_t tile, const Lane& lane, Panels panels, flo
   const Engine& engine = plan_.engine;
   const int64_t width = tile_width(tile), column = panels.first * engine.b_columns;
   pack_b_along_rows(engine, source_of(call_.weight, nullptr), tile * vocab_tile, width, column,
-                    std::min(panels.count * engine.b_columns, call_.shape.hidden - column),
+                    std::min(panels.count * engine.b_columns, shape_.hidden - column),
                     lane.weight_panels);
   multiply(engine, {.a = lane.along_vocab,
                     .a_panel_stride = engine.a_rows * vocab_tile * engine.element,
@@ -336,7 +325,7 @@ void LinearRun::weight_product(int64_t tile, const Lane& lane, Panels panels,
   const Engine& engine = plan_.engine;
   const int64_t first = tile * vocab_tile, width = tile_width(tile);
   const int64_t column = panels.first * engine.b_columns;
-  const int64_t columns = std::min(panels.count * engine.b_columns, call_.shape.hidden - column);
+  const int64_t columns = std::min(panels.count * engine.b_columns, shape_.hidden - column);
   const int64_t panel_stride = engine.b_columns * padded_count_ * engine.element;
   const int64_t product_stride = panel_group * engine.b_columns;
   const float scale = tokens_->gradient_scale;
@@ -346,9 +335,9 @@ void LinearRun::weight_product(int64_t tile, const Lane& lane, Panels panels,
   float* sum = nullptr;
   int64_t stride = 0;
   if (plan_.weight_sum) {
-    stride = call_.shape.hidden;
+    stride = shape_.hidden;
     sum = at<float>(plan_.weight_sum_at) + first * stride + column;
-  } else if (call_.shape.direct_grad_weight) {
+  } else if (shape_.direct_grad_weight) {
     stride = call_.grad_weight.stride[0];
     sum = call_.grad_weight.as<float>() + first * stride + column;
   }
@@ -372,7 +361,7 @@ void LinearRun::weight_product(int64_t tile, const Lane& lane, Panels panels,
 }
 
 void LinearRun::gradient_pass(bool first_chunk) {
-  const int64_t panels = plan_.engine.b_panels(call_.shape.hidden);
+  const int64_t panels = plan_.engine.b_panels(shape_.hidden);
   // More threads than slots share the hidden axis, which changes no bit; each part forms G anew.
   const int64_t parts = std::clamp<int64_t>((plan_.lanes + plan_.slots - 1) / plan_.slots, 1,
                                             most_gradient_parts(panels));
@@ -408,7 +397,7 @@ void LinearRun::gradient_pass(bool first_chunk) {
 // Adds the slots in order and rounds each row once.
 void LinearRun::reduce_slots() {
   constexpr int64_t group = 4;
-  const int64_t stride = plan_.padded_hidden_b, hidden = call_.shape.hidden;
+  const int64_t stride = plan_.padded_hidden_b, hidden = shape_.hidden;
   float* slots = at<float>(plan_.slots_at);
   for_each_task(executor_, plan_.lanes, (count_ + group - 1) / group, [&](int64_t task, int64_t) {
     for (int64_t n = task * group; n < std::min(count_, (task + 1) * group); ++n) {
@@ -423,11 +412,11 @@ void LinearRun::reduce_slots() {
 }
 
 void LinearRun::finish(const Tokens& tokens, bool any_chunk) {
-  const int64_t vocab = call_.shape.vocab, hidden = call_.shape.hidden;
+  const int64_t vocab = shape_.vocab, hidden = shape_.hidden;
   if (call_.grad_input) {
     // Rows of tokens that do not count.
     int64_t next = 0;
-    for (int64_t n = 0; n < call_.shape.tokens; ++n) {
+    for (int64_t n = 0; n < shape_.tokens; ++n) {
       if (next < tokens.valid && tokens.row[next] == n) {
         ++next;
       } else {
@@ -457,33 +446,6 @@ void LinearRun::finish(const Tokens& tokens, bool any_chunk) {
   }
 }
 
-LinearCall make_call(const Call& call) {
-  LinearCall made{call.input, call.weight, call.bias, call.options, call.vocab_weight};
-  LinearShape& shape = made.shape;
-  shape = {.tokens = call.input.shape[0],
-           .vocab = call.weight.shape[0],
-           .hidden = call.weight.shape[1],
-           .dtype = call.input.dtype,
-           .forward = !call.state_given(),
-           .bias = static_cast<bool>(call.bias),
-           .class_weight = static_cast<bool>(call.vocab_weight)};
-  made.wants.weighted_sum = call.wants_weighted_sum();
-  made.wants.entropy = call.forward && call.entropy;
-  made.wants.argmax = call.forward && call.argmax;
-  if (call.gradients) {
-    made.grad_input = call.grad_input;
-    made.grad_weight = call.grad_weight;
-    made.grad_bias = call.grad_bias;
-    made.accumulate = call.accumulate;
-    shape.grad_input = static_cast<bool>(call.grad_input);
-    shape.grad_weight = static_cast<bool>(call.grad_weight);
-    shape.grad_bias = static_cast<bool>(call.grad_bias);
-    shape.direct_grad_weight = !call.grad_weight || (call.grad_weight.dtype == DType::f32 &&
-                                                     call.grad_weight.stride[1] == 1);
-  }
-  return made;
-}
-
 // Coefficients of dz for the chunk's rows, relative to the call's common factor.
 void make_gradients(const Call& call, const Tokens& tokens, const RowState* states, int64_t first,
                     int64_t count, RowGradient* gradients) {
@@ -503,8 +465,23 @@ void load_states(const Call& call, const Tokens& tokens, RowState* states) {
 
 }  // namespace
 
+LinearShape shape_of(const Call& call) {
+  return {.tokens = call.tokens(),
+          .vocab = call.vocab(),
+          .hidden = call.hidden(),
+          .dtype = call.input.dtype,
+          .forward = !call.state_given(),
+          .grad_input = static_cast<bool>(call.grad_input),
+          .grad_weight = static_cast<bool>(call.grad_weight),
+          .grad_bias = static_cast<bool>(call.grad_bias),
+          .direct_grad_weight = !call.grad_weight || (call.grad_weight.dtype == DType::f32 &&
+                                                      call.grad_weight.stride[1] == 1),
+          .bias = static_cast<bool>(call.bias),
+          .class_weight = static_cast<bool>(call.vocab_weight)};
+}
+
 Status linear_workspace(const Call& call, WorkspaceSize* size) {
-  const LinearShape shape = make_call(call).shape;
+  const LinearShape shape = shape_of(call);
   const int64_t threads = executor_of(call.execution).num_threads;
   size->minimum = plan_linear(shape, 0, 1).bytes;
   size->recommended = std::max(size->minimum, recommended_plan(shape, threads).bytes);
@@ -513,23 +490,21 @@ Status linear_workspace(const Call& call, WorkspaceSize* size) {
 }
 
 Status run_linear(const Call& call, const Workspace& workspace) {
-  const LinearCall made = make_call(call);
-  const Executor& executor = executor_of(call.execution);
-  const LinearPlan plan = plan_linear(made.shape, workspace.bytes, executor.num_threads);
+  const LinearShape shape = shape_of(call);
+  const LinearPlan plan =
+      plan_linear(shape, workspace.bytes, executor_of(call.execution).num_threads);
   char* memory = static_cast<char*>(workspace.data) + workspace.byte_offset;
   Tokens tokens;
-  Status status = prepare_tokens(call, made.shape.vocab, memory + plan.tokens_at, &tokens);
+  Status status = prepare_tokens(call, shape.vocab, memory + plan.tokens_at, &tokens);
   if (!status.ok()) return status;
 
-  LinearRun linear(made, plan, memory, executor);
-  if (!call.forward) {
-    if (!made.shape.forward) load_states(call, tokens, linear.states());
-  }
+  LinearRun linear(call, shape, plan, memory);
+  if (!shape.forward) load_states(call, tokens, linear.states());
   for (int64_t first = 0; first < tokens.valid; first += plan.token_chunk) {
     const int64_t count = std::min(plan.token_chunk, tokens.valid - first);
     linear.begin_chunk(tokens, first, count);
     linear.pack_input();
-    if (made.shape.forward) linear.forward_pass();
+    if (shape.forward) linear.forward_pass();
     if (call.gradients) {
       if (!call.forward) {
         for (int64_t i = first; call.entropy && i < first + count; ++i) {
@@ -545,7 +520,5 @@ Status run_linear(const Call& call, const Workspace& workspace) {
     write_tokens(tokens, linear.states(), {call.loss, call.statistics(), call.options});
   return {};
 }
-
-LinearShape shape_of(const Call& call) { return make_call(call).shape; }
 
 }  // namespace logitless::cpu

@@ -62,24 +62,24 @@ MUTANTS = [
     mutant(
         "linear, bf16 inputs: logits rounded to bf16", RUN,
         "    float* row = logits + n * vocab_tile;\n    forward_block(",
-        "    float* row = logits + n * vocab_tile;\n    if (call_.shape.dtype == DType::bf16) {\n      "
+        "    float* row = logits + n * vocab_tile;\n    if (shape_.dtype == DType::bf16) {\n      "
         + ROUND_ROW + "    }\n    forward_block(",
         "linear-bf16",
     ),
     mutant(
         "linear, smoothing without class weights in the loss", RUN,
-        "  const float* class_weight = call_.class_weight ? lane.class_weight : nullptr;\n  BlockState unused;",
+        "  const float* class_weight = call_.vocab_weight ? lane.class_weight : nullptr;\n  BlockState unused;",
         "  const float* class_weight = nullptr;\n  BlockState unused;", "linear",
     ),
     mutant(
         "linear, smoothing without class weights in the gradient", RUN,
-        "  const float* class_weight = call_.class_weight ? lane.class_weight : nullptr;\n  float* bias_sum",
+        "  const float* class_weight = call_.vocab_weight ? lane.class_weight : nullptr;\n  float* bias_sum",
         "  const float* class_weight = nullptr;\n  float* bias_sum", "linear",
     ),
     mutant(
         "linear, class weights: of the shard's first columns", RUN,
-        "load_vector(call_.class_weight, shard + first, width, lane.class_weight);",
-        "load_vector(call_.class_weight, first + 0 * shard, width, lane.class_weight);", "shards",
+        "load_vector(call_.vocab_weight, call_.vocab_start() + first, width, lane.class_weight);",
+        "load_vector(call_.vocab_weight, first, width, lane.class_weight);", "shards",
     ),
     mutant(
         "linear, bias: of the first tile everywhere", RUN, "load_vector(call_.bias, first, width, lane.bias);",
@@ -181,9 +181,9 @@ MUTANTS = [
     ),
     mutant(
         "linear, batch: a row's blocks are added in an order of its own", RUN,
-        "        row.add(blocks[tile * plan_.token_chunk + n], tile * vocab_tile, call_.wants);",
+        "        row.add(blocks[tile * plan_.token_chunk + n], tile * vocab_tile, wants_);",
         "        const int64_t t = (tile + n) % plan_.vocab_tiles;\n"
-        "        row.add(blocks[t * plan_.token_chunk + n], t * vocab_tile, call_.wants);\n"
+        "        row.add(blocks[t * plan_.token_chunk + n], t * vocab_tile, wants_);\n"
         "        row.sum = static_cast<float>(row.sum);  // sums in double hide the order", "invariance",
     ),
     mutant(
