@@ -41,4 +41,8 @@ const Backend* webgpu_backend(Status* status);
 // The backend for a device type, or nullptr and the reason in `status`.
 const Backend* find_backend(DeviceType type, Status* status);
 
+inline constexpr int most_scaled = 4;  // vectors of one call
+Status scale_values(std::span<const TensorView> values, const TensorView& factor,
+                    const Execution& execution);
+
 }  // namespace logitless

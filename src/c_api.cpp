@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The C entry points: sized C structs in, C++ ops out, the two verbs called.
+// The C entry points: sized C structs become a Call, whose backend is found, and which is validated
+// and run.
 #include "logitless/c.h"
 
 #include <cstring>
@@ -7,10 +8,37 @@
 #include "src/backend.h"
 #include "src/c_status.h"
 #include "src/cpu/thread_pool.h"
-#include "src/logitless.h"
 #include "src/validate.h"
 
 namespace logitless {
+
+const Backend* find_backend(DeviceType type, Status* status) {
+  switch (type) {
+    case DeviceType::cpu:
+      return &cpu_backend();
+    case DeviceType::reference:
+      return &reference_backend();
+    case DeviceType::cuda:
+#ifdef LOGITLESS_WITH_CUDA
+      return cuda_backend(status);
+#else
+      *status = error(StatusCode::backend_unavailable, "cuda: this library was built without it");
+      return nullptr;
+#endif
+    case DeviceType::webgpu:
+#ifdef LOGITLESS_WITH_WEBGPU
+      return webgpu_backend(status);
+#else
+      *status = error(StatusCode::backend_unavailable, "webgpu: this library was built without it");
+      return nullptr;
+#endif
+  }
+  *status = error(StatusCode::unknown_enum,
+                  "execution.device.type is %d; allowed: 0 (cpu) to 3 (reference)",
+                  static_cast<int>(type));
+  return nullptr;
+}
+
 namespace {
 
 // More than any version's struct will have: a size beyond it is a struct_size never set.
@@ -191,6 +219,30 @@ Status from_c(const logitless_op* source, const Execution& execution, Call* call
                  name_of_set_field(c), c.kind);
   }
   return {};
+}
+
+// The backend first: a device that this library does not have is said before what is wrong with the
+// op.
+Status plan(const Call& call, const Backend** backend, WorkspaceSize* size) {
+  Status status;
+  *backend = find_backend(call.execution.device.type, &status);
+  if (status.ok()) status = validate(call);
+  if (status.ok()) status = (*backend)->workspace(call, size);
+  return status;
+}
+
+Status workspace_of(const Call& call, WorkspaceSize* size) {
+  const Backend* backend = nullptr;
+  return plan(call, &backend, size);
+}
+
+Status run(const Call& call, const Workspace& workspace) {
+  const Backend* backend = nullptr;
+  WorkspaceSize size;
+  Status status = plan(call, &backend, &size);
+  if (status.ok()) status = validate_data(call, workspace, size);
+  if (status.ok()) status = backend->run(call, workspace);
+  return status;
 }
 
 }  // namespace

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // values *= factor: what is asked of both, then the backend's.
 #include "src/backend.h"
-#include "src/logitless.h"
 #include "src/validate.h"
 
 namespace logitless {

@@ -3,8 +3,8 @@
 // factor first and leaves where it is 1, so that the common case costs one launch and no traffic.
 #include "src/cuda/scale.h"
 
+#include "src/backend.h"
 #include "src/cuda/numbers.cuh"
-#include "src/logitless.h"
 
 namespace logitless::cuda {
 namespace {
