@@ -205,8 +205,11 @@ Status from_c(const logitless_op* source, const Execution& execution, Call* call
   }
   for (const TensorField& field : tensor_fields(c.kind)) {
     const logitless_tensor*& tensor = tensor_of(c, field);
-    if (status.ok() && tensor != nullptr)
-      status = from_c(field.name, tensor, &view_at(*call, field));
+    if (status.ok() && tensor != nullptr) {
+      TensorView view;
+      status = from_c(field.name, tensor, &view);
+      tensor_at(*call, field) = view;
+    }
     tensor = nullptr;
   }
   if (!status.ok()) return status;
@@ -229,11 +232,6 @@ Status plan(const Call& call, const Backend** backend, WorkspaceSize* size) {
   if (status.ok()) status = validate(call);
   if (status.ok()) status = (*backend)->workspace(call, size);
   return status;
-}
-
-Status workspace_of(const Call& call, WorkspaceSize* size) {
-  const Backend* backend = nullptr;
-  return plan(call, &backend, size);
 }
 
 Status run(const Call& call, const Workspace& workspace) {
@@ -263,7 +261,8 @@ int32_t logitless_workspace(const logitless_op* op, const logitless_execution* e
     if (result.ok()) result = from_c(execution, &e, &executor);
     Call call;
     if (result.ok()) result = from_c(op, e, &call);
-    if (result.ok()) result = workspace_of(call, &s);
+    const Backend* backend = nullptr;
+    if (result.ok()) result = plan(call, &backend, &s);
     if (result.ok())
       write_struct({sizeof(logitless_workspace_size), 0, s.minimum, s.recommended, s.alignment},
                    size);

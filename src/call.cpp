@@ -20,7 +20,7 @@ std::span<const TensorField> fields_of_op() {
       made[i++] = {name, access, 0, offset(c, field)};
     });
     i = 0;
-    for_each_tensor(op, call, [&](const char*, Access, const auto&, const TensorView& view) {
+    for_each_tensor(op, call, [&](const char*, Access, const auto&, const Tensor& view) {
       made[i++].in_call = offset(call, view);
     });
     return made;
@@ -67,15 +67,15 @@ Fields Call::fields() const {
     const bool sums = accumulate && (field.name == std::string_view("grad_weight") ||
                                      field.name == std::string_view("grad_bias"));
     made.field[made.count++] = {field.name, sums ? Access::read_write : field.access,
-                                &view_at(*this, field)};
+                                &tensor_at(*this, field)};
   }
   return made;
 }
 
-const TensorView& Call::operator[](std::string_view name) const {
-  static constexpr TensorView absent{};
+const Tensor& Call::operator[](std::string_view name) const {
+  static constexpr Tensor absent;
   for (const TensorField& field : tensor_fields(kind)) {
-    if (field.name == name) return view_at(*this, field);
+    if (field.name == name) return tensor_at(*this, field);
   }
   return absent;
 }

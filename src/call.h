@@ -50,7 +50,23 @@ constexpr const char* name_of_op(int32_t kind) {
   return names[kind];
 }
 
-// Tensors that the op's kind does not have are absent. An address of null is one not known yet.
+inline constexpr uint32_t most_alignment = 16;  // the bytes that a kernel moves at a time
+// Returns the largest power of two up to that which divides the view's address; 0 without one.
+inline uint32_t alignment_of(const TensorView& v) {
+  if (v.data == nullptr) return 0;
+  const uint64_t bits = (reinterpret_cast<uintptr_t>(v.data) + v.byte_offset) | most_alignment;
+  return static_cast<uint32_t>(bits & (~bits + 1));
+}
+
+// A tensor and its alignment, which is what plans read of an address: 0 where it is not known yet.
+struct Tensor : TensorView {
+  uint32_t alignment = 0;
+
+  Tensor() = default;
+  Tensor(const TensorView& view) : TensorView(view), alignment(alignment_of(view)) {}  // NOLINT
+};
+
+// Tensors that the op's kind does not have are absent.
 struct Call {
   int32_t kind = -1;
   bool linear = false;
@@ -61,17 +77,17 @@ struct Call {
   Execution execution{};
   LossOptions options{};
 
-  TensorView logits{}, probabilities{};                               // [N, V] each
-  TensorView input{}, weight{}, bias{};                               // [N, D] [V, D] [V]
-  TensorView target{}, token_weight{}, vocab_weight{}, normalizer{};  // [N] [N] [V, whole] []
-  TensorView loss{};                                                  // [N] or []
-  TensorView lse{}, target_logit{}, argmax{}, weighted_logit_sum{};   // [N] each
-  TensorView row_reference{}, row_log_sum{}, entropy{};               // [N]; Backward reads them
-  TensorView grad_loss{};                                             // [N] or []
-  TensorView grad_lse{}, grad_target_logit{}, grad_entropy{};         // [N] each
-  TensorView grad_logits{};                                           // [N, V]
-  TensorView grad_input{}, grad_weight{}, grad_bias{};                // [N, D] [V, D] [V]
-  TensorView fault{};                                                 // [1]
+  Tensor logits{}, probabilities{};                               // [N, V] each
+  Tensor input{}, weight{}, bias{};                               // [N, D] [V, D] [V]
+  Tensor target{}, token_weight{}, vocab_weight{}, normalizer{};  // [N] [N] [V, whole] []
+  Tensor loss{};                                                  // [N] or []
+  Tensor lse{}, target_logit{}, argmax{}, weighted_logit_sum{};   // [N] each
+  Tensor row_reference{}, row_log_sum{}, entropy{};               // [N]; Backward reads them
+  Tensor grad_loss{};                                             // [N] or []
+  Tensor grad_lse{}, grad_target_logit{}, grad_entropy{};         // [N] each
+  Tensor grad_logits{};                                           // [N, V]
+  Tensor grad_input{}, grad_weight{}, grad_bias{};                // [N, D] [V, D] [V]
+  Tensor fault{};                                                 // [1]
 
   Call() = default;
   // An op of that kind without tensors; `kind` is in range.
@@ -83,10 +99,10 @@ struct Call {
 
   Fields fields() const;
   // The tensor of that name; an absent one where the op has no such field.
-  const TensorView& operator[](std::string_view name) const;
+  const Tensor& operator[](std::string_view name) const;
   const char* op_name() const { return name_of_op(kind); }
 
-  const TensorView& rows() const { return linear ? input : logits; }
+  const Tensor& rows() const { return linear ? input : logits; }
   int64_t tokens() const { return rows().shape[0]; }
   int64_t vocab() const { return linear ? weight.shape[0] : rows().shape[1]; }
   int64_t hidden() const { return rows().shape[1]; }  // linear ops only
@@ -105,11 +121,11 @@ struct Call {
   }
 };
 
-inline TensorView& view_at(Call& call, const TensorField& field) {
-  return *reinterpret_cast<TensorView*>(reinterpret_cast<char*>(&call) + field.in_call);
+inline Tensor& tensor_at(Call& call, const TensorField& field) {
+  return *reinterpret_cast<Tensor*>(reinterpret_cast<char*>(&call) + field.in_call);
 }
-inline const TensorView& view_at(const Call& call, const TensorField& field) {
-  return *reinterpret_cast<const TensorView*>(reinterpret_cast<const char*>(&call) + field.in_call);
+inline const Tensor& tensor_at(const Call& call, const TensorField& field) {
+  return *reinterpret_cast<const Tensor*>(reinterpret_cast<const char*>(&call) + field.in_call);
 }
 
 template <class Op>
@@ -118,7 +134,7 @@ Call::Call(const Op& op, const Execution& execution) : Call(kind_of<Op>, executi
   if constexpr (LossOp<Op>) options = op.options;
   if constexpr (LinearOp<Op> && GradientOp<Op>) accumulate = op.accumulate_grad_weight;
   for_each_tensor(op, *this,
-                  [](const char*, Access, const TensorView& from, TensorView& to) { to = from; });
+                  [](const char*, Access, const TensorView& from, Tensor& to) { to = from; });
 }
 
 }  // namespace logitless

@@ -73,5 +73,27 @@ TEST(Call, StateIsGivenToBackwardAlone) {
   EXPECT_FALSE(Call(backward).statistics().row_reference);
 }
 
+// Plans read the alignment and never the address; without one it is not known.
+TEST(Call, ATensorCarriesItsAlignment) {
+  alignas(32) char memory[64];
+  Softmax op;
+  const auto alignment = [&](void* data, uint64_t offset) {
+    op.logits = vector_view(data, DType::f32, 1);
+    op.logits.byte_offset = offset;
+    return Call(op).logits.alignment;
+  };
+  EXPECT_EQ(alignment(nullptr, 0), 0u);
+  EXPECT_EQ(alignment(nullptr, 2), 0u);
+  EXPECT_EQ(alignment(memory, 0), 16u);
+  EXPECT_EQ(alignment(memory + 16, 16), 16u);
+  for (const uint64_t offset : {1, 2, 4, 8, 16}) {
+    EXPECT_EQ(alignment(memory, offset), offset);
+    EXPECT_EQ(alignment(memory + offset, 0), offset);
+  }
+  EXPECT_EQ(alignment(memory + 4, 12), 16u);
+  EXPECT_EQ(alignment(memory + 4, 10), 2u);
+  EXPECT_EQ(Call(op).probabilities.alignment, 0u);
+}
+
 }  // namespace
 }  // namespace logitless

@@ -22,9 +22,9 @@ class Toy final : public Engine {
   bool serves(const DeviceInfo& device) const override {
     return device.multiprocessors == toy_multiprocessors;
   }
-  bool serves(const LinearCall& call) const override { return call.shape.vocab == toy_vocab; }
+  bool serves(const Call&, const LinearShape& s) const override { return s.vocab == toy_vocab; }
   bool is_batch_invariant() const override { return true; }
-  void describe(LinearCall* call, const DeviceInfo&) const override {
+  void describe(const Call&, LinearCall* call, const DeviceInfo&) const override {
     call->shape.can_store = false;
   }
   DeviceSpeed speed(const DeviceInfo&) const override { return {.products = 1, .memory = 1}; }

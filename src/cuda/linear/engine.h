@@ -18,13 +18,13 @@ class Engine {
 
   // True where any call at all is served on this device.
   virtual bool serves(const DeviceInfo& device) const = 0;
-  // True where this one is, by its dtype, its strides and the address of its weight.
-  virtual bool serves(const LinearCall& call) const = 0;
+  // True where this op is, by its dtype, its strides and the alignment of its weight.
+  virtual bool serves(const Call& op, const LinearShape& shape) const = 0;
   // True where a token's loss and statistics, of a call that is served, do not depend on its batch.
   virtual bool is_batch_invariant() const = 0;
 
-  // Tells what the engine's kernels make of the call: facts of call->shape that depend on them.
-  virtual void describe(LinearCall* call, const DeviceInfo& device) const = 0;
+  // Tells what the engine's kernels make of the op: facts of call->shape that depend on them.
+  virtual void describe(const Call& op, LinearCall* call, const DeviceInfo& device) const = 0;
   // Returns what its plans count with on this device.
   virtual DeviceSpeed speed(const DeviceInfo& device) const = 0;
 
@@ -50,11 +50,11 @@ std::span<const Engine* const> engines();
 // invalid_argument where LOGITLESS_CUDA_KERNELS names none of them that serves this device: every
 // op asks before it looks for its engine.
 Status check_named_engine(const DeviceInfo& device);
-// The best one that serves some call on this device; or this call, of a list that ends with one
-// that serves every call. One that LOGITLESS_CUDA_KERNELS names leaves the others out but the last.
+// The best one that serves some call on this device; or this op, of a list that ends with one
+// that serves every op. One that LOGITLESS_CUDA_KERNELS names leaves the others out but the last.
 const Engine& engine_for(const DeviceInfo& device);
-const Engine& engine_for(std::span<const Engine* const> engines, const LinearCall& call,
-                         const DeviceInfo& device);
+const Engine& engine_for(std::span<const Engine* const> engines, const Call& op,
+                         const LinearShape& shape, const DeviceInfo& device);
 
 // An op as its engine takes it.
 struct EngineCall {

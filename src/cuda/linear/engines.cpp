@@ -48,10 +48,10 @@ const Engine& engine_for(const DeviceInfo& device) {
   return *engines().back();
 }
 
-const Engine& engine_for(std::span<const Engine* const> engines, const LinearCall& call,
-                         const DeviceInfo& device) {
+const Engine& engine_for(std::span<const Engine* const> engines, const Call& op,
+                         const LinearShape& shape, const DeviceInfo& device) {
   for (const Engine* engine : engines) {
-    if (may_serve(*engine, device) && engine->serves(call)) return *engine;
+    if (may_serve(*engine, device) && engine->serves(op, shape)) return *engine;
   }
   return *engines.back();
 }

@@ -77,8 +77,8 @@ EngineCall make_call(std::span<const Engine* const> engines, const Call& call,
                                     out.stride[1] == 1 && serves_product(out, s.vocab, s.hidden));
   }
   s.can_store = call.forward && s.dtype != DType::f16;
-  const Engine& engine = engine_for(engines, made, device);
-  engine.describe(&made, device);
+  const Engine& engine = engine_for(engines, call, s, device);
+  engine.describe(call, &made, device);
   return {&engine, made};
 }
 
@@ -127,14 +127,14 @@ void run_two_passes(const Engine& engine, const Call& op, const LinearShape& sha
   Arena arena(workspace);
   Call first = op;
   const auto [reference, log_sum] = place_states(shape, &arena);
-  const auto keep = [&](TensorView* state, float* values) {  // unless the caller asked for it
+  const auto keep = [&](Tensor* state, float* values) {  // unless the caller asked for it
     if (*state) return;
-    *state = {.data = values,
-              .dtype = DType::f32,
-              .device = op.input.device,
-              .rank = 1,
-              .shape = {shape.tokens},
-              .stride = {1}};
+    *state = TensorView{.data = values,
+                        .dtype = DType::f32,
+                        .device = op.input.device,
+                        .rank = 1,
+                        .shape = {shape.tokens},
+                        .stride = {1}};
   };
   keep(&first.row_reference, reference);
   keep(&first.row_log_sum, log_sum);
@@ -160,13 +160,13 @@ Status linear_workspace(const Call& call, const DeviceInfo& device, WorkspaceSiz
                    static_cast<long long>(extent), static_cast<long long>(most_extent));
     }
   }
-  // An address that is not known yet may be one that the best engine cannot use: the sizes do for
+  // An alignment that is not known yet may be one that the best engine cannot use: the sizes do for
   // either kind.
   Call asked = call;
-  std::array<TensorView*, 3> unknown;
+  std::array<Tensor*, 3> unknown;
   size_t count = 0;
-  const auto find_unknown = [&](TensorView* v) {
-    if (*v && v->data == nullptr) unknown[count++] = v;
+  const auto find_unknown = [&](Tensor* v) {
+    if (*v && v->alignment == 0) unknown[count++] = v;
   };
   find_unknown(&asked.weight);
   if (call.gradients) {
@@ -178,7 +178,8 @@ Status linear_workspace(const Call& call, const DeviceInfo& device, WorkspaceSiz
   *size = {0, 0, Arena::alignment};
   for (size_t i = 0; i < size_t{1} << count; ++i) {
     for (size_t n = 0; n < count; ++n) {
-      unknown[n]->byte_offset = static_cast<int64_t>(i >> n & 1) * size_of(unknown[n]->dtype);
+      const int64_t least = size_of(unknown[n]->dtype);
+      unknown[n]->alignment = static_cast<uint32_t>((i >> n & 1) != 0 ? least : most_alignment);
     }
     const Asked planned = asked_of(asked, device);
     const uint64_t minimum = planned.smallest().bytes;

@@ -76,9 +76,8 @@ Status make(const Execution& execution, DeviceType tensors_on, Call* call) {
   for (const TensorField& field : tensor_fields(s.kind)) {
     const auto found = s.tensors.find(field.name);
     if (found == s.tensors.end()) continue;
-    TensorView& view = view_at(*call, field);
-    view = found->second;
-    view.device.type = tensors_on;
+    tensor_at(*call, field) = found->second;
+    tensor_at(*call, field).device.type = tensors_on;
     ++taken;
   }
   if (taken == s.tensors.size()) return {};

@@ -3,7 +3,7 @@
 
 namespace logitless::cuda {
 
-void PortableEngine::describe(LinearCall* call, const DeviceInfo&) const {
+void PortableEngine::describe(const Call&, LinearCall* call, const DeviceInfo&) const {
   LinearShape& s = call->shape;
   // The smoothing's term has, under a softcap, a slope of its own in every element.
   if (s.smoothing && call->map.capped) s.can_store = false;

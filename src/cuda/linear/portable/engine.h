@@ -10,9 +10,9 @@ class PortableEngine final : public Engine {
  public:
   const char* name() const override { return "portable"; }
   bool serves(const DeviceInfo&) const override { return true; }
-  bool serves(const LinearCall&) const override { return true; }
+  bool serves(const Call&, const LinearShape&) const override { return true; }
   bool is_batch_invariant() const override { return false; }  // cuBLASLt's choice of kernels
-  void describe(LinearCall* call, const DeviceInfo& device) const override;
+  void describe(const Call& op, LinearCall* call, const DeviceInfo& device) const override;
   DeviceSpeed speed(const DeviceInfo& device) const override;
   LinearPlan smallest(const LinearShape& shape, const DeviceSpeed& speed) const override;
   LinearPlan fastest(const LinearShape& shape, const DeviceSpeed& speed,

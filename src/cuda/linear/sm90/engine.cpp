@@ -17,12 +17,10 @@ bool e_tells_slope(const MapFactors& map, int64_t vocab) {
   return cap >= 15 && std::exp2(-124.0) * static_cast<double>(vocab) * std::exp(2 * cap) < 1;
 }
 
-bool is_aligned(const TensorView& v) {
-  return (reinterpret_cast<uintptr_t>(v.data) + v.byte_offset) % 16 == 0;
-}
+bool is_aligned(const Tensor& v) { return v.alignment == 0 || v.alignment == most_alignment; }
 
 // One piece of memory in whole 16 bytes a row, nothing between the rows.
-bool is_memory(const TensorView& v) {
+bool is_memory(const Tensor& v) {
   return v.shape[1] % 8 == 0 && v.stride[1] == 1 && v.stride[0] == v.shape[1] && is_aligned(v);
 }
 
@@ -34,9 +32,7 @@ bool is_plain(const LinearCall& call) {
 }
 
 // The loss alone may be made of the caller's own rows of input.
-bool reads_input(const LinearCall& call) {
-  const LinearShape& s = call.shape;
-  const TensorView& v = call.input;
+bool reads_input(const Tensor& v, const LinearShape& s) {
   const int64_t element = size_of(s.dtype);
   const bool rows = (v.stride[1] == 1 || s.hidden == 1) &&
                     (s.tokens == 1 || (v.stride[0] >= s.hidden && v.stride[0] * element % 16 == 0 &&
@@ -50,14 +46,13 @@ bool HopperEngine::serves(const DeviceInfo& device) const {
   return has_code() && device.major == 9;
 }
 
-bool HopperEngine::serves(const LinearCall& call) const {
-  const LinearShape& s = call.shape;
-  const TensorView& w = call.weight;
+bool HopperEngine::serves(const Call& op, const LinearShape& s) const {
+  const Tensor& w = op.weight;
   const bool rows = s.copies_weight || w.stride[1] == 1 || s.hidden == 1;
   return s.dtype != DType::f32 && rows && (s.copies_weight || is_aligned(w));
 }
 
-void HopperEngine::describe(LinearCall* call, const DeviceInfo& device) const {
+void HopperEngine::describe(const Call& op, LinearCall* call, const DeviceInfo& device) const {
   LinearShape& s = call->shape;
   s.remakes_dz = true;
   call->launches_early = device.launches_early;
@@ -66,16 +61,15 @@ void HopperEngine::describe(LinearCall* call, const DeviceInfo& device) const {
   s.forms_dz = slopes && e_tells_slope(call->map, s.vocab);
   if (slopes && !s.forms_dz) s.can_store = false;
   s.plain = is_plain(*call);
-  s.reads_input = reads_input(*call);
-  s.bias = static_cast<bool>(call->bias);
+  s.reads_input = reads_input(op.input, s);
+  s.bias = static_cast<bool>(op.bias);
   s.class_weights = call->in.vocab_weight && (s.smoothing || s.weighted_sum);
   if (!s.gradients()) return;
-  s.direct_grad_weight = !call->grad_weight || writes(call->grad_weight, s.dtype);
-  s.direct_grad_input = s.grad_input && writes(call->grad_input, s.dtype);
-  s.lends_grad_input =
-      s.grad_input && call->grad_input.dtype == s.dtype && is_memory(call->grad_input);
+  s.direct_grad_weight = !op.grad_weight || writes(op.grad_weight, s.dtype);
+  s.direct_grad_input = s.grad_input && writes(op.grad_input, s.dtype);
+  s.lends_grad_input = s.grad_input && op.grad_input.dtype == s.dtype && is_memory(op.grad_input);
   s.lends_grad_weight =
-      s.grad_weight && !call->accumulate && s.direct_grad_weight && is_memory(call->grad_weight);
+      s.grad_weight && !op.accumulate && s.direct_grad_weight && is_memory(op.grad_weight);
 }
 
 DeviceSpeed HopperEngine::speed(const DeviceInfo& device) const {

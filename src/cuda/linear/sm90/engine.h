@@ -11,9 +11,9 @@ class HopperEngine final : public Engine {
  public:
   const char* name() const override { return "sm90"; }
   bool serves(const DeviceInfo& device) const override;
-  bool serves(const LinearCall& call) const override;
+  bool serves(const Call& op, const LinearShape& shape) const override;
   bool is_batch_invariant() const override { return true; }
-  void describe(LinearCall* call, const DeviceInfo& device) const override;
+  void describe(const Call& op, LinearCall* call, const DeviceInfo& device) const override;
   DeviceSpeed speed(const DeviceInfo& device) const override;
   LinearPlan smallest(const LinearShape& shape, const DeviceSpeed& speed) const override;
   LinearPlan fastest(const LinearShape& shape, const DeviceSpeed& speed,
