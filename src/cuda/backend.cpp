@@ -42,10 +42,18 @@ struct CudaBackend final : Backend {
     const cuda::CurrentDevice current(device->index);
     if (!current.status().ok()) return current.status();
     cuda::Stream stream(call.execution.stream);
-    const auto run = call.linear    ? cuda::run_linear
-                     : call.loss_op ? cuda::run_logits_loss
-                                    : cuda::run_softmax;
-    status = run(call, workspace, *device, &stream);
+    if (call.linear) {
+      const cuda::LinearPasses made = cuda::linear_passes(call, workspace, *device);
+      stream.prepare_and_run([&] {
+        for (int i = 0; i < made.count; ++i) {
+          const cuda::LinearPass& pass = made.pass[i];
+          made.engine->run(pass.call, pass.plan, pass.memory, *device, &stream);
+        }
+      });
+    } else {
+      const auto run = call.loss_op ? cuda::run_logits_loss : cuda::run_softmax;
+      status = run(call, workspace, *device, &stream);
+    }
     return status.ok() ? stream.status() : status;
   }
   Status describe(char* text, size_t bytes) const override {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// CUDA's three families of ops. The device is found and current.
+// CUDA's three families of ops. The device is found and current. An engine (linear/engine.h) runs
+// the linear ones.
 #pragma once
 
 #include "src/call.h"
@@ -17,7 +18,6 @@ Status run_logits_loss(const Call&, const Workspace&, const DeviceInfo&, Stream*
 
 // linear_cross_entropy.cpp
 Status linear_workspace(const Call&, const DeviceInfo&, WorkspaceSize*);
-Status run_linear(const Call&, const Workspace&, const DeviceInfo&, Stream*);
 
 // Loads every kernel and the matrix library on this device, so that no later call does.
 Status warmup(const DeviceInfo&);

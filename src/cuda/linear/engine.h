@@ -64,6 +64,20 @@ struct EngineCall {
 EngineCall make_call(std::span<const Engine* const> engines, const Call& call,
                      const DeviceInfo& device);
 
+// How an engine runs an op in a workspace: in one pass over the vocabulary or in two, one after the
+// other.
+struct LinearPass {
+  LinearCall call;
+  LinearPlan plan;
+  LinearMemory memory;
+};
+struct LinearPasses {
+  const Engine* engine = nullptr;
+  int count = 0;
+  std::array<LinearPass, 2> pass{};
+};
+LinearPasses linear_passes(const Call& call, const Workspace& workspace, const DeviceInfo& device);
+
 // Answers what is planned of a linear op on a device.
 struct Asked {
   const Engine& engine;

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The linear ops on CUDA: tokens prepared once; then chunk by chunk of tokens the logits a block at
-// a time, partial sums, the rows' states, and the gradients' two products on E or dz. Everything is
-// enqueued; the host never waits and never learns how many tokens are valid.
+// What is decided of a linear op on CUDA before its engine runs it: who runs it, in which plan, and
+// where in the workspace. What runs is enqueued; the host never waits and never learns how many
+// tokens are valid.
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <type_traits>
 
 #include "src/cuda/linear/engine.h"
 #include "src/cuda/ops.h"
@@ -84,12 +83,6 @@ EngineCall make_call(std::span<const Engine* const> engines, const Call& call,
 
 namespace {
 
-void run_planned(const Engine& engine, const LinearCall& call, const LinearPlan& plan,
-                 char* workspace, const DeviceInfo& device, Stream* stream) {
-  Arena arena(workspace);
-  engine.run(call, plan, engine.place(call.shape, plan, &arena), device, stream);
-}
-
 // Rows [first, end of the view).
 TensorView rows_from(TensorView view, int64_t first) {
   if (!view) return view;
@@ -121,12 +114,12 @@ Call second_op(const Call& op, const Call& state, int64_t first_rows) {
 }
 
 // A plan of two passes, one after the other in the memory behind the rows' states.
-void run_two_passes(const Engine& engine, const Call& op, const LinearShape& shape,
-                    const LinearPlan& plan, uint64_t bytes, char* workspace,
-                    const DeviceInfo& device, Stream* stream) {
-  Arena arena(workspace);
+LinearPasses two_passes(const EngineCall& made, const Call& op, const LinearPlan& plan,
+                        uint64_t bytes, char* workspace, const DeviceInfo& device) {
+  const LinearShape& shape = made.call.shape;
+  Arena states(workspace);
   Call first = op;
-  const auto [reference, log_sum] = place_states(shape, &arena);
+  const auto [reference, log_sum] = place_states(shape, &states);
   const auto keep = [&](Tensor* state, float* values) {  // unless the caller asked for it
     if (*state) return;
     *state = TensorView{.data = values,
@@ -140,13 +133,17 @@ void run_two_passes(const Engine& engine, const Call& op, const LinearShape& sha
   keep(&first.row_log_sum, log_sum);
   const Call second = second_op(op, first, plan.first_rows);
   first.grad_bias = {};  // grad_weight stays: where it is not made its memory may still hold panels
-  const auto pass = [&](LinearCall call, const LinearShape& planned) {
+  const uint64_t left = bytes - states.used();
+  const auto pass = [&](LinearCall call, const LinearShape& planned) -> LinearPass {
     call.shape = planned;
-    const LinearPlan p = plan_linear(engine, planned, engine.speed(device), bytes - arena.used());
-    run_planned(engine, call, p, workspace + arena.used(), device, stream);
+    const LinearPlan p = plan_linear(*made.engine, planned, made.engine->speed(device), left);
+    Arena arena(workspace + states.used());
+    return {call, p, made.engine->place(planned, p, &arena)};
   };
-  pass(make_call(engines(), first, device).call, first_pass(shape, plan.first_rows));
-  pass(make_call(engines(), second, device).call, second_pass(shape, plan.first_rows));
+  return {made.engine,
+          2,
+          {pass(make_call(engines(), first, device).call, first_pass(shape, plan.first_rows)),
+           pass(make_call(engines(), second, device).call, second_pass(shape, plan.first_rows))}};
 }
 
 }  // namespace
@@ -190,21 +187,17 @@ Status linear_workspace(const Call& call, const DeviceInfo& device, WorkspaceSiz
   return {};
 }
 
-Status run_linear(const Call& call, const Workspace& workspace, const DeviceInfo& device,
-                  Stream* stream) {
-  const EngineCall made = make_call(engines(), call, device);
-  const LinearCall& linear = made.call;
-  const LinearPlan plan =
-      plan_linear(*made.engine, linear.shape, made.engine->speed(device), workspace.bytes);
+LinearPasses linear_passes(const Call& op, const Workspace& workspace, const DeviceInfo& device) {
+  const EngineCall made = make_call(engines(), op, device);
+  const auto& [engine, call] = made;
+  const LinearPlan plan = plan_linear(*engine, call.shape, engine->speed(device), workspace.bytes);
   char* memory = static_cast<char*>(workspace.data) + workspace.byte_offset;
-  stream->prepare_and_run([&] {
-    if (plan.kind == PlanKind::two_passes) {
-      return run_two_passes(*made.engine, call, linear.shape, plan, workspace.bytes, memory, device,
-                            stream);
-    }
-    run_planned(*made.engine, linear, plan, memory, device, stream);
-  });
-  return {};
+  if (plan.kind == PlanKind::two_passes) {
+    return two_passes(made, op, plan, workspace.bytes, memory, device);
+  }
+  Arena arena(memory);
+  const LinearPass whole{call, plan, engine->place(call.shape, plan, &arena)};
+  return {engine, 1, {whole}};
 }
 
 }  // namespace logitless::cuda
