@@ -21,6 +21,7 @@ struct PaperWgpu {
   int encoders = 0;                             // begun and not released
   int recorded = 0;                             // dispatches of the open encoder
   int submitted = 0;                            // dispatches
+  void (*on_dispatch)() = nullptr;              // is called at each
   bool fails_scopes = false;                    // every scope has caught something
   int allocations_left = -1;                    // of operator new, until one fails; -1: no limit
 };
