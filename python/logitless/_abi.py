@@ -256,12 +256,14 @@ class Plan:
     """A call made ready: one shape, one set of options, one device. Threads may share it.
 
     `memory` bounds the workspace in bytes (None: what the core recommends); `most` is where more
-    would no longer be used.
+    would no longer be used. The workspace serves tensors that are aligned as `addresses` are, in
+    the views' order; without them it serves any, for which it may have to be larger.
     """
 
     def __init__(
         self, kind: int, views: Sequence[View], options: Options | None, device: tuple[int, int],
         *, accumulate: bool = False, memory: int | None = None, most: int = 0,
+        addresses: Sequence[int] = (),
     ) -> None:  # fmt: skip
         for view in views:
             if len(view.shape) > 2:
@@ -270,6 +272,8 @@ class Plan:
                 )
         self._make = (kind, tuple(views), options, device, accumulate)
         frame = _Frame(*self._make)
+        for tensor, address in zip(frame.tensors, addresses):
+            tensor.data = address
         size = WorkspaceSize()
         code = _workspace(byref(frame.op), byref(frame.execution), byref(size), byref(frame.status))
         if code:

@@ -176,6 +176,24 @@ def test_peak_memory_is_what_was_said(share: float | None) -> None:
     assert abs(peak - predicted) <= 0.01 * predicted, (peak, predicted, workspace)
 
 
+def test_memory_is_what_tensors_so_aligned_take() -> None:
+    """As from C with these addresses: less than what serves any, and no plan of others is taken."""
+    tokens, hidden, vocab = 4096, 1024, 50304
+    x = torch.randn(tokens, hidden, device="cuda", dtype=BF16, requires_grad=True)
+    memory = torch.randn(vocab * hidden + 1, device="cuda", dtype=BF16)
+    t = torch.randint(0, vocab, (tokens,), device="cuda")
+    aligned, off = (
+        memory[first : first + vocab * hidden].view(vocab, hidden).detach().requires_grad_()
+        for first in (0, 1)
+    )
+    least, of_off = least_memory(x, aligned, t), least_memory(x, off, t)
+    assert least < of_off
+    for w, bytes_of_it in ((aligned, least), (off, of_off), (aligned, least)):
+        linear_cross_entropy(x, w, t, memory=bytes_of_it).backward()
+        with pytest.raises(ValueError, match=f"allowed: >= {bytes_of_it} "):
+            linear_cross_entropy(x, w, t, memory=bytes_of_it - 1)
+
+
 COMPILED_FIRST = """
 import torch
 from logitless.torch import linear_cross_entropy

@@ -124,6 +124,34 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     yield plans
 
 
+def test_a_call_is_planned_for_the_addresses_that_it_runs_on(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without them the workspace would have to serve tensors that are aligned in any way."""
+    names = ("input", "weight", "target", "grad_input", "grad_weight")
+    seen: list[list[int]] = []
+    workspace, run = _abi._workspace, _abi._run
+
+    def addresses(op: Any) -> list[int]:
+        return [getattr(op, name).contents.data for name in names]
+
+    def spy_workspace(op: Any, *rest: Any) -> int:
+        seen.append(addresses(op._obj))
+        return int(workspace(op, *rest))
+
+    def spy_run(op: Any, *rest: Any) -> int:
+        seen.append(addresses(op.contents))
+        return int(run(op, *rest))
+
+    monkeypatch.setattr(_abi, "_workspace", spy_workspace)
+    monkeypatch.setattr(_abi, "_run", spy_run)
+    _run._plans.clear()
+    x, w, _, t = problem((9,), 17, 8, device=device)
+    linear_cross_entropy(x, w, t)
+    asked, ran = seen
+    assert asked == ran and all(asked)
+
+
 def test_threads_with_other_numbers_of_threads_keep_their_plans(planned: list[int]) -> None:
     """torch.set_num_threads is each thread's own: of two that take turns neither plans anew."""
     x, w, _, t = problem((9,), 17, 8)

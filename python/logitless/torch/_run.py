@@ -41,6 +41,7 @@ _scratch: list[tuple[Any, int]] = []  # memory and its address; append and pop a
 _SCRATCH_BYTES = 1 << 20
 _SCRATCH_ALIGNMENT = 64
 _threads = 0
+_FRESH = 64  # an address as torch gives to new tensors, as far as it is aligned
 
 
 class Constants(NamedTuple):
@@ -69,7 +70,7 @@ def _view(name: str, tensor: Tensor) -> _abi.View:
 
 def _make_plan(
     kind: int, names: Sequence[str], tensors: Sequence[Tensor | None], options: Options | None,
-    row_state: Tensor | None, memory: int | None, accumulate: bool,
+    row_state: Tensor | None, memory: int | None, accumulate: bool, addresses: Sequence[int],
 ) -> _abi.Plan:  # fmt: skip
     first, weight = tensors[0], tensors[1]
     assert first is not None
@@ -87,7 +88,10 @@ def _make_plan(
         (tokens, hidden), vocab = first.shape, weight.shape[0]
         most = 4 * (tokens * vocab + tokens * hidden + vocab * hidden)
     device = (views[0].device_type, views[0].device_index)
-    return _abi.Plan(kind, views, options, device, accumulate=accumulate, memory=memory, most=most)
+    return _abi.Plan(
+        kind, views, options, device, accumulate=accumulate, memory=memory, most=most,
+        addresses=addresses,
+    )  # fmt: skip
 
 
 def _follow_torch_threads(threads: int) -> None:
@@ -124,7 +128,16 @@ def launch(
     if options is not None and options.normalizer:
         number = options.normalizer
         options = options._replace(normalizer=1.0)
+    try:
+        addresses = [t.data_ptr() for t in tensors if t is not None]
+    except RuntimeError:  # a tensor without memory of its own, which no plan takes
+        addresses = []
+    if row_state is not None:
+        address = row_state.data_ptr()
+        addresses += (address, address + 2 * row_state.numel())  # N f32 further
     key: list[object] = [kind, options, memory, asked, tf32, threads]
+    if cuda:  # whose plans depend on how the tensors are aligned
+        key.append(tuple([a & 15 for a in addresses]))
     for t in tensors[: len(INPUTS)]:
         if t is None:
             key.append(None)
@@ -135,14 +148,10 @@ def launch(
     if plan is None:
         if tf32 and options is not None:
             options = options._replace(allow_tf32=True)
-        plan = _make_plan(kind, names, tensors, options, row_state, memory, accumulate)
+        plan = _make_plan(kind, names, tensors, options, row_state, memory, accumulate, addresses)
         if len(_plans) >= MOST_SHAPES:
             _plans.clear()
         _plans[entry] = plan
-    addresses = [t.data_ptr() for t in tensors if t is not None]
-    if row_state is not None:
-        address = row_state.data_ptr()
-        addresses += (address, address + 2 * row_state.numel())  # N f32 further
     if cuda:
         _device.run_cuda(plan, addresses, first.get_device(), number)
         return
@@ -290,7 +299,11 @@ def planned_bytes(
     device = (views[0].device_type, views[0].device_index)
     (tokens, hidden), vocab = rows.shape, weight.shape[0]
     most = 4 * (tokens * vocab + tokens * hidden + vocab * hidden)
-    plan = _abi.Plan(kind, views, Options(), device, memory=memory, most=most)
+    addresses = [tensor.data_ptr() for tensor in like if tensor is not None]
+    addresses += [_FRESH] * (len(views) - len(addresses))
+    plan = _abi.Plan(
+        kind, views, Options(), device, memory=memory, most=most, addresses=addresses
+    )  # fmt: skip
     return plan.bytes
 
 
