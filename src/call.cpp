@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "src/call.h"
 
+#include <cstring>
+
 namespace logitless {
 namespace {
 
@@ -59,6 +61,9 @@ Call::Call(int32_t of_kind, const Execution& on) : kind(of_kind), execution(on) 
                     kind == LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD;
   gradients = backward || both;
   forward = loss_op && !backward;
+  // Kernels are given the options with the bytes between their members, which no member sets.
+  static constexpr LossOptions defaults;
+  std::memcpy(&options, &defaults, sizeof(options));
 }
 
 Fields Call::fields() const {
