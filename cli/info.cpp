@@ -37,7 +37,7 @@ std::string thread_reason() {
 }
 
 json backend_info(const char* name, DeviceType type) {
-  char text[256];
+  char text[512];
   Status status;
   logitless_describe_backend(static_cast<int32_t>(type), text, sizeof(text), status.c());
   json backend = {{"name", name}, {"available", status.ok()}};
@@ -48,6 +48,16 @@ json backend_info(const char* name, DeviceType type) {
 #ifdef LOGITLESS_WITH_CUDA
 std::string cuda_version(int version) {
   return fmt::format("{}.{}", version / 1000, version % 1000 / 10);
+}
+
+// By the dtype of a linear forward's inputs, where neither entropy nor argmax is asked for.
+json row_references(const cuda::DeviceInfo& device) {
+  json out;
+  for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+    out[name_of(dtype)] =
+        cuda::reference_is_maximum(device, dtype) ? "maximum" : "near the maximum";
+  }
+  return out;
 }
 
 json cuda_devices() {
@@ -69,8 +79,8 @@ json cuda_devices() {
          {"multiprocessors", device->multiprocessors},
          {"portable_kernels", std::string_view(device->kernels) == "portable"},
          {"batch_invariant_linear_ops", cuda::linear_ops_are_batch_invariant(*device)},
-         {"batch_invariant_16_bit_linear_ops",
-          cuda::half_linear_ops_are_batch_invariant(*device)}});
+         {"batch_invariant_16_bit_linear_ops", cuda::half_linear_ops_are_batch_invariant(*device)},
+         {"row_reference_of_linear_ops", row_references(*device)}});
   }
   return devices;
 }

@@ -25,6 +25,11 @@ const char* invariant_ops(const cuda::DeviceInfo& device) {
              : "all but the linear ops";
 }
 
+const char* near_references(const cuda::DeviceInfo& device) {
+  return cuda::reference_is_maximum(device, DType::bf16) ? ""
+                                                         : ", but near it in 16-bit linear ops";
+}
+
 struct CudaBackend final : Backend {
   const char* name() const override { return "cuda"; }
   Status workspace(const Call& call, WorkspaceSize* size) const override {
@@ -66,8 +71,10 @@ struct CudaBackend final : Backend {
       std::snprintf(kernels, sizeof(kernels), ", %s kernels", device->kernels);
     }
     (void)cuda::describe_matrix_library(library, sizeof(library));
-    std::snprintf(text, bytes, "%s, sm_%d%d%s, %s, batch invariance: %s", device->name,
-                  device->major, device->minor, kernels, library, invariant_ops(*device));
+    std::snprintf(text, bytes,
+                  "%s, sm_%d%d%s, %s, batch invariance: %s; row_reference: the row's maximum%s",
+                  device->name, device->major, device->minor, kernels, library,
+                  invariant_ops(*device), near_references(*device));
     return status;
   }
   Status scale(std::span<const TensorView> values, const TensorView& factor,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What holds on a CUDA device and `info` says: the oldest driver, and whether a token's bits depend
-// on its batch.
+// What holds on a CUDA device and `info` says: the oldest driver, whether a token's bits depend on
+// its batch, and how near to the row's maximum its row_reference is.
 #pragma once
 
 #include "src/cuda/linear/engine.h"
@@ -20,10 +20,14 @@ inline bool half_linear_ops_are_batch_invariant(const DeviceInfo& device) {
   return engine_for(device).is_batch_invariant();
 }
 
-// row_reference of a linear forward of such inputs, of which neither entropy nor argmax is asked,
-// is not the row's maximum but near it.
-inline bool references_are_anchors(const DeviceInfo& device) {
-  return half_linear_ops_are_batch_invariant(device);
+// row_reference is the row's maximum where entropy or argmax is asked for, and in ops of given
+// logits. In linear forwards of such inputs without them only where this is true, whatever the
+// weight's layout; else it is near the maximum.
+inline bool reference_is_maximum(const DeviceInfo& device, DType inputs) {
+  LinearCall call;
+  call.shape.dtype = inputs;
+  call.shape.copies_weight = true;  // so that its layout decides nothing
+  return engine_for(engines(), call, device).finds_maximum(call.shape);
 }
 
 }  // namespace logitless::cuda

@@ -130,7 +130,12 @@ class InfoTest(CliTest):
             self.assertRegex(cuda["reason"], r"driver|device")
             return
         self.assertIn("batch invariance: ", cuda["description"])
+        self.assertIn("row_reference: the row's maximum", cuda["description"])
         for device in info["cuda"]["devices"]:
+            references = device["row_reference_of_linear_ops"]
+            self.assertEqual(set(references), {"f32", "f16", "bf16"})
+            self.assertEqual(references["f32"], "maximum")
+            self.assertLessEqual(set(references.values()), {"maximum", "near the maximum"})
             self.assertIn(device["name"], text)
             self.assertRegex(device["compute_capability"], r"^\d+\.\d$")
 

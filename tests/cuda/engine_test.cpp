@@ -9,6 +9,7 @@
 #include "gtest/gtest.h"
 #include "shapes.h"
 #include "src/cuda/linear/sm90/forward.h"
+#include "src/cuda/promises.h"
 
 namespace logitless::cuda {
 namespace {
@@ -24,6 +25,7 @@ class Toy final : public Engine {
   }
   bool serves(const Call&, const LinearShape& s) const override { return s.vocab == toy_vocab; }
   bool is_batch_invariant() const override { return true; }
+  bool finds_maximum(const LinearShape&) const override { return false; }
   void describe(const Call&, LinearCall* call, const DeviceInfo&) const override {
     call->shape.can_store = false;
   }
@@ -152,6 +154,27 @@ TEST(CudaEngine, TheLibrarysListEndsWithOneThatServesEveryCall) {
     EXPECT_TRUE(engines().back()->serves(device));
     const bool own = major == 9 && sm90::has_code();
     EXPECT_STREQ(engine_for(device).name(), own ? "sm90" : "portable");
+  }
+}
+
+// What `info` says of row_reference is what an engine tells the kernel that writes it.
+TEST(CudaEngine, ARowReferenceIsTheMaximumWhereItIsPromised) {
+  for (const Engine* engine : engines()) {
+    for (const auto& [entropy, argmax] : {std::pair{false, false}, {true, false}, {false, true}}) {
+      const LinearShape s{
+          .tokens = 40, .vocab = 300, .hidden = 64, .entropy = entropy, .argmax = argmax};
+      Arena arena;
+      const LinearMemory m = engine->place(s, smallest_plan(*engine, s, {}), &arena);
+      EXPECT_NE(m.partials.anchored, engine->finds_maximum(s)) << engine->name();
+      EXPECT_TRUE(engine->finds_maximum(s) || !(entropy || argmax)) << engine->name();
+    }
+  }
+  for (const int major : {8, 9, 10}) {
+    const DeviceInfo device{.major = major, .multiprocessors = 132};
+    EXPECT_TRUE(reference_is_maximum(device, DType::f32));
+    for (const DType half : {DType::f16, DType::bf16}) {
+      EXPECT_NE(reference_is_maximum(device, half), major == 9 && sm90::has_code());
+    }
   }
 }
 

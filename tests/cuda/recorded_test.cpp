@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include "logitless/logitless.h"
+#include "src/cuda/promises.h"
 #include "src/cuda/runtime/runtime.h"
 #include "src/cuda/runtime/warmup.h"
 
@@ -83,6 +84,21 @@ TEST(CudaMachines, ADeviceThatIsTooOldStandsInNobodysWay) {
   EXPECT_REFUSED(warmup(on(2)), wrong_device, "allowed: 0 to 1");
   EXPECT_EQ(machine.current(), 0);
   EXPECT_EQ(machine.last_error(), cudaSuccess);
+}
+
+TEST(CudaMachines, ItsLineSaysWhatItPromises) {
+  for (const RecordedCuda::Device& device : {kA100, kH100}) {
+    const RecordedCuda machine({device});
+    const cuda::DeviceInfo* info;
+    EXPECT_OK(cuda::find_device(0, &info));
+    const std::string promise = "; row_reference: the row's maximum";
+    std::string text;
+    EXPECT_OK(describe(&text));
+    EXPECT_NE(text.find("batch invariance: all but"), std::string::npos) << text;
+    const bool near = !cuda::reference_is_maximum(*info, DType::bf16);
+    EXPECT_TRUE(text.ends_with(near ? promise + ", but near it in 16-bit linear ops" : promise))
+        << text;
+  }
 }
 
 TEST(CudaMachines, ADeviceThatDoesNotAnswerStandsInNobodysWay) {

@@ -40,9 +40,9 @@ class TestDevice {
   virtual bool tensor_cores(DType) const { return false; }
   // And have a mode for f32 with a mantissa of 10 bits.
   virtual bool has_tf32() const { return false; }
-  // True where row_reference of a linear op without entropy and argmax may be near the row's
-  // maximum.
-  virtual bool has_anchors(DType) const { return false; }
+  // True where row_reference of a linear op of such inputs is the row's maximum even where neither
+  // entropy nor argmax is asked for.
+  virtual bool reference_is_maximum(DType) const { return true; }
   // True where a token's loss and statistics do not depend on its batch ("Determinism").
   virtual bool batch_invariant(const Case&) const { return true; }
   // Instruction sets to force in turn, best first; none: nothing to force.

@@ -186,10 +186,9 @@ class CudaDevice final : public TestDevice {
   // Products of f32 are never made of narrower numbers, nor by tensor cores.
   bool tensor_cores(DType dtype) const override { return dtype != DType::f32; }
   bool has_tf32() const override { return true; }
-  bool has_anchors(DType dtype) const override {
+  bool reference_is_maximum(DType dtype) const override {
     const cuda::DeviceInfo* info;
-    return dtype != DType::f32 && cuda::find_device(index_, &info).ok() &&
-           cuda::references_are_anchors(*info);
+    return !cuda::find_device(index_, &info).ok() || cuda::reference_is_maximum(*info, dtype);
   }
   bool batch_invariant(const Case& c) const override {
     const cuda::DeviceInfo* info;

@@ -22,6 +22,9 @@ class Engine {
   virtual bool serves(const Call& op, const LinearShape& shape) const = 0;
   // True where a token's loss and statistics, of a call that is served, do not depend on its batch.
   virtual bool is_batch_invariant() const = 0;
+  // True where the row_reference that such a call writes is the row's maximum, not a number near
+  // it.
+  virtual bool finds_maximum(const LinearShape& shape) const = 0;
 
   // Tells what the engine's kernels make of the op: facts of call->shape that depend on them.
   virtual void describe(const Call& op, LinearCall* call, const DeviceInfo& device) const = 0;

@@ -12,6 +12,7 @@ class PortableEngine final : public Engine {
   bool serves(const DeviceInfo&) const override { return true; }
   bool serves(const Call&, const LinearShape&) const override { return true; }
   bool is_batch_invariant() const override { return false; }  // cuBLASLt's choice of kernels
+  bool finds_maximum(const LinearShape&) const override { return true; }
   void describe(const Call& op, LinearCall* call, const DeviceInfo& device) const override;
   DeviceSpeed speed(const DeviceInfo& device) const override;
   LinearPlan smallest(const LinearShape& shape, const DeviceSpeed& speed) const override;

@@ -42,7 +42,7 @@ LinearMemory HopperEngine::place(const LinearShape& s, const LinearPlan& p, Aren
   // gradients do.
   const uint64_t start = arena->used();
   if (s.forward) {
-    m.partials.anchored = !s.entropy && !s.argmax;
+    m.partials.anchored = !finds_maximum(s);
     m.partials.unit_width = p.unit_width;
     m.partials.single_rows = static_cast<int32_t>(std::min<int64_t>(p.token_chunk, unit_rows));
     const int64_t singles = int64_t{p.single_tiles} * m.partials.single_rows;
