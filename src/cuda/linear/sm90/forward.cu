@@ -65,26 +65,6 @@ void launch_set(const LinearWork& work, const Arguments& arguments) {
                         operands.input, operands.weight, panel_map, arguments);
 }
 
-// True where f32 holds the factors of logits in units of the softcap; then they are these.
-bool count_in_caps(TileOptions* o) {
-  constexpr double factor = log2e;  // of the anchors, to the bit
-  TileOptions scaled = *o;
-  scaled.log2_unit = static_cast<float>(factor / std::fabs(o->map.backward));
-  const double by = factor / scaled.log2_unit;
-  scaled.cap = static_cast<float>(1 / by);
-  bool holds = true;
-  const auto scale = [&](float* x) {
-    *x = static_cast<float>(*x * by);
-    holds &= std::isnormal(*x);
-  };
-  scale(&scaled.map.slope);
-  scale(&scaled.map.outward);
-  for (float& term : scaled.terms) scale(&term);
-  holds &= std::isnormal(scaled.log2_unit) && std::isnormal(scaled.cap);
-  if (holds) *o = scaled;
-  return holds;
-}
-
 // One option alone, if it has a kernel of its own.
 template <Mode kMode>
 Set choose_set(const Arguments& a) {
@@ -101,7 +81,7 @@ Set choose_set(const Arguments& a) {
 }
 
 template <class T, Mode kMode>
-void launch_options(const LinearWork& work, Arguments arguments) {
+void launch_options(const LinearWork& work, const Arguments& arguments) {
   const auto launch_with = [&](auto set) { launch_set<T, kMode, set()>(work, arguments); };
   using enum Set;
   if constexpr (kMode == Mode::sums_kept) {
@@ -112,9 +92,6 @@ void launch_options(const LinearWork& work, Arguments arguments) {
   } else {
     switch (choose_set<kMode>(arguments)) {
       case capped:
-        if (kMode != Mode::dz && !count_in_caps(&arguments.options)) {
-          return launch_with(std::integral_constant<Set, any_capped>{});
-        }
         return launch_with(std::integral_constant<Set, capped>{});
       case biased:
         return launch_with(std::integral_constant<Set, biased>{});
@@ -189,9 +166,7 @@ TileOptions make_options(const LinearCall& call, const LinearMemory& m) {
                 .small = 2 * most_of_small / call.map.inward,
                 .near_cap = near_cap * std::fabs(call.map.outward),
                 .terms = {},
-                .large_terms = {},
-                .log2_unit = 0,
-                .cap = 0};
+                .large_terms = {}};
   std::ranges::copy(large_tanh, o.large_terms);
   const double half = 0.5 * call.map.inward;
   double factor = call.map.slope;

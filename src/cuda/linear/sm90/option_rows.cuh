@@ -35,12 +35,6 @@ __device__ inline bool has_smoothing(const Arguments& a) {
   return is_any<kSet> ? again(a.options.smoothing) : kSet == Set::smoothed;
 }
 
-// log2 e of a logit's unit.
-template <Set kSet>
-__device__ inline float log2_unit(const Arguments& a) {
-  return kSet == Set::capped ? a.options.log2_unit : log2e;
-}
-
 // 64 rows of a tile, and of them what this thread's two start from.
 struct HalfRows {
   int row, part;  // the first one; upper 0, lower 1

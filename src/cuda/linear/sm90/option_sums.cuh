@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The sums of 64 rows of a tile, one pass over its logits: relative to the anchor z_t, as in
 // plain.cuh, or, of a lane whose maximum so far is too far from it, to that maximum. Its own rows'
-// values alone decide: no plan and no neighbour changes a bit. Unless the maximum is asked for
-// (finds_maximum), the sums themselves say whether to look for it.
+// values alone decide: no plan and no neighbour changes a bit.
 #pragma once
 
 #include "src/cuda/linear/sm90/option_rows.cuh"
@@ -10,10 +9,8 @@
 namespace logitless::cuda::sm90 {
 
 // Holds what is summed of a thread's two rows so far, relative to the anchor, or to `from` where
-// that is no NaN. Without finds_maximum the maximum is that of the columns that were looked at; of
-// others `seen` says that their sums were no reason to.
+// that is no NaN.
 struct Sums {
-  bool seen = false;
   float maximum[2] = {-infinity(), -infinity()}, sum[2] = {0, 0};
   float shifted[2] = {0, 0}, weighted[2] = {0, 0};  // shifted: in log2
   float from[2] = {nan_value(), nan_value()};
@@ -67,8 +64,6 @@ template <Mode kMode, Set kSet, bool kRare>
 __device__ inline float kept_of(const Arguments& a, float z, float e, bool masked) {
   if constexpr (kMode == Mode::sums_kept) {
     if (kRare && fabsf(z) > a.options.near_cap) e = encode_left(a.options.map, z);
-  } else if constexpr (kSet == Set::capped) {  // in caps
-    e *= fmaf(-z, z, 1.0f);
   } else if constexpr (has_cap<kSet>) {
     e = capped(a.options, z, e);
   }
@@ -92,22 +87,13 @@ __device__ inline float find_highest(const float (&d)[96], const LeftOut& mask, 
 // is none.
 __device__ inline float bounded(float by) { return by > 1000.0f ? 1000.0f : by; }
 
-// True where the maximum comes before the sums: kernels of several options, which may be asked for
-// it, have no registers to do without where they are not.
-template <Set kSet>
-constexpr bool finds_maximum = is_any<kSet>;
-
-// A sum beyond which some exponential is: of up to 48 columns.
-constexpr float least_exponent_log2 = -100.0f, least_seen = 0x1p-94f;
-
 // log2 of a maximum above the anchor's exponential: errors grow with the distance, and far below,
 // exponentials that count may be 0.
 template <Set kSet>
-__device__ inline bool is_within(const HalfRows& rows, const Arguments& a, int h, float distance,
-                                 bool seen) {
+__device__ inline bool is_within(const HalfRows& rows, const Arguments& a, int h, float distance) {
   const bool shifts = is_any<kSet> && a.partials.shifted != nullptr;
-  const float least = shifts && rows.anchor[h] == 0 ? -a.most_distance : least_exponent_log2;
-  return (seen || distance > least) && distance < a.most_distance;
+  const float least = shifts && rows.anchor[h] == 0 ? -a.most_distance : -100.0f;
+  return distance > least && distance < a.most_distance;
 }
 
 // Row h goes on from its maximum `top` so far, if what it starts from is too far away.
@@ -117,9 +103,8 @@ __device__ inline void move_start(const HalfRows& rows, const Arguments& a, int 
   if (top == -infinity()) return;
   const float from = sums->from[h];
   const bool moved = from == from;
-  const float unit = log2_unit<kSet>(a);
-  const float by = moved ? (top - from) * unit : fmaf(top, unit, -rows.anchor[h]);
-  if (moved ? by < a.most_distance : is_within<kSet>(rows, a, h, by, sums->seen)) return;
+  const float by = moved ? (top - from) * log2e : fmaf(top, log2e, -rows.anchor[h]);
+  if (moved ? by < a.most_distance : is_within<kSet>(rows, a, h, by)) return;
   const float sum = sums->sum[h], down = bounded(by), factor = exp2_fast(-down);
   if (sum != 0) {
     sums->shifted[h] = factor * fmaf(-down, sum, sums->shifted[h]);
@@ -168,14 +153,14 @@ __device__ inline void sum_block(const float (&d)[96], const HalfRows& rows, con
       for (int c = 0; c < 2; ++c) {
         const bool masked = is_masked<kRare>(mask, 8 * i + c, h);
         const float z = masked ? -infinity() : d[4 * i + 2 * h + c];
-        float distance = fmaf(z, log2_unit<kSet>(a), -rows.anchor[h]);
+        float distance = fmaf(z, log2e, -rows.anchor[h]);
         e[c] = exp2_fast(distance);
         if constexpr (stores) {
           kept[c] = kept_of<kMode, kSet, kRare>(a, z, e[c], masked);
         }
         if (kRare && from == from) {
           // Not fma(z, log2(e), -m log2(e)): its rounding is an exponent where |m| is large.
-          distance = (z - from) * log2_unit<kSet>(a);
+          distance = (z - from) * log2e;
           e[c] = exp2_fast(distance);
         }
         if constexpr (kShifted) {
@@ -221,20 +206,9 @@ __device__ inline bool is_far(const HalfRows& rows, const Arguments& a, const fl
     const float top = fmaxf(sums.maximum[h], highest[h]);
     const float distance = fmaf(top, log2e, -rows.anchor[h]);
     far |= sums.from[h] == sums.from[h] ||
-           !(is_within<kSet>(rows, a, h, distance, false) || top == -infinity());
+           !(is_within<kSet>(rows, a, h, distance) || top == -infinity());
   }
   return __any_sync(whole_warp, far);
-}
-// True where none is, by its sum. Half of the most: one whose maximum is_within finds too far fails
-// here, however the exponential was rounded.
-__device__ inline bool are_near(const Arguments& a, const Sums& sums) {
-  bool near = true;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    near &=
-        sums.from[h] != sums.from[h] && sums.sum[h] > least_seen && sums.sum[h] < 0.5f * a.most_sum;
-  }
-  return __all_sync(whole_warp, near);
 }
 
 // 64 columns from `column` on, the tile's `block`. The usual copy of the code, then, if it is not
@@ -243,9 +217,8 @@ template <class T, Mode kMode, Set kSet>
 __device__ inline void add_columns(const float (&d)[96], const HalfRows& rows, const RowData& data,
                                    const Arguments& a, int valid, int column, int block,
                                    uint32_t box, bool rare, Sums* sums) {
-  constexpr bool finds = finds_maximum<kSet>;
   float highest[2];
-  if (!rare && finds) {
+  if (!rare) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) highest[h] = find_highest<false>(d, LeftOut{}, a, h);
     rare = is_far<kSet>(rows, a, highest, *sums);
@@ -254,15 +227,6 @@ __device__ inline void add_columns(const float (&d)[96], const HalfRows& rows, c
       if (is_weighted<kSet>(a)) weigh<false>(d, LeftOut{}, a, column, sums);
       return sum_64<T, kMode, kSet, false>(d, rows, LeftOut{}, a, box, sums);
     }
-  } else if (!rare) {
-    const float before[2] = {sums->sum[0], sums->sum[1]};
-    sum_64<T, kMode, kSet, false>(d, rows, LeftOut{}, a, box, sums);
-    if (are_near(a, *sums)) {
-      sums->seen = true;
-      if (is_weighted<kSet>(a)) weigh<false>(d, LeftOut{}, a, column, sums);
-      return;
-    }
-    sums->sum[0] = before[0], sums->sum[1] = before[1];
   }
   const LeftOut mask = find_left_out<kMode>(data, rows, a, valid, block);
 #pragma unroll
@@ -287,32 +251,22 @@ __device__ inline void quad_reduce(T (&x)[2], F&& f) {
   }
 }
 
-// The sums of 64 rows to memory, relative to the rows' maxima, or to the anchors.
+// The sums of 64 rows to memory, relative to the rows' maxima.
 template <Set kSet>
-__device__ inline void write_half(const HalfRows& rows, const RowData& data, const Arguments& a,
-                                  int valid, const Sums& sums) {
+__device__ inline void write_half(const HalfRows& rows, const Arguments& a, int valid,
+                                  const Sums& sums) {
   const auto add = [](float x, float y) { return x + y; };
   const bool shifts = is_any<kSet> && a.partials.shifted != nullptr;
   const bool names = is_any<kSet> && a.partials.argmax != nullptr;
-  float maximum[2], from[2];
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    maximum[h] = sums.maximum[h], from[h] = sums.from[h];
-    if (kSet == Set::capped) from[h] *= a.options.cap;
-    if constexpr (finds_maximum<kSet>) continue;
-    const float anchor = of_row(data.anchor, rows.part, h);
-    maximum[h] = fabsf(anchor) < most_anchor ? anchor : 0.0f;
-    if (sums.sum[h] == 0) maximum[h] = -infinity();
-    if (from[h] == from[h]) maximum[h] = from[h];
-  }
+  float maximum[2] = {sums.maximum[0], sums.maximum[1]};
   quad_reduce(maximum, [](float x, float y) { return fmaxf(x, y); });
   float sum[2], shifted[2], weighted[2] = {sums.weighted[0], sums.weighted[1]};
   int lowest[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const float own = sums.sum[h];
-    const float by = bounded(from[h] == from[h] ? (maximum[h] - from[h]) * log2e
-                                                : fmaf(maximum[h], log2e, -rows.anchor[h]));
+    const float from = sums.from[h], own = sums.sum[h];
+    const float by = bounded(from == from ? (maximum[h] - from) * log2e
+                                          : fmaf(maximum[h], log2e, -rows.anchor[h]));
     const float factor = own == 0 ? 0.0f : exp2_fast(-by);
     const float lifted = factor * fmaf(-by, own, sums.shifted[h]) * ln2;
     sum[h] = own == 0 ? 0.0f : own * factor;

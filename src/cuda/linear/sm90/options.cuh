@@ -16,9 +16,6 @@ struct TileOptions {
   float near_cap;             // sums_kept: |z| beyond which what is left to the cap is kept
   float terms[5];             // of raw^3, raw^5 ...: the polynomial with its factors
   float large_terms[9];       // large_tanh: from here, not from registers
-  // The logits of a softcap alone, but in dz, are counted in caps: their slope is 1 - z^2 there.
-  // log2 e of that unit, and the unit.
-  float log2_unit, cap;
 };
 
 // Returns `x`, which the compiler takes for a new value at every place.

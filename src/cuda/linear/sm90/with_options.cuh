@@ -128,7 +128,7 @@ __device__ inline void finish_half(float (&d)[96], const RowData& data, int row,
     }
   }
   if constexpr (kMode != Mode::dz) {
-    write_half<kSet>(rows, data, a, valid, sums);
+    write_half<kSet>(rows, a, valid, sums);
   }
 }
 
