@@ -3,6 +3,8 @@
 // reference has its own).
 //   loss_i = a (nll + lambda lse^2),  nll = (1-eps) c_t (lse - z_t) + (eps/V) sum_j c_j (lse - z_j)
 //   dz_ij  = probability p_ij - smoothing c_j - onehot [j=t] - entropy p_ij (log p_ij + H)
+// What stands once for the CPU and CUDA: the map's factors, the coefficients of dz, dz itself
+// (dz-inl.h).
 #pragma once
 
 #include <cfloat>
@@ -127,6 +129,44 @@ LOGITLESS_HOST_DEVICE inline RowGradient row_gradient(const LossConstants& k, co
           .onehot = ga * (1 - k.smoothing) * target_weight - grad_target_logit,
           .entropy = grad_entropy,
           .entropy_value = s.entropy};
+}
+
+// The coefficients times a factor of the whole row.
+LOGITLESS_HOST_DEVICE inline RowGradient scaled(RowGradient g, float factor) {
+  g.probability *= factor;
+  g.smoothing *= factor;
+  g.onehot *= factor;
+  g.entropy *= factor;
+  return g;
+}
+
+// x - y z in one rounding, as dz_of subtracts, or with the product rounded before.
+struct Fused {
+  LOGITLESS_HOST_DEVICE float operator()(float x, float y, float z) const { return fmaf(-y, z, x); }
+};
+struct Rounded {
+  template <class T>
+  LOGITLESS_HOST_DEVICE T operator()(T x, T y, T z) const {
+    return x - y * z;
+  }
+};
+#include "src/dz-inl.h"
+
+// P p - o at the target, of p and 1 - p: without cancellation where p is near 1, and without adding
+// P where p is small.
+LOGITLESS_HOST_DEVICE inline float target_draw(float probability, float onehot, float p,
+                                               float rest) {
+  return p < 0.5f ? fmaf(probability, p, -onehot) : fmaf(-probability, rest, probability - onehot);
+}
+
+// dz of the target in double, from p - 1 as expm1 has it:
+//   P p - o = o (p - 1) + (P - o) p
+// cancels neither near p = 1 nor where p is tiny.
+LOGITLESS_HOST_DEVICE inline double dz_of_target(const RowGradient& g, double p, double p_minus_1,
+                                                 double information, double c) {
+  const double own = g.onehot * p_minus_1 + (static_cast<double>(g.probability) - g.onehot) * p;
+  return dz_of<Rounded, double>(own, g.smoothing != 0, g.smoothing, c, g.entropy != 0 && p != 0,
+                                g.entropy * p, information);
 }
 
 }  // namespace logitless

@@ -110,14 +110,10 @@ struct Run {
   void write_gradient(const RowGroup& group, int64_t k, const RowState* group_states,
                       bool after_forward, float* scratch) const {
     RowGradient coefficients[most_rows];
-    const float scale = tokens.gradient_scale;
+    // Nothing is summed here, so the common factor goes in at once.
     for (int64_t r = 0; r < group.count; ++r) {
-      RowGradient& g = coefficients[r] = token_gradient(call, tokens, k + r, group_states[r]);
-      // Nothing is summed here, so the common factor goes in at once.
-      g.probability *= scale;
-      g.smoothing *= scale;
-      g.onehot *= scale;
-      g.entropy *= scale;
+      coefficients[r] =
+          scaled(token_gradient(call, tokens, k + r, group_states[r]), tokens.gradient_scale);
     }
     rows.gradient(group, class_weight, coefficients, after_forward ? group_states : nullptr,
                   scratch);

@@ -446,14 +446,6 @@ void LinearRun::finish(const Tokens& tokens, bool any_chunk) {
   }
 }
 
-// Coefficients of dz for the chunk's rows, relative to the call's common factor.
-void make_gradients(const Call& call, const Tokens& tokens, const RowState* states, int64_t first,
-                    int64_t count, RowGradient* gradients) {
-  for (int64_t n = 0; n < count; ++n) {
-    gradients[n] = token_gradient(call, tokens, first + n, states[first + n]);
-  }
-}
-
 // Row states as Forward wrote them.
 void load_states(const Call& call, const Tokens& tokens, RowState* states) {
   for (int64_t i = 0; i < tokens.valid; ++i) {
@@ -506,12 +498,11 @@ Status run_linear(const Call& call, const Workspace& workspace) {
     linear.pack_input();
     if (shape.forward) linear.forward_pass();
     if (call.gradients) {
-      if (!call.forward) {
-        for (int64_t i = first; call.entropy && i < first + count; ++i) {
-          linear.states()[i].entropy = f32_at(call.entropy, tokens.row[i]);
-        }
+      for (int64_t k = first; k < first + count; ++k) {
+        RowState& state = linear.states()[k];
+        if (!call.forward && call.entropy) state.entropy = f32_at(call.entropy, tokens.row[k]);
+        linear.gradients()[k - first] = token_gradient(call, tokens, k, state);
       }
-      make_gradients(call, tokens, linear.states(), first, count, linear.gradients());
       linear.gradient_pass(first == 0);
     }
   }

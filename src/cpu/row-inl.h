@@ -210,13 +210,49 @@ inline int32_t first_index_of(const float* HWY_RESTRICT z, int64_t count, float 
   return 0;
 }
 
+// x - y z, in one rounding where the target can.
+struct MinusVectors {
+  template <class V>
+  HWY_INLINE V operator()(V x, V y, V z) const {
+    return hn::NegMulAdd(y, z, x);
+  }
+};
+#include "src/dz-inl.h"
+
+// draw_j = of(x_j, c_j), with 1 for c_j where there are no weights.
+template <bool kWeights, class F>
+HWY_INLINE void for_columns(const float* x, const float* weight, int64_t count, float* draw,
+                            const F& of) {
+  const hn::ScalableTag<float> d;
+  using V = hn::Vec<decltype(d)>;
+  const int64_t n = hn::Lanes(d);
+  const V one = hn::Set(d, 1.0f);
+  const auto weight_at = [&](int64_t i) HWY_ATTR {
+    if constexpr (kWeights) return hn::LoadU(d, weight + i);
+    return one;
+  };
+  int64_t i = 0;
+  for (; i + 2 * n <= count; i += 2 * n) {
+    const V a = of(hn::LoadU(d, x + i), weight_at(i));
+    const V b = of(hn::LoadU(d, x + i + n), weight_at(i + n));
+    hn::StoreU(a, d, draw + i);
+    hn::StoreU(b, d, draw + i + n);
+  }
+  for (; i + n <= count; i += n) hn::StoreU(of(hn::LoadU(d, x + i), weight_at(i)), d, draw + i);
+  if (i < count) {
+    const size_t rest = count - i;
+    V last = one;
+    if constexpr (kWeights) last = hn::LoadN(d, weight + i, rest);
+    hn::StoreN(of(hn::LoadN(d, x + i, rest), last), d, draw + i, rest);
+  }
+}
+
 // draw_j. kSmoothing: 0 none, 1 every class alike, 2 class weights.
 template <bool kSoftcap, int kSmoothing, bool kEntropy>
 void gradient_loop(const MapFactors& f, const RowGradient& g, const float* z, const float* weight,
                    int64_t count, float* draw) {
   const hn::ScalableTag<float> d;
   using V = hn::Vec<decltype(d)>;
-  const int64_t n = hn::Lanes(d);
   const V reference = hn::Set(d, g.reference), log_sum = hn::Set(d, g.log_sum);
   const V probability = hn::Set(d, g.probability * f.slope);
   const V smoothing = hn::Set(d, g.smoothing * f.slope), entropy = hn::Set(d, g.entropy * f.slope);
@@ -224,39 +260,14 @@ void gradient_loop(const MapFactors& f, const RowGradient& g, const float* z, co
   const auto gradient = [&](V z_at, V c) HWY_ATTR {
     const V log_p = hn::Sub(hn::Sub(z_at, reference), log_sum);
     const V p = exp_any(d, log_p);
-    V sum = hn::Mul(probability, p);
-    if constexpr (kSmoothing == 1) sum = hn::Sub(sum, smoothing);
-    if constexpr (kSmoothing == 2) sum = hn::NegMulAdd(smoothing, c, sum);
-    if constexpr (kEntropy) {
-      const V information = hn::Add(hn::Max(log_p, least), entropy_value);
-      sum = hn::NegMulAdd(hn::Mul(entropy, p), information, sum);
-    }
-    if constexpr (kSoftcap) {
-      const V t = hn::Mul(z_at, hn::Set(d, f.backward));
-      sum = hn::Mul(sum, hn::NegMulAdd(t, t, hn::Set(d, 1.0f)));
-    }
-    return sum;
+    const V information = hn::Add(hn::Max(log_p, least), entropy_value);
+    const V dz = dz_of<MinusVectors>(hn::Mul(probability, p), kSmoothing > 0, smoothing, c,
+                                     kEntropy, hn::Mul(entropy, p), information);
+    if constexpr (!kSoftcap) return dz;
+    const V t = hn::Mul(z_at, hn::Set(d, f.backward));
+    return hn::Mul(dz, hn::NegMulAdd(t, t, hn::Set(d, 1.0f)));
   };
-  const auto weight_at = [&](int64_t i) HWY_ATTR {
-    if constexpr (kSmoothing == 2) return hn::LoadU(d, weight + i);
-    return hn::Zero(d);
-  };
-  int64_t i = 0;
-  for (; i + 2 * n <= count; i += 2 * n) {
-    const V a = gradient(hn::LoadU(d, z + i), weight_at(i));
-    const V b = gradient(hn::LoadU(d, z + i + n), weight_at(i + n));
-    hn::StoreU(a, d, draw + i);
-    hn::StoreU(b, d, draw + i + n);
-  }
-  for (; i + n <= count; i += n) {
-    hn::StoreU(gradient(hn::LoadU(d, z + i), weight_at(i)), d, draw + i);
-  }
-  if (i < count) {
-    const size_t rest = count - i;
-    V c = hn::Zero(d);
-    if constexpr (kSmoothing == 2) c = hn::LoadN(d, weight + i, rest);
-    hn::StoreN(gradient(hn::LoadN(d, z + i, rest), c), d, draw + i, rest);
-  }
+  for_columns<kSmoothing == 2>(z, weight, count, draw, gradient);
 }
 
 // draw_j = probability e_j - smoothing c_j; kSmoothing as above.
@@ -265,26 +276,11 @@ void scale_loop(float probability, float smoothing, const float* e, const float*
                 int64_t count, float* draw) {
   const hn::ScalableTag<float> d;
   using V = hn::Vec<decltype(d)>;
-  const int64_t n = hn::Lanes(d);
-  const V p = hn::Set(d, probability), s = hn::Set(d, smoothing);
+  const V factor = hn::Set(d, probability), s = hn::Set(d, smoothing), none = hn::Zero(d);
   const auto scale = [&](V e_at, V c) HWY_ATTR {
-    const V product = hn::Mul(e_at, p);
-    if constexpr (kSmoothing == 1) return hn::Sub(product, s);
-    if constexpr (kSmoothing == 2) return hn::NegMulAdd(s, c, product);
-    return product;
+    return dz_of<MinusVectors>(hn::Mul(e_at, factor), kSmoothing > 0, s, c, false, none, none);
   };
-  int64_t i = 0;
-  for (; i + n <= count; i += n) {
-    V c = hn::Zero(d);
-    if constexpr (kSmoothing == 2) c = hn::LoadU(d, weight + i);
-    hn::StoreU(scale(hn::LoadU(d, e + i), c), d, draw + i);
-  }
-  if (i < count) {
-    const size_t rest = count - i;
-    V c = hn::Zero(d);
-    if constexpr (kSmoothing == 2) c = hn::LoadN(d, weight + i, rest);
-    hn::StoreN(scale(hn::LoadN(d, e + i, rest), c), d, draw + i, rest);
-  }
+  for_columns<kSmoothing == 2>(e, weight, count, draw, scale);
 }
 
 }  // namespace logitless::cpu::HWY_NAMESPACE

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #include "src/cpu/targets.h"
 
@@ -84,36 +85,29 @@ void forward_block_on_target(const LogitMap& map, float* logits, const float* bi
   if (std::isnan(state->sum) && !infinite) state->maximum = state->sum;
 }
 
-template <bool kSoftcap, int kSmoothing>
-void gradient_with(const MapFactors& f, const RowGradient& g, const float* z, const float* weight,
-                   int64_t count, float* draw) {
-  if (g.entropy != 0) {
-    gradient_loop<kSoftcap, kSmoothing, true>(f, g, z, weight, count, draw);
-  } else {
-    gradient_loop<kSoftcap, kSmoothing, false>(f, g, z, weight, count, draw);
-  }
+// f(a constant): 0 without smoothing, 1 where every class has the same, 2 with class weights.
+template <class F>
+void with_smoothing(float smoothing, const float* class_weight, const F& f) {
+  if (smoothing == 0) return f(std::integral_constant<int, 0>{});
+  if (class_weight == nullptr) return f(std::integral_constant<int, 1>{});
+  f(std::integral_constant<int, 2>{});
 }
 
-template <bool kSoftcap>
+template <bool kSoftcap, bool kEntropy>
 void gradient_with(const MapFactors& f, const RowGradient& g, const float* z, const float* weight,
                    int64_t count, float* draw) {
-  if (g.smoothing == 0) {
-    gradient_with<kSoftcap, 0>(f, g, z, weight, count, draw);
-  } else if (weight == nullptr) {
-    gradient_with<kSoftcap, 1>(f, g, z, weight, count, draw);
-  } else {
-    gradient_with<kSoftcap, 2>(f, g, z, weight, count, draw);
-  }
+  with_smoothing(g.smoothing, weight, [&](auto smoothing) {
+    gradient_loop<kSoftcap, smoothing(), kEntropy>(f, g, z, weight, count, draw);
+  });
 }
 
 void gradient_block_on_target(const LogitMap& map, const RowGradient& g, const float* z,
                               const float* class_weight, int64_t count, float* draw) {
-  const MapFactors f = map_factors(map);
-  if (map.softcap > 0) {
-    gradient_with<true>(f, g, z, class_weight, count, draw);
-  } else {
-    gradient_with<false>(f, g, z, class_weight, count, draw);
-  }
+  const bool entropy = g.entropy != 0;
+  const auto kernel = map.softcap > 0
+                          ? (entropy ? gradient_with<true, true> : gradient_with<true, false>)
+                          : (entropy ? gradient_with<false, true> : gradient_with<false, false>);
+  kernel(map_factors(map), g, z, class_weight, count, draw);
 }
 
 void scale_block_on_target(const LogitMap& map, const RowGradient& g, const float* exponentials,
@@ -122,13 +116,9 @@ void scale_block_on_target(const LogitMap& map, const RowGradient& g, const floa
   const double shift = static_cast<double>(maximum) - g.reference - g.log_sum;
   const float probability = static_cast<float>(g.probability * slope * std::exp(shift));
   const float smoothing = static_cast<float>(g.smoothing * slope);
-  if (smoothing == 0) {
-    scale_loop<0>(probability, 0, exponentials, nullptr, count, draw);
-  } else if (class_weight == nullptr) {
-    scale_loop<1>(probability, smoothing, exponentials, nullptr, count, draw);
-  } else {
-    scale_loop<2>(probability, smoothing, exponentials, class_weight, count, draw);
-  }
+  with_smoothing(smoothing, class_weight, [&](auto kind) {
+    scale_loop<kind()>(probability, smoothing, exponentials, class_weight, count, draw);
+  });
 }
 
 // bf16 is the upper half of f32.
@@ -304,18 +294,14 @@ void gradient_block(const LogitMap& map, const RowGradient& g, const float* z,
 
 float target_gradient(const LogitMap& map, const RowGradient& g, float z, float class_weight) {
   const double log_p = (z - g.reference) - g.log_sum;
-  const double p = std::exp(log_p);
-  // P p - onehot = onehot (p - 1) + (P - onehot) p: nothing cancels, neither near p = 1 nor where p
-  // is tiny.
-  double sum = g.onehot * std::expm1(log_p) + (static_cast<double>(g.probability) - g.onehot) * p;
-  if (g.smoothing != 0) sum -= static_cast<double>(g.smoothing) * class_weight;
-  if (g.entropy != 0 && p != 0) sum -= g.entropy * p * (log_p + g.entropy_value);
+  const double dz =
+      dz_of_target(g, std::exp(log_p), std::expm1(log_p), log_p + g.entropy_value, class_weight);
   double slope = static_cast<double>(map.scale) / map.temperature;
   if (map.softcap > 0) {
     const double t = static_cast<double>(z) * map.temperature / map.softcap;
     slope *= (1 - t) * (1 + t);
   }
-  return static_cast<float>(sum * slope);
+  return static_cast<float>(dz * slope);
 }
 
 void load_as_f32(const void* source, DType dtype, int64_t count, float* destination) {

@@ -2,7 +2,9 @@
 // The gradients of a row against loops in double.
 #include "row_kernels.h"
 
+#include <array>
 #include <cstring>
+#include <iterator>
 
 namespace logitless::cpu {
 namespace {
@@ -77,6 +79,83 @@ TEST_P(RowKernels, KeptExponentialsGiveTheGradient) {
         }
         for (int i = 0; i < 16; ++i) ASSERT_EQ(draw[count + i], 77);
       }
+    }
+  }
+}
+
+// Random bits, numbers of every size, ties, subnormals, infinities and NaN.
+class AnyFloat {
+ public:
+  float operator()() {
+    const uint32_t bits = random_();
+    float x;
+    std::memcpy(&x, &bits, sizeof(x));
+    const float size = static_cast<float>(random_()) * 0x1p-32f;
+    const float few[] = {0, -0.0f, 1, .5f, kInf, -kInf, kNan, 0x1p-149f, 0x1p-126f, 3e38f};
+    return std::array<float, 4>{x, size, -90 * size, few[bits % std::size(few)]}[random_() % 4];
+  }
+
+ private:
+  std::mt19937 random_{11};
+};
+
+bool same_bits(float a, float b) {
+  return (std::isnan(a) && std::isnan(b)) || std::memcmp(&a, &b, sizeof(a)) == 0;
+}
+
+// Vectors and numbers have one formula: what a kernel makes of an element is what dz_of makes of
+// the same p, which the kernel says itself where nothing else is asked for.
+TEST_P(RowKernels, AnElementOfAVectorIsThatOfANumber) {
+  const bool fused = GetParam().rfind("SSE", 0) != 0;
+  const auto one = [&](float own, float p, const RowGradient& g, float c, float log_p) {
+    const float information = std::fmax(log_p, -87.3365f) + g.entropy_value;
+    const auto dz = fused ? dz_of<Fused, float> : dz_of<Rounded, float>;
+    return dz(own, g.smoothing != 0, g.smoothing, c, g.entropy != 0, g.entropy * p, information);
+  };
+  constexpr int64_t count = 61;
+  AnyFloat any;
+  std::vector<float> z(count), weight(count), p(count), draw(count), scaled(count);
+  for (int n = 0; n < 4000; ++n) {
+    for (float& x : z) x = any();
+    for (float& x : weight) x = any();
+    RowGradient g{.reference = n % 3 == 0 ? any() : 3,
+                  .log_sum = n % 5 == 0 ? any() : 1.5f,
+                  .probability = any()};
+    gradient_block({}, {.reference = g.reference, .log_sum = g.log_sum, .probability = 1}, z.data(),
+                   nullptr, count, p.data());
+    if (n & 1) g.smoothing = any();
+    const float* c = n & 2 ? weight.data() : nullptr;
+    scale_block({}, {.probability = g.probability, .smoothing = g.smoothing}, z.data(), 0, c, count,
+                scaled.data());
+    if (n & 4) g.entropy = any(), g.entropy_value = any();
+    gradient_block({}, g, z.data(), c, count, draw.data());
+    for (int64_t j = 0; j < count; ++j) {
+      const float c_j = c != nullptr ? c[j] : 1, log_p = (z[j] - g.reference) - g.log_sum;
+      ASSERT_TRUE(same_bits(draw[j], one(g.probability * p[j], p[j], g, c_j, log_p)))
+          << n << " " << j << " " << z[j] << " " << draw[j];
+      RowGradient without = g;
+      without.entropy = 0;
+      ASSERT_TRUE(same_bits(scaled[j], one(z[j] * g.probability, z[j], without, c_j, 0)))
+          << n << " " << j << " " << z[j] << " " << scaled[j];
+    }
+  }
+}
+
+TEST(TargetGradient, InF32IsThatInDouble) {
+  std::mt19937 random{3};
+  std::uniform_real_distribution<float> any(-2, 2), exponent(-30, -1);
+  for (int n = 0; n < 100000; ++n) {
+    const RowGradient g{.probability = any(random), .onehot = any(random)};
+    const float small = std::exp2(exponent(random));
+    for (const bool near_one : {false, true}) {
+      const double p = near_one ? 1 - double{small} : small;
+      const float rest = near_one ? small : static_cast<float>(1 - p);
+      const double exact = dz_of_target(g, p, p - 1, 0, 1);
+      const double bound = std::fabs(exact) + (near_one ? std::fabs(g.probability - g.onehot) : 0);
+      ASSERT_LE(
+          std::fabs(target_draw(g.probability, g.onehot, static_cast<float>(p), rest) - exact),
+          kU * bound)
+          << g.probability << " " << g.onehot << " " << p;
     }
   }
 }

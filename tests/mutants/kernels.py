@@ -44,8 +44,7 @@ MUTANTS = [
     ),
     mutant(
         "entropy: its gradient with the wrong sign", ROW,
-        "sum = hn::NegMulAdd(hn::Mul(entropy, p), information, sum);",
-        "sum = hn::MulAdd(hn::Mul(entropy, p), information, sum);", BOTH,
+        "entropy = hn::Set(d, g.entropy * f.slope);", "entropy = hn::Set(d, -g.entropy * f.slope);", BOTH,
     ),
     mutant(
         "NaN x 0: a -inf logit at class weight 0", ROW,
@@ -116,12 +115,11 @@ MUTANTS = [
            "if (!f.capped) return f;\n  f.slope = map.scale;", BOTH),
     mutant(
         "label smoothing: the gradient without class weights", ROW,
-        "if constexpr (kSmoothing == 2) sum = hn::NegMulAdd(smoothing, c, sum);",
-        "if constexpr (kSmoothing == 2) sum = hn::Sub(sum, smoothing);", BOTH,
+        "for_columns<kSmoothing == 2>(z, weight,", "for_columns<false>(z, weight,", BOTH,
     ),
     mutant(
         "label smoothing: the target's gradient without its class weight", ROWS,
-        "sum -= static_cast<double>(g.smoothing) * class_weight;", "sum -= g.smoothing;", BOTH,
+        "log_p + g.entropy_value, class_weight);", "log_p + g.entropy_value, 1 + 0 * class_weight);", BOTH,
     ),
     mutant(
         "label smoothing: the loss without class weights", ROWS,
@@ -129,9 +127,9 @@ MUTANTS = [
         BOTH,
     ),
     mutant(
-        "target: p - 1 with the rounding of p", ROWS,
-        "double sum = g.onehot * std::expm1(log_p) + (static_cast<double>(g.probability) - g.onehot) * p;",
-        "double sum = static_cast<double>(g.probability * static_cast<float>(p) - g.onehot);", "kernels",
+        "target: p - 1 with the rounding of p", LOSS,
+        "own = g.onehot * p_minus_1 + (static_cast<double>(g.probability) - g.onehot) * p;",
+        "own = g.probability * static_cast<float>(p) - g.onehot + 0 * p_minus_1;", "kernels",
     ),
     mutant(
         "exp: a coefficient off by 1e-5", EXP, "T(0x1.fffffcp-2)", "T(0x1.fffdfcp-2)", f"{BOTH} kernels",
@@ -148,8 +146,7 @@ MUTANTS = [
     ),
     mutant(
         "label smoothing: the gradient from exponentials without class weights", ROW,
-        "if constexpr (kSmoothing == 2) return hn::NegMulAdd(s, c, product);",
-        "if constexpr (kSmoothing == 2) return hn::Sub(product, s);", "logits",
+        "for_columns<kSmoothing == 2>(e, weight,", "for_columns<false>(e, weight,", "logits",
     ),
     mutant(
         "temperature: not in the gradient from exponentials", ROWS,

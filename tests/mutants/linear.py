@@ -193,8 +193,7 @@ MUTANTS = [
     ),
     mutant(
         "linear, given entropy: that of the compacted index", RUN,
-        "linear.states()[i].entropy = f32_at(call.entropy, tokens.row[i]);",
-        "linear.states()[i].entropy = f32_at(call.entropy, i);", "linear",
+        "state.entropy = f32_at(call.entropy, tokens.row[k]);", "state.entropy = f32_at(call.entropy, k);", "linear",
     ),
     mutant(
         "linear, given row state: at the compacted index", RUN,

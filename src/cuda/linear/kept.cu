@@ -49,6 +49,7 @@ __global__ void __launch_bounds__(256)
       float log_p = (z - g.reference) - g.log_sum;
       log_p = log_p > 0 ? 0.0f : log_p;
       const float p = exp_any(log_p);
+      // This is dz_of, spelled out: with a call ptxas makes other code.
       float draw =
           is_target ? target_draw(g.probability, g.onehot, p, -expm1f(log_p)) : g.probability * p;
       if (g.smoothing != 0) {

@@ -93,16 +93,6 @@ __device__ void put_outputs(const RowsArguments<kPlain>& a, int row, const RowTo
   }
 }
 
-// Coefficients of draw without the softcap's slope.
-__device__ RowGradient sloped(const RowGradient& g, float slope) {
-  RowGradient s = g;
-  s.probability *= slope;
-  s.smoothing *= slope;
-  s.onehot *= slope;
-  s.entropy *= slope;
-  return s;
-}
-
 // E = exp(z - z_t) serves a loss up to this many nats; beyond, the row is made again.
 constexpr float most_nats = 60;
 // And a one-hot part up to this many times the probability's: E of the target is 1 - o / v.
@@ -117,7 +107,7 @@ __device__ RowGradient gradient_of(const RowsArguments<kPlain>& a, const RowToke
     return row_gradient(scalars.constants, state, token.target_weight, token.token_weight,
                         scalars.upstream, 0, 0, 0);
   } else {
-    RowGradient g = sloped(
+    RowGradient g = scaled(
         token_gradient(a.call.in, scalars, token.i, token.target_weight, token.token_weight, state),
         a.call.map.slope);
     // The caller's entropy may be anything without its term.
@@ -126,7 +116,8 @@ __device__ RowGradient gradient_of(const RowsArguments<kPlain>& a, const RowToke
   }
 }
 
-// dz of the target, where dz is made of logits.
+// dz of the target, where dz is made of logits. This is dz_of, spelled out: with a call ptxas makes
+// other code.
 template <bool kPlain>
 __device__ float gradient_of_target(const RowsArguments<kPlain>& a, const RowToken& token,
                                     const RowGradient& g) {

@@ -51,18 +51,13 @@ __device__ inline RowGradient gradient_of_row(const RowsCall& call, int64_t i,
     g.probability = 1;
     return g;
   }
-  RowGradient g =
-      token_gradient(call.in, scalars, i, token.target_weight, token.token_weight, state);
   // Nothing is summed over these gradients, so the common factor goes in at once.
-  const float scale = scalars.gradient_scale;
-  g.probability *= scale;
-  g.smoothing *= scale;
-  g.onehot *= scale;
-  g.entropy *= scale;
-  return g;
+  return scaled(token_gradient(call.in, scalars, i, token.target_weight, token.token_weight, state),
+                scalars.gradient_scale);
 }
 
-// draw at the target, onehot included:
+// draw at the target, onehot included; dz_of_target, spelled out: with a call ptxas makes other
+// code.
 //   P p - onehot = onehot (p - 1) + (P - onehot) p
 // cancels neither near p = 1 nor where p is tiny.
 __device__ inline float target_gradient(const MapFactors& map, const RowGradient& g, float z,
@@ -118,6 +113,7 @@ struct GradientColumn {
   __device__ float operator()(float raw, int j) const {
     const float z = kPlain ? raw : map_raw(map, raw);
     const float p = p_of.template without_lost<kNear>(z);
+    // This is dz_of<Rounded>, spelled out: with a call ptxas makes other code.
     float draw = scale * p;
     if constexpr (!kPlain) {
       const float log_p = (z - p_of.m) - p_of.log_sum;

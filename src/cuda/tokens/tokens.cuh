@@ -119,10 +119,4 @@ __device__ inline float class_weight(const TokenInput& in, int64_t j) {
   return present(in.vocab_weight) ? load(in.vocab_weight, in.start() + j) : 1.0f;
 }
 
-// P p - o at the target, of p and 1 - p: without cancellation where p is near 1, and without adding
-// P where p is small.
-__device__ inline float target_draw(float probability, float onehot, float p, float rest) {
-  return p < 0.5f ? fmaf(probability, p, -onehot) : fmaf(-probability, rest, probability - onehot);
-}
-
 }  // namespace logitless::cuda

@@ -19,6 +19,10 @@ struct Terms {
   RowGradient gradient;
   float target_logit, target_p, target_gradient;
   int64_t target;
+  // dz, but for the softcap's slope, of a column that is not the target.
+  __device__ float smoothed(float p, float c) const {
+    return dz_of<Fused>(gradient.probability * p, true, gradient.smoothing, c, false, 0.0f, 0.0f);
+  }
 };
 
 // Eight columns as they come: most need no more.
@@ -43,7 +47,7 @@ __device__ inline uint4 form_usual(const MapFactors& map, const Terms& t,
       const float e = bf16_of(words[n], i);
       const float part = fmaf(sm90::log2_fast(e), log2_part, start);
       const float slope = fmaf(-part, part, 1.0f), p = t.target_p * e;
-      dz[i] = fmaf(-t.gradient.smoothing, c[2 * n + i], t.gradient.probability * p) * slope;
+      dz[i] = t.smoothed(p, c[2 * n + i]) * slope;
     }
     words[n] = pack<E>(dz);
   }
@@ -68,7 +72,7 @@ __device__ inline uint4 form_rare(const MapFactors& map, const Terms& t, const f
       } else {
         slope = cap_slope(map, t.target_logit + sm90::log2_fast(e) * ln2);
       }
-      dz[i] = fmaf(-t.gradient.smoothing, c, t.gradient.probability * p) * slope;
+      dz[i] = t.smoothed(p, c) * slope;
       if (n + i == target) dz[i] = t.target_gradient;
       if (n + i >= left) dz[i] = 0;
     }

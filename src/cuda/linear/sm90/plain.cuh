@@ -61,7 +61,8 @@ __device__ inline float element(const float (&d)[96], const LeftOut& mask, int i
   return column == mask.target[h] || column >= mask.end[h] ? -infinity() : x;
 }
 
-// Makes what becomes of an element.
+// Makes what becomes of an element: E, or dz, of which there is P p alone (src/dz-inl.h has the
+// rest).
 template <Mode kMode, bool kMasked>
 __device__ inline float exponential(float x, const Starts& starts, const LeftOut& mask, int column,
                                     int h) {

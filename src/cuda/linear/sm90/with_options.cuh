@@ -59,6 +59,7 @@ __device__ inline void draw_block(const float (&d)[96], const HalfRows& rows, co
         const float z = d[4 * i + 2 * h + c];
         const float log2_p = nonpositive(fmaf(z - rows.anchor[h], log2e, -rows.log2_sum[h]));
         const float p = exp2_fast(log2_p);
+        // This is dz_of, spelled out: with a call ptxas makes other code.
         draw[c] = rows.factor[h] * p;
         if (smooths) {
           const float own = o.class_weight == nullptr ? 1.0f : __ldg(weights + 8 * i + c);

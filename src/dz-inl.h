@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+// dz of one column of a row, the formula of docs/semantics.md, for whatever counts as a number: f32
+// and double on host and device, and the vectors of every instruction set of the CPU.
+//   dz_j = own - s c_j - h p_j (log p_j + H)
+// `own` is P p_j, and at the target P p_t - o, which loss.h has in two forms that do not cancel. P,
+// s, o, h and H are those of RowGradient; h_p = h p_j and information = log p_j + H. A term that is
+// not asked for is not computed: 0 inf is no number. Minus subtracts a product. Where a kernel of
+// src/cuda spells dz out, a comment there says that it is this.
+// This file has no guard: src/loss.h includes it, and src/cpu/row-inl.h once per instruction set,
+// because a compiler inlines a function only into others of the same set.
+
+template <class Minus, class T>
+LOGITLESS_HOST_DEVICE inline T dz_of(T own, bool smooths, T s, T c, bool forgets, T h_p,
+                                     T information) {
+  T dz = own;
+  if (smooths) dz = Minus()(dz, s, c);
+  if (forgets) dz = Minus()(dz, h_p, information);
+  return dz;
+}
