@@ -4,12 +4,13 @@
 //   loss_i = a (nll + lambda lse^2),  nll = (1-eps) c_t (lse - z_t) + (eps/V) sum_j c_j (lse - z_j)
 //   dz_ij  = probability p_ij - smoothing c_j - onehot [j=t] - entropy p_ij (log p_ij + H)
 // What stands once for the CPU and CUDA: the map's factors, the coefficients of dz, dz itself
-// (dz-inl.h).
+// (dz-inl.h), the common factor of a call's gradients.
 #pragma once
 
 #include <cfloat>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 
 #include "logitless/ops.h"
 
@@ -87,6 +88,17 @@ struct LossConstants {
   float z_loss = 0;               // lambda
 };
 
+// `whole`: V of the whole vocabulary, over which the class weights add up to `sum`.
+LOGITLESS_HOST_DEVICE inline LossConstants loss_constants(const LossOptions& o, int64_t whole,
+                                                          double sum) {
+  LossConstants k{.smoothing = o.label_smoothing, .z_loss = o.z_loss};
+  if (!(k.smoothing > 0)) return k;
+  const double smoothing = k.smoothing;
+  k.smoothing_per_class = static_cast<float>(smoothing / static_cast<double>(whole));
+  k.class_weight_sum = static_cast<float>(sum);
+  return k;
+}
+
 // target_weight = c_t, token_weight = a_i.
 LOGITLESS_HOST_DEVICE inline float row_loss(const LossConstants& k, const RowState& s,
                                             float target_weight, float token_weight) {
@@ -100,6 +112,80 @@ LOGITLESS_HOST_DEVICE inline float row_loss(const LossConstants& k, const RowSta
   // The weight before the square, which may overflow: a token of weight 0 has no loss.
   if (k.z_loss > 0) loss += token_weight * k.z_loss * lse * lse;
   return loss;
+}
+
+// The factor left out of every row's dz and multiplied to the f32 sums before their one rounding,
+// so that a 16-bit dz neither underflows nor overflows: grad_loss / normalizer for sum and mean; a
+// power of two that bounds max |g_i| for none, and where the statistics have gradients. Token and
+// class weights move it by a power of two when they leave f16's range.
+struct GradientScale {
+  float scale = 0, inverse = 0;  // inverse: 0 where scale is 0
+  float upstream = 0;            // g_i / scale, where it is the same of every row
+};
+
+// What it is made of: the largest finite magnitudes over the tokens that count.
+struct GradientSizes {
+  int64_t valid = 0;     // how many those are
+  bool per_row = false;  // each row has a grad_loss of its own:
+  double upstream = 0;
+  bool of_statistics = false;  // and some statistic a gradient:
+  double statistic = 0;
+  double weight = 0;  // |a_i| ((1 - eps) |c_t| + (eps/V) sum_j c_j)
+  // A dz of f16 is stored times this, so that small ones keep their bits: the largest of the usual
+  // ones comes to 64 of 65504.
+  float lift = 1;
+};
+
+// The least power of two >= x; 0 for 0. It and its inverse are normal numbers of f32: it ends at
+// 2^126, a quarter of the least that f32 has no number for, and at 2^-126, below which a gradient
+// loses no more than any subnormal may.
+LOGITLESS_HOST_DEVICE inline double power_of_two_above(double x) {
+  if (!(x > 0)) return 0;
+  int exponent;
+  const double mantissa = std::frexp(x, &exponent);
+  exponent = mantissa == 0.5 ? exponent - 1 : exponent;
+  return std::ldexp(1.0, exponent < -126 ? -126 : exponent > 126 ? 126 : exponent);
+}
+
+// One class alone has, without z-loss, a loss of 0 whatever its logit, and a gradient of exactly 0.
+LOGITLESS_HOST_DEVICE inline float upstream_of_row(const LossOptions& o, int64_t whole, float g) {
+  const bool flat = o.input_kind == InputKind::logits && whole == 1 && o.z_loss == 0;
+  return flat && std::isfinite(g) ? 0 : g;
+}
+
+// grad_loss: the one of sum and mean, or 1.
+LOGITLESS_HOST_DEVICE inline GradientScale gradient_scale(const LossOptions& o, int64_t whole,
+                                                          float grad_loss, double normalizer,
+                                                          const GradientSizes& sizes) {
+  double common = o.reduction == Reduction::none ? 1 : grad_loss;
+  if (o.reduction == Reduction::mean) common /= normalizer;
+  if (normalizer == 0) {
+    common = o.empty_mean == EmptyMean::zero ? 0 : std::numeric_limits<double>::quiet_NaN();
+  }
+  const double steepest = std::fabs(static_cast<double>(o.logit_scale)) / o.temperature;
+  const double magnitude = sizes.weight * steepest;
+  // This is how far weights and the map's slope take a dz beyond what f16 holds, which ends at
+  // 65504, or below it; over the lift.
+  double weights = 1 / static_cast<double>(sizes.lift);
+  if (magnitude > 8192 * weights) {
+    weights = power_of_two_above(magnitude / 8192);
+  } else if (magnitude > 0 && magnitude < 0.125) {
+    weights = power_of_two_above(magnitude * weights);
+  }
+  const bool apart = sizes.per_row || sizes.of_statistics;
+  double scale = static_cast<float>(common) * weights;
+  if (apart) {
+    double g = sizes.upstream;
+    if (!sizes.per_row && sizes.valid > 0 && std::isfinite(common)) g = std::fabs(common);
+    // The map's slope comes on top of the statistics' gradients, as it is part of `magnitude`.
+    const double slope = std::fmax(1.0, steepest * sizes.lift / 1024);
+    scale = power_of_two_above(std::fmax(g * weights, sizes.statistic * slope / sizes.lift));
+  }
+  if (sizes.valid == 0) scale = 0;  // NaN of an empty mean must not reach sums over no token
+  const float inverse = scale == 0 ? 0 : static_cast<float>(1 / scale);
+  const float upstream =
+      apart ? static_cast<float>(common) * inverse : static_cast<float>(1 / weights);
+  return {static_cast<float>(scale), inverse, upstream_of_row(o, whole, upstream)};
 }
 
 // The coefficients of dz of one row, without the call's common factor (see GradientScale).

@@ -65,14 +65,9 @@ Status collect(const Call& call, int64_t vocab, Tokens* tokens) {
   return {};
 }
 
-LossConstants constants_of(const LossOptions& o, const TensorView& weight, int64_t whole) {
-  LossConstants k{.smoothing = o.label_smoothing, .z_loss = o.z_loss};
-  if (o.label_smoothing == 0) return k;
-  k.smoothing_per_class = static_cast<float>(o.label_smoothing / static_cast<double>(whole));
-  k.class_weight_sum = static_cast<float>(
-      !weight ? static_cast<double>(whole)
-              : pairwise_sum(0, whole, [&](int64_t j) { return f32_at(weight, j); }));
-  return k;
+double class_weight_sum(const TensorView& weight, int64_t whole) {
+  if (!weight) return static_cast<double>(whole);
+  return pairwise_sum(0, whole, [&](int64_t j) { return f32_at(weight, j); });
 }
 
 double normalizer_of(const Call& call, const Tokens& tokens) {
@@ -87,88 +82,46 @@ double normalizer_of(const Call& call, const Tokens& tokens) {
   return pairwise_sum(0, tokens.valid, [&](int64_t k) { return tokens.target_weight[k]; });
 }
 
-// The least power of two >= x; 0 for 0. Kept where it and its inverse are normal numbers.
-double power_of_two_above(double x) {
-  if (!(x > 0)) return 0;
-  int exponent;
-  const double mantissa = std::frexp(x, &exponent);
-  return std::ldexp(1.0, std::clamp(mantissa == 0.5 ? exponent - 1 : exponent, -100, 100));
+// A NaN or infinite gradient stays in its own row.
+void include(double x, double* largest) {
+  if (std::isfinite(x) && std::fabs(x) > *largest) *largest = std::fabs(x);
 }
 
-// Returns how far weights and the slope of the logit map take |draw| / |g| beyond what f16 holds,
-// or below it; else 1.
-double weight_scale(const LossOptions& o, const Tokens& tokens) {
-  const double steepest = std::fabs(static_cast<double>(o.logit_scale)) / o.temperature;
+GradientSizes gradient_sizes(const Call& call, const Tokens& tokens) {
+  GradientSizes sizes{.valid = tokens.valid,
+                      .per_row = call.options.reduction == Reduction::none && call.grad_loss};
   const double smoothing =
       static_cast<double>(tokens.constants.smoothing_per_class) * tokens.constants.class_weight_sum;
-  double largest = 0;
   for (int64_t k = 0; k < tokens.valid; ++k) {
-    const double w = (1 - o.label_smoothing) * std::fabs(tokens.target_weight[k]) + smoothing;
-    const double magnitude = std::fabs(tokens.token_weight[k]) * w * steepest;
-    if (std::isfinite(magnitude) && magnitude > largest) largest = magnitude;
+    const double onehot = (1 - call.options.label_smoothing) * std::fabs(tokens.target_weight[k]);
+    include(tokens.token_weight[k] * (onehot + smoothing), &sizes.weight);
+    if (sizes.per_row) include(f32_at(call.grad_loss, tokens.row[k]), &sizes.upstream);
   }
-  if (largest > 8192) return power_of_two_above(largest / 8192);
-  return largest > 0 && largest < 0.125 ? power_of_two_above(largest) : 1;
-}
-
-// |g|'s part in the common factor: a NaN or infinite gradient stays in its own row.
-void include(double g, double* largest) {
-  if (std::isfinite(g) && std::fabs(g) > *largest) *largest = std::fabs(g);
-}
-
-double largest_statistics_gradient(const Call& call, const Tokens& tokens) {
-  double largest = 0;
-  if (!call.forward) {
-    for (const TensorView* view : {&call.grad_lse, &call.grad_target_logit, &call.grad_entropy}) {
-      if (!*view) continue;
-      for (int64_t k = 0; k < tokens.valid; ++k) include(f32_at(*view, tokens.row[k]), &largest);
+  if (call.forward) return sizes;
+  for (const TensorView* view : {&call.grad_lse, &call.grad_target_logit, &call.grad_entropy}) {
+    if (!*view) continue;
+    sizes.of_statistics = true;
+    for (int64_t k = 0; k < tokens.valid; ++k) {
+      include(f32_at(*view, tokens.row[k]), &sizes.statistic);
     }
   }
-  return largest;
-}
-
-bool has_statistics_gradient(const Call& call) {
-  if (!call.forward) return call.grad_lse || call.grad_target_logit || call.grad_entropy;
-  return false;
-}
-
-// g of sum and mean.
-double common_upstream(const TensorView& grad_loss, const LossOptions& o, const Tokens& tokens) {
-  double g = grad_loss ? *grad_loss.as<const float>() : 1;
-  if (o.reduction == Reduction::mean) g /= tokens.normalizer;
-  if (!tokens.empty_mean) return g;
-  return o.empty_mean == EmptyMean::zero ? 0 : std::numeric_limits<double>::quiet_NaN();
-}
-
-// One class alone has, without z-loss, a loss of 0 whatever its logit, and a gradient of exactly 0.
-bool is_flat(const LossOptions& o, int64_t vocab) {
-  return o.input_kind == InputKind::logits && vocabulary_of(o, vocab) == 1 && o.z_loss == 0;
+  return sizes;
 }
 
 void scale_gradients(const Call& call, int64_t vocab, Tokens* tokens) {
   const LossOptions& o = call.options;
-  const bool each = o.reduction == Reduction::none && call.grad_loss;
-  const double common =
-      o.reduction == Reduction::none ? 1 : common_upstream(call.grad_loss, o, *tokens);
-  const double weights = weight_scale(o, *tokens);
-  double scale = static_cast<float>(common) * weights;
-  if (each || has_statistics_gradient(call)) {
-    double largest = 0;
-    for (int64_t k = 0; k < tokens->valid; ++k) {
-      include(each ? f32_at(call.grad_loss, tokens->row[k]) : common, &largest);
-    }
-    largest = std::max(largest * weights, largest_statistics_gradient(call, *tokens));
-    scale = power_of_two_above(largest);
-  }
-  if (tokens->valid == 0) scale = 0;  // NaN of an empty mean must not reach sums over no token
-  tokens->gradient_scale = static_cast<float>(scale);
-  tokens->inv_gradient_scale = scale == 0 ? 0 : static_cast<float>(1 / scale);
+  const int64_t whole = vocabulary_of(o, vocab);
+  const GradientSizes sizes = gradient_sizes(call, *tokens);
+  const float grad_loss =
+      call.grad_loss && !sizes.per_row ? *call.grad_loss.as<const float>() : 1.0f;
+  const GradientScale s = gradient_scale(o, whole, grad_loss, tokens->normalizer, sizes);
+  tokens->gradient_scale = s.scale;
+  tokens->inv_gradient_scale = s.inverse;
   for (int64_t k = 0; k < tokens->valid; ++k) {
-    const float g = each ? f32_at(call.grad_loss, tokens->row[k]) : static_cast<float>(common);
-    float relative = g * tokens->inv_gradient_scale;
-    if (!each && !has_statistics_gradient(call)) relative = static_cast<float>(1 / weights);
-    if (is_flat(o, vocab) && std::isfinite(relative)) relative = 0;
-    tokens->upstream[k] = relative;
+    tokens->upstream[k] =
+        sizes.per_row
+            ? upstream_of_row(o, whole, f32_at(call.grad_loss, tokens->row[k]) * s.inverse)
+            : s.upstream;
   }
 }
 
@@ -229,7 +182,10 @@ Status prepare_tokens(const Call& call, int64_t vocab, void* memory, Tokens* tok
   Status status = collect(call, vocab, tokens);
   if (!status.ok()) return status;
   const LossOptions& o = call.options;
-  tokens->constants = constants_of(o, call.vocab_weight, vocabulary_of(o, vocab));
+  const int64_t whole = vocabulary_of(o, vocab);
+  const bool smooths = o.label_smoothing > 0;
+  tokens->constants =
+      loss_constants(o, whole, smooths ? class_weight_sum(call.vocab_weight, whole) : 0);
   tokens->normalizer = normalizer_of(call, *tokens);
   tokens->empty_mean = tokens->normalizer == 0;
   tokens->loss_scale = static_cast<float>(1 / tokens->normalizer);

@@ -30,11 +30,7 @@ struct Tokens {
   float* token_weight = nullptr;   // [valid]  a_i
   float* upstream = nullptr;       // [valid]  g_i / gradient_scale; only where the op has gradients
   LossConstants constants{};
-  // The factor left out of every row's gradient and multiplied to the f32 sums before their one
-  // rounding, so that a 16-bit dz neither underflows nor overflows: grad_loss / normalizer for sum
-  // and mean; a power of two that bounds max |g_i| for none, and where the statistics have
-  // gradients. Token and class weights move it by a power of two when they leave f16's range.
-  float gradient_scale = 1;
+  float gradient_scale = 1;      // see GradientScale
   float inv_gradient_scale = 1;  // 0 where gradient_scale is 0
   float loss_scale = 1;          // 1 / normalizer for mean, 1 for sum
   double normalizer = 1;         // of mean

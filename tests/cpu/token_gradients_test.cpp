@@ -47,6 +47,20 @@ TEST(Tokens, NoneScalesByAPowerOfTwoThatLosesNothing) {
   EXPECT_EQ(p.upstream[3] * scale, upstream[4]);
 }
 
+TEST(Tokens, NoneScalesByTheEndsOfF32) {
+  const std::vector<int64_t> target{0, 1};
+  for (const float size : {3e-37f, 0x1p-126f, 0x1p126f, 5e37f}) {
+    const std::vector<float> upstream{size, -size / 2};
+    CrossEntropyBackward op{.target = view(target), .options = {.reduction = Reduction::none}};
+    op.grad_loss = view(upstream);
+    const Prepared p = prepare(op, 2);
+    EXPECT_GT(p.upstream[0], .5f) << size;
+    EXPECT_LE(p.upstream[0], 1) << size;
+    EXPECT_EQ(p.upstream[1] * p.tokens.gradient_scale, upstream[1]);
+    EXPECT_EQ(p.tokens.inv_gradient_scale * p.tokens.gradient_scale, 1);
+  }
+}
+
 TEST(Tokens, ANanUpstreamStaysInItsRow) {
   const std::vector<int64_t> target{0, 1, 1};
   const std::vector<float> upstream{kNan, 2, kInf};

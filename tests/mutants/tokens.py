@@ -11,9 +11,7 @@ BOTH = "logits linear"
 MUTANTS = [
     mutant(
         "class weights: their sum is V", TOKENS,
-        "      !weight ? static_cast<double>(whole)\n"
-        "              : pairwise_sum(0, whole, [&](int64_t j) { return f32_at(weight, j); }));",
-        "      static_cast<double>(whole));",
+        "if (!weight) return static_cast<double>(whole);", "if (whole > 0) return static_cast<double>(whole);",
         BOTH,
     ),
     mutant(
@@ -48,9 +46,8 @@ MUTANTS = [
         "if (o.normalizer != 0) return o.normalizer;", "", BOTH,
     ),
     mutant(
-        "mean over no token: NaN and zero exchanged", TOKENS,
-        "  return o.empty_mean == EmptyMean::zero ? 0 : std::numeric_limits<double>::quiet_NaN();\n}",
-        "  return o.empty_mean == EmptyMean::nan ? 0 : std::numeric_limits<double>::quiet_NaN();\n}",
+        "mean over no token: NaN and zero exchanged", LOSS,
+        "common = o.empty_mean == EmptyMean::zero ?", "common = o.empty_mean == EmptyMean::nan ?",
         BOTH,
     ),
     mutant(
@@ -85,8 +82,7 @@ MUTANTS = [
     ),
     mutant(
         "label smoothing: divided by the shard's V", TOKENS,
-        "tokens->constants = constants_of(o, call.vocab_weight, vocabulary_of(o, vocab));",
-        "tokens->constants = constants_of(o, call.vocab_weight, vocab);",
+        "      loss_constants(o, whole, smooths ?", "      loss_constants(o, vocab, smooths ?",
         "shards",
     ),
     mutant("z-loss: its gradient without the 2", LOSS, "2 * k.z_loss * s.lse()", "k.z_loss * s.lse()", BOTH),
@@ -132,8 +128,7 @@ MUTANTS = [
     ),
     mutant(
         "compaction: grad_loss at the compacted index", TOKENS,
-        "const float g = each ? f32_at(call.grad_loss, tokens->row[k]) : static_cast<float>(common);",
-        "const float g = each ? f32_at(call.grad_loss, k) : static_cast<float>(common);",
+        "f32_at(call.grad_loss, tokens->row[k]) * s.inverse)", "f32_at(call.grad_loss, k) * s.inverse)",
         BOTH,
     ),
     mutant(

@@ -38,8 +38,8 @@ __device__ inline double power_of_two_above(double x) {
   return ldexp(1.0, min(max(exponent, -126), 126));
 }
 
-// All but the arrays. The gradients' factors: see gradient_scale in src/cpu/tokens.h, the same
-// rule.
+// All but the arrays. The gradients' factors are gradient_scale of src/loss.h and what stands above
+// it, spelled out: with calls ptxas makes other code.
 __device__ inline TokenScalars scalars_of(const TokenInput& in, const TokenBlock& all) {
   const LossOptions& o = in.options;
   TokenScalars s{};
