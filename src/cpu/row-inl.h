@@ -106,16 +106,42 @@ float map_and_maximum(const MapFactors& f, float* HWY_RESTRICT z, const float* H
   return hn::ReduceMax(d, hn::Max(hn::Max(m0, m1), hn::Max(m2, m3)));
 }
 
+// Adds up what add(i, &s, &t) adds of a vector of columns from i on, and add_rest of the last ones.
+// Few additions in a row: 8 a partial sum, then the partial sums.
+template <bool kSecond, class Add, class AddRest>
+HWY_INLINE void sum_columns(int64_t count, float* first, float* second, const Add& add,
+                            const AddRest& add_rest) {
+  const hn::ScalableTag<float> d;
+  using V = hn::Vec<decltype(d)>;
+  const int64_t n = hn::Lanes(d);
+  const V zero = hn::Zero(d);
+  V sum = zero, other = zero;
+  int64_t i = 0;
+  while (i + 4 * n <= count) {
+    V s0 = zero, s1 = zero, s2 = zero, s3 = zero, t0 = zero, t1 = zero, t2 = zero, t3 = zero;
+    for (int step = 0; step < 8 && i + 4 * n <= count; ++step, i += 4 * n) {
+      add(i, s0, t0);
+      add(i + n, s1, t1);
+      add(i + 2 * n, s2, t2);
+      add(i + 3 * n, s3, t3);
+    }
+    sum = hn::Add(sum, hn::Add(hn::Add(s0, s1), hn::Add(s2, s3)));
+    if constexpr (kSecond) other = hn::Add(other, hn::Add(hn::Add(t0, t1), hn::Add(t2, t3)));
+  }
+  V s0 = zero, t0 = zero;
+  for (; i + n <= count; i += n) add(i, s0, t0);
+  if (i < count) add_rest(i, s0, t0);
+  *first = hn::ReduceSum(d, hn::Add(sum, s0));
+  if constexpr (kSecond) *second = hn::ReduceSum(d, hn::Add(other, t0));
+}
+
 // sum_j exp(z_j - m) and, for the entropy, sum_j exp(z_j - m) (z_j - m); kStore: the exponentials
-// themselves too, to `e`, which may be z. Few additions in a row: 8 a partial sum, then the partial
-// sums.
+// themselves too, to `e`, which may be z.
 template <bool kEntropy, bool kStore>
 void sum_exponentials(const float* z, int64_t count, float maximum, BlockState* state, float* e) {
   const hn::ScalableTag<float> d;
   using V = hn::Vec<decltype(d)>;
-  const int64_t n = hn::Lanes(d);
-  const V m = hn::Set(d, maximum), least = hn::Set(d, kLeastExponent), zero = hn::Zero(d);
-  V sum = zero, shifted = zero;
+  const V m = hn::Set(d, maximum), least = hn::Set(d, kLeastExponent);
   const auto add = [&](V z_at, V& s, V& t) HWY_ATTR {
     const V x = hn::Sub(z_at, m);
     const V y = exp_nonpositive(d, x);
@@ -130,27 +156,12 @@ void sum_exponentials(const float* z, int64_t count, float maximum, BlockState* 
     const V y = add(hn::LoadU(d, z + i), s, t);
     if constexpr (kStore) hn::StoreU(y, d, e + i);
   };
-  int64_t i = 0;
-  while (i + 4 * n <= count) {
-    V s0 = zero, s1 = zero, s2 = zero, s3 = zero, t0 = zero, t1 = zero, t2 = zero, t3 = zero;
-    for (int step = 0; step < 8 && i + 4 * n <= count; ++step, i += 4 * n) {
-      add_at(i, s0, t0);
-      add_at(i + n, s1, t1);
-      add_at(i + 2 * n, s2, t2);
-      add_at(i + 3 * n, s3, t3);
-    }
-    sum = hn::Add(sum, hn::Add(hn::Add(s0, s1), hn::Add(s2, s3)));
-    if constexpr (kEntropy) shifted = hn::Add(shifted, hn::Add(hn::Add(t0, t1), hn::Add(t2, t3)));
-  }
-  V s0 = zero, t0 = zero;
-  for (; i + n <= count; i += n) add_at(i, s0, t0);
-  if (i < count) {
+  const auto add_rest = [&](int64_t i, V& s, V& t) HWY_ATTR {
     const size_t rest = count - i;
-    const V y = add(hn::LoadNOr(hn::Set(d, kMinusInfinity), d, z + i, rest), s0, t0);
+    const V y = add(hn::LoadNOr(hn::Set(d, kMinusInfinity), d, z + i, rest), s, t);
     if constexpr (kStore) hn::StoreN(y, d, e + i, rest);
-  }
-  state->sum = hn::ReduceSum(d, hn::Add(sum, s0));
-  if constexpr (kEntropy) state->shifted_sum = hn::ReduceSum(d, hn::Add(shifted, t0));
+  };
+  sum_columns<kEntropy>(count, &state->sum, &state->shifted_sum, add_at, add_rest);
 }
 
 // sum_j c_j z_j
@@ -158,7 +169,6 @@ template <bool kWeights>
 float weighted_sum(const float* HWY_RESTRICT z, const float* HWY_RESTRICT weight, int64_t count) {
   const hn::ScalableTag<float> d;
   using V = hn::Vec<decltype(d)>;
-  const int64_t n = hn::Lanes(d);
   const V zero = hn::Zero(d);
   const auto add = [&](V z_at, V c, V& s) HWY_ATTR {
     if constexpr (kWeights) {
@@ -167,31 +177,20 @@ float weighted_sum(const float* HWY_RESTRICT z, const float* HWY_RESTRICT weight
       s = hn::Add(s, z_at);
     }
   };
-  const auto weight_at = [&](int64_t i) HWY_ATTR {
-    if constexpr (kWeights) return hn::LoadU(d, weight + i);
-    return zero;
+  const auto add_at = [&](int64_t i, V& s, V&) HWY_ATTR {
+    V c = zero;
+    if constexpr (kWeights) c = hn::LoadU(d, weight + i);
+    add(hn::LoadU(d, z + i), c, s);
   };
-  V sum = zero;
-  int64_t i = 0;
-  while (i + 4 * n <= count) {
-    V s0 = zero, s1 = zero, s2 = zero, s3 = zero;
-    for (int step = 0; step < 8 && i + 4 * n <= count; ++step, i += 4 * n) {
-      add(hn::LoadU(d, z + i), weight_at(i), s0);
-      add(hn::LoadU(d, z + i + n), weight_at(i + n), s1);
-      add(hn::LoadU(d, z + i + 2 * n), weight_at(i + 2 * n), s2);
-      add(hn::LoadU(d, z + i + 3 * n), weight_at(i + 3 * n), s3);
-    }
-    sum = hn::Add(sum, hn::Add(hn::Add(s0, s1), hn::Add(s2, s3)));
-  }
-  V s0 = zero;
-  for (; i + n <= count; i += n) add(hn::LoadU(d, z + i), weight_at(i), s0);
-  if (i < count) {
+  const auto add_rest = [&](int64_t i, V& s, V&) HWY_ATTR {
     const size_t rest = count - i;
     V c = zero;
     if constexpr (kWeights) c = hn::LoadN(d, weight + i, rest);
-    add(hn::LoadN(d, z + i, rest), c, s0);
-  }
-  return hn::ReduceSum(d, hn::Add(sum, s0));
+    add(hn::LoadN(d, z + i, rest), c, s);
+  };
+  float sum;
+  sum_columns<false>(count, &sum, nullptr, add_at, add_rest);
+  return sum;
 }
 
 // The lowest index whose logit is `maximum`; 0 where none is, in a block with a NaN.

@@ -121,22 +121,29 @@ void scale_block_on_target(const LogitMap& map, const RowGradient& g, const floa
   });
 }
 
-// bf16 is the upper half of f32.
-void load_bf16(const uint16_t* HWY_RESTRICT source, int64_t count,
-               float* HWY_RESTRICT destination) {
+// destination_j = of(source_j), of as many elements as a vector of f32 has.
+template <class From, class To, class F>
+HWY_INLINE void convert(const From* HWY_RESTRICT source, int64_t count,
+                        To* HWY_RESTRICT destination, const F& of) {
   const hn::ScalableTag<float> d;
-  const hn::RebindToUnsigned<decltype(d)> du;
-  const hn::Rebind<uint16_t, decltype(d)> half;
+  const hn::Rebind<From, decltype(d)> from;
+  const hn::Rebind<To, decltype(d)> to;
   const int64_t n = hn::Lanes(d);
   int64_t i = 0;
-  for (; i + n <= count; i += n) {
-    const auto bits = hn::ShiftLeft<16>(hn::PromoteTo(du, hn::LoadU(half, source + i)));
-    hn::StoreU(hn::BitCast(d, bits), d, destination + i);
+  for (; i + n <= count; i += n) hn::StoreU(of(hn::LoadU(from, source + i)), to, destination + i);
+  if (i < count) {
+    const size_t rest = count - i;
+    hn::StoreN(of(hn::LoadN(from, source + i, rest)), to, destination + i, rest);
   }
-  for (; i < count; ++i) {
-    const uint32_t bits = uint32_t{source[i]} << 16;
-    std::memcpy(destination + i, &bits, sizeof(bits));
-  }
+}
+
+// bf16 is the upper half of f32.
+void load_bf16(const uint16_t* source, int64_t count, float* destination) {
+  convert(source, count, destination, [](auto bits) HWY_ATTR {
+    const hn::ScalableTag<float> d;
+    const hn::RebindToUnsigned<decltype(d)> du;
+    return hn::BitCast(d, hn::ShiftLeft<16>(hn::PromoteTo(du, bits)));
+  });
 }
 
 #if HWY_ARCH_X86 && (HWY_TARGET == HWY_AVX3_ZEN4 || HWY_TARGET == HWY_AVX3_SPR)
@@ -163,22 +170,11 @@ HWY_INLINE hn::Vec<hn::Rebind<uint16_t, DU>> round_to_bf16(DU du, V bits) {
 }
 #endif
 
-void store_bf16(const float* HWY_RESTRICT source, int64_t count,
-                uint16_t* HWY_RESTRICT destination) {
-  const hn::ScalableTag<float> d;
-  const hn::RebindToUnsigned<decltype(d)> du;
-  const hn::Rebind<uint16_t, decltype(d)> half;
-  const int64_t n = hn::Lanes(d);
-  int64_t i = 0;
-  for (; i + n <= count; i += n) {
-    const auto bits = round_to_bf16(du, hn::BitCast(du, hn::LoadU(d, source + i)));
-    hn::StoreU(bits, half, destination + i);
-  }
-  if (i < count) {
-    const size_t rest = count - i;
-    const auto bits = round_to_bf16(du, hn::BitCast(du, hn::LoadN(d, source + i, rest)));
-    hn::StoreN(bits, half, destination + i, rest);
-  }
+void store_bf16(const float* source, int64_t count, uint16_t* destination) {
+  convert(source, count, destination, [](auto v) HWY_ATTR {
+    const hn::RebindToUnsigned<hn::ScalableTag<float>> du;
+    return round_to_bf16(du, hn::BitCast(du, v));
+  });
 }
 
 // f16 in 16 bits <-> f32. x86 below AVX2 has no such instruction, and Highway's stand-in takes inf
@@ -226,33 +222,18 @@ HWY_INLINE hn::Vec<DH> f16_of_f32(DH dh, D d, V v) {
 }
 #endif
 
-void load_f16(const uint16_t* HWY_RESTRICT source, int64_t count, float* HWY_RESTRICT destination) {
-  const hn::ScalableTag<float> d;
-  const hn::Rebind<uint16_t, decltype(d)> half;
-  const int64_t n = hn::Lanes(d);
-  int64_t i = 0;
-  for (; i + n <= count; i += n) {
-    hn::StoreU(f32_of_f16(half, d, hn::LoadU(half, source + i)), d, destination + i);
-  }
-  if (i < count) {
-    const size_t rest = count - i;
-    hn::StoreN(f32_of_f16(half, d, hn::LoadN(half, source + i, rest)), d, destination + i, rest);
-  }
+void load_f16(const uint16_t* source, int64_t count, float* destination) {
+  convert(source, count, destination, [](auto bits) HWY_ATTR {
+    const hn::ScalableTag<float> d;
+    return f32_of_f16(hn::Rebind<uint16_t, decltype(d)>(), d, bits);
+  });
 }
 
-void store_f16(const float* HWY_RESTRICT source, int64_t count,
-               uint16_t* HWY_RESTRICT destination) {
-  const hn::ScalableTag<float> d;
-  const hn::Rebind<uint16_t, decltype(d)> half;
-  const int64_t n = hn::Lanes(d);
-  int64_t i = 0;
-  for (; i + n <= count; i += n) {
-    hn::StoreU(f16_of_f32(half, d, hn::LoadU(d, source + i)), half, destination + i);
-  }
-  if (i < count) {
-    const size_t rest = count - i;
-    hn::StoreN(f16_of_f32(half, d, hn::LoadN(d, source + i, rest)), half, destination + i, rest);
-  }
+void store_f16(const float* source, int64_t count, uint16_t* destination) {
+  convert(source, count, destination, [](auto v) HWY_ATTR {
+    const hn::ScalableTag<float> d;
+    return f16_of_f32(hn::Rebind<uint16_t, decltype(d)>(), d, v);
+  });
 }
 
 }  // namespace logitless::cpu::HWY_NAMESPACE

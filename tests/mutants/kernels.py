@@ -136,8 +136,8 @@ MUTANTS = [
     ),
     mutant(
         "last column: not in the sum of exponentials", ROW,
-        "add(hn::LoadNOr(hn::Set(d, kMinusInfinity), d, z + i, rest), s0, t0);",
-        "add(hn::LoadNOr(hn::Set(d, kMinusInfinity), d, z + i, rest - (count > 1)), s0, t0);", BOTH,
+        "add(hn::LoadNOr(hn::Set(d, kMinusInfinity), d, z + i, rest), s, t);",
+        "add(hn::LoadNOr(hn::Set(d, kMinusInfinity), d, z + i, rest - (count > 1)), s, t);", BOTH,
     ),
     mutant(
         "last column: not in the sum of class weights times logits", ROW,
