@@ -190,65 +190,41 @@ void LogitRows::forward(const RowGroup& rows, const float* class_weight, BlockWa
 void LogitRows::gradient(const RowGroup& rows, const float* class_weight,
                          const RowGradient* coefficients, const RowState* states,
                          float* scratch) const {
-  if (basis_ == Basis::exponentials) {
-    gradient_from_exponentials(rows, class_weight, coefficients, states, scratch);
-  } else {
-    gradient_from_logits(rows, class_weight, coefficients, kept_, scratch);
-  }
-}
-
-void LogitRows::gradient_from_exponentials(const RowGroup& rows, const float* class_weight,
-                                           const RowGradient* coefficients, const RowState* states,
-                                           float* scratch) const {
+  const bool exponentials = basis_ == Basis::exponentials;
   float* const row = held(rows, scratch);
   for (int64_t column = 0; column < columns_; column += row_block) {
     const int64_t count = std::min(row_block, columns_ - column);
     float* const block = kept_ ? row + column : row;
-    if (!kept_) load_group(logits_, rows, column, count, block, pitch_);
-    const float* weight = class_weight != nullptr ? class_weight + column : nullptr;
-    for (int64_t r = 0; r < rows.count; ++r) {
-      float* e = block + r * pitch_;
-      BlockState again;
-      if (!kept_) forward_block(map_, e, nullptr, nullptr, count, {}, &again, e);
-      const float maximum = kept_ ? scratch[column / row_block] : again.maximum;
-      scale_block(map_, coefficients[r], e, maximum, weight, count, e);
-      const int64_t target = rows.target != nullptr ? rows.target[r] - column : -1;
-      if (target >= 0 && target < count) {
-        e[target] = target_gradient(map_, coefficients[r], states[r].target_logit,
-                                    weight != nullptr ? weight[target] : 1);
-      }
-    }
-    if (!(kept_ && to_output_)) store_group(block, pitch_, rows, column, count, output_);
-  }
-}
-
-void LogitRows::gradient_from_logits(const RowGroup& rows, const float* class_weight,
-                                     const RowGradient* coefficients, bool mapped,
-                                     float* scratch) const {
-  float* const row = held(rows, scratch);
-  for (int64_t column = 0; column < columns_; column += row_block) {
-    const int64_t count = std::min(row_block, columns_ - column);
-    float* const block = kept_ ? row + column : row;
-    float* logits = block;
-    if (!mapped && direct_) {
-      logits = reinterpret_cast<float*>(address(logits_, rows.row[0], column));
-    } else if (!mapped) {
+    float* from = block;
+    if (!kept_ && direct_ && !exponentials) {
+      from = reinterpret_cast<float*>(address(logits_, rows.row[0], column));
+    } else if (!kept_) {
       load_group(logits_, rows, column, count, block, pitch_);
     }
     const float* weight = class_weight != nullptr ? class_weight + column : nullptr;
     float* const out = to_output_ ? row_of_output(rows) + column : block;
-    for (int64_t r = 0; r < rows.count; ++r) {
-      float* z = logits + r * pitch_;
+    for (int64_t r = 0; r < rows.count; ++r, from += pitch_) {
+      const RowGradient& g = coefficients[r];
       float* draw = out + r * pitch_;
-      if (!mapped) map_block(map_, z, nullptr, count);
       const int64_t target = rows.target != nullptr ? rows.target[r] - column : -1;
       const bool here = target >= 0 && target < count;
+      BlockState again;
+      if (!kept_ && exponentials) {
+        forward_block(map_, from, nullptr, nullptr, count, {}, &again, from);
+      } else if (!kept_) {
+        map_block(map_, from, nullptr, count);
+      }
       float at_target = 0;
       if (here) {
-        at_target = target_gradient(map_, coefficients[r], z[target],
+        at_target = target_gradient(map_, g, exponentials ? states[r].target_logit : from[target],
                                     weight != nullptr ? weight[target] : 1);
       }
-      gradient_block(map_, coefficients[r], z, weight, count, draw);
+      if (exponentials) {
+        const float maximum = kept_ ? scratch[column / row_block] : again.maximum;
+        scale_block(map_, g, from, maximum, weight, count, draw);
+      } else {
+        gradient_block(map_, g, from, weight, count, draw);
+      }
       if (here) draw[target] = at_target;
     }
     if (!to_output_) store_group(out, pitch_, rows, column, count, output_);

@@ -60,11 +60,6 @@ class LogitRows {
   float* row_of_output(const RowGroup& rows) const;
   // The kept row; the scratch of a block where nothing is kept.
   float* held(const RowGroup& rows, float* scratch) const;
-  void gradient_from_logits(const RowGroup& rows, const float* class_weight,
-                            const RowGradient* coefficients, bool mapped, float* scratch) const;
-  void gradient_from_exponentials(const RowGroup& rows, const float* class_weight,
-                                  const RowGradient* coefficients, const RowState* states,
-                                  float* scratch) const;
 
   TensorView logits_, output_;
   LogitMap map_;

@@ -16,13 +16,13 @@ MUTANTS = [
     ),
     mutant(
         "logits, last column: no gradient", ROWS,
-        "gradient_block(map_, coefficients[r], z, weight, count, draw);",
-        "gradient_block(map_, coefficients[r], z, weight, count - (count > 1), draw);", "logits",
+        "gradient_block(map_, g, from, weight, count, draw);",
+        "gradient_block(map_, g, from, weight, count - (count > 1), draw);", "logits",
     ),
     mutant(
         "logits, last column: no gradient from exponentials", ROWS,
-        "scale_block(map_, coefficients[r], e, maximum, weight, count, e);",
-        "scale_block(map_, coefficients[r], e, maximum, weight, count - (count > 1), e);", "logits",
+        "scale_block(map_, g, from, maximum, weight, count, draw);",
+        "scale_block(map_, g, from, maximum, weight, count - (count > 1), draw);", "logits",
     ),
     mutant(
         "logits, kept exponentials: of the first block's maximum", ROWS,
@@ -30,9 +30,8 @@ MUTANTS = [
     ),
     mutant(
         "logits, target: the gradient of p alone", ROWS,
-        "        e[target] = target_gradient(map_, coefficients[r], states[r].target_logit,\n"
-        "                                    weight != nullptr ? weight[target] : 1);",
-        "        e[target] -= coefficients[r].onehot;", "logits",
+        "      if (here) draw[target] = at_target;",
+        "      if (here) draw[target] = exponentials ? draw[target] - g.onehot : at_target;", "logits",
     ),
     mutant(
         "logits, last row: left out", LOSS, "last = first_at_or_after(tokens, end);",
@@ -67,7 +66,7 @@ MUTANTS = [
     mutant(
         "logits, in place: the target's logit is read after it is overwritten", ROWS,
         "      if (here) draw[target] = at_target;",
-        "      if (here) draw[target] = target_gradient(map_, coefficients[r], z[target], 1);",
+        "      if (here) draw[target] = exponentials ? at_target : target_gradient(map_, g, from[target], 1);",
         "logits",
     ),
     mutant(
