@@ -147,6 +147,20 @@ def test_a_pipeline_that_cannot_be_made_is_told_and_made_anew_by_the_next_call(p
     assert mended == ["none", ""]
 
 
+def test_calls_made_at_once_are_told_of_the_same_pipeline(page: Page) -> None:
+    """The second takes what the first has made, before it is known that it was refused."""
+    both = evaluate(
+        page,
+        """const make = own.device.createShaderModule.bind(own.device);
+           own.device.createShaderModule = ({code, label}) => make({label, code: label.startsWith('tokens') ? code + 'broken' : code});
+           const call = () => told(() => own.linearCrossEntropy(tensors).loss.item());
+           return Promise.all([call(), call()]);""",
+    )
+    for code, message in both:
+        assert code == "device_error"
+        assert message.startswith("tokens.wgsl, ")
+
+
 def test_the_pages_own_error_scopes_are_left_alone(page: Page) -> None:
     caught = evaluate(
         page,
