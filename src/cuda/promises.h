@@ -24,10 +24,10 @@ inline bool half_linear_ops_are_batch_invariant(const DeviceInfo& device) {
 // logits. In linear forwards of such inputs without them only where this is true, whatever the
 // weight's layout; else it is near the maximum.
 inline bool reference_is_maximum(const DeviceInfo& device, DType inputs) {
-  LinearCall call;
-  call.shape.dtype = inputs;
-  call.shape.copies_weight = true;  // so that its layout decides nothing
-  return engine_for(engines(), call, device).finds_maximum(call.shape);
+  LinearShape shape;
+  shape.dtype = inputs;
+  shape.copies_weight = true;  // so that its layout decides nothing
+  return engine_for(engines(), {}, shape, device).finds_maximum(shape);
 }
 
 }  // namespace logitless::cuda
