@@ -8,8 +8,8 @@
 #include <limits>
 
 #include "src/reference/numbers.h"
-#include "src/reference/problem.h"
 #include "src/reference/row.h"
+#include "src/reference/tokens.h"
 
 namespace logitless::reference {
 namespace {

@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "src/reference/problem.h"
+#include "src/reference/tokens.h"
 
 namespace logitless::reference {
 

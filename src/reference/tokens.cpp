@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Targets, weights, the mean's normalizer and the upstream gradients of every token ("Which tokens
 // count" and "Reduction" of docs/semantics.md).
-#include "src/reference/problem.h"
+#include "src/reference/tokens.h"
 
 #include <algorithm>
 #include <cmath>
