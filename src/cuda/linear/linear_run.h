@@ -8,15 +8,13 @@
 namespace logitless::cuda {
 
 // Runs the steps that every engine runs alike; an engine adds its products.
-class LinearRun {
+class LinearRun : public StepVisitor {
  public:
   LinearRun(const LinearCall& call, const LinearPlan& plan, const LinearMemory& memory,
             const DeviceInfo& device, Stream* stream)
       : work_{call, plan, memory, device, stream, {}}, lends_(lends_input(call.shape, plan)) {}
 
-  virtual ~LinearRun() = default;
-
-  void visit(const Step& step) {
+  void visit(const Step& step) final {
     work_.chunk = {work_.m.tokens, step.tokens.first, static_cast<int32_t>(step.tokens.count)};
     switch (step.kind) {
       case StepKind::tokens:
@@ -53,9 +51,6 @@ class LinearRun {
         return run(step);
     }
   }
-  int64_t begin_repeat(int64_t count) { return count; }
-  void end_repeat(int64_t) {}
-  int64_t most_parts() const { return INT64_MAX; }
 
  protected:
   // The steps that are the engine's own.

@@ -6,7 +6,6 @@
 #include "src/cuda/linear/plan_search.h"
 #include "src/cuda/linear/plan_time.h"
 #include "src/cuda/linear/portable/engine.h"
-#include "src/cuda/linear/portable/steps.h"
 
 namespace logitless::cuda {
 namespace {
@@ -42,29 +41,6 @@ double pass_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& s
     return blocks * (product + speed.launch) +
            logits * (8 / (1.5 * speed.memory) + (stores ? element / speed.memory : 0));
   });
-}
-
-inline double step_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed,
-                        const Step& step) {
-  const int64_t columns = step.panel.columns, n = step.tokens.count;
-  switch (step.kind) {
-    case StepKind::logits:
-      return pass_time(s, p, speed, n, columns, step.of_e);
-    case StepKind::remake:
-      return pass_time(s, p, speed, n, columns, true) + 4 * speed.launch;
-    case StepKind::grad_weight:
-      return product_time(s, speed, std::min(columns, s.rows_of_weight()), s.hidden, n,
-                          adds_to_weight(s, p));
-    case StepKind::grad_input:
-      return product_time(s, speed, step.rows.count, s.hidden, columns, true);
-    default:
-      return shared_step_time(s, p, speed, step);
-  }
-}
-
-void set_time(const LinearShape& s, const DeviceSpeed& speed, LinearPlan* p) {
-  p->seconds = predicted_time<PortableSteps>(
-      s, *p, speed, [](const auto&... step) { return step_time(step...); });
 }
 
 // The rest of a plan but its time.
@@ -129,12 +105,25 @@ void each_plan(const PortableEngine& engine, const LinearShape& s, uint64_t byte
 
 double PortableEngine::seconds(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed,
                                const Step& step) const {
-  return step_time(s, p, speed, step);
+  const int64_t columns = step.panel.columns, n = step.tokens.count;
+  switch (step.kind) {
+    case StepKind::logits:
+      return pass_time(s, p, speed, n, columns, step.of_e);
+    case StepKind::remake:
+      return pass_time(s, p, speed, n, columns, true) + 4 * speed.launch;
+    case StepKind::grad_weight:
+      return product_time(s, speed, std::min(columns, s.rows_of_weight()), s.hidden, n,
+                          adds_to_weight(s, p));
+    case StepKind::grad_input:
+      return product_time(s, speed, step.rows.count, s.hidden, columns, true);
+    default:
+      return shared_step_time(s, p, speed, step);
+  }
 }
 
 LinearPlan PortableEngine::smallest(const LinearShape& s, const DeviceSpeed& speed) const {
   return smallest_of([&](auto&& consider) { each_plan(*this, s, 0, consider); },
-                     [&](LinearPlan* p) { set_time(s, speed, p); });
+                     [&](LinearPlan* p) { p->seconds = predicted_time(*this, s, *p, speed); });
 }
 
 LinearPlan PortableEngine::fastest(const LinearShape& s, const DeviceSpeed& speed,
@@ -142,7 +131,7 @@ LinearPlan PortableEngine::fastest(const LinearShape& s, const DeviceSpeed& spee
   Fastest fastest(smallest_plan(*this, s, speed).bytes, bytes);
   each_plan(*this, s, bytes, [&](LinearPlan p) {
     if (!fastest.may_be(p)) return;
-    set_time(s, speed, &p);
+    p.seconds = predicted_time(*this, s, p, speed);
     fastest.choose(p);
   });
   return fastest.best().bytes == 0 ? smallest(s, speed) : fastest.best();

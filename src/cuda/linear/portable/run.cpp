@@ -6,7 +6,6 @@
 #include <algorithm>
 
 #include "src/cuda/linear/linear_run.h"
-#include "src/cuda/linear/portable/steps.h"
 
 namespace logitless::cuda {
 namespace {
@@ -171,15 +170,10 @@ class PortableRun final : public LinearRun {
 
 }  // namespace
 
-void PortableEngine::for_steps(const LinearShape& shape, const LinearPlan& plan,
-                               StepVisitor* visitor) const {
-  PortableSteps(shape, plan, visitor).enumerate();
-}
-
 void PortableEngine::run(const LinearCall& call, const LinearPlan& plan, const LinearMemory& memory,
                          const DeviceInfo& device, Stream* stream) const {
   PortableRun run(call, plan, memory, device, stream);
-  PortableSteps(call.shape, plan, &run).enumerate();
+  for_steps(call.shape, plan, &run);
 }
 
 }  // namespace logitless::cuda

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "src/cuda/linear/plan_search.h"
+#include "src/cuda/linear/plan_time.h"
 #include "src/cuda/linear/sm90/engine.h"
 #include "src/cuda/linear/sm90/forward.h"
 #include "src/cuda/linear/sm90/panels.h"
@@ -61,7 +62,7 @@ class Plans {
 
   void set_time(LinearPlan* p) const {
     if (runs_both(s_, *p)) p->input_clusters = input_clusters_of(s_, *p, speed_);
-    p->seconds = seconds_of(s_, *p, speed_);
+    p->seconds = predicted_time(engine_, s_, *p, speed_);
   }
 
  private:

@@ -8,7 +8,6 @@
 #include "src/cuda/linear/sm90/cut.h"
 #include "src/cuda/linear/sm90/engine.h"
 #include "src/cuda/linear/sm90/forward.h"
-#include "src/cuda/linear/sm90/steps.h"
 #include "src/cuda/linear/sm90/teams.h"
 
 namespace logitless::cuda::sm90 {
@@ -79,42 +78,12 @@ double both_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& s
   return steps * depth_time(speed) + 4 * speed.launch + sums * 8 / (1.6 * speed.memory);
 }
 
-inline double step_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed,
-                        const Step& step) {
-  const int64_t columns = step.columns(), n = step.tokens.count;
-  const double element = static_cast<double>(size_of(s.dtype));
-  const double bytes = static_cast<double>(columns) * static_cast<double>(n) * element;
-  const double launches =
-      step.panel.first == 0 ? 2 * speed.launch : 0;  // once for all that is kept
-  switch (step.kind) {
-    case StepKind::logits:
-      return pass_time(s, p, speed, n, columns, step.of_e);
-    case StepKind::remake:
-      return pass_time(s, p, speed, n, columns, true) + 2 * speed.launch;
-    case StepKind::finish_panel:
-      return launches;
-    case StepKind::form_dz:
-      return launches + bytes * 2 / speed.memory;
-    case StepKind::copy_panel:
-      return bytes * 2 / (0.8 * speed.memory) + speed.launch;
-    case StepKind::grad_input:
-      return input_time(s, p, speed, step.rows.count, columns, step.to_sums);
-    case StepKind::grad_weight:
-      return weight_time(s, p, speed, std::min(columns, s.rows_of_weight()), n,
-                         adds_to_weight(s, p));
-    case StepKind::both_gradients:
-      return both_time(s, p, speed, n);
-    default:
-      return shared_step_time(s, p, speed, step);
-  }
-}
-
 // The most slots that a product of a plan can use.
-class Slots : public Estimate {
+class Slots final : public Estimate {
  public:
   Slots(const LinearShape& shape, const LinearPlan& plan, const DeviceSpeed& speed)
       : s_(shape), p_(plan), speed_(speed) {}
-  void visit(const Step& step) {
+  void visit(const Step& step) override {
     const int64_t columns = step.columns();
     if (step.kind == StepKind::grad_input) {
       use(teams_of(p_, speed_.clusters()), p_.token_chunk, columns, 1);
@@ -157,18 +126,38 @@ int32_t slots_of(const LinearShape& shape, const LinearPlan& p, const DeviceSpee
   LinearShape s = shape;
   s.tokens = std::max<int64_t>(s.tokens, 1);
   Slots slots(s, p, speed);
-  HopperSteps(s, p, &slots).enumerate();
+  HopperEngine().for_steps(s, p, &slots);
   return slots.most();
-}
-
-double seconds_of(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed) {
-  return predicted_time<HopperSteps>(s, p, speed,
-                                     [](const auto&... step) { return step_time(step...); });
 }
 
 double HopperEngine::seconds(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed,
                              const Step& step) const {
-  return step_time(s, p, speed, step);
+  const int64_t columns = step.columns(), n = step.tokens.count;
+  const double element = static_cast<double>(size_of(s.dtype));
+  const double bytes = static_cast<double>(columns) * static_cast<double>(n) * element;
+  const double launches =
+      step.panel.first == 0 ? 2 * speed.launch : 0;  // once for all that is kept
+  switch (step.kind) {
+    case StepKind::logits:
+      return pass_time(s, p, speed, n, columns, step.of_e);
+    case StepKind::remake:
+      return pass_time(s, p, speed, n, columns, true) + 2 * speed.launch;
+    case StepKind::finish_panel:
+      return launches;
+    case StepKind::form_dz:
+      return launches + bytes * 2 / speed.memory;
+    case StepKind::copy_panel:
+      return bytes * 2 / (0.8 * speed.memory) + speed.launch;
+    case StepKind::grad_input:
+      return input_time(s, p, speed, step.rows.count, columns, step.to_sums);
+    case StepKind::grad_weight:
+      return weight_time(s, p, speed, std::min(columns, s.rows_of_weight()), n,
+                         adds_to_weight(s, p));
+    case StepKind::both_gradients:
+      return both_time(s, p, speed, n);
+    default:
+      return shared_step_time(s, p, speed, step);
+  }
 }
 
 }  // namespace logitless::cuda::sm90

@@ -6,8 +6,6 @@
 
 namespace logitless::cuda::sm90 {
 
-// A call's seconds under a plan whose sizes are all chosen.
-double seconds_of(const LinearShape& shape, const LinearPlan& plan, const DeviceSpeed& speed);
 // Slots of slices (cut.h) that the products of a plan can use.
 int32_t slots_of(const LinearShape& shape, const LinearPlan& plan, const DeviceSpeed& speed);
 

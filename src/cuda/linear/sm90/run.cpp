@@ -5,7 +5,6 @@
 #include "src/cuda/linear/sm90/forward.h"
 #include "src/cuda/linear/sm90/panels.h"
 #include "src/cuda/linear/sm90/product.h"
-#include "src/cuda/linear/sm90/steps.h"
 #include "src/cuda/linear/sm90/teams.h"
 
 namespace logitless::cuda::sm90 {
@@ -80,16 +79,11 @@ LinearMemory complete(const LinearCall& call, const LinearPlan& plan, LinearMemo
 
 }  // namespace
 
-void HopperEngine::for_steps(const LinearShape& shape, const LinearPlan& plan,
-                             StepVisitor* visitor) const {
-  HopperSteps(shape, plan, visitor).enumerate();
-}
-
 void HopperEngine::run(const LinearCall& call, const LinearPlan& plan, const LinearMemory& memory,
                        const DeviceInfo& device, Stream* stream) const {
   const LinearMemory completed = complete(call, plan, memory, device);
   HopperRun run(call, plan, completed, device, stream);
-  HopperSteps(call.shape, plan, &run).enumerate();
+  for_steps(call.shape, plan, &run);
 }
 
 }  // namespace logitless::cuda::sm90

@@ -1,33 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a plan does on every GPU: E of the columns that are kept, in the workspace; of the others E
 // again, or dz where nothing is kept.
-#pragma once
-
 #include "src/cuda/linear/steps.h"
 
+#include "src/cuda/linear/portable/engine.h"
+
 namespace logitless::cuda {
+namespace {
 
-template <class Visitor>
-class PortableSteps : public CallSteps<PortableSteps<Visitor>, Visitor> {
-  using Base = CallSteps<PortableSteps<Visitor>, Visitor>;
-  friend Base;
-  using Base::grad_bias, Base::grad_weight, Base::grad_input_by_rows, Base::scale_input;
-  using Base::p_, Base::s_, Base::stored, Base::visitor_, Base::tokens_, Base::visit;
-  using Base::write_grad_input;
-
+class PortableSteps final : public CallSteps {
  public:
-  PortableSteps(const LinearShape& shape, const LinearPlan& plan, Visitor* visitor)
-      : Base(shape, plan, visitor) {}
+  using CallSteps::CallSteps;
 
  private:
-  bool has_tail() const { return s_.vocab % 8 != 0; }
+  bool has_tail() const override { return s_.vocab % 8 != 0; }
 
-  void logits() {
+  void logits() override {
     visit(
         {.kind = StepKind::logits, .panel = {.columns = s_.vocab}, .of_e = p_.stored_columns > 0});
   }
 
-  void gradients() {
+  void gradients() override {
     const bool of_e = p_.stored_columns > 0;
     if (p_.stored_columns == s_.vocab) {
       visit({.kind = StepKind::finish_panel, .panel = stored(), .of_e = true});
@@ -61,5 +54,12 @@ class PortableSteps : public CallSteps<PortableSteps<Visitor>, Visitor> {
     grad_bias(panel, of_e);
   }
 };
+
+}  // namespace
+
+void PortableEngine::for_steps(const LinearShape& shape, const LinearPlan& plan,
+                               StepVisitor* visitor) const {
+  PortableSteps(shape, plan, visitor).enumerate();
+}
 
 }  // namespace logitless::cuda

@@ -1,28 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a plan does on Hopper: E of the columns that are kept, in the workspace and in grad_weight's
 // memory; dz of the others, a panel at a time.
-#pragma once
-
-#include "src/cuda/linear/sm90/panels.h"
 #include "src/cuda/linear/steps.h"
 
+#include <algorithm>
+
+#include "src/cuda/linear/sm90/engine.h"
+#include "src/cuda/linear/sm90/panels.h"
+
 namespace logitless::cuda::sm90 {
+namespace {
 
-template <class Visitor>
-class HopperSteps : public CallSteps<HopperSteps<Visitor>, Visitor> {
-  using Base = CallSteps<HopperSteps<Visitor>, Visitor>;
-  friend Base;
-  using Base::grad_bias, Base::grad_weight, Base::grad_input_by_rows, Base::scale_input;
-  using Base::lent, Base::write_grad_input;
-  using Base::p_, Base::s_, Base::stored, Base::visitor_, Base::tokens_, Base::visit;
-
+class HopperSteps final : public CallSteps {
  public:
-  HopperSteps(const LinearShape& shape, const LinearPlan& plan, Visitor* visitor)
-      : Base(shape, plan, visitor) {}
+  using CallSteps::CallSteps;
 
  private:
-  bool has_tail() const { return false; }
-  void logits() {
+  void logits() override {
     const int64_t kept = kept_columns(p_);
     const auto pass = [&](const PanelPlace& panel, bool keeps) {
       if (panel.columns == 0) return;
@@ -33,7 +27,7 @@ class HopperSteps : public CallSteps<HopperSteps<Visitor>, Visitor> {
     pass({.first = kept, .columns = s_.vocab - kept}, false);
   }
 
-  void gradients() {
+  void gradients() override {
     if (p_.stored_columns == s_.vocab) return whole_gradients();
     const int64_t kept = kept_columns(p_);
     scale_input();
@@ -128,5 +122,12 @@ class HopperSteps : public CallSteps<HopperSteps<Visitor>, Visitor> {
     return of_e;
   }
 };
+
+}  // namespace
+
+void HopperEngine::for_steps(const LinearShape& shape, const LinearPlan& plan,
+                             StepVisitor* visitor) const {
+  HopperSteps(shape, plan, visitor).enumerate();
+}
 
 }  // namespace logitless::cuda::sm90
