@@ -11,8 +11,9 @@ namespace logitless {
 
 struct Backend {
   virtual ~Backend() = default;
-  // Pure and cheap; `call` is validated. Data pointers may be null.
-  virtual Status workspace(const Call& call, WorkspaceSize* size) const = 0;
+  // Pure and cheap; `call` is validated. Data pointers may be null. What is recommended may be left
+  // out where `given` bytes are the minimum or more.
+  virtual Status workspace(const Call& call, uint64_t given, WorkspaceSize* size) const = 0;
   // `call` and the workspace (>= minimum, aligned) are validated.
   virtual Status run(const Call& call, const Workspace& workspace) const = 0;
   virtual const char* name() const = 0;

@@ -226,18 +226,18 @@ Status from_c(const logitless_op* source, const Execution& execution, Call* call
 
 // The backend first: a device that this library does not have is said before what is wrong with the
 // op.
-Status plan(const Call& call, const Backend** backend, WorkspaceSize* size) {
+Status plan(const Call& call, uint64_t given, const Backend** backend, WorkspaceSize* size) {
   Status status;
   *backend = find_backend(call.execution.device.type, &status);
   if (status.ok()) status = validate(call);
-  if (status.ok()) status = (*backend)->workspace(call, size);
+  if (status.ok()) status = (*backend)->workspace(call, given, size);
   return status;
 }
 
 Status run(const Call& call, const Workspace& workspace) {
   const Backend* backend = nullptr;
   WorkspaceSize size;
-  Status status = plan(call, &backend, &size);
+  Status status = plan(call, workspace.bytes, &backend, &size);
   if (status.ok()) status = validate_data(call, workspace, size);
   if (status.ok()) status = backend->run(call, workspace);
   return status;
@@ -262,7 +262,7 @@ int32_t logitless_workspace(const logitless_op* op, const logitless_execution* e
     Call call;
     if (result.ok()) result = from_c(op, e, &call);
     const Backend* backend = nullptr;
-    if (result.ok()) result = plan(call, &backend, &s);
+    if (result.ok()) result = plan(call, 0, &backend, &s);
     if (result.ok())
       write_struct({sizeof(logitless_workspace_size), 0, s.minimum, s.recommended, s.alignment},
                    size);

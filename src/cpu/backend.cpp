@@ -12,8 +12,8 @@ namespace {
 struct CpuBackend final : Backend {
   CpuBackend() { cpu::initialize_dispatch(); }
   const char* name() const override { return "cpu"; }
-  Status workspace(const Call& call, WorkspaceSize* size) const override {
-    if (call.linear) return cpu::linear_workspace(call, size);
+  Status workspace(const Call& call, uint64_t given, WorkspaceSize* size) const override {
+    if (call.linear) return cpu::linear_workspace(call, given, size);
     return call.loss_op ? cpu::logits_loss_workspace(call, size)
                         : cpu::softmax_workspace(call, size);
   }

@@ -472,12 +472,13 @@ LinearShape shape_of(const Call& call) {
           .class_weight = static_cast<bool>(call.vocab_weight)};
 }
 
-Status linear_workspace(const Call& call, WorkspaceSize* size) {
+Status linear_workspace(const Call& call, uint64_t given, WorkspaceSize* size) {
   const LinearShape shape = shape_of(call);
   const int64_t threads = executor_of(call.execution).num_threads;
   size->minimum = plan_linear(shape, 0, 1).bytes;
-  size->recommended = std::max(size->minimum, recommended_plan(shape, threads).bytes);
   size->alignment = 64;
+  if (given >= size->minimum) return {};
+  size->recommended = std::max(size->minimum, recommended_plan(shape, threads).bytes);
   return {};
 }
 

@@ -15,7 +15,7 @@ Status logits_loss_workspace(const Call& call, WorkspaceSize* size);
 Status run_logits_loss(const Call& call, const Workspace& workspace);
 
 // linear_run.cpp
-Status linear_workspace(const Call& call, WorkspaceSize* size);
+Status linear_workspace(const Call& call, uint64_t given, WorkspaceSize* size);
 Status run_linear(const Call& call, const Workspace& workspace);
 
 }  // namespace logitless::cpu

@@ -32,11 +32,11 @@ const char* near_references(const cuda::DeviceInfo& device) {
 
 struct CudaBackend final : Backend {
   const char* name() const override { return "cuda"; }
-  Status workspace(const Call& call, WorkspaceSize* size) const override {
+  Status workspace(const Call& call, uint64_t given, WorkspaceSize* size) const override {
     const cuda::DeviceInfo* device;
     const Status status = find_device(call.execution, &device);
     if (!status.ok()) return status;
-    if (call.linear) return cuda::linear_workspace(call, *device, size);
+    if (call.linear) return cuda::linear_workspace(call, *device, given, size);
     return call.loss_op ? cuda::logits_loss_workspace(call, *device, size)
                         : cuda::softmax_workspace(call, *device, size);
   }

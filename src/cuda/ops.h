@@ -17,7 +17,7 @@ Status logits_loss_workspace(const Call&, const DeviceInfo&, WorkspaceSize*);
 Status run_logits_loss(const Call&, const Workspace&, const DeviceInfo&, Stream*);
 
 // linear_cross_entropy.cpp
-Status linear_workspace(const Call&, const DeviceInfo&, WorkspaceSize*);
+Status linear_workspace(const Call&, const DeviceInfo&, uint64_t given, WorkspaceSize*);
 
 // Loads every kernel and the matrix library on this device, so that no later call does.
 Status warmup(const DeviceInfo&);

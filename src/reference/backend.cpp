@@ -33,7 +33,7 @@ Status evaluate_and_write(const Call& call) {
 
 struct ReferenceBackend final : Backend {
   const char* name() const override { return "reference"; }
-  Status workspace(const Call&, WorkspaceSize* size) const override {
+  Status workspace(const Call&, uint64_t, WorkspaceSize* size) const override {
     *size = {.minimum = 0, .recommended = 0, .alignment = 64};
     return {};
   }

@@ -13,7 +13,7 @@ namespace {
 
 struct WebGpuBackend final : Backend {
   const char* name() const override { return "webgpu"; }
-  Status workspace(const Call& call, WorkspaceSize* size) const override {
+  Status workspace(const Call& call, uint64_t, WorkspaceSize* size) const override {
     Status status;
     const webgpu::NativeDevice* device = webgpu::find_device(call.execution.device.index, &status);
     if (device == nullptr) return status;

@@ -30,15 +30,13 @@ class Toy final : public Engine {
     call->shape.can_store = false;
   }
   DeviceSpeed speed(const DeviceInfo&) const override { return {.products = 1, .memory = 1}; }
-  LinearPlan smallest(const LinearShape& s, const DeviceSpeed&) const override {
+  void each_plan(const LinearShape& s, const DeviceSpeed&, uint64_t,
+                 const std::function<void(const LinearPlan&)>& consider) const override {
     LinearPlan p{.token_chunk = s.tokens, .chunks = 1, .hidden_pitch = s.hidden};
     Arena arena;
     place(s, p, &arena);
     p.bytes = arena.used();
-    return p;
-  }
-  LinearPlan fastest(const LinearShape& s, const DeviceSpeed& speed, uint64_t) const override {
-    return smallest(s, speed);
+    consider(p);
   }
   LinearMemory place(const LinearShape& s, const LinearPlan&, Arena* arena) const override {
     LinearMemory m;
@@ -127,15 +125,15 @@ TEST(CudaEngine, ItsSizesAreItsOwn) {
 // The memo in front of plans must not give one engine's plan to another.
 TEST(CudaEngine, APlanIsTheEnginesOwn) {
   const auto [engine, call] = make_call(list, Head(toy_vocab).op, toy_device);
-  const uint64_t own = smallest_plan(*engine, call.shape, {}).bytes;
-  EXPECT_GT(smallest_plan(portable(), call.shape, {}).bytes, own);
-  EXPECT_EQ(smallest_plan(*engine, call.shape, {}).bytes, own);
+  const uint64_t own = on(*engine, call.shape).smallest().bytes;
+  EXPECT_GT(on(portable(), call.shape).smallest().bytes, own);
+  EXPECT_EQ(on(*engine, call.shape).smallest().bytes, own);
 }
 
 TEST(CudaEngine, ItRunsWhatItPlanned) {
   Head head(toy_vocab);
   const auto [engine, call] = make_call(list, head.op, toy_device);
-  const LinearPlan plan = engine->fastest(call.shape, {}, 1 << 20);
+  const LinearPlan plan = on(*engine, call.shape).plan(1 << 20);
   std::vector<char> workspace(plan.bytes);
   Arena arena(workspace.data());
   engine->run(call, plan, engine->place(call.shape, plan, &arena), toy_device, nullptr);

@@ -188,16 +188,16 @@ TEST(CudaPanels, NoWayToKeepEStandsInAnothers) {
   LinearShape s{.tokens = 1024, .vocab = 129280, .hidden = 768};
   s.grad_input = s.grad_weight = s.plain = true;
   s.direct_grad_input = s.lends_grad_input = s.lends_grad_weight = s.grad_weight_f32 = true;
-  const LinearPlan summed = plan_linear(hopper(), s, {}, 6050000);
+  const LinearPlan summed = on(hopper(), s).plan(6050000);
   EXPECT_EQ(summed.chunks, 1);
   EXPECT_EQ(kept_columns(summed), s.vocab);
   EXPECT_TRUE(summed.grad_input_sum);
   s.vocab = 151936, s.hidden = 1024;
   s.grad_input = s.direct_grad_input = s.lends_grad_input = s.grad_weight_f32 = false;
-  EXPECT_LT(plan_linear(hopper(), s, {}, 8660000).seconds, 2e-3);
+  EXPECT_LT(on(hopper(), s).plan(8660000).seconds, 2e-3);
   s.tokens = 8192, s.vocab = 50304, s.hidden = 4096;
   s.grad_input = s.direct_grad_input = s.lends_grad_input = true;
-  EXPECT_LT(smallest_plan(hopper(), s, {}).bytes, 110e6);
+  EXPECT_LT(on(hopper(), s).smallest().bytes, 110e6);
 }
 
 // Llama-3 in 64 MiB beyond the sum of grad_input: a third of E lies in grad_weight, and the panels
@@ -206,9 +206,9 @@ TEST(CudaPanels, GradWeightSparesWork) {
   LinearShape s{.tokens = 8192, .vocab = 128256, .hidden = 4096};
   s.grad_input = s.grad_weight = s.direct_grad_weight = true;
   s.direct_grad_input = s.lends_grad_input = true;
-  const LinearPlan alone = plan_linear(hopper(), s, {}, 192 * MiB);
+  const LinearPlan alone = on(hopper(), s).plan(192 * MiB);
   s.lends_grad_weight = true;
-  const LinearPlan lent = plan_linear(hopper(), s, {}, 192 * MiB);
+  const LinearPlan lent = on(hopper(), s).plan(192 * MiB);
   EXPECT_GT(kept_columns(lent), 30000);
   EXPECT_LT(lent.seconds, 0.93 * alone.seconds);
   int panels = 0;

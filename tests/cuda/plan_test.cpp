@@ -63,10 +63,9 @@ TEST(CudaPlan, TheStepToTheWholeIsSmall) {
   s.direct_grad_input = s.lends_grad_input = s.lends_grad_weight = true;
   for (const bool all : {false, true}) {
     s.grad_bias = s.smoothing = s.entropy = s.weighted_sum = s.argmax = s.bias = all;
-    const double whole = plan_linear(hopper(), s, {}, 3000 * MiB).seconds;
+    const double whole = on(hopper(), s).plan(3000 * MiB).seconds;
     for (uint64_t mib = 1960; mib < 2200; mib += 4) {
-      EXPECT_LE(plan_linear(hopper(), s, {}, mib * MiB).seconds, 1.08 * whole)
-          << mib << " MiB, " << all;
+      EXPECT_LE(on(hopper(), s).plan(mib * MiB).seconds, 1.08 * whole) << mib << " MiB, " << all;
     }
   }
 }
@@ -106,7 +105,7 @@ TEST(CudaPlan, TwoPassesWhereTheSumsHaveNoRoom) {
   LinearShape s{.tokens = 20480, .vocab = 50257, .hidden = 768};
   s.grad_input = s.grad_weight = s.direct_grad_weight = s.plain = true;
   s.direct_grad_input = s.lends_grad_input = s.lends_grad_weight = true;
-  const auto plan = [&](uint64_t mib) { return plan_linear(hopper(), s, {}, mib * MiB); };
+  const auto plan = [&](uint64_t mib) { return on(hopper(), s).plan(mib * MiB); };
   EXPECT_EQ(plan(124).kind, PlanKind::two_passes);
   EXPECT_GT(plan(124).first_rows, 0);
   EXPECT_EQ(plan(188).kind, PlanKind::chunks);
@@ -128,11 +127,11 @@ TEST(CudaPlan, PlansAtAnyExtent) {
         LinearShape s{.tokens = tokens, .vocab = vocab, .hidden = hidden};
         s.grad_input = s.grad_weight = s.direct_grad_input = true;
         s.lends_grad_input = s.lends_grad_weight = true;
-        const LinearPlan least = smallest_plan(hopper(), s, {});
+        const LinearPlan least = on(hopper(), s).smallest();
         const double each = 2.0 * static_cast<double>(tokens) * static_cast<double>(vocab) *
                             static_cast<double>(hidden);
         for (const uint64_t bytes : {least.bytes, 2 * least.bytes, 8 * least.bytes}) {
-          const LinearPlan p = plan_linear(hopper(), s, {}, bytes);
+          const LinearPlan p = on(hopper(), s).plan(bytes);
           EXPECT_LE(p.bytes, bytes);
           EXPECT_GT(p.seconds, 0.999 * 3 * each / DeviceSpeed{}.products)
               << tokens << " x " << vocab << " x " << hidden;
@@ -144,17 +143,17 @@ TEST(CudaPlan, PlansAtAnyExtent) {
 
 TEST(CudaPlan, TheFrontierHasAllItsPlans) {
   LinearShape s{.tokens = 8192, .vocab = 128256, .hidden = 4096};
-  EXPECT_EQ(recommended_plan(portable(), s, {}).kind, PlanKind::loss_only);
+  EXPECT_EQ(on(portable(), s).recommended().kind, PlanKind::loss_only);
   s.grad_input = s.grad_weight = true;
   std::set<PlanKind> kinds;
   for (const uint64_t mib : {256, 512, 1024, 1536, 2200}) {
-    kinds.insert(plan_linear(portable(), s, {}, mib * MiB).kind);
+    kinds.insert(on(portable(), s).plan(mib * MiB).kind);
   }
   EXPECT_TRUE(kinds.contains(PlanKind::frugal));
   EXPECT_TRUE(kinds.contains(PlanKind::mixed));
   EXPECT_TRUE(kinds.contains(PlanKind::whole));
   s.grad_weight_f32 = true;  // chunks add to the output itself
-  EXPECT_EQ(plan_linear(portable(), s, {}, 1280 * MiB).kind, PlanKind::chunks);
+  EXPECT_EQ(on(portable(), s).plan(1280 * MiB).kind, PlanKind::chunks);
 }
 
 TEST(CudaPlan, TheRecommendedKeepsThePromiseOfTheName) {
@@ -188,12 +187,12 @@ TEST(CudaPlan, TheLossAloneTakesAllTokensAtOnceInSixteenMebibytes) {
                                               {20480, 50257, 768}}) {
     LinearShape s{.tokens = tokens, .vocab = vocab, .hidden = hidden};
     s.plain = s.reads_input = true;
-    const LinearPlan p = plan_linear(hopper(), s, {}, 16 * MiB);
+    const LinearPlan p = on(hopper(), s).plan(16 * MiB);
     EXPECT_LE(p.bytes, 16 * MiB);
     EXPECT_EQ(p.chunks, 1);
     EXPECT_FALSE(p.copies_input);
     // With room for the rows that count, which the copy engine brings faster.
-    const LinearPlan recommended = recommended_plan(hopper(), s, {});
+    const LinearPlan recommended = on(hopper(), s).recommended();
     EXPECT_EQ(recommended.chunks, 1);
     EXPECT_TRUE(recommended.copies_input);
   }

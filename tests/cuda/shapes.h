@@ -16,6 +16,8 @@ constexpr uint64_t MiB = uint64_t{1} << 20;
 inline const Engine& hopper() { return *engines().front(); }
 inline const Engine& portable() { return *engines().back(); }
 
+inline Asked on(const Engine& engine, const LinearShape& shape) { return {engine, shape, {}}; }
+
 inline std::vector<Asked> shapes() {
   std::vector<Asked> all;
   for (const bool on_hopper : {false, true}) {

@@ -141,9 +141,9 @@ void add_linear(const cuda::Asked& asked, uint64_t bytes, Facts* facts) {
   facts->add_bytes("bytes", p.bytes);
   facts->add_number("s", p.seconds);
   int number = 0;
-  for (const auto& pass : {first_pass(s, p.first_rows), second_pass(s, p.first_rows)}) {
+  for (const cuda::Planned& pass : cuda::passes(asked, bytes)) {
     facts->prefix = std::to_string(++number) + ".";
-    add_plan(engine, pass, plan_linear(engine, pass, speed, bytes - state_bytes(s)), facts);
+    add_plan(engine, pass.shape, pass.plan, facts);
   }
 }
 

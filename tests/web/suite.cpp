@@ -39,7 +39,7 @@ webgpu::BrowserDevice& browser() {
 
 struct BrowserBackend final : Backend {
   const char* name() const override { return "webgpu"; }
-  Status workspace(const Call& call, WorkspaceSize* size) const override {
+  Status workspace(const Call& call, uint64_t, WorkspaceSize* size) const override {
     *size = {.alignment = 1};
     return webgpu::workspace_sizes(webgpu::problem_of(call), browser().limits(), &size->minimum,
                                    &size->recommended);

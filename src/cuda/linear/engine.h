@@ -3,6 +3,7 @@
 // the facts of a call that its kernels need, and runs a plan. engines.cpp lists them, best first.
 #pragma once
 
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -31,11 +32,16 @@ class Engine {
   // Returns what its plans count with on this device.
   virtual DeviceSpeed speed(const DeviceInfo& device) const = 0;
 
-  // The plan of the fewest bytes, and the quickest of at most `bytes`, by what each is thought to
-  // take; the smallest where none fits. Callers ask plan.h, which remembers.
-  virtual LinearPlan smallest(const LinearShape& shape, const DeviceSpeed& speed) const = 0;
-  virtual LinearPlan fastest(const LinearShape& shape, const DeviceSpeed& speed,
-                             uint64_t bytes) const = 0;
+  // Calls consider(plan) with every plan of at most `bytes` that is thought of, and maybe with
+  // larger ones, but for its seconds; 0: with those that the smallest one is chosen from.
+  virtual void each_plan(const LinearShape& shape, const DeviceSpeed& speed, uint64_t bytes,
+                         const std::function<void(const LinearPlan&)>& consider) const = 0;
+  // Returns `best` of these or a plan of several passes: a better one of at least `minimum` and at
+  // most `bytes`; where the minimum is looked for (0), a smaller one that is hardly slower.
+  virtual LinearPlan in_passes(const LinearShape&, const DeviceSpeed&, uint64_t /*minimum*/,
+                               uint64_t /*bytes*/, const LinearPlan& best) const {
+    return best;
+  }
   // Says where a plan's arrays lie in the workspace.
   virtual LinearMemory place(const LinearShape& shape, const LinearPlan& plan,
                              Arena* arena) const = 0;
@@ -67,6 +73,18 @@ struct EngineCall {
 EngineCall make_call(std::span<const Engine* const> engines, const Call& call,
                      const DeviceInfo& device);
 
+// True where `p` is quicker than `best`, or smaller and as quick.
+inline bool is_better(const LinearPlan& p, const LinearPlan& best) {
+  return p.seconds < best.seconds || (p.seconds == best.seconds && p.bytes < best.bytes);
+}
+// The plan of the fewest bytes; and the quickest of at most `bytes`, by what each is thought to
+// take, or the smallest where none fits.
+struct Found {
+  LinearPlan least, best;
+};
+// Remembers the last few answers.
+Found search(const Engine& engine, const LinearShape& shape, const DeviceSpeed& speed,
+             uint64_t bytes);
 // How an engine runs an op in a workspace: in one pass over the vocabulary or in two, one after the
 // other.
 struct LinearPass {
@@ -86,9 +104,10 @@ struct Asked {
   const Engine& engine;
   LinearShape shape;
   DeviceSpeed speed;
-  LinearPlan smallest() const { return smallest_plan(engine, shape, speed); }
-  LinearPlan plan(uint64_t bytes) const { return plan_linear(engine, shape, speed, bytes); }
-  LinearPlan recommended() const { return recommended_plan(engine, shape, speed); }
+  LinearPlan smallest() const { return search(engine, shape, speed, 0).least; }
+  LinearPlan plan(uint64_t bytes) const { return search(engine, shape, speed, bytes).best; }
+  // Within the promise of the name: at most a quarter of the f32 logits beyond the gradients' sums.
+  LinearPlan recommended() const;
 };
 // A call that runs in one pass; a plan of two is two of them, behind the rows' states.
 struct Planned {

@@ -114,9 +114,9 @@ Call second_op(const Call& op, const Call& state, int64_t first_rows) {
 }
 
 // A plan of two passes, one after the other in the memory behind the rows' states.
-LinearPasses two_passes(const EngineCall& made, const Call& op, const LinearPlan& plan,
-                        uint64_t bytes, char* workspace, const DeviceInfo& device) {
-  const LinearShape& shape = made.call.shape;
+LinearPasses two_passes(const Asked& asked, const Call& op, int64_t first_rows, uint64_t bytes,
+                        char* workspace, const DeviceInfo& device) {
+  const auto& [engine, shape, speed] = asked;
   Arena states(workspace);
   Call first = op;
   const auto [reference, log_sum] = place_states(shape, &states);
@@ -126,29 +126,30 @@ LinearPasses two_passes(const EngineCall& made, const Call& op, const LinearPlan
                         .dtype = DType::f32,
                         .device = op.input.device,
                         .rank = 1,
-                        .shape = {shape.tokens},
+                        .shape = {op.tokens()},
                         .stride = {1}};
   };
   keep(&first.row_reference, reference);
   keep(&first.row_log_sum, log_sum);
-  const Call second = second_op(op, first, plan.first_rows);
+  const Call second = second_op(op, first, first_rows);
   first.grad_bias = {};  // grad_weight stays: where it is not made its memory may still hold panels
   const uint64_t left = bytes - states.used();
   const auto pass = [&](LinearCall call, const LinearShape& planned) -> LinearPass {
     call.shape = planned;
-    const LinearPlan p = plan_linear(*made.engine, planned, made.engine->speed(device), left);
+    const LinearPlan p = search(engine, planned, speed, left).best;
     Arena arena(workspace + states.used());
-    return {call, p, made.engine->place(planned, p, &arena)};
+    return {call, p, engine.place(planned, p, &arena)};
   };
-  return {made.engine,
+  return {&engine,
           2,
-          {pass(make_call(engines(), first, device).call, first_pass(shape, plan.first_rows)),
-           pass(make_call(engines(), second, device).call, second_pass(shape, plan.first_rows))}};
+          {pass(make_call(engines(), first, device).call, first_pass(shape, first_rows)),
+           pass(make_call(engines(), second, device).call, second_pass(shape, first_rows))}};
 }
 
 }  // namespace
 
-Status linear_workspace(const Call& call, const DeviceInfo& device, WorkspaceSize* size) {
+Status linear_workspace(const Call& call, const DeviceInfo& device, uint64_t given,
+                        WorkspaceSize* size) {
   const Status status = find_matrix_library();
   if (!status.ok()) return status;
   for (const int64_t extent : {call.input.shape[0], call.weight.shape[0], call.weight.shape[1]}) {
@@ -179,21 +180,22 @@ Status linear_workspace(const Call& call, const DeviceInfo& device, WorkspaceSiz
       unknown[n]->alignment = static_cast<uint32_t>((i >> n & 1) != 0 ? least : most_alignment);
     }
     const Asked planned = asked_of(asked, device);
-    const uint64_t minimum = planned.smallest().bytes;
-    const uint64_t recommended = planned.recommended().bytes;
+    const uint64_t minimum =
+        search(planned.engine, planned.shape, planned.speed, given).least.bytes;
     size->minimum = std::max(size->minimum, minimum);
-    size->recommended = std::max({size->recommended, minimum, recommended});
+    if (given >= minimum) continue;
+    size->recommended = std::max({size->recommended, minimum, planned.recommended().bytes});
   }
   return {};
 }
 
 LinearPasses linear_passes(const Call& op, const Workspace& workspace, const DeviceInfo& device) {
-  const EngineCall made = make_call(engines(), op, device);
-  const auto& [engine, call] = made;
-  const LinearPlan plan = plan_linear(*engine, call.shape, engine->speed(device), workspace.bytes);
+  const auto [engine, call] = make_call(engines(), op, device);
+  const Asked asked{*engine, call.shape, engine->speed(device)};
+  const LinearPlan plan = asked.plan(workspace.bytes);
   char* memory = static_cast<char*>(workspace.data) + workspace.byte_offset;
   if (plan.kind == PlanKind::two_passes) {
-    return two_passes(made, op, plan, workspace.bytes, memory, device);
+    return two_passes(asked, op, plan.first_rows, workspace.bytes, memory, device);
   }
   Arena arena(memory);
   const LinearPass whole{call, plan, engine->place(call.shape, plan, &arena)};

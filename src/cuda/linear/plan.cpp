@@ -2,36 +2,41 @@
 #include "src/cuda/linear/plan.h"
 
 #include <algorithm>
+#include <array>
+#include <functional>
 
-#include "src/cuda/linear/engine.h"
 #include "src/cuda/linear/plan_search.h"
+#include "src/cuda/linear/plan_time.h"
 
 namespace logitless::cuda {
 namespace {
 
-// The last few answers of each thread: planning takes longer than enqueuing a small call.
-struct Question {
-  const Engine* engine = nullptr;
-  int kind = -1;
-  LinearShape shape;
-  DeviceSpeed speed;
-  uint64_t bytes = 0;
-  bool operator==(const Question&) const = default;
-};
-template <class F>
-LinearPlan remembered(const Question& question, F&& plan) {
-  constexpr int most = 24;
-  thread_local Question questions[most];
-  thread_local LinearPlan answers[most];
-  thread_local int next = 0;
-  for (int i = 0; i < most; ++i) {
-    if (questions[i] == question) return answers[i];
-  }
-  const LinearPlan answer = plan();
-  questions[next] = question;
-  answers[next] = answer;
-  next = (next + 1) % most;
-  return answer;
+// The plan of the fewest bytes, the quicker of two alike. The time is asked of those alone that may
+// be chosen, for it takes longer to say than the rest.
+LinearPlan smallest_of(const Engine& engine, const LinearShape& s, const DeviceSpeed& speed) {
+  LinearPlan least;
+  const auto choose = [&](LinearPlan p) {
+    if (least.bytes > 0 && p.bytes > least.bytes) return;
+    p.seconds = predicted_time(engine, s, p, speed);
+    if (least.bytes == 0 || p.bytes < least.bytes || p.seconds < least.seconds) least = p;
+  };
+  engine.each_plan(s, speed, 0, std::ref(choose));
+  return engine.in_passes(s, speed, 0, 0, least);
+}
+
+// The quickest, the smaller of two alike, of at least the minimum and at most `bytes`: what would
+// do with less than the minimum is not what the minimum was made for.
+LinearPlan quickest_of(const Engine& engine, const LinearShape& s, const DeviceSpeed& speed,
+                       const LinearPlan& least, uint64_t bytes) {
+  if (bytes < least.bytes) return least;
+  LinearPlan best;
+  const auto choose = [&](LinearPlan p) {
+    if (p.bytes > bytes || p.bytes < least.bytes) return;
+    p.seconds = predicted_time(engine, s, p, speed);
+    if (best.bytes == 0 || is_better(p, best)) best = p;
+  };
+  engine.each_plan(s, speed, bytes, std::ref(choose));
+  return best.bytes == 0 ? least : engine.in_passes(s, speed, least.bytes, bytes, best);
 }
 
 }  // namespace
@@ -107,23 +112,39 @@ std::vector<Planned> passes(const Asked& asked, uint64_t bytes) {
   if (p.kind != PlanKind::two_passes) return {{engine, s, p}};
   std::vector<Planned> both;
   for (const LinearShape& pass : {first_pass(s, p.first_rows), second_pass(s, p.first_rows)}) {
-    both.push_back({engine, pass, plan_linear(engine, pass, speed, bytes - state_bytes(s))});
+    both.push_back({engine, pass, search(engine, pass, speed, bytes - state_bytes(s)).best});
   }
   return both;
 }
 
-LinearPlan smallest_plan(const Engine& engine, const LinearShape& shape, const DeviceSpeed& speed) {
-  return remembered({&engine, 0, shape, speed, 0}, [&] { return engine.smallest(shape, speed); });
+Found search(const Engine& engine, const LinearShape& shape, const DeviceSpeed& speed,
+             uint64_t bytes) {
+  // The last few answers of each thread: planning takes longer than enqueuing a small call.
+  struct Answer {
+    const Engine* engine = nullptr;
+    LinearShape shape;
+    DeviceSpeed speed;
+    uint64_t bytes = 0;
+    Found found;
+  };
+  constexpr size_t most = 24;
+  thread_local std::array<Answer, most> answers;
+  thread_local size_t next = 0;
+  Answer answer{&engine, shape, speed, bytes, {}};
+  bool knows_least = false;
+  for (const Answer& known : answers) {
+    if (known.engine != &engine || known.shape != shape || known.speed != speed) continue;
+    if (known.bytes == bytes) return known.found;
+    answer.found.least = known.found.least, knows_least = true;
+  }
+  auto& [least, best] = answer.found;
+  if (!knows_least) least = smallest_of(engine, shape, speed);
+  best = quickest_of(engine, shape, speed, least, bytes);
+  answers[next++ % most] = answer;
+  return answer.found;
 }
 
-LinearPlan plan_linear(const Engine& engine, const LinearShape& shape, const DeviceSpeed& speed,
-                       uint64_t bytes) {
-  return remembered({&engine, 1, shape, speed, bytes},
-                    [&] { return engine.fastest(shape, speed, bytes); });
-}
-
-LinearPlan recommended_plan(const Engine& engine, const LinearShape& shape,
-                            const DeviceSpeed& speed) {
+LinearPlan Asked::recommended() const {
   const uint64_t logits = uint64_t(shape.tokens) * shape.vocab;  // a quarter of them in f32
   uint64_t sums = 0;
   if (shape.grad_input) sums += uint64_t(shape.tokens) * shape.hidden * 4;
@@ -131,14 +152,14 @@ LinearPlan recommended_plan(const Engine& engine, const LinearShape& shape,
     sums += uint64_t(shape.vocab) * shape.hidden * 4;
   }
   if (shape.copies_weight) sums += uint64_t(shape.vocab) * (shape.hidden + 8) * 4;
-  LinearPlan plan = plan_linear(engine, shape, speed, logits + sums + (uint64_t{16} << 20));
+  LinearPlan best = plan(logits + sums + (uint64_t{16} << 20));
   // Whoever brings exactly these bytes gets this plan, or one as quick.
   for (int tries = 0; tries < 4; ++tries) {
-    const LinearPlan again = plan_linear(engine, shape, speed, plan.bytes);
-    if (again.seconds <= plan.seconds) break;
-    plan = again;
+    const LinearPlan again = plan(best.bytes);
+    if (again.seconds <= best.seconds) break;
+    best = again;
   }
-  return plan;
+  return best;
 }
 
 }  // namespace logitless::cuda

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the planners of every engine share: an engine enumerates plans, these settle what follows
-// from one and choose among them.
+// from one.
 #pragma once
 
 #include <algorithm>
@@ -38,36 +38,5 @@ LinearPlan largest_share(const LinearShape& s, uint64_t bytes, int64_t least, in
   }
   return {};
 }
-
-// Picks of each_plan(consider) the one of fewest bytes, the quicker of two alike. The time is set
-// of those alone that may be chosen, for it takes longer to say than the rest.
-template <class F, class G>
-LinearPlan smallest_of(F&& each_plan, G&& set_time) {
-  LinearPlan least;
-  each_plan([&](LinearPlan p) {
-    if (least.bytes > 0 && p.bytes > least.bytes) return;
-    set_time(&p);
-    if (least.bytes == 0 || p.bytes < least.bytes || p.seconds < least.seconds) least = p;
-  });
-  return least;
-}
-
-// The quickest, the smaller of two alike, of at least `minimum` and at most `bytes`: what would do
-// with less than the minimum is not what the minimum was made for. Without bytes: none.
-class Fastest {
- public:
-  Fastest(uint64_t minimum, uint64_t bytes) : minimum_(minimum), bytes_(bytes) {}
-  bool may_be(const LinearPlan& p) const { return p.bytes <= bytes_ && p.bytes >= minimum_; }
-  void choose(const LinearPlan& p) {
-    const bool better =
-        p.seconds < best_.seconds || (p.seconds == best_.seconds && p.bytes < best_.bytes);
-    if (best_.bytes == 0 || better) best_ = p;
-  }
-  const LinearPlan& best() const { return best_; }
-
- private:
-  uint64_t minimum_, bytes_;
-  LinearPlan best_;
-};
 
 }  // namespace logitless::cuda

@@ -85,22 +85,6 @@ void each_width(const PortableEngine& engine, const LinearShape& s, uint64_t byt
   }
 }
 
-// Calls consider(plan) with every plan that is considered for `bytes`.
-template <class F>
-void each_plan(const PortableEngine& engine, const LinearShape& s, uint64_t bytes, F&& consider) {
-  for (int64_t most = round_up(std::max<int64_t>(s.tokens, 1), 8);;
-       most = std::max(most / 2, least_chunk)) {
-    LinearPlan p = chunked(s, most);
-    for (int64_t block = int64_t{32} << 20; block >= int64_t{1} << 20; block /= 2) {
-      set_block(s, block, &p);
-      p.stored_columns = s.gradients() && s.can_store ? s.vocab : 0;
-      if (!s.gradients() || s.can_store) consider(finish(engine, s, p));
-      if (s.gradients()) each_width(engine, s, bytes, p, consider);
-    }
-    if (most <= least_chunk) break;
-  }
-}
-
 }  // namespace
 
 double PortableEngine::seconds(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed,
@@ -121,20 +105,19 @@ double PortableEngine::seconds(const LinearShape& s, const LinearPlan& p, const 
   }
 }
 
-LinearPlan PortableEngine::smallest(const LinearShape& s, const DeviceSpeed& speed) const {
-  return smallest_of([&](auto&& consider) { each_plan(*this, s, 0, consider); },
-                     [&](LinearPlan* p) { p->seconds = predicted_time(*this, s, *p, speed); });
-}
-
-LinearPlan PortableEngine::fastest(const LinearShape& s, const DeviceSpeed& speed,
-                                   uint64_t bytes) const {
-  Fastest fastest(smallest_plan(*this, s, speed).bytes, bytes);
-  each_plan(*this, s, bytes, [&](LinearPlan p) {
-    if (!fastest.may_be(p)) return;
-    p.seconds = predicted_time(*this, s, p, speed);
-    fastest.choose(p);
-  });
-  return fastest.best().bytes == 0 ? smallest(s, speed) : fastest.best();
+void PortableEngine::each_plan(const LinearShape& s, const DeviceSpeed&, uint64_t bytes,
+                               const std::function<void(const LinearPlan&)>& consider) const {
+  for (int64_t most = round_up(std::max<int64_t>(s.tokens, 1), 8);;
+       most = std::max(most / 2, least_chunk)) {
+    LinearPlan p = chunked(s, most);
+    for (int64_t block = int64_t{32} << 20; block >= int64_t{1} << 20; block /= 2) {
+      set_block(s, block, &p);
+      p.stored_columns = s.gradients() && s.can_store ? s.vocab : 0;
+      if (!s.gradients() || s.can_store) consider(finish(*this, s, p));
+      if (s.gradients()) each_width(*this, s, bytes, p, consider);
+    }
+    if (most <= least_chunk) break;
+  }
 }
 
 }  // namespace logitless::cuda

@@ -16,9 +16,10 @@ class HopperEngine final : public Engine {
   bool finds_maximum(const LinearShape& s) const override { return s.entropy || s.argmax; }
   void describe(const Call& op, LinearCall* call, const DeviceInfo& device) const override;
   DeviceSpeed speed(const DeviceInfo& device) const override;
-  LinearPlan smallest(const LinearShape& shape, const DeviceSpeed& speed) const override;
-  LinearPlan fastest(const LinearShape& shape, const DeviceSpeed& speed,
-                     uint64_t bytes) const override;
+  void each_plan(const LinearShape& shape, const DeviceSpeed& speed, uint64_t bytes,
+                 const std::function<void(const LinearPlan&)>& consider) const override;
+  LinearPlan in_passes(const LinearShape& shape, const DeviceSpeed& speed, uint64_t minimum,
+                       uint64_t bytes, const LinearPlan& best) const override;
   LinearMemory place(const LinearShape& shape, const LinearPlan& plan, Arena* arena) const override;
   void for_steps(const LinearShape& shape, const LinearPlan& plan,
                  StepVisitor* visitor) const override;

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "src/cuda/linear/plan_search.h"
-#include "src/cuda/linear/plan_time.h"
 #include "src/cuda/linear/sm90/engine.h"
 #include "src/cuda/linear/sm90/forward.h"
 #include "src/cuda/linear/sm90/panels.h"
@@ -27,9 +26,7 @@ class Plans {
         uint64_t bytes)
       : engine_(engine), s_(shape), speed_(speed), bytes_(bytes) {}
 
-  // Calls use(plan) with every plan that is considered.
-  template <class F>
-  void each(F&& consider) const {
+  void each(const std::function<void(const LinearPlan&)>& consider) const {
     const auto use = [&](const LinearPlan& p) {
       if (s_.weight_rows == 0 || p.kind == PlanKind::chunks) consider(p);
     };
@@ -58,11 +55,6 @@ class Plans {
       if (most <= least_chunk) break;
     }
     if (s_.gradients() && s_.can_store && bytes_ > 0) each_odd_chunk(use);
-  }
-
-  void set_time(LinearPlan* p) const {
-    if (runs_both(s_, *p)) p->input_clusters = input_clusters_of(s_, *p, speed_);
-    p->seconds = predicted_time(engine_, s_, *p, speed_);
   }
 
  private:
@@ -104,14 +96,17 @@ class Plans {
     };
     p.input_clusters = p.slots = 0;
     place();
-    if (!s_.gradients() || p.bytes > bytes_) return p;
-    const uint64_t room = (bytes_ - p.bytes) / slot_bytes(p);
-    p.slots = slots_of(s_, p, speed_);
-    place();
-    if (p.bytes > bytes_) {
-      p.slots = static_cast<int32_t>(std::min<uint64_t>(p.slots, room));
+    if (!s_.gradients() || (bytes_ > 0 && p.bytes > bytes_)) return p;
+    if (bytes_ > 0) {
+      const uint64_t room = (bytes_ - p.bytes) / slot_bytes(p);
+      p.slots = slots_of(s_, p, speed_);
       place();
+      if (p.bytes > bytes_) {
+        p.slots = static_cast<int32_t>(std::min<uint64_t>(p.slots, room));
+        place();
+      }
     }
+    if (runs_both(s_, p)) p.input_clusters = input_clusters_of(s_, p, speed_);
     return p;
   }
 
@@ -198,8 +193,8 @@ LinearPlan two_passes(const HopperEngine& engine, const LinearShape& s, const De
   p.bytes = UINT64_MAX;
   const uint64_t state = state_bytes(s);
   if (bytes <= state) return p;
-  const LinearPlan first = plan_linear(engine, first_pass(s, first_rows), speed, bytes - state);
-  const LinearPlan second = plan_linear(engine, second_pass(s, first_rows), speed, bytes - state);
+  const LinearPlan first = search(engine, first_pass(s, first_rows), speed, bytes - state).best;
+  const LinearPlan second = search(engine, second_pass(s, first_rows), speed, bytes - state).best;
   const uint64_t most = std::max(first.bytes, second.bytes);
   if (first.bytes == 0 || most > bytes - state) return p;
   p.kind = PlanKind::two_passes;
@@ -214,37 +209,32 @@ LinearPlan two_passes(const HopperEngine& engine, const LinearShape& s, const De
 
 }  // namespace
 
-LinearPlan HopperEngine::smallest(const LinearShape& s, const DeviceSpeed& speed) const {
-  const Plans plans(*this, s, speed, 0);
-  const LinearPlan least = smallest_of([&](auto&& consider) { plans.each(consider); },
-                                       [&](LinearPlan* p) { plans.set_time(p); });
-  if (!takes_two_passes(s)) return least;
-  // Two passes if that is less and hardly slower, with slots for half of the clusters or for all.
-  const int64_t first_rows = rows_of_first_pass(s);
-  const uint64_t passes = std::max(smallest_plan(*this, first_pass(s, first_rows), speed).bytes,
-                                   smallest_plan(*this, second_pass(s, first_rows), speed).bytes);
-  for (const int half : {0, 1, 2}) {
-    const uint64_t slots = static_cast<uint64_t>(speed.clusters() * half / 2) * slot_bytes(least);
-    const LinearPlan p = two_passes(*this, s, speed, state_bytes(s) + passes + slots);
-    if (p.bytes < least.bytes && p.seconds <= 1.1 * least.seconds) return p;
-  }
-  return least;
+void HopperEngine::each_plan(const LinearShape& s, const DeviceSpeed& speed, uint64_t bytes,
+                             const std::function<void(const LinearPlan&)>& consider) const {
+  Plans(*this, s, speed, bytes).each(consider);
 }
 
-LinearPlan HopperEngine::fastest(const LinearShape& s, const DeviceSpeed& speed,
-                                 uint64_t bytes) const {
-  const Plans plans(*this, s, speed, bytes);
-  Fastest fastest(smallest_plan(*this, s, speed).bytes, bytes);
-  plans.each([&](LinearPlan p) {
-    if (!fastest.may_be(p)) return;
-    plans.set_time(&p);
-    fastest.choose(p);
-  });
-  if (fastest.best().bytes == 0) return smallest(s, speed);
-  if (fastest.best().kind == PlanKind::whole || !takes_two_passes(s)) return fastest.best();
-  const LinearPlan both = two_passes(*this, s, speed, bytes);
-  if (fastest.may_be(both)) fastest.choose(both);
-  return fastest.best();
+LinearPlan HopperEngine::in_passes(const LinearShape& s, const DeviceSpeed& speed, uint64_t minimum,
+                                   uint64_t bytes, const LinearPlan& best) const {
+  if (!takes_two_passes(s)) return best;
+  if (minimum > 0) {
+    if (best.kind == PlanKind::whole) return best;
+    const LinearPlan both = two_passes(*this, s, speed, bytes);
+    return both.bytes >= minimum && both.bytes <= bytes && is_better(both, best) ? both : best;
+  }
+  // With slots for none of the clusters, for half of them or for all.
+  const int64_t first_rows = rows_of_first_pass(s);
+  const auto least_of = [&](const LinearShape& pass) {
+    return search(*this, pass, speed, 0).least.bytes;
+  };
+  const uint64_t passes =
+      std::max(least_of(first_pass(s, first_rows)), least_of(second_pass(s, first_rows)));
+  for (const int half : {0, 1, 2}) {
+    const uint64_t slots = static_cast<uint64_t>(speed.clusters() * half / 2) * slot_bytes(best);
+    const LinearPlan both = two_passes(*this, s, speed, state_bytes(s) + passes + slots);
+    if (both.bytes < best.bytes && both.seconds <= 1.1 * best.seconds) return both;
+  }
+  return best;
 }
 
 }  // namespace logitless::cuda::sm90
