@@ -52,7 +52,7 @@ struct CudaBackend final : Backend {
       stream.prepare_and_run([&] {
         for (int i = 0; i < made.count; ++i) {
           const cuda::LinearPass& pass = made.pass[i];
-          made.engine->run(pass.call, pass.plan, pass.memory, *device, &stream);
+          made.engine->run(pass.call, pass.plan, pass.workspace, *device, &stream);
         }
       });
     } else {

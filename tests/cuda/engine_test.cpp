@@ -32,16 +32,10 @@ class Toy final : public Engine {
   DeviceSpeed speed(const DeviceInfo&) const override { return {.products = 1, .memory = 1}; }
   void each_plan(const LinearShape& s, const DeviceSpeed&, uint64_t,
                  const std::function<void(const LinearPlan&)>& consider) const override {
-    LinearPlan p{.token_chunk = s.tokens, .chunks = 1, .hidden_pitch = s.hidden};
-    Arena arena;
-    place(s, p, &arena);
-    p.bytes = arena.used();
-    consider(p);
-  }
-  LinearMemory place(const LinearShape& s, const LinearPlan&, Arena* arena) const override {
-    LinearMemory m;
-    m.losses = arena->take<float>(s.tokens);
-    return m;
+    consider({.token_chunk = s.tokens,
+              .chunks = 1,
+              .hidden_pitch = s.hidden,
+              .bytes = static_cast<uint64_t>(s.tokens) * sizeof(float)});
   }
   void for_steps(const LinearShape& s, const LinearPlan&, StepVisitor* visitor) const override {
     visitor->visit(
@@ -51,9 +45,10 @@ class Toy final : public Engine {
                  const Step& step) const override {
     return static_cast<double>(step.panel.columns * step.tokens.count);
   }
-  void run(const LinearCall& call, const LinearPlan&, const LinearMemory& m, const DeviceInfo&,
+  void run(const LinearCall& call, const LinearPlan&, char* workspace, const DeviceInfo&,
            Stream*) const override {
     const LinearShape& s = call.shape;
+    auto* losses = reinterpret_cast<float*>(workspace);
     float sum = 0;
     for (int64_t i = 0; i < s.tokens; ++i) {
       double total = 0, at_target = 0;
@@ -66,8 +61,8 @@ class Toy final : public Engine {
         total += std::exp(z);
         if (call.in.target.as<int32_t>()[i] == j) at_target = z;
       }
-      m.losses[i] = static_cast<float>(std::log(total) - at_target);
-      sum += m.losses[i];
+      losses[i] = static_cast<float>(std::log(total) - at_target);
+      sum += losses[i];
     }
     *call.outputs.loss.as<float>() = sum / static_cast<float>(s.tokens);
   }
@@ -116,9 +111,9 @@ TEST(CudaEngine, TheFirstOfTheListThatServesTakesTheCall) {
 TEST(CudaEngine, ItsSizesAreItsOwn) {
   const auto [engine, call] = make_call(list, Head(toy_vocab).op, toy_device);
   const Asked asked{*engine, call.shape, engine->speed(toy_device)};
-  EXPECT_EQ(asked.smallest().bytes, Arena::alignment);
-  EXPECT_EQ(asked.plan(1 << 20).bytes, Arena::alignment);
-  EXPECT_EQ(asked.recommended().bytes, Arena::alignment);
+  EXPECT_EQ(asked.smallest().bytes, 3 * sizeof(float));
+  EXPECT_EQ(asked.plan(1 << 20).bytes, 3 * sizeof(float));
+  EXPECT_EQ(asked.recommended().bytes, 3 * sizeof(float));
   EXPECT_FALSE(call.shape.can_store);
 }
 
@@ -135,12 +130,11 @@ TEST(CudaEngine, ItRunsWhatItPlanned) {
   const auto [engine, call] = make_call(list, head.op, toy_device);
   const LinearPlan plan = on(*engine, call.shape).plan(1 << 20);
   std::vector<char> workspace(plan.bytes);
-  Arena arena(workspace.data());
-  engine->run(call, plan, engine->place(call.shape, plan, &arena), toy_device, nullptr);
+  engine->run(call, plan, workspace.data(), toy_device, nullptr);
   EXPECT_NEAR(head.loss, 1.6094, 1.5);  // about log V
   const float first = head.loss;
   head.weight[0] += 1;  // the first target's own logit
-  engine->run(call, plan, engine->place(call.shape, plan, &arena), toy_device, nullptr);
+  engine->run(call, plan, workspace.data(), toy_device, nullptr);
   EXPECT_LT(head.loss, first);
 }
 

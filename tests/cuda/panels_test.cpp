@@ -6,6 +6,7 @@
 
 #include "gtest/gtest.h"
 #include "shapes.h"
+#include "src/cuda/linear/plan_search.h"
 #include "src/cuda/linear/sm90/panels.h"
 
 namespace logitless::cuda {
@@ -23,14 +24,14 @@ int64_t panel_end(const LinearShape& s, const LinearPlan& p, const PanelPlace& a
 // All that is kept of E leaves grad_weight's memory before its rows, or others', come to lie there.
 void count_kept(const LinearShape& s, const LinearPlan& p, Lent* lent) {
   const int64_t row = weight_row(s), kept = kept_columns(p);
-  const int64_t scaled = scales_apart(s, p) ? sm90::lent_scaled_input(s, p) : -1;
+  const int64_t scaled = p.lent_scaled;
   const PanelPlace all{p.stored_columns, p.lent_columns, true};
   if (p.lent_columns > 0) {
     ASSERT_TRUE(s.lends_grad_weight && p.chunks == 1);
     EXPECT_GE(sm90::lent_offset(s, p, all), p.stored_columns * row);
     EXPECT_EQ(sm90::lent_offset(s, p, all) % 128, 0);
     EXPECT_LE(panel_end(s, p, all), scaled < 0 ? s.vocab * row : scaled);
-    EXPECT_TRUE(scaled >= 0 || !scales_apart(s, p));
+    EXPECT_TRUE(scaled >= 0 || !p.scales_apart);
   }
   if (scaled >= 0) {
     EXPECT_GE(scaled, kept * row);
@@ -111,6 +112,8 @@ TEST(CudaPanels, KeptColumnsLeaveGradWeightInTime) {
             for (const bool copies : {false, true}) {
               p.copies_lent = copies;
               p.lent_columns = sm90::most_lent_columns(s, p);
+              settle(s, &p);
+              p.lent_scaled = sm90::lent_scaled_input(s, p);
               count_kept(s, p, &lent);
             }
           }

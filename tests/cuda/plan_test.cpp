@@ -34,7 +34,7 @@ TEST(CudaPlan, FitsItsBudgetToTheByte) {
       EXPECT_LE(p.bytes, bytes);
       uint64_t used = 0;
       for (const Planned& each : passes(asked, bytes)) {
-        EXPECT_EQ(each.plan.bytes, bytes_of(each.engine, each.shape, each.plan));
+        EXPECT_EQ(each.plan.bytes, bytes_of(each.shape, each.plan));
         used = std::max(used, each.plan.bytes);
       }
       if (p.kind == PlanKind::two_passes) used += state_bytes(asked.shape);

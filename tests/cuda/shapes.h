@@ -16,7 +16,10 @@ constexpr uint64_t MiB = uint64_t{1} << 20;
 inline const Engine& hopper() { return *engines().front(); }
 inline const Engine& portable() { return *engines().back(); }
 
-inline Asked on(const Engine& engine, const LinearShape& shape) { return {engine, shape, {}}; }
+inline Asked on(const Engine& engine, LinearShape shape) {
+  shape.remakes_dz = &engine == &hopper();
+  return {engine, shape, {}};
+}
 
 inline std::vector<Asked> shapes() {
   std::vector<Asked> all;
@@ -31,7 +34,7 @@ inline std::vector<Asked> shapes() {
       for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {
         LinearShape s{.tokens = tokens, .vocab = vocab, .hidden = hidden, .dtype = dtype};
         const bool own = on_hopper && dtype != DType::f32;  // kernels
-        const auto add = [&] { all.push_back({own ? hopper() : portable(), s, {}}); };
+        const auto add = [&] { all.push_back(on(own ? hopper() : portable(), s)); };
         s.can_store = dtype != DType::f16;
         add();
         s.plain = own;
@@ -58,17 +61,11 @@ inline std::vector<Asked> shapes() {
         s.direct_grad_weight = s.plain = false;
         s.copies_weight = true;
         s.direct_grad_input = s.lends_grad_input = false;
-        all.push_back({portable(), s, {}});
+        all.push_back(on(portable(), s));
       }
     }
   }
   return all;
-}
-
-inline uint64_t bytes_of(const Engine& engine, const LinearShape& s, const LinearPlan& p) {
-  Arena arena;
-  engine.place(s, p, &arena);
-  return arena.used();
 }
 
 inline std::vector<uint64_t> budgets(const Asked& asked) {

@@ -96,7 +96,7 @@ void add_hopper(const cuda::LinearShape& s, const cuda::LinearPlan& p, Facts* fa
   facts->add("lentsums", p.lent_sum_rows);
   if (p.lent_columns > 0) {
     facts->add("copies", p.copies_lent, 1);
-    facts->add("inputfirst", cuda::writes_input_first(s, p));
+    facts->add("inputfirst", s.grad_input && !p.grad_input_sum);
   }
   if (s.gradients()) add_panels(s, p, facts);
 }
@@ -111,10 +111,8 @@ void add_plan(const cuda::Engine& engine, const cuda::LinearShape& s, const cuda
   facts->add("kept", p.stored_columns);
   facts->add("again", p.remade_columns);
   facts->add("weight", s.copies_weight ? "copy" : "own", "own");
-  facts->add("input", cuda::lends_input(s, p) ? "lent" : p.copies_input ? "copy" : "own", "copy");
-  if (cuda::scales_apart(s, p)) {
-    facts->add("scaled", cuda::sm90::lent_scaled_input(s, p) < 0 ? "copy" : "lent");
-  }
+  facts->add("input", p.lends_input ? "lent" : p.copies_input ? "copy" : "own", "copy");
+  if (p.scales_apart) facts->add("scaled", p.lent_scaled < 0 ? "copy" : "lent");
   facts->add("wsum", p.grad_weight_sum);
   facts->add("isum", p.grad_input_sum);
   facts->add("rowsums", p.sum_rows);
@@ -158,8 +156,9 @@ void add_cuda(const Op& op, const Assumed& assumed, uint64_t bytes, Facts* facts
     if constexpr (LossOp<Op>) {
       if (op.options.input_kind == InputKind::probabilities) return;
     }
-    const cuda::RowsPlan p = cuda::plan_rows(op.logits.shape[1], size_of(op.logits.dtype),
-                                             device->shared_bytes_per_block, device->clusters);
+    const cuda::RowsPlan p =
+        cuda::plan_rows(op.logits.shape[1], size_of(op.logits.dtype),
+                        device->shared_bytes_per_block, device->clusters);
     facts->add("cluster", p.cluster);
     facts->add("threads", p.threads);
     facts->add("tile", p.tile);

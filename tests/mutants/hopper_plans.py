@@ -33,7 +33,7 @@ PLANS: list[tuple[str, str, str, str, str]] = [
     ("few tokens: a block left out a row too early", "linear/sm90/teams.h",
        "p.chunks == 1 && p.token_chunk <= @{apart_rows}@;", "264", "apart"),
     ("few tokens: units found as clusters share them out", "linear/sm90/run.cpp",
-       "             @{teams_of(plan, device.multiprocessors / 2)}@}", "device.multiprocessors / 2", "units"),
+       "                  @{teams_of(plan, device.multiprocessors / 2)}@}", "device.multiprocessors / 2", "units"),
     # Chunks of tokens
     ("chunks, sums: those in the workspace from its middle on", "linear/sm90/product_rows.cuh",
        "int64_t{row - @{a.split}@}", "0", "chunks"),

@@ -42,15 +42,13 @@ class Engine {
                                uint64_t /*bytes*/, const LinearPlan& best) const {
     return best;
   }
-  // Says where a plan's arrays lie in the workspace.
-  virtual LinearMemory place(const LinearShape& shape, const LinearPlan& plan,
-                             Arena* arena) const = 0;
   // Visits what the plan does, step by step; and about how many seconds one of them takes.
   virtual void for_steps(const LinearShape& shape, const LinearPlan& plan,
                          StepVisitor* visitor) const = 0;
   virtual double seconds(const LinearShape& shape, const LinearPlan& plan, const DeviceSpeed& speed,
                          const Step& step) const = 0;
-  virtual void run(const LinearCall& call, const LinearPlan& plan, const LinearMemory& memory,
+  // `workspace` has the plan's bytes.
+  virtual void run(const LinearCall& call, const LinearPlan& plan, char* workspace,
                    const DeviceInfo& device, Stream* stream) const = 0;
 };
 
@@ -90,7 +88,7 @@ Found search(const Engine& engine, const LinearShape& shape, const DeviceSpeed& 
 struct LinearPass {
   LinearCall call;
   LinearPlan plan;
-  LinearMemory memory;
+  char* workspace = nullptr;
 };
 struct LinearPasses {
   const Engine* engine = nullptr;

@@ -161,7 +161,6 @@ __global__ void __launch_bounds__(256)
 
 void column_terms(const LinearWork& work) {
   const auto& [call, plan, m, device, stream, chunk] = work;
-  if (m.bias_row == nullptr && m.class_weights == nullptr) return;
   stream->launch("column_terms", column_terms_kernel,
                  blocks_for(call.shape.vocab + column_padding, 256), 256, call, m.bias_row,
                  m.class_weights);
@@ -169,13 +168,11 @@ void column_terms(const LinearWork& work) {
 
 void copy_weight(const LinearWork& work) {
   const auto& [call, plan, m, device, stream, chunk] = work;
-  if (!call.shape.copies_weight) return;
   copy(work, "copy_weight", 0, call.shape.vocab, m.weight);
 }
 
 void copy_weight_tail(const LinearWork& work) {
   const auto& [call, plan, m, device, stream, chunk] = work;
-  if (m.weight_tail == nullptr) return;
   copy(work, "copy_weight_tail", call.shape.vocab / 8 * 8, 8, m.weight_tail);
 }
 

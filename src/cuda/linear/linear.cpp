@@ -7,71 +7,82 @@
 namespace logitless::cuda {
 
 namespace {
-int64_t row_bytes(const LinearShape& s, const LinearPlan& p) {
-  return p.hidden_pitch * size_of(s.dtype);
+
+LinearMemory place_in(Arena* arena, const LinearShape& s, const LinearPlan& p) {
+  const int64_t element = size_of(s.dtype), pitch = p.hidden_pitch, row = pitch * element;
+  const int64_t chunk = p.token_chunk, rows = panel_rows(p), sums = chunk * p.segments;
+  LinearMemory m;
+  const auto take = [&]<class T>(bool is_there, T** array, int64_t count) {
+    if (is_there) *array = arena->take<T>(count);
+  };
+  m.tokens = place_tokens(arena, s.tokens);
+  take(true, &m.losses, s.tokens);
+  take(true, &m.rows_finished, 1);
+  take(p.holds_logits, &m.library, matrix_library_bytes);
+  take(s.copies_weight, &m.weight, s.vocab * row);
+  take(s.grad_input && p.tail_columns > 0, &m.weight_tail, 8 * row);
+  take(p.copies_input && !p.lends_input, &m.input, rows * row);
+  take(p.scales_apart && p.lent_scaled < 0, &m.scaled, rows * row);
+  take(s.bias, &m.bias_row, s.vocab + column_padding);
+  take(s.class_weights, &m.class_weights, s.vocab + column_padding);
+  take(true, &m.target_logit, chunk);
+  take(s.gradients(), &m.gradients, chunk);
+  take(s.gradients() && s.remakes_dz, &m.target_gradient, chunk);
+  take(s.gradients(), &m.factors, chunk);
+  take(s.gradients(), &m.again, 1 + chunk);
+  take(p.stored_columns > 0, &m.stored, rows * stored_pitch(p.stored_columns) * element);
+  take(p.holds_logits, &m.logits, p.block_rows * p.block_columns);
+  // The arrays that only the forward pass needs come here, then in its place what only the
+  // gradients do.
+  const uint64_t start = arena->used();
+  if (s.forward) {
+    const int64_t singles = int64_t{p.single_tiles} * p.single_rows;
+    m.partials = {.segments = p.segments, .unit_width = p.unit_width, .single_rows = p.single_rows};
+    take(singles > 0, &m.partials.single_maximum, singles);
+    take(singles > 0, &m.partials.single_sum, singles);
+    take(true, &m.partials.maximum, sums);
+    take(true, &m.partials.sum, sums);
+    take(s.entropy, &m.partials.shifted, sums);
+    take(s.weighted_sum, &m.partials.weighted, sums);
+    take(s.argmax, &m.partials.argmax, sums);
+  }
+  const uint64_t forward_end = arena->used();
+  arena->back_to(start);
+  if (s.remakes_dz && p.stored_columns > 0) {
+    m.remade = m.stored;  // once E is used
+  } else {
+    take(p.remade_columns > 0, &m.remade, rows * p.remade_columns * element);
+  }
+  take(p.grad_input_sum, &m.grad_input_sum, std::min(chunk, s.tokens) * pitch);
+  take(p.sum_rows > 0, &m.row_sums, p.sum_rows * pitch);
+  take(p.slots > 0, &m.slots, p.slots * p.slot_size);
+  arena->at_least(forward_end);
+  take(p.grad_weight_sum, &m.grad_weight_sum, (s.rows_of_weight() - p.lent_sum_rows) * pitch);
+  take(s.grad_weight && p.tail_columns > 0, &m.weight_tail_sum, 8 * pitch);
+  take(s.grad_bias, &m.bias_sum, s.vocab);
+  take(s.grad_bias, &m.bias_slabs, divide_up(rows, bias_slab_rows) * p.slab_columns);
+  take(p.smooths_e, &m.class_row, pitch);
+  take(p.smooths_e, &m.smoothed_row, pitch);
+  take(p.smooths_e, &m.slabs,
+       std::max(divide_up(s.vocab, vocab_slab_rows), divide_up(chunk, token_slab_rows)) * pitch);
+  return m;
 }
+
 }  // namespace
 
-void place_first(const LinearShape& s, const LinearPlan&, Arena* arena, LinearMemory* m) {
-  m->tokens = place_tokens(arena, s.tokens);
-  m->losses = arena->take<float>(s.tokens);
-  m->rows_finished = arena->take<int32_t>(1);
+uint64_t bytes_of(const LinearShape& shape, const LinearPlan& plan) {
+  Arena arena;
+  place_in(&arena, shape, plan);
+  return arena.used();
 }
 
-void place_weight(const LinearShape& s, const LinearPlan& p, Arena* arena, LinearMemory* m) {
-  if (s.copies_weight) m->weight = arena->take<char>(s.vocab * row_bytes(s, p));
-}
-
-void place_stored(const LinearShape& s, const LinearPlan& p, Arena* arena, LinearMemory* m) {
-  if (p.stored_columns == 0) return;
-  m->stored = arena->take<char>(panel_rows(p) * stored_pitch(p.stored_columns) * size_of(s.dtype));
-}
-
-void place_partials(const LinearShape& s, const LinearPlan& p, Arena* arena, LinearMemory* m) {
-  const int64_t count = p.token_chunk * p.segments;
-  m->partials.segments = p.segments;
-  m->partials.maximum = arena->take<float>(count);
-  m->partials.sum = arena->take<float>(count);
-  if (s.entropy) m->partials.shifted = arena->take<float>(count);
-  if (s.weighted_sum) m->partials.weighted = arena->take<float>(count);
-  if (s.argmax) m->partials.argmax = arena->take<int32_t>(count);
-}
-
-void place_remade(const LinearShape& s, const LinearPlan& p, Arena* arena, LinearMemory* m) {
-  if (p.remade_columns == 0) return;
-  m->remade = arena->take<char>(panel_rows(p) * p.remade_columns * size_of(s.dtype));
-}
-
-void place_input_sums(const LinearShape& s, const LinearPlan& p, Arena* arena, LinearMemory* m) {
-  if (p.grad_input_sum) {
-    m->grad_input_sum = arena->take<float>(std::min(p.token_chunk, s.tokens) * p.hidden_pitch);
-  }
-  if (p.sum_rows > 0) m->row_sums = arena->take<float>(p.sum_rows * p.hidden_pitch);
-}
-
-void place_weight_sums(const LinearShape& s, const LinearPlan& p, Arena* arena, LinearMemory* m) {
-  if (!p.grad_weight_sum) return;
-  m->grad_weight_sum = arena->take<float>((s.rows_of_weight() - p.lent_sum_rows) * p.hidden_pitch);
-}
-
-void place_bias(const LinearShape& s, const LinearPlan& p, int64_t columns, Arena* arena,
-                LinearMemory* m) {
-  if (!s.grad_bias) return;
-  m->bias_sum = arena->take<float>(s.vocab);
-  m->bias_slabs = arena->take<float>(divide_up(panel_rows(p), bias_slab_rows) * columns);
-}
-
-void place_smoothing(const LinearShape& s, const LinearPlan& p, Arena* arena, LinearMemory* m) {
-  if (!smooths_e(s, p)) return;
-  const int64_t slabs =
-      std::max(divide_up(s.vocab, vocab_slab_rows), divide_up(p.token_chunk, token_slab_rows));
-  m->class_row = arena->take<float>(p.hidden_pitch);
-  m->smoothed_row = arena->take<float>(p.hidden_pitch);
-  m->slabs = arena->take<float>(slabs * p.hidden_pitch);
-}
-
-std::array<float*, 2> place_states(const LinearShape& s, Arena* arena) {
-  return {arena->take<float>(s.tokens), arena->take<float>(s.tokens)};
+LinearMemory place(const LinearCall& call, const LinearPlan& plan, char* workspace) {
+  Arena arena(workspace);
+  LinearMemory m = place_in(&arena, call.shape, plan);
+  if (plan.lends_input) m.input = call.grad_input.as<char>();
+  if (plan.lent_scaled >= 0) m.scaled = call.grad_weight.as<char>() + plan.lent_scaled;
+  if (!plan.scales_apart) m.scaled = m.input;
+  return m;
 }
 
 Operand weight_rows(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,

@@ -65,14 +65,14 @@ struct UnitShares {
   int32_t teams = 0;  // who worked, each on units of its own
 };
 
-// Arrays in the workspace.
+// Arrays in the workspace, and those that lie in an output's memory till this is written.
 struct LinearMemory {
   Tokens tokens;
   float* losses = nullptr;           // [N]  compacted, where they are reduced
   int32_t* rows_finished = nullptr;  // [1]  of the chunk, blocks of finish_rows that are done
-  void* library = nullptr;
-  char* weight = nullptr;          // [V, hidden_pitch]  where copied
-  char* weight_tail = nullptr;     // [8, hidden_pitch]  its last V % 8 rows, then zeros
+  char* library = nullptr;           // the matrix library's own
+  char* weight = nullptr;            // [V, hidden_pitch]  where copied
+  char* weight_tail = nullptr;       // [8, hidden_pitch]  its last V % 8 rows, then zeros
   char* input = nullptr;           // [panel_rows, hidden_pitch]  compacted; or grad_input's memory
   char* scaled = nullptr;          // the same times v; may be `input`, or in grad_weight's memory
   float* bias_row = nullptr;       // [V + column_padding]  the bias in f32, for sm90/forward.h
@@ -125,31 +125,15 @@ void for_lent_pieces(int64_t lent, int64_t in_place_of_e, F&& use) {
     done += rows;
   }
 }
-// One chunk alone: nothing of grad_input is written before the last product is done with the input.
-// Up to a megabyte is not worth the launch that clears what was lent.
-inline bool lends_input(const LinearShape& s, const LinearPlan& p) {
-  const int64_t bytes = p.token_chunk * p.hidden_pitch * size_of(s.dtype);
-  return s.lends_grad_input && p.chunks == 1 && !writes_input_first(s, p) && bytes > 1 << 20;
-}
 // So that a whole tile may be read.
 constexpr int64_t column_padding = 192;
 // The sums of dz that make grad_bias take so many columns at a time.
 constexpr int64_t bias_columns = 16384;
 constexpr int64_t bias_slab_rows = 1024, vocab_slab_rows = 512, token_slab_rows = 256;
 
-// Engines place these in a workspace, each in its own order: Engine::place.
-void place_first(const LinearShape&, const LinearPlan&, Arena*, LinearMemory*);
-void place_weight(const LinearShape&, const LinearPlan&, Arena*, LinearMemory*);
-void place_stored(const LinearShape&, const LinearPlan&, Arena*, LinearMemory*);
-void place_partials(const LinearShape&, const LinearPlan&, Arena*, LinearMemory*);
-void place_remade(const LinearShape&, const LinearPlan&, Arena*, LinearMemory*);
-void place_input_sums(const LinearShape&, const LinearPlan&, Arena*, LinearMemory*);
-void place_weight_sums(const LinearShape&, const LinearPlan&, Arena*, LinearMemory*);
-// `columns` of a panel at a time.
-void place_bias(const LinearShape&, const LinearPlan&, int64_t columns, Arena*, LinearMemory*);
-void place_smoothing(const LinearShape&, const LinearPlan&, Arena*, LinearMemory*);
-// Places what the first of two passes leaves the second: row_reference and row_log_sum, [N] each.
-std::array<float*, 2> place_states(const LinearShape& shape, Arena* arena);
+// Bytes of workspace that a plan's arrays take; and where all of them lie.
+uint64_t bytes_of(const LinearShape& shape, const LinearPlan& plan);
+LinearMemory place(const LinearCall& call, const LinearPlan& plan, char* workspace);
 
 // gather.cu
 void copy_weight(const LinearWork& work);

@@ -119,9 +119,9 @@ LinearPasses two_passes(const Asked& asked, const Call& op, int64_t first_rows, 
   const auto& [engine, shape, speed] = asked;
   Arena states(workspace);
   Call first = op;
-  const auto [reference, log_sum] = place_states(shape, &states);
-  const auto keep = [&](Tensor* state, float* values) {  // unless the caller asked for it
-    if (*state) return;
+  const auto keep = [&](Tensor* state) {
+    float* values = states.take<float>(shape.tokens);
+    if (*state) return;  // the caller asked for it
     *state = TensorView{.data = values,
                         .dtype = DType::f32,
                         .device = op.input.device,
@@ -129,16 +129,14 @@ LinearPasses two_passes(const Asked& asked, const Call& op, int64_t first_rows, 
                         .shape = {op.tokens()},
                         .stride = {1}};
   };
-  keep(&first.row_reference, reference);
-  keep(&first.row_log_sum, log_sum);
+  keep(&first.row_reference);
+  keep(&first.row_log_sum);
   const Call second = second_op(op, first, first_rows);
   first.grad_bias = {};  // grad_weight stays: where it is not made its memory may still hold panels
   const uint64_t left = bytes - states.used();
   const auto pass = [&](LinearCall call, const LinearShape& planned) -> LinearPass {
     call.shape = planned;
-    const LinearPlan p = search(engine, planned, speed, left).best;
-    Arena arena(workspace + states.used());
-    return {call, p, engine.place(planned, p, &arena)};
+    return {call, search(engine, planned, speed, left).best, workspace + states.used()};
   };
   return {&engine,
           2,
@@ -197,9 +195,7 @@ LinearPasses linear_passes(const Call& op, const Workspace& workspace, const Dev
   if (plan.kind == PlanKind::two_passes) {
     return two_passes(asked, op, plan.first_rows, workspace.bytes, memory, device);
   }
-  Arena arena(memory);
-  const LinearPass whole{call, plan, engine->place(call.shape, plan, &arena)};
-  return {engine, 1, {whole}};
+  return {engine, 1, {LinearPass{call, plan, memory}}};
 }
 
 }  // namespace logitless::cuda

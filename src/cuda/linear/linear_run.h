@@ -12,7 +12,7 @@ class LinearRun : public StepVisitor {
  public:
   LinearRun(const LinearCall& call, const LinearPlan& plan, const LinearMemory& memory,
             const DeviceInfo& device, Stream* stream)
-      : work_{call, plan, memory, device, stream, {}}, lends_(lends_input(call.shape, plan)) {}
+      : work_{call, plan, memory, device, stream, {}} {}
 
   void visit(const Step& step) final {
     work_.chunk = {work_.m.tokens, step.tokens.first, static_cast<int32_t>(step.tokens.count)};
@@ -28,7 +28,7 @@ class LinearRun : public StepVisitor {
       case StepKind::weight_tail:
         return copy_weight_tail(work_);
       case StepKind::gather:
-        return gather_input(work_, work_.call.shape.grad_input && !lends_, joined_);
+        return gather_input(work_, work_.call.shape.grad_input && !work_.plan.lends_input, joined_);
       case StepKind::states:
         return finish_rows(work_, step.of_e, {panel_of(step.panel), panel_of(step.behind())},
                            step.scales);
@@ -38,7 +38,7 @@ class LinearRun : public StepVisitor {
         return grad_bias(panel_of(step.panel), step.of_e, step.adds);
       case StepKind::write_grad_input:
         return write_grad_input(work_, input_sums(), step.rows.first, step.rows.count, step.of_e,
-                                lends_);
+                                work_.plan.lends_input);
       case StepKind::no_tokens:
         write_loss(work_.call.in, work_.m.tokens, work_.m.losses, work_.call.outputs.loss,
                    work_.stream);
@@ -67,7 +67,6 @@ class LinearRun : public StepVisitor {
 
   LinearWork work_;
   bool joined_ = false;  // what was last adds slices up, no more
-  bool lends_;           // grad_input's memory holds the input: its other rows are cleared last
 
  private:
   void grad_bias(const Panel& panel, bool of_e, bool adds) {
@@ -78,7 +77,7 @@ class LinearRun : public StepVisitor {
 
   void write_weight_sums() {
     const LinearShape& s = work_.call.shape;
-    const int64_t tail = work_.m.weight_tail_sum != nullptr ? s.vocab % 8 : 0;
+    const int64_t tail = work_.plan.tail_columns;
     if (work_.plan.grad_weight_sum) {
       const int64_t lent = work_.plan.lent_sum_rows;
       write_lent_sums(work_);

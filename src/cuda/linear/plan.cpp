@@ -52,11 +52,15 @@ void settle(const LinearShape& s, LinearPlan* p) {
   p->remade_columns = s.gradients() && p->stored_columns < s.vocab
                           ? std::min(p->remade_columns, round_up(s.vocab, 64))
                           : 0;
-  p->kind = !s.gradients()               ? PlanKind::loss_only
-            : kept_columns(*p) == 0      ? PlanKind::frugal
-            : kept_columns(*p) < s.vocab ? PlanKind::mixed
-            : p->chunks > 1              ? PlanKind::chunks
-                                         : PlanKind::whole;
+  const int64_t kept = kept_columns(*p);
+  p->kind = !s.gradients()   ? PlanKind::loss_only
+            : kept == 0      ? PlanKind::frugal
+            : kept < s.vocab ? PlanKind::mixed
+            : p->chunks > 1  ? PlanKind::chunks
+                             : PlanKind::whole;
+  p->multiplies_e = kept > 0 && !s.forms_dz;
+  p->smooths_e = p->multiplies_e && s.smoothing;
+  p->scales_apart = s.grad_weight && p->multiplies_e && kept < s.vocab;
   p->grad_weight_sum =
       s.grad_weight && (!s.direct_grad_weight || (p->chunks > 1 && !s.grad_weight_f32));
   // In its own memory, of half as many bytes, as many rows as it holds; a row at least can leave it
@@ -64,7 +68,16 @@ void settle(const LinearShape& s, LinearPlan* p) {
   const bool lends_sum = p->grad_weight_sum && p->kind == PlanKind::chunks && s.lends_grad_weight &&
                          rows_in_place_of_e(s, *p) > 0;
   p->lent_sum_rows = lends_sum ? std::min(s.vocab / 2, s.rows_of_weight()) : 0;
-  p->grad_input_sum = s.grad_input && p->stored_columns < s.vocab && !writes_input_first(s, *p);
+  // E of every column is kept, part of it in grad_weight's memory, and one product makes grad_input
+  // of it, before there is anything of grad_weight.
+  const bool writes_input_first =
+      p->input_first && p->lent_columns > 0 && kept == s.vocab && s.direct_grad_input;
+  p->grad_input_sum = s.grad_input && p->stored_columns < s.vocab && !writes_input_first;
+  // One chunk alone: nothing of grad_input is written before the last product is done with the
+  // input. Up to a megabyte is not worth the launch that clears what was lent.
+  const int64_t input_bytes = p->token_chunk * p->hidden_pitch * size_of(s.dtype);
+  p->lends_input =
+      s.lends_grad_input && p->chunks == 1 && !writes_input_first && input_bytes > 1 << 20;
   p->sum_rows = 0;
   if (s.grad_input && !p->grad_input_sum && !s.direct_grad_input) {
     p->sum_rows =
@@ -102,7 +115,7 @@ LinearShape second_pass(const LinearShape& shape, int64_t first_rows) {
 
 uint64_t state_bytes(const LinearShape& shape) {
   Arena arena;
-  place_states(shape, &arena);
+  for (int states = 0; states < 2; ++states) arena.take<float>(shape.tokens);
   return arena.used();
 }
 

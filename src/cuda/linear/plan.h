@@ -66,24 +66,34 @@ struct LinearPlan {
   PlanKind kind = PlanKind::loss_only;
   int64_t token_chunk = 0, chunks = 0;
   int64_t block_rows = 0, block_columns = 0;  // logits in f32 at a time
+  bool holds_logits = false;                  // which the matrix library's product puts in memory
+  int64_t tail_columns = 0;                   // the last V % 8, where products take them alone
   int64_t sum_rows = 0;                       // of grad_input in f32 at a time, where E is whole
   int64_t stored_columns = 0;                 // of E, per chunk, in the workspace
   int64_t lent_columns = 0;                   // of E behind them, in grad_weight's memory
   bool copies_lent = true;                    // as many as fit if E is copied before its rows come
   bool input_first = true;                    // where E of all is kept: sm90/panels.h
   int64_t remade_columns = 0;                 // of E or dz at a time, where not all are stored
+  bool multiplies_e = false;                  // E times each row's factor: it is not made dz before
+  bool smooths_e = false;                     // with the smoothing's term as rows of its own
   bool grad_weight_sum = false;               // [V, D] in f32
   int64_t lent_sum_rows = 0;                  // of it in grad_weight's own memory: the first ones
   bool grad_input_sum = false;                // [token_chunk, D] in f32; else block_rows at a time
   int64_t hidden_pitch = 0;                   // D, to 16 bytes
   int64_t segments = 0;                       // partial sums of a row
-  int32_t slots = 0;                          // of tiles in slices, slot_rows each: sm90/cut.h
+  int32_t slots = 0;                          // of tiles in slices: sm90/cut.h
+  int64_t slot_size = 0;                      // floats of one
   int32_t input_clusters = 0;                 // of grad_input, where both products run at once
   bool copies_input = true;                   // to compacted rows, where not all tokens count
+  bool lends_input = false;                   // these lie in grad_input's memory till the end
+  bool scales_apart = false;                  // the input is asked for again after the scaled one
+  int64_t lent_scaled = -1;                   // its place in grad_weight's memory, or -1
   int64_t panel_row_block = 1;                // of a panel's rows, in whole ones
   int64_t extra_rows = 0;                     // behind them
+  int64_t slab_columns = 0;                   // of a panel, whose sums make grad_bias at a time
   int32_t unit_width = 0;                     // tiles of a segment, or 0: units.h
   int32_t single_tiles = 0;                   // whose sums lie apart, at most
+  int32_t single_rows = 0;                    // of each
   int64_t first_rows = 0;                     // of grad_weight, made in the first of two passes
   uint64_t bytes = 0;
   double seconds = 0;  // predicted
@@ -91,23 +101,6 @@ struct LinearPlan {
 
 // Columns of E that are there when the gradients begin.
 inline int64_t kept_columns(const LinearPlan& p) { return p.stored_columns + p.lent_columns; }
-// E of every column is kept, part of it in grad_weight's memory, and one product makes grad_input
-// of it, before there is anything of grad_weight.
-inline bool writes_input_first(const LinearShape& s, const LinearPlan& p) {
-  return p.input_first && p.lent_columns > 0 && kept_columns(p) == s.vocab && s.direct_grad_input;
-}
-// Products of E times each row's factor: there is something of E, and it is not made dz before.
-inline bool multiplies_e(const LinearShape& s, const LinearPlan& p) {
-  return kept_columns(p) > 0 && !s.forms_dz;
-}
-// The smoothing's term of E's products is rows of its own.
-inline bool smooths_e(const LinearShape& s, const LinearPlan& p) {
-  return multiplies_e(s, p) && s.smoothing;
-}
-// The input itself is asked for again after the scaled one.
-inline bool scales_apart(const LinearShape& s, const LinearPlan& p) {
-  return s.grad_weight && multiplies_e(s, p) && kept_columns(p) < s.vocab;
-}
 // Rows of a panel, and of the compacted input.
 inline int64_t panel_rows(const LinearPlan& p) {
   return round_up(p.token_chunk, p.panel_row_block) + p.extra_rows;
@@ -118,20 +111,11 @@ inline constexpr int64_t segment_columns = 1024;  // of a row's partial sums: fi
 // multiple of 8.
 inline constexpr int64_t extra_rows = 16;
 
-// The calls that a plan of two passes consists of, both in the memory behind state_bytes: loss,
-// grad_input and the first rows of grad_weight; from the rows' states the others.
+// The calls that a plan of two passes consists of, both in the memory behind the rows' states
+// (row_reference and row_log_sum): loss, grad_input and the first rows of grad_weight; from the
+// states the others.
 LinearShape first_pass(const LinearShape& shape, int64_t first_rows);
 LinearShape second_pass(const LinearShape& shape, int64_t first_rows);
 uint64_t state_bytes(const LinearShape& shape);
-
-// An engine's fastest plan by its cost model that fits into `bytes`; the smallest of all where none
-// does. The last few answers are remembered.
-class Engine;
-LinearPlan plan_linear(const Engine& engine, const LinearShape& shape, const DeviceSpeed& speed,
-                       uint64_t bytes);
-LinearPlan smallest_plan(const Engine& engine, const LinearShape& shape, const DeviceSpeed& speed);
-// Within the promise of the name: at most a quarter of the f32 logits beyond the gradients' sums.
-LinearPlan recommended_plan(const Engine& engine, const LinearShape& shape,
-                            const DeviceSpeed& speed);
 
 }  // namespace logitless::cuda

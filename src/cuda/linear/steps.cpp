@@ -29,7 +29,7 @@ void CallSteps::visit(Step step) {
 }
 
 void CallSteps::scale_input() {
-  if (smooths_e(s_, p_) && s_.grad_weight) visit({.kind = StepKind::scale_input});
+  if (p_.smooths_e && s_.grad_weight) visit({.kind = StepKind::scale_input});
 }
 
 void CallSteps::grad_weight(const PanelPlace& panel, bool of_e) {
@@ -67,15 +67,15 @@ void CallSteps::begin() {
   visit({.kind = StepKind::tokens});
   if (s_.copies_weight) visit({.kind = StepKind::copy_weight});
   if (s_.bias || s_.class_weights) visit({.kind = StepKind::column_terms});
-  if (smooths_e(s_, p_)) visit({.kind = StepKind::class_row});
-  if (s_.grad_input && has_tail()) visit({.kind = StepKind::weight_tail});
+  if (p_.smooths_e) visit({.kind = StepKind::class_row});
+  if (s_.grad_input && p_.tail_columns > 0) visit({.kind = StepKind::weight_tail});
 }
 
 void CallSteps::chunk(const Range& tokens) {
   tokens_ = tokens;
   visit({.kind = StepKind::gather});
   if (s_.forward) logits();
-  const bool of_e = multiplies_e(s_, p_);
+  const bool of_e = p_.multiplies_e;
   visit({.kind = StepKind::states,
          .panel = stored(),
          .lent_behind = p_.lent_columns,
@@ -86,7 +86,7 @@ void CallSteps::chunk(const Range& tokens) {
 
 void CallSteps::end() {
   if (s_.tokens == 0) return visit({.kind = StepKind::no_tokens});
-  if (s_.grad_weight && (p_.grad_weight_sum || has_tail())) {
+  if (s_.grad_weight && (p_.grad_weight_sum || p_.tail_columns > 0)) {
     visit({.kind = StepKind::write_grad_weight});
   }
   if (s_.grad_bias) visit({.kind = StepKind::write_grad_bias});

@@ -107,8 +107,6 @@ class CallSteps {
   virtual void logits() = 0;
   // The chunk's, from E or from logits that are made again.
   virtual void gradients() = 0;
-  // True where products take the last V % 8 columns by themselves.
-  virtual bool has_tail() const { return false; }
 
   PanelPlace stored() const { return {.columns = p_.stored_columns}; }
   PanelPlace lent() const {

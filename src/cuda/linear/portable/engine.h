@@ -17,12 +17,11 @@ class PortableEngine final : public Engine {
   DeviceSpeed speed(const DeviceInfo& device) const override;
   void each_plan(const LinearShape& shape, const DeviceSpeed& speed, uint64_t bytes,
                  const std::function<void(const LinearPlan&)>& consider) const override;
-  LinearMemory place(const LinearShape& shape, const LinearPlan& plan, Arena* arena) const override;
   void for_steps(const LinearShape& shape, const LinearPlan& plan,
                  StepVisitor* visitor) const override;
   double seconds(const LinearShape& shape, const LinearPlan& plan, const DeviceSpeed& speed,
                  const Step& step) const override;
-  void run(const LinearCall& call, const LinearPlan& plan, const LinearMemory& memory,
+  void run(const LinearCall& call, const LinearPlan& plan, char* workspace,
            const DeviceInfo& device, Stream* stream) const override;
 };
 

@@ -44,11 +44,10 @@ double pass_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& s
 }
 
 // The rest of a plan but its time.
-LinearPlan finish(const PortableEngine& engine, const LinearShape& s, LinearPlan p) {
+LinearPlan finish(const LinearShape& s, LinearPlan p) {
   settle(s, &p);
-  Arena arena;
-  engine.place(s, p, &arena);
-  p.bytes = arena.used();
+  p.slab_columns = std::max(p.stored_columns, p.remade_columns);
+  p.bytes = bytes_of(s, p);
   return p;
 }
 
@@ -56,6 +55,8 @@ LinearPlan finish(const PortableEngine& engine, const LinearShape& s, LinearPlan
 LinearPlan chunked(const LinearShape& s, int64_t most) {
   const int64_t tokens = std::max<int64_t>(s.tokens, 1);
   LinearPlan p;
+  p.holds_logits = true;
+  p.tail_columns = s.vocab % 8;
   p.extra_rows = extra_rows;
   p.token_chunk = round_up(divide_up(tokens, divide_up(tokens, most)), 8);
   p.chunks = divide_up(tokens, p.token_chunk);
@@ -67,19 +68,18 @@ LinearPlan chunked(const LinearShape& s, int64_t most) {
 // Considers the plans of a chunk and block in which columns are made again, by the width of their
 // panels.
 template <class F>
-void each_width(const PortableEngine& engine, const LinearShape& s, uint64_t bytes, LinearPlan p,
-                F&& consider) {
+void each_width(const LinearShape& s, uint64_t bytes, LinearPlan p, F&& consider) {
   for (const int64_t width : panel_widths) {
     p.stored_columns = 0;
     p.remade_columns = width * p.block_columns;
-    consider(finish(engine, s, p));
+    consider(finish(s, p));
     if (!s.can_store) continue;
     const int64_t column_bytes = panel_rows(p) * size_of(s.dtype) +
                                  (s.grad_bias ? divide_up(panel_rows(p), bias_slab_rows) * 4 : 0);
     const LinearPlan mixed = largest_share(s, bytes, segment_columns, segment_columns, column_bytes,
                                            [&](int64_t columns) {
                                              p.stored_columns = columns;
-                                             return finish(engine, s, p);
+                                             return finish(s, p);
                                            });
     if (mixed.bytes > 0) consider(mixed);
   }
@@ -113,8 +113,8 @@ void PortableEngine::each_plan(const LinearShape& s, const DeviceSpeed&, uint64_
     for (int64_t block = int64_t{32} << 20; block >= int64_t{1} << 20; block /= 2) {
       set_block(s, block, &p);
       p.stored_columns = s.gradients() && s.can_store ? s.vocab : 0;
-      if (!s.gradients() || s.can_store) consider(finish(*this, s, p));
-      if (s.gradients()) each_width(*this, s, bytes, p, consider);
+      if (!s.gradients() || s.can_store) consider(finish(s, p));
+      if (s.gradients()) each_width(s, bytes, p, consider);
     }
     if (most <= least_chunk) break;
   }

@@ -170,8 +170,9 @@ class PortableRun final : public LinearRun {
 
 }  // namespace
 
-void PortableEngine::run(const LinearCall& call, const LinearPlan& plan, const LinearMemory& memory,
+void PortableEngine::run(const LinearCall& call, const LinearPlan& plan, char* workspace,
                          const DeviceInfo& device, Stream* stream) const {
+  const LinearMemory memory = place(call, plan, workspace);
   PortableRun run(call, plan, memory, device, stream);
   for_steps(call.shape, plan, &run);
 }

@@ -13,8 +13,6 @@ class PortableSteps final : public CallSteps {
   using CallSteps::CallSteps;
 
  private:
-  bool has_tail() const override { return s_.vocab % 8 != 0; }
-
   void logits() override {
     visit(
         {.kind = StepKind::logits, .panel = {.columns = s_.vocab}, .of_e = p_.stored_columns > 0});

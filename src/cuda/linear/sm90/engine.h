@@ -20,12 +20,11 @@ class HopperEngine final : public Engine {
                  const std::function<void(const LinearPlan&)>& consider) const override;
   LinearPlan in_passes(const LinearShape& shape, const DeviceSpeed& speed, uint64_t minimum,
                        uint64_t bytes, const LinearPlan& best) const override;
-  LinearMemory place(const LinearShape& shape, const LinearPlan& plan, Arena* arena) const override;
   void for_steps(const LinearShape& shape, const LinearPlan& plan,
                  StepVisitor* visitor) const override;
   double seconds(const LinearShape& shape, const LinearPlan& plan, const DeviceSpeed& speed,
                  const Step& step) const override;
-  void run(const LinearCall& call, const LinearPlan& plan, const LinearMemory& memory,
+  void run(const LinearCall& call, const LinearPlan& plan, char* workspace,
            const DeviceInfo& device, Stream* stream) const override;
 };
 

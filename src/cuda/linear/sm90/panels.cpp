@@ -37,8 +37,7 @@ int64_t room_behind(const LinearShape& s, const LinearPlan& p, int64_t first) {
 }
 // Returns where E of the lent columns begins.
 int64_t lent_e(const LinearShape& s, const LinearPlan& p) {
-  const int64_t scaled = scales_apart(s, p) ? lent_scaled_input(s, p) : -1;
-  const int64_t end = scaled < 0 ? weight_bytes(s) : scaled;
+  const int64_t end = p.lent_scaled < 0 ? weight_bytes(s) : p.lent_scaled;
   return (end - panel_bytes(s, p, p.lent_columns)) / alignment * alignment;
 }
 // Returns what the workspace holds of E at a time.
@@ -75,7 +74,7 @@ int64_t lent_offset(const LinearShape& s, const LinearPlan& p, const PanelPlace&
 }
 
 int64_t lent_scaled_input(const LinearShape& s, const LinearPlan& p) {
-  if (!lends_weight(s, p)) return -1;
+  if (!p.scales_apart || !lends_weight(s, p)) return -1;
   const int64_t at = (weight_bytes(s) - scaled_bytes(s, p)) / alignment * alignment;
   return at >= kept_columns(p) * row_bytes(s) ? at : -1;
 }

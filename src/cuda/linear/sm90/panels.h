@@ -25,8 +25,8 @@ PanelPlace kept_part_at(const LinearShape& shape, const LinearPlan& plan, int64_
 // The most that grad_weight's memory can keep behind those in the workspace.
 int64_t most_lent_columns(const LinearShape& shape, const LinearPlan& plan);
 
-// Offsets in grad_weight's memory: of a panel that lies there, and of the scaled input behind E;
-// negative where it does not fit there.
+// Offsets in grad_weight's memory: of a panel that lies there; and of the scaled input behind E,
+// where the plan has it apart, negative where it does not fit there.
 int64_t lent_offset(const LinearShape& shape, const LinearPlan& plan, const PanelPlace& at);
 int64_t lent_scaled_input(const LinearShape& shape, const LinearPlan& plan);
 

@@ -16,15 +16,14 @@ namespace {
 constexpr int64_t least_chunk = 512;  // tokens that the forward kernel takes at a time
 
 uint64_t slot_bytes(const LinearPlan& p) {
-  return static_cast<uint64_t>(slot_rows(p)) * sum_columns * sizeof(float);
+  return static_cast<uint64_t>(p.slot_size) * sizeof(float);
 }
 
 // Plans of one call on one device for so many bytes.
 class Plans {
  public:
-  Plans(const HopperEngine& engine, const LinearShape& shape, const DeviceSpeed& speed,
-        uint64_t bytes)
-      : engine_(engine), s_(shape), speed_(speed), bytes_(bytes) {}
+  Plans(const LinearShape& shape, const DeviceSpeed& speed, uint64_t bytes)
+      : s_(shape), speed_(speed), bytes_(bytes) {}
 
   void each(const std::function<void(const LinearPlan&)>& consider) const {
     const auto use = [&](const LinearPlan& p) {
@@ -67,6 +66,8 @@ class Plans {
     p.token_chunk = std::min(round_up(even, most >= 512 ? 512 : 8), round_up(tokens, 8));
     p.chunks = divide_up(tokens, p.token_chunk);
     p.hidden_pitch = round_up(s_.hidden, 16 / size_of(s_.dtype));
+    p.slot_size = slot_rows(p) * sum_columns;
+    p.slab_columns = std::min(bias_columns, round_up(s_.vocab, 64));
     place_sums(&p);
     return p;
   }
@@ -75,6 +76,7 @@ class Plans {
   void place_sums(LinearPlan* p) const {
     const int64_t tiles = divide_up(s_.vocab, sum_columns);
     p->segments = tiles;
+    p->single_rows = static_cast<int32_t>(std::min<int64_t>(p->token_chunk, unit_rows));
     if (!s_.plain) return;
     p->unit_width = s_.gradients() ? 1 : unit_tiles;
     if (s_.gradients()) return;
@@ -89,21 +91,17 @@ class Plans {
   LinearPlan finish(LinearPlan p) const {
     p.lent_columns = s_.gradients() ? most_lent_columns(s_, p) : 0;
     settle(s_, &p);
-    const auto place = [&] {
-      Arena arena;
-      engine_.place(s_, p, &arena);
-      p.bytes = arena.used();
-    };
+    p.lent_scaled = lent_scaled_input(s_, p);
     p.input_clusters = p.slots = 0;
-    place();
+    p.bytes = bytes_of(s_, p);
     if (!s_.gradients() || (bytes_ > 0 && p.bytes > bytes_)) return p;
     if (bytes_ > 0) {
       const uint64_t room = (bytes_ - p.bytes) / slot_bytes(p);
       p.slots = slots_of(s_, p, speed_);
-      place();
+      p.bytes = bytes_of(s_, p);
       if (p.bytes > bytes_) {
         p.slots = static_cast<int32_t>(std::min<uint64_t>(p.slots, room));
-        place();
+        p.bytes = bytes_of(s_, p);
       }
     }
     if (runs_both(s_, p)) p.input_clusters = input_clusters_of(s_, p, speed_);
@@ -170,7 +168,6 @@ class Plans {
     if (s.direct_grad_input) use(p);
   }
 
-  const HopperEngine& engine_;
   const LinearShape& s_;
   const DeviceSpeed& speed_;
   uint64_t bytes_;
@@ -211,7 +208,7 @@ LinearPlan two_passes(const HopperEngine& engine, const LinearShape& s, const De
 
 void HopperEngine::each_plan(const LinearShape& s, const DeviceSpeed& speed, uint64_t bytes,
                              const std::function<void(const LinearPlan&)>& consider) const {
-  Plans(*this, s, speed, bytes).each(consider);
+  Plans(s, speed, bytes).each(consider);
 }
 
 LinearPlan HopperEngine::in_passes(const LinearShape& s, const DeviceSpeed& speed, uint64_t minimum,

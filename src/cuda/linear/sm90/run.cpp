@@ -55,7 +55,8 @@ class HopperRun final : public LinearRun {
                               step.of_e && work_.plan.sum_rows == 0, step.adds);
     }
     sm90::grad_input(work_, kept, step.of_e);
-    if (lends_) clear_other_rows(work_.m.tokens, work_.call.grad_input, work_.stream);
+    if (work_.plan.lends_input)
+      clear_other_rows(work_.m.tokens, work_.call.grad_input, work_.stream);
   }
 
   // To what is there.
@@ -64,26 +65,17 @@ class HopperRun final : public LinearRun {
   }
 };
 
-// With what lies in the outputs' memory, the input and the scaled one, and what the device decides.
-LinearMemory complete(const LinearCall& call, const LinearPlan& plan, LinearMemory m,
-                      const DeviceInfo& device) {
-  const LinearShape& s = call.shape;
-  m.units = {static_cast<int32_t>(divide_up(s.vocab, sum_columns)),
-             teams_of(plan, device.multiprocessors / 2)};
-  if (lends_input(s, plan)) m.input = call.grad_input.as<char>();
-  if (m.scaled != nullptr) return m;
-  m.scaled =
-      scales_apart(s, plan) ? call.grad_weight.as<char>() + lent_scaled_input(s, plan) : m.input;
-  return m;
-}
-
 }  // namespace
 
-void HopperEngine::run(const LinearCall& call, const LinearPlan& plan, const LinearMemory& memory,
+void HopperEngine::run(const LinearCall& call, const LinearPlan& plan, char* workspace,
                        const DeviceInfo& device, Stream* stream) const {
-  const LinearMemory completed = complete(call, plan, memory, device);
-  HopperRun run(call, plan, completed, device, stream);
-  for_steps(call.shape, plan, &run);
+  LinearMemory memory = place(call, plan, workspace);
+  const LinearShape& s = call.shape;
+  memory.partials.anchored = s.forward && !finds_maximum(s);
+  memory.units = {static_cast<int32_t>(divide_up(s.vocab, sum_columns)),
+                  teams_of(plan, device.multiprocessors / 2)};
+  HopperRun run(call, plan, memory, device, stream);
+  for_steps(s, plan, &run);
 }
 
 }  // namespace logitless::cuda::sm90
