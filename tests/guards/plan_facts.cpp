@@ -158,7 +158,7 @@ void add_cuda(const Op& op, const Assumed& assumed, uint64_t bytes, Facts* facts
     }
     const cuda::RowsPlan p =
         cuda::plan_rows(op.logits.shape[1], size_of(op.logits.dtype),
-                        device->shared_bytes_per_block, device->clusters);
+                        device->shared_bytes_per_block, device->has_clusters());
     facts->add("cluster", p.cluster);
     facts->add("threads", p.threads);
     facts->add("tile", p.tile);

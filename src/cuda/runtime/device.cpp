@@ -4,7 +4,6 @@
 // and says why CUDA does not.
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <memory>
 
 #include "src/cuda/runtime/remembered.h"
@@ -66,7 +65,6 @@ Status ask_device(int index, int driver, DeviceInfo* info) {
            .minor = properties.minor,
            .multiprocessors = properties.multiProcessorCount,
            .shared_bytes_per_block = static_cast<int64_t>(properties.sharedMemPerBlockOptin),
-           .clusters = properties.major >= 9 && std::strcmp(named_kernels(), "portable") != 0,
            .launches_early = driver >= 12030};
   std::snprintf(info->name, sizeof(info->name), "%.60s", properties.name);
   std::snprintf(info->kernels, sizeof(info->kernels), "%s", named_kernels());

@@ -4,7 +4,7 @@
 namespace logitless::cuda {
 
 bool is_compiled_for_hopper(const void* kernel, const DeviceInfo& device, Stream* stream) {
-  if (!device.clusters) return false;
+  if (!device.has_clusters()) return false;
   return stream->answer<bool>([&] {
     cudaFuncAttributes attributes{};
     stream->fail(cuda_error("cudaFuncGetAttributes", api().attributes(&attributes, kernel)));

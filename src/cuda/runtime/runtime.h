@@ -24,6 +24,9 @@ inline Status cuda_error(const char* what, cudaError_t code) {
                cudaGetErrorName(code));
 }
 
+// The engine of the linear ops (linear/engine.h) that every device has.
+inline constexpr char kernels_of_every_device[] = "portable";
+
 // Holds what the planner and the launches need to know of a device; read once a process.
 struct DeviceInfo {
   int index = 0;
@@ -31,13 +34,13 @@ struct DeviceInfo {
   int multiprocessors = 0;
   int64_t shared_bytes_per_block = 0;  // at most, on request
   char name[64] = {};
-  // The engine of the linear ops that LOGITLESS_CUDA_KERNELS names (linear/engine.h); empty: the
-  // best one.
-  char kernels[24] = {};
-  // Kernels may use what came with sm_90: not where LOGITLESS_CUDA_KERNELS is "portable", for what
-  // sm_80 runs on a newer device, too (tests, bug reports).
-  bool clusters = false;
+  char kernels[24] = {};        // the engine that LOGITLESS_CUDA_KERNELS names; empty: the best one
   bool launches_early = false;  // early.cuh, also into a graph: drivers of CUDA 12.3 and later
+  // Kernels may use what came with sm_90: not where those of every device are named, for what sm_80
+  // runs on a newer device, too (tests, bug reports).
+  bool has_clusters() const {
+    return major >= 9 && std::strcmp(kernels, kernels_of_every_device) != 0;
+  }
 };
 
 // backend_unavailable: no driver, too old a driver, no device.

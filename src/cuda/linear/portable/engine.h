@@ -8,7 +8,7 @@ namespace logitless::cuda {
 
 class PortableEngine final : public Engine {
  public:
-  const char* name() const override { return "portable"; }
+  const char* name() const override { return kernels_of_every_device; }
   bool serves(const DeviceInfo&) const override { return true; }
   bool serves(const Call&, const LinearShape&) const override { return true; }
   bool is_batch_invariant() const override { return false; }  // cuBLASLt's choice of kernels
