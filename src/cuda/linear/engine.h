@@ -36,6 +36,8 @@ class Engine {
   // larger ones, but for its seconds; 0: with those that the smallest one is chosen from.
   virtual void each_plan(const LinearShape& shape, const DeviceSpeed& speed, uint64_t bytes,
                          const std::function<void(const LinearPlan&)>& consider) const = 0;
+  // Decides of one of these what takes long to say and is asked of the one that is chosen alone.
+  virtual void complete(const LinearShape&, const DeviceSpeed&, LinearPlan*) const {}
   // Returns `best` of these or a plan of several passes: a better one of at least `minimum` and at
   // most `bytes`; where the minimum is looked for (0), a smaller one that is hardly slower.
   virtual LinearPlan in_passes(const LinearShape&, const DeviceSpeed&, uint64_t /*minimum*/,

@@ -12,10 +12,11 @@ class LinearRun : public StepVisitor {
  public:
   LinearRun(const LinearCall& call, const LinearPlan& plan, const LinearMemory& memory,
             const DeviceInfo& device, Stream* stream)
-      : work_{call, plan, memory, device, stream, {}} {}
+      : work_{call, plan, memory, device, stream, {memory.tokens}} {}
 
   void visit(const Step& step) final {
-    work_.chunk = {work_.m.tokens, step.tokens.first, static_cast<int32_t>(step.tokens.count)};
+    work_.chunk.first = step.tokens.first;
+    work_.chunk.rows = static_cast<int32_t>(step.tokens.count);
     switch (step.kind) {
       case StepKind::tokens:
         return prepare_tokens(work_.call.in, work_.m.tokens, work_.call.outputs, work_.stream);

@@ -11,17 +11,25 @@
 namespace logitless::cuda {
 namespace {
 
-// The plan of the fewest bytes, the quicker of two alike. The time is asked of those alone that may
-// be chosen, for it takes longer to say than the rest.
+// The plan of the fewest bytes, the quicker of two alike. The time is asked of those alone that it
+// decides between, for it takes longer to say than the rest.
 LinearPlan smallest_of(const Engine& engine, const LinearShape& s, const DeviceSpeed& speed) {
   LinearPlan least;
-  const auto choose = [&](LinearPlan p) {
-    if (least.bytes > 0 && p.bytes > least.bytes) return;
-    p.seconds = predicted_time(engine, s, p, speed);
-    if (least.bytes == 0 || p.bytes < least.bytes || p.seconds < least.seconds) least = p;
+  const auto timed = [&](LinearPlan p) {
+    if (p.seconds == 0) p.seconds = predicted_time(engine, s, p, speed);
+    return p;
+  };
+  const auto choose = [&](const LinearPlan& p) {
+    if (least.bytes == 0 || p.bytes < least.bytes) {
+      least = p;
+    } else if (p.bytes == least.bytes) {
+      least = timed(least);
+      const LinearPlan alike = timed(p);
+      if (alike.seconds < least.seconds) least = alike;
+    }
   };
   engine.each_plan(s, speed, 0, std::ref(choose));
-  return engine.in_passes(s, speed, 0, 0, least);
+  return least.bytes == 0 ? least : engine.in_passes(s, speed, 0, 0, timed(least));
 }
 
 // The quickest, the smaller of two alike, of at least the minimum and at most `bytes`: what would
@@ -30,8 +38,9 @@ LinearPlan quickest_of(const Engine& engine, const LinearShape& s, const DeviceS
                        const LinearPlan& least, uint64_t bytes) {
   if (bytes < least.bytes) return least;
   LinearPlan best;
-  const auto choose = [&](LinearPlan p) {
-    if (p.bytes > bytes || p.bytes < least.bytes) return;
+  const auto choose = [&](const LinearPlan& thought) {
+    if (thought.bytes > bytes || thought.bytes < least.bytes) return;
+    LinearPlan p = thought;
     p.seconds = predicted_time(engine, s, p, speed);
     if (best.bytes == 0 || is_better(p, best)) best = p;
   };
@@ -153,6 +162,8 @@ Found search(const Engine& engine, const LinearShape& shape, const DeviceSpeed& 
   auto& [least, best] = answer.found;
   if (!knows_least) least = smallest_of(engine, shape, speed);
   best = quickest_of(engine, shape, speed, least, bytes);
+  engine.complete(shape, speed, &least);
+  engine.complete(shape, speed, &best);
   answers[next++ % most] = answer;
   return answer.found;
 }

@@ -48,15 +48,17 @@ double predicted_time(const Engine& engine, const LinearShape& shape, const Line
 
 double shared_step_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed,
                         const Step& step) {
-  const double outputs = static_cast<double>(s.rows_of_weight()) * static_cast<double>(s.hidden);
+  const auto outputs = [&] {
+    return static_cast<double>(s.rows_of_weight()) * static_cast<double>(s.hidden);
+  };
   switch (step.kind) {
     case StepKind::tokens:
       // Rows that are copied one by one where not all tokens count take half as long again.
       return p.copies_input ? 0 : 1e-6;
     case StepKind::copy_weight:
-      return outputs * 2 * static_cast<double>(size_of(s.dtype)) / speed.memory;
+      return outputs() * 2 * static_cast<double>(size_of(s.dtype)) / speed.memory;
     case StepKind::write_grad_weight:
-      return p.grad_weight_sum ? outputs * 6 / speed.memory : 0;
+      return p.grad_weight_sum ? outputs() * 6 / speed.memory : 0;
     case StepKind::write_grad_input:
       return p.sum_rows > 0 ? speed.launch : 0;
     default:

@@ -22,7 +22,7 @@ void CallSteps::enumerate() {
   end();
 }
 
-void CallSteps::visit(Step step) {
+void CallSteps::visit(Step&& step) {
   step.tokens = tokens_;
   if (step.rows.count == 0) step.rows = {0, tokens_.count};
   visitor_->visit(step);

@@ -112,7 +112,7 @@ class CallSteps {
   PanelPlace lent() const {
     return {.first = p_.stored_columns, .columns = p_.lent_columns, .lent = true};
   }
-  void visit(Step step);
+  void visit(Step&& step);
   void scale_input();
   void grad_weight(const PanelPlace& panel, bool of_e);
   void grad_bias(const PanelPlace& panel, bool of_e);

@@ -18,6 +18,8 @@ class HopperEngine final : public Engine {
   DeviceSpeed speed(const DeviceInfo& device) const override;
   void each_plan(const LinearShape& shape, const DeviceSpeed& speed, uint64_t bytes,
                  const std::function<void(const LinearPlan&)>& consider) const override;
+  void complete(const LinearShape& shape, const DeviceSpeed& speed,
+                LinearPlan* plan) const override;
   LinearPlan in_passes(const LinearShape& shape, const DeviceSpeed& speed, uint64_t minimum,
                        uint64_t bytes, const LinearPlan& best) const override;
   void for_steps(const LinearShape& shape, const LinearPlan& plan,
@@ -27,5 +29,9 @@ class HopperEngine final : public Engine {
   void run(const LinearCall& call, const LinearPlan& plan, char* workspace,
            const DeviceInfo& device, Stream* stream) const override;
 };
+
+// plan_time.cpp: slots of slices (cut.h) that the products of a plan can use, which has all but
+// these.
+int32_t slots_of(const LinearShape& shape, const LinearPlan& plan, const DeviceSpeed& speed);
 
 }  // namespace logitless::cuda::sm90

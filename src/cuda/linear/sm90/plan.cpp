@@ -6,7 +6,6 @@
 #include "src/cuda/linear/sm90/engine.h"
 #include "src/cuda/linear/sm90/forward.h"
 #include "src/cuda/linear/sm90/panels.h"
-#include "src/cuda/linear/sm90/plan_time.h"
 #include "src/cuda/linear/sm90/teams.h"
 #include "src/cuda/linear/units.h"
 
@@ -17,6 +16,16 @@ constexpr int64_t least_chunk = 512;  // tokens that the forward kernel takes at
 
 uint64_t slot_bytes(const LinearPlan& p) {
   return static_cast<uint64_t>(p.slot_size) * sizeof(float);
+}
+
+// Says whether both products of a chunk run at once.
+bool runs_both(const LinearShape& s, const LinearPlan& p) {
+  // Steps are counted in 32 bits.
+  const double steps = 2.0 * static_cast<double>(divide_up(p.token_chunk, 512)) *
+                       static_cast<double>(s.vocab / 64 + 512) *
+                       static_cast<double>(divide_up(s.hidden, sum_columns) + 1);
+  return s.grad_input && s.grad_weight && p.chunks > 1 && s.direct_grad_input &&
+         p.stored_columns == s.vocab && steps < 1e9;
 }
 
 // Plans of one call on one device for so many bytes.
@@ -92,19 +101,17 @@ class Plans {
     p.lent_columns = s_.gradients() ? most_lent_columns(s_, p) : 0;
     settle(s_, &p);
     p.lent_scaled = lent_scaled_input(s_, p);
-    p.input_clusters = p.slots = 0;
+    p.input_clusters = runs_both(s_, p);  // HopperEngine::complete says how many
+    p.slots = 0;
     p.bytes = bytes_of(s_, p);
-    if (!s_.gradients() || (bytes_ > 0 && p.bytes > bytes_)) return p;
-    if (bytes_ > 0) {
-      const uint64_t room = (bytes_ - p.bytes) / slot_bytes(p);
-      p.slots = slots_of(s_, p, speed_);
+    if (!s_.gradients() || p.bytes > bytes_) return p;
+    const uint64_t room = (bytes_ - p.bytes) / slot_bytes(p);
+    p.slots = slots_of(s_, p, speed_);
+    p.bytes = bytes_of(s_, p);
+    if (p.bytes > bytes_) {
+      p.slots = static_cast<int32_t>(std::min<uint64_t>(p.slots, room));
       p.bytes = bytes_of(s_, p);
-      if (p.bytes > bytes_) {
-        p.slots = static_cast<int32_t>(std::min<uint64_t>(p.slots, room));
-        p.bytes = bytes_of(s_, p);
-      }
     }
-    if (runs_both(s_, p)) p.input_clusters = input_clusters_of(s_, p, speed_);
     return p;
   }
 
@@ -120,7 +127,11 @@ class Plans {
       if (width < narrowest) return;
       p.stored_columns = 0;
       p.remade_columns = width * sum_columns;
-      each_lending(s_, p, [&](const LinearPlan& lending) { use(finish(lending)); });
+      each_lending(s_, p, [&](const LinearPlan& lending) {
+        const LinearPlan made = finish(lending);
+        use(made);
+        return made.grad_input_sum;
+      });
       if (!s_.can_store || width != least) continue;
       each_lending(s_, p, [&](LinearPlan lending) {
         // The memory of E holds the panels made again once E is used.
@@ -131,6 +142,7 @@ class Plans {
                             return finish(lending);
                           });
         if (mixed.bytes > 0) use(mixed);
+        return false;
       });
     }
   }
@@ -157,15 +169,16 @@ class Plans {
 
   // use(plan) with each way to keep E in grad_weight's memory: as much as fits if it is copied, or
   // if nothing is; and of all of it, with grad_input written at once or through its sums in f32,
-  // which leave the compacted input in its memory.
+  // which leave the compacted input in its memory: unless use(plan) says that it has these sums
+  // either way.
   template <class F>
   static void each_lending(const LinearShape& s, LinearPlan p, F&& use) {
-    use(p);
+    const bool has_sums = use(p);
     if (!s.lends_grad_weight || !s.can_store || p.chunks > 1) return;
     p.copies_lent = false;
     use(p);
     p.copies_lent = true, p.input_first = false;
-    if (s.direct_grad_input) use(p);
+    if (s.direct_grad_input && !has_sums) use(p);
   }
 
   const LinearShape& s_;
@@ -190,10 +203,12 @@ LinearPlan two_passes(const HopperEngine& engine, const LinearShape& s, const De
   p.bytes = UINT64_MAX;
   const uint64_t state = state_bytes(s);
   if (bytes <= state) return p;
-  const LinearPlan first = search(engine, first_pass(s, first_rows), speed, bytes - state).best;
-  const LinearPlan second = search(engine, second_pass(s, first_rows), speed, bytes - state).best;
+  const uint64_t room = bytes - state;
+  const LinearPlan first = search(engine, first_pass(s, first_rows), speed, room).best;
+  if (first.bytes == 0 || first.bytes > room) return p;
+  const LinearPlan second = search(engine, second_pass(s, first_rows), speed, room).best;
   const uint64_t most = std::max(first.bytes, second.bytes);
-  if (first.bytes == 0 || most > bytes - state) return p;
+  if (most > room) return p;
   p.kind = PlanKind::two_passes;
   p.token_chunk = first.token_chunk;
   p.chunks = first.chunks;
@@ -219,16 +234,17 @@ LinearPlan HopperEngine::in_passes(const LinearShape& s, const DeviceSpeed& spee
     const LinearPlan both = two_passes(*this, s, speed, bytes);
     return both.bytes >= minimum && both.bytes <= bytes && is_better(both, best) ? both : best;
   }
-  // With slots for none of the clusters, for half of them or for all.
   const int64_t first_rows = rows_of_first_pass(s);
   const auto least_of = [&](const LinearShape& pass) {
     return search(*this, pass, speed, 0).least.bytes;
   };
-  const uint64_t passes =
-      std::max(least_of(first_pass(s, first_rows)), least_of(second_pass(s, first_rows)));
+  const uint64_t least = state_bytes(s) + std::max(least_of(first_pass(s, first_rows)),
+                                                   least_of(second_pass(s, first_rows)));
+  if (least >= best.bytes) return best;
+  // With slots for none of the clusters, for half of them or for all.
   for (const int half : {0, 1, 2}) {
     const uint64_t slots = static_cast<uint64_t>(speed.clusters() * half / 2) * slot_bytes(best);
-    const LinearPlan both = two_passes(*this, s, speed, state_bytes(s) + passes + slots);
+    const LinearPlan both = two_passes(*this, s, speed, least + slots);
     if (both.bytes < best.bytes && both.seconds <= 1.1 * best.seconds) return both;
   }
   return best;

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "src/cuda/linear/sm90/plan_time.h"
-
+// The cost model of Hopper's plans: seconds on a device, from its measured speed.
 #include <algorithm>
 #include <cmath>
 
@@ -87,8 +86,9 @@ class Slots final : public Estimate {
     const int64_t columns = step.columns();
     if (step.kind == StepKind::grad_input) {
       use(teams_of(p_, speed_.clusters()), p_.token_chunk, columns, 1);
-    } else if (step.kind == StepKind::grad_weight) {
+    } else if (step.kind == StepKind::grad_weight && columns != weight_columns_) {
       use(speed_.clusters(), columns, p_.token_chunk, 512 / slot_rows(p_));
+      weight_columns_ = columns;  // parts of one width follow each other
     }
   }
   int32_t most() const { return slots_; }
@@ -103,26 +103,19 @@ class Slots final : public Estimate {
   const LinearPlan& p_;
   const DeviceSpeed& speed_;
   int32_t slots_ = 0;
+  int64_t weight_columns_ = 0;
 };
 
 }  // namespace
 
-bool runs_both(const LinearShape& s, const LinearPlan& p) {
-  // Steps are counted in 32 bits.
-  const double steps = 2.0 * static_cast<double>(divide_up(p.token_chunk, 512)) *
-                       static_cast<double>(s.vocab / 64 + 512) *
-                       static_cast<double>(divide_up(s.hidden, sm90::sum_columns) + 1);
-  return s.grad_input && s.grad_weight && p.chunks > 1 && s.direct_grad_input &&
-         p.stored_columns == s.vocab && steps < 1e9;
-}
-
-int32_t input_clusters_of(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed) {
-  return shares_of(s, p.token_chunk, speed, p.slots).input_clusters;
+void HopperEngine::complete(const LinearShape& s, const DeviceSpeed& speed, LinearPlan* p) const {
+  if (p->input_clusters == 0) return;
+  p->input_clusters = shares_of(s, p->token_chunk, speed, p->slots).input_clusters;
 }
 
 int32_t slots_of(const LinearShape& shape, const LinearPlan& p, const DeviceSpeed& speed) {
   const int32_t most = 2 * speed.clusters();
-  if (runs_both(shape, p)) return shares_of(shape, p.token_chunk, speed, most).input.slots();
+  if (p.input_clusters > 0) return shares_of(shape, p.token_chunk, speed, most).input.slots();
   LinearShape s = shape;
   s.tokens = std::max<int64_t>(s.tokens, 1);
   Slots slots(s, p, speed);
@@ -133,8 +126,10 @@ int32_t slots_of(const LinearShape& shape, const LinearPlan& p, const DeviceSpee
 double HopperEngine::seconds(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed,
                              const Step& step) const {
   const int64_t columns = step.columns(), n = step.tokens.count;
-  const double element = static_cast<double>(size_of(s.dtype));
-  const double bytes = static_cast<double>(columns) * static_cast<double>(n) * element;
+  const auto bytes = [&] {
+    return static_cast<double>(columns) * static_cast<double>(n) *
+           static_cast<double>(size_of(s.dtype));
+  };
   const double launches =
       step.panel.first == 0 ? 2 * speed.launch : 0;  // once for all that is kept
   switch (step.kind) {
@@ -145,9 +140,9 @@ double HopperEngine::seconds(const LinearShape& s, const LinearPlan& p, const De
     case StepKind::finish_panel:
       return launches;
     case StepKind::form_dz:
-      return launches + bytes * 2 / speed.memory;
+      return launches + bytes() * 2 / speed.memory;
     case StepKind::copy_panel:
-      return bytes * 2 / (0.8 * speed.memory) + speed.launch;
+      return bytes() * 2 / (0.8 * speed.memory) + speed.launch;
     case StepKind::grad_input:
       return input_time(s, p, speed, step.rows.count, columns, step.to_sums);
     case StepKind::grad_weight:

@@ -86,7 +86,8 @@ class HopperSteps final : public CallSteps {
     if (!s_.grad_weight) return;
     const int64_t kept = kept_columns(p_);
     PanelPlace at;
-    for (int64_t parts = 0; at.end() < kept && parts < visitor_->most_parts(); ++parts) {
+    const int64_t most = visitor_->most_parts();
+    for (int64_t parts = 0; at.end() < kept && parts < most; ++parts) {
       at = kept_part_at(s_, p_, at.end());
       weight_part(at, of_e);
     }
