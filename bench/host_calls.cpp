@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a linear op costs the host on CUDA: microseconds of planning, checks and launches on an H100
-// that need not be there (tests/cuda/recorded_cuda.h), the least of many.
+// that need not be there (tests/cuda/recorded.h), the least of many.
 //   logitless_host_calls        of a thread that has planned nothing yet, then of the same call
 //   again logitless_host_calls OLD    beside OLD, this program of an older build, which takes turns
 //   with it
@@ -14,7 +14,7 @@
 #include <thread>
 
 #include "logitless/logitless.h"
-#include "tests/cuda/recorded_cuda.h"
+#include "tests/cuda/recorded.h"
 
 namespace logitless {
 namespace {

@@ -149,17 +149,12 @@ TEST(CudaEngine, TheLibrarysListEndsWithOneThatServesEveryCall) {
   }
 }
 
-// What `info` says of row_reference is what an engine tells the kernel that writes it.
+// Where entropy or argmax is asked for, every engine looks for the maximum; `info` says of the rest
+// what the engine that runs it does.
 TEST(CudaEngine, ARowReferenceIsTheMaximumWhereItIsPromised) {
   for (const Engine* engine : engines()) {
-    for (const auto& [entropy, argmax] : {std::pair{false, false}, {true, false}, {false, true}}) {
-      const LinearShape s{
-          .tokens = 40, .vocab = 300, .hidden = 64, .entropy = entropy, .argmax = argmax};
-      Arena arena;
-      const LinearMemory m = engine->place(s, smallest_plan(*engine, s, {}), &arena);
-      EXPECT_NE(m.partials.anchored, engine->finds_maximum(s)) << engine->name();
-      EXPECT_TRUE(engine->finds_maximum(s) || !(entropy || argmax)) << engine->name();
-    }
+    EXPECT_TRUE(engine->finds_maximum({.entropy = true})) << engine->name();
+    EXPECT_TRUE(engine->finds_maximum({.argmax = true})) << engine->name();
   }
   for (const int major : {8, 9, 10}) {
     const DeviceInfo device{.major = major, .multiprocessors = 132};
