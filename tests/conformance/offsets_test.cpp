@@ -162,8 +162,7 @@ TEST_P(Offsets, AStrideThatIsNeverTakenMayBeAnything) {
   }
 }
 
-constexpr DType kTwo[] = {DType::f32, DType::bf16};
-LOGITLESS_CONFORMANCE_SUITE_OF(Offsets, kOps, kTwo);
+LOGITLESS_CONFORMANCE_SUITE_OF(Offsets, kOps, (std::vector{DType::f32, DType::bf16}));
 
 }  // namespace
 }  // namespace logitless::conformance

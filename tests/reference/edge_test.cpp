@@ -293,7 +293,7 @@ TEST(ReferenceEdges, StridedAndBroadcastInputsAreTheDenseOnes) {
 
 TEST(ReferenceEdges, NeedsNoWorkspace) {
   WorkspaceSize size{1, 1, 1};
-  EXPECT_TRUE(reference_backend().workspace(Softmax{}, &size).ok());
+  EXPECT_TRUE(reference_backend().workspace(Softmax{}, 0, &size).ok());
   EXPECT_EQ(size.minimum, 0u);
   EXPECT_EQ(size.recommended, 0u);
   EXPECT_EQ(size.alignment, 64u);
