@@ -29,7 +29,7 @@ assert abs(loss - expected) < 1e-6 and grads.weight.shape == w.shape
 
 # What of a CMake cache decides the objects.
 CACHED = (
-    "LOGITLESS_(?:CUDA|CUDA_ARCHITECTURES|CUDA_LISTING|CPU_TARGETS|WEBGPU|WERROR)"
+    "LOGITLESS_(?:CUDA|CUDA_ARCHITECTURES|CUDA_LISTING|CPU_TARGETS|FRAMES|WEBGPU|WERROR)"
     "|CMAKE_(?:C|CXX|CUDA)_COMPILER|CMAKE_BUILD_TYPE"
 )
 
