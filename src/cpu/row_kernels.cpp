@@ -121,7 +121,7 @@ void scale_block_on_target(const LogitMap& map, const RowGradient& g, const floa
   });
 }
 
-// destination_j = of(source_j), of as many elements as a vector of f32 has.
+// Makes destination_j = of(source_j), by vectors of as many elements as one of f32 has.
 template <class From, class To, class F>
 HWY_INLINE void convert(const From* HWY_RESTRICT source, int64_t count,
                         To* HWY_RESTRICT destination, const F& of) {

@@ -41,7 +41,7 @@ class FusedOutputLinear(torch.nn.Linear):
                 hidden_states, self.weight, labels.where(temperature == value, _IGNORED),
                 temperature=value, entropy=True,
             )
-            for value in torch.unique(temperature).tolist() or [1.0]
+            for value in torch.unique(temperature[labels != _IGNORED]).tolist() or [1.0]
         ]  # fmt: skip
         logprobs, entropies = zip(*parts)
         return {

@@ -130,8 +130,9 @@ def launch(
         options = options._replace(normalizer=1.0)
     try:
         addresses = [t.data_ptr() for t in tensors if t is not None]
-    except RuntimeError:  # a tensor without memory of its own, which no plan takes
-        addresses = []
+    except RuntimeError:  # a tensor without memory of its own: what no plan takes has its own words
+        _make_plan(kind, names, tensors, options, row_state, memory, accumulate, ())
+        raise
     if row_state is not None:
         address = row_state.data_ptr()
         addresses += (address, address + 2 * row_state.numel())  # N f32 further
@@ -299,8 +300,11 @@ def planned_bytes(
     device = (views[0].device_type, views[0].device_index)
     (tokens, hidden), vocab = rows.shape, weight.shape[0]
     most = 4 * (tokens * vocab + tokens * hidden + vocab * hidden)
-    addresses = [tensor.data_ptr() for tensor in like if tensor is not None]
-    addresses += [_FRESH] * (len(views) - len(addresses))
+    try:
+        addresses = [tensor.data_ptr() for tensor in like if tensor is not None]
+        addresses += [_FRESH] * (len(views) - len(addresses))
+    except RuntimeError:  # tensors of shapes alone: what serves any
+        addresses = []
     plan = _abi.Plan(
         kind, views, Options(), device, memory=memory, most=most, addresses=addresses
     )  # fmt: skip
