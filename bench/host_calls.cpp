@@ -5,7 +5,6 @@
 //   again logitless_host_calls OLD    beside OLD, this program of an older build, which takes turns
 //   with it
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "logitless/logitless.h"
+#include "src/call.h"
 #include "src/validate.h"
 
 namespace logitless::testing {
@@ -212,16 +213,9 @@ void for_each_judged_subject(F&& f) {
 }
 
 inline std::string describe(const Subject& s) {
-  constexpr const char* names[] = {"Softmax",
-                                   "CrossEntropyForward",
-                                   "CrossEntropyBackward",
-                                   "CrossEntropyForwardBackward",
-                                   "LinearCrossEntropyForward",
-                                   "LinearCrossEntropyBackward",
-                                   "LinearCrossEntropyForwardBackward"};
   constexpr const char* devices[] = {" on cpu", " by the rules of cuda", " on webgpu",
                                      " on reference"};
-  return std::string(names[s.kind]) + devices[static_cast<int>(s.execution.device.type)];
+  return std::string(name_of_op(s.kind)) + devices[static_cast<int>(s.execution.device.type)];
 }
 
 }  // namespace logitless::testing
