@@ -8,6 +8,7 @@
 #include "src/backend.h"
 #include "src/c_status.h"
 #include "src/cpu/thread_pool.h"
+#include "src/kept.h"
 #include "src/validate.h"
 
 namespace logitless {
@@ -184,6 +185,8 @@ const char* name_of_set_field(logitless_op c) {
     }
   }
   if (c.options != nullptr) return "options";
+  if (c.kept_key != 0) return "kept_key";
+  if (c.consume_kept != 0) return "consume_kept";
   return c.accumulate_grad_weight != 0 ? "accumulate_grad_weight" : "reserved";
 }
 
@@ -202,6 +205,12 @@ Status from_c(const logitless_op* source, const Execution& execution, Call* call
   if (call->linear && call->gradients) {
     call->accumulate = c.accumulate_grad_weight != 0;
     c.accumulate_grad_weight = 0;
+  }
+  if (call->kind == LOGITLESS_LINEAR_CROSS_ENTROPY_BACKWARD) {
+    call->kept_key = c.kept_key;
+    call->consume_kept = c.consume_kept != 0;
+    c.kept_key = 0;
+    c.consume_kept = 0;
   }
   for (const TensorField& field : tensor_fields(c.kind)) {
     const logitless_tensor*& tensor = tensor_of(c, field);
@@ -267,6 +276,32 @@ int32_t logitless_workspace(const logitless_op* op, const logitless_execution* e
       write_struct({sizeof(logitless_workspace_size), 0, s.minimum, s.recommended, s.alignment},
                    size);
     return result;
+  });
+  return report(result, status);
+}
+
+int32_t logitless_kept_size(const logitless_op* op, const logitless_execution* execution,
+                            uint64_t bytes, logitless_kept* kept, logitless_status* status) {
+  const Status result = guarded([&]() -> Status {
+    Execution e;
+    Executor executor;
+    logitless_kept before;
+    Status result = read_struct("kept", kept, &before);
+    if (result.ok()) result = from_c(execution, &e, &executor);
+    Call call;
+    if (result.ok()) result = from_c(op, e, &call);
+    if (result.ok()) result = validate_keeping(call);
+    if (!result.ok()) return result;
+    const Kept k = kept_in(call, bytes);
+    write_struct({sizeof(logitless_kept),
+                  0,
+                  k.columns,
+                  {k.shape[0], k.shape[1]},
+                  {k.rows_shape[0], k.rows_shape[1]},
+                  k.bytes,
+                  k.key},
+                 kept);
+    return {};
   });
   return report(result, status);
 }

@@ -74,6 +74,8 @@ struct Call {
   bool gradients = false;   // Backward, ForwardBackward
   bool forward = false;     // Forward, ForwardBackward: loss and statistics are outputs
   bool accumulate = false;  // adds to grad_weight and grad_bias
+  bool consume_kept = false;
+  uint64_t kept_key = 0;
   Execution execution{};
   LossOptions options{};
 
@@ -85,6 +87,7 @@ struct Call {
   Tensor row_reference{}, row_log_sum{}, entropy{};               // [N]; Backward reads them
   Tensor grad_loss{};                                             // [N] or []
   Tensor grad_lse{}, grad_target_logit{}, grad_entropy{};         // [N] each
+  Tensor kept{}, kept_rows{};                                     // kept.h; Backward reads them
   Tensor grad_logits{};                                           // [N, V]
   Tensor grad_input{}, grad_weight{}, grad_bias{};                // [N, D] [V, D] [V]
   Tensor fault{};                                                 // [1]
@@ -133,6 +136,10 @@ template <class Op>
 Call::Call(const Op& op, const Execution& execution) : Call(kind_of<Op>, execution) {
   if constexpr (LossOp<Op>) options = op.options;
   if constexpr (LinearOp<Op> && GradientOp<Op>) accumulate = op.accumulate_grad_weight;
+  if constexpr (KeepingOp<Op> && GradientOp<Op>) {
+    kept_key = op.kept_key;
+    consume_kept = op.consume_kept;
+  }
   for_each_tensor(op, *this,
                   [](const char*, Access, const TensorView& from, Tensor& to) { to = from; });
 }

@@ -75,6 +75,8 @@ Status check_option_ranges(const Call& call);
 Status check_normalizer(const Call& call);
 Status check_shard_range(const Call& call);
 Status check_shard_fields(const Call& call);
+Status check_kept(const Call& call);
+Status check_kept_key(const Call& call);
 Status check_probability_input(const Call& call);
 
 }  // namespace logitless

@@ -3,6 +3,7 @@
 // here say how fields go together; data pointers are looked at in validate_data.cpp.
 #include "src/validate.h"
 
+#include "src/kept.h"
 #include "src/message.h"
 #include "src/rules.h"
 
@@ -68,6 +69,62 @@ Status check_companions(const Call& call) {
   }
   return {};
 }
+
+// A number in hexadecimal, as keys are printed.
+Text key_text(uint64_t key) {
+  Text out{};
+  std::snprintf(out.text, sizeof(out.text), "%#llx", static_cast<unsigned long long>(key));
+  return out;
+}
+
+}  // namespace
+
+// Kept state: two tensors that go together, and what Backward must be given with them.
+Status check_kept(const Call& call) {
+  const bool kept = static_cast<bool>(call["kept"]);
+  if (kept != static_cast<bool>(call["kept_rows"])) {
+    return error(StatusCode::invalid_argument, "%s is given without %s; allowed: both or neither",
+                 kept ? "kept" : "kept_rows", kept ? "kept_rows" : "kept");
+  }
+  if (call.forward) return {};
+  if (!kept && call.consume_kept) {
+    return error(StatusCode::invalid_argument, "consume_kept is 1 without kept; allowed: 0");
+  }
+  if (!kept && call.kept_key != 0) {
+    return error(StatusCode::invalid_argument, "kept_key is %s without kept; allowed: 0",
+                 key_text(call.kept_key).text);
+  }
+  if (kept && !call["row_reference"]) {
+    return error(StatusCode::invalid_argument,
+                 "row_reference and row_log_sum are missing; kept needs those of its Forward");
+  }
+  return {};
+}
+
+// Shapes and options are valid by now.
+Status check_kept_key(const Call& call) {
+  if (!call["kept"]) return {};
+  for (const char* name : {"kept", "kept_rows"}) {
+    const TensorView& v = call[name];
+    if (v.shape[0] == 0 || (v.stride[0] == v.shape[1] && v.stride[1] == 1)) continue;
+    return error(StatusCode::invalid_argument,
+                 "%s has strides [%lld, %lld]; allowed: [%lld, 1], dense rows", name,
+                 static_cast<long long>(v.stride[0]), static_cast<long long>(v.stride[1]),
+                 static_cast<long long>(v.shape[1]));
+  }
+  if (call["kept"].dtype != call["input"].dtype) {
+    return error(StatusCode::wrong_dtype, "kept is %s; allowed: %s, the dtype of input",
+                 name_of(call["kept"].dtype), name_of(call["input"].dtype));
+  }
+  const uint64_t key = kept_key(call, kept_columns(call));
+  if (call.forward || call.kept_key == key) return {};
+  return error(StatusCode::invalid_argument,
+               "kept_key is %s; allowed: %s, what logitless_kept_size says of a Forward of this "
+               "shape, device, dtype and options",
+               key_text(call.kept_key).text, key_text(key).text);
+}
+
+namespace {
 
 Status check_empty(const Call& call) {
   if (call.linear && call.hidden() == 0) {
@@ -142,6 +199,7 @@ constexpr Status (*kRules[])(const Call&) = {
     check_required,
     check_outputs,
     check_companions,
+    check_kept,
     check_devices,
     check_ranks,
     check_nonnegative,
@@ -157,6 +215,7 @@ constexpr Status (*kRules[])(const Call&) = {
     check_written_once,
     check_probability_input,
     check_shard_fields,
+    check_kept_key,
 };
 // clang-format on
 
@@ -164,6 +223,20 @@ constexpr Status (*kRules[])(const Call&) = {
 
 Status validate(const Call& call) {
   for (const auto rule : kRules) {
+    Status status = rule(call);
+    if (!status.ok()) return status;
+  }
+  return {};
+}
+
+Status validate_keeping(const Call& call) {
+  if (call.kind != LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD) {
+    return error(StatusCode::invalid_argument, "op.kind is %d (%s); allowed: %d (%s)", call.kind,
+                 call.op_name(), LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD,
+                 name_of_op(LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD));
+  }
+  for (const auto rule : kRules) {
+    if (rule == check_outputs) continue;
     Status status = rule(call);
     if (!status.ok()) return status;
   }

@@ -3,6 +3,7 @@
 // are looked at on the host and on CUDA; a WebGPU buffer's is a handle.
 #include <array>
 
+#include "src/kept.h"
 #include "src/message.h"
 #include "src/overlap.h"
 #include "src/rules.h"
@@ -146,12 +147,25 @@ Status check_overlaps(const Call& call, const Workspace& w) {
   return {};
 }
 
+// Kernels move it 16 bytes at a time; a WebGPU buffer is bound at multiples of 256.
+Status check_kept_address(const Call& call) {
+  const TensorView& v = call["kept"];
+  if (!v || elements(v) == 0) return {};
+  const uint64_t allowed = has_addresses(call) ? kept_alignment : kept_binding;
+  const uint64_t address = has_addresses(call) ? footprint(v).address : v.byte_offset;
+  if (address % allowed == 0) return {};
+  return error(StatusCode::misaligned, "kept is at address %p + %llu; allowed: multiples of %llu",
+               v.data, static_cast<unsigned long long>(v.byte_offset),
+               static_cast<unsigned long long>(allowed));
+}
+
 }  // namespace
 
 Status validate_data(const Call& call, const Workspace& workspace, const WorkspaceSize& size) {
   Status status = check_addresses(call);
   if (status.ok()) status = check_workspace(call, workspace, size);
   if (status.ok()) status = check_overlaps(call, workspace);
+  if (status.ok()) status = check_kept_address(call);
   return status;
 }
 

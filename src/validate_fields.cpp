@@ -2,6 +2,7 @@
 // Rules that every field is held to alone, from one table: rank, shape, dtype, device, strides.
 #include <numeric>
 
+#include "src/kept.h"
 #include "src/message.h"
 #include "src/rules.h"
 
@@ -26,6 +27,8 @@ enum class Shape {
   reduced,       // [N] for reduction none, else [] or [1]
   scalar,        // [] or [1]
   one,           // [1]
+  kept,          // [blocks * N to 64, 64]
+  kept_rows,     // [N, 8]
 };
 
 struct FieldRule {
@@ -56,6 +59,8 @@ constexpr FieldRule kFieldRules[] = {
     {"grad_lse", Shape::token, kF32, "f32"},
     {"grad_target_logit", Shape::token, kF32, "f32"},
     {"grad_entropy", Shape::token, kF32, "f32"},
+    {"kept", Shape::kept, kF32 | 1u << LOGITLESS_BF16, "f32, bf16 (nothing of f16 is kept)"},
+    {"kept_rows", Shape::kept_rows, kF32, "f32"},
     {"grad_logits", Shape::token_vocab, kFloats, "f32, f16, bf16"},
     {"grad_input", Shape::token_hidden, kFloats, "f32, f16, bf16"},
     {"grad_weight", Shape::vocab_hidden, kFloats, "f32, f16, bf16"},
@@ -94,6 +99,22 @@ bool overlaps_itself(const TensorView& v) {
   return g == 0 || (t / g < v.shape[0] && s / g < v.shape[1]);
 }
 
+// Whole blocks of 64 columns: all there are, or whole groups of them.
+Status check_kept_shape(const Call& call, const TensorView& view) {
+  const int64_t rows = kept_rows_of(call.tokens()), all = divide_up(call.vocab(), kept_block);
+  const int64_t blocks = rows > 0 ? view.shape[0] / rows : 0;
+  const bool whole = blocks == all || (blocks > 0 && blocks < all && blocks % kept_group == 0);
+  if (view.shape[1] == kept_block && view.shape[0] == blocks * rows && (whole || rows == 0)) {
+    return {};
+  }
+  return error(StatusCode::wrong_shape,
+               "kept has shape %s; allowed: [b * %lld, %lld] for b = %lld or a multiple of %lld "
+               "below: what logitless_kept_size says",
+               shape_text(view).text, static_cast<long long>(rows),
+               static_cast<long long>(kept_block), static_cast<long long>(all),
+               static_cast<long long>(kept_group));
+}
+
 }  // namespace
 
 Status check_tensor_enums(const Call& call) {
@@ -129,6 +150,8 @@ Status check_ranks(const Call& call) {
       case Shape::token_vocab:
       case Shape::token_hidden:
       case Shape::vocab_hidden:
+      case Shape::kept:
+      case Shape::kept_rows:
         least = most = 2;
         break;
       case Shape::reduced:
@@ -197,6 +220,11 @@ Status check_shapes(const Call& call) {
         if (view.rank == 0) return {};
         break;
       case Shape::one:
+        break;
+      case Shape::kept:
+        return check_kept_shape(call, view);
+      case Shape::kept_rows:
+        rank = 2, first = n, second = kept_row_width;
         break;
     }
     if (view.shape[0] == first && (rank == 1 || view.shape[1] == second)) return {};

@@ -119,6 +119,11 @@ typedef struct logitless_op {
   const logitless_tensor* grad_logits;                                 /* [N,V] */
   const logitless_tensor *grad_input, *grad_weight, *grad_bias;        /* [N,D] [V,D] [V] */
   const logitless_tensor* fault;                                       /* [1] i32, sticky OR */
+  /* Linear Forward and Backward: logitless_kept_size says how large, and which key. */
+  const logitless_tensor *kept, *kept_rows; /* [blocks * N to 64, 64] [N,8] */
+  uint64_t kept_key;                        /* Backward */
+  int32_t consume_kept;                     /* Backward: `kept` need not serve another one */
+  int32_t reserved_2;
 } logitless_op;
 
 /* Runs fn(context, i) for every i in [0, count), in any order, on any threads; returns when all are
@@ -152,17 +157,29 @@ typedef struct logitless_workspace_buffer {
   uint64_t bytes, byte_offset; /* [data + byte_offset, + bytes) is the library's during the call */
 } logitless_workspace_buffer;
 
+/* What Forward keeps for Backward in so many bytes: docs/semantics.md, "Kept state". */
+typedef struct logitless_kept {
+  uint32_t struct_size;
+  uint32_t reserved;
+  int64_t columns;       /* of the vocabulary, its first ones; 0: nothing is kept */
+  int64_t shape[2];      /* of `kept`, whose dtype is the input's */
+  int64_t rows_shape[2]; /* of `kept_rows`, f32 */
+  uint64_t bytes;        /* of both */
+  uint64_t key;          /* what Backward is told as kept_key */
+} logitless_kept;
+
 /* Every struct at its defaults; all that the macro does not name is zero. */
 /* clang-format off */
 #define LOGITLESS_STATUS_INIT {sizeof(logitless_status), LOGITLESS_OK, {0}}
 #define LOGITLESS_TENSOR_INIT {sizeof(logitless_tensor), 0, 0, 0, 0, 0, 0, 0, {0, 0}, {0, 0}}
 #define LOGITLESS_OP_INIT(kind)                                                                   \
   {sizeof(logitless_op), kind, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,                           \
-   0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+   0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
 #define LOGITLESS_EXECUTOR_INIT {sizeof(logitless_executor), 0, 0, 0}
 #define LOGITLESS_EXECUTION_INIT {sizeof(logitless_execution), 0, 0, 0, 0, 0}
 #define LOGITLESS_WORKSPACE_SIZE_INIT {sizeof(logitless_workspace_size), 0, 0, 0, 0}
 #define LOGITLESS_WORKSPACE_BUFFER_INIT {sizeof(logitless_workspace_buffer), 0, 0, 0, 0}
+#define LOGITLESS_KEPT_INIT {sizeof(logitless_kept), 0, 0, {0, 0}, {0, 0}, 0, 0}
 #define LOGITLESS_LOSS_OPTIONS_INIT                                                               \
   {sizeof(logitless_loss_options), LOGITLESS_REDUCTION_MEAN, -100, 0.0f, 0.0f, 1.0f, 0.0f, 1.0f,  \
    LOGITLESS_OUT_OF_RANGE_ERROR, LOGITLESS_EMPTY_MEAN_ZERO, LOGITLESS_INPUT_LOGITS, 1e-9f, 0, 0.0, \
@@ -178,6 +195,13 @@ typedef struct logitless_workspace_buffer {
 LOGITLESS_API int32_t logitless_workspace(const logitless_op* op,
                                           const logitless_execution* execution,
                                           logitless_workspace_size* size, logitless_status* status);
+/* What a linear Forward keeps for Backward in `bytes` (UINT64_MAX: as much as there is), and how
+ * large the tensors are: a formula of the shape and the dtype alone, the same on every device. `op`
+ * is the Forward; its data pointers may be NULL, `kept` and `kept_rows` absent. Returns the code;
+ * on an error `kept` is left as it was. */
+LOGITLESS_API int32_t logitless_kept_size(const logitless_op* op,
+                                          const logitless_execution* execution, uint64_t bytes,
+                                          logitless_kept* kept, logitless_status* status);
 /* Runs `op`; any workspace >= minimum. No allocation, no synchronization. Returns the code. */
 LOGITLESS_API int32_t logitless_run(const logitless_op* op,
                                     const logitless_workspace_buffer* workspace,

@@ -44,6 +44,8 @@ template <class Op>
 concept BackwardOnlyOp = requires(Op op) { op.grad_lse; };
 template <class Op>
 concept GradientOp = requires(Op op) { op.grad_loss; };
+template <class Op>
+concept KeepingOp = requires(Op op) { op.kept; };
 
 template <class Op, class C, class F>
 constexpr void for_each_tensor(Op& op, C& c, F&& f) {
@@ -73,6 +75,12 @@ constexpr void for_each_tensor(Op& op, C& c, F&& f) {
     f("row_reference", write, op.statistics.row_reference, c.row_reference);
     f("row_log_sum", write, op.statistics.row_log_sum, c.row_log_sum);
     f("weighted_logit_sum", write, op.statistics.weighted_logit_sum, c.weighted_logit_sum);
+  }
+  if constexpr (KeepingOp<T>) {
+    // Backward marks what it can no longer use.
+    const Access kept = ForwardOp<T> ? write : Access::read_write;
+    f("kept", kept, op.kept, c.kept);
+    f("kept_rows", kept, op.kept_rows, c.kept_rows);
   }
   if constexpr (BackwardOnlyOp<T>) {
     f("row_reference", read, op.row_reference, c.row_reference);

@@ -34,6 +34,14 @@ struct WorkspaceSize {
   uint64_t alignment = 64;   // bytes; of the workspace's address
 };
 
+// What Forward keeps for Backward: docs/semantics.md, "Kept state".
+struct Kept {
+  int64_t columns = 0;  // of the vocabulary, its first ones; 0: nothing is kept
+  std::array<int64_t, 2> shape{}, rows_shape{};  // of `kept`, in the input's dtype; of `kept_rows`
+  uint64_t bytes = 0;                            // of both
+  uint64_t key = 0;                              // Backward's kept_key
+};
+
 // [data + byte_offset, + bytes) is the library's during the call.
 struct Workspace {
   void* data = nullptr;
@@ -100,6 +108,10 @@ struct COp {
     }
     if constexpr (LinearOp<Op> && GradientOp<Op>)
       op.accumulate_grad_weight = source.accumulate_grad_weight;
+    if constexpr (KeepingOp<Op> && GradientOp<Op>) {
+      op.kept_key = source.kept_key;
+      op.consume_kept = source.consume_kept;
+    }
     size_t used = 0;
     for_each_tensor(
         source, op,
@@ -126,6 +138,24 @@ Status workspace(const Op& op, const Execution& execution, WorkspaceSize* size) 
   Status status;
   logitless_workspace(&c.op, &e, size != nullptr ? &s : nullptr, status.c());
   if (status.ok()) *size = {s.minimum, s.recommended, s.alignment};
+  return status;
+}
+
+// What `op` keeps for Backward in `bytes` of `kept` and `kept_rows` together, which may be absent
+// yet: a formula of the shape and the dtype alone. On an error *kept is left as it was. (A template
+// because nvcc 13.0 dies of what it would instantiate otherwise.)
+template <class Op>
+  requires KeepingOp<Op> && ForwardOp<Op>
+Status kept_size(const Op& op, const Execution& execution, uint64_t bytes, Kept* kept) {
+  const detail::COp<Op> c(op);
+  const logitless_execution e = detail::to_c(execution);
+  logitless_kept k = LOGITLESS_KEPT_INIT;
+  Status status;
+  logitless_kept_size(&c.op, &e, bytes, kept != nullptr ? &k : nullptr, status.c());
+  if (status.ok()) {
+    *kept = {
+        k.columns, {k.shape[0], k.shape[1]}, {k.rows_shape[0], k.rows_shape[1]}, k.bytes, k.key};
+  }
   return status;
 }
 

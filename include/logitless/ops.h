@@ -104,11 +104,13 @@ struct CrossEntropyForwardBackward {
 };
 
 struct LinearCrossEntropyForward {
-  TensorView input{};   // [N, D]
-  TensorView weight{};  // [V, D]
-  TensorView bias{};    // [V]
-  TensorView target{};  // [N]  i32 or i64
-  TensorView loss{};    // [N] for none, else []
+  TensorView input{};      // [N, D]
+  TensorView weight{};     // [V, D]
+  TensorView bias{};       // [V]
+  TensorView target{};     // [N]  i32 or i64
+  TensorView loss{};       // [N] for none, else []
+  TensorView kept{};       // [blocks * N to 64, 64]  what Backward needs of the logits: kept_size()
+  TensorView kept_rows{};  // [N, 8]  f32, with `kept`
   LossOptions options{};
   LossWeights weights{};
   TokenStatistics statistics{};
@@ -127,6 +129,10 @@ struct LinearCrossEntropyBackward {
   TensorView grad_lse{};                // [N]
   TensorView grad_target_logit{};       // [N]
   TensorView grad_entropy{};            // [N]
+  TensorView kept{};                    // as Forward wrote it; with kept_rows and the row state
+  TensorView kept_rows{};               // [N, 8]  f32
+  uint64_t kept_key = 0;                // what kept_size() said of that Forward
+  bool consume_kept = false;            // `kept` need not serve another Backward
   TensorView grad_input{};              // [N, D]
   TensorView grad_weight{};             // [V, D]
   TensorView grad_bias{};               // [V]

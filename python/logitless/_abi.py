@@ -36,7 +36,8 @@ TENSORS = (
     "logits", "probabilities", "input", "weight", "bias", "target", "loss", "token_weight",
     "vocab_weight", "normalizer", "lse", "target_logit", "entropy", "argmax", "row_reference",
     "row_log_sum", "weighted_logit_sum", "grad_loss", "grad_lse", "grad_target_logit",
-    "grad_entropy", "grad_logits", "grad_input", "grad_weight", "grad_bias", "fault",
+    "grad_entropy", "grad_logits", "grad_input", "grad_weight", "grad_bias", "fault", "kept",
+    "kept_rows",
 )  # fmt: skip
 
 
@@ -74,6 +75,7 @@ class Op(_Sized):
         ("struct_size", u32), ("kind", i32), ("options", POINTER(LossOptions)),
         ("accumulate_grad_weight", i32), ("reserved", i32),
         *((name, POINTER(Tensor)) for name in TENSORS),
+        ("kept_key", u64), ("consume_kept", i32), ("reserved_2", i32),
     ]  # fmt: skip
 
 
@@ -95,6 +97,13 @@ class WorkspaceBuffer(_Sized):
     _fields_ = [
         ("struct_size", u32), ("reserved", u32), ("data", void_p), ("bytes", u64),
         ("byte_offset", u64),
+    ]  # fmt: skip
+
+
+class Kept(_Sized):
+    _fields_ = [
+        ("struct_size", u32), ("reserved", u32), ("columns", i64), ("shape", i64 * 2),
+        ("rows_shape", i64 * 2), ("bytes", u64), ("key", u64),
     ]  # fmt: skip
 
 

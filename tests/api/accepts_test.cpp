@@ -16,6 +16,7 @@ using Change = std::function<bool(Subject&)>;  // false: the op has nothing to c
 struct Accept {
   const char* name;
   Change make;
+  bool keeps = false;  // with kept state, which most changes leave no place for
 };
 void PrintTo(const Accept& accept, std::ostream* out) { *out << accept.name; }
 
@@ -212,6 +213,26 @@ const Accept kAccepts[] = {
        for (auto& [name, view] : s.views) view->byte_offset = size_of(view->dtype);
        return true;
      }},
+    {"kept state", [](Subject& s) { return s.has("kept"); }, true},
+    {"kept state that is consumed",
+     [](Subject& s) { return s.consume != nullptr && (*s.consume = true); }, true},
+    {"kept state in bf16", dtypes({"input", "weight", "bias", "kept"}, DType::bf16), true},
+    {"kept state of no token",
+     [](Subject& s) {
+       s.make_empty();
+       if (s.has("kept")) s["kept"].shape[0] = 0;
+       return s.has("kept");
+     },
+     true},
+    {"kept state of a shard", [](Subject& s) { return s.has("kept") && s.make_shard(); }, true},
+    {"nothing but kept state",
+     [](Subject& s) {
+       if (!s.forward()) return false;
+       s.drop({"loss", "lse", "target_logit", "entropy", "argmax", "row_reference", "row_log_sum",
+               "weighted_logit_sum"});
+       return s.has("kept");
+     },
+     true},
     {"a workspace at an offset",
      [](Subject& s) {
        s.workspace.byte_offset = s.size.alignment;
@@ -226,6 +247,7 @@ TEST_P(AcceptTable, AcceptedAndNoInputWritten) {
   int made = 0;
   for_each_judged_subject([&](Subject& s) {
     SCOPED_TRACE(describe(s));
+    if (!GetParam().keeps) s.drop({"kept", "kept_rows"});
     if (!GetParam().make(s)) return;
     ++made;
     WorkspaceSize size;

@@ -134,5 +134,85 @@ TEST(WebGpuVerbs, RefuseNullAndTellWhyThereIsNoDevice) {
   logitless_webgpu_destroy_workspace(nullptr);
 }
 
+// A linear Forward whose tensors have no memory yet.
+LinearCrossEntropyForward keeping(int64_t tokens, int64_t vocab, DType dtype) {
+  return {.input = matrix_view(nullptr, dtype, tokens, 4),
+          .weight = matrix_view(nullptr, dtype, vocab, 4),
+          .target = vector_view(nullptr, DType::i64, tokens)};
+}
+
+TEST(KeptSize, IsAFormulaOfShapeAndDtype) {
+  const struct {
+    int64_t tokens, vocab;
+    DType dtype;
+    uint64_t bytes;
+    int64_t columns;
+    uint64_t kept;
+  } cases[] = {
+      {65, 1000, DType::f32, UINT64_MAX, 1000, 65 * 32 + 16 * 64 * 128 * 4},
+      {64, 1000, DType::bf16, UINT64_MAX, 1000, 64 * 32 + 16 * 64 * 64 * 2},
+      {64, 1000, DType::bf16, 64 * 32 + 16 * 64 * 64 * 2 - 1, 960, 64 * 32 + 15 * 64 * 64 * 2},
+      {64, 1000, DType::bf16, 64 * 32 + 14 * 64 * 64 * 2, 768, 64 * 32 + 12 * 64 * 64 * 2},
+      {64, 1000, DType::bf16, 64 * 32 + 2 * 64 * 64 * 2, 0, 0},
+      {64, 1000, DType::f16, UINT64_MAX, 0, 0},
+      {0, 1000, DType::f32, UINT64_MAX, 0, 0},
+      {1, 1, DType::f32, UINT64_MAX, 1, 32 + 64 * 64 * 4},
+  };
+  for (const auto& c : cases) {
+    Kept kept;
+    ASSERT_TRUE(kept_size(keeping(c.tokens, c.vocab, c.dtype), {}, c.bytes, &kept).ok());
+    EXPECT_EQ(kept.columns, c.columns);
+    EXPECT_EQ(kept.bytes, c.kept);
+  }
+}
+
+TEST(KeptSize, TellsCallsApartByTheirKey) {
+  const auto key_of = [](const LinearCrossEntropyForward& op) {
+    Kept kept;
+    EXPECT_TRUE(kept_size(op, {}, UINT64_MAX, &kept).ok());
+    return kept.key;
+  };
+  const LinearCrossEntropyForward op = keeping(70, 500, DType::f32);
+  const uint64_t key = key_of(op);
+  EXPECT_NE(key, 0u);
+  EXPECT_EQ(key_of(op), key);
+  LinearCrossEntropyForward reduced = op;
+  reduced.options.reduction = Reduction::sum;
+  EXPECT_EQ(key_of(reduced), key);
+  EXPECT_NE(key_of(keeping(71, 500, DType::f32)), key);
+  EXPECT_NE(key_of(keeping(70, 501, DType::f32)), key);
+  EXPECT_NE(key_of(keeping(70, 500, DType::bf16)), key);
+  const std::function<void(LossOptions&)> changes[] = {
+      [](LossOptions& o) { o.ignore_index = 3; },
+      [](LossOptions& o) { o.softcap = 3; },
+      [](LossOptions& o) { o.logit_scale = 3; },
+      [](LossOptions& o) { o.temperature = 3; },
+      [](LossOptions& o) { o.label_smoothing = 1; },
+      [](LossOptions& o) { o.allow_tf32 = true; },
+      [](LossOptions& o) { o.out_of_range = OutOfRange::ignore; }};
+  for (const auto& change : changes) {
+    LinearCrossEntropyForward other = op;
+    change(other.options);
+    EXPECT_NE(key_of(other), key);
+  }
+}
+
+TEST(KeptSize, RefusesWhatKeepsNothing) {
+  Kept kept{.columns = 7};
+  LinearCrossEntropyForward op = keeping(70, 500, DType::f32);
+  op.target = {};
+  const Status missing = kept_size(op, {}, 0, &kept);
+  EXPECT_EQ(missing.code(), StatusCode::invalid_argument);
+  EXPECT_NE(std::string(missing.message()).find("target"), std::string::npos);
+  EXPECT_EQ(kept.columns, 7);
+  EXPECT_EQ(kept_size(keeping(70, 500, DType::f32), {}, 0, nullptr).code(),
+            StatusCode::invalid_argument);
+  logitless_op softmax = LOGITLESS_OP_INIT(LOGITLESS_SOFTMAX);
+  logitless_kept size = LOGITLESS_KEPT_INIT;
+  logitless_status status = LOGITLESS_STATUS_INIT;
+  EXPECT_EQ(logitless_kept_size(&softmax, nullptr, 0, &size, &status), LOGITLESS_INVALID_ARGUMENT);
+  EXPECT_NE(std::string(status.message).find("op.kind"), std::string::npos);
+}
+
 }  // namespace
 }  // namespace logitless

@@ -200,7 +200,7 @@ inline const Reject kOpRejects[] = {
      [](Subject& s) {
        if (!s.forward() || s.gradients()) return false;
        s.drop({"loss", "lse", "target_logit", "entropy", "argmax", "row_reference", "row_log_sum",
-               "weighted_logit_sum"});
+               "weighted_logit_sum", "kept", "kept_rows"});
        return true;
      },
      invalid_argument, "loss"},
@@ -210,6 +210,22 @@ inline const Reject kOpRejects[] = {
      invalid_argument, "row_reference"},
     {"grad_entropy alone", [](Subject& s) { return !s.forward() && missing({"entropy"})(s); },
      invalid_argument, "entropy"},
+    {"kept alone", missing({"kept_rows"}), invalid_argument, "kept_rows"},
+    {"kept_rows alone", missing({"kept"}), invalid_argument, "kept"},
+    {"kept without the row state",
+     [](Subject& s) {
+       return s.has("kept") && !s.forward() && missing({"row_reference", "row_log_sum"})(s);
+     },
+     invalid_argument, "row_reference"},
+    {"kept of another Forward",
+     [](Subject& s) { return s.consume != nullptr && (s.key_error = 1) > 0; }, invalid_argument,
+     "kept_key"},
+    {"consuming what is not kept",
+     [](Subject& s) {
+       s.drop({"kept", "kept_rows"});
+       return s.consume != nullptr && (*s.consume = true);
+     },
+     invalid_argument, "consume_kept"},
 };
 
 // Shapes, dtypes, shards, probabilities: what fields must be to each other.
@@ -276,6 +292,17 @@ inline const Reject kFieldRejects[] = {
        return true;
      },
      wrong_dtype, "grad_bias"},
+    {"kept of another dtype", dtype("kept", DType::bf16), wrong_dtype, "kept"},
+    {"kept in f16", dtype("kept", DType::f16), wrong_dtype, "kept"},
+    {"rows of kept with a gap",
+     change("kept", [](TensorView& v) { v.shape[0] = 64, v.stride[0] = 65; }), invalid_argument,
+     "kept"},
+    {"rows of kept_rows with a gap", change("kept_rows", [](TensorView& v) { v.stride[0] = 9; }),
+     invalid_argument, "kept_rows"},
+    {"kept of two blocks where there is one",
+     change("kept", [](TensorView& v) { v.shape[0] = 128; }), wrong_shape, "kept"},
+    {"kept of half a block", change("kept", [](TensorView& v) { v.shape[0] = 32; }), wrong_shape,
+     "kept"},
     {"argmax i32 of a huge vocabulary",
      [](Subject& s) {
        if (!s.has("argmax") || !s.make_shard()) return false;

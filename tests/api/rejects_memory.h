@@ -81,6 +81,13 @@ inline const Reject kMemoryRejects[] = {
        return true;
      },
      invalid_argument, "lse", Seen::by_run},
+    {"kept at an address of its element alone",
+     [](Subject& s) {
+       if (!s.has("kept")) return false;
+       s["kept"].byte_offset = 4;
+       return true;
+     },
+     misaligned, "kept", Seen::by_run},
     {"an element inside a wider one", onto("fault", "target", 4), invalid_argument, "fault",
      Seen::by_run},
 };

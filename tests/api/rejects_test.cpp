@@ -290,6 +290,7 @@ TEST(Rejects, AnyOutputOnAnyOtherField) {
     for (const auto& [first, view] : whole.views) {
       for (const auto& [second, other] : whole.views) {
         if (first == second || (!whole.written(first) && !whole.written(second))) continue;
+        if (first == "kept") continue;  // it reaches beyond the other's memory; others lie on it
         ++made;
         with_subject(whole.kind, whole.execution.device.type,
                      [&, a = first, b = second](Subject& s) {

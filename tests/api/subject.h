@@ -13,6 +13,7 @@
 
 #include "logitless/logitless.h"
 #include "src/call.h"
+#include "src/kept.h"
 #include "src/validate.h"
 
 namespace logitless::testing {
@@ -36,6 +37,8 @@ struct Subject {
   std::map<std::string, Access> access;
   LossOptions* options = nullptr;  // nullptr: Softmax
   bool* accumulate = nullptr;      // linear ops with gradients
+  bool* consume = nullptr;         // linear Backward
+  uint64_t key_error = 0;          // what is added to the right kept_key
   Execution execution{};
   Workspace workspace{};
   WorkspaceSize size{};  // what `workspace` asked for the unbroken op
@@ -83,7 +86,8 @@ struct Subject {
   // Outputs, what Backward takes of them, and their gradients.
   void drop_statistics() {
     drop({"lse", "target_logit", "entropy", "argmax", "row_reference", "row_log_sum",
-          "weighted_logit_sum", "grad_lse", "grad_target_logit", "grad_entropy"});
+          "weighted_logit_sum", "grad_lse", "grad_target_logit", "grad_entropy", "kept",
+          "kept_rows"});
   }
   // Every field with N rows at N = 0.
   void make_empty() {
@@ -113,6 +117,8 @@ inline TensorView subject_view(const std::string& name) {
   if (is({"loss", "grad_loss", "normalizer"})) return scalar_view(nullptr, DType::f32);
   if (is({"target", "argmax"})) return vector_view(nullptr, DType::i64, n);
   if (is({"fault"})) return vector_view(nullptr, DType::i32, 1);
+  if (is({"kept"})) return matrix_view(nullptr, DType::f32, 64, 64);
+  if (is({"kept_rows"})) return matrix_view(nullptr, DType::f32, n, 8);
   return vector_view(nullptr, DType::f32, n);
 }
 
@@ -130,18 +136,31 @@ inline void fill_subject(const TensorView& view, Access access, char* data) {
   }
 }
 
+// Gives Backward the key of the Forward that it follows, whatever has been changed of both.
+template <class Op>
+void set_kept_key(const Subject& s, Op& op) {
+  if constexpr (KeepingOp<Op> && GradientOp<Op>) {
+    op.kept_key = 0;
+    if (!op.kept) return;
+    const Call call(op, s.execution);
+    op.kept_key = kept_key(call, kept_columns(call)) + s.key_error;
+  }
+}
+
 // Returns what `workspace` and `run` say of a call before a device is needed: its own rules for a
 // machine without one. The workspace is a made-up one.
 template <class Op>
-void ask_the_rules_alone(Subject* s, const Op& op) {
+void ask_the_rules_alone(Subject* s, Op& op) {
   static constexpr WorkspaceSize made_up{1024, 2048, Memory::alignment};
   s->ask_workspace = [&op, s](WorkspaceSize* size) {
     if (size == nullptr) return Status(StatusCode::invalid_argument, "size is NULL");
+    set_kept_key(*s, op);
     const Status status = validate(Call(op, s->execution));
     if (status.ok()) *size = made_up;
     return status;
   };
   s->call_run = [&op, s] {
+    set_kept_key(*s, op);
     const Status status = validate(Call(op, s->execution));
     return status.ok() ? validate_data(op, s->workspace, made_up) : status;
   };
@@ -155,6 +174,7 @@ std::unique_ptr<Subject> make_subject(Op& op, DeviceType device) {
   s->execution.device.type = device;
   if constexpr (LossOp<Op>) s->options = &op.options;
   if constexpr (LinearOp<Op> && GradientOp<Op>) s->accumulate = &op.accumulate_grad_weight;
+  if constexpr (KeepingOp<Op> && GradientOp<Op>) s->consume = &op.consume_kept;
   logitless_op unused{};
   for_each_tensor(op, unused,
                   [&](const char* name, Access access, TensorView& view, const logitless_tensor*) {
@@ -162,15 +182,20 @@ std::unique_ptr<Subject> make_subject(Op& op, DeviceType device) {
                     if (device == DeviceType::cuda) view.device.type = device;
                     s->views[name] = &view;
                     s->access[name] = access;
-                    s->memory[name] = std::make_unique<Memory>(Memory::room);
+                    const size_t room = std::string(name) == "kept" ? 64 * 64 * 4 : Memory::room;
+                    s->memory[name] = std::make_unique<Memory>(room);
                     view.data = s->memory[name]->data();
                     fill_subject(view, access, static_cast<char*>(view.data));
                   });
   Subject* raw = s.get();
   s->ask_workspace = [&op, raw](WorkspaceSize* size) {
+    set_kept_key(*raw, op);
     return workspace(op, raw->execution, size);
   };
-  s->call_run = [&op, raw] { return run(op, raw->workspace, raw->execution); };
+  s->call_run = [&op, raw] {
+    set_kept_key(*raw, op);
+    return run(op, raw->workspace, raw->execution);
+  };
   if (device == DeviceType::cuda) ask_the_rules_alone(raw, op);
   if (s->ask_workspace(&s->size).ok()) s->give_workspace(s->size.recommended);
   return s;

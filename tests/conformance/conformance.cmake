@@ -46,7 +46,7 @@ if(NOT CMAKE_CXX_FLAGS MATCHES "-fsanitize")  # tests of what judges: no line of
   add_conformance_test(bounds_test 1)
 endif()
 foreach(test conformance:Conformance:8 determinism:Determinism:4 invariance:Invariance:4 edges:Edges:1
-             nonfinite:NonFinite:1 invariants:Invariants:1 shards:Shards:1 offsets:Offsets:1 workspace:WorkspaceSizes:4)
+             nonfinite:NonFinite:1 invariants:Invariants:1 shards:Shards:1 kept:KeptState:1 offsets:Offsets:1 workspace:WorkspaceSizes:4)
   string(REPLACE ":" ";" test ${test})
   list(GET test 0 name)
   list(GET test 1 suite)

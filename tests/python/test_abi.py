@@ -22,6 +22,7 @@ STRUCTS = {
     "logitless_execution": _abi.Execution,
     "logitless_workspace_size": _abi.WorkspaceSize,
     "logitless_workspace_buffer": _abi.WorkspaceBuffer,
+    "logitless_kept": _abi.Kept,
 }
 ENUMS = (
     "F32 F16 BF16 I32 I64 CPU CUDA WEBGPU REFERENCE REDUCTION_NONE REDUCTION_SUM REDUCTION_MEAN "

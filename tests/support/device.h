@@ -43,6 +43,8 @@ class TestDevice {
   // True where row_reference of a linear op of such inputs is the row's maximum even where neither
   // entropy nor argmax is asked for.
   virtual bool reference_is_maximum(DType) const { return true; }
+  // True where Forward keeps state of such inputs and Backward looks at it before it is used.
+  virtual bool keeps_state(DType) const { return false; }
   // True where a token's loss and statistics do not depend on its batch ("Determinism").
   virtual bool batch_invariant(const Case&) const { return true; }
   // Instruction sets to force in turn, best first; none: nothing to force.

@@ -37,6 +37,7 @@ struct Outcome {
   Status status;
   WorkspaceSize size;
   Fields fields;
+  Fields kept;                          // kept state, which the backend divides as it likes
   std::vector<std::string> violations;  // bytes changed that were not the op's to change
   uint64_t given = 0;                   // bytes of workspace
   uint64_t touched = 0;                 // from its first byte to the last one changed
@@ -107,7 +108,7 @@ Outcome execute(const TestDevice& device, const Op& host, const Pool& pool,
                 const RunPlan& plan = {}) {
   DeviceCopy copy(device, pool);
   Op op = host;
-  std::vector<std::pair<std::string, TensorView>> outputs;
+  std::vector<std::pair<std::string, TensorView>> outputs, kept;
   TensorView fault;
   logitless_op unused{};
   for_each_tensor(op, unused, [&](const char* name, Access access, TensorView& view, auto&&) {
@@ -121,6 +122,8 @@ Outcome execute(const TestDevice& device, const Op& host, const Pool& pool,
     view = copy.output(before, keep, plan.fill);
     if (std::string("fault") == name) {
       fault = before;
+    } else if (std::string(name).starts_with("kept")) {
+      kept.emplace_back(name, before);
     } else {
       outputs.emplace_back(name, before);
     }
@@ -143,6 +146,7 @@ Outcome execute(const TestDevice& device, const Op& host, const Pool& pool,
   outcome.given = bytes;
   outcome.touched = copy.touched();
   for (const auto& [name, view] : outputs) outcome.fields[name] = copy.field(view);
+  for (const auto& [name, view] : kept) outcome.kept[name] = copy.field(view);
   if (fault) {
     outcome.fault = static_cast<int64_t>(copy.field(fault).value[0]);
     outcome.fault_wanted = read_integers(fault)[0];

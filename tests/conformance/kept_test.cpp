@@ -1,0 +1,316 @@
+// SPDX-License-Identifier: Apache-2.0
+// Forward keeps state, Backward uses it: gradients within the bound whatever share is kept, the
+// same from state that was used before, NaN from state of another call.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "tests/support/judge.h"
+#include "tests/support/problem.h"
+#include "tests/support/suite.h"
+
+namespace logitless::conformance {
+namespace {
+
+using Forward = LinearCrossEntropyForward;
+using Backward = LinearCrossEntropyBackward;
+
+constexpr uint64_t whole = std::numeric_limits<uint64_t>::max();
+
+// Dense elements as they were downloaded.
+void write_bits(const TensorView& view, const Field& field) {
+  const auto size = static_cast<size_t>(size_of(view.dtype));
+  for_each_element(view, [&](int64_t i, int64_t offset) {
+    std::memcpy(view.as<std::byte>() + offset, &field.bits[static_cast<size_t>(i) * size], size);
+  });
+}
+
+// What Forward keeps of an op in so many bytes.
+Kept kept_of(const TestDevice& device, Forward forward, uint64_t bytes) {
+  place(forward, device.tensors());
+  Kept kept;
+  const Status status = kept_size(forward, device.execution(), bytes, &kept);
+  EXPECT_TRUE(status.ok()) << status.message();
+  return kept;
+}
+
+// A Forward and the Backward that follows it.
+struct Steps {
+  Problem<Backward> problem;
+  Forward forward{};
+  Kept kept;
+
+  // `columns`: of the vocabulary to be kept, at least; 0: all.
+  Steps(const TestDevice& device, const Case& c, int64_t columns) : problem(build<Backward>(c)) {
+    Backward& op = problem.op;
+    forward = {.input = op.input,
+               .weight = op.weight,
+               .bias = op.bias,
+               .target = op.target,
+               .options = op.options,
+               .weights = op.weights};
+    kept = kept_of(device, forward, whole);
+    if (columns > 0 && kept.columns > 0) {
+      const uint64_t rows = static_cast<uint64_t>(kept.rows_shape[0] * kept.rows_shape[1]) * 4;
+      const int64_t blocks = kept.shape[0] / ((c.shape.tokens + 63) / 64 * 64);
+      kept = kept_of(device, forward,
+                     rows + (kept.bytes - rows) / static_cast<uint64_t>(blocks) *
+                                static_cast<uint64_t>(columns / 64));
+    }
+    const auto of_tokens = [&] { return problem.pool.reserve(DType::f32, {c.shape.tokens}); };
+    forward.statistics.row_reference = of_tokens();
+    forward.statistics.row_log_sum = of_tokens();
+    if (op.grad_entropy) forward.statistics.entropy = of_tokens();
+    if (kept.columns == 0) return;
+    forward.kept = problem.pool.reserve(op.input.dtype, {kept.shape[0], kept.shape[1]});
+    forward.kept_rows = problem.pool.reserve(DType::f32, {kept.rows_shape[0], kept.rows_shape[1]});
+  }
+
+  // Hands what Forward wrote to Backward.
+  void hand_over(const Outcome& outcome) {
+    Backward& op = problem.op;
+    op.row_reference = forward.statistics.row_reference;
+    op.row_log_sum = forward.statistics.row_log_sum;
+    write_bits(op.row_reference, outcome.fields.at("row_reference"));
+    write_bits(op.row_log_sum, outcome.fields.at("row_log_sum"));
+    if (op.grad_entropy) {
+      op.entropy = forward.statistics.entropy;
+      write_bits(op.entropy, outcome.fields.at("entropy"));
+    }
+    if (kept.columns == 0) return;
+    op.kept = forward.kept;
+    op.kept_rows = forward.kept_rows;
+    op.kept_key = kept.key;
+    take_kept(outcome);
+  }
+  void take_kept(const Outcome& outcome) {
+    write_bits(problem.op.kept, outcome.kept.at("kept"));
+    write_bits(problem.op.kept_rows, outcome.kept.at("kept_rows"));
+  }
+};
+
+class KeptState : public ConformanceTest {
+ protected:
+  // Runs Forward and gives Backward its state; false: Forward failed, as it says itself.
+  bool keep(Steps* steps, Memory memory = Memory::recommended) {
+    const Outcome outcome = execute(device_, steps->forward, steps->problem.pool, {memory});
+    if (!outcome.status.ok()) {
+      const auto code = outcome.status.code();
+      EXPECT_EQ(code, StatusCode::target_out_of_range) << outcome.status.message();
+      return false;
+    }
+    EXPECT_TRUE(outcome.violations.empty()) << outcome.violations[0];
+    steps->hand_over(outcome);
+    return true;
+  }
+  Outcome backward(const Steps& steps, Memory memory = Memory::recommended) {
+    return execute(device_, steps.problem.op, steps.problem.pool, {memory});
+  }
+  void expect_judged(const Steps& steps, const Outcome& outcome, const std::string& what) {
+    const Comparison result =
+        compare(expected(device_, steps.problem.op, steps.problem.model), outcome);
+    EXPECT_TRUE(result.ok()) << what << "\n" << result.report;
+  }
+  Case plain(int64_t tokens, int64_t vocab) const {
+    Case c{.op = op_, .shape = {tokens, 40, vocab}, .dtype = dtype_};
+    c.saved_state = true;
+    c.grad_loss = true;
+    c.options.reduction = Reduction::none;
+    c.options.out_of_range = OutOfRange::ignore;
+    c.ignored = 0.1;
+    return c;
+  }
+};
+
+// Shapes whose vocabulary is kept whole, or by one and two groups of blocks.
+struct Share {
+  Shape shape;
+  int64_t columns;
+};
+constexpr Share kShares[] = {{{9, 19, 37}, 0}, {{70, 24, 421}, 192}, {{67, 19, 453}, 384}};
+constexpr Memory kMemories[] = {Memory::recommended, Memory::minimum};
+
+TEST_P(KeptState, ServesEveryOptionAloneAndInPairs) {
+  const std::vector<Pair> pairs = feature_pairs(op_, dtype_);
+  const size_t step = full() ? 1 : kSanitized || eighth() ? 24 : 3;
+  for (size_t i = 0; i < pairs.size(); i += step) {
+    Case c = case_of(op_, dtype_, pairs[i]);
+    // The state of another shard's target is not kept.
+    if (c.options.vocab_total != 0 || c.shape.tokens == 0) continue;
+    c.saved_state = true;
+    const Share& share = kShares[i / step % 3];
+    c.shape = share.shape;
+    Steps steps(device_, c, share.columns);
+    const Memory memory = kMemories[i / step / 3 % 2];
+    if (!keep(&steps, memory)) continue;
+    steps.problem.op.consume_kept = steps.kept.columns > 0 && i / step / 6 % 2 == 1;
+    expect_judged(steps, backward(steps, memory),
+                  std::string(features()[pairs[i].first].name) + " + " +
+                      features()[pairs[i].second].name + ", " + describe(c));
+  }
+}
+
+// Every op dtype keeps what the formula says, on every device the same.
+TEST_P(KeptState, HasTheSizeOfItsFormula) {
+  const Case c = plain(70, 421);
+  Steps steps(device_, c, 0);
+  const int64_t element = size_of(dtype_);
+  const auto rows = static_cast<uint64_t>(70 * 8 * 4);
+  const auto block = static_cast<uint64_t>(128 * 64 * element);
+  if (dtype_ == DType::f16) {
+    EXPECT_EQ(steps.kept.columns, 0);
+    EXPECT_EQ(steps.kept.bytes, 0u);
+    return;
+  }
+  EXPECT_EQ(steps.kept.columns, 421);
+  EXPECT_EQ(steps.kept.bytes, rows + 7 * block);
+  EXPECT_EQ(steps.kept.shape, (std::array<int64_t, 2>{7 * 128, 64}));
+  EXPECT_EQ(steps.kept.rows_shape, (std::array<int64_t, 2>{70, 8}));
+  const struct {
+    uint64_t bytes;
+    int64_t columns;
+  } sizes[] = {{rows + 7 * block - 1, 384},
+               {rows + 6 * block, 384},
+               {rows + 6 * block - 1, 192},
+               {rows + 3 * block, 192},
+               {rows + 3 * block - 1, 0},
+               {rows, 0},
+               {0, 0}};
+  for (const auto& [bytes, columns] : sizes) {
+    EXPECT_EQ(kept_of(device_, steps.forward, bytes).columns, columns) << bytes;
+  }
+}
+
+// A loss without reduction and an upstream gradient of each token: what kept state is for. On every
+// kind of row: usual ones, ones beyond the exponent's range, with a bias and without.
+TEST_P(KeptState, ServesRowsNearAndFar) {
+  for (const Data data : {Data::normal, Data::peaked, Data::constant, Data::large}) {
+    for (const int64_t columns : {0, 192}) {
+      Case c = plain(130, 600);
+      c.data = data;
+      c.bias = data == Data::peaked;
+      c.bias_dtype = dtype_;
+      Steps steps(device_, c, columns);
+      ASSERT_TRUE(keep(&steps));
+      expect_judged(steps, backward(steps), describe(c));
+    }
+  }
+}
+
+// Entropy's gradient alone, where the exponentials' rounding is most of the error: on uniform rows,
+// on rows of two peaks, on peaked ones.
+TEST_P(KeptState, ServesEntropysGradient) {
+  for (const int peaks : {0, 1, 2}) {
+    for (const bool consumes : {false, true}) {
+      Case c = plain(66, 453);
+      c.grad_entropy = true;
+      Steps steps(device_, c, 0);
+      Backward& op = steps.problem.op;
+      std::vector<double> input = read(op.input), weight = read(op.weight);
+      for (double& x : input) x = peaks == 0 ? x / 64 : x;
+      const int64_t hidden = c.shape.hidden;
+      for (int peak = 0; peak < peaks; ++peak) {
+        for (int64_t d = 0; d < hidden; ++d)
+          weight[(17 + 100 * peak) * hidden + d] = d == 0 ? 9 : 0;
+      }
+      for (int64_t i = 0; peaks > 0 && i < c.shape.tokens; ++i) input[i * hidden] = 1.5;
+      write(op.input, input);
+      write(op.weight, weight);
+      write(op.grad_loss, std::vector<double>(static_cast<size_t>(c.shape.tokens), 0));
+      ASSERT_TRUE(keep(&steps));
+      op.consume_kept = consumes && steps.kept.columns > 0;
+      expect_judged(steps, backward(steps), std::to_string(peaks) + " peaks");
+    }
+  }
+}
+
+// State that a Backward used, whose upstream gradients were nothing, tiny and infinite, serves the
+// next as if it were fresh.
+TEST_P(KeptState, IsUsedTwice) {
+  for (const int64_t columns : {0, 192}) {
+    Case c = plain(130, 600);
+    c.data = Data::peaked;
+    c.grad_lse = true;
+    Steps steps(device_, c, columns);
+    if (steps.kept.columns == 0) return;
+    ASSERT_TRUE(keep(&steps));
+    Backward& op = steps.problem.op;
+    const std::vector<double> usual = read(op.grad_loss), lse = read(op.grad_lse);
+    const Outcome fresh = backward(steps);
+    std::vector<double> odd = usual, odd_lse = lse;
+    for (size_t i = 0; i < odd.size(); ++i) {
+      const double kinds[] = {0, 1e-38, INFINITY, usual[i], NAN};
+      odd[i] = kinds[i % 5];
+      odd_lse[i] = i % 3 == 0 ? 0 : 1e-30;
+    }
+    write(op.grad_loss, odd);
+    write(op.grad_lse, odd_lse);
+    const Outcome first = backward(steps);
+    ASSERT_TRUE(first.status.ok()) << first.status.message();
+    steps.take_kept(first);
+    write(op.grad_loss, usual);
+    write(op.grad_lse, lse);
+    const Outcome second = backward(steps);
+    expect_judged(steps, second, "used twice");
+    // Rows that were made again once are made again ever after; those that were not are the same.
+    const Outcome third = [&] {
+      steps.take_kept(second);
+      return backward(steps);
+    }();
+    EXPECT_EQ(differing_bits(second.fields, third.fields), "");
+    EXPECT_EQ(fresh.fields.size(), second.fields.size());
+  }
+}
+
+// The state of other weights: NaN in the rows whose state it is not, and the fault word.
+TEST_P(KeptState, OfAnotherForwardIsNaN) {
+  for (const int64_t columns : {0, 192}) {
+    Case c = plain(70, 421);
+    c.ignored = 0;
+    c.fault = true;
+    Steps steps(device_, c, columns);
+    if (steps.kept.columns == 0 || !device_.keeps_state(dtype_)) return;
+    ASSERT_TRUE(keep(&steps));
+    Backward& op = steps.problem.op;
+    op.grad_weight = {};
+    std::vector<double> log_sum = read(op.row_log_sum), reference = read(op.row_reference);
+    log_sum[3] += 0.5;
+    reference[64] -= 0.5;
+    write(op.row_log_sum, log_sum);
+    write(op.row_reference, reference);
+    const Outcome outcome = backward(steps);
+    ASSERT_TRUE(outcome.status.ok()) << outcome.status.message();
+    const Field& grad = outcome.fields.at("grad_input");
+    for (int64_t i = 0; i < c.shape.tokens; ++i) {
+      for (int64_t d = 0; d < c.shape.hidden; ++d) {
+        const double x = grad.value[static_cast<size_t>(i * c.shape.hidden + d)];
+        ASSERT_EQ(std::isnan(x), i == 3 || i == 64) << i << " " << d;
+      }
+    }
+    EXPECT_EQ(outcome.fault, 2);
+  }
+}
+
+// A Backward that consumes says that nothing is left.
+TEST_P(KeptState, OnceConsumedIsAnError) {
+  Case c = plain(70, 421);
+  c.ignored = 0;
+  c.fault = true;
+  Steps steps(device_, c, 0);
+  if (steps.kept.columns == 0 || !device_.keeps_state(dtype_)) return;
+  ASSERT_TRUE(keep(&steps));
+  steps.problem.op.consume_kept = true;
+  const Outcome first = backward(steps);
+  expect_judged(steps, first, "consumed");
+  steps.take_kept(first);
+  const Outcome second = backward(steps);
+  EXPECT_EQ(second.fault, 2);
+  for (const double x : second.fields.at("grad_input").value) ASSERT_TRUE(std::isnan(x));
+}
+
+constexpr OpKind kKeptOps[] = {OpKind::linear_backward};
+LOGITLESS_CONFORMANCE_SUITE_OF(KeptState, kKeptOps, inputs());
+
+}  // namespace
+}  // namespace logitless::conformance
