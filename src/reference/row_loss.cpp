@@ -62,7 +62,9 @@ void add_loss(const Factors& f, double upstream, double c, bool is_target, const
               (std::fabs(slope) * row.probability_error[j] + 2 * f.z_loss * p * row.lse_error);
 }
 
-void add_statistics(const Token& token, bool is_target, const Row& row, size_t j, Derivative* d) {
+// `log_error`: of log p_j beyond its own, where a rounded exponential tells it.
+void add_statistics(const Token& token, bool is_target, const Row& row, size_t j, double log_error,
+                    Derivative* d) {
   const double p = row.probability[j];
   d->value += token.grad_lse * p;
   d->statistics_magnitude += std::fabs(token.grad_lse) * p;
@@ -78,7 +80,7 @@ void add_statistics(const Token& token, bool is_target, const Row& row, size_t j
   const double p_error = row.probability_error[j];
   d->error += std::fabs(token.grad_lse) * p_error;
   d->error += std::fabs(token.grad_entropy) *
-              (p_error * (1 + std::fabs(information)) + p * row.entropy_error);
+              (p_error * (1 + std::fabs(information)) + p * (row.entropy_error + log_error));
 }
 
 }  // namespace
@@ -125,6 +127,8 @@ RowGradient row_gradient(const Call& call, const Tokens& tokens, const Token& to
   const double upstream = token.upstream * token.token_weight;
   const double steepest = std::fabs(static_cast<double>(options.logit_scale)) / options.temperature;
   const size_t columns = row.z.size();
+  const bool rounded = call.kept && call.kept.dtype == DType::bf16;
+  const double log_error = rounded ? unit_roundoff(DType::bf16) : 0;
   RowGradient gradient;
   gradient.value.resize(columns);
   gradient.error.resize(columns);
@@ -133,7 +137,7 @@ RowGradient row_gradient(const Call& call, const Tokens& tokens, const Token& to
     const bool is_target = static_cast<int64_t>(j) == token.column;
     Derivative d;
     add_loss(f, upstream, tokens.class_weight[j], is_target, row, j, &d);
-    add_statistics(token, is_target, row, j, &d);
+    add_statistics(token, is_target, row, j, log_error, &d);
     const double magnitude = d.loss_magnitude + d.statistics_magnitude;
     const double slope = std::fabs(row.slope[j]);
     gradient.value[j] = d.value * row.slope[j];
