@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "src/reference/numbers.h"
 #include "src/reference/row.h"
 
 namespace logitless::reference {
