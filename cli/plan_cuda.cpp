@@ -28,7 +28,8 @@ double products(const cuda::LinearShape& s, const cuda::LinearPlan& p) {
   if (p.kind == cuda::PlanKind::two_passes) {
     return 4 - static_cast<double>(p.first_rows) / static_cast<double>(s.vocab);
   }
-  const double kept = static_cast<double>(cuda::kept_columns(p)) / static_cast<double>(s.vocab);
+  const int64_t columns = s.forms_panels ? s.kept_columns : cuda::kept_columns(p);
+  const double kept = static_cast<double>(columns) / static_cast<double>(s.vocab);
   return s.forward + s.grad_input + s.grad_weight + (s.gradients() ? 1 - kept : 0);
 }
 
@@ -53,6 +54,7 @@ std::string columns_of(const cuda::Step& step) {
 }
 
 const char* place_of(const cuda::PanelPlace& panel) {
+  if (panel.kept) return "the caller's kept memory";
   return panel.lent && !panel.copied ? "grad_weight's memory" : "the workspace";
 }
 
@@ -88,6 +90,8 @@ std::string words_of(const cuda::Step& step) {
       return "input times the factors of E's rows";
     case StepKind::remake:
       return fmt::format("input x weight again, {}: {} to {}", columns, what, place_of(step.panel));
+    case StepKind::form_panel:
+      return fmt::format("dz of kept E, {}, to {}", columns, place_of(step.panel));
     case StepKind::copy_panel:
       return fmt::format("E, {}, from grad_weight's memory to the workspace", columns);
     case StepKind::grad_input:

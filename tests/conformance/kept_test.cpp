@@ -225,6 +225,39 @@ TEST_P(KeptState, ServesEntropysGradient) {
   }
 }
 
+// Gradients of a sum, and of losses whose upstream gradients are powers of two, have the bits of
+// one call where both divide alike: here all tokens and columns are one piece.
+TEST_P(KeptState, HasTheBitsOfOneCall) {
+  if (!device_.keeps_state(dtype_)) return;
+  for (const bool each : {false, true}) {
+    Case c = plain(66, 453);
+    c.grad_input = c.grad_weight = dtype_;
+    c.options.reduction = each ? Reduction::none : Reduction::sum;
+    Steps steps(device_, c, 0);
+    Backward& op = steps.problem.op;
+    if (each) {
+      std::vector<double> upstream = read(op.grad_loss);
+      for (size_t i = 0; i < upstream.size(); ++i) {
+        upstream[i] = std::ldexp(i % 3 == 0 ? -1.0 : 1.0, static_cast<int>(i % 5) - 2);
+      }
+      write(op.grad_loss, upstream);
+    }
+    ASSERT_TRUE(keep(&steps));
+    const Outcome later = backward(steps);
+    ASSERT_TRUE(later.status.ok()) << later.status.message();
+    const LinearCrossEntropyForwardBackward both{.input = op.input,
+                                                 .weight = op.weight,
+                                                 .target = op.target,
+                                                 .grad_loss = op.grad_loss,
+                                                 .grad_input = op.grad_input,
+                                                 .grad_weight = op.grad_weight,
+                                                 .options = op.options};
+    const Outcome at_once = execute(device_, both, steps.problem.pool, {Memory::exact, 64 << 20});
+    ASSERT_TRUE(at_once.status.ok()) << at_once.status.message();
+    EXPECT_EQ(differing_bits(at_once.fields, later.fields), "") << describe(c);
+  }
+}
+
 // State that a Backward used, whose upstream gradients were nothing, tiny and infinite, serves the
 // next as if it were fresh.
 TEST_P(KeptState, IsUsedTwice) {

@@ -21,6 +21,27 @@ inline Asked on(const Engine& engine, LinearShape shape) {
   return {engine, shape, {}};
 }
 
+// Forward and Backward of a shape with state that the caller keeps, of all columns or a share.
+inline void add_kept(const Engine& engine, LinearShape s, std::vector<Asked>* all) {
+  for (const int64_t columns : {s.vocab, s.vocab / 2 / 3072 * 3072}) {
+    if (columns == 0 || s.tokens == 0) continue;
+    s = {.tokens = s.tokens, .vocab = s.vocab, .hidden = s.hidden, .dtype = s.dtype};
+    s.kept_columns = columns;
+    all->push_back(on(engine, s));
+    s.forward = s.can_store = false;
+    s.grad_input = s.grad_weight = true;
+    all->push_back(on(engine, s));
+    s.grad_bias = s.smoothing = true;
+    all->push_back(on(engine, s));
+    s.forms_dz = true;
+    if (&engine == &hopper()) all->push_back(on(engine, s));
+    s.forms_panels = true;
+    all->push_back(on(engine, s));
+    s.direct_grad_input = s.lends_grad_input = s.lends_grad_weight = &engine == &hopper();
+    all->push_back(on(engine, s));
+  }
+}
+
 inline std::vector<Asked> shapes() {
   std::vector<Asked> all;
   for (const bool on_hopper : {false, true}) {
@@ -33,6 +54,9 @@ inline std::vector<Asked> shapes() {
                                                 {4096, 129280, 7168}}) {
       for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {
         LinearShape s{.tokens = tokens, .vocab = vocab, .hidden = hidden, .dtype = dtype};
+        if (dtype != DType::f16) {
+          add_kept(on_hopper && dtype == DType::bf16 ? hopper() : portable(), s, &all);
+        }
         const bool own = on_hopper && dtype != DType::f32;  // kernels
         const auto add = [&] { all.push_back(on(own ? hopper() : portable(), s)); };
         s.can_store = dtype != DType::f16;

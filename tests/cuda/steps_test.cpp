@@ -39,7 +39,9 @@ struct Covered {
 // Adds up what a chunk's steps have come to.
 class ChunkJudge {
  public:
-  ChunkJudge(const LinearShape& shape, const LinearPlan& plan) : s_(shape), p_(plan) {}
+  ChunkJudge(const LinearShape& shape, const LinearPlan& plan) : s_(shape), p_(plan) {
+    if (!s_.forward && !s_.forms_panels) kept_ = s_.kept_columns;  // by the caller
+  }
   void take(const Step& step) {
     const int64_t columns = step.columns();
     switch (step.kind) {
@@ -52,7 +54,12 @@ class ChunkJudge {
         break;
       case StepKind::remake:
         EXPECT_TRUE(had_states_);
-        EXPECT_GE(step.panel.first, kept_);
+        EXPECT_GE(step.panel.first, std::max(kept_, s_.forms_panels ? s_.kept_columns : 0));
+        remade_ = step.panel;
+        break;
+      case StepKind::form_panel:
+        EXPECT_TRUE(had_states_);
+        EXPECT_LE(step.panel.end(), s_.kept_columns);
         remade_ = step.panel;
         break;
       case StepKind::grad_input:
@@ -71,8 +78,10 @@ class ChunkJudge {
         rows_[0] = step.rows.count;
         weight_.add(step.panel.first, columns);
         break;
-      case StepKind::grad_bias:
       case StepKind::form_dz:
+        if (s_.kept_columns > 0) break;  // which is without the sums
+        [[fallthrough]];
+      case StepKind::grad_bias:
         if (s_.grad_bias) bias_.add(step.panel.first, columns);
         break;
       default:
@@ -81,6 +90,9 @@ class ChunkJudge {
   }
   void expect_whole(int64_t tokens) {
     if (s_.forward) logits_.expect(0, s_.vocab);
+    if (s_.forward && s_.kept_columns > 0) {
+      EXPECT_EQ(kept_, s_.kept_columns);
+    }
     if (s_.grad_weight) weight_.expect(0, s_.vocab);
     if (s_.grad_bias) bias_.expect(0, s_.vocab);
     if (!s_.grad_input) {

@@ -65,6 +65,10 @@ const Engine& engine_for(const DeviceInfo& device);
 const Engine& engine_for(std::span<const Engine* const> engines, const Call& op,
                          const LinearShape& shape, const DeviceInfo& device);
 
+// Says that so many columns of E lie in the caller's kept memory, for an engine's describe: what
+// Forward keeps of them, or what Backward makes of what is there.
+void lay_out_kept(const Call& op, int64_t columns, LinearCall* call);
+
 // An op as its engine takes it.
 struct EngineCall {
   const Engine* engine;

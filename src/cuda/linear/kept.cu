@@ -55,10 +55,61 @@ __global__ void __launch_bounds__(256)
       if (g.smoothing != 0) {
         draw = fmaf(-g.smoothing, class_weight(call.in, column), draw);
       }
+      if (g.entropy != 0) {
+        const float information = fmaxf(log_p, least_exponent) + g.entropy_value;
+        draw = fmaf(-(g.entropy * p), information, draw);
+      }
       draw *= cap_slope(call.map, z);
       const float v = factors[row].scale;
       *panel_element<E>(panel, row, j) = from_f32<E>(v == 0 ? 0.0f : draw / v);
     }
+  }
+}
+
+// dz of kept E where entropy has a gradient, which no factor of a row makes of it:
+//   log p_j = (z_t - m) - log s + log E_j    dz_j = P p_j - s c_j - h p_j (log p_j + H)
+// 32 rows of 8 threads, each 16 bytes; several of their columns in turn, so that what a row needs
+// is asked for once. A row that does not count becomes 0.
+constexpr int formed_rows = 32, formed_lanes = 8, formed_groups = 4;
+
+__device__ inline float log_of(float x) { return logf(x); }
+// E is rounded to 8 bits: the approximation loses nothing.
+__device__ inline float log_of(__nv_bfloat16 x) { return __logf(__bfloat162float(x)); }
+
+template <class E>
+__global__ void __launch_bounds__(formed_rows* formed_lanes)
+    form_kernel(const __grid_constant__ LinearCall call, Chunk chunk, const float* target_logit,
+                const float* target_gradient, const RowGradient* gradients, Panel from, Panel to) {
+  constexpr int width = Pack<E>::width;
+  const int row = blockIdx.x * formed_rows + threadIdx.x / formed_lanes;
+  const int64_t start = block_of_second_axis() * (formed_groups * formed_lanes * width) +
+                        threadIdx.x % formed_lanes * width;
+  if (row >= chunk.rows) return;
+  const bool valid = is_valid(chunk, row);
+  const RowGradient g = valid ? gradients[row] : RowGradient{};
+  const float log_target = valid ? (target_logit[row] - g.reference) - g.log_sum : 0.0f;
+  const float target_p = exp_any(log_target);
+  const int64_t target = valid ? chunk.tokens.target[chunk.first + row] : -1;
+#pragma unroll 1
+  for (int i = 0; i < formed_groups; ++i) {
+    const int64_t j = start + i * (formed_lanes * width);
+    if (j >= to.columns) return;
+    const int64_t column = to.first + j;
+    Pack<E> pack =
+        *reinterpret_cast<const Pack<E>*>(panel_element<E>(from, row, column - from.first));
+#pragma unroll
+    for (int n = 0; n < width; ++n) {
+      const float p = target_p * to_f32(pack.x[n]);
+      float dz = g.probability * p;
+      if (g.smoothing != 0 && j + n < to.columns) {
+        dz = fmaf(-g.smoothing, class_weight(call.in, column + n), dz);
+      }
+      const float log_p = fmaxf(log_target + log_of(pack.x[n]), least_exponent);
+      if (g.entropy != 0) dz = fmaf(-(g.entropy * p), log_p + g.entropy_value, dz);
+      if (column + n == target) dz = target_gradient[row];
+      pack.x[n] = from_f32<E>(valid && j + n < to.columns ? dz : 0.0f);
+    }
+    *reinterpret_cast<Pack<E>*>(panel_element<E>(to, row, j)) = pack;
   }
 }
 
@@ -85,12 +136,12 @@ __global__ void __launch_bounds__(128)
 // Their columns of E: c_j twice where the smoothing is apart, and zeros.
 template <class E>
 __global__ void __launch_bounds__(256)
-    extra_rows_kernel(LinearCall call, int32_t row, bool smooths, Panel panel) {
+    extra_rows_kernel(LinearCall call, int32_t row, int32_t count, bool smooths, Panel panel) {
   const int64_t j = int64_t{blockIdx.x} * 256 + threadIdx.x;
   if (j >= panel.columns) return;
   const float c = smooths ? class_weight(call.in, panel.first + j) : 0.0f;
   E* to = reinterpret_cast<E*>(panel.data) + row * panel.pitch + j;
-  for (int r = 0; r < extra_rows; ++r) to[r * panel.pitch] = from_f32<E>(r < 2 ? c : 0.0f);
+  for (int r = 0; r < count; ++r) to[r * panel.pitch] = from_f32<E>(r < 2 ? c : 0.0f);
 }
 
 // Writes behind the last columns of the vocabulary zeros to a multiple of 8.
@@ -154,12 +205,26 @@ void write_extra_rows(const LinearWork& work, const Panel& panel) {
   const bool smooths = m.smoothed_row != nullptr;
   with_dtype(call.shape.dtype, [&](auto element) {
     stream->launch("extra_rows", extra_rows_kernel<decltype(element)>,
-                   blocks_for(panel.columns, 256), 256, call, chunk.rows, smooths, panel);
+                   blocks_for(panel.columns, 256), 256, call, chunk.rows,
+                   static_cast<int32_t>(plan.extra_rows), smooths, panel);
     if (panel.columns % 8 == 0) return;
     stream->launch("extra_columns", extra_columns_kernel<decltype(element)>,
-                   blocks_for(chunk.rows + extra_rows, 256), 256,
-                   static_cast<int32_t>(chunk.rows + extra_rows), panel);
+                   blocks_for(chunk.rows + plan.extra_rows, 256), 256,
+                   static_cast<int32_t>(chunk.rows + plan.extra_rows), panel);
   });
+}
+
+void form_panel(const LinearWork& work, const Panel& from, const Panel& to) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
+  with_stored(call.shape.dtype, [&](auto element) {
+    using E = decltype(element);
+    constexpr int64_t columns = formed_groups * formed_lanes * Pack<E>::width;
+    stream->launch("form_panel", form_kernel<E>,
+                   two_axes(blocks_for(chunk.rows, formed_rows), divide_up(to.columns, columns)),
+                   formed_rows * formed_lanes, call, chunk, m.target_logit, m.target_gradient,
+                   m.gradients, from, to);
+  });
+  finish_panel(work, to, false);
 }
 
 void scale_input(const LinearWork& work) {

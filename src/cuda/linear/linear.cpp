@@ -27,10 +27,11 @@ LinearMemory place_in(Arena* arena, const LinearShape& s, const LinearPlan& p) {
   take(s.class_weights, &m.class_weights, s.vocab + column_padding);
   take(true, &m.target_logit, chunk);
   take(s.gradients(), &m.gradients, chunk);
-  take(s.gradients() && s.remakes_dz, &m.target_gradient, chunk);
+  take(s.gradients() && (s.remakes_dz || s.forms_panels), &m.target_gradient, chunk);
   take(s.gradients(), &m.factors, chunk);
   take(s.gradients(), &m.again, 1 + chunk);
-  take(p.stored_columns > 0, &m.stored, rows * stored_pitch(p.stored_columns) * element);
+  const bool stores = p.stored_columns > 0 && s.kept_columns == 0;
+  take(stores, &m.stored, rows * stored_pitch(p.stored_columns) * element);
   take(p.holds_logits, &m.logits, p.block_rows * p.block_columns);
   // The arrays that only the forward pass needs come here, then in its place what only the
   // gradients do.
@@ -48,7 +49,7 @@ LinearMemory place_in(Arena* arena, const LinearShape& s, const LinearPlan& p) {
   }
   const uint64_t forward_end = arena->used();
   arena->back_to(start);
-  if (s.remakes_dz && p.stored_columns > 0) {
+  if (s.remakes_dz && stores) {
     m.remade = m.stored;  // once E is used
   } else {
     take(p.remade_columns > 0, &m.remade, rows * p.remade_columns * element);
@@ -79,6 +80,7 @@ uint64_t bytes_of(const LinearShape& shape, const LinearPlan& plan) {
 LinearMemory place(const LinearCall& call, const LinearPlan& plan, char* workspace) {
   Arena arena(workspace);
   LinearMemory m = place_in(&arena, call.shape, plan);
+  if (call.shape.kept_columns > 0) m.stored = call.kept.data;
   if (plan.lends_input) m.input = call.grad_input.as<char>();
   if (plan.lent_scaled >= 0) m.scaled = call.grad_weight.as<char>() + plan.lent_scaled;
   if (!plan.scales_apart) m.scaled = m.input;

@@ -45,6 +45,15 @@ struct Chunk {
   int32_t rows = 0;
 };
 
+// What the caller keeps from Forward to Backward (src/kept.h); `rows` null: nothing.
+struct KeptState {
+  char* data = nullptr;   // E of the first `columns`, as the engine lays out a panel of them
+  float* rows = nullptr;  // [N, 8]
+  int64_t columns = 0;
+  float layout = 0;       // the engine's number
+  bool consumes = false;  // no other Backward comes
+};
+
 // Everything a kernel may need of the call.
 struct LinearCall {
   TokenInput in;
@@ -56,6 +65,7 @@ struct LinearCall {
   MapFactors map;
   bool accumulate = false;
   bool launches_early = false;  // the kernels between Hopper's products: early.cuh
+  KeptState kept;
   bool plain() const { return map.identity && !bias; }
 };
 
@@ -186,6 +196,8 @@ void finish_panel(const LinearWork& work, const Panel& panel, bool targets);
 void write_extra_rows(const LinearWork& work, const Panel& panel);
 // Makes under smoothing input times v, and behind it the rows that make the smoothing's term.
 void scale_input(const LinearWork& work);
+// dz of as many columns of kept E, where entropy has a gradient; `to` may be `from`.
+void form_panel(const LinearWork& work, const Panel& from, const Panel& to);
 
 // finish.cu
 void class_row(const LinearWork& work);

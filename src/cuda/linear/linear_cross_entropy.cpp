@@ -9,6 +9,7 @@
 #include "src/cuda/linear/engine.h"
 #include "src/cuda/ops.h"
 #include "src/cuda/runtime/blas.h"
+#include "src/kept.h"
 
 namespace logitless::cuda {
 namespace {
@@ -28,6 +29,18 @@ bool serves_product(const TensorView& v, int64_t rows, int64_t columns) {
 constexpr int64_t most_extent = (int64_t{1} << 31) - 65536;
 
 }  // namespace
+
+void lay_out_kept(const Call& op, int64_t columns, LinearCall* call) {
+  if (op.shard()) return;  // a row whose target is elsewhere has nothing for E to be relative to
+  call->kept.columns = columns;
+  LinearShape& s = call->shape;
+  if (!op.grad_entropy) {
+    s.kept_columns = columns;
+  } else if (!call->map.capped) {  // else E holds the softcap's slope too, and log p cannot be told
+    s.kept_columns = columns;
+    s.forms_dz = columns > 0;
+  }
+}
 
 EngineCall make_call(std::span<const Engine* const> engines, const Call& call,
                      const DeviceInfo& device) {
@@ -76,6 +89,11 @@ EngineCall make_call(std::span<const Engine* const> engines, const Call& call,
                                     out.stride[1] == 1 && serves_product(out, s.vocab, s.hidden));
   }
   s.can_store = call.forward && s.dtype != DType::f16;
+  if (call.kept && s.tokens > 0) {
+    made.kept.data = call.kept.as<char>();
+    made.kept.rows = call.kept_rows.as<float>();
+    made.kept.consumes = call.consume_kept;
+  }
   const Engine& engine = engine_for(engines, call, s, device);
   engine.describe(call, &made, device);
   return {&engine, made};

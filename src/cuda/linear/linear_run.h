@@ -35,6 +35,8 @@ class LinearRun : public StepVisitor {
                            step.scales);
       case StepKind::scale_input:
         return scale_input(work_);
+      case StepKind::form_panel:
+        return form_panel(work_, kept_panel(step.panel), panel_of(step.panel));
       case StepKind::grad_bias:
         return grad_bias(panel_of(step.panel), step.of_e, step.adds);
       case StepKind::write_grad_input:
@@ -59,6 +61,11 @@ class LinearRun : public StepVisitor {
   // Says where these columns of E or dz lie.
   virtual Panel panel_of(const PanelPlace& at) const = 0;
 
+  // Says where kept E of these columns lies.
+  Panel kept_panel(PanelPlace at) const {
+    at.lent = false, at.kept = true;
+    return panel_of(at);
+  }
   // Returns what grad_weight multiplies E, or dz, with.
   const char* factor_rows(bool of_e) const { return of_e ? work_.m.scaled : work_.m.input; }
   // Returns grad_input's sums: of some rows at a time, where E is whole; else of the chunk.

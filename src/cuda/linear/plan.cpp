@@ -67,7 +67,7 @@ void settle(const LinearShape& s, LinearPlan* p) {
             : kept < s.vocab ? PlanKind::mixed
             : p->chunks > 1  ? PlanKind::chunks
                              : PlanKind::whole;
-  p->multiplies_e = kept > 0 && !s.forms_dz;
+  p->multiplies_e = s.gradients() && kept > 0 && !s.forms_dz;
   p->smooths_e = p->multiplies_e && s.smoothing;
   p->scales_apart = s.grad_weight && p->multiplies_e && kept < s.vocab;
   p->grad_weight_sum =

@@ -45,6 +45,8 @@ struct LinearShape {
   bool plain = false;                        // there are no options: sm90/plain.cuh
   bool reads_input = false;                  // the caller's own rows, where they serve
   int64_t weight_rows = 0;                   // of grad_weight that are made, the first ones; 0: all
+  int64_t kept_columns = 0;   // of E in the caller's memory: Forward keeps them, Backward has them
+  bool forms_panels = false;  // Backward: their dz is formed elsewhere, a panel at a time
   int64_t rows_of_weight() const { return weight_rows > 0 ? weight_rows : vocab; }
   bool gradients() const { return grad_input || grad_weight || grad_bias; }
   bool operator==(const LinearShape&) const = default;

@@ -5,6 +5,7 @@
 #include "src/cuda/linear/linear.cuh"
 #include "src/cuda/linear/row_sums.cuh"
 #include "src/cuda/runtime/early.cuh"
+#include "src/kept.h"
 
 namespace logitless::cuda {
 namespace {
@@ -58,8 +59,9 @@ bool is_plain(const LinearCall& call) {
   const TokenStatistics& s = call.outputs.statistics;
   const TokenInput& in = call.in;
   const bool asks = s.lse || s.target_logit || s.entropy || s.argmax || s.weighted_logit_sum;
-  return call.shape.forward && !asks && call.map.identity && !(in.options.label_smoothing > 0) &&
-         !call.entropy && !in.per_row_upstream && !in.statistics_gradients;
+  return call.shape.forward && !asks && !call.kept.rows && call.map.identity &&
+         !(in.options.label_smoothing > 0) && !call.entropy && !in.per_row_upstream &&
+         !in.statistics_gradients;
 }
 
 // Asked for before it is known whether the row counts: nothing of use where it does not.
@@ -73,9 +75,32 @@ __device__ RowSegments segments_of(const PlainRows& a, int row) {
   return {a.partials, row, valid_rows(a.chunk), a.tiles, a.teams};
 }
 
+__device__ KeptRow* kept_row(const KeptState& kept, int64_t token) {
+  return reinterpret_cast<KeptRow*>(kept.rows + token * kept_row_width);
+}
+
+__device__ bool same_bits(float a, float b) { return __float_as_uint(a) == __float_as_uint(b); }
+
+// Takes 1 - p_t from what the caller kept of the row, and whether its E is no longer there. What is
+// not of this row's state makes it NaN and sets the fault word.
+__device__ void load_kept(const LinearCall& call, const RowToken& token, RowState* state,
+                          float* rest, bool* overwritten) {
+  KeptRow* row = kept_row(call.kept, token.i);
+  const KeptRow kept = *row;
+  *rest = kept.rest;
+  *overwritten = kept.overwritten != 0;
+  if (call.kept.consumes) row->layout = 0;
+  if (same_bits(kept.reference, state->reference) && same_bits(kept.log_sum, state->log_sum) &&
+      kept.layout == call.kept.layout && kept.columns == static_cast<float>(call.kept.columns)) {
+    return;
+  }
+  state->reference = nan_value();
+  if (present(call.in.fault)) atomicOr(address<int>(call.in.fault), 2);
+}
+
 template <bool kPlain>
 __device__ void put_outputs(const RowsArguments<kPlain>& a, int row, const RowToken& token,
-                            const RowState& state) {
+                            const RowState& state, float rest) {
   if (a.loss.data != nullptr) {
     const float loss = token_loss(*a.chunk.tokens.scalars, token.target, token.target_weight,
                                   token.token_weight, state);
@@ -90,6 +115,17 @@ __device__ void put_outputs(const RowsArguments<kPlain>& a, int row, const RowTo
     a.log_sum.put(token.i, state.log_sum);
   } else {
     put_state(a.call.in, a.call.outputs.statistics, token.i, token.target, state);
+    const KeptState& kept = a.call.kept;
+    if (kept.rows != nullptr && a.call.shape.forward) {
+      *kept_row(kept, token.i) = {state.reference,
+                                  state.log_sum,
+                                  state.target_logit,
+                                  rest,
+                                  0,
+                                  kept.layout,
+                                  static_cast<float>(kept.columns),
+                                  0};
+    }
   }
 }
 
@@ -141,7 +177,7 @@ __device__ float gradient_of_target(const RowsArguments<kPlain>& a, const RowTok
 // By one lane; v of the row.
 template <bool kPlain, class E>
 __device__ float write_factors(const RowsArguments<kPlain>& a, int row, const RowToken& token,
-                               const RowState& state, float rest) {
+                               const RowState& state, float rest, bool overwritten) {
   const RowGradient g = gradient_of<kPlain>(a, token, state);
   a.gradients[row] = g;
   if (a.target_gradient != nullptr) {
@@ -158,11 +194,22 @@ __device__ float write_factors(const RowsArguments<kPlain>& a, int row, const Ro
   const bool faint = fabsf(f.scale) < 0x1p-96f && fmaxf(onehot, probability) > 0;
   // With an infinite weight the smoothing's term cannot stand apart: 0 inf is not -s c inf.
   const bool infinite = a.chunk.tokens.scalars->weight_is_infinite != 0 && g.smoothing != 0;
-  if (far || steep || faint || infinite) {
+  if constexpr (!kPlain) {
+    if (a.call.shape.forms_dz) {  // of kept E: dz itself is formed of what is in range
+      const bool again = far || overwritten;
+      if (again) a.again[1 + atomicAdd(a.again, 1)] = row;
+      a.factors[row] = {1, 0, 0, again};
+      return 0;
+    }
+  }
+  if (far || steep || faint || infinite || overwritten) {
     f.scale = fmaxf(onehot, probability);
     f.smoothing = 0;
     f.again = 1;
     a.again[1 + atomicAdd(a.again, 1)] = row;  // in any order: each row is made alone
+    if constexpr (!kPlain) {
+      if (a.call.kept.rows != nullptr) kept_row(a.call.kept, token.i)->overwritten = 1;
+    }
   } else if (f.scale != 0) {
     f.at_target = target_draw(g.probability, g.onehot, p, rest);
     if constexpr (!kPlain) f.at_target *= cap_slope(a.call.map, z);
@@ -239,6 +286,7 @@ __device__ void finish_row(const RowsArguments<kPlain>& a, int row, int lane) {
   if (valid) {
     RowState state;
     float rest = 0;
+    bool overwritten = false;
     if (summed) {
       const RowTotals totals = sum_by_warp<kPlain>(a.partials, segments_of(a, row),
                                                    row * a.partials.segments, token, lane);
@@ -246,13 +294,21 @@ __device__ void finish_row(const RowsArguments<kPlain>& a, int row, int lane) {
     } else if constexpr (!kPlain) {
       state.reference = load(a.call.row_reference, token.i);
       state.log_sum = load(a.call.row_log_sum, token.i);
+      state.target_logit = token.target_logit;
     }
     if constexpr (!kPlain) {
       if (present(a.call.entropy)) state.entropy = load(a.call.entropy, token.i);
     }
     if (lane == 0) {
-      put_outputs<kPlain>(a, row, token, state);
-      if (a.gradients != nullptr) v = write_factors<kPlain, E>(a, row, token, state, rest);
+      if constexpr (!kPlain) {
+        if (!summed && a.call.kept.rows != nullptr) {
+          load_kept(a.call, token, &state, &rest, &overwritten);
+        }
+      }
+      put_outputs<kPlain>(a, row, token, state, rest);
+      if (a.gradients != nullptr) {
+        v = write_factors<kPlain, E>(a, row, token, state, rest, overwritten);
+      }
     }
     v = __shfl_sync(whole_warp, v, 0);
   } else if (row < a.chunk.rows && lane == 0 && a.gradients != nullptr) {
@@ -309,7 +365,7 @@ __global__ void __launch_bounds__(threads)
     float rest;
     const RowState state =
         state_of_totals<true>(a.partials, totals, token, a.vocab_is_whole, &rest);
-    if (row < valid && lane == 0) put_outputs<kPlain>(a, row, token, state);
+    if (row < valid && lane == 0) put_outputs<kPlain>(a, row, token, state, rest);
   }
   reduce_if_last(a);
 }
@@ -337,6 +393,7 @@ void finish_rows(const LinearWork& work, bool with_factors, const std::array<Pan
   const TensorView& loss = call.outputs.loss;
   const bool reduces = loss && call.in.options.reduction != Reduction::none;
   const bool last = chunk.first + chunk.rows >= call.shape.tokens;
+  const bool forms = call.shape.forms_dz && call.shape.kept_columns > 0;
   const bool makes_dz = !with_factors || kept[0].columns + kept[1].columns < call.shape.vocab;
   const PlainRows plain{.chunk = chunk,
                         .partials = m.partials,
@@ -354,7 +411,7 @@ void finish_rows(const LinearWork& work, bool with_factors, const std::array<Pan
                         .finished = m.rows_finished,
                         .gradients = m.gradients,
                         .target_gradient = makes_dz ? m.target_gradient : nullptr,
-                        .factors = with_factors ? m.factors : nullptr,
+                        .factors = with_factors || forms ? m.factors : nullptr,
                         .again = m.again,
                         .kept = with_factors ? kept : std::array<Panel, 2>{},
                         .input = m.input,

@@ -26,6 +26,7 @@ enum class StepKind {
   form_dz,           // dz in the place of E, and its part of grad_bias
   scale_input,       // input times v, and the rows that make the smoothing's term of E
   remake,            // E (of_e) or dz of the panel, from logits made again
+  form_panel,        // dz of the panel, from kept E
   copy_panel,        // of E, from grad_weight's memory to the workspace
   grad_input,        // panel . weight
   grad_weight,       // panel^T . input
@@ -47,6 +48,7 @@ struct Range {
 struct PanelPlace {
   int64_t first = 0, columns = 0;
   bool lent = false;    // lies in grad_weight's memory
+  bool kept = false;    // or in the caller's, beside others
   bool copied = false;  // and is copied from there to the workspace for its rows' product
   int64_t end() const { return first + columns; }
 };
@@ -108,7 +110,12 @@ class CallSteps {
   // The chunk's, from E or from logits that are made again.
   virtual void gradients() = 0;
 
-  PanelPlace stored() const { return {.columns = p_.stored_columns}; }
+  PanelPlace stored() const { return {.columns = p_.stored_columns, .kept = s_.kept_columns > 0}; }
+  // Columns, the first ones, whose dz is formed of kept E.
+  int64_t formed_columns() const { return s_.forms_panels ? s_.kept_columns : 0; }
+  StepKind how_made(const PanelPlace& panel) const {
+    return panel.first < formed_columns() ? StepKind::form_panel : StepKind::remake;
+  }
   PanelPlace lent() const {
     return {.first = p_.stored_columns, .columns = p_.lent_columns, .lent = true};
   }

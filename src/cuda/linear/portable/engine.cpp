@@ -1,12 +1,37 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "src/cuda/linear/portable/engine.h"
 
-namespace logitless::cuda {
+#include <algorithm>
 
-void PortableEngine::describe(const Call&, LinearCall* call, const DeviceInfo&) const {
+#include "src/kept.h"
+
+namespace logitless::cuda {
+namespace {
+
+constexpr float kept_in_rows = 12;  // KeptRow::layout: rows of all columns, and some behind them
+
+// Columns of E for which there is room in the caller's memory, with the rows behind the tokens'
+// that its products read: all, or whole segments.
+int64_t columns_in_rows(const Call& op, const LinearShape& s) {
+  const int64_t columns = kept_columns(op), rows = s.tokens + rows_behind(s);
+  const int64_t elements = kept_rows_of(s.tokens) * round_up(columns, kept_block);
+  if (rows * round_up(columns, kept_block) <= elements && columns == s.vocab) return columns;
+  return std::min(elements / rows, columns) / segment_columns * segment_columns;
+}
+
+}  // namespace
+
+void PortableEngine::describe(const Call& op, LinearCall* call, const DeviceInfo&) const {
   LinearShape& s = call->shape;
+  call->kept.layout = kept_in_rows;
   // The smoothing's term has, under a softcap, a slope of its own in every element.
-  if (s.smoothing && call->map.capped) s.can_store = false;
+  if (s.smoothing && call->map.capped) {
+    s.can_store = false;
+    return;
+  }
+  if (!op.kept || s.tokens == 0) return;
+  lay_out_kept(op, columns_in_rows(op, s), call);
+  s.forms_panels = s.forms_dz;
 }
 
 DeviceSpeed PortableEngine::speed(const DeviceInfo& device) const {

@@ -25,4 +25,9 @@ class PortableEngine final : public Engine {
            const DeviceInfo& device, Stream* stream) const override;
 };
 
+// Rows behind the tokens' of kept E: the smoothing's two, zeros to a multiple of 8.
+inline int64_t rows_behind(const LinearShape& s) {
+  return round_up(s.tokens + (s.smoothing ? 2 : 0), 8) - s.tokens;
+}
+
 }  // namespace logitless::cuda

@@ -85,6 +85,24 @@ void each_width(const LinearShape& s, uint64_t bytes, LinearPlan p, F&& consider
   }
 }
 
+// E of all tokens is in the caller's memory, or comes there: one chunk.
+void each_of_kept(const LinearShape& s, const std::function<void(const LinearPlan&)>& consider) {
+  LinearPlan p = chunked(s, round_up(std::max<int64_t>(s.tokens, 1), 8));
+  p.extra_rows = rows_behind(s);
+  for (int64_t block = int64_t{32} << 20; block >= int64_t{1} << 20; block /= 2) {
+    set_block(s, block, &p);
+    p.stored_columns = s.forms_panels ? 0 : s.kept_columns;
+    if (!s.gradients() || p.stored_columns == s.vocab) {
+      consider(finish(s, p));
+      continue;
+    }
+    for (const int64_t width : panel_widths) {
+      p.remade_columns = width * p.block_columns;
+      consider(finish(s, p));
+    }
+  }
+}
+
 }  // namespace
 
 double PortableEngine::seconds(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed,
@@ -95,6 +113,9 @@ double PortableEngine::seconds(const LinearShape& s, const LinearPlan& p, const 
       return pass_time(s, p, speed, n, columns, step.of_e);
     case StepKind::remake:
       return pass_time(s, p, speed, n, columns, true) + 4 * speed.launch;
+    case StepKind::form_panel:
+      return static_cast<double>(columns * n * size_of(s.dtype)) * 2 / speed.memory +
+             2 * speed.launch;
     case StepKind::grad_weight:
       return product_time(s, speed, std::min(columns, s.rows_of_weight()), s.hidden, n,
                           adds_to_weight(s, p));
@@ -107,6 +128,7 @@ double PortableEngine::seconds(const LinearShape& s, const LinearPlan& p, const 
 
 void PortableEngine::each_plan(const LinearShape& s, const DeviceSpeed&, uint64_t bytes,
                                const std::function<void(const LinearPlan&)>& consider) const {
+  if (s.kept_columns > 0) return each_of_kept(s, consider);
   for (int64_t most = round_up(std::max<int64_t>(s.tokens, 1), 8);;
        most = std::max(most / 2, least_chunk)) {
     LinearPlan p = chunked(s, most);

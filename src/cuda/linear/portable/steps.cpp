@@ -29,14 +29,19 @@ class PortableSteps final : public CallSteps {
     }
     scale_input();
     if (of_e) panel_gradients(stored(), true);
-    repeat_pieces(visitor_, s_.vocab - p_.stored_columns, p_.remade_columns,
-                  [&](const Range& columns) {
-                    const PanelPlace panel{.first = p_.stored_columns + columns.first,
-                                           .columns = columns.count};
-                    visit({.kind = StepKind::remake, .panel = panel, .of_e = of_e});
-                    panel_gradients(panel, of_e);
-                  });
+    other_gradients({p_.stored_columns, formed_columns()}, of_e);
+    const int64_t first = p_.stored_columns + formed_columns();
+    other_gradients({first, s_.vocab - first}, of_e);
     write_grad_input({0, tokens_.count}, of_e);
+  }
+
+  // Columns of which a panel is made at a time, all in the same way.
+  void other_gradients(const Range& others, bool of_e) {
+    repeat_pieces(visitor_, others.count, p_.remade_columns, [&](const Range& columns) {
+      const PanelPlace panel{.first = others.first + columns.first, .columns = columns.count};
+      visit({.kind = how_made(panel), .panel = panel, .of_e = of_e});
+      panel_gradients(panel, of_e);
+    });
   }
 
   void panel_gradients(const PanelPlace& panel, bool of_e) {

@@ -5,6 +5,7 @@
 
 #include "src/cuda/linear/sm90/forward.h"
 #include "src/cuda/linear/sm90/product.h"
+#include "src/kept.h"
 
 namespace logitless::cuda::sm90 {
 namespace {
@@ -18,6 +19,8 @@ bool e_tells_slope(const MapFactors& map, int64_t vocab) {
 }
 
 bool is_aligned(const Tensor& v) { return v.alignment == 0 || v.alignment == most_alignment; }
+
+constexpr float kept_in_blocks = 11;  // KeptRow::layout: a panel in blocks of 64 columns
 
 // One piece of memory in whole 16 bytes a row, nothing between the rows.
 bool is_memory(const Tensor& v) {
@@ -37,7 +40,7 @@ bool reads_input(const Tensor& v, const LinearShape& s) {
   const bool rows = (v.stride[1] == 1 || s.hidden == 1) &&
                     (s.tokens == 1 || (v.stride[0] >= s.hidden && v.stride[0] * element % 16 == 0 &&
                                        v.stride[0] * element < int64_t{1} << 31));
-  return s.plain && !s.gradients() && s.tokens > 0 && rows && is_aligned(v);
+  return s.plain && !s.gradients() && s.kept_columns == 0 && s.tokens > 0 && rows && is_aligned(v);
 }
 
 }  // namespace
@@ -58,8 +61,12 @@ void HopperEngine::describe(const Call& op, LinearCall* call, const DeviceInfo& 
   call->launches_early = device.launches_early;
   // The smoothing's term has, under a softcap, a slope of its own in every element, which E tells.
   const bool slopes = s.smoothing && call->map.capped;
+  call->kept.layout = kept_in_blocks;
   s.forms_dz = slopes && e_tells_slope(call->map, s.vocab);
   if (slopes && !s.forms_dz) s.can_store = false;
+  if (op.kept && !slopes) lay_out_kept(op, kept_columns(op), call);
+  // In the place of E, if nobody asks for that again.
+  if (s.forms_dz && s.kept_columns > 0) s.forms_panels = !op.consume_kept;
   s.plain = is_plain(*call);
   s.reads_input = reads_input(op.input, s);
   s.bias = static_cast<bool>(op.bias);

@@ -108,6 +108,10 @@ PanelPlace kept_part_at(const LinearShape& s, const LinearPlan& p, int64_t first
 Panel panel_of(const LinearCall& call, const LinearPlan& plan, const LinearMemory& m,
                const PanelPlace& at) {
   if (at.columns == 0) return {};
+  if (at.kept) {
+    char* data = call.kept.data + at.first * column_bytes(call.shape, plan);
+    return {data, panel_rows(plan), at.first, at.columns, true};
+  }
   char* data = at.copied ? m.remade
                : at.lent ? call.grad_weight.as<char>() + lent_offset(call.shape, plan, at)
                : at.first < plan.stored_columns ? m.stored

@@ -38,6 +38,7 @@ class Plans {
     const auto use = [&](const LinearPlan& p) {
       if (s_.weight_rows == 0 || p.kind == PlanKind::chunks) consider(p);
     };
+    if (s_.kept_columns > 0) return each_of_kept(use);
     // The size of logits that are not in memory decides nothing.
     const int shrink = s_.grad_input && !s_.direct_grad_input ? 2 : 64;
     for (int64_t most = round_up(std::max<int64_t>(s_.tokens, 1), 8);;
@@ -66,6 +67,26 @@ class Plans {
   }
 
  private:
+  // E of all tokens is in the caller's memory, or comes there: one chunk.
+  template <class F>
+  void each_of_kept(F&& use) const {
+    LinearPlan p = chunked(round_up(std::max<int64_t>(s_.tokens, 1), 8));
+    const int shrink = s_.grad_input && !s_.direct_grad_input ? 2 : 64;
+    for (int64_t block = int64_t{32} << 20; block >= int64_t{1} << 20; block /= shrink) {
+      set_block(s_, block, &p);
+      p.stored_columns = s_.forms_panels ? 0 : s_.kept_columns;
+      if (!s_.gradients() || p.stored_columns == s_.vocab) {
+        use(finish(p));
+        continue;
+      }
+      for (const int64_t width : panel_widths) {
+        if (width < (bytes_ > 0 ? 4 : least_width(p))) break;
+        p.remade_columns = width * sum_columns;
+        use(finish(p));
+      }
+    }
+  }
+
   // Chunks of at most `most` tokens, all of one size.
   LinearPlan chunked(int64_t most) const {
     const int64_t tokens = std::max<int64_t>(s_.tokens, 1);
@@ -87,8 +108,9 @@ class Plans {
     p->segments = tiles;
     p->single_rows = static_cast<int32_t>(std::min<int64_t>(p->token_chunk, unit_rows));
     if (!s_.plain) return;
-    p->unit_width = s_.gradients() ? 1 : unit_tiles;
-    if (s_.gradients()) return;
+    const bool makes_e = s_.gradients() || s_.kept_columns > 0;
+    p->unit_width = makes_e ? 1 : unit_tiles;
+    if (makes_e) return;
     const auto rows = static_cast<int>(divide_up(p->token_chunk, 512));
     const int teams = teams_of(*p, speed_.clusters());
     const Units all = Units::make(rows, static_cast<int>(tiles), p->unit_width, teams);
@@ -115,13 +137,15 @@ class Plans {
     return p;
   }
 
+  // Narrow panels send the sum of grad_input to memory and back too often: 22 % of the products'
+  // time at 4 tiles, 7 % at 12; the more tokens, the more a tile takes. The minimum is not made of
+  // them; beyond it they may leave room for slices.
+  static int64_t least_width(const LinearPlan& p) { return p.token_chunk > 8192 ? 8 : 12; }
+
   // Considers the plans of a chunk in which columns are made again, by the width of their panels.
   template <class F>
   void each_width(LinearPlan p, F&& use) const {
-    // Narrow panels send the sum of grad_input to memory and back too often: 22 % of the products'
-    // time at 4 tiles, 7 % at 12; the more tokens, the more a tile takes. The minimum is not made
-    // of them; beyond it they may leave room for slices.
-    const int64_t least = p.token_chunk > 8192 ? 8 : 12;
+    const int64_t least = least_width(p);
     const int64_t narrowest = bytes_ > 0 ? 4 : least;
     for (const int64_t width : panel_widths) {
       if (width < narrowest) return;

@@ -139,6 +139,8 @@ double HopperEngine::seconds(const LinearShape& s, const LinearPlan& p, const De
       return pass_time(s, p, speed, n, columns, true) + 2 * speed.launch;
     case StepKind::finish_panel:
       return launches;
+    case StepKind::form_panel:
+      return bytes() * 2 / speed.memory + 2 * speed.launch;
     case StepKind::form_dz:
       return launches + bytes() * 2 / speed.memory;
     case StepKind::copy_panel:

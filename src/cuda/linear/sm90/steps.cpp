@@ -33,8 +33,11 @@ class HopperSteps final : public CallSteps {
     scale_input();
     if (kept > 0) kept_gradients();
     for (PanelPlace next{.columns = kept}; next.end() < s_.vocab;) {
-      const PanelPlace panel = panel_at(s_, p_, next.end());
-      const int64_t count = panels_like(s_, p_, panel);
+      PanelPlace panel = panel_at(s_, p_, next.end());
+      const int64_t left = formed_columns() - panel.first;
+      if (left > 0) panel.columns = std::min(panel.columns, left);
+      int64_t count = panels_like(s_, p_, panel);
+      if (left > 0) count = std::min(count, left / panel.columns);
       repeat(visitor_, count, [&](int64_t i) {
         PanelPlace at = panel;
         at.first += i * panel.columns;
@@ -64,7 +67,7 @@ class HopperSteps final : public CallSteps {
         visit({.kind = StepKind::grad_input, .panel = stored(), .of_e = of_e});
       }
     }
-    if (of_e) grad_bias(stored(), of_e);
+    if (of_e || s_.kept_columns > 0) grad_bias(stored(), of_e);
   }
 
   // All that needs the whole of what is kept; then grad_weight, whose rows take the place of the E
@@ -74,7 +77,7 @@ class HopperSteps final : public CallSteps {
     for (const PanelPlace& panel : {stored(), lent()}) {
       if (panel.columns == 0) continue;
       of_e = finish_kept(panel);
-      if (of_e) grad_bias(panel, of_e);
+      if (of_e || s_.kept_columns > 0) grad_bias(panel, of_e);
     }
     if (s_.grad_input) {
       visit({.kind = StepKind::grad_input,
@@ -103,7 +106,7 @@ class HopperSteps final : public CallSteps {
 
   // dz of columns that are not kept.
   void remade_gradients(const PanelPlace& panel) {
-    visit({.kind = StepKind::remake, .panel = panel});
+    visit({.kind = how_made(panel), .panel = panel});
     if (s_.grad_input) {
       visit(
           {.kind = StepKind::grad_input, .panel = panel, .to_sums = true, .adds = panel.first > 0});
@@ -113,7 +116,7 @@ class HopperSteps final : public CallSteps {
   }
 
   // Makes what is kept of E ready for the products: whether they are of E, or of dz, whose sums are
-  // then grad_bias's.
+  // then grad_bias's but where the caller kept it.
   bool finish_kept(const PanelPlace& panel) {
     const bool of_e = !s_.forms_dz;
     visit({.kind = of_e ? StepKind::finish_panel : StepKind::form_dz,
