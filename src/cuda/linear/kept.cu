@@ -76,6 +76,41 @@ __device__ inline float log_of(float x) { return logf(x); }
 // E is rounded to 8 bits: the approximation loses nothing.
 __device__ inline float log_of(__nv_bfloat16 x) { return __logf(__bfloat162float(x)); }
 
+// What a row's dz is made of: log p_t and p_t, and the target's own dz.
+struct FormedRow {
+  RowGradient gradient;
+  float log_target = 0, target_p = 0, target_gradient = 0;
+  int64_t target = -1;
+};
+
+// Columns from `column` on, `left` of which there are.
+template <class E>
+__device__ inline void form(const TokenInput& in, const FormedRow& row, int64_t column,
+                            int64_t left, Pack<E>* pack) {
+  constexpr int width = Pack<E>::width;
+  const RowGradient& g = row.gradient;
+  float dz[width];
+#pragma unroll
+  for (int n = 0; n < width; ++n) {
+    const float p = row.target_p * to_f32(pack->x[n]);
+    const float log_p = fmaxf(row.log_target + log_of(pack->x[n]), least_exponent);
+    dz[n] = p * fmaf(-g.entropy, log_p + g.entropy_value, g.probability);
+  }
+  const int64_t at = row.target - column;
+  if (g.smoothing != 0 || (at >= 0 && at < width) || left < width) {
+#pragma unroll
+    for (int n = 0; n < width; ++n) {
+      if (g.smoothing != 0 && n < left) {
+        dz[n] = fmaf(-g.smoothing, class_weight(in, column + n), dz[n]);
+      }
+      if (n == at) dz[n] = row.target_gradient;
+      if (n >= left) dz[n] = 0;
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < width; ++n) pack->x[n] = from_f32<E>(dz[n]);
+}
+
 template <class E>
 __global__ void __launch_bounds__(formed_rows* formed_lanes)
     form_kernel(const __grid_constant__ LinearCall call, Chunk chunk, const float* target_logit,
@@ -85,31 +120,32 @@ __global__ void __launch_bounds__(formed_rows* formed_lanes)
   const int64_t start = block_of_second_axis() * (formed_groups * formed_lanes * width) +
                         threadIdx.x % formed_lanes * width;
   if (row >= chunk.rows) return;
+  Pack<E> packs[formed_groups];
+#pragma unroll
+  for (int i = 0; i < formed_groups; ++i) {
+    const int64_t j = start + i * (formed_lanes * width);
+    if (j >= to.columns) break;
+    packs[i] =
+        *reinterpret_cast<const Pack<E>*>(panel_element<E>(from, row, to.first - from.first + j));
+  }
+  FormedRow formed;
   const bool valid = is_valid(chunk, row);
-  const RowGradient g = valid ? gradients[row] : RowGradient{};
-  const float log_target = valid ? (target_logit[row] - g.reference) - g.log_sum : 0.0f;
-  const float target_p = exp_any(log_target);
-  const int64_t target = valid ? chunk.tokens.target[chunk.first + row] : -1;
-#pragma unroll 1
+  if (valid) {
+    const RowGradient g = gradients[row];
+    const float log_target = (target_logit[row] - g.reference) - g.log_sum;
+    formed = {g, log_target, exp_any(log_target), target_gradient[row],
+              chunk.tokens.target[chunk.first + row]};
+  }
+#pragma unroll
   for (int i = 0; i < formed_groups; ++i) {
     const int64_t j = start + i * (formed_lanes * width);
     if (j >= to.columns) return;
-    const int64_t column = to.first + j;
-    Pack<E> pack =
-        *reinterpret_cast<const Pack<E>*>(panel_element<E>(from, row, column - from.first));
-#pragma unroll
-    for (int n = 0; n < width; ++n) {
-      const float p = target_p * to_f32(pack.x[n]);
-      float dz = g.probability * p;
-      if (g.smoothing != 0 && j + n < to.columns) {
-        dz = fmaf(-g.smoothing, class_weight(call.in, column + n), dz);
-      }
-      const float log_p = fmaxf(log_target + log_of(pack.x[n]), least_exponent);
-      if (g.entropy != 0) dz = fmaf(-(g.entropy * p), log_p + g.entropy_value, dz);
-      if (column + n == target) dz = target_gradient[row];
-      pack.x[n] = from_f32<E>(valid && j + n < to.columns ? dz : 0.0f);
+    if (valid) {
+      form<E>(call.in, formed, to.first + j, to.columns - j, &packs[i]);
+    } else {
+      packs[i] = {};
     }
-    *reinterpret_cast<Pack<E>*>(panel_element<E>(to, row, j)) = pack;
+    *reinterpret_cast<Pack<E>*>(panel_element<E>(to, row, j)) = packs[i];
   }
 }
 
