@@ -1,8 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The linear ops on the CPU: tokens prepared once, then chunk by chunk forward pass, coefficients,
 // gradient pass. Formulas: docs/semantics.md. Schedule, tile sizes and measurements:
-// docs/kernels/cpu.md.
+// docs/kernels/cpu.md. Forward may keep what Backward then reads in place of logits, of compacted
+// tokens:
+//   kept  [tile][R][192]  the last tile as narrow as whole blocks of 64; of f32 the logits z, of
+//                         bf16 E = exp(z - z_t)
 #include <algorithm>
+#include <bit>
+#include <cmath>
 #include <cstring>
 #include <limits>
 
@@ -11,9 +16,24 @@
 #include "src/cpu/row_kernels.h"
 #include "src/cpu/thread_pool.h"
 #include "src/cpu/tokens.h"
+#include "src/kept.h"
+#include "src/rounding.h"
 
 namespace logitless::cpu {
 namespace {
+
+// What kept_rows says that the columns hold; 0: nothing any more.
+constexpr float logits_layout = 1, exponentials_layout = 2;
+// E keeps its bits where the target's logit lies at most so far below the row's maximum, and not
+// above its lse by more than rounding.
+constexpr double most_below = 60, most_above = 0.5;
+
+// A tile's rows as the gradient pass reads them.
+struct TileRows {
+  const char* data;
+  int64_t stride;     // bytes
+  bool exponentials;  // E in bf16; else z in f32
+};
 
 class LinearRun {
  public:
@@ -24,12 +44,13 @@ class LinearRun {
         memory_(memory),
         executor_(executor_of(call.execution)),
         map_(logit_map(call.options)),
+        kept_(columns_kept(call)),
         wants_{call.wants_weighted_sum(), call.forward && call.entropy,
                call.forward && call.argmax} {}
 
   // Tokens [first, first + count) of the compacted rows.
   void begin_chunk(const Tokens& tokens, int64_t first, int64_t count);
-  // Packs the chunk's input for the logits product.
+  // Packs the chunk's input for the products.
   void pack_input();
   // Logits tile by tile -> states (all but the coefficients); keeps the logits where the plan
   // stores them.
@@ -39,6 +60,10 @@ class LinearRun {
   void gradient_pass(bool first_chunk);
   // Once after the last chunk (or with none): rounds sums, writes what no token reached.
   void finish(const Tokens& tokens, bool any_chunk);
+  // Backward: NaN for the state of every row whose kept state is not this call's, and `fault`.
+  void check_kept(const Tokens& tokens);
+  // Says in every row that its kept state is used up.
+  void consume_kept(const Tokens& tokens);
 
   RowState* states() const { return at<RowState>(plan_.states_at); }              // [N]
   RowGradient* gradients() const { return at<RowGradient>(plan_.gradients_at); }  // [chunk]
@@ -54,10 +79,23 @@ class LinearRun {
   }
   Lane lane(int64_t index) const;
   int64_t tile_width(int64_t tile) const;
+  bool exponentials() const { return call_.input.dtype != DType::f32; }
+  KeptRow* kept_row(const Tokens& tokens, int64_t token) const {
+    return call_.kept_rows.as<KeptRow>() + tokens.row[token];
+  }
+  TileRows kept_tile(int64_t tile) const;
+  bool is_kept(int64_t tile) const { return tile * vocab_tile < kept_; }
+  bool makes_logits() const { return shape_.forward || !reads_kept_ || kept_ < shape_.vocab; }
+  void find_anchors();
+  void keep_row(int64_t tile, int64_t n, const float* z) const;
+  void keep_states();
+  void multiply_input(int64_t row, int64_t rows, const Source& weight, int64_t first, int64_t width,
+                      const Lane& lane, float* c) const;
+  TileRows tile_rows(int64_t tile, const Lane& lane) const;
   void load_vectors(int64_t tile, const Lane& lane) const;
   void compute_tile(int64_t tile, const Lane& lane, float* logits, BlockState* blocks) const;
   void combine_blocks();
-  void form_gradient(int64_t tile, const Lane& lane, const float* logits, bool sum_bias) const;
+  void form_gradient(int64_t tile, const Lane& lane, const TileRows& rows, bool sum_bias) const;
   void input_product(int64_t tile, const Lane& lane, Panels panels, float* slot,
                      bool accumulate) const;
   void weight_product(int64_t tile, const Lane& lane, Panels panels, bool first_chunk) const;
@@ -69,22 +107,28 @@ class LinearRun {
   char* memory_;
   const Executor& executor_;
   LogitMap map_;
+  int64_t kept_;  // columns that are kept, or were
   BlockWants wants_;
   const Tokens* tokens_ = nullptr;
   int64_t first_ = 0, count_ = 0;
   int64_t padded_count_ = 0;  // a multiple of the engine's token_multiple
+  bool reads_kept_ = false;   // Backward finds the chunk's kept columns fit to be read
 };
 
 Source source_of(const TensorView& view, const int64_t* row_index) {
   return {view.as<const char>(), view.dtype, view.stride[0], view.stride[1], row_index};
 }
 
+float element_as_f32(const TensorView& view, int64_t index) {
+  float value;
+  const int64_t offset = index * view.stride[0] * size_of(view.dtype);
+  load_as_f32(view.as<const char>() + offset, view.dtype, 1, &value);
+  return value;
+}
+
 // count elements of a vector view as f32, zero up to vocab_tile.
 void load_vector(const TensorView& view, int64_t first, int64_t count, float* to) {
-  const int64_t size = size_of(view.dtype);
-  for (int64_t j = 0; j < count; ++j) {
-    load_as_f32(view.as<const char>() + (first + j) * view.stride[0] * size, view.dtype, 1, to + j);
-  }
+  for (int64_t j = 0; j < count; ++j) to[j] = element_as_f32(view, first + j);
   std::fill(to + count, to + vocab_tile, 0.0f);
 }
 
@@ -164,6 +208,18 @@ void LinearRun::begin_chunk(const Tokens& tokens, int64_t first, int64_t count) 
   count_ = count;
   const int64_t multiple = plan_.engine.token_multiple();
   padded_count_ = (count + multiple - 1) / multiple * multiple;
+  reads_kept_ = !call_.forward && kept_ > 0;
+  for (int64_t n = 0; reads_kept_ && exponentials() && n < count; ++n) {
+    reads_kept_ = kept_row(tokens, first + n)->overwritten == 0;
+  }
+}
+
+TileRows LinearRun::kept_tile(int64_t tile) const {
+  const int64_t first = tile * vocab_tile, size = size_of(call_.kept.dtype);
+  const int64_t stride = std::min(vocab_tile, round_up(kept_ - first, kept_block)) * size;
+  return {
+      call_.kept.as<const char>() + first * kept_rows_of(shape_.tokens) * size + first_ * stride,
+      stride, exponentials()};
 }
 
 void LinearRun::pack_input() {
@@ -171,7 +227,8 @@ void LinearRun::pack_input() {
   const Source source = source_of(call_.input, tokens_->row + first_);
   const int64_t group = std::max<int64_t>(engine.a_rows, 32), hidden = shape_.hidden;
   char* along = at<char>(plan_.input_along_at);
-  for_each_task(executor_, plan_.lanes, (count_ + group - 1) / group, [&](int64_t task, int64_t) {
+  const int64_t groups = makes_logits() ? (count_ + group - 1) / group : 0;
+  for_each_task(executor_, plan_.lanes, groups, [&](int64_t task, int64_t) {
     const int64_t row = task * group;
     pack_a_along_columns(engine, source, row, std::min(group, count_ - row), 0, hidden,
                          along + row * plan_.padded_hidden_a * engine.element);
@@ -198,28 +255,35 @@ void LinearRun::load_vectors(int64_t tile, const Lane& lane) const {
     load_vector(call_.vocab_weight, call_.vocab_start() + first, width, lane.class_weight);
 }
 
-// logits: [padded_count][vocab_tile]. blocks: [count] or null (a second product: the states are
-// known).
-void LinearRun::compute_tile(int64_t tile, const Lane& lane, float* logits,
-                             BlockState* blocks) const {
+// c [rows, vocab_tile] = the chunk's rows from `row` on, whole panels, times `width` rows of
+// weight.
+void LinearRun::multiply_input(int64_t row, int64_t rows, const Source& weight, int64_t first,
+                               int64_t width, const Lane& lane, float* c) const {
   const Engine& engine = plan_.engine;
-  const int64_t first = tile * vocab_tile, width = tile_width(tile), hidden = shape_.hidden;
-  const Source weight = source_of(call_.weight, nullptr);
-  const int64_t a_panel_stride = engine.a_rows * plan_.padded_hidden_a * engine.element;
+  const int64_t hidden = shape_.hidden, row_bytes = plan_.padded_hidden_a * engine.element;
+  const char* input = at<char>(plan_.input_along_at) + row * row_bytes;
   for (int64_t k = 0; k < hidden; k += plan_.depth_block) {
     const int64_t depth = std::min(plan_.depth_block, hidden - k), padded = engine.padded_k(depth);
     pack_b_along_columns(engine, weight, first, width, k, depth, lane.weight_block);
-    multiply(engine, {.a = at<char>(plan_.input_along_at) + k * engine.a_rows * engine.element,
-                      .a_panel_stride = a_panel_stride,
-                      .a_panels = engine.a_panels(count_),
+    multiply(engine, {.a = input + k * engine.a_rows * engine.element,
+                      .a_panel_stride = engine.a_rows * row_bytes,
+                      .a_panels = engine.a_panels(rows),
                       .b = lane.weight_block,
                       .b_panel_stride = engine.b_columns * padded * engine.element,
                       .b_panels = engine.b_panels(width),
                       .k = padded,
-                      .c = logits,
+                      .c = c,
                       .c_stride = vocab_tile,
                       .accumulate = k > 0});
   }
+}
+
+// logits: [padded_count][vocab_tile]. blocks: [count] or null (a second product: the states are
+// known).
+void LinearRun::compute_tile(int64_t tile, const Lane& lane, float* logits,
+                             BlockState* blocks) const {
+  const int64_t first = tile * vocab_tile, width = tile_width(tile);
+  multiply_input(0, count_, source_of(call_.weight, nullptr), first, width, lane, logits);
   const float* bias = call_.bias ? lane.bias : nullptr;
   const float* class_weight = call_.vocab_weight ? lane.class_weight : nullptr;
   BlockState unused;
@@ -230,6 +294,58 @@ void LinearRun::compute_tile(int64_t tile, const Lane& lane, float* logits,
     const int64_t target = tokens_->target[first_ + n] - first;
     if (blocks != nullptr && target >= 0 && target < width)
       states()[first_ + n].target_logit = row[target];
+    if (blocks != nullptr && is_kept(tile)) keep_row(tile, n, row);
+  }
+}
+
+// What E is relative to must be known before any tile is: z_t, by the same sums as in its tile. A
+// token's target is one of as many columns as there are tokens in the product.
+void LinearRun::find_anchors() {
+  constexpr int64_t group = 32;  // a multiple of every engine's token_multiple
+  const Source targets = source_of(call_.weight, tokens_->target + first_);
+  for_each_task(executor_, plan_.lanes, divide_up(count_, group), [&](int64_t task, int64_t index) {
+    const Lane lane = this->lane(index);
+    const int64_t row = task * group, rows = std::min(group, count_ - row);
+    multiply_input(row, rows, targets, row, rows, lane, lane.tile);
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t token = first_ + row + r;
+      float* z = lane.tile + r * vocab_tile + r;
+      float bias = 0;
+      if (call_.bias) bias = element_as_f32(call_.bias, tokens_->target[token]);
+      map_block(map_, z, call_.bias ? &bias : nullptr, 1);
+      kept_row(*tokens_, token)->target_logit = *z;
+    }
+  });
+}
+
+void LinearRun::keep_row(int64_t tile, int64_t n, const float* z) const {
+  const TileRows rows = kept_tile(tile);
+  char* to = const_cast<char*>(rows.data) + n * rows.stride;
+  if (rows.exponentials) {
+    const float anchor = kept_row(*tokens_, first_ + n)->target_logit;
+    store_exponentials(z, anchor, tile_width(tile), reinterpret_cast<uint16_t*>(to));
+  } else {
+    store_from_f32(z, tile_width(tile), DType::f32, to);
+  }
+}
+
+// Completes the chunk's rows of kept_rows.
+void LinearRun::keep_states() {
+  for (int64_t n = 0; n < count_; ++n) {
+    const RowState& state = states()[first_ + n];
+    KeptRow* row = kept_row(*tokens_, first_ + n);
+    const bool rounded = exponentials() && kept_ > 0;
+    const float anchor = rounded ? row->target_logit : state.target_logit;
+    const double above = static_cast<double>(anchor) - state.reference;
+    const bool fits = above >= -most_below && above - state.log_sum <= most_above;  // NaN does not
+    *row = {.reference = state.reference,
+            .log_sum = state.log_sum,
+            .target_logit = anchor,
+            .rest = static_cast<float>(-std::expm1(above - state.log_sum)),
+            .overwritten = rounded && !fits ? 1.0f : 0.0f,
+            .layout = exponentials() ? exponentials_layout : logits_layout,
+            .columns = static_cast<float>(kept_),
+            .unused = 0};
   }
 }
 
@@ -237,6 +353,7 @@ void LinearRun::forward_pass() {
   for (int64_t n = 0; n < count_; ++n) {
     states()[first_ + n].target_logit = -std::numeric_limits<float>::infinity();
   }
+  if (kept_ > 0 && exponentials()) find_anchors();
   BlockState* blocks = at<BlockState>(plan_.blocks_at);
   for_each_task(executor_, plan_.lanes, plan_.vocab_tiles, [&](int64_t tile, int64_t index) {
     const Lane lane = this->lane(index);
@@ -247,6 +364,7 @@ void LinearRun::forward_pass() {
     compute_tile(tile, lane, logits, blocks + tile * plan_.token_chunk);
   });
   combine_blocks();
+  if (call_.forward && call_.kept_rows) keep_states();
 }
 
 void LinearRun::combine_blocks() {
@@ -267,7 +385,7 @@ void LinearRun::combine_blocks() {
 }
 
 // G of a tile, row group by row group, packed both ways.
-void LinearRun::form_gradient(int64_t tile, const Lane& lane, const float* logits,
+void LinearRun::form_gradient(int64_t tile, const Lane& lane, const TileRows& rows,
                               bool sum_bias) const {
   const int64_t first = tile * vocab_tile, width = tile_width(tile);
   const float* class_weight = call_.vocab_weight ? lane.class_weight : nullptr;
@@ -281,13 +399,21 @@ void LinearRun::form_gradient(int64_t tile, const Lane& lane, const float* logit
         std::fill(row, row + vocab_tile, 0.0f);
         continue;
       }
-      const float* z = logits + n * vocab_tile;
+      const char* held = rows.data + n * rows.stride;
+      const float* z = reinterpret_cast<const float*>(held);
       const RowGradient& g = gradients()[n];
-      gradient_block(map_, g, z, class_weight, width, row);
+      float anchor = 0;
+      if (rows.exponentials) {
+        anchor = kept_row(*tokens_, first_ + n)->target_logit;
+        load_as_f32(held, DType::bf16, width, row);
+        exponentials_gradient(map_, g, row, anchor, class_weight, width, row);
+      } else {
+        gradient_block(map_, g, z, class_weight, width, row);
+      }
       std::fill(row + width, row + vocab_tile, 0.0f);
       const int64_t target = tokens_->target[first_ + n] - first;
       if (tokens_->target[first_ + n] >= 0 && target >= 0 && target < width) {
-        row[target] = target_gradient(map_, g, z[target],
+        row[target] = target_gradient(map_, g, rows.exponentials ? anchor : z[target],
                                       class_weight != nullptr ? class_weight[target] : 1.0f);
       }
     }
@@ -360,6 +486,16 @@ void LinearRun::weight_product(int64_t tile, const Lane& lane, Panels panels,
   }
 }
 
+// What the gradients of a tile are formed of, made again where it is neither stored nor kept.
+TileRows LinearRun::tile_rows(int64_t tile, const Lane& lane) const {
+  constexpr int64_t stride = vocab_tile * sizeof(float);
+  if (plan_.stored)
+    return {at<char>(plan_.logits_at) + tile * plan_.token_chunk * stride, stride, false};
+  if (reads_kept_ && is_kept(tile)) return kept_tile(tile);
+  compute_tile(tile, lane, lane.tile, nullptr);
+  return {reinterpret_cast<const char*>(lane.tile), stride, false};
+}
+
 void LinearRun::gradient_pass(bool first_chunk) {
   const int64_t panels = plan_.engine.b_panels(shape_.hidden);
   // More threads than slots share the hidden axis, which changes no bit; each part forms G anew.
@@ -377,12 +513,7 @@ void LinearRun::gradient_pass(bool first_chunk) {
     float* slot_sum = slots + slot * plan_.token_chunk * plan_.padded_hidden_b;
     for (int64_t tile = begin; tile < end; ++tile) {
       load_vectors(tile, lane);
-      const float* logits = at<float>(plan_.logits_at) + tile * plan_.token_chunk * vocab_tile;
-      if (!plan_.stored) {
-        compute_tile(tile, lane, lane.tile, nullptr);
-        logits = lane.tile;
-      }
-      form_gradient(tile, lane, logits, call_.grad_bias && part == 0);
+      form_gradient(tile, lane, tile_rows(tile, lane), call_.grad_bias && part == 0);
       const int64_t last = (part + 1) * panels / parts;
       for (int64_t panel = part * panels / parts; panel < last; panel += panel_group) {
         const Panels group{panel, std::min(panel_group, last - panel)};
@@ -446,6 +577,27 @@ void LinearRun::finish(const Tokens& tokens, bool any_chunk) {
   }
 }
 
+void LinearRun::check_kept(const Tokens& tokens) {
+  const float layout = exponentials() ? exponentials_layout : logits_layout;
+  const auto same = [](float a, float b) {
+    return std::bit_cast<uint32_t>(a) == std::bit_cast<uint32_t>(b);
+  };
+  for (int64_t i = 0; i < tokens.valid; ++i) {
+    const KeptRow& row = *kept_row(tokens, i);
+    RowState& state = states()[i];
+    if (same(row.reference, state.reference) && same(row.log_sum, state.log_sum) &&
+        row.layout == layout && row.columns == static_cast<float>(kept_)) {
+      continue;
+    }
+    state.reference = std::numeric_limits<float>::quiet_NaN();
+    if (call_.fault) *call_.fault.as<int32_t>() |= 2;
+  }
+}
+
+void LinearRun::consume_kept(const Tokens& tokens) {
+  for (int64_t i = 0; i < tokens.valid; ++i) kept_row(tokens, i)->layout = 0;
+}
+
 // Row states as Forward wrote them.
 void load_states(const Call& call, const Tokens& tokens, RowState* states) {
   for (int64_t i = 0; i < tokens.valid; ++i) {
@@ -456,6 +608,11 @@ void load_states(const Call& call, const Tokens& tokens, RowState* states) {
 }
 
 }  // namespace
+
+int64_t columns_kept(const Call& call) {
+  const bool rounded = call.input.dtype != DType::f32;
+  return call.shard() || (rounded && call.options.softcap > 0) ? 0 : kept_columns(call);
+}
 
 LinearShape shape_of(const Call& call) {
   return {.tokens = call.tokens(),
@@ -469,7 +626,8 @@ LinearShape shape_of(const Call& call) {
           .direct_grad_weight = !call.grad_weight || (call.grad_weight.dtype == DType::f32 &&
                                                       call.grad_weight.stride[1] == 1),
           .bias = static_cast<bool>(call.bias),
-          .class_weight = static_cast<bool>(call.vocab_weight)};
+          .class_weight = static_cast<bool>(call.vocab_weight),
+          .kept = call.gradients ? columns_kept(call) : 0};
 }
 
 Status linear_workspace(const Call& call, uint64_t given, WorkspaceSize* size) {
@@ -493,6 +651,7 @@ Status run_linear(const Call& call, const Workspace& workspace) {
 
   LinearRun linear(call, shape, plan, memory);
   if (!shape.forward) load_states(call, tokens, linear.states());
+  if (!call.forward && call.kept) linear.check_kept(tokens);
   for (int64_t first = 0; first < tokens.valid; first += plan.token_chunk) {
     const int64_t count = std::min(plan.token_chunk, tokens.valid - first);
     linear.begin_chunk(tokens, first, count);
@@ -508,6 +667,7 @@ Status run_linear(const Call& call, const Workspace& workspace) {
     }
   }
   if (call.gradients) linear.finish(tokens, tokens.valid > 0);
+  if (call.consume_kept) linear.consume_kept(tokens);
   if (call.forward)
     write_tokens(tokens, linear.states(), {call.loss, call.statistics(), call.options});
   return {};

@@ -84,7 +84,7 @@ int64_t useful_lanes(const LinearShape& shape, const LinearPlan& p, int64_t thre
   const int64_t forward = shape.forward ? p.vocab_tiles : 1;
   const int64_t backward = shape.gradients() ? gradient_tasks(shape, p) : 1;
   const int64_t lanes = std::clamp<int64_t>(threads, 1, std::max(forward, backward));
-  const bool whole_slots = shape.gradients() && !p.stored && lanes > p.slots;
+  const bool whole_slots = shape.gradients() && !p.stored && !shape.all_kept() && lanes > p.slots;
   return whole_slots ? lanes / p.slots * p.slots : lanes;
 }
 
@@ -96,16 +96,17 @@ void set_lanes(int64_t lanes, LinearPlan* p) {
 // Measured at N 1024, D 768, V 50257 on Granite Rapids (docs/kernels/cpu.md): what forming the
 // logits twice adds, and what each pass over the weight or its gradient adds to a chunk of one
 // token. The bf16 dot lies between and was not measured.
-double expected_time(const LinearPlan& p, Crew crew) {
+double expected_time(const LinearShape& shape, const LinearPlan& p, Crew crew) {
   struct Rates {
     double recompute, pass;
   };
   const Rates rates = p.engine.arithmetic == Arithmetic::amx        ? Rates{.06, 24}
                       : p.engine.arithmetic == Arithmetic::bf16_dot ? Rates{.25, 12}
                                                                     : Rates{.31, 7.8};
-  const double passes = p.stored ? 4 : 5;
-  return crew.cost * (1 + (p.stored ? 0 : rates.recompute) +
-                      passes * rates.pass / static_cast<double>(p.token_chunk));
+  const double vocab = static_cast<double>(std::max<int64_t>(shape.vocab, 1));
+  const double again = p.stored ? 0 : 1 - static_cast<double>(shape.kept) / vocab;
+  return crew.cost * (1 + again * rates.recompute +
+                      (4 + again) * rates.pass / static_cast<double>(p.token_chunk));
 }
 
 // Says where everything lies: what the threads share, then from lanes_at on what each lane has.
@@ -119,7 +120,7 @@ void place(const LinearShape& shape, LinearPlan& p) {
   // Packed input with k along the tokens, for grad_weight; with k along the hidden axis, for the
   // logits.
   const int64_t across = shape.grad_weight ? p.engine.b_bytes(shape.hidden, chunk) : 0;
-  const int64_t along = p.engine.a_bytes(chunk, shape.hidden);
+  const int64_t along = shape.makes_logits() ? p.engine.a_bytes(chunk, shape.hidden) : 0;
   p.input_across_at = whole.take(across);
   if (!p.stored) p.input_along_at = whole.take(along);
   // The forward pass is over when the slots are first written.
@@ -134,8 +135,9 @@ void place(const LinearShape& shape, LinearPlan& p) {
   p.lanes_at = whole.at;
 
   Layout lane;
-  p.weight_block_at = lane.take(p.engine.b_bytes(vocab_tile, p.depth_block));
-  p.tile_at = lane.take(p.stored ? 0 : chunk * vocab_tile * 4);
+  const int64_t block = shape.makes_logits() ? p.engine.b_bytes(vocab_tile, p.depth_block) : 0;
+  p.weight_block_at = lane.take(block);
+  p.tile_at = lane.take(p.stored || !shape.makes_logits() ? 0 : chunk * vocab_tile * 4);
   const uint64_t product_end = p.stored ? lane.back_to(0) : lane.at;
   p.along_vocab_at = lane.take(shape.grad_input ? p.engine.a_bytes(chunk, vocab_tile) : 0);
   p.along_tokens_at = lane.take(shape.grad_weight ? p.engine.a_bytes(vocab_tile, chunk) : 0);
@@ -172,7 +174,7 @@ LinearPlan make_plan(const LinearShape& shape, Choice choice) {
 
   place(shape, p);
   set_lanes(useful_lanes(shape, p, choice.crew.lanes), &p);
-  p.cost = expected_time(p, choice.crew);
+  p.cost = expected_time(shape, p, choice.crew);
   return p;
 }
 
@@ -188,7 +190,8 @@ void for_each_plan(const LinearShape& shape, const Use& use) {
       if (stored && !(shape.gradients() && shape.forward)) continue;
       for (const Crew crew : crews) {
         const LinearPlan p = make_plan(shape, {step, stored, crew});
-        if (shape.gradients() && !stored && p.token_chunk > largest_recomputed) continue;
+        const bool recomputed = shape.gradients() && !stored && !shape.all_kept();
+        if (recomputed && p.token_chunk > largest_recomputed) continue;
         if (shape.gradients() && p.lanes > gradient_tasks(shape, p)) continue;
         use(p);
       }

@@ -34,7 +34,12 @@ struct LinearShape {
       true;  // f32, unit column stride: sums can be formed in the output itself
   bool bias = false;
   bool class_weight = false;
+  int64_t kept = 0;  // columns whose state an earlier Forward kept, the first ones; of gradients
   std::optional<Engine> engine{};  // of another CPU; else choose_engine(dtype)
+  bool all_kept() const { return kept > 0 && kept == vocab; }
+  // False where no product makes logits. A row may lie too far for its kept state of 16 bits, and
+  // is made again.
+  bool makes_logits() const { return forward || !all_kept() || dtype != DType::f32; }
   bool gradients() const { return grad_input || grad_weight || grad_bias; }
 };
 
@@ -63,6 +68,11 @@ struct LinearPlan {
   uint64_t weight_block_at = 0, tile_at = 0, along_vocab_at = 0, along_tokens_at = 0,
            weight_panels_at = 0, product_at = 0, rows_at = 0, bias_at = 0, class_weight_at = 0;
 };
+
+// How many columns of the vocabulary a call keeps, or reads as its Forward kept them: a multiple of
+// vocab_tile or all. None on a shard, and in 16 bits none under a softcap, whose slope a rounded
+// exponential tells too coarsely.
+int64_t columns_kept(const Call& call);
 
 // Returns what the planner sees of a linear op.
 LinearShape shape_of(const Call& call);

@@ -14,6 +14,7 @@
 #include <limits>
 
 #include "hwy/cache_control.h"
+#include "hwy/contrib/math/math-inl.h"
 #include "hwy/highway.h"
 #include "src/cpu/exp-inl.h"
 #include "src/cpu/row_kernels.h"
@@ -267,6 +268,29 @@ void gradient_loop(const MapFactors& f, const RowGradient& g, const float* z, co
     return hn::Mul(dz, hn::NegMulAdd(t, t, hn::Set(d, 1.0f)));
   };
   for_columns<kSmoothing == 2>(z, weight, count, draw, gradient);
+}
+
+// draw_j from p_j = e_j exp(shift); kSmoothing as above. A small factor of p_j comes last: it may
+// be subnormal with exp(shift) in it.
+template <int kSmoothing, bool kEntropy>
+void exponentials_loop(const MapFactors& f, const RowGradient& g, double shift,
+                       const float* exponentials, const float* weight, int64_t count, float* draw) {
+  const hn::ScalableTag<float> d;
+  using V = hn::Vec<decltype(d)>;
+  const V factor = hn::Set(d, static_cast<float>(std::exp(shift)));
+  const V constant = hn::Set(d, static_cast<float>(shift) + g.entropy_value);
+  const V own = hn::Set(d, g.probability * f.slope), s = hn::Set(d, g.smoothing * f.slope);
+  const V h = hn::Set(d, g.entropy * f.slope),
+          least = hn::Set(d, std::numeric_limits<float>::min());
+  const auto gradient = [&](V e, V c) HWY_ATTR {
+    const V p = hn::Mul(e, factor);
+    V information = constant;
+    // 0 log 0 = 0: the logarithm of 0 must be a number.
+    if constexpr (kEntropy) information = hn::Add(hn::Log(d, hn::Max(e, least)), constant);
+    return dz_of<MinusVectors>(hn::Mul(own, p), kSmoothing > 0, s, c, kEntropy, hn::Mul(h, p),
+                               information);
+  };
+  for_columns<kSmoothing == 2>(exponentials, weight, count, draw, gradient);
 }
 
 // draw_j = probability e_j - smoothing c_j; kSmoothing as above.

@@ -121,6 +121,18 @@ void scale_block_on_target(const LogitMap& map, const RowGradient& g, const floa
   });
 }
 
+void exponentials_gradient_on_target(const LogitMap& map, const RowGradient& g,
+                                     const float* exponentials, float reference,
+                                     const float* class_weight, int64_t count, float* draw) {
+  const MapFactors f = map_factors(map);
+  const double shift = static_cast<double>(reference) - g.reference - g.log_sum;
+  with_smoothing(g.smoothing, class_weight, [&](auto smoothing) {
+    const auto loop = g.entropy != 0 ? exponentials_loop<smoothing(), true>
+                                     : exponentials_loop<smoothing(), false>;
+    loop(f, g, shift, exponentials, class_weight, count, draw);
+  });
+}
+
 // Makes destination_j = of(source_j), by vectors of as many elements as one of f32 has.
 template <class From, class To, class F>
 HWY_INLINE void convert(const From* HWY_RESTRICT source, int64_t count,
@@ -174,6 +186,16 @@ void store_bf16(const float* source, int64_t count, uint16_t* destination) {
   convert(source, count, destination, [](auto v) HWY_ATTR {
     const hn::RebindToUnsigned<hn::ScalableTag<float>> du;
     return round_to_bf16(du, hn::BitCast(du, v));
+  });
+}
+
+void store_exponentials_on_target(const float* z, float reference, int64_t count,
+                                  uint16_t* exponentials) {
+  convert(z, count, exponentials, [&](auto z_at) HWY_ATTR {
+    const hn::ScalableTag<float> d;
+    const hn::RebindToUnsigned<decltype(d)> du;
+    const auto e = exp_any(d, hn::Sub(z_at, hn::Set(d, reference)));
+    return round_to_bf16(du, hn::BitCast(du, e));
   });
 }
 
@@ -246,6 +268,8 @@ HWY_EXPORT(map_block_on_target);
 HWY_EXPORT(forward_block_on_target);
 HWY_EXPORT(gradient_block_on_target);
 HWY_EXPORT(scale_block_on_target);
+HWY_EXPORT(store_exponentials_on_target);
+HWY_EXPORT(exponentials_gradient_on_target);
 HWY_EXPORT(load_bf16);
 HWY_EXPORT(store_bf16);
 HWY_EXPORT(load_f16);
@@ -266,6 +290,16 @@ void scale_block(const LogitMap& map, const RowGradient& g, const float* exponen
                  float maximum, const float* class_weight, int64_t count, float* draw) {
   HWY_DYNAMIC_DISPATCH(scale_block_on_target)
   (map, g, exponentials, maximum, class_weight, count, draw);
+}
+
+void store_exponentials(const float* z, float reference, int64_t count, uint16_t* exponentials) {
+  HWY_DYNAMIC_DISPATCH(store_exponentials_on_target)(z, reference, count, exponentials);
+}
+
+void exponentials_gradient(const LogitMap& map, const RowGradient& g, const float* exponentials,
+                           float reference, const float* class_weight, int64_t count, float* draw) {
+  HWY_DYNAMIC_DISPATCH(exponentials_gradient_on_target)
+  (map, g, exponentials, reference, class_weight, count, draw);
 }
 
 void gradient_block(const LogitMap& map, const RowGradient& g, const float* z,

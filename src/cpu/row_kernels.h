@@ -46,6 +46,14 @@ void gradient_block(const LogitMap& map, const RowGradient& g, const float* z,
 void scale_block(const LogitMap& map, const RowGradient& g, const float* exponentials,
                  float maximum, const float* class_weight, int64_t count, float* draw);
 
+// exponentials[j] = exp(z[j] - reference) in bf16. exp above 2^127 is inf, below 2^-126 it is 0.
+void store_exponentials(const float* z, float reference, int64_t count, uint16_t* exponentials);
+
+// draw as gradient_block has it, from exponentials [count] that were rounded to bf16 and widened;
+// may be `exponentials`. Without a softcap. The entropy's term takes log p from them.
+void exponentials_gradient(const LogitMap& map, const RowGradient& g, const float* exponentials,
+                           float reference, const float* class_weight, int64_t count, float* draw);
+
 // draw at the target's column, onehot included; scalar.
 float target_gradient(const LogitMap& map, const RowGradient& g, float z, float class_weight);
 

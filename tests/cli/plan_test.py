@@ -52,6 +52,30 @@ class PlanTest(CliTest):
         frozen = self.json("plan", *self.SHAPE, "--no-grad-weight")
         self.assertEqual(frozen["plan"]["products"], 2)
 
+    def test_what_is_kept_takes_a_product_less(self) -> None:
+        backward = (*self.SHAPE, "--op", "linear-backward")
+        plain = self.json("plan", *backward)
+        whole = self.json("plan", *backward, "--kept", "1GiB")
+        # 47 blocks of 64 columns of 320 rows, and 32 bytes a token.
+        kept = {"columns": 3000, "holds": "f32 logits", "bytes": 300 * 32 + 47 * 64 * 320 * 4}
+        self.assertEqual(whole["kept"], kept)
+        self.assertEqual((whole["plan"]["name"], whole["plan"]["products"]), ("kept logits", 2))
+        self.assertLess(whole["workspace"]["minimum"], plain["workspace"]["minimum"])
+        half = self.json("plan", *backward, "--kept", str(kept["bytes"] // 2), "--dtype", "f32")
+        self.assertEqual(half["kept"]["columns"], 1344)
+        self.assertEqual((half["plan"]["name"], half["plan"]["products"]), ("recompute", 3))
+        product = 2 * 300 * 64 * 3000
+        self.assertAlmostEqual(half["plan"]["flops"] / product, 3 - 1344 / 3000)
+        self.assertIn("1344 of 3000 columns", self.succeed(
+            "plan", *backward, "--kept", str(kept["bytes"] // 2)))  # fmt: skip
+        rounded = self.json("plan", *backward, "--kept", "1GiB", "--dtype", "bf16")
+        self.assertEqual(rounded["plan"]["name"], "kept exponentials")
+        forward = (*self.SHAPE, "--op", "linear-forward")
+        keeping = self.json("plan", *forward, "--kept", "1GiB")
+        self.assertEqual(keeping["kept"], kept)
+        self.assertEqual(keeping["plan"], self.json("plan", *forward)["plan"])
+        self.assertIn("--kept", self.refuse("plan", *self.SHAPE, "--kept", "1GiB"))
+
     def avoided(self, *arguments: str) -> str:
         text = self.succeed("plan", *arguments)
         return next(line for line in text.splitlines() if line.startswith("avoided"))

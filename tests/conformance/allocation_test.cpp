@@ -77,6 +77,33 @@ TEST_P(Allocation, NoneWhileRunning) {
   }
 }
 
+// Forward that keeps and Backward that finds what no Forward has kept.
+TEST_P(Allocation, NoneWithKeptState) {
+  if (!device_.has_threads() || dtype_ == DType::f16) return;
+  const SerialExecutor serial(4);
+  Case c{.op = op_, .shape = {70, 33, 515}, .dtype = dtype_};
+  c.saved_state = true;
+  with_op(op_, [&](auto op) {
+    if constexpr (KeepingOp<decltype(op)>) {
+      auto p = build<decltype(op)>(c);
+      const LinearCrossEntropyForward forward{
+          .input = p.op.input, .weight = p.op.weight, .target = p.op.target};
+      Execution execution = device_.execution();
+      execution.executor = serial.get();
+      Kept kept;
+      ASSERT_TRUE(kept_size(forward, execution, UINT64_MAX, &kept).ok());
+      p.op.kept = p.pool.reserve(dtype_, {kept.shape[0], kept.shape[1]});
+      p.op.kept_rows = p.pool.reserve(DType::f32, {kept.rows_shape[0], kept.rows_shape[1]});
+      if constexpr (GradientOp<decltype(op)>) p.op.kept_key = kept.key;
+      WorkspaceSize size;
+      const Status status = workspace(p.op, execution, &size);
+      ASSERT_TRUE(status.ok()) << status.message();
+      const Bytes scratch(size.minimum);
+      expect_none(p.op, {scratch.data(), size.minimum}, execution, StatusCode::ok, describe(c));
+    }
+  });
+}
+
 // An error is a message in the caller's memory.
 TEST_P(Allocation, NoneWhereACallIsRefused) {
   if (!device_.has_threads()) return;

@@ -342,6 +342,106 @@ TEST_P(KeptState, OnceConsumedIsAnError) {
   for (const double x : second.fields.at("grad_input").value) ASSERT_TRUE(std::isnan(x));
 }
 
+// Keeping changes no bit of the loss and the statistics.
+TEST_P(KeptState, LeavesLossAndStatisticsAlone) {
+  for (const Share& share : kShares) {
+    for (const float softcap : {0.0f, 20.0f}) {
+      Case c = plain(0, 0);
+      c.shape = share.shape;
+      c.bias = true;
+      c.options.softcap = softcap;
+      c.options.label_smoothing = 0.1f;
+      Steps steps(device_, c, share.columns);
+      if (steps.kept.columns == 0 || !device_.keeps_state(dtype_)) return;
+      Forward keeping = steps.forward;
+      const auto of_tokens = [&] {
+        return steps.problem.pool.reserve(DType::f32, {c.shape.tokens});
+      };
+      keeping.loss = of_tokens();
+      for (TensorView* view : {&keeping.statistics.lse, &keeping.statistics.target_logit,
+                               &keeping.statistics.weighted_logit_sum}) {
+        *view = of_tokens();
+      }
+      Forward alone = keeping;
+      alone.kept = alone.kept_rows = {};
+      for (const Memory memory : kMemories) {
+        const Outcome with = execute(device_, keeping, steps.problem.pool, {memory});
+        const Outcome without = execute(device_, alone, steps.problem.pool, {memory});
+        ASSERT_TRUE(with.status.ok()) << with.status.message();
+        EXPECT_EQ(differing_bits(with.fields, without.fields), "") << describe(c);
+      }
+    }
+  }
+}
+
+// Of f32 the CPU keeps the logits themselves: gradients have the bits of the call that knew its
+// upstream gradient, in one chunk and in several.
+TEST_P(KeptState, OfTheCpuHasTheBitsOfForwardBackward) {
+  if (!device_.has_threads() || dtype_ != DType::f32) return;
+  for (const Reduction reduction : {Reduction::sum, Reduction::mean, Reduction::none}) {
+    for (const int64_t tokens : {70, 1100}) {
+      Case c = plain(tokens, 421);
+      c.options.reduction = reduction;
+      c.bias = true;
+      Steps steps(device_, c, 0);
+      Backward& op = steps.problem.op;
+      std::vector<double> upstream = read(op.grad_loss);
+      for (size_t i = 0; reduction == Reduction::none && i < upstream.size(); ++i) {
+        upstream[i] = std::ldexp(i % 3 == 0 ? -1 : 1, static_cast<int>(i % 5));
+      }
+      write(op.grad_loss, upstream);
+      LinearCrossEntropyForwardBackward fused{.input = op.input,
+                                              .weight = op.weight,
+                                              .bias = op.bias,
+                                              .target = op.target,
+                                              .grad_loss = op.grad_loss,
+                                              .grad_input = op.grad_input,
+                                              .grad_weight = op.grad_weight,
+                                              .grad_bias = op.grad_bias,
+                                              .options = op.options,
+                                              .weights = op.weights};
+      ASSERT_TRUE(keep(&steps));
+      const Outcome later = backward(steps);
+      const Outcome at_once = execute(device_, fused, steps.problem.pool);
+      ASSERT_TRUE(at_once.status.ok()) << at_once.status.message();
+      EXPECT_EQ(differing_bits(later.fields, at_once.fields), "") << describe(c);
+      EXPECT_EQ(later.fields.size(), 3u);
+    }
+  }
+}
+
+// Every byte that is asked for is used, by as many threads as there is room for.
+TEST_P(KeptState, TakesTheBytesAskedFor) {
+  if (!device_.has_threads()) return;
+  for (const int64_t columns : {0, 192}) {
+    Case c = plain(130, 600);
+    c.ignored = 0;
+    Steps steps(device_, c, columns);
+    ASSERT_TRUE(keep(&steps));
+    const Outcome outcome = backward(steps, Memory::minimum);
+    EXPECT_LE(outcome.given - outcome.touched, 1024u) << outcome.given;
+  }
+}
+
+// The best instruction set ran above; each of the others is forced in turn.
+TEST_P(KeptState, OnEveryInstructionSet) {
+  const std::vector<std::string> sets = device_.instruction_sets();
+  for (size_t i = 1; i < sets.size(); ++i) {
+    ASSERT_TRUE(device_.force_instruction_set(sets[i])) << sets[i];
+    for (const Share& share : kShares) {
+      Case c = plain(0, 0);
+      c.shape = share.shape;
+      c.bias = true;
+      c.grad_entropy = i % 2 == 0;
+      c.options.label_smoothing = i % 3 == 0 ? 0.1f : 0.0f;
+      Steps steps(device_, c, share.columns);
+      ASSERT_TRUE(keep(&steps));
+      expect_judged(steps, backward(steps), sets[i] + ", " + describe(c));
+    }
+  }
+  device_.force_instruction_set("");
+}
+
 constexpr OpKind kKeptOps[] = {OpKind::linear_backward};
 LOGITLESS_CONFORMANCE_SUITE_OF(KeptState, kKeptOps, inputs());
 

@@ -20,6 +20,13 @@ LinearShape training(int64_t tokens, int64_t hidden, int64_t vocab, DType dtype 
           .grad_weight = true};
 }
 
+// Backward from kept state of so many columns.
+LinearShape later(LinearShape shape, int64_t kept) {
+  shape.forward = false;
+  shape.kept = kept;
+  return shape;
+}
+
 const LinearShape heads[] = {
     training(1024, 768, 50257),
     training(2048, 1024, 32000),
@@ -29,6 +36,9 @@ const LinearShape heads[] = {
     training(256, 4096, 128256, DType::bf16),
     training(1, 1, 1),
     training(513, 33, 200),
+    later(training(1024, 768, 50257), 50257),
+    later(training(1024, 768, 50257, DType::bf16), 50257),
+    later(training(600, 40, 5000), 192),
 };
 
 TEST(Plan, EveryWorkspaceFromTheMinimumUpIsUsedAndNeverExceeded) {
@@ -151,11 +161,39 @@ TEST(Plan, SmallWorkspacesHaveStepsBetween) {
 TEST(Plan, RecomputingSharesSlotsEvenly) {
   for (LinearShape shape : heads) {
     shape.forward = false;
+    if (shape.all_kept()) continue;
     for (const int64_t threads : {3, 9, 13, 40}) {
       const LinearPlan p = plan_linear(shape, uint64_t{1} << 40, threads);
       ASSERT_FALSE(p.stored);
       EXPECT_TRUE(p.lanes <= p.slots || p.lanes % p.slots == 0) << p.lanes << " of " << p.slots;
     }
+  }
+}
+
+TEST(Plan, KeptStateTakesTheChunksOfAStoredPlanWithoutTheirLogits) {
+  for (const LinearShape& shape : {heads[0], heads[4]}) {
+    const LinearPlan fused = recommended_plan(shape, 8);
+    const LinearPlan plan = recommended_plan(later(shape, shape.vocab), 8);
+    ASSERT_TRUE(fused.stored);
+    EXPECT_FALSE(plan.stored);
+    EXPECT_EQ(plan.token_chunk, fused.token_chunk);
+    EXPECT_GE(plan.slots, fused.slots);
+    EXPECT_LE(plan.bytes, 32 * MiB);
+    // Only rows that lie too far for 16 bits are made again.
+    EXPECT_EQ(plan.tile_at == plan.along_vocab_at, shape.dtype == DType::f32);
+    EXPECT_EQ(plan.input_along_at == plan.blocks_at, shape.dtype == DType::f32);
+  }
+}
+
+// A share leaves tiles to be made again: the memory of a plan that recomputes.
+TEST(Plan, AShareThatIsKeptSavesTimeAndNoMemory) {
+  for (const LinearShape& shape : {heads[0], heads[2], heads[4]}) {
+    const LinearPlan none = recommended_plan(later(shape, 0), 8);
+    const LinearPlan half = recommended_plan(later(shape, shape.vocab / 384 * 192), 8);
+    EXPECT_EQ(half.bytes, none.bytes);
+    EXPECT_EQ(half.token_chunk, none.token_chunk);
+    EXPECT_LT(half.cost, none.cost);
+    EXPECT_LT(recommended_plan(later(shape, shape.vocab), 8).cost, half.cost);
   }
 }
 

@@ -50,6 +50,47 @@ TEST_P(RowKernels, GradientIsADoubleLoopAtEveryCount) {
   }
 }
 
+// What Forward keeps in bf16: exp(z - reference), rounded once, and the gradient that comes of it.
+TEST_P(RowKernels, RoundedExponentialsGiveTheGradient) {
+  const LogitMap map = logit_map({.logit_scale = -.7f, .temperature = .3f});
+  constexpr double rounding = 0x1p-8;  // half a unit of bf16 and the f32 steps beside it
+  for (const int64_t count : counts()) {
+    std::vector<float> z = normal(count, 20);
+    const std::vector<float> weight = normal(count, 1);
+    if (count > 2) z[count / 3] = -kInf;
+    const float reference = 11.25f;
+    std::vector<uint16_t> bits(count + 16, 77);
+    store_exponentials(z.data(), reference, count, bits.data());
+    for (int i = 0; i < 16; ++i) ASSERT_EQ(bits[count + i], 77);
+    std::vector<float> e(count);
+    load_as_f32(bits.data(), DType::bf16, count, e.data());
+    for (int64_t j = 0; j < count; ++j) {
+      const double exact = std::exp(static_cast<double>(z[j]) - reference);
+      ASSERT_LE(std::fabs(e[j] - exact), rounding * exact + 0x1p-126) << z[j];
+    }
+    for (int mask = 0; mask < 8; ++mask) {
+      RowGradient g{.reference = 30, .log_sum = 1.5f, .probability = -.7f};
+      if (mask & 1) g.smoothing = .01f;
+      if (mask & 2) g.entropy = .4f, g.entropy_value = 2;
+      const float* c = mask & 4 ? weight.data() : nullptr;
+      std::vector<float> draw(count + 16, 77);
+      exponentials_gradient(map, g, e.data(), reference, c, count, draw.data());
+      for (int64_t j = 0; j < count; ++j) {
+        double magnitude;
+        // Of the rounded exponential: the gradient's own steps are those of f32.
+        const double told = reference + std::log(static_cast<double>(e[j]));
+        const double exact = gradient(map, g, told, c != nullptr ? c[j] : 1, &magnitude);
+        ASSERT_LE(std::fabs(draw[j] - exact), 16 * kU * magnitude + 1e-37)
+            << count << " " << j << " " << mask << " " << z[j];
+      }
+      for (int i = 0; i < 16; ++i) ASSERT_EQ(draw[count + i], 77);
+      exponentials_gradient(map, g, e.data(), reference, c, count, e.data());
+      ASSERT_EQ(std::memcmp(e.data(), draw.data(), count * sizeof(float)), 0);
+      load_as_f32(bits.data(), DType::bf16, count, e.data());
+    }
+  }
+}
+
 TEST_P(RowKernels, KeptExponentialsGiveTheGradient) {
   for (const float temperature : {1.f, .3f}) {
     const LogitMap map = logit_map({.logit_scale = -.7f, .temperature = temperature});

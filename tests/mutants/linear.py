@@ -176,8 +176,8 @@ MUTANTS = [
     ),
     mutant(
         "linear, threads: grad_bias is summed by each part", RUN,
-        "form_gradient(tile, lane, logits, call_.grad_bias && part == 0);",
-        "form_gradient(tile, lane, logits, bool(call_.grad_bias));", "determinism",
+        "form_gradient(tile, lane, tile_rows(tile, lane), call_.grad_bias && part == 0);",
+        "form_gradient(tile, lane, tile_rows(tile, lane), bool(call_.grad_bias));", "determinism",
     ),
     mutant(
         "linear, batch: a row's blocks are added in an order of its own", RUN,
