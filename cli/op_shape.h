@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "logitless/logitless.h"
+#include "src/kept.h"
 
 namespace logitless::cli {
 
@@ -20,6 +21,7 @@ struct OpShape {
   DType grad_dtype = DType::f32;               // of every gradient, and of softmax's probabilities
   bool grad_input = true, grad_weight = true;  // linear ops with gradients
   bool in_place = false;                       // gradients of the logits over the logits
+  uint64_t kept = 0;                           // bytes of kept state, at most
   bool linear() const { return op.starts_with("linear"); }
 };
 
@@ -62,6 +64,14 @@ void set_views(Op& op, const OpShape& s, Memory&& memory) {
   if constexpr (BackwardOnlyOp<Op>) {
     op.row_reference = vector("row_reference", DType::f32);
     op.row_log_sum = vector("row_log_sum", DType::f32);
+  }
+  if constexpr (KeepingOp<Op>) {
+    const Kept kept = kept_in(Call(op, {.device = op.input.device}), s.kept);
+    if (kept.columns > 0) {
+      op.kept = matrix("kept", s.dtype, kept.shape[0], kept.shape[1]);
+      op.kept_rows = matrix("kept_rows", DType::f32, kept.rows_shape[0], kept.rows_shape[1]);
+      if constexpr (GradientOp<Op>) op.kept_key = kept.key;
+    }
   }
   if constexpr (LinearOp<Op> && GradientOp<Op>) {
     if (s.grad_input) op.grad_input = matrix("grad_input", s.grad_dtype, s.tokens, s.hidden);

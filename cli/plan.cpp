@@ -25,10 +25,18 @@ using nlohmann::json;
 struct PlanArguments {
   OpShape shape;
   std::string device = "cpu", dtype = "f32", grad_dtype = "f32";
-  std::optional<uint64_t> memory;
+  std::optional<uint64_t> memory, kept;
   int threads = 0;
   bool steps = false, no_grad_input = false, no_grad_weight = false;
 };
+
+// What the op's tensors are, without addresses.
+Call call_of(const OpShape& shape) {
+  return with_op(shape.op, [&](auto op) {
+    set_views(op, shape, [](const char*, const TensorView& view) { return view; });
+    return Call(op);
+  });
+}
 
 cpu::LinearShape linear_shape(const OpShape& s) {
   const bool gradients = s.op != "linear-forward";
@@ -39,7 +47,8 @@ cpu::LinearShape linear_shape(const OpShape& s) {
           .forward = s.op != "linear-backward",  // given what Forward wrote
           .grad_input = gradients && s.grad_input,
           .grad_weight = gradients && s.grad_weight,
-          .direct_grad_weight = !(gradients && s.grad_weight) || s.grad_dtype == DType::f32};
+          .direct_grad_weight = !(gradients && s.grad_weight) || s.grad_dtype == DType::f32,
+          .kept = gradients ? cpu::columns_kept(call_of(s)) : 0};
 }
 
 WorkspaceSize workspace_size(const OpShape& shape) {
@@ -52,7 +61,17 @@ WorkspaceSize workspace_size(const OpShape& shape) {
 }
 
 int products(const cpu::LinearShape& shape, const cpu::LinearPlan& plan) {
-  return shape.forward + (shape.gradients() && !plan.stored) + shape.grad_input + shape.grad_weight;
+  const bool again = shape.gradients() && !plan.stored && !shape.all_kept();
+  return shape.forward + again + shape.grad_input + shape.grad_weight;
+}
+
+// What Forward keeps, or kept for this Backward.
+json kept_state(const OpShape& s) {
+  const Call call = call_of(s);
+  const Kept kept = kept_in(call, s.kept);
+  return {{"columns", cpu::columns_kept(call)},
+          {"holds", s.dtype == DType::f32 ? "f32 logits" : "bf16 exponentials"},
+          {"bytes", kept.bytes}};
 }
 
 // Lists what the workspace holds; the parts add up to plan.bytes.
@@ -77,6 +96,7 @@ json parts(const cpu::LinearPlan& p) {
 
 std::string plan_name(const cpu::LinearShape& shape, const cpu::LinearPlan& plan) {
   if (!shape.gradients()) return "loss only";
+  if (shape.all_kept()) return shape.dtype == DType::f32 ? "kept logits" : "kept exponentials";
   return plan.stored ? "stored chunks" : "recompute";
 }
 
@@ -85,6 +105,10 @@ json linear_plan(const OpShape& s, uint64_t bytes) {
   const cpu::LinearPlan p = cpu::plan_linear(shape, bytes, logitless_num_threads());
   const double product = 2.0 * static_cast<double>(s.tokens) * static_cast<double>(s.vocab) *
                          static_cast<double>(s.hidden);
+  // Of the product that is made again, kept columns are no part.
+  const double spared = shape.kept == 0 || shape.all_kept()
+                            ? 0
+                            : static_cast<double>(shape.kept) / static_cast<double>(s.vocab);
   return {{"name", plan_name(shape, p)},
           {"arithmetic", cpu::name_of(p.engine.arithmetic)},
           {"token_chunk", p.token_chunk},
@@ -96,7 +120,7 @@ json linear_plan(const OpShape& s, uint64_t bytes) {
           {"bytes", p.bytes},
           {"parts", parts(p)},
           {"products", products(shape, p)},
-          {"flops", products(shape, p) * product}};
+          {"flops", (products(shape, p) - spared) * product}};
 }
 
 json gather(const PlanArguments& arguments) {
@@ -119,6 +143,7 @@ json gather(const PlanArguments& arguments) {
     out["plan"] = linear_plan(s, given);
     out["workspace"]["used"] = out["plan"]["bytes"];
     out["logits_bytes"] = logits;
+    if (s.kept > 0) out["kept"] = kept_state(s);
     // A plain implementation holds the logits, and their gradient beside them.
     const uint64_t held = s.op == "linear-forward" ? logits : 2 * logits;
     const uint64_t used = out["plan"]["bytes"];
@@ -167,7 +192,11 @@ void print_linear(const json& out) {
   }
   fmt::print("; {} of {} threads\n", plan["threads"].get<int64_t>(), out["threads"].get<int>());
   fmt::print("{:<12}{:.1f} GFLOP\n", "work", plan["flops"].get<double>() * 1e-9);
-  print_avoided(out);
+  if (!out.contains("kept")) return print_avoided(out);
+  const json& kept = out["kept"];
+  fmt::print("{:<12}{} of {} columns, {}; {} for every token\n", "kept",
+             kept["columns"].get<int64_t>(), out["vocab"].get<int64_t>(),
+             kept["holds"].get<std::string>(), bytes_text(kept["bytes"]));
 }
 
 void print_parts(const json& out) {
@@ -202,6 +231,11 @@ void run_plan(const Context& context, PlanArguments& arguments) {
   shape.grad_dtype = parse_dtype(arguments.grad_dtype);
   shape.grad_input = !arguments.no_grad_input;
   shape.grad_weight = !arguments.no_grad_weight;
+  shape.kept = arguments.kept.value_or(0);
+  if (shape.kept > 0 && shape.op != "linear-forward" && shape.op != "linear-backward") {
+    throw BadInput(fmt::format(
+        "--kept: given with --op {}; allowed: linear-forward, linear-backward", shape.op));
+  }
   if (arguments.threads > 0) logitless_set_num_threads(arguments.threads);
   const bool cuda = arguments.device == "cuda";
   const bool webgpu = arguments.device == "webgpu";
@@ -245,6 +279,11 @@ void add_plan(CLI::App& app, Context& context) {
       ->check(CLI::IsMember(kFloatDtypes))
       ->capture_default_str();
   add_memory_option(*command, a.memory);
+  command
+      ->add_option_function<std::string>(
+          "--kept", [&a](const std::string& text) { a.kept = parse_bytes(text, "--kept"); },
+          "what linear-forward keeps for linear-backward, at most, e.g. 64MiB; default: nothing")
+      ->type_name("SIZE");
   command->add_option("--threads", a.threads, "0: all that this process may use")
       ->check(integer(0, 1024));
   command->add_flag("--steps", a.steps, "with --device cuda: what the plan does, in its order");
