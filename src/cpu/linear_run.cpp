@@ -30,7 +30,7 @@ constexpr double most_below = 60, most_above = 0.5;
 
 // A tile's rows as the gradient pass reads them.
 struct TileRows {
-  const char* data;
+  char* data;
   int64_t stride;     // bytes
   bool exponentials;  // E in bf16; else z in f32
 };
@@ -91,6 +91,7 @@ class LinearRun {
   void keep_states();
   void multiply_input(int64_t row, int64_t rows, const Source& weight, int64_t first, int64_t width,
                       const Lane& lane, float* c) const;
+  float* logits_of(int64_t tile, const Lane& lane) const;
   TileRows tile_rows(int64_t tile, const Lane& lane) const;
   void load_vectors(int64_t tile, const Lane& lane) const;
   void compute_tile(int64_t tile, const Lane& lane, float* logits, BlockState* blocks) const;
@@ -217,9 +218,8 @@ void LinearRun::begin_chunk(const Tokens& tokens, int64_t first, int64_t count) 
 TileRows LinearRun::kept_tile(int64_t tile) const {
   const int64_t first = tile * vocab_tile, size = size_of(call_.kept.dtype);
   const int64_t stride = std::min(vocab_tile, round_up(kept_ - first, kept_block)) * size;
-  return {
-      call_.kept.as<const char>() + first * kept_rows_of(shape_.tokens) * size + first_ * stride,
-      stride, exponentials()};
+  return {call_.kept.as<char>() + first * kept_rows_of(shape_.tokens) * size + first_ * stride,
+          stride, exponentials()};
 }
 
 void LinearRun::pack_input() {
@@ -320,7 +320,7 @@ void LinearRun::find_anchors() {
 
 void LinearRun::keep_row(int64_t tile, int64_t n, const float* z) const {
   const TileRows rows = kept_tile(tile);
-  char* to = const_cast<char*>(rows.data) + n * rows.stride;
+  char* to = rows.data + n * rows.stride;
   if (rows.exponentials) {
     const float anchor = kept_row(*tokens_, first_ + n)->target_logit;
     store_exponentials(z, anchor, tile_width(tile), reinterpret_cast<uint16_t*>(to));
@@ -349,6 +349,15 @@ void LinearRun::keep_states() {
   }
 }
 
+// Where the forward pass makes a tile's logits. A product writes whole tiles.
+float* LinearRun::logits_of(int64_t tile, const Lane& lane) const {
+  if (plan_.stored) {
+    return at<float>(plan_.logits_at) + tile * plan_.token_chunk * vocab_tile;
+  }
+  if (!is_kept(tile) || exponentials() || tile_width(tile) < vocab_tile) return lane.tile;
+  return reinterpret_cast<float*>(kept_tile(tile).data);
+}
+
 void LinearRun::forward_pass() {
   for (int64_t n = 0; n < count_; ++n) {
     states()[first_ + n].target_logit = -std::numeric_limits<float>::infinity();
@@ -357,11 +366,8 @@ void LinearRun::forward_pass() {
   BlockState* blocks = at<BlockState>(plan_.blocks_at);
   for_each_task(executor_, plan_.lanes, plan_.vocab_tiles, [&](int64_t tile, int64_t index) {
     const Lane lane = this->lane(index);
-    float* logits = plan_.stored
-                        ? at<float>(plan_.logits_at) + tile * plan_.token_chunk * vocab_tile
-                        : lane.tile;
     load_vectors(tile, lane);
-    compute_tile(tile, lane, logits, blocks + tile * plan_.token_chunk);
+    compute_tile(tile, lane, logits_of(tile, lane), blocks + tile * plan_.token_chunk);
   });
   combine_blocks();
   if (call_.forward && call_.kept_rows) keep_states();
@@ -493,7 +499,7 @@ TileRows LinearRun::tile_rows(int64_t tile, const Lane& lane) const {
     return {at<char>(plan_.logits_at) + tile * plan_.token_chunk * stride, stride, false};
   if (reads_kept_ && is_kept(tile)) return kept_tile(tile);
   compute_tile(tile, lane, lane.tile, nullptr);
-  return {reinterpret_cast<const char*>(lane.tile), stride, false};
+  return {reinterpret_cast<char*>(lane.tile), stride, false};
 }
 
 void LinearRun::gradient_pass(bool first_chunk) {
