@@ -234,12 +234,13 @@ void Run::make_logits(const Chunk& chunk, const Window& window) {
                   .columns = u32(padded),
                   .depth = hidden,
                   .a_stride = hidden / 4,
+                  .result_base = u32((window.first - window.index * plan_.window) / 4),
                   .result_stride = u32(plan_.window / 4),
                   .b_rows = u32(window.columns)};
   const Binding weight = weight_window(window, &p.b_base, &p.b_stride);
   Binding bias = zeros();
   if (problem_.has_bias) {
-    // Windows start at multiples of 1024 columns, bindings at multiples of 64.
+    // Windows, and what is made again of one, start at multiples of 64 columns, as bindings do.
     int64_t base;
     bias = problem_.bias_bound
                ? bound(call_["bias"], {.first_row = window.first, .rows = window.columns}, &base)

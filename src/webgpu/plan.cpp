@@ -113,8 +113,10 @@ Plan plan_of(const Problem& p, const Choice& choice) {
   plan.whole = choice.whole || plan.windows <= 1;
   plan.slices = choice.slices;
   plan.plain = p.plain;
+  plan.kept_columns = p.kept_columns;
   const bool again = p.gradients && !p.state_given && !plan.whole;
-  if (p.linear) plan.products = 1 + again + p.wants_grad_input + p.wants_grad_weight;
+  const bool all_kept = p.state_given && p.kept_columns > 0 && p.kept_columns == p.vocab;
+  if (p.linear) plan.products = !all_kept + again + p.wants_grad_input + p.wants_grad_weight;
   fill_bytes(p, &plan);
   return plan;
 }
@@ -192,10 +194,12 @@ bool is_plain(const Call& call, const Problem& p) {
          o.reduction != Reduction::none;
 }
 
-// A row of one kernel lies in one binding. By the device alone, not by the workspace: a token's
-// bits depend on it.
+// A row of one kernel lies in one binding, and so does a slab of what is kept, on any device that
+// has the limits of all. By the device alone, not by the workspace: a token's bits depend on it,
+// and Backward reads what Forward has kept.
 Problem on_device(Problem p, const Limits& limits) {
   p.plain &= p.vocab <= static_cast<int64_t>(limits.storage_binding_bytes - 512) / 4;
+  if (limits.storage_binding_bytes < slab_binding_bytes(kMostTokens)) p.kept_columns = 0;
   return p;
 }
 
@@ -230,6 +234,7 @@ Problem problem_of(const Call& call) {
     p.wants_grad_input = static_cast<bool>(call["grad_input"]);
     p.wants_grad_weight = static_cast<bool>(call["grad_weight"]);
     p.wants_grad_bias = static_cast<bool>(call["grad_bias"]);
+    p.kept_columns = columns_kept(call);
     p.grad_weight_bound = is_bound_matrix(call["grad_weight"]);
     if (p.grad_weight_bound) p.grad_weight_row_bytes = 4 * call["grad_weight"].stride[0];
   }
@@ -242,7 +247,7 @@ Problem problem_of(const Call& call) {
     const bool of_tokens = field.name != "weight" && field.name != "bias" &&
                            field.name != "vocab_weight" && field.name != "grad_weight" &&
                            field.name != "grad_bias" && field.name != "fault" &&
-                           (field.name != "loss" || !p.reduces);
+                           field.name != "kept" && (field.name != "loss" || !p.reduces);
     if (of_tokens) {
       p.token_stride_bytes = std::max(p.token_stride_bytes, v.stride[0] * size_of(v.dtype));
     }

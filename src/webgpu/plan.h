@@ -53,6 +53,7 @@ struct Problem {
   bool has_vocab_weight = false, vocab_weight_bound = false, sums_vocab_weight = false;
   bool weight_bound = false;  // the kernels read the view itself
   int64_t weight_row_bytes = 0;
+  int64_t kept_columns = 0;  // whose logits Forward writes to `kept` and Backward reads there
   bool wants_grad_input = false, wants_grad_weight = false, wants_grad_bias = false;
   bool grad_weight_bound = false;
   int64_t grad_weight_row_bytes = 0;
@@ -67,6 +68,10 @@ struct Problem {
 };
 Problem problem_of(const Call& call);
 
+// What there is room for in `kept` (kept.cpp), and the largest binding of it for so many tokens.
+int64_t columns_kept(const Call& call);
+uint64_t slab_binding_bytes(int64_t tokens);
+
 // The views that kernels read and write as they are; without data, none: any
 // offset may come.
 bool is_bound_matrix(const TensorView& view);
@@ -77,6 +82,7 @@ struct Plan {
   int64_t window = 0,
           windows = 0;  // columns of one, a row's stride in the block; how many
   int64_t slots = 0;    // of 1024 columns, of a row
+  int64_t kept_columns = 0;
   bool whole = false;
   bool plain = false;                    // one kernel, and none of the rows' state
   int64_t slices = 1;                    // of a window, for grad_input

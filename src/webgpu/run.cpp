@@ -170,13 +170,18 @@ void Run::run_chunk(const Chunk& chunk) {
     for (int64_t w = 0; w < plan_.windows; ++w) {
       make_logits(chunk, window_of(w));
       make_partials(chunk, window_of(w));
+      keep_logits(chunk, window_of(w));
     }
   }
   combine(chunk);
+  keep_or_check_rows(chunk);
   emit_outputs(chunk);
   if (!problem_.gradients && !problem_.softmax) return;
   for (int64_t w = 0; w < plan_.windows; ++w) {
-    if (!needs_state || !plan_.whole) make_logits(chunk, window_of(w));
+    if (!needs_state || !plan_.whole) {
+      const Window rest = take_logits(chunk, window_of(w));
+      if (rest.columns > 0) make_logits(chunk, rest);
+    }
     make_gradients(chunk, window_of(w));
   }
   if (problem_.wants_grad_input) {

@@ -76,6 +76,12 @@ struct ProductParams {
 struct SliceParams {
   uint32_t row_length = 0, slices = 0, slice_stride = 0, adds = 0;
 };
+
+// As in keep.wgsl.
+struct KeptParams {
+  uint32_t tokens = 0, base = 0, engine = 0, columns = 0, consumes = 0, fault = 0;
+};
+
 struct ProductKind {
   bool a_transposed = false, b_transposed = false, has_bias = false;
   uint32_t bounded = 0;
@@ -102,8 +108,8 @@ struct Dense {
   int64_t base = 0, row_stride = 1, column_stride = 1;
 };
 
-// The order of a call. What is done with a chunk is in chunk.cpp, copies of views are in
-// copies.cpp.
+// The order of a call. What is done with a chunk is in chunk.cpp, kept state in kept.cpp, copies of
+// views are in copies.cpp.
 class Run {
  public:
   Run(const Call& call, const Problem& problem, const Plan& plan, WorkspaceBuffers* workspace);
@@ -127,6 +133,13 @@ class Run {
   Binding bound(const TensorView& view, Part part, int64_t* base) const;
   int64_t extent_of(const TensorView& view, Part part) const;
   bool fits(const TensorView& view, Part part) const;
+
+  // --- kept.cpp ---
+  template <class F>
+  int64_t each_slab(const Chunk& chunk, const Window& window, F&& f) const;
+  void keep_logits(const Chunk& chunk, const Window& window);
+  Window take_logits(const Chunk& chunk, const Window& window);
+  void keep_or_check_rows(const Chunk& chunk);
 
   // --- run.cpp ---
   void prepare_vocabulary();

@@ -14,6 +14,7 @@ def _shader(name: str) -> str:
 _SLOTS, _COMBINE, _ROW = map(_shader, ("slots", "combine", "row"))
 _PRODUCT, _TOKENS, _SUM = map(_shader, ("product", "tokens", "sum"))
 _GATHER, _SCATTER = map(_shader, ("gather", "scatter"))
+_KEEP, _KEPT = _shader("keep"), "src/webgpu/kept.cpp"
 _NUMBERS, _TARGET, _LOGIT, _LOSS, _OPERANDS = (
     _shader(f"common/{name}") for name in ("numbers", "target", "logit", "loss", "product")
 )
@@ -363,7 +364,66 @@ MUTANTS: tuple[Mutant, ...] = (
         "  p.first_column = 0;",
         "device",
     ),
+    _mutant(
+        "kept state is not looked at",
+        _KEEP,
+        "if (is_counted(rows[i].kind) && !is_kept(i)) {",
+        "if (is_counted(rows[i].kind) && !is_kept(i) && p.tokens == 0u) {",
+        "kept",
+    ),
+    _mutant(
+        "kept state of fewer columns",
+        _KEEP,
+        " && kept_rows[at + kept_columns] == p.columns;",
+        ";",
+        "kept",
+    ),
+    _mutant("consumed state stays", _KEEP, "if (p.consumes != 0u) {", "if (false) {", "kept"),
+    _mutant("kept state's fault", _KEEP, "(&fault[p.fault], 2u)", "(&fault[p.fault], 4u)", "kept"),
+    _mutant(
+        "kept logits from a slab's beginning",
+        _KEPT,
+        "chunk.tokens, column - slab, columns}",
+        "chunk.tokens, 0, columns}",
+        "kept",
+    ),
+    _mutant(
+        "kept logits of the first chunk",
+        _KEPT,
+        "part{chunk.first, chunk.tokens,",
+        "part{0, chunk.tokens,",
+        "kept",
+    ),
+    _mutant(
+        "a slab lies over the one before",
+        _KEPT,
+        "4 * slab * kept_rows_of(problem_.tokens)",
+        "4 * slab",
+        "kept",
+    ),
+    _mutant(
+        "columns that are made again come first",
+        "src/webgpu/chunk.cpp",
+        "u32((window.first - window.index * plan_.window) / 4)",
+        "0",
+        "kept",
+    ),
+    _mutant(
+        "any column may be the last one kept",
+        _KEPT,
+        "room / kept_block * kept_block",
+        "room - 1",
+        "kept",
+    ),
+    _mutant(
+        "a small device keeps what it cannot bind",
+        "src/webgpu/plan.cpp",
+        "if (limits.storage_binding_bytes < slab_binding_bytes(kMostTokens)) p.kept",
+        "if (false) p.kept",
+        "kept",
+    ),
 )
+TESTS["kept"] = "*/KeptState.*_f32:WebGpuKept.*"
 TESTS["normalizers"] = "*/Edges.NormalizersOfAView/webgpu_forward_f32"
 TESTS["edges"] = "*/Edges.TargetsOutside*/webgpu_forward*_f32"
 TESTS["halves"] = "*/Conformance.EveryShape/webgpu_*_f16:*/Edges.*_f16"

@@ -21,6 +21,14 @@ struct PaperCall {
   bool capped = false, scaled = false, probabilities = false, none = false;
 };
 
+// All columns, or fewer; not in every call that has all else.
+inline TensorView paper_kept(const PaperCall& c, const std::string& name) {
+  const int64_t all = (c.vocab + 63) / 64, blocks = c.none ? std::min<int64_t>(all, 3) : all;
+  if (c.scaled || c.dtype == DType::f16) return {};
+  if (name == "kept_rows") return matrix_view(nullptr, DType::f32, c.tokens, 8);
+  return matrix_view(nullptr, c.dtype, blocks * round_up(c.tokens, 64), 64);
+}
+
 inline TensorView paper_view(const PaperCall& c, const std::string& name) {
   const auto is = [&](std::initializer_list<const char*> names) {
     return std::find(names.begin(), names.end(), name) != names.end();
@@ -45,6 +53,7 @@ inline TensorView paper_view(const PaperCall& c, const std::string& name) {
     return c.none ? TensorView{} : scalar_view(nullptr, c.capped ? DType::i64 : DType::f32);
   }
   if (is({"fault"})) return vector_view(nullptr, DType::i32, 1);
+  if (is({"kept", "kept_rows"})) return paper_kept(c, name);
   if (c.probabilities && !is({"token_weight"})) return {};
   if (is({"argmax"})) return vector_view(nullptr, c.none ? DType::i32 : DType::i64, c.tokens);
   return vector_view(nullptr, DType::f32, c.tokens);
@@ -58,11 +67,12 @@ Op paper_op(const PaperCall& c, RecordedDevice* device) {
     view = paper_view(c, name);
     if (!view) return;
     int64_t elements = 1;
+    const bool strided = c.strided && !std::string_view(name).starts_with("kept");
     for (int d = 0; d < view.rank; ++d) {
-      if (c.strided) view.stride[d] *= d == view.rank - 1 ? 2 : 3;
+      if (strided) view.stride[d] *= d == view.rank - 1 ? 2 : 3;
       elements += std::max<int64_t>(view.shape[d] - 1, 0) * view.stride[d];
     }
-    view.byte_offset = c.strided ? static_cast<uint64_t>(size_of(view.dtype)) : 0;
+    view.byte_offset = strided ? static_cast<uint64_t>(size_of(view.dtype)) : 0;
     const uint64_t bytes = view.byte_offset + static_cast<uint64_t>(elements * size_of(view.dtype));
     view.data = reinterpret_cast<void*>(device->create_buffer((bytes + 3) / 4 * 4));
   });

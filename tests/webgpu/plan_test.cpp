@@ -230,6 +230,77 @@ TEST(WebGpuPlan, ARowThatIsWiderThanAGridOfCopies) {
   EXPECT_EQ(run_on_paper<CrossEntropyForwardBackward>(slots, large, 1).faults, "");
 }
 
+// A Forward or Backward of so many blocks of kept columns on paper, as the planner sees it.
+template <class Op>
+Problem keeping(const PaperCall& c, int64_t blocks) {
+  RecordedDevice device{Limits{}};
+  Op op = paper_op<Op>(c, &device);
+  op.kept = matrix_view(nullptr, c.dtype, blocks * round_up(c.tokens, 64), 64);
+  return problem_of(logitless::Call(op, {.device = {DeviceType::webgpu, 0}}));
+}
+
+TEST(WebGpuPlan, KeepsTheColumnsThatThereIsRoomFor) {
+  const struct {
+    DType dtype;
+    int64_t vocab, blocks, columns;
+  } cases[] = {{DType::f32, 50257, 786, 50257},  {DType::f32, 50257, 783, 50112},
+               {DType::f32, 50257, 3, 192},      {DType::f32, 37, 1, 37},
+               {DType::bf16, 50257, 786, 25152}, {DType::bf16, 50257, 3, 64},
+               {DType::bf16, 33, 1, 0},          {DType::bf16, 32, 1, 32}};
+  for (const auto& [dtype, vocab, blocks, columns] : cases) {
+    const PaperCall c{.tokens = 100, .hidden = 8, .vocab = vocab, .dtype = dtype, .optional = true};
+    Limits below;
+    below.storage_binding_bytes /= 4;
+    for (const Problem& p : {keeping<LinearCrossEntropyForward>(c, blocks),
+                             keeping<LinearCrossEntropyBackward>(c, blocks)}) {
+      Plan plan;
+      ASSERT_TRUE(make_plan(p, {}, UINT64_MAX, &plan).ok());
+      EXPECT_EQ(plan.kept_columns, columns) << vocab << " " << blocks;
+      ASSERT_TRUE(make_plan(p, below, UINT64_MAX, &plan).ok());
+      EXPECT_EQ(plan.kept_columns, 0);
+    }
+  }
+}
+
+// Two products where all is kept; all else of the plan is that without.
+TEST(WebGpuPlan, KeptColumnsTakeNoProduct) {
+  const PaperCall c{.tokens = 1024, .hidden = 768, .vocab = 50257, .optional = true};
+  for (const auto& [blocks, products] : {std::pair<int64_t, int>{786, 2}, {393, 3}, {0, 3}}) {
+    const Problem p = keeping<LinearCrossEntropyBackward>(c, blocks);
+    Problem without = p;
+    without.kept_columns = 0;
+    for (const uint64_t budget : {uint64_t{0}, uint64_t{50} << 20, UINT64_MAX}) {
+      Plan plan, plain;
+      ASSERT_TRUE(make_plan(p, {}, budget, &plan).ok());
+      ASSERT_TRUE(make_plan(without, {}, budget, &plain).ok());
+      EXPECT_EQ(plan.products, products);
+      EXPECT_EQ(plan.chunk, plain.chunk);
+      EXPECT_EQ(plan.window, plain.window);
+      EXPECT_EQ(plan.slices, plain.slices);
+      EXPECT_EQ(plan.bytes, plain.bytes);
+    }
+  }
+}
+
+// All of GPT-2's logits are kept in one buffer within the limits that every device has.
+TEST(WebGpuPlan, KeepsGpt2sHeadByTheRules) {
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    const PaperCall head{1024, 768, 50257, dtype, DType::f32, false, true};
+    for (const uint64_t budget : {uint64_t{0}, uint64_t{1}, UINT64_MAX}) {
+      std::set<std::string> pipelines;
+      for (const auto& r :
+           {run_on_paper<LinearCrossEntropyForward>(head, {}, budget, &pipelines),
+            run_on_paper<LinearCrossEntropyBackward>(head, {}, budget, &pipelines)}) {
+        EXPECT_EQ(r.faults, "");
+        EXPECT_EQ(r.most, r.tensors + r.predicted);
+      }
+      for (const char* entry : {"keep", "check", "report"}) {
+        EXPECT_TRUE(pipelines.contains("keep.wgsl, " + std::string(entry) + ", {}")) << entry;
+      }
+    }
+  }
+}
+
 // Larger limits are used: fewer windows, so fewer dispatches of more work.
 TEST(WebGpuPlan, LargerLimitsAreFewerWindows) {
   Limits large;

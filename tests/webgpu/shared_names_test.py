@@ -20,6 +20,7 @@ UNIFORMS = {
         "SumParams": "sum",
         "ProductParams": "common/product",
         "SliceParams": "slices",
+        "KeptParams": "keep",
     },
     "copies.cpp": {"GatherParams": "gather", "ScatterParams": "scatter"},
 }

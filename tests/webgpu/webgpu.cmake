@@ -39,10 +39,10 @@ endfunction()
 
 set(defaults LOGITLESS_WEBGPU_LIMITS=default)
 set(webgpu_suites)
-foreach(suite conformance determinism invariance edges nonfinite invariants shards workspace)
+foreach(suite conformance determinism invariance edges nonfinite invariants shards workspace kept)
   list(APPEND webgpu_suites $<TARGET_OBJECTS:${suite}_test_objects>)
 endforeach()
-add_executable(webgpu_suite ${webgpu_suites} webgpu/webgpu_test.cpp $<TARGET_OBJECTS:conformance_main>)
+add_executable(webgpu_suite ${webgpu_suites} webgpu/webgpu_test.cpp webgpu/kept_test.cpp $<TARGET_OBJECTS:conformance_main>)
 link_conformance(webgpu_suite)
 add_webgpu_test(conformance webgpu_suite */Conformance.*-*EveryInstructionSet* ${defaults})
 # A shader knows f32 alone, which the others are cast to: what no number does it does in every dtype, the rest in f32.
@@ -51,6 +51,7 @@ if("$ENV{LOGITLESS_TEST_FULL}")
   set(edges */Edges.*:*/NonFinite.*:*/Invariants.*:*/Shards.*:WebGpu.*)
 endif()
 add_webgpu_test(edges webgpu_suite ${edges} ${defaults})
+add_webgpu_test(kept webgpu_suite */KeptState.*:WebGpuKept.* ${defaults})
 # Each case of these is many runs, and a run on a processor's Vulkan is mostly the loader's and the compiler's time.
 add_webgpu_test(sizes webgpu_suite */WorkspaceSizes.*linear_forward_bf16:*/WorkspaceSizes.*AskedWithoutData*:*/WorkspaceSizes.LessThan*
                 ${defaults})

@@ -23,6 +23,7 @@ const counts = 1u;
 const outside = 2u;
 const state_nan = 256u;           // the row's statistics are NaN
 const state_gradient_nan = 512u;  // and its gradient is
+const state_not_kept = 1024u;     // kept state is another row's
 fn is_counted(kind: u32) -> bool {
   return (kind & 255u) == counts;
 }

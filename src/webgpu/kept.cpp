@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+// What Forward keeps for Backward: raw logits of the vocabulary's first columns as f32, a token's
+// in its own row, whatever chunks and windows made them:
+//   kept       slabs of 4096 columns, the last one narrower, each [R, columns], one after the other
+//   kept_rows  [N, 8]  KeptRow
+// A chunk's rows of a slab lie within one binding of any device that keeps.
+#include "src/kept.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "src/webgpu/run.h"
+
+namespace logitless::webgpu {
+namespace {
+
+constexpr int64_t kSlabColumns = 4096;
+constexpr int64_t kRowUnit = 32;  // columns that a slab's row is a multiple of: half a block's
+constexpr float kLayout = 3;      // of KeptRow: this one
+
+}  // namespace
+
+// All columns, or as many as let a window begin at a binding's offset behind them.
+int64_t columns_kept(const Call& call) {
+  if (!call.kept || call.tokens() <= 0 || call.shard()) return 0;
+  const int64_t blocks = call.kept.shape[0] / kept_rows_of(call.tokens());
+  const int64_t room = blocks * kept_block * size_of(call.kept.dtype) / 4;
+  return room < call.vocab() ? room / kept_block * kept_block : call.vocab();
+}
+
+// Bytes that a chunk of so many tokens takes of a slab, and up to the first of them.
+uint64_t slab_binding_bytes(int64_t tokens) {
+  return static_cast<uint64_t>(4 * tokens * kSlabColumns) + 256;
+}
+
+// Calls f(view, part, rows) for the window's kept columns, a slab at a time: where they lie in
+// `kept`, and where in the block. Returns the window's first column that is not kept.
+template <class F>
+int64_t Run::each_slab(const Chunk& chunk, const Window& window, F&& f) const {
+  const int64_t end = std::min(window.first + window.columns, plan_.kept_columns);
+  int64_t column = window.first;
+  while (column < end) {
+    const int64_t slab = column / kSlabColumns * kSlabColumns;
+    const int64_t columns = std::min(slab + kSlabColumns, end) - column;
+    const int64_t width = round_up(std::min(kSlabColumns, plan_.kept_columns - slab), kRowUnit);
+    TensorView view = call_["kept"];
+    view.dtype = DType::f32;
+    view.shape = {problem_.tokens, width};
+    view.stride = {width, 1};
+    view.byte_offset += static_cast<uint64_t>(4 * slab * kept_rows_of(problem_.tokens));
+    const Part part{chunk.first, chunk.tokens, column - slab, columns};
+    const int64_t in_block = column - window.index * plan_.window;
+    f(view, part,
+      dense(Role::block, static_cast<int64_t>(block(window).offset / 4) + in_block, plan_.window));
+    column += columns;
+  }
+  return column;
+}
+
+// The window's logits, which the block holds, as far as they are kept.
+void Run::keep_logits(const Chunk& chunk, const Window& window) {
+  each_slab(chunk, window, [&](const TensorView& view, const Part& part, const Dense& rows) {
+    scatter(rows, view, part, true);
+  });
+}
+
+// The window's kept logits to the block; returns its columns that must be made again.
+Run::Window Run::take_logits(const Chunk& chunk, const Window& window) {
+  const int64_t first =
+      each_slab(chunk, window, [&](const TensorView& view, const Part& part, const Dense& rows) {
+        gather(view, part, rows, round_up(part.columns, 4), true);
+      });
+  return {window.index, first, window.first + window.columns - first};
+}
+
+// Forward writes the rows' state, Backward looks whether it is the one that was given.
+void Run::keep_or_check_rows(const Chunk& chunk) {
+  if (!given("kept") || chunk.tokens == 0) return;
+  int64_t base;
+  const Binding kept_rows =
+      bound(call_["kept_rows"],
+            {.first_row = chunk.first, .rows = chunk.tokens, .columns = kept_row_width}, &base);
+  const auto columns = static_cast<float>(plan_.kept_columns);
+  KeptParams p{.tokens = u32(chunk.tokens),
+               .base = u32(base),
+               .engine = std::bit_cast<uint32_t>(kLayout),
+               .columns = std::bit_cast<uint32_t>(columns),
+               .consumes = call_.consume_kept ? 1u : 0u};
+  const uint32_t groups = blocks(chunk.tokens, 256);
+  if (call_.forward) {
+    recorder_.dispatch("keep", "keep", {}, p, {role(Role::rows), {}, kept_rows}, groups);
+    return;
+  }
+  recorder_.dispatch("keep", "check", {}, p, {role(Role::rows), role(Role::inputs), kept_rows},
+                     groups);
+  if (!given("fault")) return;
+  // By itself: no dispatch writes two of the caller's tensors.
+  const Binding fault = bound(call_["fault"], {}, &base);
+  p.fault = u32(base);
+  recorder_.dispatch("keep", "report", {}, p, {role(Role::rows), {}, {}, fault}, groups);
+}
+
+}  // namespace logitless::webgpu
