@@ -7,7 +7,7 @@ import ctypes
 import math
 import os
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from ctypes import POINTER, byref
 from typing import Any, NamedTuple
 
@@ -141,6 +141,7 @@ library = _load()
 _workspace = library.logitless_workspace
 _run = library.logitless_run
 _scale_each = library.logitless_scale_each
+_kept_size = library.logitless_kept_size
 
 
 class Options(NamedTuple):
@@ -167,6 +168,43 @@ class View(NamedTuple):
     device_index: int
     shape: Sequence[int]
     stride: Sequence[int]  # in elements
+
+
+class KeptSize(NamedTuple):
+    """What Forward keeps in so many bytes: docs/semantics.md, "Kept state"."""
+
+    columns: int  # of the vocabulary, its first ones; 0: nothing is kept
+    shape: tuple[int, int]  # of `kept`, whose dtype is the input's
+    rows_shape: tuple[int, int]  # of `kept_rows`, f32
+    bytes: int  # of both
+    key: int
+
+
+_KEPT_BLOCK, _KEPT_GROUP, _KEPT_ROW_WIDTH = 64, 3, 8
+
+
+def kept_formula(
+    tokens: Any, vocab: Any, dtype: int, bytes: Any, least: Any = min, most: Any = max
+) -> tuple[tuple[Any, int], tuple[Any, int]]:
+    """The shapes of `kept` and `kept_rows` in so many bytes, by the formula of docs/semantics.md.
+
+    The sizes may be symbols, if `least` and `most` take them: nothing asks for their values, so
+    that one graph serves them all. `kept` without rows: nothing is kept.
+    """
+    element = {F32: 4, BF16: 2}.get(dtype)
+    if element is None:
+        return (0, _KEPT_BLOCK), (tokens, _KEPT_ROW_WIDTH)
+    rows = (tokens + _KEPT_BLOCK - 1) // _KEPT_BLOCK * _KEPT_BLOCK
+    every = most((vocab + _KEPT_BLOCK - 1) // _KEPT_BLOCK, 1)
+    room = (bytes - kept_bytes(tokens, 0, 0)) // most(kept_bytes(0, rows * _KEPT_BLOCK, element), 1)
+    fits = least(most(room, 0), every)
+    blocks = most(fits // _KEPT_GROUP * _KEPT_GROUP, fits // every * every)
+    return (blocks * rows, _KEPT_BLOCK), (tokens, _KEPT_ROW_WIDTH)
+
+
+def kept_bytes(tokens: Any, elements: Any, element: int) -> Any:
+    """The bytes of `kept`, so many elements of so many bytes, and of `kept_rows` [tokens, 8]."""
+    return elements * element + 4 * _KEPT_ROW_WIDTH * tokens
 
 
 _INT64 = 1 << 63
@@ -228,13 +266,14 @@ def _options_struct(options: Options) -> LossOptions:
 
 
 class _Frame:
-    """The structs of one call, filled but for addresses and the stream. One call at a time."""
+    """The structs of one call, filled but for addresses and the stream. One call at a time.
+    `fields` are the op's own beside its tensors."""
 
     def __init__(
         self, kind: int, views: Sequence[View], options: Options | None, device: tuple[int, int],
-        accumulate: bool,
+        fields: Mapping[str, int],
     ) -> None:  # fmt: skip
-        self.op = Op(kind=kind, accumulate_grad_weight=accumulate)
+        self.op = Op(kind=kind, **fields)
         if options is not None:
             self.options = _options_struct(options)
             self.op.options = ctypes.pointer(self.options)
@@ -265,21 +304,28 @@ class Plan:
     """A call made ready: one shape, one set of options, one device. Threads may share it.
 
     `memory` bounds the workspace in bytes (None: what the core recommends); `most` is where more
-    would no longer be used. The workspace serves tensors that are aligned as `addresses` are, in
-    the views' order; without them it serves any, for which it may have to be larger.
+    would no longer be used. `room` bounds it too, but never below the minimum. The workspace serves
+    tensors that are aligned as `addresses` are, in the views' order; without them it serves any,
+    for which it may have to be larger.
     """
 
     def __init__(
         self, kind: int, views: Sequence[View], options: Options | None, device: tuple[int, int],
-        *, accumulate: bool = False, memory: int | None = None, most: int = 0,
-        addresses: Sequence[int] = (),
+        *, accumulate: bool = False, kept_key: int = 0, consume_kept: bool = False,
+        memory: int | None = None, room: int | None = None, most: int = 0,
+        kept: KeptSize | None = None, addresses: Sequence[int] = (),
     ) -> None:  # fmt: skip
         for view in views:
             if len(view.shape) > 2:
                 raise error_of(
                     2, f"{argument(view.name)} has rank {len(view.shape)}; allowed: 0, 1, 2"
                 )
-        self._make = (kind, tuple(views), options, device, accumulate)
+        fields = {
+            "accumulate_grad_weight": accumulate,
+            "kept_key": kept_key,
+            "consume_kept": consume_kept,
+        }
+        self._make = (kind, tuple(views), options, device, fields)
         frame = _Frame(*self._make)
         for tensor, address in zip(frame.tensors, addresses):
             tensor.data = address
@@ -299,6 +345,10 @@ class Plan:
                     f"{self.recommended})",
                 )
             self.bytes = min(memory, max(most, self.recommended))
+        elif room is not None:
+            self.bytes = max(self.minimum, min(room, max(most, self.recommended)))
+        self.room = room
+        self.kept = kept
         self._frames = [frame]  # those not in use; append and pop are atomic
 
     def run(
@@ -322,6 +372,23 @@ class Plan:
         if code:
             raise frame.error(code)
         self._frames.append(frame)
+
+
+def kept_size(
+    views: Sequence[View], options: Options, device: tuple[int, int], bytes: int
+) -> KeptSize:
+    """What a linear Forward of these inputs keeps in so many bytes."""
+    frame = _Frame(LINEAR_CROSS_ENTROPY_FORWARD, views, options, device, {})
+    kept = Kept()
+    code = _kept_size(
+        byref(frame.op), byref(frame.execution), u64(bytes), byref(kept), byref(frame.status)
+    )
+    if code:
+        raise frame.error(code)
+    shape, rows_shape = kept.shape, kept.rows_shape
+    return KeptSize(
+        kept.columns, (shape[0], shape[1]), (rows_shape[0], rows_shape[1]), kept.bytes, kept.key
+    )
 
 
 def follow_threads(threads: int) -> None:

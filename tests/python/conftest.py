@@ -75,9 +75,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     kinds: list[int] = []
     real = _run.launch
 
-    def spy(kind: int, *rest: object) -> None:
+    def spy(kind: int, *rest: object) -> object:
         kinds.append(kind)
-        real(kind, *rest)  # type: ignore[arg-type]
+        return real(kind, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(_run, "launch", spy)
     yield kinds

@@ -30,13 +30,14 @@ def arguments(kind: str, reduction: int, dtype: torch.dtype, device: str) -> tup
 
 
 EVERYTHING = (1 << 7) - 1
+NOTHING_KEPT = 0
 
 
 @pytest.mark.parametrize("reduction", [0, 1, 2])
 @pytest.mark.parametrize("kind", ["linear", "logits"])
 @pytest.mark.parametrize("wanted", [_run.LOSS | _run.ROW_STATE, EVERYTHING], ids=["loss", "all"])
 def test_opcheck_forward(device: str, kind: str, reduction: int, wanted: int) -> None:
-    args = (*arguments(kind, reduction, F32, device), wanted)
+    args = (*arguments(kind, reduction, F32, device), wanted, NOTHING_KEPT)
     torch.library.opcheck(torch.ops.logitless.forward, args)
 
 
@@ -49,12 +50,13 @@ def test_opcheck_forward_backward(device: str, dtype: torch.dtype) -> None:
 def test_opcheck_backward(device: str) -> None:
     args = arguments("linear", 0, F32, device)
     with torch.no_grad():
-        *_, entropy, _, row_state = torch.ops.logitless.forward(*args, EVERYTHING)
+        results = torch.ops.logitless.forward(*args, EVERYTHING, NOTHING_KEPT)
+        entropy, row_state = results[4], results[6]
         detached = [a.detach() if isinstance(a, Tensor) else a for a in args]
         grads = [torch.randn(2, 5, device=device) for _ in range(4)]
     torch.library.opcheck(
         torch.ops.logitless.backward,
-        (*detached, row_state, entropy, *grads, True, True, False),
+        (*detached, row_state, entropy, *grads, None, None, True, True, False),
     )
 
 
@@ -63,13 +65,13 @@ def test_opcheck_under_another_default_dtype(default: torch.dtype) -> None:
     """What is not wanted is an empty tensor of one dtype, whatever torch makes by default."""
     forward = arguments("linear", 2, F32, "cpu")
     with torch.no_grad():
-        *_, row_state = torch.ops.logitless.forward(*forward, _run.LOSS | _run.ROW_STATE)
+        made = torch.ops.logitless.forward(*forward, _run.LOSS | _run.ROW_STATE, NOTHING_KEPT)
     backward = [a.detach() if isinstance(a, Tensor) else a for a in forward]
-    upstream = (row_state, None, torch.ones(()), None, None, None)
+    upstream = (made[6], None, torch.ones(()), None, None, None, None, None)
     torch.set_default_dtype(default)
     try:
         for op, args in (
-            (torch.ops.logitless.forward, (*forward, _run.LOSS)),
+            (torch.ops.logitless.forward, (*forward, _run.LOSS, NOTHING_KEPT)),
             (torch.ops.logitless.forward_backward, (*forward, _run.LOSS, True, False, False)),
             (torch.ops.logitless.backward, (*backward, *upstream, True, False, False)),
         ):

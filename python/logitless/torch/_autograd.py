@@ -3,7 +3,8 @@
 
 Sum and mean of a linear loss: the gradients are made with the loss, for an upstream gradient of 1,
 and backward hands them out scaled by the upstream gradient; a second backward makes them again.
-Otherwise (reduction "none", a differentiable statistic, given logits): Forward, then Backward.
+Otherwise (reduction "none", a differentiable statistic, given logits): Forward, then Backward,
+which of a linear loss uses what Forward has kept.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch.autograd import Function
 from logitless import _abi
 from logitless._abi import Options
 from logitless._errors import not_supported
-from logitless.torch import _device, _run
+from logitless.torch import _device, _kept, _run
+from logitless.torch._kept import Keep, Kept
 from logitless.torch._run import Constants, Upstream
 
 DIFFERENTIABLE = _run.LSE | _run.TARGET_LOGIT | _run.LOGPROB | _run.ENTROPY
@@ -222,31 +224,56 @@ class Loss(Function):
     ) -> tuple[Tensor | None, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        *results, row_state = _run.forward(
-            cast(input, call.dtype),
-            None if weight is None else cast(weight, call.dtype),
-            cast_bias(bias, call.dtype),
-            call.constants,
-            call.options,
-            call.memory,
-            call.wanted | _run.ROW_STATE,
+        x, w, b = input, weight, bias
+        keep = None
+        if weight is not None:
+            if call.dtype is not None:
+                x, w, b = cast(x, call.dtype), cast(weight, call.dtype), cast_bias(b, call.dtype)
+            if _kept.serves(x.dtype, x.device.type, call.options) and not _kept.hooked():
+                main_grad = call.main_grad if ctx.needs_input_grad[1] else None
+                keep = Keep(_dtypes(ctx, input, weight, bias), main_grad and main_grad.buffer)
+        (*results, row_state), kept = _run.forward(
+            x, w, b, call.constants, call.options, call.memory, call.wanted | _run.ROW_STATE, keep
         )
         if not call.wanted & _run.TARGET_LOGIT:
             results[2] = None
         entropy, argmax = results[4:]
         if argmax is not None:
             ctx.mark_non_differentiable(argmax)
-        ctx.save_for_backward(input, weight, bias, *call.release(), row_state, entropy)
+        saved = (input, weight, bias, *call.release(), row_state, entropy)
+        if kept is None:
+            ctx.kept = None
+            ctx.save_for_backward(*saved)
+        else:
+            ctx.kept = [kept.state]
+            ctx.save_for_backward(*saved, kept.columns, kept.rows)
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> Any:
         if not torch.is_grad_enabled():
-            return *recompute(ctx, *upstream), None
+            return *Loss._gradients(ctx, *upstream), None
         refuse_main_grad(ctx)
         with torch.no_grad():
-            grads = recompute(ctx, *upstream)
+            grads = Loss._gradients(ctx, *upstream)
         return *once((*ctx.saved_tensors[:3], *upstream), grads), None
+
+    @staticmethod
+    def _gradients(ctx: Any, *upstream: Tensor | None) -> Sequence[Tensor | None]:
+        """Kept state serves one Backward at a time, so that of another thread does without; and it
+        serves none after one of the entropy, whose gradient is formed in its place."""
+        try:
+            state = ctx.kept.pop()
+        except (AttributeError, IndexError):
+            return recompute(ctx, *upstream)
+        consume = upstream[4] is not None
+        columns, rows = ctx.saved_tensors[9:]
+        grads = recompute(ctx, *upstream, kept=Kept(columns, rows, state, consume))
+        if consume:
+            columns.untyped_storage().resize_(0)
+        else:
+            ctx.kept.append(state)
+        return grads
 
 
 def _dtypes(
@@ -264,14 +291,15 @@ def _dtypes(
 def recompute(
     ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None = None,
     grad_target_logit: Tensor | None = None, grad_logprob: Tensor | None = None,
-    grad_entropy: Tensor | None = None, _: object = None,
+    grad_entropy: Tensor | None = None, _: object = None, *, kept: Kept | None = None,
 ) -> Sequence[Tensor | None]:  # fmt: skip
-    """The gradients by Backward, from what the forward call was given and its row state."""
+    """The gradients by Backward, from what the forward call was given, its row state and what it
+    has kept."""
     call = ctx.call
     main_grad = call.main_grad if ctx.needs_input_grad[1] else None
     saved = ctx.saved_tensors
     input, weight, bias = saved[:3]
-    row_state, entropy = saved[7:]
+    row_state, entropy = saved[7:9]
     if grad_loss is None:  # absent would mean 1
         none = call.options.reduction == _abi.REDUCTION_NONE
         grad_loss = torch.zeros((), dtype=torch.float32, device=input.device)  # []
@@ -300,6 +328,7 @@ def recompute(
         _dtypes(ctx, input, weight, bias),
         in_place=call.in_place,
         main_grad=None if main_grad is None else main_grad.buffer,
+        kept=kept,
     )
     if main_grad is not None:
         main_grad.added()

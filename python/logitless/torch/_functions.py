@@ -168,7 +168,7 @@ def _loss(
         if dtype is not None:
             input, bias = cast(input, dtype), cast_bias(bias, dtype)
             weight = None if weight is None else cast(weight, dtype)
-        return _run.forward(input, weight, bias, constants, options, memory, wanted)
+        return _run.forward(input, weight, bias, constants, options, memory, wanted)[0]
     except RuntimeError:  # torch's own word for a layout without strides names no tensor
         refuse_layouts((input, weight, bias, *constants))
         raise

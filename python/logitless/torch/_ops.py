@@ -15,7 +15,7 @@ from torch import Tensor
 from logitless import _abi
 from logitless._abi import Options
 from logitless._errors import not_supported
-from logitless.torch import _run
+from logitless.torch import _kept, _run
 from logitless.torch._autograd import (
     ONCE_ONLY,
     Call,
@@ -25,6 +25,7 @@ from logitless.torch._autograd import (
     once,
     with_logprob,
 )
+from logitless.torch._kept import Keep, Kept, State
 from logitless.torch._run import Constants, Upstream
 
 _TENSORS = (
@@ -42,14 +43,19 @@ _UPSTREAM = (
     "Tensor row_state, Tensor? entropy, Tensor? grad_loss, "
     "Tensor? grad_lse, Tensor? grad_target_logit, Tensor? grad_entropy"
 )
+_KEPT = "Tensor? kept, Tensor? kept_rows"
+# Rows of kept state beyond those that Forward writes: torch asks of a size that is a symbol whether
+# it is 0 or 1, and compiles once more where it is.
+_SPARE = 2
 _NEEDS = "bool need_input, bool need_weight, bool need_bias"
 
 _make_library: Any = torch.library.Library
 _library = _make_library("logitless", "DEF")
 _tags = (torch.Tag.pt2_compliant_tag,)
 _library.define(
-    f"forward({_TENSORS}, {_OPTIONS}, int wanted) -> (Tensor loss, Tensor lse, Tensor target_logit,"
-    " Tensor logprob, Tensor entropy, Tensor argmax, Tensor row_state)",
+    f"forward({_TENSORS}, {_OPTIONS}, int wanted, SymInt kept_bytes) -> (Tensor loss, Tensor lse, "
+    "Tensor target_logit, Tensor logprob, Tensor entropy, Tensor argmax, Tensor row_state, "
+    "Tensor kept, Tensor kept_rows)",
     tags=_tags,
 )
 _library.define(
@@ -58,7 +64,7 @@ _library.define(
     tags=_tags,
 )
 _library.define(
-    f"backward({_TENSORS}, {_OPTIONS}, {_UPSTREAM}, {_NEEDS}) -> (Tensor grad_input, "
+    f"backward({_TENSORS}, {_OPTIONS}, {_UPSTREAM}, {_KEPT}, {_NEEDS}) -> (Tensor grad_input, "
     "Tensor grad_weight, Tensor grad_bias)",
     tags=_tags,
 )
@@ -77,18 +83,40 @@ def _filled(tensors: Any, device: torch.device) -> tuple[Tensor, ...]:
     )
 
 
+def _kept_like(
+    input: Tensor, weight: Tensor | None, target: Tensor, kept_bytes: Any
+) -> tuple[Tensor, Tensor]:
+    """Kept state that nothing has written, whose sizes may be symbols."""
+    if isinstance(kept_bytes, int) and not kept_bytes:
+        return input.new_empty(0), input.new_empty(0, dtype=torch.float32)
+    assert weight is not None
+    tokens = target.numel()
+    (rows, width), rows_shape = _kept.shapes(tokens, weight.shape[0], input.dtype, kept_bytes)
+    return input.new_empty(rows + _SPARE, width), input.new_empty(rows_shape, dtype=torch.float32)
+
+
 def _forward(*args: Any) -> tuple[Tensor, ...]:
-    *rest, wanted = args
-    call = _split(tuple(rest))
-    results = list(_run.forward(*call, wanted))
+    *rest, wanted, kept_bytes = args
+    input, weight, bias, constants, options, memory = _split(tuple(rest))
+    keep = None
+    if kept_bytes and weight is not None:
+        budget = _kept.budget_of(input, weight, constants.target.numel(), memory)
+        keep = Keep(bytes=kept_bytes, budget=budget, spare=_SPARE)
+    results: list[Tensor | None]
+    (*results,), kept = _run.forward(input, weight, bias, constants, options, memory, wanted, keep)
     for index, bit in ((2, _run.TARGET_LOGIT), (6, _run.ROW_STATE)):
         if not wanted & bit:  # made for the logprob alone
             results[index] = None
-    return _filled(results, args[0].device)
+    if kept is None:
+        return *_filled(results, input.device), *_kept_like(
+            input, weight, constants.target, kept_bytes
+        )
+    return *_filled(results, input.device), kept.columns, kept.rows
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
-    wanted, reduction, target = args[-1], args[_FIRST_OPTION], args[3]
+    *_, wanted, kept_bytes = args
+    reduction, target = args[_FIRST_OPTION], args[3]
     none = reduction == _abi.REDUCTION_NONE
 
     def make(bit: int, shape: Any, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -106,6 +134,7 @@ def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
         make(_run.ENTROPY, target.shape),
         make(_run.ARGMAX, target.shape, torch.int64),
         make(_run.ROW_STATE, (2, target.numel())),
+        *_kept_like(args[0], args[1], target, kept_bytes),
     )
 
 
@@ -143,9 +172,21 @@ def _forward_backward_fake(*args: Any) -> tuple[Tensor, ...]:
 def _backward(*args: Any) -> tuple[Tensor, ...]:
     needs = args[-3:]
     call = _split(args)
-    upstream = Upstream(*args[_MEMORY + 1 : -3])
+    upstream = Upstream(*args[_MEMORY + 1 : -5])
     dtypes = tuple(t.dtype if need and t is not None else None for t, need in zip(call[:3], needs))
-    return _filled(_run.backward(*call, upstream, dtypes), args[0].device)
+    kept = _given(call, *args[-5:-3])
+    return _filled(_run.backward(*call, upstream, dtypes, kept=kept), args[0].device)
+
+
+def _given(call: Any, columns: Tensor | None, rows: Tensor | None) -> Kept | None:
+    """Kept state as Backward takes it. Never consumed: to the graph it is an input as any other."""
+    if columns is None or rows is None or columns.shape[0] <= _SPARE:
+        return None
+    columns = columns[:-_SPARE]
+    input, weight, _, constants, _, memory = call
+    tokens = constants.target.numel()
+    bytes = _abi.kept_bytes(tokens, columns.numel(), columns.element_size())
+    return Kept(columns, rows, State(room=_kept.budget_of(input, weight, tokens, memory) - bytes))
 
 
 def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
@@ -155,15 +196,17 @@ def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
 def _forward_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.set_materialize_grads(False)
     ctx.options = inputs[_FIRST_OPTION : _MEMORY + 1]
-    ctx.wanted = inputs[-1]
-    entropy, argmax, row_state = output[4:]
-    ctx.mark_non_differentiable(argmax, row_state)
-    ctx.save_for_backward(*inputs[:_FIRST_OPTION], row_state, entropy)
+    *_, ctx.wanted, kept_bytes = inputs
+    entropy, argmax, row_state, *kept = output[4:]
+    ctx.mark_non_differentiable(argmax, row_state, *kept)
+    if isinstance(kept_bytes, int) and not kept_bytes:
+        kept = [None, None]
+    ctx.save_for_backward(*inputs[:_FIRST_OPTION], row_state, entropy, *kept)
 
 
 def _forward_backward_rule(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
     saved = ctx.saved_tensors
-    row_state, entropy = saved[_FIRST_OPTION:]
+    row_state, entropy, *kept = saved[_FIRST_OPTION:]
     bits = (_run.LOSS, _run.LSE, _run.TARGET_LOGIT, _run.LOGPROB, _run.ENTROPY)
     grad_loss, grad_lse, grad_target_logit, grad_logprob, grad_entropy = (
         grad if ctx.wanted & bit else None for grad, bit in zip(upstream, bits)
@@ -176,9 +219,9 @@ def _forward_backward_rule(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...
     grads = torch.ops.logitless.backward(
         *saved[:_FIRST_OPTION], *ctx.options, row_state,
         None if grad_entropy is None else entropy, grad_loss, grad_lse, grad_target_logit,
-        grad_entropy, *needs,
+        grad_entropy, *kept, *needs,
     )  # fmt: skip
-    rest = [None] * (_OPTION_COUNT + 1 + 4 + 1)
+    rest = [None] * (_OPTION_COUNT + 1 + 4 + 2)
     return *(g if need else None for g, need in zip(grads, needs)), *rest
 
 
@@ -231,6 +274,25 @@ torch.library.register_autograd(
 torch.library.register_autograd("logitless::backward", _never_twice, lib=_library)
 
 
+def _kept_bytes(input: Tensor, weight: Tensor | None, call: Call, needs: bool) -> Any:
+    """What the forward op may keep; sizes may be symbols."""
+    if not needs or weight is None or call.memory is not None or _hooked():
+        return 0
+    if not _kept.serves(input.dtype, input.device.type, call.options):
+        return 0
+    vocab, hidden = weight.shape
+    return _kept.closed_budget(call.constants.target.numel(), vocab, hidden, input.dtype)
+
+
+def _hooked() -> bool:
+    """In a compiled function what it was when the function was compiled."""
+    return _kept.hooked()
+
+
+# What torch.compiler.assume_constant_result says, which imports the compiler.
+_hooked._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def loss(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call, needs: bool
 ) -> tuple[Tensor | None, ...]:
@@ -255,6 +317,7 @@ def loss(
         )
         return loss, None, None, None, None, argmax if wanted & _run.ARGMAX else None
     made = wanted | _run.ROW_STATE if needs or tracing else wanted
-    results = torch.ops.logitless.forward(*common, made)
+    kept_bytes = _kept_bytes(input, weight, call, needs and not tracing)
+    results = torch.ops.logitless.forward(*common, made, kept_bytes)
     bits = (_run.LOSS, _run.LSE, _run.TARGET_LOGIT, _run.LOGPROB, _run.ENTROPY, _run.ARGMAX)
     return tuple(t if wanted & bit else None for t, bit in zip(results, bits))

@@ -18,8 +18,9 @@ from torch import Tensor
 from logitless import _abi
 from logitless._abi import Options
 from logitless._errors import argument, wrong_device, wrong_dtype
-from logitless.torch import _device
+from logitless.torch import _device, _kept
 from logitless.torch._device import DEVICES, DTYPES, MOST_SHAPES
+from logitless.torch._kept import FRESH, Keep, Kept, State
 
 # What a forward call is asked for, as bits.
 LOSS, LSE, TARGET_LOGIT, LOGPROB, ENTROPY, ARGMAX, ROW_STATE = (1 << bit for bit in range(7))
@@ -33,6 +34,7 @@ _FORWARD_BACKWARD = (*INPUTS, "loss", "argmax", "grad_input", "grad_weight", "gr
 _BACKWARD = (
     *INPUTS, "entropy", "grad_loss", "grad_lse",
     "grad_target_logit", "grad_entropy", "grad_input", "grad_weight", "grad_bias",
+    "kept", "kept_rows",
 )  # fmt: skip
 _LOGITS_NAMES = {"input": "logits", "grad_input": "grad_logits"}
 
@@ -41,7 +43,6 @@ _scratch: list[tuple[Any, int]] = []  # memory and its address; append and pop a
 _SCRATCH_BYTES = 1 << 20
 _SCRATCH_ALIGNMENT = 64
 _threads = 0
-_FRESH = 64  # an address as torch gives to new tensors, as far as it is aligned
 
 
 class Constants(NamedTuple):
@@ -71,6 +72,7 @@ def _view(name: str, tensor: Tensor) -> _abi.View:
 def _make_plan(
     kind: int, names: Sequence[str], tensors: Sequence[Tensor | None], options: Options | None,
     row_state: Tensor | None, memory: int | None, accumulate: bool, addresses: Sequence[int],
+    keep: Keep | None = None, kept: Kept | None = None,
 ) -> _abi.Plan:  # fmt: skip
     first, weight = tensors[0], tensors[1]
     assert first is not None
@@ -88,9 +90,24 @@ def _make_plan(
         (tokens, hidden), vocab = first.shape, weight.shape[0]
         most = 4 * (tokens * vocab + tokens * hidden + vocab * hidden)
     device = (views[0].device_type, views[0].device_index)
+    how: dict[str, Any] = {"most": most, "accumulate": accumulate, "memory": memory}
+    inputs = views[: sum(tensor is not None for tensor in tensors[: len(INPUTS)])]
+    if kept is not None:
+        assert options is not None
+        how |= {"kept_key": kept.key(inputs, options, device), "consume_kept": kept.consume}
+        how |= {"memory": None, "room": kept.state.room, "most": most if memory is not None else 0}
+    plan = _abi.Plan(kind, views, options, device, addresses=addresses, **how)
+    if keep is None:
+        return plan
+    assert options is not None
+    forward = _kept.Forward(views, addresses, inputs, options, device, memory)
+    chosen = _kept.choose(forward, keep)
+    if chosen is None:
+        return plan
+    size, room = chosen
     return _abi.Plan(
-        kind, views, options, device, accumulate=accumulate, memory=memory, most=most,
-        addresses=addresses,
+        kind, (*views, *_kept.views(size, views[0])), options, device, room=room, kept=size,
+        most=most if memory is not None else 0, addresses=(*addresses, FRESH, FRESH),
     )  # fmt: skip
 
 
@@ -109,10 +126,12 @@ def _new_scratch() -> tuple[Any, int]:
 def launch(
     kind: int, names: Sequence[str], tensors: Sequence[Tensor | None], options: Options | None,
     memory: int | None, asked: object, row_state: Tensor | None = None, accumulate: bool = False,
-) -> None:  # fmt: skip
+    keep: Keep | None = None, kept: Kept | None = None,
+) -> Kept | None:  # fmt: skip
     """Runs the op `kind` on tensors of at most two dimensions, on the current stream. `asked` says
     which outputs there are and of what dtype: with the inputs it decides everything but addresses.
-    `row_state` [2, N] holds row_reference and row_log_sum.
+    `row_state` [2, N] holds row_reference and row_log_sum. Returns what a Forward told to `keep`
+    has kept; `kept` are a Backward's last two tensors.
     """
     first = tensors[0]
     assert first is not None
@@ -149,17 +168,23 @@ def launch(
     if plan is None:
         if tf32 and options is not None:
             options = options._replace(allow_tf32=True)
-        plan = _make_plan(kind, names, tensors, options, row_state, memory, accumulate, addresses)
+        plan = _make_plan(
+            kind, names, tensors, options, row_state, memory, accumulate, addresses, keep, kept
+        )
         if len(_plans) >= MOST_SHAPES:
             _plans.clear()
         _plans[entry] = plan
+    state = None
+    if keep is not None and plan.kept is not None:
+        state = _new_kept(first, plan, tf32, keep.spare)
+        addresses += (state.columns.data_ptr(), state.rows.data_ptr())
     if cuda:
         _device.run_cuda(plan, addresses, first.get_device(), number)
-        return
+        return state
     if plan.bytes > _SCRATCH_BYTES:
         workspace = torch.empty(plan.bytes, dtype=torch.uint8, device="cpu")
         plan.run(addresses, workspace.data_ptr(), normalizer=number)
-        return
+        return state
     # Small workspaces are kept, one a call in flight: fresh pages cost more than a small call.
     try:
         scratch = _scratch.pop()
@@ -169,6 +194,18 @@ def launch(
         plan.run(addresses, scratch[1], normalizer=number)
     finally:
         _scratch.append(scratch)
+    return state
+
+
+def _new_kept(rows: Tensor, plan: _abi.Plan, tf32: bool, spare: int) -> Kept:
+    size = plan.kept
+    assert size is not None and plan.room is not None
+    stream = torch._C._cuda_getCurrentRawStream(rows.get_device()) if rows.is_cuda else 0
+    return Kept(
+        rows.new_empty_strided((size.shape[0] + spare, size.shape[1]), (size.shape[1], 1)),
+        rows.new_empty_strided(size.rows_shape, (size.rows_shape[1], 1), dtype=torch.float32),
+        State(size.key, plan.room, tf32, stream),
+    )
 
 
 def _per_token(target: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -206,9 +243,9 @@ def _flat(tensor: Tensor | None) -> Tensor | None:
 
 def forward(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, constants: Constants,
-    options: Options, memory: int | None, wanted: int,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """(loss, lse, target_logit, logprob, entropy, argmax, row_state [2, N])"""
+    options: Options, memory: int | None, wanted: int, keep: Keep | None = None,
+) -> tuple[tuple[Tensor | None, ...], Kept | None]:  # fmt: skip
+    """(loss, lse, target_logit, logprob, entropy, argmax, row_state [2, N]) and what is kept."""
     target, token_weight, vocab_weight, normalizer = constants
     flat = target if target.dim() == 1 else target.reshape(-1)  # [N]
     rows = input if input.dim() == 2 else _rows(input, target.numel())  # [N, D]
@@ -232,13 +269,14 @@ def forward(
         rows, weight, bias, flat, _flat(token_weight), vocab_weight, normalizer, *outputs,
     )  # fmt: skip
     kind = _abi.CROSS_ENTROPY_FORWARD if weight is None else _abi.LINEAR_CROSS_ENTROPY_FORWARD
-    launch(kind, _FORWARD, tensors, options, memory, wanted, row_state)
+    asked = wanted if keep is None else (wanted, keep.asked())
+    kept = launch(kind, _FORWARD, tensors, options, memory, asked, row_state, False, keep)
     logprob = None
     if wanted & LOGPROB:  # from both numbers of the lse: their sum alone would lose a large offset
         assert target_logit is not None and row_state is not None
         reference, log_sum = row_state.view(2, *target.shape)  # [...] [...]
         logprob = (target_logit - reference).sub_(log_sum)  # [...]
-    return loss, lse, target_logit, logprob, entropy, argmax, row_state
+    return (loss, lse, target_logit, logprob, entropy, argmax, row_state), kept
 
 
 def forward_backward(
@@ -302,7 +340,7 @@ def planned_bytes(
     most = 4 * (tokens * vocab + tokens * hidden + vocab * hidden)
     try:
         addresses = [tensor.data_ptr() for tensor in like if tensor is not None]
-        addresses += [_FRESH] * (len(views) - len(addresses))
+        addresses += [FRESH] * (len(views) - len(addresses))
     except RuntimeError:  # tensors of shapes alone: what serves any
         addresses = []
     plan = _abi.Plan(
@@ -331,13 +369,15 @@ def backward(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, constants: Constants,
     options: Options, memory: int | None, upstream: Upstream,
     dtypes: Sequence[torch.dtype | None], *, in_place: bool = False,
-    main_grad: Tensor | None = None,
+    main_grad: Tensor | None = None, kept: Kept | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """(grad_input, grad_weight, grad_bias). `in_place` the first overwrites the input; grad_weight
     is added to `main_grad` [V, D] f32 instead, if that is given."""
     target, token_weight, vocab_weight, normalizer = constants
     tokens = target.numel()
     rows = _rows(input, tokens)  # [N, D]
+    if kept is not None and rows.is_cuda:
+        kept = _kept.usable(kept, rows)
     grads = [
         None if t is None or dtype is None else _grad_of(t, dtype)
         for t, dtype in zip((None if in_place else rows, weight, bias), dtypes)
@@ -351,6 +391,7 @@ def backward(
     tensors = (
         rows, weight, bias, _flat(target), _flat(token_weight), vocab_weight, normalizer,
         *map(_upstream, upstream[1:]), *grads,
+        *((None, None) if kept is None else kept[:2]),
     )  # fmt: skip
     kind = _abi.CROSS_ENTROPY_BACKWARD if weight is None else _abi.LINEAR_CROSS_ENTROPY_BACKWARD
     asked = tuple(
@@ -364,9 +405,11 @@ def backward(
         tensors,
         options,
         memory,
-        (accumulate, asked),
+        (accumulate, asked, None if kept is None else kept[2:]),
         upstream.row_state,
         accumulate,
+        None,
+        kept,
     )
     if main_grad is not None:
         grads[1] = None

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kept state (docs/semantics.md): when Forward keeps something of the logits for Backward, and how
+much beside both calls' workspaces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from logitless import _abi
+from logitless._abi import KeptSize, Options, View
+from logitless._errors import LogitlessError
+from logitless.torch import _device
+from logitless.torch._device import DTYPES
+
+_top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+FRESH = 64  # an address as torch gives to new tensors, as far as it is aligned
+_MOST_TRIES = 8
+_WORKSPACE = 16 << 20  # what closed_budget leaves for both calls' workspaces
+
+
+class Keep(NamedTuple):
+    """What a Forward is told that shall keep something: the bytes to keep it in, or what Backward
+    will be asked for, from which they are planned."""
+
+    dtypes: tuple[torch.dtype | None, ...] = ()  # of the gradients, None where one is not needed
+    main_grad: Tensor | None = None  # [V, D] f32, which grad_weight is added to
+    bytes: int | None = None  # of kept state alone
+    budget: int = 0  # of kept state and a workspace together, where `bytes` are given
+    spare: int = 0  # rows to be allocated beyond those that are written
+
+    def asked(self) -> tuple[object, ...]:
+        """What decides about the plan: a tensor in a key would live as long as the plan."""
+        main_grad = self.main_grad
+        if main_grad is None:
+            return self.dtypes, self.bytes, self.budget
+        return self.dtypes, main_grad.stride(), main_grad.data_ptr() & 15
+
+
+class State(NamedTuple):
+    """What Forward has kept, but for the two tensors."""
+
+    key: int = 0  # 0: not known, and made again
+    room: int = 0  # for Backward's workspace
+    tf32: bool = False  # what the products were made with
+    stream: int | None = None  # which the tensors belong to
+
+
+class Kept(NamedTuple):
+    """What Backward is given of it."""
+
+    columns: Tensor  # [b * R, 64]
+    rows: Tensor  # [N, 8] f32
+    state: State
+    consume: bool = False
+
+    def key(self, inputs: Sequence[View], options: Options, device: tuple[int, int]) -> int:
+        """Forward's, or that of a Forward of the same shape and options."""
+        if self.state.key:
+            return self.state.key
+        columns = self.columns
+        bytes = _abi.kept_bytes(self.rows.shape[0], columns.numel(), columns.element_size())
+        return _abi.kept_size(inputs, options, device, bytes).key
+
+
+def hooked() -> bool:
+    """Whether what autograd saves goes through someone's hooks (checkpoint, save_on_cpu): kept
+    state is too much to be moved, or to be made only to be thrown away."""
+    return _top_hooks is None or _top_hooks(True) is not None
+
+
+def serves(dtype: torch.dtype, device: str, options: Options) -> bool:
+    """Whether a Backward of the whole vocabulary uses what is kept, as far as options decide."""
+    if dtype is torch.float32 or (dtype is torch.bfloat16 and not options.softcap):
+        return True
+    return dtype is torch.bfloat16 and device == "cuda" and not options.label_smoothing
+
+
+def closed_budget(tokens: Any, vocab: Any, hidden: Any, dtype: torch.dtype) -> Any:
+    """The bytes for kept state where sizes may be symbols, for which nothing can be planned: what a
+    fused loss's workspace may grow to, a quarter of the logits in f32 and the f32 sums of 16-bit
+    gradients."""
+    sums = 0 if dtype is torch.float32 else 4 * hidden * (tokens + vocab)
+    return tokens * vocab + sums
+
+
+def budget_of(rows: Tensor, weight: Tensor, tokens: int, memory: int | None) -> int:
+    """The bytes for kept state and a workspace together of an op of the dispatcher."""
+    if memory is not None:
+        return memory
+    vocab, hidden = weight.shape
+    return int(closed_budget(tokens, vocab, hidden, rows.dtype)) + _WORKSPACE
+
+
+def shapes(
+    tokens: Any, vocab: Any, dtype: torch.dtype, bytes: Any
+) -> tuple[tuple[Any, int], tuple[Any, int]]:
+    """Those of `kept` and `kept_rows` by the closed formula, for symbols too."""
+    code = DTYPES.get(dtype, -1)
+    return _abi.kept_formula(tokens, vocab, code, bytes, torch.sym_min, torch.sym_max)
+
+
+def views(size: KeptSize, like: View) -> tuple[View, View]:
+    return (
+        like._replace(name="kept", shape=size.shape, stride=(size.shape[1], 1)),
+        like._replace(
+            name="kept_rows", dtype=_abi.F32, shape=size.rows_shape, stride=(size.rows_shape[1], 1)
+        ),
+    )
+
+
+class Forward(NamedTuple):
+    """A Forward that may keep something."""
+
+    views: Sequence[View]  # of inputs, outputs, row state
+    addresses: Sequence[int]  # of the same
+    inputs: Sequence[View]  # the first of them
+    options: Options
+    device: tuple[int, int]
+    memory: int | None
+
+    def plan(
+        self, kind: int, more: Sequence[View], at: dict[str, int], options: Options | None = None,
+        **how: Any,
+    ) -> _abi.Plan:  # fmt: skip
+        """An op on the same inputs and fresh tensors, but for those that lie `at` an address."""
+        addresses = [*self.addresses[: len(self.inputs)], *(at.get(v.name, FRESH) for v in more)]
+        return _abi.Plan(
+            kind, (*self.inputs, *more), options or self.options, self.device,
+            addresses=addresses, **how,
+        )  # fmt: skip
+
+
+def _size_in(forward: Forward, bytes: int) -> KeptSize | None:
+    size = _abi.kept_size(forward.inputs, forward.options, forward.device, max(bytes, 0))
+    return size if size.columns else None
+
+
+def choose(forward: Forward, keep: Keep) -> tuple[KeptSize, int] | None:
+    """What Forward keeps, and the room that is left for a workspace; None where nothing fits."""
+    if keep.bytes is not None:
+        size = _size_in(forward, keep.bytes)
+        return None if size is None else (size, keep.budget - size.bytes)
+    try:
+        return _choose(forward, keep)
+    except LogitlessError:  # what is wrong with Backward is for Backward to say
+        return None
+
+
+def _choose(forward: Forward, keep: Keep) -> tuple[KeptSize, int] | None:
+    budget = forward.memory
+    if budget is None:
+        budget = _fused(forward, keep).recommended
+    size = _size_in(forward, budget)
+    for _ in range(_MOST_TRIES):
+        if size is None:
+            return None
+        kept = views(size, forward.inputs[0])
+        least = max(plan.minimum for plan in _both(forward, keep, size, kept))
+        if size.bytes + least <= budget:
+            return size, budget - size.bytes
+        size = _size_in(forward, budget - least)
+    return None
+
+
+def _outputs(forward: Forward, names: Sequence[str]) -> list[View]:
+    """Dense f32 [N] of those names."""
+    first = forward.inputs[0]
+    return [
+        first._replace(name=name, dtype=_abi.F32, shape=(first.shape[0],), stride=(1,))
+        for name in names
+    ]
+
+
+def _gradients(forward: Forward, keep: Keep) -> list[View]:
+    """Dense, in the order of the strides that their tensors have, as torch.empty_like is."""
+    dtypes = dict(zip(("input", "weight", "bias"), keep.dtypes))
+    found = []
+    for view in forward.inputs:
+        dtype = dtypes.get(view.name)
+        if dtype is None:
+            continue
+        if keep.main_grad is not None and view.name != "input":
+            dtype = torch.float32
+        stride: tuple[int, ...] = (1,)
+        if len(view.shape) == 2:
+            rows, columns = view.shape
+            stride = (1, rows) if view.stride[0] < view.stride[1] else (columns, 1)
+        found.append(view._replace(name=f"grad_{view.name}", dtype=DTYPES[dtype], stride=stride))
+    return found
+
+
+_ROW_STATE = ("row_reference", "row_log_sum")
+
+
+def _fused(forward: Forward, keep: Keep) -> _abi.Plan:
+    """The plan of a mean of the same tensors and its gradients."""
+    (loss,) = _outputs(forward, ("loss",))
+    more = [loss._replace(shape=(), stride=()), *_outputs(forward, _ROW_STATE)]
+    more += _gradients(forward, keep)
+    options = forward.options._replace(reduction=_abi.REDUCTION_MEAN)
+    return forward.plan(_abi.LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD, more, {}, options)
+
+
+def _both(forward: Forward, keep: Keep, size: KeptSize, kept: Sequence[View]) -> list[_abi.Plan]:
+    """The plans of Forward and of every Backward that may follow it."""
+    outputs = (*forward.views[len(forward.inputs) :], *kept)
+    plans = [forward.plan(_abi.LINEAR_CROSS_ENTROPY_FORWARD, outputs, {})]
+    has_entropy = any(view.name == "entropy" for view in forward.views)
+    grad_loss, *statistics = _outputs(forward, ("grad_loss", "grad_lse", "grad_target_logit"))
+    if forward.options.reduction != _abi.REDUCTION_NONE:
+        grad_loss = grad_loss._replace(shape=(), stride=())
+    gradients, at = _gradients(forward, keep), {}
+    if keep.main_grad is not None:
+        at["grad_weight"] = keep.main_grad.data_ptr()
+        gradients = [
+            g._replace(stride=keep.main_grad.stride()) if g.name in at else g for g in gradients
+        ]
+    for consume in (False, True) if has_entropy else (False,):
+        more = [grad_loss, *statistics, *_outputs(forward, _ROW_STATE), *gradients, *kept]
+        if consume:
+            more += _outputs(forward, ("entropy", "grad_entropy"))
+        plans.append(
+            forward.plan(
+                _abi.LINEAR_CROSS_ENTROPY_BACKWARD, more, at, accumulate=bool(at),
+                kept_key=size.key, consume_kept=consume,
+            )
+        )  # fmt: skip
+    return plans
+
+
+def usable(kept: Kept, rows: Tensor) -> Kept | None:
+    """What a Backward on the current stream of a CUDA device may use; nothing where f32 products
+    must now be other than those that were kept."""
+    index, state = rows.get_device(), kept.state
+    if rows.dtype is torch.float32 and state.key and state.tf32 != _device.allows_tf32():
+        return None
+    if state.stream not in (None, torch._C._cuda_getCurrentRawStream(index)):
+        stream = torch.cuda.current_stream(index)
+        for tensor in kept[:2]:  # whose memory is the other stream's
+            tensor.record_stream(stream)
+    return kept
