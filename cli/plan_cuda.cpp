@@ -205,6 +205,10 @@ json cuda_plan(const OpShape& s, std::optional<uint64_t> memory, bool steps) {
       out["device"] = device.name;
       out["plan"] = describe(asked.shape, asked.plan(given));
       if (steps) out["plan"]["steps"] = steps_of(asked, given);
+      if (s.kept > 0) {
+        out["kept"] = {{"columns", asked.shape.kept_columns},
+                       {"bytes", kept_in(Call(op), s.kept).bytes}};
+      }
       out["workspace"] = {{"minimum", size.minimum},
                           {"recommended", size.recommended},
                           {"given", given},
@@ -238,6 +242,10 @@ void print_cuda_plan(const json& out) {
              plan["block_rows"].get<int64_t>(), plan["block_columns"].get<int64_t>(),
              plan["stored_columns"].get<int64_t>() + lent, out["vocab"].get<int64_t>(),
              lent > 0 ? fmt::format(", {} of them in grad_weight's memory", lent) : "");
+  if (!out.contains("kept")) return;
+  fmt::print("{:<12}E of {} of {} columns, {} for every token\n", "kept",
+             out["kept"]["columns"].get<int64_t>(), out["vocab"].get<int64_t>(),
+             format_bytes(out["kept"]["bytes"].get<uint64_t>()));
 }
 
 namespace {

@@ -161,6 +161,10 @@ Status check_shard_fields(const Call& call) {
                  "loss is given on a shard of the vocabulary; allowed: statistics, which `combine` "
                  "turns into the loss");
   }
+  if (call["kept"]) {
+    return error(StatusCode::not_supported,
+                 "kept is given on a shard of the vocabulary; allowed: the whole vocabulary");
+  }
   if (call.gradients) {
     for (const char* name : {"row_reference", "row_log_sum"}) {
       if (!call[name]) {

@@ -224,7 +224,6 @@ const Accept kAccepts[] = {
        return s.has("kept");
      },
      true},
-    {"kept state of a shard", [](Subject& s) { return s.has("kept") && s.make_shard(); }, true},
     {"nothing but kept state",
      [](Subject& s) {
        if (!s.forward()) return false;

@@ -343,6 +343,15 @@ inline const Reject kFieldRejects[] = {
        return true;
      },
      invalid_argument, "loss"},
+    {"kept state of a shard",
+     [](Subject& s) {
+       if (!s.has("kept")) return false;
+       const TensorView kept = s["kept"], rows = s["kept_rows"];
+       if (!s.make_shard()) return false;
+       s["kept"] = kept, s["kept_rows"] = rows;
+       return true;
+     },
+     not_supported, "kept"},
     {"ForwardBackward on a shard",
      [](Subject& s) {
        if (!s.forward() || !s.gradients()) return false;

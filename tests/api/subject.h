@@ -72,7 +72,7 @@ struct Subject {
     if (options == nullptr || (forward() && gradients())) return false;
     options->vocab_start = 4;
     options->vocab_total = 16;
-    drop({"loss"});
+    drop({"loss", "kept", "kept_rows"});
     (*this)["vocab_weight"].shape[0] = 16;
     return true;
   }

@@ -204,6 +204,14 @@ class PlanTest(CliTest):
         self.steps_agree(shape, least)
         self.assertIn(str(least), self.refuse("plan", *shape, f"--memory={least - 1}"))
         self.assertIn("linear", self.refuse("plan", *shape, "--op", "softmax"))
+        kept = self.json("plan", *shape, "--op", "linear-backward", "--kept", "3GiB", "--steps")
+        self.assertEqual((kept["kept"]["columns"], kept["plan"]["products"]), (128256, 2))
+        self.assertNotIn("logits", {step.get("step") for step in kept["plan"]["steps"]})
+        part = self.json("plan", *shape, "--op", "linear-backward", "--kept", "1GiB")
+        self.assertEqual(part["kept"]["columns"] % 192, 0)
+        self.assertTrue(2 < part["plan"]["products"] < 3)
+        text = self.succeed("plan", *shape, "--op", "linear-forward", "--kept", "1GiB")
+        self.assertIn(f"E of {part['kept']['columns']} of 128256 columns", text)
 
     def test_threads_add_scratch(self) -> None:
         spaces = [

@@ -225,19 +225,6 @@ TEST_F(WebGpuKept, ConsumedRowsSaySo) {
   expect_rows(execute_in(problem_.op, {Memory::minimum}), 0, 192);
 }
 
-// A shard's rows are kept and looked at, and its logits are made again.
-TEST_F(WebGpuKept, OfAShardTheRowsAlone) {
-  Case c = two_slabs(DType::f32);
-  c.options.vocab_total = 2 * kVocab;
-  c.options.vocab_start = 7;
-  begin(c, 66);
-  expect_rows(keep(Memory::recommended), 3, 0);
-  const Outcome used = execute_in(problem_.op, {Memory::recommended});
-  const Outcome again = execute_in(without_kept(problem_.op), {Memory::recommended});
-  EXPECT_EQ(differing_bits(used.fields, again.fields), "");
-  EXPECT_EQ(used.fault, 0);
-}
-
 // A device below the limits that all have keeps nothing; what another kept is not its own.
 TEST_F(WebGpuKept, SmallerLimitsKeepNothing) {
   begin(two_slabs(DType::f32), 66);

@@ -31,7 +31,6 @@ constexpr int64_t most_extent = (int64_t{1} << 31) - 65536;
 }  // namespace
 
 void lay_out_kept(const Call& op, int64_t columns, LinearCall* call) {
-  if (op.shard()) return;  // a row whose target is elsewhere has nothing for E to be relative to
   call->kept.columns = columns;
   LinearShape& s = call->shape;
   if (!op.grad_entropy) {
