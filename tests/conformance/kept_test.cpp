@@ -198,6 +198,30 @@ TEST_P(KeptState, ServesRowsNearAndFar) {
   }
 }
 
+// A row that is NaN or infinite, a column that is masked and the row whose target it is, beside
+// usual rows.
+TEST_P(KeptState, ServesRowsThatAreNotFinite) {
+  for (const int64_t columns : {0, 192}) {
+    for (const bool weight : {true, false}) {
+      Case c = plain(130, 600);
+      c.ignored = 0;
+      c.bias = c.grad_entropy = true;
+      c.bias_dtype = dtype_;
+      Steps steps(device_, c, columns);
+      Backward& op = steps.problem.op;
+      std::vector<double> input = read(op.input), bias = read(op.bias);
+      input[static_cast<size_t>(3 * c.shape.hidden)] = NAN;
+      input[static_cast<size_t>(7 * c.shape.hidden)] = INFINITY;
+      bias[static_cast<size_t>(read_integers(op.target)[70])] = -INFINITY;
+      write(op.input, input);
+      write(op.bias, bias);
+      if (!weight) op.grad_weight = op.grad_bias = {};
+      ASSERT_TRUE(keep(&steps));
+      expect_judged(steps, backward(steps), std::to_string(columns));
+    }
+  }
+}
+
 // Entropy's gradient alone, where the exponentials' rounding is most of the error: on uniform rows,
 // on rows of two peaks, on peaked ones.
 TEST_P(KeptState, ServesEntropysGradient) {

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The linear ops: src/cpu/{linear_run,plan}.cpp."""
+"""The linear ops and kept state: src/cpu/{linear_run,plan}.*, the row kernel of kept exponentials."""
 
 from mutants.mutant import mutant
 
 RUN, PLAN = "src/cpu/linear_run.cpp", "src/cpu/plan.cpp"
+HEADER, ROW = "src/cpu/plan.h", "src/cpu/row-inl.h"
 
 ROUND_ROW = (
     "uint16_t narrow[vocab_tile];\n"
@@ -211,4 +212,38 @@ MUTANTS = [
         "linear, workspace: the slots lie on the blocks' end", PLAN, "  whole.at_least(forward_end);\n",
         "  whole.at_least(forward_at);\n", "linear workspace",
     ),
+    mutant(
+        "kept: every chunk begins at the first row", RUN, "* size + first_ * stride,", "* size,", "kept",
+    ),
+    mutant(
+        "kept: the last tile as wide as the others", RUN,
+        "std::min(vocab_tile, round_up(kept_ - first, kept_block)) * size;", "vocab_tile * size;", "kept",
+    ),
+    mutant(
+        "kept: rows that lie too far are not made again", RUN,
+        ".overwritten = rounded && !fits ? 1.0f : 0.0f,", ".overwritten = 0 * (rounded && !fits),", "kept",
+    ),
+    mutant(
+        "kept: the workspace has no room for rows to be made again", HEADER,
+        "forward || !all_kept() || dtype != DType::f32;", "forward || !all_kept();", "kept plan",
+    ),
+    mutant("kept: exponentials beyond the range", RUN, "most_below = 60,", "most_below = 600,", "kept"),
+    mutant(
+        "kept: anchors without the bias", RUN,
+        "      if (call_.bias) bias = element_as_f32(call_.bias, tokens_->target[token]);\n", "", "kept",
+    ),
+    mutant(
+        "kept: entropy's logarithm without the sum's", ROW, "static_cast<float>(shift) + g.entropy_value);",
+        "static_cast<float>(shift + g.log_sum) + g.entropy_value);", "kept",
+    ),
+    mutant(
+        "kept: the state of another Forward is used", RUN,
+        "    state.reference = std::numeric_limits<float>::quiet_NaN();\n", "", "kept",
+    ),
+    mutant("kept: row_log_sum is not compared", RUN, " && same(row.log_sum, state.log_sum) &&", " &&", "kept"),
+    mutant(
+        "kept: a mismatch sets no fault", RUN,
+        "    if (call_.fault) *call_.fault.as<int32_t>() |= 2;\n", "", "kept",
+    ),
+    mutant("kept: what is consumed is not said", RUN, "kept_row(tokens, i)->layout = 0;", "{}", "kept"),
 ]  # fmt: skip

@@ -42,6 +42,7 @@ TESTS: dict[str, list[str]] = {
     "shards": [of_cpu("shards", "")],
     "combine": ["shards_test:Combine.*"],
     "offsets": [of_cpu("offsets", "")],
+    "kept": [of_cpu("kept", "")],
     "workspace": ["plan_test", of_cpu("workspace", "", ("*BytesAskedFor*",), "f32")],
     "determinism": [of_cpu("determinism", LINEAR, dtype="_f32")],
     "determinism-bf16": [of_cpu("determinism", LINEAR, ("*RunTwice",), "_bf16")],
