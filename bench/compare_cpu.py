@@ -156,6 +156,8 @@ class Run:
             ours("ours, all options", all_options=True),
             ours("ours, half ignored", half_ignored=True),
         ]
+        for name, kept in (("ours, gradient later", 0), ("ours, gradient later, kept", 1 << 62)):
+            contenders.append(c.ours_later(self.library, self.scratch, head, name, outputs, kept))
         if dtype == "bf16":
             contenders.append(ours("ours, bf16 gradients", c.Gradients(head, self.torch.bfloat16)))
         if not a.no_peers:

@@ -166,6 +166,54 @@ def ours(
     return contender
 
 
+def ours_later(
+    library: native.Library,
+    scratch: Scratch,
+    head: Head,
+    name: str,
+    gradients: Gradients,
+    kept_bytes: int,
+) -> Contender:
+    """Forward without reduction, then Backward with an upstream gradient of each token."""
+    shared = {
+        "input": head.input,
+        "weight": head.weight,
+        "target": head.target,
+        "row_reference": torch.zeros(head.tokens),
+        "row_log_sum": torch.zeros(head.tokens),
+    }
+    written = {"loss": torch.zeros(head.tokens)}
+    later = {
+        "grad_loss": (head.token_weight - 1) / head.tokens,
+        "grad_input": gradients.input,
+        "grad_weight": gradients.weight,
+    }
+
+    def make(kind: int, own: dict[str, torch.Tensor]) -> native.Op:
+        views = {n: view(t) for n, t in (shared | own).items()}
+        return native.make_op(kind, views, reduction=native.REDUCTION_NONE)
+
+    kept = library.kept(make(native.LINEAR_CROSS_ENTROPY_FORWARD, written), kept_bytes)
+    if kept.columns > 0:
+        shared["kept"] = torch.ones(tuple(kept.shape), dtype=head.dtype)
+        shared["kept_rows"] = torch.ones(tuple(kept.rows_shape))
+    ops = [
+        make(native.LINEAR_CROSS_ENTROPY_FORWARD, written),
+        make(native.LINEAR_CROSS_ENTROPY_BACKWARD, later),
+    ]
+    ops[1].kept_key = kept.key if kept.columns > 0 else 0
+    sizes = [library.workspace(op).recommended for op in ops]
+    scratch.address(max(sizes))
+
+    def call() -> float:
+        for op, size in zip(ops, sizes, strict=True):
+            library.run(op, scratch.address(size), size)
+        return (written | shared | later)["loss"].mean().item()  # keeps what the ops point at
+
+    facts = {"workspace_bytes": max(sizes), "kept_bytes": kept.bytes}
+    return Contender(name, call, facts=facts)
+
+
 def linear_then_loss(x: torch.Tensor, w: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(F.linear(x, w), target)
 

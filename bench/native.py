@@ -18,6 +18,7 @@ REDUCTION_NONE, REDUCTION_SUM, REDUCTION_MEAN = range(3)
 SOFTMAX = 0
 CROSS_ENTROPY_FORWARD_BACKWARD = 3
 LINEAR_CROSS_ENTROPY_FORWARD = 4
+LINEAR_CROSS_ENTROPY_BACKWARD = 5
 LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD = 6
 
 TENSORS = (
@@ -68,6 +69,8 @@ class Op(_Sized):
         ("struct_size", u32), ("kind", i32), ("options", POINTER(LossOptions)),
         ("accumulate_grad_weight", i32), ("reserved", i32),
         *((name, POINTER(Tensor)) for name in TENSORS),
+        ("kept", POINTER(Tensor)), ("kept_rows", POINTER(Tensor)), ("kept_key", u64),
+        ("consume_kept", i32), ("reserved_2", i32),
     ]  # fmt: skip
 
 
@@ -75,6 +78,13 @@ class WorkspaceSize(_Sized):
     _fields_ = [
         ("struct_size", u32), ("reserved", u32), ("minimum", u64),
         ("recommended", u64), ("alignment", u64),
+    ]  # fmt: skip
+
+
+class Kept(_Sized):
+    _fields_ = [
+        ("struct_size", u32), ("reserved", u32), ("columns", i64), ("shape", i64 * 2),
+        ("rows_shape", i64 * 2), ("bytes", u64), ("key", u64),
     ]  # fmt: skip
 
 
@@ -145,6 +155,17 @@ class Library:
             self._library.logitless_workspace(byref(op), None, byref(size), byref(status)), status
         )
         return Sizes(size.minimum, size.recommended, size.alignment)
+
+    def kept(self, op: Op, size: int) -> Kept:
+        """What a Forward keeps in so many bytes."""
+        kept, status = Kept(), Status()
+        self._check(
+            self._library.logitless_kept_size(
+                byref(op), None, u64(size), byref(kept), byref(status)
+            ),
+            status,
+        )
+        return kept
 
     def run(self, op: Op, address: int, size: int) -> None:
         buffer, status = WorkspaceBuffer(data=address, bytes=size), Status()
