@@ -552,6 +552,27 @@ def test_dynamic_shapes_keep_and_do_not_recompile(device: str, ran: list[Ran]) -
     assert frames == frames[:1] * len(frames)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_memory_bounds_what_is_planned(ran: list[Ran], dynamic: bool) -> None:
+    """Nothing can be planned of symbols, and nothing is kept of them."""
+    x, w, b, t = problem((2, 350), 1500, 64, BF16, bias=True)
+    exact = [v.detach().double().requires_grad_() for v in (x, w, b)]
+    s = reference.statistics(reference.logits_of(*exact), t, {})
+    kept = set()
+    for memory in (1_000_000, 1_500_000, 3_000_000, 40_000_000):
+        ran.clear()
+
+        def call(x: Tensor, w: Tensor, b: Tensor, t: Tensor, memory: int = memory) -> Any:
+            return linear_logprob(x, w, t, bias=b, entropy=True, memory=memory)
+
+        outputs = compiled(call, [], dynamic=dynamic)(x, w, b, t)
+        check_gradients(outputs, [s["logprob"], s["entropy"]], exact, (x, w, b), BF16)
+        assert len(ran) == 2 and all(r.bytes <= memory for r in ran)
+        kept.add(tuple((r.kept, r.consume) for r in ran))
+    every = {((False, False),) * 2, ((True, False),) * 2}
+    assert kept == ({((False, False),) * 2} if dynamic else every)
+
+
 def test_compiled_under_hooks_keeps_nothing(device: str, ran: list[Ran]) -> None:
     x, w, _, t = head(device=device)
     with torch.autograd.graph.save_on_cpu():

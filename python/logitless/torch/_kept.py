@@ -4,6 +4,8 @@ much beside both calls' workspaces."""
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +16,7 @@ from logitless import _abi
 from logitless._abi import KeptSize, Options, View
 from logitless._errors import LogitlessError
 from logitless.torch import _device
-from logitless.torch._device import DTYPES
+from logitless.torch._device import DEVICES, DTYPES
 
 _top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 FRESH = 64  # an address as torch gives to new tensors, as far as it is aligned
@@ -31,6 +33,7 @@ class Keep(NamedTuple):
     bytes: int | None = None  # of kept state alone
     budget: int = 0  # of kept state and a workspace together, where `bytes` are given
     spare: int = 0  # rows to be allocated beyond those that are written
+    consume: bool = True  # by the gradient of the entropy
 
     def asked(self) -> tuple[object, ...]:
         """What decides about the plan: a tensor in a key would live as long as the plan."""
@@ -127,7 +130,9 @@ class Forward(NamedTuple):
         **how: Any,
     ) -> _abi.Plan:  # fmt: skip
         """An op on the same inputs and fresh tensors, but for those that lie `at` an address."""
-        addresses = [*self.addresses[: len(self.inputs)], *(at.get(v.name, FRESH) for v in more)]
+        addresses = list(self.addresses[: len(self.inputs)])
+        if addresses:  # without them the workspace serves any
+            addresses += [at.get(view.name, FRESH) for view in more]
         return _abi.Plan(
             kind, (*self.inputs, *more), options or self.options, self.device,
             addresses=addresses, **how,
@@ -219,17 +224,53 @@ def _both(forward: Forward, keep: Keep, size: KeptSize, kept: Sequence[View]) ->
         gradients = [
             g._replace(stride=keep.main_grad.stride()) if g.name in at else g for g in gradients
         ]
-    for consume in (False, True) if has_entropy else (False,):
+    for of_entropy in (False, True) if has_entropy else (False,):
         more = [grad_loss, *statistics, *_outputs(forward, _ROW_STATE), *gradients, *kept]
-        if consume:
+        if of_entropy:
             more += _outputs(forward, ("entropy", "grad_entropy"))
         plans.append(
             forward.plan(
                 _abi.LINEAR_CROSS_ENTROPY_BACKWARD, more, at, accumulate=bool(at),
-                kept_key=size.key, consume_kept=consume,
+                kept_key=size.key, consume_kept=of_entropy and keep.consume,
             )
         )  # fmt: skip
     return plans
+
+
+def planned_bytes(
+    given: tuple[tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...]], ...],
+    outputs: tuple[str, ...], options: Options, device: str, index: int, memory: int,
+) -> int:  # fmt: skip
+    """What an op of the dispatcher keeps in `memory` beside the workspaces of tensors that may lie
+    anywhere; `given` are its inputs: name, dtype, shape, strides."""
+    if device not in DEVICES:
+        return 0
+    return _planned_bytes(given, outputs, Options(*options), (DEVICES[device], index), memory)
+
+
+@functools.lru_cache(_device.MOST_SHAPES)
+def _planned_bytes(
+    given: Any, outputs: tuple[str, ...], options: Options, device: tuple[int, int], memory: int
+) -> int:
+    inputs, dtypes = [], {}
+    for name, dtype, shape, stride in given:
+        if name == "input" and len(shape) != 2:
+            shape = (math.prod(shape[:-1]), shape[-1])
+            stride = (shape[1], 1)
+        elif name in ("target", "token_weight"):
+            shape, stride = (math.prod(shape),), (1,)
+        inputs.append(View(name, DTYPES.get(dtype, -1), *device, shape, stride))
+        dtypes[name] = dtype
+    forward = Forward(inputs, (), inputs, options, device, memory)
+    made = _outputs(forward, (*outputs, "lse", "target_logit", *_ROW_STATE))
+    for place, view in enumerate(made):
+        if view.name == "argmax":
+            made[place] = view._replace(dtype=_abi.I64)
+        elif view.name == "loss" and options.reduction != _abi.REDUCTION_NONE:
+            made[place] = view._replace(shape=(), stride=())
+    keep = Keep(tuple(map(dtypes.get, ("input", "weight", "bias"))), consume=False)
+    chosen = choose(forward._replace(views=(*inputs, *made)), keep)
+    return 0 if chosen is None else chosen[0].bytes
 
 
 def usable(kept: Kept, rows: Tensor) -> Kept | None:

@@ -274,14 +274,44 @@ torch.library.register_autograd(
 torch.library.register_autograd("logitless::backward", _never_twice, lib=_library)
 
 
-def _kept_bytes(input: Tensor, weight: Tensor | None, call: Call, needs: bool) -> Any:
-    """What the forward op may keep; sizes may be symbols."""
-    if not needs or weight is None or call.memory is not None or _hooked():
+_OUTPUTS = (("loss", _run.LOSS), ("entropy", _run.ENTROPY), ("argmax", _run.ARGMAX))
+
+
+def _kept_bytes(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call, needs: bool
+) -> Any:
+    """What the forward op may keep, by a closed formula where nothing else bounds it: sizes may be
+    symbols. `memory` bounds workspaces too, which are planned, and so of numbers alone."""
+    if not needs or weight is None or _hooked():
         return 0
     if not _kept.serves(input.dtype, input.device.type, call.options):
         return 0
-    vocab, hidden = weight.shape
-    return _kept.closed_budget(call.constants.target.numel(), vocab, hidden, input.dtype)
+    if call.memory is None:
+        vocab, hidden = weight.shape
+        return _kept.closed_budget(call.constants.target.numel(), vocab, hidden, input.dtype)
+    tensors = (input, weight, bias, *call.constants)
+    given = tuple(
+        (name, t.dtype, tuple(t.shape), tuple(t.stride()))
+        for name, t in zip(_run.INPUTS, tensors)
+        if t is not None
+    )
+    if not _static(given):
+        return 0
+    outputs = tuple(name for name, bit in _OUTPUTS if call.wanted & bit)
+    device = input.device
+    return _kept.planned_bytes(
+        given, outputs, call.options, device.type, device.index or 0, call.memory
+    )
+
+
+def _static(given: Any) -> bool:
+    """Whether every size and stride is a number."""
+    import torch.fx.experimental.symbolic_shapes as symbols  # which torch.compile has imported
+
+    static: Any = getattr(symbols, "has_static_value", None)
+    return static is not None and all(
+        static(size) for *_, shape, stride in given for size in (*shape, *stride)
+    )
 
 
 def _hooked() -> bool:
@@ -291,6 +321,7 @@ def _hooked() -> bool:
 
 # What torch.compiler.assume_constant_result says, which imports the compiler.
 _hooked._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_kept.planned_bytes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def loss(
@@ -317,7 +348,7 @@ def loss(
         )
         return loss, None, None, None, None, argmax if wanted & _run.ARGMAX else None
     made = wanted | _run.ROW_STATE if needs or tracing else wanted
-    kept_bytes = _kept_bytes(input, weight, call, needs and not tracing)
+    kept_bytes = _kept_bytes(input, weight, bias, call, needs and not tracing)
     results = torch.ops.logitless.forward(*common, made, kept_bytes)
     bits = (_run.LOSS, _run.LSE, _run.TARGET_LOGIT, _run.LOGPROB, _run.ENTROPY, _run.ARGMAX)
     return tuple(t if wanted & bit else None for t, bit in zip(results, bits))
