@@ -69,3 +69,6 @@ if(CMAKE_SYSTEM_NAME STREQUAL Linux AND NOT CMAKE_CROSSCOMPILING AND NOT CMAKE_C
            COMMAND Python3::Interpreter -B ${CMAKE_CURRENT_LIST_DIR}/abi_test.py ${PROJECT_SOURCE_DIR}/include/logitless/c.h
                    $<TARGET_FILE:logitless> ${CMAKE_C_COMPILER} ${CMAKE_NM})
 endif()
+
+# How much is counted that one reads to understand a kernel.
+add_test(NAME guards.reading COMMAND Python3::Interpreter -B ${CMAKE_CURRENT_LIST_DIR}/reading_test.py)
