@@ -222,6 +222,24 @@ TEST_P(KeptState, ServesRowsThatAreNotFinite) {
   }
 }
 
+// Tokens of several chunks in the least memory, one in the recommended: the same state is kept.
+TEST_P(KeptState, IsKeptInChunksOfTokens) {
+  Case c = plain(1100, 453);
+  c.shape.hidden = 24;
+  for (const bool options : {false, true}) {
+    c.options.logit_scale = options ? 0.5f : 1;
+    c.bias = options;
+    c.bias_dtype = dtype_;
+    Steps steps(device_, c, 0);
+    if (steps.kept.columns == 0) return;
+    ASSERT_TRUE(keep(&steps, Memory::minimum));
+    const Outcome few = backward(steps);
+    expect_judged(steps, few, "kept in the least memory");
+    ASSERT_TRUE(keep(&steps));
+    EXPECT_EQ(differing_bits(few.fields, backward(steps).fields), "");
+  }
+}
+
 // Entropy's gradient alone, where the exponentials' rounding is most of the error: on uniform rows,
 // on rows of two peaks, on peaked ones.
 TEST_P(KeptState, ServesEntropysGradient) {

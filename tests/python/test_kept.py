@@ -398,7 +398,7 @@ def test_memory_bounds_kept_state_and_workspace_together(
 ) -> None:
     x, w, _, t = problem((700,), 1500, 64, dtype, device)
     with pytest.raises(ValueError, match="memory is 0 bytes; allowed: >= ") as caught:
-        linear_logprob(x, w, t, memory=0)
+        linear_logprob(x, w, t, entropy=True, memory=0)
     least = int(str(caught.value).split(">= ")[1].split()[0])
     whole = x.shape[0] * w.shape[0] * x.element_size()
     shares = set()

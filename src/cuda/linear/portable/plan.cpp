@@ -85,9 +85,10 @@ void each_width(const LinearShape& s, uint64_t bytes, LinearPlan p, F&& consider
   }
 }
 
-// E of all tokens is in the caller's memory, or comes there: one chunk.
-void each_of_kept(const LinearShape& s, const std::function<void(const LinearPlan&)>& consider) {
-  LinearPlan p = chunked(s, round_up(std::max<int64_t>(s.tokens, 1), 8));
+// E of all tokens is in the caller's memory, for products of one chunk; or comes there, a chunk at
+// a time.
+void each_of_kept(const LinearShape& s, LinearPlan p,
+                  const std::function<void(const LinearPlan&)>& consider) {
   p.extra_rows = rows_behind(s);
   for (int64_t block = int64_t{32} << 20; block >= int64_t{1} << 20; block /= 2) {
     set_block(s, block, &p);
@@ -128,10 +129,14 @@ double PortableEngine::seconds(const LinearShape& s, const LinearPlan& p, const 
 
 void PortableEngine::each_plan(const LinearShape& s, const DeviceSpeed&, uint64_t bytes,
                                const std::function<void(const LinearPlan&)>& consider) const {
-  if (s.kept_columns > 0) return each_of_kept(s, consider);
   for (int64_t most = round_up(std::max<int64_t>(s.tokens, 1), 8);;
        most = std::max(most / 2, least_chunk)) {
     LinearPlan p = chunked(s, most);
+    if (s.kept_columns > 0) {
+      each_of_kept(s, p, consider);
+      if (s.gradients() || most <= least_chunk) return;
+      continue;
+    }
     for (int64_t block = int64_t{32} << 20; block >= int64_t{1} << 20; block /= 2) {
       set_block(s, block, &p);
       p.stored_columns = s.gradients() && s.can_store ? s.vocab : 0;

@@ -27,8 +27,10 @@ class PortableRun final : public LinearRun {
   Panel panel_of(const PanelPlace& at) const override {
     if (at.columns == 0) return {};
     if (at.kept) {
-      const int64_t columns = work_.call.kept.columns;
-      return {work_.call.kept.data, stored_pitch(columns), 0, columns, false};
+      const int64_t columns = work_.call.kept.columns, pitch = stored_pitch(columns);
+      // Rows of all tokens lie there.
+      const int64_t before = work_.chunk.first * pitch * size_of(work_.call.shape.dtype);
+      return {work_.call.kept.data + before, pitch, 0, columns, false};
     }
     if (at.first < work_.plan.stored_columns) {
       return {work_.m.stored, stored_pitch(work_.plan.stored_columns), 0, work_.plan.stored_columns,

@@ -14,8 +14,9 @@ class PortableSteps final : public CallSteps {
 
  private:
   void logits() override {
-    visit(
-        {.kind = StepKind::logits, .panel = {.columns = s_.vocab}, .of_e = p_.stored_columns > 0});
+    visit({.kind = StepKind::logits,
+           .panel = {.columns = s_.vocab, .kept = s_.kept_columns > 0},
+           .of_e = p_.stored_columns > 0});
   }
 
   void gradients() override {

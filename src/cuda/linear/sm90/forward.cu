@@ -51,16 +51,21 @@ Operands make_operands(const LinearWork& work) {
   return {input, make_map(weight, s.dtype, s.vocab, hidden, stride, half_right_rows, stream)};
 }
 
+// Of kept E the rows from the chunk's first one on.
+CUtensorMap panel_map_of(const LinearWork& work, const Arguments& arguments, int lines) {
+  const Panel& panel = arguments.panel;
+  const bool is_kept = work.call.shape.kept_columns > 0;
+  const int64_t rows = panel.pitch - (is_kept ? work.chunk.first : 0);
+  return make_panel_map(panel.data, work.call.shape.dtype, rows, panel.pitch,
+                        arguments.panel_end / 64, lines, 1, work.stream);
+}
+
 template <class T, Mode kMode, Set kSet>
 void launch_set(const LinearWork& work, const Arguments& arguments) {
   const auto& [call, plan, m, device, stream, chunk] = work;
   const Operands operands = make_operands(work);
   CUtensorMap panel_map{};
-  if constexpr (kMode != Mode::sums) {
-    const Panel& panel = arguments.panel;
-    panel_map = make_panel_map(panel.data, call.shape.dtype, panel.pitch, arguments.panel_end / 64,
-                               box_lines, 1, stream);
-  }
+  if constexpr (kMode != Mode::sums) panel_map = panel_map_of(work, arguments, box_lines);
   stream->launch_config("sm90 forward", option_forward_kernel<T, kMode, kSet>, whole_chip(device),
                         operands.input, operands.weight, panel_map, arguments);
 }
@@ -121,9 +126,7 @@ void launch_plain(const LinearWork& work, Arguments arguments) {
       panel_map = own_map(own, call.shape.dtype, 0, call.shape.tokens, box_rows, stream);
     }
   } else {
-    const Panel& panel = arguments.panel;
-    panel_map = make_panel_map(panel.data, call.shape.dtype, panel.pitch, arguments.panel_end / 64,
-                               box_rows, 1, stream);
+    panel_map = panel_map_of(work, arguments, box_rows);
   }
   stream->launch_config("sm90 plain forward", plain_forward_kernel<T, kMode>, whole_chip(device),
                         operands.input, operands.weight, panel_map, own, arguments);

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "src/cuda/linear/sm90/forward.h"
+#include "src/kept.h"
 
 namespace logitless::cuda::sm90 {
 namespace {
@@ -109,8 +110,9 @@ Panel panel_of(const LinearCall& call, const LinearPlan& plan, const LinearMemor
                const PanelPlace& at) {
   if (at.columns == 0) return {};
   if (at.kept) {
-    char* data = call.kept.data + at.first * column_bytes(call.shape, plan);
-    return {data, panel_rows(plan), at.first, at.columns, true};
+    const int64_t rows = kept_rows_of(call.shape.tokens);
+    char* data = call.kept.data + at.first * rows * size_of(call.shape.dtype);
+    return {data, rows, at.first, at.columns, true};
   }
   char* data = at.copied ? m.remade
                : at.lent ? call.grad_weight.as<char>() + lent_offset(call.shape, plan, at)

@@ -67,10 +67,18 @@ class Plans {
   }
 
  private:
-  // E of all tokens is in the caller's memory, or comes there: one chunk.
+  // E of all tokens is in the caller's memory, for products of one chunk; or comes there, a chunk
+  // at a time.
   template <class F>
   void each_of_kept(F&& use) const {
-    LinearPlan p = chunked(round_up(std::max<int64_t>(s_.tokens, 1), 8));
+    for (int64_t most = round_up(std::max<int64_t>(s_.tokens, 1), 8);;
+         most = std::max(most / 2, least_chunk)) {
+      each_of_kept_in(chunked(most), use);
+      if (s_.gradients() || most <= least_chunk) return;
+    }
+  }
+  template <class F>
+  void each_of_kept_in(LinearPlan p, F&& use) const {
     const int shrink = s_.grad_input && !s_.direct_grad_input ? 2 : 64;
     for (int64_t block = int64_t{32} << 20; block >= int64_t{1} << 20; block /= shrink) {
       set_block(s_, block, &p);

@@ -173,7 +173,7 @@ Prepared weight_product(const LinearWork& work, const Panel& panel, const char* 
   if (of_e) a.line = m.smoothed_row;
   if (m.class_weights != nullptr) a.class_weight = m.class_weights + panel.first;
   Prepared p{.out = plan.grad_weight_sum ? DType::f32 : out.dtype};
-  p.operands.left = make_panel_map(panel.data, call.shape.dtype, panel.pitch,
+  p.operands.left = make_panel_map(panel.data, call.shape.dtype, panel.pitch, panel.pitch,
                                    (panel.columns + 63) / 64, tile_depth, tile_rows / 64, stream);
   p.operands.right = right_map(work, rows, chunk.rows, plan.hidden_pitch, plan.hidden_pitch, &a);
   p.a = a;

@@ -10,13 +10,18 @@
 namespace logitless::cuda::sm90 {
 namespace {
 
+constexpr int64_t panel_row_bytes = 64 * 2;  // of a block of columns, in 16 bits
+
 class HopperRun final : public LinearRun {
  public:
   using LinearRun::LinearRun;
 
  private:
   Panel panel_of(const PanelPlace& at) const override {
-    return sm90::panel_of(work_.call, work_.plan, work_.m, at);
+    Panel panel = sm90::panel_of(work_.call, work_.plan, work_.m, at);
+    // Rows of all tokens lie there.
+    if (at.kept && at.columns > 0) panel.data += work_.chunk.first * panel_row_bytes;
+    return panel;
   }
 
   void run(const Step& step) override {

@@ -58,9 +58,9 @@ BlockMap make_block_map(const void* data, DType dtype, int64_t rows, int64_t col
       1};
 }
 
-CUtensorMap make_panel_map(const void* data, DType dtype, int64_t rows, int64_t count, int box_rows,
-                           int blocks, Stream* stream) {
-  return encode<3>(data, dtype, {64, unsign(rows), unsign(count)}, {128, unsign(rows * 128)},
+CUtensorMap make_panel_map(const void* data, DType dtype, int64_t rows, int64_t pitch,
+                           int64_t count, int box_rows, int blocks, Stream* stream) {
+  return encode<3>(data, dtype, {64, unsign(rows), unsign(count)}, {128, unsign(pitch * 128)},
                    {64, static_cast<cuuint32_t>(box_rows), static_cast<cuuint32_t>(blocks)},
                    stream);
 }

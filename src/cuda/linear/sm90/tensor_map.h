@@ -22,8 +22,9 @@ struct BlockMap {
 BlockMap make_block_map(const void* data, DType dtype, int64_t rows, int64_t columns,
                         int64_t stride, int box_rows, int blocks, Stream* stream);
 
-// Maps blocks [rows, 64] that follow each other, in boxes of `blocks` blocks, box_rows lines each.
-CUtensorMap make_panel_map(const void* data, DType dtype, int64_t rows, int64_t count, int box_rows,
-                           int blocks, Stream* stream);
+// Maps `count` blocks [rows, 64], `pitch` lines apart, in boxes of `blocks` blocks, box_rows lines
+// each.
+CUtensorMap make_panel_map(const void* data, DType dtype, int64_t rows, int64_t pitch,
+                           int64_t count, int box_rows, int blocks, Stream* stream);
 
 }  // namespace logitless::cuda::sm90
