@@ -471,7 +471,8 @@ TEST_P(KeptState, OfTheCpuOnAShardChangesNothing) {
   expect_judged(steps, with, "a shard");
   EXPECT_EQ(differing_bits(alone.fields, with.fields), "");
   steps.take_kept(with);
-  for (const double x : backward(steps).fields.at("grad_weight").value) ASSERT_TRUE(std::isnan(x));
+  const Outcome used_up = backward(steps);
+  for (const double x : used_up.fields.at("grad_weight").value) ASSERT_TRUE(std::isnan(x));
 }
 
 // Every byte that is asked for is used, by as many threads as there is room for.
