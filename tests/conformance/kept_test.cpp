@@ -6,6 +6,7 @@
 #include <cstring>
 #include <limits>
 
+#include "tests/support/executors.h"
 #include "tests/support/judge.h"
 #include "tests/support/problem.h"
 #include "tests/support/suite.h"
@@ -448,6 +449,31 @@ TEST_P(KeptState, OfTheCpuHasTheBitsOfForwardBackward) {
       ASSERT_TRUE(at_once.status.ok()) << at_once.status.message();
       EXPECT_EQ(differing_bits(later.fields, at_once.fields), "") << describe(c);
       EXPECT_EQ(later.fields.size(), 3u);
+    }
+  }
+}
+
+// Neither what is kept nor what comes of it depends on the number of threads.
+TEST_P(KeptState, OfTheCpuIsTheSameOnAnyThreads) {
+  if (!device_.has_threads()) return;
+  for (const Share& share : kShares) {
+    for (const Memory memory : kMemories) {
+      Case c = plain(0, 0);
+      c.shape = share.shape;
+      c.grad_entropy = true;
+      Steps steps(device_, c, share.columns);
+      Outcome kept, gradients;
+      for (const int threads : {1, 3, 8}) {
+        const SerialExecutor executor(threads, threads == 3);
+        const RunPlan plan{.memory = memory, .executor = executor.get()};
+        const Outcome forward = execute(device_, steps.forward, steps.problem.pool, plan);
+        ASSERT_TRUE(forward.status.ok()) << forward.status.message();
+        steps.hand_over(forward);
+        const Outcome backward = execute(device_, steps.problem.op, steps.problem.pool, plan);
+        if (threads == 1) kept = forward, gradients = backward;
+        EXPECT_EQ(differing_bits(kept.kept, forward.kept), "");
+        EXPECT_EQ(differing_bits(gradients.fields, backward.fields), "") << threads;
+      }
     }
   }
 }
