@@ -199,6 +199,22 @@ TEST_P(KeptState, ServesRowsNearAndFar) {
   }
 }
 
+// A column that lies so far above every target, to either side of what exponentials hold.
+TEST_P(KeptState, ServesTargetsFarBelowTheMaximum) {
+  for (const double nats : {50, 75, 100, 300}) {
+    Case c = plain(66, 600);
+    c.bias = c.grad_entropy = true;
+    c.bias_dtype = dtype_;
+    Steps steps(device_, c, 0);
+    Backward& op = steps.problem.op;
+    std::vector<double> bias = read(op.bias);
+    bias[17] = nats;
+    write(op.bias, bias);
+    ASSERT_TRUE(keep(&steps));
+    expect_judged(steps, backward(steps), std::to_string(nats));
+  }
+}
+
 // A row that is NaN or infinite, a column that is masked and the row whose target it is, beside
 // usual rows.
 TEST_P(KeptState, ServesRowsThatAreNotFinite) {
