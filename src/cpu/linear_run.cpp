@@ -52,8 +52,8 @@ class LinearRun {
   void begin_chunk(const Tokens& tokens, int64_t first, int64_t count);
   // Packs the chunk's input for the products.
   void pack_input();
-  // Logits tile by tile -> states (all but the coefficients); keeps the logits where the plan
-  // stores them.
+  // Logits tile by tile -> states (all but the coefficients); the logits stay where the plan stores
+  // them or the call keeps them.
   void forward_pass();
   // grad_weight and grad_bias added up, grad_input of the chunk's rows written. `gradients`:
   // [count].
