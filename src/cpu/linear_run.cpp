@@ -341,7 +341,7 @@ void LinearRun::keep_states() {
     *row = {.reference = state.reference,
             .log_sum = state.log_sum,
             .target_logit = anchor,
-            .rest = static_cast<float>(-std::expm1(above - state.log_sum)),
+            .rest = static_cast<float>(-std::expm1(std::min(above - state.log_sum, 0.0))),
             .overwritten = rounded && !fits ? 1.0f : 0.0f,
             .layout = exponentials() ? exponentials_layout : logits_layout,
             .columns = static_cast<float>(kept_),
