@@ -591,10 +591,10 @@ void LinearRun::check_kept(const Tokens& tokens) {
   for (int64_t i = 0; i < tokens.valid; ++i) {
     const KeptRow& row = *kept_row(tokens, i);
     RowState& state = states()[i];
-    // A shard is given the state of the whole vocabulary.
-    const bool own =
-        call_.shard() || (same(row.reference, state.reference) && same(row.log_sum, state.log_sum));
-    if (own && row.layout == layout && row.columns == static_cast<float>(kept_)) continue;
+    if (same(row.reference, state.reference) && same(row.log_sum, state.log_sum) &&
+        row.layout == layout && row.columns == static_cast<float>(kept_)) {
+      continue;
+    }
     state.reference = std::numeric_limits<float>::quiet_NaN();
     if (call_.fault) *call_.fault.as<int32_t>() |= 2;
   }
@@ -617,7 +617,7 @@ void load_states(const Call& call, const Tokens& tokens, RowState* states) {
 
 int64_t columns_kept(const Call& call) {
   const bool rounded = call.input.dtype != DType::f32;
-  return call.shard() || (rounded && call.options.softcap > 0) ? 0 : kept_columns(call);
+  return rounded && call.options.softcap > 0 ? 0 : kept_columns(call);
 }
 
 LinearShape shape_of(const Call& call) {

@@ -494,29 +494,6 @@ TEST_P(KeptState, OfTheCpuIsTheSameOnAnyThreads) {
   }
 }
 
-// On a shard nothing is kept, and Backward is given the state of the whole vocabulary.
-TEST_P(KeptState, OfTheCpuOnAShardChangesNothing) {
-  if (!device_.has_threads() || !device_.keeps_state(dtype_)) return;
-  Case c = plain(70, 421);
-  c.options.vocab_total = 500;
-  Steps steps(device_, c, 0);
-  Backward& op = steps.problem.op;
-  const Outcome alone = backward(steps);
-  const Outcome forward = execute(device_, steps.forward, steps.problem.pool);
-  ASSERT_TRUE(forward.status.ok()) << forward.status.message();
-  op.kept = steps.forward.kept;
-  op.kept_rows = steps.forward.kept_rows;
-  op.kept_key = steps.kept.key;
-  op.consume_kept = true;
-  steps.take_kept(forward);
-  const Outcome with = backward(steps);
-  expect_judged(steps, with, "a shard");
-  EXPECT_EQ(differing_bits(alone.fields, with.fields), "");
-  steps.take_kept(with);
-  const Outcome used_up = backward(steps);
-  for (const double x : used_up.fields.at("grad_weight").value) ASSERT_TRUE(std::isnan(x));
-}
-
 // Every byte that is asked for is used, by as many threads as there is room for.
 TEST_P(KeptState, TakesTheBytesAskedFor) {
   if (!device_.has_threads()) return;

@@ -241,7 +241,6 @@ MUTANTS = [
         "    state.reference = std::numeric_limits<float>::quiet_NaN();\n", "", "kept",
     ),
     mutant("kept: row_log_sum is not compared", RUN, "same(row.log_sum, state.log_sum));", "true);", "kept"),
-    mutant("kept: a shard's own row state is wanted", RUN, "call_.shard() || (same", "(same", "kept"),
     mutant(
         "kept: a mismatch sets no fault", RUN,
         "    if (call_.fault) *call_.fault.as<int32_t>() |= 2;\n", "", "kept",
