@@ -181,6 +181,8 @@ class KeptSize(NamedTuple):
 
 
 _KEPT_BLOCK, _KEPT_GROUP, _KEPT_ROW_WIDTH = 64, 3, 8
+KEPT_ELEMENT = {F32: 4, BF16: 2}  # bytes; of other dtypes nothing is kept
+KEPT_WORKSPACE = 16 << 20  # what closed_budget leaves for both calls' workspaces
 
 
 def kept_formula(
@@ -191,7 +193,7 @@ def kept_formula(
     The sizes may be symbols, if `least` and `most` take them: nothing asks for their values, so
     that one graph serves them all. `kept` without rows: nothing is kept.
     """
-    element = {F32: 4, BF16: 2}.get(dtype)
+    element = KEPT_ELEMENT.get(dtype)
     if element is None:
         return (0, _KEPT_BLOCK), (tokens, _KEPT_ROW_WIDTH)
     rows = (tokens + _KEPT_BLOCK - 1) // _KEPT_BLOCK * _KEPT_BLOCK
@@ -205,6 +207,14 @@ def kept_formula(
 def kept_bytes(tokens: Any, elements: Any, element: int) -> Any:
     """The bytes of `kept`, so many elements of so many bytes, and of `kept_rows` [tokens, 8]."""
     return elements * element + 4 * _KEPT_ROW_WIDTH * tokens
+
+
+def closed_budget(tokens: Any, vocab: Any, hidden: Any, dtype: int) -> Any:
+    """The bytes for kept state where sizes may be symbols, or the device is not known, for which
+    nothing can be planned: what a fused loss's workspace may grow to, a quarter of the logits in
+    f32 and the f32 sums of 16-bit gradients."""
+    sums = 0 if dtype == F32 else 4 * hidden * (tokens + vocab)
+    return tokens * vocab + sums
 
 
 _INT64 = 1 << 63

@@ -21,7 +21,6 @@ from logitless.torch._device import DEVICES, DTYPES
 _top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 FRESH = 64  # an address as torch gives to new tensors, as far as it is aligned
 _MOST_TRIES = 8
-_WORKSPACE = 16 << 20  # what closed_budget leaves for both calls' workspaces
 
 
 class Keep(NamedTuple):
@@ -82,20 +81,13 @@ def serves(dtype: torch.dtype, device: str, options: Options) -> bool:
     return dtype is torch.bfloat16 and device == "cuda" and not options.label_smoothing
 
 
-def closed_budget(tokens: Any, vocab: Any, hidden: Any, dtype: torch.dtype) -> Any:
-    """The bytes for kept state where sizes may be symbols, for which nothing can be planned: what a
-    fused loss's workspace may grow to, a quarter of the logits in f32 and the f32 sums of 16-bit
-    gradients."""
-    sums = 0 if dtype is torch.float32 else 4 * hidden * (tokens + vocab)
-    return tokens * vocab + sums
-
-
 def budget_of(rows: Tensor, weight: Tensor, tokens: int, memory: int | None) -> int:
     """The bytes for kept state and a workspace together of an op of the dispatcher."""
     if memory is not None:
         return memory
     vocab, hidden = weight.shape
-    return int(closed_budget(tokens, vocab, hidden, rows.dtype)) + _WORKSPACE
+    budget = _abi.closed_budget(tokens, vocab, hidden, DTYPES[rows.dtype])
+    return int(budget) + _abi.KEPT_WORKSPACE
 
 
 def shapes(

@@ -25,6 +25,7 @@ from logitless.torch._autograd import (
     once,
     with_logprob,
 )
+from logitless.torch._device import DTYPES
 from logitless.torch._kept import Keep, Kept, State
 from logitless.torch._run import Constants, Upstream
 
@@ -288,7 +289,8 @@ def _kept_bytes(
         return 0
     if call.memory is None:
         vocab, hidden = weight.shape
-        return _kept.closed_budget(call.constants.target.numel(), vocab, hidden, input.dtype)
+        dtype = DTYPES[input.dtype]
+        return _abi.closed_budget(call.constants.target.numel(), vocab, hidden, dtype)
     tensors = (input, weight, bias, *call.constants)
     given = tuple(
         (name, t.dtype, tuple(t.shape), tuple(t.stride()))
