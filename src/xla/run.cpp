@@ -3,7 +3,7 @@
 // logitless_run called. One handler for all platforms; attributes:
 //   device_type, kind       s32, as in c.h
 //   fields                  text: the names of the op's tensors, arguments then results, a space
-//                           between two
+//                           between two; "-" for a result that is an argument's memory
 //   workspace_bytes         s64: of the last result, which no field names; it holds `alignment`
 //   alignment               bytes more, so that the workspace can start at a multiple of it
 //   any of logitless_loss_options
@@ -176,6 +176,7 @@ Status read_buffers(const CallFrame& frame, const Request& call, int32_t device_
     }
     const std::string_view name = names.substr(0, names.find(' '));
     names.remove_prefix(name.size() < names.size() ? name.size() + 1 : name.size());
+    if (name == "-") continue;
     const logitless_tensor** field = find_field(name, op);
     if (field == nullptr || *field != nullptr) break;
     logitless_tensor& tensor = (*tensors)[static_cast<size_t>(i)];
@@ -186,6 +187,26 @@ Status read_buffers(const CallFrame& frame, const Request& call, int32_t device_
   return error(StatusCode::internal, "xla: fields \"%.*s\" do not name %lld buffers",
                static_cast<int>(call.fields.size()), call.fields.data(),
                static_cast<long long>(count));
+}
+
+// Kept state is Backward's to overwrite: its buffers are results too, so that XLA has copied what
+// it needs afterwards. Its key names the device, which a program that runs on several does not.
+void take_kept(const logitless_execution& execution, logitless_op* op, Status* status) {
+  if (op->kind != LOGITLESS_LINEAR_CROSS_ENTROPY_BACKWARD) return;
+  if (op->kept == nullptr || op->kept_rows == nullptr) return;
+  logitless_op forward = LOGITLESS_OP_INIT(LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD);
+  forward.options = op->options;
+  forward.input = op->input, forward.weight = op->weight;
+  forward.bias = op->bias, forward.target = op->target;
+  const int64_t element = op->kept->dtype == LOGITLESS_F32 ? 4 : 2;
+  const int64_t of_rows = 4 * op->kept_rows->shape[0] * op->kept_rows->shape[1];
+  logitless_kept kept = LOGITLESS_KEPT_INIT;
+  logitless_kept_size(
+      &forward, &execution,
+      static_cast<uint64_t>(op->kept->shape[0] * op->kept->shape[1] * element + of_rows), &kept,
+      status->c());
+  op->kept_key = kept.key;
+  op->consume_kept = 1;
 }
 
 Error* run(const CallFrame& frame, Status* status) {
@@ -208,6 +229,8 @@ Error* run(const CallFrame& frame, Status* status) {
   *status = read_buffers(frame, call, execution.device_index, &tensors, &op, &workspace);
   if (!status->ok()) return nullptr;
   if (call.has_options) op.options = &call.options;
+  take_kept(execution, &op, status);
+  if (!status->ok()) return nullptr;
   logitless_run(&op, &workspace, &execution, status->c());
   return nullptr;
 }

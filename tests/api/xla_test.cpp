@@ -271,6 +271,19 @@ TEST(Xla, AStatusIsAnErrorWithItsMessage) {
   EXPECT_NE(h.call().code, 0);
 }
 
+TEST(Xla, KeptStateThatIsNoneIsAnError) {
+  for (const char* fields : {"input weight target kept grad_input grad_weight",
+                             "input weight target kept_rows grad_input grad_weight",
+                             "input weight target kept kept_rows grad_weight"}) {
+    LossFrame f;
+    f.set("kind", int32_t{LOGITLESS_LINEAR_CROSS_ENTROPY_BACKWARD});
+    f.set("fields", fields);
+    const Error error = f.call();
+    EXPECT_NE(error.code, 0) << fields;
+    EXPECT_NE(error.message.find("kept"), std::string::npos) << error.message;
+  }
+}
+
 TEST(Xla, MalformedFramesAreErrors) {
   struct Case {
     const char* what;
@@ -290,6 +303,7 @@ TEST(Xla, MalformedFramesAreErrors) {
       {"fields", [](SoftmaxFrame* f) { f->set("fields", "logits probabilities fault"); }},
       {"fields", [](SoftmaxFrame* f) { f->set("fields", "logits  probabilities"); }},
       {"input", [](SoftmaxFrame* f) { f->set("fields", "input probabilities"); }},
+      {"probabilities", [](SoftmaxFrame* f) { f->set("fields", "logits -"); }},
       {"element type", [](SoftmaxFrame* f) { f->buffer(0).dtype = type_f64; }},
       {"rank", [](SoftmaxFrame* f) { f->buffer(1).rank = -1; }},
       {"rank", [](SoftmaxFrame* f) { f->buffer(0).rank = 1; }},

@@ -3,7 +3,7 @@
 
 Gradients, by jax.custom_vjp. Sum and mean of a linear loss: made with the loss, in one pass, and
 multiplied by the upstream gradient in backward. Otherwise (reduction "none", a differentiable
-statistic, given logits): Forward, then Backward.
+statistic, given logits): Forward, then Backward, which of a linear loss uses what Forward has kept.
 
 vmap over tokens and targets alone: one call of all tokens with reduction "none", reduced for each
 element of the batch, so that there is one gradient of the weight and not one for each element. Only
@@ -27,7 +27,7 @@ from jax.interpreters import ad, batching, mlir
 from logitless import _abi
 from logitless._abi import Options
 from logitless._errors import invalid
-from logitless.jax._run import Array, Tensor, evaluate, one_after_another, run
+from logitless.jax._run import DTYPES, Array, Tensor, evaluate, one_after_another, run
 
 _F32 = np.dtype(np.float32)
 _TINY = float(np.finfo(_F32).tiny)
@@ -63,8 +63,22 @@ def _output(call: Call, name: str, tokens: int) -> Tensor:
     return Tensor(name, shape, np.dtype(np.int32) if name == "argmax" else _F32)
 
 
+def _kept(call: Call, input: Array, weight: Array) -> list[Tensor]:
+    """What Forward keeps for Backward, by a closed formula: one program may run on any platform,
+    for none of which anything is planned yet. `memory` would bound it by what is."""
+    (tokens, hidden), vocab, dtype = input.shape, weight.shape[0], np.dtype(input.dtype)
+    if call.memory is not None or (dtype != _F32 and call.options.softcap):
+        return []
+    code = DTYPES.get(dtype.name, -1)
+    budget = _abi.closed_budget(tokens, vocab, hidden, code)
+    shape, rows_shape = _abi.kept_formula(tokens, vocab, code, budget)
+    if not shape[0]:
+        return []
+    return [Tensor("kept", shape, dtype), Tensor("kept_rows", rows_shape, _F32)]
+
+
 def _forward(call: Call, operands: dict[str, Array], state: bool = False) -> dict[str, Array]:
-    """The outputs and, with `state`, row_reference and row_log_sum for Backward."""
+    """The outputs and, with `state`, what Backward takes of them."""
     names = [name for name in call.outputs if name != "logprob"]
     logprob = "logprob" in call.outputs
     if logprob and "target_logit" not in names:
@@ -74,6 +88,8 @@ def _forward(call: Call, operands: dict[str, Array], state: bool = False) -> dic
     tokens = operands["target"].shape[0]
     kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD if call.linear else _abi.CROSS_ENTROPY_FORWARD
     results = [_output(call, name, tokens) for name in names]
+    if state and call.linear:
+        results += _kept(call, operands["input"], operands["weight"])
     made = run(kind, operands, results, call.options, call.memory)
     if logprob:  # from both numbers of the lse: their sum alone would lose a large offset
         made["logprob"] = (made["target_logit"] - made["row_reference"]) - made["row_log_sum"]
@@ -115,7 +131,7 @@ def _forward_rule(call: Call, wrt: tuple[Tensor, ...], primals: Any, rest: Any) 
         held = tuple(made[gradient.name] for gradient in gradients)
         return tuple(made[name] for name in call.outputs), held
     made = _forward(call, operands, state=True)
-    state = ("row_reference", "row_log_sum", "entropy")
+    state = ("row_reference", "row_log_sum", "entropy", "kept", "kept_rows")
     kept = {name: made[name] for name in state if name in made}
     return tuple(made[name] for name in call.outputs), (values, kept)
 

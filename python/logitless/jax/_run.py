@@ -29,7 +29,7 @@ for _platform in ("cpu", "CUDA"):
     jax.ffi.register_ffi_target(
         _TARGET, jax.ffi.pycapsule(_abi.library.logitless_xla_run), platform=_platform
     )
-_DTYPES = {
+DTYPES = {
     "float32": _abi.F32,
     "float16": _abi.F16,
     "bfloat16": _abi.BF16,
@@ -38,6 +38,8 @@ _DTYPES = {
 }
 # What the core may write over what; XLA copies the operand first where it is needed afterwards.
 _IN_PLACE = (("logits", "grad_logits"), ("logits", "probabilities"))
+# What Backward overwrites, and nothing reads afterwards: results that nobody takes.
+_KEPT = ("kept", "kept_rows")
 # [..., V], of which the custom call makes [N, V]: had a reshape made it, XLA would copy what is
 # written over.
 _FLAT = ("logits", "grad_logits", "probabilities")
@@ -62,7 +64,7 @@ class _Workspace(NamedTuple):
 
 def _view(tensor: Tensor, device: tuple[int, int]) -> View:
     name, shape, dtype = tensor
-    code = _DTYPES.get(dtype.name)
+    code = DTYPES.get(dtype.name)
     if code is None:
         allowed = "int32, int64" if name == "target" else "float32, float16, bfloat16"
         if dtype.name == "float64":
@@ -87,7 +89,17 @@ def _plan(
     if "weight" in shapes and len(shapes["weight"]) == 2:
         (tokens, hidden), vocab = shapes["input"], shapes["weight"][0]
         most = 4 * (tokens * vocab + tokens * hidden + vocab * hidden)
-    plan = Plan(kind, views, options, device, memory=memory, most=most)
+    how: dict[str, Any] = {"memory": memory, "most": most}
+    if "kept" in shapes:
+        code = views[0].dtype
+        kept_bytes = _abi.kept_bytes(tokens, math.prod(shapes["kept"]), _abi.KEPT_ELEMENT[code])
+        budget = _abi.closed_budget(tokens, vocab, hidden, code) + _abi.KEPT_WORKSPACE
+        how = {"room": budget - kept_bytes}
+        if kind == _abi.LINEAR_CROSS_ENTROPY_BACKWARD and options is not None:
+            inputs = [view for view in views if view.name in ("input", "weight", "bias", "target")]
+            key = _abi.kept_size(inputs, options, device, kept_bytes).key
+            how |= {"kept_key": key, "consume_kept": True}
+    plan = Plan(kind, views, options, device, **how)
     return _Workspace(plan.bytes, plan.alignment)
 
 
@@ -192,17 +204,24 @@ def _custom_call(
             if operands[operand].dtype == results[output].dtype:
                 aliases[operand] = output
     types = [jax.ShapeDtypeStruct(result.shape, result.dtype) for result in results]
+    fields = [*names, *outputs]
+    for name in _KEPT:
+        if name in names:
+            operand = names.index(name)
+            aliases[operand] = len(types)
+            types.append(jax.ShapeDtypeStruct(operands[operand].shape, operands[operand].dtype))
+            fields.append("-")
     types.append(jax.ShapeDtypeStruct((workspace.bytes + workspace.alignment,), np.uint8))
     call = jax.ffi.ffi_call(_TARGET, types, input_output_aliases=aliases)
     return call(
         *operands,
         device_type=np.int32(device_type),
         kind=np.int32(kind),
-        fields=" ".join((*names, *outputs)),
+        fields=" ".join(fields),
         workspace_bytes=np.int64(workspace.bytes),
         alignment=np.int64(workspace.alignment),
         **_attributes(options),
-    )[:-1]
+    )[: len(results)]
 
 
 for _platform, _device in (("cpu", _abi.CPU), ("cuda", _abi.CUDA)):
