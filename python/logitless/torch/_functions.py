@@ -211,9 +211,10 @@ def linear_cross_entropy(
     of classes, token_weight [...]. The options are those of
     torch.nn.functional.linear_cross_entropy and more. `shift`: the targets move by one (or by that
     many), for next-token prediction. `normalizer`: what "mean" divides by, instead of the sum of
-    the valid tokens' class weights. `memory`: the workspace allowed, in bytes or as "64MiB".
-    `return_statistics`: any of "lse", "target_logit", "logprob", "entropy", "argmax"; the result is
-    then (loss, Statistics). `empty_mean`: a mean over no token is "zero" or "nan", as in PyTorch.
+    the valid tokens' class weights. `memory`: the workspace allowed, and what is kept for backward
+    with it, in bytes or as "64MiB". `return_statistics`: any of "lse", "target_logit", "logprob",
+    "entropy", "argmax"; the result is then (loss, Statistics). `empty_mean`: a mean over no token
+    is "zero" or "nan", as in PyTorch.
     """
     if not isinstance(input, Tensor) or input.dim() == 0:
         raise wrong_shape("input must be a tensor of shape [..., D]")

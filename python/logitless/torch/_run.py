@@ -180,21 +180,25 @@ def launch(
         addresses += (state.columns.data_ptr(), state.rows.data_ptr())
     if cuda:
         _device.run_cuda(plan, addresses, first.get_device(), number)
-        return state
+    else:
+        _run_on_host(plan, addresses, number)
+    return state
+
+
+def _run_on_host(plan: _abi.Plan, addresses: list[int], normalizer: float) -> None:
     if plan.bytes > _SCRATCH_BYTES:
         workspace = torch.empty(plan.bytes, dtype=torch.uint8, device="cpu")
-        plan.run(addresses, workspace.data_ptr(), normalizer=number)
-        return state
+        plan.run(addresses, workspace.data_ptr(), normalizer=normalizer)
+        return
     # Small workspaces are kept, one a call in flight: fresh pages cost more than a small call.
     try:
         scratch = _scratch.pop()
     except IndexError:
         scratch = _new_scratch()
     try:
-        plan.run(addresses, scratch[1], normalizer=number)
+        plan.run(addresses, scratch[1], normalizer=normalizer)
     finally:
         _scratch.append(scratch)
-    return state
 
 
 def _new_kept(rows: Tensor, plan: _abi.Plan, tf32: bool, spare: int) -> Kept:
