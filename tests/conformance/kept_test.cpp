@@ -288,6 +288,8 @@ TEST_P(KeptState, ServesEntropysGradient) {
 // one call where both divide alike: here all tokens and columns are one piece.
 TEST_P(KeptState, HasTheBitsOfOneCall) {
   if (!device_.keeps_state(dtype_)) return;
+  // The CPU keeps exponentials in 16 bits, where one call has logits in f32: another division.
+  if (std::string(device_.name()) == "cpu" && dtype_ != DType::f32) return;
   for (const bool each : {false, true}) {
     Case c = plain(66, 453);
     c.grad_input = c.grad_weight = dtype_;

@@ -240,7 +240,7 @@ MUTANTS = [
         "kept: the state of another Forward is used", RUN,
         "    state.reference = std::numeric_limits<float>::quiet_NaN();\n", "", "kept",
     ),
-    mutant("kept: row_log_sum is not compared", RUN, "same(row.log_sum, state.log_sum));", "true);", "kept"),
+    mutant("kept: row_log_sum is not compared", RUN, "same(row.log_sum, state.log_sum) &&", "true &&", "kept"),
     mutant(
         "kept: a mismatch sets no fault", RUN,
         "    if (call_.fault) *call_.fault.as<int32_t>() |= 2;\n", "", "kept",
