@@ -457,7 +457,7 @@ def test_packed_sequences_are_the_sequences_one_by_one(device: str, dtype: torch
 
 
 @DTYPES
-@pytest.mark.parametrize("memory", [None, "1MiB"])
+@pytest.mark.parametrize("memory", [None, "8MiB"])
 def test_heads_of_several_tokens_ahead_add_up(
     device: str, dtype: torch.dtype, memory: str | None
 ) -> None:
