@@ -17,6 +17,7 @@ namespace {
 using Forward = LinearCrossEntropyForward;
 using Backward = LinearCrossEntropyBackward;
 
+constexpr std::byte garbage{0xFF};  // NaN: what nobody wrote shows where it is read
 constexpr uint64_t whole = std::numeric_limits<uint64_t>::max();
 
 // Dense elements as they were downloaded.
@@ -95,7 +96,8 @@ class KeptState : public ConformanceTest {
  protected:
   // Runs Forward and gives Backward its state; false: Forward failed, as it says itself.
   bool keep(Steps* steps, Memory memory = Memory::recommended) {
-    const Outcome outcome = execute(device_, steps->forward, steps->problem.pool, {memory});
+    const Outcome outcome =
+        execute(device_, steps->forward, steps->problem.pool, {.memory = memory, .fill = garbage});
     if (!outcome.status.ok()) {
       const auto code = outcome.status.code();
       EXPECT_EQ(code, StatusCode::target_out_of_range) << outcome.status.message();
@@ -106,7 +108,8 @@ class KeptState : public ConformanceTest {
     return true;
   }
   Outcome backward(const Steps& steps, Memory memory = Memory::recommended) {
-    return execute(device_, steps.problem.op, steps.problem.pool, {memory});
+    return execute(device_, steps.problem.op, steps.problem.pool,
+                   {.memory = memory, .fill = garbage});
   }
   void expect_judged(const Steps& steps, const Outcome& outcome, const std::string& what) {
     const Comparison result =
@@ -354,6 +357,58 @@ TEST_P(KeptState, IsUsedTwice) {
     }();
     EXPECT_EQ(differing_bits(second.fields, third.fields), "");
     EXPECT_EQ(fresh.fields.size(), second.fields.size());
+  }
+}
+
+// Of one kept state the gradient of the entropy, which is formed of it, and those that multiply it,
+// in any order; and of target_logit alone, whose other columns have no gradient.
+TEST_P(KeptState, ServesOneKindOfGradientAfterAnother) {
+  for (const int64_t columns : {0, 192}) {
+    Case c = plain(70, 421);
+    c.grad_entropy = c.grad_target_logit = true;
+    Steps steps(device_, c, columns);
+    if (steps.kept.columns == 0) return;
+    ASSERT_TRUE(keep(&steps));
+    Backward& op = steps.problem.op;
+    const TensorView entropy = op.entropy, grad_entropy = op.grad_entropy;
+    const std::vector<double> upstream = read(op.grad_loss);
+    for (const int kind : {0, 1, 0, 2, 1, 0}) {
+      op.entropy = kind == 0 ? entropy : TensorView{};
+      op.grad_entropy = kind == 0 ? grad_entropy : TensorView{};
+      write(op.grad_loss, kind == 2 ? std::vector<double>(upstream.size(), 0) : upstream);
+      const Outcome outcome = backward(steps);
+      expect_judged(steps, outcome, "kind " + std::to_string(kind));
+      ASSERT_TRUE(outcome.status.ok()) << outcome.status.message();
+      steps.take_kept(outcome);
+    }
+  }
+}
+
+// A gradient that is no number makes its row none, whatever else is 0.
+TEST_P(KeptState, ANaNThatArrivesIsNotLost) {
+  for (const bool of_target : {false, true}) {
+    Case c = plain(70, 421);
+    c.ignored = 0;
+    c.data = Data::peaked;
+    c.grad_target_logit = of_target;
+    c.grad_lse = !of_target;
+    Steps steps(device_, c, 0);
+    if (steps.kept.columns == 0) return;
+    ASSERT_TRUE(keep(&steps));
+    Backward& op = steps.problem.op;
+    write(op.grad_loss, std::vector<double>(static_cast<size_t>(c.shape.tokens), 0));
+    const TensorView& late = of_target ? op.grad_target_logit : op.grad_lse;
+    std::vector<double> upstream = read(late);
+    upstream[5] = upstream[64] = NAN;
+    write(late, upstream);
+    op.grad_weight = {};
+    const Outcome outcome = backward(steps);
+    ASSERT_TRUE(outcome.status.ok()) << outcome.status.message();
+    const Field& grad = outcome.fields.at("grad_input");
+    for (int64_t i = 0; i < c.shape.tokens; ++i) {
+      const double x = grad.value[static_cast<size_t>(i * c.shape.hidden)];
+      ASSERT_EQ(std::isnan(x), i == 5 || i == 64) << i;
+    }
   }
 }
 

@@ -76,7 +76,9 @@ def hooked() -> bool:
 
 def serves(dtype: torch.dtype, device: str, options: Options) -> bool:
     """Whether a Backward of the whole vocabulary uses what is kept, as far as options decide."""
-    if dtype is torch.float32 or (dtype is torch.bfloat16 and not options.softcap):
+    if dtype is torch.float32:
+        return device != "cuda" or not (options.softcap and options.label_smoothing)
+    if dtype is torch.bfloat16 and not options.softcap:
         return True
     return dtype is torch.bfloat16 and device == "cuda" and not options.label_smoothing
 

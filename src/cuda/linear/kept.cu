@@ -33,18 +33,22 @@ __global__ void __launch_bounds__(256)
     const int64_t column = panel.first + j;
     for (int n = 0; n < count; ++n) {
       const int row = again[1 + n];
+      const RowGradient& g = gradients[row];
+      const bool is_target = column == chunk.tokens.target[chunk.first + row];
+      // The target's logit is known; and of a row whose other columns have no gradient, which is
+      // one of target_logit alone, none is asked for.
+      const bool is_asked = g.probability != 0 || g.smoothing != 0 || g.entropy != 0;
+      const bool is_known = is_target || (!is_asked && isfinite(g.reference + g.log_sum));
       const E* x = address<const E>(call.input, chunk.tokens.row[chunk.first + row]);
       float sum = 0;
-      for (int64_t d = lane; d < call.weight.shape[1]; d += 32) {
+      for (int64_t d = lane; !is_known && d < call.weight.shape[1]; d += 32) {
         sum = fmaf(to_f32(x[d * call.input.stride[1]]),
                    to_f32(*address<const E>(call.weight, column, d)), sum);
       }
       sum = warp_sum(sum);
       if (lane != 0) continue;
       if (present(call.bias)) sum += load(call.bias, column);
-      const bool is_target = column == chunk.tokens.target[chunk.first + row];
       const float z = is_target ? target_logit[row] : map_raw(call.map, sum);
-      const RowGradient& g = gradients[row];
       // At |z| of 1e20 this dot and the product's differ by more than any exponent holds.
       float log_p = (z - g.reference) - g.log_sum;
       log_p = log_p > 0 ? 0.0f : log_p;
@@ -119,12 +123,15 @@ __global__ void __launch_bounds__(formed_rows* formed_lanes)
   const int row = blockIdx.x * formed_rows + threadIdx.x / formed_lanes;
   const int64_t start = block_of_second_axis() * (formed_groups * formed_lanes * width) +
                         threadIdx.x % formed_lanes * width;
-  if (row >= chunk.rows) return;
+  // Products read whole blocks of a panel in blocks, rows and columns that there are not too.
+  const int64_t rows = to.blocks ? to.pitch : chunk.rows;
+  const int64_t columns = to.blocks ? (to.columns + 63) / 64 * 64 : to.columns;
+  if (row >= rows) return;
   Pack<E> packs[formed_groups];
 #pragma unroll
   for (int i = 0; i < formed_groups; ++i) {
     const int64_t j = start + i * (formed_lanes * width);
-    if (j >= to.columns) break;
+    if (j >= columns) break;
     packs[i] =
         *reinterpret_cast<const Pack<E>*>(panel_element<E>(from, row, to.first - from.first + j));
   }
@@ -139,7 +146,7 @@ __global__ void __launch_bounds__(formed_rows* formed_lanes)
 #pragma unroll
   for (int i = 0; i < formed_groups; ++i) {
     const int64_t j = start + i * (formed_lanes * width);
-    if (j >= to.columns) return;
+    if (j >= columns) return;
     if (valid) {
       form<E>(call.in, formed, to.first + j, to.columns - j, &packs[i]);
     } else {
@@ -256,7 +263,8 @@ void form_panel(const LinearWork& work, const Panel& from, const Panel& to) {
     using E = decltype(element);
     constexpr int64_t columns = formed_groups * formed_lanes * Pack<E>::width;
     stream->launch("form_panel", form_kernel<E>,
-                   two_axes(blocks_for(chunk.rows, formed_rows), divide_up(to.columns, columns)),
+                   two_axes(blocks_for(to.blocks ? to.pitch : chunk.rows, formed_rows),
+                            divide_up(to.columns, columns)),
                    formed_rows * formed_lanes, call, chunk, m.target_logit, m.target_gradient,
                    m.gradients, from, to);
   });

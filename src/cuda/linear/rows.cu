@@ -202,6 +202,13 @@ __device__ float write_factors(const RowsArguments<kPlain>& a, int row, const Ro
       return 0;
     }
   }
+  if constexpr (!kPlain) {
+    // Comparisons lose a NaN that arrived, where the other factor is 0.
+    if (onehot != onehot || probability != probability) {
+      a.factors[row] = {nan_value(), 0, 0, 0};
+      return nan_value();
+    }
+  }
   if (far || steep || faint || infinite || overwritten) {
     f.scale = fmaxf(onehot, probability);
     f.smoothing = 0;
