@@ -143,6 +143,7 @@ void set_kept_key(const Subject& s, Op& op) {
     op.kept_key = 0;
     if (!op.kept) return;
     const Call call(op, s.execution);
+    if (call.tokens() > int64_t{1} << 56) return;  // refused before the key is looked at
     op.kept_key = kept_key(call, kept_columns(call)) + s.key_error;
   }
 }
