@@ -5,6 +5,9 @@ kept between forward and backward (the default), in less memory, without it, and
     LOGITLESS_LIBRARY=build/device/liblogitless.so PYTHONPATH=python python bench/compare_later.py \
         --shapes 8192x4096x128256,8192x2048x151936
 
+`--only TEXT` picks contenders; then the log-probability with a temperature, with other statistics
+and with an upstream gradient for a quarter of the rows at random is among them too.
+
 One process; all take turns in bursts, in an order that turns round every round; medians of
 `--rounds`, by the host's clock around bursts that are waited for. bf16, random data and upstream
 gradients. Beside them three bare cuBLAS products of the same operands (V to a multiple of 64). MiB:
@@ -14,6 +17,7 @@ it anywhere, and its figures mean nothing."""
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -35,13 +39,16 @@ class Head:
         self.weight = weight.bfloat16().requires_grad_()
         self.target = torch.randint(0, vocab, (tokens,), device=device)
         self.upstream = [torch.randn(tokens, device=device) for _ in range(2)]
+        some = torch.rand(tokens, device=device) < 0.25
+        self.quarter = [upstream * some for upstream in self.upstream]
+        self.temperature = torch.full((tokens,), 0.7, device=device)
         padded = (vocab + 63) // 64 * 64
         self.padded = torch.zeros(padded, hidden, device=device, dtype=torch.bfloat16)
         self.padded[:vocab] = self.weight.detach()
 
-    def backward(self, results: Any) -> None:
+    def backward(self, results: Any, upstream: list[Tensor] | None = None) -> None:
         outputs = results if isinstance(results, tuple) else (results,)
-        torch.autograd.backward(outputs, self.upstream[: len(outputs)])
+        torch.autograd.backward(outputs, (upstream or self.upstream)[: len(outputs)])
 
     def products(self) -> None:
         input = self.input.detach()
@@ -73,6 +80,21 @@ def contenders(head: Head, less: int) -> dict[str, Callable[[], None]]:
     def logprob(memory: int | None, entropy: bool) -> None:
         head.backward(logitless.linear_logprob(x, w, t, entropy=entropy, memory=memory))
 
+    def warm(temperature: float | Tensor) -> None:
+        head.backward(logitless.linear_logprob(x, w, t, temperature=temperature))
+
+    def quarter(memory: int | None, entropy: bool) -> None:
+        results = logitless.linear_logprob(x, w, t, entropy=entropy, memory=memory)
+        head.backward(results, head.quarter)
+
+    def detached() -> None:
+        results = logitless.linear_logprob(x, w, t, entropy="detached")
+        head.backward(results[0])
+
+    def statistics_alone(*names: str) -> None:
+        with torch.no_grad():
+            logitless.linear_cross_entropy(x, w, t, reduction="none", return_statistics=names)
+
     def forward_alone() -> None:
         with torch.no_grad():
             logitless.linear_logprob(x, w, t, entropy=True)
@@ -87,6 +109,18 @@ def contenders(head: Head, less: int) -> dict[str, Callable[[], None]]:
         "log-probability + entropy": fresh(lambda: logprob(None, True)),
         f"the same in {less // MIB} MiB": fresh(lambda: logprob(less, True)),
         "the same, forward alone": fresh(forward_alone),
+        "temperature 0.7": fresh(lambda: warm(0.7)),
+        "a temperature of each token": fresh(lambda: warm(head.temperature)),
+        "entropy detached": fresh(detached),
+        "a quarter of the rows": fresh(lambda: quarter(None, False)),
+        "a quarter, + entropy": fresh(lambda: quarter(None, True)),
+        f"a quarter in {less // MIB} MiB": fresh(lambda: quarter(less, False)),
+        "forward alone, log-probability": fresh(lambda: statistics_alone("logprob")),
+        "forward alone, rank": fresh(lambda: statistics_alone("logprob", "rank")),
+        "forward alone, sum_p_squared": fresh(lambda: statistics_alone("logprob", "sum_p_squared")),
+        "forward alone, all": fresh(
+            lambda: statistics_alone("logprob", "entropy", "rank", "sum_p_squared", "mean_logit")
+        ),
         "torch.compile, log-probability": fresh(lambda: head.backward(compiled[False](x, w, t))),
         "torch.compile, both": fresh(lambda: head.backward(compiled[True](x, w, t))),
     }
@@ -123,10 +157,20 @@ def peak(head: Head, call: Callable[[], None]) -> float:
     return (torch.cuda.max_memory_allocated() - before - grads) / MIB
 
 
-def compare(shape: str, device: str, rounds: int, seconds: float) -> None:
+LATER = 7  # the contenders that are always there
+
+def chosen(calls: dict[str, Callable[[], None]], only: str) -> dict[str, Callable[[], None]]:
+    basis = ("three cuBLAS products", "mean")
+    later = [*list(calls)[:LATER], *(name for name in calls if name.startswith("torch.compile"))]
+    if not only:
+        return {name: calls[name] for name in later}
+    return {name: call for name, call in calls.items() if name in basis or re.search(only, name)}
+
+
+def compare(shape: str, device: str, rounds: int, seconds: float, only: str) -> None:
     tokens, hidden, vocab = (int(extent) for extent in shape.split("x"))
     head = Head(tokens, hidden, vocab, device)
-    calls = contenders(head, 64 * MIB + 4 * tokens * hidden)
+    calls = chosen(contenders(head, 64 * MIB + 4 * tokens * hidden), only)
     taken: dict[str, list[float]] = {name: [] for name in calls}
     memory = {}
     for name, call in calls.items():
@@ -148,6 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", default="8192x4096x128256,8192x2048x151936")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--only", default="", help="a regular expression of contenders' names")
     parser.add_argument("--burst", type=float, default=0.25, help="seconds")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -155,7 +200,7 @@ def main() -> None:
     print(f"{name}, torch {torch.__version__}, N x D x V, bf16")
     for shape in arguments.shapes.split(","):
         torch._dynamo.reset()
-        compare(shape, device, arguments.rounds, arguments.burst)
+        compare(shape, device, arguments.rounds, arguments.burst, arguments.only)
 
 
 if __name__ == "__main__":

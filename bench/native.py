@@ -27,6 +27,7 @@ TENSORS = (
     "row_log_sum", "weighted_logit_sum", "grad_loss", "grad_lse", "grad_target_logit",
     "grad_entropy", "grad_logits", "grad_input", "grad_weight", "grad_bias", "fault",
 )  # fmt: skip
+MORE_TENSORS = ("temperature", "logprob", "sum_p_squared", "mean_logit", "rank")
 
 
 class _Sized(ctypes.Structure):
@@ -71,6 +72,7 @@ class Op(_Sized):
         *((name, POINTER(Tensor)) for name in TENSORS),
         ("kept", POINTER(Tensor)), ("kept_rows", POINTER(Tensor)), ("kept_key", u64),
         ("consume_kept", i32), ("reserved_2", i32),
+        *((name, POINTER(Tensor)) for name in MORE_TENSORS),
     ]  # fmt: skip
 
 

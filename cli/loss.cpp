@@ -64,10 +64,9 @@ TokenSummary summarize(const LossInputs& inputs, const LossOutputs& outputs,
         summary.loss.add(outputs.loss.as<const float>()[i]);
       }
       if (!arguments.wants_statistics()) continue;
-      const double lse = outputs.lse.as<const float>()[i];
-      summary.lse.add(lse);
+      summary.lse.add(outputs.lse.as<const float>()[i]);
       summary.entropy.add(outputs.entropy.as<const float>()[i]);
-      summary.log_probability.add(outputs.target_logit.as<const float>()[i] - lse);
+      summary.log_probability.add(outputs.log_probability.as<const float>()[i]);
       if (outputs.argmax.as<const int64_t>()[i] == target) ++summary.correct;
     }
   }

@@ -54,7 +54,8 @@ struct LossOutputs {
   Buffer loss;                                // [N] for none, else [1]
   Buffer token_loss;                          // [N] where each token's is wanted and `loss` is [1]
   Buffer lse, target_logit, entropy;          // [N] each
-  Buffer argmax;                              // [N] i64
+  Buffer log_probability;                     // [N]
+  Buffer argmax, rank;                        // [N] i64
   Buffer grad_input, grad_weight, grad_bias;  // as hidden, weight, bias
   uint64_t workspace = 0;                     // bytes, of what `size` says
   WorkspaceSize size{};

@@ -104,7 +104,9 @@ void set_outputs(Op& op, LossOutputs& outputs, const LossInputs& inputs, bool st
   op.statistics.lse = vector(outputs.lse, DType::f32);
   op.statistics.target_logit = vector(outputs.target_logit, DType::f32);
   op.statistics.entropy = vector(outputs.entropy, DType::f32);
+  op.statistics.logprob = vector(outputs.log_probability, DType::f32);
   op.statistics.argmax = vector(outputs.argmax, DType::i64);
+  op.statistics.rank = vector(outputs.rank, DType::i64);
 }
 
 void set_gradients(LinearCrossEntropyForwardBackward& op, LossOutputs& outputs, DType dtype) {
@@ -140,16 +142,6 @@ Buffer token_losses(const LossInputs& inputs, const LossArguments& arguments) {
   set_outputs(op, outputs, inputs, false);
   run_op(op, arguments, outputs);
   return std::move(outputs.loss);
-}
-
-// target_logit - lse of each token; 0, as its statistics are, where a token does not count.
-Buffer log_probabilities(const LossInputs& inputs, const LossOutputs& outputs) {
-  Buffer result(bytes_of(DType::f32, inputs.tokens()));
-  for (int64_t i = 0; i < inputs.tokens(); ++i) {
-    const double lse = outputs.lse.as<const float>()[i];
-    result.as<float>()[i] = static_cast<float>(outputs.target_logit.as<const float>()[i] - lse);
-  }
-  return result;
 }
 
 }  // namespace
@@ -210,14 +202,14 @@ void write_per_token(OutputFile& file, const LossInputs& inputs, const LossOutpu
                      const LossArguments& arguments) {
   const std::vector<int64_t>& shape = inputs.target.shape;
   const bool none = arguments.options.reduction == Reduction::none;
-  const Buffer log_probability = log_probabilities(inputs, outputs);
   const std::vector<TensorToWrite> tensors{
       {"loss", DType::f32, shape, (none ? outputs.loss : outputs.token_loss).data()},
-      {"log_probability", DType::f32, shape, log_probability.data()},
+      {"log_probability", DType::f32, shape, outputs.log_probability.data()},
       {"lse", DType::f32, shape, outputs.lse.data()},
       {"target_logit", DType::f32, shape, outputs.target_logit.data()},
       {"entropy", DType::f32, shape, outputs.entropy.data()},
-      {"argmax", DType::i64, shape, outputs.argmax.data()}};
+      {"argmax", DType::i64, shape, outputs.argmax.data()},
+      {"rank", DType::i64, shape, outputs.rank.data()}};
   write_safetensors(file, tensors);
 }
 

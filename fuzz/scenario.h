@@ -163,7 +163,7 @@ inline TensorView plain_view(std::string_view name, const Sizes& s, Reduction re
     return scalar_view(nullptr, DType::f32);
   }
   if (is({"fault"})) return vector_view(nullptr, DType::i32, 1);
-  const DType dtype = is({"target", "argmax"}) ? DType::i64 : DType::f32;
+  const DType dtype = is({"target", "argmax", "rank"}) ? DType::i64 : DType::f32;
   return vector_view(nullptr, dtype, s.tokens);
 }
 
@@ -191,7 +191,7 @@ inline void vary_view(Input& in, std::string_view name, bool written, TensorView
     v->dtype = std::array{DType::f32, DType::bf16, DType::f16, DType::f32}[kind];
   }
   if (name == "probabilities" && kind == 1) v->dtype = DType::bf16;
-  if ((name == "target" || name == "argmax") && kind == 1) v->dtype = DType::i32;
+  if ((name == "target" || name == "argmax" || name == "rank") && kind == 1) v->dtype = DType::i32;
   if (name == "normalizer" && kind == 1) v->dtype = DType::i64;
   if (v->rank == 0 && kind == 2) v->rank = 1, v->shape[0] = 1;
   v->byte_offset = in.between(0, 3) * size_of(v->dtype);
@@ -238,6 +238,7 @@ inline double value_of(std::string_view name, const Sizes& s, int64_t ignore_ind
     return static_cast<double>(random.below(s.vocab_total));
   }
   if (name == "token_weight" || name == "vocab_weight") return random.below(5) * 0.5;
+  if (name == "temperature") return wild && random.below(16) == 0 ? -1 : 0.5 + random.below(4);
   if (name == "normalizer") return 1 + random.below(4);
   if (name == "row_reference") return 2 + random.normal();
   if (name == "row_log_sum") return 1 + 2 * random.uniform();

@@ -73,7 +73,8 @@ def map_logits(case: Case, raw: torch.Tensor) -> torch.Tensor:
     z = raw * case["logit_scale"]
     if case["softcap"] > 0:
         z = case["softcap"] * torch.tanh(z / case["softcap"])
-    return z / case["temperature"]
+    temperatures = constants(case, "temperatures")
+    return z / (case["temperature"] if temperatures is None else temperatures[:, None])
 
 
 def constants(case: Case, name: str) -> torch.Tensor | None:
@@ -142,13 +143,18 @@ def statistics(case: Case, z: torch.Tensor, target: torch.Tensor) -> dict[str, t
     lse = z.logsumexp(1)
     log_p = torch.log_softmax(z, 1)
     c = constants(case, "vocab_weight")
+    z_t = z.gather(1, target.clamp(min=0)[:, None])
     return {
         "lse": lse * valid,
-        "target_logit": z.gather(1, target.clamp(min=0)[:, None])[:, 0] * valid,
+        "target_logit": z_t[:, 0] * valid,
         "entropy": -(log_p.exp() * log_p).sum(1) * valid,
         "row_reference": z.amax(1) * valid,
         "row_log_sum": (z - z.amax(1, keepdim=True)).exp().sum(1).log() * valid,
         "weighted_logit_sum": (z if c is None else c * z).sum(1) * valid,
+        "logprob": log_p.gather(1, target.clamp(min=0)[:, None])[:, 0] * valid,
+        "rank": torch.where(valid, (z > z_t).sum(1), -1),
+        "sum_p_squared": (log_p.exp() ** 2).sum(1) * valid,
+        "mean_logit": z.mean(1) * valid,
     }
 
 
@@ -249,6 +255,11 @@ def options() -> dict[str, Case]:
         "z_loss": {"z_loss": 0.125},
         "scale_softcap_temperature": {"logit_scale": -0.5, "softcap": 1.5, "temperature": 0.75},
         "normalizer": {"normalizer": 12.5},
+        "temperature_each": {
+            "reduction": "none",
+            "softcap": 2.5,
+            "temperatures": [0.5, 1.0, 4.0, 0.75, 1.5, 2.0],
+        },
         "statistics": {
             "grad_lse": [1.0] * n,
             "grad_target_logit": [-0.5] * n,

@@ -21,7 +21,7 @@ struct Field {
 };
 
 struct Fields {
-  std::array<Field, 24> field{};
+  std::array<Field, 32> field{};
   size_t count = 0;
   const Field* begin() const { return field.data(); }
   const Field* end() const { return field.data() + count; }
@@ -82,8 +82,10 @@ struct Call {
   Tensor logits{}, probabilities{};                               // [N, V] each
   Tensor input{}, weight{}, bias{};                               // [N, D] [V, D] [V]
   Tensor target{}, token_weight{}, vocab_weight{}, normalizer{};  // [N] [N] [V, whole] []
+  Tensor temperature{};                                           // [N]
   Tensor loss{};                                                  // [N] or []
   Tensor lse{}, target_logit{}, argmax{}, weighted_logit_sum{};   // [N] each
+  Tensor logprob{}, rank{}, sum_p_squared{}, mean_logit{};        // [N] each
   Tensor row_reference{}, row_log_sum{}, entropy{};               // [N]; Backward reads them
   Tensor grad_loss{};                                             // [N] or []
   Tensor grad_lse{}, grad_target_logit{}, grad_entropy{};         // [N] each
@@ -120,7 +122,9 @@ struct Call {
   // The statistics that this call writes.
   TokenStatistics statistics() const {
     if (!forward) return {};
-    return {lse, target_logit, entropy, argmax, row_reference, row_log_sum, weighted_logit_sum};
+    return {lse,         target_logit,       entropy, argmax, row_reference,
+            row_log_sum, weighted_logit_sum, logprob, rank,   sum_p_squared,
+            mean_logit};
   }
 };
 

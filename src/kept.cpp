@@ -56,7 +56,8 @@ uint64_t kept_key(const Call& call, int64_t columns) {
   for (const int64_t x :
        {int64_t{kept_version}, static_cast<int64_t>(call.execution.device.type),
         int64_t{call.execution.device.index}, static_cast<int64_t>(call.input.dtype), call.tokens(),
-        call.vocab(), call.hidden(), columns, int64_t{static_cast<bool>(call.bias)}, o.ignore_index,
+        call.vocab(), call.hidden(), columns, int64_t{static_cast<bool>(call.bias)},
+        int64_t{static_cast<bool>(call.temperature)}, o.ignore_index,
         static_cast<int64_t>(o.out_of_range), int64_t{o.allow_tf32}, o.vocab_start,
         o.vocab_total}) {
     hash.add(static_cast<uint64_t>(x));

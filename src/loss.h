@@ -78,6 +78,10 @@ struct RowState {
   float entropy = 0;             // only where asked for
   int64_t argmax = -1;           // only where asked for
   LOGITLESS_HOST_DEVICE float lse() const { return reference + log_sum; }
+  LOGITLESS_HOST_DEVICE float logprob() const {
+    const float x = (target_logit - reference) - log_sum;
+    return x > 0 ? 0 : x;
+  }
 };
 
 // The constants of a call.

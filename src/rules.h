@@ -72,6 +72,7 @@ Status check_extents(const Call& call);
 Status check_written_once(const Call& call);
 Status check_option_enums(const Call& call);
 Status check_option_ranges(const Call& call);
+Status check_temperature(const Call& call);
 Status check_normalizer(const Call& call);
 Status check_shard_range(const Call& call);
 Status check_shard_fields(const Call& call);

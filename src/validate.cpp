@@ -154,9 +154,11 @@ Status check_dtype_pairs(const Call& call) {
                    dtype == DType::f32 ? "" : ", ", dtype == DType::f32 ? "" : name_of(dtype));
     }
   }
-  if (call["argmax"].dtype == DType::i32 && call.vocab_total() > INT32_MAX) {
-    return error(StatusCode::wrong_dtype, "argmax is i32; allowed: i64 where V = %lld",
-                 static_cast<long long>(call.vocab_total()));
+  for (const char* name : {"argmax", "rank"}) {
+    if (call[name].dtype == DType::i32 && call.vocab_total() > INT32_MAX) {
+      return error(StatusCode::wrong_dtype, "%s is i32; allowed: i64 where V = %lld", name,
+                   static_cast<long long>(call.vocab_total()));
+    }
   }
   return {};
 }
@@ -204,6 +206,7 @@ constexpr Status (*kRules[])(const Call&) = {
     check_ranks,
     check_nonnegative,
     check_normalizer,
+    check_temperature,
     check_empty,
     check_shard_range,
     check_products,

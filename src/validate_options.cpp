@@ -106,6 +106,15 @@ Status check_option_ranges(const Call& call) {
   return check_factors(call.options);
 }
 
+// One temperature a call or one a token, which a device reads.
+Status check_temperature(const Call& call) {
+  if (!call.temperature || call.options.temperature == 1) return {};
+  return error(StatusCode::invalid_argument,
+               "temperature is given as a tensor and as options.temperature = %g; allowed: one (1 "
+               "beside a tensor)",
+               static_cast<double>(call.options.temperature));
+}
+
 Status check_normalizer(const Call& call) {
   if (!call.loss_op) return {};
   const double value = call.options.normalizer;
@@ -161,6 +170,10 @@ Status check_shard_fields(const Call& call) {
                  "loss is given on a shard of the vocabulary; allowed: statistics, which `combine` "
                  "turns into the loss");
   }
+  if (call["rank"]) {
+    return error(StatusCode::not_supported,
+                 "rank is given on a shard of the vocabulary; allowed: the whole vocabulary");
+  }
   if (call["kept"]) {
     return error(StatusCode::not_supported,
                  "kept is given on a shard of the vocabulary; allowed: the whole vocabulary");
@@ -203,13 +216,17 @@ Status check_probability_input(const Call& call) {
                  "vocab_total is %lld with input_kind probabilities; allowed: 0 or V = %lld",
                  static_cast<long long>(o.vocab_total), static_cast<long long>(call.vocab()));
   }
-  for (const char* name :
-       {"lse", "target_logit", "entropy", "argmax", "row_reference", "row_log_sum",
-        "weighted_logit_sum", "grad_lse", "grad_target_logit", "grad_entropy"}) {
+  for (const char* name : {"lse", "target_logit", "entropy", "argmax", "row_reference",
+                           "row_log_sum", "weighted_logit_sum", "logprob", "rank", "sum_p_squared",
+                           "mean_logit", "grad_lse", "grad_target_logit", "grad_entropy"}) {
     if (call[name]) {
       return error(StatusCode::invalid_argument,
                    "%s is given with input_kind probabilities, which has no statistics", name);
     }
+  }
+  if (call["temperature"]) {
+    return error(StatusCode::invalid_argument,
+                 "temperature is given with input_kind probabilities; allowed: none");
   }
   return {};
 }

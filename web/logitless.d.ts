@@ -60,7 +60,8 @@ export interface LossOptions {
 }
 
 export type Statistic =
-  | 'lse' | 'targetLogit' | 'entropy' | 'argmax' | 'rowReference' | 'rowLogSum' | 'weightedLogitSum';
+  | 'lse' | 'targetLogit' | 'entropy' | 'argmax' | 'rowReference' | 'rowLogSum' | 'weightedLogitSum' | 'logprob' | 'rank'
+  | 'sumPSquared' | 'meanLogit';
 
 /** Those that a call is given to write, or has made. */
 export interface Statistics {
@@ -71,9 +72,15 @@ export interface Statistics {
   rowReference?: Tensor<'f32'>;
   rowLogSum?: Tensor<'f32'>;
   weightedLogitSum?: Tensor<'f32'>;
+  logprob?: Tensor<'f32'>;
+  rank?: Tensor<'i32'>;
+  sumPSquared?: Tensor<'f32'>;
+  meanLogit?: Tensor<'f32'>;
 }
 
-export interface CallOptions extends LossOptions, Statistics {
+export interface CallOptions extends Omit<LossOptions, 'temperature'>, Statistics {
+  /** One, or one of each token: [N]. */
+  temperature?: number | Tensor<'f32'>;
   tokenWeight?: Tensor<'f32'>;  // [N]
   vocabWeight?: Tensor<'f32'>;  // [V]
   gradLoss?: Tensor<'f32'>;  // as the loss

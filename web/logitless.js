@@ -11,11 +11,14 @@ export {LogitlessError, Tensor};
 
 const TENSORS = [
   'logits', 'probabilities', 'input', 'weight', 'bias', 'target', 'tokenWeight', 'vocabWeight', 'loss', 'lse',
-  'targetLogit', 'entropy', 'argmax', 'rowReference', 'rowLogSum', 'weightedLogitSum', 'gradLoss', 'gradLse',
-  'gradTargetLogit', 'gradEntropy', 'gradLogits', 'gradInput', 'gradWeight', 'gradBias', 'fault',
+  'targetLogit', 'entropy', 'argmax', 'rowReference', 'rowLogSum', 'weightedLogitSum', 'logprob', 'rank',
+  'sumPSquared', 'meanLogit', 'gradLoss', 'gradLse', 'gradTargetLogit', 'gradEntropy', 'gradLogits', 'gradInput', 'gradWeight', 'gradBias', 'fault',
 ];
 // What a call reads; all its other tensors it writes.
-const INPUTS = new Set(['logits', 'input', 'weight', 'bias', 'target', 'tokenWeight', 'vocabWeight', 'gradLoss']);
+const INPUTS = new Set(['logits', 'input', 'weight', 'bias', 'target', 'tokenWeight', 'vocabWeight', 'temperature', 'gradLoss']);
+const isIndex = (name) => name === 'argmax' || name === 'rank';
+// A temperature is an option where it is a number.
+const isTensor = (name, value) => TENSORS.includes(name) || (name === 'temperature' && value instanceof Tensor);
 // What bigger limits the planner can use.
 const LIMITS = [
   'maxBufferSize', 'maxStorageBufferBindingSize', 'maxStorageBuffersPerShaderStage', 'maxComputeWorkgroupStorageSize',
@@ -230,7 +233,7 @@ export class Logitless {
         this.core.give(name, new Tensor(this, null, shapes[name] ?? [data.length], dtypeOf(data)), address);
       }
       // Those that the op adds to are among the tensors; of the others only the shape is looked at.
-      for (const [name, shape] of Object.entries(outputs)) if (!tensors[name]) this.core.give(name, new Tensor(this, null, shape, 'f32'), hold(8));
+      for (const [name, shape] of Object.entries(outputs)) if (!tensors[name]) this.core.give(name, new Tensor(this, null, shape, isIndex(name) ? 'i32' : 'f32'), hold(8));
       core.evaluate(bounds);
       const results = {};
       for (const [name, shape] of Object.entries(outputs)) {
@@ -248,14 +251,14 @@ export class Logitless {
   // Shape and dtype of the loss and of the statistics asked for.
   #outputs(rest, statistics, tokens) {
     const outputs = {loss: [rest.reduction === 'none' ? [tokens] : [], 'f32']};
-    for (const name of statistics) outputs[name] = [[tokens], name === 'argmax' ? 'i32' : 'f32'];
+    for (const name of statistics) outputs[name] = [[tokens], isIndex(name) ? 'i32' : 'f32'];
     return outputs;
   }
 
   // The outputs that the caller does not bring are made here, and not kept where the call is refused.
   #call(kind, given, outputs, rest) {
-    const tensors = Object.fromEntries(Object.entries({...rest, ...given}).filter(([name, tensor]) => tensor && TENSORS.includes(name)));
-    const options = Object.fromEntries(Object.entries(rest).filter(([name]) => !TENSORS.includes(name)));
+    const tensors = Object.fromEntries(Object.entries({...rest, ...given}).filter(([name, tensor]) => tensor && isTensor(name, tensor)));
+    const options = Object.fromEntries(Object.entries(rest).filter(([name, value]) => !isTensor(name, value)));
     const made = [];
     try {
       for (const [name, [shape, dtype]] of Object.entries(outputs)) {

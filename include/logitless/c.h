@@ -118,12 +118,16 @@ typedef struct logitless_op {
   const logitless_tensor *grad_lse, *grad_target_logit, *grad_entropy; /* [N] [N] [N] */
   const logitless_tensor* grad_logits;                                 /* [N,V] */
   const logitless_tensor *grad_input, *grad_weight, *grad_bias;        /* [N,D] [V,D] [V] */
-  const logitless_tensor* fault;                                       /* [1] i32, sticky OR */
+  const logitless_tensor* fault; /* [1] i32, sticky OR; 1: a target outside, 2: kept state that is
+                                    another's, 4: a temperature that is none */
   /* Linear Forward and Backward: logitless_kept_size says how large, and which key. */
   const logitless_tensor *kept, *kept_rows; /* [blocks * N to 64, 64] [N,8] */
   uint64_t kept_key;                        /* Backward */
   int32_t consume_kept;                     /* Backward: `kept` need not serve another one */
   int32_t reserved_2;
+  const logitless_tensor* temperature; /* [N] f32, in place of options.temperature */
+  const logitless_tensor *logprob, *sum_p_squared, *mean_logit; /* [N] [N] [N] */
+  const logitless_tensor* rank;                                 /* [N] i32 or i64 */
 } logitless_op;
 
 /* Runs fn(context, i) for every i in [0, count), in any order, on any threads; returns when all are
@@ -174,7 +178,7 @@ typedef struct logitless_kept {
 #define LOGITLESS_TENSOR_INIT {sizeof(logitless_tensor), 0, 0, 0, 0, 0, 0, 0, {0, 0}, {0, 0}}
 #define LOGITLESS_OP_INIT(kind)                                                                   \
   {sizeof(logitless_op), kind, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,                           \
-   0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+   0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
 #define LOGITLESS_EXECUTOR_INIT {sizeof(logitless_executor), 0, 0, 0}
 #define LOGITLESS_EXECUTION_INIT {sizeof(logitless_execution), 0, 0, 0, 0, 0}
 #define LOGITLESS_WORKSPACE_SIZE_INIT {sizeof(logitless_workspace_size), 0, 0, 0, 0}

@@ -2,7 +2,7 @@
 // Shards of the vocabulary: what Forward wrote of one token on each shard, combined into the whole
 // vocabulary's. A few operations a token; combine in shard order for the same bits everywhere.
 //   m = max m_s    lse = m + log sum_s exp(m_s - m) s_s    H = sum_s P_s (H_s + lse - lse_s),  P_s
-//   = exp(lse_s - lse)
+//   = exp(lse_s - lse)    sum_p_squared = sum_s P_s^2 Q_s, Q_s the shard's own
 #pragma once
 
 #include <cmath>
@@ -23,6 +23,8 @@ struct TokenState {
   float entropy = 0;
   float weighted_logit_sum = 0;
   int64_t argmax = -1;  // an index into the whole vocabulary
+  float sum_p_squared = 0;
+  float mean_logit = 0;  // the shard's columns' part of the whole vocabulary's
 };
 
 inline TokenState combine(const TokenState& a, const TokenState& b) {
@@ -43,12 +45,21 @@ inline TokenState combine(const TokenState& a, const TokenState& b) {
   c.target_logit = a.target_logit > b.target_logit || std::isnan(a.target_logit) ? a.target_logit
                                                                                  : b.target_logit;
   c.weighted_logit_sum = a.weighted_logit_sum + b.weighted_logit_sum;
+  c.sum_p_squared =
+      (pa == 0 ? 0 : pa * pa * a.sum_p_squared) + (pb == 0 ? 0 : pb * pb * b.sum_p_squared);
+  c.mean_logit = a.mean_logit + b.mean_logit;
   c.argmax =
       b.argmax < 0 || (a.argmax >= 0 && a.row_reference >= b.row_reference) ? a.argmax : b.argmax;
   return c;
 }
 
 inline float lse(const TokenState& s) { return s.row_reference + s.row_log_sum; }
+
+// Log-probability of the target, never above 0; NaN stays.
+inline float logprob(const TokenState& s) {
+  const float x = (s.target_logit - s.row_reference) - s.row_log_sum;
+  return x > 0 ? 0 : x;
+}
 
 // Loss of one valid token. target_weight = c_t; class_weight_sum = sum of c_j over the whole
 // vocabulary of `vocab_size`, absent: no class weights. A term whose factor is 0 is 0, even where

@@ -65,6 +65,7 @@ constexpr void for_each_tensor(Op& op, C& c, F&& f) {
     f("token_weight", read, op.weights.token, c.token_weight);
     f("vocab_weight", read, op.weights.vocab, c.vocab_weight);
     f("normalizer", read, op.weights.normalizer, c.normalizer);
+    f("temperature", read, op.weights.temperature, c.temperature);
   }
   if constexpr (ForwardOp<T>) {
     f("loss", write, op.loss, c.loss);
@@ -75,6 +76,10 @@ constexpr void for_each_tensor(Op& op, C& c, F&& f) {
     f("row_reference", write, op.statistics.row_reference, c.row_reference);
     f("row_log_sum", write, op.statistics.row_log_sum, c.row_log_sum);
     f("weighted_logit_sum", write, op.statistics.weighted_logit_sum, c.weighted_logit_sum);
+    f("logprob", write, op.statistics.logprob, c.logprob);
+    f("rank", write, op.statistics.rank, c.rank);
+    f("sum_p_squared", write, op.statistics.sum_p_squared, c.sum_p_squared);
+    f("mean_logit", write, op.statistics.mean_logit, c.mean_logit);
   }
   if constexpr (KeepingOp<T>) {
     // Backward marks what it can no longer use.

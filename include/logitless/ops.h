@@ -25,6 +25,13 @@ enum class InputKind : int32_t {
   probabilities = LOGITLESS_INPUT_PROBABILITIES,  // CrossEntropy ops only
 };
 
+// What is or-ed into an op's fault word.
+enum class FaultBits : int32_t {
+  target_outside = 1,   // a target outside the vocabulary, where that is an error
+  kept_of_another = 2,  // a row's kept state is another Forward's, or was consumed
+  temperature = 4,      // a token's temperature is none
+};
+
 struct LossOptions {
   Reduction reduction = Reduction::mean;
   int64_t ignore_index = -100;
@@ -44,12 +51,13 @@ struct LossOptions {
 };
 
 struct LossWeights {
-  TensorView token{};       // [N]   f32
-  TensorView vocab{};       // [V]   f32; [vocab_total] for a shard
-  TensorView normalizer{};  // []    f32 or i64; of mean
+  TensorView token{};        // [N]   f32
+  TensorView vocab{};        // [V]   f32; [vocab_total] for a shard
+  TensorView normalizer{};   // []    f32 or i64; of mean
+  TensorView temperature{};  // [N]  f32; in place of options.temperature
 };
 
-// Optional outputs; those of ignored tokens are 0 (argmax -1).
+// Optional outputs; those of ignored tokens are 0 (argmax and rank -1).
 struct TokenStatistics {
   TensorView lse{};                 // [N] f32   log sum_j exp z_ij
   TensorView target_logit{};        // [N] f32   z_it
@@ -58,6 +66,10 @@ struct TokenStatistics {
   TensorView row_reference{};       // [N] f32   m_i, the row maximum or an anchor near it
   TensorView row_log_sum{};         // [N] f32   log sum_j exp(z_ij - m_i); lse = m + log sum
   TensorView weighted_logit_sum{};  // [N] f32   sum_j c_j z_ij, for shards under label smoothing
+  TensorView logprob{};             // [N] f32   min(0, (z_it - m_i) - log s_i)
+  TensorView rank{};                // [N] i32 or i64   how many logits exceed the target's
+  TensorView sum_p_squared{};       // [N] f32   sum_j p_ij^2
+  TensorView mean_logit{};          // [N] f32   1/V sum_j z_ij
 };
 
 struct Softmax {
@@ -72,7 +84,7 @@ struct CrossEntropyForward {
   LossOptions options{};
   LossWeights weights{};
   TokenStatistics statistics{};
-  TensorView fault{};  // [1]  i32, sticky OR
+  TensorView fault{};  // [1]  i32, sticky OR: see FaultBits
 };
 
 struct CrossEntropyBackward {
@@ -88,7 +100,7 @@ struct CrossEntropyBackward {
   TensorView grad_logits{};        // [N, V]  may be logits itself
   LossOptions options{};
   LossWeights weights{};
-  TensorView fault{};  // [1]  i32, sticky OR
+  TensorView fault{};  // [1]  i32, sticky OR: see FaultBits
 };
 
 struct CrossEntropyForwardBackward {
@@ -100,7 +112,7 @@ struct CrossEntropyForwardBackward {
   LossOptions options{};
   LossWeights weights{};
   TokenStatistics statistics{};
-  TensorView fault{};  // [1]  i32, sticky OR
+  TensorView fault{};  // [1]  i32, sticky OR: see FaultBits
 };
 
 struct LinearCrossEntropyForward {
@@ -114,7 +126,7 @@ struct LinearCrossEntropyForward {
   LossOptions options{};
   LossWeights weights{};
   TokenStatistics statistics{};
-  TensorView fault{};  // [1]  i32, sticky OR
+  TensorView fault{};  // [1]  i32, sticky OR: see FaultBits
 };
 
 struct LinearCrossEntropyBackward {
@@ -139,7 +151,7 @@ struct LinearCrossEntropyBackward {
   bool accumulate_grad_weight = false;  // adds to grad_weight and grad_bias, which must be f32
   LossOptions options{};
   LossWeights weights{};
-  TensorView fault{};  // [1]  i32, sticky OR
+  TensorView fault{};  // [1]  i32, sticky OR: see FaultBits
 };
 
 struct LinearCrossEntropyForwardBackward {
@@ -156,7 +168,7 @@ struct LinearCrossEntropyForwardBackward {
   LossOptions options{};
   LossWeights weights{};
   TokenStatistics statistics{};
-  TensorView fault{};  // [1]  i32, sticky OR
+  TensorView fault{};  // [1]  i32, sticky OR: see FaultBits
 };
 
 }  // namespace logitless

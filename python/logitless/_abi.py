@@ -39,6 +39,8 @@ TENSORS = (
     "grad_entropy", "grad_logits", "grad_input", "grad_weight", "grad_bias", "fault", "kept",
     "kept_rows",
 )  # fmt: skip
+# Those that came later, at the end of the struct.
+MORE_TENSORS = ("temperature", "logprob", "sum_p_squared", "mean_logit", "rank")
 
 
 class _Sized(ctypes.Structure):
@@ -76,6 +78,7 @@ class Op(_Sized):
         ("accumulate_grad_weight", i32), ("reserved", i32),
         *((name, POINTER(Tensor)) for name in TENSORS),
         ("kept_key", u64), ("consume_kept", i32), ("reserved_2", i32),
+        *((name, POINTER(Tensor)) for name in MORE_TENSORS),
     ]  # fmt: skip
 
 
@@ -158,6 +161,10 @@ class Options(NamedTuple):
     normalizer: float = 0.0
     allow_tf32: bool = False
 
+    def of_nll(self) -> bool:
+        """Whether the loss of a token without weights is its negative log-probability."""
+        return not (self.reduction or self.label_smoothing or self.z_loss)
+
 
 class View(NamedTuple):
     """A tensor's name, dtype and geometry; its address is given when the call runs."""
@@ -229,6 +236,22 @@ def ignore_index_of(value: Any) -> Any:
 def softcap_of(value: Any) -> Any:
     """None stands for no softcap, as in the configurations of models."""
     return 0.0 if value is None else value
+
+
+def is_flat(temperature: Sequence[int], target: Sequence[int]) -> bool:
+    """Whether a temperature of that shape is [N] beside a target of another; raises where it is
+    neither that nor broadcastable to the target's."""
+    tokens = math.prod(target)
+    if len(temperature) == 1 and len(target) != 1 and temperature[0] == tokens:
+        return True
+    pairs = zip(reversed(temperature), reversed(target))
+    if len(temperature) > len(target) or any(a not in (1, b) for a, b in pairs):
+        raise error_of(
+            2,
+            f"temperature has shape {tuple(temperature)}; allowed: {tuple(target)} as target, "
+            f"({tokens},), or what is broadcastable to it",
+        )
+    return False
 
 
 def check_ignore_index(value: object) -> None:

@@ -127,4 +127,11 @@ def renames(names: Mapping[str, str]) -> Callable[[Callable[_P, _R]], Callable[_
     return decorate
 
 
+def entropy_detached(entropy: object) -> bool:
+    """Whether linear_logprob shall return the entropy without a gradient."""
+    if isinstance(entropy, str) and entropy != "detached":
+        raise invalid(f'entropy is {entropy!r}; allowed: False, True, "detached"')
+    return entropy == "detached"
+
+
 OF_LOGPROB = {"linear_weight": "weight", "linear_bias": "bias"}  # linear_logprob's own names

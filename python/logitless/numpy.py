@@ -19,6 +19,7 @@ from logitless._arrays import as_f32, check_unmasked
 from logitless._errors import (
     OF_LOGPROB,
     argument,
+    entropy_detached,
     invalid,
     not_supported,
     renames,
@@ -41,7 +42,7 @@ _REDUCTIONS = {
     "mean": _abi.REDUCTION_MEAN,
 }
 _EMPTY_MEANS = {"zero": _abi.EMPTY_MEAN_ZERO, "nan": _abi.EMPTY_MEAN_NAN}
-_STATISTICS = ("lse", "target_logit", "entropy", "argmax")
+_INDICES = ("argmax", "rank")
 
 
 class Statistics(NamedTuple):
@@ -52,6 +53,9 @@ class Statistics(NamedTuple):
     logprob: Array | None = None
     entropy: Array | None = None
     argmax: Array | None = None
+    rank: Array | None = None
+    sum_p_squared: Array | None = None
+    mean_logit: Array | None = None
 
 
 class Gradients(NamedTuple):
@@ -140,6 +144,10 @@ class _Call:
             _one_of("return_statistics", name, dict.fromkeys(Statistics._fields, 0))
         normalizer = options.pop("normalizer")
         number = _normalizer(normalizer)
+        temperatures = None
+        if isinstance(options["temperature"], np.ndarray):
+            temperatures = _temperature(options["temperature"], self.shape, shift)
+            options["temperature"] = 1.0
         empty_mean = _one_of("empty_mean", options.pop("empty_mean"), _EMPTY_MEANS)
         self.constants: dict[str, Array | None] = {"target": self.target}
         for name, key in (("token_weight", "token_weight"), ("weight", "vocab_weight")):
@@ -155,6 +163,7 @@ class _Call:
                 self.constants[key] = value
         if normalizer is not None and number == 0:
             self.constants["normalizer"] = np.zeros((), np.float32)
+        self.constants["temperature"] = temperatures
         self.options = Options(
             reduction=self.reduction, empty_mean=empty_mean, normalizer=number, **options
         )
@@ -163,13 +172,8 @@ class _Call:
         tokens = self.target.size
         none = self.reduction == _abi.REDUCTION_NONE
         made: dict[str, Array | None] = {"loss": np.empty(tokens if none else (), np.float32)}
-        logprob = "logprob" in self.names
-        for name in _STATISTICS:
-            if name in self.names or (name == "target_logit" and logprob):
-                made[name] = np.empty(tokens, np.int64 if name == "argmax" else np.float32)
-        if logprob:
-            made["row_reference"] = np.empty(tokens, np.float32)
-            made["row_log_sum"] = np.empty(tokens, np.float32)
+        for name in self.names:
+            made[name] = np.empty(tokens, np.int64 if name in _INDICES else np.float32)
         return made
 
     def result(self, made: dict[str, Any]) -> Any:
@@ -177,8 +181,6 @@ class _Call:
         loss = made["loss"].reshape(self.shape) if none else made["loss"][()]
         if not self.names:
             return loss
-        if "logprob" in self.names:  # from both numbers of the lse: their sum would lose digits
-            made["logprob"] = (made["target_logit"] - made["row_reference"]) - made["row_log_sum"]
         kept = {name: made[name].reshape(self.shape) for name in self.names}
         return loss, Statistics(**kept)
 
@@ -206,10 +208,22 @@ def _shifted(target: Array, shift: int, ignore_index: int) -> Array:
     _abi.check_ignore_index(ignore_index)
     if target.dtype == np.int32 and not -(1 << 31) <= ignore_index < 1 << 31:
         target = target.astype(np.int64)
-    shift = min(shift, target.shape[-1])
-    moved = np.full_like(target, ignore_index)
-    moved[..., : target.shape[-1] - shift] = target[..., shift:]
+    return _moved(target, shift, ignore_index)
+
+
+def _moved(values: Array, shift: int, rest: float) -> Array:
+    shift = min(shift, values.shape[-1])
+    moved = np.full_like(values, rest)
+    moved[..., : values.shape[-1] - shift] = values[..., shift:]
     return moved
+
+
+def _temperature(value: Array, shape: tuple[int, ...], shift: int) -> Array:
+    """[N], of an array in the target's shape, [N] or broadcastable to it; goes with the target."""
+    held = as_f32("temperature", value)
+    flat = _abi.is_flat(held.shape, shape)
+    held = held.reshape(shape) if flat else np.broadcast_to(held, shape)
+    return (_moved(held, shift, 1.0) if shift else held).reshape(-1)
 
 
 def _linear(
@@ -249,14 +263,16 @@ def linear_cross_entropy(
     input: Array, linear_weight: Array, target: Array, *, linear_bias: Array | None = None,
     weight: Array | None = None, reduction: str = "mean", ignore_index: int | None = -100,
     label_smoothing: float = 0.0, z_loss: float = 0.0, logit_scale: float = 1.0,
-    softcap: float | None = 0.0, temperature: float = 1.0, token_weight: Array | None = None,
-    normalizer: float | Array | None = None, shift: bool | int = False,
-    memory: int | str | None = None, return_statistics: Sequence[str] = (),
+    softcap: float | None = 0.0, temperature: float | Array = 1.0,
+    token_weight: Array | None = None, normalizer: float | Array | None = None,
+    shift: bool | int = False, memory: int | str | None = None,
+    return_statistics: Sequence[str] = (),
     empty_mean: str = "zero", return_gradients: bool = False,
 ) -> Any:  # fmt: skip
     """Cross-entropy of input @ linear_weight.T + linear_bias without the logits; as in
-    logitless.torch. With `return_gradients` (mean, sum) the pair (result, Gradients), made in one
-    pass."""
+    logitless.torch; `temperature` is a number, or an array in the target's shape, [N] or
+    broadcastable to it. With `return_gradients` (mean, sum) the pair (result, Gradients), made in
+    one pass."""
     options = {
         "weight": weight, "reduction": reduction, "ignore_index": ignore_index,
         "label_smoothing": label_smoothing, "z_loss": z_loss, "logit_scale": logit_scale,
@@ -269,24 +285,26 @@ def linear_cross_entropy(
 
 @renames(OF_LOGPROB)
 def linear_logprob(
-    input: Array, weight: Array, target: Array, *, temperature: float = 1.0,
+    input: Array, weight: Array, target: Array, *, temperature: float | Array = 1.0,
     bias: Array | None = None, ignore_index: int | None = -100, logit_scale: float = 1.0,
     softcap: float | None = 0.0, shift: bool | int = False, memory: int | str | None = None,
-    entropy: bool = False,
+    entropy: bool | str = False,
 ) -> Any:  # fmt: skip
-    """Log-probability of every target token, and with `entropy` the pair; ignored tokens give 0."""
-    result = linear_cross_entropy(
+    """Log-probability of every target token, never above 0, and with `entropy` (True or "detached")
+    the pair; ignored tokens give 0. `temperature` as in linear_cross_entropy."""
+    entropy_detached(entropy)
+    _, made = linear_cross_entropy(
         input, weight, target, linear_bias=bias, reduction="none", ignore_index=ignore_index,
         logit_scale=logit_scale, softcap=softcap, temperature=temperature, shift=shift,
-        memory=memory, return_statistics=("entropy",) if entropy else (),
+        memory=memory, return_statistics=("logprob", "entropy") if entropy else "logprob",
     )  # fmt: skip
-    return (-result[0], result[1].entropy) if entropy else -result
+    return (made.logprob, made.entropy) if entropy else made.logprob
 
 
 def cross_entropy(
     logits: Array, target: Array, *, weight: Array | None = None, reduction: str = "mean",
     ignore_index: int | None = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
-    logit_scale: float = 1.0, softcap: float | None = 0.0, temperature: float = 1.0,
+    logit_scale: float = 1.0, softcap: float | None = 0.0, temperature: float | Array = 1.0,
     token_weight: Array | None = None, normalizer: float | Array | None = None,
     return_statistics: Sequence[str] = (), empty_mean: str = "zero",
     return_gradients: bool = False,

@@ -16,16 +16,10 @@ namespace {
 // Row states are made here, not given.
 bool needs_forward(const Call& call) { return !call.state_given(); }
 
-BlockWants wants_of(const Call& call) {
-  if (!call.forward) return {};
-  return {.weighted_sum = call.wants_weighted_sum(),
-          .entropy = static_cast<bool>(call.entropy),
-          .argmax = static_cast<bool>(call.argmax)};
-}
-
 // Says where things lie in the workspace.
 struct Layout {
   uint64_t states = 0;        // RowState [N], or float [N] with probabilities; ops with a loss
+  uint64_t more = 0;          // MoreStatistics [N], where one is asked for
   uint64_t class_weight = 0;  // [V], a copy where the view is strided
   uint64_t lanes = 0;         // then lane_bytes a thread
   bool copies_weight = false;
@@ -41,13 +35,14 @@ Layout layout_of(const Call& call) {
   l.copies_weight = l.uses_weight && columns > 1 && call.vocab_weight.stride[0] != 1;
   l.states = tokens_bytes(tokens);
   const uint64_t state = !call.forward ? 0 : probabilities ? sizeof(float) : sizeof(RowState);
-  l.class_weight = l.states + padded(tokens * state);
+  l.more = l.states + padded(tokens * state);
+  l.class_weight = l.more + (wants_of(call).more() ? padded(tokens * sizeof(MoreStatistics)) : 0);
   l.lanes = l.class_weight + (l.copies_weight ? padded(columns * sizeof(float)) : 0);
   return l;
 }
 
 LogitRows rows_of(const Call& call) {
-  RowsPurpose purpose{.forward = needs_forward(call)};
+  RowsPurpose purpose{.forward = needs_forward(call), .maps = static_cast<bool>(call.temperature)};
   if (!call.forward) purpose.needs_logits = static_cast<bool>(call.grad_entropy);
   return LogitRows(call.logits, call.grad_logits, logit_map(call.options), purpose);
 }
@@ -70,18 +65,23 @@ struct Run {
   const LogitRows& rows;
   const float* class_weight;
   BlockWants wants;
-  RowState* states;  // [valid]; ops with a loss
+  RowState* states;      // [valid]; ops with a loss
+  MoreStatistics* more;  // [valid]; null: none is asked for
 
   // Rows [begin, end) of the views.
   void operator()(int64_t begin, int64_t end, float* scratch) const {
     const int64_t first = first_at_or_after(tokens, begin), last = first_at_or_after(tokens, end);
     if (call.grad_logits) clear_ignored(begin, end, first);
     for (int64_t k = first; k < last; k += rows.group()) {
-      const RowGroup group{tokens.row + k, tokens.target + k, std::min(rows.group(), last - k)};
+      const RowGroup group{tokens.row + k, tokens.target + k, std::min(rows.group(), last - k),
+                           &tokens, k};
       RowState own[most_rows];
       RowState* group_states = call.forward ? states + k : own;
       const bool forward = needs_forward(call);
-      if (forward) rows.forward(group, class_weight, wants, scratch, group_states);
+      if (forward) {
+        rows.forward(group, class_weight, wants, scratch,
+                     {group_states, more != nullptr ? more + k : nullptr, call.vocab_total()});
+      }
       if (!call.forward) take_given(group, group_states);
       if (call.grad_logits) write_gradient(group, k, group_states, forward, scratch);
     }
@@ -167,8 +167,15 @@ Status run_logits_loss(const Call& call, const Workspace& workspace) {
     return {};
   }
   const LogitRows rows = rows_of(call);
-  const Run run{call,         tokens,         rows,
-                class_weight, wants_of(call), reinterpret_cast<RowState*>(states)};
+  const BlockWants wants = wants_of(call);
+  auto* const more = reinterpret_cast<MoreStatistics*>(memory + layout.more);
+  const Run run{call,
+                tokens,
+                rows,
+                class_weight,
+                wants,
+                reinterpret_cast<RowState*>(states),
+                wants.more() ? more : nullptr};
   const uint64_t scratch_bytes = workspace.bytes - layout.lanes;
   for_each_task(executor, lanes_of(rows, executor, scratch_bytes), tasks_of(rows, total),
                 [&](int64_t task, int64_t lane) {
@@ -177,7 +184,7 @@ Status run_logits_loss(const Call& call, const Workspace& workspace) {
                       reinterpret_cast<float*>(scratch));
                 });
   if (call.forward) {
-    write_tokens(tokens, run.states, {call.loss, call.statistics(), call.options});
+    write_tokens(tokens, run.states, {call.loss, call.statistics(), call.options, run.more});
   }
   return {};
 }

@@ -31,8 +31,10 @@ constexpr double most_below = 60, most_above = 0.5;
 // A tile's rows as the gradient pass reads them.
 struct TileRows {
   char* data;
-  int64_t stride;     // bytes
-  bool exponentials;  // E in bf16; else z in f32
+  int64_t stride;        // bytes
+  bool exponentials;     // E in bf16; else z in f32
+  const int64_t* place;  // [count] of the rows; null: one after the other
+  char* at(int64_t n) const { return data + (place != nullptr ? place[n] : n) * stride; }
 };
 
 class LinearRun {
@@ -45,8 +47,7 @@ class LinearRun {
         executor_(executor_of(call.execution)),
         map_(logit_map(call.options)),
         kept_(columns_kept(call)),
-        wants_{call.wants_weighted_sum(), call.forward && call.entropy,
-               call.forward && call.argmax} {}
+        wants_(wants_of(call)) {}
 
   // Tokens [first, first + count) of the compacted rows.
   void begin_chunk(const Tokens& tokens, int64_t first, int64_t count);
@@ -62,10 +63,14 @@ class LinearRun {
   void finish(const Tokens& tokens, bool any_chunk);
   // Backward: NaN for the state of every row whose kept state is not this call's, and `fault`.
   void check_kept(const Tokens& tokens);
-  // Says in every row that its kept state is used up.
+  // Says in every row, without a gradient or with one, that its kept state is used up.
   void consume_kept(const Tokens& tokens);
 
-  RowState* states() const { return at<RowState>(plan_.states_at); }              // [N]
+  RowState* states() const { return at<RowState>(plan_.states_at); }  // [N]
+  // [N]; null: none is asked for.
+  MoreStatistics* more() const {
+    return wants_.more() ? at<MoreStatistics>(plan_.more_at) : nullptr;
+  }
   RowGradient* gradients() const { return at<RowGradient>(plan_.gradients_at); }  // [chunk]
 
  private:
@@ -80,6 +85,9 @@ class LinearRun {
   Lane lane(int64_t index) const;
   int64_t tile_width(int64_t tile) const;
   bool exponentials() const { return call_.input.dtype != DType::f32; }
+  bool keeps_exponentials() const { return call_.forward && kept_ > 0 && exponentials(); }
+  // Of the chunk's n-th token.
+  LogitMap map_of(int64_t n) const { return cpu::map_of(map_, *tokens_, first_ + n); }
   KeptRow* kept_row(const Tokens& tokens, int64_t token) const {
     return call_.kept_rows.as<KeptRow>() + tokens.row[token];
   }
@@ -94,7 +102,7 @@ class LinearRun {
   float* logits_of(int64_t tile, const Lane& lane) const;
   TileRows tile_rows(int64_t tile, const Lane& lane) const;
   void load_vectors(int64_t tile, const Lane& lane) const;
-  void compute_tile(int64_t tile, const Lane& lane, float* logits, BlockState* blocks) const;
+  void compute_tile(int64_t tile, const Lane& lane, float* logits, bool forward) const;
   void combine_blocks();
   void form_gradient(int64_t tile, const Lane& lane, const TileRows& rows, bool sum_bias) const;
   void input_product(int64_t tile, const Lane& lane, Panels panels, float* slot,
@@ -218,8 +226,9 @@ void LinearRun::begin_chunk(const Tokens& tokens, int64_t first, int64_t count) 
 TileRows LinearRun::kept_tile(int64_t tile) const {
   const int64_t first = tile * vocab_tile, size = size_of(call_.kept.dtype);
   const int64_t stride = std::min(vocab_tile, round_up(kept_ - first, kept_block)) * size;
-  return {call_.kept.as<char>() + first * kept_rows_of(shape_.tokens) * size + first_ * stride,
-          stride, exponentials()};
+  char* data = call_.kept.as<char>() + first * kept_rows_of(shape_.tokens) * size;
+  if (tokens_->place != nullptr) return {data, stride, exponentials(), tokens_->place + first_};
+  return {data + first_ * stride, stride, exponentials(), nullptr};
 }
 
 void LinearRun::pack_input() {
@@ -278,30 +287,35 @@ void LinearRun::multiply_input(int64_t row, int64_t rows, const Source& weight, 
   }
 }
 
-// logits: [padded_count][vocab_tile]. blocks: [count] or null (a second product: the states are
-// known).
-void LinearRun::compute_tile(int64_t tile, const Lane& lane, float* logits,
-                             BlockState* blocks) const {
+// logits: [padded_count][vocab_tile]. Not `forward`: a second product, whose states are known.
+void LinearRun::compute_tile(int64_t tile, const Lane& lane, float* logits, bool forward) const {
   const int64_t first = tile * vocab_tile, width = tile_width(tile);
   multiply_input(0, count_, source_of(call_.weight, nullptr), first, width, lane, logits);
   const float* bias = call_.bias ? lane.bias : nullptr;
   const float* class_weight = call_.vocab_weight ? lane.class_weight : nullptr;
   BlockState unused;
+  BlockWants wants = forward ? wants_ : BlockWants{};
+  BlockState* blocks = at<BlockState>(plan_.blocks_at) + tile * plan_.token_chunk;
+  MoreSums* sums = at<MoreSums>(plan_.more_blocks_at) + tile * plan_.token_chunk;
   for (int64_t n = 0; n < count_; ++n) {
-    float* row = logits + n * vocab_tile;
-    forward_block(map_, row, bias, class_weight, width, blocks != nullptr ? wants_ : BlockWants{},
-                  blocks != nullptr ? &blocks[n] : &unused);
     const int64_t target = tokens_->target[first_ + n] - first;
-    if (blocks != nullptr && target >= 0 && target < width)
-      states()[first_ + n].target_logit = row[target];
-    if (blocks != nullptr && is_kept(tile)) keep_row(tile, n, row);
+    if (wants.rank) {
+      wants.target_logit = more()[first_ + n].target_logit;
+      wants.target = target;
+    }
+    float* row = logits + n * vocab_tile;
+    forward_block(map_of(n), row, bias, class_weight, width, wants, forward ? &blocks[n] : &unused,
+                  nullptr, wants.more() ? &sums[n] : nullptr);
+    if (forward && target >= 0 && target < width) states()[first_ + n].target_logit = row[target];
+    if (forward && is_kept(tile)) keep_row(tile, n, row);
   }
 }
 
-// What E is relative to must be known before any tile is: z_t, by the same sums as in its tile. A
-// token's target is one of as many columns as there are tokens in the product.
+// What E is relative to, and what a rank is counted with, must be known before any tile is: z_t, by
+// the same sums as in its tile. A token's target is one of as many columns as there are tokens in
+// the product.
 void LinearRun::find_anchors() {
-  constexpr int64_t group = 32;  // a multiple of every engine's token_multiple
+  constexpr int64_t group = target_group;
   const Source targets = source_of(call_.weight, tokens_->target + first_);
   for_each_task(executor_, plan_.lanes, divide_up(count_, group), [&](int64_t task, int64_t index) {
     const Lane lane = this->lane(index);
@@ -312,15 +326,16 @@ void LinearRun::find_anchors() {
       float* z = lane.tile + r * vocab_tile + r;
       float bias = 0;
       if (call_.bias) bias = element_as_f32(call_.bias, tokens_->target[token]);
-      map_block(map_, z, call_.bias ? &bias : nullptr, 1);
-      kept_row(*tokens_, token)->target_logit = *z;
+      map_block(map_of(row + r), z, call_.bias ? &bias : nullptr, 1);
+      if (keeps_exponentials()) kept_row(*tokens_, token)->target_logit = *z;
+      if (wants_.rank) more()[token].target_logit = *z;
     }
   });
 }
 
 void LinearRun::keep_row(int64_t tile, int64_t n, const float* z) const {
   const TileRows rows = kept_tile(tile);
-  char* to = rows.data + n * rows.stride;
+  char* to = rows.at(n);
   if (rows.exponentials) {
     const float anchor = kept_row(*tokens_, first_ + n)->target_logit;
     store_exponentials(z, anchor, tile_width(tile), reinterpret_cast<uint16_t*>(to));
@@ -362,12 +377,11 @@ void LinearRun::forward_pass() {
   for (int64_t n = 0; n < count_; ++n) {
     states()[first_ + n].target_logit = -std::numeric_limits<float>::infinity();
   }
-  if (kept_ > 0 && exponentials()) find_anchors();
-  BlockState* blocks = at<BlockState>(plan_.blocks_at);
+  if (wants_.rank || keeps_exponentials()) find_anchors();
   for_each_task(executor_, plan_.lanes, plan_.vocab_tiles, [&](int64_t tile, int64_t index) {
     const Lane lane = this->lane(index);
     load_vectors(tile, lane);
-    compute_tile(tile, lane, logits_of(tile, lane), blocks + tile * plan_.token_chunk);
+    compute_tile(tile, lane, logits_of(tile, lane), true);
   });
   combine_blocks();
   if (call_.forward && call_.kept_rows) keep_states();
@@ -376,16 +390,19 @@ void LinearRun::forward_pass() {
 void LinearRun::combine_blocks() {
   constexpr int64_t group = 16;
   const BlockState* blocks = at<BlockState>(plan_.blocks_at);
+  const MoreSums* sums = at<MoreSums>(plan_.more_blocks_at);
   for_each_task(executor_, plan_.lanes, (count_ + group - 1) / group, [&](int64_t task, int64_t) {
     for (int64_t n = task * group; n < std::min(count_, (task + 1) * group); ++n) {
-      RowAccumulator row;
+      RowAccumulator row = RowAccumulator::begin();
       for (int64_t tile = 0; tile < plan_.vocab_tiles; ++tile) {
-        row.add(blocks[tile * plan_.token_chunk + n], tile * vocab_tile, wants_);
+        const int64_t block = tile * plan_.token_chunk + n;
+        row.add(blocks[block], tile * vocab_tile, wants_, wants_.more() ? &sums[block] : nullptr);
       }
       RowState& state = states()[first_ + n];
       const float target_logit = state.target_logit;
       state = row.finish(wants_);
       state.target_logit = target_logit;
+      if (wants_.more()) more()[first_ + n] = row.finish_more(call_.vocab_total());
     }
   });
 }
@@ -405,21 +422,22 @@ void LinearRun::form_gradient(int64_t tile, const Lane& lane, const TileRows& ro
         std::fill(row, row + vocab_tile, 0.0f);
         continue;
       }
-      const char* held = rows.data + n * rows.stride;
+      const char* held = rows.at(n);
       const float* z = reinterpret_cast<const float*>(held);
       const RowGradient& g = gradients()[n];
+      const LogitMap map = map_of(n);
       float anchor = 0;
       if (rows.exponentials) {
         anchor = kept_row(*tokens_, first_ + n)->target_logit;
         load_as_f32(held, DType::bf16, width, row);
-        exponentials_gradient(map_, g, row, anchor, class_weight, width, row);
+        exponentials_gradient(map, g, row, anchor, class_weight, width, row);
       } else {
-        gradient_block(map_, g, z, class_weight, width, row);
+        gradient_block(map, g, z, class_weight, width, row);
       }
       std::fill(row + width, row + vocab_tile, 0.0f);
       const int64_t target = tokens_->target[first_ + n] - first;
       if (tokens_->target[first_ + n] >= 0 && target >= 0 && target < width) {
-        row[target] = target_gradient(map_, g, rows.exponentials ? anchor : z[target],
+        row[target] = target_gradient(map, g, rows.exponentials ? anchor : z[target],
                                       class_weight != nullptr ? class_weight[target] : 1.0f);
       }
     }
@@ -496,10 +514,10 @@ void LinearRun::weight_product(int64_t tile, const Lane& lane, Panels panels,
 TileRows LinearRun::tile_rows(int64_t tile, const Lane& lane) const {
   constexpr int64_t stride = vocab_tile * sizeof(float);
   if (plan_.stored)
-    return {at<char>(plan_.logits_at) + tile * plan_.token_chunk * stride, stride, false};
+    return {at<char>(plan_.logits_at) + tile * plan_.token_chunk * stride, stride, false, nullptr};
   if (reads_kept_ && is_kept(tile)) return kept_tile(tile);
-  compute_tile(tile, lane, lane.tile, nullptr);
-  return {reinterpret_cast<char*>(lane.tile), stride, false};
+  compute_tile(tile, lane, lane.tile, false);
+  return {reinterpret_cast<char*>(lane.tile), stride, false, nullptr};
 }
 
 void LinearRun::gradient_pass(bool first_chunk) {
@@ -601,7 +619,12 @@ void LinearRun::check_kept(const Tokens& tokens) {
 }
 
 void LinearRun::consume_kept(const Tokens& tokens) {
-  for (int64_t i = 0; i < tokens.valid; ++i) kept_row(tokens, i)->layout = 0;
+  KeptRow* rows = call_.kept_rows.as<KeptRow>();
+  for (int64_t i = 0; i < tokens.total; ++i) {
+    const int64_t target = int_at(call_.target, i);
+    const bool inside = target >= 0 && target < shape_.vocab;
+    if (inside && target != call_.options.ignore_index) rows[i].layout = 0;
+  }
 }
 
 // Row states as Forward wrote them.
@@ -633,7 +656,10 @@ LinearShape shape_of(const Call& call) {
                                                       call.grad_weight.stride[1] == 1),
           .bias = static_cast<bool>(call.bias),
           .class_weight = static_cast<bool>(call.vocab_weight),
-          .kept = call.gradients ? columns_kept(call) : 0};
+          .kept = call.gradients ? columns_kept(call) : 0,
+          .places = places(call),
+          .more_statistics = wants_of(call).more(),
+          .rank = wants_of(call).rank};
 }
 
 Status linear_workspace(const Call& call, uint64_t given, WorkspaceSize* size) {
@@ -675,7 +701,8 @@ Status run_linear(const Call& call, const Workspace& workspace) {
   if (call.gradients) linear.finish(tokens, tokens.valid > 0);
   if (call.consume_kept) linear.consume_kept(tokens);
   if (call.forward)
-    write_tokens(tokens, linear.states(), {call.loss, call.statistics(), call.options});
+    write_tokens(tokens, linear.states(),
+                 {call.loss, call.statistics(), call.options, linear.more()});
   return {};
 }
 

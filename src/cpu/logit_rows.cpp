@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows of given logits: which memory the kernels work in, and strided views.
 #include "src/cpu/logit_rows.h"
-#include "src/cpu/tokens.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -115,11 +114,12 @@ void store_group(const float* from, int64_t pitch, const RowGroup& rows, int64_t
 
 LogitRows::LogitRows(const TensorView& logits, const TensorView& output, const LogitMap& map,
                      RowsPurpose purpose)
-    : logits_(logits), output_(output), map_(map), columns_(logits.shape[1]) {
+    : logits_(logits), output_(output), map_(map), maps_(purpose.maps), columns_(logits.shape[1]) {
   const bool grouped = rows_adjoin(logits) || rows_adjoin(output);
   const int64_t element = std::min(size_of(logits.dtype), output ? size_of(output.dtype) : 4);
   group_ = grouped ? 64 / element : 1;  // a cache line of rows
-  direct_ = !grouped && logits.dtype == DType::f32 && logits.stride[1] == 1 && map.identity();
+  const bool identity = map.identity() && !maps_;
+  direct_ = !grouped && logits.dtype == DType::f32 && logits.stride[1] == 1 && identity;
   to_output_ = !grouped && output && output.dtype == DType::f32 && output.stride[1] == 1;
   kept_ = !grouped && purpose.forward && output && (to_output_ || columns_ <= most_kept_columns);
   // The same basis in every layout, so that every layout has the same bits.
@@ -145,16 +145,25 @@ float* LogitRows::row_of_output(const RowGroup& rows) const {
   return reinterpret_cast<float*>(address(output_, rows.row[0], 0));
 }
 
+float LogitRows::target_logit_of(const RowGroup& rows, int64_t r) const {
+  float z;
+  load_group(logits_, {rows.row + r, nullptr, 1}, rows.target[r], 1, &z, 1);
+  map_block(map_of(rows, r), &z, nullptr, 1);
+  return z;
+}
+
 float* LogitRows::held(const RowGroup& rows, float* scratch) const {
   return kept_ && to_output_ ? row_of_output(rows) : scratch + maxima_;
 }
 
 void LogitRows::forward(const RowGroup& rows, const float* class_weight, BlockWants wants,
-                        float* scratch, RowState* states) const {
+                        float* scratch, const RowResults& results) const {
   RowAccumulator sums[most_rows];
   float target_logit[most_rows];
   for (int64_t r = 0; r < rows.count; ++r) {
+    sums[r] = RowAccumulator::begin();
     target_logit[r] = -std::numeric_limits<float>::infinity();
+    if (wants.rank) target_logit[r] = target_logit_of(rows, r);
   }
   float* const row = held(rows, scratch);
   for (int64_t column = 0; column < columns_; column += row_block) {
@@ -166,15 +175,20 @@ void LogitRows::forward(const RowGroup& rows, const float* class_weight, BlockWa
     if (!direct_) load_group(logits_, rows, column, count, block, pitch_);
     const float* weight = class_weight != nullptr ? class_weight + column : nullptr;
     for (int64_t r = 0; r < rows.count; ++r) {
+      const LogitMap map = map_of(rows, r);
       float* z = logits + r * pitch_;
       const int64_t target = rows.target != nullptr ? rows.target[r] - column : -1;
       const bool here = target >= 0 && target < count;
       float raw = here ? z[target] : 0;
-      if (here) map_block(map_, &raw, nullptr, 1);
+      if (here) map_block(map, &raw, nullptr, 1);
       if (here) target_logit[r] = raw;
       BlockState state;
-      forward_block(map_, z, nullptr, weight, count, wants, &state, maxima_ > 0 ? block : nullptr);
-      sums[r].add(state, column, wants);
+      MoreSums sums_of_block, *more = results.more != nullptr ? &sums_of_block : nullptr;
+      wants.target_logit = target_logit[r];
+      wants.target = target;
+      forward_block(map, z, nullptr, weight, count, wants, &state, maxima_ > 0 ? block : nullptr,
+                    more);
+      sums[r].add(state, column, wants, more);
       if (maxima_ > 0) scratch[column / row_block] = state.maximum;
     }
     if (kept_ && basis_ == Basis::logits && direct_) {
@@ -182,8 +196,9 @@ void LogitRows::forward(const RowGroup& rows, const float* class_weight, BlockWa
     }
   }
   for (int64_t r = 0; r < rows.count; ++r) {
-    states[r] = sums[r].finish(wants);
-    states[r].target_logit = target_logit[r];
+    results.states[r] = sums[r].finish(wants);
+    results.states[r].target_logit = target_logit[r];
+    if (results.more != nullptr) results.more[r] = sums[r].finish_more(results.whole);
   }
 }
 
@@ -205,25 +220,26 @@ void LogitRows::gradient(const RowGroup& rows, const float* class_weight,
     float* const out = to_output_ ? row_of_output(rows) + column : block;
     for (int64_t r = 0; r < rows.count; ++r, from += pitch_) {
       const RowGradient& g = coefficients[r];
+      const LogitMap map = map_of(rows, r);
       float* draw = out + r * pitch_;
       const int64_t target = rows.target != nullptr ? rows.target[r] - column : -1;
       const bool here = target >= 0 && target < count;
       BlockState again;
       if (!kept_ && exponentials) {
-        forward_block(map_, from, nullptr, nullptr, count, {}, &again, from);
+        forward_block(map, from, nullptr, nullptr, count, {}, &again, from);
       } else if (!kept_) {
-        map_block(map_, from, nullptr, count);
+        map_block(map, from, nullptr, count);
       }
       float at_target = 0;
       if (here) {
-        at_target = target_gradient(map_, g, exponentials ? states[r].target_logit : from[target],
+        at_target = target_gradient(map, g, exponentials ? states[r].target_logit : from[target],
                                     weight != nullptr ? weight[target] : 1);
       }
       if (exponentials) {
         const float maximum = kept_ ? scratch[column / row_block] : again.maximum;
-        scale_block(map_, g, from, maximum, weight, count, draw);
+        scale_block(map, g, from, maximum, weight, count, draw);
       } else {
-        gradient_block(map_, g, from, weight, count, draw);
+        gradient_block(map, g, from, weight, count, draw);
       }
       if (here) draw[target] = at_target;
     }

@@ -10,6 +10,7 @@
 
 #include "src/cpu/row_kernels.h"
 #include "src/cpu/thread_pool.h"
+#include "src/cpu/tokens.h"
 
 namespace logitless::cpu {
 
@@ -20,15 +21,25 @@ inline constexpr int64_t most_rows = 32;
 
 // A group of rows of the views.
 struct RowGroup {
-  const int64_t* row;     // [count]  index in the views
-  const int64_t* target;  // [count]  column, -1: not here; null: no targets at all
-  int64_t count;          // <= LogitRows::group()
+  const int64_t* row;              // [count]  index in the views
+  const int64_t* target;           // [count]  column, -1: not here; null: no targets at all
+  int64_t count;                   // <= LogitRows::group()
+  const Tokens* tokens = nullptr;  // whose temperatures the rows may have
+  int64_t first = 0;               // the group's compacted index among them
+};
+
+// Where forward leaves a group's rows.
+struct RowResults {
+  RowState* states;                // [count], target_logit included
+  MoreStatistics* more = nullptr;  // [count]; null: none is asked for
+  int64_t whole = 0;               // columns of the whole vocabulary, for those
 };
 
 // Says what LogitRows is made for.
 struct RowsPurpose {
   bool forward = true;        // forward runs before gradient
   bool needs_logits = false;  // gradients have an entropy term
+  bool maps = false;          // each row has its own
 };
 
 class LogitRows {
@@ -43,10 +54,10 @@ class LogitRows {
   // Rows that one task takes, a multiple of group(): enough work to be worth handing out.
   int64_t task_rows() const;
 
-  // states: [count], target_logit included. Where the purpose has gradients, gradient must follow
-  // on the same rows with the same scratch: output rows may hold what is kept for it.
+  // Where the purpose has gradients, gradient must follow on the same rows with the same scratch:
+  // output rows may hold what is kept for it.
   void forward(const RowGroup& rows, const float* class_weight, BlockWants wants, float* scratch,
-               RowState* states) const;
+               const RowResults& results) const;
   // Output rows from coefficients [count] and, where forward ran before, its states.
   void gradient(const RowGroup& rows, const float* class_weight, const RowGradient* coefficients,
                 const RowState* states, float* scratch) const;
@@ -57,12 +68,18 @@ class LogitRows {
   // Holds what gradient starts from, and a row keeps from forward where there is room.
   enum class Basis { logits, exponentials };
 
+  LogitMap map_of(const RowGroup& rows, int64_t r) const {
+    return maps_ ? cpu::map_of(map_, *rows.tokens, rows.first + r) : map_;
+  }
   float* row_of_output(const RowGroup& rows) const;
+  // Before its block is walked.
+  float target_logit_of(const RowGroup& rows, int64_t r) const;
   // The kept row; the scratch of a block where nothing is kept.
   float* held(const RowGroup& rows, float* scratch) const;
 
   TensorView logits_, output_;
   LogitMap map_;
+  bool maps_;  // each row has its own
   int64_t columns_;
   int64_t group_;           // rows walked together
   int64_t pitch_;           // floats from row to row of the scratch

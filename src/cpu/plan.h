@@ -23,6 +23,9 @@ namespace logitless::cpu {
 // weight and its gradient are touched in runs of 256 bytes or more.
 inline constexpr int64_t panel_group = 4;
 
+// Tokens whose targets' logits are made together, a multiple of every engine's token_multiple.
+inline constexpr int64_t target_group = 32;
+
 struct LinearShape {
   int64_t tokens = 0, vocab = 0, hidden = 0;
   DType dtype = DType::f32;
@@ -34,7 +37,10 @@ struct LinearShape {
       true;  // f32, unit column stride: sums can be formed in the output itself
   bool bias = false;
   bool class_weight = false;
-  int64_t kept = 0;  // columns whose state an earlier Forward kept, the first ones; of gradients
+  int64_t kept = 0;     // columns whose state an earlier Forward kept, the first ones; of gradients
+  bool places = false;  // of kept rows, see Tokens
+  bool more_statistics = false;    // some of MoreStatistics are asked for
+  bool rank = false;               // the rank among them
   std::optional<Engine> engine{};  // of another CPU; else choose_engine(dtype)
   bool all_kept() const { return kept > 0 && kept == vocab; }
   // False where no product makes logits. A row may lie too far for its kept state of 16 bits, and
@@ -60,7 +66,7 @@ struct LinearPlan {
   // Byte offsets into the workspace, in order; every one a multiple of 64.
   uint64_t tokens_at = 0, states_at = 0, gradients_at = 0, blocks_at = 0, logits_at = 0,
            input_along_at = 0, input_across_at = 0, slots_at = 0, weight_sum_at = 0,
-           bias_sum_at = 0, lanes_at = 0;
+           bias_sum_at = 0, more_at = 0, more_blocks_at = 0, lanes_at = 0;
   uint64_t lane_bytes = 0;
   uint64_t bytes = 0;  // whole, with `lanes` lanes
 

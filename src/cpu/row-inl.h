@@ -194,6 +194,34 @@ float weighted_sum(const float* HWY_RESTRICT z, const float* HWY_RESTRICT weight
   return sum;
 }
 
+// sum_j exp(z_j - m)^2
+inline float sum_of_squares(const float* HWY_RESTRICT z, int64_t count, float maximum) {
+  const hn::ScalableTag<float> d;
+  using V = hn::Vec<decltype(d)>;
+  const V m = hn::Set(d, maximum);
+  const auto add = [&](V z_at, V& s) HWY_ATTR {
+    const V y = exp_nonpositive(d, hn::Sub(z_at, m));
+    s = hn::MulAdd(y, y, s);
+  };
+  const auto add_at = [&](int64_t i, V& s, V&) HWY_ATTR { add(hn::LoadU(d, z + i), s); };
+  const auto add_rest = [&](int64_t i, V& s, V&) HWY_ATTR {
+    add(hn::LoadNOr(hn::Set(d, kMinusInfinity), d, z + i, count - i), s);
+  };
+  float sum;
+  sum_columns<false>(count, &sum, nullptr, add_at, add_rest);
+  return sum;
+}
+
+inline int32_t count_above(const float* HWY_RESTRICT z, int64_t count, float least) {
+  const hn::ScalableTag<float> d;
+  const int64_t n = hn::Lanes(d);
+  const auto bound = hn::Set(d, least);
+  int64_t above = 0, i = 0;
+  for (; i + n <= count; i += n) above += hn::CountTrue(d, hn::Gt(hn::LoadU(d, z + i), bound));
+  for (; i < count; ++i) above += z[i] > least ? 1 : 0;
+  return static_cast<int32_t>(above);
+}
+
 // The lowest index whose logit is `maximum`; 0 where none is, in a block with a NaN.
 inline int32_t first_index_of(const float* HWY_RESTRICT z, int64_t count, float maximum) {
   const hn::ScalableTag<float> d;

@@ -59,9 +59,21 @@ void sum_with(const float* z, int64_t count, float shift, BlockState* state, flo
   }
 }
 
+MoreSums more_sums(const float* z, int64_t count, const BlockWants& wants, float shift) {
+  MoreSums more;
+  if (wants.mean_logit) more.logits = weighted_sum<false>(z, nullptr, count);
+  if (wants.rank) {
+    more.above = count_above(z, count, wants.target_logit);
+    const bool here = wants.target >= 0 && wants.target < count;
+    if (here && z[wants.target] > wants.target_logit) --more.above;
+  }
+  if (wants.sum_p_squared) more.squares = sum_of_squares(z, count, shift);
+  return more;
+}
+
 void forward_block_on_target(const LogitMap& map, float* logits, const float* bias,
-                             const float* class_weight, int64_t count, BlockWants wants,
-                             BlockState* state, float* exponentials) {
+                             const float* class_weight, int64_t count, const BlockWants& wants,
+                             BlockState* state, float* exponentials, MoreSums* more) {
   *state = {};
   state->maximum = map_block_on_target(map, logits, bias, count);
   if (wants.argmax) state->argmax = first_index_of(logits, count, state->maximum);
@@ -75,8 +87,9 @@ void forward_block_on_target(const LogitMap& map, float* logits, const float* bi
     if (std::isnan(logits[j])) state->maximum = logits[j];
   }
   // Shifted by a finite number a block of -inf sums to 0, and a NaN, which the maximum may have
-  // missed, stays NaN. From here on the exponentials may overwrite the logits.
+  // missed, stays NaN. After the further sums the exponentials may overwrite the logits.
   const float shift = state->maximum == kMinusInfinity ? 0 : state->maximum;
+  if (more != nullptr) *more = more_sums(logits, count, wants, shift);
   if (wants.entropy) {
     sum_with<true>(logits, count, shift, state, exponentials);
   } else {
@@ -281,9 +294,10 @@ void map_block(const LogitMap& map, float* logits, const float* bias, int64_t co
 }
 
 void forward_block(const LogitMap& map, float* logits, const float* bias, const float* class_weight,
-                   int64_t count, BlockWants wants, BlockState* state, float* exponentials) {
+                   int64_t count, const BlockWants& wants, BlockState* state, float* exponentials,
+                   MoreSums* more) {
   HWY_DYNAMIC_DISPATCH(forward_block_on_target)
-  (map, logits, bias, class_weight, count, wants, state, exponentials);
+  (map, logits, bias, class_weight, count, wants, state, exponentials, more);
 }
 
 void scale_block(const LogitMap& map, const RowGradient& g, const float* exponentials,
@@ -340,16 +354,25 @@ void store_from_f32(const float* source, int64_t count, DType dtype, void* desti
   }
 }
 
-RowAccumulator::RowAccumulator()
-    : maximum(-std::numeric_limits<float>::infinity()),
-      sum(0),
-      weighted_sum(0),
-      shifted_sum(0),
-      argmax(-1) {}
+RowAccumulator RowAccumulator::begin() {
+  return {.maximum = -std::numeric_limits<float>::infinity(),
+          .sum = 0,
+          .weighted_sum = 0,
+          .shifted_sum = 0,
+          .squares = 0,
+          .logits = 0,
+          .argmax = -1,
+          .above = 0};
+}
 
-void RowAccumulator::add(const BlockState& block, int64_t first_column, BlockWants wants) {
+void RowAccumulator::add(const BlockState& block, int64_t first_column, const BlockWants& wants,
+                         const MoreSums* more) {
   if (wants.argmax && (argmax < 0 || block.maximum > maximum)) argmax = first_column + block.argmax;
   weighted_sum += block.weighted_sum;
+  if (more != nullptr) {
+    logits += more->logits;
+    above += more->above;
+  }
   const float least = -std::numeric_limits<float>::infinity();
   if (block.maximum == least || std::isnan(maximum)) return;
   // exp(z - a) (z - a) = exp(b - a) [ exp(z - b) (z - b) + exp(z - b) (b - a) ] for the shift b ->
@@ -367,10 +390,13 @@ void RowAccumulator::add(const BlockState& block, int64_t first_column, BlockWan
     shifted_sum = old_factor * (shifted_sum + sum * old_shift) +
                   new_factor * (block.shifted_sum + block.sum * new_shift);
   }
+  if (more != nullptr) {
+    squares = old_factor * old_factor * squares + new_factor * new_factor * more->squares;
+  }
   sum = old_factor * sum + new_factor * block.sum;
 }
 
-RowState RowAccumulator::finish(BlockWants wants) const {
+RowState RowAccumulator::finish(const BlockWants& wants) const {
   RowState state{.reference = maximum,
                  .weighted_logit_sum = static_cast<float>(weighted_sum),
                  .argmax = argmax};
@@ -379,6 +405,12 @@ RowState RowAccumulator::finish(BlockWants wants) const {
   state.log_sum = static_cast<float>(log_sum);
   if (wants.entropy) state.entropy = static_cast<float>(log_sum - shifted_sum / sum);
   return state;
+}
+
+MoreStatistics RowAccumulator::finish_more(int64_t whole) const {
+  return {.mean_logit = static_cast<float>(logits / static_cast<double>(whole)),
+          .sum_p_squared = static_cast<float>(squares / (sum * sum)),
+          .rank = above};
 }
 
 }  // namespace logitless::cpu

@@ -19,18 +19,39 @@ struct BlockState {
   int32_t argmax;      // lowest index in the block                 (BlockWants::argmax)
 };
 
+// What it adds to the sums that few calls ask for, and that have memory only then.
+struct MoreSums {
+  float logits = 0;   // sum_j z_j                     (BlockWants::mean_logit)
+  float squares = 0;  // sum_j exp(z_j - maximum)^2    (BlockWants::sum_p_squared)
+  int32_t above = 0;  // columns but the target's above target_logit  (BlockWants::rank)
+};
+
 struct BlockWants {
   bool weighted_sum = false, entropy = false, argmax = false;
+  bool mean_logit = false, sum_p_squared = false, rank = false;
+  // Of the row, where its rank is wanted: the target's logit, and its column in the block, which is
+  // not counted, or one outside.
+  float target_logit = 0;
+  int64_t target = -1;
+  bool more() const { return mean_logit || sum_p_squared || rank; }
+};
+
+// What MoreSums come to in a row.
+struct MoreStatistics {
+  float mean_logit = 0;  // each only where asked for
+  float sum_p_squared = 0;
+  float target_logit = 0;  // what the rank is counted with
+  int64_t rank = -1;
 };
 
 // In place: raw[j] (+ bias[j], where bias is not null) becomes z[j] for j in [0, count); without a
 // bias the identity map writes nothing, so constant logits may be given. Sums are formed lane by
 // lane and then across lanes, in one order that depends on count alone. class_weight: [count] or
 // null (all 1); a class of weight 0 adds exactly 0, even where its logit is -inf. exponentials:
-// [count] exp(z[j] - maximum), or null; may be `logits`.
+// [count] exp(z[j] - maximum), or null; may be `logits`. more: null where none of them is wanted.
 void forward_block(const LogitMap& map, float* logits, const float* bias, const float* class_weight,
-                   int64_t count, BlockWants wants, BlockState* state,
-                   float* exponentials = nullptr);
+                   int64_t count, const BlockWants& wants, BlockState* state,
+                   float* exponentials = nullptr, MoreSums* more = nullptr);
 
 // The map alone.
 void map_block(const LogitMap& map, float* logits, const float* bias, int64_t count);
@@ -65,12 +86,16 @@ void store_from_f32(const float* source, int64_t count, DType dtype, void* desti
 // Accumulates blocks of one row in column order.
 struct RowAccumulator {
   float maximum;
-  double sum, weighted_sum, shifted_sum;
-  int64_t argmax;
-  RowAccumulator();
-  void add(const BlockState& block, int64_t first_column, BlockWants wants);
+  double sum, weighted_sum, shifted_sum, squares, logits;
+  int64_t argmax, above;
+  // That of no block yet. Without one it is not initialized: of an array few may be used.
+  static RowAccumulator begin();
+  void add(const BlockState& block, int64_t first_column, const BlockWants& wants,
+           const MoreSums* more = nullptr);
   // target_logit is left for the caller. Every field the contract lists, a row of -inf gives NaN.
-  RowState finish(BlockWants wants) const;
+  RowState finish(const BlockWants& wants) const;
+  // `whole`: columns of the whole vocabulary.
+  MoreStatistics finish_more(int64_t whole) const;
 };
 
 }  // namespace logitless::cpu

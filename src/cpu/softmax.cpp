@@ -33,7 +33,7 @@ Status run_softmax(const Call& call, const Workspace& workspace) {
       RowGroup group{index, nullptr, std::min(rows.group(), end - first)};
       for (int64_t r = 0; r < group.count; ++r) index[r] = first + r;
       RowState states[most_rows];
-      rows.forward(group, nullptr, {}, scratch, states);
+      rows.forward(group, nullptr, {}, scratch, {states});
       RowGradient probabilities[most_rows];
       for (int64_t r = 0; r < group.count; ++r) {
         probabilities[r] = {

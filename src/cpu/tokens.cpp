@@ -3,6 +3,7 @@
 // statistics.
 #include "src/cpu/tokens.h"
 
+#include <cfloat>
 #include <cmath>
 #include <limits>
 
@@ -11,7 +12,7 @@
 namespace logitless::cpu {
 namespace {
 
-void place(void* memory, int64_t tokens, Tokens* t) {
+void place_arrays(void* memory, int64_t tokens, bool with_places, Tokens* t) {
   char* next = static_cast<char*>(memory);
   auto take = [&](auto*& array) {
     using T = std::remove_reference_t<decltype(*array)>;
@@ -23,6 +24,7 @@ void place(void* memory, int64_t tokens, Tokens* t) {
   take(t->target_weight);
   take(t->token_weight);
   take(t->upstream);
+  if (with_places) take(t->place);
 }
 
 // Sum of f(i) over [begin, end) in double, in an order that depends on the range alone.
@@ -63,6 +65,34 @@ Status collect(const Call& call, int64_t vocab, Tokens* tokens) {
     tokens->token_weight[k] = call.token_weight ? f32_at(call.token_weight, i) : 1;
   }
   return {};
+}
+
+// An upstream gradient of 0 that a factor of infinity or NaN makes none is not 0.
+bool is_active(const Call& call, float grad_loss, float token_weight, int64_t i) {
+  const bool zero = grad_loss == 0 || token_weight == 0;
+  if (!zero || grad_loss * token_weight != 0) return true;
+  for (const TensorView* view : {&call.grad_lse, &call.grad_target_logit, &call.grad_entropy}) {
+    if (*view && f32_at(*view, i) != 0) return true;
+  }
+  return false;
+}
+
+// Leaves tokens without a gradient out of the compacted ones.
+void leave_out_inactive(const Call& call, Tokens* t) {
+  const bool per_row = call.options.reduction == Reduction::none;
+  int64_t active = 0;
+  for (int64_t k = 0; k < t->valid; ++k) {
+    const int64_t i = t->row[k];
+    const float grad_loss = call.grad_loss ? f32_at(call.grad_loss, per_row ? i : 0) : 1;
+    if (!is_active(call, grad_loss, t->token_weight[k], i)) continue;
+    t->row[active] = i;
+    t->target[active] = t->target[k];
+    t->target_weight[active] = t->target_weight[k];
+    t->token_weight[active] = t->token_weight[k];
+    if (t->place != nullptr) t->place[active] = k;
+    ++active;
+  }
+  t->valid = active;
 }
 
 double class_weight_sum(const TensorView& weight, int64_t whole) {
@@ -108,8 +138,10 @@ GradientSizes gradient_sizes(const Call& call, const Tokens& tokens) {
   return sizes;
 }
 
-void scale_gradients(const Call& call, int64_t vocab, Tokens* tokens) {
-  const LossOptions& o = call.options;
+// `temperature`: the steepest token's.
+void scale_gradients(const Call& call, int64_t vocab, float temperature, Tokens* tokens) {
+  LossOptions o = call.options;
+  o.temperature = temperature;
   const int64_t whole = vocabulary_of(o, vocab);
   const GradientSizes sizes = gradient_sizes(call, *tokens);
   const float grad_loss =
@@ -125,17 +157,55 @@ void scale_gradients(const Call& call, int64_t vocab, Tokens* tokens) {
   }
 }
 
+// What the rules of "Arguments" allow of a number.
+bool may_be_number(const LogitMap& map, float temperature) {
+  const auto normal = [](double x) { return x >= FLT_MIN && x <= FLT_MAX; };
+  const double scale = std::fabs(static_cast<double>(map.scale)), t = temperature;
+  if (!normal(t) || (scale != 0 && !normal(scale / t))) return false;
+  return !(map.softcap > 0) || (normal(map.softcap / t) && normal(t / map.softcap));
+}
+
+// Returns the least temperature of a token, or that of the call.
+float read_temperatures(const Call& call, Tokens* tokens) {
+  tokens->temperature = call.temperature;
+  if (!call.temperature) return call.options.temperature;
+  const LogitMap map = logit_map(call.options);
+  float least = HUGE_VALF;
+  for (int64_t k = 0; k < tokens->valid; ++k) {
+    const float t = f32_at(call.temperature, tokens->row[k]);
+    if (may_be_number(map, t)) {
+      least = std::min(least, t);
+    } else {
+      tokens->bad_temperature = true;
+    }
+  }
+  if (tokens->bad_temperature && call.fault) *call.fault.as<int32_t>() |= 4;
+  return least == HUGE_VALF ? 1 : least;
+}
+
 void write_f32(const TensorView& view, int64_t i, float value) {
   if (view) view.as<float>()[i * view.stride[0]] = value;
 }
 
-void write_argmax(const TensorView& view, int64_t i, int64_t value) {
+void write_index(const TensorView& view, int64_t i, int64_t value) {
   if (!view) return;
   if (view.dtype == DType::i64) {
     view.as<int64_t>()[i * view.stride[0]] = value;
   } else {
     view.as<int32_t>()[i * view.stride[0]] = static_cast<int32_t>(value);
   }
+}
+
+// Never above 0; NaN stays.
+float logprob_of(const RowState& s) {
+  const float log_p = (s.target_logit - s.reference) - s.log_sum;
+  return log_p > 0 ? 0 : log_p;
+}
+
+void write_more(const TokenStatistics& out, int64_t i, const MoreStatistics& more) {
+  write_f32(out.mean_logit, i, more.mean_logit);
+  write_f32(out.sum_p_squared, i, more.sum_p_squared);
+  write_index(out.rank, i, more.rank);
 }
 
 void write_statistics(const TokenStatistics& out, int64_t i, const RowState& s, float lse,
@@ -146,7 +216,8 @@ void write_statistics(const TokenStatistics& out, int64_t i, const RowState& s, 
   write_f32(out.row_reference, i, s.reference);
   write_f32(out.row_log_sum, i, s.log_sum);
   write_f32(out.weighted_logit_sum, i, s.weighted_logit_sum);
-  write_argmax(out.argmax, i, argmax);
+  write_f32(out.logprob, i, logprob_of(s));
+  write_index(out.argmax, i, argmax);
 }
 
 // loss_of(k): the loss of compacted token k.
@@ -171,14 +242,15 @@ void reduce_loss(const Tokens& tokens, const F& loss_of, const TensorView& loss,
 
 }  // namespace
 
-uint64_t tokens_bytes(int64_t tokens) {
-  return 2 * padded(tokens * sizeof(int64_t)) + 3 * padded(tokens * sizeof(float));
+uint64_t tokens_bytes(int64_t tokens, bool with_places) {
+  const uint64_t indices = padded(tokens * sizeof(int64_t));
+  return (with_places ? 3 : 2) * indices + 3 * padded(tokens * sizeof(float));
 }
 
 Status prepare_tokens(const Call& call, int64_t vocab, void* memory, Tokens* tokens) {
   *tokens = {};
   tokens->total = call.target.shape[0];
-  place(memory, tokens->total, tokens);
+  place_arrays(memory, tokens->total, places(call), tokens);
   Status status = collect(call, vocab, tokens);
   if (!status.ok()) return status;
   const LossOptions& o = call.options;
@@ -189,8 +261,32 @@ Status prepare_tokens(const Call& call, int64_t vocab, void* memory, Tokens* tok
   tokens->normalizer = normalizer_of(call, *tokens);
   tokens->empty_mean = tokens->normalizer == 0;
   tokens->loss_scale = static_cast<float>(1 / tokens->normalizer);
-  if (call.gradients) scale_gradients(call, vocab, tokens);
+  if (!call.forward) leave_out_inactive(call, tokens);
+  const float temperature = read_temperatures(call, tokens);
+  if (call.gradients) scale_gradients(call, vocab, temperature, tokens);
   return {};
+}
+
+LogitMap map_of(const LogitMap& map, const Tokens& tokens, int64_t k) {
+  if (!tokens.temperature) return map;
+  float temperature = f32_at(tokens.temperature, tokens.row[k]);
+  if (tokens.bad_temperature && !may_be_number(map, temperature)) {
+    temperature = std::numeric_limits<float>::quiet_NaN();
+  }
+  LogitMap own = map;
+  own.temperature = temperature;
+  own.inv_temperature = 1 / temperature;
+  return own;
+}
+
+BlockWants wants_of(const Call& call) {
+  if (!call.forward) return {};
+  return {.weighted_sum = call.wants_weighted_sum(),
+          .entropy = static_cast<bool>(call.entropy),
+          .argmax = static_cast<bool>(call.argmax),
+          .mean_logit = static_cast<bool>(call.mean_logit),
+          .sum_p_squared = static_cast<bool>(call.sum_p_squared),
+          .rank = static_cast<bool>(call.rank)};
 }
 
 void write_losses(const Tokens& tokens, const float* losses, const TensorView& loss,
@@ -209,11 +305,15 @@ void write_tokens(const Tokens& tokens, const RowState* states, const TokenOutpu
   for (int64_t i = 0, k = 0; i < tokens.total; ++i) {
     if (k == tokens.valid || tokens.row[k] != i) {
       write_statistics(outputs.statistics, i, {}, 0, -1);
+      write_more(outputs.statistics, i, {});
       continue;
     }
     RowState s = states[k];
     if (tokens.target[k] < 0) s.target_logit = -std::numeric_limits<float>::infinity();
     write_statistics(outputs.statistics, i, s, s.lse(), s.argmax + start);
+    // A target on another shard has no probability here, whatever is in the row.
+    if (tokens.target[k] < 0) write_f32(outputs.statistics.logprob, i, s.target_logit);
+    if (outputs.more != nullptr) write_more(outputs.statistics, i, outputs.more[k]);
     ++k;
   }
 }

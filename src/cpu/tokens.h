@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "src/call.h"
-#include "src/loss.h"
+#include "src/cpu/row_kernels.h"
 
 namespace logitless::cpu {
 
@@ -20,29 +20,43 @@ inline int64_t int_at(const TensorView& v, int64_t i) {
                                : v.as<const int32_t>()[i * v.stride[0]];
 }
 
-// Lives in the workspace; arrays are [N] long, the first `valid` entries used.
+// Lives in the workspace; arrays are [N] long, the first `valid` entries used. Backward leaves out
+// tokens without a gradient once the normalizer has counted them.
 struct Tokens {
-  int64_t total = 0;  // N
-  int64_t valid = 0;
+  int64_t total = 0;               // N
+  int64_t valid = 0;               // those that count, and in Backward are active
   int64_t* row = nullptr;          // [valid]  index of the token, ascending
   int64_t* target = nullptr;       // [valid]  column in the views; -1: on another shard
   float* target_weight = nullptr;  // [valid]  c_t
   float* token_weight = nullptr;   // [valid]  a_i
   float* upstream = nullptr;       // [valid]  g_i / gradient_scale; only where the op has gradients
+  int64_t* place = nullptr;        // [valid]  index among those that count; only with places()
   LossConstants constants{};
   float gradient_scale = 1;      // see GradientScale
   float inv_gradient_scale = 1;  // 0 where gradient_scale is 0
   float loss_scale = 1;          // 1 / normalizer for mean, 1 for sum
   double normalizer = 1;         // of mean
+  TensorView temperature{};      // [N]; absent: the call's number
+  bool bad_temperature = false;  // some of a token here is none that a number may be
   bool empty_mean = false;       // reduction mean and a normalizer of exactly 0
 };
 
-// Bytes of workspace for N tokens, a multiple of 64.
-uint64_t tokens_bytes(int64_t tokens);
+// The map of compacted token k, all NaN where its temperature may be no number's; `map` is the
+// call's.
+LogitMap map_of(const LogitMap& map, const Tokens& tokens, int64_t k);
 
-// Reads targets, weights and upstream gradients of any loss call. Fails with target_out_of_range
-// before anything is written (out_of_range = error). `vocab` is the view's V.
+// What Forward kept of a token is found by its place.
+inline bool places(const Call& call) { return !call.forward && call.kept; }
+// Bytes of workspace for N tokens, a multiple of 64.
+uint64_t tokens_bytes(int64_t tokens, bool with_places = false);
+
+// Reads targets, weights, temperatures and upstream gradients of any loss call. Fails with
+// target_out_of_range before anything is written (out_of_range = error). `vocab` is the view's V.
+// A bad temperature sets the call's `fault`.
 Status prepare_tokens(const Call& call, int64_t vocab, void* memory, Tokens* tokens);
+
+// What a call asks of its rows beside the loss.
+BlockWants wants_of(const Call& call);
 
 // loss (none: per token, ignored ones 0; sum, mean: reduced in fixed order) and statistics, from
 // the compacted rows. states: [valid].  Also fills what ignored tokens get.
@@ -50,6 +64,7 @@ struct TokenOutputs {
   const TensorView& loss;
   const TokenStatistics& statistics;
   const LossOptions& options;
+  const MoreStatistics* more = nullptr;  // [valid]; null: none is asked for
 };
 void write_tokens(const Tokens& tokens, const RowState* states, const TokenOutputs& outputs);
 

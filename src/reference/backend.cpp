@@ -21,6 +21,7 @@ Status evaluate_and_write(const Call& call) {
       if (!field.written() || found == result.outputs.end()) continue;
       reference::write(found->second.value, *field.view);
     }
+    if (call.fault) *call.fault.as<int32_t>() |= result.fault;
     return {};
   } catch (const std::bad_alloc&) {
     return error(StatusCode::internal, "out of memory");

@@ -38,10 +38,11 @@ class Evaluation {
   Result run() {
     result_.status = read_tokens(call_, &tokens_);
     if (!result_.status.ok()) return std::move(result_);
+    if (tokens_.bad_temperature) result_.fault |= 4;
     prepare();
     for (int64_t i = 0; i < call_.tokens(); ++i) {
       const Token& token = tokens_.token[i];
-      if (!token.counts) continue;
+      if (!token.counts || !token.active) continue;
       if (call_.options.input_kind == InputKind::probabilities) {
         evaluate_probabilities(token, i);
       } else {
@@ -108,11 +109,16 @@ void Evaluation::prepare() {
   create("row_reference", s.row_reference, 0);
   create("row_log_sum", s.row_log_sum, 0);
   create("weighted_logit_sum", s.weighted_logit_sum, 0);
+  create("logprob", s.logprob, 0);
+  create("rank", s.rank, -1);
+  create("sum_p_squared", s.sum_p_squared, 0);
+  create("mean_logit", s.mean_logit, 0);
   create("grad_logits", call_.grad_logits, 0);
   create("grad_input", call_.grad_input, 0);
   create("grad_weight", call_.grad_weight, 0);
   create("grad_bias", call_.grad_bias, 0);
   if (s.argmax) output("argmax")->accepted.assign(call_.tokens(), {-1});
+  if (s.rank) output("rank")->accepted.assign(call_.tokens(), {-1});
   token_loss_.assign(call_.tokens(), {});
   if (!call_.linear) return;
   weight_ = read(call_.weight);
@@ -146,6 +152,13 @@ void Evaluation::write_statistics(const Token& token, const Row& row, int64_t i)
   if (s.weighted_logit_sum) {
     set(output("weighted_logit_sum"), i, weighted_logit_sum(row, tokens_.class_weight));
   }
+  if (s.logprob) set(output("logprob"), i, logprob(row, token));
+  if (s.sum_p_squared) set(output("sum_p_squared"), i, sum_p_squared(row));
+  if (s.mean_logit) set(output("mean_logit"), i, mean_logit(row, call_.vocab_total()));
+  if (s.rank) {
+    set(output("rank"), i, {static_cast<double>(rank(row, token)), 0});
+    output("rank")->accepted[i] = accepted_rank(row, token);
+  }
   if (!s.argmax) return;
   const int64_t start = call_.vocab_start();
   set(output("argmax"), i, {static_cast<double>(argmax(row) + start), 0});
@@ -172,7 +185,7 @@ void Evaluation::add_linear_gradient(const RowGradient& gradient, int64_t i) {
   const DType dtype = call_.input.dtype;
   const double stored = dtype == DType::f32 ? 0 : 2 * unit_roundoff(dtype);
   const double over_columns = gamma(model_, columns) + stored;
-  const double over_tokens = gamma(model_, tokens_.counted) + stored;
+  const double over_tokens = gamma(model_, tokens_.active) + stored;
   const std::vector<double> h = read_row(call_.input, i);  // [D]
   grad_input_.resize(hidden);
   for (int64_t j = 0; j < columns; ++j) {
@@ -228,16 +241,16 @@ void Evaluation::reduce_loss() {
 void Evaluation::finish_sum(const char* name, const TensorView& view, Sum* sum) {
   if (!view) return;
   const std::vector<double> old = call_.accumulate ? read(view) : std::vector<double>{};
-  const double flushed = static_cast<double>(tokens_.counted) * tiny32;
+  const double flushed = static_cast<double>(tokens_.active) * tiny32;
   for (size_t k = 0; k < sum->value.size(); ++k) {
     if (call_.accumulate) {
       // The old value is one more summand.
       sum->value[k] += old[k];
-      sum->error[k] += gamma(model_, tokens_.counted) * std::fabs(old[k]);
+      sum->error[k] += gamma(model_, tokens_.active) * std::fabs(old[k]);
     }
     set_rounded(output(name), view.dtype, k, sum->value[k], sum->error[k] + flushed);
     // No token: zeros, or the old contents, to the bit.
-    if (tokens_.counted == 0) output(name)->bound[k] = 0;
+    if (tokens_.active == 0) output(name)->bound[k] = 0;
   }
 }
 

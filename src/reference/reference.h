@@ -24,7 +24,7 @@ struct Output {
       value;  // dense, row-major, in the view's shape; NaN and inf as the contract says
   std::vector<double>
       bound;  // allowed absolute error, the final rounding to the view's dtype included
-  // argmax: bound[i] is unused; `accepted` says for every token which columns may be named.
+  // argmax, rank: bound[i] is unused; `accepted` says for every token what may be named.
   std::vector<std::vector<int64_t>> accepted;
 };
 
@@ -33,6 +33,7 @@ struct Result {
   // By the names of for_each_tensor, those the op asks for. To find one allocates nothing: once the
   // first output is written, nothing may fail.
   std::map<std::string, Output, std::less<>> outputs;
+  int32_t fault = 0;      // what is or-ed into the op's fault word
   bool anchored = false;  // row_reference may be near the maximum, and row_log_sum is the rest
 };
 

@@ -14,7 +14,7 @@ namespace {
 // raw -> z, slope, saturation.
 void map_logits(const LossOptions& options, const std::vector<double>& raw, Row* row) {
   const double scale = options.logit_scale, softcap = options.softcap;
-  const double temperature = options.temperature;
+  const double temperature = row->temperature;
   const size_t columns = raw.size();
   row->z.resize(columns);
   row->slope.assign(columns, scale / temperature);
@@ -89,9 +89,9 @@ void bound_statistics(Row* row) {
 // logit: no rounding makes or unmakes them.
 void bound_logits(const RowSource& source, const std::vector<double>& products, Row* row) {
   const LossOptions& options = source.call.options;
-  const double steepest = std::fabs(static_cast<double>(options.logit_scale)) / options.temperature;
+  const double steepest = std::fabs(static_cast<double>(options.logit_scale)) / row->temperature;
   const int64_t hidden = products.empty() ? 0 : source.call.input.shape[1];
-  const double cap = static_cast<double>(options.softcap) / options.temperature;
+  const double cap = static_cast<double>(options.softcap) / row->temperature;
   // Numbers below the least normal may be flushed: every product, the logit itself and the tanh's
   // argument.
   const double flushed = static_cast<double>(hidden + 1) * tiny32 * std::max({1.0, steepest, cap});
@@ -136,6 +136,7 @@ double gamma(const BoundModel& model, int64_t length) {
 Row make_row(const RowSource& source, const Token& token, int64_t i) {
   const Call& call = source.call;
   Row row;
+  row.temperature = token.temperature;
   std::vector<double> products;
   const std::vector<double> raw =
       call.linear ? linear_logits(source, i, &products) : read_row(call.logits, i);
@@ -201,6 +202,62 @@ Estimate weighted_logit_sum(const Row& row, const std::vector<double>& class_wei
   }
   sum.error += u32 * std::fabs(sum.value);
   return sum;
+}
+
+Estimate logprob(const Row& row, const Token& token) {
+  if (token.column < 0) return {-std::numeric_limits<double>::infinity(), 0};
+  const double z = row.z[token.column], log_p = (z - row.reference) - row.log_sum;
+  const double value = log_p > 0 ? 0 : log_p;
+  if (row.logit_error.empty()) return {value, 0};
+  return {value, row.lse_error + row.logit_error[token.column] + 2 * u32 * std::fabs(z) +
+                     2 * u32 * std::fabs(value)};
+}
+
+Estimate sum_p_squared(const Row& row) {
+  Estimate sum;
+  for (size_t j = 0; j < row.z.size(); ++j) {
+    const double p = row.probability[j];
+    sum.value += p * p;
+    if (!row.logit_error.empty()) sum.error += 2 * p * row.probability_error[j];
+  }
+  const double log_v = std::log2(static_cast<double>(row.z.size()));
+  sum.error += 4 * u32 * (log_v + 3) * sum.value + tiny32;
+  return sum;
+}
+
+Estimate mean_logit(const Row& row, int64_t vocab_total) {
+  Estimate sum = weighted_logit_sum(row, std::vector<double>(row.z.size(), 1.0));
+  sum.value /= static_cast<double>(vocab_total);
+  sum.error = sum.error / static_cast<double>(vocab_total) + u32 * std::fabs(sum.value) + tiny32;
+  return sum;
+}
+
+int64_t rank(const Row& row, const Token& token) {
+  int64_t above = 0;
+  for (const double z : row.z) above += z > row.z[token.column] ? 1 : 0;
+  return above;
+}
+
+std::vector<int64_t> accepted_rank(const Row& row, const Token& token) {
+  const double target = row.z[token.column];
+  const auto error = [&](size_t j) { return row.logit_error.empty() ? 0 : row.logit_error[j]; };
+  const double rounded = std::isfinite(target) ? 2 * u32 * std::fabs(target) : 0;
+  const double own = row.logit_error.empty() ? 0 : error(token.column) + rounded;
+  int64_t least = 0, most = 0;
+  for (size_t j = 0; j < row.z.size(); ++j) {
+    const double z = row.z[j], slack = error(j) + own;
+    if (std::isnan(z) || std::isnan(target)) {
+      least = 0, most = static_cast<int64_t>(row.z.size()) - 1;
+      break;
+    }
+    if (static_cast<int64_t>(j) == token.column) continue;
+    least += z > target && z - target > slack ? 1 : 0;
+    // Two infinities are equal whatever their errors.
+    most += z > target || (std::isfinite(z) && target - z <= slack) ? 1 : 0;
+  }
+  std::vector<int64_t> accepted;
+  for (int64_t r = least; r <= most; ++r) accepted.push_back(r);
+  return accepted;
 }
 
 int64_t argmax(const Row& row) {

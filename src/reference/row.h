@@ -27,8 +27,9 @@ struct Row {
   std::vector<double> saturation;       // [V]  c/softcap; empty without a softcap
   std::vector<double> log_probability;  // [V]
   std::vector<double> probability;      // [V]
-  double reference = 0;                 // m, the row maximum, or as Forward wrote it
-  double log_sum = 0;                   // log s, or as Forward wrote it
+  double temperature = 1;
+  double reference = 0;  // m, the row maximum, or as Forward wrote it
+  double log_sum = 0;    // log s, or as Forward wrote it
   double lse = 0;
   double entropy = 0;  // or as Forward wrote it
 
@@ -56,8 +57,13 @@ Estimate row_reference(const Row& row);
 Estimate row_log_sum(const Row& row);
 Estimate target_logit(const Row& row, const Token& token);
 Estimate weighted_logit_sum(const Row& row, const std::vector<double>& class_weight);
+Estimate logprob(const Row& row, const Token& token);
+Estimate sum_p_squared(const Row& row);
+Estimate mean_logit(const Row& row, int64_t vocab_total);
 int64_t argmax(const Row& row);
 std::vector<int64_t> accepted_argmax(const Row& row);  // columns of the views
+int64_t rank(const Row& row, const Token& token);
+std::vector<int64_t> accepted_rank(const Row& row, const Token& token);
 
 Estimate row_loss(const Call& call, const Tokens& tokens, const Token& token, const Row& row);
 // input_kind = probabilities; `p` is the row as given.

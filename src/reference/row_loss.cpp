@@ -126,7 +126,6 @@ RowGradient row_gradient(const Call& call, const Tokens& tokens, const Token& to
   const LossOptions& options = call.options;
   const Factors f = factors_of(call, tokens, token);
   const double upstream = token.upstream * token.token_weight;
-  const double steepest = std::fabs(static_cast<double>(options.logit_scale)) / options.temperature;
   const size_t columns = row.z.size();
   const bool rounded = call.kept && call.kept.dtype == DType::bf16;
   const double log_error = rounded ? unit_roundoff(DType::bf16) : 0;
@@ -147,7 +146,8 @@ RowGradient row_gradient(const Call& call, const Tokens& tokens, const Token& to
     d.error += 4 * u32 * magnitude + tokens.normalizer_error * d.loss_magnitude;
     gradient.error[j] = slope * d.error;
     if (options.softcap > 0) {
-      const double cap_error = options.temperature * row.logit_error[j] / options.softcap;
+      const double steepest = std::fabs(static_cast<double>(options.logit_scale)) / row.temperature;
+      const double cap_error = row.temperature * row.logit_error[j] / options.softcap;
       gradient.error[j] +=
           magnitude * (4 * u32 * steepest + 2 * std::fabs(row.saturation[j]) * slope * cap_error);
     }
@@ -157,7 +157,7 @@ RowGradient row_gradient(const Call& call, const Tokens& tokens, const Token& to
        std::fabs(upstream) * (std::fabs(f.whole) + 2 * f.z_loss * std::fabs(row.lse)) +
        std::fabs(token.grad_lse) + std::fabs(token.grad_target_logit) +
        std::fabs(token.grad_entropy) * (1 + std::fabs(row.entropy))) *
-      std::max(1.0, steepest);
+      std::max(1.0, tokens.steepest);
   return gradient;
 }
 

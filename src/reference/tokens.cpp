@@ -4,6 +4,7 @@
 #include "src/reference/tokens.h"
 
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <limits>
 
@@ -88,6 +89,25 @@ std::vector<double> per_token(const TensorView& view, int64_t tokens, double abs
   return view ? read(view) : std::vector<double>(tokens, absent);
 }
 
+// "Arguments" of docs/semantics.md, of a tensor's element: NaN for what a number may not be.
+double usable_temperature(const LossOptions& o, double temperature) {
+  const auto normal = [](double x) { return x >= FLT_MIN && x <= FLT_MAX; };
+  const auto usable = [&](double x) { return x == 0 || normal(std::fabs(x)); };
+  bool serves = normal(temperature) && usable(o.logit_scale / temperature);
+  if (o.softcap > 0) {
+    serves = serves && usable(o.softcap / temperature) && usable(temperature / o.softcap);
+  }
+  return serves ? temperature : std::numeric_limits<double>::quiet_NaN();
+}
+
+// An upstream gradient of exactly 0, which a factor of infinity or NaN makes none.
+bool is_active(const Call& call, double grad_loss, const Token& token) {
+  if (call.forward) return true;
+  const double product = grad_loss * token.token_weight;
+  const bool none = (grad_loss == 0 || token.token_weight == 0) && !std::isnan(product);
+  return !none || token.grad_lse != 0 || token.grad_target_logit != 0 || token.grad_entropy != 0;
+}
+
 }  // namespace
 
 Status read_tokens(const Call& call, Tokens* tokens) {
@@ -105,6 +125,7 @@ Status read_tokens(const Call& call, Tokens* tokens) {
                    : std::vector<double>(n, read(call.grad_loss)[0]);
   }
   const auto token_weight = per_token(call.token_weight, n, 1);
+  const auto temperature = per_token(call.temperature, n, call.options.temperature);
   const auto grad_lse = per_token(call.grad_lse, n, 0);
   const auto grad_target_logit = per_token(call.grad_target_logit, n, 0);
   const auto grad_entropy = per_token(call.grad_entropy, n, 0);
@@ -126,6 +147,12 @@ Status read_tokens(const Call& call, Tokens* tokens) {
     token.row_reference = row_reference[i];
     token.row_log_sum = row_log_sum[i];
     token.entropy = entropy[i];
+    token.active = is_active(call, upstream[i], token);
+    if (token.active) ++tokens->active;
+    token.temperature = usable_temperature(call.options, temperature[i]);
+    if (token.active && std::isnan(token.temperature)) tokens->bad_temperature = true;
+    const double steep = std::fabs(static_cast<double>(call.options.logit_scale));
+    tokens->steepest = std::max(tokens->steepest, steep / token.temperature);
     for (const double g :
          {token.upstream, token.grad_lse, token.grad_target_logit, token.grad_entropy}) {
       tokens->upstream_scale = std::max(tokens->upstream_scale, std::fabs(g));

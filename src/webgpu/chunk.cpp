@@ -2,6 +2,7 @@
 // What is done with a chunk of tokens: which of them count, their logits a window at a time, the
 // state of their rows, their gradients a window at a time, their losses and statistics.
 #include <algorithm>
+#include <bit>
 
 #include "src/webgpu/cost.h"
 #include "src/webgpu/run.h"
@@ -21,6 +22,14 @@ float slope_of(const LossOptions& o) {
 
 }  // namespace
 
+// Says which upstream gradients a token has.
+uint32_t Run::gradient_flags() const {
+  const bool each = given("grad_loss") && options_.reduction == Reduction::none;
+  return (each ? kHasTokenGrad : 0u) | (given("grad_lse") ? kHasGradLse : 0u) |
+         (given("grad_target_logit") ? kHasGradTarget : 0u) |
+         (given("grad_entropy") ? kHasGradEntropy : 0u);
+}
+
 TokenParams Run::token_params(const Chunk& chunk) const {
   TokenParams p;
   p.tokens = u32(chunk.tokens);
@@ -32,6 +41,8 @@ TokenParams Run::token_params(const Chunk& chunk) const {
   p.ignore_low = static_cast<uint32_t>(ignore);
   p.ignore_high = static_cast<uint32_t>(ignore >> 32);
   if (problem_.softmax) p.flags |= kIsSoftmax;
+  if (problem_.extras()) p.flags |= kHasExtras;
+  if (!problem_.softmax && !call_.forward) p.flags |= kIsBackward | gradient_flags();
   if (problem_.has_vocab_weight) p.flags |= kHasVocabWeight;
   if (given("token_weight")) p.flags |= kHasTokenWeight;
   if (options_.out_of_range == OutOfRange::ignore) p.flags |= kOutsideIsIgnored;
@@ -79,15 +90,50 @@ void Run::begin_chunk(const Chunk& chunk) {
     params.flags |= kHasFault;
   }
   recorder_.dispatch("tokens", problem_.direct ? "each" : "chunk", {}, params,
-                     {target, whole_vocab_weight(), role(Role::inputs), role(Role::rows),
-                      role(Role::counted), fault},
+                     {target,
+                      whole_vocab_weight(),
+                      role(Role::inputs),
+                      role(Role::rows),
+                      role(Role::counted),
+                      fault,
+                      {},
+                      {},
+                      {},
+                      written_extras(),
+                      role(Role::scalars)},
                      problem_.direct ? blocks(chunk.tokens, 256) : 1);
+  if (problem_.temperatures) scale_chunk(chunk);
   if (problem_.direct) copy_logits(chunk);
   if (!problem_.linear) return;
   const int64_t hidden = round_up(problem_.hidden, 4);
   gather(call_["input"],
          {.first_row = chunk.first, .rows = chunk.tokens, .columns = problem_.hidden},
          dense(Role::hidden, 0, hidden), hidden, true);
+}
+
+// The tokens' own temperatures.
+void Run::scale_chunk(const Chunk& chunk) {
+  if (chunk.tokens == 0) return;
+  const TensorView& view = call_["temperature"];
+  int64_t base;
+  const Binding temperatures = bound(view, {.first_row = chunk.first, .rows = chunk.tokens}, &base);
+  TemperatureParams p{.tokens = u32(chunk.tokens),
+                      .base = u32(base),
+                      .stride = u32(view.stride[0]),
+                      .logit_scale = std::bit_cast<uint32_t>(options_.logit_scale),
+                      .softcap = capped(options_) ? std::bit_cast<uint32_t>(options_.softcap) : 0,
+                      .of_all = plan_.plain ? 1u : 0u,
+                      .has_fault = given("fault") ? 1u : 0u,
+                      .nan = kNan};
+  Binding fault = role(Role::spare);
+  if (given("fault")) {
+    fault = bound(call_["fault"], {}, &base);
+    p.fault = u32(base);
+  }
+  recorder_.dispatch(
+      "temperature", "scale", {}, p,
+      {temperatures, plan_.plain ? zeros() : role(Role::rows), written_extras(), fault},
+      blocks(chunk.tokens, 256));
 }
 
 RowParams Run::row_params(const Chunk& chunk, const Window& window) const {
@@ -111,15 +157,12 @@ RowParams Run::row_params(const Chunk& chunk, const Window& window) const {
   p.z_loss = options_.z_loss;
   p.floor = options_.probability_floor;
   p.classes = static_cast<float>(problem_.vocab_total);
+  p.flags = gradient_flags();
   const bool backward = !call_.forward;
   const auto flag = [&](bool is, uint32_t bit) { p.flags |= is ? bit : 0; };
   flag(problem_.has_vocab_weight, kHasVocabWeight);
-  flag(given("grad_loss") && options_.reduction == Reduction::none, kHasTokenGrad);
   flag(problem_.state_given, kHasState);
   flag(backward && given("entropy"), kHasEntropy);
-  flag(given("grad_lse"), kHasGradLse);
-  flag(given("grad_target_logit"), kHasGradTarget);
-  flag(given("grad_entropy"), kHasGradEntropy);
   flag(problem_.softmax, kIsSoftmax);
   flag(problem_.gradients, kWantsGradient);
   return p;
@@ -256,13 +299,16 @@ void Run::make_partials(const Chunk& chunk, const Window& window) {
   const Binding vocab_weight = vocab_weight_window(window, &p.weight_base);
   if (chunk.tokens == 0) return;
   const Binding logits = block(chunk, window, &p);
-  const auto bindings = {logits, role(Role::counted), vocab_weight, role(Role::rows),
-                         role(Role::partials)};
+  const Binding counted = role(Role::counted), rows = role(Role::rows),
+                partials = role(Role::partials);
   const uint32_t groups = blocks(window.columns, kSlotColumns);
   if (problem_.probabilities) {
-    recorder_.dispatch("probabilities", "slots", {direct()}, p, bindings, groups, p.rows);
+    recorder_.dispatch("probabilities", "slots", {direct()}, p,
+                       {logits, counted, vocab_weight, rows, partials}, groups, p.rows);
   } else {
-    recorder_.dispatch("slots", "slots", {is_capped(), is_scaled(p), direct()}, p, bindings, groups,
+    recorder_.dispatch("slots", "slots",
+                       {is_capped(), is_scaled(p), own_temperature(), direct(), more_statistics()},
+                       p, {logits, counted, vocab_weight, rows, partials, extras()}, groups,
                        p.rows);
   }
 }
@@ -277,16 +323,23 @@ void Run::make_rows(const Chunk& chunk) {
   // A thread holds 16 columns.
   const int leaders = window.columns <= 256 ? 4 : window.columns <= 1024 ? 8 : 16;
   const int threads = leaders * leaders;
-  recorder_.dispatch(
-      "row", "row",
-      {is_capped(), is_scaled(p), {"row_threads", 1.0 * threads}, {"leaders", 1.0 * leaders}}, p,
-      {vocab_weight, role(Role::rows), role(Role::inputs), role(Role::scalars), logits},
-      blocks(chunk.tokens, 256 / threads));
+  recorder_.dispatch("row", "row",
+                     {is_capped(),
+                      is_scaled(p),
+                      own_temperature(),
+                      more_statistics(),
+                      {"row_threads", 1.0 * threads},
+                      {"leaders", 1.0 * leaders}},
+                     p,
+                     {vocab_weight, role(Role::rows), role(Role::inputs), role(Role::scalars),
+                      logits, written_extras()},
+                     blocks(chunk.tokens, 256 / threads));
 }
 
 // Everything in one kernel.
 void Run::make_plain(const Chunk& chunk) {
   if (chunk.tokens == 0) return;
+  if (problem_.temperatures) scale_chunk(chunk);
   copy_logits(chunk);
   TokenParams token = token_params(chunk);
   const Binding target = targets(chunk, &token);
@@ -310,9 +363,9 @@ void Run::make_plain(const Chunk& chunk) {
   // An absent output: any buffer that this dispatch does not have.
   const Binding losses = role(problem_.reduces ? Role::losses : Role::more_sums);
   const uint32_t wide = device_->limits().groups;
-  recorder_.dispatch("plain", "plain", {is_scaled(row)}, p,
-                     {target, role(Role::scalars), losses, logits}, std::min(groups, wide),
-                     blocks(groups, wide));
+  recorder_.dispatch("plain", "plain", {is_scaled(row), own_temperature()}, p,
+                     {target, role(Role::scalars), losses, logits, extras()},
+                     std::min(groups, wide), blocks(groups, wide));
   if (problem_.reduces) sum_losses(chunk);
 }
 
@@ -325,9 +378,17 @@ void Run::combine(const Chunk& chunk) {
     recorder_.dispatch("probabilities", "combine", {direct()}, p,
                        {{}, counted, {}, {}, {}, partials, rows, inputs, scalars}, groups);
   } else {
-    recorder_.dispatch("combine", "combine", {direct()}, p,
-                       {counted, partials, rows, inputs, scalars}, groups);
+    recorder_.dispatch("combine", "combine", {direct(), more_statistics()}, p,
+                       {counted, partials, rows, inputs, scalars, written_extras()}, groups);
   }
+}
+
+void Run::add_ranks(const Chunk& chunk, const Window& window) {
+  if (chunk.tokens == 0) return;
+  RowParams p = row_params(chunk, window);
+  const Binding logits = block(chunk, window, &p);
+  recorder_.dispatch("rank", "rank", {is_capped(), is_scaled(p), own_temperature(), direct()}, p,
+                     {logits, role(Role::counted), {}, role(Role::rows), written_extras()}, p.rows);
 }
 
 void Run::make_gradients(const Chunk& chunk, const Window& window) {
@@ -342,8 +403,9 @@ void Run::make_gradients(const Chunk& chunk, const Window& window) {
                          {{}, counted, vocab_weight, rows, {}, {}, {}, {}, {}, logits}, groups,
                          p.rows);
     } else {
-      recorder_.dispatch("gradient", "gradient", {is_capped(), is_scaled(p), direct()}, p,
-                         {counted, vocab_weight, rows, logits}, groups, p.rows);
+      recorder_.dispatch("gradient", "gradient",
+                         {is_capped(), is_scaled(p), own_temperature(), direct()}, p,
+                         {counted, vocab_weight, rows, logits, extras()}, groups, p.rows);
     }
   }
   if (problem_.linear) add_products(chunk, window);
@@ -427,7 +489,7 @@ void Run::add_to_grad_hidden(const ProductParams& params, Binding weight, const 
                      blocks(params.result_stride, 64), params.rows);
 }
 
-void Run::emit(const Chunk& chunk, const TensorView& view, StateWord word, uint32_t kind,
+void Run::emit(const Chunk& chunk, const TensorView& view, Word word, uint32_t kind,
                int64_t first) {
   if (!view || chunk.tokens == 0) return;
   TokenParams p = token_params(chunk);
@@ -436,10 +498,10 @@ void Run::emit(const Chunk& chunk, const TensorView& view, StateWord word, uint3
   const int64_t words = size_of(view.dtype) / 4;
   p.base = u32(base * words);
   p.stride = u32(view.stride[0] * words);
-  p.word = static_cast<uint32_t>(word);
+  p.word = word.at;
+  p.row_words = word.of == Role::rows ? kStateWords : kExtraWords;
   p.kind = kind;
-  recorder_.dispatch("tokens", "emit", {}, p,
-                     {{}, {}, {}, {}, {}, {}, {}, role(Role::rows), result},
+  recorder_.dispatch("tokens", "emit", {}, p, {{}, {}, {}, {}, {}, {}, {}, role(word.of), result},
                      blocks(chunk.tokens, 256));
 }
 
@@ -447,18 +509,22 @@ void Run::emit_outputs(const Chunk& chunk) {
   if (!call_.forward) return;
   static constexpr struct {
     const char* name;
-    StateWord word;
+    Word word;
     uint32_t kind;
   } kOutputs[] = {{"lse", StateWord::log_sum, 1},
                   {"target_logit", StateWord::target_logit, 0},
                   {"entropy", StateWord::entropy, 0},
-                  {"argmax", StateWord::argmax, 2},
+                  {"argmax", StateWord::argmax, 3},
                   {"row_reference", StateWord::m, 0},
                   {"row_log_sum", StateWord::log_sum, 0},
-                  {"weighted_logit_sum", StateWord::weighted, 0}};
+                  {"weighted_logit_sum", StateWord::weighted, 0},
+                  {"logprob", StateWord::log_sum, 2},
+                  {"sum_p_squared", ExtraWord::sum_p_squared, 0},
+                  {"mean_logit", ExtraWord::mean_logit, 0},
+                  {"rank", ExtraWord::rank, 3}};
   for (const auto& output : kOutputs) {
     const TensorView& view = call_[output.name];
-    const uint32_t wide = output.kind == 2 && view.dtype == DType::i64 ? 1 : 0;
+    const uint32_t wide = output.kind == 3 && view.dtype == DType::i64 ? 1 : 0;
     emit(chunk, view, output.word, output.kind + wide, chunk.first);
   }
   const TensorView& loss = call_["loss"];

@@ -90,7 +90,8 @@ double predicted_microseconds(const Problem& p, const Plan& plan) {
   const bool makes_state = !p.state_given;
   const bool uses_logits = p.gradients || p.softmax;
   double window = makes_state ? logits + copy_time(block) : 0;
-  if (uses_logits && !(plan.whole && makes_state)) window += logits;
+  if (p.needs_logits_again() && !(plan.whole && makes_state)) window += logits;
+  if (p.ranks) window += copy_time(block);
   double first = 0, later = 0;
   if (p.linear && p.gradients) {
     first = gradient_time(p, plan, false);

@@ -44,13 +44,14 @@ void fill_bytes(const Problem& p, Plan* plan) {
   if (p.has_vocab_weight && !p.vocab_weight_bound) set(Role::vocab_weight, 4 * p.vocab_total);
   if (p.has_bias && !p.bias_bound) set(Role::bias, 4 * p.vocab);
   if (!p.plain) {
-    set(Role::rows, 64 * chunk);
+    set(Role::rows, 4 * kStateWords * chunk);
     set(Role::counted, 16 + 4 * chunk);
     set(Role::inputs, 32 * chunk);
   }
+  if (p.extras()) set(Role::extras, 4 * kExtraWords * chunk);
   if (p.reduces) set(Role::losses, 4 * chunk);
   if (!p.plain && !p.rows_at_once)
-    set(Role::partials, 32 * chunk * std::max<int64_t>(plan->slots, 1));
+    set(Role::partials, 4 * kSlotWords * chunk * std::max<int64_t>(plan->slots, 1));
   plan->window_bytes = static_cast<uint64_t>(round_up(4 * chunk * plan->window, 256));
   if (!p.direct) {
     set(Role::block, static_cast<int64_t>(plan->window_bytes) * (plan->whole ? plan->windows : 1));
@@ -74,7 +75,8 @@ bool within(const Problem& p, const Limits& limits, const Plan& plan) {
   const int64_t hidden = round_up(p.hidden, 4);
   const auto fits = [&](int64_t rows, int64_t bytes) { return bytes == 0 || rows <= most / bytes; };
   if (plan.window_bytes > limits.storage_binding_bytes) return false;
-  if (!fits(plan.chunk, std::max<int64_t>(plan.slots, 1) * 32) || !fits(plan.chunk, 64)) {
+  if (!fits(plan.chunk, std::max<int64_t>(plan.slots, 1) * 4 * kSlotWords) ||
+      !fits(plan.chunk, 4 * kStateWords)) {
     return false;
   }
   if (plan.chunk > 1 && !fits(plan.chunk, p.token_stride_bytes)) return false;
@@ -114,7 +116,7 @@ Plan plan_of(const Problem& p, const Choice& choice) {
   plan.slices = choice.slices;
   plan.plain = p.plain;
   plan.kept_columns = p.kept_columns;
-  const bool again = p.gradients && !p.state_given && !plan.whole;
+  const bool again = p.needs_logits_again() && !p.state_given && !plan.whole;
   const bool all_kept = p.state_given && p.kept_columns > 0 && p.kept_columns == p.vocab;
   if (p.linear) plan.products = !all_kept + again + p.wants_grad_input + p.wants_grad_weight;
   fill_bytes(p, &plan);
@@ -122,7 +124,7 @@ Plan plan_of(const Problem& p, const Choice& choice) {
 }
 
 // True where a plan that holds more than a window at a time gains anything by it.
-bool wants_whole(const Problem& p) { return (p.gradients || p.softmax) && !p.state_given; }
+bool wants_whole(const Problem& p) { return p.needs_logits_again() && !p.state_given; }
 
 // Calls f(choice) for what may be chosen: a chunk of tokens is an even share of all; a window as
 // many columns as f takes. Chunks of fewer than 64 tokens are only for limits that nothing else
@@ -183,7 +185,7 @@ bool is_plain(const Call& call, const Problem& p) {
   if (!p.direct || p.probabilities || p.vocab > kMostPlain) return false;
   for (const Field& field : call.fields()) {
     constexpr std::string_view kKnown[] = {"logits", "probabilities", "grad_logits", "target",
-                                           "loss",   "grad_loss",     "normalizer"};
+                                           "loss",   "grad_loss",     "normalizer",  "temperature"};
     const bool known =
         std::find(std::begin(kKnown), std::end(kKnown), field.name) != std::end(kKnown);
     if (field.given() && !known) return false;
@@ -220,7 +222,10 @@ Problem problem_of(const Call& call) {
   p.has_vocab_weight = static_cast<bool>(call["vocab_weight"]);
   p.vocab_weight_bound = is_bound_vector(call["vocab_weight"]);
   p.direct = is_direct(call);
-  p.rows_at_once = p.direct && !p.state_given && p.vocab <= kColumnsAtOnce;
+  // A log-probability is made of the sums of slots, in the order of every other call.
+  p.rows_at_once = p.direct && !p.state_given && p.vocab <= kColumnsAtOnce && !call["logprob"];
+  p.temperatures = static_cast<bool>(call["temperature"]);
+  p.more_statistics = call["sum_p_squared"] || call["mean_logit"] || call["rank"];
   const TensorView& loss = call["loss"];
   if (!p.softmax) {
     p.probabilities = call.options.input_kind == InputKind::probabilities;
@@ -241,6 +246,7 @@ Problem problem_of(const Call& call) {
   p.in_place =
       p.direct && call["logits"].data == call[p.softmax ? "probabilities" : "grad_logits"].data;
   p.plain = is_plain(call, p);
+  p.ranks = call["rank"] && !p.rows_at_once;
   for (const Field& field : call.fields()) {
     const TensorView& v = *field.view;
     if (!field.given() || v.rank == 0 || v.shape[0] <= 1) continue;

@@ -27,11 +27,12 @@ enum class Role : uint32_t {
   vocab_weight,  // [vocab_total]              where the view itself cannot be
                  // bound
   bias,          // [V]                        likewise
-  rows,          // [chunk, 16]                state of every token
+  rows,          // [chunk, kStateWords]       state of every token
+  extras,        // [chunk, kExtraWords]       what few calls ask for of a token
   counted,       // [4 + chunk]                which tokens count
   inputs,        // [chunk, 8]                 what is given for a token
   losses,        // [chunk]
-  partials,      // [chunk, slots, 8]
+  partials,      // [chunk, slots, kSlotWords]
   hidden,        // [chunk, D]                 rows of input that count, as f32
   grad_hidden,   // [chunk, D]
   slices,        // [slices, chunk, D]       of grad_hidden, of a window each
@@ -63,8 +64,14 @@ struct Problem {
   bool direct = false;
   bool rows_at_once = false;       // and a row is read once
   bool in_place = false;           // its logits are there already
+  bool more_statistics = false;    // asks for those of `extras`
+  bool temperatures = false;       // one of each token
+  bool ranks = false;              // and for one that takes the logits once more
   bool plain = false;              // and the call asks for nothing that plain.wgsl has not
   int64_t token_stride_bytes = 0;  // the largest distance of two tokens in a tensor
+  bool extras() const { return more_statistics || temperatures; }
+  // After the row's sums are known.
+  bool needs_logits_again() const { return gradients || softmax || ranks; }
 };
 Problem problem_of(const Call& call);
 
@@ -93,6 +100,7 @@ struct Plan {
 };
 
 constexpr int64_t kSlotColumns = 1024;
+constexpr uint32_t kStateWords = 16, kSlotWords = 8, kExtraWords = 6;  // of the shaders' structs
 constexpr int64_t kValuesOfASum = 1024;  // as in sum.wgsl, and in tokens.wgsl's count
 
 // The plan of at most `budget` bytes that is predicted to be the fastest (cost.h), or the smallest

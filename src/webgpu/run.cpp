@@ -175,15 +175,15 @@ void Run::run_chunk(const Chunk& chunk) {
   }
   combine(chunk);
   keep_or_check_rows(chunk);
-  emit_outputs(chunk);
-  if (!problem_.gradients && !problem_.softmax) return;
-  for (int64_t w = 0; w < plan_.windows; ++w) {
+  for (int64_t w = 0; w < plan_.windows && problem_.needs_logits_again(); ++w) {
     if (!needs_state || !plan_.whole) {
       const Window rest = take_logits(chunk, window_of(w));
       if (rest.columns > 0) make_logits(chunk, rest);
     }
-    make_gradients(chunk, window_of(w));
+    if (problem_.ranks) add_ranks(chunk, window_of(w));
+    if (problem_.gradients || problem_.softmax) make_gradients(chunk, window_of(w));
   }
+  emit_outputs(chunk);
   if (problem_.wants_grad_input) {
     scatter(dense(Role::grad_hidden, 0, round_up(problem_.hidden, 4)), call_["grad_input"],
             {.first_row = chunk.first, .rows = chunk.tokens, .columns = problem_.hidden}, true);

@@ -27,17 +27,22 @@ enum Flag : uint32_t {
   kHasGradTarget = 512,
   kHasGradEntropy = 1024,
   kWantsGradient = 2048,
-  kHasLoss = 4096
+  kHasLoss = 4096,
+  kHasExtras = 8192,
+  kIsBackward = 16384
 };
 
 // These are the words of a token's State (common/token.wgsl) that the host names.
 enum class StateWord : uint32_t { m = 4, log_sum, target_logit, weighted, entropy, argmax, loss };
 
+// And these of its Extra.
+enum class ExtraWord : uint32_t { sum_p_squared = 0, mean_logit, rank };
+
 // As in tokens.wgsl.
 struct TokenParams {
   uint32_t tokens = 0, base = 0, stride = 0, wide = 0, ignore_low = 0, ignore_high = 0,
            vocab_total = 0, vocab_start = 0, vocab = 0, flags = 0, nan = 0, fault = 0, sums = 0,
-           word = 0, kind = 0;
+           word = 0, kind = 0, row_words = 0;
 };
 
 // As in common/window.wgsl.
@@ -75,6 +80,12 @@ struct ProductParams {
 // As in slices.wgsl.
 struct SliceParams {
   uint32_t row_length = 0, slices = 0, slice_stride = 0, adds = 0;
+};
+
+// As in temperature.wgsl.
+struct TemperatureParams {
+  uint32_t tokens = 0, base = 0, stride = 0, logit_scale = 0, softcap = 0, of_all = 0,
+           has_fault = 0, fault = 0, nan = 0;
 };
 
 // As in keep.wgsl.
@@ -154,15 +165,22 @@ class Run {
 
   // --- chunk.cpp ---
   void begin_chunk(const Chunk& chunk);
+  void scale_chunk(const Chunk& chunk);
   void copy_logits(const Chunk& chunk);
   void make_logits(const Chunk& chunk, const Window& window);
   void make_partials(const Chunk& chunk, const Window& window);
   void make_rows(const Chunk& chunk);
   void make_plain(const Chunk& chunk);
   void combine(const Chunk& chunk);
+  void add_ranks(const Chunk& chunk, const Window& window);
   void make_gradients(const Chunk& chunk, const Window& window);
-  void emit(const Chunk& chunk, const TensorView& view, StateWord word, uint32_t kind,
-            int64_t first);
+  struct Word {
+    constexpr Word(StateWord word) : of(Role::rows), at(static_cast<uint32_t>(word)) {}
+    constexpr Word(ExtraWord word) : of(Role::extras), at(static_cast<uint32_t>(word)) {}
+    Role of;
+    uint32_t at;
+  };
+  void emit(const Chunk& chunk, const TensorView& view, Word word, uint32_t kind, int64_t first);
   void add_products(const Chunk& chunk, const Window& window);
   void add_to_grad_hidden(const ProductParams& params, Binding weight, const Window& window);
   void emit_outputs(const Chunk& chunk);
@@ -180,13 +198,27 @@ class Run {
                Binding result, Binding bias);
 
   Constant is_capped() const { return {"capped", capped(options_) ? 1.0 : 0.0}; }
-  static Constant is_scaled(const RowParams& p) { return {"scaled", p.slope != 1 ? 1.0 : 0.0}; }
+  Constant is_scaled(const RowParams& p) const {
+    return {"scaled", p.slope != 1 || problem_.temperatures ? 1.0 : 0.0};
+  }
+  Constant own_temperature() const {
+    return {"own_temperature", problem_.temperatures ? 1.0 : 0.0};
+  }
   Constant direct() const { return {"direct", problem_.direct ? 1.0 : 0.0}; }
+  Constant more_statistics() const {
+    return {"more_statistics", problem_.more_statistics ? 1.0 : 0.0};
+  }
   Binding role(Role role) const { return {workspace_[role], 0, workspace_.bytes(role)}; }
   Binding zeros() const { return role(Role::zeros); }
+  // Where there are none, what stands for them is not touched.
+  Binding extras() const { return problem_.extras() ? role(Role::extras) : zeros(); }
+  Binding written_extras() const {
+    return role(problem_.extras() ? Role::extras : Role::more_sums);
+  }
   Dense dense(Role role, int64_t base, int64_t row_stride, int64_t column_stride = 1) const {
     return {workspace_[role], workspace_.bytes(role), base, row_stride, column_stride};
   }
+  uint32_t gradient_flags() const;
   TokenParams token_params(const Chunk& chunk) const;
   bool given(const char* name) const { return static_cast<bool>(call_[name]); }
 

@@ -198,6 +198,7 @@ void take_kept(const logitless_execution& execution, logitless_op* op, Status* s
   forward.options = op->options;
   forward.input = op->input, forward.weight = op->weight;
   forward.bias = op->bias, forward.target = op->target;
+  forward.temperature = op->temperature;
   const int64_t element = op->kept->dtype == LOGITLESS_F32 ? 4 : 2;
   const int64_t of_rows = 4 * op->kept_rows->shape[0] * op->kept_rows->shape[1];
   logitless_kept kept = LOGITLESS_KEPT_INIT;

@@ -32,6 +32,7 @@ Change on_options(std::function<void(LossOptions&)> how) {
   return [=](Subject& s) {
     if (s.options == nullptr) return false;
     how(*s.options);
+    if (s.options->temperature != 1) s.drop({"temperature"});
     return true;
   };
 }
@@ -170,7 +171,14 @@ const Accept kAccepts[] = {
     {"one buffer after the other", beside("logits", "grad_logits", 60, {5, 1})},
     {"inputs in one place", beside("input", "weight", 0, {4, 1})},
     {"target i32", dtypes({"target"}, DType::i32)},
-    {"argmax i32", dtypes({"argmax"}, DType::i32)},
+    {"argmax and rank i32", dtypes({"argmax", "rank"}, DType::i32)},
+    {"one temperature for all", on_field("temperature", [](TensorView& v) { v.stride[0] = 0; })},
+    {"a temperature that is none",
+     [](Subject& s) {
+       if (!s.has("temperature")) return false;
+       s["temperature"].as<float>()[1] = 0;
+       return true;
+     }},
     {"f16", dtypes({"input", "weight", "bias", "logits"}, DType::f16)},
     {"bf16", dtypes({"input", "weight", "bias", "logits"}, DType::bf16)},
     {"f16 with a bias in f32", dtypes({"input", "weight"}, DType::f16)},
@@ -185,18 +193,14 @@ const Accept kAccepts[] = {
      }},
     {"only a loss",
      [](Subject& s) {
-       s.drop({"lse", "target_logit", "argmax", "row_reference", "row_log_sum",
-               "weighted_logit_sum", "fault", "token_weight", "vocab_weight", "normalizer"});
-       if (s.forward()) s.drop({"entropy"});
-       return s.forward();
+       s.drop({"fault", "token_weight", "vocab_weight", "normalizer", "temperature"});
+       return s.write_only("loss");
      }},
-    {"only an argmax",
-     [](Subject& s) {
-       if (!s.forward()) return false;
-       s.drop({"loss", "lse", "target_logit", "entropy", "row_reference", "row_log_sum",
-               "weighted_logit_sum"});
-       return true;
-     }},
+    {"only an argmax", [](Subject& s) { return s.write_only("argmax"); }},
+    {"only a log-probability", [](Subject& s) { return s.write_only("logprob"); }},
+    {"only a rank", [](Subject& s) { return s.write_only("rank"); }},
+    {"only a sum of squares", [](Subject& s) { return s.write_only("sum_p_squared"); }},
+    {"only a mean logit", [](Subject& s) { return s.write_only("mean_logit"); }},
     {"only grad_bias",
      [](Subject& s) {
        s.drop({"grad_input", "grad_weight"});
@@ -226,10 +230,11 @@ const Accept kAccepts[] = {
      true},
     {"nothing but kept state",
      [](Subject& s) {
-       if (!s.forward()) return false;
-       s.drop({"loss", "lse", "target_logit", "entropy", "argmax", "row_reference", "row_log_sum",
-               "weighted_logit_sum"});
-       return s.has("kept");
+       if (!s.has("kept")) return false;
+       const TensorView rows = s["kept_rows"];
+       if (!s.write_only("kept")) return false;
+       s["kept_rows"] = rows;
+       return true;
      },
      true},
     {"a workspace at an offset",

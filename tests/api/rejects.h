@@ -145,6 +145,8 @@ inline const Reject kOpRejects[] = {
      "probability_floor"},
     {"probability_floor NaN", option(&LossOptions::probability_floor, kNaN), invalid_argument,
      "probability_floor"},
+    {"temperature twice", option(&LossOptions::temperature, 2.f), invalid_argument,
+     "temperature is given"},
     {"normalizer twice", option(&LossOptions::normalizer, 2.0), invalid_argument, "normalizer"},
     {"host normalizer negative", loss_op([](Subject& s) {
        s.drop({"normalizer"});
@@ -199,8 +201,8 @@ inline const Reject kOpRejects[] = {
     {"no output",
      [](Subject& s) {
        if (!s.forward() || s.gradients()) return false;
-       s.drop({"loss", "lse", "target_logit", "entropy", "argmax", "row_reference", "row_log_sum",
-               "weighted_logit_sum", "kept", "kept_rows"});
+       s.drop_statistics();
+       s.drop({"loss"});
        return true;
      },
      invalid_argument, "loss"},
@@ -312,6 +314,16 @@ inline const Reject kFieldRejects[] = {
        return true;
      },
      wrong_dtype, "argmax"},
+    {"rank i32 of a huge vocabulary",
+     [](Subject& s) {
+       if (!s.has("rank") || s.linear() || s.gradients()) return false;
+       s.drop({"vocab_weight"});
+       s["logits"].shape[1] = int64_t{1} << 31;
+       s["logits"].stride = {0, 0};
+       s["rank"].dtype = DType::i32;
+       return true;
+     },
+     wrong_dtype, "rank"},
     {"vocab_total below V", option(&LossOptions::vocab_total, int64_t{4}), invalid_argument,
      "vocab_total"},
     {"vocab_total negative", option(&LossOptions::vocab_total, int64_t{-1}), invalid_argument,
@@ -343,6 +355,15 @@ inline const Reject kFieldRejects[] = {
        return true;
      },
      invalid_argument, "loss"},
+    {"rank on a shard",
+     [](Subject& s) {
+       if (!s.has("rank")) return false;
+       const TensorView rank = s["rank"];
+       if (!s.make_shard()) return false;
+       s["rank"] = rank;
+       return true;
+     },
+     not_supported, "rank"},
     {"kept state of a shard",
      [](Subject& s) {
        if (!s.has("kept")) return false;
@@ -396,6 +417,13 @@ inline const Reject kFieldRejects[] = {
     {"probabilities, argmax", with_probabilities("argmax"), invalid_argument, "argmax"},
     {"probabilities, weighted_logit_sum", with_probabilities("weighted_logit_sum"),
      invalid_argument, "weighted_logit_sum"},
+    {"probabilities, logprob", with_probabilities("logprob"), invalid_argument, "logprob"},
+    {"probabilities, rank", with_probabilities("rank"), invalid_argument, "rank"},
+    {"probabilities, sum_p_squared", with_probabilities("sum_p_squared"), invalid_argument,
+     "sum_p_squared"},
+    {"probabilities, mean_logit", with_probabilities("mean_logit"), invalid_argument, "mean_logit"},
+    {"probabilities, a temperature of each token", with_probabilities("temperature"),
+     invalid_argument, "temperature is given"},
     {"probabilities, grad_lse", with_probabilities("grad_lse"), invalid_argument, "grad_lse"},
     {"probabilities, grad_target_logit", with_probabilities("grad_target_logit"), invalid_argument,
      "grad_target_logit"},

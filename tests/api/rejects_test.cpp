@@ -145,7 +145,7 @@ TEST(Rejects, WrongDeviceOfAnyField) {
 
 TEST(Rejects, WrongDtypeOfAnyField) {
   break_every_field(wrong_dtype, Seen::by_both, [](Subject& s, const std::string& name) {
-    const bool integer = name == "target" || name == "argmax" || name == "fault";
+    const bool integer = name == "target" || name == "argmax" || name == "rank" || name == "fault";
     s[name].dtype = integer ? DType::f32 : DType::i32;
     return true;
   });

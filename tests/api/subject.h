@@ -72,7 +72,7 @@ struct Subject {
     if (options == nullptr || (forward() && gradients())) return false;
     options->vocab_start = 4;
     options->vocab_total = 16;
-    drop({"loss", "kept", "kept_rows"});
+    drop({"loss", "rank", "kept", "kept_rows"});
     (*this)["vocab_weight"].shape[0] = 16;
     return true;
   }
@@ -81,13 +81,24 @@ struct Subject {
     if (options == nullptr || linear()) return false;
     options->input_kind = InputKind::probabilities;
     drop_statistics();
+    drop({"temperature"});
     return true;
   }
   // Outputs, what Backward takes of them, and their gradients.
   void drop_statistics() {
     drop({"lse", "target_logit", "entropy", "argmax", "row_reference", "row_log_sum",
-          "weighted_logit_sum", "grad_lse", "grad_target_logit", "grad_entropy", "kept",
-          "kept_rows"});
+          "weighted_logit_sum", "logprob", "rank", "sum_p_squared", "mean_logit", "grad_lse",
+          "grad_target_logit", "grad_entropy", "kept", "kept_rows"});
+  }
+  // Leaves a forward op nothing to write but this and its gradients; false: it is none, or has no
+  // such field.
+  bool write_only(const std::string& name) {
+    if (!forward() || !has(name)) return false;
+    const TensorView left = (*this)[name];
+    drop_statistics();
+    drop({"loss"});
+    (*this)[name] = left;
+    return true;
   }
   // Every field with N rows at N = 0.
   void make_empty() {
@@ -115,7 +126,7 @@ inline TensorView subject_view(const std::string& name) {
   if (is({"weight", "grad_weight"})) return matrix_view(nullptr, DType::f32, v, d);
   if (is({"bias", "vocab_weight", "grad_bias"})) return vector_view(nullptr, DType::f32, v);
   if (is({"loss", "grad_loss", "normalizer"})) return scalar_view(nullptr, DType::f32);
-  if (is({"target", "argmax"})) return vector_view(nullptr, DType::i64, n);
+  if (is({"target", "argmax", "rank"})) return vector_view(nullptr, DType::i64, n);
   if (is({"fault"})) return vector_view(nullptr, DType::i32, 1);
   if (is({"kept"})) return matrix_view(nullptr, DType::f32, 64, 64);
   if (is({"kept_rows"})) return matrix_view(nullptr, DType::f32, n, 8);

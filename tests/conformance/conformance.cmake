@@ -46,7 +46,8 @@ if(NOT CMAKE_CXX_FLAGS MATCHES "-fsanitize")  # tests of what judges: no line of
   add_conformance_test(bounds_test 1)
 endif()
 foreach(test conformance:Conformance:8 determinism:Determinism:4 invariance:Invariance:4 edges:Edges:1
-             nonfinite:NonFinite:1 invariants:Invariants:1 shards:Shards:1 kept:KeptState:1 offsets:Offsets:1 workspace:WorkspaceSizes:4)
+             nonfinite:NonFinite:1 invariants:Invariants:1 shards:Shards:1 kept:KeptState:1 offsets:Offsets:1 workspace:WorkspaceSizes:4
+             temperatures:Temperatures:1 statistics:TokenStatistics:1 inactive:InactiveTokens:1)
   string(REPLACE ":" ";" test ${test})
   list(GET test 0 name)
   list(GET test 1 suite)
@@ -56,6 +57,7 @@ foreach(test conformance:Conformance:8 determinism:Determinism:4 invariance:Inva
   list(APPEND device_suites $<TARGET_OBJECTS:${name}_test_objects>)
 endforeach()
 target_sources(nonfinite_test_objects PRIVATE conformance/nonfinite_state_test.cpp)
+target_sources(kept_test_objects PRIVATE conformance/kept_inactive_test.cpp)
 if(NOT CMAKE_CXX_FLAGS MATCHES "-fsanitize=thread")  # which has its own operator new
   add_conformance_test(allocation_test 1)
   target_sources(allocation_test PRIVATE support/allocation_count.cpp)

@@ -40,6 +40,9 @@ class Invariance : public ConformanceTest {
     for (const Setting& setting : std::span(kAlone).subspan(1)) {
       if (is_linear(op_) && shape.tokens <= 100) setting.apply(all.emplace_back(c));
     }
+    all.push_back(all[shape.tokens <= 100 ? 1 : 0]);
+    all.back().temperatures = all.back().logprob = all.back().rank = true;
+    all.back().sum_p_squared = all.back().mean_logit = true;
     std::erase_if(all, [&](const Case& one) { return !promised(one); });
     return all;
   }

@@ -20,6 +20,7 @@ class Shards : public ConformanceTest {
     Case c{.op = op_, .shape = {19, 33, 131}, .dtype = dtype_};
     apply_everything(c);
     c.options.reduction = Reduction::none;
+    c.logprob = c.sum_p_squared = c.mean_logit = true;
     return c;
   }
 };
@@ -69,9 +70,14 @@ TokenState state_of(const Fields& fields, size_t token) {
   const auto at = [&](const char* name) {
     return static_cast<float>(fields.at(name).value[token]);
   };
-  return {at("row_reference"),      at("row_log_sum"),
-          at("target_logit"),       at("entropy"),
-          at("weighted_logit_sum"), static_cast<int64_t>(fields.at("argmax").value[token])};
+  return {.row_reference = at("row_reference"),
+          .row_log_sum = at("row_log_sum"),
+          .target_logit = at("target_logit"),
+          .entropy = at("entropy"),
+          .weighted_logit_sum = at("weighted_logit_sum"),
+          .argmax = static_cast<int64_t>(fields.at("argmax").value[token]),
+          .sum_p_squared = at("sum_p_squared"),
+          .mean_logit = at("mean_logit")};
 }
 
 // The fields that Forward on the whole vocabulary writes, from the shards'.
@@ -99,6 +105,9 @@ Fields combined(const Op& whole, const std::vector<Fields>& shards) {
     fields["row_reference"].value[i] = state.row_reference;
     fields["row_log_sum"].value[i] = state.row_log_sum;
     fields["weighted_logit_sum"].value[i] = state.weighted_logit_sum;
+    fields["logprob"].value[i] = logprob(state);
+    fields["sum_p_squared"].value[i] = state.sum_p_squared;
+    fields["mean_logit"].value[i] = state.mean_logit;
     const auto t = static_cast<size_t>(target[i]);
     loss.value[i] = token_loss(state, whole.options, vocab, static_cast<float>(class_weight[t]),
                                sum, static_cast<float>(token_weight[i]));
@@ -144,6 +153,34 @@ TEST_P(Shards, TargetFree) {
       write(p.op.target, target);
       for (const Sizes& sizes : {Sizes{20, 111}, Sizes{20, 50, 61}})
         expect_forward(device_, p, sizes);
+    }
+  });
+}
+
+// The target is on another shard: its log-probability here is -inf, whatever the row holds.
+TEST_P(Shards, LogprobOfATargetElsewhere) {
+  with_op(op_, [&](auto op) {
+    using Op = decltype(op);
+    if constexpr (ForwardOp<Op> && !GradientOp<Op> && !LinearOp<Op>) {
+      for (const bool every : {false, true}) {
+        Case c{.op = op_, .shape = {4, 8, 20}, .dtype = dtype_};
+        c.row_statistics = c.logprob = true;
+        c.statistics = every;
+        c.options.reduction = Reduction::none;
+        Problem<Op> p = build<Op>(c);
+        write(p.op.target, {15, 15, 15, 3});
+        std::vector<double> logits = read(p.op.logits);
+        logits[2] = NAN;
+        for (int j = 0; j < 10; ++j) logits[20 + j] = -INFINITY;
+        logits[2 * 20 + 2] = INFINITY;
+        write(p.op.logits, logits);
+        Op shard = shard_of(p.op, 0, 10);
+        shard.loss = {};
+        const Outcome outcome = execute(device_, shard, p.pool);
+        ASSERT_TRUE(outcome.status.ok()) << outcome.status.message();
+        const Comparison result = compare(expected(device_, shard, p.model), outcome);
+        EXPECT_TRUE(result.ok()) << result.report;
+      }
     }
   });
 }
@@ -224,12 +261,19 @@ TEST_P(Shards, RowsAloneCombine) {
             states[i] = first == 0 ? own : combine(states[i], own);
           }
         }
+        p.op.statistics.logprob = p.pool.reserve(DType::f32, {tokens});
+        const reference::Result whole = expected(device_, p.op, p.model);
         reference::Result want;
-        want.outputs["lse"] = expected(device_, p.op, p.model).outputs.at("lse");
-        Field all;
-        all.dtype = DType::f32, all.shape = {tokens};
-        for (const TokenState& state : states) all.value.push_back(lse(state));
-        const Comparison result = compare(want, Fields{{"lse", all}});
+        Fields all;
+        for (const char* name : {"lse", "logprob"}) {
+          want.outputs[name] = whole.outputs.at(name);
+          all[name].dtype = DType::f32, all[name].shape = {tokens};
+        }
+        for (const TokenState& state : states) {
+          all["lse"].value.push_back(lse(state));
+          all["logprob"].value.push_back(logprob(state));
+        }
+        const Comparison result = compare(want, all);
         EXPECT_TRUE(result.ok()) << setting.name << "\n" << result.report;
       }
     });
@@ -296,6 +340,27 @@ TEST(Combine, TheFirstOfEqualLogitsIsTheArgmax) {
   EXPECT_EQ(combine(combine(first, third), second).argmax, 3);
   EXPECT_EQ(combine(third, second).argmax, 70);
   EXPECT_EQ(combine(TokenState{}, second).argmax, 70);
+}
+
+// Rounding may leave a target above all of its row's probability; NaN stays.
+TEST(Combine, LogprobIsNeverAboveZero) {
+  EXPECT_EQ(logprob({.row_reference = 1, .row_log_sum = -1e-8f, .target_logit = 1}), 0);
+  EXPECT_EQ(logprob({.row_reference = 1, .row_log_sum = 0, .target_logit = -2}), -3);
+  EXPECT_TRUE(std::isnan(logprob({.row_reference = NAN, .row_log_sum = 0, .target_logit = 1})));
+  EXPECT_EQ(logprob({.row_reference = 1, .row_log_sum = 0}), -INFINITY);
+}
+
+// One shard holds nothing, the others three quarters and one of the probability.
+TEST(Combine, SquaresAreOfTheWholeProbability) {
+  const TokenState empty{.row_log_sum = NAN, .sum_p_squared = NAN, .mean_logit = -1};
+  const TokenState three{.row_reference = 0,
+                         .row_log_sum = std::log(3.0f),
+                         .sum_p_squared = 0.5f,
+                         .mean_logit = 0.25f};
+  const TokenState one{.row_reference = 0, .row_log_sum = 0, .sum_p_squared = 1, .mean_logit = 2};
+  const TokenState all = combine(combine(empty, three), one);
+  EXPECT_NEAR(all.sum_p_squared, 9.0 / 16 * 0.5 + 1.0 / 16, 1e-7);
+  EXPECT_EQ(all.mean_logit, 1.25f);
 }
 
 constexpr OpKind kShardOps[] = {OpKind::forward, OpKind::backward, OpKind::linear_forward,

@@ -29,7 +29,8 @@ inline TensorView view(const std::vector<int64_t>& v) {
 // Memory of exactly the promised size between two guards.
 class Memory {
  public:
-  explicit Memory(int64_t tokens) : bytes_(tokens_bytes(tokens)), all_(bytes_ + 128, 0x5a) {}
+  explicit Memory(int64_t tokens, bool with_places = false)
+      : bytes_(tokens_bytes(tokens, with_places)), all_(bytes_ + 128, 0x5a) {}
   void* data() { return all_.data() + 64; }
   bool intact() const {
     for (size_t i = 0; i < 64; ++i) {
@@ -47,13 +48,13 @@ class Memory {
 struct Prepared {
   Status status;
   Tokens tokens;
-  std::vector<int64_t> row, target;
+  std::vector<int64_t> row, target, place;
   std::vector<float> target_weight, token_weight, upstream;
 };
 template <class Op>
 Prepared prepare(const Op& op, int64_t vocab) {
   Prepared p;
-  Memory memory(op.target.shape[0]);
+  Memory memory(op.target.shape[0], places(op));
   p.status = prepare_tokens(op, vocab, memory.data(), &p.tokens);
   EXPECT_TRUE(memory.intact());
   if (!p.status.ok()) return p;
@@ -63,6 +64,7 @@ Prepared prepare(const Op& op, int64_t vocab) {
   p.target_weight.assign(t.target_weight, t.target_weight + t.valid);
   p.token_weight.assign(t.token_weight, t.token_weight + t.valid);
   if constexpr (GradientOp<Op>) p.upstream.assign(t.upstream, t.upstream + t.valid);
+  if (t.place != nullptr) p.place.assign(t.place, t.place + t.valid);
   p.tokens.row = p.row.data();  // `memory` ends here
   return p;
 }

@@ -175,6 +175,66 @@ TEST_P(RowKernels, ForwardIsADoubleLoopAtEveryCount) {
   }
 }
 
+TEST_P(RowKernels, FurtherSumsAreADoubleLoopAtEveryCount) {
+  BlockWants wants{.mean_logit = true, .sum_p_squared = true, .rank = true};
+  for (const int64_t count : counts()) {
+    std::vector<float> z = normal(count, 5);
+    for (const int64_t target : {int64_t{0}, count / 2, count - 1, count, int64_t{-1}}) {
+      // What the target's own column holds does not count.
+      const bool here = target >= 0 && target < count;
+      wants.target_logit = here ? std::nextafter(z[target], -kInf) : 1;
+      wants.target = target;
+      BlockState plain, state;
+      MoreSums more;
+      forward_block({}, z.data(), nullptr, nullptr, count, {}, &plain);
+      std::vector<float> e = z;  // and exponentials in place of the logits
+      forward_block({}, e.data(), nullptr, nullptr, count, wants, &state, e.data(), &more);
+      EXPECT_EQ(plain.sum, state.sum);
+      double sum = 0, squares = 0, magnitude = 0;
+      int above = 0;
+      for (int64_t j = 0; j < count; ++j) {
+        sum += z[j];
+        magnitude += std::fabs(z[j]);
+        squares += std::exp(2.0 * (static_cast<double>(z[j]) - state.maximum));
+        above += j != target && z[j] > wants.target_logit ? 1 : 0;
+      }
+      EXPECT_NEAR(more.logits, sum, kU * (std::log2(count) + 2) * magnitude);
+      EXPECT_NEAR(more.squares, squares, 8 * kU * (std::log2(count) + 3) * squares);
+      EXPECT_EQ(more.above, above) << count << " " << target;
+    }
+  }
+}
+
+TEST_P(RowKernels, FurtherSumsOfBlocksCombineToTheRow) {
+  BlockWants wants{.mean_logit = true, .sum_p_squared = true, .rank = true};
+  wants.target_logit = 3;
+  std::vector<float> z = normal(1501, 8);
+  for (int64_t j = 400; j < 700; ++j) z[j] -= 200;
+  double squares = 0, sum = 0, whole = 0, m = -kInf;
+  int64_t above = 0;
+  for (const float v : z) m = std::max<double>(m, v);
+  for (const float v : z) {
+    sum += v;
+    whole += std::exp(v - m);
+    squares += std::exp(2 * (v - m));
+    above += v > 3 ? 1 : 0;
+  }
+  for (const int64_t block : {1501, 300, 7}) {
+    RowAccumulator row = RowAccumulator::begin();
+    for (int64_t j = 0; j < 1501; j += block) {
+      BlockState state;
+      MoreSums more;
+      const int64_t count = std::min<int64_t>(block, 1501 - j);
+      forward_block({}, z.data() + j, nullptr, nullptr, count, wants, &state, nullptr, &more);
+      row.add(state, j, wants, &more);
+    }
+    const MoreStatistics statistics = row.finish_more(3002);
+    EXPECT_NEAR(statistics.mean_logit, sum / 3002, 1e-5 * std::fabs(sum / 3002) + 1e-4);
+    EXPECT_NEAR(statistics.sum_p_squared, squares / (whole * whole), 1e-5);
+    EXPECT_EQ(statistics.rank, above);
+  }
+}
+
 TEST_P(RowKernels, TheAddressChangesNoBit) {
   constexpr BlockWants all{.weighted_sum = true, .entropy = true, .argmax = true};
   for (const int64_t count : {31, 192, 1000}) {
@@ -272,7 +332,7 @@ TEST_P(RowKernels, HugeLogitsDoNotOverflow) {
 
 // A whole row through blocks of any size.
 RowState accumulate(std::vector<float> z, int64_t block, BlockWants wants) {
-  RowAccumulator row;
+  RowAccumulator row = RowAccumulator::begin();
   for (size_t j = 0; j < z.size(); j += block) {
     const int64_t count = std::min<int64_t>(block, z.size() - j);
     BlockState state;

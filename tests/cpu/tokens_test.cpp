@@ -4,6 +4,7 @@
 
 #include <gmock/gmock.h>
 
+#include <cmath>
 #include <limits>
 #include <string>
 
@@ -126,6 +127,78 @@ TEST(Tokens, TheNormalizerOfManyWeightsIsExactToRounding) {
   op.weights.vocab = view(classes);
   const double exact = double(.1f) * n;
   EXPECT_NEAR(prepare(op, 1).tokens.normalizer, exact, 1e-14 * exact);
+}
+
+TEST(Tokens, BackwardLeavesOutThoseWithoutAGradient) {
+  const std::vector<int64_t> target{0, -100, 1, 2, 0, 1, 2};
+  const std::vector<float> upstream{1, 1, 0, -0.f, 0, 0, 2}, weights{1, 1, kNan, 3, 1, 0, 0};
+  const std::vector<float> grad_lse{0, 0, 0, 0, 0, .5f, 0}, kept(64);
+  LinearCrossEntropyBackward op{.target = view(target), .options = {.reduction = Reduction::none}};
+  op.grad_loss = view(upstream);
+  op.weights.token = view(weights);
+  op.grad_lse = view(grad_lse);
+  op.kept = view(kept);
+  Prepared p = prepare(op, 3);
+  EXPECT_THAT(p.row, ElementsAre(0, 2, 5));  // 0 times NaN is not 0
+  EXPECT_THAT(p.target, ElementsAre(0, 1, 1));
+  EXPECT_THAT(p.place, ElementsAre(0, 1, 4));
+  EXPECT_EQ(p.token_weight[2], 0);
+  EXPECT_EQ(p.tokens.total, 7);
+  const std::vector<float> grad_entropy(7, kNan);
+  op.grad_entropy = view(grad_entropy);
+  EXPECT_THAT(prepare(op, 3).place, ElementsAre(0, 1, 2, 3, 4, 5));
+}
+
+TEST(Tokens, ThoseWithoutAGradientEnterTheNormalizer) {
+  const std::vector<int64_t> target{0, 1, -100, 1};
+  const std::vector<float> weights{0, 1, 1, 0}, classes{2, 3};
+  CrossEntropyBackward op{.target = view(target)};
+  op.weights.token = view(weights);
+  Prepared p = prepare(op, 2);
+  EXPECT_THAT(p.row, ElementsAre(1));
+  EXPECT_EQ(p.tokens.normalizer, 3);
+  op.weights.vocab = view(classes);
+  p = prepare(op, 2);
+  EXPECT_EQ(p.tokens.normalizer, 8);
+  EXPECT_THAT(p.target_weight, ElementsAre(3));
+  // The op that makes the loss too leaves nothing out.
+  CrossEntropyForwardBackward both{.target = view(target)};
+  both.weights.token = view(weights);
+  EXPECT_THAT(prepare(both, 2).row, ElementsAre(0, 1, 3));
+}
+
+TEST(Tokens, ABadTemperatureIsNanAndAFault) {
+  const std::vector<int64_t> target{0, -100, 1, 1};
+  std::vector<float> temperatures{2, kNan, .75f, .5f};
+  int32_t fault = 8;
+  CrossEntropyForward op{.target = view(target)};
+  op.weights.temperature = view(temperatures);
+  op.fault = vector_view(&fault, DType::i32, 1);
+  Prepared p = prepare(op, 2);
+  EXPECT_EQ(fault, 8);  // nobody reads that of an ignored token
+  const LogitMap number = logit_map(op.options);
+  EXPECT_EQ(map_of(number, p.tokens, 0).temperature, 2);
+  EXPECT_EQ(map_of(number, p.tokens, 2).inv_temperature, 2);
+  for (const float bad : {0.f, -0.f, -1.f, kInf, kNan, 1e-39f}) {
+    temperatures[2] = bad;
+    fault = 8;
+    p = prepare(op, 2);
+    EXPECT_EQ(fault, 12) << bad;
+    EXPECT_TRUE(std::isnan(map_of(number, p.tokens, 1).temperature)) << bad;
+    EXPECT_EQ(map_of(number, p.tokens, 2).temperature, .5f);
+  }
+}
+
+TEST(Tokens, EqualTemperaturesScaleGradientsAsTheNumberDoes) {
+  const std::vector<int64_t> target{0, 1, -100};
+  const std::vector<float> temperatures{.01f, .01f, 1e-9f};
+  CrossEntropyForwardBackward op{.target = view(target)};
+  op.options = {.reduction = Reduction::none, .logit_scale = 1e3f, .temperature = .01f};
+  const float scale = prepare(op, 2).tokens.gradient_scale;
+  EXPECT_NE(scale, 1);
+  op.options.temperature = 1;
+  op.weights.temperature = view(temperatures);
+  EXPECT_EQ(prepare(op, 2).tokens.gradient_scale, scale);
 }
 
 TEST(Tokens, NoTokensAtAll) {

@@ -68,6 +68,43 @@ TEST(WriteTokens, StatisticsLandAtTheirTokenAndIgnoredOnesAreZero) {
   EXPECT_THAT(w.argmax32, ElementsAre(-1, 1, 0, -1));
 }
 
+TEST(WriteTokens, LogprobIsNeverAboveZeroAndKeepsNan) {
+  const std::vector<int64_t> target{1, 0, -100, 0, 1, 6};
+  const std::vector<RowState> states{
+      {.reference = 2, .log_sum = 1, .target_logit = .5f},
+      {.reference = 5, .log_sum = -1e-7f, .target_logit = 5},
+      {.reference = 5, .log_sum = kNan, .target_logit = 5},
+      {.reference = 5, .log_sum = 1, .target_logit = -kInf},
+      {.reference = -kInf, .log_sum = kNan, .target_logit = 1},  // on another shard
+  };
+  CrossEntropyForward op{.target = view(target)};
+  op.options.vocab_total = 9;
+  std::vector<float> logprob(6, 9);
+  Memory memory(6);
+  Tokens tokens;
+  ASSERT_TRUE(prepare_tokens(op, 2, memory.data(), &tokens).ok());
+  write_tokens(tokens, states.data(), {{}, {.logprob = view(logprob)}, op.options});
+  EXPECT_THAT(logprob, ElementsAre(-2.5f, 0, 0, testing::NanSensitiveFloatEq(kNan), -kInf, -kInf));
+}
+
+TEST(WriteTokens, FurtherStatisticsLandAtTheirToken) {
+  const std::vector<int64_t> target{-100, 1, 0};
+  const std::vector<MoreStatistics> more{{.mean_logit = 2, .sum_p_squared = .5f, .rank = 1},
+                                         {.mean_logit = 3, .sum_p_squared = .75f, .rank = 0}};
+  CrossEntropyForward op{.target = view(target)};
+  std::vector<float> mean(3, 9), squares(3, 9);
+  std::vector<int64_t> rank(3, 9);
+  Memory memory(3);
+  Tokens tokens;
+  ASSERT_TRUE(prepare_tokens(op, 2, memory.data(), &tokens).ok());
+  const TokenStatistics s{
+      .rank = view(rank), .sum_p_squared = view(squares), .mean_logit = view(mean)};
+  write_tokens(tokens, kStates.data(), {{}, s, op.options, more.data()});
+  EXPECT_THAT(mean, ElementsAre(0, 2, 3));
+  EXPECT_THAT(squares, ElementsAre(0, .5f, .75f));
+  EXPECT_THAT(rank, ElementsAre(-1, 1, 0));
+}
+
 TEST(WriteTokens, EveryOptionOfTheLoss) {
   const std::vector<int64_t> target{1, 0};
   const std::vector<float> classes{2, 3}, token_weights{10, 100};

@@ -55,18 +55,27 @@ Case capped(Case c) {  // with smoothing: E becomes dz in its place
   c.options.softcap = 20;
   return smoothed(c);
 }
+Case tempered(Case c) {
+  c.temperatures = true;
+  return c;
+}
+Case ranked(Case c) {
+  c.rank = c.sum_p_squared = true;
+  return c;
+}
 Case ignored(Case c) {
   c.ignored = 0.3;
   return c;
 }
 
-std::vector<Ragged> ragged() {
-  constexpr OpKind loss = OpKind::linear_forward, both = OpKind::linear_forward_backward,
-                   backward = OpKind::linear_backward;
-  constexpr DType bf16 = DType::bf16, f16 = DType::f16;
-  constexpr Shape tiles{530, 72, 399}, cut{1300, 72, 1301}, lent{66, 256, 12001},
-      partly_lent{300, 104, 12001}, few{100, 72, 399}, half{200, 72, 399}, deep{1100, 520, 399},
-      chunks{1100, 64, 1003};
+constexpr OpKind loss = OpKind::linear_forward, both = OpKind::linear_forward_backward,
+                 backward = OpKind::linear_backward;
+constexpr DType bf16 = DType::bf16, f16 = DType::f16;
+constexpr Shape tiles{530, 72, 399}, cut{1300, 72, 1301}, lent{66, 256, 12001},
+    partly_lent{300, 104, 12001}, few{100, 72, 399}, half{200, 72, 399}, deep{1100, 520, 399},
+    chunks{1100, 64, 1003};
+
+std::vector<Ragged> ragged_losses() {
   return {
       {"loss_bf16", ignored(linear(loss, bf16, tiles)), 1},
       {"loss_without_copy_bf16", ignored(linear(loss, bf16, tiles)), 0},
@@ -77,7 +86,21 @@ std::vector<Ragged> ragged() {
       {"loss_capped_alone_bf16", ignored(capped_alone(linear(loss, bf16, tiles))), 1},
       {"loss_smoothed_bf16", smoothed(linear(loss, bf16, tiles)), 1},
       {"loss_capped_bf16", ignored(capped(linear(loss, bf16, tiles))), 1},
+      {"loss_tempered_bf16", ignored(tempered(linear(loss, bf16, tiles))), 1},
+      {"loss_ranked_bf16", ignored(ranked(linear(loss, bf16, tiles))), 1},
+      {"loss_ranked_f16", ranked(linear(loss, f16, tiles)), 1},
+      {"loss_capped_tempered_bf16", tempered(capped_alone(linear(loss, bf16, tiles))), 1},
+      {"loss_capped_tempered_f16", tempered(capped_alone(linear(loss, f16, tiles))), 1},
       {"loss_with_bias_f16", biased(linear(loss, f16, tiles)), 1},
+      {"few_loss_bf16", ignored(linear(loss, bf16, few)), 1},
+      {"few_loss_without_copy_bf16", ignored(linear(loss, bf16, few)), 0},
+      {"half_loss_without_copy_bf16", ignored(linear(loss, bf16, half)), 0},
+      {"few_loss_with_bias_f16", biased(linear(loss, f16, few)), 1},
+  };
+}
+
+std::vector<Ragged> ragged_gradients() {
+  return {
       {"whole_bf16", ignored(linear(both, bf16, cut)), 1},
       {"whole_f32_gradients_bf16", f32_gradients(linear(both, bf16, cut)), 1},
       {"whole_with_bias_bf16", biased(linear(both, bf16, tiles)), 1},
@@ -88,6 +111,11 @@ std::vector<Ragged> ragged() {
        ignored(capped_alone(smoothed_alone(linear(both, bf16, tiles)))), 1},
       {"whole_smoothed_bf16", ignored(smoothed(linear(both, bf16, tiles))), 1},
       {"whole_capped_bf16", ignored(capped(linear(both, bf16, cut))), 1},
+      {"whole_tempered_bf16", ignored(tempered(linear(both, bf16, tiles))), 1},
+      {"whole_ranked_bf16", ignored(ranked(linear(both, bf16, tiles))), 1},
+      {"whole_capped_tempered_bf16", tempered(capped_alone(linear(both, bf16, tiles))), 1},
+      {"frugal_tempered_f16", tempered(linear(both, f16, tiles)), 1},
+      {"frugal_capped_tempered_f16", tempered(capped_alone(linear(both, f16, tiles))), 1},
       {"frugal_f16", ignored(linear(both, f16, cut)), 1},
       {"frugal_f32_gradients_f16", f32_gradients(linear(both, f16, cut)), 1},
       {"frugal_with_bias_f16", biased(linear(both, f16, tiles)), 1},
@@ -99,12 +127,11 @@ std::vector<Ragged> ragged() {
       {"backward_smoothed_alone_bf16", smoothed_alone(linear(backward, bf16, tiles)), 1},
       {"backward_capped_bf16", capped(linear(backward, bf16, tiles)), 1},
       {"backward_capped_alone_bf16", ignored(capped_alone(linear(backward, bf16, tiles))), 1},
+      {"backward_tempered_bf16", ignored(tempered(linear(backward, bf16, tiles))), 1},
+      {"backward_tempered_with_bias_bf16", tempered(biased(linear(backward, bf16, tiles))), 1},
+      {"backward_capped_tempered_bf16", tempered(capped_alone(linear(backward, bf16, tiles))), 1},
       {"chunks_bf16", ignored(linear(both, bf16, chunks)), 0.1},
       {"chunks_f32_gradients_bf16", f32_gradients(linear(both, bf16, chunks)), 0.1},
-      {"few_loss_bf16", ignored(linear(loss, bf16, few)), 1},
-      {"few_loss_without_copy_bf16", ignored(linear(loss, bf16, few)), 0},
-      {"half_loss_without_copy_bf16", ignored(linear(loss, bf16, half)), 0},
-      {"few_loss_with_bias_f16", biased(linear(loss, f16, few)), 1},
       {"half_whole_bf16", ignored(linear(both, bf16, half)), 1},
       {"few_whole_capped_alone_bf16", ignored(capped_alone(linear(both, bf16, few))), 1},
       {"half_frugal_f16", linear(both, f16, half), 1},
@@ -116,6 +143,12 @@ std::vector<Ragged> ragged() {
       {"partly_lent_bf16", ignored(linear(both, bf16, partly_lent)), 0.2},
       {"partly_lent_smoothed_bf16", smoothed(linear(both, bf16, partly_lent)), 0.2},
   };
+}
+
+std::vector<Ragged> ragged() {
+  std::vector<Ragged> all = ragged_losses();
+  for (Ragged& one : ragged_gradients()) all.push_back(std::move(one));
+  return all;
 }
 
 // Calls f(problem) with the case's.

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mutants: bugs that some test must catch, and which tests are asked."""
 
-from mutants import kernels, linear, logits, overlap, tokens
+from mutants import kernels, linear, logits, overlap, token_options, tokens
 from mutants.mutant import TESTS, Edit, Mutant
 
 MUTANTS = [
     *tokens.MUTANTS,
+    *token_options.MUTANTS,
     *kernels.MUTANTS,
     *logits.MUTANTS,
     *linear.MUTANTS,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mutants.cuda_token_options import TOKEN_OPTIONS
 from mutants.cuda_tokens import TOKENS
 from mutants.hopper_options import OPTIONS
 from mutants.hopper_plans import PLANS
@@ -43,6 +44,7 @@ TESTS: dict[str, str] = {
     "chunked options": "*/CudaChunks.UnderOptions*",
     "kept": "*/CudaKept.*",
     "later": "*/KeptState.*",
+    "options": "*/Temperatures.*:*/TokenStatistics.*:*/InactiveTokens.*",
     "heads": "*/CudaHeads.RowsThat*",
     "nonfinite": "*/NonFinite.*/cuda_linear*f16:*/Invariance.BesideFarRows/cuda_linear*f16",
 }
@@ -72,6 +74,7 @@ _WAIT = r"""@{asm volatile(
 
 MUTANTS = [
     *(_M(*mutant) for mutant in TOKENS),
+    *(_M(*mutant) for mutant in TOKEN_OPTIONS),
     # Linear ops
     _M("linear, last column: not in the sums", "linear/portable/block_exponentials.cu",
        "sum += @{y}@;", "(j + i == tile.count - 1 && tile.count > 1 ? 0.0f : y)", "portable"),
@@ -84,7 +87,7 @@ MUTANTS = [
     _M("linear, E: relative to the segment's maximum", "linear/portable/block_exponentials.cu",
        "e[i] = y * @{lift}@ *", "(lift * 0 + 1)", "portable"),
     _M("linear, E: without the softcap's slope", "linear/portable/block_exponentials.cu",
-       "(kPlain ? 1.0f : @{cap_slope(call.map, z[g][i])}@);", "1.0f", "portable"),
+       "(kPlain ? 1.0f : @{cap_slope(map, z[g][i])}@);", "1.0f", "portable"),
     _M("linear, argmax: the highest of equals", "linear/portable/block_exponentials.cu",
        "argmax = @{min(argmax, j + i)}@;", "(argmax == INT32_MAX ? j + i : max(argmax, j + i))",
        "portable"),
@@ -287,7 +290,7 @@ MUTANTS = [
     _M("dz from E: without the softcap's slope", "linear/sm90/form_dz.cu",
        "slope = @{fmaf(-part, part, 1.0f)}@, p", "1.0f", "apart"),
     _M("dz from E: E itself up to 15/16 of the cap", "linear/sm90/forward.cu",
-       ".near_cap = @{near_cap * std::fabs(call.map.outward)}@", "0.9375f * std::fabs(call.map.outward)",
+       ".near_cap = @{near_cap * std::fabs(map.outward)}@", "0.9375f * std::fabs(map.outward)",
        "apart"),
     _M("dz from E: codes two steps off", "linear/sm90/options.cuh",
        "static_cast<float>(code - @{counted_codes}@) * (1 / parts)", "counted_codes - 4", "apart"),

@@ -47,7 +47,7 @@ OPTIONS: list[tuple[str, str, str, str, str]] = [
     ("hopper, options, dz: the target is not subtracted", "linear/sm90/with_options.cuh",
        "draw[c] = @{8 * i + c == mask.target[h]}@ ?", "false", "linear"),
     ("hopper, options, dz without the softcap's slope", "linear/sm90/with_options.cuh",
-       "if (has_cap<kSet>) draw[c] = @{capped(o, z, draw[c])}@;", "draw[c]", "linear"),
+       "if (has_cap<kSet>) draw[c] = @{capped(backward[h], z, draw[c])}@;", "draw[c]", "linear"),
     ("hopper, options, dz without the smoothing", "linear/sm90/with_options.cuh",
        "if (@{smooths}@) {", "false", "linear"),
     ("hopper, options, dz without the entropy's term", "linear/sm90/with_options.cuh",

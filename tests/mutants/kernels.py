@@ -153,6 +153,14 @@ MUTANTS = [
         "g.probability * slope * std::exp(shift)", "g.probability * map.scale * std::exp(shift)", "logits",
     ),
     mutant(
+        "sum_p_squared: of a stale maximum", ROWS,
+        "squares = old_factor * old_factor * squares +", "squares = old_factor * squares +", "kernels",
+    ),
+    mutant(
+        "rank: the target counts where its logit was made otherwise", ROWS,
+        "    if (here && z[wants.target] > wants.target_logit) --more.above;\n", "    (void)here;\n", "kernels",
+    ),
+    mutant(
         "bf16: cut off, not rounded", ROWS,
         "const V rounded = hn::Add(bits, hn::Add(lowest, hn::Set(du, 0x7fffu)));",
         "const V rounded = hn::Add(bits, hn::Xor(lowest, lowest));", "kernels",

@@ -15,14 +15,14 @@ ROUND_ROW = (
 MUTANTS = [
     mutant(
         "linear, last column: not in lse", RUN,
-        "forward_block(map_, row, bias, class_weight, width,",
-        "forward_block(map_, row, bias, class_weight,\n"
+        "forward_block(map_of(n), row, bias, class_weight, width,",
+        "forward_block(map_of(n), row, bias, class_weight,\n"
         "                  width - (tile + 1 == plan_.vocab_tiles && width > 1),",
         "linear",
     ),
     mutant(
-        "linear, last column: no gradient", RUN, "gradient_block(map_, g, z, class_weight, width, row);",
-        "gradient_block(map_, g, z, class_weight, width, row);\n"
+        "linear, last column: no gradient", RUN, "gradient_block(map, g, z, class_weight, width, row);",
+        "gradient_block(map, g, z, class_weight, width, row);\n"
         "      if (tile + 1 == plan_.vocab_tiles && width > 1) row[width - 1] = 0;",
         "linear",
     ),
@@ -182,9 +182,9 @@ MUTANTS = [
     ),
     mutant(
         "linear, batch: a row's blocks are added in an order of its own", RUN,
-        "        row.add(blocks[tile * plan_.token_chunk + n], tile * vocab_tile, wants_);",
+        "        row.add(blocks[block], tile * vocab_tile, wants_, wants_.more() ? &sums[block] : nullptr);",
         "        const int64_t t = (tile + n) % plan_.vocab_tiles;\n"
-        "        row.add(blocks[t * plan_.token_chunk + n], t * vocab_tile, wants_);\n"
+        "        row.add(blocks[t * plan_.token_chunk + n + 0 * block], t * vocab_tile, wants_);\n"
         "        row.sum = static_cast<float>(row.sum);  // sums in double hide the order", "invariance",
     ),
     mutant(
@@ -213,7 +213,7 @@ MUTANTS = [
         "  whole.at_least(forward_at);\n", "linear workspace",
     ),
     mutant(
-        "kept: every chunk begins at the first row", RUN, "* size + first_ * stride,", "* size,", "kept",
+        "kept: every chunk begins at the first row", RUN, "return {data + first_ * stride, stride,", "return {data, stride,", "kept",
     ),
     mutant(
         "kept: the last tile as wide as the others", RUN,
@@ -245,5 +245,10 @@ MUTANTS = [
         "kept: a mismatch sets no fault", RUN,
         "    if (call_.fault) *call_.fault.as<int32_t>() |= 2;\n", "", "kept",
     ),
-    mutant("kept: what is consumed is not said", RUN, "kept_row(tokens, i)->layout = 0;", "{}", "kept"),
+    mutant(
+        "kept, inactive: rows lie one after the other", RUN,
+        "return data + (place != nullptr ? place[n] : n) * stride;",
+        "return data + (place != nullptr ? place[0] + n : n) * stride;", "kept",
+    ),
+    mutant("kept: what is consumed is not said", RUN, "rows[i].layout = 0;", "rows[i].unused = 0;", "kept"),
 ]  # fmt: skip

@@ -9,20 +9,20 @@ PROBABILITIES, SOFTMAX = "src/cpu/probability_rows.cpp", "src/cpu/softmax.cpp"
 MUTANTS = [
     mutant(
         "logits, last column: not in lse", ROWS,
-        "      forward_block(map_, z, nullptr, weight, count, wants,",
-        "      forward_block(map_, z, nullptr, weight,\n"
+        "      forward_block(map, z, nullptr, weight, count, wants,",
+        "      forward_block(map, z, nullptr, weight,\n"
         "                    count - (column + count == columns_ && columns_ > 1), wants,",
         "logits",
     ),
     mutant(
         "logits, last column: no gradient", ROWS,
-        "gradient_block(map_, g, from, weight, count, draw);",
-        "gradient_block(map_, g, from, weight, count - (count > 1), draw);", "logits",
+        "gradient_block(map, g, from, weight, count, draw);",
+        "gradient_block(map, g, from, weight, count - (count > 1), draw);", "logits",
     ),
     mutant(
         "logits, last column: no gradient from exponentials", ROWS,
-        "scale_block(map_, g, from, maximum, weight, count, draw);",
-        "scale_block(map_, g, from, maximum, weight, count - (count > 1), draw);", "logits",
+        "scale_block(map, g, from, maximum, weight, count, draw);",
+        "scale_block(map, g, from, maximum, weight, count - (count > 1), draw);", "logits",
     ),
     mutant(
         "logits, kept exponentials: of the first block's maximum", ROWS,
@@ -66,7 +66,7 @@ MUTANTS = [
     mutant(
         "logits, in place: the target's logit is read after it is overwritten", ROWS,
         "      if (here) draw[target] = at_target;",
-        "      if (here) draw[target] = exponentials ? at_target : target_gradient(map_, g, from[target], 1);",
+        "      if (here) draw[target] = exponentials ? at_target : target_gradient(map, g, from[target], 1);",
         "logits",
     ),
     mutant(

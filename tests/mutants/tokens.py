@@ -179,7 +179,35 @@ MUTANTS = [
         "tokens",
     ),
     mutant(
-        "workspace: the tokens' part is short", TOKENS, "3 * padded(tokens * sizeof(float));",
-        "2 * padded(tokens * sizeof(float));", BOTH,
+        "logprob: rounded above 0", TOKENS, "  return log_p > 0 ? 0 : log_p;", "  return log_p;", "tokens",
+    ),
+    mutant(
+        "logprob: a NaN becomes 0", TOKENS, "  return log_p > 0 ? 0 : log_p;", "  return log_p < 0 ? log_p : 0;", "tokens",
+    ),
+    mutant(
+        "temperatures: at the compacted index", TOKENS,
+        "f32_at(tokens.temperature, tokens.row[k]);", "f32_at(tokens.temperature, k);", BOTH,
+    ),
+    mutant(
+        "temperatures: a bad one is used as it is", TOKENS,
+        "if (tokens.bad_temperature && !may_be_number(map, temperature)) {",
+        "if (tokens.bad_temperature && tokens.total < 0) {", "tokens",
+    ),
+    mutant(
+        "temperatures: the common factor as for none", TOKENS, "  o.temperature = temperature;\n", "", "tokens",
+    ),
+    mutant(
+        "inactive: 0 times NaN is 0", TOKENS, "if (!zero || grad_loss * token_weight != 0) return true;",
+        "if (!zero) return true;", "tokens",
+    ),
+    mutant(
+        "inactive: not in the normalizer", TOKENS,
+        "  tokens->normalizer = normalizer_of(call, *tokens);\n",
+        "  if (!call.forward) leave_out_inactive(call, tokens);\n"
+        "  tokens->normalizer = normalizer_of(call, *tokens);\n", BOTH,
+    ),
+    mutant(
+        "workspace: the tokens' part is short", TOKENS, "indices + 3 * padded(tokens * sizeof(float));",
+        "indices + 2 * padded(tokens * sizeof(float));", BOTH,
     ),
 ]  # fmt: skip

@@ -15,6 +15,7 @@ _SLOTS, _COMBINE, _ROW = map(_shader, ("slots", "combine", "row"))
 _PRODUCT, _TOKENS, _SUM = map(_shader, ("product", "tokens", "sum"))
 _GATHER, _SCATTER = map(_shader, ("gather", "scatter"))
 _KEEP, _KEPT = _shader("keep"), "src/webgpu/kept.cpp"
+_RANK, _TEMPERATURE = _shader("rank"), _shader("temperature")
 _NUMBERS, _TARGET, _LOGIT, _LOSS, _OPERANDS = (
     _shader(f"common/{name}") for name in ("numbers", "target", "logit", "loss", "product")
 )
@@ -50,8 +51,8 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "the last column is dropped",
         _SLOTS,
-        "    if (local >= p.columns) {\n      continue;\n    }\n    let column",
-        "    if (local + 1u >= p.columns) {\n      continue;\n    }\n    let column",
+        "    if (local >= columns) {\n      continue;\n    }\n    let column",
+        "    if (local + 1u >= columns) {\n      continue;\n    }\n    let column",
         "rows",
     ),
     _mutant(
@@ -422,7 +423,82 @@ MUTANTS: tuple[Mutant, ...] = (
         "if (false) p.kept",
         "kept",
     ),
+    _mutant(
+        "short rows have a log-probability of their own",
+        "src/webgpu/plan.cpp",
+        'p.vocab <= kColumnsAtOnce && !call["logprob"];',
+        "p.vocab <= kColumnsAtOnce;",
+        "logprob",
+    ),
+    _mutant(
+        "a slot's squares are scaled once",
+        _COMBINE,
+        "slot.squared * factor * factor",
+        "slot.squared * factor",
+        "ranks",
+    ),
+    _mutant("equal logits are above", _NUMBERS, "  return x > y;", "  return x >= y;", "ranks"),
+    _mutant(
+        "the rank in the last window",
+        _RANK,
+        "extras[token].rank += atomicLoad(&above);",
+        "extras[token].rank = atomicLoad(&above);",
+        "ranks",
+    ),
+    _mutant(
+        "a quotient is cut, not rounded",
+        _TEMPERATURE,
+        "  if (q.low > half ||",
+        "  if (q.low > 2u * half ||",
+        "temperatures",
+    ),
+    _mutant(
+        "the least quotient is none",
+        _TEMPERATURE,
+        "q.e >= -126 &&",
+        "q.e > -126 &&",
+        "temperatures",
+    ),
+    _mutant(
+        "a bad temperature's fault",
+        _TEMPERATURE,
+        "atomicOr(&fault[p.fault], 4u);",
+        "atomicOr(&fault[p.fault], 1u);",
+        "temperatures",
+    ),
+    _mutant(
+        "a temperature of 1 in plain's gradient",
+        _shader("plain"),
+        "let slope = select(p.slope, own_slope, own_temperature);",
+        "let slope = p.slope;",
+        "temperatures",
+    ),
+    _mutant(
+        "tokens without a gradient are listed",
+        _TOKENS,
+        "  if ((p.flags & is_backward) == 0u) {",
+        "  if (true) {",
+        "inactive",
+    ),
+    _mutant(
+        "0 times infinity is no gradient",
+        _TOKENS,
+        "!(is_number && (is_zero(g) || is_zero(a)))",
+        "!(is_zero(g) || is_zero(a))",
+        "inactive",
+    ),
+    _mutant(
+        "plain rows without a gradient",
+        _shader("plain"),
+        "(scalars.upstream & 0x7fffffffu) == 0u) {",
+        "p.rows == 0u) {",
+        "inactive",
+    ),
 )
+TESTS["logprob"] = "WebGpuToken.TheLogProbability*"
+TESTS["ranks"] = "WebGpuToken.RanksOf*:WebGpuToken.EqualLogits*"
+TESTS["temperatures"] = "WebGpuToken.*Temperature*"
+TESTS["inactive"] = "WebGpuToken.NothingIsRead*:WebGpuToken.OneUpstream*"
 TESTS["kept"] = "*/KeptState.*_f32:WebGpuKept.*"
 TESTS["normalizers"] = "*/Edges.NormalizersOfAView/webgpu_forward_f32"
 TESTS["edges"] = "*/Edges.TargetsOutside*/webgpu_forward*_f32"

@@ -66,5 +66,5 @@ PLAIN: tuple[Mutant, ...] = (
     _plain("the z-loss has no gradient", "onehot * (1.0 + 2.0 * p.z_loss * lse)", "onehot"),
     _plain("an ignored row is NaN", "select(0u, p.nan, kind == counts)", "p.nan"),
     _plain("a target outside has a loss", "poisoned || kind == outside", "poisoned"),
-    _plain("the slope of the target is left out", "    onehot *= p.slope;\n", ""),
+    _plain("the slope of the target is left out", "    onehot *= slope;\n", ""),
 )

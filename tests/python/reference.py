@@ -18,10 +18,14 @@ def logits_of(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 def statistics(logits: Tensor, target: Tensor, o: dict[str, Any]) -> dict[str, Tensor]:
-    """Of every token, 0 (argmax -1) where it is ignored."""
+    """Of every token, 0 (argmax and rank -1) where it is ignored. A temperature may be a tensor in
+    the target's shape."""
     u = logits.double() * o.get("logit_scale", 1.0)
     cap = o.get("softcap", 0.0)
-    z = (cap * torch.tanh(u / cap) if cap > 0 else u) / o.get("temperature", 1.0)  # [..., V]
+    temperature = o.get("temperature", 1.0)
+    if isinstance(temperature, Tensor):
+        temperature = temperature.double()[..., None]
+    z = (cap * torch.tanh(u / cap) if cap > 0 else u) / temperature  # [..., V]
     valid = target != o.get("ignore_index", -100)
     safe = target.where(valid, torch.zeros_like(target)).long()
     lse = z.logsumexp(-1)
@@ -34,9 +38,13 @@ def statistics(logits: Tensor, target: Tensor, o: dict[str, Any]) -> dict[str, T
         "target_logit": chosen,
         "logprob": chosen - lse,
         "entropy": entropy,
+        "sum_p_squared": p.square().sum(-1),
+        "mean_logit": z.mean(-1),
     }
     result = {name: value.where(valid, zero) for name, value in found.items()}
     result["argmax"] = z.argmax(-1).where(valid, torch.full_like(safe, -1))
+    rank = (z > chosen[..., None]).sum(-1)
+    result["rank"] = rank.where(valid, torch.full_like(rank, -1))
     result["z"] = z
     result["valid"] = valid
     result["safe"] = safe

@@ -12,7 +12,7 @@ import torch
 import fresh
 import reference
 from logitless import _abi
-from logitless.torch import _run, linear_cross_entropy, linear_logprob
+from logitless.torch import Statistics, _run, linear_cross_entropy, linear_logprob
 from reference import close
 from test_linear import BF16, F16, F32, problem
 
@@ -282,7 +282,7 @@ def test_a_default_device_leaves_the_eager_path_alone() -> None:
 @pytest.mark.parametrize("shape", [(), (9,), (3, 4)])
 def test_results_may_be_changed_in_place(device: str, shape: tuple[int, ...]) -> None:
     """In torch only what is no view made inside the function may."""
-    names = ("lse", "target_logit", "logprob", "entropy", "argmax")
+    names = Statistics._fields
     x, w, _, t = problem(shape, 17, 8, device=device, ignored=0)
     expected = linear_cross_entropy(x, w, t, reduction="none")
     loss, s = linear_cross_entropy(x, w, t, reduction="none", return_statistics=names)
@@ -293,8 +293,10 @@ def test_results_may_be_changed_in_place(device: str, shape: tuple[int, ...]) ->
     grads = torch.autograd.grad(loss.sum(), (x, w))
     for ours, theirs in zip(grads, torch.autograd.grad(expected.sum(), (x, w))):
         close(ours, 2 * theirs.double())
-    _, s = linear_cross_entropy(x, w, t, return_statistics=("argmax",))
-    assert s.argmax.shape == t.shape and not s.argmax._is_view()
+    constant = ("argmax", "rank", "sum_p_squared", "mean_logit")
+    _, s = linear_cross_entropy(x, w, t, return_statistics=constant)
+    for result in (getattr(s, name) for name in constant):
+        assert result.shape == t.shape and not result._is_view()
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

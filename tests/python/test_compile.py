@@ -29,7 +29,7 @@ def arguments(kind: str, reduction: int, dtype: torch.dtype, device: str) -> tup
     return (x, w, b, t, token_weight, vocab_weight, normalizer, reduction, *OPTIONS[1:])
 
 
-EVERYTHING = (1 << 7) - 1
+EVERYTHING = _run.DETACHED - 1
 NOTHING_KEPT = 0
 
 
@@ -37,26 +37,26 @@ NOTHING_KEPT = 0
 @pytest.mark.parametrize("kind", ["linear", "logits"])
 @pytest.mark.parametrize("wanted", [_run.LOSS | _run.ROW_STATE, EVERYTHING], ids=["loss", "all"])
 def test_opcheck_forward(device: str, kind: str, reduction: int, wanted: int) -> None:
-    args = (*arguments(kind, reduction, F32, device), wanted, NOTHING_KEPT)
+    args = (*arguments(kind, reduction, F32, device), wanted, NOTHING_KEPT, None)
     torch.library.opcheck(torch.ops.logitless.forward, args)
 
 
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 def test_opcheck_forward_backward(device: str, dtype: torch.dtype) -> None:
-    args = (*arguments("linear", 2, dtype, device), _run.LOSS | _run.ARGMAX, True, True, True)
+    args = (*arguments("linear", 2, dtype, device), _run.LOSS | _run.ARGMAX, True, True, True, None)
     torch.library.opcheck(torch.ops.logitless.forward_backward, args, rtol=5e-3, atol=5e-3)
 
 
 def test_opcheck_backward(device: str) -> None:
     args = arguments("linear", 0, F32, device)
     with torch.no_grad():
-        results = torch.ops.logitless.forward(*args, EVERYTHING, NOTHING_KEPT)
-        entropy, row_state = results[4], results[6]
+        results = torch.ops.logitless.forward(*args, EVERYTHING, NOTHING_KEPT, None)
+        entropy, row_state = results[4], results[9]
         detached = [a.detach() if isinstance(a, Tensor) else a for a in args]
         grads = [torch.randn(2, 5, device=device) for _ in range(4)]
     torch.library.opcheck(
         torch.ops.logitless.backward,
-        (*detached, row_state, entropy, *grads, None, None, True, True, False),
+        (*detached, row_state, entropy, *grads, None, None, True, True, False, None),
     )
 
 
@@ -65,15 +65,15 @@ def test_opcheck_under_another_default_dtype(default: torch.dtype) -> None:
     """What is not wanted is an empty tensor of one dtype, whatever torch makes by default."""
     forward = arguments("linear", 2, F32, "cpu")
     with torch.no_grad():
-        made = torch.ops.logitless.forward(*forward, _run.LOSS | _run.ROW_STATE, NOTHING_KEPT)
+        made = torch.ops.logitless.forward(*forward, _run.LOSS | _run.ROW_STATE, NOTHING_KEPT, None)
     backward = [a.detach() if isinstance(a, Tensor) else a for a in forward]
-    upstream = (made[6], None, torch.ones(()), None, None, None, None, None)
+    upstream = (made[9], None, torch.ones(()), None, None, None, None, None)
     torch.set_default_dtype(default)
     try:
         for op, args in (
-            (torch.ops.logitless.forward, (*forward, _run.LOSS, NOTHING_KEPT)),
-            (torch.ops.logitless.forward_backward, (*forward, _run.LOSS, True, False, False)),
-            (torch.ops.logitless.backward, (*backward, *upstream, True, False, False)),
+            (torch.ops.logitless.forward, (*forward, _run.LOSS, NOTHING_KEPT, None)),
+            (torch.ops.logitless.forward_backward, (*forward, _run.LOSS, True, False, False, None)),
+            (torch.ops.logitless.backward, (*backward, *upstream, True, False, False, None)),
         ):
             torch.library.opcheck(op, args, test_utils="test_faketensor")
     finally:

@@ -143,6 +143,8 @@ def test_out_of_range_targets_give_nan_and_touch_nothing() -> None:
     assert loss.isnan().nonzero().flatten().tolist() == [3, 9]
     loss.nansum().backward()
     assert not x.grad[[3, 9]].any()  # type: ignore[index]
+    logprob = linear_logprob(x, w, t)
+    assert logprob.isnan().nonzero().flatten().tolist() == [3, 9]
 
 
 def least_memory(x: Any, w: Any, t: Any) -> int:

@@ -89,7 +89,13 @@ OPTIONS: dict[str, tuple[dict[str, Any], type, str]] = {
     "logit_scale": ({"logit_scale": float("inf")}, ValueError, "logit_scale"),
     "softcap": ({"softcap": -1.0}, ValueError, "softcap"),
     "temperature": ({"temperature": 0.0}, ValueError, "temperature"),
-    "temperature a tensor": ({"temperature": torch.tensor(1.0)}, TypeError, "temperature"),
+    "temperatures of another shape": (
+        {"temperature": torch.ones(5)}, ValueError, r"temperature has shape \(5,\); allowed: \(4",
+    ),
+    "temperatures with grad": (
+        {"temperature": torch.ones(4, requires_grad=True)}, ValueError, r"temperature.detach\(\)",
+    ),
+    "temperature a list": ({"temperature": [1.0] * 4}, TypeError, "temperature is a list"),
     "ignore_index": ({"ignore_index": 1 << 70}, ValueError, "ignore_index"),
     "ignore_index of no integer": ({"ignore_index": 7.0}, TypeError, "ignore_index is 7.0"),
     "ignore_index of no integer, shift": (

@@ -45,7 +45,10 @@ ERRORS: dict[str, tuple[dict[str, Any], type, str]] = {
     "statistics": ({"return_statistics": "variance"}, ValueError, "return_statistics"),
     "smoothing": ({"label_smoothing": 1.5}, ValueError, "label_smoothing is 1.5; allowed"),
     "temperature": ({"temperature": 0}, ValueError, "temperature"),
-    "temperature an array": ({"temperature": np.ones(1)}, TypeError, "temperature is a ndarray"),
+    "temperatures of another shape": ({"temperature": np.ones(5)}, ValueError, "temperature has s"),
+    "temperatures below f32": (
+        {"temperature": np.full(4, 1e-46)}, ValueError, r"temperature\[0\] is 1e-46"
+    ),
     "ignore_index": ({"ignore_index": 1 << 70}, ValueError, "ignore_index"),
     "ignore_index a float": ({"ignore_index": 1.5}, TypeError, "ignore_index is a float"),
     "shift": ({"shift": -1}, ValueError, "shift"),
@@ -102,9 +105,11 @@ def test_a_target_out_of_range(platform: str) -> None:  # noqa: F811
 
 def test_traced_options_and_differentiated_constants() -> None:
     x, w, _, t = problem((4, 9), 21, 8, ignored=0)
-    with pytest.raises(TypeError, match=r"temperature is a .*Tracer; allowed: a Python number"):
-        jax.jit(lambda c: linear_cross_entropy(x, w, t, temperature=c))(1.0)
-    for name, shape in (("token_weight", t.shape), ("weight", (21,)), ("normalizer", ())):
+    with pytest.raises(TypeError, match=r"softcap is a .*Tracer; allowed: a Python number"):
+        jax.jit(lambda c: linear_cross_entropy(x, w, t, softcap=c))(1.0)
+    for name, shape in (
+        ("token_weight", t.shape), ("weight", (21,)), ("normalizer", ()), ("temperature", ()),
+    ):  # fmt: skip
         value = jnp.ones(shape)
 
         def step(v: Any, name: str = name) -> Any:

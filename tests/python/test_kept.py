@@ -74,7 +74,7 @@ def per_token(x: Tensor, w: Tensor, t: Tensor, **options: Any) -> Tensor:
 
 def kept_of(loss: Tensor) -> tuple[Tensor | None, Tensor | None]:
     assert loss.grad_fn is not None
-    saved = loss.grad_fn.saved_tensors[9:]  # type: ignore[attr-defined]
+    saved = loss.grad_fn.saved_tensors[10:]  # type: ignore[attr-defined]
     return tuple(saved) or NOTHING  # type: ignore[return-value]
 
 
@@ -164,7 +164,7 @@ def test_gradients_of_what_is_kept_are_those_of_f64(
             )  # fmt: skip
             ours = [loss if name == "loss" else getattr(s, name) for name in asked]
             check_gradients(ours, [theirs[n] for n in asked], exact, (x, w, b), dtype)
-            assert ran[-2].kept and ran[-1].kept
+            assert ran[-2].kept and ran[-1].kept == (asked != ("target_logit",))
             assert ran[-1].consume == ("entropy" in asked)
 
 
@@ -491,19 +491,19 @@ def test_opcheck(device: str, dtype: torch.dtype, share: float) -> None:
     compares outputs: nothing says what kept state holds, or that all of it is written."""
     args = op_arguments(device, dtype)
     kept_bytes = int(share * 320 * 700 * dtype.itemsize)
-    everything = (1 << 7) - 1
+    everything = _run.DETACHED - 1
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(
-        torch.ops.logitless.forward, (*args, everything, kept_bytes), test_utils=checks
+        torch.ops.logitless.forward, (*args, everything, kept_bytes, None), test_utils=checks
     )
     with torch.no_grad():
-        made = torch.ops.logitless.forward(*args, everything, kept_bytes)
-    assert (made[7].shape[0] > 64) == (share >= 0.5 and dtype is not F16)
+        made = torch.ops.logitless.forward(*args, everything, kept_bytes, None)
+    assert (made[10].shape[0] > 64) == (share >= 0.5 and dtype is not F16)
     detached = [a.detach() if isinstance(a, Tensor) else a for a in args]
     grads = [torch.randn(6, 50, device=device) for _ in range(4)]
     torch.library.opcheck(
         torch.ops.logitless.backward,
-        (*detached, made[6], made[4], *grads, *made[7:], True, True, False),
+        (*detached, made[9], made[4], *grads, *made[10:], True, True, False, None),
     )
 
 
@@ -592,6 +592,6 @@ def test_fake_tensors_keep_by_the_formula() -> None:
         saved: Any = loss.grad_fn.saved_tensors  # type: ignore[union-attr]
         bytes = (1 << 38) + 4 * 64 * ((1 << 20) + (1 << 18))
         shape, _ = _abi.kept_formula(1 << 20, 262144, _abi.BF16, bytes)
-        assert saved[9].shape == (shape[0] + 2, 64) and saved[9].numel() > 1 << 36
+        assert saved[10].shape == (shape[0] + 2, 64) and saved[10].numel() > 1 << 36
         loss.sum().backward()
         assert x.grad is not None and x.grad.shape == x.shape

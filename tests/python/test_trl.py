@@ -107,6 +107,16 @@ def test_what_is_not_asked_for_is_none_and_changes_nothing(
     assert torch.equal(some["log_probs"], every["log_probs"])
 
 
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_output_is_of_one_call(name: str, launched: list[int]) -> None:
+    x, w, b, t = problem((9,), 17, 8, bias=True, ignored=0)
+    t[4] = -100
+    with patch_trl():
+        found = fused(x, w, b, t, **OPTIONS[name])
+    assert len(launched) == 1
+    assert not any(value[4] for value in found.values())
+
+
 def test_of_equal_logits_the_first_is_the_top() -> None:
     x, w, _, _ = problem((2,), 6, 8, ignored=0)
     w = torch.cat((w, w)).detach()

@@ -337,5 +337,25 @@ TEST(ReferenceBounds, ArgmaxAcceptsWhatRoundingCannotTellApart) {
   EXPECT_EQ(argmax.accepted[2], (std::vector<int64_t>{-1}));
 }
 
+// A column a rounding from the target may be above it or not; equal infinities are no tie broken.
+TEST(ReferenceBounds, RankAcceptsWhatRoundingCannotTellApart) {
+  Example e = logits_example(4, 4);
+  e.logits = {1,          std::nextafter(1.0f, 2.0f),
+              0.5f,       2,  //
+              NAN,        0,
+              1,          2,  //
+              -kInfinity, -kInfinity,
+              0,          1,  //
+              0,          1,
+              2,          3};
+  e.target = {0, 1, 0, -100};
+  const Output rank = bounds_of<CrossEntropyForward>(e)["rank"];
+  EXPECT_EQ(rank.value, (std::vector<double>{2, rank.value[1], 2, -1}));
+  EXPECT_EQ(rank.accepted[0], (std::vector<int64_t>{1, 2}));
+  EXPECT_EQ(rank.accepted[1], (std::vector<int64_t>{0, 1, 2, 3}));
+  EXPECT_EQ(rank.accepted[2], (std::vector<int64_t>{2}));
+  EXPECT_EQ(rank.accepted[3], (std::vector<int64_t>{-1}));
+}
+
 }  // namespace
 }  // namespace logitless::reference

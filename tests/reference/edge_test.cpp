@@ -83,7 +83,7 @@ TEST(ReferenceEdges, IgnoredRowsAreNeverRead) {
       }
       const Values statistics = forward(dirty);
       for (const auto& [name, values] : statistics)
-        EXPECT_EQ(values[1], name == "argmax" ? -1 : 0) << name;
+        EXPECT_EQ(values[1], name == "argmax" || name == "rank" ? -1 : 0) << name;
       const Doubles& own = gradients.at(linear ? "grad_input" : "grad_logits");
       for (int64_t k = width; k < 2 * width; ++k) EXPECT_EQ(own[k], 0);
     }
@@ -219,27 +219,31 @@ TEST(ReferenceEdges, RunRoundsEveryValueOnceIntoAnyView) {
   auto op = make_op<LinearCrossEntropyForwardBackward>(example);
   const Values values = forward_backward(example);
   std::vector<uint16_t> input(3 * 4, 0x1234), weight(4 * 2), bias(4);
-  std::vector<float> loss(1), numbers(3 * 6);
-  std::vector<int32_t> argmax(3);
+  std::vector<float> loss(1), numbers(3 * 9);
+  std::vector<int32_t> argmax(3), rank(3);
   op.loss = vector_view(loss.data(), DType::f32, 1);  // [1] is accepted for []
   op.grad_input = matrix_view(input.data(), DType::bf16, 3, 2);
   op.grad_input.stride = {4, 2};
   op.grad_weight = matrix_view(weight.data(), DType::f16, 4, 2);
   op.grad_bias = vector_view(bias.data(), DType::bf16, 4);
   float* next = numbers.data();
-  for (TensorView* view : {&op.statistics.lse, &op.statistics.target_logit, &op.statistics.entropy,
-                           &op.statistics.row_reference, &op.statistics.row_log_sum,
-                           &op.statistics.weighted_logit_sum}) {
+  for (TensorView* view :
+       {&op.statistics.lse, &op.statistics.target_logit, &op.statistics.entropy,
+        &op.statistics.row_reference, &op.statistics.row_log_sum, &op.statistics.weighted_logit_sum,
+        &op.statistics.logprob, &op.statistics.sum_p_squared, &op.statistics.mean_logit}) {
     view->data = next;
     next += 3;
   }
   op.statistics.argmax = vector_view(argmax.data(), DType::i32, 3);
+  op.statistics.rank = vector_view(rank.data(), DType::i32, 3);
   ASSERT_TRUE(run_reference(op).ok());
   EXPECT_EQ(loss[0], static_cast<float>(values.at("loss")[0]));
   for (int64_t i = 0; i < 3; ++i) {
     EXPECT_EQ(numbers[i], static_cast<float>(values.at("lse")[i]));
     EXPECT_EQ(numbers[15 + i], static_cast<float>(values.at("weighted_logit_sum")[i]));
+    EXPECT_EQ(numbers[24 + i], static_cast<float>(values.at("mean_logit")[i]));
     EXPECT_EQ(argmax[i], values.at("argmax")[i]);
+    EXPECT_EQ(rank[i], values.at("rank")[i]);
     for (int64_t k = 0; k < 2; ++k) {
       EXPECT_EQ(input[i * 4 + k * 2], round_to_bf16(values.at("grad_input")[i * 2 + k]));
       EXPECT_EQ(input[i * 4 + k * 2 + 1], 0x1234);

@@ -39,7 +39,12 @@ void ask_for_statistics(const Example& example, Op* op) {
                     .argmax = output_vector(example.tokens, DType::i64),
                     .row_reference = each,
                     .row_log_sum = each,
-                    .weighted_logit_sum = each};
+                    .weighted_logit_sum = each,
+                    .logprob = each,
+                    .sum_p_squared = each,
+                    .mean_logit = each};
+  if (example.options.vocab_total > example.columns) return;
+  op->statistics.rank = output_vector(example.tokens, DType::i32);
 }
 
 template <class Op>
@@ -113,6 +118,7 @@ Op make_op(const Example& example) {
   op.options = example.options;
   op.weights.token = view_of(example.token_weight);
   op.weights.vocab = view_of(example.vocab_weight);
+  op.weights.temperature = view_of(example.temperature);
   if (!example.normalizer.empty()) {
     op.weights.normalizer = scalar_view(example.normalizer.data(), DType::f32);
   }

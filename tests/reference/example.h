@@ -24,6 +24,7 @@ struct Example {
   // Absent where empty.
   std::vector<float> token_weight, vocab_weight;                 // [N] [V or vocab_total]
   std::vector<float> normalizer;                                 // [1]
+  std::vector<float> temperature;                                // [N]
   std::vector<float> grad_loss;                                  // [N] or [1]
   std::vector<float> grad_lse, grad_target_logit, grad_entropy;  // [N] each
   std::vector<float> row_reference, row_log_sum, entropy;        // [N] each, for Backward

@@ -34,6 +34,7 @@ Example example_of(const json& golden) {
   e.logits = floats(golden, "logits");
   e.token_weight = floats(golden, "token_weight");
   e.vocab_weight = floats(golden, "vocab_weight");
+  e.temperature = floats(golden, "temperatures");
   e.grad_loss = floats(golden, "grad_loss");
   e.grad_lse = floats(golden, "grad_lse");
   e.grad_target_logit = floats(golden, "grad_target_logit");
@@ -133,7 +134,7 @@ TEST(ReferenceGolden, EqualsPyTorchInDouble) {
                     example, dtype, outputs, what);
     }
   }
-  EXPECT_EQ(files, 41);
+  EXPECT_EQ(files, 43);
   EXPECT_GT(compared[0], 500);
   EXPECT_GT(compared[1], 450);
   EXPECT_GT(compared[2], 450);

@@ -39,6 +39,10 @@ TEST(Reference, UniformLogitsCostLogOfTheVocabulary) {
   EXPECT_EQ(values.at("target_logit"), (std::vector<double>{3.25}));
   EXPECT_EQ(values.at("weighted_logit_sum"), (std::vector<double>{7 * 3.25}));
   EXPECT_EQ(values.at("argmax"), (std::vector<double>{0}));
+  expect_near(values.at("logprob"), {-log_v}, 1e-15, "logprob");
+  EXPECT_EQ(values.at("rank"), (std::vector<double>{0}));
+  expect_near(values.at("sum_p_squared"), {1.0 / 7}, 1e-15, "sum_p_squared");
+  EXPECT_EQ(values.at("mean_logit"), (std::vector<double>{3.25}));
   std::vector<double> gradient(7, 1.0 / 7);
   gradient[2] -= 1;
   expect_near(backward(example).at("grad_logits"), gradient, 1e-15, "grad_logits");
@@ -99,6 +103,81 @@ TEST(Reference, TemperatureDividesAndScaleMultiplies) {
   for (double& g : gradient) g /= 4;
   EXPECT_EQ(backward(example).at("grad_logits"), gradient);
   EXPECT_EQ(backward(by_scale).at("grad_logits"), gradient);
+}
+
+// p = [1/8, 1/2, 1/4, 1/8]; two columns are above the third, none above the second.
+TEST(Reference, StatisticsOfARowByHand) {
+  const auto two = static_cast<float>(std::log(2.0));
+  const std::vector<float> logits{-two, two, 0, -two};
+  const double ranks[] = {2, 0, 1, 2}, p[] = {0.125, 0.5, 0.25, 0.125};
+  for (int64_t t = 0; t < 4; ++t) {
+    const Values values = forward(one_row(logits, t));
+    EXPECT_EQ(values.at("rank")[0], ranks[t]);
+    expect_near(values.at("logprob"), {std::log(p[t])}, 1e-7, "logprob");
+    expect_near(values.at("sum_p_squared"), {22.0 / 64}, 1e-7, "sum_p_squared");
+    expect_near(values.at("mean_logit"), {-double{two} / 4}, 1e-15, "mean_logit");
+  }
+  Example ignored = one_row(logits, -100);
+  const Values values = forward(ignored);
+  EXPECT_EQ(values.at("rank")[0], -1);
+  for (const char* name : {"logprob", "sum_p_squared", "mean_logit"})
+    EXPECT_EQ(values.at(name)[0], 0);
+}
+
+// Each token's row is the row of that number, of its loss, statistics and gradients.
+TEST(Reference, ATemperatureOfEachTokenIsTheNumberInItsRow) {
+  Example example = logits_example(3, 6);
+  example.options.reduction = Reduction::none;
+  example.options.softcap = 1.5f;
+  example.options.logit_scale = 2;
+  example.temperature = {0.5f, 1, 3};
+  const Values each = forward_backward(example);
+  for (int64_t i = 0; i < 3; ++i) {
+    Example number = example;
+    number.options.temperature = example.temperature[i];
+    number.temperature.clear();
+    for (const auto& [name, values] : forward_backward(number)) {
+      const size_t columns = values.size() / 3;
+      for (size_t k = i * columns; k < (i + 1) * columns; ++k) {
+        EXPECT_EQ(each.at(name)[k], values[k]) << name << " " << k;
+      }
+    }
+  }
+}
+
+// A row that a number would refuse is NaN, says so once, and leaves the others alone.
+TEST(Reference, ATemperatureThatIsNoneIsNaN) {
+  Example example = logits_example(3, 4);
+  example.options.reduction = Reduction::none;
+  example.options.logit_scale = 1e30f;
+  for (const float bad : {0.0f, -1.0f, kInfinity, 1e-40f, 1e-10f, static_cast<float>(kNan)}) {
+    example.temperature = {1e30f, bad, 1e30f};
+    const Result result = evaluate(make_op<CrossEntropyForwardBackward>(example));
+    EXPECT_EQ(result.fault, 4) << bad;
+    const std::vector<double>& gradient = result.outputs.at("grad_logits").value;
+    for (int k = 0; k < 12; ++k) EXPECT_EQ(std::isnan(gradient[k]), k / 4 == 1) << bad;
+    for (int i = 0; i < 3; ++i)
+      EXPECT_EQ(std::isnan(result.outputs.at("logprob").value[i]), i == 1) << bad;
+    example.target[1] = -100;
+    EXPECT_EQ(evaluate(make_op<CrossEntropyForwardBackward>(example)).fault, 0) << bad;
+    example.target[1] = 1;
+  }
+}
+
+// Their rows are not looked at, and they count in the mean.
+TEST(Reference, BackwardSkipsTokensWithoutAGradient) {
+  Example example = linear_example(4, 5, 3), given = example;
+  example.token_weight = {1, 0, 2, 0};
+  const Values values = backward(example);
+  given.target[1] = given.target[3] = -100;
+  given.token_weight = {1, 0, 2, 0};
+  given.normalizer = {4};
+  EXPECT_EQ(values, backward(given));
+  for (int k = 3; k < 6; ++k) example.input[k] = kInfinity;
+  EXPECT_EQ(values, backward(example));
+  EXPECT_TRUE(std::isnan(forward_backward(example).at("grad_weight")[0]));
+  example.grad_lse = {0, 1, 0, 0};
+  EXPECT_TRUE(std::isnan(backward(example).at("grad_weight")[0]));
 }
 
 // Scale, then softcap, then temperature: every other order gives another number.

@@ -44,7 +44,9 @@ TokenState state_of(const Values& values, int64_t i) {
           .target_logit = at("target_logit"),
           .entropy = at("entropy"),
           .weighted_logit_sum = at("weighted_logit_sum"),
-          .argmax = static_cast<int64_t>(values.at("argmax")[i])};
+          .argmax = static_cast<int64_t>(values.at("argmax")[i]),
+          .sum_p_squared = at("sum_p_squared"),
+          .mean_logit = at("mean_logit")};
 }
 
 using Split = std::vector<int64_t>;  // columns of each shard
@@ -87,6 +89,9 @@ void expect_states(const Example& whole, const std::vector<TokenState>& states,
     near("target_logit", s.target_logit);
     near("entropy", s.entropy);
     near("weighted_logit_sum", s.weighted_logit_sum);
+    near("logprob", logprob(s));
+    near("sum_p_squared", s.sum_p_squared);
+    near("mean_logit", s.mean_logit);
     EXPECT_EQ(s.argmax, expected.at("argmax")[i]);
     const bool weighted = !whole.vocab_weight.empty();
     near("loss", token_loss(s, whole.options, whole.columns,

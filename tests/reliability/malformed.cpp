@@ -59,7 +59,8 @@ uint32_t bad_struct_size(Random& random) {
 int32_t wrong_dtype(Random& random, const std::string& name) {
   const int32_t floats[] = {LOGITLESS_F32, LOGITLESS_F16, LOGITLESS_BF16};
   const int32_t integers[] = {LOGITLESS_I32, LOGITLESS_I64};
-  if (name == "target" || name == "argmax" || name == "fault") return random.pick(floats);
+  if (name == "target" || name == "argmax" || name == "rank" || name == "fault")
+    return random.pick(floats);
   return name == "normalizer" ? LOGITLESS_F16 : random.pick(integers);
 }
 

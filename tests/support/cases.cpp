@@ -28,6 +28,7 @@ enum Group : uint32_t {
   kShard = 1 << 17,
   kSavedState = 1 << 18,
   kOverlap = 1 << 19,
+  kMoreStatistics = 1 << 20,
 };
 
 bool any_loss(OpKind op, DType) { return has_loss(op); }
@@ -66,7 +67,7 @@ const std::vector<Feature> kFeatures{
     {"normalizer_i64", kNormalizer | kReduction, any_loss, [](Case& c) { c.normalizer = NormalizerKind::i64; }},
     {"empty_mean_nan", 0, any_loss, [](Case& c) { c.options.empty_mean = EmptyMean::nan; }},
     {"allow_tf32", 0, linear, [](Case& c) { c.options.allow_tf32 = true; }},
-    {"probabilities", kProbabilities | kScale | kSoftcap | kTemperature | kZLoss | kStatistics | kShard | kSavedState, given_logits,
+    {"probabilities", kProbabilities | kScale | kSoftcap | kTemperature | kZLoss | kStatistics | kMoreStatistics | kShard | kSavedState, given_logits,
      [](Case& c) { c.options.input_kind = InputKind::probabilities; }},
     {"target_i32", kTargetDtype, any_loss, [](Case& c) { c.target = DType::i32; }},
     {"token_weight", 0, any_loss, [](Case& c) { c.token_weight = true; }},
@@ -108,6 +109,13 @@ const std::vector<Feature> kFeatures{
     {"peaked", kData, any, [](Case& c) { c.data = Data::peaked; }},
     {"constant", kData, any, [](Case& c) { c.data = Data::constant; }},
     {"large", kData, any, [](Case& c) { c.data = Data::large; }},
+    {"temperature_each", kTemperature, any_loss, [](Case& c) { c.temperatures = true; }},
+    {"logprob", kMoreStatistics, forward, [](Case& c) { c.logprob = true; }},
+    {"rank", kMoreStatistics, forward, [](Case& c) { c.rank = true; }},
+    {"sum_p_squared", kMoreStatistics, forward, [](Case& c) { c.sum_p_squared = true; }},
+    {"mean_logit", kMoreStatistics, forward, [](Case& c) { c.mean_logit = true; }},
+    {"more_statistics", kMoreStatistics, forward, [](Case& c) { c.logprob = c.rank = c.sum_p_squared = c.mean_logit = true; c.argmax = DType::i32; }},
+    {"inactive", 0, backward, [](Case& c) { c.inactive = 0.4; }},
 };
 // clang-format on
 

@@ -86,6 +86,9 @@ struct Case {
   bool bias = false, token_weight = false, vocab_weight = false;
   bool statistics = false, fault = false;
   bool row_statistics = false;  // those alone that the loss is made of
+  bool logprob = false, rank = false, sum_p_squared = false, mean_logit = false;
+  bool temperatures = false;  // one of each token
+  double inactive = 0;        // share of the tokens without an upstream gradient
   bool wants_grad_input = true, wants_grad_weight = true;
   bool wants_grad_bias = false;  // also where there is a bias
   bool grad_loss = false, grad_lse = false, grad_target_logit = false, grad_entropy = false;

@@ -242,7 +242,7 @@ Comparison compare(const reference::Result& wanted, const Fields& got) {
     if (found->second.accepted.empty() && found->second.value.size() != field.value.size()) {
       c.fail(text("%s has %zu elements, the reference %zu", name.c_str(), field.value.size(),
                   found->second.value.size()));
-    } else if (name == "argmax") {
+    } else if (name == "argmax" || name == "rank") {
       compare_argmax(name, found->second, field, &c);
     } else {
       compare_values(name, found->second, field, &c);
@@ -259,9 +259,10 @@ Comparison compare(const reference::Result& want, const Outcome& got) {
   } else if (got.status.ok()) {
     c = compare(want, got.fields);
   }
-  if (got.fault != got.fault_wanted) {
+  const int64_t wanted = got.fault_wanted | (got.has_fault ? want.fault : 0);
+  if (got.fault != wanted) {
     c.fail(text("fault is %lld, not %lld", static_cast<long long>(got.fault),
-                static_cast<long long>(got.fault_wanted)));
+                static_cast<long long>(wanted)));
   }
   for (const std::string& violation : got.violations) c.fail(violation);
   return c;

@@ -41,7 +41,8 @@ struct Outcome {
   std::vector<std::string> violations;  // bytes changed that were not the op's to change
   uint64_t given = 0;                   // bytes of workspace
   uint64_t touched = 0;                 // from its first byte to the last one changed
-  int64_t fault = 0, fault_wanted = 0;  // the word after the run, where there is one
+  bool has_fault = false;
+  int64_t fault = 0, fault_wanted = 0;  // the word after the run, but for the reference's part
 };
 
 // The pool's tensors and a workspace on a device.
@@ -148,6 +149,7 @@ Outcome execute(const TestDevice& device, const Op& host, const Pool& pool,
   for (const auto& [name, view] : outputs) outcome.fields[name] = copy.field(view);
   for (const auto& [name, view] : kept) outcome.kept[name] = copy.field(view);
   if (fault) {
+    outcome.has_fault = true;
     outcome.fault = static_cast<int64_t>(copy.field(fault).value[0]);
     outcome.fault_wanted = read_integers(fault)[0];
     if (!device.synchronous() && !tokens_outside(host).empty()) outcome.fault_wanted |= 1;

@@ -110,7 +110,13 @@ std::vector<Row> shape_rows(OpKind op, DType dtype, Part part) {
       c.grad_weight = kGradients[seed / 5 % 5];
       c.options.reduction = kReductions[seed / 7 % 3];
       c.statistics = seed % 3 == 0;
-      if (everything) apply_everything(c);
+      if (everything) {
+        apply_everything(c);
+        c.logprob = c.rank = c.sum_p_squared = c.mean_logit = true;
+        c.temperatures = seed % 4 == 0;
+        if (c.temperatures) c.options.temperature = 1;
+        c.inactive = seed % 3 == 0 ? 0.4 : 0;
+      }
       rows.push_back({describe(c) + (everything ? " everything" : ""), c, kMemories[seed / 4 % 2]});
     }
   }

@@ -49,7 +49,8 @@ std::vector<size_t> tokens_outside(const Op& op) {
   return tokens;
 }
 
-// They count in the normalizer and have a loss of NaN; all else of them is an ignored row's.
+// They count in the normalizer and have a loss and a log-probability of NaN; all else of them is an
+// ignored row's.
 template <class Op>
 reference::Result evaluate_outside(Op op, const reference::BoundModel& model) {
   const std::vector<size_t> outside = tokens_outside(op);
@@ -65,6 +66,9 @@ reference::Result evaluate_outside(Op op, const reference::BoundModel& model) {
     op.options.normalizer = static_cast<double>(counted) + static_cast<double>(outside.size());
   }
   reference::Result want = reference::evaluate(op, model);
+  if (const auto found = want.outputs.find("logprob"); found != want.outputs.end()) {
+    for (const size_t i : outside) found->second.value[i] = NAN;
+  }
   const auto loss = want.outputs.find("loss");
   if (loss == want.outputs.end()) return want;
   const bool one = op.options.reduction != Reduction::none;

@@ -79,6 +79,24 @@ class Builder {
   TensorView vector(int64_t size, double scale, double offset, uint64_t salt) {
     return put(DType::f32, {size}, normals(size, c_.seed * 31 + salt, scale, offset));
   }
+  // The same tokens in every vector.
+  bool is_inactive(int64_t token) const {
+    return static_cast<double>((static_cast<uint64_t>(token) * 2654435761u + c_.seed) % 97) <
+           97 * c_.inactive;
+  }
+  TensorView upstream(int64_t size, double scale, double offset, uint64_t salt) {
+    std::vector<double> values = normals(size, c_.seed * 31 + salt, scale, offset);
+    for (int64_t i = 0; i < size; ++i) {
+      if (is_inactive(i)) values[i] = 0;
+    }
+    return put(DType::f32, {size}, std::move(values));
+  }
+  // From 0.4 to 2.2.
+  TensorView temperatures(int64_t size) {
+    std::vector<double> values = normals(size, c_.seed * 31 + 29);
+    for (double& x : values) x = 1.3 + 0.9 * std::tanh(x);
+    return put(DType::f32, {size}, std::move(values));
+  }
   TensorView output(DType dtype, std::vector<int64_t> shape) {
     return p_.pool.reserve(dtype, shape, layout_of(c_.placement, shape, Role::output));
   }
@@ -112,7 +130,8 @@ class Builder {
     const int64_t tokens = c_.shape.tokens;
     const int64_t vocab = c_.options.vocab_total ? c_.options.vocab_total : c_.shape.vocab;
     p_.op.target = put(c_.target, {tokens}, values_.target);
-    if (c_.token_weight) p_.op.weights.token = vector(tokens, 0.5, 1, 11);
+    if (c_.token_weight || c_.inactive > 0) p_.op.weights.token = upstream(tokens, 0.5, 1, 11);
+    if (c_.temperatures) p_.op.weights.temperature = temperatures(tokens);
     if (c_.vocab_weight) p_.op.weights.vocab = put(DType::f32, {vocab}, class_weights(vocab));
     if (c_.normalizer == NormalizerKind::f32) p_.op.weights.normalizer = put(DType::f32, {}, {6.4});
     if (c_.normalizer == NormalizerKind::i64) p_.op.weights.normalizer = put(DType::i64, {1}, {7});
@@ -146,6 +165,10 @@ class Builder {
     const auto add = [&](std::initializer_list<TensorView*> views) {
       for (TensorView* view : views) *view = output(DType::f32, {tokens});
     };
+    if (c_.logprob) add({&s.logprob});
+    if (c_.sum_p_squared) add({&s.sum_p_squared});
+    if (c_.mean_logit) add({&s.mean_logit});
+    if (c_.rank && !shard) s.rank = output(c_.argmax, {tokens});
     if (c_.statistics || c_.row_statistics) {
       add({&s.lse, &s.target_logit, &s.row_reference, &s.row_log_sum});
     }
@@ -171,9 +194,9 @@ class Builder {
   // entropy).
   void add_saved() {
     const int64_t tokens = c_.shape.tokens;
-    if (c_.grad_lse) p_.op.grad_lse = vector(tokens, 0.3, 0.1, 17);
-    if (c_.grad_target_logit) p_.op.grad_target_logit = vector(tokens, 0.3, -0.1, 19);
-    if (c_.grad_entropy) p_.op.grad_entropy = vector(tokens, 0.3, 0, 23);
+    if (c_.grad_lse) p_.op.grad_lse = upstream(tokens, 0.3, 0.1, 17);
+    if (c_.grad_target_logit) p_.op.grad_target_logit = upstream(tokens, 0.3, -0.1, 19);
+    if (c_.grad_entropy) p_.op.grad_entropy = upstream(tokens, 0.3, 0, 23);
     if (!c_.saved_state && !c_.grad_entropy) return;
     using Forward =
         std::conditional_t<LinearOp<Op>, LinearCrossEntropyForward, CrossEntropyForward>;

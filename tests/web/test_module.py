@@ -13,6 +13,7 @@ from playwright.sync_api import Page
 LINEAR = """async ([N, D, V, options, more]) => {
   const {shapes, ...arrays} = problem(N, D, V, more);
   if (!more.bias) delete arrays.bias;
+  if (more.temperatures) arrays.temperature = fill(N).map((x) => 1.2 + x);
   const tensors = upload(logitless, {shapes, ...arrays});
   const scalar = options.reduction === 'none' ? [N] : [];
   const outputs = {loss: scalar, gradInput: [N, D], gradWeight: [V, D], ...(more.bias ? {gradBias: [V]} : {})};
@@ -49,6 +50,15 @@ def test_linear_loss_and_gradients(page: Page, shape: tuple[int, int, int]) -> N
 def test_options(page: Page, options: dict[str, Any]) -> None:
     more = {"bias": True, "ignored": 3, "statistics": ["lse", "entropy", "targetLogit"]}
     within(page.evaluate(LINEAR, [20, 24, 600, options, more]))
+
+
+@pytest.mark.parametrize("temperatures", [False, True])
+def test_statistics_and_temperatures_of_tokens(page: Page, temperatures: bool) -> None:
+    statistics = ["logprob", "rank", "sumPSquared", "meanLogit"]
+    more = {"ignored": 3, "statistics": statistics, "temperatures": temperatures}
+    shares = page.evaluate(LINEAR, [20, 24, 1600, {}, more])
+    assert set(statistics) < set(shares)
+    within(shares)
 
 
 def test_half_precision(page: Page) -> None:

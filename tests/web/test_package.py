@@ -81,7 +81,7 @@ def test_every_option_that_the_types_have_is_taken(page: Page) -> None:
 
 def test_every_statistic_that_the_types_have_is_written(page: Page) -> None:
     names = sorted(texts("Statistic"))
-    assert len(names) == 7
+    assert len(names) == 11
     got = page.evaluate(
         """async ([statistics]) => {
           const {bias, ...rest} = problem(4, 8, 20);
@@ -104,7 +104,7 @@ def test_a_call_takes_and_gives_what_its_types_have(page: Page) -> None:
           const {bias, ...rest} = problem(4, 8, 20);
           const {shapes, ...tensors} = {...rest, ...upload(logitless, rest)};
           delete tensors.bias;
-          const given = Object.fromEntries(names.map((name) => [name, logitless.empty([4], name === 'argmax' ? 'i32' : 'f32')]));
+          const given = Object.fromEntries(names.map((name) => [name, logitless.empty([4], ['argmax', 'rank'].includes(name) ? 'i32' : 'f32')]));
           given.fault = logitless.tensor(new Int32Array(1));
           const result = logitless.linearCrossEntropy({...tensors, ...given});
           const read = await Promise.all(names.map(async (name) => [...(await result[name].read())]));

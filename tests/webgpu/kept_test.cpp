@@ -63,6 +63,7 @@ class WebGpuKept : public testing::Test {
     if (c.options.vocab_total == 0) {
       forward_.loss = pool.reserve(DType::f32, none ? tokens : std::vector<int64_t>{});
     }
+    forward_.statistics.logprob = pool.reserve(DType::f32, tokens);
     forward_.statistics.row_reference = op.row_reference = pool.reserve(DType::f32, tokens);
     forward_.statistics.row_log_sum = op.row_log_sum = pool.reserve(DType::f32, tokens);
     const uint64_t block = 64 * kRows * static_cast<uint64_t>(size_of(c.dtype));
@@ -194,6 +195,36 @@ TEST_F(WebGpuKept, AreReadWhereTheyLie) {
       const Outcome outcome = execute_in(problem_.op, {memory});
       EXPECT_EQ(rows_of_nan(outcome.fields.at("grad_input")), of_tokens);
       EXPECT_EQ(rows_of_nan(outcome.fields.at("grad_weight")), of_columns);
+    }
+  }
+}
+
+// Neither the kept logits nor the state of tokens without a gradient are looked at.
+TEST_F(WebGpuKept, NothingOfTokensWithoutAGradient) {
+  for (const int64_t blocks : {0, 66}) {
+    begin(two_slabs(DType::f32), blocks);
+    keep(Memory::recommended);
+    Backward& op = problem_.op;
+    std::vector<double> loss = read(op.grad_loss), lse = read(op.grad_lse);
+    for (size_t i = 0; i < loss.size(); i += 3) loss[i] = lse[i] = 0;
+    write(op.grad_loss, loss), write(op.grad_lse, lse);
+    const Outcome before = execute_in(op, {Memory::recommended});
+    std::vector<double> kept = read(op.kept), rows = read(op.kept_rows), input = read(op.input);
+    const auto put_nan = [](std::vector<double>* values, size_t row, size_t columns) {
+      std::fill_n(values->begin() + static_cast<int64_t>(row * columns), columns, std::nan(""));
+    };
+    for (size_t i = 0; i < loss.size(); i += 3) {
+      put_nan(&kept, i, static_cast<size_t>(kSlab));
+      put_nan(&rows, i, 8);
+      put_nan(&input, i, 12);
+    }
+    write(op.kept, kept), write(op.kept_rows, rows), write(op.input, input);
+    for (const Memory memory : {Memory::minimum, Memory::recommended}) {
+      const Outcome after = execute_in(op, {memory});
+      EXPECT_EQ(after.fault, 0);
+      EXPECT_EQ(rows_of_nan(after.fields.at("grad_weight")), std::vector<int64_t>{});
+      if (memory == Memory::minimum) continue;
+      EXPECT_EQ(differing_bits(before.fields, after.fields), "");
     }
   }
 }

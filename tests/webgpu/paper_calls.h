@@ -55,7 +55,12 @@ inline TensorView paper_view(const PaperCall& c, const std::string& name) {
   if (is({"fault"})) return vector_view(nullptr, DType::i32, 1);
   if (is({"kept", "kept_rows"})) return paper_kept(c, name);
   if (c.probabilities && !is({"token_weight"})) return {};
-  if (is({"argmax"})) return vector_view(nullptr, c.none ? DType::i32 : DType::i64, c.tokens);
+  // Each with and without the others.
+  if (is({"temperature"}) && c.dtype == DType::bf16) return {};
+  if (is({"logprob"}) && !c.none) return {};
+  if (is({"rank", "sum_p_squared", "mean_logit"}) && c.dtype == DType::f16) return {};
+  if (is({"argmax", "rank"}))
+    return vector_view(nullptr, c.none ? DType::i32 : DType::i64, c.tokens);
   return vector_view(nullptr, DType::f32, c.tokens);
 }
 

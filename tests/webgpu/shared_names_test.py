@@ -21,6 +21,7 @@ UNIFORMS = {
         "ProductParams": "common/product",
         "SliceParams": "slices",
         "KeptParams": "keep",
+        "TemperatureParams": "temperature",
     },
     "copies.cpp": {"GatherParams": "gather", "ScatterParams": "scatter"},
 }
@@ -93,10 +94,19 @@ def differences() -> list[str]:
             [n for n, _ in shader_fields("common/token", "Given")],
         )
     )
-    sizes = [
-        len(shader_fields(*name)) for name in (("common/token", "State"), ("common/window", "Slot"))
-    ]
-    pairs.append(("the words of a State and of a Slot", [16, 8], sizes))
+    extra = [name for name, _ in shader_fields("common/token", "Extra")]
+    words = re.search(r"enum class ExtraWord : uint32_t {\s*(\w+) = 0,([^}]*)}", run_h)
+    assert words
+    named = [words[1], *re.findall(r"\w+", words[2])]
+    pairs.append(("ExtraWord", named, extra[: len(named)]))
+    counts = re.search(
+        r"kStateWords = (\d+), kSlotWords = (\d+), kExtraWords = (\d+);", code("plan.h")
+    )
+    assert counts
+    sizes = [len(state), len(shader_fields("common/window", "Slot")), len(extra)]
+    pairs.append(
+        ("the words of a State, a Slot, an Extra", [int(n) for n in counts.groups()], sizes)
+    )
     return [f"{name}: {a} in C++, {b} in the shaders" for name, a, b in pairs if not a or a != b]
 
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from logitless._errors import invalid, renames, wrong_shape
 from logitless.torch import linear_logprob
 
-_IGNORED = -100
-
 
 class FusedOutputLinear(torch.nn.Linear):
     """forward(hidden_states, labels, temperature): {"logprobs", "entropy"}, both differentiable, of
@@ -34,17 +32,7 @@ class FusedOutputLinear(torch.nn.Linear):
             raise wrong_shape(
                 f"temperature has shape {tuple(temperature.shape)}; allowed: {tuple(labels.shape)}"
             )
-        # A call for every temperature, in which the tokens of the others are ignored: they cost it
-        # nothing, and give it 0.
-        parts = [
-            linear_logprob(
-                hidden_states, self.weight, labels.where(temperature == value, _IGNORED),
-                temperature=value, entropy=True,
-            )
-            for value in torch.unique(temperature[labels != _IGNORED]).tolist() or [1.0]
-        ]  # fmt: skip
-        logprobs, entropies = zip(*parts)
-        return {
-            "logprobs": sum(logprobs[1:], logprobs[0]),
-            "entropy": sum(entropies[1:], entropies[0]),
-        }
+        logprobs, entropy = linear_logprob(
+            hidden_states, self.weight, labels, temperature=temperature, entropy=True
+        )
+        return {"logprobs": logprobs, "entropy": entropy}

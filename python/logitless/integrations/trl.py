@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless._abi import parse_memory
+from logitless._abi import IGNORE_INDEX, parse_memory
 from logitless._errors import LogitlessError, invalid, not_supported, renames
 from logitless.torch import linear_cross_entropy
 
@@ -28,7 +28,11 @@ _ARGUMENTS = (
 )  # fmt: skip
 # What it gives beside the log-probabilities, where `outputs` names it; None elsewhere.
 _OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-_ROWS = 2048  # of the hidden states or the weight, that are cast at a time
+# Of these statistics. Not the rank: it is 0 for every one of several largest logits.
+_STATISTICS = {
+    "entropy": "entropy", "log_sum_sq_probs": "sum_p_squared", "mean_logits": "mean_logit",
+    "is_top1": "argmax",
+}  # fmt: skip
 
 
 class TrlPatch:
@@ -86,65 +90,36 @@ class TrlPatch:
                 "the weight is a parameter of DeepSpeed ZeRO-3, which is taken apart again before "
                 "backward; allowed: ZeRO-1 and 2, FSDP"
             )
-        weight, bias, dtype, context = _alike(hidden, weight, bias)
-        options: dict[str, Any] = {
-            "linear_bias": bias, "reduction": "none", "logit_scale": logit_scale,
-            "softcap": final_logit_softcapping, "memory": self.memory,
-        }  # fmt: skip
-        names = [n for n, o in (("entropy", "entropy"), ("argmax", "is_top1")) if o in outputs]
-        entropy = log_sum_sq_probs = mean_logits = is_top1 = None
+        weight, bias, context = _alike(hidden, weight, bias)
+        names = [statistic for output, statistic in _STATISTICS.items() if output in outputs]
         with context:
-            loss = linear_cross_entropy(
-                hidden, weight, targets, temperature=temperature, return_statistics=names, **options
-            )
-            if names:
-                loss, statistics = loss
-                entropy = statistics.entropy
-                if statistics.argmax is not None:
-                    is_top1 = statistics.argmax == targets  # the lowest index of equal logits
-            log_probs = loss.neg()
-            linear = "mean_logits" in outputs and final_logit_softcapping is None
-            if "log_sum_sq_probs" in outputs or ("mean_logits" in outputs and not linear):
-                # Half the temperature doubles the logits, so that both are in one more product.
-                with torch.no_grad():
-                    smooth, double = linear_cross_entropy(
-                        hidden, weight, targets, temperature=temperature / 2, label_smoothing=1.0,
-                        return_statistics=("lse", "logprob"), **options,
-                    )  # fmt: skip
-                    if "log_sum_sq_probs" in outputs:  # lse(2 z) - 2 lse(z)
-                        log_sum_sq_probs = 2 * log_probs - double.logprob
-                    if "mean_logits" in outputs:  # the loss of full smoothing is lse(2 z) - 2 mean
-                        mean_logits = (double.lse - smooth) / 2
-        if linear:
-            mean_logits = _mean_logits(hidden, weight, bias, dtype) * (logit_scale / temperature)
-        return log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1
+            _, s = linear_cross_entropy(
+                hidden, weight, targets, linear_bias=bias, reduction="none",
+                temperature=temperature, logit_scale=logit_scale, softcap=final_logit_softcapping,
+                memory=self.memory, return_statistics=("logprob", *names),
+            )  # fmt: skip
+        squares, is_top1 = s.sum_p_squared, None
+        if squares is not None:
+            squares = squares.log().where(targets != IGNORE_INDEX, 0)
+        if s.argmax is not None:
+            is_top1 = s.argmax == targets
+        return s.logprob, s.entropy, squares, s.mean_logit, is_top1
 
 
 def _alike(
     hidden: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor | None, torch.dtype, Any]:
-    """(weight, bias, dtype, context) for products in the dtype that TRL has them in: that of
+) -> tuple[Tensor, Tensor | None, Any]:
+    """(weight, bias, context) for products in the dtype that TRL has them in: that of
     autocast, or else that of the hidden states. The gradient of an f32 weight is formed in f32."""
     kind, dtype = hidden.device.type, hidden.dtype
     context: Any = contextlib.nullcontext()
     if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-    elif dtype is torch.float32:
+        return weight, None if bias is None else bias.float(), context
+    if dtype is torch.float32:
         weight = weight.float()
     elif weight.dtype is not dtype:
         context = torch.autocast(kind, dtype)
-    return weight, None if bias is None else bias.float(), dtype, context
-
-
-@torch.no_grad()
-def _mean_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Of every token, of what is rounded to `dtype`. A mean of products is that of one with the
-    mean."""
-    with torch.autocast(hidden.device.type, enabled=False):
-        sums = [w.to(dtype).sum(0, dtype=torch.float32) for w in torch.split(weight, _ROWS)]
-        mean = torch.stack(sums).sum(0) / weight.shape[0]  # [D]
-        means = torch.cat([h.to(dtype).float() @ mean for h in torch.split(hidden, _ROWS)])  # [N]
-        return means if bias is None else means + bias.mean()
+    return weight, None if bias is None else bias.float(), context
 
 
 def _function() -> Any:

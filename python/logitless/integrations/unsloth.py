@@ -27,7 +27,7 @@ def chunked_hidden_states_selective_log_softmax(
     logit_scale_multiply: float = 0.0,
     logit_scale_divide: float = 0.0,
     logit_softcapping: float = 0.0,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
 ) -> Any:
     """Of every index, [B, T] in f32. A scale of 0 is none; `chunks` means nothing here."""
     return linear_logprob(

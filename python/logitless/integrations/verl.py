@@ -18,7 +18,7 @@ def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    temperature: float | None = 1.0,
+    temperature: float | Tensor | None = 1.0,
     reduction: str | None = "none",
     dist_process_group: Any = None,
 ) -> tuple[Tensor, Tensor]:
@@ -55,7 +55,7 @@ class FusedLinearForPPO(torch.nn.Module):
     @renames({"input": "hidden_states", "weight": "vocab_weights", "target": "input_ids"})
     def forward(
         self, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor,
-        temperature: float = 1.0,
+        temperature: float | Tensor = 1.0,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         log_probs, entropy = linear_logprob(
             hidden_states, vocab_weights, input_ids, temperature=temperature, entropy=True

@@ -17,6 +17,7 @@ from logitless._arrays import as_f32, check_real, check_unmasked
 from logitless._errors import (
     OF_LOGPROB,
     argument,
+    entropy_detached,
     error_of,
     invalid,
     not_supported,
@@ -43,6 +44,9 @@ class Statistics(NamedTuple):
     logprob: Array | None = None
     entropy: Array | None = None
     argmax: Array | None = None
+    rank: Array | None = None
+    sum_p_squared: Array | None = None
+    mean_logit: Array | None = None
 
 
 def _array(name: str, value: Any) -> Array:
@@ -158,9 +162,24 @@ def _shifted(target: Array, shift: int, ignore_index: int) -> Array:
         raise invalid(
             f"shift is {shift} for a target of shape {target.shape}; allowed: >= 0, [..., T]"
         )
-    shift = min(shift, target.shape[-1])
-    end = jnp.full((*target.shape[:-1], shift), ignore_index, target.dtype)
-    return jnp.concatenate([target[..., shift:], end], axis=-1)
+    return _moved(target, shift, ignore_index)
+
+
+def _moved(values: Array, shift: int, rest: float) -> Array:
+    shift = min(shift, values.shape[-1])
+    end = jnp.full((*values.shape[:-1], shift), rest, values.dtype)
+    return jnp.concatenate([values[..., shift:], end], axis=-1)
+
+
+def _temperature(value: Any, shape: tuple[int, ...], shift: int) -> tuple[float, Array | None]:
+    """A number, which is part of the program, or [N] of an array in the target's shape, [N] or
+    broadcastable to it; that goes with the target."""
+    if not isinstance(value, (jax.Array, np.ndarray)):
+        return _number("temperature", value), None
+    array = _f32("temperature", value)
+    flat = _abi.is_flat(array.shape, shape)
+    array = array.reshape(shape) if flat else jnp.broadcast_to(array, shape)
+    return 1.0, (_moved(array, shift, 1.0) if shift else array).reshape(-1)
 
 
 def _normalizer(value: Any) -> tuple[float, Array | None]:
@@ -187,7 +206,7 @@ def _loss(
     rows: dict[str, Any], target: Any, outputs: Sequence[str], *, weight: Any = None,
     reduction: str = "mean", ignore_index: int | None = -100, label_smoothing: float = 0.0,
     z_loss: float = 0.0, logit_scale: float = 1.0, softcap: float | None = 0.0,
-    temperature: float = 1.0, token_weight: Any = None, normalizer: Any = None,
+    temperature: Any = 1.0, token_weight: Any = None, normalizer: Any = None,
     shift: bool | int = False, memory: int | str | None = None, empty_mean: str = "zero",
 ) -> dict[str, Array]:  # fmt: skip
     """The outputs by name, in the shape of the target. `rows`: input, weight, bias, or logits."""
@@ -203,11 +222,12 @@ def _loss(
     if shift:
         target = _shifted(target, _integer("shift", shift), ignore_index)
     number, counted = _normalizer(normalizer)
+    degrees, temperatures = _temperature(temperature, shape, int(shift))
     options = Options(
         _one_of("reduction", reduction, _REDUCTIONS), ignore_index,
         _number("label_smoothing", label_smoothing), _number("z_loss", z_loss),
         _number("logit_scale", logit_scale), _number("softcap", _abi.softcap_of(softcap)),
-        _number("temperature", temperature), _one_of("empty_mean", empty_mean, _EMPTY_MEANS),
+        degrees, _one_of("empty_mean", empty_mean, _EMPTY_MEANS),
         number, "weight" in arrays and not _exact_products(),
     )  # fmt: skip
     operands = dict(arrays)
@@ -223,6 +243,8 @@ def _loss(
         operands["vocab_weight"] = _f32("weight", weight)  # [V]
     if counted is not None:
         operands["normalizer"] = counted
+    if temperatures is not None:
+        operands["temperature"] = temperatures  # [N]
     call = Call(tuple(operands), tuple(outputs), options, parse_memory(memory))
     made = loss(call, list(operands.values()))
     return {name: x.reshape(shape) if x.ndim else x for name, x in made.items()}
@@ -246,7 +268,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
     softcap: float | None = 0.0,
-    temperature: float = 1.0,
+    temperature: Any = 1.0,
     token_weight: Any = None,
     normalizer: Any = None,
     shift: bool | int = False,
@@ -260,10 +282,13 @@ def linear_cross_entropy(
     of classes, token_weight [...]. `shift`: the targets move by one (or by that many), for
     next-token prediction. `normalizer`: what "mean" divides by, instead of the sum of the valid
     tokens' class weights. `memory`: the workspace allowed, in bytes or as "64MiB".
-    `return_statistics`: any of "lse", "target_logit", "logprob", "entropy", "argmax"; the result is
-    then (loss, Statistics). `empty_mean`: a mean over no token is "zero" or "nan". Differentiable
-    once in input, linear_weight and linear_bias. Numbers, texts and `memory` are part of the
-    compiled program.
+    `return_statistics`: any of "lse", "target_logit", "logprob", "entropy", which are
+    differentiable, "argmax", "rank", "sum_p_squared", "mean_logit", which are not; the result is
+    then (loss, Statistics). `empty_mean`: a mean over no token is "zero" or "nan". `temperature`: a
+    number, or an array in the target's shape, [N] or broadcastable to it, which `shift` moves with
+    the target; no gradient flows to it, and where it is not a positive normal number the token's
+    loss is NaN. Differentiable once in input, linear_weight and linear_bias. Numbers, texts and
+    `memory` are part of the compiled program.
     """
     made = _loss(
         {"input": input, "weight": linear_weight, "bias": linear_bias}, target,
@@ -281,24 +306,29 @@ def linear_logprob(
     weight: Any,
     target: Any,
     *,
-    temperature: float = 1.0,
+    temperature: Any = 1.0,
     bias: Any = None,
     ignore_index: int | None = -100,
     logit_scale: float = 1.0,
     softcap: float | None = 0.0,
     shift: bool | int = False,
     memory: int | str | None = None,
-    entropy: bool = False,
+    entropy: bool | str = False,
 ) -> Any:
-    """Log-probability of every target token, [...] in f32, for reinforcement learning; with
-    `entropy` the pair (logprob, entropy), both differentiable. Ignored tokens give 0."""
+    """Log-probability of every target token, [...] in f32 and never above 0, for reinforcement
+    learning; with `entropy` the pair (logprob, entropy), both differentiable. `entropy="detached"`:
+    the entropy has no gradient. Ignored tokens give 0. `temperature` is a number or an array, as in
+    linear_cross_entropy: no gradient flows to it."""
+    detached = entropy_detached(entropy)
     made = _loss(
         {"input": input, "weight": weight, "bias": bias}, target,
-        ("loss", "entropy") if entropy else ("loss",), reduction="none", ignore_index=ignore_index,
-        logit_scale=logit_scale, softcap=softcap, temperature=temperature, shift=shift,
-        memory=memory,
+        ("logprob", "entropy") if entropy else ("logprob",), reduction="none",
+        ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap,
+        temperature=temperature, shift=shift, memory=memory,
     )  # fmt: skip
-    return (-made["loss"], made["entropy"]) if entropy else -made["loss"]
+    if not entropy:
+        return made["logprob"]
+    return made["logprob"], jax.lax.stop_gradient(made["entropy"]) if detached else made["entropy"]
 
 
 def cross_entropy(
@@ -312,7 +342,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
     softcap: float | None = 0.0,
-    temperature: float = 1.0,
+    temperature: Any = 1.0,
     token_weight: Any = None,
     normalizer: Any = None,
     return_statistics: Sequence[str] = (),

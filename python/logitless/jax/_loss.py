@@ -32,7 +32,8 @@ from logitless.jax._run import DTYPES, Array, Tensor, evaluate, one_after_anothe
 _F32 = np.dtype(np.float32)
 _TINY = float(np.finfo(_F32).tiny)
 _DIFFERENTIABLE = ("lse", "target_logit", "logprob", "entropy")
-_OF_ROWS = ("input", "logits", "target", "token_weight")
+_INDICES = ("argmax", "rank")
+_OF_ROWS = ("input", "logits", "target", "token_weight", "temperature")
 
 
 class Call(NamedTuple):
@@ -60,7 +61,7 @@ class Call(NamedTuple):
 
 def _output(call: Call, name: str, tokens: int) -> Tensor:
     shape = () if name == "loss" and not call.per_token else (tokens,)
-    return Tensor(name, shape, np.dtype(np.int32) if name == "argmax" else _F32)
+    return Tensor(name, shape, np.dtype(np.int32) if name in _INDICES else _F32)
 
 
 def _kept(call: Call, input: Array, weight: Array) -> list[Tensor]:
@@ -79,21 +80,13 @@ def _kept(call: Call, input: Array, weight: Array) -> list[Tensor]:
 
 def _forward(call: Call, operands: dict[str, Array], state: bool = False) -> dict[str, Array]:
     """The outputs and, with `state`, what Backward takes of them."""
-    names = [name for name in call.outputs if name != "logprob"]
-    logprob = "logprob" in call.outputs
-    if logprob and "target_logit" not in names:
-        names.append("target_logit")
-    if logprob or state:
-        names += ["row_reference", "row_log_sum"]
+    names = [*call.outputs, *(("row_reference", "row_log_sum") if state else ())]
     tokens = operands["target"].shape[0]
     kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD if call.linear else _abi.CROSS_ENTROPY_FORWARD
     results = [_output(call, name, tokens) for name in names]
     if state and call.linear:
         results += _kept(call, operands["input"], operands["weight"])
-    made = run(kind, operands, results, call.options, call.memory)
-    if logprob:  # from both numbers of the lse: their sum alone would lose a large offset
-        made["logprob"] = (made["target_logit"] - made["row_reference"]) - made["row_log_sum"]
-    return made
+    return run(kind, operands, results, call.options, call.memory)
 
 
 def _gradients(wrt: Sequence[Tensor], held: bool) -> list[Tensor]:
@@ -145,8 +138,11 @@ def _upstream(call: Call, cotangents: Sequence[Any], tokens: int) -> dict[str, A
     for name in ("lse", "target_logit", "entropy"):
         if name in given:
             found[f"grad_{name}"] = given[name]
-    if "logprob" in given:  # target_logit - lse
-        for name, sign in (("grad_lse", -1.0), ("grad_target_logit", 1.0)):
+    if "logprob" in given:  # -loss, or target_logit - lse
+        weighted = "token_weight" in call.names or "vocab_weight" in call.names
+        of_loss = call.options.of_nll() and not weighted
+        for name in ("grad_loss",) if of_loss else ("grad_lse", "grad_target_logit"):
+            sign = 1.0 if name == "grad_target_logit" else -1.0
             found[name] = found.get(name, 0.0) + sign * given["logprob"]
     return found
 
@@ -160,6 +156,11 @@ def _backward_rule(call: Call, wrt: tuple[Tensor, ...], residuals: Any, cotangen
     values, kept = residuals
     operands = _merged(call, wrt, *values)
     upstream = _upstream(call, cotangents, operands["target"].shape[0])
+    of_columns = {
+        name for name, ct in zip(call.outputs, cotangents) if not isinstance(ct, SymbolicZero)
+    } - {"target_logit"}
+    if not of_columns:  # that of target_logit alone reads no other logit
+        kept = {name: array for name, array in kept.items() if name not in ("kept", "kept_rows")}
     if "grad_entropy" not in upstream:
         kept = {name: array for name, array in kept.items() if name != "entropy"}
     results = _gradients(wrt, held=False)

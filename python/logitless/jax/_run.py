@@ -96,7 +96,8 @@ def _plan(
         budget = _abi.closed_budget(tokens, vocab, hidden, code) + _abi.KEPT_WORKSPACE
         how = {"room": budget - kept_bytes}
         if kind == _abi.LINEAR_CROSS_ENTROPY_BACKWARD and options is not None:
-            inputs = [view for view in views if view.name in ("input", "weight", "bias", "target")]
+            of_key = ("input", "weight", "bias", "target", "temperature")
+            inputs = [view for view in views if view.name in of_key]
             key = _abi.kept_size(inputs, options, device, kept_bytes).key
             how |= {"kept_key": key, "consume_kept": True}
     plan = Plan(kind, views, options, device, **how)

@@ -23,24 +23,43 @@ from logitless.torch import _device, _kept, _run
 from logitless.torch._kept import Keep, Kept
 from logitless.torch._run import Constants, Upstream
 
-DIFFERENTIABLE = _run.LSE | _run.TARGET_LOGIT | _run.LOGPROB | _run.ENTROPY
-
 
 def held_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype a gradient waits in for its upstream factor: f16 has no range to wait in."""
     return torch.float32 if dtype is torch.float16 else dtype
 
 
-def with_logprob(
-    grad_lse: Tensor | None, grad_target_logit: Tensor | None, grad_logprob: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """The upstream gradients of both, with what logprob = target_logit - lse adds to them."""
-    if grad_logprob is None:
-        return grad_lse, grad_target_logit
-    return (
-        -grad_logprob if grad_lse is None else grad_lse - grad_logprob,
-        grad_logprob if grad_target_logit is None else grad_target_logit + grad_logprob,
-    )
+def upstream_of(
+    grads: Sequence[Tensor | None], options: Options, constants: Constants, row_state: Tensor,
+    entropy: Tensor | None,
+) -> Upstream:  # fmt: skip
+    """What Backward is given; `grads` are those of the outputs in their order."""
+    grad_loss, grad_lse, grad_target_logit, grad_logprob, grad_entropy = grads[:5]
+    if grad_logprob is not None:
+        weighted = constants.token_weight is not None or constants.vocab_weight is not None
+        if options.of_nll() and not weighted:  # the loss is -logprob
+            grad_loss = _difference(grad_loss, grad_logprob)
+        else:  # target_logit - lse
+            grad_lse = _difference(grad_lse, grad_logprob)
+            if grad_target_logit is not None:
+                grad_logprob = grad_target_logit + grad_logprob
+            grad_target_logit = grad_logprob
+    if grad_loss is None:  # absent would mean 1
+        grad_loss = row_state.new_zeros(())  # []
+        if options.reduction == _abi.REDUCTION_NONE:
+            grad_loss = grad_loss.expand(row_state.shape[1])  # [N]
+    entropy = None if grad_entropy is None else entropy
+    return Upstream(row_state, entropy, grad_loss, grad_lse, grad_target_logit, grad_entropy)
+
+
+def _difference(a: Tensor | None, b: Tensor) -> Tensor:
+    return -b if a is None else a - b
+
+
+def of_columns(grads: Sequence[Tensor | None]) -> bool:
+    """Whether Backward reads the logits of every column: that of target_logit alone does not, and
+    has no use for kept state."""
+    return any(g is not None for g, bit in zip(grads, _run.OUTPUTS) if bit != _run.TARGET_LOGIT)
 
 
 def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -64,19 +83,21 @@ class MainGrad(NamedTuple):
 
 
 _NONE: Any = (None,) * len(Constants._fields)
+_SAVED = len(_run.INPUTS) + 2  # tensors, the last two row state and entropy; kept state follows
+_CONSTANT = sum(_run.CONSTANTS) | _run.DETACHED
 
 
 class Call:
     """What a loss is asked for, beside the tensors that have gradients."""
 
     __slots__ = (
-        "argmax",
         "constants",
         "dtype",
         "in_place",
         "main_grad",
         "memory",
         "options",
+        "statistics",
         "wanted",
     )
 
@@ -90,7 +111,7 @@ class Call:
         self.wanted = wanted
         self.dtype = dtype  # of the products, under autocast
         self.in_place = in_place  # the gradient overwrites the logits
-        self.argmax: Tensor | None = None  # of a fused call, beside its one output
+        self.statistics: Any = ()  # of a fused call, beside its one output
         self.main_grad = main_grad
 
     def release(self) -> Constants:
@@ -102,7 +123,12 @@ class Call:
     def fused(self, weight: Tensor | None) -> bool:
         """Whether the gradients are made in the forward call."""
         none = self.options.reduction == _abi.REDUCTION_NONE
-        return weight is not None and not none and not self.wanted & DIFFERENTIABLE
+        return weight is not None and not none and not self.wanted & _run.DIFFERENTIABLE
+
+    @property
+    def of_entropy(self) -> bool:
+        """Whether the entropy may get an upstream gradient."""
+        return self.wanted & (_run.ENTROPY | _run.DETACHED) == _run.ENTROPY
 
 
 ONCE_ONLY = (
@@ -175,7 +201,7 @@ class FusedLoss(Function):
         main_grad = call.main_grad
         if main_grad is not None and dtypes[1] is not None:
             held = (held[0], torch.float32, held[2])
-        loss, call.argmax, row_state, *ctx.grads = _run.forward_backward(
+        loss, call.statistics, row_state, ctx.grads = _run.forward_backward(
             x, w, b, call.constants, call.options, call.memory, call.wanted | _run.ROW_STATE, held
         )
         ctx.scale = _device.Scale(ctx.grads) if main_grad is None and x.is_cuda else None
@@ -215,8 +241,8 @@ class FusedLoss(Function):
 
 
 class Loss(Function):
-    """(loss, lse, target_logit, logprob, entropy, argmax) of input, weight, bias; None where not
-    wanted. Without a weight, of the logits."""
+    """The outputs in their order of input, weight, bias; None where not wanted. Without a weight,
+    of the logits."""
 
     @staticmethod
     def forward(
@@ -231,15 +257,19 @@ class Loss(Function):
                 x, w, b = cast(x, call.dtype), cast(weight, call.dtype), cast_bias(b, call.dtype)
             if _kept.serves(x.dtype, x.device.type, call.options) and not _kept.hooked():
                 main_grad = call.main_grad if ctx.needs_input_grad[1] else None
-                keep = Keep(_dtypes(ctx, input, weight, bias), main_grad and main_grad.buffer)
-        (*results, row_state), kept = _run.forward(
+                keep = Keep(
+                    _dtypes(ctx, input, weight, bias), main_grad and main_grad.buffer,
+                    of_entropy=call.of_entropy,
+                )  # fmt: skip
+        results, row_state, kept = _run.forward(
             x, w, b, call.constants, call.options, call.memory, call.wanted | _run.ROW_STATE, keep
         )
-        if not call.wanted & _run.TARGET_LOGIT:
-            results[2] = None
-        entropy, argmax = results[4:]
-        if argmax is not None:
-            ctx.mark_non_differentiable(argmax)
+        entropy, *constants = results[4:]
+        if entropy is not None and not call.of_entropy:
+            constants.append(entropy)
+            entropy = None
+        if call.wanted & _CONSTANT:
+            ctx.mark_non_differentiable(*(t for t in constants if t is not None))
         saved = (input, weight, bias, *call.release(), row_state, entropy)
         if kept is None:
             ctx.kept = None
@@ -247,7 +277,7 @@ class Loss(Function):
         else:
             ctx.kept = [kept.state]
             ctx.save_for_backward(*saved, kept.columns, kept.rows)
-        return tuple(results)
+        return results
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> Any:
@@ -262,12 +292,14 @@ class Loss(Function):
     def _gradients(ctx: Any, *upstream: Tensor | None) -> Sequence[Tensor | None]:
         """Kept state serves one Backward at a time, so that of another thread does without; and it
         serves none after one of the entropy, whose gradient is formed in its place."""
+        if not of_columns(upstream):
+            return recompute(ctx, *upstream)
         try:
             state = ctx.kept.pop()
         except (AttributeError, IndexError):
             return recompute(ctx, *upstream)
         consume = upstream[4] is not None
-        columns, rows = ctx.saved_tensors[9:]
+        columns, rows = ctx.saved_tensors[_SAVED:]
         grads = recompute(ctx, *upstream, kept=Kept(columns, rows, state, consume))
         if consume:
             columns.untyped_storage().resize_(0)
@@ -289,41 +321,27 @@ def _dtypes(
 
 
 def recompute(
-    ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None = None,
-    grad_target_logit: Tensor | None = None, grad_logprob: Tensor | None = None,
-    grad_entropy: Tensor | None = None, _: object = None, *, kept: Kept | None = None,
-) -> Sequence[Tensor | None]:  # fmt: skip
+    ctx: Any, *upstream: Tensor | None, kept: Kept | None = None
+) -> Sequence[Tensor | None]:
     """The gradients by Backward, from what the forward call was given, its row state and what it
     has kept."""
     call = ctx.call
     main_grad = call.main_grad if ctx.needs_input_grad[1] else None
     saved = ctx.saved_tensors
     input, weight, bias = saved[:3]
-    row_state, entropy = saved[7:9]
-    if grad_loss is None:  # absent would mean 1
-        none = call.options.reduction == _abi.REDUCTION_NONE
-        grad_loss = torch.zeros((), dtype=torch.float32, device=input.device)  # []
-        if none:
-            grad_loss = grad_loss.expand(row_state.shape[1])  # [N]
-    grad_lse, grad_target_logit = with_logprob(grad_lse, grad_target_logit, grad_logprob)
-    if grad_entropy is None:
-        entropy = None
+    constants = Constants(*saved[3 : _SAVED - 2])
+    row_state, entropy = saved[_SAVED - 2 : _SAVED]
     if call.in_place:
         torch.autograd.graph.increment_version(input)
     grads = _run.backward(
         cast(input, call.dtype),
         None if weight is None else cast(weight, call.dtype),
         cast_bias(bias, call.dtype),
-        Constants(*saved[3:7]),
+        constants,
         call.options,
         call.memory,
-        Upstream(
-            row_state,
-            entropy,
-            grad_loss,
-            grad_lse,
-            grad_target_logit,
-            grad_entropy,
+        upstream_of(
+            (*upstream, None, None, None, None), call.options, constants, row_state, entropy
         ),
         _dtypes(ctx, input, weight, bias),
         in_place=call.in_place,

@@ -13,6 +13,7 @@ from logitless import _abi
 from logitless._abi import Options, parse_memory
 from logitless._errors import (
     OF_LOGPROB,
+    entropy_detached,
     invalid,
     renames,
     wrong_device,
@@ -31,15 +32,8 @@ _REDUCTIONS = {
     "mean": _abi.REDUCTION_MEAN,
 }
 _EMPTY_MEANS = {"zero": _abi.EMPTY_MEAN_ZERO, "nan": _abi.EMPTY_MEAN_NAN}
-_STATISTICS = {
-    "lse": _run.LSE,
-    "target_logit": _run.TARGET_LOGIT,
-    "logprob": _run.LOGPROB,
-    "entropy": _run.ENTROPY,
-    "argmax": _run.ARGMAX,
-}
-
-
+_STATISTICS = {name: bit for bit, name in _run.STATISTICS.items()}
+_LOGPROB = list(_run.OUTPUTS).index(_run.LOGPROB)  # and the entropy follows
 _INT32 = 1 << 31
 
 
@@ -51,6 +45,9 @@ class Statistics(NamedTuple):
     logprob: Tensor | None = None
     entropy: Tensor | None = None
     argmax: Tensor | None = None
+    rank: Tensor | None = None
+    sum_p_squared: Tensor | None = None
+    mean_logit: Tensor | None = None
 
 
 def _one_of(name: str, value: Any, allowed: dict[str, int]) -> int:
@@ -71,18 +68,23 @@ def _wanted(names: Sequence[str]) -> int:
 
 def _shifted(target: Tensor, shift: int, ignore_index: int) -> Tensor:
     """Position i gets the target of i + shift; the last `shift` positions are ignored."""
-    if shift < 0:
-        raise invalid(f"shift is {shift}; allowed: False, True, or a number of tokens >= 0")
     if target.dim() == 0:
         raise wrong_shape("target has shape (); allowed with shift: [..., T]")
     if not isinstance(ignore_index, torch.SymInt):  # which torch.compile makes of a number
         _abi.check_ignore_index(ignore_index)
     if target.dtype is torch.int32 and not -_INT32 <= ignore_index < _INT32:
         target = target.long()
-    shift = min(shift, target.shape[-1])
+    return _moved(target, shift, ignore_index)
+
+
+def _moved(values: Tensor, shift: int, rest: float) -> Tensor:
+    """[..., i] of [..., i + shift], and `rest` at the end."""
+    if shift < 0:
+        raise invalid(f"shift is {shift}; allowed: False, True, or a number of tokens >= 0")
+    shift = min(shift, values.shape[-1])
     # Not pad: its value is a double, which has no room for every index.
-    moved = torch.full_like(target, ignore_index, memory_format=torch.contiguous_format)
-    moved[..., : target.shape[-1] - shift] = target[..., shift:]
+    moved = torch.full_like(values, rest, memory_format=torch.contiguous_format)
+    moved[..., : values.shape[-1] - shift] = values[..., shift:]
     return moved
 
 
@@ -100,6 +102,24 @@ def _token_weight(value: Any, shape: torch.Size) -> Tensor:
     if weight.shape != shape:
         raise wrong_shape(f"token_weight has shape {tuple(weight.shape)}; allowed: {tuple(shape)}")
     return weight
+
+
+def _temperature(value: Any, shape: torch.Size, shift: int) -> tuple[Any, Tensor | None]:
+    """A number, which is an option, or [N] of a tensor in the target's shape, [N] or broadcastable
+    to it; that goes with the target."""
+    if not isinstance(value, Tensor):
+        if not isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
+            raise wrong_dtype(
+                f"temperature is a {type(value).__name__}; allowed: a number or a tensor"
+            )
+        return value, None
+    value = _float_constant("temperature", value)
+    if value.shape != shape:
+        flat = _abi.is_flat(value.shape, shape)
+        value = value.reshape(shape) if flat else value.expand(shape)
+    if shift:
+        value = _moved(value, shift, 1.0)
+    return 1.0, value.reshape(-1)
 
 
 def _normalizer(value: Any, device: torch.device) -> tuple[float, Tensor | None]:
@@ -137,7 +157,7 @@ def _loss(
     options: Options, memory: int | None, wanted: int, in_place: bool = False,
     main_grad: MainGrad | None = None,
 ) -> Any:  # fmt: skip
-    """(loss, lse, target_logit, logprob, entropy, argmax)"""
+    """The outputs in their order, None where not wanted."""
     dtype = None if weight is None else _autocast_dtype(input)
     call = Call(constants, options, memory, wanted, dtype, in_place, main_grad)
     needs = torch.is_grad_enabled() and (
@@ -158,10 +178,8 @@ def _loss(
         if needs and call.fused(weight):
             apply = FusedLoss.apply
             loss = apply(input, weight, bias, call)
-            argmax = call.argmax
-            if argmax is not None:
-                call.argmax = None
-            return loss, None, None, None, None, argmax
+            statistics, call.statistics = call.statistics, ()
+            return loss, None, None, None, None, *statistics
         if needs:
             apply = Loss.apply
             return apply(input, weight, bias, call)
@@ -175,12 +193,10 @@ def _loss(
 
 
 def _result(outputs: Any, wanted: int) -> Any:
+    """What the caller is given who asked for the loss and `wanted` statistics."""
     if not wanted:
         return outputs[0]
-    statistics = [
-        output if wanted & bit else None for output, bit in zip(outputs[1:6], _STATISTICS.values())
-    ]
-    return outputs[0], Statistics(*statistics)
+    return outputs[0], Statistics(*outputs[1:])
 
 
 def linear_cross_entropy(
@@ -196,7 +212,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
     softcap: float | None = 0.0,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     token_weight: Tensor | None = None,
     normalizer: float | Tensor | None = None,
     shift: bool | int = False,
@@ -204,6 +220,7 @@ def linear_cross_entropy(
     return_statistics: Sequence[str] = (),
     empty_mean: str = "zero",
     _main_grad: MainGrad | None = None,
+    _bits: int = 0,
 ) -> Any:
     """Cross-entropy of input @ linear_weight.T + linear_bias, without the logits.
 
@@ -213,8 +230,11 @@ def linear_cross_entropy(
     many), for next-token prediction. `normalizer`: what "mean" divides by, instead of the sum of
     the valid tokens' class weights. `memory`: the workspace allowed, and what is kept for backward
     with it, in bytes or as "64MiB". `return_statistics`: any of "lse", "target_logit", "logprob",
-    "entropy", "argmax"; the result is then (loss, Statistics). `empty_mean`: a mean over no token
-    is "zero" or "nan", as in PyTorch.
+    "entropy", which are differentiable, "argmax", "rank", "sum_p_squared", "mean_logit", which are
+    not; the result is then (loss, Statistics). `empty_mean`: a mean over no token is "zero" or
+    "nan", as in PyTorch. `temperature`: a number, or a tensor in the target's shape, [N] or
+    broadcastable to it, f32 on the input's device, which `shift` moves with the target; no gradient
+    flows to it, and where it is not a positive normal number the token's loss is NaN.
     """
     if not isinstance(input, Tensor) or input.dim() == 0:
         raise wrong_shape("input must be a tensor of shape [..., D]")
@@ -224,24 +244,30 @@ def linear_cross_entropy(
     ignore_index, softcap = _abi.ignore_index_of(ignore_index), _abi.softcap_of(softcap)
     if shift:
         target = _shifted(target, int(shift), ignore_index)
+    degrees: Any = temperature
+    temperatures = None
+    if type(temperature) is not float:
+        degrees, temperatures = _temperature(temperature, target.shape, int(shift))
     number, normalizer = (
         (0.0, None) if normalizer is None else _normalizer(normalizer, input.device)
     )
     options = Options(
         _one_of("reduction", reduction, _REDUCTIONS), ignore_index, label_smoothing, z_loss,
-        logit_scale, softcap, temperature, _one_of("empty_mean", empty_mean, _EMPTY_MEANS), number,
+        logit_scale, softcap, degrees, _one_of("empty_mean", empty_mean, _EMPTY_MEANS), number,
     )  # fmt: skip
     constants = Constants(
         target,
         None if token_weight is None else _token_weight(token_weight, target.shape),
         None if weight is None else _float_constant("weight", weight),
         normalizer,
+        temperatures,
     )
     outputs = _loss(
         input, linear_weight, linear_bias, constants, options,
-        None if memory is None else parse_memory(memory), wanted | _run.LOSS, main_grad=_main_grad,
+        None if memory is None else parse_memory(memory), _bits or wanted | _run.LOSS,
+        main_grad=_main_grad,
     )  # fmt: skip
-    return _result(outputs, wanted)
+    return outputs if _bits else _result(outputs, wanted)
 
 
 def workspace_size(
@@ -268,26 +294,29 @@ def linear_logprob(
     weight: Tensor,
     target: Tensor,
     *,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     bias: Tensor | None = None,
     ignore_index: int | None = -100,
     logit_scale: float = 1.0,
     softcap: float | None = 0.0,
     shift: bool | int = False,
     memory: int | str | None = None,
-    entropy: bool = False,
+    entropy: bool | str = False,
 ) -> Any:
-    """Log-probability of every target token, [...] in f32, for reinforcement learning; with
-    `entropy` the pair (logprob, entropy), both differentiable. Ignored tokens give 0."""
-    result = linear_cross_entropy(
+    """Log-probability of every target token, [...] in f32 and never above 0, for reinforcement
+    learning; with `entropy` the pair (logprob, entropy), both differentiable. `entropy="detached"`:
+    the entropy has no gradient, and nothing is kept for one. Ignored tokens give 0. `temperature`
+    is a number or a tensor, as in linear_cross_entropy: no gradient flows to it."""
+    bits = _run.LOGPROB
+    if entropy:
+        bits |= _run.ENTROPY | (_run.DETACHED if entropy_detached(entropy) else 0)
+    outputs = linear_cross_entropy(
         input, weight, target, linear_bias=bias, reduction="none", ignore_index=ignore_index,
         logit_scale=logit_scale, softcap=softcap, temperature=temperature, shift=shift,
-        memory=memory, return_statistics=("entropy",) if entropy else (),
+        memory=memory, _bits=bits,
     )  # fmt: skip
-    if not entropy:
-        return result.neg()
-    loss, statistics = result
-    return loss.neg(), statistics.entropy
+    logprob, made = outputs[_LOGPROB : _LOGPROB + 2]
+    return (logprob, made) if entropy else logprob
 
 
 def cross_entropy(
@@ -301,29 +330,32 @@ def cross_entropy(
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
     softcap: float | None = 0.0,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     token_weight: Tensor | None = None,
     normalizer: float | Tensor | None = None,
     return_statistics: Sequence[str] = (),
     empty_mean: str = "zero",
     _in_place: bool = False,
 ) -> Any:
-    """Cross-entropy of given logits [..., V]; the classes are the last dimension, always."""
+    """Cross-entropy of given logits [..., V]; the classes are the last dimension, always. The
+    options are those of linear_cross_entropy."""
     if not isinstance(logits, Tensor) or logits.dim() == 0:
         raise wrong_shape("logits must be a tensor of shape [..., V]")
     check_target(logits, target, "logits")
     wanted = _wanted(return_statistics) if return_statistics else 0
     ignore_index, softcap = _abi.ignore_index_of(ignore_index), _abi.softcap_of(softcap)
+    degrees, temperatures = _temperature(temperature, target.shape, 0)
     number, normalizer = _normalizer(normalizer, logits.device)
     options = Options(
         _one_of("reduction", reduction, _REDUCTIONS), ignore_index, label_smoothing, z_loss,
-        logit_scale, softcap, temperature, _one_of("empty_mean", empty_mean, _EMPTY_MEANS), number,
+        logit_scale, softcap, degrees, _one_of("empty_mean", empty_mean, _EMPTY_MEANS), number,
     )  # fmt: skip
     constants = Constants(
         target,
         None if token_weight is None else _token_weight(token_weight, target.shape),
         None if weight is None else _float_constant("weight", weight),
         normalizer,
+        temperatures,
     )
     outputs = _loss(
         logits, None, None, constants, options, None, wanted | _run.LOSS, in_place=_in_place

@@ -33,13 +33,14 @@ class Keep(NamedTuple):
     budget: int = 0  # of kept state and a workspace together, where `bytes` are given
     spare: int = 0  # rows to be allocated beyond those that are written
     consume: bool = True  # by the gradient of the entropy
+    of_entropy: bool = False  # whether it may have one
 
     def asked(self) -> tuple[object, ...]:
         """What decides about the plan: a tensor in a key would live as long as the plan."""
         main_grad = self.main_grad
         if main_grad is None:
-            return self.dtypes, self.bytes, self.budget
-        return self.dtypes, main_grad.stride(), main_grad.data_ptr() & 15
+            return self.dtypes, self.of_entropy, self.bytes, self.budget
+        return self.dtypes, self.of_entropy, main_grad.stride(), main_grad.data_ptr() & 15
 
 
 class State(NamedTuple):
@@ -208,7 +209,6 @@ def _both(forward: Forward, keep: Keep, size: KeptSize, kept: Sequence[View]) ->
     """The plans of Forward and of every Backward that may follow it."""
     outputs = (*forward.views[len(forward.inputs) :], *kept)
     plans = [forward.plan(_abi.LINEAR_CROSS_ENTROPY_FORWARD, outputs, {})]
-    has_entropy = any(view.name == "entropy" for view in forward.views)
     grad_loss, *statistics = _outputs(forward, ("grad_loss", "grad_lse", "grad_target_logit"))
     if forward.options.reduction != _abi.REDUCTION_NONE:
         grad_loss = grad_loss._replace(shape=(), stride=())
@@ -218,7 +218,7 @@ def _both(forward: Forward, keep: Keep, size: KeptSize, kept: Sequence[View]) ->
         gradients = [
             g._replace(stride=keep.main_grad.stride()) if g.name in at else g for g in gradients
         ]
-    for of_entropy in (False, True) if has_entropy else (False,):
+    for of_entropy in (False, True) if keep.of_entropy else (False,):
         more = [grad_loss, *statistics, *_outputs(forward, _ROW_STATE), *gradients, *kept]
         if of_entropy:
             more += _outputs(forward, ("entropy", "grad_entropy"))
@@ -234,35 +234,39 @@ def _both(forward: Forward, keep: Keep, size: KeptSize, kept: Sequence[View]) ->
 def planned_bytes(
     given: tuple[tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...]], ...],
     outputs: tuple[str, ...], options: Options, device: str, index: int, memory: int,
+    of_entropy: bool,
 ) -> int:  # fmt: skip
     """What an op of the dispatcher keeps in `memory` beside the workspaces of tensors that may lie
     anywhere; `given` are its inputs: name, dtype, shape, strides."""
     if device not in DEVICES:
         return 0
-    return _planned_bytes(given, outputs, Options(*options), (DEVICES[device], index), memory)
+    where = (DEVICES[device], index)
+    return _planned_bytes(given, outputs, Options(*options), where, memory, of_entropy)
 
 
 @functools.lru_cache(_device.MOST_SHAPES)
 def _planned_bytes(
-    given: Any, outputs: tuple[str, ...], options: Options, device: tuple[int, int], memory: int
-) -> int:
+    given: Any, outputs: tuple[str, ...], options: Options, device: tuple[int, int], memory: int,
+    of_entropy: bool,
+) -> int:  # fmt: skip
     inputs, dtypes = [], {}
     for name, dtype, shape, stride in given:
         if name == "input" and len(shape) != 2:
             shape = (math.prod(shape[:-1]), shape[-1])
             stride = (shape[1], 1)
-        elif name in ("target", "token_weight"):
+        elif name in ("target", "token_weight", "temperature"):
             shape, stride = (math.prod(shape),), (1,)
         inputs.append(View(name, DTYPES.get(dtype, -1), *device, shape, stride))
         dtypes[name] = dtype
     forward = Forward(inputs, (), inputs, options, device, memory)
-    made = _outputs(forward, (*outputs, "lse", "target_logit", *_ROW_STATE))
+    made = _outputs(forward, (*outputs, *_ROW_STATE))
     for place, view in enumerate(made):
-        if view.name == "argmax":
+        if view.name in ("argmax", "rank"):
             made[place] = view._replace(dtype=_abi.I64)
         elif view.name == "loss" and options.reduction != _abi.REDUCTION_NONE:
             made[place] = view._replace(shape=(), stride=())
-    keep = Keep(tuple(map(dtypes.get, ("input", "weight", "bias"))), consume=False)
+    wanted = tuple(map(dtypes.get, ("input", "weight", "bias")))
+    keep = Keep(wanted, consume=False, of_entropy=of_entropy)
     chosen = choose(forward._replace(views=(*inputs, *made)), keep)
     return 0 if chosen is None else chosen[0].bytes
 

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from logitless import _abi
 from logitless._errors import invalid, not_supported
 from logitless.torch._autograd import MainGrad
 from logitless.torch._functions import cross_entropy, linear_cross_entropy
@@ -19,6 +20,7 @@ class _Loss(torch.nn.Module):
     """The options that both losses have."""
 
     weight: Tensor | None
+    temperature: float | Tensor
 
     def __init__(
         self,
@@ -29,7 +31,7 @@ class _Loss(torch.nn.Module):
         z_loss: float = 0.0,
         logit_scale: float = 1.0,
         softcap: float | None = 0.0,
-        temperature: float = 1.0,
+        temperature: float | Tensor = 1.0,
         return_statistics: Sequence[str] = (),
         empty_mean: str = "zero",
     ) -> None:
@@ -41,11 +43,24 @@ class _Loss(torch.nn.Module):
         self.z_loss = z_loss
         self.logit_scale = logit_scale
         self.softcap = softcap
-        self.temperature = temperature
+        if isinstance(temperature, Tensor):  # which moves with the module, and is no parameter
+            self.register_buffer("temperature", temperature, persistent=False)
+        else:
+            self.temperature = temperature
         self.return_statistics = tuple(return_statistics)
         self.empty_mean = empty_mean
 
-    def _options(self) -> dict[str, Any]:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Temperatures follow the module's device, not its dtype: 0.7 is not a bf16 number."""
+        held = self._buffers.get("temperature")
+        moved = super()._apply(fn, recurse)
+        now = self._buffers.get("temperature")
+        if held is not None and now is not None:
+            self._buffers["temperature"] = held.to(now.device)
+        return moved
+
+    def _options(self, temperature: float | Tensor | None = None) -> dict[str, Any]:
+        """With another temperature, for one call."""
         return {
             "weight": self.weight,
             "reduction": self.reduction,
@@ -54,13 +69,14 @@ class _Loss(torch.nn.Module):
             "z_loss": self.z_loss,
             "logit_scale": self.logit_scale,
             "softcap": self.softcap,
-            "temperature": self.temperature,
+            "temperature": self.temperature if temperature is None else temperature,
             "return_statistics": self.return_statistics,
             "empty_mean": self.empty_mean,
         }
 
     def extra_repr(self) -> str:
-        given = {k: v for k, v in self._options().items() if k != "weight"}
+        options = self._options().items()
+        given = {k: v for k, v in options if k != "weight" and not isinstance(v, Tensor)}
         return ", ".join(f"{name}={value!r}" for name, value in given.items())
 
 
@@ -74,10 +90,12 @@ class CrossEntropyLoss(_Loss):
         *,
         token_weight: Tensor | None = None,
         normalizer: float | Tensor | None = None,
+        temperature: float | Tensor | None = None,
     ) -> Any:
         return cross_entropy(
-            logits, target, token_weight=token_weight, normalizer=normalizer, **self._options()
-        )
+            logits, target, token_weight=token_weight, normalizer=normalizer,
+            **self._options(temperature),
+        )  # fmt: skip
 
 
 class LinearCrossEntropyLoss(_Loss):
@@ -90,8 +108,8 @@ class LinearCrossEntropyLoss(_Loss):
         self.shift = shift
         self.memory = memory
 
-    def _options(self) -> dict[str, Any]:
-        return {**super()._options(), "shift": self.shift, "memory": self.memory}
+    def _options(self, temperature: float | Tensor | None = None) -> dict[str, Any]:
+        return {**super()._options(temperature), "shift": self.shift, "memory": self.memory}
 
     def forward(
         self,
@@ -102,6 +120,7 @@ class LinearCrossEntropyLoss(_Loss):
         linear_bias: Tensor | None = None,
         token_weight: Tensor | None = None,
         normalizer: float | Tensor | None = None,
+        temperature: float | Tensor | None = None,
     ) -> Any:
         return linear_cross_entropy(
             input,
@@ -110,8 +129,18 @@ class LinearCrossEntropyLoss(_Loss):
             linear_bias=linear_bias,
             token_weight=token_weight,
             normalizer=normalizer,
-            **self._options(),
+            **self._options(temperature),
         )
+
+
+def _divided(logits: Tensor, temperature: float | Tensor) -> Tensor:
+    """Logits [..., V] by a number or a temperature of each token, as the losses take it."""
+    if isinstance(temperature, Tensor):
+        tokens = logits.shape[:-1]
+        if _abi.is_flat(temperature.shape, tokens):
+            temperature = temperature.reshape(tokens)
+        return (logits / temperature.unsqueeze(-1)).to(logits.dtype)
+    return logits / temperature if temperature != 1 else logits
 
 
 class LinearCrossEntropyHead(torch.nn.Linear):
@@ -157,6 +186,7 @@ class LinearCrossEntropyHead(torch.nn.Linear):
         *,
         token_weight: Tensor | None = None,
         normalizer: float | Tensor | None = None,
+        temperature: float | Tensor | None = None,
     ) -> Any:
         if target is None:
             self._check_no_target()
@@ -164,7 +194,7 @@ class LinearCrossEntropyHead(torch.nn.Linear):
             z = functional.linear(input, self.weight, self.bias) * loss.logit_scale
             if loss.softcap is not None and loss.softcap > 0:
                 z = torch.tanh(z / loss.softcap) * loss.softcap
-            return z / loss.temperature if loss.temperature != 1 else z
+            return _divided(z, loss.temperature if temperature is None else temperature)
         return linear_cross_entropy(
             input,
             self.weight,
@@ -173,7 +203,7 @@ class LinearCrossEntropyHead(torch.nn.Linear):
             token_weight=token_weight,
             normalizer=normalizer,
             _main_grad=self._main_grad(),
-            **self.loss._options(),
+            **self.loss._options(temperature),
         )
 
     def _check_no_target(self) -> None:

@@ -22,8 +22,9 @@ from logitless.torch._autograd import (
     cast,
     cast_bias,
     held_dtype,
+    of_columns,
     once,
-    with_logprob,
+    upstream_of,
 )
 from logitless.torch._device import DTYPES
 from logitless.torch._kept import Keep, Kept, State
@@ -37,6 +38,8 @@ _OPTIONS = (
     "int reduction, int ignore_index, float label_smoothing, float z_loss, float logit_scale, "
     "float softcap, float temperature, int empty_mean, float normalizer_value, int? memory"
 )
+# [N]; appended, as one of _TENSORS would have moved what follows them.
+_LAST = "Tensor? temperatures"
 _OPTION_COUNT = len(Options._fields) - 1  # allow_tf32 is asked when a call runs
 _FIRST_OPTION = 7
 _MEMORY = _FIRST_OPTION + _OPTION_COUNT
@@ -44,6 +47,11 @@ _UPSTREAM = (
     "Tensor row_state, Tensor? entropy, Tensor? grad_loss, "
     "Tensor? grad_lse, Tensor? grad_target_logit, Tensor? grad_entropy"
 )
+# Backward may overwrite rows of `kept`. It marks them in `kept_rows` and makes them again ever
+# after, so that no gradient tells whether it did. That is not declared ("Tensor(a!)?"): torch would
+# raise a version error where a retained graph is used twice, and would have a compiled Backward
+# write into a copy of all that is kept, each time. Declared of `kept_rows` alone, marks would land
+# in a copy, and be lost.
 _KEPT = "Tensor? kept, Tensor? kept_rows"
 # Rows of kept state beyond those that Forward writes: torch asks of a size that is a symbol whether
 # it is 0 or 1, and compiles once more where it is.
@@ -54,19 +62,20 @@ _make_library: Any = torch.library.Library
 _library = _make_library("logitless", "DEF")
 _tags = (torch.Tag.pt2_compliant_tag,)
 _library.define(
-    f"forward({_TENSORS}, {_OPTIONS}, int wanted, SymInt kept_bytes) -> (Tensor loss, Tensor lse, "
-    "Tensor target_logit, Tensor logprob, Tensor entropy, Tensor argmax, Tensor row_state, "
-    "Tensor kept, Tensor kept_rows)",
+    f"forward({_TENSORS}, {_OPTIONS}, int wanted, SymInt kept_bytes, {_LAST}) -> ("
+    + "".join(f"Tensor {name}, " for name in _run.OUTPUTS.values())
+    + "Tensor row_state, Tensor kept, Tensor kept_rows)",
     tags=_tags,
 )
 _library.define(
-    f"forward_backward({_TENSORS}, {_OPTIONS}, int wanted, {_NEEDS}) -> (Tensor loss, "
-    "Tensor argmax, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
+    f"forward_backward({_TENSORS}, {_OPTIONS}, int wanted, {_NEEDS}, {_LAST}) -> (Tensor loss, "
+    + "".join(f"Tensor {name}, " for name in _run.CONSTANTS.values())
+    + "Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
     tags=_tags,
 )
 _library.define(
-    f"backward({_TENSORS}, {_OPTIONS}, {_UPSTREAM}, {_KEPT}, {_NEEDS}) -> (Tensor grad_input, "
-    "Tensor grad_weight, Tensor grad_bias)",
+    f"backward({_TENSORS}, {_OPTIONS}, {_UPSTREAM}, {_KEPT}, {_NEEDS}, {_LAST}) -> (Tensor "
+    "grad_input, Tensor grad_weight, Tensor grad_bias)",
     tags=_tags,
 )
 
@@ -74,7 +83,14 @@ _library.define(
 def _split(args: tuple[Any, ...]) -> tuple[Any, Any, Any, Constants, Options, int | None]:
     input, weight, bias = args[:3]
     options = Options(*args[_FIRST_OPTION:_MEMORY])
-    return input, weight, bias, Constants(*args[3:_FIRST_OPTION]), options, args[_MEMORY]
+    constants = Constants(*(*args[3:_FIRST_OPTION], args[-1]))
+    return input, weight, bias, constants, options, args[_MEMORY]
+
+
+def _arguments(tensors: Any, options: Any, *rest: Any) -> tuple[Any, ...]:
+    """Those of an op: `tensors` in the order of _run.INPUTS, `options` with memory behind them."""
+    *first, temperature = tensors
+    return (*first, *options, *rest, temperature)
 
 
 def _filled(tensors: Any, device: torch.device) -> tuple[Tensor, ...]:
@@ -97,57 +113,48 @@ def _kept_like(
 
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:
-    *rest, wanted, kept_bytes = args
-    input, weight, bias, constants, options, memory = _split(tuple(rest))
+    wanted, kept_bytes = args[-3:-1]
+    input, weight, bias, constants, options, memory = _split(args)
     keep = None
     if kept_bytes and weight is not None:
         budget = _kept.budget_of(input, weight, constants.target.numel(), memory)
         keep = Keep(bytes=kept_bytes, budget=budget, spare=_SPARE)
-    results: list[Tensor | None]
-    (*results,), kept = _run.forward(input, weight, bias, constants, options, memory, wanted, keep)
-    for index, bit in ((2, _run.TARGET_LOGIT), (6, _run.ROW_STATE)):
-        if not wanted & bit:  # made for the logprob alone
-            results[index] = None
+    outputs, row_state, kept = _run.forward(
+        input, weight, bias, constants, options, memory, wanted, keep
+    )
+    results = _filled((*outputs, row_state), input.device)
     if kept is None:
-        return *_filled(results, input.device), *_kept_like(
-            input, weight, constants.target, kept_bytes
-        )
-    return *_filled(results, input.device), kept.columns, kept.rows
+        return *results, *_kept_like(input, weight, constants.target, kept_bytes)
+    return *results, kept.columns, kept.rows
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
-    *_, wanted, kept_bytes = args
+    wanted, kept_bytes = args[-3:-1]
     reduction, target = args[_FIRST_OPTION], args[3]
     none = reduction == _abi.REDUCTION_NONE
 
-    def make(bit: int, shape: Any, dtype: torch.dtype = torch.float32) -> Tensor:
-        wants = bool(wanted & bit)
-        made: Tensor = args[0].new_empty(
-            shape if wants else (0,), dtype=dtype if wants else torch.float32
-        )
-        return made
-
     return (
-        make(_run.LOSS, target.shape if none else ()),
-        make(_run.LSE, target.shape),
-        make(_run.TARGET_LOGIT, target.shape),
-        make(_run.LOGPROB, target.shape),
-        make(_run.ENTROPY, target.shape),
-        make(_run.ARGMAX, target.shape, torch.int64),
-        make(_run.ROW_STATE, (2, target.numel())),
+        _fake_output(args[0], wanted, _run.LOSS, target.shape if none else ()),
+        *(_fake_output(args[0], wanted, bit, target.shape) for bit in _run.STATISTICS),
+        _fake_output(args[0], wanted, _run.ROW_STATE, (2, target.numel())),
         *_kept_like(args[0], args[1], target, kept_bytes),
     )
 
 
+def _fake_output(like: Tensor, wanted: int, bit: int, shape: Any) -> Tensor:
+    if not wanted & bit:
+        return like.new_empty((0,), dtype=torch.float32)
+    return like.new_empty(shape, dtype=_run.dtype_of(bit))
+
+
 def _forward_backward(*args: Any) -> tuple[Tensor, ...]:
-    *rest, wanted, need_input, need_weight, need_bias = args
-    call = _split(tuple(rest))
+    wanted, *needs = args[-5:-1]
+    call = _split(args)
     dtypes = tuple(
-        held_dtype(t.dtype) if need and t is not None else None
-        for t, need in zip(call[:3], (need_input, need_weight, need_bias))
+        held_dtype(t.dtype) if need and t is not None else None for t, need in zip(call[:3], needs)
     )
-    loss, argmax, _, *grads = _run.forward_backward(*call, wanted, dtypes)
-    return _filled((loss, argmax, *grads), args[0].device)
+    loss, statistics, _, grads = _run.forward_backward(*call, wanted, dtypes)
+    return _filled((loss, *statistics, *grads), args[0].device)
 
 
 def _fake_grads(tensors: Any, needs: Any, held: bool) -> tuple[Tensor, ...]:
@@ -160,22 +167,18 @@ def _fake_grads(tensors: Any, needs: Any, held: bool) -> tuple[Tensor, ...]:
 
 
 def _forward_backward_fake(*args: Any) -> tuple[Tensor, ...]:
-    input, target, wanted = args[0], args[3], args[-4]
+    input, target, wanted = args[0], args[3], args[-5]
     loss = input.new_empty((), dtype=torch.float32)
-    argmax = (
-        input.new_empty(target.shape, dtype=torch.int64)
-        if wanted & _run.ARGMAX
-        else input.new_empty(0, dtype=torch.float32)
-    )
-    return (loss, argmax, *_fake_grads(args[:3], args[-3:], True))
+    statistics = (_fake_output(input, wanted, bit, target.shape) for bit in _run.CONSTANTS)
+    return (loss, *statistics, *_fake_grads(args[:3], args[-4:-1], True))
 
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:
-    needs = args[-3:]
+    needs = args[-4:-1]
     call = _split(args)
-    upstream = Upstream(*args[_MEMORY + 1 : -5])
+    upstream = Upstream(*args[_MEMORY + 1 : -6])
     dtypes = tuple(t.dtype if need and t is not None else None for t, need in zip(call[:3], needs))
-    kept = _given(call, *args[-5:-3])
+    kept = _given(call, *args[-6:-4])
     return _filled(_run.backward(*call, upstream, dtypes, kept=kept), args[0].device)
 
 
@@ -191,45 +194,44 @@ def _given(call: Any, columns: Tensor | None, rows: Tensor | None) -> Kept | Non
 
 
 def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
-    return _fake_grads(args[:3], args[-3:], False)
+    return _fake_grads(args[:3], args[-4:-1], False)
 
 
 def _forward_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.set_materialize_grads(False)
     ctx.options = inputs[_FIRST_OPTION : _MEMORY + 1]
-    *_, ctx.wanted, kept_bytes = inputs
-    entropy, argmax, row_state, *kept = output[4:]
-    ctx.mark_non_differentiable(argmax, row_state, *kept)
+    *_, ctx.wanted, kept_bytes, temperature = inputs
+    *_, row_state, columns, rows = output
+    entropy = output[list(_run.OUTPUTS).index(_run.ENTROPY)]
+    constants = [t for t, bit in zip(output, _run.OUTPUTS) if bit in _run.CONSTANTS]
+    if ctx.wanted & _run.DETACHED:
+        constants.append(entropy)
+        entropy = None
+    ctx.mark_non_differentiable(*constants, row_state, columns, rows)
+    kept = (columns, rows)
     if isinstance(kept_bytes, int) and not kept_bytes:
-        kept = [None, None]
-    ctx.save_for_backward(*inputs[:_FIRST_OPTION], row_state, entropy, *kept)
+        kept = (None, None)
+    ctx.save_for_backward(*inputs[:_FIRST_OPTION], temperature, row_state, entropy, *kept)
 
 
 def _forward_backward_rule(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
     saved = ctx.saved_tensors
-    row_state, entropy, *kept = saved[_FIRST_OPTION:]
-    bits = (_run.LOSS, _run.LSE, _run.TARGET_LOGIT, _run.LOGPROB, _run.ENTROPY)
-    grad_loss, grad_lse, grad_target_logit, grad_logprob, grad_entropy = (
-        grad if ctx.wanted & bit else None for grad, bit in zip(upstream, bits)
-    )
-    grad_lse, grad_target_logit = with_logprob(grad_lse, grad_target_logit, grad_logprob)
-    if grad_loss is None:  # absent would mean 1
-        none = ctx.options[0] == _abi.REDUCTION_NONE
-        grad_loss = row_state.new_zeros(saved[3].shape if none else ())
+    inputs, (row_state, entropy, *kept) = saved[: len(_run.INPUTS)], saved[len(_run.INPUTS) :]
+    given = [grad if ctx.wanted & bit else None for grad, bit in zip(upstream, _run.OUTPUTS)]
+    if not of_columns(given):
+        kept = [None, None]
+    options, constants = Options(*ctx.options[:_OPTION_COUNT]), Constants(*inputs[3:])
     needs = [bool(need) for need in ctx.needs_input_grad[:3]]
-    grads = torch.ops.logitless.backward(
-        *saved[:_FIRST_OPTION], *ctx.options, row_state,
-        None if grad_entropy is None else entropy, grad_loss, grad_lse, grad_target_logit,
-        grad_entropy, *kept, *needs,
-    )  # fmt: skip
-    rest = [None] * (_OPTION_COUNT + 1 + 4 + 2)
+    more = (*upstream_of(given, options, constants, row_state, entropy), *kept, *needs)
+    grads = torch.ops.logitless.backward(*_arguments(inputs, ctx.options, *more))
+    rest = [None] * (_OPTION_COUNT + 1 + 4 + 3)
     return *(g if need else None for g, need in zip(grads, needs)), *rest
 
 
 def _fused_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.set_materialize_grads(False)
-    grads = output[2:]
-    ctx.mark_non_differentiable(output[1], *grads)
+    grads = output[-3:]
+    ctx.mark_non_differentiable(*output[1:])
     ctx.dtypes = [None if t is None else t.dtype for t in inputs[:3]]
     ctx.save_for_backward(*inputs[:3], *grads)
 
@@ -243,7 +245,7 @@ def _multiplied(ctx: Any, grads: Any, factor: Tensor) -> list[Tensor | None]:
 
 
 def _fused_rule(ctx: Any, factor: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    rest = [None] * (_OPTION_COUNT + 1 + 4 + 4)
+    rest = [None] * (_OPTION_COUNT + 1 + 4 + 5)
     if factor is None:
         return None, None, None, *rest
     saved = ctx.saved_tensors
@@ -275,9 +277,6 @@ torch.library.register_autograd(
 torch.library.register_autograd("logitless::backward", _never_twice, lib=_library)
 
 
-_OUTPUTS = (("loss", _run.LOSS), ("entropy", _run.ENTROPY), ("argmax", _run.ARGMAX))
-
-
 def _kept_bytes(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call, needs: bool
 ) -> Any:
@@ -299,10 +298,10 @@ def _kept_bytes(
     )
     if not _static(given):
         return 0
-    outputs = tuple(name for name, bit in _OUTPUTS if call.wanted & bit)
+    outputs = tuple(name for bit, name in _run.OUTPUTS.items() if call.wanted & bit)
     device = input.device
     return _kept.planned_bytes(
-        given, outputs, call.options, device.type, device.index or 0, call.memory
+        given, outputs, call.options, device.type, device.index or 0, call.memory, call.of_entropy
     )
 
 
@@ -329,7 +328,7 @@ _kept.planned_bytes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def loss(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call, needs: bool
 ) -> tuple[Tensor | None, ...]:
-    """(loss, lse, target_logit, logprob, entropy, argmax) through the dispatcher."""
+    """The outputs in their order, None where not wanted, through the dispatcher."""
     if call.main_grad is not None:
         raise not_supported(
             'grad_accumulation="main_grad" writes outside the graph; it is not supported under '
@@ -340,17 +339,20 @@ def loss(
         input, weight = cast(input, call.dtype), cast(weight, call.dtype)
         bias = cast_bias(bias, call.dtype)
     wanted = call.wanted
-    common = (input, weight, bias, *call.constants, *call.options[:_OPTION_COUNT], call.memory)
+    tensors, options = (input, weight, bias, *call.constants), call.options[:_OPTION_COUNT]
     # A trace is one graph for calls with and without gradients: Forward, and its autograd rule.
     tracing = not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
     if needs and not tracing and weight is not None and call.fused(weight):
         bias_needs = bias is not None and bias.requires_grad
-        loss, argmax, *_ = torch.ops.logitless.forward_backward(
-            *common, wanted, input.requires_grad, weight.requires_grad, bias_needs
+        how = (wanted, input.requires_grad, weight.requires_grad, bias_needs)
+        loss, *results = torch.ops.logitless.forward_backward(
+            *_arguments(tensors, (*options, call.memory), *how)
         )
-        return loss, None, None, None, None, argmax if wanted & _run.ARGMAX else None
-    made = wanted | _run.ROW_STATE if needs or tracing else wanted
+        made = dict(zip(_run.CONSTANTS, results)) | {_run.LOSS: loss}
+        return tuple(made[bit] if wanted & bit else None for bit in _run.OUTPUTS)
+    bits = wanted | _run.ROW_STATE if needs or tracing else wanted
     kept_bytes = _kept_bytes(input, weight, bias, call, needs and not tracing)
-    results = torch.ops.logitless.forward(*common, made, kept_bytes)
-    bits = (_run.LOSS, _run.LSE, _run.TARGET_LOGIT, _run.LOGPROB, _run.ENTROPY, _run.ARGMAX)
-    return tuple(t if wanted & bit else None for t, bit in zip(results, bits))
+    results = torch.ops.logitless.forward(
+        *_arguments(tensors, (*options, call.memory), bits, kept_bytes)
+    )
+    return tuple(t if wanted & bit else None for t, bit in zip(results, _run.OUTPUTS))

@@ -9,7 +9,7 @@ next: any call may run where its allocations are planned, as in a CUDA graph's p
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,15 +22,28 @@ from logitless.torch import _device, _kept
 from logitless.torch._device import DEVICES, DTYPES, MOST_SHAPES
 from logitless.torch._kept import FRESH, Keep, Kept, State
 
-# What a forward call is asked for, as bits.
-LOSS, LSE, TARGET_LOGIT, LOGPROB, ENTROPY, ARGMAX, ROW_STATE = (1 << bit for bit in range(7))
-_STATISTICS = LSE | TARGET_LOGIT | LOGPROB | ENTROPY | ARGMAX
+# What a forward call is asked for, as bits: outputs in their order everywhere, what Backward takes,
+# and that nobody will differentiate the entropy.
+(
+    LOSS, LSE, TARGET_LOGIT, LOGPROB, ENTROPY, ARGMAX, RANK, SUM_P_SQUARED, MEAN_LOGIT,
+    ROW_STATE, DETACHED,
+) = (1 << bit for bit in range(11))  # fmt: skip
+DIFFERENTIABLE = LSE | TARGET_LOGIT | LOGPROB | ENTROPY
+CONSTANTS = {ARGMAX: "argmax", RANK: "rank", SUM_P_SQUARED: "sum_p_squared"}
+CONSTANTS |= {MEAN_LOGIT: "mean_logit"}  # the statistics without a gradient
+STATISTICS = {LSE: "lse", TARGET_LOGIT: "target_logit", LOGPROB: "logprob", ENTROPY: "entropy"}
+STATISTICS |= CONSTANTS
+OUTPUTS = {LOSS: "loss", **STATISTICS}
+_EVERY_STATISTIC = sum(STATISTICS)
 
-INPUTS = ("input", "weight", "bias", "target", "token_weight", "vocab_weight", "normalizer")
-_FORWARD = (
-    *INPUTS, "loss", "lse", "target_logit", "entropy", "argmax",
+INPUTS = (
+    "input", "weight", "bias", "target", "token_weight", "vocab_weight", "normalizer",
+    "temperature",
 )  # fmt: skip
-_FORWARD_BACKWARD = (*INPUTS, "loss", "argmax", "grad_input", "grad_weight", "grad_bias")
+_FORWARD = (*INPUTS, *OUTPUTS.values())
+_FORWARD_BACKWARD = (
+    *INPUTS, "loss", *CONSTANTS.values(), "grad_input", "grad_weight", "grad_bias",
+)  # fmt: skip
 _BACKWARD = (
     *INPUTS, "entropy", "grad_loss", "grad_lse",
     "grad_target_logit", "grad_entropy", "grad_input", "grad_weight", "grad_bias",
@@ -45,6 +58,10 @@ _SCRATCH_ALIGNMENT = 64
 _threads = 0
 
 
+def dtype_of(output: int) -> torch.dtype:
+    return torch.int64 if output & (ARGMAX | RANK) else torch.float32
+
+
 class Constants(NamedTuple):
     """The inputs that have no gradient."""
 
@@ -52,6 +69,7 @@ class Constants(NamedTuple):
     token_weight: Tensor | None = None  # [N] f32
     vocab_weight: Tensor | None = None  # [V] f32
     normalizer: Tensor | None = None  # [] f32 or i64
+    temperature: Tensor | None = None  # [N] f32
 
 
 def _view(name: str, tensor: Tensor) -> _abi.View:
@@ -218,6 +236,15 @@ def _per_token(target: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty_like(target, dtype=dtype, memory_format=torch.contiguous_format)
 
 
+_NO_STATISTICS = (None,) * len(STATISTICS)
+_NO_CONSTANTS = (None,) * len(CONSTANTS)
+
+
+def _statistics(target: Tensor, wanted: int, bits: Iterable[int]) -> list[Tensor | None]:
+    """Of each that is wanted a tensor [...]."""
+    return [_per_token(target, dtype_of(bit)) if wanted & bit else None for bit in bits]
+
+
 def _row_state(rows: Tensor) -> Tensor:
     """[2, N] f32: row_reference and row_log_sum of every token, made for Backward. Of any tensor
     of that device new_empty_strided is the quickest way to a new shape and dtype."""
@@ -248,54 +275,46 @@ def _flat(tensor: Tensor | None) -> Tensor | None:
 def forward(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, constants: Constants,
     options: Options, memory: int | None, wanted: int, keep: Keep | None = None,
-) -> tuple[tuple[Tensor | None, ...], Kept | None]:  # fmt: skip
-    """(loss, lse, target_logit, logprob, entropy, argmax, row_state [2, N]) and what is kept."""
-    target, token_weight, vocab_weight, normalizer = constants
+) -> tuple[tuple[Tensor | None, ...], Tensor | None, Kept | None]:  # fmt: skip
+    """The outputs, row_state [2, N], and what is kept."""
+    target, token_weight, vocab_weight, normalizer, temperature = constants
     flat = target if target.dim() == 1 else target.reshape(-1)  # [N]
     rows = input if input.dim() == 2 else _rows(input, target.numel())  # [N, D]
-
-    def per_token(bits: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        return _per_token(target, dtype) if wanted & bits else None
-
     none = options.reduction == _abi.REDUCTION_NONE
     loss = None
     if wanted & LOSS:
         loss = _per_token(target) if none else _scalar(rows)  # [...] or []
-    lse = target_logit = entropy = argmax = None
-    if wanted & _STATISTICS:
-        lse, target_logit = per_token(LSE), per_token(TARGET_LOGIT | LOGPROB)  # [...] [...]
-        entropy, argmax = per_token(ENTROPY), per_token(ARGMAX, torch.int64)  # [...] [...]
-    outputs: tuple[Tensor | None, ...] = (loss, lse, target_logit, entropy, argmax)
+    statistics: Sequence[Tensor | None] = _NO_STATISTICS
+    if wanted & _EVERY_STATISTIC:
+        statistics = _statistics(target, wanted, STATISTICS)  # [...]
+    outputs = given = (loss, *statistics)
     if target.dim() != 1:
-        outputs = (_flat(loss) if none else loss, *map(_flat, outputs[1:]))  # [N]
-    row_state = _row_state(rows) if wanted & (ROW_STATE | LOGPROB) else None  # [2, N]
+        given = (_flat(loss) if none else loss, *map(_flat, statistics))  # [N]
+    row_state = _row_state(rows) if wanted & ROW_STATE else None  # [2, N]
     tensors = (
-        rows, weight, bias, flat, _flat(token_weight), vocab_weight, normalizer, *outputs,
+        rows, weight, bias, flat, _flat(token_weight), vocab_weight, normalizer,
+        temperature, *given,
     )  # fmt: skip
     kind = _abi.CROSS_ENTROPY_FORWARD if weight is None else _abi.LINEAR_CROSS_ENTROPY_FORWARD
     asked = wanted if keep is None else (wanted, keep.asked())
     kept = launch(kind, _FORWARD, tensors, options, memory, asked, row_state, False, keep)
-    logprob = None
-    if wanted & LOGPROB:  # from both numbers of the lse: their sum alone would lose a large offset
-        assert target_logit is not None and row_state is not None
-        reference, log_sum = row_state.view(2, *target.shape)  # [...] [...]
-        logprob = (target_logit - reference).sub_(log_sum)  # [...]
-    return (loss, lse, target_logit, logprob, entropy, argmax, row_state), kept
+    return outputs, row_state, kept
 
 
 def forward_backward(
     input: Tensor, weight: Tensor, bias: Tensor | None, constants: Constants, options: Options,
     memory: int | None, wanted: int, dtypes: tuple[torch.dtype | None, ...],
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """(loss [], argmax, row_state, grad_input, grad_weight, grad_bias) for an upstream gradient
-    of 1; `dtypes` are the gradients', None where one is not wanted."""
-    target, token_weight, vocab_weight, normalizer = constants
+) -> tuple[Tensor, Sequence[Tensor | None], Tensor | None, list[Tensor | None]]:  # fmt: skip
+    """The loss [], the statistics of CONSTANTS, row_state, and the gradients of input, weight and
+    bias for an upstream gradient of 1; `dtypes` are theirs, None where one is not wanted."""
+    target, token_weight, vocab_weight, normalizer, temperature = constants
     flat = target if target.dim() == 1 else target.reshape(-1)  # [N]
     rows = input if input.dim() == 2 else _rows(input, target.numel())  # [N, D]
     loss = _scalar(rows)  # []
-    argmax = row_state = grad_input = grad_weight = grad_bias = None
-    if wanted & ARGMAX:
-        argmax = _per_token(target, torch.int64)  # [...]
+    row_state = grad_input = grad_weight = grad_bias = None
+    statistics: Sequence[Tensor | None] = _NO_CONSTANTS
+    if wanted & _EVERY_STATISTIC:
+        statistics = _statistics(target, wanted, CONSTANTS)  # [...]
     if wanted & ROW_STATE:
         row_state = _row_state(rows)  # [2, N]
     if dtypes[0] is not None:
@@ -305,14 +324,14 @@ def forward_backward(
     if bias is not None and dtypes[2] is not None:
         grad_bias = _grad_of(bias, dtypes[2])  # [V]
     tensors = (
-        rows, weight, bias, flat, _flat(token_weight), vocab_weight, normalizer, loss,
-        argmax if argmax is None else _flat(argmax), grad_input, grad_weight, grad_bias,
+        rows, weight, bias, flat, _flat(token_weight), vocab_weight, normalizer,
+        temperature, loss, *map(_flat, statistics), grad_input, grad_weight, grad_bias,
     )  # fmt: skip
     kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD
     launch(kind, _FORWARD_BACKWARD, tensors, options, memory, (wanted, dtypes), row_state)
     if grad_input is not None and input.dim() != 2:
         grad_input = grad_input.view(input.shape)
-    return loss, argmax, row_state, grad_input, grad_weight, grad_bias
+    return loss, statistics, row_state, [grad_input, grad_weight, grad_bias]
 
 
 def planned_bytes(
@@ -377,7 +396,7 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """(grad_input, grad_weight, grad_bias). `in_place` the first overwrites the input; grad_weight
     is added to `main_grad` [V, D] f32 instead, if that is given."""
-    target, token_weight, vocab_weight, normalizer = constants
+    target, token_weight, vocab_weight, normalizer, temperature = constants
     tokens = target.numel()
     rows = _rows(input, tokens)  # [N, D]
     if kept is not None and rows.is_cuda:
@@ -394,7 +413,7 @@ def backward(
             grads[2] = torch.zeros(grads[2].shape, dtype=torch.float32, device=rows.device)
     tensors = (
         rows, weight, bias, _flat(target), _flat(token_weight), vocab_weight, normalizer,
-        *map(_upstream, upstream[1:]), *grads,
+        temperature, *map(_upstream, upstream[1:]), *grads,
         *((None, None) if kept is None else kept[:2]),
     )  # fmt: skip
     kind = _abi.CROSS_ENTROPY_BACKWARD if weight is None else _abi.LINEAR_CROSS_ENTROPY_BACKWARD

@@ -27,6 +27,7 @@ struct GatherArguments {
   bool beside;       // the kernel in front: waited for last
   bool reads_input;  // where every token counts: no copy
   float* target_logit;
+  float* slope;            // may be null
   int32_t* again;          // may be null
   int32_t* rows_finished;  // begin at 0 for the chunk
 };
@@ -72,6 +73,14 @@ __device__ float dot_elements(const RowReader<T>& x, const RowReader<T>& w, int6
   return sum;
 }
 
+// z of the target of row k, whose slope it keeps. A call: its registers would be those of all rows.
+__device__ __noinline__ float map_by_token(const GatherArguments& a, int64_t k, float raw) {
+  const Tokens& tokens = a.chunk.tokens;
+  const TokenMap& map = tokens.map[tokens.row[a.chunk.first + k]];
+  a.slope[k] = map.slope;
+  return map_raw(with_token(a.map, map), raw);
+}
+
 // A warp a row k of the compacted chunk, rows that are not valid zeros (`to` null: there is no
 // copy):
 //   z_t = map(input_k . weight_t) in f32, 16 bytes a lane in turn, then the tree over the lanes.
@@ -114,7 +123,8 @@ __device__ void gather_row(const GatherArguments& a, T* to) {
   sum = warp_sum(sum);
   if (lane != 0) return;
   if (target >= 0 && present(a.bias)) sum += load(a.bias, target);
-  a.target_logit[k] = target < 0 ? -infinity() : map_raw(a.map, sum);
+  sum = tokens.map == nullptr ? map_raw(a.map, sum) : map_by_token(a, k, sum);
+  a.target_logit[k] = target < 0 ? -infinity() : sum;
 }
 
 template <class T>
@@ -191,6 +201,7 @@ void gather_input(const LinearWork& work, bool clears, bool beside) {
                                   .beside = beside,
                                   .reads_input = call.shape.reads_input,
                                   .target_logit = m.target_logit,
+                                  .slope = m.slope,
                                   .again = m.again,
                                   .rows_finished = m.rows_finished};
   with_dtype(call.shape.dtype, [&](auto element) {

@@ -48,7 +48,8 @@ __global__ void __launch_bounds__(256)
       sum = warp_sum(sum);
       if (lane != 0) continue;
       if (present(call.bias)) sum += load(call.bias, column);
-      const float z = is_target ? target_logit[row] : map_raw(call.map, sum);
+      const MapFactors map = map_of_token(call.map, chunk.tokens, chunk.first + row);
+      const float z = is_target ? target_logit[row] : map_raw(map, sum);
       // At |z| of 1e20 this dot and the product's differ by more than any exponent holds.
       float log_p = (z - g.reference) - g.log_sum;
       log_p = log_p > 0 ? 0.0f : log_p;
@@ -63,10 +64,77 @@ __global__ void __launch_bounds__(256)
         const float information = fmaxf(log_p, least_exponent) + g.entropy_value;
         draw = fmaf(-(g.entropy * p), information, draw);
       }
-      draw *= cap_slope(call.map, z);
+      draw *= cap_slope(map, z);
       const float v = factors[row].scale;
       *panel_element<E>(panel, row, j) = from_f32<E>(v == 0 ? 0.0f : draw / v);
     }
+  }
+}
+
+// Rows of kept E trade places: that of the token at `place` with the one at k, which has no
+// gradient. Rows of 8 lanes, each 16 bytes; several of their columns in turn. Where every token has
+// a gradient all is in its place.
+constexpr int traded_rows = 32, traded_lanes = 8, traded_groups = 8;
+
+template <class E>
+__device__ inline Pack<E>* pack_of(const Panel& panel, int64_t row, int64_t j) {
+  return reinterpret_cast<Pack<E>*>(panel_element<E>(panel, row, j));
+}
+// The columns that a row of a panel has in memory.
+__device__ inline int64_t columns_in_memory(const Panel& panel) {
+  return panel.blocks ? (panel.columns + 63) / 64 * 64 : panel.pitch;
+}
+
+template <class E>
+__global__ void __launch_bounds__(traded_rows* traded_lanes) trade_kernel(Tokens t, Panel panel) {
+  constexpr int width = Pack<E>::width, step = traded_lanes * width;
+  const int valid = t.scalars->valid;
+  if (t.scalars->counted == valid) return;
+  const int64_t columns = columns_in_memory(panel), start = threadIdx.x % traded_lanes * width;
+  const int64_t across = (columns + traded_groups * step - 1) / (traded_groups * step);
+  const int64_t items = (valid + traded_rows - 1) / traded_rows * across;
+  for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
+    const int64_t row = item / across * traded_rows + threadIdx.x / traded_lanes;
+    const int64_t other = row < valid ? t.place[t.row[row]] : row;
+    if (other == row) continue;
+    const int64_t first = item % across * traded_groups * step + start;
+    Pack<E> a[traded_groups], b[traded_groups];
+#pragma unroll
+    for (int i = 0; i < traded_groups; ++i) {
+      if (first + i * step >= columns) break;
+      a[i] = *pack_of<E>(panel, row, first + i * step);
+      b[i] = *pack_of<E>(panel, other, first + i * step);
+    }
+#pragma unroll
+    for (int i = 0; i < traded_groups; ++i) {
+      if (first + i * step >= columns) break;
+      *pack_of<E>(panel, row, first + i * step) = b[i];
+      *pack_of<E>(panel, other, first + i * step) = a[i];
+    }
+  }
+}
+
+// Of rows that only lie behind those multiplied what is not finite becomes 0: it is of rows that
+// are made again whenever they have a gradient (most_nats in rows.cu), or whose factor is NaN.
+template <class E>
+__global__ void __launch_bounds__(256) calm_kernel(Tokens t, Panel panel, int32_t rows, int whole) {
+  const int valid = t.scalars->valid, counted = t.scalars->counted;
+  if (counted == valid) return;
+  const int end = min(whole > 0 ? (valid + whole - 1) / whole * whole : rows, counted);
+  constexpr int width = Pack<E>::width;
+  const int64_t packs = columns_in_memory(panel) / width;
+  for (int64_t n = int64_t{blockIdx.x} * 256 + threadIdx.x; n < packs * (end - valid);
+       n += int64_t{gridDim.x} * 256) {
+    Pack<E>* at = pack_of<E>(panel, valid + n / packs, n % packs * width);
+    Pack<E> x = *at;
+    bool changes = false;
+#pragma unroll
+    for (int i = 0; i < width; ++i) {
+      if (isfinite(to_f32(x.x[i]))) continue;
+      x.x[i] = from_f32<E>(0.0f);
+      changes = true;
+    }
+    if (changes) *at = x;
   }
 }
 
@@ -118,7 +186,8 @@ __device__ inline void form(const TokenInput& in, const FormedRow& row, int64_t 
 template <class E>
 __global__ void __launch_bounds__(formed_rows* formed_lanes)
     form_kernel(const __grid_constant__ LinearCall call, Chunk chunk, const float* target_logit,
-                const float* target_gradient, const RowGradient* gradients, Panel from, Panel to) {
+                const float* target_gradient, const RowGradient* gradients, Panel from, Panel to,
+                int whole) {
   constexpr int width = Pack<E>::width;
   const int row = blockIdx.x * formed_rows + threadIdx.x / formed_lanes;
   const int64_t start = block_of_second_axis() * (formed_groups * formed_lanes * width) +
@@ -126,7 +195,8 @@ __global__ void __launch_bounds__(formed_rows* formed_lanes)
   // Products read whole blocks of a panel in blocks, rows and columns that there are not too.
   const int64_t rows = to.blocks ? to.pitch : chunk.rows;
   const int64_t columns = to.blocks ? (to.columns + 63) / 64 * 64 : to.columns;
-  if (row >= rows) return;
+  const int valid = valid_rows(chunk);
+  if (row >= rows || (whole > 0 && row >= (valid + whole - 1) / whole * whole)) return;
   Pack<E> packs[formed_groups];
 #pragma unroll
   for (int i = 0; i < formed_groups; ++i) {
@@ -136,8 +206,8 @@ __global__ void __launch_bounds__(formed_rows* formed_lanes)
         *reinterpret_cast<const Pack<E>*>(panel_element<E>(from, row, to.first - from.first + j));
   }
   FormedRow formed;
-  const bool valid = is_valid(chunk, row);
-  if (valid) {
+  const bool counts = row < valid;
+  if (counts) {
     const RowGradient g = gradients[row];
     const float log_target = (target_logit[row] - g.reference) - g.log_sum;
     formed = {g, log_target, exp_any(log_target), target_gradient[row],
@@ -147,7 +217,7 @@ __global__ void __launch_bounds__(formed_rows* formed_lanes)
   for (int i = 0; i < formed_groups; ++i) {
     const int64_t j = start + i * (formed_lanes * width);
     if (j >= columns) return;
-    if (valid) {
+    if (counts) {
       form<E>(call.in, formed, to.first + j, to.columns - j, &packs[i]);
     } else {
       packs[i] = {};
@@ -257,7 +327,20 @@ void write_extra_rows(const LinearWork& work, const Panel& panel) {
   });
 }
 
-void form_panel(const LinearWork& work, const Panel& from, const Panel& to) {
+void trade_rows(const LinearWork& work, const Panel& panel, bool fills, int whole) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
+  const unsigned blocks = static_cast<unsigned>(device.multiprocessors) * 8;
+  with_stored(call.shape.dtype, [&](auto element) {
+    using E = decltype(element);
+    stream->launch("trade_rows", trade_kernel<E>, blocks, traded_rows * traded_lanes, m.tokens,
+                   panel);
+    if (!fills) return;
+    stream->launch("calm_rows", calm_kernel<E>, blocks, 256, m.tokens, panel,
+                   static_cast<int32_t>(call.shape.tokens), whole);
+  });
+}
+
+void form_panel(const LinearWork& work, const Panel& from, const Panel& to, int whole) {
   const auto& [call, plan, m, device, stream, chunk] = work;
   with_stored(call.shape.dtype, [&](auto element) {
     using E = decltype(element);
@@ -266,7 +349,7 @@ void form_panel(const LinearWork& work, const Panel& from, const Panel& to) {
                    two_axes(blocks_for(to.blocks ? to.pitch : chunk.rows, formed_rows),
                             divide_up(to.columns, columns)),
                    formed_rows * formed_lanes, call, chunk, m.target_logit, m.target_gradient,
-                   m.gradients, from, to);
+                   m.gradients, from, to, whole);
   });
   finish_panel(work, to, false);
 }

@@ -8,14 +8,45 @@ namespace logitless::cuda {
 
 namespace {
 
+void place_tokens_in(Arena* arena, const LinearShape& s, LinearMemory* memory) {
+  LinearMemory& m = *memory;
+  m.tokens = place_tokens(arena, s.tokens, {s.screens_gradients, s.maps, s.arranges()});
+  if (s.arranges()) {
+    m.compacted = m.tokens;
+    const Tokens own = place_tokens(arena, s.tokens, {});
+    m.compacted.row = own.row, m.compacted.target = own.target;
+    m.compacted.target_weight = own.target_weight, m.compacted.token_weight = own.token_weight;
+  }
+}
+
+Partials place_partials(Arena* arena, const LinearShape& s, const LinearPlan& p) {
+  const int64_t sums = p.token_chunk * p.segments;
+  const auto take = [&]<class T>(bool is_there, T** array, int64_t count) {
+    if (is_there) *array = arena->take<T>(count);
+  };
+  const int64_t singles = int64_t{p.single_tiles} * p.single_rows;
+  Partials made{.segments = p.segments, .unit_width = p.unit_width, .single_rows = p.single_rows};
+  take(singles > 0, &made.single_maximum, singles);
+  take(singles > 0, &made.single_sum, singles);
+  take(true, &made.maximum, sums);
+  take(true, &made.sum, sums);
+  take(s.entropy, &made.shifted, sums);
+  take(s.weighted_sum, &made.weighted, sums);
+  take(s.argmax, &made.argmax, sums);
+  take(s.logit_sum, &made.logits, sums);
+  take(s.squares, &made.squared, sums);
+  take(s.ranks, &made.above, sums);
+  return made;
+}
+
 LinearMemory place_in(Arena* arena, const LinearShape& s, const LinearPlan& p) {
   const int64_t element = size_of(s.dtype), pitch = p.hidden_pitch, row = pitch * element;
-  const int64_t chunk = p.token_chunk, rows = panel_rows(p), sums = chunk * p.segments;
+  const int64_t chunk = p.token_chunk, rows = panel_rows(p);
   LinearMemory m;
   const auto take = [&]<class T>(bool is_there, T** array, int64_t count) {
     if (is_there) *array = arena->take<T>(count);
   };
-  m.tokens = place_tokens(arena, s.tokens);
+  place_tokens_in(arena, s, &m);
   take(true, &m.losses, s.tokens);
   take(true, &m.rows_finished, 1);
   take(p.holds_logits, &m.library, matrix_library_bytes);
@@ -26,6 +57,7 @@ LinearMemory place_in(Arena* arena, const LinearShape& s, const LinearPlan& p) {
   take(s.bias, &m.bias_row, s.vocab + column_padding);
   take(s.class_weights, &m.class_weights, s.vocab + column_padding);
   take(true, &m.target_logit, chunk);
+  take(s.maps, &m.slope, chunk);
   take(s.gradients(), &m.gradients, chunk);
   take(s.gradients() && (s.remakes_dz || s.forms_panels), &m.target_gradient, chunk);
   take(s.gradients(), &m.factors, chunk);
@@ -37,15 +69,7 @@ LinearMemory place_in(Arena* arena, const LinearShape& s, const LinearPlan& p) {
   // gradients do.
   const uint64_t start = arena->used();
   if (s.forward) {
-    const int64_t singles = int64_t{p.single_tiles} * p.single_rows;
-    m.partials = {.segments = p.segments, .unit_width = p.unit_width, .single_rows = p.single_rows};
-    take(singles > 0, &m.partials.single_maximum, singles);
-    take(singles > 0, &m.partials.single_sum, singles);
-    take(true, &m.partials.maximum, sums);
-    take(true, &m.partials.sum, sums);
-    take(s.entropy, &m.partials.shifted, sums);
-    take(s.weighted_sum, &m.partials.weighted, sums);
-    take(s.argmax, &m.partials.argmax, sums);
+    m.partials = place_partials(arena, s, p);
   }
   const uint64_t forward_end = arena->used();
   arena->back_to(start);

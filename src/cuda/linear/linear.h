@@ -19,6 +19,9 @@ struct Partials {
   float* sum = nullptr;       // sum_{j != t} exp(z_j - maximum)
   float* shifted = nullptr;   // sum_{j != t} exp(z_j - maximum) (z_j - maximum), for the entropy
   float* weighted = nullptr;  // sum_{j != t} c_j z_j
+  float* logits = nullptr;    // sum_{j != t} z_j, where that is another
+  float* squared = nullptr;   // sum_{j != t} exp(z_j - maximum)^2
+  int32_t* above = nullptr;   // columns j != t of z_j > z_t
   int32_t* argmax = nullptr;  // lowest column of the maximum
   int64_t segments = 0;
   bool anchored = false;  // `maximum` may be an anchor, which need not be near it: sm90/plain.cuh
@@ -66,7 +69,7 @@ struct LinearCall {
   bool accumulate = false;
   bool launches_early = false;  // the kernels between Hopper's products: early.cuh
   KeptState kept;
-  bool plain() const { return map.identity && !bias; }
+  bool plain() const { return map.identity && !in.makes_maps && !bias; }
 };
 
 // Says how units (units.h) were shared out, for the rows' kernel to find their sums.
@@ -78,6 +81,7 @@ struct UnitShares {
 // Arrays in the workspace, and those that lie in an output's memory till this is written.
 struct LinearMemory {
   Tokens tokens;
+  Tokens compacted;                  // as they were before `arranges`
   float* losses = nullptr;           // [N]  compacted, where they are reduced
   int32_t* rows_finished = nullptr;  // [1]  of the chunk, blocks of finish_rows that are done
   char* library = nullptr;           // the matrix library's own
@@ -88,6 +92,7 @@ struct LinearMemory {
   float* bias_row = nullptr;       // [V + column_padding]  the bias in f32, for sm90/forward.h
   float* class_weights = nullptr;  // [V + column_padding]  c_j, likewise
   float* target_logit = nullptr;   // [token_chunk]
+  float* slope = nullptr;          // [token_chunk]  of raw -> z, where each token has its own
   Partials partials;
   UnitShares units;
   RowGradient* gradients = nullptr;  // [token_chunk]
@@ -196,8 +201,13 @@ void finish_panel(const LinearWork& work, const Panel& panel, bool targets);
 void write_extra_rows(const LinearWork& work, const Panel& panel);
 // Makes under smoothing input times v, and behind it the rows that make the smoothing's term.
 void scale_input(const LinearWork& work);
-// dz of as many columns of kept E, where entropy has a gradient; `to` may be `from`.
-void form_panel(const LinearWork& work, const Panel& from, const Panel& to);
+// Brings rows of kept E to where arrange_tokens has brought their tokens, which `fills`, and back:
+// each trades its place with that of a token without a gradient. What products may read behind the
+// rows is made finite: up to a multiple of `whole` rows.
+void trade_rows(const LinearWork& work, const Panel& panel, bool fills, int whole);
+// dz of as many columns of kept E, where entropy has a gradient; `to` may be `from`. Of rows that
+// do not count those become 0 that lie before a multiple of `whole` rows; 0: all.
+void form_panel(const LinearWork& work, const Panel& from, const Panel& to, int whole);
 
 // finish.cu
 void class_row(const LinearWork& work);

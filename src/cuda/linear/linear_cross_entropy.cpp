@@ -41,6 +41,18 @@ void lay_out_kept(const Call& op, int64_t columns, LinearCall* call) {
   }
 }
 
+static void describe_statistics(const Call& call, LinearCall* made) {
+  LinearShape& s = made->shape;
+  // One sum serves both where every class weighs 1.
+  s.weighted_sum = call.wants_weighted_sum() || (call.mean_logit && !call.vocab_weight);
+  s.logit_sum = call.mean_logit && call.vocab_weight;
+  s.entropy = static_cast<bool>(call.entropy);
+  s.argmax = static_cast<bool>(call.argmax);
+  s.squares = static_cast<bool>(call.sum_p_squared);
+  s.ranks = static_cast<bool>(call.rank);
+  made->outputs = {call.loss, call.statistics()};
+}
+
 EngineCall make_call(std::span<const Engine* const> engines, const Call& call,
                      const DeviceInfo& device) {
   LinearCall made;
@@ -62,12 +74,9 @@ EngineCall make_call(std::span<const Engine* const> engines, const Call& call,
   s.forward = !call.state_given();
   s.smoothing = call.options.label_smoothing > 0;
   s.copies_weight = !serves_product(call.weight, s.vocab, s.hidden);
-  if (call.forward) {
-    s.weighted_sum = call.wants_weighted_sum();
-    s.entropy = static_cast<bool>(call.entropy);
-    s.argmax = static_cast<bool>(call.argmax);
-    made.outputs = {call.loss, call.statistics()};
-  }
+  s.maps = made.in.makes_maps;
+  s.screens_gradients = made.in.screens_gradients();
+  if (call.forward) describe_statistics(call, &made);
   if (!call.forward) {
     made.row_reference = call.row_reference;
     made.row_log_sum = call.row_log_sum;
@@ -111,18 +120,19 @@ TensorView rows_from(TensorView view, int64_t first) {
 // The rows of grad_weight (and of grad_bias, all of them) that the first pass leaves: Backward, of
 // the columns behind them as of a shard.
 Call second_op(const Call& op, const Call& state, int64_t first_rows) {
-  LinearCrossEntropyBackward second{.input = op.input,
-                                    .weight = rows_from(op.weight, first_rows),
-                                    .bias = rows_from(op.bias, first_rows),
-                                    .target = op.target,
-                                    .row_reference = state.row_reference,
-                                    .row_log_sum = state.row_log_sum,
-                                    .grad_loss = op.grad_loss,
-                                    .grad_weight = rows_from(op.grad_weight, first_rows),
-                                    .grad_bias = op.grad_bias,
-                                    .options = op.options,
-                                    .weights = {op.token_weight, op.vocab_weight, op.normalizer},
-                                    .fault = op.fault};
+  LinearCrossEntropyBackward second{
+      .input = op.input,
+      .weight = rows_from(op.weight, first_rows),
+      .bias = rows_from(op.bias, first_rows),
+      .target = op.target,
+      .row_reference = state.row_reference,
+      .row_log_sum = state.row_log_sum,
+      .grad_loss = op.grad_loss,
+      .grad_weight = rows_from(op.grad_weight, first_rows),
+      .grad_bias = op.grad_bias,
+      .options = op.options,
+      .weights = {op.token_weight, op.vocab_weight, op.normalizer, op.temperature},
+      .fault = op.fault};
   if (first_rows > 0) {
     second.options.vocab_start = first_rows;
     second.options.vocab_total = op.weight.shape[0];
@@ -153,6 +163,7 @@ LinearPasses two_passes(const Asked& asked, const Call& op, int64_t first_rows, 
   const uint64_t left = bytes - states.used();
   const auto pass = [&](LinearCall call, const LinearShape& planned) -> LinearPass {
     call.shape = planned;
+    call.in.skips_inactive = false;  // of a ForwardBackward each row is multiplied
     return {call, search(engine, planned, speed, left).best, workspace + states.used()};
   };
   return {&engine,

@@ -19,7 +19,14 @@ class LinearRun : public StepVisitor {
     work_.chunk.rows = static_cast<int32_t>(step.tokens.count);
     switch (step.kind) {
       case StepKind::tokens:
-        return prepare_tokens(work_.call.in, work_.m.tokens, work_.call.outputs, work_.stream);
+        return prepare();
+      case StepKind::trade_rows:
+        return trade_rows(work_, panel_of(step.panel), true, whole_rows());
+      case StepKind::trade_back:
+        if (!work_.call.kept.consumes) {
+          trade_rows(work_, panel_of(step.panel), false, whole_rows());
+        }
+        return;
       case StepKind::copy_weight:
         return copy_weight(work_);
       case StepKind::column_terms:
@@ -36,7 +43,7 @@ class LinearRun : public StepVisitor {
       case StepKind::scale_input:
         return scale_input(work_);
       case StepKind::form_panel:
-        return form_panel(work_, kept_panel(step.panel), panel_of(step.panel));
+        return form_panel(work_, kept_panel(step.panel), panel_of(step.panel), whole_rows());
       case StepKind::grad_bias:
         return grad_bias(panel_of(step.panel), step.of_e, step.adds);
       case StepKind::write_grad_input:
@@ -60,6 +67,8 @@ class LinearRun : public StepVisitor {
   virtual void run(const Step& step) = 0;
   // Says where these columns of E or dz lie.
   virtual Panel panel_of(const PanelPlace& at) const = 0;
+  // Products read rows of a panel in whole ones of so many; 0: all that there are.
+  virtual int whole_rows() const { return 0; }
 
   // Says where kept E of these columns lies.
   Panel kept_panel(PanelPlace at) const {
@@ -77,6 +86,15 @@ class LinearRun : public StepVisitor {
   bool joined_ = false;  // what was last adds slices up, no more
 
  private:
+  void prepare() {
+    const LinearMemory& m = work_.m;
+    if (!work_.call.shape.arranges()) {
+      return prepare_tokens(work_.call.in, m.tokens, work_.call.outputs, work_.stream);
+    }
+    prepare_tokens(work_.call.in, m.compacted, work_.call.outputs, work_.stream);
+    arrange_tokens(m.compacted, m.tokens, work_.stream);
+  }
+
   void grad_bias(const Panel& panel, bool of_e, bool adds) {
     const auto add = [&](const Panel& some) { add_to_bias(work_, some, of_e, !adds); };
     if (!panel.blocks) return add(panel);

@@ -40,6 +40,10 @@ struct LinearShape {
   bool forms_dz = false;           // E becomes dz in its place before the products: sm90/form_dz.cu
   bool smoothing = false;
   bool entropy = false, weighted_sum = false, argmax = false;
+  bool squares = false, ranks = false;  // sum p^2, columns above the target
+  bool logit_sum = false;               // sum z beside weighted_sum
+  bool maps = false;                    // each token has a map of its own: TokenMap
+  bool screens_gradients = false;       // Backward: some tokens may have none, and are left out
   bool bias = false, class_weights = false;  // that a product's own kernel reads
   bool remakes_dz = false;                   // what is not kept of E is made again as dz, else as E
   bool plain = false;                        // there are no options: sm90/plain.cuh
@@ -47,6 +51,8 @@ struct LinearShape {
   int64_t weight_rows = 0;                   // of grad_weight that are made, the first ones; 0: all
   int64_t kept_columns = 0;   // of E in the caller's memory: Forward keeps them, Backward has them
   bool forms_panels = false;  // Backward: their dz is formed elsewhere, a panel at a time
+  // Backward: tokens without a gradient leave the first rows of kept E to others.
+  bool arranges() const { return kept_columns > 0 && !forward; }
   int64_t rows_of_weight() const { return weight_rows > 0 ? weight_rows : vocab; }
   bool gradients() const { return grad_input || grad_weight || grad_bias; }
   bool operator==(const LinearShape&) const = default;

@@ -21,8 +21,8 @@ struct RowTotals {
   float others =
       -INFINITY;      // max m_b: without the target's column, unless a b has it for an anchor
   float maximum = 0;  // with it; what the sums are relative to
-  float sum = 0, shifted = 0, weighted = 0;
-  int argmax = INT32_MAX;
+  float sum = 0, shifted = 0, weighted = 0, logits = 0, squared = 0;
+  int argmax = INT32_MAX, above = 0;
 };
 
 __device__ inline float maximum_with_target(float others, const RowToken& token) {
@@ -70,6 +70,11 @@ __device__ inline RowTotals sum_by_warp(const Partials& partials, const RowSegme
       all.shifted = fmaf(lift, fmaf(distance, x.sum, partials.shifted[base + b]), all.shifted);
     }
     if (partials.weighted != nullptr) all.weighted += partials.weighted[base + b];
+    if (partials.logits != nullptr) all.logits += partials.logits[base + b];
+    if (partials.squared != nullptr) {
+      all.squared = fmaf(partials.squared[base + b], lift * lift, all.squared);
+    }
+    if (partials.above != nullptr) all.above += partials.above[base + b];
     if (partials.argmax != nullptr && x.reference == all.others) {
       all.argmax = min(all.argmax, partials.argmax[base + b]);
     }
@@ -84,6 +89,9 @@ __device__ inline RowTotals sum_by_warp(const Partials& partials, const RowSegme
   if constexpr (kPlain) return all;
   if (partials.shifted != nullptr) all.shifted = warp_sum(all.shifted);
   if (partials.weighted != nullptr) all.weighted = warp_sum(all.weighted);
+  if (partials.logits != nullptr) all.logits = warp_sum(all.logits);
+  if (partials.squared != nullptr) all.squared = warp_sum(all.squared);
+  if (partials.above != nullptr) all.above = warp_sum(all.above);
   if (partials.argmax != nullptr) all.argmax = warp_min(all.argmax);
   return all;
 }
@@ -175,9 +183,9 @@ __device__ inline void come_near(float total, RowState* state) {
 
 // `rest`: 1 - p_t.
 template <bool kPlain>
-__device__ inline RowState state_of_totals(const Partials& partials, RowTotals r,
-                                           const RowToken& token, bool vocab_is_whole,
-                                           float* rest) {
+__device__ inline RowStatistics state_of_totals(const Partials& partials, RowTotals r,
+                                                const RowToken& token, bool vocab_is_whole,
+                                                float* rest) {
   const bool here = token.target >= 0;
   const float z = token.target_logit;
   // The maxima have missed it.
@@ -185,7 +193,7 @@ __device__ inline RowState state_of_totals(const Partials& partials, RowTotals r
   const float distance = z - r.maximum;
   const float at_target = here ? exp_nonpositive(distance) : 0.0f;
   const float total = r.sum + at_target;
-  RowState state;
+  RowStatistics state;
   state.reference = r.maximum;
   state.log_sum = here && z == r.maximum ? log1pf(r.sum) : logf(total);
   if (partials.anchored) come_near(total, &state);
@@ -198,6 +206,14 @@ __device__ inline RowState state_of_totals(const Partials& partials, RowTotals r
   const float c = here ? token.target_weight : 0.0f;
   if (partials.weighted != nullptr && c != 0) r.weighted = fmaf(c, z, r.weighted);
   state.weighted_logit_sum = r.weighted;
+  state.mean_logit = r.weighted;  // times the columns, which the caller of this knows
+  if (partials.logits != nullptr) state.mean_logit = here ? r.logits + z : r.logits;
+  if (partials.squared != nullptr) {
+    const float p = at_target / total;
+    state.sum_p_squared = fmaf(p, p, r.squared / total / total);
+    if (state.log_sum != state.log_sum) state.sum_p_squared = nan_value();
+  }
+  if (partials.above != nullptr) state.rank = r.above;
   if (here && at_target > 0) {
     r.shifted = fmaf(at_target, fmaxf(distance, least_exponent), r.shifted);
   }

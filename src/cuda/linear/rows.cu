@@ -29,7 +29,7 @@ struct PlainRows {
   int32_t tiles, teams;  // of units: UnitShares
   const float* target_logit;
   float* losses;  // [N]  compacted, to be reduced; null: each to the caller
-  TokenValues loss, reference, log_sum;
+  TokenValues loss, reference, log_sum, logprob;
   Reduction reduction;
   EmptyMean empty_mean;
   bool vocab_is_whole;
@@ -58,8 +58,9 @@ using RowsArguments = std::conditional_t<kPlain, PlainRows, OptionRows>;
 bool is_plain(const LinearCall& call) {
   const TokenStatistics& s = call.outputs.statistics;
   const TokenInput& in = call.in;
-  const bool asks = s.lse || s.target_logit || s.entropy || s.argmax || s.weighted_logit_sum;
-  return call.shape.forward && !asks && !call.kept.rows && call.map.identity &&
+  const bool asks = s.lse || s.target_logit || s.entropy || s.argmax || s.weighted_logit_sum ||
+                    s.rank || s.sum_p_squared || s.mean_logit;
+  return call.shape.forward && !asks && !call.kept.rows && call.map.identity && !in.makes_maps &&
          !(in.options.label_smoothing > 0) && !call.entropy && !in.per_row_upstream &&
          !in.statistics_gradients;
 }
@@ -98,9 +99,16 @@ __device__ void load_kept(const LinearCall& call, const RowToken& token, RowStat
   if (present(call.in.fault)) atomicOr(address<int>(call.in.fault), 2);
 }
 
+// Of a token without a gradient: what was kept of it is not there for another Backward either.
+__device__ void use_up(const LinearCall& call, int64_t token) {
+  if (call.kept.rows == nullptr || call.shape.forward || !call.kept.consumes) return;
+  if (kind_of_target(call.in, load_int(call.in.target, token)) != TokenKind::counts) return;
+  kept_row(call.kept, token)->layout = 0;
+}
+
 template <bool kPlain>
 __device__ void put_outputs(const RowsArguments<kPlain>& a, int row, const RowToken& token,
-                            const RowState& state, float rest) {
+                            const RowStatistics& state, float rest) {
   if (a.loss.data != nullptr) {
     const float loss = token_loss(*a.chunk.tokens.scalars, token.target, token.target_weight,
                                   token.token_weight, state);
@@ -113,6 +121,7 @@ __device__ void put_outputs(const RowsArguments<kPlain>& a, int row, const RowTo
   if constexpr (kPlain) {
     a.reference.put(token.i, state.reference);
     a.log_sum.put(token.i, state.log_sum);
+    a.logprob.put(token.i, token.target < 0 ? -infinity() : state.logprob());
   } else {
     put_state(a.call.in, a.call.outputs.statistics, token.i, token.target, state);
     const KeptState& kept = a.call.kept;
@@ -134,9 +143,14 @@ constexpr float most_nats = 60;
 // And a one-hot part up to this many times the probability's: E of the target is 1 - o / v.
 constexpr float most_onehot = 4096;
 
+// The map of the row's logits.
+__device__ MapFactors map_of_row(const OptionRows& a, int row) {
+  return map_of_token(a.call.map, a.chunk.tokens, a.chunk.first + row);
+}
+
 // The row's gradient, from its state.
 template <bool kPlain>
-__device__ RowGradient gradient_of(const RowsArguments<kPlain>& a, const RowToken& token,
+__device__ RowGradient gradient_of(const RowsArguments<kPlain>& a, int row, const RowToken& token,
                                    const RowState& state) {
   const TokenScalars& scalars = *a.chunk.tokens.scalars;
   if constexpr (kPlain) {
@@ -145,7 +159,7 @@ __device__ RowGradient gradient_of(const RowsArguments<kPlain>& a, const RowToke
   } else {
     RowGradient g = scaled(
         token_gradient(a.call.in, scalars, token.i, token.target_weight, token.token_weight, state),
-        a.call.map.slope);
+        map_of_row(a, row).slope);
     // The caller's entropy may be anything without its term.
     if (g.entropy == 0) g.entropy_value = 0;
     return g;
@@ -155,7 +169,7 @@ __device__ RowGradient gradient_of(const RowsArguments<kPlain>& a, const RowToke
 // dz of the target, where dz is made of logits. This is dz_of, spelled out: with a call ptxas makes
 // other code.
 template <bool kPlain>
-__device__ float gradient_of_target(const RowsArguments<kPlain>& a, const RowToken& token,
+__device__ float gradient_of_target(const RowsArguments<kPlain>& a, int row, const RowToken& token,
                                     const RowGradient& g) {
   float log_p = (token.target_logit - g.reference) - g.log_sum;
   log_p = log_p > 0 ? 0.0f : log_p;
@@ -169,7 +183,7 @@ __device__ float gradient_of_target(const RowsArguments<kPlain>& a, const RowTok
       const float information = fmaxf(log_p, least_exponent) + g.entropy_value;
       draw = fmaf(-(g.entropy * p), information, draw);
     }
-    draw *= cap_slope(a.call.map, token.target_logit);
+    draw *= cap_slope(map_of_row(a, row), token.target_logit);
   }
   return draw;
 }
@@ -178,10 +192,10 @@ __device__ float gradient_of_target(const RowsArguments<kPlain>& a, const RowTok
 template <bool kPlain, class E>
 __device__ float write_factors(const RowsArguments<kPlain>& a, int row, const RowToken& token,
                                const RowState& state, float rest, bool overwritten) {
-  const RowGradient g = gradient_of<kPlain>(a, token, state);
+  const RowGradient g = gradient_of<kPlain>(a, row, token, state);
   a.gradients[row] = g;
   if (a.target_gradient != nullptr) {
-    a.target_gradient[row] = gradient_of_target<kPlain>(a, token, g);
+    a.target_gradient[row] = gradient_of_target<kPlain>(a, row, token, g);
   }
   if (a.factors == nullptr) return 0;
   const float z = state.target_logit;
@@ -219,7 +233,7 @@ __device__ float write_factors(const RowsArguments<kPlain>& a, int row, const Ro
     }
   } else if (f.scale != 0) {
     f.at_target = target_draw(g.probability, g.onehot, p, rest);
-    if constexpr (!kPlain) f.at_target *= cap_slope(a.call.map, z);
+    if constexpr (!kPlain) f.at_target *= cap_slope(map_of_row(a, row), z);
     f.at_target /= f.scale;
   }
 #pragma unroll
@@ -291,13 +305,14 @@ __device__ void finish_row(const RowsArguments<kPlain>& a, int row, int lane) {
   if (summed) wait_for_kernel_before();
   float v = 0;
   if (valid) {
-    RowState state;
+    RowStatistics state;
     float rest = 0;
     bool overwritten = false;
     if (summed) {
       const RowTotals totals = sum_by_warp<kPlain>(a.partials, segments_of(a, row),
                                                    row * a.partials.segments, token, lane);
       state = state_of_totals<kPlain>(a.partials, totals, token, a.vocab_is_whole, &rest);
+      if constexpr (!kPlain) state.mean_logit /= static_cast<float>(a.call.in.whole());
     } else if constexpr (!kPlain) {
       state.reference = load(a.call.row_reference, token.i);
       state.log_sum = load(a.call.row_log_sum, token.i);
@@ -319,6 +334,7 @@ __device__ void finish_row(const RowsArguments<kPlain>& a, int row, int lane) {
     }
     v = __shfl_sync(whole_warp, v, 0);
   } else if (row < a.chunk.rows && lane == 0 && a.gradients != nullptr) {
+    if constexpr (!kPlain) use_up(a.call, token.i);
     a.gradients[row] = RowGradient{};
     if (a.factors != nullptr) a.factors[row] = RowFactors{0, 0, 0, 0};
   }
@@ -370,7 +386,7 @@ __global__ void __launch_bounds__(threads)
   if (first < valid) {
     const RowTotals totals = sum_by_lanes<kLanes>(segments_of(a, some), token, lane);
     float rest;
-    const RowState state =
+    const RowStatistics state =
         state_of_totals<true>(a.partials, totals, token, a.vocab_is_whole, &rest);
     if (row < valid && lane == 0) put_outputs<kPlain>(a, row, token, state, rest);
   }
@@ -411,6 +427,7 @@ void finish_rows(const LinearWork& work, bool with_factors, const std::array<Pan
                         .loss = values_of(loss),
                         .reference = values_of(call.outputs.statistics.row_reference),
                         .log_sum = values_of(call.outputs.statistics.row_log_sum),
+                        .logprob = values_of(call.outputs.statistics.logprob),
                         .reduction = call.in.options.reduction,
                         .empty_mean = call.in.options.empty_mean,
                         .vocab_is_whole = call.in.options.vocab_total == 0,

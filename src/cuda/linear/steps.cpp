@@ -4,13 +4,29 @@
 namespace logitless::cuda {
 
 const char* name_of(StepKind kind) {
-  constexpr const char* names[] = {"tokens",           "copy weight", "column terms",
-                                   "class row",        "weight tail", "gather",
-                                   "logits",           "states",      "finish panel",
-                                   "form dz",          "scale input", "remake",
-                                   "form panel",       "copy panel",  "grad_input",
-                                   "grad_weight",      "both",        "grad_bias",
-                                   "write grad_input", "no tokens",   "write grad_weight",
+  constexpr const char* names[] = {"tokens",
+                                   "copy weight",
+                                   "column terms",
+                                   "class row",
+                                   "weight tail",
+                                   "trade rows",
+                                   "gather",
+                                   "logits",
+                                   "states",
+                                   "finish panel",
+                                   "form dz",
+                                   "scale input",
+                                   "remake",
+                                   "form panel",
+                                   "copy panel",
+                                   "grad_input",
+                                   "grad_weight",
+                                   "both",
+                                   "grad_bias",
+                                   "write grad_input",
+                                   "trade back",
+                                   "no tokens",
+                                   "write grad_weight",
                                    "write grad_bias"};
   return names[static_cast<int>(kind)];
 }
@@ -71,6 +87,7 @@ void CallSteps::begin() {
   if (s_.bias || s_.class_weights) visit({.kind = StepKind::column_terms});
   if (p_.smooths_e) visit({.kind = StepKind::class_row});
   if (s_.grad_input && p_.tail_columns > 0) visit({.kind = StepKind::weight_tail});
+  if (s_.arranges()) visit({.kind = StepKind::trade_rows, .panel = kept()});
 }
 
 void CallSteps::chunk(const Range& tokens) {
@@ -88,6 +105,7 @@ void CallSteps::chunk(const Range& tokens) {
 
 void CallSteps::end() {
   if (s_.tokens == 0) return visit({.kind = StepKind::no_tokens});
+  if (s_.arranges()) visit({.kind = StepKind::trade_back, .panel = kept()});
   if (s_.grad_weight && (p_.grad_weight_sum || p_.tail_columns > 0)) {
     visit({.kind = StepKind::write_grad_weight});
   }

@@ -18,6 +18,7 @@ enum class StepKind {
   column_terms,  // bias and class weights in f32
   class_row,     // sum_j c_j weight_j of the columns whose E is multiplied
   weight_tail,   // the weight's last V % 8 rows, with zeros behind them
+  trade_rows,    // rows of kept E that have a gradient come to the front
   // These are of a chunk of tokens.
   gather,            // their rows of input, compacted, and the logits of their targets
   logits,            // of the panel's columns: partial sums of each row; E (of_e: which is kept)
@@ -34,6 +35,7 @@ enum class StepKind {
   grad_bias,         // the panel's columns summed
   write_grad_input,  // from its sums
   // These are the call's, behind the last chunk.
+  trade_back,         // those rows go to where they were
   no_tokens,          // the loss of none, and gradients of 0
   write_grad_weight,  // from its sums
   write_grad_bias,
@@ -110,6 +112,8 @@ class CallSteps {
   // The chunk's, from E or from logits that are made again.
   virtual void gradients() = 0;
 
+  // All of the caller's.
+  PanelPlace kept() const { return {.columns = s_.kept_columns, .kept = true}; }
   PanelPlace stored() const { return {.columns = p_.stored_columns, .kept = s_.kept_columns > 0}; }
   // Columns, the first ones, whose dz is formed of kept E.
   int64_t formed_columns() const { return s_.forms_panels ? s_.kept_columns : 0; }

@@ -17,7 +17,8 @@ Layout layout_of(const Call& call, void* memory) {
   Arena arena(memory);
   const int64_t tokens = call.logits.shape[0];
   Layout layout;
-  layout.tokens = place_tokens(&arena, tokens);
+  const TokenInput in = token_input(call);
+  layout.tokens = place_tokens(&arena, tokens, {in.screens_gradients(), in.makes_maps});
   if (call.forward) {
     if (call.loss && call.options.reduction != Reduction::none) {
       layout.losses = arena.take<float>(tokens);
@@ -47,6 +48,8 @@ void run_logits(const Call& call, const TokenInput& in, const Layout& layout,
   rows.logits = call.logits;
   rows.in = in;
   rows.scalars = layout.tokens.scalars;
+  rows.inactive = layout.tokens.inactive;
+  rows.map = layout.tokens.map;
   rows.losses = layout.losses;
   if (call.gradients) rows.output = call.grad_logits;
   if (!call.forward) {
@@ -59,6 +62,9 @@ void run_logits(const Call& call, const TokenInput& in, const Layout& layout,
     rows.wants_weighted_sum = call.wants_weighted_sum();
     rows.wants_entropy = static_cast<bool>(call.entropy);
     rows.wants_argmax = static_cast<bool>(call.argmax);
+    rows.wants_logit_sum = static_cast<bool>(call.mean_logit);
+    rows.wants_squares = static_cast<bool>(call.sum_p_squared);
+    rows.wants_rank = static_cast<bool>(call.rank);
   }
   const bool early = launch_rows(rows, device, stream);
   if (call.forward) {

@@ -5,26 +5,33 @@
 namespace logitless::cuda {
 namespace {
 
-// Nothing but the maximum, the sum and P p is wanted of a column.
-bool is_plain(const RowsCall& call, const MapFactors& map) {
+Columns columns_of(const RowsCall& call, const MapFactors& map) {
+  if (call.map != nullptr || call.wants_logit_sum || call.wants_squares || call.wants_rank) {
+    return Columns::more;
+  }
   const bool smooths = call.scalars != nullptr && call.in.options.label_smoothing > 0;
-  return map.identity && !smooths && !call.wants_weighted_sum && !call.wants_entropy &&
-         !call.wants_argmax && !call.in.grad_entropy;
+  const bool plain = map.identity && !smooths && !call.wants_weighted_sum && !call.wants_entropy &&
+                     !call.wants_argmax && !call.in.grad_entropy;
+  return plain ? Columns::plain : Columns::options;
 }
 
 template <class T>
 bool launch_of(const RowsCall& call, const DeviceInfo& device, Stream* stream) {
   const LossOptions options = call.scalars != nullptr ? call.in.options : LossOptions{};
   static_assert(most_row_threads == 32 * most_warps && rows_margin == tile_margin);
-  const bool hopper =
-      is_compiled_for_hopper(reinterpret_cast<const void*>(rows_kernel<T, true>), device, stream);
+  const bool hopper = is_compiled_for_hopper(
+      reinterpret_cast<const void*>(rows_kernel<T, Columns::plain>), device, stream);
   RowsArguments a{call,
                   plan_rows(call.logits.shape[1], sizeof(T), device.shared_bytes_per_block, hopper),
                   map_factors(logit_map(options)),
-                  {call.wants_weighted_sum, call.wants_entropy, call.wants_argmax}};
+                  {call.wants_weighted_sum, call.wants_entropy, call.wants_argmax,
+                   call.wants_logit_sum, call.wants_squares, call.wants_rank}};
   const auto blocks = static_cast<unsigned>(call.logits.shape[0] * a.plan.cluster);
   const int cluster = call.row_reference ? 1 : a.plan.cluster;  // each block on its own
-  const auto kernel = is_plain(call, a.map) ? rows_kernel<T, true> : rows_kernel<T, false>;
+  const Columns columns = columns_of(call, a.map);
+  const auto kernel = columns == Columns::plain     ? rows_kernel<T, Columns::plain>
+                      : columns == Columns::options ? rows_kernel<T, Columns::options>
+                                                    : rows_kernel<T, Columns::more>;
   const bool early = hopper && device.launches_early;
   const LaunchShape shape{blocks, a.plan.threads, static_cast<size_t>(a.plan.shared_bytes), cluster,
                           early && call.scalars != nullptr};

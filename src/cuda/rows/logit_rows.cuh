@@ -152,13 +152,24 @@ __device__ inline unsigned char* tile_memory() {
   return memory;
 }
 
+// The map of row i.
+template <Columns kColumns>
+__device__ decltype(auto) map_of_row(const RowsArguments& a, int64_t i) {
+  if constexpr (kColumns == Columns::more) {
+    return a.call.map == nullptr ? a.map : with_token(a.map, a.call.map[i]);
+  } else {
+    return (a.map);
+  }
+}
+
 // `loaded`: which tile is in shared memory.
-template <class T, bool kPlain>
-__device__ void write_output(const RowsArguments& a, const RowState& state, const Slice& slice,
-                             int64_t i, const RowTarget& token, const TokenScalars& scalars,
-                             Tile<T> tile, int loaded) {
+template <class T, Columns kColumns>
+__device__ void write_output(const RowsArguments& a, const MapFactors& map, const RowState& state,
+                             const Slice& slice, int64_t i, const RowTarget& token,
+                             const TokenScalars& scalars, Tile<T> tile, int loaded) {
+  constexpr bool kPlain = kColumns == Columns::plain;
   const RowsCall& call = a.call;
-  const float slope = a.map.slope;
+  const float slope = map.slope;
   for (int index = 0; index < slice.tiles; ++index) {
     const int64_t column = slice.column(index);
     if (index != loaded) {
@@ -172,7 +183,7 @@ __device__ void write_output(const RowsArguments& a, const RowState& state, cons
     const auto write = [&]<bool kNear>() {
       write_tile<kPlain && kNear ? 4 : 1>(
           tile, call.output, i, column,
-          GradientColumn<kPlain, kNear>{a.map, call.in.vocab_weight, call.in.start() + column, p,
+          GradientColumn<kPlain, kNear>{map, call.in.vocab_weight, call.in.start() + column, p,
                                         g.probability * slope * p.lost, g.smoothing * slope,
                                         g.entropy * slope, g.entropy_value});
     };
@@ -186,7 +197,7 @@ __device__ void write_output(const RowsArguments& a, const RowState& state, cons
     if (here && writer / 32 == t / 32) {
       const bool weighted = !kPlain && present(call.in.vocab_weight);
       const float c = weighted ? load(call.in.vocab_weight, call.in.start() + target) : 1.0f;
-      at_target = target_gradient(a.map, g, target_logit(a.map, tile, target - column), c);
+      at_target = target_gradient(map, g, target_logit(map, tile, target - column), c);
     }
     if (p.near) {
       write.template operator()<true>();
@@ -199,7 +210,7 @@ __device__ void write_output(const RowsArguments& a, const RowState& state, cons
 
 // One thread of the row.
 __device__ inline void write_state(const RowsCall& call, int64_t i, const RowTarget& token,
-                                   const TokenScalars& scalars, const RowState& state) {
+                                   const TokenScalars& scalars, const RowStatistics& state) {
   if (present(call.outputs.loss)) {
     *loss_of(call.losses, call.outputs.loss, i) =
         token_loss(scalars, token.target, token.target_weight, token.token_weight, state);
@@ -213,7 +224,7 @@ struct Exchange {
   RowPartial table[most_row_blocks];  // by rank
   uint64_t arrivals;                  // an mbarrier that counts the bytes of `table`
 };
-static_assert(sizeof(RowPartial) == 20);
+static_assert(sizeof(RowPartial) == 32);
 
 // The row's partial from its blocks'; every thread of every block calls it. start_exchange and
 // cluster_wait came before, so that every block's mbarrier is known to count.
@@ -227,7 +238,10 @@ __device__ inline RowPartial combine_blocks(const RowPartial& own, int rank, int
     send(slot + 4, __float_as_uint(own.sum), arrivals);
     send(slot + 8, __float_as_uint(own.shifted), arrivals);
     send(slot + 12, __float_as_uint(own.weighted), arrivals);
-    send(slot + 16, static_cast<uint32_t>(own.argmax), arrivals);
+    send(slot + 16, __float_as_uint(own.logits), arrivals);
+    send(slot + 20, __float_as_uint(own.squared), arrivals);
+    send(slot + 24, static_cast<uint32_t>(own.above), arrivals);
+    send(slot + 28, static_cast<uint32_t>(own.argmax), arrivals);
   }
   __syncwarp();
   wait_for_bytes(&exchange->arrivals);
@@ -235,8 +249,12 @@ __device__ inline RowPartial combine_blocks(const RowPartial& own, int rank, int
   return combine_lanes(lane < cluster ? exchange->table[lane] : RowPartial{}, wants);
 }
 
-template <class T, bool kPlain>
-__global__ void __launch_bounds__(most_row_threads, kPlain ? 4 : 3)
+constexpr int blocks_at_once(Columns columns) {
+  return columns == Columns::plain ? 4 : columns == Columns::options ? 3 : 2;
+}
+
+template <class T, Columns kColumns>
+__global__ void __launch_bounds__(most_row_threads, blocks_at_once(kColumns))
     rows_kernel(const __grid_constant__ RowsArguments a) {
   __shared__ WarpResults warps;
   __shared__ Exchange exchange;
@@ -254,7 +272,8 @@ __global__ void __launch_bounds__(most_row_threads, kPlain ? 4 : 3)
   RowTarget token;
   if (call.scalars != nullptr) {
     const int64_t target = load_int(call.in.target, i);
-    if (kind_of_target(call.in, target) != TokenKind::counts) {  // the same in the whole cluster
+    if (kind_of_token(call.in, call.inactive, i, target) !=
+        TokenKind::counts) {  // the same in the whole cluster
       if (present(call.output)) clear_columns(call.output, i, slice.begin, slice.end);
       wait_for_kernel_before();
       return;
@@ -275,10 +294,15 @@ __global__ void __launch_bounds__(most_row_threads, kPlain ? 4 : 3)
   finish_tile();
 
   int loaded = 0;
-  RowState state;
+  RowStatistics state;
+  const MapFactors& map = map_of_row<kColumns>(a, i);
   if (makes_state) {
     RowPartial partial;
     float at_target = -infinity();
+    TargetColumn counted{token.target, 0};
+    if (kColumns == Columns::more && a.wants.rank && token.target >= 0) {
+      counted.logit = map_raw(map, load(call.logits, i, token.target));
+    }
     for (int index = 0; index < slice.tiles; ++index) {
       const int64_t column = slice.column(index);
       if (index != loaded) {
@@ -287,11 +311,11 @@ __global__ void __launch_bounds__(most_row_threads, kPlain ? 4 : 3)
         loaded = index;
       }
       if (token.target >= column && token.target < column + tile.n) {
-        at_target = target_logit(a.map, tile, token.target - column);
+        at_target = target_logit(map, tile, token.target - column);
       }
-      const RowPartial next =
-          tile_partial<T, kPlain>(tile, a.map, call.in.vocab_weight, call.in.start(),
-                                  static_cast<int>(column), a.wants, &warps);
+      const RowPartial next = tile_partial<T, kColumns>(
+          tile, map, call.in.vocab_weight, call.in.start(), static_cast<int>(column), a.wants,
+          {counted.column - static_cast<int>(column), counted.logit}, &warps);
       partial = index == 0 ? next : combine_two(partial, next, a.wants);
     }
     if (exchanges) {
@@ -299,6 +323,8 @@ __global__ void __launch_bounds__(most_row_threads, kPlain ? 4 : 3)
       partial = combine_blocks(partial, rank, cluster, a.wants, &exchange);
     }
     state = finish_row(partial, a.wants);
+    if (kColumns == Columns::more && a.wants.logit_sum)
+      state.mean_logit /= static_cast<float>(call.in.whole());
     state.target_logit = at_target;
     // By the block that has the target.
     const bool tells =
@@ -312,7 +338,7 @@ __global__ void __launch_bounds__(most_row_threads, kPlain ? 4 : 3)
   }
   if (!present(call.output)) return;
   if (present(call.entropy)) state.entropy = load(call.entropy, i);
-  write_output<T, kPlain>(a, state, slice, i, token, scalars, tile, loaded);
+  write_output<T, kColumns>(a, map, state, slice, i, token, scalars, tile, loaded);
 }
 
 }  // namespace logitless::cuda

@@ -15,12 +15,15 @@ struct RowsCall {
   TensorView output;  // [N, V]  may be `logits` itself; absent: states only
   TokenInput in;      // in.vocab_weight: c_j of label smoothing and of the weighted sum
   const TokenScalars* scalars = nullptr;  // of prepared tokens; null: `output` is the softmax
+  const uint8_t* inactive = nullptr;      // [N]  of theirs
+  const TokenMap* map = nullptr;          // [N]
   TokenOutputs outputs;
   float* losses = nullptr;  // [N]  of tokens that count, where outputs.loss is reduced
   // [N]  Given, they are used as they are and no state is made.
   TensorView row_reference, row_log_sum;
   TensorView entropy;  // [N]  of the gradient's entropy term
   bool wants_weighted_sum = false, wants_entropy = false, wants_argmax = false;
+  bool wants_logit_sum = false, wants_squares = false, wants_rank = false;
 };
 
 // A row has at least one block of its grid, and columns are counted in 32 bits.

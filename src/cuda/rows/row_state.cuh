@@ -4,6 +4,7 @@
 #pragma once
 
 #include "src/cuda/rows/row_tile.cuh"
+#include "src/cuda/tokens/tokens.cuh"
 
 namespace logitless::cuda {
 
@@ -13,17 +14,26 @@ struct RowPartial {
   float sum = 0;              // sum exp(z - m); NaN where a logit is
   float shifted = 0;          // sum exp(z - m) (z - m)
   float weighted = 0;         // sum c z
+  float logits = 0;           // sum z
+  float squared = 0;          // sum exp(z - m)^2
+  int above = 0;              // columns above the target
   int argmax = -1;            // lowest column; of the row, not of the tile
 };
 
 struct RowWants {
   bool weighted_sum = false, entropy = false, argmax = false;
+  bool logit_sum = false, squares = false, rank = false;
 };
+
+// What is wanted of a column: the maximum, the sum and P p alone; options; or, which takes more
+// registers, the rank, sums of squares and of logits, and rows with maps of their own too.
+enum class Columns { plain, options, more };
 
 constexpr int most_warps = 8;
 struct WarpResults {
   float maximum[most_warps], sum[most_warps], shifted[most_warps], weighted[most_warps];
-  int argmax[most_warps];
+  float logits[most_warps], squared[most_warps];
+  int above[most_warps], argmax[most_warps];
 };
 
 constexpr int no_index = 0x7FFFFFFF;
@@ -51,6 +61,9 @@ __device__ inline RowPartial combine_lanes(const RowPartial& own, const RowWants
   all.sum = warp_sum(own.sum * factor);
   if (wants.entropy) all.shifted = warp_sum((own.shifted + own.sum * by) * factor);
   if (wants.weighted_sum) all.weighted = warp_sum(own.weighted);
+  if (wants.logit_sum) all.logits = warp_sum(own.logits);
+  if (wants.squares) all.squared = warp_sum(own.squared * factor * factor);
+  if (wants.rank) all.above = warp_sum(own.above);
   if (wants.argmax) {
     const bool best = own.maximum == all.maximum && own.argmax >= 0;
     all.argmax = warp_min(best ? own.argmax : no_index);
@@ -74,19 +87,25 @@ __device__ float thread_max_mapped(const Tile<T>& tile, const MapFactors& map, i
 }
 
 struct ThreadSums {
-  float sum[4] = {}, shifted[4] = {}, weighted[4] = {};
+  float sum[4] = {}, shifted[4] = {}, weighted[4] = {}, logits[4] = {}, squared[4] = {};
+  int above = 0;
+};
+// The target, of the row that the columns are of; its column in the tile.
+struct TargetColumn {
+  int column = -1;
+  float logit = 0;
 };
 __device__ inline float sum_of(const float (&x)[4]) { return (x[0] + x[1]) + (x[2] + x[3]); }
 
 // The terms of one unit of columns, added to chain c.
-template <class T, bool kPlain>
+template <class T, Columns kColumns>
 __device__ void add_unit(const float* raw, int column, int n, float shift, const MapFactors& map,
                          const TensorView& class_weight, int64_t first, const RowWants& wants,
-                         int c, ThreadSums* s) {
-  float e[2] = {0, 0}, t[2] = {0, 0}, w[2] = {0, 0};
+                         const TargetColumn& target, int c, ThreadSums* s) {
+  float e[2] = {0, 0}, t[2] = {0, 0}, w[2] = {0, 0}, z_sum[2] = {0, 0};
 #pragma unroll
   for (int h = 0; h < per_unit<T>; ++h) {
-    if constexpr (kPlain) {
+    if constexpr (kColumns == Columns::plain) {
       e[h] = exp_of_row(raw[h] - shift);  // what follows the last column is -inf
     } else {
       const int j = column + h;
@@ -100,33 +119,39 @@ __device__ void add_unit(const float* raw, int column, int n, float shift, const
         const float by = present(class_weight) ? load(class_weight, first + j) : 1.0f;
         w[h] = by == 0 ? 0.0f : by * z;
       }
+      if (kColumns != Columns::more || j >= n) continue;
+      z_sum[h] = z;
+      if (wants.rank && z > target.logit && j != target.column) ++s->above;
     }
   }
   constexpr bool pair = per_unit<T> == 2;
   s->sum[c] += pair ? e[0] + e[1] : e[0];
-  if constexpr (!kPlain) {
+  if constexpr (kColumns != Columns::plain) {
     s->shifted[c] += pair ? t[0] + t[1] : t[0];
     s->weighted[c] += pair ? w[0] + w[1] : w[0];
+    if (kColumns != Columns::more) return;
+    if (wants.logit_sum) s->logits[c] += pair ? z_sum[0] + z_sum[1] : z_sum[0];
+    if (wants.squares) s->squared[c] += e[0] * e[0] + e[1] * e[1];
   }
 }
 
 // Unit u of the thread's goes to chain u % 4.
-template <class T, bool kPlain>
+template <class T, Columns kColumns>
 __device__ ThreadSums thread_sums(const Tile<T>& tile, bool odd, float shift, const MapFactors& map,
                                   const TensorView& class_weight, int64_t first,
-                                  const RowWants& wants) {
+                                  const RowWants& wants, const TargetColumn& target) {
   ThreadSums s;
   const int units = (tile.n + per_unit<T> - 1) / per_unit<T>;
   const int threads = static_cast<int>(blockDim.x);
   const auto add = [&](int u, int c) {
     float raw[2];
     load_unit<T>(tile, u, odd, raw);
-    add_unit<T, kPlain>(raw, u * per_unit<T>, tile.n, shift, map, class_weight, first, wants, c,
-                        &s);
+    add_unit<T, kColumns>(raw, u * per_unit<T>, tile.n, shift, map, class_weight, first, wants,
+                          target, c, &s);
   };
   int u = static_cast<int>(threadIdx.x);
   // Loads of four units in flight.
-  for (; kPlain && u + 3 * threads < units; u += 4 * threads) {
+  for (; (kColumns == Columns::plain) && u + 3 * threads < units; u += 4 * threads) {
 #pragma unroll
     for (int c = 0; c < 4; ++c) add(u + c * threads, c);
   }
@@ -141,16 +166,17 @@ __device__ ThreadSums thread_sums(const Tile<T>& tile, bool odd, float shift, co
 }
 
 // The partial of a whole tile; every thread gets it. Two barriers.
-template <class T, bool kPlain>
+template <class T, Columns kColumns>
 __device__ RowPartial tile_partial(const Tile<T>& tile, const MapFactors& map,
                                    const TensorView& class_weight, int64_t first, int column,
-                                   const RowWants& wants, WarpResults* warps) {
+                                   const RowWants& wants, const TargetColumn& target,
+                                   WarpResults* warps) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const bool leads = lane < static_cast<int>(blockDim.x) / 32;
   RowPartial all;
   int index = no_index;
   float own;
-  if constexpr (kPlain) {
+  if constexpr (kColumns == Columns::plain) {
     own = thread_max<T>(tile);
   } else {
     own = thread_max_mapped<T>(tile, map, &index);
@@ -162,13 +188,14 @@ __device__ RowPartial tile_partial(const Tile<T>& tile, const MapFactors& map,
 
   const float shift = shift_of(all.maximum);
   const bool odd = sizeof(T) == 2 && tile.phase % 4 != 0;
-  const ThreadSums s =
-      kPlain && !odd
-          ? thread_sums<T, kPlain>(tile, false, shift, map, class_weight, first + column, wants)
-          : thread_sums<T, kPlain>(tile, odd, shift, map, class_weight, first + column, wants);
+  const ThreadSums s = (kColumns == Columns::plain) && !odd
+                           ? thread_sums<T, kColumns>(tile, false, shift, map, class_weight,
+                                                      first + column, wants, target)
+                           : thread_sums<T, kColumns>(tile, odd, shift, map, class_weight,
+                                                      first + column, wants, target);
   const float sum = warp_sum(sum_of(s.sum));
   if (lane == 0) warps->sum[warp] = sum;
-  if constexpr (!kPlain) {
+  if constexpr (kColumns != Columns::plain) {
     const float shifted = warp_sum(sum_of(s.shifted)), weighted = warp_sum(sum_of(s.weighted));
     index = warp_min(own == all.maximum ? index : no_index);
     if (lane == 0) {
@@ -177,13 +204,27 @@ __device__ RowPartial tile_partial(const Tile<T>& tile, const MapFactors& map,
       warps->argmax[warp] = index;
     }
   }
+  if constexpr (kColumns == Columns::more) {
+    const float logits = warp_sum(sum_of(s.logits)), squared = warp_sum(sum_of(s.squared));
+    const int above = warp_sum(s.above);
+    if (lane == 0) {
+      warps->logits[warp] = logits;
+      warps->squared[warp] = squared;
+      warps->above[warp] = above;
+    }
+  }
   __syncthreads();
   all.sum = warp_sum(leads ? warps->sum[lane] : 0.0f);
-  if constexpr (!kPlain) {
+  if constexpr (kColumns != Columns::plain) {
     all.shifted = warp_sum(leads ? warps->shifted[lane] : 0.0f);
     all.weighted = warp_sum(leads ? warps->weighted[lane] : 0.0f);
     index = warp_min(leads ? warps->argmax[lane] : no_index);
     all.argmax = index == no_index ? -1 : column + index;
+  }
+  if constexpr (kColumns == Columns::more) {
+    all.logits = warp_sum(leads ? warps->logits[lane] : 0.0f);
+    all.squared = warp_sum(leads ? warps->squared[lane] : 0.0f);
+    all.above = warp_sum(leads ? warps->above[lane] : 0);
   }
   return all;
 }
@@ -195,12 +236,15 @@ __device__ inline RowPartial combine_two(const RowPartial& first, const RowParti
   return combine_lanes(lane == 0 ? first : lane == 1 ? second : RowPartial{}, wants);
 }
 
-__device__ inline RowState finish_row(const RowPartial& row, const RowWants& wants) {
-  RowState state;
+__device__ inline RowStatistics finish_row(const RowPartial& row, const RowWants& wants) {
+  RowStatistics state;
   state.reference = row.sum == row.sum ? row.maximum : row.sum;
   state.log_sum = fabsf(row.maximum) == infinity() ? nan_value() : logf(row.sum);
   if (wants.entropy) state.entropy = state.log_sum - row.shifted / row.sum;
   state.weighted_logit_sum = row.weighted;
+  state.mean_logit = row.logits;  // times the columns, which the caller of this knows
+  if (wants.squares) state.sum_p_squared = row.squared / row.sum / row.sum;
+  if (wants.rank) state.rank = row.above;
   state.argmax = row.argmax;
   return state;
 }

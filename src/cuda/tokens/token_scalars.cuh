@@ -46,6 +46,7 @@ __device__ inline TokenScalars scalars_of(const TokenInput& in, const TokenBlock
   s.one = 1;
   s.valid = all.valid;
   s.outside = all.outside;
+  s.counted = all.counted;
   s.normalizer = normalizer_of(in, all.normalizer);
   s.empty_mean = s.normalizer == 0;
   s.constants = constants_of(in, all.class_weight_sum);
@@ -56,7 +57,8 @@ __device__ inline TokenScalars scalars_of(const TokenInput& in, const TokenBlock
     if (o.reduction == Reduction::mean) common /= s.normalizer;
     if (s.empty_mean) common = o.empty_mean == EmptyMean::zero ? 0 : nan("");
   }
-  const double steepest = fabs(static_cast<double>(o.logit_scale)) / o.temperature;
+  const float temperature = present(in.temperature) ? all.coolest : o.temperature;
+  const double steepest = fabs(static_cast<double>(o.logit_scale)) / temperature;
   const double magnitude = all.weights * steepest;
   // This is how far weights and the map's slope take a dz beyond what f16 holds, which ends at
   // 65504, or below it; over the lift.

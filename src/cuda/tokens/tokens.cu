@@ -37,12 +37,15 @@ __device__ void put_other(const TokenInput& in, const TokenOutputs& out, int64_t
                           TokenKind kind) {
   const float value = kind == TokenKind::outside ? nan_value() : 0.0f;
   if (in.options.reduction == Reduction::none) put(out.loss, i, value);
-  put_statistics(out.statistics, i, RowState{}, 0, -1);
+  put_statistics(out.statistics, i, RowStatistics{}, 0, -1);
+  put(out.statistics.logprob, i, value);
 }
 
 __device__ TokenBlock warp_total(TokenBlock x) {
   x.valid = warp_sum(x.valid);
   x.outside = warp_sum(x.outside);
+  x.counted = warp_sum(x.counted);
+  x.coolest = -warp_max(-x.coolest);
   x.weights = warp_max(x.weights);
   x.upstream = warp_max(x.upstream);
   x.statistics = warp_max(x.statistics);
@@ -83,7 +86,9 @@ __device__ OwnTokens read_tokens(const TokenInput& in, const Tokens& t, int b) {
   }
 #pragma unroll
   for (int r = 0; r < rounds; ++r) {
-    own.kind[r] = token_of(b, r) < t.total ? kind_of_target(in, own.target[r]) : TokenKind::ignored;
+    const int64_t i = token_of(b, r);
+    own.kind[r] =
+        i < t.total ? kind_of_token(in, t.inactive, i, own.target[r]) : TokenKind::ignored;
   }
   return own;
 }
@@ -114,20 +119,27 @@ __device__ void for_targets(const TokenInput& in, const Tokens& t, F&& use) {
     for_targets_of<int32_t>(in.target, total, in.options.ignore_index, use);
   }
 }
+// Asked of this thread's token of a block of `threads`, which counts.
+__device__ bool is_inactive(const TokenInput& in, const Tokens& t, int block) {
+  return is_inactive(in, t.inactive, int64_t{block} * threads + threadIdx.x);
+}
+
 // Every token that counts is weighed like any other.
 __device__ bool weighs_alike(const TokenInput& in) {
   if (present(in.vocab_weight)) return false;
+  if (in.gradients && present(in.temperature)) return false;
   return !in.gradients ||
          !(present(in.token_weight) || in.per_row_upstream || in.statistics_gradients);
 }
 
 // |a| w of a token, and the largest factors of what else is asked for.
 __device__ void weigh(const TokenInput& in, const LossConstants& constants, int64_t i, float c,
-                      TokenBlock* own) {
+                      const TokenMap* map, TokenBlock* own) {
   const float a = token_weight(in, i);
   const float w = (1 - constants.smoothing) * fabsf(c) +
                   constants.smoothing_per_class * constants.class_weight_sum;
   own->weights = fmaxf(own->weights, finite_size(a * w));
+  if (map != nullptr) own->coolest = fminf(own->coolest, map->temperature);
   const auto largest = [&](const TensorView& view, float* most) {
     if (present(view)) *most = fmaxf(*most, finite_size(load(view, i)));
   };
@@ -139,7 +151,7 @@ __device__ void weigh(const TokenInput& in, const LossConstants& constants, int6
 
 // One outside counts as a token; it has no class weight.
 __device__ void finish_total(const TokenInput& in, TokenBlock* all) {
-  if (!present(in.vocab_weight)) all->normalizer = all->valid + all->outside;
+  if (!present(in.vocab_weight)) all->normalizer = all->counted + all->outside;
   if (threadIdx.x == 0 && all->outside > 0 && present(in.fault)) {
     atomicOr(address<int>(in.fault), 1);
   }
@@ -147,7 +159,7 @@ __device__ void finish_total(const TokenInput& in, TokenBlock* all) {
 
 // Adds up what the tokens of blocks [first, end) come to.
 __device__ TokenBlock classify(const TokenInput& in, const Tokens& t, int first, int end) {
-  TokenBlock own{};
+  TokenBlock own{.coolest = FLT_MAX};
   own.class_weight_sum = class_weight_sum(in);
   const LossConstants constants = constants_of(in, own.class_weight_sum);
 #pragma unroll 1
@@ -156,11 +168,15 @@ __device__ TokenBlock classify(const TokenInput& in, const Tokens& t, int first,
 #pragma unroll
     for (int r = 0; r < rounds; ++r) {
       if (tokens.kind[r] == TokenKind::outside) ++own.outside;
-      if (tokens.kind[r] != TokenKind::counts) continue;
-      ++own.valid;
+      const bool counts = tokens.kind[r] == TokenKind::counts;
+      if (!counts && tokens.kind[r] != TokenKind::inactive) continue;
+      ++own.counted;
       const float c = target_weight(in, tokens.target[r]);
       own.normalizer += c;
-      if (in.gradients) weigh(in, constants, token_of(b, r), c, &own);
+      if (!counts) continue;
+      ++own.valid;
+      const int64_t i = token_of(b, r);
+      if (in.gradients) weigh(in, constants, i, c, t.map == nullptr ? nullptr : t.map + i, &own);
     }
   }
   TokenBlock all = block_total(own);
@@ -171,34 +187,40 @@ __device__ TokenBlock classify(const TokenInput& in, const Tokens& t, int first,
 // The same of all tokens where they weigh alike.
 __device__ TokenBlock count_alike(const TokenInput& in, const Tokens& t) {
   TokenBlock all{};
-  int valid = 0, meant = 0;
-  for_targets(in, t, [&](int, int64_t target) {
-    valid += kind_of_target(in, target) == TokenKind::counts;
+  int valid = 0, meant = 0, active = 0;
+  for_targets(in, t, [&](int block, int64_t target) {
+    const bool counts = kind_of_target(in, target) == TokenKind::counts;
+    valid += counts;
+    active += counts && !is_inactive(in, t, block);
     meant += target != in.options.ignore_index;
   });
-  all.valid = block_sum(valid);
+  all.counted = block_sum(valid);
   meant = block_sum(meant);
-  if (in.options.out_of_range == OutOfRange::error) all.outside = meant - all.valid;
+  if (in.options.out_of_range == OutOfRange::error) all.outside = meant - all.counted;
+  all.valid = block_sum(active);
   all.class_weight_sum = static_cast<double>(in.whole());
   const LossConstants constants = constants_of(in, all.class_weight_sum);
-  if (in.gradients && all.valid > 0) weigh(in, constants, 0, 1, &all);  // any token
+  if (in.gradients && all.valid > 0) weigh(in, constants, 0, 1, nullptr, &all);  // any token
   finish_total(in, &all);
   return all;
 }
 
-// Serves all tokens; `before`: how many count in the blocks before b.
+// Serves all tokens; `before`: how many are compacted in the blocks before b, or (kPlaces) count.
+template <bool kPlaces>
 __device__ TokenBlock total_of(const Tokens& t, int b, int blocks, int* before) {
   *before = 0;
-  TokenBlock all{};
+  TokenBlock all{.coolest = FLT_MAX};
   for (int other = threadIdx.x; other < blocks; other += threads) {
     const TokenBlock& block = t.blocks[other];
     all.valid += block.valid;
     all.outside += block.outside;
+    all.counted += block.counted;
+    all.coolest = fminf(all.coolest, block.coolest);
     all.normalizer += block.normalizer;
     all.weights = fmaxf(all.weights, block.weights);
     all.upstream = fmaxf(all.upstream, block.upstream);
     all.statistics = fmaxf(all.statistics, block.statistics);
-    if (other < b) *before += block.valid;
+    if (other < b) *before += kPlaces ? block.counted : block.valid;
   }
   all.class_weight_sum = t.blocks[0].class_weight_sum;
   *before = block_sum(*before);
@@ -229,7 +251,7 @@ __device__ void scan_warps(int (&counts)[rounds * threads / 32]) {
   __syncthreads();
 }
 
-// Token i, of which k count before it, of `valid`.
+// Token i, of which k are compacted before it, of `valid`.
 __device__ void put_token(const TokenInput& in, const Tokens& t, int64_t i, int64_t target,
                           TokenKind kind, int64_t k, int valid) {
   const bool counts = kind == TokenKind::counts;
@@ -241,25 +263,39 @@ __device__ void put_token(const TokenInput& in, const Tokens& t, int64_t i, int6
   t.token_weight[at] = counts ? token_weight(in, i) : 0.0f;
 }
 
-// `before`: how many count in front of block b, of `valid`.
+__device__ inline bool counts_at_all(TokenKind kind) {
+  return kind == TokenKind::counts || kind == TokenKind::inactive;
+}
+
+// `before`: how many are in front of block b. kPlaces: of those that count, whose places they are;
+// else of those compacted, `valid` in all.
+template <bool kPlaces>
 __device__ void compact(const TokenInput& in, const Tokens& t, int b, int valid, int before) {
   __shared__ int warps[rounds * warps_per_block];
   const OwnTokens tokens = read_tokens(in, t, b);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  unsigned ballots[rounds];
+  const auto ballot_of = [&](int r) {
+    const TokenKind kind = tokens.kind[r];
+    return __ballot_sync(whole_warp, kPlaces ? counts_at_all(kind) : kind == TokenKind::counts);
+  };
 #pragma unroll
   for (int r = 0; r < rounds; ++r) {
-    ballots[r] = __ballot_sync(whole_warp, tokens.kind[r] == TokenKind::counts);
-    if (lane == 0) warps[r * warps_per_block + warp] = __popc(ballots[r]);
+    const unsigned ballot = ballot_of(r);
+    if (lane == 0) warps[r * warps_per_block + warp] = __popc(ballot);
   }
   scan_warps(warps);
 #pragma unroll
   for (int r = 0; r < rounds; ++r) {
     const int64_t i = token_of(b, r);
-    if (i >= t.total) break;
+    const unsigned ballot = ballot_of(r);  // again: eight of them take registers
+    if (i >= t.total) continue;
     const int64_t k =
-        before + warps[r * warps_per_block + warp] + __popc(ballots[r] & ((1u << lane) - 1));
-    put_token(in, t, i, tokens.target[r], tokens.kind[r], k, valid);
+        before + warps[r * warps_per_block + warp] + __popc(ballot & ((1u << lane) - 1));
+    if constexpr (kPlaces) {
+      t.place[i] = static_cast<int32_t>(k);
+    } else {
+      put_token(in, t, i, tokens.target[r], tokens.kind[r], k, valid);
+    }
   }
 }
 
@@ -267,27 +303,97 @@ __device__ void compact(const TokenInput& in, const Tokens& t, int b, int valid,
 __device__ void count_and_compact(const TokenInput& in, const Tokens& t, const TokenOutputs& out,
                                   int b) {
   __shared__ int warps[warps_per_block], before_block[warps_per_block], valid[warps_per_block];
+  __shared__ int places[warps_per_block], counted_before[warps_per_block];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t i = int64_t{b} * threads + threadIdx.x;
   const int64_t target = i < t.total ? load_int(in.target, i) : 0;
-  const TokenKind kind = i < t.total ? kind_of_target(in, target) : TokenKind::ignored;
-  int before = 0, all = 0;
+  const TokenKind kind =
+      i < t.total ? kind_of_token(in, t.inactive, i, target) : TokenKind::ignored;
+  int before = 0, all = 0, counted = 0;
   for_targets(in, t, [&](int block, int64_t target) {
     const bool counts = kind_of_target(in, target) == TokenKind::counts;
-    all += counts;
-    before += counts && block < b;
+    const bool active = counts && !is_inactive(in, t, block);
+    all += active;
+    before += active && block < b;
+    counted += counts && block < b;
   });
   before = warp_sum(before);
   all = warp_sum(all);
+  counted = warp_sum(counted);
   const unsigned ballot = __ballot_sync(whole_warp, kind == TokenKind::counts);
-  if (lane == 0) warps[warp] = __popc(ballot), before_block[warp] = before, valid[warp] = all;
+  const unsigned counting = __ballot_sync(whole_warp, counts_at_all(kind));
+  const unsigned lanes_before = (1u << lane) - 1;
+  if (lane == 0) {
+    warps[warp] = __popc(ballot), before_block[warp] = before, valid[warp] = all;
+    places[warp] = __popc(counting), counted_before[warp] = counted;
+  }
   __syncthreads();
   static_assert(warps_per_block == 32);
   before = warp_sum(before_block[lane] + (lane < warp ? warps[lane] : 0));
   all = warp_sum(valid[lane]);
+  counted = warp_sum(counted_before[lane] + (lane < warp ? places[lane] : 0));
   if (i >= t.total) return;
-  put_token(in, t, i, target, kind, before + __popc(ballot & ((1u << lane) - 1)), all);
-  if (kind != TokenKind::counts) put_other(in, out, i, kind);
+  put_token(in, t, i, target, kind, before + __popc(ballot & lanes_before), all);
+  if (t.place != nullptr) t.place[i] = counted + __popc(counting & lanes_before);
+  if (!counts_at_all(kind)) put_other(in, out, i, kind);
+}
+
+// Backward: every upstream gradient of the token is exactly 0. 0 times an infinity is not 0, and no
+// product of others is taken for it.
+__device__ bool has_no_gradient(const TokenInput& in, int64_t i) {
+  const int64_t at = in.options.reduction == Reduction::none ? i : 0;
+  const float g = present(in.grad_loss) ? load(in.grad_loss, at) : 1.0f;
+  const float a = token_weight(in, i);
+  if ((g != 0 && a != 0) || g * a != 0) return false;
+  const auto is_zero = [&](const TensorView& v) { return !present(v) || load(v, i) == 0; };
+  return is_zero(in.grad_lse) && is_zero(in.grad_target_logit) && is_zero(in.grad_entropy);
+}
+
+// The rule of docs/semantics.md, "Arguments", for a temperature and what is made of it.
+__device__ bool is_usable(const LossOptions& o, float temperature) {
+  const auto is_normal = [](double x) { return x >= FLT_MIN && x <= FLT_MAX; };
+  const auto serves = [&](double x) { return x == 0 || is_normal(fabs(x)); };
+  const double t = temperature, cap = o.softcap;
+  if (!is_normal(t) || !serves(o.logit_scale / t)) return false;
+  return cap == 0 || (serves(cap / t) && serves(t / cap));
+}
+
+// As map_factors of src/loss.h makes them of a number.
+__device__ TokenMap map_of_temperature(const LossOptions& o, float temperature) {
+  const double t = temperature, outward = copysign(o.softcap / t, double{o.logit_scale});
+  TokenMap m{};
+  m.slope = static_cast<float>(o.logit_scale / t);
+  m.outward = static_cast<float>(outward);
+  m.outward_low = static_cast<float>(outward - m.outward);
+  m.backward = o.softcap > 0 ? static_cast<float>(t / o.softcap) : 0.0f;
+  m.inverse = static_cast<float>(1 / t);
+  m.inverse_low = static_cast<float>(1 / t - m.inverse);
+  m.temperature = temperature;
+  return m;
+}
+
+// What is to be known of a token that counts before all are counted.
+__global__ void __launch_bounds__(256)
+    screen_kernel(const __grid_constant__ TokenInput in, Tokens t) {
+  const int64_t i = int64_t{blockIdx.x} * 256 + threadIdx.x;
+  if (i >= t.total) return;
+  const bool counts = kind_of_target(in, load_int(in.target, i)) == TokenKind::counts;
+  const bool inactive = counts && in.skips_inactive && has_no_gradient(in, i);
+  if (t.inactive != nullptr) t.inactive[i] = inactive;
+  if (t.map == nullptr) return;
+  TokenMap map{};
+  if (counts && !inactive) {
+    const float temperature =
+        present(in.temperature) ? load(in.temperature, i) : in.options.temperature;
+    if (is_usable(in.options, temperature)) {
+      map = map_of_temperature(in.options, temperature);
+    } else {
+      const float none = nan_value();
+      map = {none, none, none, none, none, none, none, 0};
+      if (present(in.fault)) atomicOr(address<int>(in.fault), 4);
+    }
+  }
+  t.map[i] = map;
 }
 
 __global__ void __launch_bounds__(threads)
@@ -311,17 +417,49 @@ __global__ void __launch_bounds__(threads)
 #pragma unroll
   for (int r = 0; r < rounds; ++r) {
     const int64_t i = token_of(b, r);
-    if (i < t.total && tokens.kind[r] != TokenKind::counts) put_other(in, out, i, tokens.kind[r]);
+    if (i < t.total && !counts_at_all(tokens.kind[r])) put_other(in, out, i, tokens.kind[r]);
   }
 }
+template <bool kPlaces>
 __global__ void __launch_bounds__(threads)
     compact_kernel(const __grid_constant__ TokenInput in, Tokens t) {
   let_next_start();
   const int b = static_cast<int>(blockIdx.x);
   int before;
-  const TokenBlock all = total_of(t, b, static_cast<int>(gridDim.x), &before);
-  if (b == 0 && threadIdx.x == 0) *t.scalars = scalars_of(in, all);
-  compact(in, t, b, all.valid, before);
+  const TokenBlock all = total_of<kPlaces>(t, b, static_cast<int>(gridDim.x), &before);
+  if (!kPlaces && b == 0 && threadIdx.x == 0) *t.scalars = scalars_of(in, all);
+  compact<kPlaces>(in, t, b, all.valid, before);
+}
+
+// The first of `valid` compacted tokens, whose places ascend, that has none below p.
+__device__ int first_from(const Tokens& t, int valid, int p) {
+  int first = 0;
+  for (int count = valid; count > 0;) {
+    const int half = count / 2;
+    if (t.place[t.row[first + half]] < p) {
+      first += half + 1, count -= half + 1;
+    } else {
+      count = half;
+    }
+  }
+  return first;
+}
+
+// Of place p, one of the first as many as are compacted, the token that has it; or, of the j-th
+// place there that no token has, the j-th token whose own is behind them.
+__global__ void __launch_bounds__(256) arrange_kernel(Tokens from, Tokens to) {
+  const int64_t p = int64_t{blockIdx.x} * 256 + threadIdx.x;
+  if (p >= from.total) return;
+  const int valid = from.scalars->valid;
+  int64_t k = p;
+  if (p < valid) {
+    k = first_from(from, valid, static_cast<int>(p));
+    if (k == valid || from.place[from.row[k]] != p) k = first_from(from, valid, valid) + (p - k);
+  }
+  to.row[p] = from.row[k];
+  to.target[p] = from.target[k];
+  to.target_weight[p] = from.target_weight[k];
+  to.token_weight[p] = from.token_weight[k];
 }
 
 __global__ void __launch_bounds__(threads)
@@ -347,6 +485,10 @@ __global__ void __launch_bounds__(256) clear_rows(Tokens t, TensorView gradient)
 
 void prepare_tokens(const TokenInput& input, const Tokens& tokens, const TokenOutputs& outputs,
                     Stream* stream) {
+  if (tokens.inactive != nullptr || tokens.map != nullptr) {
+    stream->launch("screen_tokens", screen_kernel, blocks_for(tokens.total, 256), 256, input,
+                   tokens);
+  }
   if (tokens.total <= one_launch_tokens) {
     const unsigned blocks = blocks_for(tokens.total, threads) + 1;
     return stream->launch("prepare_tokens", prepare_kernel, blocks, threads, input, tokens,
@@ -354,7 +496,13 @@ void prepare_tokens(const TokenInput& input, const Tokens& tokens, const TokenOu
   }
   const auto blocks = static_cast<unsigned>(token_blocks(tokens.total));
   stream->launch("classify", classify_kernel, blocks, threads, input, tokens, outputs);
-  stream->launch("compact", compact_kernel, blocks, threads, input, tokens);
+  stream->launch("compact", compact_kernel<false>, blocks, threads, input, tokens);
+  if (tokens.place == nullptr) return;
+  stream->launch("places", compact_kernel<true>, blocks, threads, input, tokens);
+}
+
+void arrange_tokens(const Tokens& from, const Tokens& to, Stream* stream) {
+  stream->launch("arrange_tokens", arrange_kernel, blocks_for(from.total, 256), 256, from, to);
 }
 
 void write_loss(const TokenInput& input, const Tokens& tokens, const float* losses,

@@ -7,12 +7,38 @@
 
 namespace logitless::cuda {
 
-enum class TokenKind { counts, ignored, outside };
+// inactive: counts, but has no gradient.
+enum class TokenKind { counts, inactive, ignored, outside };
 
 __device__ inline TokenKind kind_of_target(const TokenInput& in, int64_t target) {
   if (target == in.options.ignore_index) return TokenKind::ignored;
   if (target >= 0 && target < in.whole()) return TokenKind::counts;
   return in.options.out_of_range == OutOfRange::ignore ? TokenKind::ignored : TokenKind::outside;
+}
+
+// Counts, and has no gradient. Without `inactive` [N] all or none have one.
+__device__ inline bool is_inactive(const TokenInput& in, const uint8_t* inactive, int64_t i) {
+  if (inactive != nullptr) return inactive[i] != 0;
+  return in.skips_inactive && present(in.grad_loss) && load(in.grad_loss) == 0;
+}
+__device__ inline TokenKind kind_of_token(const TokenInput& in, const uint8_t* inactive, int64_t i,
+                                          int64_t target) {
+  const TokenKind kind = kind_of_target(in, target);
+  if (kind != TokenKind::counts) return kind;
+  return is_inactive(in, inactive, i) ? TokenKind::inactive : kind;
+}
+
+__device__ inline MapFactors with_token(MapFactors map, const TokenMap& m) {
+  map.identity = false;
+  map.slope = m.slope;
+  map.outward = m.outward;
+  map.outward_low = m.outward_low;
+  map.backward = m.backward;
+  return map;
+}
+// The map of compacted token k.
+__device__ inline MapFactors map_of_token(const MapFactors& map, const Tokens& t, int64_t k) {
+  return t.map == nullptr ? map : with_token(map, t.map[t.row[k]]);
 }
 
 // Column of the target in the views; -1: on another shard.
@@ -57,7 +83,13 @@ __device__ inline void put(const TensorView& view, int64_t i, float x) {
   if (present(view)) *address<float>(view, i) = x;
 }
 
-__device__ inline void put_statistics(const TokenStatistics& out, int64_t i, const RowState& s,
+// What else may be asked of a row.
+struct RowStatistics : RowState {
+  float sum_p_squared = 0, mean_logit = 0;
+  int rank = -1;
+};
+
+__device__ inline void put_statistics(const TokenStatistics& out, int64_t i, const RowStatistics& s,
                                       float lse, int64_t argmax) {
   put(out.lse, i, lse);
   put(out.target_logit, i, s.target_logit);
@@ -65,14 +97,19 @@ __device__ inline void put_statistics(const TokenStatistics& out, int64_t i, con
   put(out.row_reference, i, s.reference);
   put(out.row_log_sum, i, s.log_sum);
   put(out.weighted_logit_sum, i, s.weighted_logit_sum);
+  put(out.logprob, i, s.logprob());
+  put(out.sum_p_squared, i, s.sum_p_squared);
+  put(out.mean_logit, i, s.mean_logit);
+  if (present(out.rank)) store_int(out.rank, i, s.rank);
   if (present(out.argmax)) store_int(out.argmax, i, argmax);
 }
 
 // The statistics of token i; target: its column in the views, or negative.
 __device__ inline void put_state(const TokenInput& in, const TokenStatistics& out, int64_t i,
-                                 int target, RowState s) {
+                                 int target, RowStatistics s) {
   if (target < 0) s.target_logit = -infinity();
   put_statistics(out, i, s, s.lse(), s.argmax + in.start());
+  if (target < 0) put(out.logprob, i, -infinity());  // of a shard without any probability too
 }
 
 __device__ inline float token_loss(const TokenScalars& scalars, int target, float target_weight,

@@ -21,31 +21,46 @@ struct TokenScalars {
   float gradient_scale;      // left out of every dz, a factor of the f32 sums before their rounding
   float inv_gradient_scale;  // 0 where gradient_scale is 0
   float upstream;            // g_i / gradient_scale where it is the same for every row
-  int32_t unused;            // 0; blocks copy this struct in words, which shall have no byte unset
+  int32_t counted;           // tokens that count, those without a gradient too
   double normalizer;
   LossConstants constants;
 };
 
 // Holds what an op says of its tokens; absent views where it has none.
 struct TokenInput {
-  TensorView target, token_weight, vocab_weight, normalizer, fault;
+  TensorView target, token_weight, vocab_weight, normalizer, temperature, fault;
   TensorView grad_loss, grad_lse, grad_target_logit, grad_entropy;
   LossOptions options;
   int64_t vocab = 0;  // V of the views
   bool gradients = false;
   bool per_row_upstream = false;  // grad_loss [N]
   bool statistics_gradients = false;
+  bool skips_inactive = false;  // tokens whose upstream gradients are all 0: Backward
+  bool makes_maps = false;      // each token has a TokenMap
   // A dz of f16 is stored times this, so that small ones keep their bits: the largest of the usual
   // ones comes to 64 of 65504.
   float lift = 1;
+  // Some tokens may have a gradient and others none.
+  constexpr bool screens_gradients() const {
+    return skips_inactive && (per_row_upstream || token_weight || statistics_gradients);
+  }
   constexpr int64_t whole() const { return options.vocab_total > 0 ? options.vocab_total : vocab; }
   constexpr int64_t start() const { return options.vocab_total > 0 ? options.vocab_start : 0; }
+};
+
+// What a token's own temperature makes of the map from raw to z (MapFactors in src/loss.h); NaN
+// where it is none.
+struct alignas(16) TokenMap {
+  float slope, outward, outward_low, backward;
+  float inverse, inverse_low;  // 1 / temperature in two parts
+  float temperature, unused;
 };
 
 // Holds the sums of a block of tokens_per_block tokens, while more than one_launch_tokens are
 // prepared.
 struct TokenBlock {
-  int32_t valid, outside;
+  int32_t valid, outside, counted;
+  float coolest;                        // the least temperature, where each token has one
   float weights, upstream, statistics;  // the largest |a| w, |g|, statistics' gradient
   double normalizer, class_weight_sum;
 };
@@ -55,6 +70,10 @@ constexpr int tokens_per_block = 8192, one_launch_tokens = 65536;
 struct Tokens {
   int64_t total = 0;       // N
   int32_t* row = nullptr;  // [N]  index of the token: those that count, ascending, then the others
+  // By token, where there are such: 1 where it counts and has no gradient; its map.
+  uint8_t* inactive = nullptr;  // [N]
+  TokenMap* map = nullptr;      // [N]
+  int32_t* place = nullptr;     // [N]  how many before it count, of one that counts
   // The first scalars->valid have these; behind them are -1 and 0:
   int32_t* target = nullptr;       // [N]  column in the views; -1: on another shard
   float* target_weight = nullptr;  // [N]  c_t
@@ -66,7 +85,15 @@ struct Tokens {
 inline int64_t token_blocks(int64_t tokens) {
   return tokens > one_launch_tokens ? blocks_for(tokens, tokens_per_block) : 1;
 }
-Tokens place_tokens(Arena* arena, int64_t tokens);
+// With what the input may ask for, and `places`, where wanted.
+struct TokenArrays {
+  bool inactive = false, maps = false, places = false;
+};
+Tokens place_tokens(Arena* arena, int64_t tokens, const TokenArrays& arrays);
+// Brings tokens to where kept E has their rows, as far as that lies among the first ones; a token
+// that is behind them goes to the place of one without a gradient. `from` and `to` have all but the
+// compacted arrays in common.
+void arrange_tokens(const Tokens& from, const Tokens& to, Stream* stream);
 
 // The caller gets this of each token: loss (its own, or all reduced in fixed order) and statistics.
 struct TokenOutputs {
@@ -94,6 +121,8 @@ inline TokenInput token_input(const Call& call) {
   in.token_weight = call.token_weight;
   in.vocab_weight = call.vocab_weight;
   in.normalizer = call.normalizer;
+  in.temperature = call.temperature;
+  in.makes_maps = static_cast<bool>(call.temperature);
   in.fault = call.fault;
   in.options = call.options;
   in.vocab = call.vocab();
@@ -104,6 +133,7 @@ inline TokenInput token_input(const Call& call) {
   in.grad_target_logit = call.grad_target_logit;
   in.grad_entropy = call.grad_entropy;
   in.statistics_gradients = call.grad_lse || call.grad_target_logit || call.grad_entropy;
+  in.skips_inactive = call.gradients && !call.forward;
   return in;
 }
 

@@ -8,9 +8,10 @@
 @group(0) @binding(3) var<storage, read_write> rows: array<State>;  // [tokens]
 @group(0) @binding(4) var<storage, read> inputs: array<Given>;      // [tokens]
 @group(0) @binding(5) var<storage, read> scalars: Scalars;
+@group(0) @binding(6) var<storage, read_write> extras: array<Extra>;  // [tokens]
 
-// m, log s, z_t, weighted sum, entropy and argmax from the slots.
-fn with_slots(r: u32, known: State) -> State {
+// m, log s, weighted sum, entropy, argmax and more statistics from the slots.
+fn with_slots(r: u32, token: u32, known: State) -> State {
   var s = known;
   let first = r * p.slots;
   var m = lowest;
@@ -27,6 +28,8 @@ fn with_slots(r: u32, known: State) -> State {
   var sum = 0.0;
   var shifted = 0.0;
   var weighted = 0.0;
+  var squared = 0.0;
+  var logit_sum = 0.0;
   for (var k = 0u; k < p.slots; k++) {
     let slot = partials[first + k];
     let by = max(slot.m - m, -200.0);
@@ -34,21 +37,26 @@ fn with_slots(r: u32, known: State) -> State {
     sum += slot.sum * factor;
     shifted += (slot.shifted + slot.sum * by) * factor;
     weighted += slot.weighted;
+    if (more_statistics) {
+      squared += slot.squared * factor * factor;
+      logit_sum += slot.logit_sum;
+    }
   }
   s.m = m;
   s.log_sum = log_positive(max(sum, 1.0));
   s.weighted = weighted;
   s.entropy = s.log_sum - shifted / max(sum, 1.0);
   s.argmax = select(index, 0u, index == none);
-  s.target_logit = bitcast<f32>(p.nan ^ 0x80400000u);  // -inf
-  if (s.target_column != none) {
-    s.target_logit = partials[first + s.target_column / slot_columns].target_logit;
-  }
   if ((flags & flag_nan) != 0u || (flags & flag_infinite) != 0u || (flags & flag_number) == 0u) {
     s.log_sum = bitcast<f32>(p.nan);
     s.entropy = bitcast<f32>(p.nan);
     let infinity = bitcast<f32>(select(p.nan ^ 0x80400000u, p.nan ^ 0x00400000u, (flags & flag_infinite) != 0u));
     s.m = select(infinity, bitcast<f32>(p.nan), (flags & flag_nan) != 0u);
+    squared = bitcast<f32>(p.nan);
+  }
+  if (more_statistics) {
+    extras[token].sum_p_squared = squared / (max(sum, 1.0) * max(sum, 1.0));
+    extras[token].mean_logit = logit_sum / p.classes;
   }
   return s;
 }
@@ -72,7 +80,7 @@ fn combine(@builtin(global_invocation_id) id: vec3<u32>) {
       s.kind |= state_gradient_nan;
     }
   } else {
-    s = with_slots(r, s);
+    s = with_slots(r, token, s);
   }
   rows[token] = completed(token, s);
 }

@@ -6,12 +6,15 @@
 @group(0) @binding(2) var<storage, read> vocab_weight: array<f32>;   // [columns]
 @group(0) @binding(3) var<storage, read> rows: array<State>;         // [tokens]
 @group(0) @binding(4) var<storage, read_write> block: array<u32>;    // [rows, row_stride]
+@group(0) @binding(5) var<storage, read> extras: array<Extra>;       // [tokens]
 
 @compute @workgroup_size(256)
 fn gradient(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
   let r = group.y;
   let exists = r < counted[0];
-  let s = rows[select(0u, counted[4u + select(0u, r, exists)], exists)];
+  let token = select(0u, counted[4u + select(0u, r, exists)], exists);
+  let s = rows[token];
+  let scale = scale_of(token);
   let is_made = exists && (!direct || is_counted(s.kind));
   for (var k = 0u; k < 4u; k++) {
     let local = group.x * 1024u + k * 256u + thread;
@@ -22,7 +25,7 @@ fn gradient(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_i
     let at = p.base + r * p.row_stride + local;
     var result = 0u;
     if (is_made && local < p.columns) {
-      result = draw(s, bitcast<f32>(block[at]), p.first_column + local, local);
+      result = draw(s, scale, bitcast<f32>(block[at]), p.first_column + local, local);
     }
     block[at] = result;
   }

@@ -26,13 +26,15 @@ struct Params {
   z_loss: f32,
 }
 
-override scaled: bool = false;  // slope is not 1
+override scaled: bool = false;           // slope is not 1
+override own_temperature: bool = false;  // every token has its own slope, in its Extra
 
 @group(0) @binding(0) var<uniform> p: Params;
 @group(0) @binding(1) var<storage, read> targets: array<u32>;
 @group(0) @binding(2) var<storage, read> scalars: Scalars;
 @group(0) @binding(3) var<storage, read_write> losses: array<u32>;   // [rows]
 @group(0) @binding(4) var<storage, read_write> logits: array<f32>;   // [rows, row_stride]
+@group(0) @binding(5) var<storage, read> extras: array<Extra>;       // [rows]
 
 const workgroup_threads = 256u;
 const turn = 16u * workgroup_threads;  // columns of a workgroup at a time
@@ -50,7 +52,11 @@ var<workgroup> sums: array<f32, 272>;          // of exp(z - maximum)
 var<workgroup> target_logits: array<f32, 16>;  // of a workgroup's rows
 
 fn target_of(i: u32) -> Target {
-  return target_at(p.target_base + i * p.target_stride, p.columns);
+  let t = target_at(p.target_base + i * p.target_stride, p.columns);
+  if (t.kind == counts && (p.flags & is_backward) != 0u && (scalars.upstream & 0x7fffffffu) == 0u) {
+    return Target(ignored, none);
+  }
+  return t;
 }
 
 // exp(x - m). Below -200 it is 0 in f32, as it is of -inf.
@@ -72,8 +78,19 @@ fn four(v: u32, shift: u32) -> vec4<u32> {
   return vec4<u32>(v) + (vec4<u32>(0u, 1u, 2u, 3u) << vec4<u32>(shift));
 }
 
+// Of the invocation's one row; NaN where its temperature is none.
+var<private> own_slope: f32;
+
 fn z_of(raw: f32) -> f32 {
+  if (own_temperature) {
+    return select(raw * own_slope, raw, own_slope == 1.0);
+  }
   return select(raw, raw * p.slope, scaled);
+}
+fn set_slope(r: u32) {
+  if (own_temperature) {
+    own_slope = extras[r].slope;
+  }
 }
 // Four by four, not in loops: some compilers keep a vector that is indexed in memory.
 fn load(row: u32, v: u32, shift: u32) -> vec4<f32> {
@@ -224,7 +241,8 @@ fn finish(i: u32, r: u32, first: bool, part: Part, kind: u32) -> Row {
   let log_sum = log_positive(sum);
   let lse = part.m + log_sum;
   // The maximum weighs 1, so a smaller sum is of -inf alone.
-  let poisoned = bitcast<u32>(part.m) == infinity_bits || part.s < 0.5;
+  let slope = select(p.slope, own_slope, own_temperature);
+  let poisoned = bitcast<u32>(part.m) == infinity_bits || part.s < 0.5 || is_nan(slope);
   var scale = 1.0;
   var onehot = 0.0;
   if ((p.flags & is_softmax) == 0u) {
@@ -239,8 +257,8 @@ fn finish(i: u32, r: u32, first: bool, part: Part, kind: u32) -> Row {
       let bits = select(bitcast<u32>(loss), p.nan, poisoned || kind == outside);
       losses[r] = select(bits, 0u, kind == ignored);
     }
-    scale *= p.slope;
-    onehot *= p.slope;
+    scale *= slope;
+    onehot *= slope;
   }
   let nan = poisoned || is_nan(scale) || is_nan(onehot);
   return Row(scale / sum, onehot, nan || kind != counts, select(0u, p.nan, kind == counts));
@@ -255,6 +273,7 @@ fn short_rows(first: u32, shift: u32, thread: u32) {
   let i = thread >> shift;
   let lane = thread & ((1u << shift) - 1u);
   let r = min(first + i, p.rows - 1u);
+  set_slope(r);
   let row = p.base + r * p.row_stride;
   let x = load_columns(row, lane, shift);
   let t = target_of(r);
@@ -292,6 +311,7 @@ fn short_rows(first: u32, shift: u32, thread: u32) {
 }
 
 fn long_row(r: u32, thread: u32) {
+  set_slope(r);
   let row = p.base + r * p.row_stride;
   let t = target_of(r);
   if (t.column < p.columns && thread == t.column % workgroup_threads) {

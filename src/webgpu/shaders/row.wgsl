@@ -13,6 +13,7 @@ override leaders: u32 = 16u;       // its root
 @group(0) @binding(3) var<storage, read> inputs: array<Given>;       // [tokens]
 @group(0) @binding(4) var<storage, read> scalars: Scalars;
 @group(0) @binding(5) var<storage, read_write> block: array<u32>;    // [tokens, row_stride]
+@group(0) @binding(6) var<storage, read_write> extras: array<Extra>;  // [tokens]
 
 // A whole number for x, in the order of the numbers from -inf to inf; NaN is above them, 0 is none.
 fn key_of(x: f32) -> u32 {
@@ -76,11 +77,11 @@ fn row(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index)
   let token = min(number, p.rows - 1u);
   let at = p.base + token * p.row_stride;
   var s = rows[token];
+  let scale = scale_of(token);
   let is_made = exists && is_counted(s.kind);
   let columns = select(0u, p.columns, is_made);
-  s.target_logit = bitcast<f32>(p.nan ^ 0x80400000u);  // -inf
   if (s.target_column < columns) {
-    s.target_logit = map_raw(bitcast<f32>(block[at + s.target_column])).z;
+    s.target_logit = map_raw(bitcast<f32>(block[at + s.target_column]), scale).z;
   }
 
   var raw: array<f32, 16>;
@@ -89,20 +90,25 @@ fn row(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index)
     let column = lane + k * row_threads;
     if (column < columns) {
       raw[k] = bitcast<f32>(block[at + column]);
-      own_largest = max(own_largest, key_of(map_raw(raw[k]).z));
+      own_largest = max(own_largest, key_of(map_raw(raw[k], scale).z));
     }
   }
   s.m = number_of(reduce_largest(first, lane, own_largest));
   var own = vec4<f32>(0.0, 0.0, 0.0, 1.0e9);
+  var more = vec4<f32>(0.0);  // sum of e^2, sum of z, columns above the target's
   for (var k = 0u; k < 16u; k++) {
     let column = lane + k * row_threads;
     if (column < columns) {
-      let z = map_raw(raw[k]).z;
+      let z = map_raw(raw[k], scale).z;
       let c = class_weight_of(column);
       let d = max(z - s.m, -200.0);
       let e = exp_nonpositive(d);
       own = joined(own, vec4<f32>(e, e * d, select(0.0, c * z, c != 0.0),
                                   select(1.0e9, f32(column), z == s.m)));
+      if (more_statistics) {
+        let is_over = column != s.target_column && is_above(z, s.target_logit);
+        more += vec4<f32>(e * e, z, select(0.0, 1.0, is_over), 0.0);
+      }
     }
   }
   let all = reduce_sums(first, lane, own);
@@ -114,6 +120,16 @@ fn row(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index)
     s.log_sum = bitcast<f32>(p.nan);
     s.entropy = bitcast<f32>(p.nan);
   }
+  if (more_statistics) {
+    workgroupBarrier();
+    more = reduce_sums(first, lane, more);
+    if (is_made && lane == 0u) {
+      let squared = more.x / (max(all.x, 1.0) * max(all.x, 1.0));
+      extras[token].sum_p_squared = select(squared, s.log_sum, is_nan(s.log_sum));
+      extras[token].mean_logit = more.y / p.classes;
+      extras[token].rank = u32(more.z);
+    }
+  }
   s = completed(token, s);
   if (is_made && lane == 0u) {
     rows[token] = s;
@@ -123,7 +139,7 @@ fn row(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index)
     if (exists && column < p.columns) {
       var result = 0u;
       if (is_made) {
-        result = draw(s, raw[k], column, column);
+        result = draw(s, scale, raw[k], column, column);
       }
       block[at + column] = result;
     }

@@ -6,8 +6,9 @@
 @group(0) @binding(1) var<storage, read> block: array<f32>;              // [rows, row_stride]
 @group(0) @binding(2) var<storage, read> counted: array<u32>;            // count, 3 unused, [count]
 @group(0) @binding(3) var<storage, read> vocab_weight: array<f32>;       // [columns]
-@group(0) @binding(4) var<storage, read> rows: array<State>;             // [tokens]
+@group(0) @binding(4) var<storage, read_write> rows: array<State>;       // [tokens]
 @group(0) @binding(5) var<storage, read_write> partials: array<Slot>;    // [rows, slots]
+@group(0) @binding(6) var<storage, read> extras: array<Extra>;           // [tokens]
 
 // A slot is made by 64 threads of 16 columns each: little workgroup memory, which SwiftShader clears
 // word by word in every thread, and few barriers.
@@ -31,29 +32,34 @@ fn slots(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_inde
   workgroupBarrier();
   let first = group.x * slot_columns;
   let token = counted[4u + r];
-  if (direct && !is_counted(rows[token].kind)) {
-    return;
-  }
+  // A token that does not count has no columns here: no thread may leave others at a barrier.
+  let is_made = !direct || is_counted(rows[token].kind);
+  let columns = select(0u, p.columns, is_made);
   let target_column = rows[token].target_column;
+  let scale = scale_of(token);
   var z: array<f32, thread_columns>;
   var flags = 0u;
   var best = lowest;
   var index = none;
   var weighted = 0.0;
+  var logit_sum = 0.0;
   for (var k = 0u; k < thread_columns; k++) {
     let local = first + k * slot_threads + thread;
     z[k] = bitcast<f32>(p.nan);  // none; every number may be a logit
-    if (local >= p.columns) {
+    if (local >= columns) {
       continue;
     }
     let column = p.first_column + local;
-    let x = map_raw(block[p.base + r * p.row_stride + local]).z;
+    let x = map_raw(block[p.base + r * p.row_stride + local], scale).z;
     let c = class_weight_of(local);
     if (c != 0.0) {
       weighted += c * x;
     }
+    if (more_statistics) {
+      logit_sum += x;
+    }
     if (column == target_column) {
-      partials[r * p.slots + column / slot_columns].target_logit = x;
+      rows[token].target_logit = x;
     }
     if (is_nan(x)) {
       flags |= flag_nan;
@@ -103,6 +109,9 @@ fn slots(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_inde
       if (e > 0.0) {
         sums.y += e * d;
       }
+      if (more_statistics) {
+        sums.w += e * e;
+      }
     }
   }
   tree_sum[thread] = sums;
@@ -112,7 +121,16 @@ fn slots(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_inde
       tree_sum[thread] += tree_sum[thread + step];
     }
   }
-  if (thread == 0u) {
+  if (more_statistics) {
+    tree_max[thread] = logit_sum;  // Every thread has read the maximum long since.
+    for (var step = slot_threads / 2u; step > 0u; step /= 2u) {
+      workgroupBarrier();
+      if (thread < step) {
+        tree_max[thread] += tree_max[thread + step];
+      }
+    }
+  }
+  if (thread == 0u && is_made) {
     let slot = r * p.slots + (p.first_column + first) / slot_columns;
     partials[slot].m = m;
     partials[slot].sum = tree_sum[0].x;
@@ -120,5 +138,9 @@ fn slots(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_inde
     partials[slot].weighted = tree_sum[0].z;
     partials[slot].argmax = tree_index[0];
     partials[slot].flags = atomicLoad(&slot_flags);
+    if (more_statistics) {
+      partials[slot].squared = tree_sum[0].w;
+      partials[slot].logit_sum = tree_max[0];
+    }
   }
 }

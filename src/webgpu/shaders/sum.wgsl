@@ -121,6 +121,10 @@ fn set_normalizer(counted: f32) {
   }
   scalars.normalizer = n;
   scalars.exponent = p.exponent;
+  scalars.upstream = bitcast<u32>(g);
+  if (p.has_grad != 0u) {
+    scalars.upstream = grad_loss[p.grad];
+  }
   if (p.kind == 0u) {
     scalars.factor = g;
   } else if (n == 0.0) {

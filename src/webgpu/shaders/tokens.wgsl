@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which tokens count.
+// Which tokens count, and in Backward have a gradient.
 //   chunk  one workgroup: the rows of a chunk of tokens, and the list of those that count
 //   each   a thread a token: the rows of a chunk whose matrix is worked on in place: every token is listed
 //   count  a workgroup a 256 tokens: the sum of c_t over those that count    -> sums
 //   emit   a word of every row, or what follows from it, to a strided output
-// Uses common: token, target.
+// Uses common: numbers, token, target.
 
 struct Params {
   tokens: u32,
@@ -21,7 +21,8 @@ struct Params {
   fault: u32,           // word of the fault
   sums: u32,            // first of them to write
   word: u32,            // to emit
-  kind: u32,            // 0 the word, 1 lse, 2 index of 32 bits, 3 index of 64 bits
+  kind: u32,            // 0 the word, 1 lse, 2 logprob, 3 index of 32 bits, 4 index of 64 bits
+  row_words: u32,       // of a State or of an Extra
 }
 
 @group(0) @binding(0) var<uniform> p: Params;
@@ -32,11 +33,39 @@ struct Params {
 @group(0) @binding(5) var<storage, read_write> counted: array<u32>;     // count, 3 unused, [count]
 @group(0) @binding(6) var<storage, read_write> fault: array<atomic<u32>>;
 @group(0) @binding(7) var<storage, read_write> sums: array<f32>;
-@group(0) @binding(8) var<storage, read> rows_in: array<u32>;           // [tokens, 16], the words of State
+@group(0) @binding(8) var<storage, read> rows_in: array<u32>;           // [tokens, row_words]
 @group(0) @binding(9) var<storage, read_write> result: array<u32>;
+@group(0) @binding(10) var<storage, read_write> extras: array<Extra>;   // [tokens]
+@group(0) @binding(11) var<storage, read> scalars: Scalars;
 
 fn target_of(i: u32) -> Target {
   return target_at(p.base + i * p.stride, p.vocab_total);
+}
+
+// By bits: what is not 0 may be subnormal.
+fn is_zero(x: f32) -> bool {
+  return (bitcast<u32>(x) & 0x7fffffffu) == 0u;
+}
+// Some upstream gradient of a token is not exactly 0, which an infinity or a NaN times 0 is not either.
+fn is_active(i: u32) -> bool {
+  if ((p.flags & is_backward) == 0u) {
+    return true;
+  }
+  let given = inputs[i];
+  let g = select(bitcast<f32>(scalars.upstream), given.grad_loss, (p.flags & has_token_grad) != 0u);
+  let a = select(1.0, given.token_weight, (p.flags & has_token_weight) != 0u);
+  let is_number = !is_nan(g) && !is_infinite(g) && !is_nan(a) && !is_infinite(a);
+  return !(is_number && (is_zero(g) || is_zero(a))) ||
+         ((p.flags & has_grad_lse) != 0u && !is_zero(given.grad_lse)) ||
+         ((p.flags & has_grad_target) != 0u && !is_zero(given.grad_target_logit)) ||
+         ((p.flags & has_grad_entropy) != 0u && !is_zero(given.grad_entropy));
+}
+fn active_target_of(i: u32) -> Target {
+  let t = target_of(i);
+  if (t.kind == counts && !is_active(i)) {
+    return Target(ignored, none);
+  }
+  return t;
 }
 
 fn weight_of(t: Target) -> f32 {
@@ -59,6 +88,7 @@ fn begin_row(i: u32, t: Target, place: u32) {
     s.loss = bitcast<f32>(p.nan);
   }
   if (t.kind == counts) {
+    s.target_logit = bitcast<f32>(p.nan ^ 0x80400000u);  // -inf, unless a column of the views is it
     let column = t.column - p.vocab_start;
     if (t.column >= p.vocab_start && column < p.vocab) {
       s.target_column = column;
@@ -71,6 +101,10 @@ fn begin_row(i: u32, t: Target, place: u32) {
     s.place = place;
   }
   rows[i] = s;
+  if ((p.flags & has_extras) != 0u) {
+    extras[i] = Extra();
+    extras[i].rank = select(none, 0u, t.kind == counts);
+  }
 }
 
 @compute @workgroup_size(256)
@@ -82,7 +116,7 @@ fn each(@builtin(global_invocation_id) id: vec3<u32>) {
   if (i >= p.tokens) {
     return;
   }
-  let t = target_of(i);
+  let t = active_target_of(i);
   begin_row(i, t, i);
   counted[4u + i] = i;
   if (t.kind == outside && (p.flags & has_fault) != 0u) {
@@ -106,7 +140,7 @@ fn chunk(@builtin(local_invocation_index) thread: u32) {
     let i = first + thread;
     var t = Target(ignored, none);
     if (i < p.tokens) {
-      t = target_of(i);
+      t = active_target_of(i);
     }
     let own = select(0u, 1u, t.kind == counts);
     scan[thread] = own;
@@ -168,10 +202,11 @@ fn count(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_inde
 }
 
 // These words of a State have numbers, for the host says which one to emit.
-const state_words = 16u;
 const kind_word = 0u;
+const column_word = 1u;
 const m_word = 4u;
 const log_sum_word = 5u;
+const target_logit_word = 6u;
 
 @compute @workgroup_size(256)
 fn emit(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
@@ -179,21 +214,31 @@ fn emit(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   if (i >= p.tokens) {
     return;
   }
-  let row = i * state_words;
+  let row = i * p.row_words;
   let at = p.base + i * p.stride;
   var value = rows_in[row + p.word];
-  if (p.kind == 1u) {
-    let log_sum = rows_in[row + log_sum_word];
-    value = log_sum;
+  if (p.kind == 1u || p.kind == 2u) {
+    value = rows_in[row + log_sum_word];
     if ((rows_in[row + kind_word] & state_nan) == 0u) {
-      value = bitcast<u32>(bitcast<f32>(rows_in[row + m_word]) + bitcast<f32>(log_sum));
+      let m = bitcast<f32>(rows_in[row + m_word]);
+      let log_sum = bitcast<f32>(value);
+      let target_logit = bitcast<f32>(rows_in[row + target_logit_word]);
+      let logprob = (target_logit - m) - log_sum;
+      value = bitcast<u32>(select(m + log_sum, select(logprob, 0.0, logprob > 0.0), p.kind == 2u));
+    }
+    let kind = rows_in[row + kind_word];
+    if (p.kind == 2u && is_counted(kind) && rows_in[row + column_word] == none) {
+      value = p.nan ^ 0x80400000u;  // -inf: another shard has the target
+    }
+    if (p.kind == 2u && (kind & 255u) == outside) {
+      value = p.nan;
     }
   }
-  if (p.kind >= 2u && value != none) {
+  if (p.kind >= 3u && value != none) {
     value += p.vocab_start;
   }
   result[at] = value;
-  if (p.kind == 3u) {
+  if (p.kind == 4u) {
     result[at + 1u] = select(0u, none, value == none);
   }
 }

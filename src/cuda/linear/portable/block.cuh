@@ -35,7 +35,8 @@ inline dim3 grid_of(const Block& block) {
 
 // The four columns from `j` of the tile, as z; columns that are not there: -inf.
 template <bool kPlain>
-__device__ void load_four(const LinearCall& call, const WarpTile& tile, int j, float z[4]) {
+__device__ void load_four(const LinearCall& call, const MapFactors& map, const WarpTile& tile,
+                          int j, float z[4]) {
   if (j + 3 < tile.count) {
     const float4 raw = *reinterpret_cast<const float4*>(tile.logits + j);
     z[0] = raw.x, z[1] = raw.y, z[2] = raw.z, z[3] = raw.w;
@@ -48,7 +49,7 @@ __device__ void load_four(const LinearCall& call, const WarpTile& tile, int j, f
     for (int i = 0; i < 4; ++i) {
       if (j + i >= tile.count) continue;
       if (present(call.bias)) z[i] += load(call.bias, tile.column + j + i);
-      z[i] = map_raw(call.map, z[i]);
+      z[i] = map_raw(map, z[i]);
     }
   }
 }

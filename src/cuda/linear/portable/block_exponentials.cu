@@ -35,12 +35,14 @@ __global__ void __launch_bounds__(256, 2)
   const int64_t k = chunk.first + tile.row;
   const int64_t target = chunk.tokens.target[k] - tile.column;  // of the tile
   const float anchor = target_logit[tile.row];
+  MapFactors map;
+  if constexpr (!kPlain) map = map_of_token(call.map, chunk.tokens, k);
   float z[groups][4];
   float maximum = -infinity();
 #pragma unroll
   for (int g = 0; g < groups; ++g) {
     const int j = g * 128 + lane * 4;
-    load_four<kPlain>(call, tile, j, z[g]);
+    load_four<kPlain>(call, map, tile, j, z[g]);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (j + i == target) z[g][i] = -infinity();
@@ -50,8 +52,8 @@ __global__ void __launch_bounds__(256, 2)
   maximum = warp_max(maximum);
 
   const float lift = kStores ? exp_any(maximum - anchor) : 0.0f;
-  float sum = 0, shifted = 0, weighted = 0;
-  int argmax = INT32_MAX;
+  float sum = 0, shifted = 0, weighted = 0, logits = 0, squared = 0;
+  int argmax = INT32_MAX, above = 0;
 #pragma unroll
   for (int g = 0; g < groups; ++g) {
     const int j = g * 128 + lane * 4;
@@ -70,9 +72,14 @@ __global__ void __launch_bounds__(256, 2)
               present(weight) ? load(weight, call.in.start() + tile.column + j + i) : 1.0f;
           if (c != 0) weighted = fmaf(c, z[g][i], weighted);
         }
+        if (partials.logits != nullptr && j + i < tile.count && j + i != target) {
+          logits += z[g][i];
+        }
+        if (partials.squared != nullptr) squared = fmaf(y, y, squared);
+        if (z[g][i] > anchor) ++above;
         if (z[g][i] == maximum && j + i < tile.count) argmax = min(argmax, j + i);
       }
-      if constexpr (kStores) e[i] = y * lift * (kPlain ? 1.0f : cap_slope(call.map, z[g][i]));
+      if constexpr (kStores) e[i] = y * lift * (kPlain ? 1.0f : cap_slope(map, z[g][i]));
     }
     if constexpr (kStores) {
       if (stores && j < tile.count) store_four<E>(e, tile.count - j, panel_row<E>(panel, tile) + j);
@@ -85,6 +92,9 @@ __global__ void __launch_bounds__(256, 2)
     if (partials.shifted != nullptr) shifted = warp_sum(shifted);
     if (partials.weighted != nullptr) weighted = warp_sum(weighted);
     if (partials.argmax != nullptr) argmax = warp_min(argmax);
+    if (partials.logits != nullptr) logits = warp_sum(logits);
+    if (partials.squared != nullptr) squared = warp_sum(squared);
+    if (partials.above != nullptr) above = warp_sum(above);
   }
   if (lane != 0) return;
   partials.maximum[at] = maximum;
@@ -92,6 +102,9 @@ __global__ void __launch_bounds__(256, 2)
   if constexpr (!kPlain) {
     if (partials.shifted != nullptr) partials.shifted[at] = shifted;
     if (partials.weighted != nullptr) partials.weighted[at] = weighted;
+    if (partials.logits != nullptr) partials.logits[at] = logits;
+    if (partials.squared != nullptr) partials.squared[at] = squared;
+    if (partials.above != nullptr) partials.above[at] = above;
     if (partials.argmax != nullptr) {
       partials.argmax[at] = static_cast<int32_t>(tile.column) + (argmax == INT32_MAX ? 0 : argmax);
     }
@@ -102,8 +115,9 @@ template <class E>
 void launch(const LinearWork& work, const Block& block, bool sums, const Panel& panel) {
   const auto& [call, plan, m, device, stream, chunk] = work;
   const Partials& p = m.partials;
-  const bool plain =
-      call.plain() && p.shifted == nullptr && p.weighted == nullptr && p.argmax == nullptr;
+  const bool plain = call.plain() && p.shifted == nullptr && p.weighted == nullptr &&
+                     p.argmax == nullptr && p.logits == nullptr && p.squared == nullptr &&
+                     p.above == nullptr;
   const auto kernel =
       plain ? (sums ? exponentials_kernel<E, true, true> : exponentials_kernel<E, true, false>)
             : (sums ? exponentials_kernel<E, false, true> : exponentials_kernel<E, false, false>);

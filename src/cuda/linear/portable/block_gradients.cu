@@ -18,13 +18,15 @@ __global__ void __launch_bounds__(256)
   const bool valid = is_valid(chunk, tile.row);
   const RowGradient g = valid ? gradients[tile.row] : RowGradient{};
   const int64_t target = valid ? chunk.tokens.target[chunk.first + tile.row] - tile.column : -1;
+  MapFactors map;
+  if (!kPlain && valid) map = map_of_token(call.map, chunk.tokens, chunk.first + tile.row);
   T* to = panel_row<T>(panel, tile);
   for (int group = 0; group < groups; ++group) {
     const int j = group * 128 + lane * 4;
     if (j >= tile.count) break;
     float z[4] = {0, 0, 0, 0}, draw[4] = {0, 0, 0, 0};
     if (valid) {
-      load_four<kPlain>(call, tile, j, z);
+      load_four<kPlain>(call, map, tile, j, z);
       for (int i = 0; i < 4; ++i) {
         const bool is_target = j + i == target;
         if (is_target) z[i] = target_logit[tile.row];
@@ -43,7 +45,7 @@ __global__ void __launch_bounds__(256)
             const float information = fmaxf(log_p, least_exponent) + g.entropy_value;
             sum = fmaf(-(g.entropy * p), information, sum);
           }
-          sum *= cap_slope(call.map, z[i]);
+          sum *= cap_slope(map, z[i]);
         }
         draw[i] = sum;
       }

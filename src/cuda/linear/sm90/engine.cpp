@@ -30,8 +30,8 @@ bool is_memory(const Tensor& v) {
 // No option and no statistic takes more than the logits: plain.cuh.
 bool is_plain(const LinearCall& call) {
   const LinearShape& s = call.shape;
-  return call.plain() && !s.smoothing && !s.entropy && !s.weighted_sum && !s.argmax &&
-         !call.in.grad_entropy;
+  return call.plain() && !s.smoothing && !s.entropy && !s.weighted_sum && !s.argmax && !s.squares &&
+         !s.ranks && !s.logit_sum && !call.in.grad_entropy;
 }
 
 // The loss alone may be made of the caller's own rows of input.
@@ -62,7 +62,10 @@ void HopperEngine::describe(const Call& op, LinearCall* call, const DeviceInfo& 
   // The smoothing's term has, under a softcap, a slope of its own in every element, which E tells.
   const bool slopes = s.smoothing && call->map.capped;
   call->kept.layout = kept_in_blocks;
-  s.forms_dz = slopes && e_tells_slope(call->map, s.vocab);
+  // A tile's tanh has the bits of no temperature, of a number or of one a token.
+  if (call->map.capped && call->in.options.temperature != 1) s.maps = call->in.makes_maps = true;
+  const bool more = s.maps || s.squares || s.ranks;  // that kernel has no room for
+  s.forms_dz = slopes && !more && e_tells_slope(call->map, s.vocab);
   if (slopes && !s.forms_dz) s.can_store = false;
   if (op.kept && !slopes) lay_out_kept(op, kept_columns(op), call);
   // In the place of E, if nobody asks for that again.

@@ -76,13 +76,18 @@ Set choose_set(const Arguments& a) {
   const TileOptions& o = a.options;
   const bool is_dz = kMode == Mode::dz;
   const bool weighted = is_dz ? o.smoothing : a.partials.weighted != nullptr;
-  const bool more =
-      is_dz ? o.entropy : a.partials.shifted != nullptr || a.partials.argmax != nullptr;
-  const bool bias = o.bias != nullptr, map = !o.map.identity;
-  if (more || bias + map + weighted != 1) return o.map.capped ? Set::any_capped : Set::any;
+  const Partials& p = a.partials;
+  const bool entropy = is_dz ? o.entropy : p.shifted != nullptr || p.argmax != nullptr;
+  const bool extra = !is_dz && (p.squared != nullptr || p.above != nullptr);
+  const bool bias = o.bias != nullptr, map = !o.map.identity || o.row_map != nullptr;
+  const bool alone = !extra && !entropy && bias + map + weighted == 1;
+  if (extra || (o.row_map != nullptr && (!alone || o.map.capped))) {
+    return o.map.capped ? Set::more_capped : Set::more;
+  }
+  if (!alone) return o.map.capped ? Set::any_capped : Set::any;
   if (bias) return Set::biased;
   if (weighted) return Set::smoothed;
-  return o.map.capped ? Set::capped : Set::any;
+  return o.map.capped ? Set::capped : Set::scaled;
 }
 
 template <class T, Mode kMode>
@@ -92,16 +97,29 @@ void launch_options(const LinearWork& work, const Arguments& arguments) {
   if constexpr (kMode == Mode::sums_kept) {
     launch_with(std::integral_constant<Set, any_capped>{});
   } else if constexpr (std::is_same_v<T, __half>) {
-    if (arguments.options.map.capped) return launch_with(std::integral_constant<Set, any_capped>{});
+    // One option alone has none of its own.
+    const bool cap = arguments.options.map.capped, maps = arguments.options.row_map != nullptr;
+    const Partials& p = arguments.partials;
+    if (maps || (kMode != Mode::dz && (p.squared != nullptr || p.above != nullptr))) {
+      if (cap) return launch_with(std::integral_constant<Set, more_capped>{});
+      return launch_with(std::integral_constant<Set, more>{});
+    }
+    if (cap) return launch_with(std::integral_constant<Set, any_capped>{});
     launch_with(std::integral_constant<Set, any>{});
   } else {
     switch (choose_set<kMode>(arguments)) {
+      case more:
+        return launch_with(std::integral_constant<Set, more>{});
+      case more_capped:
+        return launch_with(std::integral_constant<Set, more_capped>{});
       case capped:
         return launch_with(std::integral_constant<Set, capped>{});
       case biased:
         return launch_with(std::integral_constant<Set, biased>{});
       case smoothed:
         return launch_with(std::integral_constant<Set, smoothed>{});
+      case scaled:
+        return launch_with(std::integral_constant<Set, scaled>{});
       case any:
         return launch_with(std::integral_constant<Set, any>{});
       case any_capped:
@@ -143,10 +161,11 @@ void launch(const LinearWork& work, const Arguments& arguments) {
 }
 
 Partials from_segment(Partials p, int64_t segment) {
-  for (float** sums : {&p.maximum, &p.sum, &p.shifted, &p.weighted}) {
+  for (float** sums : {&p.maximum, &p.sum, &p.shifted, &p.weighted, &p.logits, &p.squared}) {
     if (*sums != nullptr) *sums += segment;
   }
   if (p.argmax != nullptr) p.argmax += segment;
+  if (p.above != nullptr) p.above += segment;
   return p;
 }
 
@@ -159,20 +178,40 @@ float most_distance(int64_t vocab) {
 
 // sum e^(z - m) (z - m) is the difference of two sums that grow with the distance.
 constexpr float most_shifted_distance = 12;
+// Squares reach twice as far.
+constexpr float most_squared_distance = 40;
+
+float distance_of(const LinearCall& call, const Partials& partials) {
+  const float most = most_distance(call.shape.vocab);
+  if (partials.shifted != nullptr) return most_shifted_distance;
+  return partials.squared != nullptr ? std::min(most, most_squared_distance) : most;
+}
+
+// Where rows have maps of their own: what is left to do for all alike.
+MapFactors map_of_all(const LinearCall& call) {
+  if (!call.in.makes_maps) return call.map;
+  if (!call.map.capped) return {};
+  LossOptions options = call.in.options;
+  options.temperature = 1;
+  return map_factors(logit_map(options));
+}
 
 TileOptions make_options(const LinearCall& call, const LinearMemory& m) {
-  TileOptions o{.map = call.map,
+  const MapFactors map = map_of_all(call);
+  TileOptions o{.map = map,
+                .row_map = m.tokens.map,
+                .row_slope = m.slope,
                 .bias = m.bias_row,
                 .class_weight = m.class_weights,
                 .smoothing = call.shape.smoothing,
                 .entropy = static_cast<bool>(call.in.grad_entropy),
-                .small = 2 * most_of_small / call.map.inward,
-                .near_cap = near_cap * std::fabs(call.map.outward),
+                .small = 2 * most_of_small / map.inward,
+                .near_cap = near_cap * std::fabs(map.outward),
                 .terms = {},
                 .large_terms = {}};
   std::ranges::copy(large_tanh, o.large_terms);
-  const double half = 0.5 * call.map.inward;
-  double factor = call.map.slope;
+  const double half = 0.5 * map.inward;
+  double factor = map.slope;
   float* to = o.terms;
   for (const float term : {tanh_3, tanh_5, tanh_7, tanh_9, tanh_11}) {
     factor *= half * half;
@@ -198,8 +237,7 @@ Arguments make_arguments(const LinearCall& call, const LinearPlan& plan, const L
           .panel_end = (panel.columns + 63) / 64 * 64,
           .depth_tiles = static_cast<int32_t>((call.shape.hidden + tile_depth - 1) / tile_depth),
           .most_sum = std::exp2(most_distance(call.shape.vocab)),
-          .most_distance = m.partials.shifted != nullptr ? most_shifted_distance
-                                                         : most_distance(call.shape.vocab),
+          .most_distance = distance_of(call, m.partials),
           .options = make_options(call, m)};
 }
 
@@ -207,9 +245,26 @@ Arguments make_arguments(const LinearCall& call, const LinearPlan& plan, const L
 
 bool has_code() { return LOGITLESS_HAS_SM90A; }
 
+namespace {
+
+// Beside a weighted sum of logits one of classes that weigh 1 each: the same once more, which
+// nothing but class weights and mean_logit together ask for.
+void add_up_logits(const LinearWork& work, Arguments arguments) {
+  if (arguments.partials.logits == nullptr) return;
+  arguments.partials.weighted = arguments.partials.logits;
+  arguments.options.class_weight = nullptr;
+  arguments.panel = {};
+  if (work.call.shape.dtype == DType::f16)
+    return launch_options<__half, Mode::sums>(work, arguments);
+  launch_options<__nv_bfloat16, Mode::sums>(work, arguments);
+}
+
+}  // namespace
+
 void forward(const LinearWork& work, int64_t first, int64_t columns, const Panel& panel) {
   const auto& [call, plan, m, device, stream, chunk] = work;
   const Arguments arguments = make_arguments(call, plan, m, chunk, first, columns, panel);
+  add_up_logits(work, arguments);
   if (panel.data == nullptr) {
     if (call.shape.dtype == DType::f16) {
       launch<__half, Mode::sums>(work, arguments);

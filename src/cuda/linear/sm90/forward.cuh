@@ -71,12 +71,17 @@ struct RowData {
   int target;
   float anchor;                                        // z_t; dz: m
   float log2_sum, factor, smoothing, target_gradient;  // dz: log2 s, P, s, dz of the target
+  float slope;                                         // kScaled: of raw -> z
 };
-template <Mode kMode>
+template <Mode kMode, bool kScaled = false>
 __device__ inline RowData load_row(const Arguments& a, int row0, int valid) {
   const int quad = threadIdx.x % 4, row = row0 + 8 * (quad % 2) + 64 * (quad / 2);
-  RowData r{find_target(a, row, valid), 0, 0, 0, 0, 0};
+  RowData r{find_target(a, row, valid), 0, 0, 0, 0, 0, 0};
   if (row >= valid) return r;
+  if constexpr (kScaled) {
+    const TileOptions& o = a.options;
+    r.slope = o.row_slope == nullptr ? o.map.slope : o.row_slope[row];
+  }
   if constexpr (kMode == Mode::dz) {
     const RowStart start = load_start<kMode>(a, row, valid);
     r.anchor = start.anchor, r.log2_sum = start.log2_sum, r.factor = start.factor;

@@ -8,12 +8,14 @@
 namespace logitless::cuda::sm90 {
 
 // A kernel was compiled for one of these: one option alone, or whichever are asked for, with a
-// softcap or without.
-enum class Set { capped, biased, smoothed, any, any_capped };
+// softcap or without; more: with the squares, the rank and rows' own maps, which take registers.
+enum class Set { capped, biased, smoothed, scaled, any, any_capped, more, more_capped };
 template <Set kSet>
-constexpr bool is_any = kSet == Set::any || kSet == Set::any_capped;
+constexpr bool has_more = kSet == Set::more || kSet == Set::more_capped;
 template <Set kSet>
-constexpr bool has_cap = kSet == Set::capped || kSet == Set::any_capped;
+constexpr bool is_any = kSet == Set::any || kSet == Set::any_capped || has_more<kSet>;
+template <Set kSet>
+constexpr bool has_cap = kSet == Set::capped || kSet == Set::any_capped || kSet == Set::more_capped;
 
 // Never, but the compiler does not know: it mixes no work across.
 __device__ inline bool stops(const Arguments& a) { return again(a.depth_tiles == 0); }
@@ -22,9 +24,13 @@ template <Set kSet>
 __device__ inline bool has_bias(const Arguments& a) {
   return is_any<kSet> ? again(a.options.bias != nullptr) : kSet == Set::biased;
 }
+// raw -> z is a factor: of rows' own, or of all alike.
+template <Set kSet>
+constexpr bool slopes_by_row = kSet == Set::scaled;
 template <Set kSet>
 __device__ inline bool has_scale(const Arguments& a) {
-  return kSet == Set::any && again(!a.options.map.identity);
+  if constexpr (kSet == Set::scaled) return true;
+  return is_any<kSet> && again(!a.options.map.identity);
 }
 template <Set kSet>
 __device__ inline bool is_weighted(const Arguments& a) {
@@ -91,9 +97,9 @@ __device__ inline bool is_masked(const LeftOut& mask, int column, int h) {
   return kRare && (column == mask.target[h] || column >= mask.end[h]);
 }
 
-// raw -> z of 64 columns from `column` on, in place. Whether any of them may be near the cap.
+// The same but for what rows have of their own.
 template <Set kSet>
-__device__ inline bool map_block(float (&d)[96], const Arguments& a, int column) {
+__device__ inline bool map_block_alike(float (&d)[96], const Arguments& a, int column) {
   const TileOptions& o = a.options;
   if (has_bias<kSet>(a)) {
     const float2* bias = reinterpret_cast<const float2*>(o.bias + column) + threadIdx.x % 4;
@@ -125,11 +131,53 @@ __device__ inline bool map_block(float (&d)[96], const Arguments& a, int column)
     }
 #pragma unroll
     for (int n = 0; n < 32; ++n) d[n] = map_small(o, d[n]);
-  } else if (has_scale<kSet>(a)) {
+  } else if (!slopes_by_row<kSet> && has_scale<kSet>(a)) {
 #pragma unroll
     for (int n = 0; n < 32; ++n) d[n] *= o.map.slope;
   }
   return false;
+}
+
+// Rows with maps of their own: that of row h of the two, or of any that is there.
+__device__ inline const TokenMap& map_of_row(const Arguments& a, const HalfRows& rows, int valid,
+                                             int h) {
+  const Chunk& chunk = a.chunk;
+  return a.options.row_map[chunk.tokens.row[chunk.first + min(rows.row + 8 * h, valid - 1)]];
+}
+template <Set kSet>
+__device__ inline bool has_row_maps(const Arguments& a) {
+  return has_more<kSet> && again(a.options.row_map != nullptr);
+}
+// The softcap's slope's factor of row h.
+template <Set kSet>
+__device__ inline float backward_of(const Arguments& a, const HalfRows& rows, int valid, int h) {
+  if (has_row_maps<kSet>(a)) return map_of_row(a, rows, valid, h).backward;
+  return a.options.map.backward;
+}
+
+// raw -> z of 64 columns from `column` on, in place. Whether any of them may be near the cap.
+template <Set kSet>
+__device__ inline bool map_block(float (&d)[96], const Arguments& a, const HalfRows& rows,
+                                 const RowData& data, int valid, int column) {
+  const bool large = map_block_alike<kSet>(d, a, column);
+  if constexpr (slopes_by_row<kSet>) {
+    if (has_scale<kSet>(a)) {
+      const float slope[2] = {of_row(data.slope, rows.part, 0), of_row(data.slope, rows.part, 1)};
+#pragma unroll
+      for (int n = 0; n < 32; ++n) d[n] *= slope[n / 2 % 2];
+    }
+  } else if (has_row_maps<kSet>(a)) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const TokenMap& map = map_of_row(a, rows, valid, h);
+#pragma unroll
+      for (int n = 0; n < 16; ++n) {
+        float& z = d[4 * (n / 2) + 2 * h + n % 2];
+        z = has_cap<kSet> ? divided(z, map) : z * map.slope;
+      }
+    }
+  }
+  return large;
 }
 
 // E and dz leave through boxes of a warp's own 16 rows and 64 columns, two in turn.

@@ -8,13 +8,18 @@
 
 namespace logitless::cuda::sm90 {
 
+constexpr int no_column = 0xffff;
+
 // Holds what is summed of a thread's two rows so far, relative to the anchor, or to `from` where
 // that is no NaN.
 struct Sums {
   float maximum[2] = {-infinity(), -infinity()}, sum[2] = {0, 0};
   float shifted[2] = {0, 0}, weighted[2] = {0, 0};  // shifted: in log2
+  float squared[2] = {0, 0};
   float from[2] = {nan_value(), nan_value()};
-  int lowest[2] = {INT32_MAX, INT32_MAX};  // column of the maximum, if it may be the row's
+  // The column of the maximum, if it may be the row's, in 16 bits; above them how many columns are
+  // above the target.
+  int lowest[2] = {no_column, no_column};
 };
 
 // sum c_j z_j of 64 columns. kCareful: a column of weight 0 has none, whatever its logit.
@@ -59,13 +64,32 @@ __device__ inline void weigh(const float (&d)[96], const LeftOut& mask, const Ar
   sums->weighted[1] += sum.y;
 }
 
+// Counts of 64 columns those above the target.
+template <bool kRare>
+__device__ inline void count_above(const float (&d)[96], const HalfRows& rows, const RowData& data,
+                                   const LeftOut& mask, const Arguments& a, Sums* sums) {
+  if (!again(a.partials.above != nullptr)) return;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float target = of_row(data.anchor, rows.part, h);
+    int above = 0;
+#pragma unroll
+    for (int n = 0; n < 16; ++n) {
+      if (kRare && n % 8 == 0 && stops(a)) break;
+      const float z = d[4 * (n / 2) + 2 * h + n % 2];
+      above += z > target && !is_masked<kRare>(mask, 8 * (n / 2) + n % 2, h) ? 1 : 0;
+    }
+    sums->lowest[h] += above << 16;
+  }
+}
+
 // Holds what is kept of an element beside its sums.
 template <Mode kMode, Set kSet, bool kRare>
-__device__ inline float kept_of(const Arguments& a, float z, float e, bool masked) {
+__device__ inline float kept_of(const Arguments& a, float backward, float z, float e, bool masked) {
   if constexpr (kMode == Mode::sums_kept) {
     if (kRare && fabsf(z) > a.options.near_cap) e = encode_left(a.options.map, z);
   } else if constexpr (has_cap<kSet>) {
-    e = capped(a.options, z, e);
+    e = capped(backward, z, e);
   }
   return masked ? 0.0f : e;
 }
@@ -92,7 +116,8 @@ __device__ inline float bounded(float by) { return by > 1000.0f ? 1000.0f : by; 
 template <Set kSet>
 __device__ inline bool is_within(const HalfRows& rows, const Arguments& a, int h, float distance) {
   const bool shifts = is_any<kSet> && a.partials.shifted != nullptr;
-  const float least = shifts && rows.anchor[h] == 0 ? -a.most_distance : -100.0f;
+  const bool squares = has_more<kSet> && a.partials.squared != nullptr;
+  const float least = shifts && rows.anchor[h] == 0 ? -a.most_distance : squares ? -40.0f : -100.0f;
   return distance > least && distance < a.most_distance;
 }
 
@@ -109,6 +134,7 @@ __device__ inline void move_start(const HalfRows& rows, const Arguments& a, int 
   if (sum != 0) {
     sums->shifted[h] = factor * fmaf(-down, sum, sums->shifted[h]);
     sums->sum[h] = factor * sum;
+    if constexpr (has_more<kSet>) sums->squared[h] *= factor * factor;
   }
   sums->from[h] = top;
 }
@@ -132,14 +158,22 @@ __device__ inline void find_lowest(const float (&d)[96], const HalfRows& rows, c
         lowest = column;
       }
     }
-    if (wants) sums->lowest[h] = lowest + 64 * block + 2 * static_cast<int>(threadIdx.x % 4);
+    const int own = lowest + 64 * block + 2 * static_cast<int>(threadIdx.x % 4);
+    if (wants) sums->lowest[h] = (sums->lowest[h] & ~no_column) | (own & no_column);
   }
 }
 
-template <class T, Mode kMode, Set kSet, bool kRare, bool kShifted>
+enum class Terms { sum, shifted, squared };  // each with those before it
+
+template <class T, Mode kMode, Set kSet, bool kRare, Terms kTerms>
 __device__ inline void sum_block(const float (&d)[96], const HalfRows& rows, const LeftOut& mask,
-                                 const Arguments& a, uint32_t box, Sums* sums) {
+                                 const Arguments& a, int valid, uint32_t box, Sums* sums) {
   constexpr bool stores = kMode != Mode::sums;
+  float backward[2] = {0, 0};
+  if constexpr (stores && has_cap<kSet>) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) backward[h] = backward_of<kSet>(a, rows, valid, h);
+  }
 #pragma unroll
   for (int two = 0; two < 4; ++two) {
     if (kRare && stops(a)) break;
@@ -156,15 +190,18 @@ __device__ inline void sum_block(const float (&d)[96], const HalfRows& rows, con
         float distance = fmaf(z, log2e, -rows.anchor[h]);
         e[c] = exp2_fast(distance);
         if constexpr (stores) {
-          kept[c] = kept_of<kMode, kSet, kRare>(a, z, e[c], masked);
+          kept[c] = kept_of<kMode, kSet, kRare>(a, backward[h], z, e[c], masked);
         }
         if (kRare && from == from) {
           // Not fma(z, log2(e), -m log2(e)): its rounding is an exponent where |m| is large.
           distance = (z - from) * log2e;
           e[c] = exp2_fast(distance);
         }
-        if constexpr (kShifted) {
+        if constexpr (kTerms != Terms::sum) {
           sums->shifted[h] = fmaf(e[c], fmaxf(distance, least_exponent), sums->shifted[h]);
+        }
+        if constexpr (kTerms == Terms::squared) {
+          sums->squared[h] = fmaf(e[c], e[c], sums->squared[h]);
         }
       }
       sums->sum[h] += e[0] + e[1];
@@ -176,12 +213,17 @@ __device__ inline void sum_block(const float (&d)[96], const HalfRows& rows, con
 
 template <class T, Mode kMode, Set kSet, bool kRare>
 __device__ inline void sum_64(const float (&d)[96], const HalfRows& rows, const LeftOut& mask,
-                              const Arguments& a, uint32_t box, Sums* sums) {
-  if (is_any<kSet> && again(a.partials.shifted != nullptr)) {
-    sum_block<T, kMode, kSet, kRare, true>(d, rows, mask, a, box, sums);
-  } else {
-    sum_block<T, kMode, kSet, kRare, false>(d, rows, mask, a, box, sums);
+                              const Arguments& a, int valid, uint32_t box, Sums* sums) {
+  const auto sum = [&]<Terms kTerms>() {
+    sum_block<T, kMode, kSet, kRare, kTerms>(d, rows, mask, a, valid, box, sums);
+  };
+  if constexpr (has_more<kSet>) {
+    if (again(a.partials.squared != nullptr)) return sum.template operator()<Terms::squared>();
   }
+  if constexpr (is_any<kSet>) {
+    if (again(a.partials.shifted != nullptr)) return sum.template operator()<Terms::shifted>();
+  }
+  sum.template operator()<Terms::sum>();
 }
 
 // The maximum so far goes on to these columns'.
@@ -225,7 +267,8 @@ __device__ inline void add_columns(const float (&d)[96], const HalfRows& rows, c
     if (!rare) {
       add_highest<kSet, false>(d, rows, data, LeftOut{}, a, highest, block, sums);
       if (is_weighted<kSet>(a)) weigh<false>(d, LeftOut{}, a, column, sums);
-      return sum_64<T, kMode, kSet, false>(d, rows, LeftOut{}, a, box, sums);
+      if (has_more<kSet>) count_above<false>(d, rows, data, LeftOut{}, a, sums);
+      return sum_64<T, kMode, kSet, false>(d, rows, LeftOut{}, a, valid, box, sums);
     }
   }
   const LeftOut mask = find_left_out<kMode>(data, rows, a, valid, block);
@@ -237,7 +280,8 @@ __device__ inline void add_columns(const float (&d)[96], const HalfRows& rows, c
   }
   add_highest<kSet, true>(d, rows, data, mask, a, highest, block, sums);
   if (is_weighted<kSet>(a)) weigh<true>(d, mask, a, column, sums);
-  sum_64<T, kMode, kSet, true>(d, rows, mask, a, box, sums);
+  if (has_more<kSet>) count_above<true>(d, rows, data, mask, a, sums);
+  sum_64<T, kMode, kSet, true>(d, rows, mask, a, valid, box, sums);
 }
 
 // Two rows' at once: what a quad trades takes long to come.
@@ -261,6 +305,10 @@ __device__ inline void write_half(const HalfRows& rows, const Arguments& a, int 
   float maximum[2] = {sums.maximum[0], sums.maximum[1]};
   quad_reduce(maximum, [](float x, float y) { return fmaxf(x, y); });
   float sum[2], shifted[2], weighted[2] = {sums.weighted[0], sums.weighted[1]};
+  float squared[2];
+  int above[2] = {sums.lowest[0] >> 16, sums.lowest[1] >> 16};
+  const bool squares = has_more<kSet> && a.partials.squared != nullptr;
+  const bool counts = has_more<kSet> && a.partials.above != nullptr;
   int lowest[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -271,11 +319,14 @@ __device__ inline void write_half(const HalfRows& rows, const Arguments& a, int 
     const float lifted = factor * fmaf(-by, own, sums.shifted[h]) * ln2;
     sum[h] = own == 0 ? 0.0f : own * factor;
     shifted[h] = own == 0 ? 0.0f : lifted;
-    lowest[h] = sums.maximum[h] == maximum[h] ? sums.lowest[h] : INT32_MAX;
+    squared[h] = own == 0 ? 0.0f : sums.squared[h] * factor * factor;
+    lowest[h] = sums.maximum[h] == maximum[h] ? sums.lowest[h] & no_column : no_column;
   }
   quad_reduce(sum, add);
   if (is_weighted<kSet>(a)) quad_reduce(weighted, add);
   if (shifts) quad_reduce(shifted, add);
+  if (squares) quad_reduce(squared, add);
+  if (counts) quad_reduce(above, [](int x, int y) { return x + y; });
   if (names) quad_reduce(lowest, [](int x, int y) { return min(x, y); });
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -286,7 +337,9 @@ __device__ inline void write_half(const HalfRows& rows, const Arguments& a, int 
     a.partials.sum[to] = sum[h];
     if (is_weighted<kSet>(a)) a.partials.weighted[to] = weighted[h];
     if (shifts) a.partials.shifted[to] = shifted[h];
-    if (names) a.partials.argmax[to] = rows.column + (lowest[h] == INT32_MAX ? 0 : lowest[h]);
+    if (squares) a.partials.squared[to] = squared[h];
+    if (counts) a.partials.above[to] = above[h];
+    if (names) a.partials.argmax[to] = rows.column + (lowest[h] == no_column ? 0 : lowest[h]);
   }
 }
 

@@ -8,7 +8,9 @@
 namespace logitless::cuda::sm90 {
 
 struct TileOptions {
-  MapFactors map;
+  MapFactors map;             // where rows have maps of their own: as if no temperature were given
+  const TokenMap* row_map;    // [N]  by token; null: `map` is all rows'
+  const float* row_slope;     // [rows of the chunk]  theirs, where there is row_map
   const float* bias;          // [V + padding]  null: none
   const float* class_weight;  // [V + padding]  null: 1
   bool smoothing, entropy;    // terms of dz
@@ -78,9 +80,14 @@ __device__ inline float quad_sum(float x) {
 }
 
 // E or dz times the softcap's slope.
-__device__ inline float capped(const TileOptions& o, float z, float e) {
-  const float t = z * o.map.backward;
+__device__ inline float capped(float backward, float z, float e) {
+  const float t = z * backward;
   return e * fmaf(-t, t, 1.0f);
+}
+// z over a temperature, whose inverse has two parts: of the roundings of a quotient one is left.
+__device__ inline float divided(float z, const TokenMap& m) {
+  const float quotient = z * m.inverse;
+  return quotient + fmaf(z, m.inverse_low, fmaf(z, m.inverse, -quotient));
 }
 
 // From E, rounded by 2^-8 at most, z is known to 2^-8, and the slope 1 - (z / cap)^2 to 2^-8 b of

@@ -35,9 +35,10 @@ __device__ inline void draw_block(const float (&d)[96], const HalfRows& rows, co
   const bool smooths = has_smoothing<kSet>(a);
   const bool forgets = is_any<kSet> && again(a.options.entropy);
   float smoothing[2] = {rows.smoothing[0], rows.smoothing[1]}, entropy[2] = {0, 0},
-        value[2] = {0, 0}, target_gradient[2] = {0, 0};
+        value[2] = {0, 0}, target_gradient[2] = {0, 0}, backward[2] = {0, 0};
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
+    if constexpr (has_cap<kSet>) backward[h] = backward_of<kSet>(a, rows, valid, h);
     if constexpr (is_any<kSet>) {
       const RowGradient& g = a.gradients[min(rows.row + 8 * h, valid - 1)];
       smoothing[h] = g.smoothing, entropy[h] = g.entropy, value[h] = g.entropy_value;
@@ -69,7 +70,7 @@ __device__ inline void draw_block(const float (&d)[96], const HalfRows& rows, co
           const float information = fmaxf(log2_p * ln2, least_exponent) + value[h];
           draw[c] = fmaf(-(entropy[h] * p), information, draw[c]);
         }
-        if (has_cap<kSet>) draw[c] = capped(o, z, draw[c]);
+        if (has_cap<kSet>) draw[c] = capped(backward[h], z, draw[c]);
         if (kRare) {
           draw[c] = 8 * i + c >= mask.end[h] ? 0.0f : draw[c];
           draw[c] = 8 * i + c == mask.target[h] ? target_gradient[h] : draw[c];
@@ -96,7 +97,7 @@ __device__ inline void finish_half(float (&d)[96], const RowData& data, int row,
   for (int block = 0; block < 3; ++block) {
     const uint32_t box = boxes + (part + block) % 2 * warp_box_bytes;
     const int first = column + 64 * block;
-    const bool large = map_block<kSet>(d, a, first);
+    const bool large = map_block<kSet>(d, a, rows, data, valid, first);
     if constexpr (stores) {
       if (threadIdx.x % 32 == 0) stores_wait<1>();
       __syncwarp();
@@ -180,7 +181,7 @@ __device__ inline void option_tiles(const CUtensorMap* panel_map, const Pipeline
     int row_cluster, column_tile;
     work.schedule.find(t, &row_cluster, &column_tile);
     const int row = row_cluster * cluster_rows + a.team.rank() * tile_rows + thread_row(warpgroup);
-    const RowData data = load_row<kMode>(a, row, work.valid);
+    const RowData data = load_row<kMode, slopes_by_row<kSet>>(a, row, work.valid);
     fetch_columns<kMode>(a, column_tile);
     wait(pipeline.full + ring.stage, ring.phase);
     multiply_step<T>(upper, lower, pipeline, ring.stage, warpgroup, true);

@@ -4,6 +4,20 @@
 
 override capped: bool = false;
 override scaled: bool = false;
+override own_temperature: bool = false;  // of every token: its factors are in `extras`
+
+// What a temperature decides.
+struct Scale {
+  slope: f32,
+  cap_out: f32,
+  cap_out_low: f32,
+}
+fn scale_of(token: u32) -> Scale {
+  if (own_temperature) {
+    return Scale(extras[token].slope, extras[token].cap_out, extras[token].cap_out_low);
+  }
+  return Scale(p.slope, p.cap_out, p.cap_out_low);
+}
 
 // c_j
 fn class_weight_of(local: u32) -> f32 {
@@ -18,7 +32,10 @@ struct Mapped {
   z: f32,
   t: f32,
 }
-fn map_raw(raw: f32) -> Mapped {
+fn map_raw(raw: f32, scale: Scale) -> Mapped {
+  if (own_temperature && is_nan(scale.slope)) {
+    return Mapped(bitcast<f32>(p.nan), bitcast<f32>(p.nan));
+  }
   if (capped) {
     if (is_nan(raw) || (is_infinite(raw) && p.cap_in == 0.0)) {
       return Mapped(bitcast<f32>(p.nan), bitcast<f32>(p.nan));
@@ -28,20 +45,20 @@ fn map_raw(raw: f32) -> Mapped {
       x = select(1.0e4, -1.0e4, is_negative(raw) != (p.cap_in < 0.0));
     }
     let t = tanh_of(clamp(x, -1.0e4, 1.0e4));
-    return Mapped(fma(t, p.cap_out, t * p.cap_out_low), t);
+    return Mapped(fma(t, scale.cap_out, t * scale.cap_out_low), t);
   }
-  if (scaled) {
-    return Mapped(raw * p.slope, 0.0);
+  if (scaled && scale.slope != 1.0) {
+    return Mapped(raw * scale.slope, 0.0);
   }
   return Mapped(raw, 0.0);
 }
 
 // draw of a column from its raw logit.
-fn draw(s: State, raw: f32, column: u32, local: u32) -> u32 {
+fn draw(s: State, scale: Scale, raw: f32, column: u32, local: u32) -> u32 {
   if ((s.kind & (state_nan | state_gradient_nan)) != 0u) {
     return p.nan;
   }
-  let mapped = map_raw(raw);
+  let mapped = map_raw(raw, scale);
   if (is_nan(mapped.z)) {
     return p.nan;
   }
@@ -67,9 +84,9 @@ fn draw(s: State, raw: f32, column: u32, local: u32) -> u32 {
     dz -= s.entropy_factor * probability * (log_p + s.entropy);
   }
   if (capped) {
-    dz *= p.slope * ((1.0 - mapped.t) * (1.0 + mapped.t));
-  } else if (scaled) {
-    dz *= p.slope;
+    dz *= scale.slope * ((1.0 - mapped.t) * (1.0 + mapped.t));
+  } else if (scaled && scale.slope != 1.0) {
+    dz *= scale.slope;
   }
   return bitcast<u32>(dz);
 }

@@ -15,6 +15,20 @@ fn is_negative(x: f32) -> bool {
   return (bitcast<u32>(x) >> 31u) == 1u;
 }
 
+// x > y, of infinities too; false of NaN.
+fn is_above(x: f32, y: f32) -> bool {
+  if (is_nan(x) || is_nan(y)) {
+    return false;
+  }
+  if (is_infinite(x)) {
+    return !is_negative(x) && bitcast<u32>(x) != bitcast<u32>(y);
+  }
+  if (is_infinite(y)) {
+    return is_negative(y);
+  }
+  return x > y;
+}
+
 // exp(x) for x <= 0 to about an ulp; below 2^-126 it is 0.
 fn exp_nonpositive(x: f32) -> f32 {
   let y = max(x, -104.0);

@@ -16,6 +16,8 @@ const has_grad_target = 512u;
 const has_grad_entropy = 1024u;
 const wants_gradient = 2048u;
 const has_loss = 4096u;
+const has_extras = 8192u;
+const is_backward = 16384u;  // a token without an upstream gradient is ignored
 
 // A token is of one of three kinds, to which the states are added.
 const ignored = 0u;
@@ -50,6 +52,16 @@ struct State {
   place: u32,           // row of the block, or none
 }
 
+// `extras` has what few calls ask for: [tokens].
+struct Extra {
+  sum_p_squared: f32,
+  mean_logit: f32,
+  rank: u32,            // or none
+  slope: f32,           // of its own temperature, as in Params (window.wgsl); NaN: it is none
+  cap_out: f32,
+  cap_out_low: f32,
+}
+
 // `inputs` has what the call gives for every token: [tokens].
 struct Given {
   token_weight: f32,
@@ -66,7 +78,7 @@ struct Given {
 struct Scalars {
   normalizer: f32,
   exponent: i32,    // the normalizer is times 2^exponent
-  unused: u32,
+  upstream: u32,    // grad_loss where it is one, its bits, else those of 1
   factor: f32,      // of every gradient
   weight_sum: f32,  // of the vocabulary's weights
 }

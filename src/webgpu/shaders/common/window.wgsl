@@ -28,6 +28,7 @@ struct Params {
 @group(0) @binding(0) var<uniform> p: Params;
 
 override direct: bool = false;  // the block is the caller's own matrix, its rows are all tokens
+override more_statistics: bool = false;  // those of `extras` are asked for
 
 const slot_columns = 1024u;
 const flag_nan = 1u;
@@ -41,7 +42,7 @@ struct Slot {
   shifted: f32,       // of e (z - m)
   weighted: f32,      // of c_j z_j
   argmax: u32,
-  target_logit: f32,  // where the target is one of its columns
   flags: u32,
-  unused: u32,
+  squared: f32,       // sum of e^2, where there are more statistics
+  logit_sum: f32,     // of z_j, likewise
 }

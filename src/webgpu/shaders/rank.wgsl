@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// How many columns of a window have a logit above the target's, which is known by then: a workgroup a
+// row, which adds to what earlier windows had. The target's own column is none of them.
+// Uses common: numbers, token, window, logit.
+
+@group(0) @binding(1) var<storage, read> block: array<f32>;           // [rows, row_stride]
+@group(0) @binding(2) var<storage, read> counted: array<u32>;         // count, 3 unused, [count]
+@group(0) @binding(3) var<storage, read> vocab_weight: array<f32>;    // of class_weight_of: not used here
+@group(0) @binding(4) var<storage, read> rows: array<State>;          // [tokens]
+@group(0) @binding(5) var<storage, read_write> extras: array<Extra>;  // [tokens]
+
+var<workgroup> above: atomic<u32>;
+
+@compute @workgroup_size(256)
+fn rank(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
+  let r = group.x;
+  if (r >= counted[0]) {
+    return;
+  }
+  let token = counted[4u + r];
+  if (direct && !is_counted(rows[token].kind)) {
+    return;
+  }
+  // Not left to the language's zeros: not every driver keeps to them.
+  if (thread == 0u) {
+    atomicStore(&above, 0u);
+  }
+  workgroupBarrier();
+  let target_logit = rows[token].target_logit;
+  let target_column = rows[token].target_column;
+  let scale = scale_of(token);
+  var own = 0u;
+  for (var local = thread; local < p.columns; local += 256u) {
+    let z = map_raw(block[p.base + r * p.row_stride + local], scale).z;
+    if (p.first_column + local != target_column && is_above(z, target_logit)) {
+      own += 1u;
+    }
+  }
+  atomicAdd(&above, own);
+  workgroupBarrier();
+  if (thread == 0u) {
+    extras[token].rank += atomicLoad(&above);
+  }
+}

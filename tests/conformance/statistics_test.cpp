@@ -1,0 +1,412 @@
+// SPDX-License-Identifier: Apache-2.0
+// Log-probabilities and ranks of targets: never above 0 and the same bits whatever else is asked;
+// exact where the logits are apart.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <numeric>
+
+#include "tests/support/data.h"
+#include "tests/support/gather.h"
+#include "tests/support/judge.h"
+#include "tests/support/suite.h"
+
+namespace logitless::conformance {
+namespace {
+
+using Rows = std::vector<std::vector<double>>;
+
+class TokenStatistics : public ConformanceTest {
+ protected:
+  Case plain(Shape shape) const {
+    Case c{.op = op_, .shape = shape, .dtype = dtype_};
+    c.options.reduction = Reduction::none;
+    c.options.out_of_range = OutOfRange::ignore;
+    c.logprob = c.rank = c.sum_p_squared = c.mean_logit = true;
+    return c;
+  }
+  // Made by another kernel than the log-probability alone, where the contract lets that have bits
+  // of its own.
+  bool is_elsewhere(const Case& c) const {
+    if (!is_linear(op_) || device_.reference_is_maximum(dtype_)) return false;
+    return c.statistics || c.rank || c.sum_p_squared || c.mean_logit || c.temperatures;
+  }
+  // An op with these logits, exact in every dtype, before scale and softcap: of linear ops column i
+  // of the weights holds those of token i, and the input is one.
+  template <class Op>
+  Problem<Op> of_rows(Case c, const Rows& logits, const std::vector<double>& target) {
+    const auto tokens = static_cast<int64_t>(logits.size());
+    const auto vocab = static_cast<int64_t>(logits[0].size());
+    c.shape = {tokens, tokens, vocab};
+    Problem<Op> p = build<Op>(c);
+    if constexpr (LinearOp<Op>) {
+      std::vector<double> one(tokens * tokens, 0.0), columns(vocab * tokens);
+      for (int64_t i = 0; i < tokens; ++i) {
+        one[i * tokens + i] = 1;
+        for (int64_t j = 0; j < vocab; ++j) columns[j * tokens + i] = logits[i][j];
+      }
+      write(p.op.input, one);
+      write(p.op.weight, columns);
+    } else {
+      std::vector<double> all;
+      for (const auto& row : logits) all.insert(all.end(), row.begin(), row.end());
+      write(p.op.logits, all);
+    }
+    write(p.op.target, target);
+    return p;
+  }
+  // Loss and statistics: sums over rows so regular lose more than gradients are held to.
+  template <class Op>
+  Fields judged(const Problem<Op>& p, const std::string& what, Memory memory = Memory::minimum) {
+    Outcome outcome = execute(device_, p.op, p.pool, {.memory = memory});
+    reference::Result want = expected(device_, p.op, p.model);
+    const auto is_gradient = [](const auto& one) { return one.first.starts_with("grad_"); };
+    std::erase_if(want.outputs, is_gradient);
+    std::erase_if(outcome.fields, is_gradient);
+    const Comparison result = compare(want, outcome);
+    EXPECT_TRUE(result.ok()) << what << "\n" << result.report;
+    return outcome.fields;
+  }
+  template <class F>
+  void with_forward(F&& f) {
+    with_op(op_, [&](auto op) {
+      if constexpr (ForwardOp<decltype(op)>) f(op);
+    });
+  }
+};
+
+// Rows of which a rounded log-probability may come out above 0: those that hold next to nothing
+// beside the target, and those whose numbers are large.
+Rows peaked_rows(int64_t vocab, DType dtype) {
+  const double large = dtype == DType::f16 ? 6e4 : 1e30;
+  Rows rows;
+  const auto add = [&](double target, double others) {
+    rows.emplace_back(vocab, others)[0] = target;
+  };
+  for (const double gap : {0.0, 1.0, 8.0, 14.0, 15.5, 16.0, 16.625, 17.0, 18.0, 30.0, 88.0, 104.0})
+    add(gap, 0);
+  for (const double offset : {-30.0, 30.0, 100.0, -100.0, 1000.0, -1000.0}) {
+    add(offset, offset);
+    add(offset, offset - 16);
+    add(offset, -std::fabs(offset) - 40);
+  }
+  for (const double z : {large, -large}) add(z, z), add(z, -large), add(z, 0);
+  // Two, and three, that share the maximum.
+  rows.emplace_back(vocab, -50.0);
+  rows.back()[0] = rows.back()[vocab - 1] = 3;
+  rows.push_back(rows.back());
+  rows.back()[vocab / 2] = 3;
+  return rows;
+}
+
+TEST_P(TokenStatistics, LogprobIsNeverAboveZero) {
+  for (const int64_t vocab : {1, 2, 70, 300}) {
+    for (const bool mapped : {false, true}) {
+      with_forward([&](auto op) {
+        using Op = decltype(op);
+        const Rows rows = peaked_rows(vocab, dtype_);
+        Case c = plain({});
+        c.row_statistics = mapped;
+        c.options.temperature = mapped ? 0.75f : 1;
+        const auto p = of_rows<Op>(c, rows, std::vector<double>(rows.size(), 0.0));
+        for (const Memory memory : {Memory::minimum, Memory::recommended}) {
+          const Fields fields = judged(p, std::to_string(vocab) + " columns", memory);
+          for (size_t i = 0; i < rows.size(); ++i) {
+            EXPECT_LE(fields.at("logprob").value[i], 0) << i;
+          }
+          if (vocab > 1) continue;
+          for (const double x : fields.at("logprob").value) EXPECT_EQ(x, 0);
+        }
+      });
+    }
+  }
+}
+
+// Rows as a head makes them, of a target so far above that one rounding decides.
+TEST_P(TokenStatistics, LogprobOfTrainedRowsIsNeverAboveZero) {
+  with_forward([&](auto op) {
+    using Op = decltype(op);
+    Case c = plain({130, 24, 421});
+    c.data = Data::peaked;
+    Problem<Op> p = build<Op>(c);
+    for (const float scale : {0.25f, 0.5f, 1.0f, 2.0f}) {
+      p.op.options.logit_scale = scale;
+      const Fields fields = judged(p, std::to_string(scale));
+      for (const double x : fields.at("logprob").value) EXPECT_LE(x, 0) << scale;
+    }
+  });
+}
+
+// A minimum with 0 that drops a NaN would say that the target is certain.
+TEST_P(TokenStatistics, LogprobKeepsNaN) {
+  with_forward([&](auto op) {
+    using Op = decltype(op);
+    if constexpr (!LinearOp<Op>) {
+      const double inf = std::numeric_limits<double>::infinity(), nan = std::nan("");
+      Rows rows(7, std::vector<double>(70, 1.0));
+      rows[1][0] = nan;
+      rows[2][69] = nan;
+      rows[3][0] = inf;
+      rows[4][33] = inf;
+      rows[5][0] = -inf;
+      rows[6].assign(70, -inf);
+      const auto p = of_rows<Op>(plain({}), rows, std::vector<double>(7, 0.0));
+      const Fields fields = judged(p, "rows that are not finite");
+      const Field& logprob = fields.at("logprob");
+      for (const size_t i : {1, 2, 3, 4, 6}) EXPECT_TRUE(std::isnan(logprob.value[i])) << i;
+      EXPECT_EQ(logprob.value[5], -inf);
+    } else {
+      Problem<Op> p = build<Op>(plain({9, 16, 70}));
+      std::vector<double> input = read(p.op.input);
+      input[3 * 16] = std::nan("");
+      write(p.op.input, input);
+      EXPECT_TRUE(std::isnan(judged(p, "a NaN").at("logprob").value[3]));
+    }
+  });
+}
+
+// Rows k of `part` have the logprob of rows[k] of `whole`, bit for bit.
+void expect_logprob(const Field& whole, const Field& part, const std::vector<int64_t>& rows,
+                    const std::string& what) {
+  for (size_t k = 0; k < rows.size(); ++k) {
+    if (std::memcmp(&part.bits[4 * k], &whole.bits[4 * rows[k]], 4) == 0) continue;
+    ADD_FAILURE() << what << ": logprob of token " << rows[k] << " is " << part.value[k] << ", not "
+                  << whole.value[rows[k]];
+    return;
+  }
+}
+
+std::vector<int64_t> all_rows(int64_t tokens) {
+  std::vector<int64_t> rows(tokens);
+  std::iota(rows.begin(), rows.end(), 0);
+  return rows;
+}
+
+// What may be asked for beside a log-probability.
+const Setting kBeside[] = {
+    {"nothing else", [](Case&) {}},
+    {"the row", [](Case& c) { c.row_statistics = true; }},
+    {"everything of the row", [](Case& c) { c.statistics = true; }},
+    {"rank", [](Case& c) { c.rank = true; }},
+    {"sum_p_squared", [](Case& c) { c.sum_p_squared = true; }},
+    {"mean_logit", [](Case& c) { c.mean_logit = true; }},
+    {"all statistics",
+     [](Case& c) { c.statistics = c.rank = c.sum_p_squared = c.mean_logit = true; }},
+    {"a sum", [](Case& c) { c.options.reduction = Reduction::sum; }},
+    {"a mean", [](Case& c) { c.options.reduction = Reduction::mean; }},
+    {"token weights", [](Case& c) { c.token_weight = true; }},
+    {"temperatures of 1", [](Case& c) { c.temperatures = true; }},
+};
+
+// The forward op alone and the one with gradients, with each thing that may be asked beside it, in
+// the least memory and the recommended one.
+TEST_P(TokenStatistics, LogprobHasTheSameBitsWhateverElseIsAsked) {
+  for (const Setting& map : kAlone) {
+    Case c{.op = op_, .shape = {70, 24, 421}, .dtype = dtype_};
+    map.apply(c);
+    c.row_statistics = false;
+    c.logprob = true;
+    c.options.reduction = Reduction::none;
+    c.data = Data::peaked;
+    Field first;
+    const auto compare_with = [&](const Field& logprob, const std::string& what) {
+      if (first.bits.empty()) first = logprob;
+      expect_logprob(first, logprob, all_rows(70), std::string(map.name) + ", " + what);
+    };
+    for (const Setting& beside : kBeside) {
+      Case own = c;
+      beside.apply(own);
+      if (is_elsewhere(own)) continue;
+      for (const Memory memory : {Memory::minimum, Memory::recommended}) {
+        for (const bool gradients : {false, true}) {
+          own.op = is_linear(op_)
+                       ? (gradients ? OpKind::linear_forward_backward : OpKind::linear_forward)
+                       : (gradients ? OpKind::forward_backward : OpKind::forward);
+          with_op(own.op, [&](auto op) {
+            using Op = decltype(op);
+            if constexpr (ForwardOp<Op>) {
+              Problem<Op> p = build<Op>(own);
+              if (own.temperatures) write(p.op.weights.temperature, std::vector<double>(70, 1.0));
+              if (!own.statistics && !own.row_statistics &&
+                  own.options.reduction == Reduction::none && !GradientOp<Op>) {
+                p.op.loss = {};
+              }
+              const Outcome outcome = execute(device_, p.op, p.pool, {.memory = memory});
+              ASSERT_TRUE(outcome.status.ok()) << outcome.status.message();
+              compare_with(outcome.fields.at("logprob"),
+                           std::string(beside.name) + (gradients ? " and gradients" : ""));
+            }
+          });
+        }
+      }
+    }
+  }
+}
+
+// And beside kept state.
+TEST_P(TokenStatistics, LogprobHasTheSameBitsBesideKeptState) {
+  if (op_ != OpKind::linear_forward || !device_.keeps_state(dtype_)) return;
+  for (const float softcap : {0.0f, 20.0f}) {
+    Case c{.op = op_, .shape = {70, 40, 421}, .dtype = dtype_, .row_statistics = true};
+    c.logprob = true;
+    c.options.softcap = softcap;
+    c.options.reduction = Reduction::none;
+    Problem<LinearCrossEntropyForward> p = build<LinearCrossEntropyForward>(c);
+    const Outcome without = execute(device_, p.op, p.pool);
+    LinearCrossEntropyForward placed = p.op;
+    place(placed, device_.tensors());
+    Kept kept;
+    ASSERT_TRUE(
+        kept_size(placed, device_.execution(), std::numeric_limits<uint64_t>::max(), &kept).ok());
+    if (kept.columns == 0) return;
+    p.op.kept = p.pool.reserve(dtype_, {kept.shape[0], kept.shape[1]});
+    p.op.kept_rows = p.pool.reserve(DType::f32, {kept.rows_shape[0], kept.rows_shape[1]});
+    for (const Memory memory : {Memory::minimum, Memory::recommended}) {
+      const Outcome with = execute(device_, p.op, p.pool, {.memory = memory});
+      ASSERT_TRUE(with.status.ok()) << with.status.message();
+      expect_logprob(without.fields.at("logprob"), with.fields.at("logprob"), all_rows(70), "kept");
+    }
+  }
+}
+
+// Another place, other neighbours, another number of tokens, where `info` promises that.
+TEST_P(TokenStatistics, HaveTheSameBitsInAnyBatch) {
+  for (const bool every : {false, true}) {
+    Case c = plain({70, 24, 421});
+    c.rank = c.sum_p_squared = c.mean_logit = c.statistics = every;
+    c.temperatures = every;
+    if (!device_.batch_invariant(c)) return;
+    with_forward([&](auto op) {
+      using Op = decltype(op);
+      const Problem<Op> p = build<Op>(c);
+      const Outcome whole = execute(device_, p.op, p.pool);
+      ASSERT_TRUE(whole.status.ok()) << whole.status.message();
+      std::vector<int64_t> reversed = all_rows(70);
+      std::reverse(reversed.begin(), reversed.end());
+      const std::vector<int64_t> some{69, 3, 3, 41, 0, 17, 18};
+      for (const std::vector<int64_t>& rows : {std::vector<int64_t>{33}, some, reversed}) {
+        const Problem<Op> part = gather(p, rows);
+        const Outcome outcome = execute(device_, part.op, part.pool, {.memory = Memory::minimum});
+        ASSERT_TRUE(outcome.status.ok()) << outcome.status.message();
+        for (const char* name : {"logprob", "sum_p_squared", "mean_logit", "lse"}) {
+          if (!outcome.fields.contains(name)) continue;
+          expect_logprob(whole.fields.at(name), outcome.fields.at(name), rows, name);
+        }
+        if (!every) continue;
+        for (size_t k = 0; k < rows.size(); ++k) {
+          EXPECT_EQ(outcome.fields.at("rank").value[k], whole.fields.at("rank").value[rows[k]]);
+        }
+      }
+    });
+  }
+}
+
+// Logits a quarter apart, in any order, so that every dtype holds them and no error joins two.
+Rows separated_rows(int64_t tokens, int64_t vocab) {
+  Rows rows;
+  Random random(11);
+  for (int64_t i = 0; i < tokens; ++i) {
+    std::vector<double> row(vocab);
+    for (int64_t j = 0; j < vocab; ++j) row[j] = 0.25 * static_cast<double>(j - vocab / 2);
+    for (int64_t j = vocab - 1; j > 0; --j) std::swap(row[j], row[random.below(j + 1)]);
+    rows.push_back(row);
+  }
+  return rows;
+}
+
+TEST_P(TokenStatistics, RankIsExactOnSeparatedLogits) {
+  constexpr int64_t tokens = 40, vocab = 131;
+  const Rows rows = separated_rows(tokens, vocab);
+  const struct {
+    float scale, softcap, temperature;
+  } maps[] = {{1, 0, 1}, {-0.5f, 0, 1}, {1, 20, 0.7f}};
+  for (const auto& [scale, softcap, temperature] : maps) {
+    for (const DType index : {DType::i32, DType::i64}) {
+      with_forward([&](auto op) {
+        using Op = decltype(op);
+        Case c = plain({});
+        c.statistics = index == DType::i32;
+        c.argmax = index;
+        c.options.logit_scale = scale;
+        c.options.softcap = softcap;
+        c.options.temperature = temperature;
+        std::vector<double> target(tokens);
+        for (int64_t i = 0; i < tokens; ++i) {
+          const auto sign = [&](double z) { return scale < 0 ? -z : z; };
+          // The first for every third, else any.
+          int64_t t = i * 37 % vocab;
+          for (int64_t j = 0; i % 3 == 0 && j < vocab; ++j) {
+            if (sign(rows[i][j]) > sign(rows[i][t])) t = j;
+          }
+          target[i] = static_cast<double>(t);
+        }
+        Problem<Op> p = of_rows<Op>(c, rows, target);
+        const Fields fields = judged(p, "separated");
+        for (int64_t i = 0; i < tokens; ++i) {
+          const double own = rows[i][static_cast<int64_t>(target[i])];
+          const auto above = std::count_if(rows[i].begin(), rows[i].end(),
+                                           [&](double z) { return scale < 0 ? z < own : z > own; });
+          EXPECT_EQ(fields.at("rank").value[i], static_cast<double>(above)) << i;
+          if (!c.statistics) continue;
+          EXPECT_EQ(fields.at("argmax").value[i] == target[i], above == 0) << i;
+        }
+      });
+    }
+  }
+}
+
+// What equals the target's is not above it, wherever it lies: of powers of two no map rounds.
+TEST_P(TokenStatistics, RankCountsNoTie) {
+  with_forward([&](auto op) {
+    using Op = decltype(op);
+    constexpr int64_t vocab = 300;
+    Rows rows(4, std::vector<double>(vocab, 2.0));
+    for (int64_t j = 0; j < vocab; j += 3) rows[1][j] = 4;                  // 100 above
+    for (int64_t j = 0; j < vocab; j += 3) rows[2][j] = j == 150 ? 2 : -1;  // none
+    rows[3].assign(vocab, 0.0);
+    Problem<Op> p = of_rows<Op>(plain({}), rows, {299, 1, 150, 7});
+    const Fields fields = judged(p, "ties");
+    EXPECT_EQ(fields.at("rank").value, (std::vector<double>{0, 100, 0, 0}));
+  });
+}
+
+// -1 where the token does not count; a number that indexes the vocabulary in a row that is NaN.
+TEST_P(TokenStatistics, RankOfRowsWithoutOne) {
+  for (const DType index : {DType::i32, DType::i64}) {
+    with_forward([&](auto op) {
+      using Op = decltype(op);
+      Case c = plain({9, 16, 70});
+      c.argmax = index;
+      Problem<Op> p = build<Op>(c);
+      std::vector<double> target = read(p.op.target);
+      target[1] = static_cast<double>(c.options.ignore_index);
+      target[4] = 70;
+      target[5] = -1;
+      write(p.op.target, target);
+      const TensorView& rows = [&]() -> const TensorView& {
+        if constexpr (LinearOp<Op>) {
+          return p.op.input;
+        } else {
+          return p.op.logits;
+        }
+      }();
+      std::vector<double> values = read(rows);
+      const int64_t columns = rows.shape[1];
+      values[1 * columns + 2] = values[2 * columns + 3] = values[7 * columns] = std::nan("");
+      if (!LinearOp<Op>) values[8 * columns + static_cast<int64_t>(target[8])] = std::nan("");
+      write(rows, values);
+      const Fields fields = judged(p, "NaN and ignored");
+      const std::vector<double>& rank = fields.at("rank").value;
+      for (const size_t i : {1, 4, 5}) EXPECT_EQ(rank[i], -1) << i;
+      for (const size_t i : {2, 7, 8}) EXPECT_TRUE(rank[i] >= 0 && rank[i] < 70) << i << rank[i];
+    });
+  }
+}
+
+constexpr OpKind kStatisticsOps[] = {OpKind::forward, OpKind::forward_backward,
+                                     OpKind::linear_forward, OpKind::linear_forward_backward};
+LOGITLESS_CONFORMANCE_SUITE_OF(TokenStatistics, kStatisticsOps, inputs());
+
+}  // namespace
+}  // namespace logitless::conformance

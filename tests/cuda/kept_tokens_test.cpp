@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// Kept state of more tokens than one launch prepares (src/cuda/tokens/tokens.h), of which most have
+// no gradient.
+#include "src/cuda/tokens/tokens.h"
+#include "tests/support/kept.h"
+
+namespace logitless::conformance {
+namespace {
+
+class KeptTokens : public KeptState {};
+
+TEST_P(KeptTokens, WithoutAGradientAmongMany) {
+  for (const bool consumes : {false, true}) {
+    Case c{.op = OpKind::linear_backward,
+           .shape = {cuda::one_launch_tokens + 300, 8, 70},
+           .dtype = dtype_,
+           .ignored = 0.2,
+           .inactive = 0.7,
+           .grad_loss = true,
+           .saved_state = true};
+    c.options.reduction = Reduction::none;
+    Steps steps(device_, c, 0);
+    ASSERT_TRUE(keep(&steps));
+    steps.problem.op.consume_kept = consumes;
+    expect_judged(steps, backward(steps), consumes ? "consumed" : "left");
+  }
+}
+
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(KeptTokens);
+INSTANTIATE_TEST_SUITE_P(All, KeptTokens,
+                         testing::Combine(testing::ValuesIn(device_names()),
+                                          testing::Values(OpKind::linear_backward),
+                                          testing::Values(DType::f32, DType::bf16)),
+                         parameter_name);
+
+}  // namespace
+}  // namespace logitless::conformance

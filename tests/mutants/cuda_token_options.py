@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mutants of temperatures, tokens without a gradient and further statistics on CUDA: name, file, text,
+what replaces it, tests."""
+
+from __future__ import annotations
+
+TOKEN_OPTIONS = [
+    ("inactive tokens: the statistics' gradients are not asked", "tokens/tokens.cu",
+     "return @{is_zero(in.grad_lse) && is_zero(in.grad_target_logit) && is_zero(in.grad_entropy)}@;",
+     "true", "options"),
+    ("inactive tokens: 0 times infinity is 0", "tokens/tokens.cu",
+     "if ((g != 0 && a != 0) || @{g * a != 0}@) return false;", "false", "options"),
+    ("inactive tokens: not left out", "tokens/tokens.cu",
+     "if (t.inactive != nullptr) t.inactive[i] = @{inactive}@;", "0", "options"),
+    ("inactive tokens: not counted", "tokens/tokens.cu",
+     "if (@{!counts && tokens.kind[r] != TokenKind::inactive}@) continue;", "!counts", "options"),
+    ("inactive tokens, kept state: rows stay where they are", "linear/kept.cu",
+     "if (@{other == row}@) continue;", "true", "later"),
+    ("inactive tokens, kept state: what is behind the rows stays infinite", "linear/kept.cu",
+     "if (@{changes}@) *at = x;", "false", "later"),
+    ("inactive tokens, kept state: rows do not come back", "linear/linear_run.h",
+     "if (@{!work_.call.kept.consumes}@) {", "false", "later"),
+    ("inactive tokens, kept state: places without those left out", "tokens/tokens.cu",
+     "return __ballot_sync(whole_warp, @{kPlaces ? counts_at_all(kind) : kind == TokenKind::counts}@);",
+     "kind == TokenKind::counts", "launches"),
+    ("temperatures: a bad one is used", "tokens/tokens.cu",
+     "if (@{is_usable(in.options, temperature)}@) {", "true", "options"),
+    ("temperatures: no fault", "tokens/tokens.cu",
+     "@{if (present(in.fault)) atomicOr(address<int>(in.fault), 4);}@", "", "options"),
+    ("temperatures, given logits: the number in their place", "rows/logit_rows.cuh",
+     "return @{a.call.map == nullptr}@ ? a.map", "true", "options"),
+    ("temperatures, linear: the target's logit without its own", "linear/gather.cu",
+     "sum = @{tokens.map == nullptr}@ ? map_raw", "true", "options"),
+    ("rank: ties count as above", "rows/row_state.cuh",
+     "wants.rank && @{z > target.logit}@ &&", "z >= target.logit", "options"),
+    ("rank, Hopper: the target counts", "linear/sm90/option_sums.cuh",
+     "@{z > target && !is_masked<kRare>(mask, 8 * (n / 2) + n % 2, h)}@ ? 1", "z >= target", "options"),
+    ("sum of squares, Hopper: relative to the anchor", "linear/sm90/option_sums.cuh",
+     "sums.squared[h] * @{factor * factor}@;", "1.0f", "options"),
+]
