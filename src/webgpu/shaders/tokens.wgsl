@@ -203,7 +203,7 @@ fn count(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_inde
 
 // These words of a State have numbers, for the host says which one to emit.
 const kind_word = 0u;
-const column_word = 1u;
+const target_column_word = 1u;
 const m_word = 4u;
 const log_sum_word = 5u;
 const target_logit_word = 6u;
@@ -227,7 +227,7 @@ fn emit(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
       value = bitcast<u32>(select(m + log_sum, select(logprob, 0.0, logprob > 0.0), p.kind == 2u));
     }
     let kind = rows_in[row + kind_word];
-    if (p.kind == 2u && is_counted(kind) && rows_in[row + column_word] == none) {
+    if (p.kind == 2u && is_counted(kind) && rows_in[row + target_column_word] == none) {
       value = p.nan ^ 0x80400000u;  // -inf: another shard has the target
     }
     if (p.kind == 2u && (kind & 255u) == outside) {

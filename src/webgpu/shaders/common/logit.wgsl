@@ -40,12 +40,12 @@ fn map_raw(raw: f32, scale: Scale) -> Mapped {
     if (is_nan(raw) || (is_infinite(raw) && p.cap_in == 0.0)) {
       return Mapped(bitcast<f32>(p.nan), bitcast<f32>(p.nan));
     }
-    var x = 0.5 * fma(raw, p.cap_in, raw * p.cap_in_low);
+    var x = 0.5 * times(raw, p.cap_in, p.cap_in_low);
     if (is_infinite(raw)) {
       x = select(1.0e4, -1.0e4, is_negative(raw) != (p.cap_in < 0.0));
     }
     let t = tanh_of(clamp(x, -1.0e4, 1.0e4));
-    return Mapped(fma(t, scale.cap_out, t * scale.cap_out_low), t);
+    return Mapped(times(t, scale.cap_out, scale.cap_out_low), t);
   }
   if (scaled && scale.slope != 1.0) {
     return Mapped(raw * scale.slope, 0.0);

@@ -29,17 +29,22 @@ fn is_above(x: f32, y: f32) -> bool {
   return x > y;
 }
 
-// exp(x) for x <= 0 to about an ulp; below 2^-126 it is 0.
-fn exp_nonpositive(x: f32) -> f32 {
-  let y = max(x, -104.0);
-  let n = round(y * 1.44269504);
+// exp(y - n log 2) - 1, n log 2 the nearest multiple of log 2 to y.
+fn exp_minus_one(y: f32, n: f32) -> f32 {
   let r = fma(n, -1.42860677e-6, fma(n, -0.693145752, y));
   var q = fma(1.98412698e-4, r, 1.38888889e-3);
   q = fma(q, r, 8.33333333e-3);
   q = fma(q, r, 4.16666667e-2);
   q = fma(q, r, 0.166666667);
   q = fma(q, r, 0.5);
-  let e = 1.0 + (r + r * r * q);
+  return r + r * r * q;
+}
+
+// exp(x) for x <= 0 to about an ulp; below 2^-126 it is 0.
+fn exp_nonpositive(x: f32) -> f32 {
+  let y = max(x, -104.0);
+  let n = round(y * 1.44269504);
+  let e = 1.0 + exp_minus_one(y, n);
   let exponent = i32(n) + 127;
   if (exponent <= 0 || x < -104.0) {
     return 0.0;
@@ -60,6 +65,28 @@ fn log_positive(x: f32) -> f32 {
   return (s * (half + r) + k * 9.0580006145e-6 - half) + f + k * 0.69313812256;
 }
 
+// What a * b has beyond its f32, ab, unless that is infinite. Of fma the language allows that it
+// rounds twice, and software adapters do; products of halves are exact on all.
+fn high_half(a: f32) -> f32 {
+  return bitcast<f32>(bitcast<u32>(a) & 0xfffff000u);
+}
+fn lost(a: f32, b: f32, ab: f32) -> f32 {
+  let a_high = high_half(a);
+  let b_high = high_half(b);
+  let a_low = a - a_high;
+  let b_low = b - b_high;
+  return ((a_high * b_high - ab) + (a_high * b_low + a_low * b_high)) + a_low * b_low;
+}
+
+// a (b + b_low), rounded about once.
+fn times(a: f32, b: f32, b_low: f32) -> f32 {
+  let ab = a * b;
+  if (is_infinite(ab)) {
+    return ab;
+  }
+  return ab + (lost(a, b, ab) + a * b_low);
+}
+
 // tanh(x) for any x but NaN.
 fn tanh_of(x: f32) -> f32 {
   let size = abs(x);
@@ -73,6 +100,19 @@ fn tanh_of(x: f32) -> f32 {
     q = fma(q, y, -0.333333333333);
     return fma(x * y, q, x);
   }
-  let e = exp_nonpositive(max(-2.0 * size, -60.0));
-  return select(1.0, -1.0, x < 0.0) * (1.0 - 2.0 * e / (1.0 + e));
+  // 1 - 2e / (1 + e) with e, the sum and the quotient in two parts each: rounded at every step it
+  // would be off by 3 units of 2^-24, and a logit may be by 3 in all.
+  let exponent = max(-2.0 * size, -60.0);
+  let n = round(exponent * 1.44269504);
+  let s = exp_minus_one(exponent, n);
+  let power = bitcast<f32>(u32(i32(n) + 127) << 23u);
+  let e = (1.0 + s) * power;
+  let e_low = ((1.0 - (1.0 + s)) + s) * power;
+  let sum = 1.0 + e;
+  let sum_low = ((1.0 - sum) + e) + e_low;
+  let q = 2.0 * e / sum;
+  let product = q * sum;
+  let q_low = (((2.0 * e - product) - lost(q, sum, product)) + (2.0 * e_low - q * sum_low)) / sum;
+  let t = 1.0 - q;
+  return select(1.0, -1.0, x < 0.0) * (t + (((1.0 - t) - q) - q_low));
 }
