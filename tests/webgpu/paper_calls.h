@@ -45,6 +45,11 @@ inline TensorView paper_view(const PaperCall& c, const std::string& name) {
   if (is({"loss"}) || (is({"grad_loss"}) && c.optional)) {
     return c.none ? vector_view(nullptr, DType::f32, c.tokens) : scalar_view(nullptr, DType::f32);
   }
+  if (is({"temperature"})) {  // with everything else and with nothing else, but not always
+    const bool given =
+        c.optional ? c.dtype != DType::bf16 : c.dtype == DType::bf16 && c.gradient == DType::f32;
+    return given && !c.probabilities ? vector_view(nullptr, DType::f32, c.tokens) : TensorView{};
+  }
   if (!c.optional) return {};
   if (is({"vocab_weight"})) return vector_view(nullptr, DType::f32, c.vocab);
   if (is({"bias"})) return vector_view(nullptr, c.none ? DType::f32 : c.dtype, c.vocab);
@@ -56,7 +61,6 @@ inline TensorView paper_view(const PaperCall& c, const std::string& name) {
   if (is({"kept", "kept_rows"})) return paper_kept(c, name);
   if (c.probabilities && !is({"token_weight"})) return {};
   // Each with and without the others.
-  if (is({"temperature"}) && c.dtype == DType::bf16) return {};
   if (is({"logprob"}) && !c.none) return {};
   if (is({"rank", "sum_p_squared", "mean_logit"}) && c.dtype == DType::f16) return {};
   if (is({"argmax", "rank"}))
