@@ -53,7 +53,7 @@ class _Loss(torch.nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Temperatures follow the module's device, not its dtype: 0.7 is not a bf16 number."""
         held = self._buffers.get("temperature")
-        moved = super()._apply(fn, recurse)
+        moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         now = self._buffers.get("temperature")
         if held is not None and now is not None:
             self._buffers["temperature"] = held.to(now.device)
