@@ -156,15 +156,32 @@ TEST(CudaPlan, TheFrontierHasAllItsPlans) {
   EXPECT_EQ(on(portable(), s).plan(1280 * MiB).kind, PlanKind::chunks);
 }
 
+// A quarter of the f32 logits beyond the f32 sums of the gradients; what torch.compile takes where
+// that is quicker by more than 3 % of the model's time.
 TEST(CudaPlan, TheRecommendedKeepsThePromiseOfTheName) {
+  int small = 0, large = 0;
   for (const Asked& asked : shapes()) {
     const LinearShape& s = asked.shape;
-    const uint64_t logits = uint64_t(s.tokens) * s.vocab * 4;
-    const uint64_t sums = uint64_t(s.tokens) * s.hidden * 4 + uint64_t(s.vocab) * s.hidden * 4;
+    const uint64_t logits = uint64_t(s.tokens) * s.vocab;
+    const uint64_t input = s.grad_input ? uint64_t(s.tokens) * s.hidden * 4 : 0;
+    const bool sums_weight = s.grad_weight && !(s.direct_grad_weight && s.grad_weight_f32);
+    const uint64_t weight = sums_weight ? uint64_t(s.vocab) * s.hidden * 4 : 0;
     const uint64_t copies = s.copies_weight ? uint64_t(s.vocab) * (s.hidden + 8) * 4 : 0;
-    const uint64_t limit = std::max(asked.smallest().bytes, logits / 4 + sums + copies + 16 * MiB);
-    EXPECT_LE(asked.recommended().bytes, limit);
+    const uint64_t quarter =
+        std::max(asked.smallest().bytes, logits + input + weight + copies + 16 * MiB);
+    const uint64_t whole = logits * size_of(s.dtype) + input + 64 * MiB;
+    const LinearPlan recommended = asked.recommended();
+    if (recommended.bytes <= quarter) {
+      ++small;
+      if (whole <= quarter) continue;
+      EXPECT_LE(recommended.seconds, 1.03 * asked.settled(whole).seconds);
+    } else {
+      ++large;
+      EXPECT_LE(recommended.bytes, whole);
+      EXPECT_GT(asked.settled(quarter).seconds, 1.03 * recommended.seconds);
+    }
   }
+  EXPECT_TRUE(small > 20 && large > 5) << small << ", " << large;
 }
 
 // `run` plans anew, with the bytes that `workspace` named.
