@@ -189,7 +189,10 @@ class KeptSize(NamedTuple):
 
 _KEPT_BLOCK, _KEPT_GROUP, _KEPT_ROW_WIDTH = 64, 3, 8
 KEPT_ELEMENT = {F32: 4, BF16: 2}  # bytes; of other dtypes nothing is kept
-KEPT_WORKSPACE = 16 << 20  # what closed_budget leaves for both calls' workspaces
+
+
+def _padded(size: Any) -> Any:
+    return (size + _KEPT_BLOCK - 1) // _KEPT_BLOCK * _KEPT_BLOCK
 
 
 def kept_formula(
@@ -203,7 +206,7 @@ def kept_formula(
     element = KEPT_ELEMENT.get(dtype)
     if element is None:
         return (0, _KEPT_BLOCK), (tokens, _KEPT_ROW_WIDTH)
-    rows = (tokens + _KEPT_BLOCK - 1) // _KEPT_BLOCK * _KEPT_BLOCK
+    rows = _padded(tokens)
     every = most((vocab + _KEPT_BLOCK - 1) // _KEPT_BLOCK, 1)
     room = (bytes - kept_bytes(tokens, 0, 0)) // most(kept_bytes(0, rows * _KEPT_BLOCK, element), 1)
     fits = least(most(room, 0), every)
@@ -216,12 +219,10 @@ def kept_bytes(tokens: Any, elements: Any, element: int) -> Any:
     return elements * element + 4 * _KEPT_ROW_WIDTH * tokens
 
 
-def closed_budget(tokens: Any, vocab: Any, hidden: Any, dtype: int) -> Any:
-    """The bytes for kept state where sizes may be symbols, or the device is not known, for which
-    nothing can be planned: what a fused loss's workspace may grow to, a quarter of the logits in
-    f32 and the f32 sums of 16-bit gradients."""
-    sums = 0 if dtype == F32 else 4 * hidden * (tokens + vocab)
-    return tokens * vocab + sums
+def whole_kept(tokens: Any, vocab: Any, dtype: int) -> Any:
+    """The bytes for kept state where `memory` bounds nothing: those of all logits, in the input's
+    dtype. The sizes may be symbols."""
+    return kept_bytes(tokens, _padded(tokens) * _padded(vocab), KEPT_ELEMENT.get(dtype, 0))
 
 
 _INT64 = 1 << 63

@@ -114,11 +114,11 @@ def test_a_program_copies_nothing_and_takes_what_was_said(dtype: Any) -> None:
         return pulled(x, w, t, up)
 
     assert keeps(step, x, w, up) == [True, True]
-    sums = 0 if dtype is F32 else 4 * 64 * (2048 + 4000)
-    taken = memory(step, x, w, up).temp_size_in_bytes
-    assert taken <= 2048 * 4000 + sums + (16 << 20) + (1 << 20)
-    budget = _abi.closed_budget(2048, 4000, 64, _abi.F32 if dtype is F32 else _abi.BF16)
-    (rows, _), _ = _abi.kept_formula(2048, 4000, _abi.F32 if dtype is F32 else _abi.BF16, budget)
+    code = _abi.F32 if dtype is F32 else _abi.BF16
+    bytes = _abi.whole_kept(2048, 4000, code)
+    assert memory(step, x, w, up).temp_size_in_bytes < bytes + (16 << 20)
+    (rows, _), _ = _abi.kept_formula(2048, 4000, code, bytes)
+    assert rows == 4032 // 64 * 2048  # every column
     lines = jax.jit(step).lower(x, w, up).compile().as_text().splitlines()
     lines = [line for line in lines if f"[{rows},64]" in line]
     assert lines and not any(" copy(" in line for line in lines)

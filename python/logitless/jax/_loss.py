@@ -67,12 +67,12 @@ def _output(call: Call, name: str, tokens: int) -> Tensor:
 def _kept(call: Call, input: Array, weight: Array) -> list[Tensor]:
     """What Forward keeps for Backward, by a closed formula: one program may run on any platform,
     for none of which anything is planned yet. `memory` would bound it by what is."""
-    (tokens, hidden), vocab, dtype = input.shape, weight.shape[0], np.dtype(input.dtype)
+    tokens, vocab, dtype = input.shape[0], weight.shape[0], np.dtype(input.dtype)
     if call.memory is not None or (dtype != _F32 and call.options.softcap):
         return []
     code = DTYPES.get(dtype.name, -1)
-    budget = _abi.closed_budget(tokens, vocab, hidden, code)
-    shape, rows_shape = _abi.kept_formula(tokens, vocab, code, budget)
+    bytes = _abi.whole_kept(tokens, vocab, code)
+    shape, rows_shape = _abi.kept_formula(tokens, vocab, code, bytes)
     if not shape[0]:
         return []
     return [Tensor("kept", shape, dtype), Tensor("kept_rows", rows_shape, _F32)]

@@ -93,8 +93,6 @@ def _plan(
     if "kept" in shapes:
         code = views[0].dtype
         kept_bytes = _abi.kept_bytes(tokens, math.prod(shapes["kept"]), _abi.KEPT_ELEMENT[code])
-        budget = _abi.closed_budget(tokens, vocab, hidden, code) + _abi.KEPT_WORKSPACE
-        how = {"room": budget - kept_bytes}
         if kind == _abi.LINEAR_CROSS_ENTROPY_BACKWARD and options is not None:
             of_key = ("input", "weight", "bias", "target", "temperature")
             inputs = [view for view in views if view.name in of_key]

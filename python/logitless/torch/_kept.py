@@ -30,7 +30,6 @@ class Keep(NamedTuple):
     dtypes: tuple[torch.dtype | None, ...] = ()  # of the gradients, None where one is not needed
     main_grad: Tensor | None = None  # [V, D] f32, which grad_weight is added to
     bytes: int | None = None  # of kept state alone
-    budget: int = 0  # of kept state and a workspace together, where `bytes` are given
     spare: int = 0  # rows to be allocated beyond those that are written
     consume: bool = True  # by the gradient of the entropy
     of_entropy: bool = False  # whether it may have one
@@ -39,7 +38,7 @@ class Keep(NamedTuple):
         """What decides about the plan: a tensor in a key would live as long as the plan."""
         main_grad = self.main_grad
         if main_grad is None:
-            return self.dtypes, self.of_entropy, self.bytes, self.budget
+            return self.dtypes, self.of_entropy, self.bytes
         return self.dtypes, self.of_entropy, main_grad.stride(), main_grad.data_ptr() & 15
 
 
@@ -47,7 +46,7 @@ class State(NamedTuple):
     """What Forward has kept, but for the two tensors."""
 
     key: int = 0  # 0: not known, and made again
-    room: int = 0  # for Backward's workspace
+    room: int | None = None  # for Backward's workspace; None: what it asks for
     tf32: bool = False  # what the products were made with
     stream: int | None = None  # which the tensors belong to
 
@@ -84,13 +83,9 @@ def serves(dtype: torch.dtype, device: str, options: Options) -> bool:
     return dtype is torch.bfloat16 and device == "cuda" and not options.label_smoothing
 
 
-def budget_of(rows: Tensor, weight: Tensor, tokens: int, memory: int | None) -> int:
-    """The bytes for kept state and a workspace together of an op of the dispatcher."""
-    if memory is not None:
-        return memory
-    vocab, hidden = weight.shape
-    budget = _abi.closed_budget(tokens, vocab, hidden, DTYPES[rows.dtype])
-    return int(budget) + _abi.KEPT_WORKSPACE
+def room_of(memory: int | None, kept: int) -> int | None:
+    """What `memory` leaves for a workspace beside so many bytes of kept state."""
+    return None if memory is None else memory - kept
 
 
 def shapes(
@@ -139,21 +134,23 @@ def _size_in(forward: Forward, bytes: int) -> KeptSize | None:
     return size if size.columns else None
 
 
-def choose(forward: Forward, keep: Keep) -> tuple[KeptSize, int] | None:
+def choose(forward: Forward, keep: Keep) -> tuple[KeptSize, int | None] | None:
     """What Forward keeps, and the room that is left for a workspace; None where nothing fits."""
-    if keep.bytes is not None:
-        size = _size_in(forward, keep.bytes)
-        return None if size is None else (size, keep.budget - size.bytes)
+    bytes, memory = keep.bytes, forward.memory
+    if bytes is None and memory is None:
+        first, (vocab, _) = forward.inputs[0], forward.inputs[1].shape
+        bytes = _abi.whole_kept(first.shape[0], vocab, first.dtype)
+    if bytes is not None:
+        size = _size_in(forward, bytes)
+        return None if size is None else (size, room_of(memory, size.bytes))
+    assert memory is not None
     try:
-        return _choose(forward, keep)
+        return _choose(forward, keep, memory)
     except LogitlessError:  # what is wrong with Backward is for Backward to say
         return None
 
 
-def _choose(forward: Forward, keep: Keep) -> tuple[KeptSize, int] | None:
-    budget = forward.memory
-    if budget is None:
-        budget = _fused(forward, keep).recommended
+def _choose(forward: Forward, keep: Keep, budget: int) -> tuple[KeptSize, int] | None:
     size = _size_in(forward, budget)
     for _ in range(_MOST_TRIES):
         if size is None:
@@ -194,15 +191,6 @@ def _gradients(forward: Forward, keep: Keep) -> list[View]:
 
 
 _ROW_STATE = ("row_reference", "row_log_sum")
-
-
-def _fused(forward: Forward, keep: Keep) -> _abi.Plan:
-    """The plan of a mean of the same tensors and its gradients."""
-    (loss,) = _outputs(forward, ("loss",))
-    more = [loss._replace(shape=(), stride=()), *_outputs(forward, _ROW_STATE)]
-    more += _gradients(forward, keep)
-    options = forward.options._replace(reduction=_abi.REDUCTION_MEAN)
-    return forward.plan(_abi.LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD, more, {}, options)
 
 
 def _both(forward: Forward, keep: Keep, size: KeptSize, kept: Sequence[View]) -> list[_abi.Plan]:

@@ -117,8 +117,7 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     input, weight, bias, constants, options, memory = _split(args)
     keep = None
     if kept_bytes and weight is not None:
-        budget = _kept.budget_of(input, weight, constants.target.numel(), memory)
-        keep = Keep(bytes=kept_bytes, budget=budget, spare=_SPARE)
+        keep = Keep(bytes=kept_bytes, spare=_SPARE)
     outputs, row_state, kept = _run.forward(
         input, weight, bias, constants, options, memory, wanted, keep
     )
@@ -187,10 +186,10 @@ def _given(call: Any, columns: Tensor | None, rows: Tensor | None) -> Kept | Non
     if columns is None or rows is None or columns.shape[0] <= _SPARE:
         return None
     columns = columns[:-_SPARE]
-    input, weight, _, constants, _, memory = call
+    *_, constants, _, memory = call
     tokens = constants.target.numel()
     bytes = _abi.kept_bytes(tokens, columns.numel(), columns.element_size())
-    return Kept(columns, rows, State(room=_kept.budget_of(input, weight, tokens, memory) - bytes))
+    return Kept(columns, rows, State(room=_kept.room_of(memory, bytes)))
 
 
 def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
@@ -287,9 +286,7 @@ def _kept_bytes(
     if not _kept.serves(input.dtype, input.device.type, call.options):
         return 0
     if call.memory is None:
-        vocab, hidden = weight.shape
-        dtype = DTYPES[input.dtype]
-        return _abi.closed_budget(call.constants.target.numel(), vocab, hidden, dtype)
+        return _abi.whole_kept(call.constants.target.numel(), weight.shape[0], DTYPES[input.dtype])
     tensors = (input, weight, bias, *call.constants)
     given = tuple(
         (name, t.dtype, tuple(t.shape), tuple(t.stride()))

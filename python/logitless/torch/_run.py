@@ -221,7 +221,7 @@ def _run_on_host(plan: _abi.Plan, addresses: list[int], normalizer: float) -> No
 
 def _new_kept(rows: Tensor, plan: _abi.Plan, tf32: bool, spare: int) -> Kept:
     size = plan.kept
-    assert size is not None and plan.room is not None
+    assert size is not None
     stream = torch._C._cuda_getCurrentRawStream(rows.get_device()) if rows.is_cuda else 0
     return Kept(
         rows.new_empty_strided((size.shape[0] + spare, size.shape[1]), (size.shape[1], 1)),
