@@ -44,6 +44,7 @@ TESTS: dict[str, str] = {
     "chunked options": "*/CudaChunks.UnderOptions*",
     "kept": "*/CudaKept.*",
     "later": "*/KeptState.*",
+    "many later": "*/KeptTokens.*",
     "options": "*/Temperatures.*:*/TokenStatistics.*:*/InactiveTokens.*",
     "heads": "*/CudaHeads.RowsThat*",
     "nonfinite": "*/NonFinite.*/cuda_linear*f16:*/Invariance.BesideFarRows/cuda_linear*f16",

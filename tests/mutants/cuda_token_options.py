@@ -22,7 +22,7 @@ TOKEN_OPTIONS = [
      "if (@{!work_.call.kept.consumes}@) {", "false", "later"),
     ("inactive tokens, kept state: places without those left out", "tokens/tokens.cu",
      "return __ballot_sync(whole_warp, @{kPlaces ? counts_at_all(kind) : kind == TokenKind::counts}@);",
-     "kind == TokenKind::counts", "launches"),
+     "kind == TokenKind::counts", "many later"),
     ("temperatures: a bad one is used", "tokens/tokens.cu",
      "if (@{is_usable(in.options, temperature)}@) {", "true", "options"),
     ("temperatures: no fault", "tokens/tokens.cu",
