@@ -13,12 +13,8 @@
 #include <limits>
 
 #include "logitless/ops.h"
-
-#ifdef __CUDACC__
-#define LOGITLESS_HOST_DEVICE __host__ __device__
-#else
-#define LOGITLESS_HOST_DEVICE
-#endif
+#include "src/coefficients.h"
+#include "src/host_device.h"
 
 namespace logitless {
 
@@ -36,17 +32,6 @@ inline LogitMap logit_map(const LossOptions& o) {
   return {o.logit_scale, o.softcap, o.softcap > 0 ? 1 / o.softcap : 0, o.temperature,
           1 / o.temperature};
 }
-
-// raw -> z, with the factors each rounded once, those of the softcap in two parts:
-//   z = slope raw  or  z = outward tanh(inward |raw| / 2) with raw's sign.
-struct MapFactors {
-  float slope = 1;                     // scale / temperature
-  float inward = 0, inward_low = 0;    // 2 |scale / softcap|
-  float limit = 0;                     // above this |raw|, tanh is 1
-  float outward = 0, outward_low = 0;  // softcap / temperature with the sign of scale
-  float backward = 0;                  // temperature / softcap
-  bool capped = false, identity = true;
-};
 
 inline MapFactors map_factors(const LogitMap& map) {
   MapFactors f{};
@@ -82,14 +67,6 @@ struct RowState {
     const float x = (target_logit - reference) - log_sum;
     return x > 0 ? 0 : x;
   }
-};
-
-// The constants of a call.
-struct LossConstants {
-  float smoothing = 0;            // eps
-  float smoothing_per_class = 0;  // eps / V
-  float class_weight_sum = 0;     // sum_j c_j over the whole vocabulary
-  float z_loss = 0;               // lambda
 };
 
 // `whole`: V of the whole vocabulary, over which the class weights add up to `sum`.
@@ -191,17 +168,6 @@ LOGITLESS_HOST_DEVICE inline GradientScale gradient_scale(const LossOptions& o, 
       apart ? static_cast<float>(common) * inverse : static_cast<float>(1 / weights);
   return {static_cast<float>(scale), inverse, upstream_of_row(o, whole, upstream)};
 }
-
-// The coefficients of dz of one row, without the call's common factor (see GradientScale).
-struct RowGradient {
-  float reference = 0;  // p_j = exp((z_j - reference) - log_sum)
-  float log_sum = 0;
-  float probability = 0;    // factor of p_j
-  float smoothing = 0;      // factor of c_j, subtracted
-  float onehot = 0;         // subtracted at the target
-  float entropy = 0;        // factor of p_j (log p_j + H), subtracted
-  float entropy_value = 0;  // H
-};
 
 // g = upstream gradient of this row's loss, already relative to the call's common factor; the
 // others likewise.

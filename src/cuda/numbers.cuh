@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Device functions that every kernel is made of: elements of any dtype as f32, exp and tanh to an
-// ulp or two, the map from raw to z, sums and maxima over a warp or a block in fixed order.
+// Device functions that every kernel is made of: elements of any type as f32, exp to an ulp or two,
+// sums and maxima over a warp or a block in fixed order.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -8,9 +8,7 @@
 
 #include <cmath>
 #include <cstdint>
-
-#include "logitless/ops.h"
-#include "src/loss.h"
+#include <type_traits>
 
 namespace logitless::cuda {
 
@@ -40,37 +38,6 @@ __device__ inline __nv_bfloat16 from_f32<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
-template <class T>
-inline constexpr DType dtype_of = DType::f32;
-template <>
-inline constexpr DType dtype_of<__half> = DType::f16;
-template <>
-inline constexpr DType dtype_of<__nv_bfloat16> = DType::bf16;
-
-// f(T{}) with the C++ type of a floating dtype.
-template <class F>
-void with_dtype(DType dtype, F&& f) {
-  if (dtype == DType::f32) {
-    f(float{});
-  } else if (dtype == DType::f16) {
-    f(__half{});
-  } else {
-    f(__nv_bfloat16{});
-  }
-}
-
-// The same in a kernel.
-template <class F>
-__device__ void with_dtype_on_device(DType dtype, F&& f) {
-  if (dtype == DType::f32) {
-    f(float{});
-  } else if (dtype == DType::f16) {
-    f(__half{});
-  } else {
-    f(__nv_bfloat16{});
-  }
-}
-
 // A thread moves this at a time.
 template <class T>
 struct alignas(16) Pack {
@@ -86,7 +53,7 @@ template <class T>
 __device__ inline void unpack(uint32_t bits, float* x) {
   if constexpr (sizeof(T) == 4) {
     x[0] = __uint_as_float(bits);
-  } else if constexpr (dtype_of<T> == DType::bf16) {
+  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     x[0] = bf16_of(bits, 0);
     x[1] = bf16_of(bits, 1);
   } else {
@@ -97,7 +64,7 @@ __device__ inline void unpack(uint32_t bits, float* x) {
 }
 template <class T>
 __device__ inline uint32_t pack(float x, float y) {
-  if constexpr (dtype_of<T> == DType::bf16) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
     return reinterpret_cast<const uint32_t&>(pair);
   } else {
@@ -114,38 +81,10 @@ __device__ inline uint32_t pack(const float* x) {
   }
 }
 
-template <class T>
-__device__ inline T* address(const TensorView& v, int64_t i = 0, int64_t j = 0) {
-  return reinterpret_cast<T*>(static_cast<char*>(v.data) + v.byte_offset) + i * v.stride[0] +
-         j * v.stride[1];
+// By such an address PTX names what lies in shared memory.
+__device__ inline uint32_t shared_address(const void* shared) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
-
-// Element (i, j) of a view of any floating dtype; of a vector with j = 0.
-__device__ inline float load(const TensorView& v, int64_t i = 0, int64_t j = 0) {
-  if (v.dtype == DType::f32) return *address<const float>(v, i, j);
-  if (v.dtype == DType::f16) return to_f32(*address<const __half>(v, i, j));
-  return to_f32(*address<const __nv_bfloat16>(v, i, j));
-}
-__device__ inline void store(const TensorView& v, int64_t i, int64_t j, float x) {
-  if (v.dtype == DType::f32) {
-    *address<float>(v, i, j) = x;
-  } else if (v.dtype == DType::f16) {
-    *address<__half>(v, i, j) = from_f32<__half>(x);
-  } else {
-    *address<__nv_bfloat16>(v, i, j) = from_f32<__nv_bfloat16>(x);
-  }
-}
-__device__ inline int64_t load_int(const TensorView& v, int64_t i) {
-  return v.dtype == DType::i64 ? *address<const int64_t>(v, i) : *address<const int32_t>(v, i);
-}
-__device__ inline void store_int(const TensorView& v, int64_t i, int64_t x) {
-  if (v.dtype == DType::i64) {
-    *address<int64_t>(v, i) = x;
-  } else {
-    *address<int32_t>(v, i) = static_cast<int32_t>(x);
-  }
-}
-__device__ inline bool present(const TensorView& v) { return v.rank != -1; }
 
 // --- functions ---
 
@@ -172,49 +111,6 @@ __device__ inline float exp_nonpositive(float x) {
 }
 // exp x for any x: what is above 88 is inf.
 __device__ inline float exp_any(float x) { return x > 88.0f ? infinity() : exp_nonpositive(x); }
-
-// tanh(y / 2) for y in [0, 40] by exp - 1 in two parts; NaN stays.
-__device__ inline float tanh_of_half(float y) {
-  const float magic = 12582912.0f;  // 1.5 2^23
-  const float n = fmaf(y, 0x1.715476p0f, magic) - magic;
-  const float r = fmaf(-n, 0x1.7f7d1cp-20f, fmaf(-n, 0x1.62e4p-1f, y));
-  const float r2 = r * r;
-  const float c01 = fmaf(0x1.555492p-3f, r, 0x1.fffffcp-2f);
-  const float c23 = fmaf(0x1.1239e2p-7f, r, 0x1.5558f2p-5f);
-  const float q = fmaf(fmaf(0x1.6a2434p-10f, r2, c23), r2, c01);
-  const float scale = __int_as_float((static_cast<int>(n) + 127) << 23);
-  const float s = fmaf(r2, q, r);          // exp r - 1
-  const float s_low = fmaf(r2, q, r - s);  // what s lost
-  const float whole = scale - 1.0f;
-  const float e = fmaf(scale, s, whole);
-  const float e_low = fmaf(scale, s_low, fmaf(scale, s, whole - e));
-  const float sum = e + 2.0f;
-  const float sum_low = (fminf(e, 2.0f) - (sum - fmaxf(e, 2.0f))) + e_low;
-  const float inverse = __frcp_rn(sum);
-  const float quotient = e * inverse;
-  const float rest = fmaf(-quotient, sum, e) + fmaf(-quotient, sum_low, e_low);
-  return y == y ? fmaf(rest, inverse, quotient) : y;
-}
-
-__device__ inline float map_raw(const MapFactors& f, float raw) {
-  if (!f.capped) return f.identity ? raw : raw * f.slope;
-  float size = fabsf(raw);
-  // Not fminf: NaN stays. And t is set, not only `size`: of a tiny scale the limit's own tanh may
-  // be less than 1, but what is above the limit is infinite.
-  const bool is_one = size > f.limit;
-  size = is_one ? f.limit : size;
-  const float y = fmaf(size, f.inward, size * f.inward_low);
-  const float t = is_one ? 1.0f : tanh_of_half(y);
-  const float z = fmaf(t, f.outward, t * f.outward_low);
-  return signbit(raw) ? -z : z;
-}
-
-// d(draw) / dz beyond the constant slope: 1 - (c / softcap)^2.
-__device__ inline float cap_slope(const MapFactors& f, float z) {
-  if (!f.capped) return 1.0f;
-  const float t = z * f.backward;
-  return fmaf(-t, t, 1.0f);
-}
 
 // --- reductions, all threads get the result ---
 

@@ -4,7 +4,7 @@
 #include "src/cuda/scale.h"
 
 #include "src/backend.h"
-#include "src/cuda/numbers.cuh"
+#include "src/cuda/views.cuh"
 
 namespace logitless::cuda {
 namespace {

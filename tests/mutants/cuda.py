@@ -384,7 +384,7 @@ MUTANTS = [
        "for (int j = t; j < @{tile.n}@; j += threads) {\n      store", "tile.n - (tile.n > 1)", "rows"),
     _M("rows, tile: its first columns not read", "rows/row_tile.cuh",
        "if (@{t < head}@) to[t] = from[t];", "false", "rows"),
-    _M("rows, 32-bit offset", "numbers.cuh",
+    _M("rows, 32-bit offset", "views.cuh",
        "v.byte_offset) + @{i * v.stride[0]}@ +", "static_cast<int32_t>(i * v.stride[0])", "offsets"),
     _M("probabilities, floor left out", "rows/probability_rows.cuh",
        "sum -= weight * logf(static_cast<float>(load(probabilities, i, j) + @{floor}@));", "0.0",

@@ -3,6 +3,7 @@
 // from the same read z of each token's target by one dot product; the weight, where its own layout
 // does not serve.
 #include "src/cuda/linear/linear.cuh"
+#include "src/cuda/logit_map.cuh"
 #include "src/cuda/runtime/early.cuh"
 
 namespace logitless::cuda {

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "src/cuda/linear/linear.cuh"
+#include "src/cuda/logit_map.cuh"
 #include "src/cuda/runtime/early.cuh"
 
 namespace logitless::cuda {

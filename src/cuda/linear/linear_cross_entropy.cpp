@@ -10,6 +10,7 @@
 #include "src/cuda/ops.h"
 #include "src/cuda/runtime/blas.h"
 #include "src/kept.h"
+#include "src/loss.h"
 
 namespace logitless::cuda {
 namespace {

@@ -4,6 +4,7 @@
 
 #include "src/cuda/linear/linear.cuh"
 #include "src/cuda/linear/row_sums.cuh"
+#include "src/cuda/logit_map.cuh"
 #include "src/cuda/runtime/early.cuh"
 #include "src/kept.h"
 

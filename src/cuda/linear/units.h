@@ -10,7 +10,7 @@
 
 #include <algorithm>
 
-#include "src/loss.h"
+#include "src/host_device.h"
 
 namespace logitless::cuda {
 

@@ -6,6 +6,7 @@
 // the output is made from the tile in shared memory.
 #pragma once
 
+#include "src/cuda/logit_map.cuh"
 #include "src/cuda/rows/logit_rows.h"
 #include "src/cuda/rows/row_state.cuh"
 #include "src/cuda/rows/rows_plan.h"

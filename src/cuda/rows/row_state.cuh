@@ -3,6 +3,7 @@
 // four chains, over the lanes, the warps, the tiles, the blocks.
 #pragma once
 
+#include "src/cuda/logit_map.cuh"
 #include "src/cuda/rows/row_tile.cuh"
 #include "src/cuda/tokens/tokens.cuh"
 

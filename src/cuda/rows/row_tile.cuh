@@ -5,7 +5,7 @@
 // longer. Only the row's own bytes are read. On both sides of it -inf fills the last 16-byte word.
 #pragma once
 
-#include "src/cuda/numbers.cuh"
+#include "src/cuda/views.cuh"
 
 namespace logitless::cuda {
 

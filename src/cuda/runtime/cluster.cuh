@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "src/cuda/numbers.cuh"
+
 namespace logitless::cuda {
 
 // All threads of all blocks of the cluster arrive once and then wait once. What precedes arriving
@@ -18,10 +20,6 @@ __device__ inline void cluster_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
-}
-
-__device__ inline uint32_t shared_address(const void* shared) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
 // One thread: makes `barrier` in shared memory one that completes when `bytes` have been sent to

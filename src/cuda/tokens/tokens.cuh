@@ -4,6 +4,8 @@
 
 #include "src/cuda/numbers.cuh"
 #include "src/cuda/tokens/tokens.h"
+#include "src/cuda/views.cuh"
+#include "src/loss.h"
 
 namespace logitless::cuda {
 

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "src/cuda/linear/linear.cuh"
+#include "src/cuda/logit_map.cuh"
 
 namespace logitless::cuda {
 

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "src/loss.h"
+#include "src/host_device.h"
 
 namespace logitless::cuda::sm90 {
 

@@ -8,6 +8,7 @@
 #include "src/cuda/linear/linear.cuh"
 #include "src/cuda/linear/sm90/options.cuh"
 #include "src/cuda/linear/sm90/panels.h"
+#include "src/cuda/logit_map.cuh"
 
 namespace logitless::cuda::sm90 {
 namespace {

@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+// The rows of a chunk: which count, how far their anchors serve, where they lie in a panel.
+#pragma once
+
+#include "src/cuda/linear/arrays.h"
+
+namespace logitless::cuda {
+
+// E = exp(z - z_t) serves an anchor z_t up to this magnitude; beyond, its rounding is an exponent,
+// and the row is made again.
+constexpr float most_anchor = 0x1p20f;
+
+// Returns how many rows of the chunk count: the first ones.
+__device__ inline int valid_rows(const Chunk& chunk) {
+  const int64_t left = chunk.tokens.scalars->valid - chunk.first;
+  return static_cast<int>(max(int64_t{0}, min(left, int64_t{chunk.rows})));
+}
+
+// Says it of a row of the chunk, without asking for the number of all.
+__device__ inline bool is_valid(const Chunk& chunk, int row) {
+  return chunk.first + row < chunk.tokens.scalars->valid;
+}
+
+// Element (row, j) of a panel, j counted from its first column.
+template <class E>
+__device__ inline E* panel_element(const Panel& panel, int64_t row, int64_t j) {
+  E* data = reinterpret_cast<E*>(panel.data);
+  if (panel.blocks) return data + (j / 64 * panel.pitch + row) * 64 + j % 64;
+  return data + row * panel.pitch + j;
+}
+
+}  // namespace logitless::cuda
