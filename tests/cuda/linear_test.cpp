@@ -135,7 +135,7 @@ TEST_P(CudaLinear, ACappedLogitThatItsBiasCarries) {
 
 // All logits of a row alike and a little above -cap, under smoothing: E, just above 1, and dz are
 // rounded by as much as can be, and alike in all columns, so that what E does not tell of the
-// softcap's slope (sm90/options.cuh) shows in grad_input: kept up to 0.9375 of the cap, E left an
+// softcap's slope (sm90/near_cap.cuh) shows in grad_input: kept up to 0.9375 of the cap, E left an
 // eleventh of these rows beyond the bound.
 TEST_P(CudaLinear, RowsOfLogitsNearTheCap) {
   if (op_ != OpKind::linear_forward_backward || dtype_ != DType::bf16) return;

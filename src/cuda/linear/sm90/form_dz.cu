@@ -3,10 +3,10 @@
 // smoothing's term -s c_j has the softcap's slope 1 - (z_j / cap)^2 of its own element. E tells
 // both:
 //   z_j = z_t + log E_j    p_j = p_t E_j    dz_j = (P p_j - s c_j) (1 - (z_j / cap)^2)
-// and near the cap what is left to it is kept instead (options.cuh). One read and one write, in
+// and near the cap what is left to it is kept instead (near_cap.cuh). One read and one write, in
 // place of a fourth product.
 #include "src/cuda/linear/linear.cuh"
-#include "src/cuda/linear/sm90/options.cuh"
+#include "src/cuda/linear/sm90/near_cap.cuh"
 #include "src/cuda/linear/sm90/panels.h"
 #include "src/cuda/logit_map.cuh"
 

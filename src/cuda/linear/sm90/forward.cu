@@ -7,7 +7,9 @@
 #include "src/cuda/linear/sm90/plain.cuh"
 #include "src/cuda/linear/sm90/teams.h"
 #include "src/cuda/linear/sm90/tensor_map.h"
+#include "src/cuda/linear/sm90/whole_chip.cuh"
 #include "src/cuda/linear/sm90/with_options.cuh"
+#include "src/loss.h"
 
 namespace logitless::cuda::sm90 {
 namespace {

@@ -12,7 +12,7 @@
 // fastest in groups of 2048 tokens, then the vocabulary.
 #pragma once
 
-#include "src/cuda/linear/sm90/options.cuh"
+#include "src/cuda/linear/chunk.cuh"
 #include "src/cuda/linear/sm90/tile.cuh"
 
 namespace logitless::cuda::sm90 {
@@ -20,6 +20,20 @@ namespace logitless::cuda::sm90 {
 enum class Mode { sums, sums_e, sums_kept, dz };
 
 constexpr int half_right_rows = tile_columns / 2, group_clusters = 4;
+
+// What with_options.cuh asks for; plain.cuh asks for nothing of it.
+struct TileOptions {
+  MapFactors map;             // where rows have maps of their own: as if no temperature were given
+  const TokenMap* row_map;    // [N]  by token; null: `map` is all rows'
+  const float* row_slope;     // [rows of the chunk]  theirs, where there is row_map
+  const float* bias;          // [V + padding]  null: none
+  const float* class_weight;  // [V + padding]  null: 1
+  bool smoothing, entropy;    // terms of dz
+  float small;                // |raw| up to which tanh is the short polynomial
+  float near_cap;             // sums_kept: |z| beyond which what is left to the cap is kept
+  float terms[5];             // of raw^3, raw^5 ...: the polynomial with its factors
+  float large_terms[9];       // large_tanh: from here, not from registers
+};
 
 struct Arguments {
   Chunk chunk;
@@ -37,6 +51,22 @@ struct Arguments {
   float most_sum, most_distance;
   TileOptions options;
 };
+
+// Returns `x`, which the compiler takes for a new value at every place.
+__device__ inline bool again(bool x) {
+  int value = x;
+  asm volatile("" : "+r"(value));
+  return value != 0;
+}
+
+__device__ inline float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(whole_warp, x, 1));
+  return fmaxf(x, __shfl_xor_sync(whole_warp, x, 2));
+}
+__device__ inline float quad_sum(float x) {
+  x += __shfl_xor_sync(whole_warp, x, 1);
+  return x + __shfl_xor_sync(whole_warp, x, 2);
+}
 
 // The target's column of the view, or one that is in no tile.
 __device__ inline int find_target(const Arguments& a, int row, int valid) {

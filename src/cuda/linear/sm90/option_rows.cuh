@@ -4,6 +4,7 @@
 #pragma once
 
 #include "src/cuda/linear/sm90/forward.cuh"
+#include "src/cuda/linear/sm90/options.cuh"
 
 namespace logitless::cuda::sm90 {
 

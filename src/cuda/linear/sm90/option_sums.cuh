@@ -4,6 +4,7 @@
 // values alone decide: no plan and no neighbour changes a bit.
 #pragma once
 
+#include "src/cuda/linear/sm90/near_cap.cuh"
 #include "src/cuda/linear/sm90/option_rows.cuh"
 
 namespace logitless::cuda::sm90 {

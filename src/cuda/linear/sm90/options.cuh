@@ -1,31 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What options change of a logit: the map from raw to z and its slope, what is kept near a softcap.
+// What options change of a logit: the map from raw to z and its slope.
 #pragma once
 
-#include "src/cuda/linear/linear.cuh"
-#include "src/cuda/linear/units.cuh"
+#include "src/cuda/linear/sm90/forward.cuh"
 
 namespace logitless::cuda::sm90 {
-
-struct TileOptions {
-  MapFactors map;             // where rows have maps of their own: as if no temperature were given
-  const TokenMap* row_map;    // [N]  by token; null: `map` is all rows'
-  const float* row_slope;     // [rows of the chunk]  theirs, where there is row_map
-  const float* bias;          // [V + padding]  null: none
-  const float* class_weight;  // [V + padding]  null: 1
-  bool smoothing, entropy;    // terms of dz
-  float small;                // |raw| up to which tanh is the short polynomial
-  float near_cap;             // sums_kept: |z| beyond which what is left to the cap is kept
-  float terms[5];             // of raw^3, raw^5 ...: the polynomial with its factors
-  float large_terms[9];       // large_tanh: from here, not from registers
-};
-
-// Returns `x`, which the compiler takes for a new value at every place.
-__device__ inline bool again(bool x) {
-  int value = x;
-  asm volatile("" : "+r"(value));
-  return value != 0;
-}
 
 // z of a capped logit, within the 3 u32 of its bound: where a bias carries a logit whose product is
 // about 0 there is nothing else to make good for more. By tanh's argument y:
@@ -70,15 +49,6 @@ __device__ inline float map_large(const TileOptions& o, float raw) {
   return select_above(fabsf(y), most_of_polynomial, far, near);
 }
 
-__device__ inline float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(whole_warp, x, 1));
-  return fmaxf(x, __shfl_xor_sync(whole_warp, x, 2));
-}
-__device__ inline float quad_sum(float x) {
-  x += __shfl_xor_sync(whole_warp, x, 1);
-  return x + __shfl_xor_sync(whole_warp, x, 2);
-}
-
 // E or dz times the softcap's slope.
 __device__ inline float capped(float backward, float z, float e) {
   const float t = z * backward;
@@ -88,45 +58,6 @@ __device__ inline float capped(float backward, float z, float e) {
 __device__ inline float divided(float z, const TokenMap& m) {
   const float quotient = z * m.inverse;
   return quotient + fmaf(z, m.inverse_low, fmaf(z, m.inverse, -quotient));
-}
-
-// From E, rounded by 2^-8 at most, z is known to 2^-8, and the slope 1 - (z / cap)^2 to 2^-8 b of
-// itself, b = 2 |z| / (cap^2 - z^2): beside E's own rounding and that of dz, which take what the
-// contract grants, so much too much where all logits of a row are alike and below 0. Beyond
-// near_cap a negative number is kept in E's place: the sign of z and a code of what is left,
-// 1 - |z| / cap, in the sixteen upper bits (form_dz.cu). Below 2^-5 the code is five bits of its
-// exponent and nine of its mantissa, as the slope wants; above it counts parts of the cap, as z
-// does. Either is worth less than E's rounding, and b is 0.11 at most, of caps from 15 on. Nearer 0
-// a warp's logits are no longer taken for large (most_of_small: tanh 0.6 is 0.54).
-constexpr float near_cap = 0.55f;                        // of the cap
-constexpr uint32_t first_left_code = (103u << 9) - 128;  // of 2^-24; codes begin at a normal number
-constexpr float least_counted = 0x1p-5f, parts = 14336;  // of a cap: of 50, half of one is 2^-9
-constexpr uint32_t first_counted_code = (122u << 9) - first_left_code;
-constexpr uint32_t counted_codes =
-    first_counted_code - static_cast<uint32_t>(least_counted * parts);
-static_assert(counted_codes + parts * (1 - near_cap) < 0x3f80, "with a sign: an infinity or NaN");
-__device__ inline float encode_left(const MapFactors& map, float z) {
-  const float left = fmaxf(fmaf(-fabsf(z), map.backward, 1.0f), 0x1p-24f);
-  // The last bits of 2^23 + x are x, rounded: a conversion takes four times as long.
-  const uint32_t count = __float_as_uint(fmaf(left, parts, 0x1p23f)) - 0x4b000000u;
-  const uint32_t code = left < least_counted ? (__float_as_uint(left) >> 14) - first_left_code
-                                             : count + counted_codes;
-  return __uint_as_float((0x8000u | (z < 0 ? 0x4000u : 0u) | code) << 16);
-}
-__device__ inline float log2_fast(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-// z, and the softcap's slope there, from the middle of what the code stands for.
-__device__ inline float decode_left(const MapFactors& map, float kept, float* slope) {
-  const uint32_t bits = __float_as_uint(kept), code = bits >> 16 & 0x3fff;
-  const float left = code < first_counted_code
-                         ? __uint_as_float(((code + first_left_code) << 14) | 0x2000u)
-                         : static_cast<float>(code - counted_codes) * (1 / parts);
-  *slope = left * (2 - left);
-  const float z = (1 - left) * fabsf(map.outward);
-  return (bits >> 30 & 1) != 0 ? -z : z;
 }
 
 }  // namespace logitless::cuda::sm90

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "src/cuda/runtime/cluster.cuh"
+#include "src/cuda/numbers.cuh"
 
 namespace logitless::cuda::sm90 {
 

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "src/cuda/linear/sm90/forward.cuh"
+#include "src/cuda/linear/units.h"
 
 namespace logitless::cuda::sm90 {
 

@@ -8,6 +8,7 @@
 #include "src/cuda/linear/sm90/product.cuh"
 #include "src/cuda/linear/sm90/teams.h"
 #include "src/cuda/linear/sm90/tensor_map.h"
+#include "src/cuda/linear/sm90/whole_chip.cuh"
 
 namespace logitless::cuda::sm90 {
 namespace {

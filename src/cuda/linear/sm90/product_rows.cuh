@@ -3,6 +3,10 @@
 // the caller's gradient, scaled and rounded once, or to sums in f32, or added to them.
 #pragma once
 
+#include <algorithm>
+
+#include "src/cuda/linear/chunk.cuh"
+#include "src/cuda/linear/sm90/cut.h"
 #include "src/cuda/linear/sm90/tile.cuh"
 
 namespace logitless::cuda::sm90 {

@@ -6,10 +6,9 @@
 // for both. Why this tile: docs/kernels/hopper.md.
 #pragma once
 
-#include "src/cuda/linear/linear.cuh"
-#include "src/cuda/linear/sm90/cut.h"
 #include "src/cuda/linear/sm90/tma.cuh"
 #include "src/cuda/linear/sm90/wgmma.cuh"
+#include "src/host_device.h"
 
 namespace logitless::cuda::sm90 {
 
@@ -23,11 +22,6 @@ constexpr int left_block_bytes = 64 * 128;  // 64 rows of the left operand, eith
 constexpr int half_right_bytes = right_bytes / 2, right_block_bytes = 32 * 128;
 constexpr int shared_bytes = stages * stage_bytes + 1024 + 128;
 constexpr int block_threads = 384;
-
-// A block a multiprocessor, of every kernel on this tile.
-inline LaunchShape whole_chip(const DeviceInfo& device) {
-  return {static_cast<unsigned>(device.multiprocessors / 2 * 2), block_threads, shared_bytes, 2};
-}
 
 // These work on a tile: the two blocks of a cluster, or one where they work apart (plan.h).
 struct Team {

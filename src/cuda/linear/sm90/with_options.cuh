@@ -12,6 +12,7 @@
 #pragma once
 
 #include "src/cuda/linear/sm90/option_sums.cuh"
+#include "src/cuda/linear/units.cuh"
 
 namespace logitless::cuda::sm90 {
 
