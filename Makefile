@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # What a developer types. Each target does its own set-up; the work is CMake's and the scripts'.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-web build web test test-full test-python test-web test-device sanitize-device demo bench-cpu bench-web reliability reliability-device fuzz mutants mutants-webgpu mutants-web mutants-device format format-check lint install clean
+.PHONY: help setup setup-test setup-web build web test test-full test-python test-integrations test-web test-device sanitize-device demo bench-cpu bench-web reliability reliability-device fuzz mutants mutants-webgpu mutants-web mutants-device format format-check lint install clean
 
 FUZZ_SECONDS ?= 600
 PREFIX ?= /usr/local
@@ -34,6 +34,9 @@ test-python: setup-test  ## the Python package alone: format, types, tests
 	cmake --preset release
 	cmake --build --preset release --target logitless
 	@scripts/test-python
+
+test-integrations:  ## transformers, PEFT, Lightning, DDP, FSDP and flax really run with us, on the CPU
+	@scripts/test-integrations
 
 web: setup-web  ## build the WebGPU module and its pages into build/web and serve them on PORT (8080)
 	@scripts/build-web

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from logitless._errors import invalid, not_supported, renames
+from logitless.integrations import _heads
 from logitless.torch import linear_cross_entropy
 
 # What a patched module keeps, beside its `forward`: Patch.unpatch takes them away again.
@@ -48,8 +49,8 @@ class _Pending:
         self.asked = False  # for the loss, by the model
 
     @renames({"target": "labels", "linear_weight": "lm_head.weight", "linear_bias": "lm_head.bias"})
-    def compute(self, head: Any, input: Tensor) -> None:
-        """The loss, of the input that the model gives its head."""
+    def compute(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """The loss, of the input that the model gives its head and of what the head holds."""
         if self.loss is not None:
             raise not_supported("the model calls its lm_head more than once in a forward")
         labels = self.labels.to(input.device)
@@ -62,9 +63,8 @@ class _Pending:
         if (items := self.items) is not None:
             options["normalizer"] = items.to(input.device) if isinstance(items, Tensor) else items
         self.loss = linear_cross_entropy(
-            input, head.weight, labels, linear_bias=head.bias, shift=self.shift_labels is None,
-            **options,
-        )  # fmt: skip
+            input, weight, labels, linear_bias=bias, shift=self.shift_labels is None, **options
+        )
 
     def loss_function(
         self,
@@ -108,7 +108,22 @@ def _head_forward(self: Any, input: Tensor) -> Tensor:
     if pending is None:
         logits: Tensor = _own_forward(self)(input)
         return logits
-    pending.compute(self, input)
+    pending.compute(input, self.weight, self.bias)
+    return pending.settings.answer(input.device)
+
+
+def _lora_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Of PEFT's LoRA around the head. Where it is off or merged, the head within makes the loss."""
+    pending: _Pending | None = getattr(self, _PENDING, None)
+    if pending is None or self.disable_adapters or self.merged:
+        logits: Tensor = _own_forward(self)(input, *args, **kwargs)
+        return logits
+    if args or kwargs:
+        raise not_supported(
+            "the LoRA on the lm_head is called with more than its input (adapter_names: another "
+            "adapter for every sequence); allowed: the active adapters for all of them"
+        )
+    pending.compute(*_heads.with_lora(self, input))
     return pending.settings.answer(input.device)
 
 
@@ -127,7 +142,9 @@ def _own_forward(module: Any) -> Any:
 
 
 def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    settings: _Settings = self.__dict__[_PATCH]
+    settings: _Settings | None = self.__dict__.get(_PATCH)
+    if settings is None:  # taken away while others' wrappers stay around
+        return _own_forward(self)(*args, **kwargs)
     names = settings.names[: len(args)]
     if "labels" in names and not set(names) & set(kwargs):  # given by position, as others may be
         kwargs |= dict(zip(names, args))
@@ -147,9 +164,13 @@ def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _forward_with(pending: _Pending, model: Any, *args: Any, **kwargs: Any) -> Any:
     """The model's own forward, its head and its loss_function replaced by those of `pending`."""
     _check_loss_function(model)
-    head = model.get_output_embeddings()
+    parts = _heads.parts(model.get_output_embeddings())
+    for part in parts:
+        if _PATCH not in part.__dict__:  # put there since, as adapters are
+            _install(part, pending.settings)
     own_loss = model.__dict__.get(_LOSS_FUNCTION)
-    head.__dict__[_PENDING] = pending
+    for part in parts:
+        part.__dict__[_PENDING] = pending
     model.__dict__[_LOSS_FUNCTION] = pending.loss_function
     foreign = (
         f"{type(model).__name__} does not make its loss by its loss_function of its lm_head's "
@@ -162,7 +183,8 @@ def _forward_with(pending: _Pending, model: Any, *args: Any, **kwargs: Any) -> A
             raise
         raise not_supported(foreign) from error  # a cross-entropy of its own: shapes do not match
     finally:
-        del head.__dict__[_PENDING]
+        for part in parts:
+            del part.__dict__[_PENDING]
         if own_loss is None:
             del model.__dict__[_LOSS_FUNCTION]
         else:
@@ -245,6 +267,21 @@ class _Bound:
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(_own_forward(self.module))
 
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """As a method has it: accelerate wraps this one and binds what it gets to the module, so
+        that a copy of the module calls the copy."""
+        function, own = self.function, self.__signature__
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return function(self, *args, **kwargs)
+
+        module = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        forward.__signature__ = own.replace(  # type: ignore[attr-defined]
+            parameters=(module, *own.parameters.values())
+        )
+        return forward
+
 
 def _replicate(self: Any) -> Any:
     """DataParallel's replicas are shallow copies: what is bound to the module is bound anew."""
@@ -253,6 +290,19 @@ def _replicate(self: Any) -> Any:
         if isinstance(value, _Bound):
             replica.__dict__[name] = _Bound(replica, value.function)
     return replica
+
+
+def _install(module: Any, settings: _Settings) -> None:
+    """Puts the forward of a patched model, head or LoRA in the place of the module's own."""
+    if _OWN_FORWARD not in module.__dict__:  # else it is still there, within others' wrappers
+        if hasattr(module, "get_output_embeddings"):
+            function: Callable[..., Any] = _model_forward
+        else:
+            function = _lora_forward if _heads.is_lora(module) else _head_forward
+        module.__dict__[_OWN_FORWARD] = module.__dict__.get("forward")
+        module.__dict__["forward"] = _Bound(module, function)
+        module.__dict__[_REPLICATE] = _Bound(module, _replicate)
+    module.__dict__[_PATCH] = settings
 
 
 class Patch:
@@ -269,10 +319,12 @@ class Patch:
 
     def unpatch(self) -> None:
         """Restores the model; a second time does nothing."""
-        for module in (self.model, self.model.get_output_embeddings()):
-            if _PATCH not in module.__dict__:
+        for module in self.model.modules():  # wherever adapters have moved the head
+            if module.__dict__.pop(_PATCH, None) is None:
                 continue
-            del module.__dict__[_PATCH], module.__dict__[_REPLICATE]
+            if not isinstance(module.__dict__["forward"], _Bound):
+                continue  # others have wrapped it since (accelerate's autocast): it hands on
+            del module.__dict__[_REPLICATE]
             own = module.__dict__.pop(_OWN_FORWARD)
             if own is None:
                 del module.__dict__["forward"]
@@ -296,11 +348,7 @@ def patch_transformers(model: Any, *, eval_logits: bool = False, **options: Any)
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if head is None:
         raise invalid(f"{type(model).__name__} has no output embeddings; allowed: a causal LM")
-    if not isinstance(head, torch.nn.Linear) or type(head).forward is not torch.nn.Linear.forward:
-        raise not_supported(
-            f"the lm_head is a {type(head).__name__}; allowed: a plain torch.nn.Linear (merge or "
-            "leave out adapters and quantization on it)"
-        )
+    parts = _heads.parts(head)
     _check_loss_function(model)
     if unknown := sorted(set(options) - set(_OPTIONS)):
         raise invalid(f"{unknown[0]} is no option; allowed: {', '.join(_OPTIONS)}")
@@ -309,10 +357,6 @@ def patch_transformers(model: Any, *, eval_logits: bool = False, **options: Any)
     if _PATCH in model.__dict__:
         raise invalid("model is patched already; allowed: once, until unpatch()")
     settings = _Settings(model, options, eval_logits)
-    for module, function in ((model, _model_forward), (head, _head_forward)):
-        own = module.__dict__.get("forward")
-        module.__dict__[_PATCH] = settings
-        module.__dict__[_OWN_FORWARD] = own
-        module.__dict__["forward"] = _Bound(module, function)
-        module.__dict__[_REPLICATE] = _Bound(module, _replicate)
+    for module in (model, *parts):
+        _install(module, settings)
     return Patch(model)

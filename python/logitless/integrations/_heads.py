@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands where a model's lm_head was: a plain Linear, or what PEFT has made of it.
+
+PEFT is no dependency: its classes are looked up where it has been imported, for no module can be
+one of them elsewhere.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless._errors import LogitlessError, not_supported
+
+_SAVED = ("peft.utils.other", "ModulesToSaveWrapper")
+_LORA = ("peft.tuners.lora.layer", "Linear")
+_ALLOWED = (
+    "allowed: a plain torch.nn.Linear, and of PEFT modules_to_save or a LoRA without variants on it"
+)
+
+
+def _is(module: Any, name: tuple[str, str]) -> bool:
+    """Whether it is of that very class: a subclass may compute something else."""
+    return type(module) is getattr(sys.modules.get(name[0]), name[1], None)
+
+
+def _refused(what: str) -> LogitlessError:
+    return not_supported(
+        f"the lm_head is {what}; {_ALLOWED} (leave lm_head out of target_modules, merge the "
+        "adapter, or leave the head unquantized)"
+    )
+
+
+def _is_linear(module: Any) -> bool:
+    return isinstance(module, torch.nn.Linear) and type(module).forward is torch.nn.Linear.forward
+
+
+def is_lora(module: Any) -> bool:
+    return not isinstance(module, torch.nn.Linear) and _is(module, _LORA)
+
+
+def parts(head: Any) -> tuple[Any, ...]:
+    """The modules of the head that may be called to make its logits; raises where it is of a kind
+    that is not known here."""
+    if _is_linear(head):
+        return (head,)
+    if _is(head, _SAVED):  # one of them is called: a copy of the head for every adapter, or it
+        within = (head.original_module, *head.modules_to_save.values())
+        return tuple(part for module in within for part in parts(module))
+    if is_lora(head):
+        _check_lora(head)
+        return (head, *parts(head.base_layer))
+    raise _refused(f"a {type(head).__module__}.{type(head).__qualname__}")
+
+
+def _check_lora(layer: Any) -> None:
+    """PEFT's variants (DoRA, ...) have formulas of their own."""
+    variants = {*getattr(layer, "lora_variant", ())}
+    variants |= {name for name, used in getattr(layer, "use_dora", {}).items() if used}
+    for name in layer.lora_A:
+        a, b = layer.lora_A[name], layer.lora_B[name]
+        if name in variants:
+            kind = type(getattr(layer, "lora_variant", {}).get(name, "DoRA")).__qualname__
+            raise _refused(f"PEFT's LoRA {name!r} of a variant ({kind})")
+        if b.bias is not None:
+            raise _refused(f"PEFT's LoRA {name!r} with a bias of its own (lora_bias)")
+        if not (_is_linear(a) and _is_linear(b)):
+            raise _refused(f"PEFT's LoRA {name!r} whose matrix is a {type(b).__qualname__}")
+
+
+def with_lora(layer: Any, input: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(input [..., D + r], weight [V, D + r], bias) whose logits are those of PEFT's LoRA on the
+    head: W·x + s·B·(A·x) is one product of [W, B] and [x, s·A·x], so that the sum is never
+    rounded. A and B are cast to the dtypes of input and weight where PEFT keeps them wider."""
+    base = layer.base_layer
+    inputs, weights = [input], [base.weight]
+    for name in layer.active_adapters:
+        if name not in layer.lora_A:
+            continue
+        a, b = layer.lora_A[name], layer.lora_B[name]
+        x = layer._cast_input_dtype(input, a.weight.dtype)
+        inputs.append((a(layer.lora_dropout[name](x)) * layer.scaling[name]).to(input.dtype))
+        weights.append(b.weight.to(base.weight.dtype))
+    return torch.cat(inputs, -1), torch.cat(weights, -1), base.bias

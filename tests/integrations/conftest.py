@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the package and its library are: this checkout's python/ and build/release (or
+$LOGITLESS_LIBRARY). Every test counts our calls: a hook that is never used would fail nothing
+else."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+os.environ.setdefault("LOGITLESS_LIBRARY", str(ROOT / "build/release/liblogitless.so"))
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, str(ROOT / "python"))
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+import support  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> support.Calls:
+    """How often a loss of a head was made here, in forward passes, since it was last asked."""
+    return support.Calls(monkeypatch.setattr)
+
+
+def pytest_report_header() -> list[str]:
+    return support.versions()

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of frameworks share: a tiny model, its batches, the calls counted, two runs
+compared."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import transformers
+
+from logitless import _abi
+from logitless.torch import _run
+
+STEPS = 20
+VOCAB, HIDDEN, LENGTH = 61, 16, 12
+PACKAGES = (
+    "torch", "transformers", "accelerate", "peft", "lightning", "jax", "flax", "optax",
+)  # fmt: skip
+LOSSES = (_abi.LINEAR_CROSS_ENTROPY_FORWARD, _abi.LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD)
+
+
+def versions() -> list[str]:
+    return ["with " + ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)]
+
+
+class Calls:
+    """Counts the losses of a head that the library makes, whoever asks for them."""
+
+    def __init__(self, setattr: Callable[..., None] = setattr) -> None:
+        self.count = 0
+        real = _run.launch
+
+        def launch(kind: int, *rest: Any, **more: Any) -> Any:
+            self.count += kind in LOSSES
+            return real(kind, *rest, **more)
+
+        setattr(_run, "launch", launch)
+
+    def taken(self) -> int:
+        """Since the last time."""
+        count, self.count = self.count, 0
+        return count
+
+
+def llama(seed: int = 0, **changes: Any) -> Any:
+    """A LlamaForCausalLM of 7,000 parameters, the same for a seed."""
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, max_position_embeddings=32,
+        pad_token_id=0, initializer_range=0.2, **changes,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).train()
+
+
+def example(index: int) -> dict[str, torch.Tensor]:
+    """A sequence of which something can be learnt, its first labels ignored."""
+    ids = (torch.arange(LENGTH) * (index % 3 + 1) + 7 * index) % (VOCAB - 1) + 1
+    labels = ids.clone()
+    labels[: index % 4] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def batch(step: int, size: int = 4) -> dict[str, torch.Tensor]:
+    rows = [example(step * size + i) for i in range(size)]
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def same_run(
+    actual: Sequence[float], expected: Sequence[float], bf16: bool = False, steps: int = STEPS
+) -> None:
+    """The losses of two runs beside each other; that they fall, for else nothing was trained."""
+    assert len(actual) == len(expected) == steps
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if bf16 else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), **tolerance)
+    assert sum(actual[-3:]) < sum(actual[:3])
+
+
+def same_parameters(
+    actual: Iterable[tuple[str, torch.Tensor]], expected: Iterable[tuple[str, torch.Tensor]],
+    atol: float = 1e-5,
+) -> None:  # fmt: skip
+    ours, theirs = dict(actual), dict(expected)
+    assert set(ours) == set(theirs)
+    for name, value in theirs.items():
+        torch.testing.assert_close(
+            ours[name], value, rtol=0, atol=atol, msg=lambda m, name=name: f"{name}: {m}"
+        )
