@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What two processes do with DDP and FSDP2 on gloo, and one process alone: 20 steps of a tiny
+Llama with its head inside."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import pathlib
+import traceback
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import support
+from logitless.integrations import patch_transformers
+from logitless.torch import LinearCrossEntropyHead, linear_cross_entropy
+
+WORLD = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """How a model is trained: by DDP, FSDP2 or neither; its loss made by the model's own head
+    ("plain"), by ours in its place ("head") or by the patch ("patched")."""
+
+    loss: str
+    wrapped: str = ""
+    tied: bool = False
+    head_apart: bool = True  # FSDP gathers it for itself, or with the root
+    bf16: bool = False
+    accumulated: int = 1
+
+    def __str__(self) -> str:
+        flags = {
+            "tied": self.tied,
+            "in the root": not self.head_apart,
+            "bf16": self.bf16,
+            "accumulated": self.accumulated > 1,
+        }
+        return " ".join([self.wrapped, self.loss, *(name for name, on in flags.items() if on)])
+
+
+CASES = [
+    Case("head", "ddp"),
+    Case("head", "ddp", tied=True),
+    Case("head", "ddp", accumulated=2),
+    Case("patched", "ddp"),
+    Case("head", "fsdp"),
+    Case("head", "fsdp", head_apart=False, tied=True),
+    Case("head", "fsdp", bf16=True),
+    Case("head", "fsdp", accumulated=2),
+    Case("patched", "fsdp"),
+    Case("patched", "fsdp", head_apart=False, tied=True),
+]
+
+
+class Module(torch.nn.Module):
+    """A causal LM that gives the sum of its tokens' losses over `normalizer`."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.model = support.llama(tie_word_embeddings=case.tied)
+        self.loss = case.loss
+        if case.loss == "head":
+            self.model.lm_head = LinearCrossEntropyHead.from_linear(self.model.lm_head, shift=True)
+        if case.loss == "patched":
+            patch_transformers(self.model)
+
+    def forward(self, input_ids: Tensor, labels: Tensor, normalizer: Tensor) -> Tensor:
+        if self.loss != "head":
+            return self.model(
+                input_ids=input_ids, labels=labels, num_items_in_batch=normalizer
+            ).loss
+        hidden = self.model.model(input_ids).last_hidden_state
+        return self.model.lm_head(hidden, labels, normalizer=normalizer)
+
+
+def wrap(case: Case, module: Module) -> Any:
+    if case.wrapped == "ddp":
+        return DistributedDataParallel(module)
+    if case.wrapped == "fsdp":
+        kinds = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if case.bf16 else {}
+        policy = MixedPrecisionPolicy(**kinds)
+        within = [*module.model.model.layers, *[module.model.lm_head] * case.head_apart]
+        for part in (*within, module):
+            fully_shard(part, mp_policy=policy)
+    return module
+
+
+def full(tensor: Any) -> Tensor:
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach().clone()
+
+
+def train(case: Case, calls: support.Calls) -> dict[str, Any]:
+    """Losses of the whole batch, the first gradients, the parameters in the end, our calls."""
+    rank, world = (dist.get_rank(), WORLD) if case.wrapped else (0, 1)
+    module = Module(case)
+    model = wrap(case, module)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
+    losses, gradients = [], {}
+    calls.taken()
+    for step in range(support.STEPS):
+        batches = [support.batch(step * case.accumulated + i) for i in range(case.accumulated)]
+        tokens = sum((batch["labels"][:, 1:] != -100).sum() for batch in batches)
+        total = torch.zeros(())
+        for batch in batches:  # each process has every second sequence, and not as many tokens
+            mine = {name: value[rank::world] for name, value in batch.items()}
+            loss = model(**mine, normalizer=tokens / world)
+            loss.backward()
+            total += loss.detach() / world
+        if world > 1:
+            dist.all_reduce(total)
+        if not gradients:
+            gradients = {name: full(p.grad) for name, p in module.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total.item())
+    count = calls.taken()
+    parameters = {name: full(p) for name, p in module.named_parameters()}
+    return {
+        "losses": losses, "gradients": gradients, "parameters": parameters, "calls": count
+    }  # fmt: skip
+
+
+def sharded_weight(calls: support.Calls) -> dict[str, Any]:
+    """What the function says to a weight that FSDP has not gathered."""
+    case = Case("plain", "fsdp")
+    module = Module(case)
+    wrap(case, module)
+    try:
+        linear_cross_entropy(
+            torch.zeros(3, support.HIDDEN), module.model.lm_head.weight, torch.zeros(3).long()
+        )
+    except NotImplementedError as error:
+        return {"error": str(error)}
+    return {"error": None}
+
+
+def work(rank: int, folder: str) -> None:
+    """Every case; what each gave, or how it failed, is in the file of the rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=WORLD,
+        timeout=datetime.timedelta(seconds=120),
+    )  # fmt: skip
+    calls = support.Calls()
+    results: dict[str, Any] = {}
+    for name, run in (
+        *((str(case), lambda case=case: train(case, calls)) for case in CASES),
+        ("sharded weight", lambda: sharded_weight(calls)),
+    ):
+        try:
+            results[name] = run()
+        except Exception:  # the other process may wait for this one: it is told by its own
+            results[name] = {"failed": traceback.format_exc()}
+            break
+    torch.save(results, pathlib.Path(folder) / f"rank{rank}.pt")
+    dist.destroy_process_group()
