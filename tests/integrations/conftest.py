@@ -33,5 +33,5 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> support.Calls:
     return support.Calls(monkeypatch.setattr)
 
 
-def pytest_report_header() -> list[str]:
-    return support.versions()
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.write_line(support.versions())

@@ -22,8 +22,8 @@ PACKAGES = (
 LOSSES = (_abi.LINEAR_CROSS_ENTROPY_FORWARD, _abi.LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD)
 
 
-def versions() -> list[str]:
-    return ["with " + ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)]
+def versions() -> str:
+    return "with " + ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
 
 
 class Calls:

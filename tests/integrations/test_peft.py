@@ -91,6 +91,18 @@ def test_adapters_learn_the_same_without_logits(name: str, patch_first: bool, ca
 
 
 @pytest.mark.parametrize("name", ["saved head", "head"])
+def test_adapters_in_one_compiled_graph(name: str, calls: Calls) -> None:
+    own, ours = with_adapter(name, None), with_adapter(name, True)
+    loss, expected = loss_and_gradients(own)
+    ours.compile(fullgraph=True, backend="eager")
+    actual, gradients = loss_and_gradients(ours)
+    assert calls.taken() == 1
+    torch.testing.assert_close(actual, loss, rtol=2e-6, atol=1e-6)
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[key], rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["saved head", "head"])
 def test_adapters_under_autocast(name: str, calls: Calls) -> None:
     own, ours = with_adapter(name, None), with_adapter(name, True)
     loss, expected = loss_and_gradients(own, autocast=True)

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import support
 from logitless.integrations import patch_transformers
 from logitless.torch import LinearCrossEntropyHead, linear_cross_entropy
+from test_peft import with_adapter
 
 WORLD = 2
 
@@ -34,6 +35,7 @@ class Case:
     head_apart: bool = True  # FSDP gathers it for itself, or with the root
     bf16: bool = False
     accumulated: int = 1
+    adapter: str = ""  # PEFT's, by its name in test_peft
 
     def __str__(self) -> str:
         flags = {
@@ -42,7 +44,8 @@ class Case:
             "bf16": self.bf16,
             "accumulated": self.accumulated > 1,
         }
-        return " ".join([self.wrapped, self.loss, *(name for name, on in flags.items() if on)])
+        words = filter(None, (self.wrapped, self.loss, self.adapter))
+        return " ".join([*words, *(name for name, on in flags.items() if on)])
 
 
 CASES = [
@@ -56,6 +59,10 @@ CASES = [
     Case("head", "fsdp", accumulated=2),
     Case("patched", "fsdp"),
     Case("patched", "fsdp", head_apart=False, tied=True),
+    Case("patched", "ddp", adapter="head"),
+    Case("patched", "ddp", adapter="saved head"),
+    Case("patched", "fsdp", adapter="head"),
+    Case("patched", "fsdp", adapter="saved head"),
 ]
 
 
@@ -64,8 +71,12 @@ class Module(torch.nn.Module):
 
     def __init__(self, case: Case) -> None:
         super().__init__()
-        self.model = support.llama(tie_word_embeddings=case.tied)
         self.loss = case.loss
+        if case.adapter:
+            made = with_adapter(case.adapter, True if case.loss == "patched" else None)
+            self.model = made.get_base_model()
+            return
+        self.model = support.llama(tie_word_embeddings=case.tied)
         if case.loss == "head":
             self.model.lm_head = LinearCrossEntropyHead.from_linear(self.model.lm_head, shift=True)
         if case.loss == "patched":
@@ -117,7 +128,8 @@ def train(case: Case, calls: support.Calls) -> dict[str, Any]:
         if world > 1:
             dist.all_reduce(total)
         if not gradients:
-            gradients = {name: full(p.grad) for name, p in module.named_parameters()}
+            named = module.named_parameters()
+            gradients = {name: full(p.grad) for name, p in named if p.grad is not None}
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total.item())

@@ -23,8 +23,9 @@ _ALLOWED = (
 
 
 def _is(module: Any, name: tuple[str, str]) -> bool:
-    """Whether it is of that very class: a subclass may compute something else."""
-    return type(module) is getattr(sys.modules.get(name[0]), name[1], None)
+    """Whether it is of that class, or one derived of it that computes the same (as FSDP's are)."""
+    known = getattr(sys.modules.get(name[0]), name[1], None)
+    return known is not None and isinstance(module, known) and _computes_as(module, known)
 
 
 def _refused(what: str) -> LogitlessError:
@@ -34,12 +35,16 @@ def _refused(what: str) -> LogitlessError:
     )
 
 
+def _computes_as(module: Any, known: Any) -> bool:
+    return bool(type(module).forward is known.forward)
+
+
 def _is_linear(module: Any) -> bool:
-    return isinstance(module, torch.nn.Linear) and type(module).forward is torch.nn.Linear.forward
+    return isinstance(module, torch.nn.Linear) and _computes_as(module, torch.nn.Linear)
 
 
 def is_lora(module: Any) -> bool:
-    return not isinstance(module, torch.nn.Linear) and _is(module, _LORA)
+    return _is(module, _LORA)
 
 
 def parts(head: Any) -> tuple[Any, ...]:

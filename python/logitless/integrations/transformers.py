@@ -66,6 +66,17 @@ class _Pending:
             input, weight, labels, linear_bias=bias, shift=self.shift_labels is None, **options
         )
 
+    def answer(self) -> Tensor:
+        """What the head gives the model for logits. It hangs on the loss, and loss_function hangs
+        the loss on it, both with gradients of zeros: hooks around the head see a backward pass
+        begin, in which FSDP gathers what it has freed since."""
+        assert self.loss is not None
+        made = self.settings.answer(self.loss.device)
+        if not self.loss.requires_grad:
+            return made
+        never = torch.zeros((), dtype=torch.bool, device=self.loss.device)
+        return torch.where(never, self.loss, made)
+
     def loss_function(
         self,
         logits: Tensor,
@@ -93,7 +104,10 @@ class _Pending:
                     "the same"
                 )
         self.settings.check(logits)
-        return self.loss.clone()  # to which the model may add in place
+        if not self.loss.requires_grad:
+            return self.loss.clone()  # to which the model may add in place
+        always = torch.ones((), dtype=torch.bool, device=self.loss.device)
+        return torch.where(always, self.loss, logits.sum().to(self.loss))
 
     def _same(self, value: Any, known: Any) -> bool:
         if not isinstance(value, Tensor) or not isinstance(known, Tensor):
@@ -109,7 +123,7 @@ def _head_forward(self: Any, input: Tensor) -> Tensor:
         logits: Tensor = _own_forward(self)(input)
         return logits
     pending.compute(input, self.weight, self.bias)
-    return pending.settings.answer(input.device)
+    return pending.answer()
 
 
 def _lora_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -124,7 +138,7 @@ def _lora_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor
             "adapter for every sequence); allowed: the active adapters for all of them"
         )
     pending.compute(*_heads.with_lora(self, input))
-    return pending.settings.answer(input.device)
+    return pending.answer()
 
 
 def _check_loss_function(model: Any) -> None:
