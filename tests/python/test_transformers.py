@@ -8,6 +8,8 @@ import functools
 import importlib
 import inspect
 import io
+import sys
+import types
 import warnings
 from typing import Any
 
@@ -189,6 +191,113 @@ def test_hooks_around_the_head_run() -> None:
     with patch_transformers(model):
         model(**batch).loss.backward()
     assert ran == ["before", "after"] and head.weight.grad is not None
+
+
+def test_hooks_on_the_heads_output_run_before_the_losss_gradients() -> None:
+    """FSDP gathers there what it has freed since the forward pass."""
+    model, batch = model_and_batch("llama")
+    ran: list[Any] = []
+    head = model.get_output_embeddings()
+
+    def after(_: Any, __: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda grad: ran.append(bool(grad.any())))
+
+    head.register_forward_hook(after)
+    head.weight.register_hook(lambda _: ran.append("weight"))
+    with patch_transformers(model):
+        model(**batch).loss.backward()
+        assert ran == [False, "weight"]
+        none = torch.full_like(batch["labels"], -100)
+        model(input_ids=batch["input_ids"], labels=none).loss.backward()
+        assert ran[2:] == [False, "weight"]
+
+
+def test_a_wrapper_around_the_forward_is_bound_to_copies() -> None:
+    """As accelerate wraps it: the function of the method, bound to the module again."""
+    model, batch = model_and_batch("llama")
+    names = list(inspect.signature(model.forward).parameters)
+    patch = patch_transformers(model)
+    inner = model.forward.__func__
+    ran: list[int] = []
+
+    @functools.wraps(inner)
+    def outer(*args: Any, **kwargs: Any) -> Any:
+        ran.append(1)
+        return inner(*args, **kwargs)
+
+    model.forward = types.MethodType(outer, model)
+    assert list(inspect.signature(model.forward).parameters) == names
+    other = copy.deepcopy(model)
+    expected = other(**batch).loss
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    output = other(**batch)
+    assert torch.equal(output.loss, expected) and output.logits is None and len(ran) == 2
+    patch.unpatch()
+    assert model(**batch).logits is not None and len(ran) == 3, "the wrapper is not ours to take"
+    with patch_transformers(model):
+        assert model(**batch).logits is None and len(ran) == 4
+    assert model(**batch).logits is not None
+
+
+class Lora(torch.nn.Module):
+    """As peft's Linear, where it is one adapter."""
+
+    merged = False
+
+    def __init__(self, base: torch.nn.Linear, rank: int = 3) -> None:
+        super().__init__()
+        self.base_layer = base
+        made = torch.nn.ModuleDict
+        self.lora_A = made({"default": torch.nn.Linear(base.in_features, rank, bias=False)})
+        self.lora_B = made({"default": torch.nn.Linear(rank, base.out_features, bias=False)})
+        self.lora_dropout = made({"default": torch.nn.Identity()})
+        self.scaling = {"default": 1.5}
+        self.active_adapters = ["default"]
+        self.disable_adapters = False
+        base.requires_grad_(False)
+
+    def _cast_input_dtype(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return x.to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.base_layer(x)
+        if not self.disable_adapters:
+            a, b = self.lora_A["default"], self.lora_B["default"]
+            made = made + b(a(x)) * self.scaling["default"]
+        return made
+
+
+@pytest.mark.parametrize("patch_first", [True, False], ids=["patched first", "adapter first"])
+def test_a_lora_on_the_head_is_served(patch_first: bool, monkeypatch: Any) -> None:
+    """tests/integrations has PEFT's own."""
+    layer = types.SimpleNamespace(Linear=Lora)
+    monkeypatch.setitem(sys.modules, "peft.tuners.lora.layer", layer)
+    model, batch = model_and_batch("llama")
+    lora = Lora(model.lm_head)
+    own = copy.deepcopy(model)
+    own.lm_head = copy.deepcopy(lora)
+    if patch_first:
+        patch_transformers(model)
+    model.lm_head = lora
+    if not patch_first:
+        patch_transformers(model)
+    for off in (False, True):
+        own.lm_head.disable_adapters = lora.disable_adapters = off
+        plain, output = own(**batch), model(**batch)
+        assert output.logits is None
+        torch.testing.assert_close(output.loss, plain.loss, rtol=2e-6, atol=1e-6)
+        for m, made in ((own, plain), (model, output)):
+            m.zero_grad()
+            made.loss.backward()
+        for a, e in zip(model.parameters(), own.parameters(), strict=True):
+            assert (a.grad is None) == (e.grad is None)
+            if e.grad is not None:
+                torch.testing.assert_close(a.grad, e.grad, rtol=1e-4, atol=2e-6)
+    lora.lora_variant = {"default": object()}  # type: ignore[assignment]
+    with pytest.raises(NotImplementedError, match="LoRA 'default' of a variant"):
+        model(**batch)
 
 
 def test_generation_still_works() -> None:

@@ -63,13 +63,13 @@ def parts(head: Any) -> tuple[Any, ...]:
 
 def _check_lora(layer: Any) -> None:
     """PEFT's variants (DoRA, ...) have formulas of their own."""
-    variants = {*getattr(layer, "lora_variant", ())}
-    variants |= {name for name, used in getattr(layer, "use_dora", {}).items() if used}
+    variants = {name: "DoRA" for name, used in getattr(layer, "use_dora", {}).items() if used}
+    for name, variant in getattr(layer, "lora_variant", {}).items():
+        variants[name] = getattr(variant, "__name__", type(variant).__name__)
     for name in layer.lora_A:
         a, b = layer.lora_A[name], layer.lora_B[name]
         if name in variants:
-            kind = type(getattr(layer, "lora_variant", {}).get(name, "DoRA")).__qualname__
-            raise _refused(f"PEFT's LoRA {name!r} of a variant ({kind})")
+            raise _refused(f"PEFT's LoRA {name!r} of a variant ({variants[name]})")
         if b.bias is not None:
             raise _refused(f"PEFT's LoRA {name!r} with a bias of its own (lora_bias)")
         if not (_is_linear(a) and _is_linear(b)):

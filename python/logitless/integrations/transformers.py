@@ -198,7 +198,7 @@ def _forward_with(pending: _Pending, model: Any, *args: Any, **kwargs: Any) -> A
         raise not_supported(foreign) from error  # a cross-entropy of its own: shapes do not match
     finally:
         for part in parts:
-            del part.__dict__[_PENDING]
+            part.__dict__.pop(_PENDING, None)
         if own_loss is None:
             del model.__dict__[_LOSS_FUNCTION]
         else:
