@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import os
 import pathlib
 import traceback
 from typing import Any
 
+import accelerate
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,8 +28,8 @@ WORLD = 2
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """How a model is trained: by DDP, FSDP2 or neither; its loss made by the model's own head
-    ("plain"), by ours in its place ("head") or by the patch ("patched")."""
+    """How a model is trained: by DDP, FSDP2, accelerate's DDP or none; its loss made by the
+    model's own head ("plain"), by ours in its place ("head") or by the patch ("patched")."""
 
     loss: str
     wrapped: str = ""
@@ -59,6 +61,7 @@ CASES = [
     Case("head", "fsdp", accumulated=2),
     Case("patched", "fsdp"),
     Case("patched", "fsdp", head_apart=False, tied=True),
+    Case("patched", "accelerate", bf16=True),
     Case("patched", "ddp", adapter="head"),
     Case("patched", "ddp", adapter="saved head"),
     Case("patched", "fsdp", adapter="head"),
@@ -94,6 +97,8 @@ class Module(torch.nn.Module):
 def wrap(case: Case, module: Module) -> Any:
     if case.wrapped == "ddp":
         return DistributedDataParallel(module)
+    if case.wrapped == "accelerate":
+        return accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(module)
     if case.wrapped == "fsdp":
         kinds = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if case.bf16 else {}
         policy = MixedPrecisionPolicy(**kinds)
@@ -157,6 +162,10 @@ def sharded_weight(calls: support.Calls) -> dict[str, Any]:
 def work(rank: int, folder: str) -> None:
     """Every case; what each gave, or how it failed, is in the file of the rank."""
     torch.set_num_threads(1)
+    os.environ |= {  # where accelerate looks for the processes that are there already
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD),
+        "LOCAL_WORLD_SIZE": str(WORLD), "MASTER_ADDR": "localhost", "MASTER_PORT": "0",
+    }  # fmt: skip
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=WORLD,
         timeout=datetime.timedelta(seconds=120),
