@@ -65,26 +65,22 @@ fn log_positive(x: f32) -> f32 {
   return (s * (half + r) + k * 9.0580006145e-6 - half) + f + k * 0.69313812256;
 }
 
-// What a * b has beyond its f32, ab, unless that is infinite. Of fma the language allows that it
-// rounds twice, and software adapters do; products of halves are exact on all.
+// The upper 12 bits of a: products of such halves are exact, so that it does not matter whether a
+// compiler makes one rounding of a product and a sum, or two of fma, as the language lets it.
 fn high_half(a: f32) -> f32 {
   return bitcast<f32>(bitcast<u32>(a) & 0xfffff000u);
-}
-fn lost(a: f32, b: f32, ab: f32) -> f32 {
-  let a_high = high_half(a);
-  let b_high = high_half(b);
-  let a_low = a - a_high;
-  let b_low = b - b_high;
-  return ((a_high * b_high - ab) + (a_high * b_low + a_low * b_high)) + a_low * b_low;
 }
 
 // a (b + b_low), rounded about once.
 fn times(a: f32, b: f32, b_low: f32) -> f32 {
-  let ab = a * b;
-  if (is_infinite(ab)) {
-    return ab;
+  if (is_infinite(a * b)) {
+    return a * b;
   }
-  return ab + (lost(a, b, ab) + a * b_low);
+  let a_high = high_half(a);
+  let b_high = high_half(b);
+  let a_low = a - a_high;
+  let low = a_low * (b - b_high) + a * b_low;
+  return a_high * b_high + ((a_high * (b - b_high) + a_low * b_high) + low);
 }
 
 // tanh(x) for any x but NaN.
@@ -111,8 +107,10 @@ fn tanh_of(x: f32) -> f32 {
   let sum = 1.0 + e;
   let sum_low = ((1.0 - sum) + e) + e_low;
   let q = 2.0 * e / sum;
-  let product = q * sum;
-  let q_low = (((2.0 * e - product) - lost(q, sum, product)) + (2.0 * e_low - q * sum_low)) / sum;
+  let q_high = high_half(q);
+  let sum_high = high_half(sum);
+  let rest = (2.0 * e - q_high * sum_high) - (q_high * (sum - sum_high) + (q - q_high) * sum);
+  let q_low = (rest + (2.0 * e_low - q * sum_low)) / sum;
   let t = 1.0 - q;
   return select(1.0, -1.0, x < 0.0) * (t + (((1.0 - t) - q) - q_low));
 }
