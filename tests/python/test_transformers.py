@@ -296,6 +296,8 @@ def test_a_lora_on_the_head_is_served(patch_first: bool, monkeypatch: Any) -> No
             if e.grad is not None:
                 torch.testing.assert_close(a.grad, e.grad, rtol=1e-4, atol=2e-6)
     lora.lora_variant = {"default": object()}  # type: ignore[assignment]
+    torch.testing.assert_close(model(**batch).loss, output.loss)  # it is off
+    lora.disable_adapters = False
     with pytest.raises(NotImplementedError, match="LoRA 'default' of a variant"):
         model(**batch)
 

@@ -66,8 +66,14 @@ def _check_lora(layer: Any) -> None:
     variants = {name: "DoRA" for name, used in getattr(layer, "use_dora", {}).items() if used}
     for name, variant in getattr(layer, "lora_variant", {}).items():
         variants[name] = getattr(variant, "__name__", type(variant).__name__)
-    for name in layer.lora_A:
+    if layer.disable_adapters or layer.merged:  # the layer within makes the logits
+        return
+    for name in layer.active_adapters:
+        if name not in layer.lora_A:
+            continue
         a, b = layer.lora_A[name], layer.lora_B[name]
+        if any(weight.is_meta for weight in (layer.base_layer.weight, a.weight, b.weight)):
+            raise _refused(f"PEFT's LoRA {name!r} with a weight that is offloaded")
         if name in variants:
             raise _refused(f"PEFT's LoRA {name!r} of a variant ({variants[name]})")
         if b.bias is not None:
@@ -81,6 +87,7 @@ def with_lora(layer: Any, input: Tensor) -> tuple[Tensor, Tensor, Tensor | None]
     head: W·x + s·B·(A·x) is one product of [W, B] and [x, s·A·x], so that the sum is never
     rounded. A and B are cast to the dtypes of input and weight where PEFT keeps them wider."""
     base = layer.base_layer
+    input = input.to(base.weight.device)
     inputs, weights = [input], [base.weight]
     for name in layer.active_adapters:
         if name not in layer.lora_A:
@@ -89,4 +96,6 @@ def with_lora(layer: Any, input: Tensor) -> tuple[Tensor, Tensor, Tensor | None]
         x = layer._cast_input_dtype(input, a.weight.dtype)
         inputs.append((a(layer.lora_dropout[name](x)) * layer.scaling[name]).to(input.dtype))
         weights.append(b.weight.to(base.weight.dtype))
+    if len(inputs) == 1:
+        return input, base.weight, base.bias
     return torch.cat(inputs, -1), torch.cat(weights, -1), base.bias

@@ -36,6 +36,23 @@ _OPTIONS = (
 )  # fmt: skip
 
 
+class _After(torch.autograd.Function):
+    """`value`, whose backward pass comes before that of `other`, which gets zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, other: Tensor) -> Tensor:
+        ctx.shape, ctx.dtype = other.shape, other.dtype
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor]:
+        zeros = grad.new_zeros((), dtype=ctx.dtype).expand(ctx.shape)
+        return grad if ctx.needs_input_grad[0] else None, zeros
+
+
+_after: Callable[[Tensor, Tensor], Tensor] = _After.apply
+
+
 class _Pending:
     """One forward call with labels: what the head needs, and the loss it gave."""
 
@@ -74,8 +91,7 @@ class _Pending:
         made = self.settings.answer(self.loss.device)
         if not self.loss.requires_grad:
             return made
-        never = torch.zeros((), dtype=torch.bool, device=self.loss.device)
-        return torch.where(never, self.loss, made)
+        return _after(made, self.loss)
 
     def loss_function(
         self,
@@ -106,8 +122,7 @@ class _Pending:
         self.settings.check(logits)
         if not self.loss.requires_grad:
             return self.loss.clone()  # to which the model may add in place
-        always = torch.ones((), dtype=torch.bool, device=self.loss.device)
-        return torch.where(always, self.loss, logits.sum().to(self.loss))
+        return _after(self.loss, logits)  # a tensor of its own, as a clone is
 
     def _same(self, value: Any, known: Any) -> bool:
         if not isinstance(value, Tensor) or not isinstance(known, Tensor):
