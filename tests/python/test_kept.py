@@ -430,14 +430,14 @@ def test_what_fits_is_kept_whole(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_by_default_everything_is_kept(dtype: torch.dtype, device: str, ran: list[Ran]) -> None:
-    x, w, _, t = problem((700,), 1500, 64, dtype, device)
+    x, w, _, t = problem((700,), 15000, 16, dtype, device)
     loss = per_token(x, w, t)
     columns, _ = kept_of(loss)
-    assert columns is not None and columns.shape == (1536 // 64 * 704, 64)
+    assert columns is not None and columns.shape == (15040 // 64 * 704, 64)
     loss.sum().backward()
     kept = columns.numel() * columns.element_size() + 700 * 32
-    assert kept == _abi.whole_kept(700, 1500, _device.DTYPES[dtype])
-    assert len(ran) == 2 and all(r.kept and r.bytes < kept + (16 << 20) for r in ran)
+    assert kept == _abi.whole_kept(700, 15000, _device.DTYPES[dtype])
+    assert len(ran) == 2 and all(r.kept and r.bytes < 1.5 * kept for r in ran)
 
 
 def test_a_shape_is_planned_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

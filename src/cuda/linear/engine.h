@@ -111,8 +111,8 @@ struct Asked {
   LinearPlan smallest() const { return search(engine, shape, speed, 0).least; }
   LinearPlan plan(uint64_t bytes) const { return search(engine, shape, speed, bytes).best; }
   LinearPlan settled(uint64_t bytes) const;
-  // At most a quarter of the f32 logits beyond the gradients' sums; or, where that costs more than
-  // 5 % of the time, the logits in the input's dtype and the f32 sums of grad_input.
+  // At most a quarter of the f32 logits beyond the gradients' sums; or, where that is predicted to
+  // take 3 % longer, the logits in the input's dtype and the f32 sums of grad_input.
   LinearPlan recommended() const;
 };
 // A call that runs in one pass; a plan of two is two of them, behind the rows' states.
