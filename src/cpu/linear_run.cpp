@@ -22,7 +22,7 @@
 namespace logitless::cpu {
 namespace {
 
-// What kept_rows says that the columns hold; 0: nothing any more.
+// kept_rows says what the columns hold by one of these; 0: nothing any more.
 constexpr float logits_layout = 1, exponentials_layout = 2;
 // E keeps its bits where the target's logit lies at most so far below the row's maximum, and not
 // above its lse by more than rounding.
@@ -86,7 +86,7 @@ class LinearRun {
   int64_t tile_width(int64_t tile) const;
   bool exponentials() const { return call_.input.dtype != DType::f32; }
   bool keeps_exponentials() const { return call_.forward && kept_ > 0 && exponentials(); }
-  // Of the chunk's n-th token.
+  // The chunk's n-th token has a map of its own where temperatures are given.
   LogitMap map_of(int64_t n) const { return cpu::map_of(map_, *tokens_, first_ + n); }
   KeptRow* kept_row(const Tokens& tokens, int64_t token) const {
     return call_.kept_rows.as<KeptRow>() + tokens.row[token];
@@ -364,7 +364,7 @@ void LinearRun::keep_states() {
   }
 }
 
-// Where the forward pass makes a tile's logits. A product writes whole tiles.
+// The forward pass makes a tile's logits there. A product writes whole tiles.
 float* LinearRun::logits_of(int64_t tile, const Lane& lane) const {
   if (plan_.stored) {
     return at<float>(plan_.logits_at) + tile * plan_.token_chunk * vocab_tile;
@@ -510,7 +510,7 @@ void LinearRun::weight_product(int64_t tile, const Lane& lane, Panels panels,
   }
 }
 
-// What the gradients of a tile are formed of, made again where it is neither stored nor kept.
+// A tile's gradients are formed of these rows, made again where they are neither stored nor kept.
 TileRows LinearRun::tile_rows(int64_t tile, const Lane& lane) const {
   constexpr int64_t stride = vocab_tile * sizeof(float);
   if (plan_.stored)

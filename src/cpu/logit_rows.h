@@ -28,7 +28,7 @@ struct RowGroup {
   int64_t first = 0;               // the group's compacted index among them
 };
 
-// Where forward leaves a group's rows.
+// Forward leaves what it knows of a group's rows here.
 struct RowResults {
   RowState* states;                // [count], target_logit included
   MoreStatistics* more = nullptr;  // [count]; null: none is asked for
@@ -54,7 +54,7 @@ class LogitRows {
   // Rows that one task takes, a multiple of group(): enough work to be worth handing out.
   int64_t task_rows() const;
 
-  // Where the purpose has gradients, gradient must follow on the same rows with the same scratch:
+  // A purpose with gradients wants `gradient` to follow on the same rows with the same scratch:
   // output rows may hold what is kept for it.
   void forward(const RowGroup& rows, const float* class_weight, BlockWants wants, float* scratch,
                const RowResults& results) const;

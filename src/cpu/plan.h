@@ -75,7 +75,7 @@ struct LinearPlan {
            weight_panels_at = 0, product_at = 0, rows_at = 0, bias_at = 0, class_weight_at = 0;
 };
 
-// How many columns of the vocabulary a call keeps, or reads as its Forward kept them: a multiple of
+// A call keeps so many columns of the vocabulary, or reads those its Forward kept: a multiple of
 // vocab_tile or all. None on a shard, and in 16 bits none under a softcap, whose slope a rounded
 // exponential tells too coarsely.
 int64_t columns_kept(const Call& call);

@@ -19,7 +19,7 @@ struct BlockState {
   int32_t argmax;      // lowest index in the block                 (BlockWants::argmax)
 };
 
-// What it adds to the sums that few calls ask for, and that have memory only then.
+// A block adds to these sums if asked for them, as few calls do; they have memory only then.
 struct MoreSums {
   float logits = 0;   // sum_j z_j                     (BlockWants::mean_logit)
   float squares = 0;  // sum_j exp(z_j - maximum)^2    (BlockWants::sum_p_squared)
@@ -29,14 +29,14 @@ struct MoreSums {
 struct BlockWants {
   bool weighted_sum = false, entropy = false, argmax = false;
   bool mean_logit = false, sum_p_squared = false, rank = false;
-  // Of the row, where its rank is wanted: the target's logit, and its column in the block, which is
+  // A row whose rank is wanted has the target's logit, and its column in the block, which is
   // not counted, or one outside.
   float target_logit = 0;
   int64_t target = -1;
   bool more() const { return mean_logit || sum_p_squared || rank; }
 };
 
-// What MoreSums come to in a row.
+// The sums of MoreSums come to these numbers of a row.
 struct MoreStatistics {
   float mean_logit = 0;  // each only where asked for
   float sum_p_squared = 0;

@@ -45,7 +45,7 @@ struct Tokens {
 // call's.
 LogitMap map_of(const LogitMap& map, const Tokens& tokens, int64_t k);
 
-// What Forward kept of a token is found by its place.
+// Backward finds what Forward kept of a token by its place.
 inline bool places(const Call& call) { return !call.forward && call.kept; }
 // Bytes of workspace for N tokens, a multiple of 64.
 uint64_t tokens_bytes(int64_t tokens, bool with_places = false);
@@ -55,7 +55,7 @@ uint64_t tokens_bytes(int64_t tokens, bool with_places = false);
 // A bad temperature sets the call's `fault`.
 Status prepare_tokens(const Call& call, int64_t vocab, void* memory, Tokens* tokens);
 
-// What a call asks of its rows beside the loss.
+// A call may ask more of its rows than the loss.
 BlockWants wants_of(const Call& call);
 
 // loss (none: per token, ignored ones 0; sum, mean: reduced in fixed order) and statistics, from

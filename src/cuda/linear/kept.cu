@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(traded_rows* traded_lanes) trade_kernel(Tokens
   }
 }
 
-// Of rows that only lie behind those multiplied what is not finite becomes 0: it is of rows that
+// Rows that only lie behind those multiplied lose what is not finite: it is of rows that
 // are made again whenever they have a gradient (most_nats in rows.cu), or whose factor is NaN.
 template <class E>
 __global__ void __launch_bounds__(256) calm_kernel(Tokens t, Panel panel, int32_t rows, int whole) {
@@ -149,7 +149,7 @@ __device__ inline float log_of(float x) { return logf(x); }
 // E is rounded to 8 bits: the approximation loses nothing.
 __device__ inline float log_of(__nv_bfloat16 x) { return __logf(__bfloat162float(x)); }
 
-// What a row's dz is made of: log p_t and p_t, and the target's own dz.
+// A row's dz is made of its coefficients, and the target's own dz.
 struct FormedRow {
   RowGradient gradient;
   float log_target = 0, target_p = 0, target_gradient = 0;

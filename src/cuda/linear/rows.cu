@@ -100,7 +100,7 @@ __device__ void load_kept(const LinearCall& call, const RowToken& token, RowStat
   if (present(call.in.fault)) atomicOr(address<int>(call.in.fault), 2);
 }
 
-// Of a token without a gradient: what was kept of it is not there for another Backward either.
+// A token without a gradient has its state used up too: no other Backward finds it.
 __device__ void use_up(const LinearCall& call, int64_t token) {
   if (call.kept.rows == nullptr || call.shape.forward || !call.kept.consumes) return;
   if (kind_of_target(call.in, load_int(call.in.target, token)) != TokenKind::counts) return;

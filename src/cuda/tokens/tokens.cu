@@ -372,7 +372,7 @@ __device__ TokenMap map_of_temperature(const LossOptions& o, float temperature) 
   return m;
 }
 
-// What is to be known of a token that counts before all are counted.
+// A token's temperature, and whether it has a gradient, are known before all are counted.
 __global__ void __launch_bounds__(256)
     screen_kernel(const __grid_constant__ TokenInput in, Tokens t) {
   const int64_t i = int64_t{blockIdx.x} * 256 + threadIdx.x;
@@ -445,8 +445,8 @@ __device__ int first_from(const Tokens& t, int valid, int p) {
   return first;
 }
 
-// Of place p, one of the first as many as are compacted, the token that has it; or, of the j-th
-// place there that no token has, the j-th token whose own is behind them.
+// Place p, one of the first as many as are compacted, is paired with the token that has it; the
+// j-th place there that no token has, with the j-th token whose own is behind them.
 __global__ void __launch_bounds__(256) arrange_kernel(Tokens from, Tokens to) {
   const int64_t p = int64_t{blockIdx.x} * 256 + threadIdx.x;
   if (p >= from.total) return;

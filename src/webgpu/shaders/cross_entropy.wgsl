@@ -168,7 +168,7 @@ fn summed(first: u32, step: u32, count: u32) -> vec2<f32> {
   return all;
 }
 
-// What a row's gradient is made of.
+// A row's gradient is made of these.
 struct Row {
   m: f32,
   scale: f32,    // of p: inv_norm (1 + 2 beta_zl lse) / s
@@ -303,7 +303,7 @@ fn long_row(s: u32, rows: u32, tid: u32) {
   }
   own.x = bitcast<f32>(select(bitcast<u32>(own.x), INFINITY_BITS, worst > INFINITE));
   let known = row_of(s, rows, row, tid, 8u, own);
-  // What is written from here on, other invocations have read.
+  // Other invocations have read what is written from here on.
   storageBarrier();
 
   // Columns of the aligned 32 that are not this row's: they wrap around, to beyond its end.

@@ -78,7 +78,7 @@ fn four(v: u32, shift: u32) -> vec4<u32> {
   return vec4<u32>(v) + (vec4<u32>(0u, 1u, 2u, 3u) << vec4<u32>(shift));
 }
 
-// Of the invocation's one row; NaN where its temperature is none.
+// The invocation's one row has this slope; NaN where its temperature is none.
 var<private> own_slope: f32;
 
 fn z_of(raw: f32) -> f32 {
@@ -187,7 +187,7 @@ fn merged(first: u32, step: u32, count: u32) -> Part {
   return all;
 }
 
-// Of a row of 64 or 256 threads.
+// All 64 or 256 threads of a row call this.
 fn reduce(thread: u32, shift: u32, own: Part) -> Part {
   put(thread % 16u * 17u + thread / 16u, own);
   workgroupBarrier();
@@ -227,7 +227,7 @@ fn sum_of_16(thread: u32, own: f32) -> f32 {
   return s;
 }
 
-// What a row's gradient is made of.
+// A row's gradient is made of these.
 struct Row {
   scale: f32,    // of exp(z - m)
   onehot: f32,   // of the target's column
@@ -331,7 +331,7 @@ fn long_row(r: u32, thread: u32) {
   }
   let part = reduce(thread, 8u, Part(seen(own.m, most), own.s));
   let known = finish(0u, r, thread == 0u, part, t.kind);
-  // What is written from here on, other invocations have read.
+  // Other invocations have read what is written from here on.
   storageBarrier();
   // From the end, which the cache may still hold. What of the aligned 32 columns is before the row's
   // first wraps around to beyond its last.

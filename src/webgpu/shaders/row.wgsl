@@ -32,7 +32,7 @@ fn joined(a: vec4<f32>, b: vec4<f32>) -> vec4<f32> {
 var<workgroup> largest: array<u32, 256>;
 var<workgroup> sums: array<vec4<f32>, 256>;
 
-// Of the threads from `first` on, which are those of a row.
+// The threads from `first` on are those of a row.
 fn reduce_largest(first: u32, lane: u32, own: u32) -> u32 {
   largest[first + lane] = own;
   workgroupBarrier();

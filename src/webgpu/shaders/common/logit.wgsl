@@ -6,7 +6,7 @@ override capped: bool = false;
 override scaled: bool = false;
 override own_temperature: bool = false;  // of every token: its factors are in `extras`
 
-// What a temperature decides.
+// A temperature decides these factors.
 struct Scale {
   slope: f32,
   cap_out: f32,
