@@ -15,15 +15,6 @@ constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 bool is_inactive(int64_t token) { return token % 5 == 1 || token % 7 == 3; }
 constexpr int64_t kAll = 37, kOne = 16;  // tokens; one of them that is inactive
 
-template <class Op>
-const TensorView& rows_of(const Op& op) {
-  if constexpr (LinearOp<Op>) {
-    return op.input;
-  } else {
-    return op.logits;
-  }
-}
-
 // Ways in which a token has no gradient.
 enum class Upstream { grad_loss, token_weight, statistics, statistics_alone, either };
 constexpr Upstream kUpstreams[] = {Upstream::grad_loss, Upstream::token_weight,

@@ -30,15 +30,6 @@ class Invariants : public ConformanceTest {
   }
 };
 
-template <class Op>
-const TensorView& rows_of(const Op& op) {
-  if constexpr (LinearOp<Op>) {
-    return op.input;
-  } else {
-    return op.logits;
-  }
-}
-
 void expect_zero_rows(const Fields& fields, const std::vector<double>& target, double ignore_index,
                       int64_t reduced) {
   for (const auto& [name, field] : fields) {

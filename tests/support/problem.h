@@ -12,6 +12,16 @@
 
 namespace logitless::conformance {
 
+// The tensor with a row for every token.
+template <class Op>
+const TensorView& rows_of(const Op& op) {
+  if constexpr (LinearOp<Op>) {
+    return op.input;
+  } else {
+    return op.logits;
+  }
+}
+
 template <class Op>
 struct Problem {
   Op op{};
