@@ -61,16 +61,23 @@ def parts(head: Any) -> tuple[Any, ...]:
     raise _refused(f"a {type(head).__module__}.{type(head).__qualname__}")
 
 
+def is_off(layer: Any) -> bool:
+    """Whether the layer within makes the logits, as it is or with the LoRA in its weight."""
+    return bool(layer.disable_adapters or layer.merged)
+
+
+def _active(layer: Any) -> list[str]:
+    return [name for name in layer.active_adapters if name in layer.lora_A]
+
+
 def _check_lora(layer: Any) -> None:
     """PEFT's variants (DoRA, ...) have formulas of their own."""
+    if is_off(layer):
+        return
     variants = {name: "DoRA" for name, used in getattr(layer, "use_dora", {}).items() if used}
     for name, variant in getattr(layer, "lora_variant", {}).items():
         variants[name] = getattr(variant, "__name__", type(variant).__name__)
-    if layer.disable_adapters or layer.merged:  # the layer within makes the logits
-        return
-    for name in layer.active_adapters:
-        if name not in layer.lora_A:
-            continue
+    for name in _active(layer):
         a, b = layer.lora_A[name], layer.lora_B[name]
         if any(weight.is_meta for weight in (layer.base_layer.weight, a.weight, b.weight)):
             raise _refused(f"PEFT's LoRA {name!r} with a weight that is offloaded")
@@ -89,9 +96,7 @@ def with_lora(layer: Any, input: Tensor) -> tuple[Tensor, Tensor, Tensor | None]
     base = layer.base_layer
     input = input.to(base.weight.device)
     inputs, weights = [input], [base.weight]
-    for name in layer.active_adapters:
-        if name not in layer.lora_A:
-            continue
+    for name in _active(layer):
         a, b = layer.lora_A[name], layer.lora_B[name]
         x = layer._cast_input_dtype(input, a.weight.dtype)
         inputs.append((a(layer.lora_dropout[name](x)) * layer.scaling[name]).to(input.dtype))

@@ -144,7 +144,7 @@ def _head_forward(self: Any, input: Tensor) -> Tensor:
 def _lora_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Of PEFT's LoRA around the head. Where it is off or merged, the head within makes the loss."""
     pending: _Pending | None = getattr(self, _PENDING, None)
-    if pending is None or self.disable_adapters or self.merged:
+    if pending is None or _heads.is_off(self):
         logits: Tensor = _own_forward(self)(input, *args, **kwargs)
         return logits
     if args or kwargs:
