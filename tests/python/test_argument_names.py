@@ -64,6 +64,8 @@ def functions() -> dict[str, Callable[..., Any]]:
         ).forward,
     }
     for name in logitless.torch.__all__:
+        if name == "set_default_memory":  # which takes no tensor
+            continue
         if inspect.isfunction(function := getattr(logitless.torch, name)):
             found[f"torch.{name}"] = function
     for name, function in vars(logitless.numpy).items():

@@ -17,6 +17,7 @@ from logitless.torch._functions import (
     softmax_,
     workspace_size,
 )
+from logitless.torch._memory import default_memory, set_default_memory
 from logitless.torch._modules import (
     CrossEntropyLoss,
     LinearCrossEntropyHead,
@@ -30,8 +31,10 @@ __all__ = [
     "Statistics",
     "cross_entropy",
     "cross_entropy_",
+    "default_memory",
     "linear_cross_entropy",
     "linear_logprob",
+    "set_default_memory",
     "softmax_",
     "workspace_size",
 ]

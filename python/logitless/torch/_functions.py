@@ -20,7 +20,7 @@ from logitless._errors import (
     wrong_dtype,
     wrong_shape,
 )
-from logitless.torch import _ops, _run
+from logitless.torch import _memory, _ops, _run
 from logitless.torch._autograd import Call, FusedLoss, Loss, MainGrad, cast, cast_bias
 from logitless.torch._checks import check_matrix, check_overwritten, check_target
 from logitless.torch._route import dispatches, refuse_layouts
@@ -229,12 +229,13 @@ def linear_cross_entropy(
     torch.nn.functional.linear_cross_entropy and more. `shift`: the targets move by one (or by that
     many), for next-token prediction. `normalizer`: what "mean" divides by, instead of the sum of
     the valid tokens' class weights. `memory`: the workspace allowed, and what is kept for backward
-    with it, in bytes or as "64MiB". `return_statistics`: any of "lse", "target_logit", "logprob",
-    "entropy", which are differentiable, "argmax", "rank", "sum_p_squared", "mean_logit", which are
-    not; the result is then (loss, Statistics). `empty_mean`: a mean over no token is "zero" or
-    "nan", as in PyTorch. `temperature`: a number, or a tensor in the target's shape, [N] or
-    broadcastable to it, f32 on the input's device, which `shift` moves with the target; no gradient
-    flows to it, and where it is not a positive normal number the token's loss is NaN.
+    with it, in bytes or as "64MiB"; None is that of `default_memory`. `return_statistics`: any of
+    "lse", "target_logit", "logprob", "entropy", which are differentiable, "argmax", "rank",
+    "sum_p_squared", "mean_logit", which are not; the result is then (loss, Statistics).
+    `empty_mean`: a mean over no token is "zero" or "nan", as in PyTorch. `temperature`: a number,
+    or a tensor in the target's shape, [N] or broadcastable to it, f32 on the input's device, which
+    `shift` moves with the target; no gradient flows to it, and where it is not a positive normal
+    number the token's loss is NaN.
     """
     if not isinstance(input, Tensor) or input.dim() == 0:
         raise wrong_shape("input must be a tensor of shape [..., D]")
@@ -264,7 +265,7 @@ def linear_cross_entropy(
     )
     outputs = _loss(
         input, linear_weight, linear_bias, constants, options,
-        None if memory is None else parse_memory(memory), _bits or wanted | _run.LOSS,
+        _memory.default() if memory is None else parse_memory(memory), _bits or wanted | _run.LOSS,
         main_grad=_main_grad,
     )  # fmt: skip
     return outputs if _bits else _result(outputs, wanted)
@@ -283,9 +284,8 @@ def workspace_size(
     or without `gradients`), beyond the gradients themselves."""
     check_matrix("linear_weight", linear_weight)
     check_target(input, target, "input")
-    return _run.planned_bytes(
-        input, linear_weight, linear_bias, target, parse_memory(memory), gradients
-    )
+    memory = _memory.default() if memory is None else parse_memory(memory)
+    return _run.planned_bytes(input, linear_weight, linear_bias, target, memory, gradients)
 
 
 @renames(OF_LOGPROB)

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `memory` is of calls that are given none: those of a signature that has no such argument,
+as the losses that other libraries already call."""
+
+from __future__ import annotations
+
+import threading
+
+from logitless._abi import parse_memory
+
+
+class _Setting:
+    """One value of the default; settings are told apart by identity."""
+
+    def __init__(self, memory: int | None) -> None:
+        self.memory = memory
+
+
+# That of the process, then those of the `with` blocks that are open: the last one holds. Readers
+# take no lock, for a list is never seen half changed.
+_settings = [_Setting(None)]
+_lock = threading.Lock()
+
+
+def default() -> int | None:
+    """Bytes, or None for what the library recommends."""
+    return _settings[-1].memory
+
+
+# What torch.compiler.assume_constant_result says, which imports the compiler: a number in the
+# graph, where a guard on it could make of it a symbol, of which nothing can be planned.
+default._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def set_default_memory(memory: int | str | None) -> None:
+    """Sets the `memory` of every later call of this process, on whatever thread, that is given
+    none (or None): of logitless.torch and of the signatures of logitless.integrations. In bytes or
+    as "512MiB"; None is what the library recommends. An open `with default_memory(...)` goes before
+    it. A compiled function takes the value that held when it was traced."""
+    _settings[0].memory = parse_memory(memory)
+
+
+class default_memory:
+    """`with default_memory("512MiB"):` as set_default_memory for the time of the block, on all
+    threads (a checkpoint is run again on one of autograd's). What held before holds again after it,
+    in whatever order the blocks of several threads end. A compiled function takes the value that
+    held when it was traced, so that the block stands around its first call and not inside it."""
+
+    def __init__(self, memory: int | str | None) -> None:
+        self._memory = parse_memory(memory)
+        self._open: list[_Setting] = []  # one object may be entered several times
+
+    def __enter__(self) -> None:
+        setting = _Setting(self._memory)
+        with _lock:
+            self._open.append(setting)
+            _settings.append(setting)
+
+    def __exit__(self, *_: object) -> None:
+        with _lock:
+            _settings.remove(self._open.pop())
