@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients that arrive after the loss, beside the mean whose gradient is known: ours with state
-kept between forward and backward (the default), in less memory, without it, and torch.compile.
+kept between forward and backward (the default), in less memory, without it, torch.compile, and the
+peers of peers_later.py that `--peers` names.
 
     LOGITLESS_LIBRARY=build/device/liblogitless.so PYTHONPATH=python python bench/compare_later.py \
-        --shapes 8192x4096x128256,8192x2048x151936
+        --shapes 8192x4096x128256,8192x2048x151936 --peers verl,trl,cce
+
+`--peers-from FOLDER` says where their packages are, unless they are installed. A peer that is
+absent or fails is left out, with one line that says so.
 
 `--only TEXT` picks contenders; then the log-probability with a temperature, with other statistics
 and with an upstream gradient for a quarter of the rows at random is among them too.
@@ -11,24 +15,29 @@ and with an upstream gradient for a quarter of the rows at random is among them 
 One process; all take turns in bursts, in an order that turns round every round; medians of
 `--rounds`, by the host's clock around bursts that are waited for. bf16, random data and upstream
 gradients. Beside them three bare cuBLAS products of the same operands (V to a multiple of 64). MiB:
-the allocator's peak beyond the inputs and their gradients. Needs a GPU; `--shapes 64x32x300` tries
-it anywhere, and its figures mean nothing."""
+the allocator's peak beyond the inputs and their gradients. The last column is what a peer's
+gradient of the input differs from ours by, of its norm. Needs a GPU; `--shapes 64x32x300` tries it
+anywhere, and its figures mean nothing."""
 
 from __future__ import annotations
 
 import argparse
 import re
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import peers_later
 import torch
 from torch import Tensor
 
 from logitless import torch as logitless
 
 MIB = 1 << 20
+LOGPROB, BOTH = "log-probability", "log-probability + entropy"
 
 
 class Head:
@@ -46,6 +55,15 @@ class Head:
         self.padded = torch.zeros(padded, hidden, device=device, dtype=torch.bfloat16)
         self.padded[:vocab] = self.weight.detach()
 
+    def fresh(self, call: Callable[[], None]) -> Callable[[], None]:
+        """The same without gradients of the call before, which it would add to."""
+
+        def run() -> None:
+            self.input.grad = self.weight.grad = None
+            call()
+
+        return run
+
     def backward(self, results: Any, upstream: list[Tensor] | None = None) -> None:
         outputs = results if isinstance(results, tuple) else (results,)
         torch.autograd.backward(outputs, (upstream or self.upstream)[: len(outputs)])
@@ -57,25 +75,9 @@ class Head:
         logits.t() @ input
 
 
-def compiled_logprob(entropy: bool) -> Callable[[Tensor, Tensor, Tensor], Any]:
-    def call(input: Tensor, weight: Tensor, target: Tensor) -> Any:
-        logp = torch.log_softmax((input @ weight.t()).float(), -1)
-        logprob = logp.gather(1, target[:, None])[:, 0]
-        return (logprob, -(logp.exp() * logp).sum(-1)) if entropy else logprob
-
-    return torch.compile(call)
-
-
 def contenders(head: Head, less: int) -> dict[str, Callable[[], None]]:
     x, w, t = head.input, head.weight, head.target
-    compiled = {entropy: compiled_logprob(entropy) for entropy in (False, True)}
-
-    def fresh(call: Callable[[], None]) -> Callable[[], None]:
-        def run() -> None:
-            x.grad = w.grad = None
-            call()
-
-        return run
+    fresh = head.fresh
 
     def logprob(memory: int | None, entropy: bool) -> None:
         head.backward(logitless.linear_logprob(x, w, t, entropy=entropy, memory=memory))
@@ -95,9 +97,9 @@ def contenders(head: Head, less: int) -> dict[str, Callable[[], None]]:
         with torch.no_grad():
             logitless.linear_cross_entropy(x, w, t, reduction="none", return_statistics=names)
 
-    def forward_alone() -> None:
+    def forward_alone(entropy: bool) -> None:
         with torch.no_grad():
-            logitless.linear_logprob(x, w, t, entropy=True)
+            logitless.linear_logprob(x, w, t, entropy=entropy)
 
     return {
         "three cuBLAS products": head.products,
@@ -105,10 +107,11 @@ def contenders(head: Head, less: int) -> dict[str, Callable[[], None]]:
         "none": fresh(
             lambda: head.backward(logitless.linear_cross_entropy(x, w, t, reduction="none"))
         ),
-        "log-probability": fresh(lambda: logprob(None, False)),
-        "log-probability + entropy": fresh(lambda: logprob(None, True)),
+        LOGPROB: fresh(lambda: logprob(None, False)),
+        BOTH: fresh(lambda: logprob(None, True)),
         f"the same in {less // MIB} MiB": fresh(lambda: logprob(less, True)),
-        "the same, forward alone": fresh(forward_alone),
+        "the same, forward alone": fresh(lambda: forward_alone(True)),
+        "log-probability, forward alone": fresh(lambda: forward_alone(False)),
         "temperature 0.7": fresh(lambda: warm(0.7)),
         "a temperature of each token": fresh(lambda: warm(head.temperature)),
         "entropy detached": fresh(detached),
@@ -121,9 +124,40 @@ def contenders(head: Head, less: int) -> dict[str, Callable[[], None]]:
         "forward alone, all": fresh(
             lambda: statistics_alone("logprob", "entropy", "rank", "sum_p_squared", "mean_logit")
         ),
-        "torch.compile, log-probability": fresh(lambda: head.backward(compiled[False](x, w, t))),
-        "torch.compile, both": fresh(lambda: head.backward(compiled[True](x, w, t))),
     }
+
+
+def of_a_peer(head: Head, name: str, peer: peers_later.Peer) -> dict[str, Callable[[], None]]:
+    tensors = head.input, head.weight, head.target
+
+    def train(call: peers_later.Call) -> None:
+        head.backward(call(*tensors))
+
+    def forward_alone(call: peers_later.Call) -> None:
+        with torch.no_grad():
+            call(*tensors)
+
+    calls = {}
+    for what, call in (("log-probability", peer.logprob), ("both", peer.both)):
+        if call is not None:
+            calls[f"{name}, {what}"] = head.fresh(partial(train, call))
+            calls[f"{name}, {what}, forward alone"] = head.fresh(partial(forward_alone, call))
+    return calls
+
+
+def peers(head: Head, names: list[str]) -> dict[str, Callable[[], None]]:
+    calls = of_a_peer(head, "torch.compile", peers_later.compiled())
+    for name in names:
+        try:
+            calls |= of_a_peer(head, name, peers_later.PEERS[name]())
+        except Exception as error:  # whatever a package raises where something of it is not there
+            left_out(name, error)
+    return calls
+
+
+def left_out(name: str, error: Exception) -> None:
+    text = (str(error).splitlines() or [""])[0]
+    print(f"  {name} is left out: {type(error).__name__}: {text[:160]}", flush=True)
 
 
 def wait(device: str) -> None:
@@ -157,35 +191,81 @@ def peak(head: Head, call: Callable[[], None]) -> float:
     return (torch.cuda.max_memory_allocated() - before - grads) / MIB
 
 
-LATER = 7  # the contenders that are always there
+LATER = 8  # the contenders of ours that are always there
+
 
 def chosen(calls: dict[str, Callable[[], None]], only: str) -> dict[str, Callable[[], None]]:
     basis = ("three cuBLAS products", "mean")
-    later = [*list(calls)[:LATER], *(name for name in calls if name.startswith("torch.compile"))]
-    if not only:
-        return {name: calls[name] for name in later}
     return {name: call for name, call in calls.items() if name in basis or re.search(only, name)}
 
 
-def compare(shape: str, device: str, rounds: int, seconds: float, only: str) -> None:
-    tokens, hidden, vocab = (int(extent) for extent in shape.split("x"))
-    head = Head(tokens, hidden, vocab, device)
-    calls = chosen(contenders(head, 64 * MIB + 4 * tokens * hidden), only)
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    memory = {}
-    for name, call in calls.items():
+class Warm:
+    """Contenders that have run twice, and what was seen of each."""
+
+    def __init__(self, head: Head, device: str) -> None:
+        self.head, self.device = head, device
+        self.calls: dict[str, Callable[[], None]] = {}
+        self.mib: dict[str, float] = {}
+        self.off: dict[str, float] = {}  # of peers' gradients from ours
+        self._gradients: dict[str, Tensor] = {}
+
+    def add(self, name: str, call: Callable[[], None]) -> None:
         for _ in range(2):
             call()
-        memory[name] = peak(head, call) if device == "cuda" else 0.0
-    for i in range(rounds):
-        for name in list(calls)[:: 1 if i % 2 == 0 else -1]:
-            taken[name].append(burst(calls[name], seconds, device))
+        self._compare(name)
+        self.mib[name] = peak(self.head, call) if self.device == "cuda" else 0.0
+        self.calls[name] = call
+
+    def add_peer(self, name: str, call: Callable[[], None]) -> None:
+        try:
+            self.add(name, call)
+        except Exception as error:  # out of memory, a shape that it does not take, ...
+            left_out(name, error)
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+
+    def _compare(self, name: str) -> None:
+        gradient = self.head.input.grad
+        if gradient is None:
+            return
+        if name in (LOGPROB, BOTH):
+            self._gradients[name] = gradient.clone()
+        what = LOGPROB if name.endswith(", log-probability") else BOTH
+        if name.endswith((", log-probability", ", both")) and what in self._gradients:
+            ours = self._gradients[what].float()
+            self.off[name] = ((gradient.float() - ours).norm() / ours.norm()).item()
+
+
+def compare(shape: str, device: str, given: argparse.Namespace) -> None:
+    tokens, hidden, vocab = (int(extent) for extent in shape.split("x"))
+    head = Head(tokens, hidden, vocab, device)
+    ours = contenders(head, 64 * MIB + 4 * tokens * hidden)
+    if not given.only:
+        ours = dict(list(ours.items())[:LATER])
+    warm = Warm(head, device)
+    for name, call in chosen(ours, given.only).items():
+        warm.add(name, call)
+    for name, call in chosen(peers(head, given.peers), given.only).items():
+        warm.add_peer(name, call)
+    taken: dict[str, list[float]] = {name: [] for name in warm.calls}
+    for i in range(given.rounds):
+        for name in list(warm.calls)[:: 1 if i % 2 == 0 else -1]:
+            taken[name].append(burst(warm.calls[name], given.burst, device))
     median = {name: statistics.median(times) for name, times in taken.items()}
     base = median["three cuBLAS products"]
-    print(f"{shape}{'':20s} {'ms':>9s} {'x three':>8s} {'x mean':>7s} {'MiB':>7s}")
+    print(f"{shape:48s} {'ms':>9s} {'x three':>8s} {'x mean':>7s} {'MiB':>7s} {'off':>8s}")
     for name, ms in median.items():
-        row = f"  {name:32s} {ms:9.3f} {ms / base:8.3f} {ms / median['mean']:7.3f}"
-        print(f"{row} {memory[name]:7.0f}", flush=True)
+        row = f"  {name:46s} {ms:9.3f} {ms / base:8.3f} {ms / median['mean']:7.3f}"
+        off = f"{warm.off[name]:8.1e}" if name in warm.off else ""
+        print(f"{row} {warm.mib[name]:7.0f} {off}".rstrip(), flush=True)
+
+
+def peer_names(text: str) -> list[str]:
+    names = [name for name in text.split(",") if name]
+    if unknown := sorted(set(names) - set(peers_later.PEERS)):
+        allowed = ", ".join(peers_later.PEERS)
+        raise argparse.ArgumentTypeError(f"no peer {unknown[0]!r}; allowed: {allowed}")
+    return names
 
 
 def main() -> None:
@@ -194,13 +274,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--only", default="", help="a regular expression of contenders' names")
     parser.add_argument("--burst", type=float, default=0.25, help="seconds")
+    parser.add_argument("--peers", type=peer_names, default=[], help="of verl, trl, cce")
+    parser.add_argument("--peers-from", default="", help="a folder that holds their packages")
     arguments = parser.parse_args()
+    if arguments.peers_from:
+        sys.path.insert(0, arguments.peers_from)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     print(f"{name}, torch {torch.__version__}, N x D x V, bf16")
     for shape in arguments.shapes.split(","):
         torch._dynamo.reset()
-        compare(shape, device, arguments.rounds, arguments.burst, arguments.only)
+        compare(shape, device, arguments)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def compiled() -> Loss:
     return torch.compile(plain, dynamic=False)
 
 
-def _cce(exact: bool) -> Loss:
+def cce(exact: bool) -> Loss:
     from cut_cross_entropy import linear_cross_entropy
 
     if not exact:
@@ -103,8 +103,8 @@ PEERS: dict[str, tuple[str, Callable[[], Loss]]] = {  # option: name, maker
     "liger-flsce": ("Liger FLSCE SM90", liger_flsce),
     "liger": ("Liger (Triton)", functools.partial(_liger_triton, False)),
     "liger-f32": ("Liger (Triton), f32 sums", functools.partial(_liger_triton, True)),
-    "cce": ("CCE", functools.partial(_cce, False)),
-    "cce-exact": ("CCE exact", functools.partial(_cce, True)),
+    "cce": ("CCE", functools.partial(cce, False)),
+    "cce-exact": ("CCE exact", functools.partial(cce, True)),
 }
 STRONG = (
     "compile",
