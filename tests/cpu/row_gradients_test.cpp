@@ -150,7 +150,7 @@ TEST_P(RowKernels, AnElementOfAVectorIsThatOfANumber) {
   const bool fused = GetParam().rfind("SSE", 0) != 0;
   const auto one = [&](float own, float p, const RowGradient& g, float c, float log_p) {
     const float information = std::fmax(log_p, -87.3365f) + g.entropy_value;
-    const auto dz = fused ? dz_of<Fused, float> : dz_of<Rounded, float>;
+    const auto dz = fused ? dz_of<Fused, float, float> : dz_of<Rounded, float, float>;
     return dz(own, g.smoothing != 0, g.smoothing, c, g.entropy != 0, g.entropy * p, information);
   };
   constexpr int64_t count = 61;
@@ -182,36 +182,19 @@ TEST_P(RowKernels, AnElementOfAVectorIsThatOfANumber) {
   }
 }
 
-// These are spellings of CUDA kernels, of which ptxas makes other code when they call dz_of: that
-// of options on Hopper (with_options.cuh), and that of given logits (logit_rows.cuh).
-float spelled_out(float own, float p, const RowGradient& g, float c, float information) {
-  float draw = own;
-  if (g.smoothing != 0) draw = std::fmaf(-g.smoothing, c, draw);
-  if (g.entropy != 0) draw = std::fmaf(-(g.entropy * p), information, draw);
-  return draw;
-}
-float spelled_out_rounded(float own, float p, const RowGradient& g, float c, float information) {
-  float draw = own;
-  if (g.smoothing != 0) draw -= g.smoothing * c;
-  if (g.entropy != 0) draw -= g.entropy * p * information;
-  return draw;
-}
-
-TEST(DzOf, IsWhatCudaKernelsSpellOut) {
-  AnyFloat any;
-  for (int n = 0; n < 1000000; ++n) {
-    RowGradient g{.probability = any()};
-    if (n & 1) g.smoothing = any();
-    if (n & 2) g.entropy = any();
-    const float p = any(), c = n & 4 ? any() : 1, information = any(), own = g.probability * p;
-    const auto made = [&](auto dz) {
-      return dz(own, g.smoothing != 0, g.smoothing, c, g.entropy != 0, g.entropy * p, information);
-    };
-    ASSERT_TRUE(same_bits(made(dz_of<Fused, float>), spelled_out(own, p, g, c, information))) << n;
-    ASSERT_TRUE(
-        same_bits(made(dz_of<Rounded, float>), spelled_out_rounded(own, p, g, c, information)))
-        << n;
-  }
+TEST(DzOf, AsksForAClassWeightWhereItSmooths) {
+  int asked = 0;
+  const auto c = [&] {
+    ++asked;
+    return 1.1f;
+  };
+  const auto dz = [](bool smooths, auto weight) {
+    return dz_of<Fused>(.7f, smooths, .3f, weight, true, .2f, -1.3f);
+  };
+  EXPECT_EQ(dz(false, c), dz(false, 1.1f));
+  EXPECT_EQ(asked, 0);
+  EXPECT_EQ(dz(true, c), dz(true, 1.1f));
+  EXPECT_EQ(asked, 1);
 }
 
 TEST(TargetGradient, InF32IsThatInDouble) {

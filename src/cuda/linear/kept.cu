@@ -55,17 +55,13 @@ __global__ void __launch_bounds__(256)
       float log_p = (z - g.reference) - g.log_sum;
       log_p = log_p > 0 ? 0.0f : log_p;
       const float p = exp_any(log_p);
-      // This is dz_of, spelled out: with a call ptxas makes other code.
-      float draw =
+      const float own =
           is_target ? target_draw(g.probability, g.onehot, p, -expm1f(log_p)) : g.probability * p;
-      if (g.smoothing != 0) {
-        draw = fmaf(-g.smoothing, class_weight(call.in, column), draw);
-      }
-      if (g.entropy != 0) {
-        const float information = fmaxf(log_p, least_exponent) + g.entropy_value;
-        draw = fmaf(-(g.entropy * p), information, draw);
-      }
-      draw *= cap_slope(map, z);
+      const auto c = [&] { return class_weight(call.in, column); };
+      const float information = fmaxf(log_p, least_exponent) + g.entropy_value;
+      const float dz = dz_of<Fused>(own, g.smoothing != 0, g.smoothing, c, g.entropy != 0,
+                                    g.entropy * p, information);
+      const float draw = dz * cap_slope(map, z);
       const float v = factors[row].scale;
       *panel_element<E>(panel, row, j) = from_f32<E>(v == 0 ? 0.0f : draw / v);
     }

@@ -167,26 +167,23 @@ __device__ RowGradient gradient_of(const RowsArguments<kPlain>& a, int row, cons
   }
 }
 
-// dz of the target, where dz is made of logits. This is dz_of, spelled out: with a call ptxas makes
-// other code.
+// dz of the target, where dz is made of logits.
 template <bool kPlain>
 __device__ float gradient_of_target(const RowsArguments<kPlain>& a, int row, const RowToken& token,
                                     const RowGradient& g) {
   float log_p = (token.target_logit - g.reference) - g.log_sum;
   log_p = log_p > 0 ? 0.0f : log_p;
   const float p = exp_any(log_p);
-  float draw = target_draw(g.probability, g.onehot, p, -expm1f(log_p));
-  if constexpr (!kPlain) {
-    if (g.smoothing != 0 && token.target >= 0) {
-      draw = fmaf(-g.smoothing, class_weight(a.call.in, token.target), draw);
-    }
-    if (g.entropy != 0) {
-      const float information = fmaxf(log_p, least_exponent) + g.entropy_value;
-      draw = fmaf(-(g.entropy * p), information, draw);
-    }
-    draw *= cap_slope(map_of_row(a, row), token.target_logit);
+  const float own = target_draw(g.probability, g.onehot, p, -expm1f(log_p));
+  if constexpr (kPlain) {
+    return own;
+  } else {
+    const bool smooths = g.smoothing != 0 && token.target >= 0;
+    const auto c = [&] { return class_weight(a.call.in, token.target); };
+    const float information = fmaxf(log_p, least_exponent) + g.entropy_value;
+    return dz_of<Fused>(own, smooths, g.smoothing, c, g.entropy != 0, g.entropy * p, information) *
+           cap_slope(map_of_row(a, row), token.target_logit);
   }
-  return draw;
 }
 
 // By one lane; v of the row.

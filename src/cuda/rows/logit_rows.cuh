@@ -57,25 +57,18 @@ __device__ inline RowGradient gradient_of_row(const RowsCall& call, int64_t i,
                 scalars.gradient_scale);
 }
 
-// draw at the target, onehot included; dz_of_target, spelled out: with a call ptxas makes other
-// code.
-//   P p - onehot = onehot (p - 1) + (P - onehot) p
-// cancels neither near p = 1 nor where p is tiny.
+// draw at the target, onehot included.
 __device__ inline float target_gradient(const MapFactors& map, const RowGradient& g, float z,
                                         float class_weight) {
   const float log_p = (z - g.reference) - g.log_sum;
   const float p = exp_any(log_p);
-  double sum = static_cast<double>(g.onehot) * expm1f(log_p) +
-               (static_cast<double>(g.probability) - g.onehot) * p;
-  if (g.smoothing != 0) sum -= static_cast<double>(g.smoothing) * class_weight;
-  if (g.entropy != 0 && p != 0)
-    sum -= static_cast<double>(g.entropy) * p * (log_p + g.entropy_value);
+  const double dz = dz_of_target(g, p, expm1f(log_p), log_p + g.entropy_value, class_weight);
   double slope = map.slope;
   if (map.capped) {
     const double t = static_cast<double>(z) * map.backward;
     slope *= (1 - t) * (1 + t);
   }
-  return static_cast<float>(sum * slope);
+  return static_cast<float>(dz * slope);
 }
 
 // p_j = lost 2^(z_j log2 e - by), by the rounded (m + log s) log2 e and `lost` what its rounding
@@ -114,20 +107,13 @@ struct GradientColumn {
   __device__ float operator()(float raw, int j) const {
     const float z = kPlain ? raw : map_raw(map, raw);
     const float p = p_of.template without_lost<kNear>(z);
-    // This is dz_of<Rounded>, spelled out: with a call ptxas makes other code.
-    float draw = scale * p;
-    if constexpr (!kPlain) {
-      const float log_p = (z - p_of.m) - p_of.log_sum;
-      if (smoothing != 0) {
-        draw -= present(class_weight) ? smoothing * load(class_weight, first + j) : smoothing;
-      }
-      if (entropy != 0) {
-        const float finite = log_p < least_exponent ? least_exponent : log_p;
-        draw -= entropy * (p * p_of.lost) * (finite + entropy_value);
-      }
-      draw *= cap_slope(map, z);
-    }
-    return draw;
+    if constexpr (kPlain) return scale * p;
+    const auto c = [&] { return present(class_weight) ? load(class_weight, first + j) : 1.0f; };
+    const float log_p = (z - p_of.m) - p_of.log_sum;
+    const float information = (log_p < least_exponent ? least_exponent : log_p) + entropy_value;
+    return dz_of<Rounded>(scale * p, smoothing != 0, smoothing, c, entropy != 0,
+                          entropy * (p * p_of.lost), information) *
+           cap_slope(map, z);
   }
 };
 

@@ -34,20 +34,16 @@ __global__ void __launch_bounds__(256)
         float log_p = (z[i] - g.reference) - g.log_sum;
         log_p = log_p > 0 ? 0.0f : log_p;
         const float p = exp_any(log_p);
-        // This is dz_of, spelled out: with a call ptxas makes other code.
-        float sum =
+        draw[i] =
             is_target ? target_draw(g.probability, g.onehot, p, -expm1f(log_p)) : g.probability * p;
         if constexpr (!kPlain) {
-          if (g.smoothing != 0 && j + i < tile.count) {
-            sum = fmaf(-g.smoothing, class_weight(call.in, tile.column + j + i), sum);
-          }
-          if (g.entropy != 0) {
-            const float information = fmaxf(log_p, least_exponent) + g.entropy_value;
-            sum = fmaf(-(g.entropy * p), information, sum);
-          }
-          sum *= cap_slope(map, z[i]);
+          const bool smooths = g.smoothing != 0 && j + i < tile.count;
+          const auto c = [&] { return class_weight(call.in, tile.column + j + i); };
+          const float information = fmaxf(log_p, least_exponent) + g.entropy_value;
+          draw[i] = dz_of<Fused>(draw[i], smooths, g.smoothing, c, g.entropy != 0, g.entropy * p,
+                                 information) *
+                    cap_slope(map, z[i]);
         }
-        draw[i] = sum;
       }
     }
     store_four<T>(draw, tile.count - j, to + j);

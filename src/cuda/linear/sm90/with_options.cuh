@@ -13,6 +13,7 @@
 
 #include "src/cuda/linear/sm90/option_sums.cuh"
 #include "src/cuda/linear/units.cuh"
+#include "src/loss.h"
 
 namespace logitless::cuda::sm90 {
 
@@ -61,16 +62,12 @@ __device__ inline void draw_block(const float (&d)[96], const HalfRows& rows, co
         const float z = d[4 * i + 2 * h + c];
         const float log2_p = nonpositive(fmaf(z - rows.anchor[h], log2e, -rows.log2_sum[h]));
         const float p = exp2_fast(log2_p);
-        // This is dz_of, spelled out: with a call ptxas makes other code.
-        draw[c] = rows.factor[h] * p;
-        if (smooths) {
-          const float own = o.class_weight == nullptr ? 1.0f : __ldg(weights + 8 * i + c);
-          draw[c] = fmaf(-smoothing[h], own, draw[c]);
-        }
-        if (forgets) {
-          const float information = fmaxf(log2_p * ln2, least_exponent) + value[h];
-          draw[c] = fmaf(-(entropy[h] * p), information, draw[c]);
-        }
+        const auto class_weight = [&] {
+          return o.class_weight == nullptr ? 1.0f : __ldg(weights + 8 * i + c);
+        };
+        const float information = fmaxf(log2_p * ln2, least_exponent) + value[h];
+        draw[c] = dz_of<Fused>(rows.factor[h] * p, smooths, smoothing[h], class_weight, forgets,
+                               entropy[h] * p, information);
         if (has_cap<kSet>) draw[c] = capped(backward[h], z, draw[c]);
         if (kRare) {
           draw[c] = 8 * i + c >= mask.end[h] ? 0.0f : draw[c];
