@@ -64,7 +64,7 @@ constexpr FieldRule kFieldRules[] = {
     {"grad_lse", Shape::token, kF32, "f32"},
     {"grad_target_logit", Shape::token, kF32, "f32"},
     {"grad_entropy", Shape::token, kF32, "f32"},
-    {"kept", Shape::kept, kF32 | 1u << LOGITLESS_BF16, "f32, bf16 (nothing of f16 is kept)"},
+    {"kept", Shape::kept, kFloats, "f32, f16, bf16"},
     {"kept_rows", Shape::kept_rows, kF32, "f32"},
     {"grad_logits", Shape::token_vocab, kFloats, "f32, f16, bf16"},
     {"grad_input", Shape::token_hidden, kFloats, "f32, f16, bf16"},

@@ -188,7 +188,7 @@ class KeptSize(NamedTuple):
 
 
 _KEPT_BLOCK, _KEPT_GROUP, _KEPT_ROW_WIDTH = 64, 3, 8
-KEPT_ELEMENT = {F32: 4, BF16: 2}  # bytes; of other dtypes nothing is kept
+KEPT_ELEMENT = {F32: 4, F16: 2, BF16: 2}  # bytes
 
 
 def _padded(size: Any) -> Any:

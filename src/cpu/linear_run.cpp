@@ -639,6 +639,7 @@ void load_states(const Call& call, const Tokens& tokens, RowState* states) {
 }  // namespace
 
 int64_t columns_kept(const Call& call) {
+  if (call.input.dtype == DType::f16) return 0;
   const bool rounded = call.input.dtype != DType::f32;
   return rounded && call.options.softcap > 0 ? 0 : kept_columns(call);
 }

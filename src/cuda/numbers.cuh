@@ -81,6 +81,24 @@ __device__ inline uint32_t pack(const float* x) {
   }
 }
 
+// Codes: 16 bits of the logarithm of E = exp(z - z_t), which is kept of f16 inputs. f16 has no room
+// for E itself: it ends 11 nats above the target's logit, and is subnormal 10 below. A code counts
+// 800ths of log2 E from 2^-30 to 2^51, so that E is known to half a step, 0.9 of what an f16's
+// rounding takes. 0: E is less than 2^-30, of -inf or NaN, or the column is left out.
+constexpr float codes_of_two = 800, least_log2 = -30;
+// Two codes, the first in the low half. Above 2^51 a code is one of any other number.
+__device__ inline uint32_t encode_logs(float log2_first, float log2_second) {
+  // The last bits of 2^23 + x are x, rounded.
+  constexpr float zero = 0x1p23f - least_log2 * codes_of_two;
+  const float first = fmaf(fmaxf(log2_first, least_log2), codes_of_two, zero);
+  const float second = fmaf(fmaxf(log2_second, least_log2), codes_of_two, zero);
+  return __byte_perm(__float_as_uint(first), __float_as_uint(second), 0x5410);
+}
+// log2 E.
+__device__ inline float decode_log(uint32_t code) {
+  return fmaf(__uint_as_float(0x4b000000u | code) - 0x1p23f, 1 / codes_of_two, least_log2);
+}
+
 // By such an address PTX names what lies in shared memory.
 __device__ inline uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));

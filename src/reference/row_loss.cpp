@@ -127,8 +127,8 @@ RowGradient row_gradient(const Call& call, const Tokens& tokens, const Token& to
   const Factors f = factors_of(call, tokens, token);
   const double upstream = token.upstream * token.token_weight;
   const size_t columns = row.z.size();
-  const bool rounded = call.kept && call.kept.dtype == DType::bf16;
-  const double log_error = rounded ? unit_roundoff(DType::bf16) : 0;
+  const bool rounded = call.kept && call.kept.dtype != DType::f32;
+  const double log_error = rounded ? unit_roundoff(call.kept.dtype) : 0;
   RowGradient gradient;
   gradient.value.resize(columns);
   gradient.error.resize(columns);

@@ -221,6 +221,7 @@ const Accept kAccepts[] = {
     {"kept state that is consumed",
      [](Subject& s) { return s.consume != nullptr && (*s.consume = true); }, true},
     {"kept state in bf16", dtypes({"input", "weight", "bias", "kept"}, DType::bf16), true},
+    {"kept state in f16", dtypes({"input", "weight", "bias", "kept"}, DType::f16), true},
     {"kept state of no token",
      [](Subject& s) {
        s.make_empty();

@@ -45,11 +45,6 @@ TEST_P(KeptState, HasTheSizeOfItsFormula) {
   const int64_t element = size_of(dtype_);
   const auto rows = static_cast<uint64_t>(70 * 8 * 4);
   const auto block = static_cast<uint64_t>(128 * 64 * element);
-  if (dtype_ == DType::f16) {
-    EXPECT_EQ(steps.kept.columns, 0);
-    EXPECT_EQ(steps.kept.bytes, 0u);
-    return;
-  }
   EXPECT_EQ(steps.kept.columns, 421);
   EXPECT_EQ(steps.kept.bytes, rows + 7 * block);
   EXPECT_EQ(steps.kept.shape, (std::array<int64_t, 2>{7 * 128, 64}));
@@ -87,7 +82,7 @@ TEST_P(KeptState, ServesRowsNearAndFar) {
 
 // A column that lies so far above every target, to either side of what exponentials hold.
 TEST_P(KeptState, ServesTargetsFarBelowTheMaximum) {
-  for (const double nats : {50, 75, 100, 300}) {
+  for (const double nats : {12, 30, 33, 37, 50, 75, 100, 300}) {
     Case c = plain(66, 600);
     c.bias = c.grad_entropy = true;
     c.bias_dtype = dtype_;

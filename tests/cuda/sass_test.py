@@ -25,6 +25,9 @@ ALLOWED = {
     # many more; to make the logits again in its place would take a third more.
     r"option_forward_kernelI13__nv_bfloat16LNS1_4ModeE1ELNS1_3SetE6E": 12,
     r"option_forward_kernelI13__nv_bfloat16LNS1_4ModeE1ELNS1_3SetE7E": 308,
+    # Codes of f16 beside the sums: a register a row's half, two with squares or ranks.
+    r"option_forward_kernelI6__halfLNS1_4ModeE1ELNS1_3SetE4E": 8,
+    r"option_forward_kernelI6__halfLNS1_4ModeE1ELNS1_3SetE6E": 16,
     r"option_forward_kernel.*LNS1_4ModeE3ELNS1_3SetE7E": 8,  # the factors of two rows' slopes
 }
 HGMMA = 0x9F0  # the low 12 bits of the 128-bit instruction

@@ -136,6 +136,55 @@ def test_scale_rounds_once_and_leaves_one_alone(
     assert torch.equal(memory[offset + count :], before[offset + count :])
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_f16_gradients_are_rounded_after_the_scalers_factor(compiled: bool) -> None:
+    """Unscaled, all of them but the targets' would be 0 in f16."""
+    x, w, b, t = problem((512,), 5000, 64, F16, "cuda", bias=True)
+
+    def loss(x: Any, w: Any, b: Any) -> Any:
+        return linear_cross_entropy(x, w, t, linear_bias=b)
+
+    leaves = (x, w, b)
+    actual = torch.autograd.grad(
+        (torch.compile(loss) if compiled else loss)(*leaves) * 2**16, leaves
+    )
+    doubles = [leaf.detach().double().requires_grad_() for leaf in leaves if leaf is not None]
+    logits = doubles[0] @ doubles[1].T + doubles[2]
+    expected = torch.nn.functional.cross_entropy(logits, t)
+    for ours, theirs in zip(actual, torch.autograd.grad(expected * 2**16, doubles)):
+        assert ours.dtype is F16
+        close(ours, theirs, F16)
+
+
+@pytest.mark.parametrize("retained", [False, True], ids=["again", "retained"])
+def test_f16_gradients_twice(retained: bool) -> None:
+    """The first backward uses up what is kept; the second makes the logits again."""
+    x, w, _, t = problem((300,), 1000, 64, F16, "cuda")
+    loss = linear_cross_entropy(x, w, t)
+    first = torch.autograd.grad(
+        loss, (x, w), torch.tensor(2.0**16, device="cuda"), retain_graph=True
+    )
+    second = torch.autograd.grad(loss, (x, w), torch.tensor(2.0**15, device="cuda"), retained)
+    for once, half in zip(first, second):
+        close(half * 2, once, F16)
+
+
+def test_f16_gradients_take_no_f32_beside_what_is_kept() -> None:
+    tokens, hidden, vocab = 2048, 1024, 50304
+    x = torch.randn(tokens, hidden, device="cuda", dtype=F16, requires_grad=True)
+    w = torch.randn(vocab, hidden, device="cuda", dtype=F16, requires_grad=True)
+    t = torch.randint(0, vocab, (tokens,), device="cuda")
+    linear_cross_entropy(x, w, t).backward()
+    x.grad = w.grad = None
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    linear_cross_entropy(x, w, t).backward()
+    taken = torch.cuda.max_memory_allocated() - before
+    assert taken <= 2 * (x.numel() + w.numel() + tokens * vocab) + (64 << 20), taken
+
+
 def test_out_of_range_targets_give_nan_and_touch_nothing() -> None:
     x, w, _, t = problem((64,), 500, 64, BF16, "cuda", ignored=0)
     t[3], t[9] = 500, -7

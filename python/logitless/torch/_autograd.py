@@ -120,10 +120,16 @@ class Call:
         constants, self.constants = self.constants, _NONE
         return constants
 
-    def fused(self, weight: Tensor | None) -> bool:
-        """Whether the gradients are made in the forward call."""
+    def fused(self, input: Tensor, weight: Tensor | None) -> bool:
+        """Whether the gradients are made in the forward call. Not those of f16 on CUDA: they would
+        wait in f32 for the factor of their scaler, at twice the bytes of what Forward keeps."""
         none = self.options.reduction == _abi.REDUCTION_NONE
-        return weight is not None and not none and not self.wanted & _run.DIFFERENTIABLE
+        if weight is None or none or self.wanted & _run.DIFFERENTIABLE:
+            return False
+        dtype = self.dtype or input.dtype
+        return dtype is not torch.float16 or not _kept.serves(
+            dtype, input.device.type, self.options
+        )
 
     @property
     def of_entropy(self) -> bool:
@@ -291,15 +297,15 @@ class Loss(Function):
     @staticmethod
     def _gradients(ctx: Any, *upstream: Tensor | None) -> Sequence[Tensor | None]:
         """Kept state serves one Backward at a time, so that of another thread does without; and it
-        serves none after one of the entropy, whose gradient is formed in its place."""
+        serves none after one of the entropy or of f16, whose dz is formed in its place."""
         if not of_columns(upstream):
             return recompute(ctx, *upstream)
         try:
             state = ctx.kept.pop()
         except (AttributeError, IndexError):
             return recompute(ctx, *upstream)
-        consume = upstream[4] is not None
         columns, rows = ctx.saved_tensors[_SAVED:]
+        consume = _kept.consumes(columns.dtype is torch.float16, upstream[4] is not None)
         grads = recompute(ctx, *upstream, kept=Kept(columns, rows, state, consume))
         if consume:
             columns.untyped_storage().resize_(0)

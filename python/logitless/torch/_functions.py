@@ -175,7 +175,7 @@ def _loss(
         return _ops.loss(input, weight, bias, call, needs)
     apply: Any
     try:
-        if needs and call.fused(weight):
+        if needs and call.fused(input, weight):
             apply = FusedLoss.apply
             loss = apply(input, weight, bias, call)
             statistics, call.statistics = call.statistics, ()

@@ -31,7 +31,7 @@ class Keep(NamedTuple):
     main_grad: Tensor | None = None  # [V, D] f32, which grad_weight is added to
     bytes: int | None = None  # of kept state alone
     spare: int = 0  # rows to be allocated beyond those that are written
-    consume: bool = True  # by the gradient of the entropy
+    consume: bool = True  # where dz is formed in its place: consumes()
     of_entropy: bool = False  # whether it may have one
 
     def asked(self) -> tuple[object, ...]:
@@ -49,6 +49,11 @@ class State(NamedTuple):
     room: int | None = None  # for Backward's workspace; None: what it asks for
     tf32: bool = False  # what the products were made with
     stream: int | None = None  # which the tensors belong to
+
+
+def consumes(of_f16: bool, of_entropy: bool) -> bool:
+    """Whether dz is formed of what is kept, which takes less memory in its place."""
+    return of_f16 or of_entropy
 
 
 class Kept(NamedTuple):
@@ -78,6 +83,8 @@ def serves(dtype: torch.dtype, device: str, options: Options) -> bool:
     """Whether a Backward of the whole vocabulary uses what is kept, as far as options decide."""
     if dtype is torch.float32:
         return device != "cuda" or not (options.softcap and options.label_smoothing)
+    if dtype is torch.float16:
+        return device == "cuda" and not options.softcap
     if dtype is torch.bfloat16 and not options.softcap:
         return True
     return dtype is torch.bfloat16 and device == "cuda" and not options.label_smoothing
@@ -206,6 +213,7 @@ def _both(forward: Forward, keep: Keep, size: KeptSize, kept: Sequence[View]) ->
         gradients = [
             g._replace(stride=keep.main_grad.stride()) if g.name in at else g for g in gradients
         ]
+    of_f16 = forward.inputs[0].dtype == _abi.F16
     for of_entropy in (False, True) if keep.of_entropy else (False,):
         more = [grad_loss, *statistics, *_outputs(forward, _ROW_STATE), *gradients, *kept]
         if of_entropy:
@@ -213,7 +221,7 @@ def _both(forward: Forward, keep: Keep, size: KeptSize, kept: Sequence[View]) ->
         plans.append(
             forward.plan(
                 _abi.LINEAR_CROSS_ENTROPY_BACKWARD, more, at, accumulate=bool(at),
-                kept_key=size.key, consume_kept=of_entropy and keep.consume,
+                kept_key=size.key, consume_kept=keep.consume and consumes(of_f16, of_entropy),
             )
         )  # fmt: skip
     return plans

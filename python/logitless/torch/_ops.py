@@ -339,7 +339,7 @@ def loss(
     tensors, options = (input, weight, bias, *call.constants), call.options[:_OPTION_COUNT]
     # A trace is one graph for calls with and without gradients: Forward, and its autograd rule.
     tracing = not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
-    if needs and not tracing and weight is not None and call.fused(weight):
+    if needs and not tracing and weight is not None and call.fused(input, weight):
         bias_needs = bias is not None and bias.requires_grad
         how = (wanted, input.requires_grad, weight.requires_grad, bias_needs)
         loss, *results = torch.ops.logitless.forward_backward(

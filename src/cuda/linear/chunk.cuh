@@ -9,6 +9,8 @@ namespace logitless::cuda {
 // E = exp(z - z_t) serves an anchor z_t up to this magnitude; beyond, its rounding is an exponent,
 // and the row is made again.
 constexpr float most_anchor = 0x1p20f;
+// And a code of E (numbers.cuh) one up to so many nats below the row's maximum: it ends at 51 ln 2.
+constexpr float most_code_nats = 34;
 
 // Returns how many rows of the chunk count: the first ones.
 __device__ inline int valid_rows(const Chunk& chunk) {

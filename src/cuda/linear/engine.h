@@ -68,6 +68,8 @@ const Engine& engine_for(std::span<const Engine* const> engines, const Call& op,
 // Says that so many columns of E lie in the caller's kept memory, for an engine's describe: what
 // Forward keeps of them, or what Backward makes of what is there.
 void lay_out_kept(const Call& op, int64_t columns, LinearCall* call);
+// Says of f16 inputs that codes of E are stored (numbers.cuh), which become dz in their place.
+void keep_codes(LinearCall* call);
 
 // An op as its engine takes it.
 struct EngineCall {

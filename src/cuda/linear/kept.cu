@@ -141,16 +141,30 @@ __global__ void __launch_bounds__(256) calm_kernel(Tokens t, Panel panel, int32_
 // is asked for once. A row that does not count becomes 0.
 constexpr int formed_rows = 32, formed_lanes = 8, formed_groups = 4;
 
-__device__ inline float log_of(float x) { return logf(x); }
-// E is rounded to 8 bits: the approximation loses nothing.
-__device__ inline float log_of(__nv_bfloat16 x) { return __logf(__bfloat162float(x)); }
-
 // A row's dz is made of its coefficients, and the target's own dz.
 struct FormedRow {
   RowGradient gradient;
   float log_target = 0, target_p = 0, target_gradient = 0;
   int64_t target = -1;
 };
+
+struct Probability {
+  float p, log_p;
+};
+__device__ inline Probability find_probability(const FormedRow& row, float e) {
+  return {row.target_p * e, row.log_target + logf(e)};
+}
+// E is rounded to 8 bits: the approximation of its log loses nothing.
+__device__ inline Probability find_probability(const FormedRow& row, __nv_bfloat16 e) {
+  const float x = __bfloat162float(e);
+  return {row.target_p * x, row.log_target + __logf(x)};
+}
+__device__ inline Probability find_probability(const FormedRow& row, __half code) {
+  const uint32_t bits = __half_as_ushort(code);
+  const float log_p = fmaf(decode_log(bits), ln2, row.log_target);
+  // Of a row of NaN the product is NaN too.
+  return {bits == 0 ? 0.0f * row.log_target : exp2_fast(log_p * log2e), log_p};
+}
 
 // Columns from `column` on, `left` of which there are.
 template <class E>
@@ -161,9 +175,9 @@ __device__ inline void form(const TokenInput& in, const FormedRow& row, int64_t 
   float dz[width];
 #pragma unroll
   for (int n = 0; n < width; ++n) {
-    const float p = row.target_p * to_f32(pack->x[n]);
-    const float log_p = fmaxf(row.log_target + log_of(pack->x[n]), least_exponent);
-    dz[n] = p * fmaf(-g.entropy, log_p + g.entropy_value, g.probability);
+    const auto [p, log_p] = find_probability(row, pack->x[n]);
+    const float information = fmaxf(log_p, least_exponent) + g.entropy_value;
+    dz[n] = p * fmaf(-g.entropy, information, g.probability);
   }
   const int64_t at = row.target - column;
   if (g.smoothing != 0 || (at >= 0 && at < width) || left < width) {
@@ -304,7 +318,7 @@ void finish_panel(const LinearWork& work, const Panel& panel, bool targets) {
   const LaunchShape shape{.blocks = std::min(blocks_for(panel.columns, 8), most),
                           .threads = 256,
                           .early = call.launches_early};
-  with_stored(call.shape.dtype, [&](auto element) {
+  with_dtype(call.shape.dtype, [&](auto element) {
     stream->launch_config("finish_panel", panel_kernel<decltype(element)>, shape, call, chunk,
                           m.target_logit, m.gradients, m.factors, m.again, panel, targets);
   });
@@ -331,7 +345,7 @@ void trade_rows(const LinearWork& work, const Panel& panel, bool fills, int whol
     using E = decltype(element);
     stream->launch("trade_rows", trade_kernel<E>, blocks, traded_rows * traded_lanes, m.tokens,
                    panel);
-    if (!fills) return;
+    if (!fills || call.shape.dtype == DType::f16) return;  // no product reads codes
     stream->launch("calm_rows", calm_kernel<E>, blocks, 256, m.tokens, panel,
                    static_cast<int32_t>(call.shape.tokens), whole);
   });
@@ -339,7 +353,7 @@ void trade_rows(const LinearWork& work, const Panel& panel, bool fills, int whol
 
 void form_panel(const LinearWork& work, const Panel& from, const Panel& to, int whole) {
   const auto& [call, plan, m, device, stream, chunk] = work;
-  with_stored(call.shape.dtype, [&](auto element) {
+  with_dtype(call.shape.dtype, [&](auto element) {
     using E = decltype(element);
     constexpr int64_t columns = formed_groups * formed_lanes * Pack<E>::width;
     stream->launch("form_panel", form_kernel<E>,

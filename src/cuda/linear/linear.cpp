@@ -59,7 +59,7 @@ LinearMemory place_in(Arena* arena, const LinearShape& s, const LinearPlan& p) {
   take(true, &m.target_logit, chunk);
   take(s.maps, &m.slope, chunk);
   take(s.gradients(), &m.gradients, chunk);
-  take(s.gradients() && (s.remakes_dz || s.forms_panels), &m.target_gradient, chunk);
+  take(s.gradients() && (s.remakes_dz || s.forms_dz), &m.target_gradient, chunk);
   take(s.gradients(), &m.factors, chunk);
   take(s.gradients(), &m.again, 1 + chunk);
   const bool stores = p.stored_columns > 0 && s.kept_columns == 0;

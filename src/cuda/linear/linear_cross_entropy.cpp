@@ -4,7 +4,6 @@
 // tokens are valid.
 #include <algorithm>
 #include <array>
-#include <cmath>
 
 #include "src/cuda/linear/engine.h"
 #include "src/cuda/ops.h"
@@ -34,12 +33,18 @@ constexpr int64_t most_extent = (int64_t{1} << 31) - 65536;
 void lay_out_kept(const Call& op, int64_t columns, LinearCall* call) {
   call->kept.columns = columns;
   LinearShape& s = call->shape;
-  if (!op.grad_entropy) {
-    s.kept_columns = columns;
-  } else if (!call->map.capped) {  // else E holds the softcap's slope too, and log p cannot be told
-    s.kept_columns = columns;
-    s.forms_dz = columns > 0;
-  }
+  // f16 keeps codes, of which nothing but dz can be made; and E makes no gradient of the entropy.
+  const bool forms = op.grad_entropy || s.dtype == DType::f16;
+  if (forms && call->map.capped) return;  // E holds the softcap's slope too, and log p is lost
+  s.kept_columns = columns;
+  s.forms_dz = forms && s.gradients() && columns > 0;
+}
+
+void keep_codes(LinearCall* call) {
+  LinearShape& s = call->shape;
+  // The code of a logit is too coarse for the softcap's slope near the cap.
+  s.can_store &= !call->map.capped;
+  s.forms_dz = s.can_store && s.gradients();
 }
 
 static void describe_statistics(const Call& call, LinearCall* made) {
@@ -58,11 +63,7 @@ EngineCall make_call(std::span<const Engine* const> engines, const Call& call,
                      const DeviceInfo& device) {
   LinearCall made;
   made.in = token_input(call);
-  if (call.input.dtype == DType::f16) {
-    // Less where z-loss makes p's factor larger, up to |lse| of a thousand.
-    const double growth = std::exp2(std::ceil(std::log2(1 + 2048.0 * call.options.z_loss)));
-    made.in.lift = static_cast<float>(std::fmax(1, 64 / growth));
-  }
+  if (call.input.dtype == DType::f16) made.in.lift = 64;
   made.input = call.input;
   made.weight = call.weight;
   made.bias = call.bias;
@@ -97,7 +98,7 @@ EngineCall make_call(std::span<const Engine* const> engines, const Call& call,
     s.direct_grad_weight = !out || ((out.dtype == DType::f32 || out.dtype == s.dtype) &&
                                     out.stride[1] == 1 && serves_product(out, s.vocab, s.hidden));
   }
-  s.can_store = call.forward && s.dtype != DType::f16;
+  s.can_store = call.forward;
   if (call.kept && s.tokens > 0) {
     made.kept.data = call.kept.as<char>();
     made.kept.rows = call.kept_rows.as<float>();

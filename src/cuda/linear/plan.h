@@ -36,8 +36,8 @@ struct LinearShape {
   bool lends_grad_input = false;   // the output's memory holds the compacted input till the end
   bool lends_grad_weight = false;  // the output's later rows hold E or dz of earlier columns
   bool grad_weight_f32 = false;    // and add to it
-  bool can_store = true;           // E serves: ForwardBackward, not f16
-  bool forms_dz = false;           // E becomes dz in its place before the products: sm90/form_dz.cu
+  bool can_store = true;           // E serves: ForwardBackward
+  bool forms_dz = false;           // E becomes dz in its place before the products
   bool smoothing = false;
   bool entropy = false, weighted_sum = false, argmax = false;
   bool squares = false, ranks = false;  // sum p^2, columns above the target
@@ -51,6 +51,9 @@ struct LinearShape {
   int64_t weight_rows = 0;                   // of grad_weight that are made, the first ones; 0: all
   int64_t kept_columns = 0;   // of E in the caller's memory: Forward keeps them, Backward has them
   bool forms_panels = false;  // Backward: their dz is formed elsewhere, a panel at a time
+  // dz is formed by form_panel, which makes rows beyond the range again: of state that the caller
+  // kept, and of f16. Else sm90/form_dz.cu forms it and sums grad_bias on the way.
+  bool forms_by_rows() const { return forms_dz && (kept_columns > 0 || dtype == DType::f16); }
   // Backward: tokens without a gradient leave the first rows of kept E to others.
   bool arranges() const { return kept_columns > 0 && !forward; }
   int64_t rows_of_weight() const { return weight_rows > 0 ? weight_rows : vocab; }

@@ -61,7 +61,7 @@ bool is_plain(const LinearCall& call) {
   const TokenInput& in = call.in;
   const bool asks = s.lse || s.target_logit || s.entropy || s.argmax || s.weighted_logit_sum ||
                     s.rank || s.sum_p_squared || s.mean_logit;
-  return call.shape.forward && !asks && !call.kept.rows && call.map.identity && !in.makes_maps &&
+  return call.shape.forward && !call.shape.forms_dz && !asks && !call.kept.rows && call.map.identity && !in.makes_maps &&
          !(in.options.label_smoothing > 0) && !call.entropy && !in.per_row_upstream &&
          !in.statistics_gradients;
 }
@@ -200,7 +200,11 @@ __device__ float write_factors(const RowsArguments<kPlain>& a, int row, const Ro
   const float p = exp_any((z - state.reference) - state.log_sum);
   RowFactors f{g.probability * p, g.smoothing, 0, 0};
   const float onehot = fabsf(g.onehot), probability = fabsf(g.probability);
-  const bool far = state.reference - z > most_nats || fabsf(z) >= most_anchor;
+  float most = most_nats;
+  if constexpr (!kPlain) {
+    if (a.call.shape.dtype == DType::f16) most = most_code_nats;
+  }
+  const bool far = state.reference - z > most || fabsf(z) >= most_anchor;
   const bool steep = onehot > most_onehot * probability;
   // A factor that f32, or the scaled input's 16 bits, would lose: a tiny token weight, say.
   const bool faint = fabsf(f.scale) < 0x1p-96f && fmaxf(onehot, probability) > 0;
@@ -208,7 +212,8 @@ __device__ float write_factors(const RowsArguments<kPlain>& a, int row, const Ro
   const bool infinite = a.chunk.tokens.scalars->weight_is_infinite != 0 && g.smoothing != 0;
   if constexpr (!kPlain) {
     if (a.call.shape.forms_dz) {  // of kept E: dz itself is formed of what is in range
-      const bool again = far || overwritten;
+      // An infinite weight makes every column infinite, also one whose E is kept as 0.
+      const bool again = far || overwritten || probability == infinity();
       if (again) a.again[1 + atomicAdd(a.again, 1)] = row;
       a.factors[row] = {1, 0, 0, again};
       return 0;
@@ -414,7 +419,7 @@ void finish_rows(const LinearWork& work, bool with_factors, const std::array<Pan
   const TensorView& loss = call.outputs.loss;
   const bool reduces = loss && call.in.options.reduction != Reduction::none;
   const bool last = chunk.first + chunk.rows >= call.shape.tokens;
-  const bool forms = call.shape.forms_dz && call.shape.kept_columns > 0;
+  const bool forms = call.shape.forms_by_rows();
   const bool makes_dz = !with_factors || kept[0].columns + kept[1].columns < call.shape.vocab;
   const PlainRows plain{.chunk = chunk,
                         .partials = m.partials,

@@ -61,10 +61,11 @@ __device__ inline TokenScalars scalars_of(const TokenInput& in, const TokenBlock
   const double steepest = fabs(static_cast<double>(o.logit_scale)) / temperature;
   const double magnitude = all.weights * steepest;
   // This is how far weights and the map's slope take a dz beyond what f16 holds, which ends at
-  // 65504, or below it; over the lift.
+  // 65504, or below it; over the lift. z-loss makes a dz larger by up to 2 |lse| times its weight.
+  const double most = in.lift == 1 ? 8192 : fmin(8192.0, 32768 / (1 + 2048.0 * o.z_loss));
   double weights = 1 / static_cast<double>(in.lift);
-  if (magnitude > 8192 * weights) {
-    weights = power_of_two_above(magnitude / 8192);
+  if (magnitude > most * weights) {
+    weights = power_of_two_above(magnitude / most);
   } else if (magnitude > 0 && magnitude < 0.125) {
     weights = power_of_two_above(magnitude * weights);
   }

@@ -75,6 +75,20 @@ __device__ void store_four(const float x[4], int count, T* to) {
   }
 }
 
+// The same of codes of E, of which `log2_e` are the logs.
+__device__ inline void store_codes(const float log2_e[4], int count, __half* to) {
+  const uint32_t codes[2] = {encode_logs(log2_e[0], log2_e[1]), encode_logs(log2_e[2], log2_e[3])};
+  if (count >= 4) {
+    *reinterpret_cast<uint2*>(to) = {codes[0], codes[1]};
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 3; ++i) {
+    const auto code = static_cast<uint16_t>(codes[i / 2] >> 16 * (i % 2));
+    if (i < count) to[i] = __ushort_as_half(code);
+  }
+}
+
 template <class T>
 __device__ T* panel_row(const Panel& panel, const WarpTile& tile) {
   return reinterpret_cast<T*>(panel.data) + tile.row * panel.pitch + (tile.column - panel.first);

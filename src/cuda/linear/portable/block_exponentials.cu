@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A block of raw logits -> partial sums of its rows, and E = exp(z - z_target) times the softcap's
-// slope in the input's dtype, 0 at the target. One read of the block, which lies in L2.
+// slope in the input's dtype, 0 at the target; of f16 inputs its code (numbers.cuh). One read of
+// the block, which lies in L2.
 //   m = max_{j != t} z_j   s = sum_{j != t} exp(z_j - m)   E_j = exp(z_j - m) exp(m - z_t)
 // The target's z is that of the gather-dot, added when the row is finished, so that one class alone
 // has a loss of exactly 0.
@@ -15,7 +16,7 @@ template <class E, bool kPlain, bool kSums>
 __global__ void __launch_bounds__(256, 2)
     exponentials_kernel(LinearCall call, Chunk chunk, Block block, Partials partials,
                         const float* target_logit, Panel panel) {
-  constexpr bool kStores = !std::is_same_v<E, NoPanel>;
+  constexpr bool kStores = !std::is_same_v<E, NoPanel>, kCodes = std::is_same_v<E, __half>;
   WarpTile tile;
   if (!find_tile(block, &tile)) return;
   const int lane = threadIdx.x % 32;
@@ -79,10 +80,17 @@ __global__ void __launch_bounds__(256, 2)
         if (z[g][i] > anchor) ++above;
         if (z[g][i] == maximum && j + i < tile.count) argmax = min(argmax, j + i);
       }
-      if constexpr (kStores) e[i] = y * lift * (kPlain ? 1.0f : cap_slope(map, z[g][i]));
+      if constexpr (kCodes) {
+        e[i] = (z[g][i] - anchor) * log2e;
+      } else if constexpr (kStores) {
+        e[i] = y * lift * (kPlain ? 1.0f : cap_slope(map, z[g][i]));
+      }
     }
-    if constexpr (kStores) {
-      if (stores && j < tile.count) store_four<E>(e, tile.count - j, panel_row<E>(panel, tile) + j);
+    if (!stores || j >= tile.count) continue;
+    if constexpr (kCodes) {
+      store_codes(e, tile.count - j, panel_row<E>(panel, tile) + j);
+    } else if constexpr (kStores) {
+      store_four<E>(e, tile.count - j, panel_row<E>(panel, tile) + j);
     }
   }
   if constexpr (!kSums) return;
@@ -134,6 +142,8 @@ void exponentials(const LinearWork& work, const Block& block, bool partial_sums,
     launch<NoPanel>(work, block, partial_sums, panel);
   } else if (call.shape.dtype == DType::f32) {
     launch<float>(work, block, partial_sums, panel);
+  } else if (call.shape.dtype == DType::f16) {
+    launch<__half>(work, block, partial_sums, panel);
   } else {
     launch<__nv_bfloat16>(work, block, partial_sums, panel);
   }

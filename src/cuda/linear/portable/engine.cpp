@@ -29,9 +29,10 @@ void PortableEngine::describe(const Call& op, LinearCall* call, const DeviceInfo
     s.can_store = false;
     return;
   }
+  if (s.dtype == DType::f16) keep_codes(call);
   if (!op.kept || s.tokens == 0) return;
   lay_out_kept(op, columns_in_rows(op, s), call);
-  s.forms_panels = s.forms_dz;
+  s.forms_panels = s.forms_dz && s.kept_columns > 0;
 }
 
 DeviceSpeed PortableEngine::speed(const DeviceInfo& device) const {

@@ -114,6 +114,7 @@ double PortableEngine::seconds(const LinearShape& s, const LinearPlan& p, const 
       return pass_time(s, p, speed, n, columns, step.of_e);
     case StepKind::remake:
       return pass_time(s, p, speed, n, columns, true) + 4 * speed.launch;
+    case StepKind::form_dz:
     case StepKind::form_panel:
       return static_cast<double>(columns * n * size_of(s.dtype)) * 2 / speed.memory +
              2 * speed.launch;

@@ -49,6 +49,8 @@ class PortableRun final : public LinearRun {
           finish_panel(work_, panel, panel.first > 0);
         }
         return write_extra_rows(work_, panel);
+      case StepKind::form_dz:
+        return form_panel(work_, panel, panel, whole_rows());
       case StepKind::remake:
         return remake(panel, step.of_e);
       case StepKind::grad_input:

@@ -20,16 +20,17 @@ class PortableSteps final : public CallSteps {
   }
 
   void gradients() override {
-    const bool of_e = p_.stored_columns > 0;
+    const bool of_e = p_.multiplies_e;
+    if (p_.stored_columns > 0 && s_.forms_dz) visit({.kind = StepKind::form_dz, .panel = stored()});
     if (p_.stored_columns == s_.vocab) {
-      visit({.kind = StepKind::finish_panel, .panel = stored(), .of_e = true});
+      visit({.kind = StepKind::finish_panel, .panel = stored(), .of_e = of_e});
       scale_input();
-      grad_weight(stored(), true);
-      grad_input_by_rows(true);
-      return grad_bias(stored(), true);
+      grad_weight(stored(), of_e);
+      grad_input_by_rows(of_e);
+      return grad_bias(stored(), of_e);
     }
     scale_input();
-    if (of_e) panel_gradients(stored(), true);
+    if (p_.stored_columns > 0) panel_gradients(stored(), of_e);
     other_gradients({p_.stored_columns, formed_columns()}, of_e);
     const int64_t first = p_.stored_columns + formed_columns();
     other_gradients({first, s_.vocab - first}, of_e);

@@ -67,6 +67,7 @@ void HopperEngine::describe(const Call& op, LinearCall* call, const DeviceInfo& 
   const bool more = s.maps || s.squares || s.ranks;  // that kernel has no room for
   s.forms_dz = slopes && !more && e_tells_slope(call->map, s.vocab);
   if (slopes && !s.forms_dz) s.can_store = false;
+  if (s.dtype == DType::f16) keep_codes(call);
   if (op.kept && !slopes) lay_out_kept(op, kept_columns(op), call);
   // In the place of E, if nobody asks for that again.
   if (s.forms_dz && s.kept_columns > 0) s.forms_panels = !op.consume_kept;

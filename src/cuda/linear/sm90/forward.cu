@@ -100,13 +100,16 @@ void launch_options(const LinearWork& work, const Arguments& arguments) {
     launch_with(std::integral_constant<Set, any_capped>{});
   } else if constexpr (std::is_same_v<T, __half>) {
     // One option alone has none of its own.
-    const bool cap = arguments.options.map.capped, maps = arguments.options.row_map != nullptr;
     const Partials& p = arguments.partials;
-    if (maps || (kMode != Mode::dz && (p.squared != nullptr || p.above != nullptr))) {
-      if (cap) return launch_with(std::integral_constant<Set, more_capped>{});
-      return launch_with(std::integral_constant<Set, more>{});
+    const bool maps = arguments.options.row_map != nullptr;
+    const bool more = maps || (kMode != Mode::dz && (p.squared != nullptr || p.above != nullptr));
+    if constexpr (kMode != Mode::sums_e) {  // of which a softcap keeps nothing
+      if (arguments.options.map.capped) {
+        if (more) return launch_with(std::integral_constant<Set, more_capped>{});
+        return launch_with(std::integral_constant<Set, any_capped>{});
+      }
     }
-    if (cap) return launch_with(std::integral_constant<Set, any_capped>{});
+    if (more) return launch_with(std::integral_constant<Set, Set::more>{});
     launch_with(std::integral_constant<Set, any>{});
   } else {
     switch (choose_set<kMode>(arguments)) {
@@ -267,12 +270,12 @@ void forward(const LinearWork& work, int64_t first, int64_t columns, const Panel
   const auto& [call, plan, m, device, stream, chunk] = work;
   const Arguments arguments = make_arguments(call, plan, m, chunk, first, columns, panel);
   add_up_logits(work, arguments);
+  if (call.shape.dtype == DType::f16) {
+    if (panel.data == nullptr) return launch<__half, Mode::sums>(work, arguments);
+    return launch<__half, Mode::sums_e>(work, arguments);
+  }
   if (panel.data == nullptr) {
-    if (call.shape.dtype == DType::f16) {
-      launch<__half, Mode::sums>(work, arguments);
-    } else {
-      launch<__nv_bfloat16, Mode::sums>(work, arguments);
-    }
+    launch<__nv_bfloat16, Mode::sums>(work, arguments);
   } else if (call.shape.forms_dz) {
     launch_options<__nv_bfloat16, Mode::sums_kept>(work, arguments);
   } else {

@@ -4,7 +4,7 @@
 //   sums     sum of exponentials of every row and tile (192 columns) and what it is relative to,
 //   the
 //            anchor or a maximum, the target's left out
-//   sums_e   the same, and E = exp(z - z_target) in the input's dtype
+//   sums_e   the same, and E = exp(z - z_target) in bf16; of f16 inputs its code (numbers.cuh)
 //   sums_kept  the same without the softcap's slope, and near the cap what is left to it
 //   dz       P exp(z - lse), with P p - o at the target
 // Without options: plain.cuh; with bias, the map from raw to z, more statistics, more terms of dz:
@@ -18,6 +18,10 @@
 namespace logitless::cuda::sm90 {
 
 enum class Mode { sums, sums_e, sums_kept, dz };
+
+// The panel holds codes of E.
+template <class T, Mode kMode>
+constexpr bool keeps_codes = std::is_same_v<T, __half> && kMode == Mode::sums_e;
 
 constexpr int half_right_rows = tile_columns / 2, group_clusters = 4;
 

@@ -190,7 +190,9 @@ __device__ inline void sum_block(const float (&d)[96], const HalfRows& rows, con
         const float z = masked ? -infinity() : d[4 * i + 2 * h + c];
         float distance = fmaf(z, log2e, -rows.anchor[h]);
         e[c] = exp2_fast(distance);
-        if constexpr (stores) {
+        if constexpr (keeps_codes<T, kMode>) {
+          kept[c] = distance;
+        } else if constexpr (stores) {
           kept[c] = kept_of<kMode, kSet, kRare>(a, backward[h], z, e[c], masked);
         }
         if (kRare && from == from) {
@@ -206,7 +208,11 @@ __device__ inline void sum_block(const float (&d)[96], const HalfRows& rows, con
         }
       }
       sums->sum[h] += e[0] + e[1];
-      if constexpr (stores) packed[n] = pack<T>(kept[0], kept[1]);
+      if constexpr (keeps_codes<T, kMode>) {
+        packed[n] = encode_logs(kept[0], kept[1]);
+      } else if constexpr (stores) {
+        packed[n] = pack<T>(kept[0], kept[1]);
+      }
     }
     if constexpr (stores) write_box(box, two, packed);
   }

@@ -61,6 +61,10 @@ __device__ inline float element(const float (&d)[96], const LeftOut& mask, int i
   return column == mask.target[h] || column >= mask.end[h] ? -infinity() : x;
 }
 
+__device__ inline float log2_exponential(float x, const Starts& starts, int h) {
+  return fmaf(x, log2e, -starts.anchor[h]);
+}
+
 // Makes what becomes of an element: E, or dz, of which there is P p alone (src/dz-inl.h has the
 // rest).
 template <Mode kMode, bool kMasked>
@@ -71,7 +75,7 @@ __device__ inline float exponential(float x, const Starts& starts, const LeftOut
     const float log2_p = fmaf(x - starts.anchor[h], log2e, -starts.log2_sum[h]);
     return starts.factor[h] * exp2_fast(nonpositive(log2_p));
   }
-  return exp2_fast(fmaf(x, log2e, -starts.anchor[h]));
+  return exp2_fast(log2_exponential(x, starts, h));
 }
 
 // The maximum of row h, of this thread.
@@ -139,7 +143,11 @@ __device__ inline void sum_rows(const float (&d)[96], const LeftOut& mask, const
         const float e0 = exponential<kMode, kMasked>(x, starts, mask, 8 * i, h);
         const float e1 = exponential<kMode, kMasked>(y, starts, mask, 8 * i + 1, h);
         sum[h] += e0 + e1;
-        if constexpr (stores) packed[n] = pack<T>(e0, e1);
+        if constexpr (keeps_codes<T, kMode>) {
+          packed[n] = encode_logs(log2_exponential(x, starts, h), log2_exponential(y, starts, h));
+        } else if constexpr (stores) {
+          packed[n] = pack<T>(e0, e1);
+        }
       }
       if constexpr (stores) write_matrices(box, two, packed);
     }

@@ -41,14 +41,10 @@ void use_teams(const LinearMemory& m, int teams, int32_t slots, Prepared* p) {
 }
 
 // f(T{}, Out{}) with the operands' dtype and the gradient's.
-template <Gradient kGradient, class F>
+template <class F>
 void with_types(DType dtype, DType out, F&& f) {
   with_half(dtype, [&](auto element) {
-    // f16 keeps no E: its grad_input comes of f32 sums.
-    if constexpr (kGradient == Gradient::weight ||
-                  std::is_same_v<decltype(element), __nv_bfloat16>) {
-      if (out != DType::f32) return f(element, element);
-    }
+    if (out != DType::f32) return f(element, element);
     f(element, float{});
   });
 }
@@ -59,7 +55,7 @@ void join(const LinearWork& work, const Prepared& p) {
   const LaunchShape shape{.blocks = static_cast<unsigned>(device.multiprocessors) * 6,
                           .threads = 128,
                           .early = call.launches_early};
-  with_types<kGradient>(call.shape.dtype, p.out, [&](auto, auto written) {
+  with_types(call.shape.dtype, p.out, [&](auto, auto written) {
     stream->launch_config("sm90 join", join_kernel<kGradient, decltype(written)>, shape, p.a);
   });
 }
@@ -73,7 +69,7 @@ void launch(const LinearWork& work, Prepared p) {
   if (is_input) p.a.slot_parts = slot_rows(plan) / 64;
   use_teams<kGradient>(m, is_input ? teams_of(plan, clusters) : clusters,
                        is_input ? plan.slots : weight_slots(plan), &p);
-  with_types<kGradient>(call.shape.dtype, p.out, [&](auto element, auto written) {
+  with_types(call.shape.dtype, p.out, [&](auto element, auto written) {
     stream->launch_config(is_input ? "sm90 grad_input" : "sm90 grad_weight",
                           product_kernel<decltype(element), kGradient, decltype(written)>,
                           whole_chip(device), p.operands, p.a);
@@ -220,16 +216,10 @@ void both_gradients(const LinearWork& work, const Panel& panel, const char* rows
   use_teams<Gradient::input>(m, plan.input_clusters, plan.slots, &input);
   // The slots are grad_input's.
   use_teams<Gradient::weight>(m, clusters - plan.input_clusters, 0, &weight);
-  // Only what keeps E takes several chunks, and adds to f32 sums.
-  const auto launch_both = [&](auto out) {
-    stream->launch_config("sm90 both gradients", both_kernel<__nv_bfloat16, decltype(out)>,
+  with_types(call.shape.dtype, input.out, [&](auto element, auto out) {
+    stream->launch_config("sm90 both gradients", both_kernel<decltype(element), decltype(out)>,
                           whole_chip(device), input.operands, input.a, weight.operands, weight.a);
-  };
-  if (input.out == DType::f32) {
-    launch_both(float{});
-  } else {
-    launch_both(__nv_bfloat16{});
-  }
+  });
   if (plan.slots > 0) join<Gradient::input>(work, input);
 }
 

@@ -35,7 +35,7 @@ class HopperRun final : public LinearRun {
       case StepKind::finish_panel:
         return finish_panel(work_, panel, false);
       case StepKind::form_dz:
-        if (work_.call.shape.kept_columns > 0) return form_panel(work_, panel, panel, whole_rows());
+        if (work_.call.shape.forms_by_rows()) return form_panel(work_, panel, panel, whole_rows());
         return form_dz(work_, panel, !step.adds);
       case StepKind::remake:
         return sm90::gradients(work_, panel);

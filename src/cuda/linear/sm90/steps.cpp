@@ -67,7 +67,7 @@ class HopperSteps final : public CallSteps {
         visit({.kind = StepKind::grad_input, .panel = stored(), .of_e = of_e});
       }
     }
-    if (of_e || s_.kept_columns > 0) grad_bias(stored(), of_e);
+    if (of_e || s_.forms_by_rows()) grad_bias(stored(), of_e);
   }
 
   // All that needs the whole of what is kept; then grad_weight, whose rows take the place of the E
@@ -77,7 +77,7 @@ class HopperSteps final : public CallSteps {
     for (const PanelPlace& panel : {stored(), lent()}) {
       if (panel.columns == 0) continue;
       of_e = finish_kept(panel);
-      if (of_e || s_.kept_columns > 0) grad_bias(panel, of_e);
+      if (of_e || s_.forms_by_rows()) grad_bias(panel, of_e);
     }
     if (s_.grad_input) {
       visit({.kind = StepKind::grad_input,
@@ -116,7 +116,7 @@ class HopperSteps final : public CallSteps {
   }
 
   // Makes what is kept of E ready for the products: whether they are of E, or of dz, whose sums are
-  // then grad_bias's but where the caller kept it.
+  // then grad_bias's but where rows form it.
   bool finish_kept(const PanelPlace& panel) {
     const bool of_e = !s_.forms_dz;
     visit({.kind = of_e ? StepKind::finish_panel : StepKind::form_dz,
