@@ -24,7 +24,7 @@ struct KeptState {
   bool consumes = false;  // this Backward may overwrite it, as no other comes
 };
 
-// Everything a kernel may need of the call.
+// A kernel finds everything it may need of the call here.
 struct LinearCall {
   TokenInput in;
   TensorView input, weight, bias;

@@ -78,12 +78,12 @@ class StepVisitor {
   // `count` alike steps follow; it returns how many times to enumerate them.
   virtual int64_t begin_repeat(int64_t count) { return count; }
   virtual void end_repeat(int64_t) {}
-  // Tells, of parts of E in grad_weight's memory that differ, how many to enumerate; the others are
-  // told as if each were copied.
+  // Returns how many parts of E in grad_weight's memory that differ to enumerate; each of the
+  // others is enumerated as if it were copied.
   virtual int64_t most_parts() const { return INT64_MAX; }
 };
 
-// body(i) of each of `count` alike steps that the visitor wants.
+// Calls body(i) for each of `count` alike steps that the visitor wants.
 template <class F>
 void repeat(StepVisitor* visitor, int64_t count, F&& body) {
   if (count <= 0) return;
@@ -91,7 +91,7 @@ void repeat(StepVisitor* visitor, int64_t count, F&& body) {
   for (int64_t i = 0; i < wanted; ++i) body(i);
   visitor->end_repeat(count);
 }
-// body(range) of the pieces of [0, total): whole ones and what is left.
+// Calls body(range) for the pieces of [0, total): the whole ones and what is left.
 template <class F>
 void repeat_pieces(StepVisitor* visitor, int64_t total, int64_t piece, F&& body) {
   const int64_t whole = total / piece, left = total % piece;
@@ -99,8 +99,8 @@ void repeat_pieces(StepVisitor* visitor, int64_t total, int64_t piece, F&& body)
   repeat(visitor, left > 0, [&](int64_t) { body(Range{whole * piece, left}); });
 }
 
-// Enumerates what the steps of every engine begin with, have in common and end with; a class of an
-// engine adds those between.
+// Enumerates what the steps of every engine begin with, have in common and end with; an engine's
+// class adds those between.
 class CallSteps {
  public:
   CallSteps(const LinearShape& shape, const LinearPlan& plan, StepVisitor* visitor)
@@ -109,15 +109,15 @@ class CallSteps {
   void enumerate();
 
  protected:
-  // Makes the chunk's gradients, from E or from logits that are made again.
+  // Makes the partial sums of the chunk's rows, and E of the columns that are kept.
   virtual void logits() = 0;
-  // The chunk's, from E or from logits that are made again.
+  // Makes the chunk's gradients, from E or from logits that are made again.
   virtual void gradients() = 0;
 
-  // All of the caller's.
+  // Returns all columns of the caller's memory.
   PanelPlace kept() const { return {.columns = s_.kept_columns, .kept = true}; }
   PanelPlace stored() const { return {.columns = p_.stored_columns, .kept = s_.kept_columns > 0}; }
-  // Columns, the first ones, whose dz is formed of kept E.
+  // Returns how many columns, the first ones, have their dz formed of kept E.
   int64_t formed_columns() const { return s_.forms_panels ? s_.kept_columns : 0; }
   StepKind how_made(const PanelPlace& panel) const {
     return panel.first < formed_columns() ? StepKind::form_panel : StepKind::remake;
@@ -129,7 +129,7 @@ class CallSteps {
   void scale_input();
   void grad_weight(const PanelPlace& panel, bool of_e);
   void grad_bias(const PanelPlace& panel, bool of_e);
-  // Some rows at a time from E of every column, through sums of so many rows.
+  // Makes grad_input of some rows at a time, from E of every column, through sums of so many rows.
   void grad_input_by_rows(bool of_e);
   void write_grad_input(const Range& rows, bool of_e);
 
