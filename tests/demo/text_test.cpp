@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The demo's text: what a token is, the way back, vocabulary, held-out part, baselines.
+// These tests check the demo's text: what a token is, the way back, vocabulary, held-out part,
+// baselines.
 #include <fmt/core.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -69,7 +70,7 @@ TEST(DemoWords, ComeBackAsTheyWere) {
   EXPECT_EQ(joined("one \u2014 two\u2014three"), "one \u2014 two\u2014three");
 }
 
-// A folder that goes with the test.
+// The folder goes when the test ends.
 struct Folder {
   fs::path path = fs::temp_directory_path() / (fmt::format("demo_text_test.{}", getpid()));
   Folder() { fs::create_directory(path); }

@@ -39,7 +39,7 @@ ROLE_OF = {
     "bias": "bias", "target": "target", "targets": "target", "labels": "target",
     "ce_weight": "classes", "token_weight": "tokens", "normalizer": "normalizer",
 }  # fmt: skip
-# Where `weight` is the head: the names of these functions are another library's, or older.
+# In these functions `weight` is the head: their names are another library's, or older.
 OF_THE_HEAD = ("linear_logprob", "verl.linear_cross_entropy", "liger.apply")
 OPTIONS = frozenset(
     "reduction ignore_index label_smoothing z_loss logit_scale softcap temperature shift memory "
@@ -97,7 +97,8 @@ def tensors(name: str) -> dict[str, str]:
 def wrong(role: str, alone: bool) -> Iterator[tuple[str, Any]]:
     """What is wrong with a tensor, and that tensor. `alone`: nothing else gives its shape."""
     right = ROLES[role]
-    if role in ("input", "logits"):  # as wide as they are; else the other operand is named
+    # the tensors are as wide as they are; else the other operand is named
+    if role in ("input", "logits"):
         if not alone:
             yield "shape", np.concatenate((right, right[:1]))
         yield "dtype", right.astype(np.int32)

@@ -206,7 +206,7 @@ def test_unsloth(options: dict[str, Any]) -> None:
     theirs = torch.autograd.grad(s["logprob"], (x, w), upstream.double())
     for a, e in zip(torch.autograd.grad(actual, (x, w), upstream), theirs):
         close(a, e)
-    with pytest.raises(ValueError, match=r"^lm_head has shape"):  # logits in their place
+    with pytest.raises(ValueError, match=r"^lm_head has shape"):  # logits are given in its place
         unsloth.chunked_hidden_states_selective_log_softmax(x @ w.T, w, t)
 
 

@@ -17,7 +17,8 @@ import jax_support  # noqa: F401, before JAX starts
 from logitless import _abi
 from logitless.jax import _run, linear_cross_entropy
 
-SIZES = {0: (1000, 5000, 256), 1: (3000, 7000, 512), 3: (2000, 9000, 128)}  # least, wanted, aligned
+# a device has a least size, a wanted one and an alignment
+SIZES = {0: (1000, 5000, 256), 1: (3000, 7000, 512), 3: (2000, 9000, 128)}
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def unequal(monkeypatch: pytest.MonkeyPatch) -> Any:
         sizes = SIZES.get(execution._obj.device_index) if cuda else (1, 1, 64)
         if sizes is None:
             status._obj.message = b"too old"
-            return 9  # backend_unavailable
+            return 9  # it means backend_unavailable
         size._obj.minimum, size._obj.recommended, size._obj.alignment = sizes
         return 0
 

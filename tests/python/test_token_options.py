@@ -50,7 +50,7 @@ def gradients(outputs: Any, leaves: Any, retain: bool = True) -> tuple[Tensor, .
     return torch.autograd.grad(outputs, leaves, upstream, retain_graph=retain)
 
 
-# A temperature of each token
+# These tests give each token a temperature.
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
@@ -236,7 +236,7 @@ def test_numpy_is_torch() -> None:
         logitless.numpy.linear_logprob(*arrays, temperature=np.array([1, 1e-46] * 11)[:11])
 
 
-# Statistics
+# These tests are about statistics.
 
 
 @pytest.mark.parametrize("kind", ["linear", "logits", "compiled", "fused"])
@@ -422,7 +422,7 @@ def test_only_detached_is_a_text() -> None:
         linear_logprob(x, w, t, entropy="none")
 
 
-# Tokens without an upstream gradient
+# These tests are about tokens without an upstream gradient.
 
 
 def clipped(x: Tensor, w: Tensor, t: Tensor, old: Tensor) -> Tensor:
