@@ -18,7 +18,8 @@ from playwright.sync_api import BrowserContext, Page, Route
 SCREENSHOTS = pathlib.Path(__file__).resolve().parents[2] / "out/web"
 
 
-# A call of the page's own size takes a software adapter seconds: most tests begin with a small one.
+# A call of the page's own size takes a software adapter seconds, so most tests begin with a small
+# one.
 SMALL = 'name="vocab" type="number" min="1" max="1000000" value="512"'
 
 
@@ -134,12 +135,12 @@ def test_a_model_learns_the_visitors_text(page: Page) -> None:
     for letters in (False, True):
         page.set_checked("#letters", letters)
         page.click("#start")
-        vocabulary = len(set(text)) if letters else 13  # the stop is one
+        vocabulary = len(set(text)) if letters else 13  # the stop is one of them
         of_this = f"/^step (\\d+),.* vocabulary {vocabulary}$/"
         state = "document.getElementById('state').textContent"
         page.wait_for_function(f"Number({state}.match({of_this})?.[1]) >= 60")
         loss = float(re.findall(r"loss ([\d.]+)", page.inner_text("#state"))[0])
-        assert loss < 0.7, letters  # of log 13 = 2.6 nats
+        assert loss < 0.7, letters  # without training it is log 13 = 2.6 nats
         assert page.locator("#loss-chart polyline").count() == 2
         if not letters:
             page.wait_for_function("document.getElementById('sample').textContent.length > 40")
@@ -171,7 +172,7 @@ def test_a_lost_device_is_told_and_the_next_run_takes_a_new_one(
     assert page.is_hidden("#lost")
     assert page.evaluate("devices.length") == 2
     page.evaluate("devices[1].destroy()")
-    page.click("#start")  # training, too
+    page.click("#start")  # it starts training, too
     page.wait_for_function("/^step \\d/.test(document.getElementById('state').textContent)")
     page.close()
 
