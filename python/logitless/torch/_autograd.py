@@ -39,12 +39,12 @@ def upstream_of(
         weighted = constants.token_weight is not None or constants.vocab_weight is not None
         if options.of_nll() and not weighted:  # the loss is -logprob
             grad_loss = _difference(grad_loss, grad_logprob)
-        else:  # target_logit - lse
+        else:  # logprob is target_logit - lse
             grad_lse = _difference(grad_lse, grad_logprob)
             if grad_target_logit is not None:
                 grad_logprob = grad_target_logit + grad_logprob
             grad_target_logit = grad_logprob
-    if grad_loss is None:  # absent would mean 1
+    if grad_loss is None:  # an absent one would mean 1
         grad_loss = row_state.new_zeros(())  # []
         if options.reduction == _abi.REDUCTION_NONE:
             grad_loss = grad_loss.expand(row_state.shape[1])  # [N]
@@ -78,12 +78,12 @@ class MainGrad(NamedTuple):
     buffer: Tensor  # [V, D] f32
 
     def added(self) -> None:
-        if hasattr(self.weight, "grad_added_to_main_grad"):  # what Megatron's optimizer looks at
+        if hasattr(self.weight, "grad_added_to_main_grad"):  # Megatron's optimizer looks at it
             self.weight.grad_added_to_main_grad = True
 
 
 _NONE: Any = (None,) * len(Constants._fields)
-_SAVED = len(_run.INPUTS) + 2  # tensors, the last two row state and entropy; kept state follows
+_SAVED = len(_run.INPUTS) + 2  # the last two tensors are row state and entropy; kept state follows
 _CONSTANT = sum(_run.CONSTANTS) | _run.DETACHED
 
 
@@ -109,9 +109,9 @@ class Call:
         self.options = options
         self.memory = memory
         self.wanted = wanted
-        self.dtype = dtype  # of the products, under autocast
+        self.dtype = dtype  # the products have it, under autocast
         self.in_place = in_place  # the gradient overwrites the logits
-        self.statistics: Any = ()  # of a fused call, beside its one output
+        self.statistics: Any = ()  # a fused call has them beside its one output
         self.main_grad = main_grad
 
     def release(self) -> Constants:
@@ -220,7 +220,8 @@ class FusedLoss(Function):
     @staticmethod
     def _hand_out(ctx: Any, factor: Tensor) -> Sequence[Tensor | None]:
         grads: list[Tensor | None] | None
-        grads, ctx.grads = ctx.grads, None  # no longer the context's, so that .grad may take them
+        # they are no longer the context's, so that .grad may take them
+        grads, ctx.grads = ctx.grads, None
         if grads is None:
             return recompute(ctx, factor)
         main_grad, scale, ctx.scale = ctx.call.main_grad, ctx.scale, None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils._device import DeviceContext  # what set_default_device and `with device` push
+from torch.utils._device import DeviceContext  # set_default_device and `with device` push it
 
 from logitless._errors import argument, not_supported, wrong_device
 from logitless.torch import _run
