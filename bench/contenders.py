@@ -69,7 +69,7 @@ def random_weight(vocab: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     weight = torch.empty(vocab, hidden, dtype=dtype)
     bound = (3.0 / hidden) ** 0.5
-    # parts spare a second whole matrix for bf16
+    # Parts spare a second whole matrix for bf16.
     for rows in weight.split(max(1, (1 << 26) // hidden)):
         rows.copy_(torch.empty(rows.shape).uniform_(-bound, bound, generator=generator))
     return weight

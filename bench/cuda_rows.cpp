@@ -124,7 +124,7 @@ struct Bench {
   Timer timer;
   int64_t rows, columns;
   DType dtype;
-  double copy;  // in milliseconds
+  double copy;  // it counts milliseconds
 
   template <class Op>
   void report(const char* name, const Op& op, int transfers) {

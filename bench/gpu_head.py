@@ -23,7 +23,7 @@ HEADS = {  # a head has N, D, V
     "deepseek": (4096, 7168, 129280),
     "gpt2": (20480, 768, 50257),
 }
-# these are for trying the program without a GPU
+# These are for trying the program without a GPU.
 TINY = {"tiny": (96, 64, 1003), "tiny4": (64, 32, 256)}
 # torch.compile takes so many MiB beyond the gradients (measured where the peers were).
 COMPILE_MIB = {"llama3": 2004, "qwen": 2374, "gemma": 4000, "deepseek": 1010, "gpt2": 3932}
@@ -34,8 +34,8 @@ ALL_OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0}
 @dataclass
 class Reference:
     loss: float
-    grad_input: torch.Tensor  # [N, D], f64
-    grad_weight: torch.Tensor  # [V, D], f64
+    grad_input: torch.Tensor  # [N, D]  it is f64
+    grad_weight: torch.Tensor  # [V, D]  it is f64
 
 
 class Head:

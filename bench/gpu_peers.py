@@ -36,7 +36,7 @@ def _cce(exact: bool) -> Loss:
         return linear_cross_entropy
     if "accum_e_fp32" in inspect.signature(linear_cross_entropy).parameters:
         return functools.partial(linear_cross_entropy, impl="cce_exact")
-    # the release on PyPI has this one
+    # The release on PyPI has this one.
     return functools.partial(linear_cross_entropy, filter_eps=None)
 
 

@@ -120,7 +120,7 @@ class Failure(RuntimeError):
 
 
 class Sizes(NamedTuple):
-    minimum: int  # in bytes
+    minimum: int  # it counts bytes
     recommended: int
     alignment: int
 

@@ -40,7 +40,7 @@ void keep(T& value) {
 }
 
 struct Figure {
-  double best = 0, median = 0;  // in seconds of one repetition
+  double best = 0, median = 0;  // they count seconds of one repetition
 };
 
 // Measures the seconds of `work(thread)` on all threads at once, `repetitions` times after one that
@@ -164,7 +164,7 @@ bool has_amx() {
   __builtin_cpu_init();
   unsigned a = 7, b = 0, c = 0, d = 0;
   asm volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-  // these bits are AMX-BF16 and AMX-TILE
+  // These bits are AMX-BF16 and AMX-TILE.
   if ((d >> 22 & 1) == 0 || (d >> 24 & 1) == 0) return false;
   constexpr long request_permission = 0x1023, tile_data = 18;
   return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;

@@ -48,7 +48,7 @@ class Contender:
     compiles: bool = False  # its first call compiles
     facts: dict[str, Any] = field(default_factory=dict)
     status: str = "ok"
-    samples: list[float] = field(default_factory=list)  # in seconds
+    samples: list[float] = field(default_factory=list)  # they count seconds
     loss: float | None = None
 
     @property

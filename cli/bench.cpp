@@ -58,7 +58,7 @@ struct Row {
   double flops() const;
   double bytes() const;
   bool writes() const { return c.shape.op != "linear-forward" && c.shape.op != "forward"; }
-  double peak() const;  // in FLOP/s
+  double peak() const;  // it counts FLOP/s
   double bandwidth() const { return writes() ? machine.bandwidth.copy : machine.bandwidth.read; }
   double rate() const { return flops() / m.median(); }
   double throughput() const { return bytes() / m.median(); }

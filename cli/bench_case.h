@@ -44,7 +44,7 @@ struct Measurement {
 };
 
 struct MeasureOptions {
-  // it counts bytes of workspace; without it the recommended one is taken
+  // It counts bytes of workspace; without it the recommended one is taken.
   std::optional<uint64_t> memory;
   int repeats = 5;
   GpuBench* gpu = nullptr;  // without one the CPU is measured

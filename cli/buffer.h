@@ -14,7 +14,7 @@ namespace logitless::cli {
 class Buffer {
  public:
   Buffer() = default;
-  // it is aligned to 64 bytes or better; where there is no room it throws Failure
+  // It is aligned to 64 bytes or better; where there is no room it throws Failure.
   explicit Buffer(uint64_t bytes);
   ~Buffer();
   Buffer(Buffer&& other) noexcept;

@@ -32,13 +32,13 @@ struct CommandError : std::runtime_error {
   }
   std::string code, field;
 };
-// This is the caller's fault, with exit code 2.
+// A BadInput is the caller's fault; its exit code is 2.
 struct BadInput : CommandError {
   explicit BadInput(const std::string& message, std::string field = "",
                     std::string code = "bad_input")
       : CommandError(message, std::move(code), std::move(field)) {}
 };
-// This is anything else, with exit code 1.
+// A Failure is what is not the caller's fault; its exit code is 1.
 struct Failure : CommandError {
   explicit Failure(const std::string& message, std::string code = "failure")
       : CommandError(message, std::move(code), "") {}

@@ -39,7 +39,7 @@ struct DemoOptions {
   SampleOptions sample;
 };
 
-// training alone takes them: with the rest three minutes on two cores
+// Training alone takes them: with the rest three minutes on two cores.
 constexpr double default_seconds = 120;
 constexpr int64_t default_passes = 4;  // a short text is read at most so often
 constexpr int64_t most_batch = 1024;

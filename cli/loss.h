@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// `logitless loss` is asked this, and works on it.
+// These structs hold what `logitless loss` is asked, and what it works on.
 #pragma once
 
 #include <optional>
@@ -16,7 +16,7 @@ namespace logitless::cli {
 struct LossArguments {
   std::string file;
   std::string hidden = "hidden", weight = "weight", target = "target";
-  // they are names; an empty one says that there is none
+  // They are names; an empty one says that there is none.
   std::string bias, token_weight, vocab_weight;
   std::string reduction = "mean", out_of_range = "error", device = "cpu", grad_dtype = "f32";
   std::optional<uint64_t> memory;  // it counts bytes; without it the recommended workspace is taken

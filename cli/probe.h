@@ -17,8 +17,8 @@ double probe_amx(int repeats);
 double amx_loop(int64_t rounds);
 
 struct Bandwidth {
-  double read = 0;  // in bytes/s
-  double copy = 0;  // in bytes/s, read and written
+  double read = 0;  // it counts bytes/s
+  double copy = 0;  // it counts bytes/s, read and written
 };
 // Measures over arrays far larger than any cache, as memory allows.
 Bandwidth probe_bandwidth();

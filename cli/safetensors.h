@@ -37,7 +37,7 @@ struct SafetensorsTensor {
 };
 
 struct Safetensors {
-  std::vector<SafetensorsTensor> tensors;  // by name
+  std::vector<SafetensorsTensor> tensors;  // they are sorted by name
   std::map<std::string, std::string> metadata;
 
   const SafetensorsTensor* find(std::string_view name) const;

@@ -13,7 +13,7 @@ struct HeaderEntry {
   std::string name;
   std::string dtype;
   std::vector<uint64_t> shape;
-  uint64_t begin = 0, end = 0;  // in bytes, from the end of the header
+  uint64_t begin = 0, end = 0;  // they count bytes from the end of the header
 };
 
 struct Header {

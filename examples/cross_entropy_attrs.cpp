@@ -130,7 +130,7 @@ using logitless::DType;
 
 constexpr int M = 37, N = 1003;
 
-// a case goes through the attribute launchers, or the wrappers below them
+// A case goes through the attribute launchers, or the wrappers below them.
 enum class Through { launcher, kernel };
 
 struct Case {

@@ -112,7 +112,7 @@ class Copy:
         command = ["cmake", "-S", str(self.tree), "-B", str(self.build), "-G", "Ninja"]
         command += ["-DCMAKE_BUILD_TYPE=Release", "-DLOGITLESS_BUILD_CLI=OFF"]
         command += [f"-DLOGITLESS_CPU_TARGETS={self.targets}"]
-        # no test then runs at each link
+        # No test then runs at each link.
         command += ["-DCMAKE_GTEST_DISCOVER_TESTS_DISCOVERY_MODE=PRE_TEST"]
         done = self.run(command)
         if done.returncode != 0:
@@ -317,7 +317,7 @@ def main() -> int:
             if arguments.only in name:
                 print(name)
         return 0
-    # there is one build, and a part of the time for each way of making mutants
+    # There is one build, and a part of the time for each way of making mutants.
     if arguments.seconds > 0:
         chosen = shuffled([m for m in chosen if m.targets == "some"])[:SAMPLE]
     without = [m.name for m in chosen if m.targets == "all" and not has_amx()]

@@ -33,7 +33,7 @@ struct Fields {
 struct TensorField {
   const char* name = "";
   Access access = Access::read;
-  size_t in_call = 0, in_c = 0;  // in bytes
+  size_t in_call = 0, in_c = 0;  // it counts bytes
 };
 // Returns the tensors of one kind, from the listing of fields.h.
 std::span<const TensorField> tensor_fields(int32_t kind);
@@ -79,16 +79,16 @@ struct Call {
   Execution execution{};
   LossOptions options{};
 
-  Tensor logits{}, probabilities{};                               // [N, V] each
+  Tensor logits{}, probabilities{};                               // each is [N, V]
   Tensor input{}, weight{}, bias{};                               // [N, D] [V, D] [V]
   Tensor target{}, token_weight{}, vocab_weight{}, normalizer{};  // [N] [N] [V, whole] []
   Tensor temperature{};                                           // [N]
   Tensor loss{};                                                  // [N] or []
-  Tensor lse{}, target_logit{}, argmax{}, weighted_logit_sum{};   // [N] each
-  Tensor logprob{}, rank{}, sum_p_squared{}, mean_logit{};        // [N] each
+  Tensor lse{}, target_logit{}, argmax{}, weighted_logit_sum{};   // each is [N]
+  Tensor logprob{}, rank{}, sum_p_squared{}, mean_logit{};        // each is [N]
   Tensor row_reference{}, row_log_sum{}, entropy{};               // [N]; Backward reads them
   Tensor grad_loss{};                                             // [N] or []
-  Tensor grad_lse{}, grad_target_logit{}, grad_entropy{};         // [N] each
+  Tensor grad_lse{}, grad_target_logit{}, grad_entropy{};         // each is [N]
   Tensor kept{}, kept_rows{};  // Backward reads them; kept.h says what they are
   Tensor grad_logits{};        // [N, V]
   Tensor grad_input{}, grad_weight{}, grad_bias{};  // [N, D] [V, D] [V]

@@ -12,12 +12,12 @@
 
 namespace logitless {
 
-// a block has so many columns, and rows are rounded up to as many
+// A block has so many columns, and rows are rounded up to as many.
 inline constexpr int64_t kept_block = 64;
 inline constexpr int64_t kept_row_width = 8;  // a token has so many f32
 inline constexpr int64_t kept_group = 3;      // a share consists of whole groups of so many blocks
 inline constexpr uint64_t kept_alignment = 16;  // the address is a multiple of so many bytes
-// an offset in a WebGPU buffer is a multiple of it too
+// An offset in a WebGPU buffer is a multiple of it too.
 inline constexpr uint64_t kept_binding = 256;
 
 // A token's state lies in its row of kept_rows like this; the places not named are 0.

@@ -11,10 +11,10 @@ namespace logitless {
 // element). Dimensions of one element have stride 0.
 struct Footprint {
   uint64_t address = 0;
-  uint64_t bytes = 0;  // from the first to the last; 0 says that the view is empty
+  uint64_t bytes = 0;  // it counts bytes from the first to the last; 0 says that the view is empty
   uint64_t element = 1;
   std::array<uint64_t, 2> last{};    // it is size - 1
-  std::array<uint64_t, 2> stride{};  // in bytes
+  std::array<uint64_t, 2> stride{};  // it counts bytes
   bool operator==(const Footprint&) const = default;
 };
 

@@ -23,8 +23,8 @@ enum class Shape {
   vocab_hidden,  // [V, D]
   token,         // [N]
   vocab,         // [V]
-  vocab_total,   // [V], or [vocab_total] on a shard
-  reduced,       // [N] where the reduction is none, else [] or [1]
+  vocab_total,   // it is [V], or [vocab_total] on a shard
+  reduced,       // it is [N] where the reduction is none, else [] or [1]
   scalar,        // [] or [1]
   one,           // [1]
   kept,          // [blocks * N to 64, 64]

@@ -20,7 +20,7 @@ namespace logitless::cli::demo {
 namespace {
 
 constexpr double nucleus = 0.9;  // a word is drawn from the likeliest ones, which have this share
-// a word loses so many nats for each time too often in the context
+// A word loses so many nats for each time too often in the context.
 constexpr double repetition = 1;
 constexpr int64_t usual_words = 2;  // so many times are not too often
 constexpr int64_t usual_marks = 5;

@@ -42,7 +42,7 @@ struct Memory {
 
 struct Exactness {
   int64_t words = 0;
-  // a word's loss differs at most so much from the same sum in double
+  // A word's loss differs at most so much from the same sum in double.
   double largest_difference = 0;
 };
 

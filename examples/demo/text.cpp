@@ -17,7 +17,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// it reads at most so many, so that any folder can be named
+// It reads at most so many, so that any folder can be named.
 constexpr int64_t most_bytes = int64_t{256} << 20;
 constexpr int64_t fewest_tokens = 1000;
 constexpr int64_t wanted_vocab = 30000;  // words seen once are taken in only to reach this

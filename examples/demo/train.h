@@ -80,7 +80,7 @@ struct TrainProgress {
   int64_t step = 0, steps = 0;
   double loss = 0;     // it is smoothed
   double done = 0;     // it goes up to 1
-  double seconds = 0;  // since the start
+  double seconds = 0;  // it counts seconds since the start
   double rate = 0;     // it counts tokens a second
 };
 

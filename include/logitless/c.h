@@ -106,10 +106,10 @@ typedef struct logitless_op {
   const logitless_loss_options* options;
   int32_t accumulate_grad_weight; /* only linear ops with gradients have it */
   int32_t reserved;
-  const logitless_tensor *logits, *probabilities;       /* [N,V] [N,V] */
-  const logitless_tensor *input, *weight, *bias;        /* [N,D] [V,D] [V] */
-  const logitless_tensor* target;                       /* [N] i32 or i64 */
-  const logitless_tensor* loss;                         /* [N] for none, else [] or [1] */
+  const logitless_tensor *logits, *probabilities; /* [N,V] [N,V] */
+  const logitless_tensor *input, *weight, *bias;  /* [N,D] [V,D] [V] */
+  const logitless_tensor* target;                 /* [N] i32 or i64 */
+  const logitless_tensor* loss; /* [N] where the reduction is none, else [] or [1] */
   const logitless_tensor *token_weight, *vocab_weight;  /* [N] [V] */
   const logitless_tensor* normalizer;                   /* [] f32 or i64 */
   const logitless_tensor *lse, *target_logit, *entropy; /* [N] [N] [N] */

@@ -40,7 +40,7 @@ inline TokenState combine(const TokenState& a, const TokenState& b) {
   };
   const float la = shifted(a), lb = shifted(b);
   c.row_log_sum = std::log(std::exp(la) + std::exp(lb));
-  // they are the logs of the shards' probabilities
+  // They are the logs of the shards' probabilities.
   const float ra = la - c.row_log_sum, rb = lb - c.row_log_sum;
   const float pa = std::exp(ra), pb = std::exp(rb);
   c.entropy = (pa == 0 ? 0 : pa * (a.entropy - ra)) + (pb == 0 ? 0 : pb * (b.entropy - rb));

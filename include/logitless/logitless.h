@@ -29,8 +29,8 @@ struct Execution {
 };
 
 struct WorkspaceSize {
-  uint64_t minimum = 0;      // in bytes, the least that `run` accepts
-  uint64_t recommended = 0;  // in bytes, what the default plan takes
+  uint64_t minimum = 0;      // it counts bytes, the least that `run` accepts
+  uint64_t recommended = 0;  // it counts bytes that the default plan takes
   uint64_t alignment = 64;   // the workspace's address is a multiple of so many bytes
 };
 

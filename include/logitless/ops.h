@@ -47,7 +47,7 @@ struct LossOptions {
   bool allow_tf32 = false;
   double normalizer = 0;    // the mean divides by it; 0 says that tokens are counted
   int64_t vocab_start = 0;  // this shard of the vocabulary begins with it
-  // the whole vocabulary has so many columns; 0 says that the views hold it whole
+  // The whole vocabulary has so many columns; 0 says that the views hold it whole.
   int64_t vocab_total = 0;
 };
 

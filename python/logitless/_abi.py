@@ -174,7 +174,7 @@ class View(NamedTuple):
     device_type: int
     device_index: int
     shape: Sequence[int]
-    stride: Sequence[int]  # in elements
+    stride: Sequence[int]  # it counts elements
 
 
 class KeptSize(NamedTuple):

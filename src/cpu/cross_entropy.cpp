@@ -18,8 +18,8 @@ bool needs_forward(const Call& call) { return !call.state_given(); }
 
 // The workspace has these arrays at these bytes.
 struct Layout {
-  uint64_t states = 0;        // RowState [N] of ops with a loss, or float [N] with probabilities
-  uint64_t more = 0;          // MoreStatistics [N], where one of them is asked for
+  uint64_t states = 0;  // it has RowState [N] of ops with a loss, or float [N] with probabilities
+  uint64_t more = 0;    // it has MoreStatistics [N], where one of them is asked for
   uint64_t class_weight = 0;  // [V]  it is a copy where the view is strided
   uint64_t lanes = 0;         // lane_bytes of each thread lie there
   bool copies_weight = false;

@@ -30,7 +30,7 @@ int32_t threads_from_environment(const char* name) {
 
 int32_t threads_from_affinity() {
 #if defined(__linux__)
-  cpu_set_t sets[16];  // room for 16384 processors
+  cpu_set_t sets[16];  // they have room for 16384 processors
   if (sched_getaffinity(0, sizeof(sets), sets) == 0) return CPU_COUNT_S(sizeof(sets), sets);
 #endif
   return static_cast<int32_t>(std::thread::hardware_concurrency());

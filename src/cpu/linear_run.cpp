@@ -32,7 +32,7 @@ constexpr double most_below = 60, most_above = 0.5;
 // The gradient pass reads a tile's rows like this.
 struct TileRows {
   char* data;
-  int64_t stride;        // in bytes
+  int64_t stride;        // it counts bytes
   bool exponentials;     // the rows hold E in bf16; else z in f32
   const int64_t* place;  // [count]  the rows' places; where it is null they lie one after the other
   char* at(int64_t n) const { return data + (place != nullptr ? place[n] : n) * stride; }
@@ -122,7 +122,7 @@ class LinearRun {
   BlockWants wants_;
   const Tokens* tokens_ = nullptr;
   int64_t first_ = 0, count_ = 0;
-  int64_t padded_count_ = 0;  // a multiple of the engine's token_multiple
+  int64_t padded_count_ = 0;  // it is a multiple of the engine's token_multiple
   bool reads_kept_ = false;   // Backward finds the chunk's kept columns fit to be read
 };
 
@@ -355,7 +355,7 @@ void LinearRun::keep_states() {
     const bool rounded = exponentials() && kept_ > 0;
     const float anchor = rounded ? row->target_logit : state.target_logit;
     const double above = static_cast<double>(anchor) - state.reference;
-    // a NaN does not fit
+    // A NaN does not fit.
     const bool fits = above >= -most_below && above - state.log_sum <= most_above;
     *row = {.reference = state.reference,
             .log_sum = state.log_sum,

@@ -264,7 +264,7 @@ void pack_along_rows(const Engine& engine, const Source& source, int64_t row0, i
   alignas(64) char low[stage_columns * 4], high[stage_columns * 2];
   alignas(64) uint32_t lanes[stage_columns];
   const int64_t step = stage_columns / width * width;
-  constexpr int64_t ahead = 8;  // in lanes: 4 KiB at 128 columns
+  constexpr int64_t ahead = 8;  // it counts lanes: 4 KiB at 128 columns
   for (int64_t c = 0; c < columns; c += step) {
     const int64_t count = std::min(step, columns - c), padded = (count + width - 1) / width * width;
     uint32_t* out = static_cast<uint32_t*>(panels) + c / width * depth_lanes * width;

@@ -39,7 +39,7 @@ struct LinearShape {
       true;  // it is f32 with unit column stride, so that sums can be formed in the output itself
   bool bias = false;
   bool class_weight = false;
-  // gradients find the state of so many columns, the first ones, kept by an earlier Forward
+  // Gradients find the state of so many columns, the first ones, kept by an earlier Forward.
   int64_t kept = 0;
   bool places = false;           // kept rows have places, see Tokens
   bool more_statistics = false;  // some of MoreStatistics are asked for
@@ -58,14 +58,15 @@ struct LinearPlan {
   int64_t token_chunk = 0;  // a chunk has so many tokens, a multiple of engine.token_multiple()
   int64_t chunks = 0;
   int64_t vocab_tiles = 0;
-  // so many partial sums of grad_input each cover their own range of the vocabulary
+  // So many partial sums of grad_input each cover their own range of the vocabulary.
   int64_t slots = 0;
-  // so many columns of the weight (along the hidden axis) are packed at a time
+  // So many columns of the weight (along the hidden axis) are packed at a time.
   int64_t depth_block = 0;
   bool stored = false;      // logits of a chunk are kept, not made again
   bool weight_sum = false;  // an f32 sum of grad_weight lies in the workspace
   int64_t lanes = 0;        // so many threads have scratch
-  double cost = 0;          // the expected time; 1 is three products of tokens that share one chunk
+  // it is the expected time, where 1 is three products of tokens that share one chunk
+  double cost = 0;
   int64_t padded_hidden_a = 0;  // it is the depth of the logits product
   int64_t padded_hidden_b = 0;  // it is the columns of the gradient products, in whole panels
 
@@ -74,7 +75,7 @@ struct LinearPlan {
            input_along_at = 0, input_across_at = 0, slots_at = 0, weight_sum_at = 0,
            bias_sum_at = 0, more_at = 0, more_blocks_at = 0, lanes_at = 0;
   uint64_t lane_bytes = 0;
-  uint64_t bytes = 0;  // the whole workspace, with `lanes` lanes
+  uint64_t bytes = 0;  // the whole workspace has so many, with `lanes` lanes
 
   // These are byte offsets into a lane's scratch.
   uint64_t weight_block_at = 0, tile_at = 0, along_vocab_at = 0, along_tokens_at = 0,

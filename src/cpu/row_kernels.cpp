@@ -378,8 +378,8 @@ void RowAccumulator::add(const BlockState& block, int64_t first_column, const Bl
   }
   const float least = -std::numeric_limits<float>::infinity();
   if (block.maximum == least || std::isnan(maximum)) return;
-  // For the shift b -> a:  exp(z - a) (z - a) = exp(b - a) [ exp(z - b) (z - b) + exp(z - b) (b -
-  // a) ].
+  // The shift goes from b to a by this:
+  //   exp(z - a) (z - a) = exp(b - a) [ exp(z - b) (z - b) + exp(z - b) (b - a) ]
   double old_shift = 0, new_shift = 0;
   if (block.maximum <= maximum) {
     new_shift = static_cast<double>(block.maximum) - maximum;

@@ -23,7 +23,7 @@ struct BlockState {
 struct MoreSums {
   float logits = 0;   // it is sum_j z_j (BlockWants::mean_logit)
   float squares = 0;  // it is sum_j exp(z_j - maximum)^2 (BlockWants::sum_p_squared)
-  // it counts columns above target_logit, without the target's (BlockWants::rank)
+  // It counts columns above target_logit, without the target's (BlockWants::rank).
   int32_t above = 0;
 };
 

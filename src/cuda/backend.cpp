@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CUDA backend: finds the device, makes it current for the call, and calls the op.
+// The CUDA backend finds the device, makes it current for the call, and calls the op.
 #include "src/backend.h"
 
 #include <cstdio>

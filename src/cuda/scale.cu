@@ -69,7 +69,7 @@ void scale(std::span<const TensorView> values, const TensorView& factor, const D
     const int64_t blocks = (count / width + threads) / threads;
     if (blocks > wanted) wanted = blocks;
   }
-  // these fill the device and are quickly skipped
+  // These fill the device and are quickly skipped.
   const int64_t most = int64_t{device.multiprocessors} * 8;
   stream->launch("scale", scale_kernel, static_cast<unsigned>(wanted < most ? wanted : most),
                  threads, a);

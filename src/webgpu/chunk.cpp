@@ -359,7 +359,7 @@ void Run::make_plain(const Chunk& chunk) {
                       .nan = kNan,
                       .slope = row.slope,
                       .z_loss = row.z_loss};
-  // a workgroup takes so many
+  // A workgroup takes so many.
   const int64_t rows = row.columns <= 256 ? 16 : row.columns <= 1024 ? 4 : 1;
   const uint32_t groups = blocks(chunk.tokens, rows);
   // An absent output takes any buffer that this dispatch does not have.

@@ -22,7 +22,7 @@ struct ScatterParams {
 };
 
 constexpr int64_t kMostRows = 32768;
-// a row of workgroups copies at most so many
+// A row of workgroups copies at most so many.
 constexpr int64_t kMostColumns = int64_t{kGroups} * 256;
 
 // Binds a dense buffer from the element on; *base is left as the rest below a multiple of 256

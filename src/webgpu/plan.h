@@ -86,7 +86,7 @@ bool is_bound_vector(const TensorView& view);
 struct Plan {
   int64_t chunk = 0, chunks = 0;  // a chunk has so many tokens; there are so many chunks
   int64_t window = 0,
-          // columns of one, which is a row's stride in the block; and how many there are
+          // Columns of one, which is a row's stride in the block; and how many there are.
       windows = 0;
   int64_t slots = 0;  // a row has so many, of 1024 columns each
   int64_t kept_columns = 0;
@@ -100,7 +100,7 @@ struct Plan {
 };
 
 constexpr int64_t kSlotColumns = 1024;
-// the shaders' structs have so many
+// The shaders' structs have so many.
 constexpr uint32_t kStateWords = 16, kSlotWords = 8, kExtraWords = 6;
 constexpr int64_t kValuesOfASum = 1024;  // sum.wgsl and tokens.wgsl's count add so many
 

@@ -11,7 +11,7 @@
 namespace logitless::testing {
 namespace {
 
-// it returns false where the op has nothing to change
+// It returns false where the op has nothing to change.
 using Change = std::function<bool(Subject&)>;
 
 struct Accept {
@@ -269,7 +269,7 @@ TEST_P(AcceptTable, AcceptedAndNoInputWritten) {
     }
     const auto after = s.snapshot();
     for (const auto& [name, view] : s.views) {
-      // in some rows of the table an output lies in its memory
+      // In some rows of the table an output lies in its memory.
       const bool shared = name == "logits";
       if (s.written(name) || shared) continue;
       EXPECT_TRUE(before.at(name) == after.at(name)) << name;

@@ -129,7 +129,7 @@ TEST(Overlap, BroadcastInputsTakeOnlyWhatTheyRepeat) {
 
 // These numbers are so large that products of two must not overflow.
 TEST(Overlap, VectorsOfUnrelatedStridesMeetWhereTheyDo) {
-  // both are primes, so they meet every s t elements
+  // Both are primes, so they meet every s t elements.
   constexpr int64_t s = 46337, t = 46349, n = 10000;
   std::vector<char> none(16);
   const auto vector = [&](int64_t first, int64_t stride, int64_t count) {

@@ -291,7 +291,7 @@ TEST(Rejects, AnyOutputOnAnyOtherField) {
     for (const auto& [first, view] : whole.views) {
       for (const auto& [second, other] : whole.views) {
         if (first == second || (!whole.written(first) && !whole.written(second))) continue;
-        // it reaches beyond the other's memory, so others are laid on it
+        // It reaches beyond the other's memory, so others are laid on it.
         if (first == "kept") continue;
         ++made;
         with_subject(whole.kind, whole.execution.device.type,

@@ -170,7 +170,7 @@ class PlanTest(CliTest):
         for given in (least, 192 << 20, 8 << 30):
             arguments = ("plan", *shape, f"--memory={max(given, least)}", "--steps")
             plan = self.json(*arguments)["plan"]
-            # each of the two passes has launches
+            # Each of the two passes has launches.
             launches = plan["predicted_ms"] - seconds(plan["steps"])
             self.assertAlmostEqual(launches / 0.09, round(launches / 0.09), places=6)
             self.assertIn(round(launches / 0.09), (1, 2))

@@ -199,7 +199,7 @@ TEST_P(Edges, TargetsOutsideOfAnAsynchronousBackend) {
   const std::vector<int64_t> bad{
       40, -1, kFar + 3, 3 - kFar, INT64_MAX, INT64_MIN, INT64_MIN + 5, int64_t{1} << 62, -99};
   for (const Reduction reduction : {Reduction::none, Reduction::sum, Reduction::mean}) {
-    // with the last count every token is bad
+    // With the last count every token is bad.
     for (const size_t count : {size_t{1}, size_t{4}, bad.size()}) {
       for (const DType dtype : {DType::i32, DType::i64}) {
         for (const bool weighted : {false, true}) {

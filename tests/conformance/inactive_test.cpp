@@ -13,7 +13,7 @@ namespace {
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
 bool is_inactive(int64_t token) { return token % 5 == 1 || token % 7 == 3; }
-// one is the number of tokens, the other one that is inactive
+// One is the number of tokens, the other one that is inactive.
 constexpr int64_t kAll = 37, kOne = 16;
 
 // A token can have no gradient in these ways.

@@ -96,7 +96,7 @@ TEST_P(NonFinite, FarFromTheTargets) {
           set(p.op.input, row * 64, std::nan(""));
           expect_other_rows(before, judged(p, what + ", a row"), row, what, tokens);
           set(p.op.input, row * 64, old);
-          // one has class weight 0, the other not
+          // One has class weight 0, the other not.
           for (const int64_t column : {int64_t{197}, int64_t{200}}) {
             if (!biased) continue;
             set(p.op.bias, column, -kInf);

@@ -14,7 +14,7 @@ namespace {
 
 class Offsets : public ConformanceTest {};
 
-constexpr int64_t kApart = (int64_t{1} << 31) + 3;  // in elements
+constexpr int64_t kApart = (int64_t{1} << 31) + 3;  // it counts elements
 
 // Lays an op's tensors on a device, its matrices with their rows (axis 0) or columns (axis 1)
 // kApart elements apart and neighbours on the other axis `step` apart; axis -1 leaves them as they

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-# these are the magic number, the version and its header's length
+# These are the magic number, the version and its header's length.
 FAT_BINARY = struct.pack("<IHH", 0xBA55ED50, 1, 16)
 PTX, ELF = 1, 2  # an entry of a fat binary is one of these
 NOBITS = 8  # a section of this type is a size alone

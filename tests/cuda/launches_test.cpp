@@ -75,7 +75,7 @@ struct Launches {
 // reads it, and panels of E or dz with their two products.
 Launches launches_of(const cuda::LinearShape& s, const cuda::LinearPlan& plan) {
   const auto pieces = [](int64_t n, int64_t size) { return n == 0 ? 0 : (n + size - 1) / size; };
-  // one prepares the tokens, another rounds the sum
+  // One prepares the tokens, another rounds the sum.
   Launches all{.kernels = 1 + (plan.grad_weight_sum ? 1 : 0)};
   for (int64_t first = 0; first < s.tokens; first += plan.token_chunk) {
     const int64_t rows = std::min(plan.token_chunk, s.tokens - first);
@@ -88,7 +88,7 @@ Launches launches_of(const cuda::LinearShape& s, const cuda::LinearPlan& plan) {
     if (s.forward) logits(s.vocab);
     if (!s.gradients()) continue;
     const bool mixed = plan.stored_columns > 0 && plan.stored_columns < s.vocab;
-    // two kernels make dz of E and the extra rows, a product makes grad_weight
+    // Two kernels make dz of E and the extra rows, a product makes grad_weight.
     if (plan.stored_columns > 0) {
       all.kernels += 2;
       all.products += 1;

@@ -121,7 +121,7 @@ TEST_P(CudaLinear, ACappedLogitThatItsBiasCarries) {
   c.options.softcap = 30;
   std::vector<double> sizes;
   for (int i = 1; i <= 40; ++i) sizes.push_back(2.1 * i);  // it goes up to tanh 2.8
-  // it goes from tanh 0.6 to 0.68
+  // It goes from tanh 0.6 to 0.68.
   for (int i = 0; i < 600; ++i) sizes.push_back(18.001 + 0.0041 * i);
   with_problem(c, [&](auto& p, const WorkspaceSize& size) {
     write(p.op.input, std::vector<double>(3 * 64, 0));
@@ -160,7 +160,7 @@ TEST_P(CudaLinear, RowsOfLogitsNearTheCap) {
       for (int64_t j = 0; j < vocab; ++j) {
         double* row = &weight[j * hidden];
         row[0] = row[1] = -1;
-        // column 2 lowers the target's logit, column 3 sums the others' dz
+        // Column 2 lowers the target's logit, column 3 sums the others' dz.
         row[j == 0 ? 2 : 3] = j == 0 ? -1 : 1;
       }
       write(p.op.input, input);
@@ -191,7 +191,7 @@ TEST_P(CudaLinear, BiasGradientOfLogitsUnderACapAndSmoothing) {
     c.data = data;
     with_problem(c, [&](auto& p, const WorkspaceSize& size) {
       const reference::Result want = expected(device_, p.op, p.model);
-      // the shares take chunks of one slab, or all rows at once
+      // The shares take chunks of one slab, or all rows at once.
       for (const double share : {1.0, 3.0}) {
         const Comparison result = compared(p, size, share, want);
         EXPECT_TRUE(result.ok()) << result.report << share;

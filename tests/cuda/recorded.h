@@ -105,7 +105,7 @@ class RecordedCuda {
   int launches() const { return launches_; }  // they are kernels, copies and products
   int heuristics() const { return heuristics_; }
   int opened() const { return opened_; }  // libraries that were closed are subtracted
-  // it counts descriptions of cuBLASLt that nobody has destroyed
+  // It counts descriptions of cuBLASLt that nobody has destroyed.
   int live() const { return live_; }
   int current() const { return current_; }
   void set_current(int device) { current_ = device; }

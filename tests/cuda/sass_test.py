@@ -27,7 +27,7 @@ ALLOWED = {
     # third more.
     r"option_forward_kernelI13__nv_bfloat16LNS1_4ModeE1ELNS1_3SetE6E": 12,
     r"option_forward_kernelI13__nv_bfloat16LNS1_4ModeE1ELNS1_3SetE7E": 308,
-    # the factors of two rows' slopes are spilled
+    # The factors of two rows' slopes are spilled.
     r"option_forward_kernel.*LNS1_4ModeE3ELNS1_3SetE7E": 8,
 }
 HGMMA = 0x9F0  # the low 12 bits of the 128-bit instruction are these

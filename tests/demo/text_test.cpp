@@ -165,7 +165,7 @@ TEST(DemoBaselines, AreTheirFormulas) {
   text.count = {0, 0, 3, 2, 1};
   const Baselines b = measure_baselines(text, std::vector<int64_t>{1, 2});
   EXPECT_NEAR(b.unigram, 1 / std::sqrt(3.0 / 11 * 2.0 / 11), 1e-9);
-  // a b was seen twice in three, b c never in two.
+  // A b was seen twice in three, b c never in two.
   const auto bigram = [](double k) {
     return 1 / std::sqrt((2 + k) / (3 + 5 * k) * k / (2 + 5 * k));
   };

@@ -18,7 +18,7 @@ namespace {
 
 constexpr size_t kCalls = 1000;
 constexpr uint64_t kWorkspace = uint64_t{0x7e} << 40;  // it lies behind every tensor of a call
-// a call may launch at most so many; small chunks take hundreds of thousands
+// A call may launch at most so many; small chunks take hundreds of thousands.
 constexpr int kMostLaunches = 400;
 
 // This is FNV-1a.

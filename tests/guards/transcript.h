@@ -60,7 +60,7 @@ class Transcript final : public cuda::RecordedCuda::Listener {
 
   const FunctionNames* functions_;
   std::map<uintptr_t, std::string> memory_;
-  // descriptions, layouts, maps and algorithms stay where they are
+  // Descriptions, layouts, maps and algorithms stay where they are.
   std::deque<std::string> objects_;
   std::string text_;
   int launches_ = 0;

@@ -66,7 +66,7 @@ class Mutant:
     edits: tuple[Edit, ...]
     tests: tuple[str, ...]  # they are keys of TESTS
     targets: str = (
-        # so many instruction sets are compiled in; "all" adds AMX, and runs only on a CPU with it
+        # So many instruction sets are compiled in; "all" adds AMX, and runs only on a CPU with it.
         "some"
     )
 

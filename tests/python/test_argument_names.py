@@ -97,7 +97,7 @@ def tensors(name: str) -> dict[str, str]:
 def wrong(role: str, alone: bool) -> Iterator[tuple[str, Any]]:
     """What is wrong with a tensor, and that tensor. `alone`: nothing else gives its shape."""
     right = ROLES[role]
-    # the tensors are as wide as they are; else the other operand is named
+    # The tensors are as wide as they are; else the other operand is named.
     if role in ("input", "logits"):
         if not alone:
             yield "shape", np.concatenate((right, right[:1]))

@@ -17,7 +17,7 @@ import jax_support  # noqa: F401, before JAX starts
 from logitless import _abi
 from logitless.jax import _run, linear_cross_entropy
 
-# a device has a least size, a wanted one and an alignment
+# A device has a least size, a wanted one and an alignment.
 SIZES = {0: (1000, 5000, 256), 1: (3000, 7000, 512), 3: (2000, 9000, 128)}
 
 

@@ -55,7 +55,7 @@ class Exact:
             e = gamma(rows.shape[-1]) * depth + 3 * U32 * z.abs()  # [N, V]
             e_t, z_t = (v.gather(-1, s["safe"][:, None])[:, 0] for v in (e, z))
             vocab = math.log2(z.shape[-1])
-            # it is so for whichever row_reference
+            # It is so for whichever row_reference.
             log_sum = lse - z.amax(-1, keepdim=True) + math.log(2)
             b = 4 * U32 * (entropy + vocab + 3 + log_sum) + U32 * lse.abs()
             b = b + (self.p * e).sum(-1, keepdim=True)
@@ -100,7 +100,7 @@ def within(actual: Tensor, exact: Tensor, bound: Tensor | float) -> None:
     assert (off <= bound).all(), f"{(off / bound).max():.3g} of the bound"
 
 
-# it makes an objective of log-probabilities and entropies [B, T]
+# It makes an objective of log-probabilities and entropies [B, T].
 Tail = Callable[[Tensor, Tensor], Tensor]
 
 

@@ -69,7 +69,7 @@ def test_every_output_and_gradient_is_that_of_f64(
     with patch_trl() as patch:
         results = [fused(x, w, b, t, **OPTIONS[name])]
         assert patch.calls == 1
-    # this shows that the formulas are TRL's, whose logits are of 16 bits elsewhere
+    # This shows that the formulas are TRL's, whose logits are of 16 bits elsewhere.
     if dtype is torch.float32:
         results.append(fused(x, w, b, t, **OPTIONS[name]))
     for actual in results:
@@ -372,7 +372,7 @@ def test_a_trainer_learns_the_same_without_logits(kind: str, tmp_path: pathlib.P
         ours, actual = train(kind, tmp_path)
     assert patch.calls == CALLS[kind] * STEPS
     assert len(actual) == len(expected) == STEPS
-    # these are the loss, rewards, entropies, gradients' norms, ...
+    # These are the loss, rewards, entropies, gradients' norms, ...
     for a, e in zip(actual, expected):
         assert {**a, "step_time": 0} == pytest.approx({**e, "step_time": 0}, rel=1e-4, abs=1e-5)
     for a, e, s in zip(ours.parameters(), own.parameters(), start.parameters()):

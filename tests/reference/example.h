@@ -39,7 +39,7 @@ Example linear_example(int64_t tokens, int64_t columns, int64_t hidden);
 Example logits_example(int64_t tokens, int64_t columns);
 // Returns the same problem with its logits given; softcap, scale and temperature must have their
 // defaults for it to be the same loss.
-std::vector<double> logits_of(const Example& example);  // [N, V] raw
+std::vector<double> logits_of(const Example& example);  // [N, V]  they are raw
 
 TensorView view_of(const std::vector<float>& values, int64_t rows, int64_t columns);
 TensorView view_of(const std::vector<float>& values);

@@ -15,16 +15,16 @@ from typing import Any
 from reliability.common import ROOT
 
 SCOPE = re.compile(r"include/.*|src/[^/]+\.(?:cpp|h)|src/(?:cpu|reference)/.*|cli/safetensors[^/]*")
-LEAST_BRANCHES = 90  # in percent
+LEAST_BRANCHES = 90  # it is in percent
 Place = tuple[int, int, int, int]  # they are first line and column, last line and column
 
 
 @dataclass
 class FileCounts:
     lines: dict[int, bool] = field(default_factory=dict)
-    # a branch was taken, and was not taken
+    # A branch was taken, and was not taken.
     branches: dict[Place, list[bool]] = field(default_factory=dict)
-    # these lie in instruction sets that never ran, alone
+    # These lie in instruction sets that never ran, alone.
     absent: set[Place] = field(default_factory=set)
 
     def outcomes(self) -> tuple[int, int]:

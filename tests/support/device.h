@@ -33,7 +33,7 @@ class TestDevice {
   virtual bool has_addresses() const { return true; }
   virtual void* make_workspace(uint64_t) const { return nullptr; }
   virtual void destroy_workspace(void*) const {}
-  // it counts what was made so far
+  // It counts what was made so far.
   virtual uint64_t bytes_of_workspace(const void*) const { return 0; }
   // If true, errors of targets are statuses. has_threads says whether the caller's threads run the
   // work.

@@ -210,7 +210,7 @@ class CudaDevice final : public TestDevice {
   }
 
   const int index_;
-  // they are never destroyed, because the driver may be gone before
+  // They are never destroyed, because the driver may be gone before.
   Blocks* const blocks_ = new Blocks;
   Streams* const streams_ = new Streams;
   mutable std::mutex mutex_;

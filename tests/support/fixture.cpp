@@ -218,7 +218,7 @@ reference::Result beside_anchors(const reference::Result& want, const Fields& go
   if (anchor == got.end()) return beside;
   for (size_t i = 0; i < anchor->second.value.size(); ++i) {
     const double m = anchor->second.value[i], maximum = reference->second.value[i];
-    // these are exact
+    // These are exact.
     if (!(log_sum->second.bound[i] > 0) || !std::isfinite(m - maximum)) continue;
     log_sum->second.bound[i] -= reference->second.bound[i];
     reference->second.bound[i] += log_sum->second.value[i] + std::log(2.0);

@@ -44,8 +44,8 @@ inline constexpr size_t kGuardBytes = 256;
 struct Layout {
   std::array<int64_t, 2> stride{0, 0};
   int64_t offset =
-      // so many elements lie between the guard and the first one, for an address of element
-      // alignment only
+      // So many elements lie between the guard and the first one, for an address of element
+      // alignment only.
       0;
   bool broadcast = false;  // a stride of 0 is then meant
 };

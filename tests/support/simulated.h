@@ -15,7 +15,7 @@ enum class Mutation {
   lse_from_bf16,        // the row sum alone reads rounded logits
   last_column_dropped,  // the row sum lacks the vocabulary's last column
   last_hidden_dropped,  // the product lacks the last of the hidden axis
-  // probabilities are rounded before the gradients, which is honest where the input is bf16
+  // Probabilities are rounded before the gradients, which is honest where the input is bf16.
   probabilities_to_bf16,
   gradient_sum_in_bf16,   // the sum is accumulated in bf16
   last_token_dropped,     // grad_weight lacks it

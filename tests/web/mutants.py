@@ -116,7 +116,7 @@ def passes(tests: str) -> bool:
     command += ["-c", str(ROOT / "tests/web/pytest.ini"), str(ROOT / "tests/web" / tests)]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, timeout=300)
-    # a browser was once seen to stand still, so it gets one more try
+    # A browser was once seen to stand still, so it gets one more try.
     except subprocess.TimeoutExpired:
         done = subprocess.run(command, env=environment, capture_output=True, timeout=300)
     if done.returncode not in (0, 1):

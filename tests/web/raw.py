@@ -19,7 +19,7 @@ from playwright.sync_api import Error, Page
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "src/webgpu/shaders"
 # mutants.py puts its copies there
 SHADERS = pathlib.Path(os.environ.get("LOGITLESS_SHADERS", FOLDER))
-# they lie there as they are compiled in
+# They lie there as they are compiled in.
 BUILT = pathlib.Path(__file__).resolve().parents[2] / "build/web/shaders"
 READ_ONLY, READ_WRITE, UNIFORM = "read-only-storage", "storage", "uniform"
 

@@ -52,7 +52,7 @@ def parts(head: Any) -> tuple[Any, ...]:
     that is not known here."""
     if _is_linear(head):
         return (head,)
-    # one of them is called: a copy of the head for every adapter, or the head itself
+    # One of them is called: a copy of the head for every adapter, or the head itself.
     if _is(head, _SAVED):
         within = (head.original_module, *head.modules_to_save.values())
         return tuple(part for module in within for part in parts(module))

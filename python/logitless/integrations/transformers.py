@@ -176,7 +176,7 @@ def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if settings is None:  # it was taken away while others' wrappers stay around
         return _own_forward(self)(*args, **kwargs)
     names = settings.names[: len(args)]
-    # labels were given by position, as others may be
+    # Labels were given by position, as others may be.
     if "labels" in names and not set(names) & set(kwargs):
         kwargs |= dict(zip(names, args))
         args = args[len(names) :]
@@ -212,7 +212,7 @@ def _forward_with(pending: _Pending, model: Any, *args: Any, **kwargs: Any) -> A
     except (IndexError, RuntimeError, ValueError) as error:
         if pending.loss is None or pending.asked:
             raise
-        # the model has a cross-entropy of its own, so shapes do not match
+        # The model has a cross-entropy of its own, so shapes do not match.
         raise not_supported(foreign) from error
     finally:
         for part in parts:

@@ -194,7 +194,7 @@ def _normalizer(value: Any) -> tuple[float, Array | None]:
             raise wrong_dtype("normalizer is bool; allowed: a number or an array []")
         return 0.0, _f32("normalizer", value)
     number = _number("normalizer", value)
-    # in the options 0 means that tokens are counted
+    # In the options 0 means that tokens are counted.
     return (number, None) if number else (0.0, jnp.float32(0))
 
 

@@ -220,7 +220,7 @@ class FusedLoss(Function):
     @staticmethod
     def _hand_out(ctx: Any, factor: Tensor) -> Sequence[Tensor | None]:
         grads: list[Tensor | None] | None
-        # they are no longer the context's, so that .grad may take them
+        # They are no longer the context's, so that .grad may take them.
         grads, ctx.grads = ctx.grads, None
         if grads is None:
             return recompute(ctx, factor)

@@ -27,7 +27,7 @@ class Keep(NamedTuple):
     """What a Forward is told that shall keep something: the bytes to keep it in, or what Backward
     will be asked for, from which they are planned."""
 
-    # gradients have them; None says that one is not needed
+    # Gradients have them; None says that one is not needed.
     dtypes: tuple[torch.dtype | None, ...] = ()
     main_grad: Tensor | None = None  # [V, D]  f32, to which grad_weight is added
     bytes: int | None = None  # kept state alone has so many

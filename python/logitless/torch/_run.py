@@ -155,7 +155,7 @@ def launch(
     assert first is not None
     cuda = first.is_cuda
     tf32, threads = False, 0
-    # the switch is torch's own; an f32 product is otherwise never made of rounded operands
+    # The switch is torch's own; an f32 product is otherwise never made of rounded operands.
     if cuda:
         tf32 = first.dtype is torch.float32 and _device.allows_tf32()
     else:  # each thread has its own number, with which the workspace recommended grows
@@ -168,7 +168,7 @@ def launch(
         options = options._replace(normalizer=1.0)
     try:
         addresses = [t.data_ptr() for t in tensors if t is not None]
-    # a tensor without memory of its own, which no plan takes, has its own words
+    # A tensor without memory of its own, which no plan takes, has its own words.
     except RuntimeError:
         _make_plan(kind, names, tensors, options, row_state, memory, accumulate, ())
         raise
@@ -367,7 +367,7 @@ def planned_bytes(
     try:
         addresses = [tensor.data_ptr() for tensor in like if tensor is not None]
         addresses += [FRESH] * (len(views) - len(addresses))
-    except RuntimeError:  # tensors of shapes alone take what serves any
+    except RuntimeError:  # such tensors have shapes alone, so the answer must serve any address
         addresses = []
     plan = _abi.Plan(
         kind, views, Options(), device, memory=memory, most=most, addresses=addresses

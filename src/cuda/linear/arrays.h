@@ -15,7 +15,7 @@ namespace logitless::cuda {
 struct Partials {
   float* maximum = nullptr;  // it is max_{j != t} z_j, or the anchor in its place
   float* sum = nullptr;      // it is sum_{j != t} exp(z_j - maximum)
-  // it is sum_{j != t} exp(z_j - maximum) (z_j - maximum); entropy needs it
+  // It is sum_{j != t} exp(z_j - maximum) (z_j - maximum); entropy needs it.
   float* shifted = nullptr;
   float* weighted = nullptr;  // it is sum_{j != t} c_j z_j
   float* logits = nullptr;    // it is sum_{j != t} z_j, and null where `weighted` is the same sum
@@ -38,7 +38,7 @@ struct RowFactors {
   float scale;      // the glossary calls it v
   float smoothing;  // the glossary calls it s
   float at_target;  // the target's column of E is set to it
-  int32_t again;    // 1 where panel_kernel in kept.cu makes the row again by itself
+  int32_t again;    // it is 1 where panel_kernel in kept.cu makes the row again by itself
 };
 
 // A chunk covers the compacted tokens [first, first + rows), of which fewer may be valid.

@@ -26,7 +26,7 @@ struct GatherArguments {
   int64_t rows;  // it counts the rows behind the chunk too, which become 0
   bool clears;
   bool beside;  // the kernel in front may still run; it is waited for last
-  // every token counts, so that the products read the caller's rows and nothing is copied
+  // Every token counts, so that the products read the caller's rows and nothing is copied.
   bool reads_input;
   float* target_logit;
   float* slope;            // it is null where all tokens share one map
@@ -105,7 +105,7 @@ __device__ void gather_row(const GatherArguments& a, T* to) {
   if (a.reads_input && tokens.scalars->valid == tokens.total) to = nullptr;
   if (to != nullptr) to += k * a.pitch;
   if (k >= a.chunk.rows || !is_valid(a.chunk, static_cast<int>(k))) {
-    // other rows' kernels read this one too, so it must be a number
+    // Other rows' kernels read this one too, so it must be a number.
     if (lane == 0 && k < a.chunk.rows) a.target_logit[k] = 0;
     for (int64_t j = lane * width; to != nullptr && j < a.pitch; j += 32 * width) {
       *reinterpret_cast<Pack<T>*>(to + j) = Pack<T>{};

@@ -16,7 +16,7 @@ namespace logitless::cuda {
 // The caller keeps this from Forward to Backward (src/kept.h); where `rows` is null it keeps
 // nothing.
 struct KeptState {
-  // it holds E of the first `columns`, as the engine lays out a panel of them
+  // It holds E of the first `columns`, as the engine lays out a panel of them.
   char* data = nullptr;
   float* rows = nullptr;  // [N, 8]
   int64_t columns = 0;
@@ -53,7 +53,8 @@ struct LinearMemory {
   char* weight_tail = nullptr;  // [8, hidden_pitch]  it holds the last V % 8 rows, then zeros
   // [panel_rows, hidden_pitch]  compacted; it may lie in grad_input's memory
   char* input = nullptr;
-  char* scaled = nullptr;  // the input times v; it may be `input`, or lie in grad_weight's memory
+  // it is the input times v, may be `input`, and may lie in grad_weight's memory
+  char* scaled = nullptr;
   float* bias_row = nullptr;  // [V + column_padding]  it is the bias in f32, for sm90/forward.h
   float* class_weights = nullptr;  // [V + column_padding]  it is c_j, for sm90/forward.h
   float* target_logit = nullptr;   // [token_chunk]

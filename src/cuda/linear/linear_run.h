@@ -84,7 +84,7 @@ class LinearRun : public StepVisitor {
   }
 
   LinearWork work_;
-  bool joined_ = false;  // true while the last step only added up slices
+  bool joined_ = false;  // it is true while the last step only added up slices
 
  private:
   void prepare() {

@@ -44,7 +44,7 @@ struct LinearShape {
   bool squares = false, ranks = false;
   bool logit_sum = false;  // sum z is asked for beside weighted_sum
   bool maps = false;       // each token has a map of its own: TokenMap
-  // some tokens of a Backward may have no gradient, and are left out
+  // Some tokens of a Backward may have no gradient, and are left out.
   bool screens_gradients = false;
   bool bias = false, class_weights = false;  // a product's own kernel reads them
   bool remakes_dz = false;   // columns that are not kept are made again as dz, else as E
@@ -87,25 +87,25 @@ struct LinearPlan {
   bool copies_lent = true;
   // grad_input is made first, where E of all columns is kept: sm90/panels.h
   bool input_first = true;
-  // so many columns of E or dz are made at a time, where not all are stored
+  // So many columns of E or dz are made at a time, where not all are stored.
   int64_t remade_columns = 0;
-  // products take E times each row's factor, so that it need not become dz before
+  // Products take E times each row's factor, so that it need not become dz before.
   bool multiplies_e = false;
   bool smooths_e = false;        // the smoothing's term is then added by extra rows
   bool grad_weight_sum = false;  // grad_weight is summed in f32, [V, D]
   int64_t lent_sum_rows = 0;     // the first so many rows of that lie in grad_weight's own memory
   // grad_input is summed in f32, [token_chunk, D]; else block_rows at a time
   bool grad_input_sum = false;
-  int64_t hidden_pitch = 0;    // D, rounded up to 16 bytes: a row's pitch
+  int64_t hidden_pitch = 0;    // it is D rounded up to 16 bytes, a row's pitch
   int64_t segments = 0;        // a row has so many partial sums
   int32_t slots = 0;           // so many slots take the sums of sliced tiles: sm90/cut.h
   int64_t slot_size = 0;       // a slot has so many floats
   int32_t input_clusters = 0;  // so many clusters make grad_input, where both products run at once
   bool copies_input = true;    // the input is copied to compacted rows, where not all tokens count
   bool lends_input = false;    // the compacted rows lie in grad_input's memory till the end
-  // the scaled input has memory of its own, as the input is read again after it is made
+  // The scaled input has memory of its own, as the input is read again after it is made.
   bool scales_apart = false;
-  // the scaled input lies at this byte of grad_weight's memory, or not there (-1)
+  // The scaled input lies at this byte of grad_weight's memory, or not there (-1).
   int64_t lent_scaled = -1;
   int64_t panel_row_block = 1;  // a panel's rows are rounded up to a multiple of this
   int64_t extra_rows = 0;       // so many rows follow a panel's
@@ -115,7 +115,7 @@ struct LinearPlan {
   int32_t single_rows = 0;      // each of these tiles has so many rows
   int64_t first_rows = 0;       // the first of two passes makes so many rows of grad_weight
   uint64_t bytes = 0;
-  double seconds = 0;  // predicted
+  double seconds = 0;  // it is predicted
 };
 
 // Returns how many columns of E are there when the gradients begin.
@@ -125,7 +125,7 @@ inline int64_t panel_rows(const LinearPlan& p) {
   return round_up(p.token_chunk, p.panel_row_block) + p.extra_rows;
 }
 
-// a row's partial sum covers so many, in every plan
+// A row's partial sum covers so many, in every plan.
 inline constexpr int64_t segment_columns = 1024;
 // A chunk's rows have so many behind them: two for the smoothing's own term, and zeros up to the
 // next multiple of 8.

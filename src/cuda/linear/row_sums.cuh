@@ -11,15 +11,15 @@ namespace logitless::cuda {
 
 // Holds what is known of a row before its sums.
 struct RowToken {
-  int64_t i;   // the token's number
-  int target;  // its column; negative if another shard has it
+  int64_t i;   // it is the token's number
+  int target;  // it is a column, or negative if another shard has it
   float target_weight, token_weight;
   float target_logit;
 };
 
 struct RowTotals {
   float others =
-      // it is max m_b without the target's column, unless a segment has that for an anchor
+      // It is max m_b without the target's column, unless a segment has that for an anchor.
       -INFINITY;
   float maximum = 0;  // it includes the target's column; the sums are relative to it
   float sum = 0, shifted = 0, weighted = 0, logits = 0, squared = 0;

@@ -233,7 +233,7 @@ __device__ float write_factors(const RowsArguments<kPlain>& a, int row, const Ro
     f.scale = fmaxf(onehot, probability);
     f.smoothing = 0;
     f.again = 1;
-    // the order does not matter, as each row is made alone
+    // The order does not matter, as each row is made alone.
     a.again[1 + atomicAdd(a.again, 1)] = row;
     if constexpr (!kPlain) {
       if (a.call.kept.rows != nullptr) kept_row(a.call.kept, token.i)->overwritten = 1;
@@ -388,7 +388,7 @@ __global__ void __launch_bounds__(threads)
   const int lane = threadIdx.x % kLanes;
   const int first = row - threadIdx.x % 32 / kLanes;  // it is the warp's first row
   const int valid = valid_rows(a.chunk);
-  // a row that exists, because the warp's shuffles need all its lanes
+  // A row that exists, because the warp's shuffles need all its lanes.
   const int some = max(min(row, valid - 1), 0);
   const RowToken token = load_token(a, some);
   wait_for_kernel_before();

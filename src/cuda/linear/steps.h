@@ -23,7 +23,7 @@ enum class StepKind {
   gather,  // compacts the chunk's rows of input and makes the logits of their targets
   logits,  // makes partial sums of each row over the panel's columns, and E (of_e: it is kept)
   states,  // makes of the sums the outputs, the gradients' factors and input times v (scales)
-  // makes E of rows beyond the exponent's range, and what lies behind the panel's rows
+  // Makes E of rows beyond the exponent's range, and what lies behind the panel's rows.
   finish_panel,
   form_dz,           // makes dz in the place of E, and its part of grad_bias
   scale_input,       // makes input times v, and the rows that make the smoothing's term of E
@@ -52,7 +52,7 @@ struct PanelPlace {
   int64_t first = 0, columns = 0;
   bool lent = false;  // it lies in grad_weight's memory
   bool kept = false;  // it lies in the caller's memory, beside other columns
-  // it is copied from there to the workspace for the product that makes its rows
+  // It is copied from there to the workspace for the product that makes its rows.
   bool copied = false;
   int64_t end() const { return first + columns; }
 };

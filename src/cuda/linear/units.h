@@ -27,9 +27,9 @@ struct UnitItem {
 struct Units {
   int row_clusters, column_tiles;
   int width;  // a unit has so many tiles; if 1, every tile is one, and none is single
-  // a row cluster has `full` units with all their tiles, and `over` tiles behind them
+  // A row cluster has `full` units with all their tiles, and `over` tiles behind them.
   int full, over;
-  // of the full units `whole` are done as such, `rest` a tile at a time in the last round
+  // Of the full units `whole` are done as such, `rest` a tile at a time in the last round.
   int whole, rest;
   int items;
 
@@ -46,7 +46,7 @@ struct Units {
   }
   LOGITLESS_HOST_DEVICE int singles() const { return rest * width + row_clusters * over; }
 
-  // counts the units of a row cluster
+  // Counts the units of a row cluster.
   LOGITLESS_HOST_DEVICE int columns() const { return full + (over > 0); }
 
   // Returns the n-th full unit: rows run fastest in groups, then the columns.

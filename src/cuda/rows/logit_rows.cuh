@@ -25,7 +25,7 @@ struct RowsArguments {
 
 // Holds what a row needs of its token.
 struct RowTarget {
-  int target = -1;  // its column, or -1 if another shard has it
+  int target = -1;  // it is a column, or -1 if another shard has it
   float target_weight = 1, token_weight = 1;
 };
 
@@ -222,7 +222,7 @@ __device__ inline void write_state(const RowsCall& call, int64_t i, const RowTar
 // Blocks of a row tell each other their partials here: each writes its own into every block's
 // table.
 struct Exchange {
-  RowPartial table[most_row_blocks];  // by rank
+  RowPartial table[most_row_blocks];  // a block's rank finds its partial
   uint64_t arrivals;                  // it is an mbarrier that counts the bytes of `table`
 };
 static_assert(sizeof(RowPartial) == 32);

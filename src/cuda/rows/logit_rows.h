@@ -14,7 +14,7 @@ struct RowsCall {
   TensorView logits;  // [N, V]
   TensorView output;  // [N, V]  may be `logits` itself; where it is absent, only states are made
   TokenInput in;      // in.vocab_weight is c_j of label smoothing and of the weighted sum
-  // it is of prepared tokens; where it is null, `output` is the softmax
+  // It is of prepared tokens; where it is null, `output` is the softmax.
   const TokenScalars* scalars = nullptr;
   const uint8_t* inactive = nullptr;  // [N]  prepared tokens have it
   const TokenMap* map = nullptr;      // [N]

@@ -10,7 +10,7 @@
 namespace logitless::cuda {
 
 constexpr int word_bytes = 16, line_bytes = 128;
-// a tile needs it beyond the columns' own bytes
+// A tile needs it beyond the columns' own bytes.
 constexpr int tile_margin = line_bytes + word_bytes;
 
 // The first part handles 32 bits of elements, as pack in numbers.cuh does.
@@ -58,7 +58,7 @@ __device__ inline int phase_of(const void* address) {
 
 template <class T>
 struct Tile {
-  unsigned char* memory = nullptr;  // in shared memory: the word with column 0
+  unsigned char* memory = nullptr;  // it is in shared memory, the word with column 0
   int phase = 0;                    // column 0 lies so many bytes behind it
   int n = 0;                        // the tile has so many columns
   __device__ T* elements() const { return reinterpret_cast<T*>(memory + phase); }

@@ -36,7 +36,7 @@ struct DeviceInfo {
   char name[64] = {};
   // LOGITLESS_CUDA_KERNELS names this engine; if it is empty the best one is used
   char kernels[24] = {};
-  // launches may be early (early.cuh), also in a graph: drivers of CUDA 12.3 and later
+  // Launches may be early (early.cuh), also in a graph: drivers of CUDA 12.3 and later.
   bool launches_early = false;
   // Returns whether kernels may use what came with sm_90. They may not where the engine of every
   // device is named, so that what sm_80 runs can be run on a newer device too (tests, bug reports).
@@ -86,7 +86,7 @@ struct LaunchShape {
   dim3 blocks;
   int threads = 0;
   size_t shared_bytes = 0;
-  int cluster = 1;  // in blocks, along x
+  int cluster = 1;  // it counts blocks along x
   // early.cuh; it works where the code is compiled for sm_90, and launches_early
   bool early = false;
 };

@@ -14,10 +14,10 @@ struct TokenScalars {
   float zero, one;             // the matrix library reads them
   int32_t weight_is_infinite;  // it starts as 0; smoothing of a linear op looks for one
   int32_t valid;               // so many tokens count and are compacted
-  // so many targets are outside the vocabulary where that is an error: loss NaN, gradient 0
+  // So many targets are outside the vocabulary where that is an error: loss NaN, gradient 0.
   int32_t outside;
   int32_t empty_mean;
-  // every dz is without it; the f32 sums are multiplied by it before they are rounded
+  // Every dz is without it; the f32 sums are multiplied by it before they are rounded.
   float gradient_scale;
   float inv_gradient_scale;  // it is 0 where gradient_scale is 0
   float upstream;            // it is g_i / gradient_scale where that is the same for every row
@@ -39,7 +39,7 @@ struct alignas(16) TokenMap {
 struct TokenBlock {
   int32_t valid, outside, counted;
   float coolest;  // it is the least temperature, where each token has one
-  // they are the largest |a| w, the largest |g| and the largest gradient of a statistic
+  // They are the largest |a| w, the largest |g| and the largest gradient of a statistic.
   float weights, upstream, statistics;
   double normalizer, class_weight_sum;
 };

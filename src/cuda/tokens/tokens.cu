@@ -201,7 +201,7 @@ __device__ TokenBlock count_alike(const TokenInput& in, const Tokens& t) {
   all.valid = block_sum(active);
   all.class_weight_sum = static_cast<double>(in.whole());
   const LossConstants constants = constants_of(in, all.class_weight_sum);
-  // any token will do, as they weigh alike
+  // Any token will do, as they weigh alike.
   if (in.gradients && all.valid > 0) weigh(in, constants, 0, 1, nullptr, &all);
   finish_total(in, &all);
   return all;
@@ -290,7 +290,7 @@ __device__ void compact(const TokenInput& in, const Tokens& t, int b, int valid,
 #pragma unroll
   for (int r = 0; r < rounds; ++r) {
     const int64_t i = token_of(b, r);
-    // it is computed again, since eight of them would take registers
+    // It is computed again, since eight of them would take registers.
     const unsigned ballot = ballot_of(r);
     if (i >= t.total) continue;
     const int64_t k =

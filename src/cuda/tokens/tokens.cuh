@@ -112,13 +112,13 @@ __device__ inline void put_state(const TokenInput& in, const TokenStatistics& ou
                                  int target, RowStatistics s) {
   if (target < 0) s.target_logit = -infinity();
   put_statistics(out, i, s, s.lse(), s.argmax + in.start());
-  // a shard without any probability gives -inf too
+  // A shard without any probability gives -inf too.
   if (target < 0) put(out.logprob, i, -infinity());
 }
 
 __device__ inline float token_loss(const TokenScalars& scalars, int target, float target_weight,
                                    float token_weight, const RowState& s) {
-  // if it is negative, another shard has the target
+  // If it is negative, another shard has the target.
   const float weight = target < 0 ? 0 : target_weight;
   return row_loss(scalars.constants, s, weight, token_weight);
 }

@@ -3,7 +3,7 @@
 // made of (the formulas of docs/semantics.md).
 // Uses common: numbers, token, window, loss.
 
-// it has the count, 3 unused words, then the tokens that count
+// It has the count, 3 unused words, then the tokens that count.
 @group(0) @binding(1) var<storage, read> counted: array<u32>;
 @group(0) @binding(2) var<storage, read> partials: array<Slot>;     // [rows, slots]
 @group(0) @binding(3) var<storage, read_write> rows: array<State>;  // [tokens]

@@ -24,7 +24,7 @@
 @group(0) @binding(0) var<storage, read_write> logits: array<f32>;  // [seq_len, vocab_size]
 @group(0) @binding(1) var<storage, read> tgts: array<u32>;          // [seq_len]
 @group(0) @binding(2) var<storage, read_write> losses: array<f32>;  // [seq_len]
-// it has seq_len, vocab_size and two unused words
+// It has seq_len, vocab_size and two unused words.
 @group(0) @binding(3) var<uniform> dims: vec4<u32>;
 @group(0) @binding(4) var<uniform> params: vec4<f32>;  // it has inv_norm, alpha, beta_zl and inv_V
 

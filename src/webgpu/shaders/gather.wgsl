@@ -21,7 +21,7 @@ override dtype: u32 = 0u;  // 0 is f32, 1 f16, 2 bf16
 @group(0) @binding(0) var<uniform> p: Params;
 @group(0) @binding(1) var<storage, read> source: array<u32>;
 @group(0) @binding(2) var<storage, read_write> result: array<u32>;
-// it has the count, 3 unused words, then the tokens that count
+// It has the count, 3 unused words, then the tokens that count.
 @group(0) @binding(3) var<storage, read> counted: array<u32>;
 
 // It uses whole numbers, because a device's conversion may flush subnormals.

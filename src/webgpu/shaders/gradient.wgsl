@@ -2,7 +2,7 @@
 // This shader turns raw into draw in the block of a window, from the state of its rows.
 // Uses common: numbers, token, window, logit.
 
-// it has the count, 3 unused words, then the tokens that count
+// It has the count, 3 unused words, then the tokens that count.
 @group(0) @binding(1) var<storage, read> counted: array<u32>;
 @group(0) @binding(2) var<storage, read> vocab_weight: array<f32>;  // [columns]
 @group(0) @binding(3) var<storage, read> rows: array<State>;        // [tokens]

@@ -8,7 +8,7 @@
 // Uses common: numbers, token, window.
 
 @group(0) @binding(1) var<storage, read> block_in: array<f32>;  // [rows, row_stride]
-// it has the count, 3 unused words, then the tokens that count
+// It has the count, 3 unused words, then the tokens that count.
 @group(0) @binding(2) var<storage, read> counted: array<u32>;
 @group(0) @binding(3) var<storage, read> vocab_weight: array<f32>;         // [columns]
 @group(0) @binding(4) var<storage, read> rows_in: array<State>;            // [tokens]

@@ -5,7 +5,7 @@
 // Uses common: numbers, token, window, logit.
 
 @group(0) @binding(1) var<storage, read> block: array<f32>;  // [rows, row_stride]
-// it has the count, 3 unused words, then the tokens that count
+// It has the count, 3 unused words, then the tokens that count.
 @group(0) @binding(2) var<storage, read> counted: array<u32>;
 // class_weight_of needs it, which nothing here calls
 @group(0) @binding(3) var<storage, read> vocab_weight: array<f32>;

@@ -97,7 +97,7 @@ fn row(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index)
   }
   s.m = number_of(reduce_largest(first, lane, own_largest));
   var own = vec4<f32>(0.0, 0.0, 0.0, 1.0e9);
-  // it has the sum of e^2, the sum of z, and how many columns are above the target's
+  // It has the sum of e^2, the sum of z, and how many columns are above the target's.
   var more = vec4<f32>(0.0);
   for (var k = 0u; k < 16u; k++) {
     let column = lane + k * row_threads;

@@ -42,7 +42,7 @@ fn to_f16(bits: u32) -> u32 {
   if (size > 0x7f800000u) {
     return sign | 0x7e00u;
   }
-  if (size >= 0x477ff000u) {  // it rounds to 2^16
+  if (size >= 0x477ff000u) {  // it would round to 2^16
     return sign | 0x7c00u;
   }
   if (size >= 0x38800000u) {  // it is normal

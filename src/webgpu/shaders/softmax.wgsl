@@ -17,7 +17,7 @@ struct Shape {
   nrows: u32,
   ncols: u32,
   nmats: u32,
-  // it counts elements from one column to the next, or with row_major from one row to the next
+  // It counts elements from one column to the next, or with row_major from one row to the next.
   stride: u32,
   stride_mat: u32,
   offset: u32,  // the first element is there

@@ -17,7 +17,7 @@ struct Params {
 }
 
 @group(0) @binding(0) var<uniform> p: Params;
-@group(0) @binding(1) var<storage, read> temperatures: array<u32>;    // [tokens], strided
+@group(0) @binding(1) var<storage, read> temperatures: array<u32>;    // [tokens]  it is strided
 @group(0) @binding(2) var<storage, read> rows: array<State>;          // [tokens]
 @group(0) @binding(3) var<storage, read_write> extras: array<Extra>;  // [tokens]
 @group(0) @binding(4) var<storage, read_write> fault: array<atomic<u32>>;

@@ -31,7 +31,7 @@ struct Params {
 @group(0) @binding(2) var<storage, read> vocab_weight: array<f32>;  // [vocab_total]
 @group(0) @binding(3) var<storage, read> inputs: array<Given>;      // [tokens]
 @group(0) @binding(4) var<storage, read_write> rows: array<State>;  // [tokens]
-// it has the count, 3 unused words, then the tokens that count
+// It has the count, 3 unused words, then the tokens that count.
 @group(0) @binding(5) var<storage, read_write> counted: array<u32>;
 @group(0) @binding(6) var<storage, read_write> fault: array<atomic<u32>>;
 @group(0) @binding(7) var<storage, read_write> sums: array<f32>;
@@ -91,7 +91,7 @@ fn begin_row(i: u32, t: Target, place: u32) {
     s.loss = bitcast<f32>(p.nan);
   }
   if (t.kind == counts) {
-    // it is -inf, unless a column of the views is the target
+    // It is -inf, unless a column of the views is the target.
     s.target_logit = bitcast<f32>(p.nan ^ 0x80400000u);
     let column = t.column - p.vocab_start;
     if (t.column >= p.vocab_start && column < p.vocab) {

@@ -6,7 +6,7 @@
 namespace logitless::cuda::sm90 {
 namespace {
 
-// a thread has so many copies of 16 bytes under way at once
+// A thread has so many copies of 16 bytes under way at once.
 constexpr int threads = 256, copies = 4;
 constexpr int row_parts = 8;  // so many threads share a row of a block's 64 columns
 

@@ -14,7 +14,7 @@ constexpr int join_parts = 12;  // so many blocks share a tile's columns
 template <Gradient kGradient, class Out>
 __global__ void __launch_bounds__(128, 6) join_kernel(const __grid_constant__ ProductArguments a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  // the tokens were counted before the product began, so it need not wait
+  // The tokens were counted before the product began, so it need not wait.
   const Work work = find_work<kGradient>(a);
   wait_for_kernel_before();
   let_next_start();

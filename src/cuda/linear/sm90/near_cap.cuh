@@ -18,7 +18,7 @@ namespace logitless::cuda::sm90 {
 constexpr float near_cap = 0.55f;  // |z| reaches this part of the cap
 // 2^-24 has it; codes begin at a normal number
 constexpr uint32_t first_left_code = (103u << 9) - 128;
-// a part is a cap / 14336: half of one is 2^-9 of a cap of 50
+// A part is a cap / 14336: half of one is 2^-9 of a cap of 50.
 constexpr float least_counted = 0x1p-5f, parts = 14336;
 constexpr uint32_t first_counted_code = (122u << 9) - first_left_code;
 constexpr uint32_t counted_codes =

@@ -47,7 +47,7 @@ __device__ inline bool has_smoothing(const Arguments& a) {
 struct HalfRows {
   int row, part;  // row is the first one; part is 0 in the upper half, 1 in the lower
   int column, column_tile;
-  float anchor[2];                             // its exponent, but for dz
+  float anchor[2];                             // it is the anchor's exponent, except for dz
   float log2_sum[2], factor[2], smoothing[2];  // dz alone has these
 };
 template <Mode kMode>
@@ -76,7 +76,7 @@ template <Mode kMode>
 __device__ inline bool needs_mask(const RowData& data, const HalfRows& rows, const Arguments& a,
                                   int valid) {
   const int lane = threadIdx.x % 32, target = data.target - rows.column;
-  // the warp has a row behind the last one
+  // The warp has a row behind the last one.
   const bool fills = kMode != Mode::sums && rows.row - lane / 4 + 16 > valid;
   const bool own = lane % 4 / 2 == rows.part && target >= 0 && target < tile_columns;
   return __any_sync(whole_warp, own || fills || columns_left(a, rows.column) < tile_columns);
@@ -120,7 +120,7 @@ __device__ inline bool map_block_alike(float (&d)[96], const Arguments& a, int c
     const float all = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
     if (__any_sync(whole_warp, all > o.small)) {
 #pragma unroll 1
-      // this is rare and long, so that four columns at a time share one copy of the code
+      // This is rare and long, so that four columns at a time share one copy of the code.
       for (int turn = 0; turn < 8; ++turn) {
         float done[4];
 #pragma unroll

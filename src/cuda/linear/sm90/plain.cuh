@@ -107,7 +107,7 @@ __device__ inline float sum_from_maximum(const float (&d)[96], const LeftOut& ma
 
 // Says where 64 rows of a tile lie.
 struct HalfTile {
-  int row;                // this thread's first row
+  int row;                // it is this thread's first row
   int column_tile, part;  // part is 0 in the upper half, 1 in the lower
 };
 
@@ -295,7 +295,7 @@ __device__ inline void plain_tiles(const CUtensorMap* panel_map, const Pipeline&
       release(last[0]);
     }
     walk.next(work.teams);
-    // behind the last tile it multiplies whatever lies there, for nothing
+    // Behind the last tile it multiplies whatever lies there, for nothing.
     begin_upper(walk.more(work.units), true);
     if constexpr (kMode != Mode::dz) {
       add_sums<kMode>(sums, data, item, ends, row, 0, a, work.valid, &unit);

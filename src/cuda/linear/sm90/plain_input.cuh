@@ -13,7 +13,7 @@ namespace logitless::cuda::sm90 {
 // This is the caller's input; where its data is null, all boxes are of the compacted one.
 struct InputRows {
   const char* data;
-  int64_t stride;  // in bytes, at most 31 bits
+  int64_t stride;  // it counts bytes, in at most 31 bits
   int32_t hidden;
   bool copied;  // a compacted copy exists too
 };
@@ -151,7 +151,7 @@ __device__ inline void copy_rows(const CUtensorMap* map, const InputRows& input,
   const uint32_t stride = static_cast<uint32_t>(input.stride);
   Ring ring;
   int ahead = 0, row_cluster = -1;
-  // boxes are the tile's; counted has those of stages not announced yet, 4 bits each
+  // Boxes are the tile's; counted has those of stages not announced yet, 4 bits each.
   uint32_t boxes = 0, counted = 0;
   const auto announce = [&] {
     fence_copies();

@@ -24,7 +24,7 @@ struct ProductArguments {
   int32_t split;
   // grad_input counts them in the chunk, grad_weight in the panel's columns
   int32_t first_row, rows;
-  int32_t columns;         // D
+  int32_t columns;         // it is D
   int32_t depth;           // grad_input has it: the panel's columns
   int32_t steps_in_front;  // so much of the depth lies in another part of the panel (grad_input)
   int32_t group;           // so many clusters of rows run together
@@ -40,7 +40,7 @@ struct ProductArguments {
   int32_t slot_parts = cluster_rows / 64;  // a part has 64 rows
   Cut cut;            // the host has made it for the case that every token of the chunk counts
   const float* line;  // [columns]  it is subtracted times s of the row, or c, unless it is null
-  // it is c of the panel's columns (grad_weight), or null where all are 1
+  // It is c of the panel's columns (grad_weight), or null where all are 1.
   const float* class_weight;
 };
 

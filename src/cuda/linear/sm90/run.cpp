@@ -11,7 +11,7 @@
 namespace logitless::cuda::sm90 {
 namespace {
 
-// a row of a block of 64 columns has so many, in 16 bits each
+// A row of a block of 64 columns has so many, in 16 bits each.
 constexpr int64_t panel_row_bytes = 64 * 2;
 
 class HopperRun final : public LinearRun {

@@ -16,7 +16,7 @@ constexpr int tile_rows = 256, tile_columns = 192, tile_depth = 64, stages = 4;
 constexpr int cluster_rows = 2 * tile_rows;
 constexpr int left_bytes = tile_rows * tile_depth * 2, right_bytes = tile_columns * tile_depth * 2;
 constexpr int stage_bytes = left_bytes + right_bytes;
-// it holds 64 rows of the left operand, whichever axis lies along memory
+// It holds 64 rows of the left operand, whichever axis lies along memory.
 constexpr int left_block_bytes = 64 * 128;
 // The right operand comes in two halves, one of each block of the cluster. They divide its rows
 // where it lies along depth, and the depth axis where it lies along rows.

@@ -13,7 +13,7 @@ struct Params {
   flags: u32,
   nan: u32,    // these are a NaN's bits, which would not compile as a constant
   slope: f32,  // it is logit_scale / temperature
-  // it is 2 logit_scale / softcap, which is never subnormal; cap_in_low is what that lost
+  // It is 2 logit_scale / softcap, which is never subnormal; cap_in_low is what that lost.
   cap_in: f32,
   cap_in_low: f32,
   cap_out: f32,  // it is softcap / temperature; cap_out_low is what that lost
