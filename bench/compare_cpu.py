@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = "1024x768x50257,2048x1024x32000,256x4096x128256,8x4096x128256"
 QUICK_SHAPES = "96x64x3001,8x64x4096"
-Shape = tuple[int, int, int]  # it is N, D, V
+Shape = tuple[int, int, int]  # a shape is (N, D, V)
 
 
 def shapes_of(text: str) -> list[Shape]:
@@ -129,7 +129,7 @@ class Run:
         self.report.print_group(group)
         sys.stdout.flush()
         self.warn_of_losses(group)
-        for contender in group.contenders:  # this lets go of their tensors
+        for contender in group.contenders:  # an idle contender lets go of its tensors
             contender.call = contender.prepare = contender.release = self.timing.nothing
         self.groups.append(group)
         gc.collect()

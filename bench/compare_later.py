@@ -157,7 +157,7 @@ def peak(head: Head, call: Callable[[], None]) -> float:
     return (torch.cuda.max_memory_allocated() - before - grads) / MIB
 
 
-LATER = 7  # so many contenders are always there
+LATER = 7  # these 7 contenders run in every comparison
 
 def chosen(calls: dict[str, Callable[[], None]], only: str) -> dict[str, Callable[[], None]]:
     basis = ("three cuBLAS products", "mean")

@@ -47,7 +47,8 @@ class Head:
     def run(self, trainer: str, backward: bool) -> None:
         outputs, entropy_gradient = TRAINERS[trainer]
         self.input.grad = self.weight.grad = None
-        function = trl.trainer.utils._ChunkedLogProbFunction  # it may be patched or not
+        # the function is TRL's own, or the patch's
+        function = trl.trainer.utils._ChunkedLogProbFunction
         with torch.set_grad_enabled(backward):
             results = function.apply(
                 self.input, self.weight, None, self.target, 1.0, 32768, None, 1.0, outputs

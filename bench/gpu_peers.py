@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-QUACK_CHUNK = 4096  # it is its default
+QUACK_CHUNK = 4096  # QuACK uses this chunk by default
 
 
 def plain(h: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
@@ -36,7 +36,7 @@ def _cce(exact: bool) -> Loss:
         return linear_cross_entropy
     if "accum_e_fp32" in inspect.signature(linear_cross_entropy).parameters:
         return functools.partial(linear_cross_entropy, impl="cce_exact")
-    # The release on PyPI has this one.
+    # This serves the release on PyPI, which lacks the other options.
     return functools.partial(linear_cross_entropy, filter_eps=None)
 
 
@@ -95,7 +95,8 @@ def _quack(scaled: bool) -> Loss:
     return loss
 
 
-PEERS: dict[str, tuple[str, Callable[[], Loss]]] = {  # an option has a name and a maker
+# each option of the command line has a name and a maker
+PEERS: dict[str, tuple[str, Callable[[], Loss]]] = {
     "compile": ("torch.compile", compiled),
     "eager": ("torch eager", eager),
     "quack": ("QuACK", functools.partial(_quack, True)),
@@ -125,7 +126,7 @@ class Peer:
 
     def __init__(self, key: str, h: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> None:
         self.name, make = PEERS[key]
-        self.function = make()  # an ImportError says that it is absent
+        self.function = make()  # the maker raises ImportError where the peer is absent
         self.target = t
         self.input = h.detach().requires_grad_()
         self.weight = w.detach().requires_grad_()

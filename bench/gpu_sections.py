@@ -63,7 +63,7 @@ def ours(name: str, call: Call, base: str = THREE) -> Contender:
 
 def judged(head: Head, want: Reference, contender: Contender) -> Contender:
     """Runs it once into poisoned gradients and compares them with double."""
-    tensors = contender.call.tensors  # they are those of a Call
+    tensors = contender.call.tensors  # a contender's tensors belong to its Call
     for name in ("grad_input", "grad_weight"):
         tensors[name].fill_(float("nan"))
     contender.call()

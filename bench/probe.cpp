@@ -115,8 +115,8 @@ __attribute__((target("avx2,fma"))) void fma_avx2(int64_t steps) {
 __attribute__((target("avx512f,avx512bf16"))) void dot_bf16(int64_t steps) {
   __m512 sum[kChains];
   for (int i = 0; i < kChains; ++i) sum[i] = _mm512_set1_ps(static_cast<float>(i));
-  __m512i a = _mm512_set1_epi16(0x3f00);        // it is 0.5
-  const __m512i b = _mm512_set1_epi16(0x3e80);  // it is 0.25
+  __m512i a = _mm512_set1_epi16(0x3f00);        // the bits are those of 0.5 in bf16
+  const __m512i b = _mm512_set1_epi16(0x3e80);  // the bits are those of 0.25 in bf16
   for (int64_t s = 0; s < steps; ++s) {
 #pragma GCC unroll 16
     for (int i = 0; i < kChains; ++i) sum[i] = _mm512_dpbf16_ps(sum[i], (__m512bh)a, (__m512bh)b);

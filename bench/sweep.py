@@ -196,7 +196,7 @@ def draw(path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text in the SVG
     from matplotlib import pyplot
 
     records = json.loads(path.read_text())["heads"]

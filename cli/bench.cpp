@@ -43,7 +43,7 @@ struct Case {
 
 // This is the best seen in this run, for one number of threads.
 struct Machine {
-  double fma = 0, bf16_dot = 0, amx = 0;  // in FLOP/s; 0 says that there is none
+  double fma = 0, bf16_dot = 0, amx = 0;  // they count FLOP/s, where 0 says that there is none
   Bandwidth bandwidth;
 };
 

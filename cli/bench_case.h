@@ -21,7 +21,8 @@ class Tensors {
   // Returns the view with memory of its size: numbers like a model's where it is an input, zeros
   // elsewhere.
   TensorView get(const std::string& name, TensorView view, int64_t vocab);
-  void forget(const std::string& name);  // its numbers were overwritten
+  // its numbers were overwritten, so the next get makes new ones
+  void forget(const std::string& name);
 
  private:
   struct Entry {

@@ -100,7 +100,8 @@ std::string op_name(OpKind op) {
 
 std::vector<Row> rows_of(const CheckArguments& a) {
   std::vector<Row> rows;
-  for (const std::string& name : a.devices) parse_device(name);  // it says why one is absent
+  // this throws, and says why one is absent
+  for (const std::string& name : a.devices) parse_device(name);
   for (const auto& [name, device, reason] : conformance::all_devices()) {
     // The reference is judged by itself, so it is checked only where it is asked for.
     if (a.devices.empty() ? name == "reference" : !wanted(a.devices, name)) continue;

@@ -32,7 +32,7 @@ struct CommandError : std::runtime_error {
   }
   std::string code, field;
 };
-// A BadInput is the caller's fault; its exit code is 2.
+// BadInput stands for the caller's fault, with exit code 2.
 struct BadInput : CommandError {
   explicit BadInput(const std::string& message, std::string field = "",
                     std::string code = "bad_input")

@@ -58,7 +58,8 @@ nlohmann::json measure(const OpShape& shape, bool warmed) {
                         {"dtype", name_of(shape.dtype)}};
   out["driver_ms"] = milliseconds([] {
     const cuda::DeviceInfo* none;
-    if (cudaFree(nullptr) != cudaSuccess) check(cuda::find_device(0, &none));  // it says why
+    // find_device says why there is none
+    if (cudaFree(nullptr) != cudaSuccess) check(cuda::find_device(0, &none));
   });
   Zeros zeros;
   Op op;

@@ -64,7 +64,8 @@ json row_references(const cuda::DeviceInfo& device) {
 json cuda_devices() {
   json devices = json::array();
   int count;
-  if (!cuda::count_devices(&count).ok()) return devices;  // the backend's reason says why
+  // the backend's own line says why there are none
+  if (!cuda::count_devices(&count).ok()) return devices;
   for (int i = 0; i < count; ++i) {
     const cuda::DeviceInfo* device;
     Status status = cuda::find_device(i, &device);

@@ -82,7 +82,7 @@ int main(int argc, char** argv) {
     }
     return context.exit_code;
   } catch (const CLI::ParseError& e) {
-    if (e.get_exit_code() == 0) return app.exit(e);  // this is --help or --version
+    if (e.get_exit_code() == 0) return app.exit(e);  // --help and --version end here
     if (!app.remaining().empty() && app.get_subcommands().empty()) {
       const std::string name = app.remaining().front();
       return complain(app, json, 2,

@@ -127,7 +127,7 @@ void check_distinct(const std::vector<OutputName>& names, const std::vector<fs::
   for (const OutputName& name : names) {
     if (name.path.empty()) continue;
     const std::optional<Identity> file = identity_of(destination_of(name));
-    if (!file) continue;  // it cannot be opened either
+    if (!file) continue;  // a file without an identity cannot be opened either
     if (is_output(file)) refuse(name, "this is where the standard output goes");
     for (const auto& [other, other_name] : seen) {
       if (other == *file) refuse(name, other_name->option + " names the same file");

@@ -19,7 +19,7 @@ struct OutputName {
   std::string option, path;
 };
 
-// open_outputs makes these.
+// open_outputs makes these objects.
 class OutputFile {
  public:
   explicit OutputFile(const OutputName& name);

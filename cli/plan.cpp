@@ -44,7 +44,7 @@ cpu::LinearShape linear_shape(const OpShape& s) {
           .vocab = s.vocab,
           .hidden = s.hidden,
           .dtype = s.dtype,
-          .forward = s.op != "linear-backward",  // it is given what Forward wrote
+          .forward = s.op != "linear-backward",  // Backward is given what Forward wrote
           .grad_input = gradients && s.grad_input,
           .grad_weight = gradients && s.grad_weight,
           .direct_grad_weight = !(gradients && s.grad_weight) || s.grad_dtype == DType::f32,

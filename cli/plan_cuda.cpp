@@ -163,7 +163,7 @@ json steps_of(const cuda::Asked& asked, uint64_t bytes) {
   const std::vector<cuda::Planned> passes = cuda::passes(asked, bytes);
   json all = json::array();
   for (const cuda::Planned& pass : passes) {
-    if (passes.size() > 1) {  // the second one's columns are the last ones
+    if (passes.size() > 1) {  // the second pass has the last columns
       const int64_t first = all.empty() ? 0 : asked.shape.vocab - pass.shape.vocab;
       all.push_back({{"pass", {first, asked.shape.vocab}}});
     }

@@ -155,7 +155,7 @@ class HeaderReader : public nlohmann::json_sax<json> {
 
 std::string in_quotes(std::string_view text) {
   constexpr size_t kLongest = 64;
-  // It goes on a character of UTF-8.
+  // Such a byte goes on a character of UTF-8.
   const auto continues = [](char c) { return (c & 0xC0) == 0x80; };
   size_t length = std::min(text.size(), kLongest);
   while (length > 0 && length < text.size() && continues(text[length])) --length;

@@ -254,7 +254,8 @@ logitless::Status backward(const Case& c, const Tensor& x, const Tensor& target,
 
 bool check(const Case& c, const Place& place) {
   const Problem p(c);
-  std::vector<float> loss(p.loss.size(), NAN), dx(p.dx.size(), NAN);  // they are poisoned
+  // NaN shows where nothing is written
+  std::vector<float> loss(p.loss.size(), NAN), dx(p.dx.size(), NAN);
   const Memory x_memory(place, p.x), target_memory(place, p.target);
   Memory loss_memory(place, loss), dx_memory(place, dx);
   const Tensor x = dev_ai::on(place.device, matrix_view(x_memory.data(), DType::f32, M, N));

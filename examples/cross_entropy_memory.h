@@ -66,7 +66,7 @@ class Scratch {
   void* data() const { return data_; }
 
  private:
-  [[maybe_unused]] logitless::Device device_;  // both serve only where there is CUDA
+  [[maybe_unused]] logitless::Device device_;  // device_ and stream_ serve only where there is CUDA
   [[maybe_unused]] void* stream_;
   void* data_ = nullptr;
 };

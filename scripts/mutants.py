@@ -49,7 +49,7 @@ class Broken(Exception):
 @dataclass
 class Verdict:
     name: str
-    caught_by: str | None = None  # None says that it survived
+    caught_by: str | None = None  # None says that the mutant survived
     error: str | None = None
     seconds: float = 0.0
 
@@ -99,7 +99,7 @@ class Copy:
     def run(self, command: list[str], **how: object) -> subprocess.CompletedProcess[str]:
         environment = {
             **os.environ,
-            "CCACHE_BASEDIR": str(self.place),  # copies share what they compile
+            "CCACHE_BASEDIR": str(self.place),  # copies share what the compiler's cache holds
             "CCACHE_NOHASHDIR": "1",
             **how.pop("environment", {}),  # type: ignore[arg-type]
         }
@@ -112,7 +112,7 @@ class Copy:
         command = ["cmake", "-S", str(self.tree), "-B", str(self.build), "-G", "Ninja"]
         command += ["-DCMAKE_BUILD_TYPE=Release", "-DLOGITLESS_BUILD_CLI=OFF"]
         command += [f"-DLOGITLESS_CPU_TARGETS={self.targets}"]
-        # No test then runs at each link.
+        # This setting keeps the build from running a test program at each link.
         command += ["-DCMAKE_GTEST_DISCOVER_TESTS_DISCOVERY_MODE=PRE_TEST"]
         done = self.run(command)
         if done.returncode != 0:

@@ -19,7 +19,7 @@ constexpr int64_t cell_width = 2, cell_height = 4;
 constexpr uint8_t dot_bits[cell_height][cell_width] = {
     {0x01, 0x08}, {0x02, 0x10}, {0x04, 0x20}, {0x40, 0x80}};
 
-std::string braille(uint8_t dots) {  // it is U+2800 + dots in UTF-8
+std::string braille(uint8_t dots) {  // the character is U+2800 + dots in UTF-8
   return {'\xe2', static_cast<char>(0xa0 | dots >> 6), static_cast<char>(0x80 | (dots & 0x3f))};
 }
 

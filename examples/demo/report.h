@@ -21,7 +21,7 @@ class Progress {
   enum class Mode { terminal, lines, silent };
   explicit Progress(Mode mode) : mode_(mode) {}
   void show(const TrainProgress& progress);
-  void say(const char* what);  // it names what takes its time now
+  void say(const char* what);  // `what` names what takes its time now
 
  private:
   Mode mode_;

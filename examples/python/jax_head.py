@@ -84,7 +84,8 @@ def train(loss: Any, ids: np.ndarray, vocab: int, args: argparse.Namespace) -> d
         start = time.perf_counter()
         value, parameters, moments = step(loss, parameters, moments, windows, float(count))
         losses.append(float(value))
-        elapsed += time.perf_counter() - start if count > 1 else 0  # the first one compiles
+        # the first step compiles, and is not timed
+        elapsed += time.perf_counter() - start if count > 1 else 0
     return {
         "losses": losses,
         "mib": planned.temp_size_in_bytes / 2**20,

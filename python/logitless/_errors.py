@@ -94,8 +94,8 @@ _ARGUMENTS = {
     "bias": "linear_bias",
     "vocab_weight": "weight",
     "options.normalizer": "normalizer",
-    "probabilities": "logits",  # softmax in place has it
-    "grad_logits": "logits",  # cross_entropy in place has it
+    "probabilities": "logits",  # softmax in place calls it logits
+    "grad_logits": "logits",  # cross_entropy in place calls it logits
 }
 
 
@@ -134,5 +134,5 @@ def entropy_detached(entropy: object) -> bool:
     return entropy == "detached"
 
 
-# linear_logprob has names of its own
+# linear_logprob has other names for these arguments.
 OF_LOGPROB = {"linear_weight": "weight", "linear_bias": "bias"}

@@ -16,7 +16,7 @@ namespace {
 // Returns whether row states are made here, not given.
 bool needs_forward(const Call& call) { return !call.state_given(); }
 
-// The workspace has these arrays at these bytes.
+// The workspace holds these arrays, at these offsets in bytes.
 struct Layout {
   uint64_t states = 0;  // it has RowState [N] of ops with a loss, or float [N] with probabilities
   uint64_t more = 0;    // it has MoreStatistics [N], where one of them is asked for

@@ -36,7 +36,7 @@ struct RowResults {
   int64_t whole = 0;               // the whole vocabulary has so many columns, for the mean
 };
 
-// LogitRows is made for one of these.
+// A caller says here what it makes a LogitRows for.
 struct RowsPurpose {
   bool forward = true;        // forward runs before gradient
   bool needs_logits = false;  // gradients have an entropy term

@@ -6,15 +6,15 @@
 
 namespace logitless::cpu {
 
-// softmax.cpp has these.
+// softmax.cpp defines these two.
 Status softmax_workspace(const Call& call, WorkspaceSize* size);
 Status run_softmax(const Call& call, const Workspace& workspace);
 
-// cross_entropy.cpp has these.
+// cross_entropy.cpp defines these two.
 Status logits_loss_workspace(const Call& call, WorkspaceSize* size);
 Status run_logits_loss(const Call& call, const Workspace& workspace);
 
-// linear_run.cpp has these.
+// linear_run.cpp defines these two.
 Status linear_workspace(const Call& call, uint64_t given, WorkspaceSize* size);
 Status run_linear(const Call& call, const Workspace& workspace);
 

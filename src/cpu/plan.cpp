@@ -191,7 +191,7 @@ void for_each_plan(const LinearShape& shape, const Use& use) {
   int64_t chunks = 0;
   for (const int64_t step : chunk_steps) {
     const int64_t previous = std::exchange(chunks, (tokens + step - 1) / step);
-    if (chunks == previous) continue;  // the chunk is the same again
+    if (chunks == previous) continue;  // this number of tokens gives the same chunk again
     for (const bool stored : {true, false}) {
       if (stored && !(shape.gradients() && shape.forward)) continue;
       for (const Crew crew : crews) {

@@ -8,15 +8,15 @@
 
 namespace logitless::cuda {
 
-// softmax.cpp has these.
+// softmax.cpp defines these two.
 Status softmax_workspace(const Call&, const DeviceInfo&, WorkspaceSize*);
 Status run_softmax(const Call&, const Workspace&, const DeviceInfo&, Stream*);
 
-// cross_entropy.cpp has these.
+// cross_entropy.cpp defines these two.
 Status logits_loss_workspace(const Call&, const DeviceInfo&, WorkspaceSize*);
 Status run_logits_loss(const Call&, const Workspace&, const DeviceInfo&, Stream*);
 
-// linear_cross_entropy.cpp has these.
+// linear_cross_entropy.cpp defines these two.
 Status linear_workspace(const Call&, const DeviceInfo&, uint64_t given, WorkspaceSize*);
 
 // Loads every kernel and the matrix library on this device, so that no later call does.

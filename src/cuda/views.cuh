@@ -27,7 +27,7 @@ void with_dtype(DType dtype, F&& f) {
   }
 }
 
-// Does the same in a kernel.
+// Does the same as with_dtype, but in a kernel.
 template <class F>
 __device__ void with_dtype_on_device(DType dtype, F&& f) {
   if (dtype == DType::f32) {

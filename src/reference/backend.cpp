@@ -25,7 +25,7 @@ Status evaluate_and_write(const Call& call) {
     return {};
   } catch (const std::bad_alloc&) {
     return error(StatusCode::internal, "out of memory");
-  } catch (const std::length_error&) {  // a vector cannot hold so many
+  } catch (const std::length_error&) {  // the problem has more elements than a vector can hold
     return error(StatusCode::internal, "out of memory");
   } catch (const std::exception& e) {
     return error(StatusCode::internal, "%s", e.what());

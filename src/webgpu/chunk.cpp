@@ -337,7 +337,7 @@ void Run::make_rows(const Chunk& chunk) {
                      blocks(chunk.tokens, 256 / threads));
 }
 
-// One kernel does everything.
+// plain.wgsl does everything in one kernel.
 void Run::make_plain(const Chunk& chunk) {
   if (chunk.tokens == 0) return;
   if (problem_.temperatures) scale_chunk(chunk);
@@ -359,7 +359,7 @@ void Run::make_plain(const Chunk& chunk) {
                       .nan = kNan,
                       .slope = row.slope,
                       .z_loss = row.z_loss};
-  // A workgroup takes so many.
+  // A workgroup takes so many rows.
   const int64_t rows = row.columns <= 256 ? 16 : row.columns <= 1024 ? 4 : 1;
   const uint32_t groups = blocks(chunk.tokens, rows);
   // An absent output takes any buffer that this dispatch does not have.

@@ -72,7 +72,7 @@ class NativeDevice final : public Device {
   const std::string& description() const { return description_; }
   uint64_t allocated() const { return allocated_; }  // the buffers have so many bytes now
   uint64_t most_allocated() const { return most_; }  // they had at most so many since the next call
-  void forget_most_allocated() { most_ = allocated_; }  // this begins to count anew
+  void forget_most_allocated() { most_ = allocated_; }  // the count of the most begins anew
   WGPUInstance instance() const { return instance_; }
   WGPUDevice wgpu_device() const { return device_; }
   WGPUQueue queue() const { return queue_; }

@@ -100,7 +100,7 @@ struct Plan {
 };
 
 constexpr int64_t kSlotColumns = 1024;
-// The shaders' structs have so many.
+// The structs of the shaders (common/token.wgsl, window.wgsl) have so many words.
 constexpr uint32_t kStateWords = 16, kSlotWords = 8, kExtraWords = 6;
 constexpr int64_t kValuesOfASum = 1024;  // sum.wgsl and tokens.wgsl's count add so many
 

@@ -135,7 +135,7 @@ class Run {
     int64_t index = 0, first = 0, columns = 0;
   };
 
-  // copies.cpp has these.
+  // copies.cpp defines these.
   void gather(const TensorView& source, Part part, const Dense& result, int64_t padded_columns,
               bool counted_rows);
   void gather_vector(const TensorView& source, int64_t first, int64_t count, const Dense& result);
@@ -145,14 +145,14 @@ class Run {
   int64_t extent_of(const TensorView& view, Part part) const;
   bool fits(const TensorView& view, Part part) const;
 
-  // kept.cpp has these.
+  // kept.cpp defines these.
   template <class F>
   int64_t each_slab(const Chunk& chunk, const Window& window, F&& f) const;
   void keep_logits(const Chunk& chunk, const Window& window);
   Window take_logits(const Chunk& chunk, const Window& window);
   void keep_or_check_rows(const Chunk& chunk);
 
-  // run.cpp has these.
+  // run.cpp defines these.
   void prepare_vocabulary();
   void normalize();
   int64_t tree(int64_t count, int64_t most, Role* in);
@@ -163,7 +163,7 @@ class Run {
   Window window_of(int64_t index) const;
   Chunk chunk_of(int64_t index) const;
 
-  // chunk.cpp has these.
+  // chunk.cpp defines these.
   void begin_chunk(const Chunk& chunk);
   void scale_chunk(const Chunk& chunk);
   void copy_logits(const Chunk& chunk);

@@ -64,7 +64,7 @@ struct Scalar {
   void* value;
 };
 
-struct Values {  // they are arguments or results
+struct Values {  // a call frame has these for its arguments and its results
   size_t struct_size;
   Extension* extension;
   int64_t size;

@@ -127,7 +127,7 @@ TEST(Overlap, BroadcastInputsTakeOnlyWhatTheyRepeat) {
   EXPECT_TRUE(validate_data(op, {}, {}).ok());
 }
 
-// These numbers are so large that products of two must not overflow.
+// The rule multiplies two such numbers, whose product must not overflow.
 TEST(Overlap, VectorsOfUnrelatedStridesMeetWhereTheyDo) {
   // Both are primes, so they meet every s t elements.
   constexpr int64_t s = 46337, t = 46349, n = 10000;

@@ -113,7 +113,7 @@ class InfoTest(CliTest):
         text = self.succeed("info")
         for word in (info["version"], info["cpu"]["isa"], "threads", *backends):
             self.assertIn(word, text)
-        for name in backends:  # it is said once
+        for name in backends:  # each backend has a line, which says its name once
             self.assertRegex(text, rf"(?m)^{name} +(absent: )?(?!{name}\b)\S")
 
     def test_cuda(self) -> None:

@@ -85,7 +85,8 @@ class Head:
 
         def matrix(rows: int, columns: int) -> Matrix:
             values = [numbers.gauss(0, 1) for _ in range(rows * columns)]
-            values = unpack(dtype, pack(dtype, values))  # they are rounded as they are stored
+            # the values are rounded to the dtype of the file
+            values = unpack(dtype, pack(dtype, values))
             return [values[i * columns : (i + 1) * columns] for i in range(rows)]
 
         self.input = matrix(tokens, hidden)

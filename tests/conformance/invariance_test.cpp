@@ -151,9 +151,9 @@ void put_far_rows(Problem<Op>* p, int64_t nan_row) {
   std::vector<double> input = read(p->op.input), weight = read(p->op.weight);
   for (int64_t i = 0; i < tokens; ++i) {
     double* row = &input[i * hidden];
-    row[hidden - 1] = i == 2 ? 100 : i == 3 ? -40 : 0;  // it becomes the target's logit
-    row[hidden - 2] = i == 5 || i == 17 ? 200 : 0;      // it makes one column far above
-    row[hidden - 3] = 1;                                // it makes 64 columns far below
+    row[hidden - 1] = i == 2 ? 100 : i == 3 ? -40 : 0;  // this column makes the target's logit
+    row[hidden - 2] = i == 5 || i == 17 ? 200 : 0;      // this column makes one logit far above
+    row[hidden - 3] = 1;                                // this column makes 64 logits far below
     if (i == nan_row) row[0] = std::nan("");
   }
   for (int64_t j = 0; j < vocab; ++j) {

@@ -12,7 +12,7 @@ TEST_P(NonFinite, AStateOfMinusInfinity) {
   for (const Setting& setting : kSettings) {
     Case c = plain();
     setting.apply(c);
-    // z is another than -inf there
+    // Under these options z is not -inf where the logit is.
     if (c.options.softcap > 0 || c.options.logit_scale <= 0) continue;
     c.saved_state = true;
     with_op(op_, [&](auto op) {

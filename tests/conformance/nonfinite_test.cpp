@@ -145,7 +145,7 @@ TEST_P(NonFinite, ASoftcapHoldsInfiniteLogitsUnderAnyScale) {
 // A masked vocabulary is -inf everywhere but in a few columns, or in every one.
 TEST_P(NonFinite, RowsOfMinusInfinity) {
   for_settings(plain(), [&](const Case& c, const char* name) {
-    if (is_linear(op_) && !c.bias) return;  // there is nothing to mask with
+    if (is_linear(op_) && !c.bias) return;  // a linear op without a bias has nothing to mask with
     for (const int64_t kept : {0, 1, 3}) {
       with_op(op_, [&](auto op) {
         using Op = decltype(op);

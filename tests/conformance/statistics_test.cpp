@@ -364,8 +364,9 @@ TEST_P(TokenStatistics, RankCountsNoTie) {
     using Op = decltype(op);
     constexpr int64_t vocab = 300;
     Rows rows(4, std::vector<double>(vocab, 2.0));
-    for (int64_t j = 0; j < vocab; j += 3) rows[1][j] = 4;                  // 100 columns are above
-    for (int64_t j = 0; j < vocab; j += 3) rows[2][j] = j == 150 ? 2 : -1;  // no column is above
+    for (int64_t j = 0; j < vocab; j += 3) rows[1][j] = 4;  // 100 columns are above the target
+    // no column is above the target
+    for (int64_t j = 0; j < vocab; j += 3) rows[2][j] = j == 150 ? 2 : -1;
     rows[3].assign(vocab, 0.0);
     Problem<Op> p = of_rows<Op>(plain({}), rows, {299, 1, 150, 7});
     const Fields fields = judged(p, "ties");

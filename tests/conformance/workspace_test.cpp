@@ -79,7 +79,7 @@ TEST_P(WorkspaceSizes, AskedWithoutData) {
       ASSERT_TRUE(status.ok()) << status.message();
       EXPECT_GE(without.minimum, std::max(with_data.minimum, unaligned.minimum));
       EXPECT_GE(without.recommended, std::max(with_data.recommended, unaligned.recommended));
-      if (device_.synchronous()) {  // its plans do not look at addresses
+      if (device_.synchronous()) {  // a backend that does not enqueue plans without addresses
         EXPECT_EQ(without.minimum, with_data.minimum);
         EXPECT_EQ(without.recommended, with_data.recommended);
       }
@@ -143,7 +143,7 @@ uint64_t touched_end(const TestDevice& device, const Case& c, Memory memory, int
 // The minimum is touched by any number of threads; the recommended one, which has room for eight,
 // by eight and more.
 TEST_P(WorkspaceSizes, BytesAskedForAreBytesTouched) {
-  if (!device_.has_threads() && device_.synchronous()) return;  // the reference takes none
+  if (!device_.has_threads() && device_.synchronous()) return;  // the reference takes no workspace
   std::vector<std::pair<Memory, int>> runs{{Memory::minimum, 1}, {Memory::recommended, 1}};
   if (device_.has_threads()) {
     runs = {{Memory::minimum, 1},

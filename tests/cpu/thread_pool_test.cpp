@@ -323,7 +323,7 @@ TEST_F(Cgroup, MissingOrMalformedFilesSetNoLimit) {
   write("a/cpu.max", "200000 0\n");
   EXPECT_EQ(cgroup_num_threads(membership.c_str(), root_.c_str()), 0);
   const std::string old = write("old", "2:cpu,cpuacct:/b\n1:,cpu:/c\n");
-  write("cpu/b/cpu.cfs_quota_us", "400000\n");  // it lacks its period
+  write("cpu/b/cpu.cfs_quota_us", "400000\n");  // a quota without its period says nothing
   EXPECT_EQ(cgroup_num_threads(old.c_str(), root_.c_str()), 0);
   write("cpu/b/cpu.cfs_period_us", "nonsense\n");
   EXPECT_EQ(cgroup_num_threads(old.c_str(), root_.c_str()), 0);

@@ -75,7 +75,7 @@ TEST(Tokens, ANanUpstreamStaysInItsRow) {
 TEST(Tokens, GradientsOfStatisticsJoinTheScale) {
   const std::vector<int64_t> target{0, -100, 1};
   const std::vector<float> grad_lse{0, 1e6f, -5}, grad_entropy{3, 0, 0}, zero{0, 0, 0};
-  CrossEntropyBackward op{.target = view(target)};  // the mean is of two
+  CrossEntropyBackward op{.target = view(target)};  // the mean is over two tokens
   op.grad_lse = view(grad_lse);
   op.grad_entropy = view(grad_entropy);
   Prepared p = prepare(op, 2);
@@ -122,7 +122,7 @@ TEST(Tokens, HugeAndTinyWeightsMoveTheScale) {
   CrossEntropyForwardBackward op{.target = view(target), .options = {.normalizer = 3}};
   op.weights.token = view(weight);
   Prepared p = prepare(op, 2);
-  EXPECT_LT(p.upstream[0] * weight[0], 10000);  // it fits f16 with room for the z-loss
+  EXPECT_LT(p.upstream[0] * weight[0], 10000);  // the product fits f16 with room for the z-loss
   EXPECT_EQ(p.upstream[0] * p.tokens.gradient_scale, 1.f / 3);
   weight = {1e-6f, 1e-7f};
   p = prepare(op, 2);

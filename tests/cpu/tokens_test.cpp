@@ -62,10 +62,10 @@ TEST(Tokens, WeightsOfAnyStrideFollowTheirToken) {
   const std::vector<float> token_weights{7, 8};
   CrossEntropyForward op{.target = view(target)};
   op.target.shape[0] = 3;
-  op.target.stride[0] = 2;  // the view is 2, -100, 0
+  op.target.stride[0] = 2;  // the view then reads 2, -100, 0
   op.weights.vocab = view(classes);
   op.weights.vocab.shape[0] = 3;
-  op.weights.vocab.stride[0] = 2;  // the view is .5, 2, 3
+  op.weights.vocab.stride[0] = 2;  // the view then reads .5, 2, 3
   op.weights.token = view(token_weights);
   op.weights.token.shape[0] = 3;
   op.weights.token.stride[0] = 0;
@@ -73,7 +73,7 @@ TEST(Tokens, WeightsOfAnyStrideFollowTheirToken) {
   const Prepared p = prepare(op, 3);
   EXPECT_THAT(p.target_weight, ElementsAre(3, .5f));
   EXPECT_THAT(p.token_weight, ElementsAre(7, 7));
-  EXPECT_EQ(p.tokens.normalizer, 3.5);  // token weights never enter
+  EXPECT_EQ(p.tokens.normalizer, 3.5);  // token weights never enter the normalizer
   EXPECT_EQ(p.tokens.constants.class_weight_sum, 5.5f);
   EXPECT_EQ(p.tokens.constants.smoothing_per_class, .25f / 3);
   EXPECT_EQ(p.tokens.constants.smoothing, .25f);

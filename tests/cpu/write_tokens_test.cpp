@@ -149,7 +149,7 @@ TEST(WriteTokens, AShardNamesGlobalIndices) {
   const Written w = write(op, 2, kStates);
   EXPECT_THAT(w.target_logit, ElementsAre(-kInf, 5));
   EXPECT_THAT(w.argmax, ElementsAre(6, 5));
-  EXPECT_EQ(w.loss[0], 0);  // there is no target term here
+  EXPECT_EQ(w.loss[0], 0);  // the target is on another shard, so there is no target term
 }
 
 TEST(WriteTokens, ALongSumIsExactToRounding) {

@@ -73,7 +73,7 @@ TEST(CudaCut, TakesEveryStepOfEveryTileOnce) {
         const sm90::Cut cut = sm90::cut_tiles(tiles, depth, clusters, slots);
         EXPECT_LE(cut.slots(), slots);
         EXPECT_LE(cut.steps(clusters), (tiles + clusters - 1) / clusters * depth);
-        // steps are done in order from the first
+        // A tile's steps are done in order, from the first one.
         std::vector<int> done(static_cast<size_t>(tiles), 0);
         for (int item = 0; item < cut.items(); ++item) {
           int& steps = done.at(static_cast<size_t>(cut.tile(item)));

@@ -131,7 +131,7 @@ TEST(CudaEngine, ItRunsWhatItPlanned) {
   const LinearPlan plan = on(*engine, call.shape).plan(1 << 20);
   std::vector<char> workspace(plan.bytes);
   engine->run(call, plan, workspace.data(), toy_device, nullptr);
-  EXPECT_NEAR(head.loss, 1.6094, 1.5);  // it is about log V
+  EXPECT_NEAR(head.loss, 1.6094, 1.5);  // the loss is about log V
   const float first = head.loss;
   head.weight[0] += 1;  // this raises the first target's own logit
   engine->run(call, plan, workspace.data(), toy_device, nullptr);

@@ -75,7 +75,7 @@ TEST_P(CudaKept, ColumnsThatTakeLessThanTheirRows) {
   c.shape = {66, 256, 12001};
   c.ignored = 0.3;
   judge_manners(device_, c, {"all, in place, copied"});
-  c.grad_input = DType::f16;  // no product writes it
+  c.grad_input = DType::f16;  // no product writes such a grad_input
   judge_manners(device_, c, {"all, in place, copied, grad_input summed"});
 }
 

@@ -79,7 +79,7 @@ std::vector<Ragged> ragged_losses() {
   return {
       {"loss_bf16", ignored(linear(loss, bf16, tiles)), 1},
       {"loss_without_copy_bf16", ignored(linear(loss, bf16, tiles)), 0},
-      // The ring goes round often.
+      // The depth is so large that the ring of stages goes round often.
       {"loss_without_copy_deep_bf16", ignored(linear(loss, bf16, deep)), 0},
       {"loss_f16", linear(loss, f16, tiles), 1},
       {"loss_with_bias_bf16", ignored(biased(linear(loss, bf16, tiles))), 1},

@@ -75,7 +75,7 @@ struct Launches {
 // reads it, and panels of E or dz with their two products.
 Launches launches_of(const cuda::LinearShape& s, const cuda::LinearPlan& plan) {
   const auto pieces = [](int64_t n, int64_t size) { return n == 0 ? 0 : (n + size - 1) / size; };
-  // One prepares the tokens, another rounds the sum.
+  // One kernel prepares the tokens, another rounds the sum.
   Launches all{.kernels = 1 + (plan.grad_weight_sum ? 1 : 0)};
   for (int64_t first = 0; first < s.tokens; first += plan.token_chunk) {
     const int64_t rows = std::min(plan.token_chunk, s.tokens - first);
@@ -103,7 +103,7 @@ Launches launches_of(const cuda::LinearShape& s, const cuda::LinearPlan& plan) {
       all.kernels += mixed ? 2 : 1;
       all.products += 2;
     }
-    all.kernels += 1;  // it makes grad_input from its sum
+    all.kernels += 1;  // one kernel makes grad_input from its sum
     all.products += mixed ? 1 : 0;
   }
   return all;

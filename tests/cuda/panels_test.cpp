@@ -133,18 +133,19 @@ TEST(CudaPanels, LentSumsLeaveTheirMemoryInPieces) {
   for (const int64_t rows : {1, 2, 3, 7, 64, 1000}) {
     for (const int64_t in_place_of_e : {1, 2, 5, 63, 64, 5000}) {
       const int64_t lent = rows / 2;
-      std::vector<int64_t> halves(static_cast<size_t>(2 * rows), -1);  // a row of sums takes two
+      // a row of f32 sums takes the place of two rows
+      std::vector<int64_t> halves(static_cast<size_t>(2 * rows), -1);
       for (int64_t i = 0; i < lent; ++i) halves[2 * i] = halves[2 * i + 1] = i;
       int64_t done = 0;
       for_lent_pieces(lent, in_place_of_e, [&](int64_t first, int64_t count) {
         EXPECT_EQ(first, done);
         ASSERT_GT(count, 0);
         EXPECT_LE(count, first == 0 ? in_place_of_e : first);
-        for (int64_t i = first; i < first + count; ++i) {  // all of them are read here
+        for (int64_t i = first; i < first + count; ++i) {  // first all rows of the piece are read
           ASSERT_EQ(halves[2 * i], i);
           ASSERT_EQ(halves[2 * i + 1], i);
         }
-        if (first > 0) {  // some are written meanwhile, unless they lie elsewhere
+        if (first > 0) {  // some are written while others are read, unless these lie elsewhere
           EXPECT_LE(first + count, 2 * first);
         }
         for (int64_t i = first; i < first + count; ++i) halves[i] = 1000000 + i;

@@ -24,7 +24,7 @@ TEST(CudaPlan, AGridHoldsTheSecondAxisWhateverItsLength) {
     EXPECT_GE(blocks, count);
     EXPECT_LT(blocks - count, grid.z) << "idle blocks";
   }
-  EXPECT_EQ(two_axes(7, 0).z, 0u);  // there is nothing to launch
+  EXPECT_EQ(two_axes(7, 0).z, 0u);  // a grid of no blocks says that there is nothing to launch
 }
 
 TEST(CudaPlan, FitsItsBudgetToTheByte) {
@@ -113,7 +113,7 @@ TEST(CudaPlan, TwoPassesWhereTheSumsHaveNoRoom) {
   EXPECT_EQ(plan(188).kind, PlanKind::chunks);
   EXPECT_GT(plan(188).input_clusters, 0);
   EXPECT_EQ(plan(2400).kind, PlanKind::whole);
-  s.grad_bias = true;  // one pass makes it
+  s.grad_bias = true;  // one pass makes the whole of grad_bias
   EXPECT_EQ(plan(124).first_rows, 0);
   s.lends_grad_weight = false;
   EXPECT_NE(plan(124).kind, PlanKind::two_passes);

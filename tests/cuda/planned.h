@@ -27,7 +27,8 @@ inline CudaPlanned cuda_plan_of(const ForwardBackward& op, uint64_t bytes) {
   ForwardBackward asked = op;
   logitless_op unused{};
   for_each_tensor(asked, unused, [](const char*, Access, TensorView& view, auto&&) {
-    if (view) view.data = nullptr, view.byte_offset = 0;  // it counts as aligned, as on the device
+    // an address that is not known counts as aligned, as on the device
+    if (view) view.data = nullptr, view.byte_offset = 0;
   });
   const cuda::DeviceInfo* device = nullptr;
   EXPECT_TRUE(cuda::find_device(0, &device).ok());

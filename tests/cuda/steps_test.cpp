@@ -40,7 +40,8 @@ struct Covered {
 class ChunkJudge {
  public:
   ChunkJudge(const LinearShape& shape, const LinearPlan& plan) : s_(shape), p_(plan) {
-    if (!s_.forward && !s_.forms_panels) kept_ = s_.kept_columns;  // the caller has kept them
+    // the caller has kept these columns
+    if (!s_.forward && !s_.forms_panels) kept_ = s_.kept_columns;
   }
   void take(const Step& step) {
     const int64_t columns = step.columns();
@@ -79,7 +80,7 @@ class ChunkJudge {
         weight_.add(step.panel.first, columns);
         break;
       case StepKind::form_dz:
-        if (s_.kept_columns > 0) break;  // it is without the sums then
+        if (s_.kept_columns > 0) break;  // form_dz makes no sums of grad_bias then
         [[fallthrough]];
       case StepKind::grad_bias:
         if (s_.grad_bias) bias_.add(step.panel.first, columns);

@@ -59,7 +59,7 @@ std::vector<int64_t> every(int64_t tokens) {
 // Lists the tokens that count.
 std::vector<int64_t> counting(const Fields& fields) {
   std::vector<int64_t> rows;
-  const Field& lse = fields.at("lse");  // it is 0 for the others
+  const Field& lse = fields.at("lse");  // lse is 0 where a token does not count
   for (size_t k = 0; k < lse.value.size(); ++k) {
     if (lse.value[k] != 0) rows.push_back(static_cast<int64_t>(k));
   }

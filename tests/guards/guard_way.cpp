@@ -116,7 +116,7 @@ Status run_with(const Where& where, const auto& op) {
   switch (execution.device.type) {
     case DeviceType::webgpu:
       return run(op, WebGpuWorkspace(0, size.recommended).workspace(), execution);
-    case DeviceType::cuda:  // nothing is written
+    case DeviceType::cuda:  // CUDA's device is assumed, so nothing is written
       return run(op, {reinterpret_cast<void*>(kNowhere), size.recommended}, execution);
     default: {
       const Watched memory(size.recommended + 1);
@@ -169,7 +169,7 @@ int print_all() {
     std::puts("this build lacks Hopper's kernels (LOGITLESS_CUDA_ARCHITECTURES)");
     return 77;
   }
-  unsetenv("LOGITLESS_WEBGPU_LIBRARY");  // this program is the library
+  unsetenv("LOGITLESS_WEBGPU_LIBRARY");  // this program brings its own wgpu-native
   webgpu::paper_wgpu().on_dispatch = note_way;
   const Executor one{sizeof(Executor), 1, nullptr,
                      [](void*, int64_t items, void (*fn)(void*, int64_t), void* context) {

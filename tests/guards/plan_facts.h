@@ -12,7 +12,7 @@
 
 namespace logitless::guards {
 
-// Returns devices of every type. CUDA's answer only while an AssumedMachine lives.
+// Returns devices of every type. Those of CUDA answer only while an AssumedMachine lives.
 std::vector<Assumed> assumed_devices();
 
 // Holds what `workspace` says. `text` lists the recommended sizes of 1, 2 and 8 threads where they

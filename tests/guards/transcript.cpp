@@ -11,7 +11,8 @@
 #include <memory>
 #include <regex>
 
-extern "C" const char __executable_start;  // the linker's script puts this program there
+// the linker's script defines it as the start of this program
+extern "C" const char __executable_start;
 
 namespace logitless::guards {
 namespace {

@@ -137,7 +137,8 @@ def test_unwrapping_leaves_the_patch(patch_first: bool, calls: Calls) -> None:
         assert list(inspect.signature(model.forward).parameters) == names
         output = model(**batch)
         assert output.logits is None and calls.taken() == 1
-        torch.testing.assert_close(output.loss, plain(**batch).loss)  # it is in f32 again
+        # the unwrapped model is in f32 again
+        torch.testing.assert_close(output.loss, plain(**batch).loss)
     patch.unpatch()
     assert model(**batch).logits is not None and calls.taken() == 0
 

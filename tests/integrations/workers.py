@@ -37,7 +37,7 @@ class Case:
     head_apart: bool = True  # FSDP gathers it for itself, or with the root
     bf16: bool = False
     accumulated: int = 1
-    adapter: str = ""  # PEFT has it by its name in test_peft
+    adapter: str = ""  # test_peft has an adapter of PEFT by this name
 
     def __str__(self) -> str:
         flags = {

@@ -55,12 +55,12 @@ def is_conditional(text: str, at: int) -> bool:
     """Whether code goes on behind the statement at `at` when it is left out: it stands in an if."""
     before = text[:at].rstrip()
     if before.endswith(")"):
-        return True  # it is an if (...) return
+        return True  # the brace belongs to an if (...) return
     head = text[: opening(text, at, "{}")].rstrip()
     if head.endswith("else"):
         return True
     if not head.endswith(")"):
-        return False  # it is a lambda
+        return False  # the brace belongs to a lambda
     word = re.search(r"(\w+)\s*$", head[: opening(head, len(head) - 1, "()")])
     return word is not None and word[1] in ("if", "for")
 

@@ -139,7 +139,7 @@ def test_an_error_names_the_arguments_of_its_function(
     name: str, argument: str, value: Any, mode: Any
 ) -> None:
     if mode is PassThrough and (name.startswith(("jax.", "numpy.")) or name.endswith("softmax_")):
-        return  # softmax_ is torch's own there
+        return  # under this mode softmax_ is torch's own
     given = arguments(name, **{argument: value})
     with pytest.raises(LogitlessError) as caught, mode():
         FUNCTIONS[name](**given)

@@ -288,7 +288,7 @@ def test_results_may_be_changed_in_place(device: str, shape: tuple[int, ...]) ->
     loss, s = linear_cross_entropy(x, w, t, reduction="none", return_statistics=names)
     for result in (loss, *s):
         assert result.shape == t.shape and not result._is_view()
-        if result is not s.entropy:  # backward reads it, and torch says so
+        if result is not s.entropy:  # backward reads the entropy, and torch says so
             result.mul_(2)
     grads = torch.autograd.grad(loss.sum(), (x, w))
     for ours, theirs in zip(grads, torch.autograd.grad(expected.sum(), (x, w))):

@@ -43,7 +43,7 @@ def everything(x: Any, w: Any, t: Any) -> None:
 
 def test_no_host_synchronization() -> None:
     x, w, _, t = problem((2, 40), 300, 64, BF16, "cuda")
-    everything(x, w, t)  # it loads what the first call loads
+    everything(x, w, t)  # this call loads what every first call loads
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -56,7 +56,7 @@ def test_calls_return_while_the_stream_is_busy() -> None:
     x, w, _, t = problem((2, 40), 300, 64, BF16, "cuda")
     everything(x, w, t)
     torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000_000)  # it takes about a second
+    torch.cuda._sleep(2_000_000_000)  # the stream is busy for about a second
     end = torch.cuda.Event()
     everything(x, w, t)
     end.record()

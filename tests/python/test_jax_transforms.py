@@ -152,7 +152,7 @@ def test_vmap_around_grad_and_over_weights() -> None:
     near(over(linear_cross_entropy)(x, ws, t), over(plain)(x, ws, t))
     twice = jax.vmap(jax.vmap(linear_cross_entropy, (0, None, 0)), (None, 0, None))
     near(twice(x, ws, t), jax.vmap(jax.vmap(plain, (0, None, 0)), (None, 0, None))(x, ws, t))
-    x1, t1 = x[0], t[0]  # they are statistics and constants
+    x1, t1 = x[0], t[0]  # the rest maps statistics and constants
     tokens = jnp.arange(18, dtype=F32).reshape(2, 9)
 
     def weighted(a: Any) -> Any:

@@ -40,7 +40,7 @@ class Ran(NamedTuple):
     kind: int
     kept: bool
     consume: bool
-    bytes: int  # it counts kept state and workspace
+    bytes: int  # kept state and workspace together have so many
 
 
 @pytest.fixture
@@ -351,7 +351,7 @@ def test_where_nothing_is_kept(device: str, ran: list[Ran]) -> None:
     per_token(x.detach(), w.detach(), t)
     per_token(x.detach().half().requires_grad_(), w.detach().half(), t).sum().backward()
     per_token(x[:0], w, t[:0]).sum().backward()
-    if device == "cpu":  # the CPU would not use it
+    if device == "cpu":  # the CPU would not use kept state here
         per_token(x.detach().bfloat16().requires_grad_(), w.detach().bfloat16(), t, softcap=5.0)
     assert not any(r.kept for r in ran)
     per_token(x, w, t, softcap=5.0)

@@ -277,7 +277,7 @@ def test_int32_targets(device: str) -> None:
 @pytest.mark.parametrize("memory", ["1MiB", 10**9, "0.5 GB"])
 def test_the_result_does_not_leave_its_bounds_with_memory(device: str, memory: Any) -> None:
     if memory == "1MiB" and device == "cuda":
-        memory = "64MiB"  # its least is more than that
+        memory = "64MiB"  # the least workspace of a gradient call is more than that
     x, w, b, t = problem((300,), 2000, 16, device=device)
     check(x, w, b, t, memory=memory)
 

@@ -55,7 +55,7 @@ class Exact:
             e = gamma(rows.shape[-1]) * depth + 3 * U32 * z.abs()  # [N, V]
             e_t, z_t = (v.gather(-1, s["safe"][:, None])[:, 0] for v in (e, z))
             vocab = math.log2(z.shape[-1])
-            # It is so for whichever row_reference.
+            # The bound holds for whichever row_reference there is.
             log_sum = lse - z.amax(-1, keepdim=True) + math.log(2)
             b = 4 * U32 * (entropy + vocab + 3 + log_sum) + U32 * lse.abs()
             b = b + (self.p * e).sum(-1, keepdim=True)
@@ -79,7 +79,7 @@ class Exact:
         draw = g * self.of_p + dg * (p + column) + dg_entropy * rest + 4 * U32 * summands
         draw += g_entropy * (self.of_p * (1 + self.surprise) + p * self.of_entropy[:, None])
         if self.dtype is BF16:
-            draw += unit * g_entropy * p  # it comes of kept state
+            draw += unit * g_entropy * p  # this error comes of kept state
         rounded = 2 * unit if self.dtype is BF16 else 0.0
         n, vocab = p.shape
         x, w = self.input.detach().flatten(0, -2).abs(), self.weight.detach().abs()
@@ -426,9 +426,9 @@ def test_the_ratio_of_a_policy_and_itself_is_one(dtype: torch.dtype, entropy: bo
 
 def test_targets_of_packed_sequences_do_not_cross_a_boundary(device: str) -> None:
     lengths = [3, 1, 0, 5, 2]
-    ids = torch.arange(13, device=device)  # two tokens of padding are at the end
+    ids = torch.arange(13, device=device)  # the last two tokens are padding
     learned = torch.ones(13, dtype=torch.bool, device=device)
-    learned[[6, 11, 12]] = False  # they are a prompt's token, and the padding
+    learned[[6, 11, 12]] = False  # token 6 belongs to a prompt, and the others are padding
     bounds = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
     n = -100
     expected = [1, 2, n, n, 5, n, 7, 8, n, 10, n, n, n]

@@ -129,12 +129,12 @@ def test_a_bad_one_makes_its_own_row_nan(device: str, bad: float) -> None:
     t[3], t[4], t[5] = 7, -100, 8
     good = temperatures(33, device=device)
     given = good.clone()
-    given[3] = given[4] = bad  # 4 is ignored, and not read
+    given[3] = given[4] = bad  # token 4 is ignored, so its temperature is not read
     expected, ours = (linear_logprob(x, w, t, temperature=c) for c in (good, given))
     rest = torch.arange(33, device=device) != 3
     assert ours[3].isnan() and torch.equal(ours[rest], expected[rest])
     (grad,), (theirs,) = (torch.autograd.grad(y[rest].sum(), x) for y in (ours, expected))
-    close(grad, theirs.double())  # 3 has no upstream gradient
+    close(grad, theirs.double())  # token 3 has no upstream gradient
 
 
 def test_modules_take_one_for_a_call(device: str) -> None:
@@ -437,7 +437,7 @@ def test_clipped_tokens_have_no_gradient(device: str, dtype: torch.dtype, compil
     x, w, _, t = problem((6, 50), 700, 16, dtype, device, ignored=0)
     with torch.no_grad():
         old = linear_logprob(x, w, t)
-        old += torch.where(torch.rand_like(old) < 0.6, -1.0, 0.0)  # their ratio is e
+        old += torch.where(torch.rand_like(old) < 0.6, -1.0, 0.0)  # where it is -1 the ratio is e
     function = Counter().compile(clipped) if compiled else clipped
     kept = (linear_logprob(x, w, t) - old).exp() < 1.2
     assert 50 < kept.sum() < 250

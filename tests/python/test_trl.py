@@ -214,7 +214,7 @@ def test_a_patch_is_one_and_is_taken_away() -> None:
     patch.unpatch()
     assert trl.trainer.utils._ChunkedLogProbFunction is own
     with patch_trl():
-        patch.unpatch()  # a second time it does nothing
+        patch.unpatch()  # the second time does nothing
         assert trl.trainer.utils._ChunkedLogProbFunction is not own
     assert trl.trainer.utils._ChunkedLogProbFunction is own
 

@@ -136,7 +136,7 @@ def test_the_wheel_with_cuda_is_small_and_needs_no_gpu(
     headers = subprocess.run(
         ["readelf", "-SWd", tmp_path / "logitless/liblogitless.so"], capture_output=True, text=True
     ).stdout
-    assert ".nv_fatbin" in headers  # the kernels are in it
+    assert ".nv_fatbin" in headers  # the kernels are in this section
     assert not re.search(r"NEEDED.*(cuda|cublas)", headers), "it would not load without them"
     run(sys.executable, NUMBERS, **hidden)
 

@@ -22,7 +22,7 @@ Place = tuple[int, int, int, int]  # they are first line and column, last line a
 @dataclass
 class FileCounts:
     lines: dict[int, bool] = field(default_factory=dict)
-    # A branch was taken, and was not taken.
+    # The first says whether a branch was taken, the second whether it was not.
     branches: dict[Place, list[bool]] = field(default_factory=dict)
     # These lie in instruction sets that never ran, alone.
     absent: set[Place] = field(default_factory=set)

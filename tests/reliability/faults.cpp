@@ -143,7 +143,8 @@ class Run final : public Entry {
  private:
   static conformance::Case make_case(conformance::OpKind kind, DeviceType device) {
     conformance::Case c{.op = kind, .shape = {70, 9, 400}, .statistics = true};
-    if (device == DeviceType::reference) c.shape = {3, 2, 5};  // it allocates for each token
+    // the reference allocates for each token
+    if (device == DeviceType::reference) c.shape = {3, 2, 5};
     c.options.label_smoothing = 0.1f;
     c.bias = true;
     return c;

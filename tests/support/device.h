@@ -16,13 +16,13 @@ class TestDevice {
  public:
   virtual ~TestDevice() = default;
   virtual const char* name() const = 0;
-  virtual Device tensors() const = 0;  // tensors say that they are there
+  virtual Device tensors() const = 0;  // tensors say that they lie on this device
   virtual Execution execution() const = 0;
   virtual void* allocate(size_t bytes) const = 0;  // it is aligned to 128
   virtual void release(void* data) const = 0;
   virtual void upload(void* device, const std::byte* host, size_t bytes) const = 0;
   virtual void download(std::byte* host, const void* device,
-                        size_t bytes) const = 0;  // it waits for the device
+                        size_t bytes) const = 0;  // the call waits for the device
   // Reserves address space of which only these ranges (offset, bytes) are memory, zeroed, and which
   // ends after `bytes`.
   using Ranges = std::vector<std::pair<size_t, size_t>>;
@@ -33,7 +33,7 @@ class TestDevice {
   virtual bool has_addresses() const { return true; }
   virtual void* make_workspace(uint64_t) const { return nullptr; }
   virtual void destroy_workspace(void*) const {}
-  // It counts what was made so far.
+  // Counts what was made of a workspace so far.
   virtual uint64_t bytes_of_workspace(const void*) const { return 0; }
   // If true, errors of targets are statuses. has_threads says whether the caller's threads run the
   // work.

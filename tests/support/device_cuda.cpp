@@ -161,7 +161,8 @@ class CudaDevice final : public TestDevice {
         const CUdeviceptr at = start + page * kPage;
         check_driver(DRIVER(cuMemMap)(at, kPage, 0, memory, 0), "map");
         check_driver(DRIVER(cuMemSetAccess)(at, kPage, &access, 1), "access");
-        check_driver(DRIVER(cuMemRelease)(memory), "release");  // it lives while it is mapped
+        // the memory lives while it is mapped
+        check_driver(DRIVER(cuMemRelease)(memory), "release");
         check(cudaMemset(reinterpret_cast<void*>(at), 0, kPage), "clear");
       }
     }

@@ -18,7 +18,7 @@ from serving import serve
 # --enable-unsafe-webgpu alone gives an adapter without a GPU.
 CHROMIUM = ["--no-sandbox", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 CHROMIUM += ["--disable-component-update", "--disable-sync", "--enable-unsafe-webgpu"]
-# libwgpu_native complains otherwise
+# libwgpu_native complains without this variable.
 os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())
 
 
@@ -79,7 +79,7 @@ def browser() -> Iterator[BrowserContext]:
         context = playwright.chromium.launch_persistent_context(
             profile, executable_path="/usr/bin/chromium", headless=True, args=CHROMIUM
         )
-        context.set_default_timeout(120_000)  # a software adapter needs it beside other tests
+        context.set_default_timeout(120_000)  # a software adapter takes long beside other tests
         yield context
         context.close()
 

@@ -13,7 +13,7 @@ let device;
 async function requireDevice() {
   if (device) return device;
   const adapter = await navigator.gpu.requestAdapter();
-  device = await adapter.requestDevice();  // it has the default limits
+  device = await adapter.requestDevice();  // the device has the default limits
   return device;
 }
 

@@ -17,9 +17,9 @@ import wgpu
 from playwright.sync_api import Error, Page
 
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "src/webgpu/shaders"
-# mutants.py puts its copies there
+# mutants.py puts its copies of the shaders there.
 SHADERS = pathlib.Path(os.environ.get("LOGITLESS_SHADERS", FOLDER))
-# They lie there as they are compiled in.
+# The shaders lie there as they are compiled in.
 BUILT = pathlib.Path(__file__).resolve().parents[2] / "build/web/shaders"
 READ_ONLY, READ_WRITE, UNIFORM = "read-only-storage", "storage", "uniform"
 
@@ -58,7 +58,7 @@ def _like(data: bytes, like: np.ndarray) -> np.ndarray:
 class Naga:
     def __init__(self) -> None:
         adapter = wgpu.gpu.request_adapter_sync()
-        self.device = adapter.request_device_sync()  # it has the default limits
+        self.device = adapter.request_device_sync()  # the device has the default limits
         self.pipelines: dict[tuple[Kernel, str, str], tuple[Any, Any]] = {}
 
     # Pipelines are kept, because the compiler takes longer than most dispatches.

@@ -126,7 +126,7 @@ TEST_F(WebGpuDevice, ALossIsToldOnceToACallThatOnlyAsks) {
   Status status;
   void *handle = nullptr, *old = call.device->wgpu_device();
   ASSERT_EQ(logitless_webgpu_device(0, nullptr, &handle, nullptr, status.c()), LOGITLESS_OK)
-      << status.message();  // the reason was told above
+      << status.message();  // the loss was told above, so this is no error
   EXPECT_NE(handle, old);
   const Call second(6, 50, 8);
   const WebGpuWorkspace scratch(0, second.size().recommended);
@@ -140,7 +140,7 @@ TEST_F(WebGpuDevice, OutOfMemoryIsAStatusAndPasses) {
   const Call call(256, 100000, 4);
   // On another device the memory is not the process's.
   if (call.device->description().find("llvmpipe") == std::string::npos) return;
-  const WebGpuWorkspace scratch(0, UINT64_MAX);  // it holds the logits whole, 98 MiB
+  const WebGpuWorkspace scratch(0, UINT64_MAX);  // the budget lets the logits be whole, 98 MiB
   uint64_t pages = 0;
   std::ifstream("/proc/self/statm") >> pages;
   rlimit before{};

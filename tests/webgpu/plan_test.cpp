@@ -133,7 +133,7 @@ TEST(WebGpuPlan, TheLogitsOfAChunkAreWholeOnlyWhereTheyFit) {
   ASSERT_TRUE(make_plan(head(1024, 50257, 768, true), {}, UINT64_MAX, &plan).ok());
   EXPECT_TRUE(plan.whole);
   EXPECT_EQ(plan.products, 3);
-  EXPECT_GT(plan.windows, 1);  // its weight passes a binding of 128 MiB
+  EXPECT_GT(plan.windows, 1);  // the weight passes a binding of 128 MiB, so there are windows
   ASSERT_TRUE(make_plan(head(1024, 50257, 768, true), {}, 0, &plan).ok());
   EXPECT_FALSE(plan.whole);
   EXPECT_EQ(plan.products, 4);
@@ -217,13 +217,14 @@ TEST(WebGpuPlan, ARowThatIsWiderThanAGridOfCopies) {
   for (const bool optional : {false, true}) {
     const PaperCall c{.tokens = 1, .hidden = 4, .vocab = 20000000, .optional = optional};
     for (const Limits& limits : {Limits{}, large}) {
-      // Its class weights do not fit.
+      // These calls' class weights pass the smaller limits.
       if (optional && limits.buffer_bytes < large.buffer_bytes) continue;
       for (const uint64_t budget : {uint64_t{0}, uint64_t{1}, UINT64_MAX}) {
         EXPECT_EQ(run_on_paper<CrossEntropyForward>(c, limits, budget).faults, "");
         EXPECT_EQ(run_on_paper<CrossEntropyForwardBackward>(c, limits, budget).faults, "");
         EXPECT_EQ(run_on_paper<Softmax>(c, limits, budget).faults, "");
-        if (limits.buffer_bytes < large.buffer_bytes) continue;  // its weight does not fit
+        // these calls' weight passes the smaller limits
+        if (limits.buffer_bytes < large.buffer_bytes) continue;
         EXPECT_EQ(run_on_paper<LinearCrossEntropyForwardBackward>(c, limits, budget).faults, "");
       }
     }

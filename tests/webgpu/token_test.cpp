@@ -294,7 +294,7 @@ void put_nan(Problem<Op>* p, const std::vector<int64_t>& tokens) {
 TEST_F(WebGpuToken, NothingIsReadOfATokenWithoutAGradient) {
   for (const OpKind op : {OpKind::backward, OpKind::linear_backward}) {
     for (const int64_t vocab : {37, 1030, 4301}) {
-      for (const int kind : {0, 1, 2, 3}) {  // each kind gives something else
+      for (const int kind : {0, 1, 2, 3}) {  // each kind gives the call other tensors
         Case c{.op = op, .shape = {70, 12, vocab}, .ignored = 0.1};
         c.inactive = 0.4;
         c.fault = c.temperatures = kind != 3;
@@ -338,7 +338,7 @@ TEST_F(WebGpuToken, NothingIsReadOfATokenWithoutAGradient) {
 
 // One number serves all tokens: 0 is no gradient, which a subnormal or 0 times infinity is not.
 TEST_F(WebGpuToken, OneUpstreamGradientOfAll) {
-  for (const bool weighted : {false, true}) {  // the weighted call is not plain
+  for (const bool weighted : {false, true}) {  // a weighted call is not served by plain.wgsl
     for (const int64_t vocab : {37, 4301}) {
       Case c{.op = OpKind::backward, .shape = {20, 1, vocab}, .ignored = 0.2};
       c.options.reduction = Reduction::sum;

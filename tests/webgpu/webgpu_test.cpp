@@ -54,7 +54,7 @@ TEST_F(WebGpu, TokensAndVocabularyBeyondOneBinding) {
       Case c = everything(op, DType::f32, {60, 5, 2100});
       c.placement = placement;
       c.options.reduction = Reduction::mean;
-      // Every token reads their rows as one binding.
+      // Every token reads its class weight from one binding of all of them.
       c.vocab_weight = false;
       expect_ok(judge(device_, c));
     }

@@ -197,7 +197,7 @@ def _forward_with(pending: _Pending, model: Any, *args: Any, **kwargs: Any) -> A
     _check_loss_function(model)
     parts = _heads.parts(model.get_output_embeddings())
     for part in parts:
-        if _PATCH not in part.__dict__:  # it was put there since, as adapters are
+        if _PATCH not in part.__dict__:  # the part was put there since, as adapters are
             _install(part, pending.settings)
     own_loss = model.__dict__.get(_LOSS_FUNCTION)
     for part in parts:
@@ -261,7 +261,7 @@ class _Settings:
     def answer(self, device: torch.device) -> Tensor:
         """What the head gives the model for logits: [1, 1, 5]."""
         if self.checked or torch.compiler.is_compiling():
-            return torch.zeros(1, 1, len(_PROBE), device=device)  # there is no copy to the device
+            return torch.zeros(1, 1, len(_PROBE), device=device)  # zeros need no copy to the device
         return torch.tensor([[_PROBE]], device=device)
 
     def check(self, made: Tensor) -> None:
@@ -326,7 +326,8 @@ def _replicate(self: Any) -> Any:
 
 def _install(module: Any, settings: _Settings) -> None:
     """Puts the forward of a patched model, head or LoRA in the place of the module's own."""
-    if _OWN_FORWARD not in module.__dict__:  # else it is still there, within others' wrappers
+    # else the patched forward is still there, within others' wrappers
+    if _OWN_FORWARD not in module.__dict__:
         if hasattr(module, "get_output_embeddings"):
             function: Callable[..., Any] = _model_forward
         else:

@@ -142,7 +142,7 @@ def _function() -> Any:
     if not hasattr(function, "forward"):
         raise unknown(f"has no {_MODULE}.{_NAME} with a forward")
     parameters = inspect.signature(function.forward).parameters
-    names = tuple(parameters)[1:]  # the first one is ctx
+    names = tuple(parameters)[1:]  # the first parameter is ctx
     if names != _ARGUMENTS:
         raise unknown(
             f"has a {_MODULE}.{_NAME} of {', '.join(names)} instead of {', '.join(_ARGUMENTS)}"

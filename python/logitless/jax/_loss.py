@@ -138,7 +138,7 @@ def _upstream(call: Call, cotangents: Sequence[Any], tokens: int) -> dict[str, A
     for name in ("lse", "target_logit", "entropy"):
         if name in given:
             found[f"grad_{name}"] = given[name]
-    if "logprob" in given:  # it is -loss, or target_logit - lse
+    if "logprob" in given:  # logprob is -loss, or target_logit - lse
         weighted = "token_weight" in call.names or "vocab_weight" in call.names
         of_loss = call.options.of_nll() and not weighted
         for name in ("grad_loss",) if of_loss else ("grad_lse", "grad_target_logit"):

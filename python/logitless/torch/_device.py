@@ -23,9 +23,9 @@ DTYPES = {
 DEVICES = {"cpu": _abi.CPU, "cuda": _abi.CUDA}
 
 MOST_SHAPES = 1024  # beyond so many shapes and options what is kept of them is made anew
-_scales: dict[tuple[object, ...], list[_abi.Scale]] = {}  # these are not in use
+_scales: dict[tuple[object, ...], list[_abi.Scale]] = {}  # these are ready to be used again
 _warm: set[int] = set()
-# torch for CUDA has it
+# Only torch for CUDA has this function.
 _allocate: Any = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_alloc", None)
 _release: Any = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_delete", None)
 _fp32_precision: Any = getattr(torch._C, "_get_fp32_precision_getter", None)

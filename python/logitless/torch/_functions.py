@@ -33,7 +33,7 @@ _REDUCTIONS = {
 }
 _EMPTY_MEANS = {"zero": _abi.EMPTY_MEAN_ZERO, "nan": _abi.EMPTY_MEAN_NAN}
 _STATISTICS = {name: bit for bit, name in _run.STATISTICS.items()}
-_LOGPROB = list(_run.OUTPUTS).index(_run.LOGPROB)  # the entropy follows it
+_LOGPROB = list(_run.OUTPUTS).index(_run.LOGPROB)  # the entropy follows the log-probability
 _INT32 = 1 << 31
 
 
@@ -70,7 +70,7 @@ def _shifted(target: Tensor, shift: int, ignore_index: int) -> Tensor:
     """Position i gets the target of i + shift; the last `shift` positions are ignored."""
     if target.dim() == 0:
         raise wrong_shape("target has shape (); allowed with shift: [..., T]")
-    if not isinstance(ignore_index, torch.SymInt):  # torch.compile makes one of a number
+    if not isinstance(ignore_index, torch.SymInt):  # torch.compile makes a SymInt of a number
         _abi.check_ignore_index(ignore_index)
     if target.dtype is torch.int32 and not -_INT32 <= ignore_index < _INT32:
         target = target.long()
@@ -378,7 +378,8 @@ def softmax_(logits: Tensor, dim: int = -1) -> Tensor:
         raise wrong_shape("logits must be a tensor")
     if torch.is_grad_enabled() and logits.requires_grad:
         raise invalid("logits requires grad; softmax_ has no gradient: use it under no_grad")
-    if dispatches(logits) or logits.is_neg():  # torch's own carries the lazy minus sign out
+    # torch's own softmax_ carries the lazy minus sign out
+    if dispatches(logits) or logits.is_neg():
         if logits.is_cpu or logits.is_cuda or logits.is_meta:
             return torch.softmax(logits, dim, out=logits)
         raise wrong_device(f"logits is on {logits.device}; allowed: cpu, cuda")

@@ -30,7 +30,7 @@ class Keep(NamedTuple):
     # Gradients have them; None says that one is not needed.
     dtypes: tuple[torch.dtype | None, ...] = ()
     main_grad: Tensor | None = None  # [V, D]  f32, to which grad_weight is added
-    bytes: int | None = None  # kept state alone has so many
+    bytes: int | None = None  # only kept state is counted
     spare: int = 0  # so many rows are allocated beyond those that are written
     consume: bool = True  # the gradient of the entropy consumes it
     of_entropy: bool = False  # it may have a gradient of the entropy
@@ -48,8 +48,8 @@ class State(NamedTuple):
 
     key: int = 0  # 0 says that it is not known, and is made again
     room: int | None = None  # Backward's workspace has it; None says that it has what it asks for
-    tf32: bool = False  # the products were made with it
-    stream: int | None = None  # the tensors belong to it
+    tf32: bool = False  # the products were made with this setting
+    stream: int | None = None  # the tensors belong to this stream
 
 
 class Kept(NamedTuple):
@@ -110,7 +110,7 @@ class Forward(NamedTuple):
     """A Forward that may keep something."""
 
     views: Sequence[View]  # they are inputs, outputs and row state
-    addresses: Sequence[int]  # the views have these
+    addresses: Sequence[int]  # they are the addresses of the views
     inputs: Sequence[View]  # they are the first of the views
     options: Options
     device: tuple[int, int]
@@ -147,7 +147,7 @@ def choose(forward: Forward, keep: Keep) -> tuple[KeptSize, int | None] | None:
     assert memory is not None
     try:
         return _choose(forward, keep, memory)
-    except LogitlessError:  # Backward says what is wrong with it
+    except LogitlessError:  # Backward itself says what is wrong
         return None
 
 
@@ -268,6 +268,6 @@ def usable(kept: Kept, rows: Tensor) -> Kept | None:
         return None
     if state.stream not in (None, torch._C._cuda_getCurrentRawStream(index)):
         stream = torch.cuda.current_stream(index)
-        for tensor in kept[:2]:  # their memory is the other stream's
+        for tensor in kept[:2]:  # these tensors' memory belongs to the other stream
             tensor.record_stream(stream)
     return kept

@@ -304,7 +304,7 @@ def _kept_bytes(
 
 def _static(given: Any) -> bool:
     """Whether every size and stride is a number."""
-    import torch.fx.experimental.symbolic_shapes as symbols  # torch.compile has imported it
+    import torch.fx.experimental.symbolic_shapes as symbols  # torch.compile has imported it already
 
     static: Any = getattr(symbols, "has_static_value", None)
     return static is not None and all(

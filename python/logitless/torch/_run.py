@@ -174,7 +174,8 @@ def launch(
         raise
     if row_state is not None:
         address = row_state.data_ptr()
-        addresses += (address, address + 2 * row_state.numel())  # it lies N f32 further
+        # row_log_sum lies N f32 behind row_reference
+        addresses += (address, address + 2 * row_state.numel())
     key: list[object] = [kind, options, memory, asked, tf32, threads]
     if cuda:  # CUDA's plans depend on how the tensors are aligned
         key.append(tuple([a & 15 for a in addresses]))
@@ -412,7 +413,7 @@ def backward(
         grads[0] = rows
     if main_grad is not None:
         grads[1] = main_grad
-        if grads[2] is not None:  # it accumulates too, and must be f32
+        if grads[2] is not None:  # grad_bias accumulates too, and must be f32
             grads[2] = torch.zeros(grads[2].shape, dtype=torch.float32, device=rows.device)
     tensors = (
         rows, weight, bias, _flat(target), _flat(token_weight), vocab_weight, normalizer,

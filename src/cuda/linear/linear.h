@@ -122,7 +122,7 @@ constexpr int64_t bias_slab_rows = 1024, vocab_slab_rows = 512, token_slab_rows 
 uint64_t bytes_of(const LinearShape& shape, const LinearPlan& plan);
 LinearMemory place(const LinearCall& call, const LinearPlan& plan, char* workspace);
 
-// gather.cu has these.
+// gather.cu defines these functions.
 void copy_weight(const LinearWork& work);
 void copy_weight_tail(const LinearWork& work);
 // Gathers the chunk's rows of input and the targets' logits. If `clears`, rows of grad_input whose
@@ -165,7 +165,7 @@ void trade_rows(const LinearWork& work, const Panel& panel, bool fills, int whol
 // that do not count become 0 up to a multiple of `whole` rows, or all of them where that is 0.
 void form_panel(const LinearWork& work, const Panel& from, const Panel& to, int whole);
 
-// finish.cu has these.
+// finish.cu defines these functions.
 void class_row(const LinearWork& work);
 // Writes rows [row, row + rows) of the chunk from their f32 sums, which come of E if `scaled`. If
 // `clears`, rows whose token does not count become 0.

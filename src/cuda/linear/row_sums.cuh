@@ -139,7 +139,7 @@ __device__ inline RowTotals sum_by_lanes(const RowSegments& segments, const RowT
   for (int i = 0; i < each; ++i) sum[i] = 0;
 #pragma unroll 1
   for (int first = 0; first <= last; first += 32) {
-    if (last > 0) load(first);  // else the registers still have them
+    if (last > 0) load(first);  // if there was one group only, the registers still have it
 #pragma unroll
     for (int i = 0; i < each; ++i) {
       sum[i] = fmaf(own[i].sum, lift_of(own[i].reference, all.maximum), sum[i]);

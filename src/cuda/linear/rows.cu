@@ -18,7 +18,7 @@ __device__ bool find_row(const Chunk& chunk, int k) { return k < chunk.rows && i
 
 // Every block of a launch runs the kernel's code once, so that fetching the code and the parameters
 // takes most of the time: a call without options has kernels and parameters of its own.
-struct TokenValues {  // the caller gives an f32 of each token
+struct TokenValues {  // this is an array of the caller's with an f32 for each token
   float* data = nullptr;
   int64_t stride = 0;
   __device__ void put(int64_t i, float x) const {

@@ -16,10 +16,10 @@ fn half_of(bits: u32) -> u32 {
   if (magnitude > 0x7f800000u) {
     return sign | 0x7e00u;
   }
-  if (magnitude >= 0x47800000u) {  // it is 2^16 or more
+  if (magnitude >= 0x47800000u) {  // 2^16 and more overflow
     return sign | 0x7c00u;
   }
-  if (magnitude < 0x33000000u) {  // it is below half of the least subnormal
+  if (magnitude < 0x33000000u) {  // what is below half of the least subnormal becomes 0
     return sign;
   }
   let exponent = magnitude >> 23u;

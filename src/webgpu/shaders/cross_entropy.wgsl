@@ -221,7 +221,7 @@ fn reduce(tid: u32, shift: u32, own: vec2<f32>) -> vec2<f32> {
   return parts[16];
 }
 fn reduce_depth(tid: u32, shift: u32, own: vec2<f32>) -> vec2<f32> {
-  workgroupBarrier();  // every thread has read them
+  workgroupBarrier();  // every thread has read the parts
   parts[tid % 16u * 17u + tid / 16u] = own;
   workgroupBarrier();
   if (tid < 16u) {

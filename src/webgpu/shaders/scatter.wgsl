@@ -42,13 +42,13 @@ fn to_f16(bits: u32) -> u32 {
   if (size > 0x7f800000u) {
     return sign | 0x7e00u;
   }
-  if (size >= 0x477ff000u) {  // it would round to 2^16
+  if (size >= 0x477ff000u) {  // such a number would round to 2^16, which f16 has not
     return sign | 0x7c00u;
   }
-  if (size >= 0x38800000u) {  // it is normal
+  if (size >= 0x38800000u) {  // the f16 is a normal number
     return sign | round_bits(size - 0x38000000u, 13u);
   }
-  if (size < 0x33000000u) {  // it is below half of the least
+  if (size < 0x33000000u) {  // what is below half of the least subnormal becomes 0
     return sign;
   }
   let mantissa = (size & 0x007fffffu) | 0x00800000u;

@@ -26,7 +26,7 @@ class HopperRun final : public LinearRun {
     return panel;
   }
 
-  int whole_rows() const override { return 64; }  // it is tile_depth
+  int whole_rows() const override { return 64; }  // a product reads tile_depth rows at a time
 
   void run(const Step& step) override {
     const Panel panel = panel_of(step.panel);
