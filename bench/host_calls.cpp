@@ -2,7 +2,6 @@
 // This program measures what a linear op costs the host on CUDA: microseconds of planning, checks
 // and launches on an H100 that need not be there (tests/cuda/recorded.h), the least of many.
 //   logitless_host_calls        of a thread that has planned nothing yet, then of the same call
-//   again
 //   logitless_host_calls OLD    beside OLD, this program of an older build, taking turns with it
 #include <algorithm>
 #include <chrono>

@@ -24,7 +24,8 @@ static_assert(std::endian::native == std::endian::little,
               "the data is used as it lies in the file");
 
 constexpr uint64_t kLengthBytes = 8;
-constexpr uint64_t kMaxHeader = 100'000'000;  // in bytes: the limit of the format's own library
+// it counts bytes; the format's own library has the same limit
+constexpr uint64_t kMaxHeader = 100'000'000;
 
 struct KnownDtype {
   std::string_view name;

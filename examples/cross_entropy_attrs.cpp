@@ -4,8 +4,8 @@
 // launchers over two kernel wrappers; here each of the four is a few lines that fill an op. Nothing
 // is copied to the host: the valid rows (its Meff) are counted where the targets are. Its test list
 // follows, against plain loops in double.
-//   cross_entropy_attrs [--device cpu|cuda]     exit code 1 says that a result differs, 77 that
-//   there is no such device
+//   cross_entropy_attrs [--device cpu|cuda]
+// Exit code 1 says that a result differs, 77 that there is no such device.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>

@@ -47,7 +47,7 @@ def initial(vocab: int, hidden: int) -> Parameters:
 
 
 def plain_loss(x: jax.Array, head: jax.Array, target: jax.Array) -> jax.Array:
-    logits = jnp.matmul(x, head.T, precision="highest")  # [N, V], which logitless never makes
+    logits = jnp.matmul(x, head.T, precision="highest")  # [N, V]  logitless never makes them
     chosen = jnp.take_along_axis(logits, target[:, None], axis=1)[:, 0]
     return jnp.mean(jax.nn.logsumexp(logits, axis=1) - chosen)
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Prints what every planner decides for thousands of calls, a line per call, device and memory, as
-//   lin-both bf16 8192x4096x128256 gw=f32 | sm90x132 | 256M | kind=mixed chunk=8192 ... sorted, so
-//   that two prints can be compared: golden.py. Exit code 77 says that this build lacks kernels
-//   that are planned for.
+//   lin-both bf16 8192x4096x128256 gw=f32 | sm90x132 | 256M | kind=mixed chunk=8192 ...
+// The lines are sorted, so that two prints can be compared: golden.py. Exit code 77 says that this
+// build lacks kernels that are planned for.
 #include <algorithm>
 #include <atomic>
 #include <cstdio>

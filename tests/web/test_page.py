@@ -136,7 +136,7 @@ def test_a_model_learns_the_visitors_text(page: Page) -> None:
     for letters in (False, True):
         page.set_checked("#letters", letters)
         page.click("#start")
-        vocabulary = len(set(text)) if letters else 13  # the stop is one of the vocabulary
+        vocabulary = len(set(text)) if letters else 13  # the stop counts as one of the vocabulary
         of_this = f"/^step (\\d+),.* vocabulary {vocabulary}$/"
         state = "document.getElementById('state').textContent"
         page.wait_for_function(f"Number({state}.match({of_this})?.[1]) >= 60")

@@ -27,10 +27,11 @@ struct Partials {
   bool anchored = false;
   // The kernel of sm90/plain.cuh, which sums rows in units (units.h), sets these three: with
   // a width of 0 there are no units, with 1 each tile is a segment.
-  int32_t unit_width = 0;           // a segment covers so many tiles
-  int32_t single_rows = 0;          // so many rows of a single tile have sums of their own
-  float* single_maximum = nullptr;  // [single tiles, single_rows]  where a segment is a unit
-  float* single_sum = nullptr;      // [single tiles, single_rows]
+  int32_t unit_width = 0;   // a segment covers so many tiles
+  int32_t single_rows = 0;  // so many rows of a single tile have sums of their own
+  // [single tiles, single_rows]  it is there where a segment is a unit
+  float* single_maximum = nullptr;
+  float* single_sum = nullptr;  // [single tiles, single_rows]
 };
 
 // These make a row of gradients of E:  draw_j = scale E_j - smoothing c_j.

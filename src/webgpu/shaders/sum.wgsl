@@ -3,8 +3,8 @@
 //   tree                        sums[g] = sum of values[1024 g .. 1024 g + 1023]
 //   normalize, normalize_sums   scalars: the normalizer, the gradients' common factor
 //   finish, finish_sums         the loss of sum and mean of one value, or of up to 1024 that are
-//   summed before.
-//   columns     result[j] (+)= sum over rows of the block's column j
+//                               summed before
+//   columns                     result[j] (+)= sum over rows of the block's column j
 // Uses common: token.
 
 struct Params {

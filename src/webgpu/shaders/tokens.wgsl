@@ -2,7 +2,7 @@
 // This shader finds which tokens count, and in Backward have a gradient.
 //   chunk  one workgroup: the rows of a chunk of tokens, and the list of those that count
 //   each   a thread a token: the rows of a chunk whose matrix is worked on in place: every token is
-//   listed
+//          listed
 //   count  a workgroup a 256 tokens: the sum of c_t over those that count    -> sums
 //   emit   a word of every row, or what follows from it, to a strided output
 // Uses common: numbers, token, target.

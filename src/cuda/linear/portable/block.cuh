@@ -12,7 +12,7 @@ namespace logitless::cuda {
 constexpr int warps_per_block = 8, groups = segment_columns / 128;
 
 struct WarpTile {
-  int row;         // of the chunk, which counts from 0
+  int row;         // it is counted in the chunk
   int64_t column;  // the segment begins at this column of the vocabulary
   int count;       // the segment has so many columns in the block
   const float* logits;

@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(256, 2)
     return;
   }
   const int64_t k = chunk.first + tile.row;
-  const int64_t target = chunk.tokens.target[k] - tile.column;  // of the tile, which counts from 0
+  const int64_t target = chunk.tokens.target[k] - tile.column;  // it is counted in the tile
   const float anchor = target_logit[tile.row];
   MapFactors map;
   if constexpr (!kPlain) map = map_of_token(call.map, chunk.tokens, k);

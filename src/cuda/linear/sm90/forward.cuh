@@ -24,7 +24,7 @@ constexpr int half_right_rows = tile_columns / 2, group_clusters = 4;
 struct TileOptions {
   MapFactors map;           // where rows have maps of their own, it leaves the temperature to them
   const TokenMap* row_map;  // [N]  by token; where it is null `map` serves all rows
-  const float* row_slope;   // [rows of the chunk]  each row's slope, where there is row_map
+  const float* row_slope;   // [rows of the chunk]  it has each row's slope, where there is row_map
   const float* bias;        // [V + padding]  it is null where there is no bias
   const float* class_weight;  // [V + padding]  it is null where every class weighs 1
   bool smoothing, entropy;    // these terms of dz are asked for
