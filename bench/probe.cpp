@@ -3,7 +3,8 @@
 // Every thread runs the same loop at once; a figure is work / (last end - first start), the best
 // and the median of several repetitions. It prints JSON on standard output.
 // The peaks of f32 FMA, bf16 dot and AMX bf16 use registers only; read and copy give each thread
-// its own slice. The AMX loop is inline in the intrinsics' header; a CPU without an instruction gives null.
+// its own slice. The AMX loop is inline in the intrinsics' header; a CPU without an instruction
+// gives null.
 #include <algorithm>
 #include <barrier>
 #include <chrono>

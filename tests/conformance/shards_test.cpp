@@ -25,8 +25,7 @@ class Shards : public ConformanceTest {
   }
 };
 
-// The partitions are one shard, halves, three uneven ones, one column alone, and a shard of many
-// more columns than a tile.
+// The partitions are one shard, halves, three uneven ones, a column alone on either side, and five.
 const Sizes kPartitions[] = {{131}, {66, 65}, {7, 100, 24}, {1, 129, 1}, {16, 16, 64, 32, 3}};
 
 TensorView columns_of(const TensorView& view, int64_t first, int64_t count, int axis) {

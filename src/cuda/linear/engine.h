@@ -74,7 +74,7 @@ const Engine& engine_for(std::span<const Engine* const> engines, const Call& op,
 // Forward keeps them there, Backward makes its gradients of them.
 void lay_out_kept(const Call& op, int64_t columns, LinearCall* call);
 
-// This is an op as its engine takes it.
+// An engine takes an op like this: with what its kernels need to know of the call.
 struct EngineCall {
   const Engine* engine;
   LinearCall call;
