@@ -10,7 +10,7 @@
 namespace logitless::guards {
 namespace {
 
-// This row says what an op is, as far as its options go.
+// These bits say what an op is, as far as its options go.
 constexpr uint32_t losses = 1, forwards = 2, backward_only = 4, gradients = 8, linear = 16,
                    logits = 32;
 

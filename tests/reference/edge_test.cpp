@@ -308,7 +308,7 @@ TEST(ReferenceEdges, NeedsNoWorkspace) {
 TEST(ReferenceEdges, OutOfMemoryIsAStatus) {
   const float element = 0;
   std::vector<int64_t> sizes = {int64_t{1} << 61};  // a vector cannot hold so many
-  // This is more than there is; sanitizers end the program there.
+  // No machine has so much memory; sanitizers end the program there.
   if (!kSanitized) sizes.push_back(int64_t{1} << 50);
   for (const int64_t size : sizes) {
     TensorView huge = matrix_view(&element, DType::f32, 1, size);

@@ -28,8 +28,8 @@ _ARGUMENTS = (
 )  # fmt: skip
 # It gives these beside the log-probabilities, where `outputs` names them, and None elsewhere.
 _OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-# These statistics make them. The rank does not serve, because it is 0 for every one of several
-# largest logits.
+# Each output is made of one of these statistics. The rank does not serve, because it is 0 for every
+# one of several largest logits.
 _STATISTICS = {
     "entropy": "entropy", "log_sum_sq_probs": "sum_p_squared", "mean_logits": "mean_logit",
     "is_top1": "argmax",
