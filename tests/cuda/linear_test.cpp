@@ -217,7 +217,7 @@ TEST_P(CudaLinear, PanelsInGradWeightsMemory) {
   smoothed.ignored = 0.3;
   Case capped = smoothed;
   capped.options.softcap = 20;  // E becomes dz in its place
-  Case full = smoothed;         // the smoothing's term stands alone against p; E had two parts once
+  Case full = smoothed;         // the smoothing's term stands alone against p
   full.options.label_smoothing = 1;
   Case at_cap = capped;  // most logits are the cap
   at_cap.data = Data::large;

@@ -30,7 +30,7 @@ struct GatherArguments {
   bool reads_input;
   float* target_logit;
   float* slope;            // it is null where all tokens share one map
-  int32_t* again;          // it is null where no E is kept
+  int32_t* again;          // it is null where no gradient is asked for
   int32_t* rows_finished;  // it is set to 0 here, at the start of a chunk
 };
 

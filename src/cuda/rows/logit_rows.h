@@ -32,8 +32,8 @@ struct RowsCall {
 constexpr int64_t most_rows = (int64_t{1} << 28) - 1, most_columns = int64_t{1} << 30;
 Status check_row_extents(const TensorView& logits);
 
-// Returns true where it ran right behind the preparation of the tokens, so that what follows may be
-// launched early (early.cuh).
+// Launches the rows, right behind the preparation of the tokens where there is one. Returns whether
+// what follows may then be launched early (early.cuh).
 bool launch_rows(const RowsCall& call, const DeviceInfo& device, Stream* stream);
 
 // Writes the losses of tokens that count, of probabilities as input, to `losses` [N] or, where it
