@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = "1024x768x50257,2048x1024x32000,256x4096x128256,8x4096x128256"
 QUICK_SHAPES = "96x64x3001,8x64x4096"
-Shape = tuple[int, int, int]  # N, D, V
+Shape = tuple[int, int, int]  # a shape is (N, D, V)
 
 
 def shapes_of(text: str) -> list[Shape]:
@@ -89,7 +89,7 @@ def machine(library_text: str, load: tuple[float, ...]) -> dict[str, Any]:
 
 class Run:
     def __init__(self, arguments: argparse.Namespace) -> None:
-        # Imported late: --help and bad arguments answer at once.
+        # These are imported late, so that --help and bad arguments answer at once.
         import contenders
         import native
         import report
@@ -99,7 +99,7 @@ class Run:
         self.c, self.report, self.timing = contenders, report, timing
         self.arguments = arguments
         torch.set_num_threads(arguments.threads)
-        torch._inductor.config.compile_threads = 1  # no workers left behind beside the timing
+        torch._inductor.config.compile_threads = 1  # no workers are left behind beside the timing
         self.path = str(arguments.build / "liblogitless.so")
         self.library = native.Library(self.path, arguments.threads)
         self.scratch = contenders.Scratch()
@@ -129,7 +129,7 @@ class Run:
         self.report.print_group(group)
         sys.stdout.flush()
         self.warn_of_losses(group)
-        for contender in group.contenders:  # lets go of their tensors
+        for contender in group.contenders:  # an idle contender lets go of its tensors
             contender.call = contender.prepare = contender.release = self.timing.nothing
         self.groups.append(group)
         gc.collect()
@@ -208,7 +208,7 @@ class Run:
         a = self.arguments
         for dtype in a.dtypes:
             self.logits(dtype)
-        # One weight at a time: those of one D and V together, small ones first.
+        # There is one weight at a time: those of one D and V come together, small ones first.
         for hidden, vocab in dict.fromkeys((d, v) for _, d, v in a.shapes):
             tokens = [n for n, d, v in a.shapes if (d, v) == (hidden, vocab)]
             for dtype in a.dtypes:

@@ -191,7 +191,7 @@ def peak(head: Head, call: Callable[[], None]) -> float:
     return (torch.cuda.max_memory_allocated() - before - grads) / MIB
 
 
-LATER = 8  # the contenders of ours that are always there
+LATER = 8  # these contenders of ours run in every comparison
 
 
 def chosen(calls: dict[str, Callable[[], None]], only: str) -> dict[str, Callable[[], None]]:

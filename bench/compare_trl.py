@@ -23,7 +23,8 @@ import trl.trainer.utils
 from logitless.integrations import patch_trl
 
 MIB = 1 << 20
-# What each trainer asks for (trl.trainer, 1.16), and whether the entropy has a gradient there.
+# Each trainer asks for these (trl.trainer, 1.16); the flag says whether the entropy has a gradient
+# there.
 TRAINERS: dict[str, tuple[tuple[str, ...], bool]] = {
     "log-probability alone": (("log_probs",), False),
     "SFT": (("log_probs", "entropy", "is_top1"), False),
@@ -46,7 +47,8 @@ class Head:
     def run(self, trainer: str, backward: bool) -> None:
         outputs, entropy_gradient = TRAINERS[trainer]
         self.input.grad = self.weight.grad = None
-        function = trl.trainer.utils._ChunkedLogProbFunction  # patched or not
+        # the function is TRL's own, or the patch's
+        function = trl.trainer.utils._ChunkedLogProbFunction
         with torch.set_grad_enabled(backward):
             results = function.apply(
                 self.input, self.weight, None, self.target, 1.0, 32768, None, 1.0, outputs
@@ -89,7 +91,7 @@ def compare(head: Head, trainer: str, backward: bool, rounds: int) -> str:
     for i in range(rounds + 2):
         for name in sorted(contenders, reverse=i % 2 == 0):
             sample = head.time(contenders[name])
-            if i >= 2:  # both have warmed up
+            if i >= 2:  # both have warmed up by then
                 samples[name].append(sample)
     ms = {name: statistics.median(t for t, _ in taken) for name, taken in samples.items()}
     mib = {name: max(m for _, m in taken) for name, taken in samples.items()}

@@ -21,7 +21,7 @@ MIB = 1 << 20
 POLICIES = ("accurate", "balanced", "compact")
 CHUNK = 256
 
-# Every option of the loss at once; the weights and the bias come with them.
+# These are all options of the loss at once; the weights and the bias come with them.
 ALL_OPTIONS = {
     "label_smoothing": 0.1,
     "z_loss": 1e-4,
@@ -56,12 +56,12 @@ class Head:
         generator = torch.Generator().manual_seed(seed)
         self.input = torch.randn(tokens, self.hidden, generator=generator).to(self.dtype)  # [N, D]
         self.target = torch.randint(self.vocab, (tokens,), generator=generator)  # [N]
-        self.half_target = self.target.clone()  # [N]  every second token ignored
+        self.half_target = self.target.clone()  # [N]  it ignores every second token
         self.half_target[::2] = -100
         self.bias = torch.randn(self.vocab, generator=generator)  # [V]
         self.vocab_weight = torch.rand(self.vocab, generator=generator) + 0.5  # [V]
         self.token_weight = torch.rand(tokens, generator=generator) + 0.5  # [N]
-        self.reference: torch.Tensor | None = None  # [N, D]  PyTorch's gradient of input
+        self.reference: torch.Tensor | None = None  # [N, D]  it is PyTorch's gradient of input
 
 
 def random_weight(vocab: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
@@ -69,7 +69,8 @@ def random_weight(vocab: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     weight = torch.empty(vocab, hidden, dtype=dtype)
     bound = (3.0 / hidden) ** 0.5
-    for rows in weight.split(max(1, (1 << 26) // hidden)):  # no second whole matrix for bf16
+    # Parts spare a second whole matrix for bf16.
+    for rows in weight.split(max(1, (1 << 26) // hidden)):
         rows.copy_(torch.empty(rows.shape).uniform_(-bound, bound, generator=generator))
     return weight
 
@@ -153,7 +154,7 @@ def ours(
 
     def call() -> float:
         library.run(op, scratch.address(size), size)
-        return tensors["loss"].item()  # the closure keeps what the op points at
+        return tensors["loss"].item()  # the closure keeps alive what the op points at
 
     def compare() -> None:
         if gradients is not None and head.reference is not None and plain:
@@ -208,7 +209,8 @@ def ours_later(
     def call() -> float:
         for op, size in zip(ops, sizes, strict=True):
             library.run(op, scratch.address(size), size)
-        return (written | shared | later)["loss"].mean().item()  # keeps what the ops point at
+        # the closure keeps alive what the ops point at
+        return (written | shared | later)["loss"].mean().item()
 
     facts = {"workspace_bytes": max(sizes), "kept_bytes": kept.bytes}
     return Contender(name, call, facts=facts)
@@ -270,7 +272,7 @@ def best_chunked(head: Head, gradients: bool, cap_seconds: float) -> Contender:
             times[policy] = candidate.once(cap_seconds)
         except TooSlow:
             failure = f"too slow: more than {cap_seconds:.0f} s"
-        except Exception as error:  # one policy may be refused, the others not
+        except Exception as error:  # one policy may be refused, and the others not
             failure = f"failed: {type(error).__name__}: {str(error).splitlines()[0][:160]}"
     if not times:
         return Contender(CHUNKED, lambda: None, status=failure)

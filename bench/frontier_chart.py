@@ -75,7 +75,7 @@ def draw(axes: pyplot.Axes, head: str, points: Records, others: Records) -> None
     others = sorted(others, key=lambda r: r["ratio"])
     for r, marker in zip(others, cycle("sDv^P*<>X"), strict=False):
         place = (max(r["mib"], size[0] / 2), min(r["ratio"], highest))
-        name = r["contender"]  # with the figures that are off the chart
+        name = r["contender"]  # the figures that are off the chart stand beside the name
         name += f", x {r['ratio']:.1f}" if r["ratio"] > highest else ""
         name += f", {r['mib']:.0f} MiB" if r["mib"] < place[0] else ""
         axes.plot(*place, marker, markersize=6, alpha=0.8, label=name)

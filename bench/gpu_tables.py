@@ -21,7 +21,7 @@ from gpu_timing import MIB, Contender, bursts
 
 ARTICLE = {"cuda": (4096, 1024, 65536), "cpu": (256, 128, 4096)}
 PAPER = {"cuda": (20480, 768, 50257), "cpu": (256, 64, 5003)}
-CHUNK = 1024  # columns, as in the article
+CHUNK = 1024  # the article takes as many columns
 
 
 class OnlineSoftmax(torch.autograd.Function):
@@ -124,7 +124,7 @@ def article(bench: Bench) -> None:
         def run() -> None:
             loss = f(h, w, t)
             loss.backward()
-            h.grad = w.grad = None  # so that the next call's peak counts its own
+            h.grad = w.grad = None  # the next call's peak then counts its own gradients
             values[name] = loss.detach()
 
         return Contender(name, run)

@@ -29,7 +29,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples/python"))
 import train_gpt  # noqa: E402
 
-Head = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # log-probability and entropy
+# A head returns log-probability and entropy.
+Head = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def trained(s: train_gpt.Settings, tokens: int) -> tuple[Tensor, Tensor, Tensor, float]:

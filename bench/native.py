@@ -108,7 +108,7 @@ def tensor(address: int, dtype: int, shape: tuple[int, ...]) -> Tensor:
 def make_op(kind: int, tensors: Mapping[str, Tensor], **options: Any) -> Op:
     """An op that owns the structs it points at."""
     op = Op(kind=kind)
-    if kind != SOFTMAX:  # which has none
+    if kind != SOFTMAX:  # the softmax has no options
         op.options = ctypes.pointer(LossOptions(**options))
     for name, view in tensors.items():
         setattr(op, name, ctypes.pointer(view))
@@ -120,7 +120,7 @@ class Failure(RuntimeError):
 
 
 class Sizes(NamedTuple):
-    minimum: int  # bytes
+    minimum: int  # it counts bytes
     recommended: int
     alignment: int
 

@@ -12,20 +12,20 @@ from typing import Any
 from timing import Contender
 
 MIB = 1 << 20
-# What ours is compared with: the fastest of these, and the first alone.
+# Ours is compared with the fastest of these, and with the first alone.
 TORCH = ("torch", "F.")
 
 
 @dataclass
 class Group:
-    kind: str  # "gradients", "loss" or "logits"
+    kind: str  # it is "gradients", "loss" or "logits"
     tokens: int
-    hidden: int  # 0: logits are given
+    hidden: int  # 0 says that logits are given
     vocab: int
     dtype: str
     contenders: list[Contender]
     rounds: int = 0
-    copy_ms: float | None = None  # of the logits' bytes, by the probe
+    copy_ms: float | None = None  # the probe copies the logits' bytes in so long
 
     @property
     def title(self) -> str:
@@ -81,7 +81,7 @@ def ratio(a: float | None, b: float | None) -> float | None:
 @dataclass
 class Bound:
     name: str
-    value: float | None  # None: not measured
+    value: float | None  # None says that it was not measured
     limit: float
     at_least: bool = True
     note: str = ""

@@ -64,7 +64,7 @@ HEADS = [
     Head("GPT-2 XL", "f32", 2048, 1600, 50257),
     Head("Llama 2 7B", "f32", 2048, 4096, 32000),
 ]
-SECTIONS = {  # of a head: the products of its ratio, then ours and torch.compile's
+SECTIONS = {  # a head has the products of its ratio, then ours and torch.compile's
     "loss + gradients": 3,
     "none + gradients": 3,
     "loss": 1,
@@ -202,7 +202,7 @@ def draw(path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text in the SVG
     from matplotlib import pyplot
 
     records = json.loads(path.read_text())["heads"]

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The WebGPU backend on this machine's adapter, as JSON lines: its three tiled products alone, the
-// linear op with gradients beside them in workspaces from the minimum on, cross_entropy in place,
-// of the host and of the kernel with the published bindings, beside WebGPU's own copy and a
-// shader's. Least of several times, each of enough calls to outlast the submission.
+// This program measures the WebGPU backend on this machine's adapter, and prints JSON lines: its
+// three tiled products alone, the linear op with gradients beside them in workspaces from the
+// minimum on, cross_entropy in place, of the host and of the kernel with the published bindings,
+// beside WebGPU's own copy and a shader's. Each figure is the least of several times, each of
+// enough calls to outlast the submission.
 //   logitless_webgpu_bench [--quick | --rows | --products] [--peak TFLOPS]
-//   --rows, --products: cross_entropy, or the products of a call, alone
+//   --rows and --products run cross_entropy, or the products of a call, alone
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -37,7 +38,7 @@ void check(const Status& status, const char* what) {
   std::exit(1);
 }
 
-// Seconds of one call of f, which records and submits.
+// Returns the seconds of one call of f, which records and submits.
 double seconds(const std::function<void()>& f, int repeats = 5) {
   f();
   device->wait();
@@ -100,12 +101,12 @@ Buffer targets(int64_t tokens, int64_t vocab) {
 struct Shape {
   bool a_transposed, b_transposed;
   int64_t rows, columns, depth;
-  bool blocked = false;  // grad_weight as a call makes it: a sum for a part of the depth
+  bool blocked = false;  // grad_weight is then made as in a call: each part of the depth has a sum
 };
 
 uint64_t bytes_of(int64_t floats) { return static_cast<uint64_t>(floats) * 4; }
 
-// One of the three products by itself, with a tile, in slices that are added after it.
+// Measures one of the three products by itself, with a tile, in slices that are added after it.
 double product(const Tile& tile, int64_t slices, const Shape& s, Buffer a, Buffer b,
                Buffer result) {
   ProductParams p{.rows = u32(s.rows), .columns = u32(s.columns), .depth = u32(s.depth)};
@@ -151,7 +152,7 @@ double product(const Tile& tile, int64_t slices, const Shape& s, Buffer a, Buffe
   return time;
 }
 
-// The three products of a chunk and the whole vocabulary, each with the fastest tile.
+// Measures the three products of a chunk and the whole vocabulary, each with the fastest tile.
 double products(int64_t tokens, int64_t vocab, int64_t hidden, double peak) {
   const Buffer h = filled(tokens * hidden, 1), w = filled(vocab * hidden, 1),
                z = filled(tokens * vocab, 1e-3f), gh = filled(tokens * hidden, 1),
@@ -187,7 +188,7 @@ double products(int64_t tokens, int64_t vocab, int64_t hidden, double peak) {
   return total;
 }
 
-// From the minimum to where everything fits, by doubling.
+// Returns budgets from the minimum to where everything fits, by doubling.
 std::vector<uint64_t> budgets(uint64_t minimum, int64_t tokens, int64_t vocab) {
   std::vector<uint64_t> all;
   const uint64_t whole = bytes_of(tokens * vocab) * 3 / 2;
@@ -236,7 +237,7 @@ void linear(int64_t tokens, int64_t vocab, int64_t hidden, double peak) {
   }
 }
 
-// A copy by a shader, which WebGPU's own copy need not be as fast as.
+// This shader copies, which WebGPU's own copy need not be as fast as.
 constexpr const char* kCopy = R"(
 @group(0) @binding(0) var<storage, read> source: array<vec4<f32>>;
 @group(0) @binding(1) var<storage, read_write> result: array<vec4<f32>>;
@@ -262,7 +263,7 @@ double shader_copy(Buffer from, Buffer to, uint64_t bytes) {
   });
 }
 
-// cross_entropy.wgsl behind its published bindings.
+// Measures cross_entropy.wgsl behind its published bindings.
 double seed_shaped(Buffer logits, Buffer target, Buffer losses, int64_t tokens, int64_t vocab) {
   const uint32_t sizes[4] = {u32(tokens), u32(vocab), 0, 0};
   const float factors[4] = {1 / static_cast<float>(tokens), 0, 0, 1 / static_cast<float>(vocab)};

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// logitless bench: the time of ops over a sweep of shapes, beside what the machine can do, both
-// measured in this run. FLOP are those of the products an op cannot avoid (a plan that recomputes
-// the logits does more); bytes those of the head, or of the logits where they are given.
+// logitless bench measures the time of ops over a sweep of shapes, beside what the machine can do,
+// both in this run. FLOP are those of the products an op cannot avoid (a plan that recomputes the
+// logits does more); bytes are those of the head, or of the logits where they are given.
 #include <fmt/core.h>
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
@@ -41,9 +41,9 @@ struct Case {
   std::optional<uint64_t> memory;
 };
 
-// The best seen in this run, for one number of threads.
+// This is the best seen in this run, for one number of threads.
 struct Machine {
-  double fma = 0, bf16_dot = 0, amx = 0;  // FLOP/s; 0: none
+  double fma = 0, bf16_dot = 0, amx = 0;  // they count FLOP/s, where 0 says that there is none
   Bandwidth bandwidth;
 };
 
@@ -53,12 +53,12 @@ struct Row {
   cpu::Arithmetic arithmetic = cpu::Arithmetic::f32;
   Measurement m;
   Machine machine;
-  const GpuBench* gpu = nullptr;  // none: the CPU
+  const GpuBench* gpu = nullptr;  // without one the CPU is measured
 
   double flops() const;
   double bytes() const;
   bool writes() const { return c.shape.op != "linear-forward" && c.shape.op != "forward"; }
-  double peak() const;  // FLOP/s
+  double peak() const;  // it counts FLOP/s
   double bandwidth() const { return writes() ? machine.bandwidth.copy : machine.bandwidth.read; }
   double rate() const { return flops() / m.median(); }
   double throughput() const { return bytes() / m.median(); }
@@ -96,7 +96,7 @@ std::vector<Case> cases(const BenchArguments& a) {
   for (const std::string& text : a.memories) memories.push_back(parse_bytes(text, "--memory"));
   if (memories.empty()) memories.emplace_back();
   std::vector<Case> all;
-  // Innermost what keeps the tensors.
+  // The innermost loop is the one that keeps the tensors.
   for (const int64_t n : a.tokens)
     for (const int64_t d : a.hidden)
       for (const int64_t v : a.vocab)
@@ -118,11 +118,12 @@ std::vector<Case> cases(const BenchArguments& a) {
 }
 
 // Refuses what would not fit before the system ends the process for it. The host holds a copy of a
-// GPU's tensors, and the device them and the workspace.
+// GPU's tensors, and the device holds them and the workspace.
 void check_fits(const Case& c, const GpuBench* gpu) {
   uint64_t needed = with_op(c.shape.op, [&](auto op) {
     uint64_t bytes = 0;
-    // Somewhere, aligned and apart: a device plans otherwise without addresses. Nothing is read.
+    // The tensors lie somewhere, aligned and apart, because a device plans otherwise without
+    // addresses. Nothing is read.
     uintptr_t address = uintptr_t{1} << 32;
     set_views(op, c.shape, [&](const char*, TensorView view) {
       bytes += bytes_of(view);
@@ -232,8 +233,8 @@ Chart make_chart(const std::vector<Row>& rows) {
   return chart;
 }
 
-// All of it once, then again what the next measurement is compared with: a machine that slows down
-// slows both.
+// Probes all of the machine once, then again what the next measurement is compared with, so that a
+// machine that slows down slows both.
 void probe(Machine& machine, cpu::Arithmetic arithmetic) {
   constexpr int kFirst = 5, kAgain = 2;
   const bool first = machine.fma == 0;
@@ -257,7 +258,7 @@ void print_machine(int threads, const Machine& m) {
       m.bandwidth.copy * 1e-9);
 }
 
-// Its best product of each width, and a copy, measured once.
+// Measures the GPU's best product of each width, and a copy, once.
 Machine probe_gpu(GpuBench& gpu) {
   Machine machine;
   machine.bandwidth.read = machine.bandwidth.copy = gpu.copy_bandwidth();

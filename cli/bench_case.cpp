@@ -14,13 +14,13 @@
 namespace logitless::cli {
 namespace {
 
-// The reference holds the head in double: 1 GiB.
+// The reference holds the head in double, so this is 1 GiB.
 constexpr int64_t kLargestJudgedHead = int64_t{1} << 27;
 
-// Normal numbers, as many as `bytes` hold: blocks of one table, each from a place of its own, so
-// that gigabytes are filled at the speed of memory.
+// Writes normal numbers, as many as `bytes` hold: blocks of one table, each from a place of its
+// own, so that gigabytes are filled at the speed of memory.
 void fill_normal(const Buffer& buffer, DType dtype, double scale) {
-  constexpr size_t kTable = 1 << 18, kBlock = 4096;  // elements
+  constexpr size_t kTable = 1 << 18, kBlock = 4096;  // they count elements
   std::mt19937_64 random(42);
   std::normal_distribution<float> normal(0, static_cast<float>(scale));
   const auto element = static_cast<size_t>(size_of(dtype));
@@ -59,7 +59,7 @@ void fill(const std::string& name, const TensorView& view, int64_t vocab, const 
   }
 }
 
-// A line of /proc/self/status in bytes.
+// Returns a line of /proc/self/status in bytes.
 std::optional<uint64_t> process_memory(const std::string& wanted) {
   std::ifstream file("/proc/self/status");
   for (std::string key; file >> key;) {
@@ -120,7 +120,7 @@ Op make_op(const OpShape& shape, Tensors& tensors) {
   return op;
 }
 
-// Backward is given these, written by Forward on the same tensors.
+// Prepares what Backward is given: Forward writes it on the same tensors.
 template <class Op>
 void prepare_state(const OpShape& shape, Tensors& tensors, GpuBench* gpu) {
   if constexpr (BackwardOnlyOp<Op>) {
@@ -146,7 +146,7 @@ void warm_up(OpShape shape) {
   run_recommended(make_op<Op>(shape, tensors), nullptr);
 }
 
-// The rows of the logits that judge() wants, before the run overwrites them.
+// These are the rows of the logits that judge() wants, saved before the run overwrites them.
 struct SavedRows {
   TensorView view{};
   Buffer buffer;
@@ -224,7 +224,7 @@ Measurement measure(const OpShape& shape, const MeasureOptions& options, Tensors
     } else {
       gpu->timed(op, m.workspace, true);
     }
-    // As the suite judges the backend: see tests/support/device_cuda.cpp.
+    // The suite judges the backend in the same way: see tests/support/device_cuda.cpp.
     const bool tensor_cores =
         gpu != nullptr && gpu->has_tensor_cores() && shape.linear() && shape.dtype != DType::f32;
     m.error_ratio = error_ratio(op, shape, tensors, options.samples, saved, tensor_cores);

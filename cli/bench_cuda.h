@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Measurements on CUDA, timed by the device's own clock.
+// These measurements on CUDA are timed by the device's own clock.
 #pragma once
 
 #include <memory>
@@ -8,7 +8,7 @@
 
 namespace logitless::cli {
 
-// Failure with the reason where there is no CUDA to measure.
+// Throws Failure with the reason where there is no CUDA to measure.
 std::unique_ptr<GpuBench> make_cuda_bench();
 
 }  // namespace logitless::cli

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Measurements on a device with memory of its own: an op on copies of its host tensors.
+// A device with memory of its own is measured here: an op runs on copies of its host tensors.
 #pragma once
 
 #include <functional>
@@ -17,15 +17,16 @@ class GpuBench {
 
   template <class Op>
   WorkspaceSize size(const Op& host) const;
-  // Seconds of one run; `fetch`: what it wrote goes back to the host, unmeasured.
+  // Returns the seconds of one run. If `fetch`, what it wrote goes back to the host, unmeasured.
   template <class Op>
   double timed(const Op& host, uint64_t workspace, bool fetch);
-  // Frees the copies: the host's memory may hold something else from now on.
+  // Frees the copies, because the host's memory may hold something else from now on.
   virtual void forget() = 0;
 
   virtual const char* name() const = 0;
   virtual uint64_t free_bytes() const = 0;
-  // Measured now: FLOP/s of a product of two square matrices, bytes/s read and written by a copy.
+  // These are measured now: FLOP/s of a product of two square matrices, and bytes/s read and
+  // written by a copy.
   virtual double product_rate(DType dtype) = 0;
   virtual double copy_bandwidth() = 0;
   // Says what multiplies here, and how the suite judges it (tests/support/device_cuda.cpp).
@@ -34,11 +35,11 @@ class GpuBench {
 
  protected:
   explicit GpuBench(Device device) : execution_{.device = device} {}
-  // The device's copy of the tensor, made where there is none.
+  // Returns the device's copy of the tensor, which is made where there is none.
   virtual void* device_of(const TensorView& host) = 0;
   virtual void fetch(const TensorView& host) = 0;
   virtual Workspace reserve(uint64_t bytes) = 0;
-  // Seconds until what `work` asked for is done.
+  // Returns the seconds until what `work` asked for is done.
   virtual double seconds(const std::function<void()>& work) = 0;
 
   Execution execution_;

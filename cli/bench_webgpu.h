@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Measurements on WebGPU, from the call until its queue is empty.
+// These measurements on WebGPU go from the call until its queue is empty.
 #pragma once
 
 #include <memory>
@@ -8,7 +8,7 @@
 
 namespace logitless::cli {
 
-// Failure with the reason where there is no WebGPU to measure.
+// Throws Failure with the reason where there is no WebGPU to measure.
 std::unique_ptr<GpuBench> make_webgpu_bench();
 
 }  // namespace logitless::cli

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory for tensors and workspaces, straight from the system: zero pages, none of them present
-// until touched, large pages where the system gives them, so that what a call touches can be seen.
+// A buffer is memory for tensors and workspaces, straight from the system: zero pages, none of them
+// present until touched, and large pages where the system gives them, so that what a call touches
+// can be seen.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +14,8 @@ namespace logitless::cli {
 class Buffer {
  public:
   Buffer() = default;
-  explicit Buffer(uint64_t bytes);  // aligned to 64 bytes or better; Failure where there is no room
+  // It is aligned to 64 bytes or better; where there is no room it throws Failure.
+  explicit Buffer(uint64_t bytes);
   ~Buffer();
   Buffer(Buffer&& other) noexcept;
   Buffer& operator=(Buffer&& other) noexcept;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// logitless check: cases of the conformance suite on this machine, each element of each output
-// against the reference within the bound the contract promises for it.
+// logitless check runs cases of the conformance suite on this machine, and judges each element of
+// each output against the reference, within the bound that the contract promises for it.
 #include <fmt/core.h>
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
@@ -34,23 +34,23 @@ constexpr OpKind kOps[] = {OpKind::softmax,
 constexpr DType kDtypes[] = {DType::f32, DType::f16, DType::bf16};
 
 struct CheckArguments {
-  std::vector<std::string> devices, ops, dtypes;  // empty: all
-  int64_t cases = 150;                            // of each op and dtype
+  std::vector<std::string> devices, ops, dtypes;  // an empty list stands for all
+  int64_t cases = 150;                            // so many of each op and dtype run
   double within = 1;
   bool full = false, every_isa = false;
 };
 
 struct Row {
   const TestDevice* device;
-  std::string isa;  // empty: the one in force
+  std::string isa;  // if it is empty, the one in force runs
   OpKind op;
   DType dtype;
-  int64_t cases = 0, failures = 0;  // cases that failed
+  int64_t cases = 0, failures = 0;  // so many cases ran, and so many failed
   double worst_ratio = 0;
   std::string worst{}, report{};
 };
 
-// `count` of the items, evenly spread; the first is always among them.
+// Returns `count` of the items, evenly spread; the first is always among them.
 template <class T>
 std::vector<T> spread(const std::vector<T>& items, int64_t count) {
   const auto size = static_cast<int64_t>(items.size());
@@ -65,8 +65,8 @@ struct NamedCase {
   std::string name;
 };
 
-// Options alone and in pairs on small shapes, then shapes that cross internal edges with every
-// option at once.
+// Returns options alone and in pairs on small shapes, then shapes that cross internal edges with
+// every option at once.
 std::vector<NamedCase> cases_of(OpKind op, DType dtype, const CheckArguments& a) {
   const int64_t most = a.full ? INT64_MAX : a.cases;
   std::vector<NamedCase> all;
@@ -91,7 +91,7 @@ bool wanted(const std::vector<std::string>& names, const std::string& name) {
   return names.empty() || std::find(names.begin(), names.end(), name) != names.end();
 }
 
-// linear_forward is linear-forward on the command line.
+// The name linear_forward is linear-forward on the command line.
 std::string op_name(OpKind op) {
   std::string name = conformance::name_of(op);
   std::replace(name.begin(), name.end(), '_', '-');
@@ -100,9 +100,10 @@ std::string op_name(OpKind op) {
 
 std::vector<Row> rows_of(const CheckArguments& a) {
   std::vector<Row> rows;
-  for (const std::string& name : a.devices) parse_device(name);  // says why one is absent
+  // this throws, and says why one is absent
+  for (const std::string& name : a.devices) parse_device(name);
   for (const auto& [name, device, reason] : conformance::all_devices()) {
-    // Judged by itself, the reference is checked only where it is asked for.
+    // The reference is judged by itself, so it is checked only where it is asked for.
     if (a.devices.empty() ? name == "reference" : !wanted(a.devices, name)) continue;
     if (device == nullptr && a.devices.empty()) continue;
     if (device == nullptr) throw Failure(reason);

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The command line's shape: every subcommand is one file and one function that adds it. A command
-// throws BadInput (exit 2) or Failure (exit 1) with one line to say; main prints it, and with
-// --json an object on the standard output too.
+// The command line has this shape: every subcommand is one file and one function that adds it. A
+// command throws BadInput (exit 2) or Failure (exit 1) with one line to say; main prints it, and
+// with --json an object on the standard output too.
 #pragma once
 
 #include <stdexcept>
 #include <string>
 #include <utility>
 
-// Its headers cost a file seconds: who adds options includes them.
+// CLI11's headers cost a file seconds, so only who adds options includes them.
 namespace CLI {
 class App;
 class Validator;
@@ -17,8 +17,8 @@ class Validator;
 namespace logitless::cli {
 
 struct Context {
-  bool json = false;  // one JSON object, or JSON lines where the command streams
-  int exit_code = 0;  // what main returns; 1 where a check failed
+  bool json = false;  // it is one JSON object, or JSON lines where the command streams
+  int exit_code = 0;  // main returns it; 1 says that a check failed
 };
 
 // A command stops with this. `field` is the option, argument or tensor that it is about, where it
@@ -32,19 +32,19 @@ struct CommandError : std::runtime_error {
   }
   std::string code, field;
 };
-// The caller's fault: exit code 2.
+// BadInput stands for the caller's fault, with exit code 2.
 struct BadInput : CommandError {
   explicit BadInput(const std::string& message, std::string field = "",
                     std::string code = "bad_input")
       : CommandError(message, std::move(code), std::move(field)) {}
 };
-// Anything else: exit code 1.
+// A Failure is what is not the caller's fault; its exit code is 1.
 struct Failure : CommandError {
   explicit Failure(const std::string& message, std::string code = "failure")
       : CommandError(message, std::move(code), "") {}
 };
 
-// A subcommand with its --json flag; `body` runs after parsing.
+// Adds a subcommand with its --json flag; `body` runs after parsing.
 CLI::App* add_command(CLI::App& app, Context& context, const std::string& name,
                       const std::string& description);
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// logitless demo: trains a word-level language model on the text given, with the exact softmax over
+// logitless demo trains a word-level language model on the text given, with the exact softmax over
 // its whole vocabulary, and says what it took and how well it does.
 #include <fmt/core.h>
 #include <sys/resource.h>
@@ -27,29 +27,30 @@ using namespace demo;
 
 struct DemoOptions {
   std::vector<std::string> paths;
-  int64_t steps = 0;   // 0: by default, or as long as `seconds` lasts
-  double seconds = 0;  // 0: by default, or as long as `steps` take
+  int64_t steps = 0;   // 0 takes the default, or as many as `seconds` allows
+  double seconds = 0;  // 0 takes the default, or as long as `steps` take
   int64_t dim = 128, context = 16, units = 128;
-  int64_t batch = 0;  // 0: by the text's length
+  int64_t batch = 0;  // 0 lets the text's length decide
   int64_t vocab = 50257;
   uint64_t seed = 1;
-  int threads = 0;  // 0: the library's default
+  int threads = 0;  // 0 takes the library's default
   std::string dtype = "bf16";
   std::string save, generate;
   SampleOptions sample;
 };
 
-constexpr double default_seconds = 120;  // of training: three minutes on two cores, with the rest
-constexpr int64_t default_passes = 4;    // over the text at most, where it is short
+// Training alone takes them: with the rest three minutes on two cores.
+constexpr double default_seconds = 120;
+constexpr int64_t default_passes = 4;  // a short text is read at most so often
 constexpr int64_t most_batch = 1024;
-constexpr int64_t most_heldout = 200000;  // words scored
+constexpr int64_t most_heldout = 200000;  // so many words are scored
 constexpr int64_t exactness_words = 16;
-constexpr double learning_rate = 0.004;  // at a batch of most_batch
+constexpr double learning_rate = 0.004;  // it goes with a batch of most_batch
 
 TrainOptions train_options(const DemoOptions& options, const Text& text) {
   const auto words = static_cast<int64_t>(text.train.size());
   TrainOptions train{.seed = options.seed};
-  // A short text gets small batches, that there may be enough steps.
+  // A short text gets small batches, so that there are enough steps.
   train.batch = options.batch > 0 ? options.batch
                                   : std::clamp<int64_t>(words / 500 / 32 * 32, 32, most_batch);
   const bool neither = options.steps == 0 && options.seconds == 0;
@@ -61,7 +62,7 @@ TrainOptions train_options(const DemoOptions& options, const Text& text) {
   return train;
 }
 
-// Words to score: all, or evenly chosen ones.
+// Returns the words to score: all, or evenly chosen ones.
 std::vector<int64_t> heldout_words(const Text& text) {
   const std::vector<int64_t> all = countable(text.heldout);
   if (static_cast<int64_t>(all.size()) <= most_heldout) return all;

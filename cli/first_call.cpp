@@ -31,7 +31,7 @@ double milliseconds(F&& work) {
       .count();
 }
 
-// Zeros: their values are of no effect on what is loaded.
+// These are zeros, because values have no effect on what is loaded.
 class Zeros {
  public:
   ~Zeros() {
@@ -58,7 +58,8 @@ nlohmann::json measure(const OpShape& shape, bool warmed) {
                         {"dtype", name_of(shape.dtype)}};
   out["driver_ms"] = milliseconds([] {
     const cuda::DeviceInfo* none;
-    if (cudaFree(nullptr) != cudaSuccess) check(cuda::find_device(0, &none));  // says why
+    // find_device says why there is none
+    if (cudaFree(nullptr) != cudaSuccess) check(cuda::find_device(0, &none));
   });
   Zeros zeros;
   Op op;

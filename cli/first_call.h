@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a process pays for its first call on CUDA, the driver being up: `logitless bench --device
+// A process pays this for its first call on CUDA, the driver being up: `logitless bench --device
 // cuda --first-call`.
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace logitless::cli {
 
-// Failure with the reason where there is no CUDA.
+// Throws Failure with the reason where there is no CUDA.
 void run_first_call(const Context& context, const OpShape& shape, bool warmed);
 
 }  // namespace logitless::cli

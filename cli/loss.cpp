@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// logitless loss: the loss of a model's head on tensors of a .safetensors file, statistics of its
-// tokens, and gradients written to another.
+// logitless loss computes the loss of a model's head on tensors of a .safetensors file and
+// statistics of its tokens, and writes gradients to another file.
 #include "cli/loss.h"
 
 #include <fmt/core.h>
@@ -31,7 +31,7 @@ struct Summary {
   void add(double value) {
     sum += value;
     ++count;
-    // NaN must show: std::min and std::max would drop it.
+    // NaN must show, but std::min and std::max would drop it.
     smallest = value < smallest || std::isnan(value) ? value : smallest;
     largest = value > largest || std::isnan(value) ? value : largest;
   }
@@ -43,7 +43,7 @@ struct Summary {
   }
 };
 
-// Tokens that count, and what they say.
+// Tokens that count are summed up here, with what they say.
 struct TokenSummary {
   int64_t valid = 0, ignored = 0, outside = 0, correct = 0;
   Summary loss, lse, entropy, log_probability;
@@ -159,7 +159,8 @@ void print_text(const LossInputs& inputs, const LossOutputs& outputs,
 #define LOGITLESS_CHANGED "the file changed while it was read"
 volatile std::sig_atomic_t json_wanted = 0;
 
-// A file cut short by another process while it is mapped ends here, as other failures do in main.
+// If another process cuts the file short while it is mapped, the command ends here, as for other
+// failures in main.
 void on_bus_error(int) {
   // Several threads read the file, and the first of them to come here speaks for all.
   static std::atomic_flag told;

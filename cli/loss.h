@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What `logitless loss` is asked, and what it works on.
+// These structs hold what `logitless loss` is asked, and what it works on.
 #pragma once
 
 #include <optional>
@@ -16,22 +16,23 @@ namespace logitless::cli {
 struct LossArguments {
   std::string file;
   std::string hidden = "hidden", weight = "weight", target = "target";
-  std::string bias, token_weight, vocab_weight;  // names; empty: none
+  // They are names; an empty one says that there is none.
+  std::string bias, token_weight, vocab_weight;
   std::string reduction = "mean", out_of_range = "error", device = "cpu", grad_dtype = "f32";
-  std::optional<uint64_t> memory;    // bytes; none: the recommended workspace
-  std::string gradients, per_token;  // files to write; empty: none
+  std::optional<uint64_t> memory;  // it counts bytes; without it the recommended workspace is taken
+  std::string gradients, per_token;  // they are files to write; an empty one is not written
   bool statistics = false;
-  int threads = 0;  // 0: the default
+  int threads = 0;  // 0 takes the default
   LossOptions options{};
 
   bool wants_statistics() const { return statistics || !per_token.empty(); }
 };
 
-// A tensor of the file as the library takes it: leading dimensions flattened, a copy where the data
-// is not aligned to its elements.
+// The library takes a tensor of the file like this: leading dimensions are flattened, and a copy is
+// made where the data is not aligned to its elements.
 struct InputTensor {
   TensorView view{};
-  std::vector<int64_t> shape;  // as in the file
+  std::vector<int64_t> shape;  // it is as in the file
   Buffer copy;
 };
 
@@ -51,13 +52,13 @@ struct LossInputs {
 LossInputs load_inputs(const SafetensorsFile& file, const LossArguments& arguments);
 
 struct LossOutputs {
-  Buffer loss;                                // [N] for none, else [1]
-  Buffer token_loss;                          // [N] where each token's is wanted and `loss` is [1]
-  Buffer lse, target_logit, entropy;          // [N] each
+  Buffer loss;        // [N] where the reduction is none, else [1]
+  Buffer token_loss;  // [N]  it is there where each token's loss is wanted and `loss` is [1]
+  Buffer lse, target_logit, entropy;          // each is [N]
   Buffer log_probability;                     // [N]
   Buffer argmax, rank;                        // [N] i64
-  Buffer grad_input, grad_weight, grad_bias;  // as hidden, weight, bias
-  uint64_t workspace = 0;                     // bytes, of what `size` says
+  Buffer grad_input, grad_weight, grad_bias;  // they are shaped as hidden, weight and bias
+  uint64_t workspace = 0;                     // so many bytes of what `size` says were used
   WorkspaceSize size{};
   double seconds = 0;
 };

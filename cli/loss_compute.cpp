@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// From the tensors of a file to an op, and from its outputs to tensors of a file.
+// This file makes an op of the tensors of a file, and tensors of a file of the op's outputs.
 #include <fmt/core.h>
 
 #include <algorithm>
@@ -38,7 +38,8 @@ const SafetensorsTensor& find(const Safetensors& content, const std::string& nam
                              names.empty() ? "none" : names));
 }
 
-// rank: of the view. Leading dimensions are flattened into its first one where `flatten` is set.
+// `rank` is that of the view. Leading dimensions are flattened into its first one where `flatten`
+// is set.
 InputTensor load(const Safetensors& content, const std::string& name, const std::string& option,
                  int32_t rank, bool flatten, const std::vector<std::string>& dtypes) {
   InputTensor input;
@@ -133,7 +134,8 @@ void run_op(const Op& op, const LossArguments& arguments, LossOutputs& outputs) 
   outputs.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-// Each token's loss, where the reduced one was asked for: the loss alone once more.
+// Returns each token's loss, where the reduced one was asked for, by running the loss alone once
+// more.
 Buffer token_losses(const LossInputs& inputs, const LossArguments& arguments) {
   LossOutputs outputs;
   LinearCrossEntropyForward op;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// logitless: the command line. 0: done; 1: a check failed or the machine refused; 2: bad input.
-// What went wrong is one line on stderr, and with --json an object on stdout.
+// This is the command line, logitless. Its exit code is 0 when all is done, 1 when a check failed
+// or the machine refused, and 2 for bad input. What went wrong is one line on stderr, and with
+// --json an object on stdout.
 #include <fmt/core.h>
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
@@ -20,7 +21,8 @@
 namespace logitless::cli {
 namespace {
 
-// Asked of the arguments, because a mistake in one of them ends the parsing before the flag is set.
+// The arguments are asked, because a mistake in one of them ends the parsing before the flag is
+// set.
 bool wants_json(int argc, char** argv) {
   return std::any_of(argv, argv + argc,
                      [](const char* argument) { return argument == std::string_view("--json"); });
@@ -33,7 +35,7 @@ int complain(const CLI::App& app, bool json, int exit_code, const CommandError& 
   const std::string where = chosen.empty() ? "" : chosen.front()->get_name() + ": ";
   fmt::print(stderr, "logitless: {}{}\n", where, message);
   if (json) {
-    nlohmann::json field;  // null
+    nlohmann::json field;  // it is null
     if (!error.field.empty()) field = error.field;
     print_json({{"error", {{"code", error.code}, {"field", field}, {"message", message}}}});
     std::fflush(stdout);
@@ -41,8 +43,8 @@ int complain(const CLI::App& app, bool json, int exit_code, const CommandError& 
   return exit_code;
 }
 
-// The argument that a sentence of CLI11's is about: "V is required", "V: ...", "The following
-// argument was not expected: V", "Could not convert: V = ...".
+// Returns the argument that a sentence of CLI11's is about: "V is required", "V: ...", "The
+// following argument was not expected: V", "Could not convert: V = ...".
 std::string field_of(const CLI::ParseError& error) {
   const std::string message = error.what();
   const size_t colon = message.find(": "), blank = message.find(' ');
@@ -80,7 +82,7 @@ int main(int argc, char** argv) {
     }
     return context.exit_code;
   } catch (const CLI::ParseError& e) {
-    if (e.get_exit_code() == 0) return app.exit(e);  // --help, --version
+    if (e.get_exit_code() == 0) return app.exit(e);  // --help and --version end here
     if (!app.remaining().empty() && app.get_subcommands().empty()) {
       const std::string name = app.remaining().front();
       return complain(app, json, 2,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// An op by its name on the command line and its sizes; `plan` asks about it, `bench` runs it.
+// An op has a name on the command line and sizes; `plan` asks about it, `bench` runs it.
 #pragma once
 
 #include <string>
@@ -17,11 +17,11 @@ inline const std::vector<std::string> kOpNames{
 struct OpShape {
   std::string op = "linear-forward-backward";
   int64_t tokens = 0, hidden = 0, vocab = 0;
-  DType dtype = DType::f32;                    // of input and weight, or of logits
-  DType grad_dtype = DType::f32;               // of every gradient, and of softmax's probabilities
-  bool grad_input = true, grad_weight = true;  // linear ops with gradients
-  bool in_place = false;                       // gradients of the logits over the logits
-  uint64_t kept = 0;                           // bytes of kept state, at most
+  DType dtype = DType::f32;                    // input and weight have it, or logits
+  DType grad_dtype = DType::f32;               // every gradient has it, and softmax's probabilities
+  bool grad_input = true, grad_weight = true;  // only linear ops with gradients have them
+  bool in_place = false;                       // gradients of the logits overwrite the logits
+  uint64_t kept = 0;                           // kept state takes at most so many bytes
   bool linear() const { return op.starts_with("linear"); }
 };
 

@@ -23,8 +23,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// The temporary files that are there now. A handler of signals reads them, so they lie in memory
-// that never moves, and a name is whole before it is marked as used.
+// These are the temporary files that exist now. A handler of signals reads them, so they lie in
+// memory that never moves, and a name is whole before it is marked as used.
 struct Unfinished {
   std::atomic<bool> used{false};
   char path[PATH_MAX];
@@ -32,7 +32,7 @@ struct Unfinished {
 static_assert(std::atomic<bool>::is_always_lock_free);
 Unfinished unfinished_files[4];
 
-// The default action follows when the handler returns: the command ends by the signal it got.
+// The default action follows when the handler returns, so the command ends by the signal it got.
 void on_ending_signal(int number) {
   remove_unfinished_files();
   ::raise(number);
@@ -51,7 +51,8 @@ void handle_ending_signals() {
   }
 }
 
-// mkostemp, and no signal comes between the file and the note of it. `path` ends in XXXXXX.
+// Does what mkostemp does, and no signal comes between the file and the note of it. `path` ends in
+// XXXXXX.
 int make_unfinished(std::string& path) {
   auto* free = std::find_if(std::begin(unfinished_files), std::end(unfinished_files),
                             [](const Unfinished& file) { return !file.used; });
@@ -86,7 +87,7 @@ void forget_unfinished(const std::string& path) {
 // Finds where a file that is written to the path ends up: its last part may be a link to a file
 // that does not exist yet, which std::filesystem does not follow.
 fs::path destination_of(const OutputName& name) {
-  constexpr int kMostLinks = 40;  // as many as the kernel follows
+  constexpr int kMostLinks = 40;  // the kernel follows as many
   std::error_code failed;
   fs::path path = name.path;
   for (int links = 0; fs::is_symlink(fs::symlink_status(path, failed)); ++links) {
@@ -126,7 +127,7 @@ void check_distinct(const std::vector<OutputName>& names, const std::vector<fs::
   for (const OutputName& name : names) {
     if (name.path.empty()) continue;
     const std::optional<Identity> file = identity_of(destination_of(name));
-    if (!file) continue;  // it cannot be opened either
+    if (!file) continue;  // a file without an identity cannot be opened either
     if (is_output(file)) refuse(name, "this is where the standard output goes");
     for (const auto& [other, other_name] : seen) {
       if (other == *file) refuse(name, other_name->option + " names the same file");

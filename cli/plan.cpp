@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// logitless plan: how the CPU, CUDA or WebGPU would run an op in a given workspace, without running
-// it.
+// logitless plan tells how the CPU, CUDA or WebGPU would run an op in a given workspace, without
+// running it.
 #include "src/cpu/plan.h"
 
 #include <fmt/core.h>
@@ -30,7 +30,7 @@ struct PlanArguments {
   bool steps = false, no_grad_input = false, no_grad_weight = false;
 };
 
-// What the op's tensors are, without addresses.
+// Makes the op's call, whose tensors have no addresses.
 Call call_of(const OpShape& shape) {
   return with_op(shape.op, [&](auto op) {
     set_views(op, shape, [](const char*, const TensorView& view) { return view; });
@@ -44,7 +44,7 @@ cpu::LinearShape linear_shape(const OpShape& s) {
           .vocab = s.vocab,
           .hidden = s.hidden,
           .dtype = s.dtype,
-          .forward = s.op != "linear-backward",  // given what Forward wrote
+          .forward = s.op != "linear-backward",  // Backward is given what Forward wrote
           .grad_input = gradients && s.grad_input,
           .grad_weight = gradients && s.grad_weight,
           .direct_grad_weight = !(gradients && s.grad_weight) || s.grad_dtype == DType::f32,
@@ -65,7 +65,7 @@ int products(const cpu::LinearShape& shape, const cpu::LinearPlan& plan) {
   return shape.forward + again + shape.grad_input + shape.grad_weight;
 }
 
-// What Forward keeps, or kept for this Backward.
+// Tells what Forward keeps, or has kept for this Backward.
 json kept_state(const OpShape& s) {
   const Call call = call_of(s);
   const Kept kept = kept_in(call, s.kept);
@@ -89,7 +89,7 @@ json parts(const cpu::LinearPlan& p) {
   add("f32 sum of grad_weight", p.bias_sum_at - p.weight_sum_at);
   add("f32 sum of grad_bias", p.lanes_at - p.bias_sum_at);
   add("scratch of the threads", static_cast<uint64_t>(p.lanes) * p.lane_bytes);
-  // Used one after the other, these share their memory.
+  // These are used one after the other, so they share their memory.
   add("packed input, partial sums", rest);
   return out;
 }
@@ -105,7 +105,7 @@ json linear_plan(const OpShape& s, uint64_t bytes) {
   const cpu::LinearPlan p = cpu::plan_linear(shape, bytes, logitless_num_threads());
   const double product = 2.0 * static_cast<double>(s.tokens) * static_cast<double>(s.vocab) *
                          static_cast<double>(s.hidden);
-  // Of the product that is made again, kept columns are no part.
+  // Kept columns are no part of the product that is made again.
   const double spared = shape.kept == 0 || shape.all_kept()
                             ? 0
                             : static_cast<double>(shape.kept) / static_cast<double>(s.vocab);

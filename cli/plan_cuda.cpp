@@ -58,7 +58,7 @@ const char* place_of(const cuda::PanelPlace& panel) {
   return panel.lent && !panel.copied ? "grad_weight's memory" : "the workspace";
 }
 
-// One step in words: what is made of what, and where it goes.
+// Tells one step in words: what is made of what, and where it goes.
 std::string words_of(const cuda::Step& step) {
   using cuda::StepKind;
   const char* what = step.of_e ? "E" : "dz";
@@ -119,7 +119,7 @@ std::string words_of(const cuda::Step& step) {
   }
 }
 
-// The steps of a plan; alike ones as {"count", "steps"}.
+// Lists the steps of a plan; alike ones become {"count", "steps"}.
 class Listing final : public cuda::StepVisitor {
  public:
   Listing(const cuda::Planned& planned, const cuda::DeviceSpeed& speed)
@@ -163,7 +163,7 @@ json steps_of(const cuda::Asked& asked, uint64_t bytes) {
   const std::vector<cuda::Planned> passes = cuda::passes(asked, bytes);
   json all = json::array();
   for (const cuda::Planned& pass : passes) {
-    if (passes.size() > 1) {  // the second one's columns are the last ones
+    if (passes.size() > 1) {  // the second pass has the last columns
       const int64_t first = all.empty() ? 0 : asked.shape.vocab - pass.shape.vocab;
       all.push_back({{"pass", {first, asked.shape.vocab}}});
     }
@@ -172,7 +172,7 @@ json steps_of(const cuda::Asked& asked, uint64_t bytes) {
   return all;
 }
 
-// The device here, or the one whose figures the cost model holds.
+// Returns the device here, or the one whose figures the cost model holds.
 cuda::DeviceInfo planned_device() {
   const cuda::DeviceInfo* info;
   if (cuda::find_device(0, &info).ok()) return *info;

@@ -18,7 +18,8 @@ using nlohmann::json;
 #ifdef LOGITLESS_WITH_WEBGPU
 namespace {
 
-// Dense tensors in buffers of their own: any number that is not null, and no other tensor's.
+// Puts dense tensors in buffers of their own, which are any number that is not null and no other
+// tensor's.
 TensorView in_a_buffer(TensorView view, uintptr_t number) {
   view.data = reinterpret_cast<void*>(number);
   view.device.type = DeviceType::webgpu;

@@ -69,7 +69,7 @@ double dot_loop([[maybe_unused]] int64_t rounds, [[maybe_unused]] float* sink) {
 #undef LOGITLESS_FINISH
 #undef LOGITLESS_CHAINS
 
-// count: a multiple of every vector's size times 8.
+// `count` is a multiple of every vector's size times 8.
 float read_loop(const float* from, size_t count) {
   const hn::ScalableTag<float> d;
   const size_t step = hn::Lanes(d);
@@ -83,7 +83,7 @@ float read_loop(const float* from, size_t count) {
   return hn::GetLane(hn::SumOfLanes(d, hn::Add(hn::Add(sum0, sum1), hn::Add(sum2, sum3))));
 }
 
-// Past the caches: a copy that reads its destination first would do more work.
+// The copy goes past the caches, because one that reads its destination first would do more work.
 void copy_loop(const float* from, size_t count, float* to) {
   const hn::ScalableTag<float> d;
   const size_t step = hn::Lanes(d);
@@ -110,7 +110,7 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// f(thread) on every thread of the pool at once.
+// Runs f(thread) on every thread of the pool at once.
 template <class F>
 double time_on_all_threads(F&& f) {
   const Executor& executor = cpu::default_executor();
@@ -178,14 +178,14 @@ double probe_amx(int repeats) {
 
 Bandwidth probe_bandwidth() {
   constexpr uint64_t kBytes = uint64_t{256} << 20;
-  constexpr size_t kBlock = 1 << 16;  // floats
+  constexpr size_t kBlock = 1 << 16;  // it counts floats
   constexpr int kRepeats = 5;
   const uint64_t bytes = std::min(kBytes, available_memory() / 8);
   const int64_t threads = cpu::default_executor().num_threads;
   const size_t share = bytes / sizeof(float) / static_cast<size_t>(threads) / kBlock * kBlock;
   if (share == 0) return {};
   const Buffer from(share * sizeof(float) * threads), to(share * sizeof(float) * threads);
-  // First touched where it is used.
+  // The memory is first touched where it is used.
   time_on_all_threads([&](int64_t thread) {
     std::fill_n(from.as<float>() + thread * share, share, 1.0f);
     std::fill_n(to.as<float>() + thread * share, share, 0.0f);

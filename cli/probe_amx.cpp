@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of AMX tiles from registers alone: Highway has no AMX.
+// This multiplies AMX tiles from registers alone, because Highway has no AMX.
 #include "cli/probe.h"
 #include "src/cpu/gemm.h"
 
@@ -19,7 +19,7 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// Four sums: as many as the library's own tile of products has.
+// There are four sums, as many as the library's own tile of products has.
 __attribute__((target("amx-tile,amx-bf16"))) void multiply_tiles(int64_t rounds) {
   TileConfig config;
   asm volatile("" : "+m"(config));  // the intrinsic does not say that it reads all of it

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reading and writing .safetensors: 8 bytes of little-endian header length, a JSON header that
-// names every tensor's dtype, shape and byte range, raw little-endian data. A file is checked whole
-// before a tensor is handed out; whatever it holds, the answer is tensors or a SafetensorsError.
+// A .safetensors file has 8 bytes of little-endian header length, a JSON header that names every
+// tensor's dtype, shape and byte range, and raw little-endian data; it is read and written here. A
+// file is checked whole before a tensor is handed out; whatever it holds, the answer is tensors or
+// a SafetensorsError.
 #pragma once
 
 #include <cstddef>
@@ -27,16 +28,16 @@ struct SafetensorsError : std::runtime_error {
 
 struct SafetensorsTensor {
   std::string name;
-  std::string dtype_name;      // as the file says: "F32", "U8", ...
-  std::optional<DType> dtype;  // where the library has it
+  std::string dtype_name;      // it is as the file says: "F32", "U8", ...
+  std::optional<DType> dtype;  // it is there where the library has it
   std::vector<int64_t> shape;
-  std::span<const std::byte> data;  // in the file's memory, at any alignment
+  std::span<const std::byte> data;  // it lies in the file's memory, at any alignment
 
-  int64_t elements() const;  // fits: checked against the data's size
+  int64_t elements() const;  // it fits, since it is checked against the data's size
 };
 
 struct Safetensors {
-  std::vector<SafetensorsTensor> tensors;  // by name
+  std::vector<SafetensorsTensor> tensors;  // they are sorted by name
   std::map<std::string, std::string> metadata;
 
   const SafetensorsTensor* find(std::string_view name) const;
@@ -45,7 +46,7 @@ struct Safetensors {
 // The views point into `file`.
 Safetensors parse_safetensors(std::span<const std::byte> file);
 
-// A file, mapped read-only.
+// This is a file, mapped read-only.
 class SafetensorsFile {
  public:
   explicit SafetensorsFile(const std::string& path);
@@ -65,10 +66,10 @@ struct TensorToWrite {
   std::string name;
   DType dtype = DType::f32;
   std::vector<int64_t> shape;
-  const void* data = nullptr;  // dense
+  const void* data = nullptr;  // it is dense
 };
 
-// All of a file's bytes; `file` is yet to be committed.
+// Writes all of a file's bytes; `file` is yet to be committed.
 void write_safetensors(OutputFile& file, const std::vector<TensorToWrite>& tensors,
                        const std::map<std::string, std::string>& metadata = {});
 

@@ -125,7 +125,7 @@ class HeaderReader : public nlohmann::json_sax<json> {
   std::string key() const { return in_quotes(key_); }
   std::string where() const { return "tensor " + in_quotes(entry_.name); }
 
-  // A value that the format does not have there.
+  // Reports a value that the format does not have there.
   bool refuse(const std::string& what) {
     switch (place_) {
       case Place::shape:
@@ -155,7 +155,8 @@ class HeaderReader : public nlohmann::json_sax<json> {
 
 std::string in_quotes(std::string_view text) {
   constexpr size_t kLongest = 64;
-  const auto continues = [](char c) { return (c & 0xC0) == 0x80; };  // a character of UTF-8
+  // Such a byte goes on a character of UTF-8.
+  const auto continues = [](char c) { return (c & 0xC0) == 0x80; };
   size_t length = std::min(text.size(), kLongest);
   while (length > 0 && length < text.size() && continues(text[length])) --length;
   std::string out = "\"";
@@ -171,7 +172,7 @@ std::string in_quotes(std::string_view text) {
 }
 
 Header parse_header(std::string_view text) {
-  // The parser takes a NUL for the end of its input.
+  // The parser takes a NUL for the end of its input, so it is looked for first.
   if (const size_t nul = text.find('\0'); nul != text.npos) {
     throw SafetensorsError(fmt::format("the header is not JSON (byte {} of it)", nul + 1));
   }

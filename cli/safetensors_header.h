@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The JSON header of a .safetensors file, syntax only: nothing is said yet about the data.
+// This is the JSON header of a .safetensors file, syntax only: nothing is said yet about the data.
 #pragma once
 
 #include <map>
@@ -13,7 +13,7 @@ struct HeaderEntry {
   std::string name;
   std::string dtype;
   std::vector<uint64_t> shape;
-  uint64_t begin = 0, end = 0;  // bytes, from the end of the header
+  uint64_t begin = 0, end = 0;  // they count bytes from the end of the header
 };
 
 struct Header {
@@ -21,10 +21,10 @@ struct Header {
   std::map<std::string, std::string> metadata;
 };
 
-// Throws SafetensorsError.
+// Throws SafetensorsError where the header is not of the format.
 Header parse_header(std::string_view json);
 
-// Text of a file, shortened and made printable, in quotes.
+// Returns text of a file, shortened and made printable, in quotes.
 std::string in_quotes(std::string_view text);
 
 }  // namespace logitless::cli

@@ -38,7 +38,7 @@ const DeviceOfCommands kDeviceTable[] = {{"cpu", {"plan", "check", "bench", "los
                                          {"webgpu", {"plan", "bench"}},
                                          {"reference", {"check", "loss"}}};
 
-// As JSON has them, in the order of StatusCode.
+// These are the names that JSON has, in the order of StatusCode.
 constexpr const char* kStatusNames[] = {"ok",
                                         "invalid_argument",
                                         "wrong_shape",
@@ -53,7 +53,7 @@ constexpr const char* kStatusNames[] = {"ok",
                                         "device_error",
                                         "internal"};
 
-// Columns on a terminal, for text in UTF-8.
+// Counts the columns on a terminal, for text in UTF-8.
 size_t width(std::string_view text) {
   return static_cast<size_t>(
       std::count_if(text.begin(), text.end(), [](char c) { return (c & 0xC0) != 0x80; }));

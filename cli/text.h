@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What commands read and print: sizes in bytes, dtypes, devices, tables, JSON.
+// Commands read and print this: sizes in bytes, dtypes, devices, tables, JSON.
 #pragma once
 
 #include <cstdint>
@@ -14,43 +14,44 @@
 
 namespace logitless::cli {
 
-// "67108864", "64MiB", "1.5 GiB", "2GB"; BadInput names `option`.
+// Reads "67108864", "64MiB", "1.5 GiB" or "2GB"; BadInput names `option`.
 uint64_t parse_bytes(std::string_view text, std::string_view option);
-// --memory, in those words.
+// Adds --memory, which takes bytes in those words.
 void add_memory_option(CLI::App& command, std::optional<uint64_t>& bytes);
-// BadInput where a workspace of `bytes` is less than the op's minimum.
+// Throws BadInput where a workspace of `bytes` is less than the op's minimum.
 void check_memory(uint64_t bytes, const WorkspaceSize& size);
-// Decimal integers that fit: CLI11 alone takes octal and bends what is too large.
+// Takes decimal integers that fit, because CLI11 alone takes octal and bends what is too large.
 CLI::Validator integer(int64_t least = INT64_MIN, int64_t most = INT64_MAX);
-std::string format_bytes(uint64_t bytes);                   // "64.0 MiB"
-std::string joined(const std::vector<std::string>& names);  // "a, b, c"
-// For --memory: what people type for at least `bytes`, "414KiB".
+std::string format_bytes(uint64_t bytes);                   // it returns "64.0 MiB", for example
+std::string joined(const std::vector<std::string>& names);  // it returns "a, b, c", for example
+// Returns what people type as --memory for at least `bytes`, such as "414KiB".
 std::string memory_argument(uint64_t bytes);
-// The line tells, beside a workspace that is no smaller than the logits, what would be: "nothing is
-// saved at this size; --memory 414KiB would do". `held`: bytes of what a plain implementation
+// Where a workspace is no smaller than the logits, this line tells what would be: "nothing is saved
+// at this size; --memory 414KiB would do". `held` counts the bytes that a plain implementation
 // holds.
 std::string nothing_saved(uint64_t held, const WorkspaceSize& size);
 
 inline const std::vector<std::string> kFloatDtypes{"f32", "f16", "bf16"};
 const char* name_of(DType dtype);
-DType parse_dtype(const std::string& name);  // a name of kFloatDtypes
+DType parse_dtype(const std::string& name);  // it takes a name of kFloatDtypes
 
-// cpu, cuda, webgpu, reference; BadInput for other names, Failure with the reason where this
-// library or machine lacks it.
+// Reads cpu, cuda, webgpu or reference. It throws BadInput for other names, and Failure with the
+// reason where this library or machine lacks the device.
 DeviceType parse_device(const std::string& name);
-// The devices that a command takes as --device, by its name.
+// Returns the devices that a command takes as --device, by the command's name.
 std::vector<std::string> devices_of(const std::string& command);
-// One of them; for another device the sentence says which commands take it.
+// Takes one of them; for another device the sentence says which commands take it.
 CLI::Validator device_of(const std::string& command);
 const char* name_of(DeviceType device);
 
-// An error of the library as an exit code: what the caller gave is BadInput, the rest Failure.
+// Turns an error of the library into an exit code: what the caller gave is BadInput, the rest
+// Failure.
 void check(const Status& status);
 
-// Numbers to the right, the first column to the left; the first row is the head.
+// Prints numbers to the right and the first column to the left; the first row is the head.
 void print_table(const std::vector<std::vector<std::string>>& rows);
 
-// One line. Text that is not UTF-8 (a path) is mended, NaN and infinities are null.
+// Prints one line. Text that is not UTF-8 (a path) is mended, and NaN and infinities become null.
 void print_json(const nlohmann::json& value);
 
 }  // namespace logitless::cli

@@ -51,7 +51,7 @@ static int loss_and_gradient(float* loss) {
   return status.code == LOGITLESS_OK;
 }
 
-/* The largest difference between grad_weight and its closed form at zero weights. */
+/* Returns the largest difference between grad_weight and its closed form at zero weights. */
 static double gradient_error(void) {
   double error = 0;
   for (int j = 0; j < V; ++j) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// One step of gradient descent on a language model's head. With zero weights every token costs
-// exactly log V and grad_weight_jd = 1/N sum_i (1/V - [target_i = j]) input_id; after the step the
-// loss is lower.
+// This program takes one step of gradient descent on a language model's head. With zero weights
+// every token costs exactly log V and grad_weight_jd = 1/N sum_i (1/V - [target_i = j]) input_id;
+// after the step the loss is lower.
 #include "logitless/logitless.h"
 
 #include <cmath>
@@ -34,7 +34,7 @@ bool loss_and_gradient(float* loss) {
   return status.ok();
 }
 
-// The largest difference between grad_weight and its closed form at zero weights.
+// Returns the largest difference between grad_weight and its closed form at zero weights.
 double gradient_error() {
   std::vector<double> expected(V * D);  // [V, D]
   for (int64_t i = 0; i < N; ++i) {

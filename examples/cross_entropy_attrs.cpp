@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// A framework's cross-entropy module on Logitless. dev_AI_framework
+// This is a framework's cross-entropy module on Logitless. dev_AI_framework
 // (https://teach-meaning.tistory.com) describes a loss by CrossEntropyAttrs and runs it through two
 // launchers over two kernel wrappers; here each of the four is a few lines that fill an op. Nothing
 // is copied to the host: the valid rows (its Meff) are counted where the targets are. Its test list
 // follows, against plain loops in double.
-//   cross_entropy_attrs [--device cpu|cuda]     exit code 1: a result differs; 77: no such device
+//   cross_entropy_attrs [--device cpu|cuda]
+// Exit code 1 says that a result differs, 77 that there is no such device.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -28,7 +29,7 @@ struct CrossEntropyAttrs {
   bool from_logits{true};
   Reduction reduction{Reduction::Mean};
   int ignore_index{-1};
-  float eps{1e-9f};  // of log(p + eps), for from_logits = false
+  float eps{1e-9f};  // from_logits = false takes log(p + eps)
   float ls_eps{0.f};
 };
 
@@ -100,7 +101,7 @@ Status ce_forward_logits_kernel_launcher(const float* X, const int32_t* T, float
       {.reduction = Reduction::None, .ignore_index = ignore_index, .ls_eps = ls_eps}, stream);
 }
 
-// dX = (p - q) inv_scale: a mean over 1 / inv_scale tokens. An inv_scale of 0 (no valid row)
+// dX is (p - q) inv_scale, of a mean over 1 / inv_scale tokens. An inv_scale of 0 (no valid row)
 // becomes a normalizer so large that every gradient is 0; a negative one is the library's
 // invalid_argument.
 Status ce_backward_logits_kernel_launcher(const float* X, const int32_t* T, float* dX, int M, int N,
@@ -129,12 +130,13 @@ using logitless::DType;
 
 constexpr int M = 37, N = 1003;
 
-enum class Through { launcher, kernel };  // the attribute launchers, or the wrappers below them
+// A case goes through the attribute launchers, or the wrappers below them.
+enum class Through { launcher, kernel };
 
 struct Case {
   const char* name;
   CrossEntropyAttrs attrs{};
-  int ignored = 0;  // of M rows
+  int ignored = 0;  // so many of the M rows are ignored
   float offset = 0;
   Through through = Through::launcher;
 };
@@ -146,13 +148,13 @@ constexpr CrossEntropyAttrs kNoneSmooth{.reduction = Reduction::None, .ls_eps = 
 constexpr CrossEntropyAttrs kAll{.reduction = Reduction::Sum, .ignore_index = 5, .ls_eps = 0.2f};
 constexpr CrossEntropyAttrs kProbabilities{.from_logits = false, .eps = 1e-6f, .ls_eps = 0.1f};
 
-// Inputs of a case, and what the module's page says comes out, in double.
+// These are the inputs of a case, and what the module's page says comes out, in double.
 struct Problem {
   std::vector<float> x;         // [M, N]
   std::vector<int32_t> target;  // [M]
   std::vector<double> loss;     // [M] or [1]
   std::vector<double> dx;       // [M, N]
-  std::vector<double> weight;   // [M, N]  what dx's error is relative to: scale (p + q)
+  std::vector<double> weight;   // [M, N]  dx's error is relative to it: scale (p + q)
   double scale = 1;
 
   explicit Problem(const Case& c);
@@ -188,7 +190,7 @@ Problem::Problem(const Case& c)
   }
 }
 
-// The loss of one row, -sum q log p; fills its row of dx = (p - q) scale.
+// Returns the loss of one row, -sum q log p, and fills its row of dx = (p - q) scale.
 double Problem::row(const CrossEntropyAttrs& attrs, int i) {
   const float* z = &x[size_t(i) * N];  // [N]
   double top = z[0], sum = 0, value = 0;
@@ -212,17 +214,18 @@ double Problem::row(const CrossEntropyAttrs& attrs, int i) {
   return value;
 }
 
-// Prints the verdict; true where every element is within its bound and was written.
+// Prints the verdict, and returns true where every element is within its bound and was written.
 bool judge(const char* what, const char* name, const std::vector<float>& got,
            const std::vector<double>& want, const std::vector<double>* weight) {
   double worst = 0;
   bool good = true;
   for (size_t k = 0; k < want.size(); ++k) {
-    // docs/semantics.md, "Accuracy", at these logits: 1.3e-5 of p + q and 7e-6 of a loss near 20.
+    // The bounds are those of docs/semantics.md, "Accuracy", at these logits: 1.3e-5 of p + q and
+    // 7e-6 of a loss near 20.
     const double bound =
         weight ? 2e-5 * (*weight)[k] + 1e-37 : 1e-6 * std::max(1.0, std::abs(want[k]));
     const double ratio = std::abs(got[k] - want[k]) / bound;
-    good = good && ratio <= 1;  // not where it is NaN
+    good = good && ratio <= 1;  // a NaN is not within it
     worst = std::max(worst, ratio);
   }
   std::printf("%-8s %-34s %s  error / bound %.3f\n", what, name, good ? "True " : "FALSE", worst);
@@ -251,7 +254,8 @@ logitless::Status backward(const Case& c, const Tensor& x, const Tensor& target,
 
 bool check(const Case& c, const Place& place) {
   const Problem p(c);
-  std::vector<float> loss(p.loss.size(), NAN), dx(p.dx.size(), NAN);  // poisoned
+  // NaN shows where nothing is written
+  std::vector<float> loss(p.loss.size(), NAN), dx(p.dx.size(), NAN);
   const Memory x_memory(place, p.x), target_memory(place, p.target);
   Memory loss_memory(place, loss), dx_memory(place, dx);
   const Tensor x = dev_ai::on(place.device, matrix_view(x_memory.data(), DType::f32, M, N));
@@ -302,7 +306,7 @@ bool check_rejects(const Place& place) {
 }
 
 constexpr Case kCases[] = {
-    // Its list, each forward and backward.
+    // This is the page's list, each forward and backward.
     {"mean"},
     {"none", kNone},
     {"sum", kSum},
@@ -313,9 +317,9 @@ constexpr Case kCases[] = {
     {"mean, every row ignored", {}, M},
     {"sum, all of them", kAll, 12},
     {"mean, logits near 1e4", {}, 0, 1e4f},
-    // from_logits = false, which it names and leaves for later.
+    // The page names from_logits = false, and leaves it for later.
     {"mean, probabilities", kProbabilities, 12},
-    // The wrappers: losses of the rows, gradients by an inv_scale of 1 / valid rows.
+    // The wrappers return losses of the rows, and gradients by an inv_scale of 1 / valid rows.
     {"wrappers", kNone, 12, 0, Through::kernel},
     {"wrappers, label_smoothing", kNoneSmooth, 0, 0, Through::kernel},
     {"wrappers, every row ignored", kNoneSmooth, M, 0, Through::kernel},

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a framework has and the example lacks: memory on the CPU or on a CUDA device, with its
-// stream. CUDA where the example was built with it (EXAMPLE_CUDA).
+// A framework has this and the example lacks it: memory on the CPU or on a CUDA device, with its
+// stream. CUDA is there where the example was built with it (EXAMPLE_CUDA).
 #pragma once
 
 #include <cstdio>
@@ -20,7 +20,7 @@ struct Place {
 
 inline bool on_cuda(logitless::Device device) { return device.type == logitless::DeviceType::cuda; }
 
-// A place on device 0 with a stream; says why there is none.
+// Opens a place on device 0 with a stream, or says why there is none.
 inline bool open_cuda(Place* place) {
   place->device.type = logitless::DeviceType::cuda;
   const logitless::Status status = logitless::warmup({.device = place->device});
@@ -38,7 +38,7 @@ inline bool open_cuda(Place* place) {
   return false;
 }
 
-// Bytes for one call in the order of the stream; data() is nullptr where there are none.
+// These are bytes for one call in the order of the stream; data() is nullptr where there are none.
 class Scratch {
  public:
   Scratch(logitless::Device device, size_t bytes, void* stream) : device_(device), stream_(stream) {
@@ -66,12 +66,12 @@ class Scratch {
   void* data() const { return data_; }
 
  private:
-  [[maybe_unused]] logitless::Device device_;  // both: where there is CUDA
+  [[maybe_unused]] logitless::Device device_;  // device_ and stream_ serve only where there is CUDA
   [[maybe_unused]] void* stream_;
   void* data_ = nullptr;
 };
 
-// A copy of `values` where the ops run.
+// This is a copy of `values` where the ops run.
 class Memory {
  public:
   template <class T>

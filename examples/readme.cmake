@@ -1,4 +1,4 @@
-# The README's programs are parts of the examples, word for word.
+# The README's programs are parts of the examples, word for word, which this checks.
 foreach(pair cpp:cpp_minimal.cpp c:c_minimal.c)
   string(REPLACE ":" ";" pair ${pair})
   list(POP_FRONT pair language file)

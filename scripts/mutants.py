@@ -37,7 +37,7 @@ from mutants.validation import rewrite_validation
 SCRATCH = ROOT / "out/mutants"
 # A mutant may hang, or wait for a thread that it killed.
 SECONDS_PER_TEST = 300
-# With a limited time: as many as are drawn, of which as many are judged as there is time for.
+# When time is limited so many are drawn, of which as many are judged as there is time for.
 SAMPLE = 16
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class Broken(Exception):
 @dataclass
 class Verdict:
     name: str
-    caught_by: str | None = None  # None: survived
+    caught_by: str | None = None  # None says that the mutant survived
     error: str | None = None
     seconds: float = 0.0
 
@@ -99,7 +99,7 @@ class Copy:
     def run(self, command: list[str], **how: object) -> subprocess.CompletedProcess[str]:
         environment = {
             **os.environ,
-            "CCACHE_BASEDIR": str(self.place),  # copies share what they compile
+            "CCACHE_BASEDIR": str(self.place),  # copies share what the compiler's cache holds
             "CCACHE_NOHASHDIR": "1",
             **how.pop("environment", {}),  # type: ignore[arg-type]
         }
@@ -112,7 +112,8 @@ class Copy:
         command = ["cmake", "-S", str(self.tree), "-B", str(self.build), "-G", "Ninja"]
         command += ["-DCMAKE_BUILD_TYPE=Release", "-DLOGITLESS_BUILD_CLI=OFF"]
         command += [f"-DLOGITLESS_CPU_TARGETS={self.targets}"]
-        command += ["-DCMAKE_GTEST_DISCOVER_TESTS_DISCOVERY_MODE=PRE_TEST"]  # no run at each link
+        # This setting keeps the build from running a test program at each link.
+        command += ["-DCMAKE_GTEST_DISCOVER_TESTS_DISCOVERY_MODE=PRE_TEST"]
         done = self.run(command)
         if done.returncode != 0:
             raise Broken(f"the copy cannot be configured:\n{done.stdout[-3000:]}")
@@ -198,7 +199,7 @@ def judge(copy: Copy, mutant: Mutant) -> Verdict:
     tests = tests_of(mutant)
     try:
         copy.apply(mutant)
-        for test in tests:  # most are caught by the first: the other programs need not be linked
+        for test in tests:  # most are caught by the first, so the other programs need not be linked
             failure = copy.compile(programs_of([test]))
             if failure is not None:
                 verdict.error = f"does not compile:\n{failure}"
@@ -316,7 +317,8 @@ def main() -> int:
             if arguments.only in name:
                 print(name)
         return 0
-    if arguments.seconds > 0:  # one build, a part of the time for each way of making mutants
+    # There is one build, and a part of the time for each way of making mutants.
+    if arguments.seconds > 0:
         chosen = shuffled([m for m in chosen if m.targets == "some"])[:SAMPLE]
     without = [m.name for m in chosen if m.targets == "all" and not has_amx()]
     chosen = [m for m in chosen if m.name not in without]

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A backend: a small named object that plans and runs every call.
+// A backend is a small named object that plans and runs every call.
 #pragma once
 
 #include <span>
@@ -11,15 +11,15 @@ namespace logitless {
 
 struct Backend {
   virtual ~Backend() = default;
-  // Pure and cheap; `call` is validated. Data pointers may be null. What is recommended may be left
-  // out where `given` bytes are the minimum or more.
+  // Plans a validated `call`; this is pure and cheap, and data pointers may be null. What is
+  // recommended may be left out where `given` bytes are the minimum or more.
   virtual Status workspace(const Call& call, uint64_t given, WorkspaceSize* size) const = 0;
-  // `call` and the workspace (>= minimum, aligned) are validated.
+  // Runs `call`; it and the workspace (>= minimum, aligned) are validated.
   virtual Status run(const Call& call, const Workspace& workspace) const = 0;
   virtual const char* name() const = 0;
-  // Writes one line: ISA or device, threads. Or says why no device of this backend serves.
+  // Writes one line: ISA or device, threads; or says why no device of this backend serves.
   virtual Status describe(char* text, size_t bytes) const = 0;
-  // Each of values *= factor; all are validated.
+  // Multiplies each of `values` by `factor`; all are validated.
   virtual Status scale(std::span<const TensorView>, const TensorView&, const Execution&) const {
     return error(StatusCode::not_supported, "scale: %s has none; allowed: cuda", name());
   }
@@ -30,19 +30,19 @@ struct Backend {
 const Backend& reference_backend();
 const Backend& cpu_backend();
 #ifdef LOGITLESS_WITH_CUDA
-// nullptr without a usable driver, and the reason. Each device answers for itself.
+// Returns nullptr without a usable driver, and the reason. Each device answers for itself.
 const Backend* cuda_backend(Status* status);
 #endif
 
 #ifdef LOGITLESS_WITH_WEBGPU
-// nullptr without wgpu-native or an adapter, and the reason.
+// Returns nullptr without wgpu-native or an adapter, and the reason.
 const Backend* webgpu_backend(Status* status);
 #endif
 
-// The backend for a device type, or nullptr and the reason in `status`.
+// Returns the backend for a device type, or nullptr and the reason in `status`.
 const Backend* find_backend(DeviceType type, Status* status);
 
-inline constexpr int most_scaled = 4;  // vectors of one call
+inline constexpr int most_scaled = 4;  // a call takes at most so many vectors
 Status scale_values(std::span<const TensorView> values, const TensorView& factor,
                     const Execution& execution);
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The C entry points: sized C structs become a Call, whose backend is found, and which is validated
-// and run.
+// These are the C entry points: sized C structs become a Call, whose backend is found, and which is
+// validated and run.
 #include "logitless/c.h"
 
 #include <cstring>
@@ -42,7 +42,7 @@ const Backend* find_backend(DeviceType type, Status* status) {
 
 namespace {
 
-// More than any version's struct will have: a size beyond it is a struct_size never set.
+// No version's struct will have so many bytes: a larger size is a struct_size that was never set.
 constexpr uint32_t kMaxStructSize = 4096;
 
 // Copies a sized struct: a smaller one is zero-extended, a larger one taken only if what this
@@ -177,8 +177,9 @@ const logitless_tensor*& tensor_of(logitless_op& c, const TensorField& field) {
   return *reinterpret_cast<const logitless_tensor**>(reinterpret_cast<char*>(&c) + field.in_c);
 }
 
-// The name of a field of `c` that is set: a tensor's, looked for in every op, or another; nullptr:
-// none is. Field by field, for where a pointer has 32 bits there are bytes between them.
+// Returns the name of a field of `c` that is set: a tensor's, looked for in every op, or another;
+// nullptr says that none is. It goes field by field, because where a pointer has 32 bits there are
+// bytes between them.
 const char* name_of_set_field(logitless_op c) {
   for (int32_t kind = 0; kind < kinds; ++kind) {
     for (const TensorField& field : tensor_fields(kind)) {
@@ -232,8 +233,8 @@ Status from_c(const logitless_op* source, const Execution& execution, Call* call
   return {};
 }
 
-// The backend first: a device that this library does not have is said before what is wrong with the
-// op.
+// The backend comes first: a device that this library does not have is reported before what is
+// wrong with the op.
 Status plan(const Call& call, uint64_t given, const Backend** backend, WorkspaceSize* size) {
   Status status;
   *backend = find_backend(call.execution.device.type, &status);
@@ -396,4 +397,4 @@ int32_t logitless_num_threads(void) {
   return status.ok() ? in_force : 1;
 }
 
-}  // extern "C"
+}  // this ends extern "C"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every C entry point does with its status: nothing thrown past it, nothing written beyond the
-// caller's struct.
+// Every C entry point does this with its status: it throws nothing past it, and writes nothing
+// beyond the caller's struct.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// An op inside the library: one flat struct, whatever its kind, made once where a call comes in.
+// An op is one flat struct inside the library, whatever its kind, made once where a call comes in.
 #pragma once
 
 #include <array>
@@ -11,11 +11,11 @@
 
 namespace logitless {
 
-// A tensor of a call by name, for the rules that ask the same of every one.
+// The rules that ask the same of every tensor of a call take it by name.
 struct Field {
-  std::string_view name;  // of a string literal: ends with a NUL
+  std::string_view name;  // it is a string literal's, so it ends with a NUL
   Access access = Access::read;
-  const TensorView* view = nullptr;  // never null; may be absent
+  const TensorView* view = nullptr;  // it is never null, but the view may be absent
   bool given() const { return static_cast<bool>(*view); }
   bool written() const { return access != Access::read; }
 };
@@ -29,13 +29,13 @@ struct Fields {
   const Field& operator[](size_t i) const { return field[i]; }
 };
 
-// A tensor that ops of a kind have, and where it stands in a Call and in logitless_op.
+// Ops of a kind have this tensor at these places in a Call and in logitless_op.
 struct TensorField {
   const char* name = "";
   Access access = Access::read;
-  size_t in_call = 0, in_c = 0;  // bytes
+  size_t in_call = 0, in_c = 0;  // it counts bytes
 };
-// Those of one kind, from the listing of fields.h.
+// Returns the tensors of one kind, from the listing of fields.h.
 std::span<const TensorField> tensor_fields(int32_t kind);
 constexpr int32_t kinds = 7;
 
@@ -50,15 +50,15 @@ constexpr const char* name_of_op(int32_t kind) {
   return names[kind];
 }
 
-inline constexpr uint32_t most_alignment = 16;  // the bytes that a kernel moves at a time
-// Returns the largest power of two up to that which divides the view's address; 0 without one.
+inline constexpr uint32_t most_alignment = 16;  // a kernel moves so many bytes at a time
+// Returns the largest power of two up to that which divides the view's address, or 0 without one.
 inline uint32_t alignment_of(const TensorView& v) {
   if (v.data == nullptr) return 0;
   const uint64_t bits = (reinterpret_cast<uintptr_t>(v.data) + v.byte_offset) | most_alignment;
   return static_cast<uint32_t>(bits & (~bits + 1));
 }
 
-// A tensor and its alignment, which is what plans read of an address: 0 where it is not known yet.
+// Plans read of a tensor's address only its alignment, which is 0 where it is not known yet.
 struct Tensor : TensorView {
   uint32_t alignment = 0;
 
@@ -70,56 +70,56 @@ struct Tensor : TensorView {
 struct Call {
   int32_t kind = -1;
   bool linear = false;
-  bool loss_op = false;     // any but Softmax: there are options and targets
-  bool gradients = false;   // Backward, ForwardBackward
-  bool forward = false;     // Forward, ForwardBackward: loss and statistics are outputs
-  bool accumulate = false;  // adds to grad_weight and grad_bias
+  bool loss_op = false;    // any kind but Softmax has options and targets
+  bool gradients = false;  // it is Backward or ForwardBackward
+  bool forward = false;  // it is Forward or ForwardBackward, whose loss and statistics are outputs
+  bool accumulate = false;  // it adds to grad_weight and grad_bias
   bool consume_kept = false;
   uint64_t kept_key = 0;
   Execution execution{};
   LossOptions options{};
 
-  Tensor logits{}, probabilities{};                               // [N, V] each
+  Tensor logits{}, probabilities{};                               // each is [N, V]
   Tensor input{}, weight{}, bias{};                               // [N, D] [V, D] [V]
   Tensor target{}, token_weight{}, vocab_weight{}, normalizer{};  // [N] [N] [V, whole] []
   Tensor temperature{};                                           // [N]
   Tensor loss{};                                                  // [N] or []
-  Tensor lse{}, target_logit{}, argmax{}, weighted_logit_sum{};   // [N] each
-  Tensor logprob{}, rank{}, sum_p_squared{}, mean_logit{};        // [N] each
+  Tensor lse{}, target_logit{}, argmax{}, weighted_logit_sum{};   // each is [N]
+  Tensor logprob{}, rank{}, sum_p_squared{}, mean_logit{};        // each is [N]
   Tensor row_reference{}, row_log_sum{}, entropy{};               // [N]; Backward reads them
   Tensor grad_loss{};                                             // [N] or []
-  Tensor grad_lse{}, grad_target_logit{}, grad_entropy{};         // [N] each
-  Tensor kept{}, kept_rows{};                                     // kept.h; Backward reads them
-  Tensor grad_logits{};                                           // [N, V]
-  Tensor grad_input{}, grad_weight{}, grad_bias{};                // [N, D] [V, D] [V]
-  Tensor fault{};                                                 // [1]
+  Tensor grad_lse{}, grad_target_logit{}, grad_entropy{};         // each is [N]
+  Tensor kept{}, kept_rows{};  // Backward reads them; kept.h says what they are
+  Tensor grad_logits{};        // [N, V]
+  Tensor grad_input{}, grad_weight{}, grad_bias{};  // [N, D] [V, D] [V]
+  Tensor fault{};                                   // [1]
 
   Call() = default;
-  // An op of that kind without tensors; `kind` is in range.
+  // Makes an op of that kind without tensors; `kind` is in range.
   Call(int32_t kind, const Execution& execution);
-  // Not explicit: what takes a call takes an op of the C++ interface.
+  // This is not explicit, so that what takes a call takes an op of the C++ interface too.
   template <class Op>
     requires requires { kind_of<Op>; }
   Call(const Op& op, const Execution& execution = {});  // NOLINT
 
   Fields fields() const;
-  // The tensor of that name; an absent one where the op has no such field.
+  // Returns the tensor of that name, or an absent one where the op has no such field.
   const Tensor& operator[](std::string_view name) const;
   const char* op_name() const { return name_of_op(kind); }
 
   const Tensor& rows() const { return linear ? input : logits; }
   int64_t tokens() const { return rows().shape[0]; }
   int64_t vocab() const { return linear ? weight.shape[0] : rows().shape[1]; }
-  int64_t hidden() const { return rows().shape[1]; }  // linear ops only
+  int64_t hidden() const { return rows().shape[1]; }  // only linear ops have it
   int64_t vocab_total() const { return options.vocab_total > 0 ? options.vocab_total : vocab(); }
   int64_t vocab_start() const { return options.vocab_total > 0 ? options.vocab_start : 0; }
   bool shard() const { return vocab_total() > vocab(); }
   bool wants_weighted_sum() const {
     return forward && (options.label_smoothing > 0 || weighted_logit_sum);
   }
-  // The rows' state comes from an earlier Forward.
+  // Returns whether the rows' state comes from an earlier Forward.
   bool state_given() const { return !forward && row_reference; }
-  // The statistics that this call writes.
+  // Returns the statistics that this call writes.
   TokenStatistics statistics() const {
     if (!forward) return {};
     return {lse,         target_logit,       entropy, argmax, row_reference,

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// dz of one column of a row, the formula of docs/semantics.md, for whatever counts as a number: f32
-// and double on host and device, and the vectors of every instruction set of the CPU.
+// dz_of makes dz of one column of a row, by the formula of docs/semantics.md, for whatever counts
+// as a number: f32 and double on host and device, and the vectors of every instruction set of the
+// CPU.
 //   dz_j = own - s c_j - h p_j (log p_j + H)
 // `own` is P p_j, and at the target P p_t - o, which loss.h has in two forms that do not cancel. P,
 // s, o, h and H are those of RowGradient; h_p = h p_j and information = log p_j + H. A term that is

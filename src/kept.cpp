@@ -7,10 +7,11 @@
 namespace logitless {
 namespace {
 
-// The layout of KeptRow and of every backend's `kept`: a change of either is another number.
+// This numbers the layout of KeptRow and of every backend's `kept`: a change of either is another
+// number.
 constexpr uint64_t kept_version = 1;
 
-// FNV-1a, of 64 bits at a time.
+// This is FNV-1a over 64 bits at a time.
 class Hash {
  public:
   Hash& add(uint64_t x) {
@@ -49,7 +50,8 @@ Kept kept_in(const Call& call, uint64_t bytes) {
   return kept;
 }
 
-// The reduction, its normalizer and empty_mean make the loss of what is kept and are left out.
+// The reduction, its normalizer and empty_mean only make the loss of what is kept, so the key
+// leaves them out.
 uint64_t kept_key(const Call& call, int64_t columns) {
   const LossOptions& o = call.options;
   Hash hash;
@@ -65,7 +67,7 @@ uint64_t kept_key(const Call& call, int64_t columns) {
   for (const float x : {o.label_smoothing, o.z_loss, o.logit_scale, o.softcap, o.temperature}) {
     hash.add(x);
   }
-  return std::max<uint64_t>(hash.value(), 1);  // 0: no key was given
+  return std::max<uint64_t>(hash.value(), 1);  // 0 says that no key was given
 }
 
 }  // namespace logitless

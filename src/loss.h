@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The row formulas of docs/semantics.md, in f32, shared by the backends that are judged (the
-// reference has its own).
+// These are the row formulas of docs/semantics.md, in f32, shared by the backends that are judged
+// (the reference has its own).
 //   loss_i = a (nll + lambda lse^2),  nll = (1-eps) c_t (lse - z_t) + (eps/V) sum_j c_j (lse - z_j)
 //   dz_ij  = probability p_ij - smoothing c_j - onehot [j=t] - entropy p_ij (log p_ij + H)
-// What stands once for the CPU and CUDA: the map's factors, the coefficients of dz, dz itself
-// (dz-inl.h), the common factor of a call's gradients.
+// The CPU and CUDA share this: the map's factors, the coefficients of dz, dz itself (dz-inl.h), the
+// common factor of a call's gradients.
 #pragma once
 
 #include <cfloat>
@@ -18,10 +18,10 @@
 
 namespace logitless {
 
-// raw -> z = softcap(scale raw) / temperature, and what dz/draw needs.
+// The map is raw -> z = softcap(scale raw) / temperature; it also has what dz/draw needs.
 struct LogitMap {
   float scale = 1;
-  float softcap = 0;  // 0: none
+  float softcap = 0;  // 0 says that there is none
   float inv_softcap = 0;
   float temperature = 1;
   float inv_temperature = 1;
@@ -54,14 +54,14 @@ inline MapFactors map_factors(const LogitMap& map) {
   return f;
 }
 
-// Holds what the loss of a row needs of it.
+// The loss of a row needs this of it.
 struct RowState {
-  float reference = 0;           // m, the row maximum or near it
-  float log_sum = 0;             // log sum_j exp(z_j - m)
-  float target_logit = 0;        // z_t
-  float weighted_logit_sum = 0;  // sum_j c_j z_j; only with label smoothing
-  float entropy = 0;             // only where asked for
-  int64_t argmax = -1;           // only where asked for
+  float reference = 0;           // it is m, the row maximum or near it
+  float log_sum = 0;             // it is log sum_j exp(z_j - m)
+  float target_logit = 0;        // it is z_t
+  float weighted_logit_sum = 0;  // it is sum_j c_j z_j, made only with label smoothing
+  float entropy = 0;             // it is made only where asked for
+  int64_t argmax = -1;           // it is made only where asked for
   LOGITLESS_HOST_DEVICE float lse() const { return reference + log_sum; }
   LOGITLESS_HOST_DEVICE float logprob() const {
     const float x = (target_logit - reference) - log_sum;
@@ -69,7 +69,7 @@ struct RowState {
   }
 };
 
-// `whole`: V of the whole vocabulary, over which the class weights add up to `sum`.
+// `whole` is V of the whole vocabulary, over which the class weights add up to `sum`.
 LOGITLESS_HOST_DEVICE inline LossConstants loss_constants(const LossOptions& o, int64_t whole,
                                                           double sum) {
   LossConstants k{.smoothing = o.label_smoothing, .z_loss = o.z_loss};
@@ -80,7 +80,7 @@ LOGITLESS_HOST_DEVICE inline LossConstants loss_constants(const LossOptions& o, 
   return k;
 }
 
-// target_weight = c_t, token_weight = a_i.
+// target_weight is c_t, token_weight a_i.
 LOGITLESS_HOST_DEVICE inline float row_loss(const LossConstants& k, const RowState& s,
                                             float target_weight, float token_weight) {
   const float lse = s.lse();
@@ -90,36 +90,37 @@ LOGITLESS_HOST_DEVICE inline float row_loss(const LossConstants& k, const RowSta
   if (k.smoothing > 0)
     loss += k.smoothing_per_class * (k.class_weight_sum * lse - s.weighted_logit_sum);
   loss *= token_weight;
-  // The weight before the square, which may overflow: a token of weight 0 has no loss.
+  // The weight comes before the square, which may overflow, so that a token of weight 0 has no
+  // loss.
   if (k.z_loss > 0) loss += token_weight * k.z_loss * lse * lse;
   return loss;
 }
 
-// The factor left out of every row's dz and multiplied to the f32 sums before their one rounding,
-// so that a 16-bit dz neither underflows nor overflows: grad_loss / normalizer for sum and mean; a
-// power of two that bounds max |g_i| for none, and where the statistics have gradients. Token and
-// class weights move it by a power of two when they leave f16's range.
+// This factor is left out of every row's dz and multiplied to the f32 sums before their one
+// rounding, so that a 16-bit dz neither underflows nor overflows. It is grad_loss / normalizer for
+// sum and mean; a power of two that bounds max |g_i| for none, and where the statistics have
+// gradients. Token and class weights move it by a power of two when they leave f16's range.
 struct GradientScale {
-  float scale = 0, inverse = 0;  // inverse: 0 where scale is 0
-  float upstream = 0;            // g_i / scale, where it is the same of every row
+  float scale = 0, inverse = 0;  // the inverse is 0 where scale is 0
+  float upstream = 0;            // it is g_i / scale, where that is the same for every row
 };
 
-// What it is made of: the largest finite magnitudes over the tokens that count.
+// GradientScale is made of these: the largest finite magnitudes over the tokens that count.
 struct GradientSizes {
-  int64_t valid = 0;     // how many those are
-  bool per_row = false;  // each row has a grad_loss of its own:
+  int64_t valid = 0;     // so many tokens count
+  bool per_row = false;  // each row has a grad_loss of its own, of which upstream is the largest
   double upstream = 0;
-  bool of_statistics = false;  // and some statistic a gradient:
+  bool of_statistics = false;  // some statistic has a gradient, of which statistic is the largest
   double statistic = 0;
-  double weight = 0;  // |a_i| ((1 - eps) |c_t| + (eps/V) sum_j c_j)
-  // A dz of f16 is stored times this, so that small ones keep their bits: the largest of the usual
-  // ones comes to 64 of 65504.
+  double weight = 0;  // it is |a_i| ((1 - eps) |c_t| + (eps/V) sum_j c_j)
+  // A dz of f16 is stored times this, so that small ones keep their bits: the largest usual dz
+  // comes to 64 of 65504.
   float lift = 1;
 };
 
-// The least power of two >= x; 0 for 0. It and its inverse are normal numbers of f32: it ends at
-// 2^126, a quarter of the least that f32 has no number for, and at 2^-126, below which a gradient
-// loses no more than any subnormal may.
+// Returns the least power of two >= x, or 0 for 0. It and its inverse are normal numbers of f32: it
+// ends at 2^126, a quarter of the least that f32 has no number for, and at 2^-126, below which a
+// gradient loses no more than any subnormal may.
 LOGITLESS_HOST_DEVICE inline double power_of_two_above(double x) {
   if (!(x > 0)) return 0;
   int exponent;
@@ -134,7 +135,7 @@ LOGITLESS_HOST_DEVICE inline float upstream_of_row(const LossOptions& o, int64_t
   return flat && std::isfinite(g) ? 0 : g;
 }
 
-// grad_loss: the one of sum and mean, or 1.
+// grad_loss is the one of sum and mean, or 1.
 LOGITLESS_HOST_DEVICE inline GradientScale gradient_scale(const LossOptions& o, int64_t whole,
                                                           float grad_loss, double normalizer,
                                                           const GradientSizes& sizes) {
@@ -145,8 +146,8 @@ LOGITLESS_HOST_DEVICE inline GradientScale gradient_scale(const LossOptions& o, 
   }
   const double steepest = std::fabs(static_cast<double>(o.logit_scale)) / o.temperature;
   const double magnitude = sizes.weight * steepest;
-  // This is how far weights and the map's slope take a dz beyond what f16 holds, which ends at
-  // 65504, or below it; over the lift. z-loss makes a dz larger by up to 2 |lse| times its weight.
+  // Weights and the map's slope take a dz this far beyond what f16 holds, which ends at 65504, or
+  // below it; the lift is divided out. z-loss makes a dz larger by up to 2 |lse| times its weight.
   const double most =
       sizes.lift == 1 ? 8192 : std::fmin(8192.0, 32768 / (1 + 2048.0 * o.z_loss));
   double weights = 1 / static_cast<double>(sizes.lift);
@@ -171,8 +172,8 @@ LOGITLESS_HOST_DEVICE inline GradientScale gradient_scale(const LossOptions& o, 
   return {static_cast<float>(scale), inverse, upstream_of_row(o, whole, upstream)};
 }
 
-// g = upstream gradient of this row's loss, already relative to the call's common factor; the
-// others likewise.
+// g is the upstream gradient of this row's loss, already relative to the call's common factor; the
+// others are likewise.
 LOGITLESS_HOST_DEVICE inline RowGradient row_gradient(const LossConstants& k, const RowState& s,
                                                       float target_weight, float token_weight,
                                                       float g, float grad_lse,
@@ -189,7 +190,7 @@ LOGITLESS_HOST_DEVICE inline RowGradient row_gradient(const LossConstants& k, co
           .entropy_value = s.entropy};
 }
 
-// The coefficients times a factor of the whole row.
+// Multiplies the coefficients by a factor of the whole row.
 LOGITLESS_HOST_DEVICE inline RowGradient scaled(RowGradient g, float factor) {
   g.probability *= factor;
   g.smoothing *= factor;
@@ -198,7 +199,7 @@ LOGITLESS_HOST_DEVICE inline RowGradient scaled(RowGradient g, float factor) {
   return g;
 }
 
-// x - y z in one rounding, as dz_of subtracts, or with the product rounded before.
+// These return x - y z in one rounding, as dz_of subtracts, or with the product rounded before.
 struct Fused {
   LOGITLESS_HOST_DEVICE float operator()(float x, float y, float z) const { return fmaf(-y, z, x); }
 };
@@ -210,16 +211,15 @@ struct Rounded {
 };
 #include "src/dz-inl.h"
 
-// P p - o at the target, of p and 1 - p: without cancellation where p is near 1, and without adding
-// P where p is small.
+// Returns P p - o at the target, made of p and 1 - p: without cancellation where p is near 1, and
+// without adding P where p is small.
 LOGITLESS_HOST_DEVICE inline float target_draw(float probability, float onehot, float p,
                                                float rest) {
   return p < 0.5f ? fmaf(probability, p, -onehot) : fmaf(-probability, rest, probability - onehot);
 }
 
-// dz of the target in double, from p - 1 as expm1 has it:
-//   P p - o = o (p - 1) + (P - o) p
-// cancels neither near p = 1 nor where p is tiny.
+// Returns dz of the target in double, from p - 1 as expm1 has it:
+//   P p - o = o (p - 1) + (P - o) p cancels neither near p = 1 nor where p is tiny.
 LOGITLESS_HOST_DEVICE inline double dz_of_target(const RowGradient& g, double p, double p_minus_1,
                                                  double information, double c) {
   const double own = g.onehot * p_minus_1 + (static_cast<double>(g.probability) - g.onehot) * p;

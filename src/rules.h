@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the rules of validate*.cpp share: names of values, sizes of views, and the rules themselves.
+// The rules of validate*.cpp share this: names of values, sizes of views, and the rules themselves.
 #pragma once
 
 #include <cstdio>
@@ -8,7 +8,7 @@
 
 namespace logitless {
 
-// Names of known values.
+// These are the names of known values.
 constexpr const char* name_of(DType dtype) {
   constexpr const char* names[] = {"f32", "f16", "bf16", "i32", "i64"};
   return names[static_cast<int32_t>(dtype)];
@@ -19,7 +19,7 @@ constexpr const char* name_of(DeviceType type) {
   return names[static_cast<int32_t>(type)];
 }
 
-// A shape in words.
+// This is a shape in words.
 struct Text {
   char text[48];
 };
@@ -34,14 +34,15 @@ inline Text shape_text(int32_t rank, int64_t first, int64_t second) {
 
 inline Text shape_text(const TensorView& v) { return shape_text(v.rank, v.shape[0], v.shape[1]); }
 
-// Elements of a view with valid rank and sizes.
+// Returns the number of elements of a view with valid rank and sizes.
 inline int64_t elements(const TensorView& v) {
   int64_t count = 1;
   for (int32_t d = 0; d < v.rank; ++d) count *= v.shape[d];
   return count;
 }
 
-// Bytes from the first element to the end of the last; false where they and the offset pass int64.
+// Counts the bytes from the first element to the end of the last; it returns false where they and
+// the offset pass int64.
 inline bool extent(const TensorView& v, int64_t* bytes) {
   int64_t last = 0;
   *bytes = 0;
@@ -60,8 +61,8 @@ inline bool extent(const TensorView& v, int64_t* bytes) {
          !__builtin_add_overflow(*bytes, static_cast<int64_t>(v.byte_offset), &end);
 }
 
-// The rules of validate_fields.cpp and validate_options.cpp; each looks at one thing and relies on
-// those before it in the table of validate.cpp.
+// These are the rules of validate_fields.cpp and validate_options.cpp; each looks at one thing and
+// relies on those before it in the table of validate.cpp.
 Status check_tensor_enums(const Call& call);
 Status check_devices(const Call& call);
 Status check_ranks(const Call& call);

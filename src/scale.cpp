@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// values *= factor: what is asked of both, then the backend's.
+// This file runs values *= factor: it checks both, then calls the backend.
 #include "src/backend.h"
 #include "src/validate.h"
 

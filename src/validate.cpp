@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rules of docs/semantics.md about an op alone, as one table in the order they are asked. Those
-// here say how fields go together; data pointers are looked at in validate_data.cpp.
+// The rules of docs/semantics.md about an op alone stand here in one table, in the order in which
+// they are asked. Those in this file say how fields go together; validate_data.cpp looks at data
+// pointers.
 #include "src/validate.h"
 
 #include "src/kept.h"
@@ -70,7 +71,7 @@ Status check_companions(const Call& call) {
   return {};
 }
 
-// A number in hexadecimal, as keys are printed.
+// Returns a number in hexadecimal, as keys are printed.
 Text key_text(uint64_t key) {
   Text out{};
   std::snprintf(out.text, sizeof(out.text), "%#llx", static_cast<unsigned long long>(key));
@@ -79,7 +80,8 @@ Text key_text(uint64_t key) {
 
 }  // namespace
 
-// Kept state: two tensors that go together, and what Backward must be given with them.
+// Kept state is two tensors that go together; this also checks what Backward must be given with
+// them.
 Status check_kept(const Call& call) {
   const bool kept = static_cast<bool>(call["kept"]);
   if (kept != static_cast<bool>(call["kept_rows"])) {
@@ -101,7 +103,7 @@ Status check_kept(const Call& call) {
   return {};
 }
 
-// Shapes and options are valid by now.
+// Shapes and options are valid by now, so the key can be computed.
 Status check_kept_key(const Call& call) {
   if (!call["kept"]) return {};
   for (const char* name : {"kept", "kept_rows"}) {

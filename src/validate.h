@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every rule about shapes, dtypes, devices, options and overlaps, once, for all backends and
-// bindings.
+// Every rule about shapes, dtypes, devices, options and overlaps is checked once here, for all
+// backends and bindings.
 #pragma once
 
 #include "src/call.h"
 
 namespace logitless {
 
-// The device alone; the backend says whether there is one of that index.
+// Checks the device alone; the backend says whether there is one of that index.
 Status validate(const Execution& execution);
 
-// The op alone: what `workspace` and `run` both ask. Data pointers are not looked at.
+// Checks the op alone, as `workspace` and `run` both ask. It does not look at data pointers.
 Status validate(const Call& call);
 
-// What kept_size asks of an op: a linear Forward, valid but for the outputs that it may not have
-// yet.
+// Checks what kept_size asks of an op: that it is a linear Forward, valid but for the outputs that
+// it may not have yet.
 Status validate_keeping(const Call& call);
 
 // Checks what only `run` asks: data pointers, alignment, overlaps, the workspace's size and place.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rules of docs/semantics.md about memory: NULL, alignment, overlap, the workspace. Addresses
-// are looked at on the host and on CUDA; a WebGPU buffer's is a handle.
+// These are the rules of docs/semantics.md about memory: NULL, alignment, overlap, the workspace.
+// They look at addresses on the host and on CUDA; a WebGPU buffer's is a handle.
 #include <array>
 
 #include "src/kept.h"
@@ -94,7 +94,7 @@ Status check_workspace(const Call& call, const Workspace& w, const WorkspaceSize
   return {};
 }
 
-// In place is allowed element for element: the same addresses of the same dtype.
+// In-place work is allowed element for element: at the same addresses in the same dtype.
 bool in_place(const Field& out, const Field& in) {
   return in.name == "logits" && (out.name == "grad_logits" || out.name == "probabilities") &&
          out.view->dtype == in.view->dtype && footprint(*out.view) == footprint(*in.view);
@@ -147,7 +147,7 @@ Status check_overlaps(const Call& call, const Workspace& w) {
   return {};
 }
 
-// Kernels move it 16 bytes at a time; a WebGPU buffer is bound at multiples of 256.
+// Kernels move kept state 16 bytes at a time, and a WebGPU buffer is bound at multiples of 256.
 Status check_kept_address(const Call& call) {
   const TensorView& v = call["kept"];
   if (!v || elements(v) == 0) return {};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rules that every field is held to alone, from one table: rank, shape, dtype, device, strides.
+// These rules hold for every field by itself, from one table: rank, shape, dtype, device, strides.
 #include <numeric>
 
 #include "src/kept.h"
@@ -9,7 +9,7 @@
 namespace logitless {
 namespace {
 
-enum DTypes : uint32_t {  // one bit a dtype
+enum DTypes : uint32_t {  // each dtype has one bit
   kF32 = 1u << LOGITLESS_F32,
   kFloats = kF32 | 1u << LOGITLESS_F16 | 1u << LOGITLESS_BF16,
   kI32 = 1u << LOGITLESS_I32,
@@ -23,8 +23,8 @@ enum class Shape {
   vocab_hidden,  // [V, D]
   token,         // [N]
   vocab,         // [V]
-  vocab_total,   // [V]; [vocab_total] on a shard
-  reduced,       // [N] for reduction none, else [] or [1]
+  vocab_total,   // it is [V], or [vocab_total] on a shard
+  reduced,       // it is [N] where the reduction is none, else [] or [1]
   scalar,        // [] or [1]
   one,           // [1]
   kept,          // [blocks * N to 64, 64]
@@ -77,14 +77,14 @@ const FieldRule& rule_of(const Field& field) {
   for (const FieldRule& rule : kFieldRules) {
     if (rule.name == field.name) return rule;
   }
-  return kFieldRules[0];  // unreachable: every field of fields.h is listed
+  return kFieldRules[0];  // nothing gets here, as every field of fields.h is listed
 }
 
 bool known(DeviceType type) {
   return static_cast<uint32_t>(type) <= static_cast<uint32_t>(DeviceType::reference);
 }
 
-// The first failure of `check` over the given fields.
+// Returns the first failure of `check` over the given fields.
 template <class Check>
 Status for_each_given(const Call& call, Check&& check) {
   for (const Field& field : call.fields()) {
@@ -104,7 +104,7 @@ bool overlaps_itself(const TensorView& v) {
   return g == 0 || (t / g < v.shape[0] && s / g < v.shape[1]);
 }
 
-// Whole blocks of 64 columns: all there are, or whole groups of them.
+// kept has whole blocks of 64 columns: all there are, or whole groups of them.
 Status check_kept_shape(const Call& call, const TensorView& view) {
   const int64_t rows = kept_rows_of(call.tokens()), all = divide_up(call.vocab(), kept_block);
   const int64_t blocks = rows > 0 ? view.shape[0] / rows : 0;
@@ -137,7 +137,7 @@ Status check_tensor_enums(const Call& call) {
   });
 }
 
-// The reference runs on host memory: its tensors are on cpu.
+// The reference runs on host memory, so its tensors are on cpu.
 Status check_devices(const Call& call) {
   Device device = call.execution.device;
   if (device.type == DeviceType::reference) device.type = DeviceType::cpu;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rules about options, alone and together with what the op was given. docs/semantics.md.
+// These rules are about options, alone and together with what the op was given, as
+// docs/semantics.md has them.
 #include <cfloat>
 #include <cmath>
 
@@ -54,7 +55,7 @@ constexpr RangeRule kRanges[] = {
 struct FactorRule {
   const char* name;
   double (*value)(const LossOptions&);
-  bool capped;  // only with a softcap
+  bool capped;  // it is a factor only with a softcap
 };
 constexpr FactorRule kFactors[] = {
     {"logit_scale / temperature",
@@ -106,7 +107,7 @@ Status check_option_ranges(const Call& call) {
   return check_factors(call.options);
 }
 
-// One temperature a call or one a token, which a device reads.
+// A call has one temperature, or one a token, which a device reads.
 Status check_temperature(const Call& call) {
   if (!call.temperature || call.options.temperature == 1) return {};
   return error(StatusCode::invalid_argument,

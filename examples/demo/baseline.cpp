@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Counting models. The pairs of the training part are sorted; a pair's count is a binary search.
+// These models count. The pairs of the training part are sorted, so that a pair's count is a binary
+// search.
 #include "examples/demo/baseline.h"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the demo's model is held against: two models that only count, on the same words.
+// The demo's model is held against two models that only count, on the same words.
 //   unigram  p(w)     = (count(w) + 1) / (words + V)
 //   bigram   p(w | v) = (count(v, w) + k) / (count(v) + k V)
 #pragma once
@@ -12,12 +12,12 @@
 namespace logitless::cli::demo {
 
 struct Baselines {
-  double unigram = 0;  // perplexity
+  double unigram = 0;  // it is a perplexity
   double bigram = 0;
-  double k = 0;  // the best for the held-out words themselves, which favours the bigram
+  double k = 0;  // it is the best for the held-out words themselves, which favours the bigram
 };
 
-// heldout_at: indices of the held-out words that count, each > 0.
+// heldout_at has the indices of the held-out words that count, each > 0.
 Baselines measure_baselines(const Text& text, std::span<const int64_t> heldout_at);
 
 }  // namespace logitless::cli::demo

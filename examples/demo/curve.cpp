@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The progress line and the loss curve.
+// This file draws the progress line and the loss curve.
 #include <fmt/core.h>
 
 #include <algorithm>
@@ -19,11 +19,11 @@ constexpr int64_t cell_width = 2, cell_height = 4;
 constexpr uint8_t dot_bits[cell_height][cell_width] = {
     {0x01, 0x08}, {0x02, 0x10}, {0x04, 0x20}, {0x40, 0x80}};
 
-std::string braille(uint8_t dots) {  // U+2800 + dots in UTF-8
+std::string braille(uint8_t dots) {  // the character is U+2800 + dots in UTF-8
   return {'\xe2', static_cast<char>(0xa0 | dots >> 6), static_cast<char>(0x80 | (dots & 0x3f))};
 }
 
-// Means of `count` stretches of equal length.
+// Returns the means of `count` stretches of equal length.
 std::vector<double> buckets(std::span<const float> values, int64_t count) {
   std::vector<double> result;
   const auto size = static_cast<int64_t>(values.size());
@@ -53,7 +53,8 @@ void Progress::show(const TrainProgress& p) {
   } else {
     constexpr int64_t width = 30;
     const auto full = static_cast<int64_t>(std::floor(p.done * width));
-    // Back to the line's start, the line, and what an earlier one left to its right erased.
+    // This goes back to the line's start, prints the line, and erases what an earlier one left to
+    // its right.
     fmt::print("\r[{:<{}}] {}\x1b[K{}", std::string(static_cast<size_t>(full), '#'), width, numbers,
                p.done < 1 ? "" : "\n");
   }
@@ -79,7 +80,7 @@ std::string draw_curve(std::span<const float> values, int64_t columns, int64_t r
     const auto y = std::clamp<int64_t>(
         std::lround((high - curve[static_cast<size_t>(x)]) / (high - low) * dots), 0,
         rows * cell_height - 1);
-    // Joined to the dot before by a vertical stroke.
+    // A vertical stroke joins it to the dot before.
     const int64_t from = before < 0 ? y : before;
     for (int64_t dot = std::min(from, y); dot <= std::max(from, y); ++dot) {
       cells[static_cast<size_t>(dot / cell_height * columns + x / cell_width)] |=

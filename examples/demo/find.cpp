@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the demo's text comes from: the files and folders given, or Python's standard library.
+// The demo's text comes from the files and folders given, or from Python's standard library.
 #include <fmt/core.h>
 
 #include <algorithm>
@@ -17,7 +17,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Returns what the running Python says; empty where there is none.
+// Returns what the running Python says, or an empty path where there is none.
 fs::path ask_python() {
   const char* command =
       "python3 -c \"import sysconfig; print(sysconfig.get_paths()['stdlib'])\" 2>/dev/null";
@@ -31,7 +31,7 @@ fs::path ask_python() {
   return output;
 }
 
-// The folders python3* directly under `parent`, by name.
+// Adds the folders python3* directly under `parent`, by name.
 void add_versions(const fs::path& parent, std::vector<fs::path>* found) {
   std::error_code failed;
   std::vector<fs::path> here;

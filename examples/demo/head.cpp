@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the demo calls the library: views, workspace, run.
+// The demo calls the library here: it makes views, asks for a workspace and runs the op.
 #include "examples/demo/head.h"
 
 #include <algorithm>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The demo's output layer and loss: the library's linear cross-entropy over the whole vocabulary.
+// The demo's output layer and loss are the library's linear cross-entropy over the whole
+// vocabulary.
 #pragma once
 
 #include <cstdint>
@@ -14,21 +15,23 @@ namespace logitless::cli::demo {
 
 class Head {
  public:
-  // batch: the most tokens of a call. dtype: of the products, f32 or bf16; parameters and gradients
-  // are f32 all the same.
+  // A call has at most `batch` tokens. The products are in `dtype`, f32 or bf16; parameters and
+  // gradients are f32 all the same.
   Head(const Shape& shape, int64_t batch, DType dtype);
 
-  // Takes over the parameters' current values: bf16 products read a rounded copy of the weight.
+  // Takes over the parameters' current values, because bf16 products read a rounded copy of the
+  // weight.
   void round_weight(const Parameters& parameters);
-  // One stretch of that copy, [first, first + count) of the flat weight.
+  // Takes over one stretch of that copy, [first, first + count) of the flat weight.
   void round_weight(const Parameters& parameters, int64_t first, int64_t count);
 
-  // The mean loss. Overwrites gradient.weight and gradient.bias, and grad_hidden() [N, D].
+  // Returns the mean loss. It overwrites gradient.weight and gradient.bias, and grad_hidden() [N,
+  // D].
   double loss_and_gradients(const Parameters& parameters, std::span<const float> hidden,
                             std::span<const Token> target, Parameters* gradient);
   std::span<const float> grad_hidden() const { return grad_hidden_; }
 
-  // The loss of each token, [N]; on DeviceType::reference every sum is formed in double.
+  // Returns the loss of each token, [N]; on DeviceType::reference every sum is formed in double.
   std::vector<float> losses(const Parameters& parameters, std::span<const float> hidden,
                             std::span<const Token> target, DeviceType device = DeviceType::cpu);
 

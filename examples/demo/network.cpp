@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward and Backward of the demo's network. Plain loops over rows; tasks are fixed by the shape,
+// Forward and Backward of the demo's network are plain loops over rows. The shape fixes the tasks,
 // so the number of threads changes no bit.
 #include "examples/demo/network.h"
 
@@ -15,7 +15,7 @@
 namespace logitless::cli::demo {
 namespace {
 
-// Logits start small, the embeddings with a deviation of a half.
+// Logits start small, while the embeddings have a deviation of a half.
 constexpr float weight_deviation = 0.02f;
 constexpr int64_t task_rows = 32;
 constexpr int64_t task_columns = 32;
@@ -27,7 +27,7 @@ void for_tasks(int64_t tasks, F&& f) {
                      [&](int64_t task, int64_t) { f(task); });
 }
 
-// Rows [first, last) of each task.
+// Calls f with the rows [first, last) of each task.
 template <class F>
 void for_rows(int64_t rows, F&& f) {
   for_tasks((rows + task_rows - 1) / task_rows,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The demo's network: a log-bilinear language model with a layer of rectified units beside it.
+// The demo's network is a log-bilinear language model with a layer of rectified units beside it.
 //   e_k = embedding_scale * weight[word k before]          the output matrix gives the embeddings
 //   x   = [e_1 ... e_K]                                                                     [K D]
 //   a   = max(0, unit_weight x + unit_bias)                                                 [H]
@@ -22,13 +22,13 @@ namespace logitless::cli::demo {
 inline constexpr float embedding_scale = 25;
 
 struct Shape {
-  int64_t vocab = 0;    // V
-  int64_t hidden = 0;   // D
-  int64_t context = 0;  // K
-  int64_t units = 0;    // H
+  int64_t vocab = 0;    // it is V
+  int64_t hidden = 0;   // it is D
+  int64_t context = 0;  // it is K
+  int64_t units = 0;    // it is H
 };
 
-// One flat array with a view of each parameter; gradients and moments have the same form.
+// This is one flat array with a view of each parameter; gradients and moments have the same form.
 class Parameters {
  public:
   explicit Parameters(const Shape& shape);
@@ -50,10 +50,11 @@ class Parameters {
   float* unit_weight;       // [H, K D]
   float* unit_bias;         // [H]
   float* unit_output;       // [D, H]
-  std::vector<View> views;  // of those that are not empty, in this order
+  std::vector<View> views;  // it lists those that are not empty, in this order
 };
 
-// Small random embeddings, positions that average, bias the logarithm of each word's frequency.
+// Makes small random embeddings, positions that average, and as bias the logarithm of each word's
+// frequency.
 void initialize(const Shape& shape, const std::vector<int64_t>& count, uint64_t seed,
                 Parameters* parameters);
 
@@ -61,11 +62,12 @@ class Network {
  public:
   explicit Network(const Shape& shape) : shape_(shape) {}
 
-  // context: [N, K], the nearest word first. The result, [N, D], stays valid until the next call.
+  // `context` is [N, K], the nearest word first. The result, [N, D], stays valid until the next
+  // call.
   std::span<const float> forward(const Parameters& parameters, std::span<const Token> context);
 
-  // Runs the backward of the forward just done. grad_hidden: [N, D]. Adds the embeddings' part to
-  // gradient.weight (which holds the head's), overwrites everything else but gradient.bias.
+  // Runs the backward of the forward just done. grad_hidden is [N, D]. It adds the embeddings' part
+  // to gradient.weight (which holds the head's), and overwrites everything else but gradient.bias.
   void backward(const Parameters& parameters, std::span<const Token> context,
                 std::span<const float> grad_hidden, Parameters* gradient);
 
@@ -77,7 +79,7 @@ class Network {
   void scatter(std::span<const Token> context, Parameters* gradient) const;
 
   Shape shape_;
-  int64_t tokens_ = 0;  // N
+  int64_t tokens_ = 0;  // it is N
   Products products_;
   std::vector<float> x_;       // [N, K D]
   std::vector<float> a_;       // [N, H]

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sampling and saving.
+// This file samples text and saves the model.
 #include "examples/demo/output.h"
 
 #include <fmt/core.h>
@@ -19,9 +19,10 @@
 namespace logitless::cli::demo {
 namespace {
 
-constexpr double nucleus = 0.9;     // the likeliest words of this share are drawn from
-constexpr double repetition = 1;    // nats off a word for each time too often in the context
-constexpr int64_t usual_words = 2;  // times that are not too often
+constexpr double nucleus = 0.9;  // a word is drawn from the likeliest ones, which have this share
+// A word loses so many nats for each time too often in the context.
+constexpr double repetition = 1;
+constexpr int64_t usual_words = 2;  // so many times are not too often
 constexpr int64_t usual_marks = 5;
 constexpr int prompts_tried = 64;
 
@@ -29,10 +30,10 @@ bool is_word(const std::string& token) {
   return is_word_character(token.front()) && unicode_mark(token) == 0;
 }
 
-// Draws the next word from the likeliest ones; never one of the two that are no words.
+// Draws the next word from the likeliest ones, and never one of the two that are no words.
 class Sampler {
  public:
-  // context: [K], the nearest word first.
+  // `context` is [K], the nearest word first.
   Sampler(const Text& text, const SampleOptions& options, std::vector<Token> context, Model* model)
       : text_(text),
         options_(options),
@@ -54,7 +55,7 @@ class Sampler {
     probability_.resize(static_cast<size_t>(vocab));
     const std::span<const float> h = model_->hidden(context_);
     const Parameters& p = model_->parameters();
-    // The only logits of the demo: one word's.
+    // These are the only logits of the demo: one word's.
     products_.forward({h.data(), 1, hidden}, {p.weight, vocab, hidden}, false,
                       {probability_.data(), 1, vocab});
     for (size_t v = 0; v < probability_.size(); ++v) probability_[v] += p.bias[v];
@@ -86,7 +87,8 @@ class Sampler {
     const auto p = [&](Token v) { return double{probability_[static_cast<size_t>(v)]}; };
     std::sort(order_.begin(), order_.end(),
               [&](Token a, Token b) { return p(a) != p(b) ? p(a) > p(b) : a < b; });
-    // 53 random bits: the same number on every machine, which a standard distribution is not.
+    // This takes 53 random bits, which give the same number on every machine; a standard
+    // distribution does not.
     double left = static_cast<double>(random_() >> 11) * 0x1p-53 * nucleus;
     for (const Token v : order_) {
       left -= p(v);
@@ -106,7 +108,7 @@ class Sampler {
   Buffer workspace_;
 };
 
-// Finds where a held-out line ends with the most varied words before it, of some places drawn.
+// Finds, among some places drawn, where a held-out line ends with the most varied words before it.
 int64_t choose_prompt(const std::vector<Token>& words, const Text& text, int64_t context,
                       uint64_t seed) {
   std::mt19937_64 random(seed);
@@ -129,7 +131,7 @@ int64_t choose_prompt(const std::vector<Token>& words, const Text& text, int64_t
   return best;
 }
 
-// JSON and safetensors are UTF-8; a text need not be.
+// JSON and safetensors are UTF-8, which a text need not be.
 std::string to_json_text(const std::vector<std::string>& words) {
   return nlohmann::json(words).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// c = a b^T in tasks of 32 rows: b packed once, a and the tile of c in the scratch of a thread.
-// Every element is one chain of additions, so the number of threads changes no bit.
+// c = a b^T is made in tasks of 32 rows: b is packed once, and a and the tile of c lie in the
+// scratch of a thread. Every element is one chain of additions, so the number of threads changes no
+// bit.
 #include "examples/demo/product.h"
 
 #include <algorithm>
@@ -10,7 +11,7 @@
 namespace logitless::cli::demo {
 namespace {
 
-constexpr int64_t tile_rows = 32;  // a multiple of every engine's a_rows
+constexpr int64_t tile_rows = 32;  // it is a multiple of every engine's a_rows
 
 cpu::Source source_of(Matrix<const float> m) {
   return {.data = reinterpret_cast<const char*>(m.data), .row_stride = m.columns};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The demo's figures, for people and as JSON.
+// This file prints the demo's figures, for people and as JSON.
 #include "examples/demo/report.h"
 
 #include <fmt/core.h>
@@ -20,7 +20,7 @@ using nlohmann::json;
 constexpr int64_t curve_columns = 60, curve_rows = 10;
 constexpr size_t sample_lines = 14;
 
-// 1234567 as "1 234 567".
+// Returns 1234567 as "1 234 567".
 std::string grouped(int64_t number) {
   const std::string digits = fmt::format("{}", number);
   std::string text;
@@ -38,14 +38,15 @@ std::string first_lines(const std::string& text, size_t lines) {
   return text.substr(0, end);
 }
 
-// Every line after a mark; long ones cut short.
+// Puts the mark before every line, and cuts long lines short.
 std::string marked(const std::string& text, const char* mark) {
   constexpr size_t most = 100;
   std::string result;
   for (size_t at = 0; at < text.size();) {
     const size_t end = std::min(text.find('\n', at), text.size());
     size_t shown = std::min(end, at + most);
-    while (shown < end && (text[shown] & 0xc0) == 0x80) ++shown;  // no half of a character
+    // It must not end in half of a character.
+    while (shown < end && (text[shown] & 0xc0) == 0x80) ++shown;
     if (end > at) result += fmt::format("{}{}\n", mark, text.substr(at, shown - at));
     at = end + 1;
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the demo shows: progress, the loss curve, memory, perplexities; or all of it as JSON.
+// The demo shows this: progress, the loss curve, memory, perplexities; or all of it as JSON.
 #pragma once
 
 #include <cstdint>
@@ -15,46 +15,47 @@
 
 namespace logitless::cli::demo {
 
-// A bar that redraws itself on a terminal; elsewhere a line every five seconds.
+// The bar redraws itself on a terminal; elsewhere there is a line every five seconds.
 class Progress {
  public:
   enum class Mode { terminal, lines, silent };
   explicit Progress(Mode mode) : mode_(mode) {}
   void show(const TrainProgress& progress);
-  void say(const char* what);  // what takes its time now
+  void say(const char* what);  // `what` names what takes its time now
 
  private:
   Mode mode_;
-  double shown_ = 0;  // seconds since the start
+  double shown_ = 0;  // it counts seconds since the start
 };
 
-// A curve in braille dots, `rows` lines high, with its scale.
+// Draws a curve in braille dots, `rows` lines high, with its scale.
 std::string draw_curve(std::span<const float> values, int64_t columns, int64_t rows);
 
 struct Memory {
-  uint64_t logits = 0;      // [N, V] f32 of one batch, which nobody holds
-  uint64_t workspace = 0;   // of the loss
-  uint64_t parameters = 0;  // with the copy the products read
+  uint64_t logits = 0;      // [N, V]  f32 of one batch, which nobody holds
+  uint64_t workspace = 0;   // the loss takes so much
+  uint64_t parameters = 0;  // they include the copy that the products read
   uint64_t gradients = 0;
   uint64_t optimizer = 0;
-  uint64_t peak_resident = 0;  // of the process; 0: unknown
+  uint64_t peak_resident = 0;  // the process took so much at its peak; 0 is unknown
 };
 
 struct Exactness {
   int64_t words = 0;
-  double largest_difference = 0;  // of a word's loss from the same sum in double
+  // A word's loss differs at most so much from the same sum in double.
+  double largest_difference = 0;
 };
 
 struct Outcome {
   TrainResult training;
   Baselines baselines;
   double perplexity = 0;
-  int64_t heldout_words = 0;  // that were scored
-  double unknown_share = 0;   // of them
+  int64_t heldout_words = 0;  // so many were scored
+  double unknown_share = 0;   // so much of them is unknown
   Memory memory;
   Exactness exactness;
   Sample sample;
-  double seconds = 0;  // all of it
+  double seconds = 0;  // all of it took so long
 };
 
 void print_text(const Text& text);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reading, numbering and splitting the demo's text.
+// This file reads, numbers and splits the demo's text.
 #include "examples/demo/text.h"
 
 #include <fmt/core.h>
@@ -17,11 +17,12 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr int64_t most_bytes = int64_t{256} << 20;  // read at most, so that any folder can be named
+// It reads at most so many, so that any folder can be named.
+constexpr int64_t most_bytes = int64_t{256} << 20;
 constexpr int64_t fewest_tokens = 1000;
 constexpr int64_t wanted_vocab = 30000;  // words seen once are taken in only to reach this
 constexpr double heldout_share = 0.05;
-constexpr int64_t block_tokens = 1000;  // where the text is held out by blocks
+constexpr int64_t block_tokens = 1000;  // it holds out blocks of so many where there are few files
 
 std::string read_file(const fs::path& path) {
   std::ifstream file(path, std::ios::binary);
@@ -31,11 +32,11 @@ std::string read_file(const fs::path& path) {
   return text;
 }
 
-// The whole text with every different word numbered in order of appearance.
+// This is the whole text, with every different word numbered in order of appearance.
 struct Corpus {
   std::unordered_map<std::string, int32_t> number;
-  std::vector<std::string> word;               // by number
-  std::vector<std::vector<int32_t>> document;  // word numbers
+  std::vector<std::string> word;               // a number has its word
+  std::vector<std::vector<int32_t>> document;  // a document has its word numbers
   int64_t bytes = 0;
   int64_t tokens = 0;
   bool truncated = false;
@@ -79,7 +80,7 @@ Corpus read_corpus(const std::vector<fs::path>& files) {
 }
 
 struct Part {
-  std::vector<int32_t> word;  // word numbers; -1 before every document
+  std::vector<int32_t> word;  // they are word numbers; -1 comes before every document
   void add(const int32_t* first, size_t count) {
     word.push_back(-1);
     word.insert(word.end(), first, first + count);
@@ -87,8 +88,8 @@ struct Part {
   size_t size() const { return word.size(); }
 };
 
-// Whole files in an order drawn by the seed, but none so long that it would be the held-out part by
-// itself. Returns how many files, or 0 where that does not give the share wanted.
+// Holds out whole files in an order drawn by the seed, but none so long that it would be the
+// held-out part by itself. Returns how many files, or 0 where that does not give the share wanted.
 int64_t hold_out_files(const Corpus& corpus, uint64_t seed, Part* train, Part* heldout) {
   const auto share = static_cast<size_t>(heldout_share * static_cast<double>(corpus.tokens));
   std::vector<size_t> order(corpus.document.size());
@@ -112,7 +113,7 @@ int64_t hold_out_files(const Corpus& corpus, uint64_t seed, Part* train, Part* h
   return count;
 }
 
-// Every twentieth block of the text, a whole number of blocks apart.
+// Holds out every twentieth block of the text, so that they lie evenly apart.
 void hold_out_blocks(const Corpus& corpus, Part* train, Part* heldout) {
   const auto every = static_cast<size_t>(std::lround(1 / heldout_share));
   const auto block = static_cast<size_t>(
@@ -139,7 +140,7 @@ std::vector<Token> choose_vocabulary(const Corpus& corpus, const Part& train, in
   }
   std::sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
     const int64_t more = count[static_cast<size_t>(a)] - count[static_cast<size_t>(b)];
-    return more != 0 ? more > 0 : a < b;  // equal counts in order of appearance
+    return more != 0 ? more > 0 : a < b;  // equal counts come in order of appearance
   });
   const auto seen_twice =
       std::count_if(count.begin(), count.end(), [](int64_t c) { return c > 1; });

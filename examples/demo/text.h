@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The demo's text: files found, cut into words, numbered, split into a training and a held-out
-// part.
+// The demo's text is found in files, cut into words, numbered, and split into a training and a
+// held-out part.
 //
 // A word is an identifier or a number; a punctuation mark owns the blanks around it (", " and ","
 // are two marks); a line break owns the next line's indentation. So prose and source code both come
@@ -17,18 +17,18 @@
 namespace logitless::cli::demo {
 
 using Token = int32_t;
-inline constexpr Token unknown_word = 0;    // every word that is not in the vocabulary
-inline constexpr Token document_start = 1;  // stands before every document
+inline constexpr Token unknown_word = 0;  // it stands for every word that is not in the vocabulary
+inline constexpr Token document_start = 1;  // it stands before every document
 
-// The text files under `paths`, sorted; with no paths, the sources of Python's standard library.
-// Throws BadInput naming what is missing.
+// Returns the text files under `paths`, sorted, or with no paths the sources of Python's standard
+// library. It throws BadInput naming what is missing.
 std::vector<std::filesystem::path> find_text(const std::vector<std::string>& paths);
 
 // Splits one document and calls add(std::string_view) for every token.
 template <class F>
 void split_words(std::string_view text, F&& add);
 
-// Puts tokens back together: a blank between two words, nothing elsewhere.
+// Puts tokens back together, with a blank between two words and nothing elsewhere.
 class Writer {
  public:
   void add(std::string_view token);
@@ -39,24 +39,26 @@ class Writer {
 };
 
 struct TextOptions {
-  int64_t vocab = 50257;  // at most this many words, the two above included
-  uint64_t seed = 1;      // chooses the held-out files
+  int64_t vocab = 50257;  // there are at most so many words, the two above included
+  uint64_t seed = 1;      // it chooses the held-out files
 };
 
 struct Text {
-  std::vector<std::string> words;  // [V] the vocabulary, most frequent first after the two above
-  std::vector<int64_t> count;      // [V] occurrences in the training part
+  std::vector<std::string> words;  // [V]  the most frequent come first, after the two above
+  std::vector<int64_t> count;      // [V]  the training part has a word so often
   std::vector<Token> train;
   std::vector<Token> heldout;
   int64_t files = 0;
-  int64_t heldout_files = 0;  // 0: held out by blocks of the text, there being too few files
+  // 0 says that blocks of the text are held out, because there are too few files
+  int64_t heldout_files = 0;
   int64_t bytes = 0;
-  int64_t distinct = 0;    // different words in the whole text
+  int64_t distinct = 0;    // the whole text has so many different words
   bool truncated = false;  // the text was longer than what the demo reads
   int64_t vocab() const { return static_cast<int64_t>(words.size()); }
 };
 
-// Reads the files and builds all of the above. Throws BadInput: unreadable, binary or too short.
+// Reads the files and builds all of the above. It throws BadInput where one is unreadable, binary
+// or too short.
 Text read_text(const std::vector<std::filesystem::path>& files, const TextOptions& options);
 
 }  // namespace logitless::cli::demo

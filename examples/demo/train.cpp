@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The training loop.
+// This file has the training loop.
 #include "examples/demo/train.h"
 
 #include <algorithm>
@@ -12,11 +12,11 @@
 namespace logitless::cli::demo {
 namespace {
 
-constexpr double warm_up = 0.03;        // of the training, with a growing step
-constexpr double last_rate = 0.05;      // of the full step, at the end
-constexpr int64_t adam_task = 1 << 15;  // elements
+constexpr double warm_up = 0.03;        // so much of the training has a growing step
+constexpr double last_rate = 0.05;      // the step ends at this share of the full one
+constexpr int64_t adam_task = 1 << 15;  // a task takes so many elements
 
-// Every index once in a random order, then once more in another.
+// Returns every index once in a random order, then once more in another.
 class Shuffle {
  public:
   Shuffle(std::vector<int64_t> at, uint64_t seed) : at_(std::move(at)), random_(seed) {}
@@ -146,7 +146,7 @@ TrainResult train(const Text& text, const TrainOptions& options, Model* model,
     result.loss.push_back(static_cast<float>(loss));
     result.tokens += options.batch;
     ++progress.step;
-    // A mean over the last hundred steps or so, without a start at 0.
+    // This is a mean over the last hundred steps or so, without a start at 0.
     const double weight = 1 / static_cast<double>(std::min<int64_t>(progress.step, 100));
     progress.loss += weight * (loss - progress.loss);
     progress.seconds = elapsed();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Training: batches drawn without replacement, Forward and Backward, Adam with a warm-up and a
-// linear descent of its step.
+// Training draws batches without replacement, runs Forward and Backward, and steps by Adam, with a
+// warm-up and a linear descent of its step.
 #pragma once
 
 #include <cstdint>
@@ -24,23 +24,25 @@ struct TrainOptions {
   uint64_t seed = 1;
 };
 
-// Words with their context. context: [N, K], the nearest word first.
+// A batch is words with their context [N, K], the nearest word first.
 struct Batch {
   std::vector<Token> context;
   std::vector<Token> target;  // [N]
 };
 
-// Indices of the words of a part that count: all but the first and the starts of documents.
+// Returns the indices of the words of a part that count: all but the first and the starts of
+// documents.
 std::vector<int64_t> countable(const std::vector<Token>& words);
-// The words at these indices; what lies before the text's first word is a start of a document.
+// Returns the words at these indices; what lies before the text's first word is a start of a
+// document.
 Batch make_batch(const std::vector<Token>& words, std::span<const int64_t> at, int64_t context);
 
-// m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,  p -= rate m' / (sqrt(v') + eps), m', v' without
-// their bias towards 0.
+// Adam steps by m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,  p -= rate m' / (sqrt(v') + eps),
+// where m', v' are without their bias towards 0.
 class Adam {
  public:
   explicit Adam(int64_t size);
-  // p, g: [size]. after(first, count) follows each stretch once it is done, on its thread.
+  // p and g are [size]. after(first, count) follows each stretch once it is done, on its thread.
   void step(float rate, std::span<const float> g, std::span<float> p,
             const std::function<void(int64_t first, int64_t count)>& after);
   uint64_t bytes() const { return 2 * m_.size() * sizeof(float); }
@@ -54,9 +56,9 @@ class Model {
  public:
   Model(const Shape& shape, const Text& text, int64_t batch, DType dtype, uint64_t seed);
 
-  // Loss and gradients of one batch; the mean loss.
+  // Makes the loss and the gradients of one batch, and returns the mean loss.
   double gradients(const Batch& batch);
-  double step(const Batch& batch, double rate);  // and one step of Adam
+  double step(const Batch& batch, double rate);  // it also takes one step of Adam
   std::vector<float> losses(const Batch& batch, DeviceType device = DeviceType::cpu);
   std::span<const float> hidden(std::span<const Token> context);
 
@@ -76,14 +78,14 @@ class Model {
 
 struct TrainProgress {
   int64_t step = 0, steps = 0;
-  double loss = 0;     // smoothed
-  double done = 0;     // of 1
-  double seconds = 0;  // since the start
-  double rate = 0;     // tokens a second
+  double loss = 0;     // it is smoothed
+  double done = 0;     // it goes up to 1
+  double seconds = 0;  // it counts seconds since the start
+  double rate = 0;     // it counts tokens a second
 };
 
 struct TrainResult {
-  std::vector<float> loss;  // of each step
+  std::vector<float> loss;  // every step has one
   double seconds = 0;
   int64_t tokens = 0;
 };
@@ -91,7 +93,7 @@ struct TrainResult {
 TrainResult train(const Text& text, const TrainOptions& options, Model* model,
                   const std::function<void(const TrainProgress&)>& report);
 
-// exp of the mean loss of these words.
+// Returns exp of the mean loss of these words.
 double perplexity(const std::vector<Token>& words, std::span<const int64_t> at, Model* model);
 
 }  // namespace logitless::cli::demo

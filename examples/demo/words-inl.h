@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// split_words: the scanner. Tokens are views into the text, except line breaks and marks whose
+// split_words is the scanner. Tokens are views into the text, except line breaks and marks whose
 // blanks are normalized, which are built in a small buffer valid until the next call of add.
 #pragma once
 
@@ -16,15 +16,15 @@ inline bool is_digit(char c) { return c >= '0' && c <= '9'; }
 inline bool is_word_character(char c) { return is_letter(c) || is_digit(c); }
 inline bool is_blank(char c) { return c == ' ' || c == '\t' || c == '\r' || c == '\f'; }
 
-// Bytes of a dash, quotation mark or ellipsis of the block U+2010..U+203F, or 0.
+// Returns the bytes of a dash, quotation mark or ellipsis of the block U+2010..U+203F, or 0.
 inline size_t unicode_mark(std::string_view s) {
   return s.size() >= 3 && s[0] == '\xe2' && s[1] == '\x80' && static_cast<uint8_t>(s[2]) >= 0x90
              ? 3
              : 0;
 }
 
-// don't, it's: the bytes of an apostrophe and its ending after `word`, or 0. A single r, b, f or u
-// before a quote is the prefix of a string literal.
+// Returns the bytes of an apostrophe and its ending after `word`, as in don't and it's, or 0. A
+// single r, b, f or u before a quote is the prefix of a string literal.
 inline size_t contraction(std::string_view word, std::string_view rest) {
   if (word.size() == 1 && std::string_view("rbfuRBFU").find(word[0]) != std::string_view::npos) {
     return 0;
@@ -52,8 +52,8 @@ inline size_t word_length(std::string_view s) {
   return number ? n : n + contraction(s.substr(0, n), s.substr(n));
 }
 
-// "==", "-----", "->": a run of one character that is no bracket, or an operator that ends in '='
-// or '>'.
+// Returns the length of a mark such as "==", "-----" or "->": a run of one character that is no
+// bracket, or an operator that ends in '=' or '>'.
 inline size_t mark_length(std::string_view s) {
   if (const size_t n = unicode_mark(s); n > 0) return n;
   if (std::string_view("()[]{}").find(s[0]) != std::string_view::npos) return 1;
@@ -66,8 +66,8 @@ inline size_t mark_length(std::string_view s) {
   return assigns || arrow ? n + 1 : n;
 }
 
-// "\n" or "\n\n" (an empty line between) and the indentation of the line that follows, a tab as
-// four.
+// Returns "\n" or "\n\n" (with an empty line between) and the indentation of the line that follows,
+// with a tab as four.
 inline std::string_view line_break(std::string_view s, size_t* used, std::string* buffer) {
   constexpr int deepest = 40;
   int lines = 0, indentation = 0;

@@ -29,10 +29,10 @@ from logitless.torch import LinearCrossEntropyHead
 
 @dataclasses.dataclass
 class Settings:
-    loss: str = "logitless"  # or "plain"
+    loss: str = "logitless"  # it may be "plain"
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype: str = "float32"  # or "bfloat16", under autocast; or "float64", plain only
-    threads: int = 0  # 0: torch's choice
+    dtype: str = "float32"  # it may be "bfloat16", under autocast, or "float64", plain only
+    threads: int = 0  # 0 leaves it to torch
     seed: int = 0
     steps: int = 300
     batch: int = 16
@@ -186,7 +186,7 @@ def main() -> None:
     output = arguments.pop("output")
     s = Settings(**{**arguments, "text": tuple(arguments["text"])})
     results = {}
-    # Each in a process of its own, so that peak memory is its own.
+    # Each runs in a process of its own, so that peak memory is its own.
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         for name in ("plain", "logitless"):
             results[name] = pool.apply(train, (dataclasses.replace(s, loss=name),))

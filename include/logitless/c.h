@@ -33,11 +33,12 @@ extern "C" {
 /* Enums are int32_t in the structs: an unknown value is a status, never undefined behaviour. */
 enum {
   LOGITLESS_OK = 0,
-  LOGITLESS_INVALID_ARGUMENT = 1, /* a value, or a field that is missing, unwanted or overlaps */
+  /* a value is wrong, or a field is missing, unwanted or overlaps */
+  LOGITLESS_INVALID_ARGUMENT = 1,
   LOGITLESS_WRONG_SHAPE = 2,
   LOGITLESS_WRONG_DTYPE = 3,
   LOGITLESS_WRONG_DEVICE = 4,
-  LOGITLESS_MISALIGNED = 5, /* an address that is no multiple of its element's size */
+  LOGITLESS_MISALIGNED = 5, /* an address is no multiple of its element's size */
   LOGITLESS_UNKNOWN_ENUM = 6,
   LOGITLESS_WORKSPACE_TOO_SMALL = 7,
   LOGITLESS_TARGET_OUT_OF_RANGE = 8,
@@ -53,7 +54,7 @@ enum {
   LOGITLESS_I32 = 3,
   LOGITLESS_I64 = 4
 };
-/* LOGITLESS_REFERENCE: the double-precision oracle; its tensors say LOGITLESS_CPU. */
+/* LOGITLESS_REFERENCE is the double-precision oracle; its tensors say LOGITLESS_CPU. */
 enum { LOGITLESS_CPU = 0, LOGITLESS_CUDA = 1, LOGITLESS_WEBGPU = 2, LOGITLESS_REFERENCE = 3 };
 enum { LOGITLESS_REDUCTION_NONE = 0, LOGITLESS_REDUCTION_SUM = 1, LOGITLESS_REDUCTION_MEAN = 2 };
 enum { LOGITLESS_OUT_OF_RANGE_ERROR = 0, LOGITLESS_OUT_OF_RANGE_IGNORE = 1 };
@@ -72,18 +73,18 @@ enum {
 typedef struct logitless_status {
   uint32_t struct_size;
   int32_t code;
-  char message[248]; /* ends with a NUL; empty when ok */
+  char message[248]; /* it ends with a NUL, and is empty when ok */
 } logitless_status;
 
 typedef struct logitless_tensor {
   uint32_t struct_size;
   int32_t dtype;
-  void* data; /* host or device address; WGPUBuffer on WebGPU */
+  void* data; /* it is a host or device address, or a WGPUBuffer on WebGPU */
   uint64_t byte_offset;
   int32_t device_type, device_index;
-  int32_t rank; /* 0, 1 or 2 */
+  int32_t rank; /* it is 0, 1 or 2 */
   int32_t reserved;
-  int64_t shape[2], stride[2]; /* strides in elements; 0 broadcasts an input */
+  int64_t shape[2], stride[2]; /* strides count elements; 0 broadcasts an input */
 } logitless_tensor;
 
 typedef struct logitless_loss_options {
@@ -94,38 +95,40 @@ typedef struct logitless_loss_options {
   int32_t out_of_range, empty_mean, input_kind;
   float probability_floor;
   int32_t allow_tf32;
-  double normalizer; /* 0: counted */
+  double normalizer; /* 0 says that tokens are counted */
   int64_t vocab_start, vocab_total;
 } logitless_loss_options;
 
 typedef struct logitless_op {
   uint32_t struct_size;
   int32_t kind;
-  const logitless_loss_options* options; /* NULL: the defaults of LOGITLESS_LOSS_OPTIONS_INIT */
-  int32_t accumulate_grad_weight;        /* linear ops with gradients */
+  /* NULL takes the defaults of LOGITLESS_LOSS_OPTIONS_INIT */
+  const logitless_loss_options* options;
+  int32_t accumulate_grad_weight; /* only linear ops with gradients have it */
   int32_t reserved;
-  const logitless_tensor *logits, *probabilities;       /* [N,V] [N,V] */
-  const logitless_tensor *input, *weight, *bias;        /* [N,D] [V,D] [V] */
-  const logitless_tensor* target;                       /* [N] i32 or i64 */
-  const logitless_tensor* loss;                         /* [N] for none, else [] or [1] */
+  const logitless_tensor *logits, *probabilities; /* [N,V] [N,V] */
+  const logitless_tensor *input, *weight, *bias;  /* [N,D] [V,D] [V] */
+  const logitless_tensor* target;                 /* [N] i32 or i64 */
+  const logitless_tensor* loss; /* [N] where the reduction is none, else [] or [1] */
   const logitless_tensor *token_weight, *vocab_weight;  /* [N] [V] */
   const logitless_tensor* normalizer;                   /* [] f32 or i64 */
   const logitless_tensor *lse, *target_logit, *entropy; /* [N] [N] [N] */
   const logitless_tensor* argmax;                       /* [N] i32 or i64 */
   const logitless_tensor *row_reference, *row_log_sum;  /* [N] [N] */
   const logitless_tensor* weighted_logit_sum;           /* [N] */
-  const logitless_tensor* grad_loss;                    /* as loss */
+  const logitless_tensor* grad_loss;                    /* it has the shape of loss */
   const logitless_tensor *grad_lse, *grad_target_logit, *grad_entropy; /* [N] [N] [N] */
   const logitless_tensor* grad_logits;                                 /* [N,V] */
   const logitless_tensor *grad_input, *grad_weight, *grad_bias;        /* [N,D] [V,D] [V] */
-  const logitless_tensor* fault; /* [1] i32, sticky OR; 1: a target outside, 2: kept state that is
-                                    another's, 4: a temperature that is none */
-  /* Linear Forward and Backward: logitless_kept_size says how large, and which key. */
+  /* [1] i32; faults are or-ed into it: 1 a target outside, 2 kept state that is another's, 4 a
+   * temperature that is none */
+  const logitless_tensor* fault;
+  /* Linear Forward and Backward have these: logitless_kept_size says how large, and which key. */
   const logitless_tensor *kept, *kept_rows; /* [blocks * N to 64, 64] [N,8] */
-  uint64_t kept_key;                        /* Backward */
-  int32_t consume_kept;                     /* Backward: `kept` need not serve another one */
+  uint64_t kept_key;                        /* only Backward has it */
+  int32_t consume_kept; /* only Backward has it: `kept` need not serve another one */
   int32_t reserved_2;
-  const logitless_tensor* temperature; /* [N] f32, in place of options.temperature */
+  const logitless_tensor* temperature; /* [N] f32; it replaces options.temperature */
   const logitless_tensor *logprob, *sum_p_squared, *mean_logit; /* [N] [N] [N] */
   const logitless_tensor* rank;                                 /* [N] i32 or i64 */
 } logitless_op;
@@ -144,35 +147,35 @@ typedef struct logitless_execution {
   uint32_t struct_size;
   int32_t device_type, device_index;
   int32_t reserved;
-  void* stream;                       /* cudaStream_t | WGPUQueue */
-  const logitless_executor* executor; /* CPU; NULL: the library's own pool */
+  void* stream;                       /* it is a cudaStream_t or a WGPUQueue */
+  const logitless_executor* executor; /* only the CPU uses it; NULL takes the library's own pool */
 } logitless_execution;
 
 typedef struct logitless_workspace_size {
   uint32_t struct_size;
   uint32_t reserved;
-  uint64_t minimum, recommended, alignment; /* bytes */
+  uint64_t minimum, recommended, alignment; /* they count bytes */
 } logitless_workspace_size;
 
 typedef struct logitless_workspace_buffer {
   uint32_t struct_size;
   uint32_t reserved;
   void* data;
-  uint64_t bytes, byte_offset; /* [data + byte_offset, + bytes) is the library's during the call */
+  uint64_t bytes, byte_offset; /* during the call [data + byte_offset, + bytes) is the library's */
 } logitless_workspace_buffer;
 
-/* What Forward keeps for Backward in so many bytes: docs/semantics.md, "Kept state". */
+/* Forward keeps this for Backward in so many bytes: docs/semantics.md, "Kept state". */
 typedef struct logitless_kept {
   uint32_t struct_size;
   uint32_t reserved;
-  int64_t columns;       /* of the vocabulary, its first ones; 0: nothing is kept */
-  int64_t shape[2];      /* of `kept`, whose dtype is the input's */
-  int64_t rows_shape[2]; /* of `kept_rows`, f32 */
-  uint64_t bytes;        /* of both */
-  uint64_t key;          /* what Backward is told as kept_key */
+  int64_t columns;       /* the vocabulary's first so many are kept; 0 says that nothing is */
+  int64_t shape[2];      /* it is that of `kept`, whose dtype is the input's */
+  int64_t rows_shape[2]; /* it is that of `kept_rows`, in f32 */
+  uint64_t bytes;        /* both together have so many */
+  uint64_t key;          /* Backward is told it as kept_key */
 } logitless_kept;
 
-/* Every struct at its defaults; all that the macro does not name is zero. */
+/* These macros set every struct to its defaults; all that a macro does not name is zero. */
 /* clang-format off */
 #define LOGITLESS_STATUS_INIT {sizeof(logitless_status), LOGITLESS_OK, {0}}
 #define LOGITLESS_TENSOR_INIT {sizeof(logitless_tensor), 0, 0, 0, 0, 0, 0, 0, {0, 0}, {0, 0}}
@@ -193,41 +196,42 @@ typedef struct logitless_kept {
 /* Every function may be called with status = NULL; execution = NULL is the CPU with the library's
  * own pool, workspace = NULL one of 0 bytes. */
 
-/* Bytes of workspace `run` needs for `op`: pure and cheap; data pointers may be NULL: enough
- * for any address then, else for the given ones. Returns the status code. On an error `size` is
- * left as it was. */
+/* Finds the bytes of workspace that `run` needs for `op`. It is pure and cheap. If data pointers
+ * are NULL, the answer is enough for any address, else for the given ones. Returns the status
+ * code. On an error `size` is left as it was. */
 LOGITLESS_API int32_t logitless_workspace(const logitless_op* op,
                                           const logitless_execution* execution,
                                           logitless_workspace_size* size, logitless_status* status);
-/* What a linear Forward keeps for Backward in `bytes` (UINT64_MAX: as much as there is), and how
- * large the tensors are: a formula of the shape and the dtype alone, the same on every device. `op`
- * is the Forward; its data pointers may be NULL, `kept` and `kept_rows` absent. Returns the code;
- * on an error `kept` is left as it was. */
+/* Finds what a linear Forward keeps for Backward in `bytes` (UINT64_MAX is as much as there is),
+ * and how large the tensors are, by a formula of the shape and the dtype alone, the same on
+ * every device. `op` is the Forward; its data pointers may be NULL, `kept` and `kept_rows`
+ * absent. Returns the code; on an error `kept` is left as it was. */
 LOGITLESS_API int32_t logitless_kept_size(const logitless_op* op,
                                           const logitless_execution* execution, uint64_t bytes,
                                           logitless_kept* kept, logitless_status* status);
-/* Runs `op`; any workspace >= minimum. No allocation, no synchronization. Returns the code. */
+/* Runs `op` in any workspace >= minimum. It neither allocates nor synchronizes. Returns the
+ * code. */
 LOGITLESS_API int32_t logitless_run(const logitless_op* op,
                                     const logitless_workspace_buffer* workspace,
                                     const logitless_execution* execution, logitless_status* status);
-/* values *= factor, in place, each element rounded once: for gradients that were made with the
- * loss, before their upstream factor was known. `values` [n] contiguous f32, f16 or bf16; `factor`
- * [] f32 on the same device. Where the factor is exactly 1 nothing is written: the kernel finds
- * that out, nobody waits for it. CUDA only; on the host it is one loop of the caller's. Returns the
- * code. */
+/* Multiplies values by factor, in place, with each element rounded once, for gradients that were
+ * made with the loss, before their upstream factor was known. `values` [n] are contiguous f32,
+ * f16 or bf16; `factor` [] is f32 on the same device. Where the factor is exactly 1 nothing is
+ * written: the kernel finds that out, and nobody waits for it. This is for CUDA only; on the
+ * host it is one loop of the caller's. Returns the code. */
 LOGITLESS_API int32_t logitless_scale(const logitless_tensor* values,
                                       const logitless_tensor* factor,
                                       const logitless_execution* execution,
                                       logitless_status* status);
-/* The same of `count` vectors, 0 to 4 of them, in one launch. */
+/* Does the same for `count` vectors, 0 to 4 of them, in one launch. */
 LOGITLESS_API int32_t logitless_scale_each(const logitless_tensor* const* values, int32_t count,
                                            const logitless_tensor* factor,
                                            const logitless_execution* execution,
                                            logitless_status* status);
-/* LOGITLESS_VERSION of the library loaded, which may be newer than this header. */
+/* Returns LOGITLESS_VERSION of the library loaded, which may be newer than this header. */
 LOGITLESS_API int32_t logitless_version(void);
-/* One line about a backend, e.g. "AVX3_SPR, 2 threads", written to `text`; backend_unavailable with
- * the reason. */
+/* Writes one line about a backend, e.g. "AVX3_SPR, 2 threads", to `text`; or returns
+ * backend_unavailable with the reason. */
 LOGITLESS_API int32_t logitless_describe_backend(int32_t device_type, char* text, size_t bytes,
                                                  logitless_status* status);
 /* Loads every kernel of the execution's device, and the matrix library, so that the first run does
@@ -239,23 +243,25 @@ LOGITLESS_API int32_t logitless_describe_backend(int32_t device_type, char* text
  * Nothing to do on the CPU. Returns the code. */
 LOGITLESS_API int32_t logitless_warmup(const logitless_execution* execution,
                                        logitless_status* status);
-/* WebGPU: a call's workspace is several buffers, made within a budget of bytes: pass it as the
- * workspace's data with at most that many bytes. Destroyed when no call uses it any more. */
+/* On WebGPU a call's workspace is several buffers, made within a budget of bytes: pass it as the
+ * workspace's data with at most that many bytes. It is destroyed when no call uses it any more. */
 LOGITLESS_API int32_t logitless_webgpu_create_workspace(int32_t device_index, uint64_t bytes,
                                                         void** workspace, logitless_status* status);
 LOGITLESS_API void logitless_webgpu_destroy_workspace(void* workspace);
-/* A device of the caller's (WGPUInstance, WGPUDevice, WGPUQueue of the same wgpu-native): the
- * device_index by which executions and tensors then name it. The same device, the same index. */
+/* Registers a device of the caller's (WGPUInstance, WGPUDevice, WGPUQueue of the same
+ * wgpu-native), and gives the device_index by which executions and tensors then name it. The
+ * same device has the same index. */
 LOGITLESS_API int32_t logitless_webgpu_use_device(void* instance, void* device, void* queue,
                                                   int32_t* device_index, logitless_status* status);
-/* The handles of a device, 0 being the library's own, for making buffers on it. */
+/* Returns the handles of a device, 0 being the library's own, for making buffers on it. */
 LOGITLESS_API int32_t logitless_webgpu_device(int32_t device_index, void** instance, void** device,
                                               void** queue, logitless_status* status);
-/* Threads of the library's own pool; 0 or less asks for the default (LOGITLESS_NUM_THREADS,
- * OMP_NUM_THREADS, the affinity mask, the cgroup quota). Returns the number now in force. */
+/* Sets the threads of the library's own pool; 0 or less asks for the default
+ * (LOGITLESS_NUM_THREADS, OMP_NUM_THREADS, the affinity mask, the cgroup quota). Returns the
+ * number now in force. */
 LOGITLESS_API int32_t logitless_set_num_threads(int32_t num_threads);
 LOGITLESS_API int32_t logitless_num_threads(void);
-/* Every op as a handler of XLA's foreign function interface (XLA_FFI_Handler), for JAX:
+/* This is every op as a handler of XLA's foreign function interface (XLA_FFI_Handler), for JAX:
  * `call_frame` is an XLA_FFI_CallFrame, the result an XLA_FFI_Error or NULL. Which attributes a
  * call carries is between this library and python/logitless/jax. */
 LOGITLESS_API void* logitless_xla_run(void* call_frame);

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shards of the vocabulary: what Forward wrote of one token on each shard, combined into the whole
-// vocabulary's. A few operations a token; combine in shard order for the same bits everywhere.
-//   m = max m_s    lse = m + log sum_s exp(m_s - m) s_s    H = sum_s P_s (H_s + lse - lse_s),  P_s
-//   = exp(lse_s - lse)    sum_p_squared = sum_s P_s^2 Q_s, Q_s the shard's own
+// Shards of the vocabulary are combined here: what Forward wrote of one token on each shard becomes
+// the whole vocabulary's. It takes a few operations a token; combine in shard order for the same
+// bits everywhere.
+//   m = max m_s    lse = m + log sum_s exp(m_s - m) s_s    P_s = exp(lse_s - lse)
+//   H = sum_s P_s (H_s + lse - lse_s)    sum_p_squared = sum_s P_s^2 Q_s, Q_s the shard's own
 #pragma once
 
 #include <cmath>
@@ -15,16 +16,16 @@
 namespace logitless {
 
 struct TokenState {
-  // The shard's row maximum, or near it.
+  // This is the shard's row maximum, or near it.
   float row_reference = -std::numeric_limits<float>::infinity();
   float row_log_sum = 0;
   float target_logit =
-      -std::numeric_limits<float>::infinity();  // where another shard has the target
+      -std::numeric_limits<float>::infinity();  // it is -inf where another shard has the target
   float entropy = 0;
   float weighted_logit_sum = 0;
-  int64_t argmax = -1;  // an index into the whole vocabulary
+  int64_t argmax = -1;  // it indexes the whole vocabulary
   float sum_p_squared = 0;
-  float mean_logit = 0;  // the shard's columns' part of the whole vocabulary's
+  float mean_logit = 0;  // it is the part of the shard's columns in the whole vocabulary's mean
 };
 
 inline TokenState combine(const TokenState& a, const TokenState& b) {
@@ -39,7 +40,8 @@ inline TokenState combine(const TokenState& a, const TokenState& b) {
   };
   const float la = shifted(a), lb = shifted(b);
   c.row_log_sum = std::log(std::exp(la) + std::exp(lb));
-  const float ra = la - c.row_log_sum, rb = lb - c.row_log_sum;  // log of the shards' probabilities
+  // They are the logs of the shards' probabilities.
+  const float ra = la - c.row_log_sum, rb = lb - c.row_log_sum;
   const float pa = std::exp(ra), pb = std::exp(rb);
   c.entropy = (pa == 0 ? 0 : pa * (a.entropy - ra)) + (pb == 0 ? 0 : pb * (b.entropy - rb));
   c.target_logit = a.target_logit > b.target_logit || std::isnan(a.target_logit) ? a.target_logit
@@ -55,15 +57,15 @@ inline TokenState combine(const TokenState& a, const TokenState& b) {
 
 inline float lse(const TokenState& s) { return s.row_reference + s.row_log_sum; }
 
-// Log-probability of the target, never above 0; NaN stays.
+// Returns the log-probability of the target, which is never above 0; a NaN stays.
 inline float logprob(const TokenState& s) {
   const float x = (s.target_logit - s.row_reference) - s.row_log_sum;
   return x > 0 ? 0 : x;
 }
 
-// Loss of one valid token. target_weight = c_t; class_weight_sum = sum of c_j over the whole
-// vocabulary of `vocab_size`, absent: no class weights. A term whose factor is 0 is 0, even where
-// its logit is -inf.
+// Returns the loss of one valid token. target_weight is c_t; class_weight_sum is the sum of c_j
+// over the whole vocabulary of `vocab_size`, absent where there are no class weights. A term whose
+// factor is 0 is 0, even where its logit is -inf.
 inline float token_loss(const TokenState& s, const LossOptions& o, int64_t vocab_size,
                         float target_weight = 1, std::optional<double> class_weight_sum = {},
                         float token_weight = 1) {

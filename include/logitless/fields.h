@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// One listing of every op's tensors: for_each_tensor(op, c, f) calls f(name, access, op.field,
-// c.field) in the order of docs/semantics.md. The C++ layer, the C entry points, the validation and
-// the tests all walk it.
+// This is the one listing of every op's tensors: for_each_tensor(op, c, f) calls f(name, access,
+// op.field, c.field) in the order of docs/semantics.md. The C++ layer, the C entry points, the
+// validation and the tests all walk it.
 #pragma once
 
 #include <type_traits>
@@ -109,7 +109,7 @@ constexpr void for_each_tensor(Op& op, C& c, F&& f) {
   if constexpr (LossOp<T>) f("fault", Access::read_write, op.fault, c.fault);
 }
 
-// The number of tensors that an op has.
+// This is the number of tensors that an op has.
 template <class Op>
 inline constexpr size_t tensor_count = [] {
   Op op{};

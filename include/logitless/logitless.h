@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Logitless: cross-entropy for language models without the logits. The C++ interface: a thin inline
-// layer over c.h.
+// Logitless makes cross-entropy for language models without the logits. This is its C++ interface,
+// a thin inline layer over c.h.
 //
 //   LinearCrossEntropyForwardBackward op{.input = x, .weight = w, .target = t, .loss = l,
-//   .grad_input = gx,
-//                                        .grad_weight = gw, .options = {.label_smoothing = 0.1f}};
+//                                        .grad_input = gx, .grad_weight = gw,
+//                                        .options = {.label_smoothing = 0.1f}};
 //   WorkspaceSize size;
 //   Status status = workspace(op, {}, &size);            // how much memory this call wants
 //   if (status.ok()) status = run(op, {buffer, size.recommended}, {});
@@ -24,25 +24,26 @@ using Executor = logitless_executor;
 
 struct Execution {
   Device device{};
-  void* stream = nullptr;              // cudaStream_t | WGPUQueue
-  const Executor* executor = nullptr;  // CPU; nullptr: the library's own pool
+  void* stream = nullptr;              // it is a cudaStream_t or a WGPUQueue
+  const Executor* executor = nullptr;  // only the CPU uses it; nullptr takes the library's own pool
 };
 
 struct WorkspaceSize {
-  uint64_t minimum = 0;      // bytes; the least `run` accepts
-  uint64_t recommended = 0;  // bytes; the default plan
-  uint64_t alignment = 64;   // bytes; of the workspace's address
+  uint64_t minimum = 0;      // it counts bytes, the least that `run` accepts
+  uint64_t recommended = 0;  // it counts bytes that the default plan takes
+  uint64_t alignment = 64;   // the workspace's address is a multiple of so many bytes
 };
 
-// What Forward keeps for Backward: docs/semantics.md, "Kept state".
+// Forward keeps this for Backward: docs/semantics.md, "Kept state".
 struct Kept {
-  int64_t columns = 0;  // of the vocabulary, its first ones; 0: nothing is kept
-  std::array<int64_t, 2> shape{}, rows_shape{};  // of `kept`, in the input's dtype; of `kept_rows`
-  uint64_t bytes = 0;                            // of both
-  uint64_t key = 0;                              // Backward's kept_key
+  int64_t columns = 0;  // the vocabulary's first so many are kept; 0 says that nothing is
+  // `shape` is that of `kept`, in the input's dtype; the other is that of `kept_rows`
+  std::array<int64_t, 2> shape{}, rows_shape{};
+  uint64_t bytes = 0;  // both together have so many
+  uint64_t key = 0;    // it is Backward's kept_key
 };
 
-// [data + byte_offset, + bytes) is the library's during the call.
+// During the call [data + byte_offset, + bytes) is the library's.
 struct Workspace {
   void* data = nullptr;
   uint64_t bytes = 0;
@@ -92,7 +93,7 @@ inline logitless_execution to_c(const Execution& e) {
           e.executor};
 }
 
-// The C form of an op, with the tensors its pointers point at.
+// This is the C form of an op, with the tensors that its pointers point at.
 template <class Op>
 struct COp {
   logitless_op op{};
@@ -127,8 +128,9 @@ struct COp {
 
 }  // namespace detail
 
-// Bytes of workspace that `run` needs for `op`. Pure and cheap; data pointers may be null: enough
-// for any address then, else for the given ones. On an error *size is left as it was.
+// Finds the bytes of workspace that `run` needs for `op`. It is pure and cheap. If data pointers
+// are null, the answer is enough for any address, else for the given ones. On an error *size is
+// left as it was.
 template <class Op>
 Status workspace(const Op& op, const Execution& execution, WorkspaceSize* size) {
   const detail::COp<Op> c(op);
@@ -141,9 +143,9 @@ Status workspace(const Op& op, const Execution& execution, WorkspaceSize* size) 
   return status;
 }
 
-// What `op` keeps for Backward in `bytes` of `kept` and `kept_rows` together, which may be absent
-// yet: a formula of the shape and the dtype alone. On an error *kept is left as it was. (A template
-// because nvcc 13.0 dies of what it would instantiate otherwise.)
+// Finds what `op` keeps for Backward in `bytes` of `kept` and `kept_rows` together, which may be
+// absent yet, by a formula of the shape and the dtype alone. On an error *kept is left as it was.
+// (It is a template because nvcc 13.0 dies of what it would instantiate otherwise.)
 template <class Op>
   requires KeepingOp<Op> && ForwardOp<Op>
 Status kept_size(const Op& op, const Execution& execution, uint64_t bytes, Kept* kept) {
@@ -159,9 +161,9 @@ Status kept_size(const Op& op, const Execution& execution, uint64_t bytes, Kept*
   return status;
 }
 
-// Runs `op` in any workspace >= minimum: more memory, fewer and larger chunks, never another class
-// of result. Enqueues on asynchronous devices; no allocation, no synchronization. Thread-safe; a
-// workspace serves one call at a time. On an error no output is written.
+// Runs `op` in any workspace >= minimum: more memory gives fewer and larger chunks, never another
+// class of result. It enqueues on asynchronous devices, and neither allocates nor synchronizes. It
+// is thread-safe; a workspace serves one call at a time. On an error no output is written.
 template <class Op>
 Status run(const Op& op, const Workspace& workspace, const Execution& execution) {
   const detail::COp<Op> c(op);
@@ -173,7 +175,8 @@ Status run(const Op& op, const Workspace& workspace, const Execution& execution)
   return status;
 }
 
-// values *= factor on a CUDA device, in place, each element rounded once; nothing where it is 1.
+// Multiplies values by factor on a CUDA device, in place, with each element rounded once; where it
+// is 1 nothing is written.
 inline Status scale(const TensorView& values, const TensorView& factor,
                     const Execution& execution) {
   const logitless_tensor v = detail::to_c(values), f = detail::to_c(factor);
@@ -183,7 +186,7 @@ inline Status scale(const TensorView& values, const TensorView& factor,
   return status;
 }
 
-// Loads what the first run on the device would load; nothing to do on the CPU.
+// Loads what the first run on the device would load; on the CPU there is nothing to do.
 inline Status warmup(const Execution& execution) {
   const logitless_execution e = detail::to_c(execution);
   Status status;

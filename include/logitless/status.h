@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Status: what a call says of itself. No exceptions cross the library's boundary.
+// A Status is what a call says of itself. No exceptions cross the library's boundary.
 #pragma once
 
 #include <cstdint>

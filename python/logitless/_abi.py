@@ -16,7 +16,7 @@ from logitless._errors import argument, error_of, in_arguments, invalid
 i32, i64, u32, u64 = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32, ctypes.c_uint64
 f32, f64, void_p = ctypes.c_float, ctypes.c_double, ctypes.c_void_p
 
-VERSION = (0, 1, 0)  # of the header these structs are; tests/python/test_abi.py compares them
+VERSION = (0, 1, 0)  # these structs are of that header; tests/python/test_abi.py compares them
 F32, F16, BF16, I32, I64 = range(5)
 CPU, CUDA, WEBGPU, REFERENCE = range(4)
 REDUCTION_NONE, REDUCTION_SUM, REDUCTION_MEAN = range(3)
@@ -39,7 +39,7 @@ TENSORS = (
     "grad_entropy", "grad_logits", "grad_input", "grad_weight", "grad_bias", "fault", "kept",
     "kept_rows",
 )  # fmt: skip
-# Those that came later, at the end of the struct.
+# These came later, at the end of the struct.
 MORE_TENSORS = ("temperature", "logprob", "sum_p_squared", "mean_logit", "rank")
 
 
@@ -139,8 +139,8 @@ def _load() -> ctypes.CDLL:
 
 
 library = _load()
-# Bound once: looking a function up costs as much as calling it. The arguments are pointers made by
-# ctypes, which needs no argtypes to pass them.
+# These are bound once, because looking a function up costs as much as calling it. The arguments are
+# pointers made by ctypes, which needs no argtypes to pass them.
 _workspace = library.logitless_workspace
 _run = library.logitless_run
 _scale_each = library.logitless_scale_each
@@ -174,21 +174,21 @@ class View(NamedTuple):
     device_type: int
     device_index: int
     shape: Sequence[int]
-    stride: Sequence[int]  # in elements
+    stride: Sequence[int]  # it counts elements
 
 
 class KeptSize(NamedTuple):
     """What Forward keeps in so many bytes: docs/semantics.md, "Kept state"."""
 
-    columns: int  # of the vocabulary, its first ones; 0: nothing is kept
-    shape: tuple[int, int]  # of `kept`, whose dtype is the input's
-    rows_shape: tuple[int, int]  # of `kept_rows`, f32
-    bytes: int  # of both
+    columns: int  # the vocabulary's first so many are kept; 0 says that nothing is
+    shape: tuple[int, int]  # it is that of `kept`, whose dtype is the input's
+    rows_shape: tuple[int, int]  # it is that of `kept_rows`, in f32
+    bytes: int  # both together have so many
     key: int
 
 
 _KEPT_BLOCK, _KEPT_GROUP, _KEPT_ROW_WIDTH = 64, 3, 8
-KEPT_ELEMENT = {F32: 4, F16: 2, BF16: 2}  # bytes
+KEPT_ELEMENT = {F32: 4, F16: 2, BF16: 2}  # an element has so many bytes
 
 
 def _padded(size: Any) -> Any:
@@ -383,7 +383,7 @@ class Plan:
             self.bytes = max(self.minimum, min(room, max(most, self.recommended)))
         self.room = room
         self.kept = kept
-        self._frames = [frame]  # those not in use; append and pop are atomic
+        self._frames = [frame]  # these are not in use; append and pop are atomic
 
     def run(
         self, addresses: Iterable[int], workspace: int, stream: int = 0, normalizer: float = 0.0
@@ -431,7 +431,7 @@ def follow_threads(threads: int) -> None:
         library.logitless_set_num_threads(threads)
 
 
-MOST_SCALED = 4  # vectors of one logitless_scale_each
+MOST_SCALED = 4  # logitless_scale_each takes at most so many vectors
 
 
 class Scale:

@@ -20,7 +20,8 @@ def check_unmasked(name: str, value: Any) -> None:
 
 def check_real(name: str, dtype: np.dtype[Any]) -> None:
     """Of an imaginary part, of texts and of objects nothing sensible is left in f32."""
-    if dtype.kind not in "biuf" and not np.can_cast(dtype, np.float32):  # ml_dtypes' can be
+    # ml_dtypes' types are of another kind, but can be cast.
+    if dtype.kind not in "biuf" and not np.can_cast(dtype, np.float32):
         raise wrong_dtype(f"{name} is {dtype}; allowed: real numbers")
 
 

@@ -35,7 +35,7 @@ class LogitlessNotSupportedError(LogitlessRuntimeError, NotImplementedError):
     """Something this library does not do; the message says what to do instead."""
 
 
-# Code of c.h: its name, its exception.
+# A code of c.h has a name and an exception.
 _STATUS: dict[int, tuple[str, type[LogitlessError]]] = {
     1: ("invalid_argument", LogitlessValueError),
     2: ("wrong_shape", LogitlessValueError),
@@ -87,15 +87,15 @@ def _replaced(text: str, names: Mapping[str, str]) -> str:
     return re.sub(words, lambda found: names[found.group()], text)
 
 
-# What the core has another name for, in the names of linear_cross_entropy, cross_entropy and
-# softmax, which all bindings share. The core's weight and bias are the head's.
+# The core has other names for these arguments of linear_cross_entropy, cross_entropy and softmax,
+# which all bindings share. The core's weight and bias are the head's.
 _ARGUMENTS = {
     "weight": "linear_weight",
     "bias": "linear_bias",
     "vocab_weight": "weight",
     "options.normalizer": "normalizer",
-    "probabilities": "logits",  # of softmax in place
-    "grad_logits": "logits",  # of cross_entropy in place
+    "probabilities": "logits",  # softmax in place calls it logits
+    "grad_logits": "logits",  # cross_entropy in place calls it logits
 }
 
 
@@ -134,4 +134,5 @@ def entropy_detached(entropy: object) -> bool:
     return entropy == "detached"
 
 
-OF_LOGPROB = {"linear_weight": "weight", "linear_bias": "bias"}  # linear_logprob's own names
+# linear_logprob has other names for these arguments.
+OF_LOGPROB = {"linear_weight": "weight", "linear_bias": "bias"}

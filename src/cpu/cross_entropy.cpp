@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Cross-entropy on given logits [N, V]: each row is read once from memory, its state formed, and
-// its gradient written while the row is still in the cache. Tasks are groups of rows; every row's
-// bits are its own.
+// This file runs cross-entropy on given logits [N, V]: each row is read once from memory, its state
+// formed, and its gradient written while the row is still in the cache. Tasks are groups of rows;
+// every row's bits are its own.
 #include <algorithm>
 
 #include "src/cpu/logit_rows.h"
@@ -13,15 +13,15 @@
 namespace logitless::cpu {
 namespace {
 
-// Row states are made here, not given.
+// Returns whether row states are made here, not given.
 bool needs_forward(const Call& call) { return !call.state_given(); }
 
-// Says where things lie in the workspace.
+// The workspace holds these arrays, at these offsets in bytes.
 struct Layout {
-  uint64_t states = 0;        // RowState [N], or float [N] with probabilities; ops with a loss
-  uint64_t more = 0;          // MoreStatistics [N], where one is asked for
-  uint64_t class_weight = 0;  // [V], a copy where the view is strided
-  uint64_t lanes = 0;         // then lane_bytes a thread
+  uint64_t states = 0;  // it has RowState [N] of ops with a loss, or float [N] with probabilities
+  uint64_t more = 0;    // it has MoreStatistics [N], where one of them is asked for
+  uint64_t class_weight = 0;  // [V]  it is a copy where the view is strided
+  uint64_t lanes = 0;         // lane_bytes of each thread lie there
   bool copies_weight = false;
   bool uses_weight = false;
 };
@@ -47,7 +47,7 @@ LogitRows rows_of(const Call& call) {
   return LogitRows(call.logits, call.grad_logits, logit_map(call.options), purpose);
 }
 
-// The shard's class weights, contiguous; null: all 1, or none wanted.
+// Returns the shard's class weights, contiguous, or null where all are 1 or none are wanted.
 const float* class_weights(const LossOptions& options, const TensorView& weight, int64_t columns,
                            const Layout& layout, char* memory) {
   if (!layout.uses_weight) return nullptr;
@@ -58,17 +58,17 @@ const float* class_weights(const LossOptions& options, const TensorView& weight,
   return copy;
 }
 
-// One call on logits.
+// This is one call on logits.
 struct Run {
   const Call& call;
   const Tokens& tokens;
   const LogitRows& rows;
   const float* class_weight;
   BlockWants wants;
-  RowState* states;      // [valid]; ops with a loss
-  MoreStatistics* more;  // [valid]; null: none is asked for
+  RowState* states;      // [valid]  only ops with a loss have it
+  MoreStatistics* more;  // [valid]  it is null where none of them is asked for
 
-  // Rows [begin, end) of the views.
+  // Runs rows [begin, end) of the views.
   void operator()(int64_t begin, int64_t end, float* scratch) const {
     const int64_t first = first_at_or_after(tokens, begin), last = first_at_or_after(tokens, end);
     if (call.grad_logits) clear_ignored(begin, end, first);

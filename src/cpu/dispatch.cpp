@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which instruction set the CPU kernels use. Highway's table of function pointers is indexed by one
-// process-wide chosen target; a target is forced by letting Highway believe that the machine
-// supports it alone.
+// This file decides which instruction set the CPU kernels use. Highway's table of function pointers
+// is indexed by one process-wide chosen target; a target is forced by letting Highway believe that
+// the machine supports it alone.
 #include "src/cpu/dispatch.h"
 
 #include <atomic>
@@ -21,7 +21,7 @@ namespace {
 int64_t best_of(int64_t targets) { return targets & -targets; }
 
 struct Supported {
-  int64_t targets;  // compiled and supported
+  int64_t targets;  // they are compiled, and this machine supports them
   char names[256];
 
   Supported() : targets(hwy::SupportedTargets() & HWY_TARGETS), names{} {
@@ -42,7 +42,7 @@ const Supported& supported() {
   return value;
 }
 
-// The target called `name` if this machine runs it, else 0.
+// Returns the target called `name` if this machine runs it, else 0.
 int64_t find(const char* name) {
   for (int64_t rest = supported().targets; rest != 0; rest &= rest - 1) {
     if (std::strcmp(hwy::TargetName(best_of(rest)), name) == 0) return best_of(rest);
@@ -50,17 +50,18 @@ int64_t find(const char* name) {
   return 0;
 }
 
-// What runs now.
+// The kernels run on this target now.
 std::atomic<int64_t> chosen{0};
 
-// 0: no restriction.
+// Lets only this target run; 0 lifts the restriction.
 void restrict_to(int64_t target) {
   chosen.store(target != 0 ? target : best_of(supported().targets));
   hwy::SetSupportedTargetsForTest(target);
   hwy::GetChosenTarget().Update(hwy::SupportedTargets());
 }
 
-// The target LOGITLESS_CPU_TARGET names, 0 if none or one this machine cannot run.
+// Returns the target that LOGITLESS_CPU_TARGET names, or 0 if it names none or one that this
+// machine cannot run.
 int64_t target_from_environment() {
   static const int64_t target = [] {
     const char* name = std::getenv("LOGITLESS_CPU_TARGET");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Packing and products for every instruction set, from one source.
+// This file has packing and products for every instruction set, from one source.
 #include "src/cpu/gemm.h"
 
 #include <algorithm>
@@ -20,7 +20,7 @@ HWY_BEFORE_NAMESPACE();
 namespace logitless::cpu {
 namespace HWY_NAMESPACE {
 
-// True where this target (on this CPU) computes bf16 products so.
+// Returns whether this target (on this CPU) computes bf16 products in this way.
 bool has_arithmetic(Arithmetic arithmetic) {
   switch (arithmetic) {
     case Arithmetic::f32:
@@ -33,7 +33,8 @@ bool has_arithmetic(Arithmetic arithmetic) {
   return false;
 }
 
-// Panel sizes and arithmetic of this target. forced: an Arithmetic for bf16, or -1.
+// Returns the panel sizes and the arithmetic of this target. `forced` is an Arithmetic for bf16, or
+// -1.
 Engine engine_of(DType dtype, int forced) {
   Arithmetic arithmetic = Arithmetic::f32;
   if (dtype == DType::bf16) {
@@ -55,7 +56,7 @@ Engine engine_of(DType dtype, int forced) {
 
 void multiply_panels(const Engine& engine, const Product& p) {
   const int64_t lane_bytes = 4;
-  const int64_t lanes = p.k * engine.element / lane_bytes;  // depth in 32-bit lanes
+  const int64_t lanes = p.k * engine.element / lane_bytes;  // it counts the depth in 32-bit lanes
   for (int64_t j = 0; j < p.b_panels; ++j) {
     const char* b = static_cast<const char*>(p.b) + j * p.b_panel_stride;
     for (int64_t k = 0; k < lanes; k += lane_depth) {
@@ -71,8 +72,8 @@ void multiply_panels(const Engine& engine, const Product& p) {
   }
 }
 
-// Rows at least so far apart belong to a weight's gradient, far larger than a cache: written
-// without being read first.
+// Rows that are at least so far apart belong to a weight's gradient, far larger than a cache, and
+// are written without being read first.
 constexpr int64_t streamed_stride = 512;
 
 void add_scaled_rows(const float* from, int64_t from_stride, float scale, int64_t rows,
@@ -91,7 +92,7 @@ void add_scaled_rows(const float* from, int64_t from_stride, float scale, int64_
     return;
   }
   for (int64_t r = 0; r < rows; ++r, from += from_stride, to += to_stride) {
-    // Short runs of a large matrix: the hardware does not follow them.
+    // These are short runs of a large matrix, which the hardware does not follow by itself.
     for (int64_t i = 0; i < columns && r + 8 < rows; i += 16) hwy::Prefetch(to + 8 * to_stride + i);
     int64_t j = 0;
     for (; j + n <= columns; j += n) {

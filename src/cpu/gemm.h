@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Packed products on the CPU: C[m, n] (+)= sum_k A[m, k] B[n, k], both operands packed in panels
-// first.
+// The CPU makes packed products C[m, n] (+)= sum_k A[m, k] B[n, k], whose operands are both packed
+// in panels first.
 //
 // An operand's element along k is a 32-bit lane: one f32, or a pair of bf16. Then every engine
 // shares the packing and only the multiply-accumulate differs. A panel holds `a_rows` rows of A, a
@@ -16,19 +16,19 @@
 namespace logitless::cpu {
 
 enum class Arithmetic {
-  f32,       // FMA; 16-bit inputs are widened while packing
-  bf16_dot,  // AVX-512 BF16 or Arm BF16 dot products of pairs
-  amx,       // Intel AMX tiles of bf16
+  f32,       // it uses FMA, and 16-bit inputs are widened while they are packed
+  bf16_dot,  // AVX-512 BF16 or Arm BF16 makes dot products of pairs
+  amx,       // Intel AMX multiplies tiles of bf16
 };
 
-// The engine of a dtype on this CPU: sizes in elements.
+// This is the engine of a dtype on this CPU, with sizes in elements.
 struct Engine {
   Arithmetic arithmetic;
-  int64_t a_rows;      // rows of an A panel
-  int64_t b_columns;   // columns of a B panel
+  int64_t a_rows;      // an A panel has so many rows
+  int64_t b_columns;   // a B panel has so many columns
   int64_t k_multiple;  // depths are zero-padded to a multiple of this
-  int64_t element;     // bytes of a packed element: 4 or 2
-  // Token counts are padded to this: whole A panels, and a whole depth of grad_weight.
+  int64_t element;     // a packed element has 4 bytes or 2
+  // Token counts are padded to this: to whole A panels, and to a whole depth of grad_weight.
   int64_t token_multiple() const { return a_rows > k_multiple ? a_rows : k_multiple; }
   int64_t padded_k(int64_t k) const { return (k + k_multiple - 1) / k_multiple * k_multiple; }
   int64_t a_panels(int64_t rows) const { return (rows + a_rows - 1) / a_rows; }
@@ -41,45 +41,47 @@ struct Engine {
   }
 };
 
-// Columns of the vocabulary a tile holds; a multiple of every engine's a_rows and b_columns. 192 x
-// 512 f32 is 384 KiB: half of a 1 MiB L2 (docs/kernels/cpu.md).
+// A tile holds so many columns of the vocabulary, a multiple of every engine's a_rows and
+// b_columns. 192 x 512 f32 is 384 KiB, less than half of a 1 MiB L2
+// (docs/kernels/cpu.md).
 inline constexpr int64_t vocab_tile = 192;
-// Says which engine computes products of this dtype on the target now in force. Chosen from CPU
-// features, never by timing.
+// Says which engine computes products of this dtype on the target now in force. CPU features
+// decide, never timing.
 Engine choose_engine(DType dtype);
 const char* name_of(Arithmetic arithmetic);
-// For tests: bf16 products run on `arithmetic` where the target in force has it, until forced anew.
-// False and no change where it has not. nullptr: the choice above.
+// Tests call this: bf16 products run on `arithmetic`, if the target in force has it, until it is
+// called again; else it returns false and changes nothing. nullptr returns to choose_engine's
+// choice.
 bool force_bf16_arithmetic(const Arithmetic* arithmetic);
 
-// A strided matrix in memory, its rows optionally picked by an index.
+// This is a strided matrix in memory, whose rows may be picked by an index.
 struct Source {
-  const char* data = nullptr;  // row 0, column 0
+  const char* data = nullptr;  // it points to row 0, column 0
   DType dtype = DType::f32;
-  int64_t row_stride = 0, column_stride = 1;  // in elements
-  const int64_t* row_index = nullptr;         // [rows] or null: row i itself
+  int64_t row_stride = 0, column_stride = 1;  // they count elements
+  const int64_t* row_index = nullptr;         // [rows]  where it is null, row i is row i itself
 };
 
-// All packers take elements [row0, row0 + rows) x [column0, column0 + columns) of `source`.
-// Columns run along k: A[row, k], B[row, k].
+// All packers take elements [row0, row0 + rows) x [column0, column0 + columns) of `source`. In this
+// one columns run along k: A[row, k], B[row, k].
 void pack_a_along_columns(const Engine&, const Source&, int64_t row0, int64_t rows, int64_t column0,
                           int64_t columns, void* panels);
 void pack_b_along_columns(const Engine&, const Source&, int64_t row0, int64_t rows, int64_t column0,
                           int64_t columns, void* panels);
-// Rows run along k: B[column, k].
+// Here rows run along k: B[column, k].
 void pack_b_along_rows(const Engine&, const Source&, int64_t row0, int64_t rows, int64_t column0,
                        int64_t columns, void* panels);
 
 // Packs rows [first, first + count) of a gradient tile both ways: as rows of A with k along the
-// vocabulary (for grad_input; null: not wanted), and as rows of A^T with k along the tokens (for
-// grad_weight; null: not wanted). rows: [count][vocab_tile] f32, zero where there is no token;
-// count, first: multiples of token_multiple.
-inline constexpr int64_t gradient_group = 32;  // rows packed at a time
+// vocabulary (for grad_input), and as rows of A^T with k along the tokens (for grad_weight); null
+// says that one is not wanted. `rows` is [count][vocab_tile] in f32, zero where there is no token;
+// count and first are multiples of token_multiple.
+inline constexpr int64_t gradient_group = 32;  // it packs so many rows at a time
 void pack_gradient(const Engine&, const float* rows, int64_t first, int64_t count, int64_t tokens,
                    void* along_vocab, void* along_tokens);
 
-// C = (accumulate ? C : 0) + A B^T for whole panels. k: elements, padded. Strides in bytes between
-// panels.
+// It makes C = (accumulate ? C : 0) + A B^T for whole panels. k counts elements and is padded;
+// strides between panels count bytes.
 struct Product {
   const void* a;
   int64_t a_panel_stride, a_panels;
@@ -87,16 +89,16 @@ struct Product {
   int64_t b_panel_stride, b_panels;
   int64_t k;
   float* c;
-  int64_t c_stride;  // elements between rows
+  int64_t c_stride;  // it counts the elements between rows
   bool accumulate;
 };
 void multiply(const Engine&, const Product&);
 
-// to[r, j] = (overwrite ? 0 : to[r, j]) + scale * from[r, j] for a block of f32 rows.
+// Makes to[r, j] = (overwrite ? 0 : to[r, j]) + scale * from[r, j] for a block of f32 rows.
 void add_scaled(const float* from, int64_t from_stride, float scale, int64_t rows, int64_t columns,
                 bool overwrite, float* to, int64_t to_stride);
 
-// AMX (gemm_amx.cpp): whether this CPU and kernel allow it, and its product.
+// gemm_amx.cpp tells whether this CPU and kernel allow AMX, and has its product.
 bool amx_available();
 void multiply_amx(const Product&);
 

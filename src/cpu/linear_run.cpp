@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The linear ops on the CPU: tokens prepared once, then chunk by chunk forward pass, coefficients,
-// gradient pass. Formulas: docs/semantics.md. Schedule, tile sizes and measurements:
-// docs/kernels/cpu.md. Forward may keep what Backward then reads in place of logits, of compacted
-// tokens:
+// This file runs the linear ops on the CPU: tokens are prepared once, then each chunk has its
+// forward pass, coefficients and gradient pass. docs/semantics.md has the formulas,
+// docs/kernels/cpu.md the schedule, tile sizes and measurements. Forward may keep what Backward
+// then reads in place of logits, of compacted tokens:
 //   kept  [tile][R][192]  the last tile as narrow as whole blocks of 64; of f32 the logits z, of
 //                         bf16 E = exp(z - z_t)
 #include <algorithm>
@@ -22,18 +22,19 @@
 namespace logitless::cpu {
 namespace {
 
-// kept_rows says what the columns hold by one of these; 0: nothing any more.
+// Each row of kept_rows says by one of these what the kept columns hold; 0 says that they hold
+// nothing any more.
 constexpr float logits_layout = 1, exponentials_layout = 2;
 // E keeps its bits where the target's logit lies at most so far below the row's maximum, and not
 // above its lse by more than rounding.
 constexpr double most_below = 60, most_above = 0.5;
 
-// A tile's rows as the gradient pass reads them.
+// The gradient pass reads a tile's rows like this.
 struct TileRows {
   char* data;
-  int64_t stride;        // bytes
-  bool exponentials;     // E in bf16; else z in f32
-  const int64_t* place;  // [count] of the rows; null: one after the other
+  int64_t stride;        // it counts bytes
+  bool exponentials;     // the rows hold E in bf16; else z in f32
+  const int64_t* place;  // [count]  the rows' places; where it is null they lie one after the other
   char* at(int64_t n) const { return data + (place != nullptr ? place[n] : n) * stride; }
 };
 
@@ -49,25 +50,26 @@ class LinearRun {
         kept_(columns_kept(call)),
         wants_(wants_of(call)) {}
 
-  // Tokens [first, first + count) of the compacted rows.
+  // Begins the chunk of compacted tokens [first, first + count).
   void begin_chunk(const Tokens& tokens, int64_t first, int64_t count);
   // Packs the chunk's input for the products.
   void pack_input();
-  // Logits tile by tile -> states (all but the coefficients); the logits stay where the plan stores
-  // them or the call keeps them.
+  // Makes logits tile by tile and from them the states (all but the coefficients); the logits stay
+  // where the plan stores them or the call keeps them.
   void forward_pass();
-  // grad_weight and grad_bias added up, grad_input of the chunk's rows written. `gradients`:
+  // Adds to grad_weight and grad_bias, and writes grad_input of the chunk's rows. `gradients` is
   // [count].
   void gradient_pass(bool first_chunk);
-  // Once after the last chunk (or with none): rounds sums, writes what no token reached.
+  // Runs once after the last chunk (or with none): it rounds sums and writes what no token reached.
   void finish(const Tokens& tokens, bool any_chunk);
-  // Backward: NaN for the state of every row whose kept state is not this call's, and `fault`.
+  // Sets, in Backward, the state of every row whose kept state is not this call's to NaN, and
+  // `fault`.
   void check_kept(const Tokens& tokens);
   // Says in every row, without a gradient or with one, that its kept state is used up.
   void consume_kept(const Tokens& tokens);
 
   RowState* states() const { return at<RowState>(plan_.states_at); }  // [N]
-  // [N]; null: none is asked for.
+  // [N]  It returns null where none of them is asked for.
   MoreStatistics* more() const {
     return wants_.more() ? at<MoreStatistics>(plan_.more_at) : nullptr;
   }
@@ -116,11 +118,11 @@ class LinearRun {
   char* memory_;
   const Executor& executor_;
   LogitMap map_;
-  int64_t kept_;  // columns that are kept, or were
+  int64_t kept_;  // so many columns are kept, or were
   BlockWants wants_;
   const Tokens* tokens_ = nullptr;
   int64_t first_ = 0, count_ = 0;
-  int64_t padded_count_ = 0;  // a multiple of the engine's token_multiple
+  int64_t padded_count_ = 0;  // it is a multiple of the engine's token_multiple
   bool reads_kept_ = false;   // Backward finds the chunk's kept columns fit to be read
 };
 
@@ -135,14 +137,14 @@ float element_as_f32(const TensorView& view, int64_t index) {
   return value;
 }
 
-// count elements of a vector view as f32, zero up to vocab_tile.
+// Loads count elements of a vector view as f32, followed by zeros up to vocab_tile.
 void load_vector(const TensorView& view, int64_t first, int64_t count, float* to) {
   for (int64_t j = 0; j < count; ++j) to[j] = element_as_f32(view, first + j);
   std::fill(to + count, to + vocab_tile, 0.0f);
 }
 
-// sum += the rows [count, vocab_tile] in pairs, which are lost: beside one large term, a target's,
-// the small ones of many tokens must not be added one by one.
+// Adds the rows [count, vocab_tile] to sum, in pairs, and destroys them. Beside one large term, a
+// target's, the small ones of many tokens must not be added one by one.
 void add_rows(float* rows, int64_t count, int64_t width, float* sum) {
   for (int64_t step = 1; step < count; step *= 2) {
     for (int64_t r = 0; r + step < count; r += 2 * step) {
@@ -153,8 +155,8 @@ void add_rows(float* rows, int64_t count, int64_t width, float* sum) {
   add_scaled(rows, 0, 1.0f, 1, width, false, sum, 0);
 }
 
-// Rows of a [rows, columns] f32 matrix to a view of any dtype and stride, times scale.
-// from = null: zeros. accumulate: adds to what f32 rows hold.
+// Writes rows of a [rows, columns] f32 matrix, times scale, to a view of any dtype and stride. A
+// null `from` writes zeros. `accumulate` adds to what f32 rows hold.
 void store_rows(const float* from, int64_t from_stride, float scale, int64_t row0, int64_t rows,
                 int64_t column0, int64_t columns, const TensorView& to, bool accumulate = false) {
   constexpr int64_t step = 256;
@@ -181,12 +183,12 @@ void store_rows(const float* from, int64_t from_stride, float scale, int64_t row
   }
 }
 
-// A thread's scratch.
+// A thread has this scratch.
 struct LinearRun::Lane {
   void* weight_block;   // [vocab_tile / b_columns][depth_block][b_columns]
   float* tile;          // [chunk][vocab_tile]
-  void* along_vocab;    // G as A panels, k along the vocabulary
-  void* along_tokens;   // G^T as A panels, k along the tokens
+  void* along_vocab;    // it is G as A panels, with k along the vocabulary
+  void* along_tokens;   // it is G^T as A panels, with k along the tokens
   void* weight_panels;  // [panel_group][vocab_tile][b_columns]
   float* product;       // [vocab_tile][panel_group * b_columns]
   float* rows;          // [gradient_group][vocab_tile]
@@ -243,14 +245,14 @@ void LinearRun::pack_input() {
                          along + row * plan_.padded_hidden_a * engine.element);
   });
   if (!call_.grad_weight) return;
-  // A group of hidden panels, all tokens of the chunk: k along the tokens.
+  // A task takes a group of hidden panels and all tokens of the chunk, with k along the tokens.
   const int64_t columns = engine.b_columns;
   char* across = at<char>(plan_.input_across_at);
   for_each_task(executor_, plan_.lanes, engine.b_panels(hidden), [&](int64_t panel, int64_t) {
     const int64_t column = panel * columns;
     char* to = across + panel * columns * padded_count_ * engine.element;
     pack_b_along_rows(engine, source, 0, count_, column, std::min(columns, hidden - column), to);
-    // The depth is padded_count_: rows beyond the packed ones are zero.
+    // The depth is padded_count_, so rows beyond the packed ones must be zero.
     const int64_t packed = engine.padded_k(count_);
     std::memset(to + columns * packed * engine.element, 0,
                 columns * (padded_count_ - packed) * engine.element);
@@ -264,8 +266,8 @@ void LinearRun::load_vectors(int64_t tile, const Lane& lane) const {
     load_vector(call_.vocab_weight, call_.vocab_start() + first, width, lane.class_weight);
 }
 
-// c [rows, vocab_tile] = the chunk's rows from `row` on, whole panels, times `width` rows of
-// weight.
+// Makes c [rows, vocab_tile] = the chunk's rows from `row` on, in whole panels, times `width` rows
+// of weight.
 void LinearRun::multiply_input(int64_t row, int64_t rows, const Source& weight, int64_t first,
                                int64_t width, const Lane& lane, float* c) const {
   const Engine& engine = plan_.engine;
@@ -287,7 +289,8 @@ void LinearRun::multiply_input(int64_t row, int64_t rows, const Source& weight, 
   }
 }
 
-// logits: [padded_count][vocab_tile]. Not `forward`: a second product, whose states are known.
+// Makes the logits [padded_count][vocab_tile] of a tile. Without `forward` this is a second
+// product, whose states are known.
 void LinearRun::compute_tile(int64_t tile, const Lane& lane, float* logits, bool forward) const {
   const int64_t first = tile * vocab_tile, width = tile_width(tile);
   multiply_input(0, count_, source_of(call_.weight, nullptr), first, width, lane, logits);
@@ -311,9 +314,9 @@ void LinearRun::compute_tile(int64_t tile, const Lane& lane, float* logits, bool
   }
 }
 
-// What E is relative to, and what a rank is counted with, must be known before any tile is: z_t, by
-// the same sums as in its tile. A token's target is one of as many columns as there are tokens in
-// the product.
+// z_t must be known before any tile is, because E is relative to it and a rank is counted with it.
+// It comes of the same sums as in its tile: a token's target is one of as many columns as there are
+// tokens in the product.
 void LinearRun::find_anchors() {
   constexpr int64_t group = target_group;
   const Source targets = source_of(call_.weight, tokens_->target + first_);
@@ -352,7 +355,8 @@ void LinearRun::keep_states() {
     const bool rounded = exponentials() && kept_ > 0;
     const float anchor = rounded ? row->target_logit : state.target_logit;
     const double above = static_cast<double>(anchor) - state.reference;
-    const bool fits = above >= -most_below && above - state.log_sum <= most_above;  // NaN does not
+    // A NaN does not fit.
+    const bool fits = above >= -most_below && above - state.log_sum <= most_above;
     *row = {.reference = state.reference,
             .log_sum = state.log_sum,
             .target_logit = anchor,
@@ -364,7 +368,7 @@ void LinearRun::keep_states() {
   }
 }
 
-// The forward pass makes a tile's logits there. A product writes whole tiles.
+// Returns where the forward pass makes a tile's logits; a product writes whole tiles.
 float* LinearRun::logits_of(int64_t tile, const Lane& lane) const {
   if (plan_.stored) {
     return at<float>(plan_.logits_at) + tile * plan_.token_chunk * vocab_tile;
@@ -407,7 +411,7 @@ void LinearRun::combine_blocks() {
   });
 }
 
-// G of a tile, row group by row group, packed both ways.
+// Forms G of a tile, row group by row group, packed both ways.
 void LinearRun::form_gradient(int64_t tile, const Lane& lane, const TileRows& rows,
                               bool sum_bias) const {
   const int64_t first = tile * vocab_tile, width = tile_width(tile);
@@ -448,8 +452,8 @@ void LinearRun::form_gradient(int64_t tile, const Lane& lane, const TileRows& ro
   }
 }
 
-// slot[n, columns] (+)= sum over the tile's columns of G[n, v] weight[v, columns], for some hidden
-// panels.
+// Makes slot[n, columns] (+)= sum over the tile's columns of G[n, v] weight[v, columns], for some
+// hidden panels.
 void LinearRun::input_product(int64_t tile, const Lane& lane, Panels panels, float* slot,
                               bool accumulate) const {
   const Engine& engine = plan_.engine;
@@ -469,7 +473,8 @@ void LinearRun::input_product(int64_t tile, const Lane& lane, Panels panels, flo
                     .accumulate = accumulate});
 }
 
-// grad_weight[tile, columns] (+)= scale sum over the chunk's tokens of G[n, v] input[n, columns].
+// Makes grad_weight[tile, columns] (+)= scale sum over the chunk's tokens of G[n, v] input[n,
+// columns].
 void LinearRun::weight_product(int64_t tile, const Lane& lane, Panels panels,
                                bool first_chunk) const {
   const Engine& engine = plan_.engine;
@@ -480,8 +485,8 @@ void LinearRun::weight_product(int64_t tile, const Lane& lane, Panels panels,
   const int64_t product_stride = panel_group * engine.b_columns;
   const float scale = tokens_->gradient_scale;
   const bool overwrite = first_chunk && !call_.accumulate;
-  // The f32 sum stands in one of these: the workspace, the output itself, or nowhere (one chunk,
-  // rounded at once).
+  // The f32 sum lies in the workspace or in the output itself, or nowhere if a single chunk is
+  // rounded at once.
   float* sum = nullptr;
   int64_t stride = 0;
   if (plan_.weight_sum) {
@@ -569,7 +574,7 @@ void LinearRun::reduce_slots() {
 void LinearRun::finish(const Tokens& tokens, bool any_chunk) {
   const int64_t vocab = shape_.vocab, hidden = shape_.hidden;
   if (call_.grad_input) {
-    // Rows of tokens that do not count.
+    // These are the rows of tokens that do not count.
     int64_t next = 0;
     for (int64_t n = 0; n < shape_.tokens; ++n) {
       if (next < tokens.valid && tokens.row[next] == n) {
@@ -627,7 +632,7 @@ void LinearRun::consume_kept(const Tokens& tokens) {
   }
 }
 
-// Row states as Forward wrote them.
+// Loads row states as Forward wrote them.
 void load_states(const Call& call, const Tokens& tokens, RowState* states) {
   for (int64_t i = 0; i < tokens.valid; ++i) {
     const int64_t row = tokens.row[i];

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of given logits: which memory the kernels work in, and strided views.
+// This file walks rows of given logits: it decides which memory the kernels work in, and moves
+// strided views.
 #include "src/cpu/logit_rows.h"
 
 #include <algorithm>
@@ -10,20 +11,20 @@
 namespace logitless::cpu {
 namespace {
 
-// A row of z is kept where making it again costs more than reading it back; beyond this it leaves
-// the second cache.
+// A row of z is kept where making it again costs more than reading it back; beyond this length it
+// leaves the second cache.
 constexpr int64_t most_kept_columns = 1 << 18;
-// Elements of a task: some 10 us.
+// A task has so many elements, for some 10 us.
 constexpr int64_t task_elements = 1 << 15;
-// Columns of strided elements moved at a time: their cache lines stay in the first cache even where
-// they share a set.
+// So many columns of strided elements are moved at a time: their cache lines stay in the first
+// cache even where they share a set.
 constexpr int64_t strip = 8;
 
 bool rows_adjoin(const TensorView& v) {
   return v && v.shape[0] > 1 && std::abs(v.stride[0]) < std::abs(v.stride[1]);
 }
 
-// Rows of any distance; row null: rows 0, 1, 2...
+// These rows may be any distance apart; if `row` is null they are rows 0, 1, 2...
 template <class T>
 struct Strided {
   T* base;
@@ -39,7 +40,7 @@ Strided<T> strided(const TensorView& v, const RowGroup& rows, int64_t column) {
   return {v.as<T>() + column * v.stride[1], rows.row, v.stride[0], v.stride[1]};
 }
 
-// A strip of columns at a time.
+// Moves a strip of columns at a time.
 template <class T>
 void move_strided(int64_t rows, int64_t count, const Strided<const T>& from, const Strided<T>& to) {
   const int64_t from_step = from.column_stride, to_step = to.column_stride;
@@ -117,12 +118,12 @@ LogitRows::LogitRows(const TensorView& logits, const TensorView& output, const L
     : logits_(logits), output_(output), map_(map), maps_(purpose.maps), columns_(logits.shape[1]) {
   const bool grouped = rows_adjoin(logits) || rows_adjoin(output);
   const int64_t element = std::min(size_of(logits.dtype), output ? size_of(output.dtype) : 4);
-  group_ = grouped ? 64 / element : 1;  // a cache line of rows
+  group_ = grouped ? 64 / element : 1;  // a group is a cache line of rows
   const bool identity = map.identity() && !maps_;
   direct_ = !grouped && logits.dtype == DType::f32 && logits.stride[1] == 1 && identity;
   to_output_ = !grouped && output && output.dtype == DType::f32 && output.stride[1] == 1;
   kept_ = !grouped && purpose.forward && output && (to_output_ || columns_ <= most_kept_columns);
-  // The same basis in every layout, so that every layout has the same bits.
+  // Every layout has the same basis, so that every layout has the same bits.
   if (purpose.forward && output && map.softcap == 0 && !purpose.needs_logits) {
     basis_ = Basis::exponentials;
     const int64_t blocks = (columns_ + row_block - 1) / row_block;
@@ -131,13 +132,13 @@ LogitRows::LogitRows(const TensorView& logits, const TensorView& output, const L
   int64_t width = std::min(columns_, row_block);
   if (kept_) width = to_output_ ? 0 : columns_;
   if (direct_ && basis_ == Basis::logits && !kept_ && (!output || to_output_)) width = 0;
-  // Rows of one group in different sets of the first cache.
+  // The rows of one group then fall into different sets of the first cache.
   pitch_ = grouped ? width + 16 : width;
   lane_bytes_ = maxima_ * sizeof(float) + padded(group_ * pitch_ * sizeof(float));
 }
 
 int64_t LogitRows::task_rows() const {
-  const int64_t columns = std::max<int64_t>(1, columns_);  // V = 0 where N = 0
+  const int64_t columns = std::max<int64_t>(1, columns_);  // V may be 0 where N is 0
   return std::max<int64_t>(1, task_elements / (columns * group_)) * group_;
 }
 

@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CPU's three families of ops.
+// The CPU has three families of ops.
 #pragma once
 
 #include "src/call.h"
 
 namespace logitless::cpu {
 
-// softmax.cpp
+// softmax.cpp defines these two.
 Status softmax_workspace(const Call& call, WorkspaceSize* size);
 Status run_softmax(const Call& call, const Workspace& workspace);
 
-// cross_entropy.cpp
+// cross_entropy.cpp defines these two.
 Status logits_loss_workspace(const Call& call, WorkspaceSize* size);
 Status run_logits_loss(const Call& call, const Workspace& workspace);
 
-// linear_run.cpp
+// linear_run.cpp defines these two.
 Status linear_workspace(const Call& call, uint64_t given, WorkspaceSize* size);
 Status run_linear(const Call& call, const Workspace& workspace);
 

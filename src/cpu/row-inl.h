@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loops of row_kernels.h over one block of a row, once per target. A block is walked several
-// times while it is in the first cache: map and maximum, then exp and sum, then what else is asked
-// for.
+// The loops of row_kernels.h over one block of a row are here, compiled once per target. A block is
+// walked several times while it is in the first cache: for the map and the maximum, then for exp
+// and its sum, then for what else is asked for.
 
 #if defined(LOGITLESS_CPU_ROW_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef LOGITLESS_CPU_ROW_INL_H_
@@ -33,7 +33,7 @@ inline Map kind_of_map(const LogitMap& map) {
   return map.identity() ? Map::identity : Map::scale;
 }
 
-// outward tanh(inward size / 2), both factors in two parts.
+// Returns outward tanh(inward size / 2), with both factors in two parts.
 template <class D, class V = hn::Vec<D>, class T = hn::TFromD<D>>
 HWY_INLINE V cap_vector(D d, V size, T inward, T inward_low, T outward, T outward_low) {
   const V y = hn::MulAdd(size, hn::Set(d, inward), hn::Mul(size, hn::Set(d, inward_low)));
@@ -41,8 +41,8 @@ HWY_INLINE V cap_vector(D d, V size, T inward, T inward_low, T outward, T outwar
   return hn::MulAdd(t, hn::Set(d, outward), hn::Mul(t, hn::Set(d, outward_low)));
 }
 
-// In f32. Where the target has no fused multiply-add what a product lost is unknown, and double
-// stands in.
+// Does the same in f32. Where the target has no fused multiply-add what a product lost is unknown,
+// and double stands in.
 template <class D, class V = hn::Vec<D>>
 HWY_INLINE V cap_vector_f32(D d, const MapFactors& f, V size) {
 #if HWY_NATIVE_FMA
@@ -58,7 +58,7 @@ HWY_INLINE V cap_vector_f32(D d, const MapFactors& f, V size) {
 #endif
 }
 
-// raw -> z
+// Maps raw to z.
 template <Map kMap, class D, class V = hn::Vec<D>>
 HWY_INLINE V map_vector(D d, const MapFactors& f, V raw) {
   if constexpr (kMap == Map::identity) return raw;
@@ -66,8 +66,8 @@ HWY_INLINE V map_vector(D d, const MapFactors& f, V raw) {
   if constexpr (kMap == Map::softcap) {
     const V limit = hn::Set(d, f.limit);
     V size = hn::Abs(raw);
-    size = hn::IfThenElse(hn::Gt(size, limit), limit, size);  // not Min: NaN stays
-    // The sign of raw times that of outward.
+    size = hn::IfThenElse(hn::Gt(size, limit), limit, size);  // Min would not keep a NaN
+    // z has the sign of raw times that of outward.
     return hn::Xor(cap_vector_f32(d, f, size), hn::And(raw, hn::SignBit(d)));
   }
 }
@@ -107,8 +107,8 @@ float map_and_maximum(const MapFactors& f, float* HWY_RESTRICT z, const float* H
   return hn::ReduceMax(d, hn::Max(hn::Max(m0, m1), hn::Max(m2, m3)));
 }
 
-// Adds up what add(i, &s, &t) adds of a vector of columns from i on, and add_rest of the last ones.
-// Few additions in a row: 8 a partial sum, then the partial sums.
+// Adds up what add(i, &s, &t) adds for a vector of columns from i on, and add_rest for the last
+// ones. Few additions follow each other: 8 to a partial sum, then the partial sums.
 template <bool kSecond, class Add, class AddRest>
 HWY_INLINE void sum_columns(int64_t count, float* first, float* second, const Add& add,
                             const AddRest& add_rest) {
@@ -136,8 +136,8 @@ HWY_INLINE void sum_columns(int64_t count, float* first, float* second, const Ad
   if constexpr (kSecond) *second = hn::ReduceSum(d, hn::Add(other, t0));
 }
 
-// sum_j exp(z_j - m) and, for the entropy, sum_j exp(z_j - m) (z_j - m); kStore: the exponentials
-// themselves too, to `e`, which may be z.
+// Sums exp(z_j - m) and, for the entropy, exp(z_j - m) (z_j - m). With kStore it also writes the
+// exponentials to `e`, which may be z.
 template <bool kEntropy, bool kStore>
 void sum_exponentials(const float* z, int64_t count, float maximum, BlockState* state, float* e) {
   const hn::ScalableTag<float> d;
@@ -147,12 +147,12 @@ void sum_exponentials(const float* z, int64_t count, float maximum, BlockState* 
     const V x = hn::Sub(z_at, m);
     const V y = exp_nonpositive(d, x);
     s = hn::Add(s, y);
-    // 0 log 0 = 0: where exp is 0, x is finite.
+    // 0 log 0 is 0: x must be finite where exp is 0.
     if constexpr (kEntropy) t = hn::MulAdd(y, hn::Max(x, least), t);
     return y;
   };
   const auto add_at = [&](int64_t i, V& s, V& t) HWY_ATTR {
-    // The next block of the row, while the units of memory rest.
+    // This fetches the next block of the row while the memory units rest.
     if constexpr (kStore) hwy::Prefetch(z + i + count);
     const V y = add(hn::LoadU(d, z + i), s, t);
     if constexpr (kStore) hn::StoreU(y, d, e + i);
@@ -165,7 +165,7 @@ void sum_exponentials(const float* z, int64_t count, float maximum, BlockState* 
   sum_columns<kEntropy>(count, &state->sum, &state->shifted_sum, add_at, add_rest);
 }
 
-// sum_j c_j z_j
+// Returns sum_j c_j z_j.
 template <bool kWeights>
 float weighted_sum(const float* HWY_RESTRICT z, const float* HWY_RESTRICT weight, int64_t count) {
   const hn::ScalableTag<float> d;
@@ -194,7 +194,7 @@ float weighted_sum(const float* HWY_RESTRICT z, const float* HWY_RESTRICT weight
   return sum;
 }
 
-// sum_j exp(z_j - m)^2
+// Returns sum_j exp(z_j - m)^2.
 inline float sum_of_squares(const float* HWY_RESTRICT z, int64_t count, float maximum) {
   const hn::ScalableTag<float> d;
   using V = hn::Vec<decltype(d)>;
@@ -222,7 +222,7 @@ inline int32_t count_above(const float* HWY_RESTRICT z, int64_t count, float lea
   return static_cast<int32_t>(above);
 }
 
-// The lowest index whose logit is `maximum`; 0 where none is, in a block with a NaN.
+// Returns the lowest index whose logit is `maximum`, or 0 where none is, in a block with a NaN.
 inline int32_t first_index_of(const float* HWY_RESTRICT z, int64_t count, float maximum) {
   const hn::ScalableTag<float> d;
   const int64_t n = hn::Lanes(d);
@@ -238,7 +238,7 @@ inline int32_t first_index_of(const float* HWY_RESTRICT z, int64_t count, float 
   return 0;
 }
 
-// x - y z, in one rounding where the target can.
+// Returns x - y z, in one rounding where the target can.
 struct MinusVectors {
   template <class V>
   HWY_INLINE V operator()(V x, V y, V z) const {
@@ -247,7 +247,7 @@ struct MinusVectors {
 };
 #include "src/dz-inl.h"
 
-// draw_j = of(x_j, c_j), with 1 for c_j where there are no weights.
+// Makes draw_j = of(x_j, c_j), with 1 for c_j where there are no weights.
 template <bool kWeights, class F>
 HWY_INLINE void for_columns(const float* x, const float* weight, int64_t count, float* draw,
                             const F& of) {
@@ -275,7 +275,7 @@ HWY_INLINE void for_columns(const float* x, const float* weight, int64_t count, 
   }
 }
 
-// draw_j. kSmoothing: 0 none, 1 every class alike, 2 class weights.
+// Makes draw_j. kSmoothing is 0 for none, 1 where every class counts alike, 2 for class weights.
 template <bool kSoftcap, int kSmoothing, bool kEntropy>
 void gradient_loop(const MapFactors& f, const RowGradient& g, const float* z, const float* weight,
                    int64_t count, float* draw) {
@@ -298,8 +298,8 @@ void gradient_loop(const MapFactors& f, const RowGradient& g, const float* z, co
   for_columns<kSmoothing == 2>(z, weight, count, draw, gradient);
 }
 
-// draw_j from p_j = e_j exp(shift); kSmoothing as above. A small factor of p_j comes last: it may
-// be subnormal with exp(shift) in it.
+// Makes draw_j from p_j = e_j exp(shift), with kSmoothing as above. A small factor of p_j comes
+// last, because it may be subnormal with exp(shift) in it.
 template <int kSmoothing, bool kEntropy>
 void exponentials_loop(const MapFactors& f, const RowGradient& g, double shift,
                        const float* exponentials, const float* weight, int64_t count, float* draw) {
@@ -313,7 +313,7 @@ void exponentials_loop(const MapFactors& f, const RowGradient& g, double shift,
   const auto gradient = [&](V e, V c) HWY_ATTR {
     const V p = hn::Mul(e, factor);
     V information = constant;
-    // 0 log 0 = 0: the logarithm of 0 must be a number.
+    // 0 log 0 is 0, so the logarithm of 0 must be a number.
     if constexpr (kEntropy) information = hn::Add(hn::Log(d, hn::Max(e, least)), constant);
     return dz_of<MinusVectors>(hn::Mul(own, p), kSmoothing > 0, s, c, kEntropy, hn::Mul(h, p),
                                information);
@@ -321,7 +321,7 @@ void exponentials_loop(const MapFactors& f, const RowGradient& g, double shift,
   for_columns<kSmoothing == 2>(exponentials, weight, count, draw, gradient);
 }
 
-// draw_j = probability e_j - smoothing c_j; kSmoothing as above.
+// Makes draw_j = probability e_j - smoothing c_j, with kSmoothing as above.
 template <int kSmoothing>
 void scale_loop(float probability, float smoothing, const float* e, const float* weight,
                 int64_t count, float* draw) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The row kernels: one entry per kernel and target, chosen at run time, and the scalar rest.
+// This file has the row kernels: one entry per kernel and target, chosen at run time, and the
+// scalar rest.
 #include "src/cpu/row_kernels.h"
 
 #include <cmath>
@@ -12,7 +13,8 @@
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "src/cpu/row_kernels.cpp"
 #include "hwy/foreach_target.h"
-// The order matters: the list of targets, then the loop over them, then what it repeats.
+// The order of these includes matters: the list of targets, then the loop over them, then what it
+// repeats.
 #include "hwy/highway.h"
 #include "src/cpu/row-inl.h"
 
@@ -25,9 +27,9 @@ float map_with(const MapFactors& f, float* z, const float* bias, int64_t count) 
                          : map_and_maximum<kMap, false>(f, z, bias, count);
 }
 
-// A softcap whose scale is so small that the tanh of no finite logit is 1, so that none can stand
-// in for an infinite one. With 2^-8 of the logits and 2^8 of the scale there is one, and the map is
-// the same: what becomes subnormal had a tanh below 2^-240.
+// Maps under a softcap whose scale is so small that the tanh of no finite logit is 1, so that none
+// can stand in for an infinite one. With 2^-8 of the logits and 2^8 of the scale there is one, and
+// the map is the same, since what becomes subnormal had a tanh below 2^-240.
 float cap_faint(LogitMap map, float* logits, const float* bias, int64_t count) {
   for (int64_t j = 0; j < count; ++j) {
     logits[j] = (bias != nullptr ? logits[j] + bias[j] : logits[j]) * 0x1p-8f;
@@ -86,8 +88,9 @@ void forward_block_on_target(const LogitMap& map, float* logits, const float* bi
   for (int64_t j = 0; infinite && j < count; ++j) {
     if (std::isnan(logits[j])) state->maximum = logits[j];
   }
-  // Shifted by a finite number a block of -inf sums to 0, and a NaN, which the maximum may have
-  // missed, stays NaN. After the further sums the exponentials may overwrite the logits.
+  // The shift is always finite: so a block of -inf sums to 0, and a NaN, which the maximum may have
+  // missed, stays NaN. The further sums come first, as the exponentials may then overwrite the
+  // logits.
   const float shift = state->maximum == kMinusInfinity ? 0 : state->maximum;
   if (more != nullptr) *more = more_sums(logits, count, wants, shift);
   if (wants.entropy) {
@@ -98,7 +101,7 @@ void forward_block_on_target(const LogitMap& map, float* logits, const float* bi
   if (std::isnan(state->sum) && !infinite) state->maximum = state->sum;
 }
 
-// f(a constant): 0 without smoothing, 1 where every class has the same, 2 with class weights.
+// Calls f(a constant): 0 without smoothing, 1 where every class has the same, 2 with class weights.
 template <class F>
 void with_smoothing(float smoothing, const float* class_weight, const F& f) {
   if (smoothing == 0) return f(std::integral_constant<int, 0>{});
@@ -146,7 +149,7 @@ void exponentials_gradient_on_target(const LogitMap& map, const RowGradient& g,
   });
 }
 
-// Makes destination_j = of(source_j), by vectors of as many elements as one of f32 has.
+// Makes destination_j = of(source_j), in vectors of as many elements as a vector of f32 has.
 template <class From, class To, class F>
 HWY_INLINE void convert(const From* HWY_RESTRICT source, int64_t count,
                         To* HWY_RESTRICT destination, const F& of) {
@@ -172,7 +175,7 @@ void load_bf16(const uint16_t* source, int64_t count, float* destination) {
 }
 
 #if HWY_ARCH_X86 && (HWY_TARGET == HWY_AVX3_ZEN4 || HWY_TARGET == HWY_AVX3_SPR)
-// One instruction, which flushes subnormals.
+// One instruction rounds, but flushes subnormals.
 template <class DU, class V = hn::Vec<DU>>
 HWY_INLINE hn::Vec<hn::Rebind<uint16_t, DU>> round_to_bf16(DU du, V bits) {
   const hn::RebindToFloat<DU> d;
@@ -181,8 +184,8 @@ HWY_INLINE hn::Vec<hn::Rebind<uint16_t, DU>> round_to_bf16(DU du, V bits) {
   return hn::BitCast(to, hn::DemoteTo(half, hn::BitCast(d, bits)));
 }
 #else
-// To the nearest, ties to even: the carry of 0x7fff plus the lowest kept bit. A NaN is made quiet,
-// lest it round to inf.
+// Rounds to nearest, ties to even, by the carry of 0x7fff plus the lowest kept bit. A NaN is made
+// quiet, lest it round to inf.
 template <class DU, class V = hn::Vec<DU>>
 HWY_INLINE hn::Vec<hn::Rebind<uint16_t, DU>> round_to_bf16(DU du, V bits) {
   const hn::RebindToFloat<DU> d;
@@ -212,8 +215,8 @@ void store_exponentials_on_target(const float* z, float reference, int64_t count
   });
 }
 
-// f16 in 16 bits <-> f32. x86 below AVX2 has no such instruction, and Highway's stand-in takes inf
-// for a number.
+// These convert between f16 in 16 bits and f32. x86 below AVX2 has no instruction for it, and
+// Highway's stand-in takes inf for a number.
 #if (HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX2) || HWY_ARCH_ARM_A64
 template <class DH, class D, class VH = hn::Vec<DH>>
 HWY_INLINE hn::Vec<D> f32_of_f16(DH, D d, VH bits) {
@@ -231,7 +234,7 @@ HWY_INLINE hn::Vec<D> f32_of_f16(DH, D d, VH bits) {
   const hn::RebindToUnsigned<D> du;
   const auto wide = hn::PromoteTo(du, bits);
   const auto size = hn::ShiftLeft<13>(hn::And(wide, hn::Set(du, 0x7fffu)));
-  // The exponent's bias moves by a product, which makes subnormals normal.
+  // A product moves the exponent's bias, which makes subnormals normal.
   const auto scaled = hn::BitCast(du, hn::Mul(hn::BitCast(d, size), hn::Set(d, 0x1p112f)));
   const auto special = hn::Ge(size, hn::Set(du, 0x7c00u << 13));
   const auto sign = hn::ShiftLeft<16>(hn::And(wide, hn::Set(du, 0x8000u)));
@@ -246,7 +249,7 @@ HWY_INLINE hn::Vec<DH> f16_of_f32(DH dh, D d, V v) {
   const auto lowest = hn::And(hn::ShiftRight<13>(size), hn::Set(du, 1u));
   const auto rounded = hn::Add(size, hn::Add(lowest, hn::Set(du, 0xfffu)));
   const auto normal = hn::ShiftRight<13>(hn::Sub(rounded, hn::Set(du, 112u << 23)));
-  // Next to 1/2 the last bit is that of a subnormal.
+  // Next to 1/2 an f32's last bit is that of an f16 subnormal.
   const auto shifted = hn::Add(hn::BitCast(d, size), hn::Set(d, 0.5f));
   const auto subnormal = hn::Sub(hn::BitCast(du, shifted), hn::Set(du, 0x3f000000u));
   auto value = hn::IfThenElse(hn::Lt(size, hn::Set(du, 113u << 23)), subnormal, normal);
@@ -375,8 +378,8 @@ void RowAccumulator::add(const BlockState& block, int64_t first_column, const Bl
   }
   const float least = -std::numeric_limits<float>::infinity();
   if (block.maximum == least || std::isnan(maximum)) return;
-  // exp(z - a) (z - a) = exp(b - a) [ exp(z - b) (z - b) + exp(z - b) (b - a) ] for the shift b ->
-  // a.
+  // The shift goes from b to a by this:
+  //   exp(z - a) (z - a) = exp(b - a) [ exp(z - b) (z - b) + exp(z - b) (b - a) ]
   double old_shift = 0, new_shift = 0;
   if (block.maximum <= maximum) {
     new_shift = static_cast<double>(block.maximum) - maximum;

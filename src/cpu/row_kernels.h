@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Vector kernels over a block of one row of logits, f32 in memory, one per instruction set,
-// dispatched at run time. The logits ops walk a row in blocks of `row_block` columns; the linear
-// ops call them on the hot rows of a product tile.
+// These are vector kernels over a block of one row of logits, f32 in memory, one per instruction
+// set, dispatched at run time. The logits ops walk a row in blocks of `row_block` columns; the
+// linear ops call them on the hot rows of a product tile.
 #pragma once
 
 #include <cstdint>
@@ -12,25 +12,26 @@ namespace logitless::cpu {
 
 // Holds what one block of columns adds to its row; blocks are combined in column order.
 struct BlockState {
-  float maximum;       // max_j z_j; NaN if a logit is NaN; -inf if all are
-  float sum;           // sum_j exp(z_j - maximum)
-  float weighted_sum;  // sum_j c_j z_j                             (BlockWants::weighted_sum)
-  float shifted_sum;   // sum_j exp(z_j - maximum) (z_j - maximum)  (BlockWants::entropy)
-  int32_t argmax;      // lowest index in the block                 (BlockWants::argmax)
+  float maximum;       // it is max_j z_j; NaN if a logit is NaN, -inf if all are
+  float sum;           // it is sum_j exp(z_j - maximum)
+  float weighted_sum;  // it is sum_j c_j z_j (BlockWants::weighted_sum)
+  float shifted_sum;   // it is sum_j exp(z_j - maximum) (z_j - maximum) (BlockWants::entropy)
+  int32_t argmax;      // it is the lowest index of the maximum in the block (BlockWants::argmax)
 };
 
 // A block adds to these sums if asked for them, as few calls do; they have memory only then.
 struct MoreSums {
-  float logits = 0;   // sum_j z_j                     (BlockWants::mean_logit)
-  float squares = 0;  // sum_j exp(z_j - maximum)^2    (BlockWants::sum_p_squared)
-  int32_t above = 0;  // columns but the target's above target_logit  (BlockWants::rank)
+  float logits = 0;   // it is sum_j z_j (BlockWants::mean_logit)
+  float squares = 0;  // it is sum_j exp(z_j - maximum)^2 (BlockWants::sum_p_squared)
+  // It counts columns above target_logit, without the target's (BlockWants::rank).
+  int32_t above = 0;
 };
 
 struct BlockWants {
   bool weighted_sum = false, entropy = false, argmax = false;
   bool mean_logit = false, sum_p_squared = false, rank = false;
-  // A row whose rank is wanted has the target's logit, and its column in the block, which is
-  // not counted, or one outside.
+  // A row whose rank is wanted gives the target's logit, and its column in the block, which is not
+  // counted, or one outside.
   float target_logit = 0;
   int64_t target = -1;
   bool more() const { return mean_logit || sum_p_squared || rank; }
@@ -38,47 +39,50 @@ struct BlockWants {
 
 // The sums of MoreSums come to these numbers of a row.
 struct MoreStatistics {
-  float mean_logit = 0;  // each only where asked for
+  float mean_logit = 0;  // each is made only where asked for
   float sum_p_squared = 0;
-  float target_logit = 0;  // what the rank is counted with
+  float target_logit = 0;  // the rank is counted with it
   int64_t rank = -1;
 };
 
-// In place: raw[j] (+ bias[j], where bias is not null) becomes z[j] for j in [0, count); without a
-// bias the identity map writes nothing, so constant logits may be given. Sums are formed lane by
-// lane and then across lanes, in one order that depends on count alone. class_weight: [count] or
-// null (all 1); a class of weight 0 adds exactly 0, even where its logit is -inf. exponentials:
-// [count] exp(z[j] - maximum), or null; may be `logits`. more: null where none of them is wanted.
+// Changes logits in place: raw[j] (+ bias[j], where bias is not null) becomes z[j] for j in [0,
+// count); without a bias the identity map writes nothing, so constant logits may be given. Sums are
+// formed lane by lane and then across lanes, in one order that depends on count alone. class_weight
+// is [count], or null where all are 1; a class of weight 0 adds exactly 0, even where its logit is
+// -inf. exponentials [count] gets exp(z[j] - maximum), unless it is null; it may be `logits`.
+// `more` is null where none of them is wanted.
 void forward_block(const LogitMap& map, float* logits, const float* bias, const float* class_weight,
                    int64_t count, const BlockWants& wants, BlockState* state,
                    float* exponentials = nullptr, MoreSums* more = nullptr);
 
-// The map alone.
+// Applies the map alone.
 void map_block(const LogitMap& map, float* logits, const float* bias, int64_t count);
 
-// draw[j] = dz_j dz/draw for j in [0, count), from z[j] as forward_block left it; the onehot term
-// is NOT included (see target_gradient). draw may be z. exp of a -inf logit is 0 and adds 0 to the
-// entropy term.
+// Makes draw[j] = dz_j dz/draw for j in [0, count), from z[j] as forward_block left it. The onehot
+// term is NOT included (see target_gradient). draw may be z. exp of a -inf logit is 0 and adds 0 to
+// the entropy term.
 void gradient_block(const LogitMap& map, const RowGradient& g, const float* z,
                     const float* class_weight, int64_t count, float* draw);
 
-// The same from what forward_block stored: exponentials and maximum of the block. Without a softcap
-// and an entropy term; draw may be `exponentials`.
+// Makes the same from what forward_block stored, the exponentials and the maximum of the block,
+// where there is no softcap and no entropy term. draw may be `exponentials`.
 void scale_block(const LogitMap& map, const RowGradient& g, const float* exponentials,
                  float maximum, const float* class_weight, int64_t count, float* draw);
 
-// exponentials[j] = exp(z[j] - reference) in bf16. exp above 2^127 is inf, below 2^-126 it is 0.
+// Makes exponentials[j] = exp(z[j] - reference) in bf16. Above 2^127 it becomes inf, below 2^-126
+// it becomes 0.
 void store_exponentials(const float* z, float reference, int64_t count, uint16_t* exponentials);
 
-// draw as gradient_block has it, from exponentials [count] that were rounded to bf16 and widened;
-// may be `exponentials`. Without a softcap. The entropy's term takes log p from them.
+// Makes draw as gradient_block does, from exponentials [count] that were rounded to bf16 and
+// widened; draw may be `exponentials`. There is no softcap. The entropy's term takes log p from
+// them.
 void exponentials_gradient(const LogitMap& map, const RowGradient& g, const float* exponentials,
                            float reference, const float* class_weight, int64_t count, float* draw);
 
-// draw at the target's column, onehot included; scalar.
+// Returns draw at the target's column, onehot included.
 float target_gradient(const LogitMap& map, const RowGradient& g, float z, float class_weight);
 
-// Widen and narrow contiguous elements. dtype: f32, f16, bf16. NaN stays NaN; rounding to nearest
+// Widen and narrow contiguous elements of f32, f16 or bf16. A NaN stays NaN; rounding is to nearest
 // even.
 void load_as_f32(const void* source, DType dtype, int64_t count, float* destination);
 void store_from_f32(const float* source, int64_t count, DType dtype, void* destination);
@@ -88,13 +92,15 @@ struct RowAccumulator {
   float maximum;
   double sum, weighted_sum, shifted_sum, squares, logits;
   int64_t argmax, above;
-  // That of no block yet. Without one it is not initialized: of an array few may be used.
+  // Returns the state of no block yet. An accumulator made otherwise is not initialized, because of
+  // an array few may be used.
   static RowAccumulator begin();
   void add(const BlockState& block, int64_t first_column, const BlockWants& wants,
            const MoreSums* more = nullptr);
-  // target_logit is left for the caller. Every field the contract lists, a row of -inf gives NaN.
+  // Returns every field that the contract lists but target_logit, which is left for the caller; a
+  // row of -inf gives NaN.
   RowState finish(const BlockWants& wants) const;
-  // `whole`: columns of the whole vocabulary.
+  // The whole vocabulary has `whole` columns.
   MoreStatistics finish_more(int64_t whole) const;
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The instruction sets the CPU kernels are compiled for. Every file with Highway kernels includes
+// The CPU kernels are compiled for these instruction sets. Every file with Highway kernels includes
 // this before any Highway header, so that all of them offer the same list and a forced target
 // exists everywhere.
 #pragma once

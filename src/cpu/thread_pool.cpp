@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The library's own blocking thread pool. A job is a counter on its caller's stack, linked into the
-// pool's list; the caller works on it too and leaves when no worker is inside it any more, so jobs
-// of several callers and jobs started by a job's own lanes can never wait for each other in a
-// circle. The pool is never destroyed: its threads sleep until the process ends. A forked child has
-// none of them and starts a pool of its own.
+// This is the library's own blocking thread pool. A job is a counter on its caller's stack, linked
+// into the pool's list; the caller works on it too and leaves when no worker is inside it any more,
+// so jobs of several callers and jobs started by a job's own lanes can never wait for each other in
+// a circle. The pool is never destroyed: its threads sleep until the process ends. A forked child
+// has none of them and starts a pool of its own.
 #include "src/cpu/thread_pool.h"
 
 #include <pthread.h>
@@ -19,7 +19,7 @@ namespace {
 
 using Function = void (*)(void* context, int64_t i);
 
-// 0: the default, not asked for yet.
+// 0 stands for the default, which nobody has asked for yet.
 std::atomic<int32_t> chosen_threads{0};
 
 struct Job {
@@ -27,8 +27,8 @@ struct Job {
   void* const context;
   const int64_t count;
   std::atomic<int64_t> next{0};
-  int32_t workers_inside = 0;      // guarded by the pool's mutex
-  std::condition_variable left{};  // signalled when workers_inside reaches 0
+  int32_t workers_inside = 0;      // the pool's mutex guards it
+  std::condition_variable left{};  // it is signalled when workers_inside reaches 0
   Job* following = nullptr;
 
   bool has_work() const { return next.load(std::memory_order_relaxed) < count; }
@@ -141,7 +141,7 @@ std::atomic<Pool*> current_pool{nullptr};
 // Its threads and whoever held its mutex are gone in the child, so the old pool is left behind.
 void forget_pool() { current_pool.store(nullptr, std::memory_order_relaxed); }
 
-// nullptr when memory is out.
+// Returns nullptr when memory is out.
 Pool* pool() {
   Pool* known = current_pool.load(std::memory_order_acquire);
   if (known != nullptr) return known;
@@ -174,7 +174,7 @@ int32_t num_threads() {
 }
 
 const Executor& default_executor() {
-  // One a thread, because its num_threads may change under another thread's feet.
+  // Each thread has one, because its num_threads may change under another thread's feet.
   thread_local Executor executor;
   executor = {sizeof(Executor), num_threads(), nullptr, parallel_for};
   return executor;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The library's own blocking thread pool, created on first use, dropped in a forked child, and the
-// one loop the CPU backend uses: for_each_task.
+// This is the library's own blocking thread pool, which is created on first use and dropped in a
+// forked child, and the one loop that the CPU backend uses: for_each_task.
 #pragma once
 
 #include <atomic>
@@ -15,13 +15,13 @@ inline constexpr int32_t kMaxThreads = 1024;
 // LOGITLESS_NUM_THREADS, else OMP_NUM_THREADS, else the affinity mask bounded by the cgroup's
 // quota.
 int32_t default_num_threads();
-// The quota of the cgroups that the file `membership` (/proc/self/cgroup) names, below `mount`
-// (/sys/fs/cgroup), in whole threads, rounded up; 0: no limit.
+// Returns the quota of the cgroups that the file `membership` (/proc/self/cgroup) names, below
+// `mount` (/sys/fs/cgroup), in whole threads, rounded up; 0 says that there is no limit.
 int32_t cgroup_num_threads(const char* membership, const char* mount);
-// 0: the default. Returns the number now in force.
+// Sets the number of threads, where 0 is the default, and returns the number now in force.
 int32_t set_num_threads(int32_t num_threads);
 int32_t num_threads();
-// The pool as an executor.
+// Returns the pool as an executor.
 const Executor& default_executor();
 
 inline const Executor& executor_of(const Execution& execution) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tokens of a call: compaction, weights, normalizer, gradient scale; the reduced loss and the
-// statistics.
+// This file prepares the tokens of a call, by compaction, weights, normalizer and gradient scale,
+// and writes the reduced loss and the statistics.
 #include "src/cpu/tokens.h"
 
 #include <cfloat>
@@ -27,7 +27,7 @@ void place_arrays(void* memory, int64_t tokens, bool with_places, Tokens* t) {
   if (with_places) take(t->place);
 }
 
-// Sum of f(i) over [begin, end) in double, in an order that depends on the range alone.
+// Sums f(i) over [begin, end) in double, in an order that depends on the range alone.
 template <class F>
 double pairwise_sum(int64_t begin, int64_t end, const F& f) {
   if (end - begin > 64) {
@@ -67,7 +67,7 @@ Status collect(const Call& call, int64_t vocab, Tokens* tokens) {
   return {};
 }
 
-// An upstream gradient of 0 that a factor of infinity or NaN makes none is not 0.
+// An upstream gradient of 0 is none, unless a factor of infinity or NaN makes something else of it.
 bool is_active(const Call& call, float grad_loss, float token_weight, int64_t i) {
   const bool zero = grad_loss == 0 || token_weight == 0;
   if (!zero || grad_loss * token_weight != 0) return true;
@@ -138,7 +138,7 @@ GradientSizes gradient_sizes(const Call& call, const Tokens& tokens) {
   return sizes;
 }
 
-// `temperature`: the steepest token's.
+// `temperature` is the steepest token's.
 void scale_gradients(const Call& call, int64_t vocab, float temperature, Tokens* tokens) {
   LossOptions o = call.options;
   o.temperature = temperature;
@@ -157,7 +157,7 @@ void scale_gradients(const Call& call, int64_t vocab, float temperature, Tokens*
   }
 }
 
-// What the rules of "Arguments" allow of a number.
+// Checks what the rules of "Arguments" allow of a number.
 bool may_be_number(const LogitMap& map, float temperature) {
   const auto normal = [](double x) { return x >= FLT_MIN && x <= FLT_MAX; };
   const double scale = std::fabs(static_cast<double>(map.scale)), t = temperature;
@@ -196,7 +196,7 @@ void write_index(const TensorView& view, int64_t i, int64_t value) {
   }
 }
 
-// Never above 0; NaN stays.
+// Returns log p of the target, which is never above 0; a NaN stays.
 float logprob_of(const RowState& s) {
   const float log_p = (s.target_logit - s.reference) - s.log_sum;
   return log_p > 0 ? 0 : log_p;
@@ -220,7 +220,7 @@ void write_statistics(const TokenStatistics& out, int64_t i, const RowState& s, 
   write_index(out.argmax, i, argmax);
 }
 
-// loss_of(k): the loss of compacted token k.
+// loss_of(k) is the loss of compacted token k.
 template <class F>
 void reduce_loss(const Tokens& tokens, const F& loss_of, const TensorView& loss,
                  const LossOptions& o) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CUDA backend: finds the device, makes it current for the call, and calls the op.
+// The CUDA backend finds the device, makes it current for the call, and calls the op.
 #include "src/backend.h"
 
 #include <cstdio>
@@ -12,7 +12,7 @@
 namespace logitless {
 namespace {
 
-// Finds the device of an op, whose kernels can be chosen.
+// Finds the device of an op and checks that the engine which the environment names exists on it.
 Status find_device(const Execution& execution, const cuda::DeviceInfo** device) {
   const Status status = cuda::find_device(execution.device.index, device);
   return status.ok() ? cuda::check_named_engine(**device) : status;

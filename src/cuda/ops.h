@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// CUDA's three families of ops. The device is found and current. An engine (linear/engine.h) runs
-// the linear ones.
+// CUDA has three families of ops. The device is found and current by now. An engine
+// (linear/engine.h) runs the linear ones.
 #pragma once
 
 #include "src/call.h"
@@ -8,21 +8,21 @@
 
 namespace logitless::cuda {
 
-// softmax.cpp
+// softmax.cpp defines these two.
 Status softmax_workspace(const Call&, const DeviceInfo&, WorkspaceSize*);
 Status run_softmax(const Call&, const Workspace&, const DeviceInfo&, Stream*);
 
-// cross_entropy.cpp
+// cross_entropy.cpp defines these two.
 Status logits_loss_workspace(const Call&, const DeviceInfo&, WorkspaceSize*);
 Status run_logits_loss(const Call&, const Workspace&, const DeviceInfo&, Stream*);
 
-// linear_cross_entropy.cpp
+// linear_cross_entropy.cpp defines these two.
 Status linear_workspace(const Call&, const DeviceInfo&, uint64_t given, WorkspaceSize*);
 
 // Loads every kernel and the matrix library on this device, so that no later call does.
 Status warmup(const DeviceInfo&);
 
-// Describes the matrix library for `info`: a version, or why it is absent.
+// Describes the matrix library for `info`: its version, or why it is absent.
 Status describe_matrix_library(char* text, size_t bytes);
 
 }  // namespace logitless::cuda

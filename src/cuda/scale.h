@@ -7,7 +7,7 @@
 
 namespace logitless::cuda {
 
-// Each of up to most_scaled values [n] *= factor [], in place.
+// Multiplies each of up to most_scaled values [n] by factor [], in place.
 void scale(std::span<const TensorView> values, const TensorView& factor, const DeviceInfo& device,
            Stream* stream);
 

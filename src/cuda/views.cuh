@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Elements of the caller's tensors: a dtype as a type, an element of a view of any dtype as f32.
+// Kernels read elements of the caller's tensors through this: a dtype as a type, and an element of
+// a view of any dtype as f32.
 #pragma once
 
 #include "logitless/tensor.h"
@@ -14,7 +15,7 @@ inline constexpr DType dtype_of<__half> = DType::f16;
 template <>
 inline constexpr DType dtype_of<__nv_bfloat16> = DType::bf16;
 
-// f(T{}) with the C++ type of a floating dtype.
+// Calls f(T{}) with the C++ type of a floating dtype.
 template <class F>
 void with_dtype(DType dtype, F&& f) {
   if (dtype == DType::f32) {
@@ -26,7 +27,7 @@ void with_dtype(DType dtype, F&& f) {
   }
 }
 
-// The same in a kernel.
+// Does the same as with_dtype, but in a kernel.
 template <class F>
 __device__ void with_dtype_on_device(DType dtype, F&& f) {
   if (dtype == DType::f32) {
@@ -44,7 +45,7 @@ __device__ inline T* address(const TensorView& v, int64_t i = 0, int64_t j = 0) 
          j * v.stride[1];
 }
 
-// Element (i, j) of a view of any floating dtype; of a vector with j = 0.
+// Returns element (i, j) of a view of any floating dtype; a vector has j = 0.
 __device__ inline float load(const TensorView& v, int64_t i = 0, int64_t j = 0) {
   if (v.dtype == DType::f32) return *address<const float>(v, i, j);
   if (v.dtype == DType::f16) return to_f32(*address<const __half>(v, i, j));

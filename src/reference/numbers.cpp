@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Conversions between the dtypes and double.
+// This file converts between the dtypes and double.
 #include "src/reference/numbers.h"
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 namespace logitless::reference {
 namespace {
 
-// A binary format of 16 bits: sign, exponent, `mantissa_bits` of fraction; `min_exponent` is that
-// of the least normal.
+// This is a binary format of 16 bits: sign, exponent, `mantissa_bits` of fraction; `min_exponent`
+// is that of the least normal.
 struct Format {
   int mantissa_bits;
   int min_exponent;
@@ -44,8 +44,8 @@ uint16_t encode(double value, const Format& format) {
   if (std::isinf(value)) return sign | format.infinity;
   const int exponent =
       magnitude == 0 ? format.min_exponent : std::max(std::ilogb(magnitude), format.min_exponent);
-  // Steps of the format at this exponent; the division by a power of two is exact, nearbyint rounds
-  // ties to even.
+  // It counts steps of the format at this exponent; the division by a power of two is exact, and
+  // nearbyint rounds ties to even.
   const double steps = std::nearbyint(std::ldexp(magnitude, format.mantissa_bits - exponent));
   // A carry out of the fraction moves to the next exponent by itself; a subnormal has exponent
   // field 0.
@@ -90,7 +90,7 @@ void store(const TensorView& view, int64_t index, double value) {
   }
 }
 
-// f(element index in memory) in row-major order.
+// Calls f(element index in memory) in row-major order.
 template <class F>
 void for_each_element(const TensorView& view, F&& f) {
   const int64_t rows = view.rank >= 1 ? view.shape[0] : 1;

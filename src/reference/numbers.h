@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Elements of any dtype to and from double: the reference reads a view once into a dense row-major
-// vector and rounds every result once, to nearest, ties to even.
+// Elements of any dtype are read to double and written from it here: the reference reads a view
+// once into a dense row-major vector and rounds every result once, to nearest, ties to even.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace logitless::reference {
 
 double f16_to_double(uint16_t bits);
 double bf16_to_double(uint16_t bits);
-// One rounding straight from double: going through f32 would round twice.
+// These round once, straight from double; going through f32 would round twice.
 uint16_t round_to_f16(double value);
 uint16_t round_to_bf16(double value);
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The seven ops, written from docs/semantics.md: a token at a time, its row of logits, its loss and
-// statistics, and what its gradient adds to grad_input, grad_weight and grad_bias. Double, plain
-// loops, O(V) memory beside the outputs.
+// The seven ops are written here from docs/semantics.md: a token at a time, its row of logits, its
+// loss and statistics, and what its gradient adds to grad_input, grad_weight and grad_bias. They
+// use double, plain loops and O(V) memory beside the outputs.
 #include "src/reference/reference.h"
 
 #include <cmath>
@@ -14,7 +14,7 @@
 namespace logitless::reference {
 namespace {
 
-// Sums of rows of gradients: value, and the bound before the last rounding.
+// Sums rows of gradients: their value, and the bound before the last rounding.
 struct Sum {
   std::vector<double> value, error;
 
@@ -56,7 +56,7 @@ class Evaluation {
   }
 
  private:
-  // nullptr where the op does not ask for it.
+  // Returns nullptr where the op does not ask for this output.
   Output* output(const char* name) {
     const auto found = result_.outputs.find(name);
     return found == result_.outputs.end() ? nullptr : &found->second;
@@ -75,7 +75,7 @@ class Evaluation {
     destination->value[index] = estimate.value;
     if (with_bounds_ && std::isfinite(estimate.value)) destination->bound[index] = estimate.error;
   }
-  // A finished sum, rounded once to the view's dtype.
+  // Sets a finished sum, rounded once to the view's dtype.
   void set_rounded(Output* destination, DType dtype, int64_t index, double value, double error) {
     set(destination, index, {value, error + rounding_error(dtype, value)});
   }
@@ -94,9 +94,10 @@ class Evaluation {
   bool with_bounds_;
   Result result_;
   Tokens tokens_;
-  std::vector<double> weight_, bias_;         // [V, D] [V]
-  std::vector<Estimate> token_loss_;          // [N]; 0 where ignored
-  Sum grad_input_, grad_weight_, grad_bias_;  // [D] of the token at hand, [V, D], [V]
+  std::vector<double> weight_, bias_;  // [V, D] [V]
+  std::vector<Estimate> token_loss_;   // [N]  it is 0 where ignored
+  // [D] of the token at hand, [V, D] and [V]; each sums a gradient
+  Sum grad_input_, grad_weight_, grad_bias_;
 };
 
 void Evaluation::prepare() {
@@ -177,9 +178,9 @@ void Evaluation::add_gradient(const RowGradient& gradient, int64_t i) {
   }
 }
 
-// grad_input = draw weight, grad_weight += draw^T input, grad_bias += draw. The error of one stored
-// draw_j beside gamma(K) M_j: its own, r roundings to a 16-bit input dtype, and what is too small
-// for that dtype.
+// Makes grad_input = draw weight, grad_weight += draw^T input, grad_bias += draw. Beside gamma(K)
+// M_j one stored draw_j has these errors: its own, r roundings to a 16-bit input dtype, and what is
+// too small for that dtype.
 void Evaluation::add_linear_gradient(const RowGradient& gradient, int64_t i) {
   const int64_t columns = call_.vocab(), hidden = call_.input.shape[1];
   const DType dtype = call_.input.dtype;
@@ -249,7 +250,7 @@ void Evaluation::finish_sum(const char* name, const TensorView& view, Sum* sum) 
       sum->error[k] += gamma(model_, tokens_.active) * std::fabs(old[k]);
     }
     set_rounded(output(name), view.dtype, k, sum->value[k], sum->error[k] + flushed);
-    // No token: zeros, or the old contents, to the bit.
+    // Without a token there are zeros, or the old contents, to the bit.
     if (tokens_.active == 0) output(name)->bound[k] = 0;
   }
 }

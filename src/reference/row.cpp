@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Logits of one token, their statistics and the bounds of both.
+// This file makes the logits of one token, their statistics and the bounds of both.
 #include "src/reference/row.h"
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 namespace logitless::reference {
 namespace {
 
-// raw -> z, slope, saturation.
+// Maps raw to z and makes the slope and the saturation.
 void map_logits(const LossOptions& options, const std::vector<double>& raw, Row* row) {
   const double scale = options.logit_scale, softcap = options.softcap;
   const double temperature = row->temperature;
@@ -31,7 +31,7 @@ void map_logits(const LossOptions& options, const std::vector<double>& raw, Row*
   }
 }
 
-// m, log s and lse of z.
+// Makes m, log s and lse of z.
 void sum_exponentials(Row* row) {
   row->reference = -std::numeric_limits<double>::infinity();
   for (const double z : row->z) {
@@ -58,7 +58,7 @@ void form_probabilities(Row* row) {
   }
 }
 
-// B, and the errors of p and the entropy, from logit_error.
+// Makes B, and the errors of p and the entropy, from logit_error.
 void bound_statistics(Row* row) {
   const size_t columns = row->z.size();
   double self_information = 0, p_error = 0, p_z = 0, entropy_error = 0;
@@ -83,10 +83,10 @@ void bound_statistics(Row* row) {
   }
 }
 
-// e_j = gamma(D) sum |h w| |logit_scale| / temperature + 3 u32 |z_j| + (D + 1) 2^-126 max(1,
-// |logit_scale| / temperature, softcap / temperature); `products` is empty for given logits, and D
-// then 0. An infinite logit is exact, and so is an infinite product that a softcap makes a finite
-// logit: no rounding makes or unmakes them.
+// Makes the bounds of logits, e_j = gamma(D) sum |h w| |logit_scale| / temperature + 3 u32 |z_j| +
+// (D + 1) 2^-126 max(1, |logit_scale| / temperature, softcap / temperature). `products` is empty
+// for given logits, and D is then 0. An infinite logit is exact, and so is an infinite product that
+// a softcap makes a finite logit, because no rounding makes or unmakes them.
 void bound_logits(const RowSource& source, const std::vector<double>& products, Row* row) {
   const LossOptions& options = source.call.options;
   const double steepest = std::fabs(static_cast<double>(options.logit_scale)) / row->temperature;
@@ -104,7 +104,7 @@ void bound_logits(const RowSource& source, const std::vector<double>& products, 
   }
 }
 
-// raw_ij = input_i . weight_j + bias_j, and sum |h w| where bounds are wanted.
+// Makes raw_ij = input_i . weight_j + bias_j, and sum |h w| where bounds are wanted.
 std::vector<double> linear_logits(const RowSource& source, int64_t i,
                                   std::vector<double>* products) {
   const std::vector<double> h = read_row(source.call.input, i);  // [D]
@@ -275,7 +275,7 @@ std::vector<int64_t> accepted_argmax(const Row& row) {
   std::vector<int64_t> accepted;
   for (size_t j = 0; j < row.z.size(); ++j) {
     const double slack = e.empty() ? 0 : e[j] + e[best];
-    // A NaN anywhere leaves no maximum to name.
+    // If any logit is NaN there is no maximum to name.
     if (std::isnan(highest) || row.z[j] >= highest - slack) {
       accepted.push_back(static_cast<int64_t>(j));
     }

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Loss of one token, its gradient with respect to the row of raw logits, and the bounds of both.
-//   loss = a [ f (lse - z_t) + k sum_j c_j (lse - z_j) + lambda lse^2 ]     f = (1-eps) c_t, k =
-//   eps/V dz_j = g a [ (w + 2 lambda lse) p_j - f [j=t] - k c_j ] + grad_lse p_j +
-//   grad_target_logit [j=t]
-//          - grad_entropy p_j (log p_j + H)                                w = f + k sum_j c_j
+// This file makes the loss of one token, its gradient with respect to the row of raw logits, and
+// the bounds of both.
+//   loss = a [ f (lse - z_t) + k sum_j c_j (lse - z_j) + lambda lse^2 ]
+//   f = (1-eps) c_t    k = eps/V    w = f + k sum_j c_j
+//   dz_j = g a [ (w + 2 lambda lse) p_j - f [j=t] - k c_j ] + grad_lse p_j
+//          + grad_target_logit [j=t] - grad_entropy p_j (log p_j + H)
 // A term whose factor f or k c_j is exactly 0 is 0, whatever the logit.
 #include <algorithm>
 #include <cmath>
@@ -14,13 +15,13 @@
 namespace logitless::reference {
 namespace {
 
-// The factors of one token's loss.
+// These are the factors of one token's loss.
 struct Factors {
-  double onehot;     // f
-  double smoothing;  // k
-  double spread;     // k sum_j c_j
-  double whole;      // w
-  double z_loss;     // lambda
+  double onehot;     // it is f
+  double smoothing;  // it is k
+  double spread;     // it is k sum_j c_j
+  double whole;      // it is w
+  double z_loss;     // it is lambda
 };
 
 Factors factors_of(const Call& call, const Tokens& tokens, const Token& token) {
@@ -34,8 +35,8 @@ Factors factors_of(const Call& call, const Tokens& tokens, const Token& token) {
   return factors;
 }
 
-// dz of one column, its error and the magnitudes of its summands: first those of the loss, then the
-// statistics'.
+// This is dz of one column, its error and the magnitudes of its summands: first those of the loss,
+// then the statistics'.
 struct Derivative {
   double value = 0, error = 0, loss_magnitude = 0, statistics_magnitude = 0;
 };
@@ -46,7 +47,7 @@ void add_loss(const Factors& f, double upstream, double c, bool is_target, const
   double sum = f.onehot * (p - (is_target ? 1 : 0));
   double magnitude = std::fabs(f.whole) * p + (is_target ? std::fabs(f.onehot) : 0);
   double slope = f.whole;
-  // f and k apart: one class alone, p = 1, has a gradient of exactly 0.
+  // f and k stay apart, so that one class alone, with p = 1, has a gradient of exactly 0.
   if (f.smoothing > 0) {
     sum += f.spread * p - f.smoothing * c;
     magnitude += f.smoothing * std::fabs(c);
@@ -63,7 +64,7 @@ void add_loss(const Factors& f, double upstream, double c, bool is_target, const
               (std::fabs(slope) * row.probability_error[j] + 2 * f.z_loss * p * row.lse_error);
 }
 
-// `log_error`: of log p_j beyond its own, where a rounded exponential tells it.
+// `log_error` is that of log p_j beyond its own, where a rounded exponential tells it.
 void add_statistics(const Token& token, bool is_target, const Row& row, size_t j, double log_error,
                     Derivative* d) {
   const double p = row.probability[j];
@@ -73,7 +74,7 @@ void add_statistics(const Token& token, bool is_target, const Row& row, size_t j
     d->value += token.grad_target_logit;
     d->statistics_magnitude += std::fabs(token.grad_target_logit);
   }
-  // 0 log 0 = 0.
+  // 0 log 0 is 0.
   const double information = p == 0 ? 0 : row.log_probability[j] + row.entropy;
   d->value -= token.grad_entropy * p * information;
   d->statistics_magnitude += std::fabs(token.grad_entropy * p * information);
@@ -114,7 +115,7 @@ Estimate row_loss(const Call& call, const Tokens& tokens, const Token& token, co
     loss.value += f.z_loss * row.lse * row.lse;
     loss.error += f.z_loss * (2 * std::fabs(row.lse) * row.lse_error + 3 * u32 * row.lse * row.lse);
   }
-  // NaN in the row is NaN in its loss, even where every factor is 0.
+  // A NaN in the row makes its loss NaN, even where every factor is 0.
   if (std::isnan(row.lse)) loss.value = row.lse;
   loss.value *= token.token_weight;
   loss.error = std::fabs(token.token_weight) * loss.error + 2 * u32 * std::fabs(loss.value);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Targets, weights, the mean's normalizer and the upstream gradients of every token ("Which tokens
-// count" and "Reduction" of docs/semantics.md).
+// This file makes the targets, weights, the mean's normalizer and the upstream gradients of every
+// token ("Which tokens count" and "Reduction" of docs/semantics.md).
 #include "src/reference/tokens.h"
 
 #include <algorithm>
@@ -78,18 +78,20 @@ void count_normalizer(const Call& call, Tokens* tokens) {
   tokens->empty_mean = tokens->normalizer == 0;
 }
 
-// Returns what the upstream gradient of a loss is multiplied with: 1/normalizer for the mean.
+// Returns what the upstream gradient of a loss is multiplied with, which for the mean is
+// 1/normalizer.
 double reduction_factor(const Call& call, const Tokens& tokens) {
   if (!tokens.empty_mean) return 1 / tokens.normalizer;
   return call.options.empty_mean == EmptyMean::zero ? 0 : std::numeric_limits<double>::quiet_NaN();
 }
 
-// Element i of an optional [N] view.
+// Reads an optional [N] view, of which every element is `absent` where there is none.
 std::vector<double> per_token(const TensorView& view, int64_t tokens, double absent) {
   return view ? read(view) : std::vector<double>(tokens, absent);
 }
 
-// "Arguments" of docs/semantics.md, of a tensor's element: NaN for what a number may not be.
+// Applies "Arguments" of docs/semantics.md to a tensor's element: what a number may not be becomes
+// NaN.
 double usable_temperature(const LossOptions& o, double temperature) {
   const auto normal = [](double x) { return x >= FLT_MIN && x <= FLT_MAX; };
   const auto usable = [&](double x) { return x == 0 || normal(std::fabs(x)); };
@@ -100,7 +102,8 @@ double usable_temperature(const LossOptions& o, double temperature) {
   return serves ? temperature : std::numeric_limits<double>::quiet_NaN();
 }
 
-// An upstream gradient of exactly 0, which a factor of infinity or NaN makes none.
+// Returns false where every upstream gradient is exactly 0, unless a factor of infinity or NaN
+// makes something else of it.
 bool is_active(const Call& call, double grad_loss, const Token& token) {
   if (call.forward) return true;
   const double product = grad_loss * token.token_weight;
@@ -129,7 +132,7 @@ Status read_tokens(const Call& call, Tokens* tokens) {
   const auto grad_lse = per_token(call.grad_lse, n, 0);
   const auto grad_target_logit = per_token(call.grad_target_logit, n, 0);
   const auto grad_entropy = per_token(call.grad_entropy, n, 0);
-  // A Forward's are outputs, which nothing reads.
+  // A Forward's are outputs, so nothing reads them.
   const auto given = [&](const TensorView& view) {
     return per_token(call.forward ? TensorView{} : view, n, 0);
   };

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a callback of webgpu.h brings. It belongs to the one who waits for it and to the callback,
-// which may come after the other has given up, and it lives until both are done with it.
+// Awaited is what a callback of webgpu.h brings. It belongs to the one who waits for it and to the
+// callback, which may come after the other has given up, and it lives until both are done with it.
 #pragma once
 
 #include <atomic>
@@ -18,8 +18,8 @@ class Awaited {
   Awaited(const Awaited&) = delete;
   Awaited& operator=(const Awaited&) = delete;
 
-  // For a callback that calls `deliver` with it, once. Asked for again, once that one has answered,
-  // it is for another.
+  // Returns the userdata for a callback, which calls `deliver` with it, once. After that callback
+  // has answered this may be called again, for another.
   void* userdata() {
     shared_->value = T{};
     shared_->done = false;
@@ -34,7 +34,7 @@ class Awaited {
     leave(shared);
   }
 
-  // Returns what was brought; nullptr where no answer has come in a thousand rounds of events.
+  // Returns what was brought, or nullptr where no answer has come in a thousand rounds of events.
   // wgpu-native answers in the first one, or within the call that was given the userdata.
   const T* wait(const Library& call, WGPUInstance instance) {
     for (int i = 0; !shared_->done && i < 1000; ++i) call.InstanceProcessEvents(instance);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The WebGPU backend of native programs: finds the device, and calls the op
-// while no other thread records on it.
+// The WebGPU backend of native programs finds the device, and calls the op while no other thread
+// records on it.
 #include "src/backend.h"
 
 #include <cstdio>

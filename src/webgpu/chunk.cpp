@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is done with a chunk of tokens: which of them count, their logits a window at a time, the
-// state of their rows, their gradients a window at a time, their losses and statistics.
+// This file does what is done with a chunk of tokens: it finds which of them count, makes their
+// logits a window at a time, the state of their rows, their gradients a window at a time, their
+// losses and statistics.
 #include <algorithm>
 #include <bit>
 
@@ -10,7 +11,7 @@
 namespace logitless::webgpu {
 namespace {
 
-// A number of double precision as two of single.
+// Splits a number of double precision into two of single.
 void split(double value, float* high, float* low) {
   *high = static_cast<float>(value);
   *low = static_cast<float>(value - static_cast<double>(*high));
@@ -111,7 +112,7 @@ void Run::begin_chunk(const Chunk& chunk) {
          dense(Role::hidden, 0, hidden), hidden, true);
 }
 
-// The tokens' own temperatures.
+// Makes the factors of the tokens' own temperatures.
 void Run::scale_chunk(const Chunk& chunk) {
   if (chunk.tokens == 0) return;
   const TensorView& view = call_["temperature"];
@@ -146,7 +147,8 @@ RowParams Run::row_params(const Chunk& chunk, const Window& window) const {
   p.nan = kNan;
   p.slope = slope_of(options_);
   if (capped(options_)) {
-    // Twice the factor: validation keeps that one normal, and a device may flush a subnormal to 0.
+    // The factor is doubled because validation keeps that one normal, while a device may flush a
+    // subnormal to 0.
     split(2.0 * options_.logit_scale / options_.softcap, &p.cap_in, &p.cap_in_low);
     split(static_cast<double>(options_.softcap) / options_.temperature, &p.cap_out, &p.cap_out_low);
   }
@@ -178,7 +180,7 @@ const TensorView& Run::result() const {
   return call_[problem_.softmax ? "probabilities" : "grad_logits"];
 }
 
-// The chunk's logits to where their gradients will be.
+// Copies the chunk's logits to where their gradients will be.
 void Run::copy_logits(const Chunk& chunk) {
   const TensorView &in = call_["logits"], &out = result();
   if (in.data == out.data || chunk.tokens == 0) return;
@@ -205,7 +207,7 @@ Binding Run::block(const Chunk& chunk, const Window& window, RowParams* params) 
   return binding;
 }
 
-// The weights of the window's columns; *base: of the first in the binding.
+// Returns the weights of the window's columns; *base is where the first one lies in the binding.
 Binding Run::vocab_weight_window(const Window& window, uint32_t* base) const {
   *base = 0;
   if (!problem_.has_vocab_weight) return zeros();
@@ -240,8 +242,7 @@ void Run::product(const ProductParams& params, const ProductKind& kind, Binding 
         {"threads", static_cast<double>(tile.threads())}});
 }
 
-// Rows of the window, [columns, D] with D rounded up to 4; in the view itself,
-// or copied.
+// Returns rows of the window, [columns, D] with D rounded up to 4, in the view itself or copied.
 Binding Run::weight_window(const Window& window, uint32_t* base, uint32_t* stride) {
   const TensorView& weight = call_["weight"];
   const Part part{.first_row = window.first, .rows = window.columns, .columns = problem_.hidden};
@@ -313,14 +314,14 @@ void Run::make_partials(const Chunk& chunk, const Window& window) {
   }
 }
 
-// Slots, combine and gradient in one kernel.
+// One kernel does what slots, combine and gradient do.
 void Run::make_rows(const Chunk& chunk) {
   if (chunk.tokens == 0) return;
   const Window window = window_of(0);
   RowParams p = row_params(chunk, window);
   const Binding vocab_weight = vocab_weight_window(window, &p.weight_base);
   const Binding logits = block(chunk, window, &p);
-  // A thread holds 16 columns.
+  // A thread holds 16 columns, which decides how many threads a row takes.
   const int leaders = window.columns <= 256 ? 4 : window.columns <= 1024 ? 8 : 16;
   const int threads = leaders * leaders;
   recorder_.dispatch("row", "row",
@@ -336,7 +337,7 @@ void Run::make_rows(const Chunk& chunk) {
                      blocks(chunk.tokens, 256 / threads));
 }
 
-// Everything in one kernel.
+// plain.wgsl does everything in one kernel.
 void Run::make_plain(const Chunk& chunk) {
   if (chunk.tokens == 0) return;
   if (problem_.temperatures) scale_chunk(chunk);
@@ -358,9 +359,10 @@ void Run::make_plain(const Chunk& chunk) {
                       .nan = kNan,
                       .slope = row.slope,
                       .z_loss = row.z_loss};
-  const int64_t rows = row.columns <= 256 ? 16 : row.columns <= 1024 ? 4 : 1;  // of a workgroup
+  // A workgroup takes so many rows.
+  const int64_t rows = row.columns <= 256 ? 16 : row.columns <= 1024 ? 4 : 1;
   const uint32_t groups = blocks(chunk.tokens, rows);
-  // An absent output: any buffer that this dispatch does not have.
+  // An absent output takes any buffer that this dispatch does not have.
   const Binding losses = role(problem_.reduces ? Role::losses : Role::more_sums);
   const uint32_t wide = device_->limits().groups;
   recorder_.dispatch("plain", "plain", {is_scaled(row), own_temperature()}, p,
@@ -419,8 +421,8 @@ void Run::make_gradients(const Chunk& chunk, const Window& window) {
           true);
 }
 
-// grad_input += draw . weight; grad_weight += draw^T . hidden; grad_bias +=
-// column sums of draw.
+// Makes grad_input += draw . weight, grad_weight += draw^T . hidden and grad_bias += column sums of
+// draw.
 void Run::add_products(const Chunk& chunk, const Window& window) {
   const auto hidden = u32(round_up(problem_.hidden, 4));
   const bool adds = call_.accumulate || !chunk.is_first;
@@ -451,7 +453,7 @@ void Run::add_products(const Chunk& chunk, const Window& window) {
                     .b_stride = hidden / 4,
                     .result_stride = hidden / 4,
                     .adds = adds ? 1u : 0u,
-                    // Chunks are blocks already.
+                    // Chunks are blocks already, so a block need not be short.
                     .block_depth = std::max(32u, plan_.chunks > 1 ? u32(problem_.tokens / 8) : 0u)};
     Binding sum{workspace_[Role::grad_weight], static_cast<uint64_t>(window.first) * hidden * 4,
                 static_cast<uint64_t>(window.columns) * hidden * 4};
@@ -469,7 +471,7 @@ void Run::add_products(const Chunk& chunk, const Window& window) {
   }
 }
 
-// Slices of the window's columns have a sum each, which are added afterwards.
+// Slices of the window's columns have a sum each; these are added afterwards.
 void Run::add_to_grad_hidden(const ProductParams& params, Binding weight, const Window& window) {
   const ProductKind kind{.bounded = 1, .slices = plan_.slices};
   if (plan_.slices == 1) {

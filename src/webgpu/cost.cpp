@@ -7,16 +7,18 @@
 namespace logitless::webgpu {
 namespace {
 
-// Up to this many multiplications a product takes small tiles: 0.2 s of SwiftShader (the browser
-// without a GPU), and more workgroups for a GPU that larger tiles would leave idle.
+// Up to this many multiplications a product takes small tiles: SwiftShader (the browser without a
+// GPU) needs 0.2 s for them, and a GPU gets more workgroups, where larger tiles would leave it
+// idle.
 constexpr int64_t kSmallProduct = int64_t{1} << 26;
 
 constexpr int64_t kCores = 132;          // workgroups are spread over these
-constexpr int64_t kThreadsAtOnce = 512;  // that a core's registers hold, of 8 x 8 sums
-constexpr double kDispatch = 4;          // microseconds until the next one starts
-constexpr double kBytes = 2.5e6;         // read or written in a microsecond
+constexpr int64_t kThreadsAtOnce = 512;  // a core's registers hold so many, with 8 x 8 sums each
+constexpr double kDispatch = 4;          // so many microseconds pass until the next one starts
+constexpr double kBytes = 2.5e6;         // so many are read or written in a microsecond
 
-// 16 of k by all workgroups that are there at once: the loads' latency, and what a full core does.
+// Predicts the microseconds that all workgroups which are there at once take for 16 of k: the
+// loads' latency, and what a full core does.
 double step_time(const Tile& tile, int64_t groups) {
   const int64_t of_a_core =
       divide_up(std::min(groups, kCores * kThreadsAtOnce / tile.threads()), kCores);
@@ -36,7 +38,7 @@ double product_time(int64_t rows, int64_t columns, int64_t depth, int64_t slices
 
 double copy_time(double bytes) { return kDispatch + bytes / kBytes; }
 
-// A window's grad_input and grad_weight, and what follows on slices.
+// Predicts a window's grad_input and grad_weight, and what follows on slices.
 double gradient_time(const Problem& p, const Plan& plan, bool adds) {
   const auto block = 4.0 * static_cast<double>(plan.chunk * plan.window);
   double time = copy_time(2 * block);

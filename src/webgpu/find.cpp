@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which devices there are: the library's own, made when it is first asked for,
-// and the callers'.
+// This file finds the devices: the library's own, made when it is first asked for, and the
+// callers'.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -16,13 +16,13 @@ namespace {
 
 struct Devices {
   std::mutex mutex;
-  WGPUInstance instance = nullptr;                 // of the library's own devices
-  std::vector<std::unique_ptr<NativeDevice>> all;  // [0] the library's own
-  // Workspaces may still name them.
+  WGPUInstance instance = nullptr;                 // the library's own devices are made in it
+  std::vector<std::unique_ptr<NativeDevice>> all;  // [0] is the library's own
+  // Lost devices stay, because workspaces may still name them.
   std::vector<std::unique_ptr<NativeDevice>> lost;
 };
 
-// Never destroyed: the driver may be gone before.
+// These are never destroyed, because the driver may be gone before.
 Devices& devices() {
   static Devices* const all = [] {
     auto* made = new Devices;
@@ -32,7 +32,7 @@ Devices& devices() {
   return *all;
 }
 
-// Returns what was asked for, or nullptr and the reason.
+// A request leaves what was asked for here, or nullptr and the reason.
 template <class Handle>
 struct Wanted {
   Handle made = nullptr;
@@ -68,8 +68,8 @@ WGPUAdapter request_adapter(const Library& call, WGPUInstance instance, Status* 
   return wait_for(call, instance, &wanted, "adapter", status);
 }
 
-// The adapter's own limits, or with LOGITLESS_WEBGPU_LIMITS=default those every
-// device has.
+// Requests a device with the adapter's own limits or, with LOGITLESS_WEBGPU_LIMITS=default, with
+// those that every device has.
 WGPUDevice request_device(const Library& call, WGPUInstance instance, WGPUAdapter adapter,
                           Loss* loss, Status* status) {
   WGPULimits limits = WGPU_LIMITS_INIT;
@@ -79,7 +79,7 @@ WGPUDevice request_device(const Library& call, WGPUInstance instance, WGPUAdapte
   if (!defaults && call.AdapterGetLimits(adapter, &limits) == WGPUStatus_Success) {
     descriptor.requiredLimits = &limits;
   }
-  // An error that no scope caught would end the process.
+  // This callback does nothing: without it an error that no scope caught would end the process.
   descriptor.uncapturedErrorCallbackInfo.callback = [](const WGPUDevice*, WGPUErrorType,
                                                        WGPUStringView, void*, void*) {};
   descriptor.deviceLostCallbackInfo.mode = WGPUCallbackMode_AllowSpontaneous;
@@ -114,9 +114,9 @@ std::unique_ptr<NativeDevice> make_in(const Library& call, WGPUInstance instance
   return made;
 }
 
-// In one instance always, once there was a device: the handles of another's objects mean nothing to
-// it. Before that in a new one, since an instance has only the drivers that there were when it was
-// made.
+// Makes the library's own device. Once there was a device this happens in the same instance always,
+// because the handles of another's objects mean nothing to it. Before that it is a new one, since
+// an instance has only the drivers that there were when it was made.
 std::unique_ptr<NativeDevice> make_own(Devices* d, Status* status) {
   const Library* call = find_library(status);
   if (call == nullptr) return nullptr;
@@ -148,7 +148,7 @@ NativeDevice* find_device(int32_t index, Status* status) {
   std::unique_ptr<NativeDevice>& found = d.all[static_cast<size_t>(index)];
   if (index > 0) return found.get();
   if (found != nullptr && found->is_loss_told()) d.lost.push_back(std::move(found));
-  // A failure is not remembered: the next call asks again.
+  // A failure is not remembered, so that the next call asks again.
   if (found == nullptr) found = make_own(&d, status);
   if (found == nullptr) return nullptr;
   *status = found->loss();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What Forward keeps for Backward: raw logits of the vocabulary's first columns as f32, a token's
-// in its own row, whatever chunks and windows made them:
+// Forward keeps for Backward raw logits of the vocabulary's first columns as f32, a token's in its
+// own row, whatever chunks and windows made them:
 //   kept       slabs of 4096 columns, the last one narrower, each [R, columns], one after the other
 //   kept_rows  [N, 8]  KeptRow
 // A chunk's rows of a slab lie within one binding of any device that keeps.
@@ -15,12 +15,12 @@ namespace logitless::webgpu {
 namespace {
 
 constexpr int64_t kSlabColumns = 4096;
-constexpr int64_t kRowUnit = 32;  // columns that a slab's row is a multiple of: half a block's
-constexpr float kLayout = 3;      // of KeptRow: this one
+constexpr int64_t kRowUnit = 32;  // a slab's row has a multiple of so many: half of a block's
+constexpr float kLayout = 3;      // KeptRow::layout has it here
 
 }  // namespace
 
-// All columns, or as many as let a window begin at a binding's offset behind them.
+// Returns all columns, or as many as let a window begin at a binding's offset behind them.
 int64_t columns_kept(const Call& call) {
   if (!call.kept || call.tokens() <= 0) return 0;
   const int64_t blocks = call.kept.shape[0] / kept_rows_of(call.tokens());
@@ -28,7 +28,8 @@ int64_t columns_kept(const Call& call) {
   return room < call.vocab() ? room / kept_block * kept_block : call.vocab();
 }
 
-// Bytes that a chunk of so many tokens takes of a slab, and up to the first of them.
+// Returns the bytes that a chunk of so many tokens takes of a slab, and those up to the first of
+// them.
 uint64_t slab_binding_bytes(int64_t tokens) {
   return static_cast<uint64_t>(4 * tokens * kSlabColumns) + 256;
 }
@@ -57,14 +58,14 @@ int64_t Run::each_slab(const Chunk& chunk, const Window& window, F&& f) const {
   return column;
 }
 
-// The window's logits, which the block holds, as far as they are kept.
+// Copies the window's logits, which the block holds, to `kept`, as far as they are kept.
 void Run::keep_logits(const Chunk& chunk, const Window& window) {
   each_slab(chunk, window, [&](const TensorView& view, const Part& part, const Dense& rows) {
     scatter(rows, view, part, true);
   });
 }
 
-// The window's kept logits to the block; returns its columns that must be made again.
+// Copies the window's kept logits to the block; it returns the columns that must be made again.
 Run::Window Run::take_logits(const Chunk& chunk, const Window& window) {
   const int64_t first =
       each_slab(chunk, window, [&](const TensorView& view, const Part& part, const Dense& rows) {
@@ -73,7 +74,7 @@ Run::Window Run::take_logits(const Chunk& chunk, const Window& window) {
   return {window.index, first, window.first + window.columns - first};
 }
 
-// Forward writes the rows' state, Backward looks whether it is the one that was given.
+// Forward writes the rows' state here; Backward checks that it is the one that was given.
 void Run::keep_or_check_rows(const Chunk& chunk) {
   if (!given("kept") || chunk.tokens == 0) return;
   int64_t base;
@@ -94,7 +95,7 @@ void Run::keep_or_check_rows(const Chunk& chunk) {
   recorder_.dispatch("keep", "check", {}, p, {role(Role::rows), role(Role::inputs), kept_rows},
                      groups);
   if (!given("fault")) return;
-  // By itself: no dispatch writes two of the caller's tensors.
+  // The fault has a dispatch of its own, because no dispatch writes two of the caller's tensors.
   const Binding fault = bound(call_["fault"], {}, &base);
   p.fault = u32(base);
   recorder_.dispatch("keep", "report", {}, p, {role(Role::rows), {}, {}, fault}, groups);

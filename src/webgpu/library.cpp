@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Finds wgpu-native: the file that LOGITLESS_WEBGPU_LIBRARY names, else what
-// the program has loaded itself, else by its usual names.
+// This file finds wgpu-native: the file that LOGITLESS_WEBGPU_LIBRARY names, else what the program
+// has loaded itself, else a library of its usual names.
 #include "src/webgpu/library.h"
 
 #include <dlfcn.h>
@@ -14,11 +14,12 @@
 namespace logitless::webgpu {
 namespace {
 
-// The header's enums and structs are this version's: another's differ.
+// The header's enums and structs are this version's; another's differ.
 constexpr uint32_t kMajor = 29;
 
 void* open_library() {
-  // Not for a program with more rights than who runs it: the file's code would have them too.
+  // A program with more rights than who runs it ignores the variable, because the file's code would
+  // have them too.
   if (const char* named = secure_getenv("LOGITLESS_WEBGPU_LIBRARY"); named != nullptr) {
     return dlopen(named, RTLD_NOW | RTLD_LOCAL);
   }
@@ -56,7 +57,8 @@ Status load(Library* library) {
 
 }  // namespace
 
-// Only what was found is remembered: the program may load a library, or name one, after it asked.
+// Only what was found is remembered, because the program may load a library, or name one, after it
+// asked.
 const Library* find_library(Status* status) {
   static std::mutex mutex;
   static Library library;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The device interface on webgpu.h of wgpu-native, found at run time: the
-// library's own device, or one of the caller's.
+// This is the device interface on webgpu.h of wgpu-native, found at run time: the library's own
+// device, or one of the caller's.
 #pragma once
 
 #include <webgpu.h>
@@ -20,7 +20,7 @@
 
 namespace logitless::webgpu {
 
-// The functions of webgpu.h, or the reason why there are none.
+// Returns the functions of webgpu.h, or nullptr and the reason why there are none.
 const Library* find_library(Status* status);
 
 // Copies what of a text has room in `to`.
@@ -31,18 +31,18 @@ void copy_text(WGPUStringView text, char (&to)[kRoom]) {
   std::snprintf(to, kRoom, "%.*s", static_cast<int>(length), text.data);
 }
 
-// Holds what the device-lost callback leaves; it may come as long as the process
-// lives, and so does this.
+// The device-lost callback leaves this; it may come as long as the process lives, so this lives as
+// long.
 struct Loss {
   std::atomic<bool> is{false};
-  std::atomic<bool> told{false};  // to a caller, in a status
-  char why[160] = {};             // before `is`
+  std::atomic<bool> told{false};  // a caller has been told, in a status
+  char why[160] = {};             // it is written before `is`
 };
 
 class NativeDevice final : public Device {
  public:
-  // `loss`: of a device with our callback; nullptr: a caller's, which is theirs
-  // to watch.
+  // `loss` belongs to a device with our callback; it is nullptr for a caller's device, which is
+  // theirs to watch.
   NativeDevice(const Library& library, WGPUInstance instance, WGPUAdapter adapter,
                WGPUDevice device, WGPUQueue queue, Loss* loss = nullptr);
   ~NativeDevice() override;
@@ -63,29 +63,29 @@ class NativeDevice final : public Device {
   void abandon() override;
   const char* error() override;
 
-  // Does what a page has no call for: waits for what was submitted and reads.
+  // These do what a page has no call for: wait for what was submitted and read.
   bool read(Buffer buffer, uint64_t offset, void* data, uint64_t bytes);
   void wait();
-  // A pipeline of any text, not kept.
+  // Makes a pipeline of any text, which is not kept.
   Pipeline pipeline_of_text(const char* text, const char* entry, const Constant* constants,
                             uint32_t count);
   const std::string& description() const { return description_; }
-  uint64_t allocated() const { return allocated_; }     // bytes of buffers, now
-  uint64_t most_allocated() const { return most_; }     // and at most since...
-  void forget_most_allocated() { most_ = allocated_; }  // ...this
+  uint64_t allocated() const { return allocated_; }  // the buffers have so many bytes now
+  uint64_t most_allocated() const { return most_; }  // they had at most so many since the next call
+  void forget_most_allocated() { most_ = allocated_; }  // the count of the most begins anew
   WGPUInstance instance() const { return instance_; }
   WGPUDevice wgpu_device() const { return device_; }
   WGPUQueue queue() const { return queue_; }
-  // Returns the status of a lost device, from now on told; ok of a living one. After something
-  // failed: asks first, since wgpu-native calls back only when it is called.
+  // Returns the status of a lost device, which from now on counts as told, or ok of a living one.
+  // After something failed it asks the device first, since wgpu-native calls back only when it is
+  // called.
   Status loss();
   Status loss_after_failure();
   bool is_lost() const { return loss_ != nullptr && loss_->is; }
   bool is_loss_told() const { return is_lost() && loss_->told; }
-  // Smaller limits than the device has, for tests of what is beyond one
-  // binding.
+  // Sets smaller limits than the device has, for tests of what is beyond one binding.
   void set_limits(const Limits& limits) { limits_ = limits; }
-  // Held by a caller of the above for as long as it records.
+  // A caller of the functions above holds it for as long as it records.
   std::mutex& mutex() { return mutex_; }
 
  private:
@@ -100,7 +100,7 @@ class NativeDevice final : public Device {
   void begin_pass();
   void end_pass();
   void push_scope();
-  bool pop_scope();  // false where it caught something, or was not answered
+  bool pop_scope();  // it returns false where it caught something, or was not answered
   void fail(const char* what, const char* why);
 
   const Library& call_;
@@ -122,11 +122,11 @@ class NativeDevice final : public Device {
   std::mutex mutex_;
 };
 
-// 0: the library's own device, made at the first call, and again at the second
-// one after it was lost: the first is told. Others: as registered.
+// Returns a device. 0 is the library's own, made at the first call; if it was lost the first call
+// is told, and the second makes it again. The others are as registered.
 NativeDevice* find_device(int32_t index, Status* status);
 bool has_registered_device();
-// The index of a caller's device; the same device, the same index.
+// Returns the index of a caller's device, which is the same for the same device.
 int32_t register_device(WGPUInstance instance, WGPUDevice device, WGPUQueue queue, Status* status);
 
 }  // namespace logitless::webgpu

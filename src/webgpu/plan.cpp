@@ -10,19 +10,20 @@
 namespace logitless::webgpu {
 namespace {
 
-// A chunk is a row of workgroups (65535 at most; not where one kernel does everything) and, but
-// where the matrix is worked on in place, one workgroup's list of tokens.
+// A chunk is a row of workgroups, so at most 65535 (but where one kernel does everything). Where
+// the matrix is not worked on in place, it is also one workgroup's list of tokens.
 constexpr int64_t kMostTokens = 4096, kMostInPlace = 65535;
 constexpr int64_t kLeastTokens = 64;
-constexpr int64_t kColumnsAtOnce = 4096;              // a thread's registers hold 16 of a row
-constexpr int64_t kMostPlain = int64_t{65535} * 256;  // tokens whose losses are summed, and columns
+constexpr int64_t kColumnsAtOnce = 4096;  // a thread's registers hold 16 of a row
+// plain.wgsl sums the losses of at most so many tokens, and takes as many columns
+constexpr int64_t kMostPlain = int64_t{65535} * 256;
 constexpr uint64_t kParams = uint64_t{256} * 256, kSmall = 256;
 
 uint64_t& bytes_of(Plan* plan, Role role) { return plan->bytes[static_cast<size_t>(role)]; }
 
 int64_t sums_of(int64_t values) { return (values + kValuesOfASum - 1) / kValuesOfASum; }
 
-// Chunk by chunk, and of the class weights.
+// Counts the first sums, which are made chunk by chunk, and of the class weights.
 int64_t first_sums(const Problem& p, const Plan& plan) {
   int64_t sums = plan.chunks * sums_of(plan.chunk);
   if (p.sums_vocab_weight) sums = std::max(sums, sums_of(p.vocab_total));
@@ -68,7 +69,7 @@ void fill_bytes(const Problem& p, Plan* plan) {
   for (const uint64_t bytes : plan->bytes) plan->total += bytes;
 }
 
-// True where every binding and every buffer of the plan keeps to the limits.
+// Returns whether every binding and every buffer of the plan keeps to the limits.
 bool within(const Problem& p, const Limits& limits, const Plan& plan) {
   // A view's binding starts at a multiple of 256 before it.
   const auto most = static_cast<int64_t>(limits.storage_binding_bytes) - 256;
@@ -81,7 +82,7 @@ bool within(const Problem& p, const Limits& limits, const Plan& plan) {
   }
   if (plan.chunk > 1 && !fits(plan.chunk, p.token_stride_bytes)) return false;
   if (!fits(plan.window, 4)) return false;
-  // Columns a group: of the smallest tile, and of a copy.
+  // A group takes the columns of the smallest tile, or of a copy.
   if (plan.window > int64_t{limits.groups} * (p.linear ? 32 : 256)) return false;
   if (p.linear &&
       (!fits(plan.chunk * plan.slices, 4 * hidden) || !fits(plan.window, 4 * hidden) ||
@@ -123,11 +124,11 @@ Plan plan_of(const Problem& p, const Choice& choice) {
   return plan;
 }
 
-// True where a plan that holds more than a window at a time gains anything by it.
+// Returns whether a plan that holds more than a window at a time gains anything by it.
 bool wants_whole(const Problem& p) { return p.needs_logits_again() && !p.state_given; }
 
-// Calls f(choice) for what may be chosen: a chunk of tokens is an even share of all; a window as
-// many columns as f takes. Chunks of fewer than 64 tokens are only for limits that nothing else
+// Calls f(choice) for what may be chosen: a chunk of tokens is an even share of all, a window has
+// as many columns as f takes. Chunks of fewer than 64 tokens are only for limits that nothing else
 // keeps to.
 template <class F>
 void each_choice(const Problem& p, const bool& kept_to_limits, F&& f) {
@@ -168,19 +169,19 @@ bool is_bound_vector(const TensorView& v) {
 
 namespace {
 
-// The matrix a logits op writes, where the kernels can work in it.
+// Returns whether the kernels can work in the matrix that a logits op writes.
 bool is_direct(const Call& call) {
   const TensorView& in = call["logits"];
   const TensorView& out = call[!call.loss_op ? "probabilities" : "grad_logits"];
   if (call.linear || !out || in.data == nullptr || out.data == nullptr) return false;
   if (out.dtype != DType::f32 || (out.stride[1] != 1 && out.shape[1] > 1)) return false;
-  // A buffer that a dispatch writes is bound once.
+  // A buffer that a dispatch writes is bound once, so it must be one view or two buffers.
   return in.data != out.data ||
          (in.byte_offset == out.byte_offset && in.dtype == out.dtype && in.stride == out.stride);
 }
 
-// Tells what plain.wgsl does not have: other inputs and outputs, their options, a part of the
-// vocabulary.
+// Returns false where the call has what plain.wgsl has not: other inputs and outputs, their
+// options, a part of the vocabulary.
 bool is_plain(const Call& call, const Problem& p) {
   if (!p.direct || p.probabilities || p.vocab > kMostPlain) return false;
   for (const Field& field : call.fields()) {
@@ -196,8 +197,8 @@ bool is_plain(const Call& call, const Problem& p) {
          o.reduction != Reduction::none;
 }
 
-// A row of one kernel lies in one binding, and so does a slab of what is kept, on any device that
-// has the limits of all. By the device alone, not by the workspace: a token's bits depend on it,
+// On any device that has the limits of all, a row of one kernel lies in one binding, and so does a
+// slab of what is kept. The device alone decides, not the workspace: a token's bits depend on it,
 // and Backward reads what Forward has kept.
 Problem on_device(Problem p, const Limits& limits) {
   p.plain &= p.vocab <= static_cast<int64_t>(limits.storage_binding_bytes - 512) / 4;
@@ -222,7 +223,7 @@ Problem problem_of(const Call& call) {
   p.has_vocab_weight = static_cast<bool>(call["vocab_weight"]);
   p.vocab_weight_bound = is_bound_vector(call["vocab_weight"]);
   p.direct = is_direct(call);
-  // A log-probability is made of the sums of slots, in the order of every other call.
+  // A log-probability is made of the sums of slots, so that it has the order of every other call.
   p.rows_at_once = p.direct && !p.state_given && p.vocab <= kColumnsAtOnce && !call["logprob"];
   p.temperatures = static_cast<bool>(call["temperature"]);
   p.more_statistics = call["sum_p_squared"] || call["mean_logit"] || call["rank"];
@@ -307,8 +308,7 @@ Status workspace_sizes(const Problem& problem, const Limits& limits, uint64_t* m
   Status status = make_plan(p, limits, 0, &plan);
   if (!status.ok()) return status;
   *minimum = plan.total;
-  // The block of the default plan: a quarter of the f32 logits, and no less
-  // than 64 tokens' worth.
+  // The default plan's block is a quarter of the f32 logits, and no less than 64 tokens' worth.
   const int64_t tokens =
       p.direct ? most_tokens(p)
                : std::clamp(p.tokens / 4, std::min(p.tokens, kLeastTokens), int64_t{1024});
@@ -317,7 +317,7 @@ Status workspace_sizes(const Problem& problem, const Limits& limits, uint64_t* m
   status = make_plan(part, limits, UINT64_MAX, &plan);
   if (!status.ok()) return status;
   const Plan own = plan_of(p, {plan.chunk, plan.window, 1, plan.whole});
-  // Returns what a call makes of that many bytes.
+  // This is what a call makes of that many bytes.
   status = make_plan(p, limits, std::max(own.total, *minimum), &plan);
   *recommended = plan.total;
   return status;

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// How an op is divided: chunks of tokens, windows of the vocabulary, one buffer
-// a role. Pure host arithmetic on shapes and limits, the same for `workspace`,
-// `run`, the command line and the page.
-//   whole   the block holds every window of a chunk: three products with
-//   gradients else    one window: its logits are made again once the row's sums
-//   are known: four
+// An op is divided into chunks of tokens and windows of the vocabulary, with one buffer a role.
+// This is pure host arithmetic on shapes and limits, the same for `workspace`, `run`, the command
+// line and the page.
+//   whole      the block holds every window of a chunk: three products with gradients
+//   else       it holds one window, whose logits are made again once the row's sums are known: four
 #pragma once
 
 #include <array>
@@ -16,95 +15,97 @@
 
 namespace logitless::webgpu {
 
-// A buffer each: one that a dispatch writes may not be bound twice in it.
+// Each role has a buffer of its own, because one that a dispatch writes may not be bound twice in
+// it.
 enum class Role : uint32_t {
-  params,        // the dispatches' uniforms
+  params,        // holds the dispatches' uniforms
   zeros,         // stands for absent inputs
-  spare,         // and for an absent output
-  scalars,       // normalizer, common factor, sum of the class weights
-  sums,          // sums of kValuesOfASum,
-  more_sums,     // and of as many of those
-  vocab_weight,  // [vocab_total]              where the view itself cannot be
-                 // bound
-  bias,          // [V]                        likewise
-  rows,          // [chunk, kStateWords]       state of every token
-  extras,        // [chunk, kExtraWords]       what few calls ask for of a token
-  counted,       // [4 + chunk]                which tokens count
-  inputs,        // [chunk, 8]                 what is given for a token
+  spare,         // stands for an absent output
+  scalars,       // holds the normalizer, the common factor and the sum of the class weights
+  sums,          // holds sums of kValuesOfASum values
+  more_sums,     // holds sums of as many of those
+  vocab_weight,  // [vocab_total]  is there where the view itself cannot be bound
+  bias,          // [V]  is there where the view itself cannot be bound
+  rows,          // [chunk, kStateWords]  holds the state of every token
+  extras,        // [chunk, kExtraWords]  holds what few calls ask for of a token
+  counted,       // [4 + chunk]  lists which tokens count
+  inputs,        // [chunk, 8]  holds what is given for a token
   losses,        // [chunk]
   partials,      // [chunk, slots, kSlotWords]
-  hidden,        // [chunk, D]                 rows of input that count, as f32
+  hidden,        // [chunk, D]  holds the rows of input that count, as f32
   grad_hidden,   // [chunk, D]
-  slices,        // [slices, chunk, D]       of grad_hidden, of a window each
-  weight,        // [window, D]                where the view itself cannot be bound
-  block,         // [windows, chunk, window]   logits, then their gradients
-  grad_weight,   // [V, D]                     f32 sum, where the view itself
-                 // cannot hold it
-  grad_bias,     // [V]                        likewise
+  slices,        // [slices, chunk, D]  holds grad_input's sums, each over a part of a window
+  weight,        // [window, D]  is there where the view itself cannot be bound
+  block,         // [windows, chunk, window]  holds logits, then their gradients
+  grad_weight,   // [V, D]  holds the f32 sum, where the view itself cannot hold it
+  grad_bias,     // [V]  holds the f32 sum, where the view itself cannot hold it
   count,
 };
 constexpr size_t kRoles = static_cast<size_t>(Role::count);
 
-// Holds what of an op decides its plan.
+// This of an op decides its plan.
 struct Problem {
   int64_t tokens = 0, vocab = 0, vocab_total = 0, hidden = 0;
   bool linear = false, gradients = false, softmax = false, probabilities = false;
-  bool state_given = false;  // row_reference and row_log_sum
+  bool state_given = false;  // row_reference and row_log_sum are given
   bool has_bias = false, bias_bound = false;
   bool has_vocab_weight = false, vocab_weight_bound = false, sums_vocab_weight = false;
   bool weight_bound = false;  // the kernels read the view itself
   int64_t weight_row_bytes = 0;
-  int64_t kept_columns = 0;  // whose logits Forward writes to `kept` and Backward reads there
+  // Forward writes the logits of so many columns to `kept`, and Backward reads them there
+  int64_t kept_columns = 0;
   bool wants_grad_input = false, wants_grad_weight = false, wants_grad_bias = false;
   bool grad_weight_bound = false;
   int64_t grad_weight_row_bytes = 0;
   bool reduces = false;
-  // The logits op works in the matrix of its result: f32 rows, in place or
-  // after a copy.
+  // The logits op works in the matrix of its result: in f32 rows, in place or after a copy.
   bool direct = false;
   bool rows_at_once = false;       // and a row is read once
   bool in_place = false;           // its logits are there already
-  bool more_statistics = false;    // asks for those of `extras`
-  bool temperatures = false;       // one of each token
-  bool ranks = false;              // and for one that takes the logits once more
-  bool plain = false;              // and the call asks for nothing that plain.wgsl has not
-  int64_t token_stride_bytes = 0;  // the largest distance of two tokens in a tensor
+  bool more_statistics = false;    // the call asks for statistics of `extras`
+  bool temperatures = false;       // each token has its own
+  bool ranks = false;              // the call asks for the rank, which takes the logits once more
+  bool plain = false;              // the call asks for nothing that plain.wgsl has not
+  int64_t token_stride_bytes = 0;  // two tokens of a tensor are at most so far apart
   bool extras() const { return more_statistics || temperatures; }
-  // After the row's sums are known.
+  // Returns whether the logits are needed after the row's sums are known.
   bool needs_logits_again() const { return gradients || softmax || ranks; }
 };
 Problem problem_of(const Call& call);
 
-// What there is room for in `kept` (kept.cpp), and the largest binding of it for so many tokens.
+// Returns how many columns `kept` has room for (kept.cpp), and the largest binding of it for so
+// many tokens.
 int64_t columns_kept(const Call& call);
 uint64_t slab_binding_bytes(int64_t tokens);
 
-// The views that kernels read and write as they are; without data, none: any
+// Kernels read and write these views as they are. A view without data is none of them, because any
 // offset may come.
 bool is_bound_matrix(const TensorView& view);
 bool is_bound_vector(const TensorView& view);
 
 struct Plan {
-  int64_t chunk = 0, chunks = 0;  // tokens of one; how many
+  int64_t chunk = 0, chunks = 0;  // a chunk has so many tokens; there are so many chunks
   int64_t window = 0,
-          windows = 0;  // columns of one, a row's stride in the block; how many
-  int64_t slots = 0;    // of 1024 columns, of a row
+          // Columns of one, which is a row's stride in the block; and how many there are.
+      windows = 0;
+  int64_t slots = 0;  // a row has so many, of 1024 columns each
   int64_t kept_columns = 0;
   bool whole = false;
-  bool plain = false;                    // one kernel, and none of the rows' state
-  int64_t slices = 1;                    // of a window, for grad_input
-  int products = 0;                      // of N x V x D
-  uint64_t window_bytes = 0;             // of a window in the block
-  std::array<uint64_t, kRoles> bytes{};  // a role's buffer
+  bool plain = false;                    // one kernel does everything, and there is no rows' state
+  int64_t slices = 1;                    // a window is cut into so many for grad_input
+  int products = 0;                      // so many products of N x V x D are made
+  uint64_t window_bytes = 0;             // a window has so many in the block
+  std::array<uint64_t, kRoles> bytes{};  // each role's buffer has so many
   uint64_t total = 0;
 };
 
 constexpr int64_t kSlotColumns = 1024;
-constexpr uint32_t kStateWords = 16, kSlotWords = 8, kExtraWords = 6;  // of the shaders' structs
-constexpr int64_t kValuesOfASum = 1024;  // as in sum.wgsl, and in tokens.wgsl's count
+// The structs of the shaders (common/token.wgsl, window.wgsl) have so many words.
+constexpr uint32_t kStateWords = 16, kSlotWords = 8, kExtraWords = 6;
+constexpr int64_t kValuesOfASum = 1024;  // sum.wgsl and tokens.wgsl's count add so many
 
-// The plan of at most `budget` bytes that is predicted to be the fastest (cost.h), or the smallest
-// one where that is too little.
+// Makes the plan of at most `budget` bytes that is predicted to be the fastest (cost.h), or the
+// smallest one where that is too little.
 Status make_plan(const Problem& problem, const Limits& limits, uint64_t budget, Plan* plan);
 Status workspace_sizes(const Problem& problem, const Limits& limits, uint64_t* minimum,
                        uint64_t* recommended);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dispatches with their uniforms: each takes a slot of the params buffer, which
+// The recorder makes dispatches with their uniforms: each takes a slot of the params buffer, which
 // is written when it is full and at the end, before what reads it is submitted.
-// A call that cannot be recorded whole is not submitted: neither at its end nor,
-// where an exception ends it early, as a part of the next one.
+// A call that cannot be recorded whole is not submitted: neither at its end nor, where an exception
+// ends it early, as a part of the next one.
 #pragma once
 
 #include <cstring>
@@ -25,7 +25,7 @@ class Recorder {
   Recorder(const Recorder&) = delete;
   Recorder& operator=(const Recorder&) = delete;
 
-  // Bindings 1, 2, ... in order; 0 is the uniform.
+  // Bindings are numbered 1, 2, ... in order; 0 is the uniform.
   template <class Params>
   void dispatch(const char* shader, const char* entry, std::initializer_list<Constant> constants,
                 const Params& params, std::initializer_list<Binding> bindings, uint32_t x,
@@ -41,7 +41,7 @@ class Recorder {
     device_->dispatch(pipeline, all, count, x, y, z);
   }
 
-  // A kernel of cast.wgsl, whose uniform comes last.
+  // Dispatches a kernel of cast.wgsl, whose uniform comes last.
   void cast(const char* entry, uint32_t elements, Binding source, Binding result, uint32_t x,
             uint32_t y) {
     if (failed_ || x == 0 || y == 0) return;
@@ -59,8 +59,8 @@ class Recorder {
     }
   }
 
-  // Submits what is left; false where something went wrong, and device->error()
-  // says what.
+  // Submits what is left; it returns false where something went wrong, and device->error() says
+  // what.
   bool finish() {
     flush();
     finished_ = true;
@@ -68,7 +68,7 @@ class Recorder {
   }
 
  private:
-  // The next slot of the params buffer, holding these.
+  // Returns the next slot of the params buffer, which holds these.
   template <class Params>
   Binding slot_of(const Params& params) {
     static_assert(sizeof(Params) <= kSlotBytes);

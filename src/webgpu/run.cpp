@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The order of a call: what is needed once, the chunks, what is made of all of
-// them.
+// This file has the order of a call: what is needed once, the chunks, what is made of all of them.
 #include "src/webgpu/run.h"
 
 #include <algorithm>
@@ -28,8 +27,8 @@ Run::Chunk Run::chunk_of(int64_t index) const {
   return {first, std::min(plan_.chunk, problem_.tokens - first), index == 0};
 }
 
-// Sums `count` values of one sums role down to no more than `most`, and says how many there are
-// then; *in: in which role.
+// Sums `count` values of one sums role down to no more than `most`, and returns how many there are
+// then; *in says in which role.
 int64_t Run::tree(int64_t count, int64_t most, Role* in) {
   while (count > most) {
     const Role to = *in == Role::sums ? Role::more_sums : Role::sums;
@@ -71,7 +70,7 @@ void Run::prepare_vocabulary() {
   }
 }
 
-// The normalizer and the factor common to all gradients, on the device.
+// Makes the normalizer and the factor common to all gradients on the device.
 void Run::normalize() {
   if (problem_.softmax) return;
   SumParams p{.empty_is_nan = options_.empty_mean == EmptyMean::nan ? 1u : 0u, .nan = kNan};
@@ -85,7 +84,7 @@ void Run::normalize() {
       p.view = u32(base * size_of(normalizer.dtype) / 4);
     } else if (options_.normalizer != 0) {
       p.kind = 2;
-      // An f32 does not reach as far as the caller's double.
+      // An f32 does not reach as far as the caller's double, so the exponent goes apart.
       p.number = static_cast<float>(std::frexp(options_.normalizer, &p.exponent));
     } else if (problem_.tokens == 0) {
       p.kind = 2;
@@ -103,7 +102,7 @@ void Run::normalize() {
                      {counted, {}, role(Role::scalars), view, grad}, 1);
 }
 
-// The sum of c_t over the tokens that count, as few values, which the binding begins with.
+// Sums c_t over the tokens that count, down to few values, which begin the binding.
 Binding Run::count_tokens(uint32_t* few) {
   int64_t sums = 0;
   for (int64_t i = 0; i < plan_.chunks; ++i) {
@@ -145,7 +144,7 @@ void Run::finish_gradients() {
             {.rows = problem_.vocab, .columns = problem_.hidden}, false);
   }
   if (problem_.wants_grad_bias) {
-    // A column a row: the view's one stride is that of its rows.
+    // A column becomes a row here, because the view's one stride is that of its rows.
     TensorView view = call_["grad_bias"];
     view.rank = 2;
     view.shape = {1, problem_.vocab};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One call on a device: every dispatch of an op, in order.
+// Run is one call on a device: every dispatch of an op, in order.
 #pragma once
 
 #include "src/webgpu/recorder.h"
@@ -7,11 +7,11 @@
 
 namespace logitless::webgpu {
 
-// Records and submits; waits for nothing. The plan is that of `budget` bytes.
+// Records and submits, and waits for nothing. The plan is that of `budget` bytes.
 Status run(const Call& call, uint64_t budget, WorkspaceBuffers* workspace);
 
-// What the shaders have too, tests/webgpu/shared_names_test.py holds to their names, order and
-// types.
+// The shaders have all of this too; tests/webgpu/shared_names_test.py holds both to the same names,
+// order and types.
 
 // These flags stand in common/token.wgsl too.
 enum Flag : uint32_t {
@@ -35,17 +35,17 @@ enum Flag : uint32_t {
 // These are the words of a token's State (common/token.wgsl) that the host names.
 enum class StateWord : uint32_t { m = 4, log_sum, target_logit, weighted, entropy, argmax, loss };
 
-// And these of its Extra.
+// These are the words of its Extra.
 enum class ExtraWord : uint32_t { sum_p_squared = 0, mean_logit, rank };
 
-// As in tokens.wgsl.
+// tokens.wgsl has the same struct.
 struct TokenParams {
   uint32_t tokens = 0, base = 0, stride = 0, wide = 0, ignore_low = 0, ignore_high = 0,
            vocab_total = 0, vocab_start = 0, vocab = 0, flags = 0, nan = 0, fault = 0, sums = 0,
            word = 0, kind = 0, row_words = 0;
 };
 
-// As in common/window.wgsl.
+// common/window.wgsl has the same struct.
 struct RowParams {
   uint32_t rows = 0, columns = 0, row_stride = 0, base = 0, first_column = 0, slots = 0, flags = 0,
            nan = 0;
@@ -54,14 +54,14 @@ struct RowParams {
   uint32_t weight_base = 0;
 };
 
-// As in plain.wgsl.
+// plain.wgsl has the same struct.
 struct PlainParams {
   uint32_t rows = 0, columns = 0, row_stride = 0, base = 0, target_base = 0, target_stride = 0,
            wide = 0, ignore_low = 0, ignore_high = 0, flags = 0, nan = 0;
   float slope = 1, z_loss = 0;
 };
 
-// As in sum.wgsl.
+// sum.wgsl has the same struct.
 struct SumParams {
   uint32_t count = 0, value_base = 0, result_base = 0, kind = 0;
   float number = 0;
@@ -70,25 +70,25 @@ struct SumParams {
   int32_t exponent = 0;
 };
 
-// As in common/product.wgsl.
+// common/product.wgsl has the same struct.
 struct ProductParams {
   uint32_t rows = 0, columns = 0, depth = 0, a_stride = 0, b_base = 0, b_stride = 0,
            result_base = 0, result_stride = 0, adds = 0, b_rows = 0, slice_depth = 0,
-           slice_stride = 0, block_depth = 1u << 30;  // one block
+           slice_stride = 0, block_depth = 1u << 30;  // by default the depth is one block
 };
 
-// As in slices.wgsl.
+// slices.wgsl has the same struct.
 struct SliceParams {
   uint32_t row_length = 0, slices = 0, slice_stride = 0, adds = 0;
 };
 
-// As in temperature.wgsl.
+// temperature.wgsl has the same struct.
 struct TemperatureParams {
   uint32_t tokens = 0, base = 0, stride = 0, logit_scale = 0, softcap = 0, of_all = 0,
            has_fault = 0, fault = 0, nan = 0;
 };
 
-// As in keep.wgsl.
+// keep.wgsl has the same struct.
 struct KeptParams {
   uint32_t tokens = 0, base = 0, engine = 0, columns = 0, consumes = 0, fault = 0;
 };
@@ -106,21 +106,21 @@ inline bool capped(const LossOptions& o) { return o.softcap > 0; }
 constexpr uint32_t kNan = 0x7fc00000u;
 constexpr uint32_t kGroups = 65535;
 
-// A rectangle of a view, or all of a vector.
+// A part is a rectangle of a view, or all of a vector.
 struct Part {
   int64_t first_row = 0, rows = 1, first_column = 0, columns = 1;
 };
 
-// Says where dense f32 rows lie: a buffer, elements before the first one, elements
-// from row to row.
+// Says where dense f32 rows lie: in a buffer, so many elements before the first one, so many from
+// row to row.
 struct Dense {
   Buffer buffer = 0;
-  uint64_t bytes = 0;  // of the buffer
+  uint64_t bytes = 0;  // the buffer has so many
   int64_t base = 0, row_stride = 1, column_stride = 1;
 };
 
-// The order of a call. What is done with a chunk is in chunk.cpp, kept state in kept.cpp, copies of
-// views are in copies.cpp.
+// This class has the order of a call. chunk.cpp does what is done with a chunk, kept.cpp kept
+// state, copies.cpp copies of views.
 class Run {
  public:
   Run(const Call& call, const Problem& problem, const Plan& plan, WorkspaceBuffers* workspace);
@@ -135,7 +135,7 @@ class Run {
     int64_t index = 0, first = 0, columns = 0;
   };
 
-  // --- copies.cpp ---
+  // copies.cpp defines these.
   void gather(const TensorView& source, Part part, const Dense& result, int64_t padded_columns,
               bool counted_rows);
   void gather_vector(const TensorView& source, int64_t first, int64_t count, const Dense& result);
@@ -145,14 +145,14 @@ class Run {
   int64_t extent_of(const TensorView& view, Part part) const;
   bool fits(const TensorView& view, Part part) const;
 
-  // --- kept.cpp ---
+  // kept.cpp defines these.
   template <class F>
   int64_t each_slab(const Chunk& chunk, const Window& window, F&& f) const;
   void keep_logits(const Chunk& chunk, const Window& window);
   Window take_logits(const Chunk& chunk, const Window& window);
   void keep_or_check_rows(const Chunk& chunk);
 
-  // --- run.cpp ---
+  // run.cpp defines these.
   void prepare_vocabulary();
   void normalize();
   int64_t tree(int64_t count, int64_t most, Role* in);
@@ -163,7 +163,7 @@ class Run {
   Window window_of(int64_t index) const;
   Chunk chunk_of(int64_t index) const;
 
-  // --- chunk.cpp ---
+  // chunk.cpp defines these.
   void begin_chunk(const Chunk& chunk);
   void scale_chunk(const Chunk& chunk);
   void copy_logits(const Chunk& chunk);
@@ -190,9 +190,9 @@ class Run {
   Binding whole_vocab_weight() const;
   Binding targets(const Chunk& chunk, TokenParams* params) const;
   Binding block(const Window& window) const;
-  // For the kernels on rows: that, or the caller's matrix.
+  // Returns what the kernels on rows work in: the block, or the caller's matrix.
   Binding block(const Chunk& chunk, const Window& window, RowParams* params) const;
-  const TensorView& result() const;  // of a logits op
+  const TensorView& result() const;  // a logits op has it
   RowParams row_params(const Chunk& chunk, const Window& window) const;
   void product(const ProductParams& params, const ProductKind& kind, Binding a, Binding b,
                Binding result, Binding bias);
@@ -210,7 +210,7 @@ class Run {
   }
   Binding role(Role role) const { return {workspace_[role], 0, workspace_.bytes(role)}; }
   Binding zeros() const { return role(Role::zeros); }
-  // Where there are none, what stands for them is not touched.
+  // Where there are no extras, what stands for them is not touched.
   Binding extras() const { return problem_.extras() ? role(Role::extras) : zeros(); }
   Binding written_extras() const {
     return role(problem_.extras() ? Role::extras : Role::more_sums);
@@ -229,7 +229,7 @@ class Run {
   const WorkspaceBuffers& workspace_;
   Device* const device_;
   Recorder recorder_;
-  int64_t sums_ = 0;  // of losses, made so far
+  int64_t sums_ = 0;  // so many sums of losses are made so far
 };
 
 }  // namespace logitless::webgpu

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// XLA's custom call to every op: the call frame's buffers and attributes in, a logitless_op out,
-// logitless_run called. One handler for all platforms; attributes:
+// XLA's custom calls to every op end here: the call frame's buffers and attributes become a
+// logitless_op, and logitless_run is called. One handler serves all platforms. Its attributes:
 //   device_type, kind       s32, as in c.h
 //   fields                  text: the names of the op's tensors, arguments then results, a space
 //                           between two; "-" for a result that is an argument's memory
@@ -31,7 +31,7 @@ struct Request {
 struct ScalarAttribute {
   std::string_view name;
   int dtype;
-  size_t bytes, offset;  // in Request
+  size_t bytes, offset;  // `offset` is where it lies in Request
 };
 
 #define LOGITLESS_ATTRIBUTE(type, bytes, field) \
@@ -78,7 +78,7 @@ Status read_attributes(const Attributes& given, Request* call) {
   return status;
 }
 
-// The op's field of that name, which is a different one for no two ops.
+// Finds the op's field of that name; no two ops have different fields of one name.
 const logitless_tensor** find_field(std::string_view name, logitless_op* c) {
   for (int32_t kind = 0; kind < kinds; ++kind) {
     for (const TensorField& field : tensor_fields(kind)) {
@@ -105,8 +105,9 @@ int32_t dtype_of(int type) {
   return -1;
 }
 
-// A dense row-major buffer, as XLA lays them out for a custom call that does not say otherwise; the
-// dimensions before the last are one, so that no reshape stands between XLA's buffers and the op's.
+// Reads a dense row-major buffer, as XLA lays them out for a custom call that does not say
+// otherwise. The dimensions before the last become one, so that no reshape stands between XLA's
+// buffers and the op's.
 Status read_buffer(std::string_view name, const Buffer& buffer, int32_t device_type,
                    int32_t device_index, logitless_tensor* tensor) {
   const int length = static_cast<int>(name.size());
@@ -136,8 +137,8 @@ Status read_buffer(std::string_view name, const Buffer& buffer, int32_t device_t
   return {};
 }
 
-// The workspace in the last result: as many bytes as were planned, since their number decides the
-// plan and the plan the bits.
+// Reads the workspace from the last result. It takes exactly as many bytes as were planned, since
+// their number decides the plan and the plan the bits.
 Status read_workspace(const Buffer& buffer, const Request& call, logitless_workspace_buffer* to) {
   const int64_t bytes = call.workspace_bytes, alignment = call.alignment;
   if (buffer.dtype != type_u8 || buffer.rank != 1 || bytes < 0 || alignment < 1 ||
@@ -154,7 +155,8 @@ Status read_workspace(const Buffer& buffer, const Request& call, logitless_works
 
 constexpr size_t most_tensors = 32;
 
-// Every buffer at its field of `op`, held in `tensors`; the last result as the workspace.
+// Reads every buffer into its field of `op`, held in `tensors`, and the last result as the
+// workspace.
 Status read_buffers(const CallFrame& frame, const Request& call, int32_t device_index,
                     std::array<logitless_tensor, most_tensors>* tensors, logitless_op* op,
                     logitless_workspace_buffer* workspace) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Good calls at the edge of what is allowed: accepted by every backend, with the recommended and
-// with the minimum workspace, and no input is written.
+// These are good calls at the edge of what is allowed: every backend accepts them, with the
+// recommended and with the minimum workspace, and writes no input.
 #include <gtest/gtest.h>
 
 #include <cfloat>
@@ -11,12 +11,13 @@
 namespace logitless::testing {
 namespace {
 
-using Change = std::function<bool(Subject&)>;  // false: the op has nothing to change
+// It returns false where the op has nothing to change.
+using Change = std::function<bool(Subject&)>;
 
 struct Accept {
   const char* name;
   Change make;
-  bool keeps = false;  // with kept state, which most changes leave no place for
+  bool keeps = false;  // the op keeps state, which leaves no place for most changes
 };
 void PrintTo(const Accept& accept, std::ostream* out) { *out << accept.name; }
 
@@ -37,7 +38,8 @@ Change on_options(std::function<void(LossOptions&)> how) {
   };
 }
 
-// Every field of that kind of access, as rows of `stride` elements apart and columns `step` apart.
+// Lays out every field of that kind of access as rows of `stride` elements apart and columns `step`
+// apart.
 Change with_strides(bool written, int64_t stride, int64_t step) {
   return [=](Subject& s) {
     for (auto& [name, view] : s.views) {
@@ -49,7 +51,7 @@ Change with_strides(bool written, int64_t stride, int64_t step) {
   };
 }
 
-// Two fields of the op as neighbours in one buffer, the second `bytes` after the first.
+// Lays out two fields of the op as neighbours in one buffer, the second `bytes` after the first.
 Change beside(const char* first, const char* second, int64_t bytes, std::array<int64_t, 2> stride) {
   return [=](Subject& s) {
     if (!s.has(first) || !s.has(second)) return false;
@@ -268,7 +270,8 @@ TEST_P(AcceptTable, AcceptedAndNoInputWritten) {
     }
     const auto after = s.snapshot();
     for (const auto& [name, view] : s.views) {
-      const bool shared = name == "logits";  // in some rows an output lies in its memory
+      // In some rows of the table an output lies in its memory.
+      const bool shared = name == "logits";
       if (s.written(name) || shared) continue;
       EXPECT_TRUE(before.at(name) == after.at(name)) << name;
     }

@@ -22,7 +22,8 @@
 static int g_failures;
 static const char* g_what = "";
 
-/* A struct of a newer version: this one's, and a tail that this library does not know. */
+/* This makes a struct of a newer version: this one's, and a tail that this library does not
+ * know. */
 #define NEWER(type) \
   struct {          \
     type value;     \
@@ -63,7 +64,7 @@ static void run_in_order(void* state, int64_t count, void (*fn)(void*, int64_t),
 }
 static int g_regions;
 
-/* An op of that kind on those device and its tensors, all as small as they come. */
+/* Makes an op of that kind on that device with its tensors, all as small as they come. */
 static void set_up(int32_t kind, int32_t device) {
   const logitless_op op = LOGITLESS_OP_INIT(kind);
   const logitless_loss_options options = LOGITLESS_LOSS_OPTIONS_INIT;
@@ -108,7 +109,8 @@ static void set_up(int32_t kind, int32_t device) {
   }
   g_op.value.options = &g_options.value;
   g_op.value.target = &g_target.value;
-  const int position = (kind - LOGITLESS_CROSS_ENTROPY_FORWARD) % 3; /* Forward, Backward, both */
+  /* the order is Forward, Backward, both */
+  const int position = (kind - LOGITLESS_CROSS_ENTROPY_FORWARD) % 3;
   if (position != 1) g_op.value.loss = &g_loss.value;
   if (position == 0) return;
   g_op.value.grad_loss = &g_tensors[5];
@@ -128,13 +130,13 @@ static int32_t run(void) {
   return logitless_run(&g_op.value, &g_workspace.value, &g_execution.value, &g_status.value);
 }
 
-/* Every rule about one struct's size, by `call`, which reads it. The bytes from `shorter` on are
- * not read where struct_size says so: they are set, to show it. */
+/* Tests every rule about one struct's size, by `call`, which reads it. The bytes from `shorter`
+ * on are not read where struct_size says so: they are set, to show it. */
 static void size_rules(const char* what, int32_t (*call)(void), void* wrapped, size_t bytes,
                        size_t shorter) {
   unsigned char* memory = wrapped;
   unsigned char saved[1024];
-  const uint32_t bad[] = {0, 3, 12, 4104, UINT32_MAX}; /* 12: the middle of a field */
+  const uint32_t bad[] = {0, 3, 12, 4104, UINT32_MAX}; /* 12 is the middle of a field */
   uint32_t size = (uint32_t)(bytes + 16);
   g_what = what;
   memcpy(saved, memory, bytes);
@@ -167,7 +169,7 @@ static void test_struct_sizes(int32_t device) {
   size_rules("options", run, &g_options, sizeof(logitless_loss_options),
              offsetof(logitless_loss_options, normalizer));
   size_rules("target", run, &g_target, sizeof(logitless_tensor),
-             offsetof(logitless_tensor, stride)); /* stride 0: the first target for all */
+             offsetof(logitless_tensor, stride)); /* with stride 0 the first target serves all */
   size_rules("loss", run, &g_loss, sizeof(logitless_tensor), offsetof(logitless_tensor, shape));
   size_rules("execution", run, &g_execution, sizeof(logitless_execution),
              offsetof(logitless_execution, stream));
@@ -191,7 +193,7 @@ static void test_outputs_of_other_sizes(void) {
   g_status.value.struct_size = offsetof(logitless_status, message) + 8;
   CHECK(run() == LOGITLESS_UNKNOWN_ENUM);
   CHECK(g_status.value.code == LOGITLESS_UNKNOWN_ENUM);
-  CHECK(memcmp(g_status.value.message, "op.kind", 8) == 0); /* 7 letters and the NUL */
+  CHECK(memcmp(g_status.value.message, "op.kind", 8) == 0); /* 7 letters and the NUL fit */
   CHECK(g_status.value.message[8] == 0x7F);
   g_status.value.struct_size = 0;
   g_status.value.code = 77;
@@ -213,7 +215,7 @@ static void test_executor(void) {
   CHECK(run() == LOGITLESS_INVALID_ARGUMENT);
   CHECK(strstr(g_status.value.message, "parallel_for") != NULL);
   g_executor.value.struct_size =
-      offsetof(logitless_executor, state); /* zero-extended: no function */
+      offsetof(logitless_executor, state); /* it is zero-extended, so it has no function */
   CHECK(run() == LOGITLESS_INVALID_ARGUMENT);
 }
 
@@ -278,7 +280,7 @@ static void test_nulls(void) {
   CHECK(logitless_run(&g_op.value, NULL, NULL, &status) ==
         (g_size.value.minimum > 0 ? LOGITLESS_WORKSPACE_TOO_SMALL : LOGITLESS_OK));
   CHECK(logitless_run(&g_op.value, &g_workspace.value, NULL, NULL) == LOGITLESS_OK);
-  g_op.value.options = NULL; /* the defaults */
+  g_op.value.options = NULL; /* the op then has the defaults */
   g_loss_value = -1;
   CHECK(logitless_run(&g_op.value, &g_workspace.value, NULL, &status) == LOGITLESS_OK);
   CHECK(fabsf(g_loss_value - 0.5f * logf(16.0f / 3)) < 1e-6f);
@@ -346,7 +348,7 @@ static void expect_values(const float* values, const float* expected, int count)
   }
 }
 
-/* dz = (p - onehot) / 2 = [[1, -1], [-3, 3]] / 8 */
+/* The gradients follow from dz = (p - onehot) / 2 = [[1, -1], [-3, 3]] / 8. */
 static void test_every_op(int32_t device) {
   const float log3 = logf(3), loss = 0.5f * logf(16.0f / 3);
   const float probabilities[] = {0.25f, 0.75f, 0.25f, 0.75f};
@@ -379,8 +381,8 @@ static void test_every_op(int32_t device) {
   g_what = "";
 }
 
-/* The fields at the op's end: temperatures [1/2, 0] make p = [1/10, 9/10] of the first row, whose
- * target is its first, and NaN of the second. */
+/* These are the fields at the op's end. Temperatures [1/2, 0] make p = [1/10, 9/10] of the first
+ * row, whose target is its first, and NaN of the second. */
 static void test_statistics_and_temperatures(int32_t device) {
   float values[4][2];
   int64_t rank[2] = {7, 7};
@@ -410,7 +412,7 @@ static void test_statistics_and_temperatures(int32_t device) {
     CHECK(rank[0] == 1 && rank[1] >= 0 && rank[1] < 2);
     for (int i = 0; i < 3; ++i) CHECK(isnan(values[i][1]));
     CHECK(fault == (8 | 4));
-    g_options.value.temperature = 0.5f; /* one or the other */
+    g_options.value.temperature = 0.5f; /* the temperature is one or the other */
     CHECK(run() == LOGITLESS_INVALID_ARGUMENT);
     CHECK(strstr(g_status.value.message, "temperature") != NULL);
   }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The verbs beside workspace and run: what scale and the WebGPU calls refuse on a machine that has
-// neither device, and that they write nothing then.
+// These tests are about the verbs beside workspace and run: what scale and the WebGPU calls refuse
+// on a machine that has neither device, and that they write nothing then.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -14,7 +14,8 @@
 namespace logitless {
 namespace {
 
-// values [5] f32 and factor [] f32 on the CPU, which has no scale: refused only when all is right.
+// The CPU has no scale, so values [5] f32 and factor [] f32 there are refused, but only after every
+// other rule.
 struct Scaling {
   std::array<float, 6> memory{1, 2, 3, 4, 5, 6};
   float two = 2;
@@ -31,7 +32,7 @@ struct Mistake {
   const char* name;
   std::function<void(Scaling&)> make;
   int32_t code;
-  const char* field;  // that the message names
+  const char* field;  // the message names it
 };
 
 const Mistake kMistakes[] = {
@@ -103,7 +104,7 @@ TEST(Scale, OfNothingIsDone) {
             LOGITLESS_INVALID_ARGUMENT);
 }
 
-// invalid_argument of a library with WebGPU, backend_unavailable of one without.
+// Expects invalid_argument of a library with WebGPU, backend_unavailable of one without.
 void expect_refused(int32_t code, const logitless_status& status, const char* what) {
   EXPECT_EQ(code, status.code) << what;
   EXPECT_TRUE(code == LOGITLESS_INVALID_ARGUMENT || code == LOGITLESS_BACKEND_UNAVAILABLE) << what;
@@ -134,7 +135,7 @@ TEST(WebGpuVerbs, RefuseNullAndTellWhyThereIsNoDevice) {
   logitless_webgpu_destroy_workspace(nullptr);
 }
 
-// A linear Forward whose tensors have no memory yet.
+// Makes a linear Forward whose tensors have no memory yet.
 LinearCrossEntropyForward keeping(int64_t tokens, int64_t vocab, DType dtype) {
   return {.input = matrix_view(nullptr, dtype, tokens, 4),
           .weight = matrix_view(nullptr, dtype, vocab, 4),

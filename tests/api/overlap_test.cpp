@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The overlap rules against sets of bytes: random strided views of one buffer.
+// The overlap rules are compared with sets of bytes, on random strided views of one buffer.
 #include <gtest/gtest.h>
 
 #include <random>
@@ -70,7 +70,7 @@ TEST(Overlap, OutputsWithRepeatedElementsAreExactlyTheOnesRefused) {
   EXPECT_GT(taken, kDraws / 10);
 }
 
-// Refused exactly where a byte is shared, but for the same elements in place.
+// A call is refused exactly where a byte is shared, but for the same elements in place.
 TEST(Overlap, SharedBytesAreExactlyTheOnesRefused) {
   Random random;
   std::vector<char> buffer(4096);
@@ -101,7 +101,7 @@ TEST(Overlap, SharedBytesAreExactlyTheOnesRefused) {
   EXPECT_GT(taken, kDraws / 10);
 }
 
-// Two large views: every third element and every second behind it never meet, whatever their
+// Of two large views every third element and every second behind it never meet, whatever their
 // number; of strides without a common divisor it is assumed that they do.
 TEST(Overlap, LargeViewsAreKeptApartByADivisor) {
   constexpr int64_t rows = 300, columns = 300;
@@ -123,13 +123,14 @@ TEST(Overlap, BroadcastInputsTakeOnlyWhatTheyRepeat) {
   op.logits.stride = {0, 0};
   op.probabilities.stride = {12, 4};
   EXPECT_FALSE(validate_data(op, {}, {}).ok());
-  op.probabilities.stride = {10, 4};  // 14, 18: past it, which no divisor shows
+  op.probabilities.stride = {10, 4};  // 14 and 18 lie past the other view, which no divisor shows
   EXPECT_TRUE(validate_data(op, {}, {}).ok());
 }
 
-// Numbers of the size that products of two must bear.
+// The rule multiplies two such numbers, whose product must not overflow.
 TEST(Overlap, VectorsOfUnrelatedStridesMeetWhereTheyDo) {
-  constexpr int64_t s = 46337, t = 46349, n = 10000;  // primes: they meet every s t elements
+  // Both are primes, so they meet every s t elements.
+  constexpr int64_t s = 46337, t = 46349, n = 10000;
   std::vector<char> none(16);
   const auto vector = [&](int64_t first, int64_t stride, int64_t count) {
     TensorView v = vector_view(none.data(), DType::f32, count);
@@ -137,7 +138,7 @@ TEST(Overlap, VectorsOfUnrelatedStridesMeetWhereTheyDo) {
     v.byte_offset = static_cast<uint64_t>(first) * 4;
     return v;
   };
-  // 3 s - 3 t + 36 = 0: elements 3 of both, and none before.
+  // 3 s - 3 t + 36 = 0 says that elements 3 of both meet, and none before.
   CrossEntropyForward op{.logits = matrix_view(none.data(), DType::f32, 3, 3)};
   op.logits.byte_offset = uint64_t{1} << 40;
   op.target = vector(int64_t{1} << 41, 1, n);

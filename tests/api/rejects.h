@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tables of bad calls: what is wrong, the status it must give, the field its message must name.
+// The tables of bad calls say what is wrong, the status it must give and the field its message must
+// name.
 #pragma once
 
 #include <limits>
@@ -9,7 +10,7 @@
 
 namespace logitless::testing {
 
-using Mistake = std::function<bool(Subject&)>;  // false: the op cannot make it
+using Mistake = std::function<bool(Subject&)>;  // it returns false where the op cannot make it
 using enum StatusCode;
 
 // Says who must see it: `workspace` and `run`, or `run` alone because it is about memory.
@@ -81,7 +82,7 @@ inline Mistake any_op(std::function<void(Subject&)> how) {
   };
 }
 
-// With probabilities as input, one thing more.
+// Makes a mistake in an op with probabilities as input.
 inline Mistake probabilities(std::function<bool(Subject&)> how) {
   return [=](Subject& s) { return s.make_probabilities() && how(s); };
 }
@@ -96,7 +97,7 @@ inline Mistake with_probabilities(const char* name) {
   };
 }
 
-// Options, devices, presence.
+// This table is about options, devices and presence.
 inline const Reject kOpRejects[] = {
     {"unknown reduction", option(&LossOptions::reduction, Reduction(3)), unknown_enum, "reduction"},
     {"negative reduction", option(&LossOptions::reduction, Reduction(-1)), unknown_enum,
@@ -230,7 +231,7 @@ inline const Reject kOpRejects[] = {
      invalid_argument, "consume_kept"},
 };
 
-// Shapes, dtypes, shards, probabilities: what fields must be to each other.
+// This table is about shapes, dtypes, shards and probabilities: what fields must be to each other.
 inline const Reject kFieldRejects[] = {
     {"V = 0 of logits", change("logits", [](TensorView& v) { v.shape[1] = 0; }), invalid_argument,
      "logits"},

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rules about memory where a tensor's address is a buffer's handle (WebGPU): they need no
-// device.
+// These tests check the rules about memory where a tensor's address is a buffer's handle (WebGPU),
+// which needs no device.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t rows = 3, columns = 5;
 
-// Every tensor in a buffer of its own; the handles are never followed.
+// Every tensor has a buffer of its own; the handles are never followed.
 struct InBuffers {
   int buffers[4];
   Workspace workspace{};
@@ -51,7 +51,8 @@ TEST(RejectsBuffers, AnOffsetOfPartOfAnElement) {
   EXPECT_TRUE(call.validated().ok());
 }
 
-// However far apart: WebGPU binds a buffer for reading or for writing.
+// The two are refused however far apart they are, because WebGPU binds a buffer for reading or for
+// writing.
 TEST(RejectsBuffers, ReadAndWrittenInOne) {
   InBuffers call;
   call.op.grad_logits.data = call.op.logits.data;

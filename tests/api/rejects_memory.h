@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The table of bad calls that only `run` can see: addresses, overlaps, the workspace.
+// This is the table of bad calls that only `run` can see: addresses, overlaps, the workspace.
 #pragma once
 
 #include "rejects.h"

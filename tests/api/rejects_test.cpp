@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every bad call gives its own status on every backend, its message names the field, and nothing is
-// written: the tables of rejects.h and rejects_memory.h, and the mistakes that every field can
-// have.
+// written. The calls are those of the tables in rejects.h and rejects_memory.h, and the mistakes
+// that every field can have.
 #include "rejects.h"
 
 #include <gtest/gtest.h>
@@ -14,7 +14,7 @@
 namespace logitless::testing {
 namespace {
 
-// `word` stands in `text`, not as a part of a longer name.
+// Returns whether `word` stands in `text`, and not as a part of a longer name.
 bool mentions(const std::string& text, const std::string& word) {
   const auto part_of_name = [](char c) {
     return std::isalnum(static_cast<unsigned char>(c)) || c == '_';
@@ -49,7 +49,7 @@ void expect_reject(Subject& s, StatusCode code, const std::string& field, Seen s
   EXPECT_TRUE(before == s.snapshot()) << "something was written";
 }
 
-// The calls to be broken are accepted: what is refused below is the one change.
+// The calls to be broken are accepted, so that what is refused below is the one change.
 TEST(Rejects, UnbrokenCallsAreAccepted) {
   for_each_judged_subject([](Subject& s) {
     SCOPED_TRACE(describe(s));
@@ -101,7 +101,7 @@ void break_every_field(StatusCode code, Seen seen,
   EXPECT_GT(made, 0);
 }
 
-// The views that say what N, V and D are; of another size, it is others that do not fit.
+// These views say what N, V and D are; if they have another size, it is others that do not fit.
 bool sets_sizes(const std::string& name) {
   return name == "logits" || name == "input" || name == "weight";
 }
@@ -130,7 +130,7 @@ TEST(Rejects, UnknownDeviceOfAnyField) {
   }
 }
 
-// The reference takes tensors on cpu, and only those; CUDA those of its own device.
+// The reference takes tensors on cpu, and only those; CUDA takes those of its own device.
 TEST(Rejects, WrongDeviceOfAnyField) {
   for (Device device : {Device{DeviceType::cuda, 0}, Device{DeviceType::webgpu, 0},
                         Device{DeviceType::reference, 0}, Device{DeviceType::cpu, 1},
@@ -151,7 +151,7 @@ TEST(Rejects, WrongDtypeOfAnyField) {
   });
 }
 
-// f32 only: no 16-bit statistics, weights or losses.
+// These fields are f32 only: there are no 16-bit statistics, weights or losses.
 TEST(Rejects, HalfPrecisionWhereF32IsTheOnlyDtype) {
   break_every_field(wrong_dtype, Seen::by_both, [](Subject& s, const std::string& name) {
     const bool any_float = s[name].rank == 2 || name == "bias" || name == "grad_bias";
@@ -250,7 +250,7 @@ TEST(Rejects, OverlappingElementsOfAnyOutput) {
       if (!s.written(name) || v.rank == 0 || v.shape[0] == 1) return false;
       if (v.rank == 1 && second != 0) return false;
       v.stride = {v.rank == 1 ? 0 : 2,
-                  second};  // rows at 0, 2, 4; columns at 0, 0, ... or 0, 1, ...
+                  second};  // rows lie at 0, 2, 4; columns at 0, 0, ... or 0, 1, ...
       return true;
     });
   }
@@ -283,14 +283,16 @@ TEST(Rejects, AddressesPastTheEndOfMemoryOfAnyField) {
   });
 }
 
-// The first element of one inside the last of the other; logits may be exactly an output's.
+// The first element of one tensor lies inside the last of the other; logits may be exactly an
+// output's.
 TEST(Rejects, AnyOutputOnAnyOtherField) {
   int made = 0;
   for_each_judged_subject([&](Subject& whole) {
     for (const auto& [first, view] : whole.views) {
       for (const auto& [second, other] : whole.views) {
         if (first == second || (!whole.written(first) && !whole.written(second))) continue;
-        if (first == "kept") continue;  // it reaches beyond the other's memory; others lie on it
+        // It reaches beyond the other's memory, so others are laid on it.
+        if (first == "kept") continue;
         ++made;
         with_subject(whole.kind, whole.execution.device.type,
                      [&, a = first, b = second](Subject& s) {

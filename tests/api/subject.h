@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A call to break: any of the seven ops with every field given and accepted by every backend, its
-// memory owned here. Reject and accept tables change one thing of it.
+// A subject is a call to break: any of the seven ops with every field given and accepted by every
+// backend, whose memory it owns. Reject and accept tables change one thing of it.
 //   N = 3, V = 5, D = 4, f32, mean with a given normalizer
 #pragma once
 
@@ -18,7 +18,7 @@
 
 namespace logitless::testing {
 
-// The memory of one tensor or workspace: `bytes` in use, room on both sides.
+// The memory of one tensor or workspace has `bytes` in use, and room on both sides.
 struct Memory {
   static constexpr size_t room = 512, alignment = 128;
   explicit Memory(size_t bytes) : content(bytes + 3 * room, 0xA5) {}
@@ -33,15 +33,15 @@ struct Subject {
   static constexpr int64_t n = 3, v = 5, d = 4;
 
   int32_t kind = -1;
-  std::map<std::string, TensorView*> views;  // every field of the op
+  std::map<std::string, TensorView*> views;  // they are every field of the op
   std::map<std::string, Access> access;
-  LossOptions* options = nullptr;  // nullptr: Softmax
-  bool* accumulate = nullptr;      // linear ops with gradients
-  bool* consume = nullptr;         // linear Backward
-  uint64_t key_error = 0;          // what is added to the right kept_key
+  LossOptions* options = nullptr;  // Softmax has none (nullptr)
+  bool* accumulate = nullptr;      // only linear ops with gradients have it
+  bool* consume = nullptr;         // only a linear Backward has it
+  uint64_t key_error = 0;          // it is added to the right kept_key
   Execution execution{};
   Workspace workspace{};
-  WorkspaceSize size{};  // what `workspace` asked for the unbroken op
+  WorkspaceSize size{};  // `workspace` asked for it, for the unbroken op
   std::map<std::string, std::unique_ptr<Memory>> memory;
 
   std::function<Status(WorkspaceSize*)> ask_workspace;
@@ -54,20 +54,20 @@ struct Subject {
   bool forward() const { return has("loss"); }
   bool gradients() const { return has("grad_loss"); }
   bool written(const std::string& name) const { return access.at(name) != Access::read; }
-  // That much and some more, for a call changed a little.
+  // Gives that much and some more, for a call that was changed a little.
   void give_workspace(uint64_t recommended) {
     const uint64_t bytes = recommended + 4096;
     memory["workspace"] = std::make_unique<Memory>(bytes);
     workspace = {memory["workspace"]->data(), bytes, 0};
   }
-  // Takes fields away, those the op has.
+  // Takes fields away, as far as the op has them.
   void drop(std::initializer_list<const char*> names) {
     for (const char* name : names) {
       if (has(name)) (*this)[name] = {};
     }
   }
-  // Cuts the op to what remains legal on a shard [4, 4 + V) of a vocabulary of 16; false: the op
-  // cannot.
+  // Cuts the op to what remains legal on a shard [4, 4 + V) of a vocabulary of 16; returns false
+  // where the op cannot be one.
   bool make_shard() {
     if (options == nullptr || (forward() && gradients())) return false;
     options->vocab_start = 4;
@@ -76,7 +76,8 @@ struct Subject {
     (*this)["vocab_weight"].shape[0] = 16;
     return true;
   }
-  // Cuts the op to what remains legal with probabilities as input; false: the op cannot.
+  // Cuts the op to what remains legal with probabilities as input; returns false where the op
+  // cannot have them.
   bool make_probabilities() {
     if (options == nullptr || linear()) return false;
     options->input_kind = InputKind::probabilities;
@@ -84,14 +85,14 @@ struct Subject {
     drop({"temperature"});
     return true;
   }
-  // Outputs, what Backward takes of them, and their gradients.
+  // Drops the statistics: outputs, what Backward takes of them, and their gradients.
   void drop_statistics() {
     drop({"lse", "target_logit", "entropy", "argmax", "row_reference", "row_log_sum",
           "weighted_logit_sum", "logprob", "rank", "sum_p_squared", "mean_logit", "grad_lse",
           "grad_target_logit", "grad_entropy", "kept", "kept_rows"});
   }
-  // Leaves a forward op nothing to write but this and its gradients; false: it is none, or has no
-  // such field.
+  // Leaves a forward op nothing to write but this and its gradients; returns false where it is
+  // none, or has no such field.
   bool write_only(const std::string& name) {
     if (!forward() || !has(name)) return false;
     const TensorView left = (*this)[name];
@@ -100,7 +101,7 @@ struct Subject {
     (*this)[name] = left;
     return true;
   }
-  // Every field with N rows at N = 0.
+  // Cuts every field with N rows to N = 0.
   void make_empty() {
     for (auto& [name, view] : views) {
       if (view->rank >= 1 && view->shape[0] == n && name != "fault") view->shape[0] = 0;
@@ -133,7 +134,7 @@ inline TensorView subject_view(const std::string& name) {
   return vector_view(nullptr, DType::f32, n);
 }
 
-// Inputs hold 0.5 (target: 1), outputs a pattern.
+// Fills inputs with 0.5 (target: 1), outputs with a pattern.
 inline void fill_subject(const TensorView& view, Access access, char* data) {
   if (access == Access::write) return;
   for (size_t i = 0; i < Memory::room / 8; ++i) {
@@ -154,13 +155,13 @@ void set_kept_key(const Subject& s, Op& op) {
     op.kept_key = 0;
     if (!op.kept) return;
     const Call call(op, s.execution);
-    if (call.tokens() > int64_t{1} << 56) return;  // refused before the key is looked at
+    if (call.tokens() > int64_t{1} << 56) return;  // it is refused before the key is looked at
     op.kept_key = kept_key(call, kept_columns(call)) + s.key_error;
   }
 }
 
-// Returns what `workspace` and `run` say of a call before a device is needed: its own rules for a
-// machine without one. The workspace is a made-up one.
+// Returns what `workspace` and `run` say of a call before a device is needed, by its own rules, for
+// a machine without one. The workspace is a made-up one.
 template <class Op>
 void ask_the_rules_alone(Subject* s, Op& op) {
   static constexpr WorkspaceSize made_up{1024, 2048, Memory::alignment};
@@ -178,7 +179,7 @@ void ask_the_rules_alone(Subject* s, Op& op) {
   };
 }
 
-// `device`: cpu or reference, or cuda for the rules alone. `op` and the subject live together.
+// `device` is cpu or reference, or cuda for the rules alone. `op` and the subject live together.
 template <class Op>
 std::unique_ptr<Subject> make_subject(Op& op, DeviceType device) {
   auto s = std::make_unique<Subject>();
@@ -228,7 +229,7 @@ void with_subject(int32_t kind, DeviceType device, F&& f) {
   use(LinearCrossEntropyForwardBackward{});
 }
 
-// For each of the seven ops on each backend that runs on any machine.
+// Calls f for each of the seven ops on each backend that runs on any machine.
 template <class F>
 void for_each_subject(F&& f) {
   for (int32_t kind = LOGITLESS_SOFTMAX; kind <= LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD;
@@ -239,7 +240,7 @@ void for_each_subject(F&& f) {
   }
 }
 
-// And by the rules alone as if they were called on CUDA.
+// Calls f for those, and for the rules alone as if they were called on CUDA.
 template <class F>
 void for_each_judged_subject(F&& f) {
   for_each_subject(f);

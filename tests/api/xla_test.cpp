@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The XLA handler as XLA calls it: a call frame in, results or an error out.
+// These tests call the XLA handler as XLA does: a call frame goes in, results or an error come out.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -72,7 +72,7 @@ struct Frame {
     attributes.push_back({name, std::move(value)});
   }
 
-  // {0, ""} where the handler returned no error.
+  // Returns {0, ""} where the handler returned no error.
   Error call(int stage = stage_execute) {
     argument_kinds.resize(arguments.size(), kind_buffer);
     result_kinds.resize(results.size(), kind_buffer);
@@ -106,7 +106,7 @@ struct Frame {
   }
 };
 
-// Softmax of [2, 3] with a workspace of 64 bytes.
+// This is the Softmax of [2, 3] with a workspace of 64 bytes.
 struct SoftmaxFrame : Frame {
   float logits[6] = {0, 1, 2, 3, 3, 3}, probabilities[6] = {9, 9, 9, 9, 9, 9};
   alignas(64) char scratch[192] = {};
@@ -162,7 +162,7 @@ TEST(Xla, DimensionsBeforeTheLastAreOne) {
   EXPECT_EQ(std::memcmp(flat.probabilities, deep.probabilities, sizeof(flat.probabilities)), 0);
 }
 
-// Loss and gradients with every option away from its default.
+// This makes loss and gradients with every option away from its default.
 struct LossFrame : Frame {
   static constexpr int64_t N = 5, V = 7, D = 3;
   float input[N * D], weight[V * D], loss = 9;
@@ -248,7 +248,7 @@ TEST(Xla, EveryOptionReachesTheOp) {
     ASSERT_EQ(other.call().message, "") << a.name;
     EXPECT_NE(other.loss, ours.loss) << a.name;
   }
-  LossFrame empty;  // empty_mean
+  LossFrame empty;  // it tests empty_mean
   for (int32_t& t : empty.target) t = -7;
   empty.set("normalizer", 0.0);
   ASSERT_EQ(empty.call().message, "");

@@ -161,7 +161,7 @@ class BenchTest(CliTest):
         os.close(leader)
         self.assertEqual(done.returncode, 0)
         self.assertIn("[", shown)
-        self.assertTrue(shown.endswith("\r\x1b[K"))  # taken away at the end
+        self.assertTrue(shown.endswith("\r\x1b[K"))  # the bar is taken away at the end
         self.assertNotIn("\x1b", done.stdout)
 
     def test_bad_input(self) -> None:

@@ -66,8 +66,8 @@ class CheckTest(CliTest):
         self.assertEqual(done.returncode, 1)
         self.assertEqual(done.stderr, "")
         self.assertRegex(done.stdout, r"\nFAILED: 6 cases, \d failed")
-        self.assertIn("N=", done.stdout)  # the case
-        self.assertIn("grad_", done.stdout)  # the output
+        self.assertIn("N=", done.stdout)  # a failure names the case
+        self.assertIn("grad_", done.stdout)  # a failure names the output
         done = run(*arguments, "--json")
         self.assertEqual(done.returncode, 1)
         report = json.loads(done.stdout)

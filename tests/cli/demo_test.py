@@ -76,9 +76,10 @@ class DemoTest(unittest.TestCase):
         self.assertLess(sum(loss[-50:]), 0.6 * sum(loss[:50]))
         self.assertLess(2 * perplexity["model"], perplexity["unigram"])
         self.assertLess(perplexity["model"], perplexity["bigram"])
-        # One word in ten is a die's toss, and nobody can know more than that.
+        # One word in ten is a die's toss, so nobody can do better than this.
         self.assertGreater(perplexity["model"], 2)
-        self.assertEqual(outcome["model"]["vocab"], 404)  # with <unk>, <document>, ".", "\n"
+        # <unk>, <document>, "." and the end of a line are among them
+        self.assertEqual(outcome["model"]["vocab"], 404)
         self.assertLess(outcome["exactness"]["largest_difference"], 1e-5)
         memory = outcome["memory_bytes"]
         self.assertEqual(memory["logits"], 64 * 404 * 4)
@@ -118,7 +119,7 @@ class DemoTest(unittest.TestCase):
         self.assertGreater(text["files"], 100)
         self.assertGreater(text["heldout_files"], 0)
         self.assertGreaterEqual(outcome["model"]["vocab"], min(30000, text["distinct"] / 2))
-        # Hardly trained, it starts from the words' frequencies.
+        # A model that is hardly trained starts from the words' frequencies.
         perplexity = outcome["perplexity"]
         self.assertLess(abs(math.log(perplexity["model"] / perplexity["unigram"])), 0.2)
 
@@ -163,7 +164,7 @@ class DemoTest(unittest.TestCase):
         )
         self.assertEqual(done.returncode, 0, done.stderr)
         loss = json.loads(done.stdout)["loss"]
-        # The file holds some of the held-out words, so nearly the mean over all of them.
+        # The file holds some of the held-out words, whose loss is nearly the mean over all of them.
         self.assertAlmostEqual(2.718281828**loss / outcome["perplexity"]["model"], 1, delta=0.4)
 
     def test_files_appear_only_if_all_went_well(self) -> None:

@@ -53,7 +53,7 @@ class FilesTest(CliTest):
                     (folder / other).write_bytes(content)
                 (folder / "victim").write_bytes(b"a victim")
                 (folder / "out.part").symlink_to("victim")
-                # What a link names is replaced, and keeps its mode; the link stays a link.
+                # What a link names is replaced and keeps its mode; the link stays a link.
                 (folder / "real").write_bytes(b"old")
                 (folder / "real").chmod(0o600)
                 (folder / "out").symlink_to("real")
@@ -220,7 +220,7 @@ class InterruptedTest(CliTest):
             preexec_fn=prepare,
         )  # fmt: skip
         self.addCleanup(process.kill)
-        for _ in range(6000):  # a minute, for a machine that has much else to do
+        for _ in range(6000):  # this waits a minute, for a machine that has much else to do
             if process.poll() is not None or self.left_behind() != before:
                 break
             time.sleep(0.01)

@@ -79,7 +79,7 @@ class GeneralTest(CliTest):
             for device, takers in served.items():
                 with self.subTest(command=name, device=device):
                     done = run(*command, "--device", device)
-                    if name in takers:  # 1: this library or machine lacks it
+                    if name in takers:  # 1 says that this library or machine lacks it
                         self.assertIn(done.returncode, (0, 1), done.stderr)
                         self.assertNotIn("allowed", done.stderr)
                         continue
@@ -113,7 +113,7 @@ class InfoTest(CliTest):
         text = self.succeed("info")
         for word in (info["version"], info["cpu"]["isa"], "threads", *backends):
             self.assertIn(word, text)
-        for name in backends:  # said once
+        for name in backends:  # each backend has a line, which says its name once
             self.assertRegex(text, rf"(?m)^{name} +(absent: )?(?!{name}\b)\S")
 
     def test_cuda(self) -> None:

@@ -62,7 +62,7 @@ WORDS = {
     **{f"cut to {share}0 %": "truncated" for share in (1, 2, 3, 4)},
     **{f"cut to {share}0 %": "ends at byte" for share in (5, 6, 7, 8, 9)},
     "one byte short": "ends at byte",
-}  # in the one line; "not JSON" in the others'
+}  # the name stands in the one line; "not JSON" stands in the others'
 
 
 def entry(offsets: str = "[0,4]", dtype: str = '"F32"', shape: str = "[1]") -> str:
@@ -88,7 +88,7 @@ class HostileFileTest(CliTest):
             "garbage after": ("{}x", b""),
             "a NUL": ('{"a":' + e + "}\0", b"1234"),
             "half an object": ('{"a":' + e, b"1234"),
-            "not UTF-8": ("{}", b""),  # replaced below
+            "not UTF-8": ("{}", b""),  # this content is replaced below
             "deep arrays": ("[" * 100_000, b""),
             "deep objects": ('{"a":' * 100_000, b""),
             "deep shape": ('{"a":' + entry(shape="[" * 100_000 + "]" * 100_000) + "}", b"1234"),

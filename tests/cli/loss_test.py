@@ -90,7 +90,7 @@ class LossTest(CliTest):
             self.assert_near(logs, values["log_probability"], 1e-6)
             self.assertEqual(
                 (values["argmax"][3], values["rank"][3]), (-1, -1)
-            )  # the ignored token
+            )  # token 3 is ignored
             valid = [i for i, t in enumerate(head.target) if t != -100]
             correct = sum(values["argmax"][i] == head.target[i] for i in valid)
             self.assertEqual(
@@ -141,7 +141,7 @@ class LossTest(CliTest):
                         loss, log = (unpack("F32", read(out)[0][name][2])
                                      for name in ("loss", "log_probability"))  # fmt: skip
                         self.assert_near(loss, want["losses"], 1e-6)
-                        self.assertEqual((loss[3], log[3]), (0, 0))  # the ignored token
+                        self.assertEqual((loss[3], log[3]), (0, 0))  # token 3 is ignored
                         self.assert_near(log, [-v for v in head.expected()["losses"]], 1e-6)
                         if reduction == "none":
                             self.assertEqual(report["loss"], loss)
@@ -201,7 +201,8 @@ class LossTest(CliTest):
         out = str(self.directory / "out.safetensors")
         for arguments, word in (
             ([], "file"),
-            ([path, "--weight", "nope"], '"hidden"'),  # what there is
+            # the message names the tensors that there are
+            ([path, "--weight", "nope"], '"hidden"'),
             ([path, "--bias", "odd"], '--bias: tensor "odd" has dtype U8; allowed: F32, F16, BF16'),
             ([path, "--hidden", "target"], "allowed: F32, F16, BF16\n"),
             ([path, "--target", "hidden"], "allowed: I32, I64\n"),

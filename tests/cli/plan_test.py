@@ -56,7 +56,7 @@ class PlanTest(CliTest):
         backward = (*self.SHAPE, "--op", "linear-backward")
         plain = self.json("plan", *backward)
         whole = self.json("plan", *backward, "--kept", "1GiB")
-        # 47 blocks of 64 columns of 320 rows, and 32 bytes a token.
+        # kept has 47 blocks of 64 columns of 320 rows, and kept_rows 32 bytes a token.
         kept = {"columns": 3000, "holds": "f32 logits", "bytes": 300 * 32 + 47 * 64 * 320 * 4}
         self.assertEqual(whole["kept"], kept)
         self.assertEqual((whole["plan"]["name"], whole["plan"]["products"]), ("kept logits", 2))
@@ -81,7 +81,8 @@ class PlanTest(CliTest):
         return next(line for line in text.splitlines() if line.startswith("avoided"))
 
     def test_what_is_avoided_is_what_is_not_held(self) -> None:
-        # A first try: all tokens are one chunk, and the workspace is larger than what it replaces.
+        # At a size that one tries first all tokens are one chunk, and the workspace is larger than
+        # what it replaces.
         toy = ("64", "32", "1000")
         self.assertEqual(self.json("plan", *toy)["logits_bytes_avoided"], 0)
         line = self.avoided(*toy)
@@ -96,7 +97,8 @@ class PlanTest(CliTest):
         # No workspace is smaller than these logits.
         self.assertRegex(self.avoided("2", "32", "10"), r"nothing is saved at this size$")
         self.assertRegex(self.avoided("0", "32", "10"), r"nothing is saved at this size$")
-        # One chunk again, of a workspace that saves the gradient of the logits and not the logits.
+        # This is one chunk again, in a workspace that saves the gradient of the logits and not the
+        # logits.
         one = ("128", "8", "30000")
         plan = self.json("plan", *one)["plan"]
         self.assertEqual((plan["chunks"], plan["name"]), (1, "stored chunks"))
@@ -135,7 +137,7 @@ class PlanTest(CliTest):
         self.refuse("plan", *shape, f"--memory={space['minimum'] - 1}")
         for op in OPS:
             self.assertIn(op, self.succeed("plan", *shape, "--op", op))
-        # f32 gradients are worked on where they lie, whatever the logits are of.
+        # f32 gradients are worked on where they lie, whatever dtype the logits have.
         for op in ("forward-backward", "softmax"):
             spaces = [self.json("plan", *shape, "--op", op, "--dtype", dtype)["workspace"]
                       for dtype in ("f32", "f16")]  # fmt: skip
@@ -153,7 +155,7 @@ class PlanTest(CliTest):
             least = space["minimum"]
             whole = report["loss"]
             report = self.json("loss", path, *gradients, f"--memory={least}")
-            self.assertEqual(report["loss"], whole)  # the same bits from any workspace
+            self.assertEqual(report["loss"], whole)  # any workspace gives the same bits
             self.refuse("loss", path, *gradients, f"--memory={least - 1}")
 
     def steps_agree(self, shape: tuple[str, ...], least: int) -> None:
@@ -168,7 +170,8 @@ class PlanTest(CliTest):
         for given in (least, 192 << 20, 8 << 30):
             arguments = ("plan", *shape, f"--memory={max(given, least)}", "--steps")
             plan = self.json(*arguments)["plan"]
-            launches = plan["predicted_ms"] - seconds(plan["steps"])  # two passes: of each
+            # Each of the two passes has launches.
+            launches = plan["predicted_ms"] - seconds(plan["steps"])
             self.assertAlmostEqual(launches / 0.09, round(launches / 0.09), places=6)
             self.assertIn(round(launches / 0.09), (1, 2))
             text = self.succeed(*arguments)
@@ -218,7 +221,8 @@ class PlanTest(CliTest):
             self.json("plan", *self.SHAPE, "--threads", str(n))["workspace"] for n in (1, 2, 8, 16)
         ]
         self.assertEqual(len({space["minimum"] for space in spaces}), 1)
-        # Room for eight, whoever runs it, because the size decides the plan; more for more.
+        # There is room for eight threads, whoever runs it, because the size decides the plan; with
+        # more threads there is more.
         self.assertEqual(len({space["recommended"] for space in spaces[:3]}), 1)
         self.assertLess(spaces[2]["recommended"], spaces[3]["recommended"])
         for few, more in zip(spaces, spaces[1:], strict=False):

@@ -25,7 +25,7 @@ OPS = (
 )  # fmt: skip
 FORMATS = {"F32": "f", "F16": "e", "I32": "i", "I64": "q"}
 
-Tensors = dict[str, tuple[str, list[int], bytes]]  # name -> dtype, shape, data
+Tensors = dict[str, tuple[str, list[int], bytes]]  # a name has a dtype, a shape and data
 Matrix = list[list[float]]
 
 
@@ -85,7 +85,8 @@ class Head:
 
         def matrix(rows: int, columns: int) -> Matrix:
             values = [numbers.gauss(0, 1) for _ in range(rows * columns)]
-            values = unpack(dtype, pack(dtype, values))  # as stored
+            # the values are rounded to the dtype of the file
+            values = unpack(dtype, pack(dtype, values))
             return [values[i * columns : (i + 1) * columns] for i in range(rows)]
 
         self.input = matrix(tokens, hidden)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The CPU backend allocates nothing while it runs, whatever it is asked and also where it refuses:
-// what it needs is the workspace. The threads of the library's own pool are started once.
+// all that it needs is the workspace. The threads of the library's own pool are started once.
 #include <cstdlib>
 
 #include "tests/support/allocation_count.h"
@@ -38,7 +38,7 @@ class Allocation : public ConformanceTest {
     EXPECT_EQ(after, before) << what;
     EXPECT_EQ(status.code(), wanted) << what << ": " << status.message();
   }
-  // Every option of the contract alone.
+  // Returns every option of the contract alone.
   std::vector<Case> options() const {
     std::vector<Case> all;
     for (const Pair& pair : feature_pairs(op_, dtype_)) {
@@ -46,7 +46,7 @@ class Allocation : public ConformanceTest {
     }
     return all;
   }
-  // No option and many together, wherever tensors lie.
+  // Returns no option and many together, wherever tensors lie.
   std::vector<Case> placements() const {
     std::vector<Case> all;
     for (const Placement placement :
@@ -69,7 +69,7 @@ TEST_P(Allocation, NoneWhileRunning) {
     if (eighth() && i % 8 != 0) continue;
     expect_none(options[i], serial.get(), i % 2 == 0 ? Memory::recommended : Memory::minimum);
   }
-  // The process starts the pool's threads once.
+  // This starts the pool's threads, which the process does once.
   run_case(device_, placements.front());
   for (const Case& c : placements) {
     expect_none(c, serial.get(), Memory::minimum);
@@ -77,7 +77,7 @@ TEST_P(Allocation, NoneWhileRunning) {
   }
 }
 
-// Forward that keeps and Backward that finds what no Forward has kept.
+// A Forward keeps state, and a Backward finds what no Forward has kept.
 TEST_P(Allocation, NoneWithKeptState) {
   if (!device_.has_threads() || dtype_ == DType::f16) return;
   const SerialExecutor serial(4);
@@ -104,7 +104,7 @@ TEST_P(Allocation, NoneWithKeptState) {
   });
 }
 
-// An error is a message in the caller's memory.
+// An error is a message in the caller's memory, so it allocates nothing either.
 TEST_P(Allocation, NoneWhereACallIsRefused) {
   if (!device_.has_threads()) return;
   with_op(op_, [&](auto op) {

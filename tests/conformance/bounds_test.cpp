@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The bounds are wide enough for honest f32 arithmetic and narrow enough to catch every shortcut:
-// simulated implementations judged as a backend is, at hidden sizes of at least 1024.
+// The bounds are wide enough for honest f32 arithmetic and narrow enough to catch every shortcut.
+// Simulated implementations show it, judged as a backend is, at hidden sizes of at least 1024.
 #include <tuple>
 
 #include "gtest/gtest.h"
@@ -17,8 +17,8 @@ constexpr Mutation kMutations[] = {
     Mutation::last_hidden_dropped, Mutation::probabilities_to_bf16, Mutation::gradient_sum_in_bf16,
     Mutation::last_token_dropped,  Mutation::target_not_subtracted};
 
-// Columns of constant data differ by less than their logits' rounding errors: there, one column of
-// few.
+// Columns of constant data differ by less than their logits' rounding errors, so the constant
+// problem has few of them.
 Problem<Op> problem_of(DType dtype, Data data) {
   const int64_t vocab = data == Data::constant ? 40 : 300;
   Case c{.op = OpKind::linear_forward_backward,
@@ -53,8 +53,8 @@ TEST_P(Bounds, EveryShortcutFails) {
   }
 }
 
-// Sums of one lane, term after term, as a matrix library's in f32: where terms repeat, rounding
-// errors align, and K of them lose up to u32 K/4.
+// These sums go in one lane, term after term, as a matrix library's may in f32: where terms repeat,
+// rounding errors align, and K of them lose up to u32 K/4.
 TEST(SequentialSums, OfRepeatedTermsPassAsStructuredOnesAlone) {
   bool unstructured_pass = true;
   for (const Shape& shape :

@@ -1,4 +1,4 @@
-# The conformance suite: one case table, every backend against the reference.
+# The conformance suite runs one case table on every backend against the reference.
 include(${CMAKE_CURRENT_LIST_DIR}/../support/harness.cmake)
 
 set(conformance_objects)
@@ -17,8 +17,9 @@ function(add_conformance_test name parts)
   add_parts(${name} ${parts} ${name})
 endfunction()
 
-# The same tests on the device, all in one program: its library, of which most bytes are kernels, is
-# carried to another machine once. And again with the kernels that every architecture runs.
+# The same tests run on the device, all in one program, because its library, of which most bytes are
+# kernels, is carried to another machine once. They run again with the kernels that every
+# architecture runs.
 option(LOGITLESS_DEVICE_TESTS "Build the tests that need an NVIDIA GPU, where the CUDA backend is built" ON)
 set(device_suites)
 function(add_device_test suite parts)
@@ -31,7 +32,7 @@ function(add_device_test suite parts)
       continue()
     endif()
     set(test device.${kernels}.${suite})
-    string(REPLACE own "" named ${kernels})  # the best there are
+    string(REPLACE own "" named ${kernels})  # the engine that is named is then the best there is
     add_parts(${test} ${parts} device_suite --gtest_filter=*/${suite}.*)
     foreach(part RANGE ${last})
       set_property(TEST ${test}.${part} APPEND PROPERTY ENVIRONMENT "LOGITLESS_TEST_DEVICES=cuda"
@@ -41,7 +42,8 @@ function(add_device_test suite parts)
   endforeach()
 endfunction()
 
-if(NOT CMAKE_CXX_FLAGS MATCHES "-fsanitize")  # tests of what judges: no line of the library that others do not reach
+# These test what judges, and reach no line of the library that others do not.
+if(NOT CMAKE_CXX_FLAGS MATCHES "-fsanitize")
   add_conformance_test(harness_test 1)
   add_conformance_test(bounds_test 1)
 endif()
@@ -58,7 +60,7 @@ foreach(test conformance:Conformance:8 determinism:Determinism:4 invariance:Inva
 endforeach()
 target_sources(nonfinite_test_objects PRIVATE conformance/nonfinite_state_test.cpp)
 target_sources(kept_test_objects PRIVATE conformance/kept_inactive_test.cpp)
-if(NOT CMAKE_CXX_FLAGS MATCHES "-fsanitize=thread")  # which has its own operator new
+if(NOT CMAKE_CXX_FLAGS MATCHES "-fsanitize=thread")  # ThreadSanitizer has its own operator new
   add_conformance_test(allocation_test 1)
   target_sources(allocation_test PRIVATE support/allocation_count.cpp)
 endif()

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The same bits: run after run, whatever memory held before, on any number of threads, next to
-// other calls.
+// A call gives the same bits run after run, whatever memory held before, on any number of threads,
+// next to other calls.
 #include <thread>
 
 #include "gtest/gtest.h"
@@ -11,8 +11,8 @@
 namespace logitless::conformance {
 namespace {
 
-// Small and large, plain and with everything, so that a call is one task, few and many; one of them
-// of a single tile of odd width, whose padding no other tile has written.
+// The cases are small and large, plain and with everything, so that a call is one task, few and
+// many. One of them is a single tile of odd width, whose padding no other tile has written.
 std::vector<Case> cases_of(OpKind op, DType dtype) {
   const Case plain{.op = op, .dtype = dtype};
   Case everything = plain;
@@ -39,7 +39,7 @@ TEST_P(Determinism, RunTwice) {
   for (const Case& c : cases_of(op_, dtype_)) {
     for (const Memory memory : {Memory::minimum, Memory::recommended}) {
       const Outcome first = run_case(device_, c, {.memory = memory, .fill = std::byte{0}});
-      // Nothing that outputs and workspace held before may matter either: NaN, here.
+      // What outputs and workspace held before must not matter either: here it is NaN.
       const Outcome second = run_case(device_, c, {.memory = memory, .fill = std::byte{0xFF}});
       expect_same(first, second, c, "run twice");
     }
@@ -66,7 +66,7 @@ TEST_P(Determinism, AnyNumberOfThreads) {
   }
 }
 
-// The workspace asked for by one thread serves 64, and the other way round.
+// The workspace that one thread asks for serves 64, and the other way round.
 TEST_P(Determinism, AnyNumberOfThreadsInOneWorkspace) {
   if (!device_.has_threads()) return;
   const SerialExecutor one(1), many(64);

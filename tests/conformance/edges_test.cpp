@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The edge table of docs/semantics.md: no tokens, one column, empty means, targets outside, ties,
-// order of the options.
+// These tests follow the edge table of docs/semantics.md: no tokens, one column, empty means,
+// targets outside, ties, order of the options.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -101,7 +101,7 @@ TEST_P(Edges, EveryTokenIgnored) {
   }
 }
 
-// A normalizer of exactly 0: given, or the sum of class weights that are all 0.
+// The normalizer is exactly 0 where it is given so, or is the sum of class weights that are all 0.
 TEST_P(Edges, NormalizerOfZero) {
   for (const EmptyMean empty : {EmptyMean::zero, EmptyMean::nan}) {
     for (const bool given : {false, true}) {
@@ -123,8 +123,8 @@ TEST_P(Edges, NormalizerOfZero) {
   }
 }
 
-// Targets that count for nothing: as ignored rows, or an error that writes nothing.
-// Given as a view, of either sign and any size; two words of an i64 are one number.
+// The normalizer is given as a view, of either sign and any size; the two words of an i64 are one
+// number.
 TEST_P(Edges, NormalizersOfAView) {
   if (!has_loss(op_)) return;
   for (const double value : {1.0, -1.0, -5.0, -127.0, -128.0, -129.0, 4294967296.0, -4294967295.0,
@@ -190,16 +190,17 @@ void set_targets(const TensorView& view, const std::vector<int64_t>& targets) {
   });
 }
 
-// A host that does not wait sees NaN, rows of zeros, the fault word, and no status. Targets so far
-// outside that an address made of one would end the process; some alike in their low 32 bits with
-// one inside.
+// A host that does not wait sees NaN, rows of zeros and the fault word, but no status. Some targets
+// lie so far outside that an address made of one would end the process; some are alike in their low
+// 32 bits with one inside.
 TEST_P(Edges, TargetsOutsideOfAnAsynchronousBackend) {
   if (device_.synchronous()) return;
   constexpr int64_t kFar = int64_t{1} << 32;
   const std::vector<int64_t> bad{
       40, -1, kFar + 3, 3 - kFar, INT64_MAX, INT64_MIN, INT64_MIN + 5, int64_t{1} << 62, -99};
   for (const Reduction reduction : {Reduction::none, Reduction::sum, Reduction::mean}) {
-    for (const size_t count : {size_t{1}, size_t{4}, bad.size()}) {  // the last: every token
+    // With the last count every token is bad.
+    for (const size_t count : {size_t{1}, size_t{4}, bad.size()}) {
       for (const DType dtype : {DType::i32, DType::i64}) {
         for (const bool weighted : {false, true}) {
           Case c = plain({9, 5, 40});
@@ -226,7 +227,7 @@ TEST_P(Edges, TargetsOutsideOfAnAsynchronousBackend) {
                 EXPECT_TRUE(result.ok()) << count << " outside\n" << result.report;
                 EXPECT_EQ(outcome.fault & 1, 1);
               }
-              // As an ignored row: no fault.
+              // If such a target is ignored, there is no fault.
               Op passes = p.op;
               passes.options.out_of_range = OutOfRange::ignore;
               write(p.op.fault, {6});
@@ -239,7 +240,7 @@ TEST_P(Edges, TargetsOutsideOfAnAsynchronousBackend) {
   }
 }
 
-// The lowest index among equal logits, wherever in the row they are.
+// The argmax is the lowest index among equal logits, wherever in the row they are.
 TEST_P(Edges, Ties) {
   const int64_t vocab = 3000, hidden = 24;
   const std::vector<std::vector<int64_t>> ties{
@@ -270,7 +271,7 @@ TEST_P(Edges, Ties) {
   }
 }
 
-// scale, then softcap, then temperature: one closed form.
+// The scale comes first, then the softcap, then the temperature, which a closed form shows.
 TEST_P(Edges, OrderOfTheOptions) {
   Case c = plain({1, 1, 2});
   c.options.logit_scale = 2;
@@ -292,7 +293,8 @@ TEST_P(Edges, OrderOfTheOptions) {
   EXPECT_NEAR(fields.at("target_logit").value[0], z0, 1e-5);
 }
 
-// Factors of the map near the ends of f32, of logits of usual size; beyond is a status (rejects.h).
+// Factors of the map lie near the ends of f32, with logits of usual size; what lies beyond gives a
+// status (rejects.h).
 TEST_P(Edges, ExtremeMaps) {
   using Map = std::array<float, 3>;
   for (const auto& [scale, softcap, temperature] :
@@ -314,7 +316,7 @@ TEST_P(Edges, ALogitScaleOfZeroMakesThemAllEqual) {
   expect_all_gradients(fields, 0);
 }
 
-// More than one block of threads prepares, with gaps between those that count.
+// More than one block of threads prepares these, with gaps between those that count.
 TEST_P(Edges, ManyTokensSomeIgnored) {
   if (op_ == OpKind::softmax) return;
   Case c = plain({2500, 3, 11});
@@ -323,7 +325,7 @@ TEST_P(Edges, ManyTokensSomeIgnored) {
   EXPECT_TRUE(result.ok()) << result.report;
 }
 
-// The square of its lse overflows, and 0 inf would be NaN.
+// The square of its lse overflows, and 0 times that would be NaN.
 TEST_P(Edges, ATokenOfWeightZeroHasNoLossHoweverLargeItsLogits) {
   Case c = plain({5, 3, 40});
   c.options.z_loss = 1e-3f;
@@ -331,7 +333,7 @@ TEST_P(Edges, ATokenOfWeightZeroHasNoLossHoweverLargeItsLogits) {
   with_op(op_, [&](auto op) {
     using Op = decltype(op);
     if constexpr (ForwardOp<Op> && !LinearOp<Op>) {
-      if (dtype_ == DType::f16) return;  // has no such numbers
+      if (dtype_ == DType::f16) return;  // f16 has no such numbers
       Problem<Op> p = build<Op>(c);
       std::vector<double> logits = read(p.op.logits), weights = read(p.op.weights.token);
       for (int64_t j = 0; j < 40; ++j) logits[2 * 40 + j] = -2e30;
@@ -347,7 +349,7 @@ TEST_P(Edges, ATokenOfWeightZeroHasNoLossHoweverLargeItsLogits) {
   });
 }
 
-// In place gives the bits of out of place.
+// A call in place gives the bits of one out of place.
 TEST_P(Edges, InPlace) {
   if (is_linear(op_) || op_ == OpKind::forward) return;
   for (const Placement placement : {Placement::dense, Placement::padded, Placement::strided,
@@ -365,7 +367,7 @@ TEST_P(Edges, InPlace) {
   }
 }
 
-// Statistics as columns of one matrix: disjoint elements of one buffer.
+// The statistics are columns of one matrix: disjoint elements of one buffer.
 TEST_P(Edges, StatisticsInOneMatrix) {
   if (!has_forward(op_)) return;
   const Case c = plain({33, 19, 300});

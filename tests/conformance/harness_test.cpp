@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The suite judged: a backend that lies in one byte or one element is caught, whatever the lie.
+// These tests judge the suite itself: a backend that lies in one byte or one element is caught,
+// whatever the lie.
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -12,7 +13,7 @@ namespace {
 
 using Op = LinearCrossEntropyForwardBackward;
 
-// The reference backend, with something done to a block of memory as it is read back.
+// This is the reference backend, but something is done to a block of memory as it is read back.
 class LyingDevice : public TestDevice {
  public:
   using Lie = std::function<void(std::byte* host, size_t bytes)>;
@@ -84,7 +85,7 @@ TEST(Harness, SeesGuardBytesInFrontAndBehindEveryTensor) {
 
 TEST(Harness, SeesTheGapsOfStridedOutputs) {
   for (const char* name : {"grad_input", "grad_weight", "lse"}) {
-    // Elements are at least 8 bytes apart: the fifth byte is no element's.
+    // Elements are at least 8 bytes apart, so the fifth byte is no element's.
     EXPECT_FALSE(judged(flip(allocation_of(name), kGuardBytes + 4)).ok()) << name;
   }
 }
@@ -97,7 +98,7 @@ TEST(Harness, SeesInputsWrittenTo) {
 
 TEST(Harness, SeesOneWrongElement) {
   for (const char* name : {"loss", "lse", "entropy", "argmax", "grad_input", "grad_weight"}) {
-    // A bit of the exponent, or the index itself.
+    // The byte has a bit of the exponent, or the index itself.
     const size_t byte = std::string(name) == "argmax" ? 0 : 2;
     EXPECT_FALSE(judged(flip(allocation_of(name), kGuardBytes + byte)).ok()) << name;
   }
@@ -142,8 +143,8 @@ class AsynchronousDevice final : public LyingDevice {
   bool tensor_cores(DType dtype) const override { return dtype != DType::f32; }
 };
 
-// A backend that cannot refuse a target is wanted to give a loss of NaN, rows of zeros, a mean
-// over that token too.
+// Of a backend that cannot refuse a target the suite wants a loss of NaN and rows of zeros, and a
+// mean over that token too.
 TEST(Harness, WantsNaNForATargetOutsideOfAnAsynchronousBackend) {
   const AsynchronousDevice device;
   for (const Reduction reduction : {Reduction::none, Reduction::mean}) {
@@ -171,7 +172,7 @@ TEST(Harness, WantsNaNForATargetOutsideOfAnAsynchronousBackend) {
   }
 }
 
-// f32 is not added by tensor cores: short sums have the wider of the two bounds.
+// Tensor cores do not add f32, so short sums have the wider of the two bounds.
 TEST(Harness, BoundsFollowTheInputsDtype) {
   const AsynchronousDevice device;
   for (const DType dtype : {DType::f32, DType::bf16}) {
@@ -181,7 +182,7 @@ TEST(Harness, BoundsFollowTheInputsDtype) {
     if (dtype == DType::f32) {
       EXPECT_EQ(here, plain);
     } else {
-      EXPECT_LT(here, plain);  // 4 + 19 / 16 against 4 + sqrt 19
+      EXPECT_LT(here, plain);  // one is 4 + 19 / 16, the other 4 + sqrt 19
     }
   }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tokens without an upstream gradient in Backward: their gradient rows are 0, nothing of their rows
-// is read, they count in the normalizer. kept_inactive_test.cpp has the same with kept state.
+// Tokens without an upstream gradient in Backward have gradient rows of 0; nothing of their rows is
+// read, but they count in the normalizer. kept_inactive_test.cpp has the same with kept state.
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -13,15 +13,16 @@ namespace {
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
 bool is_inactive(int64_t token) { return token % 5 == 1 || token % 7 == 3; }
-constexpr int64_t kAll = 37, kOne = 16;  // tokens; one of them that is inactive
+// One is the number of tokens, the other one that is inactive.
+constexpr int64_t kAll = 37, kOne = 16;
 
-// Ways in which a token has no gradient.
+// A token can have no gradient in these ways.
 enum class Upstream { grad_loss, token_weight, statistics, statistics_alone, either };
 constexpr Upstream kUpstreams[] = {Upstream::grad_loss, Upstream::token_weight,
                                    Upstream::statistics, Upstream::statistics_alone,
                                    Upstream::either};
 
-// Zeros of some tokens, -0 among them.
+// Sets some tokens' elements to 0, some of them to -0.
 void clear(const TensorView& view, const std::function<bool(int64_t)>& which) {
   std::vector<double> values = read(view);
   for (size_t i = 0; i < values.size(); ++i) {
@@ -44,7 +45,8 @@ class InactiveTokens : public ConformanceTest {
       c.grad_lse = c.grad_target_logit = c.grad_entropy = true;
     return c;
   }
-  // Nothing where the kind of upstream gradient leaves no way for some tokens.
+  // Returns false, and clears nothing, where the kind of upstream gradient leaves no way for some
+  // tokens.
   template <class Op>
   bool clear_upstream(Problem<Op>* p, Upstream upstream) const {
     const bool each = p->op.options.reduction == Reduction::none;
@@ -80,7 +82,8 @@ class InactiveTokens : public ConformanceTest {
     EXPECT_TRUE(result.ok()) << what << "\n" << result.report;
     return outcome;
   }
-  // f(problem of inactive tokens, what it is), for every reduction and kind of upstream gradient.
+  // Calls f(problem of inactive tokens, what it is) for every reduction and kind of upstream
+  // gradient.
   template <class F>
   void for_upstreams(F&& f) {
     with_op(op_, [&](auto op) {
@@ -99,7 +102,7 @@ class InactiveTokens : public ConformanceTest {
   }
 };
 
-// No number in the rows of inactive tokens.
+// Fills the rows of inactive tokens with what is no number.
 void poison(const TensorView& view) {
   std::vector<double> values = read(view);
   const size_t columns = values.size() / kAll;
@@ -170,7 +173,7 @@ TEST_P(InactiveTokens, ZeroTimesInfinityIsActive) {
   });
 }
 
-// Each upstream gradient alone makes a token active: one that is no number too.
+// Each upstream gradient alone makes a token active, even one that is no number.
 TEST_P(InactiveTokens, AnyGradientOfAStatisticMakesATokenActive) {
   with_op(op_, [&](auto op) {
     using Op = decltype(op);
@@ -227,7 +230,7 @@ TEST_P(InactiveTokens, AllOfThem) {
   });
 }
 
-// As if they were ignored, and the normalizer were what it is with them.
+// Inactive tokens have the gradients of ignored ones, with the normalizer that counts them.
 TEST_P(InactiveTokens, AreIgnoredOnesThatCountInTheNormalizer) {
   for_upstreams([&](auto* p, const std::string& what) {
     const auto want = expected(device_, p->op, p->model);
@@ -249,7 +252,7 @@ TEST_P(InactiveTokens, AreIgnoredOnesThatCountInTheNormalizer) {
   });
 }
 
-// Accumulated gradients and those in place of the logits.
+// Gradients are accumulated here, or written in place of the logits.
 TEST_P(InactiveTokens, InPlaceAndAccumulating) {
   with_op(op_, [&](auto op) {
     using Op = decltype(op);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Loss and statistics of a token are the same bits whatever its batch, its place in it, its
+// Loss and statistics of a token have the same bits whatever its batch, its place in it, its
 // neighbours and the workspace.
 #include <algorithm>
 #include <array>
@@ -28,8 +28,8 @@ class Invariance : public ConformanceTest {
                 device_.name(), describe(c).c_str());
     return false;
   }
-  // Plain with the statistics that the loss is made of, plain with all, everything at once, and of
-  // few tokens each option alone, which linear ops may have kernels for.
+  // The cases are plain with the statistics that the loss is made of, plain with all, everything at
+  // once, and, with few tokens, each option alone, which linear ops may have kernels for.
   std::vector<Case> cases(Shape shape) const {
     Case c{.op = op_, .shape = shape, .dtype = dtype_, .row_statistics = true};
     c.options.reduction = Reduction::none;
@@ -48,8 +48,8 @@ class Invariance : public ConformanceTest {
   }
 };
 
-// A name of loss and statistics whose row k in `part` is not row rows[k] of `whole`, bit for bit;
-// "" where all are.
+// Returns a name of loss and statistics whose row k in `part` is not row rows[k] of `whole`, bit
+// for bit, or "" where all are.
 std::string first_difference(const Fields& whole, const Fields& part,
                              const std::vector<int64_t>& rows) {
   for (const auto& [name, field] : part) {
@@ -75,7 +75,7 @@ std::vector<int64_t> range(int64_t first, int64_t end) {
   return rows;
 }
 
-// Batches of 1, a few and many; other places, other neighbours.
+// Batches have 1 token, a few and many; they have other places and other neighbours.
 std::vector<std::vector<int64_t>> batches(int64_t tokens) {
   std::vector<std::vector<int64_t>> all;
   for (const int64_t row : {int64_t{0}, tokens / 3, tokens / 2 + 1, tokens - 1})
@@ -141,8 +141,8 @@ TEST_P(Invariance, OfTheWorkspace) {
   }
 }
 
-// Rows far from their targets, of whose columns some are next to nothing, and a NaN, beside rows
-// that are near, with each option alone.
+// Puts rows far from their targets, with some columns next to nothing, and a row of NaN, beside
+// rows that are near; each option is alone.
 template <class Op>
 void put_far_rows(Problem<Op>* p, int64_t nan_row) {
   const auto [tokens, hidden, vocab] =
@@ -151,9 +151,9 @@ void put_far_rows(Problem<Op>* p, int64_t nan_row) {
   std::vector<double> input = read(p->op.input), weight = read(p->op.weight);
   for (int64_t i = 0; i < tokens; ++i) {
     double* row = &input[i * hidden];
-    row[hidden - 1] = i == 2 ? 100 : i == 3 ? -40 : 0;  // the target's logit
-    row[hidden - 2] = i == 5 || i == 17 ? 200 : 0;      // one column far above
-    row[hidden - 3] = 1;                                // 64 columns far below
+    row[hidden - 1] = i == 2 ? 100 : i == 3 ? -40 : 0;  // this column makes the target's logit
+    row[hidden - 2] = i == 5 || i == 17 ? 200 : 0;      // this column makes one logit far above
+    row[hidden - 3] = 1;                                // this column makes 64 logits far below
     if (i == nan_row) row[0] = std::nan("");
   }
   for (int64_t j = 0; j < vocab; ++j) {
@@ -193,7 +193,7 @@ TEST_P(Invariance, BesideFarRows) {
   }
 }
 
-// Neither what is asked for beside it nor how the loss is reduced changes a token's loss.
+// A token's loss does not change with what is asked for beside it, nor with the reduction.
 TEST_P(Invariance, OfTheReduction) {
   for (const bool all_statistics : {false, true}) {
     Case c{.op = op_, .shape = {130, 40, 300}, .dtype = dtype_, .statistics = all_statistics};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What needs no oracle: ignored rows are nothing, rows of a gradient sum to zero, a common shift
-// and a factor pass through, and micro-batches add up to the batch.
+// These tests need no oracle: ignored rows are nothing, rows of a gradient sum to zero, a common
+// shift and a factor pass through, and micro-batches add up to the batch.
 #include <array>
 #include <cmath>
 #include <utility>
@@ -77,7 +77,7 @@ TEST_P(Invariants, IgnoredRowsAreNothing) {
   }
 }
 
-// sum_j (p_j - [j = t]) = 0, to the rounding of the probabilities.
+// sum_j (p_j - [j = t]) is 0, to the rounding of the probabilities.
 TEST_P(Invariants, GradientRowsSumToZero) {
   if (is_linear(op_)) return;
   Case c{.op = op_, .shape = {33, 1, 1030}, .dtype = dtype_};
@@ -89,15 +89,15 @@ TEST_P(Invariants, GradientRowsSumToZero) {
     for (int64_t i = 0; i < c.shape.tokens; ++i) {
       double sum = 0;
       for (int64_t j = 0; j < c.shape.vocab; ++j) sum += gradient[i * c.shape.vocab + j];
-      // B of the contract, with entropy and |log s| at most log V, and twice it for the target's
-      // column.
+      // The bound is B of the contract, with entropy and |log s| at most log V, and twice that for
+      // the target's column.
       const double log_v = std::log2(static_cast<double>(c.shape.vocab));
       EXPECT_LE(std::fabs(sum), 2 * 4 * 0x1p-24 * (3 * log_v + 6)) << "row " << i;
     }
   });
 }
 
-// The sum of a tied bias' gradient is that of the rows: 0.
+// The gradient of a tied bias sums to what the rows sum to, 0.
 TEST_P(Invariants, GradBiasSumsToZero) {
   if (!is_linear(op_)) return;
   Case c{.op = op_, .shape = {33, 40, 515}, .dtype = dtype_, .bias_dtype = dtype_, .bias = true};
@@ -112,8 +112,8 @@ TEST_P(Invariants, GradBiasSumsToZero) {
   });
 }
 
-// A class of one token's target: a large term, and hundreds of small ones of one sign, each of
-// which would lose as much as the sum is rounded by.
+// A class that is one token's target gets a large term, and hundreds of small ones of one sign,
+// each of which would lose as much as the sum is rounded by.
 TEST_P(Invariants, ManySmallTermsAfterALargeOne) {
   if (!is_linear(op_) || !has_gradient(op_)) return;
   Case c{.op = op_,
@@ -139,7 +139,7 @@ TEST_P(Invariants, ShiftOfTheLogits) {
       const reference::Result want = expected(device_, p.op, p.model);
       for (double& z : logits) z += shift;
       write(rows_of(p.op), logits);
-      // Judged by the bounds of the unshifted logits.
+      // The result is judged by the bounds of the unshifted logits.
       const Comparison result = compare(want, run(p));
       EXPECT_TRUE(result.ok()) << "shift " << shift << "\n" << result.report;
     });
@@ -154,7 +154,7 @@ TEST_P(Invariants, ShiftOfTheProducts) {
     c.options.reduction = Reduction::none;
     with_problem(c, [&](auto p) {
       if constexpr (LinearOp<decltype(p.op)>) {
-        // Quarters throughout; the first of the hidden axis is the shift's.
+        // All numbers are quarters; the first of the hidden axis is the shift's.
         std::vector<double> input = read(p.op.input), weight = read(p.op.weight);
         for (double& x : input) x = std::nearbyint(x * 2) / 2;
         for (double& x : weight) x = std::nearbyint(x * 2) / 2;
@@ -192,7 +192,7 @@ TEST_P(Invariants, LinearInGradLoss) {
         for (const auto& [name, field] : once) {
           if (!name.starts_with("grad_")) continue;
           for (size_t k = 0; k < field.value.size(); ++k) {
-            // Not where one of the two may have been flushed.
+            // A value that may have been flushed in one of the two is left out.
             if (std::fabs(field.value[k]) < 1e-30) continue;
             ASSERT_EQ(eight.at(name).value[k], 8 * field.value[k]) << name << " " << k;
           }
@@ -208,9 +208,9 @@ TEST_P(Invariants, LinearInGradLoss) {
   }
 }
 
-// Two micro-batches under one normalizer, accumulated, are the batch: also where the second is
-// several chunks (of 64 tokens and less in the smallest workspace) whose sums stand apart from a
-// grad_weight that no product can write.
+// Two micro-batches under one normalizer, accumulated, are the batch. So they are where the second
+// is several chunks (of 64 tokens and less in the smallest workspace), whose sums stand apart from
+// a grad_weight that no product can write.
 TEST_P(Invariants, MicroBatchesAddUp) {
   if (!is_linear(op_)) return;
   constexpr int64_t tokens = 150, hidden = 33, vocab = 300;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tokens without an upstream gradient where Forward kept state. kept_test.cpp's suite.
+// Here Forward kept state of tokens without an upstream gradient. The tests belong to
+// kept_test.cpp's suite.
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -9,9 +10,10 @@
 namespace logitless::conformance {
 namespace {
 
-using Which = std::function<bool(int64_t)>;  // of the tokens is inactive
+using Which = std::function<bool(int64_t)>;  // it says which of the tokens are inactive
 
-// Most tokens, in several patterns: at random, a block of 64 rows and more, every token but one.
+// Most tokens are inactive, in several patterns: at random, a block of 64 rows and more, every
+// token but one.
 const Which kPatterns[] = {
     [](int64_t i) { return i * 2654435761u % 97 < 73; },
     [](int64_t i) { return i >= 20 && i < 115; },
@@ -33,7 +35,7 @@ void clear_upstream(const Backward& op, const Which& inactive) {
     clear(view, inactive);
 }
 
-// Kinds of gradient that take ways of their own.
+// These kinds of gradient take ways of their own.
 const Setting kKinds[] = {
     {"losses", [](Case&) {}},
     {"entropy", [](Case& c) { c.grad_entropy = true; }},
@@ -68,7 +70,8 @@ TEST_P(KeptState, ServesInactiveTokens) {
   }
 }
 
-// What Forward kept of a row of NaN, and states that are not the kept ones, of inactive tokens.
+// Nothing is read of inactive tokens: Forward kept a row of NaN of some, and the states of others
+// are not the kept ones.
 TEST_P(KeptState, OfAnInactiveTokenIsNotRead) {
   for (const Setting& kind : kKinds) {
     for (const int64_t columns : {0, 192}) {
@@ -123,7 +126,8 @@ TEST_P(KeptState, ConsumedByFewServesNone) {
   for (const double x : second.fields.at("grad_input").value) ASSERT_TRUE(std::isnan(x));
 }
 
-// One upstream gradient of 0 for all: nothing is read, and infinite exponentials times it are none.
+// One upstream gradient of 0 serves all: nothing is read, and times infinite exponentials it is
+// still none.
 TEST_P(KeptState, OfNoGradientAtAll) {
   for (const bool accumulates : {false, true}) {
     Case c = plain(130, 421);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward keeps state, Backward uses it: gradients within the bound whatever share is kept, the
-// same from state that was used before, NaN from state of another call.
+// Forward keeps state and Backward uses it: gradients are within the bound whatever share is kept,
+// the same from state that was used before, and NaN from state of another call.
 #include <algorithm>
 #include <cmath>
 
@@ -10,7 +10,7 @@
 namespace logitless::conformance {
 namespace {
 
-// Shapes whose vocabulary is kept whole, or by one and two groups of blocks.
+// The vocabulary of these shapes is kept whole, or by one and two groups of blocks.
 struct Share {
   Shape shape;
   int64_t columns;
@@ -64,8 +64,8 @@ TEST_P(KeptState, HasTheSizeOfItsFormula) {
   }
 }
 
-// A loss without reduction and an upstream gradient of each token: what kept state is for. On every
-// kind of row: usual ones, ones beyond the exponent's range, with a bias and without.
+// Kept state is for a loss without reduction and an upstream gradient of each token. Here it serves
+// every kind of row: usual ones, ones beyond the exponent's range, with a bias and without.
 TEST_P(KeptState, ServesRowsNearAndFar) {
   for (const Data data : {Data::normal, Data::peaked, Data::constant, Data::large}) {
     for (const int64_t columns : {0, 192}) {
@@ -80,7 +80,7 @@ TEST_P(KeptState, ServesRowsNearAndFar) {
   }
 }
 
-// A column that lies so far above every target, to either side of what exponentials hold.
+// A column lies so far above every target, to either side of what exponentials hold.
 TEST_P(KeptState, ServesTargetsFarBelowTheMaximum) {
   for (const double nats : {12, 30, 33, 37, 50, 75, 100, 300}) {
     Case c = plain(66, 600);
@@ -96,8 +96,8 @@ TEST_P(KeptState, ServesTargetsFarBelowTheMaximum) {
   }
 }
 
-// A row that is NaN or infinite, a column that is masked and the row whose target it is, beside
-// usual rows.
+// A row that is NaN or infinite stands beside usual rows, as do a column that is masked and the row
+// whose target it is.
 TEST_P(KeptState, ServesRowsThatAreNotFinite) {
   for (const int64_t columns : {0, 192}) {
     for (const bool weight : {true, false}) {
@@ -120,7 +120,7 @@ TEST_P(KeptState, ServesRowsThatAreNotFinite) {
   }
 }
 
-// Tokens of several chunks in the least memory, one in the recommended: the same state is kept.
+// The least memory takes several chunks of tokens, the recommended one; the same state is kept.
 TEST_P(KeptState, IsKeptInChunksOfTokens) {
   Case c = plain(1100, 453);
   c.shape.hidden = 24;
@@ -138,8 +138,8 @@ TEST_P(KeptState, IsKeptInChunksOfTokens) {
   }
 }
 
-// Entropy's gradient alone, where the exponentials' rounding is most of the error: on uniform rows,
-// on rows of two peaks, on peaked ones.
+// Entropy's gradient stands alone, because there the exponentials' rounding is most of the error:
+// on uniform rows, on rows of two peaks, on peaked ones.
 TEST_P(KeptState, ServesEntropysGradient) {
   for (const int peaks : {0, 1, 2}) {
     for (const bool consumes : {false, true}) {
@@ -169,7 +169,8 @@ TEST_P(KeptState, ServesEntropysGradient) {
 // one call where both divide alike: here all tokens and columns are one piece.
 TEST_P(KeptState, HasTheBitsOfOneCall) {
   if (!device_.keeps_state(dtype_)) return;
-  // The CPU keeps exponentials in 16 bits, where one call has logits in f32: another division.
+  // The CPU keeps exponentials in 16 bits, where one call has logits in f32, so they do not divide
+  // alike.
   if (std::string(device_.name()) == "cpu" && dtype_ != DType::f32) return;
   for (const bool each : {false, true}) {
     Case c = plain(66, 453);
@@ -238,8 +239,8 @@ TEST_P(KeptState, IsUsedTwice) {
   }
 }
 
-// Of one kept state the gradient of the entropy, which is formed of it, and those that multiply it,
-// in any order; and of target_logit alone, whose other columns have no gradient.
+// One kept state serves the gradient of the entropy, which is formed of it, and those that multiply
+// it, in any order; and that of target_logit alone, whose other columns have no gradient.
 TEST_P(KeptState, ServesOneKindOfGradientAfterAnother) {
   for (const int64_t columns : {0, 192}) {
     Case c = plain(70, 421);
@@ -290,7 +291,7 @@ TEST_P(KeptState, ANaNThatArrivesIsNotLost) {
   }
 }
 
-// The state of other weights: NaN in the rows whose state it is not, and the fault word.
+// The state of other weights gives NaN in the rows whose state it is not, and sets the fault word.
 TEST_P(KeptState, OfAnotherForwardIsNaN) {
   for (const int64_t columns : {0, 192}) {
     Case c = plain(70, 421);
@@ -368,7 +369,7 @@ TEST_P(KeptState, LeavesLossAndStatisticsAlone) {
   }
 }
 
-// Of f32 the CPU keeps the logits themselves: gradients have the bits of the call that knew its
+// In f32 the CPU keeps the logits themselves: gradients have the bits of the call that knew its
 // upstream gradient, in one chunk and in several.
 TEST_P(KeptState, OfTheCpuHasTheBitsOfForwardBackward) {
   if (!device_.has_threads() || dtype_ != DType::f32) return;
@@ -459,7 +460,7 @@ TEST_P(KeptState, OnEveryInstructionSet) {
       ASSERT_TRUE(forward.status.ok()) << forward.status.message();
       steps.hand_over(forward);
       expect_judged(steps, backward(steps), sets[i] + ", " + describe(c));
-      // What the exponentials are relative to has the bits of the target's logit.
+      // The exponentials are relative to the bits of the target's logit.
       const std::vector<int64_t> target = read_integers(steps.problem.op.target);
       for (size_t n = 0; steps.kept.columns > 0 && n < target.size(); ++n) {
         if (target[n] < 0 || target[n] >= c.shape.vocab) continue;

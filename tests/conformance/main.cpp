@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Of the programs whose tests run on the backends named in LOGITLESS_TEST_DEVICES. Where none of
-// them is present: one line with the reason, and an exit code that means skipped.
+// Programs whose tests run on the backends named in LOGITLESS_TEST_DEVICES have this main. If none
+// of them is present it prints one line with the reason, and its exit code means skipped.
 #include <cstdio>
 
 #include "gtest/gtest.h"
@@ -8,7 +8,7 @@
 
 int main(int argc, char** argv) {
   using namespace logitless::conformance;
-  constexpr int kSkipped = 77;  // SKIP_RETURN_CODE of conformance.cmake
+  constexpr int kSkipped = 77;  // conformance.cmake has it as SKIP_RETURN_CODE
   testing::InitGoogleTest(&argc, argv);
   bool absent = false;
   for (const Found& found : all_devices()) {

@@ -1,17 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward alone, with a state that says less than the logits: -inf for every column, NaN of which
-// the state knows nothing. nonfinite_test.cpp's suite.
+// Backward alone gets a state that says less than the logits: -inf for every column, or nothing of
+// a NaN. The tests belong to nonfinite_test.cpp's suite.
 #include "tests/support/nonfinite.h"
 
 namespace logitless::conformance {
 namespace {
 
-// Every column of every row, and the state is what shards combine to that have none to speak of.
+// Every column of every row is -inf, and the state is what shards combine to that have no
+// probability to speak of.
 TEST_P(NonFinite, AStateOfMinusInfinity) {
   for (const Setting& setting : kSettings) {
     Case c = plain();
     setting.apply(c);
-    if (c.options.softcap > 0 || c.options.logit_scale <= 0) continue;  // another z than -inf
+    // Under these options z is not -inf where the logit is.
+    if (c.options.softcap > 0 || c.options.logit_scale <= 0) continue;
     c.saved_state = true;
     with_op(op_, [&](auto op) {
       using Op = decltype(op);
@@ -33,8 +35,8 @@ void expect_nan(const Fields& fields, const char* name, int64_t first, int64_t c
   }
 }
 
-// A logit that became NaN since: its gradient is NaN, no probability of 0 or 1. (No bound is known
-// of the rest of its row: the reference's are sums over the row.)
+// A logit became NaN since the state was made: its gradient is NaN, not that of a probability of 0
+// or 1. (No bound is known of the rest of its row, because the reference's are sums over the row.)
 TEST_P(NonFinite, ANanThatTheStateDoesNotTell) {
   constexpr int64_t column = 37;
   const double nan = std::nan("");

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Infinities, NaN, huge and tiny numbers: what belongs to one row stays in it, and a finite loss
-// stays finite.
+// Among infinities, NaN, huge and tiny numbers what belongs to one row stays in it, and a finite
+// loss stays finite.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -12,7 +12,7 @@
 namespace logitless::conformance {
 namespace {
 
-// One number of one row of logits, at the target's column and away from it.
+// One number of one row of logits is not finite, at the target's column and away from it.
 TEST_P(NonFinite, StaysInItsRow) {
   for_settings(plain(), [&](const Case& c, const char* name) {
     with_op(op_, [&](auto op) {
@@ -47,7 +47,7 @@ TEST_P(NonFinite, StaysInItsRow) {
   });
 }
 
-// A column's bias or weight: every row's logit there.
+// A column's bias or weight is not finite, and so every row's logit there.
 TEST_P(NonFinite, InAColumn) {
   if (!is_linear(op_)) return;
   for_settings(plain(), [&](const Case& c, const char* name) {
@@ -71,7 +71,7 @@ TEST_P(NonFinite, InAColumn) {
   });
 }
 
-// Columns and rows of a vocabulary of many tiles, far from every target: where Hopper's kernels
+// Columns and rows of a vocabulary of many tiles lie far from every target: there Hopper's kernels
 // look for nothing, and meet what is not finite in their sums alone.
 TEST_P(NonFinite, FarFromTheTargets) {
   if (!is_linear(op_)) return;
@@ -96,7 +96,8 @@ TEST_P(NonFinite, FarFromTheTargets) {
           set(p.op.input, row * 64, std::nan(""));
           expect_other_rows(before, judged(p, what + ", a row"), row, what, tokens);
           set(p.op.input, row * 64, old);
-          for (const int64_t column : {int64_t{197}, int64_t{200}}) {  // of class weight 0, or not
+          // One has class weight 0, the other not.
+          for (const int64_t column : {int64_t{197}, int64_t{200}}) {
             if (!biased) continue;
             set(p.op.bias, column, -kInf);
             judged(p, what + ", column " + std::to_string(column));
@@ -141,10 +142,10 @@ TEST_P(NonFinite, ASoftcapHoldsInfiniteLogitsUnderAnyScale) {
   }
 }
 
-// A masked vocabulary: -inf everywhere but in a few columns, and in every one.
+// A masked vocabulary is -inf everywhere but in a few columns, or in every one.
 TEST_P(NonFinite, RowsOfMinusInfinity) {
   for_settings(plain(), [&](const Case& c, const char* name) {
-    if (is_linear(op_) && !c.bias) return;  // nothing to mask with
+    if (is_linear(op_) && !c.bias) return;  // a linear op without a bias has nothing to mask with
     for (const int64_t kept : {0, 1, 3}) {
       with_op(op_, [&](auto op) {
         using Op = decltype(op);
@@ -160,7 +161,7 @@ TEST_P(NonFinite, RowsOfMinusInfinity) {
         if (!LinearOp<Op>) expect_other_rows(before, after, kRow, what);
         if (kept > 0 || !after.contains("loss")) return;
         const double loss = after.at("loss").value[kRow];
-        // Softcap turns -inf into -softcap: nothing is masked. 0 times -inf is NaN all the same.
+        // Softcap turns -inf into -softcap, so nothing is masked. 0 times -inf is NaN all the same.
         if (c.options.softcap > 0 && c.options.logit_scale != 0) {
           EXPECT_TRUE(std::isfinite(loss)) << what;
         } else {
@@ -186,8 +187,8 @@ TEST_P(NonFinite, RowsOfTheLowestNumber) {
       std::fill(values.begin() + first + kept, values.begin() + first + kVocab, lowest);
       write(view, values);
       const Fields after = judged(p, std::to_string(kept) + " columns left");
-      // The contract's bounds grow with |z|; equal logits need none. A product is lost beside such
-      // a bias, except of f16.
+      // The contract's bounds grow with |z|, but equal logits need none. A product is lost beside
+      // such a bias, except in f16.
       if (kept > 0 || (LinearOp<Op> && dtype_ == DType::f16)) return;
       for (const char* name : {"loss", "entropy", "row_log_sum"}) {
         if (!after.contains(name)) continue;
@@ -214,7 +215,7 @@ TEST_P(NonFinite, MinusInfinityUnderSmoothingIsAnInfiniteLoss) {
   EXPECT_TRUE(std::isfinite(fields.at("entropy").value[kRow]));
 }
 
-// |z| up to 1e30 and subnormals.
+// |z| goes up to 1e30 and down to subnormals.
 TEST_P(NonFinite, HugeAndTiny) {
   for (const double scale : {1e30, 1e20, 1e4, 1e-20, 1e-38, 1e-41}) {
     if (dtype_ == DType::f16 && (scale > 1e4 || scale < 1e-8)) continue;
@@ -262,7 +263,7 @@ void set_targets_below(Op* op, std::span<const double> distances) {
   write(op->target, std::vector<double>(distances.size(), 0));
 }
 
-// Logits of the target as far below the others as a loss can be, and weights from tiny to huge:
+// The target's logit is as far below the others as a loss can be, and weights go from tiny to huge:
 // neither the exponent of a probability nor a factor beside it may leave its range.
 TEST_P(NonFinite, FarTargetsUnderAnyWeight) {
   if (!is_linear(op_)) return;
@@ -281,7 +282,7 @@ TEST_P(NonFinite, FarTargetsUnderAnyWeight) {
           set_targets_below(&p.op, kDistances);
           write(p.op.weights.token, std::vector<double>(kRows, weight));
           if constexpr (BackwardOnlyOp<Op>) {
-            if (statistics) {  // a one-hot part of another order than the probabilities'
+            if (statistics) {  // a one-hot part is then of another order than the probabilities'
               write(p.op.grad_loss, std::vector<double>(kRows, 0));
               write(p.op.grad_lse, std::vector<double>(kRows, 1e-11));
               write(p.op.grad_target_logit, std::vector<double>(kRows, weight));
@@ -295,7 +296,7 @@ TEST_P(NonFinite, FarTargetsUnderAnyWeight) {
   }
 }
 
-// The same, and far above, of each option alone, with rows beside them that are not far.
+// The same holds, and far above too, with each option alone and rows beside them that are not far.
 TEST_P(NonFinite, FarTargetsBesideOthers) {
   if (!is_linear(op_)) return;
   constexpr double kDistances[] = {0, 15, 20, 40, 62, 3, -100, -70, -60, -20, 1, 100};
@@ -315,7 +316,7 @@ TEST_P(NonFinite, FarTargetsBesideOthers) {
   }
 }
 
-// A factor of p far above 1: by z-loss at a large lse, by a steep map under gradients of
+// A factor of p is far above 1: by z-loss at a large lse, by a steep map under gradients of
 // statistics.
 TEST_P(NonFinite, SteepFactorsStayInRange) {
   if (!is_linear(op_) || op_ == OpKind::linear_forward) return;

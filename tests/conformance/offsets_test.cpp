@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Offsets past 2^32: rows and columns of every matrix gigabytes apart, in address space of which
-// only the elements' pages exist, give the results of dense ones. And strides that no element is
-// behind.
+// Offsets pass 2^32: rows and columns of every matrix lie gigabytes apart, in address space of
+// which only the elements' pages exist, and give the results of dense ones. Strides that no element
+// is behind may be anything.
 #include <map>
 #include <utility>
 
@@ -14,10 +14,11 @@ namespace {
 
 class Offsets : public ConformanceTest {};
 
-constexpr int64_t kApart = (int64_t{1} << 31) + 3;  // elements
+constexpr int64_t kApart = (int64_t{1} << 31) + 3;  // it counts elements
 
-// An op's tensors on a device, its matrices with their rows (axis 0) or columns (axis 1) kApart
-// elements apart, neighbours on the other axis `step`; as they are with axis -1.
+// Lays an op's tensors on a device, its matrices with their rows (axis 0) or columns (axis 1)
+// kApart elements apart and neighbours on the other axis `step` apart; axis -1 leaves them as they
+// are.
 template <class Op>
 class Spread {
  public:
@@ -115,7 +116,7 @@ TEST_P(Offsets, MatricesGigabytesApart) {
       if (device_.batch_invariant(c)) {
         EXPECT_EQ(differing_bits(dense, far), "") << "axis " << axis << ", step " << step;
       }
-      // Another layout may be another product there.
+      // Another layout may take another product there, so only the bounds must hold.
       const Comparison apart = compare(expected(device_, p.op, p.model), far);
       EXPECT_TRUE(apart.ok()) << "axis " << axis << ", step " << step << "\n" << apart.report;
     }

@@ -12,7 +12,7 @@
 namespace logitless::conformance {
 namespace {
 
-using Sizes = std::vector<int64_t>;  // columns of each shard
+using Sizes = std::vector<int64_t>;  // each shard has so many columns
 
 class Shards : public ConformanceTest {
  protected:
@@ -25,8 +25,7 @@ class Shards : public ConformanceTest {
   }
 };
 
-// One shard, halves, three uneven ones, one column alone, and a shard of many more columns than a
-// tile.
+// The partitions are one shard, halves, three uneven ones, a column alone on either side, and five.
 const Sizes kPartitions[] = {{131}, {66, 65}, {7, 100, 24}, {1, 129, 1}, {16, 16, 64, 32, 3}};
 
 TensorView columns_of(const TensorView& view, int64_t first, int64_t count, int axis) {
@@ -37,7 +36,7 @@ TensorView columns_of(const TensorView& view, int64_t first, int64_t count, int 
   return part;
 }
 
-// The op on the columns [first, first + count) of the vocabulary.
+// Returns the op on the columns [first, first + count) of the vocabulary.
 template <class Op>
 Op shard_of(const Op& whole, int64_t first, int64_t count) {
   Op op = whole;
@@ -80,7 +79,7 @@ TokenState state_of(const Fields& fields, size_t token) {
           .mean_logit = at("mean_logit")};
 }
 
-// The fields that Forward on the whole vocabulary writes, from the shards'.
+// Combines the shards' fields to those that Forward on the whole vocabulary writes.
 template <class Op>
 Fields combined(const Op& whole, const std::vector<Fields>& shards) {
   const std::vector<double> target = read(whole.target);
@@ -142,7 +141,7 @@ TEST_P(Shards, ForwardCombines) {
   });
 }
 
-// Every target on one shard; the others have none.
+// Every target is on one shard; the others have none.
 TEST_P(Shards, TargetFree) {
   with_op(op_, [&](auto op) {
     using Op = decltype(op);
@@ -157,7 +156,7 @@ TEST_P(Shards, TargetFree) {
   });
 }
 
-// The target is on another shard: its log-probability here is -inf, whatever the row holds.
+// If the target is on another shard its log-probability here is -inf, whatever the row holds.
 TEST_P(Shards, LogprobOfATargetElsewhere) {
   with_op(op_, [&](auto op) {
     using Op = decltype(op);
@@ -226,8 +225,8 @@ TEST_P(Shards, MaskedShard) {
   });
 }
 
-// Shards of which nothing but the row is asked, on most of which the target is not: 30 below 0,
-// where what a sum starts from is not near its logits.
+// Of these shards nothing but the row is asked, and most have no target: it lies 30 below 0, where
+// what a sum starts from is not near its logits.
 TEST_P(Shards, RowsAloneCombine) {
   if (!is_linear(op_)) return;
   constexpr int64_t tokens = 19, hidden = 33, vocab = 131;
@@ -332,7 +331,7 @@ TEST_P(Shards, BackwardAddsUp) {
   });
 }
 
-// Equal logits on two shards: the lowest index, whichever shard comes first in the sum.
+// Of equal logits on two shards the lowest index wins, whichever shard comes first in the sum.
 TEST(Combine, TheFirstOfEqualLogitsIsTheArgmax) {
   const TokenState first{.row_reference = 2, .argmax = 3}, second{.row_reference = 2, .argmax = 70};
   const TokenState third{.row_reference = 1, .argmax = 90};
@@ -342,7 +341,7 @@ TEST(Combine, TheFirstOfEqualLogitsIsTheArgmax) {
   EXPECT_EQ(combine(TokenState{}, second).argmax, 70);
 }
 
-// Rounding may leave a target above all of its row's probability; NaN stays.
+// Rounding may leave a target above all of its row's probability, which must not show; a NaN stays.
 TEST(Combine, LogprobIsNeverAboveZero) {
   EXPECT_EQ(logprob({.row_reference = 1, .row_log_sum = -1e-8f, .target_logit = 1}), 0);
   EXPECT_EQ(logprob({.row_reference = 1, .row_log_sum = 0, .target_logit = -2}), -3);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Log-probabilities and ranks of targets: never above 0 and the same bits whatever else is asked;
-// exact where the logits are apart.
+// Log-probabilities of targets are never above 0 and have the same bits whatever else is asked;
+// ranks are exact where the logits are apart.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -26,14 +26,14 @@ class TokenStatistics : public ConformanceTest {
     c.logprob = c.rank = c.sum_p_squared = c.mean_logit = true;
     return c;
   }
-  // Made by another kernel than the log-probability alone, where the contract lets that have bits
-  // of its own.
+  // Returns whether another kernel than that of the log-probability alone makes it, where the
+  // contract lets that have bits of its own.
   bool is_elsewhere(const Case& c) const {
     if (!is_linear(op_) || device_.reference_is_maximum(dtype_)) return false;
     return c.statistics || c.rank || c.sum_p_squared || c.mean_logit || c.temperatures;
   }
-  // An op with these logits, exact in every dtype, before scale and softcap: of linear ops column i
-  // of the weights holds those of token i, and the input is one.
+  // Makes an op with these logits, exact in every dtype, before scale and softcap. In linear ops
+  // column i of the weights holds those of token i, and the input is one.
   template <class Op>
   Problem<Op> of_rows(Case c, const Rows& logits, const std::vector<double>& target) {
     const auto tokens = static_cast<int64_t>(logits.size());
@@ -56,7 +56,8 @@ class TokenStatistics : public ConformanceTest {
     write(p.op.target, target);
     return p;
   }
-  // Loss and statistics: sums over rows so regular lose more than gradients are held to.
+  // Judges loss and statistics alone, because sums over rows so regular lose more than gradients
+  // are held to.
   template <class Op>
   Fields judged(const Problem<Op>& p, const std::string& what, Memory memory = Memory::minimum) {
     Outcome outcome = execute(device_, p.op, p.pool, {.memory = memory});
@@ -76,7 +77,7 @@ class TokenStatistics : public ConformanceTest {
   }
 };
 
-// Rows of which a rounded log-probability may come out above 0: those that hold next to nothing
+// A rounded log-probability may come out above 0 in these rows: those that hold next to nothing
 // beside the target, and those whose numbers are large.
 Rows peaked_rows(int64_t vocab, DType dtype) {
   const double large = dtype == DType::f16 ? 6e4 : 1e30;
@@ -92,7 +93,7 @@ Rows peaked_rows(int64_t vocab, DType dtype) {
     add(offset, -std::fabs(offset) - 40);
   }
   for (const double z : {large, -large}) add(z, z), add(z, -large), add(z, 0);
-  // Two, and three, that share the maximum.
+  // In these rows two columns, and three, share the maximum.
   rows.emplace_back(vocab, -50.0);
   rows.back()[0] = rows.back()[vocab - 1] = 3;
   rows.push_back(rows.back());
@@ -123,7 +124,7 @@ TEST_P(TokenStatistics, LogprobIsNeverAboveZero) {
   }
 }
 
-// Rows as a head makes them, of a target so far above that one rounding decides.
+// These rows are as a head makes them, with a target so far above that one rounding decides.
 TEST_P(TokenStatistics, LogprobOfTrainedRowsIsNeverAboveZero) {
   with_forward([&](auto op) {
     using Op = decltype(op);
@@ -166,7 +167,7 @@ TEST_P(TokenStatistics, LogprobKeepsNaN) {
   });
 }
 
-// Rows k of `part` have the logprob of rows[k] of `whole`, bit for bit.
+// Expects rows k of `part` to have the logprob of rows[k] of `whole`, bit for bit.
 void expect_logprob(const Field& whole, const Field& part, const std::vector<int64_t>& rows,
                     const std::string& what) {
   for (size_t k = 0; k < rows.size(); ++k) {
@@ -183,7 +184,7 @@ std::vector<int64_t> all_rows(int64_t tokens) {
   return rows;
 }
 
-// What may be asked for beside a log-probability.
+// These may be asked for beside a log-probability.
 const Setting kBeside[] = {
     {"nothing else", [](Case&) {}},
     {"the row", [](Case& c) { c.row_statistics = true; }},
@@ -199,8 +200,8 @@ const Setting kBeside[] = {
     {"temperatures of 1", [](Case& c) { c.temperatures = true; }},
 };
 
-// The forward op alone and the one with gradients, with each thing that may be asked beside it, in
-// the least memory and the recommended one.
+// The forward op alone and the one with gradients run with each thing that may be asked beside it,
+// in the least memory and the recommended one.
 TEST_P(TokenStatistics, LogprobHasTheSameBitsWhateverElseIsAsked) {
   for (const Setting& map : kAlone) {
     Case c{.op = op_, .shape = {70, 24, 421}, .dtype = dtype_};
@@ -244,7 +245,7 @@ TEST_P(TokenStatistics, LogprobHasTheSameBitsWhateverElseIsAsked) {
   }
 }
 
-// And beside kept state.
+// The same holds beside kept state.
 TEST_P(TokenStatistics, LogprobHasTheSameBitsBesideKeptState) {
   if (op_ != OpKind::linear_forward || !device_.keeps_state(dtype_)) return;
   for (const float softcap : {0.0f, 20.0f}) {
@@ -270,7 +271,8 @@ TEST_P(TokenStatistics, LogprobHasTheSameBitsBesideKeptState) {
   }
 }
 
-// Another place, other neighbours, another number of tokens, where `info` promises that.
+// A token has another place, other neighbours and another number of tokens beside it, where `info`
+// promises the same bits.
 TEST_P(TokenStatistics, HaveTheSameBitsInAnyBatch) {
   for (const bool every : {false, true}) {
     Case c = plain({70, 24, 421});
@@ -302,7 +304,7 @@ TEST_P(TokenStatistics, HaveTheSameBitsInAnyBatch) {
   }
 }
 
-// Logits a quarter apart, in any order, so that every dtype holds them and no error joins two.
+// Logits lie a quarter apart, in any order, so that every dtype holds them and no error joins two.
 Rows separated_rows(int64_t tokens, int64_t vocab) {
   Rows rows;
   Random random(11);
@@ -334,7 +336,7 @@ TEST_P(TokenStatistics, RankIsExactOnSeparatedLogits) {
         std::vector<double> target(tokens);
         for (int64_t i = 0; i < tokens; ++i) {
           const auto sign = [&](double z) { return scale < 0 ? -z : z; };
-          // The first for every third, else any.
+          // Every third row has its highest logit as target, the others any.
           int64_t t = i * 37 % vocab;
           for (int64_t j = 0; i % 3 == 0 && j < vocab; ++j) {
             if (sign(rows[i][j]) > sign(rows[i][t])) t = j;
@@ -356,14 +358,15 @@ TEST_P(TokenStatistics, RankIsExactOnSeparatedLogits) {
   }
 }
 
-// What equals the target's is not above it, wherever it lies: of powers of two no map rounds.
+// What equals the target's logit is not above it, wherever it lies; no map rounds powers of two.
 TEST_P(TokenStatistics, RankCountsNoTie) {
   with_forward([&](auto op) {
     using Op = decltype(op);
     constexpr int64_t vocab = 300;
     Rows rows(4, std::vector<double>(vocab, 2.0));
-    for (int64_t j = 0; j < vocab; j += 3) rows[1][j] = 4;                  // 100 above
-    for (int64_t j = 0; j < vocab; j += 3) rows[2][j] = j == 150 ? 2 : -1;  // none
+    for (int64_t j = 0; j < vocab; j += 3) rows[1][j] = 4;  // 100 columns are above the target
+    // no column is above the target
+    for (int64_t j = 0; j < vocab; j += 3) rows[2][j] = j == 150 ? 2 : -1;
     rows[3].assign(vocab, 0.0);
     Problem<Op> p = of_rows<Op>(plain({}), rows, {299, 1, 150, 7});
     const Fields fields = judged(p, "ties");
@@ -371,7 +374,8 @@ TEST_P(TokenStatistics, RankCountsNoTie) {
   });
 }
 
-// -1 where the token does not count; a number that indexes the vocabulary in a row that is NaN.
+// The rank is -1 where the token does not count, and some number that indexes the vocabulary in a
+// row that is NaN.
 TEST_P(TokenStatistics, RankOfRowsWithoutOne) {
   for (const DType index : {DType::i32, DType::i64}) {
     with_forward([&](auto op) {

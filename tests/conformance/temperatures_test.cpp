@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A temperature of each token: equal ones are the number bit for bit; one that no number may be
+// Each token has a temperature: equal ones are the number bit for bit; one that no number may be
 // makes its own row NaN and sets the fault word; that of a token without a part in the call is not
 // read.
 #include <algorithm>
@@ -14,7 +14,7 @@ constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
 class Temperatures : public ConformanceTest {
  protected:
-  // What is made of the logits before the temperature.
+  // This is done to the logits before the temperature.
   struct Map {
     float logit_scale, softcap;
     bool smoothing;
@@ -57,8 +57,8 @@ void give(Problem<Op>* p, const std::vector<double>& values, Layout layout = {})
       p->pool.add(DType::f32, {static_cast<int64_t>(values.size())}, values, layout);
 }
 
-// 1 too, which is no temperature at all. With every statistic and its gradient, in a workspace that
-// serves both calls.
+// 1 is among them, which is no temperature at all. Every statistic and its gradient is asked for,
+// in a workspace that serves both calls.
 TEST_P(Temperatures, EqualOnesAreTheNumber) {
   for (const Map& map : kMaps) {
     for (const float temperature : {1.0f, 0.7f, 3.0f}) {
@@ -112,7 +112,7 @@ TEST_P(Temperatures, EqualOnesAreTheNumberInTheLeastMemory) {
   });
 }
 
-// Bad ones, with the scale and the softcap that make them so where those matter.
+// These temperatures are bad, some only with this scale and softcap.
 struct Bad {
   const char* name;
   double temperature;
@@ -142,7 +142,7 @@ TEST_P(Temperatures, ABadOneIsNaNInItsRow) {
       c.saved_state = std::isnan(bad.temperature);
       Problem<Op> p = build<Op>(c);
       write(p.op.fault, {8});
-      // Every logit is finite at this one.
+      // Every logit is finite at this temperature.
       std::vector<double> values(kTokens, std::max<double>(1, std::ldexp(bad.logit_scale, -4)));
       give(&p, values);
       const Outcome before = judged(p, bad.name);
@@ -166,7 +166,8 @@ TEST_P(Temperatures, ABadOneIsNaNInItsRow) {
   }
 }
 
-// Without a fault word, and in the sums: a mean is NaN, as with a row of NaN logits.
+// There is no fault word here, and the row is in the sums: a mean is NaN, as with a row of NaN
+// logits.
 TEST_P(Temperatures, ABadOneIsNaNInTheMean) {
   for (const Reduction reduction : {Reduction::sum, Reduction::mean}) {
     with_loss_op([&](auto op) {
@@ -183,7 +184,7 @@ TEST_P(Temperatures, ABadOneIsNaNInTheMean) {
   }
 }
 
-// The ends of what is good.
+// These are the ends of what is good.
 TEST_P(Temperatures, ExtremesThatAreGood) {
   const Bad good[] = {{"steep", 1e-20},
                       {"the flattest", 1e37},
@@ -203,8 +204,8 @@ TEST_P(Temperatures, ExtremesThatAreGood) {
   }
 }
 
-// The tokens of which nothing is read: ignored, outside where that is ignored, and in Backward
-// those without an upstream gradient.
+// Nothing is read of these tokens: ignored ones, those outside where that is ignored, and in
+// Backward those without an upstream gradient.
 TEST_P(Temperatures, OfOtherTokensIsNotRead) {
   for (const Reduction reduction : {Reduction::none, Reduction::mean}) {
     with_loss_op([&](auto op) {
@@ -251,7 +252,7 @@ TEST_P(Temperatures, OfATokenWithoutGradientIsReadByForwardBackward) {
   });
 }
 
-// One a token, far apart, each row as if it were alone.
+// Each token has another temperature, far apart, and its row is as if it were alone.
 TEST_P(Temperatures, EachIsItsOwnRows) {
   with_loss_op([&](auto op) {
     using Op = decltype(op);

@@ -12,8 +12,8 @@
 namespace logitless::conformance {
 namespace {
 
-// Rounding to the alignment of a last buffer, whose last row may be a tile that the vocabulary does
-// not fill.
+// A last buffer is rounded to the alignment, and its last row may be a tile that the vocabulary
+// does not fill.
 constexpr uint64_t kSlack = 1024;
 
 class WorkspaceSizes : public ConformanceTest {
@@ -61,7 +61,7 @@ TEST_P(WorkspaceSizes, LessThanTheMinimumIsRefused) {
   }
 }
 
-// Asking is pure: no data is looked at. Without addresses the answer serves any.
+// Asking is pure, so no data is looked at. Without addresses the answer serves any.
 TEST_P(WorkspaceSizes, AskedWithoutData) {
   for (const Case& c : cases()) {
     const WorkspaceSize with_data = workspace_of(device_, c);
@@ -79,7 +79,7 @@ TEST_P(WorkspaceSizes, AskedWithoutData) {
       ASSERT_TRUE(status.ok()) << status.message();
       EXPECT_GE(without.minimum, std::max(with_data.minimum, unaligned.minimum));
       EXPECT_GE(without.recommended, std::max(with_data.recommended, unaligned.recommended));
-      if (device_.synchronous()) {  // whose plans do not look at addresses
+      if (device_.synchronous()) {  // a backend that does not enqueue plans without addresses
         EXPECT_EQ(without.minimum, with_data.minimum);
         EXPECT_EQ(without.recommended, with_data.recommended);
       }
@@ -122,8 +122,8 @@ TEST_P(WorkspaceSizes, OfTheLargestShapes) {
   }
 }
 
-// Changed bytes over runs that hand the work to the first and to the last thread, before two
-// different fills.
+// Returns where the last byte lies that a run changes. It runs with the work handed to the first
+// and to the last thread, over two different fills.
 uint64_t touched_end(const TestDevice& device, const Case& c, Memory memory, int threads,
                      uint64_t* given) {
   uint64_t end = 0;
@@ -140,10 +140,10 @@ uint64_t touched_end(const TestDevice& device, const Case& c, Memory memory, int
   return end;
 }
 
-// The minimum by any number of threads; the recommended one, which has room for eight, by eight and
-// more.
+// The minimum is touched by any number of threads; the recommended one, which has room for eight,
+// by eight and more.
 TEST_P(WorkspaceSizes, BytesAskedForAreBytesTouched) {
-  if (!device_.has_threads() && device_.synchronous()) return;  // the reference takes none
+  if (!device_.has_threads() && device_.synchronous()) return;  // the reference takes no workspace
   std::vector<std::pair<Memory, int>> runs{{Memory::minimum, 1}, {Memory::recommended, 1}};
   if (device_.has_threads()) {
     runs = {{Memory::minimum, 1},

@@ -45,7 +45,7 @@ TEST(Dispatch, AnUnknownTargetChangesNothing) {
   EXPECT_EQ(before, target_name());
 }
 
-// target_name() of a fresh process with LOGITLESS_CPU_TARGET set.
+// Returns target_name() of a fresh process with LOGITLESS_CPU_TARGET set.
 std::string target_with(const std::string& value) {
   const std::string self = std::filesystem::read_symlink("/proc/self/exe").string();
   std::FILE* pipe =

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Packing and products of every engine on every instruction set, against plain loops: exact on
-// small integers.
+// Packing and products of every engine on every instruction set are compared with plain loops,
+// exactly, on small integers.
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -23,14 +23,14 @@ struct Free {
 using Buffer = std::unique_ptr<char, Free>;
 Buffer aligned(int64_t bytes) {
   char* p = static_cast<char*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
-  std::memset(p, 0xff, (bytes + 63) / 64 * 64);  // NaN: what is not written shows
+  std::memset(p, 0xff, (bytes + 63) / 64 * 64);  // it is NaN, so what is not written shows
   return Buffer(p);
 }
 
 uint16_t bf16_of(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, 4);
-  return static_cast<uint16_t>(bits >> 16);  // exact for the small integers used here
+  return static_cast<uint16_t>(bits >> 16);  // it is exact for the small integers used here
 }
 uint16_t f16_of(float value) {
   uint16_t bits;
@@ -38,7 +38,7 @@ uint16_t f16_of(float value) {
   return bits;
 }
 
-// A matrix of small integers in any dtype and stride.
+// This is a matrix of small integers in any dtype and stride.
 struct Matrix {
   int64_t rows, columns;
   std::vector<float> value;  // [rows, columns]
@@ -76,7 +76,8 @@ std::vector<std::string> targets() {
   return list;
 }
 
-// Every (instruction set, bf16 arithmetic) this machine runs, as "AVX3_SPR_amx".
+// These are every (instruction set, bf16 arithmetic) that this machine runs, named like
+// "AVX3_SPR_amx".
 struct Kernel {
   std::string target;
   Arithmetic arithmetic;
@@ -199,7 +200,7 @@ TEST_P(GemmTest, ElementsDoNotDependOnTheirPanelOrOnTheBlocking) {
       }
       return std::vector<float>(out, out + rows * columns);
     };
-    // Values that do not add exactly: scale the integers by an odd fraction.
+    // The integers are scaled by an odd fraction, so that values do not add exactly.
     for (size_t i = 0; dtype == DType::f32 && i < x.memory.size(); i += 4) {
       float v;
       std::memcpy(&v, &x.memory[i], 4);

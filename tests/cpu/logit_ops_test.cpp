@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CPU's ops on given logits: random calls over every layout, dtype and option against the
-// reference's bounds; the same bits in place, with any workspace and any number of threads; nothing
-// outside an output or the workspace written.
+// Random calls of the CPU's ops on given logits, over every layout, dtype and option, keep the
+// reference's bounds, have the same bits in place, with any workspace and any number of threads,
+// and write nothing outside an output or the workspace.
 #include "logit_calls.h"
 
 #include <gtest/gtest.h>
@@ -38,7 +38,7 @@ void run_guarded(const Op& op, bool least, int32_t threads) {
   cpu::set_num_threads(0);
 }
 
-// Every output of the op, as bytes.
+// Returns every output of the op, as bytes.
 template <class Op>
 std::map<std::string, std::vector<char>> outputs(const Op& op) {
   std::map<std::string, std::vector<char>> all;
@@ -93,8 +93,8 @@ void compare(const Op& op, const reference::Result& expected,
   });
 }
 
-// One call: right, and the same bits however it is run. `output` is the op's view to write rows to,
-// null: none.
+// Checks that one call is right, and has the same bits however it is run. `output` is the op's view
+// to write rows to; it is null where there is none.
 template <class Op>
 void check(Op op, Memory* logits, Memory* output, TensorView Op::* output_field) {
   const reference::Result expected = reference::evaluate(op);
@@ -130,7 +130,7 @@ class LogitOps : public testing::TestWithParam<int> {
   template <class Op>
   void options(Op* op) {
     calls_->options(op, &pool_);
-    trace_.reset();  // traces are a stack
+    trace_.reset();  // traces are a stack, so this one ends first
     trace_ = std::make_unique<testing::ScopedTrace>(__FILE__, __LINE__,
                                                     shape_.name() + " " + calls_->text);
   }
@@ -230,7 +230,8 @@ TEST_P(LogitOps, Probabilities) {
   check(op, logits_.get(), output_.get(), &CrossEntropyForwardBackward::grad_logits);
 }
 
-// A token's loss and statistics alone are those among others, at another place, in another layout.
+// A token's loss and statistics alone are the same as among others, at another place, in another
+// layout.
 TEST(LogitOps, ARowIsItsOwn) {
   constexpr int64_t n = 40, v = 5000;
   Calls calls(1);
@@ -263,7 +264,7 @@ TEST(LogitOps, ARowIsItsOwn) {
   }
 }
 
-// An ignored row is not read: its pages need not exist in any sense, its NaN goes nowhere.
+// An ignored row is not read, so a NaN in it goes nowhere.
 TEST(LogitOps, IgnoredRowsAreZeroWhateverTheyHold) {
   for (const Layout layout : {Layout::dense, Layout::column_major, Layout::spread}) {
     constexpr int64_t n = 20, v = 33;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CPU's plans: what fits, what does not depend on the threads, and what the default promises.
+// These tests check the CPU's plans: what fits, what does not depend on the threads, and what the
+// default promises.
 #include "src/cpu/plan.h"
 
 #include <gtest/gtest.h>
@@ -20,7 +21,7 @@ LinearShape training(int64_t tokens, int64_t hidden, int64_t vocab, DType dtype 
           .grad_weight = true};
 }
 
-// Backward from kept state of so many columns.
+// Returns the shape of a Backward from kept state of so many columns.
 LinearShape later(LinearShape shape, int64_t kept) {
   shape.forward = false;
   shape.kept = kept;
@@ -65,7 +66,7 @@ TEST(Plan, ThreadsDoNotChangeTheDivisionOfWork) {
     for (const uint64_t given : {plan_linear(shape, 0, 1).bytes, bytes / 2, bytes, 4 * bytes}) {
       const LinearPlan one = plan_linear(shape, given, 1);
       for (const int64_t threads : {2, 3, 7, 64}) {
-        // The same workspace, and each count's own recommended one.
+        // Both take the same workspace, and each count its own recommended one.
         for (const uint64_t size : {given, recommended_plan(shape, threads).bytes}) {
           const LinearPlan many = plan_linear(shape, size, threads);
           const LinearPlan& want = size == given ? one : plan_linear(shape, bytes, 1);
@@ -156,8 +157,8 @@ TEST(Plan, SmallWorkspacesHaveStepsBetween) {
   }
 }
 
-// Parts of a slot recompute its logits each: threads that do not make up a part for every slot have
-// no lane.
+// Each part of a slot makes its logits again, so threads that do not make up a part for every slot
+// have no lane.
 TEST(Plan, RecomputingSharesSlotsEvenly) {
   for (LinearShape shape : heads) {
     shape.forward = false;
@@ -185,7 +186,7 @@ TEST(Plan, KeptStateTakesTheChunksOfAStoredPlanWithoutTheirLogits) {
   }
 }
 
-// A share leaves tiles to be made again: the memory of a plan that recomputes.
+// A share leaves tiles to be made again, which takes the memory of a plan that recomputes.
 TEST(Plan, AShareThatIsKeptSavesTimeAndNoMemory) {
   for (const LinearShape& shape : {heads[0], heads[2], heads[4]}) {
     const LinearPlan none = recommended_plan(later(shape, 0), 8);
@@ -210,8 +211,8 @@ TEST(Plan, NothingToDoHasAPlan) {
   }
 }
 
-// Shapes up to the largest that are allowed, on every kind of engine: what no machine can hold is
-// asked for in full and never as a small number, which a sum past 64 bits would be.
+// The shapes go up to the largest that are allowed, on every kind of engine: what no machine can
+// hold is asked for in full and never as a small number, which a sum past 64 bits would be.
 TEST(Plan, TheLargestShapesAskForWhatTheyTake) {
   constexpr int64_t most = int64_t{1} << 56, root = int64_t{1} << 28;
   constexpr Engine engines[] = {{Arithmetic::f32, 8, 32, 1, 4},

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the tests of the tokens share: views of vectors, guarded memory and a call of
+// The tests of the tokens share this: views of vectors, guarded memory and a call of
 // prepare_tokens.
 #pragma once
 
@@ -26,7 +26,7 @@ inline TensorView view(const std::vector<int64_t>& v) {
   return vector_view(v.data(), DType::i64, v.size());
 }
 
-// Memory of exactly the promised size between two guards.
+// This is memory of exactly the promised size between two guards.
 class Memory {
  public:
   explicit Memory(int64_t tokens, bool with_places = false)
@@ -44,7 +44,7 @@ class Memory {
   std::vector<uint8_t> all_;
 };
 
-// prepare_tokens, with the arrays copied out.
+// This is what prepare_tokens made, with the arrays copied out.
 struct Prepared {
   Status status;
   Tokens tokens;

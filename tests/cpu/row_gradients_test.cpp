@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gradients of a row against loops in double.
+// The gradients of a row are compared with loops in double.
 #include "row_kernels.h"
 
 #include <array>
@@ -9,7 +9,7 @@
 namespace logitless::cpu {
 namespace {
 
-// dz draw / dz of one column without its onehot, and the sum of its magnitudes.
+// Returns dz draw / dz of one column without its onehot, and the sum of its magnitudes.
 double gradient(const LogitMap& map, const RowGradient& g, double z, double c, double* magnitude) {
   const double log_p = z - g.reference - g.log_sum, p = std::exp(log_p);
   const double information = p == 0 ? 0 : g.entropy * p * (log_p + g.entropy_value);
@@ -50,10 +50,11 @@ TEST_P(RowKernels, GradientIsADoubleLoopAtEveryCount) {
   }
 }
 
-// What Forward keeps in bf16: exp(z - reference), rounded once, and the gradient that comes of it.
+// Forward keeps exp(z - reference) in bf16, rounded once; this checks it and the gradient that
+// comes of it.
 TEST_P(RowKernels, RoundedExponentialsGiveTheGradient) {
   const LogitMap map = logit_map({.logit_scale = -.7f, .temperature = .3f});
-  constexpr double rounding = 0x1p-8;  // half a unit of bf16 and the f32 steps beside it
+  constexpr double rounding = 0x1p-8;  // it is half a unit of bf16, and the f32 steps beside it
   for (const int64_t count : counts()) {
     std::vector<float> z = normal(count, 20);
     const std::vector<float> weight = normal(count, 1);
@@ -77,7 +78,8 @@ TEST_P(RowKernels, RoundedExponentialsGiveTheGradient) {
       exponentials_gradient(map, g, e.data(), reference, c, count, draw.data());
       for (int64_t j = 0; j < count; ++j) {
         double magnitude;
-        // Of the rounded exponential: the gradient's own steps are those of f32.
+        // The exact gradient is that of the rounded exponential, since the gradient's own steps are
+        // those of f32.
         const double told = reference + std::log(static_cast<double>(e[j]));
         const double exact = gradient(map, g, told, c != nullptr ? c[j] : 1, &magnitude);
         ASSERT_LE(std::fabs(draw[j] - exact), 16 * kU * magnitude + 1e-37)
@@ -124,7 +126,7 @@ TEST_P(RowKernels, KeptExponentialsGiveTheGradient) {
   }
 }
 
-// Random bits, numbers of every size, ties, subnormals, infinities and NaN.
+// Returns random bits, numbers of every size, ties, subnormals, infinities and NaN.
 class AnyFloat {
  public:
   float operator()() {
@@ -144,8 +146,8 @@ bool same_bits(float a, float b) {
   return (std::isnan(a) && std::isnan(b)) || std::memcmp(&a, &b, sizeof(a)) == 0;
 }
 
-// Vectors and numbers have one formula: what a kernel makes of an element is what dz_of makes of
-// the same p, which the kernel says itself where nothing else is asked for.
+// Vectors and numbers have one formula: a kernel makes of an element what dz_of makes of the same
+// p, which the kernel says itself where nothing else is asked for.
 TEST_P(RowKernels, AnElementOfAVectorIsThatOfANumber) {
   const bool fused = GetParam().rfind("SSE", 0) != 0;
   const auto one = [&](float own, float p, const RowGradient& g, float c, float log_p) {
@@ -237,13 +239,13 @@ TEST_P(RowKernels, TheTargetsGradientHoldsItsOnehot) {
 }
 
 TEST(TargetGradient, DoesNotCancelNearOne) {
-  // p = 1 - 1e-9: dz = -1e-9, which p in f32 would lose.
+  // With p = 1 - 1e-9 dz is -1e-9, which p in f32 would lose.
   const RowGradient g{.reference = 0, .log_sum = 1e-9f, .probability = 1, .onehot = 1};
   EXPECT_NEAR(target_gradient({}, g, 0, 1), -1e-9, 1e-15);
   EXPECT_EQ(target_gradient({}, {.probability = 1, .onehot = 1}, 0, 1), 0);
   EXPECT_EQ(target_gradient({}, g, -kInf, 1), -1);
   EXPECT_TRUE(std::isnan(target_gradient({}, g, kNan, 1)));
-  // A class of weight 0 has no onehot: P p, however small p.
+  // A class of weight 0 has no onehot, so dz is P p, however small p is.
   EXPECT_FLOAT_EQ(target_gradient({}, {.probability = .5f}, -40, 1), .5f * std::exp(-40.f));
 }
 

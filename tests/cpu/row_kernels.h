@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the tests of the row kernels share: every instruction set this machine runs, row lengths,
-// logit maps and their formulas in double.
+// The tests of the row kernels share this: every instruction set that this machine runs, row
+// lengths, logit maps and their formulas in double.
 #pragma once
 
 #include <gtest/gtest.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The row kernels' way forward against loops in double: the logit map, exp, maxima and sums of a
-// block, and blocks combined to a row.
+// The row kernels' way forward is compared with loops in double: the logit map, exp, maxima and
+// sums of a block, and blocks combined to a row.
 #include "row_kernels.h"
 
 #include <algorithm>
@@ -19,7 +19,7 @@ std::vector<std::string> targets() {
 INSTANTIATE_TEST_SUITE_P(Targets, RowKernels, testing::ValuesIn(targets()),
                          [](const auto& info) { return info.param; });
 
-// p = exp(z), with nothing else in the way.
+// Returns p = exp(z), with nothing else in the way.
 std::vector<float> exponentials(const std::vector<float>& x) {
   std::vector<float> y(x.size());
   gradient_block({}, {.probability = 1}, x.data(), nullptr, x.size(), y.data());
@@ -42,7 +42,7 @@ TEST_P(RowKernels, ExpIsWithinOneUlp) {
   }
   RecordProperty("max_error_ulp", std::to_string(worst));
   EXPECT_LT(worst, 1.2);
-  EXPECT_GT(worst, .4);  // the measure itself works
+  EXPECT_GT(worst, .4);  // if no error showed at all, the measure would be wrong
 }
 
 TEST_P(RowKernels, ExpAtItsEdges) {
@@ -121,7 +121,7 @@ TEST_P(RowKernels, ZeroTimesAnInfiniteLogitIsNaN) {
   }
 }
 
-// forward_block in double from the mapped logits it left behind.
+// Checks forward_block in double from the mapped logits that it left behind.
 void check_forward(const std::vector<float>& z, const std::vector<float>* weight,
                    const BlockState& state) {
   double m = -kInf, sum = 0, shifted = 0, weighted = 0, magnitude = 0;
@@ -180,14 +180,14 @@ TEST_P(RowKernels, FurtherSumsAreADoubleLoopAtEveryCount) {
   for (const int64_t count : counts()) {
     std::vector<float> z = normal(count, 5);
     for (const int64_t target : {int64_t{0}, count / 2, count - 1, count, int64_t{-1}}) {
-      // What the target's own column holds does not count.
+      // The target's own column does not count, whatever it holds.
       const bool here = target >= 0 && target < count;
       wants.target_logit = here ? std::nextafter(z[target], -kInf) : 1;
       wants.target = target;
       BlockState plain, state;
       MoreSums more;
       forward_block({}, z.data(), nullptr, nullptr, count, {}, &plain);
-      std::vector<float> e = z;  // and exponentials in place of the logits
+      std::vector<float> e = z;  // exponentials replace the logits here
       forward_block({}, e.data(), nullptr, nullptr, count, wants, &state, e.data(), &more);
       EXPECT_EQ(plain.sum, state.sum);
       double sum = 0, squares = 0, magnitude = 0;
@@ -307,7 +307,7 @@ TEST_P(RowKernels, MinusInfinityIsNoProbability) {
     EXPECT_EQ(state.maximum, -kInf);
     EXPECT_EQ(state.sum, 0);
     EXPECT_EQ(state.shifted_sum, 0);
-    EXPECT_EQ(state.weighted_sum, 0);  // weight 0 adds 0
+    EXPECT_EQ(state.weighted_sum, 0);  // a weight of 0 adds 0
     EXPECT_EQ(state.argmax, 0);
     z[count / 2] = 3;
     forward_block({}, z.data(), nullptr, nullptr, count, all, &state);
@@ -330,7 +330,7 @@ TEST_P(RowKernels, HugeLogitsDoNotOverflow) {
   EXPECT_EQ(state.shifted_sum, 0);
 }
 
-// A whole row through blocks of any size.
+// Takes a whole row through blocks of any size.
 RowState accumulate(std::vector<float> z, int64_t block, BlockWants wants) {
   RowAccumulator row = RowAccumulator::begin();
   for (size_t j = 0; j < z.size(); j += block) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The thread pool: every index once, lanes bounded, callers side by side and nested, forked
-// children, the default size.
+// These tests check the thread pool: every index runs once, lanes are bounded, callers run side by
+// side and nested, children are forked, and the default size is right.
 #include "src/cpu/thread_pool.h"
 
 #include <gtest/gtest.h>
@@ -27,7 +27,7 @@ extern "C" const char* __tsan_default_options() { return "die_after_fork=0"; }
 namespace logitless::cpu {
 namespace {
 
-// Runs `count` indices on the pool; true if each came exactly once.
+// Runs `count` indices on the pool; returns true if each came exactly once.
 bool each_index_once(int64_t count) {
   std::vector<std::atomic<int>> seen(count);
   const Executor& executor = default_executor();
@@ -59,7 +59,7 @@ TEST_F(ThreadPool, RunsEveryIndexOnceAtEveryThreadCount) {
 
 TEST_F(ThreadPool, UsesMoreThanOneThread) {
   set_num_threads(2);
-  // Each index waits for the other to start: only two threads can finish this.
+  // Each index waits for the other to start, so only two threads can finish this.
   struct Meeting {
     std::atomic<int> arrived{0};
     std::atomic<bool> met{true};
@@ -97,8 +97,8 @@ TEST_F(ThreadPool, NeverRunsMoreAtOnceThanItHasThreads) {
   }
 }
 
-// The signals that a thread's own instructions raise: blocked, they end the process before any
-// handler of the host's has run.
+// A thread's own instructions raise these signals; if they are blocked, they end the process before
+// any handler of the host's has run.
 constexpr int kFaults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS, SIGABRT};
 
 TEST_F(ThreadPool, WorkersBlockTheHostsSignalsButNotTheirOwnFaults) {
@@ -252,7 +252,7 @@ TEST_F(ThreadPool, ClampsAbsurdSizes) {
   EXPECT_GE(default_num_threads(), 1);
 }
 
-// Asks what default_num_threads() is in a fresh process with these variables.
+// Returns default_num_threads() of a fresh process with these variables.
 int default_with(const std::string& environment) {
   const std::string self = std::filesystem::read_symlink("/proc/self/exe").string();
   const std::string command = "env -u LOGITLESS_NUM_THREADS -u OMP_NUM_THREADS " + environment +
@@ -323,7 +323,7 @@ TEST_F(Cgroup, MissingOrMalformedFilesSetNoLimit) {
   write("a/cpu.max", "200000 0\n");
   EXPECT_EQ(cgroup_num_threads(membership.c_str(), root_.c_str()), 0);
   const std::string old = write("old", "2:cpu,cpuacct:/b\n1:,cpu:/c\n");
-  write("cpu/b/cpu.cfs_quota_us", "400000\n");  // without its period
+  write("cpu/b/cpu.cfs_quota_us", "400000\n");  // a quota without its period says nothing
   EXPECT_EQ(cgroup_num_threads(old.c_str(), root_.c_str()), 0);
   write("cpu/b/cpu.cfs_period_us", "nonsense\n");
   EXPECT_EQ(cgroup_num_threads(old.c_str(), root_.c_str()), 0);

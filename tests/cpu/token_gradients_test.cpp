@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The common factor of the gradients, and a row's coefficients relative to it.
+// These tests check the common factor of the gradients, and a row's coefficients relative to it.
 #include "prepared_tokens.h"
 
 #include <gmock/gmock.h>
@@ -34,7 +34,7 @@ TEST(Tokens, NoneScalesByAPowerOfTwoThatLosesNothing) {
   CrossEntropyBackward op{.target = view(target), .options = {.reduction = Reduction::none}};
   op.grad_loss = view(upstream);
   const Prepared p = prepare(op, 2);
-  ASSERT_THAT(p.row, ElementsAre(0, 1, 4));  // that of 0 is left out
+  ASSERT_THAT(p.row, ElementsAre(0, 1, 4));  // the token whose gradient is 0 is left out
   const float scale = p.tokens.gradient_scale;
   int exponent;
   EXPECT_EQ(std::frexp(scale, &exponent), .5f);
@@ -75,13 +75,13 @@ TEST(Tokens, ANanUpstreamStaysInItsRow) {
 TEST(Tokens, GradientsOfStatisticsJoinTheScale) {
   const std::vector<int64_t> target{0, -100, 1};
   const std::vector<float> grad_lse{0, 1e6f, -5}, grad_entropy{3, 0, 0}, zero{0, 0, 0};
-  CrossEntropyBackward op{.target = view(target)};  // mean of two
+  CrossEntropyBackward op{.target = view(target)};  // the mean is over two tokens
   op.grad_lse = view(grad_lse);
   op.grad_entropy = view(grad_entropy);
   Prepared p = prepare(op, 2);
   EXPECT_EQ(p.tokens.gradient_scale, 8);
   EXPECT_THAT(p.upstream, ElementsAre(1. / 16, 1. / 16));
-  // No gradient of the loss: the scale is theirs alone.
+  // The loss has no gradient, so the scale is that of the statistics alone.
   const float none = 0;
   op.grad_loss = scalar_view(&none, DType::f32);
   p = prepare(op, 2);
@@ -122,7 +122,7 @@ TEST(Tokens, HugeAndTinyWeightsMoveTheScale) {
   CrossEntropyForwardBackward op{.target = view(target), .options = {.normalizer = 3}};
   op.weights.token = view(weight);
   Prepared p = prepare(op, 2);
-  EXPECT_LT(p.upstream[0] * weight[0], 10000);  // fits f16 with room for the z-loss
+  EXPECT_LT(p.upstream[0] * weight[0], 10000);  // the product fits f16 with room for the z-loss
   EXPECT_EQ(p.upstream[0] * p.tokens.gradient_scale, 1.f / 3);
   weight = {1e-6f, 1e-7f};
   p = prepare(op, 2);
@@ -152,7 +152,7 @@ TEST(Tokens, AnEmptyMeanHasNoGradientOrNan) {
     op.target = view(none);
     Prepared p = prepare(op, 2);
     EXPECT_TRUE(p.tokens.empty_mean);
-    EXPECT_EQ(p.tokens.gradient_scale, 0);  // no token: zeros in both modes
+    EXPECT_EQ(p.tokens.gradient_scale, 0);  // without a token both modes give zeros
     op.target = view(weightless);
     op.weights.vocab = view(classes);
     p = prepare(op, 2);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which tokens count and what the mean divides by.
+// These tests check which tokens count and what the mean divides by.
 #include "prepared_tokens.h"
 
 #include <gmock/gmock.h>
@@ -35,7 +35,7 @@ TEST(Tokens, AnyInt64IgnoresEvenOneInRange) {
   op.target = view(wide);
   op.options.ignore_index = int64_t{1} << 40;
   EXPECT_THAT(prepare(op, 5).row, ElementsAre(1));
-  // The low 32 bits are not the index.
+  // The low 32 bits alone are not the index.
   op.options.ignore_index = 1;
   EXPECT_EQ(prepare(op, 5).status.code(), StatusCode::target_out_of_range);
 }
@@ -62,10 +62,10 @@ TEST(Tokens, WeightsOfAnyStrideFollowTheirToken) {
   const std::vector<float> token_weights{7, 8};
   CrossEntropyForward op{.target = view(target)};
   op.target.shape[0] = 3;
-  op.target.stride[0] = 2;  // 2, -100, 0
+  op.target.stride[0] = 2;  // the view then reads 2, -100, 0
   op.weights.vocab = view(classes);
   op.weights.vocab.shape[0] = 3;
-  op.weights.vocab.stride[0] = 2;  // .5, 2, 3
+  op.weights.vocab.stride[0] = 2;  // the view then reads .5, 2, 3
   op.weights.token = view(token_weights);
   op.weights.token.shape[0] = 3;
   op.weights.token.stride[0] = 0;
@@ -73,7 +73,7 @@ TEST(Tokens, WeightsOfAnyStrideFollowTheirToken) {
   const Prepared p = prepare(op, 3);
   EXPECT_THAT(p.target_weight, ElementsAre(3, .5f));
   EXPECT_THAT(p.token_weight, ElementsAre(7, 7));
-  EXPECT_EQ(p.tokens.normalizer, 3.5);  // token weights never enter
+  EXPECT_EQ(p.tokens.normalizer, 3.5);  // token weights never enter the normalizer
   EXPECT_EQ(p.tokens.constants.class_weight_sum, 5.5f);
   EXPECT_EQ(p.tokens.constants.smoothing_per_class, .25f / 3);
   EXPECT_EQ(p.tokens.constants.smoothing, .25f);
@@ -175,7 +175,7 @@ TEST(Tokens, ABadTemperatureIsNanAndAFault) {
   op.weights.temperature = view(temperatures);
   op.fault = vector_view(&fault, DType::i32, 1);
   Prepared p = prepare(op, 2);
-  EXPECT_EQ(fault, 8);  // nobody reads that of an ignored token
+  EXPECT_EQ(fault, 8);  // nobody reads the temperature of an ignored token
   const LogitMap number = logit_map(op.options);
   EXPECT_EQ(map_of(number, p.tokens, 0).temperature, 2);
   EXPECT_EQ(map_of(number, p.tokens, 2).inv_temperature, 2);

@@ -9,9 +9,10 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-FAT_BINARY = struct.pack("<IHH", 0xBA55ED50, 1, 16)  # magic, version and its header's length
-PTX, ELF = 1, 2  # what an entry of a fat binary is
-NOBITS = 8  # the type of a section that is a size alone
+# These are the magic number, the version and its header's length.
+FAT_BINARY = struct.pack("<IHH", 0xBA55ED50, 1, 16)
+PTX, ELF = 1, 2  # an entry of a fat binary is one of these
+NOBITS = 8  # a section of this type is a size alone
 
 
 class Broken(Exception):
@@ -22,8 +23,8 @@ class Image(NamedTuple):
     """What was compiled for one architecture from one source."""
 
     kind: int
-    architecture: str  # "sm_90a", and "compute_80" of PTX
-    offset: int  # in the file, for those who want to write there
+    architecture: str  # it is "sm_90a", or "compute_80" for PTX
+    offset: int  # it is counted in the file, for those who want to write there
     data: bytes
 
 
@@ -34,7 +35,7 @@ class Section(NamedTuple):
     size: int
     link: int
     info: int
-    header: int  # where its header is, in the ELF file
+    header: int  # its header lies there in the ELF file
     offset: int
     data: bytes
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Our declarations of cuBLASLt are NVIDIA's: compiled, and never run, where its header is found.
+// Our declarations of cuBLASLt are NVIDIA's: this is compiled, and never run, where its header is
+// found.
 #include <cublasLt.h>
 
 #include <cstddef>
@@ -36,7 +37,7 @@ static_assert(offsetof(HeuristicResult, workspace_bytes) == offsetof(Theirs, wor
 static_assert(offsetof(HeuristicResult, state) == offsetof(Theirs, state));
 static_assert(offsetof(HeuristicResult, waves) == offsetof(Theirs, wavesCount));
 
-// The same arguments: theirs are enums and handles of the same size.
+// The arguments are the same where theirs are enums and handles of the same size.
 template <class>
 inline constexpr int arguments = -1;
 template <class Result, class... Arguments>

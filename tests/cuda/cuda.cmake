@@ -1,4 +1,5 @@
-# What only the CUDA backend has: its tests on a device, and those of its planners and its host code, which need none.
+# Only the CUDA backend has these tests: those on a device, and those of its planners and its host
+# code, which need none.
 if(NOT LOGITLESS_WITH_CUDA)
   return()
 endif()
@@ -28,7 +29,7 @@ add_device_test(CudaKept 1)
 add_device_test(KeptTokens 1)
 add_device_test(CudaKernels 1)
 add_device_test(CudaKernelNames 1)
-# Without a device: machines that answer as the tests say.
+# These need no device: machines answer as the tests say.
 add_executable(cuda_recorded_test cuda/recorded_test.cpp cuda/recorded_ops_test.cpp support/allocation_count.cpp)
 link_conformance(cuda_recorded_test)
 target_link_libraries(cuda_recorded_test PRIVATE GTest::gtest_main)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What CUDA promises beyond the contract's common part: calls that enqueue and do not wait, that a
-// graph may capture, from any thread, and that leave the caller's device and errors as they were.
+// CUDA promises this beyond the contract's common part: calls enqueue and do not wait, a graph may
+// capture them, from any thread, and they leave the caller's device and errors as they were.
 #include <atomic>
 #include <chrono>
 #include <thread>
@@ -71,7 +71,8 @@ void expect_no_wait(Resident<Op>& resident, const Problem<Op>& p, const TestDevi
   EXPECT_TRUE(result.ok()) << result.report;
 }
 
-// First in this file: nothing of the backend has run yet where this process began with it.
+// This comes first in the file, so that nothing of the backend has run yet where this process began
+// with it.
 TEST_P(Cuda, AfterWarmupTheFirstCallDoesNotWait) {
   if (is_linear(op_)) {
     std::printf("[ not promised ] cuda: cuBLASLt loads its kernels at a product's first run\n");
@@ -97,12 +98,12 @@ TEST_P(Cuda, WarmupLoadsEveryFilesKernels) {
   ASSERT_TRUE(status.ok()) << status.message();
   std::printf("[ kernels  ] %d in %d files\n", loaded.kernels, loaded.files);
   EXPECT_GT(loaded.files, 0);
-  EXPECT_GT(loaded.kernels, 2 * loaded.files);  // the one that names a file, and the file's own
+  EXPECT_GT(loaded.kernels, 2 * loaded.files);  // a file has the kernel that names it, and its own
   EXPECT_EQ(warmup({.device = {DeviceType::cuda, 4096}}).code(), StatusCode::wrong_device);
 }
 
 cudaGraphExec_t capture(cudaStream_t stream, const std::function<Status()>& run) {
-  // Global: what a capture forbids anywhere in the process fails here.
+  // With the global mode, what a capture forbids anywhere in the process fails here.
   EXPECT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), cudaSuccess);
   const Status status = run();
   EXPECT_TRUE(status.ok()) << status.message();
@@ -115,7 +116,8 @@ cudaGraphExec_t capture(cudaStream_t stream, const std::function<Status()>& run)
   return executable;
 }
 
-// Replayed, a captured call gives the bits of a direct one, from the inputs as they are then.
+// A captured call that is replayed gives the bits of a direct one, from the inputs as they are
+// then.
 TEST_P(Cuda, AGraphReplaysTheCall) {
   ASSERT_TRUE(warmup(device_.execution()).ok());
   with_resident({plain(), everything(), everything({1, 33, 40})}, [&](auto& p, auto& resident) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How Hopper's kernels share out their tiles: arithmetic that needs no GPU.
+// Hopper's kernels share out their tiles by arithmetic that needs no GPU, which is tested here.
 #include <algorithm>
 #include <array>
 #include <set>
@@ -73,7 +73,8 @@ TEST(CudaCut, TakesEveryStepOfEveryTileOnce) {
         const sm90::Cut cut = sm90::cut_tiles(tiles, depth, clusters, slots);
         EXPECT_LE(cut.slots(), slots);
         EXPECT_LE(cut.steps(clusters), (tiles + clusters - 1) / clusters * depth);
-        std::vector<int> done(static_cast<size_t>(tiles), 0);  // steps, in order from the first
+        // A tile's steps are done in order, from the first one.
+        std::vector<int> done(static_cast<size_t>(tiles), 0);
         for (int item = 0; item < cut.items(); ++item) {
           int& steps = done.at(static_cast<size_t>(cut.tile(item)));
           EXPECT_EQ(cut.begin(item), steps);
@@ -86,7 +87,8 @@ TEST(CudaCut, TakesEveryStepOfEveryTileOnce) {
   }
 }
 
-// Both products at once: every cluster has one, and grad_input no more slots than there are.
+// Both products run at once: every cluster has one of them, and grad_input takes no more slots than
+// there are.
 TEST(CudaCut, SharesTheClusters) {
   for (const int clusters : {2, 3, 9, 66, 72}) {
     for (const int slots : {0, 7, 32, 132}) {
@@ -104,7 +106,7 @@ TEST(CudaCut, SharesTheClusters) {
 }
 
 TEST(CudaCut, FillsTheLastRound) {
-  // Llama-3's grad_input: 352 tiles, 5.33 rounds of 66 clusters.
+  // Llama-3's grad_input has 352 tiles, 5.33 rounds of 66 clusters.
   const sm90::Cut cut = sm90::cut_tiles(352, 2004, 66, 132);
   EXPECT_EQ(cut.tail, 22);
   EXPECT_EQ(cut.slices, 3);

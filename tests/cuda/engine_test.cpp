@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How an engine comes to its calls: a toy one of these tests, on host memory and a device that is
-// assumed, in front of the portable one.
+// An engine comes to its calls as these tests show with a toy one, on host memory and a device that
+// is assumed, in front of the portable one.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t toy_vocab = 5, toy_multiprocessors = 3;
 
-// The mean loss of f32 heads of five columns, on devices of three multiprocessors.
+// The toy makes the mean loss of f32 heads of five columns, on devices of three multiprocessors.
 class Toy final : public Engine {
  public:
   const char* name() const override { return "toy"; }
@@ -131,9 +131,9 @@ TEST(CudaEngine, ItRunsWhatItPlanned) {
   const LinearPlan plan = on(*engine, call.shape).plan(1 << 20);
   std::vector<char> workspace(plan.bytes);
   engine->run(call, plan, workspace.data(), toy_device, nullptr);
-  EXPECT_NEAR(head.loss, 1.6094, 1.5);  // about log V
+  EXPECT_NEAR(head.loss, 1.6094, 1.5);  // the loss is about log V
   const float first = head.loss;
-  head.weight[0] += 1;  // the first target's own logit
+  head.weight[0] += 1;  // this raises the first target's own logit
   engine->run(call, plan, workspace.data(), toy_device, nullptr);
   EXPECT_LT(head.loss, first);
 }
@@ -165,7 +165,7 @@ TEST(CudaEngine, ARowReferenceIsTheMaximumWhereItIsPromised) {
   }
 }
 
-// Of LOGITLESS_CUDA_KERNELS.
+// LOGITLESS_CUDA_KERNELS gives the name.
 TEST(CudaEngine, ANameLeavesTheOthersOut) {
   const DeviceInfo named{.major = 9, .multiprocessors = 132, .kernels = "portable"};
   EXPECT_STREQ(engine_for(named).name(), "portable");

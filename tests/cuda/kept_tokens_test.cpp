@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kept state of more tokens than one launch prepares (src/cuda/tokens/tokens.h), of which most have
-// no gradient.
+// State is kept of more tokens than one launch prepares (src/cuda/tokens/tokens.h), of which most
+// have no gradient.
 #include "src/cuda/tokens/tokens.h"
 #include "tests/support/kept.h"
 

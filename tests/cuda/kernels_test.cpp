@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every kernel of Hopper's own, each at a ragged shape that is small enough for compute-sanitizer
+// Every kernel of Hopper's own runs at a ragged shape that is small enough for compute-sanitizer
 // (scripts/sanitize-device runs these): several tiles, of which the last ones are not whole, more
 // than one row of clusters, tiles cut into slices, panels in grad_weight's memory.
 #include <cuda.h>
@@ -24,7 +24,7 @@ namespace {
 struct Ragged {
   const char* name;
   Case call;
-  double share;  // of the way from the minimum to the recommended workspace
+  double share;  // it is the way from the minimum to the recommended workspace, as a share
 };
 
 Case linear(OpKind op, DType dtype, Shape shape) {
@@ -51,7 +51,7 @@ Case capped_alone(Case c) {
   c.options.softcap = 20;
   return c;
 }
-Case capped(Case c) {  // with smoothing: E becomes dz in its place
+Case capped(Case c) {  // with smoothing E becomes dz in its place
   c.options.softcap = 20;
   return smoothed(c);
 }
@@ -79,7 +79,8 @@ std::vector<Ragged> ragged_losses() {
   return {
       {"loss_bf16", ignored(linear(loss, bf16, tiles)), 1},
       {"loss_without_copy_bf16", ignored(linear(loss, bf16, tiles)), 0},
-      {"loss_without_copy_deep_bf16", ignored(linear(loss, bf16, deep)), 0},  // the ring, often
+      // The depth is so large that the ring of stages goes round often.
+      {"loss_without_copy_deep_bf16", ignored(linear(loss, bf16, deep)), 0},
       {"loss_f16", linear(loss, f16, tiles), 1},
       {"loss_with_bias_bf16", ignored(biased(linear(loss, bf16, tiles))), 1},
       {"loss_smoothed_alone_bf16", smoothed_alone(linear(loss, bf16, tiles)), 1},
@@ -229,7 +230,7 @@ std::set<std::string> kernels_of(const TestDevice& device, const Ragged& r) {
   return names;
 }
 
-// All that were compiled for the device.
+// Names all kernels that were compiled for the device.
 std::set<std::string> compiled_kernels() {
   std::set<std::string> names;
   for (const cuda::KernelFile* f = cuda::KernelFile::first(); f != nullptr; f = f->next()) {
@@ -252,7 +253,7 @@ std::set<std::string> compiled_kernels() {
 
 bool of_hopper(const std::string& name) { return name.find("sm90::") != std::string::npos; }
 
-// Names of kernels are the driver's from CUDA 12.3 on; only Hopper has kernels of its own.
+// The driver names kernels from CUDA 12.3 on, and only Hopper has kernels of its own.
 bool names_kernels(const TestDevice& device) {
   const cuda::DeviceInfo* info = nullptr;
   return cuda::find_device(device.execution().device.index, &info).ok() &&

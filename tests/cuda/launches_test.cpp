@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a call puts on its stream on CUDA: few kernels and nothing else, since each costs the host
-// two microseconds; and tokens by the thousands, which are prepared in more than one launch.
+// A call puts this on its stream on CUDA: few kernels and nothing else, since each costs the host
+// two microseconds. Tokens by the thousands are prepared in more than one launch.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -22,7 +22,7 @@ class CudaLaunches : public ConformanceTest {
   }
 };
 
-// The kinds of the nodes of a graph made of one call.
+// Counts the nodes of a graph made of one call, by their kind.
 template <class F>
 std::map<cudaGraphNodeType, int> nodes_of(cudaStream_t stream, F&& run) {
   EXPECT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), cudaSuccess);
@@ -65,8 +65,8 @@ int most_launches(OpKind op, bool own_products) {
   return 0;
 }
 
-// Kernels of this library's, and products of the matrix library's: one kernel each, or two where
-// it cuts the depth.
+// A call launches kernels of this library's, and products of the matrix library's, which are one
+// kernel each, or two where it cuts the depth.
 struct Launches {
   int64_t kernels = 0, products = 0;
 };
@@ -75,7 +75,8 @@ struct Launches {
 // reads it, and panels of E or dz with their two products.
 Launches launches_of(const cuda::LinearShape& s, const cuda::LinearPlan& plan) {
   const auto pieces = [](int64_t n, int64_t size) { return n == 0 ? 0 : (n + size - 1) / size; };
-  Launches all{.kernels = 1 + (plan.grad_weight_sum ? 1 : 0)};  // tokens; the rounded sum
+  // One kernel prepares the tokens, another rounds the sum.
+  Launches all{.kernels = 1 + (plan.grad_weight_sum ? 1 : 0)};
   for (int64_t first = 0; first < s.tokens; first += plan.token_chunk) {
     const int64_t rows = std::min(plan.token_chunk, s.tokens - first);
     const auto logits = [&](int64_t columns) {
@@ -83,11 +84,12 @@ Launches launches_of(const cuda::LinearShape& s, const cuda::LinearPlan& plan) {
       all.kernels += blocks;
       all.products += blocks;
     };
-    all.kernels += 2;  // the input gathered, the rows' states
+    all.kernels += 2;  // one gathers the input, one makes the rows' states
     if (s.forward) logits(s.vocab);
     if (!s.gradients()) continue;
     const bool mixed = plan.stored_columns > 0 && plan.stored_columns < s.vocab;
-    if (plan.stored_columns > 0) {  // E made dz, extra rows, grad_weight
+    // Two kernels make dz of E and the extra rows, a product makes grad_weight.
+    if (plan.stored_columns > 0) {
       all.kernels += 2;
       all.products += 1;
     }
@@ -101,7 +103,7 @@ Launches launches_of(const cuda::LinearShape& s, const cuda::LinearPlan& plan) {
       all.kernels += mixed ? 2 : 1;
       all.products += 2;
     }
-    all.kernels += 1;  // grad_input from its sum
+    all.kernels += 1;  // one kernel makes grad_input from its sum
     all.products += mixed ? 1 : 0;
   }
   return all;
@@ -145,7 +147,8 @@ TEST_P(CudaLaunches, APlainCallIsAFewKernelsAndNothingElse) {
   }
 }
 
-// Around those of a block, those that one launch prepares, and far beyond.
+// The numbers of tokens lie around a block's and around those that one launch prepares, and far
+// beyond.
 TEST_P(CudaLaunches, ThousandsOfTokensCountAndLieInOrder) {
   if (op_ == OpKind::softmax) return;
   for (const int64_t tokens : {1023, 1025, 8192, 20011, 65536, 65537, 90001}) {

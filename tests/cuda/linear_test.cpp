@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What CUDA's linear ops treat apart: a row whose gradient's factor f32 would lose, accumulation
+// CUDA's linear ops treat these apart: a row whose gradient's factor f32 would lose, accumulation
 // over no token at all, panels that lie in grad_weight's memory.
 #include <cmath>
 
@@ -26,7 +26,8 @@ class CudaLinear : public ConformanceTest {
       }
     });
   }
-  // A call in `share` of the workspace that is recommended beside what is wanted of it.
+  // Compares a call with the reference, in `share` of the workspace that is recommended beyond the
+  // least.
   template <class Op>
   Comparison compared(const Problem<Op>& p, const WorkspaceSize& size, double share,
                       const reference::Result& want) const {
@@ -54,8 +55,8 @@ void make_faint(const Op& op, int64_t row) {
   write(op.weights.token, token_weight);
 }
 
-// f32 and bf16: beside rows of weight 1 its dz, 1e-22 of theirs, is below what f16 has a number
-// for.
+// This is for f32 and bf16: beside rows of weight 1 the row's dz, 1e-22 of theirs, is below what
+// f16 has a number for.
 TEST_P(CudaLinear, ARowOfAVanishingFactorIsMadeAgain) {
   if (dtype_ == DType::f16) return;
   constexpr int64_t row = 5, hidden = 64;
@@ -83,7 +84,8 @@ TEST_P(CudaLinear, ARowOfAVanishingFactorIsMadeAgain) {
   });
 }
 
-// A gradient that is there stays, subnormal numbers too, which an addition in memory may flush.
+// A gradient that is there stays, and so do subnormal numbers, which an addition in memory may
+// flush.
 TEST_P(CudaLinear, AddingOverNoTokenLeavesWhatIsThere) {
   for (const int64_t hidden : {9, 64, 200}) {
     Case c{.op = op_, .shape = {33, hidden, 300}, .dtype = dtype_, .bias_dtype = dtype_};
@@ -100,7 +102,7 @@ TEST_P(CudaLinear, AddingOverNoTokenLeavesWhatIsThere) {
         const Outcome got = execute(device_, p.op, p.pool,
                                     {.memory = Memory::exact, .bytes = bytes_of(size, share)});
         ASSERT_TRUE(got.status.ok()) << got.status.message();
-        // Doubles hold every f32, and neither tensor holds a zero: equal values are equal bits.
+        // Doubles hold every f32, and neither tensor holds a zero, so equal values are equal bits.
         EXPECT_EQ(got.fields.at("grad_weight").value, weight) << hidden << ", share " << share;
         EXPECT_EQ(got.fields.at("grad_bias").value, bias) << hidden << ", share " << share;
       }
@@ -108,9 +110,9 @@ TEST_P(CudaLinear, AddingOverNoTokenLeavesWhatIsThere) {
   }
 }
 
-// Of products that are 0 nothing makes good for what the softcap's tanh is off: one column's bias,
-// which alone the row's reference and the lse are made of, through all of tanh's ranges, and many
-// times where a form by exp would be beyond the bound in one case of fifty.
+// Where products are 0 nothing makes good for the tanh's error. The row's reference and the lse are
+// made of one column's bias alone, which goes through all of tanh's ranges, and many times where a
+// form by exp would be beyond the bound in one case of fifty.
 TEST_P(CudaLinear, ACappedLogitThatItsBiasCarries) {
   if (op_ != OpKind::linear_forward_backward || dtype_ == DType::f16) return;
   Case c{.op = op_, .shape = {3, 64, 40}, .dtype = dtype_, .bias_dtype = DType::f32};
@@ -118,8 +120,9 @@ TEST_P(CudaLinear, ACappedLogitThatItsBiasCarries) {
   c.wants_grad_input = c.wants_grad_weight = false;
   c.options.softcap = 30;
   std::vector<double> sizes;
-  for (int i = 1; i <= 40; ++i) sizes.push_back(2.1 * i);              // up to tanh 2.8
-  for (int i = 0; i < 600; ++i) sizes.push_back(18.001 + 0.0041 * i);  // tanh 0.6 to 0.68
+  for (int i = 1; i <= 40; ++i) sizes.push_back(2.1 * i);  // these sizes go up to tanh 2.8
+  // These sizes go from tanh 0.6 to 0.68.
+  for (int i = 0; i < 600; ++i) sizes.push_back(18.001 + 0.0041 * i);
   with_problem(c, [&](auto& p, const WorkspaceSize& size) {
     write(p.op.input, std::vector<double>(3 * 64, 0));
     write(p.op.target, std::vector<double>(3, 1));
@@ -133,8 +136,8 @@ TEST_P(CudaLinear, ACappedLogitThatItsBiasCarries) {
   });
 }
 
-// All logits of a row alike and a little above -cap, under smoothing: E, just above 1, and dz are
-// rounded by as much as can be, and alike in all columns, so that what E does not tell of the
+// All logits of a row are alike and a little above -cap, under smoothing. E, just above 1, and dz
+// are rounded by as much as can be, and alike in all columns, so that what E does not tell of the
 // softcap's slope (sm90/near_cap.cuh) shows in grad_input: kept up to 0.9375 of the cap, E left an
 // eleventh of these rows beyond the bound.
 TEST_P(CudaLinear, RowsOfLogitsNearTheCap) {
@@ -157,7 +160,8 @@ TEST_P(CudaLinear, RowsOfLogitsNearTheCap) {
       for (int64_t j = 0; j < vocab; ++j) {
         double* row = &weight[j * hidden];
         row[0] = row[1] = -1;
-        row[j == 0 ? 2 : 3] = j == 0 ? -1 : 1;  // the target's lower; the others' sum of dz
+        // Column 2 lowers the target's logit, column 3 sums the others' dz.
+        row[j == 0 ? 2 : 3] = j == 0 ? -1 : 1;
       }
       write(p.op.input, input);
       write(p.op.weight, weight);
@@ -168,8 +172,8 @@ TEST_P(CudaLinear, RowsOfLogitsNearTheCap) {
   }
 }
 
-// A softcap under smoothing: E becomes dz in its place, and grad_bias its columns' sums; of several
-// slabs of rows and more columns than their sums have room for at a time.
+// Under a softcap and smoothing E becomes dz in its place, and grad_bias its columns' sums. There
+// are several slabs of rows, and more columns than their sums have room for at a time.
 TEST_P(CudaLinear, BiasGradientOfLogitsUnderACapAndSmoothing) {
   if (op_ != OpKind::linear_forward_backward || dtype_ != DType::bf16) return;
   Case c{.op = op_,
@@ -183,11 +187,12 @@ TEST_P(CudaLinear, BiasGradientOfLogitsUnderACapAndSmoothing) {
          .wants_grad_bias = true};
   c.options.softcap = 20;
   c.options.label_smoothing = 0.1f;
-  for (const Data data : {Data::normal, Data::large}) {  // usual, and near the cap
+  for (const Data data : {Data::normal, Data::large}) {  // the logits are usual, or near the cap
     c.data = data;
     with_problem(c, [&](auto& p, const WorkspaceSize& size) {
       const reference::Result want = expected(device_, p.op, p.model);
-      for (const double share : {1.0, 3.0}) {  // chunks of one slab; all rows at once
+      // The shares take chunks of one slab, or all rows at once.
+      for (const double share : {1.0, 3.0}) {
         const Comparison result = compared(p, size, share, want);
         EXPECT_TRUE(result.ok()) << result.report << share;
       }
@@ -195,7 +200,7 @@ TEST_P(CudaLinear, BiasGradientOfLogitsUnderACapAndSmoothing) {
   }
 }
 
-// A vocabulary of many panels, more than the workspace holds: on Hopper rows of grad_weight that
+// The vocabulary has many panels, more than the workspace holds: on Hopper rows of grad_weight that
 // are not written yet hold E and dz of columns before them, and the scaled input.
 TEST_P(CudaLinear, PanelsInGradWeightsMemory) {
   if (dtype_ == DType::f32) return;
@@ -212,7 +217,7 @@ TEST_P(CudaLinear, PanelsInGradWeightsMemory) {
   smoothed.ignored = 0.3;
   Case capped = smoothed;
   capped.options.softcap = 20;  // E becomes dz in its place
-  Case full = smoothed;         // the smoothing's term alone against p: of E in two parts once
+  Case full = smoothed;         // the smoothing's term stands alone against p
   full.options.label_smoothing = 1;
   Case at_cap = capped;  // most logits are the cap
   at_cap.data = Data::large;

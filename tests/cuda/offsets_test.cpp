@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dense matrices of more than 2^31 and 2^32 elements on CUDA. Their rows repeat with prime periods,
-// so that what a few tokens and columns must be is known without holding the whole on the host.
+// These are dense matrices of more than 2^31 and 2^32 elements on CUDA. Their rows repeat with
+// prime periods, so that what a few tokens and columns must be is known without holding the whole
+// on the host.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -33,7 +34,7 @@ class CudaOffsets : public testing::TestWithParam<std::string> {
     view.device = device_.tensors();
     return view;
   }
-  // [rows, columns] of which row i is row i modulo `period` of the values given.
+  // Makes a tensor [rows, columns] whose row i is row i modulo `period` of the values given.
   TensorView periodic(DType dtype, int64_t rows, int64_t columns, int64_t period,
                       const Values& values) {
     const auto size = static_cast<size_t>(size_of(dtype));
@@ -96,7 +97,7 @@ Values rounded(DType dtype, Values values) {
   return values;
 }
 
-// Rows at the edges of 2^31 and 2^32 elements, and elsewhere.
+// Returns rows at the edges of 2^31 and 2^32 elements, and elsewhere.
 std::vector<int64_t> spots(int64_t rows, int64_t columns) {
   std::vector<int64_t> all{0, 1, rows / 3, rows - 1};
   for (const int64_t edge : {int64_t{1} << 31, int64_t{1} << 32}) {
@@ -138,8 +139,9 @@ TEST_P(CudaOffsets, LogitsOfMoreThan2To32Elements) {
   }
 }
 
-// input row i = x of i modulo the number of kinds, weight row j = w of j modulo the rows of w;
-// every column has a bias of its own, or none has: a plain call, of Hopper's own kernels.
+// Row i of the input is x of i modulo the number of kinds, row j of the weight is w of j modulo the
+// rows of w. Every column has a bias of its own, or none has: then the call is plain and runs
+// Hopper's own kernels.
 struct Head {
   int64_t tokens, hidden, vocab, kinds, period;
   Values x, w, bias, lse{};  // [kinds, hidden] [period, hidden] [vocab] [kinds]
@@ -175,7 +177,7 @@ struct Head {
     }
     return z;
   }
-  // Sums and the sums of their magnitudes.
+  // These are sums, and the sums of their magnitudes.
   struct Sums {
     Values value, magnitude;
     void add(double factor, const double* row) {
@@ -212,8 +214,8 @@ struct Head {
   }
 };
 
-// Two roundings to bf16 of every summand and one of the sum, and as much again: far from what a
-// neighbour's number would be.
+// Allows two roundings to bf16 of every summand and one of the sum, and as much again, which is far
+// from what a neighbour's number would be.
 void expect_near(const Values& got, const Head::Sums& want, const std::string& what) {
   for (size_t d = 0; d < got.size(); ++d) {
     ASSERT_LE(std::fabs(got[d] - want.value[d]), 0.016 * want.magnitude[d])
@@ -243,7 +245,7 @@ class CudaHeads : public CudaOffsets {
     ASSERT_NO_FATAL_FAILURE(run(op, memory));
     expect_right(head, op);
   }
-  // Reads what is there after a run.
+  // Judges what is there after a run.
   void expect_right(const Head& head, const LinearCrossEntropyForwardBackward& op) {
     std::vector<int64_t> tokens = spots(head.tokens, head.vocab);
     std::vector<int64_t> columns = spots(head.vocab, head.hidden);
@@ -298,7 +300,7 @@ TEST_P(CudaHeads, WeightsOfMoreThan2To31Elements) {
   }
 }
 
-// Exponentials of the whole block held, and in chunks.
+// Exponentials of the whole block are held, or those of chunks.
 TEST_P(CudaHeads, LogitsOfMoreThan2To31ElementsNeverHeldByTheCaller) {
   for (const bool biased : {true, false}) {
     const Head head(16500, 64, 131101, 61, 127, biased);
@@ -307,14 +309,14 @@ TEST_P(CudaHeads, LogitsOfMoreThan2To31ElementsNeverHeldByTheCaller) {
   }
 }
 
-// One step of depth: E is made faster than memory takes it, and its copies out of shared memory
-// wait. What is written over before it is read shows as other bits, run after run.
+// With one step of depth E is made faster than memory takes it, and its copies out of shared memory
+// wait. If something is written over before it is read, that shows as other bits from run to run.
 TEST_P(CudaHeads, ExponentialsFasterThanMemoryTakesThem) {
   const Head head(8192, 64, 131101, 61, 127, false);
   const LinearCrossEntropyForwardBackward op = op_of(head);
-  const uint64_t bytes = uint64_t{3} << 30;  // E is whole
+  const uint64_t bytes = uint64_t{3} << 30;  // E is whole in it
   const Workspace scratch{allocate(bytes), bytes};
-  check(cudaDeviceSynchronize());  // the op's tensors, filled on another stream
+  check(cudaDeviceSynchronize());  // the op's tensors were filled on another stream
   const auto bits = [&](const TensorView& view) {
     std::vector<std::byte> host(view.shape[0] * view.shape[1] * size_of(view.dtype));
     check(cudaMemcpy(host.data(), view.data, host.size(), cudaMemcpyDeviceToHost));
@@ -335,7 +337,7 @@ TEST_P(CudaHeads, ExponentialsFasterThanMemoryTakesThem) {
 }
 
 // Where E lies in grad_weight's memory, rows are written that it has just left, more of them than
-// all multiprocessors write at a time: what was read too late is no E.
+// all multiprocessors write at a time: if something is read too late, it is no E.
 TEST_P(CudaHeads, RowsThatAreWrittenWhereEWas) {
   for (const auto& [tokens, hidden] : {std::pair{1032, 512}, {1024, 1536}, {1600, 1600}}) {
     const Head head(tokens, hidden, 64064, 61, 127, false);
@@ -356,7 +358,7 @@ TEST_P(CudaHeads, RowsThatAreWrittenWhereEWas) {
   }
 }
 
-// Rows of more blocks of columns than a grid's second axis takes.
+// These rows have more blocks of columns than a grid's second axis takes.
 TEST_P(CudaHeads, RowsOfMoreThan2To23Elements) {
   Case c{.op = OpKind::linear_forward_backward, .shape = {3, (int64_t{1} << 23) + 77, 5}};
   c.options.label_smoothing = 0.1;

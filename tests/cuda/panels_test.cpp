@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where E, dz and the sums of a linear op on CUDA lie, in the workspace and in grad_weight's own
-// memory: arithmetic that needs no GPU.
+// E, dz and the sums of a linear op on CUDA lie in the workspace and in grad_weight's own memory,
+// which is arithmetic that needs no GPU.
 #include <algorithm>
 #include <vector>
 
@@ -21,7 +21,8 @@ int64_t panel_end(const LinearShape& s, const LinearPlan& p, const PanelPlace& a
   return sm90::lent_offset(s, p, at) + panel_rows(p) * round_up(at.columns, 64) * 2;
 }
 
-// All that is kept of E leaves grad_weight's memory before its rows, or others', come to lie there.
+// Checks that all that is kept of E leaves grad_weight's memory before its rows, or others', come
+// to lie there.
 void count_kept(const LinearShape& s, const LinearPlan& p, Lent* lent) {
   const int64_t row = weight_row(s), kept = kept_columns(p);
   const int64_t scaled = p.lent_scaled;
@@ -91,8 +92,8 @@ TEST(CudaPanels, WhatIsLentIsFree) {
   }
 }
 
-// Every E beside every row: columns that take less than a row, as much, a little more, whatever
-// they are a multiple of.
+// Every E is tried beside every row: columns that take less than a row, as much, a little more,
+// whatever they are a multiple of.
 TEST(CudaPanels, KeptColumnsLeaveGradWeightInTime) {
   Lent lent;
   for (const int64_t vocab : {1, 63, 192, 193, 1000, 12001, 12032, 50257}) {
@@ -126,24 +127,25 @@ TEST(CudaPanels, KeptColumnsLeaveGradWeightInTime) {
   }
 }
 
-// Rows of sums in f32 in memory that holds half as many: each becomes its row of 16 bits there, and
-// none is written over before it was read.
+// Sums in f32 lie in memory that holds half as many rows: each becomes its row of 16 bits there,
+// and none is written over before it was read.
 TEST(CudaPanels, LentSumsLeaveTheirMemoryInPieces) {
   for (const int64_t rows : {1, 2, 3, 7, 64, 1000}) {
     for (const int64_t in_place_of_e : {1, 2, 5, 63, 64, 5000}) {
       const int64_t lent = rows / 2;
-      std::vector<int64_t> halves(static_cast<size_t>(2 * rows), -1);  // two a row of sums
+      // a row of f32 sums takes the place of two rows
+      std::vector<int64_t> halves(static_cast<size_t>(2 * rows), -1);
       for (int64_t i = 0; i < lent; ++i) halves[2 * i] = halves[2 * i + 1] = i;
       int64_t done = 0;
       for_lent_pieces(lent, in_place_of_e, [&](int64_t first, int64_t count) {
         EXPECT_EQ(first, done);
         ASSERT_GT(count, 0);
         EXPECT_LE(count, first == 0 ? in_place_of_e : first);
-        for (int64_t i = first; i < first + count; ++i) {  // all are read ...
+        for (int64_t i = first; i < first + count; ++i) {  // first all rows of the piece are read
           ASSERT_EQ(halves[2 * i], i);
           ASSERT_EQ(halves[2 * i + 1], i);
         }
-        if (first > 0) {  // ... while some are written, unless they lie elsewhere
+        if (first > 0) {  // some are written while others are read, unless these lie elsewhere
           EXPECT_LE(first + count, 2 * first);
         }
         for (int64_t i = first; i < first + count; ++i) halves[i] = 1000000 + i;
@@ -155,7 +157,7 @@ TEST(CudaPanels, LentSumsLeaveTheirMemoryInPieces) {
   }
 }
 
-// The cost model takes panels that are alike at once: it must see each of them.
+// The cost model takes panels that are alike at once, and must see each of them.
 void expect_alike(const LinearShape& s, const LinearPlan& p, int64_t* lent, int64_t* remade) {
   for (int64_t first = kept_columns(p); first < s.vocab;) {
     const PanelPlace at = sm90::panel_at(s, p, first);
@@ -203,8 +205,8 @@ TEST(CudaPanels, NoWayToKeepEStandsInAnothers) {
   EXPECT_LT(on(hopper(), s).smallest().bytes, 110e6);
 }
 
-// Llama-3 in 64 MiB beyond the sum of grad_input: a third of E lies in grad_weight, and the panels
-// that are made again are few.
+// Llama-3 has 64 MiB beyond the sum of grad_input: a third of E lies in grad_weight, and few panels
+// are made again.
 TEST(CudaPanels, GradWeightSparesWork) {
   LinearShape s{.tokens = 8192, .vocab = 128256, .hidden = 4096};
   s.grad_input = s.grad_weight = s.direct_grad_weight = true;

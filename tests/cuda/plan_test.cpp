@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The plans of the linear ops on CUDA: arithmetic that needs no GPU.
+// These tests check the plans of the linear ops on CUDA, which are arithmetic that needs no GPU.
 #include <algorithm>
 #include <array>
 #include <set>
@@ -24,7 +24,7 @@ TEST(CudaPlan, AGridHoldsTheSecondAxisWhateverItsLength) {
     EXPECT_GE(blocks, count);
     EXPECT_LT(blocks - count, grid.z) << "idle blocks";
   }
-  EXPECT_EQ(two_axes(7, 0).z, 0u);  // nothing to launch
+  EXPECT_EQ(two_axes(7, 0).z, 0u);  // a grid of no blocks says that there is nothing to launch
 }
 
 TEST(CudaPlan, FitsItsBudgetToTheByte) {
@@ -48,14 +48,15 @@ TEST(CudaPlan, MoreMemoryNeverTakesLonger) {
     double before = asked.plan(budgets(asked).front()).seconds;
     for (const uint64_t bytes : budgets(asked)) {
       const double now = asked.plan(bytes).seconds;
-      // The share of E is the largest that fits: one that fills its waves better may be passed by.
+      // The share of E is the largest that fits, so one that fills its waves better may be passed
+      // by.
       EXPECT_LE(now, before * 1.05) << bytes;
       before = std::min(before, now);
     }
   }
 }
 
-// Just below what the whole of E takes, nearly all of it is kept; also where statistics take memory
+// Just below what the whole of E takes, nearly all of it is kept, even where statistics take memory
 // that only the whole needs beside it.
 TEST(CudaPlan, TheStepToTheWholeIsSmall) {
   LinearShape s{.tokens = 8192, .vocab = 128256, .hidden = 4096};
@@ -100,7 +101,8 @@ TEST(CudaPlan, CoversEveryTokenAndColumn) {
   }
 }
 
-// Heads of few columns and many tokens: whatever lies between the least and the whole is filled.
+// These heads have few columns and many tokens; two passes fill whatever lies between the least and
+// the whole.
 TEST(CudaPlan, TwoPassesWhereTheSumsHaveNoRoom) {
   LinearShape s{.tokens = 20480, .vocab = 50257, .hidden = 768};
   s.grad_input = s.grad_weight = s.direct_grad_weight = s.plain = true;
@@ -111,15 +113,15 @@ TEST(CudaPlan, TwoPassesWhereTheSumsHaveNoRoom) {
   EXPECT_EQ(plan(188).kind, PlanKind::chunks);
   EXPECT_GT(plan(188).input_clusters, 0);
   EXPECT_EQ(plan(2400).kind, PlanKind::whole);
-  s.grad_bias = true;  // which one pass makes
+  s.grad_bias = true;  // one pass makes the whole of grad_bias
   EXPECT_EQ(plan(124).first_rows, 0);
   s.lends_grad_weight = false;
   EXPECT_NE(plan(124).kind, PlanKind::two_passes);
 }
 
-// The largest vocabularies: ten million panels, of which planning walks only the kinds (walked one
-// by one this test alone takes minutes), and more tiles than 32 bits count. No plan is predicted
-// to be quicker than its three products.
+// The largest vocabularies have ten million panels, of which planning walks only the kinds (walked
+// one by one this test alone takes minutes), and more tiles than 32 bits count. No plan is
+// predicted to be quicker than its three products.
 TEST(CudaPlan, PlansAtAnyExtent) {
   for (const int64_t vocab : {int64_t{1} << 28, int64_t{1} << 30, (int64_t{1} << 31) - 65536}) {
     for (const int64_t tokens : {int64_t{1}, int64_t{8192}, int64_t{1} << 20}) {
@@ -156,8 +158,8 @@ TEST(CudaPlan, TheFrontierHasAllItsPlans) {
   EXPECT_EQ(on(portable(), s).plan(1280 * MiB).kind, PlanKind::chunks);
 }
 
-// A quarter of the f32 logits beyond the f32 sums of the gradients; what torch.compile takes where
-// that is quicker by more than 3 % of the model's time.
+// The recommended workspace is a quarter of the f32 logits beyond the f32 sums of the gradients, or
+// what torch.compile takes where that is quicker by more than 3 % of the model's time.
 TEST(CudaPlan, TheRecommendedKeepsThePromiseOfTheName) {
   int small = 0, large = 0;
   for (const Asked& asked : shapes()) {
@@ -188,14 +190,14 @@ TEST(CudaPlan, TheRecommendedKeepsThePromiseOfTheName) {
 TEST(CudaPlan, TheRecommendedBytesGiveThatTime) {
   for (const Asked& call : shapes()) {
     const LinearPlan asked = call.recommended(), ran = call.plan(asked.bytes);
-    // A tile of E more or less, where slots of slices took its place.
+    // A tile of E may be more or less, where slots of slices took its place.
     EXPECT_LE(ran.seconds, asked.seconds * 1.001);
     EXPECT_LE(ran.bytes, asked.bytes);
   }
 }
 
-// The heads that are measured (docs/results.md): one chunk, so that the weight is read by one
-// launch.
+// These are the heads that are measured (docs/results.md); they take one chunk, so that one launch
+// reads the weight.
 TEST(CudaPlan, TheLossAloneTakesAllTokensAtOnceInSixteenMebibytes) {
   for (const auto& [tokens, vocab, hidden] : {std::array<int64_t, 3>{8192, 128256, 4096},
                                               {8192, 151936, 2048},
@@ -208,7 +210,7 @@ TEST(CudaPlan, TheLossAloneTakesAllTokensAtOnceInSixteenMebibytes) {
     EXPECT_LE(p.bytes, 16 * MiB);
     EXPECT_EQ(p.chunks, 1);
     EXPECT_FALSE(p.copies_input);
-    // With room for the rows that count, which the copy engine brings faster.
+    // The recommended plan has room for the rows that count, which the copy engine brings faster.
     const LinearPlan recommended = on(hopper(), s).recommended();
     EXPECT_EQ(recommended.chunks, 1);
     EXPECT_TRUE(recommended.copies_input);

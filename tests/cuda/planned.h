@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a problem's call would run on CUDA, for tests that each plan has had its turn.
+// Tests learn from this what a problem's call would run on CUDA, so that each plan has its turn.
 #pragma once
 
 #include <set>
@@ -22,12 +22,13 @@ struct CudaPlanned {
   cuda::LinearShape shape;
   cuda::LinearPlan plan;
 };
-// In so many bytes.
+// Returns the plan in so many bytes.
 inline CudaPlanned cuda_plan_of(const ForwardBackward& op, uint64_t bytes) {
   ForwardBackward asked = op;
   logitless_op unused{};
   for_each_tensor(asked, unused, [](const char*, Access, TensorView& view, auto&&) {
-    if (view) view.data = nullptr, view.byte_offset = 0;  // aligned, as on the device
+    // an address that is not known counts as aligned, as on the device
+    if (view) view.data = nullptr, view.byte_offset = 0;
   });
   const cuda::DeviceInfo* device = nullptr;
   EXPECT_TRUE(cuda::find_device(0, &device).ok());
@@ -35,7 +36,7 @@ inline CudaPlanned cuda_plan_of(const ForwardBackward& op, uint64_t bytes) {
   return {planned.shape, planned.plan(bytes)};
 }
 
-// The CUDA device, where Hopper's own kernels serve it.
+// Names the CUDA device, where Hopper's own kernels serve it.
 inline std::vector<std::string> hopper_devices() {
   const cuda::DeviceInfo* device = nullptr;
   const bool is = cuda::find_device(0, &device).ok() &&
@@ -45,8 +46,8 @@ inline std::vector<std::string> hopper_devices() {
   return names;
 }
 
-// Judged once in a workspace of each plan that `name` tells apart ("": not asked for), of those at
-// `shares` of the recommended one; `wanted` are among them.
+// Judges the problem once in a workspace of each plan that `name` tells apart ("" is not asked
+// for), among those at `shares` of the recommended one; `wanted` must be among them.
 template <class F>
 void judge_plans(const TestDevice& device, const Case& c, const Problem<ForwardBackward>& p,
                  const std::vector<double>& shares, F&& name,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What CUDA promises across processes and devices: a caller's error survives the first launches of
+// CUDA promises this across processes and devices: a caller's error survives the first launches of
 // a process (scripts/test-device gives each of these tests one of its own), another process gives
 // the same bits, and so does another device of the same kind.
 #include <cstdio>
@@ -17,11 +17,11 @@
 namespace logitless::conformance {
 namespace {
 
-// Calls that between them launch what an op has: plain, with every option, rows that clusters
+// These calls launch between them what an op has: plain, with every option, rows that clusters
 // share, and with memory for no E, for some of it and for all.
 struct Call {
   Case c;
-  double share = 1;  // of the workspace between the minimum and the recommended one
+  double share = 1;  // it is the share of the workspace between the minimum and the recommended one
 };
 std::vector<Call> calls(OpKind op, DType dtype) {
   const auto plain = [&](Shape shape) { return Case{.op = op, .shape = shape, .dtype = dtype}; };
@@ -46,7 +46,7 @@ std::vector<std::string> cuda_alone() {
 
 class CudaErrors : public ConformanceTest {
  protected:
-  // An error that nobody has asked for yet.
+  // Leaves an error that nobody has asked for yet.
   static cudaError_t leave_error() {
     (void)cudaGetLastError();
     cudaLaunchConfig_t config{};
@@ -88,7 +88,7 @@ TEST_P(CudaErrors, OfTheCallersSurviveEveryVerb) {
     (void)cudaGetLastError();
     const Comparison result = compare(expected(device_, p.op, p.model), resident.fields());
     EXPECT_TRUE(result.ok()) << result.report;
-    // Nor does ours leave one.
+    // Our own error leaves none in the runtime either.
     auto elsewhere = resident.op();
     place(elsewhere, {DeviceType::cuda, 4096});
     EXPECT_EQ(run(elsewhere, {}, {.device = {DeviceType::cuda, 4096}}).code(),
@@ -97,7 +97,7 @@ TEST_P(CudaErrors, OfTheCallersSurviveEveryVerb) {
   });
 }
 
-// Each by itself, to name the one at fault where the tests above fail.
+// Each question is asked by itself, to name the one at fault where the tests above fail.
 TEST_P(CudaErrors, OfTheCallersSurviveWhatALaunchAsksFor) {
   const void* kernel = cuda::KernelFile::first()->kernel();
   void* memory = nullptr;
@@ -125,7 +125,7 @@ TEST_P(CudaErrors, OfTheCallersSurviveWhatALaunchAsksFor) {
     EXPECT_EQ(cudaPeekAtLastError(), failed) << name;
   }
   (void)cudaGetLastError();
-  // The runtime's own answer does not follow the driver's.
+  // The driver's own function is asked, since the runtime's answer does not follow the driver's.
   const auto get_attribute = reinterpret_cast<CUresult (*)(int*, CUfunction_attribute, CUfunction)>(
       cuda::find_driver_function("cuFuncGetAttribute"));
   ASSERT_NE(get_attribute, nullptr);
@@ -138,7 +138,7 @@ TEST_P(CudaErrors, OfTheCallersSurviveWhatALaunchAsksFor) {
 
 class CudaProcesses : public ConformanceTest {
  protected:
-  // FNV-1a of every output of every call.
+  // Returns FNV-1a of every output of every call.
   std::string bits(const TestDevice& device) const {
     uint64_t hash = 0xcbf29ce484222325;
     for (const Call& call : calls(op_, dtype_)) {
@@ -159,7 +159,7 @@ class CudaProcesses : public ConformanceTest {
 
 constexpr const char* kSayBits = "LOGITLESS_TEST_SAY_BITS";
 
-// bits() of a fresh process, which runs the same test and says them.
+// Returns bits() of a fresh process, which runs the same test and prints them.
 std::string bits_of_another_process() {
   const std::string self = std::filesystem::read_symlink("/proc/self/exe").string();
   const auto* info = testing::UnitTest::GetInstance()->current_test_info();
@@ -187,7 +187,8 @@ TEST_P(CudaProcesses, GiveTheSameBits) {
   for (int process = 0; process < 2; ++process) EXPECT_EQ(bits_of_another_process(), own);
 }
 
-// Two devices at once, each from a thread of its own; of the same kind they agree to the bit.
+// Two devices run at once, each from a thread of its own; if they are of the same kind they agree
+// to the bit.
 TEST_P(CudaProcesses, ServeTwoDevices) {
   const Found second = find_cuda_device(1);
   if (second.device == nullptr) {
@@ -204,7 +205,7 @@ TEST_P(CudaProcesses, ServeTwoDevices) {
     EXPECT_EQ(said[0], said[1]);
   }
   for (const Call& call : calls(op_, dtype_)) {
-    if (call.c.shape.vocab > 3000) continue;  // the reference takes long
+    if (call.c.shape.vocab > 3000) continue;  // the reference would take long
     const Comparison result = judge(*second.device, call.c);
     EXPECT_TRUE(result.ok()) << describe(call.c) << "\n" << result.report;
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Factors near the ends of f32 on CUDA: an infinite logit under a softcap that only infinity
+// Factors lie near the ends of f32 on CUDA: an infinite logit under a softcap that only infinity
 // reaches, and upstream gradients and weights whose f16 gradients must neither underflow nor
 // overflow on the way.
 #include <array>
@@ -31,7 +31,7 @@ class CudaRange : public NonFinite {
     c.options.reduction = Reduction::none;
     return c;
   }
-  // f(an op of linear gradients) where this test is of one.
+  // Calls f(an op of linear gradients) where this test is of one.
   template <class F>
   void with_linear_gradients(F&& f) const {
     with_op(op_, [&](auto op) {
@@ -41,7 +41,7 @@ class CudaRange : public NonFinite {
   }
 };
 
-// scale / softcap is 1e-38: the largest finite logit comes to tanh 3.4, an infinite one to 1. At
+// scale / softcap is 1e-38, so the largest finite logit comes to tanh 3.4, an infinite one to 1, at
 // the target's column and away from it.
 TEST_P(CudaRange, OnlyAnInfiniteLogitReachesTheSoftcap) {
   const double largest = round_to(dtype_, std::nextafter(overflow_threshold(dtype_), 0));

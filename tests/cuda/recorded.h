@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A machine with CUDA devices, a driver and cuBLASLt that are not there: they answer as a test says
-// and run nothing. It counts what it is asked, says which of CUDA's rules a launch or a tensor map
-// breaks, and can fail any one question. What it does itself allocates nothing.
+// This is a machine with CUDA devices, a driver and cuBLASLt that are not there: they answer as a
+// test says and run nothing. It counts what it is asked, says which of CUDA's rules a launch or a
+// tensor map breaks, and can fail any one question. What it does itself allocates nothing.
 #pragma once
 
 #include <dlfcn.h>
@@ -31,8 +31,8 @@ class RecordedCuda {
     size_t shared_bytes = 232448;
   };
 
-  // Is told what is launched and with which arguments, in order; its answers stand for the objects
-  // that the machine would have made.
+  // A listener is told what is launched and with which arguments, in order; its answers stand for
+  // the objects that the machine would have made.
   struct Listener {
     virtual ~Listener() = default;
     virtual void launch(const cudaLaunchConfig_t& config, const void* kernel, void** values,
@@ -62,7 +62,7 @@ class RecordedCuda {
   };
   Listener* listener = nullptr;
 
-  // In force until it is destroyed: one at a time.
+  // The machine is in force until it is destroyed; there is one at a time.
   explicit RecordedCuda(std::vector<Device> devices) : devices_(std::move(devices)) {
     self = this;
     replace_api(&table);
@@ -74,25 +74,26 @@ class RecordedCuda {
   RecordedCuda(const RecordedCuda&) = delete;
   RecordedCuda& operator=(const RecordedCuda&) = delete;
 
-  // Says what there is, to be changed at any time.
-  int driver_version = 13000;  // 0: no driver
+  // These say what there is, and may be changed at any time.
+  int driver_version = 13000;  // 0 says that there is no driver
   std::vector<std::string_view> libraries{"libcuda.so.1", "libcublasLt.so.13"};
-  std::vector<std::string_view> lacking;  // functions that the first library asked has not
-  std::string_view lacking_library;       // that library; "": every one
-  int failing_creates = 0;                // of cublasLtCreate, from now on
-  int most_launches = std::numeric_limits<int>::max();  // the next one fails
+  std::vector<std::string_view> lacking;  // the first library asked lacks these functions
+  std::string_view lacking_library;       // only that library lacks them, or with "" every one
+  int failing_creates = 0;                // so many calls of cublasLtCreate fail from now on
+  int most_launches = std::numeric_limits<int>::max();  // the launch after so many fails
   std::vector<Device>& devices() { return devices_; }
 
-  // The n-th question from now on fails, counted from 1; 0: none.
+  // Lets the n-th question from now on fail, counted from 1; with 0 none does.
   void fail_question(int n) {
     asked_ = 0;
     failing_ = n;
     failed_ = nullptr;
   }
-  const char* failed() const { return failed_; }  // nullptr: that many were not asked
+  const char* failed() const { return failed_; }  // nullptr says that so many were not asked
   int launches_before_failure() const { return launches_before_failure_; }
-  // A question, other than those of `expected`, that was asked more often since the first launch
-  // than before it, so that its answer may have been a first one; "" where there is none.
+  // Returns a question, other than those of `expected`, that was asked more often since the first
+  // launch than before it, so that its answer may have been a first one; "" says that there is
+  // none.
   template <class Set>
   std::string first_asked_late(const Set& expected) const {
     for (const Question& q : questions_) {
@@ -101,14 +102,15 @@ class RecordedCuda {
     return "";
   }
 
-  int launches() const { return launches_; }  // kernels, copies and products
+  int launches() const { return launches_; }  // they are kernels, copies and products
   int heuristics() const { return heuristics_; }
-  int opened() const { return opened_; }  // libraries, less those closed
-  int live() const { return live_; }      // descriptions of cuBLASLt that nobody has destroyed
+  int opened() const { return opened_; }  // libraries that were closed are subtracted
+  // It counts descriptions of cuBLASLt that nobody has destroyed.
+  int live() const { return live_; }
   int current() const { return current_; }
   void set_current(int device) { current_ = device; }
   cudaError_t last_error() const { return last_error_; }
-  // The first rule broken; "" where none was.
+  // Returns the first rule broken, or nullptr where none was.
   const char* fault() const { return fault_; }
 
  private:
@@ -178,7 +180,7 @@ class RecordedCuda {
     self->last_error_ = cudaSuccess;
     return code;
   }
-  // A kernel is its own function.
+  // A kernel is its own function here.
   static cudaError_t function_of(cudaFunction_t* function, const void* kernel) {
     LOGITLESS_ASKED("cudaGetFuncBySymbol");
     self->bound_ = true;
@@ -232,7 +234,7 @@ class RecordedCuda {
   }
 #undef LOGITLESS_ASKED
 
-  // --- the loader ---
+  // This part is the loader.
 
   struct Symbol {
     std::string_view name;
@@ -264,7 +266,7 @@ class RecordedCuda {
     return nullptr;
   }
 
-  // --- the driver ---
+  // This part is the driver.
 
 #define LOGITLESS_ASKED(name) \
   if (fails(name)) return CUDA_ERROR_UNKNOWN
@@ -332,10 +334,10 @@ class RecordedCuda {
   }
 #undef LOGITLESS_ASKED
 
-  // --- cuBLASLt ---
+  // This part is cuBLASLt.
 
 #define LOGITLESS_ASKED(name) \
-  if (fails(name)) return 14  // CUBLAS_STATUS_INTERNAL_ERROR
+  if (fails(name)) return 14  // cuBLASLt calls it CUBLAS_STATUS_INTERNAL_ERROR
   static int create(lt::Handle* handle) {
     LOGITLESS_ASKED("cublasLtCreate");
     if (self->failing_creates > 0) {
@@ -449,7 +451,7 @@ class RecordedCuda {
     return all;
   }
 
-  // Bytes of shared memory that a kernel was allowed.
+  // Returns the bytes of shared memory that a kernel was allowed.
   static int* allowed(const void* kernel) {
     for (auto& [known, bytes] : self->allowed_) {
       if (known == nullptr) known = kernel;
@@ -472,7 +474,7 @@ class RecordedCuda {
                              .open = open,
                              .symbol = find_symbol,
                              .close = close};
-  // Ids are of a machine's own, as the driver never gives an id twice.
+  // Each machine has ids of its own, because the driver never gives an id twice.
   static inline unsigned long long next_context = 1ull << 60;
 
   std::vector<Device> devices_;
@@ -480,13 +482,13 @@ class RecordedCuda {
   int asked_ = 0, failing_ = 0, launches_ = 0, heuristics_ = 0, opened_ = 0, live_ = 0,
       current_ = 0;
   const char* failed_ = nullptr;
-  // True where the thread has a context: only calls of the runtime give it one, and the driver's
-  // own want one.
+  // A thread has a context once this is true: only calls of the runtime give it one, and the
+  // driver's own want one.
   bool bound_ = false;
   int launches_before_failure_ = 0;
   struct Question {
     const char* what = nullptr;
-    int early = 0, late = 0;  // before and since the first launch
+    int early = 0, late = 0;  // it was asked so often before and since the first launch
   };
   Question questions_[64];
   cudaError_t last_error_ = cudaSuccess;

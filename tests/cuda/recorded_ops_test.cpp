@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every op on a recorded machine, which runs nothing: a call allocates nothing, keeps CUDA's rules,
-// and where any one question to the runtime, the driver or cuBLASLt fails, it says so, leaves
-// nothing behind, and has launched nothing unless it is a launch that failed.
+// Every op runs on a recorded machine, which runs nothing: a call allocates nothing, keeps CUDA's
+// rules, and where any one question to the runtime, the driver or cuBLASLt fails, it says so,
+// leaves nothing behind, and has launched nothing unless it is a launch that failed.
 #include <set>
 
 #include "recorded.h"
@@ -18,7 +18,7 @@ constexpr RecordedCuda::Device kDevices[] = {{"A100", 8, 0, true, 108, 166912},
                                              {"H100", 9, 0, true, 132, 232448}};
 constexpr Execution kExecution{.device = {DeviceType::cuda, 1}};
 
-// A call whose tensors are nowhere, with a share of the workspace.
+// This is a call whose tensors are nowhere, with a share of the workspace.
 template <class Op>
 struct Call {
   Op op;
@@ -26,7 +26,7 @@ struct Call {
   std::string name;
 };
 
-// Tensors of 2^40 bytes of address space each, `offset` bytes behind its start.
+// Tensors take 2^40 bytes of address space each, and lie `offset` bytes behind its start.
 class Nowhere {
  public:
   explicit Nowhere(int64_t offset = 0) : offset_(offset) {}
@@ -60,7 +60,7 @@ Op nowhere(Op op, int64_t offset = 0) {
   return op;
 }
 
-// As a head has them, so that there are several plans.
+// The sizes are as a head has them, so that there are several plans.
 template <class Op>
 void grow(Op* op) {
   constexpr int64_t tokens = 4096, hidden = 256, vocab = 60000;
@@ -107,8 +107,8 @@ class CudaRecorded : public testing::TestWithParam<std::tuple<OpKind, DType>> {
   const OpKind op_ = std::get<0>(GetParam());
   const DType dtype_ = std::get<1>(GetParam());
 
-  // f(call) with the calls that between them take every way through an op; of a head's in
-  // workspaces of these shares of the recommended one.
+  // Calls f(call) with the calls that between them take every way through an op; those of a head
+  // run in workspaces of these shares of the recommended one.
   template <class F>
   void for_calls(const std::vector<double>& shares, F&& f) const {
     with_op(op_, [&](auto kind) {
@@ -186,7 +186,7 @@ TEST_P(CudaRecorded, KeepsTheRulesAndAllocatesNothing) {
   }
 }
 
-// The first call of a thread on the device that is current in it: the thread has no context yet.
+// This is the first call of a thread on the device that is current in it, which has no context yet.
 TEST_P(CudaRecorded, AThreadThatHasNotCalledCudaYet) {
   for_calls({1}, [&](auto call) {
     RecordedCuda machine({kDevices[1]});
@@ -200,14 +200,15 @@ TEST_P(CudaRecorded, AThreadThatHasNotCalledCudaYet) {
   });
 }
 
-// Counts what is asked while kernels are being launched, of the memory for a product's description.
+// These questions are asked while kernels are being launched; some ask for the memory of a
+// product's description.
 const std::set<std::string>& launch_questions() {
   static const std::set<std::string> all{
       "cudaLaunchKernelExC",        "cudaMemcpyAsync",          "cublasLtMatmul",
       "cublasLtMatrixLayoutCreate", "cublasLtMatmulDescCreate", "cublasLtMatmulDescSetAttribute"};
   return all;
 }
-// A failure of these is not the call's.
+// If these fail, the call does not.
 bool may_fail(const std::string& question) {
   static const std::set<std::string> all{"cudaGetDevice",
                                          "cudaSetDevice",
@@ -235,7 +236,8 @@ TEST_P(CudaRecorded, NothingIsAskedForTheFirstTimeAfterALaunch) {
 TEST_P(CudaRecorded, AnyQuestionThatFailsIsSaidBeforeAnythingIsLaunched) {
   for (const auto& device : kDevices) {
     for_calls({0, 1}, [&](const auto& call) {
-      // A head asks thousands of times, mostly the same: the first ones, then some of the others.
+      // A head asks thousands of times, mostly the same, so the first questions fail in turn, then
+      // some of the others.
       for (int n = 1;; n += n < 48 ? 1 : 499) {
         RecordedCuda machine({kDevices[0], device});
         machine.fail_question(n);
@@ -258,7 +260,7 @@ TEST_P(CudaRecorded, AnyQuestionThatFailsIsSaidBeforeAnythingIsLaunched) {
               << what << ": " << status.message();
         }
         if (HasFailure()) return;
-        // Nothing is remembered of a failure.
+        // A failure is not remembered.
         machine.fail_question(0);
         const Status again = run_nowhere(call);
         EXPECT_TRUE(again.ok()) << what << ", then: " << again.message();

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Machines that no test has: old devices beside new ones, devices that do not answer, old drivers,
-// drivers and libraries that come late or lack something. On a recorded machine; no device needed.
+// No test has these machines: old devices beside new ones, devices that do not answer, old drivers,
+// drivers and libraries that come late or lack something. A recorded machine plays them, so no
+// device is needed.
 #include "recorded.h"
 
 #include <gtest/gtest.h>
@@ -109,7 +110,7 @@ TEST(CudaMachines, ADeviceThatDoesNotAnswerStandsInNobodysWay) {
   EXPECT_OK(run_on(softmax(1), 1));
   EXPECT_REFUSED(run_on(softmax(0), 0), backend_unavailable, "device 0 does not answer");
   EXPECT_EQ(machine.last_error(), cudaSuccess);
-  // It is asked again: another process may have let go of it.
+  // The device is asked again, because another process may have let go of it.
   machine.devices()[0].answers = true;
   EXPECT_OK(run_on(softmax(0), 0));
 }
@@ -122,7 +123,7 @@ TEST(CudaMachines, WhereNoDeviceServesTheBackendSaysWhy) {
   EXPECT_REFUSED(run_on(softmax(1), 1), backend_unavailable, "device 1 (Tesla T4)");
 }
 
-// An op of any kind says so, and the device's name alone does not.
+// An op of any kind reports it; finding the device alone does not.
 TEST(CudaMachines, KernelsThatTheDeviceHasNotAreAnError) {
   setenv("LOGITLESS_CUDA_KERNELS", "fast", 1);
   const RecordedCuda machine({kA100});
@@ -131,7 +132,7 @@ TEST(CudaMachines, KernelsThatTheDeviceHasNotAreAnError) {
     EXPECT_STREQ(status.message(),
                  "cuda: LOGITLESS_CUDA_KERNELS is \"fast\"; allowed on device 0 (A100): portable");
   }
-  unsetenv("LOGITLESS_CUDA_KERNELS");  // which is read when the first call asks for its device
+  unsetenv("LOGITLESS_CUDA_KERNELS");  // it is read when the first call asks for its device
 }
 
 TEST(CudaMachines, ADriverMayComeLate) {
@@ -151,7 +152,7 @@ TEST(CudaMachines, ADriverMayComeLate) {
   EXPECT_OK(describe(&text));
 }
 
-// Nor is libcuda, which more shared memory is asked of, remembered as absent.
+// Nor is libcuda, which is asked for more shared memory, remembered as absent.
 TEST(CudaMachines, ADriversLibraryMayComeLate) {
   RecordedCuda machine({kH100});
   Softmax op = softmax(0);

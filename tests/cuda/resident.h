@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A problem whose tensors stay on the device, for calls that are made many times over or captured.
+// A problem's tensors stay on the device here, for calls that are made many times over or captured.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,8 +14,8 @@ inline uint64_t bytes_of(const WorkspaceSize& size, double share) {
   return size.minimum + static_cast<uint64_t>(share * range);
 }
 
-// The problem outlives it. Work goes to the stream of the thread that made it. The workspace is
-// minimum + share (recommended - minimum).
+// The problem must outlive this. Work goes to the stream of the thread that made it. The workspace
+// is minimum + share (recommended - minimum).
 template <class Op>
 class Resident {
  public:
@@ -51,14 +51,14 @@ class Resident {
   const Workspace& scratch() const { return scratch_; }
   const Execution& execution() const { return execution_; }
   cudaStream_t stream() const { return static_cast<cudaStream_t>(execution_.stream); }
-  // The problem's inputs as they are now; outputs as before any run.
+  // Uploads the problem's inputs as they are now; outputs become what they were before any run.
   void upload() {
     for (size_t i = 0; i < blocks_.size(); ++i) {
       device_.upload(blocks_[i].first, problem_.pool[i].data(), problem_.pool[i].size());
     }
   }
   Status run() { return logitless::run(op_, scratch_, execution_); }
-  // Every byte of every tensor; waits for the device.
+  // Returns every byte of every tensor; it waits for the device.
   std::vector<std::byte> bits() {
     std::vector<std::byte> all;
     for (auto& [data, host] : blocks_) {
@@ -93,11 +93,11 @@ class Resident {
   Op op_;
   Execution execution_;
   std::vector<std::pair<void*, Bytes>> blocks_;
-  std::map<std::string, TensorView> outputs_;  // on the host
+  std::map<std::string, TensorView> outputs_;  // they lie on the host
   Workspace scratch_;
 };
 
-// Other inputs in the same memory; a token less that counts.
+// Puts other inputs into the same memory, with one token less that counts.
 template <class Op>
 void change_inputs(const Op& op) {
   const TensorView& rows = [&]() -> const TensorView& {

@@ -1,12 +1,13 @@
-# The machine code for Hopper and what ptxas said of it, a source at a time, from the objects of a build that keeps both
-# (LOGITLESS_CUDA_LISTING). Of compilers before CUDA 12.8 it is known not to be what is meant (docs/kernels/cuda.md).
+# These tests read the machine code for Hopper and what ptxas said of it, a source at a time, from
+# the objects of a build that keeps both (LOGITLESS_CUDA_LISTING). Compilers before CUDA 12.8 are
+# known not to make what is meant (docs/kernels/cuda.md).
 find_package(Python3 REQUIRED COMPONENTS Interpreter)
 function(add_sass_test name)
   add_test(NAME ${name} COMMAND Python3::Interpreter -B ${CMAKE_CURRENT_SOURCE_DIR}/cuda/sass_test.py ${ARGN})
   set_tests_properties(${name} PROPERTIES LABELS sass SKIP_RETURN_CODE 77 TIMEOUT 600)
 endfunction()
 
-# And the mutants of these sources, and of the others, still fit them.
+# The mutants of these sources, and of the others, must still fit them.
 add_test(NAME mutants_of_cuda COMMAND Python3::Interpreter -B ${PROJECT_SOURCE_DIR}/scripts/mutants_device.py check)
 add_test(NAME mutants_of_host COMMAND Python3::Interpreter -B ${CMAKE_CURRENT_SOURCE_DIR}/mutants/fit_test.py)
 

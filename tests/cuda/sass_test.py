@@ -16,21 +16,24 @@ from pathlib import Path
 from cubin import ELF, Broken, functions, images
 
 SKIPPED = 77
-# Of a kernel's mangled name: whose products are wgmma's.
+# A kernel of such a mangled name has products that are wgmma's.
 MULTIPLIES = re.compile(r"sm90.*(forward|product)_kernel")
-# Bytes of spilled stores that are known and stay for now: by name, why.
+# These bytes of spilled stores are known and stay for now, each by a kernel's name and for a
+# reason.
 ALLOWED = {
-    r"gather_cu_.*6gatherI": 4,  # one register, once a row
-    # E beside squares or ranks: three registers a row's half. Under a softcap with temperatures or these
-    # many more; to make the logits again in its place would take a third more.
+    r"gather_cu_.*6gatherI": 4,  # one register is spilled, once a row
+    # E beside squares or ranks spills three registers a row's half. Under a softcap with
+    # temperatures it spills these many more; to make the logits again in its place would take a
+    # third more.
     r"option_forward_kernelI13__nv_bfloat16LNS1_4ModeE1ELNS1_3SetE6E": 12,
     r"option_forward_kernelI13__nv_bfloat16LNS1_4ModeE1ELNS1_3SetE7E": 308,
-    # Codes of f16 beside the sums: a register a row's half, two with squares or ranks.
+    # Codes of f16 beside the sums take a register a row's half more, two with squares or ranks.
     r"option_forward_kernelI6__halfLNS1_4ModeE1ELNS1_3SetE4E": 8,
     r"option_forward_kernelI6__halfLNS1_4ModeE1ELNS1_3SetE6E": 16,
-    r"option_forward_kernel.*LNS1_4ModeE3ELNS1_3SetE7E": 8,  # the factors of two rows' slopes
+    # The factors of two rows' slopes are spilled.
+    r"option_forward_kernel.*LNS1_4ModeE3ELNS1_3SetE7E": 8,
 }
-HGMMA = 0x9F0  # the low 12 bits of the 128-bit instruction
+HGMMA = 0x9F0  # the low 12 bits of the 128-bit instruction are these
 ARCHITECTURE = "sm_90a"
 
 

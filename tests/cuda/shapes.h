@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shapes of linear ops on CUDA, workspaces for them, and what is planned there.
+// Tests take from here shapes of linear ops on CUDA, workspaces for them, and what is planned
+// there.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +13,7 @@ namespace logitless::cuda {
 
 constexpr uint64_t MiB = uint64_t{1} << 20;
 
-// The engine of Hopper, and that of every GPU.
+// Return the engine of Hopper, and that of every GPU.
 inline const Engine& hopper() { return *engines().front(); }
 inline const Engine& portable() { return *engines().back(); }
 
@@ -21,7 +22,7 @@ inline Asked on(const Engine& engine, LinearShape shape) {
   return {engine, shape, {}};
 }
 
-// Forward and Backward of a shape with state that the caller keeps, of all columns or a share.
+// Adds Forward and Backward of a shape with state that the caller keeps, of all columns or a share.
 inline void add_kept(const Engine& engine, LinearShape s, std::vector<Asked>* all) {
   for (const int64_t columns : {s.vocab, s.vocab / 2 / 3072 * 3072}) {
     if (columns == 0 || s.tokens == 0) continue;
@@ -57,7 +58,8 @@ inline std::vector<Asked> shapes() {
         if (dtype != DType::f16) {
           add_kept(on_hopper && dtype == DType::bf16 ? hopper() : portable(), s, &all);
         }
-        const bool own = on_hopper && dtype != DType::f32;  // kernels
+        // Hopper has kernels of its own for these
+        const bool own = on_hopper && dtype != DType::f32;
         const auto add = [&] { all.push_back(on(own ? hopper() : portable(), s)); };
         s.can_store = dtype != DType::f16;
         add();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The steps of plans on CUDA: that each chunk of tokens comes once, that every product takes every
-// column once, of what was made before, and that a plan's seconds are its steps'.
+// These tests check the steps of plans on CUDA: each chunk of tokens comes once, every product
+// takes every column once, of what was made before, and a plan's seconds are its steps'.
 #include <map>
 #include <vector>
 
@@ -10,7 +10,7 @@
 namespace logitless::cuda {
 namespace {
 
-// Every step, none of them told by a count.
+// Collects every step, with none of them told by a count.
 class AllSteps final : public StepVisitor {
  public:
   explicit AllSteps(const Planned& planned) {
@@ -22,7 +22,7 @@ class AllSteps final : public StepVisitor {
   std::vector<Step> steps;
 };
 
-// Columns that follow each other without a gap.
+// Checks that columns follow each other without a gap.
 struct Covered {
   int64_t first = -1, end = 0;
   void add(int64_t from, int64_t count) {
@@ -40,7 +40,8 @@ struct Covered {
 class ChunkJudge {
  public:
   ChunkJudge(const LinearShape& shape, const LinearPlan& plan) : s_(shape), p_(plan) {
-    if (!s_.forward && !s_.forms_panels) kept_ = s_.kept_columns;  // by the caller
+    // the caller has kept these columns
+    if (!s_.forward && !s_.forms_panels) kept_ = s_.kept_columns;
   }
   void take(const Step& step) {
     const int64_t columns = step.columns();
@@ -79,7 +80,7 @@ class ChunkJudge {
         weight_.add(step.panel.first, columns);
         break;
       case StepKind::form_dz:
-        if (s_.kept_columns > 0) break;  // which is without the sums
+        if (s_.kept_columns > 0) break;  // form_dz makes no sums of grad_bias then
         [[fallthrough]];
       case StepKind::grad_bias:
         if (s_.grad_bias) bias_.add(step.panel.first, columns);
@@ -123,7 +124,7 @@ class ChunkJudge {
   int64_t kept_ = 0;
   PanelPlace remade_;
   Covered logits_, weight_, bias_;
-  std::map<int64_t, Covered> input_;  // by the first row
+  std::map<int64_t, Covered> input_;  // they are found by the first row
   std::map<int64_t, int64_t> rows_;
 };
 

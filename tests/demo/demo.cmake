@@ -1,4 +1,5 @@
-# The demo's parts; the command as a whole by its lines and its files.
+# These tests check the demo's parts; tests/cli checks the command as a whole by its lines and its
+# files.
 if(TARGET logitless_cli AND LOGITLESS_CLI_TRIALS)
   add_logitless_test(demo_test demo/demo_test.cpp demo/text_test.cpp)
   target_link_libraries(demo_test PRIVATE logitless_cli_objects)

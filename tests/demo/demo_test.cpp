@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The demo's own mathematics: gradients against differences of a loss formed in double from the
-// formula alone, Adam, the bits of any number of threads.
+// These tests check the demo's own mathematics: gradients against differences of a loss formed in
+// double from the formula alone, Adam, the bits of any number of threads.
 #include <fmt/core.h>
 #include <gtest/gtest.h>
 
@@ -14,7 +14,7 @@
 namespace logitless::cli::demo {
 namespace {
 
-// A text whose words are numbers of a vocabulary of this size.
+// Makes a text whose words are numbers of a vocabulary of this size.
 Text text_of(int64_t vocab, int64_t tokens, uint64_t seed) {
   Text text;
   std::mt19937_64 random(seed);
@@ -29,7 +29,7 @@ Text text_of(int64_t vocab, int64_t tokens, uint64_t seed) {
   return text;
 }
 
-// The parameters in double, named as demo_network.h names them.
+// These are the parameters in double, named as demo_network.h names them.
 struct Reference {
   Shape shape;
   std::vector<double> weight, bias, position, hidden_bias, unit_weight, unit_bias, unit_output;
@@ -90,7 +90,7 @@ Reference reference_of(Model* model) {
   return reference;
 }
 
-// Every bias away from 0, where a missing one would not show.
+// Moves every bias away from 0, where a missing one would not show.
 void disturb(Model* model) {
   std::mt19937_64 random(5);
   std::normal_distribution<float> normal(0, 0.1f);
@@ -157,7 +157,7 @@ TEST(DemoBatch, PutsTheNearestWordFirstAndPadsTheStart) {
 }
 
 TEST(DemoAdam, FollowsItsFormula) {
-  const int64_t size = 100003;  // several tasks
+  const int64_t size = 100003;  // it takes several tasks
   std::vector<float> p(size, 0), g(size);
   std::vector<double> expected(size, 0), m(size, 0), v(size, 0);
   std::mt19937_64 random(2);

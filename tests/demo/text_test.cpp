@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The demo's text: what a token is, the way back, vocabulary, held-out part, baselines.
+// These tests check the demo's text: what a token is, the way back, vocabulary, held-out part,
+// baselines.
 #include <fmt/core.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -69,7 +70,7 @@ TEST(DemoWords, ComeBackAsTheyWere) {
   EXPECT_EQ(joined("one \u2014 two\u2014three"), "one \u2014 two\u2014three");
 }
 
-// A folder that goes with the test.
+// The folder goes when the test ends.
 struct Folder {
   fs::path path = fs::temp_directory_path() / (fmt::format("demo_text_test.{}", getpid()));
   Folder() { fs::create_directory(path); }
@@ -164,7 +165,7 @@ TEST(DemoBaselines, AreTheirFormulas) {
   text.count = {0, 0, 3, 2, 1};
   const Baselines b = measure_baselines(text, std::vector<int64_t>{1, 2});
   EXPECT_NEAR(b.unigram, 1 / std::sqrt(3.0 / 11 * 2.0 / 11), 1e-9);
-  // a b was seen twice in three, b c never in two.
+  // A b was seen twice in three, b c never in two.
   const auto bigram = [](double k) {
     return 1 / std::sqrt((2 + k) / (3 + 5 * k) * k / (2 + 5 * k));
   };

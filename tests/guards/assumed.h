@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The devices and the sizes of memory that the guards assume: none of it needs to be there.
+// The guards assume these devices and sizes of memory, none of which needs to be there.
 #pragma once
 
 #include <algorithm>
@@ -42,14 +42,14 @@ inline std::vector<Assumed> assumed_cuda_devices() {
   return all;
 }
 
-// While it lives CUDA's devices are these, with their own kernels or with the portable ones.
+// While this lives CUDA's devices are these, with their own kernels or with the portable ones.
 class AssumedMachine {
  public:
   explicit AssumedMachine(bool portable) : cuda_((choose(portable), devices())) {}
   cuda::RecordedCuda* operator->() { return &cuda_; }
 
  private:
-  // Read when the machine is first asked for its devices.
+  // Sets what is read when the machine is first asked for its devices.
   static void choose(bool portable) {
     setenv("LOGITLESS_CUDA_KERNELS", portable ? "portable" : "", 1);
   }
@@ -61,7 +61,7 @@ class AssumedMachine {
   cuda::RecordedCuda cuda_;
 };
 
-// True where this build has Hopper's own kernels, without which other plans are made.
+// Returns whether this build has Hopper's own kernels, without which other plans are made.
 inline bool has_hoppers_kernels() {
   return cuda::half_linear_ops_are_batch_invariant({.major = 9});
 }

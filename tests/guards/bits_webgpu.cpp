@@ -11,7 +11,7 @@
 
 namespace logitless::webgpu {
 
-// For linking alone: this program makes no pipelines.
+// This is for linking alone: the program makes no pipelines.
 const char* shader_text(const char*) { return nullptr; }
 
 }  // namespace logitless::webgpu
@@ -22,7 +22,7 @@ namespace logitless::guards {
 #ifdef LOGITLESS_WITH_WEBGPU
 
 conformance::Found find_webgpu() {
-  // As the tests of tests/webgpu/webgpu.cmake have it, where the caller does not say otherwise.
+  // The tests of tests/webgpu/webgpu.cmake set the same; the caller may say otherwise.
   setenv("LOGITLESS_WEBGPU_LIBRARY", LOGITLESS_WEBGPU_LIBRARY_FILE, 0);
   setenv("LOGITLESS_WEBGPU_LIMITS", "default", 0);
   if (*LOGITLESS_WEBGPU_DRIVER != '\0') {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The WebGPU device of the library that the loader found.
+// Finds the WebGPU device of the library that the loader found.
 #pragma once
 
 #include "tests/support/device.h"

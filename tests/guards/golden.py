@@ -19,7 +19,7 @@ import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
-SKIPPED = 77  # the program's own code: this build does not have what is planned for
+SKIPPED = 77  # the program exits with it where this build does not have what is planned for
 SHOWN = 20
 TRANSCRIPTS = 3
 

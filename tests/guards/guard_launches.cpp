@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a thousand calls launch on assumed CUDA devices: a line for each, with a digest of its
-// transcript (transcript.h), sorted:
+// This program prints what a thousand calls launch on assumed CUDA devices: a line for each, with a
+// digest of its transcript (transcript.h), sorted:
 //   lin-both bf16 8192x4096x128256 gw=f32 | sm90x132 | 256M | launches=37 digest=0123456789abcdef
-// With an argument: the transcripts themselves, of the calls whose line begins with it. Exit code
-// 77: this build lacks kernels that are launched.
+// With an argument it prints the transcripts themselves, of the calls whose line begins with it.
+// Exit code 77 says that this build lacks kernels that are launched.
 #include <algorithm>
 #include <cstdio>
 #include <string>
@@ -17,10 +17,11 @@ namespace logitless::guards {
 namespace {
 
 constexpr size_t kCalls = 1000;
-constexpr uint64_t kWorkspace = uint64_t{0x7e} << 40;  // behind every tensor of a call
-constexpr int kMostLaunches = 400;  // of a call: small chunks take hundreds of thousands
+constexpr uint64_t kWorkspace = uint64_t{0x7e} << 40;  // it lies behind every tensor of a call
+// A call may launch at most so many; small chunks take hundreds of thousands.
+constexpr int kMostLaunches = 400;
 
-// FNV-1a.
+// This is FNV-1a.
 uint64_t digest_of(const std::string& text) {
   uint64_t digest = 0xcbf29ce484222325;
   for (const char c : text) digest = (digest ^ static_cast<unsigned char>(c)) * 0x100000001b3;

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The way of a call: every op on every backend, and where it was when something was launched. A
-// line for each way, with the addresses in this program of the calls that were open, innermost
-// first:
+// This program prints the way of a call, for every op on every backend: where it was when something
+// was launched. There is a line for each way, with the addresses in this program of the calls that
+// were open, innermost first:
 //   sm90 lin-both bf16 8192x768x50257 | 1a2b3c 1a2b40 ...
 // CUDA's devices are assumed, WebGPU's is on paper; on the CPU it is the first touch of each page
-// of the workspace that tells. Exit code 1: a backend lacks an op; 77: this build lacks kernels.
+// of the workspace that tells. Exit code 1 says that a backend lacks an op, 77 that this build
+// lacks kernels.
 #include <dlfcn.h>
 #include <execinfo.h>
 #include <sys/mman.h>
@@ -27,10 +28,10 @@
 namespace logitless::guards {
 namespace {
 
-constexpr uintptr_t kNowhere = uintptr_t{0x7e} << 40;  // behind every tensor of a call
+constexpr uintptr_t kNowhere = uintptr_t{0x7e} << 40;  // it lies behind every tensor of a call
 
 using Way = std::vector<uintptr_t>;
-std::set<Way> ways;  // of the call that runs
+std::set<Way> ways;  // they belong to the call that runs
 
 uintptr_t start_of_program() {
   Dl_info info;
@@ -72,7 +73,7 @@ class Launches final : public cuda::RecordedCuda::Listener {
   void choose(const Operands&, void*, cuda::lt::Algorithm*) override {}
 };
 
-// Memory of which each page tells who touches it first.
+// Each page of this memory tells who touches it first.
 class Watched {
  public:
   explicit Watched(uint64_t bytes) : bytes_(bytes) {
@@ -101,7 +102,7 @@ class Watched {
   struct sigaction before_ = {};
 };
 
-// Where a call runs, and the workspace that it is given.
+// A call runs here, with the workspace that it is given.
 struct Where {
   const char* name;
   Execution execution;
@@ -115,7 +116,7 @@ Status run_with(const Where& where, const auto& op) {
   switch (execution.device.type) {
     case DeviceType::webgpu:
       return run(op, WebGpuWorkspace(0, size.recommended).workspace(), execution);
-    case DeviceType::cuda:  // nothing is written
+    case DeviceType::cuda:  // CUDA's device is assumed, so nothing is written
       return run(op, {reinterpret_cast<void*>(kNowhere), size.recommended}, execution);
     default: {
       const Watched memory(size.recommended + 1);
@@ -124,7 +125,7 @@ Status run_with(const Where& where, const auto& op) {
   }
 }
 
-// Memory for every tensor, of zeros.
+// Gives every tensor memory of zeros.
 template <class Op>
 std::list<std::vector<char>> give_memory(Op* op) {
   std::list<std::vector<char>> memory;
@@ -168,7 +169,7 @@ int print_all() {
     std::puts("this build lacks Hopper's kernels (LOGITLESS_CUDA_ARCHITECTURES)");
     return 77;
   }
-  unsetenv("LOGITLESS_WEBGPU_LIBRARY");  // this program is the library
+  unsetenv("LOGITLESS_WEBGPU_LIBRARY");  // this program brings its own wgpu-native
   webgpu::paper_wgpu().on_dispatch = note_way;
   const Executor one{sizeof(Executor), 1, nullptr,
                      [](void*, int64_t items, void (*fn)(void*, int64_t), void* context) {

@@ -1,4 +1,5 @@
-# What shows whether moving code about changed something (CONTRIBUTING.md, Guards), and that each would show it.
+# The guards show whether moving code about changed something (CONTRIBUTING.md, Guards); further
+# tests show that each would show it.
 find_package(Python3 REQUIRED COMPONENTS Interpreter)
 
 if(LOGITLESS_CUDA_LISTING AND LOGITLESS_HAS_SM90A)
@@ -7,7 +8,8 @@ if(LOGITLESS_CUDA_LISTING AND LOGITLESS_HAS_SM90A)
                    "$<FILTER:$<TARGET_OBJECTS:logitless_cuda_objects>,INCLUDE,/copy_panel\\.cu\\.o$>")
 endif()
 
-# What every planner decides and what every call launches, against what was recorded. Neither needs a device.
+# Two guards compare what every planner decides and what every call launches with what was recorded.
+# Neither needs a device.
 if(LOGITLESS_WITH_CUDA AND LOGITLESS_WITH_WEBGPU)
   add_library(guard_calls OBJECT guards/plan_calls.cpp)
   add_executable(guard_plans guards/guard_plans.cpp guards/plan_facts.cpp)
@@ -25,7 +27,8 @@ if(LOGITLESS_WITH_CUDA AND LOGITLESS_WITH_WEBGPU)
   endforeach()
 endif()
 
-# The files that a call passes on its way, against docs/design.md; and that no backend lacks an op.
+# This guard compares the files that a call passes on its way with docs/design.md, and checks that
+# no backend lacks an op.
 if(LOGITLESS_WITH_CUDA AND LOGITLESS_WITH_WEBGPU AND LOGITLESS_FRAMES AND CMAKE_ADDR2LINE)
   add_executable(guard_way guards/guard_way.cpp webgpu/paper_wgpu.cpp)
   set_target_properties(guard_way PROPERTIES ENABLE_EXPORTS ON CXX_VISIBILITY_PRESET default)
@@ -37,8 +40,9 @@ if(LOGITLESS_WITH_CUDA AND LOGITLESS_WITH_WEBGPU AND LOGITLESS_FRAMES AND CMAKE_
   set_tests_properties(guards.way PROPERTIES SKIP_RETURN_CODE 77)
 endif()
 
-# The program of scripts/compare-bits: the case table against a library that it knows by its C interface alone, and that the
-# loader finds where the script says, not where this build has its own.
+# This is the program of scripts/compare-bits. It runs the case table against a library that it
+# knows by its C interface alone, and that the loader finds where the script says, not where this
+# build has its own.
 set(sources guards/bits.cpp guards/bits_webgpu.cpp)
 foreach(part cases data fixture judge memory)
   list(APPEND sources support/${part}.cpp)
@@ -70,5 +74,5 @@ if(CMAKE_SYSTEM_NAME STREQUAL Linux AND NOT CMAKE_CROSSCOMPILING AND NOT CMAKE_C
                    $<TARGET_FILE:logitless> ${CMAKE_C_COMPILER} ${CMAKE_NM})
 endif()
 
-# How much is counted that one reads to understand a kernel.
+# This guard counts how much one reads to understand a kernel.
 add_test(NAME guards.reading COMMAND Python3::Interpreter -B ${CMAKE_CURRENT_LIST_DIR}/reading_test.py)

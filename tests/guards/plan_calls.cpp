@@ -10,7 +10,7 @@
 namespace logitless::guards {
 namespace {
 
-// This row says what an op is, as far as its options go.
+// These bits say what an op is, as far as its options go.
 constexpr uint32_t losses = 1, forwards = 2, backward_only = 4, gradients = 8, linear = 16,
                    logits = 32;
 
@@ -31,7 +31,7 @@ constexpr uint32_t kTraits[] = {traits_of_op<Softmax>(),
 constexpr const char* kOps[] = {"softmax",     "forward",      "backward", "both",
                                 "lin-forward", "lin-backward", "lin-both"};
 
-// In the order of Option: its word, and what an op must be to have it.
+// This is in the order of Option: an option's word, and what an op must be to have it.
 struct OptionInfo {
   const char* word;
   uint32_t traits;
@@ -115,7 +115,7 @@ TensorView place(TensorView v, Place where) {
   return v;
 }
 
-// The tensors of a call, by the names of docs/semantics.md.
+// Makes the tensors of a call, by the names of docs/semantics.md.
 class Views {
  public:
   Views(const Call& call, Device device) : c_(call), device_(device) {}
@@ -232,7 +232,7 @@ constexpr Head kHeads[] = {
     {2048, 2560, 262144}, {4096, 7168, 129280}, {16384, 768, 50257},   {16384, 768, 50304},
     {20480, 768, 50257},  {1024, 768, 50257},   {65536, 4096, 128256}, {2048, 4096, 32000}};
 
-// A call of a head, and what it has beside the usual.
+// This is a call of a head, and what it has beside the usual.
 struct Recipe {
   int32_t kind;
   uint32_t options = 0;
@@ -289,7 +289,7 @@ void draw_shape(Random* random, Call* c) {
   c->tokens = drawn_size(random, 16, 131072);
   c->hidden = random->once_in(4) ? 64 + random->below(8129) : random->of(widths);
   c->vocab = random->once_in(2) ? drawn_size(random, 17, 262144) : random->of(vocabularies);
-  // Many tokens of few numbers each, which are planned in a way of their own.
+  // Many tokens of few numbers each are planned in a way of their own.
   if (random->once_in(8)) {
     c->tokens = 8192 + 64 * random->below(1024);
     c->hidden = 64 * (1 + random->below(24));
@@ -305,7 +305,7 @@ void draw_rest(Random* random, Call* c) {
   for (Place* place : {&c->input, &c->weight, &c->output, &c->output_weight}) {
     if (random->once_in(6)) *place = static_cast<Place>(1 + random->below(5));
   }
-  // Half of the calls are as they are called most often.
+  // Half of the calls are as they are called most often, so they have few options.
   const int64_t rarely = random->once_in(2) ? 5 : 40;
   for (uint32_t i = 0; i < option_count; ++i) {
     if (random->once_in(rarely)) c->options |= uint32_t{1} << i;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The calls whose plans are recorded: public ops alone, so that they outlive every change behind
-// them. First every well-known head with the options that change a plan, then calls drawn from a
-// generator of our own, which is the same on every machine and with every standard library.
+// These are the calls whose plans are recorded: public ops alone, so that they outlive every change
+// behind them. First comes every well-known head with the options that change a plan, then calls
+// drawn from a generator of our own, which is the same on every machine and with every standard
+// library.
 #pragma once
 
 #include <cstdint>
@@ -61,20 +62,22 @@ struct Call {
   int32_t kind = LOGITLESS_SOFTMAX;
   int64_t tokens = 0, hidden = 0, vocab = 0;
   DType dtype = DType::bf16;
-  DType grad = DType::bf16, grad_weight = DType::bf16;  // `grad`: of every other result, too
-  Place input = Place::dense, weight = Place::dense;    // `input`: or logits
+  // `grad` is the dtype of every other result, too
+  DType grad = DType::bf16, grad_weight = DType::bf16;
+  Place input = Place::dense, weight = Place::dense;  // `input` stands for logits too
   Place output = Place::dense, output_weight = Place::dense;
-  uint32_t options = 0;  // bit i: Option i
+  uint32_t options = 0;  // bit i stands for Option i
   bool has(Option option) const { return options >> option & 1; }
-  // An address that `run` would have is not there yet: sizes can be asked for, but no plan.
+  // Returns whether an address that `run` would have is not there yet: sizes can be asked for then,
+  // but no plan.
   bool lacks_address() const;
-  std::string text() const;  // in short; what is usual is left out
+  std::string text() const;  // it is short; what is usual is left out
 };
 
 // Makes the op for a device type; every tensor has memory of its own, which is not there.
 AnyOp op_of(const Call& call, Device device);
 
-// splitmix64.
+// This is the generator splitmix64.
 class Random {
  public:
   explicit Random(uint64_t seed) : state_(seed) {}

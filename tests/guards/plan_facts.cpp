@@ -20,7 +20,7 @@ namespace {
 
 constexpr int kThreads[] = {1, 2, 8};
 
-// A list of key=value, in which the usual values are left out.
+// This is a list of key=value, in which the usual values are left out.
 class Facts {
  public:
   void add(const std::string& key, const std::string& value, const std::string& usual = "") {
@@ -42,7 +42,7 @@ class Facts {
   std::string text_;
 };
 
-// Many numbers as one: FNV-1a of 32 bits.
+// Makes one number of many: FNV-1a of 32 bits.
 class Hash {
  public:
   Hash& operator<<(uint64_t value) {
@@ -63,10 +63,10 @@ std::string refused(const Status& status) {
   return "refused=" + std::to_string(static_cast<int>(status.code()));
 }
 
-// --- CUDA ---
+// The first part is about CUDA.
 
-// Panels of columns in the order in which the products take them: how many, and a hash of where
-// each lies.
+// Adds the panels of columns in the order in which the products take them: how many, and a hash of
+// where each lies.
 void add_panels(const cuda::LinearShape& s, const cuda::LinearPlan& p, Facts* facts) {
   Hash hash;
   int64_t count = 0;
@@ -128,8 +128,8 @@ void add_plan(const cuda::Engine& engine, const cuda::LinearShape& s, const cuda
   facts->add_number("s", p.seconds);
 }
 
-// As `run` does: a plan of two passes is two calls in the memory behind the rows' states, and each
-// is planned for what is left.
+// Plans as `run` does: a plan of two passes is two calls in the memory behind the rows' states, and
+// each is planned for what is left.
 void add_linear(const cuda::Asked& asked, uint64_t bytes, Facts* facts) {
   const auto& [engine, s, speed] = asked;
   const cuda::LinearPlan p = asked.plan(bytes);
@@ -167,10 +167,10 @@ void add_cuda(const Op& op, const Assumed& assumed, uint64_t bytes, Facts* facts
   }
 }
 
-// --- CPU ---
+// The second part is about the CPU.
 
-// The plan depends on these features of a CPU, whichever this one is: of AMX and AVX-512, AVX-512's
-// own dot products, AVX2 and NEON.
+// The plan depends on these features of a CPU, whichever this one is: those of AMX and AVX-512,
+// AVX-512's own dot products, AVX2 and NEON.
 struct NamedEngine {
   const char* name;
   bool well_known;
@@ -235,7 +235,7 @@ void add_cpu(const Op& op, const Assumed& assumed, uint64_t bytes, std::string* 
   }
 }
 
-// --- WebGPU ---
+// The third part is about WebGPU.
 
 webgpu::Limits limits_of(const Assumed& assumed) {
   if (assumed.device.index == 0) return {};
@@ -282,9 +282,9 @@ void add_webgpu(const webgpu::Problem& problem, const webgpu::Limits& limits, ui
   facts->add_number("us", predicted_microseconds(problem, p));
 }
 
-// --- every device ---
+// The last part serves every device.
 
-// The library's own answer.
+// Asks the library itself for its answer.
 template <class Op>
 Status public_sizes(const Op& op, const Assumed& assumed, int threads, WorkspaceSize* size) {
   const conformance::SerialExecutor executor(threads);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the planners decide for a public op. plan_facts.cpp is the one file of this guard that knows
-// the planners' own types: where those move it moves along, and what it says stays.
+// These functions tell what the planners decide for a public op. plan_facts.cpp is the one file of
+// this guard that knows the planners' own types: where those move it moves along, and what it says
+// stays.
 #pragma once
 
 #include <string>
@@ -11,7 +12,7 @@
 
 namespace logitless::guards {
 
-// There are devices of every type. CUDA's answer while an AssumedMachine lives.
+// Returns devices of every type. Those of CUDA answer only while an AssumedMachine lives.
 std::vector<Assumed> assumed_devices();
 
 // Holds what `workspace` says. `text` lists the recommended sizes of 1, 2 and 8 threads where they
@@ -23,11 +24,13 @@ struct Sizes {
 };
 Sizes sizes_of(const AnyOp& op, const Assumed& assumed);
 
-// Every decision of `run` in a workspace of so many bytes, as key=value; what is usual is left out.
+// Returns every decision of `run` in a workspace of so many bytes, as key=value; what is usual is
+// left out.
 std::string decision_of(const AnyOp& op, const Assumed& assumed, uint64_t bytes);
 
 // Says where sizes_of a CPU call is not what the public `workspace` answers on this machine, or
-// what is wrong with the call; "" where all is well. The sizes on CUDA are that answer themselves.
+// what is wrong with the call, or "" where all is well. The sizes on CUDA are that answer
+// themselves.
 std::string check_sizes(const AnyOp& op);
 
 }  // namespace logitless::guards

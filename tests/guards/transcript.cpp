@@ -11,7 +11,8 @@
 #include <memory>
 #include <regex>
 
-extern "C" const char __executable_start;  // where the linker's script puts this program
+// the linker's script defines it as the start of this program
+extern "C" const char __executable_start;
 
 namespace logitless::guards {
 namespace {
@@ -26,7 +27,7 @@ struct Marked {
   const std::string* text;
 };
 
-// The innermost name and its template arguments, no namespace and no parameters:
+// Returns the innermost name and its template arguments, without namespace and parameters:
 //   void a::(anonymous namespace)::k<a::T, (a::Mode)1>(int)  ->  k<T, (Mode)1>
 std::string short_name(const char* mangled) {
   int failed = 0;

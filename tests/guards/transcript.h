@@ -16,7 +16,7 @@
 
 namespace logitless::guards {
 
-// Names of this program's functions, from its own symbol table: those of kernels.
+// Finds names of this program's functions, those of kernels, in its own symbol table.
 class FunctionNames {
  public:
   FunctionNames();
@@ -30,7 +30,7 @@ class Transcript final : public cuda::RecordedCuda::Listener {
  public:
   explicit Transcript(const FunctionNames* functions) : functions_(functions) {}
 
-  // Memory from `start` on, up to the next that has a name, or a terabyte.
+  // Names memory from `start` on, up to the next that has a name, or a terabyte.
   void name(const void* start, std::string name) {
     memory_[reinterpret_cast<uintptr_t>(start)] = std::move(name);
   }
@@ -50,17 +50,18 @@ class Transcript final : public cuda::RecordedCuda::Listener {
                 const cuda::lt::Algorithm&, void* workspace, size_t bytes) override;
 
  private:
-  // "" where it is the address of nothing that has a name.
+  // Returns "" where it is the address of nothing that has a name.
   std::string name_of(uint64_t address) const;
   std::string address(const void* p) const;
-  // The words of a parameter, addresses among them by name.
+  // Returns the words of a parameter, addresses among them by name.
   std::string words(const unsigned char* value, size_t bytes) const;
   std::string of(const Operands& o) const;
   void* keep(std::string text);
 
   const FunctionNames* functions_;
   std::map<uintptr_t, std::string> memory_;
-  std::deque<std::string> objects_;  // descriptions, layouts, maps, algorithms: where they stay
+  // Descriptions, layouts, maps and algorithms stay where they are.
+  std::deque<std::string> objects_;
   std::string text_;
   int launches_ = 0;
 };

@@ -92,7 +92,7 @@ def main() -> int:
     launches = [line.split(" | ") for line in run.stdout.splitlines()]
     addresses = {address for _, frames in launches for address in frames.split()}
     files = files_at(program, addr2line, addresses)
-    ways: dict[str, set[tuple[str, ...]]] = {}  # by the call
+    ways: dict[str, set[tuple[str, ...]]] = {}  # the key is a call, the value its ways
     for call, frames in launches:
         inlined = [file for address in frames.split() for file in files[address]]
         ways.setdefault(call, set()).add(tuple(way_of(inlined, section)))

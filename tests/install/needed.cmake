@@ -1,4 +1,5 @@
-# What the shared library wants of the machine it is loaded on: nothing of CUDA, so that it loads where there is none.
+# The shared library wants nothing of CUDA on the machine it is loaded on, so that it loads where
+# there is none.
 execute_process(COMMAND ${OBJDUMP} -p ${LIBRARY} OUTPUT_VARIABLE headers COMMAND_ERROR_IS_FATAL ANY)
 string(REGEX MATCHALL "NEEDED +[^ \n]+" needed "${headers}")
 list(TRANSFORM needed REPLACE "NEEDED +" "")

@@ -1,6 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# SOURCES LIBDIR CC CXX: compiles the consumers with pkg-config's flags alone, shared and static, and every header on its own.
+# This script takes SOURCES LIBDIR CC CXX, and compiles the consumers with pkg-config's flags alone,
+# shared and static, and every header on its own.
 set -eu
 sources=$1 libdir=$2 cc=$3 cxx=$4
 export PKG_CONFIG_PATH="$libdir/pkgconfig" LD_LIBRARY_PATH="$libdir"

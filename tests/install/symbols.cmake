@@ -5,7 +5,7 @@ set(exported)
 foreach(line ${lines})
   string(REGEX REPLACE "^.* " "" name "${line}")
   string(REGEX REPLACE "@.*" "" name "${name}")
-  if(NOT name STREQUAL LOGITLESS_0)  # the version itself
+  if(NOT name STREQUAL LOGITLESS_0)  # the version's own name is among the symbols
     list(APPEND exported ${name})
   endif()
 endforeach()

@@ -24,7 +24,7 @@ import support  # noqa: E402
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # two wait for each other longer than such models take
+    torch.set_num_threads(1)  # two threads wait for each other longer than such models take
 
 
 @pytest.fixture

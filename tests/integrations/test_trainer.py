@@ -52,7 +52,7 @@ def test_trainer_learns_the_same_without_logits(
     assert calls.taken() == 0
     patch_transformers(ours)
     *actual, our_held_out = train(ours, tmp_path, **settings)
-    evaluations = 3  # 10 sequences, 4 at a time
+    evaluations = 3  # 10 sequences come 4 at a time
     assert calls.taken() == STEPS * settings.get("gradient_accumulation_steps", 1) + evaluations
     same_run(actual, expected, bf16)
     assert our_held_out == pytest.approx(held_out, rel=2e-2 if bf16 else 1e-5)
@@ -137,7 +137,8 @@ def test_unwrapping_leaves_the_patch(patch_first: bool, calls: Calls) -> None:
         assert list(inspect.signature(model.forward).parameters) == names
         output = model(**batch)
         assert output.logits is None and calls.taken() == 1
-        torch.testing.assert_close(output.loss, plain(**batch).loss)  # in f32 again
+        # the unwrapped model is in f32 again
+        torch.testing.assert_close(output.loss, plain(**batch).loss)
     patch.unpatch()
     assert model(**batch).logits is not None and calls.taken() == 0
 

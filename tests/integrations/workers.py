@@ -37,7 +37,7 @@ class Case:
     head_apart: bool = True  # FSDP gathers it for itself, or with the root
     bf16: bool = False
     accumulated: int = 1
-    adapter: str = ""  # PEFT's, by its name in test_peft
+    adapter: str = ""  # test_peft has an adapter of PEFT by this name
 
     def __str__(self) -> str:
         flags = {
@@ -162,7 +162,7 @@ def sharded_weight(calls: support.Calls) -> dict[str, Any]:
 def work(rank: int, folder: str) -> None:
     """Every case; what each gave, or how it failed, is in the file of the rank."""
     torch.set_num_threads(1)
-    os.environ |= {  # where accelerate looks for the processes that are there already
+    os.environ |= {  # accelerate looks here for the processes that are there already
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD),
         "LOCAL_WORLD_SIZE": str(WORLD), "MASTER_ADDR": "localhost", "MASTER_PORT": "0",
     }  # fmt: skip
@@ -178,7 +178,7 @@ def work(rank: int, folder: str) -> None:
     ):
         try:
             results[name] = run()
-        except Exception:  # the other process may wait for this one: it is told by its own
+        except Exception:  # the other process may wait for this one, so its own process tells it
             results[name] = {"failed": traceback.format_exc()}
             break
     torch.save(results, pathlib.Path(folder) / f"rank{rank}.pt")

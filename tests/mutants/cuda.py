@@ -23,7 +23,7 @@ _TABLE = (
 )  # fmt: skip
 _PAIRS = "*/Conformance.EveryOptionAloneAndInPairs/cuda_{}*_bf16"
 
-# googletest filters, by the group that a mutant names. "portable": with the kernels that every
+# A mutant names a group of googletest filters. "portable" runs with the kernels that every
 # architecture runs.
 TESTS: dict[str, str] = {
     "rows": _tests(_ROWS, (*_TABLE, "CudaRows.AreRight*")) + ":" + ":".join(_PAIRS.format(op) for op in _ROWS),
@@ -56,10 +56,10 @@ TESTS: dict[str, str] = {
 @dataclass(frozen=True)
 class CudaMutant:
     name: str
-    file: str  # in src/cuda
+    file: str  # it lies in src/cuda
     marked: str
     new: str
-    tests: str  # of TESTS
+    tests: str  # it is a key of TESTS
 
 
 _M = CudaMutant
@@ -78,7 +78,7 @@ _WAIT = r"""@{asm volatile(
 MUTANTS = [
     *(_M(*mutant) for mutant in TOKENS),
     *(_M(*mutant) for mutant in TOKEN_OPTIONS),
-    # Linear ops
+    # These change the linear ops.
     _M("linear, last column: not in the sums", "linear/portable/block_exponentials.cu",
        "sum += @{y}@;", "(j + i == tile.count - 1 && tile.count > 1 ? 0.0f : y)", "portable"),
     _M("linear, maximum: of the first lane alone", "linear/portable/block_exponentials.cu",
@@ -111,7 +111,7 @@ MUTANTS = [
        "const bool far = @{state.reference - z > most}@ ||", "false", "linear"),
     _M("linear, far anchors: never made again", "linear/rows.cu",
        "|| @{fabsf(z) >= most_anchor}@;", "false", "nonfinite"),
-    # State kept from Forward to Backward
+    # These change the state kept from Forward to Backward.
     _M("kept state: whose it is is not asked", "linear/rows.cu",
        "@{same_bits(kept.reference, state->reference)}@ &&", "true", "later"),
     _M("kept state: consumed and not said so", "linear/rows.cu",
@@ -193,11 +193,11 @@ MUTANTS = [
     _M("linear, 32-bit offset of a row of weight", "linear/linear.cpp",
        "return {w.as<char>() + @{column * w.stride[0] * size_of(w.dtype)}@, w.stride[0]",
        "static_cast<int64_t>(static_cast<int32_t>(column * w.stride[0] * size_of(w.dtype)))", "offsets"),
-    # Hopper's own kernel
+    # These change Hopper's own kernel.
     *(_M(*mutant) for mutant in OPTIONS),
     _M("hopper, valid tokens: one too few", "linear/sm90/forward.cuh",
        "valid = @{valid_rows(a.chunk)}@;", "max(valid_rows(a.chunk) - 1, 0)", "hopper"),
-    # Without options
+    # These change that kernel where it has no options.
     _M("hopper, plain, last columns: not masked", "linear/sm90/plain.cuh",
        "column == mask.target[h] || @{column >= mask.end[h]}@ ?", "false", "hopper"),
     _M("hopper, plain, target: counted in the sums twice", "linear/sm90/plain.cuh",
@@ -330,7 +330,7 @@ MUTANTS = [
        "encode_logs(log2_e[2], @{log2_e[3]}@)", "log2_e[2]", "portable"),
     _M("hopper, serves: any address", "linear/sm90/engine.cpp",
        "rows && (s.copies_weight || @{is_aligned(w)}@);", "true", "linear"),
-    # Hopper's gradients' products
+    # These change the products of Hopper's gradients.
     _M("hopper, products: the last row left out", "linear/sm90/product_rows.cuh",
        "if (@{row >= rows}@) return sink;", "row + 1 >= rows", "hopper"),
     _M("hopper, grad_input: without the row's factor", "linear/sm90/product_rows.cuh",
@@ -361,7 +361,7 @@ MUTANTS = [
     _M("hopper, slices: joined columns in the first ones' place", "linear/sm90/join.cuh",
        "column_tile * tile_columns + @{columns * 8 * fours}@;", "0", "hopper"),
     *(_M(*mutant) for mutant in PLANS),
-    # Given logits
+    # These change the ops on given logits.
     _M("rows, last column: not in lse", "rows/row_state.cuh",
        "e[h] = exp_of_row(@{raw[h] - shift}@);",
        "column + h == n - 1 && n > 1 ? -infinity() : raw[h] - shift", "rows"),

@@ -56,7 +56,7 @@ TESTS: dict[str, list[str]] = {
 @dataclass(frozen=True)
 class Edit:
     file: str
-    old: str  # stands in the file exactly once
+    old: str  # it stands in the file exactly once
     new: str
 
 
@@ -64,9 +64,10 @@ class Edit:
 class Mutant:
     name: str
     edits: tuple[Edit, ...]
-    tests: tuple[str, ...]  # of TESTS
+    tests: tuple[str, ...]  # they are keys of TESTS
     targets: str = (
-        "some"  # instruction sets compiled in; "all": of AMX, and run only on a CPU with it
+        # So many instruction sets are compiled in; "all" adds AMX, and runs only on a CPU with it.
+        "some"
     )
 
 

@@ -25,11 +25,11 @@ inline bool rule_is_off(std::string_view name, std::string_view part = {}) {
 }  // namespace logitless
 """
 
-# Off, these let nothing pass: a weight of no floating dtype differs from an input that has one, and
-# such a bias is neither f32 nor the input's; check_dtype_pairs gives both the same status. Where the
-# input's own dtype is as wrong, it is named first.
+# These let nothing pass when they are off: a weight of no floating dtype differs from an input that
+# has one, and such a bias is neither f32 nor the input's, so check_dtype_pairs gives both the same
+# status. If the input's own dtype is as wrong, it is named first.
 EQUIVALENT = ("check_dtypes: weight", "check_dtypes: bias")
-# The fields whose shapes say what N, V and D are: no shape of theirs is wrong alone.
+# The shapes of these fields say what N, V and D are, so no shape of theirs is wrong alone.
 SETS_SIZES = ("input", "logits")
 
 
@@ -55,12 +55,12 @@ def is_conditional(text: str, at: int) -> bool:
     """Whether code goes on behind the statement at `at` when it is left out: it stands in an if."""
     before = text[:at].rstrip()
     if before.endswith(")"):
-        return True  # if (...) return
+        return True  # the brace belongs to an if (...) return
     head = text[: opening(text, at, "{}")].rstrip()
     if head.endswith("else"):
         return True
     if not head.endswith(")"):
-        return False  # a lambda
+        return False  # the brace belongs to a lambda
     word = re.search(r"(\w+)\s*$", head[: opening(head, len(head) - 1, "()")])
     return word is not None and word[1] in ("if", "for")
 

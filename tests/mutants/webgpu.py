@@ -20,7 +20,7 @@ _NUMBERS, _TARGET, _LOGIT, _LOSS, _OPERANDS = (
     _shader(f"common/{name}") for name in ("numbers", "target", "logit", "loss", "product")
 )
 
-# googletest filters of webgpu_suite, by the group that a mutant names.
+# A mutant names a group of googletest filters of webgpu_suite.
 TESTS: dict[str, str] = {
     "rows": "*/Conformance.Every*/webgpu_forward*_f32:*/Conformance.Every*/webgpu_backward_f32"
     ":*/NonFinite.*_f32:*/Invariants.*_f32",

@@ -39,7 +39,7 @@ ROLE_OF = {
     "bias": "bias", "target": "target", "targets": "target", "labels": "target",
     "ce_weight": "classes", "token_weight": "tokens", "normalizer": "normalizer",
 }  # fmt: skip
-# Where `weight` is the head: the names of these functions are another library's, or older.
+# In these functions `weight` is the head: their names are another library's, or older.
 OF_THE_HEAD = ("linear_logprob", "verl.linear_cross_entropy", "liger.apply")
 OPTIONS = frozenset(
     "reduction ignore_index label_smoothing z_loss logit_scale softcap temperature shift memory "
@@ -99,7 +99,8 @@ def tensors(name: str) -> dict[str, str]:
 def wrong(role: str, alone: bool) -> Iterator[tuple[str, Any]]:
     """What is wrong with a tensor, and that tensor. `alone`: nothing else gives its shape."""
     right = ROLES[role]
-    if role in ("input", "logits"):  # as wide as they are; else the other operand is named
+    # The tensors are as wide as they are; else the other operand is named.
+    if role in ("input", "logits"):
         if not alone:
             yield "shape", np.concatenate((right, right[:1]))
         yield "dtype", right.astype(np.int32)
@@ -140,7 +141,7 @@ def test_an_error_names_the_arguments_of_its_function(
     name: str, argument: str, value: Any, mode: Any
 ) -> None:
     if mode is PassThrough and (name.startswith(("jax.", "numpy.")) or name.endswith("softmax_")):
-        return  # softmax_ is torch's own there
+        return  # under this mode softmax_ is torch's own
     given = arguments(name, **{argument: value})
     with pytest.raises(LogitlessError) as caught, mode():
         FUNCTIONS[name](**given)

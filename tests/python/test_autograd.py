@@ -270,7 +270,7 @@ def test_a_default_device_leaves_the_eager_path_alone() -> None:
     assert "FusedLoss" in plain.__name__
     with torch.device("cpu"):
         assert type(linear_cross_entropy(x, w, t).grad_fn) is plain
-        with BaseTorchFunctionMode():  # one that may want to see the op
+        with BaseTorchFunctionMode():  # such a mode may want to see the op
             assert type(linear_cross_entropy(x, w, t).grad_fn) is not plain
     torch.set_default_device("cpu")
     try:
@@ -288,7 +288,7 @@ def test_results_may_be_changed_in_place(device: str, shape: tuple[int, ...]) ->
     loss, s = linear_cross_entropy(x, w, t, reduction="none", return_statistics=names)
     for result in (loss, *s):
         assert result.shape == t.shape and not result._is_view()
-        if result is not s.entropy:  # which backward reads: torch says so
+        if result is not s.entropy:  # backward reads the entropy, and torch says so
             result.mul_(2)
     grads = torch.autograd.grad(loss.sum(), (x, w))
     for ours, theirs in zip(grads, torch.autograd.grad(expected.sum(), (x, w))):

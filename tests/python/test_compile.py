@@ -16,7 +16,7 @@ from logitless.torch import _ops, _run, cross_entropy, linear_cross_entropy, lin
 from reference import close
 from test_linear import BF16, F16, F32, problem
 
-OPTIONS = (0, -100, 0.1, 1e-3, 0.9, 7.0, 1.1, 0, 0.0, None)  # reduction first
+OPTIONS = (0, -100, 0.1, 1e-3, 0.9, 7.0, 1.1, 0, 0.0, None)  # the reduction comes first
 
 
 def arguments(kind: str, reduction: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:

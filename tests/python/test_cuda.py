@@ -43,7 +43,7 @@ def everything(x: Any, w: Any, t: Any) -> None:
 
 def test_no_host_synchronization() -> None:
     x, w, _, t = problem((2, 40), 300, 64, BF16, "cuda")
-    everything(x, w, t)  # loads what the first call loads
+    everything(x, w, t)  # this call loads what every first call loads
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -56,7 +56,7 @@ def test_calls_return_while_the_stream_is_busy() -> None:
     x, w, _, t = problem((2, 40), 300, 64, BF16, "cuda")
     everything(x, w, t)
     torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000_000)  # about a second
+    torch.cuda._sleep(2_000_000_000)  # the stream is busy for about a second
     end = torch.cuda.Event()
     everything(x, w, t)
     end.record()
@@ -108,7 +108,7 @@ def test_a_stream_of_its_own() -> None:
 
 
 def test_another_device_than_the_current_one() -> None:
-    before = torch.cuda.current_device()  # whatever it is: JAX in this process changes it
+    before = torch.cuda.current_device()  # whatever it is, JAX in this process may change it
     device = f"cuda:{(before + 1) % torch.cuda.device_count()}"
     x, w, _, t = problem((64,), 500, 64, BF16, device)
     loss = linear_cross_entropy(x, w, t)

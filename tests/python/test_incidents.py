@@ -149,7 +149,7 @@ def test_batch_invariance(device: str) -> None:
         import logitless
 
         if "every op" not in logitless.describe_backend("cuda"):
-            return  # said by the library: cuBLASLt's product there
+            return  # the library says so itself, since cuBLASLt makes the product
     x, w, _, t = problem((40,), 301, 64, F32, device, ignored=0)
     with torch.no_grad():
         whole = linear_cross_entropy(x, w, t, reduction="none")

@@ -43,7 +43,8 @@ def test_liger_module_takes_the_weight_first() -> None:
 def test_liger_function_and_its_statistics(reduction: str) -> None:
     x, w, b, t = problem((12,), 17, 8, bias=True)
     best = reference.logits_of(x, w, b).argmax(-1)
-    t = t.where((torch.arange(12) % 2 == 0) | (t == -100), best)  # some are predicted right
+    # so some tokens are predicted right
+    t = t.where((torch.arange(12) % 2 == 0) | (t == -100), best)
     output = FusedLinearCrossEntropyFunction.apply(
         x, w, t, b, None, -100, 1e-2, 0.0, reduction, None, True, torch.float32, False, True, True
     )
@@ -206,7 +207,8 @@ def test_unsloth(options: dict[str, Any]) -> None:
     theirs = torch.autograd.grad(s["logprob"], (x, w), upstream.double())
     for a, e in zip(torch.autograd.grad(actual, (x, w), upstream), theirs):
         close(a, e)
-    with pytest.raises(ValueError, match=r"^lm_head has shape"):  # logits in their place
+    # the first argument is logits, not hidden states
+    with pytest.raises(ValueError, match=r"^lm_head has shape"):
         unsloth.chunked_hidden_states_selective_log_softmax(x @ w.T, w, t)
 
 

@@ -36,7 +36,7 @@ from test_linear import OPTIONS
 
 F32, F16, BF16 = DTYPES
 STATISTICS = ("lse", "target_logit", "logprob", "entropy", "argmax")
-FORWARD, BACKWARD, BOTH = 4, 5, 6  # kinds of linear ops
+FORWARD, BACKWARD, BOTH = 4, 5, 6  # they are kinds of linear ops
 
 
 def check(x: Any, w: Any, b: Any, t: Any, dtype: Any = F32, **options: Any) -> None:
@@ -134,7 +134,7 @@ def test_statistics_and_their_gradients() -> None:
     grads = jax.jit(jax.grad(ours, (0, 1, 2)))(x, w, b)
     for actual_grad, grad in zip(grads, torch.autograd.grad(total, given, retain_graph=True)):
         same(actual_grad, grad)
-    for one in STATISTICS[:4]:  # alone, without the loss
+    for one in STATISTICS[:4]:  # each stands alone, without the loss
 
         def alone(x: Any, one: str = one) -> Any:
             _, s = linear_cross_entropy(x, w, t, linear_bias=b, return_statistics=one, **o)
@@ -227,7 +227,7 @@ def test_the_calls_a_program_makes() -> None:
     assert kinds_of(return_statistics="argmax") == [BOTH]
     assert kinds_of(reduction="none") == [FORWARD, BACKWARD]
     assert kinds_of(return_statistics=("lse", "argmax")) == [FORWARD, BACKWARD]
-    for frozen, kept in ((1, "grad_input"), (0, "grad_weight")):  # the other costs nothing
+    for frozen, kept in ((1, "grad_input"), (0, "grad_weight")):  # the other gradient costs nothing
         (names,) = fields(jax.grad(step, 1 - frozen), x, w)
         assert names == f"input weight target loss {kept}"
     text = jax.jit(jax.grad(step, (0, 1))).lower(x, w).compile().as_text()

@@ -17,7 +17,8 @@ import jax_support  # noqa: F401, before JAX starts
 from logitless import _abi
 from logitless.jax import _run, linear_cross_entropy
 
-SIZES = {0: (1000, 5000, 256), 1: (3000, 7000, 512), 3: (2000, 9000, 128)}  # least, wanted, aligned
+# A device has a least size, a wanted one and an alignment.
+SIZES = {0: (1000, 5000, 256), 1: (3000, 7000, 512), 3: (2000, 9000, 128)}
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def unequal(monkeypatch: pytest.MonkeyPatch) -> Any:
         sizes = SIZES.get(execution._obj.device_index) if cuda else (1, 1, 64)
         if sizes is None:
             status._obj.message = b"too old"
-            return 9  # backend_unavailable
+            return 9  # 9 is backend_unavailable
         size._obj.minimum, size._obj.recommended, size._obj.alignment = sizes
         return 0
 
@@ -56,5 +57,5 @@ def test_the_workspace_is_enough_for_every_gpu(unequal: Any) -> None:
     assert planned(3000) == (3000, 512)
     with pytest.raises(ValueError, match="memory is 2500 bytes; allowed: >= 3000"):
         planned(2500)
-    unequal.setitem(SIZES, 0, None)  # the first of them is not served either
+    unequal.setitem(SIZES, 0, None)  # the first device is not served either
     assert planned(None) == (9000, 512)

@@ -116,9 +116,9 @@ def test_a_program_copies_nothing_and_takes_what_was_said(dtype: Any) -> None:
     assert keeps(step, x, w, up) == [True, True]
     code = _abi.F32 if dtype is F32 else _abi.BF16
     bytes = _abi.whole_kept(2048, 4000, code)
-    assert memory(step, x, w, up).temp_size_in_bytes < 1.8 * bytes  # no copy
+    assert memory(step, x, w, up).temp_size_in_bytes < 1.8 * bytes  # kept state is not copied
     (rows, _), _ = _abi.kept_formula(2048, 4000, code, bytes)
-    assert rows == 4032 // 64 * 2048  # every column
+    assert rows == 4032 // 64 * 2048  # every column is kept
     lines = jax.jit(step).lower(x, w, up).compile().as_text().splitlines()
     lines = [line for line in lines if f"[{rows},64]" in line]
     assert lines and not any(" copy(" in line for line in lines)

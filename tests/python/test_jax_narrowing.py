@@ -43,7 +43,7 @@ def test_an_ignore_index_beyond_int32_ignores(index: int, shift: int) -> None:
 
 def test_of_each_row_too() -> None:
     x, w, t = batch(1 << 40)
-    t[1] = 1 << 40  # nothing counts here
+    t[1] = 1 << 40  # no token of this row counts
     means = jax.vmap(lambda x: linear_cross_entropy(x, w, t[0], ignore_index=1 << 40))(x)
     for i in range(2):
         one = ln.linear_cross_entropy(x[i], w, t[0], ignore_index=1 << 40)
@@ -59,7 +59,7 @@ def test_a_target_beyond_int32_is_refused() -> None:
     ) as e:
         linear_cross_entropy(x, w, t)
     assert e.value.status == "target_out_of_range"
-    t[1, 3] = -(1 << 31)  # which stands for an ignore_index beyond int32
+    t[1, 3] = -(1 << 31)  # this value stands for an ignore_index beyond int32
     with pytest.raises(ValueError, match=r"target\[9\] is -2147483648"):
         linear_cross_entropy(x, w, t, ignore_index=1 << 40)
 
@@ -75,7 +75,7 @@ def test_an_array_of_jax_that_cannot_hold_the_ignore_index_is_refused() -> None:
 @pytest.mark.parametrize("index", BEYOND)
 def test_with_64_bits_any_ignore_index_serves_any_target(index: int) -> None:
     x, w, t = batch(index)
-    none = np.where(t == index, 0, t)  # of int32: nothing is ignored
+    none = np.where(t == index, 0, t)  # t is int32, and nothing is ignored
     with enable_x64(True):
         for shift in (0, 2):
             o: dict[str, Any] = {"ignore_index": index, "shift": shift}
@@ -105,7 +105,7 @@ def test_a_target_from_where_64_bits_were_enabled_is_not_cut() -> None:
 def test_inputs_are_rounded_to_f32_as_jax_does_it() -> None:
     x, w, t = batch(-100)
     assert linear_cross_entropy(x.astype(float), w, t) == linear_cross_entropy(x, w, t)
-    weights = np.random.default_rng(0).random(9)  # f64
+    weights = np.random.default_rng(0).random(9)  # the weights are f64
     assert linear_cross_entropy(x, w, t, weight=weights) == linear_cross_entropy(
         x, w, t, weight=weights.astype(np.float32)
     )

@@ -29,7 +29,7 @@ from jax_support import (  # noqa: F401
 from logitless.jax import cross_entropy, linear_cross_entropy, linear_logprob
 
 F32, F16, BF16 = DTYPES
-SHAPE, VOCAB, HIDDEN = (3, 80), 1000, 16  # enough for kept state
+SHAPE, VOCAB, HIDDEN = (3, 80), 1000, 16  # they are large enough for kept state
 DIFFERENTIABLE = ("lse", "target_logit", "logprob", "entropy")
 CONSTANT = ("argmax", "rank", "sum_p_squared", "mean_logit")
 
@@ -196,7 +196,7 @@ def test_tokens_without_a_gradient(dtype: Any, jitted: bool) -> None:
     same Forward."""
     x, w, _, t = problem(SHAPE, VOCAB, HIDDEN, dtype)
     chance = np.random.default_rng(3)
-    mask = jnp.asarray(chance.random(SHAPE) < 0.6)  # without an upstream gradient
+    mask = jnp.asarray(chance.random(SHAPE) < 0.6)  # the other tokens have no upstream gradient
     bad = jnp.where(mask[..., None], jnp.nan, x)
     given, up = temperatures(SHAPE), upstream(SHAPE)
     ups = [jnp.where(m, 0.0, up) for m in (mask, mask | (up > 0), mask)]
@@ -214,7 +214,8 @@ def test_tokens_without_a_gradient(dtype: Any, jitted: bool) -> None:
         same(dx, grads[0], dtype)
         same(dw, grads[1], dtype)
 
-    old = linear_logprob(x, w, t) - jnp.where(mask, 1.0, 0.0)  # a ratio of e
+    # the ratio is e where the mask is set
+    old = linear_logprob(x, w, t) - jnp.where(mask, 1.0, 0.0)
 
     def clipped(x: Any, w: Any) -> Any:
         ratio = jnp.exp(linear_logprob(x, w, t) - old)

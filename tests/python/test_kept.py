@@ -40,7 +40,7 @@ class Ran(NamedTuple):
     kind: int
     kept: bool
     consume: bool
-    bytes: int  # of kept state and workspace
+    bytes: int  # kept state and workspace together have so many
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def check_gradients(
         close(ours, exact, dtype)
 
 
-# The formula
+# These tests are about the formula of the size.
 
 
 def inputs(tokens: int, vocab: int, dtype: int) -> list[View]:
@@ -136,7 +136,7 @@ def test_the_key_is_forwards(ran: list[Ran]) -> None:
     assert [r.kind for r in ran] == [FORWARD]
 
 
-# Values
+# These tests are about values.
 
 
 STATISTICS = ("lse", "target_logit", "logprob", "entropy")
@@ -207,7 +207,7 @@ def test_autocast_keeps_in_its_dtype(device: str, ran: list[Ran]) -> None:
     assert ran[-1].kept
 
 
-# Used twice
+# These tests use kept state twice.
 
 
 def test_a_retained_graph_gives_equal_gradients(device: str, ran: list[Ran]) -> None:
@@ -278,7 +278,7 @@ def test_double_backward_is_refused_as_ever(device: str, ran: list[Ran]) -> None
         grad.square().sum().backward()
 
 
-# Whose it is
+# These tests are about whose the kept state is.
 
 
 def test_kept_state_lives_as_long_as_the_graph(
@@ -351,7 +351,7 @@ def test_where_nothing_is_kept(device: str, ran: list[Ran]) -> None:
     per_token(x.detach(), w.detach(), t)
     per_token(x.detach().half().requires_grad_(), w.detach().half(), t).sum().backward()
     per_token(x[:0], w, t[:0]).sum().backward()
-    if device == "cpu":  # which would not use it
+    if device == "cpu":  # the CPU would not use kept state here
         per_token(x.detach().bfloat16().requires_grad_(), w.detach().bfloat16(), t, softcap=5.0)
     assert not any(r.kept for r in ran)
     per_token(x, w, t, softcap=5.0)
@@ -388,7 +388,7 @@ def test_another_streams_backward_is_told_to_the_allocator(
         monkeypatch.setattr(_device, "allows_tf32", lambda: False)
 
 
-# How much
+# These tests are about how much is kept.
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
@@ -479,7 +479,7 @@ def test_the_alignment_of_main_grad_is_part_of_the_plan(device: str) -> None:
     assert not any(isinstance(part, Tensor) for part in keep.asked()), "a key outlives the call"
 
 
-# Compiled
+# These tests are about compiled functions.
 
 
 def op_arguments(device: str, dtype: torch.dtype) -> tuple[Any, ...]:

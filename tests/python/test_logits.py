@@ -161,7 +161,7 @@ def test_in_place_refuses_logits_that_overlap_when_it_is_called(device: str) -> 
     with pytest.raises(ValueError, match=r"logits has shape .4, 9. and strides .0, 1.: elements"):
         cross_entropy_((z[:1] * 1).expand(4, 9), t)
     with torch.no_grad():
-        cross_entropy_(z[:1].expand(4, 9), t)  # which writes nothing
+        cross_entropy_(z[:1].expand(4, 9), t)  # a refused call writes nothing
 
 
 def test_in_place_compiles_as_a_call_that_is_not(device: str) -> None:

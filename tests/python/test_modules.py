@@ -272,7 +272,7 @@ def test_a_target_that_tensor_parallelism_dropped_is_missed(mesh: Any) -> None:
     with pytest.raises(NotImplementedError, match=r"target is None.*ColwiseParallel"):
         head(x, t)
     with pytest.raises(NotImplementedError, match="sharded"):
-        head(x, target=t)  # which they hand on
+        head(x, target=t)  # ColwiseParallel hands a keyword on
     with torch.no_grad():
-        torch.testing.assert_close(head(x), expected)  # generation
+        torch.testing.assert_close(head(x), expected)  # without a target the head serves generation
     torch.testing.assert_close(head.eval()(x), expected)

@@ -13,7 +13,7 @@ import pytest
 import fresh
 
 README = pathlib.Path(__file__).resolve().parents[2] / "README.md"
-# What a reader has before pasting a snippet, by a word that the snippet holds.
+# A reader has this before pasting a snippet, by a word that the snippet holds.
 GIVEN = {
     "logitless.torch": """
 import torch

@@ -35,7 +35,7 @@ UNIT = {F32: U32, BF16: 2.0**-8}
 DTYPES = pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 
 
-# The contract
+# This part checks the contract.
 
 
 class Exact:
@@ -51,11 +51,12 @@ class Exact:
         with torch.no_grad():
             z, lse, entropy = s["z"], s["lse"][:, None], s["entropy"][:, None]
             self.log_p, self.p = z - z.logsumexp(-1, keepdim=True), z.softmax(-1)
-            depth = rows.abs() @ self.weight.abs().T  # the sum of the magnitudes of a logit's terms
+            depth = rows.abs() @ self.weight.abs().T  # it sums the magnitudes of a logit's terms
             e = gamma(rows.shape[-1]) * depth + 3 * U32 * z.abs()  # [N, V]
             e_t, z_t = (v.gather(-1, s["safe"][:, None])[:, 0] for v in (e, z))
             vocab = math.log2(z.shape[-1])
-            log_sum = lse - z.amax(-1, keepdim=True) + math.log(2)  # of whichever row_reference
+            # The bound holds for whichever row_reference there is.
+            log_sum = lse - z.amax(-1, keepdim=True) + math.log(2)
             b = 4 * U32 * (entropy + vocab + 3 + log_sum) + U32 * lse.abs()
             b = b + (self.p * e).sum(-1, keepdim=True)
             u = e_t + 2 * U32 * (z_t.abs() + self.logprob.flatten().abs())
@@ -78,7 +79,7 @@ class Exact:
         draw = g * self.of_p + dg * (p + column) + dg_entropy * rest + 4 * U32 * summands
         draw += g_entropy * (self.of_p * (1 + self.surprise) + p * self.of_entropy[:, None])
         if self.dtype is BF16:
-            draw += unit * g_entropy * p  # of kept state
+            draw += unit * g_entropy * p  # this error comes of kept state
         rounded = 2 * unit if self.dtype is BF16 else 0.0
         n, vocab = p.shape
         x, w = self.input.detach().flatten(0, -2).abs(), self.weight.detach().abs()
@@ -99,13 +100,14 @@ def within(actual: Tensor, exact: Tensor, bound: Tensor | float) -> None:
     assert (off <= bound).all(), f"{(off / bound).max():.3g} of the bound"
 
 
-Tail = Callable[[Tensor, Tensor], Tensor]  # what is made of log-probabilities and entropies [B, T]
+# It makes an objective of log-probabilities and entropies [B, T].
+Tail = Callable[[Tensor, Tensor], Tensor]
 
 
 class Tangent(NamedTuple):
     value: Tensor
-    of_value: Tensor  # how far the recipe's may be
-    upstream: tuple[Tensor, Tensor]  # of log-probability and entropy, [N]
+    of_value: Tensor  # the recipe's value may be so far off
+    upstream: tuple[Tensor, Tensor]  # [N]  they are of log-probability and entropy
     of_upstream: tuple[Tensor, Tensor]
 
 
@@ -153,7 +155,7 @@ def judge(recipe: Callable[..., Tensor], tail: Tail, x: Tensor, w: Tensor, t: Te
     assert (t == -100).any() and not theirs[0][t == -100].any()
 
 
-# TRL's code
+# This part is TRL's code.
 
 
 class Trainer(SimpleNamespace):
@@ -264,7 +266,7 @@ def trl_dft(target: Tensor) -> Tail:
     return tail
 
 
-# The recipes
+# This part checks the recipes.
 
 
 def batch(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -367,7 +369,8 @@ def test_k3_has_the_gradient_of_an_estimate_of_the_divergence(
 ) -> None:
     x, w, t, _, frozen = batch(dtype, device)
 
-    def exact(logprob: Tensor, _: Tensor) -> Tensor:  # Schulman, "Approximating KL Divergence"
+    # Schulman has this in "Approximating KL Divergence".
+    def exact(logprob: Tensor, _: Tensor) -> Tensor:
         ratio = (frozen.double() - logprob).exp()
         return ((ratio - 1) - ratio.log()).masked_fill(t == -100, 0).sum()
 
@@ -418,14 +421,14 @@ def test_the_ratio_of_a_policy_and_itself_is_one(dtype: torch.dtype, entropy: bo
     assert new.requires_grad and torch.equal(new, old) and torch.equal(new, alone)
 
 
-# Around the head
+# This part checks what is around the head.
 
 
 def test_targets_of_packed_sequences_do_not_cross_a_boundary(device: str) -> None:
     lengths = [3, 1, 0, 5, 2]
-    ids = torch.arange(13, device=device)  # two tokens of padding at the end
+    ids = torch.arange(13, device=device)  # the last two tokens are padding
     learned = torch.ones(13, dtype=torch.bool, device=device)
-    learned[[6, 11, 12]] = False  # a prompt's token, and the padding
+    learned[[6, 11, 12]] = False  # token 6 belongs to a prompt, and the others are padding
     bounds = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
     n = -100
     expected = [1, 2, n, n, 5, n, 7, 8, n, 10, n, n, n]
@@ -529,7 +532,7 @@ def test_merging_a_small_update_in_bf16_rounds_it_away(device: str) -> None:
     assert beside < merged / 10
 
 
-# The page
+# This part checks the page.
 
 
 def test_the_page_shows_what_is_tested() -> None:

@@ -50,7 +50,7 @@ def gradients(outputs: Any, leaves: Any, retain: bool = True) -> tuple[Tensor, .
     return torch.autograd.grad(outputs, leaves, upstream, retain_graph=retain)
 
 
-# A temperature of each token
+# These tests give each token a temperature.
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
@@ -129,12 +129,12 @@ def test_a_bad_one_makes_its_own_row_nan(device: str, bad: float) -> None:
     t[3], t[4], t[5] = 7, -100, 8
     good = temperatures(33, device=device)
     given = good.clone()
-    given[3] = given[4] = bad  # 4 is ignored, and not read
+    given[3] = given[4] = bad  # token 4 is ignored, so its temperature is not read
     expected, ours = (linear_logprob(x, w, t, temperature=c) for c in (good, given))
     rest = torch.arange(33, device=device) != 3
     assert ours[3].isnan() and torch.equal(ours[rest], expected[rest])
     (grad,), (theirs,) = (torch.autograd.grad(y[rest].sum(), x) for y in (ours, expected))
-    close(grad, theirs.double())  # 3 has no upstream gradient
+    close(grad, theirs.double())  # token 3 has no upstream gradient
 
 
 def test_modules_take_one_for_a_call(device: str) -> None:
@@ -236,7 +236,7 @@ def test_numpy_is_torch() -> None:
         logitless.numpy.linear_logprob(*arrays, temperature=np.array([1, 1e-46] * 11)[:11])
 
 
-# Statistics
+# These tests are about statistics.
 
 
 @pytest.mark.parametrize("kind", ["linear", "logits", "compiled", "fused"])
@@ -422,7 +422,7 @@ def test_only_detached_is_a_text() -> None:
         linear_logprob(x, w, t, entropy="none")
 
 
-# Tokens without an upstream gradient
+# These tests are about tokens without an upstream gradient.
 
 
 def clipped(x: Tensor, w: Tensor, t: Tensor, old: Tensor) -> Tensor:
@@ -437,7 +437,7 @@ def test_clipped_tokens_have_no_gradient(device: str, dtype: torch.dtype, compil
     x, w, _, t = problem((6, 50), 700, 16, dtype, device, ignored=0)
     with torch.no_grad():
         old = linear_logprob(x, w, t)
-        old += torch.where(torch.rand_like(old) < 0.6, -1.0, 0.0)  # their ratio is e
+        old += torch.where(torch.rand_like(old) < 0.6, -1.0, 0.0)  # where it is -1 the ratio is e
     function = Counter().compile(clipped) if compiled else clipped
     kept = (linear_logprob(x, w, t) - old).exp() < 1.2
     assert 50 < kept.sum() < 250
@@ -479,7 +479,7 @@ def test_a_nan_row_without_a_gradient_changes_nothing(
     """Nor does an infinite one, or a bad temperature, whether logits are kept or made again."""
     x, w, _, t = problem((6, 50), 700, 16, dtype, device, ignored=0.1)
     memory = None if memory is None else int(memory * 300 * 700 * 4) + (1 << 20)
-    mask = torch.rand(6, 50, device=device) < 0.7  # those without an upstream gradient
+    mask = torch.rand(6, 50, device=device) < 0.7  # the others have no upstream gradient
     bad = x.detach().clone()
     bad[mask] = torch.where(torch.rand(6, 50, 1, device=device) < 0.5, math.nan, math.inf).to(
         dtype

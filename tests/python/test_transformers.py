@@ -114,7 +114,7 @@ def test_shift_labels_and_all_ignored() -> None:
     with patch_transformers(model):
         loss = model(**batch).loss
         assert torch.equal(model(**batch, shift_labels=shifted).loss, loss)
-        assert model(**none).loss.isnan()  # as the model without the patch
+        assert model(**none).loss.isnan()  # the model without the patch gives NaN too
     assert model(**none).loss.isnan()
 
 
@@ -168,7 +168,7 @@ def test_replicas_of_a_patched_model_are_patched(monkeypatch: Any) -> None:
     expected = [model(**batch).loss, half(**batch).loss]
     patch_transformers(model)
     module = importlib.import_module("torch.nn.parallel.replicate")
-    monkeypatch.setattr(  # a broadcast without GPUs, to unequal copies
+    monkeypatch.setattr(  # it plays a broadcast without GPUs, to unequal copies
         module, "_broadcast_coalesced_reshape",
         lambda tensors, *_, **__: [
             [t * (factor if t.requires_grad else 1) for t in tensors] for factor in (1.0, 0.5)
@@ -296,7 +296,7 @@ def test_a_lora_on_the_head_is_served(patch_first: bool, monkeypatch: Any) -> No
             if e.grad is not None:
                 torch.testing.assert_close(a.grad, e.grad, rtol=1e-4, atol=2e-6)
     lora.lora_variant = {"default": object()}  # type: ignore[assignment]
-    torch.testing.assert_close(model(**batch).loss, output.loss)  # it is off
+    torch.testing.assert_close(model(**batch).loss, output.loss)  # the patch is off here
     lora.disable_adapters = False
     with pytest.raises(NotImplementedError, match="LoRA 'default' of a variant"):
         model(**batch)
@@ -347,7 +347,7 @@ def test_an_unknown_change_of_the_logits_is_noticed(
     told = {} if options is None else options
     for less in ({k: v for k, v in told.items() if k != left_out} for left_out in told or ("",)):
         with patch_transformers(model, **less):
-            for _ in range(2):  # not just the first time
+            for _ in range(2):  # the second time must be as the first
                 with pytest.raises(NotImplementedError, match="changes its logits"):
                     model(**batch)
     if options is not None:

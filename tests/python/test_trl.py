@@ -69,7 +69,8 @@ def test_every_output_and_gradient_is_that_of_f64(
     with patch_trl() as patch:
         results = [fused(x, w, b, t, **OPTIONS[name])]
         assert patch.calls == 1
-    if dtype is torch.float32:  # that the formulas are TRL's; its logits are of 16 bits elsewhere
+    # This shows that the formulas are TRL's, whose logits are of 16 bits elsewhere.
+    if dtype is torch.float32:
         results.append(fused(x, w, b, t, **OPTIONS[name]))
     for actual in results:
         assert torch.equal(actual["is_top1"], expected["is_top1"])
@@ -170,7 +171,7 @@ def test_hidden_states_and_weight_of_two_dtypes(dtypes: tuple[str, str]) -> None
     theirs = torch.autograd.grad(expected["log_probs"], leaves, upstream.double())
     for a, e, leaf in zip(ours, theirs, leaves):
         assert a.dtype is leaf.dtype
-        # What is kept of the logits has the dtype of the hidden states, and so has dz.
+        # The logits that are kept have the dtype of the hidden states, and so has dz.
         close(a, e, leaf.dtype if hidden is torch.float32 and leaf is b else hidden)
 
 
@@ -213,7 +214,7 @@ def test_a_patch_is_one_and_is_taken_away() -> None:
     patch.unpatch()
     assert trl.trainer.utils._ChunkedLogProbFunction is own
     with patch_trl():
-        patch.unpatch()  # a second time does nothing
+        patch.unpatch()  # the second time does nothing
         assert trl.trainer.utils._ChunkedLogProbFunction is not own
     assert trl.trainer.utils._ChunkedLogProbFunction is own
 
@@ -339,7 +340,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "grpo": {**GENERATING, "entropy_coef": 0.01, "temperature": 0.9},
     "rloo": GENERATING,
 }
-# How often a step calls the head, of the policy and of the reference.
+# A step calls the head so often, for the policy and for the reference.
 CALLS = {"sft": 1, "dpo": 2, "kto": 4, "grpo": 2, "rloo": 3}
 
 
@@ -371,7 +372,8 @@ def test_a_trainer_learns_the_same_without_logits(kind: str, tmp_path: pathlib.P
         ours, actual = train(kind, tmp_path)
     assert patch.calls == CALLS[kind] * STEPS
     assert len(actual) == len(expected) == STEPS
-    for a, e in zip(actual, expected):  # the loss, rewards, entropies, gradients' norms, ...
+    # These are the loss, rewards, entropies, gradients' norms, ...
+    for a, e in zip(actual, expected):
         assert {**a, "step_time": 0} == pytest.approx({**e, "step_time": 0}, rel=1e-4, abs=1e-5)
     for a, e, s in zip(ours.parameters(), own.parameters(), start.parameters()):
         torch.testing.assert_close(a, e, rtol=0, atol=1e-5)

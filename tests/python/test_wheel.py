@@ -27,7 +27,7 @@ expected = (np.log(np.exp(z).sum(1)) - z[[0, 1, 2], [0, 1, 4]]).mean()
 assert abs(loss - expected) < 1e-6 and grads.weight.shape == w.shape
 """
 
-# What of a CMake cache decides the objects.
+# These entries of a CMake cache decide what the objects are.
 CACHED = (
     "LOGITLESS_(?:CUDA|CUDA_ARCHITECTURES|CUDA_LISTING|CPU_TARGETS|FRAMES|WEBGPU|WERROR)"
     "|CMAKE_(?:C|CXX|CUDA)_COMPILER|CMAKE_BUILD_TYPE"
@@ -55,7 +55,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
         return pathlib.Path(given)
     folder = tmp_path_factory.mktemp("wheel")
     defined = {f"cmake.define.{name}": value for name, value in options().items()}
-    settings = {"build-dir": "build/wheel", **defined}  # as deep as the library's
+    settings = {"build-dir": "build/wheel", **defined}  # the folder is as deep as the library's
     subprocess.run(
         [ROOT / "scripts/wheel", folder, *(f"-C{k}={v}" for k, v in settings.items())],
         check=True,
@@ -136,7 +136,7 @@ def test_the_wheel_with_cuda_is_small_and_needs_no_gpu(
     headers = subprocess.run(
         ["readelf", "-SWd", tmp_path / "logitless/liblogitless.so"], capture_output=True, text=True
     ).stdout
-    assert ".nv_fatbin" in headers  # the kernels
+    assert ".nv_fatbin" in headers  # the kernels are in this section
     assert not re.search(r"NEEDED.*(cuda|cublas)", headers), "it would not load without them"
     run(sys.executable, NUMBERS, **hidden)
 

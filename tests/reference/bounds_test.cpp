@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The error bounds of the reference: the formulas of "Accuracy" in docs/semantics.md written out
-// once more for a row.
+// These tests check the error bounds of the reference: the formulas of "Accuracy" in
+// docs/semantics.md are written out once more for a row.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -51,7 +51,7 @@ TEST(ReferenceBounds, OfTwoEqualLogits) {
                "probabilities");
 }
 
-// One token with every option, each bound as the document has it.
+// This is one token with every option, with each bound as the document has it.
 struct Transcript {
   Example e;
   std::vector<double> z, slope, error, p;  // [V]
@@ -229,7 +229,7 @@ TEST(ReferenceBounds, OfReducedLosses) {
   const double mean = magnitude / classes;
   expect_bound(bounds_of<CrossEntropyForward>(e)["loss"], 0,
                error / classes + (2 * u + growth) * mean, "mean");
-  // The normalizer's error is one of the gradients of the loss too.
+  // The gradients of the loss have the normalizer's error too.
   const Output gradient = bounds_of<CrossEntropyBackward>(e)["grad_logits"];
   e.options.normalizer = classes;
   const Output given = bounds_of<CrossEntropyBackward>(e)["grad_logits"];
@@ -317,7 +317,7 @@ TEST(ReferenceBounds, AreZeroWhereTheResultIsExactOrNotANumber) {
       }
     }
   }
-  // The ignored row's, the NaN row's, and the loss and target logit of -inf.
+  // Exact are the ignored row's values, the NaN row's, and the loss and target logit of -inf.
   EXPECT_GT(exact, 20);
 }
 
@@ -337,7 +337,8 @@ TEST(ReferenceBounds, ArgmaxAcceptsWhatRoundingCannotTellApart) {
   EXPECT_EQ(argmax.accepted[2], (std::vector<int64_t>{-1}));
 }
 
-// A column a rounding from the target may be above it or not; equal infinities are no tie broken.
+// A column that is a rounding from the target may be above it or not; equal infinities are no tie
+// broken.
 TEST(ReferenceBounds, RankAcceptsWhatRoundingCannotTellApart) {
   Example e = logits_example(4, 4);
   e.logits = {1,          std::nextafter(1.0f, 2.0f),

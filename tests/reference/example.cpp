@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Small loss problems for the tests of the reference.
+// This file makes small loss problems for the tests of the reference.
 #include "example.h"
 
 #include <gtest/gtest.h>
@@ -10,7 +10,7 @@
 namespace logitless::reference {
 namespace {
 
-// Multiples of 1/32 in [-2, 2).
+// Returns multiples of 1/32 in [-2, 2).
 std::vector<float> grid(int64_t count, uint32_t seed) {
   std::vector<float> values(count);
   for (float& value : values) {
@@ -56,7 +56,7 @@ Values evaluate_values(const Example& example) {
   return values;
 }
 
-// Over b; a reduced loss has one element.
+// The product runs over b, since a reduced loss has one element.
 double dot(const std::vector<float>& a, const std::vector<double>& b) {
   double sum = 0;
   for (size_t i = 0; i < b.size(); ++i) sum += a[i] * b[i];

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every gradient of the reference against central differences of its own Forward in double, for
-// every option alone and for every pair of options, on given logits and on linear ops.
+// Every gradient of the reference is compared with central differences of its own Forward in
+// double, for every option alone and for every pair of options, on given logits and on linear ops.
 // Perturbations are exact in f32; three step sizes and Richardson's extrapolation leave an error of
 // the order h^6.
 #include <gtest/gtest.h>
@@ -20,8 +20,8 @@ enum class On { everything, logits, linear_ops, given_logits };
 
 struct Option {
   const char* name;
-  const char* slot;  // two options of one slot do not combine; "": combines with all
-  On on;             // `logits`: not where the input is probabilities
+  const char* slot;  // two options of one slot do not combine; "" combines with all
+  On on;             // `logits` says that it does not go with probabilities as input
   void (*apply)(Example*);
 };
 
@@ -88,7 +88,7 @@ bool combine(const Option& a, const Option& b) {
          !(b.on == On::given_logits && a.on == On::logits);
 }
 
-// d objective / d *parameter.
+// Returns d objective / d *parameter.
 double difference_quotient(const Example& example, float* parameter) {
   const float at = *parameter;
   double estimate[3];
@@ -138,7 +138,7 @@ void check_gradients(Example example, const std::string& what) {
   for (const auto& [name, values] : expected) {
     expect_near(two_passes.at(name), values, kTolerance, what + ": " + name);
   }
-  // ForwardBackward has no gradients of the statistics; else it is both ops.
+  // ForwardBackward has no gradients of the statistics; without them it is both ops.
   if (!example.grad_lse.empty() || !example.grad_target_logit.empty() ||
       !example.grad_entropy.empty()) {
     return;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The reference against closed forms of the loss, its statistics and its gradients.
+// The reference is compared with closed forms of the loss, its statistics and its gradients.
 #include "src/reference/reference.h"
 
 #include <gtest/gtest.h>
@@ -105,7 +105,7 @@ TEST(Reference, TemperatureDividesAndScaleMultiplies) {
   EXPECT_EQ(backward(by_scale).at("grad_logits"), gradient);
 }
 
-// p = [1/8, 1/2, 1/4, 1/8]; two columns are above the third, none above the second.
+// p is [1/8, 1/2, 1/4, 1/8]; two columns are above the third, none above the second.
 TEST(Reference, StatisticsOfARowByHand) {
   const auto two = static_cast<float>(std::log(2.0));
   const std::vector<float> logits{-two, two, 0, -two};
@@ -124,7 +124,7 @@ TEST(Reference, StatisticsOfARowByHand) {
     EXPECT_EQ(values.at(name)[0], 0);
 }
 
-// Each token's row is the row of that number, of its loss, statistics and gradients.
+// Each token's row has the loss, statistics and gradients that the call's number would give it.
 TEST(Reference, ATemperatureOfEachTokenIsTheNumberInItsRow) {
   Example example = logits_example(3, 6);
   example.options.reduction = Reduction::none;
@@ -180,7 +180,7 @@ TEST(Reference, BackwardSkipsTokensWithoutAGradient) {
   EXPECT_TRUE(std::isnan(backward(example).at("grad_weight")[0]));
 }
 
-// Scale, then softcap, then temperature: every other order gives another number.
+// Scale comes first, then softcap, then temperature: every other order gives another number.
 TEST(Reference, SoftcapIsAfterTheScaleAndBeforeTheTemperature) {
   Example example = one_row({3, -1}, 0);
   example.options.logit_scale = 2;
@@ -190,7 +190,7 @@ TEST(Reference, SoftcapIsAfterTheScaleAndBeforeTheTemperature) {
   const Values values = forward(example);
   expect_near(values.at("row_reference"), {high}, 1e-15, "row_reference");
   expect_near(values.at("loss"), {std::log1p(std::exp(low - high))}, 1e-15, "loss");
-  // 1 - tanh^2 of each, from c and not from u.
+  // The slope is 1 - tanh^2 of each, from c and not from u.
   const double p = 1 / (1 + std::exp(high - low));
   const double slope_high = 2 * (1 - std::pow(std::tanh(6.0 / 5), 2)) / 0.5;
   const double slope_low = 2 * (1 - std::pow(std::tanh(-2.0 / 5), 2)) / 0.5;
@@ -233,7 +233,7 @@ TEST(Reference, TheNormalizerMayBeAnInteger) {
   expect_near(evaluate(op).outputs.at("loss").value, {loss_of(example) * 4 / 3}, 1e-15, "mean");
 }
 
-// No valid token, or only zero class weights.
+// The mean is empty without a valid token, or with only zero class weights.
 TEST(Reference, AnEmptyMeanIsZeroOrNan) {
   Example ignored = logits_example(3, 5), weightless = ignored;
   ignored.target.assign(3, -100);
@@ -343,7 +343,7 @@ TEST(Reference, LinearOpsAreTheOpsOnTheirLogits) {
 TEST(Reference, SoftmaxOverAnyStride) {
   const float logits[] = {0, 1, 2, 3, 4, 5};
   TensorView columns = matrix_view(logits, DType::f32, 2, 3);
-  columns.stride = {1, 2};  // rows 0 2 4 and 1 3 5
+  columns.stride = {1, 2};  // the rows are 0 2 4 and 1 3 5
   const Softmax op{.logits = columns, .probabilities = matrix_view(nullptr, DType::f32, 2, 3)};
   const double sum = 1 + std::exp(-2) + std::exp(-4);
   const std::vector<double> row = {std::exp(-4) / sum, std::exp(-2) / sum, 1 / sum};
@@ -367,14 +367,14 @@ TEST(Reference, BackwardUsesTheGivenStatistics) {
   std::vector<double> expected = p;
   for (double& value : expected) value *= std::exp(-1);
   expect_near(backward(given).at("grad_logits"), expected, 1e-7, "from row_reference + 1");
-  // -p (log p + entropy), with another entropy.
+  // The gradient is -p (log p + entropy), with another entropy.
   given = example;
   given.grad_lse.clear();
   given.grad_entropy = {1, 1};
   given.entropy = {5, 6};
   for (int k = 0; k < 8; ++k) expected[k] = -p[k] * (std::log(p[k]) + given.entropy[k / 4]);
   expect_near(backward(given).at("grad_logits"), expected, 1e-14, "from entropy");
-  // 2 lambda lse p with the given lse.
+  // The gradient has 2 lambda lse p with the given lse.
   given = example;
   given.grad_lse.clear();
   given.grad_loss = {1, 1};

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shards of the vocabulary on the reference: statistics of each shard, rounded to f32 as Forward
-// writes them, combined by include/logitless/combine.h, and the gradients of each shard from the
-// combined ones, equal those of the whole.
+// The vocabulary is cut into shards on the reference: statistics of each shard, rounded to f32 as
+// Forward writes them and combined by include/logitless/combine.h, and the gradients of each shard
+// from the combined ones, equal those of the whole.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -49,7 +49,7 @@ TokenState state_of(const Values& values, int64_t i) {
           .mean_logit = at("mean_logit")};
 }
 
-using Split = std::vector<int64_t>;  // columns of each shard
+using Split = std::vector<int64_t>;  // each shard has so many columns
 
 std::vector<TokenState> combined_states(const Example& whole, const Split& split) {
   std::vector<TokenState> states(whole.tokens);
@@ -160,7 +160,7 @@ std::vector<Example> examples(bool linear) {
   all[3].grad_entropy = {1, -1, 0.5f, 2, 0.25f, -0.5f};
   all[4].options.label_smoothing = 1;
   all[4].vocab_weight.assign(9, 0.0f);
-  // Every target on the first shard: the others have none.
+  // Every target is on the first shard, so the others have none.
   all[4].target.assign(6, 0);
   return all;
 }

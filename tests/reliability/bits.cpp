@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The same bits: every op in every dtype, run after run, on 1 to 8 threads of the library's own
-// pool, whatever memory held before, with other load and other calls beside in every second run.
-// Prints one digest of all outputs, which other processes must print too.
+// Every op in every dtype must give the same bits run after run, on 1 to 8 threads of the library's
+// own pool, whatever memory held before, with other load and other calls beside in every second
+// run. This program prints one digest of all outputs, which other processes must print too.
 //   --runs 1000   of all the cases, each
 //   --device 0    1: the CUDA device instead of the CPU
 #include <atomic>
@@ -20,7 +20,7 @@ using conformance::Fields;
 using conformance::Outcome;
 using conformance::TestDevice;
 
-// Several tiles and a ragged end, every option at once in every second case.
+// The cases have several tiles and a ragged end, and every second one has every option at once.
 std::vector<Case> cases() {
   constexpr conformance::Shape shapes[] = {{33, 40, 300}, {9, 70, 131}};
   std::vector<Case> all;
@@ -35,7 +35,7 @@ std::vector<Case> cases() {
   return all;
 }
 
-// Two threads that compute, and one that calls the library, until it goes.
+// Two threads compute, and one calls the library, until this is destroyed.
 class Load {
  public:
   explicit Load(const TestDevice& device) {

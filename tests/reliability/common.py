@@ -22,15 +22,15 @@ class Row:
     how: str
     figure: str
     kept: bool | None = True
-    where: str = ""  # date and machine; empty: those of this run
+    where: str = ""  # it names date and machine; if empty, they are those of this run
 
 
 @dataclass
 class Settings:
-    build: Path  # of the programs that are run
+    build: Path  # the programs that are run lie there
     short: bool = False
-    seconds_left: float = 0.0  # for what can take any time: fuzzing and mutants
-    notes: list[str] = field(default_factory=list)  # paragraphs under the table
+    seconds_left: float = 0.0  # fuzzing and mutants, which can take any time, get it
+    notes: list[str] = field(default_factory=list)  # these paragraphs stand under the table
 
     def program(self, name: str) -> Path:
         return self.build / "tests" / f"reliability_{name}"

@@ -15,15 +15,17 @@ from typing import Any
 from reliability.common import ROOT
 
 SCOPE = re.compile(r"include/.*|src/[^/]+\.(?:cpp|h)|src/(?:cpu|reference)/.*|cli/safetensors[^/]*")
-LEAST_BRANCHES = 90  # of a hundred
-Place = tuple[int, int, int, int]  # first line and column, last line and column
+LEAST_BRANCHES = 90  # it is in percent
+Place = tuple[int, int, int, int]  # they are first line and column, last line and column
 
 
 @dataclass
 class FileCounts:
     lines: dict[int, bool] = field(default_factory=dict)
-    branches: dict[Place, list[bool]] = field(default_factory=dict)  # taken, not taken
-    absent: set[Place] = field(default_factory=set)  # in instruction sets that never ran, alone
+    # The first says whether a branch was taken, the second whether it was not.
+    branches: dict[Place, list[bool]] = field(default_factory=dict)
+    # These lie in instruction sets that never ran, alone.
+    absent: set[Place] = field(default_factory=set)
 
     def outcomes(self) -> tuple[int, int]:
         """Covered and all outcomes of branches."""
@@ -60,7 +62,8 @@ def in_scope(name: str) -> str | None:
 
 def add_function(function: dict[str, Any], coverage: Coverage, absent: bool) -> None:
     names = [in_scope(name) for name in function["filenames"]]
-    # (line, column) ends, count, of code; the innermost region tells whether a place was reached.
+    # Code regions have (line, column) ends and a count; the innermost one tells whether a place was
+    # reached.
     code = [r for r in function["regions"] if r[7] == 0]
     for region in code:
         name = names[region[5]]
@@ -84,7 +87,7 @@ def add_function(function: dict[str, Any], coverage: Coverage, absent: bool) -> 
             continue
         taken, not_taken = branch[4] > 0, branch[5] > 0
         if not taken and not not_taken and reached(code, branch):
-            continue  # a constant in this instantiation: no branch
+            continue  # a constant in this instantiation is no branch
         outcomes = counts.branches.setdefault(place, [False, False])
         outcomes[0] |= taken
         outcomes[1] |= not_taken

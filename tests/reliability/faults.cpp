@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Faults put into a fresh process each, in turn at every place where they can be:
+// This program puts a fault into a fresh process, in turn at every place where it can be:
 //   allocation  one allocation fails, or it and every later one: malloc and its kin, under operator
 //               new, fopen, dlopen and the threads' start too
 //   thread      pthread_create fails, once or from then on
 //   fork        a child is forked while other threads are inside the library, and uses it
 // The faulted call answers with its usual status and bits, or with an error and nothing written;
-// the next call answers as ever. Allocations of a sanitizer's own malloc cannot fail: built with
-// one, this program does the rest.
+// the next call answers as ever. Allocations of a sanitizer's own malloc cannot fail, so that built
+// with one this program does the rest.
 #include <dlfcn.h>
 #include <pthread.h>
 #include <sys/wait.h>
@@ -24,8 +24,8 @@
 
 namespace {
 
-// The fault that is armed: the place at which it strikes, counted from 1, and whether all later
-// places fail too.
+// The fault that is armed has a place at which it strikes, counted from 1, and says whether all
+// later places fail too.
 struct Fault {
   std::atomic<int64_t> at{0}, seen{0};
   std::atomic<bool> forever{false};
@@ -47,7 +47,7 @@ Fault allocation_fault, thread_fault;
 
 }  // namespace
 
-// Taken by the shared libraries too, in place of their own.
+// The shared libraries take these too, in place of their own.
 #pragma GCC visibility push(default)
 extern "C" {
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__) && !defined(LOGITLESS_SANITIZED)
@@ -99,11 +99,11 @@ namespace {
 
 constexpr size_t kScratchBytes = 8 << 20;
 
-// One thing that a program asks of the library: a status, and what it wrote.
+// This is one thing that a program asks of the library: a status, and what it wrote.
 class Entry {
  public:
   virtual ~Entry() = default;
-  virtual int32_t call() = 0;  // touches no memory but the library's and the op's
+  virtual int32_t call() = 0;  // it touches no memory but the library's and the op's
   virtual uint64_t written() const { return 0; }
   virtual void clear() {}
   std::string name;
@@ -143,7 +143,8 @@ class Run final : public Entry {
  private:
   static conformance::Case make_case(conformance::OpKind kind, DeviceType device) {
     conformance::Case c{.op = kind, .shape = {70, 9, 400}, .statistics = true};
-    if (device == DeviceType::reference) c.shape = {3, 2, 5};  // which allocates for each token
+    // the reference allocates for each token
+    if (device == DeviceType::reference) c.shape = {3, 2, 5};
     c.options.label_smoothing = 0.1f;
     c.bias = true;
     return c;
@@ -217,7 +218,7 @@ std::vector<std::unique_ptr<Entry>> entries() {
 
 // Holds what a child says to its parent.
 struct Answer {
-  int64_t seen = 0;  // places passed, the faulted ones among them
+  int64_t seen = 0;  // they are the places passed, the faulted ones among them
   int32_t code = 0, next_code = 0;
   uint64_t written = 0, untouched = 0, next_written = 0;
 };
@@ -259,7 +260,7 @@ Answer call_with(Entry& entry, Fault& fault, int64_t at, bool forever) {
   });
 }
 
-// Every place of one entry point; returns how many faults were survived.
+// Puts a fault at every place of one entry point, and returns how many were survived.
 int64_t every_place(Entry& entry, Fault& fault, bool forever) {
   const Answer good = call_with(entry, fault, INT64_MAX, forever);
   if (good.code != good.next_code || good.written != good.next_written) {
@@ -283,7 +284,7 @@ int64_t every_place(Entry& entry, Fault& fault, bool forever) {
   }
 }
 
-// Children of a process whose other threads never leave the library.
+// Forks children of a process whose other threads never leave the library.
 int64_t forks(int64_t count) {
   const conformance::Case c{.op = conformance::OpKind::linear_forward_backward,
                             .shape = {40, 16, 300},
@@ -299,7 +300,7 @@ int64_t forks(int64_t count) {
     });
   }
   for (int64_t i = 0; i < count; ++i) {
-    usleep(static_cast<useconds_t>(i % 7 * 100));  // at another place of the calls each time
+    usleep(static_cast<useconds_t>(i % 7 * 100));  // each child comes at another place of the calls
     in_child("fork " + std::to_string(i), [&] {
       Answer a;
       for (int again = 0; again < 3; ++again) {
@@ -313,7 +314,7 @@ int64_t forks(int64_t count) {
   return count;
 }
 
-// Backends that say why they cannot be had here: no driver, or no library.
+// These backends say why they cannot be had here: there is no driver, or no library.
 int64_t absent_backends() {
   int64_t absent = 0;
   for (const int32_t device : {LOGITLESS_CUDA, LOGITLESS_WEBGPU}) {

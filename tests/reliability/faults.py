@@ -7,8 +7,8 @@ import re
 
 from reliability.common import NotHere, Row, Settings, ctest, figures, number, run
 
-# What tests of the suite show: the fault, how it is made, and which tests: their name for ctest, or
-# a program and its filter.
+# Tests of the suite show these: the fault, how it is made, and which tests, by their name for ctest
+# or a program and its filter.
 TESTED = [
     (
         "A device that is lost is a status, and the next call makes another",

@@ -63,7 +63,7 @@ def mutated(raw: bytes, numbers: random.Random) -> bytes:
                 text = str(numbers.choice(NUMBERS)).encode()
                 header = raw[8 : 8 + place.start()] + text + raw[8 + place.end() : end]
                 raw = struct.pack("<Q", len(header)) + header + raw[end:]
-        else:  # a piece of the header twice
+        else:  # a piece of the header comes twice
             piece = raw[at : min(end, at + numbers.randint(1, 60))]
             header = raw[8:at] + piece + raw[at:end] if at >= 8 else raw[8:end]
             raw = struct.pack("<Q", len(header)) + header + raw[end:]

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Hostile inputs, a field at a time, for every op on the CPU:
+// This program tries hostile inputs, a field at a time, for every op on the CPU:
 //   values       NaN and both infinities in each element of each floating input, and targets far
 //                outside: the status is the reference's, no byte beside the outputs changes, and
 //                what the reference says is a number lies within its bound
@@ -121,7 +121,7 @@ void expect_refused(Subject& s, const std::string& what, Counts* counts) {
   if (s.snapshot() != before) broken("%s: bytes were written", what.c_str());
 }
 
-// One number of one field; its data is NULL, so that what is legal cannot run.
+// Gives one field one bad number; its data is NULL, so that what is legal cannot run.
 void hostile_field(Subject& s, const std::string& name, Counts* counts) {
   const TensorView good = s[name];
   const auto with = [&](const char* which, int64_t value, auto&& change) {
@@ -144,7 +144,7 @@ void hostile_field(Subject& s, const std::string& name, Counts* counts) {
   }
 }
 
-// N, V or D of every field that has it.
+// Gives N, V or D of every field that has it.
 void hostile_size(Subject& s, int64_t old_size, int64_t value, DType dtype, Counts* counts) {
   std::map<std::string, TensorView> good;
   for (auto& [name, view] : s.views) {
@@ -178,7 +178,8 @@ void hostile_extents(Counts* counts) {
 std::vector<char> outputs(Subject& s) {
   std::vector<char> bytes;
   for (const auto& [name, view] : s.views) {
-    // Of kept state a backend writes what it uses; what Backward makes of it tells.
+    // A backend writes of kept state what it uses; what Backward makes of it tells whether that is
+    // right.
     if (!s.written(name) || name == "kept") continue;
     const char* first = view->as<char>();
     bytes.insert(bytes.end(), first,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Random calls of the C interface with one to three things wrong, each wrong whatever the others
-// are: every one is refused with a status and a message, and no byte is written, neither of an
-// output nor of a guard.
+// This program makes random calls of the C interface with one to three things wrong, each wrong
+// whatever the others are: every call is refused with a status and a message, and no byte is
+// written, neither of an output nor of a guard.
 //   --calls 100000
 //   --seed 1
 #include <array>
@@ -18,7 +18,7 @@ namespace {
 
 using testing::Subject;
 
-// The structs of one call, good until a mistake is made.
+// These are the structs of one call, good until a mistake is made.
 template <class Op>
 struct Structs {
   explicit Structs(const Op& source, const Subject& subject)
@@ -40,7 +40,7 @@ struct Structs {
   logitless_execution execution;
   logitless_workspace_buffer workspace;
   logitless_executor executor = LOGITLESS_EXECUTOR_INIT;
-  std::vector<Named> fields;  // of c.tensors, in order
+  std::vector<Named> fields;  // they are of c.tensors, in order
 };
 
 int32_t outside(Random& random, int32_t least, int32_t most) {
@@ -99,12 +99,12 @@ void spoil_tensor(Random& random, const std::string& name, Access access, logitl
     case 8:
       t->shape[axis] = random.below(2) == 0 ? -random.between(1, 9) : random.pick(sizes);
       return;
-    case 9:  // an output whose elements share one place, or a negative stride
+    case 9:  // an output has elements that share one place, or a negative stride
       t->stride[axis] = access != Access::read && t->shape[axis] > 1 && random.below(2) == 0
                             ? 0
                             : -random.between(1, 99);
       return;
-    default:  // past the end of memory, where there is a second element
+    default:  // it lies past the end of memory, where there is a second element
       t->stride[axis] = t->shape[axis] > 1 ? random.pick(strides) : -1;
   }
 }
@@ -165,7 +165,7 @@ void spoil_op(Random& random, Structs<Op>& s) {
     case 2:
       s.c.op.reserved = outside(random, 0, 0);
       return;
-    default:  // a field of other ops
+    default:  // a field of other ops is set
       (LinearOp<Op> ? s.c.op.logits : s.c.op.input) = &foreign;
   }
 }
@@ -188,7 +188,7 @@ void spoil_execution(Random& random, Structs<Op>& s) {
       return;
     default:
       s.executor.num_threads = static_cast<int32_t>(random.between(-5, 3));
-      s.execution.executor = &s.executor;  // without a function
+      s.execution.executor = &s.executor;  // the executor has no function
   }
 }
 
@@ -217,7 +217,7 @@ void spoil_workspace(Random& random, Structs<Op>& s, const WorkspaceSize& size) 
   }
 }
 
-// One of what run alone can see, which needs the rest of the call to be right.
+// Makes one mistake that run alone can see, for which the rest of the call must be right.
 template <class Op>
 void spoil_memory(Random& random, Structs<Op>& s, Subject& subject) {
   const size_t at = random.below(s.fields.size());
@@ -231,7 +231,7 @@ void spoil_memory(Random& random, Structs<Op>& s, Subject& subject) {
       t.data = static_cast<char*>(t.data) + random.between(1, element - 1);
       return;
     case 2:
-      for (size_t i = 0; i < s.fields.size(); ++i) {  // an output on another tensor
+      for (size_t i = 0; i < s.fields.size(); ++i) {  // an output lies on another tensor
         if (i == at || s.fields[i].access == Access::read) continue;
         // The same place of the same dtype is in place for some; four bytes further never is.
         s.c.tensors[i].data = static_cast<char*>(t.data) + (t.rank == 2 ? 4 : 0);
@@ -271,7 +271,7 @@ void spoil(Random& random, Structs<Op>& s, Subject& subject) {
         }
         [[fallthrough]];
       default: {
-        // Another tensor each time: two mistakes in one may undo each other.
+        // Another tensor is taken each time, because two mistakes in one may undo each other.
         const size_t at = (random.below(s.fields.size()) + i) % s.fields.size();
         if (s.c.tensors[at].struct_size != sizeof(logitless_tensor)) break;
         spoil_tensor(random, s.fields[at].name, s.fields[at].access, &s.c.tensors[at]);
@@ -298,7 +298,7 @@ void check(const logitless_status& status, int32_t returned, uint64_t call, Coun
   ++count->refused;
 }
 
-// Every byte but those of the workspace, which are the library's during a call.
+// Returns every byte but those of the workspace, which are the library's during a call.
 std::map<std::string, std::vector<char>> outside_the_workspace(const Subject& subject) {
   auto bytes = subject.snapshot();
   bytes.erase("workspace");

@@ -1,6 +1,7 @@
-# The programs of make reliability. Of the release build scripts/reliability runs them, with as many calls as it has time
-# for; of the others ctest does, with few: under a sanitizer a refused call or a fault shows what nothing else does.
-list(APPEND LOGITLESS_THREADED_TESTS reliability_soak)  # two callers at once
+# These are the programs of make reliability. scripts/reliability runs those of the release build,
+# with as many calls as it has time for; ctest runs the others, with few: under a sanitizer a
+# refused call or a fault shows what nothing else does.
+list(APPEND LOGITLESS_THREADED_TESTS reliability_soak)  # the program has two callers at once
 function(add_reliability_program name)
   add_executable(reliability_${name} reliability/${name}.cpp)
   link_conformance(reliability_${name})

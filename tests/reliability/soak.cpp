@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Very many small calls through the C interface, from several threads at once, every eighth of them
-// refused: memory, threads and open files stay as they were after the first tenth, and the outputs
-// of each call stay what they were the first time.
+// This program makes very many small calls through the C interface, from several threads at once,
+// every eighth of them refused: memory, threads and open files stay as they were after the first
+// tenth, and the outputs of each call stay what they were the first time.
 //   --calls 1000000   of logitless_run
 //   --threads 2       callers; each tenth of the calls has callers of its own
 #include <dirent.h>
@@ -21,7 +21,7 @@ namespace logitless::reliability {
 namespace {
 
 constexpr int kTenths = 10;
-constexpr int64_t kMostHeapGrowth = 4 << 10, kMostResidentGrowth = 1 << 20;  // bytes
+constexpr int64_t kMostHeapGrowth = 4 << 10, kMostResidentGrowth = 1 << 20;  // they count bytes
 
 class Call {
  public:
@@ -29,7 +29,8 @@ class Call {
   virtual void run(Random& random) = 0;
 };
 
-// One op on memory of its own: what it is given stays, so every run writes the same.
+// This is one op on memory of its own, which keeps what it is given, so that every run writes the
+// same.
 template <class Op>
 class CallOf final : public Call {
  public:
@@ -171,7 +172,7 @@ int soak(int64_t calls, int64_t threads) {
   figure("heap growth", heap_growth);
   figure("resident growth", resident_growth);
   figure("resident", last.resident);
-  // A sanitizer's malloc keeps what is freed.
+  // A sanitizer's malloc keeps what is freed, so the heap's growth says nothing there.
   if (heap_growth > kMostHeapGrowth && !conformance::kSanitized)
     broken("the heap grew by %" PRId64 " bytes", heap_growth);
   if (resident_growth > kMostResidentGrowth && !conformance::kSanitized) {

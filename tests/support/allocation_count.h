@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// How often memory was asked for, in a program that allocation_count.cpp is part of.
+// These tell how often memory was asked for, in a program that allocation_count.cpp is part of.
 #pragma once
 
 #include <cstdint>
 
 namespace logitless::conformance {
 
-// Calls of operator new and, where counts_malloc(), of malloc, calloc and realloc.
+// Counts calls of operator new and, where counts_malloc(), of malloc, calloc and realloc.
 int64_t allocations();
 
-// True where this C library lets a program put its own malloc in place; not under sanitizers.
+// Returns whether this C library lets a program put its own malloc in place; sanitizers do not.
 bool counts_malloc();
 
 }  // namespace logitless::conformance

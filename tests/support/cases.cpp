@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The case table's entries.
+// This file has the case table's entries.
 #include "cases.h"
 
 #include <algorithm>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The case table: ops, shapes and options, each an entry that every backend is judged on alone and
-// together with every other it can be combined with.
+// The case table has ops, shapes and options; each is an entry that every backend is judged on
+// alone and together with every other it can be combined with.
 #pragma once
 
 #include <cstdint>
@@ -46,24 +46,24 @@ decltype(auto) with_op(OpKind kind, F&& f) {
 }
 
 struct Shape {
-  int64_t tokens, hidden, vocab;  // hidden is of the linear ops only
+  int64_t tokens, hidden, vocab;  // only linear ops have hidden
 };
 
 enum class Data {
   normal,
-  peaked,    // the target's logit far above the others: a trained model
-  constant,  // constant one-signed rows, where rounding errors align
-  large,     // |z| in the thousands
+  peaked,    // the target's logit lies far above the others, as in a trained model
+  constant,  // rows are constant and of one sign, where rounding errors align
+  large,     // |z| is in the thousands
 };
 
-// Where tensors lie.
+// Tensors lie in one of these ways.
 enum class Placement {
   dense,
-  padded,      // rows further apart than their length
-  strided,     // gaps between the elements of every tensor
-  transposed,  // columns contiguous
-  broadcast,   // inputs of stride 0
-  unaligned,   // at addresses aligned to one element only
+  padded,      // rows lie further apart than their length
+  strided,     // gaps lie between the elements of every tensor
+  transposed,  // columns are contiguous
+  broadcast,   // inputs have a stride of 0
+  unaligned,   // addresses are aligned to one element only
 };
 
 enum class NormalizerKind { counted, f32, i64 };
@@ -71,9 +71,9 @@ enum class NormalizerKind { counted, f32, i64 };
 struct Case {
   OpKind op = OpKind::softmax;
   Shape shape{9, 19, 37};
-  DType dtype = DType::f32;        // of input and weight, or of logits
-  DType grad_input = DType::f32;   // of grad_input, or of grad_logits; of probabilities
-  DType grad_weight = DType::f32;  // of grad_weight and grad_bias
+  DType dtype = DType::f32;        // input and weight have it, or logits
+  DType grad_input = DType::f32;   // grad_input has it, or grad_logits, or probabilities
+  DType grad_weight = DType::f32;  // grad_weight and grad_bias have it
   DType target = DType::i64;
   DType argmax = DType::i64;
   DType bias_dtype = DType::f32;
@@ -81,16 +81,16 @@ struct Case {
   Placement placement = Placement::dense;
   LossOptions options{};
   NormalizerKind normalizer = NormalizerKind::counted;
-  double ignored = 0;  // share of the tokens
-  double outside = 0;  // share of the tokens with a target outside the vocabulary
+  double ignored = 0;  // it is a share of the tokens
+  double outside = 0;  // this share of the tokens has a target outside the vocabulary
   bool bias = false, token_weight = false, vocab_weight = false;
   bool statistics = false, fault = false;
-  bool row_statistics = false;  // those alone that the loss is made of
+  bool row_statistics = false;  // only those are asked for that the loss is made of
   bool logprob = false, rank = false, sum_p_squared = false, mean_logit = false;
-  bool temperatures = false;  // one of each token
-  double inactive = 0;        // share of the tokens without an upstream gradient
+  bool temperatures = false;  // each token has one
+  double inactive = 0;        // this share of the tokens has no upstream gradient
   bool wants_grad_input = true, wants_grad_weight = true;
-  bool wants_grad_bias = false;  // also where there is a bias
+  bool wants_grad_bias = false;  // it goes with a bias and without
   bool grad_loss = false, grad_lse = false, grad_target_logit = false, grad_entropy = false;
   bool saved_state = false;  // Backward is given what Forward wrote
   bool accumulate = false, in_place = false;
@@ -99,11 +99,11 @@ struct Case {
 std::string describe(const Case& c);
 
 bool is_linear(OpKind op);
-bool has_loss(OpKind op);     // every op with a target
-bool has_forward(OpKind op);  // writes loss and statistics
+bool has_loss(OpKind op);     // every op with a target has one
+bool has_forward(OpKind op);  // such an op writes loss and statistics
 bool has_gradient(OpKind op);
 
-// One option of the contract, in use. Features whose groups meet cannot be combined.
+// A feature is one option of the contract, in use. Features whose groups meet cannot be combined.
 struct Feature {
   const char* name;
   uint32_t groups;
@@ -113,14 +113,14 @@ struct Feature {
 const std::vector<Feature>& features();
 bool combine(const Feature& a, const Feature& b);
 
-// Every feature alone (i == j) and every pair, as (i, j), for this op and dtype.
+// The pairs (i, j) are every feature alone (i == j) and every two of them, for this op and dtype.
 struct Pair {
   size_t first, second;
 };
 std::vector<Pair> feature_pairs(OpKind op, DType dtype);
 Case case_of(OpKind op, DType dtype, const Pair& pair);
 
-// Shapes that cross every internal edge: lanes, tiles, chunks, blocks.
+// Returns shapes that cross every internal edge: lanes, tiles, chunks, blocks.
 std::vector<Shape> shapes(OpKind op);
 
 }  // namespace logitless::conformance

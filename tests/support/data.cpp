@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Data of the kinds the bounds tell apart.
+// This file makes data of the kinds that the bounds tell apart.
 #include "data.h"
 
 #include <cmath>
@@ -11,7 +11,7 @@ std::vector<double> make_targets(const Case& c, Random& random) {
   const int64_t vocab = c.options.vocab_total ? c.options.vocab_total : c.shape.vocab;
   std::vector<double> target(c.shape.tokens);  // [N]
   for (double& t : target) {
-    // Never ignore_index by chance: how many tokens count is the case's to say.
+    // A target is never ignore_index by chance, because the case says how many tokens count.
     do t = static_cast<double>(random.below(vocab));
     while (vocab > 1 && t == static_cast<double>(c.options.ignore_index));
     const double share = random.uniform();
@@ -26,7 +26,7 @@ std::vector<double> make_targets(const Case& c, Random& random) {
   return target;
 }
 
-// The target's row of the views, or -1.
+// Returns the target's row of the views, or -1.
 int64_t column_of(const Case& c, double target) {
   const auto column = static_cast<int64_t>(target) - c.options.vocab_start;
   return column >= 0 && column < c.shape.vocab ? column : -1;
@@ -81,7 +81,7 @@ void make_logits(const Case& c, Values& v, Random& random) {
 }  // namespace
 
 uint64_t Random::bits() {
-  uint64_t z = state_ += 0x9E3779B97F4A7C15u;  // splitmix64
+  uint64_t z = state_ += 0x9E3779B97F4A7C15u;  // this is splitmix64
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
   z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
   return z ^ (z >> 31);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The numbers of a case: reproducible from its seed on every machine.
+// These are the numbers of a case, reproducible from its seed on every machine.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@ class Random {
  public:
   explicit Random(uint64_t seed) : state_(seed * 0x9E3779B97F4A7C15u + 0xD1B54A32D192ED03u) {}
   uint64_t bits();
-  double uniform();  // [0, 1)
-  double normal();   // mean 0, variance 1
+  double uniform();  // it lies in [0, 1)
+  double normal();   // the mean is 0, the variance 1
   int64_t below(int64_t bound) {
     return static_cast<int64_t>(bits() % static_cast<uint64_t>(bound));
   }
@@ -25,11 +25,11 @@ class Random {
 
 struct Values {
   std::vector<double> target;         // [N]
-  std::vector<double> input, weight;  // [N,D] [V,D]     linear ops
-  std::vector<double> logits;         // [N,V]           logits ops
+  std::vector<double> input, weight;  // [N,D] [V,D]; linear ops have them
+  std::vector<double> logits;         // [N,V]; logits ops have them
 };
-// target in [0, vocab_total) but for the ignored and outside ones; the model's data before any
-// rounding to a dtype.
+// Targets lie in [0, vocab_total) but for the ignored and outside ones; the model's data are those
+// before any rounding to a dtype.
 Values make_values(const Case& c);
 
 std::vector<double> normals(int64_t count, uint64_t seed, double scale = 1, double offset = 0);

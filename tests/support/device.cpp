@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The backends on host memory, and which backends a program's tests run on.
+// This file has the backends on host memory, and decides which backends a program's tests run on.
 #include "device.h"
 
 #include <cstdlib>

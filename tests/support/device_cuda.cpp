@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CUDA backend's memory for the suite: blocks kept for the next case, a stream of each host
-// thread's own, errors of the device thrown where they are seen.
+// This is the CUDA backend's memory for the suite: blocks are kept for the next case, each host
+// thread has a stream of its own, and errors of the device are thrown where they are seen.
 #include <cuda.h>
 #include <cuda_runtime.h>
 
@@ -22,8 +22,8 @@ void check(cudaError_t code, const char* what) {
                            cudaGetErrorName(code) + ")");
 }
 
-// Free blocks by size. With LOGITLESS_TEST_FRESH_MEMORY=1 every block is one allocation of exactly
-// its bytes, as compute-sanitizer wants it.
+// Keeps free blocks by size. With LOGITLESS_TEST_FRESH_MEMORY=1 every block is one allocation of
+// exactly its bytes, as compute-sanitizer wants it.
 class Blocks {
  public:
   void* take(size_t bytes) {
@@ -41,7 +41,7 @@ class Blocks {
     sizes_[block] = size;
     return block;
   }
-  // Nothing is thrown: destructors call this.
+  // This throws nothing, because destructors call it.
   void give_back(void* block) {
     const std::lock_guard lock(mutex_);
     const auto found = sizes_.find(block);
@@ -62,7 +62,7 @@ class Blocks {
   std::map<void*, size_t> sizes_;
 };
 
-// Streams outlive their threads: others take them over.
+// Streams outlive their threads, so others take them over.
 class Streams {
  public:
   cudaStream_t take() {
@@ -80,7 +80,7 @@ class Streams {
     const std::lock_guard lock(mutex_);
     free_.push_back(stream);
   }
-  // A thread's own while it runs.
+  // A thread has this for itself while it runs.
   struct OfAThread {
     OfAThread(Streams* all, int device) : streams(all) {
       const cuda::CurrentDevice current(device);
@@ -98,7 +98,7 @@ class Streams {
   std::vector<cudaStream_t> free_;
 };
 
-// The driver's functions for address space that is memory only in places.
+// Returns the driver's functions for address space that is memory only in places.
 template <class Function>
 Function driver_function(const char* name) {
   void* function = cuda::find_driver_function(name);
@@ -161,7 +161,8 @@ class CudaDevice final : public TestDevice {
         const CUdeviceptr at = start + page * kPage;
         check_driver(DRIVER(cuMemMap)(at, kPage, 0, memory, 0), "map");
         check_driver(DRIVER(cuMemSetAccess)(at, kPage, &access, 1), "access");
-        check_driver(DRIVER(cuMemRelease)(memory), "release");  // lives while it is mapped
+        // the memory lives while it is mapped
+        check_driver(DRIVER(cuMemRelease)(memory), "release");
         check(cudaMemset(reinterpret_cast<void*>(at), 0, kPage), "clear");
       }
     }
@@ -200,7 +201,7 @@ class CudaDevice final : public TestDevice {
   }
 
  private:
-  // True of a case that is promised of inputs of 16 bits, whatever its options.
+  // Returns true for a case that is promised of inputs of 16 bits, whatever its options.
   static bool is_served(const Case& c) {
     return c.dtype != DType::f32 && c.placement == Placement::dense;
   }
@@ -210,7 +211,8 @@ class CudaDevice final : public TestDevice {
   }
 
   const int index_;
-  Blocks* const blocks_ = new Blocks;  // never destroyed: the driver may be gone before
+  // They are never destroyed, because the driver may be gone before.
+  Blocks* const blocks_ = new Blocks;
   Streams* const streams_ = new Streams;
   mutable std::mutex mutex_;
   mutable std::map<void*, std::map<size_t, bool>> mapped_;

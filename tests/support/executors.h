@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Executors for the tests: real threads, started anew for every loop, and one thread that claims to
-// be many and takes the items in an order of its own.
+// The tests use these executors: real threads, started anew for every loop, and one thread that
+// claims to be many and takes the items in an order of its own.
 #pragma once
 
 #include <atomic>
@@ -11,7 +11,7 @@
 
 namespace logitless::conformance {
 
-// `count` threads that share the items.
+// `count` threads share the items.
 class ThreadExecutor {
  public:
   explicit ThreadExecutor(int count)
@@ -37,7 +37,7 @@ class ThreadExecutor {
   Executor executor_;
 };
 
-// One thread, said to be `count`; items first to last or last to first.
+// One thread says that it is `count`, and takes the items first to last or last to first.
 class SerialExecutor {
  public:
   explicit SerialExecutor(int count, bool backwards = false)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Guards, copies and the comparison.
+// This file has the guards, the copies and the comparison.
 #include "fixture.h"
 
 #include <algorithm>
@@ -76,7 +76,7 @@ Workspace DeviceCopy::workspace(const WorkspaceSize& size, uint64_t bytes, std::
   const uint64_t alignment = std::max<uint64_t>(size.alignment, 1);
   workspace_ = make(2 * kGuardBytes + 2 * alignment + bytes);
   std::fill(workspace_.before.begin(), workspace_.before.end(), fill);
-  // An odd multiple of the alignment: no more aligned than was asked for.
+  // The start is an odd multiple of the alignment, so no more aligned than was asked for.
   const auto base = reinterpret_cast<uintptr_t>(workspace_.device);
   uintptr_t start = (base + kGuardBytes + alignment - 1) / alignment * alignment;
   if (start / alignment % 2 == 0) start += alignment;
@@ -164,7 +164,8 @@ double error_ratio(double got, double want, double bound, DType dtype) {
   if (std::isnan(got) || !(bound >= 0)) return NAN;
   if (std::isinf(want)) return got == want ? 0 : NAN;
   if (std::isinf(got)) {
-    // Rounded away from the dtype's range: right where the bound reaches that far.
+    // A result that was rounded away from the dtype's range is right where the bound reaches that
+    // far.
     return std::signbit(got) == std::signbit(want) &&
                    std::fabs(want) + bound >= overflow_threshold(dtype)
                ? 0
@@ -217,7 +218,8 @@ reference::Result beside_anchors(const reference::Result& want, const Fields& go
   if (anchor == got.end()) return beside;
   for (size_t i = 0; i < anchor->second.value.size(); ++i) {
     const double m = anchor->second.value[i], maximum = reference->second.value[i];
-    if (!(log_sum->second.bound[i] > 0) || !std::isfinite(m - maximum)) continue;  // exact
+    // These are exact.
+    if (!(log_sum->second.bound[i] > 0) || !std::isfinite(m - maximum)) continue;
     log_sum->second.bound[i] -= reference->second.bound[i];
     reference->second.bound[i] += log_sum->second.value[i] + std::log(2.0);
     log_sum->second.value[i] -= m - maximum;

@@ -19,17 +19,17 @@ enum class Memory { minimum, recommended, exact };
 
 struct RunPlan {
   Memory memory = Memory::recommended;
-  uint64_t bytes = 0;  // with Memory::exact
+  uint64_t bytes = 0;  // it counts with Memory::exact
   const Executor* executor = nullptr;
-  std::byte fill{0x5A};  // what outputs and workspace hold before the run
+  std::byte fill{0x5A};  // outputs and workspace hold it before the run
 };
 
-// One output as the backend left it.
+// This is one output as the backend left it.
 struct Field {
   DType dtype = DType::f32;
   std::vector<int64_t> shape;
-  std::vector<double> value;    // dense, row-major
-  std::vector<std::byte> bits;  // of the elements, dense
+  std::vector<double> value;    // it is dense, row-major
+  std::vector<std::byte> bits;  // they are the elements', dense
 };
 using Fields = std::map<std::string, Field>;
 
@@ -37,15 +37,16 @@ struct Outcome {
   Status status;
   WorkspaceSize size;
   Fields fields;
-  Fields kept;                          // kept state, which the backend divides as it likes
-  std::vector<std::string> violations;  // bytes changed that were not the op's to change
-  uint64_t given = 0;                   // bytes of workspace
-  uint64_t touched = 0;                 // from its first byte to the last one changed
+  Fields kept;                          // the backend divides kept state as it likes
+  std::vector<std::string> violations;  // they name bytes changed that were not the op's to change
+  uint64_t given = 0;                   // it counts bytes of workspace
+  uint64_t touched = 0;  // it counts bytes from the workspace's first to the last one changed
   bool has_fault = false;
-  int64_t fault = 0, fault_wanted = 0;  // the word after the run, but for the reference's part
+  // fault is the word after the run, but for the reference's part
+  int64_t fault = 0, fault_wanted = 0;
 };
 
-// The pool's tensors and a workspace on a device.
+// This holds the pool's tensors and a workspace on a device.
 class DeviceCopy {
  public:
   DeviceCopy(const TestDevice& device, const Pool& pool);
@@ -53,14 +54,14 @@ class DeviceCopy {
   DeviceCopy(const DeviceCopy&) = delete;
   DeviceCopy& operator=(const DeviceCopy&) = delete;
 
-  // The same view on the device; what it covers may change, and starts as `fill` unless it is also
-  // read.
+  // Return the same view on the device; what an output covers may change, and starts as `fill`
+  // unless it is also read.
   TensorView input(const TensorView& view) const;
   TensorView output(const TensorView& view, bool keep, std::byte fill);
   Workspace workspace(const WorkspaceSize& size, uint64_t bytes, std::byte fill);
   void upload();
   void download();
-  // As downloaded.
+  // Returns the field as it was downloaded.
   Field field(const TensorView& host_view) const;
   std::vector<std::string> violations(bool written) const;
   uint64_t touched() const;
@@ -81,10 +82,10 @@ class DeviceCopy {
   Block workspace_;
   size_t workspace_start_ = 0;
   uint64_t workspace_bytes_ = 0;
-  void* workspace_object_ = nullptr;  // where a workspace is no memory
+  void* workspace_object_ = nullptr;  // it is there where a workspace is no memory
 };
 
-// True where the run reads `view` too.
+// Returns whether the run reads `view` too.
 template <class Op>
 bool is_read(const Op& op, const TensorView& view) {
   bool read = false;
@@ -157,22 +158,22 @@ Outcome execute(const TestDevice& device, const Op& host, const Pool& pool,
   return outcome;
 }
 
-// Says what is wrong with a run, in words; nothing where all is well.
+// Says what is wrong with a run, in words; it is empty where all is well.
 struct Comparison {
   int64_t failures = 0;
-  double worst_ratio = 0;  // of error to bound
-  std::string worst;       // where
-  std::string report;      // the first failures
+  double worst_ratio = 0;  // it is the ratio of error to bound
+  std::string worst;       // it says where
+  std::string report;      // it has the first failures
   bool ok() const { return failures == 0; }
   void fail(const std::string& what);
   void merge(const Comparison& other, const std::string& context);
 };
 
-// |got - value| <= bound; NaN where and only where the value is; infinities equal.
+// Expects |got - value| <= bound, NaN where and only where the value is, and infinities equal.
 Comparison compare(const reference::Result& want, const Fields& got);
 // Compares a whole run: status and guards too.
 Comparison compare(const reference::Result& want, const Outcome& got);
-// Fields whose bits differ.
+// Names the fields whose bits differ.
 std::string differing_bits(const Fields& a, const Fields& b);
 
 }  // namespace logitless::conformance

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// An op on some of another's tokens, in any order, in memory of its own.
+// Makes an op on some of another's tokens, in any order, in memory of its own.
 #pragma once
 
 #include <string_view>
@@ -9,7 +9,7 @@
 
 namespace logitless::conformance {
 
-// True where the field's first dimension is the tokens'.
+// Returns whether the field's first dimension is the tokens'.
 template <class Op>
 bool per_token(const Op& op, std::string_view name) {
   for (const std::string_view other :

@@ -1,4 +1,5 @@
-# Runs cases of the suite's table on a backend and judges them: for the tests and for `logitless check`.
+# This library runs cases of the suite's table on a backend and judges them, for the tests and for
+# `logitless check`.
 if(NOT TARGET logitless_conformance)
   set(harness cases.cpp data.cpp device.cpp fixture.cpp judge.cpp memory.cpp simulated.cpp)
   if(LOGITLESS_WITH_CUDA)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs cases of the table.
+// This file runs cases of the table and judges them.
 #include "judge.h"
 
 namespace logitless::conformance {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One case on one backend against the reference.
+// One case on one backend is judged here against the reference.
 #pragma once
 
 #include "cases.h"
@@ -31,7 +31,7 @@ reference::Result expected(const TestDevice& device, const Op& op, reference::Bo
 Outcome run_case(const TestDevice& device, const Case& c, const RunPlan& plan = {});
 WorkspaceSize workspace_of(const TestDevice& device, const Case& c,
                            const Executor* executor = nullptr);
-// In workspaces of each of these sizes.
+// Judges the case in workspaces of each of these sizes.
 Comparison judge_sizes(const TestDevice& device, const Case& c, const std::vector<uint64_t>& sizes);
 Comparison judge(const TestDevice& device, const Case& c, const RunPlan& plan = {});
 
@@ -39,15 +39,15 @@ Comparison judge(const TestDevice& device, const Case& c, const RunPlan& plan = 
 struct Part {
   size_t offset = 0, step = 1;
 };
-// A case of the table, the workspace it runs in, and what to call it.
+// A row is a case of the table, the workspace it runs in, and what to call it.
 struct Row {
   std::string name;
   Case c;
   Memory memory;
 };
-// Every feature pair of the op and dtype, in workspaces of several sizes.
+// Returns every feature pair of the op and dtype, in workspaces of several sizes.
 std::vector<Row> pair_rows(OpKind op, DType dtype, Part part = {});
-// Every shape, plain and with all options together, with data and placement in rotation.
+// Returns every shape, plain and with all options together, with data and placement in rotation.
 std::vector<Row> shape_rows(OpKind op, DType dtype, Part part = {});
 Comparison judge_pairs(const TestDevice& device, OpKind op, DType dtype, Part part = {});
 Comparison judge_shapes(const TestDevice& device, OpKind op, DType dtype, Part part = {});
@@ -59,7 +59,8 @@ struct Setting {
   const char* name;
   void (*apply)(Case& c);
 };
-// One option alone and no statistic but of the row, as kernels have them that know of nothing else.
+// Each setting has one option alone and no statistic but the row's, as kernels have it that know of
+// nothing else.
 inline void only(Case& c) { c.statistics = c.bias = false, c.row_statistics = true; }
 inline constexpr Setting kAlone[] = {
     {"nothing", only},

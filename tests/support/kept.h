@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kept state in the suite: a Forward that keeps, the Backward that follows it, and their tests'
-// class.
+// The suite tests kept state with this: a Forward that keeps, the Backward that follows it, and
+// their tests' class.
 #pragma once
 
 #include <cstring>
@@ -15,10 +15,10 @@ namespace logitless::conformance {
 using Forward = LinearCrossEntropyForward;
 using Backward = LinearCrossEntropyBackward;
 
-inline constexpr std::byte garbage{0xFF};  // NaN: what nobody wrote shows where it is read
+inline constexpr std::byte garbage{0xFF};  // it is NaN, so what nobody wrote shows where it is read
 inline constexpr uint64_t whole = std::numeric_limits<uint64_t>::max();
 
-// Dense elements as they were downloaded.
+// Writes dense elements as they were downloaded.
 inline void write_bits(const TensorView& view, const Field& field) {
   const auto size = static_cast<size_t>(size_of(view.dtype));
   for_each_element(view, [&](int64_t i, int64_t offset) {
@@ -26,7 +26,7 @@ inline void write_bits(const TensorView& view, const Field& field) {
   });
 }
 
-// What Forward keeps of an op in so many bytes.
+// Returns what Forward keeps of an op in so many bytes.
 inline Kept kept_of(const TestDevice& device, Forward forward, uint64_t bytes) {
   place(forward, device.tensors());
   Kept kept;
@@ -35,13 +35,13 @@ inline Kept kept_of(const TestDevice& device, Forward forward, uint64_t bytes) {
   return kept;
 }
 
-// A Forward and the Backward that follows it.
+// This is a Forward and the Backward that follows it.
 struct Steps {
   Problem<Backward> problem;
   Forward forward{};
   Kept kept;
 
-  // `columns`: of the vocabulary to be kept, at least; 0: all.
+  // At least so many `columns` of the vocabulary are to be kept; 0 means all.
   Steps(const TestDevice& device, const Case& c, int64_t columns) : problem(build<Backward>(c)) {
     Backward& op = problem.op;
     forward = {.input = op.input,
@@ -92,7 +92,8 @@ struct Steps {
 
 class KeptState : public ConformanceTest {
  protected:
-  // Runs Forward and gives Backward its state; false: Forward failed, as it says itself.
+  // Runs Forward and gives Backward its state; it returns false where Forward failed, which it
+  // reports itself.
   bool keep(Steps* steps, Memory memory = Memory::recommended) {
     const Outcome outcome =
         execute(device_, steps->forward, steps->problem.pool, {.memory = memory, .fill = garbage});

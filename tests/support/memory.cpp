@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Guarded host memory and the narrow float formats, decoded and rounded in double.
+// This file has guarded host memory, and the narrow float formats, decoded and rounded in double.
 #include "memory.h"
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace logitless::conformance {
 namespace {
 
 struct Format {
-  int digits, min_exponent, max_exponent;  // value = m 2^e, 1 <= m < 2
+  int digits, min_exponent, max_exponent;  // a value is m 2^e with 1 <= m < 2
 };
 
 Format format_of(DType dtype) {
@@ -29,7 +29,8 @@ Format format_of(DType dtype) {
   }
 }
 
-// Bits of a 16-bit format with `mantissa` stored bits, from a value already rounded to it.
+// Returns the bits of a 16-bit format with `mantissa` stored bits, from a value already rounded to
+// it.
 uint16_t encode(double value, int mantissa, int min_exponent, int exponent_mask) {
   const uint16_t sign = std::signbit(value) ? 0x8000 : 0;
   const double magnitude = std::fabs(value);
@@ -133,7 +134,7 @@ TensorView Pool::reserve(DType dtype, std::vector<int64_t> shape, Layout layout)
   const int64_t size = size_of(dtype);
   Bytes bytes(2 * kGuardBytes + (span + layout.offset) * size);
   std::fill_n(bytes.data(), bytes.size(), kFill);
-  // Half of the way by the address, half by byte_offset: both must be honoured.
+  // Half of the way is by the address, half by byte_offset, so that both must be honoured.
   const int64_t by_address = layout.offset / 2;
   view.data = bytes.data() + kGuardBytes + by_address * size;
   view.byte_offset = (layout.offset - by_address) * size;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Host memory of the conformance suite: every tensor in an allocation of its own between guard
-// bytes, elements read and written as double. Gaps of strided tensors are part of the guarded
-// bytes.
+// This is host memory of the conformance suite: every tensor has an allocation of its own between
+// guard bytes, and elements are read and written as double. Gaps of strided tensors are part of the
+// guarded bytes.
 #pragma once
 
 #include <cstddef>
@@ -14,14 +14,15 @@
 
 namespace logitless::conformance {
 
-// Nearest value of a floating dtype, ties to even; beyond its range: infinity.
+// Returns the nearest value of a floating dtype, ties to even; beyond its range that is infinity.
 double round_to(DType dtype, double value);
-// The least magnitude that rounds to infinity.
+// Returns the least magnitude that rounds to infinity.
 double overflow_threshold(DType dtype);
 double load(DType dtype, const std::byte* address);
 void store(DType dtype, double value, std::byte* address);
 
-// Bytes at a multiple of 128, so that an address 64 after it is aligned to 64 and no more.
+// The bytes begin at a multiple of 128, so that an address 64 after it is aligned to 64 and no
+// more.
 class Bytes {
  public:
   Bytes() = default;
@@ -43,24 +44,27 @@ inline constexpr size_t kGuardBytes = 256;
 struct Layout {
   std::array<int64_t, 2> stride{0, 0};
   int64_t offset =
-      0;  // elements between the guard and the first one: an address of element alignment only
-  bool broadcast = false;  // a stride of 0 is meant
+      // So many elements lie between the guard and the first one, for an address of element
+      // alignment only.
+      0;
+  bool broadcast = false;  // a stride of 0 is then meant
 };
 
-// NaN in every floating dtype: what is read from a gap or a guard shows.
+// This is NaN in every floating dtype, so that what is read from a gap or a guard shows.
 inline constexpr std::byte kFill{0xFF};
 
-// The tensors of one op. Views stay valid as long as the pool.
+// This holds the tensors of one op. Views stay valid as long as the pool.
 class Pool {
  public:
-  // shape: {} [] | {n} [n] | {rows, columns} [rows, columns]; values dense row-major.
+  // A shape {} is [], {n} is [n] and {rows, columns} is [rows, columns]; values are dense
+  // row-major.
   TensorView add(DType dtype, std::vector<int64_t> shape, const std::vector<double>& values,
                  Layout layout = {});
-  // Its elements hold kFill.
+  // The elements of the new tensor hold kFill.
   TensorView reserve(DType dtype, std::vector<int64_t> shape, Layout layout = {});
   size_t size() const { return allocations_.size(); }
   const Bytes& operator[](size_t i) const { return allocations_[i]; }
-  // The allocation a view lies in.
+  // Returns the allocation in which a view lies.
   size_t find(const TensorView& view) const;
 
  private:
@@ -68,7 +72,8 @@ class Pool {
 };
 
 int64_t element_count(const TensorView& view);
-// Calls f(i, byte offset from the view's first element) for every element, dense row-major order.
+// Calls f(i, byte offset from the view's first element) for every element, in dense row-major
+// order.
 void for_each_element(const TensorView& view, const std::function<void(int64_t, int64_t)>& f);
 std::vector<double> read(const TensorView& view);
 void write(const TensorView& view, const std::vector<double>& values);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the tests of infinities, NaN and huge numbers share.
+// The tests of infinities, NaN and huge numbers share this.
 #pragma once
 
 #include <cmath>
@@ -16,7 +16,7 @@ namespace logitless::conformance {
 inline constexpr double kInf = std::numeric_limits<double>::infinity();
 inline constexpr int64_t kTokens = 6, kHidden = 9, kVocab = 70, kRow = 2;
 
-// The options under which an infinite logit takes another way through the formulas.
+// Under these options an infinite logit takes another way through the formulas.
 inline constexpr Setting kSettings[] = {
     {"plain", [](Case&) {}},
     {"smoothing", [](Case& c) { c.options.label_smoothing = 0.1f; }},
@@ -32,7 +32,7 @@ inline constexpr Setting kSettings[] = {
      [](Case& c) { c.grad_lse = c.grad_target_logit = c.grad_entropy = true; }},
 };
 
-// f(the case as a setting has it, the setting's name): kSettings, then kAlone.
+// Calls f(the case as a setting has it, the setting's name) for kSettings, then for kAlone.
 template <class F>
 void for_settings(const Case& c, F&& f) {
   const auto go = [&](const Setting& setting) {
@@ -53,7 +53,7 @@ class NonFinite : public ConformanceTest {
     c.bias_dtype = dtype_;
     return c;
   }
-  // As the reference; returns what was written.
+  // Expects what the reference says, and returns what was written.
   template <class Op>
   Fields judged(const Problem<Op>& p, const std::string& what) {
     const Outcome outcome = execute(device_, p.op, p.pool);
@@ -79,7 +79,7 @@ const TensorView& masked_by(const Op& op) {
   }
 }
 
-// Rows other than `row` of every per-token field are the same bits.
+// Expects rows other than `row` of every per-token field to have the same bits.
 inline void expect_other_rows(const Fields& before, const Fields& after, int64_t row,
                               const std::string& what, int64_t tokens = kTokens) {
   for (const auto& [name, field] : after) {

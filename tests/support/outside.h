@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Targets outside the vocabulary where that is an error: what an asynchronous backend makes of them
-// ("Which tokens count" of the contract).
+// Targets may be outside the vocabulary where that is an error; this is what an asynchronous
+// backend makes of them ("Which tokens count" of the contract).
 #pragma once
 
 #include <cmath>
@@ -11,7 +11,7 @@
 
 namespace logitless::conformance {
 
-// The exact numbers, which a double may not hold.
+// Returns the exact numbers, which a double may not hold.
 inline std::vector<int64_t> read_integers(const TensorView& view) {
   std::vector<int64_t> values(static_cast<size_t>(element_count(view)));
   const auto* first = static_cast<const std::byte*>(view.data) + view.byte_offset;
@@ -33,7 +33,7 @@ int64_t vocab_of(const Op& op) {
   }
 }
 
-// Tokens whose target is an error, of an op on host memory.
+// Returns the tokens whose target is an error, of an op on host memory.
 template <class Op>
 std::vector<size_t> tokens_outside(const Op& op) {
   std::vector<size_t> tokens;
@@ -49,8 +49,8 @@ std::vector<size_t> tokens_outside(const Op& op) {
   return tokens;
 }
 
-// They count in the normalizer and have a loss and a log-probability of NaN; all else of them is an
-// ignored row's.
+// Such tokens count in the normalizer and have a loss and a log-probability of NaN; all else of
+// them is as in an ignored row.
 template <class Op>
 reference::Result evaluate_outside(Op op, const reference::BoundModel& model) {
   const std::vector<size_t> outside = tokens_outside(op);
@@ -61,7 +61,7 @@ reference::Result evaluate_outside(Op op, const reference::BoundModel& model) {
   op.target = vector_view(target.data(), DType::i64, static_cast<int64_t>(target.size()));
   const bool counts = op.options.reduction == Reduction::mean && op.options.normalizer == 0 &&
                       !op.weights.normalizer;
-  // No class weight is theirs.
+  // They have no class weight, so only without such weights is the normalizer given.
   if (counts && !op.weights.vocab) {
     op.options.normalizer = static_cast<double>(counted) + static_cast<double>(outside.size());
   }

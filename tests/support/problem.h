@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A case made into an op on guarded host memory.
+// A case is made into an op on guarded host memory here.
 #pragma once
 
 #include <cmath>
@@ -12,7 +12,7 @@
 
 namespace logitless::conformance {
 
-// The tensor with a row for every token.
+// Returns the tensor with a row for every token.
 template <class Op>
 const TensorView& rows_of(const Op& op) {
   if constexpr (LinearOp<Op>) {
@@ -31,8 +31,8 @@ struct Problem {
 
 enum class Role { input, output };
 
-// The layout of a tensor under a placement. Broadcasting is for inputs that may share elements
-// between tokens.
+// Returns the layout of a tensor under a placement. Only inputs that may share elements between
+// tokens are broadcast.
 inline Layout layout_of(Placement placement, const std::vector<int64_t>& shape, Role role) {
   const size_t rank = shape.size();
   if (rank == 0) return {.offset = placement == Placement::unaligned ? 1 : 0};
@@ -62,7 +62,7 @@ class Builder {
   explicit Builder(const Case& c) : c_(c), values_(make_values(c)) {}
 
   Problem<Op> build() {
-    // Constant numbers, and one row or column repeated: rounding errors align.
+    // Where numbers are constant, or one row or column repeats, rounding errors align.
     p_.model.structured = c_.data == Data::constant || c_.placement == Placement::broadcast;
     if constexpr (LinearOp<Op>) {
       add_linear();
@@ -83,13 +83,14 @@ class Builder {
     return p_.pool.add(dtype, shape, values, layout_of(c_.placement, shape, Role::input));
   }
   TensorView matrix(DType dtype, int64_t rows, int64_t columns, std::vector<double> values) {
-    // Broadcast writes land on one row: the last wins, for the reference and the judged alike.
+    // Broadcast writes land on one row, where the last wins, for the reference and the judged
+    // alike.
     return put(dtype, {rows, columns}, std::move(values));
   }
   TensorView vector(int64_t size, double scale, double offset, uint64_t salt) {
     return put(DType::f32, {size}, normals(size, c_.seed * 31 + salt, scale, offset));
   }
-  // The same tokens in every vector.
+  // The same tokens are inactive in every vector.
   bool is_inactive(int64_t token) const {
     return static_cast<double>((static_cast<uint64_t>(token) * 2654435761u + c_.seed) % 97) <
            97 * c_.inactive;
@@ -101,7 +102,7 @@ class Builder {
     }
     return put(DType::f32, {size}, std::move(values));
   }
-  // From 0.4 to 2.2.
+  // They lie between 0.4 and 2.2.
   TensorView temperatures(int64_t size) {
     std::vector<double> values = normals(size, c_.seed * 31 + 29);
     for (double& x : values) x = 1.3 + 0.9 * std::tanh(x);
@@ -117,7 +118,7 @@ class Builder {
     return p_.pool.add(dtype, shape, normals(count, c_.seed + 5),
                        layout_of(c_.placement, shape, Role::output));
   }
-  // [N] for none, [] or [1] otherwise.
+  // The shape is [N] where the reduction is none, else [] or [1].
   std::vector<int64_t> reduced() const {
     if (c_.options.reduction == Reduction::none) return {c_.shape.tokens};
     return c_.seed % 2 == 0 ? std::vector<int64_t>{} : std::vector<int64_t>{1};
@@ -126,8 +127,8 @@ class Builder {
   void add_linear() {
     const auto [tokens, hidden, vocab] = c_.shape;
     p_.op.input = matrix(c_.dtype, tokens, hidden, values_.input);
-    // Rows of the vocabulary stay their own under broadcast: otherwise every logit of a token is
-    // the same.
+    // Rows of the vocabulary stay their own under broadcast, since otherwise every logit of a token
+    // is the same.
     const Placement placement =
         c_.placement == Placement::broadcast ? Placement::dense : c_.placement;
     p_.op.weight = p_.pool.add(c_.dtype, {vocab, hidden}, values_.weight,
@@ -160,7 +161,7 @@ class Builder {
     return c_.options.reduction == Reduction::none ? c_.shape.tokens : 1;
   }
 
-  // Positive, some of them exactly 0.
+  // They are positive, and some of them exactly 0.
   std::vector<double> class_weights(int64_t vocab) const {
     std::vector<double> weights = normals(vocab, c_.seed + 13, 0.4, 1);
     for (int64_t j = 0; j < vocab; ++j) weights[j] = j % 6 == 5 ? 0 : std::fabs(weights[j]);
@@ -200,7 +201,7 @@ class Builder {
     }
   }
 
-  // Holds what the Forward of the same op writes, by the reference: (row_reference, row_log_sum,
+  // Adds what the Forward of the same op writes, by the reference: (row_reference, row_log_sum,
   // entropy).
   void add_saved() {
     const int64_t tokens = c_.shape.tokens;
@@ -216,7 +217,7 @@ class Builder {
     } else {
       forward.logits = p_.op.logits;
     }
-    // Only the shape of these is looked at: evaluate writes nothing.
+    // Only the shape of these is looked at, because evaluate writes nothing.
     const TensorView row = vector_view(&c_, DType::f32, tokens);
     forward.statistics = {.entropy = row, .row_reference = row, .row_log_sum = row};
     const reference::Result result = reference::evaluate(forward, p_.model, false);
@@ -231,7 +232,7 @@ class Builder {
     p_.op.row_log_sum = saved(log_sum);
   }
   TensorView saved(const std::vector<double>& values) {
-    // A view each token has its own element of, even where other inputs are broadcast.
+    // Each token has its own element of this view, even where other inputs are broadcast.
     const std::vector<int64_t> shape{c_.shape.tokens};
     return p_.pool.add(DType::f32, shape, values, layout_of(c_.placement, shape, Role::output));
   }

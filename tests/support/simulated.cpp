@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The simulated implementation. Sums run in 16 lanes, as a vector unit's do, or in one, term after
-// term.
+// This is the simulated implementation. Sums run in 16 lanes, as a vector unit's do, or in one,
+// term after term.
 #include "simulated.h"
 
 #include <algorithm>
@@ -17,13 +17,13 @@ std::vector<float> floats(const TensorView& view) {
   return {values.begin(), values.end()};
 }
 
-// To nearest, ties to even, of a finite number.
+// Rounds a finite number to nearest, ties to even.
 float to_bf16(float x) {
   const auto bits = std::bit_cast<uint32_t>(x);
   return std::bit_cast<float>((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000);
 }
 
-// sum_k a[k stride_a] b[k stride_b]
+// Returns sum_k a[k stride_a] b[k stride_b].
 float dot(const float* a, int64_t stride_a, const float* b, int64_t stride_b, int64_t count,
           int lanes, bool in_bf16 = false) {
   float lane[kMostLanes] = {};
@@ -71,7 +71,8 @@ void Simulation::forward() {
   }
 }
 
-// logits become (p - onehot) / N, where the input is a 16-bit type rounded as the contract allows.
+// Logits become (p - onehot) / N, which is rounded as the contract allows where the input is a
+// 16-bit type.
 void Simulation::softmax_gradient(DType dtype) {
   for (int64_t i = 0; i < tokens; ++i) {
     for (int64_t j = 0; j < vocab; ++j) {

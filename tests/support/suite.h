@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the suite's test programs share: tests parameterized by backend, op and input dtype.
+// The suite's test programs share this: tests parameterized by backend, op and input dtype.
 #pragma once
 
 #include <cstdlib>
@@ -28,7 +28,7 @@ inline bool is_set(const char* variable) {
   const char* value = std::getenv(variable);
   return value != nullptr && std::string(value) == "1";
 }
-// Everything everywhere, however long it takes.
+// Returns whether everything runs everywhere, however long it takes.
 inline bool full() { return is_set("LOGITLESS_TEST_FULL"); }
 #if defined(__has_feature)
 #if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
@@ -40,7 +40,7 @@ inline constexpr bool kSanitized = true;
 #else
 inline constexpr bool kSanitized = false;
 #endif
-// A seeded eighth of the cases: where each takes many times as long.
+// Returns whether only a seeded eighth of the cases runs, because each takes many times as long.
 inline bool eighth() { return !full() && (kSanitized || is_set("LOGITLESS_TEST_EIGHTH")); }
 
 inline std::vector<DType> inputs() { return {DType::f32, DType::f16, DType::bf16}; }
@@ -57,8 +57,8 @@ inline std::vector<std::string> device_names() {
 
 using Parameter = std::tuple<std::string, OpKind, DType>;
 
-// Every backend, op and dtype. Of the reference, which is judged by itself, and under a sanitizer,
-// which looks at memory, each op has one of the dtypes, the next op the next.
+// Returns every backend, op and dtype. Of the reference, which is judged by itself, and under a
+// sanitizer, which looks at memory, each op has one of the dtypes, the next op the next.
 inline std::vector<Parameter> parameters(std::span<const OpKind> ops,
                                          const std::vector<DType>& dtypes) {
   std::vector<Parameter> all;

@@ -18,12 +18,14 @@ from serving import serve
 # --enable-unsafe-webgpu alone gives an adapter without a GPU.
 CHROMIUM = ["--no-sandbox", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 CHROMIUM += ["--disable-component-update", "--disable-sync", "--enable-unsafe-webgpu"]
-os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())  # libwgpu_native complains else
+# libwgpu_native complains without this variable.
+os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())
 
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
-# Runs an op on the device and in double, and gives the greatest error of every output in bounds.
+# This script runs an op on the device and in double, and gives the greatest error of every output
+# in bounds.
 HELPERS = """
 globalThis.fill = (size, spread = 1) => {
   let seed = size * 7919 + 12345;
@@ -77,7 +79,7 @@ def browser() -> Iterator[BrowserContext]:
         context = playwright.chromium.launch_persistent_context(
             profile, executable_path="/usr/bin/chromium", headless=True, args=CHROMIUM
         )
-        context.set_default_timeout(120_000)  # of a software adapter, beside other tests
+        context.set_default_timeout(120_000)  # a software adapter takes long beside other tests
         yield context
         context.close()
 

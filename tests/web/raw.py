@@ -17,8 +17,10 @@ import wgpu
 from playwright.sync_api import Error, Page
 
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "src/webgpu/shaders"
-SHADERS = pathlib.Path(os.environ.get("LOGITLESS_SHADERS", FOLDER))  # mutants.py's copies
-BUILT = pathlib.Path(__file__).resolve().parents[2] / "build/web/shaders"  # as compiled in
+# mutants.py puts its copies of the shaders there.
+SHADERS = pathlib.Path(os.environ.get("LOGITLESS_SHADERS", FOLDER))
+# The shaders lie there as they are compiled in.
+BUILT = pathlib.Path(__file__).resolve().parents[2] / "build/web/shaders"
 READ_ONLY, READ_WRITE, UNIFORM = "read-only-storage", "storage", "uniform"
 
 
@@ -56,10 +58,10 @@ def _like(data: bytes, like: np.ndarray) -> np.ndarray:
 class Naga:
     def __init__(self) -> None:
         adapter = wgpu.gpu.request_adapter_sync()
-        self.device = adapter.request_device_sync()  # the default limits
+        self.device = adapter.request_device_sync()  # the device has the default limits
         self.pipelines: dict[tuple[Kernel, str, str], tuple[Any, Any]] = {}
 
-    # Kept: the compiler takes longer than most dispatches.
+    # Pipelines are kept, because the compiler takes longer than most dispatches.
     def _pipeline(self, kernel: Kernel, constants: Mapping[str, float]) -> tuple[Any, Any]:
         """The layout of its bindings, and the pipeline."""
         key = (kernel, kernel.code, str(sorted(constants.items())))

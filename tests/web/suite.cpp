@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the conformance suite needs of a browser: the page's device for its cases, and what a page
+// The conformance suite needs this of a browser: the page's device for its cases, and what a page
 // calls. Reading a buffer suspends the module until the device has answered.
 #include <cstdlib>
 #include <cstring>
@@ -16,12 +16,12 @@
 
 #define LOGITLESS_SUITE_IMPORT(name) __attribute__((import_module("suite"), import_name(name)))
 extern "C" {
-// 0, or how many bytes of a message it wrote to `why`.
+// Returns 0, or how many bytes of a message it wrote to `why`.
 LOGITLESS_SUITE_IMPORT("read")
 uint32_t suite_read(uint32_t buffer, void* data, uint32_t bytes, char* why, uint32_t capacity);
 LOGITLESS_SUITE_IMPORT("failed") void suite_failed(const char* what);
 
-// libc++abi for wasm has no exceptions.
+// libc++abi for wasm has no exceptions, so these stand for its functions.
 void* __cxa_allocate_exception(size_t bytes) noexcept { return std::malloc(bytes); }
 void __cxa_throw(void*, std::type_info*, void* (*)(void*)) {
   suite_failed("an exception was thrown");
@@ -60,7 +60,7 @@ const Backend* webgpu_backend(Status*) {
   static const BrowserBackend backend;
   return &backend;
 }
-// Not in this module; nothing asks for it.
+// These are not in this module, and nothing asks for them.
 const Backend& cpu_backend() { return *webgpu_backend(nullptr); }
 namespace cpu {
 int32_t num_threads() { return 1; }
@@ -144,7 +144,7 @@ __attribute__((export_name("allocate"))) void* allocate(uint32_t bytes) {
   return std::malloc(bytes);
 }
 
-// The tests of a googletest filter; how many did not pass.
+// Runs the tests of a googletest filter, and returns how many did not pass.
 __attribute__((export_name("run_tests"))) int32_t run_tests(const char* filter) {
   static bool started = false;
   if (!started) {
@@ -161,7 +161,7 @@ __attribute__((export_name("run_tests"))) int32_t run_tests(const char* filter) 
   return all.test_to_run_count() == 0 ? -1 : all.test_to_run_count() - all.successful_test_count();
 }
 
-// Every pipeline that the planner can ask for, a line each.
+// Returns every pipeline that the planner can ask for, a line each.
 __attribute__((export_name("every_pipeline"))) const char* every_pipeline() {
   static std::string* const lines = new std::string;
   lines->clear();
@@ -169,4 +169,4 @@ __attribute__((export_name("every_pipeline"))) const char* every_pipeline() {
   return lines->c_str();
 }
 
-}  // extern "C"
+}  // this ends extern "C"

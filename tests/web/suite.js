@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lends suite.wasm a device at the default limits, through the library's own web/device.js, and what
-// of WASI it needs: time, and a place for what it prints.
+// This lends suite.wasm a device at the default limits, through the library's own web/device.js,
+// and what of WASI it needs: time, and a place for what it prints.
 import {DeviceSide} from '/web/device.js';
 
 const adapter = await navigator.gpu.requestAdapter();
@@ -9,14 +9,14 @@ const side = new DeviceSide(device);
 const lines = [];
 let memory = null;
 
-// Addresses are unsigned; JavaScript is given them as signed numbers.
+// Addresses are unsigned, but JavaScript is given them as signed numbers.
 const text = (pointer) => {
   const bytes = new Uint8Array(memory.buffer);
   const start = pointer >>> 0;
   return new TextDecoder().decode(bytes.slice(start, bytes.indexOf(0, start)));
 };
 
-// The verdict of all work since the last read, and a buffer's bytes.
+// Returns the verdict of all work since the last read, and a buffer's bytes.
 async function read(number, data, bytes, why, capacity) {
   const verdict = side.end();
   side.begin();

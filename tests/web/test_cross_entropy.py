@@ -113,7 +113,8 @@ def logits(rows: int, vocab: int, scale: float = 3.0, seed: int = 0) -> Result:
     return x, generator.integers(0, vocab, rows)
 
 
-# Around one column, what 16, 64 and 256 threads hold, rows that begin anywhere, GPT-2's vocabulary.
+# The sizes lie around one column and around what 16, 64 and 256 threads hold; some make rows begin
+# anywhere, and one is GPT-2's vocabulary.
 VOCABS = [
     1,
     2,
@@ -192,9 +193,9 @@ def test_masked_infinite_and_nan_logits(compiler: Compiler, vocab: int, alpha: f
     x[1, vocab - 1] = np.nan
     x[2, vocab // 2] = np.inf
     x[3, :] = -np.inf
-    x[4, 11] = -np.inf  # the target itself
+    x[4, 11] = -np.inf  # column 11 is the target of row 4
     x[5, 17] = np.nan
-    t[5] = vocab  # a row that does not count
+    t[5] = vocab  # row 5 does not count
     loss, grad = run(compiler, x, t, 1.0, alpha)
     with np.errstate(invalid="ignore", divide="ignore"):
         _, want = reference(x[:1], t[:1], 1.0, alpha, 0.0)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import pytest
 from playwright.sync_api import Page
 
-# A small problem on a device of its own; `told` gives [code, message] of a promise or a function.
+# This is a small problem on a device of its own; `told` gives [code, message] of a promise or a
+# function.
 OWN = """
   const own = await module.Logitless.create();
   const {bias, shapes, ...arrays} = problem(4, 8, 20);

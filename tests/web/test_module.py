@@ -140,7 +140,7 @@ def test_larger_limits_are_used_where_the_adapter_has_them(page: Page) -> None:
         }"""
     )
     assert all(own == adapters for own, adapters in asked)
-    assert asked[1][0] > 2**27  # SwiftShader's is 1 GiB
+    assert asked[1][0] > 2**27  # SwiftShader's limit is 1 GiB
     assert refused == "not_supported"
     assert plan["minimum"] > 0
 

@@ -15,7 +15,7 @@ from conftest import ROOT
 
 FOLDER = ROOT / "build/web"
 TYPES = (FOLDER / "logitless.d.ts").read_text() if FOLDER.is_dir() else ""
-# Public in JavaScript, where a tensor calls its owner; not for a page.
+# These are public in JavaScript, where a tensor calls its owner, but not for a page.
 INSIDE = {"constructor", "write", "read", "release"}
 
 
@@ -65,7 +65,7 @@ def test_every_option_that_the_types_have_is_taken(page: Page) -> None:
     values = {"reduction": "sum", "outOfRange": "ignore", "emptyMean": "nan"}
     options = {name: values.get(name, 1) for name in members("LossOptions")}
     options |= {"vocabStart": 0, "vocabTotal": 20, "labelSmoothing": 0.5}
-    options.pop("normalizer")  # of mean
+    options.pop("normalizer")  # only a mean has a normalizer
     assert len(options) > 10
     loss = page.evaluate(
         """async ([options]) => {

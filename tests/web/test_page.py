@@ -18,7 +18,8 @@ from playwright.sync_api import BrowserContext, Page, Route
 SCREENSHOTS = pathlib.Path(__file__).resolve().parents[2] / "out/web"
 
 
-# A call of the page's own size takes a software adapter seconds: most tests begin with a small one.
+# A call of the page's own size takes a software adapter seconds, so most tests begin with a small
+# one.
 SMALL = 'name="vocab" type="number" min="1" max="1000000" value="512"'
 
 
@@ -81,7 +82,8 @@ def test_the_first_call_agrees_with_double_precision(large_page: Page) -> None:
     page = large_page
     assert judged(page).startswith("within the contract's bound: loss at")
     assert "nats" in page.inner_text("#loss")
-    assert float(re.findall(r"[\d.]+", page.inner_text("#loss"))[0]) > 9  # log 8192 is 9.01
+    # log 8192 is 9.01, the loss before any training
+    assert float(re.findall(r"[\d.]+", page.inner_text("#loss"))[0]) > 9
     assert page.inner_text("#memory").startswith("512 KiB of workspace")
     assert "swiftshader" in page.inner_text("#adapter")
     assert "GFLOP/s on a software adapter" in page.inner_text("#time")
@@ -134,12 +136,12 @@ def test_a_model_learns_the_visitors_text(page: Page) -> None:
     for letters in (False, True):
         page.set_checked("#letters", letters)
         page.click("#start")
-        vocabulary = len(set(text)) if letters else 13  # the stop is one
+        vocabulary = len(set(text)) if letters else 13  # the stop counts as one of the vocabulary
         of_this = f"/^step (\\d+),.* vocabulary {vocabulary}$/"
         state = "document.getElementById('state').textContent"
         page.wait_for_function(f"Number({state}.match({of_this})?.[1]) >= 60")
         loss = float(re.findall(r"loss ([\d.]+)", page.inner_text("#state"))[0])
-        assert loss < 0.7, letters  # of log 13 = 2.6 nats
+        assert loss < 0.7, letters  # without training it is log 13 = 2.6 nats
         assert page.locator("#loss-chart polyline").count() == 2
         if not letters:
             page.wait_for_function("document.getElementById('sample').textContent.length > 40")
@@ -171,7 +173,7 @@ def test_a_lost_device_is_told_and_the_next_run_takes_a_new_one(
     assert page.is_hidden("#lost")
     assert page.evaluate("devices.length") == 2
     page.evaluate("devices[1].destroy()")
-    page.click("#start")  # training, too
+    page.click("#start")  # training, too, gets a new device
     page.wait_for_function("/^step \\d/.test(document.getElementById('state').textContent)")
     page.close()
 
@@ -226,7 +228,8 @@ def test_a_phones_width(page: Page, web_origin: str) -> None:
         "(e => e.getBoundingClientRect().width / e.viewBox.baseVal.width)"
         "(document.getElementById('memory-chart'))"
     )
-    assert shown * float(page.evaluate(size).removesuffix("px")) >= 10  # its letters can be read
+    # letters of 10 px can be read
+    assert shown * float(page.evaluate(size).removesuffix("px")) >= 10
     page.set_viewport_size({"width": 390, "height": 844})
     page.screenshot(path=SCREENSHOTS / "phone.png", full_page=True)
 
@@ -236,7 +239,7 @@ def test_the_example_trains(browser: BrowserContext, web_origin: str) -> None:
     page.goto(f"{web_origin}/example.html")
     page.wait_for_function("/done/.test(document.getElementById('log').textContent)")
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", page.inner_text("#log"))]
-    assert losses[0] > 6  # log 500 is 6.2
+    assert losses[0] > 6  # log 500 is 6.2, the loss before any training
     assert losses[-1] < 1
     page.close()
 

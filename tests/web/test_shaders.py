@@ -10,7 +10,7 @@ import re
 import pytest
 import raw
 
-# Values of `override` constants that another host than ours may choose.
+# Another host than ours may choose these values of `override` constants.
 CHOICES: dict[str, list[dict[str, float]]] = {
     "softmax.wgsl": [{}]
     + [
@@ -31,7 +31,7 @@ def entries(file: str) -> set[str]:
 
 def test_every_shader_is_compiled_in() -> None:
     assert sorted(path.name for path in raw.BUILT.glob("*.wgsl")) == FILES
-    for file in PUBLISHED:  # complete alone
+    for file in PUBLISHED:  # each is complete alone
         assert (raw.BUILT / file).read_text() == (raw.SHADERS / file).read_text()
 
 
@@ -66,7 +66,7 @@ def test_every_pipeline_of_the_planner_compiles(
     code = (raw.BUILT / file).read_text()
     names = [name.split(", ", 2)[1:] for name in planned if name.startswith(f"{file}, ")]
     own = [(entry, json.loads(constants)) for entry, constants in names]
-    assert {entry for entry, _ in own} == entries(file)  # none is never asked for
+    assert {entry for entry, _ in own} == entries(file)  # every entry is asked for by some host
     if isinstance(compiler, raw.Tint) and os.environ.get("LOGITLESS_TEST_FULL") != "1":
         own = every_pair(own)
     for entry, constants in own:

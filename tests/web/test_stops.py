@@ -11,7 +11,7 @@ import os
 import pytest
 from playwright.sync_api import Page
 
-# `idle.device` does nothing; what `idle.failing` names throws.
+# `idle.device` does nothing, and what `idle.failing` names throws.
 IDLE = """
   class Buffer {
     constructor(idle, {size, usage}) { Object.assign(this, {idle, size, usage}); }
@@ -101,9 +101,9 @@ def test_many_calls_that_throw_and_a_right_one(page: Page, kind: str) -> None:
         assert "device_error" in codes
         assert f"{kind} is refused" in message
         assert "memory" not in message
-    assert set(codes) <= {"device_error", "none"}  # where a buffer is destroyed only once
+    assert set(codes) <= {"device_error", "none"}  # a buffer is destroyed only once
     assert after == ["none", ""]
-    assert unharmed == codes.count("none")  # of a call that was refused nothing is submitted
+    assert unharmed == codes.count("none")  # nothing is submitted of a call that was refused
     assert submitted == 1
     assert left_open == 0
 

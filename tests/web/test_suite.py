@@ -15,8 +15,8 @@ FULL = os.environ.get("LOGITLESS_TEST_FULL") == "1"
 LOGITS_OPS = ["softmax", "forward", "backward", "forward_backward"]
 LINEAR_OPS = ["linear_forward", "linear_backward", "linear_forward_backward"]
 DTYPES = ["f32", "f16", "bf16"]
-# Every op, and every dtype with the op that has all kernels; of the logits ops, whose kernel of
-# whole rows is the slowest there, each dtype with some op.
+# The cases are every op, and every dtype with the op that has all kernels; of the logits ops, whose
+# kernel of whole rows is the slowest there, each dtype comes with some op.
 CASES = [("linear_forward_backward", dtype) for dtype in DTYPES]
 CASES += [
     ("linear_forward", "bf16"),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The library's own WebGPU device when things go wrong: lost, out of memory, refused. A program of
-// its own, because it destroys the device.
+// These tests are about the library's own WebGPU device when things go wrong: it is lost, out of
+// memory, or refuses. This is a program of its own, because it destroys the device.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
@@ -18,10 +18,11 @@
 #include "src/webgpu/native.h"
 
 namespace {
-thread_local bool no_memory = false;  // for operator new; a driver's threads have theirs
+thread_local bool no_memory = false;  // operator new reads it; a driver's threads have their own
 }
 
-// Not inlined: GCC would take the free() of the one for a mistake beside the new of the other.
+// It is not inlined, because GCC would take the free() of the one for a mistake beside the new of
+// the other.
 [[gnu::noinline]] void* operator new(size_t bytes) {
   void* memory = no_memory ? nullptr : std::malloc(bytes == 0 ? 1 : bytes);
   if (memory == nullptr) throw std::bad_alloc();
@@ -35,7 +36,7 @@ namespace {
 
 constexpr Execution kWebGpu{.device = {DeviceType::webgpu, 0}};
 
-// A call on buffers of the device there is when it is made.
+// This is a call on buffers of the device that exists when it is made.
 struct Call {
   Call(int64_t n, int64_t v, int64_t d) : tokens(n), vocab(v), hidden(d) {
     Status status;
@@ -88,7 +89,7 @@ void expect_error(const Status& status, const std::string& text) {
 
 class WebGpuDevice : public testing::Test {
  protected:
-  // As when the driver resets, but at a moment of our own.
+  // Destroys the device as when the driver resets, but at a moment of our own.
   static void destroy(webgpu::NativeDevice* device) {
     void* library = dlopen(std::getenv("LOGITLESS_WEBGPU_LIBRARY"), RTLD_NOW);
     ASSERT_NE(library, nullptr);
@@ -106,7 +107,7 @@ TEST_F(WebGpuDevice, ALostOneIsAStatusAndTheNextCallMakesAnother) {
   const float loss = before.loss();
   destroy(before.device);
   expect_error(before.run(scratch), "lost");
-  // An object that was made on it says so and cannot be used on the next one, which is there.
+  // An object that was made on it says so and cannot be used on the next device, which is there.
   expect_error(before.run(scratch), "lost");
   const Call after(6, 50, 8);
   EXPECT_NE(after.device, before.device);
@@ -125,7 +126,7 @@ TEST_F(WebGpuDevice, ALossIsToldOnceToACallThatOnlyAsks) {
   Status status;
   void *handle = nullptr, *old = call.device->wgpu_device();
   ASSERT_EQ(logitless_webgpu_device(0, nullptr, &handle, nullptr, status.c()), LOGITLESS_OK)
-      << status.message();  // told above
+      << status.message();  // the loss was told above, so this is no error
   EXPECT_NE(handle, old);
   const Call second(6, 50, 8);
   const WebGpuWorkspace scratch(0, second.size().recommended);
@@ -137,9 +138,9 @@ TEST_F(WebGpuDevice, ALossIsToldOnceToACallThatOnlyAsks) {
 
 TEST_F(WebGpuDevice, OutOfMemoryIsAStatusAndPasses) {
   const Call call(256, 100000, 4);
-  // Otherwise the device's memory is not the process's.
+  // On another device the memory is not the process's.
   if (call.device->description().find("llvmpipe") == std::string::npos) return;
-  const WebGpuWorkspace scratch(0, UINT64_MAX);  // the logits whole: 98 MiB
+  const WebGpuWorkspace scratch(0, UINT64_MAX);  // the budget lets the logits be whole, 98 MiB
   uint64_t pages = 0;
   std::ifstream("/proc/self/statm") >> pages;
   rlimit before{};
@@ -173,7 +174,7 @@ TEST_F(WebGpuDevice, ABufferWithoutItsUsageIsAStatusInWebGpusWords) {
 }
 
 TEST_F(WebGpuDevice, AnAllocationThatFailsIsAStatus) {
-  (void)Call(1, 1, 1);  // the device is there
+  (void)Call(1, 1, 1);  // the device exists after it
   void* workspace = nullptr;
   Status status;
   no_memory = true;
@@ -192,7 +193,7 @@ TEST_F(WebGpuDevice, AnAllocationThatFailsIsAStatus) {
   EXPECT_EQ(logitless_webgpu_use_device(instance, device, queue, &index, nullptr), LOGITLESS_OK);
 }
 
-// Run without LOGITLESS_WEBGPU_LIMITS.
+// This runs without LOGITLESS_WEBGPU_LIMITS.
 TEST_F(WebGpuDevice, ItHasTheAdaptersLimits) {
   Status status;
   const webgpu::Library* call = webgpu::find_library(&status);
@@ -221,8 +222,8 @@ TEST_F(WebGpuDevice, ItHasTheAdaptersLimits) {
 }  // namespace
 }  // namespace logitless
 
-// Not by way of exit(): a software driver's threads may be at work on what was lost, and its own
-// statics go first.
+// The program does not end by exit(): a software driver's threads may be at work on what was lost,
+// and its own statics go first.
 int main(int argc, char** argv) {
   testing::InitGoogleTest(&argc, argv);
   const int code = RUN_ALL_TESTS();

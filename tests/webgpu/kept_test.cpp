@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What WebGPU promises of kept state beyond the contract: not a bit of Forward or Backward is
-// another by it, whatever was kept, in whichever chunks and windows; and what is kept is read.
+// WebGPU promises this of kept state beyond the contract: it changes no bit of Forward or Backward,
+// whatever was kept, in whichever chunks and windows; and what is kept is read.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -17,8 +17,8 @@ namespace {
 using Forward = LinearCrossEntropyForward;
 using Backward = LinearCrossEntropyBackward;
 
-constexpr int64_t kTokens = 130, kRows = 192;  // two chunks in the least workspace
-constexpr int64_t kVocab = 4301;               // and five windows; two slabs of what is kept
+constexpr int64_t kTokens = 130, kRows = 192;  // they are two chunks in the least workspace
+constexpr int64_t kVocab = 4301;  // they are five windows, and two slabs of what is kept
 constexpr int64_t kSlab = 4096;
 
 Case two_slabs(DType dtype) {
@@ -51,7 +51,7 @@ class WebGpuKept : public testing::Test {
   }
   ~WebGpuKept() override { native_->set_limits(limits_); }
 
-  // A Forward that keeps so many blocks of 64 columns (0: all), and its Backward.
+  // Makes a Forward that keeps so many blocks of 64 columns (0 means all), and its Backward.
   void begin(const Case& c, int64_t blocks) {
     problem_ = build<Backward>(c);
     Backward& op = problem_.op;
@@ -103,7 +103,7 @@ class WebGpuKept : public testing::Test {
     if constexpr (std::is_same_v<Op, Backward>) op.kept_key = 0, op.consume_kept = false;
     return op;
   }
-  // A column of kept_rows, of the tokens that count.
+  // Returns a column of kept_rows, for the tokens that count.
   std::vector<double> of_rows(const Outcome& outcome, size_t word) const {
     const std::vector<double> target = read(problem_.op.target);
     std::vector<double> all;
@@ -126,7 +126,7 @@ class WebGpuKept : public testing::Test {
 
 struct Share {
   DType dtype;
-  int64_t blocks, columns;  // there is room for; and how many are kept
+  int64_t blocks, columns;  // there is room for so many blocks, and so many columns are kept
 };
 
 TEST_F(WebGpuKept, ChangesNoBit) {
@@ -139,7 +139,7 @@ TEST_F(WebGpuKept, ChangesNoBit) {
       EXPECT_EQ(differing_bits(kept.fields, plain.fields), "");
       EXPECT_EQ(kept.given, plain.given);
       expect_rows(kept, 3, static_cast<double>(share.columns));
-      // Also in other chunks and windows than Forward's.
+      // Backward may use other chunks and windows than Forward's.
       for (const Memory other : {Memory::minimum, Memory::recommended}) {
         const Outcome used = execute_in(problem_.op, {other});
         const Outcome again = execute_in(without_kept(problem_.op), {other});

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The native WebGPU device over a wgpu-native on paper (paper_wgpu.h): a failure is not remembered,
-// a late answer writes nowhere, and what could not be recorded whole is never submitted.
+// The native WebGPU device runs over a wgpu-native on paper (paper_wgpu.h): a failure is not
+// remembered, a late answer writes nowhere, and what could not be recorded whole is never
+// submitted.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <pthread.h>
@@ -16,7 +17,7 @@
 namespace logitless::webgpu {
 namespace {
 
-// Holds what was asked before the library was named and before there was an adapter (main).
+// These were asked before the library was named and before there was an adapter (main).
 Status without_library, with_library, without_adapter, with_adapter;
 
 bool mentions(const Status& status, const std::string& text) {
@@ -71,7 +72,7 @@ TEST_F(WebGpuLibrary, AnAdapterThatWasNotThereIsAskedForAgain) {
   EXPECT_EQ(without_adapter.code(), StatusCode::backend_unavailable);
   EXPECT_TRUE(mentions(without_adapter, "no adapter: none on paper")) << without_adapter.message();
   EXPECT_TRUE(with_adapter.ok()) << with_adapter.message();
-  EXPECT_EQ(paper_.instances, 1);  // of the one that failed nothing is kept
+  EXPECT_EQ(paper_.instances, 1);  // nothing is kept of the instance that failed
   EXPECT_EQ(paper_.adapters, 0);
 }
 
@@ -81,7 +82,7 @@ TEST_F(WebGpuLibrary, AnErrorScopeThatIsNotAnsweredIsAnError) {
   const char* why = device_->error();
   ASSERT_NE(why, nullptr);
   EXPECT_NE(std::string(why).find("not answered"), std::string::npos) << why;
-  // The answer that it gives in the end is of a call that is over: it is told to nobody.
+  // The answer that it gives in the end belongs to a call that is over, so it is told to nobody.
   paper_.fails_scopes = true;
   answer_late();
   paper_.fails_scopes = false;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calls on a device that runs nothing: every op in every way that changes which kernels the WebGPU
-// backend asks for, or how it binds them.
+// These are calls on a device that runs nothing: every op in every way that changes which kernels
+// the WebGPU backend asks for, or how it binds them.
 #pragma once
 
 #include <string>
@@ -14,14 +14,14 @@ namespace logitless::webgpu {
 
 struct PaperCall {
   int64_t tokens, hidden, vocab;
-  DType dtype = DType::f32;     // of input and weight, or of logits
-  DType gradient = DType::f32;  // or of probabilities
+  DType dtype = DType::f32;     // input and weight have it, or logits
+  DType gradient = DType::f32;  // the gradients have it, or probabilities
   bool strided = false;         // no view can be bound as it is
-  bool optional = false;        // every tensor that need not be given
+  bool optional = false;        // every tensor that need not be given is given
   bool capped = false, scaled = false, probabilities = false, none = false;
 };
 
-// All columns, or fewer; not in every call that has all else.
+// All columns are kept, or fewer; and not in every call that has all else.
 inline TensorView paper_kept(const PaperCall& c, const std::string& name) {
   const int64_t all = (c.vocab + 63) / 64, blocks = c.none ? std::min<int64_t>(all, 3) : all;
   if (c.scaled || c.dtype == DType::f16) return {};
@@ -45,7 +45,7 @@ inline TensorView paper_view(const PaperCall& c, const std::string& name) {
   if (is({"loss"}) || (is({"grad_loss"}) && c.optional)) {
     return c.none ? vector_view(nullptr, DType::f32, c.tokens) : scalar_view(nullptr, DType::f32);
   }
-  if (is({"temperature"})) {  // with everything else and with nothing else, but not always
+  if (is({"temperature"})) {  // it goes with everything else and with nothing else, but not always
     const bool given =
         c.optional ? c.dtype != DType::bf16 : c.dtype == DType::bf16 && c.gradient == DType::f32;
     return given && !c.probabilities ? vector_view(nullptr, DType::f32, c.tokens) : TensorView{};
@@ -60,7 +60,7 @@ inline TensorView paper_view(const PaperCall& c, const std::string& name) {
   if (is({"fault"})) return vector_view(nullptr, DType::i32, 1);
   if (is({"kept", "kept_rows"})) return paper_kept(c, name);
   if (c.probabilities && !is({"token_weight"})) return {};
-  // Each with and without the others.
+  // Each statistic is asked for with and without the others.
   if (is({"logprob"}) && !c.none) return {};
   if (is({"rank", "sum_p_squared", "mean_logit"}) && c.dtype == DType::f16) return {};
   if (is({"argmax", "rank"}))
@@ -95,9 +95,9 @@ Op paper_op(const PaperCall& c, RecordedDevice* device) {
   return op;
 }
 
-// Holds what one call on buffers of its own came to.
+// One call on buffers of its own came to this.
 struct PaperResult {
-  uint64_t minimum = 0, tensors = 0, predicted = 0, most = 0;  // bytes
+  uint64_t minimum = 0, tensors = 0, predicted = 0, most = 0;  // they count bytes
   std::string faults;
 };
 
@@ -112,7 +112,7 @@ PaperResult run_on_paper(const PaperCall& c, const Limits& limits, uint64_t budg
   uint64_t recommended = 0;
   Plan plan;
   Status status = workspace_sizes(problem_of(call), limits, &result.minimum, &recommended);
-  // 0: the least, 1: the recommended one.
+  // A budget of 0 stands for the least workspace, 1 for the recommended one.
   if (budget <= 1) budget = budget == 0 ? result.minimum : recommended;
   if (status.ok()) status = make_plan(problem_of(call), limits, budget, &plan);
   result.predicted = plan.total;
@@ -124,7 +124,7 @@ PaperResult run_on_paper(const PaperCall& c, const Limits& limits, uint64_t budg
   return result;
 }
 
-// f(call) for everything of PaperCall that an op of this type can have, in one shape.
+// Calls f(call) for everything of PaperCall that an op of this type can have, in one shape.
 template <class Op, class F>
 void for_each_paper_call(PaperCall c, F&& f) {
   for (int bits = 0; bits < 64; ++bits) {
@@ -152,7 +152,8 @@ void for_each_op_type(F&& f) {
   f(LinearCrossEntropyForwardBackward{});
 }
 
-// Products of every size of tile, rows read once and rows in slots, in workspaces of every plan.
+// Asks for products of every size of tile, rows read once and rows in slots, in workspaces of every
+// plan.
 inline std::set<std::string> every_pipeline(const Limits& limits) {
   std::set<std::string> all;
   for_each_op_type([&](auto typed) {

@@ -8,7 +8,7 @@
 namespace logitless::webgpu {
 namespace {
 
-// The n-th object, of whatever kind.
+// Returns the n-th object, of whatever kind.
 template <class Handle>
 Handle next() {
   static uintptr_t last = 0;
@@ -19,7 +19,7 @@ WGPUStringView view(const char* text) { return {text, WGPU_STRLEN}; }
 template <class Info, class Answer>
 WGPUFuture answer(const Info& info, Answer&& call) {
   PaperWgpu& paper = paper_wgpu();
-  // Not beyond what is reserved: this must not be the allocation that fails.
+  // It does not grow beyond what is reserved, because this must not be the allocation that fails.
   if (paper.userdata.size() < paper.userdata.capacity()) paper.userdata.push_back(info.userdata1);
   if (paper.answers) {
     call(info);
@@ -166,4 +166,4 @@ void wgpuComputePassEncoderDispatchWorkgroups(WGPUComputePassEncoder, uint32_t, 
 void wgpuComputePassEncoderEnd(WGPUComputePassEncoder) {}
 void wgpuComputePassEncoderRelease(WGPUComputePassEncoder) {}
 
-}  // extern "C"
+}  // this ends extern "C"

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The plans of the WebGPU backend, and what its dispatcher makes of them, without a device: within
-// every limit, smaller budgets smaller plans, and GPT-2's head in little memory.
+// These tests check the plans of the WebGPU backend, and what its dispatcher makes of them, without
+// a device: they stay within every limit, smaller budgets make smaller plans, and GPT-2's head fits
+// in little memory.
 #include "src/webgpu/cost.h"
 
 #include <gtest/gtest.h>
@@ -123,7 +124,7 @@ TEST(WebGpuPlan, TheSmallestWorkspaceOfGpt2sHeadIsBelow64MiB) {
   uint64_t minimum, recommended;
   ASSERT_TRUE(workspace_sizes(head(1024, 50257, 768, true), {}, &minimum, &recommended).ok());
   EXPECT_LT(minimum, uint64_t{64} << 20);
-  // A quarter of the f32 logits, the windows' last rows and what is small.
+  // It holds a quarter of the f32 logits, the windows' last rows and what is small.
   EXPECT_LT(recommended, uint64_t{1024} * 50257 * 4 / 4 + (uint64_t{4} << 20));
 }
 
@@ -132,7 +133,7 @@ TEST(WebGpuPlan, TheLogitsOfAChunkAreWholeOnlyWhereTheyFit) {
   ASSERT_TRUE(make_plan(head(1024, 50257, 768, true), {}, UINT64_MAX, &plan).ok());
   EXPECT_TRUE(plan.whole);
   EXPECT_EQ(plan.products, 3);
-  EXPECT_GT(plan.windows, 1);  // its weight passes a binding of 128 MiB
+  EXPECT_GT(plan.windows, 1);  // the weight passes a binding of 128 MiB, so there are windows
   ASSERT_TRUE(make_plan(head(1024, 50257, 768, true), {}, 0, &plan).ok());
   EXPECT_FALSE(plan.whole);
   EXPECT_EQ(plan.products, 4);
@@ -216,12 +217,14 @@ TEST(WebGpuPlan, ARowThatIsWiderThanAGridOfCopies) {
   for (const bool optional : {false, true}) {
     const PaperCall c{.tokens = 1, .hidden = 4, .vocab = 20000000, .optional = optional};
     for (const Limits& limits : {Limits{}, large}) {
-      if (optional && limits.buffer_bytes < large.buffer_bytes) continue;  // its class weights
+      // These calls' class weights pass the smaller limits.
+      if (optional && limits.buffer_bytes < large.buffer_bytes) continue;
       for (const uint64_t budget : {uint64_t{0}, uint64_t{1}, UINT64_MAX}) {
         EXPECT_EQ(run_on_paper<CrossEntropyForward>(c, limits, budget).faults, "");
         EXPECT_EQ(run_on_paper<CrossEntropyForwardBackward>(c, limits, budget).faults, "");
         EXPECT_EQ(run_on_paper<Softmax>(c, limits, budget).faults, "");
-        if (limits.buffer_bytes < large.buffer_bytes) continue;  // its weight
+        // these calls' weight passes the smaller limits
+        if (limits.buffer_bytes < large.buffer_bytes) continue;
         EXPECT_EQ(run_on_paper<LinearCrossEntropyForwardBackward>(c, limits, budget).faults, "");
       }
     }
@@ -230,7 +233,8 @@ TEST(WebGpuPlan, ARowThatIsWiderThanAGridOfCopies) {
   EXPECT_EQ(run_on_paper<CrossEntropyForwardBackward>(slots, large, 1).faults, "");
 }
 
-// A Forward or Backward of so many blocks of kept columns on paper, as the planner sees it.
+// Returns the problem of a Forward or Backward of so many blocks of kept columns on paper, as the
+// planner sees it.
 template <class Op>
 Problem keeping(const PaperCall& c, int64_t blocks) {
   RecordedDevice device{Limits{}};
@@ -262,7 +266,7 @@ TEST(WebGpuPlan, KeepsTheColumnsThatThereIsRoomFor) {
   }
 }
 
-// Two products where all is kept; all else of the plan is that without.
+// Two products are left where all is kept; all else of the plan is as without.
 TEST(WebGpuPlan, KeptColumnsTakeNoProduct) {
   const PaperCall c{.tokens = 1024, .hidden = 768, .vocab = 50257, .optional = true};
   for (const auto& [blocks, products] : {std::pair<int64_t, int>{786, 2}, {393, 3}, {0, 3}}) {
@@ -301,7 +305,7 @@ TEST(WebGpuPlan, KeepsGpt2sHeadByTheRules) {
   }
 }
 
-// Larger limits are used: fewer windows, so fewer dispatches of more work.
+// Larger limits are used: there are fewer windows, so fewer dispatches of more work.
 TEST(WebGpuPlan, LargerLimitsAreFewerWindows) {
   Limits large;
   large.buffer_bytes = uint64_t{1} << 32;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What WebGPU promises of a token beyond the contract's common part: a log-probability of the same
-// bits whatever else is asked for, a temperature's bits whether it is a number or the token's own,
-// ranks over windows of the vocabulary, nothing read of a token without a gradient.
+// WebGPU promises this of a token beyond the contract's common part: a log-probability has the same
+// bits whatever else is asked for, a temperature the same whether it is a number or the token's
+// own, ranks go over windows of the vocabulary, and nothing is read of a token without a gradient.
 #include <algorithm>
 #include <cfloat>
 #include <cmath>
@@ -33,7 +33,7 @@ class WebGpuToken : public testing::Test {
     EXPECT_TRUE(outcome.violations.empty()) << outcome.violations[0];
     return outcome;
   }
-  // As the case has it, or with a temperature of each token.
+  // Runs the call as the case has it, or with a temperature of each token.
   template <class Op>
   Outcome run(const Case& c, const std::vector<double>& temperatures,
               Memory memory = Memory::recommended) const {
@@ -63,7 +63,7 @@ std::string first_difference(const Fields& a, const Fields& b, size_t row) {
   return "";
 }
 
-// The bits of a row's logprob in a call.
+// These are the bits of a row's logprob in a call.
 using Bits = std::vector<std::byte>;
 
 TEST_F(WebGpuToken, TheLogProbabilityIsOneWhateverElseIsAsked) {
@@ -141,7 +141,7 @@ TEST_F(WebGpuToken, EqualTemperaturesHaveTheBitsOfTheNumber) {
   }
 }
 
-// Those at the borders of what a number may be, of each set of options.
+// The temperatures lie at the borders of what a number may be, with each set of options.
 TEST_F(WebGpuToken, TemperaturesAreJudgedAsTheNumberIs) {
   const double least = FLT_MIN, most = FLT_MAX;
   for (const auto& [scale, softcap] : std::vector<std::pair<float, float>>{{1.0f, 0.0f},
@@ -172,7 +172,7 @@ TEST_F(WebGpuToken, TemperaturesAreJudgedAsTheNumberIs) {
     c.statistics = c.logprob = true;
     Problem<CrossEntropyForward> p = build<CrossEntropyForward>(c);
     std::vector<double> logits = read(p.op.logits);
-    for (double& x : logits) x *= 0.01;  // so that no quotient is infinite
+    for (double& x : logits) x *= 0.01;  // so no quotient is infinite
     write(p.op.logits, logits);
     give(&p, temperatures);
     const Outcome each = run(p);
@@ -197,8 +197,8 @@ TEST_F(WebGpuToken, TemperaturesAreJudgedAsTheNumberIs) {
   }
 }
 
-// A bad temperature is a row of NaN in gradients too, and of no meaning to a token that does not
-// count.
+// A bad temperature makes a row of NaN in gradients too, and has no meaning for a token that does
+// not count.
 TEST_F(WebGpuToken, ABadTemperatureIsARowOfNaN) {
   for (const OpKind op : {OpKind::backward, OpKind::forward_backward, OpKind::linear_backward,
                           OpKind::linear_forward_backward}) {
@@ -238,7 +238,7 @@ TEST_F(WebGpuToken, ABadTemperatureIsARowOfNaN) {
   }
 }
 
-// In one window and in many, of which the least memory holds one.
+// The vocabulary has one window or many, of which the least memory holds one.
 TEST_F(WebGpuToken, RanksOfManyWindows) {
   for (const uint64_t binding : {limits_.storage_binding_bytes, uint64_t{1} << 17}) {
     webgpu::Limits small = limits_;
@@ -259,7 +259,7 @@ TEST_F(WebGpuToken, RanksOfManyWindows) {
   }
 }
 
-// The same logit in all columns: none is above the target's, by which it is not its own.
+// All columns have the same logit, so none is above the target's: its own is not counted either.
 TEST_F(WebGpuToken, EqualLogitsAreNotAbove) {
   for (const int64_t vocab : {37, 5000}) {
     Case c{.op = OpKind::linear_forward_backward, .shape = {9, 20, vocab}, .rank = true};
@@ -294,7 +294,7 @@ void put_nan(Problem<Op>* p, const std::vector<int64_t>& tokens) {
 TEST_F(WebGpuToken, NothingIsReadOfATokenWithoutAGradient) {
   for (const OpKind op : {OpKind::backward, OpKind::linear_backward}) {
     for (const int64_t vocab : {37, 1030, 4301}) {
-      for (const int kind : {0, 1, 2, 3}) {  // of what is given
+      for (const int kind : {0, 1, 2, 3}) {  // each kind gives the call other tensors
         Case c{.op = op, .shape = {70, 12, vocab}, .ignored = 0.1};
         c.inactive = 0.4;
         c.fault = c.temperatures = kind != 3;
@@ -336,9 +336,9 @@ TEST_F(WebGpuToken, NothingIsReadOfATokenWithoutAGradient) {
   }
 }
 
-// One number for all tokens: 0 is none, which a subnormal or 0 times infinity is not.
+// One number serves all tokens: 0 is no gradient, which a subnormal or 0 times infinity is not.
 TEST_F(WebGpuToken, OneUpstreamGradientOfAll) {
-  for (const bool weighted : {false, true}) {  // not plain
+  for (const bool weighted : {false, true}) {  // a weighted call is not served by plain.wgsl
     for (const int64_t vocab : {37, 4301}) {
       Case c{.op = OpKind::backward, .shape = {20, 1, vocab}, .ignored = 0.2};
       c.options.reduction = Reduction::sum;

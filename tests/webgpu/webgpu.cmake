@@ -2,7 +2,7 @@ if(NOT LOGITLESS_WITH_WEBGPU)
   return()
 endif()
 
-# On paper: with a wgpu-native that the program brings, so without a driver.
+# This test needs no driver, because the program brings a wgpu-native on paper.
 add_executable(webgpu_library_test webgpu/library_test.cpp webgpu/paper_wgpu.cpp)
 set_target_properties(webgpu_library_test PROPERTIES ENABLE_EXPORTS ON CXX_VISIBILITY_PRESET default)
 target_include_directories(webgpu_library_test PRIVATE ${PROJECT_SOURCE_DIR})
@@ -14,8 +14,9 @@ add_test(NAME webgpu_library_test COMMAND webgpu_library_test --gtest_brief=1)
 find_package(Python3 REQUIRED COMPONENTS Interpreter)
 add_test(NAME webgpu.names COMMAND Python3::Interpreter -B ${CMAKE_CURRENT_SOURCE_DIR}/webgpu/shared_names_test.py)
 
-# The suite on WebGPU: on any Vulkan there is, or a software one (Mesa's lavapipe), at the limits that every device has. One
-# program, so that pipelines are compiled once; a seeded eighth of the option pairs.
+# The suite runs on WebGPU: on any Vulkan there is, or a software one (Mesa's lavapipe), at the
+# limits that every device has. It is one program, so that pipelines are compiled once, and takes a
+# seeded eighth of the option pairs.
 if(CMAKE_CXX_FLAGS MATCHES "-fsanitize")  # a driver under a sanitizer is not ours to judge
   return()
 endif()
@@ -45,7 +46,8 @@ endforeach()
 add_executable(webgpu_suite ${webgpu_suites} webgpu/webgpu_test.cpp webgpu/token_test.cpp webgpu/kept_test.cpp $<TARGET_OBJECTS:conformance_main>)
 link_conformance(webgpu_suite)
 add_webgpu_test(conformance webgpu_suite */Conformance.*-*EveryInstructionSet* ${defaults})
-# A shader knows f32 alone, which the others are cast to: what no number does it does in every dtype, the rest in f32.
+# A shader knows f32 alone, which the other dtypes are cast to. So what is no number is tested in
+# every dtype, the rest in f32.
 set(edges */Edges.*:*/NonFinite.StaysInItsRow*:*/NonFinite.*_f32:*/Invariants.*_f32:*/Shards.*:WebGpu.*:WebGpuToken.*)
 if("$ENV{LOGITLESS_TEST_FULL}")
   set(edges */Edges.*:*/NonFinite.*:*/Invariants.*:*/Shards.*:WebGpu.*:WebGpuToken.*)
@@ -59,7 +61,8 @@ add_webgpu_test(sizes webgpu_suite */WorkspaceSizes.*linear_forward_bf16:*/Works
 add_webgpu_test(bits webgpu_suite
                 */Determinism.*_linear_forward_backward_bf16:*/Determinism.*_forward_backward_bf16:*/Invariance.* ${defaults})
 
-# What happens to the library's own device; once as the adapter gives it.
+# This tests what happens to the library's own device; one run has the limits that the adapter gives
+# it.
 add_executable(webgpu_device_test webgpu/device_test.cpp)
 target_link_libraries(webgpu_device_test PRIVATE logitless_conformance GTest::gtest ${CMAKE_DL_LIBS})
 target_compile_options(webgpu_device_test PRIVATE ${LOGITLESS_TEST_OPTIONS})

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What WebGPU promises beyond the contract's common part: limits kept to, memory as predicted,
-// errors of the device as statuses with its own words, the caller's device and buffers.
+// WebGPU promises this beyond the contract's common part: limits are kept to, memory is as
+// predicted, errors of the device are statuses with its own words, and the caller may bring the
+// device and buffers.
 #include "logitless/webgpu.h"
 
 #include <cmath>
@@ -27,7 +28,7 @@ class WebGpu : public testing::Test {
     apply_everything(c);
     return c;
   }
-  // Every tensor in a buffer of its own.
+  // Gives every tensor a buffer of its own.
   static LinearCrossEntropyForward in_buffers(LinearCrossEntropyForward op, DeviceCopy* copy) {
     logitless_op unused{};
     for_each_tensor(op, unused, [&](const char*, Access, TensorView& view, auto&&) {
@@ -53,7 +54,7 @@ TEST_F(WebGpu, TokensAndVocabularyBeyondOneBinding) {
       Case c = everything(op, DType::f32, {60, 5, 2100});
       c.placement = placement;
       c.options.reduction = Reduction::mean;
-      // Their rows are read as one binding by every token.
+      // Every token reads its class weight from one binding of all of them.
       c.vocab_weight = false;
       expect_ok(judge(device_, c));
     }
@@ -70,8 +71,9 @@ TEST_F(WebGpu, AWindowMakesTheSameLossesAsTheWhole) {
   EXPECT_EQ(differing_bits(whole.fields, run_case(device_, c).fields), "");
 }
 
-// Products large enough for every tile (webgpu_plan_test says which these shapes take), with ragged
-// ends, and grad_input in slices of the vocabulary; ignored tokens leave rows of a tile empty.
+// Products are large enough for every tile (webgpu_plan_test says which these shapes take), with
+// ragged ends, and grad_input in slices of the vocabulary; ignored tokens leave rows of a tile
+// empty.
 TEST_F(WebGpu, LargeTilesAndSlices) {
   const RunPlan ample{.memory = Memory::exact, .bytes = uint64_t{64} << 20};
   for (const Shape shape :
@@ -86,9 +88,9 @@ TEST_F(WebGpu, LargeTilesAndSlices) {
   }
 }
 
-// A class of one token's target: a large term, and hundreds of small ones of one sign, each of
-// which would lose as much as the sum is rounded by. By both kinds of tiles, in a chunk and in
-// several.
+// A class that is one token's target gets a large term, and hundreds of small ones of one sign,
+// each of which would lose as much as the sum is rounded by. Both kinds of tiles add it up, in a
+// chunk and in several.
 TEST_F(WebGpu, ManySmallTermsAfterALargeOne) {
   for (const Shape shape : {Shape{261, 17, 17001}, Shape{200, 4, 17001}}) {
     Case c{.op = OpKind::linear_forward_backward, .shape = shape, .data = Data::constant};
@@ -101,8 +103,8 @@ TEST_F(WebGpu, ManySmallTermsAfterALargeOne) {
   }
 }
 
-// The rows that are read once, with as many threads as they want, beside those that are not; by the
-// kernel of plain calls and by the others'.
+// Rows that are read once, with as many threads as they want, stand beside those that are not; the
+// kernel of plain calls and the others' take them.
 TEST_F(WebGpu, RowsOfEveryLength) {
   for (const int64_t vocab : {255, 256, 257, 1023, 1024, 1025, 4095, 4096, 4097, 12287}) {
     for (const OpKind op : {OpKind::forward_backward, OpKind::softmax}) {
@@ -122,7 +124,7 @@ TEST_F(WebGpu, RowsOfEveryLength) {
   }
 }
 
-// Normalizers and losses of more values than one workgroup sums.
+// Normalizers and losses have more values than one workgroup sums.
 TEST_F(WebGpu, SumsOfManyTokens) {
   for (const int64_t tokens : {1024, 1025, 5003}) {
     for (const bool weighted : {false, true}) {
@@ -139,7 +141,7 @@ TEST_F(WebGpu, SumsOfManyTokens) {
   expect_ok(judge(device_, c));
 }
 
-// More workgroups than one dimension of a grid has, of 16, 4 and 1 rows.
+// There are more workgroups than one dimension of a grid has, of 16, 4 and 1 rows.
 TEST_F(WebGpu, PlainRowsInTwoDimensionsOfAGrid) {
   webgpu::Limits small = limits_;
   small.groups = 20;
@@ -151,7 +153,7 @@ TEST_F(WebGpu, PlainRowsInTwoDimensionsOfAGrid) {
   }
 }
 
-// Masks, infinities and NaN in the rows of plain calls, and in a row that does not count.
+// Masks, infinities and NaN stand in the rows of plain calls, and in a row that does not count.
 TEST_F(WebGpu, PlainRowsOfWhatIsNoNumber) {
   constexpr double kInf = std::numeric_limits<double>::infinity();
   constexpr double kLowest = std::numeric_limits<float>::lowest();
@@ -300,7 +302,7 @@ TEST_F(WebGpu, TwoTensorsInABufferAreRefusedWhereOneIsWritten) {
   EXPECT_EQ(status.code(), StatusCode::misaligned);
 }
 
-// As a program does that has a device of its own: the library's handles stand for it.
+// The call is as of a program that has a device of its own: the library's handles stand for it.
 TEST_F(WebGpu, TheCallersDeviceAndBuffers) {
   void *instance, *handle, *queue;
   Status status;

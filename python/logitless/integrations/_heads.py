@@ -52,7 +52,8 @@ def parts(head: Any) -> tuple[Any, ...]:
     that is not known here."""
     if _is_linear(head):
         return (head,)
-    if _is(head, _SAVED):  # one of them is called: a copy of the head for every adapter, or it
+    # One of them is called: a copy of the head for every adapter, or the head itself.
+    if _is(head, _SAVED):
         within = (head.original_module, *head.modules_to_save.values())
         return tuple(part for module in within for part in parts(module))
     if is_lora(head):

@@ -36,7 +36,7 @@ def linear_cross_entropy(
     have the shape of targets[..., shift:]."""
     only("filter_eps", filter_eps, "auto", None, 0.0)
     for name, value in (("filter_e_grad", filter_e_grad), ("filter_c_grad", filter_c_grad)):
-        only(name, value, True, False)  # there is no filter to turn off
+        only(name, value, True, False)  # logitless has no filter to turn off
     for name, value in (("accum_e_fp32", accum_e_fp32), ("accum_c_fp32", accum_c_fp32)):
         only(name, value, False, True)  # sums are always f32
     name = getattr(impl, "name", impl)

@@ -29,7 +29,7 @@ def _mean(values: Tensor, valid: Tensor, reduction: str) -> Tensor:
     return total if reduction == "sum" else total / valid.sum().clamp(min=1)
 
 
-# linear_cross_entropy's arguments and Liger's.
+# These are linear_cross_entropy's arguments and Liger's names for them.
 _ARGUMENTS = {
     "input": "_input",
     "linear_weight": "weight",
@@ -64,7 +64,7 @@ class FusedLinearCrossEntropyFunction:
     ) -> CrossEntropyOutput:
         only("accum_dtype", accum_dtype, None, torch.float32)  # sums are always f32
         token_weight = None
-        if use_token_scaling:  # every loss times its own probability, held constant
+        if use_token_scaling:  # every loss is multiplied by its own probability, held constant
             with torch.no_grad():
                 loss = linear_cross_entropy(
                     _input, weight, target, linear_bias=bias, ignore_index=ignore_index,

@@ -22,14 +22,15 @@ from logitless._errors import invalid, not_supported, renames
 from logitless.integrations import _heads
 from logitless.torch import linear_cross_entropy
 
-# What a patched module keeps, beside its `forward`: Patch.unpatch takes them away again.
+# A patched module keeps these beside its `forward`; Patch.unpatch takes them away again.
 _PATCH, _PENDING, _OWN_FORWARD = "_logitless_patch", "_logitless_pending", "_logitless_forward"
 _REPLICATE = "_replicate_for_data_parallel"
-# Where transformers keeps a loss_function that is not the one of the model's kind.
+# transformers keeps a loss_function there that is not the one of the model's kind.
 _LOSS_FUNCTION = "_loss_function"
-# Large enough to bend any softcap, small enough to show a scale beneath one; exact in 16 bits.
+# These are large enough to bend any softcap, small enough to show a scale beneath one, and exact in
+# 16 bits.
 _PROBE = (-8192.0, -8.0, 0.0, 1.0, 128.0)
-# What linear_cross_entropy may be told beside what the model and its call tell it.
+# linear_cross_entropy may be told this beside what the model and its call tell it.
 _OPTIONS = (
     "weight", "reduction", "label_smoothing", "z_loss", "logit_scale", "softcap", "temperature",
     "token_weight", "normalizer", "memory", "empty_mean",
@@ -63,7 +64,7 @@ class _Pending:
         self.items = kwargs.get("num_items_in_batch")
         self.ignore_index = kwargs.get("ignore_index", -100)
         self.loss: Tensor | None = None
-        self.asked = False  # for the loss, by the model
+        self.asked = False  # the model has not asked for the loss yet
 
     @renames({"target": "labels", "linear_weight": "lm_head.weight", "linear_bias": "lm_head.bias"})
     def compute(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -121,8 +122,8 @@ class _Pending:
                 )
         self.settings.check(logits)
         if not self.loss.requires_grad:
-            return self.loss.clone()  # to which the model may add in place
-        return _after(self.loss, logits)  # a tensor of its own, as a clone is
+            return self.loss.clone()  # the model may add to it in place
+        return _after(self.loss, logits)  # it is a tensor of its own, as a clone is
 
     def _same(self, value: Any, known: Any) -> bool:
         if not isinstance(value, Tensor) or not isinstance(known, Tensor):
@@ -172,10 +173,11 @@ def _own_forward(module: Any) -> Any:
 
 def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     settings: _Settings | None = self.__dict__.get(_PATCH)
-    if settings is None:  # taken away while others' wrappers stay around
+    if settings is None:  # it was taken away while others' wrappers stay around
         return _own_forward(self)(*args, **kwargs)
     names = settings.names[: len(args)]
-    if "labels" in names and not set(names) & set(kwargs):  # given by position, as others may be
+    # Labels were given by position, as others may be.
+    if "labels" in names and not set(names) & set(kwargs):
         kwargs |= dict(zip(names, args))
         args = args[len(names) :]
     labels = kwargs.get("labels")
@@ -195,7 +197,7 @@ def _forward_with(pending: _Pending, model: Any, *args: Any, **kwargs: Any) -> A
     _check_loss_function(model)
     parts = _heads.parts(model.get_output_embeddings())
     for part in parts:
-        if _PATCH not in part.__dict__:  # put there since, as adapters are
+        if _PATCH not in part.__dict__:  # the part was put there since, as adapters are
             _install(part, pending.settings)
     own_loss = model.__dict__.get(_LOSS_FUNCTION)
     for part in parts:
@@ -210,7 +212,8 @@ def _forward_with(pending: _Pending, model: Any, *args: Any, **kwargs: Any) -> A
     except (IndexError, RuntimeError, ValueError) as error:
         if pending.loss is None or pending.asked:
             raise
-        raise not_supported(foreign) from error  # a cross-entropy of its own: shapes do not match
+        # The model has a cross-entropy of its own, so shapes do not match.
+        raise not_supported(foreign) from error
     finally:
         for part in parts:
             part.__dict__.pop(_PENDING, None)
@@ -258,7 +261,7 @@ class _Settings:
     def answer(self, device: torch.device) -> Tensor:
         """What the head gives the model for logits: [1, 1, 5]."""
         if self.checked or torch.compiler.is_compiling():
-            return torch.zeros(1, 1, len(_PROBE), device=device)  # without a copy to the device
+            return torch.zeros(1, 1, len(_PROBE), device=device)  # zeros need no copy to the device
         return torch.tensor([[_PROBE]], device=device)
 
     def check(self, made: Tensor) -> None:
@@ -323,7 +326,8 @@ def _replicate(self: Any) -> Any:
 
 def _install(module: Any, settings: _Settings) -> None:
     """Puts the forward of a patched model, head or LoRA in the place of the module's own."""
-    if _OWN_FORWARD not in module.__dict__:  # else it is still there, within others' wrappers
+    # else the patched forward is still there, within others' wrappers
+    if _OWN_FORWARD not in module.__dict__:
         if hasattr(module, "get_output_embeddings"):
             function: Callable[..., Any] = _model_forward
         else:
@@ -348,11 +352,11 @@ class Patch:
 
     def unpatch(self) -> None:
         """Restores the model; a second time does nothing."""
-        for module in self.model.modules():  # wherever adapters have moved the head
+        for module in self.model.modules():  # adapters may have moved the head anywhere
             if module.__dict__.pop(_PATCH, None) is None:
                 continue
             if not isinstance(module.__dict__["forward"], _Bound):
-                continue  # others have wrapped it since (accelerate's autocast): it hands on
+                continue  # others have wrapped it since (accelerate's autocast), so it hands on
             del module.__dict__[_REPLICATE]
             own = module.__dict__.pop(_OWN_FORWARD)
             if own is None:

@@ -20,15 +20,16 @@ from logitless._abi import IGNORE_INDEX, parse_memory
 from logitless._errors import LogitlessError, invalid, not_supported, renames
 from logitless.torch import linear_cross_entropy
 
-# Where TRL's trainers look their function up, at every call, and the arguments that it has there.
+# TRL's trainers look their function up there at every call; it has these arguments.
 _MODULE, _NAME = "trl.trainer.utils", "_ChunkedLogProbFunction"
 _ARGUMENTS = (
     "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping",
     "logit_scale", "outputs",
 )  # fmt: skip
-# What it gives beside the log-probabilities, where `outputs` names it; None elsewhere.
+# It gives these beside the log-probabilities, where `outputs` names them, and None elsewhere.
 _OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-# Of these statistics. Not the rank: it is 0 for every one of several largest logits.
+# Each output is made of one of these statistics. The rank does not serve, because it is 0 for every
+# one of several largest logits.
 _STATISTICS = {
     "entropy": "entropy", "log_sum_sq_probs": "sum_p_squared", "mean_logits": "mean_logit",
     "is_top1": "argmax",
@@ -141,7 +142,7 @@ def _function() -> Any:
     if not hasattr(function, "forward"):
         raise unknown(f"has no {_MODULE}.{_NAME} with a forward")
     parameters = inspect.signature(function.forward).parameters
-    names = tuple(parameters)[1:]  # without ctx
+    names = tuple(parameters)[1:]  # the first parameter is ctx
     if names != _ARGUMENTS:
         raise unknown(
             f"has a {_MODULE}.{_NAME} of {', '.join(names)} instead of {', '.join(_ARGUMENTS)}"

@@ -91,7 +91,8 @@ def _target(value: Any, ignore_index: int) -> tuple[Array, int]:
     check_unmasked("target", value)
     narrow = jax.dtypes.canonicalize_dtype(np.int64) != np.int64
     if narrow and isinstance(value, jax.Array) and value.dtype == np.int64:
-        # Made where jax_enable_x64 was set: whatever is computed of it here would be cut.
+        # The array was made where jax_enable_x64 was set, so whatever is computed of it here would
+        # be cut.
         if isinstance(value, jax.core.Tracer):
             raise wrong_dtype("target is int64; allowed: int32 where jax_enable_x64 is not set")
         value = np.asarray(value)
@@ -193,7 +194,8 @@ def _normalizer(value: Any) -> tuple[float, Array | None]:
             raise wrong_dtype("normalizer is bool; allowed: a number or an array []")
         return 0.0, _f32("normalizer", value)
     number = _number("normalizer", value)
-    return (number, None) if number else (0.0, jnp.float32(0))  # in the options 0 means: count them
+    # In the options 0 means that tokens are counted.
+    return (number, None) if number else (0.0, jnp.float32(0))
 
 
 def _exact_products() -> bool:

@@ -39,8 +39,8 @@ _OF_ROWS = ("input", "logits", "target", "token_weight", "temperature")
 class Call(NamedTuple):
     """What a loss is asked for, beside the arrays."""
 
-    names: tuple[str, ...]  # of the operands
-    outputs: tuple[str, ...]  # "loss", and statistics after it
+    names: tuple[str, ...]  # the operands have these names
+    outputs: tuple[str, ...]  # "loss" comes first, and statistics after it
     options: Options
     memory: int | None = None
 
@@ -140,7 +140,7 @@ def _upstream(call: Call, cotangents: Sequence[Any], tokens: int) -> dict[str, A
     for name in ("lse", "target_logit", "entropy"):
         if name in given:
             found[f"grad_{name}"] = given[name]
-    if "logprob" in given:  # -loss, or target_logit - lse
+    if "logprob" in given:  # logprob is -loss, or target_logit - lse
         weighted = "token_weight" in call.names or "vocab_weight" in call.names
         of_loss = call.options.of_nll() and not weighted
         for name in ("grad_loss",) if of_loss else ("grad_lse", "grad_target_logit"):
@@ -161,7 +161,7 @@ def _backward_rule(call: Call, wrt: tuple[Tensor, ...], residuals: Any, cotangen
     of_columns = {
         name for name, ct in zip(call.outputs, cotangents) if not isinstance(ct, SymbolicZero)
     } - {"target_logit"}
-    if not of_columns:  # that of target_logit alone reads no other logit
+    if not of_columns:  # the gradient of target_logit alone reads no other logit
         kept = {name: array for name, array in kept.items() if name not in ("kept", "kept_rows")}
     if "grad_entropy" not in upstream:
         kept = {name: array for name, array in kept.items() if name != "entropy"}

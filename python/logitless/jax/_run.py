@@ -36,12 +36,13 @@ DTYPES = {
     "int32": _abi.I32,
     "int64": _abi.I64,
 }
-# What the core may write over what; XLA copies the operand first where it is needed afterwards.
+# The core may write the one over the other; XLA copies the operand first where it is needed
+# afterwards.
 _IN_PLACE = (("logits", "grad_logits"), ("logits", "probabilities"))
-# What Backward overwrites, and nothing reads afterwards: results that nobody takes.
+# Backward overwrites these, and nothing reads them afterwards: they are results that nobody takes.
 _KEPT = ("kept", "kept_rows")
-# [..., V], of which the custom call makes [N, V]: had a reshape made it, XLA would copy what is
-# written over.
+# These are [..., V], of which the custom call makes [N, V]: had a reshape made it, XLA would copy
+# what is written over.
 _FLAT = ("logits", "grad_logits", "probabilities")
 ONCE_ONLY = (
     "logitless: the loss can be differentiated once only; its gradients have no gradient (use "
@@ -85,7 +86,7 @@ def _plan(
 ) -> _Workspace:  # fmt: skip
     views = [_view(tensor, device) for tensor in tensors]
     shapes = {tensor.name: tensor.shape for tensor in tensors}
-    most = 0  # all logits and all gradients in f32: no plan uses more
+    most = 0  # it is all logits and all gradients in f32, which no plan passes
     if "weight" in shapes and len(shapes["weight"]) == 2:
         (tokens, hidden), vocab = shapes["input"], shapes["weight"][0]
         most = 4 * (tokens * vocab + tokens * hidden + vocab * hidden)
@@ -107,7 +108,7 @@ def _devices(device_type: int) -> Sequence[int]:
     if device_type == _abi.CUDA:
         try:
             return sorted(device.local_hardware_id for device in jax.local_devices(backend="cuda"))
-        except RuntimeError:  # there is none: the program is exported, or only looked at
+        except RuntimeError:  # there is none, because the program is exported, or only looked at
             pass
     return [0]
 
@@ -126,7 +127,7 @@ def _planned(
         device = (device_type, index)
         try:
             made.append(_plan(device, kind, operands + results, options, memory, threads))
-        except LogitlessRuntimeError as error:  # an older device beside those served
+        except LogitlessRuntimeError as error:  # an older device stands beside those served
             refused.append(error)
     if not made:
         raise refused[0]
@@ -176,7 +177,8 @@ def _refuse_checked(avals: Sequence[Any]) -> None:
 @run_p.def_abstract_eval
 def _abstract(*avals: Any, results: tuple[Tensor, ...], memory: int | None, **params: Any) -> Any:
     _refuse_checked(avals)
-    # Found wrong here, a call is found wrong where it was traced. The workspace is the device's.
+    # A call that is found wrong here is found wrong where it was traced. The workspace is the
+    # device's.
     _planned(_abi.CPU, avals, results=results, memory=None, **params)
     return [jax.core.ShapedArray(result.shape, result.dtype) for result in results]
 

@@ -37,14 +37,14 @@ def upstream_of(
     grad_loss, grad_lse, grad_target_logit, grad_logprob, grad_entropy = grads[:5]
     if grad_logprob is not None:
         weighted = constants.token_weight is not None or constants.vocab_weight is not None
-        if options.of_nll() and not weighted:  # the loss is -logprob
+        if options.of_nll() and not weighted:  # logprob is then -loss
             grad_loss = _difference(grad_loss, grad_logprob)
-        else:  # target_logit - lse
+        else:  # logprob is target_logit - lse
             grad_lse = _difference(grad_lse, grad_logprob)
             if grad_target_logit is not None:
                 grad_logprob = grad_target_logit + grad_logprob
             grad_target_logit = grad_logprob
-    if grad_loss is None:  # absent would mean 1
+    if grad_loss is None:  # an absent grad_loss would mean 1
         grad_loss = row_state.new_zeros(())  # []
         if options.reduction == _abi.REDUCTION_NONE:
             grad_loss = grad_loss.expand(row_state.shape[1])  # [N]
@@ -78,12 +78,13 @@ class MainGrad(NamedTuple):
     buffer: Tensor  # [V, D] f32
 
     def added(self) -> None:
-        if hasattr(self.weight, "grad_added_to_main_grad"):  # what Megatron's optimizer looks at
+        # Megatron's optimizer looks at this attribute
+        if hasattr(self.weight, "grad_added_to_main_grad"):
             self.weight.grad_added_to_main_grad = True
 
 
 _NONE: Any = (None,) * len(Constants._fields)
-_SAVED = len(_run.INPUTS) + 2  # tensors, the last two row state and entropy; kept state follows
+_SAVED = len(_run.INPUTS) + 2  # the last two tensors are row state and entropy; kept state follows
 _CONSTANT = sum(_run.CONSTANTS) | _run.DETACHED
 
 
@@ -109,9 +110,9 @@ class Call:
         self.options = options
         self.memory = memory
         self.wanted = wanted
-        self.dtype = dtype  # of the products, under autocast
+        self.dtype = dtype  # under autocast the products have this dtype
         self.in_place = in_place  # the gradient overwrites the logits
-        self.statistics: Any = ()  # of a fused call, beside its one output
+        self.statistics: Any = ()  # a fused call has them beside its one output
         self.main_grad = main_grad
 
     def release(self) -> Constants:
@@ -226,7 +227,8 @@ class FusedLoss(Function):
     @staticmethod
     def _hand_out(ctx: Any, factor: Tensor) -> Sequence[Tensor | None]:
         grads: list[Tensor | None] | None
-        grads, ctx.grads = ctx.grads, None  # no longer the context's, so that .grad may take them
+        # They are no longer the context's, so that .grad may take them.
+        grads, ctx.grads = ctx.grads, None
         if grads is None:
             return recompute(ctx, factor)
         main_grad, scale, ctx.scale = ctx.call.main_grad, ctx.scale, None

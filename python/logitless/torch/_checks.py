@@ -41,7 +41,7 @@ def check_overwritten(logits: Tensor) -> None:
     parameter, which would become its own gradient, and each element once."""
     if logits.is_leaf:
         raise invalid("logits is a leaf that requires grad; cross_entropy_ would overwrite it")
-    if torch.compiler.is_compiling():  # which writes elsewhere
+    if torch.compiler.is_compiling():  # a compiled program writes elsewhere
         return
     base = logits._base
     if base is not None and base.is_leaf and base.requires_grad:

@@ -22,10 +22,11 @@ DTYPES = {
 }
 DEVICES = {"cpu": _abi.CPU, "cuda": _abi.CUDA}
 
-MOST_SHAPES = 1024  # shapes and options seen; beyond it what is kept of them is made anew
-_scales: dict[tuple[object, ...], list[_abi.Scale]] = {}  # those not in use
+MOST_SHAPES = 1024  # beyond so many shapes and options what is kept of them is made anew
+_scales: dict[tuple[object, ...], list[_abi.Scale]] = {}  # these are ready to be used again
 _warm: set[int] = set()
-_allocate: Any = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_alloc", None)  # CUDA's torch
+# Only torch for CUDA has this function.
+_allocate: Any = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_alloc", None)
 _release: Any = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_delete", None)
 _fp32_precision: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
 
@@ -50,15 +51,15 @@ def _warm_up(index: int) -> None:
 
 
 def run_cuda(plan: _abi.Plan, addresses: list[int], index: int, normalizer: float = 0.0) -> None:
-    if torch._C._cuda_getDevice() != index:  # what the allocator takes memory of
+    if torch._C._cuda_getDevice() != index:  # the allocator takes memory of the current device
         with torch.cuda.device(index):
             run_cuda(plan, addresses, index, normalizer)
         return
     if index not in _warm and not torch.cuda.is_current_stream_capturing():
         _warm_up(index)
     stream = torch._C._cuda_getCurrentRawStream(index)
-    # What torch.cuda.caching_allocator_alloc calls: memory of this stream without a tensor around
-    # it, given back when the kernels are queued, to whatever comes after them.
+    # torch.cuda.caching_allocator_alloc calls the same: it gives memory of this stream without a
+    # tensor around it, which goes back when the kernels are queued, to whatever comes after them.
     workspace = _allocate(plan.bytes, stream)
     try:
         plan.run(addresses, workspace, stream, normalizer)

@@ -33,7 +33,7 @@ _REDUCTIONS = {
 }
 _EMPTY_MEANS = {"zero": _abi.EMPTY_MEAN_ZERO, "nan": _abi.EMPTY_MEAN_NAN}
 _STATISTICS = {name: bit for bit, name in _run.STATISTICS.items()}
-_LOGPROB = list(_run.OUTPUTS).index(_run.LOGPROB)  # and the entropy follows
+_LOGPROB = list(_run.OUTPUTS).index(_run.LOGPROB)  # the entropy follows the log-probability
 _INT32 = 1 << 31
 
 
@@ -70,7 +70,7 @@ def _shifted(target: Tensor, shift: int, ignore_index: int) -> Tensor:
     """Position i gets the target of i + shift; the last `shift` positions are ignored."""
     if target.dim() == 0:
         raise wrong_shape("target has shape (); allowed with shift: [..., T]")
-    if not isinstance(ignore_index, torch.SymInt):  # which torch.compile makes of a number
+    if not isinstance(ignore_index, torch.SymInt):  # torch.compile makes a SymInt of a number
         _abi.check_ignore_index(ignore_index)
     if target.dtype is torch.int32 and not -_INT32 <= ignore_index < _INT32:
         target = target.long()
@@ -82,7 +82,7 @@ def _moved(values: Tensor, shift: int, rest: float) -> Tensor:
     if shift < 0:
         raise invalid(f"shift is {shift}; allowed: False, True, or a number of tokens >= 0")
     shift = min(shift, values.shape[-1])
-    # Not pad: its value is a double, which has no room for every index.
+    # pad does not serve: its value is a double, which has no room for every index.
     moved = torch.full_like(values, rest, memory_format=torch.contiguous_format)
     moved[..., : values.shape[-1] - shift] = values[..., shift:]
     return moved
@@ -133,9 +133,9 @@ def _normalizer(value: Any, device: torch.device) -> tuple[float, Tensor | None]
             )
         if (
             torch.compiler.is_compiling() and value > 0
-        ):  # a number would be part of the graph, each a new one
+        ):  # a number would be part of the graph, and each a new one
             return 0.0, torch.ones((), dtype=torch.float32, device=device) * value
-        if value == 0:  # in the core's options 0 means: count them
+        if value == 0:  # in the core's options 0 means that tokens are counted
             return 0.0, torch.zeros((), dtype=torch.float32, device=device)
         return float(value), None
     if value.requires_grad and torch.is_grad_enabled():
@@ -165,7 +165,7 @@ def _loss(
         or (weight is not None and weight.requires_grad)
         or (bias is not None and bias.requires_grad)
     )
-    # is_neg: a lazy minus sign, which the dispatcher carries out.
+    # is_neg tells of a lazy minus sign, which the dispatcher carries out.
     if (
         dispatches(input, weight, bias, *constants)
         or input.is_neg()
@@ -378,7 +378,8 @@ def softmax_(logits: Tensor, dim: int = -1) -> Tensor:
         raise wrong_shape("logits must be a tensor")
     if torch.is_grad_enabled() and logits.requires_grad:
         raise invalid("logits requires grad; softmax_ has no gradient: use it under no_grad")
-    if dispatches(logits) or logits.is_neg():  # torch's own carries the lazy minus sign out
+    # torch's own softmax_ carries the lazy minus sign out
+    if dispatches(logits) or logits.is_neg():
         if logits.is_cpu or logits.is_cuda or logits.is_meta:
             return torch.softmax(logits, dim, out=logits)
         raise wrong_device(f"logits is on {logits.device}; allowed: cpu, cuda")

@@ -19,7 +19,7 @@ from logitless.torch import _device
 from logitless.torch._device import DEVICES, DTYPES
 
 _top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-FRESH = 64  # an address as torch gives to new tensors, as far as it is aligned
+FRESH = 64  # torch gives new tensors such an address, as far as it is aligned
 _MOST_TRIES = 8
 
 
@@ -27,12 +27,13 @@ class Keep(NamedTuple):
     """What a Forward is told that shall keep something: the bytes to keep it in, or what Backward
     will be asked for, from which they are planned."""
 
-    dtypes: tuple[torch.dtype | None, ...] = ()  # of the gradients, None where one is not needed
-    main_grad: Tensor | None = None  # [V, D] f32, which grad_weight is added to
-    bytes: int | None = None  # of kept state alone
-    spare: int = 0  # rows to be allocated beyond those that are written
-    consume: bool = True  # where dz is formed in its place: consumes()
-    of_entropy: bool = False  # whether it may have one
+    # Gradients have them; None says that one is not needed.
+    dtypes: tuple[torch.dtype | None, ...] = ()
+    main_grad: Tensor | None = None  # [V, D]  f32, to which grad_weight is added
+    bytes: int | None = None  # only kept state is counted
+    spare: int = 0  # so many rows are allocated beyond those that are written
+    consume: bool = True  # Backward may form dz in its place: consumes()
+    of_entropy: bool = False  # it may have a gradient of the entropy
 
     def asked(self) -> tuple[object, ...]:
         """What decides about the plan: a tensor in a key would live as long as the plan."""
@@ -45,10 +46,10 @@ class Keep(NamedTuple):
 class State(NamedTuple):
     """What Forward has kept, but for the two tensors."""
 
-    key: int = 0  # 0: not known, and made again
-    room: int | None = None  # for Backward's workspace; None: what it asks for
-    tf32: bool = False  # what the products were made with
-    stream: int | None = None  # which the tensors belong to
+    key: int = 0  # 0 says that it is not known, and is made again
+    room: int | None = None  # Backward's workspace has it; None says that it has what it asks for
+    tf32: bool = False  # the products were made with this setting
+    stream: int | None = None  # the tensors belong to this stream
 
 
 def consumes(of_f16: bool, of_entropy: bool) -> bool:
@@ -115,9 +116,9 @@ def views(size: KeptSize, like: View) -> tuple[View, View]:
 class Forward(NamedTuple):
     """A Forward that may keep something."""
 
-    views: Sequence[View]  # of inputs, outputs, row state
-    addresses: Sequence[int]  # of the same
-    inputs: Sequence[View]  # the first of them
+    views: Sequence[View]  # they are inputs, outputs and row state
+    addresses: Sequence[int]  # they are the addresses of the views
+    inputs: Sequence[View]  # they are the first of the views
     options: Options
     device: tuple[int, int]
     memory: int | None
@@ -153,7 +154,7 @@ def choose(forward: Forward, keep: Keep) -> tuple[KeptSize, int | None] | None:
     assert memory is not None
     try:
         return _choose(forward, keep, memory)
-    except LogitlessError:  # what is wrong with Backward is for Backward to say
+    except LogitlessError:  # Backward itself says what is wrong
         return None
 
 
@@ -275,6 +276,6 @@ def usable(kept: Kept, rows: Tensor) -> Kept | None:
         return None
     if state.stream not in (None, torch._C._cuda_getCurrentRawStream(index)):
         stream = torch.cuda.current_stream(index)
-        for tensor in kept[:2]:  # whose memory is the other stream's
+        for tensor in kept[:2]:  # these tensors' memory belongs to the other stream
             tensor.record_stream(stream)
     return kept

@@ -43,7 +43,7 @@ class _Loss(torch.nn.Module):
         self.z_loss = z_loss
         self.logit_scale = logit_scale
         self.softcap = softcap
-        if isinstance(temperature, Tensor):  # which moves with the module, and is no parameter
+        if isinstance(temperature, Tensor):  # it moves with the module, and is no parameter
             self.register_buffer("temperature", temperature, persistent=False)
         else:
             self.temperature = temperature

@@ -38,7 +38,7 @@ _OPTIONS = (
     "int reduction, int ignore_index, float label_smoothing, float z_loss, float logit_scale, "
     "float softcap, float temperature, int empty_mean, float normalizer_value, int? memory"
 )
-# [N]; appended, as one of _TENSORS would have moved what follows them.
+# [N]  It is appended, because as one of _TENSORS it would have moved what follows them.
 _LAST = "Tensor? temperatures"
 _OPTION_COUNT = len(Options._fields) - 1  # allow_tf32 is asked when a call runs
 _FIRST_OPTION = 7
@@ -53,8 +53,8 @@ _UPSTREAM = (
 # write into a copy of all that is kept, each time. Declared of `kept_rows` alone, marks would land
 # in a copy, and be lost.
 _KEPT = "Tensor? kept, Tensor? kept_rows"
-# Rows of kept state beyond those that Forward writes: torch asks of a size that is a symbol whether
-# it is 0 or 1, and compiles once more where it is.
+# Kept state has so many rows beyond those that Forward writes, because torch asks of a size that is
+# a symbol whether it is 0 or 1, and compiles once more where it is.
 _SPARE = 2
 _NEEDS = "bool need_input, bool need_weight, bool need_bias"
 
@@ -304,7 +304,7 @@ def _kept_bytes(
 
 def _static(given: Any) -> bool:
     """Whether every size and stride is a number."""
-    import torch.fx.experimental.symbolic_shapes as symbols  # which torch.compile has imported
+    import torch.fx.experimental.symbolic_shapes as symbols  # torch.compile has imported it already
 
     static: Any = getattr(symbols, "has_static_value", None)
     return static is not None and all(
@@ -317,7 +317,7 @@ def _hooked() -> bool:
     return _kept.hooked()
 
 
-# What torch.compiler.assume_constant_result says, which imports the compiler.
+# torch.compiler.assume_constant_result says the same, but imports the compiler.
 _hooked._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _kept.planned_bytes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
@@ -337,7 +337,8 @@ def loss(
         bias = cast_bias(bias, call.dtype)
     wanted = call.wanted
     tensors, options = (input, weight, bias, *call.constants), call.options[:_OPTION_COUNT]
-    # A trace is one graph for calls with and without gradients: Forward, and its autograd rule.
+    # A trace is one graph for calls with and without gradients: it takes Forward, and its autograd
+    # rule.
     tracing = not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
     if needs and not tracing and weight is not None and call.fused(input, weight):
         bias_needs = bias is not None and bias.requires_grad

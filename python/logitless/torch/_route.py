@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils._device import DeviceContext  # what set_default_device and `with device` push
+from torch.utils._device import DeviceContext  # set_default_device and `with device` push this mode
 
 from logitless._errors import argument, not_supported, wrong_device
 from logitless.torch import _run
@@ -25,7 +25,7 @@ def dispatches(*tensors: Tensor | None) -> bool:
         return True
     if forward_ad._current_level >= 0:
         _refuse_tangents(tensors)
-    if torch._C._get_tracing_state() is not None:  # torch.jit.trace records nothing else
+    if torch._C._get_tracing_state() is not None:  # torch.jit.trace records only dispatched ops
         return True
     if not _PLAIN.issuperset(map(type, tensors)):
         _refuse_sharded(tensors)

@@ -22,15 +22,15 @@ from logitless.torch import _device, _kept
 from logitless.torch._device import DEVICES, DTYPES, MOST_SHAPES
 from logitless.torch._kept import FRESH, Keep, Kept, State
 
-# What a forward call is asked for, as bits: outputs in their order everywhere, what Backward takes,
-# and that nobody will differentiate the entropy.
+# A forward call is asked for these, as bits: outputs in their order everywhere, what Backward
+# takes, and that nobody will differentiate the entropy.
 (
     LOSS, LSE, TARGET_LOGIT, LOGPROB, ENTROPY, ARGMAX, RANK, SUM_P_SQUARED, MEAN_LOGIT,
     ROW_STATE, DETACHED,
 ) = (1 << bit for bit in range(11))  # fmt: skip
 DIFFERENTIABLE = LSE | TARGET_LOGIT | LOGPROB | ENTROPY
 CONSTANTS = {ARGMAX: "argmax", RANK: "rank", SUM_P_SQUARED: "sum_p_squared"}
-CONSTANTS |= {MEAN_LOGIT: "mean_logit"}  # the statistics without a gradient
+CONSTANTS |= {MEAN_LOGIT: "mean_logit"}  # these statistics have no gradient
 STATISTICS = {LSE: "lse", TARGET_LOGIT: "target_logit", LOGPROB: "logprob", ENTROPY: "entropy"}
 STATISTICS |= CONSTANTS
 OUTPUTS = {LOSS: "loss", **STATISTICS}
@@ -52,7 +52,7 @@ _BACKWARD = (
 _LOGITS_NAMES = {"input": "logits", "grad_input": "grad_logits"}
 
 _plans: dict[tuple[object, ...], _abi.Plan] = {}
-_scratch: list[tuple[Any, int]] = []  # memory and its address; append and pop are atomic
+_scratch: list[tuple[Any, int]] = []  # each is memory and its address; append and pop are atomic
 _SCRATCH_BYTES = 1 << 20
 _SCRATCH_ALIGNMENT = 64
 _threads = 0
@@ -102,7 +102,7 @@ def _make_plan(
     ]
     if row_state is not None:
         views += (_view("row_reference", row_state[0]), _view("row_log_sum", row_state[1]))
-    # All logits and all gradients in f32: no plan uses more.
+    # All logits and all gradients in f32 take so much, which no plan passes.
     most = 0
     if linear and weight is not None and first.dim() == 2 and weight.dim() == 2:
         (tokens, hidden), vocab = first.shape, weight.shape[0]
@@ -155,26 +155,29 @@ def launch(
     assert first is not None
     cuda = first.is_cuda
     tf32, threads = False, 0
-    if cuda:  # torch's own switch; an f32 product is otherwise never made of rounded operands
+    # The switch is torch's own; an f32 product is otherwise never made of rounded operands.
+    if cuda:
         tf32 = first.dtype is torch.float32 and _device.allows_tf32()
-    else:  # each thread's own number; the workspace recommended grows with it
+    else:  # each thread has its own number, with which the workspace recommended grows
         threads = torch.get_num_threads()
         if threads != _threads:
             _follow_torch_threads(threads)
-    number = 0.0  # the normalizer's value, which is given when the plan runs, as addresses are
+    number = 0.0  # the normalizer's value is given when the plan runs, as addresses are
     if options is not None and options.normalizer:
         number = options.normalizer
         options = options._replace(normalizer=1.0)
     try:
         addresses = [t.data_ptr() for t in tensors if t is not None]
-    except RuntimeError:  # a tensor without memory of its own: what no plan takes has its own words
+    # A tensor without memory of its own, which no plan takes, has its own words.
+    except RuntimeError:
         _make_plan(kind, names, tensors, options, row_state, memory, accumulate, ())
         raise
     if row_state is not None:
         address = row_state.data_ptr()
-        addresses += (address, address + 2 * row_state.numel())  # N f32 further
+        # row_log_sum lies N f32 behind row_reference
+        addresses += (address, address + 2 * row_state.numel())
     key: list[object] = [kind, options, memory, asked, tf32, threads]
-    if cuda:  # whose plans depend on how the tensors are aligned
+    if cuda:  # CUDA's plans depend on how the tensors are aligned
         key.append(tuple([a & 15 for a in addresses]))
     for t in tensors[: len(INPUTS)]:
         if t is None:
@@ -208,7 +211,8 @@ def _run_on_host(plan: _abi.Plan, addresses: list[int], normalizer: float) -> No
         workspace = torch.empty(plan.bytes, dtype=torch.uint8, device="cpu")
         plan.run(addresses, workspace.data_ptr(), normalizer=normalizer)
         return
-    # Small workspaces are kept, one a call in flight: fresh pages cost more than a small call.
+    # Small workspaces are kept, one a call in flight, because fresh pages cost more than a small
+    # call.
     try:
         scratch = _scratch.pop()
     except IndexError:
@@ -364,7 +368,7 @@ def planned_bytes(
     try:
         addresses = [tensor.data_ptr() for tensor in like if tensor is not None]
         addresses += [FRESH] * (len(views) - len(addresses))
-    except RuntimeError:  # tensors of shapes alone: what serves any
+    except RuntimeError:  # such tensors have shapes alone, so the answer must serve any address
         addresses = []
     plan = _abi.Plan(
         kind, views, Options(), device, memory=memory, most=most, addresses=addresses
@@ -409,7 +413,7 @@ def backward(
         grads[0] = rows
     if main_grad is not None:
         grads[1] = main_grad
-        if grads[2] is not None:  # accumulates too, and must be f32
+        if grads[2] is not None:  # grad_bias accumulates too, and must be f32
             grads[2] = torch.zeros(grads[2].shape, dtype=torch.float32, device=rows.device)
     tensors = (
         rows, weight, bias, _flat(target), _flat(token_weight), vocab_weight, normalizer,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What kernels are given of a linear op's device arrays: the rows of a chunk, their partial sums
-// and factors, blocks of logits and panels of what is made of these.
+// These are the device arrays of a linear op as its kernels take them: the rows of a chunk, their
+// partial sums and factors, blocks of logits and panels of what is made of these.
 #pragma once
 
 #include <cstdint>
@@ -9,36 +9,40 @@
 
 namespace logitless::cuda {
 
-// Sums of one row over the segments of the vocabulary, each [rows, segments]; absent ones null. The
-// target's own column is left out, so that 1 - p_t is known without cancellation.
+// Each array holds one sum of every row over each segment of the vocabulary, [rows, segments]; it
+// is null where nobody asks for that sum. The target's own column is left out, so that 1 - p_t is
+// known without cancellation.
 struct Partials {
-  float* maximum = nullptr;   // max_{j != t} z_j, or what stands in its place
-  float* sum = nullptr;       // sum_{j != t} exp(z_j - maximum)
-  float* shifted = nullptr;   // sum_{j != t} exp(z_j - maximum) (z_j - maximum), for the entropy
-  float* weighted = nullptr;  // sum_{j != t} c_j z_j
-  float* logits = nullptr;    // sum_{j != t} z_j, where that is another
-  float* squared = nullptr;   // sum_{j != t} exp(z_j - maximum)^2
-  int32_t* above = nullptr;   // columns j != t of z_j > z_t
-  int32_t* argmax = nullptr;  // lowest column of the maximum
+  float* maximum = nullptr;  // it is max_{j != t} z_j, or the anchor in its place
+  float* sum = nullptr;      // it is sum_{j != t} exp(z_j - maximum)
+  // It is sum_{j != t} exp(z_j - maximum) (z_j - maximum); entropy needs it.
+  float* shifted = nullptr;
+  float* weighted = nullptr;  // it is sum_{j != t} c_j z_j
+  float* logits = nullptr;    // it is sum_{j != t} z_j, and null where `weighted` is the same sum
+  float* squared = nullptr;   // it is sum_{j != t} exp(z_j - maximum)^2
+  int32_t* above = nullptr;   // it counts the columns j != t with z_j > z_t
+  int32_t* argmax = nullptr;  // it is the lowest column that has the maximum
   int64_t segments = 0;
-  bool anchored = false;  // `maximum` may be an anchor, which need not be near it: sm90/plain.cuh
-  // The kernel of sm90/plain.cuh sets these, whose rows are summed in units (units.h): a segment is
-  // a unit, or a tile, or these sums are of no unit (0).
-  int32_t unit_width = 0;           // tiles of a segment
-  int32_t single_rows = 0;          // of a single tile
-  float* single_maximum = nullptr;  // [single tiles, single_rows]  where a segment is a unit
-  float* single_sum = nullptr;      // [single tiles, single_rows]
+  // `maximum` may then be an anchor, which need not be near it: sm90/plain.cuh
+  bool anchored = false;
+  // The kernel of sm90/plain.cuh, which sums rows in units (units.h), sets these three: with
+  // a width of 0 there are no units, with 1 each tile is a segment.
+  int32_t unit_width = 0;   // a segment covers so many tiles
+  int32_t single_rows = 0;  // so many rows of a single tile have sums of their own
+  // [single tiles, single_rows]  it is there where a segment is a unit
+  float* single_maximum = nullptr;
+  float* single_sum = nullptr;  // [single tiles, single_rows]
 };
 
-// A row of gradients comes from these. With E:  draw_j = scale E_j - smoothing c_j.
+// These make a row of gradients of E:  draw_j = scale E_j - smoothing c_j.
 struct RowFactors {
-  float scale;      // v
-  float smoothing;  // s
-  float at_target;  // E of the target's column
-  int32_t again;    // the row is made again by itself: panel_kernel in kept.cu
+  float scale;      // the glossary calls it v
+  float smoothing;  // the glossary calls it s
+  float at_target;  // the target's column of E is set to it
+  int32_t again;    // it is 1 where panel_kernel in kept.cu makes the row again by itself
 };
 
-// A chunk of compacted tokens [first, first + rows); fewer of them may be valid.
+// A chunk covers the compacted tokens [first, first + rows), of which fewer may be valid.
 struct Chunk {
   Tokens tokens;
   int64_t first = 0;
@@ -47,19 +51,21 @@ struct Chunk {
 
 // Says how units (units.h) were shared out, for the rows' kernel to find their sums.
 struct UnitShares {
-  int32_t tiles = 0;  // columns of tiles
-  int32_t teams = 0;  // who worked, each on units of its own
+  int32_t tiles = 0;  // the vocabulary has so many columns of tiles
+  int32_t teams = 0;  // so many teams of clusters worked, each on units of its own
 };
 
-// A block of raw logits: rows [row, row + rows) of the chunk, columns [column, column + columns).
+// A block holds raw logits of rows [row, row + rows) of the chunk and columns [column, column +
+// columns).
 struct Block {
   const float* logits = nullptr;
   int64_t pitch = 0;
   int32_t row = 0, rows = 0;
   int64_t column = 0, columns = 0;
 };
-// Its exponentials or gradients go here: element (k, j) of the chunk at data + k pitch + j -
-// first; or, as Hopper's products read them, in blocks of 64 columns: block b is [pitch, 64].
+// A panel receives the exponentials or gradients of a block: element (k, j) of the chunk lies at
+// data + k pitch + j - first; or, as Hopper's products read them, in blocks of 64 columns, of which
+// block b is [pitch, 64].
 struct Panel {
   char* data = nullptr;
   int64_t pitch = 0, first = 0, columns = 0;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rows of a chunk: which count, how far their anchors serve, where they lie in a panel.
+// Kernels ask here about the rows of a chunk: which count, how far their anchors serve, where they
+// lie in a panel.
 #pragma once
 
 #include "src/cuda/linear/arrays.h"
@@ -12,18 +13,18 @@ constexpr float most_anchor = 0x1p20f;
 // And a code of E (numbers.cuh) one up to so many nats below the row's maximum: it ends at 51 ln 2.
 constexpr float most_code_nats = 34;
 
-// Returns how many rows of the chunk count: the first ones.
+// Returns how many rows of the chunk count; they are its first ones.
 __device__ inline int valid_rows(const Chunk& chunk) {
   const int64_t left = chunk.tokens.scalars->valid - chunk.first;
   return static_cast<int>(max(int64_t{0}, min(left, int64_t{chunk.rows})));
 }
 
-// Says it of a row of the chunk, without asking for the number of all.
+// Returns whether this row of the chunk counts, without computing how many do.
 __device__ inline bool is_valid(const Chunk& chunk, int row) {
   return chunk.first + row < chunk.tokens.scalars->valid;
 }
 
-// Element (row, j) of a panel, j counted from its first column.
+// Returns where element (row, j) of a panel lies; j is a column of the vocabulary.
 template <class E>
 __device__ inline E* panel_element(const Panel& panel, int64_t row, int64_t j) {
   E* data = reinterpret_cast<E*>(panel.data);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The engines there are, best first. A new family of GPUs is a folder beside these two and a line
-// in this list.
+// This file lists the engines, best first. A new family of GPUs is a folder beside these two and a
+// line in this list.
 #include <cstdio>
 #include <cstring>
 

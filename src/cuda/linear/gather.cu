@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the products read: the valid tokens' rows of input, compacted and padded to 16 bytes, and
-// from the same read z of each token's target by one dot product; the weight, where its own layout
-// does not serve.
+// This file makes what the products read: the valid tokens' rows of input, compacted and padded to
+// 16 bytes, and from the same read z of each token's target by one dot product; and a copy of the
+// weight where a product cannot read its layout.
 #include "src/cuda/linear/linear.cuh"
 #include "src/cuda/logit_map.cuh"
 #include "src/cuda/runtime/early.cuh"
@@ -23,14 +23,15 @@ struct GatherArguments {
   MapFactors map;
   Chunk chunk;
   int64_t pitch;
-  int64_t rows;  // with those behind the chunk
+  int64_t rows;  // it counts the rows behind the chunk too, which become 0
   bool clears;
-  bool beside;       // the kernel in front: waited for last
-  bool reads_input;  // where every token counts: no copy
+  bool beside;  // the kernel in front may still run; it is waited for last
+  // Every token counts, so that the products read the caller's rows and nothing is copied.
+  bool reads_input;
   float* target_logit;
-  float* slope;            // may be null
-  int32_t* again;          // may be null
-  int32_t* rows_finished;  // begin at 0 for the chunk
+  float* slope;            // it is null where all tokens share one map
+  int32_t* again;          // it is null where no gradient is asked for
+  int32_t* rows_finished;  // it is set to 0 here, at the start of a chunk
 };
 
 template <class T>
@@ -39,10 +40,12 @@ __device__ void add_products(const Pack<T>& x, const Pack<T>& w, float* sum) {
   for (int n = 0; n < Pack<T>::width; ++n) *sum = fmaf(to_f32(x.x[n]), to_f32(w.x[n]), *sum);
 }
 
-// A lane's part of x . w, 16 bytes in turn, and a copy of x where `to` is not null.
+// Returns a lane's part of x . w, which takes 16 bytes in turn, and copies x where `to` is not
+// null.
 template <class T>
 __device__ float dot_packs(const Pack<T>* x, const Pack<T>* w, int packs, Pack<T>* to, int lane) {
-  // A few steps' loads before the first store, behind which the compiler moves none.
+  // The loads of a few steps come before the first store, because the compiler moves no load past a
+  // store.
   constexpr int many = 4;
   float sum = 0;
   for (int j = lane; j < packs; j += many * 32) {
@@ -60,7 +63,8 @@ __device__ float dot_packs(const Pack<T>* x, const Pack<T>* w, int packs, Pack<T
   }
   return sum;
 }
-// The same in the same order of rows that lie anyhow, with zeros behind them up to `pitch`.
+// Does the same in the same order for rows of any layout, and writes zeros behind them up to
+// `pitch`.
 template <class T>
 __device__ float dot_elements(const RowReader<T>& x, const RowReader<T>& w, int64_t pitch, T* to,
                               int lane) {
@@ -74,7 +78,8 @@ __device__ float dot_elements(const RowReader<T>& x, const RowReader<T>& w, int6
   return sum;
 }
 
-// z of the target of row k, whose slope it keeps. A call: its registers would be those of all rows.
+// Returns z of the target of row k, whose slope it keeps. It is not inlined: its registers would
+// then be taken by every row.
 __device__ __noinline__ float map_by_token(const GatherArguments& a, int64_t k, float raw) {
   const Tokens& tokens = a.chunk.tokens;
   const TokenMap& map = tokens.map[tokens.row[a.chunk.first + k]];
@@ -82,8 +87,8 @@ __device__ __noinline__ float map_by_token(const GatherArguments& a, int64_t k, 
   return map_raw(with_token(a.map, map), raw);
 }
 
-// A warp a row k of the compacted chunk, rows that are not valid zeros (`to` null: there is no
-// copy):
+// A warp takes a row k of the compacted chunk and makes zeros of rows that are not valid (`to` is
+// null where there is no copy):
 //   z_t = map(input_k . weight_t) in f32, 16 bytes a lane in turn, then the tree over the lanes.
 template <class T>
 __device__ void gather_row(const GatherArguments& a, T* to) {
@@ -100,7 +105,8 @@ __device__ void gather_row(const GatherArguments& a, T* to) {
   if (a.reads_input && tokens.scalars->valid == tokens.total) to = nullptr;
   if (to != nullptr) to += k * a.pitch;
   if (k >= a.chunk.rows || !is_valid(a.chunk, static_cast<int>(k))) {
-    if (lane == 0 && k < a.chunk.rows) a.target_logit[k] = 0;  // asked for like the others'
+    // Other rows' kernels read this one too, so it must be a number.
+    if (lane == 0 && k < a.chunk.rows) a.target_logit[k] = 0;
     for (int64_t j = lane * width; to != nullptr && j < a.pitch; j += 32 * width) {
       *reinterpret_cast<Pack<T>*>(to + j) = Pack<T>{};
     }
@@ -136,7 +142,7 @@ __global__ void __launch_bounds__(threads, 3)
   if (a.beside) wait_for_kernel_before();
 }
 
-// A warp a row of the weight, from row `first` on; behind the last one zeros.
+// A warp copies a row of the weight, from row `first` on, and writes zeros behind the last one.
 template <class T>
 __global__ void __launch_bounds__(threads)
     copy_rows(TensorView from, int64_t first, int64_t rows, int64_t pitch, T* to) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// E, kept by the forward pass, and the input are made ready for the products: what the factors of
-// the rows (rows.cu) leave to be written.
+// These kernels make E, which the forward pass kept, and the input ready for the products: they
+// write what the factors of the rows (rows.cu) leave to be written.
 #include <algorithm>
 
 #include "src/cuda/linear/linear.cuh"
@@ -10,11 +10,12 @@
 namespace logitless::cuda {
 namespace {
 
-constexpr unsigned panel_blocks = 2;  // a multiprocessor
+constexpr unsigned panel_blocks = 2;  // so many blocks share a multiprocessor
 
-// The target's column of E, where rows.cu has not met it. Then the rows of the list again, each
-// column by a dot product of its own: E_j = draw_j / v, smoothing and all, from the finished state.
-// A warp a column, rows in turn; at once over where the list is empty.
+// The kernel first writes the target's column of E, where rows.cu has not met it. Then it makes the
+// rows of the list again, each column by a dot product of its own: E_j = draw_j / v, smoothing and
+// all, from the finished state. A warp takes a column and its rows in turn; it ends at once where
+// the list is empty.
 template <class E>
 __global__ void __launch_bounds__(256)
     panel_kernel(const __grid_constant__ LinearCall call, Chunk chunk, const float* target_logit,
@@ -36,8 +37,8 @@ __global__ void __launch_bounds__(256)
       const int row = again[1 + n];
       const RowGradient& g = gradients[row];
       const bool is_target = column == chunk.tokens.target[chunk.first + row];
-      // The target's logit is known; and of a row whose other columns have no gradient, which is
-      // one of target_logit alone, none is asked for.
+      // The target's logit is known. If no other column of the row has a gradient (a gradient of
+      // target_logit alone), theirs are not computed either.
       const bool is_asked = g.probability != 0 || g.smoothing != 0 || g.entropy != 0;
       const bool is_known = is_target || (!is_asked && isfinite(g.reference + g.log_sum));
       const E* x = address<const E>(call.input, chunk.tokens.row[chunk.first + row]);
@@ -51,7 +52,8 @@ __global__ void __launch_bounds__(256)
       if (present(call.bias)) sum += load(call.bias, column);
       const MapFactors map = map_of_token(call.map, chunk.tokens, chunk.first + row);
       const float z = is_target ? target_logit[row] : map_raw(map, sum);
-      // At |z| of 1e20 this dot and the product's differ by more than any exponent holds.
+      // At |z| of 1e20 this dot product and the product's differ by more than any exponent holds,
+      // so that log p could lie above 0.
       float log_p = (z - g.reference) - g.log_sum;
       log_p = log_p > 0 ? 0.0f : log_p;
       const float p = exp_any(log_p);
@@ -69,15 +71,15 @@ __global__ void __launch_bounds__(256)
 }
 
 // Rows of kept E trade places: that of the token at `place` with the one at k, which has no
-// gradient. Rows of 8 lanes, each 16 bytes; several of their columns in turn. Where every token has
-// a gradient all is in its place.
+// gradient. Threads form rows of 8 lanes, each with 16 bytes of several columns in turn. Where
+// every token has a gradient all rows are in their places already.
 constexpr int traded_rows = 32, traded_lanes = 8, traded_groups = 8;
 
 template <class E>
 __device__ inline Pack<E>* pack_of(const Panel& panel, int64_t row, int64_t j) {
   return reinterpret_cast<Pack<E>*>(panel_element<E>(panel, row, j));
 }
-// The columns that a row of a panel has in memory.
+// Returns how many columns a row of a panel has in memory.
 __device__ inline int64_t columns_in_memory(const Panel& panel) {
   return panel.blocks ? (panel.columns + 63) / 64 * 64 : panel.pitch;
 }
@@ -111,8 +113,9 @@ __global__ void __launch_bounds__(traded_rows* traded_lanes) trade_kernel(Tokens
   }
 }
 
-// Rows that only lie behind those multiplied lose what is not finite: it is of rows that
-// are made again whenever they have a gradient (most_nats in rows.cu), or whose factor is NaN.
+// Products read some rows behind those that they multiply, so values there that are not finite
+// become 0. They belong to rows that are made again whenever they have a gradient (most_nats in
+// rows.cu), or whose factor is NaN.
 template <class E>
 __global__ void __launch_bounds__(256) calm_kernel(Tokens t, Panel panel, int32_t rows, int whole) {
   const int valid = t.scalars->valid, counted = t.scalars->counted;
@@ -135,10 +138,11 @@ __global__ void __launch_bounds__(256) calm_kernel(Tokens t, Panel panel, int32_
   }
 }
 
-// dz of kept E where entropy has a gradient, which no factor of a row makes of it:
+// The kernel makes dz of kept E where entropy has a gradient, because no factor of a row makes that
+// of E:
 //   log p_j = (z_t - m) - log s + log E_j    dz_j = P p_j - s c_j - h p_j (log p_j + H)
-// 32 rows of 8 threads, each 16 bytes; several of their columns in turn, so that what a row needs
-// is asked for once. A row that does not count becomes 0.
+// 32 rows of 8 threads take 16 bytes each, several of their columns in turn, so that what a row
+// needs is loaded once. A row that does not count becomes 0.
 constexpr int formed_rows = 32, formed_lanes = 8, formed_groups = 4;
 
 // A row's dz is made of its coefficients, and the target's own dz.
@@ -154,7 +158,7 @@ struct Probability {
 __device__ inline Probability find_probability(const FormedRow& row, float e) {
   return {row.target_p * e, row.log_target + logf(e)};
 }
-// E is rounded to 8 bits: the approximation of its log loses nothing.
+// E is rounded to 8 bits, so the approximation of its log loses nothing.
 __device__ inline Probability find_probability(const FormedRow& row, __nv_bfloat16 e) {
   const float x = __bfloat162float(e);
   return {row.target_p * x, row.log_target + __logf(x)};
@@ -162,11 +166,11 @@ __device__ inline Probability find_probability(const FormedRow& row, __nv_bfloat
 __device__ inline Probability find_probability(const FormedRow& row, __half code) {
   const uint32_t bits = __half_as_ushort(code);
   const float log_p = fmaf(decode_log(bits), ln2, row.log_target);
-  // Of a row of NaN the product is NaN too.
+  // The product is NaN in a row of NaN, as it shall be.
   return {bits == 0 ? 0.0f * row.log_target : exp2_fast(log_p * log2e), log_p};
 }
 
-// Columns from `column` on, `left` of which there are.
+// Makes dz of the columns from `column` on, of which `left` exist.
 template <class E>
 __device__ inline void form(const TokenInput& in, const FormedRow& row, int64_t column,
                             int64_t left, Pack<E>* pack) {
@@ -203,7 +207,8 @@ __global__ void __launch_bounds__(formed_rows* formed_lanes)
   const int row = blockIdx.x * formed_rows + threadIdx.x / formed_lanes;
   const int64_t start = block_of_second_axis() * (formed_groups * formed_lanes * width) +
                         threadIdx.x % formed_lanes * width;
-  // Products read whole blocks of a panel in blocks, rows and columns that there are not too.
+  // Products read whole blocks of a panel in blocks, and so rows and columns behind the last ones
+  // too.
   const int64_t rows = to.blocks ? to.pitch : chunk.rows;
   const int64_t columns = to.blocks ? (to.columns + 63) / 64 * 64 : to.columns;
   const int valid = valid_rows(chunk);
@@ -237,7 +242,7 @@ __global__ void __launch_bounds__(formed_rows* formed_lanes)
   }
 }
 
-// Writes behind the chunk's rows two whose product with the class weights is the smoothing's term
+// Writes two rows behind the chunk's, whose product with the class weights is the smoothing's term
 // of grad_weight: -sum_k s_k input_k, rounded, and what the rounding lost.
 template <class E>
 __global__ void __launch_bounds__(128)
@@ -257,7 +262,8 @@ __global__ void __launch_bounds__(128)
   }
 }
 
-// Their columns of E: c_j twice where the smoothing is apart, and zeros.
+// Writes the columns of E that belong to these rows: c_j twice where the smoothing's term stands
+// apart, and zeros.
 template <class E>
 __global__ void __launch_bounds__(256)
     extra_rows_kernel(LinearCall call, int32_t row, int32_t count, bool smooths, Panel panel) {
@@ -268,7 +274,7 @@ __global__ void __launch_bounds__(256)
   for (int r = 0; r < count; ++r) to[r * panel.pitch] = from_f32<E>(r < 2 ? c : 0.0f);
 }
 
-// Writes behind the last columns of the vocabulary zeros to a multiple of 8.
+// Writes zeros behind the last columns of the vocabulary, up to a multiple of 8.
 template <class E>
 __global__ void __launch_bounds__(256) extra_columns_kernel(int32_t rows, Panel panel) {
   const int64_t row = int64_t{blockIdx.x} * 256 + threadIdx.x;
@@ -277,7 +283,7 @@ __global__ void __launch_bounds__(256) extra_columns_kernel(int32_t rows, Panel 
   for (int64_t j = panel.columns; j % 8 != 0; ++j) to[j] = from_f32<E>(0.0f);
 }
 
-// sum_k s_k input_k in slabs of rows, then over the slabs.
+// Sums s_k input_k over slabs of rows; a second kernel then adds the slabs.
 template <class E>
 __global__ void __launch_bounds__(256)
     smoothed_slabs(Chunk chunk, const RowFactors* factors, const E* input, int64_t pitch, int count,
@@ -313,7 +319,7 @@ __global__ void __launch_bounds__(256)
 
 void finish_panel(const LinearWork& work, const Panel& panel, bool targets) {
   const auto& [call, plan, m, device, stream, chunk] = work;
-  // As many as run at once: mostly each finds the list empty.
+  // There are as many blocks as run at once, because mostly each finds the list empty.
   const unsigned most = static_cast<unsigned>(device.multiprocessors) * panel_blocks;
   const LaunchShape shape{.blocks = std::min(blocks_for(panel.columns, 8), most),
                           .threads = 256,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where a linear op's arrays lie in its workspace.
+// This file decides where a linear op's arrays lie in its workspace.
 #include "src/cuda/linear/linear.h"
 
 #include <algorithm>
@@ -65,8 +65,8 @@ LinearMemory place_in(Arena* arena, const LinearShape& s, const LinearPlan& p) {
   const bool stores = p.stored_columns > 0 && s.kept_columns == 0;
   take(stores, &m.stored, rows * stored_pitch(p.stored_columns) * element);
   take(p.holds_logits, &m.logits, p.block_rows * p.block_columns);
-  // The arrays that only the forward pass needs come here, then in its place what only the
-  // gradients do.
+  // The arrays that only the forward pass needs come first; those that only the gradients need then
+  // take the same memory.
   const uint64_t start = arena->used();
   if (s.forward) {
     m.partials = place_partials(arena, s, p);
@@ -74,7 +74,7 @@ LinearMemory place_in(Arena* arena, const LinearShape& s, const LinearPlan& p) {
   const uint64_t forward_end = arena->used();
   arena->back_to(start);
   if (s.remakes_dz && stores) {
-    m.remade = m.stored;  // once E is used
+    m.remade = m.stored;  // E of the last chunk is no longer used when columns are made again
   } else {
     take(p.remade_columns > 0, &m.remade, rows * p.remade_columns * element);
   }
@@ -118,7 +118,8 @@ Operand weight_rows(const LinearCall& call, const LinearPlan& plan, const Linear
             1};
   }
   const TensorView& w = call.weight;
-  // One row or one column: the stride that does not matter is made to look like a matrix's.
+  // The stride of a single row or column does not matter, but cuBLASLt checks it: it is made to
+  // look like a matrix's.
   const bool along = w.stride[1] == 1 || call.shape.hidden == 1;
   return {w.as<char>() + column * w.stride[0] * size_of(w.dtype), w.stride[0],
           along ? 1 : w.stride[1]};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels between the products share: rows of a matrix, and sums over slabs.
+// The kernels between the products share this: rows of a matrix as packs, and sums over slabs.
 #pragma once
 
 #include "src/cuda/linear/chunk.cuh"
@@ -13,7 +13,7 @@ __device__ inline int64_t block_of_second_axis() {
   return int64_t{blockIdx.z} * gridDim.y + blockIdx.y;
 }
 
-// Adds up, of 64 columns, what 32 rows of 8 threads have of 8 columns each, added up in the rows'
+// 32 rows of 8 threads have sums of 8 columns each; this adds them up for 64 columns, in the rows'
 // order.
 struct ColumnParts {
   static constexpr int parts = 32;
@@ -23,7 +23,7 @@ struct ColumnParts {
 #pragma unroll
     for (int n = 0; n < 8; ++n) part[row][column + n] = own[n];
   }
-  __device__ float sum() const {  // of column threadIdx.x
+  __device__ float sum() const {  // it is the sum of column threadIdx.x
     float all = 0;
 #pragma unroll
     for (int i = 0; i < parts; ++i) all += part[i][threadIdx.x];
@@ -31,7 +31,7 @@ struct ColumnParts {
   }
 };
 
-// f(T{}) with the type of E and of the scaled input, which f16 has not.
+// Calls f(T{}) with the type of E and of the scaled input, which is never f16.
 template <class F>
 void with_stored(DType dtype, F&& f) {
   if (dtype == DType::f32) {
@@ -41,7 +41,7 @@ void with_stored(DType dtype, F&& f) {
   }
 }
 
-// A row of a matrix, `count` elements, as 16 bytes at a time with zeros behind.
+// Reads a row of a matrix, `count` elements, 16 bytes at a time, with zeros behind the last one.
 template <class T>
 struct RowReader {
   const T* data;
@@ -65,7 +65,7 @@ struct RowReader {
   }
 };
 
-// Column d of [count, pitch] slabs, in order.
+// Sums column d of [count, pitch] slabs, in order.
 __device__ inline float sum_of_slabs(const float* slabs, int count, int64_t pitch, int64_t d) {
   float sum = 0;
   for (int slab = 0; slab < count; ++slab) sum += slabs[slab * pitch + d];

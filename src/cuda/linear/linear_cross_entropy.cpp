@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is decided of a linear op on CUDA before its engine runs it: who runs it, in which plan, and
-// where in the workspace. What runs is enqueued; the host never waits and never learns how many
-// tokens are valid.
+// This file decides about a linear op on CUDA before its engine runs it: who runs it, in which
+// plan, and where in the workspace. What runs is enqueued; the host never waits and never learns
+// how many tokens are valid.
 #include <algorithm>
 #include <array>
 
@@ -15,7 +15,7 @@ namespace logitless::cuda {
 namespace {
 
 // A product reads rows (or columns) of whole 16 bytes that lie multiples of 16 bytes apart. The
-// address does not count: the workspace may be asked for before there is one.
+// address is not looked at, because the workspace may be asked for before there is one.
 bool serves_product(const TensorView& v, int64_t rows, int64_t columns) {
   const int64_t size = size_of(v.dtype);
   const bool along = v.stride[1] == 1 || columns == 1, across = v.stride[0] == 1 || rows == 1;
@@ -49,7 +49,7 @@ void keep_codes(LinearCall* call) {
 
 static void describe_statistics(const Call& call, LinearCall* made) {
   LinearShape& s = made->shape;
-  // One sum serves both where every class weighs 1.
+  // One sum serves both weighted_logit_sum and mean_logit where every class weighs 1.
   s.weighted_sum = call.wants_weighted_sum() || (call.mean_logit && !call.vocab_weight);
   s.logit_sum = call.mean_logit && call.vocab_weight;
   s.entropy = static_cast<bool>(call.entropy);
@@ -93,7 +93,7 @@ EngineCall make_call(std::span<const Engine* const> engines, const Call& call,
     s.grad_weight = static_cast<bool>(call.grad_weight);
     s.grad_bias = static_cast<bool>(call.grad_bias);
     s.grad_weight_f32 = call.grad_weight.dtype == DType::f32;
-    // The matrix library writes f32 or the inputs' own dtype, in rows.
+    // The matrix library writes rows, in f32 or the inputs' own dtype.
     const TensorView& out = call.grad_weight;
     s.direct_grad_weight = !out || ((out.dtype == DType::f32 || out.dtype == s.dtype) &&
                                     out.stride[1] == 1 && serves_product(out, s.vocab, s.hidden));
@@ -111,7 +111,7 @@ EngineCall make_call(std::span<const Engine* const> engines, const Call& call,
 
 namespace {
 
-// Rows [first, end of the view).
+// Returns the rows of a view from `first` to its end.
 TensorView rows_from(TensorView view, int64_t first) {
   if (!view) return view;
   view.byte_offset += first * view.stride[0] * size_of(view.dtype);
@@ -119,8 +119,8 @@ TensorView rows_from(TensorView view, int64_t first) {
   return view;
 }
 
-// The rows of grad_weight (and of grad_bias, all of them) that the first pass leaves: Backward, of
-// the columns behind them as of a shard.
+// Makes the op that writes the rows of grad_weight (and all of grad_bias) which the first pass
+// leaves: a Backward of the columns behind the first ones, as of a shard.
 Call second_op(const Call& op, const Call& state, int64_t first_rows) {
   LinearCrossEntropyBackward second{
       .input = op.input,
@@ -142,7 +142,7 @@ Call second_op(const Call& op, const Call& state, int64_t first_rows) {
   return {second, op.execution};
 }
 
-// A plan of two passes, one after the other in the memory behind the rows' states.
+// Makes a plan of two passes, which run one after the other in the memory behind the rows' states.
 LinearPasses two_passes(const Asked& asked, const Call& op, int64_t first_rows, uint64_t bytes,
                         char* workspace, const DeviceInfo& device) {
   const auto& [engine, shape, speed] = asked;
@@ -150,7 +150,7 @@ LinearPasses two_passes(const Asked& asked, const Call& op, int64_t first_rows, 
   Call first = op;
   const auto keep = [&](Tensor* state) {
     float* values = states.take<float>(shape.tokens);
-    if (*state) return;  // the caller asked for it
+    if (*state) return;  // the caller asked for this output, so it needs no memory of ours
     *state = TensorView{.data = values,
                         .dtype = DType::f32,
                         .device = op.input.device,
@@ -161,11 +161,12 @@ LinearPasses two_passes(const Asked& asked, const Call& op, int64_t first_rows, 
   keep(&first.row_reference);
   keep(&first.row_log_sum);
   const Call second = second_op(op, first, first_rows);
-  first.grad_bias = {};  // grad_weight stays: where it is not made its memory may still hold panels
+  // grad_weight stays: where it is not made, its memory may still hold panels
+  first.grad_bias = {};
   const uint64_t left = bytes - states.used();
   const auto pass = [&](LinearCall call, const LinearShape& planned) -> LinearPass {
     call.shape = planned;
-    call.in.skips_inactive = false;  // of a ForwardBackward each row is multiplied
+    call.in.skips_inactive = false;  // a ForwardBackward multiplies every row, in both passes
     return {call, search(engine, planned, speed, left).best, workspace + states.used()};
   };
   return {&engine,
@@ -186,7 +187,7 @@ Status linear_workspace(const Call& call, const DeviceInfo& device, uint64_t giv
                    static_cast<long long>(extent), static_cast<long long>(most_extent));
     }
   }
-  // An alignment that is not known yet may be one that the best engine cannot use: the sizes do for
+  // The best engine may not be able to use an alignment that is not known yet, so the sizes do for
   // either kind.
   Call asked = call;
   std::array<Tensor*, 3> unknown;

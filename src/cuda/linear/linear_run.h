@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What runs a plan: it launches what each step asks for.
+// LinearRun runs a plan: it launches what each step asks for.
 #pragma once
 
 #include "src/cuda/linear/linear.h"
@@ -63,11 +63,12 @@ class LinearRun : public StepVisitor {
   }
 
  protected:
-  // The steps that are the engine's own.
+  // Runs a step that the engine alone has.
   virtual void run(const Step& step) = 0;
   // Says where these columns of E or dz lie.
   virtual Panel panel_of(const PanelPlace& at) const = 0;
-  // Products read rows of a panel in whole ones of so many; 0: all that there are.
+  // Returns how many rows a product reads at a time: it reads a panel's rows in whole multiples of
+  // that, or only the rows that exist where it is 0.
   virtual int whole_rows() const { return 0; }
 
   // Says where kept E of these columns lies.
@@ -77,13 +78,13 @@ class LinearRun : public StepVisitor {
   }
   // Returns what grad_weight multiplies E, or dz, with.
   const char* factor_rows(bool of_e) const { return of_e ? work_.m.scaled : work_.m.input; }
-  // Returns grad_input's sums: of some rows at a time, where E is whole; else of the chunk.
+  // Returns grad_input's sums: those of some rows at a time, where E is whole; else the chunk's.
   float* input_sums() const {
     return work_.plan.sum_rows > 0 ? work_.m.row_sums : work_.m.grad_input_sum;
   }
 
   LinearWork work_;
-  bool joined_ = false;  // what was last adds slices up, no more
+  bool joined_ = false;  // it is true while the last step only added up slices
 
  private:
   void prepare() {

@@ -11,8 +11,8 @@
 namespace logitless::cuda {
 namespace {
 
-// The plan of the fewest bytes, the quicker of two alike. The time is asked of those alone that it
-// decides between, for it takes longer to say than the rest.
+// Returns the plan of the fewest bytes, and of two alike the quicker one. The time is computed only
+// where it decides, since it takes longer to say than the rest.
 LinearPlan smallest_of(const Engine& engine, const LinearShape& s, const DeviceSpeed& speed) {
   LinearPlan least;
   const auto timed = [&](LinearPlan p) {
@@ -32,8 +32,8 @@ LinearPlan smallest_of(const Engine& engine, const LinearShape& s, const DeviceS
   return least.bytes == 0 ? least : engine.in_passes(s, speed, 0, 0, timed(least));
 }
 
-// The quickest, the smaller of two alike, of at least the minimum and at most `bytes`: what would
-// do with less than the minimum is not what the minimum was made for.
+// Returns the quickest plan of at least the minimum and at most `bytes`, and of two alike the
+// smaller one. A plan of less than the minimum would do without what the minimum was made for.
 LinearPlan quickest_of(const Engine& engine, const LinearShape& s, const DeviceSpeed& speed,
                        const LinearPlan& least, uint64_t bytes) {
   if (bytes < least.bytes) return least;
@@ -72,18 +72,19 @@ void settle(const LinearShape& s, LinearPlan* p) {
   p->scales_apart = s.grad_weight && p->multiplies_e && kept < s.vocab;
   p->grad_weight_sum =
       s.grad_weight && (!s.direct_grad_weight || (p->chunks > 1 && !s.grad_weight_f32));
-  // In its own memory, of half as many bytes, as many rows as it holds; a row at least can leave it
-  // by way of E's.
+  // grad_weight's own memory, half as many bytes, takes as many rows of f32 sums as it holds; at
+  // least one row must be able to leave it by way of E's.
   const bool lends_sum = p->grad_weight_sum && p->kind == PlanKind::chunks && s.lends_grad_weight &&
                          rows_in_place_of_e(s, *p) > 0;
   p->lent_sum_rows = lends_sum ? std::min(s.vocab / 2, s.rows_of_weight()) : 0;
-  // E of every column is kept, part of it in grad_weight's memory, and one product makes grad_input
-  // of it, before there is anything of grad_weight.
+  // Part of E lies in grad_weight's memory: one product makes grad_input of all columns before
+  // anything of grad_weight is written.
   const bool writes_input_first =
       p->input_first && p->lent_columns > 0 && kept == s.vocab && s.direct_grad_input;
   p->grad_input_sum = s.grad_input && p->stored_columns < s.vocab && !writes_input_first;
-  // One chunk alone: nothing of grad_input is written before the last product is done with the
-  // input. Up to a megabyte is not worth the launch that clears what was lent.
+  // With a single chunk nothing of grad_input is written before the last product is done with the
+  // input, which may then lie there. To save less than a megabyte is not worth the launch that
+  // clears what was lent.
   const int64_t input_bytes = p->token_chunk * p->hidden_pitch * size_of(s.dtype);
   p->lends_input =
       s.lends_grad_input && p->chunks == 1 && !writes_input_first && input_bytes > 1 << 20;
@@ -111,7 +112,7 @@ LinearShape first_pass(const LinearShape& shape, int64_t first_rows) {
   return s;
 }
 
-// As of Backward on a shard of the vocabulary, with the rows' states given.
+// The second pass is a Backward on a shard of the vocabulary, with the rows' states given.
 LinearShape second_pass(const LinearShape& shape, int64_t first_rows) {
   LinearShape s = shape;
   s.vocab -= first_rows;
@@ -141,7 +142,8 @@ std::vector<Planned> passes(const Asked& asked, uint64_t bytes) {
 
 Found search(const Engine& engine, const LinearShape& shape, const DeviceSpeed& speed,
              uint64_t bytes) {
-  // The last few answers of each thread: planning takes longer than enqueuing a small call.
+  // Each thread remembers its last few answers, because planning takes longer than enqueuing a
+  // small call.
   struct Answer {
     const Engine* engine = nullptr;
     LinearShape shape;
@@ -168,8 +170,8 @@ Found search(const Engine& engine, const LinearShape& shape, const DeviceSpeed& 
   return answer.found;
 }
 
-// The quickest plan in so many bytes, of which whoever brings exactly those that it takes gets this
-// plan, or one as quick.
+// Returns the quickest plan in so many bytes that is also chosen (or one as quick) for a caller who
+// brings exactly the bytes that it takes.
 LinearPlan Asked::settled(uint64_t bytes) const {
   LinearPlan best = plan(bytes);
   for (int tries = 0; tries < 4; ++tries) {
@@ -194,7 +196,7 @@ LinearPlan Asked::recommended() const {
   const LinearPlan small = settled(quarter);
   if (whole <= quarter) return small;
   const LinearPlan large = settled(whole);
-  // 3 % of the model's time were about 5 % on a device, of 12 heads.
+  // 3 % of the model's time were about 5 % on a device, over 12 heads.
   return small.seconds > 1.03 * large.seconds ? large : small;
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A row's partial sums, whichever kernel has left them.
+// A row's partial sums are read through this, whichever kernel has left them.
 #pragma once
 
 #include "src/cuda/linear/linear.cuh"
@@ -7,11 +7,11 @@
 
 namespace logitless::cuda {
 
-// The sums of a row a segment at a time; of plain logits on Hopper a unit at a time, whoever was
-// the one to add its tiles.
+// Returns the sums of a row a segment at a time; those of plain logits on Hopper come a unit at a
+// time, whoever has added the unit's tiles.
 class RowSegments {
  public:
-  // tiles, teams: how units were shared out (UnitShares).
+  // `tiles` and `teams` say how units were shared out (UnitShares).
   __device__ RowSegments(const Partials& partials, int row, int valid, int tiles, int teams)
       : p_(partials), row_(row), base_(row * p_.segments), count_(static_cast<int>(p_.segments)) {
     if (p_.unit_width == 0) return;
@@ -22,7 +22,8 @@ class RowSegments {
     count_ = (tiles + unit_tiles - 1) / unit_tiles;
   }
   __device__ int count() const { return count_; }
-  // But where segments are units.
+  // Returns segment b as it lies in memory, unless segments are units, which may have to be added
+  // up.
   __device__ PartialSum operator()(int b) const {
     if (p_.unit_width == 0) return in_place(b);
     PartialSum unit[1];
@@ -30,8 +31,9 @@ class RowSegments {
     return unit[0];
   }
 
-  // Adds up, where segments are tiles, units b, b + 32, ..., and behind the last one nothing. A
-  // loop: short code, and what the first tile brings to the L1 cache serves the others.
+  // Adds up, where segments are tiles, units b, b + 32, ..., and nothing behind the last one. It
+  // stays a loop: short code is fetched quickly, and what the first tile brings to the L1 cache
+  // serves the others.
   template <int kUnits>
   __device__ void of_tiles(int b, PartialSum (&unit)[kUnits]) const {
     PartialSum next[kUnits];

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// From a row's partial sums to its state. Segments l, l + 32, ... are added by lane l of 32, then
-// the tree over the lanes: an order that depends on the vocabulary alone, however many lanes there
-// are to do it.
+// These functions make of a row's partial sums its state. Segments l, l + 32, ... are added by lane
+// l of 32, then the tree over the lanes adds these; the order depends on the vocabulary alone,
+// however many lanes there are to do it.
 //   m = max m_b   S = sum s_b exp(m_b - m)   T = sum exp(m_b - m) (t_b + (m_b - m) s_b)
 #pragma once
 
@@ -11,16 +11,17 @@ namespace logitless::cuda {
 
 // Holds what is known of a row before its sums.
 struct RowToken {
-  int64_t i;   // the token
-  int target;  // column; negative: another shard's
+  int64_t i;   // it is the token's number
+  int target;  // it is a column, or negative if another shard has it
   float target_weight, token_weight;
   float target_logit;
 };
 
 struct RowTotals {
   float others =
-      -INFINITY;      // max m_b: without the target's column, unless a b has it for an anchor
-  float maximum = 0;  // with it; what the sums are relative to
+      // It is max m_b without the target's column, unless a segment has that for an anchor.
+      -INFINITY;
+  float maximum = 0;  // it includes the target's column; the sums are relative to it
   float sum = 0, shifted = 0, weighted = 0, logits = 0, squared = 0;
   int argmax = INT32_MAX, above = 0;
 };
@@ -28,7 +29,7 @@ struct RowTotals {
 __device__ inline float maximum_with_target(float others, const RowToken& token) {
   const float z = token.target_logit;
   if (token.target < 0) return others;
-  // A NaN anywhere leaves no maximum to name.
+  // If any logit is NaN there is no maximum to name.
   return z != z ? nan_value() : fmaxf(others, z);
 }
 
@@ -37,11 +38,11 @@ __device__ inline float lift_of(float own, float maximum) {
   return own == -infinity() ? 1.0f : exp_nonpositive(own - maximum);
 }
 
-// By a warp. kPlain: nothing but the sums is wanted.
+// A warp adds up a row. With kPlain nothing but the sums is wanted.
 template <bool kPlain>
 __device__ inline RowTotals sum_by_warp(const Partials& partials, const RowSegments& segments,
                                         int64_t base, const RowToken& token, int lane) {
-  constexpr int held = 2;  // of a lane's segments
+  constexpr int held = 2;  // a lane holds so many segments
   PartialSum own[held];
   const int count = segments.count();
   if (partials.unit_width == 1) {
@@ -96,8 +97,8 @@ __device__ inline RowTotals sum_by_warp(const Partials& partials, const RowSegme
   return all;
 }
 
-// Adds up units (units.h), by kLanes of a warp, each in the place of 32 / kLanes: rows side by side
-// spare most of what a warp does a row.
+// Adds up units (units.h) by kLanes of a warp, each in the place of 32 / kLanes lanes: with several
+// rows side by side a warp does most of its work once for all of them.
 template <int kLanes>
 __device__ inline RowTotals sum_by_lanes(const RowSegments& segments, const RowToken& token,
                                          int lane) {
@@ -111,7 +112,7 @@ __device__ inline RowTotals sum_by_lanes(const RowSegments& segments, const RowT
       own[i] = b < whole ? segments.in_place(b) : PartialSum{};
     }
   };
-  // Single ones are the last: few, and mostly one of them at most is this lane's.
+  // Single units are the last: they are few, and mostly at most one of them is this lane's.
   const int first_single = whole + ((lane - whole) & (kLanes - 1));
   PartialSum single;
   RowTotals all;
@@ -138,7 +139,7 @@ __device__ inline RowTotals sum_by_lanes(const RowSegments& segments, const RowT
   for (int i = 0; i < each; ++i) sum[i] = 0;
 #pragma unroll 1
   for (int first = 0; first <= last; first += 32) {
-    if (last > 0) load(first);  // else they are still there
+    if (last > 0) load(first);  // if there was one group only, the registers still have it
 #pragma unroll
     for (int i = 0; i < each; ++i) {
       sum[i] = fmaf(own[i].sum, lift_of(own[i].reference, all.maximum), sum[i]);
@@ -153,7 +154,7 @@ __device__ inline RowTotals sum_by_lanes(const RowSegments& segments, const RowT
       if (b / kLanes % each == i) sum[i] = fmaf(single.sum, lift, sum[i]);
     }
   }
-  // The tree of 32 lanes.
+  // This is the tree of 32 lanes, with fewer of them.
 #pragma unroll
   for (int n = each / 2; n > 0; n /= 2) {
 #pragma unroll
@@ -167,9 +168,9 @@ __device__ inline RowTotals sum_by_lanes(const RowSegments& segments, const RowT
   return all;
 }
 
-// A row's sums relative to an anchor as relative to near its maximum: the total is t 2^k with t in
-// [1, 2), and k ln 2 goes to the reference. What that loses goes to log t: the loss, of which
-// log 2^k is the most, is then as good as its own rounding.
+// Changes a row's sums relative to an anchor to sums relative to near its maximum: the total is t
+// 2^k with t in [1, 2), and k ln 2 goes to the reference. What that loses goes to log t, so that
+// the loss, of which log 2^k is the most, is as good as its own rounding.
 __device__ inline void come_near(float total, RowState* state) {
   constexpr float ln2_high = 0x1.62e4p-1f, ln2_low = 0x1.7f7d1cp-20f;  // k ln2_high is exact
   if (!(total > 0 && total < infinity()) || (total >= 1 && total < 2)) return;
@@ -181,14 +182,14 @@ __device__ inline void come_near(float total, RowState* state) {
   state->log_sum = logf(t) + fmaf(static_cast<float>(k), ln2_low, lost);
 }
 
-// `rest`: 1 - p_t.
+// Makes the state of a row's totals; `rest` is 1 - p_t.
 template <bool kPlain>
 __device__ inline RowStatistics state_of_totals(const Partials& partials, RowTotals r,
                                                 const RowToken& token, bool vocab_is_whole,
                                                 float* rest) {
   const bool here = token.target >= 0;
   const float z = token.target_logit;
-  // The maxima have missed it.
+  // The sum has a NaN that the maxima have missed.
   if (r.sum != r.sum && r.maximum != infinity()) r.maximum = nan_value();
   const float distance = z - r.maximum;
   const float at_target = here ? exp_nonpositive(distance) : 0.0f;
@@ -198,7 +199,8 @@ __device__ inline RowStatistics state_of_totals(const Partials& partials, RowTot
   state.log_sum = here && z == r.maximum ? log1pf(r.sum) : logf(total);
   if (partials.anchored) come_near(total, &state);
   if (r.maximum != r.maximum || r.maximum == infinity()) state.log_sum = nan_value();
-  // Every column -inf: no probability to speak of. A shard's other columns may have some.
+  // If every column is -inf there is no probability to speak of, except that a shard's other
+  // columns may have some.
   if (r.maximum == -infinity() && (here || vocab_is_whole)) state.log_sum = nan_value();
   state.target_logit = z;
   *rest = r.sum / total;
@@ -206,7 +208,7 @@ __device__ inline RowStatistics state_of_totals(const Partials& partials, RowTot
   const float c = here ? token.target_weight : 0.0f;
   if (partials.weighted != nullptr && c != 0) r.weighted = fmaf(c, z, r.weighted);
   state.weighted_logit_sum = r.weighted;
-  state.mean_logit = r.weighted;  // times the columns, which the caller of this knows
+  state.mean_logit = r.weighted;  // it is still times the columns, which the caller divides by
   if (partials.logits != nullptr) state.mean_logit = here ? r.logits + z : r.logits;
   if (partials.squared != nullptr) {
     const float p = at_target / total;

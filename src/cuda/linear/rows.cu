@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// From the partial sums of a row to its state, and from the state to the factors of its gradient.
+// These kernels make of the partial sums of a row its state, and of the state the factors of its
+// gradient.
 #include <type_traits>
 
 #include "src/cuda/linear/linear.cuh"
@@ -15,9 +16,9 @@ constexpr int threads = 256, unit_lanes = 4;
 
 __device__ bool find_row(const Chunk& chunk, int k) { return k < chunk.rows && is_valid(chunk, k); }
 
-// Every block of a launch runs the kernel's code once, so that the code and the parameters are most
-// of what is fetched: a call without options has kernels and parameters of its own.
-struct TokenValues {  // f32 of each token, of the caller's
+// Every block of a launch runs the kernel's code once, so that fetching the code and the parameters
+// takes most of the time: a call without options has kernels and parameters of its own.
+struct TokenValues {  // this is an array of the caller's with an f32 for each token
   float* data = nullptr;
   int64_t stride = 0;
   __device__ void put(int64_t i, float x) const {
@@ -26,28 +27,29 @@ struct TokenValues {  // f32 of each token, of the caller's
 };
 struct PlainRows {
   Chunk chunk;
-  Partials partials;     // maximum null: Backward was given the state
-  int32_t tiles, teams;  // of units: UnitShares
+  Partials partials;     // where its maximum is null, Backward was given the state
+  int32_t tiles, teams;  // they say how units were shared out: UnitShares
   const float* target_logit;
-  float* losses;  // [N]  compacted, to be reduced; null: each to the caller
+  float* losses;  // [N]  compacted, to be reduced; where it is null each loss goes to the caller
   TokenValues loss, reference, log_sum, logprob;
   Reduction reduction;
   EmptyMean empty_mean;
   bool vocab_is_whole;
-  bool last;  // chunk: the losses are reduced
+  bool last;  // this is the last chunk, after which the losses are reduced
   int32_t* finished;
-  // Null where no gradient is wanted; target_gradient, factors: where that, or E, is not asked for.
+  // These are null where no gradient is wanted; target_gradient also where nobody asks for it,
+  // factors where E is not used.
   RowGradient* gradients;
   float* target_gradient;
   RowFactors* factors;
   int32_t* again;
-  std::array<Panel, 2> kept;  // E
-  // Input times v; null: not here.
+  std::array<Panel, 2> kept;  // they are E, whose target columns are written
+  // The input times v goes to `scaled`; a null input says that it is not made here.
   const char* input;
   char* scaled;
   int64_t pitch;
-  int32_t behind;      // rows behind the chunk's to be cleared with it
-  int32_t unused = 0;  // GCC 12 leaves these bytes to chance; tests compare all of a launch
+  int32_t behind;      // so many rows behind the chunk's are cleared with it
+  int32_t unused = 0;  // GCC 12 leaves these bytes to chance, and tests compare all of a launch
 };
 struct OptionRows : PlainRows {
   LinearCall call;
@@ -55,7 +57,8 @@ struct OptionRows : PlainRows {
 template <bool kPlain>
 using RowsArguments = std::conditional_t<kPlain, PlainRows, OptionRows>;
 
-// Nothing is asked of a row but its loss, its state and gradients, nothing given but weights.
+// Returns whether the call asks nothing of a row but its loss, its state and gradients, and gives
+// nothing but weights.
 bool is_plain(const LinearCall& call) {
   const TokenStatistics& s = call.outputs.statistics;
   const TokenInput& in = call.in;
@@ -66,7 +69,7 @@ bool is_plain(const LinearCall& call) {
          !in.statistics_gradients;
 }
 
-// Asked for before it is known whether the row counts: nothing of use where it does not.
+// Loads a token before it is known whether the row counts; if it does not, the result is of no use.
 __device__ RowToken load_token(const PlainRows& a, int row) {
   const Tokens& t = a.chunk.tokens;
   const int64_t k = a.chunk.first + row;
@@ -83,8 +86,8 @@ __device__ KeptRow* kept_row(const KeptState& kept, int64_t token) {
 
 __device__ bool same_bits(float a, float b) { return __float_as_uint(a) == __float_as_uint(b); }
 
-// Takes 1 - p_t from what the caller kept of the row, and whether its E is no longer there. What is
-// not of this row's state makes it NaN and sets the fault word.
+// Takes 1 - p_t from what the caller kept of the row, and whether its E is no longer there. If what
+// was kept is not of this row's state, it becomes NaN and the fault word is set.
 __device__ void load_kept(const LinearCall& call, const RowToken& token, RowState* state,
                           float* rest, bool* overwritten) {
   KeptRow* row = kept_row(call.kept, token.i);
@@ -100,7 +103,7 @@ __device__ void load_kept(const LinearCall& call, const RowToken& token, RowStat
   if (present(call.in.fault)) atomicOr(address<int>(call.in.fault), 2);
 }
 
-// A token without a gradient has its state used up too: no other Backward finds it.
+// Uses up the state of a token without a gradient too, so that no other Backward finds it.
 __device__ void use_up(const LinearCall& call, int64_t token) {
   if (call.kept.rows == nullptr || call.shape.forward || !call.kept.consumes) return;
   if (kind_of_target(call.in, load_int(call.in.target, token)) != TokenKind::counts) return;
@@ -139,17 +142,18 @@ __device__ void put_outputs(const RowsArguments<kPlain>& a, int row, const RowTo
   }
 }
 
-// E = exp(z - z_t) serves a loss up to this many nats; beyond, the row is made again.
+// E = exp(z - z_t) serves a loss up to this many nats; beyond it, the row is made again.
 constexpr float most_nats = 60;
-// And a one-hot part up to this many times the probability's: E of the target is 1 - o / v.
+// A one-hot part may be up to this many times the probability's, because E of the target is 1 - o /
+// v.
 constexpr float most_onehot = 4096;
 
-// The map of the row's logits.
+// Returns the map of the row's logits.
 __device__ MapFactors map_of_row(const OptionRows& a, int row) {
   return map_of_token(a.call.map, a.chunk.tokens, a.chunk.first + row);
 }
 
-// The row's gradient, from its state.
+// Makes the row's gradient from its state.
 template <bool kPlain>
 __device__ RowGradient gradient_of(const RowsArguments<kPlain>& a, int row, const RowToken& token,
                                    const RowState& state) {
@@ -161,13 +165,13 @@ __device__ RowGradient gradient_of(const RowsArguments<kPlain>& a, int row, cons
     RowGradient g = scaled(
         token_gradient(a.call.in, scalars, token.i, token.target_weight, token.token_weight, state),
         map_of_row(a, row).slope);
-    // The caller's entropy may be anything without its term.
+    // The caller's entropy may be anything where its term has no gradient.
     if (g.entropy == 0) g.entropy_value = 0;
     return g;
   }
 }
 
-// dz of the target, where dz is made of logits.
+// Returns dz of the target, where dz is made of logits.
 template <bool kPlain>
 __device__ float gradient_of_target(const RowsArguments<kPlain>& a, int row, const RowToken& token,
                                     const RowGradient& g) {
@@ -186,7 +190,7 @@ __device__ float gradient_of_target(const RowsArguments<kPlain>& a, int row, con
   }
 }
 
-// By one lane; v of the row.
+// One lane writes the row's factors; it returns v.
 template <bool kPlain, class E>
 __device__ float write_factors(const RowsArguments<kPlain>& a, int row, const RowToken& token,
                                const RowState& state, float rest, bool overwritten) {
@@ -206,12 +210,12 @@ __device__ float write_factors(const RowsArguments<kPlain>& a, int row, const Ro
   }
   const bool far = state.reference - z > most || fabsf(z) >= most_anchor;
   const bool steep = onehot > most_onehot * probability;
-  // A factor that f32, or the scaled input's 16 bits, would lose: a tiny token weight, say.
+  // f32, or the scaled input's 16 bits, would lose such a factor, as a tiny token weight makes it.
   const bool faint = fabsf(f.scale) < 0x1p-96f && fmaxf(onehot, probability) > 0;
-  // With an infinite weight the smoothing's term cannot stand apart: 0 inf is not -s c inf.
+  // With an infinite weight the smoothing's term cannot stand apart, because 0 inf is not -s c inf.
   const bool infinite = a.chunk.tokens.scalars->weight_is_infinite != 0 && g.smoothing != 0;
   if constexpr (!kPlain) {
-    if (a.call.shape.forms_dz) {  // of kept E: dz itself is formed of what is in range
+    if (a.call.shape.forms_dz) {  // dz itself is formed of the kept E that is in range
       // An infinite weight makes every column infinite, also one whose E is kept as 0.
       const bool again = far || overwritten || probability == infinity();
       if (again) a.again[1 + atomicAdd(a.again, 1)] = row;
@@ -220,7 +224,8 @@ __device__ float write_factors(const RowsArguments<kPlain>& a, int row, const Ro
     }
   }
   if constexpr (!kPlain) {
-    // Comparisons lose a NaN that arrived, where the other factor is 0.
+    // Comparisons are false for a NaN, and a product where the other factor is 0 hides one; so it
+    // is passed on here.
     if (onehot != onehot || probability != probability) {
       a.factors[row] = {nan_value(), 0, 0, 0};
       return nan_value();
@@ -230,7 +235,8 @@ __device__ float write_factors(const RowsArguments<kPlain>& a, int row, const Ro
     f.scale = fmaxf(onehot, probability);
     f.smoothing = 0;
     f.again = 1;
-    a.again[1 + atomicAdd(a.again, 1)] = row;  // in any order: each row is made alone
+    // The order does not matter, as each row is made alone.
+    a.again[1 + atomicAdd(a.again, 1)] = row;
     if constexpr (!kPlain) {
       if (a.call.kept.rows != nullptr) kept_row(a.call.kept, token.i)->overwritten = 1;
     }
@@ -249,14 +255,14 @@ __device__ float write_factors(const RowsArguments<kPlain>& a, int row, const Ro
   return f.scale;
 }
 
-// A lane's part of a row of the compacted input that becomes the row times v.
+// A lane has this part of a row of the compacted input, which becomes the row times v.
 template <class E>
 struct ScaledRow {
   static constexpr int width = Pack<E>::width, many = 4, step = many * 32 * width;
   const E* from;
   E* to;
   int64_t pitch;
-  Pack<E> x[many];  // asked for before v is known
+  Pack<E> x[many];  // they are loaded before v is known
 
   __device__ void load(int64_t first) {
 #pragma unroll
@@ -297,7 +303,8 @@ __device__ void finish_row(const RowsArguments<kPlain>& a, int row, int lane) {
     summed = a.partials.maximum != nullptr;
     if (!summed) wait_for_kernel_before();
   }
-  // The forward's products began when all before them had ended: what they have not made is there.
+  // The forward's products began when all before them had ended, so what they did not make is there
+  // already.
   RowToken token{};
   if (row < a.chunk.rows) token = load_token(a, row);
   const bool valid = find_row(a.chunk, row), scales = a.scaled != nullptr && exists;
@@ -341,7 +348,7 @@ __device__ void finish_row(const RowsArguments<kPlain>& a, int row, int lane) {
     a.gradients[row] = RowGradient{};
     if (a.factors != nullptr) a.factors[row] = RowFactors{0, 0, 0, 0};
   }
-  // A row of no token is 0, and was gathered as such.
+  // A row of no token is 0: it was gathered as such.
   if (!scales || (!valid && scaled.from == scaled.to)) return;
 #pragma unroll 1
   for (int64_t j = first; j < a.pitch; j += ScaledRow<E>::step) {
@@ -365,7 +372,7 @@ __device__ void reduce_if_last(const PlainRows& a) {
   reduce_losses<threads, true>(a.reduction, a.empty_mean, a.chunk.tokens, a.losses, a.loss.data);
 }
 
-// A warp a row.
+// A warp finishes a row.
 template <bool kPlain, class E>
 __global__ void __launch_bounds__(threads)
     finish_kernel(const __grid_constant__ RowsArguments<kPlain> a) {
@@ -375,15 +382,16 @@ __global__ void __launch_bounds__(threads)
   reduce_if_last(a);
 }
 
-// The loss alone, of units: kLanes lanes a row.
+// Makes the loss alone, from units, with kLanes lanes a row.
 template <bool kPlain, int kLanes>
 __global__ void __launch_bounds__(threads)
     units_kernel(const __grid_constant__ RowsArguments<kPlain> a) {
   const int row = blockIdx.x * (threads / kLanes) + threadIdx.x / kLanes;
   const int lane = threadIdx.x % kLanes;
-  const int first = row - threadIdx.x % 32 / kLanes;  // of the warp
+  const int first = row - threadIdx.x % 32 / kLanes;  // it is the warp's first row
   const int valid = valid_rows(a.chunk);
-  const int some = max(min(row, valid - 1), 0);  // the warp's shuffles are of all its lanes
+  // A row that exists, because the warp's shuffles need all its lanes.
+  const int some = max(min(row, valid - 1), 0);
   const RowToken token = load_token(a, some);
   wait_for_kernel_before();
   if (first < valid) {
@@ -401,7 +409,7 @@ TokenValues values_of(const TensorView& view) {
   return {view.as<float>(), view.stride[0]};
 }
 
-// f(the kernel's arguments, whether they are plain)
+// Calls f with the kernel's arguments and whether they are plain.
 template <class F>
 void with_plain(const PlainRows& plain, const LinearCall& call, F&& f) {
   if (is_plain(call)) {
@@ -449,7 +457,7 @@ void finish_rows(const LinearWork& work, bool with_factors, const std::array<Pan
   with_plain(plain, call, [&](const auto& arguments, auto is_plain) {
     constexpr bool kPlain = is_plain();
     if (m.partials.unit_width > 1) {
-      // Most units of few tokens are single tiles, for a warp to read at once.
+      // With few tokens most units are single tiles, which a warp reads at once.
       constexpr int64_t few_tokens = 256;
       const auto with_lanes = [&](auto lanes) {
         shape.blocks = blocks_for(chunk.rows, threads / lanes());

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A plan is the steps it takes. Engine::for_steps enumerates them in their order, without
-// allocating; what visits them runs them (linear_run.h), prices them (plan_time.h), counts what
-// they need, or prints them (logitless plan --steps).
+// allocating; its visitors run them (linear_run.h), price them (plan_time.h), count what they need,
+// or print them (logitless plan --steps).
 #pragma once
 
 #include <algorithm>
@@ -12,32 +12,33 @@
 namespace logitless::cuda {
 
 enum class StepKind {
-  // These are the call's, before the first chunk.
-  tokens,        // which tokens count
-  copy_weight,   // to rows that a product can read
-  column_terms,  // bias and class weights in f32
-  class_row,     // sum_j c_j weight_j of the columns whose E is multiplied
-  weight_tail,   // the weight's last V % 8 rows, with zeros behind them
-  trade_rows,    // rows of kept E that have a gradient come to the front
-  // These are of a chunk of tokens.
-  gather,            // their rows of input, compacted, and the logits of their targets
-  logits,            // of the panel's columns: partial sums of each row; E (of_e: which is kept)
-  states,            // from the sums: outputs, the factors of the gradients, input times v (scales)
-  finish_panel,      // E of rows beyond the exponent's range; what lies behind the panel's rows
-  form_dz,           // dz in the place of E, and its part of grad_bias
-  scale_input,       // input times v, and the rows that make the smoothing's term of E
-  remake,            // E (of_e) or dz of the panel, from logits made again
-  form_panel,        // dz of the panel, from kept E
-  copy_panel,        // of E, from grad_weight's memory to the workspace
-  grad_input,        // panel . weight
-  grad_weight,       // panel^T . input
-  both_gradients,    // these two at once
-  grad_bias,         // the panel's columns summed
-  write_grad_input,  // from its sums
-  // These are the call's, behind the last chunk.
-  trade_back,         // those rows go to where they were
-  no_tokens,          // the loss of none, and gradients of 0
-  write_grad_weight,  // from its sums
+  // These steps run once a call, before the first chunk.
+  tokens,        // finds which tokens count
+  copy_weight,   // copies the weight to rows that a product can read
+  column_terms,  // makes the bias and the class weights in f32
+  class_row,     // makes sum_j c_j weight_j of the columns whose E is multiplied
+  weight_tail,   // copies the weight's last V % 8 rows, with zeros behind them
+  trade_rows,    // brings rows of kept E that have a gradient to the front
+  // These steps run once a chunk of tokens.
+  gather,  // compacts the chunk's rows of input and makes the logits of their targets
+  logits,  // makes partial sums of each row over the panel's columns, and E (of_e: it is kept)
+  states,  // makes of the sums the outputs, the gradients' factors and input times v (scales)
+  // Makes E of rows beyond the exponent's range, and what lies behind the panel's rows.
+  finish_panel,
+  form_dz,           // makes dz in the place of E, and its part of grad_bias
+  scale_input,       // makes input times v, and the rows that make the smoothing's term of E
+  remake,            // makes E (of_e) or dz of the panel, from logits made again
+  form_panel,        // makes dz of the panel, from kept E
+  copy_panel,        // copies E from grad_weight's memory to the workspace
+  grad_input,        // makes panel . weight
+  grad_weight,       // makes panel^T . input
+  both_gradients,    // makes these two at once
+  grad_bias,         // sums the panel's columns
+  write_grad_input,  // makes grad_input from its sums
+  // These steps run once a call, behind the last chunk.
+  trade_back,         // brings the rows of kept E back to where they were
+  no_tokens,          // writes the loss of no tokens, and gradients of 0
+  write_grad_weight,  // makes grad_weight from its sums
   write_grad_bias,
 };
 const char* name_of(StepKind kind);
@@ -46,25 +47,26 @@ struct Range {
   int64_t first = 0, count = 0;
 };
 
-// Columns [first, first + columns) of E or dz.
+// These are columns [first, first + columns) of E or dz.
 struct PanelPlace {
   int64_t first = 0, columns = 0;
-  bool lent = false;    // lies in grad_weight's memory
-  bool kept = false;    // or in the caller's, beside others
-  bool copied = false;  // and is copied from there to the workspace for its rows' product
+  bool lent = false;  // it lies in grad_weight's memory
+  bool kept = false;  // it lies in the caller's memory, beside other columns
+  // It is copied from there to the workspace for the product that makes its rows.
+  bool copied = false;
   int64_t end() const { return first + columns; }
 };
 
 struct Step {
   StepKind kind;
   PanelPlace panel = {};
-  int64_t lent_behind = 0;  // columns after the panel's, which lie in grad_weight's memory
-  Range rows = {};          // of the chunk
-  bool of_e = false;        // of E, whose rows have factors; else of dz
+  int64_t lent_behind = 0;  // so many columns after the panel's lie in grad_weight's memory
+  Range rows = {};          // they are counted in the chunk
+  bool of_e = false;        // a product is of E, whose rows have factors; else of dz
   bool to_sums = false;     // a product's result goes to sums in f32; else to the gradient itself
-  bool adds = false;        // to what is there
+  bool adds = false;        // a product's result is added to what is there
   bool scales = false;
-  Range tokens = {};  // the chunk's, of those compacted
+  Range tokens = {};  // they are the chunk's, counted in the compacted ones
   int64_t columns() const { return panel.columns + lent_behind; }
   PanelPlace behind() const { return {.first = panel.end(), .columns = lent_behind, .lent = true}; }
 };
@@ -73,15 +75,15 @@ class StepVisitor {
  public:
   virtual ~StepVisitor() = default;
   virtual void visit(const Step& step) = 0;
-  // Alike steps follow, `count` times: how many times to enumerate them.
+  // `count` alike steps follow; it returns how many times to enumerate them.
   virtual int64_t begin_repeat(int64_t count) { return count; }
   virtual void end_repeat(int64_t) {}
-  // Tells, of parts of E in grad_weight's memory that differ, how many to enumerate; the others are
-  // told as if each were copied.
+  // Returns how many parts of E in grad_weight's memory that differ to enumerate; each of the
+  // others is enumerated as if it were copied.
   virtual int64_t most_parts() const { return INT64_MAX; }
 };
 
-// body(i) of each of `count` alike steps that the visitor wants.
+// Calls body(i) for each of `count` alike steps that the visitor wants.
 template <class F>
 void repeat(StepVisitor* visitor, int64_t count, F&& body) {
   if (count <= 0) return;
@@ -89,7 +91,7 @@ void repeat(StepVisitor* visitor, int64_t count, F&& body) {
   for (int64_t i = 0; i < wanted; ++i) body(i);
   visitor->end_repeat(count);
 }
-// body(range) of the pieces of [0, total): whole ones and what is left.
+// Calls body(range) for the pieces of [0, total): the whole ones and what is left.
 template <class F>
 void repeat_pieces(StepVisitor* visitor, int64_t total, int64_t piece, F&& body) {
   const int64_t whole = total / piece, left = total % piece;
@@ -97,8 +99,8 @@ void repeat_pieces(StepVisitor* visitor, int64_t total, int64_t piece, F&& body)
   repeat(visitor, left > 0, [&](int64_t) { body(Range{whole * piece, left}); });
 }
 
-// Enumerates what the steps of every engine begin with, have in common and end with; a class of an
-// engine adds those between.
+// Enumerates what the steps of every engine begin with, have in common and end with; an engine's
+// class adds those between.
 class CallSteps {
  public:
   CallSteps(const LinearShape& shape, const LinearPlan& plan, StepVisitor* visitor)
@@ -107,15 +109,15 @@ class CallSteps {
   void enumerate();
 
  protected:
-  // The partial sums of the chunk's rows, and E of the columns that are kept.
+  // Makes the partial sums of the chunk's rows, and E of the columns that are kept.
   virtual void logits() = 0;
-  // The chunk's, from E or from logits that are made again.
+  // Makes the chunk's gradients, from E or from logits that are made again.
   virtual void gradients() = 0;
 
-  // All of the caller's.
+  // Returns all columns of the caller's memory.
   PanelPlace kept() const { return {.columns = s_.kept_columns, .kept = true}; }
   PanelPlace stored() const { return {.columns = p_.stored_columns, .kept = s_.kept_columns > 0}; }
-  // Columns, the first ones, whose dz is formed of kept E.
+  // Returns how many columns, the first ones, have their dz formed of kept E.
   int64_t formed_columns() const { return s_.forms_panels ? s_.kept_columns : 0; }
   StepKind how_made(const PanelPlace& panel) const {
     return panel.first < formed_columns() ? StepKind::form_panel : StepKind::remake;
@@ -127,7 +129,7 @@ class CallSteps {
   void scale_input();
   void grad_weight(const PanelPlace& panel, bool of_e);
   void grad_bias(const PanelPlace& panel, bool of_e);
-  // Some rows at a time from E of every column, through sums of so many rows.
+  // Makes grad_input of some rows at a time, from E of every column, through sums of so many rows.
   void grad_input_by_rows(bool of_e);
   void write_grad_input(const Range& rows, bool of_e);
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The launches of logit_rows.cuh.
+// The host launches the kernel of logit_rows.cuh here.
 #include "src/cuda/rows/logit_rows.cuh"
 
 namespace logitless::cuda {
@@ -27,7 +27,8 @@ bool launch_of(const RowsCall& call, const DeviceInfo& device, Stream* stream) {
                   {call.wants_weighted_sum, call.wants_entropy, call.wants_argmax,
                    call.wants_logit_sum, call.wants_squares, call.wants_rank}};
   const auto blocks = static_cast<unsigned>(call.logits.shape[0] * a.plan.cluster);
-  const int cluster = call.row_reference ? 1 : a.plan.cluster;  // each block on its own
+  // With the state given, each block works on its own.
+  const int cluster = call.row_reference ? 1 : a.plan.cluster;
   const Columns columns = columns_of(call, a.map);
   const auto kernel = columns == Columns::plain     ? rows_kernel<T, Columns::plain>
                       : columns == Columns::options ? rows_kernel<T, Columns::options>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The row kernel, logits [N, V] -> statistics [N], losses [N], output [N, V]:
+// This is the row kernel, logits [N, V] -> statistics [N], losses [N], output [N, V]:
 //   m_i = max_j z_ij   log s_i = log sum_j exp(z_ij - m_i)   output_ij = draw_ij, or p_ij
 // A cluster of blocks takes a row, each block a slice of its columns, copied to shared memory by
 // 16-byte words. Blocks tell each other their maximum and sum through distributed shared memory;
@@ -25,12 +25,12 @@ struct RowsArguments {
 
 // Holds what a row needs of its token.
 struct RowTarget {
-  int target = -1;  // its column, or -1: on another shard
+  int target = -1;  // it is a column, or -1 if another shard has it
   float target_weight = 1, token_weight = 1;
 };
 
-// The scalars of the call, which the kernel in front may still be making; here once finish_tile is
-// through.
+// Starts to copy the call's scalars, which the kernel in front may still be making; they are here
+// once finish_tile is through.
 __device__ inline void start_scalars(const TokenScalars* from, TokenScalars* to) {
   static_assert(sizeof(TokenScalars) % word_bytes == 0);
   constexpr int words = sizeof(TokenScalars) / word_bytes;
@@ -41,7 +41,8 @@ __device__ inline void start_scalars(const TokenScalars* from, TokenScalars* to)
             reinterpret_cast<const char*>(from) + n * word_bytes);
 }
 
-// The coefficients of row i without the factors of the map; of a softmax, p itself.
+// Returns the coefficients of row i without the factors of the map; those of a softmax make p
+// itself.
 __device__ inline RowGradient gradient_of_row(const RowsCall& call, int64_t i,
                                               const RowTarget& token, const TokenScalars& scalars,
                                               const RowState& state) {
@@ -57,7 +58,7 @@ __device__ inline RowGradient gradient_of_row(const RowsCall& call, int64_t i,
                 scalars.gradient_scale);
 }
 
-// draw at the target, onehot included.
+// Returns draw at the target, onehot included.
 __device__ inline float target_gradient(const MapFactors& map, const RowGradient& g, float z,
                                         float class_weight) {
   const float log_p = (z - g.reference) - g.log_sum;
@@ -71,17 +72,17 @@ __device__ inline float target_gradient(const MapFactors& map, const RowGradient
   return static_cast<float>(dz * slope);
 }
 
-// p_j = lost 2^(z_j log2 e - by), by the rounded (m + log s) log2 e and `lost` what its rounding
-// loses, the same for the whole row: one multiply-add an element, and one rounding, of a smaller
-// number. Where m is too large for `lost` to be next to 1, it is subtracted first, as it is for the
-// sums: there the largest term is to be exactly 1.
+// p_j = lost 2^(z_j log2 e - by), where `by` is the rounded (m + log s) log2 e and `lost` what its
+// rounding loses, the same for the whole row. An element takes one multiply-add, and one rounding,
+// of a smaller number. Where m is too large for `lost` to be next to 1, m is subtracted first, as
+// it is for the sums, because there the largest term is to be exactly 1.
 struct Probability {
   float m, log_sum, by = 0, lost = 1;
   bool near;
   __device__ Probability(float m, float log_sum)
       : m(m), log_sum(log_sum), near(fabsf(m) < 0x1p20f && fabsf(log_sum) < 0x1p20f) {
     if (!near) return;
-    // Both products and their sum, with what each rounding loses.
+    // Both products and their sum are made with what each rounding loses.
     const float x = m * log2_e, y = log_sum * log2_e;
     by = x + y;
     const float y_seen = by - x;
@@ -95,14 +96,14 @@ struct Probability {
   }
 };
 
-// draw_j of every column but the target's.
+// Makes draw_j of every column but the target's.
 template <bool kPlain, bool kNear>
 struct GradientColumn {
   const MapFactors& map;
   const TensorView& class_weight;
-  int64_t first;  // class of column 0 of the tile
+  int64_t first;  // the tile's column 0 is this class
   const Probability& p_of;
-  float scale;  // the factor of p_j times what it lost
+  float scale;  // it is the factor of p_j times what that lost
   float smoothing, entropy, entropy_value;
   __device__ float operator()(float raw, int j) const {
     const float z = kPlain ? raw : map_raw(map, raw);
@@ -117,7 +118,7 @@ struct GradientColumn {
   }
 };
 
-// This block's columns.
+// This block takes these columns.
 struct Slice {
   int64_t begin, end;
   int tile, tiles;
@@ -128,7 +129,7 @@ struct Slice {
   }
 };
 
-// z of the target in the tile that holds its column.
+// Returns z of the target in the tile that holds its column.
 template <class T>
 __device__ float target_logit(const MapFactors& map, const Tile<T>& tile, int64_t column) {
   return map_raw(map, to_f32(tile.elements()[column]));
@@ -139,7 +140,7 @@ __device__ inline unsigned char* tile_memory() {
   return memory;
 }
 
-// The map of row i.
+// Returns the map of row i.
 template <Columns kColumns>
 __device__ decltype(auto) map_of_row(const RowsArguments& a, int64_t i) {
   if constexpr (kColumns == Columns::more) {
@@ -149,7 +150,7 @@ __device__ decltype(auto) map_of_row(const RowsArguments& a, int64_t i) {
   }
 }
 
-// `loaded`: which tile is in shared memory.
+// Writes the row's output; `loaded` is the tile that is in shared memory.
 template <class T, Columns kColumns>
 __device__ void write_output(const RowsArguments& a, const MapFactors& map, const RowState& state,
                              const Slice& slice, int64_t i, const RowTarget& token,
@@ -160,11 +161,11 @@ __device__ void write_output(const RowsArguments& a, const MapFactors& map, cons
   for (int index = 0; index < slice.tiles; ++index) {
     const int64_t column = slice.column(index);
     if (index != loaded) {
-      __syncthreads();  // the last tile is no longer read
+      __syncthreads();  // nobody reads the last tile any longer
       tile = load_tile<T>(call.logits, i, column, slice.columns(index), tile_memory());
       loaded = index;
     }
-    // By every warp for itself: cheaper than a barrier.
+    // Every warp makes this for itself, which is cheaper than a barrier.
     const RowGradient g = gradient_of_row(call, i, token, scalars, state);
     const Probability p(g.reference, g.log_sum);
     const auto write = [&]<bool kNear>() {
@@ -174,8 +175,8 @@ __device__ void write_output(const RowsArguments& a, const MapFactors& map, cons
                                         g.probability * slope * p.lost, g.smoothing * slope,
                                         g.entropy * slope, g.entropy_value});
     };
-    // The target's column is written once more by the thread that writes it with the others, from a
-    // value that its warp has found by then.
+    // The thread that writes the target's column with the others writes it once more, from a value
+    // that its warp has found by then.
     const int t = static_cast<int>(threadIdx.x), target = token.target;
     const bool here = target >= column && target < column + tile.n;
     const int writer =
@@ -195,7 +196,7 @@ __device__ void write_output(const RowsArguments& a, const MapFactors& map, cons
   }
 }
 
-// One thread of the row.
+// One thread of the row runs this.
 __device__ inline void write_state(const RowsCall& call, int64_t i, const RowTarget& token,
                                    const TokenScalars& scalars, const RowStatistics& state) {
   if (present(call.outputs.loss)) {
@@ -205,16 +206,16 @@ __device__ inline void write_state(const RowsCall& call, int64_t i, const RowTar
   put_state(call.in, call.outputs.statistics, i, token.target, state);
 }
 
-// Holds what the blocks of a row tell each other: each writes its own partial into every block's
+// Blocks of a row tell each other their partials here: each writes its own into every block's
 // table.
 struct Exchange {
-  RowPartial table[most_row_blocks];  // by rank
-  uint64_t arrivals;                  // an mbarrier that counts the bytes of `table`
+  RowPartial table[most_row_blocks];  // a block's rank finds its partial
+  uint64_t arrivals;                  // it is an mbarrier that counts the bytes of `table`
 };
 static_assert(sizeof(RowPartial) == 32);
 
-// The row's partial from its blocks'; every thread of every block calls it. start_exchange and
-// cluster_wait came before, so that every block's mbarrier is known to count.
+// Combines the blocks' partials to the row's; every thread of every block calls it. start_exchange
+// and cluster_wait came before, so that every block's mbarrier is known to count.
 __device__ inline RowPartial combine_blocks(const RowPartial& own, int rank, int cluster,
                                             const RowWants& wants, Exchange* exchange) {
   const int t = static_cast<int>(threadIdx.x), lane = t % 32;
@@ -232,7 +233,7 @@ __device__ inline RowPartial combine_blocks(const RowPartial& own, int rank, int
   }
   __syncwarp();
   wait_for_bytes(&exchange->arrivals);
-  // Every partial is here, and nothing more will come: this block may end.
+  // Every partial is here and nothing more will come, so this block may end.
   return combine_lanes(lane < cluster ? exchange->table[lane] : RowPartial{}, wants);
 }
 
@@ -249,7 +250,7 @@ __global__ void __launch_bounds__(most_row_threads, blocks_at_once(kColumns))
   let_next_start();
   const RowsCall& call = a.call;
   const int cluster = a.plan.cluster;
-  const int rank = static_cast<int>(blockIdx.x) & (cluster - 1);  // a power of two
+  const int rank = static_cast<int>(blockIdx.x) & (cluster - 1);  // `cluster` is a power of two
   const int64_t i = blockIdx.x >> (__ffs(cluster) - 1);
   const bool makes_state = !present(call.row_reference);
   const int64_t per_block = int64_t{a.plan.tile} * a.plan.tiles;
@@ -260,7 +261,7 @@ __global__ void __launch_bounds__(most_row_threads, blocks_at_once(kColumns))
   if (call.scalars != nullptr) {
     const int64_t target = load_int(call.in.target, i);
     if (kind_of_token(call.in, call.inactive, i, target) !=
-        TokenKind::counts) {  // the same in the whole cluster
+        TokenKind::counts) {  // the answer is the same in the whole cluster
       if (present(call.output)) clear_columns(call.output, i, slice.begin, slice.end);
       wait_for_kernel_before();
       return;
@@ -293,7 +294,7 @@ __global__ void __launch_bounds__(most_row_threads, blocks_at_once(kColumns))
     for (int index = 0; index < slice.tiles; ++index) {
       const int64_t column = slice.column(index);
       if (index != loaded) {
-        __syncthreads();  // the last tile is no longer read
+        __syncthreads();  // nobody reads the last tile any longer
         tile = load_tile<T>(call.logits, i, column, slice.columns(index), tile_memory());
         loaded = index;
       }
@@ -313,7 +314,7 @@ __global__ void __launch_bounds__(most_row_threads, blocks_at_once(kColumns))
     if (kColumns == Columns::more && a.wants.logit_sum)
       state.mean_logit /= static_cast<float>(call.in.whole());
     state.target_logit = at_target;
-    // By the block that has the target.
+    // The block that has the target tells the row's state.
     const bool tells =
         token.target < 0 ? rank == 0 : token.target >= slice.begin && token.target < slice.end;
     if (call.scalars != nullptr && tells && threadIdx.x == blockDim.x - 1) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The launches of probability_rows.cuh.
+// The host launches the kernels of probability_rows.cuh here.
 #include "src/cuda/rows/probability_rows.cuh"
 
 #include "src/cuda/rows/logit_rows.h"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// From the columns of a row to its state, in an order that depends on the plan alone: per thread in
-// four chains, over the lanes, the warps, the tiles, the blocks.
+// These functions make of the columns of a row its state, in an order that depends on the plan
+// alone: per thread in four chains, then over the lanes, the warps, the tiles and the blocks.
 #pragma once
 
 #include "src/cuda/logit_map.cuh"
@@ -12,13 +12,13 @@ namespace logitless::cuda {
 // Holds sums of some columns, relative to their own maximum m.
 struct RowPartial {
   float maximum = -INFINITY;  // a NaN does not count
-  float sum = 0;              // sum exp(z - m); NaN where a logit is
-  float shifted = 0;          // sum exp(z - m) (z - m)
-  float weighted = 0;         // sum c z
-  float logits = 0;           // sum z
-  float squared = 0;          // sum exp(z - m)^2
-  int above = 0;              // columns above the target
-  int argmax = -1;            // lowest column; of the row, not of the tile
+  float sum = 0;              // it is sum exp(z - m), and NaN where a logit is
+  float shifted = 0;          // it is sum exp(z - m) (z - m)
+  float weighted = 0;         // it is sum c z
+  float logits = 0;           // it is sum z
+  float squared = 0;          // it is sum exp(z - m)^2
+  int above = 0;              // it counts the columns above the target
+  int argmax = -1;  // it is the lowest column of the maximum, counted in the row, not in the tile
 };
 
 struct RowWants {
@@ -26,8 +26,9 @@ struct RowWants {
   bool logit_sum = false, squares = false, rank = false;
 };
 
-// What is wanted of a column: the maximum, the sum and P p alone; options; or, which takes more
-// registers, the rank, sums of squares and of logits, and rows with maps of their own too.
+// These kinds of kernels differ in what they want of a column. `plain` makes the maximum, the sum
+// and P p alone; `options` all options; `more`, which takes more registers, also the rank, sums of
+// squares and of logits, and rows with maps of their own.
 enum class Columns { plain, options, more };
 
 constexpr int most_warps = 8;
@@ -39,9 +40,9 @@ struct WarpResults {
 
 constexpr int no_index = 0x7FFFFFFF;
 constexpr float log2_e = 0x1.715476p0f, log2_e_low = 0x1.4ae0cp-26f;
-// exp(x) for any x with two roundings before the one instruction: a relative error below
-// 2^-24 (2.3 |x| + 4), which docs/semantics.md grants: |x| is at most |log p| + log s. Below 2^-126
-// it is 0.
+// Returns exp(x) for any x with two roundings before the one instruction. Its relative error is
+// below 2^-24 (2.3 |x| + 4), which docs/semantics.md grants, where |x| is at most |log p| + log s.
+// Below 2^-126 it is 0.
 __device__ inline float exp_of_row(float x) { return exp2_fast(x * log2_e); }
 
 // Returns what the sums are relative to: 0 where the maximum is infinite. Then a row of -inf sums
@@ -50,14 +51,15 @@ __device__ inline float shift_of(float maximum) {
   return fabsf(maximum) == infinity() ? 0.0f : maximum;
 }
 
-// Sums over the lanes, those of the lanes beyond being neutral; every lane gets them.
+// Sums over the lanes, of which those beyond are neutral; every lane gets the sums.
 __device__ inline RowPartial combine_lanes(const RowPartial& own, const RowWants& wants) {
   RowPartial all;
   all.maximum = warp_max(own.maximum);
-  // Relative to the common maximum. Where the own one is -inf there is nothing but NaN to keep.
+  // The sums become relative to the common maximum. Where the own maximum is -inf there is nothing
+  // but a NaN to keep.
   float by = own.maximum - all.maximum;
   if (own.maximum == all.maximum || own.maximum == -infinity()) by = 0;
-  by = fmaxf(by, -100.0f);  // exp is 0, and 0 times it
+  by = fmaxf(by, -100.0f);  // exp is 0 there, and 0 times `by` must be too
   const float factor = exp_nonpositive(by);
   all.sum = warp_sum(own.sum * factor);
   if (wants.entropy) all.shifted = warp_sum((own.shifted + own.sum * by) * factor);
@@ -72,7 +74,7 @@ __device__ inline RowPartial combine_lanes(const RowPartial& own, const RowWants
   return all;
 }
 
-// Maximum, and argmax, of this thread's columns; all of the map and its options.
+// Returns the maximum of this thread's columns, and argmax; it serves every map and option.
 template <class T>
 __device__ float thread_max_mapped(const Tile<T>& tile, const MapFactors& map, int* argmax) {
   float best = -infinity();
@@ -91,14 +93,14 @@ struct ThreadSums {
   float sum[4] = {}, shifted[4] = {}, weighted[4] = {}, logits[4] = {}, squared[4] = {};
   int above = 0;
 };
-// The target, of the row that the columns are of; its column in the tile.
+// This is the target of the row that the columns belong to; the column is counted in the tile.
 struct TargetColumn {
   int column = -1;
   float logit = 0;
 };
 __device__ inline float sum_of(const float (&x)[4]) { return (x[0] + x[1]) + (x[2] + x[3]); }
 
-// The terms of one unit of columns, added to chain c.
+// Adds the terms of one unit of columns to chain c.
 template <class T, Columns kColumns>
 __device__ void add_unit(const float* raw, int column, int n, float shift, const MapFactors& map,
                          const TensorView& class_weight, int64_t first, const RowWants& wants,
@@ -107,13 +109,13 @@ __device__ void add_unit(const float* raw, int column, int n, float shift, const
 #pragma unroll
   for (int h = 0; h < per_unit<T>; ++h) {
     if constexpr (kColumns == Columns::plain) {
-      e[h] = exp_of_row(raw[h] - shift);  // what follows the last column is -inf
+      e[h] = exp_of_row(raw[h] - shift);  // -inf follows the last column, so this adds 0 there
     } else {
       const int j = column + h;
       const float z = map_raw(map, raw[h]);
       const float x = z - shift;
       e[h] = j < n ? exp_of_row(x) : 0.0f;
-      // 0 log 0 = 0: where exp is 0, x is finite.
+      // 0 log 0 is 0: x must be finite where exp is 0.
       if (wants.entropy) t[h] = e[h] * (x < least_exponent ? least_exponent : x);
       if (wants.entropy && j >= n) t[h] = 0;
       if (wants.weighted_sum && j < n) {
@@ -136,7 +138,7 @@ __device__ void add_unit(const float* raw, int column, int n, float shift, const
   }
 }
 
-// Unit u of the thread's goes to chain u % 4.
+// The thread's unit u goes to chain u % 4.
 template <class T, Columns kColumns>
 __device__ ThreadSums thread_sums(const Tile<T>& tile, bool odd, float shift, const MapFactors& map,
                                   const TensorView& class_weight, int64_t first,
@@ -151,7 +153,7 @@ __device__ ThreadSums thread_sums(const Tile<T>& tile, bool odd, float shift, co
                           target, c, &s);
   };
   int u = static_cast<int>(threadIdx.x);
-  // Loads of four units in flight.
+  // Loads of four units are in flight at once.
   for (; (kColumns == Columns::plain) && u + 3 * threads < units; u += 4 * threads) {
 #pragma unroll
     for (int c = 0; c < 4; ++c) add(u + c * threads, c);
@@ -166,7 +168,7 @@ __device__ ThreadSums thread_sums(const Tile<T>& tile, bool odd, float shift, co
   return s;
 }
 
-// The partial of a whole tile; every thread gets it. Two barriers.
+// Makes the partial of a whole tile, which every thread gets, with two barriers.
 template <class T, Columns kColumns>
 __device__ RowPartial tile_partial(const Tile<T>& tile, const MapFactors& map,
                                    const TensorView& class_weight, int64_t first, int column,
@@ -230,7 +232,8 @@ __device__ RowPartial tile_partial(const Tile<T>& tile, const MapFactors& map,
   return all;
 }
 
-// Two partials, the first of the earlier columns; every lane of the warp calls it.
+// Combines two partials, of which the first has the earlier columns; every lane of the warp calls
+// it.
 __device__ inline RowPartial combine_two(const RowPartial& first, const RowPartial& second,
                                          const RowWants& wants) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -243,7 +246,7 @@ __device__ inline RowStatistics finish_row(const RowPartial& row, const RowWants
   state.log_sum = fabsf(row.maximum) == infinity() ? nan_value() : logf(row.sum);
   if (wants.entropy) state.entropy = state.log_sum - row.shifted / row.sum;
   state.weighted_logit_sum = row.weighted;
-  state.mean_logit = row.logits;  // times the columns, which the caller of this knows
+  state.mean_logit = row.logits;  // it is still times the columns, which the caller divides by
   if (wants.squares) state.sum_p_squared = row.squared / row.sum / row.sum;
   if (wants.rank) state.rank = row.above;
   state.argmax = row.argmax;

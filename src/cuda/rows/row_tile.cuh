@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A tile of a row in shared memory: n columns of T, at the same distance from a multiple of 128
-// bytes as in global memory, so that 16-byte words are copied whole whatever the row's address, and
-// each sector of a line into one of shared memory: at 16 bytes from it copies take up to a quarter
+// A tile of a row lies in shared memory: n columns of T, at the same distance from a multiple of
+// 128 bytes as in global memory. So 16-byte words are copied whole whatever the row's address, and
+// each sector of a line goes into one of shared memory, without which copies take up to a quarter
 // longer. Only the row's own bytes are read. On both sides of it -inf fills the last 16-byte word.
 #pragma once
 
@@ -10,16 +10,17 @@
 namespace logitless::cuda {
 
 constexpr int word_bytes = 16, line_bytes = 128;
-constexpr int tile_margin = line_bytes + word_bytes;  // beyond the columns' own bytes
+// A tile needs it beyond the columns' own bytes.
+constexpr int tile_margin = line_bytes + word_bytes;
 
-// --- 32 bits of elements: see pack in numbers.cuh ---
+// The first part handles 32 bits of elements, as pack in numbers.cuh does.
 
 template <class T>
 inline constexpr int per_unit = 4 / static_cast<int>(sizeof(T));
 template <class T>
 inline constexpr int per_word = word_bytes / static_cast<int>(sizeof(T));
 
-// Element by element; a NaN does not count.
+// Takes the maximum element by element; a NaN does not count.
 template <class T>
 __device__ uint32_t unit_max(uint32_t a, uint32_t b) {
   if constexpr (sizeof(T) == 4) {
@@ -35,7 +36,7 @@ __device__ uint32_t unit_max(uint32_t a, uint32_t b) {
   }
 }
 
-// --- the tile ---
+// The second part is the tile.
 
 __device__ inline void copy_word(void* shared, const void* global) {
   const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
@@ -44,7 +45,7 @@ __device__ inline void copy_word(void* shared, const void* global) {
 }
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Spelled out, because the compiler takes a store apart into four.
+// This is spelled out, because the compiler takes a store apart into four.
 __device__ inline void store_word(void* global, const uint32_t (&bits)[4]) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(global), "r"(bits[0]), "r"(bits[1]),
                "r"(bits[2]), "r"(bits[3])
@@ -57,22 +58,23 @@ __device__ inline int phase_of(const void* address) {
 
 template <class T>
 struct Tile {
-  unsigned char* memory = nullptr;  // shared: the word with column 0
-  int phase = 0;                    // bytes from there to column 0
-  int n = 0;                        // columns
+  unsigned char* memory = nullptr;  // it is in shared memory, the word with column 0
+  int phase = 0;                    // column 0 lies so many bytes behind it
+  int n = 0;                        // the tile has so many columns
   __device__ T* elements() const { return reinterpret_cast<T*>(memory + phase); }
-  // 16-byte words from `memory` to the end of the columns.
+  // Counts the 16-byte words from `memory` to the end of the columns.
   __device__ int words() const {
     return (phase + n * static_cast<int>(sizeof(T)) + word_bytes - 1) / word_bytes;
   }
-  // Columns before the first whole word.
+  // Counts the columns before the first whole word.
   __device__ int head() const {
     return min(n, (word_bytes - phase) % word_bytes / static_cast<int>(sizeof(T)));
   }
 };
 
-// Columns [column, column + n) of row i, asked for: to be read after finish_tile. Begin after a
-// barrier where the memory was read. `memory`: a multiple of 128. Threads: at least 8.
+// Starts to copy columns [column, column + n) of row i, which may be read after finish_tile. It
+// must begin after a barrier where the memory was read. `memory` is a multiple of 128, and there
+// are at least 8 threads.
 template <class T>
 __device__ Tile<T> start_tile(const TensorView& view, int64_t i, int64_t column, int n,
                               unsigned char* memory) {
@@ -104,7 +106,7 @@ __device__ Tile<T> start_tile(const TensorView& view, int64_t i, int64_t column,
   return tile;
 }
 
-// All that every thread has asked for is there.
+// Waits until all that every thread has asked for is there.
 __device__ inline void finish_tile() {
   wait_for_copies();
   __syncthreads();
@@ -118,7 +120,7 @@ __device__ Tile<T> load_tile(const TensorView& view, int64_t i, int64_t column, 
   return tile;
 }
 
-// The maximum of what this thread sees of the tile, each column seen by one thread.
+// Returns the maximum of what this thread sees of the tile; each column is seen by one thread.
 template <class T>
 __device__ float thread_max(const Tile<T>& tile) {
   const uint4* words = reinterpret_cast<const uint4*>(tile.memory);
@@ -135,8 +137,8 @@ __device__ float thread_max(const Tile<T>& tile) {
   return fmaxf(fmaxf(x[0], -infinity()), x[1]);  // two NaN give NaN, of which the first is dropped
 }
 
-// Columns of one unit of 32 bits: u * per_unit and, of 16 bits, the next. odd: they do not start at
-// a multiple of 4 bytes.
+// Loads the columns of one unit of 32 bits: u * per_unit and, of 16 bits, the next. `odd` says that
+// they do not start at a multiple of 4 bytes.
 template <class T>
 __device__ void load_unit(const Tile<T>& tile, int u, bool odd, float* x) {
   uint32_t bits;
@@ -149,12 +151,12 @@ __device__ void load_unit(const Tile<T>& tile, int u, bool odd, float* x) {
   unpack<T>(bits, x);
 }
 
-// True where write_tile writes whole words.
+// Returns whether write_tile writes whole words.
 template <class T>
 __device__ inline bool writes_words(const Tile<T>& tile, const TensorView& output, const T* to) {
   return output.dtype == dtype_of<T> && output.stride[1] == 1 && phase_of(to) == tile.phase;
 }
-// The thread that writes column j there.
+// Returns the thread that writes column j there.
 template <class T>
 __device__ inline int writer_of(const Tile<T>& tile, const TensorView& output, int64_t i,
                                 int64_t column, int j) {
@@ -166,8 +168,8 @@ __device__ inline int writer_of(const Tile<T>& tile, const TensorView& output, i
   return j < tail ? (j - head) / per_word<T> % threads : head + (j - tail);
 }
 
-// output[i, column + j] = value(x_j, j) for the tile's columns. Each value is its own, so that
-// columns go to threads as memory likes it. kUnroll: 16-byte words in flight.
+// Sets output[i, column + j] = value(x_j, j) for the tile's columns. No value needs another, so
+// columns go to threads as suits the memory. kUnroll 16-byte words are in flight.
 template <int kUnroll, class T, class Value>
 __device__ void write_tile(const Tile<T>& tile, const TensorView& output, int64_t i, int64_t column,
                            Value&& value) {
@@ -197,19 +199,19 @@ __device__ void write_tile(const Tile<T>& tile, const TensorView& output, int64_
     }
     store_word(to + j, bits);
   }
-  const int rest = head + (tile.n - tail);  // less than two words
+  const int rest = head + (tile.n - tail);  // it is less than two words
   if (t < rest) {
     const int j = t < head ? t : tail + (t - head);
     to[j] = from_f32<T>(value(to_f32(x[j]), j));
   }
 }
 
-// 0 in columns [begin, end) of row i of any floating dtype, by the whole block.
+// The whole block writes 0 to columns [begin, end) of row i, of any floating dtype.
 __device__ inline void clear_columns(const TensorView& view, int64_t i, int64_t begin,
                                      int64_t end) {
   const int t = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   const int size = view.dtype == DType::f32 ? 4 : 2;
-  int64_t head = end - begin, words = 0;  // elements one by one before the words of 16 bytes
+  int64_t head = end - begin, words = 0;  // elements go one by one before the words of 16 bytes
   if (view.stride[1] == 1) {
     const int phase = size == 4 ? phase_of(address<float>(view, i, begin))
                                 : phase_of(address<__half>(view, i, begin));

@@ -11,7 +11,7 @@ cudaError_t launch(const cudaLaunchConfig_t* config, const void* kernel, void** 
   return cudaLaunchKernelExC(config, kernel, values);
 }
 
-// The runtime has templates of some names: the member's type says which is meant.
+// The runtime has templates of some names, so the member's type says which is meant.
 constexpr Api machine{.driver_version = cudaDriverGetVersion,
                       .device_count = cudaGetDeviceCount,
                       .device_properties = cudaGetDeviceProperties,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// All that this backend asks of the CUDA runtime, of the driver and of cuBLASLt: a table of
-// functions. A test puts another in its place, to answer as a machine that is not to be had
+// This table of functions has all that this backend asks of the CUDA runtime, of the driver and of
+// cuBLASLt. A test puts another in its place, to answer as a machine that is not to be had
 // (tests/cuda/recorded.h). The functions of the driver and of cuBLASLt come by way of `symbol`.
 #pragma once
 
@@ -16,7 +16,7 @@ struct Parameter {
 };
 
 struct Api {
-  // cudart
+  // These are cudart's.
   cudaError_t (*driver_version)(int* version);
   cudaError_t (*device_count)(int* count);
   cudaError_t (*device_properties)(cudaDeviceProp* properties, int device);
@@ -29,21 +29,21 @@ struct Api {
                         const Parameter* parameters, int count);
   cudaError_t (*copy)(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
                       cudaStream_t stream);
-  // The dynamic loader
+  // These are the dynamic loader's.
   void* (*open)(const char* library, int mode);
   void* (*symbol)(void* library, const char* name);
   int (*close)(void* library);
 };
 
-// For `api` alone. Written by replace_api.
+// Only `api` reads it; replace_api writes it.
 extern const Api* current_api;
 inline const Api& api() { return *current_api; }
 
-// For tests, while no call is running: another table, or with nullptr the machine's own. All that
-// was learned by the one before is forgotten.
+// Tests call this while no call is running, with another table or, by nullptr, the machine's own.
+// All that was learned through the one before is forgotten.
 void replace_api(const Api* replacement);
 
-// Makes each of the files that remember an answer forget it.
+// Each of the files that remember an answer forgets it.
 void forget_devices();
 void forget_driver();
 void forget_matrix_library();

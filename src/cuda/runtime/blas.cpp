@@ -28,11 +28,11 @@ struct Choice {
 };
 
 constexpr int most_devices = 64;
-// For the life of the process, with what it was asked for.
+// The library stays for the life of the process, with what it was asked for.
 struct Library {
   lt::Functions call{};
   std::mutex mutex;
-  std::array<lt::Handle, most_devices> handles{};  // one a device
+  std::array<lt::Handle, most_devices> handles{};  // each device has one
   std::array<Choice, 64> choices;
   size_t chosen = 0;
 };
@@ -42,7 +42,7 @@ Remembered<Library>& remembered_library() {
   return library;
 }
 
-// The name of the first function that the library lacks; nullptr: none.
+// Returns the name of the first function that the library lacks, or nullptr if it has all.
 const char* find_functions(void* library, lt::Functions* f) {
   const char* missing = nullptr;
   const auto find = [&](auto& function, const char* name) {
@@ -67,7 +67,7 @@ const char* find_functions(void* library, lt::Functions* f) {
   return missing;
 }
 
-// One that the process already uses first: two copies would cost half a gigabyte.
+// A copy that the process already uses comes first, because two copies would cost half a gigabyte.
 Status load_library(Library* loaded) {
   Status status =
       error(StatusCode::backend_unavailable,
@@ -109,7 +109,7 @@ int type_of(DType dtype) {
   return dtype == DType::f32 ? lt::type_f32 : dtype == DType::f16 ? lt::type_f16 : lt::type_bf16;
 }
 
-// The library's description of a product, which counts columns first:
+// The library's description of a product counts columns first:
 //   c' [columns, rows] = b' [columns, depth] a' [depth, rows].
 class Descriptors {
  public:
@@ -220,8 +220,8 @@ Status ask_heuristic(const lt::Functions& call, lt::Handle handle, const Product
                static_cast<long long>(p.depth), static_cast<long long>(p.columns));
 }
 
-// The library's choice for the largest product of its kind, remembered: asking takes longer than
-// launching.
+// Returns the library's choice for the largest product of its kind. It is remembered, because
+// asking takes longer than launching.
 Status choose(Library* library, lt::Handle handle, const Product& largest, int device,
               lt::Algorithm* algorithm) {
   const Key key = key_of(largest, device);
@@ -238,7 +238,7 @@ Status choose(Library* library, lt::Handle handle, const Product& largest, int d
   return status;
 }
 
-// That of the largest product, if it serves this one too.
+// Takes the algorithm of the largest product, if it serves this one too.
 Status choose_for(const Product& p, const Descriptors& d, Library* library, lt::Handle handle,
                   int device, lt::Algorithm* algorithm) {
   Product largest = p;
@@ -300,7 +300,7 @@ Status describe_matrix_library(char* text, size_t bytes) {
     return status;
   }
   const int version = static_cast<int>(library->call.version());
-  // 130100 is 13.1.0; before 13 it was 120905 for 12.9.5.
+  // Since 13 the version 13.1.0 is 130100; before that 12.9.5 was 120905.
   std::snprintf(text, bytes, "cuBLASLt %d.%d.%d", version / 10000, version / 100 % 100,
                 version % 100);
   return {};

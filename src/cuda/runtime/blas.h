@@ -1,30 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0
-// Matrix products by cuBLASLt, found at run time. The kernel is chosen by the library's heuristic,
-// never by timing, without split-K: from the types and the shape of the largest chunk, and used for
-// the smaller ones too, so that the same call gives the same bits in every process.
+// cuBLASLt, which is found at run time, makes matrix products. Its heuristic chooses the kernel,
+// never timing, and without split-K: from the types and the shape of the largest chunk. The choice
+// serves the smaller chunks too, so that the same call gives the same bits in every process.
 #pragma once
 
 #include "src/cuda/runtime/runtime.h"
 
 namespace logitless::cuda {
 
-// Element (i, j) at data + i row_stride + j column_stride; one of the strides is 1.
+// Element (i, j) lies at data + i row_stride + j column_stride; one of the strides is 1.
 struct Operand {
   const void* data = nullptr;
   int64_t row_stride = 0, column_stride = 1;
 };
 
-// c [rows, columns] = alpha a [rows, depth] b [depth, columns] + beta c, sums in f32.
+// It makes c [rows, columns] = alpha a [rows, depth] b [depth, columns] + beta c, with sums in f32.
 struct Product {
   DType in = DType::f32, out = DType::f32;
   int64_t rows = 0, columns = 0, depth = 0;
   Operand a, b;
   void* c = nullptr;
-  int64_t c_stride = 0;          // between rows; columns are contiguous
-  const float* alpha = nullptr;  // on the device
+  int64_t c_stride = 0;          // it lies between rows; columns are contiguous
+  const float* alpha = nullptr;  // it lies on the device
   const float* beta = nullptr;   // where it is 0, c is not read
-  bool tf32 = false;             // f32 inputs at 10 bits of mantissa
-  // The rows and columns of the largest product of this kind in the call; 0: this one's.
+  bool tf32 = false;             // f32 inputs are read with 10 bits of mantissa
+  // The largest product of this kind in the call has so many rows and columns; 0 says that this one
+  // is the largest.
   int64_t most_rows = 0, most_columns = 0;
 };
 
@@ -34,7 +35,7 @@ constexpr int64_t matrix_library_bytes = 4 << 20;
 void multiply(const Product& product, const DeviceInfo& device, void* library_memory,
               Stream* stream);
 
-// backend_unavailable with the names tried.
+// Returns backend_unavailable with the names tried, if there is none.
 Status find_matrix_library();
 // Creates the device's handle, which loads the library's kernels lazily.
 Status warmup_matrix_library(const DeviceInfo& device);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Blocks of one cluster: how one writes into another's shared memory and the other learns that all
-// has come, without a fence. Before sm_90 a cluster is one block and none of this is called.
+// A block of a cluster writes into another's shared memory through this, and the other learns that
+// all has come, without a fence. Before sm_90 a cluster is one block and none of this is called.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ __device__ inline void cluster_wait() {
 #endif
 }
 
-// One thread: makes `barrier` in shared memory one that completes when `bytes` have been sent to
+// One thread makes of `barrier` in shared memory one that completes when `bytes` have been sent to
 // it.
 __device__ inline void init_expecting(uint64_t* barrier, int bytes) {
 #if __CUDA_ARCH__ >= 900
@@ -35,7 +35,7 @@ __device__ inline void init_expecting(uint64_t* barrier, int bytes) {
 #endif
 }
 
-// The same variable of block `rank`, for `send`.
+// Returns the address of the same variable in block `rank`, for `send`.
 template <class T>
 __device__ uint32_t address_in_block(const T* shared, int rank) {
   uint32_t address = 0;
@@ -47,7 +47,7 @@ __device__ uint32_t address_in_block(const T* shared, int rank) {
   return address;
 }
 
-// 4 bytes to another block, counted by its barrier once they can be read there.
+// Sends 4 bytes to another block, whose barrier counts them once they can be read there.
 __device__ inline void send(uint32_t to, uint32_t bits, uint32_t barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
@@ -57,7 +57,7 @@ __device__ inline void send(uint32_t to, uint32_t bits, uint32_t barrier) {
 #endif
 }
 
-// Until all the bytes expected have come.
+// Waits until all the bytes expected have come.
 __device__ inline void wait_for_bytes(uint64_t* barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The dozen declarations of cuBLASLt's C interface that are used, so that no header of it is needed
-// to build. Values as documented by NVIDIA for CUDA 12 and 13 (cublasLt.h, cublas_api.h,
-// library_types.h).
+// These are the dozen declarations of cuBLASLt's C interface that are used, so that building needs
+// no header of it. The values are those that NVIDIA documents for CUDA 12 and 13 (cublasLt.h,
+// cublas_api.h, library_types.h).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -35,7 +35,7 @@ constexpr int pointers_on_device = 1;
 constexpr int preference_workspace_bytes = 1, preference_reduction_mask = 3,
               preference_alignment_a = 5, preference_alignment_b = 6, preference_alignment_c = 7,
               preference_alignment_d = 8;
-constexpr int algorithm_split = 2;  // CUBLASLT_ALGO_CONFIG_SPLITK_NUM
+constexpr int algorithm_split = 2;  // its name there is CUBLASLT_ALGO_CONFIG_SPLITK_NUM
 
 struct Functions {
   int (*create)(Handle*);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The devices of this process. Each answers for itself: one that is too old, or does not answer,
-// says so when it is asked for and stands in no other's way. Without a driver the library works,
-// and says why CUDA does not.
+// These are the devices of this process. Each answers for itself: one that is too old, or does not
+// answer, says so when it is asked for and stands in no other's way. Without a driver the library
+// works, and says why CUDA does not.
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -17,7 +17,7 @@ struct Machine {
   std::unique_ptr<Remembered<DeviceInfo>[]> devices;
 };
 
-// Not destroyed: what the process does at its end may still call.
+// It is never destroyed, because what the process does at its end may still call.
 Remembered<Machine>& remembered_machine() {
   static auto& machine = *new Remembered<Machine>;
   return machine;
@@ -39,7 +39,7 @@ Status ask_driver(Machine* machine) {
   }
   if (code == cudaSuccess) code = api().device_count(&count);
   if (code != cudaSuccess) {
-    (void)api().take_error();  // ours: the caller must not find it
+    (void)api().take_error();  // the error is ours, and the caller must not find it
     return error(StatusCode::backend_unavailable,
                  "cuda: %s (the driver is for CUDA %d.%d; needed: %d.%d or newer)",
                  cudaGetErrorString(code), driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000,

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels launched early (LaunchShape): they may start while the kernel in front of them in the
-// stream runs, and wait for it themselves. Launched otherwise, or before sm_90, both do nothing.
+// Kernels that are launched early (LaunchShape) may start while the kernel in front of them in the
+// stream runs, and wait for it themselves. In a kernel launched otherwise, or before sm_90, both
+// functions do nothing.
 #pragma once
 
 namespace logitless::cuda {
@@ -12,9 +13,9 @@ __device__ inline void let_next_start() {
 #endif
 }
 
-// Until the kernel in front has ended and all that it wrote can be read. Every block of a kernel
-// launched early calls it, even where it reads nothing of that: what comes behind waits for this
-// kernel alone.
+// Waits until the kernel in front has ended and all that it wrote can be read. Every block of a
+// kernel launched early calls it, even where it reads nothing of that, because what comes behind
+// waits for this kernel alone.
 __device__ inline void wait_for_kernel_before() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The .cu files of this library, for `warmup`: each brings a kernel of its own, by which the driver
-// knows the file's module and all kernels in it. A file that launches anything is in the list
-// without having to say so.
+// `warmup` finds the .cu files of this library through this list: each brings a kernel of its own,
+// by which the driver knows the file's module and all kernels in it. A file that launches anything
+// is in the list without having to say so.
 #pragma once
 
 namespace logitless::cuda {

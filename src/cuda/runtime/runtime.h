@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CUDA runtime for the rest of the backend: errors as statuses, launches that report their own
-// error and no older one, the caller's current device left as found.
+// The rest of the backend uses the CUDA runtime through this: errors are statuses, launches report
+// their own error and no older one, and the caller's current device is left as found.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -19,41 +19,43 @@ namespace logitless::cuda {
 
 inline Status cuda_error(const char* what, cudaError_t code) {
   if (code == cudaSuccess) return {};
-  (void)api().take_error();  // ours: the caller must not find it
+  (void)api().take_error();  // the error is ours, and the caller must not find it
   return error(StatusCode::device_error, "cuda: %s failed: %s (%s)", what, cudaGetErrorString(code),
                cudaGetErrorName(code));
 }
 
-// The engine of the linear ops (linear/engine.h) that every device has.
+// Every device has this engine of the linear ops (linear/engine.h).
 inline constexpr char kernels_of_every_device[] = "portable";
 
-// Holds what the planner and the launches need to know of a device; read once a process.
+// The planner and the launches need to know this of a device; it is read once a process.
 struct DeviceInfo {
   int index = 0;
   int major = 0, minor = 0;
   int multiprocessors = 0;
-  int64_t shared_bytes_per_block = 0;  // at most, on request
+  int64_t shared_bytes_per_block = 0;  // a block gets at most so much, on request
   char name[64] = {};
-  char kernels[24] = {};        // the engine that LOGITLESS_CUDA_KERNELS names; empty: the best one
-  bool launches_early = false;  // early.cuh, also into a graph: drivers of CUDA 12.3 and later
-  // Kernels may use what came with sm_90: not where those of every device are named, for what sm_80
-  // runs on a newer device, too (tests, bug reports).
+  // LOGITLESS_CUDA_KERNELS names this engine; if it is empty the best one is used
+  char kernels[24] = {};
+  // Launches may be early (early.cuh), also in a graph: drivers of CUDA 12.3 and later.
+  bool launches_early = false;
+  // Returns whether kernels may use what came with sm_90. They may not where the engine of every
+  // device is named, so that what sm_80 runs can be run on a newer device too (tests, bug reports).
   bool has_clusters() const {
     return major >= 9 && std::strcmp(kernels, kernels_of_every_device) != 0;
   }
 };
 
-// backend_unavailable: no driver, too old a driver, no device.
+// Returns backend_unavailable where there is no driver, too old a driver or no device.
 Status count_devices(int* count);
-// And of one device: wrong_device where there is no such index; backend_unavailable where it is too
-// old or does not answer, which says nothing of the others.
+// Finds one device. It returns wrong_device where there is no such index, and backend_unavailable
+// where that device is too old or does not answer, which says nothing of the others.
 Status find_device(int index, const DeviceInfo** info);
-// The first one that serves, or why device 0 does not.
+// Finds the first device that serves, or says why device 0 does not.
 Status find_first_device(const DeviceInfo** info);
 
-// The device current while it lives, and the one before again after. The thread has a context then:
-// one that has not called CUDA yet (autograd's, say) has a current device but no context, without
-// which the driver makes no tensor map.
+// Makes the device current while it lives, and afterwards the one before. The thread has a context
+// then: one that has not called CUDA yet (autograd's, say) has a current device but no context,
+// without which the driver makes no tensor map.
 class CurrentDevice {
  public:
   explicit CurrentDevice(int index) {
@@ -84,11 +86,13 @@ struct LaunchShape {
   dim3 blocks;
   int threads = 0;
   size_t shared_bytes = 0;
-  int cluster = 1;     // blocks along x
-  bool early = false;  // early.cuh; where the code is compiled for sm_90, and launches_early
+  int cluster = 1;  // it counts blocks along x
+  // early.cuh; it works where the code is compiled for sm_90, and launches_early
+  bool early = false;
 };
 
-// Launches of one call, in order, on its stream. After the first error nothing more is launched.
+// Enqueues the launches of one call, in order, on its stream. After the first error it launches
+// nothing more.
 class Stream {
  public:
   explicit Stream(void* stream) : stream_(static_cast<cudaStream_t>(stream)) {}
@@ -99,8 +103,9 @@ class Stream {
     if (status_.ok()) status_ = status;
   }
 
-  // Calls `enqueue`, which uses this stream, twice: first nothing is launched and whatever can be
-  // refused is asked for, so that a call that is refused has written nothing; then in earnest.
+  // Calls `enqueue`, which uses this stream, twice. The first time nothing is launched and whatever
+  // can be refused is asked for, so that a call that is refused has written nothing; the second
+  // time launches.
   template <class F>
   void prepare_and_run(F&& enqueue) {
     preparing_ = true;
@@ -130,7 +135,7 @@ class Stream {
     return value;
   }
 
-  // kernel<<<blocks, threads>>>(arguments...); no blocks: nothing.
+  // Launches kernel<<<blocks, threads>>>(arguments...), or nothing if there are no blocks.
   template <class... Parameters, class... Arguments>
   void launch(const char* name, void (*kernel)(Parameters...), dim3 blocks, int threads,
               const Arguments&... arguments) {
@@ -142,11 +147,11 @@ class Stream {
     if (!ok() || shape.blocks.x == 0 || shape.blocks.y == 0 || shape.blocks.z == 0) return;
     enqueue_with<Parameters...>(name, reinterpret_cast<const void*>(kernel), shape, arguments...);
   }
-  // Memory of the device.
+  // Copies memory of the device.
   void copy(void* to, const void* from, int64_t bytes);
 
  private:
-  // The arguments as the kernel's parameters: where they are of another type they live this long.
+  // Converts the arguments to the kernel's parameters, which live until it is enqueued.
   template <class... Parameters>
   void enqueue_with(const char* name, const void* kernel, const LaunchShape& shape,
                     const Parameters&... parameters) {
@@ -171,15 +176,15 @@ class Stream {
   Status status_;
   bool preparing_ = false;
   int next_answer_ = 0, answers_made_ = 0;
-  unsigned char answers_[most_answers][128];  // each a tensor map, or less
+  unsigned char answers_[most_answers][128];  // each is a tensor map, or less
 };
 
-// True where the code of `kernel` that runs on the current device has what came with sm_90,
-// clusters and early launches: PTX of an older architecture has not.
+// Returns whether the code of `kernel` that runs on the current device has what came with sm_90,
+// clusters and early launches; PTX of an older architecture has not.
 bool is_compiled_for_hopper(const void* kernel, const DeviceInfo& device, Stream* stream);
 
-// x blocks by y of another axis, of which the grid's y holds 65535 and z the rest: by
-// block_of_second_axis (linear.cuh), which may lie behind the last one.
+// Makes a grid of x blocks by y of another axis, of which the grid's y holds 65535 and z the rest.
+// block_of_second_axis (linear.cuh) tells a block's number, which may lie behind the last one.
 inline dim3 two_axes(unsigned x, int64_t y) {
   const int64_t planes = (y + 65534) / 65535;
   return {x, static_cast<unsigned>(planes == 0 ? 0 : (y + planes - 1) / planes),
@@ -203,7 +208,7 @@ class Arena {
     return base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + start);
   }
   uint64_t used() const { return used_; }
-  // Starts anew at `start`, for what lives when the ranges since then are dead.
+  // Starts anew at `start`, for arrays that live when the ranges since then are dead.
   void back_to(uint64_t start) { used_ = start; }
   void at_least(uint64_t end) { used_ = used_ < end ? end : used_; }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Asks the driver for the modules of this library's .cu files and loads every function in them; of
-// a driver that cannot say which those are, before that for CUDA 12.4, the modules alone.
+// This file asks the driver for the modules of this library's .cu files and loads every function in
+// them. A driver that cannot say which those are, before that for CUDA 12.4, loads the modules
+// alone.
 #include "src/cuda/runtime/warmup.h"
 
 #include <memory>
@@ -29,7 +30,7 @@ Status load_file(const Driver& driver, const void* kernel, int* kernels) {
   const cudaError_t code = api().function(&function, kernel);
   if (code != cudaSuccess) return cuda_error("cudaGetFuncBySymbol", code);
   if (!enumerates(driver))
-    return {};  // the module is loaded, its kernels are when they are launched
+    return {};  // the module is loaded; each kernel is loaded when it is launched
   CUmodule module;
   unsigned count = 0;
   Status status = driver_error("cuFuncGetModule", driver.module_of(&module, function));
@@ -64,7 +65,8 @@ Status load_kernels(LoadedKernels* loaded) {
 Status warmup(const DeviceInfo& device) {
   LoadedKernels loaded;
   const Status status = load_kernels(&loaded);
-  // Ops of given logits need no cuBLASLt: that it is absent, the linear ops say.
+  // Ops of given logits need no cuBLASLt, so its absence is no error here; the linear ops report
+  // it.
   if (!status.ok() || !find_matrix_library().ok()) return status;
   return warmup_matrix_library(device);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What kernels know of a call's tokens, in device memory: which count, in which order they are
+// Kernels know this of a call's tokens, in device memory: which count, in which order they are
 // compacted, the map of each, the factor common to all gradients.
 #pragma once
 
@@ -9,25 +9,28 @@
 
 namespace logitless::cuda {
 
-// Numbers of all of them.
+// These numbers are of all tokens.
 struct TokenScalars {
-  float zero, one;             // for the matrix library
-  int32_t weight_is_infinite;  // 0; a linear op's smoothing looks
-  int32_t valid;               // tokens that count, compacted
-  int32_t outside;  // targets outside the vocabulary where that is an error: loss NaN, gradient 0
+  float zero, one;             // the matrix library reads them
+  int32_t weight_is_infinite;  // it starts as 0; smoothing of a linear op looks for one
+  int32_t valid;               // so many tokens count and are compacted
+  // So many targets are outside the vocabulary where that is an error: loss NaN, gradient 0.
+  int32_t outside;
   int32_t empty_mean;
-  float gradient_scale;      // left out of every dz, a factor of the f32 sums before their rounding
-  float inv_gradient_scale;  // 0 where gradient_scale is 0
-  float upstream;            // g_i / gradient_scale where it is the same for every row
-  int32_t counted;           // tokens that count, those without a gradient too
+  // Every dz is without it; the f32 sums are multiplied by it before they are rounded.
+  float gradient_scale;
+  float inv_gradient_scale;  // it is 0 where gradient_scale is 0
+  float upstream;            // it is g_i / gradient_scale where that is the same for every row
+  int32_t counted;           // so many tokens count, those without a gradient too
   double normalizer;
   LossConstants constants;
 };
 
-// What a token's own temperature makes of the map from raw to z (MapFactors); NaN where it is none.
+// A token's own temperature makes this of the map from raw to z (MapFactors); it is NaN where the
+// temperature is none.
 struct alignas(16) TokenMap {
   float slope, outward, outward_low, backward;
-  float inverse, inverse_low;  // 1 / temperature in two parts
+  float inverse, inverse_low;  // they are 1 / temperature in two parts
   float temperature, unused;
 };
 
@@ -35,24 +38,27 @@ struct alignas(16) TokenMap {
 // prepared.
 struct TokenBlock {
   int32_t valid, outside, counted;
-  float coolest;                        // the least temperature, where each token has one
-  float weights, upstream, statistics;  // the largest |a| w, |g|, statistics' gradient
+  float coolest;  // it is the least temperature, where each token has one
+  // They are the largest |a| w, the largest |g| and the largest gradient of a statistic.
+  float weights, upstream, statistics;
   double normalizer, class_weight_sum;
 };
 constexpr int tokens_per_block = 8192, one_launch_tokens = 65536;
 
-// Device arrays in the workspace.
+// These arrays lie in the workspace, on the device.
 struct Tokens {
-  int64_t total = 0;       // N
-  int32_t* row = nullptr;  // [N]  index of the token: those that count, ascending, then the others
-  // By token, where there are such: 1 where it counts and has no gradient; its map.
+  int64_t total = 0;  // it is N
+  // [N]  it has the tokens' indices: those that count, ascending, then the others
+  int32_t* row = nullptr;
+  // These are by token, and there where they are needed: `inactive` is 1 where a token counts and
+  // has no gradient, `map` is its map.
   uint8_t* inactive = nullptr;  // [N]
   TokenMap* map = nullptr;      // [N]
-  int32_t* place = nullptr;     // [N]  how many before it count, of one that counts
-  // The first scalars->valid have these; behind them are -1 and 0:
-  int32_t* target = nullptr;       // [N]  column in the views; -1: on another shard
-  float* target_weight = nullptr;  // [N]  c_t
-  float* token_weight = nullptr;   // [N]  a_i
+  int32_t* place = nullptr;     // [N]  so many tokens before it count, if it counts
+  // The first scalars->valid tokens have these; behind them are -1 and 0.
+  int32_t* target = nullptr;  // [N]  it is the column in the views, or -1 if another shard has it
+  float* target_weight = nullptr;  // [N]  it is c_t
+  float* token_weight = nullptr;   // [N]  it is a_i
   TokenScalars* scalars = nullptr;
   TokenBlock* blocks = nullptr;  // [token_blocks]
 };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a call's tokens come to: the normalizer, and the factors common to all gradients.
+// A call's tokens come to these numbers: the normalizer, and the factors common to all gradients.
 #pragma once
 
 #include "src/cuda/tokens/tokens.cuh"
@@ -27,9 +27,9 @@ __device__ inline LossConstants constants_of(const TokenInput& in, double class_
   return c;
 }
 
-// The least power of two >= x; 0 for 0. It and its inverse are normal numbers of f32: it ends at
-// 2^126, a quarter of the least that f32 has no number for, and at 2^-126, below which a gradient
-// loses no more than any subnormal may.
+// Returns the least power of two >= x, or 0 for 0. It and its inverse are normal numbers of f32: it
+// ends at 2^126, a quarter of the least that f32 has no number for, and at 2^-126, below which a
+// gradient loses no more than any subnormal may.
 __device__ inline double power_of_two_above(double x) {
   if (!(x > 0)) return 0;
   int exponent;
@@ -38,8 +38,8 @@ __device__ inline double power_of_two_above(double x) {
   return ldexp(1.0, min(max(exponent, -126), 126));
 }
 
-// All but the arrays. The gradients' factors are gradient_scale of src/loss.h and what stands above
-// it, spelled out: with calls ptxas makes other code.
+// Makes all scalars from the sums over all tokens. The gradients' factors are gradient_scale of
+// src/loss.h and what stands above it, spelled out, because ptxas makes other code of calls.
 __device__ inline TokenScalars scalars_of(const TokenInput& in, const TokenBlock& all) {
   const LossOptions& o = in.options;
   TokenScalars s{};
@@ -60,8 +60,8 @@ __device__ inline TokenScalars scalars_of(const TokenInput& in, const TokenBlock
   const float temperature = present(in.temperature) ? all.coolest : o.temperature;
   const double steepest = fabs(static_cast<double>(o.logit_scale)) / temperature;
   const double magnitude = all.weights * steepest;
-  // This is how far weights and the map's slope take a dz beyond what f16 holds, which ends at
-  // 65504, or below it; over the lift. z-loss makes a dz larger by up to 2 |lse| times its weight.
+  // Weights and the map's slope take a dz this far beyond what f16 holds, which ends at 65504, or
+  // below it; the lift is divided out. z-loss makes a dz larger by up to 2 |lse| times its weight.
   const double most = in.lift == 1 ? 8192 : fmin(8192.0, 32768 / (1 + 2048.0 * o.z_loss));
   double weights = 1 / static_cast<double>(in.lift);
   if (magnitude > most * weights) {

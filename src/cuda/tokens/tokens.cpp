@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the tokens' arrays lie: host arithmetic, of which the plans are made too.
+// The tokens' arrays are laid out here by host arithmetic, which the plans are made with too.
 #include "src/cuda/tokens/tokens.h"
 
 namespace logitless::cuda {

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tokens prepared:
+// These kernels prepare tokens:
 //   classify: how many count, the sum of c_t, the largest factors of the gradients; the outputs of
 //             tokens that do not count
 //   compact: the arrays of those that do, from how many are before them; the scalars
-// Up to one_launch_tokens in one launch, a token a thread: every block counts all tokens, which is
-// little beside what it does for its own, and the last one makes the scalars. Beyond, two launches
-// of blocks of tokens_per_block, the second from what the first has found.
+// Up to one_launch_tokens are prepared in one launch, a token a thread: every block counts all
+// tokens, which is little beside what it does for its own, and the last one makes the scalars. More
+// tokens take two launches of blocks of tokens_per_block, of which the second uses what the first
+// has found.
 #include "src/cuda/runtime/early.cuh"
 #include "src/cuda/tokens/token_scalars.cuh"
 
@@ -15,12 +16,12 @@ namespace {
 constexpr int threads = 1024, warps_per_block = threads / 32;
 constexpr int rounds = tokens_per_block / threads;
 
-// Token of this thread in round r of block b.
+// Returns the token of this thread in round r of block b.
 __device__ int64_t token_of(int b, int r) {
   return int64_t{b} * tokens_per_block + r * threads + threadIdx.x;
 }
 
-// Adds up the whole vocabulary; every block for itself.
+// Sums the weights of the whole vocabulary; every block does so for itself.
 __device__ double class_weight_sum(const TokenInput& in) {
   if (!(in.options.label_smoothing > 0) || !present(in.vocab_weight)) {
     return static_cast<double>(in.whole());
@@ -52,7 +53,7 @@ __device__ TokenBlock warp_total(TokenBlock x) {
   x.normalizer = warp_sum(x.normalizer);
   return x;
 }
-// Once a kernel.
+// A kernel calls this once, because it has shared memory of its own.
 __device__ TokenBlock block_total(const TokenBlock& own) {
   __shared__ TokenBlock warps[threads / 32];
   static_assert(threads / 32 == 32);
@@ -62,7 +63,7 @@ __device__ TokenBlock block_total(const TokenBlock& own) {
   return warp_total(warps[threadIdx.x % 32]);
 }
 
-// The tokens of a thread, one a round.
+// These are the tokens of a thread, one a round.
 struct OwnTokens {
   int64_t target[rounds];
   TokenKind kind[rounds];
@@ -93,7 +94,7 @@ __device__ OwnTokens read_tokens(const TokenInput& in, const Tokens& t, int b) {
   return own;
 }
 
-// use(its block of `threads`, target) with this thread's share of all tokens.
+// Calls use(its block of `threads`, target) with this thread's share of all tokens.
 template <class T, class F>
 __device__ void for_targets_of(const TensorView& view, int total, int64_t ignored, F&& use) {
   const T* at = address<const T>(view, threadIdx.x);
@@ -119,12 +120,12 @@ __device__ void for_targets(const TokenInput& in, const Tokens& t, F&& use) {
     for_targets_of<int32_t>(in.target, total, in.options.ignore_index, use);
   }
 }
-// Asked of this thread's token of a block of `threads`, which counts.
+// Returns whether this thread's token of a block of `threads`, which counts, is inactive.
 __device__ bool is_inactive(const TokenInput& in, const Tokens& t, int block) {
   return is_inactive(in, t.inactive, int64_t{block} * threads + threadIdx.x);
 }
 
-// Every token that counts is weighed like any other.
+// Returns whether every token that counts is weighed like any other.
 __device__ bool weighs_alike(const TokenInput& in) {
   if (present(in.vocab_weight)) return false;
   if (in.gradients && present(in.temperature)) return false;
@@ -132,7 +133,7 @@ __device__ bool weighs_alike(const TokenInput& in) {
          !(present(in.token_weight) || in.per_row_upstream || in.statistics_gradients);
 }
 
-// |a| w of a token, and the largest factors of what else is asked for.
+// Returns |a| w of a token, and raises the largest factors of what else is asked for.
 __device__ void weigh(const TokenInput& in, const LossConstants& constants, int64_t i, float c,
                       const TokenMap* map, TokenBlock* own) {
   const float a = token_weight(in, i);
@@ -149,7 +150,7 @@ __device__ void weigh(const TokenInput& in, const LossConstants& constants, int6
   largest(in.grad_entropy, &own->statistics);
 }
 
-// One outside counts as a token; it has no class weight.
+// A token whose target is outside counts in a mean; it has no class weight.
 __device__ void finish_total(const TokenInput& in, TokenBlock* all) {
   if (!present(in.vocab_weight)) all->normalizer = all->counted + all->outside;
   if (threadIdx.x == 0 && all->outside > 0 && present(in.fault)) {
@@ -184,7 +185,7 @@ __device__ TokenBlock classify(const TokenInput& in, const Tokens& t, int first,
   return all;
 }
 
-// The same of all tokens where they weigh alike.
+// Does the same for all tokens where they weigh alike.
 __device__ TokenBlock count_alike(const TokenInput& in, const Tokens& t) {
   TokenBlock all{};
   int valid = 0, meant = 0, active = 0;
@@ -200,12 +201,14 @@ __device__ TokenBlock count_alike(const TokenInput& in, const Tokens& t) {
   all.valid = block_sum(active);
   all.class_weight_sum = static_cast<double>(in.whole());
   const LossConstants constants = constants_of(in, all.class_weight_sum);
-  if (in.gradients && all.valid > 0) weigh(in, constants, 0, 1, nullptr, &all);  // any token
+  // Any token will do, as they weigh alike.
+  if (in.gradients && all.valid > 0) weigh(in, constants, 0, 1, nullptr, &all);
   finish_total(in, &all);
   return all;
 }
 
-// Serves all tokens; `before`: how many are compacted in the blocks before b, or (kPlaces) count.
+// Adds up all tokens; *before gets how many are compacted in the blocks before b or, with kPlaces,
+// how many count there.
 template <bool kPlaces>
 __device__ TokenBlock total_of(const Tokens& t, int b, int blocks, int* before) {
   *before = 0;
@@ -227,7 +230,7 @@ __device__ TokenBlock total_of(const Tokens& t, int b, int blocks, int* before) 
   return block_total(all);
 }
 
-// Counts of the rounds' warps, in the order of their tokens, become sums of those before.
+// Makes of the counts of the rounds' warps, in the order of their tokens, sums of those before.
 __device__ void scan_warps(int (&counts)[rounds * threads / 32]) {
   constexpr int each = rounds * threads / 32 / 32;
   __syncthreads();
@@ -251,13 +254,13 @@ __device__ void scan_warps(int (&counts)[rounds * threads / 32]) {
   __syncthreads();
 }
 
-// Token i, of which k are compacted before it, of `valid`.
+// Writes token i, of which k are compacted before it, of `valid`.
 __device__ void put_token(const TokenInput& in, const Tokens& t, int64_t i, int64_t target,
                           TokenKind kind, int64_t k, int valid) {
   const bool counts = kind == TokenKind::counts;
   const int64_t at = counts ? k : valid + (i - k);
   t.row[at] = static_cast<int32_t>(i);
-  // The others get nothing: they may be read before it is known how many count.
+  // The other tokens get nothing, since they may be read before it is known how many count.
   t.target[at] = counts ? column_of_target(in, target) : -1;
   t.target_weight[at] = counts ? target_weight(in, target) : 0.0f;
   t.token_weight[at] = counts ? token_weight(in, i) : 0.0f;
@@ -267,8 +270,8 @@ __device__ inline bool counts_at_all(TokenKind kind) {
   return kind == TokenKind::counts || kind == TokenKind::inactive;
 }
 
-// `before`: how many are in front of block b. kPlaces: of those that count, whose places they are;
-// else of those compacted, `valid` in all.
+// `before` is how many are in front of block b. With kPlaces it counts those that count, whose
+// places are found; else those compacted, `valid` in all.
 template <bool kPlaces>
 __device__ void compact(const TokenInput& in, const Tokens& t, int b, int valid, int before) {
   __shared__ int warps[rounds * warps_per_block];
@@ -287,7 +290,8 @@ __device__ void compact(const TokenInput& in, const Tokens& t, int b, int valid,
 #pragma unroll
   for (int r = 0; r < rounds; ++r) {
     const int64_t i = token_of(b, r);
-    const unsigned ballot = ballot_of(r);  // again: eight of them take registers
+    // It is computed again, since eight of them would take registers.
+    const unsigned ballot = ballot_of(r);
     if (i >= t.total) continue;
     const int64_t k =
         before + warps[r * warps_per_block + warp] + __popc(ballot & ((1u << lane) - 1));
@@ -299,7 +303,7 @@ __device__ void compact(const TokenInput& in, const Tokens& t, int b, int valid,
   }
 }
 
-// The same of `threads` tokens, block b, from all of them.
+// Does the same for `threads` tokens, block b, from all of them.
 __device__ void count_and_compact(const TokenInput& in, const Tokens& t, const TokenOutputs& out,
                                   int b) {
   __shared__ int warps[warps_per_block], before_block[warps_per_block], valid[warps_per_block];
@@ -338,8 +342,8 @@ __device__ void count_and_compact(const TokenInput& in, const Tokens& t, const T
   if (!counts_at_all(kind)) put_other(in, out, i, kind);
 }
 
-// Backward: every upstream gradient of the token is exactly 0. 0 times an infinity is not 0, and no
-// product of others is taken for it.
+// Returns whether every upstream gradient of the token in Backward is exactly 0. 0 times an
+// infinity is not 0, and no product of others is taken for it.
 __device__ bool has_no_gradient(const TokenInput& in, int64_t i) {
   const int64_t at = in.options.reduction == Reduction::none ? i : 0;
   const float g = present(in.grad_loss) ? load(in.grad_loss, at) : 1.0f;
@@ -349,7 +353,7 @@ __device__ bool has_no_gradient(const TokenInput& in, int64_t i) {
   return is_zero(in.grad_lse) && is_zero(in.grad_target_logit) && is_zero(in.grad_entropy);
 }
 
-// The rule of docs/semantics.md, "Arguments", for a temperature and what is made of it.
+// Checks a temperature, and what is made of it, by the rule of docs/semantics.md, "Arguments".
 __device__ bool is_usable(const LossOptions& o, float temperature) {
   const auto is_normal = [](double x) { return x >= FLT_MIN && x <= FLT_MAX; };
   const auto serves = [&](double x) { return x == 0 || is_normal(fabs(x)); };
@@ -358,7 +362,7 @@ __device__ bool is_usable(const LossOptions& o, float temperature) {
   return cap == 0 || (serves(cap / t) && serves(t / cap));
 }
 
-// As map_factors of src/loss.h makes them of a number.
+// Makes them as map_factors of src/loss.h does of a number.
 __device__ TokenMap map_of_temperature(const LossOptions& o, float temperature) {
   const double t = temperature, outward = copysign(o.softcap / t, double{o.logit_scale});
   TokenMap m{};
@@ -372,7 +376,7 @@ __device__ TokenMap map_of_temperature(const LossOptions& o, float temperature) 
   return m;
 }
 
-// A token's temperature, and whether it has a gradient, are known before all are counted.
+// A token's temperature, and whether it has a gradient, must be known before all are counted.
 __global__ void __launch_bounds__(256)
     screen_kernel(const __grid_constant__ TokenInput in, Tokens t) {
   const int64_t i = int64_t{blockIdx.x} * 256 + threadIdx.x;
@@ -431,7 +435,7 @@ __global__ void __launch_bounds__(threads)
   compact<kPlaces>(in, t, b, all.valid, before);
 }
 
-// The first of `valid` compacted tokens, whose places ascend, that has none below p.
+// Returns the first of `valid` compacted tokens, whose places ascend, that has a place not below p.
 __device__ int first_from(const Tokens& t, int valid, int p) {
   int first = 0;
   for (int count = valid; count > 0;) {
@@ -445,8 +449,8 @@ __device__ int first_from(const Tokens& t, int valid, int p) {
   return first;
 }
 
-// Place p, one of the first as many as are compacted, is paired with the token that has it; the
-// j-th place there that no token has, with the j-th token whose own is behind them.
+// Places are shared out to as many tokens as are compacted. Place p is paired with the token that
+// has it; the j-th place that no token has, with the j-th token whose own place lies behind.
 __global__ void __launch_bounds__(256) arrange_kernel(Tokens from, Tokens to) {
   const int64_t p = int64_t{blockIdx.x} * 256 + threadIdx.x;
   if (p >= from.total) return;
@@ -470,7 +474,7 @@ __global__ void __launch_bounds__(threads)
                                 address<float>(loss));
 }
 
-// Block n: the row of the n-th token that does not count.
+// Block n clears the row of the n-th token that does not count.
 template <class T>
 __global__ void __launch_bounds__(256) clear_rows(Tokens t, TensorView gradient) {
   const int64_t k = t.scalars->valid + int64_t{blockIdx.x};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What kernels read of a token.
+// Kernels read this of a token.
 #pragma once
 
 #include "src/cuda/numbers.cuh"
@@ -9,7 +9,7 @@
 
 namespace logitless::cuda {
 
-// inactive: counts, but has no gradient.
+// An inactive token counts, but has no gradient.
 enum class TokenKind { counts, inactive, ignored, outside };
 
 __device__ inline TokenKind kind_of_target(const TokenInput& in, int64_t target) {
@@ -18,7 +18,8 @@ __device__ inline TokenKind kind_of_target(const TokenInput& in, int64_t target)
   return in.options.out_of_range == OutOfRange::ignore ? TokenKind::ignored : TokenKind::outside;
 }
 
-// Counts, and has no gradient. Without `inactive` [N] all or none have one.
+// Returns whether the token counts and has no gradient. Without `inactive` [N] all tokens have one
+// or none does.
 __device__ inline bool is_inactive(const TokenInput& in, const uint8_t* inactive, int64_t i) {
   if (inactive != nullptr) return inactive[i] != 0;
   return in.skips_inactive && present(in.grad_loss) && load(in.grad_loss) == 0;
@@ -38,12 +39,12 @@ __device__ inline MapFactors with_token(MapFactors map, const TokenMap& m) {
   map.backward = m.backward;
   return map;
 }
-// The map of compacted token k.
+// Returns the map of compacted token k.
 __device__ inline MapFactors map_of_token(const MapFactors& map, const Tokens& t, int64_t k) {
   return t.map == nullptr ? map : with_token(map, t.map[t.row[k]]);
 }
 
-// Column of the target in the views; -1: on another shard.
+// Returns the column of the target in the views, or -1 if another shard has it.
 __device__ inline int column_of_target(const TokenInput& in, int64_t target) {
   const int64_t column = target - in.start();
   return column >= 0 && column < in.vocab ? static_cast<int>(column) : -1;
@@ -55,7 +56,7 @@ __device__ inline float token_weight(const TokenInput& in, int64_t i) {
   return present(in.token_weight) ? load(in.token_weight, i) : 1.0f;
 }
 
-// The coefficients of dz of token i, relative to gradient_scale, from its finished state.
+// Returns the coefficients of dz of token i, relative to gradient_scale, from its finished state.
 __device__ inline RowGradient token_gradient(const TokenInput& in, const TokenScalars& scalars,
                                              int64_t i, float target_weight, float token_weight,
                                              const RowState& state) {
@@ -75,7 +76,7 @@ __device__ inline RowGradient token_gradient(const TokenInput& in, const TokenSc
   return row_gradient(scalars.constants, state, target_weight, token_weight, g, grad_lse,
                       grad_target, grad_entropy);
 }
-// Says it of compacted token k.
+// Returns the same for compacted token k.
 __device__ inline RowGradient token_gradient(const TokenInput& in, const Tokens& t, int64_t k,
                                              const RowState& state) {
   return token_gradient(in, *t.scalars, t.row[k], t.target_weight[k], t.token_weight[k], state);
@@ -85,7 +86,7 @@ __device__ inline void put(const TensorView& view, int64_t i, float x) {
   if (present(view)) *address<float>(view, i) = x;
 }
 
-// What else may be asked of a row.
+// A call may ask for this too of a row.
 struct RowStatistics : RowState {
   float sum_p_squared = 0, mean_logit = 0;
   int rank = -1;
@@ -106,17 +107,19 @@ __device__ inline void put_statistics(const TokenStatistics& out, int64_t i, con
   if (present(out.argmax)) store_int(out.argmax, i, argmax);
 }
 
-// The statistics of token i; target: its column in the views, or negative.
+// Writes the statistics of token i; `target` is its column in the views, or negative.
 __device__ inline void put_state(const TokenInput& in, const TokenStatistics& out, int64_t i,
                                  int target, RowStatistics s) {
   if (target < 0) s.target_logit = -infinity();
   put_statistics(out, i, s, s.lse(), s.argmax + in.start());
-  if (target < 0) put(out.logprob, i, -infinity());  // of a shard without any probability too
+  // A shard without any probability gives -inf too.
+  if (target < 0) put(out.logprob, i, -infinity());
 }
 
 __device__ inline float token_loss(const TokenScalars& scalars, int target, float target_weight,
                                    float token_weight, const RowState& s) {
-  const float weight = target < 0 ? 0 : target_weight;  // another shard has the target
+  // If it is negative, another shard has the target.
+  const float weight = target < 0 ? 0 : target_weight;
   return row_loss(scalars.constants, s, weight, token_weight);
 }
 
@@ -125,13 +128,13 @@ __device__ inline float* loss_of(float* losses, const TensorView& loss, int64_t 
   return losses != nullptr ? losses + i : address<float>(loss, i);
 }
 
-// The sum or mean of the losses of the tokens that count, by one block: per thread in token order,
-// then over the threads. The order is that of the positions among the valid tokens alone.
-// kCompacted: they lie in that order too, else each where its token does.
+// One block makes the sum or mean of the losses of the tokens that count: per thread in token
+// order, then over the threads. The order depends on the positions among the valid tokens alone.
+// With kCompacted the losses lie in that order too, else each where its token does.
 template <int kThreads, bool kCompacted>
 __device__ void reduce_losses(Reduction reduction, EmptyMean empty_mean, const Tokens& t,
                               const float* losses, float* loss) {
-  constexpr int many = 16;  // loads in flight
+  constexpr int many = 16;  // so many loads are in flight
   double sum = 0;
   const int valid = t.scalars->valid;
   for (int first = threadIdx.x; first < valid; first += many * kThreads) {
@@ -153,7 +156,7 @@ __device__ void reduce_losses(Reduction reduction, EmptyMean empty_mean, const T
   *loss = static_cast<float>(sum);
 }
 
-// c_j of column j of the views.
+// Returns c_j of column j of the views.
 __device__ inline float class_weight(const TokenInput& in, int64_t j) {
   return present(in.vocab_weight) ? load(in.vocab_weight, in.start() + j) : 1.0f;
 }

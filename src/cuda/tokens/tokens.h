@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tokens of a call, on the device: which count, in which order they are compacted, what the
-// mean divides by, the factor common to all gradients. The host never learns the number of valid
-// tokens: every kernel that follows reads it from `scalars`. The same quantities as
-// src/cpu/tokens.h.
+// The tokens of a call are prepared on the device: which count, in which order they are compacted,
+// what the mean divides by, the factor common to all gradients. The host never learns the number of
+// valid tokens: every kernel that follows reads it from `scalars`. src/cpu/tokens.h has the same
+// quantities.
 #pragma once
 
 #include "src/call.h"
@@ -11,21 +11,21 @@
 
 namespace logitless::cuda {
 
-// Holds what an op says of its tokens; absent views where it has none.
+// An op says this of its tokens; views that it does not have are absent.
 struct TokenInput {
   TensorView target, token_weight, vocab_weight, normalizer, temperature, fault;
   TensorView grad_loss, grad_lse, grad_target_logit, grad_entropy;
   LossOptions options;
-  int64_t vocab = 0;  // V of the views
+  int64_t vocab = 0;  // it is V of the views
   bool gradients = false;
-  bool per_row_upstream = false;  // grad_loss [N]
+  bool per_row_upstream = false;  // grad_loss is [N]
   bool statistics_gradients = false;
-  bool skips_inactive = false;  // tokens whose upstream gradients are all 0: Backward
+  bool skips_inactive = false;  // a Backward leaves out tokens whose upstream gradients are all 0
   bool makes_maps = false;      // each token has a TokenMap
-  // A dz of f16 is stored times this, so that small ones keep their bits: the largest of the usual
-  // ones comes to 64 of 65504.
+  // A dz of f16 is stored times this, so that small ones keep their bits: the largest usual dz
+  // comes to 64 of 65504.
   float lift = 1;
-  // Some tokens may have a gradient and others none.
+  // Returns whether some tokens may have a gradient and others none.
   constexpr bool screens_gradients() const {
     return skips_inactive && (per_row_upstream || token_weight || statistics_gradients);
   }
@@ -36,34 +36,35 @@ struct TokenInput {
 inline int64_t token_blocks(int64_t tokens) {
   return tokens > one_launch_tokens ? blocks_for(tokens, tokens_per_block) : 1;
 }
-// With what the input may ask for, and `places`, where wanted.
+// These arrays are there where the input asks for them, `places` where the caller does.
 struct TokenArrays {
   bool inactive = false, maps = false, places = false;
 };
 Tokens place_tokens(Arena* arena, int64_t tokens, const TokenArrays& arrays);
 // Brings tokens to where kept E has their rows, as far as that lies among the first ones; a token
-// that is behind them goes to the place of one without a gradient. `from` and `to` have all but the
-// compacted arrays in common.
+// that lies behind them goes to the place of one without a gradient. `from` and `to` share all but
+// the compacted arrays.
 void arrange_tokens(const Tokens& from, const Tokens& to, Stream* stream);
 
-// The caller gets this of each token: loss (its own, or all reduced in fixed order) and statistics.
+// The caller gets this of each token: its loss (its own, or all reduced in fixed order) and
+// statistics.
 struct TokenOutputs {
   TensorView loss;
   TokenStatistics statistics;
 };
 
-// Enqueues all of it: one launch for up to one_launch_tokens, else two. The target range
-// check too, which sets `fault`, and the outputs of tokens that do not count: 0, or NaN for a
-// target outside.
+// Enqueues the whole preparation: one launch for up to one_launch_tokens, else two. It also checks
+// the targets' range, which may set `fault`, and writes the outputs of tokens that do not count: 0,
+// or NaN for a target outside.
 void prepare_tokens(const TokenInput& input, const Tokens& tokens, const TokenOutputs& outputs,
                     Stream* stream);
 
-// The loss reduced from `losses` [N]; nothing where it is absent or each token has its own. early:
-// the kernel in front lets it start (early.cuh).
+// Writes the loss reduced from `losses` [N], or nothing where it is absent or each token has its
+// own. If `early`, the kernel in front lets it start (early.cuh).
 void write_loss(const TokenInput& input, const Tokens& tokens, const float* losses,
                 const TensorView& loss, Stream* stream, bool early = false);
 
-// Rows of a gradient [N, columns] whose token does not count: exactly 0.
+// Sets rows of a gradient [N, columns] whose token does not count to exactly 0.
 void clear_other_rows(const Tokens& tokens, const TensorView& gradient, Stream* stream);
 
 inline TokenInput token_input(const Call& call) {

@@ -3,7 +3,7 @@
 
 #include "src/webgpu/shaders.h"
 
-// Sizes and offsets cross as doubles, which JavaScript's numbers are; exact to 2^53.
+// Sizes and offsets cross as doubles, which JavaScript's numbers are; they are exact to 2^53.
 #define LOGITLESS_IMPORT(name) __attribute__((import_module("device"), import_name(name)))
 extern "C" {
 LOGITLESS_IMPORT("create_buffer") uint32_t device_create_buffer(double bytes);
@@ -19,15 +19,15 @@ void device_dispatch(uint32_t pipeline, const logitless::webgpu::Binding* bindin
 LOGITLESS_IMPORT("copy")
 void device_copy(uint32_t source, double source_offset, uint32_t target, double target_offset,
                  double bytes);
-LOGITLESS_IMPORT("submit") uint32_t device_submit();  // 0 where it refused
+LOGITLESS_IMPORT("submit") uint32_t device_submit();  // it returns 0 where it refused
 LOGITLESS_IMPORT("abandon") void device_abandon();
-// Bytes written to `text`, NUL included; 0: nothing went wrong.
+// Returns the bytes written to `text`, NUL included; 0 says that nothing went wrong.
 LOGITLESS_IMPORT("error") uint32_t device_error(char* text, uint32_t capacity);
 }
 
 namespace logitless::webgpu {
 
-// Holds what web/device.js reads out of memory.
+// web/device.js reads these structs out of memory, so their layout is fixed.
 static_assert(sizeof(Constant) == 16 && offsetof(Constant, value) == 8);
 static_assert(sizeof(Binding) == 24 && offsetof(Binding, offset) == 8 &&
               offsetof(Binding, bytes) == 16);

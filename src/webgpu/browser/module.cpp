@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the wasm module exports to web/logitless.js: an op is begun, given its tensors and options
+// The wasm module exports this to web/logitless.js: an op is begun, given its tensors and options
 // by the names of docs/semantics.md, then planned, run on the page's device, or evaluated in double
-// by the reference backend. One op at a time, one thread.
+// by the reference backend. There is one op at a time, on one thread.
 #include <cstring>
 #include <map>
 #include <memory>
@@ -20,7 +20,7 @@ namespace {
 
 struct State {
   BrowserDevice device;
-  std::unique_ptr<WorkspaceBuffers> workspace;  // of the last budget
+  std::unique_ptr<WorkspaceBuffers> workspace;  // it is made for the last budget
   int32_t kind = -1;
   bool accumulate = false;
   LossOptions options;
@@ -29,7 +29,8 @@ struct State {
   Status status;
 };
 
-// Made at the first call: a module of the reactor kind has no main to make it in.
+// The state is made at the first call, because a module of the reactor kind has no main to make it
+// in.
 State& state() {
   static State* made = new State;
   return *made;
@@ -63,7 +64,7 @@ constexpr Option kOptions[] = {
 
 constexpr Execution kOnDevice{.device = {.type = DeviceType::webgpu}};
 
-// The op that was begun, with the tensors given; those that it does not have are an error.
+// Makes the op that was begun, with the tensors given; a tensor that it does not have is an error.
 Status make(const Execution& execution, DeviceType tensors_on, Call* call) {
   const State& s = state();
   if (s.kind < 0 || s.kind >= kinds) {
@@ -164,8 +165,8 @@ LOGITLESS_EXPORT("workspace") int32_t workspace(double* sizes) {
   });
 }
 
-// Records the op and submits it; waits for nothing. The buffers of the workspace stay for the next
-// call of the same budget.
+// Records the op and submits it, without waiting for anything. The buffers of the workspace stay
+// for the next call of the same budget.
 LOGITLESS_EXPORT("run") int32_t run(double budget) {
   return with_call(kOnDevice, DeviceType::webgpu, [&](const Call& call) {
     WorkspaceSize size;
@@ -183,10 +184,11 @@ LOGITLESS_EXPORT("run") int32_t run(double budget) {
   });
 }
 
-// The workspace's buffers, after a call that failed: WebGPU may have refused one of them.
+// Forgets the workspace's buffers after a call that failed, because WebGPU may have refused one of
+// them.
 LOGITLESS_EXPORT("forget") void forget() { state().workspace.reset(); }
 
-// The op in double; its tensors are memory of this module.
+// Evaluates the op in double; its tensors are memory of this module.
 LOGITLESS_EXPORT("evaluate") int32_t evaluate(int32_t with_bounds) {
   const Execution on_reference{.device = {.type = DeviceType::reference}};
   return with_call(on_reference, DeviceType::cpu, [&](const Call& call) {
@@ -204,4 +206,4 @@ LOGITLESS_EXPORT("evaluated") const double* evaluated(const char* name, int32_t 
   return (bound != 0 ? found->second.bound : found->second.value).data();
 }
 
-}  // extern "C"
+}  // this ends extern "C"

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// f32 to f16 and back, for mixed precision: n elements, two f16 a word, the first in the low half.
-// One invocation a word (two elements), workgroups of 256, grid (x, y, 1) with 512 x y >= n. An odd
-// n leaves the high half of the last word 0.
-// By integer operations: pack2x16float may round either way and leaves what is beyond f16's range
-// undefined, unpack2x16float may flush subnormals. Here f32 to f16 rounds to the nearest, ties to
-// even, overflows to infinity, and NaN stays NaN; f16 to f32 is exact.
+// This shader turns f32 into f16 and back, for mixed precision: n elements, two f16 a word, the
+// first in the low half. One invocation takes a word (two elements), in workgroups of 256 and a
+// grid (x, y, 1) with 512 x y >= n. An odd n leaves the high half of the last word 0.
+// It uses integer operations, because pack2x16float may round either way and leaves what is beyond
+// f16's range undefined, and unpack2x16float may flush subnormals. Here f32 to f16 rounds to the
+// nearest, ties to even, and overflows to infinity; f16 to f32 is exact; NaN stays NaN in both.
 
 @group(0) @binding(0) var<storage, read> source: array<u32>;             // f32 [n] or f16 [n]
 @group(0) @binding(1) var<storage, read_write> destination: array<u32>;  // f16 [n] or f32 [n]
@@ -16,14 +16,14 @@ fn half_of(bits: u32) -> u32 {
   if (magnitude > 0x7f800000u) {
     return sign | 0x7e00u;
   }
-  if (magnitude >= 0x47800000u) {  // 2^16 and more
+  if (magnitude >= 0x47800000u) {  // 2^16 and more overflow
     return sign | 0x7c00u;
   }
-  if (magnitude < 0x33000000u) {  // below half of the least subnormal
+  if (magnitude < 0x33000000u) {  // what is below half of the least subnormal becomes 0
     return sign;
   }
   let exponent = magnitude >> 23u;
-  // A subnormal f16 counts units of 2^-24: its significand is shifted further.
+  // A subnormal f16 counts units of 2^-24, so its significand is shifted further.
   let subnormal = exponent < 113u;
   let shift = select(13u, 126u - exponent, subnormal);
   let significand =

@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// A thread a row: its slots in their order give its state, its loss and what its gradient is made of
-// (the formulas of docs/semantics.md).
+// A thread takes a row: its slots in their order give its state, its loss and what its gradient is
+// made of (the formulas of docs/semantics.md).
 // Uses common: numbers, token, window, loss.
 
-@group(0) @binding(1) var<storage, read> counted: array<u32>;       // count, 3 unused, [count]
+// It has the count, 3 unused words, then the tokens that count.
+@group(0) @binding(1) var<storage, read> counted: array<u32>;
 @group(0) @binding(2) var<storage, read> partials: array<Slot>;     // [rows, slots]
 @group(0) @binding(3) var<storage, read_write> rows: array<State>;  // [tokens]
 @group(0) @binding(4) var<storage, read> inputs: array<Given>;      // [tokens]
 @group(0) @binding(5) var<storage, read> scalars: Scalars;
 @group(0) @binding(6) var<storage, read_write> extras: array<Extra>;  // [tokens]
 
-// m, log s, weighted sum, entropy, argmax and more statistics from the slots.
+// Makes m, log s, weighted sum, entropy, argmax and more statistics from the slots.
 fn with_slots(r: u32, token: u32, known: State) -> State {
   var s = known;
   let first = r * p.slots;
@@ -75,7 +76,8 @@ fn combine(@builtin(global_invocation_id) id: vec3<u32>) {
   if ((p.flags & has_state) != 0u) {
     s.m = inputs[token].row_reference;
     s.log_sum = inputs[token].row_log_sum;
-    // What shards combine to that have no probability to speak of: none of a column is 0.
+    // Shards may combine to a row without any probability; then no column's is 0, and the gradient
+    // is NaN.
     if (bitcast<u32>(s.m) == (infinity_bits | 0x80000000u)) {
       s.kind |= state_gradient_nan;
     }

@@ -1,19 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// Loss and gradient of rows of logits, in place, behind the five bindings of llm.istanbul's
-// 07_loss.wgsl, so that a program with that pipeline can take this file instead:
+// This shader makes loss and gradient of rows of logits, in place, behind the five bindings of
+// llm.istanbul's 07_loss.wgsl, so that a program with that pipeline can take this file instead:
 //   x_j = logits[s, j]    m = max_j x_j    lse = m + log sum_j exp(x_j - m)    t = tgts[s]
 //   losses[s]    = lse - (1 - alpha) x_t - alpha mean_j x_j + beta_zl lse^2
 //   logits[s, j] = inv_norm (p_j (1 + 2 beta_zl lse) - (1 - alpha) [j = t] - alpha inv_V)
-// A target outside the vocabulary: loss 0, row 0. Grid (seq_len, 1, 1), or (x, y, 1) with
-// x y >= seq_len where there are more rows than a grid is wide: one workgroup a row.
+// If a target is outside the vocabulary, its loss is 0 and its row 0. One workgroup takes a row, so
+// the grid is (seq_len, 1, 1), or (x, y, 1) with x y >= seq_len where there are more rows than a
+// grid is wide.
 //
-// A thread holds 16 columns. Rows of up to 4096 columns stay in registers, one read and one write;
-// 256 threads are much for a short one, so of 16 workgroups (V <= 256) or 4 (V <= 1024) the first
-// takes all their rows, 16 or 64 threads each, and the others end at once. A longer row is read
-// twice, the second time from where a warp's 32 columns begin, which the row need not: a write across
-// that border costs two; and from its end, which a cache may still hold. Exponentials are of x minus
-// the thread's own maximum, so that one reduction of maximum and sum is enough; of 16 threads, minus
-// the row's. alpha = 0 skips the pass over the sum of the logits.
+// A thread holds 16 columns. Rows of up to 4096 columns stay in registers and take one read and one
+// write; 256 threads are much for a short one, so of 16 workgroups (V <= 256) or 4 (V <= 1024) the
+// first takes all their rows, 16 or 64 threads each, and the others end at once. A longer row is
+// read twice, the second time from where a warp's 32 columns begin, which the row need not: a write
+// across that border costs two; and from its end, which a cache may still hold. Exponentials are of
+// x minus the thread's own maximum, so that one reduction of maximum and sum is enough; where 16
+// threads take a row, they are of x minus the row's. alpha = 0 skips the pass over the sum of the
+// logits.
 //
 // The language lets a compiler assume that no value is infinite or NaN, so such logits are seen by
 // their bits: one NaN or +inf, or -inf alone, makes the row NaN; -inf is a probability of 0, and
@@ -22,26 +24,27 @@
 @group(0) @binding(0) var<storage, read_write> logits: array<f32>;  // [seq_len, vocab_size]
 @group(0) @binding(1) var<storage, read> tgts: array<u32>;          // [seq_len]
 @group(0) @binding(2) var<storage, read_write> losses: array<f32>;  // [seq_len]
-@group(0) @binding(3) var<uniform> dims: vec4<u32>;    // seq_len, vocab_size, unused, unused
-@group(0) @binding(4) var<uniform> params: vec4<f32>;  // inv_norm, alpha, beta_zl, inv_V
+// It has seq_len, vocab_size and two unused words.
+@group(0) @binding(3) var<uniform> dims: vec4<u32>;
+@group(0) @binding(4) var<uniform> params: vec4<f32>;  // it has inv_norm, alpha, beta_zl and inv_V
 
 const WG = 256u;
-const TURN = 16u * WG;  // columns of a workgroup at a time
+const TURN = 16u * WG;  // a workgroup takes so many columns at a time
 const LOWEST = -0x1.fffffep+127f;
 const INFINITY_BITS = 0x7f800000u;
 const MINUS_INFINITY_BITS = 0xff800000u;
 const NAN_BITS = 0x7fc00000u;
-const INFINITE = 0xff000000u;  // as a magnitude; NaN is above
+const INFINITE = 0xff000000u;  // a NaN's magnitude is above it
 
-// Of columns: their maximum m, +inf where one of them makes the row NaN, and the sum of exp(x - m).
-// [16][17]: in no step do two threads read one bank.
+// Each part is of some columns: their maximum m, +inf where one of them makes the row NaN, and the
+// sum of exp(x - m). It is laid out [16][17], so that in no step two threads read one bank.
 var<workgroup> parts: array<vec2<f32>, 272>;
-var<workgroup> target_logits: array<f32, 16>;  // of a workgroup's rows
+var<workgroup> target_logits: array<f32, 16>;  // a workgroup's rows have these
 
 fn total(x: vec4<f32>) -> f32 {
   return (x.x + x.y) + (x.z + x.w);
 }
-// exp(x - m). Below -200 it is 0 in f32, as it is of -inf.
+// Returns exp(x - m). Below -200 it is 0 in f32, as it is for -inf.
 fn weigh(x: vec4<f32>, m: f32) -> vec4<f32> {
   return exp(max(x - m, vec4<f32>(-200.0)));
 }
@@ -49,7 +52,7 @@ fn weigh_one(x: f32, m: f32) -> f32 {
   return exp(max(x - m, -200.0));
 }
 
-// Sixteen columns: v, v + lanes, v + 2 lanes, ...
+// These are a thread's sixteen columns, by fours: v, v + lanes, v + 2 lanes, ...
 struct Columns {
   a: vec4<f32>,
   b: vec4<f32>,
@@ -60,7 +63,8 @@ fn four(v: u32, shift: u32) -> vec4<u32> {
   return vec4<u32>(v) + (vec4<u32>(0u, 1u, 2u, 3u) << vec4<u32>(shift));
 }
 
-// Four by four, not in loops: some compilers keep a vector that is indexed in memory.
+// Columns go four by four, not in loops, because some compilers keep a vector that is indexed in
+// memory.
 fn load(row: u32, v: u32, shift: u32) -> vec4<f32> {
   let column = four(v, shift);
   var x = vec4<f32>(LOWEST);
@@ -124,7 +128,8 @@ fn magnitude(x: Columns) -> u32 {
 fn weights(x: Columns, m: f32) -> Columns {
   return Columns(weigh(x.a, m), weigh(x.b, m), weigh(x.c, m), weigh(x.d, m));
 }
-// Their sum. Beyond the row's end stands LOWEST, which weighs nothing, or 1 where it is the maximum.
+// Returns their sum. Beyond the row's end stands LOWEST, which weighs nothing, or 1 where it is the
+// maximum.
 fn sum_of(e: Columns, m: f32, v: u32, shift: u32) -> f32 {
   var s = total((e.a + e.b) + (e.c + e.d));
   if (m == LOWEST) {
@@ -134,7 +139,7 @@ fn sum_of(e: Columns, m: f32, v: u32, shift: u32) -> f32 {
   return s;
 }
 
-// `count` parts, `step` apart: first the maximum, then the sums, a weight each.
+// Merges `count` parts, `step` apart: first the maximum, then the sums, each with its weight.
 fn merged(first: u32, step: u32, count: u32) -> vec2<f32> {
   var m = parts[first].x;
   for (var k = 1u; k < count; k++) {
@@ -147,7 +152,8 @@ fn merged(first: u32, step: u32, count: u32) -> vec2<f32> {
   }
   return vec2<f32>(m, s);
 }
-// How far the columns of a thread are below the maximum, in sum, and 1 where one of them is -inf.
+// Returns how far the columns of a thread are below the maximum, in sum, and 1 where one of them is
+// -inf.
 fn depth(row: u32, lane: u32, shift: u32, m: f32) -> vec2<f32> {
   var below = 0.0;
   var masked = 0.0;
@@ -171,12 +177,12 @@ fn summed(first: u32, step: u32, count: u32) -> vec2<f32> {
 // A row's gradient is made of these.
 struct Row {
   m: f32,
-  scale: f32,    // of p: inv_norm (1 + 2 beta_zl lse) / s
+  scale: f32,    // it multiplies p: inv_norm (1 + 2 beta_zl lse) / s
   filled: bool,  // the row is `filling` all over
-  filling: u32,  // 0, or a NaN's bits
+  filling: u32,  // it is 0, or a NaN's bits
 }
-// Of row s, the workgroup's i-th, by every thread of it; its first one writes the loss. `below` is
-// depth's, of the whole row.
+// Every thread of row s, the workgroup's i-th, calls this; the first one writes the loss. `below`
+// is depth's result for the whole row.
 fn finish(s: u32, rows: u32, lane: u32, i: u32, part: vec2<f32>, below: vec2<f32>) -> Row {
   let alpha = params.y;
   let log_sum = log(part.y);
@@ -197,7 +203,7 @@ fn finish(s: u32, rows: u32, lane: u32, i: u32, part: vec2<f32>, below: vec2<f32
              select(poison, 0u, ignored));
 }
 
-// The parts of a row of 64 or 256 threads, merged.
+// Merges the parts of a row of 64 or 256 threads.
 fn reduce(tid: u32, shift: u32, own: vec2<f32>) -> vec2<f32> {
   parts[tid % 16u * 17u + tid / 16u] = own;
   workgroupBarrier();
@@ -215,14 +221,14 @@ fn reduce(tid: u32, shift: u32, own: vec2<f32>) -> vec2<f32> {
   return parts[16];
 }
 fn reduce_depth(tid: u32, shift: u32, own: vec2<f32>) -> vec2<f32> {
-  workgroupBarrier();  // they have been read
+  workgroupBarrier();  // every thread has read the parts
   parts[tid % 16u * 17u + tid / 16u] = own;
   workgroupBarrier();
   if (tid < 16u) {
     parts[tid] = summed(tid, 17u, 16u);
   }
   workgroupBarrier();
-  let count = 1u << (shift - 4u);  // of 16 threads each
+  let count = 1u << (shift - 4u);  // a part is of 16 threads
   return summed((tid >> shift) * count, 1u, count);
 }
 fn row_of(s: u32, rows: u32, row: u32, tid: u32, shift: u32, own: vec2<f32>) -> Row {
@@ -235,7 +241,7 @@ fn row_of(s: u32, rows: u32, row: u32, tid: u32, shift: u32, own: vec2<f32>) -> 
   return finish(s, rows, lane, tid >> shift, part, below);
 }
 
-// +inf where one is NaN.
+// Returns the maximum, or +inf where one is NaN.
 fn seen(m: f32, x: Columns) -> f32 {
   return bitcast<f32>(select(bitcast<u32>(m), INFINITY_BITS, magnitude(x) > INFINITE));
 }
@@ -247,12 +253,12 @@ fn gradients(e: Columns, factor: f32) -> Columns {
   return Columns(gradient(e.a, factor), gradient(e.b, factor), gradient(e.c, factor),
                  gradient(e.d, factor));
 }
-// By the thread that has stored this column already.
+// The thread that has stored this column already calls it.
 fn store_target(at: u32, e: f32, factor: f32) {
   logits[at] = gradient(vec4<f32>(e), factor).x - params.x * (1.0 - params.y);
 }
 
-// Rows of up to 4096 columns, 1 << shift threads each.
+// Takes rows of up to 4096 columns, with 1 << shift threads each.
 fn short_rows(first: u32, rows: u32, shift: u32, tid: u32) {
   let i = tid >> shift;
   let lane = tid & ((1u << shift) - 1u);
@@ -290,7 +296,7 @@ fn long_row(s: u32, rows: u32, tid: u32) {
   if (t < dims.y && tid == t % WG) {
     target_logits[0] = logits[row + t];
   }
-  // The next columns are on their way while these are worked on.
+  // The next columns are loaded while these are worked on.
   var own = vec2<f32>(LOWEST, 0.0);
   var worst = 0u;
   var next = load_columns(row, tid, 8u);
@@ -306,7 +312,7 @@ fn long_row(s: u32, rows: u32, tid: u32) {
   // Other invocations have read what is written from here on.
   storageBarrier();
 
-  // Columns of the aligned 32 that are not this row's: they wrap around, to beyond its end.
+  // Columns of the aligned 32 that are not this row's wrap around, to beyond its end.
   let before = row % 32u;
   let x_t = target_logits[0];
   let turns = (dims.y + before + TURN - 1u) / TURN;
@@ -328,7 +334,8 @@ fn long_row(s: u32, rows: u32, tid: u32) {
 
 var<workgroup> maxima: array<f32, 272>;
 var<workgroup> sums: array<f32, 272>;
-// Rows of up to 256 columns, 16 threads each, whose maximum is known before the exponentials.
+// Takes rows of up to 256 columns, with 16 threads each, whose maximum is known before the
+// exponentials.
 fn rows_of_16(first: u32, rows: u32, tid: u32) {
   let i = tid / 16u;
   let lane = tid % 16u;
@@ -379,7 +386,7 @@ fn cross_entropy(@builtin(workgroup_id) group: vec3<u32>,
                  @builtin(num_workgroups) groups: vec3<u32>,
                  @builtin(local_invocation_index) tid: u32) {
   let s = group.x + group.y * groups.x;
-  // Before anything else, for this is all that most workgroups do.
+  // This comes before anything else, because it is all that most workgroups do.
   if (dims.y <= 1024u && (s & select(3u, 15u, dims.y <= 256u)) != 0u) {
     return;
   }
@@ -387,7 +394,8 @@ fn cross_entropy(@builtin(workgroup_id) group: vec3<u32>,
   if (s >= rows) {
     return;
   }
-  // A call each: where the compiler knows the number of threads this is up to a quarter faster.
+  // Each case has a call of its own: where the compiler knows the number of threads this is up to a
+  // quarter faster.
   if (dims.y > TURN) {
     long_row(s, rows, tid);
   } else if (dims.y > 1024u) {

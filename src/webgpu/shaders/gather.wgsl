@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Elements of a strided view of any dtype as f32, dense enough for the kernels:
+// This shader makes elements of a strided view of any dtype f32, dense enough for the kernels:
 //   gather       result[r, c] = source[r, c]
 //   gather_rows  result[k, c] = source[counted[k], c], and 0 for rows beyond the active ones
 // Columns up to padded_columns are filled with 0.
@@ -8,22 +8,23 @@ struct Params {
   rows: u32,
   columns: u32,
   padded_columns: u32,
-  base: u32,           // of the source, in elements
-  row_stride: u32,     // of the source, in elements
+  base: u32,        // it counts the source's elements
+  row_stride: u32,  // it counts the source's elements
   column_stride: u32,
   result_base: u32,
   result_row_stride: u32,
   result_column_stride: u32,
 }
 
-override dtype: u32 = 0u;  // 0 f32, 1 f16, 2 bf16
+override dtype: u32 = 0u;  // 0 is f32, 1 f16, 2 bf16
 
 @group(0) @binding(0) var<uniform> p: Params;
 @group(0) @binding(1) var<storage, read> source: array<u32>;
 @group(0) @binding(2) var<storage, read_write> result: array<u32>;
-@group(0) @binding(3) var<storage, read> counted: array<u32>;  // count, 3 unused, [count]
+// It has the count, 3 unused words, then the tokens that count.
+@group(0) @binding(3) var<storage, read> counted: array<u32>;
 
-// In whole numbers: a conversion of the device's may flush subnormals.
+// It uses whole numbers, because a device's conversion may flush subnormals.
 fn f16_to_f32(h: u32) -> u32 {
   let sign = (h & 0x8000u) << 16u;
   let exponent = (h >> 10u) & 31u;
@@ -66,7 +67,7 @@ fn gather(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_ind
   store(r, c, value);
 }
 
-// A column of many rows: a thread a row.
+// A column of many rows takes a thread a row.
 @compute @workgroup_size(256)
 fn gather_column(@builtin(workgroup_id) group: vec3<u32>,
                  @builtin(local_invocation_index) thread: u32) {

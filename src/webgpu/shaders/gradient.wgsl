@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// raw -> draw in the block of a window, from the state of its rows.
+// This shader turns raw into draw in the block of a window, from the state of its rows.
 // Uses common: numbers, token, window, logit.
 
-@group(0) @binding(1) var<storage, read> counted: array<u32>;        // count, 3 unused, [count]
-@group(0) @binding(2) var<storage, read> vocab_weight: array<f32>;   // [columns]
-@group(0) @binding(3) var<storage, read> rows: array<State>;         // [tokens]
-@group(0) @binding(4) var<storage, read_write> block: array<u32>;    // [rows, row_stride]
-@group(0) @binding(5) var<storage, read> extras: array<Extra>;       // [tokens]
+// It has the count, 3 unused words, then the tokens that count.
+@group(0) @binding(1) var<storage, read> counted: array<u32>;
+@group(0) @binding(2) var<storage, read> vocab_weight: array<f32>;  // [columns]
+@group(0) @binding(3) var<storage, read> rows: array<State>;        // [tokens]
+@group(0) @binding(4) var<storage, read_write> block: array<u32>;   // [rows, row_stride]
+@group(0) @binding(5) var<storage, read> extras: array<Extra>;      // [tokens]
 
 @compute @workgroup_size(256)
 fn gradient(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
@@ -18,7 +19,7 @@ fn gradient(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_i
   let is_made = exists && (!direct || is_counted(s.kind));
   for (var k = 0u; k < 4u; k++) {
     let local = group.x * 1024u + k * 256u + thread;
-    // A block of the library's own has zeros after its columns.
+    // A block of the library's own has zeros after its columns; the caller's has not.
     if (local >= select(p.row_stride, p.columns, direct)) {
       continue;
     }

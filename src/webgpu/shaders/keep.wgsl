@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A token's row of kept_rows (KeptRow of src/kept.h), a thread a token:
+// A thread takes a token's row of kept_rows (KeptRow of src/kept.h):
 //   keep    what Forward knows of the token                            -> kept_rows
 //   check   NaN gradients where the row is not that of the given state -> rows
 //           that nothing is kept any more, where it is consumed        -> kept_rows
@@ -9,17 +9,17 @@
 
 struct Params {
   tokens: u32,
-  base: u32,      // of kept_rows, in words
-  engine: u32,    // KeptRow's layout, its bits
-  columns: u32,   // that are kept, likewise
+  base: u32,     // it counts words of kept_rows
+  engine: u32,   // it has the bits of KeptRow's layout
+  columns: u32,  // it has the bits of how many are kept
   consumes: u32,
-  fault: u32,     // word of the fault
+  fault: u32,  // the fault is this word
 }
 
 @group(0) @binding(0) var<uniform> p: Params;
-@group(0) @binding(1) var<storage, read_write> rows: array<State>;      // [tokens]
-@group(0) @binding(2) var<storage, read> inputs: array<Given>;          // [tokens]
-@group(0) @binding(3) var<storage, read_write> kept_rows: array<u32>;   // [tokens, 8]
+@group(0) @binding(1) var<storage, read_write> rows: array<State>;     // [tokens]
+@group(0) @binding(2) var<storage, read> inputs: array<Given>;         // [tokens]
+@group(0) @binding(3) var<storage, read_write> kept_rows: array<u32>;  // [tokens, 8]
 @group(0) @binding(4) var<storage, read_write> fault: array<atomic<u32>>;
 
 // These are the words of a KeptRow that are not always 0.

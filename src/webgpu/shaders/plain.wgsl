@@ -1,55 +1,57 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of logits to their gradient or softmax, in the caller's matrix, and their losses, where the call
-// asks for nothing else: no class or token weights, smoothing, softcap, statistics, gradient of one
-// (docs/semantics.md has the formulas). Everything else is done by row, slots, combine and gradient.
+// This shader makes of rows of logits their gradient or softmax, in the caller's matrix, and their
+// losses, where the call asks for nothing else: no class or token weights, smoothing, softcap,
+// statistics, gradient of one (docs/semantics.md has the formulas). Everything else is done by row,
+// slots, combine and gradient.
 //
-// A thread holds 16 columns. Rows of up to 4096 columns stay in registers, one read and one write, by
-// 16, 64 or 256 threads. A longer row is read twice by 256, the second time from where a warp's 32
-// columns begin, which the row need not: a write across that border costs two. Exponentials are of z
-// minus the thread's own maximum, so that one reduction is enough; of short rows, minus the row's. The
-// language's exp errs by 3 + 2 |x| units of its last place, which is what the contract grants.
+// A thread holds 16 columns. Rows of up to 4096 columns stay in registers of 16, 64 or 256 threads,
+// and take one read and one write. A longer row is read twice by 256, the second time from where a
+// warp's 32 columns begin, which the row need not: a write across that border costs two.
+// Exponentials are of z minus the thread's own maximum, so that one reduction is enough; those of
+// short rows are of z minus the row's. The language's exp errs by 3 + 2 |x| units of its last
+// place, which is what the contract grants.
 // Uses common: numbers, token, target.
 
 struct Params {
   rows: u32,
   columns: u32,
   row_stride: u32,
-  base: u32,           // of the first row in its binding
-  target_base: u32,    // in words
+  base: u32,         // the first row begins there in its binding
+  target_base: u32,  // it counts words
   target_stride: u32,
-  wide: u32,           // 1: a target is two words
+  wide: u32,  // if 1, a target is two words
   ignore_low: u32,
   ignore_high: u32,
   flags: u32,
-  nan: u32,            // a NaN's bits: as a constant it would not compile
-  slope: f32,          // logit_scale / temperature
+  nan: u32,    // these are a NaN's bits, which would not compile as a constant
+  slope: f32,  // it is logit_scale / temperature
   z_loss: f32,
 }
 
-override scaled: bool = false;           // slope is not 1
+override scaled: bool = false;           // slope is then not 1
 override own_temperature: bool = false;  // every token has its own slope, in its Extra
 
 @group(0) @binding(0) var<uniform> p: Params;
 @group(0) @binding(1) var<storage, read> targets: array<u32>;
 @group(0) @binding(2) var<storage, read> scalars: Scalars;
-@group(0) @binding(3) var<storage, read_write> losses: array<u32>;   // [rows]
-@group(0) @binding(4) var<storage, read_write> logits: array<f32>;   // [rows, row_stride]
-@group(0) @binding(5) var<storage, read> extras: array<Extra>;       // [rows]
+@group(0) @binding(3) var<storage, read_write> losses: array<u32>;  // [rows]
+@group(0) @binding(4) var<storage, read_write> logits: array<f32>;  // [rows, row_stride]
+@group(0) @binding(5) var<storage, read> extras: array<Extra>;      // [rows]
 
 const workgroup_threads = 256u;
-const turn = 16u * workgroup_threads;  // columns of a workgroup at a time
-const infinite = 0xff000000u;  // as a magnitude; NaN is above
+const turn = 16u * workgroup_threads;  // a workgroup takes so many columns at a time
+const infinite = 0xff000000u;          // a NaN's magnitude is above it
 
-// Of columns.
+// A part is of some columns.
 struct Part {
-  m: f32,  // maximum, lowest at the least; +inf of what makes the row NaN
-  s: f32,  // sum of exp(z - m)
+  m: f32,  // it is the maximum, lowest at the least, and +inf if a column makes the row NaN
+  s: f32,  // it sums exp(z - m)
 }
 
-// [16][17]: in no step do two threads read one bank.
-var<workgroup> maxima: array<f32, 272>;        // +inf of what makes the row NaN
-var<workgroup> sums: array<f32, 272>;          // of exp(z - maximum)
-var<workgroup> target_logits: array<f32, 16>;  // of a workgroup's rows
+// These are laid out [16][17], so that in no step two threads read one bank.
+var<workgroup> maxima: array<f32, 272>;        // +inf marks what makes the row NaN
+var<workgroup> sums: array<f32, 272>;          // it sums exp(z - maximum)
+var<workgroup> target_logits: array<f32, 16>;  // a workgroup's rows have these
 
 fn target_of(i: u32) -> Target {
   let t = target_at(p.target_base + i * p.target_stride, p.columns);
@@ -59,7 +61,7 @@ fn target_of(i: u32) -> Target {
   return t;
 }
 
-// exp(x - m). Below -200 it is 0 in f32, as it is of -inf.
+// Returns exp(x - m). Below -200 it is 0 in f32, as it is for -inf.
 fn weigh(x: vec4<f32>, m: f32) -> vec4<f32> {
   return exp(max(x - m, vec4<f32>(-200.0)));
 }
@@ -67,7 +69,7 @@ fn weigh_one(x: f32, m: f32) -> f32 {
   return exp(max(x - m, -200.0));
 }
 
-// Sixteen columns: v, v + lanes, v + 2 lanes, ...
+// These are a thread's sixteen columns, by fours: v, v + lanes, v + 2 lanes, ...
 struct Columns {
   a: vec4<f32>,
   b: vec4<f32>,
@@ -78,7 +80,7 @@ fn four(v: u32, shift: u32) -> vec4<u32> {
   return vec4<u32>(v) + (vec4<u32>(0u, 1u, 2u, 3u) << vec4<u32>(shift));
 }
 
-// The invocation's one row has this slope; NaN where its temperature is none.
+// The invocation's one row has this slope, which is NaN where its temperature is none.
 var<private> own_slope: f32;
 
 fn z_of(raw: f32) -> f32 {
@@ -92,7 +94,8 @@ fn set_slope(r: u32) {
     own_slope = extras[r].slope;
   }
 }
-// Four by four, not in loops: some compilers keep a vector that is indexed in memory.
+// Columns go four by four, not in loops, because some compilers keep a vector that is indexed in
+// memory.
 fn load(row: u32, v: u32, shift: u32) -> vec4<f32> {
   let column = four(v, shift);
   var x = vec4<f32>(lowest);
@@ -156,7 +159,8 @@ fn magnitude(x: Columns) -> u32 {
 fn weights(x: Columns, m: f32) -> Columns {
   return Columns(weigh(x.a, m), weigh(x.b, m), weigh(x.c, m), weigh(x.d, m));
 }
-// Their sum. Beyond the row's end stands lowest, which weighs nothing, or 1 where it is the maximum.
+// Returns their sum. Beyond the row's end stands lowest, which weighs nothing, or 1 where it is the
+// maximum.
 fn sum_of(e: Columns, m: f32, v: u32, shift: u32) -> f32 {
   let fours = (e.a + e.b) + (e.c + e.d);
   var s = (fours.x + fours.y) + (fours.z + fours.w);
@@ -167,7 +171,7 @@ fn sum_of(e: Columns, m: f32, v: u32, shift: u32) -> f32 {
   return s;
 }
 
-// The maximum as others shall see it: +inf where one is NaN.
+// Returns the maximum as others shall see it: +inf where one is NaN.
 fn seen(m: f32, magnitude: u32) -> f32 {
   return bitcast<f32>(select(bitcast<u32>(m), infinity_bits, magnitude > infinite));
 }
@@ -175,7 +179,7 @@ fn put(at: u32, part: Part) {
   maxima[at] = part.m;
   sums[at] = part.s;
 }
-// `count` parts, `step` apart: first the maximum, then the sums, a weight each.
+// Merges `count` parts, `step` apart: first the maximum, then the sums, each with its weight.
 fn merged(first: u32, step: u32, count: u32) -> Part {
   var all = Part(maxima[first], 0.0);
   for (var k = 1u; k < count; k++) {
@@ -205,7 +209,8 @@ fn reduce(thread: u32, shift: u32, own: Part) -> Part {
   return Part(maxima[16], sums[16]);
 }
 
-// Of a row of 16 threads: the maximum of all before the exponentials, so that none needs a weight.
+// Returns, for a row of 16 threads, the maximum of all before the exponentials, so that none needs a
+// weight.
 fn largest_of_16(thread: u32, own: f32) -> f32 {
   let first = thread / 16u * 17u;
   maxima[first + thread % 16u] = own;
@@ -229,13 +234,13 @@ fn sum_of_16(thread: u32, own: f32) -> f32 {
 
 // A row's gradient is made of these.
 struct Row {
-  scale: f32,    // of exp(z - m)
-  onehot: f32,   // of the target's column
+  scale: f32,    // it multiplies exp(z - m)
+  onehot: f32,   // it belongs to the target's column
   filled: bool,  // the row is `filling` all over
-  filling: u32,  // 0, or a NaN's bits
+  filling: u32,  // it is 0, or a NaN's bits
 }
 
-// Of row r, which is the workgroup's i-th, by every thread of it; its first one writes the loss.
+// Every thread of row r, which is the workgroup's i-th, calls this; the first one writes the loss.
 fn finish(i: u32, r: u32, first: bool, part: Part, kind: u32) -> Row {
   let sum = max(part.s, 1.0);
   let log_sum = log_positive(sum);
@@ -268,7 +273,7 @@ fn scaled_columns(e: Columns, factor: f32) -> Columns {
   return Columns(e.a * factor, e.b * factor, e.c * factor, e.d * factor);
 }
 
-// Rows of up to 4096 columns, 1 << shift threads each.
+// Takes rows of up to 4096 columns, with 1 << shift threads each.
 fn short_rows(first: u32, shift: u32, thread: u32) {
   let i = thread >> shift;
   let lane = thread & ((1u << shift) - 1u);
@@ -317,7 +322,7 @@ fn long_row(r: u32, thread: u32) {
   if (t.column < p.columns && thread == t.column % workgroup_threads) {
     target_logits[0] = z_of(logits[row + t.column]);
   }
-  // The next columns are on their way while these are worked on.
+  // The next columns are loaded while these are worked on.
   var own = Part(lowest, 0.0);
   var most = 0u;
   var next = load_columns(row, thread, 8u);
@@ -333,8 +338,8 @@ fn long_row(r: u32, thread: u32) {
   let known = finish(0u, r, thread == 0u, part, t.kind);
   // Other invocations have read what is written from here on.
   storageBarrier();
-  // From the end, which the cache may still hold. What of the aligned 32 columns is before the row's
-  // first wraps around to beyond its last.
+  // The row is read from its end, which the cache may still hold. What of the aligned 32 columns is
+  // before the row's first wraps around to beyond its last.
   let before = row % 32u;
   var end = (p.columns + before + turn - 1u) / turn * turn;
   next = load_columns(row, thread + end - turn - before, 8u);
@@ -358,12 +363,13 @@ fn long_row(r: u32, thread: u32) {
 fn plain(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
          @builtin(local_invocation_index) thread: u32) {
   let number = group.x + group.y * groups.x;
-  // Of a workgroup 16, 4 or 1.
+  // A workgroup takes 16, 4 or 1 of them.
   let first = number * select(select(1u, 4u, p.columns <= 1024u), 16u, p.columns <= 256u);
   if (first >= p.rows) {
     return;
   }
-  // A call each: where the compiler knows the number of threads this is up to a quarter faster.
+  // Each case has a call of its own: where the compiler knows the number of threads this is up to a
+  // quarter faster.
   if (p.columns > turn) {
     long_row(first, thread);
   } else if (p.columns > 1024u) {

@@ -1,23 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-// Probabilities as input: p in the place of the logits, loss and gradient of -sum_j q_j log(p_j + floor)
-// with q = (1 - smoothing) c_t [j = t] + smoothing_per_class c_j.
+// This shader serves probabilities as input, with p in the place of the logits: it makes loss and
+// gradient of -sum_j q_j log(p_j + floor) with q = (1 - smoothing) c_t [j = t] +
+// smoothing_per_class c_j.
 //   slots     a workgroup a row and 1024 columns: sum_j q_j log(p_j + floor)
 //   combine   a thread a row: the loss and the factor of the gradient
 //   gradient  p -> its gradient, in the block
 // Uses common: numbers, token, window.
 
-@group(0) @binding(1) var<storage, read> block_in: array<f32>;            // [rows, row_stride]
-@group(0) @binding(2) var<storage, read> counted: array<u32>;             // count, 3 unused, [count]
-@group(0) @binding(3) var<storage, read> vocab_weight: array<f32>;        // [columns]
-@group(0) @binding(4) var<storage, read> rows_in: array<State>;           // [tokens]
+@group(0) @binding(1) var<storage, read> block_in: array<f32>;  // [rows, row_stride]
+// It has the count, 3 unused words, then the tokens that count.
+@group(0) @binding(2) var<storage, read> counted: array<u32>;
+@group(0) @binding(3) var<storage, read> vocab_weight: array<f32>;         // [columns]
+@group(0) @binding(4) var<storage, read> rows_in: array<State>;            // [tokens]
 @group(0) @binding(5) var<storage, read_write> partials_out: array<Slot>;  // [rows, slots]
 @group(0) @binding(6) var<storage, read> partials_in: array<Slot>;
 @group(0) @binding(7) var<storage, read_write> rows_out: array<State>;
-@group(0) @binding(8) var<storage, read> inputs: array<Given>;            // [tokens]
+@group(0) @binding(8) var<storage, read> inputs: array<Given>;  // [tokens]
 @group(0) @binding(9) var<storage, read> scalars: Scalars;
 @group(0) @binding(10) var<storage, read_write> block_out: array<u32>;
 
-// log of any number: that of 0 is -inf, of a negative one NaN.
+// Returns log of any number: that of 0 is -inf, of a negative one NaN.
 fn log_of(x: f32) -> f32 {
   if (is_nan(x) || (is_negative(x) && x != 0.0)) {
     return bitcast<f32>(p.nan);
@@ -35,7 +37,7 @@ fn log_of(x: f32) -> f32 {
   return log_positive(x);
 }
 
-// (1 - smoothing) c_t [column = t] + smoothing_per_class c_j
+// Returns (1 - smoothing) c_t [column = t] + smoothing_per_class c_j.
 fn expected(token: u32, column: u32, local: u32) -> f32 {
   var c = 1.0;
   if ((p.flags & has_vocab_weight) != 0u) {
@@ -126,7 +128,7 @@ fn gradient(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_i
   let factor = rows_in[token].probability;
   for (var k = 0u; k < 4u; k++) {
     let local = group.x * slot_columns + k * 256u + thread;
-    // A block of the library's own has zeros after its columns.
+    // A block of the library's own has zeros after its columns; the caller's has not.
     if (local >= select(p.row_stride, p.columns, direct)) {
       continue;
     }

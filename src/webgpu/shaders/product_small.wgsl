@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The product of product.wgsl where it is small: tiles of 32 x 32, 8 of k at a time, 4 x 4 sums a
-// thread, in the same order. Little workgroup memory: SwiftShader's compiler clears it word by word,
-// which takes it half a millisecond a word.
+// This shader makes the product of product.wgsl where it is small, in tiles of 32 x 32, 8 of k at a
+// time, 4 x 4 sums a thread, in the same order. It uses little workgroup memory, because
+// SwiftShader's compiler clears it word by word, which takes it half a millisecond a word.
 // Uses common: product.
 
 var<workgroup> tile_a: array<vec4<f32>, 64>;  // [8][m / 4]
 var<workgroup> tile_b: array<vec4<f32>, 64>;  // [8][n / 4]
 
-// Four rows of four along k, turned.
+// Turns four rows of four along k.
 fn turned(v0: vec4<f32>, v1: vec4<f32>, v2: vec4<f32>, v3: vec4<f32>) -> mat4x4<f32> {
   return transpose(mat4x4<f32>(v0, v1, v2, v3));
 }

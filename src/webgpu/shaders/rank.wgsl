@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// How many columns of a window have a logit above the target's, which is known by then: a workgroup a
-// row, which adds to what earlier windows had. The target's own column is none of them.
+// This shader counts how many columns of a window have a logit above the target's, which is known
+// by then. A workgroup takes a row and adds to what earlier windows had. The target's own column is
+// none of them.
 // Uses common: numbers, token, window, logit.
 
-@group(0) @binding(1) var<storage, read> block: array<f32>;           // [rows, row_stride]
-@group(0) @binding(2) var<storage, read> counted: array<u32>;         // count, 3 unused, [count]
-@group(0) @binding(3) var<storage, read> vocab_weight: array<f32>;    // of class_weight_of: not used here
+@group(0) @binding(1) var<storage, read> block: array<f32>;  // [rows, row_stride]
+// It has the count, 3 unused words, then the tokens that count.
+@group(0) @binding(2) var<storage, read> counted: array<u32>;
+// class_weight_of needs it, which nothing here calls
+@group(0) @binding(3) var<storage, read> vocab_weight: array<f32>;
 @group(0) @binding(4) var<storage, read> rows: array<State>;          // [tokens]
 @group(0) @binding(5) var<storage, read_write> extras: array<Extra>;  // [tokens]
 
@@ -21,7 +24,7 @@ fn rank(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   if (direct && !is_counted(rows[token].kind)) {
     return;
   }
-  // Not left to the language's zeros: not every driver keeps to them.
+  // It is set here, because not every driver keeps to the language's zeros.
   if (thread == 0u) {
     atomicStore(&above, 0u);
   }

@@ -1,21 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of up to 4096 columns, in the caller's matrix: maximum, sums, loss and draw at once, read once
-// and written once (the formulas of docs/semantics.md). `row_threads` threads hold 16 columns each of
-// a row, so a workgroup takes several short ones; they are brought together by `leaders` of them, with
-// two barriers a time. Which of these is chosen by the number of columns alone.
+// This shader takes rows of up to 4096 columns, in the caller's matrix, and makes maximum, sums,
+// loss and draw at once, with one read and one write (the formulas of docs/semantics.md).
+// `row_threads` threads hold 16 columns each of a row, so a workgroup takes several short ones;
+// they are brought together by `leaders` of them, with two barriers a time. Which of these is
+// chosen by the number of columns alone.
 // Uses common: numbers, token, window, logit, loss.
 
-override row_threads: u32 = 256u;  // a square: 16, 64 or 256
-override leaders: u32 = 16u;       // its root
+override row_threads: u32 = 256u;  // it is a square: 16, 64 or 256
+override leaders: u32 = 16u;       // it is row_threads' root
 
-@group(0) @binding(1) var<storage, read> vocab_weight: array<f32>;   // [columns]
-@group(0) @binding(2) var<storage, read_write> rows: array<State>;   // [tokens]
-@group(0) @binding(3) var<storage, read> inputs: array<Given>;       // [tokens]
+@group(0) @binding(1) var<storage, read> vocab_weight: array<f32>;  // [columns]
+@group(0) @binding(2) var<storage, read_write> rows: array<State>;  // [tokens]
+@group(0) @binding(3) var<storage, read> inputs: array<Given>;      // [tokens]
 @group(0) @binding(4) var<storage, read> scalars: Scalars;
-@group(0) @binding(5) var<storage, read_write> block: array<u32>;    // [tokens, row_stride]
+@group(0) @binding(5) var<storage, read_write> block: array<u32>;     // [tokens, row_stride]
 @group(0) @binding(6) var<storage, read_write> extras: array<Extra>;  // [tokens]
 
-// A whole number for x, in the order of the numbers from -inf to inf; NaN is above them, 0 is none.
+// Returns a whole number for x, in the order of the numbers from -inf to inf; NaN is above them, 0
+// is none.
 fn key_of(x: f32) -> u32 {
   let key = bitcast<u32>(x) ^ select(0x80000000u, none, is_negative(x));
   return select(key, none, is_nan(x));
@@ -24,7 +26,7 @@ fn number_of(key: u32) -> f32 {
   return bitcast<f32>(select(~key, key ^ 0x80000000u, (key >> 31u) == 1u));
 }
 
-// sum, sum of e (z - m), weighted sum; the lowest column of the maximum.
+// Joins two of (sum, sum of e (z - m), weighted sum; the lowest column of the maximum).
 fn joined(a: vec4<f32>, b: vec4<f32>) -> vec4<f32> {
   return vec4<f32>(a.xyz + b.xyz, min(a.w, b.w));
 }
@@ -95,7 +97,8 @@ fn row(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index)
   }
   s.m = number_of(reduce_largest(first, lane, own_largest));
   var own = vec4<f32>(0.0, 0.0, 0.0, 1.0e9);
-  var more = vec4<f32>(0.0);  // sum of e^2, sum of z, columns above the target's
+  // It has the sum of e^2, the sum of z, and how many columns are above the target's.
+  var more = vec4<f32>(0.0);
   for (var k = 0u; k < 16u; k++) {
     let column = lane + k * row_threads;
     if (column < columns) {

@@ -1,26 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-// f32 values to a strided view, rounded once to its dtype, to nearest, ties to even. With by_token
-// row i of the view is the row rows[i].place of the values, or 0 where the token has none.
-// Elements of 16 bits are halves of words that other elements may share: each is cleared and set
-// alone, so that nothing beside it changes.
+// This shader writes f32 values to a strided view, rounded once to its dtype, to nearest, ties to
+// even. With by_token row i of the view is the row rows[i].place of the values, or 0 where the
+// token has none. Elements of 16 bits are halves of words that other elements may share: each is
+// cleared and set alone, so that nothing beside it changes.
 // Uses common: token.
 
 struct Params {
   columns: u32,
   value_base: u32,
   value_row_stride: u32,
-  base: u32,           // of the view, in elements
-  row_stride: u32,     // in elements
+  base: u32,        // it counts the view's elements
+  row_stride: u32,  // it counts elements
   column_stride: u32,
   by_token: u32,
-  first_token: u32,    // of this part of the view
+  first_token: u32,  // this part of the view begins with it
 }
 
-override dtype: u32 = 0u;  // 0 f32, 1 f16, 2 bf16
+override dtype: u32 = 0u;  // 0 is f32, 1 f16, 2 bf16
 
 @group(0) @binding(0) var<uniform> p: Params;
 @group(0) @binding(1) var<storage, read> values: array<u32>;
-@group(0) @binding(2) var<storage, read> rows: array<State>;                      // [tokens]
+@group(0) @binding(2) var<storage, read> rows: array<State>;  // [tokens]
 @group(0) @binding(3) var<storage, read_write> view32: array<u32>;
 @group(0) @binding(4) var<storage, read_write> view16: array<atomic<u32>>;
 
@@ -42,13 +42,13 @@ fn to_f16(bits: u32) -> u32 {
   if (size > 0x7f800000u) {
     return sign | 0x7e00u;
   }
-  if (size >= 0x477ff000u) {  // rounds to 2^16
+  if (size >= 0x477ff000u) {  // such a number would round to 2^16, which f16 has not
     return sign | 0x7c00u;
   }
-  if (size >= 0x38800000u) {  // normal
+  if (size >= 0x38800000u) {  // the f16 is a normal number
     return sign | round_bits(size - 0x38000000u, 13u);
   }
-  if (size < 0x33000000u) {  // below half of the least
+  if (size < 0x33000000u) {  // what is below half of the least subnormal becomes 0
     return sign;
   }
   let mantissa = (size & 0x007fffffu) | 0x00800000u;

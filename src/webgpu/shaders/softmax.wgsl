@@ -1,23 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-// Softmax of every column of a strided matrix, in place, behind wgblas' two bindings: one workgroup
-// of 64 a column, grid (ncols, 1, 1), or (x, y, 1) with x y >= ncols.
+// This shader makes the softmax of every column of a strided matrix, in place, behind wgblas' two
+// bindings. One workgroup of 64 takes a column, in a grid (ncols, 1, 1), or (x, y, 1) with x y >=
+// ncols.
 //   in_out_mat[i, j] = exp(x_ij - m_j) / sum_i exp(x_ij - m_j)      m_j = max_i x_ij
 // Element (i, j) lies at offset + i + j stride (column-major, the default) or, with row_major, at
-// offset + i stride + j. For a host of its own: over_rows makes every row sum to 1 instead, one
-// workgroup a row, grid (nrows, 1, 1); workgroup_size may be any power of two up to 256.
+// offset + i stride + j. A host of its own can set more: over_rows makes every row sum to 1
+// instead, with one workgroup a row and a grid (nrows, 1, 1); workgroup_size may be any power of
+// two up to 256.
 //
-// Maximum and sum are formed in one pass: two reads and one write an element. NaN and +inf are seen
-// by their bits, since a compiler may assume there are none: one of them, or -inf alone, makes the
-// column NaN; -inf elsewhere is a probability of 0.
+// Maximum and sum are formed in one pass, so that an element takes two reads and one write. NaN and
+// +inf are seen by their bits, since a compiler may assume there are none: one of them, or -inf
+// alone, makes the column NaN; -inf elsewhere is a probability of 0.
 
-// wgblas' order. The matrices of a tensor beyond the first are not touched.
+// The fields are in wgblas' order. The matrices of a tensor beyond the first are not touched.
 struct Shape {
   nrows: u32,
   ncols: u32,
   nmats: u32,
-  stride: u32,  // elements from one column to the next; row_major: from one row to the next
+  // It counts elements from one column to the next, or with row_major from one row to the next.
+  stride: u32,
   stride_mat: u32,
-  offset: u32,  // of the first element
+  offset: u32,  // the first element is there
 }
 
 @group(0) @binding(0) var<uniform> shape: Shape;
@@ -35,15 +38,15 @@ const POISON = 1u;  // NaN or +inf was seen
 const FINITE = 2u;
 
 struct Part {
-  m: f32,      // maximum
-  s: f32,      // sum of exp(x - m)
-  sight: u32,  // of POISON and FINITE
+  m: f32,      // it is the maximum
+  s: f32,      // it sums exp(x - m)
+  sight: u32,  // it joins POISON and FINITE
 }
 
-// Not an atomic for `sight`: on Mesa 22's lavapipe workgroup memory starts with what it held.
+// `sight` is no atomic, because on Mesa 22's lavapipe workgroup memory starts with what it held.
 var<workgroup> parts: array<Part, 256>;
 
-// Element i of vector j.
+// Returns where element i of vector j lies.
 fn at(i: u32, j: u32) -> u32 {
   if (row_major == over_rows) {
     return shape.offset + i + j * shape.stride;
@@ -55,7 +58,8 @@ fn exp_below(x: f32, reference: f32) -> f32 {
   return exp(max(x - reference, -200.0));
 }
 
-// What x adds to a sum whose maximum is m; -inf nothing, also to one of nothing but LOWEST.
+// Returns what x adds to a sum whose maximum is m; -inf adds nothing, even to a sum of LOWEST
+// alone.
 fn weigh(x: f32, m: f32) -> f32 {
   return select(exp_below(max(x, LOWEST), m), 0.0, bitcast<u32>(x) == MINUS_INFINITY_BITS);
 }

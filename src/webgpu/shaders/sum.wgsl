@@ -1,27 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums in a fixed order, a tree of 1024 at a time, and what is made of them.
+// This shader adds in a fixed order, a tree of 1024 at a time, and makes more of the sums:
 //   tree                        sums[g] = sum of values[1024 g .. 1024 g + 1023]
 //   normalize, normalize_sums   scalars: the normalizer, the gradients' common factor
-//   finish, finish_sums         the loss of sum and mean
-// of one value, or of up to 1024 that are summed before.
-//   columns     result[j] (+)= sum over rows of the block's column j
+//   finish, finish_sums         the loss of sum and mean of one value, or of up to 1024 that are
+//                               summed before
+//   columns                     result[j] (+)= sum over rows of the block's column j
 // Uses common: token.
 
 struct Params {
   count: u32,
   value_base: u32,
   result_base: u32,
-  kind: u32,          // of the normalizer: 0 none, 1 counted, 2 a number, 3 f32 view, 4 i64 view
-  number: f32,        // the normalizer is number * 2^exponent, as far as the host's doubles go
+  kind: u32,    // the normalizer is 0 none, 1 counted, 2 a number, 3 an f32 view, 4 an i64 view
+  number: f32,  // the normalizer is number * 2^exponent, as far as the host's doubles go
   empty_is_nan: u32,
   nan: u32,
-  view: u32,          // word of the normalizer's view
+  view: u32,  // the normalizer's view is this word
   has_grad: u32,
-  grad: u32,          // word of grad_loss
-  loss: u32,          // word of the loss
-  row_stride: u32,    // of the block, in words
+  grad: u32,        // grad_loss is this word
+  loss: u32,        // the loss is this word
+  row_stride: u32,  // it counts words of the block
   adds: u32,
-  exponent: i32,      // of the number, which is then in [1/2, 1); else 0
+  exponent: i32,  // number is then in [1/2, 1); else it is 0
 }
 
 @group(0) @binding(0) var<uniform> p: Params;
@@ -60,7 +60,7 @@ fn tree(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   }
 }
 
-// All values, in the first thread of 64.
+// Sums all values; the first thread of 64 has the sum.
 fn sum_of_all(thread: u32) -> f32 {
   var sum = 0.0;
   for (var i = thread; i < p.count; i += 256u) {
@@ -76,7 +76,7 @@ fn sum_of_all(thread: u32) -> f32 {
   return last_sums[0];
 }
 
-// Of a 64-bit integer's words; by its magnitude, whose words do not cancel.
+// Returns the number of a 64-bit integer's words, by its magnitude, whose words do not cancel.
 fn number_of(low: u32, high: u32) -> f32 {
   if (high < 0x80000000u) {
     return f32(high) * 4294967296.0 + f32(low);
@@ -84,10 +84,10 @@ fn number_of(low: u32, high: u32) -> f32 {
   return -(f32(~high + select(0u, 1u, low == 0u)) * 4294967296.0 + f32(~low + 1u));
 }
 
-// x * 2^exponent, rounded once.
+// Returns x * 2^exponent, rounded once.
 fn scaled(x: f32, exponent: i32) -> f32 {
   var y = x;
-  var left = clamp(exponent, -300, 300);  // from the least f32 to the greatest there are 277
+  var left = clamp(exponent, -300, 300);  // there are 277 from the least f32 to the greatest
   while (left != 0) {
     let step = clamp(left, -100, 100);
     y *= bitcast<f32>(u32(127 + step) << 23u);
@@ -96,7 +96,7 @@ fn scaled(x: f32, exponent: i32) -> f32 {
   return y;
 }
 
-// x / (n * 2^exponent). No step of it overflows or vanishes where the result does not.
+// Returns x / (n * 2^exponent). No step of it overflows or vanishes where the result does not.
 fn divided(x: f32, n: f32, exponent: i32) -> f32 {
   if (exponent > 0) {
     return scaled(x / (2.0 * n), 1 - exponent);
@@ -185,7 +185,8 @@ fn columns(@builtin(global_invocation_id) id: vec3<u32>) {
   if (j >= p.count) {
     return;
   }
-  // Blocks of 16 rows: many small terms after a large one would each lose as much as one of its size.
+  // The sum takes blocks of 16 rows, because many small terms after a large one would each lose as
+  // much as one of its size.
   var sum = 0.0;
   for (var first = 0u; first < counted[0]; first += 16u) {
     var part = 0.0;

@@ -1,35 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the temperatures of the tokens make of their logits, a thread a token: the factors that the
+// A thread takes a token and makes of its temperature what its logits need: the factors that the
 // host makes of one temperature, with the bits that it gives them. WGSL divides to 2.5 units of the
 // last place, so this divides whole numbers, as the host does: to 53 bits, then to f32.
 // Uses common: token.
 
 struct Params {
   tokens: u32,
-  base: u32,         // of the temperatures, in words
+  base: u32,  // it counts words of the temperatures
   stride: u32,
-  logit_scale: u32,  // bits
-  softcap: u32,      // bits
-  of_all: u32,       // of tokens that do not count too, which then nobody uses
+  logit_scale: u32,  // it has a number's bits
+  softcap: u32,      // it has a number's bits
+  of_all: u32,       // if not 0, tokens that do not count get factors too, which nobody uses
   has_fault: u32,
-  fault: u32,        // word of the fault
+  fault: u32,  // the fault is this word
   nan: u32,
 }
 
 @group(0) @binding(0) var<uniform> p: Params;
-@group(0) @binding(1) var<storage, read> temperatures: array<u32>;      // [tokens], strided
-@group(0) @binding(2) var<storage, read> rows: array<State>;            // [tokens]
-@group(0) @binding(3) var<storage, read_write> extras: array<Extra>;    // [tokens]
+@group(0) @binding(1) var<storage, read> temperatures: array<u32>;    // [tokens]  it is strided
+@group(0) @binding(2) var<storage, read> rows: array<State>;          // [tokens]
+@group(0) @binding(3) var<storage, read_write> extras: array<Extra>;  // [tokens]
 @group(0) @binding(4) var<storage, read_write> fault: array<atomic<u32>>;
 
 
-// (high 2^29 + low) 2^(e - 52), high of 24 bits.
+// It stands for (high 2^29 + low) 2^(e - 52), where high has 24 bits.
 struct Quotient {
   high: u32,
   low: u32,
   e: i32,
 }
-// a / b of two normal ones above 0, given by their bits, rounded to nearest as a double is.
+// Returns a / b of two normal numbers above 0, given by their bits, rounded to nearest as a double
+// is.
 fn quotient_of(a: u32, b: u32) -> Quotient {
   let divisor = (b & 0x007fffffu) | 0x00800000u;
   var rest = (a & 0x007fffffu) | 0x00800000u;
@@ -64,7 +65,7 @@ fn is_normal(q: Quotient) -> bool {
   return q.e >= -126 && (q.e < 127 || (q.e == 127 && (q.high < 0x00ffffffu || q.low == 0u)));
 }
 
-// The bits of m 2^e, rounded to nearest, ties to even.
+// Returns the bits of m 2^e, rounded to nearest, ties to even.
 fn f32_of(m: u32, e: i32) -> u32 {
   if (m == 0u) {
     return 0u;
@@ -94,7 +95,7 @@ fn f32_of(m: u32, e: i32) -> u32 {
   return (u32(biased) << 23u) | (aligned & 0x007fffffu);
 }
 
-// A quotient as an f32, and what that lost.
+// Returns a quotient as an f32, and what that lost.
 fn rounded(q: Quotient) -> vec2<u32> {
   let half = 0x10000000u;
   if (q.low > half || (q.low == half && (q.high & 1u) == 1u)) {
@@ -104,7 +105,7 @@ fn rounded(q: Quotient) -> vec2<u32> {
 }
 
 fn is_usable(temperature: u32) -> bool {
-  let exponent = temperature >> 23u;  // with the sign above it
+  let exponent = temperature >> 23u;  // it has the sign above it
   if (exponent == 0u || exponent >= 255u) {
     return false;
   }

@@ -1,52 +1,55 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which tokens count, and in Backward have a gradient.
+// This shader finds which tokens count, and in Backward have a gradient.
 //   chunk  one workgroup: the rows of a chunk of tokens, and the list of those that count
-//   each   a thread a token: the rows of a chunk whose matrix is worked on in place: every token is listed
+//   each   a thread a token: the rows of a chunk whose matrix is worked on in place: every token is
+//          listed
 //   count  a workgroup a 256 tokens: the sum of c_t over those that count    -> sums
 //   emit   a word of every row, or what follows from it, to a strided output
 // Uses common: numbers, token, target.
 
 struct Params {
   tokens: u32,
-  base: u32,            // of the targets, in words
-  stride: u32,          // in words
-  wide: u32,            // 1: a target is two words
+  base: u32,    // it counts words of the targets
+  stride: u32,  // it counts words
+  wide: u32,    // if 1, a target is two words
   ignore_low: u32,
   ignore_high: u32,
   vocab_total: u32,
   vocab_start: u32,
-  vocab: u32,           // columns of the views
+  vocab: u32,  // the views have so many columns
   flags: u32,
   nan: u32,
-  fault: u32,           // word of the fault
-  sums: u32,            // first of them to write
-  word: u32,            // to emit
-  kind: u32,            // 0 the word, 1 lse, 2 logprob, 3 index of 32 bits, 4 index of 64 bits
-  row_words: u32,       // of a State or of an Extra
+  fault: u32,  // the fault is this word
+  sums: u32,  // the first sum to write is there
+  word: u32,  // this word is emitted
+  kind: u32,  // 0 emits the word, 1 lse, 2 logprob, 3 an index of 32 bits, 4 an index of 64 bits
+  row_words: u32,  // a State or an Extra has so many
 }
 
 @group(0) @binding(0) var<uniform> p: Params;
 @group(0) @binding(1) var<storage, read> targets: array<u32>;
-@group(0) @binding(2) var<storage, read> vocab_weight: array<f32>;      // [vocab_total]
-@group(0) @binding(3) var<storage, read> inputs: array<Given>;          // [tokens]
-@group(0) @binding(4) var<storage, read_write> rows: array<State>;      // [tokens]
-@group(0) @binding(5) var<storage, read_write> counted: array<u32>;     // count, 3 unused, [count]
+@group(0) @binding(2) var<storage, read> vocab_weight: array<f32>;  // [vocab_total]
+@group(0) @binding(3) var<storage, read> inputs: array<Given>;      // [tokens]
+@group(0) @binding(4) var<storage, read_write> rows: array<State>;  // [tokens]
+// It has the count, 3 unused words, then the tokens that count.
+@group(0) @binding(5) var<storage, read_write> counted: array<u32>;
 @group(0) @binding(6) var<storage, read_write> fault: array<atomic<u32>>;
 @group(0) @binding(7) var<storage, read_write> sums: array<f32>;
-@group(0) @binding(8) var<storage, read> rows_in: array<u32>;           // [tokens, row_words]
+@group(0) @binding(8) var<storage, read> rows_in: array<u32>;  // [tokens, row_words]
 @group(0) @binding(9) var<storage, read_write> result: array<u32>;
-@group(0) @binding(10) var<storage, read_write> extras: array<Extra>;   // [tokens]
+@group(0) @binding(10) var<storage, read_write> extras: array<Extra>;  // [tokens]
 @group(0) @binding(11) var<storage, read> scalars: Scalars;
 
 fn target_of(i: u32) -> Target {
   return target_at(p.base + i * p.stride, p.vocab_total);
 }
 
-// By bits: what is not 0 may be subnormal.
+// Tells by the bits, since what is not 0 may be subnormal.
 fn is_zero(x: f32) -> bool {
   return (bitcast<u32>(x) & 0x7fffffffu) == 0u;
 }
-// Some upstream gradient of a token is not exactly 0, which an infinity or a NaN times 0 is not either.
+// Returns whether some upstream gradient of a token is not exactly 0; an infinity or a NaN times 0
+// is not 0 either.
 fn is_active(i: u32) -> bool {
   if ((p.flags & is_backward) == 0u) {
     return true;
@@ -88,7 +91,8 @@ fn begin_row(i: u32, t: Target, place: u32) {
     s.loss = bitcast<f32>(p.nan);
   }
   if (t.kind == counts) {
-    s.target_logit = bitcast<f32>(p.nan ^ 0x80400000u);  // -inf, unless a column of the views is it
+    // It is -inf, unless a column of the views is the target.
+    s.target_logit = bitcast<f32>(p.nan ^ 0x80400000u);
     let column = t.column - p.vocab_start;
     if (t.column >= p.vocab_start && column < p.vocab) {
       s.target_column = column;
@@ -130,7 +134,7 @@ var<workgroup> any_outside: atomic<u32>;
 
 @compute @workgroup_size(256)
 fn chunk(@builtin(local_invocation_index) thread: u32) {
-  // Not left to the language's zeros: not every driver keeps to them.
+  // It is set here, because not every driver keeps to the language's zeros.
   if (thread == 0u) {
     atomicStore(&any_outside, 0u);
   }
@@ -201,7 +205,7 @@ fn count(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_inde
   }
 }
 
-// These words of a State have numbers, for the host says which one to emit.
+// These words of a State have numbers, because the host says which one to emit.
 const kind_word = 0u;
 const target_column_word = 1u;
 const m_word = 4u;
@@ -228,7 +232,7 @@ fn emit(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
     }
     let kind = rows_in[row + kind_word];
     if (p.kind == 2u && is_counted(kind) && rows_in[row + target_column_word] == none) {
-      value = p.nan ^ 0x80400000u;  // -inf: another shard has the target
+      value = p.nan ^ 0x80400000u;  // it is -inf, because another shard has the target
     }
     if (p.kind == 2u && (kind & 255u) == outside) {
       value = p.nan;

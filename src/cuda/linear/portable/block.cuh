@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the kernels over a block of raw logits divide it: a warp takes one row and one segment of
-// 1024 columns, a lane the columns 128 i + 4 lane + {0, 1, 2, 3}. Which thread adds which column
+// The kernels over a block of raw logits divide it like this: a warp takes one row and one segment
+// of 1024 columns, a lane the columns 128 i + 4 lane + {0, 1, 2, 3}. Which thread adds which column
 // depends on the column alone.
 #pragma once
 
@@ -12,13 +12,13 @@ namespace logitless::cuda {
 constexpr int warps_per_block = 8, groups = segment_columns / 128;
 
 struct WarpTile {
-  int row;         // of the chunk
-  int64_t column;  // first of the segment, in the vocabulary
-  int count;       // columns of it in the block
+  int row;         // it is counted in the chunk
+  int64_t column;  // the segment begins at this column of the vocabulary
+  int count;       // the segment has so many columns in the block
   const float* logits;
 };
 
-// False: no such row.
+// Returns false where this warp has no row.
 __device__ inline bool find_tile(const Block& block, WarpTile* tile) {
   const int row = blockIdx.x * warps_per_block + threadIdx.x / 32;
   if (row >= block.rows) return false;
@@ -34,7 +34,7 @@ inline dim3 grid_of(const Block& block) {
   return {blocks_for(block.rows, warps_per_block), blocks_for(block.columns, segment_columns), 1};
 }
 
-// The four columns from `j` of the tile, as z; columns that are not there: -inf.
+// Loads the four columns from `j` of the tile as z; columns behind the last become -inf.
 template <bool kPlain>
 __device__ void load_four(const LinearCall& call, const MapFactors& map, const WarpTile& tile,
                           int j, float z[4]) {
@@ -55,7 +55,7 @@ __device__ void load_four(const LinearCall& call, const MapFactors& map, const W
   }
 }
 
-// Four neighbours of a row of a panel; `to` is aligned to four elements.
+// Stores four neighbours of a row of a panel; `to` is aligned to four elements.
 template <class T>
 __device__ void store_four(const float x[4], int count, T* to) {
   if (count >= 4) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A block of raw logits -> partial sums of its rows, and E = exp(z - z_target) times the softcap's
-// slope in the input's dtype, 0 at the target; of f16 inputs its code (numbers.cuh). One read of
-// the block, which lies in L2.
+// The kernel makes of a block of raw logits partial sums of its rows, and E = exp(z - z_target)
+// times the softcap's slope in the input's dtype, 0 at the target; of f16 inputs it makes codes of
+// E (numbers.cuh). It reads the block, which lies in L2, once.
 //   m = max_{j != t} z_j   s = sum_{j != t} exp(z_j - m)   E_j = exp(z_j - m) exp(m - z_t)
 // The target's z is that of the gather-dot, added when the row is finished, so that one class alone
 // has a loss of exactly 0.
@@ -20,10 +20,10 @@ __global__ void __launch_bounds__(256, 2)
   WarpTile tile;
   if (!find_tile(block, &tile)) return;
   const int lane = threadIdx.x % 32;
-  // A panel ends at a segment's end.
+  // A panel may end before the block does, always at a segment's end.
   const bool stores = kStores && tile.column < panel.first + panel.columns;
   if (!is_valid(chunk, tile.row)) {
-    if constexpr (kStores) {  // zeros count for nothing in the products
+    if constexpr (kStores) {  // the products read these rows too, and zeros add nothing
       const float zeros[4] = {0, 0, 0, 0};
       for (int g = 0; g < groups; ++g) {
         const int j = g * 128 + lane * 4;
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(256, 2)
     return;
   }
   const int64_t k = chunk.first + tile.row;
-  const int64_t target = chunk.tokens.target[k] - tile.column;  // of the tile
+  const int64_t target = chunk.tokens.target[k] - tile.column;  // it is counted in the tile
   const float anchor = target_logit[tile.row];
   MapFactors map;
   if constexpr (!kPlain) map = map_of_token(call.map, chunk.tokens, k);
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(256, 2)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (j + i == target) z[g][i] = -infinity();
-      maximum = fmaxf(maximum, z[g][i]);  // without a NaN, which the sum keeps
+      maximum = fmaxf(maximum, z[g][i]);  // fmaxf drops a NaN, which the sum keeps
     }
   }
   maximum = warp_max(maximum);
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(256, 2)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float x = z[g][i] - maximum;
-      // A whole segment of -inf: 0, not NaN.
+      // A whole segment of -inf adds 0; -inf - -inf would make it NaN.
       float y = z[g][i] == -infinity() ? 0.0f : exp_nonpositive(x);
       sum += y;
       if constexpr (kSums && !kPlain) {

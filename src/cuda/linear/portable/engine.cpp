@@ -8,10 +8,11 @@
 namespace logitless::cuda {
 namespace {
 
-constexpr float kept_in_rows = 12;  // KeptRow::layout: rows of all columns, and some behind them
+// KeptRow::layout has it: the panel has rows of all columns, and some rows behind them
+constexpr float kept_in_rows = 12;
 
-// Columns of E for which there is room in the caller's memory, with the rows behind the tokens'
-// that its products read: all, or whole segments.
+// Returns for how many columns of E the caller's memory has room, with the rows behind the tokens'
+// that products read: all columns, or whole segments.
 int64_t columns_in_rows(const Call& op, const LinearShape& s) {
   const int64_t columns = kept_columns(op), rows = s.tokens + rows_behind(s);
   const int64_t elements = kept_rows_of(s.tokens) * round_up(columns, kept_block);
@@ -24,7 +25,8 @@ int64_t columns_in_rows(const Call& op, const LinearShape& s) {
 void PortableEngine::describe(const Call& op, LinearCall* call, const DeviceInfo&) const {
   LinearShape& s = call->shape;
   call->kept.layout = kept_in_rows;
-  // The smoothing's term has, under a softcap, a slope of its own in every element.
+  // Under a softcap every element of the smoothing's term has a slope of its own, so E does not
+  // serve.
   if (s.smoothing && call->map.capped) {
     s.can_store = false;
     return;
@@ -39,7 +41,7 @@ DeviceSpeed PortableEngine::speed(const DeviceInfo& device) const {
   DeviceSpeed speed;
   speed.multiprocessors = device.multiprocessors;
   const double share = device.multiprocessors / 132.0;
-  if (device.major != 9) {  // half of an H200's, a multiprocessor: not measured
+  if (device.major != 9) {  // half of an H200's a multiprocessor is assumed: it was not measured
     speed.products *= share / 2;
     speed.memory *= share / 2;
   }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The engine of every GPU: cuBLASLt's products, and passes over blocks of logits between them.
+// This engine serves every GPU: cuBLASLt makes the products, with passes over blocks of logits
+// between them.
 #pragma once
 
 #include "src/cuda/linear/engine.h"
@@ -11,7 +12,8 @@ class PortableEngine final : public Engine {
   const char* name() const override { return kernels_of_every_device; }
   bool serves(const DeviceInfo&) const override { return true; }
   bool serves(const Call&, const LinearShape&) const override { return true; }
-  bool is_batch_invariant() const override { return false; }  // cuBLASLt's choice of kernels
+  // cuBLASLt chooses its kernels by the batch.
+  bool is_batch_invariant() const override { return false; }
   bool finds_maximum(const LinearShape&) const override { return true; }
   void describe(const Call& op, LinearCall* call, const DeviceInfo& device) const override;
   DeviceSpeed speed(const DeviceInfo& device) const override;
@@ -25,7 +27,8 @@ class PortableEngine final : public Engine {
            const DeviceInfo& device, Stream* stream) const override;
 };
 
-// Rows behind the tokens' of kept E: the smoothing's two, zeros to a multiple of 8.
+// Returns how many rows follow the tokens' of kept E: the smoothing's two, and zeros up to a
+// multiple of 8.
 inline int64_t rows_behind(const LinearShape& s) {
   return round_up(s.tokens + (s.smoothing ? 2 : 0), 8) - s.tokens;
 }

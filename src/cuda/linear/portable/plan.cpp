@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which plans there are of a linear op whose products are cuBLASLt's, and what each takes.
+// This file says which plans there are of a linear op whose products are cuBLASLt's, and what each
+// takes.
 #include <algorithm>
 #include <cmath>
 
@@ -12,8 +13,9 @@ namespace {
 
 constexpr int64_t least_chunk = 128;
 
-// A matrix product [rows, columns] x depth: whole waves of 128 x 256 tiles over the
-// multiprocessors, or what its operands and result take to move (`sums`: an f32 result, read too).
+// Predicts a matrix product [rows, columns] x depth: whole waves of 128 x 256 tiles over the
+// multiprocessors, or what its operands and result take to move. With `sums` the result is f32 and
+// read too.
 double product_time(const LinearShape& s, const DeviceSpeed& speed, int64_t rows, int64_t columns,
                     int64_t depth, bool sums) {
   const double rate = s.dtype == DType::f32 ? speed.products_f32 : speed.products;
@@ -24,12 +26,13 @@ double product_time(const LinearShape& s, const DeviceSpeed& speed, int64_t rows
   const double waves = std::ceil(tiles / speed.multiprocessors);
   const double arithmetic = waves * speed.multiprocessors * 128 * 256 * 2 * d / rate;
   const double moved = (r + c) * d * element + r * c * (sums ? 8 : element);
-  // A result that is read and written in f32 has traffic that is not hidden.
+  // A result that is read and written in f32 has traffic that no arithmetic hides.
   const double shown = sums ? r * c * 8 / speed.memory / 2 : 0;
   return std::max(arithmetic + shown, moved / speed.memory) + speed.launch;
 }
 
-// The logits of `rows` tokens and `columns`, and the pass over them.
+// Predicts the product that makes the logits of `rows` tokens and `columns`, and the pass over
+// them.
 double pass_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed, int64_t rows,
                  int64_t columns, bool stores) {
   const double element = static_cast<double>(size_of(s.dtype));
@@ -43,7 +46,7 @@ double pass_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& s
   });
 }
 
-// The rest of a plan but its time.
+// Settles the rest of a plan but its time.
 LinearPlan finish(const LinearShape& s, LinearPlan p) {
   settle(s, &p);
   p.slab_columns = std::max(p.stored_columns, p.remade_columns);
@@ -51,7 +54,7 @@ LinearPlan finish(const LinearShape& s, LinearPlan p) {
   return p;
 }
 
-// Chunks of at most `most` tokens, all of one size: 513 tokens in chunks of 512 are 2 x 264.
+// Makes chunks of at most `most` tokens, all of one size: 513 tokens in chunks of 512 are 2 x 264.
 LinearPlan chunked(const LinearShape& s, int64_t most) {
   const int64_t tokens = std::max<int64_t>(s.tokens, 1);
   LinearPlan p;
@@ -85,8 +88,8 @@ void each_width(const LinearShape& s, uint64_t bytes, LinearPlan p, F&& consider
   }
 }
 
-// E of all tokens is in the caller's memory, for products of one chunk; or comes there, a chunk at
-// a time.
+// Considers the plans where E of all tokens is in the caller's memory, for products of a single
+// chunk, or comes there a chunk at a time.
 void each_of_kept(const LinearShape& s, LinearPlan p,
                   const std::function<void(const LinearPlan&)>& consider) {
   p.extra_rows = rows_behind(s);

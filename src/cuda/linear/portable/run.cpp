@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The linear ops on every GPU: cuBLASLt's products, and between them a pass over a block of logits
-// in f32 at a time.
+// This file runs the linear ops on every GPU: cuBLASLt's products, and between them a pass over a
+// block of logits in f32 at a time.
 #include "src/cuda/linear/portable/engine.h"
 
 #include <algorithm>
@@ -18,8 +18,8 @@ class PortableRun final : public LinearRun {
   const float* zero() const { return &work_.m.tokens.scalars->zero; }
   const float* one() const { return &work_.m.tokens.scalars->one; }
 
-  // Depth of the logits product and columns of the others: with zeros behind D where both operands
-  // have them.
+  // Returns the depth of the logits product and the columns of the others, which include the zeros
+  // behind D where both operands have them.
   int64_t depth() const {
     return work_.call.shape.copies_weight ? work_.plan.hidden_pitch : work_.call.shape.hidden;
   }
@@ -28,7 +28,7 @@ class PortableRun final : public LinearRun {
     if (at.columns == 0) return {};
     if (at.kept) {
       const int64_t columns = work_.call.kept.columns, pitch = stored_pitch(columns);
-      // Rows of all tokens lie there.
+      // The caller's panel has rows of all tokens, the chunk's among them.
       const int64_t before = work_.chunk.first * pitch * size_of(work_.call.shape.dtype);
       return {work_.call.kept.data + before, pitch, 0, columns, false};
     }
@@ -79,7 +79,7 @@ class PortableRun final : public LinearRun {
     });
   }
 
-  // Raw logits of columns [first, end), block by block.
+  // Calls `use` with the raw logits of columns [first, end), block by block.
   template <class F>
   void for_each_block(int64_t first, int64_t end, F&& use) {
     const int64_t element = size_of(work_.call.shape.dtype);
@@ -106,7 +106,7 @@ class PortableRun final : public LinearRun {
     }
   }
 
-  // `add`: to what is there.
+  // If `add`, adds the product to what is there.
   void multiply(Product* p, const float* alpha, bool add) {
     p->alpha = alpha;
     p->beta = add ? one() : zero();
@@ -114,9 +114,9 @@ class PortableRun final : public LinearRun {
     cuda::multiply(*p, work_.device, work_.m.library, work_.stream);
   }
 
-  // sums [rows, hidden_pitch] (+)= panel rows . weight rows. The last columns of a vocabulary that
-  // is no multiple of 8 are a product of their own, with zeros behind them: a depth of 50257 takes
-  // cuBLASLt's kernels a hundred times as long.
+  // Makes sums [rows, hidden_pitch] (+)= panel rows . weight rows. The last columns of a vocabulary
+  // that is no multiple of 8 are a product of their own, with zeros behind them, because a depth of
+  // 50257 takes cuBLASLt's kernels a hundred times as long.
   void input_product(const Panel& panel, int64_t row, int64_t rows, float* sums, bool add) {
     const int64_t element = size_of(work_.call.shape.dtype);
     const int64_t tail = panel.columns % 8;
@@ -141,15 +141,15 @@ class PortableRun final : public LinearRun {
     multiply(&p, one(), add);
   }
 
-  // Rows of grad_weight: panel columns of E . input times v, or of dz . input. Of a vocabulary
-  // that is no multiple of 8 the last ones go through a sum of 8 rows: see input_product.
+  // Makes rows of grad_weight from panel columns of E and input times v, or of dz and input. If the
+  // vocabulary is no multiple of 8, the last rows go through a sum of 8 rows, as in input_product.
   void grad_weight(const Panel& panel, bool of_e, bool adds) {
     const char* rows = factor_rows(of_e);
     const int64_t tail = panel.columns % 8, pitch = work_.plan.hidden_pitch;
     Product p;
     p.in = work_.call.shape.dtype;
     p.rows = panel.columns - tail;
-    // A multiple of 8: there are zeros behind the rows of both.
+    // The depth is a multiple of 8, since zeros lie behind the rows of both.
     p.depth = (work_.chunk.rows + (work_.m.smoothed_row != nullptr ? 2 : 0) + 7) / 8 * 8;
     p.columns = pitch;
     p.a = {panel.data, 1, panel.pitch};

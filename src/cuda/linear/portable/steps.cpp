@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a plan does on every GPU: E of the columns that are kept, in the workspace; of the others E
-// again, or dz where nothing is kept.
+// This file says what a plan does on every GPU: it makes E of the columns that are kept, in the
+// workspace; of the others it makes E again, or dz where nothing is kept.
 #include "src/cuda/linear/steps.h"
 
 #include "src/cuda/linear/portable/engine.h"
@@ -37,7 +37,7 @@ class PortableSteps final : public CallSteps {
     write_grad_input({0, tokens_.count}, of_e);
   }
 
-  // Columns of which a panel is made at a time, all in the same way.
+  // Makes the gradients of columns that are not kept, a panel at a time, all in the same way.
   void other_gradients(const Range& others, bool of_e) {
     repeat_pieces(visitor_, others.count, p_.remade_columns, [&](const Range& columns) {
       const PanelPlace panel{.first = others.first + columns.first, .columns = columns.count};

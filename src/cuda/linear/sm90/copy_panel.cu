@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// E that lies in grad_weight's memory where rows are about to be written: back to the workspace.
+// Where rows of grad_weight are about to be written, E that lies there goes back to the workspace.
 #include "src/cuda/linear/linear.cuh"
 #include "src/cuda/linear/sm90/panels.h"
 
 namespace logitless::cuda::sm90 {
 namespace {
 
-constexpr int threads = 256, copies = 4;  // of 16 bytes, under way at once
-constexpr int row_parts = 8;              // of a block's 64 columns
+// A thread has so many copies of 16 bytes under way at once.
+constexpr int threads = 256, copies = 4;
+constexpr int row_parts = 8;  // so many threads share a row of a block's 64 columns
 
-// A block of the panel is [pitch, 64], and what counts of it its first rows: one piece of memory,
-// with the zeros behind it up to a step of the product.
+// A block of the panel is [pitch, 64], and its first rows count: one piece of memory, with the
+// zeros behind it up to a step of the product.
 __global__ void __launch_bounds__(threads)
     copy_kernel(Chunk chunk, const uint4* from, uint4* to, int64_t pitch, int64_t blocks) {
   const int64_t rows = (valid_rows(chunk) + 63) / 64 * 64;

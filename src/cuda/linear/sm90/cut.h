@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the tiles of a product are shared out: most of them whole, one after the other to whichever
-// clusters there are; the last ones, which would leave clusters idle, in slices of the depth axis.
-// A slice's sums go to a slot of the workspace, and a second kernel adds a tile's slots in order:
-// no block ever waits for another, and the order of every sum is a function of the shape alone.
+// A cut says how the tiles of a product are shared out: most of them go whole, one after the other,
+// to whichever clusters there are; the last ones, which would leave clusters idle, are cut in
+// slices of the depth axis. A slice's sums go to a slot of the workspace, and a second kernel adds
+// a tile's slots in order: no block ever waits for another, and the order of every sum is a
+// function of the shape alone.
 #pragma once
 
 #include <algorithm>
@@ -12,14 +13,14 @@
 
 namespace logitless::cuda::sm90 {
 
-constexpr int most_slices = 8;  // more where there are not as many for each cluster
-// In steps of 64 of the depth axis, which take a microsecond each: a slice's store, and the second
-// kernel.
+constexpr int most_slices = 8;  // there are more where the tiles would not fill the clusters
+// A slice costs its store, and all of them the second kernel. Both are counted in steps of 64 of
+// the depth axis, which take a microsecond each.
 constexpr int slice_cost = 4, join_cost = 10;
 
 struct Cut {
-  int tiles = 0, depth = 0;  // depth in steps of 64
-  int tail = 0, slices = 1;  // the last `tail` tiles, in so many slices each
+  int tiles = 0, depth = 0;  // depth is counted in steps of 64
+  int tail = 0, slices = 1;  // the last `tail` tiles are cut in so many slices each
 
   LOGITLESS_HOST_DEVICE int whole() const { return tiles - tail; }
   LOGITLESS_HOST_DEVICE int items() const { return whole() + tail * slices; }
@@ -27,14 +28,14 @@ struct Cut {
   LOGITLESS_HOST_DEVICE int tile(int item) const {
     return item < whole() ? item : whole() + (item - whole()) % tail;
   }
-  // The steps [begin, end) of an item.
+  // An item takes the steps from begin to end.
   LOGITLESS_HOST_DEVICE int begin(int item) const {
     return item < whole() ? 0 : depth * ((item - whole()) / tail) / slices;
   }
   LOGITLESS_HOST_DEVICE int end(int item) const {
     return item < whole() ? depth : depth * ((item - whole()) / tail + 1) / slices;
   }
-  // Steps that the busiest cluster takes.
+  // Counts the steps that the busiest cluster takes.
   LOGITLESS_HOST_DEVICE int steps(int clusters) const {
     const int rounds = (whole() + clusters - 1) / clusters * depth;
     if (tail == 0) return rounds;
@@ -43,7 +44,7 @@ struct Cut {
   }
 };
 
-// The quickest of a few with at most `slots` slots.
+// Returns the quickest of a few cuts with at most `slots` slots.
 LOGITLESS_HOST_DEVICE inline Cut cut_tiles(int tiles, int depth, int clusters, int slots) {
   const Cut whole{tiles, depth, 0, 1};
   Cut best = whole;
@@ -60,15 +61,15 @@ LOGITLESS_HOST_DEVICE inline Cut cut_tiles(int tiles, int depth, int clusters, i
   return best;
 }
 
-// Two products side by side: grad_input's tiles on the first clusters, grad_weight's, whole, on the
-// others. Adding a tile to memory takes as long as so many steps.
+// Two products run side by side: grad_input's tiles on the first clusters, grad_weight's, whole, on
+// the others. Adding a tile to memory takes as long as so many steps.
 constexpr int sum_cost = 4;
 struct Shares {
   int input_clusters = 0;
   Cut input;
-  int steps = 0;  // that the busiest cluster takes
+  int steps = 0;  // the busiest cluster takes so many
 };
-// The quickest of those about grad_input's share of the steps.
+// Returns the quickest of the shares about grad_input's part of the steps.
 inline Shares share_clusters(int input_tiles, int input_depth, int weight_tiles, int weight_depth,
                              int clusters, int slots) {
   const int64_t input = int64_t{input_tiles} * input_depth;

@@ -10,9 +10,10 @@
 namespace logitless::cuda::sm90 {
 namespace {
 
-// z = z_target + log E to half of an ulp of E, 2^-8: not far beside the softcap, whose square is
-// the slope's unit. Two capped logits are up to 2 cap nats apart, and the target's probability is
-// no less than e^(-2 cap) / V: normal numbers, both.
+// Softcapped logits can be told from E: z = z_target + log E is known to half of an ulp of E, 2^-8,
+// which is little beside the softcap, whose square is the slope's unit. Two capped logits are up to
+// 2 cap nats apart, and the target's probability is no less than e^(-2 cap) / V; both must be
+// normal numbers.
 bool e_tells_slope(const MapFactors& map, int64_t vocab) {
   const double cap = std::fabs(map.outward);
   return cap >= 15 && std::exp2(-124.0) * static_cast<double>(vocab) * std::exp(2 * cap) < 1;
@@ -20,21 +21,25 @@ bool e_tells_slope(const MapFactors& map, int64_t vocab) {
 
 bool is_aligned(const Tensor& v) { return v.alignment == 0 || v.alignment == most_alignment; }
 
-constexpr float kept_in_blocks = 11;  // KeptRow::layout: a panel in blocks of 64 columns
+// KeptRow::layout has it: the panel is in blocks of 64 columns
+constexpr float kept_in_blocks = 11;
 
-// One piece of memory in whole 16 bytes a row, nothing between the rows.
+// Returns whether the view is one piece of memory in whole 16 bytes a row, with nothing between the
+// rows.
 bool is_memory(const Tensor& v) {
   return v.shape[1] % 8 == 0 && v.stride[1] == 1 && v.stride[0] == v.shape[1] && is_aligned(v);
 }
 
-// No option and no statistic takes more than the logits: plain.cuh.
+// Returns whether no option and no statistic takes more than the logits, which plain.cuh then
+// serves.
 bool is_plain(const LinearCall& call) {
   const LinearShape& s = call.shape;
   return call.plain() && !s.smoothing && !s.entropy && !s.weighted_sum && !s.argmax && !s.squares &&
          !s.ranks && !s.logit_sum && !call.in.grad_entropy;
 }
 
-// The loss alone may be made of the caller's own rows of input.
+// Returns whether the products can read the caller's own rows of input, which only the loss alone
+// may do.
 bool reads_input(const Tensor& v, const LinearShape& s) {
   const int64_t element = size_of(s.dtype);
   const bool rows = (v.stride[1] == 1 || s.hidden == 1) &&
@@ -59,17 +64,18 @@ void HopperEngine::describe(const Call& op, LinearCall* call, const DeviceInfo& 
   LinearShape& s = call->shape;
   s.remakes_dz = true;
   call->launches_early = device.launches_early;
-  // The smoothing's term has, under a softcap, a slope of its own in every element, which E tells.
+  // Under a softcap every element of the smoothing's term has a slope of its own, which E tells.
   const bool slopes = s.smoothing && call->map.capped;
   call->kept.layout = kept_in_blocks;
-  // A tile's tanh has the bits of no temperature, of a number or of one a token.
+  // Under a softcap a temperature that all tokens share becomes a map of each row, as one a token
+  // does, so that both give the same bits.
   if (call->map.capped && call->in.options.temperature != 1) s.maps = call->in.makes_maps = true;
-  const bool more = s.maps || s.squares || s.ranks;  // that kernel has no room for
+  const bool more = s.maps || s.squares || s.ranks;  // the plain kernel has no room for these
   s.forms_dz = slopes && !more && e_tells_slope(call->map, s.vocab);
   if (slopes && !s.forms_dz) s.can_store = false;
   if (s.dtype == DType::f16) keep_codes(call);
   if (op.kept && !slopes) lay_out_kept(op, kept_columns(op), call);
-  // In the place of E, if nobody asks for that again.
+  // dz takes the place of E where nobody asks for E again; else it is formed a panel at a time.
   if (s.forms_dz && s.kept_columns > 0) s.forms_panels = !op.consume_kept;
   s.plain = is_plain(*call);
   s.reads_input = reads_input(op.input, s);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The engine of Hopper: products whose own kernels form the sums, E and dz (forward.cuh), and the
-// gradients' (product.cuh).
+// This is Hopper's engine: its own kernels multiply and form the sums, E and dz in one
+// (forward.cuh), and make the gradients' products (product.cuh).
 #pragma once
 
 #include "src/cuda/linear/engine.h"
@@ -30,8 +30,8 @@ class HopperEngine final : public Engine {
            const DeviceInfo& device, Stream* stream) const override;
 };
 
-// plan_time.cpp: slots of slices (cut.h) that the products of a plan can use, which has all but
-// these.
+// plan_time.cpp says how many slots of slices (cut.h) the products of a plan can use; the plan has
+// all but these.
 int32_t slots_of(const LinearShape& shape, const LinearPlan& plan, const DeviceSpeed& speed);
 
 }  // namespace logitless::cuda::sm90

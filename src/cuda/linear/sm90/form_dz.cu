@@ -3,8 +3,8 @@
 // smoothing's term -s c_j has the softcap's slope 1 - (z_j / cap)^2 of its own element. E tells
 // both:
 //   z_j = z_t + log E_j    p_j = p_t E_j    dz_j = (P p_j - s c_j) (1 - (z_j / cap)^2)
-// and near the cap what is left to it is kept instead (near_cap.cuh). One read and one write, in
-// place of a fourth product.
+// and near the cap what is left to it is kept instead (near_cap.cuh). This costs one read and one
+// write, and saves a fourth product.
 #include "src/cuda/linear/linear.cuh"
 #include "src/cuda/linear/sm90/near_cap.cuh"
 #include "src/cuda/linear/sm90/panels.h"
@@ -20,16 +20,16 @@ struct Terms {
   RowGradient gradient;
   float target_logit, target_p, target_gradient;
   int64_t target;
-  // dz, but for the softcap's slope, of a column that is not the target.
+  // Returns dz, but for the softcap's slope, of a column that is not the target.
   __device__ float smoothed(float p, float c) const {
     return dz_of<Fused>(gradient.probability * p, true, gradient.smoothing, c, false, 0.0f, 0.0f);
   }
 };
 
-// Eight columns as they come: most need no more.
+// Forms eight columns as they come; most columns need no more.
 __device__ inline uint4 form_usual(const MapFactors& map, const Terms& t,
                                    const float* class_weights, const uint4& kept) {
-  // In parts of the cap.
+  // These are counted in parts of the cap.
   const float start = t.target_logit * map.backward, log2_part = ln2 * map.backward;
   float c[width] = {1, 1, 1, 1, 1, 1, 1, 1};
   if (class_weights != nullptr) {
@@ -55,8 +55,8 @@ __device__ inline uint4 form_usual(const MapFactors& map, const Terms& t,
   return {words[0], words[1], words[2], words[3]};
 }
 
-// Some of them near the cap, the target or behind the last column, of which `left` are in front: a
-// word in turn, so that there is one copy of the code.
+// Forms eight columns of which some are near the cap, the target or behind the last column; `left`
+// of them exist. It takes a word in turn, so that there is one copy of the code.
 __device__ inline uint4 form_rare(const MapFactors& map, const Terms& t, const float* class_weights,
                                   int64_t target, int64_t left, uint4 kept) {
 #pragma unroll 1
@@ -95,9 +95,9 @@ __device__ inline uint4 form_eight(const MapFactors& map, const Terms& t,
   return *reinterpret_cast<uint4*>(panel_element<E>(panel, row, j)) = dz;
 }
 
-// A slab of rows, 32 at a time of 8 threads, 16 bytes each; several blocks of 64 columns in turn,
-// so that what a row needs is asked for once. kSums: and the columns' sums over the slab, of what
-// was written, in the order of bias_slabs_kernel.
+// A block takes a slab of rows, 32 at a time of 8 threads with 16 bytes each, and several blocks of
+// 64 columns in turn, so that what a row needs is loaded once. With kSums it also sums the columns
+// of what was written over the slab, in the order of bias_slabs_kernel.
 template <bool kSums>
 __global__ void __launch_bounds__(256)
     form_dz_kernel(const __grid_constant__ MapFactors map, Chunk chunk, const float* target_logit,

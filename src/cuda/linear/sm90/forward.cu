@@ -18,7 +18,7 @@ struct Operands {
   CUtensorMap input, weight;
 };
 
-// The caller's own input, or null.
+// Returns the caller's own input, or null where the products do not read it.
 InputRows input_rows(const LinearCall& call, const LinearPlan& plan) {
   const LinearShape& s = call.shape;
   if (!s.reads_input) return {};
@@ -46,14 +46,14 @@ Operands make_operands(const LinearWork& work) {
                            ? m.weight
                            : static_cast<const char*>(call.weight.data) + call.weight.byte_offset;
   const int64_t stride = weight_stride(call, plan);
-  // Compacted token k is token k where every token counts.
+  // Compacted token k is token k where every token counts, so that the caller's rows serve.
   const CUtensorMap input = s.reads_input ? own_map(input_rows(call, plan), s.dtype, chunk.first,
                                                     chunk.rows, rows_of_tile(plan), stream)
                                           : compacted_map(work);
   return {input, make_map(weight, s.dtype, s.vocab, hidden, stride, half_right_rows, stream)};
 }
 
-// Of kept E the rows from the chunk's first one on.
+// The map of kept E begins with the chunk's first row.
 CUtensorMap panel_map_of(const LinearWork& work, const Arguments& arguments, int lines) {
   const Panel& panel = arguments.panel;
   const bool is_kept = work.call.shape.kept_columns > 0;
@@ -72,7 +72,7 @@ void launch_set(const LinearWork& work, const Arguments& arguments) {
                         operands.input, operands.weight, panel_map, arguments);
 }
 
-// One option alone, if it has a kernel of its own.
+// Chooses the kernel for one option alone, if that has a kernel of its own.
 template <Mode kMode>
 Set choose_set(const Arguments& a) {
   const TileOptions& o = a.options;
@@ -99,7 +99,7 @@ void launch_options(const LinearWork& work, const Arguments& arguments) {
   if constexpr (kMode == Mode::sums_kept) {
     launch_with(std::integral_constant<Set, any_capped>{});
   } else if constexpr (std::is_same_v<T, __half>) {
-    // One option alone has none of its own.
+    // f16 has no kernels for one option alone.
     const Partials& p = arguments.partials;
     const bool maps = arguments.options.row_map != nullptr;
     const bool more = maps || (kMode != Mode::dz && (p.squared != nullptr || p.above != nullptr));
@@ -136,13 +136,13 @@ void launch_options(const LinearWork& work, const Arguments& arguments) {
 template <class T, Mode kMode>
 void launch_plain(const LinearWork& work, Arguments arguments) {
   const auto& [call, plan, m, device, stream, chunk] = work;
-  // Zeros lie behind D.
+  // Zeros lie behind D, so that more steps change nothing.
   arguments.depth_tiles = std::max(arguments.depth_tiles, 2 * split_steps<kMode>);
   const Operands operands = make_operands(work);
   const InputRows own = input_rows(call, plan);
   CUtensorMap panel_map{};
   if constexpr (kMode == Mode::sums) {
-    // This map is read where some tokens do not count.
+    // The kernel reads this map where some tokens do not count.
     if (own.copied) {
       panel_map = compacted_map(work);
     } else if (own.data != nullptr) {
@@ -175,15 +175,16 @@ Partials from_segment(Partials p, int64_t segment) {
 }
 
 // The sum's error grows with the distance of its anchor, its bound (docs/semantics.md) with log2 of
-// the vocabulary V: 2 (3 + log2 V) nats, of the shape alone, so that no plan changes a bit. Up to
-// 2^90: a row's sum of 2^31 columns is a number.
+// the vocabulary V. The limit is 2 (3 + log2 V) nats; only the shape decides it, so that no plan
+// changes a bit. It stays below 2^90, with which a row's sum over 2^31 columns is still a number.
 float most_distance(int64_t vocab) {
   return std::min(90.0f, 2.885f * (3 + std::log2(static_cast<float>(vocab))));
 }
 
-// sum e^(z - m) (z - m) is the difference of two sums that grow with the distance.
+// The limit is low because sum e^(z - m) (z - m) is the difference of two sums that grow with the
+// distance.
 constexpr float most_shifted_distance = 12;
-// Squares reach twice as far.
+// Squares have twice the exponents, so they allow half of the distance.
 constexpr float most_squared_distance = 40;
 
 float distance_of(const LinearCall& call, const Partials& partials) {
@@ -192,7 +193,7 @@ float distance_of(const LinearCall& call, const Partials& partials) {
   return partials.squared != nullptr ? std::min(most, most_squared_distance) : most;
 }
 
-// Where rows have maps of their own: what is left to do for all alike.
+// Returns the part of the map that all rows share, where each has a map of its own.
 MapFactors map_of_all(const LinearCall& call) {
   if (!call.in.makes_maps) return call.map;
   if (!call.map.capped) return {};
@@ -222,7 +223,8 @@ TileOptions make_options(const LinearCall& call, const LinearMemory& m) {
     factor *= half * half;
     *to++ = static_cast<float>(factor * term);
   }
-  // Factors that f32 does not hold as normal numbers: the long polynomial has none.
+  // The short polynomial is switched off if a factor is not a normal number in f32: the long one
+  // has no such factors.
   if (!std::ranges::all_of(o.terms, [](float x) { return std::isnormal(x); })) o.small = -1;
   return o;
 }
@@ -252,8 +254,8 @@ bool has_code() { return LOGITLESS_HAS_SM90A; }
 
 namespace {
 
-// Beside a weighted sum of logits one of classes that weigh 1 each: the same once more, which
-// nothing but class weights and mean_logit together ask for.
+// The weighted sum of logits has no class weights of 1 beside it. The forward runs once more for
+// that second sum, which only class weights and mean_logit together ask for.
 void add_up_logits(const LinearWork& work, Arguments arguments) {
   if (arguments.partials.logits == nullptr) return;
   arguments.partials.weighted = arguments.partials.logits;

@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// One product and what becomes of its logits, for Hopper: input [N, D] . weight [V, D]^T in tiles
-// of 256 tokens x 192 columns, the logits never leaving the registers.
+// On Hopper one kernel multiplies and uses the logits at once: input [N, D] . weight [V, D]^T in
+// tiles of 256 tokens x 192 columns, whose logits never leave the registers. Its modes:
 //   sums     sum of exponentials of every row and tile (192 columns) and what it is relative to,
-//   the
-//            anchor or a maximum, the target's left out
+//            the anchor or a maximum, the target's left out
 //   sums_e   the same, and E = exp(z - z_target) in bf16; of f16 inputs its code (numbers.cuh)
 //   sums_kept  the same without the softcap's slope, and near the cap what is left to it
 //   dz       P exp(z - lse), with P p - o at the target
-// Without options: plain.cuh; with bias, the map from raw to z, more statistics, more terms of dz:
-// with_options.cuh. Here what both share. The tile and its pipeline: tile.cuh. Rows of tiles run
-// fastest in groups of 2048 tokens, then the vocabulary.
+// This header has what both kernels share: plain.cuh serves calls without options, with_options.cuh
+// those with a bias, a map from raw to z, more statistics or more terms of dz. tile.cuh has the
+// tile and its pipeline. Rows of tiles run fastest in groups of 2048 tokens, then the vocabulary.
 #pragma once
 
 #include "src/cuda/linear/chunk.cuh"
@@ -25,38 +24,39 @@ constexpr bool keeps_codes = std::is_same_v<T, __half> && kMode == Mode::sums_e;
 
 constexpr int half_right_rows = tile_columns / 2, group_clusters = 4;
 
-// What with_options.cuh asks for; plain.cuh asks for nothing of it.
+// The kernels of with_options.cuh read this; plain.cuh reads nothing of it.
 struct TileOptions {
-  MapFactors map;             // where rows have maps of their own: as if no temperature were given
-  const TokenMap* row_map;    // [N]  by token; null: `map` is all rows'
-  const float* row_slope;     // [rows of the chunk]  theirs, where there is row_map
-  const float* bias;          // [V + padding]  null: none
-  const float* class_weight;  // [V + padding]  null: 1
-  bool smoothing, entropy;    // terms of dz
-  float small;                // |raw| up to which tanh is the short polynomial
-  float near_cap;             // sums_kept: |z| beyond which what is left to the cap is kept
-  float terms[5];             // of raw^3, raw^5 ...: the polynomial with its factors
-  float large_terms[9];       // large_tanh: from here, not from registers
+  MapFactors map;           // where rows have maps of their own, it leaves the temperature to them
+  const TokenMap* row_map;  // [N]  by token; where it is null `map` serves all rows
+  const float* row_slope;   // [rows of the chunk]  it has each row's slope, where there is row_map
+  const float* bias;        // [V + padding]  it is null where there is no bias
+  const float* class_weight;  // [V + padding]  it is null where every class weighs 1
+  bool smoothing, entropy;    // these terms of dz are asked for
+  float small;                // up to this |raw| the short polynomial is tanh
+  float near_cap;             // beyond this |z| sums_kept keeps what is left to the cap
+  float terms[5];             // they multiply raw^3, raw^5 ..., with the map's factors in them
+  float large_terms[9];       // large_tanh reads them here to spare registers
 };
 
 struct Arguments {
   Chunk chunk;
   Team team;
-  int32_t left_rows;  // of a tile, that are brought
+  int32_t left_rows;  // so many rows of the left operand are copied for a tile
   Partials partials;
   const float* target_logit;
-  const RowGradient* gradients;   // dz
-  const float* target_gradient;   // dz
-  Panel panel;                    // all but sums
-  int64_t first_column, columns;  // of the vocabulary
-  int64_t panel_end;              // whole blocks: behind the last column they are zeros
+  const RowGradient* gradients;   // only dz reads it
+  const float* target_gradient;   // only dz reads it
+  Panel panel;                    // every mode but sums writes it
+  int64_t first_column, columns;  // they are counted in the vocabulary
+  int64_t panel_end;              // whole blocks are written: behind the last column they are zeros
   int32_t depth_tiles;
-  // Says of what is summed from the anchor a sum, log2 of a maximum.
+  // A sum from the anchor may be at most most_sum; a maximum may be most_distance (log2) above it.
   float most_sum, most_distance;
   TileOptions options;
 };
 
-// Returns `x`, which the compiler takes for a new value at every place.
+// Returns `x`, which the compiler takes for a new value at every place, so that it merges no
+// branches.
 __device__ inline bool again(bool x) {
   int value = x;
   asm volatile("" : "+r"(value));
@@ -72,16 +72,16 @@ __device__ inline float quad_sum(float x) {
   return x + __shfl_xor_sync(whole_warp, x, 2);
 }
 
-// The target's column of the view, or one that is in no tile.
+// Returns the target's column in the view, or one that is in no tile.
 __device__ inline int find_target(const Arguments& a, int row, int valid) {
   return row < valid ? a.chunk.tokens.target[a.chunk.first + row] : -1;
 }
 
 // A row's exponents start from these.
 struct RowStart {
-  float anchor;    // E: z of the target; dz: m
-  float log2_sum;  // dz: log2 s
-  float factor;    // dz: P
+  float anchor;    // it is z of the target for E, m for dz
+  float log2_sum;  // it is log2 s, for dz alone
+  float factor;    // it is P, for dz alone
 };
 template <Mode kMode>
 __device__ inline RowStart load_start(const Arguments& a, int row, int valid) {
@@ -92,20 +92,21 @@ __device__ inline RowStart load_start(const Arguments& a, int row, int valid) {
     const RowGradient& g = a.gradients[row];
     r.anchor = g.reference;
     r.log2_sum = g.log_sum * log2e;
-    // A row has no maximum that is a number: no column has a probability to speak of.
+    // If a row has no maximum that is a number, no column has a probability to speak of.
     const bool exists = fabsf(g.reference) < infinity() && g.log_sum == g.log_sum;
     r.factor = exists ? g.probability : nan_value();
   }
   return r;
 }
 
-// A quad of lanes shares four rows, row0 + 0, 8, 64, 72: each lane asks for what one of them needs,
+// A quad of lanes shares four rows, row0 + 0, 8, 64, 72: each lane loads what one of them needs,
 // before the products, and the others get it from that lane.
 struct RowData {
   int target;
-  float anchor;                                        // z_t; dz: m
-  float log2_sum, factor, smoothing, target_gradient;  // dz: log2 s, P, s, dz of the target
-  float slope;                                         // kScaled: of raw -> z
+  float anchor;  // it is z_t, or m for dz
+  // dz alone has them: log2 s, P, s and dz of the target
+  float log2_sum, factor, smoothing, target_gradient;
+  float slope;  // kScaled alone has it: it takes raw to z
 };
 template <Mode kMode, bool kScaled = false>
 __device__ inline RowData load_row(const Arguments& a, int row0, int valid) {
@@ -131,13 +132,13 @@ __device__ inline float of_row(float x, int part, int h) {
   return __shfl_sync(whole_warp, x, threadIdx.x / 4 % 8 * 4 + 2 * part + h);
 }
 
-// Targets, columns behind the last one, and of panels rows behind the last one are rare: elements
-// of row h that do not count, as i of their columns 8 i + {0, 1}.
+// Targets, columns behind the last one and, in panels, rows behind the last one are rare. These
+// elements of row h do not count, given as i of their columns 8 i + {0, 1}.
 struct LeftOut {
   int target[2], end[2];
 };
 
-// Read where it is used: the registers are the logits'.
+// This lies in shared memory and is read where it is used, because the logits take the registers.
 struct ForwardWork {
   int valid;
   Schedule schedule;
@@ -149,7 +150,8 @@ __device__ inline ForwardWork find_work(const Arguments& a) {
            static_cast<int>((a.columns + tile_columns - 1) / tile_columns), group_clusters}};
 }
 
-// Every step of a tile: a lane an operand, so that neither keeps more than one address.
+// Copies every step of a tile. A lane takes one operand, so that neither keeps more than one
+// address.
 __device__ inline void copy_tile(const CUtensorMap* input_map, const CUtensorMap* weight_map,
                                  const Pipeline& pipeline, int row_cluster, int column_tile,
                                  const Arguments& a, Ring* ring) {
@@ -177,7 +179,7 @@ __device__ inline void copy_tile(const CUtensorMap* input_map, const CUtensorMap
   }
 }
 
-// The first warpgroup, lanes 0 and 1.
+// Lanes 0 and 1 of the first warpgroup run this.
 __device__ inline void copy_tiles(const CUtensorMap* input_map, const CUtensorMap* weight_map,
                                   const Pipeline& pipeline, const Schedule& schedule,
                                   const Arguments& a) {

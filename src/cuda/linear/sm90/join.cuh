@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What follows a product whose last tiles were cut in slices (cut.h): their slots added up.
+// The last tiles of a product may have been cut in slices (cut.h); this kernel then adds up their
+// slots.
 #pragma once
 
 #include "src/cuda/linear/sm90/product_rows.cuh"
@@ -7,24 +8,25 @@
 
 namespace logitless::cuda::sm90 {
 
-// The tiles that were cut: a tile's slots in order, 64 rows and 16 columns a block.
-constexpr int join_parts = 12;  // of a tile's columns
+// A block adds the slots of a tile that was cut, in order, for 64 rows and 16 columns.
+constexpr int join_parts = 12;  // so many blocks share a tile's columns
 
 template <Gradient kGradient, class Out>
 __global__ void __launch_bounds__(128, 6) join_kernel(const __grid_constant__ ProductArguments a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  const Work work = find_work<kGradient>(a);  // the tokens were counted before the product began
+  // The tokens were counted before the product began, so it need not wait.
+  const Work work = find_work<kGradient>(a);
   wait_for_kernel_before();
   let_next_start();
   const Cut& cut = work.cut;
   const int slices = cut.slices;
-  constexpr int fours = 24 / join_parts, together = 4;  // slots whose loads are under way
+  constexpr int fours = 24 / join_parts, together = 4;  // it loads so many slots at a time
   for (int item = blockIdx.x; item < 8 * join_parts * cut.tail; item += gridDim.x) {
     const int at = item / join_parts / 8, part = item / join_parts % 8, columns = item % join_parts;
     int row_cluster, column_tile;
     work.schedule.find(cut.whole() + at, &row_cluster, &column_tile);
     const int row = row_cluster * cluster_rows + part * 64;
-    if (row >= work.rows) continue;  // no warpgroup may have had it
+    if (row >= work.rows) continue;  // no warpgroup may have written these rows
     float d[4 * fours];
 #pragma unroll
     for (int i = 0; i < 4 * fours; ++i) d[i] = 0;

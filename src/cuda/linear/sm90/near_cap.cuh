@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is kept of a logit near a softcap in place of E, for form_dz.cu.
+// Near a softcap this is kept of a logit in place of E, for form_dz.cu.
 #pragma once
 
 #include "src/coefficients.h"
@@ -8,23 +8,25 @@
 namespace logitless::cuda::sm90 {
 
 // From E, rounded by 2^-8 at most, z is known to 2^-8, and the slope 1 - (z / cap)^2 to 2^-8 b of
-// itself, b = 2 |z| / (cap^2 - z^2): beside E's own rounding and that of dz, which take what the
-// contract grants, so much too much where all logits of a row are alike and below 0. Beyond
-// near_cap a negative number is kept in E's place: the sign of z and a code of what is left,
-// 1 - |z| / cap, in the sixteen upper bits (form_dz.cu). Below 2^-5 the code is five bits of its
-// exponent and nine of its mantissa, as the slope wants; above it counts parts of the cap, as z
-// does. Either is worth less than E's rounding, and b is 0.11 at most, of caps from 15 on. Nearer 0
-// a warp's logits are no longer taken for large (most_of_small: tanh 0.6 is 0.54).
-constexpr float near_cap = 0.55f;                        // of the cap
-constexpr uint32_t first_left_code = (103u << 9) - 128;  // of 2^-24; codes begin at a normal number
-constexpr float least_counted = 0x1p-5f, parts = 14336;  // of a cap: of 50, half of one is 2^-9
+// itself, b = 2 |z| / (cap^2 - z^2). E's own rounding and that of dz already take what the contract
+// grants, so this is too much where all logits of a row are alike and below 0. Beyond near_cap a
+// negative number is kept in E's place: the sign of z and a code of what is left, 1 - |z| / cap, in
+// the sixteen upper bits (form_dz.cu). Below 2^-5 the code is five bits of its exponent and nine of
+// its mantissa, as the slope wants; above it counts parts of the cap, as z does. Either errs less
+// than E's rounding, and b is 0.11 at most for caps from 15 on. The bound is not nearer 0, because
+// a warp's logits would no longer be taken for large there (most_of_small: tanh 0.6 is 0.54).
+constexpr float near_cap = 0.55f;  // |z| reaches this part of the cap
+// 2^-24 has it; codes begin at a normal number
+constexpr uint32_t first_left_code = (103u << 9) - 128;
+// A part is a cap / 14336: half of one is 2^-9 of a cap of 50.
+constexpr float least_counted = 0x1p-5f, parts = 14336;
 constexpr uint32_t first_counted_code = (122u << 9) - first_left_code;
 constexpr uint32_t counted_codes =
     first_counted_code - static_cast<uint32_t>(least_counted * parts);
 static_assert(counted_codes + parts * (1 - near_cap) < 0x3f80, "with a sign: an infinity or NaN");
 __device__ inline float encode_left(const MapFactors& map, float z) {
   const float left = fmaxf(fmaf(-fabsf(z), map.backward, 1.0f), 0x1p-24f);
-  // The last bits of 2^23 + x are x, rounded: a conversion takes four times as long.
+  // The last bits of 2^23 + x are x, rounded; a conversion would take four times as long.
   const uint32_t count = __float_as_uint(fmaf(left, parts, 0x1p23f)) - 0x4b000000u;
   const uint32_t code = left < least_counted ? (__float_as_uint(left) >> 14) - first_left_code
                                              : count + counted_codes;
@@ -35,7 +37,7 @@ __device__ inline float log2_fast(float x) {
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// z, and the softcap's slope there, from the middle of what the code stands for.
+// Returns z, and the softcap's slope there, from the middle of what the code stands for.
 __device__ inline float decode_left(const MapFactors& map, float kept, float* slope) {
   const uint32_t bits = __float_as_uint(kept), code = bits >> 16 & 0x3fff;
   const float left = code < first_counted_code

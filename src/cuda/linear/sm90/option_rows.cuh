@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// With options: which of them a kernel knows, and 64 rows of a tile, 64 columns at a time: d[0] to
-// d[31] of a thread are its elements d[4 i + 2 h + c] of row 8 h and column 8 i + 2 (lane % 4) + c.
+// This header says which options a kernel knows, and maps 64 rows of a tile, 64 columns at a time:
+// d[0] to d[31] of a thread are its elements d[4 i + 2 h + c] of row 8 h and column 8 i + 2 (lane %
+// 4) + c.
 #pragma once
 
 #include "src/cuda/linear/sm90/forward.cuh"
@@ -8,8 +9,8 @@
 
 namespace logitless::cuda::sm90 {
 
-// A kernel was compiled for one of these: one option alone, or whichever are asked for, with a
-// softcap or without; more: with the squares, the rank and rows' own maps, which take registers.
+// A kernel is compiled for one of these: one option alone, or whichever are asked for, with a
+// softcap or without. `more` adds the squares, the rank and rows' own maps, which take registers.
 enum class Set { capped, biased, smoothed, scaled, any, any_capped, more, more_capped };
 template <Set kSet>
 constexpr bool has_more = kSet == Set::more || kSet == Set::more_capped;
@@ -18,14 +19,14 @@ constexpr bool is_any = kSet == Set::any || kSet == Set::any_capped || has_more<
 template <Set kSet>
 constexpr bool has_cap = kSet == Set::capped || kSet == Set::any_capped || kSet == Set::more_capped;
 
-// Never, but the compiler does not know: it mixes no work across.
+// Returns false always; but the compiler does not know, and so mixes no work across.
 __device__ inline bool stops(const Arguments& a) { return again(a.depth_tiles == 0); }
 
 template <Set kSet>
 __device__ inline bool has_bias(const Arguments& a) {
   return is_any<kSet> ? again(a.options.bias != nullptr) : kSet == Set::biased;
 }
-// raw -> z is a factor: of rows' own, or of all alike.
+// True where raw -> z is a factor that each row has of its own, or else all share.
 template <Set kSet>
 constexpr bool slopes_by_row = kSet == Set::scaled;
 template <Set kSet>
@@ -42,12 +43,12 @@ __device__ inline bool has_smoothing(const Arguments& a) {
   return is_any<kSet> ? again(a.options.smoothing) : kSet == Set::smoothed;
 }
 
-// 64 rows of a tile, and of them what this thread's two start from.
+// These are 64 rows of a tile, and what this thread's two of them start from.
 struct HalfRows {
-  int row, part;  // the first one; upper 0, lower 1
+  int row, part;  // row is the first one; part is 0 in the upper half, 1 in the lower
   int column, column_tile;
-  float anchor[2];                             // not dz: its exponent
-  float log2_sum[2], factor[2], smoothing[2];  // dz
+  float anchor[2];                             // it is the anchor's exponent, except for dz
+  float log2_sum[2], factor[2], smoothing[2];  // dz alone has these
 };
 template <Mode kMode>
 __device__ inline HalfRows find_rows(const RowData& data, int row, int part, int column,
@@ -75,7 +76,8 @@ template <Mode kMode>
 __device__ inline bool needs_mask(const RowData& data, const HalfRows& rows, const Arguments& a,
                                   int valid) {
   const int lane = threadIdx.x % 32, target = data.target - rows.column;
-  const bool fills = kMode != Mode::sums && rows.row - lane / 4 + 16 > valid;  // one of the warp
+  // The warp has a row behind the last one.
+  const bool fills = kMode != Mode::sums && rows.row - lane / 4 + 16 > valid;
   const bool own = lane % 4 / 2 == rows.part && target >= 0 && target < tile_columns;
   return __any_sync(whole_warp, own || fills || columns_left(a, rows.column) < tile_columns);
 }
@@ -98,7 +100,7 @@ __device__ inline bool is_masked(const LeftOut& mask, int column, int h) {
   return kRare && (column == mask.target[h] || column >= mask.end[h]);
 }
 
-// The same but for what rows have of their own.
+// Does the same as map_block, but for what rows have of their own.
 template <Set kSet>
 __device__ inline bool map_block_alike(float (&d)[96], const Arguments& a, int column) {
   const TileOptions& o = a.options;
@@ -118,7 +120,8 @@ __device__ inline bool map_block_alike(float (&d)[96], const Arguments& a, int c
     const float all = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
     if (__any_sync(whole_warp, all > o.small)) {
 #pragma unroll 1
-      for (int turn = 0; turn < 8; ++turn) {  // rare, and long: four at a time, in turn
+      // This is rare and long, so that four columns at a time share one copy of the code.
+      for (int turn = 0; turn < 8; ++turn) {
         float done[4];
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
@@ -139,7 +142,8 @@ __device__ inline bool map_block_alike(float (&d)[96], const Arguments& a, int c
   return false;
 }
 
-// Rows with maps of their own: that of row h of the two, or of any that is there.
+// Returns the map of row h of the two, where rows have maps of their own; behind the last row it
+// returns another's.
 __device__ inline const TokenMap& map_of_row(const Arguments& a, const HalfRows& rows, int valid,
                                              int h) {
   const Chunk& chunk = a.chunk;
@@ -149,14 +153,15 @@ template <Set kSet>
 __device__ inline bool has_row_maps(const Arguments& a) {
   return has_more<kSet> && again(a.options.row_map != nullptr);
 }
-// The softcap's slope's factor of row h.
+// Returns the factor that makes the softcap's slope of row h.
 template <Set kSet>
 __device__ inline float backward_of(const Arguments& a, const HalfRows& rows, int valid, int h) {
   if (has_row_maps<kSet>(a)) return map_of_row(a, rows, valid, h).backward;
   return a.options.map.backward;
 }
 
-// raw -> z of 64 columns from `column` on, in place. Whether any of them may be near the cap.
+// Maps raw -> z of 64 columns from `column` on, in place. Returns whether any of them may be near
+// the cap.
 template <Set kSet>
 __device__ inline bool map_block(float (&d)[96], const Arguments& a, const HalfRows& rows,
                                  const RowData& data, int valid, int column) {
@@ -185,12 +190,12 @@ __device__ inline bool map_block(float (&d)[96], const Arguments& a, const HalfR
 constexpr int box_lines = 16, warp_box_bytes = box_lines * 128;
 
 // Returns where a lane's eight elements of four 8 x 8 blocks of its warp's box [16, 64] begin,
-// swizzled; of columns 16 `two` on: ^ 32 two.
+// swizzled; those of columns 16 `two` on are at ^ 32 two.
 __device__ inline uint32_t lane_of_box(const uint8_t* box) {
   const uint32_t lane = threadIdx.x % 32;
   return shared_address(box) + lane % box_lines * 128 + (lane / 16 ^ lane % 8) * 16;
 }
-// The first lane's is the box itself.
+// Returns the box itself where the lane is the first one.
 __device__ inline const void* box_at(uint32_t lane) {
   return reinterpret_cast<const void*>(__cvta_shared_to_generic(lane));
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sums of 64 rows of a tile, one pass over its logits: relative to the anchor z_t, as in
-// plain.cuh, or, of a lane whose maximum so far is too far from it, to that maximum. Its own rows'
-// values alone decide: no plan and no neighbour changes a bit.
+// One pass over its logits sums 64 rows of a tile: relative to the anchor z_t, as in plain.cuh, or,
+// for a lane whose maximum so far is too far from it, relative to that maximum. Only the row's own
+// values decide which, so no plan and no neighbour changes a bit.
 #pragma once
 
 #include "src/cuda/linear/sm90/near_cap.cuh"
@@ -15,15 +15,16 @@ constexpr int no_column = 0xffff;
 // that is no NaN.
 struct Sums {
   float maximum[2] = {-infinity(), -infinity()}, sum[2] = {0, 0};
-  float shifted[2] = {0, 0}, weighted[2] = {0, 0};  // shifted: in log2
+  float shifted[2] = {0, 0}, weighted[2] = {0, 0};  // shifted is counted in log2
   float squared[2] = {0, 0};
   float from[2] = {nan_value(), nan_value()};
-  // The column of the maximum, if it may be the row's, in 16 bits; above them how many columns are
-  // above the target.
+  // The low 16 bits have the column of the maximum, if it may be the row's; the bits above count
+  // the columns above the target.
   int lowest[2] = {no_column, no_column};
 };
 
-// sum c_j z_j of 64 columns. kCareful: a column of weight 0 has none, whatever its logit.
+// Returns sum c_j z_j of 64 columns. With kCareful a column of weight 0 adds nothing, whatever its
+// logit.
 template <bool kRare, bool kCareful>
 __device__ inline float2 weigh_block(const float (&d)[96], const LeftOut& mask, const Arguments& a,
                                      int column) {
@@ -65,7 +66,7 @@ __device__ inline void weigh(const float (&d)[96], const LeftOut& mask, const Ar
   sums->weighted[1] += sum.y;
 }
 
-// Counts of 64 columns those above the target.
+// Counts those of 64 columns that are above the target.
 template <bool kRare>
 __device__ inline void count_above(const float (&d)[96], const HalfRows& rows, const RowData& data,
                                    const LeftOut& mask, const Arguments& a, Sums* sums) {
@@ -84,7 +85,7 @@ __device__ inline void count_above(const float (&d)[96], const HalfRows& rows, c
   }
 }
 
-// Holds what is kept of an element beside its sums.
+// Returns what is kept of an element beside its sums.
 template <Mode kMode, Set kSet, bool kRare>
 __device__ inline float kept_of(const Arguments& a, float backward, float z, float e, bool masked) {
   if constexpr (kMode == Mode::sums_kept) {
@@ -108,12 +109,12 @@ __device__ inline float find_highest(const float (&d)[96], const LeftOut& mask, 
   return fmaxf(most[0], most[1]);
 }
 
-// A sum this far below, in log2, is 0; its logits' distance alone may be infinite, and 0 times that
-// is none.
+// A sum so far below, in log2, is 0 anyway. The distance of its logits alone may be infinite, and 0
+// times infinity would be a NaN.
 __device__ inline float bounded(float by) { return by > 1000.0f ? 1000.0f : by; }
 
-// log2 of a maximum above the anchor's exponential: errors grow with the distance, and far below,
-// exponentials that count may be 0.
+// Returns whether a maximum, log2 above the anchor's exponential, is near enough: errors grow with
+// the distance, and far below, exponentials that count may be 0.
 template <Set kSet>
 __device__ inline bool is_within(const HalfRows& rows, const Arguments& a, int h, float distance) {
   const bool shifts = is_any<kSet> && a.partials.shifted != nullptr;
@@ -122,7 +123,7 @@ __device__ inline bool is_within(const HalfRows& rows, const Arguments& a, int h
   return distance > least && distance < a.most_distance;
 }
 
-// Row h goes on from its maximum `top` so far, if what it starts from is too far away.
+// Lets row h go on from its maximum `top` so far, if what it starts from is too far away.
 template <Set kSet>
 __device__ inline void move_start(const HalfRows& rows, const Arguments& a, int h, float top,
                                   Sums* sums) {
@@ -140,7 +141,8 @@ __device__ inline void move_start(const HalfRows& rows, const Arguments& a, int 
   sums->from[h] = top;
 }
 
-// The lowest column of a maximum that is not below the target: of others nobody asks.
+// Finds the lowest column of a maximum that is not below the target; nobody asks for the column of
+// another.
 template <bool kRare>
 __device__ inline void find_lowest(const float (&d)[96], const HalfRows& rows, const RowData& data,
                                    const LeftOut& mask, const Arguments& a,
@@ -164,7 +166,7 @@ __device__ inline void find_lowest(const float (&d)[96], const HalfRows& rows, c
   }
 }
 
-enum class Terms { sum, shifted, squared };  // each with those before it
+enum class Terms { sum, shifted, squared };  // each kind sums those before it too
 
 template <class T, Mode kMode, Set kSet, bool kRare, Terms kTerms>
 __device__ inline void sum_block(const float (&d)[96], const HalfRows& rows, const LeftOut& mask,
@@ -196,7 +198,8 @@ __device__ inline void sum_block(const float (&d)[96], const HalfRows& rows, con
           kept[c] = kept_of<kMode, kSet, kRare>(a, backward[h], z, e[c], masked);
         }
         if (kRare && from == from) {
-          // Not fma(z, log2(e), -m log2(e)): its rounding is an exponent where |m| is large.
+          // fma(z, log2(e), -m log2(e)) would not do: it rounds -m log2(e) first, and where |m| is
+          // large that error becomes an exponent.
           distance = (z - from) * log2e;
           e[c] = exp2_fast(distance);
         }
@@ -233,7 +236,7 @@ __device__ inline void sum_64(const float (&d)[96], const HalfRows& rows, const 
   sum.template operator()<Terms::sum>();
 }
 
-// The maximum so far goes on to these columns'.
+// Raises the maximum so far to that of these columns.
 template <Set kSet, bool kRare>
 __device__ inline void add_highest(const float (&d)[96], const HalfRows& rows, const RowData& data,
                                    const LeftOut& mask, const Arguments& a,
@@ -245,7 +248,7 @@ __device__ inline void add_highest(const float (&d)[96], const HalfRows& rows, c
   for (int h = 0; h < 2; ++h) sums->maximum[h] = fmaxf(sums->maximum[h], highest[h]);
 }
 
-// True where a row of the warp may be far, by its columns' maximum.
+// Returns whether a row of the warp may be far, by its columns' maximum.
 template <Set kSet>
 __device__ inline bool is_far(const HalfRows& rows, const Arguments& a, const float (&highest)[2],
                               const Sums& sums) {
@@ -260,8 +263,8 @@ __device__ inline bool is_far(const HalfRows& rows, const Arguments& a, const fl
   return __any_sync(whole_warp, far);
 }
 
-// 64 columns from `column` on, the tile's `block`. The usual copy of the code, then, if it is not
-// for these columns, the rare one.
+// Sums 64 columns from `column` on, the tile's `block`. The usual copy of the code runs first; if
+// these columns are not for it, the rare copy does.
 template <class T, Mode kMode, Set kSet>
 __device__ inline void add_columns(const float (&d)[96], const HalfRows& rows, const RowData& data,
                                    const Arguments& a, int valid, int column, int block,
@@ -291,7 +294,7 @@ __device__ inline void add_columns(const float (&d)[96], const HalfRows& rows, c
   sum_64<T, kMode, kSet, true>(d, rows, mask, a, valid, box, sums);
 }
 
-// Two rows' at once: what a quad trades takes long to come.
+// Reduces both rows at once, because what a quad trades takes long to come.
 template <class T, class F>
 __device__ inline void quad_reduce(T (&x)[2], F&& f) {
 #pragma unroll
@@ -302,7 +305,7 @@ __device__ inline void quad_reduce(T (&x)[2], F&& f) {
   }
 }
 
-// The sums of 64 rows to memory, relative to the rows' maxima.
+// Writes the sums of 64 rows to memory, relative to the rows' maxima.
 template <Set kSet>
 __device__ inline void write_half(const HalfRows& rows, const Arguments& a, int valid,
                                   const Sums& sums) {

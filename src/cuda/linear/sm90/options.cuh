@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// What options change of a logit: the map from raw to z and its slope.
+// Options change the map from raw to z and its slope; both are made here.
 #pragma once
 
 #include "src/cuda/linear/sm90/forward.cuh"
 
 namespace logitless::cuda::sm90 {
 
-// z of a capped logit, within the 3 u32 of its bound: where a bias carries a logit whose product is
-// about 0 there is nothing else to make good for more. By tanh's argument y:
+// z of a capped logit stays within the 3 u32 of its bound; where a bias carries a logit whose
+// product is about 0 nothing else would make good for more. Which formula is used depends on tanh's
+// argument y:
 //   y <= 0.6   map_small: tanh y = y + y^3 P(y^2), coefficients and range of Cephes' tanhf
 //   y <= 1.4   map_large: the same with a longer polynomial (relative error 0.12 u32 as fitted)
 //   beyond     map_large: 1 - 2 / (e^2y + 1), to 2.5 u32 by ex2.approx and rcp.approx (9 at 0.6)
@@ -24,7 +25,7 @@ __device__ inline float map_small(const TileOptions& o, float raw) {
   p = fmaf(p, raw2, o.terms[0]);
   return raw * fmaf(p, raw2, o.map.slope);
 }
-// Both are there: no branch.
+// Both values are there, so that no branch is needed.
 __device__ inline float select_above(float x, float bound, float above, float otherwise) {
   float z;
   asm("{\n.reg .pred p;\nsetp.gt.f32 p, %1, %2;\nselp.f32 %0, %3, %4, p;\n}\n"
@@ -49,12 +50,13 @@ __device__ inline float map_large(const TileOptions& o, float raw) {
   return select_above(fabsf(y), most_of_polynomial, far, near);
 }
 
-// E or dz times the softcap's slope.
+// Returns E or dz times the softcap's slope.
 __device__ inline float capped(float backward, float z, float e) {
   const float t = z * backward;
   return e * fmaf(-t, t, 1.0f);
 }
-// z over a temperature, whose inverse has two parts: of the roundings of a quotient one is left.
+// Returns z over a temperature, whose inverse has two parts, so that of a quotient's roundings one
+// is left.
 __device__ inline float divided(float z, const TokenMap& m) {
   const float quotient = z * m.inverse;
   return quotient + fmaf(z, m.inverse_low, fmaf(z, m.inverse, -quotient));

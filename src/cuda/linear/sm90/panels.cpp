@@ -20,17 +20,17 @@ int64_t column_bytes(const LinearShape& s, const LinearPlan& p) {
 int64_t scaled_bytes(const LinearShape& s, const LinearPlan& p) {
   return panel_rows(p) * p.hidden_pitch * size_of(s.dtype);
 }
-// One chunk, so that a row is written once and free till then.
+// Only with a single chunk is a row written once and its memory free till then.
 bool lends_weight(const LinearShape& s, const LinearPlan& p) {
   return s.lends_grad_weight && p.chunks == 1;
 }
 int64_t weight_bytes(const LinearShape& s) { return s.vocab * row_bytes(s); }
-// Columns in whole blocks.
+// Returns the bytes of so many columns, in whole blocks.
 int64_t panel_bytes(const LinearShape& s, const LinearPlan& p, int64_t columns) {
   return round_up(columns, block_columns) * column_bytes(s, p);
 }
-// Whole tiles of columns behind `first` of which each takes its own row, to be written, and its
-// bytes of the panel.
+// Returns how many columns, in whole tiles, fit behind `first` if each takes its own row, which is
+// still to be written, and its bytes of the panel.
 int64_t room_behind(const LinearShape& s, const LinearPlan& p, int64_t first) {
   const int64_t left = weight_bytes(s) - first * row_bytes(s) - 2 * alignment;
   const int64_t columns = left / (row_bytes(s) + column_bytes(s, p));
@@ -41,22 +41,22 @@ int64_t lent_e(const LinearShape& s, const LinearPlan& p) {
   const int64_t end = p.lent_scaled < 0 ? weight_bytes(s) : p.lent_scaled;
   return (end - panel_bytes(s, p, p.lent_columns)) / alignment * alignment;
 }
-// Returns what the workspace holds of E at a time.
+// Returns how many columns of E the workspace holds at a time.
 int64_t workspace_columns(const LinearPlan& p) {
   return std::max(p.stored_columns, p.remade_columns);
 }
 
 }  // namespace
 
-// Rows up to a column's are written when E of the columns behind it is all that is still asked for.
-// What lies between them changes by as much with every column: enough in front of the first lent
-// ones and in front of the last ones is enough.
+// Rows up to a column's are written when only E of the columns behind it is still needed. The room
+// between the two changes by as much with every column, so it is enough to check it in front of the
+// first lent columns and in front of the last ones.
 int64_t most_lent_columns(const LinearShape& s, const LinearPlan& p) {
   if (!lends_weight(s, p) || !s.can_store || p.stored_columns >= s.vocab) return 0;
   const int64_t others = s.vocab - p.stored_columns;
   const int64_t last = (others - 1) % sum_columns + 1;
   const int64_t end = weight_bytes(s) / alignment * alignment;
-  const auto keeps = [&](int64_t columns) {  // the last ones
+  const auto keeps = [&](int64_t columns) {  // tells whether the last ones stay unharmed
     return (s.vocab - columns) * row_bytes(s) + panel_bytes(s, p, columns) <= end;
   };
   if (p.copies_lent && keeps(others) && keeps(last)) return others;
@@ -90,7 +90,7 @@ PanelPlace panel_at(const LinearShape& s, const LinearPlan& p, int64_t first) {
 
 int64_t panels_like(const LinearShape& s, const LinearPlan& p, const PanelPlace& at) {
   if (!at.lent) return (s.vocab - at.first) / at.columns;
-  // room_behind(first) is at least as wide up to this column.
+  // Up to this column room_behind(first) is at least as wide.
   const int64_t bytes = at.columns * (row_bytes(s) + column_bytes(s, p)) + 2 * alignment;
   return (s.vocab - divide_up(bytes, row_bytes(s)) - at.first) / at.columns + 1;
 }

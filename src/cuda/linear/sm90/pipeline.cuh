@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Barriers of shared memory and of a cluster, in PTX (sm_90): what PTX ISA 8 calls mbarrier and
-// barrier.cluster.
+// These are the barriers of shared memory and of a cluster, in PTX (sm_90): what PTX ISA 8 calls
+// mbarrier and barrier.cluster.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ __device__ inline void barrier_init(uint64_t* barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
                "r"(arrivals));
 }
-// The barriers made are seen by the copy engine and by the other block.
+// Makes the barriers visible to the copy engine and to the other block.
 __device__ inline void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -36,9 +36,9 @@ __device__ inline void wait(uint64_t* barrier, uint32_t parity) {
       "r"(parity)
       : "memory");
 }
-// On the same barrier of block `rank` of the cluster. What it hands over is memory that the tensor
-// cores are done reading: with .release.cluster every call would wait for all earlier stores
-// (MEMBAR.ALL.GPU), and there is nothing to be seen.
+// Arrives on the same barrier of block `rank` of the cluster. It hands over memory that the tensor
+// cores are done reading, so there are no stores to be seen; with .release.cluster every call would
+// wait for all earlier stores (MEMBAR.ALL.GPU).
 __device__ inline void arrive_at(uint64_t* barrier, uint32_t rank) {
   asm volatile(
       "{\n"
@@ -63,7 +63,7 @@ __device__ inline void cluster_sync() {
 }
 
 // Waits for a warpgroup's 128 threads, whose warps may come to it from different places in the
-// code: not bar.sync, which says that they do not.
+// code. bar.sync would say that they do not.
 __device__ inline void group_sync(int warpgroup) {
   asm volatile("barrier.sync %0, 128;" ::"r"(warpgroup) : "memory");
 }

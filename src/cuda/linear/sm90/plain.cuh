@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The forward modes without options: what becomes of a tile's logits is worked out under the
-// products of its other half and of the next tile.
+// These are the forward modes without options. What becomes of a tile's logits is worked out under
+// the products of its other half and of the next tile:
 //   its last steps    the 64 upper rows' products, then the lower ones'; under these the upper
 //                     rows' exponentials
 //   the next tile's   first steps, of the upper rows; under these the lower rows' exponentials
-// One step of depth each, or two (split_steps): there are at least twice as many.
+// Both take one step of depth, or two (split_steps); a tile has at least twice as many.
 // Exponentials start from the anchor z_t, which is known before the products, not from the tile's
 // maximum: none waits for another, and nobody looks for the maximum. A row whose sum says that it
 // is too far from the anchor is summed again, from its maximum.
@@ -18,18 +18,19 @@
 
 namespace logitless::cuda::sm90 {
 
-// The steps at a tile's end, and at its beginning, of which the upper rows' products come before
-// the lower ones': what is worked out under them. The loss takes two, all of the ring; E's boxes
-// leave room for one.
+// So many steps at a tile's end, and as many at its beginning, run the upper rows' products before
+// the lower ones', and other work is done under them. The loss takes two, all of the ring; E's
+// boxes leave room for one.
 template <Mode kMode>
 constexpr int split_steps = kMode == Mode::sums ? 2 : 1;
 
-// A tile's sum relative to the anchor: below, exponentials that count may be 0.
+// A tile's sum relative to the anchor must not be below this: exponentials that count may then be
+// 0.
 constexpr float least_sum = 0x1p-100f;
 
 constexpr int box_rows = 64, box_bytes = box_rows * 128;
 
-// The same of this thread's two rows of a half. Not dz: the anchor's exponent.
+// These are the same for this thread's two rows of a half. For E `anchor` is the anchor's exponent.
 struct Starts {
   float anchor[2], log2_sum[2], factor[2], target_gradient[2];
 };
@@ -51,8 +52,8 @@ __device__ inline Starts find_starts(const RowData& data, int part) {
   return s;
 }
 
-// The accumulators themselves stay as they are: products are in flight. Not by is_masked of
-// option_rows.cuh: ptxas then spills a register of dz.
+// The accumulators themselves stay as they are, since products are in flight. is_masked of
+// option_rows.cuh does not serve: with it ptxas spills a register of dz.
 template <bool kMasked>
 __device__ inline float element(const float (&d)[96], const LeftOut& mask, int i, int h, int c) {
   const float x = d[4 * i + 2 * h + c];
@@ -65,8 +66,7 @@ __device__ inline float log2_exponential(float x, const Starts& starts, int h) {
   return fmaf(x, log2e, -starts.anchor[h]);
 }
 
-// Makes what becomes of an element: E, or dz, of which there is P p alone (src/dz-inl.h has the
-// rest).
+// Makes E of an element, or of dz the P p alone (src/dz-inl.h has the rest).
 template <Mode kMode, bool kMasked>
 __device__ inline float exponential(float x, const Starts& starts, const LeftOut& mask, int column,
                                     int h) {
@@ -78,7 +78,7 @@ __device__ inline float exponential(float x, const Starts& starts, const LeftOut
   return exp2_fast(log2_exponential(x, starts, h));
 }
 
-// The maximum of row h, of this thread.
+// Returns the maximum of row h over this thread's columns.
 template <bool kMasked>
 __device__ inline float find_maximum(const float (&d)[96], const LeftOut& mask, int h) {
   float maximum = -infinity();
@@ -91,17 +91,18 @@ __device__ inline float find_maximum(const float (&d)[96], const LeftOut& mask, 
   return maximum;
 }
 
-// The sum of row h relative to its maximum, of this thread.
+// Returns the sum of row h relative to its maximum, over this thread's columns.
 template <bool kMasked>
 __device__ inline float sum_from_maximum(const float (&d)[96], const LeftOut& mask, int h,
                                          float maximum) {
-  // The row is of -inf alone: every exponential is 0, and a NaN stays.
+  // If the row is of -inf alone every exponential is 0, and a NaN stays.
   const float reference = maximum == -infinity() ? 0.0f : maximum;
   float sum = 0;
 #pragma unroll
   for (int i = 0; i < 24; ++i) {
     if (i % 4 == 0 && again(false)) break;
-    // Not fma(x, log2(e), -m log2(e)): its rounding is an exponent where |m| is large.
+    // fma(x, log2(e), -m log2(e)) would not do: it rounds -m log2(e) first, and where |m| is large
+    // that error becomes an exponent.
     sum += exp2_fast((element<kMasked>(d, mask, i, h, 0) - reference) * log2e) +
            exp2_fast((element<kMasked>(d, mask, i, h, 1) - reference) * log2e);
   }
@@ -110,19 +111,20 @@ __device__ inline float sum_from_maximum(const float (&d)[96], const LeftOut& ma
 
 // Says where 64 rows of a tile lie.
 struct HalfTile {
-  int row;                // this thread's first one
-  int column_tile, part;  // upper: 0, lower: 1
+  int row;                // it is this thread's first row
+  int column_tile, part;  // part is 0 in the upper half, 1 in the lower
 };
 
-// Four 8 x 8 blocks of a warp's 16 rows of a box, 16 columns: `two` of 4.
+// Writes four 8 x 8 blocks of a warp's 16 rows of a box: its 16 columns number `two` of 4.
 __device__ inline void write_matrices(const uint8_t* box, int two, const uint32_t (&x)[4]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-  const int chunk = (2 * two + lane / 16) ^ lane % 8;  // swizzled
+  const int chunk = (2 * two + lane / 16) ^ lane % 8;  // the box is swizzled
   const uint32_t to = shared_address(box) + (16 * warp + lane % 16) * 128 + chunk * 16;
   store_matrices(to, x);
 }
 
-// The exponentials of 64 rows, their sums and, if kept, the exponentials themselves.
+// Makes the exponentials of 64 rows, their sums and, if they are kept, writes the exponentials
+// themselves.
 template <class T, Mode kMode, bool kMasked>
 __device__ inline void sum_rows(const float (&d)[96], const LeftOut& mask, const Starts& starts,
                                 const HalfTile& at, const Arguments& a,
@@ -153,7 +155,7 @@ __device__ inline void sum_rows(const float (&d)[96], const LeftOut& mask, const
     }
     if constexpr (stores) {
       fence_copies();
-      if (threadIdx.x % 128 == 0) stores_wait();  // so that the other box is free
+      if (threadIdx.x % 128 == 0) stores_wait();  // so the other box is free when it is written
       group_sync(warpgroup);
       if (threadIdx.x % 128 == 0) {
         const int first = static_cast<int>(a.first_column - a.panel.first) / 64;
@@ -163,8 +165,8 @@ __device__ inline void sum_rows(const float (&d)[96], const LeftOut& mask, const
   }
   if constexpr (kMode != Mode::dz) {
     float maximum[2] = {nan_value(), nan_value()};
-    // A lane alone says whether its row may be far: nobody waits for the others here. An eighth of
-    // the most: of four lanes' sums none is beyond it then.
+    // A lane alone says whether its row may be far, so that nobody waits for the others here. It
+    // allows an eighth of the most, and so none of four lanes' sums is beyond it then.
     bool far = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) far |= !(sum[h] > least_sum && sum[h] < a.most_sum / 8);
@@ -183,8 +185,8 @@ __device__ inline void sum_rows(const float (&d)[96], const LeftOut& mask, const
   }
 }
 
-// Targets, columns behind the last one, and of panels rows behind the last one are rare: two
-// copies.
+// Targets, columns behind the last one and, in panels, rows behind the last one are rare, so there
+// are two copies of the code.
 template <class T, Mode kMode>
 __device__ inline void half_tile(const float (&d)[96], const RowData& data, const HalfTile& at,
                                  const Arguments& a, int valid, const CUtensorMap* panel_map,
@@ -219,12 +221,12 @@ __device__ inline void plain_tiles(const CUtensorMap* panel_map, const Pipeline&
   const uint32_t signals = threadIdx.x % 128;
   const auto release = [&](int stage) { a.team.release(pipeline.empty + stage, signals); };
   Ring ring;
-  int first[split], last[split], lent = -1;  // stages of a tile's first and last steps
+  int first[split], last[split], lent = -1;  // they are the stages of a tile's first and last steps
   Walk walk(a.team);
   if (!walk.more(work.units)) return;
   PartialSum unit;
   // This runs under the last lower rows' products. A stage is given back before the next one is
-  // waited for: who copies single rows fills three before the first of them is announced.
+  // waited for, because who copies single rows fills three before it announces the first of them.
   const auto begin_upper = [&](bool exists, bool behind_others) {
 #pragma unroll
     for (int i = 0; i < split; ++i, ring.next()) {
@@ -248,7 +250,7 @@ __device__ inline void plain_tiles(const CUtensorMap* panel_map, const Pipeline&
   };
   begin_upper(true, false);
   multiply_lower(first, true);
-  do {  // the first steps are under way
+  do {  // the first steps are under way here
     const UnitItem item = walk.item(work.units);
     const bool ends = item.tile + 1 == item.end;
     const int row =
@@ -292,7 +294,7 @@ __device__ inline void plain_tiles(const CUtensorMap* panel_map, const Pipeline&
     }
     multiply_lower(last, false);
     products_wait<split>();
-    if constexpr (stores) group_sync(warpgroup);  // no warp's products read the boxes
+    if constexpr (stores) group_sync(warpgroup);  // no warp's products read the boxes any longer
     const HalfTile above{row, item.tile, 0}, below{row + 64, item.tile, 1};
     RowSums sums;
     half_tile<T, kMode>(upper, data, above, a, work.valid, panel_map, boxes, warpgroup, &sums);
@@ -301,7 +303,8 @@ __device__ inline void plain_tiles(const CUtensorMap* panel_map, const Pipeline&
       release(last[0]);
     }
     walk.next(work.teams);
-    begin_upper(walk.more(work.units), true);  // behind the last tile: of whatever lies there
+    // Behind the last tile it multiplies whatever lies there, for nothing.
+    begin_upper(walk.more(work.units), true);
     if constexpr (kMode != Mode::dz) {
       add_sums<kMode>(sums, data, item, ends, row, 0, a, work.valid, &unit);
     }
@@ -333,7 +336,7 @@ __global__ void __launch_bounds__(block_threads, 1)
   if (threadIdx.x == 0) {
     prefetch_map(&input_map);
     prefetch_map(&weight_map);
-    if (kMode != Mode::sums) prefetch_map(&panel_map);  // else rarely asked for
+    if (kMode != Mode::sums) prefetch_map(&panel_map);  // the modes without a panel rarely read it
   }
   const Pipeline pipeline = open_pipeline(dynamic);
   if (threadIdx.x == 0) work = find_plain_work(a, input);
@@ -355,7 +358,7 @@ __global__ void __launch_bounds__(block_threads, 1)
     more_registers<232>();
     plain_tiles<T, kMode>(&panel_map, pipeline, work, warpgroup, a);
   }
-  cluster_sync();  // no block ends while another may signal it
+  cluster_sync();  // no block may end while another may signal it
 #endif
 }
 

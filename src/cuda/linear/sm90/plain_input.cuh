@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a block of the plain forward works on, and the first warpgroup, which brings it there. The
-// left operand's rows are the caller's own where every token counts, else those of the compacted
-// copy; where there is none, because the workspace is small, what lies together is still a box for
-// the copy engine, and two warps copy the other rows, 16 bytes a lane.
+// This is what a block of the plain forward works on, and the first warpgroup, which brings it
+// there. The left operand's rows are the caller's own where every token counts, else those of the
+// compacted copy. Where there is no copy, because the workspace is small, neighbouring rows are
+// still a box for the copy engine, and two warps copy the other rows, 16 bytes a lane.
 #pragma once
 
 #include "src/cuda/linear/sm90/forward.cuh"
@@ -10,20 +10,20 @@
 
 namespace logitless::cuda::sm90 {
 
-// The caller's input; null data: boxes of the compacted one alone.
+// This is the caller's input; where its data is null, all boxes are of the compacted one.
 struct InputRows {
   const char* data;
-  int64_t stride;  // bytes, in 31 bits
+  int64_t stride;  // it counts bytes, in at most 31 bits
   int32_t hidden;
-  bool copied;  // there is a compacted one too
+  bool copied;  // a compacted copy exists too
 };
 
-// A block's work, in shared memory: the registers are the logits'.
+// A block's work lies in shared memory, because the logits take the registers.
 struct PlainWork {
   int valid, teams;
   Units units;
-  bool some;     // of the caller's own rows do not count: the other map
-  bool gathers;  // and there is no copy
+  bool some;     // some of the caller's rows do not count, so that the other map is read
+  bool gathers;  // some rows do not count and there is no copy
 };
 __device__ inline PlainWork find_plain_work(const Arguments& a, const InputRows& input) {
   const int valid = valid_rows(a.chunk);
@@ -35,13 +35,14 @@ __device__ inline PlainWork find_plain_work(const Arguments& a, const InputRows&
           some, some && !input.copied};
 }
 
-// A team's tiles in order: those of item n, then of item n + teams. An item is looked up when
-// its first tile is asked for, not when the one before ends: three divisions.
+// Walks through a team's tiles in order: those of item n, then those of item n + teams. An item,
+// which costs three divisions, is looked up when its first tile is asked for, not when the one
+// before ends.
 class Walk {
  public:
   __device__ explicit Walk(const Team& team) : n_(team.number()) {}
   __device__ bool more(const Units& units) const { return n_ < units.items; }
-  // The tile is `item.tile`, up to `item.end`; with more() alone.
+  // Returns the item whose next tile is `item.tile`, up to `item.end`; it goes with more() alone.
   __device__ UnitItem item(const Units& units) {
     if (item_.tile == item_.end) item_ = units.item(n_);
     return item_;
@@ -65,7 +66,7 @@ __device__ inline void skip_tiles(const Pipeline& pipeline, const PlainWork& wor
   }
 }
 
-// Lanes 0 and 1, or the weight's alone.
+// Lanes 0 and 1 run this for both operands, or one of them for the weight alone.
 __device__ inline void copy_boxes(const CUtensorMap* input_map, const CUtensorMap* weight_map,
                                   const Pipeline& pipeline, const PlainWork& work,
                                   const Arguments& a) {
@@ -76,12 +77,12 @@ __device__ inline void copy_boxes(const CUtensorMap* input_map, const CUtensorMa
   }
 }
 
-constexpr int row_copiers = 64, row_barrier = 3;  // threads 64 to 127
+constexpr int row_copiers = 64, row_barrier = 3;  // threads 64 to 127 copy single rows
 __device__ inline void copiers_sync() {
   asm volatile("barrier.sync %0, %1;" ::"n"(row_barrier), "n"(row_copiers) : "memory");
 }
 
-// 16 bytes to shared memory, the first `bytes` from `from` and zeros behind them.
+// Copies 16 bytes to shared memory: the first `bytes` from `from`, and zeros behind them.
 __device__ inline void copy_16(uint32_t to, const char* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                : "memory");
@@ -91,9 +92,9 @@ __device__ inline void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
-// Tells which rows of the input a tile's are: a thread copies 16 bytes of every eighth one. Behind
-// the last one that counts, any: nothing is written of those. Two warps have no instructions to
-// waste: the rows are looked up once a row cluster.
+// Tells which rows of the input a tile's are; a thread copies 16 bytes of every eighth one. Behind
+// the last row that counts it may be any, since nothing is written of those. Two warps have no
+// instructions to waste, so the rows are looked up once a row cluster.
 constexpr int input_box_rows = 64, input_boxes = tile_rows / input_box_rows;
 struct alignas(16) RowTable {
   static constexpr int lines = 8, rows = tile_rows / lines, pitch = rows + 4;
@@ -115,14 +116,15 @@ __device__ inline uint32_t fill(RowTable* table, int first, const PlainWork& wor
 #pragma unroll 1
   for (int box = 0; box < input_boxes; ++box) {
     const int r = box * input_box_rows, last = r + input_box_rows - 1;
-    // The last row that counts stands behind itself again and again.
+    // Behind the last row that counts the table repeats that row.
     const bool exists = table->at(last) > table->at(last - 1);
     if (exists && table->at(last) - table->at(r) == input_box_rows - 1) boxes |= 1u << box;
   }
   return boxes;
 }
 
-// This thread's 16 bytes of 8 rows of a box, every eighth one from the tile's row 8 `from` on.
+// Copies this thread's 16 bytes of 8 rows of a box, every eighth one from the tile's row 8 `from`
+// on.
 __device__ inline void copy_lines(const RowTable& table, int line, int from, const char* input,
                                   uint32_t stride, uint32_t to, int bytes) {
 #pragma unroll 1
@@ -137,8 +139,9 @@ __device__ inline void copy_lines(const RowTable& table, int line, int from, con
   }
 }
 
-// The input's rows of tokens that count, which lie anywhere. Three stages are under way before the
-// first one is announced; the bytes of the weight and of whole boxes are counted then.
+// Copies the input's rows of tokens that count, which lie anywhere. Three stages are under way
+// before the first one is announced; only then are the bytes of the weight and of whole boxes
+// counted.
 __device__ inline void copy_rows(const CUtensorMap* map, const InputRows& input,
                                  const Pipeline& pipeline, const PlainWork& work,
                                  const Arguments& a) {
@@ -148,7 +151,8 @@ __device__ inline void copy_rows(const CUtensorMap* map, const InputRows& input,
   const uint32_t stride = static_cast<uint32_t>(input.stride);
   Ring ring;
   int ahead = 0, row_cluster = -1;
-  uint32_t boxes = 0, counted = 0;  // the tile's; of stages that are not announced, 4 bits each
+  // Boxes are the tile's; counted has those of stages not announced yet, 4 bits each.
+  uint32_t boxes = 0, counted = 0;
   const auto announce = [&] {
     fence_copies();
     copiers_sync();

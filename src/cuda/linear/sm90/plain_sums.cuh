@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// From a thread's sums of 64 rows of a tile to a row's of a tile, or of a unit, in memory: of the
-// forward modes without options (plain.cuh).
+// A thread has sums of 64 rows of a tile; this makes of them a row's sums of a tile, or of a unit,
+// in memory, for the forward modes without options (plain.cuh).
 #pragma once
 
 #include "src/cuda/linear/sm90/forward.cuh"
@@ -10,12 +10,13 @@ namespace logitless::cuda::sm90 {
 
 static_assert(unit_rows == cluster_rows);
 
-// The sums of a thread's two rows, relative to the anchor, or to `maximum` where that is no NaN.
+// These are the sums of a thread's two rows, relative to the anchor, or to `maximum` where that is
+// no NaN.
 struct RowSums {
   float sum[2], maximum[2];
 };
 
-// A row's sums of a unit, or of a tile.
+// Writes a row's sums of a unit, or of a tile.
 __device__ inline void write_sums(const PartialSum& sums, const UnitItem& item, int row,
                                   const Arguments& a, int valid) {
   if (row >= valid) return;
@@ -31,9 +32,9 @@ __device__ inline void write_sums(const PartialSum& sums, const UnitItem& item, 
   }
 }
 
-// Writes, under the next products, a tile's sums, 64 rows. Each lane takes those of one of its
-// quad's four rows, whose data it has: to memory beside E, else to the unit's, which are written
-// with its last tile.
+// Writes, under the next products, a tile's sums of 64 rows. Each lane takes those of one of its
+// quad's four rows, whose data it has. Beside E they go to memory, else they are added to the
+// unit's, which are written with its last tile.
 template <Mode kMode>
 __device__ inline void add_sums(const RowSums& sums, const RowData& data, const UnitItem& item,
                                 bool ends, int row0, int part, const Arguments& a, int valid,
@@ -45,7 +46,7 @@ __device__ inline void add_sums(const RowSums& sums, const RowData& data, const 
     if (h == 0 || threadIdx.x % 2 != 0) own = row;
   }
   if (own.reference != own.reference) {
-    // The reference of the exponentials is the anchor but for a rounding.
+    // The exponentials are relative to the anchor but for a rounding, which is made good here.
     own.reference = fabsf(data.anchor) < most_anchor ? data.anchor : 0.0f;
     own.sum *= exp2_fast(-fmaf(own.reference, log2e, -(own.reference * log2e)));
   }

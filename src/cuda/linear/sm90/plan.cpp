@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which plans there are of a linear op on Hopper's own kernels.
+// This file says which plans there are of a linear op on Hopper's own kernels.
 #include <algorithm>
 
 #include "src/cuda/linear/plan_search.h"
@@ -12,15 +12,15 @@
 namespace logitless::cuda::sm90 {
 namespace {
 
-constexpr int64_t least_chunk = 512;  // tokens that the forward kernel takes at a time
+constexpr int64_t least_chunk = 512;  // the forward kernel takes so many tokens at a time
 
 uint64_t slot_bytes(const LinearPlan& p) {
   return static_cast<uint64_t>(p.slot_size) * sizeof(float);
 }
 
-// Says whether both products of a chunk run at once.
+// Returns whether both products of a chunk run at once.
 bool runs_both(const LinearShape& s, const LinearPlan& p) {
-  // Steps are counted in 32 bits.
+  // The kernels count steps in 32 bits.
   const double steps = 2.0 * static_cast<double>(divide_up(p.token_chunk, 512)) *
                        static_cast<double>(s.vocab / 64 + 512) *
                        static_cast<double>(divide_up(s.hidden, sum_columns) + 1);
@@ -28,7 +28,7 @@ bool runs_both(const LinearShape& s, const LinearPlan& p) {
          p.stored_columns == s.vocab && steps < 1e9;
 }
 
-// Plans of one call on one device for so many bytes.
+// Enumerates the plans of one call on one device for so many bytes.
 class Plans {
  public:
   Plans(const LinearShape& shape, const DeviceSpeed& speed, uint64_t bytes)
@@ -39,11 +39,11 @@ class Plans {
       if (s_.weight_rows == 0 || p.kind == PlanKind::chunks) consider(p);
     };
     if (s_.kept_columns > 0) return each_of_kept(use);
-    // The size of logits that are not in memory decides nothing.
+    // Logits are never in memory here, so their size decides nothing.
     const int shrink = s_.grad_input && !s_.direct_grad_input ? 2 : 64;
     for (int64_t most = round_up(std::max<int64_t>(s_.tokens, 1), 8);;
          most = std::max(most / 2, least_chunk)) {
-      // Tiles are counted in 32 bits.
+      // The kernels count tiles in 32 bits.
       const int64_t most_tiles = int64_t{1} << 30;
       if (most > least_chunk &&
           divide_up(most, 512) * divide_up(s_.vocab, sum_columns) > most_tiles) {
@@ -67,8 +67,8 @@ class Plans {
   }
 
  private:
-  // E of all tokens is in the caller's memory, for products of one chunk; or comes there, a chunk
-  // at a time.
+  // Considers the plans where E of all tokens is in the caller's memory, for products of a single
+  // chunk, or comes there a chunk at a time.
   template <class F>
   void each_of_kept(F&& use) const {
     for (int64_t most = round_up(std::max<int64_t>(s_.tokens, 1), 8);;
@@ -95,7 +95,7 @@ class Plans {
     }
   }
 
-  // Chunks of at most `most` tokens, all of one size.
+  // Makes chunks of at most `most` tokens, all of one size.
   LinearPlan chunked(int64_t most) const {
     const int64_t tokens = std::max<int64_t>(s_.tokens, 1);
     const int64_t even = divide_up(tokens, divide_up(tokens, most));
@@ -126,12 +126,12 @@ class Plans {
     p->single_tiles = most_singles(rows, static_cast<int>(tiles), teams);
   }
 
-  // The rest of a plan but its time; with slots where they fit.
+  // Settles the rest of a plan but its time, with slots where they fit.
   LinearPlan finish(LinearPlan p) const {
     p.lent_columns = s_.gradients() ? most_lent_columns(s_, p) : 0;
     settle(s_, &p);
     p.lent_scaled = lent_scaled_input(s_, p);
-    p.input_clusters = runs_both(s_, p);  // HopperEngine::complete says how many
+    p.input_clusters = runs_both(s_, p);  // HopperEngine::complete says how many there are
     p.slots = 0;
     p.bytes = bytes_of(s_, p);
     if (!s_.gradients() || p.bytes > bytes_) return p;
@@ -145,9 +145,9 @@ class Plans {
     return p;
   }
 
-  // Narrow panels send the sum of grad_input to memory and back too often: 22 % of the products'
-  // time at 4 tiles, 7 % at 12; the more tokens, the more a tile takes. The minimum is not made of
-  // them; beyond it they may leave room for slices.
+  // Narrow panels send the sum of grad_input to memory and back too often: that takes 22 % of the
+  // products' time at 4 tiles, 7 % at 12; with more tokens a tile takes longer. The smallest plan
+  // is not made of narrow ones; larger plans may use them to leave room for slices.
   static int64_t least_width(const LinearPlan& p) { return p.token_chunk > 8192 ? 8 : 12; }
 
   // Considers the plans of a chunk in which columns are made again, by the width of their panels.
@@ -166,7 +166,7 @@ class Plans {
       });
       if (!s_.can_store || width != least) continue;
       each_lending(s_, p, [&](LinearPlan lending) {
-        // The memory of E holds the panels made again once E is used.
+        // The memory of E holds the panels that are made again, once E is used.
         const LinearPlan mixed =
             largest_share(s_, bytes_, lending.remade_columns, sum_columns,
                           panel_rows(lending) * size_of(s_.dtype), [&](int64_t columns) {
@@ -179,8 +179,8 @@ class Plans {
     }
   }
 
-  // E of chunks of three quarters; and, where that of a tile's rows has no room, of fewer rows,
-  // which take as long.
+  // Considers chunks of three quarters for E; and, where E of a tile's rows has no room, chunks of
+  // fewer rows, which take as long.
   template <class F>
   void each_odd_chunk(F&& use) const {
     const auto whole = [&](int64_t rows) {
@@ -199,10 +199,10 @@ class Plans {
     }
   }
 
-  // use(plan) with each way to keep E in grad_weight's memory: as much as fits if it is copied, or
-  // if nothing is; and of all of it, with grad_input written at once or through its sums in f32,
-  // which leave the compacted input in its memory: unless use(plan) says that it has these sums
-  // either way.
+  // Calls use(plan) with each way to keep E in grad_weight's memory: as much as fits if it is
+  // copied, or if nothing is; and all of it, with grad_input written at once or through its sums in
+  // f32, which leave the compacted input in its memory. The last is left out if use(plan) says that
+  // the plan has these sums either way.
   template <class F>
   static void each_lending(const LinearShape& s, LinearPlan p, F&& use) {
     const bool has_sums = use(p);
@@ -218,13 +218,15 @@ class Plans {
   uint64_t bytes_;
 };
 
-// Nothing of E outlives its chunk of tokens, and the second pass writes each row once.
+// Two passes need that nothing of E outlives its chunk of tokens, and that the second pass writes
+// each row once.
 bool takes_two_passes(const LinearShape& s) {
   return s.forward && s.can_store && s.grad_input && s.grad_weight && s.lends_grad_weight &&
          !s.grad_weight_f32 && !s.copies_weight && s.weight_rows == 0;
 }
-// Half of grad_weight, whose sums its own memory holds: adding to them takes less than making their
-// columns again. None where the second pass makes the whole of grad_bias.
+// Returns half of grad_weight's rows, whose sums its own memory holds: adding to them takes less
+// than making their columns again. It returns none where the second pass makes the whole of
+// grad_bias.
 int64_t rows_of_first_pass(const LinearShape& s) {
   return s.grad_bias ? 0 : s.vocab / 2 / 512 * 512;
 }
@@ -273,7 +275,7 @@ LinearPlan HopperEngine::in_passes(const LinearShape& s, const DeviceSpeed& spee
   const uint64_t least = state_bytes(s) + std::max(least_of(first_pass(s, first_rows)),
                                                    least_of(second_pass(s, first_rows)));
   if (least >= best.bytes) return best;
-  // With slots for none of the clusters, for half of them or for all.
+  // Each plan is tried with slots for none of the clusters, for half of them and for all.
   for (const int half : {0, 1, 2}) {
     const uint64_t slots = static_cast<uint64_t>(speed.clusters() * half / 2) * slot_bytes(best);
     const LinearPlan both = two_passes(*this, s, speed, least + slots);

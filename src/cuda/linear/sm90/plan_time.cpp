@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The cost model of Hopper's plans: seconds on a device, from its measured speed.
+// The cost model of Hopper's plans predicts seconds on a device from its measured speed.
 #include <algorithm>
 #include <cmath>
 
@@ -12,16 +12,16 @@
 namespace logitless::cuda::sm90 {
 namespace {
 
-// Tiles of a gradient's product on Hopper, [rows, D].
+// Returns how many tiles a gradient's product [rows, D] has.
 int64_t own_tiles(const LinearShape& s, int64_t rows) {
   return divide_up(rows, 512) * divide_up(round_up(s.hidden, 8), sm90::sum_columns);
 }
-// 64 of the depth axis of a tile.
+// Returns the seconds that a tile takes for 64 of the depth axis.
 double depth_time(const DeviceSpeed& speed) {
   return 512.0 * sm90::sum_columns * 64 * 2 / (speed.products / speed.clusters());
 }
-// One of the gradients' products on Hopper (sm90/product.h): [rows, D] over `depth`. Rounds that
-// are whole however the rest is cut stand apart: Cut counts in 32 bits.
+// Says how a gradient's product (sm90/product.h), [rows, D] over `depth`, is cut. Rounds that are
+// whole however the rest is cut stand apart, because Cut counts in 32 bits.
 struct RoundsAndCut {
   int64_t rounds = 0;
   sm90::Cut cut;
@@ -39,7 +39,7 @@ double own_time(const LinearShape& s, const DeviceSpeed& speed, int teams, int32
   const double rounds = static_cast<double>(whole + divide_up(cut.items(), teams));
   return steps * depth_time(speed) + rounds * (sums ? 24e-6 : 3e-6) + 2 * speed.launch;
 }
-// Both of them at once, of one chunk.
+// Returns how one chunk's two products share the clusters when both run at once.
 sm90::Shares shares_of(const LinearShape& s, int64_t tokens, const DeviceSpeed& speed,
                        int32_t slots) {
   const auto tiles = [&](int64_t rows) { return static_cast<int>(own_tiles(s, rows)); };
@@ -56,28 +56,29 @@ double input_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& 
   return own_time(s, speed, teams_of(p, speed.clusters()), p.slots, tokens, columns, sums);
 }
 
-// The logits of `rows` tokens and `columns`, and what is made of them: waves of clusters' tiles.
+// Predicts the product that makes the logits of `rows` tokens and `columns`, with what is made of
+// them: waves of clusters' tiles.
 double pass_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed, int64_t rows,
                  int64_t columns, bool stores) {
   const double tiles = static_cast<double>(divide_up(rows, 512) * divide_up(columns, 192));
   const double waves = std::ceil(tiles / teams_of(p, speed.clusters()));
   const double tile = 512.0 * 192 * 2 * static_cast<double>(s.hidden) /
                       (speed.products / (speed.multiprocessors / 2));
-  // 6 us a wave of epilogues at D 4096 and below (docs/kernels/hopper.md).
+  // A wave of epilogues takes 6 us at D 4096 and below (docs/kernels/hopper.md).
   return waves * (tile + (stores ? 3e-6 : 1e-6)) + 2 * speed.launch;
 }
 
-// Both products, on the clusters that each has.
+// Predicts both products at once, on the clusters that each has.
 double both_time(const LinearShape& s, const LinearPlan& p, const DeviceSpeed& speed,
                  int64_t tokens) {
   const double steps = shares_of(s, tokens, speed, p.slots).steps;
-  // The way of the sums to memory and back is hidden, but takes power: a sixth of a microsecond
-  // a megabyte (docs/kernels/hopper.md).
+  // Sums go to memory and back hidden under products, but that takes power: a sixth of a
+  // microsecond a megabyte (docs/kernels/hopper.md).
   const auto sums = static_cast<double>(s.rows_of_weight()) * static_cast<double>(s.hidden);
   return steps * depth_time(speed) + 4 * speed.launch + sums * 8 / (1.6 * speed.memory);
 }
 
-// The most slots that a product of a plan can use.
+// Finds the most slots that a product of a plan can use.
 class Slots final : public Estimate {
  public:
   Slots(const LinearShape& shape, const LinearPlan& plan, const DeviceSpeed& speed)
@@ -88,7 +89,7 @@ class Slots final : public Estimate {
       use(teams_of(p_, speed_.clusters()), p_.token_chunk, columns, 1);
     } else if (step.kind == StepKind::grad_weight && columns != weight_columns_) {
       use(speed_.clusters(), columns, p_.token_chunk, 512 / slot_rows(p_));
-      weight_columns_ = columns;  // parts of one width follow each other
+      weight_columns_ = columns;  // parts of one width follow each other, so the last one is enough
     }
   }
   int32_t most() const { return slots_; }
@@ -131,7 +132,7 @@ double HopperEngine::seconds(const LinearShape& s, const LinearPlan& p, const De
            static_cast<double>(size_of(s.dtype));
   };
   const double launches =
-      step.panel.first == 0 ? 2 * speed.launch : 0;  // once for all that is kept
+      step.panel.first == 0 ? 2 * speed.launch : 0;  // this is paid once for all that is kept
   switch (step.kind) {
     case StepKind::logits:
       return pass_time(s, p, speed, n, columns, step.of_e);

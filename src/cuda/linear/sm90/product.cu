@@ -13,9 +13,9 @@
 namespace logitless::cuda::sm90 {
 namespace {
 
-constexpr int input_group = 8, weight_group = 2;  // measured: docs/kernels/hopper.md
+constexpr int input_group = 8, weight_group = 2;  // both were measured: docs/kernels/hopper.md
 
-// The operands' dtype, as the kernels name it.
+// Calls f with the operands' dtype, as the kernels name it.
 template <class F>
 void with_half(DType dtype, F&& f) {
   if (dtype == DType::f16) {
@@ -25,7 +25,7 @@ void with_half(DType dtype, F&& f) {
   }
 }
 
-// A product on its way to its launch.
+// This is a product on its way to its launch.
 struct Prepared {
   Operands operands;
   ProductArguments a;
@@ -40,7 +40,7 @@ void use_teams(const LinearMemory& m, int teams, int32_t slots, Prepared* p) {
   p->a.cut = work_of<kGradient>(p->a, p->a.chunk.rows, true).cut;
 }
 
-// f(T{}, Out{}) with the operands' dtype and the gradient's.
+// Calls f(T{}, Out{}) with the operands' dtype and the gradient's.
 template <class F>
 void with_types(DType dtype, DType out, F&& f) {
   with_half(dtype, [&](auto element) {
@@ -74,14 +74,15 @@ void launch(const LinearWork& work, Prepared p) {
                           product_kernel<decltype(element), kGradient, decltype(written)>,
                           whole_chip(device), p.operands, p.a);
   });
-  // Rows of grad_weight are known here, so that nothing is cut where they fill the clusters.
+  // The host knows the rows of grad_weight, so nothing is cut where they fill the clusters.
   const int64_t tiles = (p.a.rows + cluster_rows - 1) / cluster_rows *
                         int64_t{(p.a.columns + tile_columns - 1) / tile_columns};
   if (plan.slots == 0 || (!is_input && tiles % clusters == 0)) return;
   join<kGradient>(work, p);
 }
 
-// The right operand: `rows` of the depth axis, each with the output's columns along memory.
+// Makes the map of the right operand: `rows` of the depth axis, each with the output's columns
+// along memory.
 CUtensorMap right_map(const LinearWork& work, const void* data, int64_t rows, int64_t columns,
                       int64_t stride, ProductArguments* a) {
   const auto& [call, plan, m, device, stream, chunk] = work;
@@ -102,7 +103,7 @@ Prepared input_product(const LinearWork& work, const Kept& kept, DType out, Prod
     const int64_t blocks = (panel.columns + 63) / 64;
     return make_map(panel.data, s.dtype, blocks * panel.pitch, 64, 64, rows_of_tile(plan), stream);
   };
-  // A part of no columns has no address.
+  // A part of no columns has no address, so the map takes the other part's.
   const bool all_behind = kept.panel.columns == 0, none_behind = kept.behind.columns == 0;
   const Panel& first = all_behind ? kept.behind : kept.panel;
   a.depth = static_cast<int32_t>(kept.columns());
@@ -119,7 +120,7 @@ Prepared input_product(const LinearWork& work, const Kept& kept, DType out, Prod
   return p;
 }
 
-// The whole of `sums`, or the caller's gradient from row `first` on.
+// Directs the product to the whole of `sums`, or to the caller's gradient from row `first` on.
 void write_sums(float* sums, const LinearPlan& plan, ProductArguments* a) {
   a->out = sums;
   a->stride = a->columns = static_cast<int32_t>(plan.hidden_pitch);
@@ -214,7 +215,7 @@ void both_gradients(const LinearWork& work, const Panel& panel, const char* rows
   Prepared weight = weight_product(work, panel, rows, of_e, add);
   const int clusters = device.multiprocessors / 2;
   use_teams<Gradient::input>(m, plan.input_clusters, plan.slots, &input);
-  // The slots are grad_input's.
+  // grad_weight gets no slots, since both run at once and the slots are grad_input's.
   use_teams<Gradient::weight>(m, clusters - plan.input_clusters, 0, &weight);
   with_types(call.shape.dtype, input.out, [&](auto element, auto out) {
     stream->launch_config("sm90 both gradients", both_kernel<decltype(element), decltype(out)>,

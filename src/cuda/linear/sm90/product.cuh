@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gradients' products for Hopper, on the tile of tile.cuh:
+// This kernel makes the gradients' products on Hopper, on the tile of tile.cuh:
 //   grad_input  [tokens, D] = panel [tokens, columns] . weight [columns, D]
 //   grad_weight [columns, D] = panel [tokens, columns]^T . input [tokens, D]
 // Neither operand is transposed in memory: the tensor cores read either axis. How many tokens count
@@ -12,7 +12,8 @@
 
 namespace logitless::cuda::sm90 {
 
-// 64 rows of an item, the upper ones (part 0) or the lower: to the output, or to a slice's slot.
+// Writes 64 rows of an item, the upper ones (part 0) or the lower, to the output, or to a slice's
+// slot.
 template <Gradient kGradient, class Out>
 __device__ __forceinline__ void write_half(const float (&d)[96], const ProductArguments& a,
                                            const Work& work, int item, int part, int warpgroup,
@@ -34,8 +35,9 @@ __device__ __forceinline__ void write_half(const float (&d)[96], const ProductAr
                              [&](int j) { return *reinterpret_cast<const float2*>(line + j); });
 }
 
-// The smoothing's line in a tile's columns, of a warpgroup: while products run a load takes some
-// 200 cycles, and the sums leave no registers to have many under way. Slices are without.
+// Returns whether a warpgroup brings the smoothing's line of a tile's columns to shared memory:
+// while products run a load takes some 200 cycles, and the sums leave no registers to have many
+// under way. Slices have no line; join.cuh subtracts it.
 __device__ inline bool has_line(const ProductArguments& a, const Work& work, int item) {
   return a.line != nullptr && item < work.cut.whole();
 }
@@ -44,21 +46,21 @@ __device__ __forceinline__ void copy_line(const ProductArguments& a, const Work&
   if (!has_line(a, work, item)) return;
   int row_cluster, column_tile;
   work.schedule.find(item, &row_cluster, &column_tile);
-  group_sync(warpgroup);  // of the tile before every row is written
+  group_sync(warpgroup);  // every row of the tile before is written, so its line may go
   const int j = 2 * static_cast<int>(threadIdx.x % 128);
   if (j >= tile_columns) return;
   *reinterpret_cast<float2*>(line + j) = line_pair(a, column_tile * tile_columns + j);
 }
 
-// A launch of one product needs this, or of a part of the clusters. grad_input's left one may lie
-// in two places.
+// A launch of one product needs these maps, or the part of the clusters that runs it. grad_input's
+// left operand may lie in two places.
 struct Operands {
   CUtensorMap left, behind, right;
 };
 
-// Both operands of every item, for the multiplying warpgroups: a lane a box, so that none keeps
-// more than one address: lane 0 the left operand's, 1 to 3 the right one's, of which this block
-// brings 32 of the 64 of the depth axis for both.
+// Copies both operands of every item for the multiplying warpgroups. A lane takes a box, so that
+// none keeps more than one address: lane 0 the left operand's, lanes 1 to 3 the right one's, of
+// which this block brings 32 of the 64 of the depth axis for both.
 template <Gradient kGradient>
 __device__ inline void copy_operands(const Operands& operands, const ProductArguments& a,
                                      const Work& work, int cluster, const Pipeline& pipeline) {
@@ -105,9 +107,9 @@ __device__ inline void copy_operands(const Operands& operands, const ProductArgu
   }
 }
 
-// Three loops: of a warpgroup that has no rows; of items of one step or none, one after the other;
-// of all others, whose sums are written under products. Inlined by force, as what it calls: ptxas
-// lets no products run across a call.
+// It has three loops: for a warpgroup that has no rows; for items of one step or none, one after
+// the other; and for all others, whose sums are written under products. It is inlined by force, as
+// what it calls is, because ptxas lets no products run across a call.
 template <class T, Gradient kGradient, class Out>
 __device__ __forceinline__ void multiply_items(const ProductArguments& a, const Work& work,
                                                int cluster, const Pipeline& pipeline, int warpgroup,
@@ -131,7 +133,7 @@ __device__ __forceinline__ void multiply_items(const ProductArguments& a, const 
   int item = cluster;
   if (item >= cut.items()) return;
   float upper[96], lower[96];
-  if (work.depth < 2 * cut.slices) {  // items of one step, or of none
+  if (work.depth < 2 * cut.slices) {  // the items have one step, or none
     for (; item < cut.items(); item += a.teams) {
       if (work.depth == 0) {
 #pragma unroll
@@ -149,7 +151,7 @@ __device__ __forceinline__ void multiply_items(const ProductArguments& a, const 
   wait(pipeline.full + ring.stage, ring.phase);
   multiply(upper, ring.stage, false, true);
   multiply(lower, ring.stage, true, true);
-  do {  // the first step is under way
+  do {  // the first step is under way here
     copy_line(a, work, item, warpgroup, line);
     const int steps = cut.end(item) - cut.begin(item);
     int previous = ring.stage;
@@ -174,7 +176,7 @@ __device__ __forceinline__ void multiply_items(const ProductArguments& a, const 
     products_wait<1>();
     if (has_line(a, work, item)) group_sync(warpgroup);
     write_half<kGradient, Out>(upper, a, work, item, 0, warpgroup, line);
-    // This is behind the last item, of whatever lies there, for nothing.
+    // Behind the last item this multiplies whatever lies there, for nothing.
     if (item + a.teams < cut.items()) wait(pipeline.full + ring.stage, ring.phase);
     multiply(upper, ring.stage, false, true);
     products_wait<1>();
@@ -214,18 +216,18 @@ __global__ void __launch_bounds__(block_threads, 1)
                    const __grid_constant__ ProductArguments a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ uint8_t dynamic[];
-  // Read where it is used: the registers are the sums'.
+  // This is read where it is used, because the sums take the registers.
   __shared__ Work work;
   __shared__ alignas(8) float lines[2 * tile_columns];
   const Pipeline pipeline = open_pipeline(dynamic);
   run_product<T, kGradient, Out>(operands, a, &work, lines, a.team.number(), pipeline);
-  cluster_sync();  // no block ends while another may signal it
+  cluster_sync();  // no block may end while another may signal it
 #endif
 }
 
-// Both products of a chunk of tokens side by side: the first clusters take grad_input, whose few
-// tiles are deep, the others grad_weight, whose many tiles are short and each added to memory. What
-// one leaves of the chip's memory the other takes.
+// Both products of a chunk of tokens run side by side: the first clusters take grad_input, whose
+// few tiles are deep, the others grad_weight, whose many tiles are short and each added to memory.
+// One product uses the parts of the chip that the other leaves idle.
 template <class T, class Out>
 __global__ void __launch_bounds__(block_threads, 1)
     both_kernel(const __grid_constant__ Operands of_input,

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a product of product.cuh is made of, and where its sums go: straight from the registers to
-// the caller's gradient, scaled and rounded once, or to sums in f32, or added to them.
+// This is what a product of product.cuh works with, and where its sums go: straight from the
+// registers to the caller's gradient, scaled and rounded once; or to sums in f32, where they may be
+// added to what is there.
 #pragma once
 
 #include <algorithm>
@@ -16,34 +17,36 @@ enum class Gradient { input, weight };
 struct ProductArguments {
   Chunk chunk;
   Team team;
-  const RowFactors* factors;  // grad_input of E; else null
-  void* out;                  // [rows, columns], rows `stride` elements apart
+  const RowFactors* factors;  // grad_input of E has them; else they are null
+  void* out;                  // [rows, columns]  its rows are `stride` elements apart
   int64_t stride;
-  float* rest;  // rows from `split` on, where they lie apart; else null
+  float* rest;  // it takes the rows from `split` on, where they lie apart; else it is null
   int32_t split;
-  int32_t first_row, rows;  // of the chunk (input); of the panel's columns (weight)
-  int32_t columns;          // D
-  int32_t depth;            // columns of the panel (input)
-  int32_t steps_in_front;   // of the depth, whose part of the panel lies apart (input)
-  int32_t group;            // clusters of rows that run together
-  int32_t left_rows;        // of a tile, that are brought
-  int32_t right_boxes;      // of a stage: 1, or one a block of 64 where blocks do not fit
-  int32_t panel_rows;       // of a block of the panel (input)
-  bool mapped;              // rows of the output are the tokens' own, else the chunk's
-  bool scaled;              // by the common factor
+  // grad_input counts them in the chunk, grad_weight in the panel's columns
+  int32_t first_row, rows;
+  int32_t columns;         // it is D
+  int32_t depth;           // grad_input has it: the panel's columns
+  int32_t steps_in_front;  // so much of the depth lies in another part of the panel (grad_input)
+  int32_t group;           // so many clusters of rows run together
+  int32_t left_rows;       // so many rows of the left operand are copied for a tile
+  int32_t right_boxes;     // a stage has one, or one a block of 64 where blocks do not fit
+  int32_t panel_rows;      // a block of the panel has so many rows (grad_input)
+  bool mapped;             // the rows of the output are the tokens' own, else the chunk's
+  bool scaled;             // the output is multiplied by the common factor
   bool add;
-  bool wide;     // rows begin at four whole elements and end at them
-  float* slots;  // [slot_count, 512, 192]  sums of slices, in the order of the threads
+  bool wide;     // rows begin and end at multiples of four elements
+  float* slots;  // [slot_count, 512, 192]  it has the sums of slices, in the order of the threads
   int32_t slot_count, teams;
-  int32_t slot_parts = cluster_rows / 64;  // of 64 rows
-  Cut cut;                    // where every token of the chunk counts: found on the host
-  const float* line;          // [columns]  subtracted times s of the row, or c; null: nothing is
-  const float* class_weight;  // c of the panel's columns (weight); null: 1
+  int32_t slot_parts = cluster_rows / 64;  // a part has 64 rows
+  Cut cut;            // the host has made it for the case that every token of the chunk counts
+  const float* line;  // [columns]  it is subtracted times s of the row, or c, unless it is null
+  // It is c of the panel's columns (grad_weight), or null where all are 1.
+  const float* class_weight;
 };
 
-// Both kernels know this of the product: its tiles, in which order, cut how.
+// Both kernels know this of the product: its tiles, their order and how they are cut.
 struct Work {
-  int rows, depth;  // of the output; of the depth axis, in steps of 64
+  int rows, depth;  // rows are the output's; depth is counted in steps of 64
   Schedule schedule;
   Cut cut;
 };
@@ -53,31 +56,32 @@ LOGITLESS_HOST_DEVICE inline Work work_of(const ProductArguments& a, int valid, 
   Work w;
   w.rows = is_input ? std::max(std::min(valid - a.first_row, a.rows), 0) : a.rows;
   w.depth = ((is_input ? a.depth : valid) + tile_depth - 1) / tile_depth;
-  if (a.add && w.depth == 0) w.rows = 0;  // what is there stays, its subnormals and signs too
+  if (a.add && w.depth == 0) w.rows = 0;  // the output stays as it is, its subnormals and signs too
   w.schedule = {(w.rows + cluster_rows - 1) / cluster_rows,
                 (a.columns + tile_columns - 1) / tile_columns, a.group};
   w.cut = cuts ? cut_tiles(w.schedule.tiles(), w.depth, a.teams, a.slot_count) : a.cut;
   return w;
 }
-// Dozens of divisions, one after the other, take a microsecond or two.
+// One thread does this for all: dozens of divisions, one after the other, take a microsecond or
+// two.
 template <Gradient kGradient>
 __device__ inline Work find_work(const ProductArguments& a) {
   const int valid = valid_rows(a.chunk);
   return work_of<kGradient>(a, valid, valid != a.chunk.rows);
 }
 
-// 64 rows in a slot, one of its parts: [24, 128 threads] of four sums each.
+// Returns where 64 rows lie in a slot, one of its parts: [24, 128 threads] of four sums each.
 __device__ inline float4* slot_part(const ProductArguments& a, int slot, int part) {
   return reinterpret_cast<float4*>(a.slots) + (int64_t{slot} * a.slot_parts + part) * (24 * 128) +
          threadIdx.x % 128;
 }
 
-// A row of the tile goes here; nowhere, if null.
+// A row of the tile goes to `to`, or nowhere if that is null.
 template <class Out>
 struct RowSink {
   Out* to;
-  float factor;  // v of E; 0: a row without a gradient
-  float line;    // the smoothing's s or c
+  float factor;  // it is v of E; 0 says that the row has no gradient
+  float line;    // it is the smoothing's s or c
 };
 
 template <Gradient kGradient, class Out>
@@ -108,28 +112,28 @@ __device__ inline void add_four(float* to, float4 x) {
                : "memory");
 }
 
-// Only f32 is ever added to.
+// Writes one element; only f32 is ever added to.
 template <class Out>
 __device__ inline void write_one(Out* to, float x, bool add) {
   *to = from_f32<Out>(sizeof(Out) == 4 && add ? to_f32(*to) + x : x);
 }
 
-// Two columns of the smoothing's line, from `column` on; it ends by pairs.
+// Returns two columns of the smoothing's line, from `column` on; the line ends with a whole pair.
 __device__ inline float2 line_pair(const ProductArguments& a, int column) {
   return column < a.columns ? __ldg(reinterpret_cast<const float2*>(a.line + column)) : float2{};
 }
 
-// d[4 i + 2 h + {0, 1}] of a row, times `scale`; `left` columns from `column` on exist. kLine: less
-// the smoothing's own term, one line of columns for all rows: v E . weight - s class_row, or E^T .
-// (v input) - c smoothed_row; line(j): two of it. The sums stay as they are: products are in
-// flight.
+// Writes d[4 i + 2 h + {0, 1}] of a row, times `scale`; `left` columns from `column` on exist. With
+// kLine it subtracts the smoothing's own term, one line of columns for all rows: v E . weight - s
+// class_row, or E^T . (v input) - c smoothed_row; line(j) returns two of it. The sums stay as they
+// are, since products are in flight.
 template <bool kLine, int kSums, class Out, class Line>
 __device__ __forceinline__ void write_row(const float (&d)[kSums], int h, const RowSink<Out>& sink,
                                           float scale, int column, int left,
                                           const ProductArguments& a, const Line& line) {
   const int quad = threadIdx.x % 4;
   const auto values = [&](int i) -> float2 {
-    // A row without a gradient stays one where another's sum overflows.
+    // A row without a gradient stays 0 even where its sum, of another row's E, overflows.
     float2 v{sink.factor == 0 ? 0.0f : sink.factor * d[4 * i + 2 * h],
              sink.factor == 0 ? 0.0f : sink.factor * d[4 * i + 2 * h + 1]};
     if (kLine && sink.line != 0) {
@@ -150,7 +154,7 @@ __device__ __forceinline__ void write_row(const float (&d)[kSums], int h, const 
     }
     return;
   }
-  // Two lanes trade half of what they have: each then stores 4 neighbours.
+  // Two lanes trade half of what they have, so that each stores 4 neighbours.
   const bool odd = quad % 2 != 0;
 #pragma unroll
   for (int i = 0; i < kSums / 4; i += 2) {
@@ -178,7 +182,7 @@ __device__ __forceinline__ void write_row(const float (&d)[kSums], int h, const 
   }
 }
 
-// 64 rows of a warpgroup, of which this thread's first one is `row`, from `column` on.
+// Writes 64 rows of a warpgroup, of which `row` is this thread's first one, from `column` on.
 template <Gradient kGradient, class Out, int kSums, class Line>
 __device__ __forceinline__ void write_rows(const float (&d)[kSums], const ProductArguments& a,
                                            const Work& work, int row, int column,

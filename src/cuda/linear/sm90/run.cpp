@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The linear ops on Hopper: kernels of its own for the logits' product and the gradients'.
+// This file runs the linear ops on Hopper, with kernels of its own for the logits' product and the
+// gradients'.
 #include "src/cuda/linear/linear_run.h"
 #include "src/cuda/linear/sm90/engine.h"
 #include "src/cuda/linear/sm90/forward.h"
@@ -10,7 +11,8 @@
 namespace logitless::cuda::sm90 {
 namespace {
 
-constexpr int64_t panel_row_bytes = 64 * 2;  // of a block of columns, in 16 bits
+// A row of a block of 64 columns has so many, in 16 bits each.
+constexpr int64_t panel_row_bytes = 64 * 2;
 
 class HopperRun final : public LinearRun {
  public:
@@ -19,12 +21,12 @@ class HopperRun final : public LinearRun {
  private:
   Panel panel_of(const PanelPlace& at) const override {
     Panel panel = sm90::panel_of(work_.call, work_.plan, work_.m, at);
-    // Rows of all tokens lie there.
+    // The caller's panel has rows of all tokens, the chunk's among them.
     if (at.kept && at.columns > 0) panel.data += work_.chunk.first * panel_row_bytes;
     return panel;
   }
 
-  int whole_rows() const override { return 64; }  // tile_depth
+  int whole_rows() const override { return 64; }  // a product reads tile_depth rows at a time
 
   void run(const Step& step) override {
     const Panel panel = panel_of(step.panel);
@@ -58,7 +60,7 @@ class HopperRun final : public LinearRun {
 
   void grad_input(const Step& step, const Kept& kept) {
     if (step.to_sums) {
-      // Sums of some rows get their factors when they are written.
+      // Sums of some rows get their factors only when they are written.
       return sm90::input_sums(work_, kept, step.rows.first, step.rows.count, input_sums(),
                               step.of_e && work_.plan.sum_rows == 0, step.adds);
     }
@@ -67,7 +69,7 @@ class HopperRun final : public LinearRun {
       clear_other_rows(work_.m.tokens, work_.call.grad_input, work_.stream);
   }
 
-  // To what is there.
+  // Returns whether the product adds to what is there.
   bool adds_weight(const Step& step) const {
     return step.adds || (work_.call.accumulate && !work_.plan.grad_weight_sum);
   }

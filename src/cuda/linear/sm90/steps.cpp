@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a plan does on Hopper: E of the columns that are kept, in the workspace and in grad_weight's
-// memory; dz of the others, a panel at a time.
+// This file says what a plan does on Hopper: it makes E of the columns that are kept, in the
+// workspace and in grad_weight's memory, and dz of the others, a panel at a time.
 #include "src/cuda/linear/steps.h"
 
 #include <algorithm>
@@ -48,7 +48,7 @@ class HopperSteps final : public CallSteps {
     if (p_.grad_input_sum) write_grad_input({0, tokens_.count}, false);
   }
 
-  // E of every column lies in the workspace.
+  // Makes the gradients where E of every column lies in the workspace.
   void whole_gradients() {
     const bool of_e = finish_kept(stored());
     scale_input();
@@ -60,7 +60,7 @@ class HopperSteps final : public CallSteps {
              .adds = tokens_.first > 0});
     } else {
       grad_weight(stored(), of_e);
-      // Last: its memory may hold the input.
+      // grad_input comes last, because its memory may hold the input.
       if (!s_.direct_grad_input) {
         grad_input_by_rows(of_e);
       } else if (s_.grad_input) {
@@ -70,8 +70,8 @@ class HopperSteps final : public CallSteps {
     if (of_e || s_.forms_by_rows()) grad_bias(stored(), of_e);
   }
 
-  // All that needs the whole of what is kept; then grad_weight, whose rows take the place of the E
-  // that lies there.
+  // Does first all that needs the whole of what is kept; then makes grad_weight, whose rows take
+  // the place of the E that lies there.
   void kept_gradients() {
     bool of_e = false;
     for (const PanelPlace& panel : {stored(), lent()}) {
@@ -104,7 +104,7 @@ class HopperSteps final : public CallSteps {
     grad_weight(part, of_e);
   }
 
-  // dz of columns that are not kept.
+  // Makes the gradients of columns that are not kept, from a panel of dz.
   void remade_gradients(const PanelPlace& panel) {
     visit({.kind = how_made(panel), .panel = panel});
     if (s_.grad_input) {
@@ -115,8 +115,8 @@ class HopperSteps final : public CallSteps {
     grad_bias(panel, false);
   }
 
-  // Makes what is kept of E ready for the products: whether they are of E, or of dz, whose sums are
-  // then grad_bias's but where rows form it.
+  // Makes what is kept of E ready for the products. Returns whether they are of E; else they are of
+  // dz, whose sums make grad_bias too, except where rows form it.
   bool finish_kept(const PanelPlace& panel) {
     const bool of_e = !s_.forms_dz;
     visit({.kind = of_e ? StepKind::finish_panel : StepKind::form_dz,

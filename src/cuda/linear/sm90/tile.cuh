@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tile of Hopper's products: left [256, depth] . right [192, depth]^T, 64 deep at a time
-// through a ring of 4 stages. A persistent block of 3 warpgroups: one thread copies (TMA), two
+// Hopper's products share this tile: left [256, depth] . right [192, depth]^T, 64 deep at a time
+// through a ring of 4 stages. A persistent block has 3 warpgroups: one thread copies (TMA), two
 // warpgroups of 128 rows multiply (two m64n192k16 each with one descriptor of the right operand).
 // Two blocks of a cluster lie below each other and share the right operand, each loading half of it
-// for both. Why this tile: docs/kernels/hopper.md.
+// for both. docs/kernels/hopper.md says why it has this size.
 #pragma once
 
 #include "src/cuda/linear/sm90/tma.cuh"
@@ -16,9 +16,10 @@ constexpr int tile_rows = 256, tile_columns = 192, tile_depth = 64, stages = 4;
 constexpr int cluster_rows = 2 * tile_rows;
 constexpr int left_bytes = tile_rows * tile_depth * 2, right_bytes = tile_columns * tile_depth * 2;
 constexpr int stage_bytes = left_bytes + right_bytes;
-constexpr int left_block_bytes = 64 * 128;  // 64 rows of the left operand, either way
-// The right operand comes in two halves, one of each block of the cluster: of its rows where it
-// lies along depth, of the depth axis where it lies along rows.
+// It holds 64 rows of the left operand, whichever axis lies along memory.
+constexpr int left_block_bytes = 64 * 128;
+// The right operand comes in two halves, one of each block of the cluster. They divide its rows
+// where it lies along depth, and the depth axis where it lies along rows.
 constexpr int half_right_bytes = right_bytes / 2, right_block_bytes = 32 * 128;
 constexpr int shared_bytes = stages * stage_bytes + 1024 + 128;
 constexpr int block_threads = 384;
@@ -29,12 +30,12 @@ struct Team {
   __device__ int rank() const { return apart ? 0 : static_cast<int>(cluster_rank()); }
   __device__ int number() const { return static_cast<int>(apart ? blockIdx.x : blockIdx.x / 2); }
   __device__ int count() const { return static_cast<int>(apart ? gridDim.x : gridDim.x / 2); }
-  // By two lanes (0, 1) of a warpgroup that is done with a stage, to each block that fills it.
+  // Lanes 0 and 1 of a warpgroup that is done with a stage tell each block that fills it.
   __device__ void release(uint64_t* empty, uint32_t lane) const {
     if (lane < 2) arrive_at(empty, apart ? cluster_rank() : lane);
   }
 };
-// True where a warpgroup has some of so many rows; one that has none lets the stages pass.
+// Returns whether a warpgroup has some of so many rows; one that has none lets the stages pass.
 __device__ inline bool has_some(int warpgroup, int rows) { return (warpgroup - 1) * 128 < rows; }
 
 // Says where tile t lies: rows of tiles run fastest in groups of `group` clusters, then the
@@ -60,16 +61,16 @@ struct Ring {
   }
 };
 
-// The stages in shared memory and their barriers.
+// This is where the stages and their barriers lie in shared memory.
 struct Pipeline {
   uint8_t* shared;
-  uint64_t* full;   // one arrival and the bytes of a stage
-  uint64_t* empty;  // 4 arrivals: two warpgroups of two blocks, or both lanes of one's
+  uint64_t* full;   // it waits for one arrival and the bytes of a stage
+  uint64_t* empty;  // it waits for 4 arrivals: two warpgroups of two blocks, or both lanes of one's
   __device__ uint8_t* left(int stage) const { return shared + stage * stage_bytes; }
   __device__ uint8_t* right(int stage) const { return left(stage) + left_bytes; }
 };
 
-// cluster_sync comes before the first use.
+// The barriers may be used once cluster_sync has followed this.
 __device__ inline Pipeline open_pipeline(uint8_t* dynamic) {
   Pipeline p;
   p.shared = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
@@ -85,14 +86,15 @@ __device__ inline Pipeline open_pipeline(uint8_t* dynamic) {
   return p;
 }
 
-// The row of a tile that thread's elements d[4 i + {0, 1}] of `upper` are of; d[4 i + {2, 3}] are 8
-// rows below, `lower` 64.
+// Returns the row of a tile to which the thread's elements d[4 i + {0, 1}] of `upper` belong; d[4 i
+// + {2, 3}] are 8 rows below, those of `lower` 64.
 __device__ inline int thread_row(int warpgroup) {
   return (warpgroup - 1) * 128 + static_cast<int>(threadIdx.x % 128) / 32 * 16 +
          static_cast<int>(threadIdx.x % 32) / 4;
 }
 
-// Says where 16 of a stage's 64 of the depth axis begin, of a descriptor.
+// Returns what to add to a descriptor so that it begins at this 16 of a stage's 64 of the depth
+// axis.
 template <Along kAlong>
 constexpr uint64_t left_step(int step) {
   return (kAlong == Along::rows ? step * 16 * 128 : step * 32) >> 4;
@@ -103,7 +105,8 @@ constexpr uint64_t right_step(int step) {
   return (kAlong == Along::rows ? halves : step * 32) >> 4;
 }
 
-// A warpgroup's stage of the ring, as descriptors; its lower 64 rows are `lower_left` on.
+// These are the descriptors of a warpgroup's stage of the ring; its lower 64 rows are `lower_left`
+// on.
 struct StageOperands {
   uint64_t left, right;
   __device__ StageOperands(const Pipeline& pipeline, int stage, int warpgroup)
@@ -112,8 +115,8 @@ struct StageOperands {
 };
 constexpr uint64_t lower_left = left_block_bytes >> 4;
 
-// A stage's products of a warpgroup's 128 rows, begun; its operands as descriptors. `on_top`: of
-// what is there.
+// Begins a stage's products of a warpgroup's 128 rows, whose operands are descriptors. If `on_top`,
+// they are added to what is there.
 template <class T, Along kLeft, Along kRight>
 __device__ inline void multiply_stage(float (&upper)[96], float (&lower)[96], uint64_t left,
                                       uint64_t right, bool on_top) {
@@ -128,7 +131,7 @@ __device__ inline void multiply_stage(float (&upper)[96], float (&lower)[96], ui
   products_commit();
 }
 
-// The same of 64 of the rows; `first`: on top of nothing.
+// Begins the same for 64 of the rows; if `first`, they replace what is there.
 template <class T, Along kLeft, Along kRight>
 __device__ inline void multiply_rows(float (&d)[96], uint64_t left, uint64_t right, bool first) {
   products_begin();
@@ -140,8 +143,8 @@ __device__ inline void multiply_rows(float (&d)[96], uint64_t left, uint64_t rig
   products_commit();
 }
 
-// One warpgroup's 128 rows of a tile, over `depth_tiles` stages of the ring. One group of products
-// is in flight, and its predecessor's stage is released.
+// Multiplies one warpgroup's 128 rows of a tile, over `depth_tiles` stages of the ring. One group
+// of products is in flight while its predecessor's stage is released.
 template <class T, Along kLeft, Along kRight>
 __device__ inline void multiply_tile(float (&upper)[96], float (&lower)[96], int depth_tiles,
                                      const Pipeline& pipeline, Ring* ring, int warpgroup,
@@ -161,8 +164,8 @@ __device__ inline void multiply_tile(float (&upper)[96], float (&lower)[96], int
   if (previous >= 0) team.release(pipeline.empty + previous, lane);
 }
 
-// A tile of which this warpgroup has no rows. One warp alone: no products keep its four together,
-// and a barrier tells two rounds of the ring apart, not more.
+// Lets a tile pass of which this warpgroup has no rows. Only one warp does so, because no products
+// keep its four together, and a barrier tells two rounds of the ring apart, not more.
 __device__ inline void skip_tile(int depth_tiles, const Pipeline& pipeline, Ring* ring,
                                  const Team& team) {
   if (threadIdx.x % 128 >= 32) return;

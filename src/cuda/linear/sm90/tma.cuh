@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The copy engine (TMA): boxes of a matrix to shared memory and back, 128-byte swizzled.
+// The copy engine (TMA) brings boxes of a matrix to shared memory and back, 128-byte swizzled.
 #pragma once
 
 #include <cuda.h>
@@ -11,7 +11,7 @@ namespace logitless::cuda::sm90 {
 __device__ inline void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
-// The box at (column, row) of the map; the bytes are counted on `barrier`.
+// Loads the box at (column, row) of the map; its bytes are counted on `barrier`.
 __device__ inline void load_box(const CUtensorMap* map, uint64_t* barrier, void* to, int32_t column,
                                 int32_t row) {
   asm volatile(
@@ -20,7 +20,7 @@ __device__ inline void load_box(const CUtensorMap* map, uint64_t* barrier, void*
       "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row)
       : "memory");
 }
-// The same of a map of columns in blocks of 64: at (column, row, block).
+// Loads a box of a map of columns in blocks of 64, at (column, row, block).
 __device__ inline void load_blocks(const CUtensorMap* map, uint64_t* barrier, void* to,
                                    int32_t column, int32_t row, int32_t block) {
   asm volatile(
@@ -37,7 +37,7 @@ __device__ inline void load_blocks_to(const CUtensorMap* map, uint64_t* barrier,
       "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row), "r"(block), "h"(mask)
       : "memory");
 }
-// To the same place in every block of `mask`, counted on the barrier of each.
+// Loads a box to the same place in every block of `mask`, counted on the barrier of each.
 __device__ inline void load_box_to(const CUtensorMap* map, uint64_t* barrier, void* to,
                                    int32_t column, int32_t row, uint16_t mask) {
   asm volatile(
@@ -47,12 +47,12 @@ __device__ inline void load_box_to(const CUtensorMap* map, uint64_t* barrier, vo
       : "memory");
 }
 
-// All that this thread wrote to shared memory is seen by the copies that start behind a barrier.
+// Makes all that this thread wrote to shared memory visible to copies that start behind a barrier.
 __device__ inline void fence_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-// A box of a map in blocks from shared memory; what lies outside of the map is not written. It is
-// read once, much later: it leaves the L2 cache first.
+// Stores a box of a map in blocks from shared memory; what lies outside of the map is not written.
+// The box is read once, much later, so it leaves the L2 cache first.
 __device__ inline void store_box(const CUtensorMap* map, const void* from, int32_t row,
                                  int32_t block) {
   asm volatile(
@@ -66,7 +66,8 @@ __device__ inline void store_box(const CUtensorMap* map, const void* from, int32
       "r"(shared_address(from)), "r"(0), "r"(row), "r"(block)
       : "memory");
 }
-// The boxes that this thread has stored are read, but for the last kLeft: their memory is free.
+// Waits until the boxes that this thread has stored are read, but for the last kLeft, so that their
+// memory is free.
 template <int kLeft = 0>
 __device__ inline void stores_wait() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tensor cores' product of a warpgroup (wgmma, sm_90a), operands in shared memory.
+// This is the tensor cores' product of a warpgroup (wgmma, sm_90a), with its operands in shared
+// memory.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -16,12 +17,12 @@ namespace logitless::cuda::sm90 {
 // MN-major.
 enum class Along { depth, rows };
 
-// Operands in shared memory as the copy engine writes them, 64 deep, swizzled in groups of 8 lines
-// of 128 bytes (1024 bytes):
+// A descriptor says how an operand lies in shared memory, where the copy engine has written it 64
+// deep, swizzled in groups of 8 lines of 128 bytes (1024 bytes):
 //   along depth  a line is a row's 64 of the depth axis
 //   along rows   a line is 64 rows at one depth; the next 64 rows are `next_rows` bytes on
-// PTX ISA, "matrix descriptor": address / 16, offset of the next 64 rows / 16 (along rows alone),
-// offset of 8 lines / 16, mode.
+// Its fields are in PTX ISA, "matrix descriptor": address / 16, offset of the next 64 rows / 16
+// (along rows alone), offset of 8 lines / 16, mode.
 __device__ inline uint64_t descriptor(const void* p, int next_rows) {
   const uint64_t address = shared_address(p), next = static_cast<uint64_t>(next_rows >> 4);
   return ((address & 0x3FFFF) >> 4) | (next << 16) | (uint64_t{1024 >> 4} << 32) |
@@ -32,13 +33,13 @@ __device__ inline void products_begin() { asm volatile("wgmma.fence.sync.aligned
 __device__ inline void products_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-// All but the last kLeft groups are done.
+// Waits until all but the last kLeft groups of products are done.
 template <int kLeft>
 __device__ inline void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
 }
 
-// An instruction's text must be a literal: its type is the one thing that differs.
+// An instruction's text must be a literal, and only the type differs in it.
 #define LOGITLESS_PRODUCT_64X192(type)                                                             \
   asm volatile(                                                                                    \
       "{\n"                                                                                        \
@@ -76,9 +77,9 @@ __device__ inline void products_wait() {
         "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])                            \
       : "l"(a), "l"(b), "r"(add), "n"(kA == Along::rows), "n"(kB == Along::rows))
 
-// d [64, 192] (+)= a [64, 16] b [192, 16]^T. Thread t of the warpgroup holds rows
-// 16 (t / 32) + (t % 32) / 4 and 8 below; d[4 i + {0, 1}] and d[4 i + {2, 3}] are their columns
-// 8 i + 2 (t % 4) + {0, 1}.
+// Begins d [64, 192] (+)= a [64, 16] b [192, 16]^T. Thread t of the warpgroup holds rows 16 (t /
+// 32) + (t % 32) / 4 and 8 below; d[4 i + {0, 1}] and d[4 i + {2, 3}] are their columns 8 i + 2 (t
+// % 4) + {0, 1}.
 template <class T, Along kA, Along kB>
 __device__ inline void product_64x192(float (&d)[96], uint64_t a, uint64_t b, int add) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
@@ -89,8 +90,8 @@ __device__ inline void product_64x192(float (&d)[96], uint64_t a, uint64_t b, in
 }
 #undef LOGITLESS_PRODUCT_64X192
 
-// Four 8 x 8 matrices of 16-bit elements from a warp's registers; each lane gives the address of a
-// line.
+// Stores four 8 x 8 matrices of 16-bit elements from a warp's registers; each lane gives the
+// address of a line.
 __device__ inline void store_matrices(uint32_t line, const uint32_t (&x)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(line),
                "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])

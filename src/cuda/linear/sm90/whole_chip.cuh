@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the host launches a kernel on the tile of tile.cuh.
+// The host launches every kernel on the tile of tile.cuh through this.
 #pragma once
 
 #include "src/cuda/linear/sm90/tile.cuh"
@@ -7,7 +7,7 @@
 
 namespace logitless::cuda::sm90 {
 
-// A block a multiprocessor, of every kernel on this tile.
+// Launches one block a multiprocessor, since a block takes all of its shared memory.
 inline LaunchShape whole_chip(const DeviceInfo& device) {
   return {static_cast<unsigned>(device.multiprocessors / 2 * 2), block_threads, shared_bytes, 2};
 }

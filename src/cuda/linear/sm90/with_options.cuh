@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The forward modes with options (forward.cuh): bias, the map from raw to z, more statistics, more
-// terms of dz. A warpgroup's epilogue runs under the other one's products: the second begins later
-// by as many steps as the ring has stages, and stays behind for the rest.
+// These are the forward modes with options (forward.cuh): bias, the map from raw to z, more
+// statistics, more terms of dz. A warpgroup's epilogue runs under the other one's products: the
+// second begins later by as many steps as the ring has stages, and stays behind for the rest.
 //   warpgroup 1   products of t   | epilogue of t | products of t + 1 ...
 //   warpgroup 2   ... epilogue of t - 1 | products of t        | epilogue of t ...
 // While it works alone, a warp has a scheduler of its own: what counts is how few instructions an
@@ -17,9 +17,9 @@
 
 namespace logitless::cuda::sm90 {
 
-// A warp fetches once a tile what it runs once a tile: of long code there is one copy for both
-// halves of the rows, and of dz with everything one for all columns. Of short code there are
-// copies: moving the next logits to where the code works costs more.
+// A warp fetches once a tile the code that it runs once a tile. So long code has one copy for both
+// halves of the rows, and dz with everything one for all columns. Short code has more copies,
+// because moving the next logits to where the code works would cost more.
 template <Set kSet>
 constexpr bool is_long = is_any<kSet> || has_cap<kSet>;
 template <Mode kMode, Set kSet>
@@ -27,7 +27,7 @@ constexpr int halves_at_once = is_long<kSet> && kMode != Mode::dz ? 1 : 2;
 template <Mode kMode, Set kSet>
 constexpr int blocks_at_once = is_long<kSet> && kMode == Mode::dz ? 1 : 3;
 
-// dz of 64 columns.
+// Makes dz of 64 columns.
 template <class T, Set kSet, bool kRare>
 __device__ inline void draw_block(const float (&d)[96], const HalfRows& rows, const RowData& data,
                                   const LeftOut& mask, const Arguments& a, int valid, int column,
@@ -80,7 +80,7 @@ __device__ inline void draw_block(const float (&d)[96], const HalfRows& rows, co
   }
 }
 
-// 64 rows of a tile.
+// Finishes 64 rows of a tile.
 template <class T, Mode kMode, Set kSet>
 __device__ inline void finish_half(float (&d)[96], const RowData& data, int row, int part,
                                    int column_tile, const Arguments& a, int valid,
@@ -132,7 +132,7 @@ __device__ inline void finish_half(float (&d)[96], const RowData& data, int row,
   }
 }
 
-// A stage's products of a warpgroup's 128 rows; `first`: on top of nothing.
+// Begins a stage's products of a warpgroup's 128 rows; if `first`, they replace what is there.
 template <class T>
 __device__ inline void multiply_step(float (&upper)[96], float (&lower)[96],
                                      const Pipeline& pipeline, int stage, int warpgroup,
@@ -141,7 +141,7 @@ __device__ inline void multiply_step(float (&upper)[96], float (&lower)[96],
   multiply_stage<T, Along::depth, Along::depth>(upper, lower, now.left, now.right, !first);
 }
 
-// Fetches what the epilogue asks for of each column, to the L1 cache.
+// Fetches to the L1 cache what the epilogue reads of each column.
 template <Mode kMode>
 __device__ inline void fetch_columns(const Arguments& a, int column_tile) {
   const int lane = threadIdx.x % 128,
@@ -173,7 +173,7 @@ __device__ inline void option_tiles(const CUtensorMap* panel_map, const Pipeline
     return;
   }
   if (warpgroup == 2 && a.team.number() < work.schedule.tiles()) {
-    wait(pipeline.full + min(a.depth_tiles, stages) - 1, 0);  // begins later
+    wait(pipeline.full + min(a.depth_tiles, stages) - 1, 0);  // the second warpgroup begins later
   }
   for (int t = a.team.number(); t < work.schedule.tiles(); t += a.team.count()) {
     int row_cluster, column_tile;
@@ -183,7 +183,7 @@ __device__ inline void option_tiles(const CUtensorMap* panel_map, const Pipeline
     fetch_columns<kMode>(a, column_tile);
     wait(pipeline.full + ring.stage, ring.phase);
     multiply_step<T>(upper, lower, pipeline, ring.stage, warpgroup, true);
-    if (stores && t >= a.team.count()) {  // the boxes of the tile before are read
+    if (stores && t >= a.team.count()) {  // the boxes of the tile before must be read first
       if (signals % 32 == 0) stores_wait();
       group_sync(warpgroup);
       release(last(ring));
@@ -199,7 +199,7 @@ __device__ inline void option_tiles(const CUtensorMap* panel_map, const Pipeline
     products_wait<0>();
     uint32_t boxes = 0;
     if constexpr (stores) {
-      group_sync(warpgroup);  // no warp's products read the boxes
+      group_sync(warpgroup);  // no warp's products read the boxes any longer
       boxes = lane_of_box(pipeline.left(last(ring)) + (warpgroup - 1) * 2 * left_block_bytes +
                           threadIdx.x % 128 / 32 * 2 * warp_box_bytes);
     } else {
@@ -242,7 +242,7 @@ __global__ void __launch_bounds__(block_threads, 1)
     more_registers<232>();
     option_tiles<T, kMode, kSet>(&panel_map, pipeline, work, warpgroup, a);
   }
-  cluster_sync();  // no block ends while another may signal it
+  cluster_sync();  // no block may end while another may signal it
 #endif
 }
 

@@ -4,7 +4,7 @@
 
 override capped: bool = false;
 override scaled: bool = false;
-override own_temperature: bool = false;  // of every token: its factors are in `extras`
+override own_temperature: bool = false;  // every token has its own, whose factors are in `extras`
 
 // A temperature decides these factors.
 struct Scale {
@@ -19,7 +19,7 @@ fn scale_of(token: u32) -> Scale {
   return Scale(p.slope, p.cap_out, p.cap_out_low);
 }
 
-// c_j
+// Returns c_j.
 fn class_weight_of(local: u32) -> f32 {
   if ((p.flags & has_vocab_weight) != 0u) {
     return vocab_weight[p.weight_base + local];
@@ -27,7 +27,7 @@ fn class_weight_of(local: u32) -> f32 {
   return 1.0;
 }
 
-// z, and tanh where there is a softcap.
+// A column becomes z, and tanh where there is a softcap.
 struct Mapped {
   z: f32,
   t: f32,
@@ -53,7 +53,7 @@ fn map_raw(raw: f32, scale: Scale) -> Mapped {
   return Mapped(raw, 0.0);
 }
 
-// draw of a column from its raw logit.
+// Returns draw of a column from its raw logit.
 fn draw(s: State, scale: Scale, raw: f32, column: u32, local: u32) -> u32 {
   if ((s.kind & (state_nan | state_gradient_nan)) != 0u) {
     return p.nan;
@@ -66,7 +66,7 @@ fn draw(s: State, scale: Scale, raw: f32, column: u32, local: u32) -> u32 {
   var log_p = 0.0;
   if (!(is_infinite(mapped.z) && is_negative(mapped.z))) {
     log_p = (mapped.z - s.m) - s.log_sum;
-    // A state that was given need not be this row's: then p may pass 1.
+    // A state that was given need not be this row's, so p may pass 1.
     if (log_p > 0.0) {
       probability = exp(log_p);
     } else {

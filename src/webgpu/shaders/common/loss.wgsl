@@ -23,7 +23,7 @@ fn loss_of(s: State) -> f32 {
   return loss;
 }
 
-// The factors of the gradient's parts.
+// Sets the factors of the gradient's parts.
 fn with_factors(token: u32, known: State) -> State {
   var s = known;
   let given = inputs[token];
@@ -54,7 +54,7 @@ fn with_factors(token: u32, known: State) -> State {
   return s;
 }
 
-// The loss and the factors, from the row's sums.
+// Makes the loss and the factors from the row's sums.
 fn completed(token: u32, known: State) -> State {
   var s = known;
   if ((p.flags & has_entropy) != 0u) {

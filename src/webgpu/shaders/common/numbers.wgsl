@@ -15,7 +15,7 @@ fn is_negative(x: f32) -> bool {
   return (bitcast<u32>(x) >> 31u) == 1u;
 }
 
-// x > y, of infinities too; false of NaN.
+// Returns x > y, for infinities too, and false for NaN.
 fn is_above(x: f32, y: f32) -> bool {
   if (is_nan(x) || is_nan(y)) {
     return false;
@@ -29,7 +29,7 @@ fn is_above(x: f32, y: f32) -> bool {
   return x > y;
 }
 
-// exp(y - n log 2) - 1, n log 2 the nearest multiple of log 2 to y.
+// Returns exp(y - n log 2) - 1, where n log 2 is the nearest multiple of log 2 to y.
 fn exp_minus_one(y: f32, n: f32) -> f32 {
   let r = fma(n, -1.42860677e-6, fma(n, -0.693145752, y));
   var q = fma(1.98412698e-4, r, 1.38888889e-3);
@@ -40,7 +40,7 @@ fn exp_minus_one(y: f32, n: f32) -> f32 {
   return r + r * r * q;
 }
 
-// exp(x) for x <= 0 to about an ulp; below 2^-126 it is 0.
+// Returns exp(x) for x <= 0 to about an ulp; below 2^-126 it is 0.
 fn exp_nonpositive(x: f32) -> f32 {
   let y = max(x, -104.0);
   let n = round(y * 1.44269504);
@@ -52,7 +52,7 @@ fn exp_nonpositive(x: f32) -> f32 {
   return e * bitcast<f32>(u32(exponent) << 23u);
 }
 
-// log(x) for a normal x > 0, to about an ulp wherever it is not tiny.
+// Returns log(x) for a normal x > 0, to about an ulp wherever it is not tiny.
 fn log_positive(x: f32) -> f32 {
   let shifted = bitcast<u32>(x) + (0x3f800000u - 0x3f3504f3u);
   let k = f32(i32(shifted >> 23u) - 127);
@@ -65,13 +65,14 @@ fn log_positive(x: f32) -> f32 {
   return (s * (half + r) + k * 9.0580006145e-6 - half) + f + k * 0.69313812256;
 }
 
-// The upper 12 bits of a: products of such halves are exact, so that it does not matter whether a
-// compiler makes one rounding of a product and a sum, or two of fma, as the language lets it.
+// Returns the upper 12 bits of a. Products of such halves are exact, so that it does not matter
+// whether a compiler makes one rounding of a product and a sum, or two of fma, as the language lets
+// it.
 fn high_half(a: f32) -> f32 {
   return bitcast<f32>(bitcast<u32>(a) & 0xfffff000u);
 }
 
-// a (b + b_low), rounded about once.
+// Returns a (b + b_low), rounded about once.
 fn times(a: f32, b: f32, b_low: f32) -> f32 {
   if (is_infinite(a * b)) {
     return a * b;
@@ -83,7 +84,7 @@ fn times(a: f32, b: f32, b_low: f32) -> f32 {
   return a_high * b_high + ((a_high * (b - b_high) + a_low * b_high) + low);
 }
 
-// tanh(x) for any x but NaN.
+// Returns tanh(x) for any x but NaN.
 fn tanh_of(x: f32) -> f32 {
   let size = abs(x);
   if (size < 0.5) {
@@ -96,8 +97,8 @@ fn tanh_of(x: f32) -> f32 {
     q = fma(q, y, -0.333333333333);
     return fma(x * y, q, x);
   }
-  // 1 - 2e / (1 + e) with e, the sum and the quotient in two parts each: rounded at every step it
-  // would be off by 3 units of 2^-24, and a logit may be by 3 in all.
+  // tanh is 1 - 2e / (1 + e), with e, the sum and the quotient in two parts each: rounded at every
+  // step it would be off by 3 units of 2^-24, which is all that a logit may be off by.
   let exponent = max(-2.0 * size, -60.0);
   let n = round(exponent * 1.44269504);
   let s = exp_minus_one(exponent, n);

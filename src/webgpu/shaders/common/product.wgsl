@@ -2,25 +2,25 @@
 // Products share their operands, their bounds and how a sum is stored, whatever their tile.
 
 struct Params {
-  rows: u32,           // m
-  columns: u32,        // n, a multiple of 4 but for bias
-  depth: u32,          // k
-  a_stride: u32,       // in vec4
-  b_base: u32,         // in vec4, of the binding
+  rows: u32,      // it is m
+  columns: u32,   // it is n, a multiple of 4 but for bias
+  depth: u32,     // it is k
+  a_stride: u32,  // it counts vec4
+  b_base: u32,    // it counts vec4 in the binding
   b_stride: u32,
   result_base: u32,
   result_stride: u32,
-  adds: u32,           // to what the result holds
-  b_rows: u32,         // rows of b that there are: n of [n, k]
-  slice_depth: u32,    // of k, for one workgroup in z
-  slice_stride: u32,   // in vec4, of their results
-  block_depth: u32,    // of k, at the least, in a sum of its own
+  adds: u32,          // if not 0, the product is added to what the result holds
+  b_rows: u32,        // b has so many rows: n of [n, k]
+  slice_depth: u32,   // one workgroup in z takes so much of k
+  slice_stride: u32,  // it counts vec4 from one slice's result to the next
+  block_depth: u32,   // at least so much of k has a sum of its own
 }
 
-override a_transposed: bool = false;  // a is [k, m]
-override b_transposed: bool = true;   // b is [n, k]
+override a_transposed: bool = false;  // a is then [k, m]
+override b_transposed: bool = true;   // b is then [n, k]
 override has_bias: bool = false;
-override bounded: u32 = 0u;           // by counted[0]: 1 the rows, 2 the depth
+override bounded: u32 = 0u;  // counted[0] bounds the rows if this is 1, the depth if 2
 
 @group(0) @binding(0) var<uniform> p: Params;
 @group(0) @binding(1) var<storage, read> a: array<vec4<f32>>;
@@ -29,7 +29,7 @@ override bounded: u32 = 0u;           // by counted[0]: 1 the rows, 2 the depth
 @group(0) @binding(4) var<storage, read> counted: array<u32>;
 @group(0) @binding(5) var<storage, read> bias: array<f32>;
 
-// Four numbers of a along k (or along m where it is transposed), 0 beyond its rows.
+// Loads four numbers of a along k (or along m where it is transposed), which are 0 beyond its rows.
 fn load_a(row: u32, column: u32, rows: u32, columns: u32) -> vec4<f32> {
   if (row < rows && column < columns) {
     return a[row * p.a_stride + column / 4u];
@@ -49,7 +49,7 @@ fn depth_of() -> u32 {
   }
   return p.depth;
 }
-// In steps of 16: a quarter of k, but no less than is asked for.
+// Returns a block's length in steps of 16: a quarter of k, but no less than is asked for.
 fn block_steps(depth: u32) -> u32 {
   return max((max(depth / 4u, p.block_depth) + 15u) / 16u, 1u);
 }

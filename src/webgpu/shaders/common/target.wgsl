@@ -3,7 +3,7 @@
 
 struct Target {
   kind: u32,
-  column: u32,  // in the whole vocabulary, or none
+  column: u32,  // it is counted in the whole vocabulary, or none
 }
 
 // Reads the target at a word, of so many classes.

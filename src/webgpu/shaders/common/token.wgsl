@@ -6,10 +6,10 @@
 const has_vocab_weight = 1u;
 const has_token_weight = 2u;
 const outside_is_ignored = 4u;
-const is_softmax = 8u;  // no targets, no losses: every row counts
+const is_softmax = 8u;  // there are no targets and no losses, so every row counts
 const has_fault = 16u;
-const has_token_grad = 32u;  // grad_loss [N]
-const has_state = 64u;       // row_reference, row_log_sum were given
+const has_token_grad = 32u;  // grad_loss is [N]
+const has_state = 64u;       // row_reference and row_log_sum were given
 const has_entropy = 128u;    // entropy was given
 const has_grad_lse = 256u;
 const has_grad_target = 512u;
@@ -17,47 +17,48 @@ const has_grad_entropy = 1024u;
 const wants_gradient = 2048u;
 const has_loss = 4096u;
 const has_extras = 8192u;
-const is_backward = 16384u;  // a token without an upstream gradient is ignored
+const is_backward = 16384u;  // a token without an upstream gradient is then ignored
 
 // A token is of one of three kinds, to which the states are added.
 const ignored = 0u;
 const counts = 1u;
 const outside = 2u;
 const state_nan = 256u;           // the row's statistics are NaN
-const state_gradient_nan = 512u;  // and its gradient is
+const state_gradient_nan = 512u;  // the row's gradient is NaN
 const state_not_kept = 1024u;     // kept state is another row's
 fn is_counted(kind: u32) -> bool {
   return (kind & 255u) == counts;
 }
 
-const none = 0xffffffffu;  // no column, no place
+const none = 0xffffffffu;  // it stands for no column and no place
 
 // `rows` has what is known of every token: [tokens].
 struct State {
   kind: u32,
-  target_column: u32,   // in the views, or none
-  class_weight: f32,    // c_t
-  token_weight: f32,    // a
+  target_column: u32,  // it is counted in the views, or none
+  class_weight: f32,   // it is c_t
+  token_weight: f32,   // it is a
   m: f32,
-  log_sum: f32,         // log s
-  target_logit: f32,    // z_t
-  weighted: f32,        // sum of c_j z_j
+  log_sum: f32,       // it is log s
+  target_logit: f32,  // it is z_t
+  weighted: f32,      // it is the sum of c_j z_j
   entropy: f32,
   argmax: u32,
   loss: f32,
-  probability: f32,     // the gradient's factors: of p,
-  onehot: f32,          // of the target's column,
-  smoothing: f32,       // of c_j
-  entropy_factor: f32,  // and of the entropy's gradient
-  place: u32,           // row of the block, or none
+  probability: f32,     // this factor of the gradient multiplies p
+  onehot: f32,          // this one is of the target's column
+  smoothing: f32,       // this one multiplies c_j
+  entropy_factor: f32,  // this one is of the entropy's gradient
+  place: u32,           // it is a row of the block, or none
 }
 
 // `extras` has what few calls ask for: [tokens].
 struct Extra {
   sum_p_squared: f32,
   mean_logit: f32,
-  rank: u32,            // or none
-  slope: f32,           // of its own temperature, as in Params (window.wgsl); NaN: it is none
+  rank: u32,  // it may be none
+  // It is of the token's own temperature, as in Params (window.wgsl); NaN if that is none.
+  slope: f32,
   cap_out: f32,
   cap_out_low: f32,
 }
@@ -78,7 +79,7 @@ struct Given {
 struct Scalars {
   normalizer: f32,
   exponent: i32,    // the normalizer is times 2^exponent
-  upstream: u32,    // grad_loss where it is one, its bits, else those of 1
-  factor: f32,      // of every gradient
-  weight_sum: f32,  // of the vocabulary's weights
+  upstream: u32,    // it has the bits of grad_loss where that is one number, else those of 1
+  factor: f32,      // it multiplies every gradient
+  weight_sum: f32,  // it sums the vocabulary's weights
 }
