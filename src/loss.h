@@ -148,8 +148,7 @@ LOGITLESS_HOST_DEVICE inline GradientScale gradient_scale(const LossOptions& o, 
   const double magnitude = sizes.weight * steepest;
   // Weights and the map's slope take a dz this far beyond what f16 holds, which ends at 65504, or
   // below it; the lift is divided out. z-loss makes a dz larger by up to 2 |lse| times its weight.
-  const double most =
-      sizes.lift == 1 ? 8192 : std::fmin(8192.0, 32768 / (1 + 2048.0 * o.z_loss));
+  const double most = sizes.lift == 1 ? 8192 : std::fmin(8192.0, 32768 / (1 + 2048.0 * o.z_loss));
   double weights = 1 / static_cast<double>(sizes.lift);
   if (magnitude > most * weights) {
     weights = power_of_two_above(magnitude / most);

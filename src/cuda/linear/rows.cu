@@ -64,9 +64,9 @@ bool is_plain(const LinearCall& call) {
   const TokenInput& in = call.in;
   const bool asks = s.lse || s.target_logit || s.entropy || s.argmax || s.weighted_logit_sum ||
                     s.rank || s.sum_p_squared || s.mean_logit;
-  return call.shape.forward && !call.shape.forms_dz && !asks && !call.kept.rows && call.map.identity && !in.makes_maps &&
-         !(in.options.label_smoothing > 0) && !call.entropy && !in.per_row_upstream &&
-         !in.statistics_gradients;
+  return call.shape.forward && !call.shape.forms_dz && !asks && !call.kept.rows &&
+         call.map.identity && !in.makes_maps && !(in.options.label_smoothing > 0) &&
+         !call.entropy && !in.per_row_upstream && !in.statistics_gradients;
 }
 
 // Loads a token before it is known whether the row counts; if it does not, the result is of no use.
