@@ -64,6 +64,16 @@ def test_liger_function_and_its_statistics(reduction: str) -> None:
     assert torch.equal(output.predicted_tokens, s["argmax"])  # type: ignore[arg-type]
 
 
+def test_ligers_choice_of_kernels_and_chunks() -> None:
+    """Its newer versions hand these on by position: they choose kernels, and change no result."""
+    x, w, _, t = problem((6,), 50, 16)
+    more = (None, None, -100, 0.0, 0.0, "mean", None, False, None, False, False, False)
+    apply: Any = FusedLinearCrossEntropyFunction.apply
+    assert torch.equal(apply(x, w, t, *more, None, None, 1).loss, apply(x, w, t).loss)
+    with pytest.raises(NotImplementedError, match=r"^ce_impl is 'cutile'"):
+        apply(x, w, t, *more, "cutile", None, 1)
+
+
 def test_liger_token_scaling() -> None:
     x, w, _, t = problem((12,), 17, 8)
     loss = LigerFusedLinearCrossEntropyLoss(use_token_scaling=True)(w, x, t)

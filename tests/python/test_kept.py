@@ -123,7 +123,7 @@ def test_the_formula_is_the_librarys(dtype: int) -> None:
             assert (shape, rows_shape) == (size.shape, size.rows_shape)
             made = _abi.kept_bytes(tokens, shape[0] * shape[1], element)
             assert made == size.bytes <= bytes
-    assert (some > 500) == (dtype != _abi.F16), "the cases would not notice a formula of nothing"
+    assert some > 500, "the cases would not notice a formula of nothing"
 
 
 def test_the_key_is_forwards(ran: list[Ran]) -> None:
@@ -501,7 +501,7 @@ def test_opcheck(device: str, dtype: torch.dtype, share: float) -> None:
     )
     with torch.no_grad():
         made = torch.ops.logitless.forward(*args, everything, kept_bytes, None)
-    assert (made[10].shape[0] > 64) == (share >= 0.5 and dtype is not F16)
+    assert (made[10].shape[0] > 64) == (share >= 0.5)
     detached = [a.detach() if isinstance(a, Tensor) else a for a in args]
     grads = [torch.randn(6, 50, device=device) for _ in range(4)]
     torch.library.opcheck(

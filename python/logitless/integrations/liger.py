@@ -61,8 +61,13 @@ class FusedLinearCrossEntropyFunction:
         use_token_scaling: bool = False,
         return_token_accuracy: bool = False,
         return_predicted_tokens: bool = False,
+        ce_impl: str | None = None,
+        ce_mode: str | None = None,
+        chunk_mem_const: int = 1,
     ) -> CrossEntropyOutput:
         only("accum_dtype", accum_dtype, None, torch.float32)  # sums are always f32
+        only("ce_impl", ce_impl, None)  # Liger's other kernels; chunk_mem_const sizes their chunks
+        only("ce_mode", ce_mode, None)
         token_weight = None
         if use_token_scaling:  # every loss is multiplied by its own probability, held constant
             with torch.no_grad():
