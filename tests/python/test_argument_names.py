@@ -46,7 +46,8 @@ OPTIONS = frozenset(
     "return_statistics empty_mean return_gradients gradients entropy dim axis "
     "lse_square_scale return_z_loss accum_dtype use_token_scaling return_token_accuracy "
     "return_predicted_tokens return_lse filter_eps accum_e_fp32 accum_c_fp32 filter_e_grad "
-    "filter_c_grad impl vocab_parallel_options dist_process_group".split()
+    "filter_c_grad impl vocab_parallel_options dist_process_group ce_impl ce_mode "
+    "chunk_mem_const".split()
 )
 
 
