@@ -153,7 +153,7 @@ LOGITLESS_HOST_DEVICE inline GradientScale gradient_scale(const LossOptions& o, 
   if (magnitude > most * weights) {
     weights = power_of_two_above(magnitude / most);
   } else if (magnitude > 0 && magnitude < 0.125) {
-    weights = power_of_two_above(magnitude * weights);
+    weights = power_of_two_above(magnitude * std::fmax(weights, 1 / most));
   }
   const bool apart = sizes.per_row || sizes.of_statistics;
   double scale = static_cast<float>(common) * weights;

@@ -350,6 +350,29 @@ TEST_P(NonFinite, SteepFactorsStayInRange) {
   }
 }
 
+// A token of a small weight has its dz made larger, one of a large z-loss too: both together stay
+// what f16 holds, up to an |lse| of about a thousand.
+TEST_P(NonFinite, SmallWeightsBesideZLossStayInRange) {
+  if (!is_linear(op_) || op_ == OpKind::linear_forward) return;
+  Case c{.op = op_, .shape = {4, kHidden, 20}, .dtype = dtype_};
+  c.options.reduction = Reduction::sum;
+  c.options.z_loss = 1;
+  c.token_weight = true;
+  with_op(op_, [&](auto op) {
+    using Op = decltype(op);
+    if constexpr (LinearOp<Op>) {
+      Problem<Op> p = build<Op>(c);
+      std::vector<double> input = read(p.op.input), matrix = read(p.op.weight);
+      for (double& x : input) x = 450.0 / kHidden;  // logits of about 900
+      for (double& w : matrix) w = 2 + std::nearbyint(w) / 64;
+      write(p.op.input, input);
+      write(p.op.weight, matrix);
+      write(p.op.weights.token, std::vector<double>(4, 0.1));
+      judged(p, "z_loss beside weights");
+    }
+  });
+}
+
 LOGITLESS_CONFORMANCE_SUITE(NonFinite);
 
 }  // namespace

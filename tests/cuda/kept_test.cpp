@@ -101,7 +101,7 @@ GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(CudaKept);
 INSTANTIATE_TEST_SUITE_P(All, CudaKept,
                          testing::Combine(testing::ValuesIn(hopper_devices()),
                                           testing::Values(OpKind::linear_forward_backward),
-                                          testing::Values(DType::bf16)),
+                                          testing::Values(DType::bf16, DType::f16)),
                          parameter_name);
 
 }  // namespace

@@ -146,6 +146,8 @@ std::vector<Ragged> ragged_gradients() {
       {"few_backward_bf16", ignored(linear(backward, bf16, few)), 1},
       {"half_backward_with_bias_bf16", biased(linear(backward, bf16, half)), 1},
       {"lent_bf16", ignored(linear(both, bf16, lent)), 0.2},
+      {"lent_f16", ignored(linear(both, f16, lent)), 0.2},
+      {"partly_lent_with_bias_f16", biased(linear(both, f16, partly_lent)), 0.2},
       {"lent_smoothed_bf16", smoothed(linear(both, bf16, lent)), 0.2},
       {"lent_capped_bf16", capped(linear(both, bf16, lent)), 0.2},
       {"partly_lent_bf16", ignored(linear(both, bf16, partly_lent)), 0.2},

@@ -31,6 +31,8 @@ inline void add_kept(const Engine& engine, LinearShape s, std::vector<Asked>* al
     all->push_back(on(engine, s));
     s.forward = s.can_store = false;
     s.grad_input = s.grad_weight = true;
+    s.forms_dz = s.dtype == DType::f16;
+    s.forms_panels = s.forms_dz && &engine == &portable();
     all->push_back(on(engine, s));
     s.grad_bias = s.smoothing = true;
     all->push_back(on(engine, s));
@@ -55,13 +57,16 @@ inline std::vector<Asked> shapes() {
                                                 {4096, 129280, 7168}}) {
       for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {
         LinearShape s{.tokens = tokens, .vocab = vocab, .hidden = hidden, .dtype = dtype};
-        if (dtype != DType::f16) {
-          add_kept(on_hopper && dtype == DType::bf16 ? hopper() : portable(), s, &all);
-        }
+        add_kept(on_hopper && dtype != DType::f32 ? hopper() : portable(), s, &all);
         // Hopper has kernels of its own for these
         const bool own = on_hopper && dtype != DType::f32;
-        const auto add = [&] { all.push_back(on(own ? hopper() : portable(), s)); };
-        s.can_store = dtype != DType::f16;
+        const auto add = [&] {
+          const bool forms = s.forms_dz;
+          s.forms_dz |= dtype == DType::f16 && s.gradients();  // of codes of E
+          all.push_back(on(own ? hopper() : portable(), s));
+          s.forms_dz = forms;
+        };
+        s.can_store = true;
         add();
         s.plain = own;
         add();
@@ -87,6 +92,7 @@ inline std::vector<Asked> shapes() {
         s.direct_grad_weight = s.plain = false;
         s.copies_weight = true;
         s.direct_grad_input = s.lends_grad_input = false;
+        s.forms_dz = dtype == DType::f16;
         all.push_back(on(portable(), s));
       }
     }

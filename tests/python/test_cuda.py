@@ -169,6 +169,26 @@ def test_f16_gradients_twice(retained: bool) -> None:
         close(half * 2, once, F16)
 
 
+@pytest.mark.parametrize("how", ["bounded", "small head", "f32 parameters"])
+def test_f16_gradients_that_wait_in_f32(how: str) -> None:
+    """Where `memory` is given it serves as for a mean of bf16; where all logits would take more
+    than the gradients, nothing is kept; nor where the gradients are f32 anyway."""
+    tokens, hidden, vocab = (4096, 16, 8192) if how == "small head" else (1024, 512, 8192)
+    dtype = F32 if how == "f32 parameters" else F16
+    x = torch.randn(tokens, hidden, device="cuda", dtype=dtype, requires_grad=True)
+    w = torch.randn(vocab, hidden, device="cuda", dtype=dtype, requires_grad=True)
+    t = torch.randint(0, vocab, (tokens,), device="cuda")
+    least = least_memory(x.detach().half(), w.detach().half(), t) if how == "bounded" else None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    with torch.autocast("cuda", torch.float16, enabled=how == "f32 parameters"):
+        loss = linear_cross_entropy(x, w, t, memory=least)
+    held = torch.cuda.memory_allocated() - before
+    assert held <= 4 * (x.numel() + w.numel()) + (2 << 20), held
+    loss.backward(torch.tensor(2.0**16, device="cuda"))
+    assert x.grad is not None and x.grad.dtype is dtype and not x.grad.isnan().any()
+
+
 def test_f16_gradients_take_no_f32_beside_what_is_kept() -> None:
     tokens, hidden, vocab = 2048, 1024, 50304
     x = torch.randn(tokens, hidden, device="cuda", dtype=F16, requires_grad=True)

@@ -187,7 +187,7 @@ class CudaDevice final : public TestDevice {
   // Products of f32 are never made of narrower numbers, nor by tensor cores.
   bool tensor_cores(DType dtype) const override { return dtype != DType::f32; }
   bool has_tf32() const override { return true; }
-  bool keeps_state(DType dtype) const override { return dtype != DType::f16; }
+  bool keeps_state(DType) const override { return true; }
   bool reference_is_maximum(DType dtype) const override {
     const cuda::DeviceInfo* info;
     return !cuda::find_device(index_, &info).ok() || cuda::reference_is_maximum(*info, dtype);

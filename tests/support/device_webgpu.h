@@ -66,7 +66,7 @@ class WebGpuTestDevice : public TestDevice {
     logitless_webgpu_destroy_workspace(workspace);
   }
   bool synchronous() const override { return false; }
-  bool keeps_state(DType dtype) const override { return dtype != DType::f16; }
+  bool keeps_state(DType) const override { return true; }
 
  private:
   webgpu::NativeDevice* const device_;

@@ -121,16 +121,28 @@ class Call:
         constants, self.constants = self.constants, _NONE
         return constants
 
-    def fused(self, input: Tensor, weight: Tensor | None) -> bool:
-        """Whether the gradients are made in the forward call. Not those of f16 on CUDA: they would
-        wait in f32 for the factor of their scaler, at twice the bytes of what Forward keeps."""
+    def fused(
+        self, input: Tensor, weight: Tensor | None, bias: Tensor | None, hooked: bool
+    ) -> bool:
+        """Whether the gradients are made in the forward call. `hooked`: nothing may be kept."""
         none = self.options.reduction == _abi.REDUCTION_NONE
         if weight is None or none or self.wanted & _run.DIFFERENTIABLE:
             return False
-        dtype = self.dtype or input.dtype
-        return dtype is not torch.float16 or not _kept.serves(
-            dtype, input.device.type, self.options
-        )
+        if torch.float16 not in (input.dtype, weight.dtype) or hooked or self.memory is not None:
+            return True
+        return not self._keeps_f16(input, weight, bias)
+
+    def _keeps_f16(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+        """Whether f16 gradients are better made of what Forward keeps, when the factor of their
+        scaler is known: made before, they wait for it in f32. Not for what takes more than twice
+        the bytes of those; f32 gradients, of f32 parameters under autocast, need not wait."""
+        needed = [t for t in (input, weight, bias) if t is not None and t.requires_grad]
+        if all(t.dtype is not torch.float16 for t in needed):
+            return False
+        if not _kept.serves(self.dtype or input.dtype, input.device.type, self.options):
+            return False
+        waiting = sum(4 * t.numel() for t in needed)
+        return 2 * self.constants.target.numel() * weight.shape[0] <= 2 * waiting
 
     @property
     def of_entropy(self) -> bool:

@@ -20,7 +20,7 @@ from logitless._errors import (
     wrong_dtype,
     wrong_shape,
 )
-from logitless.torch import _memory, _ops, _run
+from logitless.torch import _kept, _memory, _ops, _run
 from logitless.torch._autograd import Call, FusedLoss, Loss, MainGrad, cast, cast_bias
 from logitless.torch._checks import check_matrix, check_overwritten, check_target
 from logitless.torch._route import dispatches, refuse_layouts
@@ -175,7 +175,7 @@ def _loss(
         return _ops.loss(input, weight, bias, call, needs)
     apply: Any
     try:
-        if needs and call.fused(input, weight):
+        if needs and call.fused(input, weight, bias, _kept.hooked()):
             apply = FusedLoss.apply
             loss = apply(input, weight, bias, call)
             statistics, call.statistics = call.statistics, ()

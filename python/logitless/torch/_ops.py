@@ -340,7 +340,7 @@ def loss(
     # A trace is one graph for calls with and without gradients: it takes Forward, and its autograd
     # rule.
     tracing = not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
-    if needs and not tracing and weight is not None and call.fused(input, weight):
+    if needs and not tracing and weight is not None and call.fused(input, weight, bias, _hooked()):
         bias_needs = bias is not None and bias.requires_grad
         how = (wanted, input.requires_grad, weight.requires_grad, bias_needs)
         loss, *results = torch.ops.logitless.forward_backward(

@@ -74,7 +74,7 @@ LinearMemory place_in(Arena* arena, const LinearShape& s, const LinearPlan& p) {
   const uint64_t forward_end = arena->used();
   arena->back_to(start);
   if (s.remakes_dz && stores) {
-    m.remade = m.stored;  // E of the last chunk is no longer used when columns are made again
+    m.remade = m.stored;  // the chunk's E is used up when columns are made again
   } else {
     take(p.remade_columns > 0, &m.remade, rows * p.remade_columns * element);
   }

@@ -67,7 +67,7 @@ __device__ inline TokenScalars scalars_of(const TokenInput& in, const TokenBlock
   if (magnitude > most * weights) {
     weights = power_of_two_above(magnitude / most);
   } else if (magnitude > 0 && magnitude < 0.125) {
-    weights = power_of_two_above(magnitude * weights);
+    weights = power_of_two_above(magnitude * fmax(weights, 1 / most));
   }
   const bool apart = in.per_row_upstream || in.statistics_gradients;
   double scale = static_cast<float>(common) * weights;

@@ -70,7 +70,8 @@ void HopperEngine::describe(const Call& op, LinearCall* call, const DeviceInfo& 
   // Under a softcap a temperature that all tokens share becomes a map of each row, as one a token
   // does, so that both give the same bits.
   if (call->map.capped && call->in.options.temperature != 1) s.maps = call->in.makes_maps = true;
-  const bool more = s.maps || s.squares || s.ranks;  // the plain kernel has no room for these
+  const bool more =
+      s.maps || s.squares || s.ranks;  // the kernel that keeps both has no room for these
   s.forms_dz = slopes && !more && e_tells_slope(call->map, s.vocab);
   if (slopes && !s.forms_dz) s.can_store = false;
   if (s.dtype == DType::f16) keep_codes(call);
