@@ -80,7 +80,7 @@ class ChunkJudge {
         weight_.add(step.panel.first, columns);
         break;
       case StepKind::form_dz:
-        if (s_.kept_columns > 0) break;  // form_dz makes no sums of grad_bias then
+        if (s_.forms_by_rows()) break;  // form_dz makes no sums of grad_bias then
         [[fallthrough]];
       case StepKind::grad_bias:
         if (s_.grad_bias) bias_.add(step.panel.first, columns);
