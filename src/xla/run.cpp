@@ -46,7 +46,8 @@ constexpr std::array scalar_attributes = {
     LOGITLESS_OPTION(type_f32, 4, label_smoothing),    LOGITLESS_OPTION(type_f32, 4, z_loss),
     LOGITLESS_OPTION(type_f32, 4, logit_scale),        LOGITLESS_OPTION(type_f32, 4, softcap),
     LOGITLESS_OPTION(type_f32, 4, temperature),        LOGITLESS_OPTION(type_s32, 4, empty_mean),
-    LOGITLESS_OPTION(type_s32, 4, allow_tf32),         LOGITLESS_OPTION(type_f64, 8, normalizer)};
+    LOGITLESS_OPTION(type_s32, 4, allow_tf32),         LOGITLESS_OPTION(type_f64, 8, normalizer),
+    LOGITLESS_OPTION(type_s64, 8, vocab_start),        LOGITLESS_OPTION(type_s64, 8, vocab_total)};
 #undef LOGITLESS_ATTRIBUTE
 #undef LOGITLESS_OPTION
 

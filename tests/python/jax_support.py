@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-# This must come before JAX starts: it gets two CPU devices, and takes no more of a GPU's memory
+# This must come before JAX starts: it gets eight CPU devices, and takes no more of a GPU's memory
 # than is used.
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax

@@ -25,6 +25,7 @@ from logitless._errors import (
     wrong_dtype,
     wrong_shape,
 )
+from logitless.jax import _parallel
 from logitless.jax._loss import Call, loss
 from logitless.jax._run import Array, Tensor, run
 
@@ -210,6 +211,7 @@ def _loss(
     z_loss: float = 0.0, logit_scale: float = 1.0, softcap: float | None = 0.0,
     temperature: Any = 1.0, token_weight: Any = None, normalizer: Any = None,
     shift: bool | int = False, memory: int | str | None = None, empty_mean: str = "zero",
+    axis_name: Any = None, upstream: str | None = None,
 ) -> dict[str, Array]:  # fmt: skip
     """The outputs by name, in the shape of the target. `rows`: input, weight, bias, or logits."""
     arrays = {
@@ -248,7 +250,12 @@ def _loss(
     if temperatures is not None:
         operands["temperature"] = temperatures  # [N]
     call = Call(tuple(operands), tuple(outputs), options, parse_memory(memory))
-    made = loss(call, list(operands.values()))
+    if axis_name is not None:
+        made = _parallel.loss(call, operands, axis_name, upstream)
+    elif upstream is not None:
+        raise invalid(f"upstream is {upstream!r} without axis_name")
+    else:
+        made = loss(call, list(operands.values()))
     return {name: x.reshape(shape) if x.ndim else x for name, x in made.items()}
 
 
@@ -277,6 +284,8 @@ def linear_cross_entropy(
     memory: int | str | None = None,
     return_statistics: Sequence[str] = (),
     empty_mean: str = "zero",
+    axis_name: str | tuple[str, ...] | None = None,
+    upstream: str | None = None,
 ) -> Any:
     """Cross-entropy of input @ linear_weight.T + linear_bias, without the logits.
 
@@ -291,13 +300,20 @@ def linear_cross_entropy(
     the target; no gradient flows to it, and where it is not a positive normal number the token's
     loss is NaN. Differentiable once in input, linear_weight and linear_bias. Numbers, texts and
     `memory` are part of the compiled program.
+
+    `axis_name`: mesh axes over which the vocabulary is split, inside of jax.shard_map: a device's
+    linear_weight is [V/P, D], its linear_bias [V/P], the rest is the same on all of them. Where
+    jax.shard_map has check_vma=False, gradients need `upstream`: "whole" where every device is
+    handed the whole upstream gradient (jax.grad inside of jax.shard_map) and shall get that of
+    input whole, "parts" where the devices' ones add up, as JAX's own collectives have it
+    (jax.grad around it).
     """
     made = _loss(
         {"input": input, "weight": linear_weight, "bias": linear_bias}, target,
         _outputs(return_statistics), weight=weight, reduction=reduction, ignore_index=ignore_index,
         label_smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale, softcap=softcap,
         temperature=temperature, token_weight=token_weight, normalizer=normalizer, shift=shift,
-        memory=memory, empty_mean=empty_mean,
+        memory=memory, empty_mean=empty_mean, axis_name=axis_name, upstream=upstream,
     )  # fmt: skip
     return _result(made)
 
@@ -316,17 +332,20 @@ def linear_logprob(
     shift: bool | int = False,
     memory: int | str | None = None,
     entropy: bool | str = False,
+    axis_name: str | tuple[str, ...] | None = None,
+    upstream: str | None = None,
 ) -> Any:
     """Log-probability of every target token, [...] in f32 and never above 0, for reinforcement
     learning; with `entropy` the pair (logprob, entropy), both differentiable. `entropy="detached"`:
     the entropy has no gradient. Ignored tokens give 0. `temperature` is a number or an array, as in
-    linear_cross_entropy: no gradient flows to it."""
+    linear_cross_entropy: no gradient flows to it. `axis_name` and `upstream` are as there."""
     detached = entropy_detached(entropy)
     made = _loss(
         {"input": input, "weight": weight, "bias": bias}, target,
         ("logprob", "entropy") if entropy else ("logprob",), reduction="none",
         ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap,
-        temperature=temperature, shift=shift, memory=memory,
+        temperature=temperature, shift=shift, memory=memory, axis_name=axis_name,
+        upstream=upstream,
     )  # fmt: skip
     if not entropy:
         return made["logprob"]

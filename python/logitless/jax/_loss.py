@@ -131,7 +131,7 @@ def _forward_rule(call: Call, wrt: tuple[Tensor, ...], primals: Any, rest: Any) 
     return tuple(made[name] for name in call.outputs), (values, kept)
 
 
-def _upstream(call: Call, cotangents: Sequence[Any], tokens: int) -> dict[str, Array]:
+def upstream_of(call: Call, cotangents: Sequence[Any], tokens: int) -> dict[str, Array]:
     """What Backward is given; an absent gradient of a statistic is 0, of the loss it would be 1."""
     given = {
         name: ct for name, ct in zip(call.outputs, cotangents) if not isinstance(ct, SymbolicZero)
@@ -157,7 +157,7 @@ def _backward_rule(call: Call, wrt: tuple[Tensor, ...], residuals: Any, cotangen
         return tuple((held * factor).astype(t.dtype) for held, t in zip(residuals, wrt)), None
     values, kept = residuals
     operands = _merged(call, wrt, *values)
-    upstream = _upstream(call, cotangents, operands["target"].shape[0])
+    upstream = upstream_of(call, cotangents, operands["target"].shape[0])
     of_columns = {
         name for name, ct in zip(call.outputs, cotangents) if not isinstance(ct, SymbolicZero)
     } - {"target_logit"}

@@ -44,6 +44,7 @@ _KEPT = ("kept", "kept_rows")
 # These are [..., V], of which the custom call makes [N, V]: had a reshape made it, XLA would copy
 # what is written over.
 _FLAT = ("logits", "grad_logits", "probabilities")
+_OF_SHARD = ("vocab_start", "vocab_total")  # options of a shard alone
 ONCE_ONLY = (
     "logitless: the loss can be differentiated once only; its gradients have no gradient (use "
     "optax.softmax_cross_entropy_with_integer_labels for second derivatives)"
@@ -160,27 +161,61 @@ def evaluate(primitive: Primitive, *operands: Array, **params: Any) -> Any:
     return _jitted(primitive, tuple(params.items()))(*operands)
 
 
+def varying(x: Any) -> frozenset[str]:
+    """The mesh axes over which a value varies, as its type says under jax.shard_map's check_vma, in
+    words that change from one JAX to the next."""
+    aval = x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x)
+    found = getattr(aval, "vma", None) or getattr(
+        getattr(aval, "manual_axis_type", None), "varying", None
+    )
+    return frozenset(found or ())
+
+
+def pvary(x: Array, axes: frozenset[str]) -> Array:
+    """The value, whose type then varies over these axes too."""
+    missing = tuple(sorted(axes - varying(x)))
+    if not missing:
+        return x
+    cast: Any = getattr(jax.lax, "pcast", None)
+    typed: Array = cast(x, missing, to="varying") if cast else vars(jax.lax)["pvary"](x, missing)
+    return typed
+
+
 def _refuse_checked(avals: Sequence[Any]) -> None:
-    """jax.shard_map's check_vma asks every primitive over which mesh axes its results vary, in
-    types that change from one JAX to the next; unanswered, gradients would be wrong."""
+    """jax.shard_map's check_vma asks every primitive over which mesh axes its results vary;
+    unanswered, gradients would be wrong."""
     for aval in avals:
-        varying = getattr(aval, "vma", None) or getattr(
-            getattr(aval, "manual_axis_type", None), "varying", None
-        )
-        if varying:
+        if varying(aval):
             raise not_supported(
-                f"an operand varies over the mesh axes {sorted(map(str, varying))}; pass "
+                f"an operand varies over the mesh axes {sorted(varying(aval))}; pass "
                 "check_vma=False to jax.shard_map"
             )
 
 
+def _results_like(aval: Any, results: Sequence[Tensor]) -> Any:
+    """The results' types, which vary as that of an operand does."""
+    axes = varying(aval)
+    if not axes:
+        return [jax.core.ShapedArray(result.shape, result.dtype) for result in results]
+
+    def zeros() -> list[Array]:
+        return [pvary(jnp.zeros(result.shape, result.dtype), axes) for result in results]
+
+    return jax.make_jaxpr(zeros)().out_avals
+
+
 @run_p.def_abstract_eval
-def _abstract(*avals: Any, results: tuple[Tensor, ...], memory: int | None, **params: Any) -> Any:
-    _refuse_checked(avals)
+def _abstract(
+    *avals: Any, results: tuple[Tensor, ...], memory: int | None, options: Options | None,
+    **params: Any,
+) -> Any:  # fmt: skip
+    of_shard = options is not None and bool(options.vocab_total)
+    if not of_shard:  # a shard's operands vary alike
+        _refuse_checked(avals)
     # A call that is found wrong here is found wrong where it was traced. The workspace is the
     # device's.
-    _planned(_abi.CPU, avals, results=results, memory=None, **params)
-    return [jax.core.ShapedArray(result.shape, result.dtype) for result in results]
+    _planned(_abi.CPU, avals, results=results, memory=None, options=options, **params)
+    return _results_like(avals[0], results)
 
 
 def _attributes(options: Options | None) -> dict[str, Any]:
@@ -189,7 +224,11 @@ def _attributes(options: Options | None) -> dict[str, Any]:
     types: dict[str, Any] = dict.fromkeys(Options._fields, np.float32)
     types |= dict.fromkeys(("reduction", "empty_mean", "allow_tf32"), np.int32)
     types |= {"ignore_index": np.int64, "normalizer": np.float64}
-    return {name: types[name](value) for name, value in options._asdict().items()}
+    types |= dict.fromkeys(_OF_SHARD, np.int64)
+    values = options._asdict()
+    if not options.vocab_total:
+        values = {name: value for name, value in values.items() if name not in _OF_SHARD}
+    return {name: types[name](value) for name, value in values.items()}
 
 
 def _custom_call(
