@@ -160,6 +160,8 @@ class Options(NamedTuple):
     empty_mean: int = EMPTY_MEAN_ZERO
     normalizer: float = 0.0
     allow_tf32: bool = False
+    vocab_start: int = 0
+    vocab_total: int = 0  # 0: the weight holds the whole vocabulary
 
     def of_nll(self) -> bool:
         """Whether the loss of a token without weights is its negative log-probability."""
@@ -296,6 +298,8 @@ def _options_struct(options: Options) -> LossOptions:
         probability_floor=1e-9,
         allow_tf32=options.allow_tf32,
         normalizer=options.normalizer,
+        vocab_start=options.vocab_start,
+        vocab_total=options.vocab_total,
     )
 
 

@@ -47,7 +47,8 @@ OPTIONS = frozenset(
     "lse_square_scale return_z_loss accum_dtype use_token_scaling return_token_accuracy "
     "return_predicted_tokens return_lse filter_eps accum_e_fp32 accum_c_fp32 filter_e_grad "
     "filter_c_grad impl vocab_parallel_options dist_process_group ce_impl ce_mode "
-    "chunk_mem_const".split()
+    "chunk_mem_const group vocab_start vocab_total sequence_dim local_tokens "
+    "reduce_input_grad reduce_dtype vocab_blocks axis_name upstream".split()
 )
 
 

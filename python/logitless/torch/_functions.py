@@ -155,11 +155,16 @@ def _autocast_dtype(input: Tensor) -> torch.dtype | None:
 def _loss(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, constants: Constants,
     options: Options, memory: int | None, wanted: int, in_place: bool = False,
-    main_grad: MainGrad | None = None,
+    main_grad: MainGrad | None = None, shard: Any = None,
 ) -> Any:  # fmt: skip
     """The outputs in their order, None where not wanted."""
     dtype = None if weight is None else _autocast_dtype(input)
     call = Call(constants, options, memory, wanted, dtype, in_place, main_grad)
+    if shard is not None:
+        from logitless.torch import _parallel
+
+        assert weight is not None
+        return _parallel.loss(input, weight, bias, call, shard)
     needs = torch.is_grad_enabled() and (
         input.requires_grad
         or (weight is not None and weight.requires_grad)
@@ -219,6 +224,14 @@ def linear_cross_entropy(
     memory: int | str | None = None,
     return_statistics: Sequence[str] = (),
     empty_mean: str = "zero",
+    group: Any = None,
+    vocab_start: int | None = None,
+    vocab_total: int | None = None,
+    sequence_dim: int | None = None,
+    local_tokens: bool = False,
+    reduce_input_grad: bool = True,
+    reduce_dtype: str = "float32",
+    vocab_blocks: int | None = None,
     _main_grad: MainGrad | None = None,
     _bits: int = 0,
 ) -> Any:
@@ -236,11 +249,60 @@ def linear_cross_entropy(
     or a tensor in the target's shape, [N] or broadcastable to it, f32 on the input's device, which
     `shift` moves with the target; no gradient flows to it, and where it is not a positive normal
     number the token's loss is NaN.
+
+    `group`: a process group (or its name) over which the vocabulary is split: linear_weight and
+    linear_bias hold this rank's columns, everything else is the same on every rank, and so are all
+    results, to the bit (docs/devices.md). `vocab_start`, `vocab_total`: where these columns begin,
+    and how many all ranks have; None: torch.chunk's split of `vocab_total`, or equal shards. Rows
+    of the weight behind `vocab_total` are padding. `sequence_dim`: the dimension of tokens along
+    which the input is split over the group too; targets and results are those of all tokens, with
+    `local_tokens` those of the rank's own, and a sum or mean is then their part of that of all.
+    `reduce_input_grad`: False leaves the input's gradient the rank's part of a sum. `reduce_dtype`:
+    "float32" adds the parts in the ranks' order, so that every rank has the same bits; "input"
+    leaves the sum to the backend, in the input's dtype.
+
+    DTensors: a linear_weight (and linear_bias) with Shard(0) on exactly one mesh dimension says the
+    group and which columns are the rank's own; vocab_total below its rows: padding. The input
+    beside it is a DTensor, Replicate or Shard(a dimension of tokens, which is then sequence_dim)
+    on that mesh dimension, or with an explicit `group` plain and the same on every rank. A target
+    that is a DTensor split like the input means local_tokens. Gradients are DTensors of their
+    tensor's placements; the results are plain tensors.
+    `vocab_blocks`: a power of two that the ranks divide; the vocabulary is computed in so many
+    blocks of equal width, each by itself, and everything has the same bits for any number of ranks
+    that divides it, one without a group included.
     """
     if not isinstance(input, Tensor) or input.dim() == 0:
         raise wrong_shape("input must be a tensor of shape [..., D]")
     check_matrix("linear_weight", linear_weight)
-    check_target(input, target, "input")
+    if group is not None or hasattr(linear_weight, "placements") or hasattr(input, "placements"):
+        from logitless.torch import _placed
+
+        given = (input, linear_weight, target, linear_bias, weight, token_weight, normalizer)
+        if any(_placed.is_placed(t) for t in (*given, temperature)):
+            (
+                input, linear_weight, target, linear_bias, weight, token_weight, normalizer,
+                temperature, group, vocab_start, vocab_total, sequence_dim, local_tokens,
+            ) = _placed.local(
+                _placed.Arguments(
+                    *given, temperature, group, vocab_start, vocab_total, sequence_dim,
+                    local_tokens,
+                ),
+                reduce_input_grad,
+            )  # fmt: skip
+    shard = None
+    if group is None and vocab_blocks is None:
+        check_target(input, target, "input")
+    else:
+        from logitless.torch import _parallel
+
+        shard = _parallel.shard_of(
+            group, input, linear_weight, vocab_start, vocab_total, sequence_dim, local_tokens,
+            reduce_input_grad, reduce_dtype, vocab_blocks,
+        )  # fmt: skip
+        _parallel.check_tokens(input, target, shard, int(shift))
+        if shard.size == 1 and not shard.blocks:
+            linear_weight, linear_bias = _parallel.of_one(shard, linear_weight, linear_bias)
+            shard = None
     wanted = _wanted(return_statistics) if return_statistics else 0
     ignore_index, softcap = _abi.ignore_index_of(ignore_index), _abi.softcap_of(softcap)
     if shift:
@@ -266,7 +328,7 @@ def linear_cross_entropy(
     outputs = _loss(
         input, linear_weight, linear_bias, constants, options,
         _memory.default() if memory is None else parse_memory(memory), _bits or wanted | _run.LOSS,
-        main_grad=_main_grad,
+        main_grad=_main_grad, shard=shard,
     )  # fmt: skip
     return outputs if _bits else _result(outputs, wanted)
 
@@ -302,18 +364,29 @@ def linear_logprob(
     shift: bool | int = False,
     memory: int | str | None = None,
     entropy: bool | str = False,
+    group: Any = None,
+    vocab_start: int | None = None,
+    vocab_total: int | None = None,
+    sequence_dim: int | None = None,
+    local_tokens: bool = False,
+    reduce_input_grad: bool = True,
+    reduce_dtype: str = "float32",
+    vocab_blocks: int | None = None,
 ) -> Any:
     """Log-probability of every target token, [...] in f32 and never above 0, for reinforcement
     learning; with `entropy` the pair (logprob, entropy), both differentiable. `entropy="detached"`:
     the entropy has no gradient, and nothing is kept for one. Ignored tokens give 0. `temperature`
-    is a number or a tensor, as in linear_cross_entropy: no gradient flows to it."""
+    is a number or a tensor, as in linear_cross_entropy: no gradient flows to it. `group` and what
+    follows it, and DTensors: a vocabulary that is split over ranks, as there."""
     bits = _run.LOGPROB
     if entropy:
         bits |= _run.ENTROPY | (_run.DETACHED if entropy_detached(entropy) else 0)
     outputs = linear_cross_entropy(
         input, weight, target, linear_bias=bias, reduction="none", ignore_index=ignore_index,
         logit_scale=logit_scale, softcap=softcap, temperature=temperature, shift=shift,
-        memory=memory, _bits=bits,
+        memory=memory, group=group, vocab_start=vocab_start, vocab_total=vocab_total,
+        sequence_dim=sequence_dim, local_tokens=local_tokens, reduce_input_grad=reduce_input_grad,
+        reduce_dtype=reduce_dtype, vocab_blocks=vocab_blocks, _bits=bits,
     )  # fmt: skip
     logprob, made = outputs[_LOGPROB : _LOGPROB + 2]
     return (logprob, made) if entropy else logprob

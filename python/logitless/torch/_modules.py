@@ -149,8 +149,13 @@ class LinearCrossEntropyHead(torch.nn.Linear):
     It is a Linear and holds the weight, so that the hooks of FSDP and DDP run around the loss, ties
     to an embedding stay ties, and checkpoints keep their names. `grad_accumulation="main_grad"`
     adds the weight's gradient into the f32 tensor weight.main_grad in backward (made, as zeros,
-    where there is none) and leaves weight.grad alone.
+    where there is none) and leaves weight.grad alone. `parallelize` splits the vocabulary over a
+    device mesh.
     """
+
+    sequence_dim: int | None = None
+    local_tokens = False
+    _split = False  # its weight is a DTensor of `parallelize`, and no shard of FSDP's
 
     def __init__(
         self,
@@ -191,7 +196,7 @@ class LinearCrossEntropyHead(torch.nn.Linear):
         if target is None:
             self._check_no_target()
             loss = self.loss
-            z = functional.linear(input, self.weight, self.bias) * loss.logit_scale
+            z = self._products(input) * loss.logit_scale
             if loss.softcap is not None and loss.softcap > 0:
                 z = torch.tanh(z / loss.softcap) * loss.softcap
             return _divided(z, loss.temperature if temperature is None else temperature)
@@ -203,16 +208,74 @@ class LinearCrossEntropyHead(torch.nn.Linear):
             token_weight=token_weight,
             normalizer=normalizer,
             _main_grad=self._main_grad(),
+            **self._group_options(input),
             **self.loss._options(temperature),
         )
+
+    def parallelize(
+        self,
+        mesh: Any,
+        *,
+        sequence_dim: int | None = None,
+        local_tokens: bool = False,
+        src_data_rank: int | None = 0,
+    ) -> LinearCrossEntropyHead:
+        """Splits the vocabulary over a device mesh of one dimension, and returns the head.
+
+        Weight and bias become DTensor parameters with Shard(0), made of the values of rank
+        `src_data_rank` of the mesh (None: each rank cuts its own, as in torch's
+        parallelize_module). They are new parameters: do it before the optimizer is made and before
+        FSDP wraps the head, and tie an embedding again afterwards. With a target, forward makes the
+        loss of all columns, a plain tensor of the same bits on every rank; take it as it is, its
+        upstream gradient is the same on every rank too (no sum, no division by the ranks). Without
+        one, in eval mode or no_grad, it gives all logits of all tokens.
+
+        Hidden states are the same on every rank, or with `sequence_dim` split along that dimension
+        of tokens; a DTensor says it itself. Targets and results are those of all tokens, with
+        `local_tokens` those of the rank's own.
+        """
+        from logitless.torch import parallel
+
+        if local_tokens and sequence_dim is None:
+            raise invalid("local_tokens is True without sequence_dim; every rank has all tokens")
+        parallel.split_rows(self, mesh, src_data_rank)
+        self.sequence_dim, self.local_tokens, self._split = sequence_dim, local_tokens, True
+        return self
+
+    def _group_options(self, input: Any) -> dict[str, Any]:
+        """What the loss is told of a vocabulary that is split. FSDP's shards are not ours."""
+        if not hasattr(self.weight, "placements"):
+            return {}
+        if not self._split:
+            raise not_supported(
+                "the head's weight is sharded, and not by its parallelize or by "
+                "logitless.torch.parallel.HeadParallel; allowed: these for tensor parallelism (not "
+                "ColwiseParallel); under FSDP, to call the head itself, before which FSDP gathers "
+                "it"
+            )
+        from logitless.torch import _placed
+
+        options = {"group": _placed.group_of(self.weight)}
+        if hasattr(input, "placements"):  # they say whether it is split
+            return options
+        return {**options, "sequence_dim": self.sequence_dim, "local_tokens": self.local_tokens}
+
+    def _products(self, input: Tensor) -> Tensor:
+        """input @ weight.T + bias, of all columns."""
+        if not self._split or not hasattr(self.weight, "placements"):
+            return functional.linear(input, self.weight, self.bias)
+        from logitless.torch import _placed
+
+        return _placed.whole_logits(input, self.weight, self.bias, self.sequence_dim)
 
     def _check_no_target(self) -> None:
         """In training a head that is sharded gives no logits: a target was most likely given."""
         if self.training and torch.is_grad_enabled() and hasattr(self.weight, "placements"):
             raise not_supported(
                 "target is None and the head's weight is sharded by tensor parallelism, whose "
-                "ColwiseParallel hands on the first argument alone; allowed in training: a head "
-                "left out of the parallelize plan (for logits: eval mode or no_grad)"
+                "ColwiseParallel hands on the first argument alone; allowed in training: a target, "
+                "with logitless.torch.parallel.HeadParallel in the parallelize plan (for logits: "
+                "eval mode or no_grad)"
             )
 
     def _main_grad(self) -> MainGrad | None:

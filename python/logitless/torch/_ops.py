@@ -40,7 +40,7 @@ _OPTIONS = (
 )
 # [N]  It is appended, because as one of _TENSORS it would have moved what follows them.
 _LAST = "Tensor? temperatures"
-_OPTION_COUNT = len(Options._fields) - 1  # allow_tf32 is asked when a call runs
+_OPTION_COUNT = Options._fields.index("allow_tf32")  # allow_tf32 is asked when a call runs
 _FIRST_OPTION = 7
 _MEMORY = _FIRST_OPTION + _OPTION_COUNT
 _UPSTREAM = (

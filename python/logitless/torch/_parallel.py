@@ -1,0 +1,829 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vocabulary that is split over a process group: every rank holds some rows of the weight; hidden
+states and targets are the same on all, or the hidden states are split along a dimension of tokens.
+
+    forward    each rank's Forward on its columns; one all-gather of the rows' states, 12 bytes a
+               token and rank, and 4 more for each of entropy, smoothing and the like; every rank
+               folds them in the ranks' order (_shards.py)
+    backward   each rank's Backward on its columns, from the global states: its grad_weight is done,
+               its grad_input is a part in f32, which the ranks exchange and add up in their order
+    errors     on the CPU the ranks tell each other before they exchange, and raise the same one
+
+Collectives are torch's functional ones, which torch.compile traces.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from logitless import _abi
+from logitless._abi import Options
+from logitless._errors import LogitlessError, invalid, not_supported, wrong_shape
+from logitless.torch import _ranks, _run, _shards
+from logitless.torch._autograd import Call, cast, cast_bias, once, upstream_of
+from logitless.torch._checks import check_target
+from logitless.torch._run import Constants, Upstream
+from logitless.torch._shards import State, Tokens
+
+_WEIGHTED = 1 << 20  # asks Forward for weighted_logit_sum, beside the bits of _run
+_EXTRA = {
+    _run.ENTROPY: "entropy",
+    _WEIGHTED: "weighted_logit_sum",
+    _run.SUM_P_SQUARED: "sum_p_squared",
+    _run.MEAN_LOGIT: "mean_logit",
+}  # in the order of State
+_DIFFERENTIABLE = (_run.LOSS, _run.LSE, _run.TARGET_LOGIT, _run.LOGPROB, _run.ENTROPY)
+_FORWARD = (*_run.INPUTS, "target_logit", *_EXTRA.values(), "argmax")
+_NUMBERS = ("label_smoothing", "z_loss", "logit_scale", "softcap", "temperature", "normalizer")
+_CODES = ("reduction", "ignore_index", "empty_mean", "vocab_start", "vocab_total")
+
+
+class Shard(NamedTuple):
+    """Where this rank's columns lie, and how the group exchanges."""
+
+    group: str
+    rank: int
+    size: int
+    start: int
+    total: int
+    sequence_dim: int | None = None
+    local_tokens: bool = False
+    reduce_input_grad: bool = True
+    ordered: bool = True  # grad_input's parts are added in f32 in the ranks' order
+    blocks: int = 0  # of all ranks, each computed by itself; 0: a rank's columns are one
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """Where this rank's blocks begin and end among its own rows."""
+        if not self.blocks:
+            return [(0, self.total - self.start)]
+        width, own = -(-self.total // self.blocks), self.blocks // self.size
+        stops = [min((i + 1) * width, self.total - self.start) for i in range(own)]
+        return [(min(i * width, stop), stop) for i, stop in enumerate(stops)]
+
+
+def _default_split(weight: Tensor, rank: int, size: int, total: int | None) -> tuple[int, int]:
+    """torch.chunk's, or equal shards, of which the last ones may be padded or padding alone."""
+    rows = weight.shape[0]
+    if total is None:
+        return rank * rows, size * rows
+    each = max(rows, -(-total // size))
+    start = min(rank * each, total)
+    if rows < min(each, total - start) and not _waits(weight):
+        raise wrong_shape(
+            f"linear_weight has {rows} rows on rank {rank} of {size}; allowed: "
+            f"{min(each, total - start)}, as torch.chunk splits a vocabulary of {total}, or "
+            "another split with vocab_start"
+        )
+    return start, total
+
+
+def _resolved(name: str) -> Any:
+    import torch.distributed.distributed_c10d as c10d
+
+    resolve: Any = vars(c10d)["_resolve_process_group"]
+    return resolve(name)
+
+
+def _of_name(name: str) -> tuple[str, int, int]:
+    """(name, rank, size) of a group."""
+    import torch.distributed as dist
+
+    group = _resolved(name)
+    return name, dist.get_rank(group), dist.get_world_size(group)
+
+
+_of_name._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see _memory.default
+
+
+def shard_of(
+    group: Any, input: Tensor, weight: Tensor, vocab_start: int | None, vocab_total: int | None,
+    sequence_dim: int | None, local_tokens: bool, reduce_input_grad: bool, reduce_dtype: str,
+    vocab_blocks: int | None,
+) -> Shard:  # fmt: skip
+    """Checks what the caller says of the group and its shard."""
+    import torch.distributed as dist
+
+    if group is None:
+        blocks = _check_blocks(vocab_blocks, 1, reduce_dtype)
+        return Shard("", 0, 1, 0, weight.shape[0], blocks=blocks)
+    if not (dist.is_available() and dist.is_initialized()):
+        raise invalid("group is given, but torch.distributed is not initialized")
+    if isinstance(group, str):
+        name, rank, size = _of_name(group)
+    elif isinstance(group, dist.ProcessGroup):
+        name, rank, size = group.group_name, dist.get_rank(group), dist.get_world_size(group)
+    else:
+        raise invalid(
+            f"group is a {type(group).__name__}; allowed: a torch.distributed.ProcessGroup that "
+            "this rank belongs to, or its name"
+        )
+    if vocab_start is not None and vocab_total is None:
+        raise invalid("vocab_start is given without vocab_total, the columns of all ranks together")
+    if vocab_start is None or vocab_total is None:
+        start, total = _default_split(weight, rank, size, vocab_total)
+    else:
+        start, total = vocab_start, vocab_total
+    blocks = _check_blocks(vocab_blocks, size, reduce_dtype)
+    if blocks:
+        start = _start_of_blocks(weight, rank, size, total, blocks, vocab_start)
+    if total < 1:
+        raise invalid(f"vocab_total is {total}; allowed: >= 1")
+    if start < 0:
+        raise invalid(f"vocab_start is {start}; allowed: >= 0")
+    start = min(start, total)  # a shard may be padding alone
+    if reduce_dtype not in ("float32", "input"):
+        raise invalid(f"reduce_dtype is {reduce_dtype!r}; allowed: 'float32', 'input'")
+    if local_tokens and sequence_dim is None:
+        raise invalid("local_tokens is True without sequence_dim; every rank has all tokens")
+    if sequence_dim is not None and not reduce_input_grad:
+        raise invalid(
+            "reduce_input_grad is False with sequence_dim; the gradient of a rank's own tokens is "
+            "a sum over the ranks"
+        )
+    if sequence_dim is not None:
+        if not 0 <= sequence_dim % input.dim() < input.dim() - 1:
+            raise wrong_shape(
+                f"sequence_dim is {sequence_dim} of an input of shape {tuple(input.shape)}; "
+                "allowed: one of its dimensions but the last"
+            )
+        sequence_dim %= input.dim()
+    return Shard(
+        name, rank, size, start, total, sequence_dim, local_tokens, reduce_input_grad,
+        reduce_dtype == "float32", blocks,
+    )  # fmt: skip
+
+
+def _check_blocks(blocks: int | None, size: int, reduce_dtype: str) -> int:
+    if blocks is None:
+        return 0
+    if type(blocks) is not int or blocks < 1 or blocks & (blocks - 1) or blocks % size:
+        raise invalid(
+            f"vocab_blocks is {blocks!r} with {size} ranks; allowed: a power of two that the ranks "
+            "divide"
+        )
+    if reduce_dtype != "float32":
+        raise invalid("vocab_blocks is given with reduce_dtype 'input', whose sum has no order")
+    return blocks
+
+
+def _start_of_blocks(
+    weight: Tensor, rank: int, size: int, total: int, blocks: int, given: int | None
+) -> int:
+    """Of whole blocks of equal width, the last ones narrower or empty."""
+    width = -(-total // blocks)
+    each = blocks // size * width
+    start = min(rank * each, total)
+    rows = min(each, total - start)
+    if (given is not None and given != start) or (weight.shape[0] < rows and not _waits(weight)):
+        raise invalid(
+            f"rank {rank} of {size} has the columns from {start if given is None else given} on, "
+            f"{weight.shape[0]} of them; allowed with vocab_blocks {blocks} of {total} columns: "
+            f"{rows} from {start} on"
+        )
+    return start
+
+
+def check_tokens(input: Tensor, target: Any, shard: Shard, shift: int) -> None:
+    """The target has the shape of all tokens, or of the rank's own."""
+    dim = shard.sequence_dim
+    if dim is None or shard.local_tokens or not isinstance(target, Tensor):
+        check_target(input, target, "input")
+        if shift and dim == input.dim() - 2 and shard.size > 1:
+            raise invalid(
+                "shift moves targets along the dimension that is split, and a rank has its own "
+                "only; pass those of all tokens, without local_tokens, or shift them before"
+            )
+        return
+    shape = list(input.shape)
+    shape[dim] *= shard.size
+    what = f"the whole input, which is split equally along sequence_dim {dim} over {shard.size},"
+    check_target(torch.empty(shape, device="meta"), target, what)
+
+
+def of_one(shard: Shard, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Of a group of one: what the call without a group is given."""
+    _check_split(shard, [(shard.start, shard.start + weight.shape[0])])
+    return _columns(shard, weight, bias)
+
+
+# --- what the ranks tell each other before they rely on it, on the CPU: a GPU would wait ---
+
+
+def _waits(x: Tensor) -> bool:
+    return x.is_cpu and not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack())
+
+
+def _check_split(shard: Shard, ranges: Sequence[tuple[int, int]]) -> None:
+    """Every rank's columns follow those of the rank before it, and none is missing."""
+    cut = [(start, min(stop, shard.total)) for start, stop in ranges]
+    end = 0
+    for start, stop in cut:
+        if start < stop:
+            end = stop if start == end else -1
+    if end != shard.total:
+        found = ", ".join(f"[{start}, {stop})" for start, stop in cut)
+        raise invalid(
+            f"the ranks have the columns {found} of a vocabulary of {shard.total}; allowed: each "
+            "column once, in the ranks' order (vocab_start, vocab_total and linear_weight's rows)"
+        )
+
+
+def _facts(shard: Shard, input: Tensor, weight: Tensor) -> tuple[int, ...]:
+    """What must fit, or be the same, on all ranks."""
+    stop = shard.start + weight.shape[0]
+    return shard.start, stop, shard.total, input.shape[:-1].numel(), input.shape[-1]
+
+
+def _check_facts(shard: Shard, facts: Sequence[Sequence[int]]) -> None:
+    """Of every rank."""
+    names = ("vocab_total", "the number of the input's tokens", "its hidden size")
+    for name, values in zip(names, zip(*(own[2:] for own in facts))):
+        if len(set(values)) > 1:
+            raise invalid(f"{name} is {list(values)} on the ranks; allowed: the same on all")
+    _check_split(shard, [(start, stop) for start, stop, *_ in facts])
+
+
+def _told(shard: Shard, own: Sequence[int]) -> list[list[int]]:
+    """What each rank says."""
+    said = _all_gather(torch.tensor(own, dtype=torch.int64, device="cpu"), shard)
+    lists: list[list[int]] = said.view(shard.size, -1).tolist()
+    return lists
+
+
+def _together(shard: Shard, x: Tensor, facts: Sequence[int], function: Any, *args: Any) -> Any:
+    """What the function makes on this rank. Raises on every rank what the first of them has raised,
+    or that the facts do not fit: none is left waiting in a collective."""
+    if shard.size == 1 or not _waits(x):
+        return function(*args)
+    made, error = None, None
+    try:
+        made = function(*args)
+    except Exception as e:
+        error = e
+    said = _told(shard, (error is not None, *facts))
+    if facts:
+        _check_facts(shard, [own[1:] for own in said])
+    if not any(failed for failed, *_ in said):
+        return made
+    import torch.distributed as dist
+
+    every: list[Any] = [None] * shard.size
+    if error is not None and not isinstance(error, LogitlessError):
+        error = RuntimeError(f"{type(error).__name__}: {error}")  # others may not be sent
+    dist.all_gather_object(every, error, group=_resolved(shard.group))
+    raise next(e for e in every if e is not None)
+
+
+# --- collectives ---
+
+
+def _all_gather(x: Tensor, shard: Shard) -> Tensor:
+    """[P * n, ...] of every rank's [n, ...], in the ranks' order."""
+    if shard.size == 1:
+        return x
+    ops: Any = torch.ops._c10d_functional
+    gathered: Tensor = ops.all_gather_into_tensor(x.contiguous(), shard.size, shard.group)
+    waited: Tensor = ops.wait_tensor(gathered)
+    return waited
+
+
+def _exchange(x: Tensor, shard: Shard) -> Tensor:
+    """[P, n, ...] of [P * n, ...]: this rank's part of every rank's."""
+    if shard.size == 1:
+        return x.unsqueeze(0)
+    ops: Any = torch.ops._c10d_functional
+    each = [x.shape[0] // shard.size] * shard.size
+    parts: Tensor = ops.all_to_all_single(x.contiguous(), each, each, shard.group)
+    waited: Tensor = ops.wait_tensor(parts)
+    return waited.view(shard.size, each[0], *x.shape[1:])
+
+
+def _all_reduce(x: Tensor, shard: Shard) -> Tensor:
+    ops: Any = torch.ops._c10d_functional
+    waited: Tensor = ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", shard.group))
+    return waited
+
+
+def gather_tokens(x: Tensor, shard: Shard, dim: int) -> Tensor:
+    """The whole of a tensor that is split along `dim`, which must be as long on every rank."""
+    first = x.movedim(dim, 0)
+    return _all_gather(first, shard).movedim(0, dim)
+
+
+def own_tokens(x: Tensor, shard: Shard, dim: int) -> Tensor:
+    length = x.shape[dim] // shard.size
+    return x.narrow(dim, shard.rank * length, length)
+
+
+def _added(shard: Shard, parts: Tensor) -> Tensor:
+    """[...] of [P, ...]: in the ranks' order; of blocks in a tree that is the same for any P."""
+    if not shard.blocks:
+        return _shards.ordered_sum(parts)
+    carries: _shards.Carries = []
+    for part in parts:
+        _shards.carry(carries, part)
+    return _shards.tree_of(carries)
+
+
+def reduce_grad_input(part: Tensor, shard: Shard, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """The gradient of the input of `shape`, from this rank's part of that of all tokens [N, D]: of
+    its own tokens where the input is split, else of all. f32 parts are added in the ranks' order,
+    so that every rank gets the same bits, whatever the backend does."""
+    dim = shard.sequence_dim
+    if dim is not None:
+        whole = list(shape)
+        whole[dim] *= shard.size
+        first = part.view(whole).movedim(dim, 0)
+        if not shard.ordered:
+            first = first.to(dtype)
+        return _added(shard, _exchange(first, shard)).to(dtype).movedim(0, dim)
+    if not shard.reduce_input_grad:
+        return part.to(dtype).view(shape)
+    if not shard.ordered:
+        return _all_reduce(part.to(dtype), shard).view(shape)
+    tokens = part.shape[0]
+    missing = -tokens % shard.size
+    if not isinstance(missing, int) or missing:  # a symbol is not asked whether it is 0
+        padded = part.new_zeros(tokens + missing, part.shape[1])
+        padded[:tokens] = part
+        part = padded
+    own = _added(shard, _exchange(part, shard)).to(dtype)
+    return _all_gather(own, shard)[:tokens].view(shape)
+
+
+# --- the core's two calls, as torch's dispatcher knows them ---
+
+_make_library: Any = torch.library.Library
+_library = _make_library("logitless", "FRAGMENT")
+_tags = (torch.Tag.pt2_compliant_tag,)
+_TENSORS = (
+    "Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? token_weight, "
+    "Tensor? vocab_weight, Tensor? normalizer, Tensor? temperature"
+)
+_OPTIONS = ", ".join((*(f"int {n}" for n in _CODES), *(f"float {n}_number" for n in _NUMBERS)))
+_library.define(
+    f"shard_forward({_TENSORS}, {_OPTIONS}, int? memory, int wanted) -> (Tensor states, "
+    "Tensor argmax)",
+    tags=_tags,
+)
+_library.define(
+    f"shard_backward({_TENSORS}, {_OPTIONS}, int? memory, Tensor row_state, Tensor? entropy, "
+    "Tensor? grad_loss, Tensor? grad_lse, Tensor? grad_target_logit, Tensor? grad_entropy, "
+    "bool need_input, ScalarType? weight_dtype, ScalarType? bias_dtype) -> (Tensor grad_input, "
+    "Tensor grad_weight, Tensor grad_bias)",
+    tags=_tags,
+)
+
+
+def _options(values: Any) -> Options:
+    return Options()._replace(**dict(zip((*_CODES, *_NUMBERS), values)))
+
+
+def _split(args: Any) -> tuple[Any, Options, Any]:
+    inputs, count = args[: len(_run.INPUTS)], len(_CODES) + len(_NUMBERS)
+    return inputs, _options(args[len(inputs) : len(inputs) + count]), args[len(inputs) + count :]
+
+
+def _shard_forward(*args: Any) -> tuple[Tensor, Tensor]:
+    inputs, options, (memory, wanted) = _split(args)
+    input, target = inputs[0], inputs[3]
+    extras = [bit for bit in _EXTRA if wanted & bit]
+    states = input.new_empty((3 + len(extras), target.shape[0]), dtype=torch.float32)
+    argmax = target.new_empty(target.shape[0] if wanted & _run.ARGMAX else 0, dtype=torch.int64)
+    rows = iter(states[3:])
+    outputs = [states[2], *(next(rows) if wanted & bit else None for bit in _EXTRA)]
+    outputs.append(argmax if wanted & _run.ARGMAX else None)
+    tensors = (*inputs, *outputs)
+    kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD
+    _run.launch(kind, _FORWARD, tensors, options, memory, ("shard", wanted), states[:2])
+    return states, argmax
+
+
+def _shard_forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    inputs, _, (_, wanted) = _split(args)
+    tokens, count = inputs[3].shape[0], 3 + sum(bool(wanted & bit) for bit in _EXTRA)
+    argmax = inputs[3].new_empty(tokens if wanted & _run.ARGMAX else 0, dtype=torch.int64)
+    return inputs[0].new_empty((count, tokens), dtype=torch.float32), argmax
+
+
+def _shard_backward(*args: Any) -> tuple[Tensor, ...]:
+    inputs, options, (memory, *rest) = _split(args)
+    *upstream, need_input, weight_dtype, bias_dtype = rest
+    input, weight, bias = inputs[:3]
+    dtypes = (torch.float32 if need_input else None, weight_dtype, bias_dtype)
+    grads = _run.backward(
+        input, weight, bias, Constants(*inputs[3:]), options, memory, Upstream(*upstream), dtypes
+    )
+    return tuple(input.new_empty(0) if g is None else g for g in grads)
+
+
+def _shard_backward_fake(*args: Any) -> tuple[Tensor, ...]:
+    inputs, _, (_, *rest) = _split(args)
+    dtypes = (torch.float32 if rest[-3] else None, *rest[-2:])
+    return tuple(
+        inputs[0].new_empty(0) if x is None or t is None else torch.empty_like(x, dtype=t)
+        for x, t in zip(inputs[:3], dtypes)
+    )
+
+
+for _name, _kernel, _fake in (
+    ("shard_forward", _shard_forward, _shard_forward_fake),
+    ("shard_backward", _shard_backward, _shard_backward_fake),
+):
+    for _device in ("CPU", "CUDA"):
+        _library.impl(_name, _kernel, _device)
+    torch.library.register_fake(f"logitless::{_name}", _fake, lib=_library)
+
+
+# --- the loss ---
+
+
+def _arguments(inputs: Any, options: Options) -> tuple[Any, ...]:
+    values = options._asdict()
+    return (*inputs, *(values[n] for n in _CODES), *(values[n] for n in _NUMBERS))
+
+
+def _columns(shard: Shard, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The rows that are columns of the vocabulary: padding lies behind them."""
+    padding = max(weight.shape[0] - (shard.total - shard.start), 0)
+    if not padding:
+        return weight, bias
+    bias = None if bias is None else bias[: max(bias.shape[0] - padding, 0)]
+    return weight[: weight.shape[0] - padding], bias
+
+
+def _local_state(
+    x: Tensor, w: Tensor, b: Tensor | None, constants: Constants, options: Options,
+    memory: int | None, wanted: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """[k, N] f32 and argmax, of this rank's columns."""
+    empty = not w.shape[0]
+    if empty:  # a column that is nobody's, so that this rank refuses what the others refuse
+        w, b = w.new_zeros(1, w.shape[1]), None if b is None else b.new_zeros(b.shape[0] + 1)
+        options = options._replace(vocab_start=0)
+    target, _, vocab_weight, normalizer, temperature = constants
+    inputs = (x, w, b, target, None, vocab_weight, normalizer, temperature)
+    forward: Any = torch.ops.logitless.shard_forward
+    states, argmax = forward(*_arguments(inputs, options), memory, wanted)
+    if empty:
+        asked = [bool(wanted & bit) for bit in _EXTRA]
+        return _shards.empty_state(x.shape[0], x, asked), torch.full_like(argmax, -1)
+    return states, argmax
+
+
+def _local_states(
+    shard: Shard, x: Tensor, w: Tensor, b: Tensor | None, constants: Constants, options: Options,
+    memory: int | None, wanted: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """[b, k, N] f32 and argmax [b, N], of this rank's blocks."""
+    made = [
+        _local_state(
+            x, w[first:stop], None if b is None else b[first:stop], constants,
+            options._replace(vocab_start=shard.start + first), memory, wanted,
+        )
+        for first, stop in shard.ranges()
+    ]  # fmt: skip
+    return torch.stack([states for states, _ in made]), torch.stack([argmax for _, argmax in made])
+
+
+def _states(gathered: Tensor, wanted: int) -> list[State]:
+    """Of [P b, k, N]."""
+    asked = [bool(wanted & bit) for bit in _EXTRA]
+    found = []
+    for shard in gathered:
+        rows = iter(shard)
+        first = [next(rows) for _ in range(3)]
+        found.append(State(*first, *(next(rows) if there else None for there in asked)))
+    return found
+
+
+def _flat(constants: Constants) -> Constants:
+    """With targets and token weights [N]."""
+    target, token_weight, *rest = constants
+    return Constants(
+        target.reshape(-1), None if token_weight is None else token_weight.reshape(-1), *rest
+    )
+
+
+class ShardedLoss(Function):
+    """The outputs in the order of _run.OUTPUTS; None where not wanted."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, call: Call, shard: Shard
+    ) -> tuple[Tensor | None, ...]:
+        ctx.call, ctx.shard = call, shard
+        ctx.set_materialize_grads(False)
+        x, w, b = input, weight, bias
+        if call.dtype is not None:
+            x, w, b = cast(x, call.dtype), cast(w, call.dtype), cast_bias(b, call.dtype)
+        constants, options, wanted = call.release(), call.options, call.wanted
+        dim, shape = shard.sequence_dim, constants.target.shape
+        facts = _facts(shard, x, w) if _waits(x) else ()
+        if dim is not None:
+            if facts:  # the sizes of what is gathered depend on them
+                _check_facts(shard, _told(shard, facts))
+            facts = ()
+            x = gather_tokens(x, shard, dim)
+            if shard.local_tokens:
+                constants = _gathered(constants, shard, dim)
+                shape = constants.target.shape
+        rows = x.reshape(-1, x.shape[-1])  # [N, D]
+        constants = _flat(constants)
+        if options.label_smoothing > 0:
+            wanted |= _WEIGHTED
+        w, b = _columns(shard, w, b)
+        local, argmax = _together(
+            shard,
+            rows,
+            facts,
+            _local_states,
+            shard,
+            rows,
+            w,
+            b,
+            constants,
+            options,
+            call.memory,
+            wanted,
+        )
+        states = _states(_all_gather(local, shard), wanted)  # of each shard's blocks
+        state = _shards.fold(states)
+        tokens = Tokens(*constants[:4])
+        losses = None
+        if call.wanted & _run.LOSS:
+            losses = _shards.token_losses(state, tokens, options)
+        indices = None
+        if call.wanted & _run.ARGMAX:
+            indices = _argmax(states, _all_gather(argmax, shard), tokens, options)
+        outputs = _outputs(call.wanted, state, tokens, options, losses, indices)
+        if shard.local_tokens and dim is not None:
+            outputs = [
+                None if t is None else own_tokens(t.view(shape), shard, dim) for t in outputs
+            ]
+        else:
+            outputs = [None if t is None else t.view(shape) for t in outputs]
+        outputs[0] = _reduced(outputs[0], tokens, options)
+        row_state = torch.stack((state.row_reference, state.row_log_sum))  # [2, N]
+        row_state = torch.where(tokens.ignored(options), 0.0, row_state)
+        gathered_rows = None if dim is None else rows
+        ctx.save_for_backward(
+            input, weight, bias, *constants, row_state, state.entropy, gathered_rows
+        )
+        ctx.shape, ctx.dtype, ctx.whole = input.shape, input.dtype, shape
+        constant = [
+            t for t, bit in zip(outputs, _run.OUTPUTS) if t is not None and bit in _run.CONSTANTS
+        ]
+        if call.wanted & _run.DETACHED and outputs[4] is not None:
+            constant.append(outputs[4])
+        ctx.mark_non_differentiable(*constant)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> Any:
+        if not torch.is_grad_enabled():
+            return *ShardedLoss._gradients(ctx, *upstream), None, None
+        with torch.no_grad():
+            grads = ShardedLoss._gradients(ctx, *upstream)
+        return *once((*ctx.saved_tensors[:3], *upstream), grads), None, None
+
+    @staticmethod
+    def _gradients(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        call, shard, needs = ctx.call, ctx.shard, ctx.needs_input_grad
+        if _ranks.ON and shard.size > 1:
+            _ranks.before_backward(upstream, needs[0], ctx.saved_tensors, shard)
+        input, weight, bias, *rest = ctx.saved_tensors
+        constants, (row_state, entropy, rows) = Constants(*rest[:5]), rest[5:]
+        options: Options = call.options
+        grads: Sequence[Tensor | None] = upstream
+        if shard.local_tokens:
+            grads = _whole_upstream(upstream, call.wanted, constants, options, shard, ctx.whole)
+            constants = constants._replace(normalizer=None)
+            options = options._replace(reduction=_abi.REDUCTION_NONE, normalizer=0.0)
+        given = upstream_of(
+            (*grads, None, None, None, None), options, constants, row_state, entropy
+        )
+        w, b = weight, bias
+        if call.dtype is not None:
+            w, b = cast(w, call.dtype), cast_bias(b, call.dtype)
+        w, b = _columns(shard, w, b)
+        if rows is None:
+            rows = cast(input, call.dtype).reshape(-1, input.shape[-1])
+        grad_weight = weight.new_zeros(0, weight.shape[1]) if needs[1] else None
+        grad_bias = None if bias is None or not needs[2] else bias.new_zeros(0)
+        more = (
+            call.memory, *given, needs[0], None if grad_weight is None else weight.dtype,
+            None if grad_bias is None else grad_bias.dtype,
+        )  # fmt: skip
+        made = (shard, (rows, w, b, *constants), options, more)
+        if needs[0]:  # then the ranks exchange, and one that fails would leave the others waiting
+            parts, weights, biases = _together(shard, rows, (), _local_gradients, *made)
+        else:
+            parts, weights, biases = _local_gradients(*made)
+        if weights:
+            grad_weight = _joined(weights) if needs[1] else None
+            grad_bias = None if grad_bias is None else _joined(biases)
+        grad_input = None
+        if needs[0]:
+            part = _shards.tree_of(parts)
+            grad_input = reduce_grad_input(part, shard, ctx.shape, ctx.dtype)
+        return grad_input, _padded(grad_weight, weight), _padded(grad_bias, bias)
+
+
+def _local_gradients(
+    shard: Shard, inputs: Any, options: Options, more: Any
+) -> tuple[_shards.Carries, list[Tensor], list[Tensor]]:
+    """Of each block with columns: its part of grad_input, its rows of grad_weight and grad_bias."""
+    backward: Any = torch.ops.logitless.shard_backward
+    rows, w, b, *constants = inputs
+    parts: _shards.Carries = []
+    weights, biases = [], []
+    for first, stop in shard.ranges():
+        part = rows.new_zeros(rows.shape, dtype=torch.float32)
+        if first < stop:
+            own = (rows, w[first:stop], None if b is None else b[first:stop], *constants)
+            start = shard.start + first
+            part, weight, bias = backward(
+                *_arguments(own, options._replace(vocab_start=start)), *more
+            )
+            weights.append(weight)
+            biases.append(bias)
+        _shards.carry(parts, part)
+    return parts, weights, biases
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _padded(grad: Tensor | None, like: Tensor | None) -> Tensor | None:
+    """With rows of zeros for those that are no columns, in the dtype of `like`."""
+    if grad is None or like is None:
+        return None
+    missing = like.shape[0] - grad.shape[0]
+    if missing:
+        grad = torch.cat((grad, grad.new_zeros(missing, *grad.shape[1:])))
+    return cast(grad, like.dtype)
+
+
+def _gathered(constants: Constants, shard: Shard, dim: int) -> Constants:
+    """Those of all tokens, of each rank's own. Temperatures are [N] of the own ones."""
+    shape = constants.target.shape
+    target, token_weight, vocab_weight, normalizer, temperature = constants
+    if temperature is not None:
+        temperature = gather_tokens(temperature.view(shape), shard, dim).reshape(-1)
+    if token_weight is not None:
+        token_weight = gather_tokens(token_weight, shard, dim)
+    return Constants(
+        gather_tokens(target, shard, dim), token_weight, vocab_weight, normalizer, temperature
+    )
+
+
+def _reduced(losses: Tensor | None, tokens: Tokens, options: Options) -> Tensor | None:
+    if losses is None or options.reduction == _abi.REDUCTION_NONE:
+        return losses
+    return _shards.reduced(losses.reshape(-1), tokens, options)
+
+
+def _outputs(
+    wanted: int, state: State, tokens: Tokens, options: Options, losses: Tensor | None,
+    argmax: Tensor | None,
+) -> list[Tensor | None]:  # fmt: skip
+    """[N] each, in the order of _run.OUTPUTS; 0 for ignored tokens, whose argmax is -1."""
+    ignored, outside = tokens.ignored(options), tokens.outside(options)
+    found: dict[int, Tensor | None] = {
+        _run.LSE: state.lse() if wanted & _run.LSE else None,
+        _run.TARGET_LOGIT: state.target_logit,
+        _run.LOGPROB: torch.where(outside, float("nan"), state.logprob()),
+        _run.ENTROPY: state.entropy,
+        _run.SUM_P_SQUARED: state.sum_p_squared,
+        _run.MEAN_LOGIT: state.mean_logit,
+    }
+    outputs: list[Tensor | None] = []
+    for bit in _run.OUTPUTS:
+        value = losses if bit == _run.LOSS else argmax if bit == _run.ARGMAX else found.get(bit)
+        if not wanted & bit or value is None:
+            outputs.append(None)
+        elif bit in (_run.LOSS, _run.ARGMAX):
+            outputs.append(value)
+        else:
+            outputs.append(torch.where(ignored, 0.0, value))
+    return outputs
+
+
+def _argmax(states: list[State], indices: Tensor, tokens: Tokens, options: Options) -> Tensor:
+    """[N] i64 of [P, N]: the first of the shards whose maximum is the largest."""
+    best, index = states[0].row_reference, indices[0]
+    for state, other in zip(states[1:], indices[1:]):
+        better = (other >= 0) & ((index < 0) | (state.row_reference > best))
+        index = torch.where(better, other, index)
+        best = torch.where(better, state.row_reference, best)
+    return torch.where(tokens.ignored(options), -1, index)
+
+
+def _whole_upstream(
+    upstream: Any, wanted: int, constants: Constants, options: Options, shard: Shard,
+    shape: torch.Size,
+) -> list[Tensor | None]:  # fmt: skip
+    """Those of all tokens [N], the loss's as if it were not reduced, where a rank's outputs are
+    those of its own tokens: ranks may have other upstream gradients. One collective, whichever of
+    the outputs a rank has used."""
+    dim = shard.sequence_dim
+    assert dim is not None
+    length = list(shape)
+    length[dim] //= shard.size
+    grads = list(upstream[: len(_DIFFERENTIABLE)])
+    if grads[0] is not None and options.reduction == _abi.REDUCTION_MEAN:
+        by = _shards.divisor(Tokens(*constants[:4]), options)
+        empty = float("nan") if options.empty_mean == _abi.EMPTY_MEAN_NAN else 0.0
+        grads[0] = torch.where(by == 0, empty, grads[0] / torch.where(by == 0, 1.0, by))
+    asked = [bool(wanted & bit) for bit in _DIFFERENTIABLE]
+    asked[-1] = asked[-1] and not wanted & _run.DETACHED
+    none = constants.target.new_zeros((), dtype=torch.float32)
+    own = [(none if g is None else g).expand(length) for g, there in zip(grads, asked) if there]
+    whole = iter(gather_tokens(torch.stack(own), shard, dim + 1))
+    return [next(whole).reshape(-1) if there else None for there in asked]
+
+
+def refuse(call: Call) -> None:
+    """What a vocabulary that is split does not have."""
+    if call.wanted & _run.RANK:
+        raise not_supported(
+            "return_statistics is 'rank' with a group; a shard does not know the target's logit of "
+            "another"
+        )
+    if call.main_grad is not None:
+        raise not_supported('grad_accumulation="main_grad" is not supported with a group')
+
+
+def loss(
+    input: Tensor, weight: Tensor, bias: Tensor | None, call: Call, shard: Shard
+) -> tuple[Tensor | None, ...]:
+    """The outputs in the order of _run.OUTPUTS."""
+    refuse(call)
+    call.options = call.options._replace(vocab_start=shard.start, vocab_total=shard.total)
+    if _ranks.ON and shard.size > 1:
+        _ranks.before_forward(input, weight, bias, call, shard)
+    if torch.compiler.is_compiling():
+        return _traced(input, weight, bias, call, shard)
+    apply: Any = ShardedLoss.apply
+    outputs: tuple[Tensor | None, ...] = apply(input, weight, bias, call, shard)
+    return outputs
+
+
+# --- the loss for torch.compile, which traces through an op that is made of others, autograd rule
+# and all. Of an autograd.Function alone it makes a graph of its own, and fails at dynamic sizes ---
+
+_library.define(
+    f"sharded_loss({_TENSORS}, {_OPTIONS}, int? memory, int wanted, ScalarType? dtype, str group, "
+    "int rank, int size, SymInt start, SymInt total, int? sequence_dim, bool local_tokens, "
+    "bool reduce_input_grad, bool ordered, int blocks, str revision) -> Tensor[]",
+    tags=_tags,
+)
+
+
+def _revision() -> str:
+    """Torch keeps compiled graphs on disk by the ops that were called, not by what this one is
+    made of: those of another revision of it must not be taken."""
+    files = (__file__, _shards.__file__)
+    try:
+        code = b"".join(pathlib.Path(file).read_bytes() for file in files)
+    except OSError:  # not installed as files
+        code = b""
+    return f"{'.'.join(map(str, _abi.VERSION))}-{zlib.crc32(code):08x}"
+
+
+_REVISION = _revision()
+
+
+def _sharded_loss(*args: Any) -> list[Tensor]:
+    (input, weight, bias, *constants), options, (memory, wanted, dtype, *where, _) = _split(args)
+    call = Call(Constants(*constants), options, memory, wanted, dtype)
+    apply: Any = ShardedLoss.apply
+    return [t for t in apply(input, weight, bias, call, Shard(*where)) if t is not None]
+
+
+_library.impl("sharded_loss", _sharded_loss, "CompositeImplicitAutograd")
+
+
+def _traced(
+    input: Tensor, weight: Tensor, bias: Tensor | None, call: Call, shard: Shard
+) -> tuple[Tensor | None, ...]:
+    inputs = (input, weight, bias, *call.constants)
+    made = torch.ops.logitless.sharded_loss(
+        *_arguments(inputs, call.options),
+        call.memory,
+        call.wanted,
+        call.dtype,
+        *shard,
+        _REVISION,
+    )
+    rest = iter(made)
+    return tuple(next(rest) if call.wanted & bit else None for bit in _run.OUTPUTS)

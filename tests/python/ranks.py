@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that are the ranks of one gloo group: a test calls a function on all of them. They
+start once a size, and again after one has died or hung."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import multiprocessing
+import pathlib
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+COLLECTIVE_S = 30  # a rank that waits for another gives up
+CASE_S = 60
+START_S = 120
+
+Case = Callable[..., Mapping[str, Tensor]]
+
+
+class Rank(NamedTuple):
+    """What a case is called with, first."""
+
+    rank: int
+    size: int
+
+
+class Reply(NamedTuple):
+    bits: dict[str, tuple[Any, ...]]  # of each result its dtype, shape and hash
+    error: str = ""
+
+
+def bits_of(value: Tensor) -> tuple[Any, ...]:
+    value = value.detach().contiguous()
+    memory = value.reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
+    digest = hashlib.sha256(memory).hexdigest()
+    shown = f"{value.double().nan_to_num().sum().item():.9g}"
+    return str(value.dtype), tuple(value.shape), shown, digest
+
+
+def serve(rank: int, size: int, meeting: str, pipe: Any) -> None:
+    """A rank's life: cases in, replies out."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size,
+        timeout=datetime.timedelta(seconds=COLLECTIVE_S),
+    )  # fmt: skip
+    pipe.send("ready")
+    while True:
+        call = pipe.recv()
+        if call is None:
+            break
+        case, args = call
+        torch.manual_seed(0)
+        try:
+            results = case(Rank(rank, size), *args)
+            pipe.send(Reply({name: bits_of(value) for name, value in results.items()}))
+        except BaseException:
+            pipe.send(Reply({}, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+class Group:
+    """`size` ranks, which start with the first case."""
+
+    def __init__(self, size: int, folder: pathlib.Path) -> None:
+        self.size = size
+        self.folder = folder
+        self.started = 0
+        self.processes: list[Any] = []
+        self.pipes: list[Any] = []
+
+    def start(self) -> None:
+        self.started += 1
+        meeting = str(self.folder / f"meeting-{self.size}-{self.started}")
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=serve, args=(rank, self.size, meeting, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.pipes.append(ours)
+        for answer in self._answers(START_S):
+            assert answer == "ready", answer
+
+    def _answers(self, seconds: float) -> list[Any]:
+        """Of each rank; None of one that hangs or died."""
+        end = time.monotonic() + seconds
+        answers: list[Any] = []
+        for pipe in self.pipes:
+            answer = None
+            try:
+                if pipe.poll(max(0.0, end - time.monotonic())):
+                    answer = pipe.recv()
+            except (EOFError, OSError):
+                pass
+            answers.append(answer)
+        return answers
+
+    def call(self, case: Case, *args: Any) -> None:
+        """Fails where the case does on any rank, or where two ranks have other bits of a result of
+        one name."""
+        __tracebackhide__ = True
+        if not self.processes:
+            self.start()
+        for pipe in self.pipes:
+            pipe.send((case, args))
+        replies = self._answers(CASE_S)
+        errors = [
+            f"rank {rank} of {self.size}: {reply.error if reply else 'hangs or died'}"
+            for rank, reply in enumerate(replies)
+            if reply is None or reply.error
+        ]
+        if errors:  # who waited for the one that failed is out of step
+            self.stop(kill=True)
+            raise AssertionError("\n".join(errors))
+        first: dict[str, tuple[int, Any]] = {}
+        for rank, reply in enumerate(replies):
+            for name, bits in reply.bits.items():
+                other, same = first.setdefault(name, (rank, bits))
+                assert bits == same, f"{name}: {same} on rank {other}, {bits} on rank {rank}"
+
+    def stop(self, kill: bool = False) -> None:
+        for process, pipe in zip(self.processes, self.pipes):
+            if kill:
+                process.kill()
+            elif process.is_alive():
+                pipe.send(None)
+        for process, pipe in zip(self.processes, self.pipes):
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            pipe.close()
+        self.processes, self.pipes = [], []
