@@ -1389,6 +1389,57 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, ranks
         group.stop()
 
 
+@case
+def an_ignore_index_beyond_what_targets_hold(rank: Rank) -> Results:
+    """It ignores nothing, and is never what is left of it in 32 bits."""
+    x, w, t = torch.randn(3, 8), torch.randn(4 * rank.size, 8), torch.tensor([0, 1, 2])
+    own = w.view(rank.size, 4, 8)[rank.rank]
+    options: dict[str, Any] = {"ignore_index": 2**32 + 1, "reduction": "none"}
+    ours = linear_cross_entropy(x, own, t.int(), group=dist.group.WORLD, **options)
+    close(ours, linear_cross_entropy(x, w, t, **options).double())
+    return {"loss": ours}
+
+
+@case
+def results_may_be_changed_in_place(rank: Rank) -> Results:
+    x = torch.randn(5, 8).requires_grad_()
+    w, t = torch.randn(4, 8), torch.arange(5) % 4
+    where: dict[str, Any] = {"group": dist.group.WORLD}
+    total = linear_cross_entropy(x, w, t, reduction="sum", **where)
+    total /= 4
+    logprob, entropy = linear_logprob(x, w, t, entropy=True, **where)
+    logprob.mul_(2), entropy.mul_(3)
+    (total + logprob.sum() + entropy.sum()).backward()
+    y = x.detach().clone().requires_grad_()
+    other, other_entropy = linear_logprob(y, w, t, entropy=True, **where)
+    whole = linear_cross_entropy(y, w, t, reduction="sum", **where) / 4
+    (whole + 2 * other.sum() + 3 * other_entropy.sum()).backward()
+    close(grad_of(x), grad_of(y).double())
+    return {"grad": grad_of(x)}
+
+
+def grad_of(x: Tensor) -> Tensor:
+    assert x.grad is not None
+    return x.grad
+
+
+@case
+def ranks_that_ask_for_other_things(rank: Rank) -> Results:
+    x, w, t = torch.randn(4, 8), torch.randn(8, 8), torch.arange(4)
+    names = ("lse", "entropy") if rank.rank else ("lse",)
+    with pytest.raises(ValueError, match="what is asked for"):
+        linear_cross_entropy(x, w, t, group=dist.group.WORLD, return_statistics=names)
+    if rank.size == 2:
+        with pytest.raises(ValueError, match=r"^vocab_blocks is \[2, 4\] on the ranks"):
+            linear_cross_entropy(x, w, t, group=dist.group.WORLD, vocab_blocks=2 + 2 * rank.rank)
+        with pytest.raises(ValueError, match="allowed with vocab_blocks 4 of 10 columns"):
+            linear_cross_entropy(  # as torch.chunk splits them
+                x, w[:5], t, group=dist.group.WORLD, vocab_start=5 * rank.rank, vocab_total=10,
+                vocab_blocks=4,
+            )  # fmt: skip
+    return {}
+
+
 # --- blocks of the vocabulary ---
 
 
@@ -1452,10 +1503,10 @@ def a_split_that_is_not_of_whole_blocks_is_refused(rank: Rank) -> Results:
     with pytest.raises(ValueError, match="allowed with vocab_blocks 4 of 40 columns"):
         linear_cross_entropy(
             x,
-            w,
+            torch.ones(19 + 2 * rank.rank, 4),
             t,
             group=dist.group.WORLD,
-            vocab_start=rank.rank * 20 + 1,
+            vocab_start=19 * rank.rank,
             vocab_total=40,
             vocab_blocks=4,
         )
@@ -1479,6 +1530,21 @@ def test_a_known_bug_makes_a_check_fail(
     groups: dict[int, ranks.Group], size: int, name: str
 ) -> None:
     groups[size].call(mutated, name)
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("vocab_start", 0), ("vocab_total", 7), ("sequence_dim", 0), ("local_tokens", True),
+        ("reduce_input_grad", False), ("reduce_dtype", "input"),
+    ],
+)  # fmt: skip
+def test_what_is_about_a_group_without_one(name: str, value: Any) -> None:
+    x, w, t = torch.ones(2, 4), torch.ones(10, 4), torch.zeros(2, dtype=torch.int64)
+    for more in ({}, {"vocab_blocks": 2}):
+        given: dict[str, Any] = {name: value, **more}
+        with pytest.raises(ValueError, match=f"^{name} is given without group"):
+            linear_cross_entropy(x, w, t, **given)
 
 
 def test_a_group_before_torch_has_one() -> None:

@@ -60,7 +60,7 @@ def test_every_option_of_the_functions_is_a_modules() -> None:
         tensors = {"linear_bias", "token_weight", "normalizer"}
         of_a_group = {  # the head has them
             "group", "vocab_start", "vocab_total", "sequence_dim", "local_tokens",
-            "reduce_input_grad", "reduce_dtype",
+            "reduce_input_grad", "reduce_dtype", "vocab_blocks",
         }  # fmt: skip
         names = {
             p.name

@@ -194,14 +194,16 @@ def _forward(
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """The outputs, and what Backward takes of them."""
     given = _rotated(call, shard, operands)
-    of_forward = ("input", "weight", "bias", "target", "vocab_weight", "temperature")
+    of_forward = (
+        "input", "weight", "bias", "target", "vocab_weight", "normalizer", "temperature"
+    )  # fmt: skip
     extra = _asked(call)
     names = ["row_reference", "row_log_sum", "target_logit", *extra]
     shape = operands["target"].shape
     results = [Tensor(name, shape, _F32) for name in names]
     if "argmax" in call.outputs:
         results.append(Tensor("argmax", shape, np.dtype(np.int32)))
-    options = _own_options(call)._replace(reduction=_abi.REDUCTION_NONE, normalizer=0.0)
+    options = _own_options(call)
     made = _run(
         call, _abi.LINEAR_CROSS_ENTROPY_FORWARD,
         {name: given[name] for name in of_forward if name in given}, results, options,

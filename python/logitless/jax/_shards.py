@@ -27,7 +27,8 @@ class State(NamedTuple):
     mean_logit: Array | None = None
 
     def lse(self) -> Array:
-        return self.row_reference + self.row_log_sum
+        whole = self.row_reference + self.row_log_sum
+        return jnp.where(self.row_reference == -jnp.inf, jnp.nan, whole)  # of -inf alone
 
     def logprob(self) -> Array:
         """Never above 0; a NaN stays."""

@@ -204,6 +204,23 @@ def _result(outputs: Any, wanted: int) -> Any:
     return outputs[0], Statistics(*outputs[1:])
 
 
+def _refuse_without_group(
+    vocab_start: Any, vocab_total: Any, sequence_dim: Any, local_tokens: bool,
+    reduce_input_grad: bool, reduce_dtype: str,
+) -> None:  # fmt: skip
+    given = {
+        "vocab_start": vocab_start is not None,
+        "vocab_total": vocab_total is not None,
+        "sequence_dim": sequence_dim is not None,
+        "local_tokens": local_tokens,
+        "reduce_input_grad": not reduce_input_grad,
+        "reduce_dtype": reduce_dtype != "float32",
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise invalid(f"{name} is given without group, whose ranks it is about")
+
+
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -290,6 +307,10 @@ def linear_cross_entropy(
                 reduce_input_grad,
             )  # fmt: skip
     shard = None
+    if group is None:
+        _refuse_without_group(
+            vocab_start, vocab_total, sequence_dim, local_tokens, reduce_input_grad, reduce_dtype
+        )
     if group is None and vocab_blocks is None:
         check_target(input, target, "input")
     else:

@@ -26,7 +26,7 @@ from torch.autograd import Function
 from logitless import _abi
 from logitless._abi import Options
 from logitless._errors import LogitlessError, invalid, not_supported, wrong_shape
-from logitless.torch import _ranks, _run, _shards
+from logitless.torch import _autograd, _ranks, _run, _shards
 from logitless.torch._autograd import Call, cast, cast_bias, once, upstream_of
 from logitless.torch._checks import check_target
 from logitless.torch._run import Constants, Upstream
@@ -59,12 +59,12 @@ class Shard(NamedTuple):
     ordered: bool = True  # grad_input's parts are added in f32 in the ranks' order
     blocks: int = 0  # of all ranks, each computed by itself; 0: a rank's columns are one
 
-    def ranges(self) -> list[tuple[int, int]]:
+    def ranges(self, rows: int) -> list[tuple[int, int]]:
         """Where this rank's blocks begin and end among its own rows."""
         if not self.blocks:
-            return [(0, self.total - self.start)]
+            return [(0, rows)]
         width, own = -(-self.total // self.blocks), self.blocks // self.size
-        stops = [min((i + 1) * width, self.total - self.start) for i in range(own)]
+        stops = [min((i + 1) * width, rows) for i in range(own)]
         return [(min(i * width, stop), stop) for i, stop in enumerate(stops)]
 
 
@@ -131,8 +131,8 @@ def shard_of(
     else:
         start, total = vocab_start, vocab_total
     blocks = _check_blocks(vocab_blocks, size, reduce_dtype)
-    if blocks:
-        start = _start_of_blocks(weight, rank, size, total, blocks, vocab_start)
+    if blocks and vocab_start is None:
+        start = min(rank * (blocks // size) * -(-total // blocks), total)
     if total < 1:
         raise invalid(f"vocab_total is {total}; allowed: >= 1")
     if start < 0:
@@ -173,21 +173,24 @@ def _check_blocks(blocks: int | None, size: int, reduce_dtype: str) -> int:
     return blocks
 
 
-def _start_of_blocks(
-    weight: Tensor, rank: int, size: int, total: int, blocks: int, given: int | None
-) -> int:
-    """Of whole blocks of equal width, the last ones narrower or empty."""
-    width = -(-total // blocks)
-    each = blocks // size * width
-    start = min(rank * each, total)
-    rows = min(each, total - start)
-    if (given is not None and given != start) or (weight.shape[0] < rows and not _waits(weight)):
+def _block_rows(shard: Shard) -> tuple[int, int]:
+    """Where a rank's columns begin, and how many it has: whole blocks of equal width, the last ones
+    narrower or empty."""
+    each = shard.blocks // shard.size * -(-shard.total // shard.blocks)
+    start = min(shard.rank * each, shard.total)
+    return start, min(each, shard.total - start)
+
+
+def _check_block_rows(shard: Shard, weight: Tensor) -> None:
+    if not shard.blocks:
+        return
+    start, rows = _block_rows(shard)
+    if (shard.start, weight.shape[0]) != (start, rows):
         raise invalid(
-            f"rank {rank} of {size} has the columns from {start if given is None else given} on, "
-            f"{weight.shape[0]} of them; allowed with vocab_blocks {blocks} of {total} columns: "
-            f"{rows} from {start} on"
+            f"rank {shard.rank} of {shard.size} has the columns from {shard.start} on, "
+            f"{weight.shape[0]} of them; allowed with vocab_blocks {shard.blocks} of {shard.total} "
+            f"columns: {rows} from {start} on"
         )
-    return start
 
 
 def check_tokens(input: Tensor, target: Any, shard: Shard, shift: int) -> None:
@@ -235,15 +238,19 @@ def _check_split(shard: Shard, ranges: Sequence[tuple[int, int]]) -> None:
         )
 
 
-def _facts(shard: Shard, input: Tensor, weight: Tensor) -> tuple[int, ...]:
+def _facts(shard: Shard, input: Tensor, weight: Tensor, wanted: int) -> tuple[int, ...]:
     """What must fit, or be the same, on all ranks."""
     stop = shard.start + weight.shape[0]
-    return shard.start, stop, shard.total, input.shape[:-1].numel(), input.shape[-1]
+    tokens, hidden = input.shape[:-1].numel(), input.shape[-1]
+    return shard.start, stop, shard.total, tokens, hidden, shard.blocks, wanted
 
 
 def _check_facts(shard: Shard, facts: Sequence[Sequence[int]]) -> None:
     """Of every rank."""
-    names = ("vocab_total", "the number of the input's tokens", "its hidden size")
+    names = (
+        "vocab_total", "the number of the input's tokens", "its hidden size", "vocab_blocks",
+        "what is asked for, in bits,",
+    )  # fmt: skip
     for name, values in zip(names, zip(*(own[2:] for own in facts))):
         if len(set(values)) > 1:
             raise invalid(f"{name} is {list(values)} on the ranks; allowed: the same on all")
@@ -478,17 +485,27 @@ def _local_state(
     return states, argmax
 
 
+def _rows_of(bias: Tensor | None, weight: Tensor, first: int, stop: int) -> Tensor | None:
+    """A block's own. The last one's are all that are left, so that a bias too long is refused."""
+    if bias is None:
+        return None
+    own = bias[first:stop] if stop < weight.shape[0] else bias[first:]
+    # CUDA's plans, and so the bits, depend on how a tensor is aligned.
+    return own.clone() if first else own
+
+
 def _local_states(
     shard: Shard, x: Tensor, w: Tensor, b: Tensor | None, constants: Constants, options: Options,
     memory: int | None, wanted: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """[b, k, N] f32 and argmax [b, N], of this rank's blocks."""
+    _check_block_rows(shard, w)
     made = [
         _local_state(
-            x, w[first:stop], None if b is None else b[first:stop], constants,
+            x, w[first:stop], _rows_of(b, w, first, stop), constants,
             options._replace(vocab_start=shard.start + first), memory, wanted,
         )
-        for first, stop in shard.ranges()
+        for first, stop in shard.ranges(w.shape[0])
     ]  # fmt: skip
     return torch.stack([states for states, _ in made]), torch.stack([argmax for _, argmax in made])
 
@@ -526,7 +543,7 @@ class ShardedLoss(Function):
             x, w, b = cast(x, call.dtype), cast(w, call.dtype), cast_bias(b, call.dtype)
         constants, options, wanted = call.release(), call.options, call.wanted
         dim, shape = shard.sequence_dim, constants.target.shape
-        facts = _facts(shard, x, w) if _waits(x) else ()
+        facts = _facts(shard, x, w, wanted) if _waits(x) else ()
         if dim is not None:
             if facts:  # the sizes of what is gathered depend on them
                 _check_facts(shard, _told(shard, facts))
@@ -570,6 +587,8 @@ class ShardedLoss(Function):
             ]
         else:
             outputs = [None if t is None else t.view(shape) for t in outputs]
+        # Results of their own, which may be changed in place.
+        outputs = [None if t is None else t.clone() for t in outputs]
         outputs[0] = _reduced(outputs[0], tokens, options)
         row_state = torch.stack((state.row_reference, state.row_log_sum))  # [2, N]
         row_state = torch.where(tokens.ignored(options), 0.0, row_state)
@@ -645,16 +664,17 @@ def _local_gradients(
     rows, w, b, *constants = inputs
     parts: _shards.Carries = []
     weights, biases = [], []
-    for first, stop in shard.ranges():
-        part = rows.new_zeros(rows.shape, dtype=torch.float32)
+    for first, stop in shard.ranges(w.shape[0]):
         if first < stop:
-            own = (rows, w[first:stop], None if b is None else b[first:stop], *constants)
+            own = (rows, w[first:stop], _rows_of(b, w, first, stop), *constants)
             start = shard.start + first
             part, weight, bias = backward(
                 *_arguments(own, options._replace(vocab_start=start)), *more
             )
             weights.append(weight)
             biases.append(bias)
+        else:
+            part = rows.new_zeros(rows.shape, dtype=torch.float32)
         _shards.carry(parts, part)
     return parts, weights, biases
 
@@ -792,7 +812,7 @@ _library.define(
 def _revision() -> str:
     """Torch keeps compiled graphs on disk by the ops that were called, not by what this one is
     made of: those of another revision of it must not be taken."""
-    files = (__file__, _shards.__file__)
+    files = (__file__, *(str(module.__file__) for module in (_shards, _run, _autograd)))
     try:
         code = b"".join(pathlib.Path(file).read_bytes() for file in files)
     except OSError:  # not installed as files

@@ -96,6 +96,7 @@ def before_forward(
         "the dtype of autocast": "None" if call.dtype is None else str(call.dtype)[6:],
         "sequence_dim": repr(shard.sequence_dim),
         "local_tokens": repr(shard.local_tokens),
+        "vocab_blocks": repr(shard.blocks or None),
         "reduce_input_grad": repr(shard.reduce_input_grad),
         "reduce_dtype": repr("float32" if shard.ordered else "input"),
         "input.requires_grad": repr(torch.is_grad_enabled() and input.requires_grad),

@@ -29,7 +29,9 @@ class State(NamedTuple):
     mean_logit: Tensor | None = None
 
     def lse(self) -> Tensor:
-        return self.row_reference + self.row_log_sum
+        """NaN of a row whose logits are all -inf."""
+        whole = self.row_reference + self.row_log_sum
+        return torch.where(self.row_reference == -_INFINITY, float("nan"), whole)
 
     def logprob(self) -> Tensor:
         """Never above 0; a NaN stays."""
@@ -125,10 +127,11 @@ Carries = list[tuple[int, Tensor]]  # sums of 2^level neighbours, of falling lev
 
 
 def carry(carries: Carries, part: Tensor) -> None:
-    """Adds the next part to a balanced tree, of which at most log2 + 1 sums are held."""
+    """Adds the next part, which becomes the tree's, to a balanced tree, of which at most log2 + 1
+    sums are held."""
     level = 0
     while carries and carries[-1][0] == level:
-        part = carries.pop()[1] + part
+        part = carries.pop()[1].add_(part)
         level += 1
     carries.append((level, part))
 
@@ -154,7 +157,7 @@ def _tree_sum(values: Tensor) -> Tensor:
         if values.shape[0] % 2:
             values = torch.cat((values, values.new_zeros(1)))
         values = values[::2] + values[1::2]
-    return values.view(())
+    return values[0].clone()
 
 
 _make_library: Any = torch.library.Library
@@ -175,7 +178,7 @@ class Tokens(NamedTuple):
     normalizer: Tensor | None  # []
 
     def ignored(self, options: Options) -> Tensor:
-        return self.target == options.ignore_index
+        return self.target.long() == options.ignore_index  # beyond int32 too
 
     def outside(self, options: Options) -> Tensor:
         """Targets that are errors. The CPU raises; a GPU's rows are NaN."""
