@@ -84,18 +84,11 @@ def _default_split(weight: Tensor, rank: int, size: int, total: int | None) -> t
     return start, total
 
 
-def _resolved(name: str) -> Any:
-    import torch.distributed.distributed_c10d as c10d
-
-    resolve: Any = vars(c10d)["_resolve_process_group"]
-    return resolve(name)
-
-
 def _of_name(name: str) -> tuple[str, int, int]:
     """(name, rank, size) of a group."""
     import torch.distributed as dist
 
-    group = _resolved(name)
+    group = _ranks.group_of(name)
     return name, dist.get_rank(group), dist.get_world_size(group)
 
 
@@ -132,7 +125,7 @@ def shard_of(
         start, total = vocab_start, vocab_total
     blocks = _check_blocks(vocab_blocks, size, reduce_dtype)
     if blocks and vocab_start is None:
-        start = min(rank * (blocks // size) * -(-total // blocks), total)
+        start, _ = _block_rows(blocks, rank, size, total)
     if total < 1:
         raise invalid(f"vocab_total is {total}; allowed: >= 1")
     if start < 0:
@@ -142,12 +135,12 @@ def shard_of(
         raise invalid(f"reduce_dtype is {reduce_dtype!r}; allowed: 'float32', 'input'")
     if local_tokens and sequence_dim is None:
         raise invalid("local_tokens is True without sequence_dim; every rank has all tokens")
-    if sequence_dim is not None and not reduce_input_grad:
-        raise invalid(
-            "reduce_input_grad is False with sequence_dim; the gradient of a rank's own tokens is "
-            "a sum over the ranks"
-        )
     if sequence_dim is not None:
+        if not reduce_input_grad:
+            raise invalid(
+                "reduce_input_grad is False with sequence_dim; the gradient of a rank's own tokens "
+                "is a sum over the ranks"
+            )
         if not 0 <= sequence_dim % input.dim() < input.dim() - 1:
             raise wrong_shape(
                 f"sequence_dim is {sequence_dim} of an input of shape {tuple(input.shape)}; "
@@ -173,18 +166,18 @@ def _check_blocks(blocks: int | None, size: int, reduce_dtype: str) -> int:
     return blocks
 
 
-def _block_rows(shard: Shard) -> tuple[int, int]:
+def _block_rows(blocks: int, rank: int, size: int, total: int) -> tuple[int, int]:
     """Where a rank's columns begin, and how many it has: whole blocks of equal width, the last ones
     narrower or empty."""
-    each = shard.blocks // shard.size * -(-shard.total // shard.blocks)
-    start = min(shard.rank * each, shard.total)
-    return start, min(each, shard.total - start)
+    each = blocks // size * -(-total // blocks)
+    start = min(rank * each, total)
+    return start, min(each, total - start)
 
 
 def _check_block_rows(shard: Shard, weight: Tensor) -> None:
     if not shard.blocks:
         return
-    start, rows = _block_rows(shard)
+    start, rows = _block_rows(shard.blocks, shard.rank, shard.size, shard.total)
     if (shard.start, weight.shape[0]) != (start, rows):
         raise invalid(
             f"rank {shard.rank} of {shard.size} has the columns from {shard.start} on, "
@@ -284,7 +277,7 @@ def _together(shard: Shard, x: Tensor, facts: Sequence[int], function: Any, *arg
     every: list[Any] = [None] * shard.size
     if error is not None and not isinstance(error, LogitlessError):
         error = RuntimeError(f"{type(error).__name__}: {error}")  # others may not be sent
-    dist.all_gather_object(every, error, group=_resolved(shard.group))
+    dist.all_gather_object(every, error, group=_ranks.group_of(shard.group))
     raise next(e for e in every if e is not None)
 
 
@@ -761,9 +754,7 @@ def _whole_upstream(
     length[dim] //= shard.size
     grads = list(upstream[: len(_DIFFERENTIABLE)])
     if grads[0] is not None and options.reduction == _abi.REDUCTION_MEAN:
-        by = _shards.divisor(Tokens(*constants[:4]), options)
-        empty = float("nan") if options.empty_mean == _abi.EMPTY_MEAN_NAN else 0.0
-        grads[0] = torch.where(by == 0, empty, grads[0] / torch.where(by == 0, 1.0, by))
+        grads[0] = _shards.mean_of(grads[0], Tokens(*constants[:4]), options)
     asked = [bool(wanted & bit) for bit in _DIFFERENTIABLE]
     asked[-1] = asked[-1] and not wanted & _run.DETACHED
     none = constants.target.new_zeros((), dtype=torch.float32)

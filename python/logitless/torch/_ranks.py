@@ -132,6 +132,14 @@ def before_backward(
     _compare(same, None, shard)
 
 
+def group_of(name: str) -> Any:
+    """The process group of a name."""
+    import torch.distributed.distributed_c10d as c10d
+
+    resolve: Any = vars(c10d)["_resolve_process_group"]
+    return resolve(name)
+
+
 def _waiting(group: Any) -> Any:
     """A group of the same ranks that waits with a timeout, which gloo's do."""
     import torch.distributed as dist
@@ -151,11 +159,9 @@ def _waiting(group: Any) -> Any:
 def _compare(same: dict[str, str], rows: tuple[int, int, int] | None, shard: Any) -> None:
     """Raises on every rank of the group where one has anything else."""
     import torch.distributed as dist
-    import torch.distributed.distributed_c10d as c10d
 
-    resolve: Any = vars(c10d)["_resolve_process_group"]
     try:
-        group = _waiting(resolve(shard.group))
+        group = _waiting(group_of(shard.group))
         dist.monitored_barrier(
             group, datetime.timedelta(seconds=SECONDS), wait_all_ranks=shard.rank == 0
         )

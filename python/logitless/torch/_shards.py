@@ -203,16 +203,14 @@ def token_losses(state: State, tokens: Tokens, options: Options) -> Tensor:
     loss = torch.where(onehot == 0, 0 * whole, onehot * nll)
     if options.label_smoothing > 0:
         each = options.label_smoothing / options.vocab_total
-        count = float(options.vocab_total)
-        classes: Tensor | float = count
+        classes: Tensor | float = float(options.vocab_total)
         if tokens.vocab_weight is not None:
             classes = tree_sum(tokens.vocab_weight.double()).float()
         loss = loss + each * (classes * whole - _given(state.weighted_logit_sum))
     if tokens.token_weight is not None:
         loss = loss * tokens.token_weight
     if options.z_loss > 0:
-        factor = options.z_loss
-        square = factor * whole * whole
+        square = options.z_loss * whole * whole
         loss = loss + (square if tokens.token_weight is None else tokens.token_weight * square)
     loss = torch.where(tokens.outside(options), float("nan"), loss)
     return torch.where(tokens.ignored(options), 0.0, loss)
@@ -238,6 +236,11 @@ def reduced(losses: Tensor, tokens: Tokens, options: Options) -> Tensor:
     total = tree_sum(losses)
     if options.reduction == _abi.REDUCTION_SUM:
         return total
+    return mean_of(total, tokens, options)
+
+
+def mean_of(total: Tensor, tokens: Tokens, options: Options) -> Tensor:
+    """`total` by what a mean divides by; what empty_mean says where that is 0."""
     by = divisor(tokens, options)
     empty = float("nan") if options.empty_mean == _abi.EMPTY_MEAN_NAN else 0.0
     return torch.where(by == 0, empty, total / torch.where(by == 0, 1.0, by))
