@@ -89,6 +89,7 @@ struct Call {
   Tensor row_reference{}, row_log_sum{}, entropy{};               // [N]; Backward reads them
   Tensor grad_loss{};                                             // [N] or []
   Tensor grad_lse{}, grad_target_logit{}, grad_entropy{};         // each is [N]
+  Tensor anchor{};                                                // [N]
   Tensor kept{}, kept_rows{};  // Backward reads them; kept.h says what they are
   Tensor grad_logits{};        // [N, V]
   Tensor grad_input{}, grad_weight{}, grad_bias{};  // [N, D] [V, D] [V]
@@ -116,6 +117,12 @@ struct Call {
   bool shard() const { return vocab_total() > vocab(); }
   bool wants_weighted_sum() const {
     return forward && (options.label_smoothing > 0 || weighted_logit_sum);
+  }
+  // Returns whether nothing but the targets' logits is asked for, which takes no product.
+  bool targets_only() const {
+    return linear && forward && !gradients && target_logit && !kept && !loss && !lse && !entropy &&
+           !argmax && !row_reference && !row_log_sum && !weighted_logit_sum && !logprob && !rank &&
+           !sum_p_squared && !mean_logit;
   }
   // Returns whether the rows' state comes from an earlier Forward.
   bool state_given() const { return !forward && row_reference; }

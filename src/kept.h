@@ -22,7 +22,7 @@ inline constexpr uint64_t kept_binding = 256;
 
 // A token's state lies in its row of kept_rows like this; the places not named are 0.
 struct KeptRow {
-  float reference;     // it is m
+  float reference;     // it is m; of a shard its own, as log_sum is
   float log_sum;       // it is log sum_j exp(z_j - m)
   float target_logit;  // it is z_t, or what E is relative to
   float rest;          // it is 1 - p_t
@@ -32,6 +32,9 @@ struct KeptRow {
   float unused;
 };
 static_assert(sizeof(KeptRow) == kept_row_width * sizeof(float));
+
+// A shard's lse passes that of the whole vocabulary by rounding alone: no more than this.
+inline constexpr float kept_tolerance = 1e-3f;
 
 inline int64_t kept_rows_of(int64_t tokens) { return round_up(tokens, kept_block); }
 // Returns how many columns a tensor of the op has room for, or 0 where none is given.

@@ -64,6 +64,7 @@ constexpr FieldRule kFieldRules[] = {
     {"grad_lse", Shape::token, kF32, "f32"},
     {"grad_target_logit", Shape::token, kF32, "f32"},
     {"grad_entropy", Shape::token, kF32, "f32"},
+    {"anchor", Shape::token, kF32, "f32"},
     {"kept", Shape::kept, kFloats, "f32, f16, bf16"},
     {"kept_rows", Shape::kept_rows, kF32, "f32"},
     {"grad_logits", Shape::token_vocab, kFloats, "f32, f16, bf16"},

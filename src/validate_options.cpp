@@ -158,7 +158,11 @@ Status check_shard_range(const Call& call) {
 
 // A shard alone knows no row's loss: Forward gives partial statistics, Backward takes global ones.
 Status check_shard_fields(const Call& call) {
-  if (!call.shard()) return {};
+  if (!call.shard()) {
+    if (!call["anchor"]) return {};
+    return error(StatusCode::invalid_argument,
+                 "anchor is given on the whole vocabulary; allowed: a shard of it (vocab_total)");
+  }
   if (call.forward && call.gradients) {
     return error(StatusCode::not_supported,
                  "vocab_total is %lld and V %lld: %s does not run on a shard of the vocabulary; "
@@ -175,9 +179,9 @@ Status check_shard_fields(const Call& call) {
     return error(StatusCode::not_supported,
                  "rank is given on a shard of the vocabulary; allowed: the whole vocabulary");
   }
-  if (call["kept"]) {
-    return error(StatusCode::not_supported,
-                 "kept is given on a shard of the vocabulary; allowed: the whole vocabulary");
+  if (call.forward && call["kept"] && !call["anchor"]) {
+    return error(StatusCode::invalid_argument,
+                 "anchor is missing; kept on a shard of the vocabulary needs the targets' logits");
   }
   if (call.gradients) {
     for (const char* name : {"row_reference", "row_log_sum"}) {

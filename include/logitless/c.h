@@ -131,6 +131,7 @@ typedef struct logitless_op {
   const logitless_tensor* temperature; /* [N] f32; it replaces options.temperature */
   const logitless_tensor *logprob, *sum_p_squared, *mean_logit; /* [N] [N] [N] */
   const logitless_tensor* rank;                                 /* [N] i32 or i64 */
+  const logitless_tensor* anchor; /* [N] f32; only a linear Forward on a shard has it */
 } logitless_op;
 
 /* Runs fn(context, i) for every i in [0, count), in any order, on any threads; returns when all are
@@ -181,7 +182,7 @@ typedef struct logitless_kept {
 #define LOGITLESS_TENSOR_INIT {sizeof(logitless_tensor), 0, 0, 0, 0, 0, 0, 0, {0, 0}, {0, 0}}
 #define LOGITLESS_OP_INIT(kind)                                                                   \
   {sizeof(logitless_op), kind, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,                           \
-   0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+   0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
 #define LOGITLESS_EXECUTOR_INIT {sizeof(logitless_executor), 0, 0, 0}
 #define LOGITLESS_EXECUTION_INIT {sizeof(logitless_execution), 0, 0, 0, 0, 0}
 #define LOGITLESS_WORKSPACE_SIZE_INIT {sizeof(logitless_workspace_size), 0, 0, 0, 0}

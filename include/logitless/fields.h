@@ -46,6 +46,8 @@ template <class Op>
 concept GradientOp = requires(Op op) { op.grad_loss; };
 template <class Op>
 concept KeepingOp = requires(Op op) { op.kept; };
+template <class Op>
+concept AnchoredOp = requires(Op op) { op.anchor; };
 
 template <class Op, class C, class F>
 constexpr void for_each_tensor(Op& op, C& c, F&& f) {
@@ -81,9 +83,9 @@ constexpr void for_each_tensor(Op& op, C& c, F&& f) {
     f("sum_p_squared", write, op.statistics.sum_p_squared, c.sum_p_squared);
     f("mean_logit", write, op.statistics.mean_logit, c.mean_logit);
   }
+  if constexpr (AnchoredOp<T>) f("anchor", read, op.anchor, c.anchor);
   if constexpr (KeepingOp<T>) {
-    // Backward marks what it can no longer use.
-    const Access kept = ForwardOp<T> ? write : Access::read_write;
+    const Access kept = ForwardOp<T> ? write : Access::read_write;  // Backward marks rows
     f("kept", kept, op.kept, c.kept);
     f("kept_rows", kept, op.kept_rows, c.kept_rows);
   }

@@ -118,11 +118,13 @@ struct CrossEntropyForwardBackward {
 };
 
 struct LinearCrossEntropyForward {
-  TensorView input{};      // [N, D]
-  TensorView weight{};     // [V, D]
-  TensorView bias{};       // [V]
-  TensorView target{};     // [N]  i32 or i64
-  TensorView loss{};       // [N] where the reduction is none, else []
+  TensorView input{};   // [N, D]
+  TensorView weight{};  // [V, D]
+  TensorView bias{};    // [V]
+  TensorView target{};  // [N]  i32 or i64
+  TensorView loss{};    // [N] where the reduction is none, else []
+  // [N] f32; what a shard keeps of a row whose target is elsewhere is relative to it: z_it
+  TensorView anchor{};
   TensorView kept{};       // [blocks * N to 64, 64]  Backward needs it of the logits: kept_size()
   TensorView kept_rows{};  // [N, 8] f32; it goes with `kept`
   LossOptions options{};

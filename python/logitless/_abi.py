@@ -40,7 +40,7 @@ TENSORS = (
     "kept_rows",
 )  # fmt: skip
 # These came later, at the end of the struct.
-MORE_TENSORS = ("temperature", "logprob", "sum_p_squared", "mean_logit", "rank")
+MORE_TENSORS = ("temperature", "logprob", "sum_p_squared", "mean_logit", "rank", "anchor")
 
 
 class _Sized(ctypes.Structure):

@@ -319,19 +319,27 @@ void LinearRun::compute_tile(int64_t tile, const Lane& lane, float* logits, bool
 // tokens in the product.
 void LinearRun::find_anchors() {
   constexpr int64_t group = target_group;
-  const Source targets = source_of(call_.weight, tokens_->target + first_);
   for_each_task(executor_, plan_.lanes, divide_up(count_, group), [&](int64_t task, int64_t index) {
     const Lane lane = this->lane(index);
     const int64_t row = task * group, rows = std::min(group, count_ - row);
-    multiply_input(row, rows, targets, row, rows, lane, lane.tile);
+    int64_t columns[group];  // of a target that another shard has any column stands in
+    for (int64_t r = 0; r < rows; ++r) {
+      columns[r] = std::max<int64_t>(tokens_->target[first_ + row + r], 0);
+    }
+    multiply_input(row, rows, source_of(call_.weight, columns), 0, rows, lane, lane.tile);
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t token = first_ + row + r;
+      const bool here = tokens_->target[token] >= 0;
       float* z = lane.tile + r * vocab_tile + r;
       float bias = 0;
-      if (call_.bias) bias = element_as_f32(call_.bias, tokens_->target[token]);
+      if (call_.bias) bias = element_as_f32(call_.bias, columns[r]);
       map_block(map_of(row + r), z, call_.bias ? &bias : nullptr, 1);
-      if (keeps_exponentials()) kept_row(*tokens_, token)->target_logit = *z;
+      if (keeps_exponentials()) {
+        kept_row(*tokens_, token)->target_logit =
+            here ? *z : f32_at(call_.anchor, tokens_->row[token]);
+      }
       if (wants_.rank) more()[token].target_logit = *z;
+      if (call_.targets_only() && here) states()[token].target_logit = *z;
     }
   });
 }
@@ -355,8 +363,10 @@ void LinearRun::keep_states() {
     const bool rounded = exponentials() && kept_ > 0;
     const float anchor = rounded ? row->target_logit : state.target_logit;
     const double above = static_cast<double>(anchor) - state.reference;
-    // A NaN does not fit.
-    const bool fits = above >= -most_below && above - state.log_sum <= most_above;
+    // A NaN does not fit. A shard without the target may lie far below its anchor: beside the
+    // target such exponentials are nothing.
+    const bool elsewhere = tokens_->target[first_ + n] < 0;
+    const bool fits = above >= -most_below && (elsewhere || above - state.log_sum <= most_above);
     *row = {.reference = state.reference,
             .log_sum = state.log_sum,
             .target_logit = anchor,
@@ -381,7 +391,8 @@ void LinearRun::forward_pass() {
   for (int64_t n = 0; n < count_; ++n) {
     states()[first_ + n].target_logit = -std::numeric_limits<float>::infinity();
   }
-  if (wants_.rank || keeps_exponentials()) find_anchors();
+  if (wants_.rank || keeps_exponentials() || call_.targets_only()) find_anchors();
+  if (call_.targets_only()) return;
   for_each_task(executor_, plan_.lanes, plan_.vocab_tiles, [&](int64_t tile, int64_t index) {
     const Lane lane = this->lane(index);
     load_vectors(tile, lane);
@@ -614,8 +625,13 @@ void LinearRun::check_kept(const Tokens& tokens) {
   for (int64_t i = 0; i < tokens.valid; ++i) {
     const KeptRow& row = *kept_row(tokens, i);
     RowState& state = states()[i];
-    if (same(row.reference, state.reference) && same(row.log_sum, state.log_sum) &&
-        row.layout == layout && row.columns == static_cast<float>(kept_)) {
+    // Of a shard the state is that of the whole vocabulary, whose lse is no less than the shard's
+    // own but for rounding.
+    const bool is_its =
+        call_.shard()
+            ? !((row.reference - state.reference) + (row.log_sum - state.log_sum) > kept_tolerance)
+            : same(row.reference, state.reference) && same(row.log_sum, state.log_sum);
+    if (is_its && row.layout == layout && row.columns == static_cast<float>(kept_)) {
       continue;
     }
     state.reference = std::numeric_limits<float>::quiet_NaN();
@@ -627,7 +643,7 @@ void LinearRun::consume_kept(const Tokens& tokens) {
   KeptRow* rows = call_.kept_rows.as<KeptRow>();
   for (int64_t i = 0; i < tokens.total; ++i) {
     const int64_t target = int_at(call_.target, i);
-    const bool inside = target >= 0 && target < shape_.vocab;
+    const bool inside = target >= 0 && target < call_.vocab_total();
     if (inside && target != call_.options.ignore_index) rows[i].layout = 0;
   }
 }

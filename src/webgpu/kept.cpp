@@ -20,9 +20,10 @@ constexpr float kLayout = 3;      // KeptRow::layout has it here
 
 }  // namespace
 
-// Returns all columns, or as many as let a window begin at a binding's offset behind them.
+// Returns all columns, or as many as let a window begin at a binding's offset behind them; of a
+// shard none, because Backward's kernels take the row's state for Forward's.
 int64_t columns_kept(const Call& call) {
-  if (!call.kept || call.tokens() <= 0) return 0;
+  if (!call.kept || call.tokens() <= 0 || call.shard()) return 0;
   const int64_t blocks = call.kept.shape[0] / kept_rows_of(call.tokens());
   const int64_t room = blocks * kept_block * size_of(call.kept.dtype) / 4;
   return room < call.vocab() ? room / kept_block * kept_block : call.vocab();

@@ -140,6 +140,14 @@ const Accept kAccepts[] = {
      }},
     {"vocab_total = V", on_options([](LossOptions& o) { o.vocab_total = Subject::v; })},
     {"a shard", [](Subject& s) { return s.make_shard(); }},
+    {"a shard that keeps",
+     [](Subject& s) {
+       if (!s.has("kept")) return false;
+       const TensorView kept = s["kept"], rows = s["kept_rows"];
+       if (!s.make_shard()) return false;
+       s["kept"] = kept, s["kept_rows"] = rows;
+       return true;
+     }},
     {"the last shard",
      [](Subject& s) { return s.make_shard() && (s.options->vocab_start = 16 - Subject::v) > 0; }},
     {"a target on another shard",

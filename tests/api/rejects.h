@@ -365,15 +365,18 @@ inline const Reject kFieldRejects[] = {
        return true;
      },
      not_supported, "rank"},
-    {"kept state of a shard",
+    {"kept state of a shard without the targets' logits",
      [](Subject& s) {
-       if (!s.has("kept")) return false;
+       if (!s.has("anchor")) return false;
        const TensorView kept = s["kept"], rows = s["kept_rows"];
        if (!s.make_shard()) return false;
-       s["kept"] = kept, s["kept_rows"] = rows;
+       s["kept"] = kept, s["kept_rows"] = rows, s["anchor"] = {};
        return true;
      },
-     not_supported, "kept"},
+     invalid_argument, "anchor"},
+    {"an anchor of the whole vocabulary",
+     [](Subject& s) { return s.has("anchor") && (s["anchor"] = s.anchor); }, invalid_argument,
+     "anchor"},
     {"ForwardBackward on a shard",
      [](Subject& s) {
        if (!s.forward() || !s.gradients()) return false;

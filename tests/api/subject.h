@@ -39,6 +39,7 @@ struct Subject {
   bool* accumulate = nullptr;      // only linear ops with gradients have it
   bool* consume = nullptr;         // only a linear Backward has it
   uint64_t key_error = 0;          // it is added to the right kept_key
+  TensorView anchor{};             // only a shard is given it
   Execution execution{};
   Workspace workspace{};
   WorkspaceSize size{};  // `workspace` asked for it, for the unbroken op
@@ -73,6 +74,7 @@ struct Subject {
     options->vocab_start = 4;
     options->vocab_total = 16;
     drop({"loss", "rank", "kept", "kept_rows"});
+    if (has("anchor")) (*this)["anchor"] = anchor;
     (*this)["vocab_weight"].shape[0] = 16;
     return true;
   }
@@ -200,6 +202,7 @@ std::unique_ptr<Subject> make_subject(Op& op, DeviceType device) {
                     view.data = s->memory[name]->data();
                     fill_subject(view, access, static_cast<char*>(view.data));
                   });
+  if (s->has("anchor")) std::swap(s->anchor, (*s)["anchor"]);
   Subject* raw = s.get();
   s->ask_workspace = [&op, raw](WorkspaceSize* size) {
     set_kept_key(*raw, op);

@@ -7,12 +7,11 @@
 
 #include "tests/support/judge.h"
 #include "tests/support/problem.h"
+#include "tests/support/shards.h"
 #include "tests/support/suite.h"
 
 namespace logitless::conformance {
 namespace {
-
-using Sizes = std::vector<int64_t>;  // each shard has so many columns
 
 class Shards : public ConformanceTest {
  protected:
@@ -27,43 +26,6 @@ class Shards : public ConformanceTest {
 
 // The partitions are one shard, halves, three uneven ones, a column alone on either side, and five.
 const Sizes kPartitions[] = {{131}, {66, 65}, {7, 100, 24}, {1, 129, 1}, {16, 16, 64, 32, 3}};
-
-TensorView columns_of(const TensorView& view, int64_t first, int64_t count, int axis) {
-  TensorView part = view;
-  if (!part) return part;
-  part.byte_offset += first * view.stride[axis] * size_of(view.dtype);
-  part.shape[axis] = count;
-  return part;
-}
-
-// Returns the op on the columns [first, first + count) of the vocabulary.
-template <class Op>
-Op shard_of(const Op& whole, int64_t first, int64_t count) {
-  Op op = whole;
-  op.options.vocab_start = first;
-  op.options.vocab_total =
-      whole.options.vocab_total ? whole.options.vocab_total : (LinearOp<Op> ? 0 : 0);
-  if constexpr (LinearOp<Op>) {
-    op.options.vocab_total = whole.weight.shape[0];
-    op.weight = columns_of(whole.weight, first, count, 0);
-    op.bias = columns_of(whole.bias, first, count, 0);
-  } else {
-    op.options.vocab_total = whole.logits.shape[1];
-    op.logits = columns_of(whole.logits, first, count, 1);
-  }
-  if constexpr (ForwardOp<Op>) {
-    if (op.options.vocab_total > count) op.loss = {};
-  }
-  if constexpr (GradientOp<Op>) {
-    if constexpr (LinearOp<Op>) {
-      op.grad_weight = columns_of(whole.grad_weight, first, count, 0);
-      op.grad_bias = columns_of(whole.grad_bias, first, count, 0);
-    } else {
-      op.grad_logits = columns_of(whole.grad_logits, first, count, 1);
-    }
-  }
-  return op;
-}
 
 TokenState state_of(const Fields& fields, size_t token) {
   const auto at = [&](const char* name) {

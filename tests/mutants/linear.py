@@ -230,7 +230,7 @@ MUTANTS = [
     mutant("kept: exponentials beyond the range", RUN, "most_below = 60,", "most_below = 600,", "kept"),
     mutant(
         "kept: anchors without the bias", RUN,
-        "      if (call_.bias) bias = element_as_f32(call_.bias, tokens_->target[token]);\n", "", "kept",
+        "      if (call_.bias) bias = element_as_f32(call_.bias, columns[r]);\n", "", "kept",
     ),
     mutant(
         "kept: entropy's logarithm without the sum's", ROW, "static_cast<float>(shift) + g.entropy_value);",
@@ -240,7 +240,10 @@ MUTANTS = [
         "kept: the state of another Forward is used", RUN,
         "    state.reference = std::numeric_limits<float>::quiet_NaN();\n", "", "kept",
     ),
-    mutant("kept: row_log_sum is not compared", RUN, "same(row.log_sum, state.log_sum) &&", "true &&", "kept"),
+    mutant("kept: row_log_sum is not compared", RUN, "&& same(row.log_sum, state.log_sum);", "&& true;", "kept"),
+    mutant("kept shards: whose state it is is not asked", RUN, "kept_tolerance)", "1e30f)", "kept_shards"),
+    mutant("kept shards: the anchor is not taken", RUN, "f32_at(call_.anchor, tokens_->row[token])",
+           "0.0f", "kept_shards"),
     mutant(
         "kept: a mismatch sets no fault", RUN,
         "    if (call_.fault) *call_.fault.as<int32_t>() |= 2;\n", "", "kept",

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that are the ranks of one gloo group: a test calls a function on all of them. They
-start once a size, and again after one has died or hung."""
+"""Processes that are the ranks of one group: a test calls a function on all of them. They start
+once a size, and again after one has died or hung. With LOGITLESS_TEST_RANKS=nccl each has a GPU,
+where tensors are made then."""
 
 from __future__ import annotations
 
 import datetime
 import hashlib
 import multiprocessing
+import os
 import pathlib
 import time
 import traceback
@@ -17,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+BACKEND = os.environ.get("LOGITLESS_TEST_RANKS", "gloo")
+SIZES = [s for s in (2, 3, 4) if BACKEND == "gloo" or s <= torch.cuda.device_count()]
 COLLECTIVE_S = 30  # a rank that waits for another gives up
 CASE_S = 60
 START_S = 120
@@ -37,7 +41,7 @@ class Reply(NamedTuple):
 
 
 def bits_of(value: Tensor) -> tuple[Any, ...]:
-    value = value.detach().contiguous()
+    value = value.detach().cpu().contiguous()
     memory = value.reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
     digest = hashlib.sha256(memory).hexdigest()
     shown = f"{value.double().nan_to_num().sum().item():.9g}"
@@ -47,8 +51,11 @@ def bits_of(value: Tensor) -> tuple[Any, ...]:
 def serve(rank: int, size: int, meeting: str, pipe: Any) -> None:
     """A rank's life: cases in, replies out."""
     torch.set_num_threads(1)
+    if BACKEND == "nccl":
+        torch.cuda.set_device(rank)
+        torch.set_default_device(f"cuda:{rank}")
     dist.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size,
+        BACKEND, init_method=f"file://{meeting}", rank=rank, world_size=size,
         timeout=datetime.timedelta(seconds=COLLECTIVE_S),
     )  # fmt: skip
     pipe.send("ready")

@@ -123,6 +123,9 @@ class Forward(NamedTuple):
     device: tuple[int, int]
     memory: int | None
 
+    def is_shard(self) -> bool:
+        return self.options.vocab_total > self.inputs[1].shape[0]
+
     def plan(
         self, kind: int, more: Sequence[View], at: dict[str, int], options: Options | None = None,
         **how: Any,
@@ -204,6 +207,8 @@ _ROW_STATE = ("row_reference", "row_log_sum")
 def _both(forward: Forward, keep: Keep, size: KeptSize, kept: Sequence[View]) -> list[_abi.Plan]:
     """The plans of Forward and of every Backward that may follow it."""
     outputs = (*forward.views[len(forward.inputs) :], *kept)
+    if forward.is_shard():
+        outputs = (*outputs, *_outputs(forward, ("anchor",)))
     plans = [forward.plan(_abi.LINEAR_CROSS_ENTROPY_FORWARD, outputs, {})]
     grad_loss, *statistics = _outputs(forward, ("grad_loss", "grad_lse", "grad_target_logit"))
     if forward.options.reduction != _abi.REDUCTION_NONE:
@@ -263,6 +268,8 @@ def _planned_bytes(
         elif view.name == "loss" and options.reduction != _abi.REDUCTION_NONE:
             made[place] = view._replace(shape=(), stride=())
     wanted = tuple(map(dtypes.get, ("input", "weight", "bias")))
+    if options.vocab_total:  # a shard's grad_input is a part, in f32
+        wanted = (torch.float32, *wanted[1:])
     keep = Keep(wanted, consume=False, of_entropy=of_entropy)
     chosen = choose(forward._replace(views=(*inputs, *made)), keep)
     return 0 if chosen is None else chosen[0].bytes

@@ -55,7 +55,7 @@ _UPSTREAM = (
 _KEPT = "Tensor? kept, Tensor? kept_rows"
 # Kept state has so many rows beyond those that Forward writes, because torch asks of a size that is
 # a symbol whether it is 0 or 1, and compiles once more where it is.
-_SPARE = 2
+SPARE = 2
 _NEEDS = "bool need_input, bool need_weight, bool need_bias"
 
 _make_library: Any = torch.library.Library
@@ -100,7 +100,7 @@ def _filled(tensors: Any, device: torch.device) -> tuple[Tensor, ...]:
     )
 
 
-def _kept_like(
+def kept_like(
     input: Tensor, weight: Tensor | None, target: Tensor, kept_bytes: Any
 ) -> tuple[Tensor, Tensor]:
     """Kept state that nothing has written, whose sizes may be symbols."""
@@ -109,7 +109,7 @@ def _kept_like(
     assert weight is not None
     tokens = target.numel()
     (rows, width), rows_shape = _kept.shapes(tokens, weight.shape[0], input.dtype, kept_bytes)
-    return input.new_empty(rows + _SPARE, width), input.new_empty(rows_shape, dtype=torch.float32)
+    return input.new_empty(rows + SPARE, width), input.new_empty(rows_shape, dtype=torch.float32)
 
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:
@@ -117,13 +117,13 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     input, weight, bias, constants, options, memory = _split(args)
     keep = None
     if kept_bytes and weight is not None:
-        keep = Keep(bytes=kept_bytes, spare=_SPARE)
+        keep = Keep(bytes=kept_bytes, spare=SPARE)
     outputs, row_state, kept = _run.forward(
         input, weight, bias, constants, options, memory, wanted, keep
     )
     results = _filled((*outputs, row_state), input.device)
     if kept is None:
-        return *results, *_kept_like(input, weight, constants.target, kept_bytes)
+        return *results, *kept_like(input, weight, constants.target, kept_bytes)
     return *results, kept.columns, kept.rows
 
 
@@ -136,7 +136,7 @@ def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
         _fake_output(args[0], wanted, _run.LOSS, target.shape if none else ()),
         *(_fake_output(args[0], wanted, bit, target.shape) for bit in _run.STATISTICS),
         _fake_output(args[0], wanted, _run.ROW_STATE, (2, target.numel())),
-        *_kept_like(args[0], args[1], target, kept_bytes),
+        *kept_like(args[0], args[1], target, kept_bytes),
     )
 
 
@@ -177,17 +177,17 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
     call = _split(args)
     upstream = Upstream(*args[_MEMORY + 1 : -6])
     dtypes = tuple(t.dtype if need and t is not None else None for t, need in zip(call[:3], needs))
-    kept = _given(call, *args[-6:-4])
+    kept = given(call[3].target.numel(), call[5], *args[-6:-4])
     return _filled(_run.backward(*call, upstream, dtypes, kept=kept), args[0].device)
 
 
-def _given(call: Any, columns: Tensor | None, rows: Tensor | None) -> Kept | None:
+def given(
+    tokens: int, memory: int | None, columns: Tensor | None, rows: Tensor | None
+) -> Kept | None:
     """Kept state as Backward takes it. Never consumed: to the graph it is an input as any other."""
-    if columns is None or rows is None or columns.shape[0] <= _SPARE:
+    if columns is None or rows is None or columns.shape[0] <= SPARE:
         return None
-    columns = columns[:-_SPARE]
-    *_, constants, _, memory = call
-    tokens = constants.target.numel()
+    columns = columns[:-SPARE]
     bytes = _abi.kept_bytes(tokens, columns.numel(), columns.element_size())
     return Kept(columns, rows, State(room=_kept.room_of(memory, bytes)))
 
@@ -276,12 +276,13 @@ torch.library.register_autograd(
 torch.library.register_autograd("logitless::backward", _never_twice, lib=_library)
 
 
-def _kept_bytes(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call, needs: bool
-) -> Any:
+def bytes_to_keep(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call, needs: bool,
+    outputs: tuple[str, ...] = (),
+) -> Any:  # fmt: skip
     """What the forward op may keep, by a closed formula where nothing else bounds it: sizes may be
     symbols. `memory` bounds workspaces too, which are planned, and so of numbers alone."""
-    if not needs or weight is None or _hooked():
+    if not needs or weight is None or hooked():
         return 0
     if not _kept.serves(input.dtype, input.device.type, call.options):
         return 0
@@ -295,7 +296,7 @@ def _kept_bytes(
     )
     if not _static(given):
         return 0
-    outputs = tuple(name for bit, name in _run.OUTPUTS.items() if call.wanted & bit)
+    outputs = outputs or tuple(name for bit, name in _run.OUTPUTS.items() if call.wanted & bit)
     device = input.device
     return _kept.planned_bytes(
         given, outputs, call.options, device.type, device.index or 0, call.memory, call.of_entropy
@@ -304,21 +305,23 @@ def _kept_bytes(
 
 def _static(given: Any) -> bool:
     """Whether every size and stride is a number."""
+    sizes = [size for *_, shape, stride in given for size in (*shape, *stride)]
+    # A compiler takes its symbols for numbers here.
+    if not torch.compiler.is_compiling() and all(isinstance(size, int) for size in sizes):
+        return True
     import torch.fx.experimental.symbolic_shapes as symbols  # torch.compile has imported it already
 
     static: Any = getattr(symbols, "has_static_value", None)
-    return static is not None and all(
-        static(size) for *_, shape, stride in given for size in (*shape, *stride)
-    )
+    return static is not None and all(map(static, sizes))
 
 
-def _hooked() -> bool:
+def hooked() -> bool:
     """In a compiled function what it was when the function was compiled."""
     return _kept.hooked()
 
 
 # torch.compiler.assume_constant_result says the same, but imports the compiler.
-_hooked._dynamo_marked_constant = True  # type: ignore[attr-defined]
+hooked._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _kept.planned_bytes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -340,7 +343,7 @@ def loss(
     # A trace is one graph for calls with and without gradients: it takes Forward, and its autograd
     # rule.
     tracing = not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
-    if needs and not tracing and weight is not None and call.fused(input, weight, bias, _hooked()):
+    if needs and not tracing and weight is not None and call.fused(input, weight, bias, hooked()):
         bias_needs = bias is not None and bias.requires_grad
         how = (wanted, input.requires_grad, weight.requires_grad, bias_needs)
         loss, *results = torch.ops.logitless.forward_backward(
@@ -349,7 +352,7 @@ def loss(
         made = dict(zip(_run.CONSTANTS, results)) | {_run.LOSS: loss}
         return tuple(made[bit] if wanted & bit else None for bit in _run.OUTPUTS)
     bits = wanted | _run.ROW_STATE if needs or tracing else wanted
-    kept_bytes = _kept_bytes(input, weight, bias, call, needs and not tracing)
+    kept_bytes = bytes_to_keep(input, weight, bias, call, needs and not tracing)
     results = torch.ops.logitless.forward(
         *_arguments(tensors, (*options, call.memory), bits, kept_bytes)
     )

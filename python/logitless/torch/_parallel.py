@@ -2,11 +2,14 @@
 """A vocabulary that is split over a process group: every rank holds some rows of the weight; hidden
 states and targets are the same on all, or the hidden states are split along a dimension of tokens.
 
-    forward    each rank's Forward on its columns; one all-gather of the rows' states, 12 bytes a
-               token and rank, and 4 more for each of entropy, smoothing and the like; every rank
-               folds them in the ranks' order (_shards.py)
-    backward   each rank's Backward on its columns, from the global states: its grad_weight is done,
-               its grad_input is a part in f32, which the ranks exchange and add up in their order
+    forward    where gradients follow, the targets' logits first, exchanged by 4 bytes a token and
+               rank: what each rank's Forward keeps of its columns is relative to them. Then each
+               rank's Forward; one all-gather of the rows' states, 12 bytes a token and rank, and 4
+               more for each of entropy, smoothing and the like; every rank folds them in the ranks'
+               order (_shards.py)
+    backward   each rank's Backward on its columns, from the global states and what it has kept: its
+               grad_weight is done, its grad_input is a part in f32, which the ranks exchange and
+               add up in their order
     errors     on the CPU the ranks tell each other before they exchange, and raise the same one
 
 Collectives are torch's functional ones, which torch.compile traces.
@@ -16,7 +19,7 @@ from __future__ import annotations
 
 import pathlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,12 +29,14 @@ from torch.autograd import Function
 from logitless import _abi
 from logitless._abi import Options
 from logitless._errors import LogitlessError, invalid, not_supported, wrong_shape
-from logitless.torch import _autograd, _ranks, _run, _shards
+from logitless.torch import _autograd, _kept, _ops, _ranks, _run, _shards
 from logitless.torch._autograd import Call, cast, cast_bias, once, upstream_of
 from logitless.torch._checks import check_target
+from logitless.torch._kept import Keep
 from logitless.torch._run import Constants, Upstream
 from logitless.torch._shards import State, Tokens
 
+OVERLAPS = True  # on a GPU grad_input is exchanged while grad_weight is made
 _WEIGHTED = 1 << 20  # asks Forward for weighted_logit_sum, beside the bits of _run
 _EXTRA = {
     _run.ENTROPY: "entropy",
@@ -40,7 +45,7 @@ _EXTRA = {
     _run.MEAN_LOGIT: "mean_logit",
 }  # in the order of State
 _DIFFERENTIABLE = (_run.LOSS, _run.LSE, _run.TARGET_LOGIT, _run.LOGPROB, _run.ENTROPY)
-_FORWARD = (*_run.INPUTS, "target_logit", *_EXTRA.values(), "argmax")
+_FORWARD = (*_run.INPUTS, "anchor", "target_logit", *_EXTRA.values(), "argmax")
 _NUMBERS = ("label_smoothing", "z_loss", "logit_scale", "softcap", "temperature", "normalizer")
 _CODES = ("reduction", "ignore_index", "empty_mean", "vocab_start", "vocab_total")
 
@@ -58,6 +63,7 @@ class Shard(NamedTuple):
     reduce_input_grad: bool = True
     ordered: bool = True  # grad_input's parts are added in f32 in the ranks' order
     blocks: int = 0  # of all ranks, each computed by itself; 0: a rank's columns are one
+    keeps: bool = False  # Forward keeps for Backward what it can
 
     def ranges(self, rows: int) -> list[tuple[int, int]]:
         """Where this rank's blocks begin and end among its own rows."""
@@ -68,14 +74,16 @@ class Shard(NamedTuple):
         return [(min(i * width, stop), stop) for i, stop in enumerate(stops)]
 
 
-def _default_split(weight: Tensor, rank: int, size: int, total: int | None) -> tuple[int, int]:
+def _default_split(
+    weight: Tensor, rank: int, size: int, total: int | None, blocks: int
+) -> tuple[int, int]:
     """torch.chunk's, or equal shards, of which the last ones may be padded or padding alone."""
     rows = weight.shape[0]
     if total is None:
         return rank * rows, size * rows
     each = max(rows, -(-total // size))
     start = min(rank * each, total)
-    if rows < min(each, total - start) and not _waits(weight):
+    if rows < min(each, total - start) and not blocks and not _waits(weight):
         raise wrong_shape(
             f"linear_weight has {rows} rows on rank {rank} of {size}; allowed: "
             f"{min(each, total - start)}, as torch.chunk splits a vocabulary of {total}, or "
@@ -119,11 +127,11 @@ def shard_of(
         )
     if vocab_start is not None and vocab_total is None:
         raise invalid("vocab_start is given without vocab_total, the columns of all ranks together")
+    blocks = _check_blocks(vocab_blocks, size, reduce_dtype)
     if vocab_start is None or vocab_total is None:
-        start, total = _default_split(weight, rank, size, vocab_total)
+        start, total = _default_split(weight, rank, size, vocab_total, blocks)
     else:
         start, total = vocab_start, vocab_total
-    blocks = _check_blocks(vocab_blocks, size, reduce_dtype)
     if blocks and vocab_start is None:
         start, _ = _block_rows(blocks, rank, size, total)
     if total < 1:
@@ -235,14 +243,14 @@ def _facts(shard: Shard, input: Tensor, weight: Tensor, wanted: int) -> tuple[in
     """What must fit, or be the same, on all ranks."""
     stop = shard.start + weight.shape[0]
     tokens, hidden = input.shape[:-1].numel(), input.shape[-1]
-    return shard.start, stop, shard.total, tokens, hidden, shard.blocks, wanted
+    return shard.start, stop, shard.total, tokens, hidden, shard.blocks, wanted, shard.keeps
 
 
 def _check_facts(shard: Shard, facts: Sequence[Sequence[int]]) -> None:
     """Of every rank."""
     names = (
         "vocab_total", "the number of the input's tokens", "its hidden size", "vocab_blocks",
-        "what is asked for, in bits,",
+        "what is asked for, in bits,", "whether gradients follow",
     )  # fmt: skip
     for name, values in zip(names, zip(*(own[2:] for own in facts))):
         if len(set(values)) > 1:
@@ -294,13 +302,20 @@ def _all_gather(x: Tensor, shard: Shard) -> Tensor:
     return waited
 
 
-def _exchange(x: Tensor, shard: Shard) -> Tensor:
-    """[P, n, ...] of [P * n, ...]: this rank's part of every rank's."""
+def _nothing() -> None:
+    pass
+
+
+def _exchange(x: Tensor, shard: Shard, meanwhile: Callable[[], None] = _nothing) -> Tensor:
+    """[P, n, ...] of [P * n, ...]: this rank's part of every rank's. `meanwhile` is called before
+    it is waited for."""
     if shard.size == 1:
+        meanwhile()
         return x.unsqueeze(0)
     ops: Any = torch.ops._c10d_functional
     each = [x.shape[0] // shard.size] * shard.size
     parts: Tensor = ops.all_to_all_single(x.contiguous(), each, each, shard.group)
+    meanwhile()
     waited: Tensor = ops.wait_tensor(parts)
     return waited.view(shard.size, each[0], *x.shape[1:])
 
@@ -332,7 +347,10 @@ def _added(shard: Shard, parts: Tensor) -> Tensor:
     return _shards.tree_of(carries)
 
 
-def reduce_grad_input(part: Tensor, shard: Shard, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+def reduce_grad_input(
+    part: Tensor, shard: Shard, shape: torch.Size, dtype: torch.dtype,
+    meanwhile: Callable[[], None] = _nothing,
+) -> Tensor:  # fmt: skip
     """The gradient of the input of `shape`, from this rank's part of that of all tokens [N, D]: of
     its own tokens where the input is split, else of all. f32 parts are added in the ranks' order,
     so that every rank gets the same bits, whatever the backend does."""
@@ -354,7 +372,7 @@ def reduce_grad_input(part: Tensor, shard: Shard, shape: torch.Size, dtype: torc
         padded = part.new_zeros(tokens + missing, part.shape[1])
         padded[:tokens] = part
         part = padded
-    own = _added(shard, _exchange(part, shard)).to(dtype)
+    own = _added(shard, _exchange(part, shard, meanwhile)).to(dtype)
     return _all_gather(own, shard)[:tokens].view(shape)
 
 
@@ -369,14 +387,18 @@ _TENSORS = (
 )
 _OPTIONS = ", ".join((*(f"int {n}" for n in _CODES), *(f"float {n}_number" for n in _NUMBERS)))
 _library.define(
-    f"shard_forward({_TENSORS}, {_OPTIONS}, int? memory, int wanted) -> (Tensor states, "
-    "Tensor argmax)",
+    f"shard_targets({_TENSORS}, {_OPTIONS}, int? memory) -> Tensor target_logit", tags=_tags
+)
+_library.define(
+    f"shard_forward({_TENSORS}, {_OPTIONS}, int? memory, int wanted, Tensor? anchor, "
+    "SymInt kept_bytes) -> (Tensor states, Tensor argmax, Tensor kept, Tensor kept_rows)",
     tags=_tags,
 )
 _library.define(
     f"shard_backward({_TENSORS}, {_OPTIONS}, int? memory, Tensor row_state, Tensor? entropy, "
     "Tensor? grad_loss, Tensor? grad_lse, Tensor? grad_target_logit, Tensor? grad_entropy, "
-    "bool need_input, ScalarType? weight_dtype, ScalarType? bias_dtype) -> (Tensor grad_input, "
+    "bool need_input, ScalarType? weight_dtype, ScalarType? bias_dtype, Tensor? kept, "
+    "Tensor? kept_rows) -> (Tensor grad_input, "
     "Tensor grad_weight, Tensor grad_bias)",
     tags=_tags,
 )
@@ -391,8 +413,22 @@ def _split(args: Any) -> tuple[Any, Options, Any]:
     return inputs, _options(args[len(inputs) : len(inputs) + count]), args[len(inputs) + count :]
 
 
-def _shard_forward(*args: Any) -> tuple[Tensor, Tensor]:
-    inputs, options, (memory, wanted) = _split(args)
+def _shard_targets(*args: Any) -> Tensor:
+    inputs, options, (memory,) = _split(args)
+    found: Tensor = inputs[0].new_empty(inputs[3].shape[0], dtype=torch.float32)
+    kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD
+    names = (*_run.INPUTS, "target_logit")
+    _run.launch(kind, names, (*inputs, found), options, memory, "targets")
+    return found
+
+
+def _shard_targets_fake(*args: Any) -> Tensor:
+    found: Tensor = args[0].new_empty(args[3].shape[0], dtype=torch.float32)
+    return found
+
+
+def _shard_forward(*args: Any) -> tuple[Tensor, ...]:
+    inputs, options, (memory, wanted, anchor, kept_bytes) = _split(args)
     input, target = inputs[0], inputs[3]
     extras = [bit for bit in _EXTRA if wanted & bit]
     states = input.new_empty((3 + len(extras), target.shape[0]), dtype=torch.float32)
@@ -400,33 +436,42 @@ def _shard_forward(*args: Any) -> tuple[Tensor, Tensor]:
     rows = iter(states[3:])
     outputs = [states[2], *(next(rows) if wanted & bit else None for bit in _EXTRA)]
     outputs.append(argmax if wanted & _run.ARGMAX else None)
-    tensors = (*inputs, *outputs)
+    tensors = (*inputs, anchor, *outputs)
     kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD
-    _run.launch(kind, _FORWARD, tensors, options, memory, ("shard", wanted), states[:2])
-    return states, argmax
+    keep = Keep(bytes=kept_bytes, spare=_ops.SPARE) if kept_bytes else None
+    asked = ("shard", wanted, anchor is None, kept_bytes)
+    kept = _run.launch(
+        kind, _FORWARD, tensors, options, memory, asked, states[:2], False, keep
+    )  # fmt: skip
+    if kept is None:
+        return states, argmax, *_ops.kept_like(input, inputs[1], target, kept_bytes)
+    return states, argmax, kept.columns, kept.rows
 
 
-def _shard_forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    inputs, _, (_, wanted) = _split(args)
+def _shard_forward_fake(*args: Any) -> tuple[Tensor, ...]:
+    inputs, _, (_, wanted, _, kept_bytes) = _split(args)
     tokens, count = inputs[3].shape[0], 3 + sum(bool(wanted & bit) for bit in _EXTRA)
     argmax = inputs[3].new_empty(tokens if wanted & _run.ARGMAX else 0, dtype=torch.int64)
-    return inputs[0].new_empty((count, tokens), dtype=torch.float32), argmax
+    states = inputs[0].new_empty((count, tokens), dtype=torch.float32)
+    return states, argmax, *_ops.kept_like(inputs[0], inputs[1], inputs[3], kept_bytes)
 
 
 def _shard_backward(*args: Any) -> tuple[Tensor, ...]:
     inputs, options, (memory, *rest) = _split(args)
-    *upstream, need_input, weight_dtype, bias_dtype = rest
+    *upstream, need_input, weight_dtype, bias_dtype, columns, rows = rest
     input, weight, bias = inputs[:3]
     dtypes = (torch.float32 if need_input else None, weight_dtype, bias_dtype)
+    constants = Constants(*inputs[3:])
+    kept = _ops.given(constants.target.shape[0], memory, columns, rows)
     grads = _run.backward(
-        input, weight, bias, Constants(*inputs[3:]), options, memory, Upstream(*upstream), dtypes
+        input, weight, bias, constants, options, memory, Upstream(*upstream), dtypes, kept=kept
     )
     return tuple(input.new_empty(0) if g is None else g for g in grads)
 
 
 def _shard_backward_fake(*args: Any) -> tuple[Tensor, ...]:
     inputs, _, (_, *rest) = _split(args)
-    dtypes = (torch.float32 if rest[-3] else None, *rest[-2:])
+    dtypes = (torch.float32 if rest[-5] else None, *rest[-4:-2])
     return tuple(
         inputs[0].new_empty(0) if x is None or t is None else torch.empty_like(x, dtype=t)
         for x, t in zip(inputs[:3], dtypes)
@@ -434,6 +479,7 @@ def _shard_backward_fake(*args: Any) -> tuple[Tensor, ...]:
 
 
 for _name, _kernel, _fake in (
+    ("shard_targets", _shard_targets, _shard_targets_fake),
     ("shard_forward", _shard_forward, _shard_forward_fake),
     ("shard_backward", _shard_backward, _shard_backward_fake),
 ):
@@ -459,23 +505,92 @@ def _columns(shard: Shard, weight: Tensor, bias: Tensor | None) -> tuple[Tensor,
     return weight[: weight.shape[0] - padding], bias
 
 
-def _local_state(
-    x: Tensor, w: Tensor, b: Tensor | None, constants: Constants, options: Options,
-    memory: int | None, wanted: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """[k, N] f32 and argmax, of this rank's columns."""
-    empty = not w.shape[0]
-    if empty:  # a column that is nobody's, so that this rank refuses what the others refuse
-        w, b = w.new_zeros(1, w.shape[1]), None if b is None else b.new_zeros(b.shape[0] + 1)
-        options = options._replace(vocab_start=0)
+class Block(NamedTuple):
+    """What a rank's block of columns is computed of, and its call is asked for."""
+
+    inputs: tuple[Tensor | None, ...]  # in the order of _run.INPUTS, without token weights
+    options: Options
+    memory: int | None
+    wanted: int
+    keeps: bool
+
+    def kept_bytes(self) -> Any:
+        """What is kept beside both calls' workspaces. Each of several blocks must keep as much on
+        any number of ranks, so that they keep all of it, or nothing where memory is bounded."""
+        input, weight, bias, *constants = self.inputs
+        if not self.keeps:
+            return 0
+        assert input is not None and weight is not None
+        call = Call(Constants(*constants), self.options, self.memory, self.wanted)  # type: ignore[arg-type]
+        argmax = ("argmax",) if self.wanted & _run.ARGMAX else ()
+        extra = (name for bit, name in _EXTRA.items() if self.wanted & bit)
+        outputs = ("target_logit", *extra, *argmax)
+        return _ops.bytes_to_keep(input, weight, bias, call, True, outputs)
+
+
+def _blocks_of(
+    shard: Shard, x: Tensor, w: Tensor, b: Tensor | None, constants: Constants, call: Call,
+    wanted: int,
+) -> list[Block | None]:  # fmt: skip
+    """This rank's; None of one without columns."""
+    _check_block_rows(shard, w)
+    target, _, vocab_weight, normalizer, temperature = constants
+    rest = (target, None, vocab_weight, normalizer, temperature)
+    return [
+        Block(
+            (x, w[first:stop], _rows_of(b, w, first, stop), *rest),
+            call.options._replace(vocab_start=shard.start + first),
+            call.memory, wanted, shard.keeps,
+        )
+        if first < stop
+        else None
+        for first, stop in shard.ranges(w.shape[0])
+    ]  # fmt: skip
+
+
+def _local_targets(
+    shard: Shard, x: Tensor, w: Tensor, b: Tensor | None, constants: Constants, call: Call,
+    wanted: int,
+) -> Tensor:  # fmt: skip
+    """[1, N] f32: the targets' logits, of those that are this rank's columns; else -inf."""
+    targets: Any = torch.ops.logitless.shard_targets
+    found = x.new_full((1, x.shape[0]), -float("inf"), dtype=torch.float32)
+    for block in _blocks_of(shard, x, w, b, constants, call, wanted):
+        if block is not None:
+            own = targets(*_arguments(block.inputs, block.options), block.memory)
+            found = torch.maximum(found, own)
+    return found
+
+
+Keeping = tuple[Tensor, Tensor]  # `kept` and `kept_rows` of a block
+
+
+def _local_state(block: Block, anchor: Tensor | None) -> tuple[Tensor, Tensor, Keeping | None]:
+    """[k, N] f32, argmax, and what is kept, of a block's columns."""
+    kept_bytes = block.kept_bytes()
+    if block.options.vocab_total == block.inputs[1].shape[0]:  # type: ignore[union-attr]
+        anchor = None
+    forward: Any = torch.ops.logitless.shard_forward
+    states, argmax, columns, rows = forward(
+        *_arguments(block.inputs, block.options), block.memory, block.wanted, anchor, kept_bytes
+    )
+    nothing = isinstance(kept_bytes, int) and not kept_bytes
+    return states, argmax, None if nothing else (columns, rows)
+
+
+def _empty_state(
+    x: Tensor, w: Tensor, b: Tensor | None, constants: Constants, call: Call, wanted: int
+) -> tuple[Tensor, Tensor, None]:
+    """The same of a block without columns: of one that is nobody's, so that this rank refuses what
+    the others refuse."""
+    w, b = w.new_zeros(1, w.shape[1]), None if b is None else b.new_zeros(b.shape[0] + 1)
     target, _, vocab_weight, normalizer, temperature = constants
     inputs = (x, w, b, target, None, vocab_weight, normalizer, temperature)
-    forward: Any = torch.ops.logitless.shard_forward
-    states, argmax = forward(*_arguments(inputs, options), memory, wanted)
-    if empty:
-        asked = [bool(wanted & bit) for bit in _EXTRA]
-        return _shards.empty_state(x.shape[0], x, asked), torch.full_like(argmax, -1)
-    return states, argmax
+    options = call.options._replace(vocab_start=0)
+    block = Block(inputs, options, call.memory, wanted, False)
+    _, argmax, _ = _local_state(block, None)
+    asked = [bool(wanted & bit) for bit in _EXTRA]
+    return _shards.empty_state(x.shape[0], x, asked), torch.full_like(argmax, -1), None
 
 
 def _rows_of(bias: Tensor | None, weight: Tensor, first: int, stop: int) -> Tensor | None:
@@ -488,19 +603,17 @@ def _rows_of(bias: Tensor | None, weight: Tensor, first: int, stop: int) -> Tens
 
 
 def _local_states(
-    shard: Shard, x: Tensor, w: Tensor, b: Tensor | None, constants: Constants, options: Options,
-    memory: int | None, wanted: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """[b, k, N] f32 and argmax [b, N], of this rank's blocks."""
-    _check_block_rows(shard, w)
+    shard: Shard, x: Tensor, w: Tensor, b: Tensor | None, constants: Constants, call: Call,
+    wanted: int, anchor: Tensor | None,
+) -> tuple[Tensor, Tensor, list[Keeping | None]]:  # fmt: skip
+    """[b, k, N] f32, argmax [b, N] and what is kept, of this rank's blocks."""
+    empty = (x, w[:0], None if b is None else b[w.shape[0] :], constants, call, wanted)
     made = [
-        _local_state(
-            x, w[first:stop], _rows_of(b, w, first, stop), constants,
-            options._replace(vocab_start=shard.start + first), memory, wanted,
-        )
-        for first, stop in shard.ranges(w.shape[0])
-    ]  # fmt: skip
-    return torch.stack([states for states, _ in made]), torch.stack([argmax for _, argmax in made])
+        _empty_state(*empty) if block is None else _local_state(block, anchor)
+        for block in _blocks_of(shard, x, w, b, constants, call, wanted)
+    ]
+    states, argmax, kept = zip(*made)
+    return torch.stack(states), torch.stack(argmax), list(kept)
 
 
 def _states(gathered: Tensor, wanted: int) -> list[State]:
@@ -550,20 +663,12 @@ class ShardedLoss(Function):
         if options.label_smoothing > 0:
             wanted |= _WEIGHTED
         w, b = _columns(shard, w, b)
-        local, argmax = _together(
-            shard,
-            rows,
-            facts,
-            _local_states,
-            shard,
-            rows,
-            w,
-            b,
-            constants,
-            options,
-            call.memory,
-            wanted,
-        )
+        made = (shard, rows, w, b, constants, call, wanted)
+        anchor = None
+        if shard.keeps:
+            own = _together(shard, rows, facts, _local_targets, *made)
+            anchor, facts = _all_gather(own, shard).amax(0), ()  # [N]
+        local, argmax, kept = _together(shard, rows, facts, _local_states, *made, anchor)
         states = _states(_all_gather(local, shard), wanted)  # of each shard's blocks
         state = _shards.fold(states)
         tokens = Tokens(*constants[:4])
@@ -586,9 +691,11 @@ class ShardedLoss(Function):
         row_state = torch.stack((state.row_reference, state.row_log_sum))  # [2, N]
         row_state = torch.where(tokens.ignored(options), 0.0, row_state)
         gathered_rows = None if dim is None else rows
+        keeping = [t for pair in kept for t in pair or (None, None)]
         ctx.save_for_backward(
-            input, weight, bias, *constants, row_state, state.entropy, gathered_rows
+            input, weight, bias, *constants, row_state, state.entropy, gathered_rows, *keeping
         )
+        ctx.unused = [True]  # what is kept serves one Backward at a time
         ctx.shape, ctx.dtype, ctx.whole = input.shape, input.dtype, shape
         constant = [
             t for t, bit in zip(outputs, _run.OUTPUTS) if t is not None and bit in _run.CONSTANTS
@@ -612,7 +719,7 @@ class ShardedLoss(Function):
         if _ranks.ON and shard.size > 1:
             _ranks.before_backward(upstream, needs[0], ctx.saved_tensors, shard)
         input, weight, bias, *rest = ctx.saved_tensors
-        constants, (row_state, entropy, rows) = Constants(*rest[:5]), rest[5:]
+        constants, (row_state, entropy, rows), kept = Constants(*rest[:5]), rest[5:8], rest[8:]
         options: Options = call.options
         grads: Sequence[Tensor | None] = upstream
         if shard.local_tokens:
@@ -634,36 +741,64 @@ class ShardedLoss(Function):
             call.memory, *given, needs[0], None if grad_weight is None else weight.dtype,
             None if grad_bias is None else grad_bias.dtype,
         )  # fmt: skip
-        made = (shard, (rows, w, b, *constants), options, more)
-        if needs[0]:  # then the ranks exchange, and one that fails would leave the others waiting
+        free = ctx.unused and ctx.unused.pop()
+        made = (shard, (rows, w, b, *constants), options, more, kept if free else None)
+        if needs[0] and needs[1] and free and rows.is_cuda and OVERLAPS and shard.size > 1:
+            part, late = _apart(made)
+            grad_input = reduce_grad_input(part, shard, ctx.shape, ctx.dtype, late)
+            weights, biases = late.made
+        elif needs[0]:  # then the ranks exchange, and one that fails would leave the others waiting
             parts, weights, biases = _together(shard, rows, (), _local_gradients, *made)
+            part = _shards.tree_of(parts)
+            grad_input = reduce_grad_input(part, shard, ctx.shape, ctx.dtype)
         else:
-            parts, weights, biases = _local_gradients(*made)
+            grad_input = None
+            _, weights, biases = _local_gradients(*made)
+        if free:
+            ctx.unused.append(True)
         if weights:
             grad_weight = _joined(weights) if needs[1] else None
             grad_bias = None if grad_bias is None else _joined(biases)
-        grad_input = None
-        if needs[0]:
-            part = _shards.tree_of(parts)
-            grad_input = reduce_grad_input(part, shard, ctx.shape, ctx.dtype)
         return grad_input, _padded(grad_weight, weight), _padded(grad_bias, bias)
 
 
+class _Late:
+    """The gradients of weight and bias, which are made while those of the input are exchanged."""
+
+    def __init__(self, made: Any) -> None:
+        self._make = made
+        self.made: tuple[list[Tensor], list[Tensor]] = ([], [])
+
+    def __call__(self) -> None:
+        _, weights, biases = _local_gradients(*self._make)
+        self.made = weights, biases
+
+
+def _apart(made: Any) -> tuple[Tensor, _Late]:
+    """This rank's part of grad_input, and the rest for later: of one kept state, in two calls."""
+    shard, inputs, options, more, kept = made
+    *first, _, weight, bias = more
+    parts, *_ = _local_gradients(shard, inputs, options, (*first, True, None, None), kept)
+    rest = (*first, False, weight, bias)
+    return _shards.tree_of(parts), _Late((shard, inputs, options, rest, kept))
+
+
 def _local_gradients(
-    shard: Shard, inputs: Any, options: Options, more: Any
+    shard: Shard, inputs: Any, options: Options, more: Any, kept: Sequence[Tensor | None] | None
 ) -> tuple[_shards.Carries, list[Tensor], list[Tensor]]:
     """Of each block with columns: its part of grad_input, its rows of grad_weight and grad_bias."""
     backward: Any = torch.ops.logitless.shard_backward
     rows, w, b, *constants = inputs
     parts: _shards.Carries = []
     weights, biases = [], []
-    for first, stop in shard.ranges(w.shape[0]):
+    for i, (first, stop) in enumerate(shard.ranges(w.shape[0])):
         if first < stop:
             own = (rows, w[first:stop], _rows_of(b, w, first, stop), *constants)
             start = shard.start + first
             part, weight, bias = backward(
-                *_arguments(own, options._replace(vocab_start=start)), *more
-            )
+                *_arguments(own, options._replace(vocab_start=start)), *more,
+                *((None, None) if kept is None else kept[2 * i : 2 * i + 2]),
+            )  # fmt: skip
             weights.append(weight)
             biases.append(bias)
         else:
@@ -774,12 +909,26 @@ def refuse(call: Call) -> None:
         raise not_supported('grad_accumulation="main_grad" is not supported with a group')
 
 
+def _keeps(input: Tensor, weight: Tensor, bias: Tensor | None, call: Call, shard: Shard) -> bool:
+    """Whether Forward keeps state, as far as every rank decides it alike. Backward of target_logit
+    alone has no use for it."""
+    needed = any(t is not None and t.requires_grad for t in (input, weight, bias))
+    if not (needed and torch.is_grad_enabled()) or _ops.hooked():
+        return False
+    if not call.wanted & sum(_DIFFERENTIABLE) & ~_run.TARGET_LOGIT:
+        return False
+    if shard.blocks and call.memory is not None:  # Block.kept_bytes
+        return False
+    return _kept.serves(call.dtype or input.dtype, input.device.type, call.options)
+
+
 def loss(
     input: Tensor, weight: Tensor, bias: Tensor | None, call: Call, shard: Shard
 ) -> tuple[Tensor | None, ...]:
     """The outputs in the order of _run.OUTPUTS."""
     refuse(call)
     call.options = call.options._replace(vocab_start=shard.start, vocab_total=shard.total)
+    shard = shard._replace(keeps=_keeps(input, weight, bias, call, shard))
     if _ranks.ON and shard.size > 1:
         _ranks.before_forward(input, weight, bias, call, shard)
     if torch.compiler.is_compiling():
@@ -795,7 +944,7 @@ def loss(
 _library.define(
     f"sharded_loss({_TENSORS}, {_OPTIONS}, int? memory, int wanted, ScalarType? dtype, str group, "
     "int rank, int size, SymInt start, SymInt total, int? sequence_dim, bool local_tokens, "
-    "bool reduce_input_grad, bool ordered, int blocks, str revision) -> Tensor[]",
+    "bool reduce_input_grad, bool ordered, int blocks, bool keeps, str revision) -> Tensor[]",
     tags=_tags,
 )
 
@@ -803,7 +952,7 @@ _library.define(
 def _revision() -> str:
     """Torch keeps compiled graphs on disk by the ops that were called, not by what this one is
     made of: those of another revision of it must not be taken."""
-    files = (__file__, *(str(module.__file__) for module in (_shards, _run, _autograd)))
+    files = (__file__, *(str(module.__file__) for module in (_shards, _run, _autograd, _ops)))
     try:
         code = b"".join(pathlib.Path(file).read_bytes() for file in files)
     except OSError:  # not installed as files

@@ -19,7 +19,7 @@ __device__ void clear_row(const TensorView& view, int64_t row, int lane) {
 }
 
 struct GatherArguments {
-  TensorView input, weight, bias, grad_input;
+  TensorView input, weight, bias, grad_input, anchor;
   MapFactors map;
   Chunk chunk;
   int64_t pitch;
@@ -90,6 +90,7 @@ __device__ __noinline__ float map_by_token(const GatherArguments& a, int64_t k, 
 // A warp takes a row k of the compacted chunk and makes zeros of rows that are not valid (`to` is
 // null where there is no copy):
 //   z_t = map(input_k . weight_t) in f32, 16 bytes a lane in turn, then the tree over the lanes.
+// Where another shard has the target, the row's anchor stands for z_t.
 template <class T>
 __device__ void gather_row(const GatherArguments& a, T* to) {
   const int64_t k = int64_t{blockIdx.x} * (threads / 32) + threadIdx.x / 32;
@@ -131,7 +132,8 @@ __device__ void gather_row(const GatherArguments& a, T* to) {
   if (lane != 0) return;
   if (target >= 0 && present(a.bias)) sum += load(a.bias, target);
   sum = tokens.map == nullptr ? map_raw(a.map, sum) : map_by_token(a, k, sum);
-  a.target_logit[k] = target < 0 ? -infinity() : sum;
+  if (target < 0) sum = present(a.anchor) ? load(a.anchor, tokens.row[token]) : -infinity();
+  a.target_logit[k] = sum;
 }
 
 template <class T>
@@ -200,6 +202,7 @@ void gather_input(const LinearWork& work, bool clears, bool beside) {
                                   .weight = call.weight,
                                   .bias = call.bias,
                                   .grad_input = call.grad_input,
+                                  .anchor = call.anchor,
                                   .map = call.map,
                                   .chunk = chunk,
                                   .pitch = plan.hidden_pitch,

@@ -30,6 +30,9 @@ struct LinearCall {
   TensorView input, weight, bias;
   TensorView grad_input, grad_weight, grad_bias;
   TensorView row_reference, row_log_sum, entropy;  // Backward has them, where they are given
+  // [N]  a shard has it: E of a row whose target is elsewhere is relative to it. Backward finds it
+  // in kept_rows.
+  TensorView anchor;
   TokenOutputs outputs;
   LinearShape shape;
   MapFactors map;
@@ -148,6 +151,9 @@ void block_gradients(const LinearWork& work, const Block& block, const Panel& pa
 // the target's column of E, where `kept` has it.
 void finish_rows(const LinearWork& work, bool with_factors, const std::array<Panel, 2>& kept,
                  bool scales);
+
+// Writes the targets' logits, where nothing else is asked for.
+void write_targets(const LinearWork& work);
 
 // kept.cu makes E of the rows beyond the exponent's range and, where E is made after finish_rows, E
 // of the target's column.

@@ -4,6 +4,7 @@
 // how many tokens are valid.
 #include <algorithm>
 #include <array>
+#include <cstddef>
 
 #include "src/cuda/linear/engine.h"
 #include "src/cuda/ops.h"
@@ -59,6 +60,14 @@ static void describe_statistics(const Call& call, LinearCall* made) {
   made->outputs = {call.loss, call.statistics()};
 }
 
+// Returns the anchors [N] that a shard's Forward left in kept_rows.
+static TensorView kept_anchors(const TensorView& rows) {
+  TensorView anchor = rows;
+  anchor.byte_offset += offsetof(KeptRow, target_logit);
+  anchor.rank = 1;
+  return anchor;
+}
+
 EngineCall make_call(std::span<const Engine* const> engines, const Call& call,
                      const DeviceInfo& device) {
   LinearCall made;
@@ -74,6 +83,8 @@ EngineCall make_call(std::span<const Engine* const> engines, const Call& call,
   s.hidden = call.weight.shape[1];
   s.dtype = call.input.dtype;
   s.forward = !call.state_given();
+  s.targets_only = call.targets_only();
+  made.anchor = call.anchor;
   s.smoothing = call.options.label_smoothing > 0;
   s.copies_weight = !serves_product(call.weight, s.vocab, s.hidden);
   s.maps = made.in.makes_maps;
@@ -103,6 +114,7 @@ EngineCall make_call(std::span<const Engine* const> engines, const Call& call,
     made.kept.data = call.kept.as<char>();
     made.kept.rows = call.kept_rows.as<float>();
     made.kept.consumes = call.consume_kept;
+    if (call.shard() && !call.forward) made.anchor = kept_anchors(call.kept_rows);
   }
   const Engine& engine = engine_for(engines, call, s, device);
   engine.describe(call, &made, device);

@@ -37,6 +37,8 @@ class LinearRun : public StepVisitor {
         return copy_weight_tail(work_);
       case StepKind::gather:
         return gather_input(work_, work_.call.shape.grad_input && !work_.plan.lends_input, joined_);
+      case StepKind::targets:
+        return write_targets(work_);
       case StepKind::states:
         return finish_rows(work_, step.of_e, {panel_of(step.panel), panel_of(step.behind())},
                            step.scales);

@@ -47,10 +47,11 @@ struct LinearShape {
   // Some tokens of a Backward may have no gradient, and are left out.
   bool screens_gradients = false;
   bool bias = false, class_weights = false;  // a product's own kernel reads them
-  bool remakes_dz = false;   // columns that are not kept are made again as dz, else as E
-  bool plain = false;        // there are no options: sm90/plain.cuh
-  bool reads_input = false;  // the products read the caller's own rows, where every token counts
-  int64_t weight_rows = 0;   // the first so many rows of grad_weight are made; 0 means all
+  bool remakes_dz = false;    // columns that are not kept are made again as dz, else as E
+  bool plain = false;         // there are no options: sm90/plain.cuh
+  bool targets_only = false;  // the targets' logits alone are asked for
+  bool reads_input = false;   // the products read the caller's own rows, where every token counts
+  int64_t weight_rows = 0;    // the first so many rows of grad_weight are made; 0 means all
   // E of so many columns is in the caller's memory: Forward keeps it, Backward finds it
   int64_t kept_columns = 0;
   bool forms_panels = false;  // Backward forms dz of kept columns elsewhere, a panel at a time

@@ -86,17 +86,32 @@ __device__ KeptRow* kept_row(const KeptState& kept, int64_t token) {
 
 __device__ bool same_bits(float a, float b) { return __float_as_uint(a) == __float_as_uint(b); }
 
+// Returns 1 - p_t of a state of the whole vocabulary.
+__device__ float rest_of(const RowToken& token, const RowState& state) {
+  const float log_p = (token.target_logit - state.reference) - state.log_sum;
+  return log_p > 0 ? 0.0f : -expm1f(log_p);
+}
+
+// Returns whether what a Forward kept may be of this state. Of a shard the state is that of the
+// whole vocabulary, whose lse is no less than the shard's own but for rounding.
+__device__ bool is_kept_of(const LinearCall& call, const KeptRow& kept, const RowState& state) {
+  if (call.in.options.vocab_total == 0) {
+    return same_bits(kept.reference, state.reference) && same_bits(kept.log_sum, state.log_sum);
+  }
+  return !((kept.reference - state.reference) + (kept.log_sum - state.log_sum) > kept_tolerance);
+}
+
 // Takes 1 - p_t from what the caller kept of the row, and whether its E is no longer there. If what
 // was kept is not of this row's state, it becomes NaN and the fault word is set.
 __device__ void load_kept(const LinearCall& call, const RowToken& token, RowState* state,
                           float* rest, bool* overwritten) {
   KeptRow* row = kept_row(call.kept, token.i);
   const KeptRow kept = *row;
-  *rest = kept.rest;
+  *rest = call.in.options.vocab_total == 0 ? kept.rest : rest_of(token, *state);
   *overwritten = kept.overwritten != 0;
   if (call.kept.consumes) row->layout = 0;
-  if (same_bits(kept.reference, state->reference) && same_bits(kept.log_sum, state->log_sum) &&
-      kept.layout == call.kept.layout && kept.columns == static_cast<float>(call.kept.columns)) {
+  if (is_kept_of(call, kept, *state) && kept.layout == call.kept.layout &&
+      kept.columns == static_cast<float>(call.kept.columns)) {
     return;
   }
   state->reference = nan_value();
@@ -404,6 +419,16 @@ __global__ void __launch_bounds__(threads)
   reduce_if_last(a);
 }
 
+// A thread writes the target's logit of a row.
+__global__ void __launch_bounds__(threads)
+    targets_kernel(Chunk chunk, const float* target_logit, TensorView out) {
+  const int row = blockIdx.x * threads + threadIdx.x;
+  if (!find_row(chunk, row)) return;
+  const int64_t k = chunk.first + row;
+  const float z = chunk.tokens.target[k] < 0 ? -infinity() : target_logit[row];
+  put(out, chunk.tokens.row[k], z);
+}
+
 TokenValues values_of(const TensorView& view) {
   if (!view) return {};
   return {view.as<float>(), view.stride[0]};
@@ -420,6 +445,12 @@ void with_plain(const PlainRows& plain, const LinearCall& call, F&& f) {
 }
 
 }  // namespace
+
+void write_targets(const LinearWork& work) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
+  stream->launch("write_targets", targets_kernel, blocks_for(chunk.rows, threads), threads, chunk,
+                 m.target_logit, call.outputs.statistics.target_logit);
+}
 
 void finish_rows(const LinearWork& work, bool with_factors, const std::array<Panel, 2>& kept,
                  bool scales) {

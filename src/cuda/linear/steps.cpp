@@ -4,30 +4,14 @@
 namespace logitless::cuda {
 
 const char* name_of(StepKind kind) {
-  constexpr const char* names[] = {"tokens",
-                                   "copy weight",
-                                   "column terms",
-                                   "class row",
-                                   "weight tail",
-                                   "trade rows",
-                                   "gather",
-                                   "logits",
-                                   "states",
-                                   "finish panel",
-                                   "form dz",
-                                   "scale input",
-                                   "remake",
-                                   "form panel",
-                                   "copy panel",
-                                   "grad_input",
-                                   "grad_weight",
-                                   "both",
-                                   "grad_bias",
-                                   "write grad_input",
-                                   "trade back",
-                                   "no tokens",
-                                   "write grad_weight",
-                                   "write grad_bias"};
+  constexpr const char* names[] = {
+      "tokens",           "copy weight", "column terms", "class row",
+      "weight tail",      "trade rows",  "gather",       "targets",
+      "logits",           "states",      "finish panel", "form dz",
+      "scale input",      "remake",      "form panel",   "copy panel",
+      "grad_input",       "grad_weight", "both",         "grad_bias",
+      "write grad_input", "trade back",  "no tokens",    "write grad_weight",
+      "write grad_bias"};
   return names[static_cast<int>(kind)];
 }
 
@@ -83,6 +67,7 @@ void CallSteps::write_grad_input(const Range& rows, bool of_e) {
 
 void CallSteps::begin() {
   visit({.kind = StepKind::tokens});
+  if (s_.targets_only) return;
   if (s_.copies_weight) visit({.kind = StepKind::copy_weight});
   if (s_.bias || s_.class_weights) visit({.kind = StepKind::column_terms});
   if (p_.smooths_e) visit({.kind = StepKind::class_row});
@@ -93,6 +78,7 @@ void CallSteps::begin() {
 void CallSteps::chunk(const Range& tokens) {
   tokens_ = tokens;
   visit({.kind = StepKind::gather});
+  if (s_.targets_only) return visit({.kind = StepKind::targets});
   if (s_.forward) logits();
   const bool of_e = p_.multiplies_e;
   visit({.kind = StepKind::states,

@@ -20,9 +20,10 @@ enum class StepKind {
   weight_tail,   // copies the weight's last V % 8 rows, with zeros behind them
   trade_rows,    // brings rows of kept E that have a gradient to the front
   // These steps run once a chunk of tokens.
-  gather,  // compacts the chunk's rows of input and makes the logits of their targets
-  logits,  // makes partial sums of each row over the panel's columns, and E (of_e: it is kept)
-  states,  // makes of the sums the outputs, the gradients' factors and input times v (scales)
+  gather,   // compacts the chunk's rows of input and makes the logits of their targets
+  targets,  // writes the logits of the targets, where nothing else is asked for
+  logits,   // makes partial sums of each row over the panel's columns, and E (of_e: it is kept)
+  states,   // makes of the sums the outputs, the gradients' factors and input times v (scales)
   // Makes E of rows beyond the exponent's range, and what lies behind the panel's rows.
   finish_panel,
   form_dz,           // makes dz in the place of E, and its part of grad_bias

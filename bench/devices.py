@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vocabulary that is split over the GPUs of one host: loss and gradients by `group=`, beside one
+GPU with the whole weight, and beside what others do with logits.
+
+    LOGITLESS_LIBRARY=build/device/liblogitless.so PYTHONPATH=python python bench/devices.py \
+        --ranks 2 --shapes 8192x4096x128256,8192x2048x151936
+
+Starts one process a rank. All contenders take turns in bursts between barriers, in an order that
+turns round every round; a sample is the slowest rank's, by its own clock; medians of `--rounds`.
+bf16, random data, the weight split evenly. Efficiency: the time of one GPU with the whole weight,
+which every rank takes at the same time, by P times that of the split. "exchange" is the
+collectives and sums of one call alone. MiB: the allocator's peak on a rank beyond the inputs and
+their gradients. `--megatron FOLDER` says where megatron-core is; without it and where a contender
+fails there is one line that says so. `--backend gloo` tries it on a CPU, and its figures mean
+nothing."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from timing import balanced_orders
+from torch import Tensor
+
+from logitless.torch import _parallel, linear_cross_entropy
+
+MIB = 1 << 20
+
+
+class Head:
+    """A rank's shard, and the whole weight for one GPU alone."""
+
+    def __init__(self, tokens: int, hidden: int, vocab: int, device: str) -> None:
+        torch.manual_seed(0)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        self.input = torch.randn(tokens, hidden, device=device).bfloat16().requires_grad_()
+        whole = (torch.randn(vocab, hidden, device=device) / hidden**0.5).bfloat16()
+        rows = vocab // size
+        self.start, self.vocab = rank * rows, vocab
+        self.shard = whole[rank * rows : (rank + 1) * rows].clone().requires_grad_()
+        self.whole = whole.requires_grad_()
+        self.target = torch.randint(0, vocab, (tokens,), device=device)
+        self.static_loss: Any = None
+
+    def fresh(self) -> None:
+        for tensor in (self.input, self.shard, self.whole):
+            tensor.grad = None
+
+    def one(self) -> None:
+        linear_cross_entropy(self.input, self.whole, self.target).backward()
+
+    def split(self, **options: Any) -> None:
+        linear_cross_entropy(
+            self.input, self.shard, self.target, group=dist.group.WORLD, **options
+        ).backward()
+
+    def loss_parallel(self) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        mesh = init_device_mesh(self.input.device.type, (dist.get_world_size(),))
+        x = DTensor.from_local(self.input, mesh, [Replicate()], run_check=False)
+        w = DTensor.from_local(self.shard, mesh, [Shard(0)], run_check=False)
+        with loss_parallel():
+            F.cross_entropy((x @ w.t()).float(), self.target).backward()
+
+    def megatron(self) -> None:
+        from megatron.core import parallel_state, tensor_parallel
+        from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+
+        if not parallel_state.is_initialized():
+            parallel_state.initialize_model_parallel(dist.get_world_size())
+        x = copy_to_tensor_model_parallel_region(self.input)
+        losses = tensor_parallel.vocab_parallel_cross_entropy(x @ self.shard.t(), self.target)
+        losses.mean().backward()
+
+    def exchange(self) -> None:
+        """What a call exchanges and adds up, of tensors that hold anything."""
+        tokens, hidden = self.input.shape
+        shard = _parallel.Shard(
+            dist.group.WORLD.group_name, dist.get_rank(), dist.get_world_size(), 0, self.vocab
+        )
+        x = self.input.detach()
+        _parallel._all_gather(x.new_empty(1, tokens, dtype=torch.float32), shard)
+        _parallel._all_gather(x.new_empty(1, 3, tokens, dtype=torch.float32), shard)
+        part = x.new_empty(tokens, hidden, dtype=torch.float32)
+        _parallel.reduce_grad_input(part, shard, x.shape, x.dtype)
+
+
+class Captured:
+    """A call in a CUDA graph, its collectives too."""
+
+    def __init__(self, call: Callable[[], None], fresh: Callable[[], None]) -> None:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                fresh()
+                call()
+        torch.cuda.current_stream().wait_stream(side)
+        fresh()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            call()
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+
+def without_overlap(call: Callable[[], None]) -> None:
+    _parallel.OVERLAPS = False
+    try:
+        call()
+    finally:
+        _parallel.OVERLAPS = True
+
+
+def synchronize(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def slowest(value: float, device: str) -> float:
+    tensor = torch.tensor(value, device=device, dtype=torch.float64)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return float(tensor)
+
+
+def measure(
+    call: Callable[[], None], fresh: Callable[[], None], repeats: int, device: str
+) -> float:
+    """Milliseconds a call, on the slowest rank."""
+    fresh()
+    synchronize(device)
+    dist.barrier()
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(repeats):
+        fresh()
+        call()
+    synchronize(device)
+    return slowest((time.perf_counter() - start) * 1e3 / repeats, device)
+
+
+def peak(call: Callable[[], None], fresh: Callable[[], None], device: str) -> float:
+    if device == "cpu":
+        return float("nan")
+    fresh()
+    call()  # a graph's or a kernel's own memory is there before
+    fresh()
+    synchronize(device)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    synchronize(device)
+    return slowest((torch.cuda.max_memory_allocated() - before) / MIB, device)
+
+
+def usable(name: str, call: Callable[[], None], fresh: Callable[[], None], device: str) -> bool:
+    """Whether it runs on every rank."""
+    failure = ""
+    try:
+        for _ in range(2):
+            fresh()
+            call()
+        synchronize(device)
+    except Exception as e:
+        failure = f"{type(e).__name__}: {str(e).splitlines()[0][:160]}"
+    if slowest(float(bool(failure)), device):
+        if dist.get_rank() == 0:
+            print(f"  {name} left out: {failure or 'another rank fails'}", flush=True)
+        return False
+    return True
+
+
+def contenders(head: Head, args: argparse.Namespace) -> dict[str, Callable[[], None]]:
+    found: dict[str, Callable[[], None]] = {
+        "one GPU": head.one,
+        "split": head.split,
+        "split, not overlapped": partial(without_overlap, head.split),
+        "split, vocab_blocks=8": partial(head.split, vocab_blocks=8),
+        'split, reduce_dtype="input"': partial(head.split, reduce_dtype="input"),
+        "exchange": head.exchange,
+        "torch loss_parallel": head.loss_parallel,
+    }
+    if args.megatron:
+        found["Megatron-Core, vocab-parallel"] = head.megatron
+    return {n: c for n, c in found.items() if not args.only or any(o in n for o in args.only)}
+
+
+def run(rank: int, meeting: str, args: argparse.Namespace) -> None:
+    device = "cpu" if args.backend == "gloo" else f"cuda:{rank}"
+    if device != "cpu":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        args.backend, init_method=f"file://{meeting}", rank=rank, world_size=args.ranks
+    )
+    if args.megatron:
+        sys.path.append(args.megatron)
+    for shape in args.shapes.split(","):
+        tokens, hidden, vocab = map(int, shape.split("x"))
+        head = Head(tokens, hidden, vocab, device)
+        calls = {
+            n: c for n, c in contenders(head, args).items() if usable(n, c, head.fresh, device)
+        }
+        if args.graphs:
+            for name in ("one GPU", "split"):
+                if name in calls:
+                    calls[f"{name}, CUDA graph"] = Captured(calls[name], head.fresh)
+        names = list(calls)
+        samples: dict[str, list[float]] = {name: [] for name in names}
+        for order in balanced_orders(len(names), args.rounds):
+            for i in order:
+                name = names[i]
+                fresh = (lambda: None) if name.endswith("CUDA graph") else head.fresh
+                samples[name].append(measure(calls[name], fresh, args.repeats, device))
+        peaks = {name: peak(calls[name], head.fresh, device) for name in names}
+        if rank == 0:
+            report(shape, samples, peaks, args)
+        head.fresh()
+        del head, calls
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def report(
+    shape: str, samples: dict[str, list[float]], peaks: dict[str, float], args: argparse.Namespace
+) -> None:
+    where = torch.cuda.get_device_name() if args.backend != "gloo" else "CPU"
+    print(f"{shape} bf16 on {args.ranks} x {where}, torch {torch.__version__}")
+    medians = {name: statistics.median(values) for name, values in samples.items()}
+    for name, ms in medians.items():
+        base = medians.get("one GPU, CUDA graph" if name.endswith("graph") else "one GPU")
+        share = "" if base is None else f"{base / (args.ranks * ms):10.3f}"
+        spread = f"[{min(samples[name]):.3f}, {max(samples[name]):.3f}]"
+        print(f"  {name:32} {ms:9.3f} ms {spread:20} {share} {peaks[name]:9.0f} MiB", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--shapes", default="8192x4096x128256,8192x2048x151936,2048x4096x128256")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--backend", default="nccl", choices=("nccl", "gloo"))
+    parser.add_argument("--megatron", default="", metavar="FOLDER")
+    parser.add_argument("--graphs", action="store_true")
+    parser.add_argument("--only", action="append", metavar="TEXT")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = os.path.join(folder, "meeting")
+        torch.multiprocessing.spawn(run, (meeting, args), nprocs=args.ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+// SPDX-License-Identifier: Apache-2.0
+// Shards of the vocabulary keep state too: relative to the targets' logits, which they exchange
+// before. Gradients lie within the bound, whatever share is kept and wherever the target is.
+#include <algorithm>
+#include <cmath>
+
+#include "tests/support/kept.h"
+#include "tests/support/shards.h"
+
+namespace logitless::conformance {
+namespace {
+
+const Sizes kPartitions[] = {{453}, {227, 226}, {7, 400, 46}, {64, 192, 197}};
+
+// One shard's Forward and Backward, and what it keeps.
+struct Shard {
+  Forward forward{};
+  Backward backward{};
+  Kept kept;
+};
+
+class KeptShards : public KeptState {
+ protected:
+  // Runs the shards' Forwards, the one for the targets' logits first, and gives their Backwards the
+  // whole vocabulary's states. Every shard keeps its columns, or the first so many of them.
+  std::vector<Shard> keep_shards(Problem<Backward>* problem, const Sizes& sizes, int64_t columns) {
+    Backward& op = problem->op;
+    const int64_t tokens = op.input.shape[0];
+    Forward whole{.input = op.input,
+                  .weight = op.weight,
+                  .bias = op.bias,
+                  .target = op.target,
+                  .options = op.options,
+                  .weights = op.weights};
+    for (TensorView* view : {&whole.statistics.row_reference, &whole.statistics.row_log_sum,
+                             &whole.statistics.target_logit, &whole.statistics.entropy}) {
+      *view = problem->pool.reserve(DType::f32, {tokens});
+    }
+    std::vector<double> anchor(static_cast<size_t>(tokens), -INFINITY);
+    std::vector<Shard> shards(sizes.size());
+    std::vector<std::vector<double>> targets(sizes.size());
+    int64_t first = 0;
+    for (size_t s = 0; s < sizes.size(); ++s) {
+      shards[s].forward = shard_of(whole, first, sizes[s]);
+      shards[s].backward = shard_of(op, first, sizes[s]);
+      first += sizes[s];
+      Forward alone = shards[s].forward;
+      alone.statistics = {.target_logit = alone.statistics.target_logit};
+      const Outcome outcome = execute(device_, alone, problem->pool, {.fill = garbage});
+      EXPECT_TRUE(outcome.status.ok()) << outcome.status.message();
+      if (!outcome.status.ok()) return {};
+      EXPECT_TRUE(compare(expected(device_, alone, problem->model), outcome).ok());
+      targets[s] = outcome.fields.at("target_logit").value;
+      for (size_t i = 0; i < anchor.size(); ++i) anchor[i] = std::max(anchor[i], targets[s][i]);
+    }
+    const bool is_shard = sizes.size() > 1;
+    const TensorView anchors = problem->pool.reserve(DType::f32, {tokens});
+    write(anchors, anchor);
+    std::vector<TokenState> states(static_cast<size_t>(tokens));
+    for (size_t s = 0; s < sizes.size(); ++s) {
+      Shard& shard = shards[s];
+      if (is_shard) shard.forward.anchor = anchors;
+      make_room(problem, columns, &shard);
+      const Outcome outcome = execute(device_, shard.forward, problem->pool, {.fill = garbage});
+      EXPECT_TRUE(outcome.status.ok()) << outcome.status.message();
+      EXPECT_TRUE(outcome.violations.empty()) << outcome.violations[0];
+      const Fields& fields = outcome.fields;
+      // Nothing else that is asked for changes a bit of the target's logit.
+      EXPECT_EQ(fields.at("target_logit").value, targets[s]);
+      for (size_t i = 0; i < states.size(); ++i) {
+        const auto at = [&](const char* name) {
+          return static_cast<float>(fields.at(name).value[i]);
+        };
+        const TokenState own{.row_reference = at("row_reference"),
+                             .row_log_sum = at("row_log_sum"),
+                             .target_logit = at("target_logit"),
+                             .entropy = at("entropy")};
+        states[i] = s == 0 ? own : combine(states[i], own);
+      }
+      if (shard.kept.columns == 0) continue;
+      shard.backward.kept = shard.forward.kept;
+      shard.backward.kept_rows = shard.forward.kept_rows;
+      shard.backward.kept_key = shard.kept.key;
+      write_bits(shard.backward.kept, outcome.kept.at("kept"));
+      write_bits(shard.backward.kept_rows, outcome.kept.at("kept_rows"));
+      if (is_relative(op.options)) expect_anchors(outcome, anchor);
+    }
+    give_states(op, states);
+    return shards;
+  }
+  // What is kept is relative to the target's logit: not on the CPU in f32, where logits are, and
+  // not where it keeps nothing.
+  bool is_relative(const LossOptions& options) const {
+    const std::string name = device_.name();
+    return name == "cuda" || (name == "cpu" && dtype_ == DType::bf16 && options.softcap == 0);
+  }
+  // Any number near serves, so that gradients do not tell whether the anchor was taken.
+  static void expect_anchors(const Outcome& outcome, const std::vector<double>& anchor) {
+    const std::vector<double>& rows = outcome.kept.at("kept_rows").value;
+    for (size_t i = 0; i < anchor.size(); ++i) {
+      if (!std::isfinite(anchor[i]) || anchor[i] == 0) continue;  // it does not count
+      EXPECT_EQ(rows[8 * i + 2], anchor[i]) << i;
+    }
+  }
+  void make_room(Problem<Backward>* problem, int64_t columns, Shard* shard) {
+    const Forward& forward = shard->forward;
+    const int64_t tokens = forward.input.shape[0];
+    shard->kept = kept_of(device_, forward, whole);
+    if (columns > 0 && columns < forward.weight.shape[0]) {
+      const auto rows = static_cast<uint64_t>(tokens) * 32;
+      const int64_t blocks = shard->kept.shape[0] / ((tokens + 63) / 64 * 64);
+      const uint64_t of_block = (shard->kept.bytes - rows) / static_cast<uint64_t>(blocks);
+      shard->kept =
+          kept_of(device_, forward, rows + of_block * static_cast<uint64_t>(columns / 64));
+    }
+    const Kept& kept = shard->kept;
+    if (kept.columns == 0) return;
+    shard->forward.kept =
+        problem->pool.reserve(forward.input.dtype, {kept.shape[0], kept.shape[1]});
+    shard->forward.kept_rows =
+        problem->pool.reserve(DType::f32, {kept.rows_shape[0], kept.rows_shape[1]});
+  }
+  // Backward's tensors of the whole vocabulary's states are the same on every shard.
+  static void give_states(const Backward& op, const std::vector<TokenState>& states) {
+    std::vector<double> reference, log_sum, entropy;
+    for (const TokenState& state : states) {
+      reference.push_back(state.row_reference);
+      log_sum.push_back(state.row_log_sum);
+      entropy.push_back(state.entropy);
+    }
+    write(op.row_reference, reference);
+    write(op.row_log_sum, log_sum);
+    if (op.entropy) write(op.entropy, entropy);
+  }
+  void expect_shards(const Case& c, Problem<Backward>* problem, const Sizes& sizes,
+                     int64_t columns) {
+    for (const Shard& shard : keep_shards(problem, sizes, columns)) {
+      const Outcome outcome = execute(device_, shard.backward, problem->pool, {.fill = garbage});
+      ASSERT_TRUE(outcome.status.ok()) << outcome.status.message();
+      const Comparison result = compare(expected(device_, shard.backward, problem->model), outcome);
+      EXPECT_TRUE(result.ok()) << describe(c) << ", the shard of " << shard.backward.weight.shape[0]
+                               << " columns from " << shard.backward.options.vocab_start << "\n"
+                               << result.report;
+    }
+  }
+};
+
+TEST_P(KeptShards, GradientsAreWithinTheBound) {
+  for (const Sizes& sizes : kPartitions) {
+    for (const int64_t columns : {0, 192}) {
+      for (const int kind : {0, 1, 2, 3}) {
+        Case c = plain(67, 453);
+        c.bias = kind == 1;
+        c.options.label_smoothing = kind == 1 ? 0.1f : 0.0f;
+        c.options.softcap = kind == 2 ? 20.0f : 0.0f;
+        c.options.z_loss = kind == 2 ? 1e-2f : 0.0f;
+        c.grad_entropy = c.grad_target_logit = kind == 3;
+        Problem<Backward> problem = build<Backward>(c);
+        expect_shards(c, &problem, sizes, columns);
+      }
+    }
+  }
+}
+
+// The target's logit lies far above a shard's, so that the shard's own exponentials are nothing
+// beside it; or far below, where the row is made again.
+TEST_P(KeptShards, AnAnchorFarAwayServes) {
+  for (const double distance : {-200.0, -70.0, -40.0, 40.0, 70.0, 110.0}) {
+    Case c = plain(66, 453);
+    c.bias = true;
+    Problem<Backward> problem = build<Backward>(c);
+    const Backward& op = problem.op;
+    std::vector<double> bias = read(op.bias), target = read(op.target);
+    for (size_t j = 0; j < 20; ++j) bias[j] = distance;
+    for (double& t : target) t = t < 0 || t >= 453 ? t : std::fmod(t, 20);
+    write(op.bias, bias);
+    write(op.target, target);
+    for (const Sizes& sizes : {Sizes{20, 433}, Sizes{100, 353}}) {
+      expect_shards(c, &problem, sizes, 0);
+    }
+  }
+}
+
+// A shard does not know the whole vocabulary's state before it is told, but no lse of the whole is
+// below a shard's own; and what was consumed serves nobody.
+TEST_P(KeptShards, StateOfAnotherForwardIsNaN) {
+  if (!device_.keeps_state(dtype_) || device_.name() == std::string("webgpu")) return;
+  for (const bool consumed : {false, true}) {
+    Case c = plain(70, 453);
+    c.ignored = 0;
+    c.fault = true;
+    Problem<Backward> problem = build<Backward>(c);
+    problem.op.grad_weight = {};
+    std::vector<Shard> shards = keep_shards(&problem, {200, 253}, 0);
+    for (Shard& shard : shards) {
+      if (shard.kept.columns == 0) return;
+      Backward op = shard.backward;
+      op.consume_kept = consumed;
+      if (consumed) {
+        const Outcome first = execute(device_, op, problem.pool, {.fill = garbage});
+        write_bits(op.kept_rows, first.kept.at("kept_rows"));
+      } else {
+        std::vector<double> log_sum = read(op.row_log_sum);
+        log_sum[3] -= 20;
+        write(op.row_log_sum, log_sum);
+      }
+      const Outcome outcome = execute(device_, op, problem.pool, {.fill = garbage});
+      ASSERT_TRUE(outcome.status.ok()) << outcome.status.message();
+      EXPECT_EQ(outcome.fault, 2);
+      const Field& grad = outcome.fields.at("grad_input");
+      for (int64_t i = 0; i < c.shape.tokens; ++i) {
+        const double x = grad.value[static_cast<size_t>(i * c.shape.hidden)];
+        ASSERT_EQ(std::isnan(x), consumed || i == 3) << i;
+      }
+      if (!consumed) return;  // the states are changed
+    }
+  }
+}
+
+constexpr OpKind kKeptShardOps[] = {OpKind::linear_backward};
+LOGITLESS_CONFORMANCE_SUITE_OF(KeptShards, kKeptShardOps, inputs());
+
+}  // namespace
+}  // namespace logitless::conformance
