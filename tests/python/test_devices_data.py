@@ -306,6 +306,21 @@ def one_shard_without_replicas_is_the_plain_call(me: Rank) -> None:
 
 
 @sizes(2)
+def a_frozen_head_has_the_inputs_gradient_and_logits(me: Rank) -> None:
+    whole = head_of().requires_grad_(False)
+    head = copy.deepcopy(whole).parallelize(mesh_of(2), tokens="sharded")
+    x, t = batch(me.rank)
+    found = []
+    for h in (head, whole):
+        input = x.clone().requires_grad_()
+        h(input, t).backward()
+        h(input).square().sum().backward()
+        found.append(input.grad)
+    close(*found, 2e-5)
+    assert head.weight.grad is None
+
+
+@sizes(2)
 def gradients_of_16_bits_are_rounded_once(me: Rank) -> None:
     whole = head_of().bfloat16()
     head = copy.deepcopy(whole).parallelize(mesh_of(2), tokens="sharded")

@@ -858,6 +858,8 @@ def cast_once(weight: Any, dtype: torch.dtype | None) -> Tensor | None:
         return None
     if torch._C._len_torch_dispatch_stack():  # of a tracer, whose tensors must not be kept
         return None
+    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None  # the graph is replayed on weights of other steps: it casts them itself
     with torch.no_grad():
         local = weight.to_local()
     state = (weight._version, local._version, local.data_ptr(), dtype)
