@@ -155,15 +155,17 @@ def _autocast_dtype(input: Tensor) -> torch.dtype | None:
 def _loss(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, constants: Constants,
     options: Options, memory: int | None, wanted: int, in_place: bool = False,
-    main_grad: MainGrad | None = None, shard: Any = None,
+    main_grad: MainGrad | None = None, shard: Any = None, data: Any = None,
 ) -> Any:  # fmt: skip
     """The outputs in their order, None where not wanted."""
-    dtype = None if weight is None else _autocast_dtype(input)
+    dtype = None if weight is None else _autocast_dtype(input) if data is None else data.dtype
     call = Call(constants, options, memory, wanted, dtype, in_place, main_grad)
     if shard is not None:
         from logitless.torch import _parallel
 
         assert weight is not None
+        if data is not None:
+            return _parallel.own_loss(input, weight, bias, call, shard, data)
         return _parallel.loss(input, weight, bias, call, shard)
     needs = torch.is_grad_enabled() and (
         input.requires_grad
@@ -250,6 +252,7 @@ def linear_cross_entropy(
     reduce_dtype: str = "float32",
     vocab_blocks: int | None = None,
     _main_grad: MainGrad | None = None,
+    _data: Any = None,
     _bits: int = 0,
 ) -> Any:
     """Cross-entropy of input @ linear_weight.T + linear_bias, without the logits.
@@ -321,7 +324,9 @@ def linear_cross_entropy(
             reduce_input_grad, reduce_dtype, vocab_blocks,
         )  # fmt: skip
         _parallel.check_tokens(input, target, shard, int(shift))
-        if shard.size == 1 and not shard.blocks:
+        if _data is not None:
+            shard = _data.shard(shard)
+        if shard.size == 1 and not shard.blocks and not shard.replicas and shard.divisor == 1:
             linear_weight, linear_bias = _parallel.of_one(shard, linear_weight, linear_bias)
             shard = None
     wanted = _wanted(return_statistics) if return_statistics else 0
@@ -349,7 +354,7 @@ def linear_cross_entropy(
     outputs = _loss(
         input, linear_weight, linear_bias, constants, options,
         _memory.default() if memory is None else parse_memory(memory), _bits or wanted | _run.LOSS,
-        main_grad=_main_grad, shard=shard,
+        main_grad=_main_grad, shard=shard, data=_data,
     )  # fmt: skip
     return outputs if _bits else _result(outputs, wanted)
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 from logitless import _abi
 from logitless._errors import invalid, not_supported
 from logitless.torch._autograd import MainGrad
-from logitless.torch._functions import cross_entropy, linear_cross_entropy
+from logitless.torch._functions import _autocast_dtype, cross_entropy, linear_cross_entropy
 
 
 class _Loss(torch.nn.Module):
@@ -150,12 +150,15 @@ class LinearCrossEntropyHead(torch.nn.Linear):
     to an embedding stay ties, and checkpoints keep their names. `grad_accumulation="main_grad"`
     adds the weight's gradient into the f32 tensor weight.main_grad in backward (made, as zeros,
     where there is none) and leaves weight.grad alone. `parallelize` splits the vocabulary over a
-    device mesh.
+    device mesh, that of tensor parallelism or that of data parallelism.
     """
 
     sequence_dim: int | None = None
     local_tokens = False
+    param_dtype: torch.dtype | None = None
+    gradient_divide_factor: float | None = None
     _split = False  # its weight is a DTensor of `parallelize`, and no shard of FSDP's
+    _own_tokens = False  # and each of its ranks has tokens of its own
 
     def __init__(
         self,
@@ -208,7 +211,7 @@ class LinearCrossEntropyHead(torch.nn.Linear):
             token_weight=token_weight,
             normalizer=normalizer,
             _main_grad=self._main_grad(),
-            **self._group_options(input),
+            **self._group_options(input, target),
             **self.loss._options(temperature),
         )
 
@@ -219,8 +222,12 @@ class LinearCrossEntropyHead(torch.nn.Linear):
         sequence_dim: int | None = None,
         local_tokens: bool = False,
         src_data_rank: int | None = 0,
+        tokens: str = "replicated",
+        param_dtype: torch.dtype | None = None,
+        gradient_divide_factor: float | None = None,
     ) -> LinearCrossEntropyHead:
-        """Splits the vocabulary over a device mesh of one dimension, and returns the head.
+        """Splits the vocabulary over a device mesh, of one dimension but where said otherwise, and
+        returns the head.
 
         Weight and bias become DTensor parameters with Shard(0), made of the values of rank
         `src_data_rank` of the mesh (None: each rank cuts its own, as in torch's
@@ -233,17 +240,46 @@ class LinearCrossEntropyHead(torch.nn.Linear):
         Hidden states are the same on every rank, or with `sequence_dim` split along that dimension
         of tokens; a DTensor says it itself. Targets and results are those of all tokens, with
         `local_tokens` those of the rank's own.
+
+        `tokens="sharded"`: the mesh is that of data parallelism, of one dimension or of two
+        (replicas, shards), as fully_shard takes it. The head is then called as under FSDP2, with
+        each rank's own input [..., D] and target [...], and gives the rank's own loss, statistics
+        and input gradient; the weight stays sharded and its gradient is the mean of the ranks'
+        losses, that of FSDP2. The ranks must have equally many tokens (else an error on the CPU):
+        pad with ignored ones. Without a target, under no_grad, the weight is gathered and gives the
+        logits of the rank's own tokens. Keep the head out of FSDP:
+        `fully_shard(model, ignored_params=set(head.parameters()))`.
+        `param_dtype` is that of the products, as in MixedPrecisionPolicy (autocast's where that is
+        on): an f32 weight is cast once a step. `gradient_divide_factor` divides the sum of the
+        ranks' gradients in place of their number, as FSDP2's set_gradient_divide_factor. A weight
+        that another module has too (tied embeddings) is refused: a NotImplementedError.
         """
         from logitless.torch import parallel
 
         if local_tokens and sequence_dim is None:
             raise invalid("local_tokens is True without sequence_dim; every rank has all tokens")
-        parallel.split_rows(self, mesh, src_data_rank)
+        if tokens not in ("replicated", "sharded"):
+            raise invalid(f"tokens is {tokens!r}; allowed: 'replicated', 'sharded'")
+        own = tokens == "sharded"
+        if own and sequence_dim is not None:
+            raise invalid(
+                "sequence_dim is given with tokens='sharded', where a rank's tokens are its own"
+            )
+        if not own and (param_dtype is not None or gradient_divide_factor is not None):
+            name = "gradient_divide_factor" if param_dtype is None else "param_dtype"
+            raise invalid(f"{name} is given without tokens='sharded'; FSDP's is its own")
+        if gradient_divide_factor is not None and not gradient_divide_factor > 0:
+            raise invalid(f"gradient_divide_factor is {gradient_divide_factor}; allowed: > 0")
+        parallel.split_rows(self, mesh, src_data_rank, own)
         self.sequence_dim, self.local_tokens, self._split = sequence_dim, local_tokens, True
+        self.param_dtype, self.gradient_divide_factor = param_dtype, gradient_divide_factor
+        self._own_tokens = own
         return self
 
-    def _group_options(self, input: Any) -> dict[str, Any]:
+    def _group_options(self, input: Any, target: Any) -> dict[str, Any]:
         """What the loss is told of a vocabulary that is split. FSDP's shards are not ours."""
+        if self._own_tokens:
+            return self._data_options(input, target)
         if not hasattr(self.weight, "placements"):
             return {}
         if not self._split:
@@ -260,16 +296,50 @@ class LinearCrossEntropyHead(torch.nn.Linear):
             return options
         return {**options, "sequence_dim": self.sequence_dim, "local_tokens": self.local_tokens}
 
+    def _data_options(self, input: Any, target: Any) -> dict[str, Any]:
+        """The same where each rank has tokens of its own."""
+        from logitless.torch import _placed
+
+        weight: Any = self.weight
+        if not _placed.is_placed(weight):
+            raise not_supported(
+                "the head's weight is a plain tensor after parallelize(tokens='sharded'), as of "
+                "tying it again; allowed: the DTensor of parallelize, whose gradient is the mean "
+                "of the ranks'"
+            )
+        for name, tensor in (("input", input), ("target", target)):
+            if _placed.is_placed(tensor):
+                raise not_supported(
+                    f"{name} is a DTensor and the head's tokens are sharded; allowed: a plain "
+                    "tensor of the rank's own tokens, as of to_local()"
+                )
+        dtype, factor = self._product_dtype(input), self.gradient_divide_factor
+        data = _placed.data_of(weight, dtype, factor)
+        return {"group": _placed.group_of(weight), "_data": data}
+
+    def _product_dtype(self, input: Tensor) -> torch.dtype | None:
+        return _autocast_dtype(input) or self.param_dtype
+
     def _products(self, input: Tensor) -> Tensor:
         """input @ weight.T + bias, of all columns."""
         if not self._split or not hasattr(self.weight, "placements"):
             return functional.linear(input, self.weight, self.bias)
         from logitless.torch import _placed
 
+        if self._own_tokens:
+            dtype = self._product_dtype(input)
+            return _placed.own_logits(input, self.weight, self.bias, dtype)
         return _placed.whole_logits(input, self.weight, self.bias, self.sequence_dim)
 
     def _check_no_target(self) -> None:
         """In training a head that is sharded gives no logits: a target was most likely given."""
+        if self._own_tokens:
+            if torch.is_grad_enabled() and self.weight.requires_grad:
+                raise not_supported(
+                    "target is None and the head's tokens are sharded, where logits have no "
+                    "gradient of the weight; allowed: a target, or no_grad"
+                )
+            return
         if self.training and torch.is_grad_enabled() and hasattr(self.weight, "placements"):
             raise not_supported(
                 "target is None and the head's weight is sharded by tensor parallelism, whose "

@@ -10,6 +10,9 @@ states and targets are the same on all, or the hidden states are split along a d
     backward   each rank's Backward on its columns, from the global states and what it has kept: its
                grad_weight is done, its grad_input is a part in f32, which the ranks exchange and
                add up in their order
+    own        where each rank has tokens and a loss of its own (Shard.own: data parallelism),
+               hidden states and targets are gathered first, grad_input's sums go to the tokens'
+               owners, and grad_weight is that of the mean of the ranks' losses, as FSDP's
     errors     on the CPU the ranks tell each other before they exchange, and raise the same one
 
 Collectives are torch's functional ones, which torch.compile traces.
@@ -25,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from logitless import _abi
 from logitless._abi import Options
@@ -63,6 +67,9 @@ class Shard(NamedTuple):
     reduce_input_grad: bool = True
     ordered: bool = True  # grad_input's parts are added in f32 in the ranks' order
     blocks: int = 0  # of all ranks, each computed by itself; 0: a rank's columns are one
+    own: bool = False  # a rank's loss is of its own tokens alone, and grad_weight their mean
+    replicas: str = ""  # the group of the ranks with the same columns and other tokens
+    divisor: float = 1.0  # of the sum of all their grad_weight
     keeps: bool = False  # Forward keeps for Backward what it can
 
     def ranges(self, rows: int) -> list[tuple[int, int]]:
@@ -72,6 +79,22 @@ class Shard(NamedTuple):
         width, own = -(-self.total // self.blocks), self.blocks // self.size
         stops = [min((i + 1) * width, rows) for i in range(own)]
         return [(min(i * width, stop), stop) for i, stop in enumerate(stops)]
+
+
+class Data(NamedTuple):
+    """What a call is told where the weight is sharded over the ranks that share the tokens out."""
+
+    dtype: torch.dtype | None  # of the products
+    weight: Tensor | None  # this rank's rows in that dtype, where they are kept
+    replicas: str
+    divisor: float
+
+    def shard(self, shard: Shard) -> Shard:
+        """Tokens are flat by then."""
+        return shard._replace(
+            sequence_dim=0, local_tokens=True, own=True, replicas=self.replicas,
+            divisor=self.divisor,
+        )  # fmt: skip
 
 
 def _default_split(
@@ -254,7 +277,10 @@ def _check_facts(shard: Shard, facts: Sequence[Sequence[int]]) -> None:
     )  # fmt: skip
     for name, values in zip(names, zip(*(own[2:] for own in facts))):
         if len(set(values)) > 1:
-            raise invalid(f"{name} is {list(values)} on the ranks; allowed: the same on all")
+            pad = ""
+            if shard.own and name == names[1]:
+                pad = " (pad with tokens of ignore_index, which cost no work)"
+            raise invalid(f"{name} is {list(values)} on the ranks; allowed: the same on all{pad}")
     _check_split(shard, [(start, stop) for start, stop, *_ in facts])
 
 
@@ -320,9 +346,9 @@ def _exchange(x: Tensor, shard: Shard, meanwhile: Callable[[], None] = _nothing)
     return waited.view(shard.size, each[0], *x.shape[1:])
 
 
-def _all_reduce(x: Tensor, shard: Shard) -> Tensor:
+def _all_reduce(x: Tensor, group: str) -> Tensor:
     ops: Any = torch.ops._c10d_functional
-    waited: Tensor = ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", shard.group))
+    waited: Tensor = ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", group))
     return waited
 
 
@@ -365,7 +391,7 @@ def reduce_grad_input(
     if not shard.reduce_input_grad:
         return part.to(dtype).view(shape)
     if not shard.ordered:
-        return _all_reduce(part.to(dtype), shard).view(shape)
+        return _all_reduce(part.to(dtype), shard.group).view(shape)
     tokens = part.shape[0]
     missing = -tokens % shard.size
     if not isinstance(missing, int) or missing:  # a symbol is not asked whether it is 0
@@ -646,9 +672,11 @@ class ShardedLoss(Function):
         ctx.set_materialize_grads(False)
         x, w, b = input, weight, bias
         if call.dtype is not None:
-            x, w, b = cast(x, call.dtype), cast(w, call.dtype), cast_bias(b, call.dtype)
+            w = cast(w, call.dtype) if call.weight is None else call.weight
+            x, b = cast(x, call.dtype), cast_bias(b, call.dtype)
         constants, options, wanted = call.release(), call.options, call.wanted
         dim, shape = shard.sequence_dim, constants.target.shape
+        counted = constants
         facts = _facts(shard, x, w, wanted) if _waits(x) else ()
         if dim is not None:
             if facts:  # the sizes of what is gathered depend on them
@@ -687,7 +715,8 @@ class ShardedLoss(Function):
             outputs = [None if t is None else t.view(shape) for t in outputs]
         # Results of their own, which may be changed in place.
         outputs = [None if t is None else t.clone() for t in outputs]
-        outputs[0] = _reduced(outputs[0], tokens, options)
+        counted = _flat(counted) if shard.own else constants
+        outputs[0] = _reduced(outputs[0], Tokens(*counted[:4]), options)
         row_state = torch.stack((state.row_reference, state.row_log_sum))  # [2, N]
         row_state = torch.where(tokens.ignored(options), 0.0, row_state)
         gathered_rows = None if dim is None else rows
@@ -731,15 +760,16 @@ class ShardedLoss(Function):
         )
         w, b = weight, bias
         if call.dtype is not None:
-            w, b = cast(w, call.dtype), cast_bias(b, call.dtype)
+            w = cast(w, call.dtype) if call.weight is None else call.weight
+            b = cast_bias(b, call.dtype)
         w, b = _columns(shard, w, b)
         if rows is None:
             rows = cast(input, call.dtype).reshape(-1, input.shape[-1])
         grad_weight = weight.new_zeros(0, weight.shape[1]) if needs[1] else None
         grad_bias = None if bias is None or not needs[2] else bias.new_zeros(0)
         more = (
-            call.memory, *given, needs[0], None if grad_weight is None else weight.dtype,
-            None if grad_bias is None else grad_bias.dtype,
+            call.memory, *given, needs[0], _made_dtype(grad_weight, shard),
+            _made_dtype(grad_bias, shard),
         )  # fmt: skip
         free = ctx.unused and ctx.unused.pop()
         made = (shard, (rows, w, b, *constants), options, more, kept if free else None)
@@ -757,8 +787,8 @@ class ShardedLoss(Function):
         if free:
             ctx.unused.append(True)
         if weights:
-            grad_weight = _joined(weights) if needs[1] else None
-            grad_bias = None if grad_bias is None else _joined(biases)
+            grad_weight = _mean(_joined(weights), shard) if needs[1] else None
+            grad_bias = None if grad_bias is None else _mean(_joined(biases), shard)
         return grad_input, _padded(grad_weight, weight), _padded(grad_bias, bias)
 
 
@@ -809,6 +839,20 @@ def _local_gradients(
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _made_dtype(grad: Tensor | None, shard: Shard) -> torch.dtype | None:
+    """In which the core makes a gradient of this dtype: a mean is rounded once, behind the sum."""
+    if grad is None:
+        return None
+    return torch.float32 if shard.own else grad.dtype
+
+
+def _mean(grad: Tensor, shard: Shard) -> Tensor:
+    """Of the ranks' losses, whose sum over the tokens of this rank's group `grad` is."""
+    if shard.divisor != 1:
+        grad = grad.div_(shard.divisor)
+    return _all_reduce(grad, shard.replicas) if shard.replicas else grad
 
 
 def _padded(grad: Tensor | None, like: Tensor | None) -> Tensor | None:
@@ -889,7 +933,10 @@ def _whole_upstream(
     length[dim] //= shard.size
     grads = list(upstream[: len(_DIFFERENTIABLE)])
     if grads[0] is not None and options.reduction == _abi.REDUCTION_MEAN:
-        grads[0] = _shards.mean_of(grads[0], Tokens(*constants[:4]), options)
+        tokens = Tokens(*constants[:4])
+        if shard.own:
+            tokens = tokens._replace(target=own_tokens(tokens.target, shard, dim))
+        grads[0] = _shards.mean_of(grads[0], tokens, options)
     asked = [bool(wanted & bit) for bit in _DIFFERENTIABLE]
     asked[-1] = asked[-1] and not wanted & _run.DETACHED
     none = constants.target.new_zeros((), dtype=torch.float32)
@@ -938,13 +985,51 @@ def loss(
     return outputs
 
 
+def own_loss(
+    input: Tensor, weight: Tensor, bias: Tensor | None, call: Call, shard: Shard, data: Data
+) -> list[Tensor | None]:
+    """The outputs of this rank's own tokens, whatever shape they have: the ranks need as many."""
+    shape, count = call.constants.target.shape, call.constants.target.numel()
+    call.constants, call.weight = _flat(call.constants), data.weight
+    outputs = loss(input.reshape(count, input.shape[-1]), weight, bias, call, shard)
+    return [t if t is None or t.dim() == 0 else t.view(shape) for t in outputs]
+
+
+_casts: Any = WeakTensorKeyDictionary()  # of a parameter what it was, and its rows in 16 bits
+
+
+def cast_once(weight: Any, dtype: torch.dtype | None) -> Tensor | None:
+    """This rank's rows of a DTensor in the dtype of the products, made once for as long as the
+    weight is not written to. A write through `.data` leaves no trace in its version: so they are
+    made anew, too, where a gradient was asked for and there is none, as after an optimizer's
+    step."""
+    if dtype is None or weight.dtype is dtype or torch.compiler.is_compiling():
+        return None
+    if torch._C._len_torch_dispatch_stack():  # of a tracer, whose tensors must not be kept
+        return None
+    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None  # the graph is replayed on weights of other steps: it casts them itself
+    with torch.no_grad():
+        local = weight.to_local()
+    state = (weight._version, local._version, local.data_ptr(), dtype)
+    known, made, trained = _casts.get(weight, (None, None, False))
+    if known != state or (trained and weight.grad is None):
+        with torch.inference_mode(False), torch.no_grad():  # training may use it later
+            made, trained = local.to(dtype), False
+    trained = trained or (torch.is_grad_enabled() and weight.requires_grad)
+    _casts[weight] = state, made, trained
+    kept: Tensor = made
+    return kept
+
+
 # --- the loss for torch.compile, which traces through an op that is made of others, autograd rule
 # and all. Of an autograd.Function alone it makes a graph of its own, and fails at dynamic sizes ---
 
 _library.define(
     f"sharded_loss({_TENSORS}, {_OPTIONS}, int? memory, int wanted, ScalarType? dtype, str group, "
     "int rank, int size, SymInt start, SymInt total, int? sequence_dim, bool local_tokens, "
-    "bool reduce_input_grad, bool ordered, int blocks, bool keeps, str revision) -> Tensor[]",
+    "bool reduce_input_grad, bool ordered, int blocks, bool own, str replicas, float divisor, "
+    "bool keeps, str revision) -> Tensor[]",
     tags=_tags,
 )
 

@@ -253,6 +253,28 @@ def group_of(weight: Any) -> Any:
     return weight.device_mesh.get_group(split_dim(weight))
 
 
+def data_of(weight: Any, dtype: torch.dtype | None, factor: float | None) -> Any:
+    """What the loss is told of a weight whose ranks have tokens of their own; the replicas are the
+    other dimension of its mesh, if it has one. `factor` is FSDP's gradient divide factor."""
+    from logitless.torch import _parallel
+
+    mesh, split = weight.device_mesh, split_dim(weight)
+    others = [dim for dim in range(mesh.ndim) if dim != split and mesh.size(dim) > 1]
+    replicas = _name(mesh.get_group(others[0])) if others else ""
+    divisor = float(mesh.size() if factor is None else factor)
+    return _parallel.Data(dtype, _parallel.cast_once(weight, dtype), replicas, divisor)
+
+
+def own_logits(input: Any, weight: Any, bias: Any, dtype: torch.dtype | None) -> Tensor:
+    """input @ weight.T + bias of all columns and this rank's own tokens: the weight is gathered."""
+    whole, more = weight, bias
+    if dtype is not None:
+        input, whole = input.to(dtype), weight.to(dtype)
+        more = None if bias is None else bias.to(dtype)
+    more = None if more is None else more.full_tensor()
+    return torch.nn.functional.linear(input, whole.full_tensor(), more)
+
+
 def whole_logits(input: Any, weight: Any, bias: Any, sequence_dim: int | None) -> Tensor:
     """input @ weight.T + bias of all columns and all tokens on every rank."""
     from torch.distributed.tensor import DTensor, Replicate, Shard

@@ -86,6 +86,9 @@ def before_forward(
     if torch.compiler.is_compiling() or not _real(input, weight, call.constants.target):
         return
     options, constants = call.options, call.constants
+    if shard.own:  # what a mean of its own tokens divides by is each rank's own
+        options = options._replace(normalizer=0.0)
+        constants = constants._replace(normalizer=None)
     same = {"the call": "forward"}
     for name, value in options._asdict().items():
         if name not in ("vocab_start", "allow_tf32"):

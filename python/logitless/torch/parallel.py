@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor parallelism: a head whose vocabulary is split over a device mesh. Needs PyTorch 2.5.
+"""A head whose vocabulary is split over a device mesh: that of tensor parallelism,
 
     parallelize_module(model, mesh["tp"], {"lm_head": HeadParallel(), ...})
 
-or, of the head alone, `head.parallelize(mesh["tp"])`.
+or, of the head alone, `head.parallelize(mesh["tp"])`; or that of data parallelism,
+`head.parallelize(mesh["dp"], tokens="sharded")`, and `head_costs` says what that is good for. Needs
+PyTorch 2.5.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import gc
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +21,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from logitless._errors import invalid, not_supported
 from logitless.torch._modules import LinearCrossEntropyHead
 
-__all__ = ["HeadParallel"]
+__all__ = ["Cost", "HeadCosts", "HeadParallel", "head_costs"]
 
 
 class HeadParallel(ParallelStyle):
@@ -62,12 +65,16 @@ class HeadParallel(ParallelStyle):
         )
 
 
-def split_rows(head: LinearCrossEntropyHead, mesh: Any, src_data_rank: int | None) -> None:
-    """Makes weight and bias DTensor parameters, Shard(0) on a mesh of one dimension."""
-    if mesh.ndim != 1:
-        raise invalid(
-            f"mesh has {mesh.ndim} dimensions; allowed: one, as of mesh['tp'] of a larger mesh"
-        )
+def split_rows(
+    head: LinearCrossEntropyHead, mesh: Any, src_data_rank: int | None, own_tokens: bool
+) -> None:
+    """Makes weight and bias DTensor parameters, Shard(0) on the last dimension of the mesh. With
+    `own_tokens` there may be one before it, of replicas."""
+    if mesh.ndim > 1 + own_tokens:
+        allowed = "one, as of mesh['tp'] of a larger mesh"
+        if own_tokens:
+            allowed = "one, or two (replicas, shards), as fully_shard takes them"
+        raise invalid(f"mesh has {mesh.ndim} dimensions; allowed: {allowed}")
     if head.grad_accumulation is not None:
         raise not_supported(
             'grad_accumulation="main_grad" is not supported of a head that is split'
@@ -75,8 +82,95 @@ def split_rows(head: LinearCrossEntropyHead, mesh: Any, src_data_rank: int | Non
     own: tuple[Tensor | None, ...] = (head.weight, head.bias)
     if any(isinstance(t, DTensor) for t in own):
         raise invalid("the head's parameters are DTensors; allowed: plain parameters, split once")
+    if own_tokens:
+        _refuse_tied(head)
+    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     rank: dict[str, Any] = {} if src_data_rank == 0 else {"src_data_rank": src_data_rank}
     for name, parameter in head.named_parameters(recurse=False):
-        rows: Any = distribute_tensor(parameter, mesh, [Shard(0)], **rank)
+        rows: Any = distribute_tensor(parameter, mesh, placements, **rank)
         split = torch.nn.Parameter(rows, requires_grad=parameter.requires_grad)
         head.register_parameter(name, split)
+
+
+def _other_holder(head: LinearCrossEntropyHead) -> str | None:
+    """Another module that has a parameter of the head. The head does not know its model, whose
+    modules Python's collector lists."""
+    for module in gc.get_objects():
+        if module is head or not issubclass(type(module), torch.nn.Module):
+            continue
+        for name, parameter in vars(module).get("_parameters", {}).items():
+            if parameter is not None and any(parameter is own for own in (head.weight, head.bias)):
+                return f"{name!r} of a {type(module).__name__}"
+    return None
+
+
+def _refuse_tied(head: LinearCrossEntropyHead) -> None:
+    if _other_holder(head) is None:
+        return
+    gc.collect()  # it may be garbage
+    other = _other_holder(head)
+    if other is not None:
+        raise not_supported(
+            f"a parameter of the head is {other} too (tied embeddings), which parallelize would "
+            "untie silently; allowed with tokens='sharded': a head with parameters of its own "
+            "(tied ones: leave the head whole to FSDP)"
+        )
+
+
+class Cost(NamedTuple):
+    """Of a rank and step, beside what both ways have: the shards of weight and gradient, the
+    workspace of the products, and what replicas exchange."""
+
+    moved: int  # bytes received
+    peak: int  # bytes held at once
+    flops: int  # of the products
+
+
+class HeadCosts(NamedTuple):
+    tokens: Cost  # `parallelize(mesh, tokens="sharded")`
+    weight: Cost  # FSDP2
+
+    def cheaper(self, bytes_per_second: float, flops_per_second: float) -> str:
+        """Which takes less time where nothing hides the exchange, "tokens" or "weight" (FSDP2)."""
+        tokens, weight = (
+            cost.moved / bytes_per_second + cost.flops / flops_per_second for cost in self
+        )
+        return "tokens" if tokens < weight else "weight"
+
+
+def head_costs(
+    tokens: int,
+    hidden: int,
+    vocab: int,
+    ranks: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    reduce_dtype: torch.dtype = torch.float32,
+) -> HeadCosts:
+    """What a step of a head [vocab, hidden] costs each of `ranks` shards with so many `tokens` of
+    its own, where the tokens move and where FSDP2 moves the weight: gathered once in `dtype`, its
+    gradient reduced in `reduce_dtype`. The formulas are in docs/devices.md; a number below 1 is a
+    ValueError."""
+    for name, value in (("tokens", tokens), ("hidden", hidden), ("vocab", vocab), ("ranks", ranks)):
+        if value < 1:
+            raise invalid(f"{name} is {value}; allowed: >= 1")
+    all_tokens, rows = ranks * tokens, -(-vocab // ranks)
+    others, product = (ranks - 1) * tokens, 2 * tokens * hidden * vocab
+    size, reduced = dtype.itemsize, reduce_dtype.itemsize
+    if ranks == 1:
+        return HeadCosts(*[Cost(0, 0, 3 * product)] * 2)
+    # a token's target and upstream gradient, and its three states of each other rank
+    numbers = (8 + 4) * others + 12 * (ranks - 1) * all_tokens
+    copy = rows * hidden * size if dtype is not torch.float32 else 0
+    return HeadCosts(
+        Cost(
+            others * hidden * (size + 4) + numbers,
+            all_tokens * hidden * (size + 2 * 4) + copy,
+            4 * product,
+        ),
+        Cost(
+            (vocab - rows) * hidden * size + (ranks - 1) * rows * hidden * reduced,
+            vocab * hidden * (2 * size + reduced),
+            3 * product,
+        ),
+    )

@@ -1,0 +1,631 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The head over the data-parallel group, `parallelize(mesh, tokens="sharded")`, against FSDP2
+around everything: two, three and four processes on gloo (ranks.py)."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import ranks
+from logitless.torch import LinearCrossEntropyHead
+from ranks import Rank
+
+if not torch.distributed.is_available():
+    pytest.skip("torch.distributed is not there", allow_module_level=True)
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from logitless.torch import _parallel, _ranks
+from logitless.torch.parallel import head_costs
+
+HIDDEN, VOCAB = 8, 19  # which no number of ranks divides
+BF16 = torch.bfloat16
+Results = dict[str, Tensor]
+CASES: dict[str, tuple[tuple[int, ...], Callable[[Rank], Results | None]]] = {}
+
+
+def sizes(*counts: int) -> Callable[[Any], Any]:
+    """A case of so many ranks."""
+
+    def add(case: Any) -> Any:
+        CASES[case.__name__] = (counts, case)
+        return case
+
+    return add
+
+
+# --- what cases share ---
+
+
+@functools.cache
+def mesh_of(*shape: int) -> DeviceMesh:
+    names = ("dp",) if len(shape) == 1 else ("replicas", "shards")
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def meshes(size: int) -> list[DeviceMesh]:
+    """Shards alone, and replicas of as few."""
+    return [mesh_of(size), *([mesh_of(2, size // 2)] if size % 2 == 0 else [])]
+
+
+def full(tensor: Any) -> Tensor:
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().clone()
+
+
+def close(actual: Any, expected: Any, off: float = 2e-6) -> None:
+    torch.testing.assert_close(actual, expected, rtol=off, atol=off)
+
+
+def refused(words: str, call: Callable[[], Any], kind: type[Exception] = Exception) -> None:
+    with pytest.raises(kind) as found:
+        call()
+    for word in words.split("|"):
+        assert word in str(found.value), f"{word!r} is not in: {found.value}"
+
+
+def batch(rank: int, step: int = 0, vocab: int = VOCAB) -> tuple[Tensor, Tensor]:
+    """A rank's own: [2, 4, 8] and targets [2, 4], of which rank + 1 are ignored."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(2, 4, HIDDEN, generator=generator)
+    t = torch.randint(vocab, (2, 4), generator=generator)
+    t.view(-1)[: rank + 1] = -100
+    return x, t
+
+
+def head_of(vocab: int = VOCAB, **options: Any) -> LinearCrossEntropyHead:
+    """The same on every rank."""
+    torch.manual_seed(5)
+    return LinearCrossEntropyHead(HIDDEN, vocab, bias=True, **options)
+
+
+class Model(torch.nn.Module):
+    """A trunk, and a head of ours or an ordinary one with PyTorch's loss."""
+
+    def __init__(self, ordinary: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.body = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.norm = torch.nn.LayerNorm(HIDDEN)
+        kind: Any = torch.nn.Linear if ordinary else LinearCrossEntropyHead
+        self.lm_head = kind(HIDDEN, VOCAB, bias=True)
+
+    def forward(self, x: Tensor, target: Tensor, normalizer: Any = None) -> Tensor:
+        hidden = self.norm(torch.tanh(self.body(x)))
+        if isinstance(self.lm_head, LinearCrossEntropyHead):
+            loss: Tensor = self.lm_head(hidden, target, normalizer=normalizer)
+            return loss
+        logits, flat = self.lm_head(hidden).flatten(0, -2), target.flatten()
+        if normalizer is None:
+            return functional.cross_entropy(logits.float(), flat)
+        return functional.cross_entropy(logits.float(), flat, reduction="sum") / normalizer
+
+
+def with_fsdp(model: Model, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> Model:
+    """Ours is sharded by parallelize, and left out of FSDP."""
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    left_out: set[Any] = set()
+    if isinstance(model.lm_head, LinearCrossEntropyHead):
+        model.lm_head.parallelize(mesh, tokens="sharded", param_dtype=dtype)
+        left_out = set(model.lm_head.parameters())
+    fully_shard(model.body, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=left_out)
+    return model
+
+
+def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+
+
+def trained(
+    me: Rank, model: Model, optimizer: Any, steps: range, normalized: bool = True
+) -> dict[str, list[Tensor]]:
+    """Each step is two micro-batches, with a normalizer and an upstream gradient of the rank."""
+    losses, norms = [], []
+    for step in steps:
+        for micro in (0, 1):
+            x, t = batch(me.rank, 2 * step + micro)
+            loss = model(x, t, 3.0 + me.rank if normalized else None)
+            (loss * (0.5 + me.rank)).backward()
+            losses.append(loss.detach())
+        norms.append(full(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = [full(p) for p in model.parameters()]
+    return {"losses": losses, "norms": norms, "weights": weights}
+
+
+# --- training ---
+
+
+def learns_as_fsdp(
+    me: Rank, mesh: DeviceMesh, normalized: bool = True, dtype: torch.dtype | None = None
+) -> None:
+    pair = [with_fsdp(Model(ordinary), mesh, dtype) for ordinary in (False, True)]
+    ours, theirs = [trained(me, m, optimizer_of(m), range(3), normalized) for m in pair]
+    off = 2e-6 if dtype is None else 2e-3
+    for name in theirs:  # after everything that the ranks do together
+        for a, e in zip(ours[name], theirs[name], strict=True):
+            close(a, e, off)
+
+
+@sizes(2, 3, 4)
+def a_model_learns_as_under_fsdp(me: Rank) -> None:
+    for mesh, normalized in zip(meshes(me.size), (True, False), strict=False):
+        learns_as_fsdp(me, mesh, normalized)
+
+
+@sizes(2, 4)
+def a_model_learns_as_under_fsdp_in_bf16(me: Rank) -> None:
+    learns_as_fsdp(me, meshes(me.size)[1], dtype=BF16)
+
+
+# --- gradients ---
+
+
+def expected_of(
+    me: Rank, head: LinearCrossEntropyHead, inputs: list[Tensor], loss: Any
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Of the whole head: each rank's gradient of its input, and the mean of the parameters'."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    total = sum(loss(head, rank, x) for rank, x in enumerate(leaves))
+    grads = torch.autograd.grad(total, [*leaves, head.weight, head.bias])
+    return list(grads[: me.size]), [g / me.size for g in grads[me.size :]]
+
+
+def gradients_as(me: Rank, mesh: DeviceMesh, vocab: int, loss: Any, **options: Any) -> None:
+    whole = head_of(vocab, **options)
+    head = copy.deepcopy(whole).parallelize(mesh, tokens="sharded")
+    inputs = [batch(rank)[0] for rank in range(me.size)]
+    own = inputs[me.rank].requires_grad_()
+    value = loss(head, me.rank, own)
+    value.backward()
+    made = [full(p.grad) for p in head.parameters()]
+    assert all(p.grad.placements == p.placements for p in head.parameters())
+    inputs[me.rank] = own.detach()
+    of_inputs, of_head = expected_of(me, whole, inputs, loss)
+    close(value, loss(whole, me.rank, own))
+    close(own.grad, of_inputs[me.rank])
+    for a, e in zip(made, of_head, strict=True):
+        close(a, e)
+
+
+@sizes(2, 3, 4)
+def gradients_are_those_of_the_mean_of_the_ranks(me: Rank) -> None:
+    def mean(head: Any, rank: int, x: Tensor) -> Any:
+        t = batch(rank, vocab=head.out_features)[1]
+        return head(x, t) * (rank + 0.5)
+
+    for mesh in meshes(me.size):
+        for vocab in (VOCAB, 20, 5, 1):  # of 5 on four ranks the last has none, of 1 the others
+            gradients_as(me, mesh, vocab, mean, label_smoothing=0.1)
+
+
+@sizes(2, 3)
+def every_option_is_of_the_own_tokens(me: Rank) -> None:
+    by = torch.linspace(0.5, 1.5, 8).view(2, 4)
+
+    def everything(head: Any, rank: int, x: Tensor) -> Any:
+        t = batch(rank)[1]
+        loss, s = head(x, t, token_weight=by + rank, temperature=by.flip(0) + rank)
+        more = s.entropy * by * (rank + 1) + s.lse * by + s.logprob * rank
+        return (loss * by * (rank + 1)).sum() + more.sum()
+
+    options = {"return_statistics": ("entropy", "lse", "logprob"), "z_loss": 1e-2, "softcap": 5.0}
+    gradients_as(me, mesh_of(me.size), VOCAB, everything, reduction="none", **options)
+
+    def shifted(head: Any, rank: int, x: Tensor) -> Any:
+        return head(x, batch(rank)[1], normalizer=torch.tensor(2.0 + rank))
+
+    classes = torch.rand(VOCAB, generator=torch.Generator().manual_seed(1)) + 0.5
+    gradients_as(me, mesh_of(me.size), VOCAB, shifted, shift=True, weight=classes)
+
+    def summed(head: Any, rank: int, x: Tensor) -> Any:  # one rank has ignored tokens alone
+        t = batch(rank)[1] if rank else torch.full((2, 4), -100)
+        return head(x, t)
+
+    for reduction in ("sum", "mean"):
+        gradients_as(me, mesh_of(me.size), VOCAB, summed, reduction=reduction)
+
+
+@sizes(2)
+def shapes_may_differ_where_counts_do_not(me: Rank) -> None:
+    mesh = mesh_of(2)
+
+    def flat(head: Any, rank: int, x: Tensor) -> Any:
+        t = batch(rank)[1]
+        if rank:
+            x, t = x.view(8, HIDDEN), t.view(8)
+        losses = head(x, t)
+        assert losses.shape == t.shape
+        return losses.square().sum()
+
+    gradients_as(me, mesh, VOCAB, flat, reduction="none")
+
+    def one(head: Any, rank: int, x: Tensor) -> Any:
+        losses = head(x[1, 3], torch.tensor(rank))
+        assert losses.shape == ()
+        return losses
+
+    gradients_as(me, mesh, VOCAB, one, reduction="none")
+    head = head_of().parallelize(mesh, tokens="sharded")
+    count = 8 - 2 * me.rank
+    words = "the number of the input's tokens is [8, 6] on the ranks|pad with tokens"
+    refused(words, lambda: head(torch.randn(count, HIDDEN), torch.zeros(count).long()), ValueError)
+    empty = head(torch.randn(0, 4, HIDDEN), torch.zeros(0, 4).long())
+    empty.backward()
+    assert empty == 0 and not full(head.weight.grad).any()
+
+
+@sizes(2, 4)
+def a_divide_factor_takes_the_place_of_the_number_of_ranks(me: Rank) -> None:
+    found = []
+    for mesh in (mesh_of(2),) if me.size == 2 else (mesh_of(2, 2),):
+        for factor in (None, 1.0, 6.0):
+            head = head_of().parallelize(mesh, tokens="sharded", gradient_divide_factor=factor)
+            other = fully_shard(head_of(), mesh=mesh)
+            if factor is not None:
+                other.set_gradient_divide_factor(factor)
+                other.set_force_sum_reduction_for_comms(True)  # gloo does not multiply
+            for h in (head, other):
+                h(*batch(me.rank)).backward()
+                found.append(full(h.weight.grad))
+    for ours, theirs in zip(found[::2], found[1::2], strict=True):
+        close(ours, theirs)
+
+
+@sizes(2)
+def one_shard_without_replicas_is_the_plain_call(me: Rank) -> None:
+    alone, x = head_of(), batch(me.rank)[0]
+    head = copy.deepcopy(alone).parallelize(mesh_of(2, 1)["shards"], tokens="sharded")
+    found = []
+    for h in (head, alone):
+        loss = h(x, batch(me.rank)[1])
+        loss.backward()
+        found.append((loss.detach(), *(full(p.grad) for p in h.parameters())))
+    for a, e in zip(*found, strict=True):
+        assert torch.equal(a, e)
+
+
+@sizes(2)
+def a_frozen_head_has_the_inputs_gradient_and_logits(me: Rank) -> None:
+    whole = head_of().requires_grad_(False)
+    head = copy.deepcopy(whole).parallelize(mesh_of(2), tokens="sharded")
+    x, t = batch(me.rank)
+    found = []
+    for h in (head, whole):
+        input = x.clone().requires_grad_()
+        h(input, t).backward()
+        h(input).square().sum().backward()
+        found.append(input.grad)
+    close(*found, 2e-5)
+    assert head.weight.grad is None
+
+
+@sizes(2)
+def gradients_of_16_bits_are_rounded_once(me: Rank) -> None:
+    whole = head_of().bfloat16()
+    head = copy.deepcopy(whole).parallelize(mesh_of(2), tokens="sharded")
+    x, t = batch(me.rank)
+    own = x.bfloat16().requires_grad_()
+    head(own, t).backward()
+    assert head.weight.grad.dtype is BF16 and own.grad.dtype is BF16
+    made, exact = full(head.weight.grad), copy.deepcopy(whole).double().float()
+    for rank in range(2):
+        x, t = batch(rank)
+        (exact(x.bfloat16().float(), t) / 2).backward()
+    assert (made.float() - exact.weight.grad).norm() < 4e-3 * exact.weight.grad.norm()
+
+
+# --- the weight in the dtype of the products ---
+
+
+@sizes(2)
+def an_f32_weight_is_cast_once_a_step(me: Rank) -> None:
+    head = head_of().parallelize(mesh_of(2), tokens="sharded", param_dtype=BF16)
+    x, t = batch(me.rank)
+    weight: Any = head.weight
+
+    def kept() -> Tensor:
+        head(x, t).backward()
+        assert weight.grad.dtype is torch.float32
+        made: Tensor = _parallel._casts[weight][1]
+        assert torch.equal(made, weight.to_local().bfloat16())
+        return made
+
+    first = kept()
+    assert kept() is first and first.dtype is BF16
+    with torch.no_grad():
+        head(x, t)
+    assert kept() is first
+    optimizer = torch.optim.AdamW(head.parameters(), lr=0.1)
+    optimizer.step()
+    second = kept()
+    assert second is not first and kept() is second
+    head.load_state_dict({name: value + 1 for name, value in head.state_dict().items()})
+    third = kept()
+    assert third is not second
+    weight.data.add_(1)  # as optimizers do that the version does not see
+    head.zero_grad()
+    assert kept() is not third
+    weight.to_local().detach().mul_(2)
+    kept()
+    with torch.autocast("cpu", torch.float16):  # it goes before param_dtype
+        head(x, t)
+    assert _parallel._casts[weight][1].dtype is torch.float16
+    copied = copy.deepcopy(head)
+    with torch.no_grad():
+        assert torch.equal(copied(x, t), head(x, t))
+
+
+# --- what is saved ---
+
+
+@sizes(2, 4)
+def a_run_is_resumed(me: Rank) -> None:
+    for mesh, whole in ((meshes(me.size)[-1], False), (mesh_of(me.size), True)):
+        options = StateDictOptions(full_state_dict=whole)
+        model = with_fsdp(Model(), mesh, BF16)
+        optimizer = optimizer_of(model)
+        trained(me, model, optimizer, range(2))
+        state = copy.deepcopy(get_model_state_dict(model, options=options))
+        inner = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+        assert set(state) == set(Model(ordinary=True).state_dict())
+        assert whole or state["lm_head.weight"].placements == model.lm_head.weight.placements
+        expected = trained(me, model, optimizer, range(2, 4))
+        fsdps = with_fsdp(Model(ordinary=True), mesh, BF16)
+        set_model_state_dict(fsdps, state, options=options)
+        assert torch.equal(full(fsdps.lm_head.weight), full(state["lm_head.weight"]))
+        other = with_fsdp(Model(), mesh, BF16)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.mul_(0.5)
+        other(*batch(me.rank)).backward()  # there is a cast of the weight that is not to be taken
+        other.zero_grad()
+        resumed = optimizer_of(other)
+        set_model_state_dict(other, state, options=options)
+        set_optimizer_state_dict(other, resumed, inner, options=options)
+        found = trained(me, other, resumed, range(2, 4))
+        for name, tensors in expected.items():
+            for a, e in zip(found[name], tensors, strict=True):
+                assert torch.equal(a, e), name
+
+
+@sizes(2)
+def logits_are_of_the_own_tokens(me: Rank) -> None:
+    options: dict[str, Any] = {"softcap": 3.0, "temperature": 0.7}
+    whole, x = head_of(**options), batch(me.rank)[0][: 1 + me.rank]
+    for dtype in (None, BF16):
+        head = head_of(**options).parallelize(mesh_of(2), tokens="sharded", param_dtype=dtype)
+        with torch.no_grad():
+            close(head(x).float(), whole(x), 2e-6 if dtype is None else 3e-2)
+    refused("target is None|no_grad", lambda: head.eval()(x), NotImplementedError)
+
+
+# --- what is refused ---
+
+
+@sizes(2)
+def tied_embeddings_are_refused_by_name(me: Rank) -> None:
+    embedding = torch.nn.Embedding(VOCAB, HIDDEN)
+    head = LinearCrossEntropyHead(HIDDEN, VOCAB)
+    head.weight = embedding.weight
+    words = "'weight' of a Embedding too (tied embeddings)"
+    refused(words, lambda: head.parallelize(mesh_of(2), tokens="sharded"), NotImplementedError)
+    assert head.weight is embedding.weight
+    del embedding
+    head.parallelize(mesh_of(2), tokens="sharded")
+    model = Model(ordinary=True)
+    model.lm_head = LinearCrossEntropyHead.from_linear(model.lm_head)
+    model.lm_head.parallelize(mesh_of(2), tokens="sharded")
+    model.lm_head.weight = torch.nn.Parameter(torch.randn(VOCAB, HIDDEN))
+    refused("plain tensor|tying it again", lambda: model(*batch(me.rank)), NotImplementedError)
+
+
+@sizes(2)
+def what_is_refused(me: Rank) -> None:
+    mesh, sharded = mesh_of(2), {"tokens": "sharded"}
+    of = head_of().parallelize
+    refused("tokens is 'split'; allowed", lambda: of(mesh, tokens="split"), ValueError)
+    refused("sequence_dim is given", lambda: of(mesh, sequence_dim=0, **sharded), ValueError)
+    refused("param_dtype is given without", lambda: of(mesh, param_dtype=BF16), ValueError)
+    refused("gradient_divide_factor is given without", lambda: of(
+        mesh, gradient_divide_factor=2.0), ValueError)  # fmt: skip
+    refused("gradient_divide_factor is 0", lambda: of(
+        mesh, gradient_divide_factor=0, **sharded), ValueError)  # fmt: skip
+    deep = init_device_mesh("cpu", (1, 1, 2))
+    refused("mesh has 3 dimensions; allowed: one, or two", lambda: of(deep, **sharded), ValueError)
+    main = head_of(grad_accumulation="main_grad")
+    refused("main_grad", lambda: main.parallelize(mesh, **sharded), NotImplementedError)
+    head = head_of().parallelize(mesh, **sharded)
+    x, t = batch(me.rank)
+    placed = distribute_tensor(x, mesh, [Shard(0)])
+    refused("input is a DTensor|to_local()", lambda: head(placed, t), NotImplementedError)
+    goal = distribute_tensor(t, mesh, [Replicate()])
+    refused("target is a DTensor|to_local()", lambda: head(x, goal), NotImplementedError)
+    t[1, 1] = VOCAB + me.rank  # every rank raises what the first of them raises
+    refused(f"target|{VOCAB}", lambda: head(x, t), ValueError)
+    around = fully_shard(Model(), mesh=mesh)
+    refused("DTensors|split once", lambda: around.lm_head.parallelize(mesh, **sharded), ValueError)
+    forgotten = Model()
+    forgotten.lm_head.parallelize(mesh, **sharded)
+    refused("overlapping meshes", lambda: fully_shard(forgotten, mesh=mesh))
+
+
+# --- torch.compile and LOGITLESS_CHECK_RANKS ---
+
+
+@sizes(2)
+def a_compiled_head_has_the_same_bits(me: Rank) -> None:
+    options: dict[str, Any] = {"tokens": "sharded", "param_dtype": BF16}
+    for mesh in meshes(2):
+        head = head_of(label_smoothing=0.1).parallelize(mesh, **options)
+        torch.compiler.reset()
+        found = []
+        for call in (head, torch.compile(head, fullgraph=True, backend="aot_eager")):
+            x, t = batch(me.rank)
+            x.requires_grad_()
+            loss = call(x, t, normalizer=2.0 + me.rank)
+            (loss * (1 + me.rank)).backward()
+            found.append([loss.detach(), x.grad, *(full(p.grad) for p in head.parameters())])
+            head.zero_grad()
+        for a, e in zip(*found, strict=True):
+            assert torch.equal(a, e)
+
+
+@sizes(2)
+def ranks_are_compared_but_for_what_is_their_own(me: Rank) -> None:
+    head = head_of().parallelize(mesh_of(2), tokens="sharded")
+    x, t = batch(me.rank)
+    before, _ranks.ON = _ranks.ON, True
+    try:
+        head(x, t, normalizer=2.0 + me.rank).backward()
+        head(x, t, normalizer=torch.tensor(2.0 + me.rank)).backward()
+        refused("temperature: 2.0 on rank 1, 1.0 on rank 0", lambda: head(
+            x, t, temperature=1.0 + me.rank), ValueError)  # fmt: skip
+    finally:
+        _ranks.ON = before
+
+
+# --- mistakes, each of which makes the case that is named for it fail ---
+
+
+def _summed(real: Any) -> Any:
+    return lambda grad, shard: real(grad, shard._replace(divisor=1.0))
+
+
+def _not_replicated(real: Any) -> Any:
+    return lambda grad, shard: real(grad, shard._replace(replicas=""))
+
+
+def _own_upstream(real: Any) -> Any:
+    """Gradients of the outputs are gathered along dimension 1, hidden states along 0."""
+
+    def gather(x: Tensor, shard: Any, dim: int) -> Tensor:
+        return torch.cat([x] * shard.size, dim) if dim == 1 else real(x, shard, dim)
+
+    return gather
+
+
+def _mean_of_all(real: Any) -> Any:
+    """What a mean divides by is of the tokens of all ranks."""
+
+    def divisor(tokens: Any, options: Any) -> Tensor:
+        by: Tensor = real(tokens, options).clone()
+        dist.all_reduce(by)
+        return by
+
+    return divisor
+
+
+def _stale(real: Any) -> Any:
+    """The first cast of a weight is kept for ever."""
+
+    def cast_once(weight: Any, dtype: Any) -> Any:
+        if weight not in _parallel._casts:
+            return real(weight, dtype)
+        return _parallel._casts[weight][1]
+
+    return cast_once
+
+
+MUTANTS = {
+    "grad_weight is the ranks' sum": (_parallel, "_mean", _summed),
+    "replicas are not reduced": (_parallel, "_mean", _not_replicated),
+    "upstream of one rank": (_parallel, "gather_tokens", _own_upstream),
+    "a mean over all tokens": (_parallel._shards, "divisor", _mean_of_all),
+    "a cast that is kept for ever": (_parallel, "cast_once", _stale),
+}
+
+
+def mutated(me: Rank, name: str) -> Results:
+    where, attribute, make = MUTANTS[name]
+    real = getattr(where, attribute)
+    setattr(where, attribute, make(real))
+    try:
+        learns_as_fsdp(
+            me, mesh_of(2, 2), make is not _mean_of_all, BF16 if make is _stale else None
+        )
+        red = False
+    except AssertionError:
+        red = True
+    finally:
+        setattr(where, attribute, real)
+    every: list[Any] = [None] * me.size
+    dist.all_gather_object(every, red)
+    assert any(every), f"{name} is not seen"
+    return {}
+
+
+# --- the tests ---
+
+
+def run(me: Rank, name: str) -> Results:
+    return CASES[name][1](me) or {}
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, ranks.Group]]:
+    made = {size: ranks.Group(size, tmp_path_factory.mktemp("ranks")) for size in (2, 3, 4)}
+    yield made
+    for group in made.values():
+        group.stop()
+
+
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [(size, name) for size in (2, 3, 4) for name in CASES if size in CASES[name][0]],
+)
+def test_tokens_move(size: int, name: str, groups: dict[int, ranks.Group]) -> None:
+    groups[size].call(run, name)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mistake_is_seen(name: str, groups: dict[int, ranks.Group]) -> None:
+    groups[4].call(mutated, name)
+
+
+# --- without other processes ---
+
+
+def test_what_moves_is_counted() -> None:
+    """Llama-3's head on eight ranks of 2048 tokens."""
+    costs = head_costs(2048, 4096, 128256, 8)
+    x = 7 * 2048 * 4096 * 2
+    assert costs.tokens.moved == 3 * x + 12 * 7 * 2048 + 12 * 7 * 8 * 2048
+    shard = 128256 // 8 * 4096
+    assert costs.weight.moved == 7 * shard * (2 + 4)
+    assert costs.tokens.peak == 8 * 2048 * 4096 * (2 + 8) + 2 * shard
+    assert costs.weight.peak == 8 * shard * (2 + 2 + 4)
+    assert costs.tokens.flops * 3 == costs.weight.flops * 4
+    assert costs.cheaper(50e9, 600e12) == "tokens"
+    assert costs.cheaper(1e12, 600e12) == "weight"  # where a product costs more than the exchange
+    even = head_costs(128256 // 8, 4096, 128256, 8)  # as many tokens as columns
+    assert 0 < even.tokens.moved - even.weight.moved < 0.01 * even.weight.moved
+    many = head_costs(32768, 4096, 128256, 8)
+    assert many.tokens.moved > many.weight.moved and many.cheaper(50e9, 600e12) == "weight"
+    exact = head_costs(2048, 4096, 128256, 8, dtype=torch.float32)
+    assert exact.weight.moved == 7 * shard * (4 + 4)
+    assert exact.tokens.peak == 8 * 2048 * 4096 * (4 + 8)  # the products take the shard itself
+    alone = head_costs(2048, 4096, 128256, 1)
+    assert alone.tokens == alone.weight and alone.tokens.moved == 0
+    with pytest.raises(ValueError, match="ranks is 0; allowed: >= 1"):
+        head_costs(1, 1, 1, 0)
