@@ -91,13 +91,17 @@ class Scenario {
         s.vocab_total = std::max(s.vocab, op_.options.vocab_total);
       }
     }
+    if constexpr (CombiningOp<Op>) {
+      s.shards = in.between(2, 6);
+      if (!in.rarely()) op_.options.vocab_total = s.vocab_total = std::max<int64_t>(s.vocab, 1);
+    }
     if constexpr (LinearOp<Op> && GradientOp<Op>) op_.accumulate_grad_weight = in.coin();
     const uint32_t present = in.any<uint32_t>();
     uint32_t field = 0;
     for_each_view([&](std::string_view name, Access access, TensorView& view) {
       const bool required = name == "input" || name == "weight" || name == "logits" ||
                             name == "target" || name == "probabilities" || name == "grad_logits" ||
-                            name == "loss" || name == "grad_input";
+                            name == "loss" || name == "grad_input" || name.starts_with("shard_");
       if (!((present >> field++) & 1) && (!required || in.rarely())) return;
       view = plain_view(name, s, reduction);
       vary_view(in, name, access != Access::read, &view);
@@ -356,7 +360,7 @@ class Scenario {
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace logitless;
   fuzz::Input in(data, size);
-  switch (in.between(0, 6)) {
+  switch (in.between(0, 7)) {
     case 0:
       fuzz::Scenario<Softmax>(in).run();
       break;
@@ -375,8 +379,11 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     case 5:
       fuzz::Scenario<LinearCrossEntropyBackward>(in).run();
       break;
-    default:
+    case 6:
       fuzz::Scenario<LinearCrossEntropyForwardBackward>(in).run();
+      break;
+    default:
+      fuzz::Scenario<Combine>(in).run();
   }
   return 0;
 }

@@ -81,7 +81,7 @@ class Input {
 };
 
 struct Sizes {
-  int64_t tokens, vocab, hidden, vocab_total;
+  int64_t tokens, vocab, hidden, vocab_total, shards;
   DType dtype;  // of input and weight, or of logits
 };
 
@@ -163,6 +163,10 @@ inline TensorView plain_view(std::string_view name, const Sizes& s, Reduction re
     return scalar_view(nullptr, DType::f32);
   }
   if (is({"fault"})) return vector_view(nullptr, DType::i32, 1);
+  if (name.starts_with("shard_")) {
+    const DType dtype = is({"shard_argmax"}) ? DType::i64 : DType::f32;
+    return matrix_view(nullptr, dtype, s.shards, s.tokens);
+  }
   const DType dtype = is({"target", "argmax", "rank"}) ? DType::i64 : DType::f32;
   return vector_view(nullptr, dtype, s.tokens);
 }
@@ -240,6 +244,13 @@ inline double value_of(std::string_view name, const Sizes& s, int64_t ignore_ind
   if (name == "token_weight" || name == "vocab_weight") return random.below(5) * 0.5;
   if (name == "temperature") return wild && random.below(16) == 0 ? -1 : 0.5 + random.below(4);
   if (name == "normalizer") return 1 + random.below(4);
+  if (name == "shard_argmax") return static_cast<double>(random.below(s.vocab_total));
+  if (name == "shard_row_log_sum" || name == "shard_row_reference") {
+    constexpr double odd[] = {-INFINITY, NAN, INFINITY};
+    const bool reference = name == "shard_row_reference";
+    if (wild && random.below(16) == 0) return odd[random.below(reference ? 3 : 2)];
+    return 2 + random.normal();
+  }
   if (name == "row_reference") return 2 + random.normal();
   if (name == "row_log_sum") return 1 + 2 * random.uniform();
   if (name == "logits" && probabilities) return random.uniform();

@@ -198,7 +198,7 @@ Status from_c(const logitless_op* source, const Execution& execution, Call* call
   Status status = read_struct("op", source, &c);
   if (!status.ok()) return status;
   if (c.kind < 0 || c.kind >= kinds) {
-    return error(StatusCode::unknown_enum, "op.kind is %d; allowed: 0 to 6", c.kind);
+    return error(StatusCode::unknown_enum, "op.kind is %d; allowed: 0 to %d", c.kind, kinds - 1);
   }
   *call = Call(c.kind, execution);
   if (call->loss_op) {

@@ -48,12 +48,15 @@ std::span<const TensorField> tensor_fields(int32_t kind) {
       return fields_of_op<LinearCrossEntropyBackward>();
     case LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD:
       return fields_of_op<LinearCrossEntropyForwardBackward>();
+    case LOGITLESS_COMBINE:
+      return fields_of_op<Combine>();
   }
   return {};
 }
 
 Call::Call(int32_t of_kind, const Execution& on) : kind(of_kind), execution(on) {
-  linear = kind >= LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD;
+  combines = kind == LOGITLESS_COMBINE;
+  linear = kind >= LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD && !combines;
   loss_op = kind != LOGITLESS_SOFTMAX;
   const bool backward =
       kind == LOGITLESS_CROSS_ENTROPY_BACKWARD || kind == LOGITLESS_LINEAR_CROSS_ENTROPY_BACKWARD;

@@ -37,7 +37,7 @@ struct TensorField {
 };
 // Returns the tensors of one kind, from the listing of fields.h.
 std::span<const TensorField> tensor_fields(int32_t kind);
-constexpr int32_t kinds = 7;
+constexpr int32_t kinds = 8;
 
 constexpr const char* name_of_op(int32_t kind) {
   constexpr const char* names[] = {"Softmax",
@@ -46,7 +46,8 @@ constexpr const char* name_of_op(int32_t kind) {
                                    "CrossEntropyForwardBackward",
                                    "LinearCrossEntropyForward",
                                    "LinearCrossEntropyBackward",
-                                   "LinearCrossEntropyForwardBackward"};
+                                   "LinearCrossEntropyForwardBackward",
+                                   "Combine"};
   return names[kind];
 }
 
@@ -70,6 +71,7 @@ struct Tensor : TensorView {
 struct Call {
   int32_t kind = -1;
   bool linear = false;
+  bool combines = false;   // it is Combine, whose rows are [P, N]
   bool loss_op = false;    // any kind but Softmax has options and targets
   bool gradients = false;  // it is Backward or ForwardBackward
   bool forward = false;  // it is Forward or ForwardBackward, whose loss and statistics are outputs
@@ -92,8 +94,11 @@ struct Call {
   Tensor anchor{};                                                // [N]
   Tensor kept{}, kept_rows{};  // Backward reads them; kept.h says what they are
   Tensor grad_logits{};        // [N, V]
-  Tensor grad_input{}, grad_weight{}, grad_bias{};  // [N, D] [V, D] [V]
-  Tensor fault{};                                   // [1]
+  Tensor grad_input{}, grad_weight{}, grad_bias{};                          // [N, D] [V, D] [V]
+  Tensor fault{};                                                           // [1]
+  Tensor shard_row_reference{}, shard_row_log_sum{}, shard_target_logit{};  // each is [P, N]
+  Tensor shard_entropy{}, shard_argmax{}, shard_weighted_logit_sum{};       // each is [P, N]
+  Tensor shard_sum_p_squared{}, shard_mean_logit{};                         // each is [P, N]
 
   Call() = default;
   // Makes an op of that kind without tensors; `kind` is in range.
@@ -108,12 +113,17 @@ struct Call {
   const Tensor& operator[](std::string_view name) const;
   const char* op_name() const { return name_of_op(kind); }
 
-  const Tensor& rows() const { return linear ? input : logits; }
-  int64_t tokens() const { return rows().shape[0]; }
-  int64_t vocab() const { return linear ? weight.shape[0] : rows().shape[1]; }
+  const Tensor& rows() const { return linear ? input : combines ? shard_row_reference : logits; }
+  int64_t tokens() const { return combines ? target.shape[0] : rows().shape[0]; }
+  int64_t vocab() const {
+    return linear ? weight.shape[0] : combines ? options.vocab_total : rows().shape[1];
+  }
+  int64_t shards() const { return rows().shape[0]; }  // only Combine has them
   int64_t hidden() const { return rows().shape[1]; }  // only linear ops have it
   int64_t vocab_total() const { return options.vocab_total > 0 ? options.vocab_total : vocab(); }
-  int64_t vocab_start() const { return options.vocab_total > 0 ? options.vocab_start : 0; }
+  int64_t vocab_start() const {
+    return options.vocab_total > 0 && !combines ? options.vocab_start : 0;
+  }
   bool shard() const { return vocab_total() > vocab(); }
   bool wants_weighted_sum() const {
     return forward && (options.label_smoothing > 0 || weighted_logit_sum);

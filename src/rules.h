@@ -75,6 +75,7 @@ Status check_option_enums(const Call& call);
 Status check_option_ranges(const Call& call);
 Status check_temperature(const Call& call);
 Status check_normalizer(const Call& call);
+Status check_combine(const Call& call);
 Status check_shard_range(const Call& call);
 Status check_shard_fields(const Call& call);
 Status check_kept(const Call& call);

@@ -30,7 +30,8 @@ namespace {
 Status check_execution(const Call& call) { return validate(call.execution); }
 
 Status check_required(const Call& call) {
-  for (const char* name : {"input", "weight", "logits", "probabilities", "target", "grad_logits"}) {
+  for (const char* name : {"input", "weight", "logits", "probabilities", "target", "grad_logits",
+                           "shard_row_reference", "shard_row_log_sum", "shard_target_logit"}) {
     for (const Field& field : call.fields()) {
       if (field.name == name && !field.given()) {
         return error(StatusCode::invalid_argument, "%s is missing; %s needs it", name,
@@ -133,6 +134,11 @@ Status check_empty(const Call& call) {
     return error(StatusCode::invalid_argument, "input has shape %s; allowed: D >= 1",
                  shape_text(call.rows()).text);
   }
+  if (call.combines) {
+    if (call.shards() > 0) return {};
+    return error(StatusCode::invalid_argument, "shard_row_reference has shape %s; allowed: P >= 1",
+                 shape_text(call.rows()).text);
+  }
   if (call.vocab() == 0 && call.tokens() > 0) {
     return error(StatusCode::invalid_argument,
                  "%s has shape %s with N = %lld; allowed: V >= 1 where N > 0",
@@ -156,7 +162,7 @@ Status check_dtype_pairs(const Call& call) {
                    dtype == DType::f32 ? "" : ", ", dtype == DType::f32 ? "" : name_of(dtype));
     }
   }
-  for (const char* name : {"argmax", "rank"}) {
+  for (const char* name : {"argmax", "rank", "shard_argmax"}) {
     if (call[name].dtype == DType::i32 && call.vocab_total() > INT32_MAX) {
       return error(StatusCode::wrong_dtype, "%s is i32; allowed: i64 where V = %lld", name,
                    static_cast<long long>(call.vocab_total()));
@@ -182,15 +188,16 @@ Status check_accumulate(const Call& call) {
 Status check_products(const Call& call) {
   constexpr int64_t most = int64_t{1} << 56;
   const int64_t n = call.tokens(), v = call.vocab_total();
-  const int64_t d = call.linear ? call.hidden() : 1;
+  const int64_t d = call.linear ? call.hidden() : call.combines ? call.shards() : 1;
   const auto fits = [](int64_t a, int64_t b) { return b == 0 || a <= most / b; };
   if (fits(n, v) && fits(n, d) && fits(v, d)) return {};
   return error(StatusCode::invalid_argument,
-               "%s: N = %lld, V = %lld, D = %lld; allowed: no product of two above 2^56",
-               call.shard()  ? "vocab_total"
-               : call.linear ? "weight"
-                             : "logits",
-               static_cast<long long>(n), static_cast<long long>(v), static_cast<long long>(d));
+               "%s: N = %lld, V = %lld, %c = %lld; allowed: no product of two above 2^56",
+               call.shard() || call.combines ? "vocab_total"
+               : call.linear                 ? "weight"
+                                             : "logits",
+               static_cast<long long>(n), static_cast<long long>(v), call.combines ? 'P' : 'D',
+               static_cast<long long>(d));
 }
 
 // Asked in this order; a rule may rely on those above it.
@@ -210,6 +217,7 @@ constexpr Status (*kRules[])(const Call&) = {
     check_normalizer,
     check_temperature,
     check_empty,
+    check_combine,
     check_shard_range,
     check_products,
     check_shapes,

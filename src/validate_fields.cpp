@@ -29,6 +29,7 @@ enum class Shape {
   one,           // [1]
   kept,          // [blocks * N to 64, 64]
   kept_rows,     // [N, 8]
+  shard_token,   // [P, N]
 };
 
 struct FieldRule {
@@ -72,6 +73,14 @@ constexpr FieldRule kFieldRules[] = {
     {"grad_weight", Shape::vocab_hidden, kFloats, "f32, f16, bf16"},
     {"grad_bias", Shape::vocab, kFloats, "f32, f16, bf16"},
     {"fault", Shape::one, kI32, "i32"},
+    {"shard_row_reference", Shape::shard_token, kF32, "f32"},
+    {"shard_row_log_sum", Shape::shard_token, kF32, "f32"},
+    {"shard_target_logit", Shape::shard_token, kF32, "f32"},
+    {"shard_entropy", Shape::shard_token, kF32, "f32"},
+    {"shard_argmax", Shape::shard_token, kInts, "i32, i64"},
+    {"shard_weighted_logit_sum", Shape::shard_token, kF32, "f32"},
+    {"shard_sum_p_squared", Shape::shard_token, kF32, "f32"},
+    {"shard_mean_logit", Shape::shard_token, kF32, "f32"},
 };
 
 const FieldRule& rule_of(const Field& field) {
@@ -158,6 +167,7 @@ Status check_ranks(const Call& call) {
       case Shape::vocab_hidden:
       case Shape::kept:
       case Shape::kept_rows:
+      case Shape::shard_token:
         least = most = 2;
         break;
       case Shape::reduced:
@@ -194,7 +204,8 @@ Status check_nonnegative(const Call& call) {
   });
 }
 
-// The sizes of a call are those of input and weight, or of logits.
+// The sizes of a call are those of input and weight, or of logits, or of target and the first
+// shards' tensor.
 Status check_shapes(const Call& call) {
   const int64_t n = call.tokens(), v = call.vocab(), d = call.hidden();
   return for_each_given(call, [&](const Field& field, const TensorView& view) -> Status {
@@ -231,6 +242,9 @@ Status check_shapes(const Call& call) {
         return check_kept_shape(call, view);
       case Shape::kept_rows:
         rank = 2, first = n, second = kept_row_width;
+        break;
+      case Shape::shard_token:
+        rank = 2, first = call.shards(), second = n;
         break;
     }
     if (view.shape[0] == first && (rank == 1 || view.shape[1] == second)) return {};

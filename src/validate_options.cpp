@@ -3,6 +3,7 @@
 // docs/semantics.md has them.
 #include <cfloat>
 #include <cmath>
+#include <utility>
 
 #include "src/message.h"
 #include "src/rules.h"
@@ -137,10 +138,42 @@ Status check_normalizer(const Call& call) {
   return {};
 }
 
+// Combine makes each output of the shards' own, for a loss of V classes.
+Status check_combine(const Call& call) {
+  if (!call.combines) return {};
+  if (call.execution.device.type == DeviceType::webgpu) {
+    return error(StatusCode::not_supported, "op.kind is %d (%s) on webgpu; allowed: cpu, cuda",
+                 call.kind, call.op_name());
+  }
+  if (call.options.vocab_total < 1) {
+    return error(StatusCode::invalid_argument,
+                 "vocab_total is %lld; allowed: >= 1, the columns of all shards",
+                 static_cast<long long>(call.options.vocab_total));
+  }
+  if (call["rank"]) {
+    return error(StatusCode::not_supported,
+                 "rank is given to Combine; allowed: ops that have the logits");
+  }
+  if (call["loss"] && call.options.label_smoothing > 0 && !call["shard_weighted_logit_sum"]) {
+    return error(StatusCode::invalid_argument,
+                 "shard_weighted_logit_sum is missing; loss needs it under label_smoothing");
+  }
+  for (const auto& [given, output] : {std::pair{"shard_entropy", "entropy"},
+                                      {"shard_argmax", "argmax"},
+                                      {"shard_weighted_logit_sum", "weighted_logit_sum"},
+                                      {"shard_sum_p_squared", "sum_p_squared"},
+                                      {"shard_mean_logit", "mean_logit"}}) {
+    if (call[output] && !call[given]) {
+      return error(StatusCode::invalid_argument, "%s is missing; %s needs it", given, output);
+    }
+  }
+  return {};
+}
+
 Status check_shard_range(const Call& call) {
   if (!call.loss_op) return {};
   const int64_t start = call.options.vocab_start, total = call.options.vocab_total;
-  const int64_t vocab = call.vocab();
+  const int64_t vocab = call.combines ? 0 : call.vocab();  // it takes any shard's options
   if (total < 0 || (total > 0 && total < vocab)) {
     return error(StatusCode::invalid_argument,
                  "vocab_total is %lld; allowed: 0 (whole) or >= V = %lld",
@@ -198,7 +231,7 @@ Status check_shard_fields(const Call& call) {
 Status check_probability_input(const Call& call) {
   if (!call.loss_op || call.options.input_kind != InputKind::probabilities) return {};
   const LossOptions& o = call.options;
-  if (call.linear) {
+  if (call.linear || call.combines) {
     return error(StatusCode::invalid_argument,
                  "input_kind is 1 (probabilities); %s allows: 0 (logits)", call.op_name());
   }

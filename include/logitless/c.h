@@ -67,7 +67,8 @@ enum {
   LOGITLESS_CROSS_ENTROPY_FORWARD_BACKWARD = 3,
   LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD = 4,
   LOGITLESS_LINEAR_CROSS_ENTROPY_BACKWARD = 5,
-  LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD = 6
+  LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD = 6,
+  LOGITLESS_COMBINE = 7
 };
 
 typedef struct logitless_status {
@@ -132,6 +133,10 @@ typedef struct logitless_op {
   const logitless_tensor *logprob, *sum_p_squared, *mean_logit; /* [N] [N] [N] */
   const logitless_tensor* rank;                                 /* [N] i32 or i64 */
   const logitless_tensor* anchor; /* [N] f32; only a linear Forward on a shard has it */
+  /* Combine has these, of P shards of the vocabulary, as their Forwards wrote them: each [P,N] */
+  const logitless_tensor *shard_row_reference, *shard_row_log_sum, *shard_target_logit;
+  const logitless_tensor *shard_entropy, *shard_argmax, *shard_weighted_logit_sum;
+  const logitless_tensor *shard_sum_p_squared, *shard_mean_logit;
 } logitless_op;
 
 /* Runs fn(context, i) for every i in [0, count), in any order, on any threads; returns when all are
@@ -182,7 +187,8 @@ typedef struct logitless_kept {
 #define LOGITLESS_TENSOR_INIT {sizeof(logitless_tensor), 0, 0, 0, 0, 0, 0, 0, {0, 0}, {0, 0}}
 #define LOGITLESS_OP_INIT(kind)                                                                   \
   {sizeof(logitless_op), kind, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,                           \
-   0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+   0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,                     \
+   0, 0, 0, 0, 0, 0, 0, 0, 0}
 #define LOGITLESS_EXECUTOR_INIT {sizeof(logitless_executor), 0, 0, 0}
 #define LOGITLESS_EXECUTION_INIT {sizeof(logitless_execution), 0, 0, 0, 0, 0}
 #define LOGITLESS_WORKSPACE_SIZE_INIT {sizeof(logitless_workspace_size), 0, 0, 0, 0}

@@ -32,6 +32,8 @@ inline constexpr int32_t kind_of<LinearCrossEntropyBackward> =
 template <>
 inline constexpr int32_t kind_of<LinearCrossEntropyForwardBackward> =
     LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD;
+template <>
+inline constexpr int32_t kind_of<Combine> = LOGITLESS_COMBINE;
 
 // These concepts say what an op has, by its members.
 template <class Op>
@@ -48,6 +50,8 @@ template <class Op>
 concept KeepingOp = requires(Op op) { op.kept; };
 template <class Op>
 concept AnchoredOp = requires(Op op) { op.anchor; };
+template <class Op>
+concept CombiningOp = requires(Op op) { op.shard_row_reference; };
 
 template <class Op, class C, class F>
 constexpr void for_each_tensor(Op& op, C& c, F&& f) {
@@ -57,6 +61,15 @@ constexpr void for_each_tensor(Op& op, C& c, F&& f) {
     f("input", read, op.input, c.input);
     f("weight", read, op.weight, c.weight);
     f("bias", read, op.bias, c.bias);
+  } else if constexpr (CombiningOp<T>) {
+    f("shard_row_reference", read, op.shard_row_reference, c.shard_row_reference);
+    f("shard_row_log_sum", read, op.shard_row_log_sum, c.shard_row_log_sum);
+    f("shard_target_logit", read, op.shard_target_logit, c.shard_target_logit);
+    f("shard_entropy", read, op.shard_entropy, c.shard_entropy);
+    f("shard_argmax", read, op.shard_argmax, c.shard_argmax);
+    f("shard_weighted_logit_sum", read, op.shard_weighted_logit_sum, c.shard_weighted_logit_sum);
+    f("shard_sum_p_squared", read, op.shard_sum_p_squared, c.shard_sum_p_squared);
+    f("shard_mean_logit", read, op.shard_mean_logit, c.shard_mean_logit);
   } else {
     f("logits", read, op.logits, c.logits);
   }

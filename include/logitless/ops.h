@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// These are the seven ops. An op is a struct of views; docs/semantics.md says what every field
+// These are the eight ops. An op is a struct of views; docs/semantics.md says what every field
 // means, and has every formula. N counts tokens, V the vocabulary, D the hidden axis. An absent
 // view is an input not given or an output not wanted.
 #pragma once
@@ -173,6 +173,25 @@ struct LinearCrossEntropyForwardBackward {
   LossWeights weights{};
   TokenStatistics statistics{};
   TensorView fault{};  // [1] i32; FaultBits are or-ed into it
+};
+
+// What Forward wrote of each token on P shards of the vocabulary, in the vocabulary's order,
+// becomes the whole vocabulary's. options.vocab_total is V.
+struct Combine {
+  TensorView target{};                    // [N]  i32 or i64
+  TensorView shard_row_reference{};       // [P, N] f32
+  TensorView shard_row_log_sum{};         // [P, N] f32
+  TensorView shard_target_logit{};        // [P, N] f32; it is -inf where another shard has it
+  TensorView shard_entropy{};             // [P, N] f32
+  TensorView shard_argmax{};              // [P, N] i32 or i64; it indexes the whole vocabulary
+  TensorView shard_weighted_logit_sum{};  // [P, N] f32; the loss wants it under label smoothing
+  TensorView shard_sum_p_squared{};       // [P, N] f32
+  TensorView shard_mean_logit{};          // [P, N] f32
+  TensorView loss{};                      // [N] where the reduction is none, else []
+  LossOptions options{};                  // the map from raw to z is not used
+  LossWeights weights{};
+  TokenStatistics statistics{};  // there is no rank
+  TensorView fault{};            // [1] i32; FaultBits are or-ed into it
 };
 
 }  // namespace logitless

@@ -30,7 +30,8 @@ INPUT_LOGITS, INPUT_PROBABILITIES = range(2)
     LINEAR_CROSS_ENTROPY_FORWARD,
     LINEAR_CROSS_ENTROPY_BACKWARD,
     LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD,
-) = range(7)
+    COMBINE,
+) = range(8)
 
 TENSORS = (
     "logits", "probabilities", "input", "weight", "bias", "target", "loss", "token_weight",
@@ -40,7 +41,11 @@ TENSORS = (
     "kept_rows",
 )  # fmt: skip
 # These came later, at the end of the struct.
-MORE_TENSORS = ("temperature", "logprob", "sum_p_squared", "mean_logit", "rank", "anchor")
+MORE_TENSORS = (
+    "temperature", "logprob", "sum_p_squared", "mean_logit", "rank", "anchor",
+    "shard_row_reference", "shard_row_log_sum", "shard_target_logit", "shard_entropy",
+    "shard_argmax", "shard_weighted_logit_sum", "shard_sum_p_squared", "shard_mean_logit",
+)  # fmt: skip
 
 
 class _Sized(ctypes.Structure):

@@ -15,11 +15,13 @@ struct CpuBackend final : Backend {
   const char* name() const override { return "cpu"; }
   Status workspace(const Call& call, uint64_t given, WorkspaceSize* size) const override {
     if (call.linear) return cpu::linear_workspace(call, given, size);
+    if (call.combines) return cpu::combine_workspace(call, size);
     return call.loss_op ? cpu::logits_loss_workspace(call, size)
                         : cpu::softmax_workspace(call, size);
   }
   Status run(const Call& call, const Workspace& workspace) const override {
     if (call.linear) return cpu::run_linear(call, workspace);
+    if (call.combines) return cpu::run_combine(call, workspace);
     return call.loss_op ? cpu::run_logits_loss(call, workspace) : cpu::run_softmax(call, workspace);
   }
   Status describe(char* text, size_t bytes) const override {

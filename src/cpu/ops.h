@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CPU has three families of ops.
+// The CPU has four families of ops.
 #pragma once
 
 #include "src/call.h"
@@ -17,5 +17,9 @@ Status run_logits_loss(const Call& call, const Workspace& workspace);
 // linear_run.cpp defines these two.
 Status linear_workspace(const Call& call, uint64_t given, WorkspaceSize* size);
 Status run_linear(const Call& call, const Workspace& workspace);
+
+// combine.cpp defines these two.
+Status combine_workspace(const Call& call, WorkspaceSize* size);
+Status run_combine(const Call& call, const Workspace& workspace);
 
 }  // namespace logitless::cpu

@@ -37,6 +37,7 @@ struct CudaBackend final : Backend {
     const Status status = find_device(call.execution, &device);
     if (!status.ok()) return status;
     if (call.linear) return cuda::linear_workspace(call, *device, given, size);
+    if (call.combines) return cuda::combine_workspace(call, *device, size);
     return call.loss_op ? cuda::logits_loss_workspace(call, *device, size)
                         : cuda::softmax_workspace(call, *device, size);
   }
@@ -56,7 +57,9 @@ struct CudaBackend final : Backend {
         }
       });
     } else {
-      const auto run = call.loss_op ? cuda::run_logits_loss : cuda::run_softmax;
+      const auto run = call.combines  ? cuda::run_combine
+                       : call.loss_op ? cuda::run_logits_loss
+                                      : cuda::run_softmax;
       status = run(call, workspace, *device, &stream);
     }
     return status.ok() ? stream.status() : status;

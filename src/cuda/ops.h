@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// CUDA has three families of ops. The device is found and current by now. An engine
+// CUDA has four families of ops. The device is found and current by now. An engine
 // (linear/engine.h) runs the linear ones.
 #pragma once
 
@@ -15,6 +15,10 @@ Status run_softmax(const Call&, const Workspace&, const DeviceInfo&, Stream*);
 // cross_entropy.cpp defines these two.
 Status logits_loss_workspace(const Call&, const DeviceInfo&, WorkspaceSize*);
 Status run_logits_loss(const Call&, const Workspace&, const DeviceInfo&, Stream*);
+
+// tokens/combine.cu defines these two.
+Status combine_workspace(const Call&, const DeviceInfo&, WorkspaceSize*);
+Status run_combine(const Call&, const Workspace&, const DeviceInfo&, Stream*);
 
 // linear_cross_entropy.cpp defines these two.
 Status linear_workspace(const Call&, const DeviceInfo&, uint64_t given, WorkspaceSize*);

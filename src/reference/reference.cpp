@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The seven ops are written here from docs/semantics.md: a token at a time, its row of logits, its
+// The eight ops are written here from docs/semantics.md: a token at a time, its row of logits, its
 // loss and statistics, and what its gradient adds to grad_input, grad_weight and grad_bias. They
 // use double, plain loops and O(V) memory beside the outputs.
 #include "src/reference/reference.h"
@@ -9,6 +9,7 @@
 
 #include "src/reference/numbers.h"
 #include "src/reference/row.h"
+#include "src/reference/shards.h"
 #include "src/reference/tokens.h"
 
 namespace logitless::reference {
@@ -38,13 +39,15 @@ class Evaluation {
   Result run() {
     result_.status = read_tokens(call_, &tokens_);
     if (!result_.status.ok()) return std::move(result_);
-    if (tokens_.bad_temperature) result_.fault |= 4;
+    if (tokens_.bad_temperature && !call_.combines) result_.fault |= 4;
     prepare();
     for (int64_t i = 0; i < call_.tokens(); ++i) {
       const Token& token = tokens_.token[i];
       if (!token.counts || !token.active) continue;
       if (call_.options.input_kind == InputKind::probabilities) {
         evaluate_probabilities(token, i);
+      } else if (call_.combines) {
+        evaluate_shards(token, i);
       } else {
         evaluate_row(token, i);
       }
@@ -83,6 +86,7 @@ class Evaluation {
   void prepare();
   void evaluate_row(const Token& token, int64_t i);
   void evaluate_probabilities(const Token& token, int64_t i);
+  void evaluate_shards(const Token& token, int64_t i);
   void write_statistics(const Token& token, const Row& row, int64_t i);
   void add_gradient(const RowGradient& gradient, int64_t i);
   void add_linear_gradient(const RowGradient& gradient, int64_t i);
@@ -95,6 +99,7 @@ class Evaluation {
   Result result_;
   Tokens tokens_;
   std::vector<double> weight_, bias_;  // [V, D] [V]
+  Shards shards_;                      // only Combine has them
   std::vector<Estimate> token_loss_;   // [N]  it is 0 where ignored
   // [D] of the token at hand, [V, D] and [V]; each sums a gradient
   Sum grad_input_, grad_weight_, grad_bias_;
@@ -121,6 +126,7 @@ void Evaluation::prepare() {
   if (s.argmax) output("argmax")->accepted.assign(call_.tokens(), {-1});
   if (s.rank) output("rank")->accepted.assign(call_.tokens(), {-1});
   token_loss_.assign(call_.tokens(), {});
+  if (call_.combines) shards_ = read_shards(call_);
   if (!call_.linear) return;
   weight_ = read(call_.weight);
   if (call_.bias) bias_ = read(call_.bias);
@@ -141,6 +147,23 @@ void Evaluation::evaluate_probabilities(const Token& token, int64_t i) {
   const std::vector<double> p = read_row(call_.logits, i);
   if (call_.loss) token_loss_[i] = probability_loss(call_, tokens_, token, p);
   if (call_.grad_logits) add_gradient(probability_gradient(call_, tokens_, token, p), i);
+}
+
+void Evaluation::evaluate_shards(const Token& token, int64_t i) {
+  const WholeRow row = combine(shards_, i);
+  if (call_.loss) token_loss_[i] = combined_loss(call_, tokens_, token, row);
+  set(output("lse"), i, combined_lse(row));
+  set(output("target_logit"), i, {row.target_logit, 0});
+  set(output("entropy"), i, row.entropy);
+  set(output("row_reference"), i, {row.reference, 0});
+  set(output("row_log_sum"), i, row.log_sum);
+  set(output("weighted_logit_sum"), i, row.weighted_logit_sum);
+  set(output("logprob"), i, combined_logprob(row));
+  set(output("sum_p_squared"), i, row.sum_p_squared);
+  set(output("mean_logit"), i, row.mean_logit);
+  if (!call_.argmax) return;
+  set(output("argmax"), i, {static_cast<double>(row.argmax[0]), 0});
+  output("argmax")->accepted[i] = row.argmax;
 }
 
 void Evaluation::write_statistics(const Token& token, const Row& row, int64_t i) {

@@ -11,6 +11,7 @@
 
 #include "src/reference/numbers.h"
 #include "src/reference/row.h"
+#include "src/reference/shards.h"
 
 namespace logitless::reference {
 namespace {
@@ -117,6 +118,34 @@ Estimate row_loss(const Call& call, const Tokens& tokens, const Token& token, co
   }
   // A NaN in the row makes its loss NaN, even where every factor is 0.
   if (std::isnan(row.lse)) loss.value = row.lse;
+  loss.value *= token.token_weight;
+  loss.error = std::fabs(token.token_weight) * loss.error + 2 * u32 * std::fabs(loss.value);
+  return loss;
+}
+
+Estimate combined_loss(const Call& call, const Tokens& tokens, const Token& token,
+                       const WholeRow& row) {
+  const Factors f = factors_of(call, tokens, token);
+  const Estimate lse = combined_lse(row);
+  Estimate loss;
+  if (f.onehot != 0) {
+    const double nll = (row.reference - row.target_logit) + row.log_sum.value;
+    loss.value += f.onehot * nll;
+    loss.error += std::fabs(f.onehot) * (lse.error + 4 * u32 * std::fabs(nll));
+  }
+  if (f.smoothing > 0) {
+    const Estimate& weighted = row.weighted_logit_sum;
+    loss.value += f.spread * lse.value - f.smoothing * weighted.value;
+    loss.error += std::fabs(f.spread) * (lse.error + 4 * u32 * std::fabs(lse.value)) +
+                  f.smoothing * (weighted.error + 2 * u32 * std::fabs(weighted.value));
+  }
+  if (f.z_loss > 0) {
+    loss.value += f.z_loss * lse.value * lse.value;
+    loss.error +=
+        f.z_loss * (2 * std::fabs(lse.value) * lse.error + 4 * u32 * lse.value * lse.value);
+  }
+  // A NaN in the row makes its loss NaN, even where every factor is 0.
+  if (std::isnan(lse.value)) loss.value = lse.value;
   loss.value *= token.token_weight;
   loss.error = std::fabs(token.token_weight) * loss.error + 2 * u32 * std::fabs(loss.value);
   return loss;

@@ -130,6 +130,7 @@ const Accept kAccepts[] = {
      }},
     {"N = 0 and V = 0",
      [](Subject& s) {
+       if (s.combines()) return false;
        s.make_empty();
        for (auto& [name, view] : s.views) {
          if (s.linear() && view->rank >= 1 && view->shape[0] == Subject::v) view->shape[0] = 0;
@@ -139,6 +140,23 @@ const Accept kAccepts[] = {
        return true;
      }},
     {"vocab_total = V", on_options([](LossOptions& o) { o.vocab_total = Subject::v; })},
+    {"Combine of any shard's options",
+     [](Subject& s) { return s.combines() && (s.options->vocab_start = Subject::v) > 0; }},
+    {"Combine for a loss alone",
+     [](Subject& s) {
+       s.drop({"shard_entropy", "shard_argmax", "shard_weighted_logit_sum", "shard_sum_p_squared",
+               "shard_mean_logit"});
+       return s.combines() && s.write_only("loss");
+     }},
+    {"Combine of one shard",
+     [](Subject& s) {
+       if (!s.combines()) return false;
+       for (auto& [name, view] : s.views) {
+         if (name.starts_with("shard_")) view->shape[0] = 1;
+       }
+       return true;
+     }},
+    {"shard_argmax i32", dtypes({"shard_argmax"}, DType::i32)},
     {"a shard", [](Subject& s) { return s.make_shard(); }},
     {"a shard that keeps",
      [](Subject& s) {

@@ -266,9 +266,9 @@ static void test_nulls(void) {
   CHECK(logitless_workspace(NULL, NULL, NULL, NULL) == LOGITLESS_INVALID_ARGUMENT);
   CHECK(logitless_run(NULL, NULL, NULL, &status) == LOGITLESS_INVALID_ARGUMENT);
   CHECK(status.code == LOGITLESS_INVALID_ARGUMENT && strstr(status.message, "op is NULL") != NULL);
-  for (int32_t kind = -1; kind <= 7; ++kind) {
+  for (int32_t kind = -1; kind <= 8; ++kind) {
     const int32_t expected =
-        kind < 0 || kind > 6 ? LOGITLESS_UNKNOWN_ENUM : LOGITLESS_INVALID_ARGUMENT;
+        kind < 0 || kind > 7 ? LOGITLESS_UNKNOWN_ENUM : LOGITLESS_INVALID_ARGUMENT;
     empty.kind = kind;
     CHECK(logitless_run(&empty, NULL, NULL, &status) == expected);
     CHECK(logitless_run(&empty, NULL, NULL, NULL) == expected);
@@ -420,6 +420,41 @@ static void test_statistics_and_temperatures(int32_t device) {
   g_what = "";
 }
 
+/* Each of two shards has one column: logits [0, log 3] of both tokens. */
+static void test_combine(int32_t device) {
+  const float log3 = logf(3), loss = 0.5f * logf(16.0f / 3), lse[] = {logf(4), logf(4)};
+  float reference[] = {0, 0, log3, log3}, log_sum[] = {0, 0, 0, 0};
+  float target_logit[] = {-INFINITY, 0, log3, -INFINITY}, whole[2];
+  int64_t target[] = {1, 0};
+  logitless_tensor views[4];
+  logitless_op op = LOGITLESS_OP_INIT(LOGITLESS_COMBINE);
+  g_what = "combine";
+  set_up(LOGITLESS_CROSS_ENTROPY_FORWARD, device);
+  views[0] = view(reference, LOGITLESS_F32, 2, 2, 2);
+  views[1] = view(log_sum, LOGITLESS_F32, 2, 2, 2);
+  views[2] = view(target_logit, LOGITLESS_F32, 2, 2, 2);
+  views[3] = view(whole, LOGITLESS_F32, 1, 2, 0);
+  g_target.value = view(target, LOGITLESS_I64, 1, 2, 0);
+  op.shard_row_reference = &views[0];
+  op.shard_row_log_sum = &views[1];
+  op.shard_target_logit = &views[2];
+  op.target = &g_target.value;
+  op.loss = &g_loss.value;
+  op.lse = &views[3];
+  op.options = &g_options.value;
+  g_op.value = op;
+  CHECK(run() == LOGITLESS_INVALID_ARGUMENT);
+  CHECK(strstr(g_status.value.message, "vocab_total") != NULL);
+  g_options.value.vocab_total = 2;
+  CHECK(run() == LOGITLESS_OK);
+  expect_values(&g_loss_value, &loss, 1);
+  expect_values(whole, lse, 2);
+  g_op.value.logits = &views[0];
+  CHECK(run() == LOGITLESS_INVALID_ARGUMENT);
+  CHECK(strstr(g_status.value.message, "logits") != NULL);
+  g_what = "";
+}
+
 int main(void) {
   test_struct_sizes(LOGITLESS_CPU);
   test_struct_sizes(LOGITLESS_REFERENCE);
@@ -434,6 +469,8 @@ int main(void) {
   test_every_op(LOGITLESS_CPU);
   test_statistics_and_temperatures(LOGITLESS_REFERENCE);
   test_statistics_and_temperatures(LOGITLESS_CPU);
+  test_combine(LOGITLESS_REFERENCE);
+  test_combine(LOGITLESS_CPU);
   if (g_failures == 0) printf("every check passed\n");
   return g_failures == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
 }

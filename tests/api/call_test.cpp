@@ -14,7 +14,7 @@ template <class Op>
 class OpCall : public testing::Test {};
 using Ops = testing::Types<Softmax, CrossEntropyForward, CrossEntropyBackward,
                            CrossEntropyForwardBackward, LinearCrossEntropyForward,
-                           LinearCrossEntropyBackward, LinearCrossEntropyForwardBackward>;
+                           LinearCrossEntropyBackward, LinearCrossEntropyForwardBackward, Combine>;
 TYPED_TEST_SUITE(OpCall, Ops);
 
 TYPED_TEST(OpCall, HasTheTensorsOfItsOp) {
@@ -55,6 +55,7 @@ TYPED_TEST(OpCall, SaysWhatItsOpDoes) {
   const Call call{TypeParam{}};
   EXPECT_EQ(call.kind, kind_of<TypeParam>);
   EXPECT_EQ(call.linear, LinearOp<TypeParam>);
+  EXPECT_EQ(call.combines, CombiningOp<TypeParam>);
   EXPECT_EQ(call.loss_op, LossOp<TypeParam>);
   EXPECT_EQ(call.gradients, GradientOp<TypeParam>);
   EXPECT_EQ(call.forward, ForwardOp<TypeParam>);

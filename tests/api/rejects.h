@@ -196,6 +196,27 @@ inline const Reject kOpRejects[] = {
     {"no logits", missing({"logits"}), invalid_argument, "logits"},
     {"no probabilities", missing({"probabilities"}), invalid_argument, "probabilities"},
     {"no target", missing({"target"}), invalid_argument, "target"},
+    {"no shard_row_reference", missing({"shard_row_reference"}), invalid_argument,
+     "shard_row_reference"},
+    {"no shard_row_log_sum", missing({"shard_row_log_sum"}), invalid_argument, "shard_row_log_sum"},
+    {"no shard_target_logit", missing({"shard_target_logit"}), invalid_argument,
+     "shard_target_logit"},
+    {"entropy without the shards'", missing({"shard_entropy"}), invalid_argument, "shard_entropy"},
+    {"argmax without the shards'", missing({"shard_argmax"}), invalid_argument, "shard_argmax"},
+    {"weighted_logit_sum without the shards'", missing({"shard_weighted_logit_sum"}),
+     invalid_argument, "shard_weighted_logit_sum"},
+    {"a smoothed loss without weighted sums",
+     [](Subject& s) {
+       if (!s.combines()) return false;
+       s.options->label_smoothing = 0.1f;
+       s.drop({"shard_weighted_logit_sum", "weighted_logit_sum"});
+       return true;
+     },
+     invalid_argument, "shard_weighted_logit_sum"},
+    {"sum_p_squared without the shards'", missing({"shard_sum_p_squared"}), invalid_argument,
+     "shard_sum_p_squared"},
+    {"mean_logit without the shards'", missing({"shard_mean_logit"}), invalid_argument,
+     "shard_mean_logit"},
     {"no grad_logits", missing({"grad_logits"}), invalid_argument, "grad_logits"},
     {"no gradient", missing({"grad_input", "grad_weight", "grad_bias"}), invalid_argument,
      "grad_weight"},
@@ -325,8 +346,9 @@ inline const Reject kFieldRejects[] = {
        return true;
      },
      wrong_dtype, "rank"},
-    {"vocab_total below V", option(&LossOptions::vocab_total, int64_t{4}), invalid_argument,
-     "vocab_total"},
+    {"vocab_total below V",
+     [](Subject& s) { return !s.combines() && option(&LossOptions::vocab_total, int64_t{4})(s); },
+     invalid_argument, "vocab_total"},
     {"vocab_total negative", option(&LossOptions::vocab_total, int64_t{-1}), invalid_argument,
      "vocab_total"},
     {"vocab_total huge",
@@ -339,11 +361,50 @@ inline const Reject kFieldRejects[] = {
      invalid_argument, "vocab_total"},
     {"vocab_start negative", option(&LossOptions::vocab_start, int64_t{-1}), invalid_argument,
      "vocab_start"},
-    {"vocab_start without vocab_total", option(&LossOptions::vocab_start, int64_t{1}),
+    {"vocab_start without vocab_total",
+     [](Subject& s) { return !s.combines() && option(&LossOptions::vocab_start, int64_t{1})(s); },
      invalid_argument, "vocab_start"},
     {"shard past the end",
      [](Subject& s) { return s.make_shard() && (s.options->vocab_start = 12) > 0; },
      invalid_argument, "vocab_start"},
+    {"Combine of no vocabulary",
+     [](Subject& s) { return s.combines() && option(&LossOptions::vocab_total, int64_t{0})(s); },
+     invalid_argument, "vocab_total"},
+    {"Combine past the end",
+     [](Subject& s) { return s.combines() && option(&LossOptions::vocab_start, int64_t{6})(s); },
+     invalid_argument, "vocab_start"},
+    {"Combine of no shard",
+     [](Subject& s) {
+       if (!s.combines()) return false;
+       for (auto& [name, view] : s.views) {
+         if (name.starts_with("shard_")) view->shape[0] = 0;
+       }
+       return true;
+     },
+     invalid_argument, "shard_row_reference"},
+    {"Combine with a rank",
+     [](Subject& s) {
+       if (!s.combines()) return false;
+       *s.rank = s["lse"];
+       s.rank->dtype = DType::i64;
+       return true;
+     },
+     not_supported, "rank"},
+    {"N of shard_row_reference",
+     change("shard_row_reference", [](TensorView& v) { v.shape[1] = 2; }), wrong_shape,
+     "shard_row_reference"},
+    {"P of shard_row_reference",
+     change("shard_row_reference", [](TensorView& v) { v.shape[0] = 1; }), wrong_shape,
+     "shard_row_log_sum"},
+    {"shard_argmax i32 of a huge vocabulary",
+     [](Subject& s) {
+       if (!s.combines()) return false;
+       s.drop({"vocab_weight"});
+       s.options->vocab_total = int64_t{1} << 31;
+       s["shard_argmax"].dtype = DType::i32;
+       return true;
+     },
+     wrong_dtype, "shard_argmax"},
     {"vocab_weight [V] on a shard",
      [](Subject& s) { return s.make_shard() && (s["vocab_weight"].shape[0] = 5) > 0; }, wrong_shape,
      "vocab_weight"},
@@ -392,9 +453,9 @@ inline const Reject kFieldRejects[] = {
        return true;
      },
      invalid_argument, "row_reference"},
-    {"probabilities in a linear op",
+    {"probabilities in a linear op, or of shards",
      [](Subject& s) {
-       if (!s.linear()) return false;
+       if (!s.linear() && !s.combines()) return false;
        s.options->input_kind = InputKind::probabilities;
        s.drop_statistics();
        return true;

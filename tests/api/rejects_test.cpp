@@ -102,8 +102,9 @@ void break_every_field(StatusCode code, Seen seen,
   EXPECT_GT(made, 0);
 }
 
-// These views say what N, V and D are; if they have another size, it is others that do not fit.
-bool sets_sizes(const std::string& name) {
+// These views say what N, V, D and P are; if they have another size, it is others that do not fit.
+bool sets_sizes(const Subject& s, const std::string& name) {
+  if (s.combines()) return name == "target" || name == "shard_row_reference";
   return name == "logits" || name == "input" || name == "weight";
 }
 
@@ -146,7 +147,8 @@ TEST(Rejects, WrongDeviceOfAnyField) {
 
 TEST(Rejects, WrongDtypeOfAnyField) {
   break_every_field(wrong_dtype, Seen::by_both, [](Subject& s, const std::string& name) {
-    const bool integer = name == "target" || name == "argmax" || name == "rank" || name == "fault";
+    const bool integer = name == "target" || name == "argmax" || name == "rank" ||
+                         name == "fault" || name == "shard_argmax";
     s[name].dtype = integer ? DType::f32 : DType::i32;
     return true;
   });
@@ -155,7 +157,8 @@ TEST(Rejects, WrongDtypeOfAnyField) {
 // These fields are f32 only: there are no 16-bit statistics, weights or losses.
 TEST(Rejects, HalfPrecisionWhereF32IsTheOnlyDtype) {
   break_every_field(wrong_dtype, Seen::by_both, [](Subject& s, const std::string& name) {
-    const bool any_float = s[name].rank == 2 || name == "bias" || name == "grad_bias";
+    const bool any_float =
+        (s[name].rank == 2 && !s.combines()) || name == "bias" || name == "grad_bias";
     s[name].dtype = DType::f16;
     return !any_float;
   });
@@ -199,7 +202,7 @@ TEST(Rejects, WrongSizeOfAnyField) {
   for (int dimension : {0, 1}) {
     for (int64_t change : {-1, 1}) {
       break_every_field(wrong_shape, Seen::by_both, [=](Subject& s, const std::string& name) {
-        if (sets_sizes(name) || s[name].rank <= dimension) return false;
+        if (sets_sizes(s, name) || s[name].rank <= dimension) return false;
         s[name].shape[dimension] += change;
         return true;
       });
@@ -238,6 +241,10 @@ TEST(Rejects, ProductsOfSizesBeyond2To56) {
   for_each_judged_subject([](Subject& s) {
     if (s.kind == kind_of<Softmax> || s.linear() || s.gradients()) return;
     SCOPED_TRACE(describe(s));
+    if (s.combines()) {
+      s.options->vocab_total = int64_t{1} << 55;
+      return expect_reject(s, invalid_argument, "vocab_total", Seen::by_both);
+    }
     s["logits"].shape = {int64_t{1} << 40, int64_t{1} << 40};
     s["logits"].stride = {0, 0};
     expect_reject(s, invalid_argument, "logits", Seen::by_both);

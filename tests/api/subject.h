@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A subject is a call to break: any of the seven ops with every field given and accepted by every
+// A subject is a call to break: any of the eight ops with every field given and accepted by every
 // backend, whose memory it owns. Reject and accept tables change one thing of it.
-//   N = 3, V = 5, D = 4, f32, mean with a given normalizer
+//   N = 3, V = 5, D = 4, P = 2, f32, mean with a given normalizer
 #pragma once
 
 #include <cstring>
@@ -38,6 +38,7 @@ struct Subject {
   LossOptions* options = nullptr;  // Softmax has none (nullptr)
   bool* accumulate = nullptr;      // only linear ops with gradients have it
   bool* consume = nullptr;         // only a linear Backward has it
+  TensorView* rank = nullptr;      // Combine has none to be given
   uint64_t key_error = 0;          // it is added to the right kept_key
   TensorView anchor{};             // only a shard is given it
   Execution execution{};
@@ -51,6 +52,7 @@ struct Subject {
   bool has(const std::string& name) const { return views.contains(name); }
   TensorView& operator[](const std::string& name) { return *views.at(name); }
   bool linear() const { return has("input"); }
+  bool combines() const { return has("shard_row_reference"); }
   bool by_the_rules_alone() const { return execution.device.type == DeviceType::cuda; }
   bool forward() const { return has("loss"); }
   bool gradients() const { return has("grad_loss"); }
@@ -70,7 +72,7 @@ struct Subject {
   // Cuts the op to what remains legal on a shard [4, 4 + V) of a vocabulary of 16; returns false
   // where the op cannot be one.
   bool make_shard() {
-    if (options == nullptr || (forward() && gradients())) return false;
+    if (options == nullptr || (forward() && gradients()) || combines()) return false;
     options->vocab_start = 4;
     options->vocab_total = 16;
     drop({"loss", "rank", "kept", "kept_rows"});
@@ -81,7 +83,7 @@ struct Subject {
   // Cuts the op to what remains legal with probabilities as input; returns false where the op
   // cannot have them.
   bool make_probabilities() {
-    if (options == nullptr || linear()) return false;
+    if (options == nullptr || linear() || combines()) return false;
     options->input_kind = InputKind::probabilities;
     drop_statistics();
     drop({"temperature"});
@@ -107,6 +109,7 @@ struct Subject {
   void make_empty() {
     for (auto& [name, view] : views) {
       if (view->rank >= 1 && view->shape[0] == n && name != "fault") view->shape[0] = 0;
+      if (name.starts_with("shard_")) view->shape[1] = 0;
     }
   }
   std::map<std::string, std::vector<char>> snapshot() const {
@@ -133,6 +136,8 @@ inline TensorView subject_view(const std::string& name) {
   if (is({"fault"})) return vector_view(nullptr, DType::i32, 1);
   if (is({"kept"})) return matrix_view(nullptr, DType::f32, 64, 64);
   if (is({"kept_rows"})) return matrix_view(nullptr, DType::f32, n, 8);
+  if (is({"shard_argmax"})) return matrix_view(nullptr, DType::i64, 2, n);
+  if (name.starts_with("shard_")) return matrix_view(nullptr, DType::f32, 2, n);
   return vector_view(nullptr, DType::f32, n);
 }
 
@@ -190,9 +195,11 @@ std::unique_ptr<Subject> make_subject(Op& op, DeviceType device) {
   if constexpr (LossOp<Op>) s->options = &op.options;
   if constexpr (LinearOp<Op> && GradientOp<Op>) s->accumulate = &op.accumulate_grad_weight;
   if constexpr (KeepingOp<Op> && GradientOp<Op>) s->consume = &op.consume_kept;
+  if constexpr (CombiningOp<Op>) op.options.vocab_total = Subject::v, s->rank = &op.statistics.rank;
   logitless_op unused{};
   for_each_tensor(op, unused,
                   [&](const char* name, Access access, TensorView& view, const logitless_tensor*) {
+                    if (CombiningOp<Op> && std::string(name) == "rank") return;  // there is none
                     view = subject_view(name);
                     if (device == DeviceType::cuda) view.device.type = device;
                     s->views[name] = &view;
@@ -230,13 +237,13 @@ void with_subject(int32_t kind, DeviceType device, F&& f) {
   use(LinearCrossEntropyForward{});
   use(LinearCrossEntropyBackward{});
   use(LinearCrossEntropyForwardBackward{});
+  use(Combine{});
 }
 
-// Calls f for each of the seven ops on each backend that runs on any machine.
+// Calls f for each of the eight ops on each backend that runs on any machine.
 template <class F>
 void for_each_subject(F&& f) {
-  for (int32_t kind = LOGITLESS_SOFTMAX; kind <= LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD;
-       ++kind) {
+  for (int32_t kind = LOGITLESS_SOFTMAX; kind <= LOGITLESS_COMBINE; ++kind) {
     for (DeviceType device : {DeviceType::cpu, DeviceType::reference}) {
       with_subject(kind, device, f);
     }
@@ -247,8 +254,7 @@ void for_each_subject(F&& f) {
 template <class F>
 void for_each_judged_subject(F&& f) {
   for_each_subject(f);
-  for (int32_t kind = LOGITLESS_SOFTMAX; kind <= LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD;
-       ++kind) {
+  for (int32_t kind = LOGITLESS_SOFTMAX; kind <= LOGITLESS_COMBINE; ++kind) {
     with_subject(kind, DeviceType::cuda, f);
   }
 }

@@ -3,6 +3,7 @@
 // rules, and where any one question to the runtime, the driver or cuBLASLt fails, it says so,
 // leaves nothing behind, and has launched nothing unless it is a launch that failed.
 #include <set>
+#include <string_view>
 
 #include "recorded.h"
 #include "tests/support/allocation_count.h"
@@ -281,6 +282,39 @@ TEST_P(CudaRecorded, AddressesOfSixteenBytesAreAllTheSame) {
     EXPECT_TRUE(run_nowhere(call).ok());
     EXPECT_EQ(machine.heuristics(), asked) << call.name;
   });
+}
+
+// Shards are combined in three launches at most.
+TEST(CudaRecordedCombine, TakesThreeLaunches) {
+  constexpr int64_t shards = 4, tokens = 8192;
+  for (const Reduction reduction : {Reduction::none, Reduction::mean}) {
+    Combine op;
+    const logitless_op unused{};
+    for_each_tensor(op, unused, [&](std::string_view name, Access, TensorView& view, auto&&) {
+      const bool index = name == "target" || name == "argmax" || name == "shard_argmax";
+      const DType dtype = index ? DType::i64 : DType::f32;
+      if (name.starts_with("shard_")) view = matrix_view(nullptr, dtype, shards, tokens);
+      if (!view) view = vector_view(nullptr, dtype, tokens);
+      if (name == "vocab_weight") view.shape[0] = 50257;
+      if (name == "fault") view = vector_view(nullptr, DType::i32, 1);
+      if (name == "rank" || name == "normalizer") view = {};
+    });
+    if (reduction != Reduction::none) op.loss = scalar_view(nullptr, DType::f32);
+    op.options = {.reduction = reduction, .label_smoothing = 0.1f, .vocab_total = 50257};
+    for (const auto& device : kDevices) {
+      RecordedCuda machine({kDevices[0], device});
+      const Call<Combine> call{nowhere(op), 1, "combine"};
+      WorkspaceSize size;
+      EXPECT_TRUE(workspace(call.op, kExecution, &size).ok());
+      const int64_t allocated = allocations();
+      const Status status = run_nowhere(call);
+      EXPECT_EQ(allocations(), allocated);
+      EXPECT_TRUE(status.ok()) << status.message();
+      EXPECT_STREQ(machine.fault(), "");
+      EXPECT_EQ(machine.launches(), reduction == Reduction::none ? 2 : 3);
+      EXPECT_EQ(machine.first_asked_late(launch_questions()), "");
+    }
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(All, CudaRecorded,

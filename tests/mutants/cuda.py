@@ -45,6 +45,7 @@ TESTS: dict[str, str] = {
     "kept": "*/CudaKept.*",
     "later": "*/KeptState.*:*/KeptShards.*",
     "many later": "*/KeptTokens.*",
+    "combine": "*/Combines.*",
     "options": "*/Temperatures.*:*/TokenStatistics.*:*/InactiveTokens.*",
     "heads": "*/CudaHeads.RowsThat*",
     "codes": "*/KeptState.*f16:*/KeptTokens.*f16:*/InactiveTokens.*f16:*/NonFinite.*/cuda_linear*f16:"

@@ -51,4 +51,11 @@ TOKENS = [
      "return @{present(in.token_weight)}@ ? load", "false", "tokens"),
     ("tokens, block: of the first warp alone", "tokens/tokens.cu",
      "return warp_total(@{warps[threadIdx.x % 32]}@);", "warps[0]", "tokens"),
+    ("combine: values of the first token", "tokens/combine.cu",
+     "? *address<const float>(v, shard, @{i}@) : 0.0f;", "i * 0", "combine"),
+    ("combine: token weight 1", "tokens/combine.cu", "weight = @{token_weight(a.in, i)}@;", "1.0f", "combine"),
+    ("combine: a bad target's row is written over", "tokens/combine.cu",
+     "if (@{!counts}@) return;", "i >= a.in.target.shape[0]", "combine"),
+    ("combine: argmax counts from the shard's first column", "tokens/combine.cu",
+     "in.options.vocab_start = @{int64_t{0}}@;", "call.options.vocab_start", "combine"),
 ]

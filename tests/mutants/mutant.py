@@ -44,6 +44,7 @@ TESTS: dict[str, list[str]] = {
     "inactive": [of_cpu("inactive", "")],
     "shards": [of_cpu("shards", "")],
     "combine": ["shards_test:Combine.*"],
+    "combine-op": [of_cpu("combine", "")],
     "offsets": [of_cpu("offsets", "")],
     "kept": [of_cpu("kept", "")],
     "workspace": ["plan_test", of_cpu("workspace", "", ("*BytesAskedFor*",), "f32")],

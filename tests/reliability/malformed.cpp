@@ -330,7 +330,7 @@ void make_calls(DeviceType device, uint64_t seed, int64_t calls, Count* count) {
 
 int malformed(int64_t calls, uint64_t seed) {
   Count count;
-  const int64_t each = calls / 14 + 1;
+  const int64_t each = calls / 16 + 1;
   for (const DeviceType device : {DeviceType::cpu, DeviceType::reference}) {
     make_calls<Softmax>(device, ++seed, each, &count);
     make_calls<CrossEntropyForward>(device, ++seed, each, &count);
@@ -339,8 +339,9 @@ int malformed(int64_t calls, uint64_t seed) {
     make_calls<LinearCrossEntropyForward>(device, ++seed, each, &count);
     make_calls<LinearCrossEntropyBackward>(device, ++seed, each, &count);
     make_calls<LinearCrossEntropyForwardBackward>(device, ++seed, each, &count);
+    make_calls<Combine>(device, ++seed, each, &count);
   }
-  figure("calls", 14 * each);
+  figure("calls", 16 * each);
   figure("refused", count.refused);
   figure("kinds of status", static_cast<int64_t>(count.codes.size()));
   return 0;

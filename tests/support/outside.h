@@ -28,6 +28,8 @@ template <class Op>
 int64_t vocab_of(const Op& op) {
   if constexpr (LinearOp<Op>) {
     return op.weight.shape[0];
+  } else if constexpr (CombiningOp<Op>) {
+    return op.options.vocab_total;
   } else {
     return op.logits.shape[1];
   }

@@ -68,7 +68,7 @@ constexpr Execution kOnDevice{.device = {.type = DeviceType::webgpu}};
 Status make(const Execution& execution, DeviceType tensors_on, Call* call) {
   const State& s = state();
   if (s.kind < 0 || s.kind >= kinds) {
-    return error(StatusCode::unknown_enum, "op.kind is %d; allowed: 0 to 6", s.kind);
+    return error(StatusCode::unknown_enum, "op.kind is %d; allowed: 0 to %d", s.kind, kinds - 1);
   }
   *call = Call(s.kind, execution);
   if (call->loss_op) call->options = s.options;

@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+// This file combines what Forward wrote of shards of the vocabulary. Three launches do it: tokens
+// are prepared as for any loss; a thread folds the shards of one token, which lie N apart, so that
+// a warp reads each of them at once; the losses are reduced.
+#include "src/cuda/ops.h"
+#include "src/cuda/runtime/early.cuh"
+#include "src/cuda/tokens/tokens.cuh"
+#include "src/fold.h"
+
+namespace logitless::cuda {
+namespace {
+
+// The folds take long and use nothing in common: small blocks spread a few thousand tokens over
+// every multiprocessor.
+constexpr int threads = 64;
+constexpr int64_t most_tokens = (int64_t{1} << 31) - 1;  // kernels count tokens in 32 bits
+
+struct ShardViews {
+  TensorView row_reference, row_log_sum, target_logit, entropy, argmax;
+  TensorView weighted_logit_sum, sum_p_squared, mean_logit;
+};
+
+struct CombineArguments {
+  TokenInput in;
+  TokenOutputs out;
+  ShardViews shards;  // each is [P, N]
+  const TokenScalars* scalars;
+  float* losses;  // [N]  it is null where each token has its own
+  FoldWants wants;
+};
+
+__device__ float shard_value(const TensorView& v, int64_t shard, int64_t i) {
+  return present(v) ? *address<const float>(v, shard, i) : 0.0f;
+}
+__device__ int64_t shard_index(const TensorView& v, int64_t shard, int64_t i) {
+  if (!present(v)) return -1;
+  return v.dtype == DType::i64 ? *address<const int64_t>(v, shard, i)
+                               : *address<const int32_t>(v, shard, i);
+}
+
+__device__ ShardState state_of(const ShardViews& v, int64_t shard, int64_t i) {
+  ShardState s;
+  s.reference = shard_value(v.row_reference, shard, i);
+  s.target_logit = shard_value(v.target_logit, shard, i);
+  s.log_sum = shard_value(v.row_log_sum, shard, i);
+  s.entropy = shard_value(v.entropy, shard, i);
+  s.sum_p_squared = shard_value(v.sum_p_squared, shard, i);
+  s.weighted_logit_sum = shard_value(v.weighted_logit_sum, shard, i);
+  s.mean_logit = shard_value(v.mean_logit, shard, i);
+  s.argmax = shard_index(v.argmax, shard, i);
+  return s;
+}
+
+__device__ RowStatistics fold_token(const CombineArguments& a, int64_t i) {
+  const ShardState all = fold_shards(a.shards.row_reference.shape[0], a.wants,
+                                     [&](int64_t shard) { return state_of(a.shards, shard, i); });
+  RowStatistics row;
+  row.reference = all.reference;
+  row.log_sum = static_cast<float>(all.log_sum);
+  row.target_logit = all.target_logit;
+  row.weighted_logit_sum = static_cast<float>(all.weighted_logit_sum);
+  row.entropy = static_cast<float>(all.entropy);
+  row.argmax = all.argmax;
+  row.sum_p_squared = static_cast<float>(all.sum_p_squared);
+  row.mean_logit = static_cast<float>(all.mean_logit);
+  return row;
+}
+
+// What precedes the wait is not written by the kernel in front, which prepares the tokens.
+__global__ void __launch_bounds__(threads)
+    combine_kernel(const __grid_constant__ CombineArguments a) {
+  const int64_t i = int64_t{blockIdx.x} * threads + threadIdx.x;
+  const int64_t target = i < a.in.target.shape[0] ? load_int(a.in.target, i) : 0;
+  const bool counts = i < a.in.target.shape[0] && kind_of_target(a.in, target) == TokenKind::counts;
+  RowStatistics row;
+  float c = 0, weight = 0;
+  if (counts) {
+    row = fold_token(a, i);
+    c = target_weight(a.in, target);
+    weight = token_weight(a.in, i);
+  }
+  wait_for_kernel_before();
+  let_next_start();
+  if (!counts) return;
+  constexpr int here = 0;  // the whole vocabulary has every target
+  put_state(a.in, a.out.statistics, i, here, row);
+  if (present(a.out.loss)) {
+    *loss_of(a.losses, a.out.loss, i) = token_loss(*a.scalars, here, c, weight, row);
+  }
+}
+
+struct Layout {
+  Tokens tokens;
+  float* losses = nullptr;  // [N]  it is there where the loss is reduced
+  uint64_t bytes = 0;
+};
+
+Layout layout_of(const Call& call, void* memory) {
+  Arena arena(memory);
+  Layout layout;
+  layout.tokens = place_tokens(&arena, call.tokens(), {});
+  if (call.loss && call.options.reduction != Reduction::none) {
+    layout.losses = arena.take<float>(call.tokens());
+  }
+  layout.bytes = arena.used();
+  return layout;
+}
+
+// The maps are in the shards' states already, and those are of the whole vocabulary together.
+TokenInput input_of(const Call& call) {
+  TokenInput in = token_input(call);
+  in.options.vocab_start = int64_t{0};
+  in.temperature = {};
+  in.makes_maps = false;
+  return in;
+}
+
+// Returns whether what follows may be launched early.
+bool launch_combine(const Call& call, const TokenInput& in, const Layout& layout,
+                    const DeviceInfo& device, Stream* stream) {
+  CombineArguments a{};
+  a.in = in;
+  a.out = {call.loss, call.statistics()};
+  a.shards = {call.shard_row_reference, call.shard_row_log_sum, call.shard_target_logit,
+              call.shard_entropy,       call.shard_argmax,      call.shard_weighted_logit_sum,
+              call.shard_sum_p_squared, call.shard_mean_logit};
+  a.scalars = layout.tokens.scalars;
+  a.losses = layout.losses;
+  a.wants = {static_cast<bool>(call.entropy), static_cast<bool>(call.sum_p_squared)};
+  const bool early =
+      device.launches_early &&
+      is_compiled_for_hopper(reinterpret_cast<const void*>(combine_kernel), device, stream);
+  const LaunchShape shape{
+      .blocks = blocks_for(call.tokens(), threads), .threads = threads, .early = early};
+  stream->launch_config("combine", combine_kernel, shape, a);
+  return early && call.tokens() > 0;
+}
+
+}  // namespace
+
+Status combine_workspace(const Call& call, const DeviceInfo&, WorkspaceSize* size) {
+  *size = {};
+  size->minimum = size->recommended = layout_of(call, nullptr).bytes;
+  size->alignment = Arena::alignment;
+  if (call.tokens() <= most_tokens) return {};
+  return error(StatusCode::not_supported, "cuda: target has shape [%lld]; allowed: up to [%lld]",
+               static_cast<long long>(call.tokens()), static_cast<long long>(most_tokens));
+}
+
+Status run_combine(const Call& call, const Workspace& workspace, const DeviceInfo& device,
+                   Stream* stream) {
+  const Layout layout = layout_of(call, static_cast<char*>(workspace.data) + workspace.byte_offset);
+  const TokenInput in = input_of(call);
+  stream->prepare_and_run([&] {
+    prepare_tokens(in, layout.tokens, {call.loss, call.statistics()}, stream);
+    const bool early = launch_combine(call, in, layout, device, stream);
+    write_loss(in, layout.tokens, layout.losses, call.loss, stream, early);
+  });
+  return {};
+}
+
+}  // namespace logitless::cuda

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a token's shards of the vocabulary come to is folded here, shard after shard and in f64, for
+// the CPU and CUDA (docs/semantics.md, "Combine"; the reference has its own).
+//   m = max m_s    a_s = (m_s - m) + log s_s    log s = log sum_s exp a_s    P_s = exp(a_s - log s)
+//   H = sum_s P_s (H_s - log P_s)    sum_p_squared = sum_s P_s^2 Q_s
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "src/host_device.h"
+
+namespace logitless {
+
+// This is one token's state on a shard, or on the shards so far. What was not given stays 0.
+struct ShardState {
+  float reference = 0;     // it is m
+  float target_logit = 0;  // it is -inf where another shard has it
+  double log_sum = 0;      // it is log s
+  double entropy = 0, sum_p_squared = 0;
+  double weighted_logit_sum = 0, mean_logit = 0;
+  int64_t argmax = -1;
+};
+
+// Only what is wanted is worth its exponentials.
+struct FoldWants {
+  bool entropy = false, sum_p_squared = false;
+};
+
+// Returns the state of `first` and the shards behind it together. A shard without probability adds
+// nothing: NaN in the rest of its state does not show.
+LOGITLESS_HOST_DEVICE inline ShardState fold(const ShardState& first, const ShardState& second,
+                                             const FoldWants& wants) {
+  const double nothing = -INFINITY;
+  const auto reference_of = [](const ShardState& s) {
+    return s.log_sum == -INFINITY ? -INFINITY : s.reference;
+  };
+  const float m1 = reference_of(first), m2 = reference_of(second);
+  const bool first_leads = m1 >= m2;
+  ShardState all;
+  all.reference = first_leads || m1 != m1 ? m1 : m2;  // a NaN stays
+  const auto log_of = [&](float m, const ShardState& s) {
+    return m == -INFINITY ? nothing : (static_cast<double>(m) - all.reference) + s.log_sum;
+  };
+  const double a1 = log_of(m1, first), a2 = log_of(m2, second);
+  // One of both is compared false with a NaN, which then is in the difference.
+  const double most = a1 >= a2 ? a1 : a2, least = a1 >= a2 ? a2 : a1;
+  all.log_sum = most + std::log1p(std::exp(least - most));
+  // They are the logs of both probabilities.
+  const double r1 = a1 - all.log_sum, r2 = a2 - all.log_sum;
+  if (wants.entropy || wants.sum_p_squared) {
+    const double p1 = std::exp(r1), p2 = std::exp(r2);
+    all.entropy =
+        (p1 == 0 ? 0 : p1 * (first.entropy - r1)) + (p2 == 0 ? 0 : p2 * (second.entropy - r2));
+    all.sum_p_squared = (p1 == 0 ? 0 : p1 * p1 * first.sum_p_squared) +
+                        (p2 == 0 ? 0 : p2 * p2 * second.sum_p_squared);
+  }
+  all.target_logit =
+      first.target_logit > second.target_logit || first.target_logit != first.target_logit
+          ? first.target_logit
+          : second.target_logit;
+  all.weighted_logit_sum = first.weighted_logit_sum + second.weighted_logit_sum;
+  all.mean_logit = first.mean_logit + second.mean_logit;
+  all.argmax =
+      second.argmax < 0 || (first.argmax >= 0 && first_leads) ? first.argmax : second.argmax;
+  return all;
+}
+
+// Returns the state of all shards, of which state_of(s) reads one; P = 1 is left as it is.
+template <class StateOf>
+LOGITLESS_HOST_DEVICE inline ShardState fold_shards(int64_t shards, const FoldWants& wants,
+                                                    const StateOf& state_of) {
+  ShardState all = state_of(0);
+  for (int64_t s = 1; s < shards; ++s) all = fold(all, state_of(s), wants);
+  return all;
+}
+
+}  // namespace logitless
