@@ -22,15 +22,9 @@ struct ShardState {
   int64_t argmax = -1;
 };
 
-// Only what is wanted is worth its exponentials.
-struct FoldWants {
-  bool entropy = false, sum_p_squared = false;
-};
-
 // Returns the state of `first` and the shards behind it together. A shard without probability adds
 // nothing: NaN in the rest of its state does not show.
-LOGITLESS_HOST_DEVICE inline ShardState fold(const ShardState& first, const ShardState& second,
-                                             const FoldWants& wants) {
+LOGITLESS_HOST_DEVICE inline ShardState fold(const ShardState& first, const ShardState& second) {
   const double nothing = -INFINITY;
   const auto reference_of = [](const ShardState& s) {
     return s.log_sum == -INFINITY ? -INFINITY : s.reference;
@@ -43,18 +37,18 @@ LOGITLESS_HOST_DEVICE inline ShardState fold(const ShardState& first, const Shar
     return m == -INFINITY ? nothing : (static_cast<double>(m) - all.reference) + s.log_sum;
   };
   const double a1 = log_of(m1, first), a2 = log_of(m2, second);
-  // One of both is compared false with a NaN, which then is in the difference.
-  const double most = a1 >= a2 ? a1 : a2, least = a1 >= a2 ? a2 : a1;
-  all.log_sum = most + std::log1p(std::exp(least - most));
-  // They are the logs of both probabilities.
-  const double r1 = a1 - all.log_sum, r2 = a2 - all.log_sum;
-  if (wants.entropy || wants.sum_p_squared) {
-    const double p1 = std::exp(r1), p2 = std::exp(r2);
-    all.entropy =
-        (p1 == 0 ? 0 : p1 * (first.entropy - r1)) + (p2 == 0 ? 0 : p2 * (second.entropy - r2));
-    all.sum_p_squared = (p1 == 0 ? 0 : p1 * p1 * first.sum_p_squared) +
-                        (p2 == 0 ? 0 : p2 * p2 * second.sum_p_squared);
-  }
+  // Neither is above a NaN, which then is in the difference.
+  const bool more = a1 >= a2;
+  const double apart = more ? a2 - a1 : a1 - a2, e = std::exp(apart), rest = std::log1p(e);
+  all.log_sum = (more ? a1 : a2) + rest;
+  // Of the two probabilities the greater is 1 / (1 + e), the other e times that; r are their logs.
+  const double most = 1 / (1 + e), least = e * most;
+  const double p1 = more ? most : least, r1 = more ? -rest : apart - rest;
+  const double p2 = more ? least : most, r2 = more ? apart - rest : -rest;
+  all.entropy =
+      (p1 == 0 ? 0 : p1 * (first.entropy - r1)) + (p2 == 0 ? 0 : p2 * (second.entropy - r2));
+  all.sum_p_squared = (p1 == 0 ? 0 : p1 * p1 * first.sum_p_squared) +
+                      (p2 == 0 ? 0 : p2 * p2 * second.sum_p_squared);
   all.target_logit =
       first.target_logit > second.target_logit || first.target_logit != first.target_logit
           ? first.target_logit
@@ -66,12 +60,16 @@ LOGITLESS_HOST_DEVICE inline ShardState fold(const ShardState& first, const Shar
   return all;
 }
 
-// Returns the state of all shards, of which state_of(s) reads one; P = 1 is left as it is.
+// Returns the state of all shards, of which state_of(s) reads one; P = 1 is left as it is. A shard
+// is read while the one before it is folded.
 template <class StateOf>
-LOGITLESS_HOST_DEVICE inline ShardState fold_shards(int64_t shards, const FoldWants& wants,
-                                                    const StateOf& state_of) {
-  ShardState all = state_of(0);
-  for (int64_t s = 1; s < shards; ++s) all = fold(all, state_of(s), wants);
+LOGITLESS_HOST_DEVICE inline ShardState fold_shards(int64_t shards, const StateOf& state_of) {
+  ShardState all = state_of(0), next = shards > 1 ? state_of(1) : all;
+  for (int64_t s = 1; s < shards; ++s) {
+    const ShardState here = next;
+    if (s + 1 < shards) next = state_of(s + 1);
+    all = fold(all, here);
+  }
   return all;
 }
 

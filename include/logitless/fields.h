@@ -53,6 +53,35 @@ concept AnchoredOp = requires(Op op) { op.anchor; };
 template <class Op>
 concept CombiningOp = requires(Op op) { op.shard_row_reference; };
 
+// These are parts of the listing below: what Combine reads of shards, and the statistics.
+template <class Op, class C, class F>
+constexpr void for_each_shard_tensor(Op& op, C& c, F& f) {
+  constexpr Access read = Access::read;
+  f("shard_row_reference", read, op.shard_row_reference, c.shard_row_reference);
+  f("shard_row_log_sum", read, op.shard_row_log_sum, c.shard_row_log_sum);
+  f("shard_target_logit", read, op.shard_target_logit, c.shard_target_logit);
+  f("shard_entropy", read, op.shard_entropy, c.shard_entropy);
+  f("shard_argmax", read, op.shard_argmax, c.shard_argmax);
+  f("shard_weighted_logit_sum", read, op.shard_weighted_logit_sum, c.shard_weighted_logit_sum);
+  f("shard_sum_p_squared", read, op.shard_sum_p_squared, c.shard_sum_p_squared);
+  f("shard_mean_logit", read, op.shard_mean_logit, c.shard_mean_logit);
+}
+template <class Statistics, class C, class F>
+constexpr void for_each_statistic(Statistics& statistics, C& c, F& f) {
+  constexpr Access write = Access::write;
+  f("lse", write, statistics.lse, c.lse);
+  f("target_logit", write, statistics.target_logit, c.target_logit);
+  f("entropy", write, statistics.entropy, c.entropy);
+  f("argmax", write, statistics.argmax, c.argmax);
+  f("row_reference", write, statistics.row_reference, c.row_reference);
+  f("row_log_sum", write, statistics.row_log_sum, c.row_log_sum);
+  f("weighted_logit_sum", write, statistics.weighted_logit_sum, c.weighted_logit_sum);
+  f("logprob", write, statistics.logprob, c.logprob);
+  f("rank", write, statistics.rank, c.rank);
+  f("sum_p_squared", write, statistics.sum_p_squared, c.sum_p_squared);
+  f("mean_logit", write, statistics.mean_logit, c.mean_logit);
+}
+
 template <class Op, class C, class F>
 constexpr void for_each_tensor(Op& op, C& c, F&& f) {
   using T = std::remove_const_t<Op>;
@@ -62,14 +91,7 @@ constexpr void for_each_tensor(Op& op, C& c, F&& f) {
     f("weight", read, op.weight, c.weight);
     f("bias", read, op.bias, c.bias);
   } else if constexpr (CombiningOp<T>) {
-    f("shard_row_reference", read, op.shard_row_reference, c.shard_row_reference);
-    f("shard_row_log_sum", read, op.shard_row_log_sum, c.shard_row_log_sum);
-    f("shard_target_logit", read, op.shard_target_logit, c.shard_target_logit);
-    f("shard_entropy", read, op.shard_entropy, c.shard_entropy);
-    f("shard_argmax", read, op.shard_argmax, c.shard_argmax);
-    f("shard_weighted_logit_sum", read, op.shard_weighted_logit_sum, c.shard_weighted_logit_sum);
-    f("shard_sum_p_squared", read, op.shard_sum_p_squared, c.shard_sum_p_squared);
-    f("shard_mean_logit", read, op.shard_mean_logit, c.shard_mean_logit);
+    for_each_shard_tensor(op, c, f);
   } else {
     f("logits", read, op.logits, c.logits);
   }
@@ -84,17 +106,7 @@ constexpr void for_each_tensor(Op& op, C& c, F&& f) {
   }
   if constexpr (ForwardOp<T>) {
     f("loss", write, op.loss, c.loss);
-    f("lse", write, op.statistics.lse, c.lse);
-    f("target_logit", write, op.statistics.target_logit, c.target_logit);
-    f("entropy", write, op.statistics.entropy, c.entropy);
-    f("argmax", write, op.statistics.argmax, c.argmax);
-    f("row_reference", write, op.statistics.row_reference, c.row_reference);
-    f("row_log_sum", write, op.statistics.row_log_sum, c.row_log_sum);
-    f("weighted_logit_sum", write, op.statistics.weighted_logit_sum, c.weighted_logit_sum);
-    f("logprob", write, op.statistics.logprob, c.logprob);
-    f("rank", write, op.statistics.rank, c.rank);
-    f("sum_p_squared", write, op.statistics.sum_p_squared, c.sum_p_squared);
-    f("mean_logit", write, op.statistics.mean_logit, c.mean_logit);
+    for_each_statistic(op.statistics, c, f);
   }
   if constexpr (AnchoredOp<T>) f("anchor", read, op.anchor, c.anchor);
   if constexpr (KeepingOp<T>) {

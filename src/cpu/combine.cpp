@@ -44,9 +44,8 @@ ShardState state_of(const Call& call, int64_t shard, int64_t i) {
 }
 
 void fold_token(const Call& call, int64_t i, RowState* state, MoreStatistics* more) {
-  const FoldWants wants{static_cast<bool>(call.entropy), static_cast<bool>(call.sum_p_squared)};
   const ShardState all =
-      fold_shards(call.shards(), wants, [&](int64_t s) { return state_of(call, s, i); });
+      fold_shards(call.shards(), [&](int64_t s) { return state_of(call, s, i); });
   *state = {.reference = all.reference,
             .log_sum = static_cast<float>(all.log_sum),
             .target_logit = all.target_logit,

@@ -26,7 +26,6 @@ struct CombineArguments {
   ShardViews shards;  // each is [P, N]
   const TokenScalars* scalars;
   float* losses;  // [N]  it is null where each token has its own
-  FoldWants wants;
 };
 
 __device__ float shard_value(const TensorView& v, int64_t shard, int64_t i) {
@@ -52,7 +51,7 @@ __device__ ShardState state_of(const ShardViews& v, int64_t shard, int64_t i) {
 }
 
 __device__ RowStatistics fold_token(const CombineArguments& a, int64_t i) {
-  const ShardState all = fold_shards(a.shards.row_reference.shape[0], a.wants,
+  const ShardState all = fold_shards(a.shards.row_reference.shape[0],
                                      [&](int64_t shard) { return state_of(a.shards, shard, i); });
   RowStatistics row;
   row.reference = all.reference;
@@ -126,7 +125,6 @@ bool launch_combine(const Call& call, const TokenInput& in, const Layout& layout
               call.shard_sum_p_squared, call.shard_mean_logit};
   a.scalars = layout.tokens.scalars;
   a.losses = layout.losses;
-  a.wants = {static_cast<bool>(call.entropy), static_cast<bool>(call.sum_p_squared)};
   const bool early =
       device.launches_early &&
       is_compiled_for_hopper(reinterpret_cast<const void*>(combine_kernel), device, stream);
