@@ -434,8 +434,11 @@ batching.primitive_batchers[linear_p] = _batched
 
 
 def needs_devices(primitive: Primitive) -> None:
-    """Without this JAX lowers a program without saying on which devices it will run."""
-    dispatch.prim_requires_devices_during_lowering.add(primitive)
+    """Without this JAX lowers a program without saying on which devices it will run, and a call is
+    opaque to its partitioner."""
+    known = getattr(dispatch, "prim_requires_devices_during_lowering", None)
+    if known is not None:
+        known.add(primitive)
 
 
 needs_devices(linear_p)
