@@ -2,9 +2,9 @@
 """Linear losses of sharded arrays under plain jax.jit: XLA's partitioner asks, by
 jax.experimental.custom_partitioning, what every device shall do.
 
-    tokens       [...], split over the mesh axes of the target's dimensions: every device has its
-                 own; a mean's normalizer, a reduced loss and the gradients of weight and bias are
-                 summed over these axes, the gradients in f32 before their one rounding
+    tokens       [...], split over the mesh axes of the input's dimensions but the last: every
+                 device has its own; a mean's normalizer, a reduced loss and the gradients of weight
+                 and bias are summed over these axes, the gradients in f32 before their one rounding
     vocabulary   split over the axes of the weight's rows, as _parallel.py does it inside of
                  jax.shard_map: the shards' states are gathered and folded, the parts of the
                  input's gradient exchanged and added up
@@ -413,7 +413,7 @@ def partitions() -> bool:
 
 
 def _lowered(context: Any, *operands: Any, op: Op) -> Any:
-    """A custom call on one device, and where every axis of the mesh is jax.shard_map's."""
+    """A custom call on one device, and inside of jax.shard_map; else XLA's partitioner splits."""
     module = context.module_context
     devices = getattr(module.axis_context, "device_assignment", None)
     if devices is None or len(devices) < 2 or not partitions():
