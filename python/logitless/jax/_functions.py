@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +27,8 @@ from logitless._errors import (
     wrong_shape,
 )
 from logitless.jax import _parallel
-from logitless.jax._loss import Call, loss
+from logitless.jax._call import Call
+from logitless.jax._loss import loss
 from logitless.jax._run import Array, Tensor, run
 
 _REDUCTIONS = {
@@ -169,19 +171,19 @@ def _shifted(target: Array, shift: int, ignore_index: int) -> Array:
 
 def _moved(values: Array, shift: int, rest: float) -> Array:
     shift = min(shift, values.shape[-1])
-    end = jnp.full((*values.shape[:-1], shift), rest, values.dtype)
+    end = jnp.full_like(values[..., :shift], rest)  # sharded as they are
     return jnp.concatenate([values[..., shift:], end], axis=-1)
 
 
 def _temperature(value: Any, shape: tuple[int, ...], shift: int) -> tuple[float, Array | None]:
-    """A number, which is part of the program, or [N] of an array in the target's shape, [N] or
+    """A number, which is part of the program, or in the target's shape an array in it, [N] or
     broadcastable to it; that goes with the target."""
     if not isinstance(value, (jax.Array, np.ndarray)):
         return _number("temperature", value), None
     array = _f32("temperature", value)
     flat = _abi.is_flat(array.shape, shape)
     array = array.reshape(shape) if flat else jnp.broadcast_to(array, shape)
-    return 1.0, (_moved(array, shift, 1.0) if shift else array).reshape(-1)
+    return 1.0, _moved(array, shift, 1.0) if shift else array
 
 
 def _normalizer(value: Any) -> tuple[float, Array | None]:
@@ -235,20 +237,23 @@ def _loss(
         number, "weight" in arrays and not _exact_products(),
     )  # fmt: skip
     operands = dict(arrays)
+    # A linear loss keeps the dimensions of its tokens, each of which may be sharded.
+    keeps = what == "input" and axis_name is None
+    tokens = (shape or (1,)) if keeps else (math.prod(shape),)
     if what == "input" or not shape:
-        operands[what] = arrays[what].reshape(-1, arrays[what].shape[-1])  # [N, D]
-    operands["target"] = target.reshape(-1)  # [N]
+        operands[what] = arrays[what].reshape(*tokens, arrays[what].shape[-1])
+    operands["target"] = target.reshape(tokens)
     if token_weight is not None:
         token_weight = _f32("token_weight", token_weight)
         if token_weight.shape != shape:
             raise wrong_shape(f"token_weight has shape {token_weight.shape}; allowed: {shape}")
-        operands["token_weight"] = token_weight.reshape(-1)  # [N]
+        operands["token_weight"] = token_weight.reshape(tokens)
     if weight is not None:
         operands["vocab_weight"] = _f32("weight", weight)  # [V]
     if counted is not None:
         operands["normalizer"] = counted
     if temperatures is not None:
-        operands["temperature"] = temperatures  # [N]
+        operands["temperature"] = temperatures.reshape(tokens)
     call = Call(tuple(operands), tuple(outputs), options, parse_memory(memory))
     if axis_name is not None:
         made = _parallel.loss(call, operands, axis_name, upstream)
@@ -301,6 +306,10 @@ def linear_cross_entropy(
     loss is NaN. Differentiable once in input, linear_weight and linear_bias. Numbers, texts and
     `memory` are part of the compiled program.
 
+    Sharded arrays: tokens may be split along any dimension and the vocabulary along the rows of
+    linear_weight; under jax.jit and outside of it each device then has its own part, and no device
+    all of linear_weight. `axis_name` is not for that.
+
     `axis_name`: mesh axes over which the vocabulary is split, inside of jax.shard_map: a device's
     linear_weight is [V/P, D], its linear_bias [V/P], the rest is the same on all of them. Where
     jax.shard_map has check_vma=False, gradients need `upstream`: "whole" where every device is
@@ -338,7 +347,8 @@ def linear_logprob(
     """Log-probability of every target token, [...] in f32 and never above 0, for reinforcement
     learning; with `entropy` the pair (logprob, entropy), both differentiable. `entropy="detached"`:
     the entropy has no gradient. Ignored tokens give 0. `temperature` is a number or an array, as in
-    linear_cross_entropy: no gradient flows to it. `axis_name` and `upstream` are as there."""
+    linear_cross_entropy: no gradient flows to it. Sharded arrays, `axis_name` and `upstream` are as
+    there."""
     detached = entropy_detached(entropy)
     made = _loss(
         {"input": input, "weight": weight, "bias": bias}, target,

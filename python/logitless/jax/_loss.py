@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of N tokens as a JAX primitive with its own rules.
+"""The loss of tokens as a JAX primitive with its own rules.
 
 Gradients, by jax.custom_vjp. Sum and mean of a linear loss: made with the loss, in one pass, and
 multiplied by the upstream gradient in backward. Otherwise (reduction "none", a differentiable
@@ -14,8 +14,9 @@ element, one call after another).
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,52 +26,26 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from logitless import _abi
-from logitless._abi import Options
 from logitless._errors import invalid
+from logitless.jax import _partition
+from logitless.jax._call import Call, output_of, upstream_of
 from logitless.jax._run import DTYPES, Array, Tensor, evaluate, one_after_another, run
 
 _F32 = np.dtype(np.float32)
 _TINY = float(np.finfo(_F32).tiny)
-_DIFFERENTIABLE = ("lse", "target_logit", "logprob", "entropy")
-_INDICES = ("argmax", "rank")
 _OF_ROWS = ("input", "logits", "target", "token_weight", "temperature")
-
-
-class Call(NamedTuple):
-    """What a loss is asked for, beside the arrays."""
-
-    names: tuple[str, ...]  # the operands have these names
-    outputs: tuple[str, ...]  # "loss" comes first, and statistics after it
-    options: Options
-    memory: int | None = None
-
-    @property
-    def linear(self) -> bool:
-        return "weight" in self.names
-
-    @property
-    def per_token(self) -> bool:
-        return self.options.reduction == _abi.REDUCTION_NONE
-
-    @property
-    def fused(self) -> bool:
-        """Whether the gradients are made in the forward call."""
-        statistics = set(_DIFFERENTIABLE) & set(self.outputs)
-        return self.linear and not self.per_token and not statistics
-
-
-def _output(call: Call, name: str, tokens: int) -> Tensor:
-    shape = () if name == "loss" and not call.per_token else (tokens,)
-    return Tensor(name, shape, np.dtype(np.int32) if name in _INDICES else _F32)
 
 
 def _kept(call: Call, input: Array, weight: Array) -> list[Tensor]:
     """What Forward keeps for Backward, by a closed formula: one program may run on any platform,
     for none of which anything is planned yet. `memory` would bound it by what is."""
-    tokens, vocab, dtype = input.shape[0], weight.shape[0], np.dtype(input.dtype)
+    tokens, vocab = math.prod(input.shape[:-1]), weight.shape[0]
+    dtype = np.dtype(input.dtype)
     if call.memory is not None or (dtype != _F32 and call.options.softcap):
         return []
     if dtype == np.float16:  # of which the CPU keeps nothing
+        return []
+    if not _partition.may_keep(input, weight):
         return []
     code = DTYPES.get(dtype.name, -1)
     bytes = _abi.whole_kept(tokens, vocab, code)
@@ -80,15 +55,23 @@ def _kept(call: Call, input: Array, weight: Array) -> list[Tensor]:
     return [Tensor("kept", shape, dtype), Tensor("kept_rows", rows_shape, _F32)]
 
 
+def _run(
+    call: Call, kind: int, operands: dict[str, Array], results: list[Tensor]
+) -> dict[str, Array]:
+    """A linear op of sharded arrays is split over their devices."""
+    made = _partition.run if call.linear else run
+    return made(kind, operands, results, call.options, call.memory)
+
+
 def _forward(call: Call, operands: dict[str, Array], state: bool = False) -> dict[str, Array]:
     """The outputs and, with `state`, what Backward takes of them."""
     names = [*call.outputs, *(("row_reference", "row_log_sum") if state else ())]
-    tokens = operands["target"].shape[0]
+    tokens = operands["target"].shape
     kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD if call.linear else _abi.CROSS_ENTROPY_FORWARD
-    results = [_output(call, name, tokens) for name in names]
+    results = [output_of(call, name, tokens) for name in names]
     if state and call.linear:
         results += _kept(call, operands["input"], operands["weight"])
-    return run(kind, operands, results, call.options, call.memory)
+    return _run(call, kind, operands, results)
 
 
 def _gradients(wrt: Sequence[Tensor], held: bool) -> list[Tensor]:
@@ -119,34 +102,16 @@ def _forward_rule(call: Call, wrt: tuple[Tensor, ...], primals: Any, rest: Any) 
     values = jax.tree.map(lambda p: p.value, (primals, rest))
     operands = _merged(call, wrt, *values)
     if call.fused:
-        results = [_output(call, name, operands["target"].shape[0]) for name in call.outputs]
+        results = [output_of(call, name, operands["target"].shape) for name in call.outputs]
         gradients = _gradients(wrt, held=True)
         kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD
-        made = run(kind, operands, results + gradients, call.options, call.memory)
+        made = _run(call, kind, operands, results + gradients)
         held = tuple(made[gradient.name] for gradient in gradients)
         return tuple(made[name] for name in call.outputs), held
     made = _forward(call, operands, state=True)
-    state = ("row_reference", "row_log_sum", "entropy", "kept", "kept_rows")
+    state = ("row_reference", "row_log_sum", "entropy", *_partition.KEPT)
     kept = {name: made[name] for name in state if name in made}
     return tuple(made[name] for name in call.outputs), (values, kept)
-
-
-def upstream_of(call: Call, cotangents: Sequence[Any], tokens: int) -> dict[str, Array]:
-    """What Backward is given; an absent gradient of a statistic is 0, of the loss it would be 1."""
-    given = {
-        name: ct for name, ct in zip(call.outputs, cotangents) if not isinstance(ct, SymbolicZero)
-    }
-    found = {"grad_loss": given.get("loss", jnp.zeros(_output(call, "loss", tokens).shape, _F32))}
-    for name in ("lse", "target_logit", "entropy"):
-        if name in given:
-            found[f"grad_{name}"] = given[name]
-    if "logprob" in given:  # logprob is -loss, or target_logit - lse
-        weighted = "token_weight" in call.names or "vocab_weight" in call.names
-        of_loss = call.options.of_nll() and not weighted
-        for name in ("grad_loss",) if of_loss else ("grad_lse", "grad_target_logit"):
-            sign = 1.0 if name == "grad_target_logit" else -1.0
-            found[name] = found.get(name, 0.0) + sign * given["logprob"]
-    return found
 
 
 def _backward_rule(call: Call, wrt: tuple[Tensor, ...], residuals: Any, cotangents: Any) -> Any:
@@ -157,29 +122,30 @@ def _backward_rule(call: Call, wrt: tuple[Tensor, ...], residuals: Any, cotangen
         return tuple((held * factor).astype(t.dtype) for held, t in zip(residuals, wrt)), None
     values, kept = residuals
     operands = _merged(call, wrt, *values)
-    upstream = upstream_of(call, cotangents, operands["target"].shape[0])
+    upstream = upstream_of(call, cotangents, operands["target"].shape)
     of_columns = {
         name for name, ct in zip(call.outputs, cotangents) if not isinstance(ct, SymbolicZero)
     } - {"target_logit"}
     if not of_columns:  # the gradient of target_logit alone reads no other logit
-        kept = {name: array for name, array in kept.items() if name not in ("kept", "kept_rows")}
+        kept = {name: array for name, array in kept.items() if name not in _partition.KEPT}
     if "grad_entropy" not in upstream:
         kept = {name: array for name, array in kept.items() if name != "entropy"}
     results = _gradients(wrt, held=False)
     kind = _abi.LINEAR_CROSS_ENTROPY_BACKWARD if call.linear else _abi.CROSS_ENTROPY_BACKWARD
-    made = run(kind, operands | kept | upstream, results, call.options, call.memory)
+    made = _run(call, kind, operands | kept | upstream, results)
     return tuple(made[result.name] for result in results), None
 
 
 _differentiable.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
-loss_p = Primitive("logitless_loss")
-loss_p.multiple_results = True
-loss_p.def_impl(functools.partial(evaluate, loss_p))
+# Programs with the second are lowered for devices that are known.
+loss_p, linear_loss_p = Primitive("logitless_loss"), Primitive("logitless_linear_loss")
 
 
 def loss(call: Call, operands: Sequence[Array]) -> dict[str, Array]:
-    return dict(zip(call.outputs, loss_p.bind(*operands, call=call)))
+    """The outputs by name. Tokens have one dimension, of a linear loss any number."""
+    primitive = linear_loss_p if call.linear else loss_p
+    return dict(zip(call.outputs, primitive.bind(*operands, call=call)))
 
 
 def _outputs(*operands: Array, call: Call) -> list[Array]:
@@ -187,14 +153,10 @@ def _outputs(*operands: Array, call: Call) -> list[Array]:
     return [made[name] for name in call.outputs]
 
 
-@loss_p.def_abstract_eval
 def _abstract(*avals: Any, call: Call) -> Any:
     like = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     made = jax.eval_shape(functools.partial(_outputs, call=call), *like)
     return [jax.core.ShapedArray(output.shape, output.dtype) for output in made]
-
-
-mlir.register_lowering(loss_p, mlir.lower_fun(_outputs))
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> Any:
@@ -217,9 +179,6 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> Any:
         tuple(moving.values()),
     )
     return list(outputs), list(directions)
-
-
-ad.primitive_jvps[loss_p] = _jvp
 
 
 def _normalizer(call: Call, operands: dict[str, Array], target: Array) -> Array:
@@ -259,20 +218,23 @@ def _one_call(call: Call, given: dict[str, tuple[Array, int | None]]) -> bool:
 def _batched(operands: Sequence[Array], dims: Sequence[int | None], *, call: Call) -> Any:
     given = dict(zip(call.names, zip(operands, dims)))
     if not _one_call(call, given):
-        return one_after_another(loss_p, operands, dims, call=call)
+        primitive = linear_loss_p if call.linear else loss_p
+        return one_after_another(primitive, operands, dims, call=call)
     size = next(x.shape[d] for x, d in given.values() if d is not None)
     flat = {}
     for name, (x, d) in given.items():
         if name in _OF_ROWS:
             x = jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
-            flat[name] = x if name == "logits" else x.reshape(-1, *x.shape[2:])
+            keeps_shape = call.linear or name == "logits"
+            flat[name] = x if keeps_shape else x.reshape(-1, *x.shape[2:])
         elif name != "normalizer":
             flat[name] = x
     options = call.options._replace(reduction=_abi.REDUCTION_NONE, normalizer=0.0)
     made = loss(call._replace(names=tuple(flat), options=options), list(flat.values()))
-    made = {name: x.reshape(size, -1) for name, x in made.items()}  # [B, N]
+    tokens = () if call.linear else (size, -1)
+    made = {name: x.reshape(tokens or x.shape) for name, x in made.items()}  # [B, ...]
     if not call.per_token:
-        made["loss"] = made["loss"].sum(1)  # [B]
+        made["loss"] = made["loss"].reshape(size, -1).sum(1)  # [B]
     if call.options.reduction == _abi.REDUCTION_MEAN:
         arrays = {name: x for name, (x, _) in given.items()}
         divisor = _normalizer(call, arrays, flat["target"].reshape(size, -1))  # [B] or []
@@ -280,4 +242,11 @@ def _batched(operands: Sequence[Array], dims: Sequence[int | None], *, call: Cal
     return [made[name] for name in call.outputs], [0] * len(call.outputs)
 
 
-batching.primitive_batchers[loss_p] = _batched
+for _primitive in (loss_p, linear_loss_p):
+    _primitive.multiple_results = True
+    _primitive.def_impl(functools.partial(evaluate, _primitive))
+    _primitive.def_abstract_eval(_abstract)
+    mlir.register_lowering(_primitive, mlir.lower_fun(_outputs))
+    ad.primitive_jvps[_primitive] = _jvp
+    batching.primitive_batchers[_primitive] = _batched
+_partition.needs_devices(linear_loss_p)

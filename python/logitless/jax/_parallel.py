@@ -42,7 +42,7 @@ from logitless._errors import (
     wrong_shape,
 )
 from logitless.jax import _shards
-from logitless.jax._loss import Call, upstream_of
+from logitless.jax._call import Call, upstream_of
 from logitless.jax._run import Array, Tensor, pvary, run, varying
 from logitless.jax._shards import State, Tokens
 
@@ -189,7 +189,7 @@ def _asked(call: Call) -> list[str]:
     return [name for name in _EXTRA if name in wanted]
 
 
-def _forward(
+def forward(
     call: Call, shard: Shard, operands: dict[str, Array]
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """The outputs, and what Backward takes of them."""
@@ -239,11 +239,26 @@ def _forward(
     return outputs, kept
 
 
+def backward(
+    call: Call, shard: Shard, operands: dict[str, Array], wanted: list[Tensor]
+) -> dict[str, Array]:
+    """The gradients `wanted`, of the whole vocabulary's states and upstream gradients."""
+    parts = [t._replace(dtype=_F32) if t.name == "grad_input" else t for t in wanted]
+    given = _rotated(call, shard, operands)
+    made = _run(call, _abi.LINEAR_CROSS_ENTROPY_BACKWARD, given, parts, _own_options(call))
+    for name, _, dtype in wanted:
+        if name == "grad_input":
+            own = shard.part_of_input
+            part = made[name]
+            made[name] = part.astype(dtype) if own else _summed(part, shard, dtype)
+    return made
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _differentiable(
     call: Call, shard: Shard, primals: dict[str, Array], rest: dict[str, Array]
 ) -> dict[str, Array]:
-    return _forward(call, shard, primals | rest)[0]
+    return forward(call, shard, primals | rest)[0]
 
 
 def _forward_rule(call: Call, shard: Shard, primals: Any, rest: Any) -> Any:
@@ -263,32 +278,25 @@ def _forward_rule(call: Call, shard: Shard, primals: Any, rest: Any) -> Any:
         )
     wanted = {name: None for name, p in primals.items() if p.perturbed}  # its keys are static
     operands = jax.tree.map(lambda p: p.value, primals | rest)
-    outputs, kept = _forward(call, shard, operands)
+    outputs, kept = forward(call, shard, operands)
     return outputs, (operands, kept, wanted)
 
 
 def _backward_rule(call: Call, shard: Shard, residuals: Any, cotangents: Any) -> Any:
     operands, kept, wanted = residuals
     upstream = upstream_of(
-        call, [cotangents[name] for name in call.outputs], operands["target"].shape[0]
+        call, [cotangents[name] for name in call.outputs], operands["target"].shape
     )
     if shard.upstream == _PARTS:
         upstream = {name: lax.psum(x, shard.axes) for name, x in upstream.items()}
     if "grad_entropy" not in upstream:
         kept = {name: x for name, x in kept.items() if name != "entropy"}
-    results = []
-    for name in wanted:
-        x = operands[name]
-        dtype = _F32 if name == "input" else np.dtype(x.dtype)
-        results.append(Tensor(f"grad_{name}", x.shape, dtype))
-    given = _rotated(call, shard, operands) | kept | upstream
-    made = _run(call, _abi.LINEAR_CROSS_ENTROPY_BACKWARD, given, results, _own_options(call))
-    gradients = {name: made[f"grad_{name}"] for name in wanted}
-    if "input" in wanted:
-        part, dtype = gradients["input"], operands["input"].dtype
-        own = shard.part_of_input
-        gradients["input"] = part.astype(dtype) if own else _summed(part, shard, dtype)
-    return {name: gradients.get(name) for name in _PRIMALS if name in operands}, None
+    results = [
+        Tensor(f"grad_{name}", operands[name].shape, np.dtype(operands[name].dtype))
+        for name in wanted
+    ]
+    made = backward(call, shard, operands | kept | upstream, results)
+    return {name: made.get(f"grad_{name}") for name in _PRIMALS if name in operands}, None
 
 
 _differentiable.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
@@ -330,7 +338,7 @@ def loss(call: Call, operands: dict[str, Array], axis_name: Any, upstream: Any) 
     except LogitlessError:
         raise
     except NotImplementedError:  # jax.shard_map outside of jit, where nothing is differentiated
-        made = _forward(call, shard, primals | alike)[0]
+        made = forward(call, shard, primals | alike)[0]
     return made
 
 

@@ -181,7 +181,7 @@ def pvary(x: Array, axes: frozenset[str]) -> Array:
     return typed
 
 
-def _refuse_checked(avals: Sequence[Any]) -> None:
+def refuse_checked(avals: Sequence[Any]) -> None:
     """jax.shard_map's check_vma asks every primitive over which mesh axes its results vary;
     unanswered, gradients would be wrong."""
     for aval in avals:
@@ -205,13 +205,13 @@ def _results_like(aval: Any, results: Sequence[Tensor]) -> Any:
 
 
 @run_p.def_abstract_eval
-def _abstract(
+def abstract(
     *avals: Any, results: tuple[Tensor, ...], memory: int | None, options: Options | None,
     **params: Any,
 ) -> Any:  # fmt: skip
     of_shard = options is not None and bool(options.vocab_total)
     if not of_shard:  # a shard's operands vary alike
-        _refuse_checked(avals)
+        refuse_checked(avals)
     # A call that is found wrong here is found wrong where it was traced. The workspace is the
     # device's.
     _planned(_abi.CPU, avals, results=results, memory=None, options=options, **params)
@@ -271,11 +271,11 @@ for _platform, _device in (("cpu", _abi.CPU), ("cuda", _abi.CUDA)):
 run_p.def_impl(functools.partial(evaluate, run_p))
 
 
-def _jvp(*_: Any, **__: Any) -> Any:
+def jvp(*_: Any, **__: Any) -> Any:
     raise not_supported(ONCE_ONLY)
 
 
-ad.primitive_jvps[run_p] = _jvp
+ad.primitive_jvps[run_p] = jvp
 
 
 def one_after_another(

@@ -155,7 +155,7 @@ def token_losses(state: State, tokens: Tokens, options: Options) -> Array:
     return jnp.where(tokens.ignored(options), 0.0, loss)
 
 
-def _divisor(tokens: Tokens, options: Options) -> Array:
+def divisor(tokens: Tokens, options: Options) -> Array:
     """[]: what a mean divides by."""
     if tokens.normalizer is not None:
         return tokens.normalizer
@@ -176,7 +176,7 @@ def reduced(losses: Array, tokens: Tokens, options: Options) -> Array:
     total = tree_sum(losses)
     if options.reduction == _abi.REDUCTION_SUM:
         return total
-    by = _divisor(tokens, options)
+    by = divisor(tokens, options)
     empty = jnp.nan if options.empty_mean == _abi.EMPTY_MEAN_NAN else 0.0
     mean: Array = jnp.where(by == 0, empty, total / jnp.where(by == 0, 1.0, by))
     return mean

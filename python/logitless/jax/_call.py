@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a loss is asked for, and what its Backward is given: the same on one device and on many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from logitless import _abi
+from logitless._abi import Options
+from logitless.jax._run import Array, Tensor
+
+_F32 = np.dtype(np.float32)
+_DIFFERENTIABLE = ("lse", "target_logit", "logprob", "entropy")
+_INDICES = ("argmax", "rank")
+
+
+class Call(NamedTuple):
+    """What a loss is asked for, beside the arrays."""
+
+    names: tuple[str, ...]  # the operands have these names
+    outputs: tuple[str, ...]  # "loss" comes first, and statistics after it
+    options: Options
+    memory: int | None = None
+
+    @property
+    def linear(self) -> bool:
+        return "weight" in self.names
+
+    @property
+    def per_token(self) -> bool:
+        return self.options.reduction == _abi.REDUCTION_NONE
+
+    @property
+    def fused(self) -> bool:
+        """Whether the gradients are made in the forward call."""
+        statistics = set(_DIFFERENTIABLE) & set(self.outputs)
+        return self.linear and not self.per_token and not statistics
+
+
+def output_of(call: Call, name: str, tokens: tuple[int, ...]) -> Tensor:
+    shape = () if name == "loss" and not call.per_token else tokens
+    return Tensor(name, shape, np.dtype(np.int32) if name in _INDICES else _F32)
+
+
+def upstream_of(call: Call, cotangents: Sequence[Any], tokens: tuple[int, ...]) -> dict[str, Array]:
+    """What Backward is given; an absent gradient of a statistic is 0, of the loss it would be 1."""
+    given = {
+        name: ct for name, ct in zip(call.outputs, cotangents) if not isinstance(ct, SymbolicZero)
+    }
+    found = {"grad_loss": given.get("loss", jnp.zeros(output_of(call, "loss", tokens).shape, _F32))}
+    for name in ("lse", "target_logit", "entropy"):
+        if name in given:
+            found[f"grad_{name}"] = given[name]
+    if "logprob" in given:  # logprob is -loss, or target_logit - lse
+        weighted = "token_weight" in call.names or "vocab_weight" in call.names
+        of_loss = call.options.of_nll() and not weighted
+        for name in ("grad_loss",) if of_loss else ("grad_lse", "grad_target_logit"):
+            sign = 1.0 if name == "grad_target_logit" else -1.0
+            found[name] = found.get(name, 0.0) + sign * given["logprob"]
+    return found

@@ -1,0 +1,444 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear losses of sharded arrays under plain jax.jit: XLA's partitioner asks, by
+jax.experimental.custom_partitioning, what every device shall do.
+
+    tokens       [...], split over the mesh axes of the input's dimensions but the last: every
+                 device has its own; a mean's normalizer, a reduced loss and the gradients of weight
+                 and bias are summed over these axes, the gradients in f32 before their one rounding
+    vocabulary   split over the axes of the weight's rows, as _parallel.py does it inside of
+                 jax.shard_map: the shards' states are gathered and folded, the parts of the
+                 input's gradient exchanged and added up
+
+The hidden dimension is whole on every device. Where the axes do not divide the tokens, the last
+device's end in some that are ignored; a vocabulary that they do not divide is whole on every
+device.
+
+Kept state has a layout that only the call knows which made it. A device that has the whole
+vocabulary and a multiple of 64 tokens keeps that of its own, as [..., b, 64]. `kept_parts` says
+into how many parts each dimension of the tokens was split, or 0 where nothing was kept; Backward,
+which the partitioner may split otherwise, makes the logits again where these are other numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax._src import dispatch
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from logitless import _abi
+from logitless._abi import Options
+from logitless._errors import not_supported
+from logitless.jax import _parallel, _run, _shards
+from logitless.jax._call import Call
+from logitless.jax._run import Array, Tensor
+
+_F32, _I32 = np.dtype(np.float32), np.dtype(np.int32)
+_BLOCK = 64  # kept state holds blocks of so many columns, of a multiple of so many tokens
+_PARTS = "kept_parts"
+KEPT = ("kept", "kept_rows", _PARTS)
+# The factors of dimensions, after which the partitioner splits arrays alike. Those of the tokens
+# are n0, n1, ...; v is the vocabulary; no other may be split. What is not named here is [...].
+_COLUMNS: dict[str, tuple[str, ...]] = {
+    "weight": ("v", "d"),
+    "bias": ("v",),
+    "vocab_weight": ("c",),
+}
+_ROWS: dict[str, tuple[str, ...]] = {  # what follows the tokens
+    "input": ("d",),
+    "kept": ("k", "s"),
+    "kept_rows": ("e",),
+}
+
+
+class Op(NamedTuple):
+    """One op of the core on the whole arrays."""
+
+    kind: int
+    names: tuple[str, ...]  # of the operands
+    results: tuple[Tensor, ...]
+    options: Options
+    memory: int | None
+    tokens: tuple[int, ...]  # the target's shape
+
+    def made(self) -> list[Tensor]:
+        """The results and, where state is kept, how it is split."""
+        keeps = any(result.name == "kept" for result in self.results)
+        return [*self.results, *([Tensor(_PARTS, (len(self.tokens),), _I32)] if keeps else [])]
+
+    def flat(self) -> Op:
+        return self._replace(results=tuple(r._replace(shape=_flat(r)) for r in self.results))
+
+
+def run(
+    kind: int, operands: dict[str, Array], results: Sequence[Tensor], options: Options,
+    memory: int | None,
+) -> dict[str, Array]:  # fmt: skip
+    """As _run.run, of a linear op on arrays that may be sharded, whose tokens have any number of
+    dimensions; beside `kept` it gives and takes `kept_parts`."""
+    tokens = tuple(operands["target"].shape)
+    spread = tuple(_spread(result, tokens) for result in results)
+    op = Op(kind, tuple(operands), spread, options, memory, tokens)
+    made = linear_p.bind(*operands.values(), op=op)
+    return {result.name: x for result, x in zip(op.made(), made)}
+
+
+def _spread(result: Tensor, tokens: tuple[int, ...]) -> Tensor:
+    """Kept state by its tokens, where a device could have some of them."""
+    count = math.prod(tokens)
+    if result.name == "kept_rows":
+        return result._replace(shape=(*tokens, *result.shape[1:]))
+    if result.name == "kept" and count and count % _BLOCK == 0:
+        return result._replace(shape=(*tokens, result.shape[0] // count, _BLOCK))
+    return result
+
+
+def may_keep(input: Any, weight: Any) -> bool:
+    """Whether state can be kept of arrays whose sharding is known already, outside of jax.jit."""
+    if isinstance(input, jax.core.Tracer) or isinstance(weight, jax.core.Tracer):
+        return True
+    own, columns = (x.sharding.shard_shape(x.shape) for x in (input, weight))
+    whole = own == input.shape or math.prod(own[:-1]) % _BLOCK == 0
+    return whole and bool(columns[0] == weight.shape[0])
+
+
+def factors(name: str, dimensions: int) -> tuple[str, ...]:
+    """Of the dimensions of an operand or a result."""
+    name = name.removeprefix("grad_")
+    if name in _COLUMNS:
+        return _COLUMNS[name]
+    if name == _PARTS:
+        return ("p",)
+    rest = _ROWS.get(name, ())
+    return (*(f"n{i}" for i in range(dimensions - len(rest))), *rest)
+
+
+def _may_be_split(factor: str) -> bool:
+    return factor == "v" or factor.startswith("n")
+
+
+def _flat(tensor: Tensor) -> tuple[int, ...]:
+    """The shape of an operand or a result as the core has it, with one dimension of tokens."""
+    name, shape, _ = tensor
+    of = factors(name, len(shape))
+    if "n0" not in of:
+        return shape
+    rows = len(shape) - len(_ROWS.get(name.removeprefix("grad_"), ())) + (name == "kept")
+    return (math.prod(shape[:rows]), *shape[rows:])
+
+
+def _flattened(names: Sequence[str], arrays: Sequence[Array]) -> dict[str, Array]:
+    return {name: x.reshape(_flat(_tensor(name, x))) for name, x in zip(names, arrays)}
+
+
+def _tensor(name: str, aval: Any) -> Tensor:
+    return Tensor(name, tuple(aval.shape), np.dtype(aval.dtype))
+
+
+# --- what a device does ---
+
+
+class Split:
+    """How the partitioner has split the factors of an op: over which axes, into how many parts."""
+
+    def __init__(self, mesh: Any, axes: dict[str, tuple[str, ...]], op: Op, vocab: int) -> None:
+        self.axes, self.tokens, self.vocab = axes, op.tokens, vocab
+        self.parts = {f: math.prod(mesh.shape[axis] for axis in axes[f]) for f in axes}
+        self.by_token = tuple(f"n{i}" for i in range(len(op.tokens)))
+        self.token_axes = tuple(axis for f in self.by_token for axis in axes.get(f, ()))
+        self.token_parts = [self.parts.get(f, 1) for f in self.by_token]
+        self.vocab_axes = axes.get("v", ())
+
+    def own(self, tensor: Tensor) -> tuple[int, ...]:
+        """The shape of a device's part."""
+        of = factors(tensor.name, len(tensor.shape))
+        return tuple(-(-size // self.parts.get(f, 1)) for f, size in zip(of, tensor.shape))
+
+    @property
+    def even(self) -> bool:
+        return not any(size % parts for size, parts in zip(self.tokens, self.token_parts))
+
+    @property
+    def keeps(self) -> bool:
+        own = math.prod(self.tokens) // math.prod(self.token_parts)
+        return not self.vocab_axes and (not self.token_axes or (self.even and own % _BLOCK == 0))
+
+
+def _sum_of_scalars(x: Array, split: Split) -> Array:
+    """[] of each device's, in an order that all share."""
+    if not split.token_axes:
+        return x
+    return _shards.tree_sum(lax.all_gather(x, split.token_axes))
+
+
+def _sum_of_gradients(x: Array, split: Split) -> Array:
+    return lax.psum(x, split.token_axes) if split.token_axes else x
+
+
+def _padded(target: Array, split: Split, options: Options) -> Array:
+    """The targets, of which those behind the last token are ignored."""
+    for i, factor in enumerate(split.by_token):
+        size, own = split.tokens[i], target.shape[i]
+        if size % split.parts.get(factor, 1):
+            index = lax.axis_index(split.axes[factor]) * own + jnp.arange(own)
+            inside = (index < size).reshape([-1 if j == i else 1 for j in range(target.ndim)])
+            target = jnp.where(inside, target, jnp.asarray(options.ignore_index, target.dtype))
+    return target
+
+
+def _counted(operands: dict[str, Array], split: Split, options: Options) -> dict[str, Array]:
+    """With the normalizer that a mean over all devices' tokens has."""
+    counted = options.reduction == _abi.REDUCTION_MEAN and not options.normalizer
+    if not split.token_axes or not counted or "normalizer" in operands:
+        return operands
+    tokens = _shards.Tokens(operands["target"], None, operands.get("vocab_weight"), None)
+    own = _shards.divisor(tokens, options._replace(vocab_total=split.vocab))
+    return operands | {"normalizer": _sum_of_scalars(own, split)}
+
+
+def _agreed(target: Array, split: Split, options: Options) -> Array:
+    """The targets [N]; where another device has a wrong one, with a wrong one too. The CPU's call
+    then fails on every device, where else the others would wait for it in a collective."""
+    if not split.token_axes or not target.size:
+        return target
+    whole = options._replace(vocab_total=split.vocab)
+    wrong = _shards.Tokens(target, None, None, None).outside(whole)
+    first = jnp.argmax(wrong)
+    own = jnp.stack([wrong.any().astype(target.dtype), first.astype(target.dtype), target[first]])
+    every = lax.all_gather(own, split.token_axes)  # [P, 3]
+    some, index, value = every[jnp.argmax(every[:, 0])]
+    return target.at[index].set(jnp.where(some > 0, value, target[index]))
+
+
+def _of_tokens(split: Split, op: Op, operands: dict[str, Array]) -> dict[str, Array]:
+    """On a device that has the whole vocabulary."""
+    results = [r for r in op.results if split.keeps or r.name not in KEPT]
+
+    def made(leave_out: Sequence[str]) -> dict[str, Array]:
+        given = {name: x for name, x in operands.items() if name not in leave_out}
+        return _run.run(op.kind, given, results, op.options, op.memory)
+
+    if _PARTS not in operands or not split.keeps:
+        return made(KEPT)
+    # XLA knows both numbers within one program, and leaves one branch.
+    of_this_split = (operands[_PARTS] == jnp.array(split.token_parts, jnp.int32)).all()
+    either: dict[str, Array] = lax.cond(of_this_split, lambda: made([_PARTS]), lambda: made(KEPT))
+    return either
+
+
+def _of_shards(split: Split, op: Op, operands: dict[str, Array]) -> dict[str, Array]:
+    """On a device that has a shard of the vocabulary."""
+    names = tuple(name for name in operands if name not in KEPT)
+    given = {name: operands[name] for name in names}
+    wanted = [result for result in op.results if result.name.startswith("grad_")]
+    state = ("row_reference", "row_log_sum")
+    outputs = [r.name for r in op.results if r not in wanted and r.name not in (*state, *KEPT)]
+    options = op.options._replace(vocab_start=0, vocab_total=split.vocab)
+    call = Call(names, tuple(outputs), options, op.memory)
+    shard = _parallel.Shard(split.vocab_axes, split.parts["v"], False, None, False)
+    made: dict[str, Array] = {}
+    if op.kind != _abi.LINEAR_CROSS_ENTROPY_BACKWARD:
+        made, kept = _parallel.forward(call, shard, given)
+        given |= {name: kept[name] for name in state} | {"grad_loss": jnp.float32(1)}
+        made = kept | made  # the outputs' entropy is 0 where a token is ignored
+    if wanted:
+        made |= _parallel.backward(call, shard, given, wanted)
+    return made
+
+
+def _on_device(split: Split, op: Op, fails: bool, *arrays: Array) -> list[Array]:
+    """What each device makes of its own parts of the operands. `fails`: a wrong target is an error
+    of the call."""
+    summed = [f"grad_{name}" for name in _COLUMNS] if split.token_axes else []
+    shapes = [split.own(result) for result in op.results]
+    own = op._replace(
+        results=tuple(
+            Tensor(r.name, shape, _F32 if r.name in summed else r.dtype)
+            for r, shape in zip(op.results, shapes)
+        )
+    ).flat()
+    given = dict(zip(op.names, arrays))
+    given["target"] = _padded(given["target"], split, op.options)
+    operands = _counted(_flattened(op.names, list(given.values())), split, op.options)
+    if fails and op.kind != _abi.LINEAR_CROSS_ENTROPY_BACKWARD:  # Forward has failed before
+        operands["target"] = _agreed(operands["target"], split, op.options)
+    made = (_of_shards if split.vocab_axes else _of_tokens)(split, own, operands)
+    for result, shape in zip(op.results, shapes):
+        name = result.name
+        if name in KEPT and name not in made:
+            made[name] = jnp.zeros(shape, result.dtype)
+        elif name == "loss" and not shape:
+            made[name] = _sum_of_scalars(made[name], split)
+        elif name in summed:
+            made[name] = _sum_of_gradients(made[name], split).astype(result.dtype)
+        made[name] = made[name].reshape(shape)
+    made[_PARTS] = jnp.array(split.token_parts, jnp.int32) * split.keeps
+    return [made[result.name] for result in op.made()]
+
+
+# --- the partitioner ---
+
+
+def _axes(name: str, sharding: Any, dimensions: int) -> dict[str, tuple[str, ...]]:
+    """The mesh axes over which an array's factors are split."""
+    found = {}
+    for factor, entry in zip(factors(name, dimensions), getattr(sharding, "spec", ())):
+        axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+        if axes and _may_be_split(factor):
+            found[factor] = axes
+    return found
+
+
+def _split(mesh: Any, op: Op, input: Any, weight: Any, vocab: int) -> Split:
+    """Of the shardings that the partitioner suggests for the input and the weight."""
+    axes = _axes("input", input, len(op.tokens) + 1)
+    columns = _axes("weight", weight, 2).get("v", ())
+    taken = {axis for of in axes.values() for axis in of}
+    divided = vocab % math.prod(mesh.shape[axis] for axis in columns) == 0
+    if columns and divided and not taken & set(columns):
+        axes["v"] = columns
+    return Split(mesh, axes, op, vocab)
+
+
+def _refuse(split: Split, op: Op) -> None:
+    if split.vocab_axes and any(result.name == "rank" for result in op.results):
+        raise not_supported(
+            "return_statistics is 'rank', and linear_weight is split over the mesh axes "
+            f"{list(split.vocab_axes)} by its rows; a shard does not know the target's logit of "
+            "another (jax.lax.with_sharding_constraint makes the weight whole on every device)"
+        )
+
+
+def _rule(given: Sequence[Tensor], made: Sequence[Tensor]) -> tuple[str, tuple[str, ...]]:
+    """Shardy's, and the factors that may not be split, in the rule's order."""
+    sides = [[" ".join(factors(x.name, len(x.shape))) for x in side] for side in (given, made)]
+    rule = " -> ".join(", ".join(side) for side in sides)
+    words = rule.replace("->", " ").replace(",", " ").split()
+    return rule, tuple(f for f in dict.fromkeys(words) if not _may_be_split(f))
+
+
+def _partitioned(*operands: Array, op: Op, fails: bool) -> Any:
+    given, made = list(map(_tensor, op.names, operands)), op.made()
+    at = {name: i for i, name in enumerate(op.names)}
+    vocab = operands[at["weight"]].shape[0]
+
+    def partition(mesh: Any, arguments: Any, results: Any) -> Any:
+        input, weight = (arguments[at[name]].sharding for name in ("input", "weight"))
+        if mesh.empty:  # nothing is known of the arrays' axes
+            mesh = Mesh(np.array(input._device_assignment), ("devices",))
+        split = _split(mesh, op, input, weight, vocab)
+        _refuse(split, op)
+
+        def sharding(tensor: Tensor) -> NamedSharding:
+            of = [split.axes.get(f) for f in factors(tensor.name, len(tensor.shape))]
+            return NamedSharding(mesh, PartitionSpec(*of))
+
+        on_device = functools.partial(_on_device, split, op, fails)
+        return mesh, on_device, list(map(sharding, made)), tuple(map(sharding, given))
+
+    def whole(*operands: Array) -> list[Array]:  # only its types are read
+        made_whole: list[Array] = linear_p.bind(*operands, op=op)
+        return made_whole
+
+    rule, replicated = _rule(given, made)
+    call = custom_partitioning(whole)
+    call.def_partition(partition, sharding_rule=rule, need_replication_factors=replicated)
+    return call(*operands)
+
+
+# --- the primitive ---
+
+linear_p = Primitive("logitless_linear")
+linear_p.multiple_results = True
+linear_p.def_impl(functools.partial(_run.evaluate, linear_p))
+
+
+def _on_one_device(*arrays: Array, op: Op) -> list[Array]:
+    operands = _flattened(op.names, arrays)
+    operands.pop(_PARTS, None)
+    made = _run.run(op.kind, operands, op.flat().results, op.options, op.memory)
+    made[_PARTS] = jnp.ones(len(op.tokens), jnp.int32)
+    return [made[result.name].reshape(result.shape) for result in op.made()]
+
+
+@linear_p.def_abstract_eval
+def _abstract(*avals: Any, op: Op) -> Any:
+    _run.refuse_checked(avals)
+    flat = {
+        name: jax.core.ShapedArray(_flat(_tensor(name, aval)), aval.dtype)
+        for name, aval in zip(op.names, avals)
+        if name != _PARTS
+    }
+    params = op.flat()._replace(names=tuple(flat))._asdict()
+    del params["tokens"]
+    _run.abstract(*flat.values(), **params)
+    return [_typed(result, op, avals) for result in op.made()]
+
+
+def _typed(result: Tensor, op: Op, avals: Sequence[Any]) -> Any:
+    """A result's type; on a mesh of explicit axes it says how the result is sharded."""
+    given = {name: getattr(aval, "sharding", None) for name, aval in zip(op.names, avals)}
+    axes: dict[str, Any] = {}
+    mesh = None
+    for name in ("weight", "input", result.name.removeprefix("grad_")):
+        sharding = given.get(name)
+        if sharding is not None and any(sharding.spec):
+            axes |= dict(zip(factors(name, len(sharding.spec)), sharding.spec))
+            mesh = sharding.mesh
+    of = [axes.get(factor) for factor in factors(result.name, len(result.shape))]
+    if mesh is None:
+        return jax.core.ShapedArray(result.shape, result.dtype)
+    sharding = NamedSharding(mesh, PartitionSpec(*of))
+    return jax.core.ShapedArray(result.shape, result.dtype, sharding=sharding)
+
+
+def partitions() -> bool:
+    """Whether this JAX has the partitioner, and is set to use it; else every device does all."""
+    known = (
+        "need_replication_factors"
+        in inspect.signature(custom_partitioning.def_partition).parameters
+    )
+    return known and bool(jax.config.values.get("jax_use_shardy_partitioner", True))
+
+
+def _lowered(context: Any, *operands: Any, op: Op) -> Any:
+    """A custom call on one device, and inside of jax.shard_map; else XLA's partitioner splits."""
+    module = context.module_context
+    devices = getattr(module.axis_context, "device_assignment", None)
+    if devices is None or len(devices) < 2 or not partitions():
+        return mlir.lower_fun(_on_one_device)(context, *operands, op=op)
+    fails = "cpu" in module.platforms
+    return mlir.lower_fun(_partitioned)(context, *operands, op=op, fails=fails)
+
+
+mlir.register_lowering(linear_p, _lowered)
+ad.primitive_jvps[linear_p] = _run.jvp
+
+
+def _batched(operands: Sequence[Array], dims: Sequence[int | None], *, op: Op) -> Any:
+    return _run.one_after_another(linear_p, operands, dims, op=op)
+
+
+batching.primitive_batchers[linear_p] = _batched
+
+
+def needs_devices(primitive: Primitive) -> None:
+    """Without this JAX lowers a program without saying on which devices it will run, and a call is
+    opaque to its partitioner."""
+    known = getattr(dispatch, "prim_requires_devices_during_lowering", None)
+    if known is not None:
+        known.add(primitive)
+
+
+needs_devices(linear_p)
