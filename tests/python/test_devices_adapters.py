@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The other libraries' signatures for a vocabulary that is split over two gloo processes: losses
 and gradients against f64 of the whole vocabulary, who reduces the hidden states' gradient, and the
-mistakes that must make a case fail. No other library is needed; tests/integrations has them."""
+mistakes that must make a case fail. No other library is needed; tests/peers has them."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def linear_cross_entropy(
     """The loss in f32: of every token [N], or a scalar.
 
     The signature is that of Megatron-LM's megatron/core/fusions/fused_linear_cross_entropy.py at
-    commit 020c805 (branch dev). hidden [..., D] and labels [...] of as many tokens, weight [V / P,
+    commit 020c805. hidden [..., D] and labels [...] of as many tokens, weight [V / P,
     D] the rank's equal share of the rows. With `sequence_parallel` hidden is the rank's part along
     its first dimension, labels and results are those of all tokens. The gradient of hidden is
     reduced here, as there: the sum over the ranks, or the own tokens' part of it. A mean is over
@@ -159,7 +159,7 @@ def module_of(column_parallel_linear: type) -> type:
     """A LinearCrossEntropyModule of the given ColumnParallelLinear."""
     text = (
         "A ColumnParallelLinear whose forward gives the loss where it is given labels, with the "
-        "arguments of Megatron-LM's module of this name (branch dev, commit 020c805)."
+        "arguments of Megatron-LM's module of this name at commit 0053230."
     )
     return type(
         "LinearCrossEntropyModule", (_GivesLoss, column_parallel_linear),
