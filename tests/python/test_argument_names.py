@@ -19,7 +19,7 @@ import torch
 import logitless.numpy
 import logitless.torch
 from logitless import LogitlessError, _abi
-from logitless.integrations import cce, liger, verl
+from logitless.integrations import cce, liger, megatron, verl
 from test_second_derivatives import PassThrough
 
 TOKENS, HIDDEN, VOCAB = 6, 5, 9
@@ -40,7 +40,8 @@ ROLE_OF = {
     "ce_weight": "classes", "token_weight": "tokens", "normalizer": "normalizer",
 }  # fmt: skip
 # In these functions `weight` is the head: their names are another library's, or older.
-OF_THE_HEAD = ("linear_logprob", "verl.linear_cross_entropy", "liger.apply")
+FLATTENED = ("verl.linear_cross_entropy", "megatron.linear_cross_entropy")  # labels of any shape
+OF_THE_HEAD = ("linear_logprob", "liger.apply", *FLATTENED)
 OPTIONS = frozenset(
     "reduction ignore_index label_smoothing z_loss logit_scale softcap temperature shift memory "
     "return_statistics empty_mean return_gradients gradients entropy dim axis "
@@ -48,7 +49,8 @@ OPTIONS = frozenset(
     "return_predicted_tokens return_lse filter_eps accum_e_fp32 accum_c_fp32 filter_e_grad "
     "filter_c_grad impl vocab_parallel_options dist_process_group ce_impl ce_mode "
     "chunk_mem_const group vocab_start vocab_total sequence_dim local_tokens "
-    "reduce_input_grad reduce_dtype vocab_blocks axis_name upstream".split()
+    "reduce_input_grad reduce_dtype vocab_blocks axis_name upstream tp_group "
+    "sequence_parallel".split()
 )
 
 
@@ -57,6 +59,7 @@ def functions() -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Any]] = {
         "integrations.cce.linear_cross_entropy": cce.linear_cross_entropy,
         "integrations.verl.linear_cross_entropy": verl.linear_cross_entropy,
+        "integrations.megatron.linear_cross_entropy": megatron.linear_cross_entropy,
         "integrations.liger.apply": liger.FusedLinearCrossEntropyFunction.apply,
         "integrations.liger.module": liger.LigerFusedLinearCrossEntropyLoss().forward,
         "torch.CrossEntropyLoss": logitless.torch.CrossEntropyLoss().forward,
@@ -121,6 +124,7 @@ CASES = [
     for name in FUNCTIONS
     for argument, role in tensors(name).items()
     for what, value in wrong(role, alone="target" not in tensors(name).values())
+    if (role, what) != ("target", "rank") or not name.endswith(FLATTENED)
 ]
 
 

@@ -230,7 +230,6 @@ def test_unsloth(options: dict[str, Any]) -> None:
         lambda x, w, t: cce.linear_cross_entropy(x, w, t, filter_eps=1e-3),
         lambda x, w, t: cce.linear_cross_entropy(x, w, t, impl="torch_compile"),
         lambda x, w, t: cce.linear_cross_entropy(x, w, t, vocab_parallel_options=object()),
-        lambda x, w, t: verl.linear_cross_entropy(x, w, t, dist_process_group=object()),
     ],
 )
 def test_what_has_no_counterpart_raises(call: Any) -> None:

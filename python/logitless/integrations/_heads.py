@@ -8,6 +8,7 @@ one of them elsewhere.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,20 @@ _LORA = ("peft.tuners.lora.layer", "Linear")
 _ALLOWED = (
     "allowed: a plain torch.nn.Linear, and of PEFT modules_to_save or a LoRA without variants on it"
 )
+
+
+def through(head: Any, function: Callable[[Tensor], Any], input: Tensor) -> Any:
+    """function(input) in the place of the head's forward: the hooks around it run, which gather its
+    parameters under FSDP and wait for them under Megatron's distributed optimizer."""
+    own = head.__dict__.get("forward")
+    head.forward = function
+    try:
+        return head(input)
+    finally:
+        if own is None:
+            del head.forward
+        else:
+            head.forward = own
 
 
 def _is(module: Any, name: tuple[str, str]) -> bool:

@@ -4,13 +4,65 @@ filtering of small ones can be asked for."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from logitless._errors import invalid, renames
+from logitless._errors import invalid, renames, wrong_shape
 from logitless.integrations._arguments import only
 from logitless.torch import linear_cross_entropy as _linear_cross_entropy
+
+
+@dataclasses.dataclass
+class VocabParallelOptions:
+    """Which columns [start, stop) this rank has, of the vocabulary that `group` shares (None: all
+    processes), and whether the gradient of `e` is summed over the ranks.
+
+    The signature is that of cut_cross_entropy/vocab_parallel/utils.py at commit d42911f. Where
+    `vocab_size` is None, as it is of Cut Cross Entropy's own options, every call asks the ranks for
+    the largest `stop`, for which a GPU waits; `from_vocab` sets it.
+    """
+
+    start: int
+    stop: int
+    group: Any = None
+    reduce_e_grad: bool = True
+    vocab_size: int | None = None
+
+    @classmethod
+    def from_vocab(
+        cls, vocab_size: int, group: Any = None, reduce_e_grad: bool = True
+    ) -> VocabParallelOptions:
+        """Shares whose sizes differ by one at most, the larger ones first."""
+        rank, size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+        each, more = divmod(vocab_size, size)
+        start = rank * each + min(rank, more)
+        return cls(start, start + each + (rank < more), group, reduce_e_grad, vocab_size)
+
+
+def _where(options: Any, e: Tensor, c: Tensor) -> dict[str, Any]:
+    """The shard in linear_cross_entropy's arguments."""
+    if options is None:
+        return {}
+    if not hasattr(options, "reduce_e_grad"):
+        only("vocab_parallel_options", options, None)
+    if c.shape[0] != options.stop - options.start:
+        raise wrong_shape(
+            f"c has shape {tuple(c.shape)}; allowed with vocab_parallel_options: "
+            f"{options.stop - options.start} rows"
+        )
+    group = torch.distributed.group.WORLD if options.group is None else options.group
+    total = getattr(options, "vocab_size", None)
+    if total is None:
+        last = torch.tensor(options.stop, device=e.device)
+        torch.distributed.all_reduce(last, torch.distributed.ReduceOp.MAX, group)
+        total = int(last)
+    return {
+        "group": group, "vocab_start": options.start, "vocab_total": total,
+        "reduce_input_grad": options.reduce_e_grad,
+    }  # fmt: skip
 
 
 @renames({"input": "e", "linear_weight": "c", "target": "targets", "linear_bias": "bias"})
@@ -33,7 +85,12 @@ def linear_cross_entropy(
     vocab_parallel_options: Any = None,
 ) -> Any:
     """The loss, or with `return_lse` the pair (loss, lse). With `shift` and reduction "none" they
-    have the shape of targets[..., shift:]."""
+    have the shape of targets[..., shift:].
+
+    With `vocab_parallel_options` (ours or Cut Cross Entropy's own), c and bias hold that rank's
+    columns, e [..., D] and targets [...] of whole-vocabulary indices are the same on every rank,
+    and so are the results. A mean is over the valid tokens of this call.
+    """
     only("filter_eps", filter_eps, "auto", None, 0.0)
     for name, value in (("filter_e_grad", filter_e_grad), ("filter_c_grad", filter_c_grad)):
         only(name, value, True, False)  # logitless has no filter to turn off
@@ -41,14 +98,13 @@ def linear_cross_entropy(
         only(name, value, False, True)  # sums are always f32
     name = getattr(impl, "name", impl)
     only("impl", name.lower() if isinstance(name, str) else name, "cce", "cce_exact")
-    only("vocab_parallel_options", vocab_parallel_options, None)
     count = int(shift)
     if count and not 0 <= count < targets.shape[-1]:
         raise invalid(f"shift is {shift}; allowed: 0 to {targets.shape[-1] - 1}")
     result = _linear_cross_entropy(
         e, c, targets, linear_bias=bias, ignore_index=ignore_index,
         softcap=softcap, reduction=reduction, shift=count,
-        return_statistics=("lse",) if return_lse else (),
+        return_statistics=("lse",) if return_lse else (), **_where(vocab_parallel_options, e, c),
     )  # fmt: skip
     loss, lse = (result[0], result[1].lse) if return_lse else (result, None)
     if count:

@@ -145,3 +145,34 @@ class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
             _input, lin_weight, target, bias, self.ce_weight, *self._rest
         )
         return output if self._wants_more else output.loss
+
+
+class LigerFusedLinearScaledCrossEntropyTPFunction:
+    """`apply` with the arguments of Liger 0.8.5's class of that name,
+    liger_kernel/ops/fused_linear_scaled_cross_entropy.py; nothing is configured before."""
+
+    @staticmethod
+    @renames(_ARGUMENTS)
+    def apply(
+        _input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        tp_group: Any,
+        temperature: float = 1.0,
+        ignore_index: int = -100,
+        tiles_per_reduce: int = 1,
+        return_entropy: bool = False,
+    ) -> Any:
+        """The loss of every token [N] in f32, 0 where ignored, or the pair (loss, entropy), both
+        differentiable and the same on every rank. _input [N, D] and target [N] are the same on all
+        ranks of `tp_group` (None: all processes), weight [V / P, D] is the rank's equal share. The
+        gradient of _input is the sum over the ranks, as Liger's. `tiles_per_reduce` is about
+        Liger's kernel."""
+        only("tiles_per_reduce", tiles_per_reduce, 1, 2, 4)
+        group = torch.distributed.group.WORLD if tp_group is None else tp_group
+        result = linear_cross_entropy(
+            _input, weight, target, reduction="none", ignore_index=ignore_index,
+            temperature=temperature, group=group,
+            return_statistics=("entropy",) if return_entropy else (),
+        )  # fmt: skip
+        return (result[0], result[1].entropy) if return_entropy else result

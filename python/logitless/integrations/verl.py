@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from logitless._errors import invalid, renames
-from logitless.integrations._arguments import only
 from logitless.torch import linear_logprob
 
 
@@ -22,19 +21,38 @@ def linear_cross_entropy(
     reduction: str | None = "none",
     dist_process_group: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """(logprobs, entropy): of every token, flattened to [N]; `reduction` is that of logprobs."""
-    only("dist_process_group", dist_process_group, None)
+    """(logprobs, entropy) of every token in f32, flattened to [N]; `reduction` is that of logprobs.
+
+    The signature is verl 0.9.1's, verl/utils/kernel/linear_cross_entropy.py: hidden [..., D] and
+    labels [...] of as many tokens, which need not be ordered in alike shapes ([T, 1, D] and [1, T]
+    come from Megatron), weight [V, D]. With `dist_process_group` the weight is this rank's equal
+    share of the vocabulary's rows, hidden and labels are the same on every rank, and so are both
+    results. The gradient of hidden is then this rank's part of a sum, as verl's kernel leaves it:
+    its callers add the parts up (the backward of Megatron's gather_from_sequence_parallel_region
+    does). Raises ValueError for another reduction.
+    """
     reduction = "none" if reduction is None else reduction.lower()
     if reduction not in ("none", "sum", "mean"):
         raise invalid(f"reduction is {reduction!r}; allowed: 'none', 'sum', 'mean'")
+    where: dict[str, Any] = {}
+    if dist_process_group is not None:
+        where = {"group": dist_process_group, "reduce_input_grad": False}
     logprobs, entropy = linear_logprob(
-        hidden, weight, labels, temperature=1.0 if temperature is None else temperature,
-        entropy=True,
+        hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1),
+        temperature=_flat(temperature, labels), entropy=True, **where,
     )  # fmt: skip
-    logprobs, entropy = logprobs.reshape(-1), entropy.reshape(-1)
     if reduction != "none":
         logprobs = logprobs.sum() if reduction == "sum" else logprobs.mean()
     return logprobs, entropy
+
+
+def _flat(temperature: float | Tensor | None, labels: Tensor) -> float | Tensor:
+    """A number, or one of each token [N]."""
+    if not isinstance(temperature, Tensor):
+        return 1.0 if temperature is None else temperature
+    if temperature.numel() != labels.numel():
+        temperature = temperature.expand(labels.shape)
+    return temperature.reshape(-1)
 
 
 class LinearCrossEntropy:

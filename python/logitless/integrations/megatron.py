@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron-Core's heads: its fused function, the output layer that gives a loss, and the hook of
+its models that is given the hidden states. Tensor-parallel ranks share the vocabulary; collectives
+are those of the layer's `tp_group` alone, which lies within the last pipeline stage."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from logitless._errors import invalid, not_supported, renames
+from logitless.integrations._heads import through
+from logitless.torch import linear_cross_entropy as _linear_cross_entropy
+
+_ARGUMENTS = {"input": "hidden", "linear_weight": "weight", "target": "labels", "group": "tp_group"}
+
+
+def _where(group: Any, sequence_parallel: bool, reduce_input_grad: bool = True) -> dict[str, Any]:
+    """Under sequence parallelism the first dimension of tokens is split over the same ranks."""
+    if group is None:
+        return {}
+    return {
+        "group": group,
+        "sequence_dim": 0 if sequence_parallel else None,
+        "reduce_input_grad": sequence_parallel or reduce_input_grad,
+    }
+
+
+@renames(_ARGUMENTS)
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    tp_group: Any = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    sequence_parallel: bool = False,
+    *,
+    normalizer: float | Tensor | None = None,
+) -> Tensor:
+    """The loss in f32: of every token [N], or a scalar.
+
+    The signature is that of Megatron-LM's megatron/core/fusions/fused_linear_cross_entropy.py at
+    commit 020c805. hidden [..., D] and labels [...] of as many tokens, weight [V / P,
+    D] the rank's equal share of the rows. With `sequence_parallel` hidden is the rank's part along
+    its first dimension, labels and results are those of all tokens. The gradient of hidden is
+    reduced here, as there: the sum over the ranks, or the own tokens' part of it. A mean is over
+    the tokens of this call; where data or context parallel ranks have other tokens, `normalizer` is
+    the number of valid tokens of all of them.
+    """
+    loss: Tensor = _linear_cross_entropy(
+        hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), reduction=reduction,
+        ignore_index=ignore_index, normalizer=normalizer, **_where(tp_group, sequence_parallel),
+    )  # fmt: skip
+    return loss
+
+
+def _check(layer: Any) -> None:
+    refused = {
+        "is_expert": getattr(layer, "is_expert", False),
+        "defer_embedding_wgrad_compute": getattr(
+            layer.config, "defer_embedding_wgrad_compute", False
+        ),
+    }
+    for name, is_on in refused.items():
+        if is_on:
+            raise not_supported(f"{name} is set, which has no counterpart here; allowed: False")
+
+
+@renames({**_ARGUMENTS, "input": "input_", "linear_bias": "bias"})
+def _loss_of(
+    layer: Any, input_: Tensor, weight: Tensor | None, labels: Tensor | None, **options: Any
+) -> Tensor:
+    """[b, s], or a scalar, of the logits that a ColumnParallelLinear would make of [s, b, h]."""
+    _check(layer)
+    weight = layer.weight if weight is None else weight
+    if weight is None or labels is None:
+        raise invalid(f"{'labels' if labels is None else 'weight'} is None; allowed: a tensor")
+    where = _where(
+        layer.tp_group, layer.sequence_parallel, not getattr(layer, "disable_grad_reduce", False)
+    )
+    loss: Tensor = _linear_cross_entropy(
+        input_, weight, labels.transpose(0, 1),
+        linear_bias=None if layer.skip_bias_add else layer.bias, **where, **options,
+    )  # fmt: skip
+    return loss.transpose(0, 1).contiguous() if loss.dim() else loss
+
+
+def output_processor(
+    *,
+    hidden_states: Tensor,
+    output_layer: Any,
+    output_weight: Tensor | None = None,
+    labels: Tensor | None = None,
+    loss_mask: Tensor | None = None,
+    context: Mapping[str, Any] | None = None,
+    config: Any = None,
+    **_rest: Any,
+) -> Tensor:
+    """What GPTModel.forward(..., output_processor=output_processor) of Megatron-Core 0.18 and later
+    calls in place of its output layer: the loss of every token [b, s] in f32, as
+    compute_language_model_loss gives it, of hidden_states [s, b, h] (under sequence parallelism the
+    rank's part of s) and labels [b, s]. An ignored label (-100) has a loss of 0.
+
+    `context` (forward's output_processor_context) may hold options of logitless.torch's
+    linear_cross_entropy: z_loss, softcap, temperature, memory, ... With {"reduction": "sum"}, or
+    "mean" and the "normalizer" of all data and context parallel ranks, the result is a scalar
+    weighted by loss_mask [b, s]. The arguments are those of gpt_model.py at commit d98e8a6. The
+    output layer's hooks run; its logits are not made. Raises NotImplementedError for a layer that
+    defers the embedding's weight gradient.
+    """
+    options = dict(context or {"reduction": "none"})
+    if options.setdefault("reduction", "none") == "mean" and options.get("normalizer") is None:
+        raise invalid(
+            "reduction is 'mean' without normalizer; allowed: with the number of tokens that count "
+            "on all data and context parallel ranks"
+        )
+    if options["reduction"] != "none" and loss_mask is not None:
+        options["token_weight"] = loss_mask.transpose(0, 1)
+    if getattr(config, "use_mup", False):
+        options.setdefault("logit_scale", config.mup_output_mult)
+
+    def loss(input_: Tensor) -> Tensor:
+        return _loss_of(output_layer, input_, output_weight, labels, **options)
+
+    made: Tensor = through(output_layer, loss, hidden_states)
+    return made
+
+
+class _GivesLoss:
+    """The forward that is put in front of ColumnParallelLinear's."""
+
+    def forward(
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        output_cross_entropy_loss: bool | None = None,
+        labels: Tensor | None = None,
+        reduction: str = "none",
+        ignore_index: int = -100,
+    ) -> Any:
+        """With `labels` [b, s] the loss of input_ [s, b, h] in f32, [b, s] or a scalar; without
+        them, or with output_cross_entropy_loss=False, what ColumnParallelLinear gives."""
+        asked = output_cross_entropy_loss
+        if not (labels is not None if asked is None else asked):
+            whole: Any = super()
+            return whole.forward(input_, weight, runtime_gather_output)
+        return _loss_of(
+            self, input_, weight, labels, reduction=reduction, ignore_index=ignore_index
+        )
+
+
+@functools.cache
+def module_of(column_parallel_linear: type) -> type:
+    """A LinearCrossEntropyModule of the given ColumnParallelLinear."""
+    text = (
+        "A ColumnParallelLinear whose forward gives the loss where it is given labels, with the "
+        "arguments of Megatron-LM's module of this name at commit 0053230."
+    )
+    return type(
+        "LinearCrossEntropyModule", (_GivesLoss, column_parallel_linear),
+        {"__module__": __name__, "__doc__": text},
+    )  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """LinearCrossEntropyModule, which is derived of Megatron-Core's class and imports it."""
+    if name != "LinearCrossEntropyModule":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from megatron.core.tensor_parallel import (  # type: ignore[import-not-found,unused-ignore]
+        ColumnParallelLinear,
+    )
+
+    return module_of(ColumnParallelLinear)

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torchtitan's loss: in the place of ChunkedLossWrapper, whose interface it has. The trainer gives
+it hidden states and the lm_head, on the last pipeline stage only."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from torch import Tensor
+
+from logitless._errors import invalid, not_supported, renames
+from logitless.integrations._heads import through
+from logitless.torch import _placed, linear_cross_entropy
+
+
+class HeadLoss:
+    """loss(pred, labels, global_valid_tokens) of hidden states, for torchtitan's class."""
+
+    lm_head: Any = None
+    global_vocab_size: int | None = None
+
+    def set_lm_head(self, lm_head: Any) -> None:
+        """The module whose weight [V, D] (and bias) makes the logits; before the first call."""
+        self.lm_head = lm_head
+
+    def tp_group(self) -> Any:
+        """The group that shares the rows of a plain weight, or None."""
+        return None
+
+    @renames({"input": "pred", "target": "labels", "normalizer": "global_valid_tokens"})
+    def __call__(
+        self,
+        pred: Tensor,
+        labels: Tensor,
+        global_valid_tokens: Any = None,
+        **loss_inputs: Any,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """(loss, {}): a sum in f32 over the tokens of pred [..., D] whose label [...] is not -100,
+        divided by `global_valid_tokens` where they are given: those of all data and context
+        parallel ranks, so that the ranks' losses add up to the mean.
+
+        The interface is that of torchtitan 0.3.0, torchtitan/components/loss.py, and `loss_inputs`
+        are unused as in its CrossEntropyLoss. Hooks of the lm_head run, FSDP's among them. A weight
+        that is a DTensor says itself over which ranks it is split; a plain one is a share of
+        `tp_group`, and then the gradient of pred is the rank's part of a sum, as that of lm_head's
+        product is under spmd_types, which sums it where pred was gathered.
+        """
+        head = self.lm_head
+        if head is None:
+            raise invalid("lm_head is None; allowed: a module, given to set_lm_head before")
+
+        def loss(hidden: Tensor) -> Tensor:
+            made: Tensor = linear_cross_entropy(
+                hidden, head.weight, labels, linear_bias=getattr(head, "bias", None),
+                reduction="sum" if global_valid_tokens is None else "mean",
+                normalizer=global_valid_tokens, **self._where(hidden, head.weight),
+            )  # fmt: skip
+            return made
+
+        return through(head, loss, pred), {}
+
+    def _where(self, pred: Tensor, weight: Tensor) -> dict[str, Any]:
+        if _placed.is_placed(weight):
+            return {} if _placed.is_placed(pred) else {"group": _placed.group_of(weight)}
+        group = self.tp_group()
+        if group is None:
+            return {}
+        return {
+            "group": group, "vocab_total": self.global_vocab_size, "reduce_input_grad": False
+        }  # fmt: skip
+
+
+def _spmd_group() -> Any:
+    """The tensor-parallel group of torchtitan's spmd_types backend, where there is one."""
+    import spmd_types as spmd  # type: ignore[import-not-found,unused-ignore]
+    from torchtitan.distributed import (  # type: ignore[import-not-found,unused-ignore]
+        spmd_types,
+        utils,
+    )
+
+    if utils.get_spmd_backend() != "spmd_types" or spmd_types.spmd_mesh_size("tp") <= 1:
+        return None
+    if spmd.is_type_checking():
+        raise not_supported("the type checking of spmd_types is on; allowed: off")
+    return spmd_types.current_spmd_mesh().get_group("tp")
+
+
+@functools.cache
+def _loss_class() -> Any:
+    from torchtitan.components.loss import (  # type: ignore[import-not-found,unused-ignore]
+        ChunkedLossWrapper,
+        CrossEntropyLoss,
+    )
+
+    class Loss(HeadLoss, ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
+        """ChunkedLossWrapper's place in a trainer's configuration; `num_chunks` means nothing."""
+
+        @dataclasses.dataclass(kw_only=True, slots=True)
+        class Config(ChunkedLossWrapper.Config):  # type: ignore[misc,unused-ignore]
+            pass
+
+        def __init__(self, config: Any, *, compile_config: Any = None) -> None:
+            if not isinstance(config.loss_fn, CrossEntropyLoss.Config):
+                raise not_supported(
+                    f"loss_fn is a {type(config.loss_fn).__qualname__}, which has no counterpart "
+                    "here; allowed: CrossEntropyLoss.Config"
+                )
+            self.global_vocab_size = config.loss_fn.global_vocab_size
+
+        def tp_group(self) -> Any:
+            return _spmd_group()
+
+    Loss.__name__ = Loss.__qualname__ = "LinearCrossEntropyLoss"
+    return Loss
+
+
+def __getattr__(name: str) -> Any:
+    """LinearCrossEntropyLoss, which is derived of torchtitan's class and imports it."""
+    if name != "LinearCrossEntropyLoss":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _loss_class()
