@@ -18,8 +18,9 @@ import ranks
 import reference
 from logitless.torch import (
     Statistics,
+    _combine,
     _parallel,
-    _shards,
+    _run,
     linear_cross_entropy,
     linear_logprob,
 )
@@ -1244,15 +1245,65 @@ def one_rank_is_refused(me: Rank) -> Results:
 # --- the bugs that others have had: each makes a check fail ---
 
 
-def _local_smoothing(real: Any) -> Any:
+def _of_states(change: Callable[[Tensor, int], None]) -> Callable[[Any], Any]:
+    """`change(states [S, k, N], the row of weighted_logit_sum)` before they are combined."""
+
+    def make(real: Any) -> Any:
+        def combine(states: Tensor, argmax: Any, tokens: Any, options: Any, *bits: int) -> Any:
+            states = states.clone()
+            change(states, 3 + bool(bits[0] & _run.ENTROPY))
+            return real(states, argmax, tokens, options, *bits)
+
+        return combine
+
+    return make
+
+
+def _local_smoothing(states: Tensor, weighted: int) -> None:
     """The logits' mean is over as many columns as a shard has."""
+    states[:, weighted] *= dist.get_world_size()
 
-    def token_losses(state: Any, tokens: Any, options: Any) -> Any:
-        total = options.vocab_total
-        more = options.label_smoothing * state.weighted_logit_sum * (1 - dist.get_world_size())
-        return real(state, tokens, options) + (more / total).masked_fill(tokens.ignored(options), 0)
 
-    return token_losses
+def _smoothing_of_one(states: Tensor, weighted: int) -> None:
+    """The weighted sum of one shard is taken for that of all."""
+    states[1:, weighted] = 0
+
+
+def _log_of_size(states: Tensor, _: int) -> None:
+    states[:, 1] += torch.tensor(len(states)).log()
+
+
+def _any_target(states: Tensor, _: int) -> None:
+    """The target's logit is that of the last shard, which may not have it."""
+    states[:, 2] = states[-1, 2].clone()
+
+
+def _of_options(change: Callable[[Any, Any], dict[str, Any]]) -> Callable[[Any], Any]:
+    """`change(tokens, options)` says which options are others."""
+
+    def make(real: Any) -> Any:
+        def combine(states: Tensor, argmax: Any, tokens: Any, options: Any, *bits: int) -> Any:
+            options = options._replace(**change(tokens, options))
+            return real(states, argmax, tokens, options, *bits)
+
+        return combine
+
+    return make
+
+
+def _sentinel_counts(tokens: Any, options: Any) -> dict[str, Any]:
+    return {"ignore_index": -12345}
+
+
+def _divided(tokens: Any, options: Any) -> dict[str, Any]:
+    return {"normalizer": float((~tokens.ignored(options)).sum()) / dist.get_world_size()}
+
+
+def _local_argmax(real: Any) -> Any:
+    def combine(states: Tensor, argmax: Tensor, *rest: Any) -> Any:
+        return real(states, argmax[dist.get_rank()].expand_as(argmax).contiguous(), *rest)
+
+    return combine
 
 
 def _unreduced(real: Any) -> Any:
@@ -1275,47 +1326,6 @@ def _copy_reduced(real: Any) -> Any:
     return reduce
 
 
-def _sentinel_counts(real: Any) -> Any:
-    return lambda tokens, options: torch.zeros_like(tokens.target, dtype=torch.bool)
-
-
-def _log_of_size(real: Any) -> Any:
-    def fold(states: Any) -> Any:
-        state = real(states)
-        return state._replace(row_log_sum=state.row_log_sum + torch.tensor(len(states)).log())
-
-    return fold
-
-
-def _divided(real: Any) -> Any:
-    return lambda *args: real(*args) / dist.get_world_size()
-
-
-def _local_argmax(real: Any) -> Any:
-    def argmax(states: Any, indices: Tensor, tokens: Any, options: Any) -> Tensor:
-        return torch.where(tokens.ignored(options), -1, indices[dist.get_rank()])
-
-    return argmax
-
-
-def _smoothing_of_one(real: Any) -> Any:
-    """The weighted sum of one shard is taken for that of all."""
-
-    def fold(states: Any) -> Any:
-        return real(states)._replace(weighted_logit_sum=states[0].weighted_logit_sum)
-
-    return fold
-
-
-def _any_target(real: Any) -> Any:
-    """The target's logit is that of the last shard, which may not have it."""
-
-    def fold(states: Any) -> Any:
-        return real(states)._replace(target_logit=states[-1].target_logit)
-
-    return fold
-
-
 class Mutant(NamedTuple):
     where: Any
     name: str
@@ -1325,10 +1335,10 @@ class Mutant(NamedTuple):
 
 MUTANTS = {
     "smoothing over the shard's columns": Mutant(
-        _shards, "token_losses", _local_smoothing, "options: smoothing, mean"
+        _combine, "combine", _of_states(_local_smoothing), "options: smoothing, mean"
     ),
     "smoothing of one shard's logits": Mutant(
-        _shards, "fold", _smoothing_of_one, "options: smoothing, mean"
+        _combine, "combine", _of_states(_smoothing_of_one), "options: smoothing, mean"
     ),
     "grad_input not reduced": Mutant(
         _parallel, "reduce_grad_input", _unreduced, "shards: uneven, none"
@@ -1340,15 +1350,21 @@ MUTANTS = {
         _parallel, "reduce_grad_input", _copy_reduced, "layout: transposed"
     ),
     "a sentinel that counts": Mutant(
-        _shards.Tokens, "ignored", _sentinel_counts, "sentinel that is a padded column"
+        _combine, "combine", _of_options(_sentinel_counts), "sentinel that is a padded column"
     ),
     "padding that counts": Mutant(
         _parallel, "_columns", lambda real: lambda shard, *both: both, "padding"
     ),
-    "loss + log(P)": Mutant(_shards, "fold", _log_of_size, "shards: even"),
-    "target's logit of another shard": Mutant(_shards, "fold", _any_target, "shards: even"),
-    "normalizer divided by P": Mutant(_shards, "divisor", _divided, "shards: even"),
-    "argmax of the shard": Mutant(_parallel, "_argmax", _local_argmax, "statistics: argmax"),
+    "loss + log(P)": Mutant(
+        _combine, "combine", _of_states(_log_of_size), "shards: even"
+    ),
+    "target's logit of another shard": Mutant(
+        _combine, "combine", _of_states(_any_target), "shards: even"
+    ),
+    "normalizer divided by P": Mutant(
+        _combine, "combine", _of_options(_divided), "shards: even"
+    ),
+    "argmax of the shard": Mutant(_combine, "combine", _local_argmax, "statistics: argmax"),
     "upstream of one rank": Mutant(
         _parallel, "gather_tokens",
         lambda real: lambda x, shard, dim: torch.cat([x] * shard.size, dim)

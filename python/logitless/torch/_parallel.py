@@ -33,23 +33,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from logitless import _abi
 from logitless._abi import Options
 from logitless._errors import LogitlessError, invalid, not_supported, wrong_shape
-from logitless.torch import _autograd, _kept, _ops, _ranks, _run, _shards
+from logitless.torch import _autograd, _combine, _kept, _ops, _ranks, _run, _shards
 from logitless.torch._autograd import Call, cast, cast_bias, once, upstream_of
 from logitless.torch._checks import check_target
+from logitless.torch._combine import EXTRA, WEIGHTED
 from logitless.torch._kept import Keep
 from logitless.torch._run import Constants, Upstream
-from logitless.torch._shards import State, Tokens
+from logitless.torch._shards import Tokens
 
 OVERLAPS = True  # on a GPU grad_input is exchanged while grad_weight is made
-_WEIGHTED = 1 << 20  # asks Forward for weighted_logit_sum, beside the bits of _run
-_EXTRA = {
-    _run.ENTROPY: "entropy",
-    _WEIGHTED: "weighted_logit_sum",
-    _run.SUM_P_SQUARED: "sum_p_squared",
-    _run.MEAN_LOGIT: "mean_logit",
-}  # in the order of State
 _DIFFERENTIABLE = (_run.LOSS, _run.LSE, _run.TARGET_LOGIT, _run.LOGPROB, _run.ENTROPY)
-_FORWARD = (*_run.INPUTS, "anchor", "target_logit", *_EXTRA.values(), "argmax")
+_FORWARD = (*_run.INPUTS, "anchor", "target_logit", *EXTRA.values(), "argmax")
 _NUMBERS = ("label_smoothing", "z_loss", "logit_scale", "softcap", "temperature", "normalizer")
 _CODES = ("reduction", "ignore_index", "empty_mean", "vocab_start", "vocab_total")
 
@@ -456,11 +450,11 @@ def _shard_targets_fake(*args: Any) -> Tensor:
 def _shard_forward(*args: Any) -> tuple[Tensor, ...]:
     inputs, options, (memory, wanted, anchor, kept_bytes) = _split(args)
     input, target = inputs[0], inputs[3]
-    extras = [bit for bit in _EXTRA if wanted & bit]
+    extras = [bit for bit in EXTRA if wanted & bit]
     states = input.new_empty((3 + len(extras), target.shape[0]), dtype=torch.float32)
     argmax = target.new_empty(target.shape[0] if wanted & _run.ARGMAX else 0, dtype=torch.int64)
     rows = iter(states[3:])
-    outputs = [states[2], *(next(rows) if wanted & bit else None for bit in _EXTRA)]
+    outputs = [states[2], *(next(rows) if wanted & bit else None for bit in EXTRA)]
     outputs.append(argmax if wanted & _run.ARGMAX else None)
     tensors = (*inputs, anchor, *outputs)
     kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD
@@ -476,7 +470,7 @@ def _shard_forward(*args: Any) -> tuple[Tensor, ...]:
 
 def _shard_forward_fake(*args: Any) -> tuple[Tensor, ...]:
     inputs, _, (_, wanted, _, kept_bytes) = _split(args)
-    tokens, count = inputs[3].shape[0], 3 + sum(bool(wanted & bit) for bit in _EXTRA)
+    tokens, count = inputs[3].shape[0], 3 + sum(bool(wanted & bit) for bit in EXTRA)
     argmax = inputs[3].new_empty(tokens if wanted & _run.ARGMAX else 0, dtype=torch.int64)
     states = inputs[0].new_empty((count, tokens), dtype=torch.float32)
     return states, argmax, *_ops.kept_like(inputs[0], inputs[1], inputs[3], kept_bytes)
@@ -549,7 +543,7 @@ class Block(NamedTuple):
         assert input is not None and weight is not None
         call = Call(Constants(*constants), self.options, self.memory, self.wanted)  # type: ignore[arg-type]
         argmax = ("argmax",) if self.wanted & _run.ARGMAX else ()
-        extra = (name for bit, name in _EXTRA.items() if self.wanted & bit)
+        extra = (name for bit, name in EXTRA.items() if self.wanted & bit)
         outputs = ("target_logit", *extra, *argmax)
         return _ops.bytes_to_keep(input, weight, bias, call, True, outputs)
 
@@ -615,8 +609,7 @@ def _empty_state(
     options = call.options._replace(vocab_start=0)
     block = Block(inputs, options, call.memory, wanted, False)
     _, argmax, _ = _local_state(block, None)
-    asked = [bool(wanted & bit) for bit in _EXTRA]
-    return _shards.empty_state(x.shape[0], x, asked), torch.full_like(argmax, -1), None
+    return _combine.empty_state(x.shape[0], x, wanted), torch.full_like(argmax, -1), None
 
 
 def _rows_of(bias: Tensor | None, weight: Tensor, first: int, stop: int) -> Tensor | None:
@@ -642,15 +635,14 @@ def _local_states(
     return torch.stack(states), torch.stack(argmax), list(kept)
 
 
-def _states(gathered: Tensor, wanted: int) -> list[State]:
-    """Of [P b, k, N]."""
-    asked = [bool(wanted & bit) for bit in _EXTRA]
-    found = []
-    for shard in gathered:
-        rows = iter(shard)
-        first = [next(rows) for _ in range(3)]
-        found.append(State(*first, *(next(rows) if there else None for there in asked)))
-    return found
+_ENTROPY = list(_run.OUTPUTS).index(_run.ENTROPY)
+
+
+def _as_result(x: Tensor, shard: Shard, local_tokens: bool) -> Tensor:
+    """A result of its own, which may be changed in place; of the rank's own tokens if asked."""
+    if local_tokens and shard.sequence_dim is not None:
+        x = own_tokens(x, shard, shard.sequence_dim)
+    return x.clone()
 
 
 def _flat(constants: Constants) -> Constants:
@@ -689,7 +681,7 @@ class ShardedLoss(Function):
         rows = x.reshape(-1, x.shape[-1])  # [N, D]
         constants = _flat(constants)
         if options.label_smoothing > 0:
-            wanted |= _WEIGHTED
+            wanted |= WEIGHTED
         w, b = _columns(shard, w, b)
         made = (shard, rows, w, b, constants, call, wanted)
         anchor = None
@@ -697,40 +689,35 @@ class ShardedLoss(Function):
             own = _together(shard, rows, facts, _local_targets, *made)
             anchor, facts = _all_gather(own, shard).amax(0), ()  # [N]
         local, argmax, kept = _together(shard, rows, facts, _local_states, *made, anchor)
-        states = _states(_all_gather(local, shard), wanted)  # of each shard's blocks
-        state = _shards.fold(states)
+        states = _all_gather(local, shard)  # [P b, k, N]
+        indices = _all_gather(argmax, shard) if call.wanted & _run.ARGMAX else None
         tokens = Tokens(*constants[:4])
-        losses = None
-        if call.wanted & _run.LOSS:
-            losses = _shards.token_losses(state, tokens, options)
-        indices = None
-        if call.wanted & _run.ARGMAX:
-            indices = _argmax(states, _all_gather(argmax, shard), tokens, options)
-        outputs = _outputs(call.wanted, state, tokens, options, losses, indices)
-        if shard.local_tokens and dim is not None:
-            outputs = [
-                None if t is None else own_tokens(t.view(shape), shard, dim) for t in outputs
-            ]
-        else:
-            outputs = [None if t is None else t.view(shape) for t in outputs]
-        # Results of their own, which may be changed in place.
-        outputs = [None if t is None else t.clone() for t in outputs]
-        counted = _flat(counted) if shard.own else constants
-        outputs[0] = _reduced(outputs[0], Tokens(*counted[:4]), options)
-        row_state = torch.stack((state.row_reference, state.row_log_sum))  # [2, N]
-        row_state = torch.where(tokens.ignored(options), 0.0, row_state)
+        whole, local_tokens = options, shard.local_tokens and dim is not None
+        if local_tokens:  # the loss is reduced of the rank's own tokens
+            whole = options._replace(reduction=_abi.REDUCTION_NONE, normalizer=0.0)
+            tokens = tokens._replace(normalizer=None)
+        row_state, found = _combine.combine(states, indices, tokens, whole, wanted, call.wanted)
+        entropy = found[_ENTROPY]
+        outputs = [
+            t if t is None or t.dim() == 0 else _as_result(t.view(shape), shard, local_tokens)
+            for t in found
+        ]
+        if local_tokens:
+            counted = _flat(counted) if shard.own else constants
+            outputs[0] = _reduced(outputs[0], Tokens(*counted[:4]), options)
         gathered_rows = None if dim is None else rows
         keeping = [t for pair in kept for t in pair or (None, None)]
         ctx.save_for_backward(
-            input, weight, bias, *constants, row_state, state.entropy, gathered_rows, *keeping
+            input, weight, bias, *constants, row_state, entropy, gathered_rows, *keeping
         )
         ctx.unused = [True]  # what is kept serves one Backward at a time
         ctx.shape, ctx.dtype, ctx.whole = input.shape, input.dtype, shape
         constant = [
             t for t, bit in zip(outputs, _run.OUTPUTS) if t is not None and bit in _run.CONSTANTS
         ]
-        if call.wanted & _run.DETACHED and outputs[4] is not None:
-            constant.append(outputs[4])
+        detached = outputs[_ENTROPY] if call.wanted & _run.DETACHED else None
+        if detached is not None:
+            constant.append(detached)
         ctx.mark_non_differentiable(*constant)
         return tuple(outputs)
 
@@ -884,42 +871,6 @@ def _reduced(losses: Tensor | None, tokens: Tokens, options: Options) -> Tensor 
     return _shards.reduced(losses.reshape(-1), tokens, options)
 
 
-def _outputs(
-    wanted: int, state: State, tokens: Tokens, options: Options, losses: Tensor | None,
-    argmax: Tensor | None,
-) -> list[Tensor | None]:  # fmt: skip
-    """[N] each, in the order of _run.OUTPUTS; 0 for ignored tokens, whose argmax is -1."""
-    ignored, outside = tokens.ignored(options), tokens.outside(options)
-    found: dict[int, Tensor | None] = {
-        _run.LSE: state.lse() if wanted & _run.LSE else None,
-        _run.TARGET_LOGIT: state.target_logit,
-        _run.LOGPROB: torch.where(outside, float("nan"), state.logprob()),
-        _run.ENTROPY: state.entropy,
-        _run.SUM_P_SQUARED: state.sum_p_squared,
-        _run.MEAN_LOGIT: state.mean_logit,
-    }
-    outputs: list[Tensor | None] = []
-    for bit in _run.OUTPUTS:
-        value = losses if bit == _run.LOSS else argmax if bit == _run.ARGMAX else found.get(bit)
-        if not wanted & bit or value is None:
-            outputs.append(None)
-        elif bit in (_run.LOSS, _run.ARGMAX):
-            outputs.append(value)
-        else:
-            outputs.append(torch.where(ignored, 0.0, value))
-    return outputs
-
-
-def _argmax(states: list[State], indices: Tensor, tokens: Tokens, options: Options) -> Tensor:
-    """[N] i64 of [P, N]: the first of the shards whose maximum is the largest."""
-    best, index = states[0].row_reference, indices[0]
-    for state, other in zip(states[1:], indices[1:]):
-        better = (other >= 0) & ((index < 0) | (state.row_reference > best))
-        index = torch.where(better, other, index)
-        best = torch.where(better, state.row_reference, best)
-    return torch.where(tokens.ignored(options), -1, index)
-
-
 def _whole_upstream(
     upstream: Any, wanted: int, constants: Constants, options: Options, shard: Shard,
     shape: torch.Size,
@@ -1037,7 +988,10 @@ _library.define(
 def _revision() -> str:
     """Torch keeps compiled graphs on disk by the ops that were called, not by what this one is
     made of: those of another revision of it must not be taken."""
-    files = (__file__, *(str(module.__file__) for module in (_shards, _run, _autograd, _ops)))
+    files = (
+        __file__,
+        *(str(module.__file__) for module in (_combine, _shards, _run, _autograd, _ops)),
+    )
     try:
         code = b"".join(pathlib.Path(file).read_bytes() for file in files)
     except OSError:  # not installed as files

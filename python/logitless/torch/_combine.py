@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks' states come to, by the core's Combine: the whole vocabulary's loss and
+statistics. Every rank that is given the same states gets the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from logitless import _abi
+from logitless._abi import Options
+from logitless.torch import _run
+from logitless.torch._shards import Tokens
+
+WEIGHTED = 1 << 20  # asks Forward for weighted_logit_sum, beside the bits of _run
+EXTRA = {
+    _run.ENTROPY: "entropy",
+    WEIGHTED: "weighted_logit_sum",
+    _run.SUM_P_SQUARED: "sum_p_squared",
+    _run.MEAN_LOGIT: "mean_logit",
+}  # in the order of a state [k, N], behind row_reference, row_log_sum and target_logit
+_STATE = ("row_reference", "row_log_sum", "target_logit", *EXTRA.values())
+_GIVEN = ("target", *(f"shard_{name}" for name in _STATE), "shard_argmax")
+_WEIGHTS = ("token_weight", "vocab_weight", "normalizer")
+_NAMES = (*_GIVEN, *_WEIGHTS, *_run.OUTPUTS.values())
+_OPTIONS = ("reduction", "ignore_index", "empty_mean", "vocab_total", "label_smoothing", "z_loss",
+            "normalizer")  # fmt: skip
+
+
+class Combined(NamedTuple):
+    row_state: Tensor  # [2, N] f32: row_reference and row_log_sum
+    outputs: list[Tensor | None]  # in the order of _run.OUTPUTS, [N] each; the loss as reduced
+
+
+def empty_state(tokens: int, like: Tensor, wanted: int) -> Tensor:
+    """[k, N]: the state of a shard without columns."""
+    extra = sum(bool(wanted & bit) for bit in EXTRA)
+    state = like.new_zeros((3 + extra, tokens), dtype=torch.float32)
+    state[0] = -float("inf")
+    state[2] = -float("inf")
+    return state
+
+
+def combine(
+    states: Tensor, argmax: Tensor | None, tokens: Tokens, options: Options, given: int, wanted: int
+) -> Combined:
+    """Of the shards' states [S, k, N], in the vocabulary's order, that a Forward asked for `given`
+    has written, and their argmax [S, N] i64, the outputs that are `wanted`."""
+    op: Any = torch.ops.logitless.shard_combine
+    values = options._asdict()
+    row_state, *made = op(
+        states, argmax, *tokens, *(values[name] for name in _OPTIONS), given, wanted
+    )
+    rest = iter(made)
+    return Combined(row_state, [next(rest) if wanted & bit else None for bit in _run.OUTPUTS])
+
+
+def _outputs(states: Tensor, reduction: int, wanted: int) -> list[Tensor | None]:
+    tokens = states.shape[2]
+    made: list[Tensor | None] = []
+    for bit in _run.OUTPUTS:
+        scalar = bit == _run.LOSS and reduction != _abi.REDUCTION_NONE
+        shape = () if scalar else (tokens,)
+        there = wanted & bit
+        made.append(states.new_empty(shape, dtype=_run.dtype_of(bit)) if there else None)
+    return made
+
+
+def _combine(
+    states: Tensor, argmax: Tensor | None, target: Tensor, token_weight: Tensor | None,
+    vocab_weight: Tensor | None, normalizer: Tensor | None, *rest: Any,
+) -> list[Tensor]:  # fmt: skip
+    *values, given, wanted = rest
+    options = Options()._replace(**dict(zip(_OPTIONS, values)))
+    rows = iter(range(3, states.shape[1]))
+    parts = [states[:, i] for i in range(3)]  # [S, N] each
+    extra = [states[:, next(rows)] if given & bit else None for bit in EXTRA]
+    row_state = states.new_empty(2, states.shape[2])
+    outputs = _outputs(states, options.reduction, wanted)
+    weights = (token_weight, vocab_weight, normalizer)
+    tensors = (target, *parts, *extra, argmax, *weights, *outputs)
+    asked: Sequence[Any] = (
+        given, wanted, states.shape, argmax is None,
+        *(None if t is None else (t.dtype, t.shape, t.stride()) for t in weights),
+    )  # fmt: skip
+    _run.launch(_abi.COMBINE, _NAMES, tensors, options, None, tuple(asked), row_state)
+    return [row_state, *(t for t in outputs if t is not None)]
+
+
+def _combine_fake(states: Tensor, *rest: Any) -> list[Tensor]:
+    outputs = _outputs(states, rest[5], rest[-1])
+    return [states.new_empty(2, states.shape[2]), *(t for t in outputs if t is not None)]
+
+
+_make_library: Any = torch.library.Library
+_library = _make_library("logitless", "FRAGMENT")
+_library.define(
+    "shard_combine(Tensor states, Tensor? argmax, Tensor target, Tensor? token_weight, "
+    "Tensor? vocab_weight, Tensor? normalizer, int reduction, int ignore_index, int empty_mean, "
+    "SymInt vocab_total, float label_smoothing, float z_loss, float normalizer_number, int given, "
+    "int wanted) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+for _device in ("CPU", "CUDA"):
+    _library.impl("shard_combine", _combine, _device)
+torch.library.register_fake("logitless::shard_combine", _combine_fake, lib=_library)
