@@ -456,6 +456,7 @@ std::vector<Parameter> parameters_with_combine() {
   std::erase_if(all, [](const Parameter& p) { return std::get<0>(p) == "webgpu"; });
   return all;
 }
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(Combines);
 INSTANTIATE_TEST_SUITE_P(All, Combines, testing::ValuesIn(parameters_with_combine()),
                          parameter_name);
 
