@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "tests/support/executors.h"
 #include "tests/support/judge.h"
 #include "tests/support/problem.h"
 #include "tests/support/suite.h"
@@ -267,6 +268,13 @@ TEST_P(Combines, TokensAreIndependent) {
   p.op.options.label_smoothing = 0.1f;
   const Outcome all = execute(device_, p.op, p.pool);
   ASSERT_TRUE(all.status.ok()) << all.status.message();
+  const ThreadExecutor threads(3);
+  const SerialExecutor backwards(5, true);
+  for (const Executor* executor : {threads.get(), backwards.get()}) {
+    if (!device_.has_threads()) break;
+    const Outcome again = execute(device_, p.op, p.pool, {.executor = executor});
+    EXPECT_EQ(differing_bits(all.fields, again.fields), "");
+  }
   for (const int64_t first : {int64_t{0}, int64_t{299}, tokens - 1}) {
     Combine op = p.op;
     const logitless_op unused{};
@@ -448,6 +456,7 @@ std::vector<Parameter> parameters_with_combine() {
   std::erase_if(all, [](const Parameter& p) { return std::get<0>(p) == "webgpu"; });
   return all;
 }
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(Combines);
 INSTANTIATE_TEST_SUITE_P(All, Combines, testing::ValuesIn(parameters_with_combine()),
                          parameter_name);
 
