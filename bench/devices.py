@@ -184,6 +184,21 @@ def usable(name: str, call: Callable[[], None], fresh: Callable[[], None], devic
     return True
 
 
+def profile(call: Callable[[], None], fresh: Callable[[], None], rank: int) -> None:
+    """Prints what each kernel of one call takes."""
+    fresh()
+    dist.barrier()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        call()
+        torch.cuda.synchronize()
+    if rank == 0:
+        events = [e for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        start = events[0].time_range.start
+        for e in events:
+            span = e.time_range
+            print(f"    {span.start - start:9.0f} us {span.elapsed_us():8.1f} us  {e.name[:90]}")
+
+
 def contenders(head: Head, args: argparse.Namespace) -> dict[str, Callable[[], None]]:
     found: dict[str, Callable[[], None]] = {
         "one GPU": head.one,
@@ -225,6 +240,8 @@ def run(rank: int, meeting: str, args: argparse.Namespace) -> None:
                 name = names[i]
                 fresh = (lambda: None) if name.endswith("CUDA graph") else head.fresh
                 samples[name].append(measure(calls[name], fresh, args.repeats, device))
+        if args.profile:
+            profile(calls["split"], head.fresh, rank)
         peaks = {name: peak(calls[name], head.fresh, device) for name in names}
         if rank == 0:
             report(shape, samples, peaks, args)
@@ -257,6 +274,7 @@ def main() -> None:
     parser.add_argument("--megatron", default="", metavar="FOLDER")
     parser.add_argument("--graphs", action="store_true")
     parser.add_argument("--only", action="append", metavar="TEXT")
+    parser.add_argument("--profile", action="store_true", help="the split's kernels on rank 0")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         meeting = os.path.join(folder, "meeting")

@@ -610,21 +610,22 @@ def test_what_moves_is_counted() -> None:
     """Llama-3's head on eight ranks of 2048 tokens."""
     costs = head_costs(2048, 4096, 128256, 8)
     x = 7 * 2048 * 4096 * 2
-    assert costs.tokens.moved == 3 * x + 12 * 7 * 2048 + 12 * 7 * 8 * 2048
+    assert costs.tokens.moved == 3 * x + 12 * 7 * 2048 + 16 * 7 * 8 * 2048
     shard = 128256 // 8 * 4096
     assert costs.weight.moved == 7 * shard * (2 + 4)
-    assert costs.tokens.peak == 8 * 2048 * 4096 * (2 + 8) + 2 * shard
+    kept = 8 * 2048 * 128256 // 8
+    assert costs.tokens.peak == 8 * 2048 * 4096 * (2 + 8) + 2 * shard + 2 * kept
     assert costs.weight.peak == 8 * shard * (2 + 2 + 4)
-    assert costs.tokens.flops * 3 == costs.weight.flops * 4
-    assert costs.cheaper(50e9, 600e12) == "tokens"
-    assert costs.cheaper(1e12, 600e12) == "weight"  # where a product costs more than the exchange
+    assert costs.cheaper() == "tokens"
     even = head_costs(128256 // 8, 4096, 128256, 8)  # as many tokens as columns
     assert 0 < even.tokens.moved - even.weight.moved < 0.01 * even.weight.moved
     many = head_costs(32768, 4096, 128256, 8)
-    assert many.tokens.moved > many.weight.moved and many.cheaper(50e9, 600e12) == "weight"
+    assert many.tokens.moved > many.weight.moved and many.cheaper() == "weight"
     exact = head_costs(2048, 4096, 128256, 8, dtype=torch.float32)
     assert exact.weight.moved == 7 * shard * (4 + 4)
-    assert exact.tokens.peak == 8 * 2048 * 4096 * (4 + 8)  # the products take the shard itself
+    assert (
+        exact.tokens.peak == 8 * 2048 * 4096 * (4 + 8) + 4 * kept
+    )  # the products take the shard itself
     alone = head_costs(2048, 4096, 128256, 1)
     assert alone.tokens == alone.weight and alone.tokens.moved == 0
     with pytest.raises(ValueError, match="ranks is 0; allowed: >= 1"):

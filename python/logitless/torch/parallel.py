@@ -123,19 +123,15 @@ class Cost(NamedTuple):
 
     moved: int  # bytes received
     peak: int  # bytes held at once
-    flops: int  # of the products
 
 
 class HeadCosts(NamedTuple):
     tokens: Cost  # `parallelize(mesh, tokens="sharded")`
     weight: Cost  # FSDP2
 
-    def cheaper(self, bytes_per_second: float, flops_per_second: float) -> str:
-        """Which takes less time where nothing hides the exchange, "tokens" or "weight" (FSDP2)."""
-        tokens, weight = (
-            cost.moved / bytes_per_second + cost.flops / flops_per_second for cost in self
-        )
-        return "tokens" if tokens < weight else "weight"
+    def cheaper(self) -> str:
+        """Which receives less, "tokens" or "weight" (FSDP2): both take three products."""
+        return "tokens" if self.tokens.moved < self.weight.moved else "weight"
 
 
 def head_costs(
@@ -155,22 +151,20 @@ def head_costs(
         if value < 1:
             raise invalid(f"{name} is {value}; allowed: >= 1")
     all_tokens, rows = ranks * tokens, -(-vocab // ranks)
-    others, product = (ranks - 1) * tokens, 2 * tokens * hidden * vocab
+    others = (ranks - 1) * tokens
     size, reduced = dtype.itemsize, reduce_dtype.itemsize
     if ranks == 1:
-        return HeadCosts(*[Cost(0, 0, 3 * product)] * 2)
-    # a token's target and upstream gradient, and its three states of each other rank
-    numbers = (8 + 4) * others + 12 * (ranks - 1) * all_tokens
+        return HeadCosts(Cost(0, 0), Cost(0, 0))
+    # a token's target and upstream gradient, and its four states of each other rank
+    numbers = (8 + 4) * others + 16 * (ranks - 1) * all_tokens
     copy = rows * hidden * size if dtype is not torch.float32 else 0
     return HeadCosts(
         Cost(
             others * hidden * (size + 4) + numbers,
-            all_tokens * hidden * (size + 2 * 4) + copy,
-            4 * product,
+            all_tokens * (hidden * (size + 2 * 4) + rows * size) + copy,
         ),
         Cost(
             (vocab - rows) * hidden * size + (ranks - 1) * rows * hidden * reduced,
             vocab * hidden * (2 * size + reduced),
-            3 * product,
         ),
     )
