@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The CPU backend allocates nothing while it runs, whatever it is asked and also where it refuses:
 // all that it needs is the workspace. The threads of the library's own pool are started once.
+#include <algorithm>
 #include <cstdlib>
+#include <string_view>
+#include <vector>
 
 #include "tests/support/allocation_count.h"
 #include "tests/support/executors.h"
@@ -75,6 +78,47 @@ TEST_P(Allocation, NoneWhileRunning) {
     expect_none(c, serial.get(), Memory::minimum);
     if (c.placement == Placement::dense) expect_none(c, nullptr, Memory::recommended);
   }
+}
+
+// Combine has no case in the table.
+TEST_P(Allocation, NoneOfACombine) {
+  if (!device_.has_threads() || op_ != OpKind::softmax || dtype_ != DType::f32) return;
+  constexpr int64_t shards = 3, tokens = 700, vocab = 12;
+  std::vector<float> states(shards * tokens, 0.5f), weights(vocab, 1), written(11 * tokens);
+  std::vector<int64_t> indices(shards * tokens, 1), argmax(tokens);
+  Combine op;
+  op.options = {.label_smoothing = 0.1f, .vocab_total = vocab};
+  float* next = written.data();
+  const logitless_op unused{};
+  for_each_tensor(op, unused, [&](std::string_view name, Access access, TensorView& view, auto&&) {
+    if (name == "rank" || name == "fault" || name == "normalizer" || name == "temperature") return;
+    if (name == "target") {
+      view = vector_view(indices.data(), DType::i64, tokens);
+    } else if (name.starts_with("shard_")) {
+      const bool index = name == "shard_argmax";
+      view = matrix_view(index ? static_cast<void*>(indices.data()) : states.data(),
+                         index ? DType::i64 : DType::f32, shards, tokens);
+    } else if (access == Access::read) {
+      const bool of_classes = name == "vocab_weight";
+      view = vector_view(of_classes ? weights.data() : states.data(), DType::f32,
+                         of_classes ? vocab : tokens);
+    } else if (name == "argmax") {
+      view = vector_view(argmax.data(), DType::i64, tokens);
+    } else {
+      view = vector_view(next, DType::f32, name == "loss" ? 1 : tokens);
+      next += tokens;
+    }
+  });
+  const SerialExecutor serial(4);
+  Execution execution = device_.execution();
+  execution.executor = serial.get();
+  WorkspaceSize size;
+  ASSERT_TRUE(workspace(op, execution, &size).ok());
+  const Bytes scratch(size.minimum);
+  expect_none(op, {scratch.data(), size.minimum}, execution, StatusCode::ok, "combine");
+  std::fill(indices.begin(), indices.end(), vocab);
+  expect_none(op, {scratch.data(), size.minimum}, execution, StatusCode::target_out_of_range,
+              "combine");
 }
 
 // A Forward keeps state, and a Backward finds what no Forward has kept.
