@@ -118,14 +118,6 @@ class Captured:
         self.graph.replay()
 
 
-def without_overlap(call: Callable[[], None]) -> None:
-    _parallel.OVERLAPS = False
-    try:
-        call()
-    finally:
-        _parallel.OVERLAPS = True
-
-
 def synchronize(device: str) -> None:
     if device != "cpu":
         torch.cuda.synchronize()
@@ -203,7 +195,6 @@ def contenders(head: Head, args: argparse.Namespace) -> dict[str, Callable[[], N
     found: dict[str, Callable[[], None]] = {
         "one GPU": head.one,
         "split": head.split,
-        "split, not overlapped": partial(without_overlap, head.split),
         "split, vocab_blocks=8": partial(head.split, vocab_blocks=8),
         'split, reduce_dtype="input"': partial(head.split, reduce_dtype="input"),
         "exchange": head.exchange,

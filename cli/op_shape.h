@@ -22,6 +22,7 @@ struct OpShape {
   bool grad_input = true, grad_weight = true;  // only linear ops with gradients have them
   bool in_place = false;                       // gradients of the logits overwrite the logits
   uint64_t kept = 0;                           // kept state takes at most so many bytes
+  int64_t vocab_total = 0;  // if not 0, `vocab` columns of so many, the first shard's
   bool linear() const { return op.starts_with("linear"); }
 };
 
@@ -53,9 +54,12 @@ void set_views(Op& op, const OpShape& s, Memory&& memory) {
   } else {
     op.logits = matrix("logits", s.dtype, s.tokens, s.vocab);
   }
-  if constexpr (LossOp<Op>) op.target = vector("target", DType::i64);
+  if constexpr (LossOp<Op>) {
+    op.target = vector("target", DType::i64);
+    op.options.vocab_total = s.vocab_total;
+  }
   if constexpr (ForwardOp<Op>) {
-    op.loss = memory("loss", scalar_view(nullptr, DType::f32));
+    if (s.vocab_total == 0) op.loss = memory("loss", scalar_view(nullptr, DType::f32));
     op.statistics.lse = vector("lse", DType::f32);
     op.statistics.target_logit = vector("target_logit", DType::f32);
     op.statistics.row_reference = vector("row_reference", DType::f32);
@@ -71,6 +75,9 @@ void set_views(Op& op, const OpShape& s, Memory&& memory) {
       op.kept = matrix("kept", s.dtype, kept.shape[0], kept.shape[1]);
       op.kept_rows = matrix("kept_rows", DType::f32, kept.rows_shape[0], kept.rows_shape[1]);
       if constexpr (GradientOp<Op>) op.kept_key = kept.key;
+      if constexpr (AnchoredOp<Op>) {
+        if (s.vocab_total > 0) op.anchor = vector("anchor", DType::f32);
+      }
     }
   }
   if constexpr (LinearOp<Op> && GradientOp<Op>) {

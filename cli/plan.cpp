@@ -27,6 +27,7 @@ struct PlanArguments {
   std::string device = "cpu", dtype = "f32", grad_dtype = "f32";
   std::optional<uint64_t> memory, kept;
   int threads = 0;
+  int64_t shards = 1;
   bool steps = false, no_grad_input = false, no_grad_weight = false;
 };
 
@@ -209,10 +210,12 @@ void print_parts(const json& out) {
 
 // Prints what is the same for every device, around what is its own.
 void print_text(const json& out, void (*print_plan)(const json&)) {
-  fmt::print("{:<12}{}, N {} x D {} x V {}, {}, gradients {}\n", "op", out["op"].get<std::string>(),
-             out["tokens"].get<int64_t>(), out["hidden"].get<int64_t>(),
-             out["vocab"].get<int64_t>(), out["dtype"].get<std::string>(),
-             out["grad_dtype"].get<std::string>());
+  const std::string of_all =
+      out.contains("vocab_total") ? fmt::format(" of {}", out["vocab_total"].get<int64_t>()) : "";
+  fmt::print("{:<12}{}, N {} x D {} x V {}{}, {}, gradients {}\n", "op",
+             out["op"].get<std::string>(), out["tokens"].get<int64_t>(),
+             out["hidden"].get<int64_t>(), out["vocab"].get<int64_t>(), of_all,
+             out["dtype"].get<std::string>(), out["grad_dtype"].get<std::string>());
   if (out.contains("plan")) print_plan(out);
   const json& workspace = out["workspace"];
   // The recommended size does not depend on the machine, so that the plan does not either.
@@ -236,15 +239,24 @@ void run_plan(const Context& context, PlanArguments& arguments) {
     throw BadInput(fmt::format(
         "--kept: given with --op {}; allowed: linear-forward, linear-backward", shape.op));
   }
+  if (arguments.shards > 1) {
+    if (shape.op != "linear-forward" && shape.op != "linear-backward") {
+      throw BadInput(fmt::format(
+          "--shards: given with --op {}; allowed: linear-forward, linear-backward", shape.op));
+    }
+    shape.vocab_total = shape.vocab;
+    shape.vocab = divide_up(shape.vocab, arguments.shards);
+  }
   if (arguments.threads > 0) logitless_set_num_threads(arguments.threads);
   const bool cuda = arguments.device == "cuda";
   const bool webgpu = arguments.device == "webgpu";
   if (arguments.steps && !cuda) {
     throw BadInput(fmt::format("--steps: given with --device {}; allowed: cuda", arguments.device));
   }
-  const json out = cuda     ? cuda_plan(shape, arguments.memory, arguments.steps)
-                   : webgpu ? webgpu_plan(shape, arguments.memory)
-                            : gather(arguments);
+  json out = cuda     ? cuda_plan(shape, arguments.memory, arguments.steps)
+             : webgpu ? webgpu_plan(shape, arguments.memory)
+                      : gather(arguments);
+  if (shape.vocab_total > 0) out["vocab_total"] = shape.vocab_total;
   if (context.json) {
     print_json(out);
   } else if (cuda) {
@@ -284,6 +296,10 @@ void add_plan(CLI::App& app, Context& context) {
           "--kept", [&a](const std::string& text) { a.kept = parse_bytes(text, "--kept"); },
           "what linear-forward keeps for linear-backward, at most, e.g. 64MiB; default: nothing")
       ->type_name("SIZE");
+  command
+      ->add_option("--shards", a.shards,
+                   "of linear-forward and linear-backward: the vocabulary is split over so many")
+      ->check(integer(1, 1 << 16));
   command->add_option("--threads", a.threads, "0: all that this process may use")
       ->check(integer(0, 1024));
   command->add_flag("--steps", a.steps, "with --device cuda: what the plan does, in its order");

@@ -52,6 +52,16 @@ class PlanTest(CliTest):
         frozen = self.json("plan", *self.SHAPE, "--no-grad-weight")
         self.assertEqual(frozen["plan"]["products"], 2)
 
+    def test_a_shard_of_the_vocabulary(self) -> None:
+        for op in ("linear-forward", "linear-backward"):
+            one = (*self.SHAPE, "--op", op, "--kept", "1GiB", "--shards", "3")
+            shard = self.json("plan", *one)
+            self.assertEqual((shard["vocab"], shard["vocab_total"]), (1000, 3000))
+            self.assertEqual(shard["kept"]["columns"], 1000)
+            self.assertIn("V 1000 of 3000", self.succeed("plan", *one))
+        refused = self.refuse("plan", *self.SHAPE, "--shards", "2")
+        self.assertIn("--shards: given with --op linear-forward-backward", refused)
+
     def test_what_is_kept_takes_a_product_less(self) -> None:
         backward = (*self.SHAPE, "--op", "linear-backward")
         plain = self.json("plan", *backward)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import pathlib
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +41,6 @@ from logitless.torch._kept import Keep
 from logitless.torch._run import Constants, Upstream
 from logitless.torch._shards import Tokens
 
-OVERLAPS = True  # on a GPU grad_input is exchanged while grad_weight is made
 _DIFFERENTIABLE = (_run.LOSS, _run.LSE, _run.TARGET_LOGIT, _run.LOGPROB, _run.ENTROPY)
 _FORWARD = (*_run.INPUTS, "anchor", "target_logit", *EXTRA.values(), "argmax")
 _NUMBERS = ("label_smoothing", "z_loss", "logit_scale", "softcap", "temperature", "normalizer")
@@ -322,20 +321,13 @@ def _all_gather(x: Tensor, shard: Shard) -> Tensor:
     return waited
 
 
-def _nothing() -> None:
-    pass
-
-
-def _exchange(x: Tensor, shard: Shard, meanwhile: Callable[[], None] = _nothing) -> Tensor:
-    """[P, n, ...] of [P * n, ...]: this rank's part of every rank's. `meanwhile` is called before
-    it is waited for."""
+def _exchange(x: Tensor, shard: Shard) -> Tensor:
+    """[P, n, ...] of [P * n, ...]: this rank's part of every rank's."""
     if shard.size == 1:
-        meanwhile()
         return x.unsqueeze(0)
     ops: Any = torch.ops._c10d_functional
     each = [x.shape[0] // shard.size] * shard.size
     parts: Tensor = ops.all_to_all_single(x.contiguous(), each, each, shard.group)
-    meanwhile()
     waited: Tensor = ops.wait_tensor(parts)
     return waited.view(shard.size, each[0], *x.shape[1:])
 
@@ -357,20 +349,25 @@ def own_tokens(x: Tensor, shard: Shard, dim: int) -> Tensor:
     return x.narrow(dim, shard.rank * length, length)
 
 
-def _added(shard: Shard, parts: Tensor) -> Tensor:
-    """[...] of [P, ...]: in the ranks' order; of blocks in a tree that is the same for any P."""
+def _summed(x: Tensor, shard: Shard, dtype: torch.dtype) -> Tensor:
+    """[n, ...] of every rank's [P * n, ...]: this rank's rows of the sum, in the ranks' order; of
+    blocks in a tree that is the same for any P. Two parts have the same sum in either order, so
+    that a GPU's own reduction may make it, which takes half the time of an exchange."""
+    if shard.size == 2 and x.is_cuda:
+        ops: Any = torch.ops._c10d_functional
+        own = ops.reduce_scatter_tensor(x.contiguous(), "sum", shard.size, shard.group)
+        added: Tensor = ops.wait_tensor(own).to(dtype)
+        return added
+    parts = _exchange(x, shard)
     if not shard.blocks:
-        return _shards.ordered_sum(parts)
+        return _shards.ordered_sum(parts).to(dtype)
     carries: _shards.Carries = []
     for part in parts:
         _shards.carry(carries, part)
-    return _shards.tree_of(carries)
+    return _shards.tree_of(carries).to(dtype)
 
 
-def reduce_grad_input(
-    part: Tensor, shard: Shard, shape: torch.Size, dtype: torch.dtype,
-    meanwhile: Callable[[], None] = _nothing,
-) -> Tensor:  # fmt: skip
+def reduce_grad_input(part: Tensor, shard: Shard, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """The gradient of the input of `shape`, from this rank's part of that of all tokens [N, D]: of
     its own tokens where the input is split, else of all. f32 parts are added in the ranks' order,
     so that every rank gets the same bits, whatever the backend does."""
@@ -381,7 +378,7 @@ def reduce_grad_input(
         first = part.view(whole).movedim(dim, 0)
         if not shard.ordered:
             first = first.to(dtype)
-        return _added(shard, _exchange(first, shard)).to(dtype).movedim(0, dim)
+        return _summed(first, shard, dtype).movedim(0, dim)
     if not shard.reduce_input_grad:
         return part.to(dtype).view(shape)
     if not shard.ordered:
@@ -392,7 +389,7 @@ def reduce_grad_input(
         padded = part.new_zeros(tokens + missing, part.shape[1])
         padded[:tokens] = part
         part = padded
-    own = _added(shard, _exchange(part, shard, meanwhile)).to(dtype)
+    own = _summed(part, shard, dtype)
     return _all_gather(own, shard)[:tokens].view(shape)
 
 
@@ -760,44 +757,20 @@ class ShardedLoss(Function):
         )  # fmt: skip
         free = ctx.unused and ctx.unused.pop()
         made = (shard, (rows, w, b, *constants), options, more, kept if free else None)
-        if needs[0] and needs[1] and free and rows.is_cuda and OVERLAPS and shard.size > 1:
-            part, late = _apart(made)
-            grad_input = reduce_grad_input(part, shard, ctx.shape, ctx.dtype, late)
-            weights, biases = late.made
-        elif needs[0]:  # then the ranks exchange, and one that fails would leave the others waiting
+        if needs[0]:  # then the ranks exchange, and one that fails would leave the others waiting
             parts, weights, biases = _together(shard, rows, (), _local_gradients, *made)
-            part = _shards.tree_of(parts)
-            grad_input = reduce_grad_input(part, shard, ctx.shape, ctx.dtype)
         else:
-            grad_input = None
-            _, weights, biases = _local_gradients(*made)
+            parts, weights, biases = _local_gradients(*made)
         if free:
             ctx.unused.append(True)
         if weights:
             grad_weight = _mean(_joined(weights), shard) if needs[1] else None
             grad_bias = None if grad_bias is None else _mean(_joined(biases), shard)
+        grad_input = None
+        if needs[0]:
+            part = _shards.tree_of(parts)
+            grad_input = reduce_grad_input(part, shard, ctx.shape, ctx.dtype)
         return grad_input, _padded(grad_weight, weight), _padded(grad_bias, bias)
-
-
-class _Late:
-    """The gradients of weight and bias, which are made while those of the input are exchanged."""
-
-    def __init__(self, made: Any) -> None:
-        self._make = made
-        self.made: tuple[list[Tensor], list[Tensor]] = ([], [])
-
-    def __call__(self) -> None:
-        _, weights, biases = _local_gradients(*self._make)
-        self.made = weights, biases
-
-
-def _apart(made: Any) -> tuple[Tensor, _Late]:
-    """This rank's part of grad_input, and the rest for later: of one kept state, in two calls."""
-    shard, inputs, options, more, kept = made
-    *first, _, weight, bias = more
-    parts, *_ = _local_gradients(shard, inputs, options, (*first, True, None, None), kept)
-    rest = (*first, False, weight, bias)
-    return _shards.tree_of(parts), _Late((shard, inputs, options, rest, kept))
 
 
 def _local_gradients(

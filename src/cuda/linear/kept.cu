@@ -213,16 +213,16 @@ __global__ void __launch_bounds__(formed_rows* formed_lanes)
   const int64_t columns = to.blocks ? (to.columns + 63) / 64 * 64 : to.columns;
   const int valid = valid_rows(chunk);
   if (row >= rows || (whole > 0 && row >= (valid + whole - 1) / whole * whole)) return;
+  const bool counts = row < valid;
   Pack<E> packs[formed_groups];
 #pragma unroll
   for (int i = 0; i < formed_groups; ++i) {
     const int64_t j = start + i * (formed_lanes * width);
-    if (j >= columns) break;
+    if (j >= columns || !counts) break;
     packs[i] =
         *reinterpret_cast<const Pack<E>*>(panel_element<E>(from, row, to.first - from.first + j));
   }
   FormedRow formed;
-  const bool counts = row < valid;
   if (counts) {
     const RowGradient g = gradients[row];
     const float log_target = (target_logit[row] - g.reference) - g.log_sum;

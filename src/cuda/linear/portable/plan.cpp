@@ -147,7 +147,7 @@ void PortableEngine::each_plan(const LinearShape& s, const DeviceSpeed&, uint64_
       if (!s.gradients() || s.can_store) consider(finish(s, p));
       if (s.gradients()) each_width(s, bytes, p, consider);
     }
-    if (most <= least_chunk) break;
+    if (most <= least_chunk || s.targets_only) break;
   }
 }
 

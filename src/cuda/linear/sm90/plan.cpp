@@ -61,7 +61,7 @@ class Plans {
         }
         if (s_.gradients()) each_width(p, use);
       }
-      if (most <= least_chunk) break;
+      if (most <= least_chunk || s_.targets_only) break;
     }
     if (s_.gradients() && s_.can_store && bytes_ > 0) each_odd_chunk(use);
   }
