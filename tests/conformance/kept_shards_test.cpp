@@ -21,11 +21,9 @@ struct Shard {
 
 class KeptShards : public KeptState {
  protected:
-  // Runs the shards' Forwards, the one for the targets' logits first, and gives their Backwards the
-  // whole vocabulary's states. Every shard keeps its columns, or the first so many of them.
-  std::vector<Shard> keep_shards(Problem<Backward>* problem, const Sizes& sizes, int64_t columns) {
-    Backward& op = problem->op;
-    const int64_t tokens = op.input.shape[0];
+  // Returns a Forward of the whole vocabulary that is asked for its state.
+  static Forward forward_of(Problem<Backward>* problem) {
+    const Backward& op = problem->op;
     Forward whole{.input = op.input,
                   .weight = op.weight,
                   .bias = op.bias,
@@ -34,59 +32,76 @@ class KeptShards : public KeptState {
                   .weights = op.weights};
     for (TensorView* view : {&whole.statistics.row_reference, &whole.statistics.row_log_sum,
                              &whole.statistics.target_logit, &whole.statistics.entropy}) {
-      *view = problem->pool.reserve(DType::f32, {tokens});
+      *view = problem->pool.reserve(DType::f32, {op.input.shape[0]});
     }
-    std::vector<double> anchor(static_cast<size_t>(tokens), -INFINITY);
-    std::vector<Shard> shards(sizes.size());
-    std::vector<std::vector<double>> targets(sizes.size());
+    return whole;
+  }
+  // Runs a Forward that is asked for the targets' logits alone.
+  std::vector<double> targets_of(const Problem<Backward>& problem, Forward alone) {
+    alone.statistics = {.target_logit = alone.statistics.target_logit};
+    const Outcome outcome = execute(device_, alone, problem.pool, {.fill = garbage});
+    EXPECT_TRUE(outcome.status.ok()) << outcome.status.message();
+    if (!outcome.status.ok()) return {};
+    EXPECT_TRUE(compare(expected(device_, alone, problem.model), outcome).ok());
+    return outcome.fields.at("target_logit").value;
+  }
+  // Runs the shards' Forwards, the one for the targets' logits first, and gives their Backwards the
+  // whole vocabulary's states. Every shard keeps its columns, or the first so many of them.
+  std::vector<Shard> keep_shards(Problem<Backward>* problem, const Sizes& sizes, int64_t columns) {
+    Backward& op = problem->op;
+    const auto tokens = static_cast<size_t>(op.input.shape[0]);
+    const Forward whole = forward_of(problem);
+    std::vector<double> anchor(tokens, -INFINITY);
+    std::vector<Shard> shards;
+    std::vector<std::vector<double>> targets;
     int64_t first = 0;
-    for (size_t s = 0; s < sizes.size(); ++s) {
-      shards[s].forward = shard_of(whole, first, sizes[s]);
-      shards[s].backward = shard_of(op, first, sizes[s]);
-      first += sizes[s];
-      Forward alone = shards[s].forward;
-      alone.statistics = {.target_logit = alone.statistics.target_logit};
-      const Outcome outcome = execute(device_, alone, problem->pool, {.fill = garbage});
-      EXPECT_TRUE(outcome.status.ok()) << outcome.status.message();
-      if (!outcome.status.ok()) return {};
-      EXPECT_TRUE(compare(expected(device_, alone, problem->model), outcome).ok());
-      targets[s] = outcome.fields.at("target_logit").value;
-      for (size_t i = 0; i < anchor.size(); ++i) anchor[i] = std::max(anchor[i], targets[s][i]);
+    for (const int64_t size : sizes) {
+      shards.push_back({shard_of(whole, first, size), shard_of(op, first, size), {}});
+      first += size;
+      targets.push_back(targets_of(*problem, shards.back().forward));
+      if (targets.back().empty()) return {};
+      for (size_t i = 0; i < tokens; ++i) anchor[i] = std::max(anchor[i], targets.back()[i]);
     }
-    const bool is_shard = sizes.size() > 1;
-    const TensorView anchors = problem->pool.reserve(DType::f32, {tokens});
+    const TensorView anchors = problem->pool.reserve(DType::f32, {op.input.shape[0]});
     write(anchors, anchor);
-    std::vector<TokenState> states(static_cast<size_t>(tokens));
+    std::vector<TokenState> states(tokens);
     for (size_t s = 0; s < sizes.size(); ++s) {
-      Shard& shard = shards[s];
-      if (is_shard) shard.forward.anchor = anchors;
-      make_room(problem, columns, &shard);
-      const Outcome outcome = execute(device_, shard.forward, problem->pool, {.fill = garbage});
-      EXPECT_TRUE(outcome.status.ok()) << outcome.status.message();
-      EXPECT_TRUE(outcome.violations.empty()) << outcome.violations[0];
-      const Fields& fields = outcome.fields;
+      if (sizes.size() > 1) shards[s].forward.anchor = anchors;
+      make_room(problem, columns, &shards[s]);
+      const Outcome outcome = run_forward(*problem, &shards[s]);
+      if (!outcome.status.ok()) return {};
       // Nothing else that is asked for changes a bit of the target's logit.
-      EXPECT_EQ(fields.at("target_logit").value, targets[s]);
-      for (size_t i = 0; i < states.size(); ++i) {
-        const auto at = [&](const char* name) {
-          return static_cast<float>(fields.at(name).value[i]);
-        };
-        const TokenState own{.row_reference = at("row_reference"),
-                             .row_log_sum = at("row_log_sum"),
-                             .target_logit = at("target_logit"),
-                             .entropy = at("entropy")};
-        states[i] = s == 0 ? own : combine(states[i], own);
-      }
-      if (shard.kept.columns == 0) continue;
-      shard.backward.kept = shard.forward.kept;
-      shard.backward.kept_rows = shard.forward.kept_rows;
-      shard.backward.kept_key = shard.kept.key;
-      write_bits(shard.backward.kept, outcome.kept.at("kept"));
-      write_bits(shard.backward.kept_rows, outcome.kept.at("kept_rows"));
-      if (is_relative(op.options)) expect_anchors(outcome, anchor);
+      EXPECT_EQ(outcome.fields.at("target_logit").value, targets[s]);
+      add_states(outcome.fields, s == 0, &states);
+      if (shards[s].kept.columns > 0 && is_relative(op.options)) expect_anchors(outcome, anchor);
     }
     give_states(op, states);
     return shards;
+  }
+  // Runs a shard's Forward and hands what it keeps to its Backward.
+  Outcome run_forward(const Problem<Backward>& problem, Shard* shard) {
+    Outcome outcome = execute(device_, shard->forward, problem.pool, {.fill = garbage});
+    EXPECT_TRUE(outcome.status.ok()) << outcome.status.message();
+    EXPECT_TRUE(outcome.violations.empty()) << outcome.violations[0];
+    if (shard->kept.columns == 0 || !outcome.status.ok()) return outcome;
+    shard->backward.kept = shard->forward.kept;
+    shard->backward.kept_rows = shard->forward.kept_rows;
+    shard->backward.kept_key = shard->kept.key;
+    write_bits(shard->backward.kept, outcome.kept.at("kept"));
+    write_bits(shard->backward.kept_rows, outcome.kept.at("kept_rows"));
+    return outcome;
+  }
+  static void add_states(const Fields& fields, bool first, std::vector<TokenState>* states) {
+    for (size_t i = 0; i < states->size(); ++i) {
+      const auto at = [&](const char* name) {
+        return static_cast<float>(fields.at(name).value[i]);
+      };
+      const TokenState own{.row_reference = at("row_reference"),
+                           .row_log_sum = at("row_log_sum"),
+                           .target_logit = at("target_logit"),
+                           .entropy = at("entropy")};
+      (*states)[i] = first ? own : combine((*states)[i], own);
+    }
   }
   // What is kept is relative to the target's logit: not on the CPU in f32, where logits are, and
   // not where it keeps nothing.
