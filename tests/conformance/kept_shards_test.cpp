@@ -196,6 +196,29 @@ TEST_P(KeptShards, AnAnchorFarAwayServes) {
   }
 }
 
+// Views of every column are no shard, though vocab_total says how many there are.
+TEST_P(KeptShards, OfEveryColumnTheStateIsItsOwn) {
+  if (!device_.keeps_state(dtype_) || device_.name() == std::string("webgpu")) return;
+  Case c = plain(70, 453);
+  c.ignored = 0;
+  c.fault = true;
+  Problem<Backward> problem = build<Backward>(c);
+  const std::vector<Shard> shards = keep_shards(&problem, {453}, 0);
+  ASSERT_EQ(shards.size(), 1u);
+  if (shards[0].kept.columns == 0) return;
+  const Backward& op = shards[0].backward;
+  std::vector<double> log_sum = read(op.row_log_sum);
+  log_sum[3] += 0.5;
+  write(op.row_log_sum, log_sum);
+  const Outcome outcome = execute(device_, op, problem.pool, {.fill = garbage});
+  ASSERT_TRUE(outcome.status.ok()) << outcome.status.message();
+  EXPECT_EQ(outcome.fault, 2);
+  const Field& grad = outcome.fields.at("grad_input");
+  for (int64_t i = 0; i < c.shape.tokens; ++i) {
+    ASSERT_EQ(std::isnan(grad.value[static_cast<size_t>(i * c.shape.hidden)]), i == 3) << i;
+  }
+}
+
 // A shard does not know the whole vocabulary's state before it is told, but no lse of the whole is
 // below a shard's own; and what was consumed serves nobody.
 TEST_P(KeptShards, StateOfAnotherForwardIsNaN) {

@@ -1488,6 +1488,28 @@ BLOCKS: Sequence[tuple[int, torch.dtype, dict[str, Any]]] = (
 
 
 @case
+def ranks_whose_inputs_have_other_gradients(rank: Rank) -> Results:
+    """One would wait for the others' parts of its input's gradient."""
+    x, w, t = torch.randn(4, 8), torch.randn(8, 8).requires_grad_(), torch.arange(4)
+    with pytest.raises(ValueError, match="whether the input has one is"):
+        linear_cross_entropy(x.requires_grad_(rank.rank == 0), w, t, group=dist.group.WORLD)
+    return {}
+
+
+@case
+def a_token_weight_elsewhere(rank: Rank) -> Results:
+    """It is refused before and after a call of the same shape has been planned."""
+    x, w, t = torch.randn(4, 8), torch.randn(8, 8), torch.arange(4)
+    where: dict[str, Any] = {"group": dist.group.WORLD, "reduction": "none"}
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="token_weight is on meta; allowed: "):
+            elsewhere = torch.ones(4, device="meta")
+            linear_cross_entropy(x, w, t, token_weight=elsewhere, **where)
+        linear_cross_entropy(x, w, t, token_weight=torch.ones(4), **where)
+    return {}
+
+
+@case
 def the_same_bits_for_any_number_of_ranks(rank: Rank) -> Results:
     """Of everything, and within the bound of the call without blocks."""
     if rank.size == 3:
@@ -1540,7 +1562,8 @@ def a_split_that_is_not_of_whole_blocks_is_refused(rank: Rank) -> Results:
 # Ranks tell each other of errors on the CPU alone, and some cases are about a CPU.
 ON_THE_CPU = {
     "autocast", "memory_that_is_enough_for_some_ranks", "memory_that_is_enough_for_forward_only",
-    "one_rank_is_refused", "ranks_that_ask_for_other_things", "a_sequence_that_cannot_be_split",
+    "one_rank_is_refused", "ranks_that_ask_for_other_things", "ranks_whose_inputs_have_other_gradients",
+    "a_sequence_that_cannot_be_split",
     "a_split_with_a_gap_or_an_overlap", "a_split_that_is_not_of_whole_blocks_is_refused",
 }  # fmt: skip
 

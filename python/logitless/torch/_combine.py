@@ -84,7 +84,7 @@ def _combine(
     tensors = (target, *parts, *extra, argmax, *weights, *outputs)
     asked: Sequence[Any] = (
         given, wanted, states.shape, argmax is None,
-        *(None if t is None else (t.dtype, t.shape, t.stride()) for t in weights),
+        *(None if t is None else (t.dtype, t.device, t.shape, t.stride()) for t in weights),
     )  # fmt: skip
     _run.launch(_abi.COMBINE, _NAMES, tensors, options, None, tuple(asked), row_state)
     return [row_state, *(t for t in outputs if t is not None)]

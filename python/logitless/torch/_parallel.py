@@ -32,11 +32,19 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from logitless import _abi
 from logitless._abi import Options
-from logitless._errors import LogitlessError, invalid, not_supported, wrong_shape
+from logitless._errors import (
+    LogitlessError,
+    argument,
+    invalid,
+    not_supported,
+    wrong_device,
+    wrong_shape,
+)
 from logitless.torch import _autograd, _combine, _kept, _ops, _ranks, _run, _shards
 from logitless.torch._autograd import Call, cast, cast_bias, once, upstream_of
 from logitless.torch._checks import check_target
 from logitless.torch._combine import EXTRA, WEIGHTED
+from logitless.torch._device import allows_tf32
 from logitless.torch._kept import Keep
 from logitless.torch._run import Constants, Upstream
 from logitless.torch._shards import Tokens
@@ -64,6 +72,7 @@ class Shard(NamedTuple):
     replicas: str = ""  # the group of the ranks with the same columns and other tokens
     divisor: float = 1.0  # of the sum of all their grad_weight
     keeps: bool = False  # Forward keeps for Backward what it can
+    of_input: bool = False  # Backward will be asked for the input's gradient, which is exchanged
 
     def ranges(self, rows: int) -> list[tuple[int, int]]:
         """Where this rank's blocks begin and end among its own rows."""
@@ -259,7 +268,8 @@ def _facts(shard: Shard, input: Tensor, weight: Tensor, wanted: int) -> tuple[in
     """What must fit, or be the same, on all ranks."""
     stop = shard.start + weight.shape[0]
     tokens, hidden = input.shape[:-1].numel(), input.shape[-1]
-    return shard.start, stop, shard.total, tokens, hidden, shard.blocks, wanted, shard.keeps
+    own = (shard.start, stop, shard.total, tokens, hidden, shard.blocks, wanted)
+    return *own, shard.keeps, shard.of_input
 
 
 def _check_facts(shard: Shard, facts: Sequence[Sequence[int]]) -> None:
@@ -267,6 +277,7 @@ def _check_facts(shard: Shard, facts: Sequence[Sequence[int]]) -> None:
     names = (
         "vocab_total", "the number of the input's tokens", "its hidden size", "vocab_blocks",
         "what is asked for, in bits,", "whether gradients follow",
+        "whether the input has one",
     )  # fmt: skip
     for name, values in zip(names, zip(*(own[2:] for own in facts))):
         if len(set(values)) > 1:
@@ -707,7 +718,7 @@ class ShardedLoss(Function):
         ctx.save_for_backward(
             input, weight, bias, *constants, row_state, entropy, gathered_rows, *keeping
         )
-        ctx.unused = [True]  # what is kept serves one Backward at a time
+        ctx.unused = [_tf32(rows)]  # what is kept serves one Backward at a time
         ctx.shape, ctx.dtype, ctx.whole = input.shape, input.dtype, shape
         constant = [
             t for t, bit in zip(outputs, _run.OUTPUTS) if t is not None and bit in _run.CONSTANTS
@@ -755,14 +766,14 @@ class ShardedLoss(Function):
             call.memory, *given, needs[0], _made_dtype(grad_weight, shard),
             _made_dtype(grad_bias, shard),
         )  # fmt: skip
-        free = ctx.unused and ctx.unused.pop()
-        made = (shard, (rows, w, b, *constants), options, more, kept if free else None)
+        state = _taken(ctx.unused)
+        serves = state == [_tf32(rows)] and _autograd.of_columns(upstream)
+        made = (shard, (rows, w, b, *constants), options, more, kept if serves else None)
         if needs[0]:  # then the ranks exchange, and one that fails would leave the others waiting
             parts, weights, biases = _together(shard, rows, (), _local_gradients, *made)
         else:
             parts, weights, biases = _local_gradients(*made)
-        if free:
-            ctx.unused.append(True)
+        ctx.unused.extend(state)
         if weights:
             grad_weight = _mean(_joined(weights), shard) if needs[1] else None
             grad_bias = None if grad_bias is None else _mean(_joined(biases), shard)
@@ -771,6 +782,14 @@ class ShardedLoss(Function):
             part = _shards.tree_of(parts)
             grad_input = reduce_grad_input(part, shard, ctx.shape, ctx.dtype)
         return grad_input, _padded(grad_weight, weight), _padded(grad_bias, bias)
+
+
+def _taken(unused: list[bool]) -> list[bool]:
+    """What was there: of two threads one has it."""
+    try:
+        return [unused.pop()]
+    except IndexError:
+        return []
 
 
 def _local_gradients(
@@ -880,6 +899,21 @@ def refuse(call: Call) -> None:
         raise not_supported('grad_accumulation="main_grad" is not supported with a group')
 
 
+def _check_device(input: Tensor, constants: Constants) -> None:
+    """Forward does not see the token weights, which are combined with the states."""
+    for name, tensor in constants._asdict().items():
+        if tensor is not None and tensor.device != input.device:
+            raise wrong_device(
+                f"{argument(name)} is on {tensor.device}; allowed: {input.device}, where the input "
+                "is"
+            )
+
+
+def _tf32(rows: Tensor) -> bool:
+    """Whether f32 products are made of rounded operands, which what is kept of them then is."""
+    return rows.is_cuda and rows.dtype is torch.float32 and allows_tf32()
+
+
 def _keeps(input: Tensor, weight: Tensor, bias: Tensor | None, call: Call, shard: Shard) -> bool:
     """Whether Forward keeps state, as far as every rank decides it alike. Backward of target_logit
     alone has no use for it."""
@@ -899,7 +933,9 @@ def loss(
     """The outputs in the order of _run.OUTPUTS."""
     refuse(call)
     call.options = call.options._replace(vocab_start=shard.start, vocab_total=shard.total)
-    shard = shard._replace(keeps=_keeps(input, weight, bias, call, shard))
+    _check_device(input, call.constants)
+    of_input = torch.is_grad_enabled() and input.requires_grad
+    shard = shard._replace(keeps=_keeps(input, weight, bias, call, shard), of_input=of_input)
     if _ranks.ON and shard.size > 1:
         _ranks.before_forward(input, weight, bias, call, shard)
     if torch.compiler.is_compiling():
@@ -953,7 +989,7 @@ _library.define(
     f"sharded_loss({_TENSORS}, {_OPTIONS}, int? memory, int wanted, ScalarType? dtype, str group, "
     "int rank, int size, SymInt start, SymInt total, int? sequence_dim, bool local_tokens, "
     "bool reduce_input_grad, bool ordered, int blocks, bool own, str replicas, float divisor, "
-    "bool keeps, str revision) -> Tensor[]",
+    "bool keeps, bool of_input, str revision) -> Tensor[]",
     tags=_tags,
 )
 

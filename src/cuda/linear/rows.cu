@@ -92,10 +92,14 @@ __device__ float rest_of(const RowToken& token, const RowState& state) {
   return log_p > 0 ? 0.0f : -expm1f(log_p);
 }
 
+__device__ bool is_shard(const LinearCall& call) {
+  return call.in.options.vocab_total > call.shape.vocab;
+}
+
 // Returns whether what a Forward kept may be of this state. Of a shard the state is that of the
 // whole vocabulary, whose lse is no less than the shard's own but for rounding.
 __device__ bool is_kept_of(const LinearCall& call, const KeptRow& kept, const RowState& state) {
-  if (call.in.options.vocab_total == 0) {
+  if (!is_shard(call)) {
     return same_bits(kept.reference, state.reference) && same_bits(kept.log_sum, state.log_sum);
   }
   return !((kept.reference - state.reference) + (kept.log_sum - state.log_sum) > kept_tolerance);
@@ -107,7 +111,7 @@ __device__ void load_kept(const LinearCall& call, const RowToken& token, RowStat
                           float* rest, bool* overwritten) {
   KeptRow* row = kept_row(call.kept, token.i);
   const KeptRow kept = *row;
-  *rest = call.in.options.vocab_total == 0 ? kept.rest : rest_of(token, *state);
+  *rest = is_shard(call) ? rest_of(token, *state) : kept.rest;
   *overwritten = kept.overwritten != 0;
   if (call.kept.consumes) row->layout = 0;
   if (is_kept_of(call, kept, *state) && kept.layout == call.kept.layout &&
@@ -472,7 +476,7 @@ void finish_rows(const LinearWork& work, bool with_factors, const std::array<Pan
                         .logprob = values_of(call.outputs.statistics.logprob),
                         .reduction = call.in.options.reduction,
                         .empty_mean = call.in.options.empty_mean,
-                        .vocab_is_whole = call.in.options.vocab_total == 0,
+                        .vocab_is_whole = call.in.options.vocab_total <= call.shape.vocab,
                         .last = reduces && last,
                         .finished = m.rows_finished,
                         .gradients = m.gradients,
