@@ -165,6 +165,7 @@ void hostile_extents(Counts* counts) {
   testing::for_each_judged_subject([&](Subject& s) {
     for (const auto& [name, view] : s.views) {
       counts->fields.insert(name);
+      if (!*view) continue;
       hostile_field(s, name, counts);
     }
     for (const int64_t size : {Subject::n, Subject::v, Subject::d}) {
@@ -180,7 +181,7 @@ std::vector<char> outputs(Subject& s) {
   for (const auto& [name, view] : s.views) {
     // A backend writes of kept state what it uses; what Backward makes of it tells whether that is
     // right.
-    if (!s.written(name) || name == "kept") continue;
+    if (!s.written(name) || name == "kept" || !*view) continue;
     const char* first = view->as<char>();
     bytes.insert(bytes.end(), first,
                  first + conformance::element_count(*view) * size_of(view->dtype));
@@ -193,6 +194,7 @@ void hostile_addresses(Counts* counts) {
     if (!s.call_run().ok()) broken("%s: %s", describe(s).c_str(), s.call_run().message());
     const std::vector<char> want = outputs(s);
     for (auto& [name, view] : s.views) {
+      if (!*view) continue;
       const TensorView good = *view;
       const auto content = s.snapshot();
       const auto bytes =

@@ -59,8 +59,8 @@ uint32_t bad_struct_size(Random& random) {
 int32_t wrong_dtype(Random& random, const std::string& name) {
   const int32_t floats[] = {LOGITLESS_F32, LOGITLESS_F16, LOGITLESS_BF16};
   const int32_t integers[] = {LOGITLESS_I32, LOGITLESS_I64};
-  if (name == "target" || name == "argmax" || name == "rank" || name == "fault")
-    return random.pick(floats);
+  const std::set<std::string> counted{"target", "argmax", "shard_argmax", "rank", "fault"};
+  if (counted.contains(name)) return random.pick(floats);
   return name == "normalizer" ? LOGITLESS_F16 : random.pick(integers);
 }
 
@@ -160,7 +160,7 @@ void spoil_op(Random& random, Structs<Op>& s) {
       s.c.op.struct_size = bad_struct_size(random);
       return;
     case 1:
-      s.c.op.kind = outside(random, 0, 6);
+      s.c.op.kind = outside(random, 0, 7);
       return;
     case 2:
       s.c.op.reserved = outside(random, 0, 0);
