@@ -1562,8 +1562,8 @@ def a_split_that_is_not_of_whole_blocks_is_refused(rank: Rank) -> Results:
 # Ranks tell each other of errors on the CPU alone, and some cases are about a CPU.
 ON_THE_CPU = {
     "autocast", "memory_that_is_enough_for_some_ranks", "memory_that_is_enough_for_forward_only",
-    "one_rank_is_refused", "ranks_that_ask_for_other_things", "ranks_whose_inputs_have_other_gradients",
-    "a_sequence_that_cannot_be_split",
+    "one_rank_is_refused", "ranks_that_ask_for_other_things", "a_sequence_that_cannot_be_split",
+    "ranks_whose_inputs_have_other_gradients",
     "a_split_with_a_gap_or_an_overlap", "a_split_that_is_not_of_whole_blocks_is_refused",
 }  # fmt: skip
 
