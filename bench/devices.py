@@ -10,9 +10,11 @@ turns round every round; a sample is the slowest rank's, by its own clock; media
 bf16, random data, the weight split evenly. Efficiency: the time of one GPU with the whole weight,
 which every rank takes at the same time, by P times that of the split. "exchange" is the
 collectives and sums of one call alone. MiB: the allocator's peak on a rank beyond the inputs and
-their gradients. `--megatron FOLDER` says where megatron-core is; without it and where a contender
-fails there is one line that says so. `--backend gloo` tries it on a CPU, and its figures mean
-nothing."""
+their gradients. `--megatron FOLDER` says where megatron-core is, `--cce FOLDER` where
+cut_cross_entropy with its vocab_parallel is; without them and where a contender fails there is one
+line that says so. `--host`: of a head so small that the host is what takes time, how long it takes
+for a split call beyond one GPU's and the collectives. `--backend gloo` tries it on a CPU, and its
+figures mean nothing."""
 
 from __future__ import annotations
 
@@ -26,6 +28,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import gpu_peers
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -59,6 +62,9 @@ class Head:
     def one(self) -> None:
         linear_cross_entropy(self.input, self.whole, self.target).backward()
 
+    def blocks(self) -> None:
+        linear_cross_entropy(self.input, self.whole, self.target, vocab_blocks=8).backward()
+
     def split(self, **options: Any) -> None:
         linear_cross_entropy(
             self.input, self.shard, self.target, group=dist.group.WORLD, **options
@@ -84,6 +90,13 @@ class Head:
         x = copy_to_tensor_model_parallel_region(self.input)
         losses = tensor_parallel.vocab_parallel_cross_entropy(x @ self.shard.t(), self.target)
         losses.mean().backward()
+
+    def cce(self, exact: bool) -> None:
+        from cut_cross_entropy import VocabParallelOptions
+
+        options = VocabParallelOptions.from_vocab(self.vocab)
+        loss = gpu_peers.cce(exact)
+        loss(self.input, self.shard, self.target, vocab_parallel_options=options).backward()
 
     def exchange(self) -> None:
         """What a call exchanges and adds up, of tensors that hold anything."""
@@ -197,12 +210,31 @@ def contenders(head: Head, args: argparse.Namespace) -> dict[str, Callable[[], N
         "split": head.split,
         "split, vocab_blocks=8": partial(head.split, vocab_blocks=8),
         'split, reduce_dtype="input"': partial(head.split, reduce_dtype="input"),
+        "one GPU, vocab_blocks=8": head.blocks,
         "exchange": head.exchange,
         "torch loss_parallel": head.loss_parallel,
     }
     if args.megatron:
         found["Megatron-Core, vocab-parallel"] = head.megatron
+    if args.cce:
+        found["CCE, vocab-parallel, gradients of 16 bits filtered"] = partial(head.cce, False)
+        found["CCE, vocab-parallel, exact"] = partial(head.cce, True)
     return {n: c for n, c in found.items() if not args.only or any(o in n for o in args.only)}
+
+
+def host_times(head: Head, rounds: int, device: str) -> None:
+    """Prints microseconds a call, none of which waits for the GPU."""
+    calls = {"one GPU": head.one, "exchange": head.exchange, "split": head.split}
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    names = list(calls)
+    for order in balanced_orders(len(names), rounds):
+        for i in order:
+            samples[names[i]].append(1e3 * measure(calls[names[i]], head.fresh, 50, device))
+    medians = {name: statistics.median(values) for name, values in samples.items()}
+    if dist.get_rank() == 0:
+        beyond = medians["split"] - medians["one GPU"] - medians["exchange"]
+        found = ", ".join(f"{name} {us:.0f}" for name, us in medians.items())
+        print(f"host's us a call: {found}; split beyond both {beyond:.0f}", flush=True)
 
 
 def run(rank: int, meeting: str, args: argparse.Namespace) -> None:
@@ -212,8 +244,9 @@ def run(rank: int, meeting: str, args: argparse.Namespace) -> None:
     dist.init_process_group(
         args.backend, init_method=f"file://{meeting}", rank=rank, world_size=args.ranks
     )
-    if args.megatron:
-        sys.path.append(args.megatron)
+    sys.path.extend(folder for folder in (args.megatron, args.cce) if folder)
+    if args.host:
+        host_times(Head(64, 64, 1024, device), args.rounds, device)
     for shape in args.shapes.split(","):
         tokens, hidden, vocab = map(int, shape.split("x"))
         head = Head(tokens, hidden, vocab, device)
@@ -252,7 +285,7 @@ def report(
         base = medians.get("one GPU, CUDA graph" if name.endswith("graph") else "one GPU")
         share = "" if base is None else f"{base / (args.ranks * ms):10.3f}"
         spread = f"[{min(samples[name]):.3f}, {max(samples[name]):.3f}]"
-        print(f"  {name:32} {ms:9.3f} ms {spread:20} {share} {peaks[name]:9.0f} MiB", flush=True)
+        print(f"  {name:50} {ms:9.3f} ms {spread:20} {share} {peaks[name]:9.0f} MiB", flush=True)
 
 
 def main() -> None:
@@ -263,6 +296,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--backend", default="nccl", choices=("nccl", "gloo"))
     parser.add_argument("--megatron", default="", metavar="FOLDER")
+    parser.add_argument("--cce", default="", metavar="FOLDER")
+    parser.add_argument("--host", action="store_true")
     parser.add_argument("--graphs", action="store_true")
     parser.add_argument("--only", action="append", metavar="TEXT")
     parser.add_argument("--profile", action="store_true", help="the split's kernels on rank 0")

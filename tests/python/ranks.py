@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 BACKEND = os.environ.get("LOGITLESS_TEST_RANKS", "gloo")
+DEVICE = "cpu" if BACKEND == "gloo" else "cuda"
 SIZES = [s for s in (2, 3, 4) if BACKEND == "gloo" or s <= torch.cuda.device_count()]
 COLLECTIVE_S = 30  # a rank that waits for another gives up
 CASE_S = 60
@@ -33,6 +34,23 @@ class Rank(NamedTuple):
 
     rank: int
     size: int
+
+
+def generator(seed: int) -> torch.Generator:
+    """Where tensors are made by default."""
+    return torch.Generator(DEVICE).manual_seed(seed)
+
+
+def join(rank: int, size: int, meeting: str, seconds: float) -> None:
+    """Makes this process a rank, with a GPU of its own under NCCL."""
+    torch.set_num_threads(1)
+    if BACKEND == "nccl":
+        torch.cuda.set_device(rank)
+        torch.set_default_device(f"cuda:{rank}")
+    dist.init_process_group(
+        BACKEND, init_method=f"file://{meeting}", rank=rank, world_size=size,
+        timeout=datetime.timedelta(seconds=seconds),
+    )  # fmt: skip
 
 
 class Reply(NamedTuple):
@@ -50,14 +68,7 @@ def bits_of(value: Tensor) -> tuple[Any, ...]:
 
 def serve(rank: int, size: int, meeting: str, pipe: Any) -> None:
     """A rank's life: cases in, replies out."""
-    torch.set_num_threads(1)
-    if BACKEND == "nccl":
-        torch.cuda.set_device(rank)
-        torch.set_default_device(f"cuda:{rank}")
-    dist.init_process_group(
-        BACKEND, init_method=f"file://{meeting}", rank=rank, world_size=size,
-        timeout=datetime.timedelta(seconds=COLLECTIVE_S),
-    )  # fmt: skip
+    join(rank, size, meeting, COLLECTIVE_S)
     pipe.send("ready")
     while True:
         call = pipe.recv()

@@ -532,6 +532,40 @@ def two_backwards(me: Rank) -> Results:
     return {"first": first[0], "second": second[0]}
 
 
+def replays_of_a_graph(me: Rank) -> Results:
+    """A CUDA graph of loss and gradients, collectives and all: a hundred replays of other bits
+    before and the same ones after."""
+    p, bounds = problem(me.size)
+    start, stop = bounds[me.rank]
+    x, w = leaf(p.x), leaf(p.w[start:stop])
+    options = {"group": dist.group.WORLD, "vocab_start": start, "vocab_total": bounds[-1][1]}
+
+    def call() -> tuple[Tensor, ...]:
+        loss = linear_cross_entropy(x, w, p.t, **options)
+        return loss.detach(), *torch.autograd.grad(loss, (x, w))
+
+    expected = call()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = call()
+    for _ in range(100):
+        for tensor in made:
+            tensor.fill_(float("nan"))
+        graph.replay()
+        for tensor, before in zip(made, expected, strict=True):
+            assert torch.equal(tensor, before)
+    return {"loss": made[0], "grad": made[1]}
+
+
+if ranks.BACKEND == "nccl":
+    case(replays_of_a_graph)
+
+
 @case
 def a_result_used_twice(me: Rank) -> Results:
     p, bounds = problem(me.size)

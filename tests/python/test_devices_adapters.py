@@ -432,7 +432,7 @@ def of_titans_dtensors(me: Rank, whole: bool) -> Results:
 
     p = problem((3, 7), vocab=37)
     rows = p.rows(me)
-    mesh = init_device_mesh("cpu", (me.size,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(ranks.DEVICE, (me.size,), mesh_dim_names=("tp",))
     head = head_of(p.w)
     head.weight = torch.nn.Parameter(distribute_tensor(head.weight.detach(), mesh, [Shard(0)]))
     loss_of = torchtitan.HeadLoss()
@@ -459,7 +459,7 @@ def of_titans_data_parallel(me: Rank) -> Results:
     p.t[:2] = -100
     p.t[:2, 0] = 3
     head = head_of(p.w)
-    fully_shard(head, mesh=init_device_mesh("cpu", (me.size,)))
+    fully_shard(head, mesh=init_device_mesh(ranks.DEVICE, (me.size,)))
     loss_of = torchtitan.HeadLoss()
     loss_of.set_lm_head(head)
     x, t = leaf(p.x.chunk(me.size)[me.rank]), p.t.chunk(me.size)[me.rank]
