@@ -8,10 +8,10 @@ a Llama, unpatched, under torch.compile, with Liger's fused head, and patched by
 
 Needs transformers, accelerate and Liger beside PyTorch with CUDA; `bench/setup-trainer` makes a
 folder of them, build/trainer-site. Weights are random, in bf16, of Llama-3.2-1B's shape and of
-Llama-3-8B's with `--layers` (5) of its 32 layers; TrainingArguments have bf16, gradient
-checkpointing and fused AdamW, whose state is bf16 as the weights are: 10 and 17 GiB of weights,
-gradients and state. All ways share one set of weights, drawn anew from a seed before every
-`train()`, and see the same tokens.
+Llama-3-8B's with `--layers` (5) of its 32 layers; training is in bf16 with gradient checkpointing
+and fused AdamW, whose state is bf16 as the weights are: 9 and 16 GiB of weights, gradients and
+state. All ways share one set of weights, drawn anew from a seed before every `train()`, and see the
+same tokens.
 
 One process. In each of `--rounds` every way takes its turn, in an order that turns round every
 round: a `train()` of `--warmup` steps that are not timed and `--steps` that are. A step is timed
@@ -95,6 +95,7 @@ WAYS = {
     "ours-512": Way(
         'Logitless, memory="512MiB"', {}, functools.partial(ours, memory="512MiB"), "ours"
     ),
+    "ours-1g": Way('Logitless, memory="1GiB"', {}, functools.partial(ours, memory="1GiB"), "ours"),
     "ours-compile": Way("Logitless, torch_compile", COMPILE, ours, "ours"),
 }
 DEFAULT_WAYS = ("unpatched", "compile", "liger", "ours", "ours-512")
