@@ -1,38 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chart of time against workspace from the JSON of compare_gpu.py: ours at each budget, what
-the plan predicts, what is allowed, and every peer's point. Writes PREFIX.png and the same
-numbers in PREFIX.txt.
-    python bench/frontier_chart.py bench/results/gpu-DATE.json [more.json] --cli LOGITLESS
-`--cli` asks the plan for predictions the run did not have; it needs no GPU. Needs matplotlib."""
+"""The picture of time against memory from the JSON of compare_gpu.py, sections heads and frontier:
+loss and gradients of one head, ours as a line over what memory it is given, every peer as a point.
+Writes PREFIX.svg and PREFIX-dark.svg, for a dark page, and prints the same figures, with what the
+plan predicts and what is allowed.
+
+    python bench/frontier_chart.py bench/results/gpu-DATE.json --out docs/pictures/time-memory
+
+`--head` takes another head than the first of the run. `--cli LOGITLESS` asks the plan for
+predictions that the run did not have; it needs no GPU. Needs matplotlib."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import gpu_frontier
-import matplotlib
-
-matplotlib.use("Agg")
+import picture
 from matplotlib import pyplot
 
 MIB = 1 << 20
 Records = list[dict[str, Any]]
+WORDS = {  # a contender of compare_gpu.py is called so in the picture
+    "torch eager": "PyTorch",
+    "QuACK, older path, untuned": "QuACK, older path",
+    "Liger SM90 CuTe": "Liger, CuTe",
+    "Liger FLSCE SM90": "Liger, FLSCE",
+    "Liger (Triton)": "Liger, Triton",
+    "Liger (Triton), f32 sums": "Liger, Triton, f32 sums",
+    "CCE": "Cut Cross-Entropy",
+    "CCE exact": "Cut Cross-Entropy, exact",
+}
+HEADS = {"llama3": "Llama 3", "qwen": "Qwen", "gemma": "Gemma 2", "deepseek": "DeepSeek V3"}
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path, nargs="+", help="JSON of compare_gpu.py")
-    parser.add_argument("--cli", type=Path, help="the command line `logitless`, built with CUDA")
-    parser.add_argument(
-        "--out", type=Path, help="prefix; default: the first JSON's name and -frontier"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("results", type=Path, help="JSON of compare_gpu.py")
+    parser.add_argument("--head", help="llama3, ...; default: the run's first with a frontier")
+    parser.add_argument("--cli", type=Path, help="the command line `logitless`, built with CUDA")
+    parser.add_argument("--out", type=Path, help="prefix; default: the JSON's name and -frontier")
     arguments = parser.parse_args()
-    first: Path = arguments.results[0]
-    arguments.out = arguments.out or first.with_name(first.stem + "-frontier")
+    results: Path = arguments.results
+    arguments.out = arguments.out or results.with_name(results.stem + "-frontier")
     return arguments
 
 
@@ -62,67 +75,119 @@ def lines(head: str, points: Records, others: Records) -> list[str]:
     return out
 
 
-def draw(axes: pyplot.Axes, head: str, points: Records, others: Records) -> None:
-    size, floor = [p["bytes"] / MIB for p in points], points[0]["floor_ms"]
-    axes.plot(
-        size, [p["ratio"] for p in points], "o-", color="tab:blue", label="Logitless, measured"
-    )
-    if all(p["predicted_ms"] for p in points):
-        predicted = [p["predicted_ms"] / floor for p in points]
-        axes.plot(size, predicted, "x--", color="tab:cyan", label="Logitless, predicted")
-    axes.plot(size, [p["bound_ms"] / floor for p in points], ":", color="tab:gray", label="allowed")
-    highest = 1.5 * max(p["ratio"] for p in points)
-    others = sorted(others, key=lambda r: r["ratio"])
-    for r, marker in zip(others, cycle("sDv^P*<>X"), strict=False):
-        place = (max(r["mib"], size[0] / 2), min(r["ratio"], highest))
-        name = r["contender"]  # the figures that are off the chart stand beside the name
-        name += f", x {r['ratio']:.1f}" if r["ratio"] > highest else ""
-        name += f", {r['mib']:.0f} MiB" if r["mib"] < place[0] else ""
-        axes.plot(*place, marker, markersize=6, alpha=0.8, label=name)
-    axes.axhline(1, color="black", linewidth=0.5)
+def memory(mib: float) -> str:
+    return f"{mib:.0f} MiB" if mib < 1000 else f"{mib / 1024:.1f} GiB".replace(".0 ", " ")
+
+
+class Labels:
+    """Words beside points, pushed up where they would lie over words that are there already, with
+    a line to their point."""
+
+    def __init__(self, axes: pyplot.Axes, line: str) -> None:
+        self.axes, self.taken = axes, list[Any]()
+        self.line = {"arrowstyle": "-", "color": line, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 4}
+
+    def put(
+        self, at: tuple[float, float], words: str, side: str, up: float = 0, **how: Any
+    ) -> None:
+        right = side == "right"
+        label = self.axes.annotate(
+            words, at, (14 if right else -14, up), textcoords="offset points", va="center",
+            ha="left" if right else "right", arrowprops={**self.line, "relpos": (not right, 0.5)},
+            **{"fontsize": 10, **how},
+        )  # fmt: skip
+        renderer = self.axes.figure.canvas.get_renderer()
+
+        def place() -> Any:  # of the words alone, without their line
+            label.update_positions(renderer)
+            return pyplot.Text.get_window_extent(label, renderer)
+
+        while any(box.overlaps(place()) for box in self.taken):
+            x, y = label.xyann
+            label.xyann = (x, y + 1)
+        self.taken.append(place())
+
+
+def draw(theme: picture.Theme, points: Records, others: Records, facts: dict[str, str]) -> Any:
+    figure, axes = pyplot.subplots(figsize=(9, 5.6))
+    size, ms = [p["bytes"] / MIB for p in points], [p["ms"] for p in points]
+    floor, least = points[0]["floor_ms"], min(1, *(r["mib"] for r in others), *size)
+    high = 1.04 * max(*ms, *(r["ms"] for r in others if r["ms"] < 1.6 * floor))
+    slow = sorted((r for r in others if r["ms"] > high), key=lambda r: r["ms"])
+    each = 0.08 * (high - floor)  # what is slower lies in a band above, one over the other
     axes.set(
-        xscale="log",
-        title=head,
-        xlabel="MiB beyond inputs and gradients",
-        ylabel="time / three products",
-    )
-    axes.set_ylim(0.9, highest * 1.05)
-    axes.legend(fontsize=7)
+        xscale="log", xlim=(0.75 * least, 6 * max(8192, *(r["mib"] for r in others))),
+        ylim=(0.95 * floor, high + each * (len(slow) + 1)),
+        xlabel="memory beyond inputs and gradients", ylabel="milliseconds",
+    )  # fmt: skip
+    ticks = [4**i for i in range(8) if 4**i >= least]
+    axes.set_xticks(ticks, [memory(tick) for tick in ticks], minor=False)
+    axes.minorticks_off()
+    step = 5 if high - floor < 40 else 10
+    axes.set_yticks([y for y in range(0, 1000, step) if 0.95 * floor < y < high])
+    axes.grid(axis="both", linewidth=0.4, alpha=0.4)
+    axes.set_axisbelow(True)
+    across, small = axes.get_yaxis_transform(), {"color": theme.faint, "fontsize": 9}
+    if slow:
+        axes.axhline(high, color=theme.faint, linewidth=0.7, linestyle=":")
+        axes.text(0.99, high, "slower than this scale", transform=across, ha="right", va="bottom",
+                  **small)  # fmt: skip
+    axes.axhline(floor, color=theme.faint, linewidth=1, linestyle="--")
+    axes.text(0.01, floor - 0.1 * each, "the three matrix products alone, cuBLAS", va="top",
+              transform=across, **small)  # fmt: skip
+    axes.plot(size, ms, "o-", color=theme.ours, linewidth=2.5, markersize=7, zorder=3)
+    labels = Labels(axes, theme.faint)
+    middle = (len(size) - 1) // 2
+    labels.put((size[middle], ms[middle]), "Logitless, in the memory you give it", "left",
+               up=-7, color=theme.ours, weight="bold", fontsize=11)  # fmt: skip
+    for r in sorted(others, key=lambda r: r["ms"]):
+        beyond = r in slow
+        at = (r["mib"], high + each * (slow.index(r) + 1) if beyond else r["ms"])
+        axes.plot(*at, "^" if beyond else "s", color=theme.other, markersize=7, zorder=4)
+        crowded = beyond if r["mib"] > size[0] else r["mib"] > 16
+        name = WORDS.get(r["contender"], r["contender"])
+        words = f"{name}, {r['ms']:.{0 if beyond else 1}f} ms"
+        labels.put(at, words, "left" if crowded else "right")
+    tokens, hidden, vocab = points[0]["shape"]
+    head = HEADS.get(points[0]["head"], points[0]["head"])
+    axes.set_title(
+        f"Loss and gradients of {head}'s output layer: time against memory", loc="left",
+        fontsize=13, weight="bold", pad=26,
+    )  # fmt: skip
+    axes.text(
+        0, 1.03, f"{tokens} tokens, {hidden} wide, {vocab} words, bf16, one {facts['device']}, "
+        f"{facts['date']}; lower and further left is better", transform=axes.transAxes,
+        color=theme.faint, fontsize=10,
+    )  # fmt: skip
+    figure.tight_layout()
+    return figure
 
 
 def main() -> None:
     arguments = parse()
-    runs = [json.loads(path.read_text()) for path in arguments.results]
-    records: Records = [r for run in runs for r in run["records"]]
+    run = json.loads(arguments.results.read_text())
+    records: Records = run["records"]
     points = [r for r in records if r.get("section") == "frontier" and "bytes" in r]
     heads = list(dict.fromkeys(p["head"] for p in points))
     if not heads:
+        raise SystemExit(f"frontier_chart: {arguments.results} has no record of section frontier")
+    head = arguments.head or heads[0]
+    if head not in heads:
+        raise SystemExit(f"frontier_chart: --head: {head!r}; allowed: {', '.join(heads)}")
+    mine, others = [p for p in points if p["head"] == head], peers(records, head)
+    if not others:
         raise SystemExit(
-            "frontier_chart: no record of section frontier in "
-            + ", ".join(map(str, arguments.results))
+            f"frontier_chart: {arguments.results} has no peers of {head}; allowed: a run of "
+            "compare_gpu.py with --sections heads,frontier"
         )
-    text = [", ".join(f"{k} {v}" for k, v in runs[0]["machine"].items())]
-    figure, panels = pyplot.subplots(1, len(heads), figsize=(5 * len(heads), 4.5), squeeze=False)
-    for axes, head in zip(panels[0], heads, strict=True):
-        mine = [p for p in points if p["head"] == head]
-        if arguments.cli and not all(p["predicted_ms"] for p in mine):
-            shape = tuple(mine[0]["shape"])
-            for p, ms in zip(
-                mine,
-                gpu_frontier.predict(arguments.cli, shape, [p["bytes"] for p in mine]),
-                strict=True,
-            ):
-                p["predicted_ms"] = ms
-        others = peers(records, head)
-        text += ["", *lines(head, mine, others)]
-        draw(axes, head, mine, others)
-    machine = runs[0]["machine"]
-    figure.suptitle(
-        f"Loss and gradients, bf16: time against memory, {machine['device']}, {machine['date']}"
-    )
-    figure.tight_layout()
-    figure.savefig(arguments.out.with_suffix(".png"), dpi=110)
-    arguments.out.with_suffix(".txt").write_text("\n".join(text) + "\n")
+    if arguments.cli and not all(p["predicted_ms"] for p in mine):
+        sizes = [p["bytes"] for p in mine]
+        predicted = gpu_frontier.predict(arguments.cli, tuple(mine[0]["shape"]), sizes)
+        for p, ms in zip(mine, predicted, strict=True):
+            p["predicted_ms"] = ms
+    text = [", ".join(f"{k} {v}" for k, v in run["machine"].items())]
+    text += ["", *lines(head, mine, others)]
+    picture.both(arguments.out, lambda theme: draw(theme, mine, others, run["machine"]))
     print("\n".join(text))
 
 
