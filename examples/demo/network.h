@@ -6,7 +6,8 @@
 //   h   = hidden_bias + sum_k position_k * e_k (element by element) + unit_output a         [D]
 //   logits = weight h + bias, which the library never forms                                 [V]
 // With no units (H = 0) it is the log-bilinear model of Mnih and Hinton (2007) with diagonal
-// position matrices.
+// position matrices. It sees a window of K words; ../transformer.h has attention over all before,
+// in plain loops and on the installed library alone.
 #pragma once
 
 #include <cstdint>

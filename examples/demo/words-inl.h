@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // split_words is the scanner. Tokens are views into the text, except line breaks and marks whose
 // blanks are normalized, which are built in a small buffer valid until the next call of add.
+// Nothing but the standard library is needed here, for ../train.cpp reads words by it too.
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <string>
 #include <string_view>
 
