@@ -83,7 +83,16 @@ except AttributeError as error: print(error)
     ("missing", "module", "install"),
     [
         ("torch", "torch", "logitless.torch needs PyTorch 2.4 or newer: pip install torch"),
-        ("torch", "integrations", "logitless.torch needs PyTorch 2.4 or newer: pip install torch"),
+        (
+            "torch",
+            "integrations.patch_trl",
+            "logitless.torch needs PyTorch 2.4 or newer: pip install torch",
+        ),
+        (
+            "haliax",
+            "integrations.levanter",
+            "logitless.integrations.levanter needs haliax: pip install haliax",
+        ),
         ("numpy", "numpy", "logitless.numpy needs NumPy 1.24 or newer: pip install numpy"),
         ("jax", "jax", "logitless.jax needs JAX 0.6.1 or newer: pip install jax"),
     ],
@@ -91,7 +100,8 @@ except AttributeError as error: print(error)
 def test_a_missing_framework_is_named_with_its_remedy(
     missing: str, module: str, install: str
 ) -> None:
-    for way in (f"import logitless.{module}", f"import logitless; logitless.{module}"):
+    package, _, name = f"logitless.{module}".rpartition(".")
+    for way in (f"from {package} import {name}", f"import logitless; logitless.{module}"):
         done = fresh.attempt(f"import sys; sys.modules[{missing!r}] = None\n{way}")
         assert f"\nImportError: {install}\n" in done.stderr, done.stderr
 

@@ -3,20 +3,33 @@
 
 `liger`, `cce`, `verl`, `megatron`, `torchtitan`, `prime_rl` and `unsloth` are modules of drop-in
 names; `patch_transformers` makes a causal LM compute its loss without logits, and `patch_trl` TRL's
-trainers their log-probabilities. An argument without a counterpart here raises unless it is at its
-default.
+trainers their log-probabilities; `levanter` is in JAX. An argument without a counterpart raises
+unless it is at its default. Each is imported when it is first asked for: who has JAX need not have
+torch.
 """
 
 from __future__ import annotations
 
-import logitless.torch  # noqa: F401  It says what to install where there is no torch.
-from logitless.integrations import cce, liger, megatron, prime_rl, torchtitan, unsloth, verl
-from logitless.integrations.liger import (
-    FusedLinearCrossEntropyFunction,
-    LigerFusedLinearCrossEntropyLoss,
-)
-from logitless.integrations.transformers import Patch, patch_transformers
-from logitless.integrations.trl import TrlPatch, patch_trl
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from logitless.integrations import (
+        cce,
+        levanter,
+        liger,
+        megatron,
+        prime_rl,
+        torchtitan,
+        unsloth,
+        verl,
+    )
+    from logitless.integrations.liger import (
+        FusedLinearCrossEntropyFunction,
+        LigerFusedLinearCrossEntropyLoss,
+    )
+    from logitless.integrations.transformers import Patch, patch_transformers
+    from logitless.integrations.trl import TrlPatch, patch_trl
 
 __all__ = [
     "FusedLinearCrossEntropyFunction",
@@ -24,6 +37,7 @@ __all__ = [
     "Patch",
     "TrlPatch",
     "cce",
+    "levanter",
     "liger",
     "megatron",
     "patch_transformers",
@@ -33,3 +47,21 @@ __all__ = [
     "unsloth",
     "verl",
 ]
+
+_MODULES = {
+    "FusedLinearCrossEntropyFunction": "liger",
+    "LigerFusedLinearCrossEntropyLoss": "liger",
+    "Patch": "transformers",
+    "TrlPatch": "trl",
+    "patch_transformers": "transformers",
+    "patch_trl": "trl",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name != "levanter":
+        import logitless.torch  # noqa: F401  It says what to install where there is no torch.
+    module = importlib.import_module(f"{__name__}.{_MODULES.get(name, name)}")
+    return getattr(module, name) if name in _MODULES else module
