@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two processes do with DDP and FSDP2 on gloo, and one process alone: 20 steps of a tiny
-Llama with its head inside."""
+"""What two processes do with DDP and FSDP2, accelerate's too, on gloo, and one process alone: 20
+steps of a tiny Llama with its head inside."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from typing import Any
 import accelerate
 import torch
 import torch.distributed as dist
+from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import support
@@ -28,8 +30,8 @@ WORLD = 2
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """How a model is trained: by DDP, FSDP2, accelerate's DDP or none; its loss made by the
-    model's own head ("plain"), by ours in its place ("head") or by the patch ("patched")."""
+    """How a model is trained: by DDP, FSDP2, accelerate's DDP or FSDP2, or none; its loss made by
+    the model's own head ("plain"), by ours in its place ("head") or by the patch ("patched")."""
 
     loss: str
     wrapped: str = ""
@@ -62,6 +64,10 @@ CASES = [
     Case("patched", "fsdp"),
     Case("patched", "fsdp", head_apart=False, tied=True),
     Case("patched", "accelerate", bf16=True),
+    Case("patched", "accelerate fsdp"),
+    Case("patched", "accelerate fsdp", tied=True),
+    Case("patched", "accelerate fsdp", bf16=True),
+    Case("head", "accelerate fsdp"),
     Case("patched", "ddp", adapter="head"),
     Case("patched", "ddp", adapter="saved head"),
     Case("patched", "fsdp", adapter="head"),
@@ -94,18 +100,45 @@ class Module(torch.nn.Module):
         return self.model.lm_head(hidden, labels, normalizer=normalizer)
 
 
-def wrap(case: Case, module: Module) -> Any:
+def adamw(module: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=3e-3, foreach=False)
+
+
+def with_accelerate(case: Case, module: Module) -> tuple[Any, Any]:
+    """As accelerate prepares them. It turns FSDP on for GPUs and their like alone, so that here its
+    state is told what it would have found there; the rest is its own."""
+    accelerate.state.AcceleratorState._reset_state(True)
+    precision = "bf16" if case.bf16 else "no"
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)
+    if case.wrapped == "accelerate fsdp":
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        )  # fmt: skip
+        if case.bf16:
+            plugin.set_mixed_precision(precision)
+        accelerator.state.distributed_type = accelerate.DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
+    prepared: tuple[Any, Any] = accelerator.prepare(module, adamw(module))
+    sharded = all(isinstance(p, DTensor) for p in module.parameters())
+    assert sharded == (case.wrapped == "accelerate fsdp")
+    return prepared
+
+
+def wrap(case: Case, module: Module) -> tuple[Any, Any]:
+    """The model and its optimizer."""
+    model: Any = module
+    if case.wrapped.startswith("accelerate"):
+        return with_accelerate(case, module)
     if case.wrapped == "ddp":
-        return DistributedDataParallel(module)
-    if case.wrapped == "accelerate":
-        return accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(module)
+        model = DistributedDataParallel(module)
     if case.wrapped == "fsdp":
         kinds = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if case.bf16 else {}
         policy = MixedPrecisionPolicy(**kinds)
         within = [*module.model.model.layers, *[module.model.lm_head] * case.head_apart]
         for part in (*within, module):
             fully_shard(part, mp_policy=policy)
-    return module
+    return model, adamw(model)
 
 
 def full(tensor: Any) -> Tensor:
@@ -117,8 +150,7 @@ def train(case: Case, calls: support.Calls) -> dict[str, Any]:
     """Losses of the whole batch, the first gradients, the parameters in the end, our calls."""
     rank, world = (dist.get_rank(), WORLD) if case.wrapped else (0, 1)
     module = Module(case)
-    model = wrap(case, module)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
+    model, optimizer = wrap(case, module)
     losses, gradients = [], {}
     calls.taken()
     for step in range(support.STEPS):
