@@ -234,6 +234,28 @@ TEST_P(Combines, MasksNaNAndInfinityStayInTheirRows) {
   }
 }
 
+// A shard with next to no probability still makes the whole vocabulary's entropy, where the other
+// one has none: H = log(1 + e^-d) + d e^-d / (1 + e^-d).
+TEST_P(Combines, TheEntropyOfAFarShardIsNotLost) {
+  if (!once()) return;
+  constexpr int64_t tokens = 24;
+  States s = states_of(2, tokens, 7);
+  std::vector<double> want;
+  for (int64_t i = 0; i < tokens; ++i) {
+    const double distance = 10 + 3 * static_cast<double>(i), e = std::exp(-distance);
+    s.row_reference[i] = 1, s.row_reference[tokens + i] = 1 - distance;
+    for (const int64_t k : {i, tokens + i}) s.row_log_sum[k] = s.entropy[k] = 0;
+    want.push_back(std::log1p(e) + distance * e / (1 + e));
+  }
+  const Problem<Combine> p = problem_of(s, Placement::dense, DType::i64);
+  const Outcome got = execute(device_, p.op, p.pool);
+  const Comparison result = compare(expected(device_, p.op, p.model), got);
+  EXPECT_TRUE(result.ok()) << result.report;
+  for (int64_t i = 0; i < tokens; ++i) {
+    EXPECT_NEAR(got.fields.at("entropy").value[i] / want[i], 1, 1e-6) << i;
+  }
+}
+
 // Tokens beyond what one launch prepares, and many shards.
 TEST_P(Combines, ManyTokensAndShards) {
   if (!once()) return;
