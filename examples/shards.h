@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// One step of a language model's head whose vocabulary is split over ranks: each rank has some rows
-// of the weight [V, D], all have the same hidden states and targets. The ranks exchange what a
-// collective library brings; the exchange is all that shards_mpi.cpp and shards_nccl.cu have of
-// their own. The step is `step`; the rest of this file is its data and its tensors.
+// This is a step of a language model's head whose vocabulary is split over ranks: each rank has
+// some rows of the weight [V, D], and all have the same hidden states and targets. A collective
+// library moves what the ranks exchange, which is all that shards_mpi.cpp and shards_nccl.cu have
+// of their own. The step is `step`; the rest of this file is its data and its tensors.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -111,8 +112,10 @@ inline std::vector<float> numbers(uint64_t tensor, int64_t first, int64_t count,
 inline std::vector<float> input_of(const Sizes& s) {
   return numbers(1, 0, s.tokens * s.hidden, 1, s.dtype);
 }
+// Logits have a deviation of 1.6 whatever D is.
 inline std::vector<float> weight_of(const Sizes& s, Columns of) {
-  return numbers(2, of.first * s.hidden, of.count * s.hidden, 0.2f, s.dtype);
+  const float scale = 1.6f / std::sqrt(static_cast<float>(s.hidden));
+  return numbers(2, of.first * s.hidden, of.count * s.hidden, scale, s.dtype);
 }
 // One token of eight is ignored.
 inline std::vector<int64_t> target_of(const Sizes& s) {
@@ -190,8 +193,8 @@ struct Shard {
   LossOptions options{
       .reduction = Reduction::mean, .vocab_start = own.first, .vocab_total = sizes.vocab};
   // Each rank adds up the parts of grad_input of so many tokens; the last ones may be padding.
-  int64_t slice_tokens = (sizes.tokens + ranks - 1) / ranks;
-  int64_t slice = slice_tokens * sizes.hidden;  // it counts elements
+  int64_t share_tokens = (sizes.tokens + ranks - 1) / ranks;
+  int64_t share = share_tokens * sizes.hidden;  // it counts elements
 
   Memory input{place, encode(input_of(sizes), sizes.dtype)};         // [N, D]
   Memory weight{place, encode(weight_of(sizes, own), sizes.dtype)};  // [V_p, D]
@@ -201,10 +204,10 @@ struct Shard {
   Memory states = floats(ranks * 3 * sizes.tokens);                  // [P, 3, N]
   Memory row = floats(2 * sizes.tokens);                             // [2, N]
   Memory loss = floats(1);                                           // []
-  Memory parts = floats(ranks * slice);                              // [P, N/P, D]
-  Memory received = floats(ranks * slice);                           // [P, N/P, D]
-  Memory sum = floats(slice);                                        // [N/P, D]
-  Memory grad_input = floats(ranks * slice);                         // [P, N/P, D]
+  Memory parts = floats(ranks * share);                              // [P, N/P, D]
+  Memory received = floats(ranks * share);                           // [P, N/P, D]
+  Memory sum = floats(share);                                        // [N/P, D]
+  Memory grad_input = floats(ranks * share);                         // [P, N/P, D]
   Memory grad_weight = floats(own.count * sizes.hidden);             // [V_p, D]
   Kept kept_size = size_of_kept();
   Scratch kept{place.device, static_cast<size_t>(kept_size.bytes), place.stream};
@@ -279,10 +282,10 @@ void step(Shard& s, Ranks& ranks) {
       .options = s.options};
   call(backward, s, ranks);
 
-  // Each rank adds the parts of its slice of the tokens in the ranks' order, as no all-reduce does.
-  ranks.all_to_all(s.parts, s.received, s.slice);
-  ranks.add(s.received, s.sum, s.slice);
-  ranks.gather(s.sum, s.grad_input, s.slice);
+  // Each rank adds the parts of its share of the tokens in the ranks' order, as no all-reduce does.
+  ranks.all_to_all(s.parts, s.received, s.share);
+  ranks.add(s.received, s.sum, s.share);
+  ranks.gather(s.sum, s.grad_input, s.share);
 }
 
 }  // namespace shards

@@ -24,13 +24,13 @@ struct Outcome {
 
 // Returns whether what a rank has added up is the sum of the parts, rank 0's first.
 inline bool is_in_order(const Shard& s) {
-  std::vector<float> parts(static_cast<size_t>(s.ranks * s.slice));
-  std::vector<float> sum(static_cast<size_t>(s.slice));
+  std::vector<float> parts(static_cast<size_t>(s.ranks * s.share));
+  std::vector<float> sum(static_cast<size_t>(s.share));
   s.received.read(s.place, &parts);
   s.sum.read(s.place, &sum);
-  for (int64_t k = 0; k < s.slice; ++k) {
+  for (int64_t k = 0; k < s.share; ++k) {
     float total = parts[k];
-    for (int p = 1; p < s.ranks; ++p) total += parts[p * s.slice + k];
+    for (int p = 1; p < s.ranks; ++p) total += parts[p * s.share + k];
     if (total != sum[k] && !std::isnan(total)) return false;
   }
   return true;
@@ -39,7 +39,7 @@ inline bool is_in_order(const Shard& s) {
 inline Outcome read(const Shard& s) {
   Outcome outcome;
   outcome.target_logit.resize(static_cast<size_t>(s.sizes.tokens));
-  outcome.grad_input.resize(static_cast<size_t>(s.ranks * s.slice));
+  outcome.grad_input.resize(static_cast<size_t>(s.ranks * s.share));
   outcome.grad_weight.resize(static_cast<size_t>(s.own.count * s.sizes.hidden));
   s.loss.read(s.place, &outcome.loss);
   s.anchor.read(s.place, &outcome.target_logit);

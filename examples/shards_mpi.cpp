@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// A vocabulary split over the ranks of MPI, on the CPU: loss, grad_input and each rank's
-// grad_weight of one step. shards.h has the step; here are the exchanges that it wants of MPI. It
-// judges its own result: exit code 1 says that something differs, 2 that an argument is wrong.
-//   mpirun -np 3 shards_mpi [--tokens N] [--hidden D] [--vocab V] [--dtype f32|bf16] [--judge
-//   yes|no]
+// This program splits a vocabulary over the ranks of MPI, on the CPU: it makes loss, grad_input and
+// each rank's grad_weight. shards.h has the step; here are the exchanges that it wants of MPI. The
+// result is judged: exit code 1 says that something differs, 2 that an argument is wrong.
+//   mpirun -np 3 shards_mpi [--tokens N] [--hidden D] [--vocab V] [--dtype f32|bf16]
+//                           [--steps K] [--judge yes|no]
 // The library's threads are those of each process: set LOGITLESS_NUM_THREADS where ranks share one
 // machine's processors.
 #include <mpi.h>

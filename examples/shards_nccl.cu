@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// A vocabulary split over this machine's GPUs, in one process with a thread and a stream for each:
-// loss, grad_input and each rank's grad_weight of one step. shards.h has the step; here are the
-// exchanges that it wants of NCCL. It judges its own result: exit code 1 says that something
-// differs, 2 that an argument is wrong, 77 that there is no GPU.
-//   shards_nccl [--tokens N] [--hidden D] [--vocab V] [--dtype f32|bf16] [--steps K] [--judge
-//   yes|no]
+// This program splits a vocabulary over this machine's GPUs, in one process with a thread and a
+// stream for each: it makes loss, grad_input and each rank's grad_weight. shards.h has the step;
+// here are the exchanges that it wants of NCCL. The result is judged: exit code 1 says that
+// something differs, 2 that an argument is wrong, 77 that there is no GPU.
+//   shards_nccl [--tokens N] [--hidden D] [--vocab V] [--dtype f32|bf16]
+//               [--steps K] [--judge yes|no]
 // CUDA_VISIBLE_DEVICES says which GPUs; large sizes want --judge no.
 #include <cuda_runtime.h>
 #include <nccl.h>

@@ -114,7 +114,7 @@ inline Fields without_columns(Fields like) {
   return like;
 }
 
-// A division of a vocabulary, and what is in one of its shards.
+// This is a division of a vocabulary, with what is in one of its shards.
 struct Split {
   enum Content { plain, masked, nan };  // a masked shard's logits are all -inf
 
