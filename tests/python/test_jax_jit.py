@@ -38,6 +38,11 @@ class Layout(NamedTuple):
     tokens: tuple[Any, ...] = ()
     vocab: Any = None
 
+    def own(self, vocab: int) -> int:
+        """The columns of a device."""
+        axes = (self.vocab,) if isinstance(self.vocab, str) else self.vocab
+        return vocab // int(np.prod([self.mesh[axis] for axis in axes]))
+
     def put(self, x: Any, *spec: Any) -> Any:
         return jax.device_put(x, jax.sharding.NamedSharding(mesh_of(**self.mesh), P(*spec)))
 
@@ -286,7 +291,7 @@ def test_state_is_kept_where_the_vocabulary_is_split(layout: str, dtype: Any) ->
     parts = int(np.prod([*where.mesh.values()]))  # every axis splits tokens or vocabulary
     assert f"[{512 * 768 // parts // 64},64]" in text, "a device keeps that of its own"
     exchanged = [types for of in collectives(text).values() for types in of]
-    own = 768 // int(np.prod([where.mesh[axis] for axis in np.atleast_1d(where.vocab)]))
+    own = where.own(768)
     assert f"[768,{HIDDEN}]" not in text
     assert not [types for types in exchanged if re.search(rf"\[\d+,{own},{HIDDEN}\]", types)]
     assert all(elements(types) <= 512 * HIDDEN for types in exchanged), "no kept state"
@@ -319,6 +324,7 @@ def test_where_nothing_is_kept_of_a_split_vocabulary() -> None:
     cases: tuple[tuple[Layout, Any, dict[str, Any]], ...] = (
         (tp, arrays(shape=(8, 64), vocab=320), {}),  # 5 blocks
         (tp, arrays(shape=(8, 64), vocab=384), {}),  # 6 blocks, of which 2 parts could be made
+        (LAYOUTS["axes of vocabulary"], arrays(shape=(8, 64), vocab=384), {}),
         (tp, arrays(shape=(8, 64), vocab=528), {}),  # no blocks
         (both, arrays(shape=(8, 24), vocab=768), {}),  # 96 tokens
         (Layout({"tp": 3}, (), "tp"), arrays(shape=(8, 64), vocab=384), {}),  # of 8 devices
@@ -335,6 +341,9 @@ def test_where_nothing_is_kept_of_a_split_vocabulary() -> None:
         assert products(calls(text)) == 4 and kept(text) == [False] * 3
         assert not re.search(r"\[(?:\d+,)*(?:\d+),64\][^ ]* (?:broadcast|constant)", text)
         assert f"[{vocab},{HIDDEN}]" not in text, "nor is the weight whole anywhere"
+        own = layout.own(vocab)
+        part = rf"\[(?:\d+,)?(?:{own}|{2 * own}),{HIDDEN}\]"
+        assert not re.search(part, str(collectives(text).get("all-gather")))
     assert products(calls(per_token(LAYOUTS["axes of tokens"], shape=(8, 64), vocab=384))) == 3
 
 
