@@ -367,7 +367,8 @@ TEST(Xla, AShardKeepsStateRelativeToItsAnchor) {
   const std::vector<float> first = f.kept_rows;
   const std::vector<float> again = f.backward(false), kept = f.backward(true);
   for (size_t i = 0; i < kept.size(); ++i) EXPECT_NEAR(kept[i], again[i], 0.01) << i;
-  for (size_t i = 0; i < size_t{f.N}; ++i) {  // another anchor is seen by a row whose target is elsewhere
+  for (size_t i = 0; i < size_t{f.N};
+       ++i) {  // another anchor is seen by a row whose target is elsewhere
     KeptShard other;
     other.anchor[i] = 1;
     ASSERT_EQ(other.forward().message, "");

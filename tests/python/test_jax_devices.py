@@ -580,6 +580,7 @@ def test_the_weight_is_never_gathered() -> None:
     of_weight = (f"[{VOCAB},{HIDDEN}]", f"[4,{VOCAB // 4},{HIDDEN}]", f"[{VOCAB // 4},{HIDDEN}]")
     assert not [found for found in exchanged if any(shape in found for shape in of_weight)]
     assert not [found for found in exchanged if ",64]" in found], "nor is what is kept"
+    assert not re.search(r"\[\d+,64\]\S* copy\(", text), "which is not copied either"
     assert f"f32[{VOCAB},{HIDDEN}]" not in text
 
 

@@ -289,12 +289,29 @@ def test_state_is_kept_where_the_vocabulary_is_split(layout: str, dtype: Any) ->
     assert products(calls(text)) == 3 and kept(text) == [False, True, False, True]
     assert "conditional" not in text
     parts = int(np.prod([*where.mesh.values()]))  # every axis splits tokens or vocabulary
-    assert f"[{512 * 768 // parts // 64},64]" in text, "a device keeps that of its own"
+    rows = 512 * 768 // parts // 64
+    assert f"[{rows},64]" in text, "a device keeps that of its own"
+    assert not re.search(rf"\[{rows},64\]\S* copy\(", text)
     exchanged = [types for of in collectives(text).values() for types in of]
     own = where.own(768)
     assert f"[768,{HIDDEN}]" not in text
     assert not [types for types in exchanged if re.search(rf"\[\d+,{own},{HIDDEN}\]", types)]
     assert all(elements(types) <= 512 * HIDDEN for types in exchanged), "no kept state"
+
+
+@pytest.mark.parametrize(("vocab", "blocks"), [(768, 3), (320, None)])
+def test_outside_of_jit_a_device_keeps_its_own(vocab: int, blocks: int | None) -> None:
+    given, up = arrays(shape=(8, 64), vocab=vocab), random(8, 64)
+    x, w, b, t = LAYOUTS["both"].put_all(*given)
+
+    def loss(x: Any, w: Any, b: Any) -> Any:
+        return linear_cross_entropy(x, w, t, linear_bias=b, reduction="none")
+
+    value, pull = jax.vjp(loss, x, w, b)
+    agree(((value * up).sum(), pull(up)), in_f64(*given, up, reduction="none"))
+    kept = [leaf for leaf in jax.tree.leaves(pull) if leaf.shape[-1:] == (64,) and leaf.ndim == 4]
+    shapes = [shard.data.shape for leaf in kept for shard in leaf.addressable_shards]
+    assert shapes == ([(4, 64, blocks, 64)] * 8 if blocks else [])
 
 
 def test_state_of_tokens_that_fill_no_block_is_kept() -> None:

@@ -114,6 +114,18 @@ def _most_parts(vocab: int) -> int:
     return math.gcd(vocab // _BLOCK, jax.device_count(getattr(default, "platform", default)))
 
 
+def _usable(parts: int, devices: int) -> int:
+    """The parts, of a program for so many devices. An axis that shares no divisor with them could
+    not split the vocabulary any more: where there may be one the parts are one."""
+    return parts if pow(parts, devices, devices) == 0 else 1
+
+
+def _kept_parts(tensors: Sequence[Tensor], devices: int) -> int:
+    """Into how many parts the vocabulary of the kept state among these may be split."""
+    parts = (x.shape[-2] for x in tensors if x.name == "kept_rows")
+    return _usable(max(parts, default=1), devices)
+
+
 def _spread(result: Tensor, tokens: tuple[int, ...], parts: int) -> Tensor:
     """Kept state by its tokens, where a device could have some of them; the rows' state, of which
     every part of the vocabulary has its own."""
@@ -132,7 +144,8 @@ def may_keep(input: Any, weight: Any) -> bool:
     own, columns = (x.sharding.shard_shape(x.shape) for x in (input, weight))
     whole = own == input.shape or math.prod(own[:-1]) % _BLOCK == 0
     parts = weight.shape[0] // max(columns[0], 1)
-    return whole and bool(_most_parts(weight.shape[0]) % parts == 0)
+    most = _usable(_most_parts(weight.shape[0]), len(weight.sharding.device_set))
+    return whole and bool(most % parts == 0)
 
 
 def factors(name: str, dimensions: int) -> tuple[str, ...]:
@@ -188,14 +201,13 @@ class Split:
     """How the partitioner has split the factors of an op: over which axes, into how many parts."""
 
     def __init__(self, mesh: Any, axes: dict[str, tuple[str, ...]], op: Op, vocab: int) -> None:
-        self.axes, self.tokens, self.vocab = axes, op.tokens, vocab
+        self.mesh, self.axes, self.tokens, self.vocab = mesh, axes, op.tokens, vocab
         self.parts = {f: math.prod(mesh.shape[axis] for axis in axes[f]) for f in axes}
         self.by_token = tuple(f"n{i}" for i in range(len(op.tokens)))
         self.token_axes = tuple(axis for f in self.by_token for axis in axes.get(f, ()))
         self.token_parts = [self.parts.get(f, 1) for f in self.by_token]
         self.vocab_axes = axes.get("v", ())
-        # Of kept state.
-        self.kept_parts = [*self.token_parts, self.parts.get("v", 1)]
+        self.kept_parts = [*self.token_parts, self.parts.get("v", 1)]  # of kept state
 
     def own(self, tensor: Tensor) -> tuple[int, ...]:
         """The shape of a device's part."""
@@ -360,6 +372,9 @@ def _split(mesh: Any, op: Op, input: Any, weight: Any, parts: int) -> Split:
     """Of the shardings that the partitioner suggests for the input and the weight, and of kept
     state of at most so many parts of the vocabulary."""
     vocab = weight.shape[0]
+    if mesh.empty:  # nothing is known of the arrays' axes
+        mesh = Mesh(np.array(input.sharding._device_assignment), ("devices",))
+        return Split(mesh, {}, op, vocab)
     axes = _axes("input", mesh, input)
     columns = _axes("weight", mesh, weight).get("v", ())
     taken = {axis for of in axes.values() for axis in of}
@@ -386,7 +401,7 @@ def _rule(given: Sequence[Tensor], made: Sequence[Tensor], parts: int) -> dict[s
     is first split into these."""
     sizes: dict[str, int] = {}
 
-    def word(tensor: Tensor, factor: str, size: int) -> str:
+    def word(factor: str, size: int) -> str:
         if parts == 1 or factor not in "vk" or size == parts:
             return "k" if factor == "v" and parts > 1 else factor
         rest = "u" if factor == "v" else "b"
@@ -394,22 +409,14 @@ def _rule(given: Sequence[Tensor], made: Sequence[Tensor], parts: int) -> dict[s
         return f"(k {rest})"
 
     sides = [
-        [" ".join(map(functools.partial(word, x), factors(x.name, len(x.shape)), x.shape))
-         for x in side]
+        [" ".join(map(word, factors(x.name, len(x.shape)), x.shape)) for x in side]
         for side in (given, made)
-    ]  # fmt: skip
+    ]
     rule = " -> ".join(", ".join(side) for side in sides)
     words = dict.fromkeys(re.findall(r"\w+", rule))
     split = ("v", "k", "u") if parts > 1 else ("v",)
     whole = tuple(f for f in words if f not in split and not f.startswith("n"))
     return {"sharding_rule": rule, "need_replication_factors": whole, **sizes}
-
-
-def _kept_parts(tensors: Sequence[Tensor], devices: int) -> int:
-    """Into how many parts the vocabulary of kept state may be split. An axis that shares no divisor
-    with them could not split the vocabulary any more: there they are one."""
-    parts = max((x.shape[-2] for x in tensors if x.name == "kept_rows"), default=1)
-    return parts if pow(parts, devices, devices) == 0 else 1
 
 
 def _partitioned(*operands: Array, op: Op, fails: bool, devices: int) -> Any:
@@ -419,17 +426,15 @@ def _partitioned(*operands: Array, op: Op, fails: bool, devices: int) -> Any:
 
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:
         input, weight = (arguments[at[name]] for name in ("input", "weight"))
-        if mesh.empty:  # nothing is known of the arrays' axes
-            mesh = Mesh(np.array(input.sharding._device_assignment), ("devices",))
         split = _split(mesh, op, input, weight, parts)
         _refuse(split, op)
 
         def sharding(tensor: Tensor) -> NamedSharding:
             of = [split.axes.get(f) for f in factors(tensor.name, len(tensor.shape))]
-            return NamedSharding(mesh, PartitionSpec(*of))
+            return NamedSharding(split.mesh, PartitionSpec(*of))
 
         on_device = functools.partial(_on_device, split, op, fails)
-        return mesh, on_device, list(map(sharding, made)), tuple(map(sharding, given))
+        return split.mesh, on_device, list(map(sharding, made)), tuple(map(sharding, given))
 
     def whole(*operands: Array) -> list[Array]:  # only its types are read
         made_whole: list[Array] = linear_p.bind(*operands, op=op)
