@@ -534,13 +534,15 @@ def _columns(shard: Shard, weight: Tensor, bias: Tensor | None) -> tuple[Tensor,
 
 
 class Block(NamedTuple):
-    """What a rank's block of columns is computed of, and its call is asked for."""
+    """What a rank's block of columns is computed of, and its call is asked for. For a block without
+    columns one that is nobody's stands in, so that this rank refuses what the others refuse."""
 
     inputs: tuple[Tensor | None, ...]  # in the order of _run.INPUTS, without token weights
     options: Options
     memory: int | None
     wanted: int
     keeps: bool
+    empty: bool
 
     def kept_bytes(self) -> Any:
         """What is kept beside both calls' workspaces. Each of several blocks must keep as much on
@@ -559,32 +561,30 @@ class Block(NamedTuple):
 def _blocks_of(
     shard: Shard, x: Tensor, w: Tensor, b: Tensor | None, constants: Constants, call: Call,
     wanted: int,
-) -> list[Block | None]:  # fmt: skip
-    """This rank's; None of one without columns."""
-    _check_block_rows(shard, w)
+) -> list[Block]:  # fmt: skip
+    """This rank's."""
     target, _, vocab_weight, normalizer, temperature = constants
     rest = (target, None, vocab_weight, normalizer, temperature)
-    return [
-        Block(
-            (x, w[first:stop], _rows_of(b, w, first, stop), *rest),
-            call.options._replace(vocab_start=shard.start + first),
-            call.memory, wanted, shard.keeps,
-        )
-        if first < stop
-        else None
-        for first, stop in shard.ranges(w.shape[0])
-    ]  # fmt: skip
+    blocks = []
+    for first, stop in shard.ranges(w.shape[0]):
+        own, bias, start, empty = w[first:stop], _rows_of(b, w, first, stop), first, first == stop
+        if empty:
+            own, start = w.new_zeros(1, w.shape[1]), -shard.start
+            bias = None if b is None else b.new_zeros(b.shape[0] - w.shape[0] + 1)
+        options = call.options._replace(vocab_start=shard.start + start)
+        keeps = shard.keeps and not empty
+        blocks.append(Block((x, own, bias, *rest), options, call.memory, wanted, keeps, empty))
+    return blocks
 
 
-def _local_targets(
-    shard: Shard, x: Tensor, w: Tensor, b: Tensor | None, constants: Constants, call: Call,
-    wanted: int,
-) -> Tensor:  # fmt: skip
+def _local_targets(shard: Shard, w: Tensor, blocks: Sequence[Block]) -> Tensor:
     """[1, N] f32: the targets' logits, of those that are this rank's columns; else -inf."""
+    _check_block_rows(shard, w)
     targets: Any = torch.ops.logitless.shard_targets
-    found = x.new_full((1, x.shape[0]), -float("inf"), dtype=torch.float32)
-    for block in _blocks_of(shard, x, w, b, constants, call, wanted):
-        if block is not None:
+    target: Any = blocks[0].inputs[3]
+    found = w.new_full((1, target.shape[0]), -float("inf"), dtype=torch.float32)
+    for block in blocks:
+        if not block.empty:
             own = targets(*_arguments(block.inputs, block.options), block.memory)
             found = torch.maximum(found, own)
     return found
@@ -596,28 +596,17 @@ Keeping = tuple[Tensor, Tensor]  # `kept` and `kept_rows` of a block
 def _local_state(block: Block, anchor: Tensor | None) -> tuple[Tensor, Tensor, Keeping | None]:
     """[k, N] f32, argmax, and what is kept, of a block's columns."""
     kept_bytes = block.kept_bytes()
-    if block.options.vocab_total == block.inputs[1].shape[0]:  # type: ignore[union-attr]
+    if block.empty or block.options.vocab_total == block.inputs[1].shape[0]:  # type: ignore[union-attr]
         anchor = None
     forward: Any = torch.ops.logitless.shard_forward
     states, argmax, columns, rows = forward(
         *_arguments(block.inputs, block.options), block.memory, block.wanted, anchor, kept_bytes
     )
+    if block.empty:
+        empty = _combine.empty_state(states.shape[1], states, block.wanted)
+        return empty, torch.full_like(argmax, -1), None
     nothing = isinstance(kept_bytes, int) and not kept_bytes
     return states, argmax, None if nothing else (columns, rows)
-
-
-def _empty_state(
-    x: Tensor, w: Tensor, b: Tensor | None, constants: Constants, call: Call, wanted: int
-) -> tuple[Tensor, Tensor, None]:
-    """The same of a block without columns: of one that is nobody's, so that this rank refuses what
-    the others refuse."""
-    w, b = w.new_zeros(1, w.shape[1]), None if b is None else b.new_zeros(b.shape[0] + 1)
-    target, _, vocab_weight, normalizer, temperature = constants
-    inputs = (x, w, b, target, None, vocab_weight, normalizer, temperature)
-    options = call.options._replace(vocab_start=0)
-    block = Block(inputs, options, call.memory, wanted, False)
-    _, argmax, _ = _local_state(block, None)
-    return _combine.empty_state(x.shape[0], x, wanted), torch.full_like(argmax, -1), None
 
 
 def _rows_of(bias: Tensor | None, weight: Tensor, first: int, stop: int) -> Tensor | None:
@@ -630,16 +619,11 @@ def _rows_of(bias: Tensor | None, weight: Tensor, first: int, stop: int) -> Tens
 
 
 def _local_states(
-    shard: Shard, x: Tensor, w: Tensor, b: Tensor | None, constants: Constants, call: Call,
-    wanted: int, anchor: Tensor | None,
-) -> tuple[Tensor, Tensor, list[Keeping | None]]:  # fmt: skip
+    shard: Shard, w: Tensor, blocks: Sequence[Block], anchor: Tensor | None
+) -> tuple[Tensor, Tensor, list[Keeping | None]]:
     """[b, k, N] f32, argmax [b, N] and what is kept, of this rank's blocks."""
-    empty = (x, w[:0], None if b is None else b[w.shape[0] :], constants, call, wanted)
-    made = [
-        _empty_state(*empty) if block is None else _local_state(block, anchor)
-        for block in _blocks_of(shard, x, w, b, constants, call, wanted)
-    ]
-    states, argmax, kept = zip(*made)
+    _check_block_rows(shard, w)
+    states, argmax, kept = zip(*(_local_state(block, anchor) for block in blocks))
     return torch.stack(states), torch.stack(argmax), list(kept)
 
 
@@ -691,12 +675,12 @@ class ShardedLoss(Function):
         if options.label_smoothing > 0:
             wanted |= WEIGHTED
         w, b = _columns(shard, w, b)
-        made = (shard, rows, w, b, constants, call, wanted)
+        blocks = (shard, w, _blocks_of(shard, rows, w, b, constants, call, wanted))
         anchor = None
         if shard.keeps:
-            own = _together(shard, rows, facts, _local_targets, *made)
+            own = _together(shard, rows, facts, _local_targets, *blocks)
             anchor, facts = _all_gather(own, shard).amax(0), ()  # [N]
-        local, argmax, kept = _together(shard, rows, facts, _local_states, *made, anchor)
+        local, argmax, kept = _together(shard, rows, facts, _local_states, *blocks, anchor)
         states = _all_gather(local, shard)  # [P b, k, N]
         indices = _all_gather(argmax, shard) if call.wanted & _run.ARGMAX else None
         tokens = Tokens(*constants[:4])
