@@ -20,6 +20,7 @@ Collectives are torch's functional ones, which torch.compile traces.
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import zlib
 from collections.abc import Sequence
@@ -44,7 +45,7 @@ from logitless.torch import _autograd, _combine, _kept, _ops, _ranks, _run, _sha
 from logitless.torch._autograd import Call, cast, cast_bias, once, upstream_of
 from logitless.torch._checks import check_target
 from logitless.torch._combine import EXTRA, WEIGHTED
-from logitless.torch._device import allows_tf32
+from logitless.torch._device import allows_tf32, traces
 from logitless.torch._kept import Keep
 from logitless.torch._run import Constants, Upstream
 from logitless.torch._shards import Tokens
@@ -246,7 +247,7 @@ def of_one(shard: Shard, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, T
 
 
 def _waits(x: Tensor) -> bool:
-    return x.is_cpu and not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack())
+    return x.is_cpu and not traces()
 
 
 def _check_split(shard: Shard, ranges: Sequence[tuple[int, int]]) -> None:
@@ -506,14 +507,22 @@ def _shard_backward_fake(*args: Any) -> tuple[Tensor, ...]:
     )
 
 
-for _name, _kernel, _fake in (
-    ("shard_targets", _shard_targets, _shard_targets_fake),
-    ("shard_forward", _shard_forward, _shard_forward_fake),
-    ("shard_backward", _shard_backward, _shard_backward_fake),
+_KERNELS: dict[str, Any] = {
+    "shard_targets": _shard_targets,
+    "shard_forward": _shard_forward,
+    "shard_backward": _shard_backward,
+}
+for (_name, _kernel), _fake in zip(
+    _KERNELS.items(), (_shard_targets_fake, _shard_forward_fake, _shard_backward_fake)
 ):
     for _device in ("CPU", "CUDA"):
         _library.impl(_name, _kernel, _device)
     torch.library.register_fake(f"logitless::{_name}", _fake, lib=_library)
+
+
+def _op(name: str) -> Any:
+    """The dispatcher's op where someone traces, else its kernel, which costs the host less."""
+    return getattr(torch.ops.logitless, name) if traces() else _KERNELS[name]
 
 
 # --- the loss ---
@@ -580,14 +589,13 @@ def _blocks_of(
 def _local_targets(shard: Shard, w: Tensor, blocks: Sequence[Block]) -> Tensor:
     """[1, N] f32: the targets' logits, of those that are this rank's columns; else -inf."""
     _check_block_rows(shard, w)
-    targets: Any = torch.ops.logitless.shard_targets
-    target: Any = blocks[0].inputs[3]
-    found = w.new_full((1, target.shape[0]), -float("inf"), dtype=torch.float32)
-    for block in blocks:
-        if not block.empty:
-            own = targets(*_arguments(block.inputs, block.options), block.memory)
-            found = torch.maximum(found, own)
-    return found
+    targets = _op("shard_targets")
+    found = [targets(*_arguments(b.inputs, b.options), b.memory) for b in blocks if not b.empty]
+    if not found:
+        target: Any = blocks[0].inputs[3]
+        return w.new_full((1, target.shape[0]), -float("inf"), dtype=torch.float32)
+    largest: Tensor = functools.reduce(torch.maximum, found)
+    return largest.unsqueeze(0)
 
 
 Keeping = tuple[Tensor, Tensor]  # `kept` and `kept_rows` of a block
@@ -598,8 +606,7 @@ def _local_state(block: Block, anchor: Tensor | None) -> tuple[Tensor, Tensor, K
     kept_bytes = block.kept_bytes()
     if block.empty or block.options.vocab_total == block.inputs[1].shape[0]:  # type: ignore[union-attr]
         anchor = None
-    forward: Any = torch.ops.logitless.shard_forward
-    states, argmax, columns, rows = forward(
+    states, argmax, columns, rows = _op("shard_forward")(
         *_arguments(block.inputs, block.options), block.memory, block.wanted, anchor, kept_bytes
     )
     if block.empty:
@@ -624,7 +631,11 @@ def _local_states(
     """[b, k, N] f32, argmax [b, N] and what is kept, of this rank's blocks."""
     _check_block_rows(shard, w)
     states, argmax, kept = zip(*(_local_state(block, anchor) for block in blocks))
-    return torch.stack(states), torch.stack(argmax), list(kept)
+    return _stacked(states), _stacked(argmax), list(kept)
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(list(parts))
 
 
 _ENTROPY = list(_run.OUTPUTS).index(_run.ENTROPY)
@@ -780,7 +791,7 @@ def _local_gradients(
     shard: Shard, inputs: Any, options: Options, more: Any, kept: Sequence[Tensor | None] | None
 ) -> tuple[_shards.Carries, list[Tensor], list[Tensor]]:
     """Of each block with columns: its part of grad_input, its rows of grad_weight and grad_bias."""
-    backward: Any = torch.ops.logitless.shard_backward
+    backward = _op("shard_backward")
     rows, w, b, *constants = inputs
     parts: _shards.Carries = []
     weights, biases = [], []
