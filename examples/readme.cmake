@@ -1,5 +1,5 @@
 # The programs that documents show are parts of the examples, word for word, which this checks.
-foreach(triple README.md:cpp:cpp_minimal.cpp README.md:c:c_minimal.c docs/devices.md:cpp:shards.h)
+foreach(triple docs/cpp.md:cpp:cpp_minimal.cpp docs/cpp.md:c:c_minimal.c docs/devices.md:cpp:shards.h)
   string(REPLACE ":" ";" triple ${triple})
   list(POP_FRONT triple document language file)
   file(READ ${CMAKE_CURRENT_LIST_DIR}/../${document} text)
