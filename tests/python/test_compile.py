@@ -105,7 +105,7 @@ CASES: dict[str, Any] = {
         )
     ),
     "logprob": lambda x, w, b, t: sum(
-        v.sum() for v in linear_logprob(x, w, t, bias=b, entropy=True)
+        v.sum() for v in linear_logprob(x, w, t, linear_bias=b, entropy=True)
     ),
     "logits": lambda x, w, b, t: cross_entropy(torch.nn.functional.linear(x, w, b), t),
 }

@@ -207,7 +207,7 @@ def test_statistics_are_differentiable(device: str, names: tuple[str, ...], redu
 def test_logprob_and_entropy(device: str, entropy: bool) -> None:
     x, w, b, t = problem((3, 7), 31, 12, device=device, bias=True)
     assert b is not None
-    result = linear_logprob(x, w, t, bias=b, temperature=1.3, entropy=entropy)
+    result = linear_logprob(x, w, t, linear_bias=b, temperature=1.3, entropy=entropy)
     logprob, h = result if entropy else (result, None)
     s = reference.statistics(reference.logits_of(x, w, b), t, {"temperature": 1.3})
     close(logprob, s["logprob"])
@@ -228,7 +228,7 @@ def test_logprob_keeps_its_digits_under_a_large_offset(device: str) -> None:
         expected = reference.statistics(reference.logits_of(x, w, b), t, {})["logprob"]
         _, s = linear_cross_entropy(x, w, t, linear_bias=b, return_statistics=("logprob",))
     assert (s.logprob - expected).abs().max() < 4e-3  # at 8192 the logits' own rounding is as large
-    plain = linear_logprob(x, w, t, bias=b)
+    plain = linear_logprob(x, w, t, linear_bias=b)
     assert (plain - s.logprob).abs().max() < 1e-5  # the lse adds no rounding of its own
 
 
