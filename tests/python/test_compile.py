@@ -221,6 +221,19 @@ def test_a_model_on_meta_and_fake_tensors() -> None:
         assert linear_cross_entropy(x, w, t, reduction="none").shape == (2, 5)
 
 
+@pytest.mark.parametrize("name", ["linear_weight", "linear_bias", "target", "token_weight"])
+def test_a_tensor_beside_one_on_meta_is_named(name: str) -> None:
+    """torch itself would not notice, and the result would be on meta."""
+    tensors = {
+        "input": torch.empty(5, 8), "linear_weight": torch.empty(19, 8),
+        "target": torch.zeros(5, dtype=torch.int64), "linear_bias": torch.empty(19),
+        "token_weight": torch.empty(5),
+    }  # fmt: skip
+    given: dict[str, Any] = {n: t if n == name else t.to("meta") for n, t in tensors.items()}
+    with pytest.raises(RuntimeError, match=f"^{name} is on cpu; allowed: meta, as input is"):
+        linear_cross_entropy(**given)
+
+
 def test_functional_transforms_are_a_clear_error() -> None:
     x, w, _, t = problem((7,), 19, 8)
     with pytest.raises(NotImplementedError, match=r"torch\.func"):

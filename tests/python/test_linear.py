@@ -295,6 +295,7 @@ def test_memory_is_what_the_workspace_takes(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch, "empty", empty)
     linear_cross_entropy(x, w, t, memory="9MiB")
     linear_cross_entropy(x, w, t, memory="1TB")
+    assert workspace_size(x, w, t, memory=9e6) == workspace_size(x, w, t, memory=9_000_000)
     linear_cross_entropy(x, w, t)
     with torch.no_grad():
         linear_cross_entropy(x, w, t)
