@@ -304,6 +304,32 @@ def test_memory_is_what_the_workspace_takes(monkeypatch: pytest.MonkeyPatch) -> 
     assert taken[3] == workspace_size(x, w, t, gradients=False)
 
 
+def test_a_bias_of_minus_infinity_masks_a_column(device: str) -> None:
+    x, w, _, t = problem((7,), 40, 8, device=device, ignored=0)
+    t = t % 25
+    bias = torch.zeros(40, device=device)
+    bias[25:] = -torch.inf
+    leaves = (x, w)
+    alone = linear_cross_entropy(x, w[:25], t)
+    expected = torch.autograd.grad(alone, leaves)
+    assert not expected[1][25:].any()
+    for reduction in ("mean", "none"):
+        loss = linear_cross_entropy(x, w, t, linear_bias=bias, reduction=reduction).mean()
+        torch.testing.assert_close(loss, alone)
+        for ours, theirs in zip(torch.autograd.grad(loss, leaves), expected):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_a_temperature_is_learned_as_a_divisor_of_the_input(device: str) -> None:
+    x, w, _, t = problem((7,), 40, 8, device=device)
+    learned = torch.tensor(1.7, device=device, requires_grad=True)
+    loss = linear_cross_entropy(x / learned, w, t)
+    torch.testing.assert_close(loss, linear_cross_entropy(x, w, t, temperature=1.7))
+    expected = reference.loss(reference.logits_of(x, w) / learned.double(), t)
+    (grad,) = torch.autograd.grad(loss, learned)
+    close(grad, torch.autograd.grad(expected, learned)[0])
+
+
 @pytest.mark.parametrize("which", ["input", "weight", "bias", "token_weight", "class", "upstream"])
 def test_a_lazy_minus_sign_is_carried_out(device: str, which: str) -> None:
     def negated(*shape: int) -> Tensor:
