@@ -228,7 +228,7 @@ def _through_its_backbone(model: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return _own_forward(model)(*args, **kwargs)
     finally:
-        del backbone.__dict__[_INSIDE]
+        backbone.__dict__.pop(_INSIDE, None)  # another thread may have taken it
 
 
 def _backbone_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -422,7 +422,7 @@ class Patch:
         self.model = model
         settings = None if isinstance(model, type) else _base_of(model).__dict__.get(_PATCH)
         self._settings: list[_Settings] = [] if settings is None else [settings]
-        self._made: weakref.WeakSet[Any] = weakref.WeakSet()  # of a class
+        self._made: weakref.WeakSet[Any] = weakref.WeakSet()  # a class has made them
 
     @property
     def calls(self) -> int:
