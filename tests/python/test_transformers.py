@@ -669,6 +669,21 @@ def test_a_patch_that_is_of_no_use_in_training_is_warned_of_once(alone: bool) ->
     assert not any("logitless" in key for module in model.modules() for key in vars(module))
 
 
+def test_a_patch_that_is_of_no_use_in_compiled_training_is_warned_of() -> None:
+    model, batch = model_and_batch("llama")
+    patch_transformers(model)
+    model.compile(fullgraph=True, backend="eager")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        model(**batch)
+        model.eval()(input_ids=batch["input_ids"])
+        assert ours(seen) == []
+        for _ in range(3):
+            model.train()(input_ids=batch["input_ids"])
+        (said,) = ours(seen)
+        assert "without labels" in said
+
+
 def test_a_backbone_within_another_module_is_not_by_itself() -> None:
     class Around(torch.nn.Module):
         def __init__(self, inner: Any) -> None:

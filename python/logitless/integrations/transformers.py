@@ -274,6 +274,21 @@ def _forward_with(pending: _Pending, model: Any, *args: Any, **kwargs: Any) -> A
     return output
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]
+def _say_of_no_use(what: str) -> bool:
+    """Whether it was said: in compiled code when that is made, and never when it runs."""
+    if trl.is_patched():
+        return False
+    warnings.warn(
+        f"a model patched by logitless makes no loss in training, for {what}: where a trainer "
+        "makes the loss itself (TRL's do; use patch_trl() there; transformers' does with "
+        "label_smoothing_factor; use patch_transformers(model, label_smoothing=...)), the patch is "
+        "of no use",
+        stacklevel=3,
+    )
+    return True
+
+
 class _Settings:
     """How the model makes logits of its head's products. Plain data: copies with the model."""
 
@@ -301,16 +316,10 @@ class _Settings:
 
     def warn(self, what: str) -> None:
         """Once: a trainer that keeps the labels to itself makes the patch useless, unseen."""
-        if self.warned or torch.compiler.is_compiling() or trl.is_patched():
-            return
-        self.warned = True
-        warnings.warn(
-            f"a model patched by logitless makes no loss in training, for {what}: where a trainer "
-            "makes the loss itself (TRL's do; use patch_trl() there; transformers' does with "
-            "label_smoothing_factor; use patch_transformers(model, label_smoothing=...)), the "
-            "patch is of no use",
-            stacklevel=2,
-        )
+        if torch.compiler.is_compiling():
+            _say_of_no_use(what)
+        elif not self.warned:
+            self.warned = _say_of_no_use(what)
 
     def answer(self, device: torch.device) -> Tensor:
         """What the head gives the model for logits: [1, 1, 5]."""
