@@ -788,8 +788,8 @@ def _logprob(me: Rank, entropy: Any, **options: Any) -> Results:
     x, w, b = leaf(p.x), leaf(p.w[start:stop]), leaf(p.b[start:stop])
     one, whole, biases = leaf(p.x), leaf(p.w), leaf(p.b)
     where: dict[str, Any] = {"group": dist.group.WORLD, "vocab_start": start, "vocab_total": 37}
-    made = linear_logprob(x, w, p.t, bias=b, entropy=entropy, **where, **options)
-    plain = linear_logprob(one, whole, p.t, bias=biases, entropy=entropy, **options)
+    made = linear_logprob(x, w, p.t, linear_bias=b, entropy=entropy, **where, **options)
+    plain = linear_logprob(one, whole, p.t, linear_bias=biases, entropy=entropy, **options)
     made, plain = (made, plain) if entropy else ((made,), (plain,))
     ups = [torch.randn(p.t.shape) for t in made if t.requires_grad]
     assert len(ups) == (2 if entropy is True else 1)

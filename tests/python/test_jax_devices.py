@@ -252,7 +252,9 @@ def test_logprob_and_entropy_of_shards() -> None:
     x, w, b, t = arrays()
 
     def total(x: Any, w: Any, b: Any, **split: Any) -> Any:
-        logprob, entropy = linear_logprob(x, w, t, bias=b, temperature=0.7, entropy=True, **split)
+        logprob, entropy = linear_logprob(
+            x, w, t, linear_bias=b, temperature=0.7, entropy=True, **split
+        )
         return (logprob * random(TOKENS)).sum() + 0.3 * entropy.sum()
 
     ours = sharded(lambda *a: total(*a, axis_name="tp"), mesh_of(tp=4))

@@ -176,7 +176,7 @@ def test_logprob_and_entropy(layout: str) -> None:
     given = arrays()
 
     def total(x: Any, w: Any, b: Any, t: Any) -> Any:
-        logprob, entropy = linear_logprob(x, w, t, bias=b, temperature=0.7, entropy=True)
+        logprob, entropy = linear_logprob(x, w, t, linear_bias=b, temperature=0.7, entropy=True)
         return (logprob * random(*SHAPE)).sum() + 0.3 * entropy.sum()
 
     step = jax.jit(jax.value_and_grad(total, (0, 1, 2)))
