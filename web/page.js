@@ -162,7 +162,7 @@ function showMemory(logitless, problem, used) {
     const here = plan ? `${bytesText(plan.recommended)} of workspace (at least ${bytesText(plan.minimum)})` : "which passes this device's limits";
     return `${bytesText(4 * STEP * v)} of logits, ${here}`;
   };
-  at('memory-note').textContent = `A training step of ${STEP} tokens: ${told(vocab)}; with V = ${2 ** 17} ${told(2 ** 17)}.`;
+  at('memory-note').textContent = `A training step of ${STEP} tokens: ${told(vocab)}; with V = ${2 ** 17}, ${told(2 ** 17)}.`;
 }
 
 async function runOnce(logitless) {
