@@ -4,11 +4,13 @@
 #include <algorithm>
 #include <cmath>
 
-#include "tests/support/executors.h"
 #include "tests/support/judge.h"
 #include "tests/support/problem.h"
 #include "tests/support/shards.h"
 #include "tests/support/suite.h"
+#ifndef __wasi__  // a web page's module has no threads
+#include "tests/support/executors.h"
+#endif
 
 namespace logitless::conformance {
 namespace {
@@ -291,6 +293,7 @@ TEST_P(Combines, TokensAreIndependent) {
   p.op.options.label_smoothing = 0.1f;
   const Outcome all = execute(device_, p.op, p.pool);
   ASSERT_TRUE(all.status.ok()) << all.status.message();
+#ifndef __wasi__
   const ThreadExecutor threads(3);
   const SerialExecutor backwards(5, true);
   for (const Executor* executor : {threads.get(), backwards.get()}) {
@@ -298,6 +301,7 @@ TEST_P(Combines, TokensAreIndependent) {
     const Outcome again = execute(device_, p.op, p.pool, {.executor = executor});
     EXPECT_EQ(differing_bits(all.fields, again.fields), "");
   }
+#endif
   for (const int64_t first : {int64_t{0}, int64_t{299}, tokens - 1}) {
     Combine op = p.op;
     const logitless_op unused{};
@@ -390,14 +394,7 @@ TEST_P(Combines, OneShardHasForwardsBits) {
   }
 }
 
-// WebGPU has no Combine, and says so.
-std::vector<Parameter> parameters_with_combine() {
-  std::vector<Parameter> all = parameters(kForwards, inputs());
-  std::erase_if(all, [](const Parameter& p) { return std::get<0>(p) == "webgpu"; });
-  return all;
-}
-GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(Combines);
-INSTANTIATE_TEST_SUITE_P(All, Combines, testing::ValuesIn(parameters_with_combine()),
+INSTANTIATE_TEST_SUITE_P(All, Combines, testing::ValuesIn(parameters(kForwards, inputs())),
                          parameter_name);
 
 }  // namespace
