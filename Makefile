@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # What a developer types. Each target does its own set-up; the work is CMake's and the scripts'.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-web build web test test-full test-python test-integrations test-web test-device sanitize-device demo bench-cpu bench-web reliability reliability-device fuzz mutants mutants-webgpu mutants-web mutants-device format format-check lint install clean
+.PHONY: help setup setup-test setup-web build web test test-full test-python test-integrations test-web test-device test-device-nccl sanitize-device demo bench-cpu bench-web reliability reliability-device fuzz mutants mutants-webgpu mutants-web mutants-device format format-check lint install clean
 
 FUZZ_SECONDS ?= 600
 PREFIX ?= /usr/local
@@ -49,6 +49,12 @@ test-device: setup-test  ## the conformance suite on this machine's GPU
 	cmake --preset device
 	cmake --build --preset device --target device_suite
 	@scripts/test-device build/device
+
+test-device-nccl: setup-test  ## a vocabulary split over this machine's GPUs with NCCL, from C++
+	@scripts/fetch_nccl
+	cmake --preset device
+	cmake --build --preset device --target example_shards_nccl
+	@scripts/test-device-nccl build/device
 
 sanitize-device: setup-test  ## compute-sanitizer over ragged cases on this machine's GPU
 	cmake --preset device

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // logitless check runs cases of the conformance suite on this machine, and judges each element of
-// each output against the reference, within the bound that the contract promises for it.
+// each output against the reference, within the bound that the contract promises for it. With
+// --shards the vocabulary of a case is split, and what becomes of its shards is judged too.
 #include <fmt/core.h>
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
@@ -9,11 +10,14 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <optional>
+#include <span>
 
 #include "cli/commands.h"
 #include "cli/progress.h"
 #include "cli/text.h"
 #include "tests/support/judge.h"
+#include "tests/support/shards.h"
 
 namespace logitless::cli {
 namespace {
@@ -31,12 +35,16 @@ constexpr OpKind kOps[] = {OpKind::softmax,
                            OpKind::linear_forward,
                            OpKind::linear_backward,
                            OpKind::linear_forward_backward};
+// These have ops on a shard of the vocabulary.
+constexpr OpKind kShardOps[] = {OpKind::forward, OpKind::backward, OpKind::linear_forward,
+                                OpKind::linear_backward};
 constexpr DType kDtypes[] = {DType::f32, DType::f16, DType::bf16};
 
 struct CheckArguments {
   std::vector<std::string> devices, ops, dtypes;  // an empty list stands for all
   int64_t cases = 150;                            // so many of each op and dtype run
   double within = 1;
+  std::optional<int64_t> shards;  // the vocabulary is split into so many
   bool full = false, every_isa = false;
 };
 
@@ -69,15 +77,16 @@ struct NamedCase {
 // every option at once.
 std::vector<NamedCase> cases_of(OpKind op, DType dtype, const CheckArguments& a) {
   const int64_t most = a.full ? INT64_MAX : a.cases;
-  std::vector<NamedCase> all;
-  for (const conformance::Pair& pair :
-       spread(conformance::feature_pairs(op, dtype), most - most / 3)) {
+  std::vector<NamedCase> pairs, all;
+  for (const conformance::Pair& pair : conformance::feature_pairs(op, dtype)) {
     const Case c = conformance::case_of(op, dtype, pair);
+    if (a.shards && !conformance::can_be_split(c)) continue;
     const auto& features = conformance::features();
     std::string name = features[pair.first].name;
     if (pair.second != pair.first) name += std::string(" + ") + features[pair.second].name;
-    all.push_back({c, name + ", " + describe(c)});
+    pairs.push_back({c, name + ", " + describe(c)});
   }
+  all = spread(pairs, most - most / 3);
   uint64_t seed = 0;
   for (const conformance::Shape& shape : spread(conformance::shapes(op), most / 3)) {
     Case c{.op = op, .shape = shape, .dtype = dtype, .seed = ++seed};
@@ -85,6 +94,10 @@ std::vector<NamedCase> cases_of(OpKind op, DType dtype, const CheckArguments& a)
     all.push_back({c, describe(c) + (seed % 2 == 0 ? ", every option" : "")});
   }
   return all;
+}
+
+std::span<const OpKind> ops_of(const CheckArguments& a) {
+  return a.shards ? std::span<const OpKind>(kShardOps) : std::span<const OpKind>(kOps);
 }
 
 bool wanted(const std::vector<std::string>& names, const std::string& name) {
@@ -98,7 +111,18 @@ std::string op_name(OpKind op) {
   return name;
 }
 
+void refuse_ops_without_shards(const CheckArguments& a) {
+  std::vector<std::string> allowed;
+  for (const OpKind op : ops_of(a)) allowed.push_back(op_name(op));
+  for (const std::string& op : a.ops) {
+    if (wanted(allowed, op)) continue;
+    throw BadInput(fmt::format("--op: \"{}\" with --shards; allowed: {}", op, joined(allowed)),
+                   "--op");
+  }
+}
+
 std::vector<Row> rows_of(const CheckArguments& a) {
+  refuse_ops_without_shards(a);
   std::vector<Row> rows;
   // this throws, and says why one is absent
   for (const std::string& name : a.devices) parse_device(name);
@@ -110,7 +134,7 @@ std::vector<Row> rows_of(const CheckArguments& a) {
     std::vector<std::string> sets{""};
     if (a.every_isa && !device->instruction_sets().empty()) sets = device->instruction_sets();
     for (const std::string& isa : sets)
-      for (const OpKind op : kOps)
+      for (const OpKind op : ops_of(a))
         for (const DType dtype : kDtypes)
           if (wanted(a.ops, op_name(op)) && wanted(a.dtypes, name_of(dtype)))
             rows.push_back({.device = device, .isa = isa, .op = op, .dtype = dtype});
@@ -118,20 +142,30 @@ std::vector<Row> rows_of(const CheckArguments& a) {
   return rows;
 }
 
-void judge_row(Row& row, const std::vector<NamedCase>& cases, double within,
+// Judges the row's next case. Of shards each case has another content than the one before it, which
+// is added to the case's name.
+Comparison judge_case(const Row& row, NamedCase* named, const CheckArguments& a) {
+  const auto memory =
+      row.cases % 2 == 0 ? conformance::Memory::recommended : conformance::Memory::minimum;
+  if (!a.shards) return conformance::judge(*row.device, named->c, {.memory = memory});
+  const auto splits = conformance::splits_of(named->c.shape.vocab, *a.shards);
+  const conformance::Split& split = splits[static_cast<size_t>(row.cases) % splits.size()];
+  named->name += fmt::format(", {} shards, {}", *a.shards, split.name);
+  return conformance::judge_shards(*row.device, named->c, split, {.memory = memory});
+}
+
+void judge_row(Row& row, const std::vector<NamedCase>& cases, const CheckArguments& a,
                const std::function<void()>& tick) {
   if (!row.isa.empty()) row.device->force_instruction_set(row.isa);
-  for (const NamedCase& named : cases) {
+  for (NamedCase named : cases) {
     tick();
-    const auto memory =
-        row.cases % 2 == 0 ? conformance::Memory::recommended : conformance::Memory::minimum;
-    const Comparison result = conformance::judge(*row.device, named.c, {.memory = memory});
+    const Comparison result = judge_case(row, &named, a);
     ++row.cases;
     if (result.worst_ratio > row.worst_ratio) {
       row.worst_ratio = result.worst_ratio;
       row.worst = result.worst + ", " + named.name;
     }
-    if (result.ok() && result.worst_ratio <= within) continue;
+    if (result.ok() && result.worst_ratio <= a.within) continue;
     ++row.failures;
     if (row.report.empty()) {
       row.report = named.name + "\n" +
@@ -149,6 +183,7 @@ std::string device_name(const Row& row) {
 
 json to_json(const std::vector<Row>& rows, const CheckArguments& a, double seconds) {
   json out = {{"rows", json::array()}, {"within", a.within}, {"seconds", seconds}};
+  if (a.shards) out["shards"] = *a.shards;
   int64_t cases = 0, failures = 0;
   for (const Row& row : rows) {
     out["rows"].push_back({{"device", row.device->name()},
@@ -206,7 +241,7 @@ void run_check(Context& context, const CheckArguments& a) {
   }
   Progress progress(total);
   for (Row& row : rows) {
-    judge_row(row, cases_of(row.op, row.dtype, a), a.within, [&] {
+    judge_row(row, cases_of(row.op, row.dtype, a), a, [&] {
       progress.update(
           done++, fmt::format("{} {} {}", device_name(row), op_name(row.op), name_of(row.dtype)));
     });
@@ -241,6 +276,11 @@ void add_check(CLI::App& app, Context& context) {
   command->add_option("--cases", a.cases, "of each op and dtype, evenly spread over the table")
       ->check(integer(3))
       ->capture_default_str();
+  command
+      ->add_option("--shards", a.shards,
+                   "the vocabulary in so many shards, one after another, and what is combined of "
+                   "them: 1 to 8")
+      ->check(integer(1, 8));
   command->add_flag("--full", a.full, "every case of the table: minutes to hours");
   command->add_flag("--every-isa", a.every_isa, "each instruction set this machine has, in turn");
   command->add_option("--within", a.within, "share of the bound that errors may reach")

@@ -221,6 +221,11 @@ void add_loss_options(CLI::App& command, LossArguments& a) {
   command.add_option("--reduction", a.reduction)
       ->check(CLI::IsMember({"none", "sum", "mean"}))
       ->capture_default_str();
+  command
+      .add_option("--shift", a.shift,
+                  "a position's target is that of so many behind it; 1: next-token prediction")
+      ->check(integer(0))
+      ->capture_default_str();
   command.add_option("--ignore-index", o.ignore_index)->check(integer())->capture_default_str();
   command.add_option("--out-of-range", a.out_of_range, "targets outside the vocabulary")
       ->check(CLI::IsMember({"error", "ignore"}))

@@ -22,7 +22,8 @@ struct LossArguments {
   std::optional<uint64_t> memory;  // it counts bytes; without it the recommended workspace is taken
   std::string gradients, per_token;  // they are files to write; an empty one is not written
   bool statistics = false;
-  int threads = 0;  // 0 takes the default
+  int threads = 0;    // 0 takes the default
+  int64_t shift = 0;  // a position is given the target of the one that is so many behind it
   LossOptions options{};
 
   bool wants_statistics() const { return statistics || !per_token.empty(); }

@@ -75,6 +75,28 @@ InputTensor load(const Safetensors& content, const std::string& name, const std:
   return input;
 }
 
+int64_t element(const TensorView& integers, int64_t i) {
+  return integers.dtype == DType::i64 ? integers.as<const int64_t>()[i]
+                                      : integers.as<const int32_t>()[i];
+}
+
+// Position i of the last dimension is given the target of i + shift, and what has none is ignored.
+// The result is i64, in which any ignore_index fits.
+InputTensor shifted(const InputTensor& target, int64_t shift, int64_t ignore_index) {
+  const int64_t tokens = target.view.shape[0];
+  const int64_t length = std::max<int64_t>(target.shape.back(), 1);
+  InputTensor moved;
+  moved.shape = target.shape;
+  moved.copy = Buffer(sizeof(int64_t) * static_cast<uint64_t>(tokens));
+  auto* to = moved.copy.as<int64_t>();
+  for (int64_t i = 0; i < tokens; ++i) {
+    const bool has_one = shift < length && i % length < length - shift;
+    to[i] = has_one ? element(target.view, i + shift) : ignore_index;
+  }
+  moved.view = vector_view(tokens > 0 ? to : nullptr, DType::i64, tokens);
+  return moved;
+}
+
 template <class Op>
 void set_inputs(Op& op, const LossInputs& inputs, const LossOptions& options) {
   op.input = inputs.hidden.view;                // [N, D]
@@ -148,20 +170,22 @@ Buffer token_losses(const LossInputs& inputs, const LossArguments& arguments) {
 
 }  // namespace
 
-int64_t LossInputs::target_at(int64_t token) const {
-  return target.view.dtype == DType::i64 ? target.view.as<const int64_t>()[token]
-                                         : target.view.as<const int32_t>()[token];
-}
+int64_t LossInputs::target_at(int64_t token) const { return element(target.view, token); }
 
 LossInputs load_inputs(const SafetensorsFile& file, const LossArguments& arguments) {
   const Safetensors& content = file.content();
   const std::vector<std::string> floats{"F32", "F16", "BF16"}, integers{"I32", "I64"}, f32{"F32"};
-  return {.hidden = load(content, arguments.hidden, "--hidden", 2, true, floats),
-          .weight = load(content, arguments.weight, "--weight", 2, false, floats),
-          .target = load(content, arguments.target, "--target", 1, true, integers),
-          .bias = load(content, arguments.bias, "--bias", 1, false, floats),
-          .token_weight = load(content, arguments.token_weight, "--token-weight", 1, true, f32),
-          .vocab_weight = load(content, arguments.vocab_weight, "--vocab-weight", 1, false, f32)};
+  LossInputs inputs{
+      .hidden = load(content, arguments.hidden, "--hidden", 2, true, floats),
+      .weight = load(content, arguments.weight, "--weight", 2, false, floats),
+      .target = load(content, arguments.target, "--target", 1, true, integers),
+      .bias = load(content, arguments.bias, "--bias", 1, false, floats),
+      .token_weight = load(content, arguments.token_weight, "--token-weight", 1, true, f32),
+      .vocab_weight = load(content, arguments.vocab_weight, "--vocab-weight", 1, false, f32)};
+  if (arguments.shift > 0) {
+    inputs.target = shifted(inputs.target, arguments.shift, arguments.options.ignore_index);
+  }
+  return inputs;
 }
 
 LossOutputs compute_loss(const LossInputs& inputs, const LossArguments& arguments) {

@@ -169,8 +169,8 @@ void print_avoided(const json& out) {
                out["remark"].get<std::string>());
   } else if (plan["name"] == "stored chunks" && plan["chunks"] == 1) {
     fmt::print(
-        "{:<12}{}: one chunk holds all logits, their gradient takes their place; --memory {} "
-        "would hold none\n",
+        "{:<12}{} of the gradient alone: one chunk holds all logits, whose place it takes; "
+        "--memory {} would hold none\n",
         "avoided", avoided, memory_argument(out["workspace"]["minimum"]));
   } else {
     fmt::print("{:<12}{}: {} {}, {:.1f} x this workspace\n", "avoided", avoided, what,

@@ -14,8 +14,8 @@
 #include <random>
 #include <vector>
 
-#include "cross_entropy_memory.h"
 #include "logitless/logitless.h"
+#include "memory.h"
 
 namespace dev_ai {
 

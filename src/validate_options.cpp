@@ -141,10 +141,6 @@ Status check_normalizer(const Call& call) {
 // Combine makes each output of the shards' own, for a loss of V classes.
 Status check_combine(const Call& call) {
   if (!call.combines) return {};
-  if (call.execution.device.type == DeviceType::webgpu) {
-    return error(StatusCode::not_supported, "op.kind is %d (%s) on webgpu; allowed: cpu, cuda",
-                 call.kind, call.op_name());
-  }
   if (call.options.vocab_total < 1) {
     return error(StatusCode::invalid_argument,
                  "vocab_total is %lld; allowed: >= 1, the columns of all shards",

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A line chart in SVG: axes linear or logarithmic, every curve named at its end.
+// A line chart in SVG: axes linear or logarithmic, each with its label, every curve named at its end.
 
 const SVG = 'http://www.w3.org/2000/svg';
 
@@ -42,28 +42,42 @@ function apart(places, gap) {
   return placed;
 }
 
-// x, y: {low, high, log, label, format}; curves: [{name, colour, dashed, points: [[x, y], ...]}]; here: an x to mark.
-export function drawChart(svg, {title, x, y, curves, here}) {
+// The charts that are on the page are drawn again where their width changes.
+const charts = new Map();
+addEventListener('resize', () => {
+  for (const [svg, {width, chart}] of charts) if (svg.clientWidth !== width) drawChart(svg, chart);
+});
+
+const axisText = ({label, log}) => (log ? `${label}, log scale` : label);
+
+// x, y: {low, high, log, label, format}; curves: [{name, colour, dashed, points: [[x, y], ...]}]; at: an x to mark,
+// {x, name}; dot: a point to mark, {x, y, name}.
+export function drawChart(svg, chart) {
+  const {title, x, y, curves, at, dot} = chart;
+  charts.set(svg, {width: svg.clientWidth, chart});
   const width = Math.max(300, svg.clientWidth || 600);
-  const narrow = width < 520;
-  const height = Math.round(Math.min(320, width * 0.75));
-  const [left, right, top, bottom] = [58, narrow ? 20 : 190, narrow ? 14 + 16 * curves.length : 12, 40];
-  svg.setAttribute('viewBox', `0 0 ${width} ${height + (narrow ? 16 * curves.length : 0)}`);
+  const narrow = width < 460;
+  const height = Math.round(Math.min(196, width * 0.6));
+  const legend = narrow ? 16 * curves.length : 0;
+  const [left, right, top, bottom] = [58, narrow ? 20 : 150, 30 + legend, 40];
+  svg.setAttribute('viewBox', `0 0 ${width} ${height + legend}`);
   svg.setAttribute('role', 'img');
   svg.setAttribute('aria-label', title);
   svg.replaceChildren();
-  const floor = height + (narrow ? 16 * curves.length : 0) - bottom;
+  const floor = height + legend - bottom;
   const toX = scale(x, left, width - right);
   const toY = scale(y, floor, top);
   for (const tick of ticks(y)) {
     put(svg, 'line', {class: 'grid', x1: left, x2: width - right, y1: toY(tick), y2: toY(tick)});
     put(svg, 'text', {x: left - 6, y: toY(tick) + 4, 'text-anchor': 'end'}, y.format(tick));
   }
+  put(svg, 'text', {class: 'axis', x: 0, y: top - 14}, axisText(y));
   const across = ticks(x).filter((_, i) => !narrow || i % 2 === 0);
   for (const tick of across) put(svg, 'text', {x: toX(tick), y: floor + 18, 'text-anchor': 'middle'}, x.format(tick));
-  put(svg, 'text', {x: (left + width - right) / 2, y: floor + 34, 'text-anchor': 'middle'}, x.label);
-  if (here !== undefined && here >= x.low && here <= x.high) {
-    put(svg, 'line', {class: 'here', x1: toX(here), x2: toX(here), y1: top, y2: floor});
+  put(svg, 'text', {class: 'axis', x: (left + width - right) / 2, y: floor + 34, 'text-anchor': 'middle'}, axisText(x));
+  if (at) {
+    put(svg, 'line', {class: 'at', x1: toX(at.x), x2: toX(at.x), y1: top, y2: floor});
+    put(svg, 'text', {x: toX(at.x), y: top - 3, 'text-anchor': 'middle'}, at.name);
   }
   const ends = curves.map(({points}) => (points.length > 0 ? toY(points.at(-1)[1]) : top));
   const labels = apart(ends, 15);
@@ -71,10 +85,15 @@ export function drawChart(svg, {title, x, y, curves, here}) {
     const inside = points.map(([a, b]) => `${toX(a).toFixed(1)},${toY(Math.min(y.high, Math.max(y.low, b))).toFixed(1)}`);
     const curve = put(svg, 'polyline', {class: 'curve', points: inside.join(' '), stroke: colour});
     if (dashed) curve.setAttribute('stroke-dasharray', '5 4');
-    const [labelX, labelY] = narrow ? [left + 18, 14 + 16 * i] : [width - right + 8, labels[i] + 4];
+    const [labelX, labelY] = narrow ? [left + 18, 12 + 16 * i] : [width - right + 8, labels[i] + 4];
     if (narrow) put(svg, 'line', {x1: left, x2: left + 14, y1: labelY - 4, y2: labelY - 4, stroke: colour, 'stroke-width': 2});
     put(svg, 'text', {x: labelX, y: labelY, style: `fill:${colour}`}, name);
   });
+  if (dot) {
+    put(svg, 'circle', {class: 'dot', cx: toX(dot.x), cy: toY(dot.y), r: 4});
+    const isLeft = toX(dot.x) < (left + width - right) / 2;
+    put(svg, 'text', {class: 'dot', x: toX(dot.x) + (isLeft ? 8 : -8), y: toY(dot.y) + 4, 'text-anchor': isLeft ? 'start' : 'end'}, dot.name);
+  }
 }
 
 export function bytesText(bytes) {

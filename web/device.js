@@ -124,12 +124,18 @@ export class DeviceSide {
     return this.encoder;
   }
 
+  // How many pipelines the module has asked for, and of how many WebGPU has said that they are compiled or refused.
+  get pipelines() {
+    const asked = this.kernels.slice(1);
+    return {asked: asked.length, ready: asked.filter(({ready}) => ready).length};
+  }
+
   // Makes a kernel, or makes it anew. One that WebGPU refused is not kept: what it was short of may be there by the
   // next call.
   #compile(kernel) {
     const {made, verdict} = this.#ofCall(kernel.name, kernel.make);
-    Object.assign(kernel, made, {verdict, failed: false});
-    verdict.then((message) => (kernel.failed = message !== null));
+    Object.assign(kernel, made, {verdict, failed: false, ready: false});
+    verdict.then((message) => Object.assign(kernel, {failed: message !== null, ready: true}));
     return made !== null;
   }
 

@@ -154,6 +154,8 @@ export class Logitless {
   /** Resolves with WebGPU's reason when the device is lost: make another Logitless and other tensors then. */
   readonly lost: Promise<string>;
   readonly isLost: boolean;
+  /** Of the pipelines that calls have wanted so far, how many are compiled (or refused): to show a visitor who waits. */
+  readonly pipelines: {asked: number; ready: number};
 
   empty<D extends DType = 'f32'>(shape: number[], dtype?: D): Tensor<D>;
   tensor(data: Float32Array, shape?: number[]): Tensor<'f32'>;

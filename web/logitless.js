@@ -76,6 +76,11 @@ export class Logitless {
     return this.side.lost !== null;
   }
 
+  // {asked, ready}: of the pipelines that calls have wanted so far, how many are compiled (or refused).
+  get pipelines() {
+    return this.side.pipelines;
+  }
+
   // --- tensors
 
   empty(shape, dtype = 'f32') {

@@ -4,13 +4,18 @@
 import {bytesText, drawChart} from './chart.js';
 import {halves} from './halves.js';
 import {Logitless, whyUnavailable} from './logitless.js';
+import {drawn, showing} from './progress.js';
 import {prepareTraining} from './train.js';
 
 const at = (id) => document.getElementById(id);
 // What the double-precision check may cost: multiplications of one product, about a second's worth.
 const CHECKED = 2 ** 27;
+// The shape of the first call on a GPU, where it takes no longer than the form's own on a software adapter.
+const ON_A_GPU = {tokens: 1024, vocab: 32768};
+// Where the bound is derived; browsers that know text fragments go to the section.
+const CONTRACT = 'docs/semantics.md#:~:text=Accuracy%2C%20promised';
+const STEP = 4096;  // tokens of a training step of today
 
-let redraw = () => {};
 let instance = null;
 
 // The module; after its device was lost, on a new one.
@@ -18,6 +23,7 @@ async function ready() {
   if (!instance || instance.isLost) {
     instance = await Logitless.create({limits: new URLSearchParams(location.search).get('limits') ?? undefined});
     showDevice(instance);
+    fitToDevice(instance);
     instance.lost.then((why) => {
       at('lost').hidden = false;
       at('lost').textContent = `${why[0].toUpperCase()}${why.slice(1)} The next run asks for a new one.`;
@@ -127,78 +133,97 @@ function planned(logitless, shape) {
   }
 }
 
+// Memory over the tokens of a call, from 16 to 64k, at the vocabulary of this one.
 function showMemory(logitless, problem, used) {
   const {tokens, hidden, vocab, gradients, dtype} = problem;
   const sizes = [];
-  for (let power = 10; power <= 18; power++) sizes.push(2 ** power);
-  const planOf = (shape) => planned(logitless, {tokens, hidden, gradients, dtype, ...shape});
-  const plans = sizes.map((v) => [v, planOf({vocab: v})]).filter(([, plan]) => plan);
+  for (let power = 4; power <= 16; power++) sizes.push(2 ** power);
+  const planOf = (shape) => planned(logitless, {tokens, hidden, vocab, gradients, dtype, ...shape});
+  const plans = sizes.map((n) => [n, planOf({tokens: n})]).filter(([, plan]) => plan);
   const curves = [
-    {name: 'materialised logits', colour: 'var(--orange)', points: sizes.map((v) => [v, 4 * tokens * v])},
-    {name: 'workspace, recommended', colour: 'var(--blue)', points: plans.map(([v, plan]) => [v, plan.recommended])},
-    {name: 'workspace, minimum', colour: 'var(--green)', dashed: true, points: plans.map(([v, plan]) => [v, plan.minimum])},
+    {name: 'f32 logits [N, V]', colour: 'var(--orange)', points: sizes.map((n) => [n, 4 * n * vocab])},
+    {name: 'recommended', colour: 'var(--blue)', points: plans.map(([n, plan]) => [n, plan.recommended])},
+    {name: 'minimum (slower)', colour: 'var(--green)', dashed: true, points: plans.map(([n, plan]) => [n, plan.minimum])},
   ];
-  const all = curves.flatMap(({points}) => points.map(([, y]) => y)).filter((y) => y > 0);
+  const all = [used, ...curves.flatMap(({points}) => points.map(([, y]) => y))].filter((y) => y > 0);
+  const thousands = (v) => (v >= 1024 ? `${v / 1024}k` : String(v));
   drawChart(at('memory-chart'), {
-    title: `Memory beside inputs and gradients, for ${tokens} tokens of ${hidden}, by vocabulary`,
-    x: {low: sizes[0], high: sizes.at(-1), log: true, label: `vocabulary V (N = ${tokens}, D = ${hidden})`, format: (v) => (v >= 1024 ? `${v / 1024}k` : String(v))},
-    y: {low: Math.min(...all), high: Math.max(...all), log: true, format: bytesText},
-    curves, here: vocab,
+    title: `Memory beside inputs and gradients by tokens, for a vocabulary of ${vocab} and hidden states of ${hidden}`,
+    x: {low: Math.min(tokens, sizes[0]), high: sizes.at(-1), log: true, label: `tokens N (V = ${vocab}, D = ${hidden})`, format: thousands},
+    y: {low: Math.min(...all), high: Math.max(...all), log: true, label: 'memory', format: bytesText},
+    curves, at: {x: STEP, name: 'a training step'}, dot: {x: tokens, y: Math.max(1, used), name: 'this call'},
   });
-  redraw = () => showMemory(logitless, problem, used);
   const materialised = 4 * tokens * vocab;
-  at('memory').textContent =
-    `${bytesText(used)} of workspace (${used} bytes); the f32 logits alone would take ${bytesText(materialised)}, ` +
-    `${(materialised / Math.max(1, used)).toPrecision(3)} times as much`;
-  const [n, v] = [4096, 131072];  // of a training step of today
-  const step = planOf({tokens: n, vocab: v});
-  at('memory-note').textContent =
-    `A training step of ${n} tokens with a vocabulary of ${v / 1024}k would hold ${bytesText(4 * n * v)} of logits; ` +
-    (step ? `here it takes ${bytesText(step.recommended)}, or ${bytesText(step.minimum)} at least.` : "it passes this device's limits here.");
+  at('memory').textContent = `${bytesText(used)} of workspace instead of ${bytesText(materialised)} of logits`;
+  at('memory-meaning').textContent =
+    `What the call takes beside inputs and gradients; f32 logits are ${(materialised / Math.max(1, used)).toPrecision(3)} times as much.`;
+  const told = (v) => {
+    const plan = planOf({tokens: STEP, vocab: v});
+    const here = plan ? `${bytesText(plan.recommended)} of workspace (at least ${bytesText(plan.minimum)})` : "which passes this device's limits";
+    return `${bytesText(4 * STEP * v)} of logits, ${here}`;
+  };
+  at('memory-note').textContent = `A training step of ${STEP} tokens: ${told(vocab)}; with V = ${2 ** 17}, ${told(2 ** 17)}.`;
 }
 
 async function runOnce(logitless) {
   const problem = readForm();
   at('progress').textContent = 'making the inputs…';
+  await drawn();
   const {arrays, shapes} = makeProblem(problem);
   const plan = logitless.plan({...problem, gradientDtype: 'f32'});
   const workspace = budgetOf(plan, problem);
   const dtypeOf = (name) => (name === 'target' ? 'i32' : problem.dtype);
   const upload = () => Object.fromEntries(Object.keys(arrays).map((name) => [name, logitless.tensor(arrays[name], shapes[name], dtypeOf(name))]));
   await using(upload(), async (tensors) => {
-    at('progress').textContent = 'running…';
     const run = () => using(
         logitless.linearCrossEntropy(callOf(tensors, problem, workspace)),
         async (result) => ({loss: await result.loss.item(), used: result.workspaceBytes}));
-    const [{loss, used}, first] = await timed(run);
+    const [{loss, used}, first] = await timed(() => showing(at('progress'), logitless, run));
     at('results').hidden = false;
-    at('loss').textContent = `${loss.toPrecision(8)} nats`;
-    at('time').textContent = `${first.toFixed(1)} ms, the first call (with any shaders still to be compiled)`;
+    showLoss(problem, loss);
+    at('time').textContent = `the first call ${first.toFixed(1)} ms`;
+    at('time-meaning').textContent = 'Most of it compiles shaders, the first time.';
     at('check').textContent = 'computing…';
     at('check').className = '';
     showMemory(logitless, problem, used);
     document.body.dataset.firstResult ??= String(performance.now());
+    at('progress').textContent = 'three calls more…';
     const times = [];
     for (let i = 0; i < 3; i++) times.push((await timed(run))[1]);
-    const products = problem.gradients ? 3 : 1;
-    const rate = products * 2 * problem.tokens * problem.hidden * problem.vocab / Math.min(...times) / 1e6;
-    const on = isSoftware(logitless.device.adapterInfo) ? ' on a software adapter, without a GPU' : '';
-    at('time').textContent = `${Math.min(...times).toFixed(1)} ms (best of 3, with the read of the loss; ${rate.toPrecision(3)} GFLOP/s${on}); the first call ${first.toFixed(1)} ms`;
+    showTime(logitless, problem, Math.min(...times), first);
     at('progress').textContent = 'the same in double precision…';
-    await new Promise((resolve) => setTimeout(resolve, 20));
+    await drawn();
     showVerdict(problem, await judge(logitless, problem, arrays, shapes, tensors, workspace));
   });
   at('progress').textContent = '';
 }
 
+function showLoss({vocab, options}, loss) {
+  at('loss').textContent = `${loss.toPrecision(8)} nats`;
+  at('loss-meaning').textContent =
+    `The ${options.reduction} over the tokens of −log p(target); a random guess costs ln ${vocab} = ${Math.log(vocab).toFixed(2)} a token.`;
+}
+
+// A rate says something of a GPU alone.
+function showTime(logitless, {tokens, hidden, vocab, gradients}, best, first) {
+  at('time').textContent = `${best.toFixed(1)} ms a call; the first call ${first.toFixed(1)} ms`;
+  const rate = (gradients ? 3 : 1) * 2 * tokens * hidden * vocab / best / 1e6;
+  at('time-meaning').textContent =
+    'The best of 3, until the loss is read; the first also compiled its shaders. ' +
+    (isSoftware(logitless.device.adapterInfo) ? 'This adapter is software, on the CPU: it says nothing of a GPU.' : `The matrix products alone: ${rate.toPrecision(3)} GFLOP/s.`);
+}
+
 function showVerdict(problem, {rows, shares, greatestGradientError}) {
   const worst = Math.max(...Object.values(shares));
   const part = rows < problem.tokens ? ` (a call of the first ${rows} tokens)` : '';
-  at('check').textContent =
-    `${worst <= 1 ? 'within' : 'BEYOND'} the contract's bound${part}: ` +
-    Object.entries(shares).map(([name, share]) => `${name} at ${(100 * share).toPrecision(2)} %`).join(', ') +
-    (problem.gradients ? `; greatest gradient error ${greatestGradientError.toExponential(1)}` : '');
+  const bound = Object.assign(document.createElement('a'), {href: CONTRACT, textContent: "the contract's bound"});
+  at('check').replaceChildren(
+    worst <= 1 ? 'within ' : 'BEYOND ', bound,
+    `${part}: ` + Object.entries(shares).map(([name, share]) => `${name} ${(100 * share).toPrecision(2)}\u00a0%`).join(', '));
   at('check').className = worst <= 1 ? 'good' : 'bad';
+  at('check-meaning').textContent =
+    'The worst element of each, in % of what rounding may cost' +
+    (problem.gradients ? `; greatest gradient error ${greatestGradientError.toExponential(1)}.` : '.');
 }
 
 // Chromium does not call its SwiftShader a fallback everywhere.
@@ -211,8 +236,17 @@ function showDevice(logitless) {
   const names = [info.vendor, info.architecture, info.description].filter(Boolean).join(', ');
   const l = logitless.device.limits;
   at('adapter').textContent =
-    `GPU: ${names || 'not named'}${isSoftware(info) ? ' (software)' : ''}; one binding up to ${bytesText(l.maxStorageBufferBindingSize)}, workgroups of up to ` +
-    `${l.maxComputeInvocationsPerWorkgroup} with ${bytesText(l.maxComputeWorkgroupStorageSize)}.`;
+    `${isSoftware(info) ? 'No GPU, but a software adapter on the CPU' : 'GPU'}: ${names || 'not named'}; one binding up to ` +
+    `${bytesText(l.maxStorageBufferBindingSize)}, workgroups of up to ${l.maxComputeInvocationsPerWorkgroup} with ${bytesText(l.maxComputeWorkgroupStorageSize)}.`;
+}
+
+// What the visitor or the browser has put into a field stays there.
+function fitToDevice(logitless) {
+  if (isSoftware(logitless.device.adapterInfo)) return;
+  for (const [name, value] of Object.entries(ON_A_GPU)) {
+    const field = at('options').elements[name];
+    if (field.value === field.defaultValue) field.value = value;
+  }
 }
 
 async function start() {
@@ -238,11 +272,8 @@ async function start() {
   };
   button.addEventListener('click', () => at('options').reportValidity() && run());
   at('options').addEventListener('submit', (event) => event.preventDefault());
-  let width = innerWidth;
-  addEventListener('resize', () => {
-    if (width !== innerWidth) redraw();
-    width = innerWidth;
-  });
+  // The browser cannot show what is wrong with a field that is folded away.
+  at('more').addEventListener('invalid', () => (at('more').open = true), true);
   prepareTraining(ready);
   await run();
 }

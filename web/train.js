@@ -4,6 +4,7 @@
 // Adagrad applies them. The tables are sparse work for the CPU: of V rows a step touches 3 N.
 
 import {drawChart} from './chart.js';
+import {showing} from './progress.js';
 
 const CONTEXT = 3;
 const HIDDEN = 64;
@@ -164,11 +165,11 @@ function drawLosses(losses, entropy) {
   const most = Math.max(losses[0], entropy) * 1.05;
   drawChart(document.getElementById('loss-chart'), {
     title: 'Loss of every step of training',
-    x: {low: 1, high: Math.max(10, losses.length), label: 'step', format: (v) => String(Math.round(v))},
-    y: {low: 0, high: most, format: (v) => v.toPrecision(2)},
+    x: {low: 1, high: Math.max(10, losses.length), label: 'step of training', format: (v) => String(Math.round(v))},
+    y: {low: 0, high: most, label: 'loss of a token, nats (running mean)', format: (v) => v.toPrecision(2)},
     curves: [
-      {name: 'loss, nats', colour: 'var(--blue)', points: smooth},
-      {name: 'frequencies alone', colour: 'var(--orange)', dashed: true, points: [[1, entropy], [Math.max(10, losses.length), entropy]]},
+      {name: 'this model', colour: 'var(--blue)', points: smooth},
+      {name: 'word counts alone', colour: 'var(--orange)', dashed: true, points: [[1, entropy], [Math.max(10, losses.length), entropy]]},
     ],
   });
 }
@@ -184,7 +185,7 @@ async function train(logitless, at, running) {
   try {
     while (running()) {
       const start = performance.now();
-      losses.push(await model.step(tokens));
+      losses.push(losses.length > 0 ? await model.step(tokens) : await showing(at('state'), logitless, () => model.step(tokens)));
       spent += performance.now() - start;
       if (losses.length === 1 || performance.now() - shown > 250) {
         shown = performance.now();
@@ -192,8 +193,10 @@ async function train(logitless, at, running) {
         at('state').textContent = `step ${losses.length}, loss ${losses.at(-1).toFixed(3)}, ${(spent / losses.length).toFixed(0)} ms a step; ${tokens.length} tokens, vocabulary ${vocabulary.length}`;
         await new Promise((resolve) => setTimeout(resolve));
       }
-      if (losses.length % 25 === 0) {
+      if (losses.length === 1 || losses.length % 25 === 0) {
         const written = await model.write(tokens.slice(0, CONTEXT), letters ? 160 : 40);
+        at('written').hidden = false;
+        at('written-after').textContent = losses.length === 1 ? '1 step' : `${losses.length} steps`;
         at('sample').textContent = join(written.map((token) => vocabulary[token]), letters);
       }
     }

@@ -28,13 +28,13 @@ def tiny_llama(vocab: int) -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
-def finetune(model: Any, ids: torch.Tensor, steps: int, device: str) -> list[float]:
+def finetune(name: str, model: Any, ids: torch.Tensor, steps: int, device: str) -> list[float]:
     """A plain training loop: nothing in it knows how the loss is computed."""
     model.to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     order = torch.Generator().manual_seed(0)
     losses = []
-    for _ in range(steps):
+    for step in range(steps):
         at = torch.randint(len(ids) - 64, (8,), generator=order)
         batch = torch.stack([ids[i : i + 64] for i in at]).to(device)
         loss = model(input_ids=batch, labels=batch).loss
@@ -42,6 +42,8 @@ def finetune(model: Any, ids: torch.Tensor, steps: int, device: str) -> list[flo
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+        if (step + 1) % max(1, steps // 10) == 0:
+            print(f"  {name:9}  step {step + 1:5} of {steps}  loss {losses[-1]:.4f}", flush=True)
     return losses
 
 
@@ -51,7 +53,9 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
-    ids = encode(read_text(()), args.vocab)
+    text = read_text(())
+    print(f"a tokenizer learns {args.vocab} tokens of {len(text)} characters", flush=True)
+    ids = encode(text, args.vocab)
     curves = {}
     for name in ("plain", "logitless"):
         torch.manual_seed(0)
@@ -59,7 +63,7 @@ def main() -> None:
         if name == "logitless":
             patch_transformers(model)  # this line is all that Logitless needs
         start = time.perf_counter()
-        curves[name] = finetune(model, ids, args.steps, args.device)
+        curves[name] = finetune(name, model, ids, args.steps, args.device)
         seconds = time.perf_counter() - start
         print(f"{name:9}  {curves[name][0]:.4f} -> {curves[name][-1]:.4f}  {seconds:.1f} s")
     worst = max(abs(a - b) for a, b in zip(curves["plain"], curves["logitless"]))

@@ -2,10 +2,10 @@
 """Losses of reinforcement learning and of preferences, without logits: the recipes of docs/rl.md,
 to be copied. None of them is part of the library.
 
-    hidden     [B, T, D]  the backbone's last hidden states
-    weight     [V, D]     the head's
-    target     [B, T]     the token that each position predicts, -100 where nothing is learned
-    old, reference [B, T] log-probabilities of an earlier policy and of a frozen one, no gradient
+    hidden [B, T, D]       the backbone's last hidden states
+    linear_weight [V, D]   the head
+    target [B, T]          the token that each position predicts, -100 where nothing is learned
+    old, reference [B, T]  log-probabilities of an earlier policy and of a frozen one, no gradient
     advantage  [B, 1] or [B, T]
 """
 
@@ -29,56 +29,58 @@ def clipped(logprob: Tensor, old: Tensor, advantage: Tensor, clip: float) -> Ten
 
 
 def grpo(
-    hidden: Tensor, weight: Tensor, target: Tensor, advantage: Tensor, old: Tensor,
+    hidden: Tensor, linear_weight: Tensor, target: Tensor, advantage: Tensor, old: Tensor,
     reference: Tensor, clip: float = 0.2, beta: float = 0.04,
 ) -> Tensor:  # fmt: skip
     counts = target != -100
-    logprob = linear_logprob(hidden, weight, target)
+    logprob = linear_logprob(hidden, linear_weight, target)
     token = clipped(logprob, old, advantage, clip) + beta * k3(logprob, reference)
     return (token.where(counts, 0).sum(-1) / counts.sum(-1).clamp(min=1)).mean()
 
 
-def on_policy(hidden: Tensor, weight: Tensor, target: Tensor, advantage: Tensor) -> Tensor:
+def on_policy(hidden: Tensor, linear_weight: Tensor, target: Tensor, advantage: Tensor) -> Tensor:
     count = (target != -100).sum(-1, keepdim=True).clamp(min=1)
     share = (advantage / count / len(target)).expand_as(target)
-    return linear_cross_entropy(hidden, weight, target, reduction="sum", token_weight=share)
+    return linear_cross_entropy(hidden, linear_weight, target, reduction="sum", token_weight=share)
 
 
 def ppo(
-    hidden: Tensor, weight: Tensor, target: Tensor, advantage: Tensor, old: Tensor,
+    hidden: Tensor, linear_weight: Tensor, target: Tensor, advantage: Tensor, old: Tensor,
     clip: float = 0.2, bonus: float = 0.01,
 ) -> Tensor:  # fmt: skip
     counts = target != -100
-    logprob, entropy = linear_logprob(hidden, weight, target, entropy=True)
+    logprob, entropy = linear_logprob(hidden, linear_weight, target, entropy=True)
     token = clipped(logprob, old, advantage, clip) - bonus * entropy
     return token.where(counts, 0).sum() / counts.sum().clamp(min=1)
 
 
 def dpo(
-    hidden: Tensor, weight: Tensor, target: Tensor, reference: Tensor, beta: float = 0.1
+    hidden: Tensor, linear_weight: Tensor, target: Tensor, reference: Tensor, beta: float = 0.1
 ) -> Tensor:
-    score = (linear_logprob(hidden, weight, target) - reference).sum(-1)
+    score = (linear_logprob(hidden, linear_weight, target) - reference).sum(-1)
     chosen, rejected = score.chunk(2)  # the chosen completions, then the rejected ones
     return -functional.logsigmoid(beta * (chosen - rejected)).mean()
 
 
 def kto(
-    hidden: Tensor, weight: Tensor, target: Tensor, reference: Tensor, desirable: Tensor,
+    hidden: Tensor, linear_weight: Tensor, target: Tensor, reference: Tensor, desirable: Tensor,
     divergence: Tensor, beta: float = 0.1, weights: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:  # fmt: skip
-    score = (linear_logprob(hidden, weight, target) - reference).sum(-1)
+    score = (linear_logprob(hidden, linear_weight, target) - reference).sum(-1)
     gain = torch.sigmoid(torch.where(desirable, beta, -beta) * (score - divergence))
     return (torch.where(desirable, *weights) * (1 - gain)).mean()
 
 
-def kto_divergence(hidden: Tensor, weight: Tensor, mismatched: Tensor, reference: Tensor) -> Tensor:
+def kto_divergence(
+    hidden: Tensor, linear_weight: Tensor, mismatched: Tensor, reference: Tensor
+) -> Tensor:
     with torch.no_grad():
-        score = (linear_logprob(hidden, weight, mismatched) - reference).sum(-1)
+        score = (linear_logprob(hidden, linear_weight, mismatched) - reference).sum(-1)
         return score.mean().clamp(min=0)
 
 
-def dft(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    logprob = linear_logprob(hidden, weight, target)
+def dft(hidden: Tensor, linear_weight: Tensor, target: Tensor) -> Tensor:
+    logprob = linear_logprob(hidden, linear_weight, target)
     return -(logprob.detach().exp() * logprob).sum() / (target != -100).sum().clamp(min=1)
 
 
@@ -90,34 +92,34 @@ def packed_targets(ids: Tensor, learned: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def multi_token(
-    hidden: Tensor, weight: Tensor, ids: Tensor, memory: int | str | None = None
+    hidden: Tensor, linear_weight: Tensor, ids: Tensor, memory: int | str | None = None
 ) -> Tensor:
     losses = [
-        linear_cross_entropy(h, weight, ids, shift=k + 1, memory=memory)
+        linear_cross_entropy(h, linear_weight, ids, shift=k + 1, memory=memory)
         for k, h in enumerate(hidden)  # [K, B, T, D]: those of head k predict k + 1 tokens ahead
     ]
     return torch.stack(losses).mean()
 
 
 def last_stage(
-    received: Tensor, weight: Tensor, target: Tensor, tokens: Tensor
+    received: Tensor, linear_weight: Tensor, target: Tensor, tokens: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     hidden = received.detach().requires_grad_()
-    loss = linear_cross_entropy(hidden, weight, target, normalizer=tokens)
-    loss.backward()  # weight.grad adds up over the micro-batches
+    loss = linear_cross_entropy(hidden, linear_weight, target, normalizer=tokens)
+    loss.backward()  # linear_weight.grad adds up over the micro-batches
     return loss.detach(), hidden.grad
 
 
 def lora_logprob(
-    hidden: Tensor, weight: Tensor, a: Tensor, b: Tensor, target: Tensor, scale: float = 1.0
+    hidden: Tensor, linear_weight: Tensor, a: Tensor, b: Tensor, target: Tensor, scale: float = 1.0
 ) -> Tensor:
     hidden = torch.cat((hidden, hidden @ a.T * scale), -1)  # [B, T, D + r], a [r, D]
-    weight = torch.cat((weight, b), -1)  # [V, D + r], b [V, r]
-    return linear_logprob(hidden, weight, target)
+    linear_weight = torch.cat((linear_weight, b), -1)  # [V, D + r], b [V, r]
+    return linear_logprob(hidden, linear_weight, target)
 
 
 def merged_lora_logprob(
-    hidden: Tensor, weight: Tensor, a: Tensor, b: Tensor, target: Tensor, scale: float = 1.0
+    hidden: Tensor, linear_weight: Tensor, a: Tensor, b: Tensor, target: Tensor, scale: float = 1.0
 ) -> Tensor:
-    merged = torch.addmm(weight, b, a, alpha=scale)  # [V, D]
+    merged = torch.addmm(linear_weight, b, a, alpha=scale)  # [V, D]
     return linear_logprob(hidden, merged, target)

@@ -73,4 +73,8 @@ def set_num_threads(threads: int) -> int:
 
     Results do not depend on it. `logitless.torch` follows torch.set_num_threads instead.
     """
+    if isinstance(threads, bool) or not isinstance(threads, int):
+        raise LogitlessTypeError(f"threads is a {type(threads).__name__}; allowed: an int >= 0")
+    if not 0 <= threads < 1 << 31:
+        raise LogitlessValueError(f"threads is {threads}; allowed: >= 0 (0: the default)")
     return int(_abi.library.logitless_set_num_threads(threads))

@@ -476,7 +476,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
-def parse_memory(memory: int | str | None) -> int | None:
+def parse_memory(memory: Any) -> int | None:
     """Bytes of `memory`: a number of bytes, or a text such as "64MiB"."""
     if memory is None:
         return None
@@ -491,6 +491,8 @@ def parse_memory(memory: int | str | None) -> int | None:
         except (ValueError, OverflowError):
             pass
         raise invalid(f'memory is "{memory}"; allowed: bytes, or a text such as "64MiB" or "1.5GB"')
+    if isinstance(memory, float) and memory.is_integer():  # as 1e9 is
+        memory = int(memory)
     if isinstance(memory, bool) or not isinstance(memory, int) or memory < 0:
         raise invalid(f'memory is {memory!r}; allowed: bytes >= 0, or a text such as "64MiB"')
     return memory

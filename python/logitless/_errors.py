@@ -96,6 +96,7 @@ _ARGUMENTS = {
     "options.normalizer": "normalizer",
     "probabilities": "logits",  # softmax in place calls it logits
     "grad_logits": "logits",  # cross_entropy in place calls it logits
+    "0: counted": "None: counted",  # here a normalizer of 0 is one
 }
 
 
@@ -127,6 +128,28 @@ def renames(names: Mapping[str, str]) -> Callable[[Callable[_P, _R]], Callable[_
     return decorate
 
 
+def refuses(old: Mapping[str, str]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Decorates a function whose keywords were renamed: `old` are the names that it does not take
+    any more, and those that it takes instead."""
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.wraps(function)
+        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            for name, now in old.items():
+                if name in kwargs:
+                    error = LogitlessTypeError(
+                        f"{name} is no argument of {function.__name__}; allowed: {now}, its name "
+                        "now"
+                    )
+                    error.status = "invalid_argument"
+                    raise error
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
 def entropy_detached(entropy: object) -> bool:
     """Whether linear_logprob shall return the entropy without a gradient."""
     if isinstance(entropy, str) and entropy != "detached":
@@ -134,5 +157,5 @@ def entropy_detached(entropy: object) -> bool:
     return entropy == "detached"
 
 
-# linear_logprob has other names for these arguments.
-OF_LOGPROB = {"linear_weight": "weight", "linear_bias": "bias"}
+# linear_logprob called these arguments otherwise at first; `weight` is the classes' elsewhere.
+OLD_OF_LOGPROB = {"weight": "linear_weight", "bias": "linear_bias"}

@@ -5,7 +5,7 @@ docs/semantics.md. Arrays are float32, float16 or ml_dtypes' bfloat16, targets i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 try:
     import numpy as np
@@ -17,12 +17,12 @@ from logitless import _abi
 from logitless._abi import Options, Plan, View, parse_memory
 from logitless._arrays import as_f32, check_unmasked
 from logitless._errors import (
-    OF_LOGPROB,
+    OLD_OF_LOGPROB,
     argument,
     entropy_detached,
     invalid,
     not_supported,
-    renames,
+    refuses,
     wrong_dtype,
     wrong_shape,
 )
@@ -59,11 +59,21 @@ class Statistics(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of the loss with respect to input, weight and bias; None where there is no bias."""
+    """Of the loss with respect to the arguments of these names; None where there is no bias."""
 
     input: Array
-    weight: Array
-    bias: Array | None = None
+    linear_weight: Array
+    linear_bias: Array | None = None
+
+    @property
+    def weight(self) -> NoReturn:
+        raise AttributeError(
+            "weight is no field of Gradients; allowed: linear_weight, its name now"
+        )
+
+    @property
+    def bias(self) -> NoReturn:
+        raise AttributeError("bias is no field of Gradients; allowed: linear_bias, its name now")
 
 
 def _view(name: str, array: Array) -> tuple[View, Array]:
@@ -283,10 +293,10 @@ def linear_cross_entropy(
     return _linear(input, linear_weight, target, linear_bias, memory, return_gradients, options)
 
 
-@renames(OF_LOGPROB)
+@refuses(OLD_OF_LOGPROB)
 def linear_logprob(
-    input: Array, weight: Array, target: Array, *, temperature: float | Array = 1.0,
-    bias: Array | None = None, ignore_index: int | None = -100, logit_scale: float = 1.0,
+    input: Array, linear_weight: Array, target: Array, *, temperature: float | Array = 1.0,
+    linear_bias: Array | None = None, ignore_index: int | None = -100, logit_scale: float = 1.0,
     softcap: float | None = 0.0, shift: bool | int = False, memory: int | str | None = None,
     entropy: bool | str = False,
 ) -> Any:  # fmt: skip
@@ -294,9 +304,10 @@ def linear_logprob(
     the pair; ignored tokens give 0. `temperature` as in linear_cross_entropy."""
     entropy_detached(entropy)
     _, made = linear_cross_entropy(
-        input, weight, target, linear_bias=bias, reduction="none", ignore_index=ignore_index,
-        logit_scale=logit_scale, softcap=softcap, temperature=temperature, shift=shift,
-        memory=memory, return_statistics=("logprob", "entropy") if entropy else "logprob",
+        input, linear_weight, target, linear_bias=linear_bias, reduction="none",
+        ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap,
+        temperature=temperature, shift=shift, memory=memory,
+        return_statistics=("logprob", "entropy") if entropy else "logprob",
     )  # fmt: skip
     return (made.logprob, made.entropy) if entropy else made.logprob
 

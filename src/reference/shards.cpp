@@ -61,17 +61,22 @@ void add_probabilities(const Shards& shards, const std::vector<int64_t>& places,
   for (const int64_t at : places) {
     a.push_back((shards.row_reference[at] - row->reference) + shards.row_log_sum[at]);
   }
-  double most = -kInfinity;
-  for (const double x : a) most = std::isnan(x) || x > most ? x : most;
-  double total = 0;
-  for (const double x : a) total += std::exp(x - most);
+  size_t leader = 0;
+  for (size_t k = 1; k < a.size(); ++k) {
+    if (std::isnan(a[k]) || a[k] > a[leader]) leader = k;
+  }
+  // The leader's own probability is 1 less what the others have, however little that is: its
+  // logarithm is then not 0.
+  double others = 0;
+  for (size_t k = 0; k < a.size(); ++k) others += k == leader ? 0 : std::exp(a[k] - a[leader]);
+  const double log_total = std::log1p(others);
   // Without any probability there is no sum, as in a row of -inf.
   const double log_sum =
-      a.empty() ? std::numeric_limits<double>::quiet_NaN() : most + std::log(total);
+      a.empty() ? std::numeric_limits<double>::quiet_NaN() : a[leader] + log_total;
   row->log_sum = rounded(log_sum, 1 + std::fabs(log_sum));
   double entropy = 0, entropy_size = 0, squares = 0;
   for (size_t k = 0; k < a.size(); ++k) {
-    const double log_p = a[k] - log_sum, p = std::exp(log_p);
+    const double log_p = (a[k] - a[leader]) - log_total, p = std::exp(log_p);
     if (p == 0) continue;
     if (!shards.entropy.empty()) {
       const double h = shards.entropy[places[k]];

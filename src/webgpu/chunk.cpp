@@ -371,6 +371,45 @@ void Run::make_plain(const Chunk& chunk) {
   if (problem_.reduces) sum_losses(chunk);
 }
 
+// Folds what each shard wrote of the tokens, shard after shard.
+void Run::fold_shards(const Chunk& chunk) {
+  // These are the first words of a Fold.
+  static constexpr const char* kShard[] = {"shard_row_reference", "shard_row_log_sum",
+                                           "shard_target_logit",  "shard_weighted_logit_sum",
+                                           "shard_entropy",       "shard_sum_p_squared",
+                                           "shard_mean_logit"};
+  const auto of_shard = [&](const char* name, int64_t shard) {
+    TensorView row = call_[name];
+    if (!row) return row;
+    row.byte_offset += static_cast<uint64_t>(shard * row.stride[0] * size_of(row.dtype));
+    row.rank = 1;
+    row.shape = {row.shape[1], 0};
+    row.stride = {row.stride[1], 0};
+    return row;
+  };
+  for (int64_t shard = 0; shard < call_.shards() && chunk.tokens > 0; ++shard) {
+    for (int64_t k = 0; k < 7; ++k) {
+      const TensorView row = of_shard(kShard[k], shard);
+      if (!row) continue;
+      gather_vector(row, chunk.first, chunk.tokens, dense(Role::partials, k, kFoldWords));
+    }
+    FoldParams p{.is_first = shard == 0 ? 1u : 0u, .nan = kNan};
+    Binding argmax = zeros();
+    if (const TensorView row = of_shard("shard_argmax", shard)) {
+      int64_t base;
+      argmax = bound(row, {.first_row = chunk.first, .rows = chunk.tokens}, &base);
+      const int64_t words = size_of(row.dtype) / 4;
+      p.argmax_base = u32(base * words);
+      p.argmax_stride = u32(row.stride[0] * words);
+      p.has_argmax = 1;
+    }
+    recorder_.dispatch(
+        "fold", "fold", {more_statistics()}, p,
+        {role(Role::counted), role(Role::partials), role(Role::rows), written_extras(), argmax},
+        blocks(chunk.tokens, 64));
+  }
+}
+
 void Run::combine(const Chunk& chunk) {
   const RowParams p = row_params(chunk, {});
   const Binding counted = role(Role::counted), partials = role(Role::partials),
@@ -380,7 +419,8 @@ void Run::combine(const Chunk& chunk) {
     recorder_.dispatch("probabilities", "combine", {direct()}, p,
                        {{}, counted, {}, {}, {}, partials, rows, inputs, scalars}, groups);
   } else {
-    recorder_.dispatch("combine", "combine", {direct(), more_statistics()}, p,
+    const Constant folded{"folded", problem_.combines ? 1.0 : 0.0};
+    recorder_.dispatch("combine", "combine", {direct(), more_statistics(), folded}, p,
                        {counted, partials, rows, inputs, scalars, written_extras()}, groups);
   }
 }

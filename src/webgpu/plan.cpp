@@ -112,7 +112,7 @@ Plan plan_of(const Problem& p, const Choice& choice) {
   plan.chunks = choice.chunk == 0 ? 1 : (p.tokens + choice.chunk - 1) / choice.chunk;
   plan.window = choice.window;
   plan.windows = choice.window == 0 ? 0 : (p.vocab + choice.window - 1) / choice.window;
-  plan.slots = (p.vocab + kSlotColumns - 1) / kSlotColumns;
+  plan.slots = p.combines ? 2 : (p.vocab + kSlotColumns - 1) / kSlotColumns;
   plan.whole = choice.whole || plan.windows <= 1;
   plan.slices = choice.slices;
   plan.plain = p.plain;
@@ -133,7 +133,8 @@ bool wants_whole(const Problem& p) { return p.needs_logits_again() && !p.state_g
 template <class F>
 void each_choice(const Problem& p, const bool& kept_to_limits, F&& f) {
   const auto windows = [&](int64_t chunk, bool whole) {
-    bool taken = p.vocab == 0 && (f(Choice{.chunk = chunk, .whole = whole}), true);
+    const bool no_logits = p.vocab == 0 || p.combines;
+    bool taken = no_logits && (f(Choice{.chunk = chunk, .whole = whole}), true);
     for (int64_t w = round_up(p.vocab, 4); w > 0 && !taken; w = round_up(w / 2, kSlotColumns)) {
       for (int64_t slices = most_slices(p, chunk, w);; slices /= 2) {
         taken |= f(Choice{chunk, w, slices, whole});
@@ -216,6 +217,7 @@ Problem problem_of(const Call& call) {
   p.linear = call.linear;
   p.gradients = call.gradients;
   p.softmax = !call.loss_op;
+  p.combines = call.combines;
   p.hidden = call.linear ? call.hidden() : 0;
   p.state_given = !call.forward && static_cast<bool>(call["row_reference"]);
   p.has_bias = static_cast<bool>(call["bias"]);
@@ -225,7 +227,7 @@ Problem problem_of(const Call& call) {
   p.direct = is_direct(call);
   // A log-probability is made of the sums of slots, so that it has the order of every other call.
   p.rows_at_once = p.direct && !p.state_given && p.vocab <= kColumnsAtOnce && !call["logprob"];
-  p.temperatures = static_cast<bool>(call["temperature"]);
+  p.temperatures = call["temperature"] && !call.combines;  // the shards had them
   p.more_statistics = call["sum_p_squared"] || call["mean_logit"] || call["rank"];
   const TensorView& loss = call["loss"];
   if (!p.softmax) {
@@ -250,13 +252,14 @@ Problem problem_of(const Call& call) {
   p.ranks = call["rank"] && !p.rows_at_once;
   for (const Field& field : call.fields()) {
     const TensorView& v = *field.view;
-    if (!field.given() || v.rank == 0 || v.shape[0] <= 1) continue;
+    if (!field.given() || v.rank == 0 || (v.shape[0] <= 1 && !call.combines)) continue;
     const bool of_tokens = field.name != "weight" && field.name != "bias" &&
                            field.name != "vocab_weight" && field.name != "grad_weight" &&
                            field.name != "grad_bias" && field.name != "fault" &&
                            field.name != "kept" && (field.name != "loss" || !p.reduces);
     if (of_tokens) {
-      p.token_stride_bytes = std::max(p.token_stride_bytes, v.stride[0] * size_of(v.dtype));
+      const int64_t stride = v.stride[call.combines && v.rank == 2 ? 1 : 0];
+      p.token_stride_bytes = std::max(p.token_stride_bytes, stride * size_of(v.dtype));
     }
   }
   return p;

@@ -31,7 +31,7 @@ enum class Role : uint32_t {
   counted,       // [4 + chunk]  lists which tokens count
   inputs,        // [chunk, 8]  holds what is given for a token
   losses,        // [chunk]
-  partials,      // [chunk, slots, kSlotWords]
+  partials,      // [chunk, slots, kSlotWords]  or, of shards, [chunk, kFoldWords]
   hidden,        // [chunk, D]  holds the rows of input that count, as f32
   grad_hidden,   // [chunk, D]
   slices,        // [slices, chunk, D]  holds grad_input's sums, each over a part of a window
@@ -48,6 +48,7 @@ struct Problem {
   int64_t tokens = 0, vocab = 0, vocab_total = 0, hidden = 0;
   bool linear = false, gradients = false, softmax = false, probabilities = false;
   bool state_given = false;  // row_reference and row_log_sum are given
+  bool combines = false;     // the tokens' states come from shards of the vocabulary
   bool has_bias = false, bias_bound = false;
   bool has_vocab_weight = false, vocab_weight_bound = false, sums_vocab_weight = false;
   bool weight_bound = false;  // the kernels read the view itself
@@ -102,6 +103,7 @@ struct Plan {
 constexpr int64_t kSlotColumns = 1024;
 // The structs of the shaders (common/token.wgsl, window.wgsl) have so many words.
 constexpr uint32_t kStateWords = 16, kSlotWords = 8, kExtraWords = 6;
+constexpr uint32_t kFoldWords = 12;      // those of fold.wgsl's Fold, in two slots of a token
 constexpr int64_t kValuesOfASum = 1024;  // sum.wgsl and tokens.wgsl's count add so many
 
 // Makes the plan of at most `budget` bytes that is predicted to be the fastest (cost.h), or the

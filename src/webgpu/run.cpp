@@ -8,11 +8,22 @@
 #include "src/message.h"
 
 namespace logitless::webgpu {
+namespace {
+
+// Shards together are the whole vocabulary, wherever the options' one began.
+LossOptions options_of(const Call& call) {
+  LossOptions options = call.options;
+  if (call.combines) options.vocab_start = 0;
+  return options;
+}
+
+}  // namespace
+
 Run::Run(const Call& call, const Problem& problem, const Plan& plan, WorkspaceBuffers* workspace)
     : call_(call),
       problem_(problem),
       plan_(plan),
-      options_(call.options),
+      options_(options_of(call)),
       workspace_(*workspace),
       device_(workspace->device()),
       recorder_(device_, (*workspace)[Role::params]) {}
@@ -164,7 +175,9 @@ void Run::run_chunk(const Chunk& chunk) {
     emit_outputs(chunk);
     return;
   }
-  const bool needs_state = !problem_.state_given && !(problem_.probabilities && !call_["loss"]);
+  if (problem_.combines) fold_shards(chunk);
+  const bool needs_state =
+      !problem_.state_given && !problem_.combines && !(problem_.probabilities && !call_["loss"]);
   if (needs_state) {
     for (int64_t w = 0; w < plan_.windows; ++w) {
       make_logits(chunk, window_of(w));

@@ -88,6 +88,11 @@ struct TemperatureParams {
            has_fault = 0, fault = 0, nan = 0;
 };
 
+// fold.wgsl has the same struct.
+struct FoldParams {
+  uint32_t argmax_base = 0, argmax_stride = 0, has_argmax = 0, is_first = 0, nan = 0, zero = 0;
+};
+
 // keep.wgsl has the same struct.
 struct KeptParams {
   uint32_t tokens = 0, base = 0, engine = 0, columns = 0, consumes = 0, fault = 0;
@@ -171,6 +176,7 @@ class Run {
   void make_partials(const Chunk& chunk, const Window& window);
   void make_rows(const Chunk& chunk);
   void make_plain(const Chunk& chunk);
+  void fold_shards(const Chunk& chunk);
   void combine(const Chunk& chunk);
   void add_ranks(const Chunk& chunk, const Window& window);
   void make_gradients(const Chunk& chunk, const Window& window);

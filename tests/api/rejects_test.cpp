@@ -333,29 +333,6 @@ TEST(Rejects, UnknownDeviceByTheRulesAlone) {
   expect_status(validate(Call(op, {.device = {DeviceType(4), 0}})), unknown_enum, "device");
 }
 
-TEST(Rejects, CombineOnWebGpu) {
-  constexpr int64_t n = Subject::n;
-  const TensorView shards = matrix_view(nullptr, DType::f32, 2, n);
-  Combine op{.target = vector_view(nullptr, DType::i32, n),
-             .shard_row_reference = shards,
-             .shard_row_log_sum = shards,
-             .shard_target_logit = shards,
-             .loss = scalar_view(nullptr, DType::f32),
-             .options = {.vocab_total = Subject::v}};
-  for (const DeviceType device : {DeviceType::cuda, DeviceType::webgpu}) {
-    for (TensorView* view : {&op.target, &op.shard_row_reference, &op.shard_row_log_sum,
-                             &op.shard_target_logit, &op.loss}) {
-      view->device.type = device;
-    }
-    const Status status = validate(Call(op, {.device = {device, 0}}));
-    if (device == DeviceType::cuda) {
-      EXPECT_TRUE(status.ok()) << status.message();
-    } else {
-      expect_status(status, not_supported, "webgpu");
-    }
-  }
-}
-
 // A library without CUDA says so, as does a machine without a driver or a device; where there is
 // one, it refuses tensors that it cannot reach.
 TEST(Rejects, AnAbsentCudaSaysWhy) {

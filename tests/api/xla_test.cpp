@@ -2,6 +2,7 @@
 // These tests call the XLA handler as XLA does: a call frame goes in, results or an error come out.
 #include <gtest/gtest.h>
 
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <deque>
@@ -282,6 +283,103 @@ TEST(Xla, KeptStateThatIsNoneIsAnError) {
     EXPECT_NE(error.code, 0) << fields;
     EXPECT_NE(error.message.find("kept"), std::string::npos) << error.message;
   }
+}
+
+// Returns the upper half of the float, whose lower half is dropped.
+uint16_t as_bf16(double x) {
+  return static_cast<uint16_t>(std::bit_cast<uint32_t>(static_cast<float>(x)) >> 16);
+}
+
+// This is a shard, the first half of a vocabulary, in bf16, of which exponentials are kept.
+struct ShardFrame : Frame {
+  static constexpr int64_t N = 5, V = 7, D = 3;
+  uint16_t input[N * D], weight[V * D];
+  float grad_loss = 0.5f;
+  int32_t target[N] = {0, 13, 3, 9, -100};  // the second and the fourth are another shard's
+  float anchor[N] = {};
+  std::vector<char> scratch = std::vector<char>(1 << 20);
+
+  ShardFrame() {
+    for (int i = 0; i < N * D; ++i) input[i] = as_bf16(std::sin(i));
+    for (int i = 0; i < V * D; ++i) weight[i] = as_bf16(std::cos(2 * i));
+    set("device_type", int32_t{LOGITLESS_CPU});
+    set("workspace_bytes", static_cast<int64_t>(scratch.size()) - 64);
+    set("alignment", int64_t{64});
+    set("reduction", int32_t{LOGITLESS_REDUCTION_SUM});
+    set("vocab_start", int64_t{0});
+    set("vocab_total", 2 * V);
+  }
+  void inputs() {
+    arguments.clear(), results.clear(), argument_kinds.clear(), result_kinds.clear();
+    argument(type_bf16, input, {N, D});
+    argument(type_bf16, weight, {V, D});
+    argument(type_s32, target, {N});
+  }
+  Error run(int32_t kind, const std::string& fields) {
+    result(type_u8, scratch.data(), {static_cast<int64_t>(scratch.size())});
+    set("kind", kind);
+    set("fields", fields);
+    return call();
+  }
+};
+
+// This keeps what it can of it.
+struct KeptShard : ShardFrame {
+  std::vector<uint16_t> kept = std::vector<uint16_t>(64 * 64);
+  std::vector<float> kept_rows = std::vector<float>(N * 8);
+  float row_reference[N] = {}, row_log_sum[N] = {};
+
+  Error forward(bool with_anchor = true) {
+    inputs();
+    if (with_anchor) argument(type_f32, anchor, {N});
+    result(type_f32, row_reference, {N});
+    result(type_f32, row_log_sum, {N});
+    result(type_bf16, kept.data(), {64, 64});
+    result(type_f32, kept_rows.data(), {N, 8});
+    return run(LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD,
+               std::string("input weight target ") + (with_anchor ? "anchor " : "") +
+                   "row_reference row_log_sum kept kept_rows");
+  }
+  // Returns grad_input, of what Forward has kept or of logits that Backward makes again.
+  std::vector<float> backward(bool of_kept) {
+    std::vector<float> grad_input(N * D);
+    inputs();
+    argument(type_f32, row_reference, {N});
+    argument(type_f32, row_log_sum, {N});
+    argument(type_f32, &grad_loss, {});
+    if (of_kept) {
+      argument(type_bf16, kept.data(), {64, 64});
+      argument(type_f32, kept_rows.data(), {N, 8});
+    }
+    result(type_f32, grad_input.data(), {N, D});
+    EXPECT_EQ(run(LOGITLESS_LINEAR_CROSS_ENTROPY_BACKWARD,
+                  std::string("input weight target row_reference row_log_sum grad_loss ") +
+                      (of_kept ? "kept kept_rows " : "") + "grad_input")
+                  .message,
+              "");
+    return grad_input;
+  }
+};
+
+TEST(Xla, AShardKeepsStateRelativeToItsAnchor) {
+  KeptShard f;
+  ASSERT_EQ(f.forward().message, "");
+  const std::vector<float> first = f.kept_rows;
+  const std::vector<float> again = f.backward(false), kept = f.backward(true);
+  for (size_t i = 0; i < kept.size(); ++i) EXPECT_NEAR(kept[i], again[i], 0.01) << i;
+  for (size_t i = 0; i < size_t{f.N};
+       ++i) {  // another anchor is seen by a row whose target is elsewhere
+    KeptShard other;
+    other.anchor[i] = 1;
+    ASSERT_EQ(other.forward().message, "");
+    const std::vector<float> rows = other.kept_rows, grad_input = other.backward(true);
+    for (size_t k = 0; k < kept.size(); ++k) EXPECT_NEAR(grad_input[k], again[k], 0.01) << k;
+    const bool same = std::memcmp(&first[8 * i], &rows[8 * i], 8 * sizeof(float)) == 0;
+    EXPECT_EQ(same, f.target[i] < f.V) << i;
+  }
+  const Error missing = f.forward(false);
+  EXPECT_EQ(missing.code, error_invalid_argument);
+  EXPECT_NE(missing.message.find("anchor is missing"), std::string::npos) << missing.message;
 }
 
 TEST(Xla, MalformedFramesAreErrors) {

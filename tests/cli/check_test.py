@@ -59,6 +59,36 @@ class CheckTest(CliTest):
         text = self.succeed("check", "--op", "forward", "--dtype", "f32", "--cases", "6")
         self.assertNotIn("ratios near 1", text)
 
+    def test_a_split_vocabulary(self) -> None:
+        ops = ("forward", "backward", "linear-forward", "linear-backward")
+        report = self.json("check", "--shards", "3", "--cases", "30", "--device", "cpu")
+        self.assertEqual((report["failures"], report["shards"]), (0, 3))
+        rows = [(row["op"], row["dtype"]) for row in report["rows"]]
+        self.assertEqual(rows, [(op, dtype) for op in ops for dtype in ("f32", "f16", "bf16")])
+        for row in report["rows"]:
+            self.assertEqual(row["cases"], 30)
+            self.assertGreater(row["worst_ratio"], 0)
+            self.assertIn(", 3 shards, ", row["worst"])
+        self.assertNotIn("shards", self.json("check", "--op", "softmax", "--cases", "6"))
+
+    def test_any_number_of_shards(self) -> None:
+        for shards in ("1", "2", "5", "8"):
+            with self.subTest(shards=shards):
+                text = self.succeed("check", "--shards", shards, "--cases", "20", "--device",
+                                    "cpu,reference", "--dtype", "bf16", "--op",
+                                    "linear-forward,linear-backward")  # fmt: skip
+                self.assertRegex(text, r"cpu +linear-backward +bf16 +20 ")
+                self.assertRegex(text, r"\nPASSED: 80 cases, 0 failed")
+
+    def test_a_failure_names_the_shards(self) -> None:
+        # Of 0 of the bound every rounding fails; the cases take the kinds of shards in turn.
+        done = run("check", "--shards", "3", "--op", "linear-backward", "--dtype", "f32",
+                   "--device", "cpu", "--cases", "9", "--within", "0")  # fmt: skip
+        self.assertEqual(done.returncode, 1)
+        self.assertRegex(done.stdout, r"\nFAILED: 9 cases, \d failed")
+        self.assertRegex(done.stdout, r"3 shards, even\n")
+        self.assertIn("combined", done.stdout)  # and what was judged
+
     def test_failures_are_told(self) -> None:
         arguments = ["check", "--op", "linear-forward-backward", "--dtype", "f32",
                      "--cases", "6", "--within", "0.001"]  # fmt: skip
@@ -81,6 +111,11 @@ class CheckTest(CliTest):
             (["--dtype", "f8"], "f8"),
             (["--cases", "0"], "--cases"),
             (["--within", "2"], "--within"),
+            (["--shards", "0"], "--shards"),
+            (["--shards", "9"], "--shards"),
+            (["--shards", "two"], "--shards"),
+            (["--shards", "2", "--op", "forward,softmax"], "softmax"),
+            (["--shards", "2", "--op", "forward-backward"], "linear-backward"),
         ):
             with self.subTest(arguments=arguments):
                 self.assertIn(word, self.refuse("check", *arguments))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import subprocess
 import unittest
@@ -64,6 +65,30 @@ class LossTest(CliTest):
             dtype, _, data = read(out)[0]["grad_weight"]
             self.assertEqual(dtype, name.upper())
             self.assert_near(unpack(dtype, data), want["grad_weight"], bound)
+
+    def test_shift(self) -> None:
+        """A position of a sequence [B, T] is given the target of the one behind it."""
+        for name, shift, ignored in itertools.product(
+            ("I64", "I32"), (0, 1, 2, 3, 1 << 40), (-100, 1 << 40)
+        ):
+            head = Head()
+            head.target[3] = 4
+            content = safetensors(head.tensors(name))
+            moved = [row[shift:] + [-100] * 3 for row in (head.target[:3], head.target[3:])]
+            head.target = [target for row in moved for target in row[:3]]
+            report = self.json(
+                "loss",
+                self.file(content),
+                *("--bias", "bias", "--reduction", "none"),
+                *("--shift", str(shift), "--ignore-index", str(ignored)),
+            )
+            self.assertEqual(report["valid"], 2 * max(0, 3 - shift))
+            want = head.expected()["losses"] if shift < 3 else [0.0] * 6
+            for a, b in zip(report["loss"], want, strict=True):
+                self.assertAlmostEqual(a, b, delta=1e-5)
+        for value in ("-1", "1.5", "x"):
+            error = self.refuse("loss", self.file(b""), "--shift", value)
+            self.assertRegex(error, r"--shift: (-1; allowed: >= 0|.* is no integer)$")
 
     def test_per_token(self) -> None:
         head = Head()

@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // These tests judge the suite itself: a backend that lies in one byte or one element is caught,
 // whatever the lie.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <numeric>
+#include <set>
 
 #include "gtest/gtest.h"
 #include "tests/support/judge.h"
+#include "tests/support/shards.h"
 
 namespace logitless::conformance {
 namespace {
@@ -183,6 +187,45 @@ TEST(Harness, BoundsFollowTheInputsDtype) {
       EXPECT_EQ(here, plain);
     } else {
       EXPECT_LT(here, plain);  // one is 4 + 19 / 16, the other 4 + sqrt 19
+    }
+  }
+}
+
+// A vocabulary has other divisions than even ones, and one shard in which something is.
+TEST(Harness, DividesAVocabularyInEveryWay) {
+  for (const int64_t vocab : {1, 37, 50257}) {
+    for (int64_t shards = 1; shards <= 8; ++shards) {
+      std::set<std::string> names;
+      for (const Split& split : splits_of(vocab, shards)) {
+        names.insert(split.name);
+        EXPECT_EQ(std::ssize(split.sizes), shards);
+        EXPECT_EQ(std::accumulate(split.sizes.begin(), split.sizes.end(), int64_t{0}), vocab);
+        const int64_t least = *std::min_element(split.sizes.begin(), split.sizes.end());
+        const int64_t most = *std::max_element(split.sizes.begin(), split.sizes.end());
+        EXPECT_GE(least, 0);
+        EXPECT_TRUE(split.content == Split::plain || split.sizes[split.shard] > 0);
+        if (vocab == 1) continue;  // it leaves most shards without columns
+        EXPECT_EQ(least == 0, split.name == "one without columns");
+        EXPECT_EQ(least > 0 && most >= 2 * least, split.name == "uneven");
+      }
+      EXPECT_TRUE(vocab == 1 || names.size() == (shards == 1 ? 2 : 5)) << vocab << " " << shards;
+    }
+  }
+}
+
+// The reference's shards pass, whatever is in them; a device that is off does not.
+TEST(Harness, JudgesEveryContentOfAShard) {
+  for (const OpKind op :
+       {OpKind::forward, OpKind::backward, OpKind::linear_forward, OpKind::linear_backward}) {
+    const Case c{.op = op, .shape = {11, 7, 37}, .dtype = DType::f32};
+    for (const Split& split : splits_of(37, 3)) {
+      const Comparison honest = judge_shards(device("reference"), c, split);
+      EXPECT_TRUE(honest.ok()) << split.name << "\n" << honest.report;
+      // Each float that a device gives back is off by its last eight bits.
+      const LyingDevice lying([](std::byte* host, size_t bytes) {
+        for (size_t k = kGuardBytes; k + kGuardBytes < bytes; k += 4) host[k] ^= std::byte{0xff};
+      });
+      EXPECT_FALSE(judge_shards(lying, c, split).ok()) << split.name;
     }
   }
 }

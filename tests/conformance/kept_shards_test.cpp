@@ -147,6 +147,14 @@ class KeptShards : public KeptState {
     write(op.row_log_sum, log_sum);
     if (op.entropy) write(op.entropy, entropy);
   }
+  // All targets are among the first 20 columns, whose logits lie so many nats above the others.
+  static void put_targets_apart(const Backward& op, double distance) {
+    std::vector<double> bias = read(op.bias), target = read(op.target);
+    for (size_t j = 0; j < 20; ++j) bias[j] = distance;
+    for (double& t : target) t = t < 0 || t >= 453 ? t : std::fmod(t, 20);
+    write(op.bias, bias);
+    write(op.target, target);
+  }
   // The kept state of these tokens is another's: their gradients are NaN, and `fault` says so.
   template <class IsNan>
   void expect_nan(const Problem<Backward>& problem, const Backward& op, IsNan&& is_nan) {
@@ -197,14 +205,26 @@ TEST_P(KeptShards, AnAnchorFarAwayServes) {
     c.bias = true;
     Problem<Backward> problem = build<Backward>(c);
     const Backward& op = problem.op;
-    std::vector<double> bias = read(op.bias), target = read(op.target);
-    for (size_t j = 0; j < 20; ++j) bias[j] = distance;
-    for (double& t : target) t = t < 0 || t >= 453 ? t : std::fmod(t, 20);
-    write(op.bias, bias);
-    write(op.target, target);
+    put_targets_apart(op, distance);
     for (const Sizes& sizes : {Sizes{20, 433}, Sizes{100, 353}}) {
       expect_shards(c, &problem, sizes, 0);
     }
+  }
+}
+
+// Exponentials from the anchor are just above the smallest there: what a shard says of its own
+// distribution has the bound all the same.
+TEST_P(KeptShards, StatisticsFarBelowTheAnchorAreRight) {
+  for (const double distance : {58.0, 62.0, 66.0, 70.0}) {
+    Case c = plain(66, 453);
+    c.bias = true;
+    Problem<Backward> problem = build<Backward>(c);
+    put_targets_apart(problem.op, distance);
+    std::vector<Shard> shards = keep_shards(&problem, {20, 433}, 0);
+    ASSERT_EQ(shards.size(), 2u);
+    const Outcome outcome = run_forward(problem, &shards[1]);
+    const Comparison result = compare(expected(device_, shards[1].forward, problem.model), outcome);
+    EXPECT_TRUE(result.ok()) << distance << " nats\n" << result.report;
   }
 }
 

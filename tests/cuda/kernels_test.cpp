@@ -72,8 +72,8 @@ constexpr OpKind loss = OpKind::linear_forward, both = OpKind::linear_forward_ba
                  backward = OpKind::linear_backward;
 constexpr DType bf16 = DType::bf16, f16 = DType::f16;
 constexpr Shape tiles{530, 72, 399}, cut{1300, 72, 1301}, lent{66, 256, 12001},
-    partly_lent{300, 104, 12001}, few{100, 72, 399}, half{200, 72, 399}, deep{1100, 520, 399},
-    chunks{1100, 64, 1003};
+    partly_lent{300, 104, 12001}, few{100, 72, 399}, single{3, 72, 399}, half{200, 72, 399},
+    deep{1100, 520, 399}, chunks{1100, 64, 1003};
 
 std::vector<Ragged> ragged_losses() {
   return {
@@ -95,6 +95,7 @@ std::vector<Ragged> ragged_losses() {
       {"loss_with_bias_f16", biased(linear(loss, f16, tiles)), 1},
       {"few_loss_bf16", ignored(linear(loss, bf16, few)), 1},
       {"few_loss_without_copy_bf16", ignored(linear(loss, bf16, few)), 0},
+      {"single_loss_bf16", linear(loss, bf16, single), 1},
       {"half_loss_without_copy_bf16", ignored(linear(loss, bf16, half)), 0},
       {"few_loss_with_bias_f16", biased(linear(loss, f16, few)), 1},
   };
@@ -142,6 +143,8 @@ std::vector<Ragged> ragged_gradients() {
       {"chunks_f32_gradients_bf16", f32_gradients(linear(both, bf16, chunks)), 0.1},
       {"half_whole_bf16", ignored(linear(both, bf16, half)), 1},
       {"few_whole_capped_alone_bf16", ignored(capped_alone(linear(both, bf16, few))), 1},
+      {"single_whole_bf16", linear(both, bf16, single), 1},
+      {"single_whole_with_bias_f16", biased(linear(both, f16, single)), 1},
       {"half_whole_f16", linear(both, f16, half), 1},
       {"few_backward_bf16", ignored(linear(backward, bf16, few)), 1},
       {"half_backward_with_bias_bf16", biased(linear(backward, bf16, half)), 1},

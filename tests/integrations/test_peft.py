@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import peft
@@ -25,12 +26,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def with_adapter(name: str, patch_first: bool | None, **model_options: Any) -> Any:
-    """A PeftModel whose B is not zero, patched before or after it was made, or not at all."""
+def with_adapter(name: str, patch_first: Any, **model_options: Any) -> Any:
+    """A PeftModel whose B is not zero, patched before or after it was made, in itself ("wrapper")
+    or not at all."""
     model = support.llama(**model_options)
     if name == "bias":
         model.lm_head.bias = torch.nn.Parameter(torch.randn(support.VOCAB) * 0.1)
-    if patch_first:
+    if patch_first is True:
         patch_transformers(model)
     torch.manual_seed(1)
     options = {"r": 4, "lora_alpha": 6, **CONFIGS[name]}
@@ -41,6 +43,8 @@ def with_adapter(name: str, patch_first: bool | None, **model_options: Any) -> A
                 value.normal_(std=0.1)
     if patch_first is False:
         patch_transformers(made.get_base_model())
+    if patch_first == "wrapper":
+        patch_transformers(made)
     return made.train()
 
 
@@ -66,9 +70,11 @@ def loss_and_gradients(model: Any, autocast: bool = False) -> tuple[torch.Tensor
     return output.loss, {k: p.grad for k, p in model.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("patch_first", [True, False], ids=["patched first", "adapter first"])
+@pytest.mark.parametrize(
+    "patch_first", [True, False, "wrapper"], ids=["patched first", "adapter first", "wrapper"]
+)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_adapters_learn_the_same_without_logits(name: str, patch_first: bool, calls: Calls) -> None:
+def test_adapters_learn_the_same_without_logits(name: str, patch_first: Any, calls: Calls) -> None:
     own, ours = with_adapter(name, None), with_adapter(name, patch_first)
     plain_loss, expected = loss_and_gradients(own)
     assert calls.taken() == 0
@@ -247,6 +253,19 @@ def test_another_adapter_for_every_sequence_is_refused(calls: Calls) -> None:
     assert calls.taken() == 0
 
 
-def test_a_peft_model_is_told_at_once_what_to_patch() -> None:
-    with pytest.raises(NotImplementedError, match=r"patch_transformers\(model\.get_base_model"):
-        patch_transformers(with_adapter("attention", None))
+def test_a_patched_peft_model_counts_and_is_restored(calls: Calls) -> None:
+    model = with_adapter("saved head", None)
+    patch = patch_transformers(model)
+    with patch as patched:
+        assert patched is model
+        loss_and_gradients(model)
+        assert patch.calls == Patch(model).calls == calls.taken() == 1
+    assert model(**support.batch(0)).logits is not None and calls.taken() == 0
+    assert not any("_logitless" in key for module in model.modules() for key in vars(module))
+
+
+def test_the_backbone_within_adapters_is_not_taken_for_one_by_itself() -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*logitless")
+        for patch_first in (True, False, "wrapper"):
+            loss_and_gradients(with_adapter("attention", patch_first))

@@ -19,8 +19,9 @@ from logitless.integrations import patch_transformers
 from support import STEPS, Calls, same_parameters, same_run
 
 
-def train(model: Any, folder: pathlib.Path, **settings: Any) -> list[float]:
-    """The losses of 20 steps of the Trainer, and of an evaluation at their end."""
+def train(model: Any, folder: pathlib.Path, model_init: Any = None, **settings: Any) -> list[float]:
+    """The losses of 20 steps of the Trainer, and of an evaluation at their end. `model` may be None
+    where `model_init` makes one."""
     accumulated = settings.get("gradient_accumulation_steps", 1)
     arguments = transformers.TrainingArguments(
         output_dir=str(folder), use_cpu=True, seed=7, max_steps=STEPS, logging_steps=1,
@@ -28,7 +29,7 @@ def train(model: Any, folder: pathlib.Path, **settings: Any) -> list[float]:
         save_strategy="no", report_to="none", disable_tqdm=True, **settings,
     )  # fmt: skip
     trainer = transformers.Trainer(
-        model=model, args=arguments,
+        model=model, args=arguments, model_init=model_init,
         train_dataset=[support.example(i) for i in range(4 * accumulated * STEPS)],
         eval_dataset=[support.example(i) for i in range(100, 110)],
     )  # fmt: skip
@@ -72,6 +73,24 @@ def test_label_smoothing_of_trainer_and_of_the_patch(tmp_path: pathlib.Path, cal
     with pytest.warns(UserWarning, match="without labels"):
         train(lost, tmp_path, label_smoothing_factor=0.1)
     assert calls.taken() == 0, "nobody has told us how to serve that; if so, say it in the docs"
+
+
+def test_a_model_that_the_trainer_makes_is_patched_by_its_class(
+    tmp_path: pathlib.Path, calls: Calls
+) -> None:
+    config = support.llama().config
+
+    def made() -> Any:
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+    expected = train(None, tmp_path, made)
+    assert calls.taken() == 0
+    patch = patch_transformers(transformers.LlamaForCausalLM)
+    with patch:
+        actual = train(None, tmp_path, made)
+    assert calls.taken() == patch.calls == STEPS + 3
+    same_run(actual[:-1], expected[:-1])
+    assert actual[-1] == pytest.approx(expected[-1], rel=1e-5)
 
 
 def loop(model: Any, precision: str) -> list[float]:

@@ -38,7 +38,7 @@ OPTIONS: list[tuple[str, str, str, str, str]] = [
     ("hopper, options, argmax: never looked for", "linear/sm90/option_sums.cuh",
        "&& @{highest[h] >= target}@;", "false", "linear"),
     ("hopper, options, entropy: of the exponentials alone", "linear/sm90/option_sums.cuh",
-       "fmaf(e[c], @{fmaxf(distance, least_exponent)}@, sums->shifted[h]);", "1.0f", "linear"),
+       "fmaf(e[c], @{fmaxf(distance, least_log2)}@, sums->shifted[h]);", "1.0f", "linear"),
     ("hopper, options, dz: half of the exponent", "linear/sm90/with_options.cuh",
        "nonpositive(@{fmaf(z - rows.anchor[h], log2e, -rows.log2_sum[h])}@);", "0.5f * (z - rows.anchor[h])", "linear"),
     ("hopper, options, dz: a NaN is no probability", "linear/sm90/with_options.cuh",

@@ -16,6 +16,7 @@ _PRODUCT, _TOKENS, _SUM = map(_shader, ("product", "tokens", "sum"))
 _GATHER, _SCATTER = map(_shader, ("gather", "scatter"))
 _KEEP, _KEPT = _shader("keep"), "src/webgpu/kept.cpp"
 _RANK, _TEMPERATURE = _shader("rank"), _shader("temperature")
+_FOLD, _CHUNK, _RUN = _shader("fold"), "src/webgpu/chunk.cpp", "src/webgpu/run.cpp"
 _NUMBERS, _TARGET, _LOGIT, _LOSS, _OPERANDS = (
     _shader(f"common/{name}") for name in ("numbers", "target", "logit", "loss", "product")
 )
@@ -494,6 +495,83 @@ MUTANTS: tuple[Mutant, ...] = (
         "p.rows == 0u) {",
         "inactive",
     ),
+    _mutant(
+        "a compiler sees through sums in two parts",
+        _FOLD,
+        "return bitcast<f32>(bitcast<u32>(x) ^ p.zero);",
+        "return x;",
+        "combine",
+    ),
+    _mutant(
+        "products of one part",
+        _FOLD,
+        "quick_sum(r.x, r.y + (a.x * b.y + a.y * b.x))",
+        "vec2<f32>(r.x, 0.0)",
+        "combine",
+    ),
+    _mutant(
+        "a quotient of one part",
+        _FOLD,
+        "return plus(quick_sum(first, second), vec2<f32>(rest.x / b.x, 0.0));",
+        "return vec2<f32>(first, 0.0);",
+        "combine",
+    ),
+    _mutant(
+        "the lower parts are forgotten",
+        _FOLD,
+        "folds[token].entropy_low = all.entropy.y;",
+        "folds[token].entropy_low = 0.0;",
+        "combine",
+    ),
+    _mutant(
+        "a far shard has no entropy",
+        _FOLD,
+        "if (apart.x < -745.0) {",
+        "if (apart.x < -40.0) {",
+        "combine",
+    ),
+    _mutant(
+        "the square's power of two",
+        _FOLD,
+        "part_of(product(least, least), under.sum_p_squared, 2 * n)",
+        "part_of(product(least, least), under.sum_p_squared, n)",
+        "combine",
+    ),
+    _mutant(
+        "of equal maxima the last shard's argmax",
+        _FOLD,
+        "(is_same && !is_nan(m1))",
+        "false",
+        "combine",
+    ),
+    _mutant(
+        "a shard without probability counts",
+        _FOLD,
+        "} else if (!second_empty) {",
+        "} else {",
+        "combine",
+    ),
+    _mutant(
+        "a NaN of one shard is lost",
+        _FOLD,
+        "select(m2, m1, first_leads || is_nan(m1));",
+        "select(m2, m1, first_leads);",
+        "combine",
+    ),
+    _mutant(
+        "the shard's own stride",
+        _CHUNK,
+        "shard * row.stride[0]",
+        "shard * row.shape[1]",
+        "combine",
+    ),
+    _mutant(
+        "a shard's vocab_start",
+        _RUN,
+        "if (call.combines) options.vocab_start = 0;",
+        "",
+        "combine",
+    ),
 )
 TESTS["logprob"] = "WebGpuToken.TheLogProbability*"
 TESTS["ranks"] = "WebGpuToken.RanksOf*:WebGpuToken.EqualLogits*"
@@ -503,3 +581,4 @@ TESTS["kept"] = "*/KeptState.*_f32:WebGpuKept.*"
 TESTS["normalizers"] = "*/Edges.NormalizersOfAView/webgpu_forward_f32"
 TESTS["edges"] = "*/Edges.TargetsOutside*/webgpu_forward*_f32"
 TESTS["halves"] = "*/Conformance.EveryShape/webgpu_*_f16:*/Edges.*_f16"
+TESTS["combine"] = "*/Combines.*forward_f32"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 # This must come before JAX starts: it gets eight CPU devices, and takes no more of a GPU's memory
@@ -86,6 +86,20 @@ def kinds(fn: Callable[..., Any], *args: Any) -> list[int]:
 def fields(fn: Callable[..., Any], *args: Any) -> list[str]:
     """The tensors of every op in the program of fn."""
     return re.findall(r'fields = "([^"]*)"', jax.jit(fn).lower(*args).as_text())
+
+
+def products(calls: Sequence[str]) -> int:
+    """Of N V D, that all these linear ops make, of whose tensors each string has the names."""
+    count = 0
+    for names in map(str.split, calls):
+        gradients = len({"grad_input", "grad_weight"} & {*names})
+        states = [name for name in names if name.startswith(("row_", "loss", "lse", "entropy"))]
+        if gradients and "kept" not in names:
+            count += 1  # it makes the logits again
+        elif not gradients and states and "shard_row_reference" not in names:
+            count += 1  # a Forward of the targets' logits alone makes none, nor does Combine
+        count += gradients
+    return count
 
 
 def memory(fn: Callable[..., Any], *args: Any, **jit: Any) -> Any:

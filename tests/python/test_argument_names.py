@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An error speaks of the arguments that its function has. Several of them have other names in the
-core, where `weight` is the head and not the class weights."""
+"""One name for one thing: the head is linear_weight, its bias linear_bias, and weight is the
+classes'. An error speaks of the arguments that its function has, whatever the core calls them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch
 import logitless.numpy
 import logitless.torch
 from logitless import LogitlessError, _abi
-from logitless.integrations import cce, liger, megatron, verl
+from logitless.integrations import cce, liger, megatron, unsloth, verl
 from test_second_derivatives import PassThrough
 
 TOKENS, HIDDEN, VOCAB = 6, 5, 9
@@ -35,13 +35,15 @@ ROLES: dict[str, Any] = {
 }
 ROLE_OF = {
     "input": "input", "_input": "input", "e": "input", "hidden": "input", "logits": "logits",
-    "linear_weight": "head", "lin_weight": "head", "c": "head", "linear_bias": "bias",
+    "linear_weight": "head", "lin_weight": "head", "c": "head", "vocab_weights": "head",
+    "lm_head": "head", "linear_bias": "bias", "hidden_states": "input", "input_ids": "target",
+    "index": "target",
     "bias": "bias", "target": "target", "targets": "target", "labels": "target",
     "ce_weight": "classes", "token_weight": "tokens", "normalizer": "normalizer",
 }  # fmt: skip
-# In these functions `weight` is the head: their names are another library's, or older.
+# In these functions of another library `weight` is the head.
 FLATTENED = ("verl.linear_cross_entropy", "megatron.linear_cross_entropy")  # labels of any shape
-OF_THE_HEAD = ("linear_logprob", "liger.apply", *FLATTENED)
+OF_THE_HEAD = ("liger.apply", *FLATTENED)
 OPTIONS = frozenset(
     "reduction ignore_index label_smoothing z_loss logit_scale softcap temperature shift memory "
     "return_statistics empty_mean return_gradients gradients entropy dim axis "
@@ -50,7 +52,7 @@ OPTIONS = frozenset(
     "filter_c_grad impl vocab_parallel_options dist_process_group ce_impl ce_mode "
     "chunk_mem_const group vocab_start vocab_total sequence_dim local_tokens "
     "reduce_input_grad reduce_dtype vocab_blocks axis_name upstream tp_group "
-    "sequence_parallel".split()
+    "sequence_parallel chunks logit_scale_multiply logit_scale_divide logit_softcapping".split()
 )
 
 
@@ -61,6 +63,8 @@ def functions() -> dict[str, Callable[..., Any]]:
         "integrations.verl.linear_cross_entropy": verl.linear_cross_entropy,
         "integrations.megatron.linear_cross_entropy": megatron.linear_cross_entropy,
         "integrations.liger.apply": liger.FusedLinearCrossEntropyFunction.apply,
+        "integrations.verl.module": verl.FusedLinearForPPO().forward,
+        "integrations.unsloth": unsloth.chunked_hidden_states_selective_log_softmax,
         "integrations.liger.module": liger.LigerFusedLinearCrossEntropyLoss().forward,
         "torch.CrossEntropyLoss": logitless.torch.CrossEntropyLoss().forward,
         "torch.LinearCrossEntropyLoss": logitless.torch.LinearCrossEntropyLoss().forward,
@@ -125,6 +129,7 @@ CASES = [
     for argument, role in tensors(name).items()
     for what, value in wrong(role, alone="target" not in tensors(name).values())
     if (role, what) != ("target", "rank") or not name.endswith(FLATTENED)
+    if what != "dtype" or role == "target" or not name.endswith("unsloth")  # which casts the input
 ]
 
 
@@ -162,6 +167,68 @@ def test_an_error_names_the_arguments_of_its_function(
 def test_the_right_call_is_right(name: str) -> None:
     """So that those above fail for the one reason that they are given."""
     FUNCTIONS[name](**arguments(name))
+
+
+OURS = [n for n in FUNCTIONS if not n.startswith("integrations.")]
+RENAMED = {"weight": "linear_weight", "bias": "linear_bias"}
+
+
+@pytest.mark.parametrize("name", [n for n in OURS if "head" in tensors(n).values()])
+def test_the_head_has_one_name(name: str) -> None:
+    roles = tensors(name)
+    assert roles["linear_weight"] == "head" and roles["linear_bias"] == "bias"
+    assert roles.get("weight", "classes") == "classes" and "bias" not in roles
+
+
+@pytest.mark.parametrize("old", RENAMED)
+@pytest.mark.parametrize("name", [n for n in OURS if n.endswith("linear_logprob")])
+def test_a_name_of_before_is_refused_in_a_sentence(name: str, old: str) -> None:
+    given = arguments(name)
+    given[old] = given.pop(RENAMED[old])
+    with pytest.raises(TypeError) as caught:
+        FUNCTIONS[name](**given)
+    now = f"{old} is no argument of linear_logprob; allowed: {RENAMED[old]}, its name now"
+    assert str(caught.value) == now and isinstance(caught.value, LogitlessError)
+    assert old not in inspect.signature(FUNCTIONS[name]).parameters
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_a_gradient_of_the_head_has_its_name(old: str) -> None:
+    given = arguments("numpy.linear_cross_entropy")
+    _, grads = logitless.numpy.linear_cross_entropy(**given, return_gradients=True)
+    assert getattr(grads, RENAMED[old]).shape == given[RENAMED[old]].shape
+    with pytest.raises(AttributeError, match=rf"^{old} is no field .* allowed: {RENAMED[old]}"):
+        getattr(grads, old)
+
+
+def test_a_head_that_is_a_module_is_named_as_its_own() -> None:
+    head = logitless.torch.LinearCrossEntropyHead(HIDDEN + 1, VOCAB)
+    target = torch.from_numpy(ROLES["target"])
+    with pytest.raises(ValueError, match=r"^head\.weight has shape \[9, 6\]; allowed: \[9, 5\]"):
+        head(torch.ones(TOKENS, HIDDEN), target)
+    head = logitless.torch.LinearCrossEntropyHead(HIDDEN, VOCAB, bias=True)
+    head.bias = torch.nn.Parameter(torch.ones(VOCAB + 1))
+    with pytest.raises(ValueError, match=r"^head\.bias has shape \[10\]; allowed: \[9\]"):
+        head(torch.ones(TOKENS, HIDDEN), target)
+
+
+def test_modules_name_every_option_that_their_function_has() -> None:
+    """So that an editor shows them, and a wrong one is an error where it is given."""
+    lt = logitless.torch
+
+    def options(function: Any) -> dict[str, Any]:
+        found = inspect.signature(function).parameters.items()
+        held = set(OPTIONS) - {"return_gradients", "gradients"} | {"weight"}
+        return {name: p.default for name, p in found if name in held}
+
+    of_linear = options(lt.linear_cross_entropy)
+    split = set(inspect.signature(lt.linear_cross_entropy).parameters)
+    split -= set(inspect.signature(logitless.numpy.linear_cross_entropy).parameters)
+    for module in (lt.LinearCrossEntropyLoss, lt.LinearCrossEntropyHead):
+        assert options(module) == {n: d for n, d in of_linear.items() if n not in split}
+        with pytest.raises(TypeError, match="unexpected keyword argument 'softcp'"):
+            module(5, 9, softcp=3) if module is lt.LinearCrossEntropyHead else module(softcp=3)
+    assert options(lt.CrossEntropyLoss) == options(lt.cross_entropy)
 
 
 @pytest.mark.parametrize("name", [n for n in FUNCTIONS if "normalizer" in tensors(n)])

@@ -105,7 +105,7 @@ CASES: dict[str, Any] = {
         )
     ),
     "logprob": lambda x, w, b, t: sum(
-        v.sum() for v in linear_logprob(x, w, t, bias=b, entropy=True)
+        v.sum() for v in linear_logprob(x, w, t, linear_bias=b, entropy=True)
     ),
     "logits": lambda x, w, b, t: cross_entropy(torch.nn.functional.linear(x, w, b), t),
 }
@@ -219,6 +219,19 @@ def test_a_model_on_meta_and_fake_tensors() -> None:
     with FakeTensorMode():
         x, w, _, t = problem((2, 5), 19, 8)
         assert linear_cross_entropy(x, w, t, reduction="none").shape == (2, 5)
+
+
+@pytest.mark.parametrize("name", ["linear_weight", "linear_bias", "target", "token_weight"])
+def test_a_tensor_beside_one_on_meta_is_named(name: str) -> None:
+    """torch itself would not notice, and the result would be on meta."""
+    tensors = {
+        "input": torch.empty(5, 8), "linear_weight": torch.empty(19, 8),
+        "target": torch.zeros(5, dtype=torch.int64), "linear_bias": torch.empty(19),
+        "token_weight": torch.empty(5),
+    }  # fmt: skip
+    given: dict[str, Any] = {n: t if n == name else t.to("meta") for n, t in tensors.items()}
+    with pytest.raises(RuntimeError, match=f"^{name} is on cpu; allowed: meta, as input is"):
+        linear_cross_entropy(**given)
 
 
 def test_functional_transforms_are_a_clear_error() -> None:

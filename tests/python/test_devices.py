@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -787,8 +788,8 @@ def _logprob(me: Rank, entropy: Any, **options: Any) -> Results:
     x, w, b = leaf(p.x), leaf(p.w[start:stop]), leaf(p.b[start:stop])
     one, whole, biases = leaf(p.x), leaf(p.w), leaf(p.b)
     where: dict[str, Any] = {"group": dist.group.WORLD, "vocab_start": start, "vocab_total": 37}
-    made = linear_logprob(x, w, p.t, bias=b, entropy=entropy, **where, **options)
-    plain = linear_logprob(one, whole, p.t, bias=biases, entropy=entropy, **options)
+    made = linear_logprob(x, w, p.t, linear_bias=b, entropy=entropy, **where, **options)
+    plain = linear_logprob(one, whole, p.t, linear_bias=biases, entropy=entropy, **options)
     made, plain = (made, plain) if entropy else ((made,), (plain,))
     ups = [torch.randn(p.t.shape) for t in made if t.requires_grad]
     assert len(ups) == (2 if entropy is True else 1)
@@ -1411,15 +1412,12 @@ MUTANTS = {
 def mutated(me: Rank, name: str) -> Results:
     """The case fails on some rank, or two ranks have other bits."""
     where, attribute, make, against = MUTANTS[name]
-    real = getattr(where, attribute)
-    setattr(where, attribute, make(real))
     try:
-        results = CASES[against](me)
+        with mock.patch.object(where, attribute, make(getattr(where, attribute))):
+            results = CASES[against](me)
         found = str({name: ranks.bits_of(value) for name, value in results.items()})
     except (AssertionError, ValueError) as error:
         found = f"red: {error}"
-    finally:
-        setattr(where, attribute, real)
     every: list[Any] = [None] * me.size
     dist.all_gather_object(every, found)
     red = any(text.startswith("red") for text in every) or len(set(every)) > 1

@@ -9,6 +9,7 @@ import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -537,14 +538,11 @@ MUTANTS = {
 def mutated(me: Rank, name: str) -> Results:
     """The case fails on every rank: none is left in a collective."""
     where, attribute, make, against = MUTANTS[name]
-    real = getattr(where, attribute)
-    setattr(where, attribute, make(real))
-    try:
-        CASES[against](me)
-    except AssertionError:
-        return {}
-    finally:
-        setattr(where, attribute, real)
+    with mock.patch.object(where, attribute, make(getattr(where, attribute))):
+        try:
+            CASES[against](me)
+        except AssertionError:
+            return {}
     raise AssertionError(f"{name} is not seen by {against}")
 
 

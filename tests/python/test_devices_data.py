@@ -8,6 +8,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -561,17 +562,12 @@ MUTANTS = {
 
 def mutated(me: Rank, name: str) -> Results:
     where, attribute, make = MUTANTS[name]
-    real = getattr(where, attribute)
-    setattr(where, attribute, make(real))
+    dtype, red = BF16 if make is _stale else None, False
     try:
-        learns_as_fsdp(
-            me, mesh_of(2, 2), make is not _mean_of_all, BF16 if make is _stale else None
-        )
-        red = False
+        with mock.patch.object(where, attribute, make(getattr(where, attribute))):
+            learns_as_fsdp(me, mesh_of(2, 2), make is not _mean_of_all, dtype)
     except AssertionError:
         red = True
-    finally:
-        setattr(where, attribute, real)
     every: list[Any] = [None] * me.size
     dist.all_gather_object(every, red)
     assert any(every), f"{name} is not seen"

@@ -170,13 +170,13 @@ def dtensors_say_what_is_split(mesh: Any) -> None:
 def a_logprob_of_dtensors(mesh: Any) -> None:
     x, w, b, t = problem()
     split = [distribute_tensor(v, mesh, [Shard(0)]) for v in (w, b)]
-    alone = linear_logprob(x, w, t, bias=b, entropy=True, temperature=0.7)
+    alone = linear_logprob(x, w, t, linear_bias=b, entropy=True, temperature=0.7)
     input = leaf(distribute_tensor(x, mesh, [Shard(1)]))
-    made = linear_logprob(input, split[0], t, bias=split[1], entropy=True, temperature=0.7)
+    made = linear_logprob(input, split[0], t, linear_bias=split[1], entropy=True, temperature=0.7)
     for actual, expected in zip(made, alone):
         assert type(actual) is Tensor and actual.shape == t.shape
         close(actual, expected)
-    refused("weight is a DTensor with Shard(dim=1)|hidden", lambda: linear_logprob(
+    refused("linear_weight is a DTensor with Shard(dim=1)|hidden", lambda: linear_logprob(
         input, distribute_tensor(w, mesh, [Shard(1)]), t))  # fmt: skip
 
 

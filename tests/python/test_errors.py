@@ -107,7 +107,9 @@ OPTIONS: dict[str, tuple[dict[str, Any], type, str]] = {
     "ignore_index too large, shift": (
         {"ignore_index": 1 << 70, "shift": True}, ValueError, "ignore_index",
     ),
-    "normalizer": ({"normalizer": -1.0}, ValueError, "normalizer"),
+    "normalizer": (
+        {"normalizer": -1.0}, ValueError, r"normalizer is -1; allowed: finite, >= 0 \(None: coun",
+    ),
     "normalizer a text": ({"normalizer": "1"}, TypeError, "normalizer"),
     "normalizer a vector": ({"normalizer": torch.ones(3)}, ValueError, "normalizer"),
     "normalizer of a sum": ({"normalizer": 2.0, "reduction": "sum"}, ValueError, "normalizer"),
@@ -119,6 +121,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], type, str]] = {
     "token weights of another shape": ({"token_weight": torch.ones(5)}, ValueError, "token_weight"),
     "memory too small": ({"memory": 1}, ValueError, "memory is 1 bytes; allowed: >= "),
     "memory a bad text": ({"memory": "lots"}, ValueError, 'memory is "lots"'),
+    "memory a fraction": ({"memory": 1e6 + 0.5}, ValueError, "memory is 1000000.5; allowed: byt"),
+    "memory without end": ({"memory": float("inf")}, ValueError, "memory is inf; allowed: byt"),
     "memory negative": ({"memory": -5}, ValueError, "memory"),
     "statistics": ({"return_statistics": ("perplexity",)}, ValueError, "return_statistics"),
     "empty_mean": ({"empty_mean": "inf"}, ValueError, "empty_mean"),

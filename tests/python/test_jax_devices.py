@@ -22,11 +22,12 @@ from jax_support import (  # noqa: F401
     leaves,
     platform,
     problem,
+    products,
     same,
     to_torch,
 )
 from logitless import _abi
-from logitless.jax import _run, linear_cross_entropy, linear_logprob
+from logitless.jax import _parallel, _run, linear_cross_entropy, linear_logprob
 
 P = jax.sharding.PartitionSpec
 
@@ -251,7 +252,9 @@ def test_logprob_and_entropy_of_shards() -> None:
     x, w, b, t = arrays()
 
     def total(x: Any, w: Any, b: Any, **split: Any) -> Any:
-        logprob, entropy = linear_logprob(x, w, t, bias=b, temperature=0.7, entropy=True, **split)
+        logprob, entropy = linear_logprob(
+            x, w, t, linear_bias=b, temperature=0.7, entropy=True, **split
+        )
         return (logprob * random(TOKENS)).sum() + 0.3 * entropy.sum()
 
     ours = sharded(lambda *a: total(*a, axis_name="tp"), mesh_of(tp=4))
@@ -429,15 +432,157 @@ def test_what_is_not_differentiated_is_not_computed() -> None:
         assert [f for f in made if f.startswith("grad_") and f != "grad_loss"] == [f"grad_{name}"]
 
 
+KEPT_VOCAB = 320  # of four shards each has a block of 64 columns and a part of one
+
+
+def kept_problem(dtype: Any = jnp.float32, shape: tuple[int, ...] = (72,)) -> Any:
+    return problem(shape, KEPT_VOCAB, HIDDEN, dtype, bias=True)
+
+
+def check_kept(size: int, given: Any, *, checked: bool = True, around: bool = True) -> None:
+    """Of losses that are not reduced, each with an upstream gradient of its own."""
+    x, w, b, t = given
+    scale, options = 3 * random(*t.shape, seed=8), {"reduction": "none"}
+    step = split(t, mesh_of(tp=size), checked=checked, around=around, scale=scale, **options)
+    agree(step(x, w, b), in_f64(x, w, b, t, scale, **options), x.dtype.type)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("size", [2, 4])
+def test_state_is_kept_of_every_shard(size: int, dtype: Any) -> None:
+    given = kept_problem(dtype)
+    check_kept(size, given)
+    check_kept(size, given, around=False)
+    check_kept(size, given, checked=False)
+    check_kept(size, given, checked=False, around=False)
+    check_kept(size, kept_problem(dtype, (3, 64)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_kept_state_of_targets_of_one_shard(dtype: Any) -> None:
+    x, w, b, t = kept_problem(dtype)
+    for shard in (0, 3):
+        check_kept(4, (x, w, b, jnp.where(t == -100, t, shard * 80 + t % 80)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_kept_state_of_a_shard_far_below_the_targets(dtype: Any) -> None:
+    """By more than the exponents of f32: it has no probability, and no gradient."""
+    x, w, b, t = kept_problem(dtype)
+    t = jnp.where(t == -100, t, t % 80)
+    check_kept(4, (x, w, b.at[80:160].add(-120.0), t))
+    check_kept(4, (x, w, b.at[80:160].set(-jnp.inf), t))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_what_is_not_finite_in_one_shard(dtype: Any) -> None:
+    x, w, b, t = kept_problem(dtype)
+    t, counts = t.at[5].set(7), np.asarray(t) != -100
+    step = split(t, mesh_of(tp=4), scale=random(72), reduction="none")
+    column = b.at[90].set(jnp.nan)  # of every token
+    value, (grad_x, *_) = step(x, w, column)
+    rows = np.asarray(grad_x, np.float32)
+    counts[5] = True
+    assert np.isnan(value) and np.isnan(rows[counts]).all() and (rows[~counts] == 0).all()
+    x = x.at[:, 0].set(0).at[5, 0].set(1e30)  # one logit of one token is infinite
+    w = w.at[:, 0].set(0).at[90, 0].set(1e30)
+    value, (grad_x, *_) = step(x, w, b)
+    rows = np.asarray(grad_x, np.float32)
+    assert not np.isfinite(value) and np.isnan(rows[5]).all()
+    assert np.isfinite(np.delete(rows, 5, 0)).all()
+
+
+@CHECKED
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_loss_and_gradients_take_three_products(reduction: str, checked: bool) -> None:
+    x, w, b, t = kept_problem()
+    options = {"reduction": reduction, "checked": checked}
+
+    def calls(given: Any, **more: Any) -> list[str]:
+        return fields(split(t, mesh_of(tp=4), **options, **more), *given)
+
+    now = calls((x, w, b))
+    assert products(now) == 3
+    assert now[0].endswith("target target_logit") and "anchor" in now[1]
+    assert "kept kept_rows" in now[1] and "kept kept_rows" in now[-1]
+    f16 = x.astype(jnp.float16), w.astype(jnp.float16), b
+    bf16 = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), b
+    for other in (calls((x, w, b), memory="64MiB"), calls(f16), calls(bf16, softcap=5.0)):
+        assert products(other) == 4 and not any("kept" in names for names in other)
+    whole = sharded(lambda *a: linear_cross_entropy(*a[:2], t, axis_name="tp"), mesh_of(tp=4))
+    assert products(fields(whole, x, w, b)) == 1, "nothing is differentiated"
+
+
+def test_the_gradient_of_target_logit_alone_needs_nothing_kept() -> None:
+    x, w, b, t = kept_problem()
+
+    def total(x: Any, w: Any, b: Any) -> Any:
+        found = linear_cross_entropy(
+            x, w, t, linear_bias=b, axis_name="tp", return_statistics="target_logit"
+        )
+        return found[1].target_logit.sum()
+
+    step = jax.grad(sharded(total, mesh_of(tp=4)), (0, 1))
+    assert "kept" not in fields(step, x, w, b)[-1]
+    expected = jax.grad(lambda x, w: jnp.where(t == -100, 0, (x * w[t]).sum(-1)).sum(), (0, 1))
+    for mine, theirs in zip(jax.jit(step)(x, w, b), expected(x, w)):
+        same(mine, to_torch(theirs).double())
+
+
+def held(given: Any) -> tuple[list[Any], Any]:
+    """What backward is left with of per-token losses on four shards, and what makes the gradients
+    of x and w of it."""
+    x, w, b, t = given
+
+    def loss(x: Any, w: Any, b: Any) -> Any:
+        return linear_cross_entropy(x, w, t, linear_bias=b, axis_name="tp", reduction="none")
+
+    whole = sharded(loss, mesh_of(tp=4))
+    _, pull = jax.jit(lambda x, w: jax.vjp(lambda x, w: whole(x, w, b), x, w))(x, w)
+    leaves, tree = jax.tree.flatten(pull)
+    up = random(*t.shape)
+    return leaves, jax.jit(lambda leaves: jax.tree.unflatten(tree, leaves)(up))
+
+
+def overwritten(given: Any) -> np.ndarray[Any, Any]:
+    """[4, N]: of which tokens a shard has kept nothing that serves (KeptRow in src/kept.h)."""
+    (rows,) = (leaf for leaf in held(given)[0] if leaf.shape[-1:] == (8,))
+    counted = np.asarray(rows)[:, 4].reshape(4, -1)[:, np.asarray(given[3]) != -100]
+    return counted
+
+
+def test_every_token_is_kept_relative_to_its_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16, where exponentials are kept: where they are relative to what is no anchor, Backward
+    makes the logits again, without a word."""
+    given = kept_problem(jnp.bfloat16)
+    assert not overwritten(given).any()
+    for anchor in (lambda own, shard: own, lambda own, shard: _parallel._gather(own, shard)[0]):
+        monkeypatch.setattr(_parallel, "_anchor", anchor)
+        assert overwritten(given).mean() > 0.5
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_backward_takes_what_is_kept(dtype: Any) -> None:
+    leaves, pull = held(kept_problem(dtype))
+    emptied = [0 * leaf if leaf.shape[-1:] == (64,) else leaf for leaf in leaves]
+    assert any(leaf.shape[-1:] == (64,) for leaf in leaves)
+    for mine, other in zip(pull(leaves), pull(emptied)):
+        far = np.abs(np.asarray(mine, np.float32) - np.asarray(other, np.float32))
+        assert far.max() > 0.1
+
+
 def test_the_weight_is_never_gathered() -> None:
     x, w, b, t = arrays()
     sharding = jax.sharding.NamedSharding(mesh_of(tp=4), P("tp"))
     w, b = jax.device_put(w, sharding), jax.device_put(b, sharding)
     text = split(t, mesh_of(tp=4)).lower(x, w, b).compile().as_text()
+    assert "kept kept_rows" in text
     exchanged = re.findall(r"= (.*) (?:all-gather|all-reduce|all-to-all)", text)
     assert exchanged, "the states are"
     of_weight = (f"[{VOCAB},{HIDDEN}]", f"[4,{VOCAB // 4},{HIDDEN}]", f"[{VOCAB // 4},{HIDDEN}]")
     assert not [found for found in exchanged if any(shape in found for shape in of_weight)]
+    assert not [found for found in exchanged if ",64]" in found], "nor is what is kept"
+    assert not re.search(r"\[\d+,64\]\S* copy\(", text), "which is not copied either"
     assert f"f32[{VOCAB},{HIDDEN}]" not in text
 
 

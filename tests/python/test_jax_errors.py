@@ -98,7 +98,8 @@ def test_a_target_out_of_range(platform: str) -> None:  # noqa: F811
     if platform == "cuda":  # nobody waits for the device to say so
         assert np.argwhere(np.isnan(step(x, t))).tolist() == [[1, 2]]
         return
-    with pytest.raises(Exception, match=r"target\[11\] is 21; allowed: 0 to 20, or ignore_index"):
+    error = jax.errors.JaxRuntimeError
+    with pytest.raises(error, match=r"target\[11\] is 21; allowed: 0 to 20, or ignore_index"):
         jax.block_until_ready(step(x, t))
     assert jnp.isfinite(step(x, t % 21)).all(), "the next call is as ever"
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import reference
-from jax_support import fields, leaves, platform, problem, same, to_torch  # noqa: F401
+from jax_support import leaves, platform, problem, products, same, to_torch  # noqa: F401
 from logitless.jax import _parallel, _partition, linear_cross_entropy, linear_logprob
 from test_jax_devices import agree, in_f64, mesh_of, random
 
@@ -37,6 +37,11 @@ class Layout(NamedTuple):
     mesh: dict[str, int]
     tokens: tuple[Any, ...] = ()
     vocab: Any = None
+
+    def own(self, vocab: int) -> int:
+        """The columns of a device."""
+        axes = (self.vocab,) if isinstance(self.vocab, str) else self.vocab
+        return vocab // int(np.prod([self.mesh[axis] for axis in axes]))
 
     def put(self, x: Any, *spec: Any) -> Any:
         return jax.device_put(x, jax.sharding.NamedSharding(mesh_of(**self.mesh), P(*spec)))
@@ -171,7 +176,7 @@ def test_logprob_and_entropy(layout: str) -> None:
     given = arrays()
 
     def total(x: Any, w: Any, b: Any, t: Any) -> Any:
-        logprob, entropy = linear_logprob(x, w, t, bias=b, temperature=0.7, entropy=True)
+        logprob, entropy = linear_logprob(x, w, t, linear_bias=b, temperature=0.7, entropy=True)
         return (logprob * random(*SHAPE)).sum() + 0.3 * entropy.sum()
 
     step = jax.jit(jax.value_and_grad(total, (0, 1, 2)))
@@ -259,51 +264,146 @@ def test_state_is_kept_where_tokens_alone_are_split() -> None:
         assert f"[{whole // 4 // 64},64]" in text, "a device keeps that of its own tokens"
         assert all(elements(t) < whole // 4 for of in collectives(text).values() for t in of)
     assert kept(per_token(LAYOUTS["replicated"], **BIG)) == [True, True]
-    text = per_token(LAYOUTS["both"], **BIG)
-    assert kept(text) == [False, False] and "conditional" not in text
-    assert not re.search(r"\[(?:\d+,)+5,64\]", text), "nothing stands for it"
     assert kept(per_token(LAYOUTS["tokens"], shape=(8, 24), vocab=320)) == [False, False]
 
 
-def pulled(given: Any, up: Any) -> tuple[Any, Any, Any]:
-    """The leaves of a function's vjp, which jit has made of sharded tokens; the function that takes
-    them; and the gradients."""
-    x, w, _, t = given
+def calls(text: str) -> list[str]:
+    return re.findall(r'fields = "([^"]*)"', text)
+
+
+WHOLE = {"shape": (8, 64), "vocab": 768}  # blocks of 64 columns, which the axes divide
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "layout", ["vocabulary", "both", "axes of vocabulary", "axes of tokens", "sequences"]
+)
+def test_state_is_kept_where_the_vocabulary_is_split(layout: str, dtype: Any) -> None:
+    where, given = LAYOUTS[layout], arrays(dtype, **WHOLE)  # type: ignore[arg-type]
+    scale, options = 3 * random(8, 64, seed=8), {"reduction": "none"}
+    program = compiled(where, given, scale, **options)
+    made = program(*where.put_all(*given))
+    alike(made)
+    agree(made, in_f64(*given, scale, **options), dtype)
+    text = program.as_text()
+    assert products(calls(text)) == 3 and kept(text) == [False, True, False, True]
+    assert "conditional" not in text
+    parts = int(np.prod([*where.mesh.values()]))  # every axis splits tokens or vocabulary
+    rows = 512 * 768 // parts // 64
+    assert f"[{rows},64]" in text, "a device keeps that of its own"
+    assert not re.search(rf"\[{rows},64\]\S* copy\(", text)
+    exchanged = [types for of in collectives(text).values() for types in of]
+    own = where.own(768)
+    assert f"[768,{HIDDEN}]" not in text
+    assert not [types for types in exchanged if re.search(rf"\[\d+,{own},{HIDDEN}\]", types)]
+    assert all(elements(types) <= 512 * HIDDEN for types in exchanged), "no kept state"
+
+
+@pytest.mark.parametrize(("vocab", "blocks"), [(768, 3), (320, None)])
+def test_outside_of_jit_a_device_keeps_its_own(vocab: int, blocks: int | None) -> None:
+    given, up = arrays(shape=(8, 64), vocab=vocab), random(8, 64)
+    x, w, b, t = LAYOUTS["both"].put_all(*given)
+
+    def loss(x: Any, w: Any, b: Any) -> Any:
+        return linear_cross_entropy(x, w, t, linear_bias=b, reduction="none")
+
+    value, pull = jax.vjp(loss, x, w, b)
+    agree(((value * up).sum(), pull(up)), in_f64(*given, up, reduction="none"))
+    kept = [leaf for leaf in jax.tree.leaves(pull) if leaf.shape[-1:] == (64,) and leaf.ndim == 4]
+    shapes = [shard.data.shape for leaf in kept for shard in leaf.addressable_shards]
+    assert shapes == ([(4, 64, blocks, 64)] * 8 if blocks else [])
+
+
+def test_state_of_tokens_that_fill_no_block_is_kept() -> None:
+    given = arrays(shape=(8, 9), vocab=768)
+    check(LAYOUTS["vocabulary"], given, random(8, 9), reduction="none")
+    text = per_token(LAYOUTS["vocabulary"], shape=(8, 9), vocab=768)
+    assert products(calls(text)) == 3 and kept(text) == [False, True, False, True]
+    assert not [t for of in collectives(text).values() for t in of if ",64]" in t]
+
+
+@pytest.mark.parametrize("layout", ["vocabulary", "both"])
+def test_a_mean_keeps_state_of_any_split_vocabulary(layout: str) -> None:
+    """Loss and gradients are one call there, from which nothing comes out."""
+    for dtype, shape, vocab in ((jnp.float32, (8, 9), 300), (jnp.bfloat16, (8, 64), 768)):
+        given = arrays(dtype, shape, vocab)
+        check(LAYOUTS[layout], given)
+        text = compiled(LAYOUTS[layout], given).as_text()
+        assert products(calls(text)) == 3 and kept(text) == [False, True, False, True]
+        text = compiled(LAYOUTS[layout], given, memory="64MiB").as_text()
+        assert products(calls(text)) == 4 and kept(text) == [False, False, False]
+
+
+def test_where_nothing_is_kept_of_a_split_vocabulary() -> None:
+    """Blocks that the axes do not divide, tokens of a device that are no multiple of 64, half
+    precision, a bound of memory: four products, and nothing stands for the state."""
+    tp, both = LAYOUTS["vocabulary"], LAYOUTS["both"]
+    cases: tuple[tuple[Layout, Any, dict[str, Any]], ...] = (
+        (tp, arrays(shape=(8, 64), vocab=320), {}),  # 5 blocks
+        (tp, arrays(shape=(8, 64), vocab=384), {}),  # 6 blocks, of which 2 parts could be made
+        (LAYOUTS["axes of vocabulary"], arrays(shape=(8, 64), vocab=384), {}),
+        (tp, arrays(shape=(8, 64), vocab=528), {}),  # no blocks
+        (both, arrays(shape=(8, 24), vocab=768), {}),  # 96 tokens
+        (Layout({"tp": 3}, (), "tp"), arrays(shape=(8, 64), vocab=384), {}),  # of 8 devices
+        (tp, arrays(jnp.float16, (8, 64), 768), {}),
+        (tp, arrays(jnp.bfloat16, (8, 64), 768), {"softcap": 3.0}),
+        (tp, arrays(shape=(8, 64), vocab=768), {"memory": "64MiB"}),
+    )
+    for layout, given, options in cases:
+        program = compiled(layout, given, reduction="none", **options)
+        options.pop("memory", None)
+        expected = in_f64(*given, reduction="none", **options)
+        agree(program(*layout.put_all(*given)), expected, given[0].dtype.type)
+        text, vocab = program.as_text(), given[1].shape[0]
+        assert products(calls(text)) == 4 and kept(text) == [False] * 3
+        assert not re.search(r"\[(?:\d+,)*(?:\d+),64\][^ ]* (?:broadcast|constant)", text)
+        assert f"[{vocab},{HIDDEN}]" not in text, "nor is the weight whole anywhere"
+        own = layout.own(vocab)
+        part = rf"\[(?:\d+,)?(?:{own}|{2 * own}),{HIDDEN}\]"
+        assert not re.search(part, str(collectives(text).get("all-gather")))
+    assert products(calls(per_token(LAYOUTS["axes of tokens"], shape=(8, 64), vocab=384))) == 3
+
+
+def pulled(given: Any, up: Any, layout: Layout) -> tuple[Any, Any, Any]:
+    """The leaves of a function's vjp, which jit has made of a layout's arrays; the function that
+    takes them; and the gradients."""
+    x, w, b, t = given
 
     def forward(x: Any, w: Any) -> Any:
         return jax.vjp(lambda x, w: linear_cross_entropy(x, w, t, reduction="none"), x, w)
 
-    layout = LAYOUTS["tokens"]
-    _, pull = jax.jit(forward)(layout.put(x, "dp"), layout.put(w))
+    _, pull = jax.jit(forward)(*layout.put_all(x, w, b, t)[:2])
     held, tree = jax.tree.flatten(pull)
     return held, lambda held, up: jax.tree.unflatten(tree, held)(up), forward(x, w)[1](up)
 
 
-@pytest.mark.parametrize("other", ["tokens", "vocabulary", "both", "replicated"])
-def test_kept_state_of_another_split_is_not_used(other: str) -> None:
-    given, up = arrays(shape=(512,), vocab=192), random(512)
-    held, pull, expected = pulled(given, up)
-    assert [h.shape for h in held if h.ndim == 3] == [(512, 3, 64)]
+SPLITS = ["tokens", "vocabulary", "both", "replicated"]
+
+
+@pytest.mark.parametrize("made_by", SPLITS[:3])
+@pytest.mark.parametrize("other", SPLITS)
+def test_kept_state_of_another_split_is_not_used(other: str, made_by: str) -> None:
+    given, up = arrays(shape=(512,), vocab=256), random(512)
+    held, pull, expected = pulled(given, up, LAYOUTS[made_by])
+    assert [h.shape for h in held if h.ndim == 3] == [(512, 4, 64), (512, 4, 8)]
     layout = LAYOUTS[other]
-    at = {512: (P(*layout.tokens), up), 192: (P(layout.vocab), given[1])}
-    spec = {n: s for n, (s, _) in at.items()}
+    spec = {512: P(*layout.tokens), 256: P(layout.vocab)}
     moved = [layout.put(np.asarray(h), *(spec[h.shape[0]] if h.ndim == 2 else ())) for h in held]
-    if other == "tokens":
+    if other == made_by:
         moved = held
     program = jax.jit(pull).lower(moved, up).compile()
     for mine, theirs in zip(program(moved, up), expected):
         same(mine, to_torch(theirs).double())
-    assert ("conditional" in program.as_text()) == (layout.vocab is None)
+    assert "conditional" in program.as_text()
+    if other == made_by:  # there it is used
+        emptied = [0 * h if h.shape[-1:] == (64,) else h for h in moved]
+        assert any(np.abs(a - b).max() > 0.1 for a, b in zip(pull(emptied, up), expected))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_one_device_has_the_calls_of_old(reduction: str) -> None:
     """And so has each of several that all have everything; nothing is exchanged."""
     given = arrays()
-
-    def calls(text: str) -> list[str]:
-        return re.findall(r'fields = "([^"]*)"', text)
-
     step = jax.jit(step_of(reduction=reduction))
     one = step.lower(*given).compile().as_text()
     many = compiled(LAYOUTS["replicated"], given, reduction=reduction).as_text()
@@ -490,13 +590,14 @@ def test_padding_that_counts_and_foreign_state_make_a_check_fail(
         patch.setattr(_partition, "_padded", lambda target, split, options: target)
         with pytest.raises(AssertionError):
             test_sizes_that_the_axes_do_not_divide()
-    real = _partition._of_tokens
+    real = _partition._with_kept
 
-    def trusting(split: Any, op: Any, operands: Any) -> Any:
+    def trusting(split: Any, operands: Any, made: Any) -> Any:
         if _partition._PARTS in operands:
-            operands = operands | {_partition._PARTS: jnp.array(split.token_parts, jnp.int32)}
-        return real(split, op, operands)
+            operands = operands | {_partition._PARTS: jnp.array(split.kept_parts, jnp.int32)}
+        return real(split, operands, made)
 
-    monkeypatch.setattr(_partition, "_of_tokens", trusting)
-    with pytest.raises(AssertionError):
-        test_kept_state_of_another_split_is_not_used("replicated")
+    monkeypatch.setattr(_partition, "_with_kept", trusting)
+    for other, made_by in (("replicated", "tokens"), ("both", "vocabulary")):
+        with pytest.raises(AssertionError):
+            test_kept_state_of_another_split_is_not_used(other, made_by)

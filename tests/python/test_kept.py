@@ -565,7 +565,7 @@ def test_compiled_memory_bounds_what_is_planned(ran: list[Ran], dynamic: bool) -
         ran.clear()
 
         def call(x: Tensor, w: Tensor, b: Tensor, t: Tensor, memory: int = memory) -> Any:
-            return linear_logprob(x, w, t, bias=b, entropy=True, memory=memory)
+            return linear_logprob(x, w, t, linear_bias=b, entropy=True, memory=memory)
 
         outputs = compiled(call, [], dynamic=dynamic)(x, w, b, t)
         check_gradients(outputs, [s["logprob"], s["entropy"]], exact, (x, w, b), BF16)

@@ -207,7 +207,7 @@ def test_statistics_are_differentiable(device: str, names: tuple[str, ...], redu
 def test_logprob_and_entropy(device: str, entropy: bool) -> None:
     x, w, b, t = problem((3, 7), 31, 12, device=device, bias=True)
     assert b is not None
-    result = linear_logprob(x, w, t, bias=b, temperature=1.3, entropy=entropy)
+    result = linear_logprob(x, w, t, linear_bias=b, temperature=1.3, entropy=entropy)
     logprob, h = result if entropy else (result, None)
     s = reference.statistics(reference.logits_of(x, w, b), t, {"temperature": 1.3})
     close(logprob, s["logprob"])
@@ -228,7 +228,7 @@ def test_logprob_keeps_its_digits_under_a_large_offset(device: str) -> None:
         expected = reference.statistics(reference.logits_of(x, w, b), t, {})["logprob"]
         _, s = linear_cross_entropy(x, w, t, linear_bias=b, return_statistics=("logprob",))
     assert (s.logprob - expected).abs().max() < 4e-3  # at 8192 the logits' own rounding is as large
-    plain = linear_logprob(x, w, t, bias=b)
+    plain = linear_logprob(x, w, t, linear_bias=b)
     assert (plain - s.logprob).abs().max() < 1e-5  # the lse adds no rounding of its own
 
 
@@ -295,12 +295,39 @@ def test_memory_is_what_the_workspace_takes(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch, "empty", empty)
     linear_cross_entropy(x, w, t, memory="9MiB")
     linear_cross_entropy(x, w, t, memory="1TB")
+    assert workspace_size(x, w, t, memory=9e6) == workspace_size(x, w, t, memory=9_000_000)
     linear_cross_entropy(x, w, t)
     with torch.no_grad():
         linear_cross_entropy(x, w, t)
     assert taken[0] == 9 << 20 and taken[0] < taken[1] < 1 << 30
     assert taken[:3] == [workspace_size(x, w, t, memory=m) for m in ("9MiB", "1TB", None)]
     assert taken[3] == workspace_size(x, w, t, gradients=False)
+
+
+def test_a_bias_of_minus_infinity_masks_a_column(device: str) -> None:
+    x, w, _, t = problem((7,), 40, 8, device=device, ignored=0)
+    t = t % 25
+    bias = torch.zeros(40, device=device)
+    bias[25:] = -torch.inf
+    leaves = (x, w)
+    alone = linear_cross_entropy(x, w[:25], t)
+    expected = torch.autograd.grad(alone, leaves)
+    assert not expected[1][25:].any()
+    for reduction in ("mean", "none"):
+        loss = linear_cross_entropy(x, w, t, linear_bias=bias, reduction=reduction).mean()
+        torch.testing.assert_close(loss, alone)
+        for ours, theirs in zip(torch.autograd.grad(loss, leaves), expected):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_a_temperature_is_learned_as_a_divisor_of_the_input(device: str) -> None:
+    x, w, _, t = problem((7,), 40, 8, device=device)
+    learned = torch.tensor(1.7, device=device, requires_grad=True)
+    loss = linear_cross_entropy(x / learned, w, t)
+    torch.testing.assert_close(loss, linear_cross_entropy(x, w, t, temperature=1.7))
+    expected = reference.loss(reference.logits_of(x, w) / learned.double(), t)
+    (grad,) = torch.autograd.grad(loss, learned)
+    close(grad, torch.autograd.grad(expected, learned)[0])
 
 
 @pytest.mark.parametrize("which", ["input", "weight", "bias", "token_weight", "class", "upstream"])

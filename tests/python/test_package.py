@@ -7,10 +7,12 @@ from __future__ import annotations
 import importlib.util
 import pathlib
 import re
+from typing import Any
 
 import pytest
 
 import fresh
+import logitless
 
 README = pathlib.Path(__file__).resolve().parents[2] / "README.md"
 # A reader has this before pasting a snippet, by a word that the snippet holds.
@@ -116,3 +118,12 @@ import logitless
 print("jax" in dir(logitless), "torch" in dir(logitless))
 """
     assert fresh.run(code).split() == ["False", "True"]
+
+
+@pytest.mark.parametrize("threads", [-3, 1 << 31, "3", 1.0, True, None])
+def test_a_wrong_number_of_threads_is_refused(threads: Any) -> None:
+    kind = ValueError if type(threads) is int else TypeError
+    before = logitless.num_threads()
+    with pytest.raises(kind, match=r"^threads is .*; allowed: "):
+        logitless.set_num_threads(threads)
+    assert logitless.num_threads() == before

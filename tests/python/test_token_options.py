@@ -89,7 +89,7 @@ def test_equal_ones_give_the_numbers_bits(dtype: torch.dtype) -> None:
     z = x.detach().float().requires_grad_()
     functions: list[Callable[..., Any]] = [
         lambda c: [linear_cross_entropy(x, w, t, linear_bias=b, temperature=c)],
-        lambda c: linear_logprob(x, w, t, bias=b, temperature=c, entropy=True),
+        lambda c: linear_logprob(x, w, t, linear_bias=b, temperature=c, entropy=True),
         lambda c: [cross_entropy(z, t % 24, temperature=c, reduction="none")],
     ]
     for function, number in itertools.product(functions, (1.0, 0.7)):

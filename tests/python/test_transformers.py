@@ -397,15 +397,32 @@ def test_a_model_with_another_loss_is_refused() -> None:
             decoder_start_token_id=0,
         )
     )
-    _, batch = model_and_batch("llama")
-    for model in (bert, t5):
-        with (
-            pytest.raises(NotImplementedError, match="loss"),
-            patch_transformers(model),
-        ):
-            model(**batch)
-        assert "_loss_function" not in vars(model)
-        assert model(**batch).logits is not None
+    for model, what in ((bert, "ForMaskedLMLoss"), (t5, "by a cross-entropy of its own")):
+        with pytest.raises(NotImplementedError, match=what):
+            patch_transformers(model)
+        assert "forward" not in vars(model)
+
+
+def test_a_loss_that_is_hidden_in_a_helper_is_refused_in_the_first_forward() -> None:
+    class Hidden(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        def own_loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            flat = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+            return torch.nn.functional.cross_entropy(*flat)
+
+        def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            if labels is not None:
+                output.loss = self.own_loss(output.logits, labels)
+            return output
+
+    model, (_, batch) = Hidden(transformers.LlamaConfig(**SIZES)), model_and_batch("llama")
+    with (
+        patch_transformers(model),
+        pytest.raises(NotImplementedError, match="Hidden does not make its loss by its loss_fun"),
+    ):
+        model(**batch)
+    assert "_loss_function" not in vars(model)
+    assert model(**batch).logits is not None
 
 
 def test_a_loss_function_of_ones_own_is_refused() -> None:
@@ -471,7 +488,8 @@ def test_labels_may_be_given_by_position() -> None:
             model(*given, labels=batch["labels"])
 
 
-def test_a_peft_model_is_told_at_once_what_to_patch() -> None:
+def test_the_model_that_a_peft_model_wraps_is_patched() -> None:
+    """tests/integrations has PEFT's own."""
     model, batch = model_and_batch("llama")
 
     class PeftModelForCausalLM(torch.nn.Module):
@@ -479,30 +497,212 @@ def test_a_peft_model_is_told_at_once_what_to_patch() -> None:
 
         peft_config: Any = None
 
+        def __init__(self) -> None:
+            super().__init__()
+            self.base_model = model
+
         def get_base_model(self) -> Any:
-            return model
+            return self.base_model
 
         def __getattr__(self, name: str) -> Any:
-            return getattr(model, name)
+            return super().__getattr__(name) if name == "base_model" else getattr(model, name)
+
+        def forward(self, **kwargs: Any) -> Any:
+            return model(**kwargs)
 
     wrapper = PeftModelForCausalLM()
-    with pytest.raises(NotImplementedError, match=r"patch_transformers\(model\.get_base_model"):
-        patch_transformers(wrapper)
-    with patch_transformers(wrapper.get_base_model()):
-        assert model(**batch).logits is None
+    patch = patch_transformers(wrapper)
+    with patch as patched:
+        assert patched is wrapper
+        assert wrapper(**batch).logits is None and model(**batch).logits is None
+        assert patch.calls == Patch(wrapper).calls == Patch(model).calls == 2
+        with pytest.raises(ValueError, match="patched already"):
+            patch_transformers(model)
+    assert wrapper(**batch).logits is not None and "forward" not in vars(model)
+    assert patch.calls == 2
 
 
-def test_logits_in_training_are_warned_of_once() -> None:
-    """A trainer that keeps the labels to itself never uses the patch."""
+def test_calls_are_those_that_made_a_loss_here() -> None:
     model, batch = model_and_batch("llama")
+    patch = patch_transformers(model, eval_logits=True)
+    assert patch.calls == 0
+    model(**batch)
+    model(**batch).loss.backward()
+    assert patch.calls == 2
+    with torch.no_grad():
+        model.generate(batch["input_ids"], max_new_tokens=2, do_sample=False)
+        model.eval()(**batch)
+    with pytest.raises(ValueError, match="labels has shape"):
+        model.train()(input_ids=batch["input_ids"], labels=batch["labels"][:, 1:])
+    assert patch.calls == 2
+    other = copy.deepcopy(model)
+    other(**batch)
+    assert patch.calls == 2 and Patch(other).calls == 3, "a copy counts by itself"
+    patch.unpatch()
+    model(**batch)
+    assert patch.calls == 2
+
+
+def test_calls_do_not_compile_a_program_each() -> None:
+    model, batch = model_and_batch("llama")
+    patch = patch_transformers(model)
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model.compile(fullgraph=True, backend=backend)
+    with torch.no_grad():
+        for _ in range(3):
+            assert model(**batch).logits is None
+    assert len(graphs) == 1 and patch.calls == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "cohere", "gpt2"])
+def test_a_patched_class_makes_patched_models(name: str) -> None:
+    """As a trainer makes them, of a configuration that it was given."""
+    before, batch = model_and_batch(name)
+    cls, own = type(before), type(before).__init__
+    signature = inspect.signature(cls)
+    patch = patch_transformers(cls, label_smoothing=0.1)
+    with patch as patched:
+        assert patched is cls and inspect.signature(cls) == signature
+        model = transformers.AutoModelForCausalLM.from_config(before.config).train()
+        model.load_state_dict(before.state_dict())
+        output = model(**batch)
+        assert output.logits is None and before(**batch).logits is not None
+        with patch_transformers(before, label_smoothing=0.1):
+            assert torch.equal(before(**batch).loss, output.loss)
+        for again in (cls, model):
+            with pytest.raises(ValueError, match="patched already"):
+                patch_transformers(again)
+        other = MODELS[name]().train()
+        assert other(**batch).logits is None and patch.calls == 2
+    patch.unpatch()
+    assert cls.__init__ is own and not any("logitless" in key for key in vars(cls))
+    for restored in (model, other, MODELS[name]().train()):
+        assert restored(**batch).logits is not None and set(vars(restored)) == set(vars(before))
+    assert patch.calls == 2
+
+
+def test_a_patched_class_loads_patched_models(tmp_path: Any) -> None:
+    model, batch = model_and_batch("gemma2")
+    model.save_pretrained(tmp_path)
+    expected = model(**batch).loss
+    with patch_transformers(type(model)):
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).train()
+        output = loaded(**batch)
+    assert output.logits is None
+    torch.testing.assert_close(output.loss, expected, rtol=2e-6, atol=1e-6)
+
+
+def test_a_class_that_inherits_its_init_is_patched_alone() -> None:
+    class Own(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        pass
+
+    batch = model_and_batch("llama")[1]
+    with patch_transformers(Own):
+        model = Own(transformers.LlamaConfig(**SIZES))
+        assert model(**batch).logits is None
+        assert MODELS["llama"]()(**batch).logits is not None
+    assert "__init__" not in vars(Own)
+    with patch_transformers(transformers.LlamaForCausalLM):
+        assert Own(transformers.LlamaConfig(**SIZES))(**batch).logits is None
+
+
+def test_a_class_that_cannot_be_patched_says_so() -> None:
+    for name in ("AutoModelForCausalLM", "LlamaModel", "BertForMaskedLM"):
+        with pytest.raises(ValueError, match=f"{name} is no class of models that generate; allow"):
+            patch_transformers(getattr(transformers, name))
+    with pytest.raises(NotImplementedError, match="T5ForConditionalGeneration makes its loss in"):
+        patch_transformers(transformers.T5ForConditionalGeneration)
+    with pytest.raises(ValueError, match="smoothing is no option"):
+        patch_transformers(transformers.LlamaForCausalLM, smoothing=0.1)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_the_model_within_a_compiled_one_is_patched(when: str) -> None:
+    model, batch = model_and_batch("llama")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    expected = compiled(**batch).loss if when == "after" else model(**batch).loss
+    with patch_transformers(compiled) as patched, torch.no_grad():
+        assert patched is compiled and compiled(**batch).logits is None
+        torch.testing.assert_close(compiled(**batch).loss, expected, rtol=2e-6, atol=1e-6)
+    assert compiled(**batch).logits is not None
+
+
+def test_the_model_within_data_parallelism_is_patched() -> None:
+    model, batch = model_and_batch("llama")
+    parallel = torch.nn.DataParallel(model)
+    with patch_transformers(parallel):
+        assert parallel(**batch).logits is None
+    assert parallel(**batch).logits is not None
+
+
+def ours(seen: list[Any]) -> list[str]:
+    return [str(w.message) for w in seen if "logitless" in str(w.message)]
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["without labels", "backbone was called by"])
+def test_a_patch_that_is_of_no_use_in_training_is_warned_of_once(alone: bool) -> None:
+    """A trainer that keeps the labels to itself asks for logits, or as TRL's for hidden states."""
+    model, batch = model_and_batch("llama")
+    called = model.model if alone else model
     ids = batch["input_ids"]
-    with patch_transformers(model), warnings.catch_warnings(record=True) as seen:
+    patch = patch_transformers(model)
+    with patch, warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         model(**batch)
+        model(*[batch.get(name) for name in ("input_ids", "attention_mask")], labels=ids)
         with torch.no_grad():
-            model(input_ids=ids)
-        model.eval()(input_ids=ids)
-        assert [w for w in seen if "logitless" in str(w.message)] == []
-        model.train()(input_ids=ids)
-        model(input_ids=ids)
-        assert len([w for w in seen if "without labels" in str(w.message)]) == 1
+            called(input_ids=ids)
+        called.eval()(input_ids=ids)
+        assert ours(seen) == []
+        hidden = called.train()(input_ids=ids)
+        called(input_ids=ids)
+        (said,) = ours(seen)
+        assert ("its backbone was called by itself" if alone else "without labels") in said
+        assert patch.calls == 2
+    again = called(input_ids=ids)
+    assert torch.equal(again[0], hidden[0]) and len(ours(seen)) == 1
+    assert not any("logitless" in key for module in model.modules() for key in vars(module))
+
+
+def test_a_patch_that_is_of_no_use_in_compiled_training_is_warned_of() -> None:
+    model, batch = model_and_batch("llama")
+    patch_transformers(model)
+    model.compile(fullgraph=True, backend="eager")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        model(**batch)
+        model.eval()(input_ids=batch["input_ids"])
+        assert ours(seen) == []
+        for _ in range(3):
+            model.train()(input_ids=batch["input_ids"])
+        (said,) = ours(seen)
+        assert "without labels" in said
+
+
+def test_a_backbone_within_another_module_is_not_by_itself() -> None:
+    class Around(torch.nn.Module):
+        def __init__(self, inner: Any) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            inner = super().__getattr__("inner")
+            return inner if name == "inner" else getattr(inner, name)
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.inner(*args, **kwargs)
+
+    model, batch = model_and_batch("llama")
+    patch_transformers(model)
+    model.model = Around(model.model)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        model(**batch)
+        assert ours(seen) == []
+        model.model(input_ids=batch["input_ids"])
+        assert len(ours(seen)) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pathlib
 import types
+import warnings
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ from torch import Tensor
 
 import reference
 import test_transformers
-from logitless.integrations import patch_trl
+from logitless.integrations import patch_transformers, patch_trl
 from reference import close
 from test_linear import problem
+from test_transformers import transformers
 
 OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 DIFFERENTIABLE = ("log_probs", "entropy")
@@ -344,11 +346,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
 CALLS = {"sft": 1, "dpo": 2, "kto": 4, "grpo": 2, "rloo": 3}
 
 
-def train(kind: str, folder: pathlib.Path) -> tuple[Any, list[dict[str, Any]]]:
-    """The model in `folder` after 20 steps on the CPU, and what was logged at each."""
+def train(
+    kind: str, folder: pathlib.Path, by_name: bool = False
+) -> tuple[Any, list[dict[str, Any]]]:
+    """The model in `folder` after 20 steps on the CPU, and what was logged at each. `by_name`: the
+    trainer loads it itself."""
     import datasets
 
-    model = test_transformers.transformers.LlamaForCausalLM.from_pretrained(folder)
+    model: Any = str(folder)
+    if not by_name:
+        model = transformers.LlamaForCausalLM.from_pretrained(folder)
     config = getattr(trl, f"{kind.upper()}Config")(
         output_dir=str(folder / "out"), use_cpu=True, bf16=False, seed=7, max_steps=STEPS,
         logging_steps=1, per_device_train_batch_size=4, learning_rate=3e-3, save_strategy="no",
@@ -378,3 +385,29 @@ def test_a_trainer_learns_the_same_without_logits(kind: str, tmp_path: pathlib.P
     for a, e, s in zip(ours.parameters(), own.parameters(), start.parameters()):
         torch.testing.assert_close(a, e, rtol=0, atol=1e-5)
         assert not torch.allclose(a, s, rtol=0, atol=1e-4)
+
+
+def test_a_model_that_the_trainer_loads_is_served(tmp_path: pathlib.Path) -> None:
+    test_transformers.model_and_batch("llama")[0].save_pretrained(tmp_path)
+    _, expected = train("sft", tmp_path, by_name=True)
+    with patch_trl() as patch:
+        _, actual = train("sft", tmp_path, by_name=True)
+    assert patch.calls == CALLS["sft"] * STEPS
+    losses = ([entry["loss"] for entry in run] for run in (actual, expected))
+    assert next(losses) == pytest.approx(next(losses), rel=1e-4)
+
+
+def test_the_patch_of_a_model_says_that_trl_does_not_come_there(tmp_path: pathlib.Path) -> None:
+    test_transformers.model_and_batch("llama")[0].save_pretrained(tmp_path)
+    with patch_transformers(transformers.LlamaForCausalLM), patch_trl() as of_trl:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*logitless")
+            train("sft", tmp_path)
+        assert of_trl.calls == CALLS["sft"] * STEPS
+    patch = patch_transformers(transformers.LlamaForCausalLM)
+    with patch, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        train("sft", tmp_path, by_name=True)
+    (said,) = (str(w.message) for w in seen if "logitless" in str(w.message))
+    assert "its backbone was called by itself" in said and "use patch_trl()" in said
+    assert patch.calls == 0

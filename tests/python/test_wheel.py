@@ -24,7 +24,7 @@ x, w = np.ones((3, 4), np.float32), np.arange(20, dtype=np.float32).reshape(5, 4
 loss, grads = ln.linear_cross_entropy(x, w, np.array([0, 1, 4]), return_gradients=True)
 z = x @ w.T
 expected = (np.log(np.exp(z).sum(1)) - z[[0, 1, 2], [0, 1, 4]]).mean()
-assert abs(loss - expected) < 1e-6 and grads.weight.shape == w.shape
+assert abs(loss - expected) < 1e-6 and grads.linear_weight.shape == w.shape
 """
 
 # These entries of a CMake cache decide what the objects are.

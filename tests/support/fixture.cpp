@@ -140,6 +140,13 @@ uint64_t DeviceCopy::touched() const {
   return 0;
 }
 
+void write_bits(const TensorView& view, const Field& field) {
+  const auto size = static_cast<size_t>(size_of(view.dtype));
+  for_each_element(view, [&](int64_t i, int64_t offset) {
+    std::memcpy(view.as<std::byte>() + offset, &field.bits[static_cast<size_t>(i) * size], size);
+  });
+}
+
 void Comparison::fail(const std::string& what) {
   if (++failures <= kReportedFailures) report += "  " + what + "\n";
 }

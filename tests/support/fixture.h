@@ -32,6 +32,8 @@ struct Field {
   std::vector<std::byte> bits;  // they are the elements', dense
 };
 using Fields = std::map<std::string, Field>;
+// Writes dense elements as they were downloaded.
+void write_bits(const TensorView& view, const Field& field);
 
 struct Outcome {
   Status status;

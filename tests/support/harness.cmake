@@ -1,7 +1,7 @@
 # This library runs cases of the suite's table on a backend and judges them, for the tests and for
 # `logitless check`.
 if(NOT TARGET logitless_conformance)
-  set(harness cases.cpp data.cpp device.cpp fixture.cpp judge.cpp memory.cpp simulated.cpp)
+  set(harness cases.cpp data.cpp device.cpp fixture.cpp judge.cpp memory.cpp shards.cpp simulated.cpp)
   if(LOGITLESS_WITH_CUDA)
     list(APPEND harness device_cuda.cpp)
   endif()

@@ -3,7 +3,6 @@
 // their tests' class.
 #pragma once
 
-#include <cstring>
 #include <limits>
 
 #include "judge.h"
@@ -17,14 +16,6 @@ using Backward = LinearCrossEntropyBackward;
 
 inline constexpr std::byte garbage{0xFF};  // it is NaN, so what nobody wrote shows where it is read
 inline constexpr uint64_t whole = std::numeric_limits<uint64_t>::max();
-
-// Writes dense elements as they were downloaded.
-inline void write_bits(const TensorView& view, const Field& field) {
-  const auto size = static_cast<size_t>(size_of(view.dtype));
-  for_each_element(view, [&](int64_t i, int64_t offset) {
-    std::memcpy(view.as<std::byte>() + offset, &field.bits[static_cast<size_t>(i) * size], size);
-  });
-}
 
 // Returns what Forward keeps of an op in so many bytes.
 inline Kept kept_of(const TestDevice& device, Forward forward, uint64_t bytes) {

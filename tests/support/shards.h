@@ -1,9 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// An op on all of a vocabulary becomes the ops on its shards here.
+// An op on all of a vocabulary becomes the ops on its shards here, and what they wrote that of the
+// whole vocabulary.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
+#include <string>
 #include <vector>
 
+#include "judge.h"
 #include "logitless/combine.h"
 #include "logitless/fields.h"
 
@@ -24,8 +29,6 @@ template <class Op>
 Op shard_of(const Op& whole, int64_t first, int64_t count) {
   Op op = whole;
   op.options.vocab_start = first;
-  op.options.vocab_total =
-      whole.options.vocab_total ? whole.options.vocab_total : (LinearOp<Op> ? 0 : 0);
   if constexpr (LinearOp<Op>) {
     op.options.vocab_total = whole.weight.shape[0];
     op.weight = columns_of(whole.weight, first, count, 0);
@@ -47,5 +50,95 @@ Op shard_of(const Op& whole, int64_t first, int64_t count) {
   }
   return op;
 }
+
+// Makes the Combine of what Forward wrote of each shard, with the outputs of the whole one.
+template <class Op>
+Problem<Combine> combine_of(const Op& whole, int64_t vocab, const std::vector<Fields>& shards) {
+  Problem<Combine> p;
+  const int64_t tokens = whole.target.shape[0];
+  const auto all_of = [&](const char* name, TensorView* view) {
+    std::vector<double> values;
+    for (const Fields& shard : shards) {
+      const auto found = shard.find(name);
+      if (found == shard.end()) return;
+      values.insert(values.end(), found->second.value.begin(), found->second.value.end());
+    }
+    *view = p.pool.add(std::string(name) == "argmax" ? DType::i64 : DType::f32,
+                       {std::ssize(shards), tokens}, values);
+  };
+  all_of("row_reference", &p.op.shard_row_reference);
+  all_of("row_log_sum", &p.op.shard_row_log_sum);
+  all_of("target_logit", &p.op.shard_target_logit);
+  all_of("entropy", &p.op.shard_entropy);
+  all_of("argmax", &p.op.shard_argmax);
+  all_of("weighted_logit_sum", &p.op.shard_weighted_logit_sum);
+  all_of("sum_p_squared", &p.op.shard_sum_p_squared);
+  all_of("mean_logit", &p.op.shard_mean_logit);
+  p.op.options = whole.options;
+  p.op.options.vocab_total = vocab;
+  const auto copied = [&](const TensorView& view) {
+    if (!view) return TensorView{};
+    return p.pool.add(view.dtype, {view.shape.begin(), view.shape.begin() + view.rank}, read(view));
+  };
+  p.op.target = copied(whole.target);
+  p.op.weights = {.token = copied(whole.weights.token),
+                  .vocab = copied(whole.weights.vocab),
+                  .normalizer = copied(whole.weights.normalizer)};
+  const auto output = [&](const TensorView& like) {
+    if (!like) return TensorView{};
+    return p.pool.reserve(like.dtype, {like.shape.begin(), like.shape.begin() + like.rank});
+  };
+  p.op.loss = output(whole.loss);
+  const TokenStatistics& s = whole.statistics;
+  p.op.statistics = {.lse = output(s.lse),
+                     .target_logit = output(s.target_logit),
+                     .entropy = output(s.entropy),
+                     .argmax = output(s.argmax),
+                     .row_reference = output(s.row_reference),
+                     .row_log_sum = output(s.row_log_sum),
+                     .weighted_logit_sum = output(s.weighted_logit_sum),
+                     .logprob = output(s.logprob),
+                     .sum_p_squared = output(s.sum_p_squared),
+                     .mean_logit = output(s.mean_logit)};
+  return p;
+}
+
+// A shard without columns is what a caller makes of it.
+inline Fields without_columns(Fields like) {
+  for (auto& [name, field] : like) {
+    const double value = name == "row_reference" || name == "target_logit" ? -INFINITY
+                         : name == "argmax"                                ? -1
+                                                                           : 0;
+    std::fill(field.value.begin(), field.value.end(), value);
+  }
+  return like;
+}
+
+// This is a division of a vocabulary, with what is in one of its shards.
+struct Split {
+  enum Content { plain, masked, nan };  // a masked shard's logits are all -inf
+
+  std::string name;
+  Sizes sizes;
+  Content content = plain;
+  size_t shard = 0;  // this one is masked, or has a NaN
+};
+// Returns the ways to divide a vocabulary into so many shards that are worth a look: even, uneven,
+// with a shard of no columns, with one that is masked, with a NaN in one.
+std::vector<Split> splits_of(int64_t vocab, int64_t shards);
+
+// Returns whether the case can be asked of shards that are combined. Combine gives no rank.
+bool can_be_split(const Case& c);
+
+// Judges the gradients of a shard, but its part of grad_input, as the columns [first, first +
+// count) of the whole vocabulary's.
+Comparison compare_columns(const reference::Result& whole, const Fields& shard, int64_t vocab,
+                           int64_t first, int64_t count);
+
+// Runs the op of the case on the shards, one after another, with what ranks exchange between them:
+// Forward and Combine; for a Backward also the targets' logits, with kept state, and the sum of
+// grad_input. Each shard is judged alone, and what becomes of them as the whole vocabulary.
+Comparison judge_shards(const TestDevice& device, const Case& c, const Split& split,
+                        const RunPlan& plan = {});
 
 }  // namespace logitless::conformance

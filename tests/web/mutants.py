@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bugs put into the shaders with published bindings and into logitless.js on purpose; the tests must
-catch every one.
+"""Bugs put into the shaders with published bindings, into logitless.js and into the page on purpose;
+the tests must catch every one.
 
     make mutants-web [ONLY="PART OF A NAME"]
 
@@ -21,6 +21,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRATCH = ROOT / "out/web-mutants"
 LOSS, CAST = "test_cross_entropy.py", "test_softmax_cast.py"
 ERRORS, MODULE, STOPS = "test_errors.py", "test_module.py", "test_stops.py"
+PAGE = "test_page.py"
 
 # A mutant has a name, a shader or a file of build/web, a text, its replacement, and tests.
 # cross_entropy.wgsl without its third barrier is none of them: lavapipe runs a workgroup's first
@@ -88,7 +89,7 @@ MUTANTS = [
     ("a recording's scopes stay open", "device.js", "this.isRecording = true;", "", STOPS),
     ("what an import throws goes through the module", "device.js", "this.refusal ??= `${name}: ${error?.message ?? error}`;\n        return 0;", "throw error;", STOPS),
     ("half a call is submitted", "device.js", "if (this.refusal) {\n          this.abandon();\n          return 0;\n        }", "", STOPS),
-    ("a refused pipeline is kept", "device.js", "kernel.failed = message !== null", "kernel.failed = false", ERRORS),
+    ("a refused pipeline is kept", "device.js", "failed: message !== null", "failed: false", ERRORS),
     ("the stack of what stopped is lost", "core.js", "stack.value = before;", "", STOPS),
     ("a high address is negative", "core.js", "return this.#enter(call) >>> 0;", "return this.#enter(call);", STOPS),
     ("anything is a buffer", "logitless.js", "if (brand !== 'GPUBuffer') throw", "if (false) throw", STOPS),
@@ -101,6 +102,23 @@ MUTANTS = [
     ("a lost device takes calls", "logitless.js", "if (this.isLost) throw", "if (false) throw", ERRORS),
     ("scopes left open", "device.js", "FILTERS.map(async () => this.device.popErrorScope()", "FILTERS.slice(1).map(async () => this.device.popErrorScope()", ERRORS),
     ("byte offsets forgotten", "core.js", "text, data, byteOffset, code", "text, data, 0, code", MODULE),
+    ("no pipeline is ever ready", "device.js", "failed: message !== null, ready: true", "failed: message !== null", MODULE),
+    ("a visitor waits and is told nothing", "page.js", "timed(() => showing(at('progress'), logitless, run))", "timed(run)", PAGE + "::test_the_shaders_that_are_compiled_are_counted"),
+    ("compiling is called running", "progress.js", "ready < asked ?", "false ?", PAGE + "::test_the_shaders_that_are_compiled_are_counted"),
+    ("a software adapter has a rate", "page.js", "(isSoftware(logitless.device.adapterInfo) ?", "(false ?", PAGE + "::test_a_software_adapter_is_called_so_and_given_no_rate"),
+    ("a GPU begins with the small call", "page.js", "    fitToDevice(instance);\n", "", PAGE + "::test_a_gpu_begins_with_a_larger_call_and_gets_a_rate"),
+    ("a figure without its meaning", "page.js", "  at('check-meaning').textContent =\n    ", "  const unsaid =\n    ", PAGE + "::test_every_figure_has_its_meaning"),
+    ("a log axis that does not say so", "chart.js", "log ? `${label}, log scale` : label", "label", PAGE + "::test_the_chart_shows_what_a_training_step_saves"),
+    ("the chart stops at the call's own tokens", "page.js", "power <= 16; power++", "power <= 6; power++", PAGE + "::test_the_chart_shows_what_a_training_step_saves"),
+    ("the dot lies on the logits", "page.js", "y: Math.max(1, used), name", "y: 4 * tokens * vocab, name", PAGE + "::test_the_chart_shows_what_a_training_step_saves"),
+    ("the bound's link leads nowhere", "page.js", "'docs/semantics.md#", "'semantics.md#", PAGE + "::test_every_link_leads_somewhere"),
+    ("the bound's section has another name", "page.js", "text=Accuracy%2C%20promised", "text=Accuracy%2C%20and", PAGE + "::test_every_link_leads_somewhere"),
+    ("light in the dark", "style.css", "color-scheme: light dark;", "color-scheme: light;", PAGE + "::test_light_and_dark_can_be_read"),
+    ("pale letters", "style.css", "--soft: light-dark(#5b626b,", "--soft: light-dark(#9ba2ab,", PAGE + "::test_light_and_dark_can_be_read"),
+    ("one column on a wide screen", "style.css", "main { grid-template-columns: 5fr 4fr; }", "", PAGE + "::test_the_first_call_agrees_with_double_precision"),
+    ("nothing is written after the first step", "train.js", "losses.length === 1 || losses.length % 25", "losses.length % 25", PAGE + "::test_what_the_model_writes_appears_as_it_trains"),
+    ("a chart keeps its old width", "chart.js", "if (svg.clientWidth !== width) drawChart(svg, chart);", "", PAGE + "::test_a_phones_width"),
+    ("a field that is wrong stays folded away", "page.js", "(at('more').open = true)", "null", PAGE + "::test_a_refused_option_is_told"),
 ]  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 class Handler(http.server.SimpleHTTPRequestHandler):
     extensions_map = http.server.SimpleHTTPRequestHandler.extensions_map | {
         ".js": "text/javascript",
+        ".md": "text/plain; charset=utf-8",  # some browsers save text/markdown
         ".wasm": "application/wasm",
         ".wgsl": "text/plain; charset=utf-8",
     }

@@ -219,3 +219,25 @@ def test_refused_calls_say_why(page: Page, code: str, call: str) -> None:
     assert got is not None
     assert got[:2] == ["LogitlessError", code]
     assert len(got[2]) > 10
+
+
+def test_the_pipelines_that_are_compiled_are_counted(page: Page) -> None:
+    """As a page shows a visitor who waits: asked for by the call, ready once it is done."""
+    before, after, done, again = page.evaluate(
+        """async () => {
+          const own = await module.Logitless.create({limits: 'default'});
+          const before = own.pipelines;
+          const tensors = {input: own.tensor(fill(32), [4, 8]), weight: own.tensor(fill(160), [20, 8]), target: own.tensor(new Int32Array(4))};
+          const {loss} = own.linearCrossEntropy({...tensors, gradients: true});
+          const after = own.pipelines;
+          await loss.item();
+          const done = own.pipelines;
+          own.linearCrossEntropy({...tensors, gradients: true});
+          return [before, after, done, own.pipelines];
+        }"""
+    )
+    assert before == {"asked": 0, "ready": 0}
+    assert after["asked"] > 3
+    assert after["ready"] == 0
+    assert done == {"asked": after["asked"], "ready": after["asked"]}
+    assert again == done

@@ -32,9 +32,9 @@ if FULL:
 RULES = ["Edges.*/webgpu_forward_f32", "Edges.*/webgpu_linear_forward_backward_f32"]
 RULES += ["NonFinite.*/webgpu_forward_f32", "NonFinite.*/webgpu_linear_backward_f32"]
 RULES += ["NonFinite.RowsOf*/webgpu_*_f32", "Invariants.*/webgpu_linear_forward_backward_f32"]
-RULES += ["Shards.*/webgpu_linear_forward_f32"]
+RULES += ["Shards.*/webgpu_linear_forward_f32", "Combines.*/webgpu_forward_f32"]
 if FULL:
-    RULES = [f"{part}.*" for part in ("Edges", "NonFinite", "Invariants", "Shards")]
+    RULES = [f"{part}.*" for part in ("Edges", "NonFinite", "Invariants", "Shards", "Combines")]
 
 
 def passes(suite: Page, planned: list[str], test: str) -> list[str]:

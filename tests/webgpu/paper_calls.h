@@ -41,6 +41,12 @@ inline TensorView paper_view(const PaperCall& c, const std::string& name) {
   if (is({"weight"})) return matrix_view(nullptr, c.dtype, c.vocab, c.hidden);
   if (is({"grad_input"})) return matrix_view(nullptr, c.gradient, c.tokens, c.hidden);
   if (is({"grad_weight"})) return matrix_view(nullptr, c.gradient, c.vocab, c.hidden);
+  if (name.starts_with("shard_")) {
+    const bool always = is({"shard_row_reference", "shard_row_log_sum", "shard_target_logit"});
+    const DType index = c.none ? DType::i32 : DType::i64;
+    if (!always && !c.optional) return {};
+    return matrix_view(nullptr, is({"shard_argmax"}) ? index : DType::f32, 3, c.tokens);
+  }
   if (is({"target"})) return vector_view(nullptr, c.none ? DType::i32 : DType::i64, c.tokens);
   if (is({"loss"}) || (is({"grad_loss"}) && c.optional)) {
     return c.none ? vector_view(nullptr, DType::f32, c.tokens) : scalar_view(nullptr, DType::f32);
@@ -74,6 +80,7 @@ Op paper_op(const PaperCall& c, RecordedDevice* device) {
   logitless_op unused{};
   for_each_tensor(op, unused, [&](const char* name, Access, TensorView& view, auto&&) {
     view = paper_view(c, name);
+    if (CombiningOp<Op> && std::string_view(name) == "rank") view = {};  // it has none
     if (!view) return;
     int64_t elements = 1;
     const bool strided = c.strided && !std::string_view(name).starts_with("kept");
@@ -90,6 +97,7 @@ Op paper_op(const PaperCall& c, RecordedDevice* device) {
     op.options.label_smoothing = c.optional ? 0.1f : 0;
     op.options.softcap = c.capped ? 5 : 0;
     op.options.logit_scale = c.scaled ? 0.5f : 1;
+    if constexpr (CombiningOp<Op>) op.options.vocab_total = c.vocab;
     if (c.probabilities) op.options.input_kind = InputKind::probabilities;
   }
   return op;
@@ -130,7 +138,8 @@ void for_each_paper_call(PaperCall c, F&& f) {
   for (int bits = 0; bits < 64; ++bits) {
     c.strided = bits & 1, c.optional = bits & 2, c.capped = bits & 4, c.scaled = bits & 8;
     c.probabilities = bits & 16, c.none = bits & 32;
-    if (c.probabilities && (LinearOp<Op> || !LossOp<Op> || c.capped || c.scaled)) continue;
+    const bool has_logits = !LinearOp<Op> && LossOp<Op> && !CombiningOp<Op>;
+    if (c.probabilities && (!has_logits || c.capped || c.scaled)) continue;
     for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
       for (const DType gradient : {DType::f32, dtype}) {
         c.dtype = dtype;
@@ -150,6 +159,7 @@ void for_each_op_type(F&& f) {
   f(LinearCrossEntropyForward{});
   f(LinearCrossEntropyBackward{});
   f(LinearCrossEntropyForwardBackward{});
+  f(Combine{});
 }
 
 // Asks for products of every size of tile, rows read once and rows in slots, in workspaces of every

@@ -21,6 +21,7 @@ UNIFORMS = {
         "ProductParams": "common/product",
         "SliceParams": "slices",
         "KeptParams": "keep",
+        "FoldParams": "fold",
         "TemperatureParams": "temperature",
     },
     "copies.cpp": {"GatherParams": "gather", "ScatterParams": "scatter"},

@@ -19,7 +19,7 @@ class FusedOutputLinear(torch.nn.Linear):
         super().__init__(in_features, out_features, bias=False)
         self.chunk_size = chunk_size
 
-    @renames({"input": "hidden_states", "target": "labels"})
+    @renames({"input": "hidden_states", "linear_weight": "weight", "target": "labels"})
     def forward(  # type: ignore[override]
         self,
         hidden_states: Tensor,

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,12 +20,14 @@ import torch
 from torch import Tensor
 
 from logitless._errors import invalid, not_supported, renames
-from logitless.integrations import _heads
+from logitless.integrations import _heads, trl
 from logitless.torch import linear_cross_entropy
 
 # A patched module keeps these beside its `forward`; Patch.unpatch takes them away again.
 _PATCH, _PENDING, _OWN_FORWARD = "_logitless_patch", "_logitless_pending", "_logitless_forward"
 _REPLICATE = "_replicate_for_data_parallel"
+_INSIDE = "_logitless_inside"  # a backbone has it while its model runs
+_OWN_INIT = "_logitless_init"  # a patched class keeps its own there
 # transformers keeps a loss_function there that is not the one of the model's kind.
 _LOSS_FUNCTION = "_loss_function"
 # These are large enough to bend any softcap, small enough to show a scale beneath one, and exact in
@@ -157,12 +160,27 @@ def _lora_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor
     return pending.answer()
 
 
+def _forward_of(part: Any) -> Callable[..., Any]:
+    return _lora_forward if _heads.is_lora(part) else _head_forward
+
+
 def _check_loss_function(model: Any) -> None:
     name = getattr(getattr(model, "loss_function", None), "__name__", None)
     if name != "ForCausalLMLoss":
         raise not_supported(
             f"the loss_function of {type(model).__name__} is {name}; allowed: ForCausalLMLoss, "
             "that of a causal LM"
+        )
+
+
+def _check_no_loss_of_its_own(cls: Any) -> None:
+    """What can be told before a forward: that it has a cross-entropy in place of loss_function."""
+    names = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    names = () if names is None else names.co_names
+    if "loss_function" not in names and {"CrossEntropyLoss", "cross_entropy"} & set(names):
+        raise not_supported(
+            f"{cls.__name__} makes its loss in its forward, by a cross-entropy of its own; "
+            "allowed: a causal LM that makes it by its loss_function of its lm_head's logits"
         )
 
 
@@ -183,13 +201,43 @@ def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     labels = kwargs.get("labels")
     if labels is None or (settings.eval_logits and not self.training):
         if labels is None and self.training and torch.is_grad_enabled():
-            settings.warn_of_logits()
-        return _own_forward(self)(*args, **kwargs)
+            settings.warn("it was called without labels and gives its logits")
+        return _through_its_backbone(self, *args, **kwargs)
     as_tuple = kwargs.pop("return_dict", None) is False
     pending = _Pending(settings, labels, kwargs)
     output = _forward_with(pending, self, *args, **kwargs, return_dict=True)
+    settings.count()
     output = dataclasses.replace(output, logits=None)
     return output.to_tuple() if as_tuple else output
+
+
+def _backbone_of(model: Any) -> Any:
+    """The patched one, around which another module may have been put since."""
+    within = getattr(model, "base_model", model)
+    if within is model:
+        return None
+    return next((module for module in within.modules() if _PATCH in module.__dict__), None)
+
+
+def _through_its_backbone(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """The model's own forward, in which its backbone is not called by itself."""
+    backbone = None if torch.compiler.is_compiling() else _backbone_of(model)
+    if backbone is None:
+        return _own_forward(model)(*args, **kwargs)
+    backbone.__dict__[_INSIDE] = True
+    try:
+        return _own_forward(model)(*args, **kwargs)
+    finally:
+        backbone.__dict__.pop(_INSIDE, None)  # another thread may have taken it
+
+
+def _backbone_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """TRL's trainers call it in place of the model, whose labels they keep."""
+    if not torch.compiler.is_compiling() and _INSIDE not in self.__dict__:
+        settings: _Settings | None = self.__dict__.get(_PATCH)
+        if settings is not None and self.training and torch.is_grad_enabled():
+            settings.warn("its backbone was called by itself")
+    return _own_forward(self)(*args, **kwargs)
 
 
 def _forward_with(pending: _Pending, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -198,7 +246,7 @@ def _forward_with(pending: _Pending, model: Any, *args: Any, **kwargs: Any) -> A
     parts = _heads.parts(model.get_output_embeddings())
     for part in parts:
         if _PATCH not in part.__dict__:  # the part was put there since, as adapters are
-            _install(part, pending.settings)
+            _install(part, _forward_of(part), pending.settings)
     own_loss = model.__dict__.get(_LOSS_FUNCTION)
     for part in parts:
         part.__dict__[_PENDING] = pending
@@ -208,7 +256,7 @@ def _forward_with(pending: _Pending, model: Any, *args: Any, **kwargs: Any) -> A
         "logits; allowed: a causal LM that does"
     )
     try:
-        output = _own_forward(model)(*args, **kwargs)
+        output = _through_its_backbone(model, *args, **kwargs)
     except (IndexError, RuntimeError, ValueError) as error:
         if pending.loss is None or pending.asked:
             raise
@@ -224,6 +272,21 @@ def _forward_with(pending: _Pending, model: Any, *args: Any, **kwargs: Any) -> A
     if not pending.asked:
         raise not_supported(foreign)
     return output
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]
+def _say_of_no_use(what: str) -> bool:
+    """Whether it was said: in compiled code when that is made, and never when it runs."""
+    if trl.is_patched():
+        return False
+    warnings.warn(
+        f"a model patched by logitless makes no loss in training, for {what}: where a trainer "
+        "makes the loss itself (TRL's do; use patch_trl() there; transformers' does with "
+        "label_smoothing_factor; use patch_transformers(model, label_smoothing=...)), the patch is "
+        "of no use",
+        stacklevel=3,
+    )
+    return True
 
 
 class _Settings:
@@ -242,21 +305,21 @@ class _Settings:
         self.eval_logits = eval_logits
         self.checked = False
         self.warned = False
+        self.calls = 0
         parameters = inspect.signature(model.forward).parameters.values()
         self.names = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
 
-    def warn_of_logits(self) -> None:
+    def count(self) -> None:
+        """Not in compiled code, of which a number that changes would make a program each time."""
+        if not torch.compiler.is_compiling():
+            self.calls += 1
+
+    def warn(self, what: str) -> None:
         """Once: a trainer that keeps the labels to itself makes the patch useless, unseen."""
-        if self.warned or torch.compiler.is_compiling():
-            return
-        self.warned = True
-        warnings.warn(
-            "a model patched by logitless was called in training without labels and gives its "
-            "logits: where a trainer makes the loss itself (TRL's do; use patch_trl() there; "
-            "transformers' does with label_smoothing_factor; use patch_transformers(model, "
-            "label_smoothing=...)), the patch is of no use",
-            stacklevel=2,
-        )
+        if torch.compiler.is_compiling():
+            _say_of_no_use(what)
+        elif not self.warned:
+            self.warned = _say_of_no_use(what)
 
     def answer(self, device: torch.device) -> Tensor:
         """What the head gives the model for logits: [1, 1, 5]."""
@@ -324,25 +387,55 @@ def _replicate(self: Any) -> Any:
     return replica
 
 
-def _install(module: Any, settings: _Settings) -> None:
-    """Puts the forward of a patched model, head or LoRA in the place of the module's own."""
+def _install(module: Any, function: Callable[..., Any], settings: _Settings) -> None:
+    """Puts the forward of a patched model, backbone, head or LoRA in the place of the module's."""
     # else the patched forward is still there, within others' wrappers
     if _OWN_FORWARD not in module.__dict__:
-        if hasattr(module, "get_output_embeddings"):
-            function: Callable[..., Any] = _model_forward
-        else:
-            function = _lora_forward if _heads.is_lora(module) else _head_forward
         module.__dict__[_OWN_FORWARD] = module.__dict__.get("forward")
         module.__dict__["forward"] = _Bound(module, function)
         module.__dict__[_REPLICATE] = _Bound(module, _replicate)
     module.__dict__[_PATCH] = settings
 
 
+def _restore(model: Any) -> None:
+    for module in model.modules():  # adapters may have moved the head anywhere
+        if module.__dict__.pop(_PATCH, None) is None:
+            continue
+        if not isinstance(module.__dict__["forward"], _Bound):
+            continue  # others have wrapped it since (accelerate's autocast), so it hands on
+        del module.__dict__[_REPLICATE]
+        own = module.__dict__.pop(_OWN_FORWARD)
+        if own is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = own
+
+
+def _base_of(model: Any) -> Any:
+    """The model to which PEFT's, torch.compile's or data parallelism's module around it hands its
+    calls, or the model itself."""
+    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        return _base_of(model.get_base_model())
+    if isinstance(compiled := getattr(model, "_orig_mod", None), torch.nn.Module):
+        return _base_of(compiled)
+    if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
+        return _base_of(model.module)
+    return model
+
+
 class Patch:
-    """A patched model. `with` unpatches at its end; so does `unpatch()`."""
+    """A patched model, or a patched class of models. `with` unpatches at its end; so does
+    `unpatch()`. `calls` counts the losses that were made here, but not those of compiled code."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
+        settings = None if isinstance(model, type) else _base_of(model).__dict__.get(_PATCH)
+        self._settings: list[_Settings] = [] if settings is None else [settings]
+        self._made: weakref.WeakSet[Any] = weakref.WeakSet()  # a class has made them
+
+    @property
+    def calls(self) -> int:
+        return sum(settings.calls for settings in self._settings)
 
     def __enter__(self) -> Any:
         return self.model
@@ -351,45 +444,81 @@ class Patch:
         self.unpatch()
 
     def unpatch(self) -> None:
-        """Restores the model; a second time does nothing."""
-        for module in self.model.modules():  # adapters may have moved the head anywhere
-            if module.__dict__.pop(_PATCH, None) is None:
-                continue
-            if not isinstance(module.__dict__["forward"], _Bound):
-                continue  # others have wrapped it since (accelerate's autocast), so it hands on
-            del module.__dict__[_REPLICATE]
-            own = module.__dict__.pop(_OWN_FORWARD)
-            if own is None:
-                del module.__dict__["forward"]
-            else:
-                module.__dict__["forward"] = own
+        """Restores the model, or the class and its models; a second time does nothing."""
+        if not isinstance(self.model, type):
+            _restore(self.model)
+            return
+        cls: Any = self.model
+        if cls.__dict__.get(_PATCH) is not self:
+            return
+        own = cls.__dict__[_OWN_INIT]
+        delattr(cls, _PATCH)
+        delattr(cls, _OWN_INIT)
+        if own is None:
+            del cls.__init__
+        else:
+            cls.__init__ = own
+        for model in self._made:
+            _restore(model)
 
 
-def patch_transformers(model: Any, *, eval_logits: bool = False, **options: Any) -> Patch:
-    """Makes `model` (Llama, Qwen, Gemma, GPT-2, ... ForCausalLM) compute its loss without logits.
-
-    With labels, output.loss is the loss and output.logits is None; without them nothing changes.
-    `eval_logits`: in eval mode leave the model as it is, for metrics made of logits. `options` go
-    to linear_cross_entropy (label_smoothing, z_loss, memory, ...); scale and softcap are those of
-    the model.
-    """
-    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-        raise not_supported(
-            f"a {type(model).__name__} hands its calls to the model that it wraps; allowed: that "
-            "one, patch_transformers(model.get_base_model())"
-        )
+def _patch_model(model: Any, eval_logits: bool, options: dict[str, Any]) -> _Settings:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if head is None:
         raise invalid(f"{type(model).__name__} has no output embeddings; allowed: a causal LM")
     parts = _heads.parts(head)
     _check_loss_function(model)
+    _check_no_loss_of_its_own(type(model))
+    if _PATCH in model.__dict__:
+        raise invalid("model is patched already; allowed: once, until unpatch()")
+    settings = _Settings(model, options, eval_logits)
+    _install(model, _model_forward, settings)
+    if (backbone := getattr(model, "base_model", model)) is not model:
+        _install(backbone, _backbone_forward, settings)
+    for part in parts:
+        _install(part, _forward_of(part), settings)
+    return settings
+
+
+def _patch_class(cls: type, eval_logits: bool, options: dict[str, Any]) -> Patch:
+    """Every model is patched at the end of its __init__, as if it had been given."""
+    if not (hasattr(cls, "can_generate") and hasattr(cls, "forward") and cls.can_generate()):
+        raise invalid(
+            f"{cls.__name__} is no class of models that generate; allowed: that of a "
+            "causal LM, as LlamaForCausalLM (AutoModelForCausalLM makes models of many)"
+        )
+    _check_no_loss_of_its_own(cls)
+    if _PATCH in cls.__dict__:
+        raise invalid(f"{cls.__name__} is patched already; allowed: once, until unpatch()")
+    patch, own = Patch(cls), cls.__init__  # type: ignore[misc]
+
+    @functools.wraps(own)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        own(self, *args, **kwargs)
+        patch._settings.append(_patch_model(self, eval_logits, options))
+        patch._made.add(self)
+
+    setattr(cls, _OWN_INIT, cls.__dict__.get("__init__"))
+    setattr(cls, _PATCH, patch)
+    cls.__init__ = init  # type: ignore[misc]
+    return patch
+
+
+def patch_transformers(model: Any, *, eval_logits: bool = False, **options: Any) -> Patch:
+    """Makes `model` (Llama, Qwen, Gemma, GPT-2, ... ForCausalLM) compute its loss without logits.
+    It may be one of PEFT's around such a model, or a class, as LlamaForCausalLM: then every model
+    of it that is made from now on is patched.
+
+    With labels, output.loss is the loss and output.logits is None; without them nothing changes.
+    `eval_logits`: in eval mode leave the model as it is, for metrics made of logits. `options` go
+    to linear_cross_entropy (label_smoothing, z_loss, memory, ...); scale and softcap are those of
+    the model. `calls` of the result tells how many losses were made here.
+    """
     if unknown := sorted(set(options) - set(_OPTIONS)):
         raise invalid(f"{unknown[0]} is no option; allowed: {', '.join(_OPTIONS)}")
     if (reduction := options.get("reduction", "mean")) not in ("mean", "sum"):
         raise invalid(f"reduction is {reduction!r}; allowed: 'mean', 'sum' (one loss)")
-    if _PATCH in model.__dict__:
-        raise invalid("model is patched already; allowed: once, until unpatch()")
-    settings = _Settings(model, options, eval_logits)
-    for module in (model, *parts):
-        _install(module, settings)
+    if isinstance(model, type):
+        return _patch_class(model, eval_logits, options)
+    _patch_model(_base_of(model), eval_logits, options)
     return Patch(model)

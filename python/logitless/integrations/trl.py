@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import sys
 from typing import Any
 
 import torch
@@ -155,6 +156,11 @@ def _function() -> Any:
     if f" {_NAME}.apply(" not in inspect.getsource(module):
         raise unknown(f"does not call {_NAME}.apply in {_MODULE}")
     return function
+
+
+def is_patched() -> bool:
+    """Whether TRL's trainers come here, whatever models they train."""
+    return isinstance(getattr(sys.modules.get(_MODULE), _NAME, None), TrlPatch)
 
 
 def patch_trl(*, memory: int | str | None = None) -> TrlPatch:

@@ -14,7 +14,7 @@ from logitless.torch import linear_logprob
 @renames(
     {
         "input": "hidden_states",
-        "weight": "lm_head",
+        "linear_weight": "lm_head",
         "target": "index",
         "softcap": "logit_softcapping",
     }

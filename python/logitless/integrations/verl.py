@@ -12,7 +12,7 @@ from logitless._errors import invalid, renames
 from logitless.torch import linear_logprob
 
 
-@renames({"input": "hidden", "target": "labels"})
+@renames({"input": "hidden", "linear_weight": "weight", "target": "labels"})
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -70,7 +70,7 @@ class FusedLinearForPPO(torch.nn.Module):
         self.chunk_size = chunk_size
         self.impl_backend = impl_backend
 
-    @renames({"input": "hidden_states", "weight": "vocab_weights", "target": "input_ids"})
+    @renames({"input": "hidden_states", "linear_weight": "vocab_weights", "target": "input_ids"})
     def forward(
         self, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor,
         temperature: float | Tensor = 1.0,

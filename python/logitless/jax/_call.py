@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from logitless import _abi
 from logitless._abi import Options
-from logitless.jax._run import Array, Tensor
+from logitless.jax._run import DTYPES, Array, Tensor
 
 _F32 = np.dtype(np.float32)
 _DIFFERENTIABLE = ("lse", "target_logit", "logprob", "entropy")
@@ -45,6 +46,29 @@ class Call(NamedTuple):
 def output_of(call: Call, name: str, tokens: tuple[int, ...]) -> Tensor:
     shape = () if name == "loss" and not call.per_token else tokens
     return Tensor(name, shape, np.dtype(np.int32) if name in _INDICES else _F32)
+
+
+def kept_of(call: Call, input: Array, weight: Array) -> list[Tensor]:
+    """What Forward keeps for Backward, by a closed formula: one program may run on any platform,
+    for none of which anything is planned yet. `memory` would bound it by what is."""
+    tokens, vocab = math.prod(input.shape[:-1]), weight.shape[0]
+    dtype = np.dtype(input.dtype)
+    if call.memory is not None or (dtype != _F32 and call.options.softcap):
+        return []
+    if dtype == np.float16:  # of which the CPU keeps nothing
+        return []
+    code = DTYPES.get(dtype.name, -1)
+    bytes = _abi.whole_kept(tokens, vocab, code)
+    shape, rows_shape = _abi.kept_formula(tokens, vocab, code, bytes)
+    if not shape[0]:
+        return []
+    return [Tensor("kept", shape, dtype), Tensor("kept_rows", rows_shape, _F32)]
+
+
+def reads_logits(call: Call, cotangents: Sequence[Any]) -> bool:
+    """Whether Backward does: the gradient of target_logit alone reads no other logit."""
+    moving = {n for n, ct in zip(call.outputs, cotangents) if not isinstance(ct, SymbolicZero)}
+    return bool(moving - {"target_logit"})
 
 
 def upstream_of(call: Call, cotangents: Sequence[Any], tokens: tuple[int, ...]) -> dict[str, Array]:

@@ -16,13 +16,13 @@ from logitless import _abi
 from logitless._abi import Options, parse_memory
 from logitless._arrays import as_f32, check_real, check_unmasked
 from logitless._errors import (
-    OF_LOGPROB,
+    OLD_OF_LOGPROB,
     argument,
     entropy_detached,
     error_of,
     invalid,
     not_supported,
-    renames,
+    refuses,
     wrong_dtype,
     wrong_shape,
 )
@@ -327,14 +327,14 @@ def linear_cross_entropy(
     return _result(made)
 
 
-@renames(OF_LOGPROB)
+@refuses(OLD_OF_LOGPROB)
 def linear_logprob(
     input: Any,
-    weight: Any,
+    linear_weight: Any,
     target: Any,
     *,
     temperature: Any = 1.0,
-    bias: Any = None,
+    linear_bias: Any = None,
     ignore_index: int | None = -100,
     logit_scale: float = 1.0,
     softcap: float | None = 0.0,
@@ -351,7 +351,7 @@ def linear_logprob(
     there."""
     detached = entropy_detached(entropy)
     made = _loss(
-        {"input": input, "weight": weight, "bias": bias}, target,
+        {"input": input, "weight": linear_weight, "bias": linear_bias}, target,
         ("logprob", "entropy") if entropy else ("logprob",), reduction="none",
         ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap,
         temperature=temperature, shift=shift, memory=memory, axis_name=axis_name,

@@ -14,7 +14,6 @@ element, one call after another).
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,31 +27,12 @@ from jax.interpreters import ad, batching, mlir
 from logitless import _abi
 from logitless._errors import invalid
 from logitless.jax import _partition
-from logitless.jax._call import Call, output_of, upstream_of
-from logitless.jax._run import DTYPES, Array, Tensor, evaluate, one_after_another, run
+from logitless.jax._call import Call, kept_of, output_of, reads_logits, upstream_of
+from logitless.jax._run import Array, Tensor, evaluate, one_after_another, run
 
 _F32 = np.dtype(np.float32)
 _TINY = float(np.finfo(_F32).tiny)
 _OF_ROWS = ("input", "logits", "target", "token_weight", "temperature")
-
-
-def _kept(call: Call, input: Array, weight: Array) -> list[Tensor]:
-    """What Forward keeps for Backward, by a closed formula: one program may run on any platform,
-    for none of which anything is planned yet. `memory` would bound it by what is."""
-    tokens, vocab = math.prod(input.shape[:-1]), weight.shape[0]
-    dtype = np.dtype(input.dtype)
-    if call.memory is not None or (dtype != _F32 and call.options.softcap):
-        return []
-    if dtype == np.float16:  # of which the CPU keeps nothing
-        return []
-    if not _partition.may_keep(input, weight):
-        return []
-    code = DTYPES.get(dtype.name, -1)
-    bytes = _abi.whole_kept(tokens, vocab, code)
-    shape, rows_shape = _abi.kept_formula(tokens, vocab, code, bytes)
-    if not shape[0]:
-        return []
-    return [Tensor("kept", shape, dtype), Tensor("kept_rows", rows_shape, _F32)]
 
 
 def _run(
@@ -69,8 +49,8 @@ def _forward(call: Call, operands: dict[str, Array], state: bool = False) -> dic
     tokens = operands["target"].shape
     kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD if call.linear else _abi.CROSS_ENTROPY_FORWARD
     results = [output_of(call, name, tokens) for name in names]
-    if state and call.linear:
-        results += _kept(call, operands["input"], operands["weight"])
+    if state and call.linear and _partition.may_keep(operands["input"], operands["weight"]):
+        results += kept_of(call, operands["input"], operands["weight"])
     return _run(call, kind, operands, results)
 
 
@@ -123,10 +103,7 @@ def _backward_rule(call: Call, wrt: tuple[Tensor, ...], residuals: Any, cotangen
     values, kept = residuals
     operands = _merged(call, wrt, *values)
     upstream = upstream_of(call, cotangents, operands["target"].shape)
-    of_columns = {
-        name for name, ct in zip(call.outputs, cotangents) if not isinstance(ct, SymbolicZero)
-    } - {"target_logit"}
-    if not of_columns:  # the gradient of target_logit alone reads no other logit
+    if not reads_logits(call, cotangents):
         kept = {name: array for name, array in kept.items() if name not in _partition.KEPT}
     if "grad_entropy" not in upstream:
         kept = {name: array for name, array in kept.items() if name != "entropy"}

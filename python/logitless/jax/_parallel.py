@@ -2,12 +2,14 @@
 """A vocabulary that is split over mesh axes, inside jax.shard_map: every device holds V/P rows of
 the weight; hidden states and targets are the same on all P.
 
-    forward    each device's Forward on its columns; one all-gather of the rows' states, 12 bytes a
-               token and device, and 4 more for each of entropy, smoothing and the like; every
-               device folds them in the axis' order (_shards.py)
-    backward   each device's Backward on its columns, from the global states: its grad_weight is
-               done, its grad_input is a part in f32; the parts are exchanged and added up in the
-               axis' order
+    forward    where gradients follow, the targets' logits first, exchanged by 4 bytes a token and
+               device: what each device's Forward keeps of its columns is relative to them. Then
+               each device's Forward; one all-gather of the rows' states, 12 bytes a token and
+               device, and 4 more for each of entropy, smoothing and the like; every device combines
+               them in the axis' order, by the core's Combine
+    backward   each device's Backward on its columns, from the global states and what it has kept:
+               its grad_weight is done, its grad_input is a part in f32; the parts are exchanged and
+               added up in the axis' order
 
 One program runs on every device, and options are part of it: vocab_start cannot differ. A device is
 told that its columns are the first ones, and gets targets and class weights rotated by its start:
@@ -24,7 +26,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -42,14 +44,16 @@ from logitless._errors import (
     wrong_shape,
 )
 from logitless.jax import _shards
-from logitless.jax._call import Call, upstream_of
-from logitless.jax._run import Array, Tensor, pvary, run, varying
-from logitless.jax._shards import State, Tokens
+from logitless.jax._call import Call, kept_of, output_of, reads_logits, upstream_of
+from logitless.jax._run import KEPT, Array, Tensor, pvary, run, varying
 
-_F32 = np.dtype(np.float32)
+_F32, _I32 = np.dtype(np.float32), np.dtype(np.int32)
 _WHOLE, _PARTS = "whole", "parts"
 _PRIMALS = ("input", "weight", "bias")
-_EXTRA = ("entropy", "weighted_logit_sum", "sum_p_squared", "mean_logit")  # in the order of State
+_STATE = ("row_reference", "row_log_sum")
+_EXTRA = ("entropy", "weighted_logit_sum", "sum_p_squared", "mean_logit")
+_OF_FORWARD = ("input", "weight", "bias", "target", "vocab_weight", "normalizer", "temperature")
+_OF_COMBINE = ("target", "token_weight", "vocab_weight", "normalizer")
 _OWN_IGNORED = np.iinfo(np.int32).min
 _GATHERS_INVARIANTLY = "to" in inspect.signature(lax.all_gather).parameters
 
@@ -171,81 +175,78 @@ def _rotated(call: Call, shard: Shard, operands: dict[str, Array]) -> dict[str, 
 
 
 def _run(
-    call: Call, kind: int, operands: dict[str, Array], results: list[Tensor], options: Any
-) -> dict[str, Array]:
+    kind: int, operands: dict[str, Array], results: Sequence[Tensor], options: Any,
+    memory: int | None = None,
+) -> dict[str, Array]:  # fmt: skip
     """Of operands whose types vary alike."""
     axes = _union(map(varying, operands.values()))
     alike = {name: pvary(x, axes) for name, x in operands.items()}
-    return run(kind, alike, results, options, call.memory)
+    return run(kind, alike, results, options, memory)
 
 
 # --- the loss ---
 
 
-def _asked(call: Call) -> list[str]:
-    wanted = {*call.outputs}
-    if call.options.label_smoothing > 0 and "loss" in wanted:
-        wanted.add("weighted_logit_sum")
-    return [name for name in _EXTRA if name in wanted]
+def _anchor(own: Array, shard: Shard) -> Array:
+    """[N]: the targets' logits, of which a device has those of its own columns; else -inf."""
+    return _gather(own, shard).max(0)  # a NaN stays
+
+
+def _states(
+    call: Call, shard: Shard, operands: dict[str, Array], keeps: bool
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """The states of every device's columns [P, N], as Combine takes them, and what this device has
+    kept of its own."""
+    rotated, options = _rotated(call, shard, operands), _own_options(call)
+    given = {name: rotated[name] for name in _OF_FORWARD if name in rotated}
+    shape = operands["target"].shape
+    forward = functools.partial(_run, _abi.LINEAR_CROSS_ENTROPY_FORWARD)
+    kept = kept_of(call, operands["input"], operands["weight"]) if keeps else []
+    if kept and shard.size > 1:
+        results = [Tensor("target_logit", shape, _F32)]
+        own = forward(given, results, options, call.memory)["target_logit"]
+        given["anchor"] = _anchor(own, shard)
+    smoothing = call.options.label_smoothing > 0 and "loss" in call.outputs
+    asked = {*call.outputs, *(("weighted_logit_sum",) if smoothing else ())}
+    names = [*_STATE, "target_logit", *(name for name in _EXTRA if name in asked)]
+    results = [Tensor(name, shape, _F32) for name in names]
+    if "argmax" in asked:
+        results.append(Tensor("argmax", shape, _I32))
+    made = forward(given, results + kept, options, call.memory)
+    every = jnp.moveaxis(_gather(jnp.stack([made[name] for name in names]), shard), 1, 0)
+    states = {f"shard_{name}": x for name, x in zip(names, every)}
+    if "argmax" in asked:
+        start = lax.axis_index(shard.axes) * (call.options.vocab_total // shard.size)
+        states["shard_argmax"] = _gather(made["argmax"] + start.astype(jnp.int32), shard)
+    return states, {name: made[name] for name in KEPT if name in made}
 
 
 def forward(
-    call: Call, shard: Shard, operands: dict[str, Array]
+    call: Call, shard: Shard, operands: dict[str, Array], keeps: bool = False
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    """The outputs, and what Backward takes of them."""
-    given = _rotated(call, shard, operands)
-    of_forward = (
-        "input", "weight", "bias", "target", "vocab_weight", "normalizer", "temperature"
-    )  # fmt: skip
-    extra = _asked(call)
-    names = ["row_reference", "row_log_sum", "target_logit", *extra]
+    """The outputs, and what Backward takes of them: where Forward `keeps`, what it can."""
+    states, kept = _states(call, shard, operands, keeps)
+    given = {name: operands[name] for name in _OF_COMBINE if name in operands} | states
     shape = operands["target"].shape
-    results = [Tensor(name, shape, _F32) for name in names]
-    if "argmax" in call.outputs:
-        results.append(Tensor("argmax", shape, np.dtype(np.int32)))
-    options = _own_options(call)
-    made = _run(
-        call, _abi.LINEAR_CROSS_ENTROPY_FORWARD,
-        {name: given[name] for name in of_forward if name in given}, results, options,
-    )  # fmt: skip
-    gathered = _gather(jnp.stack([made[name] for name in names]), shard)  # [P, k, N]
-    states = [State(**dict(zip(names, one))) for one in gathered]
-    state = _shards.fold(states)
-    constants = map(operands.get, ("token_weight", "vocab_weight", "normalizer"))
-    tokens = Tokens(operands["target"], *constants)
-    ignored, outside = tokens.ignored(call.options), tokens.outside(call.options)
-    outputs: dict[str, Array] = {}
-    for name in call.outputs:
-        if name == "loss":
-            losses = _shards.token_losses(state, tokens, call.options)
-            outputs[name] = _shards.reduced(losses, tokens, call.options)
-        elif name == "argmax":
-            start = lax.axis_index(shard.axes) * (call.options.vocab_total // shard.size)
-            indices = _gather(made["argmax"] + start.astype(jnp.int32), shard)
-            index = _shards.first_of_largest(states, list(indices))
-            outputs[name] = jnp.where(ignored, -1, index)
-        else:
-            value = getattr(state, name)
-            value = value() if callable(value) else value
-            if name == "logprob":
-                value = jnp.where(outside, jnp.nan, value)
-            outputs[name] = jnp.where(ignored, 0.0, value)
-    kept = {
-        "row_reference": jnp.where(ignored, 0.0, state.row_reference),
-        "row_log_sum": jnp.where(ignored, 0.0, state.row_log_sum),
-    }
-    if state.entropy is not None:
-        kept["entropy"] = state.entropy
-    return outputs, kept
+    results = [output_of(call, name, shape) for name in call.outputs]
+    results += [Tensor(name, shape, _F32) for name in _STATE]
+    made = _run(_abi.COMBINE, given, results, call.options)
+    kept |= {name: made[name] for name in (*_STATE, "entropy") if name in made}
+    return {name: made[name] for name in call.outputs}, kept
 
 
-def backward(
+def own_gradients(
     call: Call, shard: Shard, operands: dict[str, Array], wanted: list[Tensor]
 ) -> dict[str, Array]:
-    """The gradients `wanted`, of the whole vocabulary's states and upstream gradients."""
+    """Of this device's columns the gradients `wanted`, of the whole vocabulary's states and
+    upstream gradients; that of the input is a part in f32."""
     parts = [t._replace(dtype=_F32) if t.name == "grad_input" else t for t in wanted]
-    given = _rotated(call, shard, operands)
-    made = _run(call, _abi.LINEAR_CROSS_ENTROPY_BACKWARD, given, parts, _own_options(call))
+    given, kind = _rotated(call, shard, operands), _abi.LINEAR_CROSS_ENTROPY_BACKWARD
+    return _run(kind, given, parts, _own_options(call), call.memory)
+
+
+def exchanged(shard: Shard, made: dict[str, Array], wanted: list[Tensor]) -> dict[str, Array]:
+    """The gradients `wanted` of what every device has made of its columns."""
     for name, _, dtype in wanted:
         if name == "grad_input":
             own = shard.part_of_input
@@ -278,24 +279,26 @@ def _forward_rule(call: Call, shard: Shard, primals: Any, rest: Any) -> Any:
         )
     wanted = {name: None for name, p in primals.items() if p.perturbed}  # its keys are static
     operands = jax.tree.map(lambda p: p.value, primals | rest)
-    outputs, kept = forward(call, shard, operands)
+    outputs, kept = forward(call, shard, operands, keeps=True)
     return outputs, (operands, kept, wanted)
 
 
 def _backward_rule(call: Call, shard: Shard, residuals: Any, cotangents: Any) -> Any:
     operands, kept, wanted = residuals
-    upstream = upstream_of(
-        call, [cotangents[name] for name in call.outputs], operands["target"].shape
-    )
+    of_outputs = [cotangents[name] for name in call.outputs]
+    upstream = upstream_of(call, of_outputs, operands["target"].shape)
     if shard.upstream == _PARTS:
         upstream = {name: lax.psum(x, shard.axes) for name, x in upstream.items()}
     if "grad_entropy" not in upstream:
         kept = {name: x for name, x in kept.items() if name != "entropy"}
+    if not reads_logits(call, of_outputs):
+        kept = {name: x for name, x in kept.items() if name not in KEPT}
     results = [
         Tensor(f"grad_{name}", operands[name].shape, np.dtype(operands[name].dtype))
         for name in wanted
     ]
-    made = backward(call, shard, operands | kept | upstream, results)
+    own = own_gradients(call, shard, operands | kept | upstream, results)
+    made = exchanged(shard, own, results)
     return {name: made.get(f"grad_{name}") for name in _PRIMALS if name in operands}, None
 
 

@@ -6,17 +6,20 @@ jax.experimental.custom_partitioning, what every device shall do.
                  device has its own; a mean's normalizer, a reduced loss and the gradients of weight
                  and bias are summed over these axes, the gradients in f32 before their one rounding
     vocabulary   split over the axes of the weight's rows, as _parallel.py does it inside of
-                 jax.shard_map: the shards' states are gathered and folded, the parts of the
-                 input's gradient exchanged and added up
+                 jax.shard_map: the targets' logits and the shards' states are gathered and
+                 combined, the parts of the input's gradient exchanged and added up
 
 The hidden dimension is whole on every device. Where the axes do not divide the tokens, the last
 device's end in some that are ignored; a vocabulary that they do not divide is whole on every
 device.
 
-Kept state has a layout that only the call knows which made it. A device that has the whole
-vocabulary and a multiple of 64 tokens keeps that of its own, as [..., b, 64]. `kept_parts` says
-into how many parts each dimension of the tokens was split, or 0 where nothing was kept; Backward,
-which the partitioner may split otherwise, makes the logits again where these are other numbers.
+Kept state has a layout that only the call knows which made it. A device keeps that of its own
+tokens and columns, as [..., b, 64] and [..., p, 8], where its tokens are a multiple of 64 and its
+columns whole blocks of 64; p is into how many parts a vocabulary can be split then. `kept_parts`
+says into how many each dimension of the tokens was split, and last the vocabulary, or 0 where
+nothing was kept; Backward, which the partitioner may split otherwise, makes the logits again where
+these are other numbers. Loss and gradients of one call leave nothing for another: there a device
+keeps state of any tokens and columns.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src import dispatch
+from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -47,9 +52,10 @@ from logitless.jax._run import Array, Tensor
 _F32, _I32 = np.dtype(np.float32), np.dtype(np.int32)
 _BLOCK = 64  # kept state holds blocks of so many columns, of a multiple of so many tokens
 _PARTS = "kept_parts"
-KEPT = ("kept", "kept_rows", _PARTS)
+KEPT = (*_run.KEPT, _PARTS)
 # The factors of dimensions, after which the partitioner splits arrays alike. Those of the tokens
-# are n0, n1, ...; v is the vocabulary; no other may be split. What is not named here is [...].
+# are n0, n1, ...; v is the vocabulary, and k its blocks of kept state, which are split as v is or
+# not at all; no other may be split. What is not named here is [...].
 _COLUMNS: dict[str, tuple[str, ...]] = {
     "weight": ("v", "d"),
     "bias": ("v",),
@@ -58,7 +64,7 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
 _ROWS: dict[str, tuple[str, ...]] = {  # what follows the tokens
     "input": ("d",),
     "kept": ("k", "s"),
-    "kept_rows": ("e",),
+    "kept_rows": ("k", "e"),
 }
 
 
@@ -72,10 +78,14 @@ class Op(NamedTuple):
     memory: int | None
     tokens: tuple[int, ...]  # the target's shape
 
+    @property
+    def keeps(self) -> bool:
+        return any(result.name == "kept" for result in self.results)
+
     def made(self) -> list[Tensor]:
         """The results and, where state is kept, how it is split."""
-        keeps = any(result.name == "kept" for result in self.results)
-        return [*self.results, *([Tensor(_PARTS, (len(self.tokens),), _I32)] if keeps else [])]
+        parts = Tensor(_PARTS, (len(self.tokens) + 1,), _I32)
+        return [*self.results, *([parts] if self.keeps else [])]
 
     def flat(self) -> Op:
         return self._replace(results=tuple(r._replace(shape=_flat(r)) for r in self.results))
@@ -88,17 +98,40 @@ def run(
     """As _run.run, of a linear op on arrays that may be sharded, whose tokens have any number of
     dimensions; beside `kept` it gives and takes `kept_parts`."""
     tokens = tuple(operands["target"].shape)
-    spread = tuple(_spread(result, tokens) for result in results)
+    parts = _most_parts(operands["weight"].shape[0])
+    spread = tuple(_spread(result, tokens, parts) for result in results)
     op = Op(kind, tuple(operands), spread, options, memory, tokens)
     made = linear_p.bind(*operands.values(), op=op)
     return {result.name: x for result, x in zip(op.made(), made)}
 
 
-def _spread(result: Tensor, tokens: tuple[int, ...]) -> Tensor:
-    """Kept state by its tokens, where a device could have some of them."""
+def _most_parts(vocab: int) -> int:
+    """Into how many parts of whole blocks the vocabulary of kept state can be split, over as many
+    devices as there are: where the program will run is not known yet."""
+    if vocab % _BLOCK:
+        return 1
+    default = jax.config.values.get("jax_default_device")
+    return math.gcd(vocab // _BLOCK, jax.device_count(getattr(default, "platform", default)))
+
+
+def _usable(parts: int, devices: int) -> int:
+    """The parts, of a program for so many devices. An axis that shares no divisor with them could
+    not split the vocabulary any more: where there may be one the parts are one."""
+    return parts if pow(parts, devices, devices) == 0 else 1
+
+
+def _kept_parts(tensors: Sequence[Tensor], devices: int) -> int:
+    """Into how many parts the vocabulary of the kept state among these may be split."""
+    parts = (x.shape[-2] for x in tensors if x.name == "kept_rows")
+    return _usable(max(parts, default=1), devices)
+
+
+def _spread(result: Tensor, tokens: tuple[int, ...], parts: int) -> Tensor:
+    """Kept state by its tokens, where a device could have some of them; the rows' state, of which
+    every part of the vocabulary has its own."""
     count = math.prod(tokens)
     if result.name == "kept_rows":
-        return result._replace(shape=(*tokens, *result.shape[1:]))
+        return result._replace(shape=(*tokens, parts, *result.shape[1:]))
     if result.name == "kept" and count and count % _BLOCK == 0:
         return result._replace(shape=(*tokens, result.shape[0] // count, _BLOCK))
     return result
@@ -110,7 +143,9 @@ def may_keep(input: Any, weight: Any) -> bool:
         return True
     own, columns = (x.sharding.shard_shape(x.shape) for x in (input, weight))
     whole = own == input.shape or math.prod(own[:-1]) % _BLOCK == 0
-    return whole and bool(columns[0] == weight.shape[0])
+    parts = weight.shape[0] // max(columns[0], 1)
+    most = _usable(_most_parts(weight.shape[0]), len(weight.sharding.device_set))
+    return whole and bool(most % parts == 0)
 
 
 def factors(name: str, dimensions: int) -> tuple[str, ...]:
@@ -125,12 +160,14 @@ def factors(name: str, dimensions: int) -> tuple[str, ...]:
 
 
 def _may_be_split(factor: str) -> bool:
-    return factor == "v" or factor.startswith("n")
+    return factor in "vk" or factor.startswith("n")
 
 
 def _flat(tensor: Tensor) -> tuple[int, ...]:
     """The shape of an operand or a result as the core has it, with one dimension of tokens."""
     name, shape, _ = tensor
+    if name == "kept_rows":
+        return (math.prod(shape[:-2]), shape[-1])
     of = factors(name, len(shape))
     if "n0" not in of:
         return shape
@@ -139,7 +176,18 @@ def _flat(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _flattened(names: Sequence[str], arrays: Sequence[Array]) -> dict[str, Array]:
-    return {name: x.reshape(_flat(_tensor(name, x))) for name, x in zip(names, arrays)}
+    given = dict(zip(names, arrays))
+    if "kept_rows" in given:
+        given["kept_rows"] = given["kept_rows"][..., :1, :]
+    return {name: x.reshape(_flat(_tensor(name, x))) for name, x in given.items()}
+
+
+def _shaped(name: str, x: Array, shape: tuple[int, ...]) -> Array:
+    """A result in its own shape. The rows' state has a place for each part of the vocabulary; a
+    device that has more than one fills all of its places alike."""
+    if name != "kept_rows" or x.shape == shape:
+        return x.reshape(shape)
+    return jnp.broadcast_to(x.reshape(*shape[:-2], 1, shape[-1]), shape)
 
 
 def _tensor(name: str, aval: Any) -> Tensor:
@@ -153,12 +201,13 @@ class Split:
     """How the partitioner has split the factors of an op: over which axes, into how many parts."""
 
     def __init__(self, mesh: Any, axes: dict[str, tuple[str, ...]], op: Op, vocab: int) -> None:
-        self.axes, self.tokens, self.vocab = axes, op.tokens, vocab
+        self.mesh, self.axes, self.tokens, self.vocab = mesh, axes, op.tokens, vocab
         self.parts = {f: math.prod(mesh.shape[axis] for axis in axes[f]) for f in axes}
         self.by_token = tuple(f"n{i}" for i in range(len(op.tokens)))
         self.token_axes = tuple(axis for f in self.by_token for axis in axes.get(f, ()))
         self.token_parts = [self.parts.get(f, 1) for f in self.by_token]
         self.vocab_axes = axes.get("v", ())
+        self.kept_parts = [*self.token_parts, self.parts.get("v", 1)]  # of kept state
 
     def own(self, tensor: Tensor) -> tuple[int, ...]:
         """The shape of a device's part."""
@@ -172,7 +221,8 @@ class Split:
     @property
     def keeps(self) -> bool:
         own = math.prod(self.tokens) // math.prod(self.token_parts)
-        return not self.vocab_axes and (not self.token_axes or (self.even and own % _BLOCK == 0))
+        whole = not self.token_axes or (self.even and own % _BLOCK == 0)
+        return whole and ("k" in self.axes or not self.vocab_axes)
 
 
 def _sum_of_scalars(x: Array, split: Split) -> Array:
@@ -202,7 +252,7 @@ def _counted(operands: dict[str, Array], split: Split, options: Options) -> dict
     counted = options.reduction == _abi.REDUCTION_MEAN and not options.normalizer
     if not split.token_axes or not counted or "normalizer" in operands:
         return operands
-    tokens = _shards.Tokens(operands["target"], None, operands.get("vocab_weight"), None)
+    tokens = _shards.Tokens(operands["target"], operands.get("vocab_weight"))
     own = _shards.divisor(tokens, options._replace(vocab_total=split.vocab))
     return operands | {"normalizer": _sum_of_scalars(own, split)}
 
@@ -213,7 +263,7 @@ def _agreed(target: Array, split: Split, options: Options) -> Array:
     if not split.token_axes or not target.size:
         return target
     whole = options._replace(vocab_total=split.vocab)
-    wrong = _shards.Tokens(target, None, None, None).outside(whole)
+    wrong = _shards.Tokens(target).outside(whole)
     first = jnp.argmax(wrong)
     own = jnp.stack([wrong.any().astype(target.dtype), first.astype(target.dtype), target[first]])
     every = lax.all_gather(own, split.token_axes)  # [P, 3]
@@ -221,26 +271,37 @@ def _agreed(target: Array, split: Split, options: Options) -> Array:
     return target.at[index].set(jnp.where(some > 0, value, target[index]))
 
 
+def _with_kept(
+    split: Split, operands: dict[str, Array], made: Callable[..., dict[str, Array]]
+) -> dict[str, Array]:
+    """What `made` makes of the operands; of kept state only where it is of this split."""
+    if _PARTS not in operands:
+        return made(operands)
+
+    def without(*names: str) -> dict[str, Array]:
+        return made({name: x for name, x in operands.items() if name not in names})
+
+    if not split.keeps:
+        return without(*KEPT)
+    # XLA knows both numbers within one program, and leaves one branch.
+    of_this_split = (operands[_PARTS] == jnp.array(split.kept_parts, jnp.int32)).all()
+    either: dict[str, Array] = lax.cond(
+        of_this_split, lambda: without(_PARTS), lambda: without(*KEPT)
+    )
+    return either
+
+
 def _of_tokens(split: Split, op: Op, operands: dict[str, Array]) -> dict[str, Array]:
     """On a device that has the whole vocabulary."""
     results = [r for r in op.results if split.keeps or r.name not in KEPT]
-
-    def made(leave_out: Sequence[str]) -> dict[str, Array]:
-        given = {name: x for name, x in operands.items() if name not in leave_out}
-        return _run.run(op.kind, given, results, op.options, op.memory)
-
-    if _PARTS not in operands or not split.keeps:
-        return made(KEPT)
-    # XLA knows both numbers within one program, and leaves one branch.
-    of_this_split = (operands[_PARTS] == jnp.array(split.token_parts, jnp.int32)).all()
-    either: dict[str, Array] = lax.cond(of_this_split, lambda: made([_PARTS]), lambda: made(KEPT))
-    return either
+    return _with_kept(
+        split, operands, lambda given: _run.run(op.kind, given, results, op.options, op.memory)
+    )
 
 
 def _of_shards(split: Split, op: Op, operands: dict[str, Array]) -> dict[str, Array]:
     """On a device that has a shard of the vocabulary."""
     names = tuple(name for name in operands if name not in KEPT)
-    given = {name: operands[name] for name in names}
     wanted = [result for result in op.results if result.name.startswith("grad_")]
     state = ("row_reference", "row_log_sum")
     outputs = [r.name for r in op.results if r not in wanted and r.name not in (*state, *KEPT)]
@@ -248,12 +309,18 @@ def _of_shards(split: Split, op: Op, operands: dict[str, Array]) -> dict[str, Ar
     call = Call(names, tuple(outputs), options, op.memory)
     shard = _parallel.Shard(split.vocab_axes, split.parts["v"], False, None, False)
     made: dict[str, Array] = {}
+    given = operands
     if op.kind != _abi.LINEAR_CROSS_ENTROPY_BACKWARD:
-        made, kept = _parallel.forward(call, shard, given)
-        given |= {name: kept[name] for name in state} | {"grad_loss": jnp.float32(1)}
-        made = kept | made  # the outputs' entropy is 0 where a token is ignored
+        keeps = bool(wanted) or (op.keeps and split.keeps)
+        made, kept = _parallel.forward(call, shard, operands, keeps)
+        of_backward = {name: kept[name] for name in (*state, *_run.KEPT) if name in kept}
+        given = operands | of_backward | {"grad_loss": jnp.float32(1)}
+        made = kept | made
     if wanted:
-        made |= _parallel.backward(call, shard, given, wanted)
+        own = _with_kept(
+            split, given, lambda given: _parallel.own_gradients(call, shard, given, wanted)
+        )
+        made |= _parallel.exchanged(shard, own, wanted)
     return made
 
 
@@ -282,32 +349,40 @@ def _on_device(split: Split, op: Op, fails: bool, *arrays: Array) -> list[Array]
             made[name] = _sum_of_scalars(made[name], split)
         elif name in summed:
             made[name] = _sum_of_gradients(made[name], split).astype(result.dtype)
-        made[name] = made[name].reshape(shape)
-    made[_PARTS] = jnp.array(split.token_parts, jnp.int32) * split.keeps
+        made[name] = _shaped(name, made[name], shape)
+    made[_PARTS] = jnp.array(split.kept_parts, jnp.int32) * split.keeps
     return [made[result.name] for result in op.made()]
 
 
 # --- the partitioner ---
 
 
-def _axes(name: str, sharding: Any, dimensions: int) -> dict[str, tuple[str, ...]]:
+def _axes(name: str, mesh: Any, argument: Any) -> dict[str, tuple[str, ...]]:
     """The mesh axes over which an array's factors are split."""
+    (spec, *_) = parse_flatten_op_sharding(argument.sharding._hlo_sharding, mesh)
     found = {}
-    for factor, entry in zip(factors(name, dimensions), getattr(sharding, "spec", ())):
+    for factor, entry in zip(factors(name, len(argument.shape)), spec):
         axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
         if axes and _may_be_split(factor):
             found[factor] = axes
     return found
 
 
-def _split(mesh: Any, op: Op, input: Any, weight: Any, vocab: int) -> Split:
-    """Of the shardings that the partitioner suggests for the input and the weight."""
-    axes = _axes("input", input, len(op.tokens) + 1)
-    columns = _axes("weight", weight, 2).get("v", ())
+def _split(mesh: Any, op: Op, input: Any, weight: Any, parts: int) -> Split:
+    """Of the shardings that the partitioner suggests for the input and the weight, and of kept
+    state of at most so many parts of the vocabulary."""
+    vocab = weight.shape[0]
+    if mesh.empty:  # nothing is known of the arrays' axes
+        mesh = Mesh(np.array(input.sharding._device_assignment), ("devices",))
+        return Split(mesh, {}, op, vocab)
+    axes = _axes("input", mesh, input)
+    columns = _axes("weight", mesh, weight).get("v", ())
     taken = {axis for of in axes.values() for axis in of}
     divided = vocab % math.prod(mesh.shape[axis] for axis in columns) == 0
     if columns and divided and not taken & set(columns):
         axes["v"] = columns
+        if parts % math.prod(mesh.shape[axis] for axis in columns) == 0:
+            axes["k"] = columns
     return Split(mesh, axes, op, vocab)
 
 
@@ -320,40 +395,54 @@ def _refuse(split: Split, op: Op) -> None:
         )
 
 
-def _rule(given: Sequence[Tensor], made: Sequence[Tensor]) -> tuple[str, tuple[str, ...]]:
-    """Shardy's, and the factors that may not be split, in the rule's order."""
-    sides = [[" ".join(factors(x.name, len(x.shape))) for x in side] for side in (given, made)]
+def _rule(given: Sequence[Tensor], made: Sequence[Tensor], parts: int) -> dict[str, Any]:
+    """Shardy's, the factors that may not be split, in the rule's order, and the sizes of those that
+    are part of a dimension: where kept state has several parts, every dimension of the vocabulary
+    is first split into these."""
+    sizes: dict[str, int] = {}
+
+    def word(factor: str, size: int) -> str:
+        if parts == 1 or factor not in "vk" or size == parts:
+            return "k" if factor == "v" and parts > 1 else factor
+        rest = "u" if factor == "v" else "b"
+        sizes[rest] = size // parts
+        return f"(k {rest})"
+
+    sides = [
+        [" ".join(map(word, factors(x.name, len(x.shape)), x.shape)) for x in side]
+        for side in (given, made)
+    ]
     rule = " -> ".join(", ".join(side) for side in sides)
-    words = rule.replace("->", " ").replace(",", " ").split()
-    return rule, tuple(f for f in dict.fromkeys(words) if not _may_be_split(f))
+    words = dict.fromkeys(re.findall(r"\w+", rule))
+    split = ("v", "k", "u") if parts > 1 else ("v",)
+    whole = tuple(f for f in words if f not in split and not f.startswith("n"))
+    return {"sharding_rule": rule, "need_replication_factors": whole, **sizes}
 
 
-def _partitioned(*operands: Array, op: Op, fails: bool) -> Any:
+def _partitioned(*operands: Array, op: Op, fails: bool, devices: int) -> Any:
     given, made = list(map(_tensor, op.names, operands)), op.made()
     at = {name: i for i, name in enumerate(op.names)}
-    vocab = operands[at["weight"]].shape[0]
+    parts = _kept_parts((*given, *made), devices)
 
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:
-        input, weight = (arguments[at[name]].sharding for name in ("input", "weight"))
-        if mesh.empty:  # nothing is known of the arrays' axes
-            mesh = Mesh(np.array(input._device_assignment), ("devices",))
-        split = _split(mesh, op, input, weight, vocab)
+        input, weight = (arguments[at[name]] for name in ("input", "weight"))
+        split = _split(mesh, op, input, weight, parts)
         _refuse(split, op)
 
         def sharding(tensor: Tensor) -> NamedSharding:
             of = [split.axes.get(f) for f in factors(tensor.name, len(tensor.shape))]
-            return NamedSharding(mesh, PartitionSpec(*of))
+            return NamedSharding(split.mesh, PartitionSpec(*of))
 
         on_device = functools.partial(_on_device, split, op, fails)
-        return mesh, on_device, list(map(sharding, made)), tuple(map(sharding, given))
+        return split.mesh, on_device, list(map(sharding, made)), tuple(map(sharding, given))
 
     def whole(*operands: Array) -> list[Array]:  # only its types are read
         made_whole: list[Array] = linear_p.bind(*operands, op=op)
         return made_whole
 
-    rule, replicated = _rule(given, made)
     call = custom_partitioning(whole)
-    call.def_partition(partition, sharding_rule=rule, need_replication_factors=replicated)
+    # Axes that the blocks of kept state do not take whole have no names where JAX decodes them.
+    call.def_partition(partition, decode_shardings=False, **_rule(given, made, parts))
     return call(*operands)
 
 
@@ -368,8 +457,8 @@ def _on_one_device(*arrays: Array, op: Op) -> list[Array]:
     operands = _flattened(op.names, arrays)
     operands.pop(_PARTS, None)
     made = _run.run(op.kind, operands, op.flat().results, op.options, op.memory)
-    made[_PARTS] = jnp.ones(len(op.tokens), jnp.int32)
-    return [made[result.name].reshape(result.shape) for result in op.made()]
+    made[_PARTS] = jnp.ones(len(op.tokens) + 1, jnp.int32)
+    return [_shaped(result.name, made[result.name], result.shape) for result in op.made()]
 
 
 @linear_p.def_abstract_eval
@@ -396,9 +485,14 @@ def _typed(result: Tensor, op: Op, avals: Sequence[Any]) -> Any:
         if sharding is not None and any(sharding.spec):
             axes |= dict(zip(factors(name, len(sharding.spec)), sharding.spec))
             mesh = sharding.mesh
-    of = [axes.get(factor) for factor in factors(result.name, len(result.shape))]
     if mesh is None:
         return jax.core.ShapedArray(result.shape, result.dtype)
+    columns = axes.get("v") or ()
+    columns = (columns,) if isinstance(columns, str) else columns
+    parts = _kept_parts(op.results, mesh.size)
+    if parts % math.prod(mesh.shape[axis] for axis in columns) == 0:
+        axes["k"] = columns
+    of = [axes.get(factor) for factor in factors(result.name, len(result.shape))]
     sharding = NamedSharding(mesh, PartitionSpec(*of))
     return jax.core.ShapedArray(result.shape, result.dtype, sharding=sharding)
 
@@ -419,7 +513,8 @@ def _lowered(context: Any, *operands: Any, op: Op) -> Any:
     if devices is None or len(devices) < 2 or not partitions():
         return mlir.lower_fun(_on_one_device)(context, *operands, op=op)
     fails = "cpu" in module.platforms
-    return mlir.lower_fun(_partitioned)(context, *operands, op=op, fails=fails)
+    split = functools.partial(_partitioned, op=op, fails=fails, devices=len(devices))
+    return mlir.lower_fun(split)(context, *operands)
 
 
 mlir.register_lowering(linear_p, _lowered)

@@ -40,7 +40,7 @@ DTYPES = {
 # afterwards.
 _IN_PLACE = (("logits", "grad_logits"), ("logits", "probabilities"))
 # Backward overwrites these, and nothing reads them afterwards: they are results that nobody takes.
-_KEPT = ("kept", "kept_rows")
+KEPT = ("kept", "kept_rows")
 # These are [..., V], of which the custom call makes [N, V]: had a reshape made it, XLA would copy
 # what is written over.
 _FLAT = ("logits", "grad_logits", "probabilities")
@@ -245,7 +245,7 @@ def _custom_call(
                 aliases[operand] = output
     types = [jax.ShapeDtypeStruct(result.shape, result.dtype) for result in results]
     fields = [*names, *outputs]
-    for name in _KEPT:
+    for name in KEPT:
         if name in names:
             operand = names.index(name)
             aliases[operand] = len(types)

@@ -169,7 +169,7 @@ class Once(Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(ONCE_ONLY)
+        raise not_supported(ONCE_ONLY)
 
 
 def once(anchors: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> Any:

@@ -12,10 +12,10 @@ from torch import Tensor
 from logitless import _abi
 from logitless._abi import Options, parse_memory
 from logitless._errors import (
-    OF_LOGPROB,
+    OLD_OF_LOGPROB,
     entropy_detached,
     invalid,
-    renames,
+    refuses,
     wrong_device,
     wrong_dtype,
     wrong_shape,
@@ -376,14 +376,14 @@ def workspace_size(
     return _run.planned_bytes(input, linear_weight, linear_bias, target, memory, gradients)
 
 
-@renames(OF_LOGPROB)
+@refuses(OLD_OF_LOGPROB)
 def linear_logprob(
     input: Tensor,
-    weight: Tensor,
+    linear_weight: Tensor,
     target: Tensor,
     *,
     temperature: float | Tensor = 1.0,
-    bias: Tensor | None = None,
+    linear_bias: Tensor | None = None,
     ignore_index: int | None = -100,
     logit_scale: float = 1.0,
     softcap: float | None = 0.0,
@@ -408,11 +408,12 @@ def linear_logprob(
     if entropy:
         bits |= _run.ENTROPY | (_run.DETACHED if entropy_detached(entropy) else 0)
     outputs = linear_cross_entropy(
-        input, weight, target, linear_bias=bias, reduction="none", ignore_index=ignore_index,
-        logit_scale=logit_scale, softcap=softcap, temperature=temperature, shift=shift,
-        memory=memory, group=group, vocab_start=vocab_start, vocab_total=vocab_total,
-        sequence_dim=sequence_dim, local_tokens=local_tokens, reduce_input_grad=reduce_input_grad,
-        reduce_dtype=reduce_dtype, vocab_blocks=vocab_blocks, _bits=bits,
+        input, linear_weight, target, linear_bias=linear_bias, reduction="none",
+        ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap,
+        temperature=temperature, shift=shift, memory=memory, group=group,
+        vocab_start=vocab_start, vocab_total=vocab_total, sequence_dim=sequence_dim,
+        local_tokens=local_tokens, reduce_input_grad=reduce_input_grad, reduce_dtype=reduce_dtype,
+        vocab_blocks=vocab_blocks, _bits=bits,
     )  # fmt: skip
     logprob, made = outputs[_LOGPROB : _LOGPROB + 2]
     return (logprob, made) if entropy else logprob

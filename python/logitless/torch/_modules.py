@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from logitless import _abi
-from logitless._errors import invalid, not_supported
+from logitless._errors import invalid, not_supported, renames
 from logitless.torch._autograd import MainGrad
 from logitless.torch._functions import _autocast_dtype, cross_entropy, linear_cross_entropy
 
@@ -102,9 +102,25 @@ class LinearCrossEntropyLoss(_Loss):
     """linear_cross_entropy, with the options kept."""
 
     def __init__(
-        self, *args: Any, shift: bool | int = False, memory: int | str | None = None, **options: Any
+        self,
+        weight: Tensor | None = None,
+        reduction: str = "mean",
+        ignore_index: int | None = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        logit_scale: float = 1.0,
+        softcap: float | None = 0.0,
+        temperature: float | Tensor = 1.0,
+        return_statistics: Sequence[str] = (),
+        empty_mean: str = "zero",
+        *,
+        shift: bool | int = False,
+        memory: int | str | None = None,
     ) -> None:
-        super().__init__(*args, **options)
+        super().__init__(
+            weight, reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap,
+            temperature, return_statistics, empty_mean,
+        )  # fmt: skip
         self.shift = shift
         self.memory = memory
 
@@ -150,7 +166,9 @@ class LinearCrossEntropyHead(torch.nn.Linear):
     to an embedding stay ties, and checkpoints keep their names. `grad_accumulation="main_grad"`
     adds the weight's gradient into the f32 tensor weight.main_grad in backward (made, as zeros,
     where there is none) and leaves weight.grad alone. `parallelize` splits the vocabulary over a
-    device mesh, that of tensor parallelism or that of data parallelism.
+    device mesh, that of tensor parallelism or that of data parallelism. The other keywords are
+    linear_cross_entropy's, of which `weight` [V] is the classes' weights: the head's own are
+    `head.weight` and, where there is one, `head.bias`.
     """
 
     sequence_dim: int | None = None
@@ -169,17 +187,31 @@ class LinearCrossEntropyHead(torch.nn.Linear):
         dtype: Any = None,
         *,
         grad_accumulation: str | None = None,
-        **options: Any,
+        weight: Tensor | None = None,
+        reduction: str = "mean",
+        ignore_index: int | None = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        logit_scale: float = 1.0,
+        softcap: float | None = 0.0,
+        temperature: float | Tensor = 1.0,
+        return_statistics: Sequence[str] = (),
+        empty_mean: str = "zero",
+        shift: bool | int = False,
+        memory: int | str | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         if grad_accumulation not in (None, "main_grad"):
             raise invalid(f"grad_accumulation is {grad_accumulation!r}; allowed: None, 'main_grad'")
         self.grad_accumulation = grad_accumulation
-        self.loss = LinearCrossEntropyLoss(**options)
+        self.loss = LinearCrossEntropyLoss(
+            weight, reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap,
+            temperature, return_statistics, empty_mean, shift=shift, memory=memory,
+        )  # fmt: skip
 
     @classmethod
     def from_linear(cls, linear: torch.nn.Linear, **options: Any) -> LinearCrossEntropyHead:
-        """A head that shares the parameters of `linear`."""
+        """A head that shares the parameters of `linear`; `options` are the head's."""
         head = cls(
             linear.in_features, linear.out_features, linear.bias is not None, "meta",
             linear.weight.dtype, **options,
@@ -187,6 +219,7 @@ class LinearCrossEntropyHead(torch.nn.Linear):
         head.weight, head.bias = linear.weight, linear.bias
         return head.train(linear.training)
 
+    @renames({"linear_weight": "head.weight", "linear_bias": "head.bias"})
     def forward(
         self,
         input: Tensor,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from logitless import _abi
 from logitless._abi import Options
-from logitless._errors import not_supported
+from logitless._errors import argument, not_supported, wrong_device
 from logitless.torch import _kept, _run
 from logitless.torch._autograd import (
     ONCE_ONLY,
@@ -256,7 +256,7 @@ def _fused_rule(ctx: Any, factor: Tensor | None, *_: Any) -> tuple[Any, ...]:
 
 
 def _never_twice(ctx: Any, *_: Any) -> Any:
-    raise RuntimeError(ONCE_ONLY)
+    raise not_supported(ONCE_ONLY)
 
 
 for _name, _kernel, _fake in (
@@ -334,6 +334,10 @@ def loss(
             'grad_accumulation="main_grad" writes outside the graph; it is not supported under '
             "torch.compile or in a functional transform"
         )
+    if input.is_meta:  # torch asks of its kernels for meta tensors alone that all are
+        for name, t in zip(_run.INPUTS[1:], (weight, bias, *call.constants)):
+            if t is not None and not t.is_meta:
+                raise wrong_device(f"{argument(name)} is on {t.device}; allowed: meta, as input is")
     if call.dtype is not None:
         assert weight is not None
         input, weight = cast(input, call.dtype), cast(weight, call.dtype)

@@ -20,6 +20,7 @@ Collectives are torch's functional ones, which torch.compile traces.
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import zlib
 from collections.abc import Sequence
@@ -44,7 +45,7 @@ from logitless.torch import _autograd, _combine, _kept, _ops, _ranks, _run, _sha
 from logitless.torch._autograd import Call, cast, cast_bias, once, upstream_of
 from logitless.torch._checks import check_target
 from logitless.torch._combine import EXTRA, WEIGHTED
-from logitless.torch._device import allows_tf32
+from logitless.torch._device import allows_tf32, traces
 from logitless.torch._kept import Keep
 from logitless.torch._run import Constants, Upstream
 from logitless.torch._shards import Tokens
@@ -246,7 +247,7 @@ def of_one(shard: Shard, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, T
 
 
 def _waits(x: Tensor) -> bool:
-    return x.is_cpu and not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack())
+    return x.is_cpu and not traces()
 
 
 def _check_split(shard: Shard, ranges: Sequence[tuple[int, int]]) -> None:
@@ -506,14 +507,22 @@ def _shard_backward_fake(*args: Any) -> tuple[Tensor, ...]:
     )
 
 
-for _name, _kernel, _fake in (
-    ("shard_targets", _shard_targets, _shard_targets_fake),
-    ("shard_forward", _shard_forward, _shard_forward_fake),
-    ("shard_backward", _shard_backward, _shard_backward_fake),
+_KERNELS: dict[str, Any] = {
+    "shard_targets": _shard_targets,
+    "shard_forward": _shard_forward,
+    "shard_backward": _shard_backward,
+}
+for (_name, _kernel), _fake in zip(
+    _KERNELS.items(), (_shard_targets_fake, _shard_forward_fake, _shard_backward_fake)
 ):
     for _device in ("CPU", "CUDA"):
         _library.impl(_name, _kernel, _device)
     torch.library.register_fake(f"logitless::{_name}", _fake, lib=_library)
+
+
+def _op(name: str) -> Any:
+    """The dispatcher's op where someone traces, else its kernel, which costs the host less."""
+    return getattr(torch.ops.logitless, name) if traces() else _KERNELS[name]
 
 
 # --- the loss ---
@@ -534,13 +543,15 @@ def _columns(shard: Shard, weight: Tensor, bias: Tensor | None) -> tuple[Tensor,
 
 
 class Block(NamedTuple):
-    """What a rank's block of columns is computed of, and its call is asked for."""
+    """What a rank's block of columns is computed of, and its call is asked for. For a block without
+    columns one that is nobody's stands in, so that this rank refuses what the others refuse."""
 
     inputs: tuple[Tensor | None, ...]  # in the order of _run.INPUTS, without token weights
     options: Options
     memory: int | None
     wanted: int
     keeps: bool
+    empty: bool
 
     def kept_bytes(self) -> Any:
         """What is kept beside both calls' workspaces. Each of several blocks must keep as much on
@@ -559,35 +570,32 @@ class Block(NamedTuple):
 def _blocks_of(
     shard: Shard, x: Tensor, w: Tensor, b: Tensor | None, constants: Constants, call: Call,
     wanted: int,
-) -> list[Block | None]:  # fmt: skip
-    """This rank's; None of one without columns."""
-    _check_block_rows(shard, w)
+) -> list[Block]:  # fmt: skip
+    """This rank's."""
     target, _, vocab_weight, normalizer, temperature = constants
     rest = (target, None, vocab_weight, normalizer, temperature)
-    return [
-        Block(
-            (x, w[first:stop], _rows_of(b, w, first, stop), *rest),
-            call.options._replace(vocab_start=shard.start + first),
-            call.memory, wanted, shard.keeps,
-        )
-        if first < stop
-        else None
-        for first, stop in shard.ranges(w.shape[0])
-    ]  # fmt: skip
+    blocks = []
+    for first, stop in shard.ranges(w.shape[0]):
+        own, bias, start, empty = w[first:stop], _rows_of(b, w, first, stop), first, first == stop
+        if empty:
+            own, start = w.new_zeros(1, w.shape[1]), -shard.start
+            bias = None if b is None else b.new_zeros(b.shape[0] - w.shape[0] + 1)
+        options = call.options._replace(vocab_start=shard.start + start)
+        keeps = shard.keeps and not empty
+        blocks.append(Block((x, own, bias, *rest), options, call.memory, wanted, keeps, empty))
+    return blocks
 
 
-def _local_targets(
-    shard: Shard, x: Tensor, w: Tensor, b: Tensor | None, constants: Constants, call: Call,
-    wanted: int,
-) -> Tensor:  # fmt: skip
+def _local_targets(shard: Shard, w: Tensor, blocks: Sequence[Block]) -> Tensor:
     """[1, N] f32: the targets' logits, of those that are this rank's columns; else -inf."""
-    targets: Any = torch.ops.logitless.shard_targets
-    found = x.new_full((1, x.shape[0]), -float("inf"), dtype=torch.float32)
-    for block in _blocks_of(shard, x, w, b, constants, call, wanted):
-        if block is not None:
-            own = targets(*_arguments(block.inputs, block.options), block.memory)
-            found = torch.maximum(found, own)
-    return found
+    _check_block_rows(shard, w)
+    targets = _op("shard_targets")
+    found = [targets(*_arguments(b.inputs, b.options), b.memory) for b in blocks if not b.empty]
+    if not found:
+        target: Any = blocks[0].inputs[3]
+        return w.new_full((1, target.shape[0]), -float("inf"), dtype=torch.float32)
+    largest: Tensor = functools.reduce(torch.maximum, found)
+    return largest.unsqueeze(0)
 
 
 Keeping = tuple[Tensor, Tensor]  # `kept` and `kept_rows` of a block
@@ -596,28 +604,16 @@ Keeping = tuple[Tensor, Tensor]  # `kept` and `kept_rows` of a block
 def _local_state(block: Block, anchor: Tensor | None) -> tuple[Tensor, Tensor, Keeping | None]:
     """[k, N] f32, argmax, and what is kept, of a block's columns."""
     kept_bytes = block.kept_bytes()
-    if block.options.vocab_total == block.inputs[1].shape[0]:  # type: ignore[union-attr]
+    if block.empty or block.options.vocab_total == block.inputs[1].shape[0]:  # type: ignore[union-attr]
         anchor = None
-    forward: Any = torch.ops.logitless.shard_forward
-    states, argmax, columns, rows = forward(
+    states, argmax, columns, rows = _op("shard_forward")(
         *_arguments(block.inputs, block.options), block.memory, block.wanted, anchor, kept_bytes
     )
+    if block.empty:
+        empty = _combine.empty_state(states.shape[1], states, block.wanted)
+        return empty, torch.full_like(argmax, -1), None
     nothing = isinstance(kept_bytes, int) and not kept_bytes
     return states, argmax, None if nothing else (columns, rows)
-
-
-def _empty_state(
-    x: Tensor, w: Tensor, b: Tensor | None, constants: Constants, call: Call, wanted: int
-) -> tuple[Tensor, Tensor, None]:
-    """The same of a block without columns: of one that is nobody's, so that this rank refuses what
-    the others refuse."""
-    w, b = w.new_zeros(1, w.shape[1]), None if b is None else b.new_zeros(b.shape[0] + 1)
-    target, _, vocab_weight, normalizer, temperature = constants
-    inputs = (x, w, b, target, None, vocab_weight, normalizer, temperature)
-    options = call.options._replace(vocab_start=0)
-    block = Block(inputs, options, call.memory, wanted, False)
-    _, argmax, _ = _local_state(block, None)
-    return _combine.empty_state(x.shape[0], x, wanted), torch.full_like(argmax, -1), None
 
 
 def _rows_of(bias: Tensor | None, weight: Tensor, first: int, stop: int) -> Tensor | None:
@@ -630,17 +626,16 @@ def _rows_of(bias: Tensor | None, weight: Tensor, first: int, stop: int) -> Tens
 
 
 def _local_states(
-    shard: Shard, x: Tensor, w: Tensor, b: Tensor | None, constants: Constants, call: Call,
-    wanted: int, anchor: Tensor | None,
-) -> tuple[Tensor, Tensor, list[Keeping | None]]:  # fmt: skip
+    shard: Shard, w: Tensor, blocks: Sequence[Block], anchor: Tensor | None
+) -> tuple[Tensor, Tensor, list[Keeping | None]]:
     """[b, k, N] f32, argmax [b, N] and what is kept, of this rank's blocks."""
-    empty = (x, w[:0], None if b is None else b[w.shape[0] :], constants, call, wanted)
-    made = [
-        _empty_state(*empty) if block is None else _local_state(block, anchor)
-        for block in _blocks_of(shard, x, w, b, constants, call, wanted)
-    ]
-    states, argmax, kept = zip(*made)
-    return torch.stack(states), torch.stack(argmax), list(kept)
+    _check_block_rows(shard, w)
+    states, argmax, kept = zip(*(_local_state(block, anchor) for block in blocks))
+    return _stacked(states), _stacked(argmax), list(kept)
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(list(parts))
 
 
 _ENTROPY = list(_run.OUTPUTS).index(_run.ENTROPY)
@@ -691,12 +686,12 @@ class ShardedLoss(Function):
         if options.label_smoothing > 0:
             wanted |= WEIGHTED
         w, b = _columns(shard, w, b)
-        made = (shard, rows, w, b, constants, call, wanted)
+        blocks = (shard, w, _blocks_of(shard, rows, w, b, constants, call, wanted))
         anchor = None
         if shard.keeps:
-            own = _together(shard, rows, facts, _local_targets, *made)
+            own = _together(shard, rows, facts, _local_targets, *blocks)
             anchor, facts = _all_gather(own, shard).amax(0), ()  # [N]
-        local, argmax, kept = _together(shard, rows, facts, _local_states, *made, anchor)
+        local, argmax, kept = _together(shard, rows, facts, _local_states, *blocks, anchor)
         states = _all_gather(local, shard)  # [P b, k, N]
         indices = _all_gather(argmax, shard) if call.wanted & _run.ARGMAX else None
         tokens = Tokens(*constants[:4])
@@ -796,7 +791,7 @@ def _local_gradients(
     shard: Shard, inputs: Any, options: Options, more: Any, kept: Sequence[Tensor | None] | None
 ) -> tuple[_shards.Carries, list[Tensor], list[Tensor]]:
     """Of each block with columns: its part of grad_input, its rows of grad_weight and grad_bias."""
-    backward: Any = torch.ops.logitless.shard_backward
+    backward = _op("shard_backward")
     rows, w, b, *constants = inputs
     parts: _shards.Carries = []
     weights, biases = [], []

@@ -23,6 +23,7 @@ from logitless._errors import (
     LogitlessError,
     LogitlessRuntimeError,
     LogitlessValueError,
+    argument,
     invalid,
 )
 from logitless.torch import _run
@@ -33,7 +34,6 @@ _CHUNK = 1 << 20
 _REDUCTIONS = {
     _abi.REDUCTION_NONE: "none", _abi.REDUCTION_SUM: "sum", _abi.REDUCTION_MEAN: "mean"
 }  # fmt: skip
-_ARGUMENTS = {"vocab_weight": "weight", "weight": "linear_weight", "bias": "linear_bias"}
 _gloo: dict[str, Any] = {}  # of each group's name the group that waits with a timeout
 
 
@@ -111,7 +111,7 @@ def before_forward(
     }
     per_token = ("target", "token_weight", "temperature")
     for name, tensor in zip(constants._fields, constants):
-        known = _ARGUMENTS.get(name, name)
+        known = argument(name)
         same[f"{known}'s dtype and shape"] = _like(tensor)
         if tensor is not None and not (shard.local_tokens and name in per_token):
             same[f"{known}'s values"] = digest(tensor)

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // A thread takes a row: its slots in their order give its state, its loss and what its gradient is
-// made of (the formulas of docs/semantics.md).
+// made of (the formulas of docs/semantics.md). The op Combine has the state already, from fold.wgsl.
 // Uses common: numbers, token, window, loss.
+
+override folded: bool = false;
 
 // It has the count, 3 unused words, then the tokens that count.
 @group(0) @binding(1) var<storage, read> counted: array<u32>;
@@ -71,6 +73,10 @@ fn combine(@builtin(global_invocation_id) id: vec3<u32>) {
   let token = counted[4u + r];
   var s = rows[token];
   if (direct && !is_counted(s.kind)) {
+    return;
+  }
+  if (folded) {
+    rows[token] = completed(token, s);
     return;
   }
   if ((p.flags & has_state) != 0u) {

@@ -166,6 +166,9 @@ __device__ inline void find_lowest(const float (&d)[96], const HalfRows& rows, c
   }
 }
 
+// Below this 2^x is 0 here, and 0 times a distance of -inf would be NaN.
+constexpr float least_log2 = -126;
+
 enum class Terms { sum, shifted, squared };  // each kind sums those before it too
 
 template <class T, Mode kMode, Set kSet, bool kRare, Terms kTerms>
@@ -204,7 +207,7 @@ __device__ inline void sum_block(const float (&d)[96], const HalfRows& rows, con
           e[c] = exp2_fast(distance);
         }
         if constexpr (kTerms != Terms::sum) {
-          sums->shifted[h] = fmaf(e[c], fmaxf(distance, least_exponent), sums->shifted[h]);
+          sums->shifted[h] = fmaf(e[c], fmaxf(distance, least_log2), sums->shifted[h]);
         }
         if constexpr (kTerms == Terms::squared) {
           sums->squared[h] = fmaf(e[c], e[c], sums->squared[h]);

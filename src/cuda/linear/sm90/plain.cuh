@@ -28,8 +28,6 @@ constexpr int split_steps = kMode == Mode::sums ? 2 : 1;
 // 0.
 constexpr float least_sum = 0x1p-100f;
 
-constexpr int box_rows = 64, box_bytes = box_rows * 128;
-
 // These are the same for this thread's two rows of a half. For E `anchor` is the anchor's exponent.
 struct Starts {
   float anchor[2], log2_sum[2], factor[2], target_gradient[2];
@@ -114,14 +112,6 @@ struct HalfTile {
   int row;                // it is this thread's first row
   int column_tile, part;  // part is 0 in the upper half, 1 in the lower
 };
-
-// Writes four 8 x 8 blocks of a warp's 16 rows of a box: its 16 columns number `two` of 4.
-__device__ inline void write_matrices(const uint8_t* box, int two, const uint32_t (&x)[4]) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-  const int chunk = (2 * two + lane / 16) ^ lane % 8;  // the box is swizzled
-  const uint32_t to = shared_address(box) + (16 * warp + lane % 16) * 128 + chunk * 16;
-  store_matrices(to, x);
-}
 
 // Makes the exponentials of 64 rows, their sums and, if they are kept, writes the exponentials
 // themselves.
@@ -338,7 +328,7 @@ __global__ void __launch_bounds__(block_threads, 1)
     prefetch_map(&weight_map);
     if (kMode != Mode::sums) prefetch_map(&panel_map);  // the modes without a panel rarely read it
   }
-  const Pipeline pipeline = open_pipeline(dynamic);
+  const Pipeline pipeline = open_pipeline(dynamic, a.left_rows);
   if (threadIdx.x == 0) work = find_plain_work(a, input);
   cluster_sync();
   if (warpgroup == 0) {

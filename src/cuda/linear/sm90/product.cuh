@@ -61,7 +61,7 @@ struct Operands {
 // Copies both operands of every item for the multiplying warpgroups. A lane takes a box, so that
 // none keeps more than one address: lane 0 the left operand's, lanes 1 to 3 the right one's, of
 // which this block brings 32 of the 64 of the depth axis for both.
-template <Gradient kGradient>
+template <Gradient kGradient, int kStages = stages>
 __device__ inline void copy_operands(const Operands& operands, const ProductArguments& a,
                                      const Work& work, int cluster, const Pipeline& pipeline) {
   constexpr bool is_input = kGradient == Gradient::input;
@@ -71,7 +71,7 @@ __device__ inline void copy_operands(const Operands& operands, const ProductArgu
   if (lane > a.right_boxes) return;
   const int half = rank * (tile_depth / 2);
   const uint32_t offset = left_bytes + rank * half_right_bytes + box * right_block_bytes;
-  Ring ring;
+  RingOf<kStages> ring;
   for (int item = cluster; item < cut.items(); item += a.teams) {
     int row_cluster, column_tile;
     work.schedule.find(cut.tile(item), &row_cluster, &column_tile);
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(block_threads, 1)
   // This is read where it is used, because the sums take the registers.
   __shared__ Work work;
   __shared__ alignas(8) float lines[2 * tile_columns];
-  const Pipeline pipeline = open_pipeline(dynamic);
+  const Pipeline pipeline = open_pipeline(dynamic, a.left_rows);
   run_product<T, kGradient, Out>(operands, a, &work, lines, a.team.number(), pipeline);
   cluster_sync();  // no block may end while another may signal it
 #endif
@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(block_threads, 1)
   extern __shared__ uint8_t dynamic[];
   __shared__ Work work;
   __shared__ alignas(8) float lines[2 * tile_columns];
-  const Pipeline pipeline = open_pipeline(dynamic);
+  const Pipeline pipeline = open_pipeline(dynamic, tile_rows);
   const int cluster = static_cast<int>(blockIdx.x / 2);
   if (cluster < input.teams) {
     run_product<T, Gradient::input, Out>(of_input, input, &work, lines, cluster, pipeline);

@@ -53,13 +53,15 @@ struct Schedule {
   }
 };
 
-struct Ring {
+template <int kStages>
+struct RingOf {
   int stage = 0;
   uint32_t phase = 0;
   __device__ void next() {
-    if (++stage == stages) stage = 0, phase ^= 1;
+    if (++stage == kStages) stage = 0, phase ^= 1;
   }
 };
+using Ring = RingOf<stages>;
 
 // This is where the stages and their barriers lie in shared memory.
 struct Pipeline {
@@ -70,8 +72,9 @@ struct Pipeline {
   __device__ uint8_t* right(int stage) const { return left(stage) + left_bytes; }
 };
 
-// The barriers may be used once cluster_sync has followed this.
-__device__ inline Pipeline open_pipeline(uint8_t* dynamic) {
+// The barriers may be used once cluster_sync has followed this. Of the left operand `left_rows`
+// rows are copied for a tile; the others that are multiplied stay zeros.
+__device__ inline Pipeline open_pipeline(uint8_t* dynamic, int left_rows) {
   Pipeline p;
   p.shared = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
   p.full = reinterpret_cast<uint64_t*>(p.shared + stages * stage_bytes);
@@ -83,6 +86,12 @@ __device__ inline Pipeline open_pipeline(uint8_t* dynamic) {
     }
     fence_barrier_init();
   }
+  const int lines = (left_rows > 128 ? 256 : 128) - left_rows, pieces = 8 * lines;
+  for (int i = threadIdx.x; i < stages * pieces; i += block_threads) {
+    uint8_t* line = p.left(i / pieces) + left_rows * 128;
+    reinterpret_cast<uint4*>(line)[i % pieces] = {};
+  }
+  if (pieces > 0) fence_copies();
   return p;
 }
 
@@ -103,6 +112,17 @@ template <Along kAlong>
 constexpr uint64_t right_step(int step) {
   const int halves = step / 2 * half_right_bytes + step % 2 * 16 * 128;
   return (kAlong == Along::rows ? halves : step * 32) >> 4;
+}
+
+// The copy engine takes a warpgroup's results 64 rows x 64 columns at a time.
+constexpr int box_rows = 64, box_bytes = box_rows * 128;
+
+// Writes four 8 x 8 blocks of a warp's 16 rows of a box: its 16 columns number `two` of 4.
+__device__ inline void write_matrices(const uint8_t* box, int two, const uint32_t (&x)[4]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+  const int chunk = (2 * two + lane / 16) ^ lane % 8;  // the box is swizzled
+  const uint32_t to = shared_address(box) + (16 * warp + lane % 16) * 128 + chunk * 16;
+  store_matrices(to, x);
 }
 
 // These are the descriptors of a warpgroup's stage of the ring; its lower 64 rows are `lower_left`
@@ -145,9 +165,9 @@ __device__ inline void multiply_rows(float (&d)[96], uint64_t left, uint64_t rig
 
 // Multiplies one warpgroup's 128 rows of a tile, over `depth_tiles` stages of the ring. One group
 // of products is in flight while its predecessor's stage is released.
-template <class T, Along kLeft, Along kRight>
+template <class T, Along kLeft, Along kRight, int kStages>
 __device__ inline void multiply_tile(float (&upper)[96], float (&lower)[96], int depth_tiles,
-                                     const Pipeline& pipeline, Ring* ring, int warpgroup,
+                                     const Pipeline& pipeline, RingOf<kStages>* ring, int warpgroup,
                                      const Team& team) {
   const uint32_t lane = threadIdx.x % 128;
   int previous = -1;

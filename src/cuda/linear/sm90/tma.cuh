@@ -66,6 +66,15 @@ __device__ inline void store_box(const CUtensorMap* map, const void* from, int32
       "r"(shared_address(from)), "r"(0), "r"(row), "r"(block)
       : "memory");
 }
+// Stores the box at (column, row) of a map of rows.
+__device__ inline void store_box_at(const CUtensorMap* map, const void* from, int32_t column,
+                                    int32_t row) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];\n"
+      "cp.async.bulk.commit_group;\n" ::"l"(map),
+      "r"(shared_address(from)), "r"(column), "r"(row)
+      : "memory");
+}
 // Waits until the boxes that this thread has stored are read, but for the last kLeft, so that their
 // memory is free.
 template <int kLeft = 0>

@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a visitor sees while a call runs: the shaders that are compiled so far, and the seconds.
+
+const EVERY = 100;  // ms
+
+// Lets the browser draw what was written before the thread is busy again.
+export const drawn = () => new Promise((resolve) => setTimeout(resolve, 20));
+
+// What `work` gives, a promise; until then `element` says how far it is.
+export async function showing(element, logitless, work) {
+  const start = performance.now();
+  const say = () => {
+    const {asked, ready} = logitless.pipelines;
+    const what = ready < asked ? `compiling shaders: ${ready} of ${asked}` : 'running';
+    element.textContent = `${what}… ${((performance.now() - start) / 1000).toFixed(1)} s`;
+  };
+  const timer = setInterval(say, EVERY);
+  try {
+    const promised = work();
+    say();
+    return await promised;
+  } finally {
+    clearInterval(timer);
+  }
+}
