@@ -187,6 +187,21 @@ def test_a_reduced_loss_is_one_call_without_logits(reduction: str) -> None:
     assert "[3,8,37]" not in text and "[24,37]" not in text
 
 
+@pytest.mark.parametrize("precision", ["highest", jax.lax.Precision.HIGHEST])
+def test_the_highest_precision_is_jax_s(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, seen = ours.linear_cross_entropy, []
+
+    def call(*args: Any, **options: Any) -> Any:
+        seen.append(jax.config.jax_default_matmul_precision)
+        return real(*args, **options)
+
+    monkeypatch.setattr(ours, "linear_cross_entropy", call)
+    x, w, target = problem()
+    for given in (None, precision):
+        getattr(ours, LOSS)(x, w, D, V, target, precision=given)
+    assert seen == [None, "highest"]
+
+
 def test_torch_is_not_needed() -> None:
     fresh.run("import sys; sys.modules['torch'] = None; import logitless.integrations.levanter")
 

@@ -10,6 +10,7 @@ needed.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 try:
@@ -94,13 +95,15 @@ def fused_cross_entropy_loss_and_logsumexp_penalty(
         if weight is not None:
             options["token_weight"] = weight.array
             options["normalizer"] = weight.array.sum() if mean else None
-    loss = linear_cross_entropy(
-        pred_embeddings.rearrange((*axes, Contract)).array,
-        pred_lm_head.rearrange((Label, Contract)).array,
-        target_y.rearrange(axes).array,
-        ignore_index=None, z_loss=logsumexp_weight or 0.0, softcap=logit_soft_cap, memory=memory,
-        **options,
-    )  # fmt: skip
+    highest = jax.default_matmul_precision("highest")
+    with highest if precision is not None else contextlib.nullcontext():
+        loss = linear_cross_entropy(
+            pred_embeddings.rearrange((*axes, Contract)).array,
+            pred_lm_head.rearrange((Label, Contract)).array,
+            target_y.rearrange(axes).array,
+            ignore_index=None, z_loss=logsumexp_weight or 0.0, softcap=logit_soft_cap,
+            memory=memory, **options,
+        )  # fmt: skip
     if whole:
         return hax.named(loss, ())
     return _reduced(hax.named(loss, axes), reduction, reduction_axis, weight)
