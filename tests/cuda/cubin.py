@@ -45,8 +45,17 @@ class Symbol(NamedTuple):
     section: int
 
 
-def images(file: bytes) -> Iterator[Image]:
-    """Every image in the file, in the order of the file."""
+class Entry(NamedTuple):
+    """An image as its fat binary's header has it, whether compressed or not."""
+
+    kind: int
+    number: int  # the architecture without its letter
+    offset: int
+    size: int
+
+
+def entries(file: bytes) -> Iterator[Entry]:
+    """Every entry of every fat binary in the file, in the order of the file."""
     start = -1
     while (start := file.find(FAT_BINARY, start + 1)) != -1:
         (length,) = struct.unpack_from("<Q", file, start + 8)
@@ -54,21 +63,27 @@ def images(file: bytes) -> Iterator[Image]:
         end = place + length
         while place < end:
             kind, _, header, size = struct.unpack_from("<HHIQ", file, place)
-            (version,) = struct.unpack_from("<I", file, place + 28)
-            data = file[place + header : place + header + size]
-            if kind == ELF and data.startswith(b"\x7fELF"):
-                named = re.search(rb"-arch (sm_\w+)", data)
-                name = named[1].decode() if named else f"sm_{version}"
-            elif kind == PTX and b".version" in data[:64]:
-                named = re.search(rb"\.target sm_(\w+)", data)
-                name = f"compute_{named[1].decode() if named else version}"
-                data = data.rstrip(b"\0")
-            else:
-                raise Broken(
-                    "its device code is compressed; configure with -D LOGITLESS_CUDA_LISTING=ON"
-                )
-            yield Image(kind, name, place + header, data)
+            (number,) = struct.unpack_from("<I", file, place + 28)
+            yield Entry(kind, number, place + header, size)
             place += header + size
+
+
+def images(file: bytes) -> Iterator[Image]:
+    """Every image in the file, in the order of the file."""
+    for kind, number, offset, size in entries(file):
+        data = file[offset : offset + size]
+        if kind == ELF and data.startswith(b"\x7fELF"):
+            named = re.search(rb"-arch (sm_\w+)", data)
+            name = named[1].decode() if named else f"sm_{number}"
+        elif kind == PTX and b".version" in data[:64]:
+            named = re.search(rb"\.target sm_(\w+)", data)
+            name = f"compute_{named[1].decode() if named else number}"
+            data = data.rstrip(b"\0")
+        else:
+            raise Broken(
+                "its device code is compressed; configure with -D LOGITLESS_CUDA_LISTING=ON"
+            )
+        yield Image(kind, name, offset, data)
 
 
 def text_at(data: bytes, start: int) -> str:

@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(block_threads, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ uint8_t dynamic[];
   __shared__ Work work;
-  const Pipeline pipeline = open_pipeline(dynamic, tile_rows);
+  const Pipeline pipeline = open_pipeline(dynamic);
   const int warpgroup = __shfl_sync(whole_warp, static_cast<int>(threadIdx.x / 128), 0);
   if (threadIdx.x == 0) {
     prefetch_map(&operands.left);

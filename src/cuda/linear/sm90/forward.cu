@@ -18,6 +18,14 @@ struct Operands {
   CUtensorMap input, weight;
 };
 
+// Returns how many rows of the input are copied for a block's tile. The plain kernel takes no more
+// than there are, in groups of eight, of few tokens: the copy engine takes as long for rows that do
+// not exist.
+int32_t copied_rows(const LinearShape& s, const LinearPlan& plan) {
+  const bool few = s.plain && works_apart(plan);
+  return few ? static_cast<int32_t>(plan.token_chunk) : rows_of_tile(plan);
+}
+
 // Returns the caller's own input, or null where the products do not read it.
 InputRows input_rows(const LinearCall& call, const LinearPlan& plan) {
   const LinearShape& s = call.shape;
@@ -35,7 +43,7 @@ CUtensorMap own_map(const InputRows& own, DType dtype, int64_t first, int64_t ro
 CUtensorMap compacted_map(const LinearWork& work) {
   const auto& [call, plan, m, device, stream, chunk] = work;
   return make_map(m.input, call.shape.dtype, chunk.rows, plan.hidden_pitch, plan.hidden_pitch,
-                  rows_of_tile(plan), stream);
+                  copied_rows(call.shape, plan), stream);
 }
 
 Operands make_operands(const LinearWork& work) {
@@ -48,7 +56,7 @@ Operands make_operands(const LinearWork& work) {
   const int64_t stride = weight_stride(call, plan);
   // Compacted token k is token k where every token counts, so that the caller's rows serve.
   const CUtensorMap input = s.reads_input ? own_map(input_rows(call, plan), s.dtype, chunk.first,
-                                                    chunk.rows, rows_of_tile(plan), stream)
+                                                    chunk.rows, copied_rows(s, plan), stream)
                                           : compacted_map(work);
   return {input, make_map(weight, s.dtype, s.vocab, hidden, stride, half_right_rows, stream)};
 }
@@ -233,7 +241,7 @@ Arguments make_arguments(const LinearCall& call, const LinearPlan& plan, const L
                          const Chunk& chunk, int64_t first, int64_t columns, const Panel& panel) {
   return {.chunk = chunk,
           .team = {works_apart(plan)},
-          .left_rows = rows_of_tile(plan),
+          .left_rows = copied_rows(call.shape, plan),
           .partials = from_segment(m.partials, first / sum_columns),
           .target_logit = m.target_logit,
           .gradients = m.gradients,

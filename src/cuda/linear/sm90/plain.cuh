@@ -328,7 +328,8 @@ __global__ void __launch_bounds__(block_threads, 1)
     prefetch_map(&weight_map);
     if (kMode != Mode::sums) prefetch_map(&panel_map);  // the modes without a panel rarely read it
   }
-  const Pipeline pipeline = open_pipeline(dynamic, a.left_rows);
+  const Pipeline pipeline = open_pipeline(dynamic);
+  clear_left_out(pipeline, a.left_rows);
   if (threadIdx.x == 0) work = find_plain_work(a, input);
   cluster_sync();
   if (warpgroup == 0) {

@@ -35,6 +35,18 @@ __device__ inline PlainWork find_plain_work(const Arguments& a, const InputRows&
           some, some && !input.copied};
 }
 
+// Of the left operand `left_rows` rows are copied for a tile. The others that are multiplied begin
+// as zeros, so that no NaN that lay there makes rows that do not exist look far from their anchor;
+// boxes of E may take their place later. cluster_sync follows.
+__device__ inline void clear_left_out(const Pipeline& p, int left_rows) {
+  const int lines = (left_rows > 128 ? 256 : 128) - left_rows, pieces = 8 * lines;
+  for (int i = threadIdx.x; i < stages * pieces; i += block_threads) {
+    uint8_t* line = p.left(i / pieces) + left_rows * 128;
+    reinterpret_cast<uint4*>(line)[i % pieces] = {};
+  }
+  if (pieces > 0) fence_copies();
+}
+
 // Walks through a team's tiles in order: those of item n, then those of item n + teams. An item,
 // which costs three divisions, is looked up when its first tile is asked for, not when the one
 // before ends.

@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(block_threads, 1)
   // This is read where it is used, because the sums take the registers.
   __shared__ Work work;
   __shared__ alignas(8) float lines[2 * tile_columns];
-  const Pipeline pipeline = open_pipeline(dynamic, a.left_rows);
+  const Pipeline pipeline = open_pipeline(dynamic);
   run_product<T, kGradient, Out>(operands, a, &work, lines, a.team.number(), pipeline);
   cluster_sync();  // no block may end while another may signal it
 #endif
@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(block_threads, 1)
   extern __shared__ uint8_t dynamic[];
   __shared__ Work work;
   __shared__ alignas(8) float lines[2 * tile_columns];
-  const Pipeline pipeline = open_pipeline(dynamic, tile_rows);
+  const Pipeline pipeline = open_pipeline(dynamic);
   const int cluster = static_cast<int>(blockIdx.x / 2);
   if (cluster < input.teams) {
     run_product<T, Gradient::input, Out>(of_input, input, &work, lines, cluster, pipeline);

@@ -23,12 +23,8 @@ inline int32_t slot_rows(const LinearPlan& p) {
   if (!works_apart(p)) return 512;
   return p.token_chunk <= apart_rows / 2 ? 128 : 256;
 }
-// Returns how many rows of the left operand are copied for a block's tile: of few tokens no more
-// than there are, in groups of eight, because the copy engine takes as long for rows that do not
-// exist.
-inline int32_t rows_of_tile(const LinearPlan& p) {
-  return works_apart(p) ? static_cast<int32_t>(p.token_chunk) : 256;
-}
+// Returns how many rows a block's tile may have: a warpgroup's, or those of both.
+inline int32_t rows_of_tile(const LinearPlan& p) { return std::min(slot_rows(p), 256); }
 // Returns how many slots grad_weight has, whose blocks never work apart.
 inline int32_t weight_slots(const LinearPlan& p) { return p.slots / (512 / slot_rows(p)); }
 

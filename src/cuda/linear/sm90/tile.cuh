@@ -72,9 +72,8 @@ struct Pipeline {
   __device__ uint8_t* right(int stage) const { return left(stage) + left_bytes; }
 };
 
-// The barriers may be used once cluster_sync has followed this. Of the left operand `left_rows`
-// rows are copied for a tile; the others that are multiplied stay zeros.
-__device__ inline Pipeline open_pipeline(uint8_t* dynamic, int left_rows) {
+// The barriers may be used once cluster_sync has followed this.
+__device__ inline Pipeline open_pipeline(uint8_t* dynamic) {
   Pipeline p;
   p.shared = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
   p.full = reinterpret_cast<uint64_t*>(p.shared + stages * stage_bytes);
@@ -86,12 +85,6 @@ __device__ inline Pipeline open_pipeline(uint8_t* dynamic, int left_rows) {
     }
     fence_barrier_init();
   }
-  const int lines = (left_rows > 128 ? 256 : 128) - left_rows, pieces = 8 * lines;
-  for (int i = threadIdx.x; i < stages * pieces; i += block_threads) {
-    uint8_t* line = p.left(i / pieces) + left_rows * 128;
-    reinterpret_cast<uint4*>(line)[i % pieces] = {};
-  }
-  if (pieces > 0) fence_copies();
   return p;
 }
 

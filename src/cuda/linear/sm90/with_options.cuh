@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(block_threads, 1)
     prefetch_map(&weight_map);
     if (kMode != Mode::sums) prefetch_map(&panel_map);
   }
-  const Pipeline pipeline = open_pipeline(dynamic, a.left_rows);
+  const Pipeline pipeline = open_pipeline(dynamic);
   if (threadIdx.x == 0) work = find_work(a);
   cluster_sync();
   if (warpgroup == 0) {
