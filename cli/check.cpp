@@ -149,7 +149,7 @@ Comparison judge_case(const Row& row, NamedCase* named, const CheckArguments& a)
       row.cases % 2 == 0 ? conformance::Memory::recommended : conformance::Memory::minimum;
   if (!a.shards) return conformance::judge(*row.device, named->c, {.memory = memory});
   const auto splits = conformance::splits_of(named->c.shape.vocab, *a.shards);
-  const conformance::Split& split = splits[static_cast<size_t>(row.cases) % splits.size()];
+  const conformance::Split& split = splits[static_cast<size_t>(row.cases / 2) % splits.size()];
   named->name += fmt::format(", {} shards, {}", *a.shards, split.name);
   return conformance::judge_shards(*row.device, named->c, split, {.memory = memory});
 }

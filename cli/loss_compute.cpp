@@ -80,6 +80,23 @@ int64_t element(const TensorView& integers, int64_t i) {
                                       : integers.as<const int32_t>()[i];
 }
 
+std::string text_of(const std::vector<int64_t>& shape) {
+  std::vector<std::string> extents;
+  for (const int64_t extent : shape) extents.push_back(std::to_string(extent));
+  return joined(extents);
+}
+
+// A shift stays within a sequence, which both shapes must tell alike.
+void check_sequences(const InputTensor& hidden, const InputTensor& target,
+                     const std::string& target_name) {
+  const std::vector<int64_t> sequences(hidden.shape.begin(), hidden.shape.end() - 1);
+  if (target.shape == sequences) return;
+  throw BadInput(
+      fmt::format("--target: tensor {} has the shape [{}]; allowed with --shift: [{}], "
+                  "as --hidden",
+                  in_quotes(target_name), text_of(target.shape), text_of(sequences)));
+}
+
 // Position i of the last dimension is given the target of i + shift, and what has none is ignored.
 // The result is i64, in which any ignore_index fits.
 InputTensor shifted(const InputTensor& target, int64_t shift, int64_t ignore_index) {
@@ -183,6 +200,7 @@ LossInputs load_inputs(const SafetensorsFile& file, const LossArguments& argumen
       .token_weight = load(content, arguments.token_weight, "--token-weight", 1, true, f32),
       .vocab_weight = load(content, arguments.vocab_weight, "--vocab-weight", 1, false, f32)};
   if (arguments.shift > 0) {
+    check_sequences(inputs.hidden, inputs.target, arguments.target);
     inputs.target = shifted(inputs.target, arguments.shift, arguments.options.ignore_index);
   }
   return inputs;

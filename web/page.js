@@ -178,11 +178,12 @@ async function runOnce(logitless) {
     const run = () => using(
         logitless.linearCrossEntropy(callOf(tensors, problem, workspace)),
         async (result) => ({loss: await result.loss.item(), used: result.workspaceBytes}));
+    const {asked} = logitless.pipelines;
     const [{loss, used}, first] = await timed(() => showing(at('progress'), logitless, run));
     at('results').hidden = false;
     showLoss(problem, loss);
     at('time').textContent = `the first call ${first.toFixed(1)} ms`;
-    at('time-meaning').textContent = 'Most of it compiles shaders, the first time.';
+    at('time-meaning').textContent = logitless.pipelines.asked > asked ? 'Most of it compiles shaders.' : '';
     at('check').textContent = 'computing…';
     at('check').className = '';
     showMemory(logitless, problem, used);
@@ -209,7 +210,7 @@ function showTime(logitless, {tokens, hidden, vocab, gradients}, best, first) {
   at('time').textContent = `${best.toFixed(1)} ms a call; the first call ${first.toFixed(1)} ms`;
   const rate = (gradients ? 3 : 1) * 2 * tokens * hidden * vocab / best / 1e6;
   at('time-meaning').textContent =
-    'The best of 3, until the loss is read; the first also compiled its shaders. ' +
+    'The best of 3, until the loss is read; the first also compiles shaders that are new. ' +
     (isSoftware(logitless.device.adapterInfo) ? 'This adapter is software, on the CPU: it says nothing of a GPU.' : `The matrix products alone: ${rate.toPrecision(3)} GFLOP/s.`);
 }
 

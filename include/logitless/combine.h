@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Shards of the vocabulary are combined here: what Forward wrote of one token on each shard becomes
 // the whole vocabulary's. It takes a few operations a token; combine in shard order for the same
-// bits everywhere. The op Combine (ops.h) does it where the tensors are, for all tokens and in f64.
+// bits everywhere. The op Combine (ops.h) does it where the tensors are, for all tokens.
 //   m = max m_s    lse = m + log sum_s exp(m_s - m) s_s    P_s = exp(lse_s - lse)
 //   H = sum_s P_s (H_s + lse - lse_s)    sum_p_squared = sum_s P_s^2 Q_s, Q_s the shard's own
 #pragma once

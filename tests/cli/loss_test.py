@@ -86,6 +86,11 @@ class LossTest(CliTest):
             want = head.expected()["losses"] if shift < 3 else [0.0] * 6
             for a, b in zip(report["loss"], want, strict=True):
                 self.assertAlmostEqual(a, b, delta=1e-5)
+        flat = Head()
+        tensors = flat.tensors()
+        tensors["target"] = (tensors["target"][0], [6], tensors["target"][2])
+        error = self.refuse("loss", self.file(safetensors(tensors)), "--bias", "bias", "--shift", "1")
+        self.assertRegex(error, r'"target" has the shape \[6\]; allowed with --shift: \[2, 3\]')
         for value in ("-1", "1.5", "x"):
             error = self.refuse("loss", self.file(b""), "--shift", value)
             self.assertRegex(error, r"--shift: (-1; allowed: >= 0|.* is no integer)$")

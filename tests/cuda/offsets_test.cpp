@@ -245,6 +245,30 @@ class CudaHeads : public CudaOffsets {
     ASSERT_NO_FATAL_FAILURE(run(op, memory));
     expect_right(head, op);
   }
+  // Runs a call a dozen times, with all of E in its workspace.
+  void expect_same_bits(const Head& head) {
+    const LinearCrossEntropyForwardBackward op = op_of(head);
+    const uint64_t bytes = uint64_t{3} << 30;
+    const Workspace scratch{allocate(bytes), bytes};
+    check(cudaDeviceSynchronize());  // the op's tensors were filled on another stream
+    const auto bits = [&](const TensorView& view) {
+      std::vector<std::byte> host(view.shape[0] * view.shape[1] * size_of(view.dtype));
+      check(cudaMemcpy(host.data(), view.data, host.size(), cudaMemcpyDeviceToHost));
+      return host;
+    };
+    std::vector<std::byte> input, weight;
+    for (int time = 0; time < 12; ++time) {
+      const Status status = logitless::run(op, scratch, device_.execution());
+      ASSERT_TRUE(status.ok()) << status.message();
+      check(cudaDeviceSynchronize());
+      if (time == 0) {
+        expect_right(head, op);
+        input = bits(op.grad_input), weight = bits(op.grad_weight);
+      }
+      ASSERT_EQ(bits(op.grad_input), input) << "run " << time;
+      ASSERT_EQ(bits(op.grad_weight), weight) << "run " << time;
+    }
+  }
   // Judges what is there after a run.
   void expect_right(const Head& head, const LinearCrossEntropyForwardBackward& op) {
     std::vector<int64_t> tokens = spots(head.tokens, head.vocab);
@@ -312,27 +336,13 @@ TEST_P(CudaHeads, LogitsOfMoreThan2To31ElementsNeverHeldByTheCaller) {
 // With one step of depth E is made faster than memory takes it, and its copies out of shared memory
 // wait. If something is written over before it is read, that shows as other bits from run to run.
 TEST_P(CudaHeads, ExponentialsFasterThanMemoryTakesThem) {
-  const Head head(8192, 64, 131101, 61, 127, false);
-  const LinearCrossEntropyForwardBackward op = op_of(head);
-  const uint64_t bytes = uint64_t{3} << 30;  // E is whole in it
-  const Workspace scratch{allocate(bytes), bytes};
-  check(cudaDeviceSynchronize());  // the op's tensors were filled on another stream
-  const auto bits = [&](const TensorView& view) {
-    std::vector<std::byte> host(view.shape[0] * view.shape[1] * size_of(view.dtype));
-    check(cudaMemcpy(host.data(), view.data, host.size(), cudaMemcpyDeviceToHost));
-    return host;
-  };
-  std::vector<std::byte> input, weight;
-  for (int time = 0; time < 12; ++time) {
-    const Status status = logitless::run(op, scratch, device_.execution());
-    ASSERT_TRUE(status.ok()) << status.message();
-    check(cudaDeviceSynchronize());
-    if (time == 0) {
-      expect_right(head, op);
-      input = bits(op.grad_input), weight = bits(op.grad_weight);
-    }
-    ASSERT_EQ(bits(op.grad_input), input) << "run " << time;
-    ASSERT_EQ(bits(op.grad_weight), weight) << "run " << time;
+  expect_same_bits(Head(8192, 64, 131101, 61, 127, false));
+}
+
+// So are grad_weight's tiles of few tokens.
+TEST_P(CudaHeads, GradientsOfFewTokensFasterThanMemoryTakesThem) {
+  for (const int64_t tokens : {64, 200}) {
+    expect_same_bits(Head(tokens, 1024, 131101, 61, 127, false));
   }
 }
 

@@ -116,7 +116,7 @@ fn power_of(x: vec2<f32>) -> Power {
   var r = plus(x, vec2<f32>(-n * 0.693145752, 0.0));
   r = plus(r, vec2<f32>(-n * 1.42859062e-06, 0.0));
   r = plus(r, two_product(-n, 1.61985095e-11));
-  // The series; single precision is enough behind the sixth power.
+  // The series follows; single precision is enough behind the sixth power.
   var tail = 1.60590444e-10;
   tail = fma(tail, r.x, 2.08767559e-09);
   tail = fma(tail, r.x, 2.50521079e-08);
