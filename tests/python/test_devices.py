@@ -1634,6 +1634,40 @@ def test_what_is_about_a_group_without_one(name: str, value: Any) -> None:
             linear_cross_entropy(x, w, t, **given)
 
 
+@pytest.mark.parametrize("name", ["input", "linear_weight", "linear_bias"])
+def test_a_lazy_minus_sign_in_blocks(name: str) -> None:
+    """A view of which torch remembers that it is negative: its memory holds the other sign."""
+    t = torch.arange(6) % 10
+    given = {
+        "input": torch.randn(6, 4), "linear_weight": torch.randn(10, 4),
+        "linear_bias": torch.randn(10),
+    }  # fmt: skip
+    lazy = {**given, name: torch._neg_view(-given[name])}
+    assert lazy[name].is_neg()
+    found = []
+    for tensors in (given, lazy):
+        leaves = {n: x.detach().requires_grad_() for n, x in tensors.items()}
+        loss = linear_cross_entropy(**leaves, target=t, vocab_blocks=2)
+        found.append([loss, *torch.autograd.grad(loss, list(leaves.values()))])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_meta_tensors_in_blocks() -> None:
+    x, w = torch.ones(6, 4, device="meta"), torch.ones(10, 4, device="meta")
+    loss = linear_cross_entropy(
+        x, w, torch.ones(6, dtype=torch.int64, device="meta"), vocab_blocks=2
+    )
+    assert loss.is_meta and loss.shape == ()
+
+
+def test_a_bias_too_short_for_blocks() -> None:
+    """The last of eight blocks has no columns."""
+    x, w, t = torch.ones(6, 4), torch.ones(10, 4), torch.zeros(6, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"^linear_bias has shape"):
+        linear_cross_entropy(x, w, t, linear_bias=torch.ones(5), vocab_blocks=8)
+
+
 def test_a_group_before_torch_has_one() -> None:
     x, w, t = torch.ones(2, 4), torch.ones(3, 4), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"group is given, but torch\.distributed is not init"):

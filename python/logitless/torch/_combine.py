@@ -13,7 +13,6 @@ from torch import Tensor
 from logitless import _abi
 from logitless._abi import Options
 from logitless.torch import _run
-from logitless.torch._device import traces
 from logitless.torch._shards import Tokens
 
 WEIGHTED = 1 << 20  # asks Forward for weighted_logit_sum, beside the bits of _run
@@ -50,7 +49,7 @@ def combine(
 ) -> Combined:
     """Of the shards' states [S, k, N], in the vocabulary's order, that a Forward asked for `given`
     has written, and their argmax [S, N] i64, the outputs that are `wanted`."""
-    op: Any = torch.ops.logitless.shard_combine if traces() else _combine
+    op: Any = torch.ops.logitless.shard_combine
     values = options._asdict()
     row_state, *made = op(
         states, argmax, *tokens, *(values[name] for name in _OPTIONS), given, wanted

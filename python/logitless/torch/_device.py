@@ -97,8 +97,3 @@ class Scale:
             factor = factor.resolve_neg()
         self._frame.run(factor.data_ptr(), torch._C._cuda_getCurrentRawStream(self._index))
         self._frames.append(self._frame)
-
-
-def traces() -> bool:
-    """Whether someone looks at what the dispatcher is given."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0

@@ -45,7 +45,7 @@ from logitless.torch import _autograd, _combine, _kept, _ops, _ranks, _run, _sha
 from logitless.torch._autograd import Call, cast, cast_bias, once, upstream_of
 from logitless.torch._checks import check_target
 from logitless.torch._combine import EXTRA, WEIGHTED
-from logitless.torch._device import allows_tf32, traces
+from logitless.torch._device import allows_tf32
 from logitless.torch._kept import Keep
 from logitless.torch._run import Constants, Upstream
 from logitless.torch._shards import Tokens
@@ -247,7 +247,7 @@ def of_one(shard: Shard, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, T
 
 
 def _waits(x: Tensor) -> bool:
-    return x.is_cpu and not traces()
+    return x.is_cpu and not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack())
 
 
 def _check_split(shard: Shard, ranges: Sequence[tuple[int, int]]) -> None:
@@ -507,22 +507,14 @@ def _shard_backward_fake(*args: Any) -> tuple[Tensor, ...]:
     )
 
 
-_KERNELS: dict[str, Any] = {
-    "shard_targets": _shard_targets,
-    "shard_forward": _shard_forward,
-    "shard_backward": _shard_backward,
-}
-for (_name, _kernel), _fake in zip(
-    _KERNELS.items(), (_shard_targets_fake, _shard_forward_fake, _shard_backward_fake)
+for _name, _kernel, _fake in (
+    ("shard_targets", _shard_targets, _shard_targets_fake),
+    ("shard_forward", _shard_forward, _shard_forward_fake),
+    ("shard_backward", _shard_backward, _shard_backward_fake),
 ):
     for _device in ("CPU", "CUDA"):
         _library.impl(_name, _kernel, _device)
     torch.library.register_fake(f"logitless::{_name}", _fake, lib=_library)
-
-
-def _op(name: str) -> Any:
-    """The dispatcher's op where someone traces, else its kernel, which costs the host less."""
-    return getattr(torch.ops.logitless, name) if traces() else _KERNELS[name]
 
 
 # --- the loss ---
@@ -579,7 +571,7 @@ def _blocks_of(
         own, bias, start, empty = w[first:stop], _rows_of(b, w, first, stop), first, first == stop
         if empty:
             own, start = w.new_zeros(1, w.shape[1]), -shard.start
-            bias = None if b is None else b.new_zeros(b.shape[0] - w.shape[0] + 1)
+            bias = None if b is None else b.new_zeros(max(b.shape[0] - w.shape[0] + 1, 0))
         options = call.options._replace(vocab_start=shard.start + start)
         keeps = shard.keeps and not empty
         blocks.append(Block((x, own, bias, *rest), options, call.memory, wanted, keeps, empty))
@@ -589,7 +581,7 @@ def _blocks_of(
 def _local_targets(shard: Shard, w: Tensor, blocks: Sequence[Block]) -> Tensor:
     """[1, N] f32: the targets' logits, of those that are this rank's columns; else -inf."""
     _check_block_rows(shard, w)
-    targets = _op("shard_targets")
+    targets: Any = torch.ops.logitless.shard_targets
     found = [targets(*_arguments(b.inputs, b.options), b.memory) for b in blocks if not b.empty]
     if not found:
         target: Any = blocks[0].inputs[3]
@@ -606,7 +598,8 @@ def _local_state(block: Block, anchor: Tensor | None) -> tuple[Tensor, Tensor, K
     kept_bytes = block.kept_bytes()
     if block.empty or block.options.vocab_total == block.inputs[1].shape[0]:  # type: ignore[union-attr]
         anchor = None
-    states, argmax, columns, rows = _op("shard_forward")(
+    forward: Any = torch.ops.logitless.shard_forward
+    states, argmax, columns, rows = forward(
         *_arguments(block.inputs, block.options), block.memory, block.wanted, anchor, kept_bytes
     )
     if block.empty:
@@ -791,7 +784,7 @@ def _local_gradients(
     shard: Shard, inputs: Any, options: Options, more: Any, kept: Sequence[Tensor | None] | None
 ) -> tuple[_shards.Carries, list[Tensor], list[Tensor]]:
     """Of each block with columns: its part of grad_input, its rows of grad_weight and grad_bias."""
-    backward = _op("shard_backward")
+    backward: Any = torch.ops.logitless.shard_backward
     rows, w, b, *constants = inputs
     parts: _shards.Carries = []
     weights, biases = [], []
