@@ -480,22 +480,25 @@ def parse_memory(memory: Any) -> int | None:
     """Bytes of `memory`: a number of bytes, or a text such as "64MiB"."""
     if memory is None:
         return None
+    bytes = memory
     if isinstance(memory, str):
         text = memory.strip()
         digits = text.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
         unit = _UNITS.get(text[len(digits) :].strip().upper())
         try:
-            number = float(digits)
-            if unit is not None and number >= 0:
-                return int(number * unit)
+            number = int(digits) if digits.isdecimal() else float(digits)
+            bytes = None if unit is None else int(number * unit)
         except (ValueError, OverflowError):
-            pass
-        raise invalid(f'memory is "{memory}"; allowed: bytes, or a text such as "64MiB" or "1.5GB"')
-    if isinstance(memory, float) and memory.is_integer():  # as 1e9 is
-        memory = int(memory)
-    if isinstance(memory, bool) or not isinstance(memory, int) or memory < 0:
-        raise invalid(f'memory is {memory!r}; allowed: bytes >= 0, or a text such as "64MiB"')
-    return memory
+            bytes = None
+    elif isinstance(memory, float) and memory.is_integer():  # as 1e9 is
+        bytes = int(memory)
+    if isinstance(bytes, bool) or not isinstance(bytes, int) or not 0 <= bytes < _INT64:
+        given = f'"{memory}"' if isinstance(memory, str) else repr(memory)
+        raise invalid(
+            f'memory is {given}; allowed: bytes from 0 to 2^63 - 1, or a text such as "64MiB" or '
+            '"1.5GB"'
+        )
+    return bytes
 
 
 def describe_backend(device_type: int) -> str:

@@ -1254,6 +1254,16 @@ def memory_that_is_enough_for_forward_only(me: Rank) -> Results:
 
 
 @case
+def a_bias_that_is_a_scalar(me: Rank) -> Results:
+    p, bounds = problem(me.size)
+    rows = bounds[me.rank][1] - bounds[me.rank][0]
+    text = rf"^linear_bias has shape \(\); allowed: \({rows},\)"
+    refusal(ValueError, text, lambda: call_own(me, p, bounds, linear_bias=torch.tensor(1.0)))
+    loss, *_ = call_own(me, p, bounds)
+    return {"loss": loss.detach() * 0}  # nobody is out of step
+
+
+@case
 def one_rank_is_refused(me: Rank) -> Results:
     """What only one rank has wrong is raised on all of them, in forward and in backward."""
     p, bounds = problem(me.size, bias=True)

@@ -42,7 +42,13 @@ TENSORS: dict[str, tuple[dict[str, Any], type, str]] = {
     "hidden size 0": ({"x": torch.ones(4, 0), "w": torch.ones(9, 0)}, ValueError, "D >= 1"),
     "bias of another size": ({"b": torch.ones(8)}, ValueError, "bias"),
     "bias of f16 beside f32": ({"b": torch.ones(9).half()}, TypeError, "bias is f16"),
-    "bias a matrix": ({"b": torch.ones(9, 1)}, ValueError, "bias"),
+    "bias a matrix": (
+        {"b": torch.ones(9, 1)}, ValueError, r"^linear_bias has shape \(9, 1\); allowed: \(9,\)",
+    ),
+    "bias a scalar": (
+        {"b": torch.tensor(1.0)}, ValueError, r"^linear_bias has shape \(\); allowed: \(9,\)",
+    ),
+    "bias a number": ({"b": 1.0}, TypeError, "^linear_bias is a float; allowed: a tensor"),
     "target of another shape": ({"t": torch.zeros(5, dtype=torch.int64)}, ValueError, "target has"),
     "target transposed": (
         {"x": torch.ones(2, 3, 5), "t": torch.zeros(3, 2, dtype=torch.int64)}, ValueError, "target",
@@ -63,6 +69,14 @@ TENSORS: dict[str, tuple[dict[str, Any], type, str]] = {
     "a freed weight": ({"w": None}, ValueError, "weight has shape .* and NULL data"),
     "weight on meta": ({"w": torch.ones(9, 5, device="meta")}, RuntimeError, "weight is on meta"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in TENSORS if name.startswith("bias a ")])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_wrong_bias_of_blocks_of_the_vocabulary(name: str, grad: bool) -> None:
+    change, kind, message = TENSORS[name]
+    with pytest.raises(kind, match=message):
+        call({**change, "w": torch.ones(9, 5, requires_grad=grad)}, vocab_blocks=2)
 
 
 @pytest.mark.parametrize("name", TENSORS)
@@ -123,7 +137,18 @@ OPTIONS: dict[str, tuple[dict[str, Any], type, str]] = {
     "memory a bad text": ({"memory": "lots"}, ValueError, 'memory is "lots"'),
     "memory a fraction": ({"memory": 1e6 + 0.5}, ValueError, "memory is 1000000.5; allowed: byt"),
     "memory without end": ({"memory": float("inf")}, ValueError, "memory is inf; allowed: byt"),
-    "memory negative": ({"memory": -5}, ValueError, "memory"),
+    "memory negative": ({"memory": -5}, ValueError, "memory is -5; allowed: bytes from 0 to 2"),
+    "memory a negative float": ({"memory": -1.0}, ValueError, r"memory is -1\.0; allowed: byt"),
+    "memory NaN": ({"memory": float("nan")}, ValueError, "memory is nan; allowed: bytes from 0"),
+    "memory a bool": ({"memory": True}, ValueError, "memory is True; allowed: bytes from 0"),
+    "memory of 2^63": ({"memory": 1 << 63}, ValueError, "memory is 9223372036854775808; allow"),
+    "memory a huge float": ({"memory": 1e300}, ValueError, r"memory is 1e\+300; allowed: bytes"),
+    "memory a huge text": ({"memory": "1e300GiB"}, ValueError, 'memory is "1e300GiB"; allowed:'),
+    "memory a text of 2^63": ({"memory": "8388608TiB"}, ValueError, 'memory is "8388608TiB"; all'),
+    "memory a text of NaN": ({"memory": "nanMiB"}, ValueError, 'memory is "nanMiB"; allowed'),
+    "memory a text of digits without end": (
+        {"memory": "9" * 5000}, ValueError, r'memory is "9+"; allowed: bytes from 0',
+    ),
     "statistics": ({"return_statistics": ("perplexity",)}, ValueError, "return_statistics"),
     "empty_mean": ({"empty_mean": "inf"}, ValueError, "empty_mean"),
     "shift": ({"shift": -1}, ValueError, "shift"),
@@ -231,7 +256,11 @@ def test_addresses_must_be_as_many_as_the_views() -> None:
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [(None, None), (7, 7), ("7", 7), ("64MiB", 64 << 20), (" 1.5 GB ", 15 * 10**8), ("2kb", 2000)],
+    [
+        (None, None), (7, 7), ("7", 7), ("64MiB", 64 << 20), (" 1.5 GB ", 15 * 10**8),
+        ("2kb", 2000), (1e9, 10**9), ((1 << 63) - 1, (1 << 63) - 1),
+        ("9223372036854775807", (1 << 63) - 1), ("9007199254740993B", (1 << 53) + 1),
+    ],
 )  # fmt: skip
 def test_memory_texts(text: Any, expected: int | None) -> None:
     assert _abi.parse_memory(text) == expected

@@ -36,6 +36,17 @@ def check_matrix(name: str, weight: Any) -> None:
         )
 
 
+def check_bias(bias: Any, weight: Tensor) -> None:
+    """The core checks its length, of which ranks tell each other; no block can be cut of another
+    rank."""
+    if not isinstance(bias, Tensor):
+        raise wrong_dtype(f"linear_bias is a {type(bias).__name__}; allowed: a tensor")
+    if bias.dim() != 1:
+        raise wrong_shape(
+            f"linear_bias has shape {tuple(bias.shape)}; allowed: ({weight.shape[0]},)"
+        )
+
+
 def check_overwritten(logits: Tensor) -> None:
     """Backward writes over the logits as torch's own in-place functions write: over no memory of a
     parameter, which would become its own gradient, and each element once."""

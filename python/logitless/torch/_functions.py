@@ -22,7 +22,7 @@ from logitless._errors import (
 )
 from logitless.torch import _kept, _memory, _ops, _run
 from logitless.torch._autograd import Call, FusedLoss, Loss, MainGrad, cast, cast_bias
-from logitless.torch._checks import check_matrix, check_overwritten, check_target
+from logitless.torch._checks import check_bias, check_matrix, check_overwritten, check_target
 from logitless.torch._route import dispatches, refuse_layouts
 from logitless.torch._run import Constants
 
@@ -294,6 +294,8 @@ def linear_cross_entropy(
     if not isinstance(input, Tensor) or input.dim() == 0:
         raise wrong_shape("input must be a tensor of shape [..., D]")
     check_matrix("linear_weight", linear_weight)
+    if linear_bias is not None:
+        check_bias(linear_bias, linear_weight)
     if group is not None or hasattr(linear_weight, "placements") or hasattr(input, "placements"):
         from logitless.torch import _placed
 
@@ -371,6 +373,8 @@ def workspace_size(
     """Bytes of workspace that linear_cross_entropy takes for a mean or a sum of these tensors (with
     or without `gradients`), beyond the gradients themselves."""
     check_matrix("linear_weight", linear_weight)
+    if linear_bias is not None:
+        check_bias(linear_bias, linear_weight)
     check_target(input, target, "input")
     memory = _memory.default() if memory is None else parse_memory(memory)
     return _run.planned_bytes(input, linear_weight, linear_bias, target, memory, gradients)
