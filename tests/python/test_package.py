@@ -81,6 +81,26 @@ except AttributeError as error: print(error)
     assert fresh.run(code).strip() == "module 'logitless' has no attribute 'tensorflow'"
 
 
+def test_every_name_of_the_integrations_is_listed_and_there() -> None:
+    """Listing imports nothing; and no name is there that is not listed."""
+    code = """
+import sys, importlib.util, pkgutil, logitless
+assert not {"torch", "jax", "transformers", "trl"} & set(sys.modules)
+package = logitless.integrations
+listed = set(dir(package))
+assert not {"torch", "jax"} & set(sys.modules)
+modules = {m.name for m in pkgutil.iter_modules(package.__path__) if m.name[0] != "_"}
+names = {*modules, *package.__all__}
+assert {"transformers", "trl"} <= modules and names - listed <= {"levanter"}, names - listed
+assert ("levanter" in listed) == (importlib.util.find_spec("haliax") is not None)
+for name in names & listed:
+    assert getattr(package, name).__name__.rpartition(".")[2] == name, name
+assert package.trl.patch_trl is package.patch_trl
+assert not {"jax", "transformers", "trl"} & set(sys.modules), "torch is all that these need"
+"""
+    fresh.run(code)
+
+
 @pytest.mark.parametrize(
     ("missing", "module", "install"),
     [
@@ -113,11 +133,16 @@ def test_only_what_can_be_imported_is_listed() -> None:
     code = """
 import importlib.util
 real = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *rest: None if name == "jax" else real(name, *rest)
+missing = ["jax"]
+importlib.util.find_spec = lambda name, *rest: None if name in missing else real(name, *rest)
 import logitless
 print("jax" in dir(logitless), "torch" in dir(logitless))
+package = logitless.integrations
+print("levanter" in dir(package), "trl" in dir(package))
+missing.append("torch")
+print("liger" in dir(package), "trl" in dir(package), "patch_trl" in dir(package))
 """
-    assert fresh.run(code).split() == ["False", "True"]
+    assert fresh.run(code).split() == ["False", "True"] * 2 + ["False"] * 3
 
 
 @pytest.mark.parametrize("threads", [-3, 1 << 31, "3", 1.0, True, None])

@@ -11,6 +11,7 @@ torch.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
         unsloth,
         verl,
     )
+    from logitless.integrations import transformers as transformers
+    from logitless.integrations import trl as trl
     from logitless.integrations.liger import (
         FusedLinearCrossEntropyFunction,
         LigerFusedLinearCrossEntropyLoss,
@@ -57,11 +60,21 @@ _MODULES = {
     "patch_trl": "trl",
 }
 
+# These hold the patches. `import *` leaves them out, for they have the names of what they patch.
+_PATCHES = ("transformers", "trl")
+
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in (*__all__, *_PATCHES):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name != "levanter":
         import logitless.torch  # noqa: F401  It says what to install where there is no torch.
     module = importlib.import_module(f"{__name__}.{_MODULES.get(name, name)}")
     return getattr(module, name) if name in _MODULES else module
+
+
+def __dir__() -> list[str]:
+    """With what can be imported here: of each name what it needs is there."""
+    needs = {name: ("torch",) for name in (*__all__, *_PATCHES)} | {"levanter": ("jax", "haliax")}
+    there = [name for name, need in needs.items() if all(map(importlib.util.find_spec, need))]
+    return sorted({*globals(), *there})
