@@ -9,12 +9,16 @@ import importlib
 import inspect
 import io
 import sys
+import threading
 import types
 import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from logitless.integrations import (
     Patch,
@@ -63,6 +67,22 @@ def model_and_batch(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
 
 def gradients(model: Any, loss: torch.Tensor) -> list[torch.Tensor]:
     return list(torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad]))
+
+
+def in_threads(*calls: Callable[[], Any]) -> list[Any]:
+    """What each of them gives, all at once, each in a thread of its own."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [made.result(timeout=60) for made in [pool.submit(call) for call in calls]]
+
+
+def meeting(module: Any) -> Any:
+    """None of two threads leaves the module before both have been there; `.remove()` ends it."""
+    barrier = threading.Barrier(2, timeout=30)
+
+    def meet(*_: Any) -> None:
+        barrier.wait()
+
+    return module.register_forward_hook(meet)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -300,6 +320,160 @@ def test_a_lora_on_the_head_is_served(patch_first: bool, monkeypatch: Any) -> No
     lora.disable_adapters = False
     with pytest.raises(NotImplementedError, match="LoRA 'default' of a variant"):
         model(**batch)
+
+
+def batches() -> list[dict[str, torch.Tensor]]:
+    """Of unlike lengths, so that a label of another thread does not fit."""
+    ids = [torch.randint(1, 61, (2, length)) for length in (9, 7)]
+    return [{"input_ids": i, "labels": i} for i in ids]
+
+
+def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("how", ["", "checkpointed", "checkpointed, reentrant"])
+def test_two_threads_in_one_model_are_as_one_after_the_other(name: str, how: str) -> None:
+    """Both are past the backbone before either comes to the head, and past the loss before either
+    begins its backward, which runs a checkpointed layer again."""
+    model, _ = model_and_batch(name)
+    if how:
+        kwargs = {"use_reentrant": "reentrant" in how}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+        model.enable_input_require_grads()
+    patch = patch_transformers(model)
+    lost = threading.Barrier(2, timeout=30)
+    together = False
+
+    def step(batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        loss = model(**batch).loss
+        if together:
+            lost.wait()
+        if "reentrant" not in how:
+            return [loss, *gradients(model, loss)]
+        loss.backward()  # autograd.grad does not go with it, and .grad is every thread's
+        return [loss]
+
+    def of_both(run: Callable[..., list[Any]]) -> list[torch.Tensor]:
+        model.zero_grad()
+        made = [t for found in run(*[functools.partial(step, b) for b in batches_]) for t in found]
+        return made + [p.grad for p in model.parameters() if "reentrant" in how]
+
+    batches_ = batches()
+    expected = of_both(lambda *calls: [call() for call in calls])
+    together = True
+    meeting(model.base_model)
+    found = of_both(in_threads)
+    if "reentrant" in how:  # the gradients of two are added in either order
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    else:
+        same(found, expected)
+    assert patch.calls == 4
+
+
+@pytest.mark.parametrize("eval_logits", [False, True], ids=["without labels", "eval_logits"])
+def test_a_thread_that_asks_for_logits_gets_them_while_another_makes_a_loss(
+    eval_logits: bool,
+) -> None:
+    model, _ = model_and_batch("llama")
+    first, second = batches()
+    before = model(**second)
+    if not eval_logits:
+        del second["labels"]
+    patch = patch_transformers(model, eval_logits=eval_logits)
+    expected = model(**first).loss
+    settled = threading.Event()
+
+    def logits() -> Any:
+        if not eval_logits:
+            with torch.no_grad():
+                return model(**second)
+        settled.wait(30)  # the other's forward has asked for the mode
+        return model.eval()(**second)
+
+    model.model.register_forward_pre_hook(lambda *_: settled.set())
+    meeting(model.model)
+    output, plain = in_threads(lambda: model(**first), logits)
+    assert torch.equal(output.loss, expected) and output.logits is None
+    assert torch.equal(plain.logits, before.logits) and patch.calls == 2
+    assert plain.loss is None if not eval_logits else torch.equal(plain.loss, before.loss)
+
+
+def test_a_model_that_is_run_again_in_backward_while_another_thread_is_in_it() -> None:
+    model, _ = model_and_batch("llama")
+    first, second = batches()
+    patch_transformers(model)
+    expected = [gradients(model, model(**batch).loss) for batch in (first, second)]
+    loss = checkpoint(lambda: model(**first).loss, use_reentrant=False)
+    meeting(model.model)
+    found = in_threads(
+        lambda: gradients(model, loss), lambda: gradients(model, model(**second).loss)
+    )
+    for a, b in zip(found, expected, strict=True):
+        same(a, b)
+
+
+def test_two_threads_in_one_compiled_model() -> None:
+    """The graph breaks between the labels and the head."""
+    model, _ = model_and_batch("llama")
+    patch_transformers(model)
+    both = batches()
+    expected = [model(**batch).loss.detach() for batch in both]
+    forward = model.model.forward
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        torch._dynamo.graph_break()
+        return output
+
+    model.model.forward = broken
+    compiled = torch.compile(model, backend="eager")
+    for batch in both:
+        compiled(**batch)
+    found = in_threads(*[lambda b=b: [compiled(**b).loss for _ in range(3)] for b in both])
+    for losses, e in zip(found, expected, strict=True):
+        for loss in losses:
+            torch.testing.assert_close(loss.detach(), e, rtol=2e-6, atol=1e-6)
+
+
+def test_a_function_that_the_model_is_given_since_is_its_own_again() -> None:
+    model, batch = model_and_batch("llama")
+    real = model.loss_function
+    expected = model(**batch).loss
+
+    @functools.wraps(real)
+    def given(*args: Any, **kwargs: Any) -> Any:
+        return real(*args, **kwargs) + 1
+
+    with patch_transformers(model, eval_logits=True):
+        assert model.loss_function.__name__ == real.__name__
+        assert inspect.signature(model.loss_function) == inspect.signature(real)
+        model.loss_function = given
+        output = model(**batch)
+        assert output.logits is None
+        torch.testing.assert_close(output.loss, expected, rtol=2e-6, atol=1e-6)
+        model.eval()
+        assert torch.equal(model(**batch).loss, expected + 1)
+    assert model.loss_function is given
+    with patch_transformers(model.train()):
+        assert model(**batch).logits is None
+    assert model.loss_function is given
+
+
+def test_a_loss_type_that_the_model_is_given_since_is_refused() -> None:
+    model, batch = model_and_batch("llama")
+    patch = patch_transformers(model, eval_logits=True)
+    model.loss_type = "ForMaskedLM"
+    for mode in (True, False):
+        with pytest.raises(
+            NotImplementedError,
+            match="loss_type of LlamaForCausalLM is 'ForMaskedLM'; allowed: 'ForCausalLM'",
+        ):
+            model.train(mode)(**batch)
+    patch.unpatch()
+    assert model.loss_function.__name__ == "ForMaskedLMLoss"
 
 
 def test_generation_still_works() -> None:
@@ -667,6 +841,30 @@ def test_a_patch_that_is_of_no_use_in_training_is_warned_of_once(alone: bool) ->
     again = called(input_ids=ids)
     assert torch.equal(again[0], hidden[0]) and len(ours(seen)) == 1
     assert not any("logitless" in key for module in model.modules() for key in vars(module))
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_thread_is_warned_of_what_it_does_itself(alone: bool) -> None:
+    """Another is in the model, and comes to the backbone when this one has done its part."""
+    model, batch = model_and_batch("llama")
+    patch_transformers(model)
+    arrived, left = threading.Event(), threading.Event()
+    late = threading.Thread(target=model, kwargs=batch)
+
+    def hold(*_: Any) -> None:
+        if threading.current_thread() is late:
+            arrived.set()
+            left.wait(30)
+
+    model.model.register_forward_pre_hook(hold)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        late.start()
+        arrived.wait(30)
+        model.model(input_ids=batch["input_ids"]) if alone else model(**batch)
+        left.set()
+        late.join()
+    assert len(ours(seen)) == alone
 
 
 def test_a_patch_that_is_of_no_use_in_compiled_training_is_warned_of() -> None:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,9 +25,8 @@ from logitless.integrations import _heads, trl
 from logitless.torch import linear_cross_entropy
 
 # A patched module keeps these beside its `forward`; Patch.unpatch takes them away again.
-_PATCH, _PENDING, _OWN_FORWARD = "_logitless_patch", "_logitless_pending", "_logitless_forward"
+_PATCH, _OWN_FORWARD, _OWN_LOSS = "_logitless_patch", "_logitless_forward", "_logitless_loss"
 _REPLICATE = "_replicate_for_data_parallel"
-_INSIDE = "_logitless_inside"  # a backbone has it while its model runs
 _OWN_INIT = "_logitless_init"  # a patched class keeps its own there
 # transformers keeps a loss_function there that is not the one of the model's kind.
 _LOSS_FUNCTION = "_loss_function"
@@ -38,6 +38,19 @@ _OPTIONS = (
     "weight", "reduction", "label_smoothing", "z_loss", "logit_scale", "softcap", "temperature",
     "token_weight", "normalizer", "memory", "empty_mean",
 )  # fmt: skip
+
+
+class _Calls(threading.local):
+    """The forward calls that this thread is within: several threads may call one model, and
+    autograd's own run a checkpointed one again while others are in it."""
+
+    def __init__(self) -> None:
+        self.pending: dict[Any, _Pending] = {}  # of a model, and of the parts of its head
+        self.inside: tuple[Any, ...] = ()  # backbones whose models run
+
+
+_calls = _Calls()
+_counting = threading.Lock()
 
 
 class _After(torch.autograd.Function):
@@ -137,7 +150,7 @@ class _Pending:
 
 
 def _head_forward(self: Any, input: Tensor) -> Tensor:
-    pending: _Pending | None = getattr(self, _PENDING, None)
+    pending = _calls.pending.get(self)
     if pending is None:
         logits: Tensor = _own_forward(self)(input)
         return logits
@@ -147,7 +160,7 @@ def _head_forward(self: Any, input: Tensor) -> Tensor:
 
 def _lora_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Of PEFT's LoRA around the head. Where it is off or merged, the head within makes the loss."""
-    pending: _Pending | None = getattr(self, _PENDING, None)
+    pending = _calls.pending.get(self)
     if pending is None or _heads.is_off(self):
         logits: Tensor = _own_forward(self)(input, *args, **kwargs)
         return logits
@@ -162,6 +175,42 @@ def _lora_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor
 
 def _forward_of(part: Any) -> Callable[..., Any]:
     return _lora_forward if _heads.is_lora(part) else _head_forward
+
+
+class _Loss(NamedTuple):
+    """The loss of a model that is patched."""
+
+    own: Any  # it makes the loss of a call that the patch has nothing to do with
+    in_dict: bool  # whether the model held it in its __dict__
+    kind: Any  # the model's loss_type, by which transformers finds the function
+
+
+def _own_loss(model: Any) -> _Loss:
+    """Before the patch, of the class that looks for _LOSS_FUNCTION: those derived of it may change
+    what it finds."""
+    own = None
+    for cls in reversed(type(model).__mro__):
+        if isinstance(found := vars(cls).get("loss_function"), property):
+            own = found.__get__(model)
+            break
+    return _Loss(own, _LOSS_FUNCTION in model.__dict__, getattr(model, "loss_type", None))
+
+
+def _loss_function(self: Any, *args: Any, **kwargs: Any) -> Any:
+    pending = _calls.pending.get(self)
+    if pending is not None:
+        return pending.loss_function(*args, **kwargs)
+    _check_loss_type(self)
+    return self.__dict__[_OWN_LOSS].own(*args, **kwargs)
+
+
+def _check_loss_type(model: Any) -> None:
+    known, kind = model.__dict__[_OWN_LOSS].kind, getattr(model, "loss_type", None)
+    if kind != known:
+        raise not_supported(
+            f"the loss_type of {type(model).__name__} is {kind!r}; allowed: {known!r}, which it "
+            "was when it was patched"
+        )
 
 
 def _check_loss_function(model: Any) -> None:
@@ -224,16 +273,17 @@ def _through_its_backbone(model: Any, *args: Any, **kwargs: Any) -> Any:
     backbone = None if torch.compiler.is_compiling() else _backbone_of(model)
     if backbone is None:
         return _own_forward(model)(*args, **kwargs)
-    backbone.__dict__[_INSIDE] = True
+    before = _calls.inside
+    _calls.inside = (*before, backbone)
     try:
         return _own_forward(model)(*args, **kwargs)
     finally:
-        backbone.__dict__.pop(_INSIDE, None)  # another thread may have taken it
+        _calls.inside = before
 
 
 def _backbone_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """TRL's trainers call it in place of the model, whose labels they keep."""
-    if not torch.compiler.is_compiling() and _INSIDE not in self.__dict__:
+    if not torch.compiler.is_compiling() and self not in _calls.inside:
         settings: _Settings | None = self.__dict__.get(_PATCH)
         if settings is not None and self.training and torch.is_grad_enabled():
             settings.warn("its backbone was called by itself")
@@ -241,16 +291,17 @@ def _backbone_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _forward_with(pending: _Pending, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The model's own forward, its head and its loss_function replaced by those of `pending`."""
+    """The model's own forward, whose head and loss_function are in this thread `pending`'s."""
     _check_loss_function(model)
+    if not isinstance(model.__dict__.get(_LOSS_FUNCTION), _BoundLoss):
+        _install_loss(model)  # somebody gave the model its function since
+    _check_loss_type(model)
     parts = _heads.parts(model.get_output_embeddings())
     for part in parts:
         if _PATCH not in part.__dict__:  # the part was put there since, as adapters are
             _install(part, _forward_of(part), pending.settings)
-    own_loss = model.__dict__.get(_LOSS_FUNCTION)
-    for part in parts:
-        part.__dict__[_PENDING] = pending
-    model.__dict__[_LOSS_FUNCTION] = pending.loss_function
+    before = _calls.pending
+    _calls.pending = {**before, **dict.fromkeys((model, *parts), pending)}
     foreign = (
         f"{type(model).__name__} does not make its loss by its loss_function of its lm_head's "
         "logits; allowed: a causal LM that does"
@@ -263,12 +314,7 @@ def _forward_with(pending: _Pending, model: Any, *args: Any, **kwargs: Any) -> A
         # The model has a cross-entropy of its own, so shapes do not match.
         raise not_supported(foreign) from error
     finally:
-        for part in parts:
-            part.__dict__.pop(_PENDING, None)
-        if own_loss is None:
-            del model.__dict__[_LOSS_FUNCTION]
-        else:
-            model.__dict__[_LOSS_FUNCTION] = own_loss
+        _calls.pending = before
     if not pending.asked:
         raise not_supported(foreign)
     return output
@@ -312,7 +358,8 @@ class _Settings:
     def count(self) -> None:
         """Not in compiled code, of which a number that changes would make a program each time."""
         if not torch.compiler.is_compiling():
-            self.calls += 1
+            with _counting:
+                self.calls += 1
 
     def warn(self, what: str) -> None:
         """Once: a trainer that keeps the labels to itself makes the patch useless, unseen."""
@@ -378,12 +425,22 @@ class _Bound:
         return forward
 
 
+class _BoundLoss(_Bound):
+    """transformers finds it in the place of the function that it is named as."""
+
+    __name__ = "ForCausalLMLoss"
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.module.__dict__[_OWN_LOSS].own)
+
+
 def _replicate(self: Any) -> Any:
     """DataParallel's replicas are shallow copies: what is bound to the module is bound anew."""
     replica = type(self)._replicate_for_data_parallel(self)
     for name, value in self.__dict__.items():
         if isinstance(value, _Bound):
-            replica.__dict__[name] = _Bound(replica, value.function)
+            replica.__dict__[name] = type(value)(replica, value.function)
     return replica
 
 
@@ -391,16 +448,35 @@ def _install(module: Any, function: Callable[..., Any], settings: _Settings) -> 
     """Puts the forward of a patched model, backbone, head or LoRA in the place of the module's."""
     # else the patched forward is still there, within others' wrappers
     if _OWN_FORWARD not in module.__dict__:
-        module.__dict__[_OWN_FORWARD] = module.__dict__.get("forward")
+        # Another thread may do the same: whichever is first has found the module's own.
+        module.__dict__.setdefault(_OWN_FORWARD, module.__dict__.get("forward"))
         module.__dict__["forward"] = _Bound(module, function)
         module.__dict__[_REPLICATE] = _Bound(module, _replicate)
     module.__dict__[_PATCH] = settings
+
+
+def _install_loss(model: Any) -> None:
+    loss = _own_loss(model)
+    if not isinstance(loss.own, _BoundLoss):  # else another thread has done it
+        model.__dict__[_OWN_LOSS] = loss
+        model.__dict__[_LOSS_FUNCTION] = _BoundLoss(model, _loss_function)
+
+
+def _restore_loss(module: Any) -> None:
+    known: _Loss | None = module.__dict__.pop(_OWN_LOSS, None)
+    if known is None or not isinstance(module.__dict__.get(_LOSS_FUNCTION), _BoundLoss):
+        return  # the user has put another there since
+    if known.in_dict:
+        module.__dict__[_LOSS_FUNCTION] = known.own
+    else:
+        del module.__dict__[_LOSS_FUNCTION]
 
 
 def _restore(model: Any) -> None:
     for module in model.modules():  # adapters may have moved the head anywhere
         if module.__dict__.pop(_PATCH, None) is None:
             continue
+        _restore_loss(module)
         if not isinstance(module.__dict__["forward"], _Bound):
             continue  # others have wrapped it since (accelerate's autocast), so it hands on
         del module.__dict__[_REPLICATE]
@@ -472,6 +548,7 @@ def _patch_model(model: Any, eval_logits: bool, options: dict[str, Any]) -> _Set
     if _PATCH in model.__dict__:
         raise invalid("model is patched already; allowed: once, until unpatch()")
     settings = _Settings(model, options, eval_logits)
+    _install_loss(model)
     _install(model, _model_forward, settings)
     if (backbone := getattr(model, "base_model", model)) is not model:
         _install(backbone, _backbone_forward, settings)
