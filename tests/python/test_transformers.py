@@ -843,6 +843,37 @@ def test_a_patch_that_is_of_no_use_in_training_is_warned_of_once(alone: bool) ->
     assert not any("logitless" in key for module in model.modules() for key in vars(module))
 
 
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_compiled_backbone_is_warned_of_by_itself_alone(fullgraph: bool) -> None:
+    """Within its model it is none, whether that is compiled too or not."""
+    torch._dynamo.reset()
+    model, batch = model_and_batch("llama")
+    expected = model(**batch)
+    gradients_ = gradients(model, expected.loss)
+    ids = batch["input_ids"]
+    patch_transformers(model)
+    compiled = torch.compile(model.model, backend="eager", fullgraph=fullgraph)
+    model.model = compiled
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for called in (model, torch.compile(model, backend="eager", fullgraph=fullgraph)):
+            for _ in range(2):
+                output = called(**batch)
+                assert output.logits is None
+                torch.testing.assert_close(output.loss, expected.loss, rtol=2e-6, atol=1e-6)
+                for a, e in zip(gradients(model, output.loss), gradients_, strict=True):
+                    torch.testing.assert_close(a, e, rtol=1e-4, atol=2e-6)
+        with torch.no_grad():
+            compiled(input_ids=ids)
+        assert ours(seen) == []
+        for _ in range(2):
+            compiled(input_ids=ids)
+        (said,) = ours(seen)
+        assert "its backbone was called by itself" in said
+        model(**batch)
+        assert len(ours(seen)) == 1
+
+
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_thread_is_warned_of_what_it_does_itself(alone: bool) -> None:
     """Another is in the model, and comes to the backbone when this one has done its part."""

@@ -46,7 +46,7 @@ class _Calls(threading.local):
 
     def __init__(self) -> None:
         self.pending: dict[Any, _Pending] = {}  # of a model, and of the parts of its head
-        self.inside: tuple[Any, ...] = ()  # backbones whose models run
+        self.inside: tuple[_Settings, ...] = ()  # those of the models that run
 
 
 _calls = _Calls()
@@ -260,21 +260,10 @@ def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     return output.to_tuple() if as_tuple else output
 
 
-def _backbone_of(model: Any) -> Any:
-    """The patched one, around which another module may have been put since."""
-    within = getattr(model, "base_model", model)
-    if within is model:
-        return None
-    return next((module for module in within.modules() if _PATCH in module.__dict__), None)
-
-
 def _through_its_backbone(model: Any, *args: Any, **kwargs: Any) -> Any:
     """The model's own forward, in which its backbone is not called by itself."""
-    backbone = None if torch.compiler.is_compiling() else _backbone_of(model)
-    if backbone is None:
-        return _own_forward(model)(*args, **kwargs)
     before = _calls.inside
-    _calls.inside = (*before, backbone)
+    _calls.inside = (*before, model.__dict__[_PATCH])
     try:
         return _own_forward(model)(*args, **kwargs)
     finally:
@@ -283,10 +272,10 @@ def _through_its_backbone(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _backbone_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """TRL's trainers call it in place of the model, whose labels they keep."""
-    if not torch.compiler.is_compiling() and self not in _calls.inside:
-        settings: _Settings | None = self.__dict__.get(_PATCH)
-        if settings is not None and self.training and torch.is_grad_enabled():
-            settings.warn("its backbone was called by itself")
+    settings: _Settings | None = self.__dict__.get(_PATCH)
+    trained = self.training and torch.is_grad_enabled()
+    if trained and settings is not None and settings not in _calls.inside:
+        settings.warn("its backbone was called by itself")
     return _own_forward(self)(*args, **kwargs)
 
 
