@@ -8,6 +8,7 @@ import functools
 import importlib
 import inspect
 import io
+import re
 import sys
 import threading
 import types
@@ -783,6 +784,174 @@ def test_a_class_that_inherits_its_init_is_patched_alone() -> None:
     assert "__init__" not in vars(Own)
     with patch_transformers(transformers.LlamaForCausalLM):
         assert Own(transformers.LlamaConfig(**SIZES))(**batch).logits is None
+
+
+@pytest.mark.parametrize("inner_first", [False, True])
+@pytest.mark.parametrize("own_init", [False, True])
+def test_a_class_and_one_derived_of_it_are_patched_once_each(
+    inner_first: bool, own_init: bool
+) -> None:
+    """The nearest patch holds, in whatever order they come and go."""
+
+    class Inner(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        pass
+
+    class Outer(Inner):
+        if own_init:
+
+            def __init__(self, config: Any) -> None:
+                super().__init__(config)
+                self.lm_head = torch.nn.Linear(16, 61)  # with a bias
+
+    def loss(cls: Any, smoothing: float | None) -> Any:
+        torch.manual_seed(1)
+        model = cls(transformers.LlamaConfig(**SIZES)).train()
+        made, expected = model(**batch), None
+        if smoothing is None:
+            assert made.logits is not None
+            return model
+        assert made.logits is None
+        plain = copy.deepcopy(model)
+        Patch(plain).unpatch()
+        with patch_transformers(plain, label_smoothing=smoothing):
+            expected = plain(**batch).loss
+        assert torch.equal(made.loss, expected)
+        return model
+
+    batch = model_and_batch("llama")[1]
+    given = [(Inner, 0.1), (Outer, 0.2)]
+    patches = {
+        cls: patch_transformers(cls, label_smoothing=smoothing)
+        for cls, smoothing in (given if inner_first else given[::-1])
+    }
+    inner, outer = loss(Inner, 0.1), loss(Outer, 0.2)
+    assert patches[Inner].calls == 1 and patches[Outer].calls == 1
+    patches[Inner].unpatch()
+    assert inner(**batch).logits is not None and outer(**batch).logits is None
+    loss(Inner, None)
+    loss(Outer, 0.2)
+    patches[Outer].unpatch()
+    assert outer(**batch).logits is not None
+    loss(Outer, None)
+    with patch_transformers(Inner, label_smoothing=0.3):
+        loss(Outer, 0.3)
+    loss(Outer, None)
+    assert all("logitless" not in key for cls in (Inner, Outer) for key in vars(cls))
+
+
+class Added(torch.nn.Linear):
+    """A head that is not known here."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) + 1
+
+
+def of_another_head(base: Any) -> Any:
+    class AnotherHead(base):  # type: ignore[misc]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.lm_head = Added(16, 61, bias=False)
+
+    return AnotherHead
+
+
+def of_another_loss_type(base: Any) -> Any:
+    class AnotherType(base):  # type: ignore[misc]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.loss_type = "ForMaskedLM"
+
+    return AnotherType
+
+
+def of_a_loss_of_its_own(base: Any) -> Any:
+    class OwnLoss(base):  # type: ignore[misc]
+        def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            if labels is not None:
+                flat = output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+                output.loss = torch.nn.functional.cross_entropy(*flat)
+            return output
+
+    return OwnLoss
+
+
+def of_a_head_by_another_name(base: Any) -> Any:
+    class AnotherName(base):  # type: ignore[misc]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            del self.lm_head
+            self.out = Added(16, 61, bias=False)
+
+        def get_output_embeddings(self) -> Any:
+            return self.out
+
+        def forward(self, input_ids: Any, labels: Any = None) -> Any:
+            logits = self.out(self.model(input_ids=input_ids)[0])
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=61)
+            return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+    return AnotherName
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("derive", "why"),
+    [
+        (of_another_head, r"the lm_head is a \S*Added; allowed: a plain"),
+        (of_another_loss_type, "loss_function of AnotherType is ForMaskedLMLoss; allowed"),
+        (of_a_loss_of_its_own, "OwnLoss makes its loss in its forward, by a cross-entropy"),
+        (of_a_head_by_another_name, r"the lm_head is a \S*Added; allowed: a plain"),
+    ],
+)
+def test_a_class_derived_of_a_patched_one_works_as_ever_where_it_cannot_be_served(
+    derive: Any, why: str, compiled: bool
+) -> None:
+    torch._dynamo.reset()
+    cls, batch = derive(transformers.LlamaForCausalLM), model_and_batch("llama")[1]
+
+    def run() -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model = cls(transformers.LlamaConfig(**SIZES)).train()
+        called = torch.compile(model, backend="eager") if compiled else model
+        output = called(**batch)
+        return [output.loss, output.logits, *gradients(model, output.loss)]
+
+    expected = run()
+    patch = patch_transformers(transformers.LlamaForCausalLM)
+    with patch, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        same(run(), expected)
+        same(run(), expected)
+        said = [w for w in ours(seen) if "derived of LlamaForCausalLM, which logitless has" in w]
+        assert len(said) == len(ours(seen)) == 1 and cls.__qualname__ in said[0]
+        assert re.search(f"makes its logits and its loss as ever: .*{why}", said[0])
+        assert patch.calls == 0
+    same(run(), expected)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_class_derived_of_a_patched_one_is_served_as_its_init_leaves_it(compiled: bool) -> None:
+    class OwnForCausalLM(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model.layers = self.model.layers[:1]
+            self.lm_head = torch.nn.Linear(16, 61)
+
+    torch._dynamo.reset()
+    batch = model_and_batch("llama")[1]
+    with (
+        patch_transformers(transformers.LlamaForCausalLM),
+        warnings.catch_warnings(record=True) as seen,
+    ):
+        model = OwnForCausalLM(transformers.LlamaConfig(**SIZES)).train()
+        called = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+        for _ in range(2):
+            output = called(**batch)
+            assert output.logits is None and ours(seen) == []
+    with torch.no_grad():
+        torch.testing.assert_close(model(**batch).loss, output.loss, rtol=2e-6, atol=1e-6)
+    assert not {key for key in vars(model) if "logitless" in key or key == "_loss_function"}
 
 
 def test_a_class_that_cannot_be_patched_says_so() -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from logitless._errors import invalid, not_supported, renames
+from logitless._errors import LogitlessError, invalid, not_supported, renames
 from logitless.integrations import _heads, trl
 from logitless.torch import linear_cross_entropy
 
@@ -191,7 +191,7 @@ def _own_loss(model: Any) -> _Loss:
     own = None
     for cls in reversed(type(model).__mro__):
         if isinstance(found := vars(cls).get("loss_function"), property):
-            own = found.__get__(model)
+            own = found.fget(model)  # type: ignore[misc]
             break
     return _Loss(own, _LOSS_FUNCTION in model.__dict__, getattr(model, "loss_type", None))
 
@@ -251,6 +251,8 @@ def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if labels is None or (settings.eval_logits and not self.training):
         if labels is None and self.training and torch.is_grad_enabled():
             settings.warn("it was called without labels and gives its logits")
+        return _through_its_backbone(self, *args, **kwargs)
+    if settings.derived_of and _is_left_alone(self, settings.derived_of):
         return _through_its_backbone(self, *args, **kwargs)
     as_tuple = kwargs.pop("return_dict", None) is False
     pending = _Pending(settings, labels, kwargs)
@@ -324,10 +326,37 @@ def _say_of_no_use(what: str) -> bool:
     return True
 
 
+_left_alone: weakref.WeakSet[type] = weakref.WeakSet()  # these classes have been warned of
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]
+def _say_of_a_derived_class(cls: type, patched: str, why: str) -> None:
+    if cls not in _left_alone:
+        _left_alone.add(cls)
+        warnings.warn(
+            f"{cls.__module__}.{cls.__qualname__} is derived of {patched}, which logitless has "
+            f"patched, but makes its logits and its loss as ever: {why}",
+            stacklevel=3,
+        )
+
+
+def _is_left_alone(model: Any, patched: str) -> bool:
+    """Nobody asked for this model, but for the class that its own is derived of: it works as ever
+    where it cannot be served. It can be told when it is whole, after the __init__ of its class."""
+    try:
+        _check_model(model)
+    except LogitlessError as error:
+        _say_of_a_derived_class(type(model), patched, str(error))
+        return True
+    return False
+
+
 class _Settings:
     """How the model makes logits of its head's products. Plain data: copies with the model."""
 
-    def __init__(self, model: Any, options: dict[str, Any], eval_logits: bool) -> None:
+    def __init__(
+        self, model: Any, options: dict[str, Any], eval_logits: bool, derived_of: str = ""
+    ) -> None:
         config = model.config.get_text_config() if hasattr(model, "config") else None
         found: dict[str, Any] = {"empty_mean": "nan", "logit_scale": 1.0, "softcap": 0.0}
         if softcap := getattr(config, "final_logit_softcapping", None):
@@ -338,6 +367,7 @@ class _Settings:
             found["logit_scale"] = 1.0 / scaling
         self.options = {**found, **options}
         self.eval_logits = eval_logits
+        self.derived_of = derived_of  # the class that was patched, if it is not the model's own
         self.checked = False
         self.warned = False
         self.calls = 0
@@ -527,27 +557,58 @@ class Patch:
             _restore(model)
 
 
-def _patch_model(model: Any, eval_logits: bool, options: dict[str, Any]) -> _Settings:
+def _check_model(model: Any) -> tuple[Any, ...]:
+    """The modules that may make its logits; raises where its loss cannot be made here."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if head is None:
         raise invalid(f"{type(model).__name__} has no output embeddings; allowed: a causal LM")
     parts = _heads.parts(head)
     _check_loss_function(model)
+    return parts
+
+
+def _patch_model(model: Any, eval_logits: bool, options: dict[str, Any]) -> _Settings:
+    parts = _check_model(model)
     _check_no_loss_of_its_own(type(model))
     if _PATCH in model.__dict__:
         raise invalid("model is patched already; allowed: once, until unpatch()")
     settings = _Settings(model, options, eval_logits)
     _install_loss(model)
-    _install(model, _model_forward, settings)
-    if (backbone := getattr(model, "base_model", model)) is not model:
-        _install(backbone, _backbone_forward, settings)
+    _install_model(model, settings)
     for part in parts:
         _install(part, _forward_of(part), settings)
     return settings
 
 
+def _install_model(model: Any, settings: _Settings) -> None:
+    _install(model, _model_forward, settings)
+    if (backbone := getattr(model, "base_model", model)) is not model:
+        _install(backbone, _backbone_forward, settings)
+
+
+def _patch_derived(
+    model: Any, cls: type, eval_logits: bool, options: dict[str, Any]
+) -> _Settings | None:
+    """A model of a class that is derived of the patched one, whose __init__ may go on: its head and
+    its loss_function are found in its forward. None: it is as ever."""
+    try:
+        _check_no_loss_of_its_own(type(model))
+    except LogitlessError as error:
+        _say_of_a_derived_class(type(model), cls.__name__, str(error))
+        return None
+    settings = _Settings(model, options, eval_logits, cls.__name__)
+    _install_model(model, settings)
+    return settings
+
+
+def _class_patch(cls: type) -> Patch | None:
+    """That of the class, or of the nearest that it is derived of."""
+    found = (vars(c)[_PATCH] for c in cls.__mro__ if _PATCH in vars(c))
+    return next(found, None)
+
+
 def _patch_class(cls: type, eval_logits: bool, options: dict[str, Any]) -> Patch:
-    """Every model is patched at the end of its __init__, as if it had been given."""
+    """Every model is patched at the end of the class's __init__, as if it had been given."""
     if not (hasattr(cls, "can_generate") and hasattr(cls, "forward") and cls.can_generate()):
         raise invalid(
             f"{cls.__name__} is no class of models that generate; allowed: that of a "
@@ -561,8 +622,15 @@ def _patch_class(cls: type, eval_logits: bool, options: dict[str, Any]) -> Patch
     @functools.wraps(own)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         own(self, *args, **kwargs)
-        patch._settings.append(_patch_model(self, eval_logits, options))
-        patch._made.add(self)
+        if _class_patch(type(self)) is not patch or _PATCH in self.__dict__:
+            return  # a class between has been patched too: one patch is enough
+        if type(self) is cls:
+            settings: _Settings | None = _patch_model(self, eval_logits, options)
+        else:
+            settings = _patch_derived(self, cls, eval_logits, options)
+        if settings is not None:
+            patch._settings.append(settings)
+            patch._made.add(self)
 
     setattr(cls, _OWN_INIT, cls.__dict__.get("__init__"))
     setattr(cls, _PATCH, patch)
