@@ -343,6 +343,15 @@ class _Frame:
         return error_of(code, in_arguments(self.status.message.decode(errors="replace")))
 
 
+def _in_words(bytes: int) -> str:
+    """As "502272 (490.5 KiB)", which is rounded as the command line's are."""
+    number, unit = float(bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if number >= 1024:
+            number, unit = number / 1024, larger
+    return f"{bytes} ({number:.1f} {unit})" if unit != "B" else f"{bytes}"
+
+
 class Plan:
     """A call made ready: one shape, one set of options, one device. Threads may share it.
 
@@ -384,8 +393,8 @@ class Plan:
             if memory < self.minimum:
                 raise error_of(
                     7,
-                    f"memory is {memory} bytes; allowed: >= {self.minimum} (recommended: "
-                    f"{self.recommended})",
+                    f"memory is {memory} bytes; allowed: >= {_in_words(self.minimum)}; "
+                    f"recommended: {_in_words(self.recommended)}",
                 )
             self.bytes = min(memory, max(most, self.recommended))
         elif room is not None:

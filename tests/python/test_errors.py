@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -160,6 +161,20 @@ def test_a_wrong_option(name: str) -> None:
     options, kind, message = OPTIONS[name]
     with pytest.raises(kind, match=message):
         call({}, **options)
+
+
+def test_a_memory_too_small_names_the_least_and_the_recommended() -> None:
+    x, w, t = torch.ones(256, 64), torch.ones(5000, 64), torch.zeros(256, dtype=torch.int64)
+    number = r"(\d+) \((\d+\.\d) ([KM])iB\)"
+    with pytest.raises(
+        ValueError, match=rf"^memory is 100 bytes; allowed: >= {number}; recommended: {number}$"
+    ) as caught:
+        linear_cross_entropy(x, w, t, memory=100)
+    found = re.findall(number, str(caught.value))
+    assert found[1][2] == "M"
+    for bytes, rounded, unit in found:
+        assert f"{int(bytes) / {'K': 1 << 10, 'M': 1 << 20}[unit]:.1f}" == rounded
+    linear_cross_entropy(x, w, t, memory=int(found[0][0]))
 
 
 def test_an_unknown_argument_is_pythons_error() -> None:
