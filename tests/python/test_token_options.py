@@ -521,3 +521,17 @@ def test_a_retained_graph_with_other_masks(
         for a, e in zip(grads, expected):
             close(a, e, dtype)
     assert [r.kept for r in ran] == [True] * 6 and ran[0].kind == FORWARD
+
+
+def test_probabilities_of_a_few_classes_are_tokens_with_weights(device: str) -> None:
+    """As docs/python.md has it, in place of soft targets."""
+    x, w, _, _ = problem((2, 3), 50, 8, F32, device)
+    p, top = torch.randn(2, 3, 50, device=device).softmax(-1).topk(4)
+    rows = x.unsqueeze(-2).expand(*top.shape, -1)
+    loss = linear_cross_entropy(rows, w, top, token_weight=p, reduction="sum")
+    exact = [v.detach().double().requires_grad_() for v in (x, w)]
+    logprob = torch.nn.functional.linear(*exact).log_softmax(-1).gather(-1, top)
+    expected = -(p.double() * logprob).sum()
+    close(loss, expected, F32)
+    for a, e in zip(torch.autograd.grad(loss, (x, w)), torch.autograd.grad(expected, exact)):
+        close(a, e, F32)
