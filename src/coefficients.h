@@ -12,7 +12,7 @@ struct MapFactors {
   float inward = 0, inward_low = 0;    // they are 2 |scale / softcap|
   float limit = 0;                     // above this |raw|, tanh is 1
   float outward = 0, outward_low = 0;  // they are softcap / temperature with the sign of scale
-  float backward = 0;                  // it is temperature / softcap
+  float backward = 0;                  // it is 1 / |outward|
   bool capped = false, identity = true;
 };
 

@@ -50,7 +50,9 @@ inline MapFactors map_factors(const LogitMap& map) {
       map.scale == 0 ? HUGE_VALF : static_cast<float>(std::fmin(21 / inward, double{FLT_MAX}));
   f.outward = static_cast<float>(outward);
   f.outward_low = static_cast<float>(outward - f.outward);
-  f.backward = static_cast<float>(static_cast<double>(map.temperature) / map.softcap);
+  // It is the inverse of `outward` as rounded, so that its product with a z at the cap is next
+  // to 1.
+  f.backward = static_cast<float>(1 / std::fabs(static_cast<double>(f.outward)));
   return f;
 }
 

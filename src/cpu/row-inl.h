@@ -275,6 +275,16 @@ HWY_INLINE void for_columns(const float* x, const float* weight, int64_t count, 
   }
 }
 
+// Returns 1 - t^2 for t = c / softcap from 1 - |t|, which is z's distance from the cap: that
+// difference is exact where t is near 1. t itself would be rounded three times by then.
+template <class D, class V>
+HWY_INLINE V cap_slope(D d, const MapFactors& f, V z) {
+  const float low = std::copysign(1.0f, f.outward) * f.outward_low;
+  const V distance = hn::Sub(hn::Set(d, std::fabs(f.outward)), hn::Abs(z));
+  const V rest = hn::Mul(hn::Add(distance, hn::Set(d, low)), hn::Set(d, f.backward));
+  return hn::Mul(rest, hn::Sub(hn::Set(d, 2.0f), rest));
+}
+
 // Makes draw_j. kSmoothing is 0 for none, 1 where every class counts alike, 2 for class weights.
 template <bool kSoftcap, int kSmoothing, bool kEntropy>
 void gradient_loop(const MapFactors& f, const RowGradient& g, const float* z, const float* weight,
@@ -292,8 +302,7 @@ void gradient_loop(const MapFactors& f, const RowGradient& g, const float* z, co
     const V dz = dz_of<MinusVectors>(hn::Mul(probability, p), kSmoothing > 0, smoothing, c,
                                      kEntropy, hn::Mul(entropy, p), information);
     if constexpr (!kSoftcap) return dz;
-    const V t = hn::Mul(z_at, hn::Set(d, f.backward));
-    return hn::Mul(dz, hn::NegMulAdd(t, t, hn::Set(d, 1.0f)));
+    return hn::Mul(dz, cap_slope(d, f, z_at));
   };
   for_columns<kSmoothing == 2>(z, weight, count, draw, gradient);
 }

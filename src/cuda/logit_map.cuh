@@ -44,11 +44,14 @@ __device__ inline float map_raw(const MapFactors& f, float raw) {
   return signbit(raw) ? -z : z;
 }
 
-// Returns d(draw) / dz beyond the constant slope: 1 - (c / softcap)^2.
+// Returns d(draw) / dz beyond the constant slope: 1 - t^2 for t = c / softcap, from 1 - |t|. That
+// is z's distance from the cap, whose difference is exact where t is near 1; t itself would be
+// rounded three times by then.
 __device__ inline float cap_slope(const MapFactors& f, float z) {
   if (!f.capped) return 1.0f;
-  const float t = z * f.backward;
-  return fmaf(-t, t, 1.0f);
+  const float low = f.outward < 0.0f ? -f.outward_low : f.outward_low;
+  const float left = ((fabsf(f.outward) - fabsf(z)) + low) * f.backward;
+  return left * (2.0f - left);
 }
 
 }  // namespace logitless::cuda

@@ -349,7 +349,8 @@ TEST_P(CudaHeads, GradientsOfFewTokensFasterThanMemoryTakesThem) {
 // Where E lies in grad_weight's memory, rows are written that it has just left, more of them than
 // all multiprocessors write at a time: if something is read too late, it is no E.
 TEST_P(CudaHeads, RowsThatAreWrittenWhereEWas) {
-  for (const auto& [tokens, hidden] : {std::pair{1032, 512}, {1024, 1536}, {1600, 1600}}) {
+  for (const auto& [tokens, hidden] :
+       {std::pair{1032, 512}, {1024, 1536}, {1600, 1600}, {200, 1536}, {500, 512}}) {
     const Head head(tokens, hidden, 64064, 61, 127, false);
     const LinearCrossEntropyForwardBackward op = op_of(head);
     WorkspaceSize size;

@@ -64,12 +64,7 @@ __device__ inline float target_gradient(const MapFactors& map, const RowGradient
   const float log_p = (z - g.reference) - g.log_sum;
   const float p = exp_any(log_p);
   const double dz = dz_of_target(g, p, expm1f(log_p), log_p + g.entropy_value, class_weight);
-  double slope = map.slope;
-  if (map.capped) {
-    const double t = static_cast<double>(z) * map.backward;
-    slope *= (1 - t) * (1 + t);
-  }
-  return static_cast<float>(dz * slope);
+  return static_cast<float>(dz * (double{map.slope} * cap_slope(map, z)));
 }
 
 // p_j = lost 2^(z_j log2 e - by), where `by` is the rounded (m + log s) log2 e and `lost` what its

@@ -369,7 +369,7 @@ __device__ TokenMap map_of_temperature(const LossOptions& o, float temperature) 
   m.slope = static_cast<float>(o.logit_scale / t);
   m.outward = static_cast<float>(outward);
   m.outward_low = static_cast<float>(outward - m.outward);
-  m.backward = o.softcap > 0 ? static_cast<float>(t / o.softcap) : 0.0f;
+  m.backward = o.softcap > 0 ? static_cast<float>(1 / fabs(double{m.outward})) : 0.0f;
   m.inverse = static_cast<float>(1 / t);
   m.inverse_low = static_cast<float>(1 / t - m.inverse);
   m.temperature = temperature;
