@@ -280,9 +280,10 @@ HWY_INLINE void for_columns(const float* x, const float* weight, int64_t count, 
 template <class D, class V>
 HWY_INLINE V cap_slope(D d, const MapFactors& f, V z) {
   const float low = std::copysign(1.0f, f.outward) * f.outward_low;
+  const float inverse = static_cast<float>(1 / (std::fabs(double{f.outward}) + low));
   const V distance = hn::Sub(hn::Set(d, std::fabs(f.outward)), hn::Abs(z));
-  const V rest = hn::Mul(hn::Add(distance, hn::Set(d, low)), hn::Set(d, f.backward));
-  return hn::Mul(rest, hn::Sub(hn::Set(d, 2.0f), rest));
+  const V rest = hn::Mul(hn::Add(distance, hn::Set(d, low)), hn::Set(d, inverse));
+  return hn::NegMulAdd(rest, rest, hn::Add(rest, rest));
 }
 
 // Makes draw_j. kSmoothing is 0 for none, 1 where every class counts alike, 2 for class weights.

@@ -75,9 +75,10 @@ MUTANTS = [
     ),
     mutant(
         "softcap: derivative from u, not from c", ROW,
-        "const V t = hn::Mul(z_at, hn::Set(d, f.backward));",
-        "const V c_t = hn::Mul(z_at, hn::Set(d, f.backward));\n"
-        "      const V t = hn::MulAdd(hn::Mul(hn::Mul(c_t, c_t), c_t), hn::Set(d, 1.0f / 3), c_t);",
+        "return hn::NegMulAdd(rest, rest, hn::Add(rest, rest));",
+        "const V c_t = hn::Sub(hn::Set(d, 1.0f), rest);\n"
+        "  const V t = hn::MulAdd(hn::Mul(hn::Mul(c_t, c_t), c_t), hn::Set(d, 1.0f / 3), c_t);\n"
+        "  return hn::NegMulAdd(t, t, hn::Set(d, 1.0f));",
         BOTH,
     ),
     mutant(
@@ -104,8 +105,6 @@ MUTANTS = [
             ),
             Edit(LOSS, "static_cast<double>(map.softcap) / map.temperature, map.scale);",
                  "static_cast<double>(map.softcap), map.scale);"),
-            Edit(LOSS, "static_cast<float>(static_cast<double>(map.temperature) / map.softcap);",
-                 "static_cast<float>(1.0 / map.softcap);"),
             Edit(ROWS, "static_cast<double>(z) * map.temperature / map.softcap;",
                  "static_cast<double>(z) / map.softcap;"),
         ),
