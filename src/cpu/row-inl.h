@@ -275,14 +275,21 @@ HWY_INLINE void for_columns(const float* x, const float* weight, int64_t count, 
   }
 }
 
+// These are the cap of z in two parts, and its inverse.
+struct Cap {
+  float size = 0, low = 0, inverse = 0;
+};
+inline Cap cap_of(const MapFactors& f) {
+  const float low = std::copysign(1.0f, f.outward) * f.outward_low;
+  const double whole = std::fabs(double{f.outward}) + low;
+  return {std::fabs(f.outward), low, static_cast<float>(1 / whole)};
+}
 // Returns 1 - t^2 for t = c / softcap from 1 - |t|, which is z's distance from the cap: that
 // difference is exact where t is near 1. t itself would be rounded three times by then.
 template <class D, class V>
-HWY_INLINE V cap_slope(D d, const MapFactors& f, V z) {
-  const float low = std::copysign(1.0f, f.outward) * f.outward_low;
-  const float inverse = static_cast<float>(1 / (std::fabs(double{f.outward}) + low));
-  const V distance = hn::Sub(hn::Set(d, std::fabs(f.outward)), hn::Abs(z));
-  const V rest = hn::Mul(hn::Add(distance, hn::Set(d, low)), hn::Set(d, inverse));
+HWY_INLINE V cap_slope(D d, const Cap& cap, V z) {
+  const V distance = hn::Sub(hn::Set(d, cap.size), hn::Abs(z));
+  const V rest = hn::Mul(hn::Add(distance, hn::Set(d, cap.low)), hn::Set(d, cap.inverse));
   return hn::NegMulAdd(rest, rest, hn::Add(rest, rest));
 }
 
@@ -296,6 +303,7 @@ void gradient_loop(const MapFactors& f, const RowGradient& g, const float* z, co
   const V probability = hn::Set(d, g.probability * f.slope);
   const V smoothing = hn::Set(d, g.smoothing * f.slope), entropy = hn::Set(d, g.entropy * f.slope);
   const V entropy_value = hn::Set(d, g.entropy_value), least = hn::Set(d, kLeastExponent);
+  const Cap cap = kSoftcap ? cap_of(f) : Cap{};  // a division for each vector would cost too much
   const auto gradient = [&](V z_at, V c) HWY_ATTR {
     const V log_p = hn::Sub(hn::Sub(z_at, reference), log_sum);
     const V p = exp_any(d, log_p);
@@ -303,7 +311,7 @@ void gradient_loop(const MapFactors& f, const RowGradient& g, const float* z, co
     const V dz = dz_of<MinusVectors>(hn::Mul(probability, p), kSmoothing > 0, smoothing, c,
                                      kEntropy, hn::Mul(entropy, p), information);
     if constexpr (!kSoftcap) return dz;
-    return hn::Mul(dz, cap_slope(d, f, z_at));
+    return hn::Mul(dz, cap_slope(d, cap, z_at));
   };
   for_columns<kSmoothing == 2>(z, weight, count, draw, gradient);
 }

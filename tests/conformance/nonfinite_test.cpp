@@ -12,6 +12,17 @@
 namespace logitless::conformance {
 namespace {
 
+// Makes value_of(j) the logit of each column j from `begin` on: in kRow, or by the bias of a linear
+// op in every row.
+template <class Op, class F>
+void write_columns(const Op& op, int64_t begin, const F& value_of) {
+  const TensorView& view = masked_by(op);
+  std::vector<double> values = read(view);
+  const int64_t first = LinearOp<Op> ? 0 : kRow * kVocab;
+  for (int64_t j = begin; j < kVocab; ++j) values[first + j] = value_of(j);
+  write(view, values);
+}
+
 // One number of one row of logits is not finite, at the target's column and away from it.
 TEST_P(NonFinite, StaysInItsRow) {
   for_settings(plain(), [&](const Case& c, const char* name) {
@@ -155,20 +166,16 @@ TEST_P(NonFinite, ASoftcapsSlopeBesideItsEnd) {
     with_op(op_, [&](auto op) {
       using Op = decltype(op);
       Problem<Op> p = build<Op>(c);
-      const TensorView& view = masked_by(p.op);
-      std::vector<double> values = read(view);
-      const int64_t first = LinearOp<Op> ? 0 : kRow * kVocab;
       // Hopper's kernels of 16 bits round t three times: near the cap, not at it, their slope is
       // off by up to 6 u of the 4 u granted (docs/experiments/2026-11-softcap-slope.md).
       const bool only_at_end =
           LinearOp<Op> && dtype_ != DType::f32 && std::string(std::get<0>(GetParam())) == "cuda";
       // tanh 3 is 1 - 0.005, tanh 11 rounds to 1.
-      for (int64_t j = 0; j < kVocab; ++j) {
+      write_columns(p.op, 0, [&](int64_t j) {
         const bool at_end = only_at_end || j % 7 == 0;
         const double size = at_end ? kInf : (3 + 8.0 * j / kVocab) * map.softcap;
-        values[first + j] = j % 2 == 0 ? size : -size;
-      }
-      write(view, values);
+        return j % 2 == 0 ? size : -size;
+      });
       judged(p, "softcap " + std::to_string(map.softcap));
     });
   }
@@ -183,11 +190,7 @@ TEST_P(NonFinite, RowsOfMinusInfinity) {
         using Op = decltype(op);
         Problem<Op> p = build<Op>(c);
         const Fields before = judged(p, name);
-        const TensorView& view = masked_by(p.op);
-        std::vector<double> values = read(view);
-        const int64_t first = LinearOp<Op> ? 0 : kRow * kVocab;
-        for (int64_t j = kept; j < kVocab; ++j) values[first + j] = -kInf;
-        write(view, values);
+        write_columns(p.op, kept, [](int64_t) { return -kInf; });
         const std::string what = std::string(name) + ", " + std::to_string(kept) + " columns left";
         const Fields after = judged(p, what);
         if (!LinearOp<Op>) expect_other_rows(before, after, kRow, what);
@@ -213,11 +216,7 @@ TEST_P(NonFinite, RowsOfTheLowestNumber) {
     with_op(op_, [&](auto op) {
       using Op = decltype(op);
       Problem<Op> p = build<Op>(c);
-      const TensorView& view = masked_by(p.op);
-      std::vector<double> values = read(view);
-      const int64_t first = LinearOp<Op> ? 0 : kRow * kVocab;
-      std::fill(values.begin() + first + kept, values.begin() + first + kVocab, lowest);
-      write(view, values);
+      write_columns(p.op, kept, [&](int64_t) { return lowest; });
       const Fields after = judged(p, std::to_string(kept) + " columns left");
       // The contract's bounds grow with |z|, but equal logits need none. A product is lost beside
       // such a bias, except in f16.
