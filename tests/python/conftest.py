@@ -65,8 +65,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(autouse=True)
-def seed() -> None:
+def fresh() -> None:
     torch.manual_seed(0)
+    if "torch._dynamo" in sys.modules:
+        # It compiles a function eight times at most, and tests share the package's functions.
+        torch._dynamo.reset()
 
 
 @pytest.fixture

@@ -128,7 +128,6 @@ def test_compiled_is_one_graph_with_the_eager_gradients(device: str, name: str) 
 
 def test_inductor(device: str) -> None:
     x, w, b, t = problem((2, 5), 19, 8, device=device, bias=True)
-    torch._dynamo.reset()
     loss = torch.compile(CASES["mean"], fullgraph=True)(x, w, b, t)
     expected = reference.loss(reference.logits_of(x, w, b), t, label_smoothing=0.1)
     close(loss, expected)

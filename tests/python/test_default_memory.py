@@ -198,7 +198,6 @@ def test_many_threads_leave_nothing_behind() -> None:
 def test_compiled_it_is_what_held_when_it_was_traced() -> None:
     x, w, t = head()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    torch._dynamo.reset()
     call = torch.compile(
         lambda x, w, t: verl.linear_cross_entropy(x, w, t)[0], backend=counter, fullgraph=True
     )

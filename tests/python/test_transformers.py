@@ -907,7 +907,6 @@ def of_a_head_by_another_name(base: Any) -> Any:
 def test_a_class_derived_of_a_patched_one_works_as_ever_where_it_cannot_be_served(
     derive: Any, why: str, compiled: bool
 ) -> None:
-    torch._dynamo.reset()
     cls, batch = derive(transformers.LlamaForCausalLM), model_and_batch("llama")[1]
 
     def run() -> list[torch.Tensor]:
@@ -938,7 +937,6 @@ def test_a_class_derived_of_a_patched_one_is_served_as_its_init_leaves_it(compil
             self.model.layers = self.model.layers[:1]
             self.lm_head = torch.nn.Linear(16, 61)
 
-    torch._dynamo.reset()
     batch = model_and_batch("llama")[1]
     with (
         patch_transformers(transformers.LlamaForCausalLM),
@@ -1015,7 +1013,6 @@ def test_a_patch_that_is_of_no_use_in_training_is_warned_of_once(alone: bool) ->
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_a_compiled_backbone_is_warned_of_by_itself_alone(fullgraph: bool) -> None:
     """Within its model it is none, whether that is compiled too or not."""
-    torch._dynamo.reset()
     model, batch = model_and_batch("llama")
     expected = model(**batch)
     gradients_ = gradients(model, expected.loss)
