@@ -46,6 +46,8 @@ OPTIONS: list[tuple[str, str, str, str, str]] = [
        "fmaxf(fmaf(z - rows.anchor[h], log2e, -rows.log2_sum[h]), -infinity())", "nonfinite"),
     ("hopper, options, dz: the target is not subtracted", "linear/sm90/with_options.cuh",
        "draw[c] = @{8 * i + c == mask.target[h]}@ ?", "false", "linear"),
+    ("hopper, options, near the cap: all rows have one temperature", "linear/sm90/option_rows.cuh",
+     "done[n] = map_larger(o, @{outward}@, x, z);", "o.map.outward", "options"),
     ("hopper, options, dz without the softcap's slope", "linear/sm90/with_options.cuh",
        "if (has_cap<kSet>) draw[c] = @{capped(backward[h], z, draw[c])}@;", "draw[c]", "linear"),
     ("hopper, options, dz without the smoothing", "linear/sm90/with_options.cuh",

@@ -100,9 +100,21 @@ __device__ inline bool is_masked(const LeftOut& mask, int column, int h) {
   return kRare && (column == mask.target[h] || column >= mask.end[h]);
 }
 
+// Returns the map of row h of the two, where rows have maps of their own; behind the last row it
+// returns another's.
+__device__ inline const TokenMap& map_of_row(const Arguments& a, const HalfRows& rows, int valid,
+                                             int h) {
+  const Chunk& chunk = a.chunk;
+  return a.options.row_map[chunk.tokens.row[chunk.first + min(rows.row + 8 * h, valid - 1)]];
+}
+template <Set kSet>
+__device__ inline bool has_row_maps(const Arguments& a) {
+  return has_more<kSet> && again(a.options.row_map != nullptr);
+}
 // Does the same as map_block, but for what rows have of their own.
 template <Set kSet>
-__device__ inline bool map_block_alike(float (&d)[96], const Arguments& a, int column) {
+__device__ inline bool map_block_alike(float (&d)[96], const Arguments& a, const HalfRows& rows,
+                                       int valid, int column) {
   const TileOptions& o = a.options;
   if (has_bias<kSet>(a)) {
     const float2* bias = reinterpret_cast<const float2*>(o.bias + column) + threadIdx.x % 4;
@@ -119,17 +131,25 @@ __device__ inline bool map_block_alike(float (&d)[96], const Arguments& a, int c
     for (int n = 0; n < 32; ++n) most[n % 4] = fmaxf(most[n % 4], fabsf(d[n]));
     const float all = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
     if (__any_sync(whole_warp, all > o.small)) {
+      // This is rare and long, so that a few columns at a time share one copy of the code.
+      constexpr int at_once = has_more<kSet> ? 2 : 4;
 #pragma unroll 1
-      // This is rare and long, so that four columns at a time share one copy of the code.
-      for (int turn = 0; turn < 8; ++turn) {
-        float done[4];
+      for (int turn = 0; turn < 32 / at_once; ++turn) {
+        float done[at_once];
+        const bool has_maps = has_row_maps<kSet>(a);
+        const TokenMap* map = nullptr;
+        if (has_maps) map = &map_of_row(a, rows, valid, turn % 2);
+        const float outward = has_maps ? map->outward : o.map.outward;
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {
+        for (int n = 0; n < at_once; ++n) {
           const float x = d[n];
-          done[n] = select_above(fabsf(x), o.small, map_large(o, x), map_small(o, x));
+          float z = select_above(fabsf(x), o.small, map_large(o, x), map_small(o, x));
+          if (has_maps) z = divided(z, *map);
+          done[n] = map_larger(o, outward, x, z);
         }
 #pragma unroll
-        for (int n = 0; n < 32; ++n) d[n] = n < 28 ? d[n + 4] : done[n - 28];
+        for (int n = 0; n < 32; ++n)
+          d[n] = n < 32 - at_once ? d[n + at_once] : done[n - 32 + at_once];
       }
       return true;
     }
@@ -142,17 +162,6 @@ __device__ inline bool map_block_alike(float (&d)[96], const Arguments& a, int c
   return false;
 }
 
-// Returns the map of row h of the two, where rows have maps of their own; behind the last row it
-// returns another's.
-__device__ inline const TokenMap& map_of_row(const Arguments& a, const HalfRows& rows, int valid,
-                                             int h) {
-  const Chunk& chunk = a.chunk;
-  return a.options.row_map[chunk.tokens.row[chunk.first + min(rows.row + 8 * h, valid - 1)]];
-}
-template <Set kSet>
-__device__ inline bool has_row_maps(const Arguments& a) {
-  return has_more<kSet> && again(a.options.row_map != nullptr);
-}
 // Returns the factor that makes the softcap's slope of row h.
 template <Set kSet>
 __device__ inline float backward_of(const Arguments& a, const HalfRows& rows, int valid, int h) {
@@ -165,14 +174,14 @@ __device__ inline float backward_of(const Arguments& a, const HalfRows& rows, in
 template <Set kSet>
 __device__ inline bool map_block(float (&d)[96], const Arguments& a, const HalfRows& rows,
                                  const RowData& data, int valid, int column) {
-  const bool large = map_block_alike<kSet>(d, a, column);
+  const bool large = map_block_alike<kSet>(d, a, rows, valid, column);
   if constexpr (slopes_by_row<kSet>) {
     if (has_scale<kSet>(a)) {
       const float slope[2] = {of_row(data.slope, rows.part, 0), of_row(data.slope, rows.part, 1)};
 #pragma unroll
       for (int n = 0; n < 32; ++n) d[n] *= slope[n / 2 % 2];
     }
-  } else if (has_row_maps<kSet>(a)) {
+  } else if (!large && has_row_maps<kSet>(a)) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const TokenMap& map = map_of_row(a, rows, valid, h);

@@ -37,17 +37,22 @@ constexpr float large_tanh[9] = {-0x1.555536p-2f,  0x1.110c0ep-3f,  -0x1.b987cep
                                  0x1.620b58p-6f,   -0x1.100ac6p-7f, 0x1.722b4cp-9f,
                                  -0x1.892978p-11f, 0x1.117034p-13f, -0x1.674f2ep-17f};
 __device__ inline float map_large(const TileOptions& o, float raw) {
-  const MapFactors& f = o.map;
-  const float y = raw * (0.5f * f.inward), y2 = y * y, z = raw * f.slope;
+  const float y = raw * (0.5f * o.map.inward), y2 = y * y, z = raw * o.map.slope;
   float p = o.large_terms[8];
 #pragma unroll
   for (int n = 7; n >= 0; --n) p = fmaf(p, y2, o.large_terms[n]);
-  const float near = fmaf(z, p * y2, z);
-  const float e = exp2_fast(fabsf(raw) * f.inward * log2e);
+  return fmaf(z, p * y2, z);
+}
+// Returns map_large's z or, where tanh comes near 1, outward * tanh rounded once: the softcap's
+// slope is a small difference there, in which each rounding counts.
+__device__ inline float map_larger(const TileOptions& o, float outward, float raw,
+                                   float otherwise) {
+  const float e = exp2_fast(fabsf(raw) * o.map.inward * log2e);
   float inverse;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(e + 1.0f));
-  const float far = copysignf(fmaf(-2.0f, inverse, 1.0f), raw) * f.outward;
-  return select_above(fabsf(y), most_of_polynomial, far, near);
+  const float size = fmaf(-2.0f * inverse, outward, outward);
+  const float far = __uint_as_float(__float_as_uint(size) ^ (__float_as_uint(raw) & 0x80000000u));
+  return select_above(fabsf(raw) * (0.5f * o.map.inward), most_of_polynomial, far, otherwise);
 }
 
 // Returns E or dz times the softcap's slope.
