@@ -84,6 +84,40 @@ TEST_P(CudaLinear, ARowOfAVanishingFactorIsMadeAgain) {
   });
 }
 
+// Most rows lose more than the exponent's range, as under a weight that was drawn too large: they
+// are made again 128 at a time, beside a few that are not.
+TEST_P(CudaLinear, HundredsOfRowsAreMadeAgain) {
+  for (const auto& [shape, placement] : {std::pair{Shape{300, 72, 450}, Placement::dense},
+                                         {Shape{290, 200, 391}, Placement::dense},
+                                         {Shape{140, 9, 300}, Placement::unaligned},
+                                         {Shape{260, 131, 200}, Placement::transposed}}) {
+    for (const bool options : {false, true}) {
+      Case c{.op = op_, .shape = shape, .dtype = dtype_, .placement = placement};
+      c.bias = c.token_weight = options;
+      c.options.label_smoothing = options ? 0.1f : 0;
+      with_problem(c, [&](auto& p, const WorkspaceSize& size) {
+        std::vector<double> input = read(p.op.input);
+        for (size_t k = 0; k < input.size(); ++k) {
+          const bool near = k / static_cast<size_t>(p.op.input.shape[1]) % 37 == 5;
+          input[k] = round_to(dtype_, input[k] * (near ? 1 : 400));
+        }
+        write(p.op.input, input);
+        // One token's term may be as large as the sum of all others, so that each addition in f32
+        // has a rounding of its size.
+        p.model.structured = true;
+        const reference::Result want = expected(device_, p.op, p.model);
+        if (want.outputs.contains("loss")) {
+          EXPECT_GT(want.outputs.at("loss").value[0], 100);
+        }
+        for (const double share : {0.0, 1.0}) {
+          const Comparison result = compared(p, size, share, want);
+          EXPECT_TRUE(result.ok()) << result.report << ", share " << share << ", " << describe(c);
+        }
+      });
+    }
+  }
+}
+
 // A gradient that is there stays, and so do subnormal numbers, which an addition in memory may
 // flush.
 TEST_P(CudaLinear, AddingOverNoTokenLeavesWhatIsThere) {

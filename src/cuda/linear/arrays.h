@@ -39,7 +39,7 @@ struct RowFactors {
   float scale;      // the glossary calls it v
   float smoothing;  // the glossary calls it s
   float at_target;  // the target's column of E is set to it
-  int32_t again;    // it is 1 where panel_kernel in kept.cu makes the row again by itself
+  int32_t again;    // it is 1 where finish_panel.cu makes the row again
 };
 
 // A chunk covers the compacted tokens [first, first + rows), of which fewer may be valid.

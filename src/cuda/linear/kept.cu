@@ -10,66 +10,6 @@
 namespace logitless::cuda {
 namespace {
 
-constexpr unsigned panel_blocks = 2;  // so many blocks share a multiprocessor
-
-// The kernel first writes the target's column of E, where rows.cu has not met it. Then it makes the
-// rows of the list again, each column by a dot product of its own: E_j = draw_j / v, smoothing and
-// all, from the finished state. A warp takes a column and its rows in turn; it ends at once where
-// the list is empty.
-template <class E>
-__global__ void __launch_bounds__(256)
-    panel_kernel(const __grid_constant__ LinearCall call, Chunk chunk, const float* target_logit,
-                 const RowGradient* gradients, const RowFactors* factors, const int32_t* again,
-                 Panel panel, bool targets) {
-  wait_for_kernel_before();
-  const int valid = targets ? valid_rows(chunk) : 0;
-  for (int row = blockIdx.x * 256 + threadIdx.x; row < valid; row += gridDim.x * 256) {
-    const int64_t j = chunk.tokens.target[chunk.first + row] - panel.first;
-    if (j < 0 || j >= panel.columns || factors[row].again != 0) continue;
-    *panel_element<E>(panel, row, j) = from_f32<E>(factors[row].at_target);
-  }
-  const int count = again[0], lane = threadIdx.x % 32;
-  const int64_t step = int64_t{gridDim.x} * 8;
-  if (count == 0) return;
-  for (int64_t j = blockIdx.x * 8 + threadIdx.x / 32; j < panel.columns; j += step) {
-    const int64_t column = panel.first + j;
-    for (int n = 0; n < count; ++n) {
-      const int row = again[1 + n];
-      const RowGradient& g = gradients[row];
-      const bool is_target = column == chunk.tokens.target[chunk.first + row];
-      // The target's logit is known. If no other column of the row has a gradient (a gradient of
-      // target_logit alone), theirs are not computed either.
-      const bool is_asked = g.probability != 0 || g.smoothing != 0 || g.entropy != 0;
-      const bool is_known = is_target || (!is_asked && isfinite(g.reference + g.log_sum));
-      const E* x = address<const E>(call.input, chunk.tokens.row[chunk.first + row]);
-      float sum = 0;
-      for (int64_t d = lane; !is_known && d < call.weight.shape[1]; d += 32) {
-        sum = fmaf(to_f32(x[d * call.input.stride[1]]),
-                   to_f32(*address<const E>(call.weight, column, d)), sum);
-      }
-      sum = warp_sum(sum);
-      if (lane != 0) continue;
-      if (present(call.bias)) sum += load(call.bias, column);
-      const MapFactors map = map_of_token(call.map, chunk.tokens, chunk.first + row);
-      const float z = is_target ? target_logit[row] : map_raw(map, sum);
-      // At |z| of 1e20 this dot product and the product's differ by more than any exponent holds,
-      // so that log p could lie above 0.
-      float log_p = (z - g.reference) - g.log_sum;
-      log_p = log_p > 0 ? 0.0f : log_p;
-      const float p = exp_any(log_p);
-      const float own =
-          is_target ? target_draw(g.probability, g.onehot, p, -expm1f(log_p)) : g.probability * p;
-      const auto c = [&] { return class_weight(call.in, column); };
-      const float information = fmaxf(log_p, least_exponent) + g.entropy_value;
-      const float dz = dz_of<Fused>(own, g.smoothing != 0, g.smoothing, c, g.entropy != 0,
-                                    g.entropy * p, information);
-      const float draw = dz * cap_slope(map, z);
-      const float v = factors[row].scale;
-      *panel_element<E>(panel, row, j) = from_f32<E>(v == 0 ? 0.0f : draw / v);
-    }
-  }
-}
-
 // Rows of kept E trade places: that of the token at `place` with the one at k, which has no
 // gradient. Threads form rows of 8 lanes, each with 16 bytes of several columns in turn. Where
 // every token has a gradient all rows are in their places already.
@@ -316,19 +256,6 @@ __global__ void __launch_bounds__(256)
 }
 
 }  // namespace
-
-void finish_panel(const LinearWork& work, const Panel& panel, bool targets) {
-  const auto& [call, plan, m, device, stream, chunk] = work;
-  // There are as many blocks as run at once, because mostly each finds the list empty.
-  const unsigned most = static_cast<unsigned>(device.multiprocessors) * panel_blocks;
-  const LaunchShape shape{.blocks = std::min(blocks_for(panel.columns, 8), most),
-                          .threads = 256,
-                          .early = call.launches_early};
-  with_dtype(call.shape.dtype, [&](auto element) {
-    stream->launch_config("finish_panel", panel_kernel<decltype(element)>, shape, call, chunk,
-                          m.target_logit, m.gradients, m.factors, m.again, panel, targets);
-  });
-}
 
 void write_extra_rows(const LinearWork& work, const Panel& panel) {
   const auto& [call, plan, m, device, stream, chunk] = work;

@@ -155,8 +155,8 @@ void finish_rows(const LinearWork& work, bool with_factors, const std::array<Pan
 // Writes the targets' logits, where nothing else is asked for.
 void write_targets(const LinearWork& work);
 
-// kept.cu makes E of the rows beyond the exponent's range and, where E is made after finish_rows, E
-// of the target's column.
+// finish_panel.cu makes E of the rows beyond the exponent's range and, where E is made after
+// finish_rows, E of the target's column.
 void finish_panel(const LinearWork& work, const Panel& panel, bool targets);
 // Writes behind the panel's rows the class weights for the smoothing's term of E, and zeros; behind
 // its columns it writes zeros up to a multiple of 8.

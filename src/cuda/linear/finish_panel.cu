@@ -1,0 +1,269 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows of E that the forward pass could not make are made again here, after their factors (rows.cu)
+// are known: those of a list on the device, mostly an empty one. One product makes the logits of
+// 128 such rows and 128 columns, on tensor cores where elements have 16 bits; a second step makes
+// E_j = draw_j / v of each, smoothing and all, from the finished state. A row's bits do not depend
+// on the others of the list.
+#include <algorithm>
+
+#include "src/cuda/linear/linear.cuh"
+#include "src/cuda/logit_map.cuh"
+#include "src/cuda/runtime/early.cuh"
+
+namespace logitless::cuda {
+namespace {
+
+constexpr int edge = 128, threads = 256;  // a block's tile of logits has `edge` rows and columns
+constexpr unsigned blocks_a_multiprocessor = 2;
+
+// Has one step of both operands along the hidden axis, eight packs a row; the ninth keeps rows in
+// other banks.
+template <class E>
+struct Operands {
+  static constexpr int packs = 8, step = packs * Pack<E>::width;
+  Pack<E> input[edge][packs + 1], weight[edge][packs + 1];
+};
+constexpr int half = edge / 2, logits_pitch = edge + 8;
+template <class E>
+union Shared {
+  Operands<E> operands;
+  float logits[half][logits_pitch];  // half of the tile at a time
+};
+
+// Has a thread's part of the tile's logits.
+template <class E>
+struct Logits;
+
+// Elements of 16 bits: a warp has 32 rows and 64 columns, in mma's own tiles of 16 x 8.
+template <class E>
+  requires(sizeof(E) == 2)
+struct Logits<E> {
+  float sum[2][8][4] = {};
+
+  static __device__ int first_row() { return threadIdx.x / 64 * 32; }
+  static __device__ int first_column() { return threadIdx.x / 32 % 2 * 64; }
+
+  // Loads four 8 x 8 blocks, each lane's address being that of a row of one of them.
+  static __device__ void load(uint32_t (&x)[4], const void* row) {
+    const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(address)
+                 : "memory");
+  }
+  static __device__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    if constexpr (std::is_same_v<E, __half>) {
+      asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+          "{%8, %9}, {%0, %1, %2, %3};"
+          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    } else {
+      asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+          "{%8, %9}, {%0, %1, %2, %3};"
+          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+  }
+  __device__ void add(const Operands<E>& o) {
+    const int lane = threadIdx.x % 32, row = first_row() + lane % 16;
+    const int column = first_column() + lane / 16 * 8 + lane % 8;
+#pragma unroll
+    for (int k = 0; k < Operands<E>::packs; k += 2) {
+      uint32_t a[2][4];
+#pragma unroll
+      for (int m = 0; m < 2; ++m) load(a[m], &o.input[row + 16 * m][k + lane / 16]);
+#pragma unroll
+      for (int n = 0; n < 8; n += 2) {
+        uint32_t b[4];
+        load(b, &o.weight[column + 8 * n][k + lane / 8 % 2]);
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          multiply(sum[m][n], a[m], b[0], b[1]);
+          multiply(sum[m][n + 1], a[m], b[2], b[3]);
+        }
+      }
+    }
+  }
+  // Writes the rows from `first` on that are this thread's, of a half of the tile.
+  __device__ void store(int first, float (&logits)[half][logits_pitch]) const {
+    if (first_row() / half * half != first) return;
+    const int lane = threadIdx.x % 32, row = first_row() - first + lane / 4;
+#pragma unroll
+    for (int n = 0; n < 32; ++n) {
+      const int m = n / 16, h = n / 8 % 2, i = n % 8;
+      const int column = first_column() + 8 * i + lane % 4 * 2;
+      *reinterpret_cast<float2*>(&logits[row + 16 * m + 8 * h][column]) = {sum[m][i][2 * h],
+                                                                           sum[m][i][2 * h + 1]};
+    }
+  }
+};
+
+// f32: a thread has eight rows and eight columns, 16 apart; each sum is one chain along the hidden
+// axis.
+template <>
+struct Logits<float> {
+  float sum[8][8] = {};
+
+  __device__ void add(const Operands<float>& o) {
+    const int row = threadIdx.x / 16, column = threadIdx.x % 16;
+#pragma unroll 1
+    for (int k = 0; k < Operands<float>::packs; ++k) {
+      Pack<float> a[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) a[i] = o.input[row + 16 * i][k];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const Pack<float> b = o.weight[column + 16 * j][k];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+#pragma unroll
+          for (int n = 0; n < 4; ++n) sum[i][j] = fmaf(a[i].x[n], b.x[n], sum[i][j]);
+        }
+      }
+    }
+  }
+  __device__ void store(int first, float (&logits)[half][logits_pitch]) const {
+    const int row = threadIdx.x / 16, column = threadIdx.x % 16;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (16 * i / half * half != first) continue;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) logits[row + 16 * i - first][column + 16 * j] = sum[i][j];
+    }
+  }
+};
+
+struct PanelArguments {
+  LinearCall call;
+  Chunk chunk;
+  const float* target_logit;
+  const RowGradient* gradients;
+  const RowFactors* factors;
+  const int32_t* again;
+  Panel panel;
+};
+
+// Returns whether columns other than the target's have a gradient, or are NaN. Else (a gradient of
+// target_logit alone) their logits are not asked for.
+__device__ inline bool asks_columns(const RowGradient& g) {
+  return g.probability != 0 || g.smoothing != 0 || g.entropy != 0 ||
+         !isfinite(g.reference + g.log_sum);
+}
+
+// Multiplies 128 rows of the list, from its `first` on, by 128 columns of the panel.
+template <class E>
+__device__ void multiply(const PanelArguments& a, int count, int first, int64_t first_column,
+                         Operands<E>* operands, Logits<E>* logits) {
+  constexpr int many = Operands<E>::packs / 2, width = Pack<E>::width;
+  const int own = threadIdx.x / 2, pack = threadIdx.x % 2 * many;
+  const int64_t hidden = a.call.weight.shape[1];
+  const int row = a.again[1 + min(first + own, count - 1)];
+  const RowReader<E> input(a.call.input, a.chunk.tokens.row[a.chunk.first + row], hidden);
+  const int64_t column = a.panel.first + min(first_column + own, a.panel.columns - 1);
+  const RowReader<E> weight(a.call.weight, column, hidden);
+#pragma unroll 1
+  for (int64_t d = 0; d < hidden; d += Operands<E>::step) {
+    __syncthreads();
+#pragma unroll 2
+    for (int n = pack; n < pack + many; ++n) {
+      operands->input[own][n] = input(d + n * width);
+      operands->weight[own][n] = weight(d + n * width);
+    }
+    __syncthreads();
+    logits->add(*operands);
+  }
+}
+
+// Returns E of a row, from its logit before the map.
+__device__ inline float remade(const PanelArguments& a, int row, int64_t column, float raw) {
+  const LinearCall& call = a.call;
+  const RowGradient& g = a.gradients[row];
+  const bool is_target = column == a.chunk.tokens.target[a.chunk.first + row];
+  if (!asks_columns(g)) raw = 0;
+  if (present(call.bias)) raw += load(call.bias, column);
+  const MapFactors map = map_of_token(call.map, a.chunk.tokens, a.chunk.first + row);
+  // The target's logit is known.
+  const float z = is_target ? a.target_logit[row] : map_raw(map, raw);
+  // At |z| of 1e20 this product and the forward's differ by more than any exponent holds, so that
+  // log p could lie above 0.
+  float log_p = (z - g.reference) - g.log_sum;
+  log_p = log_p > 0 ? 0.0f : log_p;
+  const float p = exp_any(log_p);
+  const float own =
+      is_target ? target_draw(g.probability, g.onehot, p, -expm1f(log_p)) : g.probability * p;
+  const auto c = [&] { return class_weight(call.in, column); };
+  const float information = fmaxf(log_p, least_exponent) + g.entropy_value;
+  const float dz = dz_of<Fused>(own, g.smoothing != 0, g.smoothing, c, g.entropy != 0,
+                                g.entropy * p, information);
+  const float draw = dz * cap_slope(map, z), v = a.factors[row].scale;
+  return v == 0 ? 0.0f : draw / v;
+}
+
+// Makes a tile of the panel: 128 rows of the list by 128 columns.
+template <class E>
+__device__ void make_tile(const PanelArguments& a, int count, int first, int64_t first_column,
+                          Shared<E>* shared) {
+  Logits<E> logits;
+  const int own = first + static_cast<int>(threadIdx.x) % edge;
+  const bool asks = own < count && asks_columns(a.gradients[a.again[1 + own]]);
+  if (__syncthreads_or(asks)) {
+    multiply<E>(a, count, first, first_column, &shared->operands, &logits);
+  }
+  const int64_t j = first_column + threadIdx.x % edge;
+#pragma unroll
+  for (int from = 0; from < edge; from += half) {
+    __syncthreads();
+    logits.store(from, shared->logits);
+    __syncthreads();
+    if (j >= a.panel.columns) continue;
+    const int end = min(half, count - first - from);
+    for (int n = threadIdx.x / edge; n < end; n += threads / edge) {
+      const int row = a.again[1 + first + from + n];
+      const float raw = shared->logits[n][threadIdx.x % edge];
+      *panel_element<E>(a.panel, row, j) = from_f32<E>(remade(a, row, a.panel.first + j, raw));
+    }
+  }
+  __syncthreads();
+}
+
+// The kernel first writes the target's column of E, where rows.cu has not met it. Then it makes the
+// rows of the list again; it ends at once where that is empty.
+template <class E>
+__global__ void __launch_bounds__(threads, blocks_a_multiprocessor)
+    panel_kernel(const __grid_constant__ PanelArguments a, bool targets) {
+  wait_for_kernel_before();
+  const Chunk& chunk = a.chunk;
+  const int valid = targets ? valid_rows(chunk) : 0;
+  for (int row = blockIdx.x * threads + threadIdx.x; row < valid; row += gridDim.x * threads) {
+    const int64_t j = chunk.tokens.target[chunk.first + row] - a.panel.first;
+    if (j < 0 || j >= a.panel.columns || a.factors[row].again != 0) continue;
+    *panel_element<E>(a.panel, row, j) = from_f32<E>(a.factors[row].at_target);
+  }
+  const int count = a.again[0];
+  if (count == 0) return;
+  __shared__ Shared<E> shared;
+  // Blocks that run at once share columns of the weight.
+  const int64_t across = (count + edge - 1) / edge;
+  const int64_t tiles = (a.panel.columns + edge - 1) / edge * across;
+#pragma unroll 1
+  for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    make_tile<E>(a, count, static_cast<int>(tile % across * edge), tile / across * edge, &shared);
+  }
+}
+
+}  // namespace
+
+void finish_panel(const LinearWork& work, const Panel& panel, bool targets) {
+  const auto& [call, plan, m, device, stream, chunk] = work;
+  // There are as many blocks as run at once at most, because mostly each finds the list empty.
+  const unsigned most = static_cast<unsigned>(device.multiprocessors) * blocks_a_multiprocessor;
+  const unsigned tiles = blocks_for(panel.columns, edge) * blocks_for(chunk.rows, edge);
+  const LaunchShape shape{
+      .blocks = std::min(tiles, most), .threads = threads, .early = call.launches_early};
+  const PanelArguments a{call, chunk, m.target_logit, m.gradients, m.factors, m.again, panel};
+  with_dtype(call.shape.dtype, [&](auto element) {
+    stream->launch_config("finish_panel", panel_kernel<decltype(element)>, shape, a, targets);
+  });
+}
+
+}  // namespace logitless::cuda
