@@ -72,6 +72,47 @@ void multiply_panels(const Engine& engine, const Product& p) {
   }
 }
 
+// With so few A panels a product waits for B's rows, which are then not packed: 16 of them are
+// turned a few lanes at a time and multiplied while the next ones come (docs/kernels/cpu.md). One
+// panel is quickest by 16 lanes, several by 32.
+constexpr int64_t most_unpacked_panels = 4, turned_rows = 16, turned_lanes = 32;
+constexpr int64_t fetched_ahead = 64;  // it counts lanes
+
+bool multiply_rows_unpacked(const Engine& engine, const Source& source, int64_t row0, int64_t rows,
+                            const Product& p) {
+  if constexpr (transpose_rows_at_once != turned_rows) return false;
+  const int64_t per_lane = 4 / engine.element, lanes = p.k / per_lane;
+  const RowReader reader(engine, source);
+  const bool aligned = reader.lane_aligned(0, 0) && source.row_stride % per_lane == 0;
+  if (engine.arithmetic == Arithmetic::amx || p.a_panels > most_unpacked_panels || !reader.direct ||
+      !aligned || source.row_index != nullptr || rows % engine.b_columns != 0) {
+    return false;
+  }
+  const int64_t step = p.a_panels == 1 ? turned_lanes / 2 : turned_lanes;
+  alignas(64) uint32_t turned[turned_lanes * turned_rows];
+  const uint32_t* from[turned_rows];
+  for (int64_t j = 0; j < rows; j += turned_rows) {
+    for (int64_t r = 0; r < turned_rows; ++r) {
+      from[r] = reinterpret_cast<const uint32_t*>(reader.at(row0 + j + r, 0));
+    }
+    for (int64_t k = 0; k < lanes; k += step) {
+      const int64_t count = std::min(step, lanes - k);
+      for (const uint32_t* row : from) {
+        for (int64_t i = 0; i < count; i += 16) hwy::Prefetch(row + fetched_ahead + i);
+      }
+      transpose(from, turned_rows, count, turned_rows, turned);
+      for (int64_t i = 0; i < p.a_panels; ++i) {
+        const char* a =
+            static_cast<const char*>(p.a) + i * p.a_panel_stride + k * engine.a_rows * 4;
+        multiply_vector(engine.arithmetic, a, turned, count,
+                        p.c + i * engine.a_rows * p.c_stride + j, p.c_stride, k > 0);
+      }
+      for (const uint32_t*& row : from) row += count;
+    }
+  }
+  return true;
+}
+
 // Rows that are at least so far apart belong to a weight's gradient, far larger than a cache, and
 // are written without being read first.
 constexpr int64_t streamed_stride = 512;
@@ -116,6 +157,7 @@ namespace logitless::cpu {
 HWY_EXPORT(engine_of);
 HWY_EXPORT(has_arithmetic);
 HWY_EXPORT(multiply_panels);
+HWY_EXPORT(multiply_rows_unpacked);
 HWY_EXPORT(add_scaled_rows);
 HWY_EXPORT(pack_along_columns);
 HWY_EXPORT(pack_along_rows);
@@ -180,6 +222,11 @@ void add_scaled(const float* from, int64_t from_stride, float scale, int64_t row
 void multiply(const Engine& engine, const Product& product) {
   if (engine.arithmetic == Arithmetic::amx) return multiply_amx(product);
   HWY_DYNAMIC_DISPATCH(multiply_panels)(engine, product);
+}
+
+bool multiply_unpacked(const Engine& engine, const Source& source, int64_t row0, int64_t rows,
+                       const Product& product) {
+  return HWY_DYNAMIC_DISPATCH(multiply_rows_unpacked)(engine, source, row0, rows, product);
 }
 
 }  // namespace logitless::cpu

@@ -85,14 +85,18 @@ void pack_gradient(const Engine&, const float* rows, int64_t first, int64_t coun
 struct Product {
   const void* a;
   int64_t a_panel_stride, a_panels;
-  const void* b;
-  int64_t b_panel_stride, b_panels;
+  const void* b = nullptr;
+  int64_t b_panel_stride = 0, b_panels = 0;
   int64_t k;
   float* c;
   int64_t c_stride;  // it counts the elements between rows
-  bool accumulate;
+  bool accumulate = false;
 };
 void multiply(const Engine&, const Product&);
+// Makes the same of B's rows [row0, row0 + rows) as they lie in memory, k along the columns, bit
+// for bit, for a product of few A panels; `b` is not read, nor is C before. Returns false, having
+// done nothing, where only packed operands serve.
+bool multiply_unpacked(const Engine&, const Source&, int64_t row0, int64_t rows, const Product&);
 
 // Makes to[r, j] = (overwrite ? 0 : to[r, j]) + scale * from[r, j] for a block of f32 rows.
 void add_scaled(const float* from, int64_t from_stride, float scale, int64_t rows, int64_t columns,

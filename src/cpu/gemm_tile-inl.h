@@ -159,6 +159,41 @@ HWY_NOINLINE void multiply_tile_with(const void* a_panel, const void* b_panel, i
 #undef LOGITLESS_STEP
 #undef LOGITLESS_STORE
 
+// Does the same for a B panel [k][N] of one vector, whose rows lie one after the other.
+#define LOGITLESS_DECLARE(r) auto c##r = hn::Zero(df);
+#define LOGITLESS_LOAD(r) c##r = hn::LoadU(df, c + r * c_stride);
+#define LOGITLESS_STEP(r) c##r = M::add(M::broadcast(a, r), x, c##r);
+#define LOGITLESS_STORE(r) hn::StoreU(c##r, df, c + r * c_stride);
+template <class M>
+HWY_INLINE void multiply_vector_with(const char* HWY_RESTRICT a, const char* HWY_RESTRICT b,
+                                     int64_t k, float* HWY_RESTRICT c, int64_t c_stride,
+                                     bool accumulate) {
+  LOGITLESS_TILE_ROWS(LOGITLESS_DECLARE)
+  if (accumulate) {
+    LOGITLESS_TILE_ROWS(LOGITLESS_LOAD)
+  }
+  for (int64_t i = 0; i < k; ++i, a += 4 * tile_rows, b += 4 * hn::Lanes(df)) {
+    const auto x = M::load(b);
+    LOGITLESS_TILE_ROWS(LOGITLESS_STEP)
+  }
+  LOGITLESS_TILE_ROWS(LOGITLESS_STORE)
+}
+#undef LOGITLESS_DECLARE
+#undef LOGITLESS_LOAD
+#undef LOGITLESS_STEP
+#undef LOGITLESS_STORE
+
+HWY_INLINE void multiply_vector(Arithmetic arithmetic, const char* a, const uint32_t* b, int64_t k,
+                                float* c, int64_t c_stride, bool accumulate) {
+  const char* panel = reinterpret_cast<const char*>(b);
+#if HWY_NATIVE_DOT_BF16
+  if (arithmetic == Arithmetic::bf16_dot)
+    return multiply_vector_with<MultiplyBf16>(a, panel, k, c, c_stride, accumulate);
+#endif
+  (void)arithmetic;
+  multiply_vector_with<MultiplyF32>(a, panel, k, c, c_stride, accumulate);
+}
+
 HWY_INLINE void multiply_tile(Arithmetic arithmetic, const void* a, const void* b, int64_t k,
                               float* c, int64_t c_stride, bool accumulate) {
 #if HWY_NATIVE_DOT_BF16

@@ -273,6 +273,13 @@ void LinearRun::multiply_input(int64_t row, int64_t rows, const Source& weight, 
   const Engine& engine = plan_.engine;
   const int64_t hidden = shape_.hidden, row_bytes = plan_.padded_hidden_a * engine.element;
   const char* input = at<char>(plan_.input_along_at) + row * row_bytes;
+  const Product whole{.a = input,
+                      .a_panel_stride = engine.a_rows * row_bytes,
+                      .a_panels = engine.a_panels(rows),
+                      .k = engine.padded_k(hidden),
+                      .c = c,
+                      .c_stride = vocab_tile};
+  if (whole.k == hidden && multiply_unpacked(engine, weight, first, width, whole)) return;
   for (int64_t k = 0; k < hidden; k += plan_.depth_block) {
     const int64_t depth = std::min(plan_.depth_block, hidden - k), padded = engine.padded_k(depth);
     pack_b_along_columns(engine, weight, first, width, k, depth, lane.weight_block);

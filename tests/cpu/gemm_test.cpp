@@ -214,6 +214,71 @@ TEST_P(GemmTest, ElementsDoNotDependOnTheirPanelOrOnTheBlocking) {
   }
 }
 
+// A weight whose rows begin at whole lanes, and an input. In f32 values do not add exactly.
+struct FewRows {
+  Matrix x, w;
+  FewRows(DType dtype, int64_t rows, int64_t columns, int64_t depth)
+      : x(rows, depth, dtype, false, 5), w(columns, depth, dtype, false, 6) {
+    w.source.row_stride = depth;
+    for (Matrix* m : {&x, &w}) {
+      for (size_t i = 0; dtype == DType::f32 && i + 4 <= m->memory.size(); i += 4) {
+        const float v = static_cast<float>(i % 89) * 0.3137f - 13;
+        std::memcpy(&m->memory[i], &v, 4);
+      }
+    }
+  }
+};
+
+// A product of few rows reads the weight as it lies: its bits are those of packed operands.
+TEST_P(GemmTest, FewRowsNeedNoPackedWeight) {
+  constexpr int64_t columns = 96, row0 = 5;
+  const bool turns = GetParam().target.starts_with("AVX3");
+  for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+    const Engine engine = choose_engine(dtype);
+    const bool direct = dtype == (engine.element == 4 ? DType::f32 : DType::bf16);
+    for (const int64_t depth : {2, 30, 64, 94, 1402}) {
+      const FewRows m(dtype, 33, columns + row0, depth);
+      const int64_t padded = engine.padded_k(depth);
+      Buffer b = aligned(engine.b_bytes(columns, depth));
+      pack_b_along_columns(engine, m.w.source, row0, columns, 0, depth, b.get());
+      for (const int64_t rows : {1, 8, 9, 32, 33}) {
+        SCOPED_TRACE(testing::Message() << "dtype " << int(dtype) << " " << rows << "x" << depth);
+        const int64_t size = engine.a_panels(rows) * engine.a_rows * columns * 4;
+        Buffer a = aligned(engine.a_bytes(rows, depth)), c = aligned(size), turned = aligned(size);
+        pack_a_along_columns(engine, m.x.source, 0, rows, 0, depth, a.get());
+        Product p{a.get(), engine.a_rows * padded * engine.element,    engine.a_panels(rows),
+                  b.get(), engine.b_columns * padded * engine.element, engine.b_panels(columns),
+                  padded,  reinterpret_cast<float*>(c.get()),          columns,
+                  false};
+        multiply(engine, p);
+        p.c = reinterpret_cast<float*>(turned.get());
+        const bool serves = turns && direct && engine.arithmetic != Arithmetic::amx && rows <= 32;
+        ASSERT_EQ(multiply_unpacked(engine, m.w.source, row0, columns, p), serves);
+        if (!serves) continue;
+        EXPECT_EQ(0, std::memcmp(c.get(), turned.get(), size));
+      }
+    }
+  }
+}
+
+// Rows that begin in the middle of a lane, columns that lie apart, rows picked one by one and some
+// rows of a panel are packed.
+TEST_P(GemmTest, OtherWeightsArePackedForFewRowsToo) {
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    const Engine engine = choose_engine(dtype);
+    const FewRows m(dtype, 1, 96, 64);
+    Buffer a = aligned(engine.a_bytes(1, 64)), c = aligned(engine.a_rows * 96 * 4);
+    const Product p{a.get(), 0, 1, nullptr, 0, 0, 64, reinterpret_cast<float*>(c.get()), 96, false};
+    const std::vector<int64_t> index(96);
+    Source odd = m.w.source, apart = m.w.source, picked = m.w.source;
+    odd.data += 2, apart.column_stride = 2, picked.row_index = index.data();
+    for (const Source& s : {odd, apart, picked}) {
+      EXPECT_FALSE(multiply_unpacked(engine, s, 0, 96, p));
+    }
+    EXPECT_FALSE(multiply_unpacked(engine, m.w.source, 0, engine.b_columns + 1, p));
+  }
+}
+
 TEST_P(GemmTest, GradientTileServesBothProducts) {
   for (const DType dtype : {DType::f32, DType::bf16}) {
     const Engine engine = choose_engine(dtype);

@@ -199,6 +199,20 @@ MUTANTS = [
         "const int64_t steps = std::min(lane_depth, lanes - k) - (k > 0);", "linear",
     ),
     mutant(
+        "few rows: the last lanes left out", GEMM, "for (int64_t k = 0; k < lanes; k += step) {",
+        "for (int64_t k = 0; k + step <= lanes; k += step) {", "gemm",
+    ),
+    mutant(
+        "few rows: the second lanes overwrite", GEMM, "p.c + i * engine.a_rows * p.c_stride + j, p.c_stride, k > 0);",
+        "p.c + i * engine.a_rows * p.c_stride + j, p.c_stride, false);", "gemm",
+    ),
+    mutant(
+        "few rows: of the weight's first rows", GEMM, "reader.at(row0 + j + r, 0)", "reader.at(j + r, 0)", "gemm",
+    ),
+    mutant(
+        "few rows: rows picked one by one", GEMM, "!aligned || source.row_index != nullptr ||", "!aligned ||", "gemm",
+    ),
+    mutant(
         "accumulate: a product's second block overwrites", GEMM, "p.c_stride, p.accumulate || k > 0);",
         "p.c_stride, p.accumulate);", "linear",
     ),
