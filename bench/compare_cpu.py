@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU backend against PyTorch and against the machine, in one process and one run.
 
-Random data, the same threads for all, contenders interleaved in balanced order, medians. A table on
-the terminal and a JSON file with every sample. It reports; it does not judge: exit code 0 as long as
-it could measure. `make bench-cpu` builds and installs what it needs."""
+Random data, the same threads for all, contenders interleaved in balanced order, medians. On the
+terminal are tables of every group and one of them all; beside a JSON file with every sample is the
+picture of that (cpu_picture.py). It reports; it does not judge: exit code 0 as long as it could
+measure. `make bench-cpu` builds and installs what it needs."""
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import datetime
 import gc
 import json
@@ -93,10 +95,11 @@ class Run:
         import contenders
         import native
         import report
+        import rss
         import timing
         import torch
 
-        self.c, self.report, self.timing = contenders, report, timing
+        self.c, self.report, self.timing, self.rss_of = contenders, report, timing, rss
         self.arguments = arguments
         torch.set_num_threads(arguments.threads)
         torch._inductor.config.compile_threads = 1  # no workers are left behind beside the timing
@@ -126,6 +129,9 @@ class Run:
         a = self.arguments
         say(f"{group.title}: {len(group.contenders)} contenders")
         group.rounds = self.timing.measure(group.contenders, a.rounds, a.budget, a.cap)
+        for contender in group.contenders:
+            if contender.ok and contender.name in self.c.PEERS:
+                contender.facts["growth_bytes"] = self.growth(contender)
         self.report.print_group(group)
         sys.stdout.flush()
         self.warn_of_losses(group)
@@ -133,6 +139,20 @@ class Run:
             contender.call = contender.prepare = contender.release = self.timing.nothing
         self.groups.append(group)
         gc.collect()
+
+    def growth(self, contender: Any) -> int:
+        """The most memory that one more call holds beyond what it gives back: its gradients."""
+        gc.collect()
+        contender.prepare()
+        # What the allocator has kept of calls before would hide what this one takes.
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+        before = self.rss_of.status_bytes("VmRSS")
+        contender.call()
+        peak = self.rss_of.status_bytes("VmHWM") - before
+        gradients = contender.facts.get("gradient_bytes", 0)
+        contender.release()
+        return max(peak - gradients, 0)
 
     def warn_of_losses(self, group: Any) -> None:
         """Two contenders that compute the same loss should say the same."""
@@ -234,6 +254,7 @@ class Run:
         peak = self.report.peaks(self.probes)
         held = self.report.bounds(self.groups, peak, self.rss)
         self.report.print_summary(peak, self.rss, held)
+        self.report.print_table(self.groups)
         commit = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty"],
                                 check=False, capture_output=True, text=True)  # fmt: skip
         a = self.arguments
@@ -270,6 +291,10 @@ def main() -> None:
     part.write_text(json.dumps(document, indent=1) + "\n")
     part.replace(arguments.out)
     say(f"wrote {arguments.out}")
+    import cpu_picture
+
+    for path in cpu_picture.draw_run(document, arguments.out.with_suffix("")):
+        say(f"wrote {path}")
 
 
 if __name__ == "__main__":

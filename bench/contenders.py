@@ -240,7 +240,9 @@ def peer(head: Head, name: str, function: Loss, gradients: bool, compiles: bool)
             head.reference = x.grad
         x.grad = w.grad = None
 
-    return Contender(name, call, release=release, compiles=compiles)
+    gradient_bytes = (x.nbytes + w.nbytes) if gradients else 0
+    facts = {"gradient_bytes": gradient_bytes}
+    return Contender(name, call, release=release, compiles=compiles, facts=facts)
 
 
 def chunked(policy: str, chunk: int | None) -> Loss:
@@ -334,7 +336,10 @@ def logits_contenders(
             result.backward()
             return result.item()
 
-        return Contender(name, call, release=lambda: setattr(leaf, "grad", None), compiles=compiles)
+        facts = {"gradient_bytes": leaf.nbytes}
+        return Contender(
+            name, call, release=lambda: setattr(leaf, "grad", None), compiles=compiles, facts=facts
+        )
 
     return [
         mine,

@@ -248,6 +248,41 @@ def group_json(group: Group, peak: dict[str, float | None]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def memory_of(c: Contender) -> int | None:
+    """Bytes beyond inputs and gradients: the workspace of ours, what a call of a peer holds."""
+    return c.facts.get("workspace_bytes", c.facts.get("growth_bytes"))
+
+
+def print_table(groups: list[Group]) -> None:
+    """One line a contender that a reader compares, every dtype beside the others, in Markdown."""
+    dtypes = list(dict.fromkeys(g.dtype for g in groups))
+    print("\n| ms (x ours) [MiB beyond inputs and gradients] | " + " | ".join(dtypes) + " |")
+    print("|---|" + "---|" * len(dtypes))
+    for kind, shape in dict.fromkeys((g.kind, g.shape) for g in groups):
+        row = {g.dtype: g for g in groups if (g.kind, g.shape) == (kind, shape)}
+        names = [c.name for c in next(iter(row.values())).contenders if is_compared(c.name)]
+        for name in names:
+            cells = [_cell(row[d], name) if d in row else "" for d in dtypes]
+            print(f"| {TITLES[kind]}, {shape}: {name} | " + " | ".join(cells) + " |")
+
+
+TITLES = {"gradients": "loss + gradients", "loss": "loss alone", "logits": "given logits"}
+
+
+def is_compared(name: str) -> bool:
+    return name in ("ours", "ours, in place") or name.startswith(TORCH)
+
+
+def _cell(group: Group, name: str) -> str:
+    c = next((c for c in group.contenders if c.name == name), None)
+    if c is None or not c.ok:
+        return c.status if c is not None else ""
+    ours = group.seconds("ours") or group.seconds("ours, in place")
+    against = f" ({c.median / ours:.2f})" if ours else ""
+    held = memory_of(c)
+    return f"{c.median * 1e3:.1f}{against}" + (f" [{held / MIB:.0f}]" if held is not None else "")
+
+
 def print_group(group: Group) -> None:
     print(f"\n{group.title}  ({group.rounds} rounds)")
     ours = group.seconds("ours") or group.seconds("ours, in place")
@@ -259,7 +294,8 @@ def print_group(group: Group) -> None:
         times = "".join(f" {s * 1e3:10.2f}" for s in (c.median, min(c.samples), max(c.samples)))
         rate = f"{group.flop(c.name) / c.median * 1e-9:9.1f}" if group.hidden else f"{'':9}"
         against = f"{c.median / ours:7.2f}" if ours else f"{'':7}"
-        scratch = f"{c.facts['workspace_bytes'] / MIB:8.1f}" if "workspace_bytes" in c.facts else ""
+        held = memory_of(c)
+        scratch = f"{held / MIB:8.1f}" if held is not None else ""
         note = f"  {c.facts['acc_policy']}" if "acc_policy" in c.facts else ""
         print(f"  {c.name:38}{times} {rate} {against} {scratch}{note}")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bench/frontier_chart.py: the picture that it makes of a run's figures."""
+"""bench/frontier_chart.py and cpu_picture.py: the pictures that they make of a run's figures."""
 
 from __future__ import annotations
 
@@ -100,3 +100,41 @@ def test_a_run_that_gives_no_picture_is_refused(
     change(run)
     done = chart(tmp_path, run, *options)
     assert done.returncode != 0 and message in done.stderr
+
+
+def test_the_cpus_run_is_drawn_with_those_that_were_measured(tmp_path: pathlib.Path) -> None:
+    def contender(name: str, ms: float, **facts: Any) -> dict[str, Any]:
+        return {"name": name, "status": "ok", "ms": {"median": ms}, **facts}
+
+    shape = {"tokens": 1024, "hidden": 768, "vocab": 50257}
+    groups = [
+        {**shape, "kind": "logits", "dtype": "f32",
+         "contenders": [contender("ours, in place", 7)]},
+        {**shape, "kind": "gradients", "dtype": "f32", "contenders": [
+            contender("ours", 514, workspace_bytes=114 << 20),
+            contender("ours, half ignored", 257, workspace_bytes=114 << 20),
+            contender("torch.compile", 1257, growth_bytes=193 << 20),
+            {"name": "torch eager", "status": "too slow: more than 6 s"},
+            contender("F.linear_cross_entropy, 256-row chunks", 1304),
+        ]},
+        {**shape, "tokens": 8, "kind": "loss", "dtype": "f32",
+         "contenders": [contender("ours", 60)]},
+    ]  # fmt: skip
+    run = {"groups": groups, "machine": {"cores": 2, "cpu": "AMD EPYC"}}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    command = [sys.executable, "-W", "error", str(ROOT / "bench/cpu_picture.py")]
+    command += [str(tmp_path / "run.json"), "--out", str(tmp_path / "picture")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for page in ("", "-dark"):
+        text = (tmp_path / f"picture{page}.svg").read_text()
+        for words in (
+            "Logitless",
+            "514 ms, 114 MiB",
+            "1257 ms, 193 MiB",
+            "1304 ms",
+            "256-row chunks",
+        ):
+            assert words in text
+        for words in ("eager", "257 ms", "60 ms", "7 ms,"):
+            assert f">{words}" not in text and f" {words}" not in text
