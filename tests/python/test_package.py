@@ -96,6 +96,8 @@ assert ("levanter" in listed) == (importlib.util.find_spec("haliax") is not None
 for name in names & listed:
     assert getattr(package, name).__name__.rpartition(".")[2] == name, name
 assert package.trl.patch_trl is package.patch_trl
+from logitless.integrations import *
+assert patch_trl is package.patch_trl and liger is package.liger and "trl" not in globals()
 assert not {"jax", "transformers", "trl"} & set(sys.modules), "torch is all that these need"
 """
     fresh.run(code)

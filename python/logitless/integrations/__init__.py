@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from logitless.integrations import (
         cce,
-        levanter,
         liger,
         megatron,
         prime_rl,
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
         unsloth,
         verl,
     )
+    from logitless.integrations import levanter as levanter
     from logitless.integrations import transformers as transformers
     from logitless.integrations import trl as trl
     from logitless.integrations.liger import (
@@ -40,7 +40,6 @@ __all__ = [
     "Patch",
     "TrlPatch",
     "cce",
-    "levanter",
     "liger",
     "megatron",
     "patch_transformers",
@@ -60,12 +59,13 @@ _MODULES = {
     "patch_trl": "trl",
 }
 
-# These hold the patches. `import *` leaves them out, for they have the names of what they patch.
-_PATCHES = ("transformers", "trl")
+# `import *` leaves these out: two hold the patches and have the names of what they patch; the third
+# alone needs JAX and haliax, and would fail for who has torch.
+_UNSTARRED = ("transformers", "trl", "levanter")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in (*__all__, *_PATCHES):
+    if name not in (*__all__, *_UNSTARRED):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name != "levanter":
         import logitless.torch  # noqa: F401  It says what to install where there is no torch.
@@ -75,6 +75,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """With what can be imported here: of each name what it needs is there."""
-    needs = {name: ("torch",) for name in (*__all__, *_PATCHES)} | {"levanter": ("jax", "haliax")}
+    needs = {name: ("torch",) for name in (*__all__, *_UNSTARRED)} | {"levanter": ("jax", "haliax")}
     there = [name for name, need in needs.items() if all(map(importlib.util.find_spec, need))]
     return sorted({*globals(), *there})
