@@ -79,13 +79,13 @@ constexpr int64_t most_unpacked_panels = 4, turned_rows = 16, turned_lanes = 32;
 constexpr int64_t fetched_ahead = 64;  // it counts lanes
 
 bool multiply_rows_unpacked(const Engine& engine, const Source& source, int64_t row0, int64_t rows,
-                            const Product& p) {
+                            int64_t columns, const Product& p) {
   if constexpr (transpose_rows_at_once != turned_rows) return false;
   const int64_t per_lane = 4 / engine.element, lanes = p.k / per_lane;
   const RowReader reader(engine, source);
   const bool aligned = reader.lane_aligned(0, 0) && source.row_stride % per_lane == 0;
   if (engine.arithmetic == Arithmetic::amx || p.a_panels > most_unpacked_panels || !reader.direct ||
-      !aligned || source.row_index != nullptr || rows % engine.b_columns != 0) {
+      !aligned || source.row_index != nullptr || rows % engine.b_columns != 0 || columns != p.k) {
     return false;
   }
   const int64_t step = p.a_panels == 1 ? turned_lanes / 2 : turned_lanes;
@@ -225,8 +225,8 @@ void multiply(const Engine& engine, const Product& product) {
 }
 
 bool multiply_unpacked(const Engine& engine, const Source& source, int64_t row0, int64_t rows,
-                       const Product& product) {
-  return HWY_DYNAMIC_DISPATCH(multiply_rows_unpacked)(engine, source, row0, rows, product);
+                       int64_t columns, const Product& product) {
+  return HWY_DYNAMIC_DISPATCH(multiply_rows_unpacked)(engine, source, row0, rows, columns, product);
 }
 
 }  // namespace logitless::cpu

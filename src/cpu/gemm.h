@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The CPU makes packed products C[m, n] (+)= sum_k A[m, k] B[n, k], whose operands are both packed
-// in panels first.
+// in panels first; with a few rows of A, B may stay as it is (multiply_unpacked).
 //
 // An operand's element along k is a 32-bit lane: one f32, or a pair of bf16. Then every engine
 // shares the packing and only the multiply-accumulate differs. A panel holds `a_rows` rows of A, a
@@ -93,10 +93,11 @@ struct Product {
   bool accumulate = false;
 };
 void multiply(const Engine&, const Product&);
-// Makes the same of B's rows [row0, row0 + rows) as they lie in memory, k along the columns, bit
-// for bit, for a product of few A panels; `b` is not read, nor is C before. Returns false, having
-// done nothing, where only packed operands serve.
-bool multiply_unpacked(const Engine&, const Source&, int64_t row0, int64_t rows, const Product&);
+// Makes the same, bit for bit, of elements [row0, row0 + rows) x [0, columns) of `source` as they
+// lie in memory, for a product of few A panels, whose `b` is not read and whose k is the columns
+// padded. Returns false, having done nothing, where only packed operands serve.
+bool multiply_unpacked(const Engine&, const Source&, int64_t row0, int64_t rows, int64_t columns,
+                       const Product&);
 
 // Makes to[r, j] = (overwrite ? 0 : to[r, j]) + scale * from[r, j] for a block of f32 rows.
 void add_scaled(const float* from, int64_t from_stride, float scale, int64_t rows, int64_t columns,

@@ -279,7 +279,7 @@ void LinearRun::multiply_input(int64_t row, int64_t rows, const Source& weight, 
                       .k = engine.padded_k(hidden),
                       .c = c,
                       .c_stride = vocab_tile};
-  if (whole.k == hidden && multiply_unpacked(engine, weight, first, width, whole)) return;
+  if (multiply_unpacked(engine, weight, first, width, hidden, whole)) return;
   for (int64_t k = 0; k < hidden; k += plan_.depth_block) {
     const int64_t depth = std::min(plan_.depth_block, hidden - k), padded = engine.padded_k(depth);
     pack_b_along_columns(engine, weight, first, width, k, depth, lane.weight_block);

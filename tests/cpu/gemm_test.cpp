@@ -232,7 +232,8 @@ struct FewRows {
 // A product of few rows reads the weight as it lies: its bits are those of packed operands.
 TEST_P(GemmTest, FewRowsNeedNoPackedWeight) {
   constexpr int64_t columns = 96, row0 = 5;
-  const bool turns = GetParam().target.starts_with("AVX3");
+  const std::string& target = GetParam().target;
+  const bool turns = target.starts_with("AVX3") || target.starts_with("AVX10");
   for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
     const Engine engine = choose_engine(dtype);
     const bool direct = dtype == (engine.element == 4 ? DType::f32 : DType::bf16);
@@ -253,7 +254,7 @@ TEST_P(GemmTest, FewRowsNeedNoPackedWeight) {
         multiply(engine, p);
         p.c = reinterpret_cast<float*>(turned.get());
         const bool serves = turns && direct && engine.arithmetic != Arithmetic::amx && rows <= 32;
-        ASSERT_EQ(multiply_unpacked(engine, m.w.source, row0, columns, p), serves);
+        ASSERT_EQ(multiply_unpacked(engine, m.w.source, row0, columns, depth, p), serves);
         if (!serves) continue;
         EXPECT_EQ(0, std::memcmp(c.get(), turned.get(), size));
       }
@@ -261,8 +262,8 @@ TEST_P(GemmTest, FewRowsNeedNoPackedWeight) {
   }
 }
 
-// Rows that begin in the middle of a lane, columns that lie apart, rows picked one by one and some
-// rows of a panel are packed.
+// A weight that begins in the middle of a lane, or whose second row does, columns that lie apart,
+// rows picked one by one, some rows of a panel and a lane that is half a row's end are packed.
 TEST_P(GemmTest, OtherWeightsArePackedForFewRowsToo) {
   for (const DType dtype : {DType::f32, DType::bf16}) {
     const Engine engine = choose_engine(dtype);
@@ -270,12 +271,15 @@ TEST_P(GemmTest, OtherWeightsArePackedForFewRowsToo) {
     Buffer a = aligned(engine.a_bytes(1, 64)), c = aligned(engine.a_rows * 96 * 4);
     const Product p{a.get(), 0, 1, nullptr, 0, 0, 64, reinterpret_cast<float*>(c.get()), 96, false};
     const std::vector<int64_t> index(96);
-    Source odd = m.w.source, apart = m.w.source, picked = m.w.source;
+    Source odd = m.w.source, apart = odd, picked = odd, uneven = odd;
     odd.data += 2, apart.column_stride = 2, picked.row_index = index.data();
-    for (const Source& s : {odd, apart, picked}) {
-      EXPECT_FALSE(multiply_unpacked(engine, s, 0, 96, p));
+    uneven.row_stride = 65;
+    if (engine.element == 4) uneven = odd;  // every row of f32 begins at a whole lane
+    for (const Source& s : {odd, apart, picked, uneven}) {
+      EXPECT_FALSE(multiply_unpacked(engine, s, 0, 96, 64, p));
     }
-    EXPECT_FALSE(multiply_unpacked(engine, m.w.source, 0, engine.b_columns + 1, p));
+    EXPECT_FALSE(multiply_unpacked(engine, m.w.source, 0, engine.b_columns + 1, 64, p));
+    EXPECT_FALSE(multiply_unpacked(engine, m.w.source, 0, 96, 63, p));
   }
 }
 

@@ -157,6 +157,8 @@ MUTANTS = [
        "make_tile<E>(a, @{count}@, static_cast<int>(", "1", "linear"),
     _M("linear, rows made again: those behind 128 are not", "linear/finish_panel.cu",
        "const int64_t across = @{(count + edge - 1) / edge}@;", "1", "apart"),
+    _M("linear, rows made again: their logits left out", "linear/finish_panel.cu",
+       "if (@{!asks_columns(g)}@) raw = 0;", "true", "apart"),
     _M("linear, rows made again: the last k left out", "linear/finish_panel.cu",
        "const int64_t hidden = @{a.call.weight.shape[1]}@;",
        "a.call.weight.shape[1] - (a.call.weight.shape[1] > 1)", "linear"),

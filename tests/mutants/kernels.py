@@ -210,6 +210,10 @@ MUTANTS = [
         "few rows: of the weight's first rows", GEMM, "reader.at(row0 + j + r, 0)", "reader.at(j + r, 0)", "gemm",
     ),
     mutant(
+        "few rows: half a lane behind the last k", GEMM, "rows % engine.b_columns != 0 || columns != p.k) {",
+        "rows % engine.b_columns != 0) {", "gemm",
+    ),
+    mutant(
         "few rows: rows picked one by one", GEMM, "!aligned || source.row_index != nullptr ||", "!aligned ||", "gemm",
     ),
     mutant(

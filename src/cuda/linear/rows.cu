@@ -254,7 +254,7 @@ __device__ float write_factors(const RowsArguments<kPlain>& a, int row, const Ro
     f.scale = fmaxf(onehot, probability);
     f.smoothing = 0;
     f.again = 1;
-    // The order does not matter, as each row is made alone.
+    // The order does not matter, as a row is made without regard to the others.
     a.again[1 + atomicAdd(a.again, 1)] = row;
     if constexpr (!kPlain) {
       if (a.call.kept.rows != nullptr) kept_row(a.call.kept, token.i)->overwritten = 1;

@@ -111,7 +111,8 @@ template <Set kSet>
 __device__ inline bool has_row_maps(const Arguments& a) {
   return has_more<kSet> && again(a.options.row_map != nullptr);
 }
-// Does the same as map_block, but for what rows have of their own.
+// Does the same as map_block, but for what rows have of their own. Where it returns true it has
+// applied that too.
 template <Set kSet>
 __device__ inline bool map_block_alike(float (&d)[96], const Arguments& a, const HalfRows& rows,
                                        int valid, int column) {

@@ -11,7 +11,8 @@ namespace logitless::cuda::sm90 {
 // argument y:
 //   y <= 0.6   map_small: tanh y = y + y^3 P(y^2), coefficients and range of Cephes' tanhf
 //   y <= 1.4   map_large: the same with a longer polynomial (relative error 0.12 u32 as fitted)
-//   beyond     map_large: 1 - 2 / (e^2y + 1), to 2.5 u32 by ex2.approx and rcp.approx (9 at 0.6)
+//   beyond     map_larger: 1 - 2 / (e^2y + 1), to 2.5 u32 by ex2.approx and rcp.approx (9 at 0.6),
+//              rounded once with the factor before it
 constexpr float most_of_small = 0.6f, most_of_polynomial = 1.4f;
 constexpr float tanh_3 = -3.33332819422e-1f, tanh_5 = 1.33314422036e-1f,
                 tanh_7 = -5.37397155531e-2f, tanh_9 = 2.06390887954e-2f,
