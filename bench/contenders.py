@@ -240,8 +240,7 @@ def peer(head: Head, name: str, function: Loss, gradients: bool, compiles: bool)
             head.reference = x.grad
         x.grad = w.grad = None
 
-    gradient_bytes = (x.nbytes + w.nbytes) if gradients else 0
-    facts = {"gradient_bytes": gradient_bytes}
+    facts = {"gradient_bytes": x.nbytes + w.nbytes if gradients else 0}
     return Contender(name, call, release=release, compiles=compiles, facts=facts)
 
 

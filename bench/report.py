@@ -50,6 +50,11 @@ class Group:
                 return c.median
         return None
 
+    @property
+    def ours(self) -> float | None:
+        """Seconds of what the others are compared with."""
+        return self.seconds("ours") or self.seconds("ours, in place")
+
     def best_torch(self) -> Contender | None:
         peers = [c for c in self.contenders if c.ok and c.name.startswith(TORCH)]
         peers = [c for c in peers if c.name != "torch copy_"]
@@ -277,7 +282,7 @@ def _cell(group: Group, name: str) -> str:
     c = next((c for c in group.contenders if c.name == name), None)
     if c is None or not c.ok:
         return c.status if c is not None else ""
-    ours = group.seconds("ours") or group.seconds("ours, in place")
+    ours = group.ours
     against = f" ({c.median / ours:.2f})" if ours else ""
     held = memory_of(c)
     return f"{c.median * 1e3:.1f}{against}" + (f" [{held / MIB:.0f}]" if held is not None else "")
@@ -285,7 +290,7 @@ def _cell(group: Group, name: str) -> str:
 
 def print_group(group: Group) -> None:
     print(f"\n{group.title}  ({group.rounds} rounds)")
-    ours = group.seconds("ours") or group.seconds("ours, in place")
+    ours = group.ours
     print(f"  {'':38} {'ms':>10} {'min':>10} {'max':>10} {'GFLOP/s':>9} {'/ ours':>7} {'MiB':>8}")
     for c in group.contenders:
         if not c.ok:
