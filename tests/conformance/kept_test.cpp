@@ -96,6 +96,26 @@ TEST_P(KeptState, ServesTargetsFarBelowTheMaximum) {
   }
 }
 
+// Gradients of target_logit are up to 39 orders of magnitude above those of lse, so that their
+// quotient leaves an exponent's range while the probabilities' factor is still a normal number.
+TEST_P(KeptState, ServesOneHotPartsOfAnotherOrder) {
+  for (const int64_t columns : {0, 192}) {
+    Case c = plain(130, 600);
+    c.grad_loss = c.grad_lse = c.grad_target_logit = true;
+    Steps steps(device_, c, columns);
+    Backward& op = steps.problem.op;
+    std::vector<double> grad_lse(130);
+    for (size_t i = 0; i < grad_lse.size(); ++i) {
+      grad_lse[i] = std::pow(10, -18 - static_cast<double>(i % 10));
+    }
+    write(op.grad_loss, std::vector<double>(130, 0));
+    write(op.grad_lse, grad_lse);
+    write(op.grad_target_logit, std::vector<double>(130, 1e12));
+    ASSERT_TRUE(keep(&steps));
+    expect_judged(steps, backward(steps), std::to_string(columns));
+  }
+}
+
 // A row that is NaN or infinite stands beside usual rows, as do a column that is masked and the row
 // whose target it is.
 TEST_P(KeptState, ServesRowsThatAreNotFinite) {

@@ -342,6 +342,29 @@ TEST_P(NonFinite, FarTargetsBesideOthers) {
   }
 }
 
+// All logits are so large that their rounding alone is a fraction of a nat, and lie together.
+TEST_P(NonFinite, NearTargetsOfHugeLogits) {
+  if (!is_linear(op_)) return;
+  for (const double sign : {1.0, -1.0}) {
+    for (const Setting& setting : kAlone) {
+      Case c{.op = op_, .shape = {kTokens, kHidden, 450}, .dtype = dtype_};
+      setting.apply(c);
+      with_op(op_, [&](auto op) {
+        using Op = decltype(op);
+        if constexpr (LinearOp<Op>) {
+          Problem<Op> p = build<Op>(c);
+          std::vector<double> input = read(p.op.input), matrix = read(p.op.weight);
+          for (size_t k = 0; k < input.size(); k += kHidden) input[k] = 1280;
+          for (size_t k = 0; k < matrix.size(); k += kHidden) matrix[k] = sign * 1024;
+          write(p.op.input, input);
+          write(p.op.weight, matrix);
+          judged(p, std::string(setting.name) + (sign > 0 ? ", above" : ", below"));
+        }
+      });
+    }
+  }
+}
+
 // A factor of p is far above 1: by z-loss at a large lse, by a steep map under gradients of
 // statistics.
 TEST_P(NonFinite, SteepFactorsStayInRange) {

@@ -11,8 +11,8 @@ namespace logitless::cuda::sm90 {
 // argument y:
 //   y <= 0.6   map_small: tanh y = y + y^3 P(y^2), coefficients and range of Cephes' tanhf
 //   y <= 1.4   map_large: the same with a longer polynomial (relative error 0.12 u32 as fitted)
-//   beyond     map_larger: 1 - 2 / (e^2y + 1), to 2.5 u32 by ex2.approx and rcp.approx (9 at 0.6),
-//              rounded once with the factor before it
+//   beyond     map_larger: 1 - 2 / (e^2y + 1) by ex2.approx and rcp.approx, rounded before it is
+//              multiplied: z to 2.9 u32 as simulated (9 at 0.6)
 constexpr float most_of_small = 0.6f, most_of_polynomial = 1.4f;
 constexpr float tanh_3 = -3.33332819422e-1f, tanh_5 = 1.33314422036e-1f,
                 tanh_7 = -5.37397155531e-2f, tanh_9 = 2.06390887954e-2f,
@@ -44,15 +44,14 @@ __device__ inline float map_large(const TileOptions& o, float raw) {
   for (int n = 7; n >= 0; --n) p = fmaf(p, y2, o.large_terms[n]);
   return fmaf(z, p * y2, z);
 }
-// Returns map_large's z or, where tanh comes near 1, outward * tanh rounded once: the softcap's
-// slope is a small difference there, in which each rounding counts.
+// Returns map_large's z or, where tanh comes near 1, outward * tanh with a rounding each: the
+// softcap's slope is a small difference there, in which every other rounding counts.
 __device__ inline float map_larger(const TileOptions& o, float outward, float raw,
                                    float otherwise) {
   const float e = exp2_fast(fabsf(raw) * o.map.inward * log2e);
   float inverse;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(e + 1.0f));
-  const float size = fmaf(-2.0f * inverse, outward, outward);
-  const float far = __uint_as_float(__float_as_uint(size) ^ (__float_as_uint(raw) & 0x80000000u));
+  const float far = copysignf(fmaf(-2.0f, inverse, 1.0f), raw) * outward;
   return select_above(fabsf(raw) * (0.5f * o.map.inward), most_of_polynomial, far, otherwise);
 }
 
