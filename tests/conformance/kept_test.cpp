@@ -96,8 +96,8 @@ TEST_P(KeptState, ServesTargetsFarBelowTheMaximum) {
   }
 }
 
-// Gradients of target_logit are up to 39 orders of magnitude above those of lse, so that their
-// quotient leaves an exponent's range while the probabilities' factor is still a normal number.
+// Gradients of target_logit are up to 39 orders of magnitude above those of lse: their quotient may
+// leave an exponent's range.
 TEST_P(KeptState, ServesOneHotPartsOfAnotherOrder) {
   for (const int64_t columns : {0, 192}) {
     Case c = plain(130, 600);

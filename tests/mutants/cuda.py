@@ -149,8 +149,6 @@ MUTANTS = [
        "if (@{onehot != onehot || probability != probability}@) {", "false", "later"),
     _M("kept state: a chunk's rows where the first one's lie", "linear/sm90/run.cpp",
        "panel.data += @{work_.chunk.first}@ * panel_row_bytes;", "0", "later"),
-    _M("linear, steep rows: never made again", "linear/rows.cu",
-       "const bool steep = @{onehot > most_onehot * probability}@;", "false", "later"),
     _M("linear, faint rows: never made again", "linear/rows.cu",
        "const bool faint = @{fabsf(f.scale) < 0x1p-96f && fmaxf(onehot, probability) > 0}@;",
        "false", "apart"),

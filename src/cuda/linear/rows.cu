@@ -163,9 +163,6 @@ __device__ void put_outputs(const RowsArguments<kPlain>& a, int row, const RowTo
 
 // E = exp(z - z_t) serves a loss up to this many nats; beyond it, the row is made again.
 constexpr float most_nats = 60;
-// A one-hot part may be up to this many times the probability's, because E of the target is 1 - o /
-// v.
-constexpr float most_onehot = 4096;
 
 // Returns the map of the row's logits.
 __device__ MapFactors map_of_row(const OptionRows& a, int row) {
@@ -228,8 +225,8 @@ __device__ float write_factors(const RowsArguments<kPlain>& a, int row, const Ro
     if (a.call.shape.dtype == DType::f16) most = most_code_nats;
   }
   const bool far = state.reference - z > most || fabsf(z) >= most_anchor;
-  const bool steep = onehot > most_onehot * probability;
-  // f32, or the scaled input's 16 bits, would lose such a factor, as a tiny token weight makes it.
+  // f32, or the scaled input's 16 bits, would lose such a factor, as a tiny token weight makes it;
+  // and E of the target, 1 - o / v, would leave its range: the call's largest o is near 1.
   const bool faint = fabsf(f.scale) < 0x1p-96f && fmaxf(onehot, probability) > 0;
   // With an infinite weight the smoothing's term cannot stand apart, because 0 inf is not -s c inf.
   const bool infinite = a.chunk.tokens.scalars->weight_is_infinite != 0 && g.smoothing != 0;
@@ -250,7 +247,7 @@ __device__ float write_factors(const RowsArguments<kPlain>& a, int row, const Ro
       return nan_value();
     }
   }
-  if (far || steep || faint || infinite || overwritten) {
+  if (far || faint || infinite || overwritten) {
     f.scale = fmaxf(onehot, probability);
     f.smoothing = 0;
     f.again = 1;
