@@ -23,8 +23,10 @@ from logitless.torch import (
     _device,
     _kept,
     _run,
+    default_memory,
     linear_cross_entropy,
     linear_logprob,
+    workspace_size,
 )
 from reference import close
 from test_linear import BF16, F16, F32, problem
@@ -439,6 +441,104 @@ def test_by_default_everything_is_kept(dtype: torch.dtype, device: str, ran: lis
     assert kept == _abi.whole_kept(700, 15000, _device.DTYPES[dtype])
     blocks = 0 if device == "cpu" else 64 << 20  # logits in f32, a block at a time
     assert len(ran) == 2 and all(r.kept and r.bytes < 1.5 * kept + blocks for r in ran)
+
+
+ASKED: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "mean of class weights": {"weight": torch.ones(3000)},
+    "mean with constants": {"return_statistics": ("argmax", "rank", "mean_logit")},
+    "mean with the entropy": {"return_statistics": "entropy"},
+    "sum in memory": {"reduction": "sum", "memory": 6 << 20},
+    "none": {"reduction": "none"},
+    "none in memory": {"reduction": "none", "memory": 6 << 20},
+    "none of everything": {
+        "reduction": "none", "label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 8.0,
+        "temperature": torch.ones(2, 350), "token_weight": torch.ones(2, 350), "shift": True,
+        "logit_scale": 0.5,
+        "return_statistics": ("lse", "target_logit", "logprob", "entropy", "sum_p_squared"),
+    },
+    "none of both": {"reduction": "none", "return_statistics": ("logprob", "entropy")},
+    "an empty mean of a normalizer": {"normalizer": 3.0, "empty_mean": "nan"},
+    "a normalizer on the device": {"normalizer": torch.ones(())},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("name", ASKED)
+def test_workspace_size_is_what_the_call_takes(
+    device: str, ran: list[Ran], name: str, dtype: torch.dtype
+) -> None:
+    """Each result has an upstream gradient, and nothing runs where only the size is asked for."""
+    x, w, b, t = problem((2, 350), 3000, 48, dtype, device, bias=True)
+    options = {
+        key: value.to(device) if isinstance(value, Tensor) else value
+        for key, value in ASKED[name].items()
+    }
+    for needed in ((x, w, b), (x,), (w, b), ()):
+        for leaf in (x, w, b):
+            leaf.requires_grad_(any(leaf is one for one in needed))
+        said = workspace_size(x, w, t, linear_bias=b, gradients=bool(needed), **options)
+        assert not ran
+        made = linear_cross_entropy(x, w, t, linear_bias=b, **options)
+        if needed:
+            loss, statistics = made if isinstance(made, tuple) else (made, ())
+            results = [r for r in (loss, *statistics) if r is not None and r.requires_grad]
+            sum(r.sum() for r in results).backward()  # type: ignore[union-attr]
+        assert said == max(r.bytes for r in ran), (len(needed), ran)
+        ran.clear()
+    without = workspace_size(x, w, t, linear_bias=b, **options)  # all of them, for none needs one
+    for leaf in (x, w, b):
+        leaf.requires_grad_()
+    assert without == workspace_size(x, w, t, linear_bias=b, **options)
+
+
+def test_workspace_size_of_other_surroundings(device: str, ran: list[Ran]) -> None:
+    """Autocast, hooks, the default of memory, rows that are no matrix, and tensors without data."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    x, w, _, t = problem((2, 350), 3000, 48, device=device)
+
+    def check(**options: Any) -> int:
+        said = workspace_size(x, w, t, reduction="none", **options)
+        linear_cross_entropy(x, w, t, reduction="none", **options).sum().backward()
+        assert said == max(r.bytes for r in ran)
+        ran.clear()
+        return said
+
+    plain = check()
+    with torch.autocast(device, dtype=BF16):
+        assert check() < plain
+    with torch.autograd.graph.save_on_cpu():
+        assert check() < plain
+    with default_memory("6MiB"):
+        assert check() <= 6 << 20 < plain
+    with torch.inference_mode():
+        assert workspace_size(x, w, t, reduction="none") == plain
+        assert workspace_size(x * 1, w * 1, t * 1, reduction="none") == plain
+    x = x.detach().transpose(0, 1).requires_grad_()
+    t = t.T
+    check()
+    with FakeTensorMode():
+        x, w = (torch.empty(*v.shape, device=device).requires_grad_() for v in (x, w))
+        t = torch.zeros(*t.shape, dtype=torch.int64, device=device)
+        said = workspace_size(x, w, t, reduction="none")
+    assert said == plain if device == "cpu" else said >= plain
+
+
+def test_workspace_size_refuses_what_the_call_refuses() -> None:
+    x, w, _, t = head()
+    for options, message in (
+        ({"reduction": "max"}, r"^reduction is 'max'"),
+        ({"return_statistics": "top"}, r"^return_statistics is 'top'"),
+        ({"linear_bias": torch.ones(5)}, r"^linear_bias has shape \[5\]; allowed: \[700\]"),
+        ({"reduction": "none", "memory": 9}, r"^memory is 9 bytes; allowed: >= "),
+    ):
+        with pytest.raises(ValueError, match=message):
+            workspace_size(x, w, t, **options)
+    with pytest.raises(RuntimeError, match=r"^input is on meta"):
+        workspace_size(x.to("meta"), w, t)
+    with pytest.raises(ValueError, match="D >= 1"):
+        workspace_size(torch.ones(6, 50, 0), torch.ones(9, 0), t)
 
 
 def test_a_shape_is_planned_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,21 +124,26 @@ class Call:
         return constants
 
     def fused(
-        self, input: Tensor, weight: Tensor | None, bias: Tensor | None, hooked: bool
-    ) -> bool:
-        """Whether the gradients are made in the forward call. `hooked`: nothing may be kept."""
+        self, input: Tensor, weight: Tensor | None, bias: Tensor | None, hooked: bool,
+        all_needed: bool = False,
+    ) -> bool:  # fmt: skip
+        """Whether the gradients are made in the forward call. `hooked`: nothing may be kept.
+        `all_needed`: as if every tensor required one."""
         none = self.options.reduction == _abi.REDUCTION_NONE
         if weight is None or none or self.wanted & _run.DIFFERENTIABLE:
             return False
         if torch.float16 not in (input.dtype, weight.dtype) or hooked or self.memory is not None:
             return True
-        return not self._keeps_f16(input, weight, bias)
+        return not self._keeps_f16(input, weight, bias, all_needed)
 
-    def _keeps_f16(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    def _keeps_f16(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, all_needed: bool
+    ) -> bool:
         """Whether f16 gradients are better made of what Forward keeps, when the factor of their
         scaler is known: made before, they wait for it in f32. Not for what takes more than twice
         the bytes of those; f32 gradients, of f32 parameters under autocast, need not wait."""
-        needed = [t for t in (input, weight, bias) if t is not None and t.requires_grad]
+        given = [t for t in (input, weight, bias) if t is not None]
+        needed = [t for t in given if all_needed or t.requires_grad]
         if all(t.dtype is not torch.float16 for t in needed):
             return False
         if not _kept.serves(self.dtype or input.dtype, input.device.type, self.options):

@@ -15,6 +15,7 @@ from logitless._errors import (
     OLD_OF_LOGPROB,
     entropy_detached,
     invalid,
+    not_supported,
     refuses,
     wrong_device,
     wrong_dtype,
@@ -254,6 +255,7 @@ def linear_cross_entropy(
     _main_grad: MainGrad | None = None,
     _data: Any = None,
     _bits: int = 0,
+    _size: bool | None = None,
 ) -> Any:
     """Cross-entropy of input @ linear_weight.T + linear_bias, without the logits.
 
@@ -353,12 +355,25 @@ def linear_cross_entropy(
         normalizer,
         temperatures,
     )
+    bound = _memory.default() if memory is None else parse_memory(memory)
+    bits = _bits or wanted | _run.LOSS
+    if _size is not None:  # workspace_size asks, with gradients or without
+        return _bytes_of(input, linear_weight, linear_bias, constants, options, bound, bits, _size)
     outputs = _loss(
-        input, linear_weight, linear_bias, constants, options,
-        _memory.default() if memory is None else parse_memory(memory), _bits or wanted | _run.LOSS,
+        input, linear_weight, linear_bias, constants, options, bound, bits,
         main_grad=_main_grad, shard=shard, data=_data,
     )  # fmt: skip
     return outputs if _bits else _result(outputs, wanted)
+
+
+def _bytes_of(
+    input: Tensor, weight: Tensor, bias: Tensor | None, constants: Constants, options: Options,
+    memory: int | None, wanted: int, gradients: bool,
+) -> int:  # fmt: skip
+    from logitless.torch import _planned
+
+    call = Call(constants, options, memory, wanted, _autocast_dtype(input))
+    return _planned.bytes_of(input, weight, bias, call, gradients)
 
 
 def workspace_size(
@@ -367,17 +382,44 @@ def workspace_size(
     target: Tensor,
     *,
     linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = 0.0,
+    temperature: float | Tensor = 1.0,
+    token_weight: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    shift: bool | int = False,
     memory: int | str | None = None,
+    return_statistics: Sequence[str] = (),
+    empty_mean: str = "zero",
     gradients: bool = True,
 ) -> int:
-    """Bytes of workspace that linear_cross_entropy takes for a mean or a sum of these tensors (with
-    or without `gradients`), beyond the gradients themselves."""
-    check_matrix("linear_weight", linear_weight)
-    if linear_bias is not None:
-        check_bias(linear_bias, linear_weight)
-    check_target(input, target, "input")
-    memory = _memory.default() if memory is None else parse_memory(memory)
-    return _run.planned_bytes(input, linear_weight, linear_bias, target, memory, gradients)
+    """Bytes that linear_cross_entropy of these arguments takes beyond the tensors that it is given,
+    its results and the gradients: its workspace and, of a reduction "none" or a differentiable
+    statistic, what is kept from Forward to Backward with it. Nothing is computed, and no element
+    is read.
+
+    The arguments are linear_cross_entropy's, in the same shapes and with the same errors; of one
+    process, for a vocabulary that is split over ranks has no answer here. `gradients`: True counts
+    the backward too, of the tensors that require a gradient, or of all where none does, as if every
+    result had an upstream gradient; False is a call under no_grad. `memory` is never exceeded; None
+    is that of `default_memory`. A compiled function may keep another amount."""
+    if any(hasattr(t, "placements") for t in (input, linear_weight, target, linear_bias)):
+        raise not_supported(
+            "workspace_size is of one process; allowed: plain tensors, such as a DTensor's to_local"
+        )
+    size: int = linear_cross_entropy(
+        input, linear_weight, target, linear_bias=linear_bias, weight=weight, reduction=reduction,
+        ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
+        logit_scale=logit_scale, softcap=softcap, temperature=temperature,
+        token_weight=token_weight, normalizer=normalizer, shift=shift, memory=memory,
+        return_statistics=return_statistics, empty_mean=empty_mean, _size=gradients,
+    )  # fmt: skip
+    return size
 
 
 @refuses(OLD_OF_LOGPROB)

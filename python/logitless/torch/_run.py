@@ -9,7 +9,7 @@ next: any call may run where its allocations are planned, as in a CUDA graph's p
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -72,36 +72,38 @@ class Constants(NamedTuple):
     temperature: Tensor | None = None  # [N] f32
 
 
-def _view(name: str, tensor: Tensor) -> _abi.View:
-    dtype, device = DTYPES.get(tensor.dtype), DEVICES.get(tensor.device.type)
+def view(name: str, tensor: Tensor, where: torch.device | None = None) -> _abi.View:
+    """Without its address. It is `where` that says, of a tensor that has no memory."""
+    where = where or tensor.device
+    dtype, device = DTYPES.get(tensor.dtype), DEVICES.get(where.type)
     if dtype is None:
         allowed = "int32, int64" if name == "target" else "float32, float16, bfloat16"
         raise wrong_dtype(f"{argument(name)} is {str(tensor.dtype)[6:]}; allowed: {allowed}")
     if device is None or tensor.layout != torch.strided:
         raise wrong_device(
-            f"{argument(name)} is on {tensor.device} with layout {tensor.layout}; allowed: dense "
+            f"{argument(name)} is on {where} with layout {tensor.layout}; allowed: dense "
             "tensors on cpu or cuda"
         )
-    return _abi.View(
-        name, dtype, device, tensor.device.index or 0, tensor.shape, tensor.stride()
-    )  # fmt: skip
+    return _abi.View(name, dtype, device, where.index or 0, tensor.shape, tensor.stride())
 
 
-def _make_plan(
+def make_plan(
     kind: int, names: Sequence[str], tensors: Sequence[Tensor | None], options: Options | None,
     row_state: Tensor | None, memory: int | None, accumulate: bool, addresses: Sequence[int],
-    keep: Keep | None = None, kept: Kept | None = None,
+    keep: Keep | None = None, kept: Kept | None = None, where: torch.device | None = None,
 ) -> _abi.Plan:  # fmt: skip
     first, weight = tensors[0], tensors[1]
     assert first is not None
     linear = kind >= _abi.LINEAR_CROSS_ENTROPY_FORWARD
     views = [
-        _view(name if linear else _LOGITS_NAMES.get(name, name), tensor)
+        view(name if linear else _LOGITS_NAMES.get(name, name), tensor, where)
         for name, tensor in zip(names, tensors)
         if tensor is not None
     ]
     if row_state is not None:
-        views += (_view("row_reference", row_state[0]), _view("row_log_sum", row_state[1]))
+        views += (
+            view("row_reference", row_state[0], where), view("row_log_sum", row_state[1], where),
+        )  # fmt: skip
     # All logits and all gradients in f32 take so much, which no plan passes.
     most = 0
     if linear and weight is not None and first.dim() == 2 and weight.dim() == 2:
@@ -129,10 +131,14 @@ def _make_plan(
     )  # fmt: skip
 
 
-def _follow_torch_threads(threads: int) -> None:
+def follow_torch_threads() -> int:
+    """Each thread has its own number, with which the workspace recommended grows."""
     global _threads
-    _threads = threads
-    _abi.follow_threads(threads)
+    threads = torch.get_num_threads()
+    if threads != _threads:
+        _threads = threads
+        _abi.follow_threads(threads)
+    return threads
 
 
 def _new_scratch() -> tuple[Any, int]:
@@ -158,10 +164,8 @@ def launch(
     # The switch is torch's own; an f32 product is otherwise never made of rounded operands.
     if cuda:
         tf32 = first.dtype is torch.float32 and _device.allows_tf32()
-    else:  # each thread has its own number, with which the workspace recommended grows
-        threads = torch.get_num_threads()
-        if threads != _threads:
-            _follow_torch_threads(threads)
+    else:
+        threads = follow_torch_threads()
     number = 0.0  # the normalizer's value is given when the plan runs, as addresses are
     if options is not None and options.normalizer:
         number = options.normalizer
@@ -170,7 +174,7 @@ def launch(
         addresses = [t.data_ptr() for t in tensors if t is not None]
     # A tensor without memory of its own, which no plan takes, has its own words.
     except RuntimeError:
-        _make_plan(kind, names, tensors, options, row_state, memory, accumulate, ())
+        make_plan(kind, names, tensors, options, row_state, memory, accumulate, ())
         raise
     if row_state is not None:
         address = row_state.data_ptr()
@@ -189,7 +193,7 @@ def launch(
     if plan is None:
         if tf32 and options is not None:
             options = options._replace(allow_tf32=True)
-        plan = _make_plan(
+        plan = make_plan(
             kind, names, tensors, options, row_state, memory, accumulate, addresses, keep, kept
         )
         if len(_plans) >= MOST_SHAPES:
@@ -204,6 +208,9 @@ def launch(
     else:
         _run_on_host(plan, addresses, number)
     return state
+
+
+Launcher = Callable[..., Kept | None]  # launch, or what is called in its place
 
 
 def _run_on_host(plan: _abi.Plan, addresses: list[int], normalizer: float) -> None:
@@ -279,6 +286,7 @@ def _flat(tensor: Tensor | None) -> Tensor | None:
 def forward(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, constants: Constants,
     options: Options, memory: int | None, wanted: int, keep: Keep | None = None,
+    launcher: Launcher | None = None,
 ) -> tuple[tuple[Tensor | None, ...], Tensor | None, Kept | None]:  # fmt: skip
     """The outputs, row_state [2, N], and what is kept."""
     target, token_weight, vocab_weight, normalizer, temperature = constants
@@ -301,13 +309,16 @@ def forward(
     )  # fmt: skip
     kind = _abi.CROSS_ENTROPY_FORWARD if weight is None else _abi.LINEAR_CROSS_ENTROPY_FORWARD
     asked = wanted if keep is None else (wanted, keep.asked())
-    kept = launch(kind, _FORWARD, tensors, options, memory, asked, row_state, False, keep)
+    kept = (launcher or launch)(
+        kind, _FORWARD, tensors, options, memory, asked, row_state, False, keep
+    )
     return outputs, row_state, kept
 
 
 def forward_backward(
     input: Tensor, weight: Tensor, bias: Tensor | None, constants: Constants, options: Options,
     memory: int | None, wanted: int, dtypes: tuple[torch.dtype | None, ...],
+    launcher: Launcher | None = None,
 ) -> tuple[Tensor, Sequence[Tensor | None], Tensor | None, list[Tensor | None]]:  # fmt: skip
     """The loss [], the statistics of CONSTANTS, row_state, and the gradients of input, weight and
     bias for an upstream gradient of 1; `dtypes` are theirs, None where one is not wanted."""
@@ -332,48 +343,12 @@ def forward_backward(
         temperature, loss, *map(_flat, statistics), grad_input, grad_weight, grad_bias,
     )  # fmt: skip
     kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD
-    launch(kind, _FORWARD_BACKWARD, tensors, options, memory, (wanted, dtypes), row_state)
+    (launcher or launch)(
+        kind, _FORWARD_BACKWARD, tensors, options, memory, (wanted, dtypes), row_state
+    )
     if grad_input is not None and input.dim() != 2:
         grad_input = grad_input.view(input.shape)
     return loss, statistics, row_state, [grad_input, grad_weight, grad_bias]
-
-
-def planned_bytes(
-    input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, memory: int | None,
-    gradients: bool,
-) -> int:  # fmt: skip
-    """The workspace of a reduced loss of these tensors, as launch would allocate it."""
-    rows = _rows(input, target.numel())
-    like = [rows, weight, bias, _flat(target)]
-    views = [
-        _view(name, tensor)
-        for name, tensor in zip(("input", "weight", "bias", "target"), like)
-        if tensor is not None
-    ]
-    loss = views[0]._replace(name="loss", dtype=_abi.F32, shape=(), stride=())
-    state = loss._replace(shape=(target.numel(),), stride=(1,))
-    views.append(loss)
-    kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD
-    if gradients:
-        kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD
-        views += (state._replace(name="row_reference"), state._replace(name="row_log_sum"))
-        for view, tensor in zip(views[:], like[:3]):
-            if tensor is not None:
-                dtype = _abi.F32 if view.dtype == _abi.F16 else view.dtype
-                stride = torch.empty_like(tensor, device="meta").stride()
-                views.append(view._replace(name=f"grad_{view.name}", dtype=dtype, stride=stride))
-    device = (views[0].device_type, views[0].device_index)
-    (tokens, hidden), vocab = rows.shape, weight.shape[0]
-    most = 4 * (tokens * vocab + tokens * hidden + vocab * hidden)
-    try:
-        addresses = [tensor.data_ptr() for tensor in like if tensor is not None]
-        addresses += [FRESH] * (len(views) - len(addresses))
-    except RuntimeError:  # such tensors have shapes alone, so the answer must serve any address
-        addresses = []
-    plan = _abi.Plan(
-        kind, views, Options(), device, memory=memory, most=most, addresses=addresses
-    )  # fmt: skip
-    return plan.bytes
 
 
 class Upstream(NamedTuple):
@@ -396,7 +371,7 @@ def backward(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, constants: Constants,
     options: Options, memory: int | None, upstream: Upstream,
     dtypes: Sequence[torch.dtype | None], *, in_place: bool = False,
-    main_grad: Tensor | None = None, kept: Kept | None = None,
+    main_grad: Tensor | None = None, kept: Kept | None = None, launcher: Launcher | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """(grad_input, grad_weight, grad_bias). `in_place` the first overwrites the input; grad_weight
     is added to `main_grad` [V, D] f32 instead, if that is given."""
@@ -426,7 +401,7 @@ def backward(
         for t in tensors[len(INPUTS) :]
     )
     accumulate = main_grad is not None
-    launch(
+    (launcher or launch)(
         kind,
         _BACKWARD,
         tensors,
