@@ -1264,6 +1264,18 @@ def a_bias_that_is_a_scalar(me: Rank) -> Results:
 
 
 @case
+def a_bias_beside_padding(me: Rank) -> Results:
+    """One that is too long is named with the padding that was given, on every rank."""
+    x, w, t = torch.ones(3, 4), torch.ones(6, 4), torch.zeros(3, dtype=torch.int64)
+    call = functools.partial(
+        linear_cross_entropy, x, w, t, group=dist.group.WORLD, vocab_total=6 * me.size - 2
+    )
+    text = r"^linear_bias has shape \(7,\); allowed: \(6,\)$"
+    refusal(ValueError, text, lambda: call(linear_bias=torch.ones(6 + (me.rank == me.size - 1))))
+    return {"loss": call(linear_bias=torch.ones(6))}
+
+
+@case
 def one_rank_is_refused(me: Rank) -> Results:
     """What only one rank has wrong is raised on all of them, in forward and in backward."""
     p, bounds = problem(me.size, bias=True)
@@ -1605,6 +1617,7 @@ def a_split_that_is_not_of_whole_blocks_is_refused(rank: Rank) -> Results:
 ON_THE_CPU = {
     "autocast", "memory_that_is_enough_for_some_ranks", "memory_that_is_enough_for_forward_only",
     "one_rank_is_refused", "ranks_that_ask_for_other_things", "a_sequence_that_cannot_be_split",
+    "a_bias_beside_padding",
     "ranks_whose_inputs_have_other_gradients",
     "a_split_with_a_gap_or_an_overlap", "a_split_that_is_not_of_whole_blocks_is_refused",
 }  # fmt: skip
@@ -1671,11 +1684,17 @@ def test_meta_tensors_in_blocks() -> None:
     assert loss.is_meta and loss.shape == ()
 
 
-def test_a_bias_too_short_for_blocks() -> None:
-    """The last of eight blocks has no columns."""
-    x, w, t = torch.ones(6, 4), torch.ones(10, 4), torch.zeros(6, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"^linear_bias has shape"):
-        linear_cross_entropy(x, w, t, linear_bias=torch.ones(5), vocab_blocks=8)
+@pytest.mark.parametrize("length", [1, 5, 9, 11, 16])
+@pytest.mark.parametrize("blocks", [1, 2, 8], ids=str)
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_bias_of_another_length_than_all_blocks(length: int, blocks: int, grad: bool) -> None:
+    """It is named as it was given, not as a block's part; the last of eight has no columns."""
+    x, t = torch.ones(6, 4), torch.zeros(6, dtype=torch.int64)
+    w, b = torch.ones(10, 4, requires_grad=grad), torch.ones(length)
+    said = rf"^linear_bias has shape \({length},\); allowed: \(10,\)$"
+    for call in (linear_cross_entropy, linear_logprob):
+        with pytest.raises(ValueError, match=said):
+            call(x, w, t, linear_bias=b, vocab_blocks=blocks)
 
 
 def test_a_group_before_torch_has_one() -> None:

@@ -208,7 +208,20 @@ def _block_rows(blocks: int, rank: int, size: int, total: int) -> tuple[int, int
     return start, min(each, total - start)
 
 
-def _check_block_rows(shard: Shard, weight: Tensor) -> None:
+Given = tuple[Tensor, Tensor | None]  # a rank's weight and bias, with what is padding
+
+
+def _check_bias_rows(weight: Tensor, bias: Tensor | None) -> None:
+    """In the caller's own shapes, of which a block, or what is left without padding, has none."""
+    if bias is not None and bias.shape[0] != weight.shape[0]:
+        raise wrong_shape(
+            f"linear_bias has shape {tuple(bias.shape)}; allowed: ({weight.shape[0]},)"
+        )
+
+
+def _check_rows(shard: Shard, weight: Tensor, given: Given) -> None:
+    """`weight` is what is left of the one given without padding."""
+    _check_bias_rows(*given)
     if not shard.blocks:
         return
     start, rows = _block_rows(shard.blocks, shard.rank, shard.size, shard.total)
@@ -239,6 +252,7 @@ def check_tokens(input: Tensor, target: Any, shard: Shard, shift: int) -> None:
 
 def of_one(shard: Shard, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Of a group of one: what the call without a group is given."""
+    _check_bias_rows(weight, bias)
     _check_split(shard, [(shard.start, shard.start + weight.shape[0])])
     return _columns(shard, weight, bias)
 
@@ -568,19 +582,19 @@ def _blocks_of(
     rest = (target, None, vocab_weight, normalizer, temperature)
     blocks = []
     for first, stop in shard.ranges(w.shape[0]):
-        own, bias, start, empty = w[first:stop], _rows_of(b, w, first, stop), first, first == stop
+        own, bias, start, empty = w[first:stop], _rows_of(b, first, stop), first, first == stop
         if empty:
             own, start = w.new_zeros(1, w.shape[1]), -shard.start
-            bias = None if b is None else b.new_zeros(max(b.shape[0] - w.shape[0] + 1, 0))
+            bias = None if b is None else b.new_zeros(1)
         options = call.options._replace(vocab_start=shard.start + start)
         keeps = shard.keeps and not empty
         blocks.append(Block((x, own, bias, *rest), options, call.memory, wanted, keeps, empty))
     return blocks
 
 
-def _local_targets(shard: Shard, w: Tensor, blocks: Sequence[Block]) -> Tensor:
+def _local_targets(shard: Shard, given: Given, w: Tensor, blocks: Sequence[Block]) -> Tensor:
     """[1, N] f32: the targets' logits, of those that are this rank's columns; else -inf."""
-    _check_block_rows(shard, w)
+    _check_rows(shard, w, given)
     targets: Any = torch.ops.logitless.shard_targets
     found = [targets(*_arguments(b.inputs, b.options), b.memory) for b in blocks if not b.empty]
     if not found:
@@ -609,20 +623,20 @@ def _local_state(block: Block, anchor: Tensor | None) -> tuple[Tensor, Tensor, K
     return states, argmax, None if nothing else (columns, rows)
 
 
-def _rows_of(bias: Tensor | None, weight: Tensor, first: int, stop: int) -> Tensor | None:
-    """A block's own. The last one's are all that are left, so that a bias too long is refused."""
+def _rows_of(bias: Tensor | None, first: int, stop: int) -> Tensor | None:
+    """A block's own."""
     if bias is None:
         return None
-    own = bias[first:stop] if stop < weight.shape[0] else bias[first:]
+    own = bias[first:stop]
     # CUDA's plans, and so the bits, depend on how a tensor is aligned.
     return own.clone() if first else own
 
 
 def _local_states(
-    shard: Shard, w: Tensor, blocks: Sequence[Block], anchor: Tensor | None
+    shard: Shard, given: Given, w: Tensor, blocks: Sequence[Block], anchor: Tensor | None
 ) -> tuple[Tensor, Tensor, list[Keeping | None]]:
     """[b, k, N] f32, argmax [b, N] and what is kept, of this rank's blocks."""
-    _check_block_rows(shard, w)
+    _check_rows(shard, w, given)
     states, argmax, kept = zip(*(_local_state(block, anchor) for block in blocks))
     return _stacked(states), _stacked(argmax), list(kept)
 
@@ -678,8 +692,9 @@ class ShardedLoss(Function):
         constants = _flat(constants)
         if options.label_smoothing > 0:
             wanted |= WEIGHTED
+        given = (w, b)
         w, b = _columns(shard, w, b)
-        blocks = (shard, w, _blocks_of(shard, rows, w, b, constants, call, wanted))
+        blocks = (shard, given, w, _blocks_of(shard, rows, w, b, constants, call, wanted))
         anchor = None
         if shard.keeps:
             own = _together(shard, rows, facts, _local_targets, *blocks)
@@ -790,7 +805,7 @@ def _local_gradients(
     weights, biases = [], []
     for i, (first, stop) in enumerate(shard.ranges(w.shape[0])):
         if first < stop:
-            own = (rows, w[first:stop], _rows_of(b, w, first, stop), *constants)
+            own = (rows, w[first:stop], _rows_of(b, first, stop), *constants)
             start = shard.start + first
             part, weight, bias = backward(
                 *_arguments(own, options._replace(vocab_start=start)), *more,
