@@ -6,6 +6,7 @@
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
+#include <algorithm>
 #include <map>
 #include <memory>
 
@@ -32,8 +33,20 @@ struct BenchArguments {
   std::vector<int64_t> tokens{1024}, hidden{768}, vocab{50257}, threads{0};
   std::string device = "cpu", grad_dtype = "f32", chart;
   int repeats = 5, samples = 2;
-  bool in_place = false, first_call = false, warmup = false;
+  bool in_place = false, first_call = false, warmup = false, quick = false;
 };
+
+// Makes the sweep one small shape and few repeats, but for what the caller has named: CLI11 counts
+// that.
+void make_quick(BenchArguments& a, const CLI::App& command) {
+  const auto set = [&](const char* name, auto& value, auto quick) {
+    if (command.count(name) == 0) value = quick;
+  };
+  set("--n", a.tokens, std::vector<int64_t>{512});
+  set("--d", a.hidden, std::vector<int64_t>{128});
+  set("--v", a.vocab, std::vector<int64_t>{32768});
+  set("--repeats", a.repeats, 2);
+}
 
 struct Case {
   OpShape shape;
@@ -56,6 +69,7 @@ struct Row {
   const GpuBench* gpu = nullptr;  // without one the CPU is measured
 
   double flops() const;
+  uint64_t logits_bytes() const;
   double bytes() const;
   bool writes() const { return c.shape.op != "linear-forward" && c.shape.op != "forward"; }
   double peak() const;  // it counts FLOP/s
@@ -70,6 +84,12 @@ double Row::flops() const {
   const int products = s.op == "linear-forward" ? 1 : 3;
   return 2.0 * products * static_cast<double>(s.tokens) * static_cast<double>(s.vocab) *
          static_cast<double>(s.hidden);
+}
+
+// In f32, as plan and loss count them.
+uint64_t Row::logits_bytes() const {
+  return static_cast<uint64_t>(c.shape.tokens) * static_cast<uint64_t>(c.shape.vocab) *
+         sizeof(float);
 }
 
 double Row::bytes() const {
@@ -173,6 +193,7 @@ json to_json(const Row& row) {
               {"error_ratio", m.error_ratio ? json(*m.error_ratio) : json()}};
   if (s.linear()) {
     out["hidden"] = s.hidden;
+    out["logits_bytes"] = row.logits_bytes();
     out["arithmetic"] = row.gpu == nullptr ? cpu::name_of(row.arithmetic) : row.gpu->arithmetic();
     out["gflops"] = row.rate() * 1e-9;
     out["peak_gflops"] = row.peak() * 1e-9;
@@ -183,11 +204,11 @@ json to_json(const Row& row) {
 
 constexpr const char* kLine =
     "{:<24} {:>5} {:>6} {:>5} {:>6} {:>3} {:>9} {:>9} {:>8} {:>6} {:>7} "
-    "{:>6} {:>10} {:>10} {:>7}\n";
+    "{:>6} {:>10} {:>10} {:>10} {:>7}\n";
 
 void print_head() {
   fmt::print(kLine, "op", "dtype", "N", "D", "V", "thr", "ms median", "ms min", "GFLOP/s", "% peak",
-             "GB/s", "% mem", "workspace", "RSS grew", "err/bnd");
+             "GB/s", "% mem", "logits", "workspace", "RSS grew", "err/bnd");
 }
 
 std::string percent(double share) { return fmt::format("{:.1f}", share * 100); }
@@ -201,7 +222,8 @@ void print_row(const Row& row) {
       s.linear() ? fmt::format("{:.1f}", row.rate() * 1e-9) : "-",
       s.linear() ? percent(row.rate() / row.peak()) : "-",
       fmt::format("{:.1f}", row.throughput() * 1e-9), percent(row.throughput() / row.bandwidth()),
-      format_bytes(m.workspace), m.rss_growth ? format_bytes(*m.rss_growth) : "-",
+      s.linear() ? format_bytes(row.logits_bytes()) : "-", format_bytes(m.workspace),
+      m.rss_growth ? format_bytes(*m.rss_growth) : "-",
       m.error_ratio ? fmt::format("{:.3f}", *m.error_ratio) : "-");
   std::fflush(stdout);
 }
@@ -256,6 +278,19 @@ void print_machine(int threads, const Machine& m) {
       "copy {:.1f} GB/s\n",
       threads, peak(m.fma), peak(m.bf16_dot), peak(m.amx), m.bandwidth.read * 1e-9,
       m.bandwidth.copy * 1e-9);
+}
+
+// What others take is measured by programs that have PyTorch: our own products with whole logits
+// would be a peer that nobody uses.
+void print_peers(const std::string& device, const std::vector<Row>& rows) {
+  if (std::any_of(rows.begin(), rows.end(), [](const Row& row) { return row.c.shape.linear(); })) {
+    fmt::print(
+        "logits: theirs in f32, which a plain implementation holds, and as much for their "
+        "gradient\n");
+  }
+  if (device == "webgpu") return;
+  fmt::print("PyTorch and others beside it: {}, or docs/results.md\n",
+             device == "cuda" ? "python bench/compare_gpu.py" : "make bench-cpu");
 }
 
 // Measures the GPU's best product of each width, and a copy, once.
@@ -324,6 +359,7 @@ void run_bench(const Context& context, const BenchArguments& a) {
       if (device == nullptr) print_machine(threads, machine);
       if (device != nullptr) print_gpu(*device, machine);
     }
+    print_peers(a.device, rows);
   }
   if (chart) {
     chart->write(to_svg(make_chart(rows)));
@@ -360,8 +396,12 @@ void add_bench(CLI::App& app, Context& context) {
   command->add_option("--samples", a.samples, "tokens and vocabulary rows judged; 0: none")
       ->check(integer(0, 64))
       ->capture_default_str();
+  command->add_flag("--quick", a.quick, "one small shape, twice, but for what is named");
   command->add_option("--chart", a.chart, "write an SVG chart to this file");
-  command->callback([&context, arguments] { run_bench(context, *arguments); });
+  command->callback([&context, arguments, command] {
+    if (arguments->quick) make_quick(*arguments, *command);
+    run_bench(context, *arguments);
+  });
 }
 
 }  // namespace logitless::cli

@@ -54,6 +54,27 @@ class BenchTest(CliTest):
                 self.assertGreater(row["peak_gflops"], 0)
                 flops = 3 * 2 * row["tokens"] * 24 * 500
                 self.assertAlmostEqual(row["gflops"] * row["ms_median"], flops * 1e-6, places=6)
+                self.assertEqual(row["logits_bytes"], row["tokens"] * 500 * 4)
+
+    def test_quick_is_small_but_for_what_is_named(self) -> None:
+        for named, expected in (
+            (["--n", "5"], (5, 128, 32768, 2)),
+            (["--d", "8", "--v", "300", "--repeats", "3"], (512, 8, 300, 3)),
+        ):
+            row = self.json("bench", "--quick", "--samples", "0", *named)
+            found = tuple(row[key] for key in ("tokens", "hidden", "vocab", "repeats"))
+            self.assertEqual(found, expected)
+
+    def test_whole_logits_and_where_others_stand_beside_it(self) -> None:
+        small = ["bench", "--d", "8", "--v", "4096", "--repeats", "1", "--samples", "0"]
+        head, row, *rest = self.succeed(*small, "--n", "64").splitlines()
+        self.assertIn("  logits  workspace  ", head)
+        self.assertIn(" 1.0 MiB ", row)
+        self.assertIn("logits: ", rest[-2])
+        self.assertIn("make bench-cpu", rest[-1])
+        given = self.succeed(*small, "--n", "64", "--op", "softmax")  # whose input they are
+        self.assertNotIn("logits: ", given)
+        self.assertIn("make bench-cpu", given)
 
     def test_every_op_is_right(self) -> None:
         for extra in ([], ["--in-place"]):
