@@ -11,7 +11,7 @@ folder of them, build/trainer-site. Weights are random, in bf16, of Llama-3.2-1B
 Llama-3-8B's with `--layers` (5) of its 32 layers; training is in bf16 with gradient checkpointing
 and fused AdamW, whose state is bf16 as the weights are: 9 and 16 GiB of weights, gradients and
 state. All ways share one set of weights, drawn anew from a seed before every `train()`, and see the
-same tokens.
+same tokens. Turns and their seconds, compilation among them, are told on stderr.
 
 One process. In each of `--rounds` every way takes its turn, in an order that turns round every
 round: a `train()` of `--warmup` steps that are not timed and `--steps` that are. A step is timed
@@ -351,6 +351,11 @@ def callback(trainer: Any, warmup: int) -> Any:
     return Marks()
 
 
+def say(text: str) -> None:
+    """Beside the table: a run that is ended from outside has told which way it was in."""
+    print(text, end="", file=sys.stderr, flush=True)
+
+
 def measure(case: Case, given: argparse.Namespace, heads: Heads, end: float) -> list[dict]:
     import torch
 
@@ -360,7 +365,10 @@ def measure(case: Case, given: argparse.Namespace, heads: Heads, end: float) -> 
         for i in range(given.rounds):
             for runner in runners[:: 1 if i % 2 == 0 else -1]:
                 if not runner.failed and (i == 0 or time.perf_counter() < end):
+                    start = time.perf_counter()
+                    say(f"  round {i + 1}, {runner.way.title}:")
                     runner.turn(folder)
+                    say(f" {time.perf_counter() - start:.0f} s\n")
     base = next((runner for runner in runners if runner.turns), None)
     return [runner.record(base) for runner in runners]
 

@@ -15,7 +15,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BENCH = ROOT / "bench/trainer.py"
 WARMUP, STEPS, ROUNDS = 2, 2, 2
-WAYS = ("unpatched", "compile", "liger", "ours", "ours-512")
+WAYS = ("unpatched", "compile", "liger", "ours", "ours-512", "ours-compile")
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -59,13 +59,13 @@ def test_ways_learn_the_same_from_the_same_weights_and_tokens(records: dict[str,
     own = records["unpatched"]["losses"]
     assert own[0] == own[1], "a turn does not begin where the one before has begun"
     assert own[0][-1] < own[0][0] - 0.01, "nothing was learnt"
-    for way in ("compile", "ours", "ours-512"):
+    for way in ("compile", "ours", "ours-512", "ours-compile"):
         assert records[way]["losses"][0] == pytest.approx(own[0], abs=2e-3)
         assert 0 < records[way]["off"] < 2e-3
 
 
 def test_every_step_counts_once(records: dict[str, Any]) -> None:
-    for way in ("unpatched", "compile", "ours", "ours-512"):
+    for way in ("unpatched", "compile", "ours", "ours-512", "ours-compile"):
         assert len(records[way]["samples"]) == ROUNDS * STEPS
         heads = ROUNDS * (WARMUP + STEPS) if way.startswith("ours") else 0
         assert records[way]["heads"] == heads

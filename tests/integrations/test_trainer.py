@@ -13,10 +13,15 @@ import accelerate
 import pytest
 import torch
 import transformers
+from torch._dynamo.utils import counters
 
 import support
 from logitless.integrations import patch_transformers
 from support import STEPS, Calls, same_parameters, same_run
+
+# It traces as inductor does, and generates no code, which takes most of inductor's time.
+BACKEND = "aot_eager"
+EVAL_STEPS = 7
 
 
 def train(model: Any, folder: pathlib.Path, model_init: Any = None, **settings: Any) -> list[float]:
@@ -55,6 +60,44 @@ def test_trainer_learns_the_same_without_logits(
     *actual, our_held_out = train(ours, tmp_path, **settings)
     evaluations = 3  # 10 sequences come 4 at a time
     assert calls.taken() == STEPS * settings.get("gradient_accumulation_steps", 1) + evaluations
+    same_run(actual, expected, bf16)
+    assert our_held_out == pytest.approx(held_out, rel=2e-2 if bf16 else 1e-5)
+    same_parameters(ours.named_parameters(), own.named_parameters(), 2e-2 if bf16 else 2e-5)
+
+
+def train_compiled(model: Any, folder: pathlib.Path, **settings: Any) -> tuple[list[float], int]:
+    """What `train` gives under torch_compile=True with evaluations between the steps, which the
+    Trainer does not compile, and how many graphs were made of it."""
+    torch._dynamo.reset()  # a function is compiled eight times at most
+    counters.clear()
+    losses = train(
+        model, folder, torch_compile=True, torch_compile_backend=BACKEND, eval_strategy="steps",
+        eval_steps=EVAL_STEPS, **settings,
+    )  # fmt: skip
+    assert not counters["graph_break"]
+    return losses, counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"gradient_accumulation_steps": 2}, {"gradient_checkpointing": True, "bf16": True}],
+    ids=["accumulation", "checkpointing, bf16"],
+)
+def test_trainer_compiles_the_patched_model_as_often(
+    settings: dict[str, Any], tmp_path: pathlib.Path, calls: Calls
+) -> None:
+    """It gives every step another number of items."""
+    bf16 = "bf16" in settings
+    own, ours = support.llama(), support.llama()
+    (*expected, held_out), own_graphs = train_compiled(own, tmp_path, **settings)
+    assert calls.taken() == 0
+    patch = patch_transformers(ours)
+    (*actual, our_held_out), our_graphs = train_compiled(ours, tmp_path, **settings)
+    evaluations = 3 * (STEPS // EVAL_STEPS + 2)  # the Trainer's last is behind the last step
+    assert patch.calls == evaluations, "the model that was trained is not compiled"
+    trained = STEPS * settings.get("gradient_accumulation_steps", 1)
+    assert calls.taken() == trained + evaluations
+    assert our_graphs == own_graphs == 1
     same_run(actual, expected, bf16)
     assert our_held_out == pytest.approx(held_out, rel=2e-2 if bf16 else 1e-5)
     same_parameters(ours.named_parameters(), own.named_parameters(), 2e-2 if bf16 else 2e-5)

@@ -718,20 +718,39 @@ def test_calls_are_those_that_made_a_loss_here() -> None:
     assert patch.calls == 2
 
 
-def test_calls_do_not_compile_a_program_each() -> None:
-    model, batch = model_and_batch("llama")
-    patch = patch_transformers(model)
+@pytest.mark.parametrize(
+    "when, longer, items, programs",
+    [("before", 0, torch.tensor, 1), ("after", 0, int, 2), ("before", 1, None, 2)],
+    ids=["items in tensors", "items in numbers", "lengths"],
+)
+def test_calls_do_not_compile_a_program_each(
+    when: str, longer: int, items: Any, programs: int
+) -> None:
+    """As many as of an unpatched model, for which numbers and lengths are symbols from the second
+    on. Losses that are not compiled, as of an evaluation, come between."""
     graphs: list[Any] = []
 
     def backend(graph: Any, _: Any) -> Any:
         graphs.append(graph)
         return graph.forward
 
-    model.compile(fullgraph=True, backend=backend)
-    with torch.no_grad():
-        for _ in range(3):
-            assert model(**batch).logits is None
-    assert len(graphs) == 1 and patch.calls == 0
+    plain, _ = model_and_batch("llama")
+    model = copy.deepcopy(plain)
+    patch = patch_transformers(model) if when == "before" else None
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    patch = patch or patch_transformers(compiled)
+    for step in range(4):
+        ids = torch.randint(1, 61, (2, 9 + step * longer))
+        batch = {"input_ids": ids, "labels": ids}
+        given = {} if items is None else {"num_items_in_batch": items(16 + step)}
+        loss, expected = compiled(**batch, **given).loss, plain(**batch, **given).loss
+        torch.testing.assert_close(loss, expected, rtol=2e-6, atol=1e-6)
+        for a, e in zip(gradients(model, loss), gradients(plain, expected)):
+            torch.testing.assert_close(a, e, rtol=1e-4, atol=2e-6)
+        with torch.no_grad():
+            model(**batch)
+    assert len(graphs) == programs
+    assert patch.calls == 4, "those of compiled code are not counted"
 
 
 @pytest.mark.parametrize("name", ["llama", "cohere", "gpt2"])

@@ -144,7 +144,7 @@ class _Pending:
     def _same(self, value: Any, known: Any) -> bool:
         if not isinstance(value, Tensor) or not isinstance(known, Tensor):
             return bool(value == known)
-        if value is known or self.settings.checked or torch.compiler.is_compiling():
+        if value is known or self.settings.is_settled():
             return value.shape == known.shape
         return torch.equal(value.to(known.device), known)
 
@@ -387,16 +387,21 @@ class _Settings:
         elif not self.warned:
             self.warned = _say_of_no_use(what)
 
+    def is_settled(self) -> bool:
+        """Whether the model is not checked, or no more. Compiled code does not ask for `checked`:
+        the first loss that is not compiled, as of an evaluation, would have it compiled again."""
+        return torch.compiler.is_compiling() or self.checked
+
     def answer(self, device: torch.device) -> Tensor:
         """What the head gives the model for logits: [1, 1, 5]."""
-        if self.checked or torch.compiler.is_compiling():
+        if self.is_settled():
             return torch.zeros(1, 1, len(_PROBE), device=device)  # zeros need no copy to the device
         return torch.tensor([[_PROBE]], device=device)
 
     def check(self, made: Tensor) -> None:
         """Until it holds once: what the model made of the head's answer must be what the loss was
         told of scale and softcap."""
-        if self.checked or torch.compiler.is_compiling():
+        if self.is_settled():
             return
         expected = torch.tensor([[_PROBE]], device=made.device) * self.options["logit_scale"]
         if softcap := self.options["softcap"]:
