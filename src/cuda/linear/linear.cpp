@@ -83,7 +83,7 @@ LinearMemory place_in(Arena* arena, const LinearShape& s, const LinearPlan& p) {
   take(p.slots > 0, &m.slots, p.slots * p.slot_size);
   arena->at_least(forward_end);
   take(p.grad_weight_sum, &m.grad_weight_sum, (s.rows_of_weight() - p.lent_sum_rows) * pitch);
-  take(s.grad_weight && p.tail_columns > 0, &m.weight_tail_sum, 8 * pitch);
+  take(tail_rows(s, p) > 0, &m.weight_tail_sum, 8 * pitch);
   take(s.grad_bias, &m.bias_sum, s.vocab);
   take(s.grad_bias, &m.bias_slabs, divide_up(rows, bias_slab_rows) * p.slab_columns);
   take(p.smooths_e, &m.class_row, pitch);

@@ -106,7 +106,7 @@ class LinearRun : public StepVisitor {
 
   void write_weight_sums() {
     const LinearShape& s = work_.call.shape;
-    const int64_t tail = work_.plan.tail_columns;
+    const int64_t tail = tail_rows(s, work_.plan);
     if (work_.plan.grad_weight_sum) {
       const int64_t lent = work_.plan.lent_sum_rows;
       write_lent_sums(work_);

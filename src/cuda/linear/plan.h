@@ -38,6 +38,7 @@ struct LinearShape {
   bool grad_weight_f32 = false;    // a product can add to an f32 grad_weight in place
   bool can_store = true;           // E serves: true of ForwardBackward
   bool forms_dz = false;           // E becomes dz in its place before the products
+  bool any_rows = false;  // a product makes any number of rows of grad_weight: f32 without TF32
   bool smoothing = false;
   bool entropy = false, weighted_sum = false, argmax = false;
   // sum p^2 is asked for; columns above the target are counted
@@ -83,7 +84,9 @@ struct LinearPlan {
   int64_t token_chunk = 0, chunks = 0;
   int64_t block_rows = 0, block_columns = 0;  // so much of the logits is in f32 memory at a time
   bool holds_logits = false;  // the matrix library's product puts the logits in memory
-  int64_t tail_columns = 0;   // products take the last V % 8 columns alone, where this is not 0
+  // Products take the last V % 8 columns alone, where this is not 0, and as many rows of
+  // grad_weight but for any_rows.
+  int64_t tail_columns = 0;
   int64_t sum_rows = 0;  // so many rows of grad_input are summed in f32 at a time, where E is whole
   int64_t stored_columns = 0;  // the workspace holds E of so many columns, per chunk
   int64_t lent_columns = 0;    // grad_weight's memory holds E of so many columns behind these
@@ -121,6 +124,11 @@ struct LinearPlan {
   uint64_t bytes = 0;
   double seconds = 0;  // it is predicted
 };
+
+// Returns how many rows of grad_weight a product of their own makes.
+inline int64_t tail_rows(const LinearShape& s, const LinearPlan& p) {
+  return s.grad_weight && !s.any_rows ? p.tail_columns : 0;
+}
 
 // Returns how many columns of E are there when the gradients begin.
 inline int64_t kept_columns(const LinearPlan& p) { return p.stored_columns + p.lent_columns; }

@@ -92,7 +92,7 @@ void CallSteps::chunk(const Range& tokens) {
 void CallSteps::end() {
   if (s_.tokens == 0) return visit({.kind = StepKind::no_tokens});
   if (s_.arranges()) visit({.kind = StepKind::trade_back, .panel = kept()});
-  if (s_.grad_weight && (p_.grad_weight_sum || p_.tail_columns > 0)) {
+  if (s_.grad_weight && (p_.grad_weight_sum || tail_rows(s_, p_) > 0)) {
     visit({.kind = StepKind::write_grad_weight});
   }
   if (s_.grad_bias) visit({.kind = StepKind::write_grad_bias});

@@ -10,6 +10,7 @@
 #include "src/cuda/ops.h"
 #include "src/cuda/runtime/cublaslt.h"
 #include "src/cuda/runtime/remembered.h"
+#include "src/rounding.h"
 
 namespace logitless::cuda {
 namespace {
@@ -18,7 +19,7 @@ constexpr const char* names[] = {"libcublasLt.so.13", "libcublasLt.so.12"};
 
 struct Key {
   int device, in, out, tf32;
-  int64_t rows, columns, depth, a_row, a_column, b_row, b_column, c;
+  int64_t rows, columns, depth, a_row, a_column, b_row, b_column, c, parts_bytes;
   uint32_t a_alignment, b_alignment, c_alignment;
   bool operator==(const Key&) const = default;
 };
@@ -177,54 +178,121 @@ Key key_of(const Product& p, int device) {
           p.b.row_stride,
           p.b.column_stride,
           p.c_stride,
+          p.parts_bytes,
           alignment_of(p.a.data, a_stride, p.in),
           alignment_of(p.b.data, b_stride, p.in),
           alignment_of(p.c, p.c_stride, p.out)};
 }
 
-Status ask_heuristic(const lt::Functions& call, lt::Handle handle, const Product& p, const Key& key,
-                     lt::Algorithm* algorithm) {
-  const Descriptors d(call, p);
-  lt::Preference preference = nullptr;
-  bool ok = d.ok() && call.preference_create(&preference) == lt::success;
-  const auto set = [&](int attribute, auto value) {
-    ok = ok && call.preference_set(preference, attribute, &value, sizeof(value)) == lt::success;
-  };
-  set(lt::preference_workspace_bytes, static_cast<uint64_t>(matrix_library_bytes));
-  set(lt::preference_reduction_mask, uint32_t{0});
-  set(lt::preference_alignment_a, key.b_alignment);
-  set(lt::preference_alignment_b, key.a_alignment);
-  set(lt::preference_alignment_c, key.c_alignment);
-  set(lt::preference_alignment_d, key.c_alignment);
-  constexpr int most = 8;
+// Has the kernels that the library proposes, the one that it thinks best first.
+struct Proposals {
+  static constexpr int most = 8;
   lt::HeuristicResult results[most];
   int found = 0;
-  ok = ok && call.heuristic(handle, d.description, d.first, d.second, d.result, d.result,
-                            preference, most, results, &found) == lt::success;
-  if (preference != nullptr) call.preference_destroy(preference);
-  for (int i = 0; ok && i < found; ++i) {
-    int32_t split = 1;
-    size_t written = 0;
-    if (results[i].state != lt::success) continue;
-    if (call.algorithm_get(&results[i].algorithm, lt::algorithm_split, &split, sizeof(split),
-                           &written) == lt::success &&
-        split > 1) {
-      continue;
+  bool ok;  // the library has answered, and be it that it knows none
+
+  Proposals(const lt::Functions& call, lt::Handle handle, const Descriptors& d, const Key& key,
+            uint32_t reductions, int64_t workspace_bytes) {
+    lt::Preference preference = nullptr;
+    ok = d.ok() && call.preference_create(&preference) == lt::success;
+    const auto set = [&](int attribute, auto value) {
+      ok = ok && call.preference_set(preference, attribute, &value, sizeof(value)) == lt::success;
+    };
+    set(lt::preference_workspace_bytes, static_cast<uint64_t>(workspace_bytes));
+    set(lt::preference_reduction_mask, reductions);
+    set(lt::preference_alignment_a, key.b_alignment);
+    set(lt::preference_alignment_b, key.a_alignment);
+    set(lt::preference_alignment_c, key.c_alignment);
+    set(lt::preference_alignment_d, key.c_alignment);
+    const int code = !ok ? lt::success
+                         : call.heuristic(handle, d.description, d.first, d.second, d.result,
+                                          d.result, preference, most, results, &found);
+    if (preference != nullptr) call.preference_destroy(preference);
+    ok = ok && (code == lt::success || code == lt::not_supported);
+    if (!ok || code != lt::success) found = 0;
+  }
+};
+
+int32_t attribute_of(const lt::Functions& call, const lt::Algorithm& algorithm, int attribute,
+                     int32_t otherwise) {
+  int32_t value = 0;
+  size_t written = 0;
+  const int code = call.algorithm_get(&algorithm, attribute, &value, sizeof(value), &written);
+  return code == lt::success ? value : otherwise;
+}
+
+// Returns how many halves of 128 x 256 elements the busiest multiprocessor makes, or 0 where the
+// tile is another.
+int64_t halves(const Product& p, int32_t tile, int multiprocessors) {
+  const auto count = [&](int64_t columns, int64_t rows) {
+    const int64_t tiles = divide_up(p.columns, columns) * divide_up(p.rows, rows);
+    return divide_up(tiles, multiprocessors) * columns * rows / (128 * 128);
+  };
+  if (tile == lt::tile_128x128) return count(128, 128);
+  if (tile == lt::tile_128x256) return count(128, 256);
+  return tile == lt::tile_256x128 ? count(256, 128) : 0;
+}
+
+// Chooses among proposals that do not split the depth. In f32 the library likes tiles of 256 x 128
+// where those of 128 x 128 take as many rounds, and 7 % less time while the rounds are few
+// (docs/kernels/cuda.md).
+const lt::Algorithm* choose_unsplit(const lt::Functions& call, const Proposals& proposals,
+                                    const Product& p, int multiprocessors) {
+  const bool looks_at_tiles = p.in == DType::f32 && !p.tf32;
+  const lt::Algorithm* chosen = nullptr;
+  int64_t least = 0;
+  for (int i = 0; i < proposals.found; ++i) {
+    const auto& [algorithm, bytes, state, waves, reserved] = proposals.results[i];
+    if (state != lt::success) continue;
+    if (attribute_of(call, algorithm, lt::algorithm_split, 1) > 1) continue;
+    const int32_t tile = attribute_of(call, algorithm, lt::algorithm_tile, 0);
+    const int64_t time = halves(p, tile, multiprocessors);
+    if (chosen == nullptr) {
+      chosen = &algorithm, least = time;
+      constexpr int64_t few = 4;
+      if (!looks_at_tiles || tile == lt::tile_128x128 || time == 0 || time > few) return chosen;
+    } else if (tile == lt::tile_128x128 && time <= least) {
+      return &algorithm;
     }
-    *algorithm = results[i].algorithm;
+  }
+  return chosen;
+}
+
+Status ask_heuristic(const lt::Functions& call, lt::Handle handle, const Product& p, const Key& key,
+                     int multiprocessors, lt::Algorithm* algorithm) {
+  const Descriptors d(call, p);
+  const auto failed = [&] {
+    return error(StatusCode::device_error,
+                 "cuda: cuBLASLt has no product [%lld, %lld] x [%lld, %lld] of these types",
+                 static_cast<long long>(p.rows), static_cast<long long>(p.depth),
+                 static_cast<long long>(p.depth), static_cast<long long>(p.columns));
+  };
+  if (p.parts_bytes > 0) {
+    // The library thinks of splitting where it may use so much, whatever it then takes.
+    constexpr int64_t thinks_from = int64_t{32} << 20;
+    const Proposals proposals(call, handle, d, key, lt::reduction_in_compute_type, thinks_from);
+    if (!proposals.ok) return failed();
+    const auto& best = proposals.results[0];
+    if (proposals.found > 0 && best.state == lt::success &&
+        best.workspace_bytes <= static_cast<size_t>(p.parts_bytes) &&
+        attribute_of(call, best.algorithm, lt::algorithm_split, 1) > 1) {
+      *algorithm = best.algorithm;
+      return {};
+    }
+  }
+  const Proposals proposals(call, handle, d, key, 0, matrix_library_bytes);
+  if (const auto* chosen = choose_unsplit(call, proposals, p, multiprocessors)) {
+    *algorithm = *chosen;
     return {};
   }
-  return error(StatusCode::device_error,
-               "cuda: cuBLASLt has no product [%lld, %lld] x [%lld, %lld] of these types",
-               static_cast<long long>(p.rows), static_cast<long long>(p.depth),
-               static_cast<long long>(p.depth), static_cast<long long>(p.columns));
+  return failed();
 }
 
 // Returns the library's choice for the largest product of its kind. It is remembered, because
 // asking takes longer than launching.
-Status choose(Library* library, lt::Handle handle, const Product& largest, int device,
+Status choose(Library* library, lt::Handle handle, const Product& largest, const DeviceInfo& device,
               lt::Algorithm* algorithm) {
-  const Key key = key_of(largest, device);
+  const Key key = key_of(largest, device.index);
   auto& choices = library->choices;
   const std::lock_guard lock(library->mutex);
   for (size_t i = 0; i < std::min(library->chosen, choices.size()); ++i) {
@@ -233,14 +301,15 @@ Status choose(Library* library, lt::Handle handle, const Product& largest, int d
       return {};
     }
   }
-  const Status status = ask_heuristic(library->call, handle, largest, key, algorithm);
+  const Status status =
+      ask_heuristic(library->call, handle, largest, key, device.multiprocessors, algorithm);
   if (status.ok()) choices[library->chosen++ % choices.size()] = {key, *algorithm};
   return status;
 }
 
 // Takes the algorithm of the largest product, if it serves this one too.
 Status choose_for(const Product& p, const Descriptors& d, Library* library, lt::Handle handle,
-                  int device, lt::Algorithm* algorithm) {
+                  const DeviceInfo& device, lt::Algorithm* algorithm) {
   Product largest = p;
   largest.rows = std::max(p.rows, p.most_rows);
   largest.columns = std::max(p.columns, p.most_columns);
@@ -268,13 +337,15 @@ void multiply(const Product& p, const DeviceInfo& device, void* library_memory, 
   }
   const auto algorithm = stream->answer<lt::Algorithm>([&] {
     lt::Algorithm chosen{};
-    stream->fail(choose_for(p, d, library, handle, device.index, &chosen));
+    stream->fail(choose_for(p, d, library, handle, device, &chosen));
     return chosen;
   });
   if (!stream->ok() || stream->preparing()) return;
+  const bool splits = p.parts_bytes > 0;
+  const auto bytes = static_cast<size_t>(splits ? p.parts_bytes : matrix_library_bytes);
   const int code = library->call.multiply(
       handle, d.description, p.alpha, p.b.data, d.first, p.a.data, d.second, p.beta, p.c, d.result,
-      p.c, d.result, &algorithm, library_memory, matrix_library_bytes, stream->get());
+      p.c, d.result, &algorithm, splits ? p.parts : library_memory, bytes, stream->get());
   if (code != lt::success) {
     stream->fail(error(StatusCode::device_error, "cuda: cublasLtMatmul returned %d", code));
   }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // cuBLASLt, which is found at run time, makes matrix products. Its heuristic chooses the kernel,
-// never timing, and without split-K: from the types and the shape of the largest chunk. The choice
-// serves the smaller chunks too, so that the same call gives the same bits in every process.
+// never timing, from the types and the shape of the largest chunk. The choice serves the smaller
+// chunks too, so that the same call gives the same bits in every process. The depth is split only
+// where the caller gives memory for it.
 #pragma once
 
 #include "src/cuda/runtime/runtime.h"
@@ -27,6 +28,10 @@ struct Product {
   // The largest product of this kind in the call has so many rows and columns; 0 says that this one
   // is the largest.
   int64_t most_rows = 0, most_columns = 0;
+  // The depth may be split, with sums of its parts in these bytes, in an order that the shape
+  // gives.
+  void* parts = nullptr;
+  int64_t parts_bytes = 0;
 };
 
 // The workspace has so much for the library's own use.

@@ -26,7 +26,7 @@ struct HeuristicResult {
   int reserved[4];
 };
 
-constexpr int success = 0;
+constexpr int success = 0, not_supported = 15;
 constexpr int type_f32 = 0, type_f16 = 2, type_bf16 = 14;
 constexpr int compute_f32 = 68, compute_tf32 = 77;
 constexpr int description_pointer_mode = 2, description_transpose_a = 3,
@@ -35,7 +35,10 @@ constexpr int pointers_on_device = 1;
 constexpr int preference_workspace_bytes = 1, preference_reduction_mask = 3,
               preference_alignment_a = 5, preference_alignment_b = 6, preference_alignment_c = 7,
               preference_alignment_d = 8;
-constexpr int algorithm_split = 2;  // its name there is CUBLASLT_ALGO_CONFIG_SPLITK_NUM
+constexpr uint32_t reduction_in_compute_type = 2;  // CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE
+// Their names there begin with CUBLASLT_ALGO_CONFIG_: TILE_ID, SPLITK_NUM.
+constexpr int algorithm_tile = 1, algorithm_split = 2;
+constexpr int tile_128x128 = 20, tile_128x256 = 23, tile_256x128 = 24;
 
 struct Functions {
   int (*create)(Handle*);

@@ -129,11 +129,16 @@ class PortableRun final : public LinearRun {
     p.b = weight_rows(work_.call, work_.plan, work_.m, panel.first);
     p.c = sums;
     p.c_stride = work_.plan.hidden_pitch;
+    if (work_.call.shape.any_rows) {  // the block of logits is not needed meanwhile
+      p.parts = work_.m.logits;
+      p.parts_bytes = work_.plan.block_rows * work_.plan.block_columns * 4;
+    }
     if (p.depth > 0) {
       multiply(&p, one(), add);
       add = true;
     }
     if (tail == 0) return;
+    p.parts_bytes = 0;
     p.a.data = panel.data + (row * panel.pitch + p.depth) * element;
     p.b = {work_.m.weight_tail, work_.plan.hidden_pitch, 1};
     p.columns = work_.plan.hidden_pitch;
@@ -142,10 +147,12 @@ class PortableRun final : public LinearRun {
   }
 
   // Makes rows of grad_weight from panel columns of E and input times v, or of dz and input. If the
-  // vocabulary is no multiple of 8, the last rows go through a sum of 8 rows, as in input_product.
+  // vocabulary is no multiple of 8, the last rows of 16 bits go through a sum of 8 rows: tensor
+  // cores read whole 16 bytes. On the CUDA cores such 8 rows would take 2 % of the call.
   void grad_weight(const Panel& panel, bool of_e, bool adds) {
     const char* rows = factor_rows(of_e);
-    const int64_t tail = panel.columns % 8, pitch = work_.plan.hidden_pitch;
+    const int64_t tail = work_.call.shape.any_rows ? 0 : panel.columns % 8;
+    const int64_t pitch = work_.plan.hidden_pitch;
     Product p;
     p.in = work_.call.shape.dtype;
     p.rows = panel.columns - tail;
