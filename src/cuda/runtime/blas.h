@@ -29,7 +29,7 @@ struct Product {
   // is the largest.
   int64_t most_rows = 0, most_columns = 0;
   // The depth may be split, with sums of its parts in these bytes, in an order that the shape
-  // gives.
+  // gives. They take the place of the library's own memory, and are more.
   void* parts = nullptr;
   int64_t parts_bytes = 0;
 };
