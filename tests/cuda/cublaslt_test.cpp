@@ -12,6 +12,7 @@ namespace logitless::cuda::lt {
 
 #define SAME(ours, theirs) static_assert(static_cast<int>(ours) == static_cast<int>(theirs))
 SAME(success, CUBLAS_STATUS_SUCCESS);
+SAME(not_supported, CUBLAS_STATUS_NOT_SUPPORTED);
 SAME(type_f32, CUDA_R_32F);
 SAME(type_f16, CUDA_R_16F);
 SAME(type_bf16, CUDA_R_16BF);
@@ -27,7 +28,12 @@ SAME(preference_alignment_a, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES);
 SAME(preference_alignment_b, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES);
 SAME(preference_alignment_c, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES);
 SAME(preference_alignment_d, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES);
+SAME(reduction_in_compute_type, CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
+SAME(algorithm_tile, CUBLASLT_ALGO_CONFIG_TILE_ID);
 SAME(algorithm_split, CUBLASLT_ALGO_CONFIG_SPLITK_NUM);
+SAME(tile_128x128, CUBLASLT_MATMUL_TILE_128x128);
+SAME(tile_128x256, CUBLASLT_MATMUL_TILE_128x256);
+SAME(tile_256x128, CUBLASLT_MATMUL_TILE_256x128);
 
 using Theirs = cublasLtMatmulHeuristicResult_t;
 static_assert(sizeof(Algorithm) == sizeof(cublasLtMatmulAlgo_t));

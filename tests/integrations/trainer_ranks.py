@@ -149,16 +149,28 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as folder:
         ranks = run(folder, True)
-    for (name, patched), got in ranks[0].items():
+    for name, patched in [*ranks[0], *ranks[1]]:
+        ways = [rank.get((name, patched), {"failed": "not reached"}) for rank in ranks]
         way = f"{name}, {'patched' if patched else 'unpatched'}"
-        if "failed" in got:
-            print(f"{way}: {got['failed']}")
-            return 1
-        if "ms" in got:
-            gib = max(rank[name, patched]["gib"] for rank in ranks)
-            print(f"{way}: {got['ms']:.1f} ms, {gib:.2f} GiB")
+        for got in ways:
+            if "failed" in got:
+                print(f"{way}: {got['failed']}")
+                return 1
+    for name, patched in ranks[0]:
+        ways = [rank[name, patched] for rank in ranks]
+        if "ms" in ways[0]:
+            gib = max(got["gib"] for got in ways)
+            way = f"{name}, {'patched' if patched else 'unpatched'}"
+            print(f"{way}: {ways[0]['ms']:.1f} ms, {gib:.2f} GiB")
         elif patched:
-            own = ranks[0][name, False]
+            bf16 = "bf16" in ON_GPUS[name]
+            for rank, got in zip(ranks, ways):
+                own = rank[name, False]
+                support.same_run(got["losses"], own["losses"], bf16)
+                support.same_parameters(
+                    got["parameters"].items(), own["parameters"].items(), 2e-2 if bf16 else 2e-5
+                )
+            got, own = ways[0], ranks[0][name, False]
             loss = max(abs(a - b) for a, b in zip(got["losses"], own["losses"]))
             off = max(
                 float((p - own["parameters"][n]).abs().max()) for n, p in got["parameters"].items()

@@ -226,7 +226,7 @@ __device__ float write_factors(const RowsArguments<kPlain>& a, int row, const Ro
   }
   const bool far = state.reference - z > most || fabsf(z) >= most_anchor;
   // f32, or the scaled input's 16 bits, would lose such a factor, as a tiny token weight makes it;
-  // and E of the target, 1 - o / v, would leave its range: the call's largest o is near 1.
+  // and E of the target, 1 - o / v, would leave its range: o is 2^14 at most.
   const bool faint = fabsf(f.scale) < 0x1p-96f && fmaxf(onehot, probability) > 0;
   // With an infinite weight the smoothing's term cannot stand apart, because 0 inf is not -s c inf.
   const bool infinite = a.chunk.tokens.scalars->weight_is_infinite != 0 && g.smoothing != 0;

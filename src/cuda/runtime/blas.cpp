@@ -341,11 +341,11 @@ void multiply(const Product& p, const DeviceInfo& device, void* library_memory, 
     return chosen;
   });
   if (!stream->ok() || stream->preparing()) return;
-  const bool splits = p.parts_bytes > 0;
-  const auto bytes = static_cast<size_t>(splits ? p.parts_bytes : matrix_library_bytes);
+  const bool lends = p.parts_bytes > 0;
+  const auto bytes = static_cast<size_t>(lends ? p.parts_bytes : matrix_library_bytes);
   const int code = library->call.multiply(
       handle, d.description, p.alpha, p.b.data, d.first, p.a.data, d.second, p.beta, p.c, d.result,
-      p.c, d.result, &algorithm, splits ? p.parts : library_memory, bytes, stream->get());
+      p.c, d.result, &algorithm, lends ? p.parts : library_memory, bytes, stream->get());
   if (code != lt::success) {
     stream->fail(error(StatusCode::device_error, "cuda: cublasLtMatmul returned %d", code));
   }

@@ -149,7 +149,7 @@ class PortableRun final : public LinearRun {
   }
 
   // Makes rows of grad_weight from panel columns of E and input times v, or of dz and input. If the
-  // vocabulary is no multiple of 8, the last rows of 16 bits go through a sum of 8 rows: tensor
+  // vocabulary is no multiple of 8, the last rows of 16 bits or TF32 go through a sum of 8: tensor
   // cores read whole 16 bytes. On the CUDA cores such 8 rows would take 2 % of the call.
   void grad_weight(const Panel& panel, bool of_e, bool adds) {
     const char* rows = factor_rows(of_e);
