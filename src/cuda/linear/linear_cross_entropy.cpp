@@ -82,7 +82,7 @@ EngineCall make_call(std::span<const Engine* const> engines, const Call& call,
   s.vocab = call.weight.shape[0];
   s.hidden = call.weight.shape[1];
   s.dtype = call.input.dtype;
-  s.any_rows = s.dtype == DType::f32 && !call.options.allow_tf32;
+  s.on_cuda_cores = s.dtype == DType::f32 && !call.options.allow_tf32;
   s.forward = !call.state_given();
   s.targets_only = call.targets_only();
   made.anchor = call.anchor;

@@ -91,7 +91,7 @@ void settle(const LinearShape& s, LinearPlan* p) {
   p->sum_rows = 0;
   if (s.grad_input && !p->grad_input_sum && !s.direct_grad_input) {
     // On the CUDA cores a product of half the rows leaves a tenth of the multiprocessors idle.
-    const int64_t sums = p->block_rows * p->block_columns * (s.any_rows ? 2 : 1);
+    const int64_t sums = p->block_rows * p->block_columns * (s.on_cuda_cores ? 2 : 1);
     p->sum_rows = std::clamp<int64_t>(sums / p->hidden_pitch / 128 * 128,
                                       std::min<int64_t>(p->token_chunk, 128), p->token_chunk);
   }

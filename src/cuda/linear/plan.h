@@ -38,7 +38,7 @@ struct LinearShape {
   bool grad_weight_f32 = false;    // a product can add to an f32 grad_weight in place
   bool can_store = true;           // E serves: true of ForwardBackward
   bool forms_dz = false;           // E becomes dz in its place before the products
-  bool any_rows = false;  // a product makes any number of rows of grad_weight: f32 without TF32
+  bool on_cuda_cores = false;      // of cuBLASLt's products: f32 without TF32
   bool smoothing = false;
   bool entropy = false, weighted_sum = false, argmax = false;
   // sum p^2 is asked for; columns above the target are counted
@@ -85,7 +85,7 @@ struct LinearPlan {
   int64_t block_rows = 0, block_columns = 0;  // so much of the logits is in f32 memory at a time
   bool holds_logits = false;  // the matrix library's product puts the logits in memory
   // Products take the last V % 8 columns alone, where this is not 0, and as many rows of
-  // grad_weight but for any_rows.
+  // grad_weight, but for products on the CUDA cores, which take any.
   int64_t tail_columns = 0;
   int64_t sum_rows = 0;  // so many rows of grad_input are summed in f32 at a time, where E is whole
   int64_t stored_columns = 0;  // the workspace holds E of so many columns, per chunk
@@ -127,7 +127,7 @@ struct LinearPlan {
 
 // Returns how many rows of grad_weight a product of their own makes.
 inline int64_t tail_rows(const LinearShape& s, const LinearPlan& p) {
-  return s.grad_weight && !s.any_rows ? p.tail_columns : 0;
+  return s.grad_weight && !s.on_cuda_cores ? p.tail_columns : 0;
 }
 
 // Returns how many columns of E are there when the gradients begin.

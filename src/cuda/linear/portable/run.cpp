@@ -131,7 +131,7 @@ class PortableRun final : public LinearRun {
     p.c_stride = work_.plan.hidden_pitch;
     // The block of logits is not needed meanwhile, and lends itself where it is the larger memory.
     const int64_t block_bytes = work_.plan.block_rows * work_.plan.block_columns * 4;
-    if (work_.call.shape.any_rows && block_bytes > matrix_library_bytes) {
+    if (work_.call.shape.on_cuda_cores && block_bytes > matrix_library_bytes) {
       p.parts = work_.m.logits;
       p.parts_bytes = block_bytes;
     }
@@ -153,7 +153,7 @@ class PortableRun final : public LinearRun {
   // cores read whole 16 bytes. On the CUDA cores such 8 rows would take 2 % of the call.
   void grad_weight(const Panel& panel, bool of_e, bool adds) {
     const char* rows = factor_rows(of_e);
-    const int64_t tail = work_.call.shape.any_rows ? 0 : panel.columns % 8;
+    const int64_t tail = work_.call.shape.on_cuda_cores ? 0 : panel.columns % 8;
     const int64_t pitch = work_.plan.hidden_pitch;
     Product p;
     p.in = work_.call.shape.dtype;
