@@ -30,7 +30,8 @@ add_device_test(KeptTokens 1)
 add_device_test(CudaKernels 1)
 add_device_test(CudaKernelNames 1)
 # These need no device: machines answer as the tests say.
-add_executable(cuda_recorded_test cuda/recorded_test.cpp cuda/recorded_ops_test.cpp support/allocation_count.cpp)
+add_executable(cuda_recorded_test cuda/recorded_test.cpp cuda/recorded_ops_test.cpp cuda/blas_test.cpp
+  support/allocation_count.cpp)
 link_conformance(cuda_recorded_test)
 target_link_libraries(cuda_recorded_test PRIVATE GTest::gtest_main)
 add_parts(cuda_recorded_test 4 cuda_recorded_test)

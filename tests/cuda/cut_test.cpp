@@ -69,7 +69,7 @@ TEST(CudaCut, TakesEveryStepOfEveryTileOnce) {
                                         {131, 132},
                                         {300, 132}}) {
     for (const int depth : {0, 1, 5, 15, 24, 48, 128, 2004}) {
-      for (const int slots : {0, 10, 66, 132}) {
+      for (const int slots : {0, 10, 66, 132, 198}) {
         const sm90::Cut cut = sm90::cut_tiles(tiles, depth, clusters, slots);
         EXPECT_LE(cut.slots(), slots);
         EXPECT_LE(cut.steps(clusters), (tiles + clusters - 1) / clusters * depth);
@@ -91,7 +91,7 @@ TEST(CudaCut, TakesEveryStepOfEveryTileOnce) {
 // there are.
 TEST(CudaCut, SharesTheClusters) {
   for (const int clusters : {2, 3, 9, 66, 72}) {
-    for (const int slots : {0, 7, 32, 132}) {
+    for (const int slots : {0, 7, 32, 132, 198}) {
       for (const int tokens : {1, 8, 16, 64}) {
         const sm90::Shares shares =
             sm90::share_clusters(divide_up(tokens, 8) * 4, 786, 393, tokens, clusters, slots);

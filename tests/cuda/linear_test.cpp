@@ -316,6 +316,25 @@ std::vector<std::string> cuda_alone() {
   return names;
 }
 
+// Few tokens of a deep vocabulary: cuBLASLt splits the depth of grad_input in f32, with the sums of
+// its parts in the block of logits. The order of their addition is one, whatever lies there before.
+TEST_P(CudaLinear, ProductsOfASplitDepthRepeatTheirBits) {
+  if (dtype_ != DType::f32) return;
+  const Case c{.op = op_, .shape = {130, 16, 30000}, .dtype = dtype_};
+  with_problem(c, [&](auto& p, const WorkspaceSize& size) {
+    const reference::Result want = expected(device_, p.op, p.model);
+    RunPlan how{.memory = Memory::exact, .bytes = size.recommended, .fill = std::byte{0}};
+    const Outcome first = execute(device_, p.op, p.pool, how);
+    const Comparison result = compare(want, first);
+    EXPECT_TRUE(result.ok()) << result.report;
+    how.fill = std::byte{0xFF};
+    for (int i = 0; i < 20 && first.status.ok(); ++i) {
+      const Outcome again = execute(device_, p.op, p.pool, how);
+      EXPECT_EQ(differing_bits(first.fields, again.fields), "") << "run " << i;
+    }
+  });
+}
+
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(CudaLinear);
 INSTANTIATE_TEST_SUITE_P(All, CudaLinear,
                          testing::Combine(testing::ValuesIn(cuda_alone()),

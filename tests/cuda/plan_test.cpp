@@ -196,6 +196,23 @@ TEST(CudaPlan, TheRecommendedBytesGiveThatTime) {
   }
 }
 
+// Gemma 3 1B's grad_input has 48 tiles for 66 clusters: without slices 18 of them have no work, and
+// two slices each take as long. Elsewhere two slots a cluster are enough.
+TEST(CudaPlan, FewTilesHaveSlotsForFourSlices) {
+  const auto slots = [](int64_t tokens, int64_t hidden) {
+    LinearShape s{.tokens = tokens, .vocab = 262144, .hidden = hidden};
+    s.plain = s.can_store = true;
+    s.grad_input = s.grad_weight = s.direct_grad_input = s.direct_grad_weight = true;
+    s.lends_grad_input = s.lends_grad_weight = true;
+    return on(hopper(), s).recommended().slots;
+  };
+  EXPECT_EQ(slots(4096, 1152), 4 * 48);
+  EXPECT_EQ(slots(4096, 768), 2 * 32);
+  for (const int64_t hidden : {1152, 1536, 2304, 4096}) {
+    EXPECT_LE(slots(8192, hidden), 2 * 66) << hidden;
+  }
+}
+
 // These are the heads that are measured (docs/results.md); they take one chunk, so that one launch
 // reads the weight.
 TEST(CudaPlan, TheLossAloneTakesAllTokensAtOnceInSixteenMebibytes) {

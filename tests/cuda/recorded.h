@@ -81,6 +81,18 @@ class RecordedCuda {
   std::string_view lacking_library;       // only that library lacks them, or with "" every one
   int failing_creates = 0;                // so many calls of cublasLtCreate fail from now on
   int most_launches = std::numeric_limits<int>::max();  // the launch after so many fails
+  // cuBLASLt proposes these kernels, the best one first, and returns this code: `split` where it
+  // may split the depth, else `unsplit`.
+  struct Proposal {
+    int32_t tile = 0, parts = 0;
+    size_t workspace_bytes = 0;
+    int state = lt::success;
+  };
+  struct Proposals {
+    std::vector<Proposal> all{{}};
+    int code = lt::success;
+  };
+  Proposals unsplit, split;
   std::vector<Device>& devices() { return devices_; }
 
   // Lets the n-th question from now on fail, counted from 1; with 0 none does.
@@ -104,6 +116,13 @@ class RecordedCuda {
 
   int launches() const { return launches_; }  // they are kernels, copies and products
   int heuristics() const { return heuristics_; }
+  // Says which of the proposed kernels the last product was launched with, and its memory.
+  struct Multiplied {
+    int32_t tile = 0, parts = 0;
+    void* memory = nullptr;
+    size_t bytes = 0;
+  };
+  const Multiplied& multiplied() const { return multiplied_; }
   int opened() const { return opened_; }  // libraries that were closed are subtracted
   // It counts descriptions of cuBLASLt that nobody has destroyed.
   int live() const { return live_; }
@@ -378,33 +397,53 @@ class RecordedCuda {
   }
   static int preference_create(lt::Preference* p) {
     LOGITLESS_ASKED("cublasLtMatmulPreferenceCreate");
+    self->may_split_ = false;
+    self->may_use_ = 0;
     return make(p, [](Listener& one) { return one.preference(); });
   }
   static int preference_set(lt::Preference p, int attribute, const void* value, size_t bytes) {
     LOGITLESS_ASKED("cublasLtMatmulPreferenceSetAttribute");
+    if (attribute == lt::preference_reduction_mask) {
+      self->may_split_ = *static_cast<const uint32_t*>(value) == lt::reduction_in_compute_type;
+    } else if (attribute == lt::preference_workspace_bytes) {
+      self->may_use_ = *static_cast<const uint64_t*>(value);
+    }
     return set(p, attribute, value, bytes);
   }
   static int heuristic(lt::Handle, lt::Description description, lt::Layout a, lt::Layout b,
-                       lt::Layout c, lt::Layout d, lt::Preference preference, int,
+                       lt::Layout c, lt::Layout d, lt::Preference preference, int most,
                        lt::HeuristicResult* results, int* found) {
     LOGITLESS_ASKED("cublasLtMatmulAlgoGetHeuristic");
     ++self->heuristics_;
-    results[0] = {};
-    *found = 1;
+    const Proposals& proposals = self->may_split_ ? self->split : self->unsplit;
+    *found = 0;
+    for (const Proposal& p : proposals.all) {
+      if (*found == most || p.workspace_bytes > self->may_use_) continue;
+      lt::HeuristicResult& result = results[(*found)++];
+      result = {};
+      result.workspace_bytes = p.workspace_bytes;
+      result.state = p.state;
+      result.algorithm.data[tile_at] = static_cast<uint64_t>(p.tile);
+      result.algorithm.data[parts_at] = static_cast<uint64_t>(p.parts);
+    }
     if (self->listener != nullptr) {
       self->listener->choose({description, a, b, c, d}, preference, &results[0].algorithm);
     }
-    return 0;
+    return proposals.code;
   }
   static int check(lt::Handle, lt::Description, lt::Layout, lt::Layout, lt::Layout, lt::Layout,
                    const lt::Algorithm*, lt::HeuristicResult*) {
     LOGITLESS_ASKED("cublasLtMatmulAlgoCheck");
     return 0;
   }
-  static int algorithm_get(const lt::Algorithm*, int, void* value, size_t bytes, size_t* written) {
+  static int algorithm_get(const lt::Algorithm* algorithm, int attribute, void* value, size_t bytes,
+                           size_t* written) {
     LOGITLESS_ASKED("cublasLtMatmulAlgoConfigGetAttribute");
-    std::memset(value, 0, bytes);
-    *written = bytes;
+    const auto number =
+        static_cast<int32_t>(algorithm->data[attribute == lt::algorithm_tile ? tile_at : parts_at]);
+    if (bytes != sizeof(number)) fault("an attribute of %zu bytes", bytes);
+    std::memcpy(value, &number, sizeof(number));
+    *written = sizeof(number);
     return 0;
   }
   static int multiply(lt::Handle, lt::Description description, const void* alpha, const void* a,
@@ -414,6 +453,8 @@ class RecordedCuda {
     LOGITLESS_ASKED("cublasLtMatmul");
     if (self->launches_ >= self->most_launches) return 14;
     ++self->launches_;
+    self->multiplied_ = {static_cast<int32_t>(algorithm->data[tile_at]),
+                         static_cast<int32_t>(algorithm->data[parts_at]), workspace, bytes};
     if (self->listener != nullptr) {
       self->listener->multiply({description, of_a, of_b, of_c, of_d}, {alpha, a, b, beta, c, d},
                                *algorithm, workspace, bytes);
@@ -486,6 +527,12 @@ class RecordedCuda {
   // driver's own want one.
   bool bound_ = false;
   int launches_before_failure_ = 0;
+  // The preference in force allows this.
+  bool may_split_ = false;
+  uint64_t may_use_ = 0;
+  // An algorithm has its attributes at these places, which no listener uses.
+  static constexpr int tile_at = 6, parts_at = 7;
+  Multiplied multiplied_;
   struct Question {
     const char* what = nullptr;
     int early = 0, late = 0;  // it was asked so often before and since the first launch

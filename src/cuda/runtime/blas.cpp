@@ -221,41 +221,37 @@ int32_t attribute_of(const lt::Functions& call, const lt::Algorithm& algorithm, 
   return code == lt::success ? value : otherwise;
 }
 
-// Returns how many halves of 128 x 256 elements the busiest multiprocessor makes, or 0 where the
+// Returns how many tiles of 256 x 128 or 128 x 256 the busiest multiprocessor makes, or 0 where the
 // tile is another.
-int64_t halves(const Product& p, int32_t tile, int multiprocessors) {
-  const auto count = [&](int64_t columns, int64_t rows) {
-    const int64_t tiles = divide_up(p.columns, columns) * divide_up(p.rows, rows);
-    return divide_up(tiles, multiprocessors) * columns * rows / (128 * 128);
+int64_t large_rounds(const Product& p, int32_t tile, int multiprocessors) {
+  const auto rounds = [&](int64_t columns, int64_t rows) {
+    return divide_up(divide_up(p.columns, columns) * divide_up(p.rows, rows), multiprocessors);
   };
-  if (tile == lt::tile_128x128) return count(128, 128);
-  if (tile == lt::tile_128x256) return count(128, 256);
-  return tile == lt::tile_256x128 ? count(256, 128) : 0;
+  if (tile == lt::tile_128x256) return rounds(128, 256);
+  return tile == lt::tile_256x128 ? rounds(256, 128) : 0;
 }
 
 // Chooses among proposals that do not split the depth. In f32 the library likes tiles of 256 x 128
-// where those of 128 x 128 take as many rounds, and 7 % less time while the rounds are few
-// (docs/kernels/cuda.md).
+// where those of 128 x 128, of which it takes twice as many rounds at most, take 7 % less time
+// while rounds are few (docs/kernels/cuda.md).
 const lt::Algorithm* choose_unsplit(const lt::Functions& call, const Proposals& proposals,
                                     const Product& p, int multiprocessors) {
-  const bool looks_at_tiles = p.in == DType::f32 && !p.tf32;
-  const lt::Algorithm* chosen = nullptr;
-  int64_t least = 0;
+  const lt::Algorithm* best = nullptr;
   for (int i = 0; i < proposals.found; ++i) {
     const auto& [algorithm, bytes, state, waves, reserved] = proposals.results[i];
     if (state != lt::success) continue;
     if (attribute_of(call, algorithm, lt::algorithm_split, 1) > 1) continue;
     const int32_t tile = attribute_of(call, algorithm, lt::algorithm_tile, 0);
-    const int64_t time = halves(p, tile, multiprocessors);
-    if (chosen == nullptr) {
-      chosen = &algorithm, least = time;
-      constexpr int64_t few = 4;
-      if (!looks_at_tiles || tile == lt::tile_128x128 || time == 0 || time > few) return chosen;
-    } else if (tile == lt::tile_128x128 && time <= least) {
+    if (best == nullptr) {
+      best = &algorithm;
+      constexpr int64_t few = 2;
+      const int64_t rounds = large_rounds(p, tile, multiprocessors);
+      if (p.in != DType::f32 || p.tf32 || rounds == 0 || rounds > few) return best;
+    } else if (tile == lt::tile_128x128) {
       return &algorithm;
     }
   }
-  return chosen;
+  return best;
 }
 
 Status ask_heuristic(const lt::Functions& call, lt::Handle handle, const Product& p, const Key& key,
