@@ -86,22 +86,27 @@ class Slots final : public Estimate {
   void visit(const Step& step) override {
     const int64_t columns = step.columns();
     if (step.kind == StepKind::grad_input) {
-      const int teams = teams_of(p_, speed_.clusters());
-      // Where no whole round goes before, a third slot a cluster pays: 48 tiles on 66 clusters want
-      // four slices each.
-      const bool few = own_tiles(s_, p_.token_chunk) < teams && teams == speed_.clusters();
-      use(teams, p_.token_chunk, columns, 1, few && !step.to_sums ? 3 : 2);
+      use(teams_of(p_, speed_.clusters()), p_.token_chunk, columns, 1);
     } else if (step.kind == StepKind::grad_weight && columns != weight_columns_) {
-      use(speed_.clusters(), columns, p_.token_chunk, 512 / slot_rows(p_), 2);
+      use(speed_.clusters(), columns, p_.token_chunk, 512 / slot_rows(p_));
       weight_columns_ = columns;  // parts of one width follow each other, so the last one is enough
     }
   }
   int32_t most() const { return slots_; }
 
  private:
-  void use(int teams, int64_t rows, int64_t depth, int32_t each, int each_cluster) {
-    const auto [rounds, cut] = cut_of(s_, teams, rows, depth, each_cluster * speed_.clusters());
-    slots_ = std::max(slots_, cut.slots() * each);
+  // A third slot a cluster is memory, which has to win an eighth of the steps: 48 tiles on 66
+  // clusters want four slices each.
+  void use(int teams, int64_t rows, int64_t depth, int32_t each) {
+    const auto cut_for = [&](int32_t each_cluster) {
+      return cut_of(s_, teams, rows, depth, each_cluster * speed_.clusters());
+    };
+    const auto steps = [&](const RoundsAndCut& of) {
+      return of.rounds * of.cut.depth + of.cut.steps(teams);
+    };
+    const RoundsAndCut usual = cut_for(2), more = cut_for(3);
+    const bool wins = 8 * steps(more) <= 7 * steps(usual);
+    slots_ = std::max(slots_, (wins ? more : usual).cut.slots() * each);
   }
 
   const LinearShape& s_;
