@@ -1,19 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning's Trainer: a LightningModule whose head, or whose function, makes the loss."""
+"""Lightning's Trainer: a LightningModule whose head, or whose function, makes the loss, in one
+process and in two on gloo, by DDP and by FSDP 2."""
 
 from __future__ import annotations
 
+import os
 import pathlib
+import socket
+import traceback
 from typing import Any
 
 import lightning
 import pytest
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 
 import support
 from logitless.torch import LinearCrossEntropyHead, linear_cross_entropy
 from support import STEPS, Calls, same_parameters, same_run
+
+WORLD = 2
+# How two processes train, how the loss is made, and of how many batches gradients are added. The
+# function takes the weight itself, of which FSDP has a part in each process.
+CASES = [
+    ("ddp", "head", 1), ("ddp", "head", 2), ("ddp", "function", 1), ("fsdp", "head", 1),
+    ("fsdp", "head", 2),
+]  # fmt: skip
 
 
 class Module(lightning.LightningModule):
@@ -28,6 +42,13 @@ class Module(lightning.LightningModule):
             self.head = LinearCrossEntropyHead.from_linear(self.head, shift=True)
         self.losses: list[float] = []
         self.held_out: list[float] = []
+
+    def configure_model(self) -> None:
+        """Shards the modules where the strategy is the one of Lightning that leaves it to them."""
+        if self.device_mesh is not None:
+            mesh = self.device_mesh["data_parallel"]
+            for part in (*self.backbone.layers, self.backbone, self.head):
+                fully_shard(part, mesh=mesh)
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         hidden = self.backbone(batch["input_ids"]).last_hidden_state
@@ -51,15 +72,25 @@ class Module(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
-def train(kind: str, folder: pathlib.Path, precision: str, accumulated: int) -> Module:
+def strategy_of(name: str) -> Any:
+    if name != "fsdp":
+        return name
+    return ModelParallelStrategy(data_parallel_size=WORLD, tensor_parallel_size=1)
+
+
+def train(
+    kind: str, folder: pathlib.Path, precision: str, accumulated: int, strategy: str = "auto"
+) -> Module:
+    world = 1 if strategy == "auto" else WORLD
     module = Module(kind)
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=1, max_steps=STEPS, precision=precision, logger=False,
-        accumulate_grad_batches=accumulated, default_root_dir=folder, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False, num_sanity_val_steps=0,
+        accelerator="cpu", devices=world, strategy=strategy_of(strategy), max_steps=STEPS,
+        precision=precision, logger=False, accumulate_grad_batches=accumulated,
+        default_root_dir=folder, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, num_sanity_val_steps=0,
     )  # fmt: skip
-    rows = [support.example(i) for i in range(4 * accumulated * STEPS)]
-    held_out = [support.example(i) for i in range(100, 108)]
+    rows = [support.example(i) for i in range(4 * world * accumulated * STEPS)]
+    held_out = [support.example(i) for i in range(100, 100 + 8 * world)]
     trainer.fit(
         module,
         torch.utils.data.DataLoader(rows, batch_size=4),
@@ -84,3 +115,70 @@ def test_lightning_learns_the_same_without_logits(
     assert len(own.held_out) == 2
     assert ours.held_out == pytest.approx(own.held_out, rel=2e-2 if bf16 else 1e-5)
     same_parameters(ours.named_parameters(), own.named_parameters(), 2e-2 if bf16 else 2e-5)
+
+
+def whole(parameter: Any) -> Tensor:
+    """A parameter; of one that FSDP has shared out, all of it."""
+    tensor: Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return tensor.detach().clone()
+
+
+def work(rank: int, folder: str, port: int) -> None:
+    """Every case, ours and without us; what each gave, or how it failed, is in the file of the
+    rank."""
+    torch.set_num_threads(1)
+    os.environ |= {  # Lightning starts no process where it finds a rank
+        "LOCAL_RANK": str(rank), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)
+    }  # fmt: skip
+    calls = Calls()
+    results: dict[Any, Any] = {}
+    plain = [(strategy, "plain", accumulated) for strategy, _, accumulated in CASES]
+    for case in dict.fromkeys((*plain, *CASES)):
+        strategy, kind, accumulated = case
+        calls.taken()
+        try:
+            module = train(kind, pathlib.Path(folder), "32-true", accumulated, strategy)
+            results[case] = {
+                "losses": module.losses,
+                "held out": module.held_out,
+                "calls": calls.taken(),
+                "sharded": sum(hasattr(p, "full_tensor") for p in module.parameters()),
+                "parameters": {name: whole(p) for name, p in module.named_parameters()},
+            }
+        except Exception:  # the other process may wait for this one, so its own process tells it
+            results[case] = {"failed": traceback.format_exc()}
+            break
+    torch.save(results, pathlib.Path(folder) / f"rank{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    """What each process gave, for every case."""
+    folder = str(tmp_path_factory.mktemp("lightning"))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(work, (folder, port), nprocs=WORLD)
+    return [torch.load(pathlib.Path(folder) / f"rank{rank}.pt") for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize(("strategy", "kind", "accumulated"), CASES)
+def test_two_processes_learn_the_same_without_logits(
+    strategy: str, kind: str, accumulated: int, ranks: list[dict[Any, Any]]
+) -> None:
+    pairs = [
+        (r.get((strategy, "plain", accumulated), {}), r.get((strategy, kind, accumulated), {}))
+        for r in ranks
+    ]
+    for own, ours in pairs:
+        assert "failed" not in own | ours, (own | ours)["failed"]
+        assert own["calls"] == 0 and len(own["held out"]) == 2
+        assert ours["calls"] == STEPS * accumulated + len(ours["held out"])
+        assert bool(ours["sharded"]) == bool(own["sharded"]) == (strategy == "fsdp")
+        same_run(ours["losses"], own["losses"], steps=STEPS * accumulated)
+        assert ours["held out"] == pytest.approx(own["held out"], rel=1e-5)
+        same_parameters(ours["parameters"].items(), own["parameters"].items(), 2e-5)
+    first, second = (ours for _, ours in pairs)
+    assert first["losses"] != second["losses"]  # each has sequences of its own
+    same_parameters(first["parameters"].items(), second["parameters"].items(), 0)
