@@ -35,7 +35,7 @@ test-python: setup-test  ## the Python package alone: format, types, tests
 	cmake --build --preset release --target logitless
 	@scripts/test-python
 
-test-integrations:  ## transformers, PEFT, Lightning, DDP, FSDP, flax, Megatron, torchtitan really run with us, on the CPU
+test-integrations:  ## transformers, PEFT, Lightning, DDP, FSDP, flax, Megatron, torchtitan, Levanter really run with us, on the CPU
 	@scripts/test-integrations
 
 web: setup-web  ## build the WebGPU module and its pages into build/web and serve them on PORT (8080)
