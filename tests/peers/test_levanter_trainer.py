@@ -49,13 +49,15 @@ class Case(NamedTuple):
     accumulated: int = 1
     z_loss: float = 0.0
     devices: int = 1
+    split: bool = False  # the vocabulary is split over the devices, in the place of the data
 
 
 CASES = {
     "f32": Case(),
     "tied, accumulated, with z-loss": Case(tied=True, accumulated=2, z_loss=1e-3),
     "bf16": Case(bf16=True),
-    "two devices": Case(devices=2),
+    "data over two devices": Case(devices=2),
+    "vocabulary over two devices": Case(devices=2, split=True),
 }
 
 
@@ -143,7 +145,9 @@ def train(folder: pathlib.Path, case: Case) -> Any:
         trainer=TrainerConfig(
             seed=7, id="run", tracker=Losses(logged), log_dir=folder, require_accelerator=False,
             mp=jmp.get_policy("p=f32,c=bf16" if case.bf16 else "f32"), train_batch_size=BATCH,
-            per_device_parallelism=BATCH // case.accumulated // case.devices, num_train_steps=STEPS,
+            per_device_parallelism=BATCH // case.accumulated // (1 if case.split else case.devices),
+            tensor_parallel_axes=["vocab"] if case.split else None,
+            model_axis_size=case.devices if case.split else 1, num_train_steps=STEPS,
             steps_per_eval=STEPS, load_checkpoint=False, ray=RayConfig(auto_start_cluster=False),
             distributed=DistributedConfig(initialize_jax_distributed=False),
             checkpointer=CheckpointerConfig(str(folder / "saved")),
@@ -160,6 +164,10 @@ def train(folder: pathlib.Path, case: Case) -> Any:
     train_lm.main(config)
     texts = [path.read_text() for path in folder.rglob("train_step*.hlo.txt")]
     assert texts, "the Trainer writes the step that it compiles"
+    head = Kept.model.get_lm_head()
+    shape = dict(zip((axis.name for axis in head.axes), head.array.addressable_data(0).shape))
+    vocab, embed = (62 // case.devices, 16) if case.split else (VOCAB, 16 // case.devices)
+    assert shape == {"vocab": vocab, "embed": embed}, "a device has its part of the head"
     # On several devices XLA has not yet placed our call, for whose parts it asks later.
     name = "logitless_xla_run" if case.devices == 1 else "@CustomSPMDPartitioning"
     calls = max(text.count(name) for text in texts)
