@@ -7,6 +7,7 @@ to be copied. None of them is part of the library.
     target [B, T]          the token that each position predicts, -100 where nothing is learned
     old, reference [B, T]  log-probabilities of an earlier policy and of a frozen one, no gradient
     advantage  [B, 1] or [B, T]
+    top, probability [B, T, k]  a teacher's likeliest tokens and their probabilities, no gradient
 """
 
 from __future__ import annotations
@@ -82,6 +83,20 @@ def kto_divergence(
 def dft(hidden: Tensor, linear_weight: Tensor, target: Tensor) -> Tensor:
     logprob = linear_logprob(hidden, linear_weight, target)
     return -(logprob.detach().exp() * logprob).sum() / (target != -100).sum().clamp(min=1)
+
+
+def distillation(
+    hidden: Tensor, linear_weight: Tensor, target: Tensor, top: Tensor, probability: Tensor,
+    temperature: float = 1.0,
+) -> Tensor:  # fmt: skip
+    counts, p = target != -100, probability.to(linear_weight.dtype)  # [B, T], [B, T, k]
+    flat, each = top.flatten(0, -2), p.flatten(0, -2)
+    rows = functional.embedding_bag(flat, linear_weight, mode="sum", per_sample_weights=each)
+    logit = (hidden.float() * rows.view_as(hidden).float()).sum(-1) / temperature
+    options = {"reduction": "none", "temperature": temperature, "return_statistics": ("lse",)}
+    lse = linear_cross_entropy(hidden, linear_weight, target, **options)[1].lse
+    token = p.float().sum(-1) * lse - logit
+    return token.where(counts, 0).sum() / counts.sum().clamp(min=1)
 
 
 def packed_targets(ids: Tensor, learned: Tensor, cu_seqlens: Tensor) -> Tensor:

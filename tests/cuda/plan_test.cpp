@@ -213,6 +213,17 @@ TEST(CudaPlan, FewTilesHaveSlotsForFourSlices) {
   }
 }
 
+// GPT-2 XL's Backward of kept state makes no logits, but its block holds the parts of grad_input's
+// split depth.
+TEST(CudaPlan, BackwardOfKeptStateHasRoomForPartsInF32) {
+  LinearShape s{.tokens = 2048, .vocab = 50257, .hidden = 1600, .dtype = DType::f32};
+  s.forward = s.can_store = false;
+  s.grad_input = s.grad_weight = s.direct_grad_weight = s.on_cuda_cores = true;
+  s.kept_columns = s.vocab;
+  const LinearPlan p = on(portable(), s).recommended();
+  EXPECT_GE(p.block_rows * p.block_columns, s.tokens * s.hidden);
+}
+
 // These are the heads that are measured (docs/results.md); they take one chunk, so that one launch
 // reads the weight.
 TEST(CudaPlan, TheLossAloneTakesAllTokensAtOnceInSixteenMebibytes) {

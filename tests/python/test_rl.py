@@ -364,6 +364,30 @@ def test_dft_is_that_of_trl(device: str, dtype: torch.dtype) -> None:
 
 
 @DTYPES
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_distillation_is_the_cross_entropy_with_the_teachers_tokens(
+    device: str, dtype: torch.dtype, temperature: float
+) -> None:
+    x, w, t, _, _ = batch(dtype, device)
+    teacher = torch.randn(4, 11, len(w), device=device).mul(2).softmax(-1)
+    probability, top = teacher.topk(9)  # they add up to less than 1
+    loss = rl.distillation(x, w, t, top, probability, temperature)
+    loss.backward()
+    exact = [v.detach().double().requires_grad_() for v in (x, w)]
+    log_q = (exact[0] @ exact[1].T / temperature).log_softmax(-1).gather(-1, top)
+    # The teacher is what the head's dtype leaves of it.
+    token = -(probability.to(dtype).double() * log_q).sum(-1)
+    expected = token.where(t != -100, 0).sum() / (t != -100).sum()
+    expected.backward()
+    bound = 2e-6 if dtype is F32 else 2e-3
+    torch.testing.assert_close(loss.double(), expected, rtol=bound, atol=0)
+    for made, of in zip((x.grad, w.grad), exact):
+        assert made is not None and of.grad is not None and made.dtype is dtype
+        apart = (made.double() - of.grad).norm() / of.grad.norm()
+        assert apart < (2e-6 if dtype is F32 else 6e-3), apart
+
+
+@DTYPES
 def test_k3_has_the_gradient_of_an_estimate_of_the_divergence(
     device: str, dtype: torch.dtype
 ) -> None:

@@ -15,20 +15,29 @@ constexpr int64_t least_chunk = 128;
 
 // Predicts a matrix product [rows, columns] x depth: whole waves of 128 x 256 tiles over the
 // multiprocessors, or what its operands and result take to move. With `sums` the result is f32 and
-// read too.
+// read too. Where the depth is split the last wave is as full as the others.
 double product_time(const LinearShape& s, const DeviceSpeed& speed, int64_t rows, int64_t columns,
-                    int64_t depth, bool sums) {
+                    int64_t depth, bool sums, bool split = false) {
   const double rate = s.dtype == DType::f32 ? speed.products_f32 : speed.products;
   const double element = static_cast<double>(size_of(s.dtype));
   const double r = static_cast<double>(rows), c = static_cast<double>(columns),
                d = static_cast<double>(depth);
   const double tiles = static_cast<double>(divide_up(rows, 128) * divide_up(columns, 256));
-  const double waves = std::ceil(tiles / speed.multiprocessors);
+  const double full = tiles / speed.multiprocessors;
+  const double waves = split ? full : std::ceil(full);
   const double arithmetic = waves * speed.multiprocessors * 128 * 256 * 2 * d / rate;
   const double moved = (r + c) * d * element + r * c * (sums ? 8 : element);
   // A result that is read and written in f32 has traffic that no arithmetic hides.
   const double shown = sums ? r * c * 8 / speed.memory / 2 : 0;
   return std::max(arithmetic + shown, moved / speed.memory) + speed.launch;
+}
+
+// Returns whether grad_input's product of so many rows may be split along the vocabulary: the block
+// of logits holds the sums of its parts (run.cpp). Where logits are made too their pass decides how
+// large the block is.
+bool has_room_for_parts(const LinearShape& s, const LinearPlan& p, int64_t rows) {
+  return s.on_cuda_cores && p.stored_columns == s.kept_columns && s.kept_columns == s.vocab &&
+         rows * p.hidden_pitch <= p.block_rows * p.block_columns;
 }
 
 // Predicts the product that makes the logits of `rows` tokens and `columns`, and the pass over
@@ -125,7 +134,8 @@ double PortableEngine::seconds(const LinearShape& s, const LinearPlan& p, const 
       return product_time(s, speed, std::min(columns, s.rows_of_weight()), s.hidden, n,
                           adds_to_weight(s, p));
     case StepKind::grad_input:
-      return product_time(s, speed, step.rows.count, s.hidden, columns, true);
+      return product_time(s, speed, step.rows.count, s.hidden, columns, true,
+                          has_room_for_parts(s, p, step.rows.count));
     default:
       return shared_step_time(s, p, speed, step);
   }
