@@ -5,6 +5,7 @@ compared."""
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,6 +15,10 @@ import transformers
 from logitless import _abi
 from logitless.torch import _run
 
+# With "cuda" test_trainer.py, test_peft.py and test_lightning.py run on a GPU
+# (scripts/test-device-integrations).
+DEVICE = os.environ.get("LOGITLESS_TEST_DEVICE", "cpu")
+ON_CPU = DEVICE == "cpu"
 STEPS = 20
 VOCAB, HIDDEN, LENGTH = 61, 16, 12
 PACKAGES = (
@@ -53,7 +58,7 @@ def llama(seed: int = 0, **changes: Any) -> Any:
         num_attention_heads=2, num_key_value_heads=1, head_dim=8, max_position_embeddings=32,
         pad_token_id=0, initializer_range=0.2, **changes,
     )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).train()
+    return transformers.LlamaForCausalLM(config).train().to(DEVICE)
 
 
 def example(index: int) -> dict[str, torch.Tensor]:
@@ -66,7 +71,7 @@ def example(index: int) -> dict[str, torch.Tensor]:
 
 def batch(step: int, size: int = 4) -> dict[str, torch.Tensor]:
     rows = [example(step * size + i) for i in range(size)]
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    return {name: torch.stack([row[name] for row in rows]).to(DEVICE) for name in rows[0]}
 
 
 def same_run(

@@ -84,10 +84,10 @@ def train(
     world = 1 if strategy == "auto" else WORLD
     module = Module(kind)
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=world, strategy=strategy_of(strategy), max_steps=STEPS,
-        precision=precision, logger=False, accumulate_grad_batches=accumulated,
-        default_root_dir=folder, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, num_sanity_val_steps=0,
+        accelerator="cpu" if support.ON_CPU else "gpu", devices=world,
+        strategy=strategy_of(strategy), max_steps=STEPS, precision=precision, logger=False,
+        accumulate_grad_batches=accumulated, default_root_dir=folder, num_sanity_val_steps=0,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
     )  # fmt: skip
     rows = [support.example(i) for i in range(4 * world * accumulated * STEPS)]
     held_out = [support.example(i) for i in range(100, 100 + 8 * world)]

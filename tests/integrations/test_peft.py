@@ -31,7 +31,7 @@ def with_adapter(name: str, patch_first: Any, **model_options: Any) -> Any:
     or not at all."""
     model = support.llama(**model_options)
     if name == "bias":
-        model.lm_head.bias = torch.nn.Parameter(torch.randn(support.VOCAB) * 0.1)
+        model.lm_head.bias = torch.nn.Parameter(torch.randn(support.VOCAB).to(support.DEVICE) * 0.1)
     if patch_first is True:
         patch_transformers(model)
     torch.manual_seed(1)
@@ -64,7 +64,7 @@ def train(model: Any) -> list[float]:
 def loss_and_gradients(model: Any, autocast: bool = False) -> tuple[torch.Tensor, dict[str, Any]]:
     torch.manual_seed(3)
     model.zero_grad()
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with torch.autocast(support.DEVICE, torch.bfloat16, enabled=autocast):
         output = model(**support.batch(0))
     output.loss.backward()
     return output.loss, {k: p.grad for k, p in model.named_parameters() if p.requires_grad}
@@ -96,9 +96,13 @@ def test_adapters_learn_the_same_without_logits(name: str, patch_first: Any, cal
         assert torch.equal(value, start[key]) == (not value.requires_grad), key
 
 
+@pytest.mark.parametrize("patch_first", [True, False], ids=["patched first", "adapter first"])
 @pytest.mark.parametrize("name", ["saved head", "head"])
-def test_adapters_in_one_compiled_graph(name: str, calls: Calls) -> None:
-    own, ours = with_adapter(name, None), with_adapter(name, True)
+def test_adapters_in_one_compiled_graph(name: str, patch_first: bool, calls: Calls) -> None:
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    if name == "head" and patch_first and version < (2, 13):
+        pytest.skip("what is traced cannot patch the LoRA that it finds: patch after it")
+    own, ours = with_adapter(name, None), with_adapter(name, patch_first)
     loss, expected = loss_and_gradients(own)
     ours.compile(fullgraph=True, backend="eager")
     actual, gradients = loss_and_gradients(ours)

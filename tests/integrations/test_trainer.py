@@ -29,7 +29,7 @@ def train(model: Any, folder: pathlib.Path, model_init: Any = None, **settings: 
     where `model_init` makes one."""
     accumulated = settings.get("gradient_accumulation_steps", 1)
     arguments = transformers.TrainingArguments(
-        output_dir=str(folder), use_cpu=True, seed=7, max_steps=STEPS, logging_steps=1,
+        output_dir=str(folder), use_cpu=support.ON_CPU, seed=7, max_steps=STEPS, logging_steps=1,
         per_device_train_batch_size=4, per_device_eval_batch_size=4, learning_rate=3e-3,
         save_strategy="no", report_to="none", disable_tqdm=True, **settings,
     )  # fmt: skip
@@ -72,7 +72,7 @@ def train_compiled(model: Any, folder: pathlib.Path, **settings: Any) -> tuple[l
     counters.clear()
     losses = train(
         model, folder, torch_compile=True, torch_compile_backend=BACKEND, eval_strategy="steps",
-        eval_steps=EVAL_STEPS, **settings,
+        eval_steps=EVAL_STEPS, tf32=False, **settings,  # else the Trainer turns TF32 on, for good
     )  # fmt: skip
     assert not counters["graph_break"]
     return losses, counters["stats"]["unique_graphs"]
@@ -138,7 +138,7 @@ def test_a_model_that_the_trainer_makes_is_patched_by_its_class(
 
 def loop(model: Any, precision: str) -> list[float]:
     """20 steps as accelerate's documentation writes them."""
-    accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)
+    accelerator = accelerate.Accelerator(cpu=support.ON_CPU, mixed_precision=precision)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     rows = [support.example(i) for i in range(4 * STEPS)]
     batches = torch.utils.data.DataLoader(rows, batch_size=4)
@@ -168,7 +168,7 @@ def test_a_loop_with_accelerate_learns_the_same(precision: str, calls: Calls) ->
 def prepared(patch_first: bool) -> tuple[Any, Any, Any]:
     """(accelerator, model, patch), of a model whose forward accelerate has wrapped in autocast."""
     accelerate.state.AcceleratorState._reset_state(True)
-    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    accelerator = accelerate.Accelerator(cpu=support.ON_CPU, mixed_precision="bf16")
     model = support.llama()
     patch = patch_transformers(model) if patch_first else None
     model = accelerator.prepare(model)
@@ -210,7 +210,7 @@ def test_unpatching_leaves_autocast(calls: Calls) -> None:
     batch = support.batch(0)
     in_bf16 = model(**batch).loss
     patch.unpatch()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(support.DEVICE, torch.bfloat16):
         expected = support.llama()(**batch).loss
     assert torch.equal(model(**batch).loss, expected)
     assert calls.taken() == 1

@@ -347,9 +347,9 @@ CALLS = {"sft": 1, "dpo": 2, "kto": 4, "grpo": 2, "rloo": 3}
 
 
 def train(
-    kind: str, folder: pathlib.Path, by_name: bool = False
+    kind: str, folder: pathlib.Path, device: str, by_name: bool = False
 ) -> tuple[Any, list[dict[str, Any]]]:
-    """The model in `folder` after 20 steps on the CPU, and what was logged at each. `by_name`: the
+    """The model in `folder` after 20 steps, and what was logged at each. `by_name`: the
     trainer loads it itself."""
     import datasets
 
@@ -357,8 +357,8 @@ def train(
     if not by_name:
         model = transformers.LlamaForCausalLM.from_pretrained(folder)
     config = getattr(trl, f"{kind.upper()}Config")(
-        output_dir=str(folder / "out"), use_cpu=True, bf16=False, seed=7, max_steps=STEPS,
-        logging_steps=1, per_device_train_batch_size=4, learning_rate=3e-3, save_strategy="no",
+        output_dir=str(folder / "out"), use_cpu=device == "cpu", bf16=False, seed=7,
+        max_steps=STEPS, logging_steps=1, per_device_train_batch_size=4, learning_rate=3e-3, save_strategy="no",
         report_to="none", gradient_checkpointing=False, disable_tqdm=True, **SETTINGS[kind],
     )  # fmt: skip
     more = {"reward_funcs": reward} if kind in ("grpo", "rloo") else {}
@@ -371,27 +371,30 @@ def train(
 
 
 @pytest.mark.parametrize("kind", ROWS)
-def test_a_trainer_learns_the_same_without_logits(kind: str, tmp_path: pathlib.Path) -> None:
+def test_a_trainer_learns_the_same_without_logits(
+    kind: str, device: str, tmp_path: pathlib.Path
+) -> None:
     start = test_transformers.model_and_batch("llama")[0]
     start.save_pretrained(tmp_path)
-    own, expected = train(kind, tmp_path)
+    own, expected = train(kind, tmp_path, device)
     with patch_trl() as patch:
-        ours, actual = train(kind, tmp_path)
+        ours, actual = train(kind, tmp_path, device)
     assert patch.calls == CALLS[kind] * STEPS
     assert len(actual) == len(expected) == STEPS
     # These are the loss, rewards, entropies, gradients' norms, ...
     for a, e in zip(actual, expected):
         assert {**a, "step_time": 0} == pytest.approx({**e, "step_time": 0}, rel=1e-4, abs=1e-5)
+    start.to(device)
     for a, e, s in zip(ours.parameters(), own.parameters(), start.parameters()):
         torch.testing.assert_close(a, e, rtol=0, atol=1e-5)
         assert not torch.allclose(a, s, rtol=0, atol=1e-4)
 
 
-def test_a_model_that_the_trainer_loads_is_served(tmp_path: pathlib.Path) -> None:
+def test_a_model_that_the_trainer_loads_is_served(device: str, tmp_path: pathlib.Path) -> None:
     test_transformers.model_and_batch("llama")[0].save_pretrained(tmp_path)
-    _, expected = train("sft", tmp_path, by_name=True)
+    _, expected = train("sft", tmp_path, device, by_name=True)
     with patch_trl() as patch:
-        _, actual = train("sft", tmp_path, by_name=True)
+        _, actual = train("sft", tmp_path, device, by_name=True)
     assert patch.calls == CALLS["sft"] * STEPS
     losses = ([entry["loss"] for entry in run] for run in (actual, expected))
     assert next(losses) == pytest.approx(next(losses), rel=1e-4)
@@ -402,12 +405,12 @@ def test_the_patch_of_a_model_says_that_trl_does_not_come_there(tmp_path: pathli
     with patch_transformers(transformers.LlamaForCausalLM), patch_trl() as of_trl:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*logitless")
-            train("sft", tmp_path)
+            train("sft", tmp_path, "cpu")
         assert of_trl.calls == CALLS["sft"] * STEPS
     patch = patch_transformers(transformers.LlamaForCausalLM)
     with patch, warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        train("sft", tmp_path, by_name=True)
+        train("sft", tmp_path, "cpu", by_name=True)
     (said,) = (str(w.message) for w in seen if "logitless" in str(w.message))
     assert "its backbone was called by itself" in said and "use patch_trl()" in said
     assert patch.calls == 0
