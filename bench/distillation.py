@@ -19,8 +19,9 @@ from typing import Any
 import rl
 import sweep
 import torch
-from logitless.torch import linear_cross_entropy
 from torch.utils.checkpoint import checkpoint
+
+from logitless.torch import linear_cross_entropy
 
 HEADS = [(8192, 4096, 128256), (8192, 2048, 151936)]
 CHUNK = 1024
@@ -71,8 +72,8 @@ def main() -> None:
                 taken[name].append(bench.burst(calls[name], 0.1))
         ms = {name: statistics.median(times) for name, times in taken.items()}
         for name, time_ in ms.items():
-            ratio = time_ / ms["three products"]
-            print(f"  {name:24s} {time_:7.2f} ms  x {ratio:.3f}  {peaks[name]:6.0f} MiB", flush=True)
+            x = time_ / ms["three products"]
+            print(f"  {name:24s} {time_:7.2f} ms  x {x:.3f}  {peaks[name]:6.0f} MiB", flush=True)
 
 
 if __name__ == "__main__":

@@ -89,14 +89,16 @@ def distillation(
     hidden: Tensor, linear_weight: Tensor, target: Tensor, top: Tensor, probability: Tensor,
     temperature: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    counts, p = target != -100, probability.to(linear_weight.dtype)  # [B, T], [B, T, k]
-    flat, each = top.flatten(0, -2), p.flatten(0, -2)
-    rows = functional.embedding_bag(flat, linear_weight, mode="sum", per_sample_weights=each)
-    logit = (hidden.float() * rows.view_as(hidden).float()).sum(-1) / temperature
+    head = linear_weight if linear_weight.is_cuda else linear_weight.float()
+    keep = (target != -100)[..., None]
+    p = probability.to(linear_weight.dtype).where(keep, 0).flatten(0, -2)  # [N, k]
+    rows = functional.embedding_bag(
+        top.where(keep, 0).flatten(0, -2), head, mode="sum", per_sample_weights=p.to(head)
+    ).view_as(hidden)
     options = {"reduction": "none", "temperature": temperature, "return_statistics": ("lse",)}
     lse = linear_cross_entropy(hidden, linear_weight, target, **options)[1].lse
-    token = p.float().sum(-1) * lse - logit
-    return token.where(counts, 0).sum() / counts.sum().clamp(min=1)
+    logit = (hidden.float().where(keep, 0) * rows).sum(-1) / temperature
+    return (p.float().sum(-1).view_as(lse) * lse - logit).sum() / keep.sum().clamp(min=1)
 
 
 def packed_targets(ids: Tensor, learned: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ namespace {
 using Proposals = RecordedCuda::Proposals;
 
 constexpr size_t kParts = size_t{24} << 20, kLibrary = matrix_library_bytes;
-constexpr int kTwoRounds = 4096, kManyRounds = 8192;
+constexpr int kTwoRounds = 4096, kThreeRounds = 6144;
 
 // A product [rows, 2048] over a depth of 512 has 256 tiles of 256 x 128 with 4096 rows: two rounds
 // of 132 multiprocessors.
@@ -100,6 +100,30 @@ TEST_F(CudaBlas, WhereNothingSplitsItAsksForTheWhole) {
   EXPECT_EQ(machine_.heuristics(), 2);
 }
 
+// The last rows of a call take the algorithm of its first ones, so that a batch that is cut
+// otherwise is multiplied alike; where that does not serve, their own.
+TEST_F(CudaBlas, TakesTheChoiceOfTheLargestProductOfTheCall) {
+  machine_.unsplit = {{{lt::tile_256x128, 1}, {lt::tile_128x128, 1}}};
+  Product last = product();
+  last.most_rows = kThreeRounds;
+  expect(last, lt::tile_256x128, 1);
+  expect(product(), lt::tile_128x128, 1);
+  machine_.serves_others = false;
+  expect(last, lt::tile_128x128, 1);
+}
+
+// What a product is asked by: all that may change the library's choice.
+TEST_F(CudaBlas, AsksAnewForAnotherAlignment) {
+  expect(product(), 0, 0);
+  Product p = product();
+  p.a.data = static_cast<char*>(at(1)) + 4;
+  expect(p, 0, 0);
+  EXPECT_EQ(machine_.heuristics(), 2);
+  p.a.data = static_cast<char*>(at(1)) + 32;
+  expect(p, 0, 0);
+  EXPECT_EQ(machine_.heuristics(), 2) << "16 bytes are aligned as well as any";
+}
+
 TEST_F(CudaBlas, SaysWhichProductTheLibraryLacks) {
   const auto refused = [&](const Product& p) {
     const Status status = run(p);
@@ -127,7 +151,7 @@ TEST_F(CudaBlas, PrefersSmallTilesInF32WhileRoundsAreFew) {
       expect(p, tile, 1);
     };
     takes(product(), lt::tile_128x128);
-    takes(product(kManyRounds), large);
+    takes(product(kThreeRounds), large);
     Product p = product();
     p.tf32 = true;
     takes(p, large);

@@ -7,6 +7,7 @@
 
 #include "gtest/gtest.h"
 #include "shapes.h"
+#include "src/cuda/linear/portable/engine.h"
 #include "src/cuda/linear/sm90/forward.h"
 
 namespace logitless::cuda {
@@ -213,15 +214,20 @@ TEST(CudaPlan, FewTilesHaveSlotsForFourSlices) {
   }
 }
 
-// GPT-2 XL's Backward of kept state makes no logits, but its block holds the parts of grad_input's
-// split depth.
+// Backward of kept state makes no logits, but its block lends itself to the parts of grad_input's
+// split depth, where cuBLASLt splits it: at GPT-2's heads, at no tokens of 4096 hidden values.
 TEST(CudaPlan, BackwardOfKeptStateHasRoomForPartsInF32) {
-  LinearShape s{.tokens = 2048, .vocab = 50257, .hidden = 1600, .dtype = DType::f32};
-  s.forward = s.can_store = false;
-  s.grad_input = s.grad_weight = s.direct_grad_weight = s.on_cuda_cores = true;
-  s.kept_columns = s.vocab;
-  const LinearPlan p = on(portable(), s).recommended();
-  EXPECT_GE(p.block_rows * p.block_columns, s.tokens * s.hidden);
+  const auto lends = [](int64_t tokens, int64_t hidden) {
+    LinearShape s{.tokens = tokens, .vocab = 50257, .hidden = hidden, .dtype = DType::f32};
+    s.forward = s.can_store = false;
+    s.grad_input = s.grad_weight = s.direct_grad_weight = s.on_cuda_cores = true;
+    s.kept_columns = s.vocab;
+    const LinearPlan p = on(portable(), s).recommended();
+    return lends_block(s, p) && p.block_rows * p.block_columns >= tokens * hidden;
+  };
+  for (const int64_t tokens : {64, 512, 1024, 4096}) EXPECT_TRUE(lends(tokens, 768)) << tokens;
+  EXPECT_TRUE(lends(2048, 1600));
+  EXPECT_FALSE(lends(2048, 4096));
 }
 
 // These are the heads that are measured (docs/results.md); they take one chunk, so that one launch

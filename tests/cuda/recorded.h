@@ -93,6 +93,7 @@ class RecordedCuda {
     int code = lt::success;
   };
   Proposals unsplit, split;
+  bool serves_others = true;  // cuBLASLt says so of an algorithm for another product
   std::vector<Device>& devices() { return devices_; }
 
   // Lets the n-th question from now on fail, counted from 1; with 0 none does.
@@ -434,7 +435,7 @@ class RecordedCuda {
   static int check(lt::Handle, lt::Description, lt::Layout, lt::Layout, lt::Layout, lt::Layout,
                    const lt::Algorithm*, lt::HeuristicResult*) {
     LOGITLESS_ASKED("cublasLtMatmulAlgoCheck");
-    return 0;
+    return self->serves_others ? 0 : lt::not_supported;
   }
   static int algorithm_get(const lt::Algorithm* algorithm, int attribute, void* value, size_t bytes,
                            size_t* written) {

@@ -198,11 +198,12 @@ def test_train_lm_learns_the_same_without_logits(
     monkeypatch.setenv("XLA_FLAGS", f"{flags}{case.devices}")
     spawn = multiprocessing.get_context("spawn")  # XLA reads its flags once in a process
     with concurrent.futures.ProcessPoolExecutor(1, spawn) as process:
-        own, ours, reductions = process.submit(both, tmp_path, case).result()
+        own, ours, reductions = process.submit(both, tmp_path, case).result(timeout=300)
     (expected, theirs, none), (actual, made, calls) = own, ours
     assert none == 0 and calls == 1, "loss and gradients are one call of every step"
     assert reductions == {"mean", None}, "both training and evaluation ask for a loss here"
-    assert len(actual["train/loss"]) == STEPS and actual["eval/loss"]
+    assert len(expected["train/loss"]) == len(actual["train/loss"]) == STEPS
+    assert expected["eval/loss"] and expected["eval/loss"].keys() == actual["eval/loss"].keys()
     tolerance = 2e-2 if case.bf16 else 1e-5
     for name, losses in expected.items():
         a, e = (np.array([run[step] for step in losses]) for run in (actual[name], losses))
@@ -210,4 +211,4 @@ def test_train_lm_learns_the_same_without_logits(
     learnt = list(actual["train/loss"].values())
     assert sum(learnt[-3:]) < sum(learnt[:3])
     for a, e in zip(made, theirs, strict=True):
-        np.testing.assert_allclose(a, e, rtol=0, atol=3e-2 if case.bf16 else 2e-5)
+        np.testing.assert_allclose(a, e, rtol=0, atol=1.2e-2 if case.bf16 else 2e-5)

@@ -387,6 +387,41 @@ def test_distillation_is_the_cross_entropy_with_the_teachers_tokens(
         assert apart < (2e-6 if dtype is F32 else 6e-3), apart
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16, torch.float16], ids=str)
+def test_distillation_adds_up_a_class_of_every_token(device: str, dtype: torch.dtype) -> None:
+    """Sums in 16 bits would stop at a few hundred of them."""
+    x, w, _, t = problem((4096,), 97, 16, dtype, device, ignored=0)
+    x = (x + 1).detach().requires_grad_()
+    top = torch.randint(1, 97, (4096, 3), device=device)
+    top[:, 0] = 0
+    probability = torch.tensor([0.5, 0.25, 0.125], device=device).expand(4096, 3)
+    rl.distillation(x[None], w, t[None], top[None], probability[None]).backward()
+    exact = [v.detach().double().requires_grad_() for v in (x, w)]
+    log_q = (exact[0] @ exact[1].T).log_softmax(-1).gather(-1, top)
+    (-(probability * log_q).sum() / 4096).backward()
+    assert w.grad is not None and exact[1].grad is not None
+    apart = (w.grad.double() - exact[1].grad).norm(dim=-1) / exact[1].grad.norm(dim=-1)
+    assert apart.max() < (1e-4 if dtype is F32 else 3e-2), apart.max()
+
+
+@DTYPES
+def test_distillation_does_not_read_ignored_tokens(device: str, dtype: torch.dtype) -> None:
+    x, w, t, _, _ = batch(dtype, device)
+    probability, top = torch.rand(4, 11, 203, device=device).softmax(-1).topk(9)
+    results = []
+    for filled in (False, True):
+        hidden, p, classes = x.detach().clone(), probability.clone(), top.clone()
+        if filled:
+            hidden[t == -100], p[t == -100], classes[t == -100] = math.nan, math.nan, -100
+        hidden.requires_grad_()
+        w.grad = None
+        loss = rl.distillation(hidden, w, t, classes, p)
+        loss.backward()
+        results.append((loss, hidden.grad, w.grad))
+    for plain, odd in zip(*results):
+        assert torch.equal(plain, odd)
+
+
 @DTYPES
 def test_k3_has_the_gradient_of_an_estimate_of_the_divergence(
     device: str, dtype: torch.dtype

@@ -358,8 +358,9 @@ def train(
         model = transformers.LlamaForCausalLM.from_pretrained(folder)
     config = getattr(trl, f"{kind.upper()}Config")(
         output_dir=str(folder / "out"), use_cpu=device == "cpu", bf16=False, seed=7,
-        max_steps=STEPS, logging_steps=1, per_device_train_batch_size=4, learning_rate=3e-3, save_strategy="no",
-        report_to="none", gradient_checkpointing=False, disable_tqdm=True, **SETTINGS[kind],
+        max_steps=STEPS, logging_steps=1, per_device_train_batch_size=4, learning_rate=3e-3,
+        save_strategy="no", report_to="none", gradient_checkpointing=False, disable_tqdm=True,
+        **SETTINGS[kind],
     )  # fmt: skip
     more = {"reward_funcs": reward} if kind in ("grpo", "rloo") else {}
     trainer = getattr(trl, f"{kind.upper()}Trainer")(

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "src/cuda/linear/engine.h"
+#include "src/cuda/runtime/blas.h"
 
 namespace logitless::cuda {
 
@@ -26,6 +27,15 @@ class PortableEngine final : public Engine {
   void run(const LinearCall& call, const LinearPlan& plan, char* workspace,
            const DeviceInfo& device, Stream* stream) const override;
 };
+
+inline int64_t block_bytes(const LinearPlan& p) {
+  return p.block_rows * p.block_columns * static_cast<int64_t>(sizeof(float));
+}
+// Returns whether the block of logits, idle while grad_input is made, lends itself to the parts of
+// a split depth. A smaller one than the library's own memory does not.
+inline bool lends_block(const LinearShape& s, const LinearPlan& p) {
+  return s.on_cuda_cores && block_bytes(p) > matrix_library_bytes;
+}
 
 // Returns how many rows follow the tokens' of kept E: the smoothing's two, and zeros up to a
 // multiple of 8.

@@ -15,16 +15,17 @@ constexpr int64_t least_chunk = 128;
 
 // Predicts a matrix product [rows, columns] x depth: whole waves of 128 x 256 tiles over the
 // multiprocessors, or what its operands and result take to move. With `sums` the result is f32 and
-// read too. Where the depth is split the last wave is as full as the others.
+// read too. cuBLASLt splits the depth, where it may, if a tenth of the multiprocessors would idle.
 double product_time(const LinearShape& s, const DeviceSpeed& speed, int64_t rows, int64_t columns,
-                    int64_t depth, bool sums, bool split = false) {
+                    int64_t depth, bool sums, bool may_split = false) {
   const double rate = s.dtype == DType::f32 ? speed.products_f32 : speed.products;
   const double element = static_cast<double>(size_of(s.dtype));
   const double r = static_cast<double>(rows), c = static_cast<double>(columns),
                d = static_cast<double>(depth);
   const double tiles = static_cast<double>(divide_up(rows, 128) * divide_up(columns, 256));
   const double full = tiles / speed.multiprocessors;
-  const double waves = split ? full : std::ceil(full);
+  const bool splits = may_split && full < 0.9 * std::ceil(full);
+  const double waves = splits ? full : std::ceil(full);
   const double arithmetic = waves * speed.multiprocessors * 128 * 256 * 2 * d / rate;
   const double moved = (r + c) * d * element + r * c * (sums ? 8 : element);
   // A result that is read and written in f32 has traffic that no arithmetic hides.
@@ -32,11 +33,11 @@ double product_time(const LinearShape& s, const DeviceSpeed& speed, int64_t rows
   return std::max(arithmetic + shown, moved / speed.memory) + speed.launch;
 }
 
-// Returns whether grad_input's product of so many rows may be split along the vocabulary: the block
-// of logits holds the sums of its parts (run.cpp). Where logits are made too their pass decides how
-// large the block is.
+// Returns whether the depth of grad_input's product of so many rows can be split: the block of
+// logits holds the sums of the parts, which take a result's size. Where logits are made too, their
+// pass decides how large the block is.
 bool has_room_for_parts(const LinearShape& s, const LinearPlan& p, int64_t rows) {
-  return s.on_cuda_cores && p.stored_columns == s.kept_columns && s.kept_columns == s.vocab &&
+  return s.kept_columns == s.vocab && p.stored_columns == s.vocab && lends_block(s, p) &&
          rows * p.hidden_pitch <= p.block_rows * p.block_columns;
 }
 

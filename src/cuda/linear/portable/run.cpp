@@ -129,11 +129,9 @@ class PortableRun final : public LinearRun {
     p.b = weight_rows(work_.call, work_.plan, work_.m, panel.first);
     p.c = sums;
     p.c_stride = work_.plan.hidden_pitch;
-    // The block of logits is not needed meanwhile, and lends itself where it is the larger memory.
-    const int64_t block_bytes = work_.plan.block_rows * work_.plan.block_columns * 4;
-    if (work_.call.shape.on_cuda_cores && block_bytes > matrix_library_bytes) {
+    if (lends_block(work_.call.shape, work_.plan)) {
       p.parts = work_.m.logits;
-      p.parts_bytes = block_bytes;
+      p.parts_bytes = block_bytes(work_.plan);
     }
     if (p.depth > 0) {
       multiply(&p, one(), add);
