@@ -124,6 +124,7 @@ class RecordedCuda {
     size_t bytes = 0;
   };
   const Multiplied& multiplied() const { return multiplied_; }
+  int split_products() const { return split_products_; }  // they were launched so far
   int opened() const { return opened_; }  // libraries that were closed are subtracted
   // It counts descriptions of cuBLASLt that nobody has destroyed.
   int live() const { return live_; }
@@ -456,6 +457,7 @@ class RecordedCuda {
     ++self->launches_;
     self->multiplied_ = {static_cast<int32_t>(algorithm->data[tile_at]),
                          static_cast<int32_t>(algorithm->data[parts_at]), workspace, bytes};
+    self->split_products_ += self->multiplied_.parts > 1;
     if (self->listener != nullptr) {
       self->listener->multiply({description, of_a, of_b, of_c, of_d}, {alpha, a, b, beta, c, d},
                                *algorithm, workspace, bytes);
@@ -534,6 +536,7 @@ class RecordedCuda {
   // An algorithm has its attributes at these places, which no listener uses.
   static constexpr int tile_at = 6, parts_at = 7;
   Multiplied multiplied_;
+  int split_products_ = 0;
   struct Question {
     const char* what = nullptr;
     int early = 0, late = 0;  // it was asked so often before and since the first launch

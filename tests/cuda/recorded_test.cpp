@@ -227,6 +227,26 @@ TEST(CudaMachines, ACublasLtThatLacksAFunctionIsLeftForAnother) {
   EXPECT_OK(run_on(linear(0), 0));
 }
 
+// In f32 the block of logits, idle while grad_input is made, holds the parts of a split depth; in
+// the least memory it is smaller than cuBLASLt's own.
+TEST(CudaMachines, ABlockOfLogitsIsLentToASplitProduct) {
+  RecordedCuda machine({kH100});
+  machine.split = {{{.parts = 8, .workspace_bytes = size_t{130} * 64 * 4}}};
+  const LinearCrossEntropyForwardBackward op{.input = matrix(0, 1, 130, 64),
+                                             .weight = matrix(0, 2, 30000, 64),
+                                             .target = vector(0, 3, DType::i32, 130),
+                                             .loss = vector(0, 4, DType::f32, 1),
+                                             .grad_input = matrix(0, 5, 130, 64),
+                                             .grad_weight = matrix(0, 6, 30000, 64)};
+  WorkspaceSize size;
+  EXPECT_OK(workspace(op, on(0), &size));
+  void* const memory = reinterpret_cast<void*>(int64_t{9} << 40);
+  EXPECT_OK(run(op, {memory, size.minimum}, on(0)));
+  EXPECT_EQ(machine.split_products(), 0);
+  EXPECT_OK(run(op, {memory, size.recommended}, on(0)));
+  EXPECT_EQ(machine.split_products(), 1);
+}
+
 TEST(CudaMachines, AHandleThatWasNotToBeHadIsAskedForAgain) {
   RecordedCuda machine({kA100});
   machine.failing_creates = 1;
