@@ -89,7 +89,9 @@ def test_a_second_backward_is_the_first_again(
     first = torch.autograd.grad(loss * 3, (x, w, b), retain_graph=True)
     second = torch.autograd.grad(loss * 3, (x, w, b), retain_graph=True)
     third = torch.autograd.grad(loss * 0.5, (x, w, b))
-    assert launched == [BOTH, BACKWARD, BACKWARD]
+    # On CUDA gradients of f16 wait for the scaler's factor.
+    once = [FORWARD, BACKWARD] if dtype is F16 and device == "cuda" else [BOTH]
+    assert launched == [*once, BACKWARD, BACKWARD]
     expected = reference.loss(reference.logits_of(x, w, b), t, label_smoothing=0.1)
     exact = torch.autograd.grad(expected, (x, w, b))
     for a, s, h, e in zip(first, second, third, exact):

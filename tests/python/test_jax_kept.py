@@ -116,7 +116,9 @@ def test_a_program_copies_nothing_and_takes_what_was_said(dtype: Any) -> None:
     assert keeps(step, x, w, up) == [True, True]
     code = _abi.F32 if dtype is F32 else _abi.BF16
     bytes = _abi.whole_kept(2048, 4000, code)
-    assert memory(step, x, w, up).temp_size_in_bytes < 1.8 * bytes  # kept state is not copied
+    on_cpu = {device.platform for device in x.devices()} == {"cpu"}
+    workspaces = 0.8 * bytes if on_cpu else 44 << 20
+    assert memory(step, x, w, up).temp_size_in_bytes < bytes + workspaces  # nothing kept is copied
     (rows, _), _ = _abi.kept_formula(2048, 4000, code, bytes)
     assert rows == 4032 // 64 * 2048  # every column is kept
     lines = jax.jit(step).lower(x, w, up).compile().as_text().splitlines()

@@ -478,7 +478,8 @@ def test_a_nan_row_without_a_gradient_changes_nothing(
 ) -> None:
     """Nor does an infinite one, or a bad temperature, whether logits are kept or made again."""
     x, w, _, t = problem((6, 50), 700, 16, dtype, device, ignored=0.1)
-    memory = None if memory is None else int(memory * 300 * 700 * 4) + (1 << 20)
+    least = 5_100_000 if device == "cuda" and dtype is F32 else 1 << 20
+    memory = None if memory is None else int(memory * 300 * 700 * 4) + least
     mask = torch.rand(6, 50, device=device) < 0.7  # the others have no upstream gradient
     bad = x.detach().clone()
     bad[mask] = torch.where(torch.rand(6, 50, 1, device=device) < 0.5, math.nan, math.inf).to(
