@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which of cuBLASLt's proposals a product takes, and which memory it lends. A recorded machine
-// proposes what a test says, so no device is needed.
+// These tests see which of cuBLASLt's proposals a product takes, and which memory it lends. A
+// recorded machine proposes what a test says, so no device is needed.
 #include "src/cuda/runtime/blas.h"
 
 #include <gtest/gtest.h>
@@ -112,7 +112,7 @@ TEST_F(CudaBlas, TakesTheChoiceOfTheLargestProductOfTheCall) {
   expect(last, lt::tile_128x128, 1);
 }
 
-// What a product is asked by: all that may change the library's choice.
+// The library is asked anew wherever its choice may be another.
 TEST_F(CudaBlas, AsksAnewForAnotherAlignment) {
   expect(product(), 0, 0);
   Product p = product();

@@ -28,6 +28,7 @@ class PortableEngine final : public Engine {
            const DeviceInfo& device, Stream* stream) const override;
 };
 
+// Returns how many bytes the block of logits has.
 inline int64_t block_bytes(const LinearPlan& p) {
   return p.block_rows * p.block_columns * static_cast<int64_t>(sizeof(float));
 }
