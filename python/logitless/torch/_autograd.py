@@ -100,7 +100,6 @@ class Call:
         "options",
         "statistics",
         "wanted",
-        "weight",
     )
 
     def __init__(
@@ -115,7 +114,6 @@ class Call:
         self.in_place = in_place  # the gradient overwrites the logits
         self.statistics: Any = ()  # a fused call has them beside its one output
         self.main_grad = main_grad
-        self.weight: Tensor | None = None  # in `dtype`, where somebody keeps it
 
     def release(self) -> Constants:
         """The constants, which are no longer the call's: it lives as long as the loss, they need

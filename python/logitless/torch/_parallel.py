@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from logitless import _abi
 from logitless._abi import Options
@@ -88,7 +87,6 @@ class Data(NamedTuple):
     """What a call is told where the weight is sharded over the ranks that share the tokens out."""
 
     dtype: torch.dtype | None  # of the products
-    weight: Tensor | None  # this rank's rows in that dtype, where they are kept
     replicas: str
     divisor: float
 
@@ -674,8 +672,7 @@ class ShardedLoss(Function):
         ctx.set_materialize_grads(False)
         x, w, b = input, weight, bias
         if call.dtype is not None:
-            w = cast(w, call.dtype) if call.weight is None else call.weight
-            x, b = cast(x, call.dtype), cast_bias(b, call.dtype)
+            x, w, b = cast(x, call.dtype), cast(w, call.dtype), cast_bias(b, call.dtype)
         constants, options, wanted = call.release(), call.options, call.wanted
         dim, shape = shard.sequence_dim, constants.target.shape
         counted = constants
@@ -756,11 +753,7 @@ class ShardedLoss(Function):
         given = upstream_of(
             (*grads, None, None, None, None), options, constants, row_state, entropy
         )
-        w, b = weight, bias
-        if call.dtype is not None:
-            w = cast(w, call.dtype) if call.weight is None else call.weight
-            b = cast_bias(b, call.dtype)
-        w, b = _columns(shard, w, b)
+        w, b = _columns(shard, cast(weight, call.dtype), cast_bias(bias, call.dtype))
         if rows is None:
             rows = cast(input, call.dtype).reshape(-1, input.shape[-1])
         grad_weight = weight.new_zeros(0, weight.shape[1]) if needs[1] else None
@@ -949,40 +942,13 @@ def loss(
 
 
 def own_loss(
-    input: Tensor, weight: Tensor, bias: Tensor | None, call: Call, shard: Shard, data: Data
+    input: Tensor, weight: Tensor, bias: Tensor | None, call: Call, shard: Shard
 ) -> list[Tensor | None]:
     """The outputs of this rank's own tokens, whatever shape they have: the ranks need as many."""
     shape, count = call.constants.target.shape, call.constants.target.numel()
-    call.constants, call.weight = _flat(call.constants), data.weight
+    call.constants = _flat(call.constants)
     outputs = loss(input.reshape(count, input.shape[-1]), weight, bias, call, shard)
     return [t if t is None or t.dim() == 0 else t.view(shape) for t in outputs]
-
-
-_casts: Any = WeakTensorKeyDictionary()  # of a parameter what it was, and its rows in 16 bits
-
-
-def cast_once(weight: Any, dtype: torch.dtype | None) -> Tensor | None:
-    """This rank's rows of a DTensor in the dtype of the products, made once for as long as the
-    weight is not written to. A write through `.data` leaves no trace in its version: so they are
-    made anew, too, where a gradient was asked for and there is none, as after an optimizer's
-    step."""
-    if dtype is None or weight.dtype is dtype or torch.compiler.is_compiling():
-        return None
-    if torch._C._len_torch_dispatch_stack():  # of a tracer, whose tensors must not be kept
-        return None
-    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None  # the graph is replayed on weights of other steps: it casts them itself
-    with torch.no_grad():
-        local = weight.to_local()
-    state = (weight._version, local._version, local.data_ptr(), dtype)
-    known, made, trained = _casts.get(weight, (None, None, False))
-    if known != state or (trained and weight.grad is None):
-        with torch.inference_mode(False), torch.no_grad():  # training may use it later
-            made, trained = local.to(dtype), False
-    trained = trained or (torch.is_grad_enabled() and weight.requires_grad)
-    _casts[weight] = state, made, trained
-    kept: Tensor = made
-    return kept
 
 
 # --- the loss for torch.compile, which traces through an op that is made of others, autograd rule
