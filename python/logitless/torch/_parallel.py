@@ -41,7 +41,7 @@ from logitless._errors import (
     wrong_shape,
 )
 from logitless.torch import _autograd, _combine, _kept, _ops, _ranks, _run, _shards
-from logitless.torch._autograd import Call, cast, cast_bias, once, upstream_of
+from logitless.torch._autograd import Call, asked_of, cast, cast_bias, once
 from logitless.torch._checks import check_target
 from logitless.torch._combine import EXTRA, WEIGHTED
 from logitless.torch._device import allows_tf32
@@ -73,6 +73,7 @@ class Shard(NamedTuple):
     divisor: float = 1.0  # of the sum of all their grad_weight
     keeps: bool = False  # Forward keeps for Backward what it can
     of_input: bool = False  # Backward will be asked for the input's gradient, which is exchanged
+    of_any: bool = False  # Backward, where ranks meet, may come
 
     def ranges(self, rows: int) -> list[tuple[int, int]]:
         """Where this rank's blocks begin and end among its own rows."""
@@ -282,7 +283,7 @@ def _facts(shard: Shard, input: Tensor, weight: Tensor, wanted: int) -> tuple[in
     stop = shard.start + weight.shape[0]
     tokens, hidden = input.shape[:-1].numel(), input.shape[-1]
     own = (shard.start, stop, shard.total, tokens, hidden, shard.blocks, wanted)
-    return *own, shard.keeps, shard.of_input
+    return *own, shard.keeps, shard.of_input, shard.of_any
 
 
 def _check_facts(shard: Shard, facts: Sequence[Sequence[int]]) -> None:
@@ -290,7 +291,7 @@ def _check_facts(shard: Shard, facts: Sequence[Sequence[int]]) -> None:
     names = (
         "vocab_total", "the number of the input's tokens", "its hidden size", "vocab_blocks",
         "what is asked for, in bits,", "whether gradients follow",
-        "whether the input has one",
+        "whether the input has one", "whether anything has a gradient",
     )  # fmt: skip
     for name, values in zip(names, zip(*(own[2:] for own in facts))):
         if len(set(values)) > 1:
@@ -750,7 +751,7 @@ class ShardedLoss(Function):
             grads = _whole_upstream(upstream, call.wanted, constants, options, shard, ctx.whole)
             constants = constants._replace(normalizer=None)
             options = options._replace(reduction=_abi.REDUCTION_NONE, normalizer=0.0)
-        given = upstream_of(
+        given, options, constants = asked_of(
             (*grads, None, None, None, None), options, constants, row_state, entropy
         )
         w, b = _columns(shard, cast(weight, call.dtype), cast_bias(bias, call.dtype))
@@ -765,10 +766,7 @@ class ShardedLoss(Function):
         state = _taken(ctx.unused)
         serves = state == [_tf32(rows)] and _autograd.of_columns(upstream)
         made = (shard, (rows, w, b, *constants), options, more, kept if serves else None)
-        if needs[0]:  # then the ranks exchange, and one that fails would leave the others waiting
-            parts, weights, biases = _together(shard, rows, (), _local_gradients, *made)
-        else:
-            parts, weights, biases = _local_gradients(*made)
+        parts, weights, biases = _together(shard, rows, (), _local_gradients, *made)
         ctx.unused.extend(state)
         if weights:
             grad_weight = _mean(_joined(weights), shard) if needs[1] else None
@@ -794,6 +792,7 @@ def _local_gradients(
     """Of each block with columns: its part of grad_input, its rows of grad_weight and grad_bias."""
     backward: Any = torch.ops.logitless.shard_backward
     rows, w, b, *constants = inputs
+    need_input = more[1 + len(Upstream._fields)]
     parts: _shards.Carries = []
     weights, biases = [], []
     for i, (first, stop) in enumerate(shard.ranges(w.shape[0])):
@@ -806,9 +805,10 @@ def _local_gradients(
             )  # fmt: skip
             weights.append(weight)
             biases.append(bias)
-        else:
+        elif need_input:
             part = rows.new_zeros(rows.shape, dtype=torch.float32)
-        _shards.carry(parts, part)
+        if need_input:
+            _shards.carry(parts, part)
     return parts, weights, biases
 
 
@@ -910,11 +910,10 @@ def _tf32(rows: Tensor) -> bool:
     return rows.is_cuda and rows.dtype is torch.float32 and allows_tf32()
 
 
-def _keeps(input: Tensor, weight: Tensor, bias: Tensor | None, call: Call, shard: Shard) -> bool:
+def _keeps(input: Tensor, call: Call, shard: Shard) -> bool:
     """Whether Forward keeps state, as far as every rank decides it alike. Backward of target_logit
     alone has no use for it."""
-    needed = any(t is not None and t.requires_grad for t in (input, weight, bias))
-    if not (needed and torch.is_grad_enabled()) or _ops.hooked():
+    if not shard.of_any or _ops.hooked():
         return False
     if not call.wanted & sum(_DIFFERENTIABLE) & ~_run.TARGET_LOGIT:
         return False
@@ -930,8 +929,12 @@ def loss(
     refuse(call)
     call.options = call.options._replace(vocab_start=shard.start, vocab_total=shard.total)
     _check_device(input, call.constants)
-    of_input = torch.is_grad_enabled() and input.requires_grad
-    shard = shard._replace(keeps=_keeps(input, weight, bias, call, shard), of_input=of_input)
+    with_grad = torch.is_grad_enabled()
+    shard = shard._replace(
+        of_input=with_grad and input.requires_grad,
+        of_any=with_grad and any(t is not None and t.requires_grad for t in (input, weight, bias)),
+    )
+    shard = shard._replace(keeps=_keeps(input, call, shard))
     if _ranks.ON and shard.size > 1:
         _ranks.before_forward(input, weight, bias, call, shard)
     if torch.compiler.is_compiling():
@@ -958,7 +961,7 @@ _library.define(
     f"sharded_loss({_TENSORS}, {_OPTIONS}, int? memory, int wanted, ScalarType? dtype, str group, "
     "int rank, int size, SymInt start, SymInt total, int? sequence_dim, bool local_tokens, "
     "bool reduce_input_grad, bool ordered, int blocks, bool own, str replicas, float divisor, "
-    "bool keeps, bool of_input, str revision) -> Tensor[]",
+    "bool keeps, bool of_input, bool of_any, str revision) -> Tensor[]",
     tags=_tags,
 )
 
