@@ -5,14 +5,24 @@ from __future__ import annotations
 
 import threading
 import weakref
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import fresh
 import reference
 from logitless import _abi
-from logitless.torch import Statistics, _run, linear_cross_entropy, linear_logprob
+from logitless.torch import (
+    LinearCrossEntropyHead,
+    Statistics,
+    _run,
+    cross_entropy,
+    cross_entropy_,
+    linear_cross_entropy,
+    linear_logprob,
+)
 from reference import close
 from test_linear import BF16, F16, F32, problem
 
@@ -352,3 +362,49 @@ def test_gradcheck_against_finite_differences() -> None:
             ),
             (x, w, b), eps=1e-2, atol=2e-3, rtol=1e-2, nondet_tol=0.0,
         )  # fmt: skip
+
+
+EMPTY: dict[str, dict[str, Any]] = {  # what a mean divides by is 0, or no number
+    "class weights": {"weight": torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0])},
+    "a number": {"normalizer": 0},
+    "a tensor": {"normalizer": torch.tensor(0.0)},
+    "an integer": {"normalizer": torch.tensor(0)},
+    "NaN": {"normalizer": torch.tensor(float("nan"))},
+}
+WAYS = ("linear", "memory", "main_grad", "given logits", "in place", "blocks", "dispatcher")
+
+
+@pytest.mark.parametrize("statistic", ["lse", "target_logit", "logprob", "entropy"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("empty", EMPTY)
+def test_a_loss_that_nobody_uses_has_no_part_in_gradients(
+    empty: str, way: str, statistic: str
+) -> None:
+    """A mean over nothing is NaN where that is asked for, and so is its gradient; a statistic's
+    is not."""
+    x, w, t = torch.randn(5, 6), torch.randn(7, 6), torch.tensor([0, 1, 2, 3, 4])
+    found = []
+    for options in ({**EMPTY[empty], "empty_mean": "nan"}, {"reduction": "none"}):
+        a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
+        options["return_statistics"] = (statistic,)
+        if way == "main_grad":
+            head = LinearCrossEntropyHead(6, 7, grad_accumulation="main_grad", **{
+                k: v for k, v in options.items() if k != "normalizer"})  # fmt: skip
+            head.weight = torch.nn.Parameter(w.clone())
+            _, s = head(a, t, normalizer=options.get("normalizer"))
+        elif way == "given logits":
+            _, s = cross_entropy(a @ b.T, t, **options)
+        elif way == "in place":
+            _, s = cross_entropy_(a @ b.T, t, **options)
+        elif way == "dispatcher":
+            with FlopCounterMode(display=False):
+                _, s = linear_cross_entropy(a, b, t, **options)
+        else:
+            more: dict[str, Any] = {"memory": "1MiB"} if way == "memory" else {}
+            more |= {"vocab_blocks": 4} if way == "blocks" else {}
+            _, s = linear_cross_entropy(a, b, t, **options, **more)
+        getattr(s, statistic).sum().backward()
+        found.append((a.grad, head.weight.main_grad if way == "main_grad" else b.grad))
+    for ours, expected in zip(*found, strict=True):
+        assert expected.isfinite().all() and expected.any()
+        torch.testing.assert_close(ours, expected)

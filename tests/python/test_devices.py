@@ -5,6 +5,7 @@ the whole vocabulary and against one process, the same bits on every rank, error
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
@@ -1550,6 +1551,117 @@ def ranks_whose_inputs_have_other_gradients(rank: Rank) -> Results:
     return {}
 
 
+def subsets(count: int) -> list[tuple[bool, ...]]:
+    """Which of so many tensors require a gradient: at least one."""
+    return list(itertools.product((False, True), repeat=count))[1:]
+
+
+def gradients_of(
+    p: Problem, needs: Sequence[bool], temperature: Any, **options: Any
+) -> list[Tensor | None]:
+    """Of input, weight and bias, those that are needed, with a loss and a statistic."""
+    leaves = [t.detach().clone().requires_grad_(n) for t, n in zip((p.x, p.w, p.b), needs)]
+    x, w, b = leaves
+    loss, s = linear_cross_entropy(
+        x, w, p.t, linear_bias=b, return_statistics="lse", temperature=temperature, **options
+    )
+    (loss * 0.7 + s.lse.square().sum()).backward()
+    return [leaf.grad for leaf in leaves]
+
+
+@case
+def any_tensors_gradient_alone(rank: Rank) -> Results:
+    """Beside shards and blocks with and without columns, on every rank."""
+    for cut, blocks in (
+        ("uneven", None), ("first empty", None), ("last empty", None), ("one has all", None),
+        ("blocks", 8),
+    ):  # fmt: skip
+        if blocks and blocks % rank.size:
+            continue
+        vocab = 19
+        shares = "even" if blocks else cut
+        p, bounds = problem(rank.size, vocab=vocab, hidden=4, bias=True, cut=shares)
+        if blocks:
+            width = -(-vocab // blocks) * (blocks // rank.size)
+            ends = [min((r + 1) * width, vocab) for r in range(rank.size)]
+            bounds = list(zip([0, *ends], ends))
+        start, stop = bounds[rank.rank]
+        own = p._replace(w=p.w[start:stop], b=p.b[start:stop])
+        where: dict[str, Any] = {"group": dist.group.WORLD, "vocab_blocks": blocks}
+        where |= {"vocab_start": start, "vocab_total": vocab}
+        for needs in subsets(3):
+            for temperature in (1.0, torch.rand(3, 5) + 0.5):
+                expected = gradients_of(p, needs, temperature)
+                found = gradients_of(own, needs, temperature, **where)
+                near(found[0], expected[0])
+                near_rows(found[1], expected[1], slice(start, stop))
+                near_rows(found[2], expected[2], slice(start, stop))
+    return {}
+
+
+@case
+def a_loss_that_nobody_uses(rank: Rank) -> Results:
+    """A mean over nothing is NaN, and a statistic's gradient is not."""
+    p, bounds = problem(rank.size, bias=True, targets="none ignored")
+    made = {}
+    for name, options in (
+        ("nan", {"normalizer": 0, "empty_mean": "nan"}), ("none", {"reduction": "none"}),
+    ):  # fmt: skip
+        own, start = p._replace(x=leaf(p.x)), bounds[rank.rank][0]
+        w = leaf(p.w[slice(*bounds[rank.rank])])
+        _, s = linear_cross_entropy(
+            own.x, w, p.t, group=dist.group.WORLD, vocab_start=start, vocab_total=37,
+            return_statistics=("entropy", "lse"), **options,
+        )  # fmt: skip
+        (s.entropy.sum() + s.lse.square().sum()).backward()
+        made[name] = grad_of(own.x), grad_of(w)
+    for a, b in zip(made["nan"], made["none"], strict=True):
+        assert b.isfinite().all()
+        close(a, b.double())
+    return {"grad_input": made["nan"][0]}
+
+
+@case
+def one_rank_is_refused_in_backward(rank: Rank) -> Results:
+    """Whichever tensors have gradients, every rank raises what one of them does."""
+    p, bounds = problem(rank.size, bias=True)
+    rows = slice(*bounds[rank.rank])
+    real = _parallel._local_gradients
+
+    def fails(*_: Any) -> Any:
+        raise ValueError("no backward today")
+
+    for needs in subsets(3):
+        x, w, b = (
+            t.detach().clone().requires_grad_(n) for t, n in zip((p.x, p.w[rows], p.b[rows]), needs)
+        )
+        loss = linear_cross_entropy(
+            x, w, p.t, linear_bias=b, group=dist.group.WORLD, vocab_start=bounds[rank.rank][0],
+            vocab_total=37,
+        )  # fmt: skip
+        if rank.rank == 1:
+            _parallel._local_gradients = fails
+        try:
+            with pytest.raises((ValueError, RuntimeError), match="no backward today"):
+                loss.backward()
+        finally:
+            _parallel._local_gradients = real
+    return {}
+
+
+@case
+def ranks_of_which_one_has_no_gradient(rank: Rank) -> Results:
+    """It would never come to the others' backward."""
+    for dtype in (F32, F16):  # of f16 nothing is kept for backward
+        x, w, t = torch.randn(4, 8).to(dtype), torch.randn(8, 8).to(dtype), torch.arange(4)
+        w.requires_grad_(rank.rank == 0)
+        with pytest.raises(
+            ValueError, match=r"whether (gradients follow|anything has a gradient) "
+        ):
+            linear_cross_entropy(x, w, t, group=dist.group.WORLD)
+    return {}
+
+
 @case
 def a_token_weight_elsewhere(rank: Rank) -> Results:
     """It is refused before and after a call of the same shape has been planned."""
@@ -1618,7 +1730,8 @@ ON_THE_CPU = {
     "autocast", "memory_that_is_enough_for_some_ranks", "memory_that_is_enough_for_forward_only",
     "one_rank_is_refused", "ranks_that_ask_for_other_things", "a_sequence_that_cannot_be_split",
     "a_bias_beside_padding",
-    "ranks_whose_inputs_have_other_gradients",
+    "ranks_whose_inputs_have_other_gradients", "ranks_of_which_one_has_no_gradient",
+    "one_rank_is_refused_in_backward",
     "a_split_with_a_gap_or_an_overlap", "a_split_that_is_not_of_whole_blocks_is_refused",
 }  # fmt: skip
 
@@ -1682,6 +1795,20 @@ def test_meta_tensors_in_blocks() -> None:
         x, w, torch.ones(6, dtype=torch.int64, device="meta"), vocab_blocks=2
     )
     assert loss.is_meta and loss.shape == ()
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 17, 19, 49])
+@pytest.mark.parametrize("needs", subsets(3), ids=str)
+def test_any_tensors_gradient_alone_beside_empty_blocks(
+    vocab: int, needs: tuple[bool, ...]
+) -> None:
+    p, _ = problem(1, vocab=vocab, hidden=4, bias=True, cut="even")
+    for temperature in (1.0, torch.rand(3, 5) + 0.5):
+        expected = gradients_of(p, needs, temperature)
+        for blocks in (2, 8, 64):
+            found = gradients_of(p, needs, temperature, vocab_blocks=blocks)
+            for a, e in zip(found, expected, strict=True):
+                near(a, e)
 
 
 @pytest.mark.parametrize("length", [1, 5, 9, 11, 16])

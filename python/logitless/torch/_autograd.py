@@ -29,11 +29,19 @@ def held_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype is torch.float16 else dtype
 
 
-def upstream_of(
+class Asked(NamedTuple):
+    """What Backward is asked for."""
+
+    upstream: Upstream
+    options: Options
+    constants: Constants
+
+
+def asked_of(
     grads: Sequence[Tensor | None], options: Options, constants: Constants, row_state: Tensor,
     entropy: Tensor | None,
-) -> Upstream:  # fmt: skip
-    """What Backward is given; `grads` are those of the outputs in their order."""
+) -> Asked:  # fmt: skip
+    """`grads` are those of the outputs in their order."""
     grad_loss, grad_lse, grad_target_logit, grad_logprob, grad_entropy = grads[:5]
     if grad_logprob is not None:
         weighted = constants.token_weight is not None or constants.vocab_weight is not None
@@ -44,12 +52,14 @@ def upstream_of(
             if grad_target_logit is not None:
                 grad_logprob = grad_target_logit + grad_logprob
             grad_target_logit = grad_logprob
-    if grad_loss is None:  # an absent grad_loss would mean 1
-        grad_loss = row_state.new_zeros(())  # []
-        if options.reduction == _abi.REDUCTION_NONE:
-            grad_loss = grad_loss.expand(row_state.shape[1])  # [N]
+    if grad_loss is None:
+        # An absent grad_loss would mean 1, and the 0 of a mean is NaN where it divides by 0.
+        grad_loss = row_state.new_zeros(()).expand(row_state.shape[1])  # [N]
+        options = options._replace(reduction=_abi.REDUCTION_NONE, normalizer=0.0)
+        constants = constants._replace(normalizer=None)
     entropy = None if grad_entropy is None else entropy
-    return Upstream(row_state, entropy, grad_loss, grad_lse, grad_target_logit, grad_entropy)
+    upstream = Upstream(row_state, entropy, grad_loss, grad_lse, grad_target_logit, grad_entropy)
+    return Asked(upstream, options, constants)
 
 
 def _difference(a: Tensor | None, b: Tensor) -> Tensor:
@@ -100,7 +110,6 @@ class Call:
         "options",
         "statistics",
         "wanted",
-        "weight",
     )
 
     def __init__(
@@ -115,7 +124,6 @@ class Call:
         self.in_place = in_place  # the gradient overwrites the logits
         self.statistics: Any = ()  # a fused call has them beside its one output
         self.main_grad = main_grad
-        self.weight: Tensor | None = None  # in `dtype`, where somebody keeps it
 
     def release(self) -> Constants:
         """The constants, which are no longer the call's: it lives as long as the loss, they need
@@ -360,16 +368,17 @@ def recompute(
     row_state, entropy = saved[_SAVED - 2 : _SAVED]
     if call.in_place:
         torch.autograd.graph.increment_version(input)
+    asked = asked_of(
+        (*upstream, None, None, None, None), call.options, constants, row_state, entropy
+    )
     grads = _run.backward(
         cast(input, call.dtype),
         None if weight is None else cast(weight, call.dtype),
         cast_bias(bias, call.dtype),
-        constants,
-        call.options,
+        asked.constants,
+        asked.options,
         call.memory,
-        upstream_of(
-            (*upstream, None, None, None, None), call.options, constants, row_state, entropy
-        ),
+        asked.upstream,
         _dtypes(ctx, input, weight, bias),
         in_place=call.in_place,
         main_grad=None if main_grad is None else main_grad.buffer,

@@ -166,7 +166,7 @@ def _loss(
 
         assert weight is not None
         if data is not None:
-            return _parallel.own_loss(input, weight, bias, call, shard, data)
+            return _parallel.own_loss(input, weight, bias, call, shard)
         return _parallel.loss(input, weight, bias, call, shard)
     needs = torch.is_grad_enabled() and (
         input.requires_grad

@@ -283,9 +283,9 @@ class LinearCrossEntropyHead(torch.nn.Linear):
         logits of the rank's own tokens. Keep the head out of FSDP:
         `fully_shard(model, ignored_params=set(head.parameters()))`.
         `param_dtype` is that of the products, as in MixedPrecisionPolicy (autocast's where that is
-        on): an f32 weight is cast once a step. `gradient_divide_factor` divides the sum of the
-        ranks' gradients in place of their number, as FSDP2's set_gradient_divide_factor. A weight
-        that another module has too (tied embeddings) is refused: a NotImplementedError.
+        on): forward and backward each cast an f32 weight. `gradient_divide_factor` divides the sum
+        of the ranks' gradients in place of their number, as FSDP2's set_gradient_divide_factor. A
+        weight that another module has too (tied embeddings) is refused: a NotImplementedError.
         """
         from logitless.torch import parallel
 

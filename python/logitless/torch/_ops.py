@@ -19,12 +19,12 @@ from logitless.torch import _kept, _run
 from logitless.torch._autograd import (
     ONCE_ONLY,
     Call,
+    asked_of,
     cast,
     cast_bias,
     held_dtype,
     of_columns,
     once,
-    upstream_of,
 )
 from logitless.torch._device import DTYPES
 from logitless.torch._kept import Keep, Kept, State
@@ -221,8 +221,10 @@ def _forward_backward_rule(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...
         kept = [None, None]
     options, constants = Options(*ctx.options[:_OPTION_COUNT]), Constants(*inputs[3:])
     needs = [bool(need) for need in ctx.needs_input_grad[:3]]
-    more = (*upstream_of(given, options, constants, row_state, entropy), *kept, *needs)
-    grads = torch.ops.logitless.backward(*_arguments(inputs, ctx.options, *more))
+    asked = asked_of(given, options, constants, row_state, entropy)
+    tensors = (*inputs[:3], *asked.constants)
+    how = (*asked.options[:_OPTION_COUNT], *ctx.options[_OPTION_COUNT:])
+    grads = torch.ops.logitless.backward(*_arguments(tensors, how, *asked.upstream, *kept, *needs))
     rest = [None] * (_OPTION_COUNT + 1 + 4 + 3)
     return *(g if need else None for g, need in zip(grads, needs)), *rest
 

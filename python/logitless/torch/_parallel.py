@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from logitless import _abi
 from logitless._abi import Options
@@ -42,7 +41,7 @@ from logitless._errors import (
     wrong_shape,
 )
 from logitless.torch import _autograd, _combine, _kept, _ops, _ranks, _run, _shards
-from logitless.torch._autograd import Call, cast, cast_bias, once, upstream_of
+from logitless.torch._autograd import Call, asked_of, cast, cast_bias, once
 from logitless.torch._checks import check_target
 from logitless.torch._combine import EXTRA, WEIGHTED
 from logitless.torch._device import allows_tf32
@@ -74,6 +73,7 @@ class Shard(NamedTuple):
     divisor: float = 1.0  # of the sum of all their grad_weight
     keeps: bool = False  # Forward keeps for Backward what it can
     of_input: bool = False  # Backward will be asked for the input's gradient, which is exchanged
+    of_any: bool = False  # Backward, where ranks meet, may come
 
     def ranges(self, rows: int) -> list[tuple[int, int]]:
         """Where this rank's blocks begin and end among its own rows."""
@@ -88,7 +88,6 @@ class Data(NamedTuple):
     """What a call is told where the weight is sharded over the ranks that share the tokens out."""
 
     dtype: torch.dtype | None  # of the products
-    weight: Tensor | None  # this rank's rows in that dtype, where they are kept
     replicas: str
     divisor: float
 
@@ -284,7 +283,7 @@ def _facts(shard: Shard, input: Tensor, weight: Tensor, wanted: int) -> tuple[in
     stop = shard.start + weight.shape[0]
     tokens, hidden = input.shape[:-1].numel(), input.shape[-1]
     own = (shard.start, stop, shard.total, tokens, hidden, shard.blocks, wanted)
-    return *own, shard.keeps, shard.of_input
+    return *own, shard.keeps, shard.of_input, shard.of_any
 
 
 def _check_facts(shard: Shard, facts: Sequence[Sequence[int]]) -> None:
@@ -292,7 +291,7 @@ def _check_facts(shard: Shard, facts: Sequence[Sequence[int]]) -> None:
     names = (
         "vocab_total", "the number of the input's tokens", "its hidden size", "vocab_blocks",
         "what is asked for, in bits,", "whether gradients follow",
-        "whether the input has one",
+        "whether the input has one", "whether anything has a gradient",
     )  # fmt: skip
     for name, values in zip(names, zip(*(own[2:] for own in facts))):
         if len(set(values)) > 1:
@@ -674,8 +673,7 @@ class ShardedLoss(Function):
         ctx.set_materialize_grads(False)
         x, w, b = input, weight, bias
         if call.dtype is not None:
-            w = cast(w, call.dtype) if call.weight is None else call.weight
-            x, b = cast(x, call.dtype), cast_bias(b, call.dtype)
+            x, w, b = cast(x, call.dtype), cast(w, call.dtype), cast_bias(b, call.dtype)
         constants, options, wanted = call.release(), call.options, call.wanted
         dim, shape = shard.sequence_dim, constants.target.shape
         counted = constants
@@ -753,14 +751,10 @@ class ShardedLoss(Function):
             grads = _whole_upstream(upstream, call.wanted, constants, options, shard, ctx.whole)
             constants = constants._replace(normalizer=None)
             options = options._replace(reduction=_abi.REDUCTION_NONE, normalizer=0.0)
-        given = upstream_of(
+        given, options, constants = asked_of(
             (*grads, None, None, None, None), options, constants, row_state, entropy
         )
-        w, b = weight, bias
-        if call.dtype is not None:
-            w = cast(w, call.dtype) if call.weight is None else call.weight
-            b = cast_bias(b, call.dtype)
-        w, b = _columns(shard, w, b)
+        w, b = _columns(shard, cast(weight, call.dtype), cast_bias(bias, call.dtype))
         if rows is None:
             rows = cast(input, call.dtype).reshape(-1, input.shape[-1])
         grad_weight = weight.new_zeros(0, weight.shape[1]) if needs[1] else None
@@ -772,10 +766,7 @@ class ShardedLoss(Function):
         state = _taken(ctx.unused)
         serves = state == [_tf32(rows)] and _autograd.of_columns(upstream)
         made = (shard, (rows, w, b, *constants), options, more, kept if serves else None)
-        if needs[0]:  # then the ranks exchange, and one that fails would leave the others waiting
-            parts, weights, biases = _together(shard, rows, (), _local_gradients, *made)
-        else:
-            parts, weights, biases = _local_gradients(*made)
+        parts, weights, biases = _together(shard, rows, (), _local_gradients, *made)
         ctx.unused.extend(state)
         if weights:
             grad_weight = _mean(_joined(weights), shard) if needs[1] else None
@@ -801,6 +792,7 @@ def _local_gradients(
     """Of each block with columns: its part of grad_input, its rows of grad_weight and grad_bias."""
     backward: Any = torch.ops.logitless.shard_backward
     rows, w, b, *constants = inputs
+    need_input = more[1 + len(Upstream._fields)]
     parts: _shards.Carries = []
     weights, biases = [], []
     for i, (first, stop) in enumerate(shard.ranges(w.shape[0])):
@@ -813,9 +805,10 @@ def _local_gradients(
             )  # fmt: skip
             weights.append(weight)
             biases.append(bias)
-        else:
+        elif need_input:
             part = rows.new_zeros(rows.shape, dtype=torch.float32)
-        _shards.carry(parts, part)
+        if need_input:
+            _shards.carry(parts, part)
     return parts, weights, biases
 
 
@@ -917,11 +910,10 @@ def _tf32(rows: Tensor) -> bool:
     return rows.is_cuda and rows.dtype is torch.float32 and allows_tf32()
 
 
-def _keeps(input: Tensor, weight: Tensor, bias: Tensor | None, call: Call, shard: Shard) -> bool:
+def _keeps(input: Tensor, call: Call, shard: Shard) -> bool:
     """Whether Forward keeps state, as far as every rank decides it alike. Backward of target_logit
     alone has no use for it."""
-    needed = any(t is not None and t.requires_grad for t in (input, weight, bias))
-    if not (needed and torch.is_grad_enabled()) or _ops.hooked():
+    if not shard.of_any or _ops.hooked():
         return False
     if not call.wanted & sum(_DIFFERENTIABLE) & ~_run.TARGET_LOGIT:
         return False
@@ -937,8 +929,12 @@ def loss(
     refuse(call)
     call.options = call.options._replace(vocab_start=shard.start, vocab_total=shard.total)
     _check_device(input, call.constants)
-    of_input = torch.is_grad_enabled() and input.requires_grad
-    shard = shard._replace(keeps=_keeps(input, weight, bias, call, shard), of_input=of_input)
+    with_grad = torch.is_grad_enabled()
+    shard = shard._replace(
+        of_input=with_grad and input.requires_grad,
+        of_any=with_grad and any(t is not None and t.requires_grad for t in (input, weight, bias)),
+    )
+    shard = shard._replace(keeps=_keeps(input, call, shard))
     if _ranks.ON and shard.size > 1:
         _ranks.before_forward(input, weight, bias, call, shard)
     if torch.compiler.is_compiling():
@@ -949,40 +945,13 @@ def loss(
 
 
 def own_loss(
-    input: Tensor, weight: Tensor, bias: Tensor | None, call: Call, shard: Shard, data: Data
+    input: Tensor, weight: Tensor, bias: Tensor | None, call: Call, shard: Shard
 ) -> list[Tensor | None]:
     """The outputs of this rank's own tokens, whatever shape they have: the ranks need as many."""
     shape, count = call.constants.target.shape, call.constants.target.numel()
-    call.constants, call.weight = _flat(call.constants), data.weight
+    call.constants = _flat(call.constants)
     outputs = loss(input.reshape(count, input.shape[-1]), weight, bias, call, shard)
     return [t if t is None or t.dim() == 0 else t.view(shape) for t in outputs]
-
-
-_casts: Any = WeakTensorKeyDictionary()  # of a parameter what it was, and its rows in 16 bits
-
-
-def cast_once(weight: Any, dtype: torch.dtype | None) -> Tensor | None:
-    """This rank's rows of a DTensor in the dtype of the products, made once for as long as the
-    weight is not written to. A write through `.data` leaves no trace in its version: so they are
-    made anew, too, where a gradient was asked for and there is none, as after an optimizer's
-    step."""
-    if dtype is None or weight.dtype is dtype or torch.compiler.is_compiling():
-        return None
-    if torch._C._len_torch_dispatch_stack():  # of a tracer, whose tensors must not be kept
-        return None
-    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None  # the graph is replayed on weights of other steps: it casts them itself
-    with torch.no_grad():
-        local = weight.to_local()
-    state = (weight._version, local._version, local.data_ptr(), dtype)
-    known, made, trained = _casts.get(weight, (None, None, False))
-    if known != state or (trained and weight.grad is None):
-        with torch.inference_mode(False), torch.no_grad():  # training may use it later
-            made, trained = local.to(dtype), False
-    trained = trained or (torch.is_grad_enabled() and weight.requires_grad)
-    _casts[weight] = state, made, trained
-    kept: Tensor = made
-    return kept
 
 
 # --- the loss for torch.compile, which traces through an op that is made of others, autograd rule
@@ -992,7 +961,7 @@ _library.define(
     f"sharded_loss({_TENSORS}, {_OPTIONS}, int? memory, int wanted, ScalarType? dtype, str group, "
     "int rank, int size, SymInt start, SymInt total, int? sequence_dim, bool local_tokens, "
     "bool reduce_input_grad, bool ordered, int blocks, bool own, str replicas, float divisor, "
-    "bool keeps, bool of_input, str revision) -> Tensor[]",
+    "bool keeps, bool of_input, bool of_any, str revision) -> Tensor[]",
     tags=_tags,
 )
 

@@ -262,7 +262,7 @@ def data_of(weight: Any, dtype: torch.dtype | None, factor: float | None) -> Any
     others = [dim for dim in range(mesh.ndim) if dim != split and mesh.size(dim) > 1]
     replicas = _name(mesh.get_group(others[0])) if others else ""
     divisor = float(mesh.size() if factor is None else factor)
-    return _parallel.Data(dtype, _parallel.cast_once(weight, dtype), replicas, divisor)
+    return _parallel.Data(dtype, replicas, divisor)
 
 
 def own_logits(input: Any, weight: Any, bias: Any, dtype: torch.dtype | None) -> Tensor:

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from logitless._abi import Options
 from logitless.torch import _kept, _run
-from logitless.torch._autograd import Call, held_dtype, upstream_of
+from logitless.torch._autograd import Call, asked_of, held_dtype
 from logitless.torch._device import allows_tf32
 from logitless.torch._kept import FRESH, Keep, Kept, State
 from logitless.torch._run import Constants
@@ -132,10 +132,10 @@ def _forward_then_backward(
     if kept is not None:
         of_f16 = kept.columns.dtype is torch.float16
         kept = kept._replace(consume=_kept.consumes(of_f16, entropy is not None))
+    asked = asked_of(upstream, options, constants, row_state, entropy)
     _run.backward(
-        input, weight, bias, constants, options, call.memory,
-        upstream_of(upstream, options, constants, row_state, entropy), dtypes, kept=kept,
-        launcher=planner.launch,
+        input, weight, bias, asked.constants, asked.options, call.memory, asked.upstream, dtypes,
+        kept=kept, launcher=planner.launch,
     )  # fmt: skip
 
 
