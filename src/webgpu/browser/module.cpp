@@ -67,9 +67,7 @@ constexpr Execution kOnDevice{.device = {.type = DeviceType::webgpu}};
 // Makes the op that was begun, with the tensors given; a tensor that it does not have is an error.
 Status make(const Execution& execution, DeviceType tensors_on, Call* call) {
   const State& s = state();
-  if (s.kind < 0 || s.kind >= kinds) {
-    return error(StatusCode::unknown_enum, "op.kind is %d; allowed: 0 to %d", s.kind, kinds - 1);
-  }
+  if (s.kind < 0 || s.kind >= kinds) return unknown_op(s.kind);
   *call = Call(s.kind, execution);
   if (call->loss_op) call->options = s.options;
   call->accumulate = call->gradients && call->linear && s.accumulate;
