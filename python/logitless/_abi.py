@@ -269,6 +269,7 @@ def check_ignore_index(value: object) -> None:
         raise invalid(f"ignore_index is {value}; allowed: a 64-bit integer")
 
 
+F32_RANGE = "0, or 1.4e-45 to 3.4e+38 in size (float32)"
 _NUMBERS = {name: kind for name, kind, *_ in LossOptions._fields_ if kind in (f32, f64)}
 
 
@@ -284,7 +285,7 @@ def _check_number(name: str, value: object) -> None:
     except OverflowError:
         raise invalid(f"{name} is an int beyond 1.8e+308; allowed: what a float holds") from None
     if (held == 0) != (value == 0) or (math.isinf(held) and not math.isinf(value)):
-        raise invalid(f"{name} is {value}; allowed: 0, or 1.4e-45 to 3.4e+38 in size (float32)")
+        raise invalid(f"{name} is {value}; allowed: {F32_RANGE}")
 
 
 def _options_struct(options: Options) -> LossOptions:

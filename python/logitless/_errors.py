@@ -102,14 +102,19 @@ _ARGUMENTS = {
 }
 
 
+_DTYPES = {
+    "f32": "float32", "f16": "float16", "bf16": "bfloat16", "i32": "int32", "i64": "int64"
+}  # fmt: skip
+
+
 def argument(name: str) -> str:
     """The argument that the core calls `name`."""
     return _ARGUMENTS.get(name, name)
 
 
 def in_arguments(message: str) -> str:
-    """A message of the core in the names of the arguments."""
-    return _replaced(message, _ARGUMENTS)
+    """A message of the core in the names of the arguments, and dtypes as Python has them."""
+    return _replaced(message, {**_ARGUMENTS, **_DTYPES})
 
 
 def placed(

@@ -52,7 +52,8 @@ OPTIONS = frozenset(
     "filter_c_grad impl vocab_parallel_options dist_process_group ce_impl ce_mode "
     "chunk_mem_const group vocab_start vocab_total sequence_dim local_tokens "
     "reduce_input_grad reduce_dtype vocab_blocks axis_name upstream tp_group "
-    "sequence_parallel chunks logit_scale_multiply logit_scale_divide logit_softcapping".split()
+    "sequence_parallel chunks logit_scale_multiply logit_scale_divide logit_softcapping "
+    "options".split()
 )
 
 

@@ -258,3 +258,23 @@ def test_a_dispatch_mode_sees_the_op() -> None:
         linear_cross_entropy(x, w, t).backward()
     assert any("logitless.forward_backward" in name for name in seen)
     assert _ops is not None
+
+
+@pytest.mark.parametrize("number", [3.0, 1e-40, 1e-50, 1e39, 0.0])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_normalizer_is_the_eager_one_whatever_f32_holds(number: float, dynamic: bool) -> None:
+    x, w, _, t = problem((5,), 19, 8)
+    compiled = Counter().compile(
+        lambda x, w, t, n: linear_cross_entropy(x, w, t, normalizer=n), dynamic=dynamic
+    )
+    eager = linear_cross_entropy(x, w, t, normalizer=number)
+    torch.testing.assert_close(compiled(x, w, t, number), eager)
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("nan"), -1.0])
+def test_a_wrong_normalizer_is_refused_by_a_compiled_function(number: float) -> None:
+    x, w, _, t = problem((5,), 19, 8)
+    compiled = Counter().compile(lambda x, w, t, n: linear_cross_entropy(x, w, t, normalizer=n))
+    for call in (compiled, lambda x, w, t, n: linear_cross_entropy(x, w, t, normalizer=n)):
+        with pytest.raises(ValueError, match=r"^normalizer is .*; allowed: finite"):
+            call(x, w, t, number)

@@ -115,7 +115,10 @@ def test_workspace_size_and_a_mean_follow_it() -> None:
         assert workspace_size(x, w, t) <= SOME < free
         linear_cross_entropy(x, w, t).backward()
         cross_entropy(torch.randn(3, 7), torch.zeros(3, dtype=torch.int64))  # has no workspace
-    with default_memory(1), pytest.raises(ValueError, match="memory is 1 bytes; allowed: >= "):
+    with (
+        default_memory(1),
+        pytest.raises(ValueError, match=r"that of default_memory, is 1 bytes; all"),
+    ):
         linear_cross_entropy(x, w, t)
 
 
@@ -238,3 +241,49 @@ def test_fake_tensors_follow_it() -> None:
             with default_memory(memory):
                 assert linear_logprob(x, w, t).shape == t.shape
     assert asked[0] > SOME > asked[1] > 0
+
+
+def test_a_default_that_is_too_small_says_where_it_came_from() -> None:
+    x, w, t = torch.ones(64, 64), torch.ones(900, 64), torch.zeros(64, dtype=torch.int64)
+    for call in (linear_cross_entropy, linear_logprob):
+        with default_memory("1B"):
+            with pytest.raises(
+                ValueError, match=r"^memory, that of default_memory, is 1 bytes; all"
+            ):
+                call(x, w, t)
+            with pytest.raises(ValueError, match=r"^memory is 2 bytes; allowed"):
+                call(x, w, t, memory=2)
+        set_default_memory("1B")
+        try:
+            with pytest.raises(
+                ValueError, match=r"^memory, that of set_default_memory, is 1 bytes"
+            ):
+                call(x, w, t)
+        finally:
+            set_default_memory(None)
+
+
+def test_a_function_is_decorated() -> None:
+    set_to = default_memory("64MiB")
+
+    @set_to
+    def inner(depth: int) -> list[int | None]:
+        """What it says."""
+        return [_memory.default(), *(inner(depth - 1) if depth else [])]
+
+    assert inner.__doc__ == "What it says." and inner.__name__ == "inner"
+    for _ in range(2):
+        assert inner(1) == [64 << 20, 64 << 20] and _memory.default() is None
+    with pytest.raises(ZeroDivisionError):
+        set_to(lambda: 1 / 0)()
+    assert _memory.default() is None
+
+    def values() -> Iterator[int]:
+        yield 1
+
+    async def later() -> None:
+        pass
+
+    for other in (values, later, torch.nn.Linear, 3):
+        with pytest.raises(TypeError, match=r"^default_memory decorates .*; allowed: a function"):
+            set_to(other)

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import logitless
 from logitless import _abi, _errors
@@ -22,6 +25,7 @@ from test_linear import F32, problem
 
 
 def call(change: dict[str, Any], **options: Any) -> Any:
+    torch.manual_seed(0)
     x, w, b, t = problem((4,), 9, 5, bias=True)
     given: dict[str, Any] = {"x": x.detach(), "w": w.detach(), "b": b.detach(), "t": t, **change}  # type: ignore[union-attr]
     return linear_cross_entropy(
@@ -31,18 +35,33 @@ def call(change: dict[str, Any], **options: Any) -> Any:
 
 TENSORS: dict[str, tuple[dict[str, Any], type, str]] = {
     "input of integers": ({"x": torch.ones(4, 5, dtype=torch.int64)}, TypeError, "input"),
-    "input of f64": ({"x": torch.ones(4, 5, dtype=torch.float64)}, TypeError, "input is float64"),
+    "input of f64": (
+        {"x": torch.ones(4, 5, dtype=torch.float64)}, TypeError,
+        r"input is float64; .*\(input.float\(\)\)$",
+    ),
     "input of complex": ({"x": torch.ones(4, 5, dtype=torch.complex64)}, TypeError, "input"),
-    "input a list": ({"x": [[1.0]]}, ValueError, "input"),
+    "input a list": ({"x": [[1.0]]}, TypeError, "^input is a list; allowed: a tensor$"),
+    "input an array": (
+        {"x": np.ones((4, 5), np.float32)}, TypeError,
+        "^input is a ndarray; allowed: a tensor, as of torch.from_numpy$",
+    ),
+    "weight a Linear": (
+        {"w": torch.nn.Linear(5, 9)}, TypeError,
+        "^linear_weight is a Linear; allowed: a tensor, as its weight$",
+    ),
     "input a scalar": ({"x": torch.tensor(1.0)}, ValueError, "input"),
-    "weight of another dtype": ({"w": torch.ones(9, 5).half()}, TypeError, "weight is f16"),
+    "weight of another dtype": (
+        {"w": torch.ones(9, 5).half()}, TypeError,
+        r"^linear_weight is float16; allowed: float32, the dtype of input \(torch.autocast casts "
+        r"both, or linear_weight.to\(input.dtype\)\)$",
+    ),
     "weight of another hidden size": ({"w": torch.ones(9, 6)}, ValueError, "weight"),
     "weight a vector": ({"w": torch.ones(45)}, ValueError, "linear_weight has shape"),
     "weight a list": ({"w": [[1.0]]}, TypeError, "linear_weight is a list"),
     "weight empty": ({"w": torch.ones(0, 5), "b": None}, ValueError, "weight"),
     "hidden size 0": ({"x": torch.ones(4, 0), "w": torch.ones(9, 0)}, ValueError, "D >= 1"),
     "bias of another size": ({"b": torch.ones(8)}, ValueError, "bias"),
-    "bias of f16 beside f32": ({"b": torch.ones(9).half()}, TypeError, "bias is f16"),
+    "bias of f16 beside f32": ({"b": torch.ones(9).half()}, TypeError, "bias is float16"),
     "bias a matrix": (
         {"b": torch.ones(9, 1)}, ValueError, r"^linear_bias has shape \(9, 1\); allowed: \(9,\)",
     ),
@@ -54,7 +73,10 @@ TENSORS: dict[str, tuple[dict[str, Any], type, str]] = {
     "target transposed": (
         {"x": torch.ones(2, 3, 5), "t": torch.zeros(3, 2, dtype=torch.int64)}, ValueError, "target",
     ),
-    "target of i16": ({"t": torch.zeros(4, dtype=torch.int16)}, TypeError, "target is int16"),
+    "target of i16": (
+        {"t": torch.zeros(4, dtype=torch.int16)}, TypeError,
+        r"target is int16.*\(target.long\(\)\)",
+    ),
     "target a list": ({"t": [0, 1, 2, 3]}, TypeError, "target is a list"),
     "target too large": ({"t": torch.full((4,), 9)}, ValueError, "target"),
     "target negative": ({"t": torch.full((4,), -1)}, ValueError, "target"),
@@ -134,6 +156,22 @@ OPTIONS: dict[str, tuple[dict[str, Any], type, str]] = {
         {"weight": torch.ones(9, requires_grad=True)}, ValueError, r"weight.detach\(\)",
     ),
     "token weights of another shape": ({"token_weight": torch.ones(5)}, ValueError, "token_weight"),
+    "class weights of complex numbers": (
+        {"weight": torch.full((9,), 2j)}, TypeError, "^weight is complex64; allowed: real numbers",
+    ),
+    "token weights of complex numbers": (
+        {"token_weight": torch.full((4,), 2j)}, TypeError, "^token_weight is complex64; allowed: r",
+    ),
+    "temperatures of complex numbers": (
+        {"temperature": torch.full((4,), 2j)}, TypeError, "^temperature is complex64; allowed: r",
+    ),
+    "normalizer of complex numbers": (
+        {"normalizer": torch.tensor(2j)}, TypeError, "^normalizer is complex64; allowed: real",
+    ),
+    "options": (
+        {"options": SimpleNamespace()}, NotImplementedError,
+        "^options is a SimpleNamespace; allowed: None",
+    ),
     "memory too small": ({"memory": 1}, ValueError, "memory is 1 bytes; allowed: >= "),
     "memory a bad text": ({"memory": "lots"}, ValueError, 'memory is "lots"'),
     "memory a fraction": ({"memory": 1e6 + 0.5}, ValueError, "memory is 1000000.5; allowed: byt"),
@@ -150,9 +188,15 @@ OPTIONS: dict[str, tuple[dict[str, Any], type, str]] = {
     "memory a text of digits without end": (
         {"memory": "9" * 5000}, ValueError, r'memory is "9+"; allowed: bytes from 0',
     ),
+    "statistics a bool": (
+        {"return_statistics": True}, TypeError, "^return_statistics is True; allowed: 'lse', ",
+    ),
     "statistics": ({"return_statistics": ("perplexity",)}, ValueError, "return_statistics"),
     "empty_mean": ({"empty_mean": "inf"}, ValueError, "empty_mean"),
     "shift": ({"shift": -1}, ValueError, "shift"),
+    "shift beyond the tokens": (
+        {"shift": 4}, ValueError, r"^shift is 4 of targets \(4,\); allowed: False, True, or 0 to 3",
+    ),
 }  # fmt: skip
 
 
@@ -175,6 +219,75 @@ def test_a_memory_too_small_names_the_least_and_the_recommended() -> None:
     for bytes, rounded, unit in found:
         assert f"{int(bytes) / {'K': 1 << 10, 'M': 1 << 20}[unit]:.1f}" == rounded
     linear_cross_entropy(x, w, t, memory=int(found[0][0]))
+
+
+LOST = (1e-50, -1e-50, 1e39, -1e39)
+HELD = (0.0, 1e-40, 1e38, float("inf"))
+
+
+@pytest.mark.parametrize("number", LOST)
+@pytest.mark.parametrize("name", ["token_weight", "weight", "temperature", "normalizer"])
+def test_a_number_that_f32_does_not_hold_is_no_other_number(name: str, number: float) -> None:
+    shape = {"token_weight": (4,), "weight": (9,), "temperature": (4,), "normalizer": ()}[name]
+    value = torch.full(shape, 1.0, dtype=torch.float64)
+    value[(-1,) * value.dim()] = number
+    where = rf"\[{shape[0] - 1}\]" if shape else ""
+    said = rf"^{name}{where} is {re.escape(str(number))}; allowed: 0, or 1.4e-45 to 3.4e\+38 in si"
+    with pytest.raises(ValueError, match=said):
+        call({}, **{name: value})
+    if name == "token_weight":
+        with pytest.raises(ValueError, match=r"^token_weight\[1, 0\] is"):
+            linear_cross_entropy(
+                torch.ones(2, 2, 5), torch.ones(9, 5), torch.zeros(2, 2).long(),
+                token_weight=torch.tensor([[1, 1], [number, 1]], dtype=torch.float64),
+            )  # fmt: skip
+    if name != "normalizer":
+        with pytest.raises(ValueError, match=f"^{name}"):
+            cross_entropy(torch.ones(4, 9), torch.zeros(4).long(), **{name: value})
+
+
+@pytest.mark.parametrize("number", HELD)
+def test_a_number_that_f32_holds_is_taken(number: float) -> None:
+    weight = torch.full((4,), number, dtype=torch.float64)
+    found = call({}, token_weight=weight, reduction="none")
+    assert torch.equal(found, call({}, token_weight=weight.float(), reduction="none"))
+    call({}, weight=torch.full((9,), number, dtype=torch.float64))
+    with FlopCounterMode(display=False):  # a mode
+        call({}, token_weight=weight)
+
+
+@pytest.mark.parametrize("function", [cross_entropy, linear_cross_entropy, linear_logprob])
+@pytest.mark.parametrize("shift", [0, 1, 3])
+def test_a_wrong_target_is_named_by_its_own_index(function: Any, shift: int) -> None:
+    t = torch.arange(30).view(2, 3, 5) % 9
+    t[1, 0, 4] = 77
+    rows = torch.randn(2, 3, 5, 9, requires_grad=True)
+    given = (rows, t) if function is cross_entropy else (rows, torch.randn(9, 9), t)
+    options = {} if function is cross_entropy else {"shift": shift}
+    said = re.escape("target[1, 0, 4] (flat: target[19]) is 77; allowed: 0 to 8")
+    with pytest.raises(ValueError, match=f"^{said}"):
+        function(*given, **options)
+    if function is not cross_entropy:
+        with torch.no_grad(), pytest.raises(ValueError, match=f"^{said}"):
+            function(*given, **options, vocab_blocks=2)
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_one_token_has_no_next_one(tokens: int) -> None:
+    x, w = torch.ones(2, tokens, 5), torch.ones(9, 5)
+    t = torch.zeros(2, tokens, dtype=torch.int64)
+    assert linear_cross_entropy(x, w, t, shift=True) == 0
+    assert linear_cross_entropy(x, w, t, shift=True, empty_mean="nan").isnan()
+    if tokens:
+        with pytest.raises(ValueError, match=r"^shift is 2 of targets \(2, 1\); allowed: "):
+            linear_cross_entropy(x, w, t, shift=2)
+
+
+def test_torchs_options_are_refused_by_name() -> None:
+    options = pytest.importorskip("torch.nn.modules.linear_cross_entropy_options")
+    with pytest.raises(NotImplementedError, match=r"^options is a LinearCrossEntropyOptions; allo"):
+        call({}, options=options.LinearCrossEntropyOptions())
+    assert torch.equal(call({}, options=None), call({}))
 
 
 def test_an_unknown_argument_is_pythons_error() -> None:
@@ -217,9 +330,9 @@ def test_logits_of_a_wrong_kind() -> None:
 def test_logits_that_are_no_tensor(function: Any) -> None:
     t = torch.zeros(1, dtype=torch.int64)
     for logits in ([1.0], None, 3):
-        with pytest.raises(ValueError, match="logits must be a tensor"):
+        with pytest.raises(TypeError, match=r"logits is a .*; allowed: a tensor$"):
             function(logits, t)
-        with pytest.raises(ValueError, match="logits must be a tensor"):
+        with pytest.raises(TypeError, match=r"logits is a .*; allowed: a tensor$"):
             softmax_(logits)  # type: ignore[arg-type]
 
 

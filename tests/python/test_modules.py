@@ -67,7 +67,8 @@ def test_every_option_of_the_functions_is_a_modules() -> None:
             for p in inspect.signature(function).parameters.values()
             if p.kind is p.KEYWORD_ONLY and not p.name.startswith("_")
         }
-        assert names - tensors - of_a_group == set(module._options())
+        # None is all that `options` may be
+        assert names - tensors - of_a_group - {"options"} == set(module._options())
 
 
 def test_head_is_the_lm_head(device: str) -> None:
@@ -280,3 +281,87 @@ def test_a_target_that_tensor_parallelism_dropped_is_missed(mesh: Any) -> None:
     with torch.no_grad():
         torch.testing.assert_close(head(x), expected)  # without a target the head serves generation
     torch.testing.assert_close(head.eval()(x), expected)
+
+
+def test_a_heads_checkpoint_is_a_linears() -> None:
+    classes = torch.rand(11)
+    head = LinearCrossEntropyHead(4, 11, weight=classes.clone())
+    linear = torch.nn.Linear(4, 11, False)
+    assert set(head.state_dict()) == {"weight"}
+    head.load_state_dict(linear.state_dict())
+    linear.load_state_dict(head.state_dict())
+    assert torch.equal(head.loss.weight, classes)
+    model = torch.nn.ModuleDict({"lm_head": head})
+    old = {**model.state_dict(), "lm_head.loss.weight": classes + 1}  # as it was saved before
+    model.load_state_dict(old)
+    assert torch.equal(head.loss.weight, classes + 1) and "lm_head.loss.weight" in old
+    old["lm_head.loss.weight"].zero_()
+    assert torch.equal(head.loss.weight, classes + 1)
+    with pytest.raises(RuntimeError, match=r"loss.weight has shape \(12,\); allowed: \(11,\)"):
+        model.load_state_dict({**old, "lm_head.loss.weight": torch.ones(12)})
+    with pytest.raises(RuntimeError, match="Unexpected"):  # which the head would leave out
+        LinearCrossEntropyHead(4, 11).load_state_dict(
+            {**linear.state_dict(), "loss.weight": classes}
+        )
+    copied = copy.deepcopy(head)
+    assert torch.equal(copied.loss.weight, head.loss.weight)
+    # torch's own losses of given logits have class weights in their checkpoints
+    for mine, theirs in ((CrossEntropyLoss, torch.nn.CrossEntropyLoss),):
+        mine(classes).load_state_dict(theirs(classes).state_dict())
+        theirs(classes).load_state_dict(mine(classes).state_dict())
+
+
+@pytest.mark.parametrize("kind", ["head", "linear", "logits"])
+def test_class_weights_and_temperatures_stay_what_they_are(kind: str) -> None:
+    """In f32, and when parameters are made empty, with their values."""
+    classes, degrees = torch.rand(11), torch.rand(6) + 0.5
+    options: dict[str, Any] = {"weight": classes, "temperature": degrees}
+
+    def made(**more: Any) -> Any:
+        if kind == "head":
+            return LinearCrossEntropyHead(4, 11, **options | more)
+        loss = LinearCrossEntropyLoss if kind == "linear" else CrossEntropyLoss
+        return loss(**options)
+
+    def loss_of(module: Any) -> Any:
+        return module.loss if kind == "head" else module
+
+    for change in ("half", "bfloat16", "double", "to_empty", "share_memory"):
+        module = made(device="meta") if kind == "head" and change == "to_empty" else made()
+        module.to_empty(device="cpu") if change == "to_empty" else getattr(module, change)()
+        assert torch.equal(loss_of(module).weight, classes), change
+        assert torch.equal(loss_of(module).temperature, degrees), change
+
+
+def test_what_is_made_on_meta_is_nan_until_it_is_written() -> None:
+    with torch.device("meta"):
+        head = LinearCrossEntropyHead(8, 19, weight=torch.ones(19), temperature=torch.ones(6))
+    head.to_empty(device="cpu")
+    torch.nn.init.ones_(head.weight)
+    x, t = torch.ones(6, 8), torch.arange(6)
+    assert head(x, t).isnan()
+    head.loss.temperature.fill_(1.0)
+    assert head(x, t).isnan()
+    head.loss.weight.fill_(1.0)
+    assert head(x, t).isfinite()
+    with torch.device("meta"):
+        head = LinearCrossEntropyHead(8, 19, weight=torch.ones(19))
+    head.load_state_dict({"weight": torch.ones(19, 8), "loss.weight": torch.ones(19)}, assign=True)
+    assert head(x, t).isfinite()
+
+
+def test_torchs_name_of_a_module_that_holds_the_head() -> None:
+    with pytest.raises(TypeError, match=r"^weight is 16; allowed: .*LinearCrossEntropyHead\("):
+        LinearCrossEntropyLoss(16, 31)  # type: ignore[arg-type]
+    for kind in (LinearCrossEntropyLoss, CrossEntropyLoss):
+        with pytest.raises(TypeError, match=r"^weight is a list; allowed: a tensor"):
+            kind([1.0])  # type: ignore[arg-type]
+
+
+def test_a_linear_without_a_weight_that_is_a_tensor() -> None:
+    linear = torch.nn.Linear(4, 11)
+    linear.weight = None  # type: ignore[assignment]
+    linear.__dict__["weight"] = lambda: torch.ones(11, 4)
+    for other in (linear, torch.nn.ReLU()):
+        with pytest.raises(TypeError, match=r"no tensor; allowed: a torch.nn.Linear"):
+            LinearCrossEntropyHead.from_linear(other)  # type: ignore[arg-type]

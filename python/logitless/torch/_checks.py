@@ -8,12 +8,68 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from logitless._abi import F32_RANGE
 from logitless._errors import invalid, not_supported, wrong_dtype, wrong_shape
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def check_tensor(name: str, value: Any) -> None:
+    if isinstance(value, Tensor):
+        return
+    instead = ""
+    if isinstance(value, torch.nn.Module):
+        instead = f", as its {'weight' if name == 'linear_weight' else 'output'}"
+    elif hasattr(value, "__array__"):
+        instead = ", as of torch.from_numpy"
+    raise wrong_dtype(f"{name} is a {type(value).__name__}; allowed: a tensor{instead}")
+
+
+def check_rows(name: str, value: Any, shape: str) -> None:
+    check_tensor(name, value)
+    if value.dim() == 0:
+        raise wrong_shape(f"{name} has shape (); allowed: {shape}")
+
+
+def check_shift(shift: int, target: Tensor) -> None:
+    """By one may be of a single token, which has no next one, and of none: its mean is empty."""
+    if target.dim() == 0:
+        raise wrong_shape("target has shape (); allowed with shift: [..., T]")
+    tokens = target.shape[-1]
+    if shift < 0 or (shift > 1 and tokens and shift >= tokens):
+        raise invalid(
+            f"shift is {shift} of targets {tuple(target.shape)}; allowed: False, True, or 0 to "
+            f"{max(tokens - 1, 1)}, which leaves a target"
+        )
+
+
+def check_real(name: str, value: Tensor) -> None:
+    """Of an imaginary part nothing sensible is left."""
+    if value.is_complex():
+        raise wrong_dtype(f"{name} is {str(value.dtype)[6:]}; allowed: real numbers")
+
+
+def as_f32(name: str, value: Tensor) -> Tensor:
+    """In f32. A number that would become 0 or infinite is refused where looking costs no wait and
+    there is something to see: in f64 on the CPU, outside of torch.compile, tracers and modes."""
+    check_real(name, value)
+    held = value.float()
+    if value.dtype is not torch.float64 or not value.is_cpu or type(value) not in _PLAIN:
+        return held
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return held
+    if torch._C._len_torch_dispatch_stack():
+        return held
+    lost = ((held == 0) != (value == 0)) | (held.isinf() & ~value.isinf())
+    if lost.any():
+        first = [int(place) for place in lost.nonzero()[0]]
+        where = str(first) if first else ""
+        raise invalid(f"{name}{where} is {float(value[tuple(first)])}; allowed: {F32_RANGE}")
+    return held
 
 
 def check_target(input: Tensor, target: Any, what: str) -> None:
-    if not isinstance(target, Tensor):
-        raise wrong_dtype(f"target is a {type(target).__name__}; allowed: a tensor")
+    check_tensor("target", target)
     if target.is_floating_point():
         raise not_supported(
             f"target is {str(target.dtype)[6:]} of shape {tuple(target.shape)}: soft targets and "
@@ -27,8 +83,7 @@ def check_target(input: Tensor, target: Any, what: str) -> None:
 
 
 def check_matrix(name: str, weight: Any) -> None:
-    if not isinstance(weight, Tensor):
-        raise wrong_dtype(f"{name} is a {type(weight).__name__}; allowed: a tensor")
+    check_tensor(name, weight)
     if weight.dim() != 2:
         raise wrong_shape(
             f"{name} has shape {tuple(weight.shape)}; allowed: [V, D] (if it is sharded, as FSDP "
@@ -39,8 +94,7 @@ def check_matrix(name: str, weight: Any) -> None:
 def check_bias(bias: Any, weight: Tensor) -> None:
     """The core checks its length, of which ranks tell each other; no block can be cut of another
     rank."""
-    if not isinstance(bias, Tensor):
-        raise wrong_dtype(f"linear_bias is a {type(bias).__name__}; allowed: a tensor")
+    check_tensor("linear_bias", bias)
     if bias.dim() != 1:
         raise wrong_shape(
             f"linear_bias has shape {tuple(bias.shape)}; allowed: ({weight.shape[0]},)"

@@ -13,9 +13,11 @@ from logitless import _abi
 from logitless._abi import Options, parse_memory
 from logitless._errors import (
     OLD_OF_LOGPROB,
+    LogitlessError,
     entropy_detached,
     invalid,
     not_supported,
+    placed,
     refuses,
     wrong_device,
     wrong_dtype,
@@ -23,7 +25,17 @@ from logitless._errors import (
 )
 from logitless.torch import _kept, _memory, _ops, _run
 from logitless.torch._autograd import Call, FusedLoss, Loss, MainGrad, cast, cast_bias
-from logitless.torch._checks import check_bias, check_matrix, check_overwritten, check_target
+from logitless.torch._checks import (
+    as_f32,
+    check_bias,
+    check_matrix,
+    check_overwritten,
+    check_real,
+    check_rows,
+    check_shift,
+    check_target,
+    check_tensor,
+)
 from logitless.torch._route import dispatches, refuse_layouts
 from logitless.torch._run import Constants
 
@@ -36,6 +48,7 @@ _EMPTY_MEANS = {"zero": _abi.EMPTY_MEAN_ZERO, "nan": _abi.EMPTY_MEAN_NAN}
 _STATISTICS = {name: bit for bit, name in _run.STATISTICS.items()}
 _LOGPROB = list(_run.OUTPUTS).index(_run.LOGPROB)  # the entropy follows the log-probability
 _INT32 = 1 << 31
+_NORMAL_F32 = (2.0**-126, 2.0**127 * (2 - 2.0**-23))
 
 
 class Statistics(NamedTuple):
@@ -61,6 +74,11 @@ def _one_of(name: str, value: Any, allowed: dict[str, int]) -> int:
 def _wanted(names: Sequence[str]) -> int:
     if isinstance(names, str):
         names = (names,)
+    if not isinstance(names, (tuple, list, set, frozenset)):
+        raise wrong_dtype(
+            f"return_statistics is {names!r}; allowed: {', '.join(map(repr, _STATISTICS))}, or a "
+            "tuple of these"
+        )
     bits = 0
     for name in names:
         bits |= _one_of("return_statistics", name, _STATISTICS)
@@ -69,8 +87,7 @@ def _wanted(names: Sequence[str]) -> int:
 
 def _shifted(target: Tensor, shift: int, ignore_index: int) -> Tensor:
     """Position i gets the target of i + shift; the last `shift` positions are ignored."""
-    if target.dim() == 0:
-        raise wrong_shape("target has shape (); allowed with shift: [..., T]")
+    check_shift(shift, target)
     if not isinstance(ignore_index, torch.SymInt):  # torch.compile makes a SymInt of a number
         _abi.check_ignore_index(ignore_index)
     if target.dtype is torch.int32 and not -_INT32 <= ignore_index < _INT32:
@@ -80,8 +97,6 @@ def _shifted(target: Tensor, shift: int, ignore_index: int) -> Tensor:
 
 def _moved(values: Tensor, shift: int, rest: float) -> Tensor:
     """[..., i] of [..., i + shift], and `rest` at the end."""
-    if shift < 0:
-        raise invalid(f"shift is {shift}; allowed: False, True, or a number of tokens >= 0")
     shift = min(shift, values.shape[-1])
     # pad does not serve: its value is a double, which has no room for every index.
     moved = torch.full_like(values, rest, memory_format=torch.contiguous_format)
@@ -95,14 +110,15 @@ def _float_constant(name: str, value: Any) -> Tensor:
         raise wrong_dtype(f"{name} is a {type(value).__name__}; allowed: a tensor")
     if value.requires_grad and torch.is_grad_enabled():
         raise invalid(f"{name} requires grad, but it is a constant here; pass {name}.detach()")
-    return value.float().resolve_neg()
+    return as_f32(name, value).resolve_neg()
 
 
-def _token_weight(value: Any, shape: torch.Size) -> Tensor:
+def _token_weight(value: Any, shape: torch.Size, shift: int) -> Tensor:
+    """In the target's shape; it goes with its label."""
     weight = _float_constant("token_weight", value)
     if weight.shape != shape:
         raise wrong_shape(f"token_weight has shape {tuple(weight.shape)}; allowed: {tuple(shape)}")
-    return weight
+    return _moved(weight, shift, 1.0) if shift else weight
 
 
 def _temperature(value: Any, shape: torch.Size, shift: int) -> tuple[Any, Tensor | None]:
@@ -132,9 +148,9 @@ def _normalizer(value: Any, device: torch.device) -> tuple[float, Tensor | None]
             raise wrong_dtype(
                 f"normalizer is a {type(value).__name__}; allowed: a number or a tensor []"
             )
-        if (
-            torch.compiler.is_compiling() and value > 0
-        ):  # a number would be part of the graph, and each a new one
+        # A number would be part of a compiled graph, and each a new one. What f32 does not hold is
+        # left to the core, which takes a double.
+        if torch.compiler.is_compiling() and _NORMAL_F32[0] <= value <= _NORMAL_F32[1]:
             return 0.0, torch.ones((), dtype=torch.float32, device=device) * value
         if value == 0:  # in the core's options 0 means that tokens are counted
             return 0.0, torch.zeros((), dtype=torch.float32, device=device)
@@ -142,7 +158,9 @@ def _normalizer(value: Any, device: torch.device) -> tuple[float, Tensor | None]
     if value.requires_grad and torch.is_grad_enabled():
         raise invalid("normalizer requires grad, but it is a constant here; pass its detach()")
     if value.dtype not in (torch.float32, torch.int64):
-        value = value.to(torch.float32 if value.is_floating_point() else torch.int64)
+        check_real("normalizer", value)
+        floats = value.is_floating_point()
+        value = as_f32("normalizer", value) if floats else value.to(torch.int64)
     return 0.0, value.resolve_neg()
 
 
@@ -252,6 +270,7 @@ def linear_cross_entropy(
     reduce_input_grad: bool = True,
     reduce_dtype: str = "float32",
     vocab_blocks: int | None = None,
+    options: None = None,
     _main_grad: MainGrad | None = None,
     _data: Any = None,
     _bits: int = 0,
@@ -262,7 +281,8 @@ def linear_cross_entropy(
     input [..., D], linear_weight [V, D], target [...] of class indices, linear_bias [V], weight [V]
     of classes, token_weight [...]. The options are those of
     torch.nn.functional.linear_cross_entropy and more. `shift`: the targets move by one (or by that
-    many), for next-token prediction. `normalizer`: what "mean" divides by, instead of the sum of
+    many), for next-token prediction, and with them what belongs to a label: token_weight and
+    temperature. `normalizer`: what "mean" divides by, instead of the sum of
     the valid tokens' class weights. `memory`: the workspace allowed, and what is kept for backward
     with it, in bytes or as "64MiB"; None is that of `default_memory`. `return_statistics`: any of
     "lse", "target_logit", "logprob", "entropy", which are differentiable, "argmax", "rank",
@@ -292,9 +312,14 @@ def linear_cross_entropy(
     `vocab_blocks`: a power of two that the ranks divide; the vocabulary is computed in so many
     blocks of equal width, each by itself, and everything has the same bits for any number of ranks
     that divides it, one without a group included.
+    `options`: None. torch's LinearCrossEntropyOptions, which say how it computes, are refused.
     """
-    if not isinstance(input, Tensor) or input.dim() == 0:
-        raise wrong_shape("input must be a tensor of shape [..., D]")
+    if options is not None:
+        raise not_supported(
+            f"options is a {type(options).__name__}; allowed: None (the loss is exact, and memory= "
+            "bounds what it takes)"
+        )
+    check_rows("input", input, "[..., D]")
     check_matrix("linear_weight", linear_weight)
     if linear_bias is not None:
         check_bias(linear_bias, linear_weight)
@@ -344,26 +369,50 @@ def linear_cross_entropy(
     number, normalizer = (
         (0.0, None) if normalizer is None else _normalizer(normalizer, input.device)
     )
-    options = Options(
+    chosen = Options(
         _one_of("reduction", reduction, _REDUCTIONS), ignore_index, label_smoothing, z_loss,
         logit_scale, softcap, degrees, _one_of("empty_mean", empty_mean, _EMPTY_MEANS), number,
     )  # fmt: skip
     constants = Constants(
         target,
-        None if token_weight is None else _token_weight(token_weight, target.shape),
+        None if token_weight is None else _token_weight(token_weight, target.shape, int(shift)),
         None if weight is None else _float_constant("weight", weight),
         normalizer,
         temperatures,
     )
     bound = _memory.default() if memory is None else parse_memory(memory)
     bits = _bits or wanted | _run.LOSS
-    if _size is not None:  # workspace_size asks, with gradients or without
-        return _bytes_of(input, linear_weight, linear_bias, constants, options, bound, bits, _size)
-    outputs = _loss(
-        input, linear_weight, linear_bias, constants, options, bound, bits,
-        main_grad=_main_grad, shard=shard, data=_data,
-    )  # fmt: skip
+    try:
+        if _size is not None:  # workspace_size asks, with gradients or without
+            return _bytes_of(
+                input, linear_weight, linear_bias, constants, chosen, bound, bits, _size
+            )
+        outputs = _loss(
+            input, linear_weight, linear_bias, constants, chosen, bound, bits,
+            main_grad=_main_grad, shard=shard, data=_data,
+        )  # fmt: skip
+    except LogitlessError as error:
+        shape = target.shape if _data is None else (target.numel(),)  # another rank's may differ
+        ranks = None if shard is None else shard.gathered()
+        error.args = (_in_callers_words(error, shape, int(shift), ranks, memory is None),)
+        raise
     return outputs if _bits else _result(outputs, wanted)
+
+
+def _in_callers_words(
+    error: LogitlessError, shape: Sequence[int], shift: int = 0,
+    ranks: tuple[int, int] | None = None, by_default: bool = False,
+) -> str:  # fmt: skip
+    """The core's message in what the caller has given."""
+    message = str(error)
+    if error.status == "target_out_of_range":
+        return placed(message, shape, shift, ranks=ranks)
+    if error.status == "workspace_too_small" and by_default:
+        return message.replace("memory is", f"memory, that of {_memory.source()}, is", 1)
+    if error.status == "wrong_dtype" and message.endswith("the dtype of input"):
+        name = message.split(" ", 1)[0]
+        return f"{message} (torch.autocast casts both, or {name}.to(input.dtype))"
+    return message
 
 
 def _bytes_of(
@@ -485,8 +534,7 @@ def cross_entropy(
 ) -> Any:
     """Cross-entropy of given logits [..., V]; the classes are the last dimension, always. The
     options are those of linear_cross_entropy."""
-    if not isinstance(logits, Tensor) or logits.dim() == 0:
-        raise wrong_shape("logits must be a tensor of shape [..., V]")
+    check_rows("logits", logits, "[..., V]")
     check_target(logits, target, "logits")
     wanted = _wanted(return_statistics) if return_statistics else 0
     ignore_index, softcap = _abi.ignore_index_of(ignore_index), _abi.softcap_of(softcap)
@@ -498,21 +546,24 @@ def cross_entropy(
     )  # fmt: skip
     constants = Constants(
         target,
-        None if token_weight is None else _token_weight(token_weight, target.shape),
+        None if token_weight is None else _token_weight(token_weight, target.shape, 0),
         None if weight is None else _float_constant("weight", weight),
         normalizer,
         temperatures,
     )
-    outputs = _loss(
-        logits, None, None, constants, options, None, wanted | _run.LOSS, in_place=_in_place
-    )
+    try:
+        outputs = _loss(
+            logits, None, None, constants, options, None, wanted | _run.LOSS, in_place=_in_place
+        )
+    except LogitlessError as error:
+        error.args = (_in_callers_words(error, target.shape),)
+        raise
     return _result(outputs, wanted)
 
 
 def cross_entropy_(logits: Tensor, target: Tensor, **options: Any) -> Any:
     """cross_entropy whose backward writes the gradient over the logits: no second [N, V]."""
-    if not isinstance(logits, Tensor):
-        raise wrong_shape("logits must be a tensor of shape [..., V]")
+    check_rows("logits", logits, "[..., V]")
     if torch.is_grad_enabled() and logits.requires_grad:
         check_overwritten(logits)
     return cross_entropy(logits, target, _in_place=True, **options)
@@ -520,8 +571,7 @@ def cross_entropy_(logits: Tensor, target: Tensor, **options: Any) -> Any:
 
 def softmax_(logits: Tensor, dim: int = -1) -> Tensor:
     """Softmax along `dim`, written over the logits; not differentiable."""
-    if not isinstance(logits, Tensor):
-        raise wrong_shape("logits must be a tensor")
+    check_tensor("logits", logits)
     if torch.is_grad_enabled() and logits.requires_grad:
         raise invalid("logits requires grad; softmax_ has no gradient: use it under no_grad")
     # torch's own softmax_ carries the lazy minus sign out

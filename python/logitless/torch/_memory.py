@@ -4,9 +4,16 @@ as the losses that other libraries already call."""
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from logitless._abi import parse_memory
+from logitless._errors import wrong_dtype
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _Setting:
@@ -32,6 +39,11 @@ def default() -> int | None:
 default._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def source() -> str:
+    """Who has set the default that holds, for an error about it."""
+    return "default_memory" if len(_settings) > 1 else "set_default_memory"
+
+
 def set_default_memory(memory: int | str | None) -> None:
     """Sets the `memory` of every later call of this process, on whatever thread, that is given
     none (or None): of logitless.torch and of the signatures of logitless.integrations. In bytes or
@@ -40,15 +52,26 @@ def set_default_memory(memory: int | str | None) -> None:
     _settings[0].memory = parse_memory(memory)
 
 
-class default_memory:
-    """`with default_memory("512MiB"):` as set_default_memory for the time of the block, on all
-    threads (a checkpoint is run again on one of autograd's). What held before holds again after it,
-    in whatever order the blocks of several threads end. A compiled function takes the value that
-    held when it was traced, so that the block stands around its first call and not inside it."""
+class default_memory(contextlib.ContextDecorator):
+    """`with default_memory("512MiB"):`, or `@default_memory("512MiB")` above a function: as
+    set_default_memory for the time of the block or of each call, on all threads (a checkpoint is
+    run again on one of autograd's). What held before holds again after it, in whatever order the
+    blocks of several threads end. A compiled function takes the value that held when it was traced,
+    so that the block stands around its first call and not inside it."""
 
     def __init__(self, memory: int | str | None) -> None:
         self._memory = parse_memory(memory)
         self._open: list[_Setting] = []  # one object may be entered several times
+
+    def __call__(self, func: _Function) -> _Function:
+        """Decorates a function, for the time of each of its calls."""
+        kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isclass)
+        if not callable(func) or any(is_kind(func) for is_kind in kinds):
+            raise wrong_dtype(
+                f"default_memory decorates {func!r}; allowed: a function that is done when it "
+                "returns, no class, generator or coroutine (`with default_memory(...)` inside it)"
+            )
+        return super().__call__(func)
 
     def __enter__(self) -> None:
         setting = _Setting(self._memory)

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from logitless import _abi
-from logitless._errors import invalid, not_supported, renames
+from logitless._errors import invalid, not_supported, renames, wrong_dtype
 from logitless.torch._autograd import MainGrad
+from logitless.torch._checks import check_tensor
 from logitless.torch._functions import _autocast_dtype, cross_entropy, linear_cross_entropy
 
 
@@ -36,6 +37,8 @@ class _Loss(torch.nn.Module):
         empty_mean: str = "zero",
     ) -> None:
         super().__init__()
+        if weight is not None:
+            self._check_weight(weight)
         self.register_buffer("weight", weight)
         self.reduction = reduction
         self.ignore_index = ignore_index
@@ -50,13 +53,23 @@ class _Loss(torch.nn.Module):
         self.return_statistics = tuple(return_statistics)
         self.empty_mean = empty_mean
 
+    def _check_weight(self, weight: Any) -> None:
+        check_tensor("weight", weight)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Temperatures follow the module's device, not its dtype: 0.7 is not a bf16 number."""
-        held = self._buffers.get("temperature")
+        """Class weights and temperatures follow the module's device, not its dtype (0.7 is not a
+        bf16 number), and keep their values where parameters are made empty. Those of the meta
+        device have none: they are NaN until someone writes them, and so is the loss."""
+        held = dict(self._buffers)
         moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        now = self._buffers.get("temperature")
-        if held is not None and now is not None:
-            self._buffers["temperature"] = held.to(now.device)
+        for name, before in held.items():
+            now = self._buffers[name]
+            if before is None or now is None:
+                continue
+            if not before.is_meta:
+                self._buffers[name] = before.to(now.device)
+            elif not now.is_meta:
+                self._buffers[name] = torch.full_like(now, float("nan"), dtype=before.dtype)
         return moved
 
     def _options(self, temperature: float | Tensor | None = None) -> dict[str, Any]:
@@ -123,6 +136,15 @@ class LinearCrossEntropyLoss(_Loss):
         )  # fmt: skip
         self.shift = shift
         self.memory = memory
+
+    def _check_weight(self, weight: Any) -> None:
+        if isinstance(weight, int):  # the first argument of torch's module of that name
+            raise wrong_dtype(
+                f"weight is {weight}; allowed: the classes' weights, a tensor [V], or None. The "
+                "module that holds the head, as torch.nn.LinearCrossEntropyLoss(in_features, "
+                "num_classes) does, is LinearCrossEntropyHead(in_features, out_features)"
+            )
+        super()._check_weight(weight)
 
     def _options(self, temperature: float | Tensor | None = None) -> dict[str, Any]:
         return {**super()._options(temperature), "shift": self.shift, "memory": self.memory}
@@ -208,10 +230,36 @@ class LinearCrossEntropyHead(torch.nn.Linear):
             weight, reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap,
             temperature, return_statistics, empty_mean, shift=shift, memory=memory,
         )  # fmt: skip
+        # A checkpoint of the head is that of the Linear in whose place it stands.
+        self.loss.register_buffer("weight", weight, persistent=False)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
+    ) -> None:
+        """Checkpoints of heads that had class weights among them still give them."""
+        name = f"{prefix}loss.weight"
+        own = self.loss.weight
+        if name in state_dict and own is not None:
+            saved = state_dict.pop(name)
+            if saved.shape == own.shape and own.is_meta:
+                self.loss.weight = saved.detach().clone()
+            elif saved.shape == own.shape:
+                own.copy_(saved.detach())
+            else:
+                rest[-1].append(
+                    f"{name} has shape {tuple(saved.shape)}; allowed: {tuple(own.shape)}, that of "
+                    "the head's class weights"
+                )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     @classmethod
     def from_linear(cls, linear: torch.nn.Linear, **options: Any) -> LinearCrossEntropyHead:
         """A head that shares the parameters of `linear`; `options` are the head's."""
+        if not isinstance(getattr(linear, "weight", None), Tensor):  # quantized ones have a method
+            raise wrong_dtype(
+                f"linear is a {type(linear).__module__}.{type(linear).__name__}, whose weight is "
+                "no tensor; allowed: a torch.nn.Linear"
+            )
         head = cls(
             linear.in_features, linear.out_features, linear.bias is not None, "meta",
             linear.weight.dtype, **options,

@@ -75,6 +75,12 @@ class Shard(NamedTuple):
     of_input: bool = False  # Backward will be asked for the input's gradient, which is exchanged
     of_any: bool = False  # Backward, where ranks meet, may come
 
+    def gathered(self) -> tuple[int, int] | None:
+        """Along which dimension the targets are gathered, and of how many ranks."""
+        if self.sequence_dim is None or not self.local_tokens:
+            return None
+        return self.sequence_dim, self.size
+
     def ranges(self, rows: int) -> list[tuple[int, int]]:
         """Where this rank's blocks begin and end among its own rows."""
         if not self.blocks:

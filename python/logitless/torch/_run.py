@@ -77,8 +77,12 @@ def view(name: str, tensor: Tensor, where: torch.device | None = None) -> _abi.V
     where = where or tensor.device
     dtype, device = DTYPES.get(tensor.dtype), DEVICES.get(where.type)
     if dtype is None:
-        allowed = "int32, int64" if name == "target" else "float32, float16, bfloat16"
-        raise wrong_dtype(f"{argument(name)} is {str(tensor.dtype)[6:]}; allowed: {allowed}")
+        allowed, way = "float32, float16, bfloat16", ""
+        if name == "target":
+            allowed, way = "int32, int64", " (target.long())"
+        elif tensor.dtype is torch.float64:
+            way = f" ({argument(name)}.float())"
+        raise wrong_dtype(f"{argument(name)} is {str(tensor.dtype)[6:]}; allowed: {allowed}{way}")
     if device is None or tensor.layout != torch.strided:
         raise wrong_device(
             f"{argument(name)} is on {where} with layout {tensor.layout}; allowed: dense "
