@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import logitless
-from logitless import _abi
+from logitless import _abi, _errors
 from logitless.torch import (
     cross_entropy,
     cross_entropy_,
@@ -280,3 +280,36 @@ def test_addresses_must_be_as_many_as_the_views() -> None:
 def test_memory_texts(text: Any, expected: int | None) -> None:
     assert _abi.parse_memory(text) == expected
     assert F32 is torch.float32
+
+
+PLACED: dict[str, tuple[str, tuple[Any, ...], str]] = {
+    "a vector": ("target[3] is 9; allowed", ((5,),), "target[3] is 9; allowed"),
+    "a scalar": ("target[0] is 9; allowed", ((),), "target is 9; allowed"),
+    "a matrix": ("target[8] is 99; a", ((2, 5),), "target[1, 3] (flat: target[8]) is 99; a"),
+    "shifted": ("target[7] is 99; a", ((2, 5), 1), "target[1, 3] (flat: target[8]) is 99; a"),
+    "a shifted vector": ("target[2] is 99; a", ((5,), 2), "target[4] is 99; a"),
+    "three dimensions": (
+        "target[23] is 7", ((2, 3, 4),), "target[1, 2, 3] (flat: target[23]) is 7",
+    ),
+    "another name": (
+        "labels[7] is 9", ((2, 5), 1, "labels"), "labels[1, 3] (flat: labels[8]) is 9",
+    ),
+    "gathered": (
+        "target[7] is 9", ((2, 3), 0, "target", (1, 2)),
+        "target[1, 1] (flat: target[4]) on rank 0 is 9",
+    ),
+    "gathered, of another rank": (
+        "target[5] is 9", ((2,), 0, "target", (0, 3)), "target[1] on rank 2 is 9",
+    ),
+    "no such element": ("target[12] is 9", ((2, 5),), "target[12] is 9"),
+    "another tensor": ("my_target[1] is 9", ((2, 5),), "my_target[1] is 9"),
+    "another message": ("target has shape (2,)", ((2, 5),), "target has shape (2,)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_an_element_is_named_by_the_callers_index(name: str) -> None:
+    message, how, expected = PLACED[name]
+    assert _errors.placed(message, *how) == expected
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"), _errors.places(*how):
+        raise _errors.invalid(message)
