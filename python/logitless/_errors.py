@@ -231,6 +231,63 @@ def places(
         raise
 
 
+def placed(
+    message: str, shape: Sequence[int], shift: int = 0, name: str = "target",
+    ranks: tuple[int, int] | None = None,
+) -> str:  # fmt: skip
+    """A message about one element of a tensor that the core was given flat, in the caller's index:
+    "target[8] is 99; ..." of a target of `shape` (2, 5) is "target[1, 3] (flat: target[8]) is 99;
+    ...". Other messages come back as they are.
+
+    `shape` is the caller's. `shift`: how many places along the last dimension the binding had moved
+    the elements before the core counted them. `name` is the tensor's in the message. `ranks` are
+    (dim, size): the core counted a tensor that was gathered of so many ranks along that dimension
+    of `shape`, and the message names the rank too.
+
+        except LogitlessError as error:
+            error.args = (placed(str(error), target.shape, shift),)
+            raise
+
+    or, where a microsecond does not count, `with places(target.shape, shift):`."""
+    found = re.search(rf"(?<![\w.-]){re.escape(name)}\[(\d+)\](?= is )", message)
+    if found is None:
+        return message
+    whole = list(shape)
+    if ranks is not None:
+        whole[ranks[0]] *= ranks[1]
+    flat = int(found[1]) + shift
+    if flat >= math.prod(whole):  # it is no element of the caller's
+        return message
+    index: list[int] = []
+    for size in reversed(whole):
+        flat, place = divmod(flat, size)
+        index.insert(0, place)
+    of_rank = ""
+    if ranks is not None:
+        dim = ranks[0]
+        rank, index[dim] = divmod(index[dim], shape[dim])
+        of_rank = f" on rank {rank}"
+    flat = 0
+    for place, size in zip(index, shape):
+        flat = flat * size + place
+    where = f"[{', '.join(map(str, index))}]" if index else ""
+    also = f" (flat: {name}[{flat}])" if len(index) > 1 else ""
+    return f"{message[: found.start()]}{name}{where}{also}{of_rank}{message[found.end() :]}"
+
+
+@contextlib.contextmanager
+def places(
+    shape: Sequence[int], shift: int = 0, name: str = "target",
+    ranks: tuple[int, int] | None = None,
+) -> Iterator[None]:  # fmt: skip
+    """An error that is raised within names its element as `placed` does."""
+    try:
+        yield
+    except LogitlessError as error:
+        error.args = (placed(str(error), shape, shift, name, ranks),)
+        raise
+
+
 def renames(names: Mapping[str, str]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Decorates a function that calls another of this package with arguments of other names:
     `names` are the other's and its own, in which errors are raised."""

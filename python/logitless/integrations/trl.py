@@ -126,7 +126,12 @@ def _alike(
 
 def _function() -> Any:
     """TRL's own, if all about it is as known; else an error that says what is not."""
-    trl = importlib.import_module("trl")
+    try:
+        trl = importlib.import_module("trl")
+    except ModuleNotFoundError as error:
+        if error.name != "trl":
+            raise
+        raise ImportError("patch_trl needs TRL 1.16: pip install trl") from error
 
     def unknown(what: str) -> LogitlessError:
         return not_supported(
@@ -156,6 +161,21 @@ def _function() -> Any:
     if f" {_NAME}.apply(" not in inspect.getsource(module):
         raise unknown(f"does not call {_NAME}.apply in {_MODULE}")
     return function
+
+
+def check_forward(model: Any) -> None:
+    """Raises where a trainer of TRL has replaced the model's forward, which makes its loss of its
+    own then."""
+    forward = vars(model).get("forward")
+    while forward is not None:
+        function = getattr(forward, "__func__", getattr(forward, "func", forward))
+        module = getattr(function, "__globals__", {}).get("__name__", "")
+        if module.partition(".")[0] == "trl":
+            raise not_supported(
+                f"a trainer of TRL has replaced the forward of {type(model).__name__} and makes "
+                "the loss itself; use patch_trl() there"
+            )
+        forward = getattr(function, "__wrapped__", None)
 
 
 def is_patched() -> bool:
