@@ -93,7 +93,7 @@ def serves(dtype: torch.dtype, device: str, options: Options) -> bool:
 
 def room_of(memory: int | None, kept: int) -> int | None:
     """What `memory` leaves for a workspace beside so many bytes of kept state."""
-    return None if memory is None else memory - kept
+    return None if memory is None else abs(memory) - kept  # below 0 it is an _abi.Room
 
 
 def shapes(
@@ -156,7 +156,7 @@ def choose(forward: Forward, keep: Keep) -> tuple[KeptSize, int | None] | None:
         return None if size is None else (size, room_of(memory, size.bytes))
     assert memory is not None
     try:
-        return _choose(forward, keep, memory)
+        return _choose(forward, keep, abs(memory))
     except LogitlessError:  # Backward itself says what is wrong
         return None
 
