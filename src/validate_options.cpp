@@ -102,7 +102,7 @@ Status check_option_ranges(const Call& call) {
     const float value = call.options.*rule.value;
     if (!rule.ok(value)) {
       return error(StatusCode::invalid_argument, "%s is %g; allowed: %s", rule.name,
-                   static_cast<double>(value), rule.allowed);
+                   unsigned_nan(static_cast<double>(value)), rule.allowed);
     }
   }
   return check_factors(call.options);
@@ -123,7 +123,8 @@ Status check_normalizer(const Call& call) {
   const bool view = static_cast<bool>(call["normalizer"]);
   if (!(value >= 0 && value <= DBL_MAX)) {
     return error(StatusCode::invalid_argument,
-                 "options.normalizer is %g; allowed: finite, >= 0 (0: counted)", value);
+                 "options.normalizer is %g; allowed: finite, >= 0 (0: counted)",
+                 unsigned_nan(value));
   }
   if (view && value != 0) {
     return error(StatusCode::invalid_argument,
