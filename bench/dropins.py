@@ -280,7 +280,7 @@ def main() -> None:
     parser.add_argument("--shape", default="8192x2048x151936", help="tokens x hidden x vocab")
     parser.add_argument("--peers-from", type=Path, default=Path("build/peers/site-packages"))
     parser.add_argument("--only", default="", help="the functions whose names have this text")
-    parser.add_argument("--memory", default="8GiB", help="what ours may take instead")
+    parser.add_argument("--memory", default="2600MiB", help="what ours may take instead")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--burst", type=float, default=0.1, help="seconds")
     parser.add_argument("--limit", type=float, default=90, help="seconds of a first call")

@@ -16,7 +16,7 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 
-from logitless._abi import Room, parse_memory
+from logitless._abi import REDUCTION_MEAN, Options, Room, parse_memory
 from logitless.integrations import (
     LigerFusedLinearCrossEntropyLoss,
     cce,
@@ -31,12 +31,14 @@ from logitless.integrations import _memory as integrations_memory
 from logitless.integrations import trl as trl_module
 from logitless.integrations._memory import Sizes
 from logitless.torch import (
+    _kept,
     _run,
     default_memory,
     linear_cross_entropy,
     linear_logprob,
     set_default_memory,
 )
+from logitless.torch._autograd import Call as Call16
 from reference import close
 from test_linear import problem
 
@@ -91,7 +93,7 @@ ADAPTERS: dict[str, tuple[Call, Callable[[int, int, int, int], int]]] = {
     ),
     "verl's module": (
         lambda x, w, t, **more: verl.FusedLinearForPPO(chunk_size=16, **more)(x, w, t)[0],
-        lambda n, d, v, s: v * (20 * 16 + s * d),
+        lambda n, d, v, s: v * ((20 + s) * 16 + s * d),
     ),
     "unsloth": (
         lambda x, w, t, **more: unsloth.chunked_hidden_states_selective_log_softmax(
@@ -99,7 +101,7 @@ ADAPTERS: dict[str, tuple[Call, Callable[[int, int, int, int], int]]] = {
         ),
         lambda n, d, v, s: min(256 * MIB, n * v * s) + 4 * n * d,
     ),
-    "prime-rl": (prime, lambda n, d, v, s: (16 + s) * 64 * min(v, 8192)),
+    "prime-rl": (prime, lambda n, d, v, s: (20 + s) * 64 * min(v, 8192)),
     "liger mean": (ligers("mean"), lambda n, d, v, s: 2 * n * d * s),
     "liger sum": (ligers("sum"), lambda n, d, v, s: 2 * n * d * s),
     "liger none": (ligers("none"), lambda n, d, v, s: 4 * n * d * s),
@@ -235,22 +237,46 @@ def test_our_own_functions_keep_all(taken: Taken) -> None:
         assert taken.kept >= 4 * x.shape[0] * w.shape[0]
 
 
-# Of the functions themselves, measured at N 8192, D 2048, V 151936 in bf16 on an H100
-# (bench/results/gpu-2026-11-25-later-peers.txt), in MiB.
-MEASURED = {
-    ("verl", True): (verl._peak, 295),
-    ("verl", False): (verl._peak, 16),
-    ("trl", True): (lambda call: trl_module._peak(call, 32768), 1507),
-    ("trl", False): (lambda call: trl_module._peak(call, 32768), 256),
+# What the functions themselves take with gradients, and in a forward pass without, in MiB: measured
+# at N 8192, D 2048, V 151936 in bf16 on an H100 (bench/results/gpu-2026-11-27-dropins.txt).
+PRIME = prime_rl.FusedOutputLinear(1, 1, 8192)
+MEASURED: dict[str, tuple[Callable[[Sizes], int], float, float | None]] = {
+    "trl": (lambda call: trl_module._peak(call, 32768), 1509, 256),
+    "verl": (verl._peak, 296, 16),
+    "verl's module": (verl.FusedLinearForPPO()._peak, 2232, 891),
+    "unsloth": (unsloth._peak, 395, 259),
+    "prime-rl": (PRIME._peak, 1409, 897),
+    "liger mean": (lambda call: liger._peak(call, "mean", None, 1), 38, None),
+    "liger none": (lambda call: liger._peak(call, "none", None, 1), 75, None),
+    "liger, f32 sums": (lambda call: liger._peak(call, "mean", F32, 1), 1189, None),
 }
 
 
-@pytest.mark.parametrize("which", MEASURED, ids=str)
-def test_peaks_are_those_that_were_measured(which: tuple[str, bool]) -> None:
-    peak, mib = MEASURED[which]
-    n, d, v, gradients = 8192, 2048, 151936, which[1]
-    sums = (4 * (n + v) * d, 4 * v * d) if gradients else (0, 0)
-    assert 0.85 * mib <= peak(Sizes(n, d, v, 2, gradients, *sums)) / MIB <= 1.1 * mib
+@pytest.mark.parametrize("name", MEASURED)
+def test_peaks_are_those_that_were_measured(name: str) -> None:
+    peak, *measured = MEASURED[name]
+    n, d, v = 8192, 2048, 151936
+    for mib, gradients in zip(measured, (True, False)):
+        sums = (4 * (n + v) * d, 4 * v * d) if gradients else (0, 0)
+        found = peak(Sizes(n, d, v, 2, gradients, *sums)) / MIB
+        assert mib is None or 0.75 * mib <= found <= 1.05 * mib
+
+
+def test_f16_gradients_do_not_wait_in_f32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss and gradients in one call would hold f32 gradients until the factor of the scaler is
+    known: on CUDA a bound that gives way takes Forward and Backward instead, a bound that does not
+    may leave no room for what that keeps."""
+    monkeypatch.setattr(_kept, "serves", lambda *_: True)
+    x, w, t = tensors(F16)
+    options = Options(REDUCTION_MEAN, -100, 0.0, 0.0, 1.0, 0.0, 1.0, 0, 0.0)
+
+    def fused(memory: Any) -> bool:
+        constants = _run.Constants(t, None, None, None, None)
+        return Call16(constants, options, parse_memory(memory), _run.LOSS).fused(x, w, None, False)
+
+    assert not fused(Room(1)) and not fused(Room(1000))
+    assert fused(1000) and fused("1GiB")
+    assert fused(Room(1 << 40)) is fused(None)
 
 
 def test_under_autocast_sizes_are_those_of_its_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +309,7 @@ def test_compiled_nothing_more_is_kept(dynamic: bool) -> None:
         assert found.grad_fn is not None
         saved = [s for s in found.grad_fn.saved_tensors if s.dim() == 2 and s.shape[1] == 64]  # type: ignore[attr-defined]
         kept = sum(s.numel() * s.element_size() for s in saved)
-        assert kept <= w.shape[0] * (20 * 16 + 4 * 16)
+        assert kept <= w.shape[0] * (24 * 16 + 4 * 16)
         assert bool(kept) is not dynamic
         close(found, eager.double())
         close(*(torch.autograd.grad(o.sum(), x)[0] for o in (found, eager)))

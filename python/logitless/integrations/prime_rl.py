@@ -29,9 +29,10 @@ class FusedOutputLinear(torch.nn.Linear):
         self.memory = memory
 
     def _peak(self, call: Sizes) -> int:
-        """Bytes that prime-rl's layer takes at most: of a tile the logits and four f32 tensors."""
+        """Bytes that prime-rl's layer takes at most: of a tile the logits and five f32 tensors, or
+        three without gradients."""
         tile = min(call.tokens, self.chunk_size) * min(call.vocab, _COLUMNS)
-        return (call.size + 16) * tile
+        return (call.size + (20 if call.gradients else 12)) * tile
 
     @renames({"input": "hidden_states", "linear_weight": "weight", "target": "labels"})
     def forward(  # type: ignore[override]

@@ -18,8 +18,8 @@ _TILE = 256 << 20
 def _peak(call: Sizes) -> int:
     """Bytes that Unsloth's function takes at most, of a head that is trained: a tile of logits and
     f32 sums of the gradient of hidden_states."""
-    tile = min(_TILE, call.size * call.tokens * call.vocab)
-    return tile + 4 * call.tokens * call.width
+    sums = 4 * call.tokens * call.width if call.gradients else 0
+    return min(_TILE, call.size * call.tokens * call.vocab) + sums
 
 
 @renames(

@@ -94,13 +94,15 @@ class FusedLinearForPPO(torch.nn.Module):
         self.memory = memory
 
     def _peak(self, call: Sizes) -> int:
-        """Bytes that verl's module takes at most. Its own backward has five f32 tensors of a
-        chunk's logits at once and a product that is added to the gradient of the weight; Liger's
-        has the gradients of the logits of 1024 tokens."""
+        """Bytes that verl's module takes at most. Its own forward has three f32 tensors of a
+        chunk's logits at once, its backward five beside the logits, and a product that is added to
+        the gradient of the weight; Liger's has the gradients of the logits of 1024 tokens."""
         if self.impl_backend == "liger":
             return call.size * min(call.tokens, 1024) * call.vocab
-        product = call.size * call.width if call.gradients else 0
-        return call.vocab * (20 * min(call.tokens, self.chunk_size) + product)
+        chunk = min(call.tokens, self.chunk_size) * call.vocab
+        if not call.gradients:
+            return 12 * chunk
+        return (20 + call.size) * chunk + call.size * call.vocab * call.width
 
     @renames({"input": "hidden_states", "linear_weight": "vocab_weights", "target": "input_ids"})
     def forward(
