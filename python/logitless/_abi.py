@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ctypes import POINTER, byref
 from typing import Any, NamedTuple
 
-from logitless._errors import argument, error_of, in_arguments, invalid
+from logitless._errors import LogitlessError, argument, error_of, in_arguments, invalid
 
 i32, i64, u32, u64 = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32, ctypes.c_uint64
 f32, f64, void_p = ctypes.c_float, ctypes.c_double, ctypes.c_void_p
@@ -353,6 +353,15 @@ def _in_words(bytes: int) -> str:
     return f"{bytes} ({number:.1f} {unit})" if unit != "B" else f"{bytes}"
 
 
+def too_small(memory: int, least: int, recommended: int) -> LogitlessError:
+    """The error about a `memory` in bytes."""
+    return error_of(
+        7,
+        f"memory is {memory} bytes; allowed: >= {_in_words(least)}; "
+        f"recommended: {_in_words(recommended)}",
+    )
+
+
 class Plan:
     """A call made ready: one shape, one set of options, one device. Threads may share it.
 
@@ -394,11 +403,7 @@ class Plan:
             room = -memory
         elif memory is not None:
             if memory < self.minimum:
-                raise error_of(
-                    7,
-                    f"memory is {memory} bytes; allowed: >= {_in_words(self.minimum)}; "
-                    f"recommended: {_in_words(self.recommended)}",
-                )
+                raise too_small(memory, self.minimum, self.recommended)
             self.bytes = min(memory, max(most, self.recommended))
         if room is not None:
             self.bytes = max(self.minimum, min(room, max(most, self.recommended)))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
@@ -22,6 +23,7 @@ from logitless.torch import (
     Statistics,
     _combine,
     _parallel,
+    _ranks,
     _run,
     linear_cross_entropy,
     linear_logprob,
@@ -1249,9 +1251,19 @@ def memory_that_is_enough_for_some_ranks(me: Rank) -> Results:
 @case
 def memory_that_is_enough_for_forward_only(me: Rank) -> Results:
     p, bounds = problem(me.size)
-    least = 4 * _least(functools.partial(linear_cross_entropy, p.x, p.w, p.t, reduction="none"))
-    loss, *_ = call_own(me, p, bounds, memory=least)
-    return {"text": refusal(ValueError, f"memory is {least} bytes", loss.backward), "loss": loss}
+    """Forward asks for what Backward takes, on every rank the first that has too little."""
+    memory = 0
+    for _ in range(me.size + 1):
+        try:
+            loss, *_ = call_own(me, p, bounds, memory=memory)
+            break
+        except ValueError as error:
+            found = re.match(rf"memory is {memory} bytes; allowed: >= (\d+)", str(error))
+            assert found is not None and int(found[1]) > memory
+            memory = int(found[1])
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+    return {"memory": torch.tensor(memory), "loss": loss.detach()}
 
 
 @case
@@ -1822,6 +1834,24 @@ def test_a_bias_of_another_length_than_all_blocks(length: int, blocks: int, grad
     for call in (linear_cross_entropy, linear_logprob):
         with pytest.raises(ValueError, match=said):
             call(x, w, t, linear_bias=b, vocab_blocks=blocks)
+
+
+def test_a_later_group_of_the_same_name_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names begin anew behind destroy_process_group."""
+
+    class Group:
+        group_name = "0"
+
+    made: list[Any] = []
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0])
+    monkeypatch.setattr(dist, "new_group", lambda *a, **k: made.append(Group()) or made[-1])
+    before = len(_ranks._gloo)
+    first, second = Group(), Group()
+    assert _ranks._waiting(first) is _ranks._waiting(first) is made[0]
+    assert _ranks._waiting(second) is made[1] and made[1] is not made[0]
+    del first, second
+    assert len(_ranks._gloo) == before
 
 
 def test_a_group_before_torch_has_one() -> None:

@@ -646,7 +646,7 @@ def ranks_that_agree_pass(mesh: Any) -> None:
             linear_cross_entropy(leaf(x), weight, t, **where).backward()
         finally:
             dist.get_backend = backend
-        beside = _ranks._gloo[group.group_name]
+        beside = _ranks._gloo[group]
         assert len(_ranks._gloo) == 1 and beside is not group and beside.size() == TP
 
 

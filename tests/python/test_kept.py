@@ -4,16 +4,19 @@ gradient here is that of f64, whatever was kept."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import random
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import reference
 from logitless import _abi
@@ -404,23 +407,110 @@ def test_memory_bounds_kept_state_and_workspace_together(
     least = int(str(caught.value).split(">= ")[1].split()[0])
     whole = x.shape[0] * w.shape[0] * x.element_size()
     shares = set()
-    fits = 0
     for memory in range(least, least + 3 * whole, whole // 5):
         ran.clear()
-        try:
-            logprob, h = linear_logprob(x, w, t, entropy=True, memory=memory)
-            total = logprob.sum() + h.sum() if entropy else logprob.sum()
-            total.backward(retain_graph=True)
-            total.backward()
-        except ValueError as error:  # Backward alone may take more than Forward
-            assert not ran[0].kept and "memory is" in str(error)
-            continue
-        fits += 1
+        logprob, h = linear_logprob(x, w, t, entropy=True, memory=memory)
+        total = logprob.sum() + h.sum() if entropy else logprob.sum()
+        total.backward(retain_graph=True)
+        total.backward()
         assert all(r.bytes <= memory for r in ran) and len(ran) == 3
         shares.add(ran[0].kept)
         expected = [True, True, not entropy] if ran[0].kept else [False] * 3
         assert [r.kept for r in ran] == expected
-    assert shares == {False, True} and fits > 5
+    assert shares == {False, True}
+
+
+BOUNDED: dict[str, dict[str, Any]] = {
+    "none": {"reduction": "none"},
+    "none of everything": {"reduction": "none", "return_statistics": STATISTICS},
+    "none with options": {
+        "reduction": "none", "label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 8.0,
+        "return_statistics": ("lse", "entropy"),
+    },
+    "mean": {},
+    "sum of constants": {"reduction": "sum", "return_statistics": ("argmax", "rank")},
+    "mean of everything": {"return_statistics": STATISTICS},
+    "a normalizer": {"return_statistics": ("lse",), "normalizer": torch.tensor(3.0)},
+}  # fmt: skip
+
+
+def every_backward(call: Callable[..., Any], leaves: list[Tensor], memory: int) -> None:
+    """Of every subset of the results, twice of one graph."""
+    made = call(memory=memory)
+    loss, statistics = made if isinstance(made, tuple) else (made, ())
+    results = [r for r in (loss, *statistics) if r is not None and r.requires_grad]
+    for count in {1, 2, len(results)} & set(range(len(results) + 1)):
+        for asked in itertools.combinations(results, count):
+            for _ in range(2):
+                sum(r.sum() for r in asked).backward(retain_graph=True)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("name", BOUNDED)
+@pytest.mark.parametrize("way", ["plain", "hooks", "dispatcher", "main_grad", "autocast"])
+def test_a_memory_that_forward_takes_is_enough_for_every_backward(
+    device: str, dtype: torch.dtype, name: str, way: str
+) -> None:
+    """Forward asks for what the largest takes, and workspace_size as well."""
+    x, w, b, t = problem((70,), 1500, 16, F32 if way == "autocast" else dtype, device, bias=True)
+    options = {
+        key: value.to(device) if isinstance(value, Tensor) else value
+        for key, value in BOUNDED[name].items()
+    }
+
+    def call(**more: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            if way == "hooks":
+                stack.enter_context(torch.autograd.graph.save_on_cpu())
+            if way == "dispatcher":
+                stack.enter_context(FlopCounterMode(display=False))
+            if way == "autocast":
+                stack.enter_context(torch.autocast(device, BF16 if dtype is F32 else dtype))
+            if way == "main_grad":
+                head = LinearCrossEntropyHead(16, 1500, grad_accumulation="main_grad", **{
+                    k: v for k, v in (options | more).items() if k != "normalizer"})  # fmt: skip
+                head.weight = torch.nn.Parameter(w.detach(), requires_grad=w.requires_grad)
+                return head.to(device)(x, t, normalizer=options.get("normalizer"))
+            return linear_cross_entropy(x, w, t, linear_bias=b, **options, **more)
+
+    for needed in ((x, w, b), (x,), (w,)) if way == "plain" else ((x, w),):
+        for leaf in (x, w, b):
+            leaf.requires_grad_(any(leaf is one for one in needed))
+        said = []
+        for ask in (call, functools.partial(workspace_size, x, w, t, linear_bias=b, **options)):
+            with pytest.raises(ValueError, match="memory is 0 bytes; allowed: >= ") as caught:
+                ask(memory=0)  # type: ignore[operator]
+            said.append(int(str(caught.value).split(">= ")[1].split()[0]))
+        if way == "plain":
+            assert said[0] == said[1]
+        with pytest.raises(ValueError, match=f"memory is {said[0] - 1} bytes; allowed: >= "):
+            call(memory=said[0] - 1)
+        every_backward(call, [x, w, b], said[0])
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_compiled_forward_asks_for_the_backwards_memory(dynamic: bool) -> None:
+    x, w, _, t = problem((200,), 3000, 16)
+
+    def least(call: Callable[..., Any]) -> int:
+        with pytest.raises(ValueError, match="memory is 0 bytes; allowed: >= ") as caught:
+            call(memory=0)
+        return int(str(caught.value).split(">= ")[1].split()[0])
+
+    call = functools.partial(linear_logprob, x, w, t, entropy=True)
+    eager = least(call)
+
+    def compiled(memory: int) -> Any:
+        torch._dynamo.reset()
+        made = torch.compile(
+            lambda x, w, t: linear_logprob(x, w, t, entropy=True, memory=memory),
+            fullgraph=True, backend="aot_eager", dynamic=dynamic,
+        )  # fmt: skip
+        return made(x, w, t)
+
+    assert least(compiled) >= eager
+    for result in range(2):
+        compiled(least(compiled))[result].sum().backward()
 
 
 def test_what_fits_is_kept_whole(device: str) -> None:

@@ -2,7 +2,7 @@
 """The eager autograd rule of the loss.
 
 Sum and mean of a linear loss: the gradients are made with the loss, for an upstream gradient of 1,
-and backward hands them out scaled by the upstream gradient; a second backward makes them again.
+and backward hands them out scaled by the upstream gradient; a second one makes the call again.
 Otherwise (reduction "none", a differentiable statistic, given logits): Forward, then Backward,
 which of a linear loss uses what Forward has kept.
 """
@@ -161,10 +161,38 @@ class Call:
         kept = 2 * self.constants.target.numel() * weight.shape[0]
         return (kept if self.memory is None else min(kept, -self.memory)) <= 2 * waiting
 
+    def keep(
+        self, input: Tensor, dtypes: tuple[torch.dtype | None, ...], device: str
+    ) -> Keep | None:
+        """What Forward of the `input` as it is cast is told, where gradients of `dtypes` follow."""
+        serves = _kept.serves(input.dtype, device, self.options) and not _kept.hooked()
+        if not serves and self.memory is None:
+            return None
+        main_grad = self.main_grad if dtypes[1] is not None else None
+        return Keep(
+            dtypes, main_grad and main_grad.buffer, bytes=None if serves else 0,
+            of_entropy=self.of_entropy,
+        )  # fmt: skip
+
     @property
     def of_entropy(self) -> bool:
         """Whether the entropy may get an upstream gradient."""
         return self.wanted & (_run.ENTROPY | _run.DETACHED) == _run.ENTROPY
+
+
+NO_TRANSFORMS = (
+    "torch.func transforms (grad, vmap, ..., is_grads_batched, vectorize=True) are not supported; "
+    "use torch.autograd, or torch.nn.functional.cross_entropy inside them"
+)
+
+
+_is_batched: Any = torch._C._functorch.is_legacy_batchedtensor
+
+
+def refuse_batches(upstream: Sequence[Tensor | None]) -> None:
+    """Gradients of a vmap over backward have no memory of their own."""
+    if any(g is not None and _is_batched(g) for g in upstream):
+        raise not_supported(NO_TRANSFORMS)
 
 
 ONCE_ONLY = (
@@ -226,23 +254,35 @@ class FusedLoss(Function):
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, call: Call
     ) -> Tensor | None:
-        x, w, b = input, weight, bias
-        if call.dtype is not None:
-            x, w, b = cast(input, call.dtype), cast(weight, call.dtype), cast_bias(b, call.dtype)
         ctx.call = call
-        ctx.dtypes = dtypes = _dtypes(ctx, input, weight, bias)
-        held = dtypes
-        if torch.float16 in dtypes:
-            held = tuple(None if t is None else held_dtype(t) for t in dtypes)
-        main_grad = call.main_grad
-        if main_grad is not None and dtypes[1] is not None:
-            held = (held[0], torch.float32, held[2])
-        loss, call.statistics, row_state, ctx.grads = _run.forward_backward(
-            x, w, b, call.constants, call.options, call.memory, call.wanted | _run.ROW_STATE, held
+        ctx.dtypes = _dtypes(ctx, input, weight, bias)
+        constants = call.release()
+        loss, call.statistics, ctx.grads = FusedLoss._made(
+            ctx, input, weight, bias, constants, call.wanted
         )
-        ctx.scale = _device.Scale(ctx.grads) if main_grad is None and x.is_cuda else None
-        ctx.save_for_backward(input, weight, bias, *call.release(), row_state, None)
+        ctx.scale = None
+        if call.main_grad is None and input.is_cuda:
+            ctx.scale = _device.Scale(ctx.grads)
+        ctx.save_for_backward(input, weight, bias, *constants)
         return loss
+
+    @staticmethod
+    def _made(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, constants: Constants,
+        wanted: int,
+    ) -> tuple[Tensor, Any, list[Tensor | None]]:  # fmt: skip
+        """The loss, its statistics, and the gradients for an upstream gradient of 1."""
+        call, dtypes = ctx.call, ctx.dtypes
+        if call.dtype is not None:
+            input, weight = cast(input, call.dtype), cast(weight, call.dtype)
+            bias = cast_bias(bias, call.dtype)
+        if torch.float16 in dtypes:
+            dtypes = tuple(None if t is None else held_dtype(t) for t in dtypes)
+        if call.main_grad is not None and dtypes[1] is not None:
+            dtypes = (dtypes[0], torch.float32, dtypes[2])
+        return _run.forward_backward(
+            input, weight, bias, constants, call.options, call.memory, wanted, dtypes
+        )
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> Any:
@@ -255,11 +295,13 @@ class FusedLoss(Function):
 
     @staticmethod
     def _hand_out(ctx: Any, factor: Tensor) -> Sequence[Tensor | None]:
-        grads: list[Tensor | None] | None
+        refuse_batches((factor,))
         # They are no longer the context's, so that .grad may take them.
+        grads: list[Tensor | None] | None
         grads, ctx.grads = ctx.grads, None
         if grads is None:
-            return recompute(ctx, factor)
+            input, weight, bias, *rest = ctx.saved_tensors
+            *_, grads = FusedLoss._made(ctx, input, weight, bias, Constants(*rest), _run.LOSS)
         main_grad, scale, ctx.scale = ctx.call.main_grad, ctx.scale, None
         if main_grad is not None and grads[1] is not None:
             main_grad.buffer.addcmul_(grads[1], factor)
@@ -292,12 +334,7 @@ class Loss(Function):
         if weight is not None:
             if call.dtype is not None:
                 x, w, b = cast(x, call.dtype), cast(weight, call.dtype), cast_bias(b, call.dtype)
-            if _kept.serves(x.dtype, x.device.type, call.options) and not _kept.hooked():
-                main_grad = call.main_grad if ctx.needs_input_grad[1] else None
-                keep = Keep(
-                    _dtypes(ctx, input, weight, bias), main_grad and main_grad.buffer,
-                    of_entropy=call.of_entropy,
-                )  # fmt: skip
+            keep = call.keep(x, _dtypes(ctx, input, weight, bias), x.device.type)
         results, row_state, kept = _run.forward(
             x, w, b, call.constants, call.options, call.memory, call.wanted | _run.ROW_STATE, keep
         )
@@ -329,11 +366,9 @@ class Loss(Function):
     def _gradients(ctx: Any, *upstream: Tensor | None) -> Sequence[Tensor | None]:
         """Kept state serves one Backward at a time, so that of another thread does without; and it
         serves none after one of the entropy or of f16, whose dz is formed in its place."""
-        if not of_columns(upstream):
-            return recompute(ctx, *upstream)
-        try:
-            state = ctx.kept.pop()
-        except (AttributeError, IndexError):
+        refuse_batches(upstream)
+        state = taken(ctx.kept) if ctx.kept and of_columns(upstream) else None
+        if state is None:
             return recompute(ctx, *upstream)
         columns, rows = ctx.saved_tensors[_SAVED:]
         consume = _kept.consumes(columns.dtype is torch.float16, upstream[4] is not None)
@@ -343,6 +378,14 @@ class Loss(Function):
         else:
             ctx.kept.append(state)
         return grads
+
+
+def taken(unused: list[Any]) -> Any:
+    """What was there, or None: of two threads one has it."""
+    try:
+        return unused.pop()
+    except IndexError:
+        return None
 
 
 def _dtypes(

@@ -5,6 +5,7 @@ much beside both calls' workspaces."""
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -24,13 +25,13 @@ _MOST_TRIES = 8
 
 
 class Keep(NamedTuple):
-    """What a Forward is told that shall keep something: the bytes to keep it in, or what Backward
-    will be asked for, from which they are planned."""
+    """What a Forward is told that a Backward may follow: what that will be asked for, and the bytes
+    to keep something in; without these, they are planned."""
 
-    # Gradients have them; None says that one is not needed.
+    # Gradients have them; None says that one is not needed, and () that nothing is known.
     dtypes: tuple[torch.dtype | None, ...] = ()
     main_grad: Tensor | None = None  # [V, D]  f32, to which grad_weight is added
-    bytes: int | None = None  # only kept state is counted
+    bytes: int | None = None  # only kept state is counted; 0: nothing is kept
     spare: int = 0  # so many rows are allocated beyond those that are written
     consume: bool = True  # Backward may form dz in its place: consumes()
     of_entropy: bool = False  # it may have a gradient of the entropy
@@ -155,10 +156,19 @@ def choose(forward: Forward, keep: Keep) -> tuple[KeptSize, int | None] | None:
         size = _size_in(forward, bytes)
         return None if size is None else (size, room_of(memory, size.bytes))
     assert memory is not None
-    try:
-        return _choose(forward, keep, abs(memory))
-    except LogitlessError:  # Backward itself says what is wrong
-        return None
+    return _choose(forward, keep, abs(memory))
+
+
+def check_memory(forward: Forward, keep: Keep) -> None:
+    """Refuses a `memory` that Forward keeps to and a Backward cannot, whichever of the results have
+    an upstream gradient and however often: a graph that has used its kept state goes on without."""
+    memory = forward.memory
+    if memory is None or memory < 0 or not any(keep.dtypes):  # below 0 it is an _abi.Room
+        return
+    plans = _both(forward, keep, None, ())
+    least = max(plan.minimum for plan in plans)
+    if memory < least:
+        raise _abi.too_small(memory, least, max(plan.recommended for plan in plans))
 
 
 def _choose(forward: Forward, keep: Keep, budget: int) -> tuple[KeptSize, int] | None:
@@ -204,15 +214,15 @@ def _gradients(forward: Forward, keep: Keep) -> list[View]:
 _ROW_STATE = ("row_reference", "row_log_sum")
 
 
-def _both(forward: Forward, keep: Keep, size: KeptSize, kept: Sequence[View]) -> list[_abi.Plan]:
-    """The plans of Forward and of every Backward that may follow it."""
+def _both(
+    forward: Forward, keep: Keep, size: KeptSize | None, kept: Sequence[View]
+) -> list[_abi.Plan]:
+    """The plans of Forward and of every Backward that may follow it, with what is kept, if any."""
     outputs = (*forward.views[len(forward.inputs) :], *kept)
-    if forward.is_shard():
+    if kept and forward.is_shard():
         outputs = (*outputs, *_outputs(forward, ("anchor",)))
     plans = [forward.plan(_abi.LINEAR_CROSS_ENTROPY_FORWARD, outputs, {})]
-    grad_loss, *statistics = _outputs(forward, ("grad_loss", "grad_lse", "grad_target_logit"))
-    if forward.options.reduction != _abi.REDUCTION_NONE:
-        grad_loss = grad_loss._replace(shape=(), stride=())
+    statistics = _outputs(forward, ("grad_lse", "grad_target_logit"))
     gradients, at = _gradients(forward, keep), {}
     if keep.main_grad is not None:
         at["grad_weight"] = keep.main_grad.data_ptr()
@@ -220,17 +230,35 @@ def _both(forward: Forward, keep: Keep, size: KeptSize, kept: Sequence[View]) ->
             g._replace(stride=keep.main_grad.stride()) if g.name in at else g for g in gradients
         ]
     of_f16 = forward.inputs[0].dtype == _abi.F16
-    for of_entropy in (False, True) if keep.of_entropy else (False,):
+    entropies = (False, True) if keep.of_entropy else (False,)
+    for (form, grad_loss), of_entropy in itertools.product(_losses(forward), entropies):
         more = [grad_loss, *statistics, *_outputs(forward, _ROW_STATE), *gradients, *kept]
         if of_entropy:
             more += _outputs(forward, ("entropy", "grad_entropy"))
+        consume = size is not None and keep.consume and consumes(of_f16, of_entropy)
         plans.append(
-            forward.plan(
+            form.plan(
                 _abi.LINEAR_CROSS_ENTROPY_BACKWARD, more, at, accumulate=bool(at),
-                kept_key=size.key, consume_kept=keep.consume and consumes(of_f16, of_entropy),
+                kept_key=0 if size is None else size.key, consume_kept=consume,
             )
         )  # fmt: skip
     return plans
+
+
+def _losses(forward: Forward) -> list[tuple[Forward, View]]:
+    """The forms in which Backward may get the loss's upstream gradient: that of its reduction, and
+    that of each token's, which stands for none (_autograd.asked_of)."""
+    (each,) = _outputs(forward, ("grad_loss",))
+    if forward.options.reduction == _abi.REDUCTION_NONE:
+        return [(forward, each)]
+    options = forward.options._replace(reduction=_abi.REDUCTION_NONE, normalizer=0.0)
+    stays = [view.name != "normalizer" for view in forward.inputs]
+    without = forward._replace(
+        inputs=list(itertools.compress(forward.inputs, stays)),
+        addresses=list(itertools.compress(forward.addresses, stays)),
+        options=options,
+    )
+    return [(forward, each._replace(shape=(), stride=())), (without, each)]
 
 
 def planned_bytes(
@@ -271,7 +299,10 @@ def _planned_bytes(
     if options.vocab_total:  # a shard's grad_input is a part, in f32
         wanted = (torch.float32, *wanted[1:])
     keep = Keep(wanted, consume=False, of_entropy=of_entropy)
-    chosen = choose(forward._replace(views=(*inputs, *made)), keep)
+    try:
+        chosen = choose(forward._replace(views=(*inputs, *made)), keep)
+    except LogitlessError:  # the call itself says what is wrong
+        return 0
     return 0 if chosen is None else chosen[0].bytes
 
 

@@ -113,12 +113,21 @@ def kept_like(
     return input.new_empty(rows + SPARE, width), input.new_empty(rows_shape, dtype=torch.float32)
 
 
+def keep_of(
+    wanted: int, of: tuple[Tensor | None, ...], memory: int | None, kept_bytes: int
+) -> Keep | None:
+    """What a Forward is told that was asked for `wanted`."""
+    if memory is None and not kept_bytes:
+        return None
+    entropy = wanted & (_run.ENTROPY | _run.DETACHED) == _run.ENTROPY
+    dtypes = _run.gradients_of(wanted, of)
+    return Keep(dtypes, bytes=kept_bytes, spare=SPARE, consume=False, of_entropy=entropy)
+
+
 def _forward(*args: Any) -> tuple[Tensor, ...]:
     wanted, kept_bytes = args[-3:-1]
     input, weight, bias, constants, options, memory = _split(args)
-    keep = None
-    if kept_bytes and weight is not None:
-        keep = Keep(bytes=kept_bytes, spare=SPARE)
+    keep = None if weight is None else keep_of(wanted, (input, weight, bias), memory, kept_bytes)
     outputs, row_state, kept = _run.forward(
         input, weight, bias, constants, options, memory, wanted, keep
     )
@@ -153,7 +162,7 @@ def _forward_backward(*args: Any) -> tuple[Tensor, ...]:
     dtypes = tuple(
         held_dtype(t.dtype) if need and t is not None else None for t, need in zip(call[:3], needs)
     )
-    loss, statistics, _, grads = _run.forward_backward(*call, wanted, dtypes)
+    loss, statistics, grads = _run.forward_backward(*call, wanted, dtypes)
     return _filled((loss, *statistics, *grads), args[0].device)
 
 
@@ -363,6 +372,10 @@ def loss(
         made = dict(zip(_run.CONSTANTS, results)) | {_run.LOSS: loss}
         return tuple(made[bit] if wanted & bit else None for bit in _run.OUTPUTS)
     bits = wanted | _run.ROW_STATE if needs or tracing else wanted
+    if needs and not tracing:
+        of = (input, weight, bias)
+        dtypes = [t.dtype if t is not None and t.requires_grad else None for t in of]
+        bits |= _run.followed_by(dtypes, of)
     kept_bytes = bytes_to_keep(input, weight, bias, call, needs and not tracing)
     results = torch.ops.logitless.forward(
         *_arguments(tensors, (*options, call.memory), bits, kept_bytes)

@@ -41,7 +41,7 @@ from logitless._errors import (
     wrong_shape,
 )
 from logitless.torch import _autograd, _combine, _kept, _ops, _ranks, _run, _shards
-from logitless.torch._autograd import Call, asked_of, cast, cast_bias, once
+from logitless.torch._autograd import Call, asked_of, cast, cast_bias, once, taken
 from logitless.torch._checks import check_target
 from logitless.torch._combine import EXTRA, WEIGHTED
 from logitless.torch._device import allows_tf32
@@ -435,7 +435,8 @@ _TENSORS = (
 )
 _OPTIONS = ", ".join((*(f"int {n}" for n in _CODES), *(f"float {n}_number" for n in _NUMBERS)))
 _library.define(
-    f"shard_targets({_TENSORS}, {_OPTIONS}, int? memory) -> Tensor target_logit", tags=_tags
+    f"shard_targets({_TENSORS}, {_OPTIONS}, int? memory, int wanted) -> Tensor target_logit",
+    tags=_tags,
 )
 _library.define(
     f"shard_forward({_TENSORS}, {_OPTIONS}, int? memory, int wanted, Tensor? anchor, "
@@ -462,12 +463,25 @@ def _split(args: Any) -> tuple[Any, Options, Any]:
 
 
 def _shard_targets(*args: Any) -> Tensor:
-    inputs, options, (memory,) = _split(args)
+    """`wanted` is that of the Forward that comes next, and what its Backward takes is asked for
+    here, before the ranks exchange."""
+    inputs, options, (memory, wanted) = _split(args)
     found: Tensor = inputs[0].new_empty(inputs[3].shape[0], dtype=torch.float32)
     kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD
     names = (*_run.INPUTS, "target_logit")
-    _run.launch(kind, names, (*inputs, found), options, memory, "targets")
+    keep = _keep_of(wanted, inputs, memory, 0)
+    asked = ("targets", wanted)
+    _run.launch(kind, names, (*inputs, found), options, memory, asked, None, False, keep)
     return found
+
+
+def _keep_of(wanted: int, inputs: Any, memory: int | None, kept_bytes: int) -> Keep | None:
+    """As for the op on one device, but for a part of the input's gradient, which is f32."""
+    keep = _ops.keep_of(wanted, inputs[:3], memory, kept_bytes)
+    if keep is None:
+        return None
+    part = torch.float32 if keep.dtypes[0] else None
+    return keep._replace(dtypes=(part, *keep.dtypes[1:]))
 
 
 def _shard_targets_fake(*args: Any) -> Tensor:
@@ -486,7 +500,7 @@ def _shard_forward(*args: Any) -> tuple[Tensor, ...]:
     outputs.append(argmax if wanted & _run.ARGMAX else None)
     tensors = (*inputs, anchor, *outputs)
     kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD
-    keep = Keep(bytes=kept_bytes, spare=_ops.SPARE) if kept_bytes else None
+    keep = _keep_of(wanted, inputs, memory, kept_bytes)
     asked = ("shard", wanted, anchor is None, kept_bytes)
     kept = _run.launch(
         kind, _FORWARD, tensors, options, memory, asked, states[:2], False, keep
@@ -601,7 +615,9 @@ def _local_targets(shard: Shard, given: Given, w: Tensor, blocks: Sequence[Block
     """[1, N] f32: the targets' logits, of those that are this rank's columns; else -inf."""
     _check_rows(shard, w, given)
     targets: Any = torch.ops.logitless.shard_targets
-    found = [targets(*_arguments(b.inputs, b.options), b.memory) for b in blocks if not b.empty]
+    found = [
+        targets(*_arguments(b.inputs, b.options), b.memory, b.wanted) for b in blocks if not b.empty
+    ]
     if not found:
         target: Any = blocks[0].inputs[3]
         return w.new_full((1, target.shape[0]), -float("inf"), dtype=torch.float32)
@@ -696,6 +712,8 @@ class ShardedLoss(Function):
         constants = _flat(constants)
         if options.label_smoothing > 0:
             wanted |= WEIGHTED
+        if shard.of_any:
+            wanted |= _followed_by(ctx.needs_input_grad, (x, w, b), (weight, bias), shard)
         given = (w, b)
         w, b = _columns(shard, w, b)
         blocks = (shard, given, w, _blocks_of(shard, rows, w, b, constants, call, wanted))
@@ -769,11 +787,12 @@ class ShardedLoss(Function):
             call.memory, *given, needs[0], _made_dtype(grad_weight, shard),
             _made_dtype(grad_bias, shard),
         )  # fmt: skip
-        state = _taken(ctx.unused)
-        serves = state == [_tf32(rows)] and _autograd.of_columns(upstream)
+        state = taken(ctx.unused)
+        serves = state == _tf32(rows) and _autograd.of_columns(upstream)
         made = (shard, (rows, w, b, *constants), options, more, kept if serves else None)
         parts, weights, biases = _together(shard, rows, (), _local_gradients, *made)
-        ctx.unused.extend(state)
+        if state is not None:
+            ctx.unused.append(state)
         if weights:
             grad_weight = _mean(_joined(weights), shard) if needs[1] else None
             grad_bias = None if grad_bias is None else _mean(_joined(biases), shard)
@@ -784,12 +803,13 @@ class ShardedLoss(Function):
         return grad_input, _padded(grad_weight, weight), _padded(grad_bias, bias)
 
 
-def _taken(unused: list[bool]) -> list[bool]:
-    """What was there: of two threads one has it."""
-    try:
-        return [unused.pop()]
-    except IndexError:
-        return []
+def _followed_by(
+    needs: Sequence[bool], tensors: Sequence[Tensor | None],
+    parameters: tuple[Tensor, Tensor | None], shard: Shard,
+) -> int:  # fmt: skip
+    """_run's bits, of gradients of the parameters before they were cast."""
+    made = [_made_dtype(p if n else None, shard) for p, n in zip(parameters, needs[1:])]
+    return _run.followed_by((torch.float32 if needs[0] else None, *made), tensors)
 
 
 def _local_gradients(

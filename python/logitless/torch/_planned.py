@@ -118,9 +118,7 @@ def _forward_then_backward(
     input, weight, bias, *rest = tensors
     assert input is not None and weight is not None
     constants, options = Constants(*rest), call.options  # type: ignore[arg-type]
-    keep = None
-    if _kept.serves(input.dtype, planner.device.type, options) and not _kept.hooked():
-        keep = Keep(dtypes, of_entropy=call.of_entropy)
+    keep = call.keep(input, dtypes, planner.device.type)
     outputs, row_state, kept = _run.forward(
         input, weight, bias, constants, options, call.memory, call.wanted | _run.ROW_STATE, keep,
         planner.launch,
@@ -166,9 +164,8 @@ def bytes_of(
     elif call.fused(input, weight, bias, _kept.hooked(), all_needed=not needed):
         held = tuple(None if t is None else held_dtype(t) for t in dtypes)
         _run.forward_backward(
-            x, w, b, constants, options, call.memory, call.wanted | _run.ROW_STATE, held,
-            planner.launch,
-        )  # fmt: skip
+            x, w, b, constants, options, call.memory, call.wanted, held, planner.launch
+        )
     else:
         _forward_then_backward(planner, tensors, call, dtypes)
     return planner.workspace + planner.kept

@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import os
 import re
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ _CHUNK = 1 << 20
 _REDUCTIONS = {
     _abi.REDUCTION_NONE: "none", _abi.REDUCTION_SUM: "sum", _abi.REDUCTION_MEAN: "mean"
 }  # fmt: skip
-_gloo: dict[str, Any] = {}  # of each group's name the group that waits with a timeout
+_gloo: Any = weakref.WeakKeyDictionary()  # of each group the one that waits with a timeout
 
 
 def switch(environment: Mapping[str, str]) -> tuple[bool, float]:
@@ -150,14 +151,13 @@ def _waiting(group: Any) -> Any:
 
     if dist.get_backend(group) == "gloo":
         return group
-    name = group.group_name
-    if name not in _gloo:
+    if group not in _gloo:
         made: Any = dist.new_group(
             dist.get_process_group_ranks(group), backend="gloo",
             timeout=datetime.timedelta(seconds=SECONDS), use_local_synchronization=True,
         )  # fmt: skip
-        _gloo[name] = made
-    return _gloo[name]
+        _gloo[group] = made
+    return _gloo[group]
 
 
 def _compare(same: dict[str, str], rows: tuple[int, int, int] | None, shard: Any) -> None:

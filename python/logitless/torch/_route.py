@@ -13,6 +13,7 @@ from torch.utils._device import DeviceContext  # set_default_device and `with de
 
 from logitless._errors import argument, not_supported, wrong_device
 from logitless.torch import _run
+from logitless.torch._autograd import NO_TRANSFORMS
 
 _function_mode = torch._C._get_function_stack_at
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
@@ -39,10 +40,7 @@ def dispatches(*tensors: Tensor | None) -> bool:
     if first is not None and not (first.is_cpu or first.is_cuda):
         return True
     if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise not_supported(
-            "torch.func transforms (grad, vmap, ...) are not supported; use torch.autograd, or "
-            "torch.nn.functional.cross_entropy inside them"
-        )
+        raise not_supported(NO_TRANSFORMS)
     return False
 
 

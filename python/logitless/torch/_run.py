@@ -23,11 +23,12 @@ from logitless.torch._device import DEVICES, DTYPES, MOST_SHAPES
 from logitless.torch._kept import FRESH, Keep, Kept, State
 
 # A forward call is asked for these, as bits: outputs in their order everywhere, what Backward
-# takes, and that nobody will differentiate the entropy.
+# takes, that nobody will differentiate the entropy, and in ops which gradients may follow, those
+# of weight and bias perhaps in f32 beside 16-bit tensors.
 (
     LOSS, LSE, TARGET_LOGIT, LOGPROB, ENTROPY, ARGMAX, RANK, SUM_P_SQUARED, MEAN_LOGIT,
-    ROW_STATE, DETACHED,
-) = (1 << bit for bit in range(11))  # fmt: skip
+    ROW_STATE, DETACHED, OF_INPUT, OF_WEIGHT, OF_BIAS, WEIGHT_IN_F32, BIAS_IN_F32,
+) = (1 << bit for bit in range(16))  # fmt: skip
 DIFFERENTIABLE = LSE | TARGET_LOGIT | LOGPROB | ENTROPY
 CONSTANTS = {ARGMAX: "argmax", RANK: "rank", SUM_P_SQUARED: "sum_p_squared"}
 CONSTANTS |= {MEAN_LOGIT: "mean_logit"}  # these statistics have no gradient
@@ -60,6 +61,26 @@ _threads = 0
 
 def dtype_of(output: int) -> torch.dtype:
     return torch.int64 if output & (ARGMAX | RANK) else torch.float32
+
+
+def followed_by(dtypes: Sequence[torch.dtype | None], of: Sequence[Tensor | None]) -> int:
+    """The bits of a Backward that gradients of `dtypes` are asked of; those are of input, weight
+    and bias."""
+    bits = sum(bit for bit, dtype in zip((OF_INPUT, OF_WEIGHT, OF_BIAS), dtypes) if dtype)
+    for bit, dtype, tensor in zip((0, WEIGHT_IN_F32, BIAS_IN_F32), dtypes, of):
+        if dtype is torch.float32 and tensor is not None and tensor.dtype is not dtype:
+            bits |= bit
+    return bits
+
+
+def gradients_of(wanted: int, of: Sequence[Tensor | None]) -> tuple[torch.dtype | None, ...]:
+    """The dtypes that followed_by was told, as far as they decide about memory."""
+    return tuple(
+        None if t is None or not wanted & bit else torch.float32 if wanted & in_f32 else t.dtype
+        for t, bit, in_f32 in zip(
+            of, (OF_INPUT, OF_WEIGHT, OF_BIAS), (0, WEIGHT_IN_F32, BIAS_IN_F32)
+        )
+    )
 
 
 class Constants(NamedTuple):
@@ -116,18 +137,19 @@ def make_plan(
     device = (views[0].device_type, views[0].device_index)
     how: dict[str, Any] = {"most": most, "accumulate": accumulate, "memory": memory}
     inputs = views[: sum(tensor is not None for tensor in tensors[: len(INPUTS)])]
+    if keep is not None:
+        assert options is not None
+        forward = _kept.Forward(views, addresses, inputs, options, device, memory)
+        _kept.check_memory(forward, keep)
     if kept is not None:
         assert options is not None
         how |= {"kept_key": kept.key(inputs, options, device), "consume_kept": kept.consume}
         how |= {"memory": None, "room": kept.state.room, "most": most if memory is not None else 0}
     plan = _abi.Plan(kind, views, options, device, addresses=addresses, **how)
-    if keep is None:
-        return plan
-    assert options is not None
-    forward = _kept.Forward(views, addresses, inputs, options, device, memory)
-    chosen = _kept.choose(forward, keep)
+    chosen = None if keep is None else _kept.choose(forward, keep)
     if chosen is None:
         return plan
+    assert options is not None
     size, room = chosen
     return _abi.Plan(
         kind, (*views, *_kept.views(size, views[0])), options, device, room=room, kept=size,
@@ -323,19 +345,17 @@ def forward_backward(
     input: Tensor, weight: Tensor, bias: Tensor | None, constants: Constants, options: Options,
     memory: int | None, wanted: int, dtypes: tuple[torch.dtype | None, ...],
     launcher: Launcher | None = None,
-) -> tuple[Tensor, Sequence[Tensor | None], Tensor | None, list[Tensor | None]]:  # fmt: skip
-    """The loss [], the statistics of CONSTANTS, row_state, and the gradients of input, weight and
-    bias for an upstream gradient of 1; `dtypes` are theirs, None where one is not wanted."""
+) -> tuple[Tensor, Sequence[Tensor | None], list[Tensor | None]]:  # fmt: skip
+    """The loss [], the statistics of CONSTANTS, and the gradients of input, weight and bias for an
+    upstream gradient of 1; `dtypes` are theirs, None where one is not wanted."""
     target, token_weight, vocab_weight, normalizer, temperature = constants
     flat = target if target.dim() == 1 else target.reshape(-1)  # [N]
     rows = input if input.dim() == 2 else _rows(input, target.numel())  # [N, D]
     loss = _scalar(rows)  # []
-    row_state = grad_input = grad_weight = grad_bias = None
+    grad_input = grad_weight = grad_bias = None
     statistics: Sequence[Tensor | None] = _NO_CONSTANTS
     if wanted & _EVERY_STATISTIC:
         statistics = _statistics(target, wanted, CONSTANTS)  # [...]
-    if wanted & ROW_STATE:
-        row_state = _row_state(rows)  # [2, N]
     if dtypes[0] is not None:
         grad_input = _grad_of(rows, dtypes[0])  # [N, D]
     if dtypes[1] is not None:
@@ -347,12 +367,10 @@ def forward_backward(
         temperature, loss, *map(_flat, statistics), grad_input, grad_weight, grad_bias,
     )  # fmt: skip
     kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD
-    (launcher or launch)(
-        kind, _FORWARD_BACKWARD, tensors, options, memory, (wanted, dtypes), row_state
-    )
+    (launcher or launch)(kind, _FORWARD_BACKWARD, tensors, options, memory, (wanted, dtypes))
     if grad_input is not None and input.dim() != 2:
         grad_input = grad_input.view(input.shape)
-    return loss, statistics, row_state, [grad_input, grad_weight, grad_bias]
+    return loss, statistics, [grad_input, grad_weight, grad_bias]
 
 
 class Upstream(NamedTuple):
