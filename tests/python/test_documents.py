@@ -228,21 +228,35 @@ def test_commands_in_sentences_name_what_is_there() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@of("sh")
-def test_our_program_has_the_options(page: str, block: Block) -> None:
-    check_logitless([words for words in commands(block.text) if words[0].endswith("logitless")])
+def calls_of_our_program() -> Iterator[tuple[str, list[str]]]:
+    """In blocks of commands, and in `backquotes`."""
+    for page in PAGES:
+        if page.startswith("docs/experiments/"):  # they say what was called then
+            continue
+        text = (ROOT / page).read_text()
+        blocks = [b.text for b in code_blocks.scan(text)[0] if b.language == "sh"]
+        spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
+        for call in [*blocks, *(span for span in spans if span.startswith("logitless "))]:
+            yield from ((page, words) for words in commands(call) if words[0] == "logitless")
 
 
-def check_logitless(calls: list[list[str]]) -> None:
+def test_our_program_has_the_commands_and_options() -> None:
     program = pathlib.Path(os.environ["LOGITLESS_LIBRARY"]).parent / "cli/logitless"
-    if calls and not program.exists():
+    calls = [(page, words) for page, words in calls_of_our_program() if len(words) > 1]
+    assert len(calls) >= 10
+    if not program.exists():
         pytest.skip(f"{program} is not built")
-    for words in calls:
-        asked = [program, words[1], "--help"]
-        help = subprocess.run(asked, capture_output=True, text=True)
-        assert help.returncode == 0, f"logitless {words[1]}: {help.stderr}"
-        for option in (w.split("=")[0] for w in words if w.startswith("--")):
-            assert re.search(rf"{option}\b", help.stdout), f"logitless {words[1]} has no {option}"
+    helps: dict[str, str] = {}
+    for page, (_, command, *arguments) in calls:
+        if command.startswith("-"):
+            continue
+        if command not in helps:
+            asked = subprocess.run([program, command, "--help"], capture_output=True, text=True)
+            assert asked.returncode == 0, f"{page}: logitless {command}: {asked.stderr}"
+            helps[command] = asked.stdout
+        for option in (word.split("=")[0] for word in arguments if word.startswith("--")):
+            known = re.search(rf"{option}\b", helps[command])
+            assert known, f"{page}: logitless {command} has no {option}"
 
 
 # C and C++.
