@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from logitless._abi import F32_RANGE
 from logitless._errors import invalid, wrong_dtype
 
 
@@ -39,5 +38,8 @@ def as_f32(name: str, value: Any) -> NDArray[np.float32]:
         if lost.any():
             first = np.unravel_index(int(lost.argmax()), lost.shape)
             place = f"[{', '.join(map(str, map(int, first)))}]" if first else ""
-            raise invalid(f"{name}{place} is {given[first]}; allowed: {F32_RANGE}")
+            raise invalid(
+                f"{name}{place} is {given[first]}; allowed: 0, or 1.4e-45 to 3.4e+38 in size "
+                "(float32)"
+            )
     return held
