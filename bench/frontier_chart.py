@@ -12,11 +12,13 @@ predictions that the run did not have; it needs no GPU. Needs matplotlib."""
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import gpu_frontier
+import numpy as np
 import picture
 from matplotlib import pyplot
 
@@ -80,19 +82,23 @@ def memory(mib: float) -> str:
 
 
 class Labels:
-    """Words beside points, pushed up where they would lie over words that are there already, with
-    a line to their point."""
+    """Words beside points, pushed away where they would lie over the curve or over words that are
+    there already, with a line to their point."""
 
-    def __init__(self, axes: pyplot.Axes, line: str) -> None:
+    def __init__(self, axes: pyplot.Axes, line: str, curve: Any) -> None:
         self.axes, self.taken = axes, list[Any]()
+        # what is drawn between two points is straight on the page
+        corners = axes.transData.transform(curve)
+        share = np.linspace(0, 1, 100)[:, None]
+        self.curve = np.concatenate([a + share * (b - a) for a, b in itertools.pairwise(corners)])
         self.line = {"arrowstyle": "-", "color": line, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 4}
 
     def put(
-        self, at: tuple[float, float], words: str, side: str, up: float = 0, **how: Any
+        self, at: tuple[float, float], words: str, side: str, push: int = 1, **how: Any
     ) -> None:
         right = side == "right"
         label = self.axes.annotate(
-            words, at, (14 if right else -14, up), textcoords="offset points", va="center",
+            words, at, (14 if right else -14, 0), textcoords="offset points", va="center",
             ha="left" if right else "right", arrowprops={**self.line, "relpos": (not right, 0.5)},
             **{"fontsize": 10, **how},
         )  # fmt: skip
@@ -102,10 +108,14 @@ class Labels:
             label.update_positions(renderer)
             return pyplot.Text.get_window_extent(label, renderer)
 
-        while any(box.overlaps(place()) for box in self.taken):
+        while any(box.overlaps(place()) for box in self.taken) or self.covers(place()):
             x, y = label.xyann
-            label.xyann = (x, y + 1)
+            label.xyann = (x, y + push)
         self.taken.append(place())
+
+    def covers(self, box: Any) -> bool:
+        """Whether the curve runs through the words, or closer to them than a point is wide."""
+        return bool(box.padded(9).count_contains(self.curve))
 
 
 def draw(theme: picture.Theme, points: Records, others: Records, facts: dict[str, str]) -> Any:
@@ -136,18 +146,6 @@ def draw(theme: picture.Theme, points: Records, others: Records, facts: dict[str
     axes.text(0.01, floor - 0.1 * each, "the three matrix products alone, cuBLAS", va="top",
               transform=across, **small)  # fmt: skip
     axes.plot(size, ms, "o-", color=theme.ours, linewidth=2.5, markersize=7, zorder=3)
-    labels = Labels(axes, theme.faint)
-    middle = (len(size) - 1) // 2
-    labels.put((size[middle], ms[middle]), "Logitless, in the memory you give it", "left",
-               up=-7, color=theme.ours, weight="bold", fontsize=11)  # fmt: skip
-    for r in sorted(others, key=lambda r: r["ms"]):
-        beyond = r in slow
-        at = (r["mib"], high + each * (slow.index(r) + 1) if beyond else r["ms"])
-        axes.plot(*at, "^" if beyond else "s", color=theme.other, markersize=7, zorder=4)
-        crowded = beyond if r["mib"] > size[0] else r["mib"] > 16
-        name = WORDS.get(r["contender"], r["contender"])
-        words = f"{name}, {r['ms']:.{0 if beyond else 1}f} ms"
-        labels.put(at, words, "left" if crowded else "right")
     tokens, hidden, vocab = points[0]["shape"]
     head = HEADS.get(points[0]["head"], points[0]["head"])
     axes.set_title(
@@ -159,7 +157,19 @@ def draw(theme: picture.Theme, points: Records, others: Records, facts: dict[str
         f"{facts['date']}; lower and further left is better", transform=axes.transAxes,
         color=theme.faint, fontsize=10,
     )  # fmt: skip
-    figure.tight_layout()
+    figure.tight_layout()  # a place on the page is known from here on
+    labels = Labels(axes, theme.faint, list(zip(size, ms)))
+    middle = (len(size) - 1) // 2
+    labels.put((size[middle], ms[middle]), "Logitless, in the memory you give it", "left",
+               push=-1, color=theme.ours, weight="bold", fontsize=11)  # fmt: skip
+    for r in sorted(others, key=lambda r: r["ms"]):
+        beyond = r in slow
+        at = (r["mib"], high + each * (slow.index(r) + 1) if beyond else r["ms"])
+        axes.plot(*at, "^" if beyond else "s", color=theme.other, markersize=7, zorder=4)
+        crowded = beyond if r["mib"] > size[0] else r["mib"] > 16
+        name = WORDS.get(r["contender"], r["contender"])
+        words = f"{name}, {r['ms']:.{0 if beyond else 1}f} ms"
+        labels.put(at, words, "left" if crowded else "right")
     return figure
 
 

@@ -325,7 +325,6 @@ void run_bench(const Context& context, const BenchArguments& a) {
   Tensors tensors;
   std::map<int, Machine> machines;
   std::vector<Row> rows;
-  if (!context.json) print_head();
   if (device != nullptr) machines[0] = probe_gpu(*device);
   for (const Case& c : all) {
     Row row{.c = c, .m = {}, .machine = {}};
@@ -351,6 +350,7 @@ void run_bench(const Context& context, const BenchArguments& a) {
       print_json(to_json(row));
       std::fflush(stdout);
     } else {
+      if (rows.size() == 1) print_head();  // what is refused has no table
       print_row(row);
     }
   }

@@ -284,7 +284,7 @@ void add_check(CLI::App& app, Context& context) {
   command->add_flag("--full", a.full, "every case of the table: minutes to hours");
   command->add_flag("--every-isa", a.every_isa, "each instruction set this machine has, in turn");
   command->add_option("--within", a.within, "share of the bound that errors may reach")
-      ->check(CLI::Range(0.0, 1.0))
+      ->check(number(0, 1))
       ->capture_default_str();
   command->callback([&context, arguments] { run_check(context, *arguments); });
 }

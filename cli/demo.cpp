@@ -183,7 +183,7 @@ void add_options(CLI::App* command, DemoOptions* o) {
   command->add_option("--steps", o->steps, "steps of training; with these the result is fixed")
       ->check(integer(1, 1 << 30));
   command->add_option("--seconds", o->seconds, "of training; default: 120, less for a short text")
-      ->check(CLI::Range(0.1, 1e9));
+      ->check(number(0.1, 1e9));
   command->add_option("--dim", o->dim, "width of the hidden state")->check(integer(1, 8192));
   command->add_option("--context", o->context, "words the model looks back")
       ->check(integer(1, 256));
@@ -201,7 +201,7 @@ void add_options(CLI::App* command, DemoOptions* o) {
   command->add_option("--generate", o->generate, "write text of the model's own to this file");
   command->add_option("--words", o->sample.words, "words of that text")->check(integer(1, 1 << 20));
   command->add_option("--temperature", o->sample.temperature, "below 1: likelier words")
-      ->check(CLI::Range(0.01, 100.0));
+      ->check(number(0.01, 100));
   for (const char* name : {"--dim", "--context", "--units", "--vocab", "--dtype", "--words",
                            "--temperature", "--seed"}) {
     command->get_option(name)->capture_default_str();

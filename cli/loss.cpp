@@ -45,14 +45,17 @@ struct Summary {
 
 // Tokens that count are summed up here, with what they say.
 struct TokenSummary {
-  int64_t valid = 0, ignored = 0, outside = 0, correct = 0;
+  int64_t valid = 0, ignored = 0, outside = 0, correct = 0, not_finite = 0;
   Summary loss, lse, entropy, log_probability;
 };
 
 TokenSummary summarize(const LossInputs& inputs, const LossOutputs& outputs,
                        const LossArguments& arguments) {
   TokenSummary summary;
+  const bool none = arguments.options.reduction == Reduction::none;
+  const float* token_loss = (none ? outputs.loss : outputs.token_loss).as<const float>();
   for (int64_t i = 0; i < inputs.tokens(); ++i) {
+    if (token_loss != nullptr && !std::isfinite(token_loss[i])) ++summary.not_finite;
     const int64_t target = inputs.target_at(i);
     if (target == arguments.options.ignore_index) {
       ++summary.ignored;
@@ -60,9 +63,7 @@ TokenSummary summarize(const LossInputs& inputs, const LossOutputs& outputs,
       ++summary.outside;
     } else {
       ++summary.valid;
-      if (arguments.options.reduction == Reduction::none) {
-        summary.loss.add(outputs.loss.as<const float>()[i]);
-      }
+      if (none) summary.loss.add(token_loss[i]);
       if (!arguments.wants_statistics()) continue;
       summary.lse.add(outputs.lse.as<const float>()[i]);
       summary.entropy.add(outputs.entropy.as<const float>()[i]);
@@ -96,6 +97,7 @@ json report(const LossInputs& inputs, const LossOutputs& outputs, const LossArgu
               {"valid", summary.valid},
               {"ignored", summary.ignored},
               {"outside", summary.outside},
+              {"not_finite", summary.not_finite},
               {"reduction", arguments.reduction},
               {"loss", loss_json(inputs, outputs, arguments)},
               {"device", arguments.device},
@@ -116,9 +118,13 @@ json report(const LossInputs& inputs, const LossOutputs& outputs, const LossArgu
   return out;
 }
 
+// NaN has no sign for its reader.
+double unsigned_nan(double value) { return std::isnan(value) ? std::fabs(value) : value; }
+
 void print_summary(const char* name, const Summary& s) {
   if (s.count == 0) return;
-  fmt::print("{:<16}mean {:.6g}, {:.6g} to {:.6g}\n", name, s.mean(), s.smallest, s.largest);
+  fmt::print("{:<16}mean {:.6g}, {:.6g} to {:.6g}\n", name, unsigned_nan(s.mean()),
+             unsigned_nan(s.smallest), unsigned_nan(s.largest));
 }
 
 void print_text(const LossInputs& inputs, const LossOutputs& outputs,
@@ -126,12 +132,13 @@ void print_text(const LossInputs& inputs, const LossOutputs& outputs,
   if (arguments.options.reduction == Reduction::none) {
     print_summary("loss", summary.loss);
   } else {
-    fmt::print("{:<16}{:.7g}  ({})\n", "loss", *outputs.loss.as<const float>(),
+    fmt::print("{:<16}{:.7g}  ({})\n", "loss", unsigned_nan(*outputs.loss.as<const float>()),
                arguments.reduction);
   }
   fmt::print("{:<16}{} of {} count", "tokens", summary.valid, inputs.tokens());
   if (summary.ignored > 0) fmt::print(", {} ignored", summary.ignored);
   if (summary.outside > 0) fmt::print(", {} outside the vocabulary", summary.outside);
+  if (summary.not_finite > 0) fmt::print("; the loss of {} is NaN or infinite", summary.not_finite);
   fmt::print("\n{:<16}N {} x D {} x V {}, {}\n", "shape", inputs.tokens(), inputs.hidden_size(),
              inputs.vocab(), name_of(inputs.hidden.view.dtype));
   if (arguments.wants_statistics() && summary.valid > 0) {
@@ -223,18 +230,22 @@ void add_loss_options(CLI::App& command, LossArguments& a) {
       ->capture_default_str();
   command
       .add_option("--shift", a.shift,
-                  "a position's target is that of so many behind it; 1: next-token prediction")
+                  "a position has the target, and its weight, of the one so many behind it; 1: "
+                  "next-token prediction")
       ->check(integer(0))
       ->capture_default_str();
   command.add_option("--ignore-index", o.ignore_index)->check(integer())->capture_default_str();
   command.add_option("--out-of-range", a.out_of_range, "targets outside the vocabulary")
       ->check(CLI::IsMember({"error", "ignore"}))
       ->capture_default_str();
-  command.add_option("--label-smoothing", o.label_smoothing, "in [0, 1]")->capture_default_str();
-  command.add_option("--z-loss", o.z_loss, "factor of lse^2")->capture_default_str();
-  command.add_option("--softcap", o.softcap, "0: none")->capture_default_str();
-  command.add_option("--temperature", o.temperature)->capture_default_str();
-  command.add_option("--logit-scale", o.logit_scale)->capture_default_str();
+  const auto add = [&](const char* name, float& value, const char* text) {
+    command.add_option(name, value, text)->check(number())->capture_default_str();
+  };
+  add("--label-smoothing", o.label_smoothing, "in [0, 1]");
+  add("--z-loss", o.z_loss, "factor of lse^2");
+  add("--softcap", o.softcap, "0: none");
+  add("--temperature", o.temperature, "");
+  add("--logit-scale", o.logit_scale, "");
 }
 
 }  // namespace

@@ -23,7 +23,7 @@ struct LossArguments {
   std::string gradients, per_token;  // they are files to write; an empty one is not written
   bool statistics = false;
   int threads = 0;    // 0 takes the default
-  int64_t shift = 0;  // a position is given the target of the one that is so many behind it
+  int64_t shift = 0;  // a position has the target, and its weight, of the one so many behind it
   LossOptions options{};
 
   bool wants_statistics() const { return statistics || !per_token.empty(); }
@@ -54,7 +54,7 @@ LossInputs load_inputs(const SafetensorsFile& file, const LossArguments& argumen
 
 struct LossOutputs {
   Buffer loss;        // [N] where the reduction is none, else [1]
-  Buffer token_loss;  // [N]  it is there where each token's loss is wanted and `loss` is [1]
+  Buffer token_loss;  // [N]  each token's where `loss` is [1] and is no number, or they are wanted
   Buffer lse, target_logit, entropy;          // each is [N]
   Buffer log_probability;                     // [N]
   Buffer argmax, rank;                        // [N] i64

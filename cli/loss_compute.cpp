@@ -3,7 +3,9 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <charconv>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <functional>
 #include <numeric>
@@ -87,31 +89,64 @@ std::string text_of(const std::vector<int64_t>& shape) {
 }
 
 // A shift stays within a sequence, which both shapes must tell alike.
-void check_sequences(const InputTensor& hidden, const InputTensor& target,
-                     const std::string& target_name) {
+void check_sequences(const InputTensor& hidden, const InputTensor& of_tokens,
+                     const std::string& option, const std::string& name) {
   const std::vector<int64_t> sequences(hidden.shape.begin(), hidden.shape.end() - 1);
-  if (target.shape == sequences) return;
+  if (of_tokens.shape == sequences) return;
   throw BadInput(
-      fmt::format("--target: tensor {} has the shape [{}]; allowed with --shift: [{}], "
-                  "as --hidden",
-                  in_quotes(target_name), text_of(target.shape), text_of(sequences)));
+      fmt::format("{}: tensor {} has the shape [{}]; allowed with --shift: [{}], as --hidden",
+                  option, in_quotes(name), text_of(of_tokens.shape), text_of(sequences)));
 }
 
-// Position i of the last dimension is given the target of i + shift, and what has none is ignored.
-// The result is i64, in which any ignore_index fits.
-InputTensor shifted(const InputTensor& target, int64_t shift, int64_t ignore_index) {
-  const int64_t tokens = target.view.shape[0];
-  const int64_t length = std::max<int64_t>(target.shape.back(), 1);
+// Position i of the last dimension is given what position i + shift has, or `none` where there is
+// none. `at` reads an element.
+template <class T, class At>
+InputTensor shifted(const InputTensor& given, DType dtype, int64_t shift, T none, At&& at) {
+  const int64_t tokens = given.view.shape[0];
+  const int64_t length = std::max<int64_t>(given.shape.back(), 1);
   InputTensor moved;
-  moved.shape = target.shape;
-  moved.copy = Buffer(sizeof(int64_t) * static_cast<uint64_t>(tokens));
-  auto* to = moved.copy.as<int64_t>();
+  moved.shape = given.shape;
+  moved.copy = Buffer(sizeof(T) * static_cast<uint64_t>(tokens));
+  T* to = moved.copy.as<T>();
   for (int64_t i = 0; i < tokens; ++i) {
     const bool has_one = shift < length && i % length < length - shift;
-    to[i] = has_one ? element(target.view, i + shift) : ignore_index;
+    to[i] = has_one ? at(i + shift) : none;
   }
-  moved.view = vector_view(tokens > 0 ? to : nullptr, DType::i64, tokens);
+  moved.view = vector_view(tokens > 0 ? to : nullptr, dtype, tokens);
   return moved;
+}
+
+// What belongs to a label moves with it: its weight too. Targets become i64, in which any
+// ignore_index fits.
+void shift(LossInputs& inputs, const LossArguments& arguments) {
+  check_sequences(inputs.hidden, inputs.target, "--target", arguments.target);
+  const TensorView target = inputs.target.view;
+  inputs.target =
+      shifted<int64_t>(inputs.target, DType::i64, arguments.shift, arguments.options.ignore_index,
+                       [&](int64_t i) { return element(target, i); });
+  if (!inputs.token_weight.view) return;
+  check_sequences(inputs.hidden, inputs.token_weight, "--token-weight", arguments.token_weight);
+  const auto* weight = inputs.token_weight.view.as<const float>();
+  inputs.token_weight = shifted<float>(inputs.token_weight, DType::f32, arguments.shift, 0,
+                                       [&](int64_t i) { return weight[i]; });
+}
+
+// The library counts tokens; the file has its own dimensions, in which nothing has moved:
+// "target[3] is 99; ..." becomes "target[1, 1] is 99; ...".
+std::string in_the_file(const std::string& message, const LossInputs& inputs, int64_t shift) {
+  const std::string_view name = "target[";
+  int64_t token = 0;
+  const char* last = message.data() + message.size();
+  if (!message.starts_with(name)) return message;
+  const auto [end, problem] = std::from_chars(message.data() + name.size(), last, token);
+  if (problem != std::errc{} || end == last || *end != ']') return message;
+  std::vector<int64_t> index;
+  token += shift;
+  for (auto extent = inputs.target.shape.rbegin(); extent != inputs.target.shape.rend(); ++extent) {
+    index.insert(index.begin(), token % *extent);
+    token /= *extent;
+  }
+  return fmt::format("{}{}{}", name, text_of(index), std::string_view(end, last));
 }
 
 template <class Op>
@@ -162,14 +197,20 @@ void set_gradients(LinearCrossEntropyForwardBackward& op, LossOutputs& outputs, 
 }
 
 template <class Op>
-void run_op(const Op& op, const LossArguments& arguments, LossOutputs& outputs) {
+void run_op(const Op& op, const LossInputs& inputs, const LossArguments& arguments,
+            LossOutputs& outputs) {
   const Execution execution{.device = {parse_device(arguments.device), 0}};
   check(workspace(op, execution, &outputs.size));
   outputs.workspace = arguments.memory.value_or(outputs.size.recommended);
   check_memory(outputs.workspace, outputs.size);
   const Buffer scratch(outputs.workspace);
   const auto start = std::chrono::steady_clock::now();
-  check(run(op, scratch.workspace(), execution));
+  const Status status = run(op, scratch.workspace(), execution);
+  if (status.code() == StatusCode::target_out_of_range) {
+    throw BadInput(in_the_file(status.message(), inputs, arguments.shift), "target",
+                   "target_out_of_range");
+  }
+  check(status);
   outputs.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
@@ -181,7 +222,7 @@ Buffer token_losses(const LossInputs& inputs, const LossArguments& arguments) {
   set_inputs(op, inputs, arguments.options);
   op.options.reduction = Reduction::none;
   set_outputs(op, outputs, inputs, false);
-  run_op(op, arguments, outputs);
+  run_op(op, inputs, arguments, outputs);
   return std::move(outputs.loss);
 }
 
@@ -199,10 +240,7 @@ LossInputs load_inputs(const SafetensorsFile& file, const LossArguments& argumen
       .bias = load(content, arguments.bias, "--bias", 1, false, floats),
       .token_weight = load(content, arguments.token_weight, "--token-weight", 1, true, f32),
       .vocab_weight = load(content, arguments.vocab_weight, "--vocab-weight", 1, false, f32)};
-  if (arguments.shift > 0) {
-    check_sequences(inputs.hidden, inputs.target, arguments.target);
-    inputs.target = shifted(inputs.target, arguments.shift, arguments.options.ignore_index);
-  }
+  if (arguments.shift > 0) shift(inputs, arguments);
   return inputs;
 }
 
@@ -212,15 +250,17 @@ LossOutputs compute_loss(const LossInputs& inputs, const LossArguments& argument
     LinearCrossEntropyForward op;
     set_inputs(op, inputs, arguments.options);
     set_outputs(op, outputs, inputs, arguments.wants_statistics());
-    run_op(op, arguments, outputs);
+    run_op(op, inputs, arguments, outputs);
   } else {
     LinearCrossEntropyForwardBackward op;
     set_inputs(op, inputs, arguments.options);
     set_outputs(op, outputs, inputs, arguments.wants_statistics());
     set_gradients(op, outputs, parse_dtype(arguments.grad_dtype));
-    run_op(op, arguments, outputs);
+    run_op(op, inputs, arguments, outputs);
   }
-  if (!arguments.per_token.empty() && arguments.options.reduction != Reduction::none) {
+  // Those of a loss that is no number say whose fault it is.
+  if (arguments.options.reduction != Reduction::none &&
+      (!arguments.per_token.empty() || !std::isfinite(*outputs.loss.as<const float>()))) {
     outputs.token_loss = token_losses(inputs, arguments);
   }
   return outputs;

@@ -88,6 +88,9 @@ int main(int argc, char** argv) {
       return complain(app, json, 2,
                       BadInput(name + ": no such command; see logitless --help", name));
     }
+    if (app.get_subcommands().empty() && dynamic_cast<const CLI::RequiredError*>(&e) != nullptr) {
+      return complain(app, json, 2, BadInput("a command is missing; see logitless --help"));
+    }
     return complain(app, json, 2, BadInput(e.what(), field_of(e)));
   } catch (const BadInput& e) {
     return complain(app, json, 2, e);

@@ -6,10 +6,13 @@
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
+#include <cerrno>
 #include <charconv>
 #include <cmath>
+#include <cstdlib>
 
 #include "cli/commands.h"
+#include "src/numbers.h"
 
 namespace logitless::cli {
 namespace {
@@ -106,6 +109,43 @@ CLI::Validator integer(int64_t least, int64_t most) {
         return value > most ? fmt::format("{}; allowed: <= {}", text, most) : "";
       },
       "");
+}
+
+namespace {
+
+// Returns what is wrong with the text of a number that is to be f32, or "".
+std::string wrong_with(const std::string& text, double* value) {
+  char* end = nullptr;
+  errno = 0;
+  *value = std::strtod(text.c_str(), &end);
+  if (text.empty() || *end != 0) return "\"" + text + "\" is no number";
+  // A double too may hold it as 0 or as an infinity.
+  const bool lost = errno == ERANGE && (*value == 0 || std::isinf(*value));
+  if (lost || !held_by_f32(*value)) return fmt::format("{}; allowed: {}", text, what_f32_holds);
+  return "";
+}
+
+}  // namespace
+
+CLI::Validator number() {
+  return CLI::Validator(
+      [](const std::string& text) {
+        double value = 0;
+        return wrong_with(text, &value);
+      },
+      "");
+}
+
+CLI::Validator number(double least, double most) {
+  const std::string range = fmt::format("{} to {}", least, most);
+  return CLI::Validator(
+      [least, most, range](const std::string& text) {
+        double value = 0;
+        const std::string wrong = wrong_with(text, &value);
+        if (!wrong.empty() || (value >= least && value <= most)) return wrong;
+        return fmt::format("{}; allowed: {}", text, range);
+      },
+      range);
 }
 
 std::string format_bytes(uint64_t bytes) {

@@ -22,6 +22,11 @@ void add_memory_option(CLI::App& command, std::optional<uint64_t>& bytes);
 void check_memory(uint64_t bytes, const WorkspaceSize& size);
 // Takes decimal integers that fit, because CLI11 alone takes octal and bends what is too large.
 CLI::Validator integer(int64_t least = INT64_MIN, int64_t most = INT64_MAX);
+// Takes numbers that f32 holds, because CLI11 alone makes 0 of those below and infinity of those
+// above, and lets NaN pass a range. Without a range the library says of its options what is
+// allowed.
+CLI::Validator number();
+CLI::Validator number(double least, double most);
 std::string format_bytes(uint64_t bytes);                   // it returns "64.0 MiB", for example
 std::string joined(const std::vector<std::string>& names);  // it returns "a, b, c", for example
 // Returns what people type as --memory for at least `bytes`, such as "414KiB".

@@ -1,15 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * One step of gradient descent on a language model's head, in C. With zero weights every token
- * costs exactly log V and grad_weight_jd = 1/N sum_i (1/V - [target_i = j]) input_id; after the
- * step the loss is lower. */
+ * costs exactly log V; after the step the loss is lower. docs/cpp.md shows it whole. */
+#include <logitless/c.h>
+
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "logitless/c.h"
-
-enum { N = 64, D = 32, V = 1000 };
+enum { N = 64, D = 32, V = 1000 };                            /* tokens, hidden size, vocabulary */
 static float input[N * D], weight[V * D], grad_weight[V * D]; /* [N, D] [V, D] [V, D] */
 static int32_t target[N];                                     /* [N] */
 
@@ -51,20 +50,6 @@ static int loss_and_gradient(float* loss) {
   return status.code == LOGITLESS_OK;
 }
 
-/* Returns the largest difference between grad_weight and its closed form at zero weights. */
-static double gradient_error(void) {
-  double error = 0;
-  for (int j = 0; j < V; ++j) {
-    for (int d = 0; d < D; ++d) {
-      double expected = 0;
-      for (int i = 0; i < N; ++i) expected += (1.0 / V - (target[i] == j)) / N * input[i * D + d];
-      const double difference = fabs(grad_weight[j * D + d] - expected);
-      if (difference > error) error = difference;
-    }
-  }
-  return error;
-}
-
 int main(void) {
   srand(1);
   for (int k = 0; k < N * D; ++k) input[k] = 2.0f * (float)rand() / (float)RAND_MAX - 1.0f;
@@ -72,10 +57,8 @@ int main(void) {
 
   float before = 0, after = 0;
   if (!loss_and_gradient(&before)) return 1;
-  const double error = gradient_error();
   for (int k = 0; k < V * D; ++k) weight[k] -= grad_weight[k];
   if (!loss_and_gradient(&after)) return 1;
-  printf("loss %.4f, log V %.4f, gradient error %.1e, loss after the step %.4f\n", before, log(V),
-         error, after);
-  return fabs(before - log(V)) < 1e-5 && error < 1e-7 && after < before - 0.1 ? 0 : 1;
+  printf("loss %.4f, log V %.4f, loss after the step %.4f\n", before, log(V), after);
+  return fabs(before - log(V)) < 1e-5 && after < before - 0.1 ? 0 : 1;
 }

@@ -34,9 +34,7 @@ const Backend* find_backend(DeviceType type, Status* status) {
       return nullptr;
 #endif
   }
-  *status = error(StatusCode::unknown_enum,
-                  "execution.device.type is %d; allowed: 0 (cpu) to 3 (reference)",
-                  static_cast<int>(type));
+  *status = unknown_device(static_cast<int32_t>(type));
   return nullptr;
 }
 
@@ -197,9 +195,7 @@ Status from_c(const logitless_op* source, const Execution& execution, Call* call
   logitless_op c;
   Status status = read_struct("op", source, &c);
   if (!status.ok()) return status;
-  if (c.kind < 0 || c.kind >= kinds) {
-    return error(StatusCode::unknown_enum, "op.kind is %d; allowed: 0 to %d", c.kind, kinds - 1);
-  }
+  if (c.kind < 0 || c.kind >= kinds) return unknown_op(c.kind);
   *call = Call(c.kind, execution);
   if (call->loss_op) {
     status = from_c(c.options, &call->options);
@@ -227,8 +223,8 @@ Status from_c(const logitless_op* source, const Execution& execution, Call* call
   if (!status.ok()) return status;
   // The fields that are left belong to other ops.
   if (const char* name = name_of_set_field(c); name != nullptr) {
-    return error(StatusCode::invalid_argument, "%s is set; an op of kind %d does not have it", name,
-                 c.kind);
+    return error(StatusCode::invalid_argument, "%s is set; %s does not have it", name,
+                 call->op_name());
   }
   return {};
 }

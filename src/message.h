@@ -9,6 +9,9 @@
 
 namespace logitless {
 
+// NaN has no sign for its reader, and printf prints one.
+inline double unsigned_nan(double value) { return value == value ? value : __builtin_nan(""); }
+
 [[gnu::format(printf, 2, 3)]] inline Status error(StatusCode code, const char* format, ...) {
   Status status(code, "");
   std::va_list arguments;

@@ -14,9 +14,18 @@ constexpr const char* name_of(DType dtype) {
   return names[static_cast<int32_t>(dtype)];
 }
 
+constexpr bool known(DeviceType type) {
+  return static_cast<uint32_t>(type) <= static_cast<uint32_t>(DeviceType::reference);
+}
+
 constexpr const char* name_of(DeviceType type) {
   constexpr const char* names[] = {"cpu", "cuda", "webgpu", "reference"};
   return names[static_cast<int32_t>(type)];
+}
+
+constexpr const char* name_of(Reduction reduction) {
+  constexpr const char* names[] = {"none", "sum", "mean"};
+  return names[static_cast<int32_t>(reduction)];
 }
 
 // This is a shape in words.
@@ -60,6 +69,9 @@ inline bool extent(const TensorView& v, int64_t* bytes) {
          !__builtin_mul_overflow(last, size_of(v.dtype), bytes) &&
          !__builtin_add_overflow(*bytes, static_cast<int64_t>(v.byte_offset), &end);
 }
+
+// Refuses a dtype or a device that is none.
+Status check_enums(const char* name, const TensorView& view);
 
 // These are the rules of validate_fields.cpp and validate_options.cpp; each looks at one thing and
 // relies on those before it in the table of validate.cpp.

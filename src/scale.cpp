@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // This file runs values *= factor: it checks both, then calls the backend.
 #include "src/backend.h"
+#include "src/message.h"
+#include "src/rules.h"
 #include "src/validate.h"
 
 namespace logitless {
@@ -8,17 +10,19 @@ namespace {
 
 Status check_view(const char* name, const TensorView& v, int32_t rank, const Execution& execution) {
   const bool floating = v.dtype == DType::f32 || v.dtype == DType::f16 || v.dtype == DType::bf16;
+  Status status = check_enums(name, v);
+  if (!status.ok()) return status;
   if (!(v.device == execution.device)) {
-    return error(StatusCode::wrong_device, "%s is on device %d:%d; allowed: the execution's, %d:%d",
-                 name, static_cast<int>(v.device.type), v.device.index,
-                 static_cast<int>(execution.device.type), execution.device.index);
+    return error(StatusCode::wrong_device, "%s is on %s:%d; allowed: %s:%d", name,
+                 name_of(v.device.type), v.device.index, name_of(execution.device.type),
+                 execution.device.index);
   }
   if (v.rank != rank) {
     return error(StatusCode::wrong_shape, "%s has rank %d; allowed: %d", name, v.rank, rank);
   }
   if (!floating || (rank == 0 && v.dtype != DType::f32)) {
-    return error(StatusCode::wrong_dtype, "%s has dtype %d; allowed: %s", name,
-                 static_cast<int>(v.dtype), rank == 0 ? "f32" : "f32, f16, bf16");
+    return error(StatusCode::wrong_dtype, "%s is %s; allowed: %s", name, name_of(v.dtype),
+                 rank == 0 ? "f32" : "f32, f16, bf16");
   }
   const int64_t count = rank == 0 ? 1 : v.shape[0];
   if (count < 0 || (count > 1 && v.stride[0] != 1)) {

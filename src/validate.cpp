@@ -4,19 +4,28 @@
 // pointers.
 #include "src/validate.h"
 
+#include <string>
+
 #include "src/kept.h"
 #include "src/message.h"
 #include "src/rules.h"
 
 namespace logitless {
 
+Status unknown_device(int32_t type) {
+  return error(StatusCode::unknown_enum,
+               "execution.device.type is %d; allowed: cpu, cuda, webgpu, reference", type);
+}
+
+Status unknown_op(int32_t kind) {
+  std::string names;
+  for (int32_t k = 0; k < kinds; ++k) names += std::string(k > 0 ? ", " : "") + name_of_op(k);
+  return error(StatusCode::unknown_enum, "op.kind is %d; allowed: %s", kind, names.c_str());
+}
+
 Status validate(const Execution& execution) {
   const Device device = execution.device;
-  if (static_cast<uint32_t>(device.type) > static_cast<uint32_t>(DeviceType::reference)) {
-    return error(StatusCode::unknown_enum,
-                 "execution.device.type is %d; allowed: 0 (cpu) to 3 (reference)",
-                 static_cast<int>(device.type));
-  }
+  if (!known(device.type)) return unknown_device(static_cast<int32_t>(device.type));
   const bool host = device.type == DeviceType::cpu || device.type == DeviceType::reference;
   if (device.index < 0 || (host && device.index != 0)) {
     return error(StatusCode::wrong_device, "execution.device.index is %d; allowed: %s",
@@ -244,8 +253,7 @@ Status validate(const Call& call) {
 
 Status validate_keeping(const Call& call) {
   if (call.kind != LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD) {
-    return error(StatusCode::invalid_argument, "op.kind is %d (%s); allowed: %d (%s)", call.kind,
-                 call.op_name(), LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD,
+    return error(StatusCode::invalid_argument, "op.kind is %s; allowed: %s", call.op_name(),
                  name_of_op(LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD));
   }
   for (const auto rule : kRules) {

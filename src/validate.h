@@ -7,6 +7,10 @@
 
 namespace logitless {
 
+// These are the messages of a device and of an op that are none.
+Status unknown_device(int32_t type);
+Status unknown_op(int32_t kind);
+
 // Checks the device alone; the backend says whether there is one of that index.
 Status validate(const Execution& execution);
 

@@ -90,10 +90,6 @@ const FieldRule& rule_of(const Field& field) {
   return kFieldRules[0];  // nothing gets here, as every field of fields.h is listed
 }
 
-bool known(DeviceType type) {
-  return static_cast<uint32_t>(type) <= static_cast<uint32_t>(DeviceType::reference);
-}
-
 // Returns the first failure of `check` over the given fields.
 template <class Check>
 Status for_each_given(const Call& call, Check&& check) {
@@ -130,20 +126,36 @@ Status check_kept_shape(const Call& call, const TensorView& view) {
                static_cast<long long>(kept_group));
 }
 
+// The weight says what V is, so that only its D can be wrong.
+Status wrong_width(const TensorView& weight, int64_t hidden) {
+  const long long d = hidden;
+  if (weight.shape[0] == hidden) {
+    return error(
+        StatusCode::wrong_shape,
+        "weight has shape %s; allowed: [V, %lld]; its first dimension is %lld: transposed?",
+        shape_text(weight).text, d, d);
+  }
+  return error(StatusCode::wrong_shape, "weight has shape %s; allowed: [V, %lld]",
+               shape_text(weight).text, d);
+}
+
 }  // namespace
 
+Status check_enums(const char* name, const TensorView& view) {
+  if (size_of(view.dtype) == 0) {
+    return error(StatusCode::unknown_enum, "%s has dtype %d; allowed: f32, f16, bf16, i32, i64",
+                 name, static_cast<int>(view.dtype));
+  }
+  if (!known(view.device.type)) {
+    return error(StatusCode::unknown_enum, "%s has device type %d; allowed: cpu, cuda, webgpu",
+                 name, static_cast<int>(view.device.type));
+  }
+  return {};
+}
+
 Status check_tensor_enums(const Call& call) {
-  return for_each_given(call, [](const Field& field, const TensorView& v) -> Status {
-    if (size_of(v.dtype) == 0) {
-      return error(StatusCode::unknown_enum, "%s has dtype %d; allowed: 0 (f32) to 4 (i64)",
-                   field.name.data(), static_cast<int>(v.dtype));
-    }
-    if (!known(v.device.type)) {
-      return error(StatusCode::unknown_enum,
-                   "%s has device type %d; allowed: 0 (cpu) to 2 (webgpu)", field.name.data(),
-                   static_cast<int>(v.device.type));
-    }
-    return {};
+  return for_each_given(call, [](const Field& field, const TensorView& v) {
+    return check_enums(field.name.data(), v);
   });
 }
 
@@ -248,6 +260,7 @@ Status check_shapes(const Call& call) {
         break;
     }
     if (view.shape[0] == first && (rank == 1 || view.shape[1] == second)) return {};
+    if (field.name == "weight") return wrong_width(view, d);
     return error(StatusCode::wrong_shape, "%s has shape %s; allowed: %s%s", field.name.data(),
                  shape_text(view).text, shape_text(rank, first, second).text,
                  shape == Shape::reduced || shape == Shape::scalar ? " or []" : "");

@@ -19,13 +19,13 @@ struct EnumRule {
 };
 constexpr EnumRule kEnums[] = {
     {"reduction", [](const LossOptions& o) { return static_cast<int32_t>(o.reduction); }, 2,
-     "0 (none), 1 (sum), 2 (mean)"},
+     "none, sum, mean"},
     {"out_of_range", [](const LossOptions& o) { return static_cast<int32_t>(o.out_of_range); }, 1,
-     "0 (error), 1 (ignore)"},
+     "error, ignore"},
     {"empty_mean", [](const LossOptions& o) { return static_cast<int32_t>(o.empty_mean); }, 1,
-     "0 (zero), 1 (nan)"},
+     "zero, nan"},
     {"input_kind", [](const LossOptions& o) { return static_cast<int32_t>(o.input_kind); }, 1,
-     "0 (logits), 1 (probabilities)"},
+     "logits, probabilities"},
 };
 
 struct RangeRule {
@@ -102,7 +102,7 @@ Status check_option_ranges(const Call& call) {
     const float value = call.options.*rule.value;
     if (!rule.ok(value)) {
       return error(StatusCode::invalid_argument, "%s is %g; allowed: %s", rule.name,
-                   static_cast<double>(value), rule.allowed);
+                   unsigned_nan(static_cast<double>(value)), rule.allowed);
     }
   }
   return check_factors(call.options);
@@ -123,7 +123,8 @@ Status check_normalizer(const Call& call) {
   const bool view = static_cast<bool>(call["normalizer"]);
   if (!(value >= 0 && value <= DBL_MAX)) {
     return error(StatusCode::invalid_argument,
-                 "options.normalizer is %g; allowed: finite, >= 0 (0: counted)", value);
+                 "options.normalizer is %g; allowed: finite, >= 0 (0: counted)",
+                 unsigned_nan(value));
   }
   if (view && value != 0) {
     return error(StatusCode::invalid_argument,
@@ -132,8 +133,8 @@ Status check_normalizer(const Call& call) {
   }
   if ((view || value != 0) && call.options.reduction != Reduction::mean) {
     return error(StatusCode::invalid_argument,
-                 "normalizer is given with reduction %d; allowed: with 2 (mean) only",
-                 static_cast<int>(call.options.reduction));
+                 "normalizer is given with reduction %s; allowed: with mean only",
+                 name_of(call.options.reduction));
   }
   return {};
 }
@@ -228,8 +229,8 @@ Status check_probability_input(const Call& call) {
   if (!call.loss_op || call.options.input_kind != InputKind::probabilities) return {};
   const LossOptions& o = call.options;
   if (call.linear || call.combines) {
-    return error(StatusCode::invalid_argument,
-                 "input_kind is 1 (probabilities); %s allows: 0 (logits)", call.op_name());
+    return error(StatusCode::invalid_argument, "input_kind is probabilities; %s allows: logits",
+                 call.op_name());
   }
   const struct {
     const char* name;

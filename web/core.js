@@ -118,6 +118,8 @@ export class Core {
   }
 
   #option(name, value) {
+    // As the module's number null would be 0, and "one" NaN.
+    if (typeof value !== 'number') throw new LogitlessError('invalid_argument', `${name} is ${value}; allowed: a number`);
     this.#withText(snake(name), (text) => this.#ask((module) => module.option(text, value)));
   }
 

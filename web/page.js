@@ -12,8 +12,8 @@ const at = (id) => document.getElementById(id);
 const CHECKED = 2 ** 27;
 // The shape of the first call on a GPU, where it takes no longer than the form's own on a software adapter.
 const ON_A_GPU = {tokens: 1024, vocab: 32768};
-// Where the bound is derived; browsers that know text fragments go to the section.
-const CONTRACT = 'docs/semantics.md#:~:text=Accuracy%2C%20promised';
+// Where the bound is derived.
+const CONTRACT = 'document.html?docs/semantics.md#accuracy-promised-and-tested-per-element-against-the-double-reference';
 const STEP = 4096;  // tokens of a training step of today
 
 let instance = null;
@@ -56,6 +56,26 @@ function readForm() {
     ...shape, options, dtype: form.get('dtype'), ignored: number('ignored') / 100, bias: form.has('bias'),
     gradients: form.has('gradients'), workspace: form.get('workspace'),
   };
+}
+
+// What is wrong with the first field that the browser refuses.
+function complaint(form) {
+  const field = form.querySelector('input:invalid');
+  const name = field.labels[0].firstChild.textContent.trim();
+  const whole = field.step === 'any' ? '' : 'whole numbers, ';
+  const range = field.max ? `${field.min} to ${field.max}` : field.min ? `${field.min} or more` : 'a number';
+  return `${name} is ${field.value || 'not a number'}; allowed: ${whole}${range}.`;
+}
+
+// Of the tensors that a call holds, one that no buffer of the device would.
+function tooLarge(logitless, {tokens, hidden, vocab, dtype, gradients}) {
+  const most = logitless.device.limits.maxBufferSize;
+  const bytes = dtype === 'f16' && !gradients ? 2 : 4;  // gradients are f32
+  for (const [what, rows, sizes] of [['hidden states', tokens, 'N or D'], ['vocabulary', vocab, 'V or D']]) {
+    const size = rows * hidden * bytes;
+    if (size > most) return `This call is too large: its ${what} [${rows}, ${hidden}] take ${bytesText(size)}, and a buffer of this device holds ${bytesText(most)}. Choose a smaller ${sizes}.`;
+  }
+  return null;
 }
 
 // Arrays of a random problem: logits of a few units, so that some tokens are likely and some are not.
@@ -153,10 +173,7 @@ function showMemory(logitless, problem, used) {
     y: {low: Math.min(...all), high: Math.max(...all), log: true, label: 'memory', format: bytesText},
     curves, at: {x: STEP, name: 'a training step'}, dot: {x: tokens, y: Math.max(1, used), name: 'this call'},
   });
-  const materialised = 4 * tokens * vocab;
-  at('memory').textContent = `${bytesText(used)} of workspace instead of ${bytesText(materialised)} of logits`;
-  at('memory-meaning').textContent =
-    `What the call takes beside inputs and gradients; f32 logits are ${(materialised / Math.max(1, used)).toPrecision(3)} times as much.`;
+  sayMemory(problem, used, planOf({}));
   const told = (v) => {
     const plan = planOf({tokens: STEP, vocab: v});
     const here = plan ? `${bytesText(plan.recommended)} of workspace (at least ${bytesText(plan.minimum)})` : "which passes this device's limits";
@@ -165,8 +182,33 @@ function showMemory(logitless, problem, used) {
   at('memory-note').textContent = `A training step of ${STEP} tokens: ${told(vocab)}; with V = ${2 ** 17}, ${told(2 ** 17)}.`;
 }
 
+// A plain implementation holds the f32 logits, and their gradient beside them.
+function sayMemory({tokens, vocab, gradients}, used, plan) {
+  const logits = 4 * tokens * vocab;
+  const held = gradients ? 2 * logits : logits;
+  const [whole, name] = used < logits ? [logits, 'logits'] : [held, gradients ? 'logits and their gradient' : 'logits'];
+  if (used < held) {
+    at('memory').textContent = `${bytesText(used)} of workspace instead of ${bytesText(whole)} of ${name}`;
+    at('memory-meaning').textContent =
+      `What the call takes beside inputs and gradients; f32 ${name} are ${(whole / Math.max(1, used)).toPrecision(3)} times as much.`;
+    return;
+  }
+  at('memory').textContent = `${bytesText(used)} of workspace: nothing is saved at this size`;
+  const least = plan && plan.minimum < held ? `; the workspace "minimum" takes ${bytesText(plan.minimum)}` : '';
+  at('memory-meaning').textContent = `f32 ${name} are ${bytesText(held)}${least}.`;
+}
+
+// What an earlier call has left says nothing of one that was refused.
+function clearResults() {
+  at('results').hidden = true;
+  at('memory-chart').replaceChildren();
+  at('memory-note').textContent = '';
+}
+
 async function runOnce(logitless) {
   const problem = readForm();
+  const refusal = tooLarge(logitless, problem);
+  if (refusal) throw new Error(refusal);
   at('progress').textContent = 'making the inputs…';
   await drawn();
   const {arrays, shapes} = makeProblem(problem);
@@ -236,6 +278,7 @@ function showDevice(logitless) {
   const info = logitless.device.adapterInfo ?? {};
   const names = [info.vendor, info.architecture, info.description].filter(Boolean).join(', ');
   const l = logitless.device.limits;
+  at('where').textContent = isSoftware(info) ? 'on a software adapter' : "on this machine's GPU";
   at('adapter').textContent =
     `${isSoftware(info) ? 'No GPU, but a software adapter on the CPU' : 'GPU'}: ${names || 'not named'}; one binding up to ` +
     `${bytesText(l.maxStorageBufferBindingSize)}, workgroups of up to ${l.maxComputeInvocationsPerWorkgroup} with ${bytesText(l.maxComputeWorkgroupStorageSize)}.`;
@@ -264,14 +307,17 @@ async function start() {
     button.disabled = true;
     at('progress').className = 'soft';
     try {
+      if (!at('options').reportValidity()) throw new Error(complaint(at('options')));
       await runOnce(await ready());
     } catch (error) {
+      clearResults();
       at('progress').className = 'bad';
-      at('progress').textContent = error.message;
+      // Of an array that JavaScript does not make.
+      at('progress').textContent = error instanceof RangeError ? `This call is too large for this browser's memory (${error.message}).` : error.message;
     }
     button.disabled = false;
   };
-  button.addEventListener('click', () => at('options').reportValidity() && run());
+  button.addEventListener('click', run);
   at('options').addEventListener('submit', (event) => event.preventDefault());
   // The browser cannot show what is wrong with a field that is folded away.
   at('more').addEventListener('invalid', () => (at('more').open = true), true);

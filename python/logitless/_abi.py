@@ -366,9 +366,9 @@ class Plan:
     """A call made ready: one shape, one set of options, one device. Threads may share it.
 
     `memory` bounds the workspace in bytes (None: what the core recommends); `most` is where more
-    would no longer be used. `room` bounds it too, but never below the minimum. The workspace serves
-    tensors that are aligned as `addresses` are, in the views' order; without them it serves any,
-    for which it may have to be larger.
+    would no longer be used. `room` bounds it too, but never below the minimum, as a `memory` below
+    0 does (see Room). The workspace serves tensors that are aligned as `addresses` are, in the
+    views' order; without them it serves any, for which it may have to be larger.
     """
 
     def __init__(
@@ -399,11 +399,13 @@ class Plan:
         self.recommended: int = size.recommended
         self.alignment: int = size.alignment
         self.bytes: int = self.recommended
-        if memory is not None:
+        if memory is not None and memory < 0:  # a Room
+            room = -memory
+        elif memory is not None:
             if memory < self.minimum:
                 raise too_small(memory, self.minimum, self.recommended)
             self.bytes = min(memory, max(most, self.recommended))
-        elif room is not None:
+        if room is not None:
             self.bytes = max(self.minimum, min(room, max(most, self.recommended)))
         self.room = room
         self.kept = kept
@@ -491,10 +493,20 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
+class Room(NamedTuple):
+    """A `memory` that gives way: a call that cannot do with so many bytes is given the least that
+    it takes, and no error."""
+
+    bytes: int
+
+
 def parse_memory(memory: Any) -> int | None:
-    """Bytes of `memory`: a number of bytes, or a text such as "64MiB"."""
+    """Bytes of `memory`: a number of bytes, or a text such as "64MiB". Those of a Room are below 0,
+    which is what torch's ops can be told of it."""
     if memory is None:
         return None
+    if isinstance(memory, Room):
+        return -max(memory.bytes, 1)
     bytes = memory
     if isinstance(memory, str):
         text = memory.strip()

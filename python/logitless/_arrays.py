@@ -4,12 +4,14 @@ the core's dtype cannot hold is lost without a word."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from logitless._errors import invalid, wrong_dtype
+from logitless._abi import F32_RANGE
+from logitless._errors import error_of, invalid, placed, wrong_dtype, wrong_shape
 
 
 def check_unmasked(name: str, value: Any) -> None:
@@ -25,6 +27,35 @@ def check_real(name: str, dtype: np.dtype[Any]) -> None:
         raise wrong_dtype(f"{name} is {dtype}; allowed: real numbers")
 
 
+def check_shift(shift: int, shape: Sequence[int]) -> None:
+    """By one may be of a single token, which has no next one, and of none: its mean is empty."""
+    if not shape:
+        raise wrong_shape("target has shape (); allowed with shift: [..., T]")
+    tokens = shape[-1]
+    if shift < 0 or (shift > 1 and tokens and shift >= tokens):
+        raise invalid(
+            f"shift is {shift} of targets {tuple(shape)}; allowed: False, True, or 0 to "
+            f"{max(tokens - 1, 1)}, which leaves a target"
+        )
+
+
+def check_range(target: NDArray[Any], vocab: int, ignore_index: int, shift: int = 0) -> None:
+    """Of the host's targets [...] those that count are classes; a shift leaves out the first."""
+    wrong = (target != ignore_index) & ((target < 0) | (target >= vocab))
+    if shift and wrong.ndim:
+        wrong[..., :shift] = False
+    if wrong.any():
+        at = int(wrong.argmax())
+        raise error_of(
+            8,
+            placed(
+                f"target[{at}] is {target.flat[at]}; allowed: 0 to {vocab - 1}, or ignore_index "
+                f"({ignore_index})",
+                target.shape,
+            ),
+        )
+
+
 def as_f32(name: str, value: Any) -> NDArray[np.float32]:
     """Real numbers, rounded to f32. One that would become 0 or infinite is refused: a weight of 0
     is not a small one."""
@@ -38,8 +69,5 @@ def as_f32(name: str, value: Any) -> NDArray[np.float32]:
         if lost.any():
             first = np.unravel_index(int(lost.argmax()), lost.shape)
             place = f"[{', '.join(map(str, map(int, first)))}]" if first else ""
-            raise invalid(
-                f"{name}{place} is {given[first]}; allowed: 0, or 1.4e-45 to 3.4e+38 in size "
-                "(float32)"
-            )
+            raise invalid(f"{name}{place} is {given[first]}; allowed: {F32_RANGE}")
     return held

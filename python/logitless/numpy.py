@@ -15,13 +15,15 @@ except ModuleNotFoundError as error:
 
 from logitless import _abi
 from logitless._abi import Options, Plan, View, parse_memory
-from logitless._arrays import as_f32, check_unmasked
+from logitless._arrays import as_f32, check_shift, check_unmasked
 from logitless._errors import (
     OLD_OF_LOGPROB,
+    LogitlessError,
     argument,
     entropy_detached,
     invalid,
     not_supported,
+    placed,
     refuses,
     wrong_dtype,
     wrong_shape,
@@ -106,7 +108,8 @@ def _run(
 
 def _array(name: str, value: Any) -> Array:
     if not isinstance(value, np.ndarray) and not np.isscalar(value):
-        raise wrong_dtype(f"{name} is a {type(value).__name__}; allowed: a NumPy array")
+        way = ", as of np.asarray" if hasattr(value, "__array__") else ""
+        raise wrong_dtype(f"{name} is a {type(value).__name__}; allowed: a NumPy array{way}")
     check_unmasked(name, value)
     return np.asarray(value)
 
@@ -134,6 +137,9 @@ class _Call:
                 f"target is {target.dtype}: soft targets and top-k log-probabilities are not "
                 "supported; allowed: class indices, int64 or int32"
             )
+        if target.dtype.name not in ("int32", "int64"):
+            way = "; use .astype(np.int64)" if target.dtype.kind in "iu" else ""
+            raise wrong_dtype(f"target is {target.dtype}; allowed: int32, int64{way}")
         if rows.ndim == 0 or target.shape != rows.shape[:-1]:
             raise wrong_shape(
                 f"target has shape {target.shape}; allowed: {rows.shape[:-1]}, the shape of {what} "
@@ -142,8 +148,9 @@ class _Call:
         self.shape = target.shape
         options["ignore_index"] = _abi.ignore_index_of(options["ignore_index"])
         options["softcap"] = _abi.softcap_of(options["softcap"])
-        shift = _integer("shift", options.pop("shift", 0))
+        self.shift = shift = _integer("shift", options.pop("shift", 0))
         if shift:
+            check_shift(shift, target.shape)
             target = _shifted(target, shift, options["ignore_index"])
         self.rows = rows.reshape(target.size, rows.shape[-1])  # [N, D]
         self.target = target.reshape(-1)  # [N]
@@ -169,7 +176,7 @@ class _Call:
                         raise wrong_shape(
                             f"token_weight has shape {value.shape}; allowed: {self.shape}"
                         )
-                    value = value.reshape(-1)
+                    value = (_moved(value, shift, 1.0) if shift else value).reshape(-1)
                 self.constants[key] = value
         if normalizer is not None and number == 0:
             self.constants["normalizer"] = np.zeros((), np.float32)
@@ -177,6 +184,16 @@ class _Call:
         self.options = Options(
             reduction=self.reduction, empty_mean=empty_mean, normalizer=number, **options
         )
+
+    def run(
+        self, kind: int, arrays: dict[str, Array | None], memory: int | None, most: int = 0
+    ) -> None:
+        """Errors name a target as the caller has it."""
+        try:
+            _run(kind, arrays | self.constants, self.options, memory, most)
+        except LogitlessError as error:
+            error.args = (placed(str(error), self.shape, self.shift),)
+            raise
 
     def outputs(self) -> dict[str, Array | None]:
         tokens = self.target.size
@@ -211,10 +228,6 @@ def _normalizer(value: Any) -> float:
 
 
 def _shifted(target: Array, shift: int, ignore_index: int) -> Array:
-    if shift < 0 or target.ndim == 0:
-        raise invalid(
-            f"shift is {shift} for a target of shape {target.shape}; allowed: >= 0, [..., T]"
-        )
     _abi.check_ignore_index(ignore_index)
     if target.dtype == np.int32 and not -(1 << 31) <= ignore_index < 1 << 31:
         target = target.astype(np.int64)
@@ -260,7 +273,7 @@ def _linear(
         }
     (tokens, hidden), vocab = call.rows.shape, weight.shape[0]
     most = 4 * (tokens * vocab + tokens * hidden + vocab * hidden)
-    _run(kind, arrays | call.constants | made | grads, call.options, parse_memory(memory), most)
+    call.run(kind, arrays | made | grads, parse_memory(memory), most)
     result = call.result(made)
     if not gradients:
         return result
@@ -282,7 +295,7 @@ def linear_cross_entropy(
     """Cross-entropy of input @ linear_weight.T + linear_bias without the logits; as in
     logitless.torch; `temperature` is a number, or an array in the target's shape, [N] or
     broadcastable to it. With `return_gradients` (mean, sum) the pair (result, Gradients), made in
-    one pass."""
+    one pass. `shift` moves with the targets what belongs to them, token_weight and temperature."""
     options = {
         "weight": weight, "reduction": reduction, "ignore_index": ignore_index,
         "label_smoothing": label_smoothing, "z_loss": z_loss, "logit_scale": logit_scale,
@@ -337,7 +350,7 @@ def cross_entropy(
             raise invalid("reduction is 'none'; allowed with gradients: 'mean', 'sum'")
         kind = _abi.CROSS_ENTROPY_FORWARD_BACKWARD
         grad = np.empty(call.rows.shape, call.rows.dtype)
-    _run(kind, arrays | call.constants | made | {"grad_logits": grad}, call.options, None)
+    call.run(kind, arrays | made | {"grad_logits": grad}, None)
     result = call.result(made)
     return result if grad is None else (result, grad.reshape(np.shape(logits)))
 

@@ -9,6 +9,8 @@
 //   any of logitless_loss_options
 #include <array>
 #include <cstring>
+#include <iterator>
+#include <string>
 #include <string_view>
 
 #include "logitless/fields.h"
@@ -90,6 +92,14 @@ const logitless_tensor** find_field(std::string_view name, logitless_op* c) {
   return nullptr;
 }
 
+// Returns XLA's own name of an element type.
+std::string name_of_type(int type) {
+  constexpr const char* names[] = {"",    "pred", "s8",  "s16", "s32", "s64", "u8",  "u16", "u32",
+                                   "u64", "f16",  "f32", "f64", "",    "",    "c64", "bf16"};
+  const bool named = type >= 0 && type < static_cast<int>(std::size(names)) && *names[type] != 0;
+  return named ? names[type] : "of element type " + std::to_string(type);
+}
+
 int32_t dtype_of(int type) {
   switch (type) {
     case type_f32:
@@ -114,9 +124,8 @@ Status read_buffer(std::string_view name, const Buffer& buffer, int32_t device_t
   const int length = static_cast<int>(name.size());
   const int32_t dtype = dtype_of(buffer.dtype);
   if (dtype < 0) {
-    return error(StatusCode::wrong_dtype,
-                 "xla: %.*s has element type %d; allowed: f32, f16, bf16, s32, s64", length,
-                 name.data(), buffer.dtype);
+    return error(StatusCode::wrong_dtype, "xla: %.*s is %s; allowed: f32, f16, bf16, s32, s64",
+                 length, name.data(), name_of_type(buffer.dtype).c_str());
   }
   if (buffer.rank < 0) {
     return error(StatusCode::wrong_shape, "xla: %.*s has rank %lld; allowed: >= 0", length,

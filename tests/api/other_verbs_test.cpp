@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "logitless/logitless.h"
+#include "messages.h"
 
 namespace logitless {
 namespace {
@@ -56,7 +57,9 @@ const Mistake kMistakes[] = {
      "factor"},
     {"integers", [](Scaling& s) { s.values.dtype = LOGITLESS_I32; }, LOGITLESS_WRONG_DTYPE,
      "values"},
-    {"an unknown dtype", [](Scaling& s) { s.values.dtype = 77; }, LOGITLESS_WRONG_DTYPE, "values"},
+    {"an unknown dtype", [](Scaling& s) { s.values.dtype = 77; }, LOGITLESS_UNKNOWN_ENUM, "values"},
+    {"no device of a tensor", [](Scaling& s) { s.values.device_type = -1; }, LOGITLESS_UNKNOWN_ENUM,
+     "values"},
     {"a factor of 16 bits", [](Scaling& s) { s.factor.dtype = LOGITLESS_BF16; },
      LOGITLESS_WRONG_DTYPE, "factor"},
     {"a negative size", [](Scaling& s) { s.values.shape[0] = -2; }, LOGITLESS_WRONG_SHAPE,
@@ -88,6 +91,8 @@ TEST(Scale, RefusesEachMistakeByItsField) {
               mistake.code)
         << mistake.name << ": " << status.message;
     EXPECT_NE(std::strstr(status.message, mistake.field), nullptr)
+        << mistake.name << ": " << status.message;
+    EXPECT_EQ(testing::number_for_a_name(status.message, static_cast<StatusCode>(status.code)), "")
         << mistake.name << ": " << status.message;
     EXPECT_EQ(s.memory, before) << mistake.name;
   }
@@ -212,7 +217,35 @@ TEST(KeptSize, RefusesWhatKeepsNothing) {
   logitless_kept size = LOGITLESS_KEPT_INIT;
   logitless_status status = LOGITLESS_STATUS_INIT;
   EXPECT_EQ(logitless_kept_size(&softmax, nullptr, 0, &size, &status), LOGITLESS_INVALID_ARGUMENT);
-  EXPECT_NE(std::string(status.message).find("op.kind"), std::string::npos);
+  EXPECT_STREQ(status.message, "op.kind is Softmax; allowed: LinearCrossEntropyForward");
+}
+
+// A message has a name where there is one: of a device, of an op.
+TEST(Messages, NameDevicesAndOps) {
+  Scaling s;
+  logitless_status status = LOGITLESS_STATUS_INIT;
+  s.factor.device_type = LOGITLESS_CUDA;
+  EXPECT_EQ(logitless_scale(&s.values, &s.factor, nullptr, &status), LOGITLESS_WRONG_DEVICE);
+  EXPECT_STREQ(status.message, "factor is on cuda:0; allowed: cpu:0");
+  s.factor.device_type = LOGITLESS_CPU;
+  s.factor.dtype = LOGITLESS_BF16;
+  EXPECT_EQ(logitless_scale(&s.values, &s.factor, nullptr, &status), LOGITLESS_WRONG_DTYPE);
+  EXPECT_STREQ(status.message, "factor is bf16; allowed: f32");
+  for (int32_t kind : {-1, 8, 99}) {
+    logitless_op op = LOGITLESS_OP_INIT(kind);
+    EXPECT_EQ(logitless_run(&op, nullptr, nullptr, &status), LOGITLESS_UNKNOWN_ENUM);
+    EXPECT_EQ(std::string(status.message),
+              "op.kind is " + std::to_string(kind) +
+                  "; allowed: Softmax, CrossEntropyForward, CrossEntropyBackward, "
+                  "CrossEntropyForwardBackward, LinearCrossEntropyForward, "
+                  "LinearCrossEntropyBackward, LinearCrossEntropyForwardBackward, Combine");
+  }
+  logitless_op op = LOGITLESS_OP_INIT(LOGITLESS_COMBINE);
+  op.consume_kept = 1;
+  EXPECT_EQ(logitless_run(&op, nullptr, nullptr, &status), LOGITLESS_INVALID_ARGUMENT);
+  EXPECT_STREQ(status.message, "consume_kept is set; Combine does not have it");
+  EXPECT_EQ(logitless_describe_backend(7, nullptr, 0, &status), LOGITLESS_UNKNOWN_ENUM);
+  EXPECT_STREQ(status.message, "execution.device.type is 7; allowed: cpu, cuda, webgpu, reference");
 }
 
 }  // namespace

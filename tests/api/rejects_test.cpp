@@ -8,6 +8,7 @@
 
 #include <stdexcept>
 
+#include "messages.h"
 #include "rejects_memory.h"
 #include "src/validate.h"
 
@@ -33,6 +34,7 @@ void expect_status(const Status& status, StatusCode code, const std::string& fie
   EXPECT_EQ(static_cast<int>(status.code()), static_cast<int>(code)) << status.message();
   EXPECT_TRUE(mentions(status.message(), field))
       << "'" << status.message() << "' does not name " << field;
+  EXPECT_EQ(number_for_a_name(status.message(), status.code()), "") << status.message();
 }
 
 void expect_reject(Subject& s, StatusCode code, const std::string& field, Seen seen) {
@@ -208,6 +210,22 @@ TEST(Rejects, WrongSizeOfAnyField) {
       });
     }
   }
+}
+
+// Nobody wants a weight [D, D]: what fits is any V, and a weight [D, V] is one that was transposed.
+TEST(Rejects, ATransposedWeightIsSaidToBeOne) {
+  int made = 0;
+  for_each_judged_subject([&](Subject& s) {
+    if (!s.linear()) return;
+    ++made;
+    SCOPED_TRACE(describe(s));
+    s["weight"].shape = {Subject::d, Subject::v};
+    EXPECT_STREQ(s.call_run().message(),
+                 "weight has shape [4, 5]; allowed: [V, 4]; its first dimension is 4: transposed?");
+    s["weight"].shape = {Subject::v, Subject::d + 1};
+    EXPECT_STREQ(s.call_run().message(), "weight has shape [5, 5]; allowed: [V, 4]");
+  });
+  EXPECT_GT(made, 0);
 }
 
 TEST(Rejects, NegativeSizeOrStrideOfAnyField) {

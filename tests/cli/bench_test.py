@@ -204,6 +204,7 @@ class BenchTest(CliTest):
         ):
             with self.subTest(arguments=arguments):
                 self.assertIn(word, self.refuse("bench", *arguments, "--json"))
+                self.assertIn(word, self.refuse("bench", *arguments))  # no table has begun
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ class GeneralTest(CliTest):
             self.assertIn("--json", self.succeed(command, "--help"))
 
     def test_bad_commands_are_one_line(self) -> None:
-        self.assertIn("subcommand", self.refuse())
+        said = "logitless: a command is missing; see logitless --help\n"
+        self.assertEqual(self.refuse(), said)
         self.assertIn("frobnicate", self.refuse("frobnicate"))
         self.assertIn("--frobnicate", self.refuse("info", "--frobnicate"))
 

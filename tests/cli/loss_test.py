@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import subprocess
 import unittest
 
-from support import DEVICES, PROGRAM, CliTest, Head, pack, read, safetensors, unpack
+from support import DEVICES, PROGRAM, CliTest, Head, pack, read, run, safetensors, unpack
 
 
 class LossTest(CliTest):
@@ -94,6 +95,70 @@ class LossTest(CliTest):
         for value in ("-1", "1.5", "x"):
             error = self.refuse("loss", self.file(b""), "--shift", value)
             self.assertRegex(error, r"--shift: (-1; allowed: >= 0|.* is no integer)$")
+
+    def test_a_bad_target_is_named_as_the_file_has_it(self) -> None:
+        for shape, bad, name in (
+            ([2, 3], 4, "target[1, 1]"),
+            ([2, 3], 5, "target[1, 2]"),
+            ([6], 4, "target[4]"),
+            ([1, 2, 3], 4, "target[0, 1, 1]"),
+        ):
+            head = Head()
+            head.target[bad] = 11
+            tensors = head.tensors()
+            for tensor, more in (("target", []), ("hidden", [5])):
+                dtype, _, data = tensors[tensor]
+                tensors[tensor] = (dtype, shape + more, data)
+            path = self.file(safetensors(tensors))
+            for device, shift in itertools.product(DEVICES, ("0", "1")):
+                with self.subTest(shape=shape, bad=bad, shift=shift, device=device):
+                    given = ("loss", path, "--shift", shift, "--device", device, "--json")
+                    said = f"{name} is 11; allowed: 0 to 10, or ignore_index -100"
+                    self.assertIn(said, self.refuse(*given))
+                    error = json.loads(run(*given).stdout)["error"]
+                    self.assertEqual(error["code"], "target_out_of_range")
+                    self.assertEqual(error["field"], "target")
+
+    def test_a_token_weight_moves_with_its_target(self) -> None:
+        """It belongs to the label: the weight of target[b, t] is that of whoever predicts it."""
+        weights = [0.5, 2.0, 0.25, 7.0, 0.0, 3.0]
+        for shift in (0, 1, 2, 5):
+            head = Head()
+            head.target[3] = 4
+            tensors = {**head.tensors(), "tw": ("F32", [2, 3], pack("F32", weights))}
+            path = self.file(safetensors(tensors))
+            given = ("loss", path, "--bias", "bias", "--reduction", "none", "--shift", str(shift))
+            plain = self.json(*given)["loss"]
+            weighted = self.json(*given, "--token-weight", "tw")["loss"]
+            for i, (a, b) in enumerate(zip(weighted, plain, strict=True)):
+                row, column = divmod(i, 3)
+                weight = weights[row * 3 + column + shift] if column + shift < 3 else 0.0
+                self.assertAlmostEqual(a, weight * b, delta=1e-6)
+        tensors["tw"] = ("F32", [6], tensors["tw"][2])
+        error = self.refuse(
+            "loss", self.file(safetensors(tensors)), "--token-weight", "tw", "--shift", "1"
+        )
+        self.assertRegex(error, r'--token-weight: tensor "tw" has the shape \[6\]; .*\[2, 3\]')
+
+    def test_a_loss_that_is_no_number_says_of_how_many_tokens(self) -> None:
+        for bad, kind in ((float("nan"), "nan"), (float("inf"), "nan|inf")):
+            head = Head()
+            head.input[4][1] = bad
+            path = self.file(safetensors(head.tensors()))
+            for reduction in ("mean", "sum", "none"):
+                with self.subTest(bad=bad, reduction=reduction):
+                    text = self.succeed("loss", path, "--reduction", reduction)
+                    self.assertRegex(
+                        text, "tokens +5 of 6 count, 1 ignored; the loss of 1 is NaN or infinite"
+                    )
+                    if reduction != "none":
+                        self.assertRegex(text, rf"loss +({kind})  \({reduction}\)")
+                    self.assertEqual(
+                        self.json("loss", path, "--reduction", reduction)["not_finite"], 1
+                    )
+        path = self.file(safetensors(Head().tensors()))
+        self.assertNotIn("NaN", self.succeed("loss", path))
+        self.assertEqual(self.json("loss", path)["not_finite"], 0)
 
     def test_per_token(self) -> None:
         head = Head()

@@ -4,15 +4,17 @@
 
     golden.py [--all] [--record] [--old OLD] PROGRAM
 
-PROGRAM is guard_plans or guard_launches, NAME.txt.xz beside this file what was recorded. Says how
-many lines differ and in what, then the first of them (all with --all), and of launches their
-transcript: as a difference from OLD's, the same program of an older build. --record writes what
-PROGRAM says now. Exit code 1: something differs."""
+PROGRAM is guard_plans or guard_launches. NAME.txt.xz beside this file has two hashes for each call:
+of its name and of everything that PROGRAM said of it when that was recorded. Names the calls that
+differ (the first of them, all with --all) and prints what is said of them now. With OLD, the same
+program of an older build, also prints what changed. --record writes what PROGRAM says now. Exit
+code 1: something differs."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import hashlib
 import lzma
 import subprocess
 import sys
@@ -24,6 +26,32 @@ SHOWN = 20
 TRANSCRIPTS = 3
 
 Facts = dict[str, str]
+
+
+def by_call(text: str) -> dict[str, str]:
+    """By a call's text all lines of it."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for line in text.splitlines():
+        found[line.partition(" | ")[0]].append(line)
+    return {call: "\n".join(lines) for call, lines in found.items()}
+
+
+def short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+def digests(calls: dict[str, str]) -> dict[str, str]:
+    """By the hash of a call's name that of its lines."""
+    found = {short_hash(call): short_hash(lines) for call, lines in calls.items()}
+    assert len(found) == len(calls), "two calls have one hash: make it longer"
+    return found
+
+
+def differing(recorded: dict[str, str], calls: dict[str, str]) -> tuple[list[str], int]:
+    """The calls that are new or not as recorded, and how many recorded ones are gone."""
+    now = digests(calls)
+    changed = [call for call in calls if recorded.get(key := short_hash(call)) != now[key]]
+    return sorted(changed), len(recorded.keys() - now.keys())
 
 
 def parse(text: str) -> dict[str, Facts]:
@@ -87,33 +115,64 @@ def transcripts(places: list[str], program: Path, old: Path | None) -> list[str]
     return report
 
 
+def read(path: Path) -> dict[str, str]:
+    if not path.exists():
+        return {}
+    lines = lzma.decompress(path.read_bytes()).decode().splitlines()
+    return dict(line.split(" ") for line in lines)
+
+
+def write(path: Path, calls: dict[str, str]) -> None:
+    text = "".join(f"{key} {value}\n" for key, value in sorted(digests(calls).items()))
+    path.write_bytes(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
+    print(f"recorded: {path.name}, {path.stat().st_size} bytes")
+
+
+def said_by(program: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([program], stdout=subprocess.PIPE, text=True)
+
+
+def report_of(arguments: argparse.Namespace, text: str, changed: list[str]) -> list[str]:
+    """What is said of the changed calls, as differences from OLD where that is given."""
+    calls, shown = by_call(text), None if arguments.all else SHOWN
+    if arguments.old is None:
+        report = [line for call in changed[:shown] for line in calls[call].splitlines()]
+        if not arguments.all and len(changed) > SHOWN:
+            report.append(f"and {len(changed) - SHOWN} other calls")
+        report.append("--old PROGRAM, the same program of an older build, shows what changed")
+        places = [line.rpartition(" | ")[0] for call in changed for line in calls[call].split("\n")]
+    else:
+        old, new = parse(said_by(arguments.old).stdout), parse(text)
+        report = compare(old, new, shown)
+        places = sorted(place for place in old.keys() & new.keys() if old[place] != new[place])
+    if arguments.program.name == "guard_launches":
+        report += transcripts(places[:TRANSCRIPTS], arguments.program, arguments.old)
+    return report
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--all", action="store_true", help="every line that differs")
+    parser.add_argument("--all", action="store_true", help="every call that differs")
     parser.add_argument("--record", action="store_true", help="writes what is said now")
     parser.add_argument("--old", type=Path, help="the same program of an older build")
     parser.add_argument("program", type=Path)
     arguments = parser.parse_args()
     name = arguments.program.name.removeprefix("guard_")
-    recorded = Path(__file__).with_name(name + ".txt.xz")
-    done = subprocess.run([arguments.program], stdout=subprocess.PIPE, text=True)
+    path = Path(__file__).with_name(name + ".txt.xz")
+    done = said_by(arguments.program)
     if done.returncode != 0:
         print(done.stdout or f"{arguments.program} failed")
         return SKIPPED if done.returncode == SKIPPED else 1
-    golden = lzma.decompress(recorded.read_bytes()).decode() if recorded.exists() else ""
-    if done.stdout == golden:
-        print(f"{name}: {golden.count(chr(10))} lines as recorded")
+    calls, recorded = by_call(done.stdout), read(path)
+    changed, gone = differing(recorded, calls)
+    if not changed and not gone:
+        print(f"{name}: {len(calls)} calls as recorded")
         return 0
-    old, new = parse(golden), parse(done.stdout)
-    report = compare(old, new, None if arguments.all else SHOWN)
-    print("\n".join(report or ["the lines stand in another order"]))
+    print(f"{len(changed)} of {len(calls)} calls are new or differ; {gone} recorded ones are gone")
+    print("\n".join(report_of(arguments, done.stdout, changed)))
     if arguments.record:
-        recorded.write_bytes(lzma.compress(done.stdout.encode(), preset=9 | lzma.PRESET_EXTREME))
-        print(f"recorded: {recorded.name}, {recorded.stat().st_size} bytes")
+        write(path, calls)
         return 0
-    if name == "launches":
-        places = sorted(place for place in old.keys() & new.keys() if old[place] != new[place])
-        print("\n".join(transcripts(places[:TRANSCRIPTS], arguments.program, arguments.old)))
     print(
         f"Where this is meant: scripts/compare-golden {name} --record, and say in the commit what"
         " changed."

@@ -8,6 +8,8 @@ if(LOGITLESS_CUDA_LISTING AND LOGITLESS_HAS_SM90A)
                    "$<FILTER:$<TARGET_OBJECTS:logitless_cuda_objects>,INCLUDE,/copy_panel\\.cu\\.o$>")
 endif()
 
+add_test(NAME guards.golden COMMAND Python3::Interpreter -B ${CMAKE_CURRENT_LIST_DIR}/golden_test.py)
+
 # Two guards compare what every planner decides and what every call launches with what was recorded.
 # Neither needs a device.
 if(LOGITLESS_WITH_CUDA AND LOGITLESS_WITH_WEBGPU)

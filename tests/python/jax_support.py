@@ -77,15 +77,22 @@ def same(actual: Any, expected: torch.Tensor, dtype: Any = jnp.float32) -> None:
     close(to_torch(actual), expected, DTYPES[dtype])
 
 
+def _compiled(fn: Callable[..., Any], *args: Any) -> str:
+    """Of the program itself: XLA knows then whose split kept state has, and makes one Backward of
+    two."""
+    text: str = jax.jit(fn).lower(*args).compile().as_text()
+    return text
+
+
 def kinds(fn: Callable[..., Any], *args: Any) -> list[int]:
     """The kinds of op in the program of fn, in order."""
-    text = jax.jit(fn).lower(*args).as_text()
-    return [int(k) for k in re.findall(r"@logitless_xla_run.*?\bkind = (\d+)", text)]
+    text = _compiled(fn, *args)
+    return [int(k) for k in re.findall(r'"logitless_xla_run".*?\bkind = (\d+)', text)]
 
 
 def fields(fn: Callable[..., Any], *args: Any) -> list[str]:
     """The tensors of every op in the program of fn."""
-    return re.findall(r'fields = "([^"]*)"', jax.jit(fn).lower(*args).as_text())
+    return re.findall(r'fields = "([^"]*)"', _compiled(fn, *args))
 
 
 def products(calls: Sequence[str]) -> int:

@@ -141,10 +141,10 @@ def test_scale_is_for_devices() -> None:
         (values, "rank", 2, 2, b"values has rank 2; allowed: 1"),
         (factor, "rank", 1, 2, b"factor has rank 1; allowed: 0"),
         (values, "dtype", _abi.I32, 3, b"allowed: f32, f16, bf16"),
-        (factor, "dtype", _abi.F16, 3, b"factor has dtype 1; allowed: f32"),
+        (factor, "dtype", _abi.F16, 3, b"factor is f16; allowed: f32"),
         (values, "data", 0, 1, b"values has NULL data"),
         (values, "data", values.data + 2, 5, b"values is at address"),
-        (factor, "device_type", _abi.CUDA, 4, b"factor is on device 1:0"),
+        (factor, "device_type", _abi.CUDA, 4, b"factor is on cuda:0; allowed: cpu:0"),
     ):
         before = getattr(place, field)
         setattr(place, field, value)

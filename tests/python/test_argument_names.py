@@ -205,7 +205,7 @@ def test_a_gradient_of_the_head_has_its_name(old: str) -> None:
 def test_a_head_that_is_a_module_is_named_as_its_own() -> None:
     head = logitless.torch.LinearCrossEntropyHead(HIDDEN + 1, VOCAB)
     target = torch.from_numpy(ROLES["target"])
-    with pytest.raises(ValueError, match=r"^head\.weight has shape \[9, 6\]; allowed: \[9, 5\]"):
+    with pytest.raises(ValueError, match=r"^head\.weight has shape \[9, 6\]; allowed: \[V, 5\]"):
         head(torch.ones(TOKENS, HIDDEN), target)
     head = logitless.torch.LinearCrossEntropyHead(HIDDEN, VOCAB, bias=True)
     head.bias = torch.nn.Parameter(torch.ones(VOCAB + 1))
@@ -242,5 +242,5 @@ def test_a_wrong_number_is_named_as_it_was_given(name: str) -> None:
 def test_a_head_that_does_not_go_with_the_input_is_named(name: str) -> None:
     (head,) = (argument for argument, role in tensors(name).items() if role == "head")
     given = arguments(name, **{head: np.ones((VOCAB, HIDDEN + 1), np.float32)})
-    with pytest.raises(ValueError, match=rf"^{head} has shape \[9, 6\]; allowed: \[9, 5\]"):
+    with pytest.raises(ValueError, match=rf"^{head} has shape \[9, 6\]; allowed: \[V, 5\]"):
         FUNCTIONS[name](**given)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import enum
+import inspect
 from typing import Any
 
 import pytest
@@ -131,6 +133,53 @@ def test_cce(reduction: str, shift: Any) -> None:
     close(torch.autograd.grad(loss.sum(), w)[0], torch.autograd.grad(expected.sum(), w)[0])
     with pytest.raises(ValueError, match="shift"):
         cce.linear_cross_entropy(x, w, t, shift=7)
+
+
+class Impl(enum.IntEnum):
+    """As Cut Cross Entropy's enumeration of its implementations."""
+
+    CCE = enum.auto()
+    TORCH_COMPILE = enum.auto()
+    CCE_KAHAN_FULL_C = enum.auto()
+
+
+@pytest.mark.parametrize(
+    "impl",
+    [
+        "cce", "cce_exact", "CCE_EXACT", "cce_kahan", "cce_kahan_full", "cce_kahan_full_c",
+        "cce_kahan_full_e", "cce_kahan_full_c_full_e", Impl.CCE, Impl.CCE_KAHAN_FULL_C,
+    ],
+    ids=str,
+)  # fmt: skip
+def test_cces_presets(impl: Any) -> None:
+    """Whatever exactness they ask for, ours is exact."""
+    x, w, b, t = problem((3, 7), 17, 8, bias=True)
+    loss = cce.linear_cross_entropy(x, w, t, b, shift=1, impl=impl)
+    expected = reference.loss(reference.logits_of(x, w, b)[:, :-1], t[:, 1:])
+    close(loss, expected)
+    for a, e in zip(torch.autograd.grad(loss, (x, w, b)), torch.autograd.grad(expected, (x, w, b))):
+        close(a, e)
+
+
+@pytest.mark.parametrize("impl", ["cce_fast", "torch_compile", Impl.TORCH_COMPILE, "", None, 3])
+def test_other_implementations_of_cce_are_refused_with_the_list(impl: Any) -> None:
+    x, w, _, t = problem((6,), 17, 8)
+    with pytest.raises(NotImplementedError, match=r"^impl is .*; allowed: 'cce', 'cce_exact', .*"):
+        cce.linear_cross_entropy(x, w, t, impl=impl)
+
+
+def test_every_parameter_of_cce() -> None:
+    """At other values than the defaults, and none changes the result of exact gradients."""
+    x, w, b, t = problem((6,), 17, 8, bias=True)
+    given: dict[str, Any] = {
+        "filter_eps": None, "accum_e_fp32": True, "accum_c_fp32": True, "filter_e_grad": False,
+        "filter_c_grad": False, "impl": "cce_kahan_full_c", "vocab_parallel_options": None,
+    }  # fmt: skip
+    rest = {"e", "c", "targets", "bias", "ignore_index", "softcap", "reduction", "shift"}
+    names = set(inspect.signature(cce.linear_cross_entropy).parameters)
+    assert names == {*given, *rest, "return_lse", "memory"}
+    plain = cce.linear_cross_entropy(x, w, t, b, -100, 9.0, "sum", 0)
+    close(cce.linear_cross_entropy(x, w, t, b, -100, 9.0, "sum", 0, **given), plain.double())
 
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -111,6 +112,20 @@ def test_shift() -> None:
     assert linear_cross_entropy(x, w, t, shift=2) == linear_cross_entropy(x, w, moved)
     assert linear_cross_entropy(x, w, t, shift=True) != linear_cross_entropy(x, w, t)
     assert linear_cross_entropy(x, w, t, shift=99) == 0
+
+
+def test_a_weight_moves_with_its_label() -> None:
+    x, w, _, t = problem((2, 5), 9, 6)
+    weight = jnp.asarray(np.random.default_rng(0).random((2, 5)), jnp.float32)
+
+    def each(x: Any, t: Any, weight: Any, **options: Any) -> Any:
+        return linear_cross_entropy(x, w, t, token_weight=weight, reduction="none", **options)
+
+    for given, shift in itertools.product((weight, np.asarray(weight, float)), (1, 3)):
+        ours = each(x, t, given, shift=shift)
+        expected = each(x[:, :-shift], t[:, shift:], weight[:, shift:])
+        assert jnp.array_equal(ours[:, :-shift], expected) and not ours[:, -shift:].any()
+    assert linear_cross_entropy(x[:, :1], w, t[:, :1], shift=True) == 0  # there is no next one
 
 
 def test_statistics_and_their_gradients() -> None:

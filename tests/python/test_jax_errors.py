@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -18,23 +19,38 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_support import platform, problem  # noqa: F401
-from logitless.jax import linear_cross_entropy, linear_logprob
+from logitless.jax import cross_entropy, linear_cross_entropy, linear_logprob, softmax
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+class Layer:
+    """As flax has them."""
+
+    kernel = np.ones((5, 9), np.float32)
 
 
 ERRORS: dict[str, tuple[dict[str, Any], type, str]] = {
     "input of integers": ({"x": np.ones((4, 5), np.int32)}, TypeError, "input is i(nt)?32"),
     "input a list": ({"x": [[1.0]]}, TypeError, "input is a list"),
+    "weight a layer": (
+        {"w": Layer()}, TypeError,
+        r"linear_weight is a Layer; allowed: an array, as its kernel\[\.\.\.\]\.T",
+    ),
     "input a scalar": ({"x": np.float32(1) + np.zeros((), np.float32)}, TypeError, "input"),
     "input of rank 0": ({"x": np.zeros((), np.float32)}, ValueError, r"input has shape \(\)"),
-    "weight of another dtype": ({"w": np.ones((9, 5), np.float16)}, TypeError, "weight is f(loat)?16"),
+    "weight: another dtype": ({"w": np.ones((9, 5), np.float16)}, TypeError, "weight is (f|float)16"),
     "weight of another hidden size": ({"w": np.ones((9, 6), np.float32)}, ValueError, "weight"),
     "weight a vector": ({"w": np.ones(45, np.float32)}, ValueError, "weight"),
     "weight empty": ({"w": np.ones((0, 5), np.float32), "b": None}, ValueError, "weight"),
     "bias of another size": ({"b": np.ones(8, np.float32)}, ValueError, "bias"),
     "target of another shape": ({"t": np.zeros(5, np.int32)}, ValueError, "target has shape"),
-    "target of i16": ({"t": np.zeros(4, np.int16)}, TypeError, "target is int16"),
+    "target of i16": (
+        {"t": np.zeros(4, np.int16)}, TypeError, r"target is int16; .*; use \.astype\(jnp\.int32\)"
+    ),
+    "target of u8, shifted": (
+        {"t": np.zeros(4, np.uint8), "shift": 1}, TypeError, "target is uint8; allowed: int32"
+    ),
     "soft targets": ({"t": np.zeros((4, 9), np.float32)}, NotImplementedError, "soft targets"),
     "class weights of another size": ({"weight": np.ones(8)}, ValueError, "^weight has"),
     "token weights of another shape": ({"token_weight": np.ones(5)}, ValueError, "token_weight"),
@@ -51,7 +67,9 @@ ERRORS: dict[str, tuple[dict[str, Any], type, str]] = {
     ),
     "ignore_index": ({"ignore_index": 1 << 70}, ValueError, "ignore_index"),
     "ignore_index a float": ({"ignore_index": 1.5}, TypeError, "ignore_index is a float"),
-    "shift": ({"shift": -1}, ValueError, "shift"),
+    "shift": ({"shift": -1}, ValueError, r"shift is -1 of targets \(4,\); allowed: False, True,"),
+    "shift of every target": ({"shift": 4}, ValueError, "shift is 4 of targets .* 0 to 3"),
+    "shift a float": ({"shift": 1.0}, TypeError, "shift is a float"),
     "target masked": ({"t": np.ma.masked_array([0, 1, 2, 3], [0, 1, 0, 0])}, TypeError, "masked"),
     "target beyond int32": ({"t": np.array([0, 1, (1 << 32) + 5, 0])}, ValueError, r"target\[2\]"),
     "class weights complex": ({"weight": np.ones(9) * 1j}, TypeError, "weight is complex128"),
@@ -102,6 +120,99 @@ def test_a_target_out_of_range(platform: str) -> None:  # noqa: F811
     with pytest.raises(error, match=r"target\[11\] is 21; allowed: 0 to 20, or ignore_index"):
         jax.block_until_ready(step(x, t))
     assert jnp.isfinite(step(x, t % 21)).all(), "the next call is as ever"
+
+
+def test_eagerly_the_host_names_the_callers_own_target(platform: str) -> None:  # noqa: F811
+    """Where the target can be looked at: not what jax.jit traces, nor on a GPU."""
+    if platform == "cuda":
+        return
+    x, w, _, t = problem((2, 5), 21, 8, ignored=0)
+    t = t.at[1, 3].set(99).at[0, 2].set(-7)
+    wrong = (
+        r"^target\[1, 3\] \(flat: target\[8\]\) is 99; allowed: 0 to 20, or ignore_index \(-7\)$"
+    )
+
+    def loss(x: Any, w: Any, t: Any, shift: Any) -> Any:
+        return linear_cross_entropy(x, w, t, ignore_index=-7, shift=shift)
+
+    for given in (t, np.asarray(t), np.asarray(t, np.int64)):
+        for shift in (False, True, 3):
+
+            def step(x: Any, t: Any = given, shift: Any = shift) -> Any:
+                return loss(x, w, t, shift)
+
+            for call in (step, jax.grad(step), jax.jit(lambda x, step=step: step(x))):
+                with pytest.raises(ValueError, match=wrong) as raised:
+                    call(x)
+                assert raised.value.status == "target_out_of_range"
+    early = t.at[1, 3].set(1).at[0, 0].set(99)
+    for shift in (1, 4):  # the wrong one is no position's label
+        assert np.isfinite(loss(x, w, early, shift))
+    with pytest.raises(ValueError, match=r"^target\[4\] is 99; allowed: 0 to 20"):
+        cross_entropy(x[0] @ w.T, t[1].at[4].set(99).at[3].set(0))
+    lone = jnp.int32(99)
+    with pytest.raises(ValueError, match=r"^target is 99; allowed"):
+        linear_cross_entropy(x[0, 0], w, lone)
+
+
+def test_numbers_that_f32_cannot_hold_with_64_bits() -> None:
+    """Of an array that can be looked at; what is traced cannot be."""
+    x, w, _, t = problem((4,), 9, 5, ignored=0)
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        ones = {"weight": jnp.ones(9, jnp.float64), "token_weight": jnp.ones(4, jnp.float64)}
+        ones |= {"temperature": jnp.ones(4, jnp.float64), "normalizer": jnp.ones((), jnp.float64)}
+        for name, value in ones.items():
+            assert np.isfinite(linear_cross_entropy(x, w, t, **{name: value}))
+            for number in (1e-46, 1e39, -1e39):
+                bad = value.at[(-1,) * value.ndim].set(number) if value.ndim else value * number
+                where = rf"^{name}(\[\d\])? is {re.escape(str(number))}; allowed: 0, or 1.4e-45"
+                for call in (
+                    lambda x, n=name, b=bad: linear_cross_entropy(x, w, t, **{n: b}),
+                    jax.grad(lambda x, n=name, b=bad: linear_cross_entropy(x, w, t, **{n: b})),
+                ):
+                    with pytest.raises(ValueError, match=where):
+                        call(x)
+
+
+class Variable:
+    """An array in a box, as flax's nnx.Param is one."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __jax_array__(self) -> Any:
+        return self.value
+
+
+jax.tree_util.register_pytree_node(
+    Variable, lambda v: ((v.value,), None), lambda _, c: Variable(*c)
+)
+
+
+def test_a_variable_stands_for_its_array() -> None:
+    x, w, b, t = problem((4, 9), 21, 8, bias=True)
+    rest = {
+        "linear_bias": b, "weight": jnp.linspace(1, 2, 21), "token_weight": jnp.ones((4, 9)),
+        "temperature": jnp.full((4, 1), 0.7), "normalizer": jnp.float32(5),
+    }  # fmt: skip
+
+    def loss(x: Any, w: Any, t: Any, rest: Any) -> Any:
+        return linear_cross_entropy(x, w, t, shift=True, **rest)
+
+    boxed = Variable(x), Variable(w), Variable(t), {n: Variable(v) for n, v in rest.items()}
+    for step in (loss, jax.jit(loss), jax.grad(loss, (0, 1)), jax.jit(jax.grad(loss, (0, 1)))):
+        for ours, theirs in zip(
+            jax.tree.leaves(step(*boxed)), jax.tree.leaves(step(x, w, t, rest))
+        ):
+            assert np.array_equal(ours, theirs)
+    assert isinstance(jax.grad(loss, 1)(*boxed), Variable)
+    logits = x @ w.T
+    assert cross_entropy(Variable(logits), Variable(t)) == cross_entropy(logits, t)
+    assert jnp.array_equal(softmax(Variable(logits)), softmax(logits))
+    of_host = Variable(np.asarray(t))
+    assert linear_cross_entropy(x, w, of_host) == linear_cross_entropy(x, w, t)
+    with pytest.raises(ValueError, match=r"weight\[0\] is 1e-46"):
+        linear_cross_entropy(x, w, t, weight=Variable(np.full(21, 1e-46)))
 
 
 def test_traced_options_and_differentiated_constants() -> None:

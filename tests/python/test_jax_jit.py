@@ -523,6 +523,42 @@ def test_a_mesh_of_explicit_axes() -> None:
             agree(step(put(x, "dp"), put(w, "tp"), put(b, "tp"), put(t, "dp")), exact)
 
 
+OF_TOKENS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "temperature": {"temperature": random(BATCH, 8, seed=3), "reduction": "none"},
+    "of a sequence": {"temperature": random(BATCH, 1, seed=3)},
+    "of a place": {"temperature": random(8, seed=3)},
+    "flat": {"temperature": random(BATCH * 8, seed=3)},
+    "of all": {"temperature": random(seed=3)},
+    "weights": {"token_weight": random(BATCH, 8), "weight": random(VOCAB), "normalizer": 5.0},
+    "host's": {"token_weight": np.asarray(random(BATCH, 8)), "reduction": "sum"},
+}
+
+
+@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="an older JAX")
+@pytest.mark.parametrize("name", OF_TOKENS)
+@pytest.mark.parametrize("types", ["Auto", "Explicit"])
+@pytest.mark.parametrize("spec", [(None, "dp"), ("tp", "dp"), (("dp", "tp"),)], ids=str)
+def test_what_belongs_to_a_label_moves_along_a_split_sequence(
+    spec: Any, types: str, name: str
+) -> None:
+    x, w, b, t = arrays(shape=(BATCH, 8))
+    kind = getattr(jax.sharding.AxisType, types)
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(kind, kind))
+    put = lambda a, *spec: jax.device_put(a, jax.sharding.NamedSharding(mesh, P(*spec)))  # noqa: E731
+    options = {"shift": True, **OF_TOKENS[name]}
+    axes = {(BATCH, 8): spec, (BATCH, 1): spec[:1], (8,): spec[1:], (BATCH * 8,): ("dp",)}
+    placed = {
+        n: put(o, *axes.get(o.shape, ())) if isinstance(o, jax.Array) else o
+        for n, o in options.items()
+    }
+    given = put(x, *spec), put(w), put(b), put(t, *spec)
+    made = jax.jit(step_of(**options))(x, w, b, t)
+    exact = (to_torch(made[0]).double(), [to_torch(g).double() for g in made[1]])
+    for step in (step_of(**placed), jax.jit(step_of(**placed))):
+        agree(step(*given), exact)
+
+
 def test_what_cannot_be_served_is_refused() -> None:
     x, w, _, t = LAYOUTS["both"].put_all(*arrays())
     with pytest.raises(Exception, match="'rank', and linear_weight is split over the mesh axes"):
@@ -592,10 +628,10 @@ def test_padding_that_counts_and_foreign_state_make_a_check_fail(
             test_sizes_that_the_axes_do_not_divide()
     real = _partition._with_kept
 
-    def trusting(split: Any, operands: Any, made: Any) -> Any:
-        if _partition._PARTS in operands:
-            operands = operands | {_partition._PARTS: jnp.array(split.kept_parts, jnp.int32)}
-        return real(split, operands, made)
+    def trusting(parts: Any, operands: Any, made: Any) -> Any:
+        if _partition._PARTS in operands and parts is not None:
+            operands = operands | {_partition._PARTS: jnp.array(parts, jnp.int32)}
+        return real(parts, operands, made)
 
     monkeypatch.setattr(_partition, "_with_kept", trusting)
     for other, made_by in (("replicated", "tokens"), ("both", "vocabulary")):

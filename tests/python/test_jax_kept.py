@@ -4,6 +4,7 @@ overwrites where XLA lets it."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -116,13 +117,15 @@ def test_a_program_copies_nothing_and_takes_what_was_said(dtype: Any) -> None:
     assert keeps(step, x, w, up) == [True, True]
     code = _abi.F32 if dtype is F32 else _abi.BF16
     bytes = _abi.whole_kept(2048, 4000, code)
+    text = jax.jit(step).lower(x, w, up).compile().as_text()
+    workspace = max(int(size) for size in re.findall(r"u8\[(\d+)\]", text))
     on_cpu = {device.platform for device in x.devices()} == {"cpu"}
-    workspaces = 0.8 * bytes if on_cpu else 44 << 20
-    assert memory(step, x, w, up).temp_size_in_bytes < bytes + workspaces  # nothing kept is copied
+    assert workspace < (bytes if on_cpu else 44 << 20)
+    states = 1 << 20  # of the tokens
+    assert memory(step, x, w, up).temp_size_in_bytes < bytes + workspace + states  # without a copy
     (rows, _), _ = _abi.kept_formula(2048, 4000, code, bytes)
     assert rows == 4032 // 64 * 2048  # every column is kept
-    lines = jax.jit(step).lower(x, w, up).compile().as_text().splitlines()
-    lines = [line for line in lines if f"[{rows},64]" in line]
+    lines = [line for line in text.splitlines() if f"[{rows},64]" in line]
     assert lines and not any(" copy(" in line for line in lines)
 
 

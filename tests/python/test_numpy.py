@@ -136,6 +136,8 @@ def test_errors() -> None:
         ln.linear_cross_entropy(x, w, t.astype(np.float32))
     with pytest.raises(ValueError, match="reduction is 'none'"):
         ln.linear_cross_entropy(x, w, t, reduction="none", return_gradients=True)
+    with pytest.raises(TypeError, match=r"input is a Tensor; .*, as of np\.asarray"):
+        ln.linear_cross_entropy(torch.from_numpy(x), w, t)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="input is a list"):
         ln.linear_cross_entropy([[1.0]], w, t)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="memory"):
@@ -178,6 +180,8 @@ WRONG_OPTIONS: dict[str, tuple[dict[str, Any], type, str]] = {
     "softcap beyond f32": ({"softcap": 1e39}, ValueError, r"softcap is 1e\+39; allowed"),
     "softcap huge": ({"softcap": 10**400}, ValueError, "softcap is an int beyond"),
     "shift": ({"shift": 1.7}, TypeError, "shift is a float"),
+    "shift back": ({"shift": -1}, ValueError, r"shift is -1 of targets \(8,\); allowed: False, T"),
+    "shift of every target": ({"shift": 8}, ValueError, "shift is 8 of targets .* or 0 to 7"),
     "shift a text": ({"shift": "1"}, TypeError, "shift is a str"),
     "normalizer of one": ({"normalizer": np.ones(1)}, ValueError, r"normalizer has shape \(1,\)"),
 }
@@ -198,6 +202,48 @@ def test_a_mask_is_not_lost(name: str) -> None:
     given[name] = np.ma.masked_array(given[name], np.zeros(given[name].shape, bool))
     with pytest.raises(TypeError, match=f"{name} is a masked array; allowed: an array without"):
         ln.linear_cross_entropy(**given)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint64, np.bool_])
+def test_a_target_of_another_dtype(dtype: Any, shift: int) -> None:
+    x, w, _, t = numpy(*problem((2, 6), 9, 6, ignored=0))
+    way = "" if dtype is np.bool_ else r"; use \.astype\(np\.int64\)"
+    with pytest.raises(
+        TypeError, match=f"^target is {np.dtype(dtype)}; allowed: int32, int64{way}$"
+    ):
+        ln.linear_cross_entropy(x, w, t.astype(dtype), shift=shift)
+
+
+@pytest.mark.parametrize("shift", [0, 1, 3])
+def test_a_wrong_target_has_the_callers_index(shift: int) -> None:
+    x, w, _, t = numpy(*problem((2, 5), 9, 6, ignored=0))
+    t[1, 3] = 99
+    for gradients in (False, True):
+        with pytest.raises(
+            ValueError, match=r"^target\[1, 3\] \(flat: target\[8\]\) is 99; allowed"
+        ):
+            ln.linear_cross_entropy(x, w, t, shift=shift, return_gradients=gradients)
+    with pytest.raises(ValueError, match=r"^target\[1, 3\] \(flat: target\[8\]\) is 99; allowed"):
+        ln.cross_entropy(x @ w.T, t)
+    with pytest.raises(ValueError, match=r"^target\[4\] is 99; allowed"):
+        ln.linear_logprob(x[0], w, np.array([0, 0, 0, 0, 99]), shift=shift)
+
+
+@pytest.mark.parametrize("shift", [1, 3])
+def test_a_weight_moves_with_its_label(shift: int) -> None:
+    x, w, _, t = numpy(*problem((2, 5), 9, 6))
+    weight = np.random.default_rng(0).random((2, 5))
+    ours = ln.linear_cross_entropy(x, w, t, shift=shift, token_weight=weight, reduction="none")
+    each = ln.linear_cross_entropy(
+        x[:, :-shift], w, t[:, shift:], token_weight=weight[:, shift:], reduction="none"
+    )
+    assert np.array_equal(ours[:, :-shift], each) and not ours[:, -shift:].any()
+
+
+def test_of_one_token_there_is_no_next_one() -> None:
+    x, w, _, t = numpy(*problem((3, 1), 9, 6, ignored=0))
+    assert ln.linear_cross_entropy(x, w, t, shift=True) == 0
 
 
 @pytest.mark.parametrize("index", [1 << 31, (1 << 53) + 1, -(1 << 63)])

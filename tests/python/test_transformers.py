@@ -100,11 +100,14 @@ def test_a_patched_model_has_the_same_loss_and_gradients(
         assert patched is model
         monkeypatch.setattr(
             torch.nn.functional, "linear",
-            lambda *a: shapes.append(tuple(a[1].shape)) or real(*a),
+            lambda *a: shapes.append((tuple(a[1].shape), a[0].shape)) or real(*a),
         )  # fmt: skip
-        output = model(**batch, **extra)
+        outputs = [model(**batch, **extra) for _ in range(2)]
         monkeypatch.undo()
-        assert output.logits is None and (61, 16) not in shapes
+        output = outputs[-1]
+        assert output.logits is None and torch.equal(outputs[0].loss, output.loss)
+        of_head = [given for weight, given in shapes if weight == (61, 16)]
+        assert of_head == [(3, 16)], "three states' logits, of the first call alone"
         torch.testing.assert_close(output.loss, plain.loss, rtol=2e-6, atol=1e-6)
         for a, e in zip(gradients(model, output.loss), expected):
             torch.testing.assert_close(a, e, rtol=1e-4, atol=2e-6)

@@ -111,13 +111,16 @@ MUTANTS = [
     ("a log axis that does not say so", "chart.js", "log ? `${label}, log scale` : label", "label", PAGE + "::test_the_chart_shows_what_a_training_step_saves"),
     ("the chart stops at the call's own tokens", "page.js", "power <= 16; power++", "power <= 6; power++", PAGE + "::test_the_chart_shows_what_a_training_step_saves"),
     ("the dot lies on the logits", "page.js", "y: Math.max(1, used), name", "y: 4 * tokens * vocab, name", PAGE + "::test_the_chart_shows_what_a_training_step_saves"),
-    ("the bound's link leads nowhere", "page.js", "'docs/semantics.md#", "'semantics.md#", PAGE + "::test_every_link_leads_somewhere"),
-    ("the bound's section has another name", "page.js", "text=Accuracy%2C%20promised", "text=Accuracy%2C%20and", PAGE + "::test_every_link_leads_somewhere"),
+    ("the bound's link leads nowhere", "page.js", "document.html?docs/semantics.md#", "document.html?semantics.md#", PAGE + "::test_every_link_leads_somewhere"),
+    ("the bound's section has another name", "page.js", "#accuracy-promised-and", "#accuracy-and", PAGE + "::test_every_link_leads_somewhere"),
     ("light in the dark", "style.css", "color-scheme: light dark;", "color-scheme: light;", PAGE + "::test_light_and_dark_can_be_read"),
     ("pale letters", "style.css", "--soft: light-dark(#5b626b,", "--soft: light-dark(#9ba2ab,", PAGE + "::test_light_and_dark_can_be_read"),
     ("one column on a wide screen", "style.css", "main { grid-template-columns: 5fr 4fr; }", "", PAGE + "::test_the_first_call_agrees_with_double_precision"),
     ("nothing is written after the first step", "train.js", "losses.length === 1 || losses.length % 25", "losses.length % 25", PAGE + "::test_what_the_model_writes_appears_as_it_trains"),
     ("a chart keeps its old width", "chart.js", "if (svg.clientWidth !== width) drawChart(svg, chart);", "", PAGE + "::test_a_phones_width"),
+    ("what was refused leaves the old results", "page.js", "      clearResults();\n", "", PAGE + "::test_what_is_refused_is_said_and_leaves_no_results"),
+    ("null is 0", "core.js", "if (typeof value !== 'number') throw", "if (false) throw", ERRORS),
+    ("a software adapter is this machine's GPU", "page.js", "isSoftware(info) ? 'on a software adapter'", "false ? ''", PAGE + "::test_a_software_adapter_is_called_so_and_given_no_rate"),
     ("a field that is wrong stays folded away", "page.js", "(at('more').open = true)", "null", PAGE + "::test_a_refused_option_is_told"),
 ]  # fmt: skip
 

@@ -344,3 +344,64 @@ def test_more_data_than_a_tensor_holds_is_refused(page: Page) -> None:
     assert long[0] == "wrong_shape"
     assert strided[0] == "invalid_argument"
     assert "contiguous" in strided[1]
+
+
+F32 = "allowed: 0, or 1.4e-45 to 3.4e+38 in size (f32)"
+INTEGERS = "allowed: integers from -2^53 to 2^53"
+
+
+NUMBERS = [
+    *(
+        (f"{name}: {value}", f"{snake} is {float(value):g}; {F32}")
+        for name, snake in (
+            ("softcap", "softcap"), ("zLoss", "z_loss"), ("logitScale", "logit_scale"),
+            ("temperature", "temperature"), ("labelSmoothing", "label_smoothing"),
+        )
+        for value in ("1e-46", "-7e-46", "1e39")
+    ),
+    *(
+        (f"ignoreIndex: {value}", f"ignore_index is {said}; {INTEGERS}")
+        for value, said in (
+            ("NaN", "nan"), ("1e300", "1e+300"), ("-Infinity", "-inf"), ("0.5", "0.5"),
+            ("2 ** 53 + 2", "9.0072e+15"),
+        )
+    ),
+    ("softcap: NaN", "softcap is nan; allowed: 0 (none), or finite, positive and not subnormal"),
+    ("zLoss: Infinity", "z_loss is inf; allowed: finite, >= 0"),
+    ("normalizer: NaN", "options.normalizer is nan; allowed: finite, >= 0 (0: counted)"),
+    ("softcap: null", "softcap is null; allowed: a number"),
+    ("softcap: '3'", "softcap is 3; allowed: a number"),
+    ("budget: NaN", "budget is nan; allowed: 0 to 2^53 bytes"),
+    ("budget: 1e300", "budget is 1e+300; allowed: 0 to 2^53 bytes"),
+]  # fmt: skip
+
+
+def test_a_number_is_the_one_that_was_given_or_an_error(page: Page) -> None:
+    calls = ", ".join(
+        f"await told(() => own.linearCrossEntropy({{...tensors, {options}}}))"
+        for options, _ in NUMBERS
+    )
+    for (options, message), found in zip(
+        NUMBERS, evaluate(page, f"return [{calls}];"), strict=True
+    ):
+        assert found == ["invalid_argument", message], options
+
+
+def test_a_size_is_an_integer(page: Page) -> None:
+    sizes = {"NaN": "nan", "1e300": "1e+300", "1.5": "1.5"}
+    calls = ", ".join(
+        f"await told(() => own.plan({{tokens: {size}, hidden: 8, vocab: 20}}))" for size in sizes
+    )
+    assert evaluate(page, f"return [{calls}];") == [
+        ["invalid_argument", f"input has a size or a stride of {said}; {INTEGERS}"]
+        for said in sizes.values()
+    ]
+
+
+def test_numbers_that_are_held_are_taken(page: Page) -> None:
+    losses = evaluate(
+        page,
+        """const loss = async (options) => own.linearCrossEntropy({...tensors, ...options}).loss.item();
+           return [await loss({}), await loss({zLoss: 1.5e-45, ignoreIndex: -(2 ** 53)}), await loss({softcap: 1e30})];""",
+    )
+    assert losses == pytest.approx([losses[0]] * 3)

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless._errors import LogitlessError, not_supported
+from logitless._errors import LogitlessError, not_supported, wrong_dtype
 
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SAVED = ("peft.utils.other", "ModulesToSaveWrapper")
 _LORA = ("peft.tuners.lora.layer", "Linear")
 _ALLOWED = (
@@ -77,9 +78,41 @@ def parts(head: Any) -> tuple[Any, ...]:
     raise _refused(f"a {type(head).__module__}.{type(head).__qualname__}")
 
 
+def check_dtype(part: Any) -> None:
+    dtype = getattr(getattr(part, "weight", None), "dtype", torch.float32)
+    if dtype not in _DTYPES:
+        allowed = ", ".join(str(allowed)[6:] for allowed in _DTYPES)
+        raise wrong_dtype(
+            f"lm_head.weight is {str(dtype)[6:]}; allowed: {allowed} (model.to(torch.float32) "
+            "before the patch)"
+        )
+
+
+def slot(part: Any) -> str:
+    """Where the part's forward is, behind accelerate's hooks if it has some."""
+    found = vars(part)
+    if "_hf_hook" in found and "_old_forward" in found:
+        return "_old_forward"
+    own = found.get("forward")
+    if own is not None and getattr(own, "__func__", None) is not type(part).forward:
+        raise not_supported(
+            f"the forward of the lm_head was replaced, by {getattr(own, '__qualname__', own)!s}; "
+            "allowed: hooks of torch's or accelerate's (what comes after the patch is called)"
+        )
+    return "forward"
+
+
 def is_off(layer: Any) -> bool:
     """Whether the layer within makes the logits, as it is or with the LoRA in its weight."""
     return bool(layer.disable_adapters or layer.merged)
+
+
+def is_random(part: Any) -> bool:
+    """Whether two calls make different logits, by a dropout of a LoRA."""
+    if not is_lora(part) or is_off(part):
+        return False
+    dropouts = [part.lora_dropout[name] for name in _active(part)]
+    return any(dropout.training and getattr(dropout, "p", 0) for dropout in dropouts)
 
 
 def _active(layer: Any) -> list[str]:

@@ -12,7 +12,15 @@ from torch import Tensor
 
 from logitless._errors import invalid, renames, wrong_shape
 from logitless.integrations._arguments import only
+from logitless.integrations._memory import Sizes, frugal
 from logitless.torch import linear_cross_entropy as _linear_cross_entropy
+
+# Cut Cross Entropy's presets; all but the first ask for sums in f32. The gradients here are those
+# of the most exact one, whichever is asked for.
+_PRESETS = (
+    "cce", "cce_exact", "cce_kahan", "cce_kahan_full", "cce_kahan_full_c", "cce_kahan_full_e",
+    "cce_kahan_full_c_full_e",
+)  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -83,13 +91,19 @@ def linear_cross_entropy(
     filter_c_grad: bool = True,
     impl: Any = "cce",
     vocab_parallel_options: Any = None,
+    *,
+    memory: int | str | None = None,
 ) -> Any:
     """The loss, or with `return_lse` the pair (loss, lse). With `shift` and reduction "none" they
     have the shape of targets[..., shift:].
 
     With `vocab_parallel_options` (ours or Cut Cross Entropy's own), c and bias hold that rank's
     columns, e [..., D] and targets [...] of whole-vocabulary indices are the same on every rank,
-    and so are the results. A mean is over the valid tokens of this call.
+    and so are the results. A mean is over the valid tokens of this call. Of `impl` every preset is
+    taken, by its name in any case or as a member of Cut Cross Entropy's enumeration. `memory`,
+    which is ours, is that of logitless.torch's function; None is what Cut Cross Entropy takes (the
+    f32 sums that are asked for) or the least that ours takes where that is more, unless
+    default_memory says another.
     """
     only("filter_eps", filter_eps, "auto", None, 0.0)
     for name, value in (("filter_e_grad", filter_e_grad), ("filter_c_grad", filter_c_grad)):
@@ -97,13 +111,20 @@ def linear_cross_entropy(
     for name, value in (("accum_e_fp32", accum_e_fp32), ("accum_c_fp32", accum_c_fp32)):
         only(name, value, False, True)  # sums are always f32
     name = getattr(impl, "name", impl)
-    only("impl", name.lower() if isinstance(name, str) else name, "cce", "cce_exact")
+    name = name.lower() if isinstance(name, str) else name
+    only("impl", name, *_PRESETS)
+
+    def peak(call: Sizes) -> int:  # what it takes are the f32 sums that are asked for
+        of_c = call.f32_weight_sums if accum_c_fp32 or name != "cce" else 0
+        of_e = call.f32_sums - call.f32_weight_sums if accum_e_fp32 or name != "cce" else 0
+        return of_c + of_e
+
     count = int(shift)
     if count and not 0 <= count < targets.shape[-1]:
         raise invalid(f"shift is {shift}; allowed: 0 to {targets.shape[-1] - 1}")
     result = _linear_cross_entropy(
         e, c, targets, linear_bias=bias, ignore_index=ignore_index,
-        softcap=softcap, reduction=reduction, shift=count,
+        softcap=softcap, reduction=reduction, shift=count, memory=frugal(memory, e, c, peak),
         return_statistics=("lse",) if return_lse else (), **_where(vocab_parallel_options, e, c),
     )  # fmt: skip
     loss, lse = (result[0], result[1].lse) if return_lse else (result, None)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from logitless._errors import renames
 from logitless.integrations._arguments import only
+from logitless.integrations._memory import Sizes, frugal
 from logitless.torch import linear_cross_entropy
 
 
@@ -39,9 +40,29 @@ _ARGUMENTS = {
 }
 
 
+def _peak(
+    call: Sizes, reduction: str, accum_dtype: torch.dtype | None, chunk_mem_const: int
+) -> int:
+    """Bytes that Liger's function takes at most: the logits of a chunk of tokens, twice where their
+    gradients are multiplied by an upstream gradient, and the sums of the weight's gradient where
+    `accum_dtype` asks for f32 ones."""
+    chunks = -(-call.vocab // max(chunk_mem_const * call.width, 1))
+    rows = -(-call.tokens // max(chunks, 1))
+    rows = min(1 << max(rows - 1, 0).bit_length(), call.tokens)
+    logits = call.size * rows * call.vocab
+    sums = 0 if accum_dtype is None else call.f32_weight_sums
+    return logits * (2 if reduction == "none" and call.gradients else 1) + sums
+
+
+def _tp_peak(call: Sizes) -> int:
+    return call.size * min(call.tokens, 1024) * call.vocab
+
+
 class FusedLinearCrossEntropyFunction:
     """`apply` with the positional arguments of LigerFusedLinearCrossEntropyFunction.apply; returns
-    (loss, z_loss, token_accuracy, predicted_tokens), None where not asked for."""
+    (loss, z_loss, token_accuracy, predicted_tokens), None where not asked for. `memory`, which is
+    ours, is linear_cross_entropy's; None is what Liger's function takes, or the least that ours
+    takes where that is more, unless default_memory says another."""
 
     @staticmethod
     @renames(_ARGUMENTS)
@@ -64,16 +85,22 @@ class FusedLinearCrossEntropyFunction:
         ce_impl: str | None = None,
         ce_mode: str | None = None,
         chunk_mem_const: int = 1,
+        *,
+        memory: int | str | None = None,
     ) -> CrossEntropyOutput:
         only("accum_dtype", accum_dtype, None, torch.float32)  # sums are always f32
-        only("ce_impl", ce_impl, None)  # Liger's other kernels; chunk_mem_const sizes their chunks
+        only("ce_impl", ce_impl, None)  # Liger's other kernels
         only("ce_mode", ce_mode, None)
+        memory = frugal(
+            memory, _input, weight,
+            lambda call: _peak(call, reduction, accum_dtype, chunk_mem_const),
+        )  # fmt: skip
         token_weight = None
         if use_token_scaling:  # every loss is multiplied by its own probability, held constant
             with torch.no_grad():
                 loss = linear_cross_entropy(
                     _input, weight, target, linear_bias=bias, ignore_index=ignore_index,
-                    softcap=softcap, reduction="none",
+                    softcap=softcap, reduction="none", memory=memory,
                 )  # fmt: skip
                 token_weight = loss.neg().exp()
         # A mean divides by the classes' weights, but the z-loss by the number of tokens.
@@ -87,7 +114,7 @@ class FusedLinearCrossEntropyFunction:
             _input, weight, target, linear_bias=bias, weight=ce_weight, reduction=reduction,
             ignore_index=ignore_index, label_smoothing=label_smoothing,
             z_loss=0.0 if apart else lse_square_scale, softcap=softcap, token_weight=token_weight,
-            return_statistics=names,
+            return_statistics=names, memory=memory,
         )  # fmt: skip
         if not names:
             return CrossEntropyOutput(result)
@@ -110,7 +137,7 @@ class FusedLinearCrossEntropyFunction:
 
 class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
     """forward(lin_weight, _input, target, bias): the loss, or a CrossEntropyOutput where more than
-    the loss is asked for."""
+    the loss is asked for. `memory` is ours, as in FusedLinearCrossEntropyFunction."""
 
     ce_weight: Tensor | None
 
@@ -127,6 +154,8 @@ class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
         use_token_scaling: bool = False,
         return_token_accuracy: bool = False,
         return_predicted_tokens: bool = False,
+        *,
+        memory: int | str | None = None,
     ) -> None:
         super().__init__()
         only("accum_dtype", accum_dtype, None, torch.float32)
@@ -136,13 +165,14 @@ class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
             accum_dtype, use_token_scaling, return_token_accuracy, return_predicted_tokens,
         )  # fmt: skip
         self._wants_more = return_z_loss or return_token_accuracy or return_predicted_tokens
+        self.memory = memory
 
     @renames({"weight": "lin_weight"})
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> Any:
         output = FusedLinearCrossEntropyFunction.apply(
-            _input, lin_weight, target, bias, self.ce_weight, *self._rest
+            _input, lin_weight, target, bias, self.ce_weight, *self._rest, memory=self.memory
         )
         return output if self._wants_more else output.loss
 
@@ -162,17 +192,20 @@ class LigerFusedLinearScaledCrossEntropyTPFunction:
         ignore_index: int = -100,
         tiles_per_reduce: int = 1,
         return_entropy: bool = False,
+        *,
+        memory: int | str | None = None,
     ) -> Any:
         """The loss of every token [N] in f32, 0 where ignored, or the pair (loss, entropy), both
         differentiable and the same on every rank. _input [N, D] and target [N] are the same on all
         ranks of `tp_group` (None: all processes), weight [V / P, D] is the rank's equal share. The
         gradient of _input is the sum over the ranks, as Liger's. `tiles_per_reduce` is about
-        Liger's kernel."""
+        Liger's kernel. `memory`, which is ours, is linear_cross_entropy's; None is the logits'
+        gradients of 1024 tokens, as Liger's function of one device takes them."""
         only("tiles_per_reduce", tiles_per_reduce, 1, 2, 4)
         group = torch.distributed.group.WORLD if tp_group is None else tp_group
         result = linear_cross_entropy(
             _input, weight, target, reduction="none", ignore_index=ignore_index,
-            temperature=temperature, group=group,
+            temperature=temperature, group=group, memory=frugal(memory, _input, weight, _tp_peak),
             return_statistics=("entropy",) if return_entropy else (),
         )  # fmt: skip
         return (result[0], result[1].entropy) if return_entropy else result

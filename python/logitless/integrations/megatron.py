@@ -13,9 +13,21 @@ from torch import Tensor
 
 from logitless._errors import invalid, not_supported, renames
 from logitless.integrations._heads import through
+from logitless.integrations._memory import Sizes, frugal
 from logitless.torch import linear_cross_entropy as _linear_cross_entropy
 
 _ARGUMENTS = {"input": "hidden", "linear_weight": "weight", "target": "labels", "group": "tp_group"}
+
+
+# Megatron's kernels make the logits, and their gradients, of so many columns at a time.
+_COLUMNS = 3072
+
+
+def _peak(call: Sizes) -> int:
+    """Bytes that Megatron's fused function takes at most: the gradients of those columns' logits,
+    f32 sums of the gradient of hidden, and two numbers a token for each so many columns."""
+    columns = call.size * min(_COLUMNS, call.vocab) + 8 * -(-call.vocab // _COLUMNS)
+    return call.tokens * (columns + 4 * call.width)
 
 
 def _where(group: Any, sequence_parallel: bool, reduce_input_grad: bool = True) -> dict[str, Any]:
@@ -40,6 +52,7 @@ def linear_cross_entropy(
     sequence_parallel: bool = False,
     *,
     normalizer: float | Tensor | None = None,
+    memory: int | str | None = None,
 ) -> Tensor:
     """The loss in f32: of every token [N], or a scalar.
 
@@ -49,11 +62,14 @@ def linear_cross_entropy(
     its first dimension, labels and results are those of all tokens. The gradient of hidden is
     reduced here, as there: the sum over the ranks, or the own tokens' part of it. A mean is over
     the tokens of this call; where data or context parallel ranks have other tokens, `normalizer` is
-    the number of valid tokens of all of them.
+    the number of valid tokens of all of them. `memory` is that of logitless.torch's function; None
+    is what Megatron's kernels take, unless default_memory says another.
     """
     loss: Tensor = _linear_cross_entropy(
         hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), reduction=reduction,
-        ignore_index=ignore_index, normalizer=normalizer, **_where(tp_group, sequence_parallel),
+        ignore_index=ignore_index, normalizer=normalizer,
+        memory=frugal(memory, hidden, weight, _peak, labels.numel()),
+        **_where(tp_group, sequence_parallel),
     )  # fmt: skip
     return loss
 
@@ -149,9 +165,13 @@ class _GivesLoss:
         if not (labels is not None if asked is None else asked):
             whole: Any = super()
             return whole.forward(input_, weight, runtime_gather_output)
+        own: Any = self
+        tokens = None if labels is None else labels.numel()
+        memory = frugal(None, input_, own.weight if weight is None else weight, _peak, tokens)
         return _loss_of(
-            self, input_, weight, labels, reduction=reduction, ignore_index=ignore_index
-        )
+            self, input_, weight, labels, reduction=reduction, ignore_index=ignore_index,
+            memory=memory,
+        )  # fmt: skip
 
 
 @functools.cache

@@ -8,16 +8,31 @@ import torch
 from torch import Tensor
 
 from logitless._errors import invalid, renames, wrong_shape
+from logitless.integrations._memory import Sizes, frugal
 from logitless.torch import linear_logprob
+
+# prime-rl's layer makes the logits of so many columns and `chunk_size` tokens at a time.
+_COLUMNS = 8192
 
 
 class FusedOutputLinear(torch.nn.Linear):
     """forward(hidden_states, labels, temperature): {"logprobs", "entropy"}, both differentiable, of
-    the shape of the labels. `chunk_size` means nothing here."""
+    the shape of the labels. `chunk_size` says what prime-rl's layer takes, which is what this one
+    takes unless `memory`, which is ours, or default_memory says another."""
 
-    def __init__(self, in_features: int, out_features: int, chunk_size: int) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, chunk_size: int, *,
+        memory: int | str | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(in_features, out_features, bias=False)
         self.chunk_size = chunk_size
+        self.memory = memory
+
+    def _peak(self, call: Sizes) -> int:
+        """Bytes that prime-rl's layer takes at most: of a tile the logits and five f32 tensors, or
+        three without gradients."""
+        tile = min(call.tokens, self.chunk_size) * min(call.vocab, _COLUMNS)
+        return (call.size + (20 if call.gradients else 12)) * tile
 
     @renames({"input": "hidden_states", "linear_weight": "weight", "target": "labels"})
     def forward(  # type: ignore[override]
@@ -33,6 +48,7 @@ class FusedOutputLinear(torch.nn.Linear):
                 f"temperature has shape {tuple(temperature.shape)}; allowed: {tuple(labels.shape)}"
             )
         logprobs, entropy = linear_logprob(
-            hidden_states, self.weight, labels, temperature=temperature, entropy=True
-        )
+            hidden_states, self.weight, labels, temperature=temperature, entropy=True,
+            memory=frugal(self.memory, hidden_states, self.weight, self._peak),
+        )  # fmt: skip
         return {"logprobs": logprobs, "entropy": entropy}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from logitless._errors import invalid, not_supported, renames
 from logitless.integrations._heads import through
+from logitless.integrations._memory import Sizes, frugal
 from logitless.torch import _placed, linear_cross_entropy
 
 
@@ -20,6 +21,7 @@ class HeadLoss:
 
     lm_head: Any = None
     global_vocab_size: int | None = None
+    num_chunks = 8
 
     def set_lm_head(self, lm_head: Any) -> None:
         """The module whose weight [V, D] (and bias) makes the logits; before the first call."""
@@ -28,6 +30,12 @@ class HeadLoss:
     def tp_group(self) -> Any:
         """The group that shares the rows of a plain weight, or None."""
         return None
+
+    def _peak(self, call: Sizes) -> int:
+        """Bytes that torchtitan's wrapper takes at most: of a chunk the logits and two f32 tensors,
+        and f32 sums of the gradient of hidden."""
+        chunk = -(-call.tokens // self.num_chunks) * call.vocab
+        return (call.size + 8) * chunk + 4 * call.tokens * call.width
 
     @renames({"input": "pred", "target": "labels", "normalizer": "global_valid_tokens"})
     def __call__(
@@ -55,7 +63,9 @@ class HeadLoss:
             made: Tensor = linear_cross_entropy(
                 hidden, head.weight, labels, linear_bias=getattr(head, "bias", None),
                 reduction="sum" if global_valid_tokens is None else "mean",
-                normalizer=global_valid_tokens, **self._where(hidden, head.weight),
+                normalizer=global_valid_tokens,
+                memory=frugal(None, hidden, head.weight, self._peak),
+                **self._where(hidden, head.weight),
             )  # fmt: skip
             return made
 
@@ -95,7 +105,8 @@ def _loss_class() -> Any:
     )
 
     class Loss(HeadLoss, ChunkedLossWrapper):  # type: ignore[misc,unused-ignore]
-        """ChunkedLossWrapper's place in a trainer's configuration; `num_chunks` means nothing."""
+        """ChunkedLossWrapper's place in a trainer's configuration; `num_chunks` says what that
+        takes, which is what is taken here unless default_memory says another."""
 
         @dataclasses.dataclass(kw_only=True, slots=True)
         class Config(ChunkedLossWrapper.Config):  # type: ignore[misc,unused-ignore]
@@ -108,6 +119,7 @@ def _loss_class() -> Any:
                     "here; allowed: CrossEntropyLoss.Config"
                 )
             self.global_vocab_size = config.loss_fn.global_vocab_size
+            self.num_chunks = config.num_chunks
 
         def tp_group(self) -> Any:
             return _spmd_group()

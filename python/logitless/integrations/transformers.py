@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import inspect
 import threading
+import types
 import warnings
 import weakref
 from collections.abc import Callable
@@ -21,23 +22,29 @@ import torch
 from torch import Tensor
 
 from logitless._errors import LogitlessError, invalid, not_supported, renames
-from logitless.integrations import _heads, trl
+from logitless.integrations import _callers, _heads, _rows, trl
 from logitless.torch import linear_cross_entropy
 
 # A patched module keeps these beside its `forward`; Patch.unpatch takes them away again.
 _PATCH, _OWN_FORWARD, _OWN_LOSS = "_logitless_patch", "_logitless_forward", "_logitless_loss"
 _REPLICATE = "_replicate_for_data_parallel"
+_KINDS = ("cpu", "cuda")
+# accelerate calls a module's forward, and what was there before its hooks, by these names.
+_FORWARDS = ("forward", "_old_forward")
 _OWN_INIT = "_logitless_init"  # a patched class keeps its own there
 # transformers keeps a loss_function there that is not the one of the model's kind.
 _LOSS_FUNCTION = "_loss_function"
-# These are large enough to bend any softcap, small enough to show a scale beneath one, and exact in
-# 16 bits.
-_PROBE = (-8192.0, -8.0, 0.0, 1.0, 128.0)
 # linear_cross_entropy may be told this beside what the model and its call tell it.
 _OPTIONS = (
-    "weight", "reduction", "label_smoothing", "z_loss", "logit_scale", "softcap", "temperature",
-    "token_weight", "normalizer", "memory", "empty_mean",
+    "weight", "reduction", "label_smoothing", "z_loss", "temperature", "token_weight", "normalizer",
+    "memory", "empty_mean",
 )  # fmt: skip
+# What the model does to its logits is found under these names, of the model or its configuration,
+# unless it is told; the check sees whether it is so.
+_TRANSFORM = ("logit_scale", "softcap", "vocab_size")
+_SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+_MULTIPLIES_BY_LOGITS_SCALING = ("hyperclovax",)  # others divide by it
 
 
 class _Calls(threading.local):
@@ -79,8 +86,12 @@ class _Pending:
         self.labels: Tensor = labels if self.shift_labels is None else self.shift_labels
         self.items = kwargs.get("num_items_in_batch")
         self.ignore_index = kwargs.get("ignore_index", -100)
+        self.model: Any = None
+        self.key = _rows.NEW
+        self.state: tuple[Any, ...] = ()  # of what the call depends on
         self.loss: Tensor | None = None
         self.asked = False  # the model has not asked for the loss yet
+        self.pairs: list[tuple[str, Tensor, Tensor]] = []  # what it was given, and what it gives
 
     @renames({"target": "labels", "linear_weight": "lm_head.weight", "linear_bias": "lm_head.bias"})
     def compute(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -93,19 +104,26 @@ class _Pending:
                 f"labels has shape {tuple(labels.shape)}; allowed: {tuple(input.shape[:-1])}, one "
                 "for every position the head is given (logits_to_keep does not go with labels)"
             )
+        self.transform = self.settings.transform(self.model, weight.shape[0])
+        scale, softcap, columns = self.transform
         options = {**self.settings.options, "ignore_index": self.ignore_index}
+        options |= {"logit_scale": scale, "softcap": softcap}
         if (items := self.items) is not None:
             options["normalizer"] = items.to(input.device) if isinstance(items, Tensor) else items
+        words, their_bias = weight, bias
+        if columns < weight.shape[0]:
+            words, their_bias = weight[:columns], None if bias is None else bias[:columns]
         self.loss = linear_cross_entropy(
-            input, weight, labels, linear_bias=bias, shift=self.shift_labels is None, **options
+            input, words, labels, linear_bias=their_bias, shift=self.shift_labels is None, **options
         )
+        self.real = _rows.real_rows(input, weight, bias, _dtype_of_logits(input), self.key)
 
     def answer(self) -> Tensor:
         """What the head gives the model for logits. It hangs on the loss, and loss_function hangs
         the loss on it, both with gradients of zeros: hooks around the head see a backward pass
         begin, in which FSDP gathers what it has freed since."""
         assert self.loss is not None
-        made = self.settings.answer(self.loss.device)
+        made = _rows.answer(self.real)
         if not self.loss.requires_grad:
             return made
         return _after(made, self.loss)
@@ -131,22 +149,46 @@ class _Pending:
             ("num_items_in_batch", num_items_in_batch, self.items),
             ("ignore_index", ignore_index, self.ignore_index),
         ):
-            if not self._same(value, known):
-                raise not_supported(
-                    f"the model gives its loss another {name} than it was called with; allowed: "
-                    "the same"
-                )
-        self.settings.check(logits)
+            self._expect(name, value, known)
+        self.made = logits
         if not self.loss.requires_grad:
             return self.loss.clone()  # the model may add to it in place
         return _after(self.loss, logits)  # it is a tensor of its own, as a clone is
 
-    def _same(self, value: Any, known: Any) -> bool:
-        if not isinstance(value, Tensor) or not isinstance(known, Tensor):
-            return bool(value == known)
-        if value is known or self.settings.is_settled():
-            return value.shape == known.shape
-        return torch.equal(value.to(known.device), known)
+    def _expect(self, name: str, value: Any, known: Any) -> None:
+        if value is known:
+            return
+        if isinstance(value, Tensor) and isinstance(known, Tensor):
+            self.pairs.append((name, value, known))
+        elif not bool(value == known):
+            raise _rows.other(name)
+
+    def checked(self, out: Tensor) -> Tensor:
+        """The model's loss, if its logits are what ours was made of."""
+        assert self.loss is not None
+        return _rows.checked(
+            out, self.loss, self.made, self.real, self.pairs, self.transform,
+            type(self.model).__name__, self.key,
+        )  # fmt: skip
+
+
+def _dtype_of_logits(input: Tensor) -> torch.dtype:
+    kind = input.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+
+
+def _check_head(part: Any, input: Tensor, pending: _Pending) -> None:
+    """What the loss took for the head must be what its own forward makes."""
+    if input.numel() == 0 or _heads.is_random(part):
+        return
+    before = _calls.pending
+    _calls.pending = {}
+    try:
+        with torch.no_grad():
+            own = _own_forward(part)(_rows.chosen(input))
+    finally:
+        _calls.pending = before
+    _rows.check_head(own, pending.real)
 
 
 def _head_forward(self: Any, input: Tensor) -> Tensor:
@@ -155,6 +197,8 @@ def _head_forward(self: Any, input: Tensor) -> Tensor:
         logits: Tensor = _own_forward(self)(input)
         return logits
     pending.compute(input, self.weight, self.bias)
+    if pending.key == _rows.NEW and not torch.compiler.is_compiling():
+        _check_head(self, input, pending)
     return pending.answer()
 
 
@@ -170,11 +214,9 @@ def _lora_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor
             "adapter for every sequence); allowed: the active adapters for all of them"
         )
     pending.compute(*_heads.with_lora(self, input))
+    if pending.key == _rows.NEW and not torch.compiler.is_compiling():
+        _check_head(self, input, pending)
     return pending.answer()
-
-
-def _forward_of(part: Any) -> Callable[..., Any]:
-    return _lora_forward if _heads.is_lora(part) else _head_forward
 
 
 class _Loss(NamedTuple):
@@ -257,8 +299,8 @@ def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     as_tuple = kwargs.pop("return_dict", None) is False
     pending = _Pending(settings, labels, kwargs)
     output = _forward_with(pending, self, *args, **kwargs, return_dict=True)
-    settings.count()
-    output = dataclasses.replace(output, logits=None)
+    output = dataclasses.replace(output, loss=pending.checked(output.loss), logits=None)
+    settings.count(pending)
     return output.to_tuple() if as_tuple else output
 
 
@@ -290,7 +332,8 @@ def _forward_with(pending: _Pending, model: Any, *args: Any, **kwargs: Any) -> A
     parts = _heads.parts(model.get_output_embeddings())
     for part in parts:
         if _PATCH not in part.__dict__:  # the part was put there since, as adapters are
-            _install(part, _forward_of(part), pending.settings)
+            _install_part(part, pending.settings)
+    pending.settings.prepare(pending, model, parts)
     before = _calls.pending
     _calls.pending = {**before, **dict.fromkeys((model, *parts), pending)}
     foreign = (
@@ -351,34 +394,89 @@ def _is_left_alone(model: Any, patched: str) -> bool:
     return False
 
 
+def _number(owner: Any, names: tuple[str, ...]) -> float | None:
+    for name in names:
+        value = getattr(owner, name, None)
+        if isinstance(value, (int, float)) and value:
+            return value
+    return None
+
+
+def _state_of(module: Any) -> tuple[Any, ...]:
+    """What of a module decides what its call makes, but for its parameters."""
+    found = vars(module)
+    hooks = [tuple(found[name]) for name in ("_forward_pre_hooks", "_forward_hooks")]
+    return type(module).forward, *(found.get(name) for name in _FORWARDS), *hooks
+
+
 class _Settings:
     """How the model makes logits of its head's products. Plain data: copies with the model."""
 
-    def __init__(
-        self, model: Any, options: dict[str, Any], eval_logits: bool, derived_of: str = ""
-    ) -> None:
-        config = model.config.get_text_config() if hasattr(model, "config") else None
-        found: dict[str, Any] = {"empty_mean": "nan", "logit_scale": 1.0, "softcap": 0.0}
-        if softcap := getattr(config, "final_logit_softcapping", None):
-            found["softcap"] = softcap
-        if isinstance(scale := getattr(model, "logit_scale", None), (int, float)):
-            found["logit_scale"] = scale
-        elif scaling := getattr(config, "logits_scaling", None):
-            found["logit_scale"] = 1.0 / scaling
-        self.options = {**found, **options}
-        self.eval_logits = eval_logits
+    def __init__(self, model: Any, options: dict[str, Any], derived_of: str = "") -> None:
+        self.given = options
+        self.told = {name: options[name] for name in _TRANSFORM if name in options}
+        self.options = {name: options[name] for name in _OPTIONS if name in options}
+        self.options.setdefault("empty_mean", "nan")
+        self.eval_logits: bool | None = options.get("eval_logits")
         self.derived_of = derived_of  # the class that was patched, if it is not the model's own
-        self.checked = False
+        self.config = model.config.get_text_config() if hasattr(model, "config") else None
+        self.seen: set[tuple[Any, ...]] = set()  # the states in which a call was found right
         self.warned = False
         self.calls = 0
         parameters = inspect.signature(model.forward).parameters.values()
         self.names = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
 
-    def count(self) -> None:
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has seen nothing."""
+        return {**self.__dict__, "seen": set()}
+
+    def transform(self, model: Any, rows: int) -> _rows.Transform:
+        """As the model and its configuration say now, of a head with so many rows."""
+        config, told = self.config, self.told
+        scale = _number(model, ("logit_scale",)) or _number(config, _SCALES)
+        if scale is None and (scaling := _number(config, ("logits_scaling",))):
+            multiplies = getattr(config, "model_type", "") in _MULTIPLIES_BY_LOGITS_SCALING
+            scale = scaling if multiplies else 1.0 / scaling
+        columns = told.get("vocab_size") or _number(config, ("unpadded_vocab_size",)) or rows
+        return _rows.Transform(
+            told.get("logit_scale", 1.0 if scale is None else scale),
+            told.get("softcap", _number(config, _SOFTCAPS)) or 0.0,
+            min(int(columns), rows),
+        )
+
+    def prepare(self, pending: _Pending, model: Any, parts: tuple[Any, ...]) -> None:
+        """Before the model's own forward."""
+        pending.model = model
+        if torch.compiler.is_compiling():
+            pending.key = _rows.new_program()
+            if self.eval_logits is None:
+                _callers.check()
+            return
+        pending.state = self._state(model, parts)
+        pending.key = _rows.SETTLED if pending.state in self.seen else _rows.NEW
+        if self.eval_logits is None and (pending.key == _rows.NEW or not model.training):
+            _callers.check()
+
+    def _state(self, model: Any, parts: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What a call that was found right says of others."""
+        everywhere = torch.nn.modules.module
+        hooks = everywhere._global_forward_pre_hooks, everywhere._global_forward_hooks
+        heads = [
+            (id(part), *_state_of(part), weight.shape, weight.dtype, part.bias is None)
+            for part in parts
+            if isinstance(weight := getattr(part, "weight", None), Tensor)
+        ]
+        modes = model.training, torch.is_grad_enabled(), *map(torch.is_autocast_enabled, _KINDS)
+        transform = self.transform(model, 1 << 62)
+        return *map(tuple, hooks), *modes, *transform, *_state_of(model), *heads
+
+    def count(self, pending: _Pending) -> None:
         """Not in compiled code, of which a number that changes would make a program each time."""
         if not torch.compiler.is_compiling():
             with _counting:
                 self.calls += 1
+            if pending.key == _rows.NEW:
+                self.seen.add(pending.state)
 
     def warn(self, what: str) -> None:
         """Once: a trainer that keeps the labels to itself makes the patch useless, unseen."""
@@ -386,35 +484,6 @@ class _Settings:
             _say_of_no_use(what)
         elif not self.warned:
             self.warned = _say_of_no_use(what)
-
-    def is_settled(self) -> bool:
-        """Whether the model is not checked, or no more. Compiled code does not ask for `checked`:
-        the first loss that is not compiled, as of an evaluation, would have it compiled again."""
-        return torch.compiler.is_compiling() or self.checked
-
-    def answer(self, device: torch.device) -> Tensor:
-        """What the head gives the model for logits: [1, 1, 5]."""
-        if self.is_settled():
-            return torch.zeros(1, 1, len(_PROBE), device=device)  # zeros need no copy to the device
-        return torch.tensor([[_PROBE]], device=device)
-
-    def check(self, made: Tensor) -> None:
-        """Until it holds once: what the model made of the head's answer must be what the loss was
-        told of scale and softcap."""
-        if self.is_settled():
-            return
-        expected = torch.tensor([[_PROBE]], device=made.device) * self.options["logit_scale"]
-        if softcap := self.options["softcap"]:
-            expected = torch.tanh(expected / softcap) * softcap
-        tolerance = 1e-3 if made.dtype == torch.float32 else 1e-2
-        if made.shape != expected.shape or not torch.allclose(
-            made.detach().float(), expected, rtol=tolerance, atol=tolerance
-        ):
-            raise not_supported(
-                "the model changes its logits after the lm_head in a way that is not known here; "
-                "pass logit_scale= or softcap= to patch_transformers"
-            )
-        self.checked = True
 
 
 class _Bound:
@@ -468,15 +537,23 @@ def _replicate(self: Any) -> Any:
     return replica
 
 
-def _install(module: Any, function: Callable[..., Any], settings: _Settings) -> None:
+def _install(
+    module: Any, function: Callable[..., Any], settings: _Settings, slot: str = "forward"
+) -> None:
     """Puts the forward of a patched model, backbone, head or LoRA in the place of the module's."""
     # else the patched forward is still there, within others' wrappers
     if _OWN_FORWARD not in module.__dict__:
         # Another thread may do the same: whichever is first has found the module's own.
-        module.__dict__.setdefault(_OWN_FORWARD, module.__dict__.get("forward"))
-        module.__dict__["forward"] = _Bound(module, function)
+        module.__dict__.setdefault(_OWN_FORWARD, module.__dict__.get(slot))
+        module.__dict__[slot] = _Bound(module, function)
         module.__dict__[_REPLICATE] = _Bound(module, _replicate)
     module.__dict__[_PATCH] = settings
+
+
+def _install_part(part: Any, settings: _Settings) -> None:
+    """Hooks that accelerate has put around a part of the head stay around."""
+    slot = "forward" if _OWN_FORWARD in part.__dict__ else _heads.slot(part)
+    _install(part, _lora_forward if _heads.is_lora(part) else _head_forward, settings, slot)
 
 
 def _install_loss(model: Any) -> None:
@@ -501,14 +578,17 @@ def _restore(model: Any) -> None:
         if module.__dict__.pop(_PATCH, None) is None:
             continue
         _restore_loss(module)
-        if not isinstance(module.__dict__["forward"], _Bound):
+        held = [name for name in _FORWARDS if isinstance(module.__dict__.get(name), _Bound)]
+        if not held:
             continue  # others have wrapped it since (accelerate's autocast), so it hands on
         del module.__dict__[_REPLICATE]
         own = module.__dict__.pop(_OWN_FORWARD)
-        if own is None:
+        if own is not None:
+            module.__dict__[held[0]] = own
+        elif held[0] == "forward":
             del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = own
+        else:  # accelerate's hooks came since
+            module.__dict__[held[0]] = types.MethodType(type(module).forward, module)
 
 
 def _base_of(model: Any) -> Any:
@@ -527,11 +607,19 @@ class Patch:
     """A patched model, or a patched class of models. `with` unpatches at its end; so does
     `unpatch()`. `calls` counts the losses that were made here, but not those of compiled code."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, **given: Any) -> None:
         self.model = model
+        self.given = given  # the options of a class's models
         settings = None if isinstance(model, type) else _base_of(model).__dict__.get(_PATCH)
         self._settings: list[_Settings] = [] if settings is None else [settings]
         self._made: weakref.WeakSet[Any] = weakref.WeakSet()  # a class has made them
+
+    def __repr__(self) -> str:
+        model = self.model
+        given = next(iter(self._settings)).given if self._settings else self.given
+        what = [model.__name__ if isinstance(model, type) else type(_base_of(model)).__name__]
+        what += [f"{name}={value!r}" for name, value in given.items()]
+        return f"<Patch of {', '.join([*what, f'calls={self.calls}'])}>"
 
     @property
     def calls(self) -> int:
@@ -562,27 +650,48 @@ class Patch:
             _restore(model)
 
 
-def _check_model(model: Any) -> tuple[Any, ...]:
-    """The modules that may make its logits; raises where its loss cannot be made here."""
+def _head_of(model: Any) -> Any:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if head is None:
         raise invalid(f"{type(model).__name__} has no output embeddings; allowed: a causal LM")
-    parts = _heads.parts(head)
+    return head
+
+
+def _check_model(model: Any) -> tuple[Any, ...]:
+    """The modules that may make its logits; raises where its loss cannot be made here."""
+    parts = _heads.parts(_head_of(model))
+    for part in parts:
+        _heads.check_dtype(part)
+    trl.check_forward(model)
     _check_loss_function(model)
     return parts
 
 
-def _patch_model(model: Any, eval_logits: bool, options: dict[str, Any]) -> _Settings:
+def _patch_model(model: Any, options: dict[str, Any]) -> _Settings:
+    if (known := model.__dict__.get(_PATCH)) is not None:
+        _check_alike(known.given, options, "model", "Patch(model).unpatch() takes the first away")
+        return known  # type: ignore[no-any-return]
     parts = _check_model(model)
     _check_no_loss_of_its_own(type(model))
-    if _PATCH in model.__dict__:
-        raise invalid("model is patched already; allowed: once, until unpatch()")
-    settings = _Settings(model, options, eval_logits)
+    settings = _Settings(model, options)
     _install_loss(model)
     _install_model(model, settings)
     for part in parts:
-        _install(part, _forward_of(part), settings)
+        _install_part(part, settings)
     return settings
+
+
+def _check_alike(known: dict[str, Any], given: dict[str, Any], what: str, way: str) -> None:
+    """A cell of a notebook may run twice."""
+    alike = known.keys() == given.keys() and all(
+        value is known[name] or (not isinstance(value, Tensor) and bool(value == known[name]))
+        for name, value in given.items()
+    )
+    if not alike:
+        raise invalid(
+            f"{what} is patched already, with other options ({known}); allowed: the same, or "
+            f"others after unpatch() ({way})"
+        )
 
 
 def _install_model(model: Any, settings: _Settings) -> None:
@@ -591,9 +700,7 @@ def _install_model(model: Any, settings: _Settings) -> None:
         _install(backbone, _backbone_forward, settings)
 
 
-def _patch_derived(
-    model: Any, cls: type, eval_logits: bool, options: dict[str, Any]
-) -> _Settings | None:
+def _patch_derived(model: Any, cls: type, options: dict[str, Any]) -> _Settings | None:
     """A model of a class that is derived of the patched one, whose __init__ may go on: its head and
     its loss_function are found in its forward. None: it is as ever."""
     try:
@@ -601,7 +708,7 @@ def _patch_derived(
     except LogitlessError as error:
         _say_of_a_derived_class(type(model), cls.__name__, str(error))
         return None
-    settings = _Settings(model, options, eval_logits, cls.__name__)
+    settings = _Settings(model, options, cls.__name__)
     _install_model(model, settings)
     return settings
 
@@ -612,7 +719,7 @@ def _class_patch(cls: type) -> Patch | None:
     return next(found, None)
 
 
-def _patch_class(cls: type, eval_logits: bool, options: dict[str, Any]) -> Patch:
+def _patch_class(cls: type, options: dict[str, Any]) -> Patch:
     """Every model is patched at the end of the class's __init__, as if it had been given."""
     if not (hasattr(cls, "can_generate") and hasattr(cls, "forward") and cls.can_generate()):
         raise invalid(
@@ -620,9 +727,11 @@ def _patch_class(cls: type, eval_logits: bool, options: dict[str, Any]) -> Patch
             "causal LM, as LlamaForCausalLM (AutoModelForCausalLM makes models of many)"
         )
     _check_no_loss_of_its_own(cls)
-    if _PATCH in cls.__dict__:
-        raise invalid(f"{cls.__name__} is patched already; allowed: once, until unpatch()")
-    patch, own = Patch(cls), cls.__init__  # type: ignore[misc]
+    if (known := cls.__dict__.get(_PATCH)) is not None:
+        way = "the result of the first has it"
+        _check_alike(known.given, options, cls.__name__, way)
+        return known  # type: ignore[no-any-return]
+    patch, own = Patch(cls, **options), cls.__init__  # type: ignore[misc]
 
     @functools.wraps(own)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -630,9 +739,9 @@ def _patch_class(cls: type, eval_logits: bool, options: dict[str, Any]) -> Patch
         if _class_patch(type(self)) is not patch or _PATCH in self.__dict__:
             return  # a class between has been patched too: one patch is enough
         if type(self) is cls:
-            settings: _Settings | None = _patch_model(self, eval_logits, options)
+            settings: _Settings | None = _patch_model(self, options)
         else:
-            settings = _patch_derived(self, cls, eval_logits, options)
+            settings = _patch_derived(self, cls, options)
         if settings is not None:
             patch._settings.append(settings)
             patch._made.add(self)
@@ -643,21 +752,49 @@ def _patch_class(cls: type, eval_logits: bool, options: dict[str, Any]) -> Patch
     return patch
 
 
-def patch_transformers(model: Any, *, eval_logits: bool = False, **options: Any) -> Patch:
+def _check_options(options: dict[str, Any], rows: int | None) -> None:
+    """Before an hour of loading has gone by: a small call of its own says what is wrong."""
+    known = (*_OPTIONS, *_TRANSFORM)
+    if unknown := sorted(set(options) - set(known)):
+        raise invalid(f"{unknown[0]} is no option; allowed: {', '.join(known)}")
+    if (reduction := options.get("reduction", "mean")) not in ("mean", "sum"):
+        raise invalid(f"reduction is {reduction!r}; allowed: 'mean', 'sum' (one loss)")
+    words = options.get("vocab_size", 1)
+    if not isinstance(words, int) or words < 1 or (rows is not None and words > rows):
+        most = "the rows of the lm_head" if rows is None else f"{rows}, the rows of the lm_head"
+        raise invalid(f"vocab_size is {words!r}; allowed: 1 to {most}")
+    weight = options.get("weight")
+    columns = len(weight) if isinstance(weight, Tensor) else 1
+    tried = {
+        name: value
+        for name, value in options.items()
+        if name != "vocab_size" and not isinstance(value, Tensor)
+    }
+    if isinstance(weight, Tensor) and not weight.is_meta:
+        tried["weight"] = weight.cpu()
+    zeros = [torch.zeros(shape, device="cpu") for shape in ((1, 1), (columns, 1), (1,))]
+    linear_cross_entropy(zeros[0], zeros[1], zeros[2].long(), **tried)
+
+
+def patch_transformers(model: Any, *, eval_logits: bool | None = None, **options: Any) -> Patch:
     """Makes `model` (Llama, Qwen, Gemma, GPT-2, ... ForCausalLM) compute its loss without logits.
     It may be one of PEFT's around such a model, or a class, as LlamaForCausalLM: then every model
     of it that is made from now on is patched.
 
     With labels, output.loss is the loss and output.logits is None; without them nothing changes.
-    `eval_logits`: in eval mode leave the model as it is, for metrics made of logits. `options` go
-    to linear_cross_entropy (label_smoothing, z_loss, memory, ...); scale and softcap are those of
-    the model. `calls` of the result tells how many losses were made here.
+    `eval_logits`: True leaves the model as it is in eval mode, for metrics made of logits; False
+    says that a Trainer's metrics need none, which is an error otherwise. `options` go to
+    linear_cross_entropy (label_smoothing, z_loss, memory, ...). Scale and softcap of the logits,
+    and rows of the head that are no words, are found in the model's configuration, or told as
+    `logit_scale`, `softcap` and `vocab_size`; a model that does something else to its logits is an
+    error. `calls` of the result tells how many losses were made here.
     """
-    if unknown := sorted(set(options) - set(_OPTIONS)):
-        raise invalid(f"{unknown[0]} is no option; allowed: {', '.join(_OPTIONS)}")
-    if (reduction := options.get("reduction", "mean")) not in ("mean", "sum"):
-        raise invalid(f"reduction is {reduction!r}; allowed: 'mean', 'sum' (one loss)")
+    given = options if eval_logits is None else {**options, "eval_logits": eval_logits}
     if isinstance(model, type):
-        return _patch_class(model, eval_logits, options)
-    _patch_model(_base_of(model), eval_logits, options)
+        _check_options(options, None)
+        return _patch_class(model, given)
+    base = _base_of(model)
+    weight = getattr(_head_of(base), "weight", None)
+    _check_options(options, len(weight) if isinstance(weight, Tensor) else None)
+    _patch_model(base, given)
     return Patch(model)

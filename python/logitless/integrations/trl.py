@@ -19,6 +19,7 @@ from torch import Tensor
 
 from logitless._abi import IGNORE_INDEX, parse_memory
 from logitless._errors import LogitlessError, invalid, not_supported, renames
+from logitless.integrations._memory import Sizes, frugal
 from logitless.torch import linear_cross_entropy
 
 # TRL's trainers look their function up there at every call; it has these arguments.
@@ -80,7 +81,7 @@ class TrlPatch:
         outputs: tuple[str, ...] = _OUTPUTS,
     ) -> tuple[Tensor | None, ...]:
         """(log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1) of every token, as TRL's
-        function; `chunk_size` means nothing here."""
+        function; `chunk_size` says what that takes, and so what is taken here by default."""
         if not torch.compiler.is_compiling():
             self.calls += 1
         if unknown := sorted(set(outputs) - {"log_probs", *_OUTPUTS}):
@@ -92,13 +93,14 @@ class TrlPatch:
                 "the weight is a parameter of DeepSpeed ZeRO-3, which is taken apart again before "
                 "backward; allowed: ZeRO-1 and 2, FSDP"
             )
+        memory = frugal(self.memory, hidden, weight, lambda call: _peak(call, chunk_size))
         weight, bias, context = _alike(hidden, weight, bias)
         names = [statistic for output, statistic in _STATISTICS.items() if output in outputs]
         with context:
             _, s = linear_cross_entropy(
                 hidden, weight, targets, linear_bias=bias, reduction="none",
                 temperature=temperature, logit_scale=logit_scale, softcap=final_logit_softcapping,
-                memory=self.memory, return_statistics=("logprob", *names),
+                memory=memory, return_statistics=("logprob", *names),
             )  # fmt: skip
         squares, is_top1 = s.sum_p_squared, None
         if squares is not None:
@@ -106,6 +108,16 @@ class TrlPatch:
         if s.argmax is not None:
             is_top1 = s.argmax == targets
         return s.logprob, s.entropy, squares, s.mean_logit, is_top1
+
+
+# TRL's function makes the logits of so many tokens and `chunk_size` columns at a time.
+_TOKENS = 4096
+
+
+def _peak(call: Sizes, chunk_size: int) -> int:
+    """Bytes that TRL's function takes at most: a tile of logits, and f32 sums of 16-bit gradients
+    from its first tile on."""
+    return call.size * min(call.tokens, _TOKENS) * chunk_size + call.f32_sums
 
 
 def _alike(
@@ -126,7 +138,12 @@ def _alike(
 
 def _function() -> Any:
     """TRL's own, if all about it is as known; else an error that says what is not."""
-    trl = importlib.import_module("trl")
+    try:
+        trl = importlib.import_module("trl")
+    except ModuleNotFoundError as error:
+        if error.name != "trl":
+            raise
+        raise ImportError("patch_trl needs TRL 1.16: pip install trl") from error
 
     def unknown(what: str) -> LogitlessError:
         return not_supported(
@@ -158,6 +175,21 @@ def _function() -> Any:
     return function
 
 
+def check_forward(model: Any) -> None:
+    """Raises where a trainer of TRL has replaced the model's forward, which makes its loss of its
+    own then."""
+    forward = vars(model).get("forward")
+    while forward is not None:
+        function = getattr(forward, "__func__", getattr(forward, "func", forward))
+        module = getattr(function, "__globals__", {}).get("__name__", "")
+        if module.partition(".")[0] == "trl":
+            raise not_supported(
+                f"a trainer of TRL has replaced the forward of {type(model).__name__} and makes "
+                "the loss itself; use patch_trl() there"
+            )
+        forward = getattr(function, "__wrapped__", None)
+
+
 def is_patched() -> bool:
     """Whether TRL's trainers come here, whatever models they train."""
     return isinstance(getattr(sys.modules.get(_MODULE), _NAME, None), TrlPatch)
@@ -166,7 +198,8 @@ def is_patched() -> bool:
 def patch_trl(*, memory: int | str | None = None) -> TrlPatch:
     """Makes TRL's trainers compute log-probabilities and entropies without logits, all of this
     process, until `unpatch()` of the result or the end of its `with`. `memory` is that of
-    linear_cross_entropy."""
+    linear_cross_entropy; None is what TRL's own function takes, unless default_memory says
+    another."""
     patch = TrlPatch(parse_memory(memory))
     patch._own = _function()
     setattr(importlib.import_module(_MODULE), _NAME, patch)

@@ -9,7 +9,21 @@ import torch
 from torch import Tensor
 
 from logitless._errors import invalid, renames
+from logitless.integrations._memory import Sizes, frugal
 from logitless.torch import linear_logprob
+
+# verl's kernel makes the gradients of the logits of so many columns at a time, and its forward pass
+# three numbers a token for each so many.
+_COLUMNS, _SPLIT = 9504, 1024
+
+
+def _peak(call: Sizes) -> int:
+    """Bytes that verl's kernel takes at most: those, and beside the gradients of the logits a
+    product that is added to the gradient of hidden, or a copy of the last columns' ones."""
+    if not call.gradients:
+        return 12 * call.tokens * -(-call.vocab // _SPLIT)
+    columns = max(min(_COLUMNS, call.vocab), 1)
+    return call.size * call.tokens * (columns + max(call.width, call.vocab % columns))
 
 
 @renames({"input": "hidden", "linear_weight": "weight", "target": "labels"})
@@ -20,6 +34,8 @@ def linear_cross_entropy(
     temperature: float | Tensor | None = 1.0,
     reduction: str | None = "none",
     dist_process_group: Any = None,
+    *,
+    memory: int | str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(logprobs, entropy) of every token in f32, flattened to [N]; `reduction` is that of logprobs.
 
@@ -29,7 +45,8 @@ def linear_cross_entropy(
     share of the vocabulary's rows, hidden and labels are the same on every rank, and so are both
     results. The gradient of hidden is then this rank's part of a sum, as verl's kernel leaves it:
     its callers add the parts up (the backward of Megatron's gather_from_sequence_parallel_region
-    does). Raises ValueError for another reduction.
+    does). `memory`, which is ours, is linear_logprob's; None is what verl's kernel takes, unless
+    default_memory says another. Raises ValueError for another reduction.
     """
     reduction = "none" if reduction is None else reduction.lower()
     if reduction not in ("none", "sum", "mean"):
@@ -39,7 +56,8 @@ def linear_cross_entropy(
         where = {"group": dist_process_group, "reduce_input_grad": False}
     logprobs, entropy = linear_logprob(
         hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1),
-        temperature=_flat(temperature, labels), entropy=True, **where,
+        temperature=_flat(temperature, labels), entropy=True,
+        memory=frugal(memory, hidden, weight, _peak), **where,
     )  # fmt: skip
     if reduction != "none":
         logprobs = logprobs.sum() if reduction == "sum" else logprobs.mean()
@@ -63,12 +81,28 @@ class LinearCrossEntropy:
 
 class FusedLinearForPPO(torch.nn.Module):
     """forward(hidden_states, vocab_weights, input_ids, temperature): (log_probs, entropy), in the
-    shape of input_ids and in f32. `chunk_size` and `impl_backend` mean nothing here."""
+    shape of input_ids and in f32. `chunk_size` and `impl_backend` say what verl's module takes,
+    which is what this one takes unless `memory`, which is ours, or default_memory says another."""
 
-    def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
+    def __init__(
+        self, chunk_size: int = 512, impl_backend: str = "torch", *,
+        memory: int | str | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.chunk_size = chunk_size
         self.impl_backend = impl_backend
+        self.memory = memory
+
+    def _peak(self, call: Sizes) -> int:
+        """Bytes that verl's module takes at most. Its own forward has three f32 tensors of a
+        chunk's logits at once, its backward five beside the logits, and a product that is added to
+        the gradient of the weight; Liger's has the gradients of the logits of 1024 tokens."""
+        if self.impl_backend == "liger":
+            return call.size * min(call.tokens, 1024) * call.vocab
+        chunk = min(call.tokens, self.chunk_size) * call.vocab
+        if not call.gradients:
+            return 12 * chunk
+        return (20 + call.size) * chunk + call.size * call.vocab * call.width
 
     @renames({"input": "hidden_states", "linear_weight": "vocab_weights", "target": "input_ids"})
     def forward(
@@ -76,6 +110,7 @@ class FusedLinearForPPO(torch.nn.Module):
         temperature: float | Tensor = 1.0,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         log_probs, entropy = linear_logprob(
-            hidden_states, vocab_weights, input_ids, temperature=temperature, entropy=True
-        )
+            hidden_states, vocab_weights, input_ids, temperature=temperature, entropy=True,
+            memory=frugal(self.memory, hidden_states, vocab_weights, self._peak),
+        )  # fmt: skip
         return log_probs, entropy

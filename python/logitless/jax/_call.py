@@ -71,12 +71,23 @@ def reads_logits(call: Call, cotangents: Sequence[Any]) -> bool:
     return bool(moving - {"target_logit"})
 
 
-def upstream_of(call: Call, cotangents: Sequence[Any], tokens: tuple[int, ...]) -> dict[str, Array]:
-    """What Backward is given; an absent gradient of a statistic is 0, of the loss it would be 1."""
+def asked_of(
+    call: Call, cotangents: Sequence[Any], tokens: tuple[int, ...]
+) -> tuple[Call, dict[str, Array]]:
+    """What Backward is asked for, and its upstream gradients. An absent one of a statistic is 0, of
+    the loss it would be 1."""
     given = {
         name: ct for name, ct in zip(call.outputs, cotangents) if not isinstance(ct, SymbolicZero)
     }
-    found = {"grad_loss": given.get("loss", jnp.zeros(output_of(call, "loss", tokens).shape, _F32))}
+    found = {}
+    if "loss" in given:
+        found["grad_loss"] = given["loss"]
+    else:
+        # The 0 of a mean would be NaN where it divides by 0.
+        options = call.options._replace(reduction=_abi.REDUCTION_NONE, normalizer=0.0)
+        names = tuple(name for name in call.names if name != "normalizer")
+        call = call._replace(names=names, options=options)
+        found["grad_loss"] = jnp.zeros(tokens, _F32)
     for name in ("lse", "target_logit", "entropy"):
         if name in given:
             found[f"grad_{name}"] = given[name]
@@ -86,4 +97,4 @@ def upstream_of(call: Call, cotangents: Sequence[Any], tokens: tuple[int, ...]) 
         for name in ("grad_loss",) if of_loss else ("grad_lse", "grad_target_logit"):
             sign = 1.0 if name == "grad_target_logit" else -1.0
             found[name] = found.get(name, 0.0) + sign * given["logprob"]
-    return found
+    return call, found

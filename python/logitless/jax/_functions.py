@@ -14,7 +14,7 @@ import numpy as np
 
 from logitless import _abi
 from logitless._abi import Options, parse_memory
-from logitless._arrays import as_f32, check_real, check_unmasked
+from logitless._arrays import as_f32, check_range, check_real, check_shift, check_unmasked
 from logitless._errors import (
     OLD_OF_LOGPROB,
     argument,
@@ -22,6 +22,7 @@ from logitless._errors import (
     error_of,
     invalid,
     not_supported,
+    placed,
     refuses,
     wrong_dtype,
     wrong_shape,
@@ -52,17 +53,43 @@ class Statistics(NamedTuple):
     mean_logit: Array | None = None
 
 
+def _opened(value: Any) -> Any:
+    """A variable of a framework, as flax's nnx.Param, stands for its array."""
+    if isinstance(value, (jax.Array, np.ndarray)) or not hasattr(type(value), "__jax_array__"):
+        return value
+    return value.__jax_array__()
+
+
+_OF_LAYERS = {"kernel": "kernel[...].T", "embedding": "embedding[...]", "weight": "weight"}
+
+
 def _array(name: str, value: Any) -> Array:
+    value = _opened(value)
     if not isinstance(value, (jax.Array, np.ndarray)):
-        raise wrong_dtype(f"{name} is a {type(value).__name__}; allowed: an array")
+        of_layer = (way for has, way in _OF_LAYERS.items() if hasattr(value, has))
+        way = next(of_layer, None) if name == "linear_weight" else None
+        raise wrong_dtype(
+            f"{name} is a {type(value).__name__}; allowed: an array"
+            + (f", as its {way}" if way else "")
+        )
     check_unmasked(name, value)
     return jnp.asarray(value)
 
 
+def _on_host(value: Any) -> bool:
+    """Whether what is in an array can be looked at, and nothing waits for another device."""
+    if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
+        return False
+    return value.is_fully_addressable and {d.platform for d in value.devices()} == {"cpu"}
+
+
 def _f32(name: str, value: Any) -> Array:
     """A constant of the loss: JAX itself drops imaginary parts and makes infinities."""
+    value = _opened(value)
     array = _array(name, as_f32(name, value) if isinstance(value, np.ndarray) else value)
     check_real(name, np.dtype(array.dtype))
+    if array.dtype == jnp.float64 and _on_host(array):
+        as_f32(name, np.asarray(array))
     return array.astype(jnp.float32)
 
 
@@ -78,11 +105,11 @@ def _as_int32(target: np.ndarray[Any, Any], ignore_index: int) -> tuple[Array, i
     wrong = ~ignored & ((target < least) | (target > _INT32.max))
     if wrong.any():
         at = int(wrong.argmax())
-        raise error_of(
-            8,
+        message = (
             f"target[{at}] is {target.flat[at]}; allowed: {least} to {_INT32.max}, or ignore_index "
-            f"({ignore_index}), because JAX makes int32 of int64 unless jax_enable_x64 is set",
+            f"({ignore_index}), because JAX makes int32 of int64 unless jax_enable_x64 is set"
         )
+        raise error_of(8, placed(message, target.shape))
     if beyond:
         target, ignore_index = np.where(ignored, _INT32.min, target), _INT32.min
     return jnp.asarray(target, jnp.int32), int(ignore_index)
@@ -91,6 +118,7 @@ def _as_int32(target: np.ndarray[Any, Any], ignore_index: int) -> tuple[Array, i
 def _target(value: Any, ignore_index: int) -> tuple[Array, int]:
     """The target, and the ignore_index as its dtype holds it. Without jax_enable_x64 JAX keeps the
     low 32 bits of an int64, and says nothing."""
+    value = _opened(value)
     check_unmasked("target", value)
     narrow = jax.dtypes.canonicalize_dtype(np.int64) != np.int64
     if narrow and isinstance(value, jax.Array) and value.dtype == np.int64:
@@ -152,7 +180,8 @@ def _check_target(rows: Array, target: Array, what: str) -> None:
             "log-probabilities are not supported; allowed: class indices, int32 or int64"
         )
     if target.dtype not in (jnp.int32, jnp.int64):
-        raise wrong_dtype(f"target is {target.dtype}; allowed: int32, int64")
+        way = "; use .astype(jnp.int32)" if jnp.issubdtype(target.dtype, jnp.integer) else ""
+        raise wrong_dtype(f"target is {target.dtype}; allowed: int32, int64{way}")
     if target.shape != rows.shape[:-1]:
         raise wrong_shape(
             f"target has shape {target.shape}; allowed: {rows.shape[:-1]}, the shape of {what} "
@@ -160,24 +189,34 @@ def _check_target(rows: Array, target: Array, what: str) -> None:
         )
 
 
-def _shifted(target: Array, shift: int, ignore_index: int) -> Array:
-    """Position i gets the target of i + shift; the last `shift` positions are ignored."""
-    if shift < 0 or not target.ndim:
-        raise invalid(
-            f"shift is {shift} for a target of shape {target.shape}; allowed: >= 0, [..., T]"
-        )
-    return _moved(target, shift, ignore_index)
+def _split_sequences(values: Array) -> Any:
+    """The sharding of an array whose last dimension is split on a mesh of explicit axes; else None.
+    There no slice is made of it, and nothing is gathered unasked."""
+    sharding = getattr(jax.typeof(values), "sharding", None)
+    if not values.ndim or sharding is None or len(sharding.spec) < values.ndim:
+        return None
+    if sharding.spec[-1] is None:
+        return None
+    return sharding if isinstance(values, jax.core.Tracer) else values.sharding
 
 
 def _moved(values: Array, shift: int, rest: float) -> Array:
+    """Position i gets the value of i + shift, and the last `shift` positions `rest`; sharded as
+    they are."""
+    split = _split_sequences(values)
+    if split is not None:
+        whole = jax.sharding.PartitionSpec(*split.spec[:-1], None)
+        values = jax.sharding.reshard(values, jax.sharding.NamedSharding(split.mesh, whole))
     shift = min(shift, values.shape[-1])
-    end = jnp.full_like(values[..., :shift], rest)  # sharded as they are
-    return jnp.concatenate([values[..., shift:], end], axis=-1)
+    end = jnp.full_like(values[..., :shift], rest)
+    moved = jnp.concatenate([values[..., shift:], end], axis=-1)
+    return moved if split is None else jax.sharding.reshard(moved, split)
 
 
 def _temperature(value: Any, shape: tuple[int, ...], shift: int) -> tuple[float, Array | None]:
     """A number, which is part of the program, or in the target's shape an array in it, [N] or
     broadcastable to it; that goes with the target."""
+    value = _opened(value)
     if not isinstance(value, (jax.Array, np.ndarray)):
         return _number("temperature", value), None
     array = _f32("temperature", value)
@@ -188,6 +227,7 @@ def _temperature(value: Any, shape: tuple[int, ...], shift: int) -> tuple[float,
 
 def _normalizer(value: Any) -> tuple[float, Array | None]:
     """As the core takes it: a host number other than 0, or an array []."""
+    value = _opened(value)
     if value is None:
         return 0.0, None
     if isinstance(value, (jax.Array, np.ndarray)):
@@ -207,6 +247,13 @@ def _exact_products() -> bool:
     return precision in (None, "highest", "float32", "F32_F32_F32")
 
 
+def _vocab_of(arrays: dict[str, Array]) -> int:
+    """V; 0 where what has it is of a wrong shape, which is said later."""
+    if "weight" in arrays:
+        return arrays["weight"].shape[0] if arrays["weight"].ndim == 2 else 0
+    return arrays["logits"].shape[-1]
+
+
 def _loss(
     rows: dict[str, Any], target: Any, outputs: Sequence[str], *, weight: Any = None,
     reduction: str = "mean", ignore_index: int | None = -100, label_smoothing: float = 0.0,
@@ -224,11 +271,16 @@ def _loss(
     _abi.check_ignore_index(ignore_index)
     target, ignore_index = _target(target, ignore_index)
     _check_target(arrays[what], target, what)
-    shape = target.shape
+    shape, shift = target.shape, _integer("shift", shift)
     if shift:
-        target = _shifted(target, _integer("shift", shift), ignore_index)
+        check_shift(shift, shape)
+    vocab = _vocab_of(arrays)
+    if vocab and axis_name is None and _on_host(target):
+        check_range(np.asarray(target), vocab, ignore_index, shift)
+    if shift:
+        target = _moved(target, shift, ignore_index)
     number, counted = _normalizer(normalizer)
-    degrees, temperatures = _temperature(temperature, shape, int(shift))
+    degrees, temperatures = _temperature(temperature, shape, shift)
     options = Options(
         _one_of("reduction", reduction, _REDUCTIONS), ignore_index,
         _number("label_smoothing", label_smoothing), _number("z_loss", z_loss),
@@ -247,6 +299,8 @@ def _loss(
         token_weight = _f32("token_weight", token_weight)
         if token_weight.shape != shape:
             raise wrong_shape(f"token_weight has shape {token_weight.shape}; allowed: {shape}")
+        if shift:
+            token_weight = _moved(token_weight, shift, 1.0)
         operands["token_weight"] = token_weight.reshape(tokens)
     if weight is not None:
         operands["vocab_weight"] = _f32("weight", weight)  # [V]
@@ -295,16 +349,17 @@ def linear_cross_entropy(
     """Cross-entropy of input @ linear_weight.T + linear_bias, without the logits.
 
     input [..., D], linear_weight [V, D], target [...] of class indices, linear_bias [V], weight [V]
-    of classes, token_weight [...]. `shift`: the targets move by one (or by that many), for
-    next-token prediction. `normalizer`: what "mean" divides by, instead of the sum of the valid
-    tokens' class weights. `memory`: the workspace allowed, in bytes or as "64MiB".
-    `return_statistics`: any of "lse", "target_logit", "logprob", "entropy", which are
-    differentiable, "argmax", "rank", "sum_p_squared", "mean_logit", which are not; the result is
-    then (loss, Statistics). `empty_mean`: a mean over no token is "zero" or "nan". `temperature`: a
-    number, or an array in the target's shape, [N] or broadcastable to it, which `shift` moves with
-    the target; no gradient flows to it, and where it is not a positive normal number the token's
-    loss is NaN. Differentiable once in input, linear_weight and linear_bias. Numbers, texts and
-    `memory` are part of the compiled program.
+    of classes, token_weight [...]. An array may be a variable that stands for one, as flax's
+    nnx.Param. `shift`: the targets move by one (or by that many), for next-token prediction, and
+    with them what belongs to a label, token_weight and temperature. `normalizer`: what "mean"
+    divides by, instead of the sum of the valid tokens' class weights. `memory`: the workspace
+    allowed, in bytes or as "64MiB". `return_statistics`: any of "lse", "target_logit", "logprob",
+    "entropy", which are differentiable, "argmax", "rank", "sum_p_squared", "mean_logit", which are
+    not; the result is then (loss, Statistics). `empty_mean`: a mean over no token is "zero" or
+    "nan". `temperature`: a number, or an array in the target's shape, [N] or broadcastable to it,
+    which `shift` moves with the target; no gradient flows to it, and where it is not a positive
+    normal number the token's loss is NaN. Differentiable once in input, linear_weight and
+    linear_bias. Numbers, texts and `memory` are part of the compiled program.
 
     Sharded arrays: tokens may be split along any dimension and the vocabulary along the rows of
     linear_weight; under jax.jit and outside of it each device then has its own part, and no device

@@ -27,7 +27,7 @@ from jax.interpreters import ad, batching, mlir
 from logitless import _abi
 from logitless._errors import invalid
 from logitless.jax import _partition
-from logitless.jax._call import Call, kept_of, output_of, reads_logits, upstream_of
+from logitless.jax._call import Call, asked_of, kept_of, output_of, reads_logits
 from logitless.jax._run import Array, Tensor, evaluate, one_after_another, run
 
 _F32 = np.dtype(np.float32)
@@ -97,19 +97,20 @@ def _forward_rule(call: Call, wrt: tuple[Tensor, ...], primals: Any, rest: Any) 
 def _backward_rule(call: Call, wrt: tuple[Tensor, ...], residuals: Any, cotangents: Any) -> Any:
     if call.fused:
         factor = cotangents[0]
-        if isinstance(factor, SymbolicZero):
-            factor = jnp.float32(0)
+        if isinstance(factor, SymbolicZero):  # 0 times what is not finite is not 0
+            return tuple(jnp.zeros_like(h, t.dtype) for h, t in zip(residuals, wrt)), None
         return tuple((held * factor).astype(t.dtype) for held, t in zip(residuals, wrt)), None
     values, kept = residuals
     operands = _merged(call, wrt, *values)
-    upstream = upstream_of(call, cotangents, operands["target"].shape)
+    asked, upstream = asked_of(call, cotangents, operands["target"].shape)
+    operands = {name: operands[name] for name in asked.names}
     if not reads_logits(call, cotangents):
         kept = {name: array for name, array in kept.items() if name not in _partition.KEPT}
     if "grad_entropy" not in upstream:
         kept = {name: array for name, array in kept.items() if name != "entropy"}
     results = _gradients(wrt, held=False)
     kind = _abi.LINEAR_CROSS_ENTROPY_BACKWARD if call.linear else _abi.CROSS_ENTROPY_BACKWARD
-    made = _run(call, kind, operands | kept | upstream, results)
+    made = _run(asked, kind, operands | kept | upstream, results)
     return tuple(made[result.name] for result in results), None
 
 

@@ -44,7 +44,7 @@ from logitless._errors import (
     wrong_shape,
 )
 from logitless.jax import _shards
-from logitless.jax._call import Call, kept_of, output_of, reads_logits, upstream_of
+from logitless.jax._call import Call, asked_of, kept_of, output_of, reads_logits
 from logitless.jax._run import KEPT, Array, Tensor, pvary, run, varying
 
 _F32, _I32 = np.dtype(np.float32), np.dtype(np.int32)
@@ -286,7 +286,7 @@ def _forward_rule(call: Call, shard: Shard, primals: Any, rest: Any) -> Any:
 def _backward_rule(call: Call, shard: Shard, residuals: Any, cotangents: Any) -> Any:
     operands, kept, wanted = residuals
     of_outputs = [cotangents[name] for name in call.outputs]
-    upstream = upstream_of(call, of_outputs, operands["target"].shape)
+    asked, upstream = asked_of(call, of_outputs, operands["target"].shape)
     if shard.upstream == _PARTS:
         upstream = {name: lax.psum(x, shard.axes) for name, x in upstream.items()}
     if "grad_entropy" not in upstream:
@@ -297,7 +297,8 @@ def _backward_rule(call: Call, shard: Shard, residuals: Any, cotangents: Any) ->
         Tensor(f"grad_{name}", operands[name].shape, np.dtype(operands[name].dtype))
         for name in wanted
     ]
-    own = own_gradients(call, shard, operands | kept | upstream, results)
+    given = {name: operands[name] for name in asked.names}
+    own = own_gradients(asked, shard, given | kept | upstream, results)
     made = exchanged(shard, own, results)
     return {name: made.get(f"grad_{name}") for name in _PRIMALS if name in operands}, None
 

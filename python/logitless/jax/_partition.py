@@ -207,7 +207,6 @@ class Split:
         self.token_axes = tuple(axis for f in self.by_token for axis in axes.get(f, ()))
         self.token_parts = [self.parts.get(f, 1) for f in self.by_token]
         self.vocab_axes = axes.get("v", ())
-        self.kept_parts = [*self.token_parts, self.parts.get("v", 1)]  # of kept state
 
     def own(self, tensor: Tensor) -> tuple[int, ...]:
         """The shape of a device's part."""
@@ -223,6 +222,11 @@ class Split:
         own = math.prod(self.tokens) // math.prod(self.token_parts)
         whole = not self.token_axes or (self.even and own % _BLOCK == 0)
         return whole and ("k" in self.axes or not self.vocab_axes)
+
+    @property
+    def kept_parts(self) -> list[int] | None:
+        """Those of kept state, or None where nothing can be kept."""
+        return [*self.token_parts, self.parts.get("v", 1)] if self.keeps else None
 
 
 def _sum_of_scalars(x: Array, split: Split) -> Array:
@@ -272,19 +276,21 @@ def _agreed(target: Array, split: Split, options: Options) -> Array:
 
 
 def _with_kept(
-    split: Split, operands: dict[str, Array], made: Callable[..., dict[str, Array]]
-) -> dict[str, Array]:
-    """What `made` makes of the operands; of kept state only where it is of this split."""
+    parts: Sequence[int] | None, operands: dict[str, Array],
+    made: Callable[[dict[str, Array]], dict[str, Array]],
+) -> dict[str, Array]:  # fmt: skip
+    """What `made` makes of the operands; of kept state only where it was split into these parts.
+    None: it cannot have been."""
     if _PARTS not in operands:
         return made(operands)
 
     def without(*names: str) -> dict[str, Array]:
         return made({name: x for name, x in operands.items() if name not in names})
 
-    if not split.keeps:
+    if parts is None:
         return without(*KEPT)
     # XLA knows both numbers within one program, and leaves one branch.
-    of_this_split = (operands[_PARTS] == jnp.array(split.kept_parts, jnp.int32)).all()
+    of_this_split = (operands[_PARTS] == jnp.array(parts, jnp.int32)).all()
     either: dict[str, Array] = lax.cond(
         of_this_split, lambda: without(_PARTS), lambda: without(*KEPT)
     )
@@ -295,8 +301,9 @@ def _of_tokens(split: Split, op: Op, operands: dict[str, Array]) -> dict[str, Ar
     """On a device that has the whole vocabulary."""
     results = [r for r in op.results if split.keeps or r.name not in KEPT]
     return _with_kept(
-        split, operands, lambda given: _run.run(op.kind, given, results, op.options, op.memory)
-    )
+        split.kept_parts, operands,
+        lambda given: _run.run(op.kind, given, results, op.options, op.memory),
+    )  # fmt: skip
 
 
 def _of_shards(split: Split, op: Op, operands: dict[str, Array]) -> dict[str, Array]:
@@ -318,8 +325,9 @@ def _of_shards(split: Split, op: Op, operands: dict[str, Array]) -> dict[str, Ar
         made = kept | made
     if wanted:
         own = _with_kept(
-            split, given, lambda given: _parallel.own_gradients(call, shard, given, wanted)
-        )
+            split.kept_parts, given,
+            lambda given: _parallel.own_gradients(call, shard, given, wanted),
+        )  # fmt: skip
         made |= _parallel.exchanged(shard, own, wanted)
     return made
 
@@ -350,7 +358,7 @@ def _on_device(split: Split, op: Op, fails: bool, *arrays: Array) -> list[Array]
         elif name in summed:
             made[name] = _sum_of_gradients(made[name], split).astype(result.dtype)
         made[name] = _shaped(name, made[name], shape)
-    made[_PARTS] = jnp.array(split.kept_parts, jnp.int32) * split.keeps
+    made[_PARTS] = jnp.array(split.kept_parts or [0] * (len(op.tokens) + 1), jnp.int32)
     return [made[result.name] for result in op.made()]
 
 
@@ -454,10 +462,13 @@ linear_p.def_impl(functools.partial(_run.evaluate, linear_p))
 
 
 def _on_one_device(*arrays: Array, op: Op) -> list[Array]:
-    operands = _flattened(op.names, arrays)
-    operands.pop(_PARTS, None)
-    made = _run.run(op.kind, operands, op.flat().results, op.options, op.memory)
-    made[_PARTS] = jnp.ones(len(op.tokens) + 1, jnp.int32)
+    """Kept state may be another program's, which was split."""
+    results, whole = op.flat().results, [1] * (len(op.tokens) + 1)
+    made = _with_kept(
+        whole, _flattened(op.names, arrays),
+        lambda given: _run.run(op.kind, given, results, op.options, op.memory),
+    )  # fmt: skip
+    made[_PARTS] = jnp.array(whole, jnp.int32)
     return [_shaped(result.name, made[result.name], result.shape) for result in op.made()]
 
 

@@ -140,7 +140,8 @@ class Call:
         none = self.options.reduction == _abi.REDUCTION_NONE
         if weight is None or none or self.wanted & _run.DIFFERENTIABLE:
             return False
-        if torch.float16 not in (input.dtype, weight.dtype) or hooked or self.memory is not None:
+        bounded = self.memory is not None and self.memory >= 0  # below 0 it is an _abi.Room
+        if torch.float16 not in (input.dtype, weight.dtype) or hooked or bounded:
             return True
         return not self._keeps_f16(input, weight, bias, all_needed)
 
@@ -157,7 +158,8 @@ class Call:
         if not _kept.serves(self.dtype or input.dtype, input.device.type, self.options):
             return False
         waiting = sum(4 * t.numel() for t in needed)
-        return 2 * self.constants.target.numel() * weight.shape[0] <= 2 * waiting
+        kept = 2 * self.constants.target.numel() * weight.shape[0]
+        return (kept if self.memory is None else min(kept, -self.memory)) <= 2 * waiting
 
     def keep(
         self, input: Tensor, dtypes: tuple[torch.dtype | None, ...], device: str

@@ -94,7 +94,7 @@ def serves(dtype: torch.dtype, device: str, options: Options) -> bool:
 
 def room_of(memory: int | None, kept: int) -> int | None:
     """What `memory` leaves for a workspace beside so many bytes of kept state."""
-    return None if memory is None else memory - kept
+    return None if memory is None else abs(memory) - kept  # below 0 it is an _abi.Room
 
 
 def shapes(
@@ -156,18 +156,19 @@ def choose(forward: Forward, keep: Keep) -> tuple[KeptSize, int | None] | None:
         size = _size_in(forward, bytes)
         return None if size is None else (size, room_of(memory, size.bytes))
     assert memory is not None
-    return _choose(forward, keep, memory)
+    return _choose(forward, keep, abs(memory))
 
 
 def check_memory(forward: Forward, keep: Keep) -> None:
     """Refuses a `memory` that Forward keeps to and a Backward cannot, whichever of the results have
     an upstream gradient and however often: a graph that has used its kept state goes on without."""
-    if forward.memory is None or not any(keep.dtypes):
+    memory = forward.memory
+    if memory is None or memory < 0 or not any(keep.dtypes):  # below 0 it is an _abi.Room
         return
     plans = _both(forward, keep, None, ())
     least = max(plan.minimum for plan in plans)
-    if forward.memory < least:
-        raise _abi.too_small(forward.memory, least, max(plan.recommended for plan in plans))
+    if memory < least:
+        raise _abi.too_small(memory, least, max(plan.recommended for plan in plans))
 
 
 def _choose(forward: Forward, keep: Keep, budget: int) -> tuple[KeptSize, int] | None:

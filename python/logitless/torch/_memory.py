@@ -30,7 +30,7 @@ _lock = threading.Lock()
 
 
 def default() -> int | None:
-    """Bytes, or None for what the library recommends."""
+    """Bytes, or None where nobody has said."""
     return _settings[-1].memory
 
 
@@ -47,8 +47,10 @@ def source() -> str:
 def set_default_memory(memory: int | str | None) -> None:
     """Sets the `memory` of every later call of this process, on whatever thread, that is given
     none (or None): of logitless.torch and of the signatures of logitless.integrations. In bytes or
-    as "512MiB"; None is what the library recommends. An open `with default_memory(...)` goes before
-    it. A compiled function takes the value that held when it was traced."""
+    as "512MiB"; None is what each takes by itself: of logitless.torch what the library recommends,
+    of logitless.integrations what the function takes in whose name it is. An open `with
+    default_memory(...)` goes before it. A compiled function takes the value that held when it was
+    traced."""
     _settings[0].memory = parse_memory(memory)
 
 

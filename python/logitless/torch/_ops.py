@@ -7,6 +7,7 @@ not come here (_autograd.py): the dispatcher costs them several microseconds a c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -316,7 +317,11 @@ def bytes_to_keep(
 
 def _static(given: Any) -> bool:
     """Whether every size and stride is a number."""
-    sizes = [size for *_, shape, stride in given for size in (*shape, *stride)]
+    return are_numbers([size for *_, shape, stride in given for size in (*shape, *stride)])
+
+
+def are_numbers(sizes: Sequence[Any]) -> bool:
+    """Whether none of them is a symbol."""
     # A compiler takes its symbols for numbers here.
     if not torch.compiler.is_compiling() and all(isinstance(size, int) for size in sizes):
         return True

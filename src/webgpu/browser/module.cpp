@@ -6,8 +6,10 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <type_traits>
 
 #include "src/message.h"
+#include "src/numbers.h"
 #include "src/reference/reference.h"
 #include "src/validate.h"
 #include "src/webgpu/browser/device.h"
@@ -26,6 +28,7 @@ struct State {
   LossOptions options;
   std::map<std::string, TensorView> tensors;
   reference::Result judged;
+  Status given;  // what is wrong with the numbers of the tensors
   Status status;
 };
 
@@ -41,35 +44,82 @@ int32_t report(const Status& status) {
   return static_cast<int32_t>(status.code());
 }
 
+// JavaScript's numbers are doubles. What they set is the number that was given, or an error.
+template <auto member>
+Status set_f32(LossOptions& options, const char* name, double value) {
+  if (!held_by_f32(value)) {
+    return error(StatusCode::invalid_argument, "%s is %g; allowed: %s", name, unsigned_nan(value),
+                 what_f32_holds);
+  }
+  options.*member = static_cast<float>(value);
+  return {};
+}
+
+template <auto member>
+Status set_integer(LossOptions& options, const char* name, double value) {
+  if (!is_integer(value)) {
+    return error(StatusCode::invalid_argument, "%s is %g; allowed: %s", name, unsigned_nan(value),
+                 what_is_integer);
+  }
+  options.*member = static_cast<int64_t>(value);
+  return {};
+}
+
+template <auto member>
+Status set_enum(LossOptions& options, const char* name, double value) {
+  if (!is_integer(value) || value < 0 || value > INT32_MAX) {
+    return error(StatusCode::unknown_enum, "%s is %g; allowed: an enumerator", name,
+                 unsigned_nan(value));
+  }
+  using Enum = std::remove_reference_t<decltype(options.*member)>;
+  options.*member = static_cast<Enum>(static_cast<int32_t>(value));
+  return {};
+}
+
+Status set_double(LossOptions& options, const char*, double value) {
+  options.normalizer = value;
+  return {};
+}
+
 struct Option {
   const char* name;
-  void (*set)(LossOptions&, double);
+  Status (*set)(LossOptions&, const char* name, double);
 };
 constexpr Option kOptions[] = {
-    {"reduction", [](LossOptions& o, double v) { o.reduction = static_cast<Reduction>(v); }},
-    {"ignore_index", [](LossOptions& o, double v) { o.ignore_index = static_cast<int64_t>(v); }},
-    {"label_smoothing", [](LossOptions& o, double v) { o.label_smoothing = float(v); }},
-    {"z_loss", [](LossOptions& o, double v) { o.z_loss = float(v); }},
-    {"logit_scale", [](LossOptions& o, double v) { o.logit_scale = float(v); }},
-    {"softcap", [](LossOptions& o, double v) { o.softcap = float(v); }},
-    {"temperature", [](LossOptions& o, double v) { o.temperature = float(v); }},
-    {"out_of_range", [](LossOptions& o, double v) { o.out_of_range = static_cast<OutOfRange>(v); }},
-    {"empty_mean", [](LossOptions& o, double v) { o.empty_mean = static_cast<EmptyMean>(v); }},
-    {"input_kind", [](LossOptions& o, double v) { o.input_kind = static_cast<InputKind>(v); }},
-    {"probability_floor", [](LossOptions& o, double v) { o.probability_floor = float(v); }},
-    {"normalizer", [](LossOptions& o, double v) { o.normalizer = v; }},
-    {"vocab_start", [](LossOptions& o, double v) { o.vocab_start = static_cast<int64_t>(v); }},
-    {"vocab_total", [](LossOptions& o, double v) { o.vocab_total = static_cast<int64_t>(v); }},
+    {"reduction", set_enum<&LossOptions::reduction>},
+    {"ignore_index", set_integer<&LossOptions::ignore_index>},
+    {"label_smoothing", set_f32<&LossOptions::label_smoothing>},
+    {"z_loss", set_f32<&LossOptions::z_loss>},
+    {"logit_scale", set_f32<&LossOptions::logit_scale>},
+    {"softcap", set_f32<&LossOptions::softcap>},
+    {"temperature", set_f32<&LossOptions::temperature>},
+    {"out_of_range", set_enum<&LossOptions::out_of_range>},
+    {"empty_mean", set_enum<&LossOptions::empty_mean>},
+    {"input_kind", set_enum<&LossOptions::input_kind>},
+    {"probability_floor", set_f32<&LossOptions::probability_floor>},
+    {"normalizer", set_double},
+    {"vocab_start", set_integer<&LossOptions::vocab_start>},
+    {"vocab_total", set_integer<&LossOptions::vocab_total>},
 };
+
+// Takes a size, a stride or an offset. The first that is none is told when the op is made.
+int64_t size_of_tensor(const char* tensor, double value) {
+  if (is_integer(value)) return static_cast<int64_t>(value);
+  if (state().given.ok()) {
+    state().given =
+        error(StatusCode::invalid_argument, "%s has a size or a stride of %g; allowed: %s", tensor,
+              unsigned_nan(value), what_is_integer);
+  }
+  return 0;
+}
 
 constexpr Execution kOnDevice{.device = {.type = DeviceType::webgpu}};
 
 // Makes the op that was begun, with the tensors given; a tensor that it does not have is an error.
 Status make(const Execution& execution, DeviceType tensors_on, Call* call) {
   const State& s = state();
-  if (s.kind < 0 || s.kind >= kinds) {
-    return error(StatusCode::unknown_enum, "op.kind is %d; allowed: 0 to %d", s.kind, kinds - 1);
-  }
+  if (!s.given.ok()) return s.given;
+  if (s.kind < 0 || s.kind >= kinds) return unknown_op(s.kind);
   *call = Call(s.kind, execution);
   if (call->loss_op) call->options = s.options;
   call->accumulate = call->gradients && call->linear && s.accumulate;
@@ -130,26 +180,26 @@ LOGITLESS_EXPORT("begin") void begin(int32_t kind, int32_t accumulate_grad_weigh
   s.accumulate = accumulate_grad_weight != 0;
   s.options = {};
   s.tensors.clear();
+  s.given = {};
 }
 
 // `data` is a buffer's number, or an address for the reference.
 LOGITLESS_EXPORT("tensor")
 void tensor(const char* name, uintptr_t data, double byte_offset, int32_t dtype, int32_t rank,
             double rows, double columns, double row_stride, double column_stride) {
-  state().tensors[name] = {
-      .data = reinterpret_cast<void*>(data),
-      .byte_offset = static_cast<uint64_t>(byte_offset),
-      .dtype = static_cast<DType>(dtype),
-      .rank = rank,
-      .shape = {static_cast<int64_t>(rows), static_cast<int64_t>(columns)},
-      .stride = {static_cast<int64_t>(row_stride), static_cast<int64_t>(column_stride)}};
+  const auto size = [name](double value) { return size_of_tensor(name, value); };
+  state().tensors[name] = {.data = reinterpret_cast<void*>(data),
+                           .byte_offset = static_cast<uint64_t>(size(byte_offset)),
+                           .dtype = static_cast<DType>(dtype),
+                           .rank = rank,
+                           .shape = {size(rows), size(columns)},
+                           .stride = {size(row_stride), size(column_stride)}};
 }
 
 LOGITLESS_EXPORT("option") int32_t option(const char* name, double value) {
   for (const Option& known : kOptions) {
     if (std::strcmp(known.name, name) != 0) continue;
-    known.set(state().options, value);
-    return 0;
+    return report(known.set(state().options, name, value));
   }
   return report(error(StatusCode::invalid_argument, "there is no option %s", name));
 }
@@ -169,6 +219,10 @@ LOGITLESS_EXPORT("workspace") int32_t workspace(double* sizes) {
 // for the next call of the same budget.
 LOGITLESS_EXPORT("run") int32_t run(double budget) {
   return with_call(kOnDevice, DeviceType::webgpu, [&](const Call& call) {
+    if (!(budget >= 0 && budget <= 0x1p53)) {
+      return error(StatusCode::invalid_argument, "budget is %g; allowed: 0 to 2^53 bytes",
+                   unsigned_nan(budget));
+    }
     WorkspaceSize size;
     Status status = sizes_of(call, &size);
     const auto bytes = static_cast<uint64_t>(budget);

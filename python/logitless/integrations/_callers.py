@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who calls a patched model: a Trainer that will ask for logits is told before it is too late."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+
+from logitless._errors import not_supported
+
+_TRAINER, _STEPS = "transformers.trainer", ("training_step", "prediction_step")
+
+
+def _trainer_frame() -> FrameType | None:
+    """The frame of a step of transformers' Trainer that this thread is in."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in _STEPS and frame.f_globals.get("__name__") == _TRAINER:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _wants_logits(frame: FrameType) -> bool:
+    """Whether the call is an evaluation for its logits, or training before such a one."""
+    if frame.f_code.co_name == "prediction_step":
+        return not frame.f_locals.get("prediction_loss_only", True)
+    trainer: Any = frame.f_locals.get("self")
+    arguments = getattr(trainer, "args", None)
+    if getattr(trainer, "compute_metrics", None) is None or arguments is None:
+        return False
+    generates = getattr(arguments, "predict_with_generate", False)
+    return not (arguments.prediction_loss_only or generates)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]
+def check() -> None:
+    """Raises where a Trainer above will make something of logits that are not made."""
+    frame = _trainer_frame()
+    if frame is not None and _wants_logits(frame):
+        raise not_supported(
+            "the Trainer makes predictions or compute_metrics of the logits of evaluations, of "
+            "which a patched model makes none; pass eval_logits=True to patch_transformers, which "
+            "leaves evaluations alone (eval_logits=False: the metrics need no logits)"
+        )

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a model makes of its head's logits what the loss takes them for.
+
+The head gives the model a few rows of all its columns in the place of logits: logits of hidden
+states of the call, and made-up ones. What the model has made of them in the end, every column, must
+be what the loss was told of scale, softcap and vocabulary. One row is NaN, so that a model that
+makes more of its logits than the loss has a loss of NaN.
+
+These are ops, so that compiled code asks as well as other code. On the CPU every call is looked at
+before its loss is used. On a GPU that is so where something is new; of every other call the device
+makes the loss NaN where the rows differ, and a later call says so.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from logitless._errors import not_supported
+
+# Keys of calls that are not compiled. A compiled program has one of its own, for what it looks at
+# when it runs for the first time.
+SETTLED, NEW = 0, -1
+
+_REAL = 3  # rows that are logits of hidden states
+# Each of a number's bytes times one of these makes a row: small ones show a scale beneath one, the
+# largest bend any softcap, and all are exact in 16 bits.
+_FACTORS = (2.0**-6, 2.0**-2, 1.0, 2.0**6)
+_COUNT = _REAL + len(_FACTORS) + 2
+_MIDDLE = slice(_REAL, _REAL + 2)  # no softcap in use bends these much
+_MASKED = -6e4  # a column of such logits is none, and 16 bits hold it
+_BLOCK = 8192  # columns whose weights are cast at a time
+
+_settled: set[int] = set()  # the programs that have been found right
+_programs = itertools.count(1)
+_late: deque[tuple[Any, Tensor, str]] = deque()  # what a GPU has yet to say: event, report, model
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]
+def new_program() -> int:
+    """The key of the program that is being compiled."""
+    return next(_programs)
+
+
+class Transform(NamedTuple):
+    """What a model makes of its head's logits, as the loss is told."""
+
+    scale: float
+    softcap: float  # 0: none
+    columns: int  # those behind are no words
+
+
+class _Report(NamedTuple):
+    """What was found, in numbers that a device makes."""
+
+    differing: float  # columns
+    first: float  # of these
+    made: float  # there
+    known: float  # there
+    ratio: float  # of all columns to those known, or 0
+    poisoned: float  # whether the loss is NaN where ours is not
+    others: float  # of the tensors beside, the first that differs, from 1 on
+
+
+def _is_settled(key: int) -> bool:
+    return key == SETTLED or key in _settled
+
+
+def _waits(device: torch.device, key: int) -> bool:
+    """Whether the host waits for the report."""
+    if device.type != "cuda":
+        return True
+    return not _is_settled(key) and not torch.cuda.is_current_stream_capturing()
+
+
+def _real(input: Tensor, weight: Tensor, bias: Tensor | None, dtype: Any, key: int) -> Tensor:
+    flat = input.reshape(-1, input.shape[-1])
+    if _is_settled(key) or not len(flat):
+        return weight.new_zeros(_REAL, weight.shape[0], dtype=dtype)
+    rows = chosen(flat).to(dtype)
+    with torch.autocast(input.device.type, enabled=False):
+        made = [rows @ block.to(dtype).T for block in torch.split(weight, _BLOCK)]
+    logits = torch.cat(made, -1)
+    return logits if bias is None else logits + bias.to(dtype)
+
+
+def chosen(input: Tensor) -> Tensor:
+    """[3, D]: the first, the middle and the last of the hidden states [..., D]."""
+    flat = input.reshape(-1, input.shape[-1])
+    return torch.stack([flat[0], flat[len(flat) // 2], flat[-1]])
+
+
+def _answer(real: Tensor) -> Tensor:
+    columns = torch.arange(real.shape[-1], device=real.device)
+    number = columns * 2654435761  # of 32 bits, another one for every column
+    rows = [
+        (((number >> shift) & 255) - 128) * factor
+        for shift, factor in zip((0, 8, 16, 24), _FACTORS)
+    ]
+    rows.append(torch.zeros_like(rows[0]))  # shows what is added
+    # autograd's search for NaN would find it too
+    rows.append(torch.full_like(rows[0], 0 if torch.is_anomaly_enabled() else torch.nan))
+    return torch.cat([real, torch.stack(rows).to(real.dtype)])[None]
+
+
+def _known(rows: Tensor, scale: float, softcap: float) -> Tensor:
+    logits = rows.float() * scale
+    return torch.tanh(logits / softcap) * softcap if softcap else logits
+
+
+def _report_of(made: Tensor, rows: Tensor, transform: Transform) -> list[Tensor]:
+    """The first five numbers of a report, of made [K, C] with C >= columns."""
+    half = rows.dtype != torch.float32 or made.dtype != torch.float32
+    columns = transform.columns
+    known = _known(rows[:, :columns], transform.scale, transform.softcap)
+    known = known.to(made.dtype).float()
+    words, behind = made[:, :columns].float(), made[:-1, columns:].float()
+    wrong = ~words.isclose(known, rtol=1e-2 if half else 1e-3, atol=1e-6, equal_nan=True)
+    columns_wrong = torch.cat([wrong.any(0), ~(behind <= _MASKED).all(0)])
+    first = columns_wrong.int().argmax()
+    row = wrong[:, first.clamp(max=columns - 1)].int().argmax()
+    at = first.clamp(max=columns - 1)
+    small, known_small = words[_MIDDLE], known[_MIDDLE]
+    ratio = (small * known_small).sum() / known_small.square().sum()
+    fits = small.isclose(known_small * ratio, rtol=2e-2, atol=1e-6).all()
+    return [
+        columns_wrong.sum(), first, words[row, at], known[row, at], torch.where(fits, ratio, 0.0)
+    ]  # fmt: skip
+
+
+def _differ(given: Tensor, known: Tensor) -> Tensor:
+    return (given.to(known.device, known.dtype) != known).any()
+
+
+def _check_shapes(made: Tensor, rows: Tensor, transform: Transform, who: str) -> None:
+    """These are known without a look at the device."""
+    count, total = rows.shape[1:]
+    columns = transform.columns
+    if made.dim() == 3 and made.shape[:2] == (1, count) and made.shape[2] in (columns, total):
+        return
+    if made.dim() != 3 or made.shape[:2] != (1, count):
+        what = f"of {[1, count, total]} it makes {list(made.shape)}, where [1, {count}, V] is known"
+        raise not_supported(f"{who} {_CHANGES}: {what}")
+    what = f"it makes {made.shape[2]} columns of the head's {total}, where {columns} are known"
+    if made.shape[2] < total:
+        what += f"; pass vocab_size={made.shape[2]} to patch_transformers if they are the first"
+    raise not_supported(f"{who} {_CHANGES}: {what}")
+
+
+_CHANGES = "changes its logits after the lm_head in a way that is not known here"
+
+
+def _raise(report: _Report, names: Sequence[str], total: int, who: str) -> None:
+    if report.others:
+        raise other(names[int(report.others) - 1])
+    if report.differing:
+        what = (
+            f"{int(report.differing)} of {total} columns differ, the first is column "
+            f"{int(report.first)} ({report.made:g} where {report.known:g} is known)"
+        )
+        if report.ratio and int(report.differing) > total // 2:
+            what += f"; they are {report.ratio:.4g} times what is known"
+        way = "logit_scale= or softcap="
+        if report.made <= _MASKED and report.first + report.differing == total:
+            way = f"vocab_size={int(report.first)}"
+        raise not_supported(
+            f"{who} {_CHANGES}: {what}; pass {way} to patch_transformers if that says it"
+        )
+    if report.poisoned:
+        raise not_supported(
+            f"{who} makes more of its logits than the loss of its loss_function (a z-loss, say), "
+            "and there are none; allowed: a model that makes nothing else of them (the patch has "
+            "z_loss=)"
+        )
+
+
+def check_head(own: Tensor, real: Tensor) -> None:
+    """Of the same hidden states: what the head's own forward makes, and what we make of its weight
+    and bias."""
+    half = own.dtype != torch.float32 or real.dtype != torch.float32
+    own, real = own.detach().float(), real.float()
+    if own.shape != real.shape:
+        raise not_supported(
+            f"the lm_head's own forward makes {own.shape[-1]} columns, and has {real.shape[-1]}"
+        )
+    size = real.abs().amax(-1, keepdim=True) * (2e-2 if half else 1e-3)
+    far = ((own - real).abs() > size) | (own.isfinite() != real.isfinite())
+    columns = far.any(0)
+    if not bool(columns.any()):
+        return
+    first = int(columns.int().argmax())
+    row = int(far[:, first].int().argmax())
+    raise not_supported(
+        "the lm_head's own forward makes other logits than its weight and bias: "
+        f"{int(columns.sum())} of {len(columns)} columns differ, the first is column {first} "
+        f"({float(own[row, first]):g} where {float(real[row, first]):g} is known); allowed: the "
+        "products of its weight and its bias"
+    )
+
+
+def other(name: str) -> Exception:
+    return not_supported(
+        f"the model gives its loss another {name} than it was called with; allowed: the same"
+    )
+
+
+def _raise_late() -> None:
+    while _late and _late[0][0].query():
+        _, values, who = _late.popleft()
+        report = _Report(*values[:-1].tolist())
+        if report.others or report.differing or report.poisoned:
+            names = ("labels or num_items_in_batch",) * int(report.others or 1)
+            _raise(report, names, int(values[-1]), f"in an earlier call {who}")
+
+
+def _checked(
+    out: Tensor, loss: Tensor, made: Tensor, real: Tensor, given: Sequence[Tensor],
+    known: Sequence[Tensor], scale: float, softcap: float, columns: int, names: str, who: str,
+    key: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, the factor of its gradient)."""
+    _raise_late()
+    transform, told = Transform(scale, softcap, columns), names.split()
+    for name, a, b in zip(told, given, known):
+        if a.shape != b.shape:
+            raise other(name)
+    rows = _answer(real)
+    _check_shapes(made, rows, transform, who)
+    pairs = [_differ(a, b).to(made.device) for a, b in zip(given, known)]
+    pairs.append(torch.ones((), dtype=torch.bool, device=made.device))
+    which = (torch.stack(pairs).int().argmax() + 1) % len(pairs)
+    poisoned = (out.isnan() & ~loss.to(out.device).isnan()).any()
+    numbers = [*_report_of(made[0], rows[0], transform), poisoned, which]
+    report = torch.stack([number.to(made.device, torch.float32) for number in numbers])
+    if _waits(made.device, key):
+        _raise(_Report(*report.tolist()), told, made.shape[2], who)
+        if key > 0:
+            _settled.add(key)
+        return out.clone(), torch.ones_like(out)
+    bad = (report[0] + report[5] + report[6]) > 0
+    _tell_later(torch.cat([report, report.new_full((1,), made.shape[2])]), who)
+    factor = torch.ones_like(out).masked_fill(bad.to(out.device), torch.nan)
+    return out * factor, factor
+
+
+def _tell_later(report: Tensor, who: str) -> None:
+    if torch.cuda.is_current_stream_capturing():
+        return  # what a captured graph finds is NaN alone
+    host = torch.empty(report.shape, dtype=report.dtype, pin_memory=report.is_cuda)
+    host.copy_(report, non_blocking=True)
+    make_event: Any = torch.cuda.Event
+    event = make_event()
+    event.record(torch.cuda.current_stream(report.device))
+    _late.append((event, host, who))
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.lists = len(inputs[4]), len(inputs[5])
+    ctx.save_for_backward(output[1])
+
+
+def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+    lists = ([None] * count for count in ctx.lists)
+    return grad * ctx.saved_tensors[0], *[None] * 3, *lists, *[None] * 6
+
+
+_make_library: Any = torch.library.Library
+_library = _make_library("logitless", "FRAGMENT")
+_DEFINED: dict[str, tuple[Any, Any]] = {
+    "rows_real(Tensor input, Tensor weight, Tensor? bias, ScalarType dtype, SymInt key) -> Tensor":
+    (_real, lambda input, weight, bias, dtype, key: weight.new_empty(
+        _REAL, weight.shape[0], dtype=dtype)),
+    "rows_answer(Tensor real) -> Tensor":
+    (_answer, lambda real: real.new_empty(1, _COUNT, real.shape[-1])),
+    "rows_checked(Tensor out, Tensor loss, Tensor made, Tensor real, Tensor[] given, "
+    "Tensor[] known, float scale, float softcap, SymInt columns, str names, str who, SymInt key) "
+    "-> (Tensor, Tensor)":
+    (_checked, lambda out, *_: (torch.empty_like(out), torch.empty_like(out))),
+}  # fmt: skip
+for _schema, (_kernel, _fake) in _DEFINED.items():
+    _name = _schema.partition("(")[0]
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for _device in ("CPU", "CUDA"):
+        _library.impl(_name, _kernel, _device)
+    torch.library.register_fake(f"logitless::{_name}", _fake, lib=_library)
+torch.library.register_autograd(
+    "logitless::rows_checked", _backward, setup_context=_setup, lib=_library
+)
+_ops: Any = torch.ops.logitless
+
+
+def real_rows(
+    input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, key: int
+) -> Tensor:
+    """[3, V]: logits of three of the hidden states [..., D], or zeros where nothing is new."""
+    bias = None if bias is None else bias.detach()
+    made: Tensor = _ops.rows_real(input.detach(), weight.detach(), bias, dtype, key)
+    return made
+
+
+def answer(real: Tensor) -> Tensor:
+    """[1, K, V], what the head gives the model in the place of logits: those of `real` and more."""
+    made: Tensor = _ops.rows_answer(real)
+    return made
+
+
+def checked(
+    out: Tensor, loss: Tensor, made: Tensor, real: Tensor, pairs: Sequence[tuple[str, Any, Any]],
+    transform: Transform, who: str, key: int,
+) -> Tensor:  # fmt: skip
+    """`out`, the loss of the model, in which `loss` of ours is, if `made` is what `transform` makes
+    of the answer, and the two tensors of each pair are the same; else an error, or NaN."""
+    given = [a.detach() for _, a, _ in pairs]
+    known = [b.detach() for _, _, b in pairs]
+    names = " ".join(name for name, _, _ in pairs)
+    result: tuple[Tensor, Tensor] = _ops.rows_checked(
+        out, loss.detach(), made.detach(), real, given, known, *transform, names, who, key
+    )
+    return result[0]

@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+// Numbers come as doubles from a command line or from JavaScript, and options are f32 and integers:
+// what would become another number is an error (docs/semantics.md, "Bindings"). Whoever converts
+// asks here first.
+#pragma once
+
+#include <cfloat>
+#include <cstdint>
+
+namespace logitless {
+
+// Returns whether f32 holds the number, rounded; else it would be 0 or an infinity there, and is
+// neither. NaN and infinities are held: an option's own rule refuses them.
+constexpr bool held_by_f32(double value) {
+  const double size = value < 0 ? -value : value;
+  const bool zero = size > 0 && size <= 0x1p-150;  // half of f32's least number rounds to even, 0
+  const bool infinite = size >= 0x1.ffffffp127 && size <= DBL_MAX;
+  return !zero && !infinite;
+}
+inline constexpr const char* what_f32_holds = "0, or 1.4e-45 to 3.4e+38 in size (f32)";
+
+// Returns whether the number is an integer that a double tells from its neighbours.
+constexpr bool is_integer(double value) {
+  return value >= -0x1p53 && value <= 0x1p53 &&
+         value == static_cast<double>(static_cast<int64_t>(value));
+}
+inline constexpr const char* what_is_integer = "integers from -2^53 to 2^53";
+
+}  // namespace logitless

@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+// What every message of the library must be: in names. A reader of "reduction 1" has to look up
+// what 1 is; a number stands only for a value that has no name.
+#pragma once
+
+#include <regex>
+#include <string>
+
+#include "logitless/status.h"
+
+namespace logitless::testing {
+
+// Returns the number of an enumerator that stands in a message where its name should, or "".
+inline std::string number_for_a_name(const std::string& message, StatusCode code) {
+  // "2 (mean)" and "device 1:0" have no excuse; "reduction is 3" has one where 3 is unknown.
+  static const std::regex explained(
+      R"(\b\d+ \((sum|mean|error|ignore|zero|nan|logits|probabilities|)"
+      R"(cpu|cuda|webgpu|reference|b?f\d\d|i\d\d|[A-Z]\w+)\))");
+  static const std::regex device(R"(\bdevice -?\d+:)");
+  static const std::regex value(
+      R"(\b(kind|type|dtype|reduction|out_of_range|empty_mean|input_kind|layout)( is)? -?\d+)");
+  static const std::regex allowed(R"(allowed: (.*[ ,])?-?\d+\b.*)");
+  std::smatch found;
+  const bool unknown = code == StatusCode::unknown_enum;
+  for (const std::regex* rule : {&explained, &device, unknown ? &allowed : &value}) {
+    if (std::regex_search(message, found, *rule)) return found.str();
+  }
+  return "";
+}
+
+}  // namespace logitless::testing

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""document_names.py PAGE runs the Python of a document, block by block in one namespace, as a
+reader pastes it. What a block takes as given (tensors, models, what a framework makes) comes from
+here, tiny and on the CPU; what it takes of logitless it must import itself, or an earlier block.
+A block whose framework is not installed is only compiled, by test_documents.py, and named here."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import pathlib
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+import code_blocks  # noqa: E402
+
+Names = dict[str, Any]
+B, T, D, V = 2, 4, 8, 24
+
+
+class Absent(Exception):
+    """A framework that is not installed."""
+
+
+def needs(*modules: str) -> None:
+    for module in modules:
+        try:
+            found = importlib.util.find_spec(module) is not None
+        except ModuleNotFoundError:
+            found = False
+        if not found:
+            raise Absent(module)
+
+
+def torch_tensors() -> Names:
+    import torch
+
+    torch.manual_seed(0)
+    labels = torch.randint(0, V, (B, T))
+    labels[0, 1] = -100
+    head = torch.nn.Linear(D, V, bias=False)
+    return {
+        "hidden": torch.randn(B, T, D, requires_grad=True), "lm_head": head, "labels": labels,
+        "linear_weight": head.weight, "target": labels, "temperature": torch.full((B, 1), 1.5),
+    }  # fmt: skip
+
+
+def a_head() -> Names:
+    """Sizes, and states and labels to call it with."""
+    tensors = torch_tensors()
+    return {"hidden": D, "vocab": V, "x": tensors["hidden"], "labels": tensors["labels"]}
+
+
+def a_trainer() -> Names:
+    """It trains nothing, but calls what the default memory is for."""
+    import types
+
+    from logitless.torch import linear_cross_entropy
+
+    t = torch_tensors()
+    loss = lambda: linear_cross_entropy(t["hidden"], t["lm_head"].weight, t["labels"]).backward()  # noqa: E731
+    return {"trainer": types.SimpleNamespace(train=loss)}
+
+
+def jax_arrays() -> Names:
+    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    needs("jax")
+    import jax
+    import numpy as np
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    labels = np.array(jax.random.randint(keys[2], (B, T), 0, V))
+    labels[0, 1] = -100
+    return {
+        "hidden": jax.random.normal(keys[0], (B, T, D)),
+        "head": jax.random.normal(keys[1], (V, D)),
+        "labels": jax.numpy.asarray(labels),
+    }
+
+
+def numpy_arrays() -> Names:
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: rng.standard_normal(shape, dtype=np.float32)  # noqa: E731
+    return {"x": normal(B, D), "w": normal(V, D), "b": normal(V), "target": np.array([3, -100])}
+
+
+def a_llama() -> Names:
+    needs("transformers")
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=V, hidden_size=D, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32,
+    )  # fmt: skip
+    return {
+        "model": transformers.LlamaForCausalLM(config),
+        "LlamaForCausalLM": transformers.LlamaForCausalLM,
+    }
+
+
+def a_trl_trainer() -> Names:
+    needs("trl", "datasets", "tokenizers")
+    import datasets
+    import trl
+
+    import test_trl
+
+    folder = tempfile.mkdtemp()
+    config = trl.SFTConfig(
+        output_dir=folder, use_cpu=True, bf16=False, max_steps=1, per_device_train_batch_size=2,
+        save_strategy="no", report_to="none", gradient_checkpointing=False, disable_tqdm=True,
+    )  # fmt: skip
+    rows = datasets.Dataset.from_list([test_trl.ROWS["sft"](i) for i in range(4)])
+    trainer = trl.SFTTrainer(
+        model=a_llama()["model"], args=config, processing_class=test_trl.tokenizer(),
+        train_dataset=rows,
+    )  # fmt: skip
+    return {"trainer": trainer}
+
+
+def join() -> Any:
+    """The group of the processes that run this page."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "gloo", init_method=f"file://{os.environ['DOCUMENT_MEETING']}",
+            rank=int(os.environ["DOCUMENT_RANK"]), world_size=int(os.environ["DOCUMENT_RANKS"]),
+        )  # fmt: skip
+    return dist.group.WORLD
+
+
+def a_split_vocabulary() -> Names:
+    import torch
+    import torch.distributed as dist
+
+    group = join()
+    torch.manual_seed(0)
+    columns = 128256 // dist.get_world_size()
+    return {
+        "tp_group": group, "start": columns * dist.get_rank(), "target": torch.tensor([7, 100000]),
+        "hidden": torch.randn(2, 4, requires_grad=True),
+        "weight_shard": torch.nn.Parameter(torch.randn(columns, 4)),
+    }  # fmt: skip
+
+
+def a_split_vocabulary_of_cce() -> Names:
+    import torch
+
+    from logitless.integrations import cce
+
+    names = a_split_vocabulary()
+    weight = torch.nn.Parameter(torch.randn(128256, 4))
+    return {**names, "cce": cce, "weight": weight, "labels": names["target"]}
+
+
+def a_model_over_ranks() -> Names:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import device_mesh
+
+    from logitless.torch import LinearCrossEntropyHead
+
+    join()
+    real, size = device_mesh.init_device_mesh, dist.get_world_size()
+    device_mesh.init_device_mesh = lambda _, shape, **options: real("cpu", (size,), **options)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = torch.nn.Embedding(V, D)
+            self.blocks = torch.nn.ModuleList([torch.nn.Linear(D, D)])
+            self.lm_head = LinearCrossEntropyHead(D, V)
+
+        def forward(self, ids: Any, labels: Any, normalizer: Any) -> Any:
+            states = self.embedding(ids)
+            for block in self.blocks:
+                states = block(states)
+            return self.lm_head(states, labels, normalizer=normalizer)
+
+    batch = (torch.randint(0, V, (B, T)), torch.randint(0, V, (B, T)))
+    return {"model": Model(), "loader": [[batch, batch]] * 2, "valid_tokens": 2.0 * B * T * size}
+
+
+# What is given to the blocks of a page: to the first that holds a text, and to those behind it.
+GIVEN: dict[str, list[tuple[str, Callable[[], Names]]]] = {
+    "README.md": [
+        ("from logitless.torch import linear_cross_entropy", torch_tensors),
+        ("patch_transformers(model)", a_llama),
+        ("from logitless.jax import linear_cross_entropy", jax_arrays),
+        ("logitless.numpy.linear_cross_entropy(", numpy_arrays),
+    ],
+    "docs/python.md": [
+        ("from logitless.torch import linear_cross_entropy", torch_tensors),
+        ("set_default_memory(", a_trainer),
+        ("LinearCrossEntropyHead(hidden, vocab)", a_head),
+        ("from logitless.jax import linear_cross_entropy", jax_arrays),
+        ("import logitless.numpy", numpy_arrays),
+    ],
+    "docs/rl.md": [("from logitless.torch import linear_logprob", torch_tensors)],
+    "docs/devices.md": [
+        ("group=tp_group", a_split_vocabulary),
+        ("init_device_mesh(", a_model_over_ranks),
+    ],
+    "docs/integrations.md": [
+        ("patch_transformers(model)", a_llama),
+        ("patch_trl(", a_trl_trainer),
+        ("levanter.models", lambda: needs("levanter") or {}),
+        ("cce.VocabParallelOptions", a_split_vocabulary_of_cce),
+        ("megatron.output_processor", lambda: needs("megatron.core") or {}),
+        ("integrations.torchtitan", lambda: needs("torchtitan") or {}),
+    ],
+}
+RANKS = {"docs/devices.md": 2}  # processes; other pages have one
+
+
+def python_blocks(page: str) -> Iterator[code_blocks.Block]:
+    for block in code_blocks.scan((ROOT / page).read_text())[0]:
+        if block.language == "python":
+            yield block
+
+
+def run(block: code_blocks.Block, page: str, namespace: Names) -> None:
+    """Statement by statement. A patch that a statement makes and leaves is taken away after it,
+    for a document shows several, of which a program has one."""
+    lines = "\n" * (block.line - 1)
+    for statement in ast.parse(lines + block.text, page).body:
+        if isinstance(statement, ast.Expr):
+            value = eval(
+                compile(ast.Expression(statement.value), page, "eval", dont_inherit=True), namespace
+            )
+            if hasattr(value, "unpatch"):
+                value.unpatch()
+        else:
+            exec(compile(ast.Module([statement], []), page, "exec", dont_inherit=True), namespace)
+
+
+def main(page: str) -> None:
+    namespace: Names = {"__name__": "document"}
+    waiting = list(GIVEN.get(page, []))
+    for block in python_blocks(page):
+        try:
+            while waiting and waiting[0][0] in block.text:
+                namespace.update(waiting.pop(0)[1]())
+        except Absent as absent:
+            print(f"{page}:{block.line}: not run, for there is no {absent}")
+            continue
+        run(block, page, namespace)
+        print(f"{page}:{block.line}: ran")
+    if waiting:
+        raise SystemExit(f"{page}: no block has {waiting[0][0]!r}; document_names.py gives to it")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State that one program of logitless.jax has kept, used by another: however the first was split
+over devices, and however the second is lowered, the gradients are right."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("jax")
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_support import platform, problem, same, to_torch  # noqa: F401
+from logitless.jax import linear_cross_entropy, linear_logprob
+from test_jax_devices import random
+from test_jax_jit import LAYOUTS, Layout, on_hosts  # noqa: F401
+
+P = jax.sharding.PartitionSpec
+# Of the one every device has whole blocks of 64 tokens, of the other no device that has a part.
+KEPT, NOTHING_KEPT = 512, 192
+VOCAB, HIDDEN = 256, 16
+FOUR = Layout({"all": 4})
+
+
+@contextlib.contextmanager
+def without_shardy() -> Iterator[None]:
+    """A custom call is opaque to XLA's older partitioner: every device does everything."""
+    name = "jax_use_shardy_partitioner"
+    before = jax.config.values.get(name)
+    if before is None:
+        pytest.skip("this JAX has one partitioner")
+    jax.config.update(name, False)
+    jax.clear_caches()
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+        jax.clear_caches()
+
+
+def in_shard_map(function: Any) -> Any:
+    """Every device does everything."""
+    mesh = FOUR.put(jnp.zeros(4)).sharding.mesh
+    return jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+
+
+class Way(NamedTuple):
+    """A program: how it is made of a function, and where its arrays lie."""
+
+    layout: Layout | None  # None: on one device
+    wrap: Callable[[Any], Any] = jax.jit
+    around: Callable[[], Any] = contextlib.nullcontext
+
+    def put(self, x: Any, tokens: int) -> Any:
+        if self.layout is None:
+            return jax.device_put(np.asarray(x), jax.devices("cpu")[0])
+        spec = {tokens: self.layout.tokens, VOCAB: (self.layout.vocab,)}
+        # Kept state has three dimensions, and says nothing of its split.
+        return self.layout.put(x, *(spec.get(x.shape[0], ()) if x.ndim < 3 else ()))
+
+    def run(self, function: Any, *given: Any) -> Any:
+        with self.around():
+            return self.wrap(function)(*given)
+
+
+WAYS = {
+    **{name: Way(LAYOUTS[name]) for name in ("tokens", "vocabulary", "both")},
+    "one device": Way(None),
+    "one device, eager": Way(None, lambda f: f),
+    "replicated": Way(FOUR),
+    "shard_map": Way(FOUR, lambda f: jax.jit(in_shard_map(f))),
+    "shard_map, eager": Way(FOUR, in_shard_map),
+    "not Shardy": Way(LAYOUTS["tokens"], around=without_shardy),
+}
+SPLIT = ("tokens", "vocabulary", "both")
+WHOLE = tuple(name for name in WAYS if name not in SPLIT)
+
+
+def pulled(way: Way, tokens: int, dtype: Any) -> Any:
+    """The function that jax.vjp gives, of a program that has kept what it could."""
+    x, w, _, t = problem((tokens,), VOCAB, HIDDEN, dtype)
+
+    def forward(x: Any, w: Any, t: Any) -> Any:
+        return jax.vjp(lambda x, w: linear_cross_entropy(x, w, t, reduction="none"), x, w)[1]
+
+    return way.run(forward, *(way.put(a, tokens) for a in (x, w, t)))
+
+
+def gradients(way: Way, pull: Any, up: Any) -> Any:
+    """By the state that another program has kept."""
+    leaves, tree = jax.tree.flatten(pull)
+    leaves = [way.put(np.asarray(leaf), up.shape[0]) for leaf in leaves]
+    return way.run(
+        lambda leaves, up: jax.tree.unflatten(tree, leaves)(up), leaves, way.put(up, up.shape[0])
+    )
+
+
+def check(made: str, used: str, tokens: int, dtype: Any = jnp.float32) -> None:
+    up = random(tokens)
+    of_one_program = pulled(WAYS["one device"], tokens, dtype)(up)
+    for mine, theirs in zip(
+        gradients(WAYS[used], pulled(WAYS[made], tokens, dtype), up), of_one_program
+    ):
+        same(mine, to_torch(theirs).double(), dtype)
+
+
+@pytest.mark.parametrize("tokens", [KEPT, NOTHING_KEPT], ids=["kept", "nothing kept"])
+@pytest.mark.parametrize("used", WHOLE)
+@pytest.mark.parametrize("made", SPLIT)
+def test_state_of_a_split_serves_where_nothing_is_split(made: str, used: str, tokens: int) -> None:
+    check(made, used, tokens)
+
+
+@pytest.mark.parametrize("used", SPLIT)
+@pytest.mark.parametrize("made", WHOLE)
+def test_state_of_no_split_serves_a_split(made: str, used: str) -> None:
+    check(made, used, KEPT)
+
+
+@pytest.mark.parametrize(("made", "used"), zip(WHOLE, (*WHOLE[1:], WHOLE[0])))
+def test_state_of_no_split_serves_where_nothing_is_split(made: str, used: str) -> None:
+    check(made, used, KEPT)
+
+
+@pytest.mark.parametrize("made", SPLIT)
+def test_state_in_16_bits(made: str) -> None:
+    check(made, "one device", KEPT, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("used", WHOLE)
+def test_state_of_no_split_is_used_where_nothing_is_split(used: str) -> None:
+    """Without it the gradients would be others: nothing is made again that need not be."""
+    up, pull = random(KEPT), pulled(WAYS["one device"], KEPT, jnp.float32)
+    leaves, tree = jax.tree.flatten(pull)
+    emptied = jax.tree.unflatten(tree, [0 * x if x.shape[-1:] == (64,) else x for x in leaves])
+    for mine, other in zip(gradients(WAYS[used], emptied, up), pull(up)):
+        assert np.abs(np.asarray(mine) - np.asarray(other)).max() > 0.1
+
+
+@pytest.mark.parametrize("used", ["one device", "shard_map", "not Shardy"])
+def test_one_program_asks_nothing(used: str) -> None:
+    """XLA knows that the state is its own, and leaves one Backward, which copies nothing."""
+    way, (x, w, _, t) = WAYS[used], problem((KEPT,), VOCAB, HIDDEN)
+
+    def step(x: Any, w: Any, t: Any) -> Any:
+        return jax.grad(lambda x, w: linear_logprob(x, w, t).sum(), (0, 1))(x, w)
+
+    with way.around():
+        program = way.wrap(step).lower(*(way.put(a, KEPT) for a in (x, w, t))).compile()
+    text = program.as_text()
+    names = re.findall(r'fields = "([^"]*)"', text)
+    assert ["kept kept_rows" in of for of in names] == [True, True]
+    assert "conditional" not in text
+    assert not re.search(rf"\[{KEPT},{VOCAB // 64},64\]\S* copy\(", text)
+    assert not re.search(rf"\[{KEPT * VOCAB // 64},64\]\S* copy\(", text)
