@@ -548,7 +548,8 @@ def what_is_refused(me: Rank) -> None:
     refused("target is a DTensor|to_local()", lambda: head(x, goal), NotImplementedError)
     if ranks.BACKEND == "gloo":  # every rank raises what the first of them raises
         t[1, 1] = VOCAB + me.rank
-        refused(f"target|{VOCAB}", lambda: head(x, t), ValueError)
+        named = f"target[5] on rank 0 is {VOCAB}; allowed: 0 to {VOCAB - 1}"
+        refused(named, lambda: head(x, t), ValueError)
     around = fully_shard(Model(), mesh=mesh)
     refused("DTensors|split once", lambda: around.lm_head.parallelize(mesh, **sharded), ValueError)
     forgotten = Model()

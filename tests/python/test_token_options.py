@@ -116,9 +116,9 @@ def test_shift_moves_it_as_the_target(shape: tuple[int, ...]) -> None:
     x, w, _, t = problem((3, 11), 53, 24)
     given = temperatures(*shape)
     each = given.reshape(3, 11) if shape == (33,) else given.expand(3, 11)
-    for shift in (1, 4, 30):
+    for shift in (1, 4, 10):
         ours = linear_logprob(x, w, t, temperature=given, shift=shift)
-        rest = 11 - min(shift, 11)
+        rest = 11 - shift
         theirs = linear_logprob(x[:, :rest], w, t[:, 11 - rest :], temperature=each[:, 11 - rest :])
         assert torch.equal(ours[:, :rest], theirs) and not ours[:, rest:].any()
 
