@@ -110,3 +110,44 @@ def test_nnx_jit_of_a_module_learns_the_same() -> None:
         value = step(model, optimizer, *(jnp.asarray(batch[k].numpy()) for k in batch))
         losses.append(float(value))
     same_run(losses, train(plain, False, jnp.float32)[0])
+
+
+@pytest.mark.parametrize("transform", ["nnx", "jax"])
+def test_parameters_are_taken_as_they_are(transform: str) -> None:
+    """As jnp takes them; gradients with respect to them are parameters too."""
+    rngs = nnx.Rngs(0)
+    embed = nnx.Embed(support.VOCAB, support.HIDDEN, rngs=rngs)
+    bias = nnx.Param(jax.random.normal(rngs(), (support.VOCAB,)))
+    hidden = jax.random.normal(rngs(), (2, 9, support.HIDDEN))
+    labels = jax.random.randint(rngs(), (2, 9), 0, support.VOCAB)
+
+    def of_arrays(weight: Any, bias: Any) -> jax.Array:
+        return linear_cross_entropy(hidden, weight, labels, linear_bias=bias, shift=True)
+
+    value, expected = jax.value_and_grad(of_arrays, (0, 1))(embed.embedding[...], bias[...])
+    if transform == "nnx":
+
+        class Head(nnx.Module):
+            def __init__(self) -> None:
+                self.embed, self.bias = embed, bias
+
+        def loss(head: Head) -> jax.Array:
+            return of_arrays(head.embed.embedding, head.bias)
+
+        made, gradients = nnx.value_and_grad(loss)(Head())
+        ours = gradients["embed"]["embedding"], gradients["bias"]
+    else:
+        made, ours = jax.jit(jax.value_and_grad(of_arrays, (0, 1)))(embed.embedding, bias)
+        assert all(isinstance(gradient, nnx.Param) for gradient in ours)
+    assert made == value
+    for mine, theirs in zip(ours, expected):
+        np.testing.assert_allclose(mine[...], theirs, rtol=0, atol=1e-7)
+    assert linear_cross_entropy(nnx.Param(hidden), embed.embedding, nnx.Param(labels)) > 0
+    with pytest.raises(
+        TypeError, match=r"linear_weight is a Linear; .*, as its kernel\[\.\.\.\]\.T"
+    ):
+        linear_cross_entropy(hidden, nnx.Linear(8, 9, rngs=rngs), labels)
+    with pytest.raises(
+        TypeError, match=r"linear_weight is a Embed; .*, as its embedding\[\.\.\.\]"
+    ):
+        linear_cross_entropy(hidden, embed, labels)

@@ -111,7 +111,10 @@ def test_shift() -> None:
     moved = jnp.concatenate([t[:, 2:], jnp.full((3, 2), -100)], 1)
     assert linear_cross_entropy(x, w, t, shift=2) == linear_cross_entropy(x, w, moved)
     assert linear_cross_entropy(x, w, t, shift=True) != linear_cross_entropy(x, w, t)
-    assert linear_cross_entropy(x, w, t, shift=99) == 0
+    with pytest.raises(
+        ValueError, match=r"shift is 7 of targets \(3, 7\); .* which leaves a target"
+    ):
+        linear_cross_entropy(x, w, t, shift=7)
 
 
 def test_a_weight_moves_with_its_label() -> None:

@@ -4,6 +4,7 @@ and both split over mesh axes, against f64 and by the text of the compiled progr
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,7 +19,14 @@ import torch
 
 import reference
 from jax_support import leaves, platform, problem, products, same, to_torch  # noqa: F401
-from logitless.jax import _parallel, _partition, linear_cross_entropy, linear_logprob
+from logitless.jax import (
+    _parallel,
+    _partition,
+    cross_entropy,
+    linear_cross_entropy,
+    linear_logprob,
+    softmax,
+)
 from test_jax_devices import agree, in_f64, mesh_of, random
 
 P = jax.sharding.PartitionSpec
@@ -555,8 +563,36 @@ def test_what_belongs_to_a_label_moves_along_a_split_sequence(
     given = put(x, *spec), put(w), put(b), put(t, *spec)
     made = jax.jit(step_of(**options))(x, w, b, t)
     exact = (to_torch(made[0]).double(), [to_torch(g).double() for g in made[1]])
-    for step in (step_of(**placed), jax.jit(step_of(**placed))):
-        agree(step(*given), exact)
+    context = jax.set_mesh(mesh) if types == "Explicit" else contextlib.nullcontext()
+    with context:  # which JAX asks for, outside of jit
+        for step in (step_of(**placed), jax.jit(step_of(**placed))):
+            agree(step(*given), exact)
+
+
+@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="an older JAX")
+@pytest.mark.parametrize("jitted", [False, True])
+def test_given_logits_on_a_mesh_of_explicit_axes(jitted: bool) -> None:
+    """Every device makes the gradient, which is sharded as the logits are."""
+    x, w, _, t = arrays()
+    kind = jax.sharding.AxisType.Explicit
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(kind, kind))
+    put = lambda a, *spec: jax.device_put(a, jax.sharding.NamedSharding(mesh, P(*spec)))  # noqa: E731
+
+    def loss(z: Any, t: Any, c: Any) -> Any:
+        per_token = cross_entropy(z, t, reduction="none", temperature=c, token_weight=c)
+        return (per_token * c).sum()
+
+    z, c = x @ w.T, random(*SHAPE)
+    step = jax.value_and_grad(loss)
+    value, gradient = step(z, t, c)
+    with jax.set_mesh(mesh):
+        given = put(z, "dp", None, "tp"), put(t, "dp"), put(c, "dp", "tp")
+        made = (jax.jit(step) if jitted else step)(*given)
+        softmaxed = softmax(given[0])
+    same(made[0], to_torch(value).double())
+    same(made[1], to_torch(gradient).double())
+    assert made[1].sharding.is_equivalent_to(given[0].sharding, 3)
+    same(softmaxed, to_torch(z).double().softmax(-1))
 
 
 def test_what_cannot_be_served_is_refused() -> None:

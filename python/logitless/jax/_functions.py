@@ -30,7 +30,7 @@ from logitless._errors import (
 from logitless.jax import _parallel
 from logitless.jax._call import Call
 from logitless.jax._loss import loss
-from logitless.jax._run import Array, Tensor, run
+from logitless.jax._run import Array, Tensor, explicit_sharding, run
 
 _REDUCTIONS = {
     "none": _abi.REDUCTION_NONE,
@@ -189,28 +189,18 @@ def _check_target(rows: Array, target: Array, what: str) -> None:
         )
 
 
-def _split_sequences(values: Array) -> Any:
-    """The sharding of an array whose last dimension is split on a mesh of explicit axes; else None.
-    There no slice is made of it, and nothing is gathered unasked."""
-    sharding = getattr(jax.typeof(values), "sharding", None)
-    if not values.ndim or sharding is None or len(sharding.spec) < values.ndim:
-        return None
-    if sharding.spec[-1] is None:
-        return None
-    return sharding if isinstance(values, jax.core.Tracer) else values.sharding
-
-
 def _moved(values: Array, shift: int, rest: float) -> Array:
     """Position i gets the value of i + shift, and the last `shift` positions `rest`; sharded as
     they are."""
-    split = _split_sequences(values)
-    if split is not None:
-        whole = jax.sharding.PartitionSpec(*split.spec[:-1], None)
-        values = jax.sharding.reshard(values, jax.sharding.NamedSharding(split.mesh, whole))
+    given = explicit_sharding(values)
+    split = given is not None and len(given.spec) == values.ndim and given.spec[-1] is not None
+    if split:  # then JAX slices only what is whole
+        whole = jax.sharding.PartitionSpec(*given.spec[:-1], None)
+        values = jax.sharding.reshard(values, jax.sharding.NamedSharding(given.mesh, whole))
     shift = min(shift, values.shape[-1])
     end = jnp.full_like(values[..., :shift], rest)
     moved = jnp.concatenate([values[..., shift:], end], axis=-1)
-    return moved if split is None else jax.sharding.reshard(moved, split)
+    return jax.sharding.reshard(moved, given) if split else moved
 
 
 def _temperature(value: Any, shape: tuple[int, ...], shift: int) -> tuple[float, Array | None]:

@@ -28,7 +28,14 @@ from logitless import _abi
 from logitless._errors import invalid
 from logitless.jax import _partition
 from logitless.jax._call import Call, asked_of, kept_of, output_of, reads_logits
-from logitless.jax._run import Array, Tensor, evaluate, one_after_another, run
+from logitless.jax._run import (
+    Array,
+    Tensor,
+    evaluate,
+    explicit_sharding,
+    one_after_another,
+    run,
+)
 
 _F32 = np.dtype(np.float32)
 _TINY = float(np.finfo(_F32).tiny)
@@ -111,7 +118,17 @@ def _backward_rule(call: Call, wrt: tuple[Tensor, ...], residuals: Any, cotangen
     results = _gradients(wrt, held=False)
     kind = _abi.LINEAR_CROSS_ENTROPY_BACKWARD if call.linear else _abi.CROSS_ENTROPY_BACKWARD
     made = _run(asked, kind, operands | kept | upstream, results)
-    return tuple(made[result.name] for result in results), None
+    return tuple(_as_given(operands[t.name], made[f"grad_{t.name}"]) for t in wrt), None
+
+
+def _as_given(primal: Array, gradient: Array) -> Array:
+    """The gradient, sharded as its primal is in its type: that of given logits is made whole on
+    every device."""
+    given = explicit_sharding(primal)
+    if given is None or given == explicit_sharding(gradient):
+        return gradient
+    placed: Array = jax.sharding.reshard(gradient, given)
+    return placed
 
 
 _differentiable.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)

@@ -181,6 +181,16 @@ def pvary(x: Array, axes: frozenset[str]) -> Array:
     return typed
 
 
+def explicit_sharding(x: Any) -> Any:
+    """How a value is sharded by its type, on a mesh of explicit axes; None where it is not."""
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    if sharding is None or not any(sharding.spec):
+        return None
+    if isinstance(x, jax.core.Tracer):
+        return sharding
+    return jax.sharding.NamedSharding(x.sharding.mesh, sharding.spec)  # on devices, not abstract
+
+
 def refuse_checked(avals: Sequence[Any]) -> None:
     """jax.shard_map's check_vma asks every primitive over which mesh axes its results vary;
     unanswered, gradients would be wrong."""
