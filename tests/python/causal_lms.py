@@ -125,7 +125,7 @@ def configuration(kind: str) -> Any:
         wanted = getattr(transformers, kinds()[kind]).config_class
         parts = [getattr(config, name) for name in getattr(config, "sub_configs", {})]
         for found in (config, *parts):
-            if isinstance(found, wanted):
+            if isinstance(found, wanted) or not parts:
                 return found
     raise error
 
