@@ -27,6 +27,7 @@ from logitless.integrations import (
 )
 
 transformers = pytest.importorskip("transformers")
+import causal_lms  # noqa: E402
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -124,11 +125,253 @@ def test_a_patch_called_once_stays_and_is_taken_away() -> None:
     model, batch = model_and_batch("llama")
     patch = patch_transformers(model, label_smoothing=0.1)
     smoothed = model(**batch).loss
-    with pytest.raises(ValueError, match="patched already"):
+    told = (
+        r"model is patched already, with other options \({'label_smoothing': 0.1}\); .*Patch\(model"
+    )
+    with pytest.raises(ValueError, match=told):
         patch_transformers(model)
     patch.unpatch()
     patch.unpatch()
     assert model(**batch).loss < smoothed
+
+
+@pytest.mark.parametrize("of_class", [False, True], ids=["model", "class"])
+def test_an_equal_second_patch_is_the_first(of_class: bool) -> None:
+    """As of a cell of a notebook that runs twice."""
+    weight = torch.rand(61)
+    options = {"label_smoothing": 0.1, "weight": weight, "eval_logits": True}
+    model, batch = model_and_batch("llama")
+    patched = type(model) if of_class else model
+    first = patch_transformers(patched, **options)
+    second = patch_transformers(patched, **options)
+    for other in ({}, {**options, "z_loss": 0.1}, {**options, "weight": weight.clone()}):
+        with pytest.raises(ValueError, match="is patched already, with other options"):
+            patch_transformers(patched, **other)
+    made = MODELS["llama"]().train() if of_class else model
+    assert made(**batch).logits is None and first.calls == second.calls == 1
+    second.unpatch()
+    first.unpatch()
+    assert made(**batch).logits is not None
+    assert not any("logitless" in key for key in (*vars(made), *vars(type(made))))
+
+
+def test_a_patch_says_what_it_is_of() -> None:
+    model, batch = model_and_batch("llama")
+    with patch_transformers(model, label_smoothing=0.1):
+        model(**batch)
+        said = "<Patch of LlamaForCausalLM, label_smoothing=0.1, calls=1>"
+        assert repr(Patch(model)) == said
+    patch = patch_transformers(type(model), z_loss=0.5)
+    assert repr(patch) == "<Patch of LlamaForCausalLM, z_loss=0.5, calls=0>"
+    patch.unpatch()
+
+
+@pytest.mark.parametrize("of_class", [False, True], ids=["model", "class"])
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"memory": "lots"}, ValueError, 'memory is "lots"; allowed'),
+        ({"label_smoothing": -1.0}, ValueError, "label_smoothing is -1"),
+        ({"logit_scale": float("nan")}, ValueError, "logit_scale is nan"),
+        ({"softcap": -3.0}, ValueError, "softcap is -3"),
+        ({"temperature": 0.0}, ValueError, "temperature is 0"),
+        ({"weight": torch.ones(61, 2)}, ValueError, "weight has "),
+        ({"empty_mean": "one"}, ValueError, "empty_mean is 'one'; allowed"),
+        ({"vocab_size": 0}, ValueError, "vocab_size is 0; allowed: 1 to "),
+    ],
+)
+def test_a_bad_option_is_refused_when_patching(
+    options: dict[str, Any], kind: Any, message: str, of_class: bool
+) -> None:
+    model, _ = model_and_batch("llama")
+    with pytest.raises(kind, match=message):
+        patch_transformers(type(model) if of_class else model, **options)
+    assert not any("logitless" in key for key in (*vars(model), *vars(type(model))))
+
+
+def test_a_model_in_f64_is_refused_when_patching() -> None:
+    model, _ = model_and_batch("llama")
+    with pytest.raises(
+        TypeError, match=r"lm_head.weight is float64; allowed: float32, float16, bfl"
+    ):
+        patch_transformers(model.double())
+    with pytest.raises(
+        ValueError, match="vocab_size is 62; allowed: 1 to 61, the rows of the lm_h"
+    ):
+        patch_transformers(model.float(), vocab_size=62)
+    assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize("when", ["before the patch", "after the patch", "before, and appended"])
+def test_hooks_of_accelerate_on_the_head_run(when: str) -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    ran: list[str] = []
+
+    class Hook(hooks.ModelHook):  # type: ignore[misc,name-defined]
+        def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+            ran.append("before")
+            return args, kwargs
+
+        def post_forward(self, module: Any, output: Any) -> Any:
+            ran.append("after")
+            return output
+
+    model, batch = model_and_batch("llama")
+    expected = model(**batch).loss
+    head = model.lm_head
+    if when != "after the patch":
+        hooks.add_hook_to_module(head, Hook())
+    patch = patch_transformers(model)
+    if when != "before the patch":
+        hooks.add_hook_to_module(head, Hook(), append="appended" in when)
+    for _ in range(2):
+        ran.clear()
+        output = model(**batch)
+        assert output.logits is None
+        assert sorted(ran) == sorted(["before", "after"] * (1 + ("appended" in when)))
+        torch.testing.assert_close(output.loss, expected, rtol=2e-6, atol=1e-6)
+    patch.unpatch()
+    ran.clear()
+    plain = model(**batch)
+    assert plain.logits is not None and "before" in ran and torch.equal(plain.loss, expected)
+    assert not any("logitless" in key for key in vars(head))
+    hooks.remove_hook_from_module(head)
+    assert torch.equal(model(**batch).loss, expected)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_head_whose_weight_is_elsewhere_until_it_is_called_is_served(when: str) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model, batch = model_and_batch("llama")
+    expected = model(**batch).loss
+    if when == "after":
+        patch_transformers(model)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    if when == "before":
+        patch_transformers(model)
+    assert model.lm_head.weight.is_meta
+    for _ in range(2):
+        output = model(**batch)
+        assert output.logits is None
+        torch.testing.assert_close(output.loss, expected, rtol=2e-6, atol=1e-6)
+
+
+class Trained:
+    """transformers' Trainer with a metric of logits, and whether that was called."""
+
+    def __init__(self, model: Any, folder: Any, **settings: Any) -> None:
+        self.asked = 0
+        steps = {"max_steps": 2, "report_to": "none", "use_cpu": True, "disable_tqdm": True}
+        kwargs = {"save_strategy": "no", "per_device_eval_batch_size": 4, **steps, **settings}
+        data = [{"input_ids": torch.arange(9) + i, "labels": torch.arange(9) + i} for i in range(8)]
+        self.trainer = transformers.Trainer(
+            model, transformers.TrainingArguments(str(folder), **kwargs), train_dataset=data,
+            eval_dataset=data, compute_metrics=self.metric,
+        )  # fmt: skip
+
+    def metric(self, given: Any) -> dict[str, float]:
+        self.asked += 1
+        return {"size": 0.0 if given.predictions is None else float(given.predictions.size)}
+
+
+@pytest.mark.parametrize("what", ["train", "evaluate", "predict", "train, compiled"])
+def test_a_trainer_that_will_ask_for_logits_is_told_before_it_trains(
+    what: str, tmp_path: Any
+) -> None:
+    pytest.importorskip("accelerate")
+    settings = {"torch_compile": True, "torch_compile_backend": "eager"} if "," in what else {}
+    model, _ = model_and_batch("llama")
+    given = patch_transformers(model)
+    trained = Trained(model, tmp_path, **settings)
+    call = getattr(trained.trainer, what.partition(",")[0])
+    data = (trained.trainer.eval_dataset,) if what == "predict" else ()
+    with pytest.raises(NotImplementedError, match="pass eval_logits=True to patch_transformers"):
+        call(*data)
+    assert trained.asked == 0 and trained.trainer.state.global_step == 0
+    given.unpatch()
+    with patch_transformers(model, eval_logits=True) as patched:
+        call(*data)
+        if what != "train, compiled":
+            assert (Patch(patched).calls > 0) == (what == "train")
+        assert trained.trainer.evaluate()["eval_size"] == 8 * 9 * 61
+
+
+def test_a_trainer_whose_metrics_need_no_logits(tmp_path: Any) -> None:
+    pytest.importorskip("accelerate")
+    model, _ = model_and_batch("llama")
+    with patch_transformers(model, eval_logits=False):
+        trained = Trained(model, tmp_path)
+        trained.trainer.train()
+    with patch_transformers(model):
+        trained = Trained(model, tmp_path, prediction_loss_only=True)
+        trained.trainer.train()
+        trained.trainer.evaluate()
+        trained.trainer.compute_metrics = None
+        trained.trainer.args.prediction_loss_only = False
+        assert trained.trainer.evaluate()["eval_loss"] > 0
+
+
+def test_configurations_that_change_are_followed() -> None:
+    model, batch = model_and_batch("gemma2")
+    own = copy.deepcopy(model)
+    patch_transformers(model)
+    for softcap in (2.0, 0.5, None):
+        for each in (own, model):
+            each.config.final_logit_softcapping = softcap
+        torch.testing.assert_close(model(**batch).loss, own(**batch).loss, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize("bias", [False, True])
+def test_rows_that_pad_the_vocabulary_are_no_words(bias: bool, softcap: float) -> None:
+    """They are no part of the loss, and their gradients are 0, whatever they hold."""
+
+    class Padded(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+            logits = self.lm_head(self.model(input_ids=input_ids)[0])[..., :50]
+            if softcap:
+                logits = softcap * torch.tanh(logits / softcap)
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=50, **kwargs)
+            return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+    config = transformers.LlamaConfig(**SIZES)
+    config.unpadded_vocab_size, config.final_logit_softcapping = 50, softcap
+    model = Padded(config).train()
+    model.lm_head = torch.nn.Linear(16, 61, bias=bias)
+    with torch.no_grad():
+        model.lm_head.weight[50:] = 1e4
+    ids = torch.randint(1, 50, (2, 9))
+    batch = {"input_ids": ids, "labels": ids}
+    plain = model(**batch)
+    expected = gradients(model, plain.loss)
+    with patch_transformers(model):
+        for given in (batch, {**batch, "num_items_in_batch": 20}):
+            output = model(**given)
+        loss = model(**batch).loss
+        torch.testing.assert_close(loss, plain.loss, rtol=2e-6, atol=1e-6)
+        for a, e in zip(gradients(model, loss), expected, strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-4, atol=2e-6)
+        output.loss.backward()
+        assert not model.lm_head.weight.grad[50:].any() and output.logits is None
+        with pytest.raises(ValueError, match="55; allowed"):
+            model(input_ids=ids, labels=ids.masked_fill(ids == ids[0, 3], 55))
+
+
+# Chosen for what they do with their logits; tests/integrations has all classes of transformers.
+TWELVE = {
+    "gemma2": "served", "cohere": "served", "granite": "served", "hyperclovax": "served",
+    "minicpm3": "served", "falcon_h1": "served", "inkling_text": "served", "xlstm": "served",
+    "roberta": "served", "nanochat": "served", "bamba": "refused: BambaForCausalLM makes more of",
+    "prophetnet": "refused: labels has shape",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("kind", TWELVE)
+def test_a_model_of_another_kind_is_served_right_or_refused(kind: str, compiled: bool) -> None:
+    if kind not in causal_lms.kinds():
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    assert causal_lms.state(kind, compiled).startswith(TWELVE[kind])
 
 
 def test_shift_labels_and_all_ignored() -> None:
@@ -695,7 +938,7 @@ def test_the_model_that_a_peft_model_wraps_is_patched() -> None:
         assert wrapper(**batch).logits is None and model(**batch).logits is None
         assert patch.calls == Patch(wrapper).calls == Patch(model).calls == 2
         with pytest.raises(ValueError, match="patched already"):
-            patch_transformers(model)
+            patch_transformers(model, z_loss=1e-4)
     assert wrapper(**batch).logits is not None and "forward" not in vars(model)
     assert patch.calls == 2
 

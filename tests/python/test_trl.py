@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pathlib
+import sys
 import types
 import warnings
 from typing import Any
@@ -415,3 +416,21 @@ def test_the_patch_of_a_model_says_that_trl_does_not_come_there(tmp_path: pathli
     (said,) = (str(w.message) for w in seen if "logitless" in str(w.message))
     assert "its backbone was called by itself" in said and "use patch_trl()" in said
     assert patch.calls == 0
+
+
+def test_a_model_whose_forward_a_trainer_has_replaced_is_told_of_patch_trl() -> None:
+    model, _ = test_transformers.model_and_batch("llama")
+    trl.trainer.utils.add_fused_lm_head(model)
+    before = dict(vars(model))
+    for given in (model, types.SimpleNamespace(peft_config={}, get_base_model=lambda: model)):
+        with pytest.raises(
+            NotImplementedError, match=r"a trainer of TRL has replaced .* use patch_trl"
+        ):
+            patch_transformers(given)
+    assert dict(vars(model)) == before
+
+
+def test_where_there_is_no_trl_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trl", None)
+    with pytest.raises(ImportError, match=r"patch_trl needs TRL 1.16: pip install trl"):
+        patch_trl()

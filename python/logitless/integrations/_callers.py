@@ -7,8 +7,6 @@ import sys
 from types import FrameType
 from typing import Any
 
-import torch
-
 from logitless._errors import not_supported
 
 _TRAINER, _STEPS = "transformers.trainer", ("training_step", "prediction_step")
@@ -36,7 +34,6 @@ def _wants_logits(frame: FrameType) -> bool:
     return not (arguments.prediction_loss_only or generates)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]
 def check() -> None:
     """Raises where a Trainer above will make something of logits that are not made."""
     frame = _trainer_frame()

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from logitless._errors import not_supported
+from logitless.integrations import _callers
 
 # Keys of calls that are not compiled. A compiled program has one of its own, for what it looks at
 # when it runs for the first time.
@@ -221,10 +222,12 @@ def _raise_late() -> None:
 def _checked(
     out: Tensor, loss: Tensor, made: Tensor, real: Tensor, given: Sequence[Tensor],
     known: Sequence[Tensor], scale: float, softcap: float, columns: int, names: str, who: str,
-    key: int,
+    key: int, asks: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, the factor of its gradient)."""
     _raise_late()
+    if asks and not _is_settled(key):
+        _callers.check()
     transform, told = Transform(scale, softcap, columns), names.split()
     for name, a, b in zip(told, given, known):
         if a.shape != b.shape:
@@ -266,7 +269,7 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
     lists = ([None] * count for count in ctx.lists)
-    return grad * ctx.saved_tensors[0], *[None] * 3, *lists, *[None] * 6
+    return grad * ctx.saved_tensors[0], *[None] * 3, *lists, *[None] * 7
 
 
 _make_library: Any = torch.library.Library
@@ -278,7 +281,7 @@ _DEFINED: dict[str, tuple[Any, Any]] = {
     "rows_answer(Tensor real) -> Tensor":
     (_answer, lambda real: real.new_empty(1, _COUNT, real.shape[-1])),
     "rows_checked(Tensor out, Tensor loss, Tensor made, Tensor real, Tensor[] given, "
-    "Tensor[] known, float scale, float softcap, SymInt columns, str names, str who, SymInt key) "
+    "Tensor[] known, float scale, float softcap, SymInt columns, str names, str who, SymInt key, bool asks) "
     "-> (Tensor, Tensor)":
     (_checked, lambda out, *_: (torch.empty_like(out), torch.empty_like(out))),
 }  # fmt: skip
@@ -311,14 +314,15 @@ def answer(real: Tensor) -> Tensor:
 
 def checked(
     out: Tensor, loss: Tensor, made: Tensor, real: Tensor, pairs: Sequence[tuple[str, Any, Any]],
-    transform: Transform, who: str, key: int,
+    transform: Transform, who: str, key: int, asks: bool,
 ) -> Tensor:  # fmt: skip
     """`out`, the loss of the model, in which `loss` of ours is, if `made` is what `transform` makes
-    of the answer, and the two tensors of each pair are the same; else an error, or NaN."""
+    of the answer, and the two tensors of each pair are the same; else an error, or NaN. A Trainer
+    that will want logits is told that there are none, if the call `asks`."""
     given = [a.detach() for _, a, _ in pairs]
     known = [b.detach() for _, _, b in pairs]
     names = " ".join(name for name, _, _ in pairs)
     result: tuple[Tensor, Tensor] = _ops.rows_checked(
-        out, loss.detach(), made.detach(), real, given, known, *transform, names, who, key
+        out, loss.detach(), made.detach(), real, given, known, *transform, names, who, key, asks
     )
     return result[0]

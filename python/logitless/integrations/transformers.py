@@ -44,7 +44,9 @@ _OPTIONS = (
 _TRANSFORM = ("logit_scale", "softcap", "vocab_size")
 _SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-_MULTIPLIES_BY_LOGITS_SCALING = ("hyperclovax",)  # others divide by it
+# By this power of logits_scaling the logits are multiplied; other models divide by it. MiniCPM 3
+# divides before its head.
+_POWERS = {"hyperclovax": 1.0, "minicpm3": 0.0}
 
 
 class _Calls(threading.local):
@@ -168,7 +170,7 @@ class _Pending:
         assert self.loss is not None
         return _rows.checked(
             out, self.loss, self.made, self.real, self.pairs, self.transform,
-            type(self.model).__name__, self.key,
+            type(self.model).__name__, self.key, self.settings.eval_logits is None,
         )  # fmt: skip
 
 
@@ -435,8 +437,7 @@ class _Settings:
         config, told = self.config, self.told
         scale = _number(model, ("logit_scale",)) or _number(config, _SCALES)
         if scale is None and (scaling := _number(config, ("logits_scaling",))):
-            multiplies = getattr(config, "model_type", "") in _MULTIPLIES_BY_LOGITS_SCALING
-            scale = scaling if multiplies else 1.0 / scaling
+            scale = scaling ** _POWERS.get(getattr(config, "model_type", ""), -1.0)
         columns = told.get("vocab_size") or _number(config, ("unpadded_vocab_size",)) or rows
         return _rows.Transform(
             told.get("logit_scale", 1.0 if scale is None else scale),
@@ -449,13 +450,11 @@ class _Settings:
         pending.model = model
         if torch.compiler.is_compiling():
             pending.key = _rows.new_program()
-            if self.eval_logits is None:
-                _callers.check()
             return
         pending.state = self._state(model, parts)
         pending.key = _rows.SETTLED if pending.state in self.seen else _rows.NEW
-        if self.eval_logits is None and (pending.key == _rows.NEW or not model.training):
-            _callers.check()
+        if self.eval_logits is None and not model.training:
+            _callers.check()  # another Trainer may ask than before
 
     def _state(self, model: Any, parts: tuple[Any, ...]) -> tuple[Any, ...]:
         """What a call that was found right says of others."""
