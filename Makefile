@@ -6,23 +6,43 @@
 FUZZ_SECONDS ?= 600
 PREFIX ?= /usr/local
 PORT ?= 8080
-SOURCES = find cli examples fuzz include src tests -name '*.h' -o -name '*.c' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh'
+SOURCES = find cli cmake examples fuzz include src tests -name '*.h' -o -name '*.c' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh'
 
+##@ To use it
 help:  ## this list
-	@sed -n 's/^\([a-z-]*\):.*## *\(.*\)/  make \1\t\2/p' Makefile | expand -t 22
+	@awk -F ':.*## ' '/^##@ / { print gap substr($$0, 5); gap = "\n" } \
+	  /^[a-z-]+:.*## / { printf "  make %-19s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-setup:  ## install what the build needs, and say what
-	@scripts/setup
-
-setup-test:
-	@scripts/setup test
+demo:  ## train a language model on text of this machine, or on TEXT="FILE...": three minutes on two cores
+	@echo "demo: builds the program for this CPU alone (about 40 s on two cores, once), then trains a language model and writes text (about 110 s)"
+	@scripts/setup demo
+	cmake --preset demo --log-level=WARNING
+	cmake --build --preset demo
+	build/demo/cli/logitless demo $(TEXT)
 
 setup-web:
 	@scripts/setup web
 
-build: setup  ## the release build, in build/release
+web: setup-web  ## build the WebGPU module and its pages into build/web and serve them on PORT (8080)
+	@scripts/build-web
+	@python3 tests/web/serving.py build/web $(PORT)
+
+setup:  ## install what the build needs, and say what
+	@scripts/setup
+
+build: setup  ## the libraries and the command line, in build/release
 	cmake --preset release
 	cmake --build --preset release
+
+install: build  ## install them to PREFIX (/usr/local)
+	cmake --install build/release --prefix $(PREFIX)
+
+clean:  ## remove every build
+	rm -rf build
+
+##@ To test it
+setup-test:
+	@scripts/setup test
 
 test: setup-test  ## everything that must pass, in minutes
 	@scripts/test
@@ -37,10 +57,6 @@ test-python: setup-test  ## the Python package alone: format, types, tests
 
 test-integrations:  ## transformers, PEFT, Lightning, DDP, FSDP, flax, Megatron, torchtitan, Levanter really run with us, on the CPU
 	@scripts/test-integrations
-
-web: setup-web  ## build the WebGPU module and its pages into build/web and serve them on PORT (8080)
-	@scripts/build-web
-	@python3 tests/web/serving.py build/web $(PORT)
 
 test-web: setup-test  ## WebGPU's shaders and pages alone, with wgpu-native and headless Chromium
 	@scripts/test-web
@@ -61,10 +77,15 @@ sanitize-device: setup-test  ## compute-sanitizer over ragged cases on this mach
 	cmake --build --preset device --target device_suite
 	@scripts/sanitize-device build/device
 
-demo: setup  ## train a language model on text of this machine, or on TEXT="FILE..."
-	cmake --preset release
-	cmake --build --preset release --target logitless_cli
-	build/release/cli/logitless demo $(TEXT)
+format-check: setup-test
+	@$(SOURCES) | xargs clang-format-19 --dry-run -Werror && echo "format: clean"
+
+lint: format-check  ## the format and the written rules, without a build
+	@scripts/lint
+
+##@ To change and measure it
+format: setup-test  ## rewrite every source with clang-format
+	$(SOURCES) | xargs clang-format-19 -i
 
 bench-cpu: setup  ## the CPU backend against its peers, in minutes; BENCH="--quick" only tries it
 	@bench/setup
@@ -102,18 +123,3 @@ mutants-web: setup-test  ## bugs put into the published shaders and logitless.js
 
 mutants-device: setup-test  ## bugs put into the CUDA backend, which the tests must catch on this machine's GPU; ONLY=TEXT picks some
 	python3 scripts/mutants_device.py all $(if $(ONLY),--only "$(ONLY)")
-
-format: setup-test  ## rewrite every source with clang-format
-	$(SOURCES) | xargs clang-format-19 -i
-
-format-check: setup-test
-	@$(SOURCES) | xargs clang-format-19 --dry-run -Werror && echo "format: clean"
-
-lint: format-check  ## the format and the written rules, without a build
-	@scripts/lint
-
-install: build  ## install to PREFIX (/usr/local)
-	cmake --install build/release --prefix $(PREFIX)
-
-clean:  ## remove every build
-	rm -rf build

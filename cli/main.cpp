@@ -66,14 +66,9 @@ int main(int argc, char** argv) {
                                                 LOGITLESS_VERSION_MINOR, LOGITLESS_VERSION_PATCH));
   app.require_subcommand(1);
   Context context;
-  add_info(app, context);
-  add_plan(app, context);
-  add_check(app, context);
-  add_loss(app, context);
-#ifdef LOGITLESS_CLI_TRIALS
-  add_bench(app, context);
-  add_demo(app, context);
-#endif
+#define COMMAND(name) add_##name(app, context)
+  LOGITLESS_CLI_COMMANDS;  // COMMAND(info), COMMAND(plan), ...: those that the build asks for
+#undef COMMAND
   const bool json = wants_json(argc, argv);
   try {
     app.parse(argc, argv);

@@ -1,31 +1,39 @@
-# Highway: the tarball that scripts/fetch_highway brought, else upstream's; or the target `hwy` of a project that holds us
-# and has its own. Private, static, hidden. URL and hash change together.
+# Highway: the tarball that is named, else the one that scripts/fetch_highway brought, else upstream's; or the target `hwy`
+# of a project that holds us and has its own. Private, static, hidden. URL and hash change together. The cache keeps what
+# somebody named and no default: a tarball that is brought after a run that failed is found by the next one.
+set(LOGITLESS_HIGHWAY_URL "" CACHE STRING
+    "Highway's release tarball, a URL or a path; empty: the one in third_party, else upstream's")
 set(LOGITLESS_HIGHWAY_HASH 07b3c1ba2c1096878a85a31a5b9b3757427af963b1141ca904db2f9f4afe0bc2)
-set(default_url https://github.com/google/highway/archive/refs/tags/1.3.0.tar.gz)
-if(EXISTS ${PROJECT_SOURCE_DIR}/third_party/highway-1.3.0.tar.gz)
-  set(default_url ${PROJECT_SOURCE_DIR}/third_party/highway-1.3.0.tar.gz)
-elseif(EXISTS ${PROJECT_SOURCE_DIR}/third_party/highway-1.2.0.tar.gz)
-  set(LOGITLESS_HIGHWAY_HASH 7e0be78b8318e8bdbf6fa545d2ecb4c90f947df03f7aadc42c1967f019e63343)
-  set(default_url ${PROJECT_SOURCE_DIR}/third_party/highway-1.2.0.tar.gz)
+set(upstream https://github.com/google/highway/archive/refs/tags/1.3.0.tar.gz)
+set(highway_url "${LOGITLESS_HIGHWAY_URL}")
+if(highway_url STREQUAL "" OR highway_url STREQUAL upstream)
+  set(highway_url ${upstream})
+  if(EXISTS ${PROJECT_SOURCE_DIR}/third_party/highway-1.3.0.tar.gz)
+    set(highway_url ${PROJECT_SOURCE_DIR}/third_party/highway-1.3.0.tar.gz)
+  elseif(EXISTS ${PROJECT_SOURCE_DIR}/third_party/highway-1.2.0.tar.gz)
+    set(highway_url ${PROJECT_SOURCE_DIR}/third_party/highway-1.2.0.tar.gz)
+  endif()
 endif()
-set(LOGITLESS_HIGHWAY_URL ${default_url} CACHE STRING "Highway's release tarball: a URL or a path")
+if(highway_url MATCHES "1\\.2\\.0")
+  set(LOGITLESS_HIGHWAY_HASH 7e0be78b8318e8bdbf6fa545d2ecb4c90f947df03f7aadc42c1967f019e63343)
+endif()
 
 # The tarball on this machine: FetchContent tries for minutes what cannot be reached, and ends in a page of its log.
 function(logitless_find_highway result)
-  set(${result} ${LOGITLESS_HIGHWAY_URL} PARENT_SCOPE)
+  set(${result} ${highway_url} PARENT_SCOPE)
   if(FETCHCONTENT_FULLY_DISCONNECTED OR FETCHCONTENT_SOURCE_DIR_HIGHWAY)
     return()  # the project's builder has it, or has said where it is
   endif()
-  get_filename_component(file ${LOGITLESS_HIGHWAY_URL} ABSOLUTE)
+  get_filename_component(file ${highway_url} ABSOLUTE)
   set(reason "there is no such file")
-  if(LOGITLESS_HIGHWAY_URL MATCHES "^[A-Za-z]+://")
+  if(highway_url MATCHES "^[A-Za-z]+://")
     set(file ${PROJECT_BINARY_DIR}/highway.tar.gz)
     set(hash)
     if(EXISTS ${file})
       file(SHA256 ${file} hash)
     endif()
     if(NOT hash STREQUAL LOGITLESS_HIGHWAY_HASH)
-      file(DOWNLOAD ${LOGITLESS_HIGHWAY_URL} ${file} STATUS status TIMEOUT 60)
+      file(DOWNLOAD ${highway_url} ${file} STATUS status TIMEOUT 60)
       list(GET status 0 code)
       list(GET status 1 reason)
       if(NOT code EQUAL 0)
@@ -41,8 +49,17 @@ function(logitless_find_highway result)
       return()
     endif()
   endif()
-  message(FATAL_ERROR "Highway could not be had from ${LOGITLESS_HIGHWAY_URL} (${reason}): run scripts/fetch_highway, or "
-                      "pass -D LOGITLESS_HIGHWAY_URL=FILE with the release tarball of Highway 1.3.0")
+  set(define -D)
+  set(again "the same command again")
+  if(SKBUILD)
+    set(define "-C cmake.define.")
+    set(again "pip again")
+  endif()
+  set(advice "run scripts/fetch_highway and then ${again}, or pass ${define}LOGITLESS_HIGHWAY_URL=FILE with")
+  if("${highway_url}" STREQUAL "${LOGITLESS_HIGHWAY_URL}")
+    set(advice "LOGITLESS_HIGHWAY_URL names it; allowed: none (${define}LOGITLESS_HIGHWAY_URL= after scripts/fetch_highway), or")
+  endif()
+  message(FATAL_ERROR "Highway could not be had from ${highway_url} (${reason}): ${advice} the release tarball of Highway 1.3.0")
 endfunction()
 
 # A function, so that what Highway is told stays out of the cache of a project that holds us.
@@ -72,9 +89,33 @@ endif()
 if(NOT TARGET hwy::hwy)
   add_library(hwy::hwy ALIAS hwy)
 endif()
-if(LOGITLESS_HIGHWAY_URL MATCHES "1\\.2\\.0")
+if(highway_url MATCHES "1\\.2\\.0")
   target_compile_definitions(hwy INTERFACE HWY_AVX10_2=0)  # a target it does not know yet
 endif()
+
+# The best instruction set of this machine, by the rule of the library itself (src/cpu/dispatch.cpp): Highway's own detection
+# among the targets that this compiler makes. The program that asks is compiled once a build folder and asked at every run,
+# so that a folder which came to another machine is made anew for that one.
+function(logitless_find_native result)
+  if(CMAKE_CROSSCOMPILING)
+    message(FATAL_ERROR "LOGITLESS_CPU_TARGETS is \"native\" in a build for another machine; allowed: all, some, baseline")
+  endif()
+  get_target_property(folder hwy SOURCE_DIR)
+  set(source ${PROJECT_SOURCE_DIR}/cmake/native_target.cpp)
+  set(program ${PROJECT_BINARY_DIR}/native_target-${LOGITLESS_HIGHWAY_HASH})
+  if(NOT EXISTS ${program} OR ${source} IS_NEWER_THAN ${program}
+     OR ${PROJECT_SOURCE_DIR}/src/cpu/targets.h IS_NEWER_THAN ${program})
+    try_compile(compiled ${PROJECT_BINARY_DIR}/native_target
+                SOURCES ${source} ${folder}/hwy/targets.cc ${folder}/hwy/abort.cc
+                CMAKE_FLAGS "-DINCLUDE_DIRECTORIES=${folder};${PROJECT_SOURCE_DIR}" CXX_STANDARD 20
+                COPY_FILE ${program} OUTPUT_VARIABLE log)
+    if(NOT compiled)
+      message(FATAL_ERROR "LOGITLESS_CPU_TARGETS is \"native\", and ${source} could not be compiled:\n${log}")
+    endif()
+  endif()
+  execute_process(COMMAND ${program} OUTPUT_VARIABLE name OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+  set(${result} ${name} PARENT_SCOPE)
+endfunction()
 
 set(LOGITLESS_HIGHWAY_DEFINITIONS)
 if(LOGITLESS_CPU_TARGETS STREQUAL baseline)
@@ -82,6 +123,10 @@ if(LOGITLESS_CPU_TARGETS STREQUAL baseline)
 elseif(LOGITLESS_CPU_TARGETS STREQUAL some)  # x86: SSE2, AVX2, AVX3_ZEN4 and AVX3_SPR stay; other machines keep all
   set(LOGITLESS_HIGHWAY_DEFINITIONS
       "HWY_DISABLED_TARGETS=(HWY_SSSE3|HWY_SSE4|HWY_AVX3|HWY_AVX3_DL|HWY_AVX10_2)")
+elseif(LOGITLESS_CPU_TARGETS STREQUAL native)  # the baseline stays, so that the library runs on every machine, if slowly
+  logitless_find_native(native)
+  set(LOGITLESS_HIGHWAY_DEFINITIONS "HWY_DISABLED_TARGETS=(~(HWY_${native}|HWY_BASELINE_TARGETS))")
+  message(STATUS "logitless: CPU kernels for ${native}, this machine's, and the baseline")
 elseif(NOT LOGITLESS_CPU_TARGETS STREQUAL all)
-  message(FATAL_ERROR "LOGITLESS_CPU_TARGETS is \"${LOGITLESS_CPU_TARGETS}\"; allowed: all, some, baseline")
+  message(FATAL_ERROR "LOGITLESS_CPU_TARGETS is \"${LOGITLESS_CPU_TARGETS}\"; allowed: all, some, baseline, native")
 endif()

@@ -110,7 +110,7 @@ class Copy:
     def configure(self) -> None:
         self.sync()
         command = ["cmake", "-S", str(self.tree), "-B", str(self.build), "-G", "Ninja"]
-        command += ["-DCMAKE_BUILD_TYPE=Release", "-DLOGITLESS_BUILD_CLI=OFF"]
+        command += ["-DCMAKE_BUILD_TYPE=Release", "-DLOGITLESS_BUILD_CLI=OFF", "-DLOGITLESS_BUILD_TESTS=ON"]
         command += [f"-DLOGITLESS_CPU_TARGETS={self.targets}"]
         # This setting keeps the build from running a test program at each link.
         command += ["-DCMAKE_GTEST_DISCOVER_TESTS_DISCOVERY_MODE=PRE_TEST"]

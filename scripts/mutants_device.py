@@ -183,7 +183,8 @@ def build(jobs: int) -> int:
     copy_tree(tree)
     for command in (
         ["cmake", "-S", str(tree), "-B", str(place), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
-         "-DLOGITLESS_BUILD_CLI=OFF", "-DLOGITLESS_CPU_TARGETS=baseline", "-DLOGITLESS_CUDA=ON",
+         "-DLOGITLESS_BUILD_CLI=OFF", "-DLOGITLESS_BUILD_TESTS=ON",
+         "-DLOGITLESS_CPU_TARGETS=baseline", "-DLOGITLESS_CUDA=ON",
          "-DLOGITLESS_CUDA_ARCHITECTURES=90a-real", "-DLOGITLESS_INSTALL=OFF"],
         ["ninja", "-C", str(place), f"-j{jobs}", "device_suite"],
     ):  # fmt: skip

@@ -52,6 +52,7 @@ def build() -> bool:
     configured = run(
         "cmake", "-S", TREE, "-B", BUILD, "-G", "Ninja", "-D", "LOGITLESS_CUDA=OFF",
         "-D", "LOGITLESS_WEBGPU=ON", "-D", "LOGITLESS_CPU_TARGETS=baseline",
+        "-D", "LOGITLESS_BUILD_TESTS=ON",
     )  # fmt: skip
     return configured and run("cmake", "--build", BUILD, "--target", "webgpu_suite")
 
