@@ -117,7 +117,7 @@ double product(const Tile& tile, int64_t slices, const Shape& s, Buffer a, Buffe
   p.slice_depth = blocks(s.depth, 16 * slices) * 16;
   if (s.blocked) p.block_depth = 32;
   if (slices > 1) p.slice_stride = p.rows * p.result_stride;
-  const SliceParams add{p.rows, p.result_stride, u32(slices), p.slice_stride, 0};
+  const SliceParams add{p.result_stride, u32(slices), p.slice_stride, 0};
   const uint64_t bytes = bytes_of(s.rows * s.columns);
   const Buffer params = device->create_buffer(65536), none = device->create_buffer(256),
                parts =

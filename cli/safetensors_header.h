@@ -2,6 +2,7 @@
 // This is the JSON header of a .safetensors file, syntax only: nothing is said yet about the data.
 #pragma once
 
+#include <cstdint>
 #include <map>
 #include <string>
 #include <string_view>

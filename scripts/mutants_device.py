@@ -155,7 +155,10 @@ def copy_tree(tree: Path) -> None:
         source = ROOT / name
         if not name or not source.is_file():
             continue
-        if name in mutants or name in ("src/cuda/runtime/kernel_file.h", "src/cuda/runtime/runtime.h"):
+        if name in mutants or name in (
+            "src/cuda/runtime/kernel_file.h",
+            "src/cuda/runtime/runtime.h",
+        ):
             text = edited(source.read_text(), mutants[name])
             if name == "src/cuda/runtime/kernel_file.h":
                 text += SWITCH_H
@@ -237,14 +240,14 @@ def test(number: int, group: str, limit: float, chosen: str = "") -> tuple[str, 
     return "failed", failed.group(1) if failed else f"exit code {done.returncode}", seconds
 
 
-def run(only: str, jobs: int, limit: float) -> int:
+def run(only: list[str], jobs: int, limit: float) -> int:
     if not PROGRAM.is_file():
         raise Broken(f"no {PROGRAM}: `build` first")
     verdict, note, _ = test(0, "", limit, "*/Edges.NoTokens/cuda_softmax_f32")
     if verdict == "skipped":
         print(f"mutants-device: {note}")
         return 0
-    chosen = [(n, m) for n, m in enumerate(MUTANTS, 1) if only in m.name]
+    chosen = [(n, m) for n, m in enumerate(MUTANTS, 1) if any(text in m.name for text in only)]
     if not chosen:
         raise Broken("no mutant of that name")
     groups = sorted({m.tests for _, m in chosen})
@@ -274,7 +277,7 @@ def run(only: str, jobs: int, limit: float) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=["list", "check", "build", "run", "all"])
-    parser.add_argument("--only", default="", help="mutants whose name contains this")
+    parser.add_argument("--only", action="append", help="mutants whose name contains this")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--limit", type=float, default=500, help="seconds for the tests of one")
     arguments = parser.parse_args()
@@ -287,7 +290,7 @@ def main() -> int:
         if arguments.what in ("build", "all"):
             build(arguments.jobs)
         if arguments.what in ("run", "all"):
-            return run(arguments.only, arguments.jobs, arguments.limit)
+            return run(arguments.only or [""], arguments.jobs, arguments.limit)
     except Broken as broken:
         print(f"mutants-device: {broken}", file=sys.stderr)
         return 2

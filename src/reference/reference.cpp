@@ -254,6 +254,7 @@ void Evaluation::reduce_loss() {
     total.value /= tokens_.normalizer;
     total.error /= std::fabs(tokens_.normalizer);
     total.error += (2 * u32 + tokens_.normalizer_error) * std::fabs(total.value);
+    if (total.value != 0) total.error += tiny32;
   }
   if (tokens_.empty_mean) {
     const bool zero = call_.options.empty_mean == EmptyMean::zero;

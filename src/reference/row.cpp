@@ -201,6 +201,7 @@ Estimate weighted_logit_sum(const Row& row, const std::vector<double>& class_wei
     sum.error += std::fabs(c) * (row.logit_error[j] + u32 * (log_v + 2) * std::fabs(row.z[j]));
   }
   sum.error += u32 * std::fabs(sum.value);
+  if (!row.logit_error.empty()) sum.error += static_cast<double>(row.z.size()) * tiny32;
   return sum;
 }
 

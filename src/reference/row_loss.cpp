@@ -36,6 +36,13 @@ Factors factors_of(const Call& call, const Tokens& tokens, const Token& token) {
   return factors;
 }
 
+// Returns the loss times the token's weight. A device may take it for 0 below 2^-126.
+Estimate weighted(const Estimate& loss, const Token& token) {
+  const double value = token.token_weight * loss.value;
+  return {value, std::fabs(token.token_weight) * loss.error + 2 * u32 * std::fabs(value) +
+                     (value != 0 ? tiny32 : 0)};
+}
+
 // This is dz of one column, its error and the magnitudes of its summands: first those of the loss,
 // then the statistics'.
 struct Derivative {
@@ -110,6 +117,7 @@ Estimate row_loss(const Call& call, const Tokens& tokens, const Token& token, co
       loss.error += std::fabs(c) * (row.logit_error[j] + u32 * (log_v + 2) * std::fabs(row.z[j]));
     }
     loss.error += 2 * u32 * std::fabs(f.spread * row.lse);
+    loss.error += f.smoothing * static_cast<double>(columns) * tiny32;
   }
   loss.error += std::fabs(f.whole) * row.lse_error;
   if (f.z_loss > 0) {
@@ -118,9 +126,7 @@ Estimate row_loss(const Call& call, const Tokens& tokens, const Token& token, co
   }
   // A NaN in the row makes its loss NaN, even where every factor is 0.
   if (std::isnan(row.lse)) loss.value = row.lse;
-  loss.value *= token.token_weight;
-  loss.error = std::fabs(token.token_weight) * loss.error + 2 * u32 * std::fabs(loss.value);
-  return loss;
+  return weighted(loss, token);
 }
 
 Estimate combined_loss(const Call& call, const Tokens& tokens, const Token& token,
@@ -146,9 +152,7 @@ Estimate combined_loss(const Call& call, const Tokens& tokens, const Token& toke
   }
   // A NaN in the row makes its loss NaN, even where every factor is 0.
   if (std::isnan(lse.value)) loss.value = lse.value;
-  loss.value *= token.token_weight;
-  loss.error = std::fabs(token.token_weight) * loss.error + 2 * u32 * std::fabs(loss.value);
-  return loss;
+  return weighted(loss, token);
 }
 
 RowGradient row_gradient(const Call& call, const Tokens& tokens, const Token& token,
@@ -202,11 +206,9 @@ Estimate probability_loss(const Call& call, const Tokens& tokens, const Token& t
     if (q == 0) continue;
     const double log_p = std::log(p[j] + call.options.probability_floor);
     loss.value -= q * log_p;
-    loss.error += std::fabs(q) * u32 * (2 + (log_v + 5) * std::fabs(log_p));
+    loss.error += std::fabs(q) * u32 * (2 + (log_v + 5) * std::fabs(log_p)) + tiny32;
   }
-  loss.value *= token.token_weight;
-  loss.error = std::fabs(token.token_weight) * loss.error + 2 * u32 * std::fabs(loss.value);
-  return loss;
+  return weighted(loss, token);
 }
 
 RowGradient probability_gradient(const Call& call, const Tokens& tokens, const Token& token,

@@ -420,8 +420,10 @@ void Run::combine(const Chunk& chunk) {
                        {{}, counted, {}, {}, {}, partials, rows, inputs, scalars}, groups);
   } else {
     const Constant folded{"folded", problem_.combines ? 1.0 : 0.0};
-    recorder_.dispatch("combine", "combine", {direct(), more_statistics(), folded}, p,
-                       {counted, partials, rows, inputs, scalars, written_extras()}, groups);
+    recorder_.dispatch(
+        "combine", "combine",
+        {direct(), more_statistics(), folded, is_capped(), is_scaled(p), own_temperature()}, p,
+        {counted, partials, rows, inputs, scalars, written_extras()}, groups);
   }
 }
 
@@ -481,7 +483,8 @@ void Run::add_products(const Chunk& chunk, const Window& window) {
                     .depth = u32(window.columns),
                     .a_stride = u32(plan_.window / 4),
                     .result_stride = hidden / 4,
-                    .adds = window.index > 0 ? 1u : 0u};
+                    .adds = window.index > 0 ? 1u : 0u,
+                    .block_depth = 32};
     const Binding weight = weight_window(window, &p.b_base, &p.b_stride);
     add_to_grad_hidden(p, weight, window);
   }

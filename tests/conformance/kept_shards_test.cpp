@@ -197,6 +197,23 @@ TEST_P(KeptShards, GradientsAreWithinTheBound) {
   }
 }
 
+// Another shard has a column that is nearly as likely as the target, so that 1 - p_t of the shard
+// is not that of the whole.
+TEST_P(KeptShards, ATargetThatAloneInItsShardIsCertain) {
+  Case c = plain(66, 453);
+  c.bias = true;
+  Problem<Backward> problem = build<Backward>(c);
+  const Backward& op = problem.op;
+  std::vector<double> bias = read(op.bias), target = read(op.target);
+  bias[3] = 30, bias[300] = 28;
+  for (double& t : target) t = t < 0 || t >= 453 ? t : 3;
+  write(op.bias, bias);
+  write(op.target, target);
+  for (const Sizes& sizes : {Sizes{227, 226}, Sizes{64, 192, 197}}) {
+    expect_shards(c, &problem, sizes, 0);
+  }
+}
+
 // The target's logit lies far above a shard's, so that the shard's own exponentials are nothing
 // beside it; or far below, where the row is made again.
 TEST_P(KeptShards, AnAnchorFarAwayServes) {

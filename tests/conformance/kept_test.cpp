@@ -38,6 +38,36 @@ TEST_P(KeptState, ServesEveryOptionAloneAndInPairs) {
   }
 }
 
+// What is kept of a column far below the target is next to nothing, or nothing: its gradient is
+// still right under a large class weight, exactly 0 where the column is masked, and infinite under
+// an infinite gradient of lse.
+TEST_P(KeptState, ServesColumnsFarBelowTheTarget) {
+  Case c = plain(20, 200);
+  c.bias = c.vocab_weight = c.grad_entropy = c.grad_lse = true;
+  c.ignored = 0;
+  Steps steps(device_, c, 0);
+  const auto& op = steps.problem.op;
+  std::vector<double> bias = read(op.bias), target = read(op.target);
+  for (size_t j = 10; j < bias.size(); ++j) bias[j] = j % 5 == 0 ? -INFINITY : j % 5 == 1 ? -60 : 0;
+  bias[3] = bias[4] = 9;
+  for (size_t i = 0; i < target.size(); ++i) target[i] = i == 0 ? 3 : 4;
+  std::vector<double> weights(200, 1000);
+  write(op.bias, bias);
+  write(op.target, target);
+  write(op.weights.vocab, weights);
+  if (!keep(&steps)) return;
+  const Outcome outcome = backward(steps);
+  expect_judged(steps, outcome, describe(c));
+  const std::vector<double>& grad = outcome.fields.at("grad_bias").value;
+  for (size_t j = 10; j < grad.size(); j += 5) EXPECT_EQ(grad[j], 0) << j;
+  std::vector<double> grad_lse(20, 0.5);
+  grad_lse[2] = INFINITY;
+  write(op.grad_lse, grad_lse);
+  const Outcome infinite = backward(steps);
+  const std::vector<double>& sums = infinite.fields.at("grad_bias").value;
+  for (size_t j = 11; j < sums.size(); j += 5) EXPECT_EQ(sums[j], INFINITY) << j;
+}
+
 // Every op dtype keeps what the formula says, on every device the same.
 TEST_P(KeptState, HasTheSizeOfItsFormula) {
   const Case c = plain(70, 421);

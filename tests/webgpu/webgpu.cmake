@@ -44,14 +44,15 @@ foreach(suite conformance determinism invariance edges nonfinite invariants shar
               combine)
   list(APPEND webgpu_suites $<TARGET_OBJECTS:${suite}_test_objects>)
 endforeach()
-add_executable(webgpu_suite ${webgpu_suites} webgpu/webgpu_test.cpp webgpu/token_test.cpp webgpu/kept_test.cpp $<TARGET_OBJECTS:conformance_main>)
+add_executable(webgpu_suite ${webgpu_suites} webgpu/webgpu_test.cpp webgpu/token_test.cpp webgpu/kept_test.cpp webgpu/flushing_test.cpp
+               $<TARGET_OBJECTS:conformance_main>)
 link_conformance(webgpu_suite)
 add_webgpu_test(conformance webgpu_suite */Conformance.*-*EveryInstructionSet* ${defaults})
 # A shader knows f32 alone, which the other dtypes are cast to. So what is no number is tested in
 # every dtype, the rest in f32.
-set(edges */Edges.*:*/NonFinite.StaysInItsRow*:*/NonFinite.*_f32:*/Invariants.*_f32:*/Shards.*:WebGpu.*:WebGpuToken.*)
+set(edges */Edges.*:*/NonFinite.StaysInItsRow*:*/NonFinite.*_f32:*/Invariants.*_f32:*/Shards.*:WebGpu.*:WebGpuToken.*:WebGpuFaint.*)
 if("$ENV{LOGITLESS_TEST_FULL}")
-  set(edges */Edges.*:*/NonFinite.*:*/Invariants.*:*/Shards.*:WebGpu.*:WebGpuToken.*)
+  set(edges */Edges.*:*/NonFinite.*:*/Invariants.*:*/Shards.*:WebGpu.*:WebGpuToken.*:WebGpuFaint.*)
 endif()
 add_webgpu_test(edges webgpu_suite ${edges} ${defaults})
 add_webgpu_test(combine webgpu_suite */Combines.* ${defaults})
@@ -62,6 +63,13 @@ add_webgpu_test(sizes webgpu_suite */WorkspaceSizes.*linear_forward_bf16:*/Works
                 ${defaults})
 add_webgpu_test(bits webgpu_suite
                 */Determinism.*_linear_forward_backward_bf16:*/Determinism.*_forward_backward_bf16:*/Invariance.* ${defaults})
+
+# GPUs take what is below 2^-126 for 0; with LOGITLESS_TEST_FLUSH this driver does too.
+set(faint WebGpuFlushing.*:WebGpuFaint.*:*/Temperatures.*_f32:*/KeptState.Serves*_f32:*/Edges.*_f32:*/Combines.*_f32)
+if("$ENV{LOGITLESS_TEST_FULL}")
+  set(faint *-*EveryInstructionSet*:*Offsets*)
+endif()
+add_webgpu_test(faint webgpu_suite ${faint} ${defaults} LOGITLESS_TEST_FLUSH=1)
 
 # This tests what happens to the library's own device; one run has the limits that the adapter gives
 # it.

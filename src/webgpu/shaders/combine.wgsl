@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A thread takes a row: its slots in their order give its state, its loss and what its gradient is
 // made of (the formulas of docs/semantics.md). The op Combine has the state already, from fold.wgsl.
-// Uses common: numbers, token, window, loss.
+// Uses common: numbers, token, window, scale, loss.
 
 override folded: bool = false;
 

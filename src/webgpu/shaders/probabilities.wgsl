@@ -137,7 +137,10 @@ fn gradient(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_i
     if (is_made && local < p.columns) {
       let raw = bitcast<f32>(block_out[at]);
       let q = expected(token, p.first_column + local, local);
-      result = select(bitcast<u32>(factor * q / (raw + p.floor)), p.nan, is_nan_row);
+      let share = by(wide(factor), q);
+      let above = wide(raw + p.floor);
+      let made = narrow(Wide(share.m / above.m, share.e - above.e));
+      result = select(bitcast<u32>(made), p.nan, is_nan_row);
     }
     block_out[at] = result;
   }

@@ -2,7 +2,7 @@
 // This shader counts how many columns of a window have a logit above the target's, which is known
 // by then. A workgroup takes a row and adds to what earlier windows had. The target's own column is
 // none of them.
-// Uses common: numbers, token, window, logit.
+// Uses common: numbers, token, window, scale, logit.
 
 @group(0) @binding(1) var<storage, read> block: array<f32>;  // [rows, row_stride]
 // It has the count, 3 unused words, then the tokens that count.

@@ -2,23 +2,6 @@
 // A column's raw logit becomes z here, and then draw, its own gradient (the formulas of
 // docs/semantics.md).
 
-override capped: bool = false;
-override scaled: bool = false;
-override own_temperature: bool = false;  // every token has its own, whose factors are in `extras`
-
-// A temperature decides these factors.
-struct Scale {
-  slope: f32,
-  cap_out: f32,
-  cap_out_low: f32,
-}
-fn scale_of(token: u32) -> Scale {
-  if (own_temperature) {
-    return Scale(extras[token].slope, extras[token].cap_out, extras[token].cap_out_low);
-  }
-  return Scale(p.slope, p.cap_out, p.cap_out_low);
-}
-
 // Returns c_j.
 fn class_weight_of(local: u32) -> f32 {
   if ((p.flags & has_vocab_weight) != 0u) {
@@ -81,12 +64,13 @@ fn draw(s: State, scale: Scale, raw: f32, column: u32, local: u32) -> u32 {
     dz -= s.onehot;
   }
   if ((p.flags & has_grad_entropy) != 0u && probability > 0.0) {
-    dz -= s.entropy_factor * probability * (log_p + s.entropy);
+    dz -= s.entropy_factor * (probability * (log_p + s.entropy));
   }
   if (capped) {
-    dz *= scale.slope * ((1.0 - mapped.t) * (1.0 + mapped.t));
-  } else if (scaled && scale.slope != 1.0) {
-    dz *= scale.slope;
+    dz *= (1.0 - mapped.t) * (1.0 + mapped.t);
+  }
+  if ((s.kind & state_large) != 0u) {
+    dz *= large;
   }
   return bitcast<u32>(dz);
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A row's sums give its loss and the factors of its gradient (the formulas of docs/semantics.md).
+// Factors are multiplied as Wide numbers (numbers.wgsl), because any of them may be tiny.
 
 fn class_weight_sum() -> f32 {
   return select(p.classes, scalars.weight_sum, (p.flags & has_vocab_weight) != 0u);
@@ -10,25 +11,25 @@ fn loss_of(s: State) -> f32 {
   let onehot = (1.0 - p.smoothing) * s.class_weight;
   var loss = 0.0;
   if (onehot != 0.0) {
-    loss = onehot * ((s.m - s.target_logit) + s.log_sum);
+    let nll = (s.m - s.target_logit) + s.log_sum;
+    loss = narrow(by(by(wide(onehot), nll), s.token_weight));
   }
   if (p.smoothing > 0.0) {
-    loss += p.smoothing_per_class * (class_weight_sum() * lse - s.weighted);
+    let spread = class_weight_sum() * lse - s.weighted;
+    loss += narrow(by(by(wide(p.smoothing_per_class), spread), s.token_weight));
   }
-  loss *= s.token_weight;
   if (p.z_loss > 0.0) {
-    // A token of weight 0 has no loss, though the square may overflow.
-    loss += select(0.0, s.token_weight * p.z_loss * lse * lse, s.token_weight != 0.0);
+    loss += narrow(by(by(by(wide(s.token_weight), p.z_loss), lse), lse));
   }
   return loss;
 }
 
-// Sets the factors of the gradient's parts.
+// Sets the factors of the gradient's parts, each times the slope. Large ones are divided, because
+// their difference may be a number where they are none.
 fn with_factors(token: u32, known: State) -> State {
   var s = known;
   let given = inputs[token];
   let upstream = select(scalars.factor, given.grad_loss, (p.flags & has_token_grad) != 0u);
-  let ga = upstream * s.token_weight;
   var w = (1.0 - p.smoothing) * s.class_weight;
   if (p.smoothing > 0.0) {
     w += p.smoothing_per_class * class_weight_sum();
@@ -36,18 +37,31 @@ fn with_factors(token: u32, known: State) -> State {
   if (p.z_loss > 0.0) {
     w += 2.0 * p.z_loss * (s.m + s.log_sum);
   }
-  s.probability = ga * w;
-  s.onehot = ga * (1.0 - p.smoothing) * s.class_weight;
-  s.smoothing = ga * p.smoothing_per_class;
-  if ((p.flags & has_grad_lse) != 0u) {
-    s.probability += given.grad_lse;
+  let slope = wide(slope_of(token));
+  let ga = by(by(slope, upstream), s.token_weight);
+  var parts = array<Wide, 6>(by(ga, w), by(by(ga, 1.0 - p.smoothing), s.class_weight),
+                             by(ga, p.smoothing_per_class), by(slope, given.grad_lse),
+                             by(slope, given.grad_target_logit), by(slope, given.grad_entropy));
+  let is_given = array<bool, 6>(true, true, true, (p.flags & has_grad_lse) != 0u,
+                                (p.flags & has_grad_target) != 0u,
+                                (p.flags & has_grad_entropy) != 0u);
+  var is_large = false;
+  for (var k = 0u; k < 6u; k++) {
+    if (!is_given[k]) {
+      parts[k] = Wide(0.0, 0);
+    }
+    is_large = is_large || (parts[k].m != 0.0 && parts[k].e > 60);
   }
-  if ((p.flags & has_grad_target) != 0u) {
-    s.onehot -= given.grad_target_logit;
+  if (is_large) {
+    s.kind |= state_large;
+    for (var k = 0u; k < 6u; k++) {
+      parts[k].e -= 60;
+    }
   }
-  if ((p.flags & has_grad_entropy) != 0u) {
-    s.entropy_factor = given.grad_entropy;
-  }
+  s.probability = narrow(parts[0]) + narrow(parts[3]);
+  s.onehot = narrow(parts[1]) - narrow(parts[4]);
+  s.smoothing = narrow(parts[2]);
+  s.entropy_factor = narrow(parts[5]);
   if (is_nan(s.probability) || is_nan(s.onehot) || is_nan(s.smoothing) || is_nan(s.entropy_factor)) {
     s.kind |= state_gradient_nan;
   }

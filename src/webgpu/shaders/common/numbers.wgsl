@@ -74,14 +74,52 @@ fn high_half(a: f32) -> f32 {
 
 // Returns a (b + b_low), rounded about once.
 fn times(a: f32, b: f32, b_low: f32) -> f32 {
-  if (is_infinite(a * b)) {
-    return a * b;
+  let whole = a * b;
+  if (is_infinite(whole)) {
+    return whole;
   }
-  let a_high = high_half(a);
+  // The halves' products lie as far as 2^-24 below the whole, where a device may take them for 0.
+  let is_small = abs(whole) < 0x1p-60f && abs(a) < 0x1p60f;
+  let raised = select(a, a * 0x1p60f, is_small);
+  let a_high = high_half(raised);
   let b_high = high_half(b);
-  let a_low = a - a_high;
-  let low = a_low * (b - b_high) + a * b_low;
-  return a_high * b_high + ((a_high * (b - b_high) + a_low * b_high) + low);
+  let a_low = raised - a_high;
+  let low = a_low * (b - b_high) + raised * b_low;
+  let sum = a_high * b_high + ((a_high * (b - b_high) + a_low * b_high) + low);
+  return select(sum, sum * 0x1p-60f, is_small);
+}
+
+// A number is m 2^e here, |m| in [1, 2), so that a product of several does not vanish on its way, nor
+// overflow: a device may take what is below 2^-126 for 0. Of 0, an infinity and a NaN m is the number.
+struct Wide {
+  m: f32,
+  e: i32,
+}
+fn wide(x: f32) -> Wide {
+  let size = bitcast<u32>(x) & 0x7fffffffu;
+  if (size == 0u || size >= infinity_bits) {
+    return Wide(x, 0);
+  }
+  let is_subnormal = size < 0x00800000u;
+  let bits = select(size, bitcast<u32>(f32(size)), is_subnormal);
+  let sign = bitcast<u32>(x) & 0x80000000u;
+  return Wide(bitcast<f32>((bits & 0x007fffffu) | 0x3f800000u | sign),
+              i32(bits >> 23u) - select(127, 276, is_subnormal));
+}
+// Returns a x, of which m may leave [1, 2).
+fn by(a: Wide, x: f32) -> Wide {
+  let b = wide(x);
+  return Wide(a.m * b.m, a.e + b.e);
+}
+fn power_of_two(e: i32) -> f32 {
+  return bitcast<f32>(u32(e + 127) << 23u);
+}
+// Returns the number, which vanishes or overflows in the last step if at all.
+fn narrow(a: Wide) -> f32 {
+  let first = clamp(a.e, -120, 120);
+  let second = clamp(a.e - first, -120, 120);
+  let third = clamp(a.e - first - second, -120, 120);
+  return ((a.m * power_of_two(first)) * power_of_two(second)) * power_of_two(third);
 }
 
 // Returns tanh(x) for any x but NaN.

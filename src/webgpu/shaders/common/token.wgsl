@@ -26,10 +26,12 @@ const outside = 2u;
 const state_nan = 256u;           // the row's statistics are NaN
 const state_gradient_nan = 512u;  // the row's gradient is NaN
 const state_not_kept = 1024u;     // kept state is another row's
+const state_large = 2048u;        // the gradient's factors are divided by `large`
 fn is_counted(kind: u32) -> bool {
   return (kind & 255u) == counts;
 }
 
+const large = 0x1p60f;
 const none = 0xffffffffu;  // it stands for no column and no place
 
 // `rows` has what is known of every token: [tokens].
