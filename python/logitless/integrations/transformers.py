@@ -23,7 +23,7 @@ from torch import Tensor
 
 from logitless._errors import LogitlessError, invalid, not_supported, renames
 from logitless.integrations import _callers, _heads, _rows, trl
-from logitless.torch import linear_cross_entropy
+from logitless.torch import linear_cross_entropy, workspace_size
 
 # A patched module keeps these beside its `forward`; Patch.unpatch takes them away again.
 _PATCH, _OWN_FORWARD, _OWN_LOSS = "_logitless_patch", "_logitless_forward", "_logitless_loss"
@@ -752,7 +752,7 @@ def _patch_class(cls: type, options: dict[str, Any]) -> Patch:
 
 
 def _check_options(options: dict[str, Any], rows: int | None) -> None:
-    """Before an hour of loading has gone by: a small call of its own says what is wrong."""
+    """A small call is planned, which says what is wrong before a training has begun."""
     known = (*_OPTIONS, *_TRANSFORM)
     if unknown := sorted(set(options) - set(known)):
         raise invalid(f"{unknown[0]} is no option; allowed: {', '.join(known)}")
@@ -772,7 +772,7 @@ def _check_options(options: dict[str, Any], rows: int | None) -> None:
     if isinstance(weight, Tensor) and not weight.is_meta:
         tried["weight"] = weight.cpu()
     zeros = [torch.zeros(shape, device="cpu") for shape in ((1, 1), (columns, 1), (1,))]
-    linear_cross_entropy(zeros[0], zeros[1], zeros[2].long(), **tried)
+    workspace_size(zeros[0], zeros[1], zeros[2].long(), **tried)
 
 
 def patch_transformers(model: Any, *, eval_logits: bool | None = None, **options: Any) -> Patch:
