@@ -281,8 +281,8 @@ _DEFINED: dict[str, tuple[Any, Any]] = {
     "rows_answer(Tensor real) -> Tensor":
     (_answer, lambda real: real.new_empty(1, _COUNT, real.shape[-1])),
     "rows_checked(Tensor out, Tensor loss, Tensor made, Tensor real, Tensor[] given, "
-    "Tensor[] known, float scale, float softcap, SymInt columns, str names, str who, SymInt key, bool asks) "
-    "-> (Tensor, Tensor)":
+    "Tensor[] known, float scale, float softcap, SymInt columns, str names, str who, SymInt key, "
+    "bool asks) -> (Tensor, Tensor)":
     (_checked, lambda out, *_: (torch.empty_like(out), torch.empty_like(out))),
 }  # fmt: skip
 for _schema, (_kernel, _fake) in _DEFINED.items():
