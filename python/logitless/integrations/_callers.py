@@ -31,7 +31,9 @@ def _wants_logits(frame: FrameType) -> bool:
     if getattr(trainer, "compute_metrics", None) is None or arguments is None:
         return False
     generates = getattr(arguments, "predict_with_generate", False)
-    return not (arguments.prediction_loss_only or generates)
+    when = getattr(arguments, "eval_strategy", "no")
+    never = getattr(when, "value", when) == "no"  # a later evaluate() is told
+    return not (arguments.prediction_loss_only or generates or never)
 
 
 def check() -> None:

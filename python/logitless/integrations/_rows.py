@@ -3,8 +3,10 @@
 
 The head gives the model a few rows of all its columns in the place of logits: logits of hidden
 states of the call, and made-up ones. What the model has made of them in the end, every column, must
-be what the loss was told of scale, softcap and vocabulary. One row is NaN, so that a model that
-makes more of its logits than the loss has a loss of NaN.
+be what the loss was told of scale, softcap and vocabulary. Some rows are NaN, so that a model that
+makes more of its logits than the loss has a loss of NaN. In the backward pass a gradient of ones
+goes the same way back, and must come as that of the loss would: so a use of the logits that the
+forward pass does not show is found, and logits that are detached.
 
 These are ops, so that compiled code asks as well as other code. On the CPU every call is looked at
 before its loss is used. On a GPU that is so where something is new; of every other call the device
@@ -14,6 +16,7 @@ makes the loss NaN where the rows differ, and a later call says so.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -32,14 +35,19 @@ _REAL = 3  # rows that are logits of hidden states
 # Each of a number's bytes times one of these makes a row: small ones show a scale beneath one, the
 # largest bend any softcap, and all are exact in 16 bits.
 _FACTORS = (2.0**-6, 2.0**-2, 1.0, 2.0**6)
-_COUNT = _REAL + len(_FACTORS) + 2
-_MIDDLE = slice(_REAL, _REAL + 2)  # no softcap in use bends these much
+# Rows of NaN stand first, in the middle and last, since a model may leave some out. The small
+# made-up rows, which no softcap in use bends much, follow the real ones.
+_NAN = (0, 6, 10)
+_FINITE = (1, 2, 3, 4, 5, 7, 8, 9)
+_COUNT = len(_NAN) + len(_FINITE)
+_MIDDLE = slice(1 + _REAL, 3 + _REAL)
 _MASKED = -6e4  # a column of such logits is none, and 16 bits hold it
 _BLOCK = 8192  # columns whose weights are cast at a time
 
 _settled: set[int] = set()  # the programs that have been found right
 _programs = itertools.count(1)
 _late: deque[tuple[Any, Tensor, str]] = deque()  # what a GPU has yet to say: event, report, model
+_late_lock = threading.Lock()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]
@@ -103,10 +111,12 @@ def _answer(real: Tensor) -> Tensor:
         (((number >> shift) & 255) - 128) * factor
         for shift, factor in zip((0, 8, 16, 24), _FACTORS)
     ]
-    rows.append(torch.zeros_like(rows[0]))  # shows what is added
+    zeros = torch.zeros_like(rows[0])  # shows what is added
     # autograd's search for NaN would find it too
-    rows.append(torch.full_like(rows[0], 0 if torch.is_anomaly_enabled() else torch.nan))
-    return torch.cat([real, torch.stack(rows).to(real.dtype)])[None]
+    nan = torch.full_like(zeros, 0 if torch.is_anomaly_enabled() else torch.nan)
+    made_up = [torch.stack(part).to(real.dtype) for part in ([*rows[:2], nan, *rows[2:]], [zeros])]
+    nan = nan[None].to(real.dtype)
+    return torch.cat([nan, real, *made_up, nan])[None]
 
 
 def _known(rows: Tensor, scale: float, softcap: float) -> Tensor:
@@ -116,22 +126,32 @@ def _known(rows: Tensor, scale: float, softcap: float) -> Tensor:
 
 def _report_of(made: Tensor, rows: Tensor, transform: Transform) -> list[Tensor]:
     """The first five numbers of a report, of made [K, C] with C >= columns."""
-    half = rows.dtype != torch.float32 or made.dtype != torch.float32
+    u = _unit(rows, made)
     columns = transform.columns
     known = _known(rows[:, :columns], transform.scale, transform.softcap)
     known = known.to(made.dtype).float()
-    words, behind = made[:, :columns].float(), made[:-1, columns:].float()
-    wrong = ~words.isclose(known, rtol=1e-2 if half else 1e-3, atol=1e-6, equal_nan=True)
+    words, behind = made[:, :columns].float(), made[_FINITE, columns:].float()
+    if torch.float16 in (rows.dtype, made.dtype):  # it has infinities where f32 has numbers
+        words, known = (t.clamp(_MASKED, -_MASKED) for t in (words, known))
+    # a division, a tanh, a product and one more rounding, and that of what is known
+    wrong = ~words.isclose(known, rtol=6 * u, atol=1e-6, equal_nan=True)
+    small, known_small = words[_MIDDLE], known[_MIDDLE]
+    ratio = (small * known_small).sum() / known_small.square().sum()
     columns_wrong = torch.cat([wrong.any(0), ~(behind <= _MASKED).all(0)])
+    if columns >= 64:  # roundings are of both signs, so that a scale shows before they do
+        columns_wrong |= ~((ratio - 1).abs() <= 2 * u)
     first = columns_wrong.int().argmax()
     row = wrong[:, first.clamp(max=columns - 1)].int().argmax()
     at = first.clamp(max=columns - 1)
-    small, known_small = words[_MIDDLE], known[_MIDDLE]
-    ratio = (small * known_small).sum() / known_small.square().sum()
     fits = small.isclose(known_small * ratio, rtol=2e-2, atol=1e-6).all()
     return [
         columns_wrong.sum(), first, words[row, at], known[row, at], torch.where(fits, ratio, 0.0)
     ]  # fmt: skip
+
+
+def _unit(*tensors: Tensor) -> float:
+    """The unit roundoff of the coarsest of their dtypes; of f32 that of a tanh that is quick."""
+    return max(2.0**-14, *(torch.finfo(t.dtype).eps / 2 for t in tensors))
 
 
 def _differ(given: Tensor, known: Tensor) -> Tensor:
@@ -210,9 +230,24 @@ def other(name: str) -> Exception:
     )
 
 
-def _raise_late() -> None:
-    while _late and _late[0][0].query():
+def _next_late() -> tuple[Tensor, str] | None:
+    with _late_lock:  # several threads may call
+        if not _late or not _late[0][0].query():
+            return None
         _, values, who = _late.popleft()
+        return values, who
+
+
+def _raise_late() -> None:
+    # A query would break a capture.
+    if not _late or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return
+    while (found := _next_late()) is not None:
+        values, who = found
+        if len(values) == 1:  # of a backward pass
+            if values[0]:
+                raise not_supported(f"in an earlier call {who} {_GRADIENT}")
+            continue
         report = _Report(*values[:-1].tolist())
         if report.others or report.differing or report.poisoned:
             names = ("labels or num_items_in_batch",) * int(report.others or 1)
@@ -242,7 +277,7 @@ def _checked(
     report = torch.stack([number.to(made.device, torch.float32) for number in numbers])
     if _waits(made.device, key):
         _raise(_Report(*report.tolist()), told, made.shape[2], who)
-        if key > 0:
+        if key > 0 and all(a.numel() for a in given):  # an empty batch has shown nothing
             _settled.add(key)
         return out.clone(), torch.ones_like(out)
     bad = (report[0] + report[5] + report[6]) > 0
@@ -260,6 +295,32 @@ def _tell_later(report: Tensor, who: str) -> None:
     event = make_event()
     event.record(torch.cuda.current_stream(report.device))
     _late.append((event, host, who))
+
+
+_GRADIENT = (
+    "makes of its logits, or of their gradients, what the loss does not: it adds to its loss "
+    "something made of them, detaches them or has a hook on them; allowed: the loss of its "
+    "loss_function alone (the patch has z_loss=)"
+)
+
+
+def _returned(
+    grad: Tensor, real: Tensor, scale: float, softcap: float, columns: int, who: str
+) -> Tensor:
+    """0, or NaN where the gradient of the answer [1, K, V] is not that of ones at the logits."""
+    rows = _answer(real)[0, _FINITE, :columns].float()
+    given = grad[0, _FINITE, :columns].float()
+    known = torch.full_like(rows, scale)
+    if softcap:
+        known = known * (1 - torch.tanh(rows * (scale / softcap)).square())
+    far = (given - known).abs() > 16 * _unit(real, grad) * abs(scale)
+    bad = (far | ~given.isfinite()).any()
+    if grad.device.type != "cuda":
+        if bool(bad):
+            raise not_supported(f"{who} {_GRADIENT}")
+    elif not torch.cuda.is_current_stream_capturing():
+        _tell_later(torch.stack([bad.float()]), who)
+    return torch.zeros_like(bad, dtype=torch.float32).masked_fill(bad, torch.nan)
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -284,6 +345,9 @@ _DEFINED: dict[str, tuple[Any, Any]] = {
     "Tensor[] known, float scale, float softcap, SymInt columns, str names, str who, SymInt key, "
     "bool asks) -> (Tensor, Tensor)":
     (_checked, lambda out, *_: (torch.empty_like(out), torch.empty_like(out))),
+    "rows_returned(Tensor grad, Tensor real, float scale, float softcap, SymInt columns, str who) "
+    "-> Tensor":
+    (_returned, lambda grad, *_: grad.new_empty((), dtype=torch.float32)),
 }  # fmt: skip
 for _schema, (_kernel, _fake) in _DEFINED.items():
     _name = _schema.partition("(")[0]
@@ -310,6 +374,57 @@ def answer(real: Tensor) -> Tensor:
     """[1, K, V], what the head gives the model in the place of logits: those of `real` and more."""
     made: Tensor = _ops.rows_answer(real)
     return made
+
+
+class _Asked(torch.autograd.Function):
+    """The loss, whose backward pass gives the logits a gradient of ones."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, logits: Tensor) -> Tensor:
+        ctx.shape, ctx.dtype, ctx.device = logits.shape, logits.dtype, logits.device
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor]:
+        return grad, torch.ones((), dtype=ctx.dtype, device=ctx.device).expand(ctx.shape)
+
+
+class _Answered(torch.autograd.Function):
+    """The answer, whose backward pass comes before that of the loss: hooks around the head see one
+    begin, in which FSDP gathers what it has freed since."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, made: Tensor, loss: Tensor, real: Tensor, transform: Transform, who: str
+    ) -> Tensor:
+        ctx.told, ctx.shape, ctx.dtype, ctx.device = (
+            (*transform, who),
+            loss.shape,
+            loss.dtype,
+            loss.device,
+        )
+        ctx.save_for_backward(real)
+        return made.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (real,) = ctx.saved_tensors
+        found: Tensor = _ops.rows_returned(grad, real, *ctx.told)
+        return None, found.to(ctx.device, ctx.dtype).expand(ctx.shape), None, None, None
+
+
+def answered(made: Tensor, loss: Tensor, real: Tensor, transform: Transform, who: str) -> Tensor:
+    """The answer, for a model whose `loss` will have a gradient."""
+    apply: Any = _Answered.apply
+    result: Tensor = apply(made, loss, real, transform, who)
+    return result
+
+
+def asked(loss: Tensor, logits: Tensor) -> Tensor:
+    """The loss, for a model that asks for it with what it has made of the answer."""
+    apply: Any = _Asked.apply
+    result: Tensor = apply(loss, logits)
+    return result
 
 
 def checked(

@@ -29,6 +29,7 @@ from logitless.torch import linear_cross_entropy, workspace_size
 _PATCH, _OWN_FORWARD, _OWN_LOSS = "_logitless_patch", "_logitless_forward", "_logitless_loss"
 _REPLICATE = "_replicate_for_data_parallel"
 _KINDS = ("cpu", "cuda")
+_STATES = 64  # a model that is new in every call is looked at in every call, and nothing grows
 # accelerate calls a module's forward, and what was there before its hooks, by these names.
 _FORWARDS = ("forward", "_old_forward")
 _OWN_INIT = "_logitless_init"  # a patched class keeps its own there
@@ -62,23 +63,6 @@ _calls = _Calls()
 _counting = threading.Lock()
 
 
-class _After(torch.autograd.Function):
-    """`value`, whose backward pass comes before that of `other`, which gets zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, other: Tensor) -> Tensor:
-        ctx.shape, ctx.dtype = other.shape, other.dtype
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor]:
-        zeros = grad.new_zeros((), dtype=ctx.dtype).expand(ctx.shape)
-        return grad if ctx.needs_input_grad[0] else None, zeros
-
-
-_after: Callable[[Tensor, Tensor], Tensor] = _After.apply
-
-
 class _Pending:
     """One forward call with labels: what the head needs, and the loss it gave."""
 
@@ -93,6 +77,7 @@ class _Pending:
         self.state: tuple[Any, ...] = ()  # of what the call depends on
         self.loss: Tensor | None = None
         self.asked = False  # the model has not asked for the loss yet
+        self.looked = False  # nor has it been seen what it makes of hidden states
         self.pairs: list[tuple[str, Tensor, Tensor]] = []  # what it was given, and what it gives
 
     @renames({"target": "labels", "linear_weight": "lm_head.weight", "linear_bias": "lm_head.bias"})
@@ -118,17 +103,21 @@ class _Pending:
         self.loss = linear_cross_entropy(
             input, words, labels, linear_bias=their_bias, shift=self.shift_labels is None, **options
         )
+        # The model may write to these before it asks for its loss.
+        self.used = tuple(
+            t.clone() if isinstance(t, Tensor) else t
+            for t in (self.labels, self.shift_labels, self.items)
+        )
         self.real = _rows.real_rows(input, weight, bias, _dtype_of_logits(input), self.key)
 
     def answer(self) -> Tensor:
-        """What the head gives the model for logits. It hangs on the loss, and loss_function hangs
-        the loss on it, both with gradients of zeros: hooks around the head see a backward pass
-        begin, in which FSDP gathers what it has freed since."""
+        """What the head gives the model for logits. It hangs on the loss, and the loss that
+        loss_function gives hangs on it."""
         assert self.loss is not None
         made = _rows.answer(self.real)
         if not self.loss.requires_grad:
             return made
-        return _after(made, self.loss)
+        return _rows.answered(made, self.loss, self.real, self.transform, self.who)
 
     def loss_function(
         self,
@@ -142,20 +131,32 @@ class _Pending:
     ) -> Tensor:
         """ForCausalLMLoss for the length of the call: the loss that the head made, if the model
         asks for that one."""
+        if self.asked:
+            raise not_supported("the model asks for its loss more than once in a forward")
         self.asked = True
         if self.loss is None:
             raise not_supported("the model asks for its loss before it calls its lm_head")
+        used_labels, used_shift_labels, used_items = self.used
         for name, value, known in (
-            ("labels", labels if shift_labels is None else shift_labels, self.labels),
-            ("shift_labels", shift_labels, self.shift_labels),
-            ("num_items_in_batch", num_items_in_batch, self.items),
+            ("labels", labels if shift_labels is None else shift_labels, used_labels),
+            ("shift_labels", shift_labels, used_shift_labels),
+            ("num_items_in_batch", num_items_in_batch, used_items),
             ("ignore_index", ignore_index, self.ignore_index),
         ):
             self._expect(name, value, known)
         self.made = logits
         if not self.loss.requires_grad:
             return self.loss.clone()  # the model may add to it in place
-        return _after(self.loss, logits)  # it is a tensor of its own, as a clone is
+        if not logits.requires_grad:
+            raise not_supported(
+                f"{self.who} detaches its logits before it asks for its loss; allowed: a loss that "
+                "has a gradient through them"
+            )
+        return _rows.asked(self.loss, logits)
+
+    @property
+    def who(self) -> str:
+        return type(self.model).__name__
 
     def _expect(self, name: str, value: Any, known: Any) -> None:
         if value is known:
@@ -169,8 +170,8 @@ class _Pending:
         """The model's loss, if its logits are what ours was made of."""
         assert self.loss is not None
         return _rows.checked(
-            out, self.loss, self.made, self.real, self.pairs, self.transform,
-            type(self.model).__name__, self.key, self.settings.eval_logits is None,
+            out, self.loss, self.made, self.real, self.pairs, self.transform, self.who, self.key,
+            self.settings.eval_logits is None,
         )  # fmt: skip
 
 
@@ -181,7 +182,10 @@ def _dtype_of_logits(input: Tensor) -> torch.dtype:
 
 def _check_head(part: Any, input: Tensor, pending: _Pending) -> None:
     """What the loss took for the head must be what its own forward makes."""
-    if input.numel() == 0 or _heads.is_random(part):
+    if input.numel() == 0:
+        return
+    pending.looked = True
+    if _heads.is_random(part):
         return
     before = _calls.pending
     _calls.pending = {}
@@ -345,7 +349,8 @@ def _forward_with(pending: _Pending, model: Any, *args: Any, **kwargs: Any) -> A
     try:
         output = _through_its_backbone(model, *args, **kwargs)
     except (IndexError, RuntimeError, ValueError) as error:
-        if pending.loss is None or pending.asked:
+        ours = isinstance(error, (LogitlessError, torch.cuda.OutOfMemoryError))
+        if pending.loss is None or pending.asked or ours:
             raise
         # The model has a cross-entropy of its own, so shapes do not match.
         raise not_supported(foreign) from error
@@ -408,7 +413,9 @@ def _state_of(module: Any) -> tuple[Any, ...]:
     """What of a module decides what its call makes, but for its parameters."""
     found = vars(module)
     hooks = [tuple(found[name]) for name in ("_forward_pre_hooks", "_forward_hooks")]
-    return type(module).forward, *(found.get(name) for name in _FORWARDS), *hooks
+    # A bound function keeps its module alive, and replicas of a module have bindings of their own.
+    held = (getattr(f, "function", getattr(f, "__func__", f)) for f in map(found.get, _FORWARDS))
+    return type(module).forward, *held, *hooks
 
 
 class _Settings:
@@ -461,7 +468,7 @@ class _Settings:
         everywhere = torch.nn.modules.module
         hooks = everywhere._global_forward_pre_hooks, everywhere._global_forward_hooks
         heads = [
-            (id(part), *_state_of(part), weight.shape, weight.dtype, part.bias is None)
+            (*_state_of(part), weight.shape, weight.dtype, part.bias is None)
             for part in parts
             if isinstance(weight := getattr(part, "weight", None), Tensor)
         ]
@@ -474,7 +481,9 @@ class _Settings:
         if not torch.compiler.is_compiling():
             with _counting:
                 self.calls += 1
-            if pending.key == _rows.NEW:
+            if pending.key == _rows.NEW and pending.looked:
+                if len(self.seen) >= _STATES:
+                    self.seen.clear()
                 self.seen.add(pending.state)
 
     def warn(self, what: str) -> None:
