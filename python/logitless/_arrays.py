@@ -50,7 +50,7 @@ def check_range(target: NDArray[Any], vocab: int, ignore_index: int, shift: int 
             8,
             placed(
                 f"target[{at}] is {target.flat[at]}; allowed: 0 to {vocab - 1}, or ignore_index "
-                f"({ignore_index})",
+                f"{ignore_index}",
                 target.shape,
             ),
         )

@@ -544,11 +544,18 @@ OF_TOKENS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="an older JAX")
-@pytest.mark.parametrize("name", OF_TOKENS)
-@pytest.mark.parametrize("types", ["Auto", "Explicit"])
-@pytest.mark.parametrize("spec", [(None, "dp"), ("tp", "dp"), (("dp", "tp"),)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "types", "spec"),
+    [
+        *((name, "Explicit", (None, "dp")) for name in OF_TOKENS),
+        *(("weights", "Explicit", spec) for spec in (("tp", "dp"), (("dp", "tp"),))),
+        ("weights", "Auto", ("tp", "dp")),
+        ("of a sequence", "Auto", (None, "dp")),
+    ],
+    ids=str,
+)
 def test_what_belongs_to_a_label_moves_along_a_split_sequence(
-    spec: Any, types: str, name: str
+    name: str, types: str, spec: Any
 ) -> None:
     x, w, b, t = arrays(shape=(BATCH, 8))
     kind = getattr(jax.sharding.AxisType, types)
@@ -567,6 +574,25 @@ def test_what_belongs_to_a_label_moves_along_a_split_sequence(
     with context:  # which JAX asks for, outside of jit
         for step in (step_of(**placed), jax.jit(step_of(**placed))):
             agree(step(*given), exact)
+
+
+@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="an older JAX")
+@pytest.mark.parametrize("length", [1, 2])
+def test_a_shift_of_short_sequences_on_explicit_axes(length: int) -> None:
+    """Of targets that are an argument of the program, and of such as are part of it."""
+    x, w, b, t = arrays(shape=(BATCH, length))
+    kind = jax.sharding.AxisType.Explicit
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(kind, kind))
+    put = lambda a, *spec: jax.device_put(a, jax.sharding.NamedSharding(mesh, P(*spec)))  # noqa: E731
+    value, grads = step_of(shift=True)(x, w, b, t)
+    exact = (to_torch(value).double(), [to_torch(g).double() for g in grads])
+    spec = ("dp",) if length == 1 else ("dp", "tp")
+    given = put(x, *spec), put(w), put(b)
+    own = put(t, *spec)
+    with jax.set_mesh(mesh):
+        agree(jax.jit(step_of(shift=True))(*given, own), exact)
+        agree(jax.jit(lambda *given: step_of(shift=True)(*given, own))(*given), exact)
+        agree(step_of(shift=True)(*given, own), exact)
 
 
 @pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="an older JAX")

@@ -83,6 +83,14 @@ def _on_host(value: Any) -> bool:
     return value.is_fully_addressable and {d.platform for d in value.devices()} == {"cpu"}
 
 
+def _looked_at(value: Any) -> Any:
+    """What is in an array of the host; None of another, and of what is traced."""
+    value = _opened(value)
+    if isinstance(value, np.ndarray):
+        return value
+    return np.asarray(value) if _on_host(value) else None
+
+
 def _f32(name: str, value: Any) -> Array:
     """A constant of the loss: JAX itself drops imaginary parts and makes infinities."""
     value = _opened(value)
@@ -193,14 +201,18 @@ def _moved(values: Array, shift: int, rest: float) -> Array:
     """Position i gets the value of i + shift, and the last `shift` positions `rest`; sharded as
     they are."""
     given = explicit_sharding(values)
-    split = given is not None and len(given.spec) == values.ndim and given.spec[-1] is not None
-    if split:  # then JAX slices only what is whole
-        whole = jax.sharding.PartitionSpec(*given.spec[:-1], None)
-        values = jax.sharding.reshard(values, jax.sharding.NamedSharding(given.mesh, whole))
     shift = min(shift, values.shape[-1])
-    end = jnp.full_like(values[..., :shift], rest)
-    moved = jnp.concatenate([values[..., shift:], end], axis=-1)
-    return jax.sharding.reshard(moved, given) if split else moved
+    if given is None:
+        end = jnp.full_like(values[..., :shift], rest)
+        return jnp.concatenate([values[..., shift:], end], axis=-1)
+    # JAX slices only what is whole there, and joins only what is sharded alike.
+    spec = (*given.spec, *[None] * values.ndim)[: values.ndim - 1]
+    whole = jax.sharding.NamedSharding(given.mesh, jax.sharding.PartitionSpec(*spec, None))
+    values = jax.sharding.reshard(values, whole)
+    end = jax.sharding.reshard(jnp.full_like(values[..., :shift], rest), whole)
+    moved: Array = jnp.concatenate([values[..., shift:], end], axis=-1)
+    moved = jax.sharding.reshard(moved, given)
+    return moved
 
 
 def _temperature(value: Any, shape: tuple[int, ...], shift: int) -> tuple[float, Array | None]:
@@ -259,14 +271,15 @@ def _loss(
     what = next(iter(arrays))
     ignore_index = _integer("ignore_index", _abi.ignore_index_of(ignore_index))
     _abi.check_ignore_index(ignore_index)
+    looked_at, counted_out = _looked_at(target), ignore_index
     target, ignore_index = _target(target, ignore_index)
     _check_target(arrays[what], target, what)
     shape, shift = target.shape, _integer("shift", shift)
     if shift:
         check_shift(shift, shape)
     vocab = _vocab_of(arrays)
-    if vocab and axis_name is None and _on_host(target):
-        check_range(np.asarray(target), vocab, ignore_index, shift)
+    if looked_at is not None and vocab and axis_name is None:
+        check_range(looked_at, vocab, counted_out, shift)
     if shift:
         target = _moved(target, shift, ignore_index)
     number, counted = _normalizer(normalizer)
