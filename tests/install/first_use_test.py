@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import shutil
 import subprocess
@@ -177,6 +178,25 @@ class Build(FirstUse):
         )
         self.assertIn(native[1], done.stdout)
         self.assertEqual(native[1], json.loads(done.stdout)["cpu"]["isa"])
+
+    def test_who_waits_for_pip_before_a_terminal_is_told_what_it_takes(self) -> None:
+        """pip keeps what a build says to itself; its terminal is the build's all the same."""
+        command = [CMAKE, "-S", ROOT, "-B", self.folder / "out", *PLAIN, "-D", "SKBUILD=ON"]
+        child, terminal = pty.fork()
+        if child == 0:
+            with open(os.devnull, "w") as nowhere:
+                done = subprocess.run(command, stdin=nowhere, stdout=nowhere, stderr=nowhere)
+            os._exit(done.returncode)
+        said = b""
+        while True:
+            try:
+                said += os.read(terminal, 4096)
+            except OSError:  # the other end is closed
+                break
+        self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), 0)
+        self.assertRegex(
+            said.decode(), r"^\s+logitless: LOGITLESS_CUDA is OFF, .* min on \d+ cores"
+        )
 
     def test_an_instruction_set_that_nobody_knows(self) -> None:
         code, said = self.configure(ROOT, *PLAIN, "-D", "LOGITLESS_CPU_TARGETS=natives")
