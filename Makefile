@@ -14,7 +14,7 @@ help:  ## this list
 	  /^[a-z-]+:.*## / { printf "  make %-19s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo:  ## train a language model on text of this machine, or on TEXT="FILE...": three minutes on two cores
-	@echo "demo: builds the program for this CPU alone (about 40 s on two cores, once), then trains a language model and writes text (about 110 s)"
+	@echo "demo: builds the program for this CPU alone (about 50 s on two cores, once), then trains a language model on text and lets it write (about 90 s)"
 	@scripts/setup demo
 	cmake --preset demo --log-level=WARNING
 	cmake --build --preset demo

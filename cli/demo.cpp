@@ -39,11 +39,11 @@ struct DemoOptions {
   SampleOptions sample;
 };
 
-// Training alone takes them: with the rest three minutes on two cores.
-constexpr double default_seconds = 120;
+// Training alone takes them: with the build and the rest less than three minutes on two cores.
+constexpr int default_seconds = 75;
 constexpr int64_t default_passes = 4;  // a short text is read at most so often
 constexpr int64_t most_batch = 1024;
-constexpr int64_t most_heldout = 200000;  // so many words are scored
+constexpr int64_t most_heldout = 50000;  // so many words are scored: a perplexity to about 1 %
 constexpr int64_t exactness_words = 16;
 constexpr double learning_rate = 0.004;  // it goes with a batch of most_batch
 
@@ -182,7 +182,9 @@ void add_options(CLI::App* command, DemoOptions* o) {
                       "files and folders; default: the sources of Python's standard library");
   command->add_option("--steps", o->steps, "steps of training; with these the result is fixed")
       ->check(integer(1, 1 << 30));
-  command->add_option("--seconds", o->seconds, "of training; default: 120, less for a short text")
+  command
+      ->add_option("--seconds", o->seconds,
+                   fmt::format("of training; default: {}, less for a short text", default_seconds))
       ->check(number(0.1, 1e9));
   command->add_option("--dim", o->dim, "width of the hidden state")->check(integer(1, 8192));
   command->add_option("--context", o->context, "words the model looks back")

@@ -28,9 +28,9 @@ function(logitless_say what everything longest)
   endif()
   math(EXPR minutes "(${seconds} + 59) / 60")
   set(line "logitless: ${what}: about ${minutes} min on ${cores} cores")
-  message(STATUS ${line})
+  message(STATUS "${line}")
   if(SKBUILD AND UNIX)  # pip keeps a build's output to itself, unless -v asks for it; who waits before a terminal is told
-    execute_process(COMMAND sh -c "printf '\\n  %s\\n' \"$0\" >/dev/tty" ${line} OUTPUT_QUIET ERROR_QUIET)
+    execute_process(COMMAND sh -c "printf '\\n  %s\\n' \"$0\" >/dev/tty" "${line}" OUTPUT_QUIET ERROR_QUIET)
   endif()
 endfunction()
 

@@ -1,9 +1,11 @@
-# What `cmake --install` brings: headers, both libraries, the CMake package and the pkg-config file. All relocatable.
+# What `cmake --install` brings: headers, both libraries, the CMake package, the pkg-config file and the licence. All
+# relocatable.
 include(CMakePackageConfigHelpers)
 set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/logitless)
 
 install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/logitless DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING
         PATTERN *.h)
+install(FILES ${PROJECT_SOURCE_DIR}/LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR})
 install(TARGETS logitless logitless_static EXPORT logitlessTargets)
 install(EXPORT logitlessTargets NAMESPACE logitless:: DESTINATION ${package_dir})
 

@@ -43,7 +43,7 @@ std::vector<double> buckets(std::span<const float> values, int64_t count) {
 void Progress::show(const TrainProgress& p) {
   if (mode_ == Mode::silent) return;
   const double between = mode_ == Mode::terminal ? seconds_between_redraws : seconds_between_lines;
-  if (p.done < 1 && p.seconds - shown_ < between) return;
+  if (p.step > 1 && p.done < 1 && p.seconds - shown_ < between) return;
   shown_ = p.seconds;
   const auto left = static_cast<int64_t>(p.seconds / p.done - p.seconds);
   const std::string numbers = fmt::format("{:3.0f} %  loss {:.3f}  {:.0f} tokens/s  {}:{:02} left",

@@ -15,7 +15,8 @@
 
 namespace logitless::cli::demo {
 
-// The bar redraws itself on a terminal; elsewhere there is a line every five seconds.
+// The bar redraws itself on a terminal; elsewhere there is a line for the first step and every five
+// seconds.
 class Progress {
  public:
   enum class Mode { terminal, lines, silent };

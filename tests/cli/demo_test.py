@@ -132,6 +132,7 @@ class DemoTest(unittest.TestCase):
     def test_says_it_in_lines_where_there_is_no_terminal(self) -> None:
         done = demo(self.text, *QUICK, "--steps", 30, "--words", 20)
         self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertRegex(done.stdout, r"(?m)^step 1 ")  # at once: who waits sees that it trains
         for word in ("Vocabulary", "100 %", "Memory", "unigram", "bigram", "this model", "Exact"):
             self.assertIn(word, done.stdout)
         self.assertNotIn("\x1b", done.stdout)

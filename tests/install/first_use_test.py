@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CMAKE = os.environ.get("LOGITLESS_CMAKE", "cmake")
 HIGHWAY = "highway-1.3.0.tar.gz"
 NO_NETWORK = {f"{kind}_proxy": "http://127.0.0.1:9" for kind in ("http", "https", "all")}
-PLAIN = ("-D", "LOGITLESS_CUDA=OFF", "-D", "CMAKE_BUILD_TYPE=Release")
+PLAIN = ("-G", "Ninja", "-D", "LOGITLESS_CUDA=OFF", "-D", "CMAKE_BUILD_TYPE=Release")
 
 
 def run(*command: object, cwd: Path = ROOT, **environment: str) -> tuple[int, str]:
@@ -163,8 +164,27 @@ class Cuda(FirstUse):
 
 
 class Build(FirstUse):
+    """What is built, and what is refused. Most tests share a folder, which is quicker to configure
+    again than a new one, and say all that they depend on."""
+
+    shared: tempfile.TemporaryDirectory[str]
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.shared = tempfile.TemporaryDirectory()
+
+    @classmethod
+    def tearDownClass(cls) -> None:
+        cls.shared.cleanup()
+
+    def command(self, targets: str = "baseline", commands: str = "all", *more: str) -> list[str]:
+        asked = (f"LOGITLESS_CPU_TARGETS={targets}", f"LOGITLESS_CLI_COMMANDS={commands}")
+        asked += more or ("SKBUILD=OFF", "LOGITLESS_BUILD_CLI=ON")
+        options = [word for value in asked for word in ("-D", value)]
+        return [CMAKE, "-S", str(ROOT), "-B", self.shared.name, *PLAIN, *options]
+
     def test_native_is_what_the_library_chooses(self) -> None:
-        code, said = self.configure(ROOT, *PLAIN, "-D", "LOGITLESS_CPU_TARGETS=native")
+        code, said = run(*self.command("native"))
         self.assertEqual(code, 0, said)
         native = re.search(r"CPU kernels for (\w+), this machine's", said)
         self.assertIsNotNone(native, said)
@@ -178,13 +198,32 @@ class Build(FirstUse):
         self.assertIn(native[1], done.stdout)
         self.assertEqual(native[1], json.loads(done.stdout)["cpu"]["isa"])
 
+    def test_who_waits_for_pip_before_a_terminal_is_told_what_it_takes(self) -> None:
+        """pip keeps what a build says to itself; its terminal is the build's all the same."""
+        command = self.command("baseline", "all", "SKBUILD=ON", "LOGITLESS_BUILD_CLI=OFF")
+        child, terminal = pty.fork()
+        if child == 0:
+            with open(os.devnull, "w") as nowhere:
+                done = subprocess.run(command, stdin=nowhere, stdout=nowhere, stderr=nowhere)
+            os._exit(done.returncode)
+        said = b""
+        while True:
+            try:
+                said += os.read(terminal, 4096)
+            except OSError:  # the other end is closed
+                break
+        self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), 0)
+        self.assertRegex(
+            said.decode(), r"^\s+logitless: LOGITLESS_CUDA is OFF, .* min on \d+ cores"
+        )
+
     def test_an_instruction_set_that_nobody_knows(self) -> None:
-        code, said = self.configure(ROOT, *PLAIN, "-D", "LOGITLESS_CPU_TARGETS=natives")
+        code, said = run(*self.command("natives"))
         self.assertNotEqual(code, 0)
         self.assertIn('is "natives"; allowed: all, some, baseline, native', said)
 
     def test_a_command_that_nobody_knows(self) -> None:
-        code, said = self.configure(ROOT, *PLAIN, "-D", "LOGITLESS_CLI_COMMANDS=demo;dance")
+        code, said = run(*self.command("baseline", "demo;dance"))
         self.assertNotEqual(code, 0)
         self.assertIn('has "dance"; allowed: all, or of info plan check loss bench demo', said)
 

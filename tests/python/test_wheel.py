@@ -154,6 +154,19 @@ def test_the_tag_and_the_contents(wheel: pathlib.Path) -> None:
     assert f"py3-none-{wheel.stem.split('-')[-1].split('.')[0]}" in tags
 
 
+def test_the_description_has_no_link_into_the_source_and_its_program_runs(
+    wheel: pathlib.Path, empty: pathlib.Path
+) -> None:
+    files = zipfile.ZipFile(wheel)
+    (metadata,) = (n for n in files.namelist() if n.endswith(".dist-info/METADATA"))
+    description = files.read(metadata).decode().split("\n\n", 1)[1]
+    assert description == (ROOT / "python/README.md").read_text()
+    links = re.findall(r"\]\(([^)]*)\)|(?:src|href|srcset)=\"([^\"]*)", description)
+    assert all("://" in address for pair in links for address in pair if address), links
+    (code,) = re.findall(r"^```python\n(.*?)^```", description, re.MULTILINE | re.DOTALL)
+    run(sys.executable, code, PYTHONPATH=site_of(empty))
+
+
 def test_it_installs_where_glibc_is_older_than_the_builders(wheel: pathlib.Path) -> None:
     """What g++ would link in needs 2.36; Ubuntu 22.04 has 2.35 and RHEL 9 has 2.34."""
     glibc = int(platform.libc_ver()[1].split(".")[1])
