@@ -27,6 +27,13 @@ def check_real(name: str, dtype: np.dtype[Any]) -> None:
         raise wrong_dtype(f"{name} is {dtype}; allowed: real numbers")
 
 
+def with_cast(message: str) -> str:
+    """A message about two dtypes says how one becomes the other."""
+    if not message.endswith("the dtype of input"):
+        return message
+    return f"{message}; use {message.split(' ', 1)[0]}.astype(input.dtype)"
+
+
 def check_shift(shift: int, shape: Sequence[int]) -> None:
     """By one may be of a single token, which has no next one, and of none: its mean is empty."""
     if not shape:

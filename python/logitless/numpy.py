@@ -15,7 +15,7 @@ except ModuleNotFoundError as error:
 
 from logitless import _abi
 from logitless._abi import Options, Plan, View, parse_memory
-from logitless._arrays import as_f32, check_shift, check_unmasked
+from logitless._arrays import as_f32, check_shift, check_unmasked, with_cast
 from logitless._errors import (
     OLD_OF_LOGPROB,
     LogitlessError,
@@ -192,7 +192,7 @@ class _Call:
         try:
             _run(kind, arrays | self.constants, self.options, memory, most)
         except LogitlessError as error:
-            error.args = (placed(str(error), self.shape, self.shift),)
+            error.args = (with_cast(placed(str(error), self.shape, self.shift)),)
             raise
 
     def outputs(self) -> dict[str, Array | None]:

@@ -39,7 +39,10 @@ ERRORS: dict[str, tuple[dict[str, Any], type, str]] = {
     ),
     "input a scalar": ({"x": np.float32(1) + np.zeros((), np.float32)}, TypeError, "input"),
     "input of rank 0": ({"x": np.zeros((), np.float32)}, ValueError, r"input has shape \(\)"),
-    "weight: another dtype": ({"w": np.ones((9, 5), np.float16)}, TypeError, "weight is float16"),
+    "weight of another dtype": (
+        {"w": np.ones((9, 5), np.float16)}, TypeError,
+        r"^linear_weight is f\w*16; allowed: f\w*32, .*; use linear_weight\.astype\(",
+    ),
     "weight of another hidden size": ({"w": np.ones((9, 6), np.float32)}, ValueError, "weight"),
     "weight a vector": ({"w": np.ones(45, np.float32)}, ValueError, "weight"),
     "weight empty": ({"w": np.ones((0, 5), np.float32), "b": None}, ValueError, "weight"),

@@ -126,6 +126,10 @@ def test_errors() -> None:
     x, w, _, t = numpy(*problem((8,), 9, 6, ignored=0))
     with pytest.raises(TypeError, match=r"input is float64; .*; use \.astype\(np\.float32\)"):
         ln.linear_cross_entropy(x.astype(float), w, t)
+    with pytest.raises(
+        TypeError, match=r"the dtype of input; use linear_weight\.astype\(input\.dty"
+    ):
+        ln.linear_cross_entropy(x, w.astype(np.float16), t)
     with pytest.raises(ValueError, match="weight"):
         ln.linear_cross_entropy(x, w[:, :5], t)
     with pytest.raises(ValueError, match="target"):

@@ -14,9 +14,17 @@ import numpy as np
 
 from logitless import _abi
 from logitless._abi import Options, parse_memory
-from logitless._arrays import as_f32, check_range, check_real, check_shift, check_unmasked
+from logitless._arrays import (
+    as_f32,
+    check_range,
+    check_real,
+    check_shift,
+    check_unmasked,
+    with_cast,
+)
 from logitless._errors import (
     OLD_OF_LOGPROB,
+    LogitlessError,
     argument,
     entropy_detached,
     error_of,
@@ -256,6 +264,25 @@ def _vocab_of(arrays: dict[str, Array]) -> int:
     return arrays["logits"].shape[-1]
 
 
+def _labels(
+    target: Any, ignore_index: int | None, shift: int, arrays: dict[str, Array], whole: bool
+) -> tuple[Array, int]:
+    """The checked target, moved by `shift`, and its ignore_index. `whole`: the arrays have the
+    whole vocabulary."""
+    what = next(iter(arrays))
+    ignored = _integer("ignore_index", _abi.ignore_index_of(ignore_index))
+    _abi.check_ignore_index(ignored)
+    looked_at = _looked_at(target)
+    held, held_ignored = _target(target, ignored)
+    _check_target(arrays[what], held, what)
+    if shift:
+        check_shift(shift, held.shape)
+    vocab = _vocab_of(arrays)
+    if looked_at is not None and vocab and whole:
+        check_range(looked_at, vocab, ignored, shift)
+    return (_moved(held, shift, held_ignored) if shift else held), held_ignored
+
+
 def _loss(
     rows: dict[str, Any], target: Any, outputs: Sequence[str], *, weight: Any = None,
     reduction: str = "mean", ignore_index: int | None = -100, label_smoothing: float = 0.0,
@@ -269,19 +296,9 @@ def _loss(
         name: _array(argument(name), value) for name, value in rows.items() if value is not None
     }
     what = next(iter(arrays))
-    ignore_index = _integer("ignore_index", _abi.ignore_index_of(ignore_index))
-    _abi.check_ignore_index(ignore_index)
-    looked_at, counted_out = _looked_at(target), ignore_index
-    target, ignore_index = _target(target, ignore_index)
-    _check_target(arrays[what], target, what)
-    shape, shift = target.shape, _integer("shift", shift)
-    if shift:
-        check_shift(shift, shape)
-    vocab = _vocab_of(arrays)
-    if looked_at is not None and vocab and axis_name is None:
-        check_range(looked_at, vocab, counted_out, shift)
-    if shift:
-        target = _moved(target, shift, ignore_index)
+    shift = _integer("shift", shift)
+    target, ignore_index = _labels(target, ignore_index, shift, arrays, axis_name is None)
+    shape = target.shape
     number, counted = _normalizer(normalizer)
     degrees, temperatures = _temperature(temperature, shape, shift)
     options = Options(
@@ -312,12 +329,16 @@ def _loss(
     if temperatures is not None:
         operands["temperature"] = temperatures.reshape(tokens)
     call = Call(tuple(operands), tuple(outputs), options, parse_memory(memory))
-    if axis_name is not None:
-        made = _parallel.loss(call, operands, axis_name, upstream)
-    elif upstream is not None:
+    if axis_name is None and upstream is not None:
         raise invalid(f"upstream is {upstream!r} without axis_name")
-    else:
-        made = loss(call, list(operands.values()))
+    try:
+        if axis_name is not None:
+            made = _parallel.loss(call, operands, axis_name, upstream)
+        else:
+            made = loss(call, list(operands.values()))
+    except LogitlessError as error:
+        error.args = (with_cast(str(error)),)
+        raise
     return {name: x.reshape(shape) if x.ndim else x for name, x in made.items()}
 
 
