@@ -491,6 +491,35 @@ def test_a_device_that_is_not_waited_for_makes_the_loss_nan_and_the_next_call_an
     assert model(**batch()).loss.isfinite()
 
 
+class Waits(torch.utils._python_dispatch.TorchDispatchMode):
+    """Ops for which a host waits for its device."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+        assert op not in (
+            torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default,
+            torch.ops.aten.is_nonzero.default, torch.ops.aten.index.Tensor,
+            torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default,
+        ), op  # fmt: skip
+        return op(*given, **(named or {}))
+
+
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+def test_a_call_that_is_settled_waits_for_nothing(softcap: float, monkeypatch: Any) -> None:
+    """A GPU's call, whose ops are looked at on the CPU."""
+    monkeypatch.setattr(_rows, "_waits", lambda *_: False)
+    monkeypatch.setattr(_rows, "_tell_later", lambda *_: None)
+    real, loss = torch.randn(3, V), torch.tensor(1.0)
+    labels = torch.arange(7)
+    with Waits():
+        rows = _rows._answer(real)
+        made = torch.tanh(rows * 0.5 / softcap) * softcap if softcap else rows * 0.5
+        out, factor = _rows._checked(
+            loss, loss, made, real, [labels], [labels.clone()], 0.5, softcap, V, "labels", "it",
+            _rows.SETTLED, False,
+        )  # fmt: skip
+    assert out == 1 and factor == 1
+
+
 def test_a_search_for_nan_finds_none_of_ours() -> None:
     model = ToyForCausalLM(lambda z, *_: 30 * torch.tanh(z / 30))
     patch_transformers(model, softcap=30.0)

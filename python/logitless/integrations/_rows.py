@@ -37,9 +37,7 @@ _REAL = 3  # rows that are logits of hidden states
 _FACTORS = (2.0**-6, 2.0**-2, 1.0, 2.0**6)
 # Rows of NaN stand first, in the middle and last, since a model may leave some out. The small
 # made-up rows, which no softcap in use bends much, follow the real ones.
-_NAN = (0, 6, 10)
-_FINITE = (1, 2, 3, 4, 5, 7, 8, 9)
-_COUNT = len(_NAN) + len(_FINITE)
+_COUNT = 11
 _MIDDLE = slice(1 + _REAL, 3 + _REAL)
 _MASKED = -6e4  # a column of such logits is none, and 16 bits hold it
 _BLOCK = 8192  # columns whose weights are cast at a time
@@ -130,7 +128,7 @@ def _report_of(made: Tensor, rows: Tensor, transform: Transform) -> list[Tensor]
     columns = transform.columns
     known = _known(rows[:, :columns], transform.scale, transform.softcap)
     known = known.to(made.dtype).float()
-    words, behind = made[:, :columns].float(), made[_FINITE, columns:].float()
+    words, behind = made[:, :columns].float(), _finite(made)[:, columns:].float()
     if torch.float16 in (rows.dtype, made.dtype):  # it has infinities where f32 has numbers
         words, known = (t.clamp(_MASKED, -_MASKED) for t in (words, known))
     # a division, a tanh, a product and one more rounding, and that of what is known
@@ -141,12 +139,19 @@ def _report_of(made: Tensor, rows: Tensor, transform: Transform) -> list[Tensor]
     if columns >= 64:  # roundings are of both signs, so that a scale shows before they do
         columns_wrong |= ~((ratio - 1).abs() <= 2 * u)
     first = columns_wrong.int().argmax()
-    row = wrong[:, first.clamp(max=columns - 1)].int().argmax()
-    at = first.clamp(max=columns - 1)
+    # Picked by ops: an index that is a tensor of no dimension would be read, and waited for.
+    at = first.clamp(max=columns - 1)[None]
+    row = wrong.index_select(1, at)[:, 0].int().argmax()[None]
+    picked = [t.index_select(1, at).index_select(0, row).sum() for t in (words, known)]
     fits = small.isclose(known_small * ratio, rtol=2e-2, atol=1e-6).all()
     return [
-        columns_wrong.sum(), first, words[row, at], known[row, at], torch.where(fits, ratio, 0.0)
+        columns_wrong.sum(), first, *picked, torch.where(fits, ratio, 0.0)
     ]  # fmt: skip
+
+
+def _finite(rows: Tensor) -> Tensor:
+    """The rows that are not NaN, by slices: a list of indices would be copied to a GPU, in wait."""
+    return torch.cat([rows[1:6], rows[7:10]])
 
 
 def _unit(*tensors: Tensor) -> float:
@@ -308,8 +313,8 @@ def _returned(
     grad: Tensor, real: Tensor, scale: float, softcap: float, columns: int, who: str
 ) -> Tensor:
     """0, or NaN where the gradient of the answer [1, K, V] is not that of ones at the logits."""
-    rows = _answer(real)[0, _FINITE, :columns].float()
-    given = grad[0, _FINITE, :columns].float()
+    rows = _finite(_answer(real)[0])[:, :columns].float()
+    given = _finite(grad[0])[:, :columns].float()
     known = torch.full_like(rows, scale)
     if softcap:
         known = known * (1 - torch.tanh(rows * (scale / softcap)).square())
