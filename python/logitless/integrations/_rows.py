@@ -78,11 +78,15 @@ def _is_settled(key: int) -> bool:
     return key == SETTLED or key in _settled
 
 
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def _waits(device: torch.device, key: int) -> bool:
     """Whether the host waits for the report."""
     if device.type != "cuda":
         return True
-    return not _is_settled(key) and not torch.cuda.is_current_stream_capturing()
+    return not _is_settled(key) and not _is_capturing()
 
 
 def _real(input: Tensor, weight: Tensor, bias: Tensor | None, dtype: Any, key: int) -> Tensor:
@@ -245,7 +249,7 @@ def _next_late() -> tuple[Tensor, str] | None:
 
 def _raise_late() -> None:
     # A query would break a capture.
-    if not _late or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+    if not _late or _is_capturing():
         return
     while (found := _next_late()) is not None:
         values, who = found
@@ -292,7 +296,7 @@ def _checked(
 
 
 def _tell_later(report: Tensor, who: str) -> None:
-    if torch.cuda.is_current_stream_capturing():
+    if _is_capturing():
         return  # what a captured graph finds is NaN alone
     host = torch.empty(report.shape, dtype=report.dtype, pin_memory=report.is_cuda)
     host.copy_(report, non_blocking=True)
@@ -323,7 +327,7 @@ def _returned(
     if _waits(grad.device, SETTLED):
         if bool(bad):
             raise not_supported(f"{who} {_GRADIENT}")
-    elif not torch.cuda.is_current_stream_capturing():
+    elif not _is_capturing():
         _tell_later(torch.stack([bad.float()]), who)
     return torch.zeros_like(bad, dtype=torch.float32).masked_fill(bad, torch.nan)
 
