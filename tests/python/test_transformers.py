@@ -279,7 +279,9 @@ def test_a_trainer_that_will_ask_for_logits_is_told_before_it_trains(
     what: str, tmp_path: Any
 ) -> None:
     pytest.importorskip("accelerate")
-    settings = {"torch_compile": True, "torch_compile_backend": "eager"} if "," in what else {}
+    settings: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2}
+    if "," in what:
+        settings |= {"torch_compile": True, "torch_compile_backend": "eager"}
     model, _ = model_and_batch("llama")
     given = patch_transformers(model)
     trained = Trained(model, tmp_path, **settings)
@@ -309,6 +311,11 @@ def test_a_trainer_whose_metrics_need_no_logits(tmp_path: Any) -> None:
         trained.trainer.compute_metrics = None
         trained.trainer.args.prediction_loss_only = False
         assert trained.trainer.evaluate()["eval_loss"] > 0
+    with patch_transformers(model):
+        trained = Trained(model, tmp_path)  # never evaluates by itself
+        trained.trainer.train()
+        with pytest.raises(NotImplementedError, match="pass eval_logits=True to patch"):
+            trained.trainer.evaluate()
 
 
 def test_configurations_that_change_are_followed() -> None:
