@@ -39,9 +39,11 @@ TEST(ReferenceBounds, OfTwoEqualLogits) {
   expect_bound(outputs["row_log_sum"], 0, lse - u * h, "row_log_sum");
   expect_bound(outputs["loss"], 0, lse + 2 * u * h, "loss");
   expect_bound(outputs["entropy"], 0, 4 * u * (1 + 3 + h), "entropy");
-  for (const char* exact : {"row_reference", "target_logit", "weighted_logit_sum"}) {
+  for (const char* exact : {"row_reference", "target_logit"}) {
     EXPECT_LE(outputs[exact].bound[0], 2 * tiny) << exact;
   }
+  // A device may flush each of its two summands, too.
+  EXPECT_LE(outputs["weighted_logit_sum"].bound[0], 4 * tiny);
   const double p = 0.5 * (lse + 4 * u * 3) + tiny;
   expect_bound(outputs["grad_logits"], 0, p + 4 * u * 1.5 + u * 0.5 + tiny, "grad_logits");
   expect_bound(outputs["grad_logits"], 1, p + 4 * u * 0.5 + u * 0.5 + tiny, "grad_logits");
