@@ -73,7 +73,9 @@ TEST(WebGpuFlushing, IsAsAskedFor) {
   webgpu::NativeDevice* device = webgpu::find_device(0, &status);
   ASSERT_NE(device, nullptr) << status.message();
   EXPECT_EQ(doubled_on_the_device(device, 0x1p-126f), 0x1p-125f);
-  if (flushes()) EXPECT_EQ(doubled_on_the_device(device, 0x1p-130f), 0.0f);
+  if (flushes()) {
+    EXPECT_EQ(doubled_on_the_device(device, 0x1p-130f), 0.0f);
+  }
   volatile float least = 0x1p-126f;
   EXPECT_EQ(least * 0.25f, 0x1p-128f) << "the thread that judges flushes too";
 }
