@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from timing import balanced_orders
 from torch import Tensor
 
-from logitless.torch import _parallel, linear_cross_entropy
+from logitless.torch import Split, _parallel, linear_cross_entropy
 
 MIB = 1 << 20
 
@@ -63,11 +63,11 @@ class Head:
         linear_cross_entropy(self.input, self.whole, self.target).backward()
 
     def blocks(self) -> None:
-        linear_cross_entropy(self.input, self.whole, self.target, vocab_blocks=8).backward()
+        linear_cross_entropy(self.input, self.whole, self.target, group=Split(blocks=8)).backward()
 
     def split(self, **options: Any) -> None:
         linear_cross_entropy(
-            self.input, self.shard, self.target, group=dist.group.WORLD, **options
+            self.input, self.shard, self.target, group=Split(dist.group.WORLD, **options)
         ).backward()
 
     def loss_parallel(self) -> None:
@@ -208,9 +208,9 @@ def contenders(head: Head, args: argparse.Namespace) -> dict[str, Callable[[], N
     found: dict[str, Callable[[], None]] = {
         "one GPU": head.one,
         "split": head.split,
-        "split, vocab_blocks=8": partial(head.split, vocab_blocks=8),
+        "split, blocks=8": partial(head.split, blocks=8),
         'split, reduce_dtype="input"': partial(head.split, reduce_dtype="input"),
-        "one GPU, vocab_blocks=8": head.blocks,
+        "one GPU, blocks=8": head.blocks,
         "exchange": head.exchange,
         "torch loss_parallel": head.loss_parallel,
     }

@@ -233,33 +233,6 @@ def whole_kept(tokens: Any, vocab: Any, dtype: int) -> Any:
 
 
 _INT64 = 1 << 63
-IGNORE_INDEX = Options().ignore_index
-
-
-def ignore_index_of(value: Any) -> Any:
-    """None stands for the default, as in torch.nn.functional.linear_cross_entropy."""
-    return IGNORE_INDEX if value is None else value
-
-
-def softcap_of(value: Any) -> Any:
-    """None stands for no softcap, as in the configurations of models."""
-    return 0.0 if value is None else value
-
-
-def is_flat(temperature: Sequence[int], target: Sequence[int]) -> bool:
-    """Whether a temperature of that shape is [N] beside a target of another; raises where it is
-    neither that nor broadcastable to the target's."""
-    tokens = math.prod(target)
-    if len(temperature) == 1 and len(target) != 1 and temperature[0] == tokens:
-        return True
-    pairs = zip(reversed(temperature), reversed(target))
-    if len(temperature) > len(target) or any(a not in (1, b) for a, b in pairs):
-        raise error_of(
-            2,
-            f"temperature has shape {tuple(temperature)}; allowed: {tuple(target)} as target, "
-            f"({tokens},), or what is broadcastable to it",
-        )
-    return False
 
 
 def check_ignore_index(value: object) -> None:

@@ -4,14 +4,13 @@ the core's dtype cannot hold is lost without a word."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from logitless._abi import F32_RANGE
-from logitless._errors import error_of, invalid, placed, wrong_dtype, wrong_shape
+from logitless._errors import error_of, invalid, placed, wrong_dtype
 
 
 def check_unmasked(name: str, value: Any) -> None:
@@ -32,18 +31,6 @@ def with_cast(message: str) -> str:
     if not message.endswith("the dtype of input"):
         return message
     return f"{message}; use {message.split(' ', 1)[0]}.astype(input.dtype)"
-
-
-def check_shift(shift: int, shape: Sequence[int]) -> None:
-    """By one may be of a single token, which has no next one, and of none: its mean is empty."""
-    if not shape:
-        raise wrong_shape("target has shape (); allowed with shift: [..., T]")
-    tokens = shape[-1]
-    if shift < 0 or (shift > 1 and tokens and shift >= tokens):
-        raise invalid(
-            f"shift is {shift} of targets {tuple(shape)}; allowed: False, True, or 0 to "
-            f"{max(tokens - 1, 1)}, which leaves a target"
-        )
 
 
 def check_range(target: NDArray[Any], vocab: int, ignore_index: int, shift: int = 0) -> None:

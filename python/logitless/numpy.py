@@ -5,7 +5,7 @@ docs/semantics.md. Arrays are float32, float16 or ml_dtypes' bfloat16, targets i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeAlias, overload
 
 try:
     import numpy as np
@@ -13,9 +13,10 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("logitless.numpy needs NumPy 1.24 or newer: pip install numpy") from error
 
-from logitless import _abi
+from logitless import _abi, _statistics
 from logitless._abi import Options, Plan, View, parse_memory
-from logitless._arrays import as_f32, check_shift, check_unmasked, with_cast
+from logitless._arrays import as_f32, check_unmasked, with_cast
+from logitless._call import EmptyMean, Reduction, check_shift, is_flat, options_of
 from logitless._errors import (
     OLD_OF_LOGPROB,
     LogitlessError,
@@ -38,26 +39,20 @@ _DTYPES = {
     "int32": _abi.I32,
     "int64": _abi.I64,
 }
-_REDUCTIONS = {
-    "none": _abi.REDUCTION_NONE,
-    "sum": _abi.REDUCTION_SUM,
-    "mean": _abi.REDUCTION_MEAN,
-}
-_EMPTY_MEANS = {"zero": _abi.EMPTY_MEAN_ZERO, "nan": _abi.EMPTY_MEAN_NAN}
-_INDICES = ("argmax", "rank")
 
+Statistics: TypeAlias = _statistics.Statistics[Array]
+Loss: TypeAlias = np.float32 | Array
 
-class Statistics(NamedTuple):
-    """Statistics of every token, in the shape of the target; None where not asked for."""
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-    lse: Array | None = None
-    target_logit: Array | None = None
-    logprob: Array | None = None
-    entropy: Array | None = None
-    argmax: Array | None = None
-    rank: Array | None = None
-    sum_p_squared: Array | None = None
-    mean_logit: Array | None = None
+    from logitless import _call
+    from logitless._statistics import StatisticName
+
+    Names: TypeAlias = StatisticName | Sequence[StatisticName]
+    LossOptions: TypeAlias = _call.LossOptions[Array]
+    LinearOptions: TypeAlias = _call.LinearOptions[Array]
+    LogprobOptions: TypeAlias = _call.LogprobOptions[Array]
 
 
 class Gradients(NamedTuple):
@@ -120,13 +115,6 @@ def _integer(name: str, value: Any) -> int:
     return int(value)
 
 
-def _one_of(name: str, value: Any, allowed: dict[str, int]) -> int:
-    code = allowed.get(value) if isinstance(value, str) else None
-    if code is None:
-        raise invalid(f"{name} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
-    return code
-
-
 class _Call:
     """One loss: the flattened inputs, the options, and the outputs as they are made."""
 
@@ -146,29 +134,25 @@ class _Call:
                 "without its last dimension"
             )
         self.shape = target.shape
-        options["ignore_index"] = _abi.ignore_index_of(options["ignore_index"])
-        options["softcap"] = _abi.softcap_of(options["softcap"])
+        constants = {name: options.pop(name) for name in ("token_weight", "weight")}
+        normalizer, names = options.pop("normalizer"), options.pop("return_statistics")
         self.shift = shift = _integer("shift", options.pop("shift", 0))
+        self.options = options_of(**options)
         if shift:
             check_shift(shift, target.shape)
-            target = _shifted(target, shift, options["ignore_index"])
+            target = _shifted(target, shift, self.options.ignore_index)
         self.rows = rows.reshape(target.size, rows.shape[-1])  # [N, D]
         self.target = target.reshape(-1)  # [N]
-        self.reduction = _one_of("reduction", options.pop("reduction"), _REDUCTIONS)
-        names = options.pop("return_statistics")
-        self.names = (names,) if isinstance(names, str) else tuple(names)
-        for name in self.names:
-            _one_of("return_statistics", name, dict.fromkeys(Statistics._fields, 0))
-        normalizer = options.pop("normalizer")
+        self.names = _statistics.names_of(names)
         number = _normalizer(normalizer)
         temperatures = None
-        if isinstance(options["temperature"], np.ndarray):
-            temperatures = _temperature(options["temperature"], self.shape, shift)
-            options["temperature"] = 1.0
-        empty_mean = _one_of("empty_mean", options.pop("empty_mean"), _EMPTY_MEANS)
+        if isinstance(self.options.temperature, np.ndarray):
+            temperatures = _temperature(self.options.temperature, self.shape, shift)
+            self.options = self.options._replace(temperature=1.0)
+        self.options = self.options._replace(normalizer=number)
         self.constants: dict[str, Array | None] = {"target": self.target}
         for name, key in (("token_weight", "token_weight"), ("weight", "vocab_weight")):
-            value = options.pop(name)
+            value = constants[name]
             if value is not None:
                 value = as_f32(name, value)
                 if name == "token_weight":
@@ -181,9 +165,6 @@ class _Call:
         if normalizer is not None and number == 0:
             self.constants["normalizer"] = np.zeros((), np.float32)
         self.constants["temperature"] = temperatures
-        self.options = Options(
-            reduction=self.reduction, empty_mean=empty_mean, normalizer=number, **options
-        )
 
     def run(
         self, kind: int, arrays: dict[str, Array | None], memory: int | None, most: int = 0
@@ -197,19 +178,21 @@ class _Call:
 
     def outputs(self) -> dict[str, Array | None]:
         tokens = self.target.size
-        none = self.reduction == _abi.REDUCTION_NONE
+        none = self.options.reduction == _abi.REDUCTION_NONE
         made: dict[str, Array | None] = {"loss": np.empty(tokens if none else (), np.float32)}
         for name in self.names:
-            made[name] = np.empty(tokens, np.int64 if name in _INDICES else np.float32)
+            made[name] = np.empty(
+                tokens, np.int64 if _statistics.STATISTICS[name].indexes else np.float32
+            )
         return made
 
     def result(self, made: dict[str, Any]) -> Any:
-        none = self.reduction == _abi.REDUCTION_NONE
+        none = self.options.reduction == _abi.REDUCTION_NONE
         loss = made["loss"].reshape(self.shape) if none else made["loss"][()]
         if not self.names:
             return loss
         kept = {name: made[name].reshape(self.shape) for name in self.names}
-        return loss, Statistics(**kept)
+        return loss, _statistics.Statistics(**kept)
 
 
 def _normalizer(value: Any) -> float:
@@ -244,7 +227,7 @@ def _moved(values: Array, shift: int, rest: float) -> Array:
 def _temperature(value: Array, shape: tuple[int, ...], shift: int) -> Array:
     """[N], of an array in the target's shape, [N] or broadcastable to it; goes with the target."""
     held = as_f32("temperature", value)
-    flat = _abi.is_flat(held.shape, shape)
+    flat = is_flat(held.shape, shape)
     held = held.reshape(shape) if flat else np.broadcast_to(held, shape)
     return (_moved(held, shift, 1.0) if shift else held).reshape(-1)
 
@@ -263,7 +246,7 @@ def _linear(
     grads: dict[str, Array | None] = {}
     kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD
     if gradients:
-        if call.reduction == _abi.REDUCTION_NONE:
+        if call.options.reduction == _abi.REDUCTION_NONE:
             raise invalid("reduction is 'none'; allowed with gradients: 'mean', 'sum'")
         kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD
         grads = {
@@ -282,15 +265,35 @@ def _linear(
     return result, Gradients(grad_input.reshape(np.shape(input)), *rest)
 
 
+@overload
+def linear_cross_entropy(  # type: ignore[overload-overlap]  # () asks for nothing
+    input: Array, linear_weight: Array, target: Array, *, return_statistics: tuple[()] = ...,
+    return_gradients: Literal[False] = ..., **options: Unpack[LinearOptions],
+) -> Loss: ...  # fmt: skip
+@overload
+def linear_cross_entropy(
+    input: Array, linear_weight: Array, target: Array, *, return_statistics: Names,
+    return_gradients: Literal[False] = ..., **options: Unpack[LinearOptions],
+) -> tuple[Loss, Statistics]: ...  # fmt: skip
+@overload
+def linear_cross_entropy(  # type: ignore[overload-overlap]  # () asks for nothing
+    input: Array, linear_weight: Array, target: Array, *, return_statistics: tuple[()] = ...,
+    return_gradients: Literal[True], **options: Unpack[LinearOptions],
+) -> tuple[Loss, Gradients]: ...  # fmt: skip
+@overload
+def linear_cross_entropy(
+    input: Array, linear_weight: Array, target: Array, *, return_statistics: Names,
+    return_gradients: Literal[True], **options: Unpack[LinearOptions],
+) -> tuple[tuple[Loss, Statistics], Gradients]: ...  # fmt: skip
 def linear_cross_entropy(
     input: Array, linear_weight: Array, target: Array, *, linear_bias: Array | None = None,
-    weight: Array | None = None, reduction: str = "mean", ignore_index: int | None = -100,
+    weight: Array | None = None, reduction: Reduction = "mean", ignore_index: int | None = -100,
     label_smoothing: float = 0.0, z_loss: float = 0.0, logit_scale: float = 1.0,
     softcap: float | None = 0.0, temperature: float | Array = 1.0,
     token_weight: Array | None = None, normalizer: float | Array | None = None,
     shift: bool | int = False, memory: int | str | None = None,
-    return_statistics: Sequence[str] = (),
-    empty_mean: str = "zero", return_gradients: bool = False,
+    return_statistics: Any = (),
+    empty_mean: EmptyMean = "zero", return_gradients: bool = False,
 ) -> Any:  # fmt: skip
     """Cross-entropy of input @ linear_weight.T + linear_bias without the logits; as in
     logitless.torch; `temperature` is a number, or an array in the target's shape, [N] or
@@ -306,6 +309,16 @@ def linear_cross_entropy(
     return _linear(input, linear_weight, target, linear_bias, memory, return_gradients, options)
 
 
+@overload
+def linear_logprob(
+    input: Array, linear_weight: Array, target: Array, *, entropy: Literal[False] = ...,
+    **options: Unpack[LogprobOptions],
+) -> Array: ...  # fmt: skip
+@overload
+def linear_logprob(
+    input: Array, linear_weight: Array, target: Array, *, entropy: Literal[True, "detached"],
+    **options: Unpack[LogprobOptions],
+) -> tuple[Array, Array]: ...  # fmt: skip
 @refuses(OLD_OF_LOGPROB)
 def linear_logprob(
     input: Array, linear_weight: Array, target: Array, *, temperature: float | Array = 1.0,
@@ -325,12 +338,32 @@ def linear_logprob(
     return (made.logprob, made.entropy) if entropy else made.logprob
 
 
+@overload
+def cross_entropy(  # type: ignore[overload-overlap]  # () asks for nothing
+    logits: Array, target: Array, *, return_statistics: tuple[()] = ...,
+    return_gradients: Literal[False] = ..., **options: Unpack[LossOptions],
+) -> Loss: ...  # fmt: skip
+@overload
 def cross_entropy(
-    logits: Array, target: Array, *, weight: Array | None = None, reduction: str = "mean",
+    logits: Array, target: Array, *, return_statistics: Names,
+    return_gradients: Literal[False] = ..., **options: Unpack[LossOptions],
+) -> tuple[Loss, Statistics]: ...  # fmt: skip
+@overload
+def cross_entropy(  # type: ignore[overload-overlap]  # () asks for nothing
+    logits: Array, target: Array, *, return_statistics: tuple[()] = ...,
+    return_gradients: Literal[True], **options: Unpack[LossOptions],
+) -> tuple[Loss, Array]: ...  # fmt: skip
+@overload
+def cross_entropy(
+    logits: Array, target: Array, *, return_statistics: Names,
+    return_gradients: Literal[True], **options: Unpack[LossOptions],
+) -> tuple[tuple[Loss, Statistics], Array]: ...  # fmt: skip
+def cross_entropy(
+    logits: Array, target: Array, *, weight: Array | None = None, reduction: Reduction = "mean",
     ignore_index: int | None = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
     logit_scale: float = 1.0, softcap: float | None = 0.0, temperature: float | Array = 1.0,
     token_weight: Array | None = None, normalizer: float | Array | None = None,
-    return_statistics: Sequence[str] = (), empty_mean: str = "zero",
+    return_statistics: Any = (), empty_mean: EmptyMean = "zero",
     return_gradients: bool = False,
 ) -> Any:  # fmt: skip
     """Cross-entropy of given logits [..., V]; with `return_gradients` (mean, sum) the pair (result,
@@ -346,7 +379,7 @@ def cross_entropy(
     arrays: dict[str, Array | None] = {"logits": call.rows}
     kind, grad = _abi.CROSS_ENTROPY_FORWARD, None
     if return_gradients:
-        if call.reduction == _abi.REDUCTION_NONE:
+        if call.options.reduction == _abi.REDUCTION_NONE:
             raise invalid("reduction is 'none'; allowed with gradients: 'mean', 'sum'")
         kind = _abi.CROSS_ENTROPY_FORWARD_BACKWARD
         grad = np.empty(call.rows.shape, call.rows.dtype)

@@ -25,11 +25,10 @@ from logitless.torch import (
     _parallel,
     _ranks,
     _run,
-    linear_cross_entropy,
-    linear_logprob,
 )
 from ranks import Rank
 from reference import close
+from splits import FIELDS, linear_cross_entropy, linear_logprob
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 INFINITY, NAN = float("inf"), float("nan")
@@ -408,7 +407,7 @@ checked("sentinel that is a padded column", padding=3, ignore_index=37, change=l
 
 @case
 def padding_by_the_default_split(me: Rank) -> Results:
-    """vocab_total alone: torch.chunk's split, behind whose end all rows are padding."""
+    """A total alone: torch.chunk's split, behind whose end all rows are padding."""
     p, _ = problem(me.size, vocab=37, cut="even")
     each = -(-37 // me.size)
     ends = [min(37, each * (rank + 1)) for rank in range(me.size)]
@@ -1096,7 +1095,9 @@ def a_mesh_of_two_dimensions(me: Rank) -> Results:
 # --- errors: on every rank the same, and none waits ---
 
 
-def refusal(kind: type[Exception], match: str, call: Callable[[], Any]) -> Tensor:
+def refusal(
+    kind: type[Exception] | tuple[type[Exception], ...], match: str, call: Callable[[], Any]
+) -> Tensor:
     with pytest.raises(kind, match=match) as raised:
         call()
     text = f"{type(raised.value).__name__}: {raised.value}"
@@ -1167,7 +1168,7 @@ def vocab_start_without_vocab_total(me: Rank) -> Results:
     return {
         "text": refusal(
             ValueError,
-            "without vocab_total",
+            "without Split.total",
             lambda: linear_cross_entropy(p.x, p.w, p.t, **where),
         )
     }
@@ -1220,6 +1221,38 @@ def a_sequence_that_cannot_be_split(me: Rank) -> Results:
         lambda: call_own(me, own, bounds, sequence_dim=1, local_tokens=True),
     )  # fmt: skip
     return {"text": text}
+
+
+def _wrong_on_one_rank(me: Rank, local: bool, name: str, value: Any, match: str) -> Results:
+    """What is wrong of one rank's arguments alone, before it comes to where the others wait."""
+    p, bounds = problem(me.size, (2, 2 * me.size))
+    where = {"sequence_dim": 1, "local_tokens": True} if local else {}
+    own = p._replace(x=own_of(p.x, me, 1), t=own_of(p.t, me, 1)) if local else p
+    wrong = {name: value} if me.rank == me.size - 1 else {}
+    call = functools.partial(call_own, me, own, bounds, **where, **wrong)
+    text = refusal((ValueError, TypeError), match, call)
+    loss, *_ = call_own(me, own, bounds, reduction="sum", **where)
+    return {"text": text, "loss": loss.detach() * 0}  # nobody is out of step
+
+
+for _local in (False, True):
+    for _name, _value, _match in (
+        (
+            "temperature",
+            torch.full((1,), 1e-60, dtype=torch.float64),
+            r"^temperature\[0\] is 1e-60",
+        ),
+        ("token_weight", torch.ones(7), r"^token_weight has shape \(7,\)"),
+        ("normalizer", "all", "^normalizer is a str"),
+        ("reduction", "avg", "^reduction is 'avg'"),
+        ("memory", "much", '^memory is "much"'),
+        ("shift", -1, r"^shift is -1|^shift moves targets"),
+    ):
+        CASES[f"a wrong {_name} on one rank{', local tokens' if _local else ''}"] = (
+            functools.partial(
+                _wrong_on_one_rank, local=_local, name=_name, value=_value, match=_match
+            )
+        )
 
 
 def _least(call: Callable[..., Any]) -> int:
@@ -1516,9 +1549,9 @@ def ranks_that_ask_for_other_things(rank: Rank) -> Results:
     with pytest.raises(ValueError, match="what is asked for"):
         linear_cross_entropy(x, w, t, group=dist.group.WORLD, return_statistics=names)
     if rank.size == 2:
-        with pytest.raises(ValueError, match=r"^vocab_blocks is \[2, 4\] on the ranks"):
+        with pytest.raises(ValueError, match=r"^Split\.blocks is \[2, 4\] on the ranks"):
             linear_cross_entropy(x, w, t, group=dist.group.WORLD, vocab_blocks=2 + 2 * rank.rank)
-        with pytest.raises(ValueError, match="allowed with vocab_blocks 4 of 10 columns"):
+        with pytest.raises(ValueError, match=r"allowed with Split\.blocks 4 of 10 columns"):
             linear_cross_entropy(  # as torch.chunk splits them
                 x, w[:5], t, group=dist.group.WORLD, vocab_start=5 * rank.rank, vocab_total=10,
                 vocab_blocks=4,
@@ -1691,7 +1724,7 @@ def a_token_weight_elsewhere(rank: Rank) -> Results:
 def the_same_bits_for_any_number_of_ranks(rank: Rank) -> Results:
     """Of everything, and within the bound of the call without blocks."""
     if rank.size == 3:
-        with pytest.raises(ValueError, match=r"^vocab_blocks is 8 with 3 ranks"):
+        with pytest.raises(ValueError, match=r"^Split\.blocks is 8 with 3 ranks"):
             x, w, t = torch.ones(2, 4), torch.ones(4, 4), torch.ones(2).long()
             linear_cross_entropy(x, w, t, group=dist.group.WORLD, vocab_blocks=8)
         return {}
@@ -1719,7 +1752,7 @@ def a_split_that_is_not_of_whole_blocks_is_refused(rank: Rank) -> Results:
     if rank.size != 2:
         return {}
     x, w, t = torch.ones(2, 4), torch.ones(20, 4), torch.ones(2).long()
-    with pytest.raises(ValueError, match="allowed with vocab_blocks 4 of 40 columns"):
+    with pytest.raises(ValueError, match=r"allowed with Split\.blocks 4 of 40 columns"):
         linear_cross_entropy(
             x,
             torch.ones(19 + 2 * rank.rank, 4),
@@ -1730,7 +1763,7 @@ def a_split_that_is_not_of_whole_blocks_is_refused(rank: Rank) -> Results:
             vocab_blocks=4,
         )
     for blocks in (3, 0, True, 1):
-        with pytest.raises(ValueError, match=r"^vocab_blocks is "):
+        with pytest.raises(ValueError, match=r"^Split\.blocks is "):
             linear_cross_entropy(x, w, t, group=dist.group.WORLD, vocab_blocks=blocks)
     with pytest.raises(ValueError, match="reduce_dtype 'input', whose sum has no order"):
         linear_cross_entropy(x, w, t, group=dist.group.WORLD, vocab_blocks=4, reduce_dtype="input")
@@ -1778,7 +1811,8 @@ def test_what_is_about_a_group_without_one(name: str, value: Any) -> None:
     x, w, t = torch.ones(2, 4), torch.ones(10, 4), torch.zeros(2, dtype=torch.int64)
     for more in ({}, {"vocab_blocks": 2}):
         given: dict[str, Any] = {name: value, **more}
-        with pytest.raises(ValueError, match=f"^{name} is given without group"):
+        field = FIELDS[name]
+        with pytest.raises(ValueError, match=rf"^Split\.{field} is given without a group"):
             linear_cross_entropy(x, w, t, **given)
 
 

@@ -5,6 +5,7 @@ mistakes that must make a case fail. No other library is needed; tests/peers has
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +20,7 @@ from torch import Tensor
 import ranks
 import reference
 from logitless.integrations import cce, liger, megatron, torchtitan, verl
+from logitless.torch import Split
 from ranks import Rank
 from reference import close
 
@@ -392,7 +394,7 @@ def on_one_stage(me: Rank) -> Results:
 # --- torchtitan ---
 
 
-class Split(torchtitan.HeadLoss):
+class SplitHead(torchtitan.HeadLoss):
     """Plain shares of the weight, as under torchtitan's spmd_types."""
 
     global_vocab_size = 37
@@ -412,7 +414,7 @@ def head_of(w: Any) -> Any:
 def of_titan(me: Rank, divisor: Any) -> Results:
     p = problem((3, 7), vocab=37)
     rows = p.rows(me)
-    loss_of = Split()
+    loss_of = SplitHead()
     head = head_of(p.w[rows])
     loss_of.set_lm_head(head)
     x = leaf(p.x)
@@ -500,8 +502,17 @@ class Mutant(NamedTuple):
     against: str
 
 
-twice = changed("reduce_input_grad", lambda _: True)
-never = changed("reduce_input_grad", lambda _: False)
+def reduced(here: bool) -> Callable[[Any], Any]:
+    """A call that reduces the input's gradient, or leaves it in parts, as the adapter does not."""
+
+    def of(group: Any) -> Split:
+        split = group if isinstance(group, Split) else Split(group)
+        return dataclasses.replace(split, reduce_input_grad=here)
+
+    return changed("group", of)
+
+
+twice, never = reduced(True), reduced(False)
 own_count = changed("normalizer", lambda _: None)
 MUTANTS = {
     "verl: reduced twice": Mutant(verl, "linear_logprob", twice, "verl under sequence parallelism"),

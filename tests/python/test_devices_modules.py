@@ -22,8 +22,6 @@ import reference
 from logitless.torch import (
     LinearCrossEntropyHead,
     LinearCrossEntropyLoss,
-    linear_cross_entropy,
-    linear_logprob,
 )
 
 if not torch.distributed.is_available():
@@ -41,6 +39,7 @@ from torch.distributed.tensor.parallel import (
 
 from logitless.torch import _ranks
 from logitless.torch.parallel import HeadParallel
+from splits import linear_cross_entropy, linear_logprob
 
 TP = 2
 PROCESSES = 4 if 4 in ranks.SIZES else TP  # NCCL wants a GPU each
@@ -279,8 +278,8 @@ def placements_that_are_refused(mesh: Any) -> None:
     refused("linear_bias is a DTensor beside a plain", lambda: of(
         x, own(w, 0, rank), t, linear_bias=bias, group=group))  # fmt: skip
     refused("linear_weight is a plain tensor|without a group", lambda: of(input, w, t))
-    refused("vocab_start is 3", lambda: of(input, weight, t, vocab_start=3, vocab_total=19))
-    refused("vocab_total is 20", lambda: of(input, weight, t, vocab_total=20))
+    refused("Split.start is 3", lambda: of(input, weight, t, vocab_start=3, vocab_total=19))
+    refused("Split.total is 20", lambda: of(input, weight, t, vocab_total=20))
     refused("sequence_dim is 0|placements", lambda: of(input, weight, t, sequence_dim=0))
     uneven = DTensor.from_local(
         w[:5] if rank == 0 else w[5:], mesh, [Shard(0)], shape=w.shape, stride=w.stride()
@@ -687,10 +686,10 @@ def ranks_that_differ_are_named(mesh: Any) -> None:
         wrong("token_weight's dtype and shape", token_weight=torch.ones(TOKENS))
         wrong("reduce_dtype: 'input' on rank 1, 'float32' on rank 0", reduce_dtype="input")
         wrong("reduce_input_grad: False on rank 1", reduce_input_grad=False)
-        wrong("vocab_total: 20 on rank 1, 19 on rank 0", vocab_total=20)
-        wrong("vocab_start is 9 on rank 1, and the ranks before it end at 10", vocab_start=9)
-        wrong("vocab_start is 11 on rank 1, and the ranks before it end at 10", vocab_start=11)
-        wrong("vocab_total is 19, and the columns of all ranks end at 18",
+        wrong("Split.total: 20 on rank 1, 19 on rank 0", vocab_total=20)
+        wrong("Split.start is 9 on rank 1, and the ranks before it end at 10", vocab_start=9)
+        wrong("Split.start is 11 on rank 1, and the ranks before it end at 10", vocab_start=11)
+        wrong("Split.total is 19, and the columns of all ranks end at 18",
               linear_weight=weight[:8])  # fmt: skip
         each = linear_cross_entropy(leaf(x), weight, t, reduction="none", **where)
         by = torch.ones(TOKENS)
@@ -941,12 +940,12 @@ def test_the_odd_rank_out_is_named() -> None:
 
 def test_columns_that_leave_a_gap_or_overlap_are_named() -> None:
     assert _ranks.gaps([(0, 5, 9), (5, 5, 9), (5, 9, 9)]) == []
-    assert "vocab_start is 6 on rank 1" in _ranks.gaps([(0, 5, 9), (6, 9, 9)])[0]
-    assert "vocab_start is 4 on rank 1" in _ranks.gaps([(0, 5, 9), (4, 9, 9)])[0]
+    assert "Split.start is 6 on rank 1" in _ranks.gaps([(0, 5, 9), (6, 9, 9)])[0]
+    assert "Split.start is 4 on rank 1" in _ranks.gaps([(0, 5, 9), (4, 9, 9)])[0]
     assert "end at 8" in _ranks.gaps([(0, 5, 9), (5, 8, 9)])[0]
 
 
 def test_a_head_that_is_not_split_has_its_options() -> None:
     head = LinearCrossEntropyHead(4, 5)
-    assert head.sequence_dim is None and head._group_options(None, None) == {}
+    assert head.sequence_dim is None and head._place(None, None) == {}
     assert isinstance(head.loss, LinearCrossEntropyLoss)

@@ -58,17 +58,13 @@ def test_every_option_of_the_functions_is_a_modules() -> None:
         (linear_cross_entropy, LinearCrossEntropyLoss()),
     ):
         tensors = {"linear_bias", "token_weight", "normalizer"}
-        of_a_group = {  # the head has them
-            "group", "vocab_start", "vocab_total", "sequence_dim", "local_tokens",
-            "reduce_input_grad", "reduce_dtype", "vocab_blocks",
-        }  # fmt: skip
         names = {
             p.name
             for p in inspect.signature(function).parameters.values()
-            if p.kind is p.KEYWORD_ONLY and not p.name.startswith("_")
+            if p.kind is p.KEYWORD_ONLY
         }
-        # None is all that `options` may be
-        assert names - tensors - of_a_group - {"options"} == set(module._options())
+        # The head has a group of its own; None is all that `options` may be.
+        assert names - tensors - {"group", "options"} == set(module._options())
 
 
 def test_head_is_the_lm_head(device: str) -> None:

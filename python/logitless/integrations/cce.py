@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from logitless._call import Reduction
 from logitless._errors import invalid, renames, wrong_shape
+from logitless._statistics import StatisticName
 from logitless.integrations._arguments import only
 from logitless.integrations._memory import Sizes, frugal
+from logitless.torch import Split
 from logitless.torch import linear_cross_entropy as _linear_cross_entropy
 
 # Cut Cross Entropy's presets; all but the first ask for sums in f32. The gradients here are those
@@ -50,10 +53,10 @@ class VocabParallelOptions:
         return cls(start, start + each + (rank < more), group, reduce_e_grad, vocab_size)
 
 
-def _where(options: Any, e: Tensor, c: Tensor) -> dict[str, Any]:
-    """The shard in linear_cross_entropy's arguments."""
+def _where(options: Any, e: Tensor, c: Tensor) -> Split | None:
+    """The shard as linear_cross_entropy takes it."""
     if options is None:
-        return {}
+        return None
     if not hasattr(options, "reduce_e_grad"):
         only("vocab_parallel_options", options, None)
     if c.shape[0] != options.stop - options.start:
@@ -67,10 +70,7 @@ def _where(options: Any, e: Tensor, c: Tensor) -> dict[str, Any]:
         last = torch.tensor(options.stop, device=e.device)
         torch.distributed.all_reduce(last, torch.distributed.ReduceOp.MAX, group)
         total = int(last)
-    return {
-        "group": group, "vocab_start": options.start, "vocab_total": total,
-        "reduce_input_grad": options.reduce_e_grad,
-    }  # fmt: skip
+    return Split(group, start=options.start, total=total, reduce_input_grad=options.reduce_e_grad)
 
 
 @renames({"input": "e", "linear_weight": "c", "target": "targets", "linear_bias": "bias"})
@@ -81,7 +81,7 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     ignore_index: int = -100,
     softcap: float | None = None,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     shift: bool | int = 0,
     return_lse: bool = False,
     filter_eps: float | str | None = "auto",
@@ -122,10 +122,11 @@ def linear_cross_entropy(
     count = int(shift)
     if count and not 0 <= count < targets.shape[-1]:
         raise invalid(f"shift is {shift}; allowed: 0 to {targets.shape[-1] - 1}")
-    result = _linear_cross_entropy(
+    names: list[StatisticName] = ["lse"] if return_lse else []
+    result: Any = _linear_cross_entropy(
         e, c, targets, linear_bias=bias, ignore_index=ignore_index,
         softcap=softcap, reduction=reduction, shift=count, memory=frugal(memory, e, c, peak),
-        return_statistics=("lse",) if return_lse else (), **_where(vocab_parallel_options, e, c),
+        return_statistics=names, group=_where(vocab_parallel_options, e, c),
     )  # fmt: skip
     loss, lse = (result[0], result[1].lse) if return_lse else (result, None)
     if count:

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from logitless._call import Reduction
 from logitless._errors import renames
+from logitless._statistics import StatisticName
 from logitless.integrations._arguments import only
 from logitless.integrations._memory import Sizes, frugal
 from logitless.torch import linear_cross_entropy
@@ -75,7 +77,7 @@ class FusedLinearCrossEntropyFunction:
         ignore_index: int = -100,
         lse_square_scale: float = 0.0,
         label_smoothing: float = 0.0,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
         softcap: float | None = None,
         return_z_loss: bool = False,
         accum_dtype: torch.dtype | None = None,
@@ -105,12 +107,12 @@ class FusedLinearCrossEntropyFunction:
                 token_weight = loss.neg().exp()
         # A mean divides by the classes' weights, but the z-loss by the number of tokens.
         apart = ce_weight is not None and reduction == "mean" and lse_square_scale > 0
-        names: list[str] = []
+        names: list[StatisticName] = []
         if return_z_loss or apart:
             names.append("lse")
         if return_token_accuracy or return_predicted_tokens:
             names.append("argmax")
-        result = linear_cross_entropy(
+        result: Any = linear_cross_entropy(
             _input, weight, target, linear_bias=bias, weight=ce_weight, reduction=reduction,
             ignore_index=ignore_index, label_smoothing=label_smoothing,
             z_loss=0.0 if apart else lse_square_scale, softcap=softcap, token_weight=token_weight,
@@ -147,7 +149,7 @@ class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
         ignore_index: int = -100,
         lse_square_scale: float = 0.0,
         label_smoothing: float = 0.0,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
         softcap: float | None = None,
         return_z_loss: bool = False,
         accum_dtype: torch.dtype | None = None,
@@ -203,7 +205,7 @@ class LigerFusedLinearScaledCrossEntropyTPFunction:
         gradients of 1024 tokens, as Liger's function of one device takes them."""
         only("tiles_per_reduce", tiles_per_reduce, 1, 2, 4)
         group = torch.distributed.group.WORLD if tp_group is None else tp_group
-        result = linear_cross_entropy(
+        result: Any = linear_cross_entropy(
             _input, weight, target, reduction="none", ignore_index=ignore_index,
             temperature=temperature, group=group, memory=frugal(memory, _input, weight, _tp_peak),
             return_statistics=("entropy",) if return_entropy else (),

@@ -11,9 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
+from logitless._call import Reduction
 from logitless._errors import invalid, not_supported, renames
 from logitless.integrations._heads import through
 from logitless.integrations._memory import Sizes, frugal
+from logitless.torch import Split
 from logitless.torch import linear_cross_entropy as _linear_cross_entropy
 
 _ARGUMENTS = {"input": "hidden", "linear_weight": "weight", "target": "labels", "group": "tp_group"}
@@ -30,15 +32,15 @@ def _peak(call: Sizes) -> int:
     return call.tokens * (columns + 4 * call.width)
 
 
-def _where(group: Any, sequence_parallel: bool, reduce_input_grad: bool = True) -> dict[str, Any]:
+def _where(group: Any, sequence_parallel: bool, reduce_input_grad: bool = True) -> Split | None:
     """Under sequence parallelism the first dimension of tokens is split over the same ranks."""
     if group is None:
-        return {}
-    return {
-        "group": group,
-        "sequence_dim": 0 if sequence_parallel else None,
-        "reduce_input_grad": sequence_parallel or reduce_input_grad,
-    }
+        return None
+    return Split(
+        group,
+        sequence_dim=0 if sequence_parallel else None,
+        reduce_input_grad=sequence_parallel or reduce_input_grad,
+    )
 
 
 @renames(_ARGUMENTS)
@@ -47,7 +49,7 @@ def linear_cross_entropy(
     weight: Tensor,
     labels: Tensor,
     tp_group: Any = None,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     ignore_index: int = -100,
     sequence_parallel: bool = False,
     *,
@@ -69,7 +71,7 @@ def linear_cross_entropy(
         hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), reduction=reduction,
         ignore_index=ignore_index, normalizer=normalizer,
         memory=frugal(memory, hidden, weight, _peak, labels.numel()),
-        **_where(tp_group, sequence_parallel),
+        group=_where(tp_group, sequence_parallel),
     )  # fmt: skip
     return loss
 
@@ -100,7 +102,7 @@ def _loss_of(
     )
     loss: Tensor = _linear_cross_entropy(
         input_, weight, labels.transpose(0, 1),
-        linear_bias=None if layer.skip_bias_add else layer.bias, **where, **options,
+        linear_bias=None if layer.skip_bias_add else layer.bias, group=where, **options,
     )  # fmt: skip
     return loss.transpose(0, 1).contiguous() if loss.dim() else loss
 

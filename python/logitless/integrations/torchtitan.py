@@ -13,7 +13,7 @@ from torch import Tensor
 from logitless._errors import invalid, not_supported, renames
 from logitless.integrations._heads import through
 from logitless.integrations._memory import Sizes, frugal
-from logitless.torch import _placed, linear_cross_entropy
+from logitless.torch import Split, _placed, linear_cross_entropy
 
 
 class HeadLoss:
@@ -65,21 +65,19 @@ class HeadLoss:
                 reduction="sum" if global_valid_tokens is None else "mean",
                 normalizer=global_valid_tokens,
                 memory=frugal(None, hidden, head.weight, self._peak),
-                **self._where(hidden, head.weight),
+                group=self._where(hidden, head.weight),
             )  # fmt: skip
             return made
 
         return through(head, loss, pred), {}
 
-    def _where(self, pred: Tensor, weight: Tensor) -> dict[str, Any]:
+    def _where(self, pred: Tensor, weight: Tensor) -> Any:
         if _placed.is_placed(weight):
-            return {} if _placed.is_placed(pred) else {"group": _placed.group_of(weight)}
+            return None if _placed.is_placed(pred) else _placed.group_of(weight)
         group = self.tp_group()
         if group is None:
-            return {}
-        return {
-            "group": group, "vocab_total": self.global_vocab_size, "reduce_input_grad": False
-        }  # fmt: skip
+            return None
+        return Split(group, total=self.global_vocab_size, reduce_input_grad=False)
 
 
 def _spmd_group() -> Any:

@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless._abi import IGNORE_INDEX, parse_memory
+from logitless._abi import parse_memory
+from logitless._call import IGNORE_INDEX
 from logitless._errors import LogitlessError, invalid, not_supported, renames
+from logitless._statistics import StatisticName
 from logitless.integrations._memory import Sizes, frugal
 from logitless.torch import linear_cross_entropy
 
@@ -32,7 +34,7 @@ _ARGUMENTS = (
 _OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 # Each output is made of one of these statistics. The rank does not serve, because it is 0 for every
 # one of several largest logits.
-_STATISTICS = {
+_STATISTICS: dict[str, StatisticName] = {
     "entropy": "entropy", "log_sum_sq_probs": "sum_p_squared", "mean_logits": "mean_logit",
     "is_top1": "argmax",
 }  # fmt: skip

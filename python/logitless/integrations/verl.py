@@ -10,7 +10,7 @@ from torch import Tensor
 
 from logitless._errors import invalid, renames
 from logitless.integrations._memory import Sizes, frugal
-from logitless.torch import linear_logprob
+from logitless.torch import Split, linear_logprob
 
 # verl's kernel makes the gradients of the logits of so many columns at a time, and its forward pass
 # three numbers a token for each so many.
@@ -51,13 +51,13 @@ def linear_cross_entropy(
     reduction = "none" if reduction is None else reduction.lower()
     if reduction not in ("none", "sum", "mean"):
         raise invalid(f"reduction is {reduction!r}; allowed: 'none', 'sum', 'mean'")
-    where: dict[str, Any] = {}
+    split = None
     if dist_process_group is not None:
-        where = {"group": dist_process_group, "reduce_input_grad": False}
+        split = Split(dist_process_group, reduce_input_grad=False)
     logprobs, entropy = linear_logprob(
         hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1),
         temperature=_flat(temperature, labels), entropy=True,
-        memory=frugal(memory, hidden, weight, _peak), **where,
+        memory=frugal(memory, hidden, weight, _peak), group=split,
     )  # fmt: skip
     if reduction != "none":
         logprobs = logprobs.sum() if reduction == "sum" else logprobs.mean()

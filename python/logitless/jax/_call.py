@@ -13,11 +13,12 @@ from jax.custom_derivatives import SymbolicZero
 
 from logitless import _abi
 from logitless._abi import Options
+from logitless._statistics import names_where
 from logitless.jax._run import DTYPES, Array, Tensor
 
 _F32 = np.dtype(np.float32)
-_DIFFERENTIABLE = ("lse", "target_logit", "logprob", "entropy")
-_INDICES = ("argmax", "rank")
+_INDICES = frozenset(names_where("indexes"))
+_DIFFERENTIABLE = frozenset(names_where("differentiable"))
 
 
 class Call(NamedTuple):
@@ -39,7 +40,7 @@ class Call(NamedTuple):
     @property
     def fused(self) -> bool:
         """Whether the gradients are made in the forward call."""
-        statistics = set(_DIFFERENTIABLE) & set(self.outputs)
+        statistics = _DIFFERENTIABLE & set(self.outputs)
         return self.linear and not self.per_token and not statistics
 
 

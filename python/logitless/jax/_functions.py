@@ -6,21 +6,28 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from logitless import _abi
-from logitless._abi import Options, parse_memory
+from logitless import _abi, _statistics
+from logitless._abi import parse_memory
 from logitless._arrays import (
     as_f32,
     check_range,
     check_real,
-    check_shift,
     check_unmasked,
     with_cast,
+)
+from logitless._call import (
+    IGNORE_INDEX,
+    EmptyMean,
+    Reduction,
+    check_shift,
+    is_flat,
+    options_of,
 )
 from logitless._errors import (
     OLD_OF_LOGPROB,
@@ -40,25 +47,24 @@ from logitless.jax._call import Call
 from logitless.jax._loss import loss
 from logitless.jax._run import Array, Tensor, explicit_sharding, run
 
-_REDUCTIONS = {
-    "none": _abi.REDUCTION_NONE,
-    "sum": _abi.REDUCTION_SUM,
-    "mean": _abi.REDUCTION_MEAN,
-}
-_EMPTY_MEANS = {"zero": _abi.EMPTY_MEAN_ZERO, "nan": _abi.EMPTY_MEAN_NAN}
+Statistics: TypeAlias = _statistics.Statistics[Array]
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-class Statistics(NamedTuple):
-    """Statistics of every token, in the shape of the target; None where not asked for."""
+    from logitless import _call
+    from logitless._statistics import StatisticName
 
-    lse: Array | None = None
-    target_logit: Array | None = None
-    logprob: Array | None = None
-    entropy: Array | None = None
-    argmax: Array | None = None
-    rank: Array | None = None
-    sum_p_squared: Array | None = None
-    mean_logit: Array | None = None
+    Names: TypeAlias = StatisticName | Sequence[StatisticName]
+    LossOptions: TypeAlias = _call.LossOptions[Any]
+
+    class LinearOptions(_call.LinearOptions[Any], total=False):
+        axis_name: str | tuple[str, ...] | None
+        upstream: Literal["whole", "parts"] | None
+
+    class LogprobOptions(_call.LogprobOptions[Any], total=False):
+        axis_name: str | tuple[str, ...] | None
+        upstream: Literal["whole", "parts"] | None
 
 
 def _opened(value: Any) -> Any:
@@ -173,18 +179,8 @@ def _integer(name: str, value: Any) -> int:
     return int(value)
 
 
-def _one_of(name: str, value: Any, allowed: dict[str, int]) -> int:
-    code = allowed.get(value) if isinstance(value, str) else None
-    if code is None:
-        raise invalid(f"{name} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
-    return code
-
-
-def _outputs(names: Sequence[str]) -> tuple[str, ...]:
-    names = (names,) if isinstance(names, str) else tuple(names)
-    for name in names:
-        _one_of("return_statistics", name, dict.fromkeys(Statistics._fields, 0))
-    return ("loss", *dict.fromkeys(names))
+def _outputs(names: Any) -> tuple[str, ...]:
+    return ("loss", *_statistics.names_of(names))
 
 
 def _check_target(rows: Array, target: Array, what: str) -> None:
@@ -230,7 +226,7 @@ def _temperature(value: Any, shape: tuple[int, ...], shift: int) -> tuple[float,
     if not isinstance(value, (jax.Array, np.ndarray)):
         return _number("temperature", value), None
     array = _f32("temperature", value)
-    flat = _abi.is_flat(array.shape, shape)
+    flat = is_flat(array.shape, shape)
     array = array.reshape(shape) if flat else jnp.broadcast_to(array, shape)
     return 1.0, _moved(array, shift, 1.0) if shift else array
 
@@ -270,7 +266,7 @@ def _labels(
     """The checked target, moved by `shift`, and its ignore_index. `whole`: the arrays have the
     whole vocabulary."""
     what = next(iter(arrays))
-    ignored = _integer("ignore_index", _abi.ignore_index_of(ignore_index))
+    ignored = _integer("ignore_index", IGNORE_INDEX if ignore_index is None else ignore_index)
     _abi.check_ignore_index(ignored)
     looked_at = _looked_at(target)
     held, held_ignored = _target(target, ignored)
@@ -285,7 +281,7 @@ def _labels(
 
 def _loss(
     rows: dict[str, Any], target: Any, outputs: Sequence[str], *, weight: Any = None,
-    reduction: str = "mean", ignore_index: int | None = -100, label_smoothing: float = 0.0,
+    reduction: Reduction = "mean", ignore_index: int | None = -100, label_smoothing: float = 0.0,
     z_loss: float = 0.0, logit_scale: float = 1.0, softcap: float | None = 0.0,
     temperature: Any = 1.0, token_weight: Any = None, normalizer: Any = None,
     shift: bool | int = False, memory: int | str | None = None, empty_mean: str = "zero",
@@ -301,13 +297,14 @@ def _loss(
     shape = target.shape
     number, counted = _normalizer(normalizer)
     degrees, temperatures = _temperature(temperature, shape, shift)
-    options = Options(
-        _one_of("reduction", reduction, _REDUCTIONS), ignore_index,
-        _number("label_smoothing", label_smoothing), _number("z_loss", z_loss),
-        _number("logit_scale", logit_scale), _number("softcap", _abi.softcap_of(softcap)),
-        degrees, _one_of("empty_mean", empty_mean, _EMPTY_MEANS),
-        number, "weight" in arrays and not _exact_products(),
+    options = options_of(
+        reduction, ignore_index, _number("label_smoothing", label_smoothing),
+        _number("z_loss", z_loss), _number("logit_scale", logit_scale),
+        None if softcap is None else _number("softcap", softcap), degrees, empty_mean,
     )  # fmt: skip
+    options = options._replace(
+        normalizer=number, allow_tf32="weight" in arrays and not _exact_products()
+    )
     operands = dict(arrays)
     # A linear loss keeps the dimensions of its tokens, each of which may be sharded.
     keeps = what == "input" and axis_name is None
@@ -344,9 +341,19 @@ def _loss(
 
 def _result(made: dict[str, Array]) -> Any:
     value = made.pop("loss")
-    return (value, Statistics(**made)) if made else value
+    return (value, _statistics.Statistics(**made)) if made else value
 
 
+@overload
+def linear_cross_entropy(
+    input: Any, linear_weight: Any, target: Any, *, return_statistics: tuple[()] = ...,
+    **options: Unpack[LinearOptions],
+) -> Array: ...  # fmt: skip
+@overload
+def linear_cross_entropy(
+    input: Any, linear_weight: Any, target: Any, *, return_statistics: Names,
+    **options: Unpack[LinearOptions],
+) -> tuple[Array, Statistics]: ...  # fmt: skip
 def linear_cross_entropy(
     input: Any,
     linear_weight: Any,
@@ -354,7 +361,7 @@ def linear_cross_entropy(
     *,
     linear_bias: Any = None,
     weight: Any = None,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -365,10 +372,10 @@ def linear_cross_entropy(
     normalizer: Any = None,
     shift: bool | int = False,
     memory: int | str | None = None,
-    return_statistics: Sequence[str] = (),
-    empty_mean: str = "zero",
+    return_statistics: Any = (),
+    empty_mean: EmptyMean = "zero",
     axis_name: str | tuple[str, ...] | None = None,
-    upstream: str | None = None,
+    upstream: Literal["whole", "parts"] | None = None,
 ) -> Any:
     """Cross-entropy of input @ linear_weight.T + linear_bias, without the logits.
 
@@ -406,6 +413,16 @@ def linear_cross_entropy(
     return _result(made)
 
 
+@overload
+def linear_logprob(
+    input: Any, linear_weight: Any, target: Any, *, entropy: Literal[False] = ...,
+    **options: Unpack[LogprobOptions],
+) -> Array: ...  # fmt: skip
+@overload
+def linear_logprob(
+    input: Any, linear_weight: Any, target: Any, *, entropy: Literal[True, "detached"],
+    **options: Unpack[LogprobOptions],
+) -> tuple[Array, Array]: ...  # fmt: skip
 @refuses(OLD_OF_LOGPROB)
 def linear_logprob(
     input: Any,
@@ -421,7 +438,7 @@ def linear_logprob(
     memory: int | str | None = None,
     entropy: bool | str = False,
     axis_name: str | tuple[str, ...] | None = None,
-    upstream: str | None = None,
+    upstream: Literal["whole", "parts"] | None = None,
 ) -> Any:
     """Log-probability of every target token, [...] in f32 and never above 0, for reinforcement
     learning; with `entropy` the pair (logprob, entropy), both differentiable. `entropy="detached"`:
@@ -441,12 +458,22 @@ def linear_logprob(
     return made["logprob"], jax.lax.stop_gradient(made["entropy"]) if detached else made["entropy"]
 
 
+@overload
+def cross_entropy(
+    logits: Any, target: Any, *, return_statistics: tuple[()] = ...,
+    **options: Unpack[LossOptions],
+) -> Array: ...  # fmt: skip
+@overload
+def cross_entropy(
+    logits: Any, target: Any, *, return_statistics: Names,
+    **options: Unpack[LossOptions],
+) -> tuple[Array, Statistics]: ...  # fmt: skip
 def cross_entropy(
     logits: Any,
     target: Any,
     *,
     weight: Any = None,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -455,8 +482,8 @@ def cross_entropy(
     temperature: Any = 1.0,
     token_weight: Any = None,
     normalizer: Any = None,
-    return_statistics: Sequence[str] = (),
-    empty_mean: str = "zero",
+    return_statistics: Any = (),
+    empty_mean: EmptyMean = "zero",
 ) -> Any:
     """Cross-entropy of given logits [..., V]. Under jit the gradient takes the logits' memory where
     nothing else needs them (within a program, or as a donated argument)."""

@@ -43,6 +43,7 @@ from logitless._errors import (
     wrong_dtype,
     wrong_shape,
 )
+from logitless._statistics import names_where
 from logitless.jax import _shards
 from logitless.jax._call import Call, asked_of, kept_of, output_of, reads_logits
 from logitless.jax._run import KEPT, Array, Tensor, pvary, run, varying
@@ -51,7 +52,7 @@ _F32, _I32 = np.dtype(np.float32), np.dtype(np.int32)
 _WHOLE, _PARTS = "whole", "parts"
 _PRIMALS = ("input", "weight", "bias")
 _STATE = ("row_reference", "row_log_sum")
-_EXTRA = ("entropy", "weighted_logit_sum", "sum_p_squared", "mean_logit")
+_EXTRA = (*names_where("extra"), "weighted_logit_sum")
 _OF_FORWARD = ("input", "weight", "bias", "target", "vocab_weight", "normalizer", "temperature")
 _OF_COMBINE = ("target", "token_weight", "vocab_weight", "normalizer")
 _OWN_IGNORED = np.iinfo(np.int32).min

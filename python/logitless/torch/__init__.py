@@ -23,11 +23,13 @@ from logitless.torch._modules import (
     LinearCrossEntropyHead,
     LinearCrossEntropyLoss,
 )
+from logitless.torch._split import Split
 
 __all__ = [
     "CrossEntropyLoss",
     "LinearCrossEntropyHead",
     "LinearCrossEntropyLoss",
+    "Split",
     "Statistics",
     "cross_entropy",
     "cross_entropy_",

@@ -31,18 +31,6 @@ def check_rows(name: str, value: Any, shape: str) -> None:
         raise wrong_shape(f"{name} has shape (); allowed: {shape}")
 
 
-def check_shift(shift: int, target: Tensor) -> None:
-    """By one may be of a single token, which has no next one, and of none: its mean is empty."""
-    if target.dim() == 0:
-        raise wrong_shape("target has shape (); allowed with shift: [..., T]")
-    tokens = target.shape[-1]
-    if shift < 0 or (shift > 1 and tokens and shift >= tokens):
-        raise invalid(
-            f"shift is {shift} of targets {tuple(target.shape)}; allowed: False, True, or 0 to "
-            f"{max(tokens - 1, 1)}, which leaves a target"
-        )
-
-
 def check_real(name: str, value: Tensor) -> None:
     """Of an imaginary part nothing sensible is left."""
     if value.is_complex():

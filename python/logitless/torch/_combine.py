@@ -12,16 +12,13 @@ from torch import Tensor
 
 from logitless import _abi
 from logitless._abi import Options
+from logitless._statistics import names_where
 from logitless.torch import _run
 from logitless.torch._shards import Tokens
 
 WEIGHTED = 1 << 20  # asks Forward for weighted_logit_sum, beside the bits of _run
-EXTRA = {
-    _run.ENTROPY: "entropy",
-    WEIGHTED: "weighted_logit_sum",
-    _run.SUM_P_SQUARED: "sum_p_squared",
-    _run.MEAN_LOGIT: "mean_logit",
-}  # in the order of a state [k, N], behind row_reference, row_log_sum and target_logit
+# In the order of a state [k, N], behind row_reference, row_log_sum and target_logit.
+EXTRA = {_run.BITS[name]: name for name in names_where("extra")} | {WEIGHTED: "weighted_logit_sum"}
 _STATE = ("row_reference", "row_log_sum", "target_logit", *EXTRA.values())
 _GIVEN = ("target", *(f"shard_{name}" for name in _STATE), "shard_argmax")
 _WEIGHTS = ("token_weight", "vocab_weight", "normalizer")

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 
 import torch
 from torch import Tensor
 
-from logitless import _abi
+from logitless import _abi, _statistics
 from logitless._abi import Options, parse_memory
+from logitless._call import EmptyMean, Reduction, check_shift, is_flat, options_of
 from logitless._errors import (
     OLD_OF_LOGPROB,
     LogitlessError,
@@ -32,62 +34,74 @@ from logitless.torch._checks import (
     check_overwritten,
     check_real,
     check_rows,
-    check_shift,
     check_target,
     check_tensor,
 )
 from logitless.torch._route import dispatches, refuse_layouts
 from logitless.torch._run import Constants
+from logitless.torch._split import OLD, Split, split_of
 
-_REDUCTIONS = {
-    "none": _abi.REDUCTION_NONE,
-    "sum": _abi.REDUCTION_SUM,
-    "mean": _abi.REDUCTION_MEAN,
-}
-_EMPTY_MEANS = {"zero": _abi.EMPTY_MEAN_ZERO, "nan": _abi.EMPTY_MEAN_NAN}
-_STATISTICS = {name: bit for bit, name in _run.STATISTICS.items()}
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from logitless import _call
+    from logitless._statistics import StatisticName
+
+    LossOptions: TypeAlias = _call.LossOptions[Tensor]
+
+    class LinearOptions(_call.LinearOptions[Tensor], total=False):
+        group: Any
+
+    class LogprobOptions(_call.LogprobOptions[Tensor], total=False):
+        group: Any
+
+
+Statistics: TypeAlias = _statistics.Statistics[Tensor]
+
 _LOGPROB = list(_run.OUTPUTS).index(_run.LOGPROB)  # the entropy follows the log-probability
 _INT32 = 1 << 31
 _NORMAL_F32 = (2.0**-126, 2.0**127 * (2 - 2.0**-23))
 
 
-class Statistics(NamedTuple):
-    """Statistics of every token, in the shape of the target; None where not asked for."""
-
-    lse: Tensor | None = None
-    target_logit: Tensor | None = None
-    logprob: Tensor | None = None
-    entropy: Tensor | None = None
-    argmax: Tensor | None = None
-    rank: Tensor | None = None
-    sum_p_squared: Tensor | None = None
-    mean_logit: Tensor | None = None
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def _one_of(name: str, value: Any, allowed: dict[str, int]) -> int:
-    code = allowed.get(value) if isinstance(value, str) else None
-    if code is None:
-        raise invalid(f"{name} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
-    return code
+def passes_on(names: str, of: Callable[..., Any]) -> Callable[[_F], _F]:
+    """Decorates a function that passes `**options` on: it takes those of `names`, which help() and
+    editors show as they are in the signature of the function `of`."""
+    known = inspect.signature(of).parameters
+    taken = [known[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in names.split()]
+
+    def decorate(function: _F) -> _F:
+        own = inspect.signature(function)
+        shown = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        function.__signature__ = own.replace(parameters=shown + taken)  # type: ignore[attr-defined]
+        return function
+
+    return decorate
 
 
-def _wanted(names: Sequence[str]) -> int:
-    if isinstance(names, str):
-        names = (names,)
-    if not isinstance(names, (tuple, list, set, frozenset)):
-        raise wrong_dtype(
-            f"return_statistics is {names!r}; allowed: {', '.join(map(repr, _STATISTICS))}, or a "
-            "tuple of these"
-        )
-    bits = 0
-    for name in names:
-        bits |= _one_of("return_statistics", name, _STATISTICS)
-    return bits
+def check_names(function: str, names: str, options: Mapping[str, Any]) -> None:
+    """Refuses an option that the function of that name does not pass on."""
+    for name in options:
+        if name not in names.split():
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+
+
+_OF_LOGITS = "linear_bias ignore_index logit_scale softcap temperature shift memory"
+_OF_LINEAR = (
+    f"{_OF_LOGITS} weight reduction label_smoothing z_loss token_weight normalizer empty_mean group"
+)
+
+
+def wanted_of(names: Any) -> int:
+    """The bits of _run of the statistics' names."""
+    return sum(_run.BITS[name] for name in _statistics.names_of(names)) if names else 0
 
 
 def _shifted(target: Tensor, shift: int, ignore_index: int) -> Tensor:
     """Position i gets the target of i + shift; the last `shift` positions are ignored."""
-    check_shift(shift, target)
+    check_shift(shift, target.shape)
     if not isinstance(ignore_index, torch.SymInt):  # torch.compile makes a SymInt of a number
         _abi.check_ignore_index(ignore_index)
     if target.dtype is torch.int32 and not -_INT32 <= ignore_index < _INT32:
@@ -132,7 +146,7 @@ def _temperature(value: Any, shape: torch.Size, shift: int) -> tuple[Any, Tensor
         return value, None
     value = _float_constant("temperature", value)
     if value.shape != shape:
-        flat = _abi.is_flat(value.shape, shape)
+        flat = is_flat(value.shape, shape)
         value = value.reshape(shape) if flat else value.expand(shape)
     if shift:
         value = _moved(value, shift, 1.0)
@@ -218,30 +232,17 @@ def _loss(
         raise
 
 
-def _result(outputs: Any, wanted: int) -> Any:
-    """What the caller is given who asked for the loss and `wanted` statistics."""
-    if not wanted:
-        return outputs[0]
-    return outputs[0], Statistics(*outputs[1:])
-
-
-def _refuse_without_group(
-    vocab_start: Any, vocab_total: Any, sequence_dim: Any, local_tokens: bool,
-    reduce_input_grad: bool, reduce_dtype: str,
-) -> None:  # fmt: skip
-    given = {
-        "vocab_start": vocab_start is not None,
-        "vocab_total": vocab_total is not None,
-        "sequence_dim": sequence_dim is not None,
-        "local_tokens": local_tokens,
-        "reduce_input_grad": not reduce_input_grad,
-        "reduce_dtype": reduce_dtype != "float32",
-    }
-    for name, is_given in given.items():
-        if is_given:
-            raise invalid(f"{name} is given without group, whose ranks it is about")
-
-
+@overload
+def linear_cross_entropy(  # type: ignore[overload-overlap]  # () asks for nothing
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_statistics: tuple[()] = ...,
+    options: None = ..., **keywords: Unpack[LinearOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *,
+    return_statistics: StatisticName | Sequence[StatisticName],
+    options: None = ..., **keywords: Unpack[LinearOptions],
+) -> tuple[Tensor, Statistics]: ...  # fmt: skip
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -249,7 +250,7 @@ def linear_cross_entropy(
     *,
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -260,21 +261,11 @@ def linear_cross_entropy(
     normalizer: float | Tensor | None = None,
     shift: bool | int = False,
     memory: int | str | None = None,
-    return_statistics: Sequence[str] = (),
-    empty_mean: str = "zero",
+    return_statistics: Any = (),
+    empty_mean: EmptyMean = "zero",
     group: Any = None,
-    vocab_start: int | None = None,
-    vocab_total: int | None = None,
-    sequence_dim: int | None = None,
-    local_tokens: bool = False,
-    reduce_input_grad: bool = True,
-    reduce_dtype: str = "float32",
-    vocab_blocks: int | None = None,
     options: None = None,
-    _main_grad: MainGrad | None = None,
-    _data: Any = None,
-    _bits: int = 0,
-    _size: bool | None = None,
+    **old: Any,
 ) -> Any:
     """Cross-entropy of input @ linear_weight.T + linear_bias, without the logits.
 
@@ -294,109 +285,140 @@ def linear_cross_entropy(
 
     `group`: a process group (or its name) over which the vocabulary is split: linear_weight and
     linear_bias hold this rank's columns, everything else is the same on every rank, and so are all
-    results, to the bit (docs/devices.md). `vocab_start`, `vocab_total`: where these columns begin,
-    and how many all ranks have; None: torch.chunk's split of `vocab_total`, or equal shards. Rows
-    of the weight behind `vocab_total` are padding. `sequence_dim`: the dimension of tokens along
-    which the input is split over the group too; targets and results are those of all tokens, with
-    `local_tokens` those of the rank's own, and a sum or mean is then their part of that of all.
-    `reduce_input_grad`: False leaves the input's gradient the rank's part of a sum. `reduce_dtype`:
-    "float32" adds the parts in the ranks' order, so that every rank has the same bits; "input"
-    leaves the sum to the backend, in the input's dtype.
+    results, to the bit. A Split says more (docs/devices.md).
 
     DTensors: a linear_weight (and linear_bias) with Shard(0) on exactly one mesh dimension says the
-    group and which columns are the rank's own; vocab_total below its rows: padding. The input
+    group and which columns are the rank's own; Split.total below its rows: padding. The input
     beside it is a DTensor, Replicate or Shard(a dimension of tokens, which is then sequence_dim)
     on that mesh dimension, or with an explicit `group` plain and the same on every rank. A target
     that is a DTensor split like the input means local_tokens. Gradients are DTensors of their
     tensor's placements; the results are plain tensors.
-    `vocab_blocks`: a power of two that the ranks divide; the vocabulary is computed in so many
-    blocks of equal width, each by itself, and everything has the same bits for any number of ranks
-    that divides it, one without a group included.
+
     `options`: None. torch's LinearCrossEntropyOptions, which say how it computes, are refused.
+    `old`: Split's fields under their former names (vocab_start, vocab_total, vocab_blocks, ...),
+    with a DeprecationWarning.
     """
     if options is not None:
         raise not_supported(
             f"options is a {type(options).__name__}; allowed: None (the loss is exact, and memory= "
             "bounds what it takes)"
         )
+    if old:
+        group = split_of(group, old, "linear_cross_entropy")
+    wanted = wanted_of(return_statistics) if return_statistics else 0
+    outputs = linear_outputs(
+        input, linear_weight, target, wanted | _run.LOSS, linear_bias, weight, reduction,
+        ignore_index, label_smoothing, z_loss, logit_scale, softcap, temperature, token_weight,
+        normalizer, shift, memory, empty_mean, group,
+    )  # fmt: skip
+    return _result(outputs, wanted)
+
+
+def _result(outputs: Any, wanted: int) -> Any:
+    """What the caller is given who asked for the loss and `wanted` statistics."""
+    if not wanted:
+        return outputs[0]
+    return outputs[0], _statistics.Statistics(*outputs[1:])
+
+
+def linear_outputs(
+    input: Tensor, linear_weight: Tensor, target: Tensor, wanted: int,
+    linear_bias: Tensor | None = None, weight: Tensor | None = None, reduction: str = "mean",
+    ignore_index: int | None = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
+    logit_scale: float = 1.0, softcap: float | None = 0.0, temperature: float | Tensor = 1.0,
+    token_weight: Tensor | None = None, normalizer: float | Tensor | None = None,
+    shift: bool | int = False, memory: int | str | None = None, empty_mean: str = "zero",
+    group: Any = None, *, main_grad: MainGrad | None = None, data: Any = None,
+    size: bool | None = None,
+) -> Any:  # fmt: skip
+    """The outputs of linear_cross_entropy's arguments that are `wanted`, as bits of _run, in their
+    order. `main_grad`: where the weight's gradient goes. `data`: a _parallel.Data. `size`: whether
+    gradients are counted; the result is then the bytes that the call would take."""
     check_rows("input", input, "[..., D]")
     check_matrix("linear_weight", linear_weight)
     if linear_bias is not None:
         check_bias(linear_bias, linear_weight)
-    if group is not None or hasattr(linear_weight, "placements") or hasattr(input, "placements"):
+    split = group if group is None or type(group) is Split else Split(group)
+    if split is not None or hasattr(linear_weight, "placements") or hasattr(input, "placements"):
         from logitless.torch import _placed
 
-        given = (input, linear_weight, target, linear_bias, weight, token_weight, normalizer)
-        if any(_placed.is_placed(t) for t in (*given, temperature)):
+        given = _placed.Arguments(
+            input, linear_weight, target, linear_bias, weight, token_weight, normalizer,
+            temperature, split or Split(),
+        )  # fmt: skip
+        if any(map(_placed.is_placed, given)):
             (
                 input, linear_weight, target, linear_bias, weight, token_weight, normalizer,
-                temperature, group, vocab_start, vocab_total, sequence_dim, local_tokens,
-            ) = _placed.local(
-                _placed.Arguments(
-                    *given, temperature, group, vocab_start, vocab_total, sequence_dim,
-                    local_tokens,
-                ),
-                reduce_input_grad,
-            )  # fmt: skip
+                temperature, split,
+            ) = _placed.local(given)  # fmt: skip
     shard = None
-    if group is None:
-        _refuse_without_group(
-            vocab_start, vocab_total, sequence_dim, local_tokens, reduce_input_grad, reduce_dtype
-        )
-    if group is None and vocab_blocks is None:
+    if split is None:
         check_target(input, target, "input")
     else:
         from logitless.torch import _parallel
 
-        shard = _parallel.shard_of(
-            group, input, linear_weight, vocab_start, vocab_total, sequence_dim, local_tokens,
-            reduce_input_grad, reduce_dtype, vocab_blocks,
-        )  # fmt: skip
-        _parallel.check_tokens(input, target, shard, int(shift))
-        if _data is not None:
-            shard = _data.shard(shard)
-        if shard.size == 1 and not shard.blocks and not shard.replicas and shard.divisor == 1:
-            linear_weight, linear_bias = _parallel.of_one(shard, linear_weight, linear_bias)
-            shard = None
-    wanted = _wanted(return_statistics) if return_statistics else 0
-    ignore_index, softcap = _abi.ignore_index_of(ignore_index), _abi.softcap_of(softcap)
-    if shift:
-        target = _shifted(target, int(shift), ignore_index)
-    degrees: Any = temperature
-    temperatures = None
-    if type(temperature) is not float:
-        degrees, temperatures = _temperature(temperature, target.shape, int(shift))
-    number, normalizer = (
-        (0.0, None) if normalizer is None else _normalizer(normalizer, input.device)
-    )
-    chosen = Options(
-        _one_of("reduction", reduction, _REDUCTIONS), ignore_index, label_smoothing, z_loss,
-        logit_scale, softcap, degrees, _one_of("empty_mean", empty_mean, _EMPTY_MEANS), number,
-    )  # fmt: skip
-    constants = Constants(
-        target,
-        None if token_weight is None else _token_weight(token_weight, target.shape, int(shift)),
-        None if weight is None else _float_constant("weight", weight),
-        normalizer,
-        temperatures,
-    )
-    bound = _memory.default() if memory is None else parse_memory(memory)
-    bits = _bits or wanted | _run.LOSS
+        shard = _parallel.shard_of(split, input, linear_weight)
     try:
-        if _size is not None:  # workspace_size asks, with gradients or without
+        if shard is not None:
+            _parallel.check_tokens(input, target, shard, int(shift))
+            if data is not None:
+                shard = data.shard(shard)
+            if shard.size == 1 and not shard.blocks and not shard.replicas and shard.divisor == 1:
+                linear_weight, linear_bias = _parallel.of_one(shard, linear_weight, linear_bias)
+                shard = None
+        options = options_of(
+            reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap, temperature,
+            empty_mean,
+        )  # fmt: skip
+        constants, options = _of_tokens(
+            input, target, options, weight, token_weight, normalizer, int(shift)
+        )
+        bound = _memory.default() if memory is None else parse_memory(memory)
+    except LogitlessError as error:
+        if shard is not None:
+            _parallel.tell(error, input, shard)
+        raise
+    try:
+        if size is not None:
             return _bytes_of(
-                input, linear_weight, linear_bias, constants, chosen, bound, bits, _size
+                input, linear_weight, linear_bias, constants, options, bound, wanted, size
             )
-        outputs = _loss(
-            input, linear_weight, linear_bias, constants, chosen, bound, bits,
-            main_grad=_main_grad, shard=shard, data=_data,
+        return _loss(
+            input, linear_weight, linear_bias, constants, options, bound, wanted,
+            main_grad=main_grad, shard=shard, data=data,
         )  # fmt: skip
     except LogitlessError as error:
-        shape = target.shape if _data is None else (target.numel(),)  # another rank's may differ
+        shape = constants.target.shape if data is None else (target.numel(),)
         ranks = None if shard is None else shard.gathered()
         error.args = (_in_callers_words(error, shape, int(shift), ranks, memory is None),)
         raise
-    return outputs if _bits else _result(outputs, wanted)
+
+
+def _of_tokens(
+    rows: Tensor, target: Tensor, options: Options, weight: Tensor | None,
+    token_weight: Tensor | None, normalizer: float | Tensor | None, shift: int,
+) -> tuple[Constants, Options]:  # fmt: skip
+    """What of a call has no gradient, as the core takes it, moved by `shift`; and the options with
+    what of it is a number."""
+    if shift:
+        target = _shifted(target, shift, options.ignore_index)
+    temperatures = None
+    if type(options.temperature) is not float:
+        number, temperatures = _temperature(options.temperature, target.shape, shift)
+        options = options._replace(temperature=number)
+    by = None
+    if normalizer is not None:
+        number, by = _normalizer(normalizer, rows.device)
+        if number:
+            options = options._replace(normalizer=number)
+    constants = Constants(
+        target,
+        None if token_weight is None else _token_weight(token_weight, target.shape, shift),
+        None if weight is None else _float_constant("weight", weight),
+        by,
+        temperatures,
+    )
+    return constants, options
 
 
 def _in_callers_words(
@@ -425,27 +447,15 @@ def _bytes_of(
     return _planned.bytes_of(input, weight, bias, call, gradients)
 
 
+@passes_on(_OF_LINEAR, linear_cross_entropy)
 def workspace_size(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,
     *,
-    linear_bias: Tensor | None = None,
-    weight: Tensor | None = None,
-    reduction: str = "mean",
-    ignore_index: int | None = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    logit_scale: float = 1.0,
-    softcap: float | None = 0.0,
-    temperature: float | Tensor = 1.0,
-    token_weight: Tensor | None = None,
-    normalizer: float | Tensor | None = None,
-    shift: bool | int = False,
-    memory: int | str | None = None,
-    return_statistics: Sequence[str] = (),
-    empty_mean: str = "zero",
+    return_statistics: StatisticName | Sequence[StatisticName] = (),
     gradients: bool = True,
+    **options: Unpack[LinearOptions],
 ) -> int:
     """Bytes that linear_cross_entropy of these arguments takes beyond the tensors that it is given,
     its results and the gradients: its workspace and, of a reduction "none" or a differentiable
@@ -457,69 +467,76 @@ def workspace_size(
     the backward too, of the tensors that require a gradient, or of all where none does, as if every
     result had an upstream gradient; False is a call under no_grad. `memory` is never exceeded; None
     is that of `default_memory`. A compiled function may keep another amount."""
-    if any(hasattr(t, "placements") for t in (input, linear_weight, target, linear_bias)):
+    check_names("workspace_size", _OF_LINEAR, options)
+    tensors = (input, linear_weight, target, options.get("linear_bias"))
+    if options.get("group") is not None or any(hasattr(t, "placements") for t in tensors):
         raise not_supported(
-            "workspace_size is of one process; allowed: plain tensors, such as a DTensor's to_local"
+            "workspace_size is of one process; allowed: plain tensors, such as a DTensor's "
+            "to_local, and no group"
         )
-    size: int = linear_cross_entropy(
-        input, linear_weight, target, linear_bias=linear_bias, weight=weight, reduction=reduction,
-        ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
-        logit_scale=logit_scale, softcap=softcap, temperature=temperature,
-        token_weight=token_weight, normalizer=normalizer, shift=shift, memory=memory,
-        return_statistics=return_statistics, empty_mean=empty_mean, _size=gradients,
-    )  # fmt: skip
+    wanted = wanted_of(return_statistics) | _run.LOSS
+    size: int = linear_outputs(input, linear_weight, target, wanted, **options, size=gradients)
     return size
 
 
+@overload
+def linear_logprob(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, entropy: Literal[False] = ...,
+    **options: Unpack[LogprobOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def linear_logprob(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, entropy: Literal[True, "detached"],
+    **options: Unpack[LogprobOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @refuses(OLD_OF_LOGPROB)
+@passes_on(_OF_LOGITS, linear_cross_entropy)
 def linear_logprob(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,
     *,
-    temperature: float | Tensor = 1.0,
-    linear_bias: Tensor | None = None,
-    ignore_index: int | None = -100,
-    logit_scale: float = 1.0,
-    softcap: float | None = 0.0,
-    shift: bool | int = False,
-    memory: int | str | None = None,
     entropy: bool | str = False,
     group: Any = None,
-    vocab_start: int | None = None,
-    vocab_total: int | None = None,
-    sequence_dim: int | None = None,
-    local_tokens: bool = False,
-    reduce_input_grad: bool = True,
-    reduce_dtype: str = "float32",
-    vocab_blocks: int | None = None,
+    **options: Any,
 ) -> Any:
     """Log-probability of every target token, [...] in f32 and never above 0, for reinforcement
     learning; with `entropy` the pair (logprob, entropy), both differentiable. `entropy="detached"`:
-    the entropy has no gradient, and nothing is kept for one. Ignored tokens give 0. `temperature`
-    is a number or a tensor, as in linear_cross_entropy: no gradient flows to it. `group` and what
-    follows it, and DTensors: a vocabulary that is split over ranks, as there."""
-    bits = _run.LOGPROB
+    the entropy has no gradient, and nothing is kept for one. Ignored tokens give 0.
+
+    `options` are linear_cross_entropy's that say what a token's logits are: linear_bias,
+    ignore_index, logit_scale, softcap, temperature (to which no gradient flows), shift; and memory.
+    `group`, a Split and DTensors: a vocabulary that is split over ranks, as there."""
+    old = {name: options.pop(name) for name in tuple(options) if name in OLD}
+    if old:
+        group = split_of(group, old, "linear_logprob", 4)
+    check_names("linear_logprob", _OF_LOGITS, options)
+    wanted = _run.LOGPROB
     if entropy:
-        bits |= _run.ENTROPY | (_run.DETACHED if entropy_detached(entropy) else 0)
-    outputs = linear_cross_entropy(
-        input, linear_weight, target, linear_bias=linear_bias, reduction="none",
-        ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap,
-        temperature=temperature, shift=shift, memory=memory, group=group,
-        vocab_start=vocab_start, vocab_total=vocab_total, sequence_dim=sequence_dim,
-        local_tokens=local_tokens, reduce_input_grad=reduce_input_grad, reduce_dtype=reduce_dtype,
-        vocab_blocks=vocab_blocks, _bits=bits,
-    )  # fmt: skip
+        wanted |= _run.ENTROPY | (_run.DETACHED if entropy_detached(entropy) else 0)
+    outputs = linear_outputs(
+        input, linear_weight, target, wanted, reduction="none", group=group, **options
+    )
     logprob, made = outputs[_LOGPROB : _LOGPROB + 2]
     return (logprob, made) if entropy else logprob
 
 
+@overload
+def cross_entropy(  # type: ignore[overload-overlap]  # () asks for nothing
+    logits: Tensor, target: Tensor, *, return_statistics: tuple[()] = ...,
+    **options: Unpack[LossOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def cross_entropy(
+    logits: Tensor, target: Tensor, *, return_statistics: StatisticName | Sequence[StatisticName],
+    **options: Unpack[LossOptions],
+) -> tuple[Tensor, Statistics]: ...  # fmt: skip
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
     *,
     weight: Tensor | None = None,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -528,32 +545,37 @@ def cross_entropy(
     temperature: float | Tensor = 1.0,
     token_weight: Tensor | None = None,
     normalizer: float | Tensor | None = None,
-    return_statistics: Sequence[str] = (),
-    empty_mean: str = "zero",
-    _in_place: bool = False,
+    return_statistics: Any = (),
+    empty_mean: EmptyMean = "zero",
 ) -> Any:
     """Cross-entropy of given logits [..., V]; the classes are the last dimension, always. The
     options are those of linear_cross_entropy."""
+    return _of_logits(
+        logits, target, False, return_statistics, weight, reduction, ignore_index, label_smoothing,
+        z_loss, logit_scale, softcap, temperature, token_weight, normalizer, empty_mean,
+    )  # fmt: skip
+
+
+def _of_logits(
+    logits: Tensor, target: Tensor, in_place: bool, return_statistics: Any = (),
+    weight: Tensor | None = None, reduction: str = "mean", ignore_index: int | None = -100,
+    label_smoothing: float = 0.0, z_loss: float = 0.0, logit_scale: float = 1.0,
+    softcap: float | None = 0.0, temperature: float | Tensor = 1.0,
+    token_weight: Tensor | None = None, normalizer: float | Tensor | None = None,
+    empty_mean: str = "zero",
+) -> Any:  # fmt: skip
+    """cross_entropy; `in_place`: backward writes the gradient over the logits."""
     check_rows("logits", logits, "[..., V]")
     check_target(logits, target, "logits")
-    wanted = _wanted(return_statistics) if return_statistics else 0
-    ignore_index, softcap = _abi.ignore_index_of(ignore_index), _abi.softcap_of(softcap)
-    degrees, temperatures = _temperature(temperature, target.shape, 0)
-    number, normalizer = _normalizer(normalizer, logits.device)
-    options = Options(
-        _one_of("reduction", reduction, _REDUCTIONS), ignore_index, label_smoothing, z_loss,
-        logit_scale, softcap, degrees, _one_of("empty_mean", empty_mean, _EMPTY_MEANS), number,
+    wanted = wanted_of(return_statistics) if return_statistics else 0
+    options = options_of(
+        reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap, temperature,
+        empty_mean,
     )  # fmt: skip
-    constants = Constants(
-        target,
-        None if token_weight is None else _token_weight(token_weight, target.shape, 0),
-        None if weight is None else _float_constant("weight", weight),
-        normalizer,
-        temperatures,
-    )
+    constants, options = _of_tokens(logits, target, options, weight, token_weight, normalizer, 0)
     try:
         outputs = _loss(
-            logits, None, None, constants, options, None, wanted | _run.LOSS, in_place=_in_place
+            logits, None, None, constants, options, None, wanted | _run.LOSS, in_place=in_place
         )
     except LogitlessError as error:
         error.args = (_in_callers_words(error, target.shape),)
@@ -561,12 +583,22 @@ def cross_entropy(
     return _result(outputs, wanted)
 
 
+@overload
+def cross_entropy_(  # type: ignore[overload-overlap]  # () asks for nothing
+    logits: Tensor, target: Tensor, *, return_statistics: tuple[()] = ...,
+    **options: Unpack[LossOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def cross_entropy_(
+    logits: Tensor, target: Tensor, *, return_statistics: StatisticName | Sequence[StatisticName],
+    **options: Unpack[LossOptions],
+) -> tuple[Tensor, Statistics]: ...  # fmt: skip
 def cross_entropy_(logits: Tensor, target: Tensor, **options: Any) -> Any:
     """cross_entropy whose backward writes the gradient over the logits: no second [N, V]."""
     check_rows("logits", logits, "[..., V]")
     if torch.is_grad_enabled() and logits.requires_grad:
         check_overwritten(logits)
-    return cross_entropy(logits, target, _in_place=True, **options)
+    return _of_logits(logits, target, True, **options)
 
 
 def softmax_(logits: Tensor, dim: int = -1) -> Tensor:

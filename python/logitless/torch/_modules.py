@@ -4,21 +4,52 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from logitless import _abi
+from logitless._call import EmptyMean, Reduction, is_flat
 from logitless._errors import invalid, not_supported, renames, wrong_dtype
 from logitless.torch._autograd import MainGrad
 from logitless.torch._checks import check_tensor
-from logitless.torch._functions import _autocast_dtype, cross_entropy, linear_cross_entropy
+from logitless.torch._functions import (
+    Statistics,
+    _autocast_dtype,
+    _result,
+    cross_entropy,
+    linear_cross_entropy,
+    linear_outputs,
+    passes_on,
+    wanted_of,
+)
+from logitless.torch._run import LOSS
+from logitless.torch._split import Split
+
+if TYPE_CHECKING:
+    from typing import Literal
+
+    from typing_extensions import Unpack
+
+    from logitless import _call
+    from logitless._statistics import StatisticName
+
+    ModuleOptions: TypeAlias = _call.ModuleOptions[Tensor]
+    LinearModuleOptions: TypeAlias = _call.LinearModuleOptions[Tensor]
+
+    class HeadOptions(_call.LinearModuleOptions[Tensor], total=False):
+        weight: Tensor | None
+        reduction: Reduction
+        grad_accumulation: Literal["main_grad"] | None
 
 
-class _Loss(torch.nn.Module):
-    """The options that both losses have."""
+R = TypeVar("R")
+
+
+class _Loss(torch.nn.Module, Generic[R]):
+    """The options that both losses have. R is what a call gives: a Tensor, or with statistics
+    (Tensor, Statistics)."""
 
     weight: Tensor | None
     temperature: float | Tensor
@@ -26,15 +57,15 @@ class _Loss(torch.nn.Module):
     def __init__(
         self,
         weight: Tensor | None = None,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
         ignore_index: int | None = -100,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         logit_scale: float = 1.0,
         softcap: float | None = 0.0,
         temperature: float | Tensor = 1.0,
-        return_statistics: Sequence[str] = (),
-        empty_mean: str = "zero",
+        return_statistics: Any = (),
+        empty_mean: EmptyMean = "zero",
     ) -> None:
         super().__init__()
         if weight is not None:
@@ -93,8 +124,30 @@ class _Loss(torch.nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in given.items())
 
 
-class CrossEntropyLoss(_Loss):
+class CrossEntropyLoss(_Loss[R]):
     """cross_entropy of given logits [..., V]."""
+
+    if TYPE_CHECKING:
+
+        @overload
+        def __init__(
+            self: CrossEntropyLoss[Tensor], weight: Tensor | None = ...,
+            reduction: Reduction = ..., *, return_statistics: tuple[()] = ...,
+            **options: Unpack[ModuleOptions],
+        ) -> None: ...  # fmt: skip
+        @overload
+        def __init__(
+            self: CrossEntropyLoss[tuple[Tensor, Statistics]], weight: Tensor | None = ...,
+            reduction: Reduction = ..., *,
+            return_statistics: StatisticName | Sequence[StatisticName],
+            **options: Unpack[ModuleOptions],
+        ) -> None: ...  # fmt: skip
+        def __init__(self, *args: Any, **options: Any) -> None: ...
+
+        def __call__(
+            self, logits: Tensor, target: Tensor, *, token_weight: Tensor | None = ...,
+            normalizer: float | Tensor | None = ..., temperature: float | Tensor | None = ...,
+        ) -> R: ...  # fmt: skip
 
     def forward(
         self,
@@ -111,21 +164,42 @@ class CrossEntropyLoss(_Loss):
         )  # fmt: skip
 
 
-class LinearCrossEntropyLoss(_Loss):
+class LinearCrossEntropyLoss(_Loss[R]):
     """linear_cross_entropy, with the options kept."""
 
+    if TYPE_CHECKING:
+
+        def __call__(
+            self, input: Tensor, linear_weight: Tensor, target: Tensor, *,
+            linear_bias: Tensor | None = ..., token_weight: Tensor | None = ...,
+            normalizer: float | Tensor | None = ..., temperature: float | Tensor | None = ...,
+        ) -> R: ...  # fmt: skip
+
+    @overload
+    def __init__(
+        self: LinearCrossEntropyLoss[Tensor], weight: Tensor | None = ...,
+        reduction: Reduction = ..., *, return_statistics: tuple[()] = ...,
+        **options: Unpack[LinearModuleOptions],
+    ) -> None: ...  # fmt: skip
+    @overload
+    def __init__(
+        self: LinearCrossEntropyLoss[tuple[Tensor, Statistics]], weight: Tensor | None = ...,
+        reduction: Reduction = ..., *,
+        return_statistics: StatisticName | Sequence[StatisticName],
+        **options: Unpack[LinearModuleOptions],
+    ) -> None: ...  # fmt: skip
     def __init__(
         self,
         weight: Tensor | None = None,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
         ignore_index: int | None = -100,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         logit_scale: float = 1.0,
         softcap: float | None = 0.0,
         temperature: float | Tensor = 1.0,
-        return_statistics: Sequence[str] = (),
-        empty_mean: str = "zero",
+        return_statistics: Any = (),
+        empty_mean: EmptyMean = "zero",
         *,
         shift: bool | int = False,
         memory: int | str | None = None,
@@ -175,13 +249,13 @@ def _divided(logits: Tensor, temperature: float | Tensor) -> Tensor:
     """Logits [..., V] by a number or a temperature of each token, as the losses take it."""
     if isinstance(temperature, Tensor):
         tokens = logits.shape[:-1]
-        if _abi.is_flat(temperature.shape, tokens):
+        if is_flat(temperature.shape, tokens):
             temperature = temperature.reshape(tokens)
         return (logits / temperature.unsqueeze(-1)).to(logits.dtype)
     return logits / temperature if temperature != 1 else logits
 
 
-class LinearCrossEntropyHead(torch.nn.Linear):
+class LinearCrossEntropyHead(torch.nn.Linear, Generic[R]):
     """The head itself: with targets the loss, without them the logits.
 
     It is a Linear and holds the weight, so that the hooks of FSDP and DDP run around the loss, ties
@@ -200,6 +274,38 @@ class LinearCrossEntropyHead(torch.nn.Linear):
     _split = False  # its weight is a DTensor of `parallelize`, and no shard of FSDP's
     _own_tokens = False  # and each of its ranks has tokens of its own
 
+    if TYPE_CHECKING:
+
+        @overload
+        def __call__(
+            self, input: Tensor, target: None = ..., *,
+            temperature: float | Tensor | None = ...,
+        ) -> Tensor: ...  # fmt: skip
+        @overload
+        def __call__(
+            self, input: Tensor, target: Tensor, *, token_weight: Tensor | None = ...,
+            normalizer: float | Tensor | None = ..., temperature: float | Tensor | None = ...,
+        ) -> R: ...  # fmt: skip
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
+
+    @overload
+    def __init__(
+        self: LinearCrossEntropyHead[Tensor], in_features: int, out_features: int,
+        bias: bool = ..., device: Any = ..., dtype: Any = ..., *,
+        return_statistics: tuple[()] = ..., **options: Unpack[HeadOptions],
+    ) -> None: ...  # fmt: skip
+    @overload
+    def __init__(
+        self: LinearCrossEntropyHead[tuple[Tensor, Statistics]], in_features: int,
+        out_features: int, bias: bool = ..., device: Any = ..., dtype: Any = ..., *,
+        return_statistics: StatisticName | Sequence[StatisticName],
+        **options: Unpack[HeadOptions],
+    ) -> None: ...  # fmt: skip
+    @passes_on(
+        "weight reduction ignore_index label_smoothing z_loss logit_scale softcap temperature "
+        "return_statistics empty_mean shift memory",
+        LinearCrossEntropyLoss,
+    )
     def __init__(
         self,
         in_features: int,
@@ -209,27 +315,14 @@ class LinearCrossEntropyHead(torch.nn.Linear):
         dtype: Any = None,
         *,
         grad_accumulation: str | None = None,
-        weight: Tensor | None = None,
-        reduction: str = "mean",
-        ignore_index: int | None = -100,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        logit_scale: float = 1.0,
-        softcap: float | None = 0.0,
-        temperature: float | Tensor = 1.0,
-        return_statistics: Sequence[str] = (),
-        empty_mean: str = "zero",
-        shift: bool | int = False,
-        memory: int | str | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         if grad_accumulation not in (None, "main_grad"):
             raise invalid(f"grad_accumulation is {grad_accumulation!r}; allowed: None, 'main_grad'")
         self.grad_accumulation = grad_accumulation
-        self.loss = LinearCrossEntropyLoss(
-            weight, reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap,
-            temperature, return_statistics, empty_mean, shift=shift, memory=memory,
-        )  # fmt: skip
+        self.loss: LinearCrossEntropyLoss[R] = LinearCrossEntropyLoss(**options)
+        weight = self.loss.weight
         # A checkpoint of the head is that of the Linear in whose place it stands.
         self.loss.register_buffer("weight", weight, persistent=False)
 
@@ -252,8 +345,21 @@ class LinearCrossEntropyHead(torch.nn.Linear):
                 )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
+    @overload
     @classmethod
-    def from_linear(cls, linear: torch.nn.Linear, **options: Any) -> LinearCrossEntropyHead:
+    def from_linear(  # type: ignore[overload-overlap]  # () asks for nothing
+        cls, linear: torch.nn.Linear, *, return_statistics: tuple[()] = ...,
+        **options: Unpack[HeadOptions],
+    ) -> LinearCrossEntropyHead[Tensor]: ...  # fmt: skip
+    @overload
+    @classmethod
+    def from_linear(
+        cls, linear: torch.nn.Linear, *,
+        return_statistics: StatisticName | Sequence[StatisticName],
+        **options: Unpack[HeadOptions],
+    ) -> LinearCrossEntropyHead[tuple[Tensor, Statistics]]: ...  # fmt: skip
+    @classmethod
+    def from_linear(cls, linear: torch.nn.Linear, **options: Any) -> LinearCrossEntropyHead[Any]:
         """A head that shares the parameters of `linear`; `options` are the head's."""
         if not isinstance(getattr(linear, "weight", None), Tensor):  # quantized ones have a method
             raise wrong_dtype(
@@ -284,17 +390,21 @@ class LinearCrossEntropyHead(torch.nn.Linear):
             if loss.softcap is not None and loss.softcap > 0:
                 z = torch.tanh(z / loss.softcap) * loss.softcap
             return _divided(z, loss.temperature if temperature is None else temperature)
-        return linear_cross_entropy(
+        options = self.loss._options(temperature)
+        wanted = wanted_of(options.pop("return_statistics"))
+        outputs = linear_outputs(
             input,
             self.weight,
             target,
-            linear_bias=self.bias,
+            wanted | LOSS,
+            self.bias,
             token_weight=token_weight,
             normalizer=normalizer,
-            _main_grad=self._main_grad(),
-            **self._group_options(input, target),
-            **self.loss._options(temperature),
+            main_grad=self._main_grad(),
+            **self._place(input, target),
+            **options,
         )
+        return _result(outputs, wanted)
 
     def parallelize(
         self,
@@ -306,7 +416,7 @@ class LinearCrossEntropyHead(torch.nn.Linear):
         tokens: str = "replicated",
         param_dtype: torch.dtype | None = None,
         gradient_divide_factor: float | None = None,
-    ) -> LinearCrossEntropyHead:
+    ) -> LinearCrossEntropyHead[R]:
         """Splits the vocabulary over a device mesh, of one dimension but where said otherwise, and
         returns the head.
 
@@ -357,7 +467,7 @@ class LinearCrossEntropyHead(torch.nn.Linear):
         self._own_tokens = own
         return self
 
-    def _group_options(self, input: Any, target: Any) -> dict[str, Any]:
+    def _place(self, input: Any, target: Any) -> dict[str, Any]:
         """What the loss is told of a vocabulary that is split. FSDP's shards are not ours."""
         if self._own_tokens:
             return self._data_options(input, target)
@@ -372,10 +482,11 @@ class LinearCrossEntropyHead(torch.nn.Linear):
             )
         from logitless.torch import _placed
 
-        options = {"group": _placed.group_of(self.weight)}
+        group = _placed.group_of(self.weight)
         if hasattr(input, "placements"):  # they say whether it is split
-            return options
-        return {**options, "sequence_dim": self.sequence_dim, "local_tokens": self.local_tokens}
+            return {"group": group}
+        split = Split(group, sequence_dim=self.sequence_dim, local_tokens=self.local_tokens)
+        return {"group": split}
 
     def _data_options(self, input: Any, target: Any) -> dict[str, Any]:
         """The same where each rank has tokens of its own."""
@@ -396,7 +507,7 @@ class LinearCrossEntropyHead(torch.nn.Linear):
                 )
         dtype, factor = self._product_dtype(input), self.gradient_divide_factor
         data = _placed.data_of(weight, dtype, factor)
-        return {"group": _placed.group_of(weight), "_data": data}
+        return {"group": _placed.group_of(weight), "data": data}
 
     def _product_dtype(self, input: Tensor) -> torch.dtype | None:
         return _autocast_dtype(input) or self.param_dtype

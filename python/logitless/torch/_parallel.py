@@ -48,8 +48,11 @@ from logitless.torch._device import allows_tf32
 from logitless.torch._kept import Keep
 from logitless.torch._run import Constants, Upstream
 from logitless.torch._shards import Tokens
+from logitless.torch._split import Split, check_group
 
-_DIFFERENTIABLE = (_run.LOSS, _run.LSE, _run.TARGET_LOGIT, _run.LOGPROB, _run.ENTROPY)
+_DIFFERENTIABLE = tuple(
+    bit for bit in _run.OUTPUTS if bit & (_run.LOSS | _run.DIFFERENTIABLE)
+)  # the first of the outputs
 _FORWARD = (*_run.INPUTS, "anchor", "target_logit", *EXTRA.values(), "argmax")
 _NUMBERS = ("label_smoothing", "z_loss", "logit_scale", "softcap", "temperature", "normalizer")
 _CODES = ("reduction", "ignore_index", "empty_mean", "vocab_start", "vocab_total")
@@ -118,7 +121,7 @@ def _default_split(
         raise wrong_shape(
             f"linear_weight has {rows} rows on rank {rank} of {size}; allowed: "
             f"{min(each, total - start)}, as torch.chunk splits a vocabulary of {total}, or "
-            "another split with vocab_start"
+            "another split with Split.start"
         )
     return start, total
 
@@ -134,16 +137,14 @@ def _of_name(name: str) -> tuple[str, int, int]:
 _of_name._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see _memory.default
 
 
-def shard_of(
-    group: Any, input: Tensor, weight: Tensor, vocab_start: int | None, vocab_total: int | None,
-    sequence_dim: int | None, local_tokens: bool, reduce_input_grad: bool, reduce_dtype: str,
-    vocab_blocks: int | None,
-) -> Shard:  # fmt: skip
+def shard_of(split: Split, input: Tensor, weight: Tensor) -> Shard:
     """Checks what the caller says of the group and its shard."""
     import torch.distributed as dist
 
+    group, sequence_dim = split.group, split.sequence_dim
     if group is None:
-        blocks = _check_blocks(vocab_blocks, 1, reduce_dtype)
+        check_group(split)
+        blocks = _check_blocks(split.blocks, 1, split.reduce_dtype)
         return Shard("", 0, 1, 0, weight.shape[0], blocks=blocks)
     if not (dist.is_available() and dist.is_initialized()):
         raise invalid("group is given, but torch.distributed is not initialized")
@@ -156,26 +157,26 @@ def shard_of(
             f"group is a {type(group).__name__}; allowed: a torch.distributed.ProcessGroup that "
             "this rank belongs to, or its name"
         )
-    if vocab_start is not None and vocab_total is None:
-        raise invalid("vocab_start is given without vocab_total, the columns of all ranks together")
-    blocks = _check_blocks(vocab_blocks, size, reduce_dtype)
-    if vocab_start is None or vocab_total is None:
-        start, total = _default_split(weight, rank, size, vocab_total, blocks)
+    if split.start is not None and split.total is None:
+        raise invalid("Split.start is given without Split.total, the columns of all ranks together")
+    blocks = _check_blocks(split.blocks, size, split.reduce_dtype)
+    if split.start is None or split.total is None:
+        start, total = _default_split(weight, rank, size, split.total, blocks)
     else:
-        start, total = vocab_start, vocab_total
-    if blocks and vocab_start is None:
+        start, total = split.start, split.total
+    if blocks and split.start is None:
         start, _ = _block_rows(blocks, rank, size, total)
     if total < 1:
-        raise invalid(f"vocab_total is {total}; allowed: >= 1")
+        raise invalid(f"Split.total is {total}; allowed: >= 1")
     if start < 0:
-        raise invalid(f"vocab_start is {start}; allowed: >= 0")
+        raise invalid(f"Split.start is {start}; allowed: >= 0")
     start = min(start, total)  # a shard may be padding alone
-    if reduce_dtype not in ("float32", "input"):
-        raise invalid(f"reduce_dtype is {reduce_dtype!r}; allowed: 'float32', 'input'")
-    if local_tokens and sequence_dim is None:
+    if split.reduce_dtype not in ("float32", "input"):
+        raise invalid(f"reduce_dtype is {split.reduce_dtype!r}; allowed: 'float32', 'input'")
+    if split.local_tokens and sequence_dim is None:
         raise invalid("local_tokens is True without sequence_dim; every rank has all tokens")
     if sequence_dim is not None:
-        if not reduce_input_grad:
+        if not split.reduce_input_grad:
             raise invalid(
                 "reduce_input_grad is False with sequence_dim; the gradient of a rank's own tokens "
                 "is a sum over the ranks"
@@ -187,8 +188,8 @@ def shard_of(
             )
         sequence_dim %= input.dim()
     return Shard(
-        name, rank, size, start, total, sequence_dim, local_tokens, reduce_input_grad,
-        reduce_dtype == "float32", blocks,
+        name, rank, size, start, total, sequence_dim, split.local_tokens, split.reduce_input_grad,
+        split.reduce_dtype == "float32", blocks,
     )  # fmt: skip
 
 
@@ -197,11 +198,11 @@ def _check_blocks(blocks: int | None, size: int, reduce_dtype: str) -> int:
         return 0
     if type(blocks) is not int or blocks < 1 or blocks & (blocks - 1) or blocks % size:
         raise invalid(
-            f"vocab_blocks is {blocks!r} with {size} ranks; allowed: a power of two that the ranks "
+            f"Split.blocks is {blocks!r} with {size} ranks; allowed: a power of two that the ranks "
             "divide"
         )
     if reduce_dtype != "float32":
-        raise invalid("vocab_blocks is given with reduce_dtype 'input', whose sum has no order")
+        raise invalid("Split.blocks is given with reduce_dtype 'input', whose sum has no order")
     return blocks
 
 
@@ -233,7 +234,7 @@ def _check_rows(shard: Shard, weight: Tensor, given: Given) -> None:
     if (shard.start, weight.shape[0]) != (start, rows):
         raise invalid(
             f"rank {shard.rank} of {shard.size} has the columns from {shard.start} on, "
-            f"{weight.shape[0]} of them; allowed with vocab_blocks {shard.blocks} of {shard.total} "
+            f"{weight.shape[0]} of them; allowed with Split.blocks {shard.blocks} of {shard.total} "
             f"columns: {rows} from {start} on"
         )
 
@@ -280,7 +281,7 @@ def _check_split(shard: Shard, ranges: Sequence[tuple[int, int]]) -> None:
         found = ", ".join(f"[{start}, {stop})" for start, stop in cut)
         raise invalid(
             f"the ranks have the columns {found} of a vocabulary of {shard.total}; allowed: each "
-            "column once, in the ranks' order (vocab_start, vocab_total and linear_weight's rows)"
+            "column once, in the ranks' order (Split.start, Split.total and linear_weight's rows)"
         )
 
 
@@ -292,17 +293,20 @@ def _facts(shard: Shard, input: Tensor, weight: Tensor, wanted: int) -> tuple[in
     return *own, shard.keeps, shard.of_input, shard.of_any
 
 
+_SAME = (
+    "Split.total", "the number of the input's tokens", "its hidden size", "Split.blocks",
+    "what is asked for, in bits,", "whether gradients follow", "whether the input has one",
+    "whether anything has a gradient",
+)  # fmt: skip
+_NO_FACTS = (0,) * (2 + len(_SAME))
+
+
 def _check_facts(shard: Shard, facts: Sequence[Sequence[int]]) -> None:
     """Of every rank."""
-    names = (
-        "vocab_total", "the number of the input's tokens", "its hidden size", "vocab_blocks",
-        "what is asked for, in bits,", "whether gradients follow",
-        "whether the input has one", "whether anything has a gradient",
-    )  # fmt: skip
-    for name, values in zip(names, zip(*(own[2:] for own in facts))):
+    for name, values in zip(_SAME, zip(*(own[2:] for own in facts))):
         if len(set(values)) > 1:
             pad = ""
-            if shard.own and name == names[1]:
+            if shard.own and name == _SAME[1]:
                 pad = " (pad with tokens of ignore_index, which cost no work)"
             raise invalid(f"{name} is {list(values)} on the ranks; allowed: the same on all{pad}")
     _check_split(shard, [(start, stop) for start, stop, *_ in facts])
@@ -325,18 +329,39 @@ def _together(shard: Shard, x: Tensor, facts: Sequence[int], function: Any, *arg
         made = function(*args)
     except Exception as e:
         error = e
-    said = _told(shard, (error is not None, *facts))
-    if facts:
+    said = _told(shard, (0 if error is None else _FAILED, *facts))
+    if facts and not any(failed == _REFUSED for failed, *_ in said):
         _check_facts(shard, [own[1:] for own in said])
     if not any(failed for failed, *_ in said):
         return made
+    raise _first(shard, error)
+
+
+_FAILED, _REFUSED = 1, 2
+
+
+def _first(shard: Shard, error: Exception | None) -> Exception:
+    """The first error of the ranks, one of which has one."""
     import torch.distributed as dist
 
     every: list[Any] = [None] * shard.size
     if error is not None and not isinstance(error, LogitlessError):
         error = RuntimeError(f"{type(error).__name__}: {error}")  # others may not be sent
     dist.all_gather_object(every, error, group=_ranks.group_of(shard.group))
-    raise next(e for e in every if e is not None)
+    first: Exception = next(e for e in every if e is not None)
+    return first
+
+
+def tell(error: LogitlessError, input: Tensor, shard: Shard) -> None:
+    """Raises on every rank the first error about an argument: the others, whose arguments may be
+    right, wait for this one where they first meet."""
+    if shard.size == 1 or not _waits(input):
+        return
+    if _ranks.ON:
+        _ranks.instead_of_forward(error, shard)
+        return
+    _told(shard, (_REFUSED, *_NO_FACTS))
+    raise _first(shard, error) from None
 
 
 # --- collectives ---
@@ -701,8 +726,8 @@ class ShardedLoss(Function):
         counted = constants
         facts = _facts(shard, x, w, wanted) if _waits(x) else ()
         if dim is not None:
-            if facts:  # the sizes of what is gathered depend on them
-                _check_facts(shard, _told(shard, facts))
+            # The sizes of what is gathered depend on them.
+            _together(shard, x, facts, lambda: None)
             facts = ()
             x = gather_tokens(x, shard, dim)
             if shard.local_tokens:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from logitless._errors import invalid, not_supported, wrong_shape
+from logitless.torch._split import Split
 
 
 class Arguments(NamedTuple):
@@ -24,11 +25,7 @@ class Arguments(NamedTuple):
     token_weight: Any
     normalizer: Any
     temperature: Any
-    group: Any
-    vocab_start: int | None
-    vocab_total: int | None
-    sequence_dim: int | None
-    local_tokens: bool
+    split: Split
 
 
 _HOW = (
@@ -176,23 +173,23 @@ def _rows(
             f"{size}; allowed: {min(each, rows - begin)}, as torch.chunk splits them"
         )
     if start is not None and start != begin:
-        raise invalid(f"vocab_start is {start} and the DTensor's offset {begin}; allowed: None")
+        raise invalid(f"Split.start is {start} and the DTensor's offset {begin}; allowed: None")
     if total is None:
         total = rows
     if not 0 <= total <= rows:
-        raise invalid(f"vocab_total is {total} of a DTensor of {rows} rows; allowed: 0 to {rows}")
+        raise invalid(f"Split.total is {total} of a DTensor of {rows} rows; allowed: 0 to {rows}")
     return local, bias, own if group is None else group, min(begin, total), total
 
 
-def local(given: Arguments, reduce_input_grad: bool) -> Arguments:
+def local(given: Arguments) -> Arguments:
     """The same call of local tensors."""
-    input, weight, bias, group = given.input, given.linear_weight, given.linear_bias, given.group
-    start, total = given.vocab_start, given.vocab_total
+    input, weight, bias, split = given.input, given.linear_weight, given.linear_bias, given.split
+    group, start, total, sequence_dim = split.group, split.start, split.total, split.sequence_dim
     if is_placed(weight):
-        split = split_dim(weight)
+        over = split_dim(weight)
         if group is None and not is_placed(input):
             raise not_supported(
-                f"linear_weight: a DTensor is sharded over {_mesh_dim(weight.device_mesh, split)}, "
+                f"linear_weight: a DTensor is sharded over {_mesh_dim(weight.device_mesh, over)}, "
                 f"and the input is a plain tensor. {_HOW}"
             )
         weight, bias, group, start, total = _rows(weight, bias, group, start, total)
@@ -205,7 +202,7 @@ def local(given: Arguments, reduce_input_grad: bool) -> Arguments:
             "an argument is a DTensor and linear_weight is a plain tensor; allowed without a "
             "group: plain tensors, as of to_local() or full_tensor()"
         )
-    name, sequence_dim = _name(group), given.sequence_dim
+    name = _name(group)
     if is_placed(input):
         dim = _token_dim("input", input, name, input.dim() - 1)
         if sequence_dim is not None and sequence_dim % input.dim() != dim:
@@ -214,7 +211,7 @@ def local(given: Arguments, reduce_input_grad: bool) -> Arguments:
                 f"{tuple(input.placements)}; allowed: None, for the placements say it"
             )
         sequence_dim = dim
-        if dim is None and not reduce_input_grad:
+        if dim is None and not split.reduce_input_grad:
             input = input.to_local(grad_placements=_partial(input, name))
         else:
             input = input.to_local()
@@ -227,13 +224,17 @@ def local(given: Arguments, reduce_input_grad: bool) -> Arguments:
         raise not_supported("token_weight is replicated and the target split; allowed: the same")
     if own and is_placed(given.temperature) and not own_degrees:
         raise not_supported("temperature is replicated and the target split; allowed: the same")
-    if not own and not given.local_tokens and (own_weight or own_degrees):
+    if not own and not split.local_tokens and (own_weight or own_degrees):
         name = "token_weight" if own_weight else "temperature"
         raise not_supported(f"{name} is split and the target is not; allowed: the same")
     return Arguments(
         input, weight, target, bias, _replicated("weight", given.weight), token_weight,
-        _replicated("normalizer", given.normalizer), temperature, group, start, total,
-        sequence_dim, given.local_tokens or own,
+        _replicated("normalizer", given.normalizer), temperature,
+        Split(
+            group, start=start, total=total, blocks=split.blocks, sequence_dim=sequence_dim,
+            local_tokens=split.local_tokens or own, reduce_input_grad=split.reduce_input_grad,
+            reduce_dtype=split.reduce_dtype,
+        ),
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from logitless import _abi
+from logitless._call import REDUCTIONS
 from logitless._errors import (
     LogitlessError,
     LogitlessRuntimeError,
@@ -32,9 +32,7 @@ from logitless.torch import _run
 _VARIABLE = "LOGITLESS_CHECK_RANKS"
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 20
-_REDUCTIONS = {
-    _abi.REDUCTION_NONE: "none", _abi.REDUCTION_SUM: "sum", _abi.REDUCTION_MEAN: "mean"
-}  # fmt: skip
+_REDUCTIONS = {code: name for name, code in REDUCTIONS.items()}
 _gloo: Any = weakref.WeakKeyDictionary()  # of each group the one that waits with a timeout
 
 
@@ -92,7 +90,7 @@ def before_forward(
         constants = constants._replace(normalizer=None)
     same = {"the call": "forward"}
     for name, value in options._asdict().items():
-        if name not in ("vocab_start", "allow_tf32"):
+        if name not in ("vocab_start", "vocab_total", "allow_tf32"):
             same[name] = repr(_REDUCTIONS[value] if name == "reduction" else value)
     outputs = [name for bit, name in _run.OUTPUTS.items() if call.wanted & bit]
     same |= {
@@ -100,7 +98,8 @@ def before_forward(
         "the dtype of autocast": "None" if call.dtype is None else str(call.dtype)[6:],
         "sequence_dim": repr(shard.sequence_dim),
         "local_tokens": repr(shard.local_tokens),
-        "vocab_blocks": repr(shard.blocks or None),
+        "Split.total": repr(shard.total),
+        "Split.blocks": repr(shard.blocks or None),
         "reduce_input_grad": repr(shard.reduce_input_grad),
         "reduce_dtype": repr("float32" if shard.ordered else "input"),
         "input.requires_grad": repr(torch.is_grad_enabled() and input.requires_grad),
@@ -120,6 +119,11 @@ def before_forward(
         same["input's values"] = digest(input)
     stop = max(shard.start, min(shard.start + weight.shape[0], shard.total))
     _compare(same, (shard.start, stop, shard.total), shard)
+
+
+def instead_of_forward(error: LogitlessError, shard: Any) -> None:
+    """Tells the ranks that wait in a forward that this one's arguments are wrong."""
+    _compare({"the call": f"refused ({error})"}, None, shard)
 
 
 def before_backward(
@@ -224,8 +228,8 @@ def gaps(rows: Sequence[tuple[int, int, int]]) -> list[str]:
     at = 0
     for rank, (start, stop, _) in enumerate(rows):
         if start != at and (stop > start or start < at):
-            return [f"vocab_start is {start} on rank {rank}, and the ranks before it end at {at}"]
+            return [f"Split.start is {start} on rank {rank}, and the ranks before it end at {at}"]
         at = max(at, stop)
     if at != rows[0][2]:
-        return [f"vocab_total is {rows[0][2]}, and the columns of all ranks end at {at}"]
+        return [f"Split.total is {rows[0][2]}, and the columns of all ranks end at {at}"]
     return []

@@ -18,6 +18,8 @@ from torch import Tensor
 from logitless import _abi
 from logitless._abi import Options
 from logitless._errors import argument, wrong_device, wrong_dtype
+from logitless._statistics import STATISTICS as TABLE
+from logitless._statistics import names_where
 from logitless.torch import _device, _kept
 from logitless.torch._device import DEVICES, DTYPES, MOST_SHAPES
 from logitless.torch._kept import FRESH, Keep, Kept, State
@@ -25,16 +27,19 @@ from logitless.torch._kept import FRESH, Keep, Kept, State
 # A forward call is asked for these, as bits: outputs in their order everywhere, what Backward
 # takes, that nobody will differentiate the entropy, and in ops which gradients may follow, those
 # of weight and bias perhaps in f32 beside 16-bit tensors.
-(
-    LOSS, LSE, TARGET_LOGIT, LOGPROB, ENTROPY, ARGMAX, RANK, SUM_P_SQUARED, MEAN_LOGIT,
-    ROW_STATE, DETACHED, OF_INPUT, OF_WEIGHT, OF_BIAS, WEIGHT_IN_F32, BIAS_IN_F32,
-) = (1 << bit for bit in range(16))  # fmt: skip
-DIFFERENTIABLE = LSE | TARGET_LOGIT | LOGPROB | ENTROPY
-CONSTANTS = {ARGMAX: "argmax", RANK: "rank", SUM_P_SQUARED: "sum_p_squared"}
-CONSTANTS |= {MEAN_LOGIT: "mean_logit"}  # these statistics have no gradient
-STATISTICS = {LSE: "lse", TARGET_LOGIT: "target_logit", LOGPROB: "logprob", ENTROPY: "entropy"}
-STATISTICS |= CONSTANTS
-OUTPUTS = {LOSS: "loss", **STATISTICS}
+OUTPUTS = {1 << place: name for place, name in enumerate(("loss", *TABLE))}
+BITS = {name: bit for bit, name in OUTPUTS.items()}
+ROW_STATE, DETACHED, OF_INPUT, OF_WEIGHT, OF_BIAS, WEIGHT_IN_F32, BIAS_IN_F32 = (
+    1 << (len(OUTPUTS) + place) for place in range(7)
+)
+LOSS, TARGET_LOGIT, LOGPROB, ENTROPY = (
+    BITS[name] for name in ("loss", "target_logit", "logprob", "entropy")
+)
+ARGMAX, RANK = BITS["argmax"], BITS["rank"]
+STATISTICS = {BITS[name]: name for name in TABLE}
+DIFFERENTIABLE = sum(BITS[name] for name in names_where("differentiable"))
+CONSTANTS = {bit: name for bit, name in STATISTICS.items() if not bit & DIFFERENTIABLE}
+_INDICES = sum(BITS[name] for name in names_where("indexes"))
 _EVERY_STATISTIC = sum(STATISTICS)
 
 INPUTS = (
@@ -60,7 +65,7 @@ _threads = 0
 
 
 def dtype_of(output: int) -> torch.dtype:
-    return torch.int64 if output & (ARGMAX | RANK) else torch.float32
+    return torch.int64 if output & _INDICES else torch.float32
 
 
 def followed_by(dtypes: Sequence[torch.dtype | None], of: Sequence[Tensor | None]) -> int:

@@ -66,7 +66,7 @@ class HeadParallel(ParallelStyle):
 
 
 def split_rows(
-    head: LinearCrossEntropyHead, mesh: Any, src_data_rank: int | None, own_tokens: bool
+    head: LinearCrossEntropyHead[Any], mesh: Any, src_data_rank: int | None, own_tokens: bool
 ) -> None:
     """Makes weight and bias DTensor parameters, Shard(0) on the last dimension of the mesh. With
     `own_tokens` there may be one before it, of replicas."""
@@ -92,7 +92,7 @@ def split_rows(
         head.register_parameter(name, split)
 
 
-def _other_holder(head: LinearCrossEntropyHead) -> str | None:
+def _other_holder(head: LinearCrossEntropyHead[Any]) -> str | None:
     """Another module that has a parameter of the head. The head does not know its model, whose
     modules Python's collector lists."""
     for module in gc.get_objects():
@@ -104,7 +104,7 @@ def _other_holder(head: LinearCrossEntropyHead) -> str | None:
     return None
 
 
-def _refuse_tied(head: LinearCrossEntropyHead) -> None:
+def _refuse_tied(head: LinearCrossEntropyHead[Any]) -> None:
     if _other_holder(head) is None:
         return
     gc.collect()  # it may be garbage

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the bindings make of a caller's options, once for all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypedDict, TypeVar
+
+from logitless import _abi
+from logitless._abi import Options
+from logitless._errors import invalid, wrong_shape
+
+Reduction: TypeAlias = Literal["none", "sum", "mean"]
+EmptyMean: TypeAlias = Literal["zero", "nan"]
+
+if TYPE_CHECKING:  # Python 3.10 has no TypedDict of a type variable
+    A = TypeVar("A")
+
+    class _OfLogits(TypedDict, Generic[A], total=False):
+        ignore_index: int | None
+        logit_scale: float
+        softcap: float | None
+        temperature: float | A
+
+    class _OfLoss(TypedDict, total=False):
+        label_smoothing: float
+        z_loss: float
+        empty_mean: EmptyMean
+
+    class _OfTokens(TypedDict, Generic[A], total=False):
+        weight: A | None
+        reduction: Reduction
+        token_weight: A | None
+        normalizer: float | A | None
+
+    class _OfHead(TypedDict, total=False):
+        shift: bool | int
+        memory: int | str | None
+
+    class _OfBias(TypedDict, Generic[A], total=False):
+        linear_bias: A | None
+
+    class LossOptions(_OfLogits[A], _OfLoss, _OfTokens[A], total=False):
+        """The options of a loss of given logits."""
+
+    class LinearOptions(LossOptions[A], _OfHead, _OfBias[A], total=False):
+        """The options of linear_cross_entropy in every binding."""
+
+    class LogprobOptions(_OfLogits[A], _OfHead, _OfBias[A], total=False):
+        """The options of linear_logprob in every binding."""
+
+    class ModuleOptions(_OfLogits[A], _OfLoss, total=False):
+        """The options that a module of given logits keeps, beside weight and reduction."""
+
+    class LinearModuleOptions(ModuleOptions[A], _OfHead, total=False):
+        """The same of a linear loss."""
+
+
+REDUCTIONS = {
+    "none": _abi.REDUCTION_NONE,
+    "sum": _abi.REDUCTION_SUM,
+    "mean": _abi.REDUCTION_MEAN,
+}
+EMPTY_MEANS = {"zero": _abi.EMPTY_MEAN_ZERO, "nan": _abi.EMPTY_MEAN_NAN}
+IGNORE_INDEX = Options().ignore_index
+
+
+def _one_of(name: str, value: Any, allowed: Mapping[str, int]) -> int:
+    code = allowed.get(value) if isinstance(value, str) else None
+    if code is None:
+        raise invalid(f"{name} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
+    return code
+
+
+def options_of(
+    reduction: Any, ignore_index: Any, label_smoothing: Any, z_loss: Any, logit_scale: Any,
+    softcap: Any, temperature: Any, empty_mean: Any,
+) -> Options:  # fmt: skip
+    """The options but for the normalizer. None stands for the default ignore_index, as in
+    torch.nn.functional.linear_cross_entropy, and for no softcap, as in models' configurations."""
+    return Options(
+        _one_of("reduction", reduction, REDUCTIONS),
+        IGNORE_INDEX if ignore_index is None else ignore_index,
+        label_smoothing,
+        z_loss,
+        logit_scale,
+        0.0 if softcap is None else softcap,
+        temperature,
+        _one_of("empty_mean", empty_mean, EMPTY_MEANS),
+    )
+
+
+def is_flat(temperature: Sequence[int], target: Sequence[int]) -> bool:
+    """Whether a temperature of that shape is [N] beside a target of another; raises where it is
+    neither that nor broadcastable to the target's."""
+    tokens = math.prod(target)
+    if len(temperature) == 1 and len(target) != 1 and temperature[0] == tokens:
+        return True
+    pairs = zip(reversed(temperature), reversed(target))
+    if len(temperature) > len(target) or any(a not in (1, b) for a, b in pairs):
+        raise wrong_shape(
+            f"temperature has shape {tuple(temperature)}; allowed: {tuple(target)} as target, "
+            f"({tokens},), or what is broadcastable to it"
+        )
+    return False
+
+
+def check_shift(shift: int, shape: Sequence[int]) -> None:
+    """Targets of `shape` [..., T]. By one may be of a single token, which has no next one, and of
+    none: its mean is empty."""
+    if not shape:
+        raise wrong_shape("target has shape (); allowed with shift: [..., T]")
+    tokens = shape[-1]
+    if shift < 0 or (shift > 1 and tokens and shift >= tokens):
+        raise invalid(
+            f"shift is {shift} of targets {tuple(shape)}; allowed: False, True, or 0 to "
+            f"{max(tokens - 1, 1)}, which leaves a target"
+        )

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The statistics of a token: the one table that every binding reads. What each of them is stands in
+docs/semantics.md."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+
+from logitless._errors import invalid, wrong_dtype
+
+A = TypeVar("A")
+
+
+class Statistic(NamedTuple):
+    """What bindings must know of a statistic."""
+
+    differentiable: bool = False
+    indexes: bool = False  # an integer, not f32
+    extra: bool = False  # Combine is given it of each shard, beside the state that every loss has
+    of_shards: bool = True  # a vocabulary that is split has it
+
+
+STATISTICS = {
+    "lse": Statistic(differentiable=True),
+    "target_logit": Statistic(differentiable=True),
+    "logprob": Statistic(differentiable=True),
+    "entropy": Statistic(differentiable=True, extra=True),
+    "argmax": Statistic(indexes=True),
+    "rank": Statistic(indexes=True, of_shards=False),
+    "sum_p_squared": Statistic(extra=True),
+    "mean_logit": Statistic(extra=True),
+}
+
+StatisticName: TypeAlias = Literal[
+    "lse", "target_logit", "logprob", "entropy", "argmax", "rank", "sum_p_squared", "mean_logit"
+]  # fmt: skip
+
+if TYPE_CHECKING:
+
+    class Statistics(NamedTuple, Generic[A]):
+        lse: A | None = None
+        target_logit: A | None = None
+        logprob: A | None = None
+        entropy: A | None = None
+        argmax: A | None = None
+        rank: A | None = None
+        sum_p_squared: A | None = None
+        mean_logit: A | None = None
+
+else:
+    # Python 3.10 has no NamedTuple of a type variable.
+    Statistics = collections.namedtuple(
+        "Statistics", STATISTICS, defaults=(None,) * len(STATISTICS), module=__name__
+    )
+    Statistics.__class_getitem__ = classmethod(lambda cls, _: cls)
+    Statistics.__doc__ = (
+        "Statistics of every token, in the shape of the target; None where not asked for."
+    )
+
+
+def names_of(names: Any) -> tuple[str, ...]:
+    """The statistics asked for, each once, in the table's order."""
+    if isinstance(names, str):
+        names = (names,)
+    allowed = ", ".join(map(repr, STATISTICS))
+    if not isinstance(names, (tuple, list, set, frozenset)):
+        raise wrong_dtype(
+            f"return_statistics is {names!r}; allowed: {allowed}, or a tuple of these"
+        )
+    for name in names:
+        if not isinstance(name, str) or name not in STATISTICS:
+            raise invalid(f"return_statistics is {name!r}; allowed: {allowed}")
+    return tuple(name for name in STATISTICS if name in names)
+
+
+def names_where(field: str) -> Sequence[str]:
+    """The statistics of which that field of the table is true."""
+    return [name for name, statistic in STATISTICS.items() if getattr(statistic, field)]

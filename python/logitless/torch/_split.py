@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a vocabulary is split, as a caller says it."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from logitless._errors import invalid
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """How a vocabulary is split over the ranks of a group, or into blocks: what `group=` takes
+    where a process group alone does not say enough (docs/devices.md).
+
+    `group`: a torch.distributed.ProcessGroup, or its name. linear_weight and linear_bias are then
+    this rank's columns, everything else is the same on every rank, and so are all results, to the
+    bit. None: one process, with `blocks`.
+    `start`, `total`: where these columns begin, and how many all ranks have. None: torch.chunk's
+    split of `total`, or equal shards. Rows of the weight behind `total` are padding.
+    `blocks`: a power of two that the ranks divide. The vocabulary is computed in that many blocks
+    of equal width, each by itself, and everything has the same bits for any number of ranks that
+    divides it, one process included.
+    `sequence_dim`: the dimension of tokens along which the input is split over the group too.
+    Targets and results are those of all tokens.
+    `local_tokens`: with `sequence_dim`, targets and results are those of the rank's own tokens; a
+    sum or mean is then the rank's part of that of all.
+    `reduce_input_grad`: False leaves the input's gradient the rank's part of a sum.
+    `reduce_dtype`: "float32" adds the parts of that gradient in the ranks' order, so that every
+    rank has the same bits; "input" leaves the sum to the backend, in the input's dtype.
+    """
+
+    group: Any = None
+    _: dataclasses.KW_ONLY
+    start: int | None = None
+    total: int | None = None
+    blocks: int | None = None
+    sequence_dim: int | None = None
+    local_tokens: bool = False
+    reduce_input_grad: bool = True
+    reduce_dtype: Literal["float32", "input"] = "float32"
+
+
+# These were arguments of the functions before there was a Split.
+OLD = {
+    "vocab_start": "start",
+    "vocab_total": "total",
+    "vocab_blocks": "blocks",
+    "sequence_dim": "sequence_dim",
+    "local_tokens": "local_tokens",
+    "reduce_input_grad": "reduce_input_grad",
+    "reduce_dtype": "reduce_dtype",
+}
+
+
+def split_of(
+    group: Any, old: Mapping[str, Any], function: str, stacklevel: int = 3
+) -> Split | None:
+    """The split that `group` is, or stands for; `old` are the keywords that a caller gave beside
+    those of the function of that name, `stacklevel` - 2 calls above this one."""
+    for name in old:
+        if name not in OLD:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+    if old:
+        if isinstance(group, Split):
+            raise invalid(
+                f"{next(iter(old))} is given beside a Split; allowed: Split({OLD[next(iter(old))]}="
+                "...)"
+            )
+        warnings.warn(
+            f"{', '.join(old)} of {function} will go; allowed from now on: group=Split(group, "
+            f"{', '.join(f'{OLD[name]}=...' for name in old)})",
+            DeprecationWarning,
+            stacklevel=stacklevel,
+        )
+        group = Split(group, **{OLD[name]: value for name, value in old.items()})
+    if group is None or isinstance(group, Split):
+        return group
+    return Split(group)
+
+
+def check_group(split: Split) -> None:
+    """Without a group there are blocks alone."""
+    if split.group is None and split != Split(blocks=split.blocks):
+        given = next(
+            field.name
+            for field in dataclasses.fields(Split)
+            if field.name != "blocks" and getattr(split, field.name) != field.default
+        )
+        raise invalid(f"Split.{given} is given without a group, whose ranks it is about")
