@@ -12,11 +12,12 @@ import torch._dynamo.testing
 from torch import Tensor
 
 import reference
+from logitless._abi import Options
 from logitless.torch import _ops, _run, cross_entropy, linear_cross_entropy, linear_logprob
 from reference import close
 from test_linear import BF16, F16, F32, problem
 
-OPTIONS = (0, -100, 0.1, 1e-3, 0.9, 7.0, 1.1, 0, 0.0, None)  # the reduction comes first
+OPTIONS = Options(0, -100, 0.1, 1e-3, 0.9, 7.0, 1.1)
 
 
 def arguments(kind: str, reduction: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
@@ -26,7 +27,8 @@ def arguments(kind: str, reduction: int, dtype: torch.dtype, device: str) -> tup
         x, w, b = torch.randn(2, 5, 19, device=device, requires_grad=True), None, None
     vocab_weight = torch.rand(19, device=device)
     normalizer = torch.tensor(4.0, device=device) if reduction == 2 else None
-    return (x, w, b, t, token_weight, vocab_weight, normalizer, reduction, *OPTIONS[1:])
+    tensors = (x, w, b, t, token_weight, vocab_weight, normalizer, None)
+    return _ops.arguments(tensors, OPTIONS._replace(reduction=reduction), None)
 
 
 EVERYTHING = _run.DETACHED - 1
@@ -42,21 +44,23 @@ def test_opcheck_forward(device: str, kind: str, reduction: int, wanted: int) ->
 
 
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
-def test_opcheck_forward_backward(device: str, dtype: torch.dtype) -> None:
-    args = (*arguments("linear", 2, dtype, device), _run.LOSS | _run.ARGMAX, True, True, True, None)
-    torch.library.opcheck(torch.ops.logitless.forward_backward, args, rtol=5e-3, atol=5e-3)
+def test_opcheck_of_gradients_made_with_the_loss(device: str, dtype: torch.dtype) -> None:
+    wanted = _run.LOSS | _run.ARGMAX | _run.FUSED | sum(_run.OF_TENSORS)
+    args = (*arguments("linear", 2, dtype, device), wanted, NOTHING_KEPT, None)
+    torch.library.opcheck(torch.ops.logitless.forward, args, rtol=5e-3, atol=5e-3)
 
 
 def test_opcheck_backward(device: str) -> None:
     args = arguments("linear", 0, F32, device)
     with torch.no_grad():
         results = torch.ops.logitless.forward(*args, EVERYTHING, NOTHING_KEPT, None)
-        entropy, row_state = results[4], results[9]
+        made = dict(zip(_ops.RESULTS, results))
+        entropy, row_state = made["entropy"], made["row_state"]
         detached = [a.detach() if isinstance(a, Tensor) else a for a in args]
         grads = [torch.randn(2, 5, device=device) for _ in range(4)]
     torch.library.opcheck(
         torch.ops.logitless.backward,
-        (*detached, row_state, entropy, *grads, None, None, True, True, False, None),
+        (*detached, _run.OF_INPUT | _run.OF_WEIGHT, row_state, entropy, *grads, None, None),
     )
 
 
@@ -67,13 +71,15 @@ def test_opcheck_under_another_default_dtype(default: torch.dtype) -> None:
     with torch.no_grad():
         made = torch.ops.logitless.forward(*forward, _run.LOSS | _run.ROW_STATE, NOTHING_KEPT, None)
     backward = [a.detach() if isinstance(a, Tensor) else a for a in forward]
-    upstream = (made[9], None, torch.ones(()), None, None, None, None, None)
+    row_state = made[_ops.RESULTS.index("row_state")]
+    upstream = (row_state, None, torch.ones(()), None, None, None, None, None)
+    fused = _run.LOSS | _run.FUSED | _run.OF_INPUT
     torch.set_default_dtype(default)
     try:
         for op, args in (
             (torch.ops.logitless.forward, (*forward, _run.LOSS, NOTHING_KEPT, None)),
-            (torch.ops.logitless.forward_backward, (*forward, _run.LOSS, True, False, False, None)),
-            (torch.ops.logitless.backward, (*backward, *upstream, True, False, False, None)),
+            (torch.ops.logitless.forward, (*forward, fused, NOTHING_KEPT, None)),
+            (torch.ops.logitless.backward, (*backward, _run.OF_INPUT, *upstream)),
         ):
             torch.library.opcheck(op, args, test_utils="test_faketensor")
     finally:
@@ -256,7 +262,7 @@ def test_a_dispatch_mode_sees_the_op() -> None:
     x, w, _, t = problem((7,), 19, 8)
     with Mode():
         linear_cross_entropy(x, w, t).backward()
-    assert any("logitless.forward_backward" in name for name in seen)
+    assert any("logitless.forward" in name for name in seen)
     assert _ops is not None
 
 

@@ -25,6 +25,7 @@ from logitless.torch import (
     LinearCrossEntropyHead,
     _device,
     _kept,
+    _ops,
     _run,
     default_memory,
     workspace_size,
@@ -677,7 +678,8 @@ def test_the_alignment_of_main_grad_is_part_of_the_plan(device: str) -> None:
 
 def op_arguments(device: str, dtype: torch.dtype) -> tuple[Any, ...]:
     x, w, b, t = head(dtype, device, bias=True)
-    return (x, w, b, t, None, None, None, 0, -100, 0.1, 1e-3, 0.9, 0.0, 1.1, 0, 0.0, None)
+    options = Options(0, -100, 0.1, 1e-3, 0.9, 0.0, 1.1)
+    return _ops.arguments((x, w, b, t, None, None, None, None), options, None)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
@@ -694,12 +696,15 @@ def test_opcheck(device: str, dtype: torch.dtype, share: float) -> None:
     )
     with torch.no_grad():
         made = torch.ops.logitless.forward(*args, everything, kept_bytes, None)
-    assert (made[10].shape[0] > 64) == (share >= 0.5)
+    found = dict(zip(_ops.RESULTS, made))
+    kept = (found["kept"], found["kept_rows"])
+    assert (kept[0].shape[0] > 64) == (share >= 0.5)
     detached = [a.detach() if isinstance(a, Tensor) else a for a in args]
     grads = [torch.randn(6, 50, device=device) for _ in range(4)]
+    wanted = _run.OF_INPUT | _run.OF_WEIGHT
     torch.library.opcheck(
         torch.ops.logitless.backward,
-        (*detached, made[9], made[4], *grads, *made[10:], True, True, False, None),
+        (*detached, wanted, found["row_state"], found["entropy"], *grads, *kept),
     )
 
 

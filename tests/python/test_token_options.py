@@ -17,9 +17,11 @@ from torch import Tensor
 import logitless.numpy
 import reference
 from logitless import _abi
+from logitless._abi import Options
 from logitless.torch import (
     LinearCrossEntropyHead,
     LinearCrossEntropyLoss,
+    _ops,
     _run,
     cross_entropy,
     linear_cross_entropy,
@@ -181,24 +183,22 @@ def test_one_graph_for_every_value_and_shape(device: str) -> None:
         assert len(set(frames[1:])) == 1, frames
 
 
-@pytest.mark.parametrize("op", ["forward", "forward_backward", "backward"])
+@pytest.mark.parametrize("op", ["forward", "fused", "backward"])
 def test_the_ops_take_it(op: str) -> None:
     x, w, b, t = problem((2, 5), 19, 8, bias=True)
-    given = temperatures(10)
-    options = (None, None, None, 0, -100, 0.1, 1e-3, 0.9, 7.0, 1.0, 0, 0.0, None)
     inputs = [v.detach() for v in (x, w, b)] if op == "backward" else [x, w, b]  # type: ignore[union-attr]
-    if op == "forward":
-        more: tuple[Any, ...] = (_run.DETACHED - 1, 0)
-    elif op == "forward_backward":
-        options = (*options[:3], 2, *options[4:])
-        more = (_run.LOSS | sum(_run.CONSTANTS), True, True, True)
-    else:
-        made = torch.ops.logitless.forward(*inputs, t, *options, _run.DETACHED - 1, 0, given)
+    options = Options(2 if op == "fused" else 0, -100, 0.1, 1e-3, 0.9, 7.0, 1.0)
+    given = _ops.arguments((*inputs, t, None, None, None, temperatures(10)), options, None)
+    call, needs = torch.ops.logitless.forward, sum(_run.OF_TENSORS)
+    more: tuple[Any, ...] = (_run.DETACHED - 1, 0, None)
+    if op == "fused":
+        more = (_run.LOSS | sum(_run.CONSTANTS) | _run.FUSED | needs, 0, None)
+    elif op == "backward":
+        made = dict(zip(_ops.RESULTS, call(*given, *more)))
         upstream = (torch.randn(2, 5) for _ in range(4))
-        more = (made[9], made[4], *upstream, None, None, True, True, True)
-    torch.library.opcheck(
-        getattr(torch.ops.logitless, op), (*inputs, t, *options, *more, given), rtol=1e-3, atol=1e-3
-    )
+        more = (needs, made["row_state"], made["entropy"], *upstream, None, None)
+        call = torch.ops.logitless.backward
+    torch.library.opcheck(call, (*given, *more), rtol=1e-3, atol=1e-3)
 
 
 def test_under_autocast_it_stays_f32() -> None:

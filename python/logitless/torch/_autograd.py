@@ -335,7 +335,7 @@ class Loss(Function):
             if call.dtype is not None:
                 x, w, b = cast(x, call.dtype), cast(weight, call.dtype), cast_bias(b, call.dtype)
             keep = call.keep(x, _dtypes(ctx, input, weight, bias), x.device.type)
-        results, row_state, kept = _run.forward(
+        results, row_state, kept, _ = _run.forward(
             x, w, b, call.constants, call.options, call.memory, call.wanted | _run.ROW_STATE, keep
         )
         entropy, *constants = results[4:]

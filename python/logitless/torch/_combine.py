@@ -16,9 +16,10 @@ from logitless._statistics import names_where
 from logitless.torch import _run
 from logitless.torch._shards import Tokens
 
-WEIGHTED = 1 << 20  # asks Forward for weighted_logit_sum, beside the bits of _run
 # In the order of a state [k, N], behind row_reference, row_log_sum and target_logit.
-EXTRA = {_run.BITS[name]: name for name in names_where("extra")} | {WEIGHTED: "weighted_logit_sum"}
+EXTRA = {_run.BITS[name]: name for name in names_where("extra")} | {
+    _run.WEIGHTED: "weighted_logit_sum"
+}
 _STATE = ("row_reference", "row_log_sum", "target_logit", *EXTRA.values())
 _GIVEN = ("target", *(f"shard_{name}" for name in _STATE), "shard_argmax")
 _WEIGHTS = ("token_weight", "vocab_weight", "normalizer")

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops as torch's dispatcher knows them: torch.compile, FakeTensorMode, functorch, meta tensors.
+"""The core's calls as torch's dispatcher knows them: torch.compile, FakeTensorMode, functorch, meta
+tensors, and the ranks of a vocabulary that is split.
 
-Functional and of fixed arity: a result that is not wanted is an empty tensor. Plain eager calls do
-not come here (_autograd.py): the dispatcher costs them several microseconds a call.
+    forward    what is wanted of a loss, or the loss [] and the gradients for an upstream gradient
+               of 1 (FUSED)
+    backward   the gradients, from the rows' states and what forward has kept
+
+Functional and of fixed arity: a result that is not wanted is an empty tensor. Plain eager calls of
+one device do not come here (_autograd.py): the dispatcher costs them several microseconds a call.
 """
 
 from __future__ import annotations
@@ -31,19 +36,19 @@ from logitless.torch._device import DTYPES
 from logitless.torch._kept import Keep, Kept, State
 from logitless.torch._run import Constants, Upstream
 
-_TENSORS = (
+TENSORS = (
     "Tensor input, Tensor? weight, Tensor? bias, Tensor target, Tensor? token_weight, "
-    "Tensor? vocab_weight, Tensor? normalizer"
+    "Tensor? vocab_weight, Tensor? normalizer, Tensor? temperature"
 )
-_OPTIONS = (
+OPTIONS = (
     "int reduction, int ignore_index, float label_smoothing, float z_loss, float logit_scale, "
-    "float softcap, float temperature, int empty_mean, float normalizer_value, int? memory"
+    "float softcap, float temperature_number, int empty_mean, float normalizer_number, "
+    "SymInt vocab_start, SymInt vocab_total, int? memory"
 )
-# [N]  It is appended, because as one of _TENSORS it would have moved what follows them.
-_LAST = "Tensor? temperatures"
-_OPTION_COUNT = Options._fields.index("allow_tf32")  # allow_tf32 is asked when a call runs
-_FIRST_OPTION = 7
-_MEMORY = _FIRST_OPTION + _OPTION_COUNT
+_TF32 = Options._fields.index("allow_tf32")  # it is asked when a call runs
+_FIRST_OPTION = len(_run.INPUTS)
+_MEMORY = _FIRST_OPTION + len(Options._fields) - 1
+BEHIND = _MEMORY + 1  # what is an op's own
 _UPSTREAM = (
     "Tensor row_state, Tensor? entropy, Tensor? grad_loss, "
     "Tensor? grad_lse, Tensor? grad_target_logit, Tensor? grad_entropy"
@@ -57,41 +62,38 @@ _KEPT = "Tensor? kept, Tensor? kept_rows"
 # Kept state has so many rows beyond those that Forward writes, because torch asks of a size that is
 # a symbol whether it is 0 or 1, and compiles once more where it is.
 SPARE = 2
-_NEEDS = "bool need_input, bool need_weight, bool need_bias"
+_GRADS = "Tensor grad_input, Tensor grad_weight, Tensor grad_bias"
+
+RESULTS = (
+    *_run.OUTPUTS.values(), "weighted_logit_sum", "row_state", "kept", "kept_rows", "grad_input",
+    "grad_weight", "grad_bias",
+)  # fmt: skip
 
 _make_library: Any = torch.library.Library
 _library = _make_library("logitless", "DEF")
 _tags = (torch.Tag.pt2_compliant_tag,)
 _library.define(
-    f"forward({_TENSORS}, {_OPTIONS}, int wanted, SymInt kept_bytes, {_LAST}) -> ("
-    + "".join(f"Tensor {name}, " for name in _run.OUTPUTS.values())
-    + "Tensor row_state, Tensor kept, Tensor kept_rows)",
+    f"forward({TENSORS}, {OPTIONS}, int wanted, SymInt kept_bytes, Tensor? anchor) -> ("
+    + ", ".join(f"Tensor {name}" for name in RESULTS)
+    + ")",
     tags=_tags,
 )
 _library.define(
-    f"forward_backward({_TENSORS}, {_OPTIONS}, int wanted, {_NEEDS}, {_LAST}) -> (Tensor loss, "
-    + "".join(f"Tensor {name}, " for name in _run.CONSTANTS.values())
-    + "Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
+    f"backward({TENSORS}, {OPTIONS}, int wanted, {_UPSTREAM}, {_KEPT}) -> ({_GRADS})",
     tags=_tags,
 )
-_library.define(
-    f"backward({_TENSORS}, {_OPTIONS}, {_UPSTREAM}, {_KEPT}, {_NEEDS}, {_LAST}) -> (Tensor "
-    "grad_input, Tensor grad_weight, Tensor grad_bias)",
-    tags=_tags,
-)
+_ROW_STATE, _GRAD_INPUT = RESULTS.index("row_state"), RESULTS.index("grad_input")
 
 
-def _split(args: tuple[Any, ...]) -> tuple[Any, Any, Any, Constants, Options, int | None]:
-    input, weight, bias = args[:3]
-    options = Options(*args[_FIRST_OPTION:_MEMORY])
-    constants = Constants(*(*args[3:_FIRST_OPTION], args[-1]))
-    return input, weight, bias, constants, options, args[_MEMORY]
+def arguments(tensors: Any, options: Options, memory: int | None, *rest: Any) -> tuple[Any, ...]:
+    """Those of an op: `tensors` in the order of _run.INPUTS."""
+    return (*tensors, *options[:_TF32], *options[_TF32 + 1 :], memory, *rest)
 
 
-def _arguments(tensors: Any, options: Any, *rest: Any) -> tuple[Any, ...]:
-    """Those of an op: `tensors` in the order of _run.INPUTS, `options` with memory behind them."""
-    *first, temperature = tensors
-    return (*first, *options, *rest, temperature)
+def split_arguments(args: tuple[Any, ...]) -> tuple[Any, Any, Any, Constants, Options, int | None]:
+    values = args[_FIRST_OPTION:_MEMORY]
+    options = Options(*(*values[:_TF32], False, *values[_TF32:]))
+    return *args[:3], Constants(*args[3:_FIRST_OPTION]), options, args[_MEMORY]
 
 
 def _filled(tensors: Any, device: torch.device) -> tuple[Tensor, ...]:
@@ -101,7 +103,7 @@ def _filled(tensors: Any, device: torch.device) -> tuple[Tensor, ...]:
     )
 
 
-def kept_like(
+def _kept_like(
     input: Tensor, weight: Tensor | None, target: Tensor, kept_bytes: Any
 ) -> tuple[Tensor, Tensor]:
     """Kept state that nothing has written, whose sizes may be symbols."""
@@ -113,85 +115,83 @@ def kept_like(
     return input.new_empty(rows + SPARE, width), input.new_empty(rows_shape, dtype=torch.float32)
 
 
-def keep_of(
+def _keep_of(
     wanted: int, of: tuple[Tensor | None, ...], memory: int | None, kept_bytes: int
 ) -> Keep | None:
     """What a Forward is told that was asked for `wanted`."""
     if memory is None and not kept_bytes:
         return None
-    entropy = wanted & (_run.ENTROPY | _run.DETACHED) == _run.ENTROPY
-    dtypes = _run.gradients_of(wanted, of)
-    return Keep(dtypes, bytes=kept_bytes, spare=SPARE, consume=False, of_entropy=entropy)
+    return Keep(
+        _run.gradients_of(wanted, of), bytes=kept_bytes, spare=SPARE, consume=False,
+        of_entropy=bool(wanted & _run.OF_ENTROPY),
+    )  # fmt: skip
+
+
+def _held(tensors: Sequence[Tensor | None], wanted: int) -> tuple[torch.dtype | None, ...]:
+    """In which gradients wait for their upstream factor."""
+    dtypes = _run.gradients_of(wanted, tensors)
+    return tuple(None if dtype is None else held_dtype(dtype) for dtype in dtypes)
 
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:
-    wanted, kept_bytes = args[-3:-1]
-    input, weight, bias, constants, options, memory = _split(args)
-    keep = None if weight is None else keep_of(wanted, (input, weight, bias), memory, kept_bytes)
-    outputs, row_state, kept = _run.forward(
-        input, weight, bias, constants, options, memory, wanted, keep
-    )
-    results = _filled((*outputs, row_state), input.device)
+    wanted, kept_bytes, anchor = args[BEHIND:]
+    input, weight, bias, constants, _, memory = call = split_arguments(args)
+    if wanted & _run.FUSED:
+        dtypes = _held((input, weight, bias), wanted)
+        loss, statistics, grads = _run.forward_backward(*call, wanted, dtypes)
+        made = {_run.LOSS: loss, **dict(zip(_run.CONSTANTS, statistics))}
+        nothing = _kept_like(input, weight, constants.target, 0)
+        found = (*map(made.get, _run.OUTPUTS), None, None, *nothing, *grads)
+        return _filled(found, input.device)
+    keep = None if weight is None else _keep_of(wanted, args[:3], memory, kept_bytes)
+    outputs, row_state, kept, weighted = _run.forward(*call, wanted, keep, anchor=anchor)
+    results = _filled((*outputs, weighted, row_state), input.device)
     if kept is None:
-        return *results, *kept_like(input, weight, constants.target, kept_bytes)
-    return *results, kept.columns, kept.rows
+        state = _kept_like(input, weight, constants.target, kept_bytes)
+    else:
+        state = (kept.columns, kept.rows)
+    return *results, *state, *_filled((None, None, None), input.device)
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
-    wanted, kept_bytes = args[-3:-1]
-    reduction, target = args[_FIRST_OPTION], args[3]
-    none = reduction == _abi.REDUCTION_NONE
+    wanted, kept_bytes, _ = args[BEHIND:]
+    input, target = args[0], args[3]
+    none = args[_FIRST_OPTION] == _abi.REDUCTION_NONE
+    dtypes = _held(args[:3], wanted) if wanted & _run.FUSED else (None, None, None)
+
+    def made(bit: int, shape: Any) -> Any:
+        if not wanted & bit:
+            return input.new_empty((0,), dtype=torch.float32)
+        return input.new_empty(shape, dtype=_run.dtype_of(bit))
 
     return (
-        _fake_output(args[0], wanted, _run.LOSS, target.shape if none else ()),
-        *(_fake_output(args[0], wanted, bit, target.shape) for bit in _run.STATISTICS),
-        _fake_output(args[0], wanted, _run.ROW_STATE, (2, target.numel())),
-        *kept_like(args[0], args[1], target, kept_bytes),
+        made(_run.LOSS, target.shape if none else ()),
+        *(made(bit, target.shape) for bit in _run.STATISTICS),
+        made(_run.WEIGHTED, target.shape),
+        made(_run.ROW_STATE, (2, target.numel())),
+        *_kept_like(input, args[1], target, kept_bytes),
+        *_fake_grads(args[:3], dtypes),
     )
 
 
-def _fake_output(like: Tensor, wanted: int, bit: int, shape: Any) -> Tensor:
-    if not wanted & bit:
-        return like.new_empty((0,), dtype=torch.float32)
-    return like.new_empty(shape, dtype=_run.dtype_of(bit))
-
-
-def _forward_backward(*args: Any) -> tuple[Tensor, ...]:
-    wanted, *needs = args[-5:-1]
-    call = _split(args)
-    dtypes = tuple(
-        held_dtype(t.dtype) if need and t is not None else None for t, need in zip(call[:3], needs)
-    )
-    loss, statistics, grads = _run.forward_backward(*call, wanted, dtypes)
-    return _filled((loss, *statistics, *grads), args[0].device)
-
-
-def _fake_grads(tensors: Any, needs: Any, held: bool) -> tuple[Tensor, ...]:
+def _fake_grads(tensors: Any, dtypes: Sequence[torch.dtype | None]) -> tuple[Tensor, ...]:
     return tuple(
         tensors[0].new_empty(0, dtype=torch.float32)
-        if t is None or not need
-        else t.new_empty(t.shape, dtype=held_dtype(t.dtype) if held else t.dtype)
-        for t, need in zip(tensors, needs)
+        if t is None or dtype is None
+        else t.new_empty(t.shape, dtype=dtype)
+        for t, dtype in zip(tensors, dtypes)
     )
-
-
-def _forward_backward_fake(*args: Any) -> tuple[Tensor, ...]:
-    input, target, wanted = args[0], args[3], args[-5]
-    loss = input.new_empty((), dtype=torch.float32)
-    statistics = (_fake_output(input, wanted, bit, target.shape) for bit in _run.CONSTANTS)
-    return (loss, *statistics, *_fake_grads(args[:3], args[-4:-1], True))
 
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:
-    needs = args[-4:-1]
-    call = _split(args)
-    upstream = Upstream(*args[_MEMORY + 1 : -6])
-    dtypes = tuple(t.dtype if need and t is not None else None for t, need in zip(call[:3], needs))
-    kept = given(call[3].target.numel(), call[5], *args[-6:-4])
-    return _filled(_run.backward(*call, upstream, dtypes, kept=kept), args[0].device)
+    wanted, *upstream, columns, rows = args[BEHIND:]
+    call = split_arguments(args)
+    kept = _given(call[3].target.numel(), call[5], columns, rows)
+    dtypes = _run.gradients_of(wanted, call[:3])
+    return _filled(_run.backward(*call, Upstream(*upstream), dtypes, kept=kept), args[0].device)
 
 
-def given(
+def _given(
     tokens: int, memory: int | None, columns: Tensor | None, rows: Tensor | None
 ) -> Kept | None:
     """Kept state as Backward takes it. Never consumed: to the graph it is an input as any other."""
@@ -203,48 +203,63 @@ def given(
 
 
 def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
-    return _fake_grads(args[:3], args[-4:-1], False)
+    return _fake_grads(args[:3], _run.gradients_of(args[BEHIND], args[:3]))
 
 
-def _forward_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.set_materialize_grads(False)
-    ctx.options = inputs[_FIRST_OPTION : _MEMORY + 1]
-    *_, ctx.wanted, kept_bytes, temperature = inputs
-    *_, row_state, columns, rows = output
-    entropy = output[list(_run.OUTPUTS).index(_run.ENTROPY)]
-    constants = [t for t, bit in zip(output, _run.OUTPUTS) if bit in _run.CONSTANTS]
-    if ctx.wanted & _run.DETACHED:
-        constants.append(entropy)
-        entropy = None
-    ctx.mark_non_differentiable(*constants, row_state, columns, rows)
-    kept = (columns, rows)
+    wanted, kept_bytes, _ = inputs[BEHIND:]
+    ctx.wanted, ctx.arguments = wanted, inputs[_FIRST_OPTION : _MEMORY + 1]
+    differentiable = _run.LOSS if wanted & _run.FUSED else _run.LOSS | _run.DIFFERENTIABLE
+    if wanted & _run.DETACHED:
+        differentiable &= ~_run.ENTROPY
+    constants = [t for t, bit in zip(output, _run.OUTPUTS) if not bit & differentiable]
+    ctx.mark_non_differentiable(*constants, *output[len(_run.OUTPUTS) :])
+    if wanted & _run.FUSED:
+        ctx.dtypes = [None if t is None else t.dtype for t in inputs[:3]]
+        ctx.save_for_backward(*inputs[:3], *output[_GRAD_INPUT:])
+        return
+    made = dict(zip(_run.OUTPUTS, output))
+    entropy = None if wanted & _run.DETACHED else made[_run.ENTROPY]
+    row_state, *kept = output[_ROW_STATE:_GRAD_INPUT]
     if isinstance(kept_bytes, int) and not kept_bytes:
-        kept = (None, None)
-    ctx.save_for_backward(*inputs[:_FIRST_OPTION], temperature, row_state, entropy, *kept)
+        kept = [None, None]
+    ctx.save_for_backward(*inputs[:_FIRST_OPTION], row_state, entropy, *kept)
 
 
-def _forward_backward_rule(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+def _rule(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+    grads = (_fused_gradients if ctx.wanted & _run.FUSED else _gradients)(ctx, upstream)
+    rest = [None] * (_MEMORY + 4 - 3)
+    return *(g if need else None for g, need in zip(grads, ctx.needs_input_grad)), *rest
+
+
+def _gradients(ctx: Any, upstream: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     saved = ctx.saved_tensors
-    inputs, (row_state, entropy, *kept) = saved[: len(_run.INPUTS)], saved[len(_run.INPUTS) :]
+    inputs, (row_state, entropy, *kept) = saved[:_FIRST_OPTION], saved[_FIRST_OPTION:]
     given = [grad if ctx.wanted & bit else None for grad, bit in zip(upstream, _run.OUTPUTS)]
     if not of_columns(given):
         kept = [None, None]
-    options, constants = Options(*ctx.options[:_OPTION_COUNT]), Constants(*inputs[3:])
-    needs = [bool(need) for need in ctx.needs_input_grad[:3]]
-    asked = asked_of(given, options, constants, row_state, entropy)
-    tensors = (*inputs[:3], *asked.constants)
-    how = (*asked.options[:_OPTION_COUNT], *ctx.options[_OPTION_COUNT:])
-    grads = torch.ops.logitless.backward(*_arguments(tensors, how, *asked.upstream, *kept, *needs))
-    rest = [None] * (_OPTION_COUNT + 1 + 4 + 3)
-    return *(g if need else None for g, need in zip(grads, needs)), *rest
+    *_, options, memory = split_arguments((*inputs, *ctx.arguments))
+    upstream, options, constants = asked_of(
+        given, options, Constants(*inputs[3:]), row_state, entropy
+    )
+    needs = sum(bit for bit, need in zip(_run.OF_TENSORS, ctx.needs_input_grad) if need)
+    made: Sequence[Tensor | None] = torch.ops.logitless.backward(
+        *arguments((*inputs[:3], *constants), options, memory, needs, *upstream, *kept)
+    )
+    return made
 
 
-def _fused_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.set_materialize_grads(False)
-    grads = output[-3:]
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.dtypes = [None if t is None else t.dtype for t in inputs[:3]]
-    ctx.save_for_backward(*inputs[:3], *grads)
+def _fused_gradients(ctx: Any, upstream: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    factor, saved = upstream[0], ctx.saved_tensors
+    if factor is None:
+        return None, None, None
+    if not torch.is_grad_enabled():
+        return _multiplied(ctx, saved[3:], factor)
+    with torch.no_grad():
+        grads = _multiplied(ctx, saved[3:], factor)
+    marked: Sequence[Tensor | None] = once((*saved[:3], factor), grads)
+    return marked
 
 
 def _multiplied(ctx: Any, grads: Any, factor: Tensor) -> list[Tensor | None]:
@@ -255,36 +270,18 @@ def _multiplied(ctx: Any, grads: Any, factor: Tensor) -> list[Tensor | None]:
     ]
 
 
-def _fused_rule(ctx: Any, factor: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    rest = [None] * (_OPTION_COUNT + 1 + 4 + 5)
-    if factor is None:
-        return None, None, None, *rest
-    saved = ctx.saved_tensors
-    if not torch.is_grad_enabled():
-        return *_multiplied(ctx, saved[3:], factor), *rest
-    with torch.no_grad():
-        grads = _multiplied(ctx, saved[3:], factor)
-    return *once((*saved[:3], factor), grads), *rest
-
-
 def _never_twice(ctx: Any, *_: Any) -> Any:
     raise not_supported(ONCE_ONLY)
 
 
 for _name, _kernel, _fake in (
     ("forward", _forward, _forward_fake),
-    ("forward_backward", _forward_backward, _forward_backward_fake),
     ("backward", _backward, _backward_fake),
 ):
     for _device in ("CPU", "CUDA"):
         _library.impl(_name, _kernel, _device)
     torch.library.register_fake(f"logitless::{_name}", _fake, lib=_library)
-torch.library.register_autograd(
-    "logitless::forward", _forward_backward_rule, setup_context=_forward_setup, lib=_library
-)
-torch.library.register_autograd(
-    "logitless::forward_backward", _fused_rule, setup_context=_fused_setup, lib=_library
-)
+torch.library.register_autograd("logitless::forward", _rule, setup_context=_setup, lib=_library)
 torch.library.register_autograd("logitless::backward", _never_twice, lib=_library)
 
 
@@ -359,25 +356,20 @@ def loss(
         input, weight = cast(input, call.dtype), cast(weight, call.dtype)
         bias = cast_bias(bias, call.dtype)
     wanted = call.wanted
-    tensors, options = (input, weight, bias, *call.constants), call.options[:_OPTION_COUNT]
+    of = (input, weight, bias)
     # A trace is one graph for calls with and without gradients: it takes Forward, and its autograd
     # rule.
     tracing = not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
-    if needs and not tracing and weight is not None and call.fused(input, weight, bias, hooked()):
-        bias_needs = bias is not None and bias.requires_grad
-        how = (wanted, input.requires_grad, weight.requires_grad, bias_needs)
-        loss, *results = torch.ops.logitless.forward_backward(
-            *_arguments(tensors, (*options, call.memory), *how)
-        )
-        made = dict(zip(_run.CONSTANTS, results)) | {_run.LOSS: loss}
-        return tuple(made[bit] if wanted & bit else None for bit in _run.OUTPUTS)
-    bits = wanted | _run.ROW_STATE if needs or tracing else wanted
+    bits, kept_bytes = wanted, 0
     if needs and not tracing:
-        of = (input, weight, bias)
         dtypes = [t.dtype if t is not None and t.requires_grad else None for t in of]
         bits |= _run.followed_by(dtypes, of)
-    kept_bytes = bytes_to_keep(input, weight, bias, call, needs and not tracing)
+    if needs and not tracing and weight is not None and call.fused(*of, hooked()):
+        bits |= _run.FUSED
+    elif needs or tracing:
+        bits |= _run.ROW_STATE | (_run.OF_ENTROPY if call.of_entropy else 0)
+        kept_bytes = bytes_to_keep(input, weight, bias, call, not tracing)
     results = torch.ops.logitless.forward(
-        *_arguments(tensors, (*options, call.memory), bits, kept_bytes)
+        *arguments((*of, *call.constants), call.options, call.memory, bits, kept_bytes, None)
     )
     return tuple(t if wanted & bit else None for t, bit in zip(results, _run.OUTPUTS))

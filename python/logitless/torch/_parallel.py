@@ -43,9 +43,8 @@ from logitless._errors import (
 from logitless.torch import _autograd, _combine, _kept, _ops, _ranks, _run, _shards
 from logitless.torch._autograd import Call, asked_of, cast, cast_bias, once, taken
 from logitless.torch._checks import check_target
-from logitless.torch._combine import EXTRA, WEIGHTED
+from logitless.torch._combine import EXTRA
 from logitless.torch._device import allows_tf32
-from logitless.torch._kept import Keep
 from logitless.torch._run import Constants, Upstream
 from logitless.torch._shards import Tokens
 from logitless.torch._split import Split, check_group
@@ -53,9 +52,6 @@ from logitless.torch._split import Split, check_group
 _DIFFERENTIABLE = tuple(
     bit for bit in _run.OUTPUTS if bit & (_run.LOSS | _run.DIFFERENTIABLE)
 )  # the first of the outputs
-_FORWARD = (*_run.INPUTS, "anchor", "target_logit", *EXTRA.values(), "argmax")
-_NUMBERS = ("label_smoothing", "z_loss", "logit_scale", "softcap", "temperature", "normalizer")
-_CODES = ("reduction", "ignore_index", "empty_mean", "vocab_start", "vocab_total")
 
 
 class Shard(NamedTuple):
@@ -449,138 +445,7 @@ def reduce_grad_input(part: Tensor, shard: Shard, shape: torch.Size, dtype: torc
     return _all_gather(own, shard)[:tokens].view(shape)
 
 
-# --- the core's two calls, as torch's dispatcher knows them ---
-
-_make_library: Any = torch.library.Library
-_library = _make_library("logitless", "FRAGMENT")
-_tags = (torch.Tag.pt2_compliant_tag,)
-_TENSORS = (
-    "Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? token_weight, "
-    "Tensor? vocab_weight, Tensor? normalizer, Tensor? temperature"
-)
-_OPTIONS = ", ".join((*(f"int {n}" for n in _CODES), *(f"float {n}_number" for n in _NUMBERS)))
-_library.define(
-    f"shard_targets({_TENSORS}, {_OPTIONS}, int? memory, int wanted) -> Tensor target_logit",
-    tags=_tags,
-)
-_library.define(
-    f"shard_forward({_TENSORS}, {_OPTIONS}, int? memory, int wanted, Tensor? anchor, "
-    "SymInt kept_bytes) -> (Tensor states, Tensor argmax, Tensor kept, Tensor kept_rows)",
-    tags=_tags,
-)
-_library.define(
-    f"shard_backward({_TENSORS}, {_OPTIONS}, int? memory, Tensor row_state, Tensor? entropy, "
-    "Tensor? grad_loss, Tensor? grad_lse, Tensor? grad_target_logit, Tensor? grad_entropy, "
-    "bool need_input, ScalarType? weight_dtype, ScalarType? bias_dtype, Tensor? kept, "
-    "Tensor? kept_rows) -> (Tensor grad_input, "
-    "Tensor grad_weight, Tensor grad_bias)",
-    tags=_tags,
-)
-
-
-def _options(values: Any) -> Options:
-    return Options()._replace(**dict(zip((*_CODES, *_NUMBERS), values)))
-
-
-def _split(args: Any) -> tuple[Any, Options, Any]:
-    inputs, count = args[: len(_run.INPUTS)], len(_CODES) + len(_NUMBERS)
-    return inputs, _options(args[len(inputs) : len(inputs) + count]), args[len(inputs) + count :]
-
-
-def _shard_targets(*args: Any) -> Tensor:
-    """`wanted` is that of the Forward that comes next, and what its Backward takes is asked for
-    here, before the ranks exchange."""
-    inputs, options, (memory, wanted) = _split(args)
-    found: Tensor = inputs[0].new_empty(inputs[3].shape[0], dtype=torch.float32)
-    kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD
-    names = (*_run.INPUTS, "target_logit")
-    keep = _keep_of(wanted, inputs, memory, 0)
-    asked = ("targets", wanted)
-    _run.launch(kind, names, (*inputs, found), options, memory, asked, None, False, keep)
-    return found
-
-
-def _keep_of(wanted: int, inputs: Any, memory: int | None, kept_bytes: int) -> Keep | None:
-    """As for the op on one device, but for a part of the input's gradient, which is f32."""
-    keep = _ops.keep_of(wanted, inputs[:3], memory, kept_bytes)
-    if keep is None:
-        return None
-    part = torch.float32 if keep.dtypes[0] else None
-    return keep._replace(dtypes=(part, *keep.dtypes[1:]))
-
-
-def _shard_targets_fake(*args: Any) -> Tensor:
-    found: Tensor = args[0].new_empty(args[3].shape[0], dtype=torch.float32)
-    return found
-
-
-def _shard_forward(*args: Any) -> tuple[Tensor, ...]:
-    inputs, options, (memory, wanted, anchor, kept_bytes) = _split(args)
-    input, target = inputs[0], inputs[3]
-    extras = [bit for bit in EXTRA if wanted & bit]
-    states = input.new_empty((3 + len(extras), target.shape[0]), dtype=torch.float32)
-    argmax = target.new_empty(target.shape[0] if wanted & _run.ARGMAX else 0, dtype=torch.int64)
-    rows = iter(states[3:])
-    outputs = [states[2], *(next(rows) if wanted & bit else None for bit in EXTRA)]
-    outputs.append(argmax if wanted & _run.ARGMAX else None)
-    tensors = (*inputs, anchor, *outputs)
-    kind = _abi.LINEAR_CROSS_ENTROPY_FORWARD
-    keep = _keep_of(wanted, inputs, memory, kept_bytes)
-    asked = ("shard", wanted, anchor is None, kept_bytes)
-    kept = _run.launch(
-        kind, _FORWARD, tensors, options, memory, asked, states[:2], False, keep
-    )  # fmt: skip
-    if kept is None:
-        return states, argmax, *_ops.kept_like(input, inputs[1], target, kept_bytes)
-    return states, argmax, kept.columns, kept.rows
-
-
-def _shard_forward_fake(*args: Any) -> tuple[Tensor, ...]:
-    inputs, _, (_, wanted, _, kept_bytes) = _split(args)
-    tokens, count = inputs[3].shape[0], 3 + sum(bool(wanted & bit) for bit in EXTRA)
-    argmax = inputs[3].new_empty(tokens if wanted & _run.ARGMAX else 0, dtype=torch.int64)
-    states = inputs[0].new_empty((count, tokens), dtype=torch.float32)
-    return states, argmax, *_ops.kept_like(inputs[0], inputs[1], inputs[3], kept_bytes)
-
-
-def _shard_backward(*args: Any) -> tuple[Tensor, ...]:
-    inputs, options, (memory, *rest) = _split(args)
-    *upstream, need_input, weight_dtype, bias_dtype, columns, rows = rest
-    input, weight, bias = inputs[:3]
-    dtypes = (torch.float32 if need_input else None, weight_dtype, bias_dtype)
-    constants = Constants(*inputs[3:])
-    kept = _ops.given(constants.target.shape[0], memory, columns, rows)
-    grads = _run.backward(
-        input, weight, bias, constants, options, memory, Upstream(*upstream), dtypes, kept=kept
-    )
-    return tuple(input.new_empty(0) if g is None else g for g in grads)
-
-
-def _shard_backward_fake(*args: Any) -> tuple[Tensor, ...]:
-    inputs, _, (_, *rest) = _split(args)
-    dtypes = (torch.float32 if rest[-5] else None, *rest[-4:-2])
-    return tuple(
-        inputs[0].new_empty(0) if x is None or t is None else torch.empty_like(x, dtype=t)
-        for x, t in zip(inputs[:3], dtypes)
-    )
-
-
-for _name, _kernel, _fake in (
-    ("shard_targets", _shard_targets, _shard_targets_fake),
-    ("shard_forward", _shard_forward, _shard_forward_fake),
-    ("shard_backward", _shard_backward, _shard_backward_fake),
-):
-    for _device in ("CPU", "CUDA"):
-        _library.impl(_name, _kernel, _device)
-    torch.library.register_fake(f"logitless::{_name}", _fake, lib=_library)
-
-
 # --- the loss ---
-
-
-def _arguments(inputs: Any, options: Options) -> tuple[Any, ...]:
-    values = options._asdict()
-    return (*inputs, *(values[n] for n in _CODES), *(values[n] for n in _NUMBERS))
 
 
 def _columns(shard: Shard, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -639,18 +504,36 @@ def _blocks_of(
 def _local_targets(shard: Shard, given: Given, w: Tensor, blocks: Sequence[Block]) -> Tensor:
     """[1, N] f32: the targets' logits, of those that are this rank's columns; else -inf."""
     _check_rows(shard, w, given)
-    targets: Any = torch.ops.logitless.shard_targets
-    found = [
-        targets(*_arguments(b.inputs, b.options), b.memory, b.wanted) for b in blocks if not b.empty
-    ]
+    found = [_made(b, _run.TARGET_LOGIT, 0, None)[0] for b in blocks if not b.empty]
     if not found:
         target: Any = blocks[0].inputs[3]
         return w.new_full((1, target.shape[0]), -float("inf"), dtype=torch.float32)
     largest: Tensor = functools.reduce(torch.maximum, found)
-    return largest.unsqueeze(0)
+    return largest
 
 
 Keeping = tuple[Tensor, Tensor]  # `kept` and `kept_rows` of a block
+
+
+def _made(
+    block: Block, states: int, kept_bytes: Any, anchor: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of a block's columns [k, N] f32, argmax [N] or [0], and what is kept. `states`: the bits of
+    the row's state that are asked for, beside what may follow."""
+    forward: Any = torch.ops.logitless.forward
+    wanted = states | block.wanted & _FOLLOWING
+    results = forward(
+        *_ops.arguments(block.inputs, block.options, block.memory, wanted, kept_bytes, anchor)
+    )
+    made = dict(zip(_ops.RESULTS, results))
+    rows = [*made["row_state"]] if states & _run.ROW_STATE else []
+    rows += [made[name] for bit, name in _ROWS.items() if states & bit]
+    return torch.stack(rows), made["argmax"], made["kept"], made["kept_rows"]
+
+
+_ROWS = {_run.TARGET_LOGIT: "target_logit", **EXTRA}
+_FOLLOWING = sum(_run.OF_TENSORS) + sum(_run.IN_F32) + _run.OF_ENTROPY
+_STATES = _run.ROW_STATE | _run.TARGET_LOGIT | _run.ARGMAX | sum(EXTRA)
 
 
 def _local_state(block: Block, anchor: Tensor | None) -> tuple[Tensor, Tensor, Keeping | None]:
@@ -658,10 +541,8 @@ def _local_state(block: Block, anchor: Tensor | None) -> tuple[Tensor, Tensor, K
     kept_bytes = block.kept_bytes()
     if block.empty or block.options.vocab_total == block.inputs[1].shape[0]:  # type: ignore[union-attr]
         anchor = None
-    forward: Any = torch.ops.logitless.shard_forward
-    states, argmax, columns, rows = forward(
-        *_arguments(block.inputs, block.options), block.memory, block.wanted, anchor, kept_bytes
-    )
+    wanted = _run.ROW_STATE | _run.TARGET_LOGIT | block.wanted & _STATES
+    states, argmax, columns, rows = _made(block, wanted, kept_bytes, anchor)
     if block.empty:
         empty = _combine.empty_state(states.shape[1], states, block.wanted)
         return empty, torch.full_like(argmax, -1), None
@@ -736,9 +617,10 @@ class ShardedLoss(Function):
         rows = x.reshape(-1, x.shape[-1])  # [N, D]
         constants = _flat(constants)
         if options.label_smoothing > 0:
-            wanted |= WEIGHTED
+            wanted |= _run.WEIGHTED
         if shard.of_any:
             wanted |= _followed_by(ctx.needs_input_grad, (x, w, b), (weight, bias), shard)
+            wanted |= _run.OF_ENTROPY if call.of_entropy else 0
         given = (w, b)
         w, b = _columns(shard, w, b)
         blocks = (shard, given, w, _blocks_of(shard, rows, w, b, constants, call, wanted))
@@ -808,14 +690,13 @@ class ShardedLoss(Function):
             rows = cast(input, call.dtype).reshape(-1, input.shape[-1])
         grad_weight = weight.new_zeros(0, weight.shape[1]) if needs[1] else None
         grad_bias = None if bias is None or not needs[2] else bias.new_zeros(0)
-        more = (
-            call.memory, *given, needs[0], _made_dtype(grad_weight, shard),
-            _made_dtype(grad_bias, shard),
-        )  # fmt: skip
+        made = _followed_by(needs, (rows, w, b), (weight, bias), shard)
         state = taken(ctx.unused)
         serves = state == _tf32(rows) and _autograd.of_columns(upstream)
-        made = (shard, (rows, w, b, *constants), options, more, kept if serves else None)
-        parts, weights, biases = _together(shard, rows, (), _local_gradients, *made)
+        parts, weights, biases = _together(
+            shard, rows, (), _local_gradients, shard, (rows, w, b, *constants), options,
+            call.memory, made, given, kept if serves else None,
+        )  # fmt: skip
         if state is not None:
             ctx.unused.append(state)
         if weights:
@@ -838,22 +719,23 @@ def _followed_by(
 
 
 def _local_gradients(
-    shard: Shard, inputs: Any, options: Options, more: Any, kept: Sequence[Tensor | None] | None
-) -> tuple[_shards.Carries, list[Tensor], list[Tensor]]:
+    shard: Shard, inputs: Any, options: Options, memory: int | None, wanted: int,
+    upstream: Upstream, kept: Sequence[Tensor | None] | None,
+) -> tuple[_shards.Carries, list[Tensor], list[Tensor]]:  # fmt: skip
     """Of each block with columns: its part of grad_input, its rows of grad_weight and grad_bias."""
-    backward: Any = torch.ops.logitless.shard_backward
+    backward: Any = torch.ops.logitless.backward
     rows, w, b, *constants = inputs
-    need_input = more[1 + len(Upstream._fields)]
+    need_input = bool(wanted & _run.OF_INPUT)
     parts: _shards.Carries = []
     weights, biases = [], []
     for i, (first, stop) in enumerate(shard.ranges(w.shape[0])):
         if first < stop:
             own = (rows, w[first:stop], _rows_of(b, first, stop), *constants)
-            start = shard.start + first
+            of_block = options._replace(vocab_start=shard.start + first)
+            own_kept = (None, None) if kept is None else kept[2 * i : 2 * i + 2]
             part, weight, bias = backward(
-                *_arguments(own, options._replace(vocab_start=start)), *more,
-                *((None, None) if kept is None else kept[2 * i : 2 * i + 2]),
-            )  # fmt: skip
+                *_ops.arguments(own, of_block, memory, wanted, *upstream, *own_kept)
+            )
             weights.append(weight)
             biases.append(bias)
         elif need_input:
@@ -1005,27 +887,25 @@ def own_loss(
     return [t if t is None or t.dim() == 0 else t.view(shape) for t in outputs]
 
 
-# --- the loss for torch.compile, which traces through an op that is made of others, autograd rule
-# and all. Of an autograd.Function alone it makes a graph of its own, and fails at dynamic sizes ---
-
+# The loss for torch.compile, which traces through an op that is made of others, autograd rule and
+# all. Of an autograd.Function alone it makes a graph of its own, and fails at dynamic sizes.
+_make_library: Any = torch.library.Library
+_library = _make_library("logitless", "FRAGMENT")
 _library.define(
-    f"sharded_loss({_TENSORS}, {_OPTIONS}, int? memory, int wanted, ScalarType? dtype, str group, "
+    f"sharded_loss({_ops.TENSORS}, {_ops.OPTIONS}, int wanted, ScalarType? dtype, str group, "
     "int rank, int size, SymInt start, SymInt total, int? sequence_dim, bool local_tokens, "
     "bool reduce_input_grad, bool ordered, int blocks, bool own, str replicas, float divisor, "
     "bool keeps, bool of_input, bool of_any, str revision) -> Tensor[]",
-    tags=_tags,
+    tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
 def _revision() -> str:
     """Torch keeps compiled graphs on disk by the ops that were called, not by what this one is
     made of: those of another revision of it must not be taken."""
-    files = (
-        __file__,
-        *(str(module.__file__) for module in (_combine, _shards, _run, _autograd, _ops)),
-    )
+    files = sorted(pathlib.Path(__file__).parent.glob("*.py"))
     try:
-        code = b"".join(pathlib.Path(file).read_bytes() for file in files)
+        code = b"".join(file.read_bytes() for file in files)
     except OSError:  # not installed as files
         code = b""
     return f"{'.'.join(map(str, _abi.VERSION))}-{zlib.crc32(code):08x}"
@@ -1035,8 +915,9 @@ _REVISION = _revision()
 
 
 def _sharded_loss(*args: Any) -> list[Tensor]:
-    (input, weight, bias, *constants), options, (memory, wanted, dtype, *where, _) = _split(args)
-    call = Call(Constants(*constants), options, memory, wanted, dtype)
+    input, weight, bias, constants, options, memory = _ops.split_arguments(args)
+    wanted, dtype, *where, _ = args[_ops.BEHIND :]
+    call = Call(constants, options, memory, wanted, dtype)
     apply: Any = ShardedLoss.apply
     return [t for t in apply(input, weight, bias, call, Shard(*where)) if t is not None]
 
@@ -1047,14 +928,11 @@ _library.impl("sharded_loss", _sharded_loss, "CompositeImplicitAutograd")
 def _traced(
     input: Tensor, weight: Tensor, bias: Tensor | None, call: Call, shard: Shard
 ) -> tuple[Tensor | None, ...]:
-    inputs = (input, weight, bias, *call.constants)
     made = torch.ops.logitless.sharded_loss(
-        *_arguments(inputs, call.options),
-        call.memory,
-        call.wanted,
-        call.dtype,
-        *shard,
-        _REVISION,
-    )
+        *_ops.arguments(
+            (input, weight, bias, *call.constants), call.options, call.memory, call.wanted,
+            call.dtype, *shard, _REVISION,
+        )
+    )  # fmt: skip
     rest = iter(made)
     return tuple(next(rest) if call.wanted & bit else None for bit in _run.OUTPUTS)

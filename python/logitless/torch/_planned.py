@@ -119,7 +119,7 @@ def _forward_then_backward(
     assert input is not None and weight is not None
     constants, options = Constants(*rest), call.options  # type: ignore[arg-type]
     keep = call.keep(input, dtypes, planner.device.type)
-    outputs, row_state, kept = _run.forward(
+    outputs, row_state, kept, _ = _run.forward(
         input, weight, bias, constants, options, call.memory, call.wanted | _run.ROW_STATE, keep,
         planner.launch,
     )  # fmt: skip

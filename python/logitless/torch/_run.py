@@ -25,13 +25,16 @@ from logitless.torch._device import DEVICES, DTYPES, MOST_SHAPES
 from logitless.torch._kept import FRESH, Keep, Kept, State
 
 # A forward call is asked for these, as bits: outputs in their order everywhere, what Backward
-# takes, that nobody will differentiate the entropy, and in ops which gradients may follow, those
-# of weight and bias perhaps in f32 beside 16-bit tensors.
+# takes, and that nobody will differentiate the entropy. In ops also which gradients may follow,
+# perhaps in f32 beside 16-bit tensors, whether one of the entropy may arrive, the class-weighted
+# sum of a shard's logits, and that the gradients are made with the loss.
 OUTPUTS = {1 << place: name for place, name in enumerate(("loss", *TABLE))}
 BITS = {name: bit for bit, name in OUTPUTS.items()}
-ROW_STATE, DETACHED, OF_INPUT, OF_WEIGHT, OF_BIAS, WEIGHT_IN_F32, BIAS_IN_F32 = (
-    1 << (len(OUTPUTS) + place) for place in range(7)
-)
+(
+    ROW_STATE, DETACHED, OF_INPUT, OF_WEIGHT, OF_BIAS, INPUT_IN_F32, WEIGHT_IN_F32, BIAS_IN_F32,
+    OF_ENTROPY, WEIGHTED, FUSED,
+) = (1 << (len(OUTPUTS) + place) for place in range(11))  # fmt: skip
+OF_TENSORS, IN_F32 = (OF_INPUT, OF_WEIGHT, OF_BIAS), (INPUT_IN_F32, WEIGHT_IN_F32, BIAS_IN_F32)
 LOSS, TARGET_LOGIT, LOGPROB, ENTROPY = (
     BITS[name] for name in ("loss", "target_logit", "logprob", "entropy")
 )
@@ -46,7 +49,7 @@ INPUTS = (
     "input", "weight", "bias", "target", "token_weight", "vocab_weight", "normalizer",
     "temperature",
 )  # fmt: skip
-_FORWARD = (*INPUTS, *OUTPUTS.values())
+_FORWARD = (*INPUTS, "anchor", *OUTPUTS.values(), "weighted_logit_sum")
 _FORWARD_BACKWARD = (
     *INPUTS, "loss", *CONSTANTS.values(), "grad_input", "grad_weight", "grad_bias",
 )  # fmt: skip
@@ -71,8 +74,8 @@ def dtype_of(output: int) -> torch.dtype:
 def followed_by(dtypes: Sequence[torch.dtype | None], of: Sequence[Tensor | None]) -> int:
     """The bits of a Backward that gradients of `dtypes` are asked of; those are of input, weight
     and bias."""
-    bits = sum(bit for bit, dtype in zip((OF_INPUT, OF_WEIGHT, OF_BIAS), dtypes) if dtype)
-    for bit, dtype, tensor in zip((0, WEIGHT_IN_F32, BIAS_IN_F32), dtypes, of):
+    bits = sum(bit for bit, dtype in zip(OF_TENSORS, dtypes) if dtype)
+    for bit, dtype, tensor in zip(IN_F32, dtypes, of):
         if dtype is torch.float32 and tensor is not None and tensor.dtype is not dtype:
             bits |= bit
     return bits
@@ -82,9 +85,7 @@ def gradients_of(wanted: int, of: Sequence[Tensor | None]) -> tuple[torch.dtype 
     """The dtypes that followed_by was told, as far as they decide about memory."""
     return tuple(
         None if t is None or not wanted & bit else torch.float32 if wanted & in_f32 else t.dtype
-        for t, bit, in_f32 in zip(
-            of, (OF_INPUT, OF_WEIGHT, OF_BIAS), (0, WEIGHT_IN_F32, BIAS_IN_F32)
-        )
+        for t, bit, in_f32 in zip(of, OF_TENSORS, IN_F32)
     )
 
 
@@ -317,9 +318,9 @@ def _flat(tensor: Tensor | None) -> Tensor | None:
 def forward(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, constants: Constants,
     options: Options, memory: int | None, wanted: int, keep: Keep | None = None,
-    launcher: Launcher | None = None,
-) -> tuple[tuple[Tensor | None, ...], Tensor | None, Kept | None]:  # fmt: skip
-    """The outputs, row_state [2, N], and what is kept."""
+    launcher: Launcher | None = None, anchor: Tensor | None = None,
+) -> tuple[tuple[Tensor | None, ...], Tensor | None, Kept | None, Tensor | None]:  # fmt: skip
+    """The outputs, row_state [2, N], what is kept, and weighted_logit_sum [N]."""
     target, token_weight, vocab_weight, normalizer, temperature = constants
     flat = target if target.dim() == 1 else target.reshape(-1)  # [N]
     rows = input if input.dim() == 2 else _rows(input, target.numel())  # [N, D]
@@ -334,16 +335,19 @@ def forward(
     if target.dim() != 1:
         given = (_flat(loss) if none else loss, *map(_flat, statistics))  # [N]
     row_state = _row_state(rows) if wanted & ROW_STATE else None  # [2, N]
+    weighted = _per_token(flat) if wanted & WEIGHTED else None  # [N]
     tensors = (
         rows, weight, bias, flat, _flat(token_weight), vocab_weight, normalizer,
-        temperature, *given,
+        temperature, anchor, *given, weighted,
     )  # fmt: skip
     kind = _abi.CROSS_ENTROPY_FORWARD if weight is None else _abi.LINEAR_CROSS_ENTROPY_FORWARD
-    asked = wanted if keep is None else (wanted, keep.asked())
+    asked: object = wanted if keep is None else (wanted, keep.asked())
+    if anchor is not None:
+        asked = (asked, "anchor")
     kept = (launcher or launch)(
         kind, _FORWARD, tensors, options, memory, asked, row_state, False, keep
     )
-    return outputs, row_state, kept
+    return outputs, row_state, kept, weighted
 
 
 def forward_backward(
