@@ -35,7 +35,8 @@ import torch.nn.functional as F
 from timing import balanced_orders
 from torch import Tensor
 
-from logitless.torch import Split, _parallel, linear_cross_entropy
+from logitless.torch import Split, linear_cross_entropy
+from logitless.torch._split import exchange, shards
 
 MIB = 1 << 20
 
@@ -101,14 +102,14 @@ class Head:
     def exchange(self) -> None:
         """What a call exchanges and adds up, of tensors that hold anything."""
         tokens, hidden = self.input.shape
-        shard = _parallel.Shard(
+        shard = shards.Shard(
             dist.group.WORLD.group_name, dist.get_rank(), dist.get_world_size(), 0, self.vocab
         )
         x = self.input.detach()
-        _parallel._all_gather(x.new_empty(1, tokens, dtype=torch.float32), shard)
-        _parallel._all_gather(x.new_empty(1, 3, tokens, dtype=torch.float32), shard)
+        exchange.all_gather(x.new_empty(1, tokens, dtype=torch.float32), shard)
+        exchange.all_gather(x.new_empty(1, 3, tokens, dtype=torch.float32), shard)
         part = x.new_empty(tokens, hidden, dtype=torch.float32)
-        _parallel.reduce_grad_input(part, shard, x.shape, x.dtype)
+        exchange.reduce_grad_input(part, shard, x.shape, x.dtype)
 
 
 class Captured:

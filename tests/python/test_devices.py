@@ -21,11 +21,10 @@ import ranks
 import reference
 from logitless.torch import (
     Statistics,
-    _combine,
-    _parallel,
-    _ranks,
     _run,
 )
+from logitless.torch._split import blocks, combine, exchange, shards
+from logitless.torch._split import ranks as _ranks
 from ranks import Rank
 from reference import close
 from splits import FIELDS, linear_cross_entropy, linear_logprob
@@ -1330,18 +1329,18 @@ def one_rank_is_refused(me: Rank) -> Results:
     texts = {"bias": refusal(ValueError, "bias",
                              lambda: call_own(me, p, bounds, linear_bias=bias))}  # fmt: skip
     loss, *_ = call_own(me, p, bounds)
-    real = _parallel._local_gradients
+    real = blocks.local_gradients
 
     def fails(*_: Any) -> Any:
         raise ValueError("no backward today")
 
     if me.rank == 1:
-        _parallel._local_gradients = fails
+        blocks.local_gradients = fails
     try:
         with pytest.raises((ValueError, RuntimeError), match="no backward today"):
             loss.backward()
     finally:
-        _parallel._local_gradients = real
+        blocks.local_gradients = real
     return texts
 
 
@@ -1438,38 +1437,38 @@ class Mutant(NamedTuple):
 
 MUTANTS = {
     "smoothing over the shard's columns": Mutant(
-        _combine, "combine", _of_states(_local_smoothing), "options: smoothing, mean"
+        combine, "combine", _of_states(_local_smoothing), "options: smoothing, mean"
     ),
     "smoothing of one shard's logits": Mutant(
-        _combine, "combine", _of_states(_smoothing_of_one), "options: smoothing, mean"
+        combine, "combine", _of_states(_smoothing_of_one), "options: smoothing, mean"
     ),
     "grad_input not reduced": Mutant(
-        _parallel, "reduce_grad_input", _unreduced, "shards: uneven, none"
+        exchange, "reduce_grad_input", _unreduced, "shards: uneven, none"
     ),
     "grad_input reduced twice": Mutant(
-        _parallel, "reduce_grad_input", _doubled, "shards: uneven, none"
+        exchange, "reduce_grad_input", _doubled, "shards: uneven, none"
     ),
     "a copy reduced": Mutant(
-        _parallel, "reduce_grad_input", _copy_reduced, "layout: transposed"
+        exchange, "reduce_grad_input", _copy_reduced, "layout: transposed"
     ),
     "a sentinel that counts": Mutant(
-        _combine, "combine", _of_options(_sentinel_counts), "sentinel that is a padded column"
+        combine, "combine", _of_options(_sentinel_counts), "sentinel that is a padded column"
     ),
     "padding that counts": Mutant(
-        _parallel, "_columns", lambda real: lambda shard, *both: both, "padding"
+        shards, "columns", lambda real: lambda shard, *both: both, "padding"
     ),
     "loss + log(P)": Mutant(
-        _combine, "combine", _of_states(_log_of_size), "shards: even"
+        combine, "combine", _of_states(_log_of_size), "shards: even"
     ),
     "target's logit of another shard": Mutant(
-        _combine, "combine", _of_states(_any_target), "shards: even"
+        combine, "combine", _of_states(_any_target), "shards: even"
     ),
     "normalizer divided by P": Mutant(
-        _combine, "combine", _of_options(_divided), "shards: even"
+        combine, "combine", _of_options(_divided), "shards: even"
     ),
-    "argmax of the shard": Mutant(_combine, "combine", _local_argmax, "statistics: argmax"),
+    "argmax of the shard": Mutant(combine, "combine", _local_argmax, "statistics: argmax"),
     "upstream of one rank": Mutant(
-        _parallel, "gather_tokens",
+        exchange, "gather_tokens",
         lambda real: lambda x, shard, dim: torch.cat([x] * shard.size, dim)
         if dim == 2 else real(x, shard, dim),
         "sequence_dim 1, local_tokens, none",
@@ -1671,7 +1670,7 @@ def one_rank_is_refused_in_backward(rank: Rank) -> Results:
     """Whichever tensors have gradients, every rank raises what one of them does."""
     p, bounds = problem(rank.size, bias=True)
     rows = slice(*bounds[rank.rank])
-    real = _parallel._local_gradients
+    real = blocks.local_gradients
 
     def fails(*_: Any) -> Any:
         raise ValueError("no backward today")
@@ -1685,12 +1684,12 @@ def one_rank_is_refused_in_backward(rank: Rank) -> Results:
             vocab_total=37,
         )  # fmt: skip
         if rank.rank == 1:
-            _parallel._local_gradients = fails
+            blocks.local_gradients = fails
         try:
             with pytest.raises((ValueError, RuntimeError), match="no backward today"):
                 loss.backward()
         finally:
-            _parallel._local_gradients = real
+            blocks.local_gradients = real
     return {}
 
 

@@ -37,7 +37,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from logitless.torch import _parallel, _ranks
+from logitless.torch._split import exchange, rule, sums
+from logitless.torch._split import ranks as _ranks
 from logitless.torch.parallel import head_costs
 
 HIDDEN, VOCAB = 8, 19  # which no number of ranks divides
@@ -637,11 +638,11 @@ def _stale(real: Any) -> Any:
 
 
 MUTANTS = {
-    "grad_weight is the ranks' sum": (_parallel, "_mean", _summed),
-    "replicas are not reduced": (_parallel, "_mean", _not_replicated),
-    "upstream of one rank": (_parallel, "gather_tokens", _own_upstream),
-    "a mean over all tokens": (_parallel._shards, "divisor", _mean_of_all),
-    "a cast that is kept for ever": (_parallel, "cast", _stale),
+    "grad_weight is the ranks' sum": (rule, "_mean", _summed),
+    "replicas are not reduced": (rule, "_mean", _not_replicated),
+    "upstream of one rank": (exchange, "gather_tokens", _own_upstream),
+    "a mean over all tokens": (sums, "divisor", _mean_of_all),
+    "a cast that is kept for ever": (rule, "cast", _stale),
 }
 
 

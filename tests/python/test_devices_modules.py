@@ -37,7 +37,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from logitless.torch import _ranks
+from logitless.torch._split import ranks as _ranks
 from logitless.torch.parallel import HeadParallel
 from splits import linear_cross_entropy, linear_logprob
 

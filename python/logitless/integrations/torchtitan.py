@@ -13,7 +13,8 @@ from torch import Tensor
 from logitless._errors import invalid, not_supported, renames
 from logitless.integrations._heads import through
 from logitless.integrations._memory import Sizes, frugal
-from logitless.torch import Split, _placed, linear_cross_entropy
+from logitless.torch import Split, linear_cross_entropy
+from logitless.torch._split import placed
 
 
 class HeadLoss:
@@ -72,8 +73,8 @@ class HeadLoss:
         return through(head, loss, pred), {}
 
     def _where(self, pred: Tensor, weight: Tensor) -> Any:
-        if _placed.is_placed(weight):
-            return None if _placed.is_placed(pred) else _placed.group_of(weight)
+        if placed.is_placed(weight):
+            return None if placed.is_placed(pred) else placed.group_of(weight)
         group = self.tp_group()
         if group is None:
             return None

@@ -23,7 +23,7 @@ from logitless.torch._modules import (
     LinearCrossEntropyHead,
     LinearCrossEntropyLoss,
 )
-from logitless.torch._split import Split
+from logitless.torch._split.given import Split
 
 __all__ = [
     "CrossEntropyLoss",

@@ -39,7 +39,7 @@ from logitless.torch._checks import (
 )
 from logitless.torch._route import dispatches, refuse_layouts
 from logitless.torch._run import Constants
-from logitless.torch._split import OLD, Split, split_of
+from logitless.torch._split.given import OLD, Split, split_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -194,12 +194,11 @@ def _loss(
     dtype = None if weight is None else _autocast_dtype(input) if data is None else data.dtype
     call = Call(constants, options, memory, wanted, dtype, in_place, main_grad)
     if shard is not None:
-        from logitless.torch import _parallel
+        from logitless.torch._split import rule
 
         assert weight is not None
-        if data is not None:
-            return _parallel.own_loss(input, weight, bias, call, shard)
-        return _parallel.loss(input, weight, bias, call, shard)
+        of = rule.loss if data is None else rule.own_loss
+        return of(input, weight, bias, call, shard)
     needs = torch.is_grad_enabled() and (
         input.requires_grad
         or (weight is not None and weight.requires_grad)
@@ -332,7 +331,7 @@ def linear_outputs(
     size: bool | None = None,
 ) -> Any:  # fmt: skip
     """The outputs of linear_cross_entropy's arguments that are `wanted`, as bits of _run, in their
-    order. `main_grad`: where the weight's gradient goes. `data`: a _parallel.Data. `size`: whether
+    order. `main_grad`: where the weight's gradient goes. `data`: a shards.Data. `size`: whether
     gradients are counted; the result is then the bytes that the call would take."""
     check_rows("input", input, "[..., D]")
     check_matrix("linear_weight", linear_weight)
@@ -340,31 +339,31 @@ def linear_outputs(
         check_bias(linear_bias, linear_weight)
     split = group if group is None or type(group) is Split else Split(group)
     if split is not None or hasattr(linear_weight, "placements") or hasattr(input, "placements"):
-        from logitless.torch import _placed
+        from logitless.torch._split import placed as dtensors
 
-        given = _placed.Arguments(
+        given = dtensors.Arguments(
             input, linear_weight, target, linear_bias, weight, token_weight, normalizer,
             temperature, split or Split(),
         )  # fmt: skip
-        if any(map(_placed.is_placed, given)):
+        if any(map(dtensors.is_placed, given)):
             (
                 input, linear_weight, target, linear_bias, weight, token_weight, normalizer,
                 temperature, split,
-            ) = _placed.local(given)  # fmt: skip
+            ) = dtensors.local(given)  # fmt: skip
     shard = None
     if split is None:
         check_target(input, target, "input")
     else:
-        from logitless.torch import _parallel
+        from logitless.torch._split import exchange, shards
 
-        shard = _parallel.shard_of(split, input, linear_weight)
+        shard = shards.shard_of(split, input, linear_weight)
     try:
         if shard is not None:
-            _parallel.check_tokens(input, target, shard, int(shift))
+            shards.check_tokens(input, target, shard, int(shift))
             if data is not None:
                 shard = data.shard(shard)
             if shard.size == 1 and not shard.blocks and not shard.replicas and shard.divisor == 1:
-                linear_weight, linear_bias = _parallel.of_one(shard, linear_weight, linear_bias)
+                linear_weight, linear_bias = shards.of_one(shard, linear_weight, linear_bias)
                 shard = None
         options = options_of(
             reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap, temperature,
@@ -376,7 +375,7 @@ def linear_outputs(
         bound = _memory.default() if memory is None else parse_memory(memory)
     except LogitlessError as error:
         if shard is not None:
-            _parallel.tell(error, input, shard)
+            exchange.tell(error, input, shard)
         raise
     try:
         if size is not None:

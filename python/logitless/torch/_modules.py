@@ -25,7 +25,7 @@ from logitless.torch._functions import (
     wanted_of,
 )
 from logitless.torch._run import LOSS
-from logitless.torch._split import Split
+from logitless.torch._split.given import Split
 
 if TYPE_CHECKING:
     from typing import Literal
@@ -480,9 +480,9 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[R]):
                 "ColwiseParallel); under FSDP, to call the head itself, before which FSDP gathers "
                 "it"
             )
-        from logitless.torch import _placed
+        from logitless.torch._split import placed
 
-        group = _placed.group_of(self.weight)
+        group = placed.group_of(self.weight)
         if hasattr(input, "placements"):  # they say whether it is split
             return {"group": group}
         split = Split(group, sequence_dim=self.sequence_dim, local_tokens=self.local_tokens)
@@ -490,24 +490,24 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[R]):
 
     def _data_options(self, input: Any, target: Any) -> dict[str, Any]:
         """The same where each rank has tokens of its own."""
-        from logitless.torch import _placed
+        from logitless.torch._split import placed
 
         weight: Any = self.weight
-        if not _placed.is_placed(weight):
+        if not placed.is_placed(weight):
             raise not_supported(
                 "the head's weight is a plain tensor after parallelize(tokens='sharded'), as of "
                 "tying it again; allowed: the DTensor of parallelize, whose gradient is the mean "
                 "of the ranks'"
             )
         for name, tensor in (("input", input), ("target", target)):
-            if _placed.is_placed(tensor):
+            if placed.is_placed(tensor):
                 raise not_supported(
                     f"{name} is a DTensor and the head's tokens are sharded; allowed: a plain "
                     "tensor of the rank's own tokens, as of to_local()"
                 )
         dtype, factor = self._product_dtype(input), self.gradient_divide_factor
-        data = _placed.data_of(weight, dtype, factor)
-        return {"group": _placed.group_of(weight), "data": data}
+        data = placed.data_of(weight, dtype, factor)
+        return {"group": placed.group_of(weight), "data": data}
 
     def _product_dtype(self, input: Tensor) -> torch.dtype | None:
         return _autocast_dtype(input) or self.param_dtype
@@ -516,12 +516,12 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[R]):
         """input @ weight.T + bias, of all columns."""
         if not self._split or not hasattr(self.weight, "placements"):
             return functional.linear(input, self.weight, self.bias)
-        from logitless.torch import _placed
+        from logitless.torch._split import placed
 
         if self._own_tokens:
             dtype = self._product_dtype(input)
-            return _placed.own_logits(input, self.weight, self.bias, dtype)
-        return _placed.whole_logits(input, self.weight, self.bias, self.sequence_dim)
+            return placed.own_logits(input, self.weight, self.bias, dtype)
+        return placed.whole_logits(input, self.weight, self.bias, self.sequence_dim)
 
     def _check_no_target(self) -> None:
         """In training a head that is sharded gives no logits: a target was most likely given."""

@@ -14,7 +14,7 @@ from logitless import _abi
 from logitless._abi import Options
 from logitless._statistics import names_where
 from logitless.torch import _run
-from logitless.torch._shards import Tokens
+from logitless.torch._split.sums import Tokens
 
 # In the order of a state [k, N], behind row_reference, row_log_sum and target_logit.
 EXTRA = {_run.BITS[name]: name for name in names_where("extra")} | {

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from logitless._errors import invalid, not_supported, wrong_shape
-from logitless.torch._split import Split
+from logitless.torch._split.given import Split
 
 
 class Arguments(NamedTuple):
@@ -257,13 +257,13 @@ def group_of(weight: Any) -> Any:
 def data_of(weight: Any, dtype: torch.dtype | None, factor: float | None) -> Any:
     """What the loss is told of a weight whose ranks have tokens of their own; the replicas are the
     other dimension of its mesh, if it has one. `factor` is FSDP's gradient divide factor."""
-    from logitless.torch import _parallel
+    from logitless.torch._split.shards import Data
 
     mesh, split = weight.device_mesh, split_dim(weight)
     others = [dim for dim in range(mesh.ndim) if dim != split and mesh.size(dim) > 1]
     replicas = _name(mesh.get_group(others[0])) if others else ""
     divisor = float(mesh.size() if factor is None else factor)
-    return _parallel.Data(dtype, replicas, divisor)
+    return Data(dtype, replicas, divisor)
 
 
 def own_logits(input: Any, weight: Any, bias: Any, dtype: torch.dtype | None) -> Tensor:

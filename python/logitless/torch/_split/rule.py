@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-License-Identifier: Apache-2.0
+"""A vocabulary that is split over a process group: every rank holds some rows of the weight; hidden
+states and targets are the same on all, or the hidden states are split along a dimension of tokens.
+
+    forward    where gradients follow, the targets' logits first, exchanged by 4 bytes a token and
+               rank: what each rank's Forward keeps of its columns is relative to them. Then each
+               rank's Forward; one all-gather of the rows' states, 12 bytes a token and rank, and 4
+               more for each of entropy, smoothing and the like; every rank folds them in the ranks'
+               order (sums.py)
+    backward   each rank's Backward on its columns, from the global states and what it has kept: its
+               grad_weight is done, its grad_input is a part in f32, which the ranks exchange and
+               add up in their order
+    own        where each rank has tokens and a loss of its own (Shard.own: data parallelism),
+               hidden states and targets are gathered first, grad_input's sums go to the tokens'
+               owners, and grad_weight is that of the mean of the ranks' losses, as FSDP's
+    errors     on the CPU the ranks tell each other before they exchange, and raise the same one
+
+Collectives are torch's functional ones, which torch.compile traces.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from logitless import _abi
+from logitless._abi import Options
+from logitless._errors import argument, not_supported, wrong_device
+from logitless.torch import _autograd, _kept, _ops, _run
+from logitless.torch._autograd import Call, asked_of, cast, cast_bias, once, taken
+from logitless.torch._device import allows_tf32
+from logitless.torch._run import Constants
+from logitless.torch._split import blocks, combine, exchange, ranks, shards, sums
+from logitless.torch._split.shards import Shard
+from logitless.torch._split.sums import Tokens
+
+_DIFFERENTIABLE = tuple(
+    bit for bit in _run.OUTPUTS if bit & (_run.LOSS | _run.DIFFERENTIABLE)
+)  # the first of the outputs
+_ENTROPY = list(_run.OUTPUTS).index(_run.ENTROPY)
+
+
+def _as_result(x: Tensor, shard: Shard, local_tokens: bool) -> Tensor:
+    """A result of its own, which may be changed in place; of the rank's own tokens if asked."""
+    if local_tokens and shard.sequence_dim is not None:
+        x = exchange.own_tokens(x, shard, shard.sequence_dim)
+    return x.clone()
+
+
+def _flat(constants: Constants) -> Constants:
+    """With targets and token weights [N]."""
+    target, token_weight, *rest = constants
+    return Constants(
+        target.reshape(-1), None if token_weight is None else token_weight.reshape(-1), *rest
+    )
+
+
+class ShardedLoss(Function):
+    """The outputs in the order of _run.OUTPUTS; None where not wanted."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, call: Call, shard: Shard
+    ) -> tuple[Tensor | None, ...]:
+        ctx.call, ctx.shard = call, shard
+        ctx.set_materialize_grads(False)
+        x, w, b = input, weight, bias
+        if call.dtype is not None:
+            x, w, b = cast(x, call.dtype), cast(w, call.dtype), cast_bias(b, call.dtype)
+        constants, options, wanted = call.release(), call.options, call.wanted
+        dim, shape = shard.sequence_dim, constants.target.shape
+        counted = constants
+        facts = exchange.facts_of(shard, x, w, wanted) if shards.waits(x) else ()
+        if dim is not None:
+            # The sizes of what is gathered depend on them.
+            exchange.together(shard, x, facts, lambda: None)
+            facts = ()
+            x = exchange.gather_tokens(x, shard, dim)
+            if shard.local_tokens:
+                constants = _gathered(constants, shard, dim)
+                shape = constants.target.shape
+        rows = x.reshape(-1, x.shape[-1])  # [N, D]
+        constants = _flat(constants)
+        if options.label_smoothing > 0:
+            wanted |= _run.WEIGHTED
+        if shard.of_any:
+            wanted |= _followed_by(ctx.needs_input_grad, (x, w, b), (weight, bias), shard)
+            wanted |= _run.OF_ENTROPY if call.of_entropy else 0
+        given = (w, b)
+        w, b = shards.columns(shard, w, b)
+        of = (shard, given, w, blocks.blocks_of(shard, rows, w, b, constants, call, wanted))
+        anchor = None
+        if shard.keeps:
+            own = exchange.together(shard, rows, facts, blocks.local_targets, *of)
+            anchor, facts = exchange.all_gather(own, shard).amax(0), ()  # [N]
+        local, argmax, kept = exchange.together(
+            shard, rows, facts, blocks.local_states, *of, anchor
+        )
+        states = exchange.all_gather(local, shard)  # [P b, k, N]
+        indices = exchange.all_gather(argmax, shard) if call.wanted & _run.ARGMAX else None
+        tokens = Tokens(*constants[:4])
+        whole, local_tokens = options, shard.local_tokens and dim is not None
+        if local_tokens:  # the loss is reduced of the rank's own tokens
+            whole = options._replace(reduction=_abi.REDUCTION_NONE, normalizer=0.0)
+            tokens = tokens._replace(normalizer=None)
+        row_state, found = combine.combine(states, indices, tokens, whole, wanted, call.wanted)
+        entropy = found[_ENTROPY]
+        outputs = [
+            t if t is None or t.dim() == 0 else _as_result(t.view(shape), shard, local_tokens)
+            for t in found
+        ]
+        if local_tokens:
+            counted = _flat(counted) if shard.own else constants
+            outputs[0] = _reduced(outputs[0], Tokens(*counted[:4]), options)
+        gathered_rows = None if dim is None else rows
+        keeping = [t for pair in kept for t in pair or (None, None)]
+        ctx.save_for_backward(
+            input, weight, bias, *constants, row_state, entropy, gathered_rows, *keeping
+        )
+        ctx.unused = [_tf32(rows)]  # what is kept serves one Backward at a time
+        ctx.shape, ctx.dtype, ctx.whole = input.shape, input.dtype, shape
+        constant = [
+            t for t, bit in zip(outputs, _run.OUTPUTS) if t is not None and bit in _run.CONSTANTS
+        ]
+        detached = outputs[_ENTROPY] if call.wanted & _run.DETACHED else None
+        if detached is not None:
+            constant.append(detached)
+        ctx.mark_non_differentiable(*constant)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> Any:
+        if not torch.is_grad_enabled():
+            return *ShardedLoss._gradients(ctx, *upstream), None, None
+        with torch.no_grad():
+            grads = ShardedLoss._gradients(ctx, *upstream)
+        return *once((*ctx.saved_tensors[:3], *upstream), grads), None, None
+
+    @staticmethod
+    def _gradients(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        call, shard, needs = ctx.call, ctx.shard, ctx.needs_input_grad
+        if ranks.ON and shard.size > 1:
+            ranks.before_backward(upstream, needs[0], ctx.saved_tensors, shard)
+        input, weight, bias, *rest = ctx.saved_tensors
+        constants, (row_state, entropy, rows), kept = Constants(*rest[:5]), rest[5:8], rest[8:]
+        options: Options = call.options
+        grads: Sequence[Tensor | None] = upstream
+        if shard.local_tokens:
+            grads = _whole_upstream(upstream, call.wanted, constants, options, shard, ctx.whole)
+            constants = constants._replace(normalizer=None)
+            options = options._replace(reduction=_abi.REDUCTION_NONE, normalizer=0.0)
+        given, options, constants = asked_of(
+            (*grads, None, None, None, None), options, constants, row_state, entropy
+        )
+        w, b = shards.columns(shard, cast(weight, call.dtype), cast_bias(bias, call.dtype))
+        if rows is None:
+            rows = cast(input, call.dtype).reshape(-1, input.shape[-1])
+        grad_weight = weight.new_zeros(0, weight.shape[1]) if needs[1] else None
+        grad_bias = None if bias is None or not needs[2] else bias.new_zeros(0)
+        made = _followed_by(needs, (rows, w, b), (weight, bias), shard)
+        state = taken(ctx.unused)
+        serves = state == _tf32(rows) and _autograd.of_columns(upstream)
+        parts, weights, biases = exchange.together(
+            shard, rows, (), blocks.local_gradients, shard, (rows, w, b, *constants), options,
+            call.memory, made, given, kept if serves else None,
+        )  # fmt: skip
+        if state is not None:
+            ctx.unused.append(state)
+        if weights:
+            grad_weight = _mean(_joined(weights), shard) if needs[1] else None
+            grad_bias = None if grad_bias is None else _mean(_joined(biases), shard)
+        grad_input = None
+        if needs[0]:
+            part = sums.tree_of(parts)
+            grad_input = exchange.reduce_grad_input(part, shard, ctx.shape, ctx.dtype)
+        return grad_input, _padded(grad_weight, weight), _padded(grad_bias, bias)
+
+
+def _followed_by(
+    needs: Sequence[bool], tensors: Sequence[Tensor | None],
+    parameters: tuple[Tensor, Tensor | None], shard: Shard,
+) -> int:  # fmt: skip
+    """_run's bits, of gradients of the parameters before they were cast."""
+    made = [_made_dtype(p if n else None, shard) for p, n in zip(parameters, needs[1:])]
+    return _run.followed_by((torch.float32 if needs[0] else None, *made), tensors)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _made_dtype(grad: Tensor | None, shard: Shard) -> torch.dtype | None:
+    """In which the core makes a gradient of this dtype: a mean is rounded once, behind the sum."""
+    if grad is None:
+        return None
+    return torch.float32 if shard.own else grad.dtype
+
+
+def _mean(grad: Tensor, shard: Shard) -> Tensor:
+    """Of the ranks' losses, whose sum over the tokens of this rank's group `grad` is."""
+    if shard.divisor != 1:
+        grad = grad.div_(shard.divisor)
+    return exchange.all_reduce(grad, shard.replicas) if shard.replicas else grad
+
+
+def _padded(grad: Tensor | None, like: Tensor | None) -> Tensor | None:
+    """With rows of zeros for those that are no columns, in the dtype of `like`."""
+    if grad is None or like is None:
+        return None
+    missing = like.shape[0] - grad.shape[0]
+    if missing:
+        grad = torch.cat((grad, grad.new_zeros(missing, *grad.shape[1:])))
+    return cast(grad, like.dtype)
+
+
+def _gathered(constants: Constants, shard: Shard, dim: int) -> Constants:
+    """Those of all tokens, of each rank's own. Temperatures are [N] of the own ones."""
+    shape = constants.target.shape
+    target, token_weight, vocab_weight, normalizer, temperature = constants
+    if temperature is not None:
+        temperature = exchange.gather_tokens(temperature.view(shape), shard, dim).reshape(-1)
+    if token_weight is not None:
+        token_weight = exchange.gather_tokens(token_weight, shard, dim)
+    return Constants(
+        exchange.gather_tokens(target, shard, dim),
+        token_weight,
+        vocab_weight,
+        normalizer,
+        temperature,
+    )
+
+
+def _reduced(losses: Tensor | None, tokens: Tokens, options: Options) -> Tensor | None:
+    if losses is None or options.reduction == _abi.REDUCTION_NONE:
+        return losses
+    return sums.reduced(losses.reshape(-1), tokens, options)
+
+
+def _whole_upstream(
+    upstream: Any, wanted: int, constants: Constants, options: Options, shard: Shard,
+    shape: torch.Size,
+) -> list[Tensor | None]:  # fmt: skip
+    """Those of all tokens [N], the loss's as if it were not reduced, where a rank's outputs are
+    those of its own tokens: ranks may have other upstream gradients. One collective, whichever of
+    the outputs a rank has used."""
+    dim = shard.sequence_dim
+    assert dim is not None
+    length = list(shape)
+    length[dim] //= shard.size
+    grads = list(upstream[: len(_DIFFERENTIABLE)])
+    if grads[0] is not None and options.reduction == _abi.REDUCTION_MEAN:
+        tokens = Tokens(*constants[:4])
+        if shard.own:
+            tokens = tokens._replace(target=exchange.own_tokens(tokens.target, shard, dim))
+        grads[0] = sums.mean_of(grads[0], tokens, options)
+    asked = [bool(wanted & bit) for bit in _DIFFERENTIABLE]
+    asked[-1] = asked[-1] and not wanted & _run.DETACHED
+    none = constants.target.new_zeros((), dtype=torch.float32)
+    own = [(none if g is None else g).expand(length) for g, there in zip(grads, asked) if there]
+    whole = iter(exchange.gather_tokens(torch.stack(own), shard, dim + 1))
+    return [next(whole).reshape(-1) if there else None for there in asked]
+
+
+def refuse(call: Call) -> None:
+    """What a vocabulary that is split does not have."""
+    if call.wanted & _run.RANK:
+        raise not_supported(
+            "return_statistics is 'rank' with a group; a shard does not know the target's logit of "
+            "another"
+        )
+    if call.main_grad is not None:
+        raise not_supported('grad_accumulation="main_grad" is not supported with a group')
+
+
+def _check_device(input: Tensor, constants: Constants) -> None:
+    """Forward does not see the token weights, which are combined with the states."""
+    for name, tensor in constants._asdict().items():
+        if tensor is not None and tensor.device != input.device:
+            raise wrong_device(
+                f"{argument(name)} is on {tensor.device}; allowed: {input.device}, where the input "
+                "is"
+            )
+
+
+def _tf32(rows: Tensor) -> bool:
+    """Whether f32 products are made of rounded operands, which what is kept of them then is."""
+    return rows.is_cuda and rows.dtype is torch.float32 and allows_tf32()
+
+
+def _keeps(input: Tensor, call: Call, shard: Shard) -> bool:
+    """Whether Forward keeps state, as far as every rank decides it alike. Backward of target_logit
+    alone has no use for it."""
+    if not shard.of_any or _ops.hooked():
+        return False
+    if not call.wanted & sum(_DIFFERENTIABLE) & ~_run.TARGET_LOGIT:
+        return False
+    if shard.blocks and call.memory is not None:  # Block.kept_bytes
+        return False
+    return _kept.serves(call.dtype or input.dtype, input.device.type, call.options)
+
+
+def loss(
+    input: Tensor, weight: Tensor, bias: Tensor | None, call: Call, shard: Shard
+) -> tuple[Tensor | None, ...]:
+    """The outputs in the order of _run.OUTPUTS."""
+    refuse(call)
+    call.options = call.options._replace(vocab_start=shard.start, vocab_total=shard.total)
+    _check_device(input, call.constants)
+    with_grad = torch.is_grad_enabled()
+    shard = shard._replace(
+        of_input=with_grad and input.requires_grad,
+        of_any=with_grad and any(t is not None and t.requires_grad for t in (input, weight, bias)),
+    )
+    shard = shard._replace(keeps=_keeps(input, call, shard))
+    if ranks.ON and shard.size > 1:
+        ranks.before_forward(input, weight, bias, call, shard)
+    if torch.compiler.is_compiling():
+        return _traced(input, weight, bias, call, shard)
+    apply: Any = ShardedLoss.apply
+    outputs: tuple[Tensor | None, ...] = apply(input, weight, bias, call, shard)
+    return outputs
+
+
+def own_loss(
+    input: Tensor, weight: Tensor, bias: Tensor | None, call: Call, shard: Shard
+) -> list[Tensor | None]:
+    """The outputs of this rank's own tokens, whatever shape they have: the ranks need as many."""
+    shape, count = call.constants.target.shape, call.constants.target.numel()
+    call.constants = _flat(call.constants)
+    outputs = loss(input.reshape(count, input.shape[-1]), weight, bias, call, shard)
+    return [t if t is None or t.dim() == 0 else t.view(shape) for t in outputs]
+
+
+# The loss for torch.compile, which traces through an op that is made of others, autograd rule and
+# all. Of an autograd.Function alone it makes a graph of its own, and fails at dynamic sizes.
+_make_library: Any = torch.library.Library
+_library = _make_library("logitless", "FRAGMENT")
+_library.define(
+    f"sharded_loss({_ops.TENSORS}, {_ops.OPTIONS}, int wanted, ScalarType? dtype, str group, "
+    "int rank, int size, SymInt start, SymInt total, int? sequence_dim, bool local_tokens, "
+    "bool reduce_input_grad, bool ordered, int blocks, bool own, str replicas, float divisor, "
+    "bool keeps, bool of_input, bool of_any, str revision) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _revision() -> str:
+    """Torch keeps compiled graphs on disk by the ops that were called, not by what this one is
+    made of: those of another revision of it must not be taken."""
+    folder = pathlib.Path(__file__).parent
+    files = [*sorted(folder.glob("*.py")), *sorted(folder.parent.glob("*.py"))]
+    try:
+        code = b"".join(file.read_bytes() for file in files)
+    except OSError:  # not installed as files
+        code = b""
+    return f"{'.'.join(map(str, _abi.VERSION))}-{zlib.crc32(code):08x}"
+
+
+_REVISION = _revision()
+
+
+def _sharded_loss(*args: Any) -> list[Tensor]:
+    input, weight, bias, constants, options, memory = _ops.split_arguments(args)
+    wanted, dtype, *where, _ = args[_ops.BEHIND :]
+    call = Call(constants, options, memory, wanted, dtype)
+    apply: Any = ShardedLoss.apply
+    return [t for t in apply(input, weight, bias, call, Shard(*where)) if t is not None]
+
+
+_library.impl("sharded_loss", _sharded_loss, "CompositeImplicitAutograd")
+
+
+def _traced(
+    input: Tensor, weight: Tensor, bias: Tensor | None, call: Call, shard: Shard
+) -> tuple[Tensor | None, ...]:
+    made = torch.ops.logitless.sharded_loss(
+        *_ops.arguments(
+            (input, weight, bias, *call.constants), call.options, call.memory, call.wanted,
+            call.dtype, *shard, _REVISION,
+        )
+    )  # fmt: skip
+    rest = iter(made)
+    return tuple(next(rest) if call.wanted & bit else None for bit in _run.OUTPUTS)
