@@ -64,6 +64,31 @@ def test_opcheck_backward(device: str) -> None:
     )
 
 
+@pytest.mark.parametrize("which", ["input", "weight", "both"])
+def test_opcheck_of_transposed_tensors(device: str, which: str) -> None:
+    """A gradient has the order of strides of its tensor: no copy makes another of it."""
+    x, w, _, t = problem((10,), 19, 8, F32, device)
+    x, w = x.detach(), w.detach()
+    x = x if which == "weight" else x.t().contiguous().t()
+    w = w if which == "input" else w.t().contiguous().t()
+    tensors = (x, w, None, t, None, None, None, None)
+    given, both = _ops.arguments(tensors, Options(2), None), _run.OF_INPUT | _run.OF_WEIGHT
+    made = dict(zip(_ops.RESULTS, torch.ops.logitless.forward(*given, _run.ROW_STATE, 0, None)))
+    upstream = (made["row_state"], None, torch.ones((), device=device), None, None, None)
+    args = (*given, both, *upstream, None, None)
+    torch.library.opcheck(torch.ops.logitless.backward, args)
+    grads = torch.ops.logitless.backward(*args)
+    assert [g.stride() for g in grads[:2]] == [x.stride(), w.stride()]
+    fused = (*given, both | _run.FUSED | _run.LOSS, 0, None)
+    torch.library.opcheck(torch.ops.logitless.forward, fused)
+    rows = x.t().reshape(2, 4, 10).permute(2, 0, 1)[..., :2]  # [10, 2, 2], as no matrix
+    tensors = (rows, torch.ones(19, 2, device=device), None, t.repeat(2).view(10, 2), *[None] * 4)
+    given = _ops.arguments(tensors, Options(2), None)
+    torch.library.opcheck(
+        torch.ops.logitless.forward, (*given, both | _run.FUSED | _run.LOSS, 0, None)
+    )
+
+
 @pytest.mark.parametrize("default", [torch.float64, BF16], ids=str)
 def test_opcheck_under_another_default_dtype(default: torch.dtype) -> None:
     """What is not wanted is an empty tensor of one dtype, whatever torch makes by default."""

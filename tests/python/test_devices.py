@@ -23,7 +23,8 @@ from logitless.torch import (
     Statistics,
     _run,
 )
-from logitless.torch._split import blocks, combine, exchange, shards
+from logitless.torch._split import blocks as of_blocks
+from logitless.torch._split import combine, exchange, shards
 from logitless.torch._split import ranks as _ranks
 from ranks import Rank
 from reference import close
@@ -1329,18 +1330,18 @@ def one_rank_is_refused(me: Rank) -> Results:
     texts = {"bias": refusal(ValueError, "bias",
                              lambda: call_own(me, p, bounds, linear_bias=bias))}  # fmt: skip
     loss, *_ = call_own(me, p, bounds)
-    real = blocks.local_gradients
+    real = of_blocks.local_gradients
 
     def fails(*_: Any) -> Any:
         raise ValueError("no backward today")
 
     if me.rank == 1:
-        blocks.local_gradients = fails
+        of_blocks.local_gradients = fails
     try:
         with pytest.raises((ValueError, RuntimeError), match="no backward today"):
             loss.backward()
     finally:
-        blocks.local_gradients = real
+        of_blocks.local_gradients = real
     return texts
 
 
@@ -1670,7 +1671,7 @@ def one_rank_is_refused_in_backward(rank: Rank) -> Results:
     """Whichever tensors have gradients, every rank raises what one of them does."""
     p, bounds = problem(rank.size, bias=True)
     rows = slice(*bounds[rank.rank])
-    real = blocks.local_gradients
+    real = of_blocks.local_gradients
 
     def fails(*_: Any) -> Any:
         raise ValueError("no backward today")
@@ -1684,12 +1685,12 @@ def one_rank_is_refused_in_backward(rank: Rank) -> Results:
             vocab_total=37,
         )  # fmt: skip
         if rank.rank == 1:
-            blocks.local_gradients = fails
+            of_blocks.local_gradients = fails
         try:
             with pytest.raises((ValueError, RuntimeError), match="no backward today"):
                 loss.backward()
         finally:
-            blocks.local_gradients = real
+            of_blocks.local_gradients = real
     return {}
 
 

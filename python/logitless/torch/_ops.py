@@ -141,8 +141,8 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
         loss, statistics, grads = _run.forward_backward(*call, wanted, dtypes)
         made = {_run.LOSS: loss, **dict(zip(_run.CONSTANTS, statistics))}
         nothing = _kept_like(input, weight, constants.target, 0)
-        found = (*map(made.get, _run.OUTPUTS), None, None, *nothing, *grads)
-        return _filled(found, input.device)
+        found = _filled((*map(made.get, _run.OUTPUTS), None, None), input.device)
+        return *found, *nothing, *_grads(grads, input)
     keep = None if weight is None else _keep_of(wanted, args[:3], memory, kept_bytes)
     outputs, row_state, kept, weighted = _run.forward(*call, wanted, keep, anchor=anchor)
     results = _filled((*outputs, weighted, row_state), input.device)
@@ -175,12 +175,21 @@ def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _fake_grads(tensors: Any, dtypes: Sequence[torch.dtype | None]) -> tuple[Tensor, ...]:
-    return tuple(
-        tensors[0].new_empty(0, dtype=torch.float32)
-        if t is None or dtype is None
-        else t.new_empty(t.shape, dtype=dtype)
-        for t, dtype in zip(tensors, dtypes)
-    )
+    """In the order of strides that the core's gradients have: that of their tensor, as a matrix."""
+    made = []
+    for t, dtype in zip(tensors, dtypes):
+        if t is None or dtype is None:
+            made.append(tensors[0].new_empty(0, dtype=torch.float32))
+        elif t.dim() > 2:
+            rows = t.reshape(-1, t.shape[-1])
+            made.append(torch.empty_like(rows, dtype=dtype).view(t.shape))
+        else:
+            made.append(torch.empty_like(t, dtype=dtype))
+    return tuple(made)
+
+
+def _grads(made: Sequence[Tensor | None], input: Tensor) -> tuple[Tensor, ...]:
+    return tuple(input.new_empty(0, dtype=torch.float32) if g is None else g for g in made)
 
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:
@@ -188,7 +197,8 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
     call = split_arguments(args)
     kept = _given(call[3].target.numel(), call[5], columns, rows)
     dtypes = _run.gradients_of(wanted, call[:3])
-    return _filled(_run.backward(*call, Upstream(*upstream), dtypes, kept=kept), args[0].device)
+    made = _run.backward(*call, Upstream(*upstream), dtypes, kept=kept)
+    return _grads(made, args[0])
 
 
 def _given(
