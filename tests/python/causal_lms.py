@@ -75,6 +75,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "longcat_flash": {"ffn_hidden_size": 40, "expert_ffn_hidden_size": 24, "zero_expert_num": 2,
                       "moe_topk": 2},
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
+    "moshi": {"audio_vocab_size": 64},
     "moss_transcribe_diarize": {"audio_config": VISION},
     "qwen3_5_text": HYBRID, "qwen3_5_moe_text": HYBRID, "qwen3_next": HYBRID,
     "qwen4_exp_text": HYBRID,
