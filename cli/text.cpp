@@ -62,23 +62,35 @@ size_t width(std::string_view text) {
       std::count_if(text.begin(), text.end(), [](char c) { return (c & 0xC0) != 0x80; }));
 }
 
-}  // namespace
-
-uint64_t parse_bytes(std::string_view text, std::string_view option) {
+// Returns the bytes that the text says, or nothing.
+std::optional<uint64_t> bytes_of(std::string_view text) {
   double number = 0;
   const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), number);
   std::string_view unit(end, static_cast<size_t>(text.data() + text.size() - end));
   while (unit.starts_with(' ')) unit.remove_prefix(1);
   const auto* known = std::find_if(std::begin(kUnits), std::end(kUnits),
                                    [&](const Unit& u) { return u.name == unit; });
-  if (problem != std::errc{} || known == std::end(kUnits) || !(number >= 0) ||
-      !(number * known->bytes < 0x1p63)) {
-    throw BadInput(
-        fmt::format("{}: \"{}\" is no size; allowed: bytes, or a number with KiB, MiB, "
-                    "GiB, TiB, kB, MB, GB or TB",
-                    option, text));
+  if (problem != std::errc{} || known == std::end(kUnits)) return {};
+  // A double does not tell an integer above 2^53 from its neighbours, so integers are read as such.
+  int64_t whole = 0;
+  const auto integer = std::from_chars(text.data(), end, whole);
+  if (integer.ec == std::errc{} && integer.ptr == end) {
+    const auto one = static_cast<int64_t>(known->bytes);
+    if (whole < 0 || whole > INT64_MAX / one) return {};
+    return static_cast<uint64_t>(whole * one);
   }
+  if (!(number >= 0) || !(number * known->bytes < 0x1p63)) return {};
   return static_cast<uint64_t>(number * known->bytes);
+}
+
+}  // namespace
+
+uint64_t parse_bytes(std::string_view text, std::string_view option) {
+  if (const std::optional<uint64_t> bytes = bytes_of(text)) return *bytes;
+  throw BadInput(
+      fmt::format("{}: \"{}\" is no size; allowed: bytes, or a number with KiB, MiB, "
+                  "GiB, TiB, kB, MB, GB or TB",
+                  option, text));
 }
 
 void add_memory_option(CLI::App& command, std::optional<uint64_t>& bytes) {

@@ -19,11 +19,12 @@ constexpr bool held_by_f32(double value) {
 }
 inline constexpr const char* what_f32_holds = "0, or 1.4e-45 to 3.4e+38 in size (f32)";
 
-// Returns whether the number is an integer that a double tells from its neighbours.
+// Returns whether the number is an integer, and no other integer becomes this double: 2^53 + 1
+// becomes 2^53, so that the integers end before it.
 constexpr bool is_integer(double value) {
-  return value >= -0x1p53 && value <= 0x1p53 &&
+  return value > -0x1p53 && value < 0x1p53 &&
          value == static_cast<double>(static_cast<int64_t>(value));
 }
-inline constexpr const char* what_is_integer = "integers from -2^53 to 2^53";
+inline constexpr const char* what_is_integer = "integers from -(2^53 - 1) to 2^53 - 1";
 
 }  // namespace logitless

@@ -64,6 +64,22 @@ class NumbersTest(CliTest):
                         error = self.refuse(command, *self.arguments(command), option, value)
                         self.assertIn(option, error)
 
+    def test_integers_beyond_a_doubles_are_taken_as_they_are(self) -> None:
+        path = self.file(safetensors(Head().tensors()))  # a target of it is -100
+        for value in (2**53 - 1, 2**53, 2**53 + 1, -(2**53) - 1, 2**63 - 1):
+            with self.subTest(value=value):
+                space = self.json("plan", "4", "4", "4", f"--memory={abs(value)}")["workspace"]
+                self.assertEqual(space["given"], abs(value))
+                error = self.refuse("loss", path, f"--ignore-index={value}")
+                self.assertRegex(error, rf"target\[.*\] is -100; .* ignore_index {value}\n")
+        given = self.json("plan", "4", "4", "4", f"--memory={2**53 + 1} kB")["workspace"]["given"]
+        self.assertEqual(given, (2**53 + 1) * 1000)
+        for value in (2**63, f"{2**53}KiB", "-1"):
+            with self.subTest(value=value):
+                self.assertIn(
+                    f'--memory: "{value}"', self.refuse("plan", "4", "4", "4", f"--memory={value}")
+                )
+
 
 if __name__ == "__main__":
     unittest.main()

@@ -34,7 +34,7 @@ xglm xlm-roberta xlm-roberta-xl xlstm xmod youtu zamba zamba2 zaya
 """.split()
 OWN_CROSS_ENTROPY = """
 bart bigbird_pegasus blenderbot blenderbot-small cpmant marian mbart mvp pegasus plbart trocr
-whisper xlnet
+whisper xlm xlnet
 """.split()
 # The others, each with the beginning of what `state` says.
 OTHERS = {
@@ -50,7 +50,6 @@ OTHERS = {
     "moss_transcribe_diarize": "not built: ValueError: it has 597299496",
     "fuyu": "not built: ValueError: it has 9397965824",
     "bamba": "refused: BambaForCausalLM makes more of its logits",
-    "xlm": "refused: XLMWithLMHeadModel does not make its loss by its lo",
     "git": "refused: labels has shape (2, 11); allowed: (2, 16)",
     "prophetnet": "refused: labels has shape (2, 11); allowed: (2, 2, 11), one ",
     "musicgen": "refused: the lm_head is a torch.nn.modules.container.ModuleL",

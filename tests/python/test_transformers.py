@@ -825,7 +825,13 @@ def test_a_model_with_another_loss_is_refused() -> None:
             decoder_start_token_id=0,
         )
     )
-    for model, what in ((bert, "ForMaskedLMLoss"), (t5, "by a cross-entropy of its own")):
+    sizes = {"vocab_size": 61, "emb_dim": 16, "n_layers": 1, "n_heads": 2}
+    xlm = transformers.XLMWithLMHeadModel(transformers.XLMConfig(**sizes))
+    for model, what in (
+        (bert, "ForMaskedLMLoss"),
+        (t5, "by a cross-entropy of its own"),
+        (xlm, "XLMPredLayer makes its loss in its forward"),
+    ):
         with pytest.raises(NotImplementedError, match=what):
             patch_transformers(model)
         assert "forward" not in vars(model)

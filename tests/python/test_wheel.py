@@ -148,6 +148,8 @@ def test_the_tag_and_the_contents(wheel: pathlib.Path) -> None:
     sources = {str(p.relative_to(ROOT / "python")) for p in (ROOT / "python").rglob("*.py")}
     assert sources <= set(names)
     assert all(n.startswith(("logitless/", "logitless-")) for n in names)
+    (licence,) = (n for n in names if n.endswith(".dist-info/licenses/LICENSE"))
+    assert zipfile.ZipFile(wheel).read(licence) == (ROOT / "LICENSE").read_bytes()
     (metadata,) = (n for n in names if n.endswith(".dist-info/WHEEL"))
     tags = re.findall(r"^Tag: (.*)$", zipfile.ZipFile(wheel).read(metadata).decode(), re.M)
     assert all(re.fullmatch(r"py3-none-\w+", tag) for tag in tags), tags

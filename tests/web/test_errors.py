@@ -347,7 +347,7 @@ def test_more_data_than_a_tensor_holds_is_refused(page: Page) -> None:
 
 
 F32 = "allowed: 0, or 1.4e-45 to 3.4e+38 in size (f32)"
-INTEGERS = "allowed: integers from -2^53 to 2^53"
+INTEGERS = "allowed: integers from -(2^53 - 1) to 2^53 - 1"
 
 
 NUMBERS = [
@@ -363,7 +363,7 @@ NUMBERS = [
         (f"ignoreIndex: {value}", f"ignore_index is {said}; {INTEGERS}")
         for value, said in (
             ("NaN", "nan"), ("1e300", "1e+300"), ("-Infinity", "-inf"), ("0.5", "0.5"),
-            ("2 ** 53 + 2", "9.0072e+15"),
+            ("2 ** 53 + 1", "9.0072e+15"), ("-(2 ** 53)", "-9.0072e+15"),
         )
     ),
     ("softcap: NaN", "softcap is nan; allowed: 0 (none), or finite, positive and not subnormal"),
@@ -371,8 +371,9 @@ NUMBERS = [
     ("normalizer: NaN", "options.normalizer is nan; allowed: finite, >= 0 (0: counted)"),
     ("softcap: null", "softcap is null; allowed: a number"),
     ("softcap: '3'", "softcap is 3; allowed: a number"),
-    ("budget: NaN", "budget is nan; allowed: 0 to 2^53 bytes"),
-    ("budget: 1e300", "budget is 1e+300; allowed: 0 to 2^53 bytes"),
+    ("budget: NaN", "budget is nan; allowed: 0 to 2^53 - 1 bytes"),
+    ("budget: 2 ** 53", "budget is 9.0072e+15; allowed: 0 to 2^53 - 1 bytes"),
+    ("budget: 1e300", "budget is 1e+300; allowed: 0 to 2^53 - 1 bytes"),
 ]  # fmt: skip
 
 
@@ -388,7 +389,7 @@ def test_a_number_is_the_one_that_was_given_or_an_error(page: Page) -> None:
 
 
 def test_a_size_is_an_integer(page: Page) -> None:
-    sizes = {"NaN": "nan", "1e300": "1e+300", "1.5": "1.5"}
+    sizes = {"NaN": "nan", "1e300": "1e+300", "1.5": "1.5", "2 ** 53": "9.0072e+15"}
     calls = ", ".join(
         f"await told(() => own.plan({{tokens: {size}, hidden: 8, vocab: 20}}))" for size in sizes
     )
@@ -399,9 +400,12 @@ def test_a_size_is_an_integer(page: Page) -> None:
 
 
 def test_numbers_that_are_held_are_taken(page: Page) -> None:
-    losses = evaluate(
-        page,
-        """const loss = async (options) => own.linearCrossEntropy({...tensors, ...options}).loss.item();
-           return [await loss({}), await loss({zLoss: 1.5e-45, ignoreIndex: -(2 ** 53)}), await loss({softcap: 1e30})];""",
-    )
-    assert losses == pytest.approx([losses[0]] * 3)
+    calls = ", ".join(
+        f"await own.linearCrossEntropy({{...tensors, {options}}}).loss.item()"
+        for options in (
+            "", "zLoss: 1.5e-45", "softcap: 1e30", "ignoreIndex: 2 ** 53 - 1",
+            "ignoreIndex: -(2 ** 53 - 1)",
+        )
+    )  # fmt: skip
+    losses = evaluate(page, f"return [{calls}];")
+    assert losses == pytest.approx([losses[0]] * len(losses))

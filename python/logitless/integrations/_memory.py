@@ -36,8 +36,10 @@ def frugal(
 ) -> Any:  # fmt: skip
     """The `memory` of a call: what its caller says, or default_memory, or else as many bytes as the
     function takes at most in whose name the call is made, `peak` of hidden [..., D] and weight
-    [V, D], and the least that the call takes where that is more. `tokens`: where they are not
-    those of hidden. Where sizes are symbols of a compiler it is the least."""
+    [V, D], but no more than all logits in 16 bits, or a third of them in f32, beside the sums: a
+    chunk of a small call may be most of it. And the least that the call takes where that is more.
+    `tokens`: where they are not those of hidden. Where sizes are symbols of a compiler it is the
+    least."""
     if memory is not None or _memory.default() is not None:
         return memory
     if not (isinstance(hidden, Tensor) and isinstance(weight, Tensor)):
@@ -54,4 +56,6 @@ def frugal(
         dtype = torch.get_autocast_dtype(kind)
     gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     sums = (_sums(hidden), _sums(weight)) if gradients else (0, 0)
-    return Room(peak(Sizes(count, width, vocab, dtype.itemsize, gradients, sum(sums), sums[1])))
+    call = Sizes(count, width, vocab, dtype.itemsize, gradients, sum(sums), sums[1])
+    most = 4 * count * vocab // (2 if call.size < 4 else 3)
+    return Room(min(peak(call), most + call.f32_sums))

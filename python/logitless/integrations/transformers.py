@@ -270,10 +270,14 @@ def _check_loss_function(model: Any) -> None:
         )
 
 
+def _names_in_forward(cls: Any) -> tuple[str, ...]:
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    return () if code is None else code.co_names
+
+
 def _check_no_loss_of_its_own(cls: Any) -> None:
     """What can be told before a forward: that it has a cross-entropy in place of loss_function."""
-    names = getattr(inspect.unwrap(cls.forward), "__code__", None)
-    names = () if names is None else names.co_names
+    names = _names_in_forward(cls)
     if "loss_function" not in names and {"CrossEntropyLoss", "cross_entropy"} & set(names):
         raise not_supported(
             f"{cls.__name__} makes its loss in its forward, by a cross-entropy of its own; "
@@ -667,11 +671,16 @@ def _head_of(model: Any) -> Any:
 
 def _check_model(model: Any) -> tuple[Any, ...]:
     """The modules that may make its logits; raises where its loss cannot be made here."""
-    parts = _heads.parts(_head_of(model))
+    head = _head_of(model)
+    parts = _heads.parts(head)
     for part in parts:
         _heads.check_dtype(part)
     trl.check_forward(model)
     _check_loss_function(model)
+    if "loss_function" not in _names_in_forward(type(model)):
+        for module in model.modules():  # XLM's loss is made by the module around its head
+            if module is not model and head in module.children():
+                _check_no_loss_of_its_own(type(module))
     return parts
 
 

@@ -219,8 +219,8 @@ LOGITLESS_EXPORT("workspace") int32_t workspace(double* sizes) {
 // for the next call of the same budget.
 LOGITLESS_EXPORT("run") int32_t run(double budget) {
   return with_call(kOnDevice, DeviceType::webgpu, [&](const Call& call) {
-    if (!(budget >= 0 && budget <= 0x1p53)) {
-      return error(StatusCode::invalid_argument, "budget is %g; allowed: 0 to 2^53 bytes",
+    if (!(budget >= 0 && budget < 0x1p53)) {
+      return error(StatusCode::invalid_argument, "budget is %g; allowed: 0 to 2^53 - 1 bytes",
                    unsigned_nan(budget));
     }
     WorkspaceSize size;
