@@ -6,7 +6,7 @@
 #include "src/cpu/ops.h"
 #include "src/cpu/thread_pool.h"
 #include "src/cpu/tokens.h"
-#include "src/fold.h"
+#include "src/row/shards.h"
 
 namespace logitless::cpu {
 namespace {

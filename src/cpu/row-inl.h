@@ -18,7 +18,7 @@
 #include "hwy/highway.h"
 #include "src/cpu/exp-inl.h"
 #include "src/cpu/row_kernels.h"
-#include "src/loss.h"
+#include "src/row/map.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace logitless::cpu::HWY_NAMESPACE {
@@ -245,7 +245,7 @@ struct MinusVectors {
     return hn::NegMulAdd(y, z, x);
   }
 };
-#include "src/dz-inl.h"
+#include "src/row/dz-inl.h"
 
 // Makes draw_j = of(x_j, c_j), with 1 for c_j where there are no weights.
 template <bool kWeights, class F>

@@ -6,7 +6,9 @@
 
 #include <cstdint>
 
-#include "src/loss.h"
+#include "src/row/gradient.h"
+#include "src/row/map.h"
+#include "src/row/state.h"
 
 namespace logitless::cpu {
 

@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "src/message.h"
+#include "src/row/loss.h"
 
 namespace logitless::cpu {
 namespace {

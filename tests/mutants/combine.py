@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Combine: the fold of a token's shards, src/fold.h, and the CPU's op, src/cpu/combine.cpp."""
+"""Combine: the fold of a token's shards, src/row/shards.h, and the CPU's op, src/cpu/combine.cpp."""
 
 from mutants.mutant import mutant
 
-FOLD, OP = "src/fold.h", "src/cpu/combine.cpp"
+FOLD, OP = "src/row/shards.h", "src/cpu/combine.cpp"
 
 MUTANTS = [
     mutant(

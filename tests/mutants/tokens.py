@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens count, what a mean divides by, the loss of a row and its coefficients: src/loss.h and
+"""Which tokens count, what a mean divides by, the loss of a row and its coefficients: src/row and
 src/cpu/tokens.*, shared by the ops on logits and the linear ones."""
 
 from mutants.mutant import mutant
 
-TOKENS, HEADER, LOSS = "src/cpu/tokens.cpp", "src/cpu/tokens.h", "src/loss.h"
+TOKENS, HEADER = "src/cpu/tokens.cpp", "src/cpu/tokens.h"
+LOSS, GRADIENT = "src/row/loss.h", "src/row/gradient.h"
 COMBINE = "include/logitless/combine.h"
 BOTH = "logits linear"
 
@@ -46,7 +47,7 @@ MUTANTS = [
         "if (o.normalizer != 0) return o.normalizer;", "", BOTH,
     ),
     mutant(
-        "mean over no token: NaN and zero exchanged", LOSS,
+        "mean over no token: NaN and zero exchanged", GRADIENT,
         "common = o.empty_mean == EmptyMean::zero ?", "common = o.empty_mean == EmptyMean::nan ?",
         BOTH,
     ),
@@ -63,7 +64,7 @@ MUTANTS = [
         "loss += token_weight * k.z_loss", "loss += k.z_loss", BOTH,
     ),
     mutant(
-        "token weight: not in the gradient", LOSS,
+        "token weight: not in the gradient", GRADIENT,
         "const float ga = g * token_weight;", "const float ga = token_weight == 0 ? 0 : g;", BOTH,
     ),
     mutant(
@@ -75,7 +76,7 @@ MUTANTS = [
         "onehot * ((s.reference - s.target_logit) + s.log_sum)", "onehot * (lse - s.target_logit)", BOTH,
     ),
     mutant(
-        "label smoothing: not in the weight of p", LOSS,
+        "label smoothing: not in the weight of p", GRADIENT,
         "(1 - k.smoothing) * target_weight + k.smoothing_per_class * k.class_weight_sum;",
         "(1 - k.smoothing) * target_weight + k.smoothing;",
         BOTH,
@@ -85,13 +86,13 @@ MUTANTS = [
         "      loss_constants(o, whole, smooths ?", "      loss_constants(o, vocab, smooths ?",
         "shards",
     ),
-    mutant("z-loss: its gradient without the 2", LOSS, "2 * k.z_loss * s.lse()", "k.z_loss * s.lse()", BOTH),
+    mutant("z-loss: its gradient without the 2", GRADIENT, "2 * k.z_loss * s.lse()", "k.z_loss * s.lse()", BOTH),
     mutant("z-loss: linear in the loss", LOSS, "k.z_loss * lse * lse;", "k.z_loss * lse;", BOTH),
     mutant(
-        "grad_target_logit: wrong sign", LOSS,
+        "grad_target_logit: wrong sign", GRADIENT,
         "target_weight - grad_target_logit,", "target_weight + grad_target_logit,", BOTH,
     ),
-    mutant("grad_lse: dropped", LOSS, "ga * (w + z_term) + grad_lse,", "ga * (w + z_term),", BOTH),
+    mutant("grad_lse: dropped", GRADIENT, "ga * (w + z_term) + grad_lse,", "ga * (w + z_term),", BOTH),
     mutant(
         "ignored: -100 whatever ignore_index is", TOKENS,
         "if (target == o.ignore_index) continue;", "if (target == -100) continue;", BOTH,

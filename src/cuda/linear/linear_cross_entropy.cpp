@@ -10,7 +10,7 @@
 #include "src/cuda/ops.h"
 #include "src/cuda/runtime/blas.h"
 #include "src/kept.h"
-#include "src/loss.h"
+#include "src/row/map.h"
 
 namespace logitless::cuda {
 namespace {

@@ -5,7 +5,7 @@
 #include "src/cuda/ops.h"
 #include "src/cuda/runtime/early.cuh"
 #include "src/cuda/tokens/tokens.cuh"
-#include "src/fold.h"
+#include "src/row/shards.h"
 
 namespace logitless::cuda {
 namespace {
