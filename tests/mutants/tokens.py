@@ -162,12 +162,11 @@ MUTANTS = [
     ),
     mutant(
         "shard: combined argmax of the last of equal logits", COMBINE,
-        "a.row_reference >= b.row_reference) ? a.argmax", "a.row_reference > b.row_reference) ? a.argmax", "combine",
+        "const bool a_leads = ma >= mb;", "const bool a_leads = ma > mb;", "combine",
     ),
     mutant(
         "shard: combined over one whose logits are all -inf", COMBINE,
-        "return s.row_reference == -std::numeric_limits<float>::infinity()\n               ? s.row_reference",
-        "return s.row_reference == 1e30f\n               ? s.row_reference", "shards",
+        "return m == least ? double(least) :", "return m == 1e30f ? double(least) :", "shards",
     ),
     mutant(
         "shard: combined loss without z-loss", COMBINE, "if (o.z_loss > 0) loss +=", "if (o.z_loss > 1e30f) loss +=", "shards",
