@@ -162,7 +162,7 @@ void sum_exponentials(const float* z, int64_t count, float maximum, BlockState* 
     const V y = add(hn::LoadNOr(hn::Set(d, kMinusInfinity), d, z + i, rest), s, t);
     if constexpr (kStore) hn::StoreN(y, d, e + i, rest);
   };
-  sum_columns<kEntropy>(count, &state->sum, &state->shifted_sum, add_at, add_rest);
+  sum_columns<kEntropy>(count, &state->sum, &state->shifted, add_at, add_rest);
 }
 
 // Returns sum_j c_j z_j.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the loss and the gradient of a row need of it.
+// What is known of a row once its sums are.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace logitless {
 
-// The loss of a row needs this of it.
+// The loss and the gradient of a row need this of it.
 struct RowState {
   float reference = 0;           // it is m, the row maximum or near it
   float log_sum = 0;             // it is log sum_j exp(z_j - m)
@@ -21,6 +21,17 @@ struct RowState {
     const float x = (target_logit - reference) - log_sum;
     return x > 0 ? 0 : x;
   }
+};
+
+// Few calls ask for these: they have memory only then.
+struct RareStatistics {
+  float sum_p_squared = 0, mean_logit = 0;
+  float rank_logit = 0;  // it is z_t as the rank is counted with it
+  int64_t rank = -1;
+};
+
+struct RowStatistics : RowState, RareStatistics {
+  bool target_elsewhere = false;  // another shard has it
 };
 
 }  // namespace logitless

@@ -5,7 +5,7 @@ row_kernels.cpp, gemm*.cpp."""
 from mutants.mutant import Edit, Mutant, mutant
 
 ROW, ROWS, EXP = "src/cpu/row-inl.h", "src/cpu/row_kernels.cpp", "src/cpu/exp-inl.h"
-MAP, GRADIENT = "src/row/map.h", "src/row/gradient.h"
+MAP, GRADIENT, SUMS = "src/row/map.h", "src/row/gradient.h", "src/row/sums.h"
 PACK, GEMM, AMX = "src/cpu/pack-inl.h", "src/cpu/gemm.cpp", "src/cpu/gemm_amx.cpp"
 BOTH = "logits linear"
 
@@ -31,8 +31,8 @@ MUTANTS = [
         BOTH,
     ),
     mutant(
-        "entropy: shifted sums are not moved to the new maximum", ROWS,
-        "old_factor * (shifted_sum + sum * old_shift) +", "old_factor * shifted_sum +", BOTH,
+        "entropy: shifted sums are not moved to the new maximum", SUMS,
+        "by.factor * (shifted + by.sum * by.shift)", "by.factor * shifted", BOTH,
     ),
     mutant(
         "entropy: 0 log 0 is NaN", ROW, "t = hn::MulAdd(y, hn::Max(x, least), t);",
@@ -66,12 +66,12 @@ MUTANTS = [
         "const double log_sum = nothing ? 0 : std::log(sum);", BOTH,
     ),
     mutant(
-        "argmax: the last of equal logits", ROWS, "block.maximum > maximum)) argmax =",
-        "block.maximum >= maximum)) argmax =", BOTH,
+        "argmax: the last of equal logits", ROWS, ".second_leads = block.maximum > maximum",
+        ".second_leads = block.maximum >= maximum", BOTH,
     ),
     mutant(
-        "argmax: counted from the block's first column", ROWS, "argmax = first_column + block.argmax;",
-        "argmax = block.argmax;", BOTH,
+        "argmax: counted from the block's first column", SUMS, "argmax = m.first_column + second.argmax;",
+        "argmax = second.argmax;", BOTH,
     ),
     mutant(
         "softcap: derivative from u, not from c", ROW,
@@ -152,12 +152,12 @@ MUTANTS = [
         "g.probability * slope * std::exp(shift)", "g.probability * map.scale * std::exp(shift)", "logits",
     ),
     mutant(
-        "sum_p_squared: of a stale maximum", ROWS,
-        "squares = old_factor * old_factor * squares +", "squares = old_factor * squares +", "kernels",
+        "sum_p_squared: of a stale maximum", SUMS,
+        "by.factor * by.factor * squares", "by.factor * squares", "kernels",
     ),
     mutant(
         "rank: the target counts where its logit was made otherwise", ROWS,
-        "    if (here && z[wants.target] > wants.target_logit) --more.above;\n", "    (void)here;\n", "kernels",
+        "    if (here && z[wants.target] > wants.target_logit) --rare.above;\n", "    (void)here;\n", "kernels",
     ),
     mutant(
         "bf16: cut off, not rounded", ROWS,

@@ -5,7 +5,7 @@ src/cpu/tokens.*, shared by the ops on logits and the linear ones."""
 from mutants.mutant import mutant
 
 TOKENS, HEADER = "src/cpu/tokens.cpp", "src/cpu/tokens.h"
-LOSS, GRADIENT = "src/row/loss.h", "src/row/gradient.h"
+LOSS, GRADIENT, STATE = "src/row/loss.h", "src/row/gradient.h", "src/row/state.h"
 COMBINE = "include/logitless/combine.h"
 BOTH = "logits linear"
 
@@ -107,24 +107,22 @@ MUTANTS = [
     ),
     mutant(
         "ignored: their statistics are not written", TOKENS,
-        "write_statistics(outputs.statistics, i, {}, 0, -1);", "", BOTH,
+        "write_f32(view, i, counts ? statistic.number(row) : 0);",
+        "if (counts) write_f32(view, i, statistic.number(row));", BOTH,
     ),
     mutant(
         "ignored: argmax 0", TOKENS,
-        "write_statistics(outputs.statistics, i, {}, 0, -1);",
-        "write_statistics(outputs.statistics, i, {}, 0, 0);",
-        BOTH,
+        "counts ? statistic.index(row) : -1", "counts ? statistic.index(row) : 0", BOTH,
     ),
     mutant(
         "compaction: statistics at the compacted index", TOKENS,
-        "write_statistics(outputs.statistics, i, s, s.lse(), s.argmax + start);",
-        "write_statistics(outputs.statistics, k, s, s.lse(), s.argmax + start);",
-        BOTH,
+        "write_f32(view, i, counts ? statistic.number(row) : 0);",
+        "write_f32(view, counts ? k - 1 : i, counts ? statistic.number(row) : 0);", BOTH,
     ),
     mutant(
         "compaction: losses at the compacted index", TOKENS,
-        "      const bool counts = k < tokens.valid && tokens.row[k] == i;\n",
-        "      const bool counts = k < tokens.valid;\n",
+        "      const bool counts = k < tokens.valid && tokens.row[k] == i;\n      write_f32(loss,",
+        "      const bool counts = k < tokens.valid;\n      write_f32(loss,",
         BOTH,
     ),
     mutant(
@@ -149,7 +147,7 @@ MUTANTS = [
         "tokens",
     ),
     mutant(
-        "shard: argmax counts from its first column", TOKENS, "s.lse(), s.argmax + start);", "s.lse(), s.argmax);",
+        "shard: argmax counts from its first column", TOKENS, "  row.argmax += call.vocab_start();\n", "",
         "shards",
     ),
     mutant(
@@ -179,10 +177,10 @@ MUTANTS = [
         "tokens",
     ),
     mutant(
-        "logprob: rounded above 0", TOKENS, "  return log_p > 0 ? 0 : log_p;", "  return log_p;", "tokens",
+        "logprob: rounded above 0", STATE, "return x > 0 ? 0 : x;", "return x;", "tokens",
     ),
     mutant(
-        "logprob: a NaN becomes 0", TOKENS, "  return log_p > 0 ? 0 : log_p;", "  return log_p < 0 ? log_p : 0;", "tokens",
+        "logprob: a NaN becomes 0", STATE, "return x > 0 ? 0 : x;", "return x < 0 ? x : 0;", "tokens",
     ),
     mutant(
         "temperatures: at the compacted index", TOKENS,
