@@ -119,8 +119,6 @@ endif()
 set(LOGITLESS_CUDA_OPTIONS -fmad=false --expt-relaxed-constexpr)
 target_compile_options(logitless_cuda_objects PRIVATE
   $<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off -Wall -Wextra -Wno-overloaded-virtual>
-  "$<$<COMPILE_LANGUAGE:CXX>:${LOGITLESS_FRAME_OPTIONS}>"
-  "$<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${LOGITLESS_FRAMES}>>:-Xcompiler=-g1,-fno-optimize-sibling-calls>"
   "$<$<COMPILE_LANGUAGE:CUDA>:${LOGITLESS_CUDA_OPTIONS};${LOGITLESS_CUDA_COMPRESSES};-Xcompiler=-Wall>"
   $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<BOOL:${LOGITLESS_WERROR}>>:-Werror>
   $<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${LOGITLESS_WERROR}>>:-Werror=all-warnings>)

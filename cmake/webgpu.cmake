@@ -30,5 +30,5 @@ add_library(logitless_webgpu_objects OBJECT ${LOGITLESS_WEBGPU_SOURCES} ${shader
 target_include_directories(logitless_webgpu_objects PRIVATE ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR})
 target_include_directories(logitless_webgpu_objects SYSTEM PRIVATE ${LOGITLESS_WEBGPU_INCLUDE})
 target_compile_definitions(logitless_webgpu_objects PRIVATE LOGITLESS_WITH_WEBGPU)
-target_compile_options(logitless_webgpu_objects PRIVATE ${LOGITLESS_FRAME_OPTIONS} -Wall -Wextra -Wno-overloaded-virtual
+target_compile_options(logitless_webgpu_objects PRIVATE -Wall -Wextra -Wno-overloaded-virtual
                                                         $<$<BOOL:${LOGITLESS_WERROR}>:-Werror>)

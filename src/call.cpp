@@ -3,6 +3,8 @@
 
 #include <cstring>
 
+#include "src/row/statistics.h"
+
 namespace logitless {
 namespace {
 
@@ -79,6 +81,32 @@ Fields Call::fields() const {
                                 &tensor_at(*this, field)};
   }
   return made;
+}
+
+SumSet Call::sums_of_statistics() const {
+  SumSet sums;
+  if (!forward) return sums;
+  for (const Statistic& statistic : kStatistics) {
+    if (this->*statistic.tensor) sums = sums | statistic.needs;
+  }
+  return sums;
+}
+
+SumSet Call::sums() const {
+  const bool smooths = forward && options.label_smoothing > 0;
+  return smooths ? sums_of_statistics() | SumKind::weighted : sums_of_statistics();
+}
+
+bool Call::targets_only() const {
+  return linear && forward && !gradients && target_logit && !kept && !loss &&
+         sums_of_statistics().empty();
+}
+
+TokenStatistics Call::statistics() const {
+  TokenStatistics written;
+  const auto take = [](const char*, Access, TensorView& to, const Tensor& from) { to = from; };
+  if (forward) for_each_statistic(written, *this, take);
+  return written;
 }
 
 const Tensor& Call::operator[](std::string_view name) const {

@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "logitless/logitless.h"
+#include "src/row/sums.h"
 
 namespace logitless {
 
@@ -125,24 +126,16 @@ struct Call {
     return options.vocab_total > 0 && !combines ? options.vocab_start : 0;
   }
   bool shard() const { return vocab_total() > vocab(); }
-  bool wants_weighted_sum() const {
-    return forward && (options.label_smoothing > 0 || weighted_logit_sum);
-  }
+  // Returns what the statistics that this call writes are made of.
+  SumSet sums_of_statistics() const;
+  // Returns the same of all that it writes, beside the exponentials.
+  SumSet sums() const;
   // Returns whether nothing but the targets' logits is asked for, which takes no product.
-  bool targets_only() const {
-    return linear && forward && !gradients && target_logit && !kept && !loss && !lse && !entropy &&
-           !argmax && !row_reference && !row_log_sum && !weighted_logit_sum && !logprob && !rank &&
-           !sum_p_squared && !mean_logit;
-  }
+  bool targets_only() const;
   // Returns whether the rows' state comes from an earlier Forward.
   bool state_given() const { return !forward && row_reference; }
   // Returns the statistics that this call writes.
-  TokenStatistics statistics() const {
-    if (!forward) return {};
-    return {lse,         target_logit,       entropy, argmax, row_reference,
-            row_log_sum, weighted_logit_sum, logprob, rank,   sum_p_squared,
-            mean_logit};
-  }
+  TokenStatistics statistics() const;
 };
 
 inline Tensor& tensor_at(Call& call, const TensorField& field) {

@@ -4,6 +4,7 @@
 
 #include "src/kept.h"
 #include "src/message.h"
+#include "src/row/statistics.h"
 #include "src/rules.h"
 
 namespace logitless {
@@ -50,17 +51,6 @@ constexpr FieldRule kFieldRules[] = {
     {"normalizer", Shape::scalar, kF32OrI64, "f32, i64"},
     {"temperature", Shape::token, kF32, "f32"},
     {"loss", Shape::reduced, kF32, "f32"},
-    {"lse", Shape::token, kF32, "f32"},
-    {"target_logit", Shape::token, kF32, "f32"},
-    {"entropy", Shape::token, kF32, "f32"},
-    {"argmax", Shape::token, kInts, "i32, i64"},
-    {"row_reference", Shape::token, kF32, "f32"},
-    {"row_log_sum", Shape::token, kF32, "f32"},
-    {"weighted_logit_sum", Shape::token, kF32, "f32"},
-    {"logprob", Shape::token, kF32, "f32"},
-    {"rank", Shape::token, kInts, "i32, i64"},
-    {"sum_p_squared", Shape::token, kF32, "f32"},
-    {"mean_logit", Shape::token, kF32, "f32"},
     {"grad_loss", Shape::reduced, kF32, "f32"},
     {"grad_lse", Shape::token, kF32, "f32"},
     {"grad_target_logit", Shape::token, kF32, "f32"},
@@ -76,14 +66,17 @@ constexpr FieldRule kFieldRules[] = {
     {"shard_row_reference", Shape::shard_token, kF32, "f32"},
     {"shard_row_log_sum", Shape::shard_token, kF32, "f32"},
     {"shard_target_logit", Shape::shard_token, kF32, "f32"},
-    {"shard_entropy", Shape::shard_token, kF32, "f32"},
-    {"shard_argmax", Shape::shard_token, kInts, "i32, i64"},
-    {"shard_weighted_logit_sum", Shape::shard_token, kF32, "f32"},
-    {"shard_sum_p_squared", Shape::shard_token, kF32, "f32"},
-    {"shard_mean_logit", Shape::shard_token, kF32, "f32"},
 };
 
-const FieldRule& rule_of(const Field& field) {
+// Those of statistics and of what Combine makes them of are in their own table.
+FieldRule rule_of(const Field& field) {
+  const bool shards = field.name.starts_with("shard_");
+  for (const Statistic& statistic : kStatistics) {
+    if ((shards ? statistic.of_shards : statistic.name) != field.name) continue;
+    const bool index = statistic.index != nullptr;
+    return {field.name, shards ? Shape::shard_token : Shape::token, index ? kInts : kF32,
+            index ? "i32, i64" : "f32"};
+  }
   for (const FieldRule& rule : kFieldRules) {
     if (rule.name == field.name) return rule;
   }
@@ -269,7 +262,7 @@ Status check_shapes(const Call& call) {
 
 Status check_dtypes(const Call& call) {
   return for_each_given(call, [&](const Field& field, const TensorView& v) -> Status {
-    const FieldRule& rule = rule_of(field);
+    const FieldRule rule = rule_of(field);
     if ((rule.dtypes >> static_cast<uint32_t>(v.dtype)) & 1) return {};
     return error(StatusCode::wrong_dtype, "%s is %s; allowed: %s", field.name.data(),
                  name_of(v.dtype), rule.dtype_names);

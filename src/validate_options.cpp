@@ -3,9 +3,9 @@
 // docs/semantics.md has them.
 #include <cfloat>
 #include <cmath>
-#include <utility>
 
 #include "src/message.h"
+#include "src/row/statistics.h"
 #include "src/rules.h"
 
 namespace logitless {
@@ -147,21 +147,22 @@ Status check_combine(const Call& call) {
                  "vocab_total is %lld; allowed: >= 1, the columns of all shards",
                  static_cast<long long>(call.options.vocab_total));
   }
-  if (call["rank"]) {
-    return error(StatusCode::not_supported,
-                 "rank is given to Combine; allowed: ops that have the logits");
+  for (const Statistic& statistic : kStatistics) {
+    if (statistic.of_whole_rows && call.*statistic.tensor) {
+      return error(StatusCode::not_supported,
+                   "%s is given to Combine; allowed: ops that have the logits",
+                   statistic.name.data());
+    }
   }
   if (call["loss"] && call.options.label_smoothing > 0 && !call["shard_weighted_logit_sum"]) {
     return error(StatusCode::invalid_argument,
                  "shard_weighted_logit_sum is missing; loss needs it under label_smoothing");
   }
-  for (const auto& [given, output] : {std::pair{"shard_entropy", "entropy"},
-                                      {"shard_argmax", "argmax"},
-                                      {"shard_weighted_logit_sum", "weighted_logit_sum"},
-                                      {"shard_sum_p_squared", "sum_p_squared"},
-                                      {"shard_mean_logit", "mean_logit"}}) {
-    if (call[output] && !call[given]) {
-      return error(StatusCode::invalid_argument, "%s is missing; %s needs it", given, output);
+  for (const Statistic& statistic : kStatistics) {
+    const std::string_view given = statistic.of_shards;
+    if (!given.empty() && call.*statistic.tensor && !call[given]) {
+      return error(StatusCode::invalid_argument, "%s is missing; %s needs it", given.data(),
+                   statistic.name.data());
     }
   }
   return {};
@@ -205,9 +206,12 @@ Status check_shard_fields(const Call& call) {
                  "loss is given on a shard of the vocabulary; allowed: statistics, which `combine` "
                  "turns into the loss");
   }
-  if (call["rank"]) {
-    return error(StatusCode::not_supported,
-                 "rank is given on a shard of the vocabulary; allowed: the whole vocabulary");
+  for (const Statistic& statistic : kStatistics) {
+    if (statistic.of_whole_rows && call.*statistic.tensor) {
+      return error(StatusCode::not_supported,
+                   "%s is given on a shard of the vocabulary; allowed: the whole vocabulary",
+                   statistic.name.data());
+    }
   }
   if (call.forward && call["kept"] && !call["anchor"]) {
     return error(StatusCode::invalid_argument,
@@ -251,13 +255,16 @@ Status check_probability_input(const Call& call) {
                  "vocab_total is %lld with input_kind probabilities; allowed: 0 or V = %lld",
                  static_cast<long long>(o.vocab_total), static_cast<long long>(call.vocab()));
   }
-  for (const char* name : {"lse", "target_logit", "entropy", "argmax", "row_reference",
-                           "row_log_sum", "weighted_logit_sum", "logprob", "rank", "sum_p_squared",
-                           "mean_logit", "grad_lse", "grad_target_logit", "grad_entropy"}) {
-    if (call[name]) {
-      return error(StatusCode::invalid_argument,
-                   "%s is given with input_kind probabilities, which has no statistics", name);
-    }
+  const char* given = nullptr;
+  for (const char* name : {"grad_lse", "grad_target_logit", "grad_entropy"}) {
+    if (call[name]) given = name;
+  }
+  for (const Statistic& statistic : kStatistics) {
+    if (call.*statistic.tensor) given = statistic.name.data();
+  }
+  if (given != nullptr) {
+    return error(StatusCode::invalid_argument,
+                 "%s is given with input_kind probabilities, which has no statistics", given);
   }
   if (call["temperature"]) {
     return error(StatusCode::invalid_argument,

@@ -2,8 +2,8 @@
 // Shards of the vocabulary are combined here: what Forward wrote of one token on each shard becomes
 // the whole vocabulary's. It takes a few operations a token; combine in shard order for the same
 // bits everywhere. The op Combine (ops.h) does it where the tensors are, for all tokens.
-//   m = max m_s    lse = m + log sum_s exp(m_s - m) s_s    P_s = exp(lse_s - lse)
-//   H = sum_s P_s (H_s + lse - lse_s)    sum_p_squared = sum_s P_s^2 Q_s, Q_s the shard's own
+//   m = max m_s    a_s = (m_s - m) + log s_s    log s = log sum_s exp a_s    P_s = exp(a_s - log s)
+//   H = sum_s P_s (H_s - log P_s)    sum_p_squared = sum_s P_s^2 Q_s, Q_s the shard's own
 #pragma once
 
 #include <cmath>
@@ -28,30 +28,36 @@ struct TokenState {
   float mean_logit = 0;  // it is the part of the shard's columns in the whole vocabulary's mean
 };
 
+// Two states become one in f64, each number rounded to f32 once. A shard whose logits are all -inf
+// has no probability: NaN in the rest of its state does not show.
 inline TokenState combine(const TokenState& a, const TokenState& b) {
-  TokenState c;
-  c.row_reference = a.row_reference >= b.row_reference ? a.row_reference : b.row_reference;
-  if (std::isnan(a.row_reference) || std::isnan(b.row_reference)) c.row_reference = NAN;
-  // A shard whose logits are all -inf has no probability; -inf - -inf must not make it NaN.
-  auto shifted = [&](const TokenState& s) {
-    return s.row_reference == -std::numeric_limits<float>::infinity()
-               ? s.row_reference
-               : (s.row_reference - c.row_reference) + s.row_log_sum;
+  constexpr float least = -std::numeric_limits<float>::infinity();
+  const auto reference_of = [](const TokenState& s) {
+    return s.row_log_sum == least ? least : s.row_reference;
   };
-  const float la = shifted(a), lb = shifted(b);
-  c.row_log_sum = std::log(std::exp(la) + std::exp(lb));
-  // They are the logs of the shards' probabilities.
-  const float ra = la - c.row_log_sum, rb = lb - c.row_log_sum;
-  const float pa = std::exp(ra), pb = std::exp(rb);
-  c.entropy = (pa == 0 ? 0 : pa * (a.entropy - ra)) + (pb == 0 ? 0 : pb * (b.entropy - rb));
+  const float ma = reference_of(a), mb = reference_of(b);
+  const bool a_leads = ma >= mb;
+  TokenState c;
+  c.row_reference = a_leads || std::isnan(ma) ? ma : mb;
+  const auto log_of = [&](float m, const TokenState& s) {
+    return m == least ? double(least) : (double(m) - c.row_reference) + s.row_log_sum;
+  };
+  const double la = log_of(ma, a), lb = log_of(mb, b);
+  // Of the two probabilities the greater is 1 / (1 + e), the other e times that. A NaN is not less.
+  const bool more = la >= lb;
+  const double apart = more ? lb - la : la - lb, e = std::exp(apart), rest = std::log1p(e);
+  c.row_log_sum = float((more ? la : lb) + rest);
+  const double most = 1 / (1 + e), fewest = e * most;
+  const double pa = more ? most : fewest, ra = more ? -rest : apart - rest;  // ra = log pa
+  const double pb = more ? fewest : most, rb = more ? apart - rest : -rest;
+  c.entropy = float((pa == 0 ? 0 : pa * (a.entropy - ra)) + (pb == 0 ? 0 : pb * (b.entropy - rb)));
   c.target_logit = a.target_logit > b.target_logit || std::isnan(a.target_logit) ? a.target_logit
                                                                                  : b.target_logit;
-  c.weighted_logit_sum = a.weighted_logit_sum + b.weighted_logit_sum;
+  c.weighted_logit_sum = float(double(a.weighted_logit_sum) + b.weighted_logit_sum);
   c.sum_p_squared =
-      (pa == 0 ? 0 : pa * pa * a.sum_p_squared) + (pb == 0 ? 0 : pb * pb * b.sum_p_squared);
-  c.mean_logit = a.mean_logit + b.mean_logit;
-  c.argmax =
-      b.argmax < 0 || (a.argmax >= 0 && a.row_reference >= b.row_reference) ? a.argmax : b.argmax;
+      float((pa == 0 ? 0 : pa * pa * a.sum_p_squared) + (pb == 0 ? 0 : pb * pb * b.sum_p_squared));
+  c.mean_logit = float(double(a.mean_logit) + b.mean_logit);
+  c.argmax = b.argmax < 0 || (a.argmax >= 0 && a_leads) ? a.argmax : b.argmax;
   return c;
 }
 

@@ -19,7 +19,7 @@ bool needs_forward(const Call& call) { return !call.state_given(); }
 // The workspace holds these arrays, at these offsets in bytes.
 struct Layout {
   uint64_t states = 0;  // it has RowState [N] of ops with a loss, or float [N] with probabilities
-  uint64_t more = 0;    // it has MoreStatistics [N], where one of them is asked for
+  uint64_t rare = 0;    // it has RareStatistics [N], where one of them is asked for
   uint64_t class_weight = 0;  // [V]  it is a copy where the view is strided
   uint64_t lanes = 0;         // lane_bytes of each thread lie there
   bool copies_weight = false;
@@ -28,15 +28,17 @@ struct Layout {
 
 Layout layout_of(const Call& call) {
   Layout l;
+  const SumSet sums = call.sums();
   const int64_t tokens = call.logits.shape[0], columns = call.logits.shape[1];
   const bool probabilities = call.options.input_kind == InputKind::probabilities;
   l.uses_weight =
-      call.vocab_weight && (call.options.label_smoothing > 0 || wants_of(call).weighted_sum);
+      call.vocab_weight && (call.options.label_smoothing > 0 || sums.has(SumKind::weighted));
   l.copies_weight = l.uses_weight && columns > 1 && call.vocab_weight.stride[0] != 1;
   l.states = tokens_bytes(tokens);
   const uint64_t state = !call.forward ? 0 : probabilities ? sizeof(float) : sizeof(RowState);
-  l.more = l.states + padded(tokens * state);
-  l.class_weight = l.more + (wants_of(call).more() ? padded(tokens * sizeof(MoreStatistics)) : 0);
+  l.rare = l.states + padded(tokens * state);
+  l.class_weight =
+      l.rare + (sums.has(RareBlock::kinds) ? padded(tokens * sizeof(RareStatistics)) : 0);
   l.lanes = l.class_weight + (l.copies_weight ? padded(columns * sizeof(float)) : 0);
   return l;
 }
@@ -66,7 +68,7 @@ struct Run {
   const float* class_weight;
   BlockWants wants;
   RowState* states;      // [valid]  only ops with a loss have it
-  MoreStatistics* more;  // [valid]  it is null where none of them is asked for
+  RareStatistics* rare;  // [valid]  it is null where none of them is asked for
 
   // Runs rows [begin, end) of the views.
   void operator()(int64_t begin, int64_t end, float* scratch) const {
@@ -80,7 +82,7 @@ struct Run {
       const bool forward = needs_forward(call);
       if (forward) {
         rows.forward(group, class_weight, wants, scratch,
-                     {group_states, more != nullptr ? more + k : nullptr, call.vocab_total()});
+                     {group_states, rare != nullptr ? rare + k : nullptr, call.vocab_total()});
       }
       if (!call.forward) take_given(group, group_states);
       if (call.grad_logits) write_gradient(group, k, group_states, forward, scratch);
@@ -167,15 +169,15 @@ Status run_logits_loss(const Call& call, const Workspace& workspace) {
     return {};
   }
   const LogitRows rows = rows_of(call);
-  const BlockWants wants = wants_of(call);
-  auto* const more = reinterpret_cast<MoreStatistics*>(memory + layout.more);
+  const BlockWants wants{call.sums()};
+  auto* const rare = reinterpret_cast<RareStatistics*>(memory + layout.rare);
   const Run run{call,
                 tokens,
                 rows,
                 class_weight,
                 wants,
                 reinterpret_cast<RowState*>(states),
-                wants.more() ? more : nullptr};
+                wants.rare() ? rare : nullptr};
   const uint64_t scratch_bytes = workspace.bytes - layout.lanes;
   for_each_task(executor, lanes_of(rows, executor, scratch_bytes), tasks_of(rows, total),
                 [&](int64_t task, int64_t lane) {
@@ -183,9 +185,7 @@ Status run_logits_loss(const Call& call, const Workspace& workspace) {
                   run(task * rows.task_rows(), std::min(total, (task + 1) * rows.task_rows()),
                       reinterpret_cast<float*>(scratch));
                 });
-  if (call.forward) {
-    write_tokens(tokens, run.states, {call.loss, call.statistics(), call.options, run.more});
-  }
+  if (call.forward) write_tokens(call, tokens, run.states, run.rare);
   return {};
 }
 

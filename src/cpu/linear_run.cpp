@@ -48,7 +48,7 @@ class LinearRun {
         executor_(executor_of(call.execution)),
         map_(logit_map(call.options)),
         kept_(columns_kept(call)),
-        wants_(wants_of(call)) {}
+        wants_{call.sums()} {}
 
   // Begins the chunk of compacted tokens [first, first + count).
   void begin_chunk(const Tokens& tokens, int64_t first, int64_t count);
@@ -70,8 +70,8 @@ class LinearRun {
 
   RowState* states() const { return at<RowState>(plan_.states_at); }  // [N]
   // [N]  It returns null where none of them is asked for.
-  MoreStatistics* more() const {
-    return wants_.more() ? at<MoreStatistics>(plan_.more_at) : nullptr;
+  RareStatistics* rare() const {
+    return wants_.rare() ? at<RareStatistics>(plan_.rare_at) : nullptr;
   }
   RowGradient* gradients() const { return at<RowGradient>(plan_.gradients_at); }  // [chunk]
 
@@ -306,16 +306,16 @@ void LinearRun::compute_tile(int64_t tile, const Lane& lane, float* logits, bool
   BlockState unused;
   BlockWants wants = forward ? wants_ : BlockWants{};
   BlockState* blocks = at<BlockState>(plan_.blocks_at) + tile * plan_.token_chunk;
-  MoreSums* sums = at<MoreSums>(plan_.more_blocks_at) + tile * plan_.token_chunk;
+  RareBlock* rare_blocks = at<RareBlock>(plan_.rare_blocks_at) + tile * plan_.token_chunk;
   for (int64_t n = 0; n < count_; ++n) {
     const int64_t target = tokens_->target[first_ + n] - first;
-    if (wants.rank) {
-      wants.target_logit = more()[first_ + n].target_logit;
+    if (wants.sums.has(SumKind::above)) {
+      wants.target_logit = rare()[first_ + n].rank_logit;
       wants.target = target;
     }
     float* row = logits + n * vocab_tile;
     forward_block(map_of(n), row, bias, class_weight, width, wants, forward ? &blocks[n] : &unused,
-                  nullptr, wants.more() ? &sums[n] : nullptr);
+                  nullptr, wants.rare() ? &rare_blocks[n] : nullptr);
     if (forward && target >= 0 && target < width) states()[first_ + n].target_logit = row[target];
     if (forward && is_kept(tile)) keep_row(tile, n, row);
   }
@@ -326,6 +326,7 @@ void LinearRun::compute_tile(int64_t tile, const Lane& lane, float* logits, bool
 // tokens in the product.
 void LinearRun::find_anchors() {
   constexpr int64_t group = target_group;
+  const bool targets_only = call_.targets_only();
   for_each_task(executor_, plan_.lanes, divide_up(count_, group), [&](int64_t task, int64_t index) {
     const Lane lane = this->lane(index);
     const int64_t row = task * group, rows = std::min(group, count_ - row);
@@ -345,8 +346,8 @@ void LinearRun::find_anchors() {
         kept_row(*tokens_, token)->target_logit =
             here ? *z : f32_at(call_.anchor, tokens_->row[token]);
       }
-      if (wants_.rank) more()[token].target_logit = *z;
-      if (call_.targets_only() && here) states()[token].target_logit = *z;
+      if (wants_.sums.has(SumKind::above)) rare()[token].rank_logit = *z;
+      if (targets_only && here) states()[token].target_logit = *z;
     }
   });
 }
@@ -398,8 +399,9 @@ void LinearRun::forward_pass() {
   for (int64_t n = 0; n < count_; ++n) {
     states()[first_ + n].target_logit = -std::numeric_limits<float>::infinity();
   }
-  if (wants_.rank || keeps_exponentials() || call_.targets_only()) find_anchors();
-  if (call_.targets_only()) return;
+  const bool counts_above = wants_.sums.has(SumKind::above), targets_only = call_.targets_only();
+  if (counts_above || keeps_exponentials() || targets_only) find_anchors();
+  if (targets_only) return;
   for_each_task(executor_, plan_.lanes, plan_.vocab_tiles, [&](int64_t tile, int64_t index) {
     const Lane lane = this->lane(index);
     load_vectors(tile, lane);
@@ -412,19 +414,20 @@ void LinearRun::forward_pass() {
 void LinearRun::combine_blocks() {
   constexpr int64_t group = 16;
   const BlockState* blocks = at<BlockState>(plan_.blocks_at);
-  const MoreSums* sums = at<MoreSums>(plan_.more_blocks_at);
+  const RareBlock* rare_blocks = at<RareBlock>(plan_.rare_blocks_at);
   for_each_task(executor_, plan_.lanes, (count_ + group - 1) / group, [&](int64_t task, int64_t) {
     for (int64_t n = task * group; n < std::min(count_, (task + 1) * group); ++n) {
       RowAccumulator row = RowAccumulator::begin();
       for (int64_t tile = 0; tile < plan_.vocab_tiles; ++tile) {
         const int64_t block = tile * plan_.token_chunk + n;
-        row.add(blocks[block], tile * vocab_tile, wants_, wants_.more() ? &sums[block] : nullptr);
+        row.add(blocks[block], tile * vocab_tile, wants_.sums,
+                wants_.rare() ? &rare_blocks[block] : nullptr);
       }
       RowState& state = states()[first_ + n];
       const float target_logit = state.target_logit;
-      state = row.finish(wants_);
+      state = row.finish(wants_.sums);
       state.target_logit = target_logit;
-      if (wants_.more()) more()[first_ + n] = row.finish_more(call_.vocab_total());
+      if (wants_.rare()) rare()[first_ + n] = row.finish_rare(call_.vocab_total());
     }
   });
 }
@@ -687,8 +690,7 @@ LinearShape shape_of(const Call& call) {
           .class_weight = static_cast<bool>(call.vocab_weight),
           .kept = call.gradients ? columns_kept(call) : 0,
           .places = places(call),
-          .more_statistics = wants_of(call).more(),
-          .rank = wants_of(call).rank};
+          .sums = call.sums()};
 }
 
 Status linear_workspace(const Call& call, uint64_t given, WorkspaceSize* size) {
@@ -729,9 +731,7 @@ Status run_linear(const Call& call, const Workspace& workspace) {
   }
   if (call.gradients) linear.finish(tokens, tokens.valid > 0);
   if (call.consume_kept) linear.consume_kept(tokens);
-  if (call.forward)
-    write_tokens(tokens, linear.states(),
-                 {call.loss, call.statistics(), call.options, linear.more()});
+  if (call.forward) write_tokens(call, tokens, linear.states(), linear.rare());
   return {};
 }
 

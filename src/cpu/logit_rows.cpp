@@ -164,7 +164,7 @@ void LogitRows::forward(const RowGroup& rows, const float* class_weight, BlockWa
   for (int64_t r = 0; r < rows.count; ++r) {
     sums[r] = RowAccumulator::begin();
     target_logit[r] = -std::numeric_limits<float>::infinity();
-    if (wants.rank) target_logit[r] = target_logit_of(rows, r);
+    if (wants.sums.has(SumKind::above)) target_logit[r] = target_logit_of(rows, r);
   }
   float* const row = held(rows, scratch);
   for (int64_t column = 0; column < columns_; column += row_block) {
@@ -184,12 +184,12 @@ void LogitRows::forward(const RowGroup& rows, const float* class_weight, BlockWa
       if (here) map_block(map, &raw, nullptr, 1);
       if (here) target_logit[r] = raw;
       BlockState state;
-      MoreSums sums_of_block, *more = results.more != nullptr ? &sums_of_block : nullptr;
+      RareBlock rare_block, *rare = results.rare != nullptr ? &rare_block : nullptr;
       wants.target_logit = target_logit[r];
       wants.target = target;
       forward_block(map, z, nullptr, weight, count, wants, &state, maxima_ > 0 ? block : nullptr,
-                    more);
-      sums[r].add(state, column, wants, more);
+                    rare);
+      sums[r].add(state, column, wants.sums, rare);
       if (maxima_ > 0) scratch[column / row_block] = state.maximum;
     }
     if (kept_ && basis_ == Basis::logits && direct_) {
@@ -197,9 +197,9 @@ void LogitRows::forward(const RowGroup& rows, const float* class_weight, BlockWa
     }
   }
   for (int64_t r = 0; r < rows.count; ++r) {
-    results.states[r] = sums[r].finish(wants);
+    results.states[r] = sums[r].finish(wants.sums);
     results.states[r].target_logit = target_logit[r];
-    if (results.more != nullptr) results.more[r] = sums[r].finish_more(results.whole);
+    if (results.rare != nullptr) results.rare[r] = sums[r].finish_rare(results.whole);
   }
 }
 

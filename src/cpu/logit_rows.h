@@ -32,7 +32,7 @@ struct RowGroup {
 // Forward leaves what it knows of a group's rows here.
 struct RowResults {
   RowState* states;                // [count]  target_logit is among them
-  MoreStatistics* more = nullptr;  // [count]  it is null where none of them is asked for
+  RareStatistics* rare = nullptr;  // [count]  it is null where none of them is asked for
   int64_t whole = 0;               // the whole vocabulary has so many columns, for the mean
 };
 

@@ -114,10 +114,11 @@ double expected_time(const LinearShape& shape, const LinearPlan& p, Crew crew) {
 // has.
 void place(const LinearShape& shape, LinearPlan& p) {
   const int64_t chunk = p.token_chunk;
+  const bool rare = shape.sums.has(RareBlock::kinds);
   Layout whole;
   p.tokens_at = whole.take(tokens_bytes(shape.tokens, shape.places));
   p.states_at = whole.take(shape.tokens * sizeof(RowState));
-  p.more_at = whole.take(shape.more_statistics ? shape.tokens * sizeof(MoreStatistics) : 0);
+  p.rare_at = whole.take(rare ? shape.tokens * sizeof(RareStatistics) : 0);
   p.gradients_at = whole.take(shape.gradients() ? chunk * sizeof(RowGradient) : 0);
   p.logits_at = whole.take(p.stored ? bytes_of({p.vocab_tiles, chunk, vocab_tile, 4}) : 0);
   // The input is packed with k along the tokens for grad_weight, and with k along the hidden axis
@@ -130,8 +131,7 @@ void place(const LinearShape& shape, LinearPlan& p) {
   const uint64_t forward_at = whole.at;
   if (p.stored) p.input_along_at = whole.take(along);
   p.blocks_at = whole.take(shape.forward ? p.vocab_tiles * chunk * sizeof(BlockState) : 0);
-  p.more_blocks_at =
-      whole.take(shape.more_statistics ? p.vocab_tiles * chunk * sizeof(MoreSums) : 0);
+  p.rare_blocks_at = whole.take(rare ? p.vocab_tiles * chunk * sizeof(RareBlock) : 0);
   const uint64_t forward_end = whole.back_to(forward_at);
   p.slots_at = whole.take(shape.grad_input ? bytes_of({p.slots, chunk, p.padded_hidden_b, 4}) : 0);
   whole.at_least(forward_end);
@@ -142,7 +142,8 @@ void place(const LinearShape& shape, LinearPlan& p) {
   Layout lane;
   const int64_t block = shape.makes_logits() ? p.engine.b_bytes(vocab_tile, p.depth_block) : 0;
   p.weight_block_at = lane.take(block);
-  const int64_t targets = shape.rank ? std::min(target_group, chunk) * vocab_tile * 4 : 0;
+  const int64_t targets =
+      shape.sums.has(SumKind::above) ? std::min(target_group, chunk) * vocab_tile * 4 : 0;
   p.tile_at = lane.take(!shape.makes_logits() ? 0 : p.stored ? targets : chunk * vocab_tile * 4);
   const uint64_t product_end = p.stored ? lane.back_to(0) : lane.at;
   p.along_vocab_at = lane.take(shape.grad_input ? p.engine.a_bytes(chunk, vocab_tile) : 0);

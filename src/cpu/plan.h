@@ -41,9 +41,8 @@ struct LinearShape {
   bool class_weight = false;
   // Gradients find the state of so many columns, the first ones, kept by an earlier Forward.
   int64_t kept = 0;
-  bool places = false;           // kept rows have places, see Tokens
-  bool more_statistics = false;  // some of MoreStatistics are asked for
-  bool rank = false;             // the rank is among them
+  bool places = false;  // kept rows have places, see Tokens
+  SumSet sums{};        // the row's sums that are asked for
   // tests give that of another CPU; else it is choose_engine(dtype)
   std::optional<Engine> engine{};
   bool all_kept() const { return kept > 0 && kept == vocab; }
@@ -73,7 +72,7 @@ struct LinearPlan {
   // These are byte offsets into the workspace, in order; every one is a multiple of 64.
   uint64_t tokens_at = 0, states_at = 0, gradients_at = 0, blocks_at = 0, logits_at = 0,
            input_along_at = 0, input_across_at = 0, slots_at = 0, weight_sum_at = 0,
-           bias_sum_at = 0, more_at = 0, more_blocks_at = 0, lanes_at = 0;
+           bias_sum_at = 0, rare_at = 0, rare_blocks_at = 0, lanes_at = 0;
   uint64_t lane_bytes = 0;
   uint64_t bytes = 0;  // the whole workspace has so many, with `lanes` lanes
 

@@ -18,7 +18,7 @@
 #include "hwy/highway.h"
 #include "src/cpu/exp-inl.h"
 #include "src/cpu/row_kernels.h"
-#include "src/loss.h"
+#include "src/row/map.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace logitless::cpu::HWY_NAMESPACE {
@@ -162,7 +162,7 @@ void sum_exponentials(const float* z, int64_t count, float maximum, BlockState* 
     const V y = add(hn::LoadNOr(hn::Set(d, kMinusInfinity), d, z + i, rest), s, t);
     if constexpr (kStore) hn::StoreN(y, d, e + i, rest);
   };
-  sum_columns<kEntropy>(count, &state->sum, &state->shifted_sum, add_at, add_rest);
+  sum_columns<kEntropy>(count, &state->sum, &state->shifted, add_at, add_rest);
 }
 
 // Returns sum_j c_j z_j.
@@ -245,7 +245,7 @@ struct MinusVectors {
     return hn::NegMulAdd(y, z, x);
   }
 };
-#include "src/dz-inl.h"
+#include "src/row/dz-inl.h"
 
 // Makes draw_j = of(x_j, c_j), with 1 for c_j where there are no weights.
 template <bool kWeights, class F>

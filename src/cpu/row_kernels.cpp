@@ -61,28 +61,28 @@ void sum_with(const float* z, int64_t count, float shift, BlockState* state, flo
   }
 }
 
-MoreSums more_sums(const float* z, int64_t count, const BlockWants& wants, float shift) {
-  MoreSums more;
-  if (wants.mean_logit) more.logits = weighted_sum<false>(z, nullptr, count);
-  if (wants.rank) {
-    more.above = count_above(z, count, wants.target_logit);
+RareBlock rare_sums(const float* z, int64_t count, const BlockWants& wants, float shift) {
+  RareBlock rare{};
+  if (wants.sums.has(SumKind::logits)) rare.logits = weighted_sum<false>(z, nullptr, count);
+  if (wants.sums.has(SumKind::above)) {
+    rare.above = count_above(z, count, wants.target_logit);
     const bool here = wants.target >= 0 && wants.target < count;
-    if (here && z[wants.target] > wants.target_logit) --more.above;
+    if (here && z[wants.target] > wants.target_logit) --rare.above;
   }
-  if (wants.sum_p_squared) more.squares = sum_of_squares(z, count, shift);
-  return more;
+  if (wants.sums.has(SumKind::squares)) rare.squares = sum_of_squares(z, count, shift);
+  return rare;
 }
 
 void forward_block_on_target(const LogitMap& map, float* logits, const float* bias,
                              const float* class_weight, int64_t count, const BlockWants& wants,
-                             BlockState* state, float* exponentials, MoreSums* more) {
+                             BlockState* state, float* exponentials, RareBlock* rare) {
   *state = {};
   state->maximum = map_block_on_target(map, logits, bias, count);
-  if (wants.argmax) state->argmax = first_index_of(logits, count, state->maximum);
-  if (wants.weighted_sum) {
-    state->weighted_sum = class_weight != nullptr
-                              ? weighted_sum<true>(logits, class_weight, count)
-                              : weighted_sum<false>(logits, class_weight, count);
+  if (wants.sums.has(SumKind::argmax))
+    state->argmax = first_index_of(logits, count, state->maximum);
+  if (wants.sums.has(SumKind::weighted)) {
+    state->weighted = class_weight != nullptr ? weighted_sum<true>(logits, class_weight, count)
+                                              : weighted_sum<false>(logits, class_weight, count);
   }
   const bool infinite = state->maximum == -kMinusInfinity;
   for (int64_t j = 0; infinite && j < count; ++j) {
@@ -92,8 +92,8 @@ void forward_block_on_target(const LogitMap& map, float* logits, const float* bi
   // missed, stays NaN. The further sums come first, as the exponentials may then overwrite the
   // logits.
   const float shift = state->maximum == kMinusInfinity ? 0 : state->maximum;
-  if (more != nullptr) *more = more_sums(logits, count, wants, shift);
-  if (wants.entropy) {
+  if (rare != nullptr) *rare = rare_sums(logits, count, wants, shift);
+  if (wants.sums.has(SumKind::shifted)) {
     sum_with<true>(logits, count, shift, state, exponentials);
   } else {
     sum_with<false>(logits, count, shift, state, exponentials);
@@ -298,9 +298,9 @@ void map_block(const LogitMap& map, float* logits, const float* bias, int64_t co
 
 void forward_block(const LogitMap& map, float* logits, const float* bias, const float* class_weight,
                    int64_t count, const BlockWants& wants, BlockState* state, float* exponentials,
-                   MoreSums* more) {
+                   RareBlock* rare) {
   HWY_DYNAMIC_DISPATCH(forward_block_on_target)
-  (map, logits, bias, class_weight, count, wants, state, exponentials, more);
+  (map, logits, bias, class_weight, count, wants, state, exponentials, rare);
 }
 
 void scale_block(const LogitMap& map, const RowGradient& g, const float* exponentials,
@@ -358,61 +358,49 @@ void store_from_f32(const float* source, int64_t count, DType dtype, void* desti
 }
 
 RowAccumulator RowAccumulator::begin() {
-  return {.maximum = -std::numeric_limits<float>::infinity(),
-          .sum = 0,
-          .weighted_sum = 0,
-          .shifted_sum = 0,
-          .squares = 0,
-          .logits = 0,
-          .argmax = -1,
-          .above = 0};
+  RowAccumulator row{};
+  row.maximum = -std::numeric_limits<float>::infinity();
+  row.argmax = -1;
+  return row;
 }
 
-void RowAccumulator::add(const BlockState& block, int64_t first_column, const BlockWants& wants,
-                         const MoreSums* more) {
-  if (wants.argmax && (argmax < 0 || block.maximum > maximum)) argmax = first_column + block.argmax;
-  weighted_sum += block.weighted_sum;
-  if (more != nullptr) {
-    logits += more->logits;
-    above += more->above;
-  }
+void RowAccumulator::add(const BlockState& block, int64_t first_column, SumSet wants,
+                         const RareBlock* rare) {
   const float least = -std::numeric_limits<float>::infinity();
-  if (block.maximum == least || std::isnan(maximum)) return;
-  // The shift goes from b to a by this:
-  //   exp(z - a) (z - a) = exp(b - a) [ exp(z - b) (z - b) + exp(z - b) (b - a) ]
-  double old_shift = 0, new_shift = 0;
-  if (block.maximum <= maximum) {
-    new_shift = static_cast<double>(block.maximum) - maximum;
-  } else {
-    old_shift = maximum == least ? 0 : static_cast<double>(maximum) - block.maximum;
-    maximum = block.maximum;
+  Meeting meeting{.exponentials = block.maximum != least && !std::isnan(maximum),
+                  .second_leads = block.maximum > maximum,
+                  .first_column = first_column};
+  if (meeting.exponentials) {
+    double old_shift = 0, new_shift = 0;
+    if (block.maximum <= maximum) {
+      new_shift = static_cast<double>(block.maximum) - maximum;
+    } else {
+      old_shift = maximum == least ? 0 : static_cast<double>(maximum) - block.maximum;
+      maximum = block.maximum;
+    }
+    const double old_factor = old_shift == 0 ? 1 : std::exp(old_shift);
+    const double new_factor = new_shift == 0 ? 1 : std::exp(new_shift);
+    meeting.first = {old_shift, old_factor, sum};
+    meeting.second = {new_shift, new_factor, block.sum};
+    sum = old_factor * sum + new_factor * block.sum;
   }
-  const double old_factor = old_shift == 0 ? 1 : std::exp(old_shift);
-  const double new_factor = new_shift == 0 ? 1 : std::exp(new_shift);
-  if (wants.entropy) {
-    shifted_sum = old_factor * (shifted_sum + sum * old_shift) +
-                  new_factor * (block.shifted_sum + block.sum * new_shift);
-  }
-  if (more != nullptr) {
-    squares = old_factor * old_factor * squares + new_factor * new_factor * more->squares;
-  }
-  sum = old_factor * sum + new_factor * block.sum;
+  UsualSums<Wide>::merge(block, wants, meeting);
+  if (rare != nullptr) RareSums<Wide>::merge(*rare, wants, meeting);
 }
 
-RowState RowAccumulator::finish(const BlockWants& wants) const {
-  RowState state{.reference = maximum,
-                 .weighted_logit_sum = static_cast<float>(weighted_sum),
-                 .argmax = argmax};
+RowState RowAccumulator::finish(SumSet wants) const {
+  RowState state{
+      .reference = maximum, .weighted_logit_sum = static_cast<float>(weighted), .argmax = argmax};
   const bool nothing = maximum == -std::numeric_limits<float>::infinity();
   const double log_sum = nothing ? std::numeric_limits<double>::quiet_NaN() : std::log(sum);
   state.log_sum = static_cast<float>(log_sum);
-  if (wants.entropy) state.entropy = static_cast<float>(log_sum - shifted_sum / sum);
+  if (wants.has(SumKind::shifted)) state.entropy = static_cast<float>(log_sum - shifted / sum);
   return state;
 }
 
-MoreStatistics RowAccumulator::finish_more(int64_t whole) const {
-  return {.mean_logit = static_cast<float>(logits / static_cast<double>(whole)),
-          .sum_p_squared = static_cast<float>(squares / (sum * sum)),
+RareStatistics RowAccumulator::finish_rare(int64_t whole) const {
+  return {.sum_p_squared = static_cast<float>(squares / (sum * sum)),
+          .mean_logit = static_cast<float>(logits / static_cast<double>(whole)),
           .rank = above};
 }
 

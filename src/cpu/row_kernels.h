@@ -6,43 +6,28 @@
 
 #include <cstdint>
 
-#include "src/loss.h"
+#include "src/row/gradient.h"
+#include "src/row/map.h"
+#include "src/row/state.h"
+#include "src/row/sums.h"
 
 namespace logitless::cpu {
 
-// Holds what one block of columns adds to its row; blocks are combined in column order.
-struct BlockState {
-  float maximum;       // it is max_j z_j; NaN if a logit is NaN, -inf if all are
-  float sum;           // it is sum_j exp(z_j - maximum)
-  float weighted_sum;  // it is sum_j c_j z_j (BlockWants::weighted_sum)
-  float shifted_sum;   // it is sum_j exp(z_j - maximum) (z_j - maximum) (BlockWants::entropy)
-  int32_t argmax;      // it is the lowest index of the maximum in the block (BlockWants::argmax)
+// Holds what one block of columns adds to its row; blocks are combined in column order. Columns are
+// counted from the block's first one.
+struct BlockState : UsualSums<Narrow> {
+  float maximum;  // it is max_j z_j; NaN if a logit is NaN, -inf if all are
+  float sum;      // it is sum_j exp(z_j - maximum)
 };
-
-// A block adds to these sums if asked for them, as few calls do; they have memory only then.
-struct MoreSums {
-  float logits = 0;   // it is sum_j z_j (BlockWants::mean_logit)
-  float squares = 0;  // it is sum_j exp(z_j - maximum)^2 (BlockWants::sum_p_squared)
-  // It counts columns above target_logit, without the target's (BlockWants::rank).
-  int32_t above = 0;
-};
+using RareBlock = RareSums<Narrow>;
 
 struct BlockWants {
-  bool weighted_sum = false, entropy = false, argmax = false;
-  bool mean_logit = false, sum_p_squared = false, rank = false;
+  SumSet sums{};
   // A row whose rank is wanted gives the target's logit, and its column in the block, which is not
   // counted, or one outside.
   float target_logit = 0;
   int64_t target = -1;
-  bool more() const { return mean_logit || sum_p_squared || rank; }
-};
-
-// The sums of MoreSums come to these numbers of a row.
-struct MoreStatistics {
-  float mean_logit = 0;  // each is made only where asked for
-  float sum_p_squared = 0;
-  float target_logit = 0;  // the rank is counted with it
-  int64_t rank = -1;
+  bool rare() const { return sums.has(RareBlock::kinds); }
 };
 
 // Changes logits in place: raw[j] (+ bias[j], where bias is not null) becomes z[j] for j in [0,
@@ -50,10 +35,10 @@ struct MoreStatistics {
 // formed lane by lane and then across lanes, in one order that depends on count alone. class_weight
 // is [count], or null where all are 1; a class of weight 0 adds exactly 0, even where its logit is
 // -inf. exponentials [count] gets exp(z[j] - maximum), unless it is null; it may be `logits`.
-// `more` is null where none of them is wanted.
+// `rare` is null where none of them is wanted.
 void forward_block(const LogitMap& map, float* logits, const float* bias, const float* class_weight,
                    int64_t count, const BlockWants& wants, BlockState* state,
-                   float* exponentials = nullptr, MoreSums* more = nullptr);
+                   float* exponentials = nullptr, RareBlock* rare = nullptr);
 
 // Applies the map alone.
 void map_block(const LogitMap& map, float* logits, const float* bias, int64_t count);
@@ -88,20 +73,19 @@ void load_as_f32(const void* source, DType dtype, int64_t count, float* destinat
 void store_from_f32(const float* source, int64_t count, DType dtype, void* destination);
 
 // Accumulates blocks of one row in column order.
-struct RowAccumulator {
+struct RowAccumulator : UsualSums<Wide>, RareSums<Wide> {
   float maximum;
-  double sum, weighted_sum, shifted_sum, squares, logits;
-  int64_t argmax, above;
+  double sum;
   // Returns the state of no block yet. An accumulator made otherwise is not initialized, because of
   // an array few may be used.
   static RowAccumulator begin();
-  void add(const BlockState& block, int64_t first_column, const BlockWants& wants,
-           const MoreSums* more = nullptr);
+  void add(const BlockState& block, int64_t first_column, SumSet wants,
+           const RareBlock* rare = nullptr);
   // Returns every field that the contract lists but target_logit, which is left for the caller; a
   // row of -inf gives NaN.
-  RowState finish(const BlockWants& wants) const;
+  RowState finish(SumSet wants) const;
   // The whole vocabulary has `whole` columns.
-  MoreStatistics finish_more(int64_t whole) const;
+  RareStatistics finish_rare(int64_t whole) const;
 };
 
 }  // namespace logitless::cpu

@@ -8,6 +8,8 @@
 #include <limits>
 
 #include "src/message.h"
+#include "src/row/loss.h"
+#include "src/row/statistics.h"
 
 namespace logitless::cpu {
 namespace {
@@ -184,11 +186,10 @@ float read_temperatures(const Call& call, Tokens* tokens) {
 }
 
 void write_f32(const TensorView& view, int64_t i, float value) {
-  if (view) view.as<float>()[i * view.stride[0]] = value;
+  view.as<float>()[i * view.stride[0]] = value;
 }
 
 void write_index(const TensorView& view, int64_t i, int64_t value) {
-  if (!view) return;
   if (view.dtype == DType::i64) {
     view.as<int64_t>()[i * view.stride[0]] = value;
   } else {
@@ -196,28 +197,16 @@ void write_index(const TensorView& view, int64_t i, int64_t value) {
   }
 }
 
-// Returns log p of the target, which is never above 0; a NaN stays.
-float logprob_of(const RowState& s) {
-  const float log_p = (s.target_logit - s.reference) - s.log_sum;
-  return log_p > 0 ? 0 : log_p;
-}
-
-void write_more(const TokenStatistics& out, int64_t i, const MoreStatistics& more) {
-  write_f32(out.mean_logit, i, more.mean_logit);
-  write_f32(out.sum_p_squared, i, more.sum_p_squared);
-  write_index(out.rank, i, more.rank);
-}
-
-void write_statistics(const TokenStatistics& out, int64_t i, const RowState& s, float lse,
-                      int64_t argmax) {
-  write_f32(out.lse, i, lse);
-  write_f32(out.target_logit, i, s.target_logit);
-  write_f32(out.entropy, i, s.entropy);
-  write_f32(out.row_reference, i, s.reference);
-  write_f32(out.row_log_sum, i, s.log_sum);
-  write_f32(out.weighted_logit_sum, i, s.weighted_logit_sum);
-  write_f32(out.logprob, i, logprob_of(s));
-  write_index(out.argmax, i, argmax);
+// Returns what is known of compacted token k.
+RowStatistics row_of(const Call& call, const Tokens& tokens, const RowState* states,
+                     const RareStatistics* rare, int64_t k) {
+  RowStatistics row;
+  static_cast<RowState&>(row) = states[k];
+  if (rare != nullptr) static_cast<RareStatistics&>(row) = rare[k];
+  row.argmax += call.vocab_start();
+  row.target_elsewhere = tokens.target[k] < 0;
+  if (row.target_elsewhere) row.target_logit = -std::numeric_limits<float>::infinity();
+  return row;
 }
 
 // loss_of(k) is the loss of compacted token k.
@@ -279,42 +268,32 @@ LogitMap map_of(const LogitMap& map, const Tokens& tokens, int64_t k) {
   return own;
 }
 
-BlockWants wants_of(const Call& call) {
-  if (!call.forward) return {};
-  return {.weighted_sum = call.wants_weighted_sum(),
-          .entropy = static_cast<bool>(call.entropy),
-          .argmax = static_cast<bool>(call.argmax),
-          .mean_logit = static_cast<bool>(call.mean_logit),
-          .sum_p_squared = static_cast<bool>(call.sum_p_squared),
-          .rank = static_cast<bool>(call.rank)};
-}
-
 void write_losses(const Tokens& tokens, const float* losses, const TensorView& loss,
                   const LossOptions& options) {
   reduce_loss(tokens, [&](int64_t k) { return losses[k]; }, loss, options);
 }
 
-void write_tokens(const Tokens& tokens, const RowState* states, const TokenOutputs& outputs) {
-  const LossOptions& o = outputs.options;
+void write_tokens(const Call& call, const Tokens& tokens, const RowState* states,
+                  const RareStatistics* rare) {
   const auto loss_of = [&](int64_t k) {
     const float target_weight = tokens.target[k] < 0 ? 0 : tokens.target_weight[k];
     return row_loss(tokens.constants, states[k], target_weight, tokens.token_weight[k]);
   };
-  reduce_loss(tokens, loss_of, outputs.loss, o);
-  const int64_t start = o.vocab_total > 0 ? o.vocab_start : 0;
+  reduce_loss(tokens, loss_of, call.loss, call.options);
   for (int64_t i = 0, k = 0; i < tokens.total; ++i) {
-    if (k == tokens.valid || tokens.row[k] != i) {
-      write_statistics(outputs.statistics, i, {}, 0, -1);
-      write_more(outputs.statistics, i, {});
-      continue;
-    }
-    RowState s = states[k];
-    if (tokens.target[k] < 0) s.target_logit = -std::numeric_limits<float>::infinity();
-    write_statistics(outputs.statistics, i, s, s.lse(), s.argmax + start);
-    // A target on another shard has no probability here, whatever is in the row.
-    if (tokens.target[k] < 0) write_f32(outputs.statistics.logprob, i, s.target_logit);
-    if (outputs.more != nullptr) write_more(outputs.statistics, i, outputs.more[k]);
-    ++k;
+    const bool counts = k < tokens.valid && tokens.row[k] == i;
+    RowStatistics row;
+    if (counts) row = row_of(call, tokens, states, rare, k++);
+    with_each_statistic([&](auto place) {
+      constexpr const Statistic& statistic = kStatistics[place()];
+      const TensorView& view = call.*statistic.tensor;
+      if (!view) return;
+      if constexpr (statistic.index != nullptr) {
+        write_index(view, i, counts ? statistic.index(row) : -1);
+      } else {
+        write_f32(view, i, counts ? statistic.number(row) : 0);
+      }
+    });
   }
 }
 

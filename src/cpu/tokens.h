@@ -57,18 +57,11 @@ uint64_t tokens_bytes(int64_t tokens, bool with_places = false);
 // A bad temperature sets the call's `fault`.
 Status prepare_tokens(const Call& call, int64_t vocab, void* memory, Tokens* tokens);
 
-// A call may ask more of its rows than the loss.
-BlockWants wants_of(const Call& call);
-
 // Writes the loss (none: per token, ignored ones 0; sum, mean: reduced in fixed order) and the
-// statistics, from the compacted rows' states [valid]. It also writes what ignored tokens get.
-struct TokenOutputs {
-  const TensorView& loss;
-  const TokenStatistics& statistics;
-  const LossOptions& options;
-  const MoreStatistics* more = nullptr;  // [valid]  it is null where none of them is asked for
-};
-void write_tokens(const Tokens& tokens, const RowState* states, const TokenOutputs& outputs);
+// statistics, from the compacted rows' states [valid] and `rare` [valid], which is null where none
+// of them is asked for. It also writes what ignored tokens get.
+void write_tokens(const Call& call, const Tokens& tokens, const RowState* states,
+                  const RareStatistics* rare);
 
 // Writes the loss alone, from the compacted tokens' own losses [valid].
 void write_losses(const Tokens& tokens, const float* losses, const TensorView& loss,

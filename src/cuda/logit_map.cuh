@@ -3,8 +3,8 @@
 // two.
 #pragma once
 
-#include "src/coefficients.h"
 #include "src/cuda/numbers.cuh"
+#include "src/row/coefficients.h"
 
 namespace logitless::cuda {
 

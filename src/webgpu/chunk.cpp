@@ -4,7 +4,9 @@
 // losses and statistics.
 #include <algorithm>
 #include <bit>
+#include <iterator>
 
+#include "src/row/statistics.h"
 #include "src/webgpu/cost.h"
 #include "src/webgpu/run.h"
 
@@ -567,6 +569,7 @@ void Run::emit_outputs(const Chunk& chunk) {
                   {"sum_p_squared", ExtraWord::sum_p_squared, 0},
                   {"mean_logit", ExtraWord::mean_logit, 0},
                   {"rank", ExtraWord::rank, 3}};
+  static_assert(std::size(kOutputs) == std::size(kStatistics));
   for (const auto& output : kOutputs) {
     const TensorView& view = call_[output.name];
     const uint32_t wide = output.kind == 3 && view.dtype == DType::i64 ? 1 : 0;

@@ -4,8 +4,11 @@
 
 #include <gtest/gtest.h>
 
+#include <iterator>
 #include <set>
 #include <string>
+
+#include "src/row/statistics.h"
 
 namespace logitless {
 namespace {
@@ -72,6 +75,46 @@ TEST(Call, StateIsGivenToBackwardAlone) {
   backward.row_reference = vector_view(&value, DType::f32, 1);
   EXPECT_TRUE(Call(backward).state_given());
   EXPECT_FALSE(Call(backward).statistics().row_reference);
+}
+
+TEST(Call, TheTableHasEveryStatistic) {
+  float value = 0;
+  TokenStatistics all;
+  const logitless_op unused{};
+  size_t count = 0;
+  const auto look = [&](const char* name, Access, TensorView& view, const auto*) {
+    ASSERT_LT(count, std::size(kStatistics));
+    const Statistic& statistic = kStatistics[count++];
+    EXPECT_EQ(statistic.name, name);
+    EXPECT_NE(statistic.number == nullptr, statistic.index == nullptr) << name;
+    CrossEntropyForward op;
+    view = vector_view(&value, DType::f32, 1);
+    op.statistics = all;
+    view = {};
+    const Call call(op);
+    EXPECT_TRUE(call.*statistic.tensor) << name;
+    EXPECT_EQ(call.sums(), statistic.needs) << name;
+  };
+  for_each_statistic(all, unused, look);
+  EXPECT_EQ(count, std::size(kStatistics));
+}
+
+TEST(Call, AsksForTheSumsOfWhatItWrites) {
+  float value = 0;
+  const TensorView one = vector_view(&value, DType::f32, 1);
+  LinearCrossEntropyForward op;
+  EXPECT_TRUE(Call(op).sums().empty());
+  op.options.label_smoothing = 0.1f;
+  EXPECT_EQ(Call(op).sums(), SumKind::weighted);
+  op.statistics.target_logit = one;
+  EXPECT_TRUE(Call(op).targets_only());
+  op.statistics.rank = one;
+  EXPECT_EQ(Call(op).sums(), SumKind::weighted | SumKind::above);
+  EXPECT_FALSE(Call(op).targets_only());
+  LinearCrossEntropyBackward backward;
+  backward.entropy = one;
+  backward.options.label_smoothing = 0.1f;
+  EXPECT_TRUE(Call(backward).sums().empty());
 }
 
 // Plans read the alignment and never the address; without one it is not known.

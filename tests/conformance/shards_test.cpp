@@ -5,6 +5,8 @@
 #include <cmath>
 #include <numeric>
 
+#include "src/row/shards.h"
+#include "tests/support/data.h"
 #include "tests/support/judge.h"
 #include "tests/support/problem.h"
 #include "tests/support/shards.h"
@@ -285,6 +287,39 @@ TEST(Combine, TheFirstOfEqualLogitsIsTheArgmax) {
   EXPECT_EQ(combine(combine(first, third), second).argmax, 3);
   EXPECT_EQ(combine(third, second).argmax, 70);
   EXPECT_EQ(combine(TokenState{}, second).argmax, 70);
+}
+
+// A caller's two states come to what the op Combine makes of them.
+TEST(Combine, TwoStatesAreFoldedAsTheOpFoldsThem) {
+  const std::vector<double> some = normals(4000, 77);
+  size_t next = 0;
+  const auto any = [&] { return static_cast<float>(some[next++ % some.size()]); };
+  const auto state = [&](int i) {
+    TokenState s{any() * 9, any(), any(), any(), any() * 30, i, any(), any()};
+    if (i % 7 == 3) s.row_log_sum = -INFINITY;
+    if (i % 11 == 5) s.row_reference = -INFINITY;
+    return s;
+  };
+  const auto folded = [](const TokenState& s) {
+    return ShardState{s.row_reference, s.target_logit,       s.row_log_sum, s.entropy,
+                      s.sum_p_squared, s.weighted_logit_sum, s.mean_logit,  s.argmax};
+  };
+  const auto near = [](double got, double want) {
+    return std::isnan(want) ? std::isnan(got)
+                            : got == want || std::fabs(got - want) <= 0x1p-24 * std::fabs(want);
+  };
+  for (int i = 0; i < 400; i += 2) {
+    const TokenState a = state(i), b = state(i + 1), got = combine(a, b);
+    const ShardState want = fold(folded(a), folded(b));
+    EXPECT_TRUE(near(got.row_reference, want.reference)) << i;
+    EXPECT_TRUE(near(got.target_logit, want.target_logit)) << i;
+    EXPECT_TRUE(near(got.row_log_sum, want.log_sum)) << got.row_log_sum << " " << want.log_sum;
+    EXPECT_TRUE(near(got.entropy, want.entropy)) << got.entropy << " " << want.entropy;
+    EXPECT_TRUE(near(got.sum_p_squared, want.sum_p_squared)) << i;
+    EXPECT_TRUE(near(got.weighted_logit_sum, want.weighted_logit_sum)) << i;
+    EXPECT_TRUE(near(got.mean_logit, want.mean_logit)) << i;
+    EXPECT_EQ(got.argmax, want.argmax) << i;
+  }
 }
 
 // Rounding may leave a target above all of its row's probability, which must not show; a NaN stays.

@@ -100,7 +100,7 @@ TEST_P(RowKernels, KeptExponentialsGiveTheGradient) {
       const std::vector<float> raw = normal(count, 6), weight = normal(count, 1);
       std::vector<float> z = raw, e(count + 16, 77), in_place = raw;
       BlockState plain, kept, over;
-      constexpr BlockWants all{.weighted_sum = true, .entropy = true, .argmax = true};
+      constexpr BlockWants all{UsualSums<Narrow>::kinds};
       forward_block(map, z.data(), nullptr, weight.data(), count, all, &kept, e.data());
       forward_block(map, in_place.data(), nullptr, weight.data(), count, all, &over,
                     in_place.data());

@@ -138,13 +138,13 @@ void check_forward(const std::vector<float>& z, const std::vector<float>* weight
   const double length = std::log2(z.size()) + 3;
   EXPECT_EQ(state.maximum, m);
   EXPECT_NEAR(state.sum, sum, kU * (length * sum - 2 * shifted));
-  EXPECT_NEAR(state.shifted_sum, shifted, 4 * kU * (length * sum - 2 * shifted) + kU);
-  EXPECT_NEAR(state.weighted_sum, weighted, kU * (length - 1) * magnitude);
+  EXPECT_NEAR(state.shifted, shifted, 4 * kU * (length * sum - 2 * shifted) + kU);
+  EXPECT_NEAR(state.weighted, weighted, kU * (length - 1) * magnitude);
   EXPECT_EQ(state.argmax, argmax);
 }
 
 TEST_P(RowKernels, ForwardIsADoubleLoopAtEveryCount) {
-  constexpr BlockWants all{.weighted_sum = true, .entropy = true, .argmax = true};
+  constexpr BlockWants all{UsualSums<Narrow>::kinds};
   for (const LogitMap& map : maps()) {
     for (const int64_t count : counts()) {
       const std::vector<float> raw = normal(count, 5), bias = normal(count, 1);
@@ -176,7 +176,7 @@ TEST_P(RowKernels, ForwardIsADoubleLoopAtEveryCount) {
 }
 
 TEST_P(RowKernels, FurtherSumsAreADoubleLoopAtEveryCount) {
-  BlockWants wants{.mean_logit = true, .sum_p_squared = true, .rank = true};
+  BlockWants wants{RareBlock::kinds};
   for (const int64_t count : counts()) {
     std::vector<float> z = normal(count, 5);
     for (const int64_t target : {int64_t{0}, count / 2, count - 1, count, int64_t{-1}}) {
@@ -185,7 +185,7 @@ TEST_P(RowKernels, FurtherSumsAreADoubleLoopAtEveryCount) {
       wants.target_logit = here ? std::nextafter(z[target], -kInf) : 1;
       wants.target = target;
       BlockState plain, state;
-      MoreSums more;
+      RareBlock more;
       forward_block({}, z.data(), nullptr, nullptr, count, {}, &plain);
       std::vector<float> e = z;  // exponentials replace the logits here
       forward_block({}, e.data(), nullptr, nullptr, count, wants, &state, e.data(), &more);
@@ -206,7 +206,7 @@ TEST_P(RowKernels, FurtherSumsAreADoubleLoopAtEveryCount) {
 }
 
 TEST_P(RowKernels, FurtherSumsOfBlocksCombineToTheRow) {
-  BlockWants wants{.mean_logit = true, .sum_p_squared = true, .rank = true};
+  BlockWants wants{RareBlock::kinds};
   wants.target_logit = 3;
   std::vector<float> z = normal(1501, 8);
   for (int64_t j = 400; j < 700; ++j) z[j] -= 200;
@@ -223,12 +223,12 @@ TEST_P(RowKernels, FurtherSumsOfBlocksCombineToTheRow) {
     RowAccumulator row = RowAccumulator::begin();
     for (int64_t j = 0; j < 1501; j += block) {
       BlockState state;
-      MoreSums more;
+      RareBlock more;
       const int64_t count = std::min<int64_t>(block, 1501 - j);
       forward_block({}, z.data() + j, nullptr, nullptr, count, wants, &state, nullptr, &more);
-      row.add(state, j, wants, &more);
+      row.add(state, j, wants.sums, &more);
     }
-    const MoreStatistics statistics = row.finish_more(3002);
+    const RareStatistics statistics = row.finish_rare(3002);
     EXPECT_NEAR(statistics.mean_logit, sum / 3002, 1e-5 * std::fabs(sum / 3002) + 1e-4);
     EXPECT_NEAR(statistics.sum_p_squared, squares / (whole * whole), 1e-5);
     EXPECT_EQ(statistics.rank, above);
@@ -236,7 +236,7 @@ TEST_P(RowKernels, FurtherSumsOfBlocksCombineToTheRow) {
 }
 
 TEST_P(RowKernels, TheAddressChangesNoBit) {
-  constexpr BlockWants all{.weighted_sum = true, .entropy = true, .argmax = true};
+  constexpr BlockWants all{UsualSums<Narrow>::kinds};
   for (const int64_t count : {31, 192, 1000}) {
     const std::vector<float> raw = normal(count, 5);
     BlockState first{};
@@ -277,7 +277,7 @@ TEST_P(RowKernels, LowestIndexAmongEqualMaxima) {
       std::vector<float> z(count, -1);
       z[first] = z[count - 1] = 2;
       BlockState state;
-      forward_block({}, z.data(), nullptr, nullptr, count, {.argmax = true}, &state);
+      forward_block({}, z.data(), nullptr, nullptr, count, {SumKind::argmax}, &state);
       EXPECT_EQ(state.argmax, first);
     }
   }
@@ -290,7 +290,7 @@ TEST_P(RowKernels, OneNanIsNeverLost) {
         std::vector<float> z(count, others);
         z[where] = kNan;
         BlockState state;
-        forward_block({}, z.data(), nullptr, nullptr, count, {.argmax = true}, &state);
+        forward_block({}, z.data(), nullptr, nullptr, count, {SumKind::argmax}, &state);
         EXPECT_TRUE(std::isnan(state.maximum)) << count << " " << where;
         EXPECT_TRUE(state.argmax >= 0 && state.argmax < count);
       }
@@ -299,24 +299,24 @@ TEST_P(RowKernels, OneNanIsNeverLost) {
 }
 
 TEST_P(RowKernels, MinusInfinityIsNoProbability) {
-  constexpr BlockWants all{.weighted_sum = true, .entropy = true, .argmax = true};
+  constexpr BlockWants all{UsualSums<Narrow>::kinds};
   for (const int64_t count : counts()) {
     std::vector<float> z(count, -kInf), weight(count, 0);
     BlockState state;
     forward_block({}, z.data(), nullptr, weight.data(), count, all, &state);
     EXPECT_EQ(state.maximum, -kInf);
     EXPECT_EQ(state.sum, 0);
-    EXPECT_EQ(state.shifted_sum, 0);
-    EXPECT_EQ(state.weighted_sum, 0);  // a weight of 0 adds 0
+    EXPECT_EQ(state.shifted, 0);
+    EXPECT_EQ(state.weighted, 0);  // a weight of 0 adds 0
     EXPECT_EQ(state.argmax, 0);
     z[count / 2] = 3;
     forward_block({}, z.data(), nullptr, nullptr, count, all, &state);
     EXPECT_EQ(state.maximum, 3);
     EXPECT_EQ(state.sum, 1);
-    EXPECT_EQ(state.shifted_sum, 0);
+    EXPECT_EQ(state.shifted, 0);
     EXPECT_EQ(state.argmax, count / 2);
     if (count > 1) {
-      EXPECT_EQ(state.weighted_sum, -kInf);
+      EXPECT_EQ(state.weighted, -kInf);
     }
   }
 }
@@ -324,10 +324,10 @@ TEST_P(RowKernels, MinusInfinityIsNoProbability) {
 TEST_P(RowKernels, HugeLogitsDoNotOverflow) {
   std::vector<float> z{1e30f, -1e30f, 1e30f, 0};
   BlockState state;
-  forward_block({}, z.data(), nullptr, nullptr, 4, {.entropy = true}, &state);
+  forward_block({}, z.data(), nullptr, nullptr, 4, {SumKind::shifted}, &state);
   EXPECT_EQ(state.maximum, 1e30f);
   EXPECT_EQ(state.sum, 2);
-  EXPECT_EQ(state.shifted_sum, 0);
+  EXPECT_EQ(state.shifted, 0);
 }
 
 // Takes a whole row through blocks of any size.
@@ -337,13 +337,13 @@ RowState accumulate(std::vector<float> z, int64_t block, BlockWants wants) {
     const int64_t count = std::min<int64_t>(block, z.size() - j);
     BlockState state;
     forward_block({}, z.data() + j, nullptr, nullptr, count, wants, &state);
-    row.add(state, j, wants);
+    row.add(state, j, wants.sums);
   }
-  return row.finish(wants);
+  return row.finish(wants.sums);
 }
 
 TEST_P(RowKernels, BlocksCombineToTheRow) {
-  constexpr BlockWants all{.weighted_sum = true, .entropy = true, .argmax = true};
+  constexpr BlockWants all{UsualSums<Narrow>::kinds};
   for (const float offset : {0.f, 1e4f, -300.f}) {
     std::vector<float> z = normal(1501, 8);
     for (float& v : z) v += offset;
@@ -367,7 +367,7 @@ TEST_P(RowKernels, BlocksCombineToTheRow) {
 }
 
 TEST_P(RowKernels, ARowOfMinusInfinityIsNan) {
-  constexpr BlockWants all{.weighted_sum = true, .entropy = true, .argmax = true};
+  constexpr BlockWants all{UsualSums<Narrow>::kinds};
   const RowState s = accumulate(std::vector<float>(50, -kInf), 16, all);
   EXPECT_EQ(s.reference, -kInf);
   EXPECT_TRUE(std::isnan(s.log_sum) && std::isnan(s.lse()) && std::isnan(s.entropy));
@@ -375,7 +375,7 @@ TEST_P(RowKernels, ARowOfMinusInfinityIsNan) {
 }
 
 TEST_P(RowKernels, NanAndInfinityReachTheRow) {
-  constexpr BlockWants all{.weighted_sum = true, .entropy = true, .argmax = true};
+  constexpr BlockWants all{UsualSums<Narrow>::kinds};
   for (const int where : {0, 20, 49}) {
     std::vector<float> z(50, -2);
     z[where] = kNan;
@@ -390,7 +390,7 @@ TEST_P(RowKernels, NanAndInfinityReachTheRow) {
 }
 
 TEST_P(RowKernels, OneClassIsCertain) {
-  const RowState s = accumulate({-7.25f}, 192, {.entropy = true});
+  const RowState s = accumulate({-7.25f}, 192, {SumKind::shifted});
   EXPECT_EQ(s.reference, -7.25f);
   EXPECT_EQ(s.log_sum, 0);
   EXPECT_EQ(s.entropy, 0);

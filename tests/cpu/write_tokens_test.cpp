@@ -29,14 +29,14 @@ Written write(CrossEntropyForward op, int64_t vocab, const std::vector<RowState>
   Memory memory(n);
   Tokens tokens;
   EXPECT_TRUE(prepare_tokens(op, vocab, memory.data(), &tokens).ok());
-  const TensorView loss = op.options.reduction == Reduction::none
-                              ? view(w.loss)
-                              : scalar_view(w.loss.data(), DType::f32);
-  TokenStatistics s{view(w.lse),       view(w.target_logit), view(w.entropy), view(w.argmax),
-                    view(w.reference), view(w.log_sum),      view(w.weighted)};
-  write_tokens(tokens, states.data(), {loss, s, op.options});
-  s = {.argmax = view(w.argmax32)};
-  write_tokens(tokens, states.data(), {{}, s, op.options});
+  op.loss = op.options.reduction == Reduction::none ? view(w.loss)
+                                                    : scalar_view(w.loss.data(), DType::f32);
+  op.statistics = {view(w.lse),       view(w.target_logit), view(w.entropy), view(w.argmax),
+                   view(w.reference), view(w.log_sum),      view(w.weighted)};
+  write_tokens(op, tokens, states.data(), nullptr);
+  op.loss = {};
+  op.statistics = {.argmax = view(w.argmax32)};
+  write_tokens(op, tokens, states.data(), nullptr);
   return w;
 }
 
@@ -83,23 +83,23 @@ TEST(WriteTokens, LogprobIsNeverAboveZeroAndKeepsNan) {
   Memory memory(6);
   Tokens tokens;
   ASSERT_TRUE(prepare_tokens(op, 2, memory.data(), &tokens).ok());
-  write_tokens(tokens, states.data(), {{}, {.logprob = view(logprob)}, op.options});
+  op.statistics.logprob = view(logprob);
+  write_tokens(op, tokens, states.data(), nullptr);
   EXPECT_THAT(logprob, ElementsAre(-2.5f, 0, 0, testing::NanSensitiveFloatEq(kNan), -kInf, -kInf));
 }
 
 TEST(WriteTokens, FurtherStatisticsLandAtTheirToken) {
   const std::vector<int64_t> target{-100, 1, 0};
-  const std::vector<MoreStatistics> more{{.mean_logit = 2, .sum_p_squared = .5f, .rank = 1},
-                                         {.mean_logit = 3, .sum_p_squared = .75f, .rank = 0}};
+  const std::vector<RareStatistics> rare{{.sum_p_squared = .5f, .mean_logit = 2, .rank = 1},
+                                         {.sum_p_squared = .75f, .mean_logit = 3, .rank = 0}};
   CrossEntropyForward op{.target = view(target)};
   std::vector<float> mean(3, 9), squares(3, 9);
   std::vector<int64_t> rank(3, 9);
   Memory memory(3);
   Tokens tokens;
   ASSERT_TRUE(prepare_tokens(op, 2, memory.data(), &tokens).ok());
-  const TokenStatistics s{
-      .rank = view(rank), .sum_p_squared = view(squares), .mean_logit = view(mean)};
-  write_tokens(tokens, kStates.data(), {{}, s, op.options, more.data()});
+  op.statistics = {.rank = view(rank), .sum_p_squared = view(squares), .mean_logit = view(mean)};
+  write_tokens(op, tokens, kStates.data(), rare.data());
   EXPECT_THAT(mean, ElementsAre(0, 2, 3));
   EXPECT_THAT(squares, ElementsAre(0, .5f, .75f));
   EXPECT_THAT(rank, ElementsAre(-1, 1, 0));

@@ -29,19 +29,6 @@ if(LOGITLESS_WITH_CUDA AND LOGITLESS_WITH_WEBGPU)
   endforeach()
 endif()
 
-# This guard compares the files that a call passes on its way with docs/design.md, and checks that
-# no backend lacks an op.
-if(LOGITLESS_WITH_CUDA AND LOGITLESS_WITH_WEBGPU AND LOGITLESS_FRAMES AND CMAKE_ADDR2LINE)
-  add_executable(guard_way guards/guard_way.cpp webgpu/paper_wgpu.cpp)
-  set_target_properties(guard_way PROPERTIES ENABLE_EXPORTS ON CXX_VISIBILITY_PRESET default)
-  link_conformance(guard_way)
-  target_link_libraries(guard_way PRIVATE guard_calls ${CMAKE_DL_LIBS})
-  target_include_directories(guard_way SYSTEM PRIVATE ${LOGITLESS_WEBGPU_INCLUDE} ${CUDAToolkit_INCLUDE_DIRS})
-  add_test(NAME guards.way COMMAND Python3::Interpreter -B ${CMAKE_CURRENT_LIST_DIR}/way_test.py $<TARGET_FILE:guard_way>
-                                   ${CMAKE_ADDR2LINE} ${PROJECT_SOURCE_DIR}/docs/design.md)
-  set_tests_properties(guards.way PROPERTIES SKIP_RETURN_CODE 77)
-endif()
-
 # This is the program of scripts/compare-bits. It runs the case table against a library that it
 # knows by its C interface alone, and that the loader finds where the script says, not where this
 # build has its own.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Combine: the fold of a token's shards, src/fold.h, and the CPU's op, src/cpu/combine.cpp."""
+"""Combine: the fold of a token's shards, src/row/shards.h, and the CPU's op, src/cpu/combine.cpp."""
 
 from mutants.mutant import mutant
 
-FOLD, OP = "src/fold.h", "src/cpu/combine.cpp"
+FOLD, OP = "src/row/shards.h", "src/cpu/combine.cpp"
 
 MUTANTS = [
     mutant(
@@ -39,11 +39,11 @@ MUTANTS = [
         "first.target_logit > second.target_logit ||", "first.target_logit > 1e30f ||", "combine-op",
     ),
     mutant(
-        "combine: only the first two shards", OP, "fold_shards(call.shards(),",
-        "fold_shards(std::min<int64_t>(call.shards(), 2),", "combine-op",
+        "combine: only the first two shards", OP, "fold_shards(shards,",
+        "fold_shards(std::min<int64_t>(shards, 2),", "combine-op",
     ),
     mutant(
-        "combine: tokens at the compacted index", OP, "fold_token(call, tokens.row[k],", "fold_token(call, k,",
+        "combine: tokens at the compacted index", OP, "fold_token(call.shards(), views, tokens.row[k]);", "fold_token(call.shards(), views, k);",
         "combine-op",
     ),
     mutant(

@@ -5,7 +5,7 @@ row_kernels.cpp, gemm*.cpp."""
 from mutants.mutant import Edit, Mutant, mutant
 
 ROW, ROWS, EXP = "src/cpu/row-inl.h", "src/cpu/row_kernels.cpp", "src/cpu/exp-inl.h"
-LOSS = "src/loss.h"
+MAP, GRADIENT, SUMS = "src/row/map.h", "src/row/gradient.h", "src/row/sums.h"
 PACK, GEMM, AMX = "src/cpu/pack-inl.h", "src/cpu/gemm.cpp", "src/cpu/gemm_amx.cpp"
 BOTH = "logits linear"
 
@@ -31,8 +31,8 @@ MUTANTS = [
         BOTH,
     ),
     mutant(
-        "entropy: shifted sums are not moved to the new maximum", ROWS,
-        "old_factor * (shifted_sum + sum * old_shift) +", "old_factor * shifted_sum +", BOTH,
+        "entropy: shifted sums are not moved to the new maximum", SUMS,
+        "by.factor * (shifted + by.sum * by.shift)", "by.factor * shifted", BOTH,
     ),
     mutant(
         "entropy: 0 log 0 is NaN", ROW, "t = hn::MulAdd(y, hn::Max(x, least), t);",
@@ -66,12 +66,12 @@ MUTANTS = [
         "const double log_sum = nothing ? 0 : std::log(sum);", BOTH,
     ),
     mutant(
-        "argmax: the last of equal logits", ROWS, "block.maximum > maximum)) argmax =",
-        "block.maximum >= maximum)) argmax =", BOTH,
+        "argmax: the last of equal logits", ROWS, ".second_leads = block.maximum > maximum",
+        ".second_leads = block.maximum >= maximum", BOTH,
     ),
     mutant(
-        "argmax: counted from the block's first column", ROWS, "argmax = first_column + block.argmax;",
-        "argmax = block.argmax;", BOTH,
+        "argmax: counted from the block's first column", SUMS, "argmax = m.first_column + second.argmax;",
+        "argmax = second.argmax;", BOTH,
     ),
     mutant(
         "softcap: derivative from u, not from c", ROW,
@@ -87,7 +87,7 @@ MUTANTS = [
         "const double t = std::atanh(static_cast<double>(z) * map.temperature / map.softcap);", BOTH,
     ),
     mutant(
-        "NaN x 0: an infinite logit at scale 0 under a softcap", LOSS,
+        "NaN x 0: an infinite logit at scale 0 under a softcap", MAP,
         "map.scale == 0 ? HUGE_VALF :", "map.scale == 0 ? FLT_MAX :", "kernels",
     ),
     mutant(
@@ -99,18 +99,18 @@ MUTANTS = [
         "temperature: before the softcap",
         (
             Edit(
-                LOSS, "const double inward = 2 * std::fabs(static_cast<double>(map.scale)) / map.softcap;",
+                MAP, "const double inward = 2 * std::fabs(static_cast<double>(map.scale)) / map.softcap;",
                 "const double inward =\n"
                 "      2 * std::fabs(static_cast<double>(map.scale)) / map.softcap / map.temperature;",
             ),
-            Edit(LOSS, "static_cast<double>(map.softcap) / map.temperature, map.scale);",
+            Edit(MAP, "static_cast<double>(map.softcap) / map.temperature, map.scale);",
                  "static_cast<double>(map.softcap), map.scale);"),
             Edit(ROWS, "static_cast<double>(z) * map.temperature / map.softcap;",
                  "static_cast<double>(z) / map.softcap;"),
         ),
         ("logits", "linear"),
     ),
-    mutant("temperature: not in the gradient", LOSS, "if (!f.capped) return f;",
+    mutant("temperature: not in the gradient", MAP, "if (!f.capped) return f;",
            "if (!f.capped) return f;\n  f.slope = map.scale;", BOTH),
     mutant(
         "label smoothing: the gradient without class weights", ROW,
@@ -126,7 +126,7 @@ MUTANTS = [
         BOTH,
     ),
     mutant(
-        "target: p - 1 with the rounding of p", LOSS,
+        "target: p - 1 with the rounding of p", GRADIENT,
         "own = g.onehot * p_minus_1 + (static_cast<double>(g.probability) - g.onehot) * p;",
         "own = g.probability * static_cast<float>(p) - g.onehot + 0 * p_minus_1;", "kernels",
     ),
@@ -152,12 +152,12 @@ MUTANTS = [
         "g.probability * slope * std::exp(shift)", "g.probability * map.scale * std::exp(shift)", "logits",
     ),
     mutant(
-        "sum_p_squared: of a stale maximum", ROWS,
-        "squares = old_factor * old_factor * squares +", "squares = old_factor * squares +", "kernels",
+        "sum_p_squared: of a stale maximum", SUMS,
+        "by.factor * by.factor * squares", "by.factor * squares", "kernels",
     ),
     mutant(
         "rank: the target counts where its logit was made otherwise", ROWS,
-        "    if (here && z[wants.target] > wants.target_logit) --more.above;\n", "    (void)here;\n", "kernels",
+        "    if (here && z[wants.target] > wants.target_logit) --rare.above;\n", "    (void)here;\n", "kernels",
     ),
     mutant(
         "bf16: cut off, not rounded", ROWS,

@@ -182,9 +182,10 @@ MUTANTS = [
     ),
     mutant(
         "linear, batch: a row's blocks are added in an order of its own", RUN,
-        "        row.add(blocks[block], tile * vocab_tile, wants_, wants_.more() ? &sums[block] : nullptr);",
+        "        row.add(blocks[block], tile * vocab_tile, wants_.sums,\n"
+        "                wants_.rare() ? &rare_blocks[block] : nullptr);",
         "        const int64_t t = (tile + n) % plan_.vocab_tiles;\n"
-        "        row.add(blocks[t * plan_.token_chunk + n + 0 * block], t * vocab_tile, wants_);\n"
+        "        row.add(blocks[t * plan_.token_chunk + n + 0 * block], t * vocab_tile, wants_.sums);\n"
         "        row.sum = static_cast<float>(row.sum);  // sums in double hide the order", "invariance",
     ),
     mutant(

@@ -89,7 +89,7 @@ MUTANTS = [
         "  if (!layout.uses_weight) return nullptr;\n", "  if (columns > 0) return nullptr;\n", "logits",
     ),
     mutant(
-        "logits, common factor: not in the smoothing term", "src/loss.h", "  g.smoothing *= factor;\n", "", "logits",
+        "logits, common factor: not in the smoothing term", "src/row/gradient.h", "  g.smoothing *= factor;\n", "", "logits",
     ),
     mutant(
         "logits, workspace: a lane is short", ROWS, "padded(group_ * pitch_ * sizeof(float));",

@@ -38,8 +38,8 @@ MUTANTS = [
         "if (t->place != nullptr) t->place[active] = k;",
         "if (t->place != nullptr) t->place[active] = active;", "kept",
     ),
-    mutant("rank: that of an ignored token is 0", "src/cpu/row_kernels.h", "int64_t rank = -1;",
-           "int64_t rank = 0;", "statistics"),
+    mutant("rank: that of an ignored token is 0", TOKENS, "counts ? statistic.index(row) : -1",
+           "counts ? statistic.index(row) : statistic.tensor == &Call::rank ? 0 : -1", "statistics"),
     mutant(
         "combine: the squares by the probability once", COMBINE,
         "(pa == 0 ? 0 : pa * pa * a.sum_p_squared)", "(pa == 0 ? 0 : pa * a.sum_p_squared)", "combine",

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens count, what a mean divides by, the loss of a row and its coefficients: src/loss.h and
+"""Which tokens count, what a mean divides by, the loss of a row and its coefficients: src/row and
 src/cpu/tokens.*, shared by the ops on logits and the linear ones."""
 
 from mutants.mutant import mutant
 
-TOKENS, HEADER, LOSS = "src/cpu/tokens.cpp", "src/cpu/tokens.h", "src/loss.h"
+TOKENS, HEADER = "src/cpu/tokens.cpp", "src/cpu/tokens.h"
+LOSS, GRADIENT, STATE = "src/row/loss.h", "src/row/gradient.h", "src/row/state.h"
 COMBINE = "include/logitless/combine.h"
 BOTH = "logits linear"
 
@@ -46,7 +47,7 @@ MUTANTS = [
         "if (o.normalizer != 0) return o.normalizer;", "", BOTH,
     ),
     mutant(
-        "mean over no token: NaN and zero exchanged", LOSS,
+        "mean over no token: NaN and zero exchanged", GRADIENT,
         "common = o.empty_mean == EmptyMean::zero ?", "common = o.empty_mean == EmptyMean::nan ?",
         BOTH,
     ),
@@ -63,7 +64,7 @@ MUTANTS = [
         "loss += token_weight * k.z_loss", "loss += k.z_loss", BOTH,
     ),
     mutant(
-        "token weight: not in the gradient", LOSS,
+        "token weight: not in the gradient", GRADIENT,
         "const float ga = g * token_weight;", "const float ga = token_weight == 0 ? 0 : g;", BOTH,
     ),
     mutant(
@@ -75,7 +76,7 @@ MUTANTS = [
         "onehot * ((s.reference - s.target_logit) + s.log_sum)", "onehot * (lse - s.target_logit)", BOTH,
     ),
     mutant(
-        "label smoothing: not in the weight of p", LOSS,
+        "label smoothing: not in the weight of p", GRADIENT,
         "(1 - k.smoothing) * target_weight + k.smoothing_per_class * k.class_weight_sum;",
         "(1 - k.smoothing) * target_weight + k.smoothing;",
         BOTH,
@@ -85,13 +86,13 @@ MUTANTS = [
         "      loss_constants(o, whole, smooths ?", "      loss_constants(o, vocab, smooths ?",
         "shards",
     ),
-    mutant("z-loss: its gradient without the 2", LOSS, "2 * k.z_loss * s.lse()", "k.z_loss * s.lse()", BOTH),
+    mutant("z-loss: its gradient without the 2", GRADIENT, "2 * k.z_loss * s.lse()", "k.z_loss * s.lse()", BOTH),
     mutant("z-loss: linear in the loss", LOSS, "k.z_loss * lse * lse;", "k.z_loss * lse;", BOTH),
     mutant(
-        "grad_target_logit: wrong sign", LOSS,
+        "grad_target_logit: wrong sign", GRADIENT,
         "target_weight - grad_target_logit,", "target_weight + grad_target_logit,", BOTH,
     ),
-    mutant("grad_lse: dropped", LOSS, "ga * (w + z_term) + grad_lse,", "ga * (w + z_term),", BOTH),
+    mutant("grad_lse: dropped", GRADIENT, "ga * (w + z_term) + grad_lse,", "ga * (w + z_term),", BOTH),
     mutant(
         "ignored: -100 whatever ignore_index is", TOKENS,
         "if (target == o.ignore_index) continue;", "if (target == -100) continue;", BOTH,
@@ -106,24 +107,22 @@ MUTANTS = [
     ),
     mutant(
         "ignored: their statistics are not written", TOKENS,
-        "write_statistics(outputs.statistics, i, {}, 0, -1);", "", BOTH,
+        "write_f32(view, i, counts ? statistic.number(row) : 0);",
+        "if (counts) write_f32(view, i, statistic.number(row));", BOTH,
     ),
     mutant(
         "ignored: argmax 0", TOKENS,
-        "write_statistics(outputs.statistics, i, {}, 0, -1);",
-        "write_statistics(outputs.statistics, i, {}, 0, 0);",
-        BOTH,
+        "counts ? statistic.index(row) : -1", "counts ? statistic.index(row) : 0", BOTH,
     ),
     mutant(
         "compaction: statistics at the compacted index", TOKENS,
-        "write_statistics(outputs.statistics, i, s, s.lse(), s.argmax + start);",
-        "write_statistics(outputs.statistics, k, s, s.lse(), s.argmax + start);",
-        BOTH,
+        "write_f32(view, i, counts ? statistic.number(row) : 0);",
+        "write_f32(view, counts ? k - 1 : i, counts ? statistic.number(row) : 0);", BOTH,
     ),
     mutant(
         "compaction: losses at the compacted index", TOKENS,
-        "      const bool counts = k < tokens.valid && tokens.row[k] == i;\n",
-        "      const bool counts = k < tokens.valid;\n",
+        "      const bool counts = k < tokens.valid && tokens.row[k] == i;\n      write_f32(loss,",
+        "      const bool counts = k < tokens.valid;\n      write_f32(loss,",
         BOTH,
     ),
     mutant(
@@ -148,7 +147,7 @@ MUTANTS = [
         "tokens",
     ),
     mutant(
-        "shard: argmax counts from its first column", TOKENS, "s.lse(), s.argmax + start);", "s.lse(), s.argmax);",
+        "shard: argmax counts from its first column", TOKENS, "  row.argmax += call.vocab_start();\n", "",
         "shards",
     ),
     mutant(
@@ -161,12 +160,11 @@ MUTANTS = [
     ),
     mutant(
         "shard: combined argmax of the last of equal logits", COMBINE,
-        "a.row_reference >= b.row_reference) ? a.argmax", "a.row_reference > b.row_reference) ? a.argmax", "combine",
+        "const bool a_leads = ma >= mb;", "const bool a_leads = ma > mb;", "combine",
     ),
     mutant(
         "shard: combined over one whose logits are all -inf", COMBINE,
-        "return s.row_reference == -std::numeric_limits<float>::infinity()\n               ? s.row_reference",
-        "return s.row_reference == 1e30f\n               ? s.row_reference", "shards",
+        "return m == least ? double(least) :", "return m == 1e30f ? double(least) :", "shards",
     ),
     mutant(
         "shard: combined loss without z-loss", COMBINE, "if (o.z_loss > 0) loss +=", "if (o.z_loss > 1e30f) loss +=", "shards",
@@ -179,10 +177,10 @@ MUTANTS = [
         "tokens",
     ),
     mutant(
-        "logprob: rounded above 0", TOKENS, "  return log_p > 0 ? 0 : log_p;", "  return log_p;", "tokens",
+        "logprob: rounded above 0", STATE, "return x > 0 ? 0 : x;", "return x;", "tokens",
     ),
     mutant(
-        "logprob: a NaN becomes 0", TOKENS, "  return log_p > 0 ? 0 : log_p;", "  return log_p < 0 ? log_p : 0;", "tokens",
+        "logprob: a NaN becomes 0", STATE, "return x > 0 ? 0 : x;", "return x < 0 ? x : 0;", "tokens",
     ),
     mutant(
         "temperatures: at the compacted index", TOKENS,

@@ -14,7 +14,7 @@ from typing import Any
 
 from reliability.common import ROOT
 
-SCOPE = re.compile(r"include/.*|src/[^/]+\.(?:cpp|h)|src/(?:cpu|reference)/.*|cli/safetensors[^/]*")
+SCOPE = re.compile(r"include/.*|src/[^/]+\.(?:cpp|h)|src/(?:cpu|reference|row)/.*|cli/safetensors[^/]*")
 LEAST_BRANCHES = 90  # it is in percent
 Place = tuple[int, int, int, int]  # they are first line and column, last line and column
 

@@ -14,7 +14,7 @@ sys.dont_write_bytecode = True
 from reliability.common import ROOT
 from reliability.coverage import Coverage, in_scope, instruction_set, merge
 
-FILE = "src/loss.h"
+FILE = "src/row/loss.h"
 
 
 def function(

@@ -161,7 +161,6 @@ void wgpuComputePassEncoderSetBindGroup(WGPUComputePassEncoder, uint32_t, WGPUBi
 void wgpuComputePassEncoderDispatchWorkgroups(WGPUComputePassEncoder, uint32_t, uint32_t,
                                               uint32_t) {
   ++paper_wgpu().recorded;
-  if (paper_wgpu().on_dispatch != nullptr) paper_wgpu().on_dispatch();
 }
 void wgpuComputePassEncoderEnd(WGPUComputePassEncoder) {}
 void wgpuComputePassEncoderRelease(WGPUComputePassEncoder) {}

@@ -21,7 +21,6 @@ struct PaperWgpu {
   int encoders = 0;                             // they are begun and not released
   int recorded = 0;                             // it counts dispatches of the open encoder
   int submitted = 0;                            // it counts dispatches
-  void (*on_dispatch)() = nullptr;              // each dispatch calls it
   bool fails_scopes = false;                    // every scope has caught something
   int allocations_left = -1;  // operator new has so many until one fails; -1 is no limit
 };

@@ -5,11 +5,11 @@
 #include <algorithm>
 #include <array>
 
-#include "src/coefficients.h"
 #include "src/cuda/linear/arrays.h"
 #include "src/cuda/linear/plan.h"
 #include "src/cuda/runtime/blas.h"
 #include "src/cuda/tokens/tokens.h"
+#include "src/row/coefficients.h"
 
 namespace logitless::cuda {
 

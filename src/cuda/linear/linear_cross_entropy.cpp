@@ -10,7 +10,7 @@
 #include "src/cuda/ops.h"
 #include "src/cuda/runtime/blas.h"
 #include "src/kept.h"
-#include "src/loss.h"
+#include "src/row/map.h"
 
 namespace logitless::cuda {
 namespace {
@@ -50,13 +50,15 @@ void keep_codes(LinearCall* call) {
 
 static void describe_statistics(const Call& call, LinearCall* made) {
   LinearShape& s = made->shape;
+  const SumSet sums = call.sums();
   // One sum serves both weighted_logit_sum and mean_logit where every class weighs 1.
-  s.weighted_sum = call.wants_weighted_sum() || (call.mean_logit && !call.vocab_weight);
-  s.logit_sum = call.mean_logit && call.vocab_weight;
-  s.entropy = static_cast<bool>(call.entropy);
-  s.argmax = static_cast<bool>(call.argmax);
-  s.squares = static_cast<bool>(call.sum_p_squared);
-  s.ranks = static_cast<bool>(call.rank);
+  const bool logits = sums.has(SumKind::logits);
+  s.weighted_sum = sums.has(SumKind::weighted) || (logits && !call.vocab_weight);
+  s.logit_sum = logits && call.vocab_weight;
+  s.entropy = sums.has(SumKind::shifted);
+  s.argmax = sums.has(SumKind::argmax);
+  s.squares = sums.has(SumKind::squares);
+  s.ranks = sums.has(SumKind::above);
   made->outputs = {call.loss, call.statistics()};
 }
 

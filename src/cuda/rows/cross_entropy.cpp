@@ -59,12 +59,13 @@ void run_logits(const Call& call, const TokenInput& in, const Layout& layout,
   }
   if (call.forward) {
     rows.outputs = {call.loss, call.statistics()};
-    rows.wants_weighted_sum = call.wants_weighted_sum();
-    rows.wants_entropy = static_cast<bool>(call.entropy);
-    rows.wants_argmax = static_cast<bool>(call.argmax);
-    rows.wants_logit_sum = static_cast<bool>(call.mean_logit);
-    rows.wants_squares = static_cast<bool>(call.sum_p_squared);
-    rows.wants_rank = static_cast<bool>(call.rank);
+    const SumSet sums = call.sums();
+    rows.wants_weighted_sum = sums.has(SumKind::weighted);
+    rows.wants_entropy = sums.has(SumKind::shifted);
+    rows.wants_argmax = sums.has(SumKind::argmax);
+    rows.wants_logit_sum = sums.has(SumKind::logits);
+    rows.wants_squares = sums.has(SumKind::squares);
+    rows.wants_rank = sums.has(SumKind::above);
   }
   const bool early = launch_rows(rows, device, stream);
   if (call.forward) {

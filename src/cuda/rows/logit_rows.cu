@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The host launches the kernel of logit_rows.cuh here.
 #include "src/cuda/rows/logit_rows.cuh"
+#include "src/row/map.h"
 
 namespace logitless::cuda {
 namespace {

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "src/coefficients.h"
+#include "src/row/coefficients.h"
 
 namespace logitless::cuda {
 

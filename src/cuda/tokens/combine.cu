@@ -5,7 +5,7 @@
 #include "src/cuda/ops.h"
 #include "src/cuda/runtime/early.cuh"
 #include "src/cuda/tokens/tokens.cuh"
-#include "src/fold.h"
+#include "src/row/shards.h"
 
 namespace logitless::cuda {
 namespace {
@@ -14,11 +14,6 @@ namespace {
 // every multiprocessor.
 constexpr int threads = 64;
 constexpr int64_t most_tokens = (int64_t{1} << 31) - 1;  // kernels count tokens in 32 bits
-
-struct ShardViews {
-  TensorView row_reference, row_log_sum, target_logit, entropy, argmax;
-  TensorView weighted_logit_sum, sum_p_squared, mean_logit;
-};
 
 struct CombineArguments {
   TokenInput in;
@@ -37,32 +32,13 @@ __device__ int64_t shard_index(const TensorView& v, int64_t shard, int64_t i) {
                                : *address<const int32_t>(v, shard, i);
 }
 
-__device__ ShardState state_of(const ShardViews& v, int64_t shard, int64_t i) {
-  ShardState s;
-  s.reference = shard_value(v.row_reference, shard, i);
-  s.target_logit = shard_value(v.target_logit, shard, i);
-  s.log_sum = shard_value(v.row_log_sum, shard, i);
-  s.entropy = shard_value(v.entropy, shard, i);
-  s.sum_p_squared = shard_value(v.sum_p_squared, shard, i);
-  s.weighted_logit_sum = shard_value(v.weighted_logit_sum, shard, i);
-  s.mean_logit = shard_value(v.mean_logit, shard, i);
-  s.argmax = shard_index(v.argmax, shard, i);
-  return s;
-}
-
 __device__ RowStatistics fold_token(const CombineArguments& a, int64_t i) {
-  const ShardState all = fold_shards(a.shards.row_reference.shape[0],
-                                     [&](int64_t shard) { return state_of(a.shards, shard, i); });
-  RowStatistics row;
-  row.reference = all.reference;
-  row.log_sum = static_cast<float>(all.log_sum);
-  row.target_logit = all.target_logit;
-  row.weighted_logit_sum = static_cast<float>(all.weighted_logit_sum);
-  row.entropy = static_cast<float>(all.entropy);
-  row.argmax = all.argmax;
-  row.sum_p_squared = static_cast<float>(all.sum_p_squared);
-  row.mean_logit = static_cast<float>(all.mean_logit);
-  return row;
+  return rounded<RowStatistics>(
+      fold_shards(a.shards.shard_row_reference.shape[0], [&](int64_t shard) {
+        return shard_state(
+            a.shards, [&](const TensorView& v) { return shard_value(v, shard, i); },
+            [&](const TensorView& v) { return shard_index(v, shard, i); });
+      }));
 }
 
 // What precedes the wait is not written by the kernel in front, which prepares the tokens.
@@ -120,9 +96,7 @@ bool launch_combine(const Call& call, const TokenInput& in, const Layout& layout
   CombineArguments a{};
   a.in = in;
   a.out = {call.loss, call.statistics()};
-  a.shards = {call.shard_row_reference, call.shard_row_log_sum, call.shard_target_logit,
-              call.shard_entropy,       call.shard_argmax,      call.shard_weighted_logit_sum,
-              call.shard_sum_p_squared, call.shard_mean_logit};
+  a.shards = shard_views(call);
   a.scalars = layout.tokens.scalars;
   a.losses = layout.losses;
   const bool early =

@@ -39,7 +39,8 @@ __device__ inline double power_of_two_above(double x) {
 }
 
 // Makes all scalars from the sums over all tokens. The gradients' factors are gradient_scale of
-// src/loss.h and what stands above it, spelled out, because ptxas makes other code of calls.
+// src/row/gradient.h and what stands above it, spelled out, because ptxas makes other code of
+// calls.
 __device__ inline TokenScalars scalars_of(const TokenInput& in, const TokenBlock& all) {
   const LossOptions& o = in.options;
   TokenScalars s{};

@@ -7,6 +7,8 @@
 // tokens, which is little beside what it does for its own, and the last one makes the scalars. More
 // tokens take two launches of blocks of tokens_per_block, of which the second uses what the first
 // has found.
+#include <cfloat>
+
 #include "src/cuda/runtime/early.cuh"
 #include "src/cuda/tokens/token_scalars.cuh"
 
@@ -362,7 +364,7 @@ __device__ bool is_usable(const LossOptions& o, float temperature) {
   return cap == 0 || (serves(cap / t) && serves(t / cap));
 }
 
-// Makes them as map_factors of src/loss.h does of a number.
+// Makes them as map_factors of src/row/map.h does of a number.
 __device__ TokenMap map_of_temperature(const LossOptions& o, float temperature) {
   const double t = temperature, outward = copysign(o.softcap / t, double{o.logit_scale});
   TokenMap m{};

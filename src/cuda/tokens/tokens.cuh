@@ -5,7 +5,8 @@
 #include "src/cuda/numbers.cuh"
 #include "src/cuda/tokens/tokens.h"
 #include "src/cuda/views.cuh"
-#include "src/loss.h"
+#include "src/row/gradient.h"
+#include "src/row/loss.h"
 
 namespace logitless::cuda {
 

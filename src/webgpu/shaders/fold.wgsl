@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // A thread takes a token: what the shards of the vocabulary so far come to, and one shard more
-// (docs/semantics.md, "Combine"; src/fold.h has the same order in f64). There is no f64 here, so a
-// number is the sum of two f32, good to about 2^-45, and the exponential of a difference is kept as
-// such a number and a power of two, so that a shard with next to no probability loses no bits.
+// (docs/semantics.md, "Combine"; src/row/shards.h has the same order in f64). There is no f64
+// here, so a number is the sum of two f32, good to about 2^-45, and the exponential of a difference
+// is kept as such a number and a power of two, so that a shard with next to no probability loses no
+// bits.
 // Uses common: numbers, token.
 
 struct Params {

@@ -9,7 +9,7 @@
 #include "src/cuda/linear/sm90/tensor_map.h"
 #include "src/cuda/linear/sm90/whole_chip.cuh"
 #include "src/cuda/linear/sm90/with_options.cuh"
-#include "src/loss.h"
+#include "src/row/map.h"
 
 namespace logitless::cuda::sm90 {
 namespace {

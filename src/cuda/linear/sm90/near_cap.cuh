@@ -2,8 +2,8 @@
 // Near a softcap this is kept of a logit in place of E, for form_dz.cu.
 #pragma once
 
-#include "src/coefficients.h"
 #include "src/cuda/numbers.cuh"
+#include "src/row/coefficients.h"
 
 namespace logitless::cuda::sm90 {
 

@@ -64,7 +64,7 @@ __device__ inline float log2_exponential(float x, const Starts& starts, int h) {
   return fmaf(x, log2e, -starts.anchor[h]);
 }
 
-// Makes E of an element, or of dz the P p alone (src/dz-inl.h has the rest).
+// Makes E of an element, or of dz the P p alone (src/row/dz-inl.h has the rest).
 template <Mode kMode, bool kMasked>
 __device__ inline float exponential(float x, const Starts& starts, const LeftOut& mask, int column,
                                     int h) {

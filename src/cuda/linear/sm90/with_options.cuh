@@ -13,7 +13,7 @@
 
 #include "src/cuda/linear/sm90/option_sums.cuh"
 #include "src/cuda/linear/units.cuh"
-#include "src/loss.h"
+#include "src/row/gradient.h"
 
 namespace logitless::cuda::sm90 {
 

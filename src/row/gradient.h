@@ -1,102 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// These are the row formulas of docs/semantics.md, in f32, shared by the backends that are judged
-// (the reference has its own).
-//   loss_i = a (nll + lambda lse^2),  nll = (1-eps) c_t (lse - z_t) + (eps/V) sum_j c_j (lse - z_j)
+// The gradient of a row (docs/semantics.md), in f32, of the backends that are judged; the reference
+// has its own.
 //   dz_ij  = probability p_ij - smoothing c_j - onehot [j=t] - entropy p_ij (log p_ij + H)
-// The CPU and CUDA share this: the map's factors, the coefficients of dz, dz itself (dz-inl.h), the
-// common factor of a call's gradients.
+// Here are the factor common to a call's gradients, the coefficients of dz, and dz itself
+// (dz-inl.h).
 #pragma once
 
-#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <limits>
 
 #include "logitless/ops.h"
-#include "src/coefficients.h"
 #include "src/host_device.h"
+#include "src/row/coefficients.h"
+#include "src/row/state.h"
 
 namespace logitless {
-
-// The map is raw -> z = softcap(scale raw) / temperature; it also has what dz/draw needs.
-struct LogitMap {
-  float scale = 1;
-  float softcap = 0;  // 0 says that there is none
-  float inv_softcap = 0;
-  float temperature = 1;
-  float inv_temperature = 1;
-  bool identity() const { return scale == 1 && softcap == 0 && temperature == 1; }
-};
-
-inline LogitMap logit_map(const LossOptions& o) {
-  return {o.logit_scale, o.softcap, o.softcap > 0 ? 1 / o.softcap : 0, o.temperature,
-          1 / o.temperature};
-}
-
-inline MapFactors map_factors(const LogitMap& map) {
-  MapFactors f{};
-  f.slope = static_cast<float>(static_cast<double>(map.scale) / map.temperature);
-  f.capped = map.softcap > 0;
-  f.identity = map.identity();
-  if (!f.capped) return f;
-  const double inward = 2 * std::fabs(static_cast<double>(map.scale)) / map.softcap;
-  const double outward =
-      std::copysign(static_cast<double>(map.softcap) / map.temperature, map.scale);
-  f.inward = static_cast<float>(inward);
-  f.inward_low = static_cast<float>(inward - f.inward);
-  // The limit of a tiny scale is the largest finite number, whose own tanh may be less than 1: only
-  // infinity is above it. Scale 0 has no limit: 0 times an infinite logit is NaN.
-  f.limit =
-      map.scale == 0 ? HUGE_VALF : static_cast<float>(std::fmin(21 / inward, double{FLT_MAX}));
-  f.outward = static_cast<float>(outward);
-  f.outward_low = static_cast<float>(outward - f.outward);
-  // It is the inverse of `outward` as rounded, so that its product with a z at the cap is next
-  // to 1.
-  f.backward = static_cast<float>(1 / std::fabs(static_cast<double>(f.outward)));
-  return f;
-}
-
-// The loss of a row needs this of it.
-struct RowState {
-  float reference = 0;           // it is m, the row maximum or near it
-  float log_sum = 0;             // it is log sum_j exp(z_j - m)
-  float target_logit = 0;        // it is z_t
-  float weighted_logit_sum = 0;  // it is sum_j c_j z_j, made only with label smoothing
-  float entropy = 0;             // it is made only where asked for
-  int64_t argmax = -1;           // it is made only where asked for
-  LOGITLESS_HOST_DEVICE float lse() const { return reference + log_sum; }
-  LOGITLESS_HOST_DEVICE float logprob() const {
-    const float x = (target_logit - reference) - log_sum;
-    return x > 0 ? 0 : x;
-  }
-};
-
-// `whole` is V of the whole vocabulary, over which the class weights add up to `sum`.
-LOGITLESS_HOST_DEVICE inline LossConstants loss_constants(const LossOptions& o, int64_t whole,
-                                                          double sum) {
-  LossConstants k{.smoothing = o.label_smoothing, .z_loss = o.z_loss};
-  if (!(k.smoothing > 0)) return k;
-  const double smoothing = k.smoothing;
-  k.smoothing_per_class = static_cast<float>(smoothing / static_cast<double>(whole));
-  k.class_weight_sum = static_cast<float>(sum);
-  return k;
-}
-
-// target_weight is c_t, token_weight a_i.
-LOGITLESS_HOST_DEVICE inline float row_loss(const LossConstants& k, const RowState& s,
-                                            float target_weight, float token_weight) {
-  const float lse = s.lse();
-  const float onehot = (1 - k.smoothing) * target_weight;
-  // 0 times the inf of a masked target is 0; a NaN of the row stays.
-  float loss = onehot == 0 ? 0 * lse : onehot * ((s.reference - s.target_logit) + s.log_sum);
-  if (k.smoothing > 0)
-    loss += k.smoothing_per_class * (k.class_weight_sum * lse - s.weighted_logit_sum);
-  loss *= token_weight;
-  // The weight comes before the square, which may overflow, so that a token of weight 0 has no
-  // loss.
-  if (k.z_loss > 0) loss += token_weight * k.z_loss * lse * lse;
-  return loss;
-}
 
 // This factor is left out of every row's dz and multiplied to the f32 sums before their one
 // rounding, so that a 16-bit dz neither underflows nor overflows. It is grad_loss / normalizer for
@@ -210,7 +129,7 @@ struct Rounded {
     return x - y * z;
   }
 };
-#include "src/dz-inl.h"
+#include "src/row/dz-inl.h"
 
 // Returns P p - o at the target, made of p and 1 - p: without cancellation where p is near 1, and
 // without adding P where p is small.

@@ -8,6 +8,8 @@
 #include <cmath>
 #include <cstdint>
 
+#include "logitless/fields.h"
+#include "src/call.h"
 #include "src/host_device.h"
 
 namespace logitless {
@@ -71,6 +73,49 @@ LOGITLESS_HOST_DEVICE inline ShardState fold_shards(int64_t shards, const StateO
     all = fold(all, here);
   }
   return all;
+}
+
+// These are Combine's inputs of the shards, each [P, N], by their names in Call.
+struct ShardViews {
+  TensorView shard_row_reference, shard_row_log_sum, shard_target_logit, shard_entropy;
+  TensorView shard_argmax, shard_weighted_logit_sum, shard_sum_p_squared, shard_mean_logit;
+};
+inline ShardViews shard_views(const Call& call) {
+  ShardViews views;
+  const auto take = [](const char*, Access, TensorView& view, const Tensor& t) { view = t; };
+  for_each_shard_tensor(views, call, take);
+  return views;
+}
+
+// Returns a token's state on one shard, of which number(view) and index(view) read an element.
+template <class Number, class Index>
+LOGITLESS_HOST_DEVICE inline ShardState shard_state(const ShardViews& v, const Number& number,
+                                                    const Index& index) {
+  ShardState s;
+  s.reference = number(v.shard_row_reference);
+  s.target_logit = number(v.shard_target_logit);
+  s.log_sum = number(v.shard_row_log_sum);
+  s.entropy = number(v.shard_entropy);
+  s.sum_p_squared = number(v.shard_sum_p_squared);
+  s.weighted_logit_sum = number(v.shard_weighted_logit_sum);
+  s.mean_logit = number(v.shard_mean_logit);
+  s.argmax = index(v.shard_argmax);
+  return s;
+}
+
+// Rounds what all shards come to, for a Row that has the members of RowStatistics.
+template <class Row>
+LOGITLESS_HOST_DEVICE inline Row rounded(const ShardState& all) {
+  Row row;
+  row.reference = all.reference;
+  row.log_sum = static_cast<float>(all.log_sum);
+  row.target_logit = all.target_logit;
+  row.weighted_logit_sum = static_cast<float>(all.weighted_logit_sum);
+  row.entropy = static_cast<float>(all.entropy);
+  row.argmax = all.argmax;
+  row.sum_p_squared = static_cast<float>(all.sum_p_squared);
+  row.mean_logit = static_cast<float>(all.mean_logit);
+  return row;
 }
 
 }  // namespace logitless

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The formulas of loss.h are written in these numbers: those of a call's map and loss, and of a
-// row's dz. They stand apart from it for kernels that are given them and work out no loss.
+// The formulas of a row are written in these numbers: those of a call's map and loss, and of a
+// row's dz. They stand apart for kernels that are given them and work out none.
 #pragma once
 
 namespace logitless {

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+// The map from raw to z, and its factors in f32: worked out once a call on the host.
+#pragma once
+
+#include <cfloat>
+#include <cmath>
+
+#include "logitless/ops.h"
+#include "src/row/coefficients.h"
+
+namespace logitless {
+
+// The map is raw -> z = softcap(scale raw) / temperature; it also has what dz/draw needs.
+struct LogitMap {
+  float scale = 1;
+  float softcap = 0;  // 0 says that there is none
+  float inv_softcap = 0;
+  float temperature = 1;
+  float inv_temperature = 1;
+  bool identity() const { return scale == 1 && softcap == 0 && temperature == 1; }
+};
+
+inline LogitMap logit_map(const LossOptions& o) {
+  return {o.logit_scale, o.softcap, o.softcap > 0 ? 1 / o.softcap : 0, o.temperature,
+          1 / o.temperature};
+}
+
+inline MapFactors map_factors(const LogitMap& map) {
+  MapFactors f{};
+  f.slope = static_cast<float>(static_cast<double>(map.scale) / map.temperature);
+  f.capped = map.softcap > 0;
+  f.identity = map.identity();
+  if (!f.capped) return f;
+  const double inward = 2 * std::fabs(static_cast<double>(map.scale)) / map.softcap;
+  const double outward =
+      std::copysign(static_cast<double>(map.softcap) / map.temperature, map.scale);
+  f.inward = static_cast<float>(inward);
+  f.inward_low = static_cast<float>(inward - f.inward);
+  // The limit of a tiny scale is the largest finite number, whose own tanh may be less than 1: only
+  // infinity is above it. Scale 0 has no limit: 0 times an infinite logit is NaN.
+  f.limit =
+      map.scale == 0 ? HUGE_VALF : static_cast<float>(std::fmin(21 / inward, double{FLT_MAX}));
+  f.outward = static_cast<float>(outward);
+  f.outward_low = static_cast<float>(outward - f.outward);
+  // It is the inverse of `outward` as rounded, so that its product with a z at the cap is next
+  // to 1.
+  f.backward = static_cast<float>(1 / std::fabs(static_cast<double>(f.outward)));
+  return f;
+}
+
+}  // namespace logitless

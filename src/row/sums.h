@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a row sums over its columns. Every row has its maximum m and the sum of exp(z - m); a
+// further sum is a struct with its number and how the numbers of two parts of a row become one:
+//   Weighted  sum_j c_j z_j                    Logits   sum_j z_j
+//   Shifted   sum_j exp(z_j - m) (z_j - m)     Squares  sum_j exp(z_j - m)^2
+//   Argmax    the lowest column of m           Above    the columns above the target's logit
+// How the columns of one part are added up is each backend's own.
+#pragma once
+
+#include <cstdint>
+
+namespace logitless {
+
+enum class SumKind : uint8_t { exponentials, weighted, shifted, argmax, logits, squares, above };
+
+class SumSet {
+ public:
+  constexpr SumSet() = default;
+  constexpr SumSet(SumKind kind) : bits_(1u << static_cast<unsigned>(kind)) {}  // NOLINT
+  constexpr SumSet operator|(SumSet other) const {
+    other.bits_ |= bits_;
+    return other;
+  }
+  // Returns whether one of these is among them.
+  constexpr bool has(SumSet any) const { return (bits_ & any.bits_) != 0; }
+  constexpr bool empty() const { return bits_ == 0; }
+  constexpr bool operator==(const SumSet&) const = default;
+
+ private:
+  uint32_t bits_ = 0;
+};
+constexpr SumSet operator|(SumKind a, SumKind b) { return SumSet(a) | b; }
+
+// The numbers of a block of columns are narrow, those of a row wide.
+struct Narrow {
+  using Real = float;
+  using Index = int32_t;
+};
+struct Wide {
+  using Real = double;
+  using Index = int64_t;
+};
+
+// What moves the sums of a part to the row's new maximum.
+struct Rebase {
+  double shift = 0;   // the part's own maximum less the new one
+  double factor = 1;  // exp(shift)
+  double sum = 0;     // the part's sum of exp(z - m), of its own maximum m
+};
+
+// The first part, of a row so far, meets the second, a block of the columns behind it.
+struct Meeting {
+  Rebase first{}, second{};
+  // False where a part's exponentials say nothing any more: the second has none, or the first has a
+  // NaN.
+  bool exponentials = true;
+  bool second_leads = false;  // its maximum is greater
+  int64_t first_column = 0;   // of the second
+};
+
+template <class N>
+struct Weighted {
+  static constexpr SumKind kind = SumKind::weighted;
+  typename N::Real weighted;
+  void merge(const auto& second, const Meeting&) { weighted += second.weighted; }
+};
+
+//   exp(z - a) (z - a) = exp(b - a) [ exp(z - b) (z - b) + exp(z - b) (b - a) ]
+template <class N>
+struct Shifted {
+  static constexpr SumKind kind = SumKind::shifted;
+  typename N::Real shifted;
+  double rebased(const Rebase& by) const { return by.factor * (shifted + by.sum * by.shift); }
+  void merge(const auto& second, const Meeting& m) {
+    if (m.exponentials) shifted = rebased(m.first) + second.rebased(m.second);
+  }
+};
+
+// A row without columns yet has -1.
+template <class N>
+struct Argmax {
+  static constexpr SumKind kind = SumKind::argmax;
+  typename N::Index argmax;
+  void merge(const auto& second, const Meeting& m) {
+    if (argmax < 0 || m.second_leads) argmax = m.first_column + second.argmax;
+  }
+};
+
+template <class N>
+struct Logits {
+  static constexpr SumKind kind = SumKind::logits;
+  typename N::Real logits;
+  void merge(const auto& second, const Meeting&) { logits += second.logits; }
+};
+
+template <class N>
+struct Squares {
+  static constexpr SumKind kind = SumKind::squares;
+  typename N::Real squares;
+  double rebased(const Rebase& by) const { return by.factor * by.factor * squares; }
+  void merge(const auto& second, const Meeting& m) {
+    if (m.exponentials) squares = rebased(m.first) + second.rebased(m.second);
+  }
+};
+
+// The target's own column does not count.
+template <class N>
+struct Above {
+  static constexpr SumKind kind = SumKind::above;
+  typename N::Index above;
+  void merge(const auto& second, const Meeting&) { above += second.above; }
+};
+
+template <class N, template <class> class... S>
+struct Sums : S<N>... {
+  static constexpr SumSet kinds = (SumSet() | ... | S<N>::kind);
+  template <class M>
+  void merge(const Sums<M, S...>& second, SumSet wants, const Meeting& meeting) {
+    ((wants.has(S<N>::kind) ? S<N>::merge(static_cast<const S<M>&>(second), meeting) : void()),
+     ...);
+  }
+};
+
+// Few calls ask for the rare ones, which have memory only then.
+template <class N>
+using UsualSums = Sums<N, Weighted, Shifted, Argmax>;
+template <class N>
+using RareSums = Sums<N, Logits, Squares, Above>;
+
+}  // namespace logitless
