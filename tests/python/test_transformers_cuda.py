@@ -13,7 +13,10 @@ pytest.importorskip("transformers")
 from logitless.integrations import patch_transformers
 from test_transformers_rows import ToyForCausalLM, batch
 
-pytestmark = pytest.mark.cuda
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 
 def given() -> dict[str, Any]:
