@@ -19,7 +19,6 @@ class Statistic(NamedTuple):
     differentiable: bool = False
     indexes: bool = False  # an integer, not f32
     extra: bool = False  # Combine is given it of each shard, beside the state that every loss has
-    of_shards: bool = True  # a vocabulary that is split has it
 
 
 STATISTICS = {
@@ -28,7 +27,7 @@ STATISTICS = {
     "logprob": Statistic(differentiable=True),
     "entropy": Statistic(differentiable=True, extra=True),
     "argmax": Statistic(indexes=True),
-    "rank": Statistic(indexes=True, of_shards=False),
+    "rank": Statistic(indexes=True),
     "sum_p_squared": Statistic(extra=True),
     "mean_logit": Statistic(extra=True),
 }

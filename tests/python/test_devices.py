@@ -1321,6 +1321,18 @@ def a_bias_beside_padding(me: Rank) -> Results:
     return {"loss": call(linear_bias=torch.ones(6))}
 
 
+def _backward_is_refused(me: Rank, loss: Tensor) -> None:
+    """Every rank raises what rank 1 alone does."""
+
+    def fails(*_: Any) -> Any:
+        raise ValueError("no backward today")
+
+    mine = fails if me.rank == 1 else of_blocks.local_gradients
+    raised = pytest.raises((ValueError, RuntimeError), match="no backward today")
+    with mock.patch.object(of_blocks, "local_gradients", mine), raised:
+        loss.backward()
+
+
 @case
 def one_rank_is_refused(me: Rank) -> Results:
     """What only one rank has wrong is raised on all of them, in forward and in backward."""
@@ -1330,18 +1342,7 @@ def one_rank_is_refused(me: Rank) -> Results:
     texts = {"bias": refusal(ValueError, "bias",
                              lambda: call_own(me, p, bounds, linear_bias=bias))}  # fmt: skip
     loss, *_ = call_own(me, p, bounds)
-    real = of_blocks.local_gradients
-
-    def fails(*_: Any) -> Any:
-        raise ValueError("no backward today")
-
-    if me.rank == 1:
-        of_blocks.local_gradients = fails
-    try:
-        with pytest.raises((ValueError, RuntimeError), match="no backward today"):
-            loss.backward()
-    finally:
-        of_blocks.local_gradients = real
+    _backward_is_refused(me, loss)
     return texts
 
 
@@ -1671,11 +1672,6 @@ def one_rank_is_refused_in_backward(rank: Rank) -> Results:
     """Whichever tensors have gradients, every rank raises what one of them does."""
     p, bounds = problem(rank.size, bias=True)
     rows = slice(*bounds[rank.rank])
-    real = of_blocks.local_gradients
-
-    def fails(*_: Any) -> Any:
-        raise ValueError("no backward today")
-
     for needs in subsets(3):
         x, w, b = (
             t.detach().clone().requires_grad_(n) for t, n in zip((p.x, p.w[rows], p.b[rows]), needs)
@@ -1684,13 +1680,7 @@ def one_rank_is_refused_in_backward(rank: Rank) -> Results:
             x, w, p.t, linear_bias=b, group=dist.group.WORLD, vocab_start=bounds[rank.rank][0],
             vocab_total=37,
         )  # fmt: skip
-        if rank.rank == 1:
-            of_blocks.local_gradients = fails
-        try:
-            with pytest.raises((ValueError, RuntimeError), match="no backward today"):
-                loss.backward()
-        finally:
-            of_blocks.local_gradients = real
+        _backward_is_refused(rank, loss)
     return {}
 
 

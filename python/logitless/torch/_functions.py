@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 
 import torch
@@ -39,7 +39,7 @@ from logitless.torch._checks import (
 )
 from logitless.torch._route import dispatches, refuse_layouts
 from logitless.torch._run import Constants
-from logitless.torch._split.given import OLD, Split, split_of
+from logitless.torch._split.given import Split, split_of_old, unexpected
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -66,11 +66,11 @@ _NORMAL_F32 = (2.0**-126, 2.0**127 * (2 - 2.0**-23))
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def passes_on(names: str, of: Callable[..., Any]) -> Callable[[_F], _F]:
+def passes_on(names: Sequence[str], of: Callable[..., Any]) -> Callable[[_F], _F]:
     """Decorates a function that passes `**options` on: it takes those of `names`, which help() and
     editors show as they are in the signature of the function `of`."""
     known = inspect.signature(of).parameters
-    taken = [known[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in names.split()]
+    taken = [known[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in names]
 
     def decorate(function: _F) -> _F:
         own = inspect.signature(function)
@@ -81,17 +81,13 @@ def passes_on(names: str, of: Callable[..., Any]) -> Callable[[_F], _F]:
     return decorate
 
 
-def check_names(function: str, names: str, options: Mapping[str, Any]) -> None:
-    """Refuses an option that the function of that name does not pass on."""
-    for name in options:
-        if name not in names.split():
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-
-
-_OF_LOGITS = "linear_bias ignore_index logit_scale softcap temperature shift memory"
+_OF_LOGITS = (
+    "linear_bias", "ignore_index", "logit_scale", "softcap", "temperature", "shift", "memory",
+)  # fmt: skip
 _OF_LINEAR = (
-    f"{_OF_LOGITS} weight reduction label_smoothing z_loss token_weight normalizer empty_mean group"
-)
+    *_OF_LOGITS, "weight", "reduction", "label_smoothing", "z_loss", "token_weight", "normalizer",
+    "empty_mean", "group",
+)  # fmt: skip
 
 
 def wanted_of(names: Any) -> int:
@@ -303,8 +299,8 @@ def linear_cross_entropy(
             "bounds what it takes)"
         )
     if old:
-        group = split_of(group, old, "linear_cross_entropy")
-    wanted = wanted_of(return_statistics) if return_statistics else 0
+        group = split_of_old(group, old, "linear_cross_entropy")
+    wanted = wanted_of(return_statistics)
     outputs = linear_outputs(
         input, linear_weight, target, wanted | _run.LOSS, linear_bias, weight, reduction,
         ignore_index, label_smoothing, z_loss, logit_scale, softcap, temperature, token_weight,
@@ -466,7 +462,9 @@ def workspace_size(
     the backward too, of the tensors that require a gradient, or of all where none does, as if every
     result had an upstream gradient; False is a call under no_grad. `memory` is never exceeded; None
     is that of `default_memory`. A compiled function may keep another amount."""
-    check_names("workspace_size", _OF_LINEAR, options)
+    for name in options:
+        if name not in _OF_LINEAR:
+            raise unexpected("workspace_size", name)
     tensors = (input, linear_weight, target, options.get("linear_bias"))
     if options.get("group") is not None or any(hasattr(t, "placements") for t in tensors):
         raise not_supported(
@@ -506,10 +504,9 @@ def linear_logprob(
     `options` are linear_cross_entropy's that say what a token's logits are: linear_bias,
     ignore_index, logit_scale, softcap, temperature (to which no gradient flows), shift; and memory.
     `group`, a Split and DTensors: a vocabulary that is split over ranks, as there."""
-    old = {name: options.pop(name) for name in tuple(options) if name in OLD}
+    old = {name: options.pop(name) for name in tuple(options) if name not in _OF_LOGITS}
     if old:
-        group = split_of(group, old, "linear_logprob", 4)
-    check_names("linear_logprob", _OF_LOGITS, options)
+        group = split_of_old(group, old, "linear_logprob", 4)
     wanted = _run.LOGPROB
     if entropy:
         wanted |= _run.ENTROPY | (_run.DETACHED if entropy_detached(entropy) else 0)
@@ -566,7 +563,7 @@ def _of_logits(
     """cross_entropy; `in_place`: backward writes the gradient over the logits."""
     check_rows("logits", logits, "[..., V]")
     check_target(logits, target, "logits")
-    wanted = wanted_of(return_statistics) if return_statistics else 0
+    wanted = wanted_of(return_statistics)
     options = options_of(
         reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap, temperature,
         empty_mean,

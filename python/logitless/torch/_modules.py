@@ -302,10 +302,12 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[R]):
         **options: Unpack[HeadOptions],
     ) -> None: ...  # fmt: skip
     @passes_on(
-        "weight reduction ignore_index label_smoothing z_loss logit_scale softcap temperature "
-        "return_statistics empty_mean shift memory",
+        (
+            "weight", "reduction", "ignore_index", "label_smoothing", "z_loss", "logit_scale",
+            "softcap", "temperature", "return_statistics", "empty_mean", "shift", "memory",
+        ),
         LinearCrossEntropyLoss,
-    )
+    )  # fmt: skip
     def __init__(
         self,
         in_features: int,

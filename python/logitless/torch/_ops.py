@@ -239,7 +239,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _rule(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
     grads = (_fused_gradients if ctx.wanted & _run.FUSED else _gradients)(ctx, upstream)
-    rest = [None] * (_MEMORY + 4 - 3)
+    rest = [None] * BEHIND  # the arguments but for the first three
     return *(g if need else None for g, need in zip(grads, ctx.needs_input_grad)), *rest
 
 

@@ -56,30 +56,28 @@ OLD = {
 }
 
 
-def split_of(
-    group: Any, old: Mapping[str, Any], function: str, stacklevel: int = 3
-) -> Split | None:
-    """The split that `group` is, or stands for; `old` are the keywords that a caller gave beside
-    those of the function of that name, `stacklevel` - 2 calls above this one."""
+def unexpected(function: str, name: str) -> TypeError:
+    """What Python itself raises of a keyword that a function does not have."""
+    return TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+
+
+def split_of_old(group: Any, old: Mapping[str, Any], function: str, stacklevel: int = 3) -> Split:
+    """The split that the keywords `old` say of `group`. They were given beside those of the
+    function of that name, `stacklevel` - 2 calls above this one."""
     for name in old:
         if name not in OLD:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-    if old:
-        if isinstance(group, Split):
-            raise invalid(
-                f"{next(iter(old))} is given beside a Split; allowed: Split({OLD[next(iter(old))]}="
-                "...)"
-            )
-        warnings.warn(
-            f"{', '.join(old)} of {function} will go; allowed from now on: group=Split(group, "
-            f"{', '.join(f'{OLD[name]}=...' for name in old)})",
-            DeprecationWarning,
-            stacklevel=stacklevel,
-        )
-        group = Split(group, **{OLD[name]: value for name, value in old.items()})
-    if group is None or isinstance(group, Split):
-        return group
-    return Split(group)
+            raise unexpected(function, name)
+    fields = {OLD[name]: value for name, value in old.items()}
+    if isinstance(group, Split):
+        name, field = next(zip(old, fields))
+        raise invalid(f"{name} is given beside a Split; allowed: Split({field}=...)")
+    warnings.warn(
+        f"{', '.join(old)} of {function} will go; allowed from now on: group=Split(group, "
+        f"{', '.join(f'{field}=...' for field in fields)})",
+        DeprecationWarning,
+        stacklevel=stacklevel,
+    )
+    return Split(group, **fields)
 
 
 def check_group(split: Split) -> None:
