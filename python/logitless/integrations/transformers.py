@@ -270,6 +270,7 @@ def _check_loss_function(model: Any) -> None:
         )
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]
 def _names_in_forward(cls: Any) -> tuple[str, ...]:
     code = getattr(inspect.unwrap(cls.forward), "__code__", None)
     return () if code is None else code.co_names
@@ -418,7 +419,8 @@ def _state_of(module: Any) -> tuple[Any, ...]:
     found = vars(module)
     hooks = [tuple(found[name]) for name in ("_forward_pre_hooks", "_forward_hooks")]
     # A bound function keeps its module alive, and replicas of a module have bindings of their own.
-    held = (getattr(f, "function", getattr(f, "__func__", f)) for f in map(found.get, _FORWARDS))
+    bound = map(found.get, _FORWARDS)
+    held = (f.func if isinstance(f, _Bound) else getattr(f, "__func__", f) for f in bound)
     return type(module).forward, *held, *hooks
 
 
@@ -505,10 +507,10 @@ class _Bound:
 
     def __init__(self, module: Any, function: Callable[..., Any]) -> None:
         self.module = module
-        self.function = function
+        self.func = function  # its name in functools.partial
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self.module, *args, **kwargs)
+        return self.func(self.module, *args, **kwargs)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -518,7 +520,7 @@ class _Bound:
     def __func__(self) -> Callable[..., Any]:
         """As a method has it: accelerate wraps this one and binds what it gets to the module, so
         that a copy of the module calls the copy."""
-        function, own = self.function, self.__signature__
+        function, own = self.func, self.__signature__
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             return function(self, *args, **kwargs)
@@ -545,7 +547,7 @@ def _replicate(self: Any) -> Any:
     replica = type(self)._replicate_for_data_parallel(self)
     for name, value in self.__dict__.items():
         if isinstance(value, _Bound):
-            replica.__dict__[name] = type(value)(replica, value.function)
+            replica.__dict__[name] = type(value)(replica, value.func)
     return replica
 
 

@@ -182,7 +182,7 @@ def check_forward(model: Any) -> None:
     own then."""
     forward = vars(model).get("forward")
     while forward is not None:
-        function = getattr(forward, "__func__", getattr(forward, "func", forward))
+        function = getattr(forward, "func", None) or getattr(forward, "__func__", forward)
         module = getattr(function, "__globals__", {}).get("__name__", "")
         if module.partition(".")[0] == "trl":
             raise not_supported(
