@@ -1,42 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// These are the C entry points: sized C structs become a Call, whose backend is found, and which is
-// validated and run.
+// These are the C entry points: sized C structs become a Call, which run.h runs.
 #include "logitless/c.h"
 
 #include <cstring>
+#include <memory>
 
-#include "src/backend.h"
 #include "src/c_status.h"
 #include "src/cpu/thread_pool.h"
 #include "src/kept.h"
+#include "src/run.h"
 #include "src/validate.h"
 
 namespace logitless {
-
-const Backend* find_backend(DeviceType type, Status* status) {
-  switch (type) {
-    case DeviceType::cpu:
-      return &cpu_backend();
-    case DeviceType::reference:
-      return &reference_backend();
-    case DeviceType::cuda:
-#ifdef LOGITLESS_WITH_CUDA
-      return cuda_backend(status);
-#else
-      *status = error(StatusCode::backend_unavailable, "cuda: this library was built without it");
-      return nullptr;
-#endif
-    case DeviceType::webgpu:
-#ifdef LOGITLESS_WITH_WEBGPU
-      return webgpu_backend(status);
-#else
-      *status = error(StatusCode::backend_unavailable, "webgpu: this library was built without it");
-      return nullptr;
-#endif
-  }
-  *status = unknown_device(static_cast<int32_t>(type));
-  return nullptr;
-}
 
 namespace {
 
@@ -229,27 +204,15 @@ Status from_c(const logitless_op* source, const Execution& execution, Call* call
   return {};
 }
 
-// The backend comes first: a device that this library does not have is reported before what is
-// wrong with the op.
-Status plan(const Call& call, uint64_t given, const Backend** backend, WorkspaceSize* size) {
-  Status status;
-  *backend = find_backend(call.execution.device.type, &status);
-  if (status.ok()) status = validate(call);
-  if (status.ok()) status = (*backend)->workspace(call, given, size);
-  return status;
-}
-
-Status run(const Call& call, const Workspace& workspace) {
-  const Backend* backend = nullptr;
-  WorkspaceSize size;
-  Status status = plan(call, workspace.bytes, &backend, &size);
-  if (status.ok()) status = validate_data(call, workspace, size);
-  if (status.ok()) status = backend->run(call, workspace);
-  return status;
+Status check_plan(const logitless_plan* plan) {
+  if (plan != nullptr) return {};
+  return error(StatusCode::invalid_argument, "plan is NULL; allowed: one of logitless_plan_create");
 }
 
 }  // namespace
 }  // namespace logitless
+
+struct logitless_plan : logitless::PlannedCall {};
 
 using namespace logitless;
 
@@ -266,8 +229,7 @@ int32_t logitless_workspace(const logitless_op* op, const logitless_execution* e
     if (result.ok()) result = from_c(execution, &e, &executor);
     Call call;
     if (result.ok()) result = from_c(op, e, &call);
-    const Backend* backend = nullptr;
-    if (result.ok()) result = plan(call, 0, &backend, &s);
+    if (result.ok()) result = ask_workspace(call, &s);
     if (result.ok())
       write_struct({sizeof(logitless_workspace_size), 0, s.minimum, s.recommended, s.alignment},
                    size);
@@ -392,5 +354,57 @@ int32_t logitless_num_threads(void) {
   });
   return status.ok() ? in_force : 1;
 }
+
+int32_t logitless_plan_create(const logitless_op* op, const logitless_execution* execution,
+                              uint64_t bytes, logitless_plan** plan, logitless_status* status) {
+  const Status result = guarded([&]() -> Status {
+    Execution e;
+    Executor executor;
+    Call call;
+    Status result = plan == nullptr ? error(StatusCode::invalid_argument, "plan is NULL")
+                                    : from_c(execution, &e, &executor);
+    if (result.ok()) result = from_c(op, e, &call);
+    if (!result.ok()) return result;
+    auto made = std::make_unique<logitless_plan>();
+    result = made->create(call, bytes);
+    if (result.ok()) *plan = made.release();
+    return result;
+  });
+  return report(result, status);
+}
+
+int32_t logitless_plan_size(const logitless_plan* plan, logitless_workspace_size* size,
+                            logitless_status* status) {
+  const Status result = guarded([&]() -> Status {
+    logitless_workspace_size before;
+    Status result = read_struct("size", size, &before);
+    if (result.ok()) result = check_plan(plan);
+    if (!result.ok()) return result;
+    const WorkspaceSize s = plan->size();
+    write_struct({sizeof(logitless_workspace_size), 0, s.minimum, s.recommended, s.alignment},
+                 size);
+    return {};
+  });
+  return report(result, status);
+}
+
+int32_t logitless_plan_run(const logitless_plan* plan, const logitless_plan_arguments* arguments,
+                           const logitless_workspace_buffer* workspace, logitless_status* status) {
+  const Status result = guarded([&]() -> Status {
+    Workspace w;
+    logitless_plan_arguments a;
+    Status result = check_plan(plan);
+    if (result.ok()) result = read_struct("arguments", arguments, &a);
+    if (result.ok() && a.count > 0 && a.addresses == nullptr) {
+      result = error(StatusCode::invalid_argument, "arguments.addresses is NULL");
+    }
+    if (result.ok()) result = from_c(workspace, &w);
+    if (!result.ok()) return result;
+    return plan->run({a.addresses, a.count}, w, a.stream, a.normalizer);
+  });
+  return report(result, status);
+}
+
+void logitless_plan_destroy(logitless_plan* plan) { delete plan; }
 
 }  // this ends extern "C"

@@ -3,8 +3,9 @@
  * Logitless: cross-entropy for language models without the logits. The C interface, the only ABI.
  *
  * An op is a `logitless_op` of tensor pointers; a NULL pointer is an absent optional. Two verbs:
- * `logitless_workspace` says how many bytes a call needs, `logitless_run` runs it. What every field
- * means is docs/semantics.md. Every struct starts with its own size: set it with the
+ * `logitless_workspace` says how many bytes a call needs, `logitless_run` runs it; a call that is
+ * made many times is planned once, with `logitless_plan_create`. What every field means is
+ * docs/semantics.md. Every struct starts with its own size: set it with the
  * LOGITLESS_*_INIT macros. A smaller struct_size (an older header) is zero-extended; a larger one
  * is accepted only if its tail is zero.
  */
@@ -181,6 +182,19 @@ typedef struct logitless_kept {
   uint64_t key;          /* Backward is told it as kept_key */
 } logitless_kept;
 
+/* A call whose rules were checked and whose work was divided once: docs/semantics.md, "Plans". */
+typedef struct logitless_plan logitless_plan;
+/* What differs from one run of a plan to the next. */
+typedef struct logitless_plan_arguments {
+  uint32_t struct_size;
+  uint32_t count; /* the number of addresses */
+  /* One for each tensor that the op had at create, in the order in which logitless_op lists them.
+   * It takes the place of the tensor's `data`; byte_offset, shape and strides stay. */
+  void* const* addresses;
+  void* stream;      /* it is a cudaStream_t or a WGPUQueue */
+  double normalizer; /* it replaces options.normalizer; 0 leaves that */
+} logitless_plan_arguments;
+
 /* These macros set every struct to its defaults; all that a macro does not name is zero. */
 /* clang-format off */
 #define LOGITLESS_STATUS_INIT {sizeof(logitless_status), LOGITLESS_OK, {0}}
@@ -194,6 +208,7 @@ typedef struct logitless_kept {
 #define LOGITLESS_WORKSPACE_SIZE_INIT {sizeof(logitless_workspace_size), 0, 0, 0, 0}
 #define LOGITLESS_WORKSPACE_BUFFER_INIT {sizeof(logitless_workspace_buffer), 0, 0, 0, 0}
 #define LOGITLESS_KEPT_INIT {sizeof(logitless_kept), 0, 0, {0, 0}, {0, 0}, 0, 0}
+#define LOGITLESS_PLAN_ARGUMENTS_INIT {sizeof(logitless_plan_arguments), 0, 0, 0, 0.0}
 #define LOGITLESS_LOSS_OPTIONS_INIT                                                               \
   {sizeof(logitless_loss_options), LOGITLESS_REDUCTION_MEAN, -100, 0.0f, 0.0f, 1.0f, 0.0f, 1.0f,  \
    LOGITLESS_OUT_OF_RANGE_ERROR, LOGITLESS_EMPTY_MEAN_ZERO, LOGITLESS_INPUT_LOGITS, 1e-9f, 0, 0.0, \
@@ -272,6 +287,31 @@ LOGITLESS_API int32_t logitless_num_threads(void);
  * `call_frame` is an XLA_FFI_CallFrame, the result an XLA_FFI_Error or NULL. Which attributes a
  * call carries is between this library and python/logitless/jax. */
 LOGITLESS_API void* logitless_xla_run(void* call_frame);
+
+/* As the `bytes` of a plan: those that are recommended for the op. */
+#define LOGITLESS_RECOMMENDED UINT64_MAX
+
+/* Plans `op` for runs in `bytes` of workspace, at least the minimum that logitless_workspace says.
+ * The plan owns copies of all it was given and of the executor, but for the memory of tensors.
+ * Where data pointers are given, runs bring addresses that are aligned as well; NULL plans for any
+ * address. Destroy it with logitless_plan_destroy. Returns the code; on an error `plan` is left as
+ * it was. */
+LOGITLESS_API int32_t logitless_plan_create(const logitless_op* op,
+                                            const logitless_execution* execution, uint64_t bytes,
+                                            logitless_plan** plan, logitless_status* status);
+/* Says what workspace a run of the plan takes: minimum and recommended are the plan's bytes. */
+LOGITLESS_API int32_t logitless_plan_size(const logitless_plan* plan,
+                                          logitless_workspace_size* size, logitless_status* status);
+/* Runs the plan as logitless_run would run its op in a workspace of the plan's bytes: the same
+ * bits. It checks addresses, overlaps and the workspace, neither allocates nor synchronizes, and
+ * changes nothing of the plan, so that threads may run one at once, each in a workspace of its own.
+ * Returns the code. */
+LOGITLESS_API int32_t logitless_plan_run(const logitless_plan* plan,
+                                         const logitless_plan_arguments* arguments,
+                                         const logitless_workspace_buffer* workspace,
+                                         logitless_status* status);
+/* Frees the plan, which no thread may be running; work that it enqueued goes on. NULL is nothing. */
+LOGITLESS_API void logitless_plan_destroy(logitless_plan* plan);
 
 #ifdef __cplusplus
 }

@@ -10,7 +10,11 @@
 //   if (status.ok()) status = run(op, {buffer, size.recommended}, {});
 #pragma once
 
+#include <algorithm>
 #include <array>
+#include <cstddef>
+#include <span>
+#include <utility>
 
 #include "logitless/combine.h"
 #include "logitless/fields.h"
@@ -174,6 +178,78 @@ Status run(const Op& op, const Workspace& workspace, const Execution& execution)
   logitless_run(&c.op, &w, &e, status.c());
   return status;
 }
+
+// The addresses of an op's tensors in the order of logitless_op, as Plan::run takes them.
+template <class Op>
+class Addresses {
+ public:
+  explicit Addresses(const Op& op) {
+    logitless_op places{};
+    std::array<std::pair<const void*, void*>, tensor_count<Op>> given{};  // (place, address)
+    for_each_tensor(op, places,
+                    [&](const char*, Access, const TensorView& view, const auto& place) {
+                      if (view) given[count_++] = {&place, view.data};
+                    });
+    std::sort(given.begin(), given.begin() + static_cast<std::ptrdiff_t>(count_));
+    for (size_t i = 0; i < count_; ++i) addresses_[i] = given[i].second;
+  }
+  operator std::span<void* const>() const { return {addresses_.data(), count_}; }  // NOLINT
+
+ private:
+  std::array<void*, tensor_count<Op>> addresses_{};
+  size_t count_ = 0;
+};
+
+// As the bytes of a plan: those that are recommended for the op.
+inline constexpr uint64_t recommended_bytes = LOGITLESS_RECOMMENDED;
+
+// A call whose rules were checked and whose work was divided once: docs/semantics.md, "Plans".
+class Plan {
+ public:
+  Plan() = default;
+  ~Plan() { logitless_plan_destroy(plan_); }
+  Plan(Plan&& other) noexcept : plan_(std::exchange(other.plan_, nullptr)) {}
+  Plan& operator=(Plan&& other) noexcept {
+    std::swap(plan_, other.plan_);
+    return *this;
+  }
+
+  // Plans `op` for runs in so many bytes of workspace. On an error the plan is left as it was.
+  template <class Op>
+  Status create(const Op& op, const Execution& execution, uint64_t bytes = recommended_bytes) {
+    const detail::COp<Op> c(op);
+    const logitless_execution e = detail::to_c(execution);
+    logitless_plan* made = nullptr;
+    Status status;
+    logitless_plan_create(&c.op, &e, bytes, &made, status.c());
+    if (status.ok()) logitless_plan_destroy(std::exchange(plan_, made));
+    return status;
+  }
+  // Says what workspace a run takes.
+  Status size(WorkspaceSize* size) const {
+    logitless_workspace_size s = LOGITLESS_WORKSPACE_SIZE_INIT;
+    Status status;
+    logitless_plan_size(plan_, size != nullptr ? &s : nullptr, status.c());
+    if (status.ok()) *size = {s.minimum, s.recommended, s.alignment};
+    return status;
+  }
+  // Runs on tensors at `addresses`, one for each that the op had at create, in the order in which
+  // logitless_op lists them, as Addresses(op) does. A normalizer other than 0
+  // replaces that of the options. Threads may run one plan, each in a workspace of its own.
+  Status run(std::span<void* const> addresses, const Workspace& workspace, void* stream = nullptr,
+             double normalizer = 0) const {
+    const logitless_plan_arguments a{sizeof(a), static_cast<uint32_t>(addresses.size()),
+                                     addresses.data(), stream, normalizer};
+    const logitless_workspace_buffer w{sizeof(w), 0, workspace.data, workspace.bytes,
+                                       workspace.byte_offset};
+    Status status;
+    logitless_plan_run(plan_, &a, &w, status.c());
+    return status;
+  }
+
+ private:
+  logitless_plan* plan_ = nullptr;
+};
 
 // Multiplies values by factor on a CUDA device, in place, with each element rounded once; where it
 // is 1 nothing is written.

@@ -7,6 +7,7 @@ import ctypes
 import math
 import os
 import pathlib
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from ctypes import POINTER, byref
 from typing import Any, NamedTuple
@@ -115,6 +116,13 @@ class Kept(_Sized):
     ]  # fmt: skip
 
 
+class PlanArguments(_Sized):
+    _fields_ = [
+        ("struct_size", u32), ("count", u32), ("addresses", POINTER(void_p)), ("stream", void_p),
+        ("normalizer", f64),
+    ]  # fmt: skip
+
+
 def library_path() -> str:
     """$LOGITLESS_LIBRARY, else the library beside this file."""
     given = os.environ.get("LOGITLESS_LIBRARY")
@@ -147,7 +155,9 @@ library = _load()
 # These are bound once, because looking a function up costs as much as calling it. The arguments are
 # pointers made by ctypes, which needs no argtypes to pass them.
 _workspace = library.logitless_workspace
-_run = library.logitless_run
+_plan_create = library.logitless_plan_create
+_plan_run = library.logitless_plan_run
+_plan_destroy = library.logitless_plan_destroy
 _scale_each = library.logitless_scale_each
 _kept_size = library.logitless_kept_size
 
@@ -282,9 +292,9 @@ def _options_struct(options: Options) -> LossOptions:
     )
 
 
-class _Frame:
-    """The structs of one call, filled but for addresses and the stream. One call at a time.
-    `fields` are the op's own beside its tensors."""
+class _Call:
+    """The structs of a call, filled but for addresses. `fields` are the op's own beside its
+    tensors."""
 
     def __init__(
         self, kind: int, views: Sequence[View], options: Options | None, device: tuple[int, int],
@@ -307,14 +317,29 @@ class _Frame:
             self.tensors.append(tensor)
             setattr(self.op, view.name, ctypes.pointer(tensor))
         self.execution = Execution(device_type=device[0], device_index=device[1])
-        self.workspace = WorkspaceBuffer()
         self.status = Status()
-        self.pointers = tuple(
-            map(ctypes.pointer, (self.op, self.workspace, self.execution, self.status))
-        )
 
     def error(self, code: int) -> Exception:
-        return error_of(code, in_arguments(self.status.message.decode(errors="replace")))
+        return _error(code, self.status)
+
+
+def _error(code: int, status: Status) -> Exception:
+    return error_of(code, in_arguments(status.message.decode(errors="replace")))
+
+
+class _Run:
+    """The structs of one run of a plan, filled but for what each brings. One run at a time."""
+
+    def __init__(self, plan: void_p, tensors: int, bytes: int) -> None:
+        self.addresses = (void_p * tensors)()
+        self.arguments = PlanArguments(count=tensors, addresses=self.addresses)
+        self.workspace = WorkspaceBuffer(bytes=bytes)
+        self.status = Status()
+        structs = (self.arguments, self.workspace, self.status)
+        self.pointers = (plan, *map(ctypes.pointer, structs))
+
+
+_PLACE = {name: place for place, (name, *_) in enumerate(Op._fields_)}
 
 
 def _in_words(bytes: int) -> str:
@@ -340,8 +365,8 @@ class Plan:
 
     `memory` bounds the workspace in bytes (None: what the core recommends); `most` is where more
     would no longer be used. `room` bounds it too, but never below the minimum, as a `memory` below
-    0 does (see Room). The workspace serves tensors that are aligned as `addresses` are, in the
-    views' order; without them it serves any, for which it may have to be larger.
+    0 does (see Room). It serves tensors that are aligned as `addresses` are, in the views' order;
+    without them it serves any, for which the workspace may have to be larger.
     """
 
     def __init__(
@@ -360,14 +385,13 @@ class Plan:
             "kept_key": kept_key,
             "consume_kept": consume_kept,
         }
-        self._make = (kind, tuple(views), options, device, fields)
-        frame = _Frame(*self._make)
-        for tensor, address in zip(frame.tensors, addresses):
+        self._call = call = _Call(kind, views, options, device, fields)
+        for tensor, address in zip(call.tensors, addresses):
             tensor.data = address
         size = WorkspaceSize()
-        code = _workspace(byref(frame.op), byref(frame.execution), byref(size), byref(frame.status))
+        code = _workspace(byref(call.op), byref(call.execution), byref(size), byref(call.status))
         if code:
-            raise frame.error(code)
+            raise call.error(code)
         self.minimum: int = size.minimum
         self.recommended: int = size.recommended
         self.alignment: int = size.alignment
@@ -382,42 +406,54 @@ class Plan:
             self.bytes = max(self.minimum, min(room, max(most, self.recommended)))
         self.room = room
         self.kept = kept
-        self._frames = [frame]  # these are not in use; append and pop are atomic
+        # logitless_op lists tensors in an order of its own.
+        self._order = sorted(range(len(views)), key=lambda i: _PLACE[views[i].name])
+        self._plan: void_p | None = None
+        self._runs: list[_Run] = []  # these are not in use; append and pop are atomic
+
+    def _create(self) -> void_p:
+        """Where nothing is run, as when memory is asked for, nothing is created."""
+        plan, call = void_p(), self._call
+        structs = byref(call.op), byref(call.execution), u64(self.bytes), byref(plan)
+        code = _plan_create(*structs, byref(call.status))
+        if code:
+            raise call.error(code)
+        # Two threads may create one each; both go with this object.
+        weakref.finalize(self, _plan_destroy, plan).atexit = False
+        self._plan = plan
+        return plan
 
     def run(
-        self, addresses: Iterable[int], workspace: int, stream: int = 0, normalizer: float = 0.0
+        self, addresses: Sequence[int], workspace: int, stream: int = 0, normalizer: float = 0.0
     ) -> None:
         """Runs on the tensors at `addresses`, in the views' order, and `bytes` of workspace. A
         `normalizer` other than 0 takes the place of the one that the call was planned with."""
         try:
-            frame = self._frames.pop()
+            run = self._runs.pop()
         except IndexError:
-            frame = _Frame(*self._make)
-        for tensor, address in zip(frame.tensors, addresses, strict=True):
-            tensor.data = address
-        buffer = frame.workspace
-        buffer.data = workspace
-        buffer.bytes = self.bytes
-        frame.execution.stream = stream
-        if normalizer:
-            frame.options.normalizer = normalizer
-        code = _run(*frame.pointers)
+            run = _Run(self._plan or self._create(), len(self._order), self.bytes)
+        run.addresses[:] = [addresses[i] for i in self._order]
+        run.workspace.data = workspace
+        arguments = run.arguments
+        arguments.stream = stream
+        arguments.normalizer = normalizer
+        code = _plan_run(*run.pointers)
         if code:
-            raise frame.error(code)
-        self._frames.append(frame)
+            raise _error(code, run.status)
+        self._runs.append(run)
 
 
 def kept_size(
     views: Sequence[View], options: Options, device: tuple[int, int], bytes: int
 ) -> KeptSize:
     """What a linear Forward of these inputs keeps in so many bytes."""
-    frame = _Frame(LINEAR_CROSS_ENTROPY_FORWARD, views, options, device, {})
+    call = _Call(LINEAR_CROSS_ENTROPY_FORWARD, views, options, device, {})
     kept = Kept()
     code = _kept_size(
-        byref(frame.op), byref(frame.execution), u64(bytes), byref(kept), byref(frame.status)
+        byref(call.op), byref(call.execution), u64(bytes), byref(kept), byref(call.status)
     )
     if code:
-        raise frame.error(code)
+        raise call.error(code)
     shape, rows_shape = kept.shape, kept.rows_shape
     return KeptSize(
         kept.columns, (shape[0], shape[1]), (rows_shape[0], rows_shape[1]), kept.bytes, kept.key

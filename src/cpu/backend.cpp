@@ -5,6 +5,7 @@
 
 #include "src/cpu/dispatch.h"
 #include "src/cpu/ops.h"
+#include "src/cpu/plan.h"
 #include "src/cpu/thread_pool.h"
 
 namespace logitless {
@@ -19,8 +20,13 @@ struct CpuBackend final : Backend {
     return call.loss_op ? cpu::logits_loss_workspace(call, size)
                         : cpu::softmax_workspace(call, size);
   }
-  Status run(const Call& call, const Workspace& workspace) const override {
-    if (call.linear) return cpu::run_linear(call, workspace);
+  Status decide(const Call& call, uint64_t bytes, Decisions* decided) const override {
+    if (call.linear) decided->set(cpu::linear_plan(call, bytes));
+    return {};
+  }
+  Status run(const Call& call, const Decisions& decided,
+             const Workspace& workspace) const override {
+    if (call.linear) return cpu::run_linear(call, decided.get<cpu::LinearPlan>(), workspace);
     if (call.combines) return cpu::run_combine(call, workspace);
     return call.loss_op ? cpu::run_logits_loss(call, workspace) : cpu::run_softmax(call, workspace);
   }

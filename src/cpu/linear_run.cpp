@@ -703,10 +703,12 @@ Status linear_workspace(const Call& call, uint64_t given, WorkspaceSize* size) {
   return {};
 }
 
-Status run_linear(const Call& call, const Workspace& workspace) {
+LinearPlan linear_plan(const Call& call, uint64_t bytes) {
+  return plan_linear(shape_of(call), bytes, executor_of(call.execution).num_threads);
+}
+
+Status run_linear(const Call& call, const LinearPlan& plan, const Workspace& workspace) {
   const LinearShape shape = shape_of(call);
-  const LinearPlan plan =
-      plan_linear(shape, workspace.bytes, executor_of(call.execution).num_threads);
   char* memory = static_cast<char*>(workspace.data) + workspace.byte_offset;
   Tokens tokens;
   Status status = prepare_tokens(call, shape.vocab, memory + plan.tokens_at, &tokens);

@@ -14,9 +14,11 @@ Status run_softmax(const Call& call, const Workspace& workspace);
 Status logits_loss_workspace(const Call& call, WorkspaceSize* size);
 Status run_logits_loss(const Call& call, const Workspace& workspace);
 
-// linear_run.cpp defines these two.
+// linear_run.cpp defines these three.
+struct LinearPlan;
 Status linear_workspace(const Call& call, uint64_t given, WorkspaceSize* size);
-Status run_linear(const Call& call, const Workspace& workspace);
+LinearPlan linear_plan(const Call& call, uint64_t bytes);
+Status run_linear(const Call& call, const LinearPlan& plan, const Workspace& workspace);
 
 // combine.cpp defines these two.
 Status combine_workspace(const Call& call, WorkspaceSize* size);

@@ -41,7 +41,15 @@ struct CudaBackend final : Backend {
     return call.loss_op ? cuda::logits_loss_workspace(call, *device, size)
                         : cuda::softmax_workspace(call, *device, size);
   }
-  Status run(const Call& call, const Workspace& workspace) const override {
+  Status decide(const Call& call, uint64_t bytes, Decisions* decided) const override {
+    if (!call.linear) return {};
+    const cuda::DeviceInfo* device;
+    const Status status = find_device(call.execution, &device);
+    if (status.ok()) decided->set(cuda::decide_linear(call, bytes, *device));
+    return status;
+  }
+  Status run(const Call& call, const Decisions& decided,
+             const Workspace& workspace) const override {
     const cuda::DeviceInfo* device;
     Status status = find_device(call.execution, &device);
     if (!status.ok()) return status;
@@ -49,7 +57,8 @@ struct CudaBackend final : Backend {
     if (!current.status().ok()) return current.status();
     cuda::Stream stream(call.execution.stream);
     if (call.linear) {
-      const cuda::LinearPasses made = cuda::linear_passes(call, workspace, *device);
+      const cuda::LinearPasses made = cuda::linear_passes(
+          call, decided.get<cuda::LinearDecisions>(), workspace, *device);
       stream.prepare_and_run([&] {
         for (int i = 0; i < made.count; ++i) {
           const cuda::LinearPass& pass = made.pass[i];

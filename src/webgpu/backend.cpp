@@ -21,7 +21,7 @@ struct WebGpuBackend final : Backend {
     *size = {.alignment = 1};
     return webgpu::workspace_sizes(problem, device->limits(), &size->minimum, &size->recommended);
   }
-  Status run(const Call& call, const Workspace& workspace) const override {
+  Status run(const Call& call, const Decisions&, const Workspace& workspace) const override {
     Status status;
     webgpu::NativeDevice* device = webgpu::find_device(call.execution.device.index, &status);
     if (device == nullptr) return status;

@@ -38,6 +38,7 @@ static NEWER(logitless_execution) g_execution;
 static NEWER(logitless_workspace_size) g_size;
 static NEWER(logitless_workspace_buffer) g_workspace;
 static NEWER(logitless_status) g_status;
+static NEWER(logitless_plan_arguments) g_arguments;
 static logitless_tensor g_tensors[8];
 
 static float g_logits[4], g_loss_value, g_one = 1, g_gradient[4], g_input_gradient[2];
@@ -73,6 +74,7 @@ static void set_up(int32_t kind, int32_t device) {
   const logitless_workspace_size size = LOGITLESS_WORKSPACE_SIZE_INIT;
   const logitless_workspace_buffer workspace = LOGITLESS_WORKSPACE_BUFFER_INIT;
   const logitless_status status = LOGITLESS_STATUS_INIT;
+  const logitless_plan_arguments arguments = LOGITLESS_PLAN_ARGUMENTS_INIT;
   const int linear = kind >= LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD;
   for (int i = 0; i < 4; ++i) g_logits[i] = i % 2 == 0 ? 0 : logf(3);
   g_weight[0] = 0, g_weight[1] = logf(3);
@@ -97,6 +99,7 @@ static void set_up(int32_t kind, int32_t device) {
   g_workspace.value.bytes = sizeof(g_memory);
   g_status.value = status;
   g_op.value = op;
+  g_arguments.value = arguments;
   if (linear) {
     g_op.value.input = &g_tensors[2];
     g_op.value.weight = &g_tensors[3];
@@ -124,6 +127,32 @@ static void set_up(int32_t kind, int32_t device) {
 
 static int32_t ask(void) {
   return logitless_workspace(&g_op.value, &g_execution.value, &g_size.value, &g_status.value);
+}
+
+/* The same by a plan of this op, which lists its tensors as logitless_op does. */
+static int32_t run_plan(void) {
+  logitless_plan* plan = NULL;
+  void* addresses[8];
+  uint32_t count = 0;
+  const logitless_op* op = &g_op.value;
+  const logitless_tensor* listed[] = {op->logits, op->probabilities, op->input,
+                                      op->weight, op->target,        op->loss,
+                                      op->grad_loss, op->grad_logits, op->grad_input,
+                                      op->grad_weight};
+  int32_t code = logitless_plan_create(op, &g_execution.value, g_workspace.value.bytes, &plan,
+                                       &g_status.value);
+  CHECK((code == LOGITLESS_OK) == (plan != NULL));
+  for (size_t i = 0; i < sizeof(listed) / sizeof(listed[0]); ++i) {
+    if (listed[i] != NULL) addresses[count++] = listed[i]->data;
+  }
+  g_arguments.value.count = count;
+  g_arguments.value.addresses = addresses;
+  if (code == LOGITLESS_OK) code = logitless_plan_size(plan, &g_size.value, &g_status.value);
+  if (code == LOGITLESS_OK) {
+    code = logitless_plan_run(plan, &g_arguments.value, &g_workspace.value, &g_status.value);
+  }
+  logitless_plan_destroy(plan);
+  return code;
 }
 
 static int32_t run(void) {
@@ -177,6 +206,10 @@ static void test_struct_sizes(int32_t device) {
              offsetof(logitless_workspace_size, recommended));
   size_rules("workspace", run, &g_workspace, sizeof(logitless_workspace_buffer),
              offsetof(logitless_workspace_buffer, byte_offset));
+  size_rules("size", run_plan, &g_size, sizeof(logitless_workspace_size),
+             offsetof(logitless_workspace_size, recommended));
+  size_rules("arguments", run_plan, &g_arguments, sizeof(logitless_plan_arguments),
+             offsetof(logitless_plan_arguments, stream));
 }
 
 /* Nothing beyond what the caller's struct holds is written. */
@@ -362,15 +395,15 @@ static void test_every_op(int32_t device) {
                                       "LinearCrossEntropyForward",
                                       "LinearCrossEntropyBackward",
                                       "LinearCrossEntropyForwardBackward"};
-  for (int32_t kind = LOGITLESS_SOFTMAX; kind <= LOGITLESS_LINEAR_CROSS_ENTROPY_FORWARD_BACKWARD;
-       ++kind) {
+  for (int32_t k = 0; k < 14; ++k) {
+    const int32_t kind = k / 2, by_plan = k % 2;
     g_what = names[kind];
     set_up(kind, device);
     CHECK(ask() == LOGITLESS_OK);
     CHECK(g_size.value.minimum <= g_size.value.recommended);
     CHECK(g_size.value.recommended <= sizeof(g_memory));
     g_workspace.value.bytes = g_size.value.minimum;
-    CHECK(run() == LOGITLESS_OK);
+    CHECK((by_plan ? run_plan() : run()) == LOGITLESS_OK);
     CHECK(g_status.value.code == LOGITLESS_OK && g_status.value.message[0] == 0);
     if (kind == LOGITLESS_SOFTMAX) expect_values(g_gradient, probabilities, 4);
     if (g_op.value.loss != NULL) expect_values(&g_loss_value, &loss, 1);

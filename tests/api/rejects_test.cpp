@@ -49,6 +49,10 @@ void expect_reject(Subject& s, StatusCode code, const std::string& field, Seen s
   const auto before = s.snapshot();
   expect_status(s.call_run(), code, field);
   EXPECT_TRUE(before == s.snapshot()) << "something was written";
+  if (s.by_the_rules_alone()) return;
+  const Status by_plan = s.call_plan();
+  EXPECT_EQ(static_cast<int>(by_plan.code()), static_cast<int>(code)) << by_plan.message();
+  EXPECT_TRUE(before == s.snapshot()) << "something was written by a plan";
 }
 
 // The calls to be broken are accepted, so that what is refused below is the one change.
@@ -57,6 +61,9 @@ TEST(Rejects, UnbrokenCallsAreAccepted) {
     SCOPED_TRACE(describe(s));
     const Status status = s.call_run();
     EXPECT_TRUE(status.ok()) << status.message();
+    if (s.by_the_rules_alone()) return;
+    const Status by_plan = s.call_plan();
+    EXPECT_TRUE(by_plan.ok()) << by_plan.message();
   });
 }
 

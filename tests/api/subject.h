@@ -48,6 +48,8 @@ struct Subject {
 
   std::function<Status(WorkspaceSize*)> ask_workspace;
   std::function<Status()> call_run;
+  // The same by a plan; the rules alone have none.
+  std::function<Status()> call_plan;
 
   bool has(const std::string& name) const { return views.contains(name); }
   TensorView& operator[](const std::string& name) { return *views.at(name); }
@@ -218,6 +220,12 @@ std::unique_ptr<Subject> make_subject(Op& op, DeviceType device) {
   s->call_run = [&op, raw] {
     set_kept_key(*raw, op);
     return run(op, raw->workspace, raw->execution);
+  };
+  s->call_plan = [&op, raw] {
+    set_kept_key(*raw, op);
+    Plan plan;
+    const Status status = plan.create(op, raw->execution, raw->workspace.bytes);
+    return status.ok() ? plan.run(Addresses(op), raw->workspace, raw->execution.stream) : status;
   };
   if (device == DeviceType::cuda) ask_the_rules_alone(raw, op);
   if (s->ask_workspace(&s->size).ok()) s->give_workspace(s->size.recommended);

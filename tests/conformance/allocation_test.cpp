@@ -40,6 +40,13 @@ class Allocation : public ConformanceTest {
     const int64_t after = allocations();
     EXPECT_EQ(after, before) << what;
     EXPECT_EQ(status.code(), wanted) << what << ": " << status.message();
+    Plan plan;
+    if (!plan.create(op, execution, scratch.bytes).ok()) return;
+    const Addresses addresses(op);
+    const int64_t between = allocations();
+    const Status run_again = plan.run(addresses, scratch, execution.stream);
+    EXPECT_EQ(allocations(), between) << what << " by a plan";
+    EXPECT_EQ(run_again.code(), wanted) << what << ": " << run_again.message();
   }
   // Returns every option of the contract alone.
   std::vector<Case> options() const {

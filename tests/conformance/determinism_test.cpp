@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // A call gives the same bits run after run, whatever memory held before, on any number of threads,
 // next to other calls.
+#include <array>
+#include <cstring>
 #include <thread>
 
 #include "gtest/gtest.h"
@@ -44,6 +46,72 @@ TEST_P(Determinism, RunTwice) {
       expect_same(first, second, c, "run twice");
     }
   }
+}
+
+TEST_P(Determinism, APlanGivesTheBitsOfRun) {
+  std::vector<Case> cases = cases_of(op_, dtype_);
+  for (const Placement placement : {Placement::strided, Placement::unaligned}) {
+    cases.push_back({.op = op_, .shape = {70, 33, 515}, .dtype = dtype_, .placement = placement});
+    apply_everything(cases.back());
+  }
+  for (const Case& c : cases) {
+    for (const Memory memory : {Memory::minimum, Memory::recommended}) {
+      const Outcome at_once = run_case(device_, c, {.memory = memory});
+      const Outcome planned = run_case(device_, c, {.memory = memory, .by = By::plan});
+      expect_same(at_once, planned, c, "by a plan");
+    }
+  }
+}
+
+// Where alignments decide nothing, a plan of any address is that of every other.
+TEST_P(Determinism, APlanOfAnyAddressIsRight) {
+  for (const Case& c : cases_of(op_, dtype_)) {
+    const RunPlan any{.by = By::plan_of_any_address};
+    const Comparison result = judge(device_, c, any);
+    EXPECT_TRUE(result.ok()) << describe(c) << "\n" << result.report;
+    if (!device_.has_threads()) continue;
+    expect_same(run_case(device_, c), run_case(device_, c, any), c, "by a plan of any address");
+  }
+}
+
+// Threads run one plan at once, each on tensors and in a workspace of its own.
+TEST_P(Determinism, OnePlanServesManyThreads) {
+  if (!device_.has_threads()) return;
+  Case c = cases_of(op_, dtype_)[3];
+  with_op(op_, [&](auto op) {
+    using Op = decltype(op);
+    const auto p = build<Op>(c);
+    Plan plan;
+    ASSERT_TRUE(plan.create(p.op, device_.execution()).ok());
+    WorkspaceSize size;
+    ASSERT_TRUE(plan.size(&size).ok());
+    std::array<Fields, 4> results;
+    std::array<Status, 4> statuses;
+    std::vector<std::thread> threads;
+    for (size_t i = 0; i < results.size(); ++i) {
+      threads.emplace_back([&, i] {
+        const auto own = build<Op>(c);
+        const Bytes scratch(size.recommended);
+        for (int k = 0; k < 3 && statuses[i].ok(); ++k) {
+          statuses[i] = plan.run(Addresses(own.op), {scratch.data(), size.recommended});
+        }
+        logitless_op unused{};
+        for_each_tensor(own.op, unused,
+                        [&](const char* name, Access access, const TensorView& view, auto&&) {
+                          if (!view || access == Access::read) return;
+                          Field& field = results[i][name];
+                          field.value = read(view);
+                          field.bits.resize(field.value.size() * sizeof(double));
+                          std::memcpy(field.bits.data(), field.value.data(), field.bits.size());
+                        });
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    for (size_t i = 0; i < results.size(); ++i) {
+      ASSERT_TRUE(statuses[i].ok()) << statuses[i].message();
+      EXPECT_EQ(differing_bits(results[0], results[i]), "") << "thread " << i;
+    }
+  });
 }
 
 TEST_P(Determinism, AnyNumberOfThreads) {

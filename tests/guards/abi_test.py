@@ -37,7 +37,7 @@ def fields_of(body: str) -> list[tuple[str, str]]:
         if function := re.fullmatch(r"\w+ \(\*(\w+)\)\(.*\)", declaration):
             found.append((function[1], declaration.replace(f"*{function[1]}", "*")))
             continue
-        parts = re.fullmatch(r"((?:const )?\w+)(.*)", declaration)
+        parts = re.fullmatch(r"((?:const )?\w+(?:\* const(?=\*))?)(.*)", declaration)
         for declarator in parts[2].split(",") if parts else []:
             member = re.fullmatch(r"\s*(\**) ?(\w+)(\[\d+\])?", declarator)
             if parts is None or member is None:
@@ -50,10 +50,11 @@ def layout(header: Path, compiler: str) -> list[str]:
     """The listing's lines about the header."""
     text = re.sub(r"/\*.*?\*/", "", header.read_text(), flags=re.DOTALL)
     structs = re.findall(r"typedef struct (\w+) \{(.*?)\} \1;", text, flags=re.DOTALL)
+    opaque = re.findall(r"typedef struct (\w+) \1;", text)
     enums = [re.findall(r"(\w+) = \d+", body) for body in re.findall(r"enum \{(.*?)\}", text, re.S)]
     functions = re.findall(r"^LOGITLESS_API (.*?);", text, flags=re.DOTALL | re.MULTILINE)
     for found, keyword in (
-        (structs, r"\bstruct "),
+        (structs + opaque, r"\bstruct "),
         (enums, r"\benum\b"),
         (functions, r"^LOGITL.*\("),
     ):

@@ -3,7 +3,7 @@
 // digest of its transcript (transcript.h), sorted:
 //   lin-both bf16 8192x4096x128256 gw=f32 | sm90x132 | 256M | launches=37 digest=0123456789abcdef
 // With an argument it prints the transcripts themselves, of the calls whose line begins with it.
-// Exit code 77 says that this build lacks kernels that are launched.
+// Each call runs by a plan too, which must launch the same. Exit code 77 says that this build lacks kernels that are launched.
 #include <algorithm>
 #include <cstdio>
 #include <string>
@@ -55,8 +55,21 @@ struct Run {
   int launches = 0;
 };
 
+// Runs `op` by a plan that was created at other addresses, aligned alike.
+template <class Op>
+Status run_planned(const Op& op, const Workspace& workspace, const Execution& execution) {
+  Op other = op;
+  const logitless_op unused{};
+  for_each_tensor(other, unused, [&](const char*, Access, TensorView& view, auto&&) {
+    if (view) view.data = static_cast<char*>(view.data) + 4096;
+  });
+  Plan plan;
+  const Status status = plan.create(other, execution, workspace.bytes);
+  return status.ok() ? plan.run(Addresses(op), workspace, execution.stream) : status;
+}
+
 Run run_on(const Call& call, const Assumed& assumed, const MemorySize& memory,
-           const FunctionNames& names) {
+           const FunctionNames& names, bool by_plan) {
   const AnyOp any = op_of(call, assumed.device);
   AssumedMachine machine(assumed.portable);
   Transcript transcript(&names);
@@ -71,7 +84,8 @@ Run run_on(const Call& call, const Assumed& assumed, const MemorySize& memory,
         const Status asked = workspace(op, execution, &size);
         if (!asked.ok()) return asked;
         const uint64_t bytes = std::max(size.minimum, memory.bytes(size.minimum, size.recommended));
-        return run(op, {reinterpret_cast<void*>(kWorkspace), bytes}, execution);
+        const Workspace given{reinterpret_cast<void*>(kWorkspace), bytes};
+        return by_plan ? run_planned(op, given, execution) : run(op, given, execution);
       },
       any);
   std::string text = transcript.text();
@@ -92,7 +106,11 @@ int print_launches(const char* wanted) {
   for (const Call& call : calls()) {
     const Assumed& assumed = devices[static_cast<size_t>(random.below(std::ssize(devices)))];
     const MemorySize& memory = random.of(kMemories);
-    const Run run = run_on(call, assumed, memory, names);
+    const Run run = run_on(call, assumed, memory, names, false);
+    if (run_on(call, assumed, memory, names, true).text != run.text) {
+      std::printf("by a plan other than at once: %s\n", run.head.c_str());
+      return 1;
+    }
     if (wanted == nullptr) {
       char end[64];
       std::snprintf(end, sizeof(end), " | launches=%d digest=%016lx", run.launches,

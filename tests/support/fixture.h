@@ -17,11 +17,15 @@ namespace logitless::conformance {
 
 enum class Memory { minimum, recommended, exact };
 
+// A call is run at once, or by a plan that was created on other memory, aligned alike, or on none.
+enum class By { run, plan, plan_of_any_address };
+
 struct RunPlan {
   Memory memory = Memory::recommended;
   uint64_t bytes = 0;  // it counts with Memory::exact
   const Executor* executor = nullptr;
   std::byte fill{0x5A};  // outputs and workspace hold it before the run
+  By by = By::run;
 };
 
 // This is one output as the backend left it.
@@ -107,6 +111,23 @@ void place(Op& op, const Device& tensors) {
   });
 }
 
+// Runs `op` by a plan that has never seen its addresses; `host` is the same op in the pool.
+template <class Op>
+Status run_planned(const TestDevice& device, const Op& op, const Op& host, const Pool& pool,
+                   const Workspace& scratch, const Execution& execution, By by) {
+  const DeviceCopy elsewhere(device, pool);
+  Op other = host;
+  logitless_op unused{};
+  for_each_tensor(other, unused, [&](const char*, Access, TensorView& view, auto&&) {
+    if (view) view = elsewhere.input(view);
+    if (by == By::plan_of_any_address) view.data = nullptr;
+  });
+  place(other, device.tensors());
+  Plan plan;
+  const Status status = plan.create(other, execution, scratch.bytes);
+  return status.ok() ? plan.run(Addresses(op), scratch, execution.stream) : status;
+}
+
 template <class Op>
 Outcome execute(const TestDevice& device, const Op& host, const Pool& pool,
                 const RunPlan& plan = {}) {
@@ -144,7 +165,9 @@ Outcome execute(const TestDevice& device, const Op& host, const Pool& pool,
                                                               : plan.bytes;
   const Workspace scratch = copy.workspace(outcome.size, bytes, plan.fill);
   copy.upload();
-  outcome.status = run(op, scratch, execution);
+  outcome.status = plan.by == By::run
+                       ? run(op, scratch, execution)
+                       : run_planned(device, op, host, pool, scratch, execution, plan.by);
   copy.download();
   outcome.violations = copy.violations(outcome.status.ok());
   outcome.given = bytes;

@@ -159,7 +159,8 @@ def make_plan(
     size, room = chosen
     return _abi.Plan(
         kind, (*views, *_kept.views(size, views[0])), options, device, room=room, kept=size,
-        most=most if memory is not None else 0, addresses=(*addresses, FRESH, FRESH),
+        most=most if memory is not None else 0,
+        addresses=(*addresses, FRESH, FRESH) if addresses else (),
     )  # fmt: skip
 
 
@@ -225,8 +226,10 @@ def launch(
     if plan is None:
         if tf32 and options is not None:
             options = options._replace(allow_tf32=True)
+        # Of a host tensor's address the plan need not know anything.
+        aligned = addresses if cuda else ()
         plan = make_plan(
-            kind, names, tensors, options, row_state, memory, accumulate, addresses, keep, kept
+            kind, names, tensors, options, row_state, memory, accumulate, aligned, keep, kept
         )
         if len(_plans) >= MOST_SHAPES:
             _plans.clear()

@@ -3,6 +3,7 @@
 // the facts of a call that its kernels need, and runs a plan. engines.cpp lists them, best first.
 #pragma once
 
+#include <array>
 #include <functional>
 #include <span>
 #include <vector>
@@ -108,7 +109,15 @@ struct LinearPasses {
   int count = 0;
   std::array<LinearPass, 2> pass{};
 };
-LinearPasses linear_passes(const Call& call, const Workspace& workspace, const DeviceInfo& device);
+// What is decided of a linear op in so many bytes: who runs it, and the plan of each pass.
+struct LinearDecisions {
+  const Engine* engine = nullptr;
+  LinearPlan plan;
+  std::array<LinearPlan, 2> pass{};  // they are decided where `plan` has two passes
+};
+LinearDecisions decide_linear(const Call& call, uint64_t bytes, const DeviceInfo& device);
+LinearPasses linear_passes(const Call& call, const LinearDecisions& decided,
+                           const Workspace& workspace, const DeviceInfo& device);
 
 // Answers what is planned of a linear op on a device.
 struct Asked {

@@ -157,10 +157,10 @@ Call second_op(const Call& op, const Call& state, int64_t first_rows) {
   return {second, op.execution};
 }
 
-// Makes a plan of two passes, which run one after the other in the memory behind the rows' states.
-LinearPasses two_passes(const Asked& asked, const Call& op, int64_t first_rows, uint64_t bytes,
+// Makes two passes, which run one after the other in the memory behind the rows' states.
+LinearPasses two_passes(const LinearDecisions& decided, const LinearShape& shape, const Call& op,
                         char* workspace, const DeviceInfo& device) {
-  const auto& [engine, shape, speed] = asked;
+  const int64_t first_rows = decided.plan.first_rows;
   Arena states(workspace);
   Call first = op;
   const auto keep = [&](Tensor* state) {
@@ -178,16 +178,19 @@ LinearPasses two_passes(const Asked& asked, const Call& op, int64_t first_rows, 
   const Call second = second_op(op, first, first_rows);
   // grad_weight stays: where it is not made, its memory may still hold panels
   first.grad_bias = {};
-  const uint64_t left = bytes - states.used();
-  const auto pass = [&](LinearCall call, const LinearShape& planned) -> LinearPass {
+  const auto pass = [&](LinearCall call, const LinearShape& planned,
+                        const LinearPlan& plan) -> LinearPass {
     call.shape = planned;
     call.in.skips_inactive = false;  // a ForwardBackward multiplies every row, in both passes
-    return {call, search(engine, planned, speed, left).best, workspace + states.used()};
+    return {call, plan, workspace + states.used()};
   };
-  return {&engine,
+  const std::span only(&decided.engine, 1);
+  return {decided.engine,
           2,
-          {pass(make_call(engines(), first, device).call, first_pass(shape, first_rows)),
-           pass(make_call(engines(), second, device).call, second_pass(shape, first_rows))}};
+          {pass(make_call(only, first, device).call, first_pass(shape, first_rows),
+                decided.pass[0]),
+           pass(make_call(only, second, device).call, second_pass(shape, first_rows),
+                decided.pass[1])}};
 }
 
 }  // namespace
@@ -233,15 +236,24 @@ Status linear_workspace(const Call& call, const DeviceInfo& device, uint64_t giv
   return {};
 }
 
-LinearPasses linear_passes(const Call& op, const Workspace& workspace, const DeviceInfo& device) {
-  const auto [engine, call] = make_call(engines(), op, device);
-  const Asked asked{*engine, call.shape, engine->speed(device)};
-  const LinearPlan plan = asked.plan(workspace.bytes);
+LinearDecisions decide_linear(const Call& op, uint64_t bytes, const DeviceInfo& device) {
+  const Asked asked = asked_of(op, device);
+  LinearDecisions decided{&asked.engine, asked.plan(bytes)};
+  if (decided.plan.kind != PlanKind::two_passes) return decided;
+  const std::vector<Planned> both = passes(asked, bytes);
+  for (size_t i = 0; i < both.size(); ++i) decided.pass[i] = both[i].plan;
+  return decided;
+}
+
+LinearPasses linear_passes(const Call& op, const LinearDecisions& decided,
+                           const Workspace& workspace, const DeviceInfo& device) {
+  // The environment may name another engine by now.
+  const LinearCall call = make_call({&decided.engine, 1}, op, device).call;
   char* memory = static_cast<char*>(workspace.data) + workspace.byte_offset;
-  if (plan.kind == PlanKind::two_passes) {
-    return two_passes(asked, op, plan.first_rows, workspace.bytes, memory, device);
+  if (decided.plan.kind == PlanKind::two_passes) {
+    return two_passes(decided, call.shape, op, memory, device);
   }
-  return {engine, 1, {LinearPass{call, plan, memory}}};
+  return {decided.engine, 1, {LinearPass{call, decided.plan, memory}}};
 }
 
 }  // namespace logitless::cuda

@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "src/run.h"
+
+#include <algorithm>
+#include <cfloat>
+
+#include "src/message.h"
+#include "src/rules.h"
+#include "src/validate.h"
+
+namespace logitless {
+
+const Backend* find_backend(DeviceType type, Status* status) {
+  switch (type) {
+    case DeviceType::cpu:
+      return &cpu_backend();
+    case DeviceType::reference:
+      return &reference_backend();
+    case DeviceType::cuda:
+#ifdef LOGITLESS_WITH_CUDA
+      return cuda_backend(status);
+#else
+      *status = error(StatusCode::backend_unavailable, "cuda: this library was built without it");
+      return nullptr;
+#endif
+    case DeviceType::webgpu:
+#ifdef LOGITLESS_WITH_WEBGPU
+      return webgpu_backend(status);
+#else
+      *status = error(StatusCode::backend_unavailable, "webgpu: this library was built without it");
+      return nullptr;
+#endif
+  }
+  *status = unknown_device(static_cast<int32_t>(type));
+  return nullptr;
+}
+
+namespace {
+
+// What is recommended may be left out where `given` bytes are enough.
+Status check_and_size(const Call& call, uint64_t given, const Backend** backend,
+                      WorkspaceSize* size) {
+  Status status;
+  *backend = find_backend(call.execution.device.type, &status);
+  if (status.ok()) status = validate(call);
+  if (status.ok()) status = (*backend)->workspace(call, given, size);
+  return status;
+}
+
+bool has_addresses(const Call& call) { return call.execution.device.type != DeviceType::webgpu; }
+
+}  // namespace
+
+Status ask_workspace(const Call& call, WorkspaceSize* size) {
+  const Backend* backend = nullptr;
+  return check_and_size(call, 0, &backend, size);
+}
+
+Status run(const Call& call, const Workspace& workspace) {
+  const Backend* backend = nullptr;
+  WorkspaceSize size;
+  Decisions decided;
+  Status status = check_and_size(call, workspace.bytes, &backend, &size);
+  if (status.ok()) status = validate_data(call, workspace, size);
+  if (status.ok()) status = backend->decide(call, workspace.bytes, &decided);
+  if (status.ok()) status = backend->run(call, decided, workspace);
+  return status;
+}
+
+Status PlannedCall::create(const Call& call, uint64_t bytes) {
+  call_ = call;
+  if (call.execution.executor != nullptr) {
+    executor_ = *call.execution.executor;
+    call_.execution.executor = &executor_;
+  }
+  WorkspaceSize size;
+  const bool recommended = bytes == recommended_bytes;
+  Status status = check_and_size(call_, recommended ? 0 : bytes, &backend_, &size);
+  if (!status.ok()) return status;
+  count_ = 0;
+  for (const TensorField& field : tensor_fields(call.kind)) {
+    Tensor& tensor = tensor_at(call_, field);
+    if (!tensor) continue;
+    given_[count_++] = &field;
+    // Of an address that is not known nothing is assumed.
+    if (tensor.alignment == 0) tensor.alignment = static_cast<uint32_t>(size_of(tensor.dtype));
+  }
+  std::sort(given_.begin(), given_.begin() + static_cast<int64_t>(count_),
+            [](const TensorField* a, const TensorField* b) { return a->in_c < b->in_c; });
+  status = backend_->workspace(call_, recommended ? 0 : bytes, &size);
+  if (!status.ok()) return status;
+  bytes_ = recommended ? size.recommended : bytes;
+  alignment_ = size.alignment;
+  if (bytes_ < size.minimum) {
+    return error(StatusCode::workspace_too_small,
+                 "bytes is %llu; allowed: >= %llu (recommended: %llu)",
+                 static_cast<unsigned long long>(bytes_),
+                 static_cast<unsigned long long>(size.minimum),
+                 static_cast<unsigned long long>(size.recommended));
+  }
+  return backend_->decide(call_, bytes_, &decided_);
+}
+
+// Gives the tensors of `call` their addresses, which the plan's alignments have to hold for.
+Status PlannedCall::place(std::span<void* const> addresses, Call* call) const {
+  if (addresses.size() != count_) {
+    return error(StatusCode::invalid_argument,
+                 "addresses: %zu are given; allowed: %zu, one for each tensor that the plan's %s "
+                 "was created with",
+                 addresses.size(), count_, call_.op_name());
+  }
+  for (size_t i = 0; i < count_; ++i) {
+    Tensor& tensor = tensor_at(*call, *given_[i]);
+    tensor.data = addresses[i];
+    const uint32_t found = alignment_of(tensor), least = static_cast<uint32_t>(size_of(tensor.dtype));
+    // What is no multiple of an element's size has a status of its own.
+    if (!has_addresses(*call) || elements(tensor) == 0 || found < least ||
+        found >= tensor.alignment) {
+      continue;
+    }
+    return error(StatusCode::invalid_argument,
+                 "%s is at address %p + %llu; allowed: multiples of %u, as when the plan was "
+                 "created",
+                 given_[i]->name, tensor.data, static_cast<unsigned long long>(tensor.byte_offset),
+                 tensor.alignment);
+  }
+  return {};
+}
+
+Status PlannedCall::run(std::span<void* const> addresses, const Workspace& workspace, void* stream,
+                 double normalizer) const {
+  Call call = call_;
+  if (normalizer != 0) {
+    if (!(normalizer > 0 && normalizer <= DBL_MAX) || call.options.normalizer == 0) {
+      return error(StatusCode::invalid_argument,
+                   "normalizer is %g; allowed: finite, > 0, of a plan whose options have one",
+                   normalizer);
+    }
+    call.options.normalizer = normalizer;
+  }
+  call.execution.stream = stream;
+  Status status = place(addresses, &call);
+  if (!status.ok()) return status;
+  status = validate_data(call, workspace, size());
+  if (!status.ok()) return status;
+  return backend_->run(call, decided_, {workspace.data, bytes_, workspace.byte_offset});
+}
+
+}  // namespace logitless
