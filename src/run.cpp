@@ -2,7 +2,6 @@
 #include "src/run.h"
 
 #include <algorithm>
-#include <cfloat>
 
 #include "src/message.h"
 #include "src/rules.h"
@@ -130,16 +129,18 @@ Status PlannedCall::place(std::span<void* const> addresses, Call* call) const {
 Status PlannedCall::run(std::span<void* const> addresses, const Workspace& workspace, void* stream,
                  double normalizer) const {
   Call call = call_;
+  Status status;
   if (normalizer != 0) {
-    if (!(normalizer > 0 && normalizer <= DBL_MAX) || call.options.normalizer == 0) {
+    if (call.options.normalizer == 0) {
       return error(StatusCode::invalid_argument,
-                   "normalizer is %g; allowed: finite, > 0, of a plan whose options have one",
+                   "normalizer is %g; allowed: 0, since the plan was created without one",
                    normalizer);
     }
     call.options.normalizer = normalizer;
+    status = check_normalizer(call);
   }
   call.execution.stream = stream;
-  Status status = place(addresses, &call);
+  if (status.ok()) status = place(addresses, &call);
   if (!status.ok()) return status;
   status = validate_data(call, workspace, size());
   if (!status.ok()) return status;

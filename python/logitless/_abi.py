@@ -432,6 +432,8 @@ class Plan:
             run = self._runs.pop()
         except IndexError:
             run = _Run(self._plan or self._create(), len(self._order), self.bytes)
+        if len(addresses) != len(self._order):
+            raise ValueError(f"{len(addresses)} addresses of {len(self._order)} tensors")
         run.addresses[:] = [addresses[i] for i in self._order]
         run.workspace.data = workspace
         arguments = run.arguments

@@ -191,7 +191,7 @@ TEST(PlanRules, TheNormalizerMayChange) {
                    "normalizer is");
   }
   expect_refused(counted.run(Addresses(op), memory, nullptr, 7), StatusCode::invalid_argument,
-                 "normalizer is 7");
+                 "normalizer is 7; allowed: 0");
   EXPECT_EQ(head.loss, -1);
 }
 

@@ -284,6 +284,45 @@ TEST_P(CudaRecorded, AddressesOfSixteenBytesAreAllTheSame) {
   });
 }
 
+// It is told on which streams kernels are launched, and passes everything else on to nobody.
+struct Streams final : RecordedCuda::Listener {
+  std::set<void*> seen;
+  void launch(const cudaLaunchConfig_t& config, const void*, void**, const cuda::Parameter*,
+              int) override {
+    seen.insert(config.stream);
+  }
+  void copy(void*, const void*, size_t) override {}
+  void encode(const Map&, CUtensorMap*) override {}
+  void* layout(int, uint64_t, uint64_t, int64_t) override { return &seen; }
+  void* description(int, int) override { return &seen; }
+  void* preference() override { return &seen; }
+  void set(void*, int, const void*, size_t) override {}
+  void choose(const Operands&, void*, cuda::lt::Algorithm*) override {}
+  void multiply(const Operands&, std::array<const void*, 6>, const cuda::lt::Algorithm&, void*,
+                size_t) override {}
+};
+
+// The stream is that of the run, not that of create.
+TEST_P(CudaRecorded, APlanRunsWhereItIsTold) {
+  for_calls({1}, [&](const auto& call) {
+    RecordedCuda machine({kDevices[0], kDevices[1]});
+    Plan plan;
+    WorkspaceSize size;
+    ASSERT_TRUE(plan.create(call.op, kExecution).ok());
+    ASSERT_TRUE(plan.size(&size).ok());
+    Streams streams;
+    machine.listener = &streams;
+    void* const stream = &size;
+    const Addresses addresses(call.op);
+    const Status status =
+        plan.run(addresses, {reinterpret_cast<void*>(kWorkspace), size.minimum}, stream);
+    machine.listener = nullptr;
+    EXPECT_TRUE(status.ok()) << call.name << ": " << status.message();
+    EXPECT_EQ(streams.seen, std::set<void*>{stream}) << call.name;
+    EXPECT_EQ(machine.live(), 0) << call.name;
+  });
+}
+
 // Shards are combined in three launches at most.
 TEST(CudaRecordedCombine, TakesThreeLaunches) {
   constexpr int64_t shards = 4, tokens = 8192;

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mutants: bugs that some test must catch, and which tests are asked."""
 
-from mutants import combine, kernels, linear, logits, overlap, token_options, tokens
+from mutants import combine, kernels, linear, logits, overlap, plans, token_options, tokens
 from mutants.mutant import TESTS, Edit, Mutant
 
 MUTANTS = [
@@ -12,6 +12,7 @@ MUTANTS = [
     *linear.MUTANTS,
     *combine.MUTANTS,
     *overlap.MUTANTS,
+    *plans.MUTANTS,
 ]
 _names = [mutant.name for mutant in MUTANTS]
 assert len(set(_names)) == len(_names), "two mutants of one name"

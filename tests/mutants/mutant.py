@@ -19,6 +19,7 @@ TABLE = ("*EveryShape", "*EveryOptionAloneAndInPairs")
 TESTS: dict[str, list[str]] = {
     "validation": ["rejects_test", "accepts_test"],
     "overlap": ["overlap_test"],
+    "plans": ["plan_rules_test", "rejects_test"],
     "tokens": ["tokens_test"],
     "kernels": ["row_kernels_test"],
     "gemm": ["gemm_test"],

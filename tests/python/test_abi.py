@@ -23,6 +23,7 @@ STRUCTS = {
     "logitless_workspace_size": _abi.WorkspaceSize,
     "logitless_workspace_buffer": _abi.WorkspaceBuffer,
     "logitless_kept": _abi.Kept,
+    "logitless_plan_arguments": _abi.PlanArguments,
 }
 ENUMS = (
     "F32 F16 BF16 I32 I64 CPU CUDA WEBGPU REFERENCE REDUCTION_NONE REDUCTION_SUM REDUCTION_MEAN "

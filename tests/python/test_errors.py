@@ -377,8 +377,9 @@ def test_addresses_must_be_as_many_as_the_views() -> None:
     view = _abi.View("logits", _abi.F32, _abi.CPU, 0, (2, 3), (3, 1))
     views = (view, view._replace(name="probabilities"))
     plan = _abi.Plan(_abi.SOFTMAX, views, None, (_abi.CPU, 0))
-    with pytest.raises(ValueError, match="zip"):
-        plan.run([torch.ones(2, 3).data_ptr()], 0)
+    for count in (1, 3):
+        with pytest.raises(ValueError, match=f"{count} addresses of 2 tensors"):
+            plan.run([torch.ones(2, 3).data_ptr()] * count, 0)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ constexpr bool kSanitized = false;
 
 template <class Op>
 Status run_reference(const Op& op) {
-  return reference_backend().run(op, {});
+  return reference_backend().run(op, {}, {});
 }
 
 bool all_nan(const Doubles& values, int64_t begin, int64_t end) {
