@@ -59,8 +59,8 @@ int main() {
   for (int k = 0; k < 50 && status.ok(); ++k) {
     target[0] = k % 2 == 0 ? -100 : 7;  // one token less counts at every other step
     const double counted = k % 2 == 0 ? N - 1 : N;
-    status = step.run(input.data(), weight.data(), target.data(), &loss, grad_weight.data(),
-                      counted);
+    status =
+        step.run(input.data(), weight.data(), target.data(), &loss, grad_weight.data(), counted);
     if (k == 0) first = loss;
     for (size_t i = 0; i < weight.size(); ++i) weight[i] -= grad_weight[i];
   }

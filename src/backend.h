@@ -38,10 +38,11 @@ struct Backend {
   // Plans a validated `call`; this is pure and cheap, and data pointers may be null. What is
   // recommended may be left out where `given` bytes are the minimum or more.
   virtual Status workspace(const Call& call, uint64_t given, WorkspaceSize* size) const = 0;
-  // Decides what depends on a validated `call` and on its `bytes` of workspace, the minimum or more,
-  // alone. Of an address it looks at Tensor::alignment.
+  // Decides what depends on a validated `call` and on its `bytes` of workspace, the minimum or
+  // more, alone. Of an address it looks at Tensor::alignment.
   virtual Status decide(const Call&, uint64_t /*bytes*/, Decisions*) const { return {}; }
-  // Runs `call`; it and the workspace (aligned, of the bytes that were decided about) are validated.
+  // Runs `call`; it and the workspace (aligned, of the bytes that were decided about) are
+  // validated.
   virtual Status run(const Call& call, const Decisions& decided,
                      const Workspace& workspace) const = 0;
   virtual const char* name() const = 0;

@@ -91,11 +91,10 @@ Status PlannedCall::create(const Call& call, uint64_t bytes) {
   bytes_ = recommended ? size.recommended : bytes;
   alignment_ = size.alignment;
   if (bytes_ < size.minimum) {
-    return error(StatusCode::workspace_too_small,
-                 "bytes is %llu; allowed: >= %llu (recommended: %llu)",
-                 static_cast<unsigned long long>(bytes_),
-                 static_cast<unsigned long long>(size.minimum),
-                 static_cast<unsigned long long>(size.recommended));
+    return error(
+        StatusCode::workspace_too_small, "bytes is %llu; allowed: >= %llu (recommended: %llu)",
+        static_cast<unsigned long long>(bytes_), static_cast<unsigned long long>(size.minimum),
+        static_cast<unsigned long long>(size.recommended));
   }
   return backend_->decide(call_, bytes_, &decided_);
 }
@@ -111,7 +110,8 @@ Status PlannedCall::place(std::span<void* const> addresses, Call* call) const {
   for (size_t i = 0; i < count_; ++i) {
     Tensor& tensor = tensor_at(*call, *given_[i]);
     tensor.data = addresses[i];
-    const uint32_t found = alignment_of(tensor), least = static_cast<uint32_t>(size_of(tensor.dtype));
+    const uint32_t found = alignment_of(tensor),
+                   least = static_cast<uint32_t>(size_of(tensor.dtype));
     // What is no multiple of an element's size has a status of its own.
     if (!has_addresses(*call) || elements(tensor) == 0 || found < least ||
         found >= tensor.alignment) {
@@ -127,7 +127,7 @@ Status PlannedCall::place(std::span<void* const> addresses, Call* call) const {
 }
 
 Status PlannedCall::run(std::span<void* const> addresses, const Workspace& workspace, void* stream,
-                 double normalizer) const {
+                        double normalizer) const {
   Call call = call_;
   Status status;
   if (normalizer != 0) {

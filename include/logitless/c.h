@@ -310,7 +310,8 @@ LOGITLESS_API int32_t logitless_plan_run(const logitless_plan* plan,
                                          const logitless_plan_arguments* arguments,
                                          const logitless_workspace_buffer* workspace,
                                          logitless_status* status);
-/* Frees the plan, which no thread may be running; work that it enqueued goes on. NULL is nothing. */
+/* Frees the plan, which no thread may be running; work that it enqueued goes on. NULL is nothing.
+ */
 LOGITLESS_API void logitless_plan_destroy(logitless_plan* plan);
 
 #ifdef __cplusplus

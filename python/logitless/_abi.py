@@ -330,7 +330,7 @@ def _error(code: int, status: Status) -> Exception:
 class _Run:
     """The structs of one run of a plan, filled but for what each brings. One run at a time."""
 
-    def __init__(self, plan: void_p, tensors: int, bytes: int) -> None:
+    def __init__(self, plan: ctypes.c_void_p, tensors: int, bytes: int) -> None:
         self.addresses = (void_p * tensors)()
         self.arguments = PlanArguments(count=tensors, addresses=self.addresses)
         self.workspace = WorkspaceBuffer(bytes=bytes)
@@ -408,10 +408,10 @@ class Plan:
         self.kept = kept
         # logitless_op lists tensors in an order of its own.
         self._order = sorted(range(len(views)), key=lambda i: _PLACE[views[i].name])
-        self._plan: void_p | None = None
+        self._plan: ctypes.c_void_p | None = None
         self._runs: list[_Run] = []  # these are not in use; append and pop are atomic
 
-    def _create(self) -> void_p:
+    def _create(self) -> ctypes.c_void_p:
         """Where nothing is run, as when memory is asked for, nothing is created."""
         plan, call = void_p(), self._call
         structs = byref(call.op), byref(call.execution), u64(self.bytes), byref(plan)

@@ -57,8 +57,8 @@ struct CudaBackend final : Backend {
     if (!current.status().ok()) return current.status();
     cuda::Stream stream(call.execution.stream);
     if (call.linear) {
-      const cuda::LinearPasses made = cuda::linear_passes(
-          call, decided.get<cuda::LinearDecisions>(), workspace, *device);
+      const cuda::LinearPasses made =
+          cuda::linear_passes(call, decided.get<cuda::LinearDecisions>(), workspace, *device);
       stream.prepare_and_run([&] {
         for (int i = 0; i < made.count; ++i) {
           const cuda::LinearPass& pass = made.pass[i];

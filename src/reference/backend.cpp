@@ -38,7 +38,9 @@ struct ReferenceBackend final : Backend {
     *size = {.minimum = 0, .recommended = 0, .alignment = 64};
     return {};
   }
-  Status run(const Call& call, const Decisions&, const Workspace&) const override { return evaluate_and_write(call); }
+  Status run(const Call& call, const Decisions&, const Workspace&) const override {
+    return evaluate_and_write(call);
+  }
   Status describe(char* text, size_t bytes) const override {
     std::snprintf(text, bytes, "double, plain loops, one thread");
     return {};

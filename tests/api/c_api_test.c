@@ -135,10 +135,9 @@ static int32_t run_plan(void) {
   void* addresses[8];
   uint32_t count = 0;
   const logitless_op* op = &g_op.value;
-  const logitless_tensor* listed[] = {op->logits, op->probabilities, op->input,
-                                      op->weight, op->target,        op->loss,
-                                      op->grad_loss, op->grad_logits, op->grad_input,
-                                      op->grad_weight};
+  const logitless_tensor* listed[] = {
+      op->logits, op->probabilities, op->input,       op->weight,     op->target,
+      op->loss,   op->grad_loss,     op->grad_logits, op->grad_input, op->grad_weight};
   int32_t code = logitless_plan_create(op, &g_execution.value, g_workspace.value.bytes, &plan,
                                        &g_status.value);
   CHECK((code == LOGITLESS_OK) == (plan != NULL));

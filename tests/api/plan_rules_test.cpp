@@ -77,12 +77,12 @@ TEST(PlanRules, OwnsWhatItWasCreatedFrom) {
   Plan plan;
   int regions = 0;
   {
-    auto executor = std::make_unique<Executor>(Executor{
-        sizeof(Executor), 2, &regions,
-        [](void* state, int64_t count, void (*fn)(void*, int64_t), void* context) {
-          ++*static_cast<int*>(state);
-          for (int64_t i = 0; i < count; ++i) fn(context, i);
-        }});
+    auto executor = std::make_unique<Executor>(
+        Executor{sizeof(Executor), 2, &regions,
+                 [](void* state, int64_t count, void (*fn)(void*, int64_t), void* context) {
+                   ++*static_cast<int*>(state);
+                   for (int64_t i = 0; i < count; ++i) fn(context, i);
+                 }});
     auto op = std::make_unique<LinearCrossEntropyForwardBackward>(head.op());
     ASSERT_TRUE(plan.create(*op, {.executor = executor.get()}).ok());
     executor->parallel_for = nullptr;

@@ -3,7 +3,8 @@
 // digest of its transcript (transcript.h), sorted:
 //   lin-both bf16 8192x4096x128256 gw=f32 | sm90x132 | 256M | launches=37 digest=0123456789abcdef
 // With an argument it prints the transcripts themselves, of the calls whose line begins with it.
-// Each call runs by a plan too, which must launch the same. Exit code 77 says that this build lacks kernels that are launched.
+// Each call runs by a plan too, which must launch the same. Exit code 77 says that this build lacks
+// kernels that are launched.
 #include <algorithm>
 #include <cstdio>
 #include <string>

@@ -36,7 +36,8 @@ def tensors(tokens: int = 3) -> list[torch.Tensor]:
     return [torch.tensor(-1.0), torch.randn(5, 4), target, torch.randn(tokens, 4)]
 
 
-def run(plan: Plan, given: list[torch.Tensor], **how: Any) -> float:
+def run(plan: Plan | None, given: list[torch.Tensor], **how: Any) -> float:
+    assert plan is not None
     workspace = torch.empty(plan.bytes + 64, dtype=torch.uint8)
     start = workspace.data_ptr() + -workspace.data_ptr() % 64
     plan.run([t.data_ptr() for t in given], start, **how)
@@ -87,13 +88,14 @@ def test_the_normalizer_of_a_run_takes_the_place_of_the_plans() -> None:
 
 def test_a_refused_run_names_the_field_and_leaves_the_plan_usable() -> None:
     plan, given = a_plan(), tensors()
-    with pytest.raises(LogitlessError, match="weight has shape .* NULL data"):
+    with pytest.raises(LogitlessError, match=r"weight has shape .* NULL data"):
         plan.run([given[0].data_ptr(), 0, given[2].data_ptr(), given[3].data_ptr()], 64)
     assert run(plan, given) == pytest.approx(expected(given))
 
 
 def test_threads_run_one_plan(counted: dict[str, int]) -> None:
-    plan, sets = a_plan(300), [tensors(300) for _ in range(4)]
+    plan: Plan | None = a_plan(300)
+    sets = [tensors(300) for _ in range(4)]
     found: list[list[float]] = [[] for _ in sets]
 
     def work(i: int) -> None:
@@ -107,7 +109,7 @@ def test_threads_run_one_plan(counted: dict[str, int]) -> None:
         thread.join()
     assert {value for each in found for value in each} == {found[0][0]}
     assert found[0][0] == pytest.approx(expected(sets[0]))
-    del plan
+    plan = None
     gc.collect()
     assert counted["create"] == counted["destroy"] >= 1
 

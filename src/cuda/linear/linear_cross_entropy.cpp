@@ -185,12 +185,12 @@ LinearPasses two_passes(const LinearDecisions& decided, const LinearShape& shape
     return {call, plan, workspace + states.used()};
   };
   const std::span only(&decided.engine, 1);
-  return {decided.engine,
-          2,
-          {pass(make_call(only, first, device).call, first_pass(shape, first_rows),
-                decided.pass[0]),
-           pass(make_call(only, second, device).call, second_pass(shape, first_rows),
-                decided.pass[1])}};
+  return {
+      decided.engine,
+      2,
+      {pass(make_call(only, first, device).call, first_pass(shape, first_rows), decided.pass[0]),
+       pass(make_call(only, second, device).call, second_pass(shape, first_rows),
+            decided.pass[1])}};
 }
 
 }  // namespace
