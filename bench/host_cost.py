@@ -186,17 +186,17 @@ def binding_rows() -> None:
     def torch_memory() -> None:
         torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
 
-    before = _abi._run, _abi._scale_each
+    before = _abi._plan_run, _abi._scale_each
 
     class Without:
         """The binding alone: C functions that do nothing."""
 
         def __enter__(self) -> None:
-            _abi._run = lambda *_: 0
+            _abi._plan_run = lambda *_: 0
             _abi._scale_each = lambda *_: 0
 
         def __exit__(self, *_: object) -> None:
-            _abi._run, _abi._scale_each = before
+            _abi._plan_run, _abi._scale_each = before
 
     def alone() -> None:
         x.grad = w.grad = None

@@ -51,19 +51,19 @@ class Ran(NamedTuple):
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Ran]]:
     calls: list[Ran] = []
-    real = _abi._run
+    real = _abi.Plan.run
 
-    def spy(op: Any, workspace: Any, *rest: Any) -> int:
-        fields, bytes = op.contents, workspace.contents.bytes
+    def spy(plan: _abi.Plan, *given: Any, **how: Any) -> None:
+        fields, bytes = plan._call.op, plan.bytes
         for name, size in (("kept", 2 if fields.kind == BACKWARD else 4), ("kept_rows", 4)):
             if getattr(fields, name):
                 tensor = getattr(fields, name).contents
                 size = 4 if tensor.dtype == _abi.F32 else 2
                 bytes += size * tensor.shape[0] * tensor.shape[1]
         calls.append(Ran(fields.kind, bool(fields.kept), bool(fields.consume_kept), bytes))
-        return int(real(op, workspace, *rest))
+        real(plan, *given, **how)
 
-    monkeypatch.setattr(_abi, "_run", spy)
+    monkeypatch.setattr(_abi.Plan, "run", spy)
     yield calls
 
 

@@ -127,10 +127,11 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 def test_a_call_is_planned_for_the_addresses_that_it_runs_on(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without them the workspace would have to serve tensors that are aligned in any way."""
+    """Without them the workspace would have to serve tensors that are aligned in any way, as on the
+    host it does at no cost."""
     names = ("input", "weight", "target", "grad_input", "grad_weight")
     seen: list[list[int]] = []
-    workspace, run = _abi._workspace, _abi._run
+    workspace, run = _abi._workspace, _abi.Plan.run
 
     def addresses(op: Any) -> list[int]:
         return [getattr(op, name).contents.data for name in names]
@@ -139,17 +140,18 @@ def test_a_call_is_planned_for_the_addresses_that_it_runs_on(
         seen.append(addresses(op._obj))
         return int(workspace(op, *rest))
 
-    def spy_run(op: Any, *rest: Any) -> int:
-        seen.append(addresses(op.contents))
-        return int(run(op, *rest))
+    def spy_run(plan: _abi.Plan, given: list[int], *rest: Any, **how: Any) -> None:
+        seen.append(given)
+        run(plan, given, *rest, **how)
 
     monkeypatch.setattr(_abi, "_workspace", spy_workspace)
-    monkeypatch.setattr(_abi, "_run", spy_run)
+    monkeypatch.setattr(_abi.Plan, "run", spy_run)
     _run._plans.clear()
     x, w, _, t = problem((9,), 17, 8, device=device)
     linear_cross_entropy(x, w, t)
     asked, ran = seen
-    assert asked == ran and all(asked)
+    assert all(ran)
+    assert set(asked) <= set(ran) if device == "cuda" else not any(asked)
 
 
 def test_threads_with_other_numbers_of_threads_keep_their_plans(planned: list[int]) -> None:

@@ -387,14 +387,14 @@ def test_a_log_probabilitys_gradient_is_that_of_the_loss(
 ) -> None:
     """Of one upstream tensor; class or token weights make the loss another, and then of two."""
     given: list[list[str]] = []
-    real = _abi._run
+    real = _abi.Plan.run
 
-    def spy(op: Any, *rest: Any) -> int:
+    def spy(plan: _abi.Plan, *addresses: Any, **how: Any) -> None:
         names = ("grad_loss", "grad_lse", "grad_target_logit")
-        given.append([name for name in names if getattr(op.contents, name)])
-        return int(real(op, *rest))
+        given.append([name for name in names if getattr(plan._call.op, name)])
+        real(plan, *addresses, **how)
 
-    monkeypatch.setattr(_abi, "_run", spy)
+    monkeypatch.setattr(_abi.Plan, "run", spy)
     x, w, _, t = problem((4, 80), 1000, 16)
     for weight in (None, torch.rand(1000) + 0.5):
 
