@@ -2,7 +2,6 @@
 foreach(program docs/cpp.md:cpp:cpp_minimal.cpp docs/cpp.md:c:c_minimal.c docs/cpp.md:cpp:cpp_plan.cpp:2
         docs/devices.md:cpp:shards.h)
   string(REPLACE ":" ";" program ${program})
-  set(nth 1)  # of the document's programs in that language
   list(POP_FRONT program document language file nth)
   file(READ ${CMAKE_CURRENT_LIST_DIR}/../${document} text)
   if(nth EQUAL 2)

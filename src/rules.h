@@ -43,6 +43,11 @@ inline Text shape_text(int32_t rank, int64_t first, int64_t second) {
 
 inline Text shape_text(const TensorView& v) { return shape_text(v.rank, v.shape[0], v.shape[1]); }
 
+// Returns whether tensors lie at addresses; a WebGPU buffer is a handle.
+inline bool has_addresses(const Call& call) {
+  return call.rows().device.type != DeviceType::webgpu;
+}
+
 // Returns the number of elements of a view with valid rank and sizes.
 inline int64_t elements(const TensorView& v) {
   int64_t count = 1;

@@ -36,30 +36,26 @@ const Backend* find_backend(DeviceType type, Status* status) {
 
 namespace {
 
-// What is recommended may be left out where `given` bytes are enough.
-Status check_and_size(const Call& call, uint64_t given, const Backend** backend,
-                      WorkspaceSize* size) {
+Status check(const Call& call, const Backend** backend) {
   Status status;
   *backend = find_backend(call.execution.device.type, &status);
-  if (status.ok()) status = validate(call);
-  if (status.ok()) status = (*backend)->workspace(call, given, size);
-  return status;
+  return status.ok() ? validate(call) : status;
 }
-
-bool has_addresses(const Call& call) { return call.execution.device.type != DeviceType::webgpu; }
 
 }  // namespace
 
 Status ask_workspace(const Call& call, WorkspaceSize* size) {
   const Backend* backend = nullptr;
-  return check_and_size(call, 0, &backend, size);
+  const Status status = check(call, &backend);
+  return status.ok() ? backend->workspace(call, 0, size) : status;
 }
 
 Status run(const Call& call, const Workspace& workspace) {
   const Backend* backend = nullptr;
   WorkspaceSize size;
   Decisions decided;
-  Status status = check_and_size(call, workspace.bytes, &backend, &size);
+  Status status = check(call, &backend);
+  if (status.ok()) status = backend->workspace(call, workspace.bytes, &size);
   if (status.ok()) status = validate_data(call, workspace, size);
   if (status.ok()) status = backend->decide(call, workspace.bytes, &decided);
   if (status.ok()) status = backend->run(call, decided, workspace);
@@ -72,9 +68,7 @@ Status PlannedCall::create(const Call& call, uint64_t bytes) {
     executor_ = *call.execution.executor;
     call_.execution.executor = &executor_;
   }
-  WorkspaceSize size;
-  const bool recommended = bytes == recommended_bytes;
-  Status status = check_and_size(call_, recommended ? 0 : bytes, &backend_, &size);
+  Status status = check(call_, &backend_);
   if (!status.ok()) return status;
   count_ = 0;
   for (const TensorField& field : tensor_fields(call.kind)) {
@@ -86,6 +80,8 @@ Status PlannedCall::create(const Call& call, uint64_t bytes) {
   }
   std::sort(given_.begin(), given_.begin() + static_cast<int64_t>(count_),
             [](const TensorField* a, const TensorField* b) { return a->in_c < b->in_c; });
+  const bool recommended = bytes == recommended_bytes;
+  WorkspaceSize size;
   status = backend_->workspace(call_, recommended ? 0 : bytes, &size);
   if (!status.ok()) return status;
   bytes_ = recommended ? size.recommended : bytes;
@@ -142,7 +138,14 @@ Status PlannedCall::run(std::span<void* const> addresses, const Workspace& works
   call.execution.stream = stream;
   if (status.ok()) status = place(addresses, &call);
   if (!status.ok()) return status;
-  status = validate_data(call, workspace, size());
+  WorkspaceSize needed = size();
+  if (!has_addresses(call)) {
+    // Tensors that share a buffer may need copies, so that such a plan's bytes may not be enough.
+    WorkspaceSize own;
+    status = backend_->workspace(call, bytes_, &own);
+    needed.minimum = std::max(needed.minimum, own.minimum);
+  }
+  if (status.ok()) status = validate_data(call, workspace, needed);
   if (!status.ok()) return status;
   return backend_->run(call, decided_, {workspace.data, bytes_, workspace.byte_offset});
 }

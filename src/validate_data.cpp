@@ -32,8 +32,6 @@ Footprint footprint(const Workspace& w) {
   return {.address = address, .bytes = w.bytes, .element = w.bytes};
 }
 
-bool has_addresses(const Call& call) { return call.rows().device.type != DeviceType::webgpu; }
-
 Status check_addresses(const Call& call) {
   for (const Field& field : call.fields()) {
     const TensorView& v = *field.view;

@@ -234,8 +234,8 @@ class Plan {
     return status;
   }
   // Runs on tensors at `addresses`, one for each that the op had at create, in the order in which
-  // logitless_op lists them, as Addresses(op) does. A normalizer other than 0
-  // replaces that of the options. Threads may run one plan, each in a workspace of its own.
+  // logitless_op lists them, as Addresses(op) does. A normalizer other than 0 replaces that of the
+  // options. Threads may run one plan, each in a workspace of its own.
   Status run(std::span<void* const> addresses, const Workspace& workspace, void* stream = nullptr,
              double normalizer = 0) const {
     const logitless_plan_arguments a{sizeof(a), static_cast<uint32_t>(addresses.size()),

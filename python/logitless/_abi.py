@@ -319,9 +319,6 @@ class _Call:
         self.execution = Execution(device_type=device[0], device_index=device[1])
         self.status = Status()
 
-    def error(self, code: int) -> Exception:
-        return _error(code, self.status)
-
 
 def _error(code: int, status: Status) -> Exception:
     return error_of(code, in_arguments(status.message.decode(errors="replace")))
@@ -391,7 +388,7 @@ class Plan:
         size = WorkspaceSize()
         code = _workspace(byref(call.op), byref(call.execution), byref(size), byref(call.status))
         if code:
-            raise call.error(code)
+            raise _error(code, call.status)
         self.minimum: int = size.minimum
         self.recommended: int = size.recommended
         self.alignment: int = size.alignment
@@ -417,7 +414,7 @@ class Plan:
         structs = byref(call.op), byref(call.execution), u64(self.bytes), byref(plan)
         code = _plan_create(*structs, byref(call.status))
         if code:
-            raise call.error(code)
+            raise _error(code, call.status)
         # Two threads may create one each; both go with this object.
         weakref.finalize(self, _plan_destroy, plan).atexit = False
         self._plan = plan
@@ -455,7 +452,7 @@ def kept_size(
         byref(call.op), byref(call.execution), u64(bytes), byref(kept), byref(call.status)
     )
     if code:
-        raise call.error(code)
+        raise _error(code, call.status)
     shape, rows_shape = kept.shape, kept.rows_shape
     return KeptSize(
         kept.columns, (shape[0], shape[1]), (rows_shape[0], rows_shape[1]), kept.bytes, kept.key

@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "recorded.h"
+#include "src/cuda/linear/engine.h"
 #include "tests/support/allocation_count.h"
 #include "tests/support/problem.h"
 #include "tests/support/suite.h"
@@ -63,8 +64,7 @@ Op nowhere(Op op, int64_t offset = 0) {
 
 // The sizes are as a head has them, so that there are several plans.
 template <class Op>
-void grow(Op* op) {
-  constexpr int64_t tokens = 4096, hidden = 256, vocab = 60000;
+void grow(Op* op, int64_t tokens = 4096, int64_t hidden = 256, int64_t vocab = 60000) {
   const auto dense = [](TensorView* v, int64_t rows, int64_t columns) {
     if (!*v) return;
     v->shape = {rows, columns};
@@ -321,6 +321,26 @@ TEST_P(CudaRecorded, APlanRunsWhereItIsTold) {
     EXPECT_EQ(streams.seen, std::set<void*>{stream}) << call.name;
     EXPECT_EQ(machine.live(), 0) << call.name;
   });
+}
+
+// Two passes over the vocabulary are two plans, which are decided without an allocation too.
+TEST(CudaRecordedPasses, AllocateNothing) {
+  constexpr uint64_t bytes = 100 << 20;
+  Case c{.op = OpKind::linear_forward_backward, .shape = {33, 64, 300}, .dtype = DType::bf16};
+  c.grad_input = c.grad_weight = DType::bf16;
+  auto op = build<LinearCrossEntropyForwardBackward>(c).op;
+  grow(&op, 8192, 768, 50257);
+  op = nowhere(op);
+  RecordedCuda machine({kDevices[1], kDevices[1]});
+  const cuda::DeviceInfo* device;
+  ASSERT_TRUE(cuda::find_device(kExecution.device.index, &device).ok());
+  ASSERT_EQ(cuda::passes(cuda::asked_of(op, *device), bytes).size(), 2u);
+  const Workspace scratch{reinterpret_cast<void*>(kWorkspace), bytes};
+  const int64_t allocated = allocations();
+  const Status status = run(op, scratch, kExecution);
+  EXPECT_EQ(allocations(), allocated);
+  EXPECT_TRUE(status.ok()) << status.message();
+  EXPECT_STREQ(machine.fault(), "");
 }
 
 // Shards are combined in three launches at most.

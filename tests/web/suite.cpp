@@ -44,7 +44,7 @@ struct BrowserBackend final : Backend {
     return webgpu::workspace_sizes(webgpu::problem_of(call), browser().limits(), &size->minimum,
                                    &size->recommended);
   }
-  Status run(const Call& call, const Workspace& workspace) const override {
+  Status run(const Call& call, const Decisions&, const Workspace& workspace) const override {
     return webgpu::run(call, workspace.bytes,
                        static_cast<webgpu::WorkspaceBuffers*>(workspace.data));
   }

@@ -140,6 +140,9 @@ struct Planned {
   LinearPlan plan;
 };
 std::vector<Planned> passes(const Asked& asked, uint64_t bytes);
+// Returns the plans of two passes, of which the first makes so many rows of grad_weight. Unlike
+// `passes` it allocates nothing.
+std::array<LinearPlan, 2> plans_of_passes(const Asked& asked, int64_t first_rows, uint64_t bytes);
 
 inline Asked asked_of(const Call& call, const DeviceInfo& device) {
   const auto [engine, made] = make_call(engines(), call, device);

@@ -239,9 +239,9 @@ Status linear_workspace(const Call& call, const DeviceInfo& device, uint64_t giv
 LinearDecisions decide_linear(const Call& op, uint64_t bytes, const DeviceInfo& device) {
   const Asked asked = asked_of(op, device);
   LinearDecisions decided{&asked.engine, asked.plan(bytes)};
-  if (decided.plan.kind != PlanKind::two_passes) return decided;
-  const std::vector<Planned> both = passes(asked, bytes);
-  for (size_t i = 0; i < both.size(); ++i) decided.pass[i] = both[i].plan;
+  if (decided.plan.kind == PlanKind::two_passes) {
+    decided.pass = plans_of_passes(asked, decided.plan.first_rows, bytes);
+  }
   return decided;
 }
 

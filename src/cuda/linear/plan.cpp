@@ -130,15 +130,20 @@ uint64_t state_bytes(const LinearShape& shape) {
   return arena.used();
 }
 
+std::array<LinearPlan, 2> plans_of_passes(const Asked& asked, int64_t first_rows, uint64_t bytes) {
+  const auto& [engine, s, speed] = asked;
+  const uint64_t left = bytes - state_bytes(s);
+  return {search(engine, first_pass(s, first_rows), speed, left).best,
+          search(engine, second_pass(s, first_rows), speed, left).best};
+}
+
 std::vector<Planned> passes(const Asked& asked, uint64_t bytes) {
   const auto& [engine, s, speed] = asked;
   const LinearPlan p = asked.plan(bytes);
   if (p.kind != PlanKind::two_passes) return {{engine, s, p}};
-  std::vector<Planned> both;
-  for (const LinearShape& pass : {first_pass(s, p.first_rows), second_pass(s, p.first_rows)}) {
-    both.push_back({engine, pass, search(engine, pass, speed, bytes - state_bytes(s)).best});
-  }
-  return both;
+  const auto [first, second] = plans_of_passes(asked, p.first_rows, bytes);
+  return {{engine, first_pass(s, p.first_rows), first},
+          {engine, second_pass(s, p.first_rows), second}};
 }
 
 Found search(const Engine& engine, const LinearShape& shape, const DeviceSpeed& speed,
