@@ -7,10 +7,6 @@ function(add_sass_test name)
   set_tests_properties(${name} PROPERTIES LABELS sass SKIP_RETURN_CODE 77 TIMEOUT 600)
 endfunction()
 
-# The mutants of these sources, and of the others, must still fit them.
-add_test(NAME mutants_of_cuda COMMAND Python3::Interpreter -B ${PROJECT_SOURCE_DIR}/scripts/mutants_device.py check)
-add_test(NAME mutants_of_host COMMAND Python3::Interpreter -B ${CMAKE_CURRENT_SOURCE_DIR}/mutants/fit_test.py)
-
 if(NOT LOGITLESS_WITH_CUDA)
   add_sass_test(sass)
 elseif(LOGITLESS_CUDA_LISTING AND CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)

@@ -33,7 +33,7 @@ MUTANTS = [
     ),
     mutant(
         "plans: the run's memory is not looked at", RUN,
-        "  status = validate_data(call, workspace, size());\n", "", "plans",
+        "  if (status.ok()) status = validate_data(call, workspace, needed);\n", "", "plans",
     ),
     mutant(
         "plans: a smaller workspace will do", RUN,
