@@ -156,8 +156,8 @@ def test_eagerly_the_host_names_the_callers_own_target(platform: str) -> None:  
         linear_cross_entropy(x[0, 0], w, lone)
 
 
-def test_numbers_that_f32_cannot_hold_with_64_bits() -> None:
-    """Of an array that can be looked at; what is traced cannot be."""
+def test_numbers_that_f32_cannot_hold_with_64_bits(platform: str) -> None:  # noqa: F811
+    """Of an array that can be looked at; what is traced, or on a GPU, cannot be."""
     x, w, _, t = problem((4,), 9, 5, ignored=0)
     with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
         ones = {"weight": jnp.ones(9, jnp.float64), "token_weight": jnp.ones(4, jnp.float64)}
@@ -171,7 +171,10 @@ def test_numbers_that_f32_cannot_hold_with_64_bits() -> None:
                     lambda x, n=name, b=bad: linear_cross_entropy(x, w, t, **{n: b}),
                     jax.grad(lambda x, n=name, b=bad: linear_cross_entropy(x, w, t, **{n: b})),
                 ):
-                    with pytest.raises(ValueError, match=where):
+                    if platform == "cpu":
+                        with pytest.raises(ValueError, match=where):
+                            call(x)
+                    else:
                         call(x)
 
 

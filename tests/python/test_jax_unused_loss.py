@@ -67,7 +67,12 @@ WAYS: dict[str, Any] = {
     "vmap": in_vmap,
     "shard_map": in_shard_map,
     "logits": lambda x, w, t, **options: total(
-        cross_entropy(x @ w.T, t, return_statistics=("entropy", "logprob"), **options)
+        cross_entropy(
+            jnp.matmul(x, w.T, precision="highest"),
+            t,
+            return_statistics=("entropy", "logprob"),
+            **options,
+        )
     ),
 }
 

@@ -61,28 +61,34 @@ def every_call(device: str, dtype: torch.dtype) -> None:
         linear_cross_entropy(x, w, t).backward()
 
 
-def kept() -> Iterator[object]:
+def kept() -> Iterator[tuple[str, object]]:
     """Everything that the package's modules and classes reach through objects of its own and plain
-    containers."""
+    containers, and where each begins."""
     modules = [m for name, m in sys.modules.items() if name.startswith("logitless")]
-    todo: list[object] = [value for module in modules for value in vars(module).values()]
+    todo: list[tuple[str, object]] = [
+        (f"{module.__name__}.{name}", value)
+        for module in modules
+        for name, value in vars(module).items()
+    ]
     seen: set[int] = set()
     while todo:
-        thing = todo.pop()
+        where, thing = todo.pop()
         if id(thing) in seen:
             continue
         seen.add(id(thing))
-        yield thing
+        yield where, thing
         owner = thing if isinstance(thing, (type, types.FunctionType)) else type(thing)
         own = str(owner.__module__).startswith("logitless")
+        more: list[object] = []
         if isinstance(thing, types.FunctionType):
-            todo += [*(thing.__closure__ or ()), thing.__defaults__, thing.__kwdefaults__]
+            more = [*(thing.__closure__ or ()), thing.__defaults__, thing.__kwdefaults__]
         elif isinstance(thing, type):
-            todo += vars(thing).values() if own else ()
+            more = [*vars(thing).values()] if own else []
         elif isinstance(thing, types.ModuleType):
             continue
         elif own or type(thing).__module__ in ("builtins", "functools", "collections"):
-            todo += gc.get_referents(thing)
+            more = gc.get_referents(thing)
+        todo += [(where, value) for value in more]
 
 
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
@@ -90,8 +96,8 @@ def test_no_tensor_is_kept(device: str, dtype: torch.dtype) -> None:
     """The first call may run where a framework plans its memory (a CUDA graph's private pool, a
     warm-up of torch.compile): what was kept would lie there, whatever becomes of that memory."""
     every_call(device, dtype)
-    found = [v for v in kept() if isinstance(v, (torch.Tensor, torch.UntypedStorage))]
-    assert found == []
+    tensors = (torch.Tensor, torch.UntypedStorage)
+    assert [where for where, value in kept() if isinstance(value, tensors)] == []
 
 
 def test_what_is_kept_is_found() -> None:
@@ -102,9 +108,9 @@ def test_what_is_kept_is_found() -> None:
     try:
         for place in ([tensor], {"a": (tensor,)}, lambda: tensor, lambda t=tensor: t):
             holder.place = place  # type: ignore[attr-defined]
-            assert any(v is tensor for v in kept())
+            assert any(v is tensor for _, v in kept())
         del holder.place
-        assert not any(v is tensor for v in kept())
+        assert not any(v is tensor for _, v in kept())
     finally:
         del sys.modules[holder.__name__]
 

@@ -263,7 +263,7 @@ def _losses(forward: Forward) -> list[tuple[Forward, View]]:
 
 def planned_bytes(
     given: tuple[tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...]], ...],
-    outputs: tuple[str, ...], options: Options, device: str, index: int, memory: int,
+    outputs: tuple[str, ...], options: tuple[Any, ...], device: str, index: int, memory: int,
     of_entropy: bool,
 ) -> int:  # fmt: skip
     """What an op of the dispatcher keeps in `memory` beside the workspaces of tensors that may lie

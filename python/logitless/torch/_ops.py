@@ -317,8 +317,10 @@ def bytes_to_keep(
         return 0
     outputs = outputs or tuple(name for bit, name in _run.OUTPUTS.items() if call.wanted & bit)
     device = input.device
+    # Compilers before torch 2.12 know no named tuple as a constant.
+    options = tuple(call.options)
     return _kept.planned_bytes(
-        given, outputs, call.options, device.type, device.index or 0, call.memory, call.of_entropy
+        given, outputs, options, device.type, device.index or 0, call.memory, call.of_entropy
     )
 
 
