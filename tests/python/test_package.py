@@ -106,11 +106,11 @@ assert not {"jax", "transformers", "trl"} & set(sys.modules), "torch is all that
 @pytest.mark.parametrize(
     ("missing", "module", "install"),
     [
-        ("torch", "torch", "logitless.torch needs PyTorch 2.4 or newer: pip install torch"),
+        ("torch", "torch", "logitless.torch needs PyTorch 2.8 or newer: pip install torch"),
         (
             "torch",
             "integrations.patch_trl",
-            "logitless.torch needs PyTorch 2.4 or newer: pip install torch",
+            "logitless.torch needs PyTorch 2.8 or newer: pip install torch",
         ),
         (
             "haliax",

@@ -6,7 +6,7 @@ from __future__ import annotations
 try:
     import torch  # noqa: F401
 except ModuleNotFoundError as error:
-    raise ImportError("logitless.torch needs PyTorch 2.4 or newer: pip install torch") from error
+    raise ImportError("logitless.torch needs PyTorch 2.8 or newer: pip install torch") from error
 
 from logitless.torch._functions import (
     Statistics,

@@ -87,7 +87,8 @@ _ROW_STATE, _GRAD_INPUT = RESULTS.index("row_state"), RESULTS.index("grad_input"
 
 def arguments(tensors: Any, options: Options, memory: int | None, *rest: Any) -> tuple[Any, ...]:
     """Those of an op: `tensors` in the order of _run.INPUTS."""
-    return (*tensors, *options[:_TF32], *options[_TF32 + 1 :], memory, *rest)
+    fields = list(options)  # torch 2.8 cannot trace a slice of a named tuple
+    return (*tensors, *fields[:_TF32], *fields[_TF32 + 1 :], memory, *rest)
 
 
 def split_arguments(args: tuple[Any, ...]) -> tuple[Any, Any, Any, Constants, Options, int | None]:
@@ -317,7 +318,7 @@ def bytes_to_keep(
         return 0
     outputs = outputs or tuple(name for bit, name in _run.OUTPUTS.items() if call.wanted & bit)
     device = input.device
-    # Compilers before torch 2.12 know no named tuple as a constant.
+    # Up to torch 2.11 the compiler knows no named tuple as a constant.
     options = tuple(call.options)
     return _kept.planned_bytes(
         given, outputs, options, device.type, device.index or 0, call.memory, call.of_entropy

@@ -4,8 +4,7 @@
     parallelize_module(model, mesh["tp"], {"lm_head": HeadParallel(), ...})
 
 or, of the head alone, `head.parallelize(mesh["tp"])`; or that of data parallelism,
-`head.parallelize(mesh["dp"], tokens="sharded")`, and `head_costs` says what that is good for. Needs
-PyTorch 2.5.
+`head.parallelize(mesh["dp"], tokens="sharded")`, and `head_costs` says what that is good for.
 """
 
 from __future__ import annotations
