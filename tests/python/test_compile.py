@@ -309,3 +309,34 @@ def test_a_wrong_normalizer_is_refused_by_a_compiled_function(number: float) -> 
     for call in (compiled, lambda x, w, t, n: linear_cross_entropy(x, w, t, normalizer=n)):
         with pytest.raises(ValueError, match=r"^normalizer is .*; allowed: finite"):
             call(x, w, t, number)
+
+
+@pytest.mark.parametrize("given", ["nothing", "temperature", "normalizer"])
+def test_a_trace_takes_named_tuples_apart_by_iteration_alone(
+    given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch 2.8 traces neither their _replace nor a slice of them."""
+    replace = Options._replace
+
+    def outside(options: Options, **changed: Any) -> Options:
+        assert not torch.compiler.is_compiling(), "_replace in a trace"
+        return replace(options, **changed)
+
+    def item(options: Options, at: Any) -> Any:
+        inside = torch.compiler.is_compiling() and isinstance(at, slice)
+        assert not inside, "a slice in a trace"
+        return tuple.__getitem__(options, at)
+
+    monkeypatch.setattr(Options, "_replace", outside)
+    monkeypatch.setattr(Options, "__getitem__", item)
+    x, w, _, t = problem((5,), 19, 8)
+    options: dict[str, Any] = {
+        "nothing": {},
+        "temperature": {"temperature": torch.full((5,), 2.0)},
+        "normalizer": {"normalizer": 3.0},
+    }[given]
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x, w, t: linear_cross_entropy(x, w, t, **options), fullgraph=True, backend="eager"
+    )
+    torch.testing.assert_close(compiled(x, w, t), linear_cross_entropy(x, w, t, **options))
