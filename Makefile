@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # What a developer types. Each target does its own set-up; the work is CMake's and the scripts'.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-web build web test test-full test-python test-integrations test-web test-device test-device-nccl sanitize-device demo bench-cpu bench-web reliability reliability-device fuzz mutants mutants-webgpu mutants-web mutants-device format format-check lint install clean
+.PHONY: help setup setup-test setup-web build web test test-full test-python test-integrations test-oldest test-web test-device test-device-nccl sanitize-device demo bench-cpu bench-web reliability reliability-device fuzz mutants mutants-webgpu mutants-web mutants-device format format-check lint install clean
 
 FUZZ_SECONDS ?= 600
 PREFIX ?= /usr/local
@@ -57,6 +57,9 @@ test-python: setup-test  ## the Python package alone: format, types, tests
 
 test-integrations:  ## transformers, PEFT, Lightning, DDP, FSDP, flax, Megatron, torchtitan, Levanter really run with us, on the CPU
 	@scripts/test-integrations
+
+test-oldest:  ## the Python tests of one device with the oldest PyTorch, JAX and NumPy that README names
+	@scripts/test-oldest
 
 test-web: setup-test  ## WebGPU's shaders and pages alone, with wgpu-native and headless Chromium
 	@scripts/test-web

@@ -331,11 +331,14 @@ TF32_SETTINGS = {
     "torch.set_float32_matmul_precision('high')": True,
     "torch.set_float32_matmul_precision('medium')": True,
     "torch.backends.cuda.matmul.allow_tf32 = True": True,
-    "torch.backends.cuda.matmul.fp32_precision = 'tf32'": True,
-    "torch.backends.cuda.matmul.fp32_precision = 'ieee'": False,
-    "torch.backends.fp32_precision = 'tf32'": True,
-    "torch.backends.cudnn.conv.fp32_precision = 'tf32'": False,
 }
+if hasattr(torch.backends, "fp32_precision"):  # since torch 2.9
+    TF32_SETTINGS |= {
+        "torch.backends.cuda.matmul.fp32_precision = 'tf32'": True,
+        "torch.backends.cuda.matmul.fp32_precision = 'ieee'": False,
+        "torch.backends.fp32_precision = 'tf32'": True,
+        "torch.backends.cudnn.conv.fp32_precision = 'tf32'": False,
+    }
 
 
 def test_every_switch_of_tf32_is_followed() -> None:
