@@ -40,7 +40,7 @@ struct DemoOptions {
 };
 
 // Training alone takes them: with the build and the rest less than three minutes on two cores.
-constexpr int default_seconds = 75;
+constexpr int default_seconds = 65;
 constexpr int64_t default_passes = 4;  // a short text is read at most so often
 constexpr int64_t most_batch = 1024;
 constexpr int64_t most_heldout = 50000;  // so many words are scored: a perplexity to about 1 %
