@@ -178,11 +178,6 @@ class Options(NamedTuple):
     vocab_start: int = 0
     vocab_total: int = 0  # 0: the weight holds the whole vocabulary
 
-    def but(self, **changed: Any) -> Options:
-        """With other values of these fields. torch.compile traces this, but not _replace in
-        torch 2.8."""
-        return Options(*[changed.get(name, value) for name, value in zip(Options._fields, self)])
-
     def of_nll(self) -> bool:
         """Whether the loss of a token without weights is its negative log-probability."""
         return not (self.reduction or self.label_smoothing or self.z_loss)

@@ -13,7 +13,15 @@ from torch import Tensor
 
 import reference
 from logitless._abi import Options
-from logitless.torch import _ops, _run, cross_entropy, linear_cross_entropy, linear_logprob
+from logitless.torch import (
+    Split,
+    _ops,
+    _run,
+    cross_entropy,
+    linear_cross_entropy,
+    linear_logprob,
+)
+from logitless.torch._split.shards import Shard
 from reference import close
 from test_linear import BF16, F16, F32, problem
 
@@ -311,29 +319,34 @@ def test_a_wrong_normalizer_is_refused_by_a_compiled_function(number: float) -> 
             call(x, w, t, number)
 
 
-@pytest.mark.parametrize("given", ["nothing", "temperature", "normalizer"])
+@pytest.mark.parametrize("given", ["nothing", "temperature", "normalizer", "blocks"])
 def test_a_trace_takes_named_tuples_apart_by_iteration_alone(
     given: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch 2.8 traces neither their _replace nor a slice of them."""
-    replace = Options._replace
+    """torch 2.8 traces neither their _replace and _asdict nor a slice of them."""
 
-    def outside(options: Options, **changed: Any) -> Options:
-        assert not torch.compiler.is_compiling(), "_replace in a trace"
-        return replace(options, **changed)
+    def outside(real: Any) -> Any:
+        def method(named: Any, **given: Any) -> Any:
+            assert not torch.compiler.is_dynamo_compiling(), "a method of the tuple in a trace"
+            return real(named, **given)
 
-    def item(options: Options, at: Any) -> Any:
-        inside = torch.compiler.is_compiling() and isinstance(at, slice)
+        return method
+
+    def item(named: Any, at: Any) -> Any:
+        inside = torch.compiler.is_dynamo_compiling() and isinstance(at, slice)
         assert not inside, "a slice in a trace"
-        return tuple.__getitem__(options, at)
+        return tuple.__getitem__(named, at)
 
-    monkeypatch.setattr(Options, "_replace", outside)
-    monkeypatch.setattr(Options, "__getitem__", item)
+    for kind in (Options, Shard, _run.Constants):
+        for name in ("_replace", "_asdict"):
+            monkeypatch.setattr(kind, name, outside(getattr(kind, name)))
+        monkeypatch.setattr(kind, "__getitem__", item)
     x, w, _, t = problem((5,), 19, 8)
     options: dict[str, Any] = {
         "nothing": {},
         "temperature": {"temperature": torch.full((5,), 2.0)},
         "normalizer": {"normalizer": 3.0},
+        "blocks": {"group": Split(blocks=2)},
     }[given]
     torch._dynamo.reset()
     compiled = torch.compile(

@@ -400,12 +400,12 @@ def _of_tokens(
     temperatures = None
     if type(options.temperature) is not float:
         number, temperatures = _temperature(options.temperature, target.shape, shift)
-        options = options.but(temperature=number)
+        options = _run.replaced(options, temperature=number)
     by = None
     if normalizer is not None:
         number, by = _normalizer(normalizer, rows.device)
         if number:
-            options = options.but(normalizer=number)
+            options = _run.replaced(options, normalizer=number)
     constants = Constants(
         target,
         None if token_weight is None else _token_weight(token_weight, target.shape, shift),

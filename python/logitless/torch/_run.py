@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -60,6 +60,7 @@ _BACKWARD = (
 )  # fmt: skip
 _LOGITS_NAMES = {"input": "logits", "grad_input": "grad_logits"}
 
+_Named = TypeVar("_Named", bound=NamedTuple)
 _plans: dict[tuple[object, ...], _abi.Plan] = {}
 _scratch: list[tuple[Any, int]] = []  # each is memory and its address; append and pop are atomic
 _SCRATCH_BYTES = 1 << 20
@@ -87,6 +88,12 @@ def gradients_of(wanted: int, of: Sequence[Tensor | None]) -> tuple[torch.dtype 
         None if t is None or not wanted & bit else torch.float32 if wanted & in_f32 else t.dtype
         for t, bit, in_f32 in zip(of, OF_TENSORS, IN_F32)
     )
+
+
+def replaced(given: _Named, **changed: Any) -> _Named:
+    """A named tuple's _replace, which torch.compile does not trace in torch 2.8."""
+    kind: Any = type(given)
+    return kind(*[changed.get(name, value) for name, value in zip(kind._fields, given)])  # type: ignore[no-any-return,unused-ignore]
 
 
 class Constants(NamedTuple):

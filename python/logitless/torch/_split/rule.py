@@ -281,7 +281,7 @@ def refuse(call: Call) -> None:
 
 def _check_device(input: Tensor, constants: Constants) -> None:
     """Forward does not see the token weights, which are combined with the states."""
-    for name, tensor in constants._asdict().items():
+    for name, tensor in zip(Constants._fields, constants):
         if tensor is not None and tensor.device != input.device:
             raise wrong_device(
                 f"{argument(name)} is on {tensor.device}; allowed: {input.device}, where the input "
@@ -311,14 +311,15 @@ def loss(
 ) -> tuple[Tensor | None, ...]:
     """The outputs in the order of _run.OUTPUTS."""
     refuse(call)
-    call.options = call.options._replace(vocab_start=shard.start, vocab_total=shard.total)
+    call.options = _run.replaced(call.options, vocab_start=shard.start, vocab_total=shard.total)
     _check_device(input, call.constants)
     with_grad = torch.is_grad_enabled()
-    shard = shard._replace(
+    shard = _run.replaced(
+        shard,
         of_input=with_grad and input.requires_grad,
         of_any=with_grad and any(t is not None and t.requires_grad for t in (input, weight, bias)),
     )
-    shard = shard._replace(keeps=_keeps(input, call, shard))
+    shard = _run.replaced(shard, keeps=_keeps(input, call, shard))
     if ranks.ON and shard.size > 1:
         ranks.before_forward(input, weight, bias, call, shard)
     if torch.compiler.is_compiling():
