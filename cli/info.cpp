@@ -50,8 +50,8 @@ std::string cuda_version(int version) {
   return fmt::format("{}.{}", version / 1000, version % 1000 / 10);
 }
 
-// Tells, by the dtype of a linear forward's inputs, what row_reference is where neither entropy nor
-// argmax is asked for.
+// Tells, by the dtype of a linear forward's inputs, what row_reference is where no statistic needs
+// the maximum.
 json row_references(const cuda::DeviceInfo& device) {
   json out;
   for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {

@@ -16,20 +16,21 @@ A = TypeVar("A")
 class Statistic(NamedTuple):
     """What bindings must know of a statistic."""
 
+    formula: str
     differentiable: bool = False
     indexes: bool = False  # an integer, not f32
     extra: bool = False  # Combine is given it of each shard, beside the state that every loss has
 
 
 STATISTICS = {
-    "lse": Statistic(differentiable=True),
-    "target_logit": Statistic(differentiable=True),
-    "logprob": Statistic(differentiable=True),
-    "entropy": Statistic(differentiable=True, extra=True),
-    "argmax": Statistic(indexes=True),
-    "rank": Statistic(indexes=True),
-    "sum_p_squared": Statistic(extra=True),
-    "mean_logit": Statistic(extra=True),
+    "lse": Statistic("log of the sum of exp(logits)", differentiable=True),
+    "target_logit": Statistic("the target's logit", differentiable=True),
+    "logprob": Statistic("target_logit - lse, at most 0", differentiable=True),
+    "entropy": Statistic("-sum p log p", differentiable=True, extra=True),
+    "argmax": Statistic("the lowest column of the largest logit", indexes=True),
+    "rank": Statistic("how many logits exceed the target's", indexes=True),
+    "sum_p_squared": Statistic("sum p^2", extra=True),
+    "mean_logit": Statistic("the logits' mean", extra=True),
 }
 
 StatisticName: TypeAlias = Literal[
@@ -55,7 +56,10 @@ else:
     )
     Statistics.__class_getitem__ = classmethod(lambda cls, _: cls)
     Statistics.__doc__ = (
-        "Statistics of every token, in the shape of the target; None where not asked for."
+        "Statistics of every token, in the shape of the target; None where not asked for.\n\n"
+    ) + "\n".join(
+        f"{name}: {s.formula}{'; differentiable' if s.differentiable else ''}"
+        for name, s in STATISTICS.items()
     )
 
 

@@ -20,9 +20,9 @@ inline bool half_linear_ops_are_batch_invariant(const DeviceInfo& device) {
   return engine_for(device).is_batch_invariant();
 }
 
-// row_reference is the row's maximum where entropy or argmax is asked for, and in ops of given
-// logits. In linear forwards of such inputs without them it is so only where this returns true,
-// whatever the weight's layout; else it is near the maximum.
+// row_reference is the row's maximum where a statistic needs it (SumKind::maximum), and in ops of
+// given logits. In linear forwards of such inputs without it, it is so only where this returns
+// true, whatever the weight's layout; else it is near the maximum.
 inline bool reference_is_maximum(const DeviceInfo& device, DType inputs) {
   LinearShape shape;
   shape.dtype = inputs;

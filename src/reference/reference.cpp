@@ -6,10 +6,11 @@
 
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "src/reference/numbers.h"
 #include "src/reference/row.h"
-#include "src/reference/shards.h"
+#include "src/reference/statistics.h"
 #include "src/reference/tokens.h"
 
 namespace logitless::reference {
@@ -78,6 +79,10 @@ class Evaluation {
     destination->value[index] = estimate.value;
     if (with_bounds_ && std::isfinite(estimate.value)) destination->bound[index] = estimate.error;
   }
+  void set_index(Output* destination, int64_t token, Index index) {
+    destination->value[token] = static_cast<double>(index.value);
+    destination->accepted[token] = std::move(index.accepted);
+  }
   // Sets a finished sum, rounded once to the view's dtype.
   void set_rounded(Output* destination, DType dtype, int64_t index, double value, double error) {
     set(destination, index, {value, error + rounding_error(dtype, value)});
@@ -106,25 +111,16 @@ class Evaluation {
 };
 
 void Evaluation::prepare() {
-  const TokenStatistics s = call_.statistics();
   create("loss", call_.loss, 0);
-  create("lse", s.lse, 0);
-  create("target_logit", s.target_logit, 0);
-  create("entropy", s.entropy, 0);
-  create("argmax", s.argmax, -1);
-  create("row_reference", s.row_reference, 0);
-  create("row_log_sum", s.row_log_sum, 0);
-  create("weighted_logit_sum", s.weighted_logit_sum, 0);
-  create("logprob", s.logprob, 0);
-  create("rank", s.rank, -1);
-  create("sum_p_squared", s.sum_p_squared, 0);
-  create("mean_logit", s.mean_logit, 0);
+  for (const Statistic& statistic : statistics()) {
+    if (!call_.forward || !call_[statistic.name]) continue;
+    create(statistic.name, call_[statistic.name], statistic.is_index() ? -1 : 0);
+    if (statistic.is_index()) output(statistic.name)->accepted.assign(call_.tokens(), {-1});
+  }
   create("grad_logits", call_.grad_logits, 0);
   create("grad_input", call_.grad_input, 0);
   create("grad_weight", call_.grad_weight, 0);
   create("grad_bias", call_.grad_bias, 0);
-  if (s.argmax) output("argmax")->accepted.assign(call_.tokens(), {-1});
-  if (s.rank) output("rank")->accepted.assign(call_.tokens(), {-1});
   token_loss_.assign(call_.tokens(), {});
   if (call_.combines) shards_ = read_shards(call_);
   if (!call_.linear) return;
@@ -152,43 +148,28 @@ void Evaluation::evaluate_probabilities(const Token& token, int64_t i) {
 void Evaluation::evaluate_shards(const Token& token, int64_t i) {
   const WholeRow row = combine(shards_, i);
   if (call_.loss) token_loss_[i] = combined_loss(call_, tokens_, token, row);
-  set(output("lse"), i, combined_lse(row));
-  set(output("target_logit"), i, {row.target_logit, 0});
-  set(output("entropy"), i, row.entropy);
-  set(output("row_reference"), i, {row.reference, 0});
-  set(output("row_log_sum"), i, row.log_sum);
-  set(output("weighted_logit_sum"), i, row.weighted_logit_sum);
-  set(output("logprob"), i, combined_logprob(row));
-  set(output("sum_p_squared"), i, row.sum_p_squared);
-  set(output("mean_logit"), i, row.mean_logit);
-  if (!call_.argmax) return;
-  set(output("argmax"), i, {static_cast<double>(row.argmax[0]), 0});
-  output("argmax")->accepted[i] = row.argmax;
+  for (const Statistic& statistic : statistics()) {
+    Output* const to = output(statistic.name);
+    if (to == nullptr) continue;
+    if (statistic.is_index()) {
+      set_index(to, i, statistic.index_of_shards(row));
+    } else {
+      set(to, i, statistic.of_shards(row));
+    }
+  }
 }
 
 void Evaluation::write_statistics(const Token& token, const Row& row, int64_t i) {
-  const TokenStatistics s = call_.statistics();
-  set(output("lse"), i, {row.lse, row.lse_error});
-  set(output("target_logit"), i, target_logit(row, token));
-  set(output("entropy"), i, {row.entropy, row.entropy_error});
-  if (s.row_reference) set(output("row_reference"), i, row_reference(row));
-  if (s.row_log_sum) set(output("row_log_sum"), i, row_log_sum(row));
-  if (s.weighted_logit_sum) {
-    set(output("weighted_logit_sum"), i, weighted_logit_sum(row, tokens_.class_weight));
+  const RowOf of{call_, tokens_, token, row};
+  for (const Statistic& statistic : statistics()) {
+    Output* const to = output(statistic.name);
+    if (to == nullptr) continue;
+    if (statistic.is_index()) {
+      set_index(to, i, statistic.index_of_row(of));
+    } else {
+      set(to, i, statistic.of_row(of));
+    }
   }
-  if (s.logprob) set(output("logprob"), i, logprob(row, token));
-  if (s.sum_p_squared) set(output("sum_p_squared"), i, sum_p_squared(row));
-  if (s.mean_logit) set(output("mean_logit"), i, mean_logit(row, call_.vocab_total()));
-  if (s.rank) {
-    set(output("rank"), i, {static_cast<double>(rank(row, token)), 0});
-    output("rank")->accepted[i] = accepted_rank(row, token);
-  }
-  if (!s.argmax) return;
-  const int64_t start = call_.vocab_start();
-  set(output("argmax"), i, {static_cast<double>(argmax(row) + start), 0});
-  std::vector<int64_t>& accepted = output("argmax")->accepted[i];
-  accepted = accepted_argmax(row);
-  for (int64_t& column : accepted) column += start;
 }
 
 void Evaluation::add_gradient(const RowGradient& gradient, int64_t i) {

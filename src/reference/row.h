@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // This is one token's row of logits: what the loss and the gradients need of it, and how far f32
-// arithmetic may be from each number ("Logits", "Statistics of a token", "Accuracy" of
-// docs/semantics.md).
+// arithmetic may be from each number ("Logits" and "Accuracy" of docs/semantics.md).
 #pragma once
 
 #include <vector>
@@ -53,18 +52,6 @@ struct RowSource {
 Row make_row(const RowSource& source, const Token& token, int64_t i);
 // Makes what a row of plain logits needs, with the rest at its defaults, for Softmax.
 Row softmax_row(std::vector<double> logits, bool with_bounds);
-
-Estimate row_reference(const Row& row);
-Estimate row_log_sum(const Row& row);
-Estimate target_logit(const Row& row, const Token& token);
-Estimate weighted_logit_sum(const Row& row, const std::vector<double>& class_weight);
-Estimate logprob(const Row& row, const Token& token);
-Estimate sum_p_squared(const Row& row);
-Estimate mean_logit(const Row& row, int64_t vocab_total);
-int64_t argmax(const Row& row);
-std::vector<int64_t> accepted_argmax(const Row& row);  // they are columns of the views
-int64_t rank(const Row& row, const Token& token);
-std::vector<int64_t> accepted_rank(const Row& row, const Token& token);
 
 Estimate row_loss(const Call& call, const Tokens& tokens, const Token& token, const Row& row);
 // These serve input_kind = probabilities; `p` is the row as given.

@@ -11,7 +11,7 @@
 
 #include "src/reference/numbers.h"
 #include "src/reference/row.h"
-#include "src/reference/shards.h"
+#include "src/reference/statistics.h"
 
 namespace logitless::reference {
 namespace {

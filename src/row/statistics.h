@@ -14,9 +14,13 @@
 
 namespace logitless {
 
+using TensorOfCall = Tensor Call::*;
+using ViewOfStatistics = TensorView TokenStatistics::*;
+
 struct Statistic {
   std::string_view name;  // it is a string literal's, so it ends with a NUL
-  Tensor Call::* tensor;
+  TensorOfCall tensor;
+  ViewOfStatistics view;
   SumSet needs;
   // It has one of the two. Of an ignored token the number is 0, the index -1.
   float (*number)(const RowStatistics&);
@@ -27,32 +31,42 @@ struct Statistic {
 };
 
 inline constexpr Statistic kStatistics[] = {
-    {"lse", &Call::lse, SumKind::exponentials, [](auto& s) { return s.lse(); }, nullptr},
-    {"target_logit", &Call::target_logit, {}, [](auto& s) { return s.target_logit; }, nullptr},
-    {"entropy", &Call::entropy, SumKind::exponentials | SumKind::shifted,
-     [](auto& s) { return s.entropy; }, nullptr, "shard_entropy"},
-    {"argmax", &Call::argmax, SumKind::argmax, nullptr, [](auto& s) { return s.argmax; },
-     "shard_argmax"},
-    {"row_reference", &Call::row_reference, SumKind::exponentials,
-     [](auto& s) { return s.reference; }, nullptr},
-    {"row_log_sum", &Call::row_log_sum, SumKind::exponentials, [](auto& s) { return s.log_sum; },
+    {"lse", &Call::lse, &TokenStatistics::lse, SumKind::exponentials,
+     [](auto& s) { return s.lse(); }, nullptr},
+    {"target_logit",
+     &Call::target_logit,
+     &TokenStatistics::target_logit,
+     {},
+     [](auto& s) { return s.target_logit; },
      nullptr},
-    {"weighted_logit_sum", &Call::weighted_logit_sum, SumKind::weighted,
-     [](auto& s) { return s.weighted_logit_sum; }, nullptr, "shard_weighted_logit_sum"},
+    {"entropy", &Call::entropy, &TokenStatistics::entropy,
+     SumKind::exponentials | SumKind::maximum | SumKind::shifted, [](auto& s) { return s.entropy; },
+     nullptr, "shard_entropy"},
+    {"argmax", &Call::argmax, &TokenStatistics::argmax, SumKind::maximum | SumKind::argmax, nullptr,
+     [](auto& s) { return s.argmax; }, "shard_argmax"},
+    {"row_reference", &Call::row_reference, &TokenStatistics::row_reference, SumKind::exponentials,
+     [](auto& s) { return s.reference; }, nullptr},
+    {"row_log_sum", &Call::row_log_sum, &TokenStatistics::row_log_sum, SumKind::exponentials,
+     [](auto& s) { return s.log_sum; }, nullptr},
+    {"weighted_logit_sum", &Call::weighted_logit_sum, &TokenStatistics::weighted_logit_sum,
+     SumKind::weighted, [](auto& s) { return s.weighted_logit_sum; }, nullptr,
+     "shard_weighted_logit_sum"},
     // A target on another shard has no probability here, whatever is in the row.
-    {"logprob", &Call::logprob, SumKind::exponentials,
+    {"logprob", &Call::logprob, &TokenStatistics::logprob, SumKind::exponentials,
      [](auto& s) { return s.target_elsewhere ? -INFINITY : s.logprob(); }, nullptr},
-    {"rank", &Call::rank, SumKind::above, nullptr, [](auto& s) { return s.rank; }, "", true},
-    {"sum_p_squared", &Call::sum_p_squared, SumKind::exponentials | SumKind::squares,
-     [](auto& s) { return s.sum_p_squared; }, nullptr, "shard_sum_p_squared"},
-    {"mean_logit", &Call::mean_logit, SumKind::logits, [](auto& s) { return s.mean_logit; },
-     nullptr, "shard_mean_logit"},
+    {"rank", &Call::rank, &TokenStatistics::rank, SumKind::above, nullptr,
+     [](auto& s) { return s.rank; }, "", true},
+    {"sum_p_squared", &Call::sum_p_squared, &TokenStatistics::sum_p_squared,
+     SumKind::exponentials | SumKind::squares, [](auto& s) { return s.sum_p_squared; }, nullptr,
+     "shard_sum_p_squared"},
+    {"mean_logit", &Call::mean_logit, &TokenStatistics::mean_logit, SumKind::logits,
+     [](auto& s) { return s.mean_logit; }, nullptr, "shard_mean_logit"},
 };
 
 // Calls f(a constant, the place in kStatistics) for each, so that a loop over the tokens has the
 // functions of the table inline.
 template <class F>
-constexpr void with_each_statistic(const F& f) {
+LOGITLESS_HOST_DEVICE constexpr void with_each_statistic(const F& f) {
   [&]<size_t... I>(std::index_sequence<I...>) {
     (f(std::integral_constant<size_t, I>()), ...);
   }(std::make_index_sequence<std::size(kStatistics)>());

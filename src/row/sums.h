@@ -4,6 +4,7 @@
 //   Weighted  sum_j c_j z_j                    Logits   sum_j z_j
 //   Shifted   sum_j exp(z_j - m) (z_j - m)     Squares  sum_j exp(z_j - m)^2
 //   Argmax    the lowest column of m           Above    the columns above the target's logit
+// Where `maximum` is not wanted, m need only be near the row's maximum.
 // How the columns of one part are added up is each backend's own.
 #pragma once
 
@@ -11,7 +12,16 @@
 
 namespace logitless {
 
-enum class SumKind : uint8_t { exponentials, weighted, shifted, argmax, logits, squares, above };
+enum class SumKind : uint8_t {
+  exponentials,
+  maximum,
+  weighted,
+  shifted,
+  argmax,
+  logits,
+  squares,
+  above
+};
 
 class SumSet {
  public:
@@ -19,6 +29,10 @@ class SumSet {
   constexpr SumSet(SumKind kind) : bits_(1u << static_cast<unsigned>(kind)) {}  // NOLINT
   constexpr SumSet operator|(SumSet other) const {
     other.bits_ |= bits_;
+    return other;
+  }
+  constexpr SumSet without(SumSet other) const {
+    other.bits_ = bits_ & ~other.bits_;
     return other;
   }
   // Returns whether one of these is among them.

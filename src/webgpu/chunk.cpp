@@ -6,7 +6,6 @@
 #include <bit>
 #include <iterator>
 
-#include "src/row/statistics.h"
 #include "src/webgpu/cost.h"
 #include "src/webgpu/run.h"
 
@@ -375,12 +374,7 @@ void Run::make_plain(const Chunk& chunk) {
 
 // Folds what each shard wrote of the tokens, shard after shard.
 void Run::fold_shards(const Chunk& chunk) {
-  // These are the first words of a Fold.
-  static constexpr const char* kShard[] = {"shard_row_reference", "shard_row_log_sum",
-                                           "shard_target_logit",  "shard_weighted_logit_sum",
-                                           "shard_entropy",       "shard_sum_p_squared",
-                                           "shard_mean_logit"};
-  const auto of_shard = [&](const char* name, int64_t shard) {
+  const auto of_shard = [&](std::string_view name, int64_t shard) {
     TensorView row = call_[name];
     if (!row) return row;
     row.byte_offset += static_cast<uint64_t>(shard * row.stride[0] * size_of(row.dtype));
@@ -390,10 +384,12 @@ void Run::fold_shards(const Chunk& chunk) {
     return row;
   };
   for (int64_t shard = 0; shard < call_.shards() && chunk.tokens > 0; ++shard) {
-    for (int64_t k = 0; k < 7; ++k) {
-      const TensorView row = of_shard(kShard[k], shard);
-      if (!row) continue;
-      gather_vector(row, chunk.first, chunk.tokens, dense(Role::partials, k, kFoldWords));
+    int64_t word = 0;
+    for (const std::string_view name : kFoldInputs) {
+      const Dense to = dense(Role::partials, word++, kFoldWords);
+      if (const TensorView row = of_shard(name, shard)) {
+        gather_vector(row, chunk.first, chunk.tokens, to);
+      }
     }
     FoldParams p{.is_first = shard == 0 ? 1u : 0u, .nan = kNan};
     Binding argmax = zeros();
@@ -536,8 +532,7 @@ void Run::add_to_grad_hidden(const ProductParams& params, Binding weight, const 
                      blocks(params.result_stride, 64), params.rows);
 }
 
-void Run::emit(const Chunk& chunk, const TensorView& view, Word word, uint32_t kind,
-               int64_t first) {
+void Run::emit(const Chunk& chunk, const TensorView& view, Word word, Emit kind, int64_t first) {
   if (!view || chunk.tokens == 0) return;
   TokenParams p = token_params(chunk);
   int64_t base;
@@ -547,45 +542,27 @@ void Run::emit(const Chunk& chunk, const TensorView& view, Word word, uint32_t k
   p.stride = u32(view.stride[0] * words);
   p.word = word.at;
   p.row_words = word.of == Role::rows ? kStateWords : kExtraWords;
-  p.kind = kind;
+  p.kind = static_cast<uint32_t>(kind) + (view.dtype == DType::i64 ? 1 : 0);
   recorder_.dispatch("tokens", "emit", {}, p, {{}, {}, {}, {}, {}, {}, {}, role(word.of), result},
                      blocks(chunk.tokens, 256));
 }
 
 void Run::emit_outputs(const Chunk& chunk) {
   if (!call_.forward) return;
-  static constexpr struct {
-    const char* name;
-    Word word;
-    uint32_t kind;
-  } kOutputs[] = {{"lse", StateWord::log_sum, 1},
-                  {"target_logit", StateWord::target_logit, 0},
-                  {"entropy", StateWord::entropy, 0},
-                  {"argmax", StateWord::argmax, 3},
-                  {"row_reference", StateWord::m, 0},
-                  {"row_log_sum", StateWord::log_sum, 0},
-                  {"weighted_logit_sum", StateWord::weighted, 0},
-                  {"logprob", StateWord::log_sum, 2},
-                  {"sum_p_squared", ExtraWord::sum_p_squared, 0},
-                  {"mean_logit", ExtraWord::mean_logit, 0},
-                  {"rank", ExtraWord::rank, 3}};
-  static_assert(std::size(kOutputs) == std::size(kStatistics));
-  for (const auto& output : kOutputs) {
-    const TensorView& view = call_[output.name];
-    const uint32_t wide = output.kind == 3 && view.dtype == DType::i64 ? 1 : 0;
-    emit(chunk, view, output.word, output.kind + wide, chunk.first);
-  }
+  for_each_asked(call_, [&](const TensorView& view, Word word, Emit kind) {
+    emit(chunk, view, word, kind, chunk.first);
+  });
   const TensorView& loss = call_["loss"];
   if (!loss) return;
   if (!problem_.reduces) {
-    emit(chunk, loss, StateWord::loss, 0, chunk.first);
+    emit(chunk, loss, StateWord::loss, Emit::word, chunk.first);
     return;
   }
   if (chunk.tokens == 0) return;
   TensorView losses{.data = reinterpret_cast<void*>(workspace_[Role::losses]), .rank = 1};
   losses.shape = {chunk.tokens, 0};
   losses.stride = {1, 0};
-  emit(chunk, losses, StateWord::loss, 0, 0);
+  emit(chunk, losses, StateWord::loss, Emit::word, 0);
   sum_losses(chunk);
 }
 

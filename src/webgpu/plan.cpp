@@ -6,6 +6,7 @@
 
 #include "src/message.h"
 #include "src/webgpu/cost.h"
+#include "src/webgpu/statistics.h"
 
 namespace logitless::webgpu {
 namespace {
@@ -228,7 +229,7 @@ Problem problem_of(const Call& call) {
   // A log-probability is made of the sums of slots, so that it has the order of every other call.
   p.rows_at_once = p.direct && !p.state_given && p.vocab <= kColumnsAtOnce && !call["logprob"];
   p.temperatures = call["temperature"] && !call.combines;  // the shards had them
-  p.more_statistics = call.sums().has(RareSums<Narrow>::kinds);
+  p.more_statistics = asks_extras(call);
   const TensorView& loss = call["loss"];
   if (!p.softmax) {
     p.probabilities = call.options.input_kind == InputKind::probabilities;

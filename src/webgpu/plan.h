@@ -101,9 +101,6 @@ struct Plan {
 };
 
 constexpr int64_t kSlotColumns = 1024;
-// The structs of the shaders (common/token.wgsl, window.wgsl) have so many words.
-constexpr uint32_t kStateWords = 16, kSlotWords = 8, kExtraWords = 6;
-constexpr uint32_t kFoldWords = 12;      // those of fold.wgsl's Fold, in two slots of a token
 constexpr int64_t kValuesOfASum = 1024;  // sum.wgsl and tokens.wgsl's count add so many
 
 // Makes the plan of at most `budget` bytes that is predicted to be the fastest (cost.h), or the

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "src/webgpu/recorder.h"
+#include "src/webgpu/statistics.h"
 #include "src/webgpu/workspace.h"
 
 namespace logitless::webgpu {
@@ -31,12 +32,6 @@ enum Flag : uint32_t {
   kHasExtras = 8192,
   kIsBackward = 16384
 };
-
-// These are the words of a token's State (common/token.wgsl) that the host names.
-enum class StateWord : uint32_t { m = 4, log_sum, target_logit, weighted, entropy, argmax, loss };
-
-// These are the words of its Extra.
-enum class ExtraWord : uint32_t { sum_p_squared = 0, mean_logit, rank };
 
 // tokens.wgsl has the same struct.
 struct TokenParams {
@@ -180,13 +175,7 @@ class Run {
   void combine(const Chunk& chunk);
   void add_ranks(const Chunk& chunk, const Window& window);
   void make_gradients(const Chunk& chunk, const Window& window);
-  struct Word {
-    constexpr Word(StateWord word) : of(Role::rows), at(static_cast<uint32_t>(word)) {}
-    constexpr Word(ExtraWord word) : of(Role::extras), at(static_cast<uint32_t>(word)) {}
-    Role of;
-    uint32_t at;
-  };
-  void emit(const Chunk& chunk, const TensorView& view, Word word, uint32_t kind, int64_t first);
+  void emit(const Chunk& chunk, const TensorView& view, Word word, Emit kind, int64_t first);
   void add_products(const Chunk& chunk, const Window& window);
   void add_to_grad_hidden(const ProductParams& params, Binding weight, const Window& window);
   void emit_outputs(const Chunk& chunk);
@@ -226,7 +215,7 @@ class Run {
   }
   uint32_t gradient_flags() const;
   TokenParams token_params(const Chunk& chunk) const;
-  bool given(const char* name) const { return static_cast<bool>(call_[name]); }
+  bool given(std::string_view name) const { return static_cast<bool>(call_[name]); }
 
   const Call& call_;
   const Problem& problem_;

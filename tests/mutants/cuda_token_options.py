@@ -32,7 +32,7 @@ TOKEN_OPTIONS = [
     ("temperatures, linear: the target's logit without its own", "linear/gather.cu",
      "sum = @{tokens.map == nullptr}@ ? map_raw", "true", "options"),
     ("rank: ties count as above", "rows/row_state.cuh",
-     "wants.rank && @{z > target.logit}@ &&", "z >= target.logit", "options"),
+     "wants.has(SumKind::above) && @{z > target.logit}@ &&", "z >= target.logit", "options"),
     ("rank, Hopper: the target counts", "linear/sm90/option_sums.cuh",
      "@{z > target && !is_masked<kRare>(mask, 8 * (n / 2) + n % 2, h)}@ ? 1", "z >= target", "options"),
     ("sum of squares, Hopper: relative to the anchor", "linear/sm90/option_sums.cuh",

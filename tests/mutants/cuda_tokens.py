@@ -42,7 +42,7 @@ TOKENS = [
     ("tokens, ignored: gradient rows not cleared", "tokens/tokens.cu",
      "if (@{k >= t.total}@) return;", "true", "rows"),
     ("tokens, ignored: statistics left as they were", "tokens/tokens.cu",
-     "@{put_statistics(out.statistics, i, RowStatistics{}, 0, -1);}@", "", "tokens"),
+     "@{put_statistics<false>(out.statistics, i, RowStatistics{});}@", "", "tokens"),
     ("tokens, mean: the last token left out", "tokens/tokens.cuh",
      "x[i] = k < @{valid}@ ? __ldcg(losses", "valid - 1", "tokens"),
     ("tokens, empty mean: 0 where NaN is asked for", "tokens/tokens.cuh",

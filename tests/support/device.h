@@ -44,7 +44,7 @@ class TestDevice {
   // Returns whether there is a mode for f32 with a mantissa of 10 bits.
   virtual bool has_tf32() const { return false; }
   // Returns whether row_reference of a linear op of such inputs is the row's maximum even where
-  // neither entropy nor argmax is asked for.
+  // no statistic needs that.
   virtual bool reference_is_maximum(DType) const { return true; }
   // Returns whether Forward keeps state of such inputs and Backward looks at it before it is used.
   virtual bool keeps_state(DType) const { return false; }

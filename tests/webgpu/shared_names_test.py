@@ -80,7 +80,8 @@ def differences() -> list[str]:
         )
     )
     state = [name for name, _ in shader_fields("common/token", "State")]
-    words = re.search(r"enum class StateWord : uint32_t {\s*(\w+) = (\d+), ([^}]*)}", run_h)
+    host_words = code("statistics.h")
+    words = re.search(r"enum class StateWord : uint32_t {\s*(\w+) = (\d+), ([^}]*)}", host_words)
     assert words
     named = [words[1], *re.findall(r"\w+", words[3])]
     pairs.append(("StateWord", named, state[int(words[2]) :][: len(named)]))
@@ -96,13 +97,19 @@ def differences() -> list[str]:
         )
     )
     extra = [name for name, _ in shader_fields("common/token", "Extra")]
-    words = re.search(r"enum class ExtraWord : uint32_t {\s*(\w+) = 0,([^}]*)}", run_h)
+    words = re.search(r"enum class ExtraWord : uint32_t {\s*(\w+) = 0,([^}]*)}", host_words)
     assert words
     named = [words[1], *re.findall(r"\w+", words[2])]
     pairs.append(("ExtraWord", named, extra[: len(named)]))
-    counts = re.search(
-        r"kStateWords = (\d+), kSlotWords = (\d+), kExtraWords = (\d+);", code("plan.h")
-    )
+    fold = [name for name, _ in shader_fields("fold", "Fold")]
+    inputs = re.search(r"kFoldInputs\[\] = {(.*?)};", host_words, re.DOTALL)
+    size = re.search(r"kFoldWords = (\d+);", host_words)
+    assert inputs and size
+    names = {"m": "row_reference", "log_sum": "row_log_sum", "weighted": "weighted_logit_sum"}
+    given = re.findall(r'"shard_(\w+)"', inputs[1])
+    pairs.append(("kFoldInputs", given, [names.get(n, n) for n in fold][: len(given)]))
+    pairs.append(("kFoldWords", int(size[1]), len(fold)))
+    counts = re.search(r"kStateWords = (\d+), kSlotWords = (\d+), kExtraWords = (\d+);", host_words)
     assert counts
     sizes = [len(state), len(shader_fields("common/window", "Slot")), len(extra)]
     pairs.append(

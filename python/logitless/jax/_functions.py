@@ -384,9 +384,8 @@ def linear_cross_entropy(
     nnx.Param. `shift`: the targets move by one (or by that many), for next-token prediction, and
     with them what belongs to a label, token_weight and temperature. `normalizer`: what "mean"
     divides by, instead of the sum of the valid tokens' class weights. `memory`: the workspace
-    allowed, in bytes or as "64MiB". `return_statistics`: any of "lse", "target_logit", "logprob",
-    "entropy", which are differentiable, "argmax", "rank", "sum_p_squared", "mean_logit", which are
-    not; the result is then (loss, Statistics). `empty_mean`: a mean over no token is "zero" or
+    allowed, in bytes or as "64MiB". `return_statistics`: names of `Statistics`, which says what
+    they are; the result is then (loss, Statistics). `empty_mean`: a mean over no token is "zero" or
     "nan". `temperature`: a number, or an array in the target's shape, [N] or broadcastable to it,
     which `shift` moves with the target; no gradient flows to it, and where it is not a positive
     normal number the token's loss is NaN. Differentiable once in input, linear_weight and

@@ -270,9 +270,8 @@ def linear_cross_entropy(
     many), for next-token prediction, and with them what belongs to a label: token_weight and
     temperature. `normalizer`: what "mean" divides by, instead of the sum of
     the valid tokens' class weights. `memory`: the workspace allowed, and what is kept for backward
-    with it, in bytes or as "64MiB"; None is that of `default_memory`. `return_statistics`: any of
-    "lse", "target_logit", "logprob", "entropy", which are differentiable, "argmax", "rank",
-    "sum_p_squared", "mean_logit", which are not; the result is then (loss, Statistics).
+    with it, in bytes or as "64MiB"; None is that of `default_memory`. `return_statistics`: names of
+    `Statistics`, which says what they are; the result is then (loss, Statistics).
     `empty_mean`: a mean over no token is "zero" or "nan", as in PyTorch. `temperature`: a number,
     or a tensor in the target's shape, [N] or broadcastable to it, f32 on the input's device, which
     `shift` moves with the target; no gradient flows to it, and where it is not a positive normal

@@ -30,12 +30,12 @@ Partials place_partials(Arena* arena, const LinearShape& s, const LinearPlan& p)
   take(singles > 0, &made.single_sum, singles);
   take(true, &made.maximum, sums);
   take(true, &made.sum, sums);
-  take(s.entropy, &made.shifted, sums);
-  take(s.weighted_sum, &made.weighted, sums);
-  take(s.argmax, &made.argmax, sums);
-  take(s.logit_sum, &made.logits, sums);
-  take(s.squares, &made.squared, sums);
-  take(s.ranks, &made.above, sums);
+  take(s.sums.has(SumKind::shifted), &made.shifted, sums);
+  take(s.sums.has(SumKind::weighted), &made.weighted, sums);
+  take(s.sums.has(SumKind::argmax), &made.argmax, sums);
+  take(s.sums.has(SumKind::logits), &made.logits, sums);
+  take(s.sums.has(SumKind::squares), &made.squared, sums);
+  take(s.sums.has(SumKind::above), &made.above, sums);
   return made;
 }
 

@@ -48,18 +48,11 @@ void keep_codes(LinearCall* call) {
   s.forms_dz = s.can_store && s.gradients();
 }
 
-static void describe_statistics(const Call& call, LinearCall* made) {
-  LinearShape& s = made->shape;
-  const SumSet sums = call.sums();
-  // One sum serves both weighted_logit_sum and mean_logit where every class weighs 1.
-  const bool logits = sums.has(SumKind::logits);
-  s.weighted_sum = sums.has(SumKind::weighted) || (logits && !call.vocab_weight);
-  s.logit_sum = logits && call.vocab_weight;
-  s.entropy = sums.has(SumKind::shifted);
-  s.argmax = sums.has(SumKind::argmax);
-  s.squares = sums.has(SumKind::squares);
-  s.ranks = sums.has(SumKind::above);
-  made->outputs = {call.loss, call.statistics()};
+// One sum serves both weighted_logit_sum and mean_logit where every class weighs 1.
+static SumSet sums_of(const Call& call) {
+  const SumSet sums = call.sums().without(SumKind::exponentials);
+  if (call.vocab_weight || !sums.has(SumKind::logits)) return sums;
+  return sums.without(SumKind::logits) | SumKind::weighted;
 }
 
 // Returns the anchors [N] that a shard's Forward left in kept_rows.
@@ -92,7 +85,8 @@ EngineCall make_call(std::span<const Engine* const> engines, const Call& call,
   s.copies_weight = !serves_product(call.weight, s.vocab, s.hidden);
   s.maps = made.in.makes_maps;
   s.screens_gradients = made.in.screens_gradients();
-  if (call.forward) describe_statistics(call, &made);
+  s.sums = sums_of(call);
+  made.outputs = token_outputs(call);
   if (!call.forward) {
     made.row_reference = call.row_reference;
     made.row_log_sum = call.row_log_sum;

@@ -119,7 +119,7 @@ LinearShape second_pass(const LinearShape& shape, int64_t first_rows) {
   s.vocab -= first_rows;
   s.forward = s.grad_input = s.can_store = s.forms_dz = false;
   s.direct_grad_input = s.lends_grad_input = false;
-  s.entropy = s.weighted_sum = s.argmax = s.squares = s.ranks = s.logit_sum = false;
+  s.sums = {};
   s.class_weights &= s.smoothing;
   return s;
 }

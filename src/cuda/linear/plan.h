@@ -19,6 +19,7 @@
 
 #include "logitless/ops.h"
 #include "src/rounding.h"
+#include "src/row/sums.h"
 
 namespace logitless::cuda {
 
@@ -28,6 +29,7 @@ const char* name_of(PlanKind kind);
 struct LinearShape {
   int64_t tokens = 0, vocab = 0, hidden = 0;
   DType dtype = DType::bf16;
+  SumSet sums{};        // made of a row beside its exponentials
   bool forward = true;  // lse is computed; false only where Backward was given the row state
   bool grad_input = false, grad_weight = false, grad_bias = false;
   bool copies_weight = false;      // a product cannot read the weight's rows as they lie
@@ -40,11 +42,7 @@ struct LinearShape {
   bool forms_dz = false;           // E becomes dz in its place before the products
   bool on_cuda_cores = false;      // of cuBLASLt's products: f32 without TF32
   bool smoothing = false;
-  bool entropy = false, weighted_sum = false, argmax = false;
-  // sum p^2 is asked for; columns above the target are counted
-  bool squares = false, ranks = false;
-  bool logit_sum = false;  // sum z is asked for beside weighted_sum
-  bool maps = false;       // each token has a map of its own: TokenMap
+  bool maps = false;  // each token has a map of its own: TokenMap
   // Some tokens of a Backward may have no gradient, and are left out.
   bool screens_gradients = false;
   bool bias = false, class_weights = false;  // a product's own kernel reads them

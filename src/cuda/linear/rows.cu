@@ -60,10 +60,14 @@ using RowsArguments = std::conditional_t<kPlain, PlainRows, OptionRows>;
 // Returns whether the call asks nothing of a row but its loss, its state and gradients, and gives
 // nothing but weights.
 bool is_plain(const LinearCall& call) {
-  const TokenStatistics& s = call.outputs.statistics;
   const TokenInput& in = call.in;
-  const bool asks = s.lse || s.target_logit || s.entropy || s.argmax || s.weighted_logit_sum ||
-                    s.rank || s.sum_p_squared || s.mean_logit;
+  bool asks = false;
+  for (const Statistic& statistic : kStatistics) {
+    const auto tensor = statistic.tensor;
+    const bool state =
+        tensor == &Call::row_reference || tensor == &Call::row_log_sum || tensor == &Call::logprob;
+    asks |= !state && call.outputs.statistics.*statistic.view;
+  }
   return call.shape.forward && !call.shape.forms_dz && !asks && !call.kept.rows &&
          call.map.identity && !in.makes_maps && !(in.options.label_smoothing > 0) &&
          !call.entropy && !in.per_row_upstream && !in.statistics_gradients;

@@ -58,14 +58,8 @@ void run_logits(const Call& call, const TokenInput& in, const Layout& layout,
     rows.entropy = call.entropy;
   }
   if (call.forward) {
-    rows.outputs = {call.loss, call.statistics()};
-    const SumSet sums = call.sums();
-    rows.wants_weighted_sum = sums.has(SumKind::weighted);
-    rows.wants_entropy = sums.has(SumKind::shifted);
-    rows.wants_argmax = sums.has(SumKind::argmax);
-    rows.wants_logit_sum = sums.has(SumKind::logits);
-    rows.wants_squares = sums.has(SumKind::squares);
-    rows.wants_rank = sums.has(SumKind::above);
+    rows.outputs = token_outputs(call);
+    rows.wants = call.sums();
   }
   const bool early = launch_rows(rows, device, stream);
   if (call.forward) {
@@ -86,10 +80,8 @@ Status run_logits_loss(const Call& call, const Workspace& workspace, const Devic
                        Stream* stream) {
   const Layout layout = layout_of(call, static_cast<char*>(workspace.data) + workspace.byte_offset);
   const TokenInput in = token_input(call);
-  TokenOutputs outputs;
-  if (call.forward) outputs = {call.loss, call.statistics()};
   stream->prepare_and_run([&] {
-    prepare_tokens(in, layout.tokens, outputs, stream);
+    prepare_tokens(in, layout.tokens, token_outputs(call), stream);
     if (call.options.input_kind == InputKind::probabilities) {
       run_probabilities(call, in, layout, stream);
     } else {

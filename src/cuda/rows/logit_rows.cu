@@ -7,12 +7,10 @@ namespace logitless::cuda {
 namespace {
 
 Columns columns_of(const RowsCall& call, const MapFactors& map) {
-  if (call.map != nullptr || call.wants_logit_sum || call.wants_squares || call.wants_rank) {
-    return Columns::more;
-  }
+  if (call.map != nullptr || call.wants.has(RareSums<Narrow>::kinds)) return Columns::more;
   const bool smooths = call.scalars != nullptr && call.in.options.label_smoothing > 0;
-  const bool plain = map.identity && !smooths && !call.wants_weighted_sum && !call.wants_entropy &&
-                     !call.wants_argmax && !call.in.grad_entropy;
+  const bool plain = map.identity && !smooths && !call.wants.has(UsualSums<Narrow>::kinds) &&
+                     !call.in.grad_entropy;
   return plain ? Columns::plain : Columns::options;
 }
 
@@ -24,9 +22,7 @@ bool launch_of(const RowsCall& call, const DeviceInfo& device, Stream* stream) {
       reinterpret_cast<const void*>(rows_kernel<T, Columns::plain>), device, stream);
   RowsArguments a{call,
                   plan_rows(call.logits.shape[1], sizeof(T), device.shared_bytes_per_block, hopper),
-                  map_factors(logit_map(options)),
-                  {call.wants_weighted_sum, call.wants_entropy, call.wants_argmax,
-                   call.wants_logit_sum, call.wants_squares, call.wants_rank}};
+                  map_factors(logit_map(options))};
   const auto blocks = static_cast<unsigned>(call.logits.shape[0] * a.plan.cluster);
   // With the state given, each block works on its own.
   const int cluster = call.row_reference ? 1 : a.plan.cluster;

@@ -20,7 +20,6 @@ struct RowsArguments {
   RowsCall call;
   RowsPlan plan;
   MapFactors map;
-  RowWants wants;
 };
 
 // Holds what a row needs of its token.
@@ -212,7 +211,7 @@ static_assert(sizeof(RowPartial) == 32);
 // Combines the blocks' partials to the row's; every thread of every block calls it. start_exchange
 // and cluster_wait came before, so that every block's mbarrier is known to count.
 __device__ inline RowPartial combine_blocks(const RowPartial& own, int rank, int cluster,
-                                            const RowWants& wants, Exchange* exchange) {
+                                            SumSet wants, Exchange* exchange) {
   const int t = static_cast<int>(threadIdx.x), lane = t % 32;
   if (t < cluster) {
     const uint32_t slot = address_in_block(&exchange->table[rank], t);
@@ -283,7 +282,7 @@ __global__ void __launch_bounds__(most_row_threads, blocks_at_once(kColumns))
     RowPartial partial;
     float at_target = -infinity();
     TargetColumn counted{token.target, 0};
-    if (kColumns == Columns::more && a.wants.rank && token.target >= 0) {
+    if (kColumns == Columns::more && a.call.wants.has(SumKind::above) && token.target >= 0) {
       counted.logit = map_raw(map, load(call.logits, i, token.target));
     }
     for (int index = 0; index < slice.tiles; ++index) {
@@ -297,16 +296,16 @@ __global__ void __launch_bounds__(most_row_threads, blocks_at_once(kColumns))
         at_target = target_logit(map, tile, token.target - column);
       }
       const RowPartial next = tile_partial<T, kColumns>(
-          tile, map, call.in.vocab_weight, call.in.start(), static_cast<int>(column), a.wants,
+          tile, map, call.in.vocab_weight, call.in.start(), static_cast<int>(column), a.call.wants,
           {counted.column - static_cast<int>(column), counted.logit}, &warps);
-      partial = index == 0 ? next : combine_two(partial, next, a.wants);
+      partial = index == 0 ? next : combine_two(partial, next, a.call.wants);
     }
     if (exchanges) {
       cluster_wait();  // by now every block has started
-      partial = combine_blocks(partial, rank, cluster, a.wants, &exchange);
+      partial = combine_blocks(partial, rank, cluster, a.call.wants, &exchange);
     }
-    state = finish_row(partial, a.wants);
-    if (kColumns == Columns::more && a.wants.logit_sum)
+    state = finish_row(partial, a.call.wants);
+    if (kColumns == Columns::more && a.call.wants.has(SumKind::logits))
       state.mean_logit /= static_cast<float>(call.in.whole());
     state.target_logit = at_target;
     // The block that has the target tells the row's state.

@@ -24,8 +24,7 @@ struct RowsCall {
   // [N]  If these are given they are used as they are, and no state is made.
   TensorView row_reference, row_log_sum;
   TensorView entropy;  // [N]  the gradient's entropy term reads it
-  bool wants_weighted_sum = false, wants_entropy = false, wants_argmax = false;
-  bool wants_logit_sum = false, wants_squares = false, wants_rank = false;
+  SumSet wants{};
 };
 
 // A row has at least one block of the grid, and columns are counted in 32 bits.

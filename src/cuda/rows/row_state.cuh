@@ -21,11 +21,6 @@ struct RowPartial {
   int argmax = -1;  // it is the lowest column of the maximum, counted in the row, not in the tile
 };
 
-struct RowWants {
-  bool weighted_sum = false, entropy = false, argmax = false;
-  bool logit_sum = false, squares = false, rank = false;
-};
-
 // These kinds of kernels differ in what they want of a column. `plain` makes the maximum, the sum
 // and P p alone; `options` all options; `more`, which takes more registers, also the rank, sums of
 // squares and of logits, and rows with maps of their own.
@@ -52,7 +47,7 @@ __device__ inline float shift_of(float maximum) {
 }
 
 // Sums over the lanes, of which those beyond are neutral; every lane gets the sums.
-__device__ inline RowPartial combine_lanes(const RowPartial& own, const RowWants& wants) {
+__device__ inline RowPartial combine_lanes(const RowPartial& own, SumSet wants) {
   RowPartial all;
   all.maximum = warp_max(own.maximum);
   // The sums become relative to the common maximum. Where the own maximum is -inf there is nothing
@@ -62,12 +57,12 @@ __device__ inline RowPartial combine_lanes(const RowPartial& own, const RowWants
   by = fmaxf(by, -100.0f);  // exp is 0 there, and 0 times `by` must be too
   const float factor = exp_nonpositive(by);
   all.sum = warp_sum(own.sum * factor);
-  if (wants.entropy) all.shifted = warp_sum((own.shifted + own.sum * by) * factor);
-  if (wants.weighted_sum) all.weighted = warp_sum(own.weighted);
-  if (wants.logit_sum) all.logits = warp_sum(own.logits);
-  if (wants.squares) all.squared = warp_sum(own.squared * factor * factor);
-  if (wants.rank) all.above = warp_sum(own.above);
-  if (wants.argmax) {
+  if (wants.has(SumKind::shifted)) all.shifted = warp_sum((own.shifted + own.sum * by) * factor);
+  if (wants.has(SumKind::weighted)) all.weighted = warp_sum(own.weighted);
+  if (wants.has(SumKind::logits)) all.logits = warp_sum(own.logits);
+  if (wants.has(SumKind::squares)) all.squared = warp_sum(own.squared * factor * factor);
+  if (wants.has(SumKind::above)) all.above = warp_sum(own.above);
+  if (wants.has(SumKind::argmax)) {
     const bool best = own.maximum == all.maximum && own.argmax >= 0;
     all.argmax = warp_min(best ? own.argmax : no_index);
   }
@@ -103,7 +98,7 @@ __device__ inline float sum_of(const float (&x)[4]) { return (x[0] + x[1]) + (x[
 // Adds the terms of one unit of columns to chain c.
 template <class T, Columns kColumns>
 __device__ void add_unit(const float* raw, int column, int n, float shift, const MapFactors& map,
-                         const TensorView& class_weight, int64_t first, const RowWants& wants,
+                         const TensorView& class_weight, int64_t first, SumSet wants,
                          const TargetColumn& target, int c, ThreadSums* s) {
   float e[2] = {0, 0}, t[2] = {0, 0}, w[2] = {0, 0}, z_sum[2] = {0, 0};
 #pragma unroll
@@ -116,15 +111,15 @@ __device__ void add_unit(const float* raw, int column, int n, float shift, const
       const float x = z - shift;
       e[h] = j < n ? exp_of_row(x) : 0.0f;
       // 0 log 0 is 0: x must be finite where exp is 0.
-      if (wants.entropy) t[h] = e[h] * (x < least_exponent ? least_exponent : x);
-      if (wants.entropy && j >= n) t[h] = 0;
-      if (wants.weighted_sum && j < n) {
+      if (wants.has(SumKind::shifted)) t[h] = e[h] * (x < least_exponent ? least_exponent : x);
+      if (wants.has(SumKind::shifted) && j >= n) t[h] = 0;
+      if (wants.has(SumKind::weighted) && j < n) {
         const float by = present(class_weight) ? load(class_weight, first + j) : 1.0f;
         w[h] = by == 0 ? 0.0f : by * z;
       }
       if (kColumns != Columns::more || j >= n) continue;
       z_sum[h] = z;
-      if (wants.rank && z > target.logit && j != target.column) ++s->above;
+      if (wants.has(SumKind::above) && z > target.logit && j != target.column) ++s->above;
     }
   }
   constexpr bool pair = per_unit<T> == 2;
@@ -133,16 +128,16 @@ __device__ void add_unit(const float* raw, int column, int n, float shift, const
     s->shifted[c] += pair ? t[0] + t[1] : t[0];
     s->weighted[c] += pair ? w[0] + w[1] : w[0];
     if (kColumns != Columns::more) return;
-    if (wants.logit_sum) s->logits[c] += pair ? z_sum[0] + z_sum[1] : z_sum[0];
-    if (wants.squares) s->squared[c] += e[0] * e[0] + e[1] * e[1];
+    if (wants.has(SumKind::logits)) s->logits[c] += pair ? z_sum[0] + z_sum[1] : z_sum[0];
+    if (wants.has(SumKind::squares)) s->squared[c] += e[0] * e[0] + e[1] * e[1];
   }
 }
 
 // The thread's unit u goes to chain u % 4.
 template <class T, Columns kColumns>
 __device__ ThreadSums thread_sums(const Tile<T>& tile, bool odd, float shift, const MapFactors& map,
-                                  const TensorView& class_weight, int64_t first,
-                                  const RowWants& wants, const TargetColumn& target) {
+                                  const TensorView& class_weight, int64_t first, SumSet wants,
+                                  const TargetColumn& target) {
   ThreadSums s;
   const int units = (tile.n + per_unit<T> - 1) / per_unit<T>;
   const int threads = static_cast<int>(blockDim.x);
@@ -172,8 +167,7 @@ __device__ ThreadSums thread_sums(const Tile<T>& tile, bool odd, float shift, co
 template <class T, Columns kColumns>
 __device__ RowPartial tile_partial(const Tile<T>& tile, const MapFactors& map,
                                    const TensorView& class_weight, int64_t first, int column,
-                                   const RowWants& wants, const TargetColumn& target,
-                                   WarpResults* warps) {
+                                   SumSet wants, const TargetColumn& target, WarpResults* warps) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const bool leads = lane < static_cast<int>(blockDim.x) / 32;
   RowPartial all;
@@ -235,20 +229,20 @@ __device__ RowPartial tile_partial(const Tile<T>& tile, const MapFactors& map,
 // Combines two partials, of which the first has the earlier columns; every lane of the warp calls
 // it.
 __device__ inline RowPartial combine_two(const RowPartial& first, const RowPartial& second,
-                                         const RowWants& wants) {
+                                         SumSet wants) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   return combine_lanes(lane == 0 ? first : lane == 1 ? second : RowPartial{}, wants);
 }
 
-__device__ inline RowStatistics finish_row(const RowPartial& row, const RowWants& wants) {
+__device__ inline RowStatistics finish_row(const RowPartial& row, SumSet wants) {
   RowStatistics state;
   state.reference = row.sum == row.sum ? row.maximum : row.sum;
   state.log_sum = fabsf(row.maximum) == infinity() ? nan_value() : logf(row.sum);
-  if (wants.entropy) state.entropy = state.log_sum - row.shifted / row.sum;
+  if (wants.has(SumKind::shifted)) state.entropy = state.log_sum - row.shifted / row.sum;
   state.weighted_logit_sum = row.weighted;
   state.mean_logit = row.logits;  // it is still times the columns, which the caller divides by
-  if (wants.squares) state.sum_p_squared = row.squared / row.sum / row.sum;
-  if (wants.rank) state.rank = row.above;
+  if (wants.has(SumKind::squares)) state.sum_p_squared = row.squared / row.sum / row.sum;
+  if (wants.has(SumKind::above)) state.rank = row.above;
   state.argmax = row.argmax;
   return state;
 }

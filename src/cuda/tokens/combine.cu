@@ -95,7 +95,7 @@ bool launch_combine(const Call& call, const TokenInput& in, const Layout& layout
                     const DeviceInfo& device, Stream* stream) {
   CombineArguments a{};
   a.in = in;
-  a.out = {call.loss, call.statistics()};
+  a.out = token_outputs(call);
   a.shards = shard_views(call);
   a.scalars = layout.tokens.scalars;
   a.losses = layout.losses;
@@ -124,7 +124,7 @@ Status run_combine(const Call& call, const Workspace& workspace, const DeviceInf
   const Layout layout = layout_of(call, static_cast<char*>(workspace.data) + workspace.byte_offset);
   const TokenInput in = input_of(call);
   stream->prepare_and_run([&] {
-    prepare_tokens(in, layout.tokens, {call.loss, call.statistics()}, stream);
+    prepare_tokens(in, layout.tokens, token_outputs(call), stream);
     const bool early = launch_combine(call, in, layout, device, stream);
     write_loss(in, layout.tokens, layout.losses, call.loss, stream, early);
   });

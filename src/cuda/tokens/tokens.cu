@@ -40,7 +40,7 @@ __device__ void put_other(const TokenInput& in, const TokenOutputs& out, int64_t
                           TokenKind kind) {
   const float value = kind == TokenKind::outside ? nan_value() : 0.0f;
   if (in.options.reduction == Reduction::none) put(out.loss, i, value);
-  put_statistics(out.statistics, i, RowStatistics{}, 0, -1);
+  put_statistics<false>(out.statistics, i, RowStatistics{});
   put(out.statistics.logprob, i, value);
 }
 

@@ -7,6 +7,7 @@
 #include "src/cuda/views.cuh"
 #include "src/row/gradient.h"
 #include "src/row/loss.h"
+#include "src/row/statistics.h"
 
 namespace logitless::cuda {
 
@@ -87,34 +88,31 @@ __device__ inline void put(const TensorView& view, int64_t i, float x) {
   if (present(view)) *address<float>(view, i) = x;
 }
 
-// A call may ask for this too of a row.
-struct RowStatistics : RowState {
-  float sum_p_squared = 0, mean_logit = 0;
-  int rank = -1;
-};
-
-__device__ inline void put_statistics(const TokenStatistics& out, int64_t i, const RowStatistics& s,
-                                      float lse, int64_t argmax) {
-  put(out.lse, i, lse);
-  put(out.target_logit, i, s.target_logit);
-  put(out.entropy, i, s.entropy);
-  put(out.row_reference, i, s.reference);
-  put(out.row_log_sum, i, s.log_sum);
-  put(out.weighted_logit_sum, i, s.weighted_logit_sum);
-  put(out.logprob, i, s.logprob());
-  put(out.sum_p_squared, i, s.sum_p_squared);
-  put(out.mean_logit, i, s.mean_logit);
-  if (present(out.rank)) store_int(out.rank, i, s.rank);
-  if (present(out.argmax)) store_int(out.argmax, i, argmax);
+// Writes the statistics of token i; of one that does not count, 0 or -1.
+template <bool kCounts>
+__device__ inline void put_statistics(const TokenStatistics& out, int64_t i,
+                                      const RowStatistics& s) {
+  with_each_statistic([&](auto place) {
+    constexpr auto number = kStatistics[place()].number;
+    constexpr auto index = kStatistics[place()].index;
+    constexpr auto of = kStatistics[place()].view;
+    const TensorView& view = out.*of;
+    if (!present(view)) return;
+    if constexpr (index != nullptr) {
+      store_int(view, i, kCounts ? index(s) : -1);
+    } else {
+      *address<float>(view, i) = kCounts ? number(s) : 0;
+    }
+  });
 }
 
 // Writes the statistics of token i; `target` is its column in the views, or negative.
 __device__ inline void put_state(const TokenInput& in, const TokenStatistics& out, int64_t i,
                                  int target, RowStatistics s) {
+  s.target_elsewhere = target < 0;
   if (target < 0) s.target_logit = -infinity();
-  put_statistics(out, i, s, s.lse(), s.argmax + in.start());
-  // A shard without any probability gives -inf too.
-  if (target < 0) put(out.logprob, i, -infinity());
+  s.argmax += in.start();
+  put_statistics<true>(out, i, s);
 }
 
 __device__ inline float token_loss(const TokenScalars& scalars, int target, float target_weight,

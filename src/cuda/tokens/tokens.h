@@ -52,6 +52,10 @@ struct TokenOutputs {
   TensorView loss;
   TokenStatistics statistics;
 };
+inline TokenOutputs token_outputs(const Call& call) {
+  if (!call.forward) return {};
+  return {call.loss, call.statistics()};
+}
 
 // Enqueues the whole preparation: one launch for up to one_launch_tokens, else two. It also checks
 // the targets' range, which may set `fault`, and writes the outputs of tokens that do not count: 0,

@@ -34,8 +34,7 @@ bool is_memory(const Tensor& v) {
 // serves.
 bool is_plain(const LinearCall& call) {
   const LinearShape& s = call.shape;
-  return call.plain() && !s.smoothing && !s.entropy && !s.weighted_sum && !s.argmax && !s.squares &&
-         !s.ranks && !s.logit_sum && !call.in.grad_entropy;
+  return call.plain() && !s.smoothing && s.sums.empty() && !call.in.grad_entropy;
 }
 
 // Returns whether the products can read the caller's own rows of input, which only the loss alone
@@ -70,8 +69,8 @@ void HopperEngine::describe(const Call& op, LinearCall* call, const DeviceInfo& 
   // Under a softcap a temperature that all tokens share becomes a map of each row, as one a token
   // does, so that both give the same bits.
   if (call->map.capped && call->in.options.temperature != 1) s.maps = call->in.makes_maps = true;
-  const bool more =
-      s.maps || s.squares || s.ranks;  // the kernel that keeps both has no room for these
+  // The kernel that keeps both has no room for these.
+  const bool more = s.maps || s.sums.has(SumKind::squares | SumKind::above);
   s.forms_dz = slopes && !more && e_tells_slope(call->map, s.vocab);
   if (slopes && !s.forms_dz) s.can_store = false;
   if (s.dtype == DType::f16) keep_codes(call);
@@ -81,7 +80,7 @@ void HopperEngine::describe(const Call& op, LinearCall* call, const DeviceInfo& 
   s.plain = is_plain(*call);
   s.reads_input = reads_input(op.input, s);
   s.bias = static_cast<bool>(op.bias);
-  s.class_weights = call->in.vocab_weight && (s.smoothing || s.weighted_sum);
+  s.class_weights = call->in.vocab_weight && (s.smoothing || s.sums.has(SumKind::weighted));
   if (!s.gradients()) return;
   s.direct_grad_weight = !op.grad_weight || writes(op.grad_weight, s.dtype);
   s.direct_grad_input = s.grad_input && writes(op.grad_input, s.dtype);

@@ -13,7 +13,7 @@ class HopperEngine final : public Engine {
   bool serves(const DeviceInfo& device) const override;
   bool serves(const Call& op, const LinearShape& shape) const override;
   bool is_batch_invariant() const override { return true; }
-  bool finds_maximum(const LinearShape& s) const override { return s.entropy || s.argmax; }
+  bool finds_maximum(const LinearShape& s) const override { return s.sums.has(SumKind::maximum); }
   void describe(const Call& op, LinearCall* call, const DeviceInfo& device) const override;
   DeviceSpeed speed(const DeviceInfo& device) const override;
   void each_plan(const LinearShape& shape, const DeviceSpeed& speed, uint64_t bytes,

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+// The statistics of a token, and what those of its shards come to ("Statistics of a token",
+// "Combine" and "Accuracy" of docs/semantics.md).
+#pragma once
+
+#include <map>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "src/reference/row.h"
+
+namespace logitless::reference {
+
+struct RowOf {
+  const Call& call;
+  const Tokens& tokens;
+  const Token& token;
+  const Row& row;
+};
+
+// Combine's inputs that were given, by name, each [P, N].
+struct Shards {
+  int64_t count = 0, tokens = 0;
+  std::map<std::string_view, std::vector<double>> given;
+};
+Shards read_shards(const Call& call);
+
+// One token's shards, and what they come to.
+struct WholeRow {
+  std::map<std::string_view, std::vector<double>> given;  // [P] each
+  // The shards that have some probability, or may have, and the logarithm of it.
+  std::vector<size_t> places;
+  std::vector<double> log_probability;
+  double reference = 0, target_logit = 0;  // they are exact
+  Estimate log_sum, weighted_logit_sum;
+  bool is_one() const { return given.at("shard_row_reference").size() == 1; }
+};
+WholeRow combine(const Shards& shards, int64_t token);
+
+// Any of `accepted` may be named in place of the value.
+struct Index {
+  int64_t value = -1;
+  std::vector<int64_t> accepted;
+};
+
+// A statistic is a number or an index. Combine has no rank.
+struct Statistic {
+  const char* name;
+  Estimate (*of_row)(const RowOf&) = nullptr;
+  Estimate (*of_shards)(const WholeRow&) = nullptr;
+  Index (*index_of_row)(const RowOf&) = nullptr;
+  Index (*index_of_shards)(const WholeRow&) = nullptr;
+  bool is_index() const { return index_of_row != nullptr; }
+};
+std::span<const Statistic> statistics();
+
+Estimate combined_lse(const WholeRow& row);
+Estimate combined_loss(const Call& call, const Tokens& tokens, const Token& token,
+                       const WholeRow& row);
+
+}  // namespace logitless::reference

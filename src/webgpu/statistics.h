@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where the shaders keep each statistic of a token, and how it is emitted. The structs are those of
+// common/token.wgsl, common/window.wgsl and fold.wgsl, which tests/webgpu/shared_names_test.py
+// compares.
+#pragma once
+
+#include <cstdint>
+#include <iterator>
+#include <string_view>
+
+#include "src/row/statistics.h"
+#include "src/webgpu/plan.h"
+
+namespace logitless::webgpu {
+
+constexpr uint32_t kStateWords = 16, kSlotWords = 8, kExtraWords = 6;
+constexpr uint32_t kFoldWords = 12;  // they lie in two slots of a token
+
+// These are the words of a token's State that the host names.
+enum class StateWord : uint32_t { m = 4, log_sum, target_logit, weighted, entropy, argmax, loss };
+
+// These are the words of its Extra.
+enum class ExtraWord : uint32_t { sum_p_squared = 0, mean_logit, rank };
+
+struct Word {
+  constexpr Word(StateWord word) : of(Role::rows), at(static_cast<uint32_t>(word)) {}    // NOLINT
+  constexpr Word(ExtraWord word) : of(Role::extras), at(static_cast<uint32_t>(word)) {}  // NOLINT
+  Role of;
+  uint32_t at;
+};
+
+// tokens.wgsl has the same numbers. An index of 64 bits is the number behind `index`.
+enum class Emit : uint32_t { word = 0, lse, logprob, index };
+
+struct StatisticWord {
+  std::string_view name;
+  Word word;
+  Emit emit = Emit::word;
+};
+inline constexpr StatisticWord kStatisticWords[] = {{"lse", StateWord::log_sum, Emit::lse},
+                                                    {"target_logit", StateWord::target_logit},
+                                                    {"entropy", StateWord::entropy},
+                                                    {"argmax", StateWord::argmax, Emit::index},
+                                                    {"row_reference", StateWord::m},
+                                                    {"row_log_sum", StateWord::log_sum},
+                                                    {"weighted_logit_sum", StateWord::weighted},
+                                                    {"logprob", StateWord::log_sum, Emit::logprob},
+                                                    {"sum_p_squared", ExtraWord::sum_p_squared},
+                                                    {"mean_logit", ExtraWord::mean_logit},
+                                                    {"rank", ExtraWord::rank, Emit::index}};
+static_assert(std::size(kStatisticWords) == std::size(kStatistics));
+
+// Combine's inputs that are the first words of a Fold.
+inline constexpr std::string_view kFoldInputs[] = {
+    "shard_row_reference", "shard_row_log_sum",   "shard_target_logit", "shard_weighted_logit_sum",
+    "shard_entropy",       "shard_sum_p_squared", "shard_mean_logit"};
+
+// Calls f(view, word, emit) for each statistic that the call asks for.
+template <class F>
+void for_each_asked(const Call& call, const F& f) {
+  if (!call.forward) return;
+  for (const auto& [name, word, emit] : kStatisticWords) {
+    if (const TensorView& view = call[name]) f(view, word, emit);
+  }
+}
+
+// Returns whether the call asks for a statistic that is kept in Extra.
+inline bool asks_extras(const Call& call) {
+  bool asks = false;
+  for_each_asked(call,
+                 [&](const TensorView&, Word word, Emit) { asks |= word.of == Role::extras; });
+  return asks;
+}
+
+}  // namespace logitless::webgpu
