@@ -3,9 +3,13 @@
 #include "data.h"
 
 #include <cmath>
+#include <map>
+#include <utility>
 
 namespace logitless::conformance {
 namespace {
+
+constexpr uint64_t kStep = 0x9E3779B97F4A7C15u;
 
 std::vector<double> make_targets(const Case& c, Random& random) {
   const int64_t vocab = c.options.vocab_total ? c.options.vocab_total : c.shape.vocab;
@@ -45,8 +49,10 @@ void make_linear(const Case& c, Values& v, Random& random) {
     return;
   }
   const double scale = c.data == Data::large ? 1000 : 1;
-  for (double& x : v.input) x = random.normal() * scale;
-  for (double& w : v.weight) w = random.normal() * spread;
+  random.fill_normal(v.input);
+  random.fill_normal(v.weight);
+  for (double& x : v.input) x *= scale;
+  for (double& w : v.weight) w *= spread;
   if (c.data != Data::peaked) return;
   for (int64_t i = 0; i < tokens; ++i) {
     const int64_t column = column_of(c, v.target[i]);
@@ -63,7 +69,8 @@ void make_logits(const Case& c, Values& v, Random& random) {
   const auto [tokens, hidden, vocab] = c.shape;
   v.logits.resize(tokens * vocab);
   const double scale = c.data == Data::large ? 10000 : 3;
-  for (double& z : v.logits) z = random.normal() * scale;
+  random.fill_normal(v.logits);
+  for (double& z : v.logits) z *= scale;
   for (int64_t i = 0; i < tokens; ++i) {
     double* row = &v.logits[i * vocab];
     if (c.data == Data::constant) {
@@ -81,7 +88,7 @@ void make_logits(const Case& c, Values& v, Random& random) {
 }  // namespace
 
 uint64_t Random::bits() {
-  uint64_t z = state_ += 0x9E3779B97F4A7C15u;  // this is splitmix64
+  uint64_t z = state_ += kStep;  // this is splitmix64
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
   z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
   return z ^ (z >> 31);
@@ -94,10 +101,29 @@ double Random::normal() {
   return radius * std::cos(2 * M_PI * uniform());
 }
 
+void Random::fill_normal(std::vector<double>& values) {
+  constexpr size_t kKept = size_t{1} << 21;  // 16 MiB
+  thread_local std::map<std::pair<uint64_t, size_t>, std::vector<double>> kept;
+  thread_local size_t size = 0;
+  const auto found = kept.find({state_, values.size()});
+  if (found != kept.end()) {
+    values = found->second;
+    state_ += 2 * values.size() * kStep;
+    return;
+  }
+  const std::pair key{state_, values.size()};
+  for (double& x : values) x = normal();
+  if (size + values.size() > kKept) kept.clear(), size = 0;
+  if (values.size() > kKept) return;
+  kept.emplace(key, values);
+  size += values.size();
+}
+
 std::vector<double> normals(int64_t count, uint64_t seed, double scale, double offset) {
   Random random(seed);
   std::vector<double> values(count);
-  for (double& x : values) x = offset + scale * random.normal();
+  random.fill_normal(values);
+  for (double& x : values) x = offset + scale * x;
   return values;
 }
 

@@ -15,6 +15,9 @@ class Random {
   uint64_t bits();
   double uniform();  // it lies in [0, 1)
   double normal();   // the mean is 0, the variance 1
+  // Gives each element what normal() gives next. Those drawn lately are copied, for a test runs the
+  // same case many times, and most of that time would be these.
+  void fill_normal(std::vector<double>& values);
   int64_t below(int64_t bound) {
     return static_cast<int64_t>(bits() % static_cast<uint64_t>(bound));
   }

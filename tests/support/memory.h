@@ -74,7 +74,17 @@ class Pool {
 int64_t element_count(const TensorView& view);
 // Calls f(i, byte offset from the view's first element) for every element, in dense row-major
 // order.
-void for_each_element(const TensorView& view, const std::function<void(int64_t, int64_t)>& f);
+template <class F>
+void for_each_element(const TensorView& view, F&& f) {
+  const int64_t rows = view.rank > 0 ? view.shape[0] : 1,
+                columns = view.rank > 1 ? view.shape[1] : 1;
+  const int64_t size = size_of(view.dtype);
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t j = 0; j < columns; ++j) {
+      f(i * columns + j, (i * view.stride[0] + j * view.stride[1]) * size);
+    }
+  }
+}
 std::vector<double> read(const TensorView& view);
 void write(const TensorView& view, const std::vector<double>& values);
 
