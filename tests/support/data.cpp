@@ -103,8 +103,13 @@ double Random::normal() {
 
 void Random::fill_normal(std::vector<double>& values) {
   constexpr size_t kKept = size_t{1} << 21;  // 16 MiB
+#ifdef __wasm__  // there threads have no destructors, for there is only one
+  static std::map<std::pair<uint64_t, size_t>, std::vector<double>> kept;
+  static size_t size = 0;
+#else
   thread_local std::map<std::pair<uint64_t, size_t>, std::vector<double>> kept;
   thread_local size_t size = 0;
+#endif
   const auto found = kept.find({state_, values.size()});
   if (found != kept.end()) {
     values = found->second;

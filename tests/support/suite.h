@@ -43,6 +43,17 @@ inline constexpr bool kSanitized = false;
 // Returns whether only a seeded eighth of the cases runs, because each takes many times as long.
 inline bool eighth() { return !full() && (kSanitized || is_set("LOGITLESS_TEST_EIGHTH")); }
 
+// Returns what moves a part of the cases on from one commit to the next (scripts/test sets it).
+inline size_t rotation() {
+  const char* value = std::getenv("LOGITLESS_TEST_SEED");
+  return value == nullptr ? 0 : std::strtoull(value, nullptr, 10);
+}
+// Returns whether one of a case's runs is in its part: every run where all are, else a third, which
+// differs from one case to the next, so that each run is one of some case's.
+inline bool in_third(size_t run, size_t which_case) {
+  return !eighth() || (run + which_case + rotation()) % 3 == 0;
+}
+
 inline std::vector<DType> inputs() { return {DType::f32, DType::f16, DType::bf16}; }
 // Tests whose every case is many runs take these.
 inline std::vector<DType> few_inputs() {
