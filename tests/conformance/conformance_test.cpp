@@ -19,7 +19,8 @@ class Conformance : public ConformanceTest {
  protected:
   // Returns the seeded eighth of the cases for an instruction set; the sets' eighths all differ.
   Part part_of(size_t set) const {
-    const size_t seed = set * 3 + static_cast<size_t>(op_) * 5 + static_cast<size_t>(dtype_);
+    const size_t seed =
+        set * 3 + static_cast<size_t>(op_) * 5 + static_cast<size_t>(dtype_) + rotation();
     return {seed % 8, 8};
   }
 };
